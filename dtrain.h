@@ -28,11 +28,12 @@
    which what authors of backends need comes last; then the implementation, its kernels last.
        src/core/api.h                       Version and linkage
        src/core/result.h                    Results and error sentences
-       src/core/log.h                       Log, allocator, clock
+       src/core/log.h                       Log, allocator, clock, memory of the process
        src/core/dtype.h                     Data types and random numbers
        src/device/device.h                  Devices
-       src/world/world.h                    World and launch
+       src/world/world.h                    World: which rank this is, of how many, and what ranks tell each other
        src/world/timeline.h                 Timeline
+       src/launch/launch.h                  Launch
        src/comm/comm.h                      Communicators
        src/strategy/params.h                Parameters, units, buckets
        src/strategy/strategy.h              Strategies
@@ -52,13 +53,14 @@
        src/tape/op.h                        Operations of one's own
        src/device/backend.h                 For authors of devices and operations: kernel arguments, table
        src/comm/backend.h                   For authors of communicators: the communicator table
-       src/core/platform.c                  The clock, and files
+       src/core/platform.c                  The clock, files, and how much memory there is
        src/core/platform_internal.h         System headers, atomics, DTRAIN__PRIVATE
        src/core/core_internal.h             What every room uses of core
        src/core/result.c                    Results and error sentences
        src/core/log.c                       Log, allocator, checked sizes
        src/core/dtype.c                     Data types
        src/core/random.c                    Random numbers: Philox4x32-10
+       src/core/hash.c                      Hashes of 64 bits: FNV-1a to compare, SipHash under a key
        src/world/world.c                    World
        src/world/world_internal.h           The world's shared state: what the other rooms may know of it
        src/world/timeline_internal.h        Spans as the library opens them: see world/timeline.c
@@ -67,17 +69,10 @@
        src/world/trace.c                    Traces: what a rank did when, for Perfetto
        src/world/control.c                  The control page: how ranks end, wait for each other and gather
        src/world/link_internal.h            The link: how ranks that another launcher has started hear of each other
-       src/world/environment_internal.h     The result of reading the environment
        src/world/arena.c                    Shared memory: the region and its arenas
-       src/world/hash.c                     A keyed hash: SipHash
-       src/world/environment.c              The launch environment
        src/world/link.c                     The link between ranks of a launcher
        src/world/rendezvous.c               The rendezvous: how ranks of a launcher meet
        src/world/page.c                     One host, one control page
-       src/world/launch.c                   A rank's life, and dtrain_launch
-       src/world/launch_internal.h          A launch: what launch.c, restart.c and signals.c share
-       src/world/explain.c                  What a launch makes of its environment, in words and in numbers
-       src/world/restart.c                  Restarts
        src/world/signals.c                  Requests to stop
        src/comm/comm.c                      Communicators
        src/comm/comm_internal.h             What the files of comm share
@@ -96,6 +91,13 @@
        src/comm/mpi_internal.h              What the files of the MPI transport share: mpi.c moves data, mpi_meet.c begins and ends
        src/comm/mpi_meet.c                  The MPI transport: how ranks meet in MPI, and how they leave it
        src/comm/backend.c                   Choosing a communicator
+       src/launch/launch.c                  dtrain_launch
+       src/launch/environment_internal.h    The result of reading the environment
+       src/launch/launch_internal.h         A launch: what the files of this room share
+       src/launch/rank.c                    A rank's life: make its world, run its main function, record how it ended
+       src/launch/environment.c             The launch environment
+       src/launch/explain.c                 What a launch makes of its environment, in words and in numbers
+       src/launch/restart.c                 Restarts
        src/strategy/params.c                Parameters, units, buckets
        src/strategy/strategy_internal.h     The strategy, and what its files call of one another
        src/strategy/layout_internal.h       The tables of a strategy: kinds, parameters, buckets, units, and the memory behind them
@@ -505,7 +507,7 @@ DTRAIN_API const char *dtrain_version(void);
  * src/core/log.h
  * ==============================================================================================*/
 
-/* Log, allocator, clock. */
+/* Log, allocator, clock, memory of the process. */
 
 typedef enum dtrain_log_level {
     DTRAIN_LOG_DEFAULT = 0, /* = DTRAIN_LOG_INFO */
@@ -532,6 +534,10 @@ typedef struct dtrain_allocator {
 
 /* Return the seconds of the monotonic clock that all deadlines and timings use. */
 DTRAIN_API double dtrain_seconds(void);
+
+/* Ask the operating system for the memory of this process: the proportional set size now, and the
+ * high-water mark of the resident set size. 0 where it is unknown. */
+DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes);
 
 /* ================================================================================================
  * src/core/dtype.h
@@ -679,45 +685,13 @@ DTRAIN_API dtrain_result dtrain_device_copy(dtrain_device *device, void *to, con
  * src/world/world.h
  * ==============================================================================================*/
 
-/* World and launch
+/* World: which rank this is, of how many, and what ranks tell each other
  *
- * A world says which rank this is, of how many. dtrain_launch is the one way in: it starts the
- * local ranks, hands each a world, watches over them and reports how they ended. Started by another
- * launcher as one rank of several, it joins them instead:
- *
- *     launcher        what is read, the first complete family wins
- *     any             DTRAIN_RANK DTRAIN_WORLD_SIZE [DTRAIN_LOCAL_RANK DTRAIN_LOCAL_SIZE]
- *     torchrun, ...   RANK WORLD_SIZE [LOCAL_RANK LOCAL_WORLD_SIZE] MASTER_ADDR MASTER_PORT
- *     Open MPI        OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
- *     srun            SLURM_PROCID SLURM_STEP_NUM_TASKS ..., where SLURM_STEP_ID is set
- *     MPICH           PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS
- *     Indexed Job     JOB_COMPLETION_INDEX with WORLD_SIZE or DTRAIN_WORLD_SIZE
- *     TrainJob        PET_NNODES PET_NODE_RANK PET_NPROC_PER_NODE: started once a node,
- *                     dtrain_launch forks the ranks of this node
- *
- * Ranks meet by TCP at rank 0's host: DTRAIN_MASTER_ADDR, else MASTER_ADDR (PET_MASTER_ADDR), else
- * what the launcher tells about its hosts. The port is DTRAIN_PORT, else DTRAIN_MASTER_PORT, else
- * MASTER_PORT (29500) + 100, because torchrun itself listens at MASTER_PORT. This takes at most
- * join_ms.
- *
- * Rank 0 listens at all addresses of its host, and at the loopback alone when its address is one.
- * Strangers and ranks with another DTRAIN_JOB_KEY are refused, and the run goes on waiting for its
- * own; a stranger that says nothing holds up nobody. The key itself is not sent, only hashes made
- * with it; but the traffic is not encrypted, and who can read or change it must be kept away by the
- * network.
- *
- * On one host, joined ranks share memory as forked ones do. A half or contradictory setting is an
- * error. A launcher that announces one rank is no launcher: dtrain_launch forks as its desc
- * says. */
+ * dtrain_launch (launch/launch.h) makes a world for each rank and ends it. */
 
 typedef struct dtrain_world dtrain_world;
 typedef struct dtrain_comm dtrain_comm;
 typedef struct dtrain_comm_ops dtrain_comm_ops;
-
-typedef enum dtrain_launch_mode {
-    DTRAIN_LAUNCH_PROCESSES = 0, /* fork: one process a rank */
-    DTRAIN_LAUNCH_THREADS = 1    /* one thread a rank, for tests and race detectors */
-} dtrain_launch_mode;
 
 #define DTRAIN_MAX_RANKS 256
 
@@ -757,6 +731,186 @@ typedef struct dtrain_trace_desc {
     uint64_t file_bytes;  /* a rank's file ends when it has so many; 0 = 256 MiB */
     uint32_t event_count; /* held in memory until they are written; 0 = 8192 */
 } dtrain_trace_desc;
+
+/* Return this rank's number, from 0. */
+DTRAIN_API int dtrain_world_rank(const dtrain_world *world);
+/* Return the number of ranks. */
+DTRAIN_API int dtrain_world_size(const dtrain_world *world);
+/* Return this rank's device, which the world owns. */
+DTRAIN_API dtrain_device *dtrain_world_device(dtrain_world *world);
+/* Return the communicator of all ranks, which the world owns. */
+DTRAIN_API dtrain_comm *dtrain_world_comm(dtrain_world *world);
+/* Where a rank stands, and what its launch desc has come to. Under emulation a node stands for a
+ * host. */
+typedef struct dtrain_world_info {
+    int rank, size;
+    int local_rank,
+        local_size;       /* among the ranks of this host: which GPU is its own, of how many */
+    int node, node_count; /* of this host; numbered in the order of their lowest ranks */
+    uint32_t threads;     /* compute threads of this rank */
+    uint32_t timeout_ms;  /* deadline of every wait for other ranks */
+    dtrain_allocator allocator;
+    uint32_t restart_count; /* how often this run was started again: by dtrain_launch, and by what
+                               is around it (TORCHELASTIC_RESTART_COUNT, SLURM_RESTART_COUNT) */
+} dtrain_world_info;
+
+/* Fill info with where this rank stands; with zeros when world is NULL. */
+DTRAIN_API void dtrain_world_query(const dtrain_world *world, dtrain_world_info *info);
+
+#define DTRAIN_WORLD_ALL_GATHER_BYTES 4096
+
+/* Gather small records from all ranks: all (size * bytes) receives every rank's `mine` (bytes), in
+ * rank order. Collective and blocking, at most until the deadline; every rank passes the same
+ * bytes, at most DTRAIN_WORLD_ALL_GATHER_BYTES; 0 is a barrier. It is meant for ids, addresses and
+ * verdicts, and needs neither a communicator nor a device. When another rank has failed, the result
+ * is DTRAIN_ERROR_PEER; when the gathering itself fails, all ranks fail as by
+ * dtrain_world_abort. */
+DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void *mine,
+                                                 size_t bytes, void *all);
+
+/* End the waits of all ranks, this one included, with DTRAIN_ERROR_PEER and this text: for a
+ * failure that the others cannot see, such as a lost device or a library's error. The first abort
+ * of a run stands, later ones are dropped. Never blocks. */
+DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, const char *text);
+
+/* Check, without blocking, whether a rank has died, left or aborted: DTRAIN_OK, or
+ * DTRAIN_ERROR_PEER with the sentence. Cheap enough for a polling loop. A rank that returned 0
+ * counts as gone two seconds later: an operation that it took part in may still be finishing
+ * here. */
+DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world);
+
+/* Tell the launcher that a later attempt can go on behind this step, so that failures from now on
+ * are not counted with those before: checkpoints call it when one is published. A run whose steps
+ * after a restart do not go beyond those before it counts as a crash loop. Local and cheap; any
+ * rank may call it, from any of its threads, and the highest step stands. dtrain-run hears of it
+ * too, through DTRAIN_PROGRESS_FILE. Without desc.restarts, or under another launcher, nothing is
+ * done with it. */
+DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step);
+
+/* Say whether SIGTERM, SIGINT, SIGHUP or SIGUSR1 has come to this rank, with desc.catch_signals;
+ * false without it. A SIGHUP that is ignored when the run begins, as under nohup, stays ignored.
+ * Local and cheap enough for every step. The signal may come to one rank alone, or to each between
+ * other steps: ranks may act on it only when they agree, by dtrain_world_agree_stop or by a word
+ * that they exchange anyway.
+ *
+ * The handlers only note the signal, whatever they interrupt: waits and collectives go on. A second
+ * one, more than a second after the first and no SIGUSR1, ends the process at once; until then it
+ * may be the same one, sent to the process group and forwarded; the launcher's log says so. The
+ * host's handlers are back when dtrain_launch returns. Processes: in ranks alone, the launcher
+ * forwards what it gets. Threads: the signal is the process's, so it comes to all ranks. A run
+ * whose ranks then return 0 has succeeded, and info.signal tells of the signal; one that fails is
+ * not restarted. */
+DTRAIN_API bool dtrain_world_stop_requested(const dtrain_world *world);
+
+/* Agree on whether to stop: *stop is true on every rank when dtrain_world_stop_requested is on any.
+ * Collective and blocking like dtrain_world_all_gather, which carries it: for a host with a loop of
+ * its own, once a step or every few steps. *stop is false on failure. */
+DTRAIN_API dtrain_result dtrain_world_agree_stop(dtrain_world *world, bool *stop);
+
+/* Write the flight record of this rank to DIRECTORY/flight-RANK.json: its last 256 collectives and
+ * messages (communicator, sequence number, kind, reduction, dtype, count, which bucket asked and
+ * the name of its first parameter, state, times on the monotonic clock), and for every rank the
+ * last call and how long ago it gave a sign of life, as far as ranks share memory. build/flight
+ * DIRECTORY reads the files of all ranks and says who is behind, or who called what.
+ *
+ * Local; it waits for no other rank. The directory is made if it is missing, and the file appears
+ * whole. Errors: DTRAIN_ERROR_ARGUMENT, DTRAIN_ERROR_SYSTEM.
+ *
+ * With desc.flight_directory a rank does it by itself, once: when a collective, or
+ * dtrain_world_poll, ends in a failure (a deadline, a mismatch, the failure of another rank), or
+ * when rank_main returns another value than 0. That file stands: later calls with the same
+ * directory leave it as it is. A restarted rank replaces it at its next failure; give each run a
+ * directory of its own. With desc.catch_signals too, SIGUSR2 makes a rank write its file at its
+ * next call or wait, and the run goes on: for a look at a run that seems to hang. */
+DTRAIN_API dtrain_result dtrain_world_dump(dtrain_world *world, const char *directory);
+
+/* Send one formatted line to the log. */
+#if defined(__GNUC__)
+__attribute__((format(printf, 3, 4)))
+#endif
+DTRAIN_API void
+dtrain_log(dtrain_world *world, dtrain_log_level level, const char *format, ...);
+
+/* ================================================================================================
+ * src/world/timeline.h
+ * ==============================================================================================*/
+
+/* Timeline
+ *
+ * A span is a stretch of time of a rank's own thread: a pass, an update, a wait. The library opens
+ * and closes spans where it works, and a program those of its own. Each is of a kind, and the time
+ * of a kind is what was spent in spans of that kind and not in one inside of them:
+ *
+ *     step         |---------------------------------------------------------|
+ *     other, data  |-|--data--|                                              |
+ *     forward                 |---------|                                    |
+ *     backward                          |-----|   |--------|   |            |
+ *     comm: waits                             |---|        |---|             |
+ *     optimizer                                                |-------------|
+ *
+ * So the kinds divide the time of a rank: their sum is the time since the world was made. A span
+ * costs 0.16 us, half of it two looks at the clock; nothing is allocated. */
+
+typedef enum dtrain_span_kind {
+    DTRAIN_SPAN_OTHER = 0,      /* in no span: the program's own time */
+    DTRAIN_SPAN_DATA = 1,       /* the trainer waits for next_batch */
+    DTRAIN_SPAN_FORWARD = 2,    /* the trainer's call of loss */
+    DTRAIN_SPAN_BACKWARD = 3,   /* dtrain_tape_backward, dtrain_strategy_finish */
+    DTRAIN_SPAN_COMM = 4,       /* calls of communicators: exposed communication */
+    DTRAIN_SPAN_OPTIMIZER = 5,  /* unscaling, clipping, the update */
+    DTRAIN_SPAN_CHECKPOINT = 6, /* dtrain_checkpoint_save and _wait, and ranks' waits in them */
+    DTRAIN_SPAN_KINDS = 7
+} dtrain_span_kind;
+
+/* Open a span of a program's own, inside of the one that is open now: of a host with a backward of
+ * its own, or of a phase that should have a name. `name` lives until the span is closed. Only the
+ * thread that runs rank_main may call it. */
+DTRAIN_API void dtrain_span_begin(dtrain_world *world, dtrain_span_kind kind, const char *name);
+/* Close the innermost span that is open; with none, do nothing. */
+DTRAIN_API void dtrain_span_end(dtrain_world *world);
+/* Return the seconds that this rank has spent in a kind since its world was made; differences give
+ * a step's share. 0 for a kind that does not exist. */
+DTRAIN_API double dtrain_span_seconds(const dtrain_world *world, dtrain_span_kind kind);
+
+/* ================================================================================================
+ * src/launch/launch.h
+ * ==============================================================================================*/
+
+/* Launch
+ *
+ * dtrain_launch is the one way in: it starts the
+ * local ranks, hands each a world, watches over them and reports how they ended. Started by another
+ * launcher as one rank of several, it joins them instead:
+ *
+ *     launcher        what is read, the first complete family wins
+ *     any             DTRAIN_RANK DTRAIN_WORLD_SIZE [DTRAIN_LOCAL_RANK DTRAIN_LOCAL_SIZE]
+ *     torchrun, ...   RANK WORLD_SIZE [LOCAL_RANK LOCAL_WORLD_SIZE] MASTER_ADDR MASTER_PORT
+ *     Open MPI        OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
+ *     srun            SLURM_PROCID SLURM_STEP_NUM_TASKS ..., where SLURM_STEP_ID is set
+ *     MPICH           PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS
+ *     Indexed Job     JOB_COMPLETION_INDEX with WORLD_SIZE or DTRAIN_WORLD_SIZE
+ *     TrainJob        PET_NNODES PET_NODE_RANK PET_NPROC_PER_NODE: started once a node,
+ *                     dtrain_launch forks the ranks of this node
+ *
+ * Ranks meet by TCP at rank 0's host: DTRAIN_MASTER_ADDR, else MASTER_ADDR (PET_MASTER_ADDR), else
+ * what the launcher tells about its hosts. The port is DTRAIN_PORT, else DTRAIN_MASTER_PORT, else
+ * MASTER_PORT (29500) + 100, because torchrun itself listens at MASTER_PORT. This takes at most
+ * join_ms.
+ *
+ * Rank 0 listens at all addresses of its host, and at the loopback alone when its address is one.
+ * Strangers and ranks with another DTRAIN_JOB_KEY are refused, and the run goes on waiting for its
+ * own; a stranger that says nothing holds up nobody. The key itself is not sent, only hashes made
+ * with it; but the traffic is not encrypted, and who can read or change it must be kept away by the
+ * network.
+ *
+ * On one host, joined ranks share memory as forked ones do. A half or contradictory setting is an
+ * error. A launcher that announces one rank is no launcher: dtrain_launch forks as its desc
+ * says. */
+
+typedef enum dtrain_launch_mode {
+    DTRAIN_LAUNCH_PROCESSES = 0, /* fork: one process a rank */
+    DTRAIN_LAUNCH_THREADS = 1    /* one thread a rank, for tests and race detectors */
+} dtrain_launch_mode;
 
 /* Zero means default. */
 typedef struct dtrain_launch_desc {
@@ -875,150 +1029,6 @@ typedef struct dtrain_launch_place {
  * contradictory environment is explained, and then refused. */
 DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, char *text,
                                                size_t room, dtrain_launch_place *place);
-
-/* Return this rank's number, from 0. */
-DTRAIN_API int dtrain_world_rank(const dtrain_world *world);
-/* Return the number of ranks. */
-DTRAIN_API int dtrain_world_size(const dtrain_world *world);
-/* Return this rank's device, which the world owns. */
-DTRAIN_API dtrain_device *dtrain_world_device(dtrain_world *world);
-/* Return the communicator of all ranks, which the world owns. */
-DTRAIN_API dtrain_comm *dtrain_world_comm(dtrain_world *world);
-/* Where a rank stands, and what its launch desc has come to. Under emulation a node stands for a
- * host. */
-typedef struct dtrain_world_info {
-    int rank, size;
-    int local_rank,
-        local_size;       /* among the ranks of this host: which GPU is its own, of how many */
-    int node, node_count; /* of this host; numbered in the order of their lowest ranks */
-    uint32_t threads;     /* compute threads of this rank */
-    uint32_t timeout_ms;  /* deadline of every wait for other ranks */
-    dtrain_allocator allocator;
-    uint32_t restart_count; /* how often this run was started again: by dtrain_launch, and by what
-                               is around it (TORCHELASTIC_RESTART_COUNT, SLURM_RESTART_COUNT) */
-} dtrain_world_info;
-
-/* Fill info with where this rank stands; with zeros when world is NULL. */
-DTRAIN_API void dtrain_world_query(const dtrain_world *world, dtrain_world_info *info);
-
-#define DTRAIN_WORLD_ALL_GATHER_BYTES 4096
-
-/* Gather small records from all ranks: all (size * bytes) receives every rank's `mine` (bytes), in
- * rank order. Collective and blocking, at most until the deadline; every rank passes the same
- * bytes, at most DTRAIN_WORLD_ALL_GATHER_BYTES; 0 is a barrier. It is meant for ids, addresses and
- * verdicts, and needs neither a communicator nor a device. When another rank has failed, the result
- * is DTRAIN_ERROR_PEER; when the gathering itself fails, all ranks fail as by
- * dtrain_world_abort. */
-DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void *mine,
-                                                 size_t bytes, void *all);
-
-/* End the waits of all ranks, this one included, with DTRAIN_ERROR_PEER and this text: for a
- * failure that the others cannot see, such as a lost device or a library's error. The first abort
- * of a run stands, later ones are dropped. Never blocks. */
-DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, const char *text);
-
-/* Check, without blocking, whether a rank has died, left or aborted: DTRAIN_OK, or
- * DTRAIN_ERROR_PEER with the sentence. Cheap enough for a polling loop. A rank that returned 0
- * counts as gone two seconds later: an operation that it took part in may still be finishing
- * here. */
-DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world);
-
-/* Tell the launcher that a later attempt can go on behind this step, so that failures from now on
- * are not counted with those before: checkpoints call it when one is published. A run whose steps
- * after a restart do not go beyond those before it counts as a crash loop. Local and cheap; any
- * rank may call it, from any of its threads, and the highest step stands. dtrain-run hears of it
- * too, through DTRAIN_PROGRESS_FILE. Without desc.restarts, or under another launcher, nothing is
- * done with it. */
-DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step);
-
-/* Say whether SIGTERM, SIGINT, SIGHUP or SIGUSR1 has come to this rank, with desc.catch_signals;
- * false without it. A SIGHUP that is ignored when the run begins, as under nohup, stays ignored.
- * Local and cheap enough for every step. The signal may come to one rank alone, or to each between
- * other steps: ranks may act on it only when they agree, by dtrain_world_agree_stop or by a word
- * that they exchange anyway.
- *
- * The handlers only note the signal, whatever they interrupt: waits and collectives go on. A second
- * one, more than a second after the first and no SIGUSR1, ends the process at once; until then it
- * may be the same one, sent to the process group and forwarded; the launcher's log says so. The
- * host's handlers are back when dtrain_launch returns. Processes: in ranks alone, the launcher
- * forwards what it gets. Threads: the signal is the process's, so it comes to all ranks. A run
- * whose ranks then return 0 has succeeded, and info.signal tells of the signal; one that fails is
- * not restarted. */
-DTRAIN_API bool dtrain_world_stop_requested(const dtrain_world *world);
-
-/* Agree on whether to stop: *stop is true on every rank when dtrain_world_stop_requested is on any.
- * Collective and blocking like dtrain_world_all_gather, which carries it: for a host with a loop of
- * its own, once a step or every few steps. *stop is false on failure. */
-DTRAIN_API dtrain_result dtrain_world_agree_stop(dtrain_world *world, bool *stop);
-
-/* Write the flight record of this rank to DIRECTORY/flight-RANK.json: its last 256 collectives and
- * messages (communicator, sequence number, kind, reduction, dtype, count, which bucket asked and
- * the name of its first parameter, state, times on the monotonic clock), and for every rank the
- * last call and how long ago it gave a sign of life, as far as ranks share memory. build/flight
- * DIRECTORY reads the files of all ranks and says who is behind, or who called what.
- *
- * Local; it waits for no other rank. The directory is made if it is missing, and the file appears
- * whole. Errors: DTRAIN_ERROR_ARGUMENT, DTRAIN_ERROR_SYSTEM.
- *
- * With desc.flight_directory a rank does it by itself, once: when a collective, or
- * dtrain_world_poll, ends in a failure (a deadline, a mismatch, the failure of another rank), or
- * when rank_main returns another value than 0. That file stands: later calls with the same
- * directory leave it as it is. A restarted rank replaces it at its next failure; give each run a
- * directory of its own. With desc.catch_signals too, SIGUSR2 makes a rank write its file at its
- * next call or wait, and the run goes on: for a look at a run that seems to hang. */
-DTRAIN_API dtrain_result dtrain_world_dump(dtrain_world *world, const char *directory);
-
-/* Send one formatted line to the log. */
-#if defined(__GNUC__)
-__attribute__((format(printf, 3, 4)))
-#endif
-DTRAIN_API void
-dtrain_log(dtrain_world *world, dtrain_log_level level, const char *format, ...);
-
-/* Ask the operating system for the memory of this process: the proportional set size now, and the
- * high-water mark of the resident set size. 0 where it is unknown. */
-DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes);
-
-/* ================================================================================================
- * src/world/timeline.h
- * ==============================================================================================*/
-
-/* Timeline
- *
- * A span is a stretch of time of a rank's own thread: a pass, an update, a wait. The library opens
- * and closes spans where it works, and a program those of its own. Each is of a kind, and the time
- * of a kind is what was spent in spans of that kind and not in one inside of them:
- *
- *     step         |---------------------------------------------------------|
- *     other, data  |-|--data--|                                              |
- *     forward                 |---------|                                    |
- *     backward                          |-----|   |--------|   |            |
- *     comm: waits                             |---|        |---|             |
- *     optimizer                                                |-------------|
- *
- * So the kinds divide the time of a rank: their sum is the time since the world was made. A span
- * costs 0.16 us, half of it two looks at the clock; nothing is allocated. */
-
-typedef enum dtrain_span_kind {
-    DTRAIN_SPAN_OTHER = 0,      /* in no span: the program's own time */
-    DTRAIN_SPAN_DATA = 1,       /* the trainer waits for next_batch */
-    DTRAIN_SPAN_FORWARD = 2,    /* the trainer's call of loss */
-    DTRAIN_SPAN_BACKWARD = 3,   /* dtrain_tape_backward, dtrain_strategy_finish */
-    DTRAIN_SPAN_COMM = 4,       /* calls of communicators: exposed communication */
-    DTRAIN_SPAN_OPTIMIZER = 5,  /* unscaling, clipping, the update */
-    DTRAIN_SPAN_CHECKPOINT = 6, /* dtrain_checkpoint_save and _wait, and ranks' waits in them */
-    DTRAIN_SPAN_KINDS = 7
-} dtrain_span_kind;
-
-/* Open a span of a program's own, inside of the one that is open now: of a host with a backward of
- * its own, or of a phase that should have a name. `name` lives until the span is closed. Only the
- * thread that runs rank_main may call it. */
-DTRAIN_API void dtrain_span_begin(dtrain_world *world, dtrain_span_kind kind, const char *name);
-/* Close the innermost span that is open; with none, do nothing. */
-DTRAIN_API void dtrain_span_end(dtrain_world *world);
-/* Return the seconds that this rank has spent in a kind since its world was made; differences give
- * a step's share. 0 for a kind that does not exist. */
-DTRAIN_API double dtrain_span_seconds(const dtrain_world *world, dtrain_span_kind kind);
 
 /* ================================================================================================
  * src/comm/comm.h
@@ -3958,7 +3968,7 @@ struct dtrain_comm_ops {
  * src/core/platform.c
  * ==============================================================================================*/
 
-/* The clock, and files. */
+/* The clock, files, and how much memory there is. */
 
 /* ================================================================================================
  * src/core/platform_internal.h
@@ -4096,6 +4106,14 @@ typedef struct dtrain__log_sink {
 DTRAIN__PRIVATE int dtrain__above_stdio(int file);
 DTRAIN__PRIVATE int dtrain__open(const char *path, int flags);
 DTRAIN__PRIVATE DIR *dtrain__open_directory(const char *path);
+DTRAIN__PRIVATE size_t dtrain__page_bytes(void);
+DTRAIN__PRIVATE uint64_t dtrain__free_memory(void);
+
+#define DTRAIN__FNV_BASIS 0xcbf29ce484222325u
+
+/* core/hash.c */
+DTRAIN__PRIVATE uint64_t dtrain__fnv1a(uint64_t hash, const void *bytes, size_t count);
+DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data, size_t bytes);
 
 /* core/result.c */
 DTRAIN__PRIVATE int dtrain__rank_of_thread(void);
@@ -4160,6 +4178,60 @@ DTRAIN__PRIVATE DIR *dtrain__open_directory(const char *path)
     DIR *directory = file < 0 ? NULL : fdopendir(file);
     if (file >= 0 && !directory) close(file);
     return directory;
+}
+
+/* ---- Memory -------------------------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE size_t dtrain__page_bytes(void)
+{
+    const long bytes = sysconf(_SC_PAGESIZE);
+    return bytes > 0 ? (size_t)bytes : 4096;
+}
+
+/* Read the number behind `key` at the start of a line of a small text file; UINT64_MAX when there
+ * is none (no file, no line, "max"). */
+static uint64_t dtrain__read_number(const char *path, const char *key)
+{
+    char text[8192];
+    const int file = dtrain__open(path, O_RDONLY);
+    if (file < 0) return UINT64_MAX;
+    const ssize_t got = read(file, text, sizeof text - 1);
+    close(file);
+    text[got > 0 ? got : 0] = 0;
+    for (const char *line = text; line; line = strchr(line, '\n')) {
+        if (*line == '\n') line++;
+        if (strncmp(line, key, strlen(key)) != 0) continue;
+        char *end;
+        const char *digits = line + strlen(key);
+        const unsigned long long number = strtoull(digits, &end, 10);
+        return end == digits ? UINT64_MAX : number;
+    }
+    return UINT64_MAX;
+}
+
+/* Estimate what could be touched now without swapping or being killed: the machine's estimate and,
+ * in a container (cgroup v2), its limit. File cache counts as free: it
+ * goes when memory is needed. */
+DTRAIN__PRIVATE uint64_t dtrain__free_memory(void)
+{
+    uint64_t bytes = dtrain__read_number("/proc/meminfo", "MemAvailable:");
+    if (bytes <= UINT64_MAX / 1024) bytes *= 1024;
+    const uint64_t limit = dtrain__read_number("/sys/fs/cgroup/memory.max", "");
+    const uint64_t used = dtrain__read_number("/sys/fs/cgroup/memory.current", "");
+    if (limit == UINT64_MAX || used == UINT64_MAX) return bytes;
+    const uint64_t active = dtrain__read_number("/sys/fs/cgroup/memory.stat", "active_file ");
+    const uint64_t inactive = dtrain__read_number("/sys/fs/cgroup/memory.stat", "inactive_file ");
+    uint64_t rest = limit > used ? limit - used : 0;
+    if (active != UINT64_MAX && inactive != UINT64_MAX) rest += active + inactive;
+    return rest < bytes ? rest : bytes;
+}
+
+DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes)
+{
+    const uint64_t now = now_bytes ? dtrain__read_number("/proc/self/smaps_rollup", "Pss:") : 0;
+    const uint64_t peak = peak_bytes ? dtrain__read_number("/proc/self/status", "VmHWM:") : 0;
+    if (now_bytes) *now_bytes = now == UINT64_MAX ? 0 : now * 1024;
+    if (peak_bytes) *peak_bytes = peak == UINT64_MAX ? 0 : peak * 1024;
 }
 
 /* ================================================================================================
@@ -4576,6 +4648,54 @@ DTRAIN__PRIVATE void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream,
 }
 
 /* ================================================================================================
+ * src/core/hash.c
+ * ==============================================================================================*/
+
+/* Hashes of 64 bits: FNV-1a to compare, SipHash under a key */
+
+/* Go on with an FNV-1a hash (Fowler, Noll, Vo), which begins with DTRAIN__FNV_BASIS. */
+DTRAIN__PRIVATE uint64_t dtrain__fnv1a(uint64_t hash, const void *bytes, size_t count)
+{
+    const unsigned char *at = (const unsigned char *)bytes;
+    for (size_t i = 0; i < count; i++) hash = (hash ^ at[i]) * 0x100000001b3u;
+    return hash;
+}
+
+static inline uint64_t dtrain__rotate(uint64_t x, int by) { return x << by | x >> (64 - by); }
+
+static void dtrain__sip_round(uint64_t v[4])
+{
+    v[0] += v[1], v[2] += v[3];
+    v[1] = dtrain__rotate(v[1], 13) ^ v[0], v[3] = dtrain__rotate(v[3], 16) ^ v[2];
+    v[0] = dtrain__rotate(v[0], 32);
+    v[2] += v[1], v[0] += v[3];
+    v[1] = dtrain__rotate(v[1], 17) ^ v[2], v[3] = dtrain__rotate(v[3], 21) ^ v[0];
+    v[2] = dtrain__rotate(v[2], 32);
+}
+
+/* Hash by SipHash-2-4 of Aumasson and Bernstein (2012): who does not know the 128 bits of key can
+ * neither make nor predict the result. */
+DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data, size_t bytes)
+{
+    uint64_t v[4] = {key[0] ^ 0x736f6d6570736575u, key[1] ^ 0x646f72616e646f6du,
+                     key[0] ^ 0x6c7967656e657261u, key[1] ^ 0x7465646279746573u};
+    const unsigned char *at = (const unsigned char *)data;
+    for (size_t done = 0; done <= bytes; done += 8) { /* the last word holds the rest and length */
+        const size_t rest = bytes - done;
+        uint64_t word = rest < 8 ? (uint64_t)bytes << 56 : 0;
+        for (size_t i = 0; i < (rest < 8 ? rest : 8); i++)
+            word |= (uint64_t)at[done + i] << (8 * i);
+        v[3] ^= word;
+        dtrain__sip_round(v);
+        dtrain__sip_round(v);
+        v[0] ^= word;
+    }
+    v[2] ^= 0xff;
+    for (int i = 0; i < 4; i++) dtrain__sip_round(v);
+    return v[0] ^ v[1] ^ v[2] ^ v[3];
+}
+
+/* ================================================================================================
  * src/world/world.c
  * ==============================================================================================*/
 
@@ -4584,9 +4704,11 @@ DTRAIN__PRIVATE void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream,
  * Two roads lead to a world of ranks. dtrain_launch forks them, and they share memory from the
  * start; or another launcher has started them, and they first have to find each other:
  *
- *     forked    launch.c --> arena.c: shared region --> control.c: waits, all-gathers, exits
- *     joined    environment.c: which rank am I --> rendezvous.c: TCP to rank 0, with a keyed hash
- *               (hash.c) --> link.c: control pages in step --> page.c: on one host, shared region
+ *     forked    launch/launch.c --> arena.c: shared region --> control.c: waits, all-gathers, exits
+ *     joined    launch/environment.c: which rank am I --> rendezvous.c: TCP to rank 0, with a keyed
+ *               hash --> link.c: control pages in step --> page.c: on one host, shared region
+ *
+ * In both, launch/rank.c makes a rank's world and ends it.
  *
  * One anonymous shared mapping, made before the first fork, is all that ranks have in common. It
  * has no name, so nothing can be left behind and /dev/shm's size does not matter; every rank sees
@@ -4601,7 +4723,7 @@ DTRAIN__PRIVATE void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream,
  * SIGCHLD and the signals it forwards and sleeps in sigtimedwait; a rank's death is in the control
  * page some 100 us after it happened, where the waiting ranks see it. Invariant: whatever happens,
  * every rank that was started has been reaped when dtrain_launch returns, and before ranks are
- * started again (restart.c). */
+ * started again (launch/restart.c). */
 
 /* ================================================================================================
  * src/world/world_internal.h
@@ -4794,15 +4916,6 @@ struct dtrain_world {
     dtrain__part *retired; /* of communicators that this rank has destroyed and others still use */
 };
 
-/* These are implemented by comm/backend.c, because the world owns a communicator and may not know
- * which: name what a launch desc asks for, NULL for nothing; check it before anything is started;
- * make it, end it, and let it send what it has while rank 0 waits for the others at the end. */
-DTRAIN__PRIVATE const char *dtrain__world_comm_name(const dtrain_launch_desc *desc);
-DTRAIN__PRIVATE dtrain_result dtrain__world_comm_check(const dtrain_launch_desc *desc);
-DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world);
-DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world);
-DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world);
-
 #define DTRAIN__FLIGHT_PATH 1024 /* bytes of a directory's name, its 0 included */
 
 /* These are implemented by comm/flight.c: make and end the flight record; note a look at the clock
@@ -4814,6 +4927,10 @@ DTRAIN__PRIVATE void dtrain__flight_beat(dtrain_world *world, uint64_t now);
 DTRAIN__PRIVATE void dtrain__flight_gather(dtrain_world *world, size_t bytes);
 DTRAIN__PRIVATE void dtrain__flight_gathered(dtrain_world *world, dtrain_result result);
 DTRAIN__PRIVATE void dtrain__flight_fail(dtrain_world *world, dtrain_result code);
+
+/* A request to stop reaches a rank twice when it is sent to the process group or to all processes
+ * of a job, as timeout(1) and Slurm do, and is forwarded as well. Within this time both are one. */
+#define DTRAIN__ONE_REQUEST_NS 1000000000u
 
 #define DTRAIN__YIELDS_PER_POLL 32u /* 10 us on an idle machine */
 
@@ -4851,8 +4968,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__abort_with(dtrain_world *world, dtrain_res
                                                  const char *format, ...);
 
 /* world/arena.c */
-DTRAIN__PRIVATE size_t dtrain__page_bytes(void);
-DTRAIN__PRIVATE uint64_t dtrain__free_memory(void);
 DTRAIN__PRIVATE void *dtrain__map_bytes(void *hint, size_t bytes, int file);
 DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, void *hint, int file,
                                                  dtrain__region *region);
@@ -4862,15 +4977,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain__control *control, size_t b
 DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t bytes, void **out);
 DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory);
 
-/* world/restart.c */
-DTRAIN__PRIVATE uint64_t *dtrain__progress_open(void);
-DTRAIN__PRIVATE void dtrain__progress_close(uint64_t *progress);
-
 /* world/signals.c */
+DTRAIN__PRIVATE bool dtrain__hangup_ignored(void);
+DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t *mask);
+DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(bool dumps, sigset_t *old_mask);
+DTRAIN__PRIVATE void dtrain__signals_end(const sigset_t *old_mask);
+DTRAIN__PRIVATE int dtrain__signal_caught(void);
 DTRAIN__PRIVATE uint32_t dtrain__dumps_asked(void);
-
-/* world/hash.c */
-DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data, size_t bytes);
 
 DTRAIN_API int dtrain_world_rank(const dtrain_world *world) { return world ? world->rank : -1; }
 DTRAIN_API int dtrain_world_size(const dtrain_world *world) { return world ? world->size : 0; }
@@ -5471,36 +5584,6 @@ DTRAIN__PRIVATE void dtrain__trace_destroy(dtrain_world *world)
  *     WAIT       for which rank it has been waiting for long: int32
  *     CLOCK      what time it is: to rank 0 as a question, and back as its answer */
 
-/* ================================================================================================
- * src/world/environment_internal.h
- * ==============================================================================================*/
-
-/* The result of reading the environment
- *
- * What a launcher has said: the result of reading the environment, which launch.c acts on and the
- * rendezvous meets by. It is a pure function of the variables, so that tests can hand it any. */
-
-typedef char *(*dtrain__lookup_fn)(const char *name); /* getenv */
-
-/* The families of variables, in the order in which they are looked at. */
-enum {
-    DTRAIN__OURS,
-    DTRAIN__TORCHRUN,
-    DTRAIN__OPEN_MPI,
-    DTRAIN__SLURM,
-    DTRAIN__MPICH,
-    DTRAIN__INDEXED,
-    DTRAIN__PET,
-    DTRAIN__FAMILIES
-};
-
-typedef struct dtrain__family {
-    const char *name;
-    const char *rank, *size, *local_rank, *local_size; /* variables; NULL: it has none */
-    const char *address, *port;                        /* of rank 0's host */
-    const char *run, *run_part;                        /* that name the run */
-} dtrain__family;
-
 /* Where the environment places this process. */
 typedef struct dtrain__placement {
     const char *family;         /* NULL: no launcher, or one that started a world of one */
@@ -5514,11 +5597,6 @@ typedef struct dtrain__placement {
     int looked;                 /* for explain.c: the last family that was looked at ... */
     bool complete;              /* ... and whether it has a rank and a size */
 } dtrain__placement;
-
-/* world/environment.c */
-DTRAIN__PRIVATE const dtrain__family *dtrain__family_table(void);
-DTRAIN__PRIVATE const char *dtrain__env_text(dtrain__lookup_fn env, const char *name);
-DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out);
 
 typedef enum dtrain__frame_kind {
     DTRAIN__FRAME_GATHER = 1,
@@ -5582,7 +5660,6 @@ DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world);
 DTRAIN__PRIVATE int dtrain__link_deaf(const dtrain_world *world);
 DTRAIN__PRIVATE bool dtrain__is_remote(const dtrain_world *world);
 DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world);
-DTRAIN__PRIVATE void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms);
 
 /* world/rendezvous.c */
 DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__placement *place);
@@ -6000,6 +6077,24 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
     return result;
 }
 
+/* ---- Progress ---------------------------------------------------------------------------------*/
+
+/* Raise a number that others may raise at the same time. */
+static void dtrain__raise(uint64_t *highest, uint64_t to)
+{
+    uint64_t found = dtrain__load(highest);
+    while (found < to && !__atomic_compare_exchange_n(highest, &found, to, false, __ATOMIC_ACQ_REL,
+                                                      __ATOMIC_ACQUIRE)) {}
+}
+
+DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step)
+{
+    if (!world || !world->mine || !*world->mine) return;
+    const uint64_t mine = step < UINT64_MAX ? step + 1 : step;
+    dtrain__raise(&world->control->progress, mine);
+    if (world->progress) dtrain__raise(world->progress, mine);
+}
+
 /* ================================================================================================
  * src/world/arena.c
  * ==============================================================================================*/
@@ -6009,58 +6104,6 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
  * Address space is reserved for all ranks at once and committed page by page when it is touched, so
  * a large reserve costs nothing. Two limits keep a rank from being killed later: an arena's size,
  * and the sum of all that ranks have been promised against what was free at the start. */
-
-DTRAIN__PRIVATE size_t dtrain__page_bytes(void)
-{
-    const long bytes = sysconf(_SC_PAGESIZE);
-    return bytes > 0 ? (size_t)bytes : 4096;
-}
-
-/* Read the number behind `key` at the start of a line of a small text file; UINT64_MAX when there
- * is none (no file, no line, "max"). */
-static uint64_t dtrain__read_number(const char *path, const char *key)
-{
-    char text[8192];
-    const int file = dtrain__open(path, O_RDONLY);
-    if (file < 0) return UINT64_MAX;
-    const ssize_t got = read(file, text, sizeof text - 1);
-    close(file);
-    text[got > 0 ? got : 0] = 0;
-    for (const char *line = text; line; line = strchr(line, '\n')) {
-        if (*line == '\n') line++;
-        if (strncmp(line, key, strlen(key)) != 0) continue;
-        char *end;
-        const char *digits = line + strlen(key);
-        const unsigned long long number = strtoull(digits, &end, 10);
-        return end == digits ? UINT64_MAX : number;
-    }
-    return UINT64_MAX;
-}
-
-/* Estimate what could be touched now without swapping or being killed: the machine's estimate and,
- * in a container (cgroup v2), its limit. File cache counts as free: it
- * goes when memory is needed. */
-DTRAIN__PRIVATE uint64_t dtrain__free_memory(void)
-{
-    uint64_t bytes = dtrain__read_number("/proc/meminfo", "MemAvailable:");
-    if (bytes <= UINT64_MAX / 1024) bytes *= 1024;
-    const uint64_t limit = dtrain__read_number("/sys/fs/cgroup/memory.max", "");
-    const uint64_t used = dtrain__read_number("/sys/fs/cgroup/memory.current", "");
-    if (limit == UINT64_MAX || used == UINT64_MAX) return bytes;
-    const uint64_t active = dtrain__read_number("/sys/fs/cgroup/memory.stat", "active_file ");
-    const uint64_t inactive = dtrain__read_number("/sys/fs/cgroup/memory.stat", "inactive_file ");
-    uint64_t rest = limit > used ? limit - used : 0;
-    if (active != UINT64_MAX && inactive != UINT64_MAX) rest += active + inactive;
-    return rest < bytes ? rest : bytes;
-}
-
-DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes)
-{
-    const uint64_t now = now_bytes ? dtrain__read_number("/proc/self/smaps_rollup", "Pss:") : 0;
-    const uint64_t peak = peak_bytes ? dtrain__read_number("/proc/self/status", "VmHWM:") : 0;
-    if (now_bytes) *now_bytes = now == UINT64_MAX ? 0 : now * 1024;
-    if (peak_bytes) *peak_bytes = peak == UINT64_MAX ? 0 : peak * 1024;
-}
 
 /* Map anonymous memory or, if file >= 0, a file made that large; MAP_FAILED with errno. The limit
  * of `ulimit -f` is asked first, because ftruncate answers a file above it with a signal. The
@@ -6205,397 +6248,6 @@ DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory)
                 (world->range_count - i) * sizeof *world->ranges);
         return;
     }
-}
-
-/* ================================================================================================
- * src/world/hash.c
- * ==============================================================================================*/
-
-/* A keyed hash: SipHash
- *
- * SipHash-2-4 of Aumasson and Bernstein (2012): who does not know the 128 bits of key can neither
- * make nor predict the 64 bits of the result. */
-
-static inline uint64_t dtrain__rotate(uint64_t x, int by) { return x << by | x >> (64 - by); }
-
-static void dtrain__sip_round(uint64_t v[4])
-{
-    v[0] += v[1], v[2] += v[3];
-    v[1] = dtrain__rotate(v[1], 13) ^ v[0], v[3] = dtrain__rotate(v[3], 16) ^ v[2];
-    v[0] = dtrain__rotate(v[0], 32);
-    v[2] += v[1], v[0] += v[3];
-    v[1] = dtrain__rotate(v[1], 17) ^ v[2], v[3] = dtrain__rotate(v[3], 21) ^ v[0];
-    v[2] = dtrain__rotate(v[2], 32);
-}
-
-DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data, size_t bytes)
-{
-    uint64_t v[4] = {key[0] ^ 0x736f6d6570736575u, key[1] ^ 0x646f72616e646f6du,
-                     key[0] ^ 0x6c7967656e657261u, key[1] ^ 0x7465646279746573u};
-    const unsigned char *at = (const unsigned char *)data;
-    for (size_t done = 0; done <= bytes; done += 8) { /* the last word holds the rest and length */
-        const size_t rest = bytes - done;
-        uint64_t word = rest < 8 ? (uint64_t)bytes << 56 : 0;
-        for (size_t i = 0; i < (rest < 8 ? rest : 8); i++)
-            word |= (uint64_t)at[done + i] << (8 * i);
-        v[3] ^= word;
-        dtrain__sip_round(v);
-        dtrain__sip_round(v);
-        v[0] ^= word;
-    }
-    v[2] ^= 0xff;
-    for (int i = 0; i < 4; i++) dtrain__sip_round(v);
-    return v[0] ^ v[1] ^ v[2] ^ v[3];
-}
-
-/* ================================================================================================
- * src/world/environment.c
- * ==============================================================================================*/
-
-/* The launch environment
- *
- * Launchers tell a process its rank in environment variables, each in its own. A family is taken as
- * a whole, the first complete one wins:
- *
- *     DTRAIN_RANK, DTRAIN_WORLD_SIZE            ours: any launcher that can set variables
- *     RANK, WORLD_SIZE                          torchrun and its kin, PyTorchJob
- *     OMPI_COMM_WORLD_RANK, _SIZE               Open MPI
- *     SLURM_PROCID, SLURM_STEP_NUM_TASKS        srun. The sbatch shell has most SLURM variables but
- *                                               no SLURM_STEP_ID: there, nobody else comes
- *     PMI_RANK, PMI_SIZE                        MPICH and its kin; beside other values of Slurm,
- *                                               those of an mpirun inside of the step
- *     JOB_COMPLETION_INDEX, *WORLD_SIZE         Kubernetes Indexed Job, which does not say how many
- *     PET_NNODES, PET_NODE_RANK, ...            Kubeflow TrainJob: one process a node, and we are
- *                                               the launcher of the node's ranks
- *
- * A family is a row of a table. Slurm, the Indexed Job and the TrainJob need more than that and
- * have a function each. All is a pure function of the environment; dtrain_launch hands it getenv.
- */
-
-#define DTRAIN__DEFAULT_PORT 29500
-#define DTRAIN__PORT_OFFSET 100 /* torchrun's own store listens on MASTER_PORT itself */
-
-static const dtrain__family dtrain__families[DTRAIN__FAMILIES] = {
-    {"DTRAIN_RANK", "DTRAIN_RANK", "DTRAIN_WORLD_SIZE", "DTRAIN_LOCAL_RANK", "DTRAIN_LOCAL_SIZE",
-     "DTRAIN_MASTER_ADDR", "MASTER_PORT", NULL, NULL},
-    {"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
-     "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"},
-    {"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-     "OMPI_COMM_WORLD_LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMIX_NAMESPACE", NULL},
-    {"Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", NULL, "MASTER_ADDR",
-     "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID"},
-    {"MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MASTER_ADDR",
-     "MASTER_PORT", NULL, NULL},
-    {"Indexed Job", "JOB_COMPLETION_INDEX", "WORLD_SIZE", NULL, NULL, "MASTER_ADDR", "MASTER_PORT",
-     NULL, NULL},
-    {"PET", "PET_NODE_RANK", "PET_NNODES", NULL, NULL, "PET_MASTER_ADDR", "PET_MASTER_PORT", NULL,
-     NULL},
-};
-
-DTRAIN__PRIVATE const dtrain__family *dtrain__family_table(void) { return dtrain__families; }
-
-/* Look up a variable; NULL when it is unset or empty. */
-DTRAIN__PRIVATE const char *dtrain__env_text(dtrain__lookup_fn env, const char *name)
-{
-    const char *text = name ? env(name) : NULL;
-    return text && text[0] ? text : NULL;
-}
-
-/* Read a number of at most nine digits, without sign or blank; *found says whether it is set. */
-static dtrain_result dtrain__env_number(dtrain__lookup_fn env, const char *name, bool *found,
-                                        int *value)
-{
-    const char *text = dtrain__env_text(env, name);
-    *found = text != NULL;
-    if (!text) return DTRAIN_OK;
-    const size_t digits = strspn(text, "0123456789");
-    if (text[digits] || digits > 9)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: %s=\"%.60s\" in the environment is not a plain decimal "
-                           "number of at most nine digits; unset it or set it right",
-                           name, text);
-    *value = (int)strtol(text, NULL, 10);
-    return DTRAIN_OK;
-}
-
-/* Refuse a pair that cannot be, such as "RANK=5" beside "WORLD_SIZE=1". */
-static dtrain_result dtrain__env_conflict(const char *a, int a_value, const char *b, int b_value,
-                                          const char *rule)
-{
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "dtrain_launch: %s=%d with %s=%d in the environment makes no sense: %s", a,
-                       a_value, b, b_value, rule);
-}
-
-/* Read rank and size of one family; *found when both are there. Half a family is an error, except
- * that a lone world size may belong to an Indexed Job. */
-static dtrain_result dtrain__env_pair(dtrain__lookup_fn env, const char *rank_name,
-                                      const char *size_name, bool size_alone, bool *found,
-                                      dtrain__placement *out)
-{
-    bool has_rank, has_size;
-    *found = false;
-    DTRAIN__TRY(dtrain__env_number(env, rank_name, &has_rank, &out->rank));
-    DTRAIN__TRY(dtrain__env_number(env, size_name, &has_size, &out->size));
-    if (!has_rank && (!has_size || size_alone)) return DTRAIN_OK;
-    if (has_rank != has_size) {
-        const char *there = has_rank ? rank_name : size_name;
-        const char *missing = has_rank ? size_name : rank_name;
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: %s=%d is in the environment and %s is not; a launcher "
-                           "sets both: set %s too or unset %s",
-                           there, has_rank ? out->rank : out->size, missing, missing, there);
-    }
-    if (out->rank >= out->size)
-        return dtrain__env_conflict(rank_name, out->rank, size_name, out->size,
-                                    "numbers go from 0 to the size less one");
-    *found = true;
-    return DTRAIN_OK;
-}
-
-/* Read local rank and size of one family, where it has them. */
-static dtrain_result dtrain__env_local(dtrain__lookup_fn env, const dtrain__family *family,
-                                       dtrain__placement *out)
-{
-    bool has_rank, has_size;
-    DTRAIN__TRY(dtrain__env_number(env, family->local_rank, &has_rank, &out->local_rank));
-    DTRAIN__TRY(dtrain__env_number(env, family->local_size, &has_size, &out->local_size));
-    if (has_size && (out->local_size < 1 || out->local_size > out->size))
-        return dtrain__env_conflict(family->local_size, out->local_size, family->size, out->size,
-                                    "a node has from 1 to world size ranks");
-    const int limit = has_size ? out->local_size : out->size;
-    if (has_rank && out->local_rank >= limit)
-        return dtrain__env_conflict(family->local_rank, out->local_rank,
-                                    has_size ? family->local_size : family->size, limit,
-                                    "local ranks go from 0 to the local size less one");
-    return DTRAIN_OK;
-}
-
-/* Refuse RANK beside mpirun's variables that say something else: usually inherited by the shell
- * that ran mpirun. Under torchrun they describe the node on which srun or mpirun put the agent. */
-static dtrain_result dtrain__env_torchrun(dtrain__lookup_fn env, const dtrain__placement *taken)
-{
-    const dtrain__family *mine = &dtrain__families[DTRAIN__TORCHRUN];
-    const int others[] = {DTRAIN__OPEN_MPI, DTRAIN__MPICH};
-    for (int i = 0; i < 2 && !dtrain__env_text(env, "TORCHELASTIC_RUN_ID"); i++) {
-        const dtrain__family *other = &dtrain__families[others[i]];
-        dtrain__placement said;
-        bool found;
-        DTRAIN__TRY(dtrain__env_pair(env, other->rank, other->size, false, &found, &said));
-        if (found && (said.rank != taken->rank || said.size != taken->size))
-            return dtrain_fail(
-                DTRAIN_ERROR_ARGUMENT,
-                "dtrain_launch: the environment has %s=%d, %s=%d and also %s=%d, %s=%d; unset "
-                "those that do not come from the launcher of this run",
-                mine->rank, taken->rank, mine->size, taken->size, other->rank, said.rank,
-                other->size, said.size);
-    }
-    return DTRAIN_OK;
-}
-
-/* Write the first host of a list like "node[001-003,7],gpu[1-2]"; false when it is malformed or
- * does not fit. */
-static bool dtrain__first_host(const char *list, char *out, size_t room)
-{
-    size_t used = 0;
-    for (; *list && *list != ','; list++) {
-        const bool bracket = *list == '[';
-        const size_t length = bracket ? strspn(list + 1, "0123456789") : 1;
-        if (!length || *list == ']' || used + length >= room) return false;
-        memcpy(out + used, list + bracket, length);
-        used += length;
-        if (bracket) list = strchr(list, ']');
-        if (!list) return false;
-    }
-    out[used] = 0;
-    return used > 0;
-}
-
-/* Read Slurm's variables. srun --mpi=pmi2 sets those of MPICH too: if they say something else, this
- * is a rank of an mpirun inside of the step. */
-static dtrain_result dtrain__env_slurm(dtrain__lookup_fn env, bool *found, dtrain__placement *out)
-{
-    const dtrain__family *family = &dtrain__families[DTRAIN__SLURM];
-    const bool recent = dtrain__env_text(env, family->size) != NULL; /* Slurm 20.11 */
-    const char *hosts = dtrain__env_text(env, "SLURM_STEP_NODELIST");
-    const dtrain__family *mpich = &dtrain__families[DTRAIN__MPICH];
-    dtrain__placement said;
-    bool has_nodes, has_mpich;
-    int nodes = 0;
-    *found = false;
-    if (!dtrain__env_text(env, "SLURM_STEP_ID")) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__env_pair(env, family->rank, recent ? family->size : "SLURM_NTASKS", false,
-                                 found, out));
-    DTRAIN__TRY(dtrain__env_pair(env, mpich->rank, mpich->size, false, &has_mpich, &said));
-    if (has_mpich && (said.rank != out->rank || said.size != out->size)) *found = false;
-    if (!*found) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__env_number(env, "SLURM_STEP_NUM_NODES", &has_nodes, &nodes));
-    if (nodes == 1) out->local_size = out->size;
-    if (hosts && !dtrain__first_host(hosts, out->address, sizeof out->address))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: SLURM_STEP_NODELIST=\"%.100s\" is not a host list; "
-                           "unset it and set MASTER_ADDR to the host of rank 0",
-                           hosts);
-    return DTRAIN_OK;
-}
-
-/* Read the variables of an Indexed Job. The pod's own name is <job>-<index>; with
- * setHostnameAsFQDN the domain of the service is behind it, and so the name of pod 0 is known. */
-static dtrain_result dtrain__env_indexed(dtrain__lookup_fn env, bool *found, dtrain__placement *out)
-{
-    const bool ours = dtrain__env_text(env, "DTRAIN_WORLD_SIZE") != NULL;
-    const char *size_name = ours ? "DTRAIN_WORLD_SIZE" : "WORLD_SIZE";
-    const char *host = dtrain__env_text(env, "HOSTNAME");
-    char ending[16];
-    *found = false;
-    if (!dtrain__env_text(env, size_name)) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__env_pair(env, "JOB_COMPLETION_INDEX", size_name, true, found, out));
-    if (!*found || !host || strlen(host) + 2 >= sizeof out->address) return DTRAIN_OK;
-    const int tail = snprintf(ending, sizeof ending, "-%d.", out->rank);
-    const char *at = strstr(host, ending), *domain = strchr(host, '.');
-    if (at && at > host && at + tail - 1 == domain)
-        snprintf(out->address, sizeof out->address, "%.*s-0%s", (int)(at - host), host, domain);
-    return DTRAIN_OK;
-}
-
-/* Read the variables of a TrainJob. PET_ is torchrun's prefix for its own flags: whoever sets these
- * wants one launcher a node. */
-static dtrain_result dtrain__env_pet(dtrain__lookup_fn env, bool *found, dtrain__placement *out)
-{
-    const dtrain__family *family = &dtrain__families[DTRAIN__PET];
-    int forks = 1;
-    bool has_forks, has_nodes;
-    DTRAIN__TRY(dtrain__env_pair(env, family->rank, family->size, false, &has_nodes, out));
-    DTRAIN__TRY(dtrain__env_number(env, "PET_NPROC_PER_NODE", &has_forks, &forks));
-    *found = has_nodes || has_forks;
-    const int nodes = has_nodes ? out->size : 1, node = has_nodes ? out->rank : 0;
-    if (*found && (!forks || nodes > DTRAIN_MAX_RANKS || forks > DTRAIN_MAX_RANKS / nodes))
-        return dtrain__env_conflict("PET_NNODES", nodes, "PET_NPROC_PER_NODE", forks,
-                                    "their product is from 1 to DTRAIN_MAX_RANKS");
-    out->forks = out->local_size = forks;
-    out->size = nodes * forks;
-    out->rank = node * forks;
-    return DTRAIN_OK;
-}
-
-/* Find the port of the rendezvous: DTRAIN_PORT or DTRAIN_MASTER_PORT itself; a launcher's port is
- * its own, we use the one DTRAIN__PORT_OFFSET above (below, at the end of the range). */
-static dtrain_result dtrain__env_port(dtrain__lookup_fn env, const char *theirs,
-                                      dtrain__placement *out)
-{
-    const char *const names[] = {"DTRAIN_PORT", "DTRAIN_MASTER_PORT", theirs};
-    int port = DTRAIN__DEFAULT_PORT, offset = 0;
-    bool found = false;
-    for (int i = 0; i < 3 && !found; i++) {
-        DTRAIN__TRY(dtrain__env_number(env, names[i], &found, &port));
-        if (port < 1 || port > 65535)
-            return dtrain_fail(
-                DTRAIN_ERROR_ARGUMENT,
-                "dtrain_launch: %s=%d in the environment is not a port, expected 1 to 65535",
-                names[i], port);
-        if (i == 2)
-            offset =
-                port + DTRAIN__PORT_OFFSET <= 65535 ? DTRAIN__PORT_OFFSET : -DTRAIN__PORT_OFFSET;
-    }
-    out->port = (uint32_t)(port + offset);
-    return DTRAIN_OK;
-}
-
-/* Find the address of rank 0: as said in the environment, else this host when all ranks are on it,
- * else what the family has found out. "[::1]" is "::1". */
-static dtrain_result dtrain__env_address(dtrain__lookup_fn env, const dtrain__family *family,
-                                         dtrain__placement *out)
-{
-    const char *address = dtrain__env_text(env, "DTRAIN_MASTER_ADDR");
-    if (!address) address = dtrain__env_text(env, family->address);
-    if (!address && out->local_size == out->size) address = "127.0.0.1";
-    size_t length = address ? strlen(address) : 0;
-    if (length >= sizeof out->address)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: the address of rank 0 has %zu characters, at most %zu "
-                           "are possible",
-                           length, sizeof out->address - 1);
-    if (length > 2 && address[0] == '[' && address[length - 1] == ']') {
-        address++;
-        length -= 2;
-    }
-    if (address) snprintf(out->address, sizeof out->address, "%.*s", (int)length, address);
-    if (out->address[0]) return DTRAIN_OK;
-    return dtrain_fail(
-        DTRAIN_ERROR_ARGUMENT,
-        "dtrain_launch: %s=%d in the environment, and not where rank 0 is; set %s to rank 0's host",
-        family->size, out->forks ? out->size / out->forks : out->size, family->address);
-}
-
-/* Make the key of the run from DTRAIN_JOB_KEY, a secret, or else from the launcher's name for this
- * run, which at least keeps two runs apart that meet at one port. */
-static void dtrain__env_key(dtrain__lookup_fn env, const dtrain__family *family,
-                            dtrain__placement *out)
-{
-    const char *secret = dtrain__env_text(env, "DTRAIN_JOB_KEY");
-    const char *run = secret ? secret : dtrain__env_text(env, family->run);
-    const char *part = secret ? NULL : dtrain__env_text(env, family->run_part);
-    for (uint64_t i = 0; i < 2; i++) {
-        const uint64_t plain[2] = {i, secret ? 1u : 0u};
-        const uint64_t chain[2] = {dtrain__siphash(plain, run, run ? strlen(run) : 0), i};
-        out->key[i] = dtrain__siphash(chain, part, part ? strlen(part) : 0);
-    }
-}
-
-/* Read how often the launcher around this process has started it again. Whether that launcher has
- * started one rank, a node or a shell makes no difference. */
-static dtrain_result dtrain__env_restarts(dtrain__lookup_fn env, dtrain__placement *out)
-{
-    static const char *const names[] = {"DTRAIN_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT",
-                                        "SLURM_RESTART_COUNT"};
-    bool found = false;
-    int count = 0;
-    for (int i = 0; i < 3 && !found; i++)
-        DTRAIN__TRY(dtrain__env_number(env, names[i], &found, &count));
-    out->restart_count = (uint32_t)count;
-    return DTRAIN_OK;
-}
-
-/* Read the environment: the first complete family wins. A world of one counts as no launcher, and
- * dtrain_launch does what its desc says, as if nothing were set. */
-DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out)
-{
-    const bool indexed = dtrain__env_text(env, "JOB_COMPLETION_INDEX") != NULL;
-    const dtrain__family *family = dtrain__families;
-    bool found = false;
-    for (int i = 0; i < DTRAIN__FAMILIES && !found; i++) {
-        family = &dtrain__families[i];
-        memset(out, 0, sizeof *out);
-        out->local_rank = -1;
-        out->looked = i;
-        if (i == DTRAIN__SLURM) DTRAIN__TRY(dtrain__env_slurm(env, &found, out));
-        else if (i == DTRAIN__INDEXED) DTRAIN__TRY(dtrain__env_indexed(env, &found, out));
-        else if (i == DTRAIN__PET) DTRAIN__TRY(dtrain__env_pet(env, &found, out));
-        else
-            DTRAIN__TRY(dtrain__env_pair(env, family->rank, family->size,
-                                         indexed && i <= DTRAIN__TORCHRUN, &found, out));
-        out->complete = found;
-        if (found) DTRAIN__TRY(dtrain__env_local(env, family, out));
-        if (found && i == DTRAIN__TORCHRUN) DTRAIN__TRY(dtrain__env_torchrun(env, out));
-    }
-    if (!found || out->size == 1) {
-        const int looked = out->looked;
-        memset(out, 0, sizeof *out);
-        out->size = 1;
-        out->looked = looked;
-        out->complete = found;
-        return dtrain__env_restarts(env, out);
-    }
-    DTRAIN__TRY(dtrain__env_restarts(env, out));
-    if (out->size > DTRAIN_MAX_RANKS)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_launch: %s=%d in the environment, at most %d ranks are possible",
-                           family->size, out->size, DTRAIN_MAX_RANKS);
-    out->family = family->name;
-    dtrain__env_key(env, family, out);
-    if (out->forks == out->size) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__env_port(env, family->port, out));
-    return dtrain__env_address(env, family, out);
 }
 
 /* ================================================================================================
@@ -6921,28 +6573,6 @@ DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world)
     if (!world->link || now - world->link->polled_ns < 1000000u) return;
     world->link->polled_ns = now;
     dtrain__link_pump(world, 0);
-}
-
-/* Say how this rank has ended, as its control page records it, and stay until everybody has been
- * sent it. Rank 0 stays until all ranks have ended, as the parent of forked ranks does, because
- * they hear of each other through it. After a failure the grace period limits both. */
-DTRAIN__PRIVATE void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
-{
-    const dtrain__exit_record *own = &world->control->exits[world->rank];
-    uint64_t end_ns = 0, now;
-    bool all = false;
-    dtrain__link_send(world, DTRAIN__FRAME_EXIT, world->rank, own, sizeof *own);
-    while (!all) {
-        dtrain__link_pump(world, 20);
-        dtrain__world_comm_linger(world);
-        now = dtrain__now_ns();
-        if (!end_ns && (world->rank || dtrain__trouble(world) != DTRAIN_OK))
-            end_ns = now + (uint64_t)grace_ms * 1000000u;
-        all = dtrain__link_all_sent(world);
-        for (int i = 0; i < world->size && world->rank == 0; i++)
-            all = all && dtrain__load(&world->control->exits[i].how) != DTRAIN__RUNNING;
-        if (end_ns && now >= end_ns) break;
-    }
 }
 
 /* ================================================================================================
@@ -7672,1134 +7302,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
 }
 
 /* ================================================================================================
- * src/world/launch.c
- * ==============================================================================================*/
-
-/* A rank's life, and dtrain_launch
- *
- *     dtrain_launch
- *         settle       who starts the ranks: this call, another launcher, or this call on its node
- *         map          the shared region, or a page of this process's own when ranks join a world
- *         run          each rank, in a process or thread: make its world, rank_main, end
- *         conclude     from the exit records: one result, one sentence, the info
- *         restart      after a failure, from "map" on (restart.c) */
-
-/* ================================================================================================
- * src/world/launch_internal.h
- * ==============================================================================================*/
-
-/* A launch: what launch.c, restart.c and signals.c share. */
-
-typedef struct dtrain__launch {
-    dtrain_launch_desc desc; /* resolved */
-    dtrain_rank_fn rank_main;
-    void *user;
-    dtrain__placement place; /* rank: the first one here; size: the world's */
-    bool joins;              /* a world that another launcher has started ... */
-    bool here;               /* ... of which this process is one rank */
-    dtrain_result joined;    /* here: how that went */
-    dtrain__region region;
-    uint32_t cores;
-    uint64_t job;                 /* see dtrain_world */
-    uint64_t start_ns, kill_ns;   /* kill_ns: the end of the grace period, 0 = no failure yet */
-    pid_t launcher;               /* that forks; 0 when nobody does */
-    pid_t pids[DTRAIN_MAX_RANKS]; /* 0: not started, or reaped */
-    int live;                     /* processes to reap */
-    int forwarded, stop_count;    /* last request to stop passed on; how often we were asked */
-    int passed_on;                /* last signal passed on, SIGUSR1 and SIGUSR2 included */
-    uint64_t stop_ns;             /* when we were asked to stop last */
-    bool waits_for_signals;       /* `watched` is blocked and SIGCHLD is heard, until the end */
-    bool child_was_pending;       /* as it was found: to be put back at the end */
-    struct sigaction child_action;
-    sigset_t watched, old_mask;
-    uint32_t gate; /* atomic, threads mode: 0 wait, 1 go, 2 go home */
-
-    /* Restarts. An attempt is one start of all ranks. */
-    int rank_count;         /* of a world with all its ranks */
-    uint64_t attempt_ns;    /* when this attempt began */
-    int started;            /* by this attempt; fewer than there should be: one was refused */
-    uint32_t restart_count; /* of this call */
-    uint32_t in_a_row;      /* of them, since progress was made */
-    uint64_t progress;      /* furthest of all attempts but this one: 0 none, else 1 + step */
-    uint64_t announced;     /* by this attempt */
-    int caught;             /* signal that a rank of this attempt has seen, see signals.c */
-} dtrain__launch;
-
-/* A request to stop reaches a rank twice when it is sent to the process group or to all processes
- * of a job, as timeout(1) and Slurm do, and is forwarded as well. Within this time both are one. */
-#define DTRAIN__ONE_REQUEST_NS 1000000000u
-
-/* world/launch.c */
-DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
-                                                     const dtrain_launch_desc *given);
-
-/* world/explain.c */
-DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain_result result);
-
-/* world/restart.c */
-DTRAIN__PRINTF(4, 5)
-DTRAIN__PRIVATE void dtrain__launch_log(const dtrain__launch *launch, int rank,
-                                        dtrain_log_level level, const char *format, ...);
-DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *result,
-                                     dtrain_launch_info *info);
-
-/* world/signals.c */
-DTRAIN__PRIVATE bool dtrain__hangup_ignored(void);
-DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t *mask);
-DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(bool dumps, sigset_t *old_mask);
-DTRAIN__PRIVATE void dtrain__signals_end(const sigset_t *old_mask);
-DTRAIN__PRIVATE int dtrain__signal_caught(void);
-
-static uint32_t dtrain__cores(void)
-{
-#ifdef CPU_COUNT /* hidden when a system header came before _GNU_SOURCE was defined */
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    if (sched_getaffinity(0, sizeof set, &set) == 0 && CPU_COUNT(&set) > 0)
-        return (uint32_t)CPU_COUNT(&set);
-#endif
-    const long count = sysconf(_SC_NPROCESSORS_ONLN); /* more cores than cpu_set_t can hold */
-    return count > 0 ? (uint32_t)count : 1;
-}
-
-static void dtrain__world_destroy(dtrain_world *world)
-{
-    if (!world) return;
-    const dtrain_allocator allocator = world->allocator;
-    dtrain__world_comm_end(world);
-    dtrain__trace_destroy(world);
-    dtrain__flight_destroy(world);
-    dtrain_device_destroy(world->device);
-    dtrain__link_destroy(world);
-    dtrain__progress_close(world->progress);
-    if (world->page.control) munmap(world->page.control, world->page.bytes);
-    if (world->mine) munmap(world->mine, dtrain__page_bytes());
-    dtrain__free(&allocator, world->ranges, world->range_room, sizeof *world->ranges);
-    dtrain__free(&allocator, world, 1, sizeof *world);
-}
-
-static dtrain_result dtrain__world_mark(dtrain_world *world)
-{
-    void *page = mmap(NULL, dtrain__page_bytes(), PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (page == MAP_FAILED)
-        return dtrain_fail(DTRAIN_ERROR_MEMORY, "a page of memory could not be mapped: %s",
-                           strerror(errno));
-    world->mine = (uint32_t *)page;
-    *world->mine = 1;
-#ifdef MADV_WIPEONFORK
-    madvise(page, dtrain__page_bytes(),
-            MADV_WIPEONFORK); /* an old kernel: the check is then idle */
-#endif
-    return DTRAIN_OK;
-}
-
-/* Warn, once a machine, of kernels that were compiled for an older generation of GPUs. */
-static void dtrain__warn_of_old_code(dtrain_world *world)
-{
-    dtrain_device_info gpu;
-    if (world->local_rank != 0 || dtrain_device_query(world->device, &gpu) != DTRAIN_OK) return;
-    if (gpu.code_version == 0 || gpu.code_version / 10 >= gpu.major) return;
-    dtrain_log(world, DTRAIN_LOG_WARNING,
-               "dtrain_cuda.cu was compiled for sm_%u, and %s is sm_%u%u: the driver compiles it "
-               "again when a program starts%s; build with nvcc -arch=native, or -arch=sm_%u%u",
-               gpu.code_version, gpu.name, gpu.major, gpu.minor,
-               gpu.code_version < 80
-                   ? ", and attention does without tensor cores, several times slower"
-                   : "",
-               gpu.major, gpu.minor);
-}
-
-/* Make a world. On failure *out may be half a world: dtrain__world_destroy frees what there is. */
-static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
-                                          dtrain_world **out)
-{
-    const dtrain_launch_desc *desc = &launch->desc;
-    dtrain_device_desc device;
-    dtrain_world *world =
-        (dtrain_world *)dtrain__alloc(&desc->allocator, 1, sizeof *world, "a world");
-    *out = world;
-    if (!world) return DTRAIN_ERROR_MEMORY;
-    world->timeline.since_ns = dtrain__now_ns();
-    world->rank = world->local_rank = rank;
-    world->size = world->local_size = launch->place.size;
-    world->node_count = 1;
-    world->comm_ops = desc->comm_ops;
-    world->emulation = desc->emulation;
-    world->launcher = launch->launcher;
-    world->timeout_ns = (uint64_t)desc->timeout_ms * 1000000u;
-    world->join_ns = (uint64_t)desc->join_ms * 1000000u;
-    world->control = launch->region.control;
-    world->allocator = desc->allocator;
-    world->log.write = desc->log;
-    world->log.user = desc->log_user;
-    world->log.level = (dtrain_log_level)desc->log_level;
-    world->log.rank = rank;
-    world->restart_count = launch->place.restart_count + launch->restart_count;
-    world->job = launch->job;
-    world->catches = desc->catch_signals;
-    DTRAIN__TRY(dtrain__world_mark(world));
-    DTRAIN__TRY(dtrain__flight_create(world, desc->flight_directory));
-    world->progress = dtrain__progress_open();
-    if (launch->joins) DTRAIN__TRY(dtrain__world_join(world, &launch->place, desc->reserve_bytes));
-    const uint32_t share = launch->cores / (uint32_t)world->local_size;
-    world->threads = desc->threads_per_rank ? desc->threads_per_rank : share ? share : 1;
-    world->oversubscribed = (uint64_t)world->local_size * world->threads > launch->cores;
-    memset(&device, 0, sizeof device);
-    device.thread_count = world->threads;
-    device.device_index = (uint32_t)world->local_rank;
-    device.oversubscribed = world->oversubscribed;
-    device.math = desc->math;
-    device.tune = desc->tune;
-    device.memory_limit = desc->memory_limit;
-    device.allocator = desc->allocator;
-    DTRAIN__TRY(dtrain__trace_create(world, &desc->trace));
-    DTRAIN__TRY(dtrain_device_create(desc->device_ops, &device, &world->device));
-    dtrain__warn_of_old_code(world);
-    DTRAIN__TRY(dtrain__world_comm_create(world));
-    if (desc->mode == DTRAIN_LAUNCH_PROCESSES) dtrain_process_memory(&world->base_bytes, NULL);
-    return DTRAIN_OK;
-}
-
-/* Record how this rank ended where the other ranks see it, in the world's control page. A rank that
- * has joined a world of another launcher also records it in the page of this launch, where
- * dtrain_launch reads it, together with what rank 0 knows of the others and a failed rank of the
- * cause. */
-static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int rank, dtrain__end how,
-                             int code)
-{
-    char error[DTRAIN__ERROR_BYTES];
-    snprintf(error, sizeof error, "%s", code ? dtrain_last_error() : "");
-    const bool met = launch->joins && world && world->link;
-    if (world && code) dtrain__flight_fail(world, DTRAIN_ERROR_RANK_FAILED);
-    if (world) world->control->exits[rank].after = world->told_by;
-    if (!met || !launch->here) dtrain__record_end(launch->region.control, rank, how, code, error);
-    if (!met) return;
-    dtrain__record_end(world->control, rank, how, code, error);
-    dtrain__world_leave(world, launch->desc.grace_ms);
-    if (!launch->here || (rank && !code)) return;
-    memcpy(launch->region.control->exits, world->control->exits, sizeof world->control->exits);
-    launch->region.control->first_failed = dtrain__load(&world->control->first_failed);
-}
-
-/* Run a rank from its start to its end, in a process or a thread of its own. */
-static int dtrain__rank_run(dtrain__launch *launch, int index)
-{
-    const int rank = launch->place.rank + index;
-    int code = 1;
-    dtrain__end how = DTRAIN__UNSTARTED;
-    dtrain_world *world = NULL;
-    dtrain__set_thread_rank(rank);
-    dtrain__set_last_error("");
-    const dtrain_result created = dtrain__world_create(launch, rank, &world);
-    if (created == DTRAIN_OK) {
-        code = launch->rank_main(world, launch->user);
-        how = code ? DTRAIN__RETURNED : DTRAIN__LEFT;
-    }
-    if (launch->here) launch->joined = created;
-    dtrain__rank_end(launch, world, rank, how, code);
-    dtrain__world_destroy(world);
-    dtrain__set_thread_rank(-1);
-    return code;
-}
-
-/* An exit status has eight bits; 256 must not look like success. */
-static int dtrain__exit_code(int value) { return value == 0 || (value & 255) ? value & 255 : 1; }
-
-/* ---- Ranks as processes -----------------------------------------------------------------------*/
-
-static const int dtrain__forwarded_signals[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2};
-#define DTRAIN__FORWARDED (sizeof dtrain__forwarded_signals / sizeof dtrain__forwarded_signals[0])
-
-static void dtrain__signal_ranks(dtrain__launch *launch, int number)
-{
-    for (uint32_t i = 0; i < launch->desc.rank_count; i++)
-        if (launch->pids[i] > 0) kill(launch->pids[i], number);
-}
-
-/* Record how ranks have ended that waitpid knows of. A rank that returned has left its own, better
- * record; unless that says 0, and its process did not end well after it. A status that another
- * thread of the host has reaped nobody knows: that rank is lost. */
-static void dtrain__reap(dtrain__launch *launch)
-{
-    for (int i = 0; i < (int)launch->desc.rank_count; i++) {
-        const int rank = launch->place.rank + i;
-        int status = 0;
-        if (launch->pids[i] <= 0) continue;
-        const pid_t pid = waitpid(launch->pids[i], &status, WNOHANG);
-        if (pid == 0 || (pid < 0 && errno != ECHILD)) continue;
-        launch->pids[i] = 0;
-        launch->live--;
-        if (pid < 0) {
-            dtrain__record_lost(launch->region.control, rank);
-            continue;
-        }
-        const uint32_t known = dtrain__load(&launch->region.control->exits[rank].how);
-        const bool killed = WIFSIGNALED(status);
-        int value = killed ? WTERMSIG(status) : WEXITSTATUS(status);
-        dtrain__end how = value ? DTRAIN__RETURNED : DTRAIN__LEFT; /* exit() inside of rank_main */
-        if (killed) how = DTRAIN__SIGNALED;
-        if (killed && value == SIGKILL && launch->kill_ns == 1) how = DTRAIN__STOPPED;
-        if (known == DTRAIN__RUNNING || (value && known == DTRAIN__LEFT))
-            dtrain__record_end(launch->region.control, rank, how, value, "");
-    }
-}
-
-/* Pass a signal on. Typed at a terminal, it has reached the whole process group: ranks must not get
- * it twice. One that was sent twice within a moment is one request (see DTRAIN__ONE_REQUEST_NS);
- * the second request to stop is obeyed without asking the ranks. */
-static void dtrain__forward(dtrain__launch *launch, int number, bool from_terminal)
-{
-    const bool stop = number != SIGUSR1 && number != SIGUSR2;
-    const uint64_t now = dtrain__now_ns(), before = launch->stop_ns;
-    const bool again = launch->stop_count && now - before < DTRAIN__ONE_REQUEST_NS;
-    if (stop && again && number == launch->forwarded && !from_terminal) return;
-    if (!from_terminal) dtrain__signal_ranks(launch, number);
-    launch->passed_on = number;
-    if (!stop && !(number == SIGUSR1 && launch->desc.catch_signals)) return;
-    dtrain__signal_ranks(launch, SIGCONT); /* a stopped rank hears of it when it goes on */
-    if (!launch->forwarded && launch->desc.catch_signals && number != SIGQUIT)
-        dtrain__launch_log(launch, -1, DTRAIN_LOG_INFO,
-                           "asked to stop by signal %d (%s): ranks end after their step; a second "
-                           "request ends them at once",
-                           number, dtrain__signal_name(number));
-    launch->forwarded = number;
-    launch->stop_ns = now;
-    if (!stop || ++launch->stop_count < 2) return;
-    launch->kill_ns = 1;
-    dtrain__signal_ranks(launch, SIGKILL);
-}
-
-/* SIGCHLD wakes us; the nap only matters when another thread of the host swallowed it. */
-static void dtrain__watch(dtrain__launch *launch)
-{
-    struct timespec nap;
-    nap.tv_sec = 0;
-    nap.tv_nsec = 50000000;
-    while (launch->live > 0) {
-        siginfo_t what;
-        const int number = sigtimedwait(&launch->watched, &what, &nap);
-        dtrain__reap(launch);
-        if (number > 0 && number != SIGCHLD)
-            dtrain__forward(launch, number, what.si_code > 0 && number != SIGHUP);
-        const uint64_t now = dtrain__now_ns();
-        if (!launch->kill_ns && dtrain__load(&launch->region.control->first_failed))
-            launch->kill_ns = now + (uint64_t)launch->desc.grace_ms * 1000000u;
-        if (launch->kill_ns && now >= launch->kill_ns) {
-            launch->kill_ns = 1; /* stays in the past, and says that the grace is over */
-            dtrain__signal_ranks(launch, SIGKILL);
-        }
-    }
-}
-
-/* Never returns. The launcher's death must not leave ranks behind; it may have died already before
- * prctl, which the second look sees. */
-static void dtrain__child(dtrain__launch *launch, int index)
-{
-#ifdef __linux__
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-#endif
-    if (getppid() != launch->launcher) _exit(1);
-    if (launch->desc.catch_signals)
-        dtrain__signals_install(launch->desc.flight_directory != NULL, &launch->old_mask);
-    pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
-    const int code = dtrain__rank_run(launch, index);
-    fflush(NULL);
-    _exit(dtrain__exit_code(code));
-}
-
-static dtrain_result dtrain__fork_all(dtrain__launch *launch)
-{
-    int i = 0, error = 0;
-    fflush(NULL); /* or each rank would write what is in the buffers now once more */
-    for (; i < (int)launch->desc.rank_count && !error; i += !error) {
-        const pid_t pid = fork();
-        if (pid == 0) dtrain__child(launch, i);
-        if (pid < 0) error = errno;
-        launch->pids[i] = pid > 0 ? pid : 0;
-        launch->live += pid > 0;
-    }
-    if (error) launch->kill_ns = 1;
-    launch->started = i;
-    dtrain__watch(launch);
-    if (!error) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_SYSTEM,
-                       "dtrain_launch: rank %d of %d could not be forked: %s; look at the process "
-                       "limit (ulimit -u), at memory and at the container's pids limit",
-                       launch->place.rank + i, launch->place.size, strerror(error));
-}
-
-/* Say whether the host ignores SIGCHLD. */
-static bool dtrain__is_deaf(const dtrain__launch *launch)
-{
-    return launch->child_action.sa_handler == SIG_IGN ||
-           (launch->child_action.sa_flags & SA_NOCLDWAIT);
-}
-
-/* Hear of signals by sigtimedwait, from before the first rank is forked until the last restart is
- * over. A host that ignores SIGCHLD has no exit statuses to wait for: the default disposition is
- * put in place meanwhile. */
-static void dtrain__hear_signals(dtrain__launch *launch)
-{
-    struct sigaction plain;
-    struct timespec no_time;
-    sigset_t only_child;
-    siginfo_t what;
-    memset(&plain, 0, sizeof plain);
-    memset(&no_time, 0, sizeof no_time);
-    plain.sa_handler = SIG_DFL;
-    sigemptyset(&only_child);
-    sigaddset(&only_child, SIGCHLD);
-    launch->watched = only_child;
-    for (size_t i = 0; i < DTRAIN__FORWARDED; i++)
-        if (dtrain__forwarded_signals[i] != SIGHUP || !dtrain__hangup_ignored())
-            sigaddset(&launch->watched, dtrain__forwarded_signals[i]);
-    sigaction(SIGCHLD, NULL, &launch->child_action);
-    pthread_sigmask(SIG_BLOCK, &launch->watched, &launch->old_mask);
-    launch->waits_for_signals = true;
-    launch->child_was_pending = sigtimedwait(&only_child, &what, &no_time) == SIGCHLD;
-    if (dtrain__is_deaf(launch)) sigaction(SIGCHLD, &plain, NULL);
-}
-
-/* Leave signals to the host again. Our last SIGCHLD is taken off the queue, or a handler of the
- * host's would wait for a child that is gone; one that was about another child is raised again. */
-static void dtrain__unhear_signals(dtrain__launch *launch)
-{
-    struct timespec no_time;
-    sigset_t only_child;
-    siginfo_t what;
-    if (!launch->waits_for_signals) return;
-    memset(&no_time, 0, sizeof no_time);
-    sigemptyset(&only_child);
-    sigaddset(&only_child, SIGCHLD);
-    while (sigtimedwait(&only_child, &what, &no_time) == SIGCHLD) continue;
-    if (dtrain__is_deaf(launch)) sigaction(SIGCHLD, &launch->child_action, NULL);
-    if (launch->child_was_pending) kill(getpid(), SIGCHLD);
-    pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
-}
-
-/* ---- Ranks as threads -------------------------------------------------------------------------*/
-
-typedef struct dtrain__rank_thread {
-    dtrain__launch *launch;
-    int rank;
-    pthread_t thread;
-} dtrain__rank_thread;
-
-static void *dtrain__thread_main(void *argument)
-{
-    dtrain__rank_thread *self = (dtrain__rank_thread *)argument;
-    uint32_t gate;
-    while ((gate = dtrain__load(&self->launch->gate)) == 0) sched_yield();
-    if (gate == 1) dtrain__rank_run(self->launch, self->rank);
-    return NULL;
-}
-
-/* No rank runs before all threads are there: a thread cannot be killed when a later one is
- * refused. */
-static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
-{
-    dtrain__rank_thread threads[DTRAIN_MAX_RANKS];
-    const int count = (int)launch->desc.rank_count;
-    int started = 0, error = 0;
-    dtrain__store(&launch->gate, 0u);
-    for (; started < count && !error; started += !error) {
-        threads[started].launch = launch;
-        threads[started].rank = started;
-        error =
-            pthread_create(&threads[started].thread, NULL, dtrain__thread_main, &threads[started]);
-    }
-    launch->started = started;
-    dtrain__store(&launch->gate, error ? 2u : 1u);
-    for (int i = 0; i < started; i++) pthread_join(threads[i].thread, NULL);
-    if (!error) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_SYSTEM,
-                       "dtrain_launch: thread of rank %d of %d could not be made: %s", started,
-                       count, strerror(error));
-}
-
-/* ---- dtrain_launch ----------------------------------------------------------------------------*/
-
-/* Check the desc of emulated links. Ranges are not tested as x <= 0, because NaN must not pass. */
-static dtrain_result dtrain__check_emulation(const dtrain__launch *launch)
-{
-    const dtrain_launch_desc *desc = &launch->desc;
-    const dtrain_emulation *asked = &desc->emulation;
-    const double gigabits = asked->gigabits_per_second, latency = asked->latency_us;
-    const bool any = gigabits > 0 || gigabits < 0 || latency > 0 || latency < 0;
-    if (!asked->node_ranks && !any) return DTRAIN_OK;
-    if (asked->node_ranks && (uint32_t)launch->place.size % asked->node_ranks == 0 &&
-        gigabits > 0 && gigabits <= 1e6 && latency >= 0 && latency <= 1e9)
-        return dtrain__world_comm_check(desc);
-    return dtrain_fail(
-        DTRAIN_ERROR_ARGUMENT,
-        "dtrain_launch: emulation.node_ranks is %u, emulation.gigabits_per_second %g, "
-        "emulation.latency_us %g; expected a divisor of the %d ranks (1 makes every rank a node), "
-        "more than 0 and at most 1e6, and 0 to 1e9",
-        asked->node_ranks, gigabits, latency, launch->place.size);
-}
-
-/* Settle where flight records go; NULL: nowhere. */
-static dtrain_result dtrain__resolve_flight(dtrain_launch_desc *desc)
-{
-    const char *directory = desc->flight_directory;
-    if (!directory || !directory[0]) directory = getenv("DTRAIN_FLIGHT_DIRECTORY");
-    desc->flight_directory = directory && directory[0] ? directory : NULL;
-    if (!desc->flight_directory || strlen(directory) < DTRAIN__FLIGHT_PATH) return DTRAIN_OK;
-    return dtrain_fail(
-        DTRAIN_ERROR_ARGUMENT,
-        "dtrain_launch: flight_directory has %zu characters, at most %d are possible",
-        strlen(directory), DTRAIN__FLIGHT_PATH - 1);
-}
-
-/* Check the desc, settle who starts the ranks (this call, another launcher, or this call on its
- * node), and fill in defaults. */
-DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
-                                                     const dtrain_launch_desc *given)
-{
-    dtrain_launch_desc *desc = &launch->desc;
-    dtrain__placement *place = &launch->place;
-    if (given) *desc = *given;
-    uint32_t most = desc->rank_count;
-    if (!desc->rank_count || desc->default_rank_count > DTRAIN_MAX_RANKS)
-        most = desc->default_rank_count;
-    if (most > DTRAIN_MAX_RANKS || desc->mode > DTRAIN_LAUNCH_THREADS ||
-        desc->log_level > DTRAIN_LOG_DEBUG || desc->threads_per_rank > 4096)
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT,
-            "dtrain_launch: rank_count is %d (at most %d), mode is %u (0, processes, "
-            "or 1, threads), log_level is %u (0 to 4), threads_per_rank is %d (0 to "
-            "4096)", /* %d: a negative number is what a program was given */
-            (int)most, DTRAIN_MAX_RANKS, desc->mode, desc->log_level, (int)desc->threads_per_rank);
-    DTRAIN__TRY(dtrain__recognise(getenv, place));
-    if (place->family && desc->rank_count && (int)desc->rank_count != place->size)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: rank_count is %u, and the environment (%s) announces "
-                           "%d ranks; set rank_count to 0 or to the launcher's number",
-                           desc->rank_count, place->family, place->size);
-    launch->joins = place->family && place->forks != place->size;
-    launch->here = launch->joins && !place->forks;
-    if (launch->joins && desc->mode == DTRAIN_LAUNCH_THREADS)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_launch: mode is DTRAIN_LAUNCH_THREADS, and the environment (%s) "
-                           "announces %d ranks in processes; use DTRAIN_LAUNCH_PROCESSES",
-                           place->family, place->size);
-    if (!place->family) place->size = most ? (int)most : 1;
-    desc->rank_count = (uint32_t)(place->forks ? place->forks : launch->joins ? 1 : place->size);
-    DTRAIN__TRY(dtrain__check_emulation(launch));
-    if (!launch->joins && (int64_t)desc->min_ranks > place->size)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: min_ranks is %d, and the world has %d ranks; set it to "
-                           "at most that, or to 0: then all of them are needed",
-                           (int)desc->min_ranks, place->size);
-    DTRAIN__TRY(dtrain__resolve_flight(desc));
-    launch->rank_count = place->size;
-    launch->cores = dtrain__cores();
-    if (!desc->timeout_ms) desc->timeout_ms = 600000;
-    const uint32_t most_ms = 300000;
-    if (!desc->join_ms) desc->join_ms = desc->timeout_ms < most_ms ? desc->timeout_ms : most_ms;
-    if (!desc->grace_ms) desc->grace_ms = 5000;
-    if (!desc->backoff_ms) desc->backoff_ms = 1000;
-    desc->allocator = dtrain__resolve_allocator(&desc->allocator);
-    launch->launcher = desc->mode == DTRAIN_LAUNCH_PROCESSES && !launch->here ? getpid() : 0;
-    return DTRAIN_OK;
-}
-
-/* Turn the exit records of all ranks into one result, one sentence and the info. */
-static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info *info)
-{
-    dtrain__control *control = launch->region.control;
-    const int first = dtrain__first_failure(control);
-    int others = 0;
-    char how[200], stopped[128] = "", too[64] = "";
-    info->signal = launch->forwarded ? launch->forwarded : launch->caught;
-    info->exit_code = 0;
-    if (first < 0) return DTRAIN_OK;
-    const dtrain__exit_record *end = &control->exits[first];
-    const bool killed = end->how == DTRAIN__SIGNALED || end->how == DTRAIN__STOPPED;
-    double when = 1e-9 * (double)(dtrain__now_ns() - launch->attempt_ns);
-    if (end->ended_ns > launch->attempt_ns)
-        when = 1e-9 * (double)(end->ended_ns - launch->attempt_ns);
-    const dtrain__exit_record *own = &control->exits[launch->here ? launch->place.rank : first];
-    for (int i = 0; i < launch->place.size; i++)
-        others += i != first && control->exits[i].how > DTRAIN__LEFT;
-    info->first_failed_rank = first;
-    if (killed) info->signal = end->value;
-    info->exit_code = killed ? 128 + end->value : dtrain__exit_code(end->value);
-    if (end->how == DTRAIN__LOST) info->exit_code = 1;
-    if (own->how == DTRAIN__RETURNED) info->exit_code = dtrain__exit_code(own->value);
-    dtrain__describe_end(control, first, how, sizeof how);
-    if (launch->forwarded)
-        snprintf(stopped, sizeof stopped, "; the run was stopped by signal %d (%s)",
-                 launch->forwarded, dtrain__signal_name(launch->forwarded));
-    if (others)
-        snprintf(too, sizeof too, "; %d other%s failed after it", others, others > 1 ? "s" : "");
-    return dtrain_fail(DTRAIN_ERROR_RANK_FAILED, "%s, %.1f s after the start%s%s%s%s", how, when,
-                       stopped, too, end->error[0] ? "; its last error: " : "", end->error);
-}
-
-/* torchrun reports what stands in this file as the root cause. */
-static void dtrain__write_error_file(const char *text)
-{
-    const char *path = getenv("TORCHELASTIC_ERROR_FILE");
-    const int made = path && path[0] ? dtrain__open(path, O_WRONLY | O_CREAT | O_TRUNC) : -1;
-    FILE *file = made < 0 ? NULL : fdopen(made, "w");
-    if (made >= 0 && !file) close(made);
-    if (!file) return;
-    fprintf(file, "{\"message\": {\"message\": \"");
-    for (; *text; text++) {
-        const unsigned char c = (unsigned char)*text;
-        if (c == '"' || c == '\\') fprintf(file, "\\%c", c);
-        else if (c < 32 || c > 126) fprintf(file, "\\u%04x", c);
-        else fputc(c, file);
-    }
-    fprintf(file, "\", \"extraInfo\": {\"timestamp\": \"%lld\"}}}\n", (long long)time(NULL));
-    fclose(file);
-}
-
-/* Start all ranks once, see them end, and tell how. */
-static dtrain_result dtrain__attempt(dtrain__launch *launch, dtrain_launch_info *info)
-{
-    const uint32_t arenas = launch->joins ? 0 : launch->desc.rank_count;
-    launch->attempt_ns = dtrain__now_ns();
-    launch->kill_ns = 0;
-    launch->announced = 0;
-    launch->passed_on = 0;
-    launch->started = (int)launch->desc.rank_count;
-    info->first_failed_rank = -1;
-    info->exit_code = 1;
-    info->signal = 0;
-    dtrain_result result =
-        dtrain__map_region(launch->desc.reserve_bytes, arenas, NULL, -1, &launch->region);
-    if (result != DTRAIN_OK) return result;
-    dtrain__control *control = launch->region.control;
-    info->rank_count = (uint32_t)launch->place.size;
-    if (launch->here) (void)dtrain__rank_run(launch, 0);
-    else if (launch->launcher) result = dtrain__fork_all(launch);
-    else result = dtrain__launch_threads(launch);
-    launch->announced = dtrain__load(&control->progress);
-    launch->caught = dtrain__load(&control->caught);
-    if (launch->desc.catch_signals && !launch->launcher) launch->caught = dtrain__signal_caught();
-    if (result == DTRAIN_OK) result = dtrain__conclude(launch, info);
-    if (launch->joined != DTRAIN_OK) /* this rank never ran: its own sentence says it best */
-        result = dtrain_fail(launch->joined, "%s", control->exits[launch->place.rank].error);
-    munmap(control, launch->region.bytes);
-    return result;
-}
-
-/* Start all ranks, and again after a failure, as often as the desc allows. */
-static dtrain_result dtrain__run_attempts(dtrain__launch *launch, dtrain_launch_info *info)
-{
-    const bool catches = launch->desc.catch_signals && !launch->launcher;
-    sigset_t old_mask;
-    dtrain_result result;
-    if (catches)
-        DTRAIN__TRY(dtrain__signals_begin(launch->desc.flight_directory != NULL, &old_mask));
-    if (launch->launcher) dtrain__hear_signals(launch);
-    do result = dtrain__attempt(launch, info);
-    while (dtrain__restart(launch, &result, info));
-    dtrain__unhear_signals(launch);
-    if (catches) dtrain__signals_end(&old_mask);
-    return result;
-}
-
-/* Make the number that all attempts of this run have, and no other run: from the name that
- * dtrain-run gives them, from the process that starts them (its id, and in /proc/ID/stat, behind
- * its name and 20 blanks, when it was started itself), or, when that is this one, from the time and
- * the place of the stack. */
-static uint64_t dtrain__job_number(const dtrain__launch *launch)
-{
-    const char *name = dtrain__env_text(getenv, "DTRAIN_RUN_ID"), *at = NULL;
-    char path[64], text[1024] = "";
-    uint64_t from[2] = {launch->start_ns, (uint64_t)getpid()};
-    const int parent = (int)getppid();
-    snprintf(path, sizeof path, "/proc/%d/stat", parent);
-    const int file = name || !launch->place.complete ? -1 : dtrain__open(path, O_RDONLY);
-    if (file >= 0 && read(file, text, sizeof text - 1) > 0) at = strrchr(text, ')');
-    if (file >= 0) close(file);
-    for (int i = 0; i < 20 && at; i++) at = strchr(at + 1, ' ');
-    if (at) from[0] = strtoull(at, NULL, 10), from[1] = (uint64_t)parent;
-    if (name) from[0] = from[1] = 0;
-    if (!name && !at) return dtrain__siphash(from, &launch, sizeof launch) | 1;
-    return dtrain__siphash(from, name, name ? strlen(name) : 0) | 1;
-}
-
-DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
-                                       void *user, dtrain_launch_info *info)
-{
-    dtrain__launch launch;
-    dtrain_launch_info ignored;
-    if (!info) info = &ignored;
-    memset(&launch, 0, sizeof launch);
-    memset(info, 0, sizeof *info);
-    info->first_failed_rank = -1;
-    info->exit_code = 1;
-    if (!rank_main) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch: rank_main is NULL");
-    if (dtrain__rank_of_thread() >= 0)
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "dtrain_launch: called by a rank; launch once, from main");
-    launch.rank_main = rank_main;
-    launch.user = user;
-    launch.start_ns = dtrain__now_ns();
-    dtrain_result result = dtrain__resolve_launch(&launch, desc);
-    dtrain__explain_launch(&launch, result);
-    launch.job = dtrain__job_number(&launch);
-    if (result == DTRAIN_OK) {
-        result = dtrain__run_attempts(&launch, info);
-        info->seconds = 1e-9 * (double)(dtrain__now_ns() - launch.start_ns);
-        info->restart_count = launch.place.restart_count + launch.restart_count;
-    }
-    if (result != DTRAIN_OK) dtrain__write_error_file(dtrain_last_error());
-    return result;
-}
-
-/* ================================================================================================
- * src/world/explain.c
- * ==============================================================================================*/
-
-/* What a launch makes of its environment, in words and in numbers
- *
- * Which launcher has started this process is guessed from its variables, and a wrong guess looks
- * like a hang or like n trainings of one rank each. So the guess can be read: every family whose
- * variables are set, the values, whether it was taken and why not, and what dtrain_launch does
- * then. It asks the recogniser itself how far it got (placement.looked), so that it cannot say
- * anything else than what is done. */
-
-/* Where the lines go: into text, or to the log of a launch. */
-typedef struct dtrain__explanation {
-    char *text;
-    size_t room, used;
-    const dtrain__launch *launch; /* NULL: into text */
-    int rank;                     /* whose lines the log is told they are */
-} dtrain__explanation;
-
-/* What else a family looks at; one that is set for other reasons too is not shown alone. */
-static const char *const dtrain__more_variables[DTRAIN__FAMILIES][5] = {
-    {NULL},
-    {NULL},
-    {NULL},
-    {"SLURM_NTASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST", NULL},
-    {NULL},
-    {"DTRAIN_WORLD_SIZE", "HOSTNAME", NULL},
-    {"PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "PET_MASTER_PORT", NULL},
-};
-
-/* Say one line: a word, and what there is to say about it. */
-DTRAIN__PRINTF(3, 4)
-static void dtrain__say(dtrain__explanation *e, const char *word, const char *format, ...)
-{
-    char what[900];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(what, sizeof what, format, args);
-    va_end(args);
-    for (char *c = what; *c; c++)
-        if ((unsigned char)*c < 32 || *c == 127) *c = '?'; /* values come from outside */
-    if (!e->launch) {
-        const size_t left = e->room - e->used;
-        const int more = snprintf(e->text + e->used, left, "%-14s %s\n", word, what);
-        if (more > 0) e->used += (size_t)more < left ? (size_t)more : left - 1;
-        return;
-    }
-    dtrain__launch_log(e->launch, e->rank, DTRAIN_LOG_INFO, "launch: %-14s %s", word, what);
-}
-
-/* Add " NAME=value" to a list, when it is set and not there yet. */
-static void dtrain__add_variable(dtrain__lookup_fn env, const char *name, char *list, size_t room)
-{
-    const char *value = dtrain__env_text(env, name);
-    const size_t used = strlen(list);
-    char start[48];
-    if (!value) return;
-    snprintf(start, sizeof start, " %s=", name);
-    if (strstr(list, start)) return;
-    snprintf(list + used, room - used, "%s%.80s", start, value);
-}
-
-/* List the variables of a family that are set; "" when none is that belongs to it alone. */
-static void dtrain__family_variables(dtrain__lookup_fn env, int index, char *list, size_t room)
-{
-    const dtrain__family *family = &dtrain__family_table()[index];
-    const char *const own[] = {family->rank,       family->size, family->local_rank,
-                               family->local_size, family->run,  family->run_part};
-    const char *const *more = dtrain__more_variables[index];
-    list[0] = 0;
-    if (index == DTRAIN__INDEXED && !dtrain__env_text(env, family->rank)) return;
-    for (size_t i = 0; i < sizeof own / sizeof *own; i++)
-        dtrain__add_variable(env, own[i], list, room);
-    for (; *more; more++) dtrain__add_variable(env, *more, list, room);
-}
-
-/* Say why a family that was looked at, and was not half or contradictory, was not taken. */
-static const char *dtrain__why_not(dtrain__lookup_fn env, int index)
-{
-    const dtrain__family *family = &dtrain__family_table()[index];
-    const bool rank = dtrain__env_text(env, family->rank) != NULL;
-    const bool size = dtrain__env_text(env, family->size) != NULL;
-    if (index == DTRAIN__SLURM && !dtrain__env_text(env, "SLURM_STEP_ID"))
-        return "no SLURM_STEP_ID: this is a shell of sbatch or salloc, where no other rank comes";
-    if (index == DTRAIN__SLURM && rank)
-        return "PMI_RANK and PMI_SIZE say something else: an mpirun inside of the step";
-    if (index == DTRAIN__INDEXED)
-        return "it does not say of how many; set DTRAIN_WORLD_SIZE to the completions";
-    if (index == DTRAIN__PET) return "neither PET_NNODES nor PET_NPROC_PER_NODE";
-    if (size && !rank) return "a size alone, which is the Indexed Job's";
-    return "no rank and no size";
-}
-
-/* Explain what each family of variables came to. */
-static void dtrain__explain_families(dtrain__explanation *e, dtrain__lookup_fn env,
-                                     const dtrain__placement *place, dtrain_result result)
-{
-    const dtrain__family *families = dtrain__family_table();
-    const bool refused = result != DTRAIN_OK && !place->family;
-    bool any = false;
-    for (int i = 0; i < DTRAIN__FAMILIES; i++) {
-        char list[640];
-        const char *name = families[i].name;
-        dtrain__family_variables(env, i, list, sizeof list);
-        if (!list[0]) continue;
-        any = true;
-        if (i > place->looked)
-            dtrain__say(e, name, "ignored, %s goes before it:%s", families[place->looked].name,
-                        list);
-        else if (i < place->looked || (!place->complete && !refused))
-            dtrain__say(e, name, "ignored, %s:%s", dtrain__why_not(env, i), list);
-        else if (refused) dtrain__say(e, name, "refused:%s", list);
-        else if (!place->family)
-            dtrain__say(e, name, "ignored, one rank is as without a launcher:%s", list);
-        else dtrain__say(e, name, "taken:%s", list);
-    }
-    if (!any) dtrain__say(e, "launcher", "none: no launcher's variables are set");
-}
-
-/* Show the variables that are of no family, or of several. */
-static void dtrain__explain_others(dtrain__explanation *e, dtrain__lookup_fn env)
-{
-    static const char *const names[] = {"DTRAIN_MASTER_ADDR", "DTRAIN_PORT", "DTRAIN_MASTER_PORT",
-                                        "MASTER_ADDR",        "MASTER_PORT", "DTRAIN_RESTART_COUNT",
-                                        "SLURM_RESTART_COUNT"};
-    char list[640] = "";
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-        dtrain__add_variable(env, names[i], list, sizeof list);
-    if (dtrain__env_text(env, "DTRAIN_JOB_KEY"))
-        snprintf(list + strlen(list), sizeof list - strlen(list), " DTRAIN_JOB_KEY=(not shown)");
-    if (list[0]) dtrain__say(e, "beside", "%s", list + 1);
-}
-
-/* Explain which ranks this process starts or is, and where they meet. */
-static void dtrain__explain_ranks(dtrain__explanation *e, const dtrain__launch *launch)
-{
-    const dtrain_launch_desc *desc = &launch->desc;
-    const dtrain__placement *place = &launch->place;
-    const char *how = desc->mode == DTRAIN_LAUNCH_THREADS ? "threads" : "processes";
-    char local[64] = "local rank as the others of its host turn out";
-    if (place->local_rank >= 0) snprintf(local, sizeof local, "local rank %d", place->local_rank);
-    if (place->local_rank >= 0 && place->local_size > 0)
-        snprintf(local, sizeof local, "local rank %d of %d", place->local_rank, place->local_size);
-    if (launch->here)
-        dtrain__say(e, "ranks", "this process is rank %d of %d, %s", place->rank, place->size,
-                    local);
-    else if (launch->joins)
-        dtrain__say(e, "ranks", "this process starts ranks %d to %d of %d, those of its node",
-                    place->rank, place->rank + place->forks - 1, place->size);
-    else dtrain__say(e, "ranks", "this process starts all %d, as %s", place->size, how);
-    if (!launch->joins) return;
-    dtrain__say(e, "meeting", "at %s port %u, for at most %g s; others' runs are told apart %s",
-                place->address, place->port, desc->join_ms / 1e3,
-                getenv("DTRAIN_JOB_KEY") ? "by DTRAIN_JOB_KEY"
-                                         : "by the launcher's name of the run at most");
-}
-
-/* Explain the rest of the desc, as it was resolved. */
-static void dtrain__explain_settings(dtrain__explanation *e, const dtrain__launch *launch)
-{
-    const dtrain_launch_desc *desc = &launch->desc;
-    const dtrain__placement *place = &launch->place;
-    const int local = place->local_size > 0 ? place->local_size : place->size;
-    const uint32_t share = launch->cores / (uint32_t)local;
-    const char *comm = dtrain__world_comm_name(desc);
-    dtrain__say(e, "communicator", "%s",
-                comm            ? comm
-                : launch->joins ? "local where all ranks share memory, else MPI if built in"
-                : desc->device_ops && !desc->device_ops->host_memory ? "local, through host memory"
-                                                                     : "local");
-    dtrain__say(e, "device", "%s, %u thread%s a rank of %u cores for %d ranks%s",
-                desc->device_ops ? desc->device_ops->name : "cpu",
-                desc->threads_per_rank ? desc->threads_per_rank
-                : share                ? share
-                                       : 1,
-                (desc->threads_per_rank ? desc->threads_per_rank : share) > 1 ? "s" : "",
-                launch->cores, local, place->local_size > 0 || !launch->joins ? "" : " at most");
-    if (desc->emulation.node_ranks)
-        dtrain__say(e, "emulation", "nodes of %u, %g Gb/s, %g us", desc->emulation.node_ranks,
-                    desc->emulation.gigabits_per_second, desc->emulation.latency_us);
-    if (launch->joins)
-        dtrain__say(e, "restarts", "by the launcher; %u so far%s", place->restart_count,
-                    desc->restarts ? "; desc.restarts is ignored" : "");
-    else
-        dtrain__say(e, "restarts", "%u in a row without progress; %u so far, by what is around it",
-                    desc->restarts, place->restart_count);
-    dtrain__say(e, "waits", "timeout %g s, grace %g s; signals %s; flight records %s",
-                desc->timeout_ms / 1e3, desc->grace_ms / 1e3,
-                desc->catch_signals ? "are caught" : "are not caught",
-                desc->flight_directory ? desc->flight_directory : "nowhere");
-}
-
-static void dtrain__explain(dtrain__explanation *e, const dtrain__launch *launch,
-                            dtrain_result result)
-{
-    char why[DTRAIN__ERROR_BYTES];
-    snprintf(why, sizeof why, "%s", dtrain_last_error());
-    dtrain__placement place;
-    const dtrain_result recognised = dtrain__recognise(getenv, &place);
-    dtrain__explain_families(e, getenv, &place, recognised);
-    dtrain__explain_others(e, getenv);
-    if (result == DTRAIN_OK) {
-        dtrain__explain_ranks(e, launch);
-        dtrain__explain_settings(e, launch);
-    } else dtrain__say(e, "refused", "%s", why);
-    dtrain__set_last_error(result == DTRAIN_OK ? "" : why);
-}
-
-/* Log the explanation of a launch, where its desc or the environment asks for it. */
-DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain_result result)
-{
-    const char *asked = getenv("DTRAIN_EXPLAIN_LAUNCH");
-    dtrain__explanation e;
-    const bool all = asked && strcmp(asked, "all") == 0;
-    if (!launch->desc.explain && !all && (!asked || strcmp(asked, "1") != 0)) return;
-    memset(&e, 0, sizeof e);
-    e.launch = launch;
-    e.rank = launch->here && !all ? launch->place.rank : -1; /* -1: nobody's info is left out */
-    dtrain__explain(&e, launch, result);
-}
-
-/* Say in numbers what dtrain__explain_ranks says in words. */
-static void dtrain__explain_place(const dtrain__launch *launch, dtrain_launch_place *place)
-{
-    place->rank_count = launch->place.size;
-    place->first_rank = launch->place.rank;
-    place->started_count = (int)launch->desc.rank_count;
-    place->host_rank_count = launch->place.local_size;
-    if (!launch->here) place->host_rank_count = place->started_count;
-}
-
-DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, char *text,
-                                               size_t room, dtrain_launch_place *place)
-{
-    dtrain__explanation e;
-    dtrain__launch launch;
-    if (place) memset(place, 0, sizeof *place);
-    if (!text != !room)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch_explain: text is %s",
-                           text ? "0 bytes" : "NULL");
-    memset(&e, 0, sizeof e);
-    memset(&launch, 0, sizeof launch);
-    if (text) text[0] = 0;
-    e.text = text;
-    e.room = room;
-    const dtrain_result result = dtrain__resolve_launch(&launch, desc);
-    if (text) dtrain__explain(&e, &launch, result);
-    if (place && result == DTRAIN_OK) dtrain__explain_place(&launch, place);
-    return result;
-}
-
-/* ================================================================================================
- * src/world/restart.c
- * ==============================================================================================*/
-
-/* Restarts
- *
- * A run that fails is started again, all ranks together and from nothing: in a fresh region, so
- * that what the dead have left there can disturb nobody. The ranks load what they saved last. Only
- * the launcher that has started every rank of a world can do this; another launcher's ranks end
- * with a status that makes that one do it.
- *
- *     start all ranks <------------------------------------------------+
- *         | all returned 0, or the run was asked to stop --> the end   |
- *         | a rank failed                                              |
- *         | further than ever before: the count in a row is 0 again    |
- *         | `restarts` of them in a row --> the end: a crash loop      |
- *         +-- one warning; wait backoff_ms, doubled for each in a row -+
- *
- * Progress is a step that dtrain_world_progress has announced. The control page keeps the highest,
- * the launcher the highest of all pages. */
-
-#define DTRAIN__BACKOFF_DOUBLINGS 6u
-
-/* Raise a number that others may raise at the same time. */
-static void dtrain__raise(uint64_t *highest, uint64_t to)
-{
-    uint64_t found = dtrain__load(highest);
-    while (found < to && !__atomic_compare_exchange_n(highest, &found, to, false, __ATOMIC_ACQ_REL,
-                                                      __ATOMIC_ACQUIRE)) {}
-}
-
-DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step)
-{
-    if (!world || !world->mine || !*world->mine) return;
-    const uint64_t mine = step < UINT64_MAX ? step + 1 : step;
-    dtrain__raise(&world->control->progress, mine);
-    if (world->progress) dtrain__raise(world->progress, mine);
-}
-
-#define DTRAIN__PROGRESS_MAGIC "dtrain progress" /* and the 0 at its end: 16 bytes */
-
-/* Map the file in which dtrain-run wants to read how far its ranks are: DTRAIN_PROGRESS_FILE, a
- * name below /proc of a file that has none, which begins with a magic. A variable that a dead
- * launcher has left behind may name somebody else's file: that one is not touched. */
-DTRAIN__PRIVATE uint64_t *dtrain__progress_open(void)
-{
-    const char *path = getenv("DTRAIN_PROGRESS_FILE");
-    char magic[sizeof DTRAIN__PROGRESS_MAGIC] = "";
-    struct stat status;
-    if (!path || !path[0]) return NULL;
-    const int file = dtrain__open(path, O_RDWR | O_NONBLOCK);
-    if (file < 0) return NULL;
-    void *page = MAP_FAILED;
-    if (fstat(file, &status) == 0 && S_ISREG(status.st_mode) &&
-        (size_t)status.st_size >= sizeof magic + sizeof(uint64_t) &&
-        read(file, magic, sizeof magic) == sizeof magic &&
-        memcmp(magic, DTRAIN__PROGRESS_MAGIC, sizeof magic) == 0)
-        page = mmap(NULL, dtrain__page_bytes(), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    close(file);
-    return page == MAP_FAILED ? NULL : (uint64_t *)page + sizeof magic / sizeof(uint64_t);
-}
-
-DTRAIN__PRIVATE void dtrain__progress_close(uint64_t *progress)
-{
-    if (progress) munmap((char *)progress - sizeof DTRAIN__PROGRESS_MAGIC, dtrain__page_bytes());
-}
-
-/* Log as the launcher, rank -1, or as the rank that this process is to be. */
-DTRAIN__PRINTF(4, 5)
-DTRAIN__PRIVATE void dtrain__launch_log(const dtrain__launch *launch, int rank,
-                                        dtrain_log_level level, const char *format, ...)
-{
-    dtrain__log_sink sink;
-    va_list args;
-    memset(&sink, 0, sizeof sink);
-    sink.write = launch->desc.log;
-    sink.user = launch->desc.log_user;
-    sink.level = (dtrain_log_level)launch->desc.log_level;
-    sink.rank = rank;
-    va_start(args, format);
-    dtrain__log_va(&sink, level, format, args);
-    va_end(args);
-}
-
-/* Say whether somebody has asked the run to stop: through the launcher, at a terminal, or at one
- * rank. Without catch_signals, ranks that end by the SIGUSR1 that was forwarded end as asked. */
-static bool dtrain__was_stopped(const dtrain__launch *launch, const dtrain_launch_info *info)
-{
-    return launch->forwarded || launch->caught ||
-           (launch->passed_on && info->signal == launch->passed_on);
-}
-
-/* Set the number of ranks of the next attempt. */
-static void dtrain__set_ranks(dtrain__launch *launch, int count)
-{
-    launch->place.size = count;
-    launch->desc.rank_count = (uint32_t)count;
-}
-
-/* Go on with the ranks that could be started, where the system refuses some of them in a restart;
- * false when they are too few. Every turn has fewer ranks than the one before, so this ends. */
-static bool dtrain__go_on_with_fewer(dtrain__launch *launch)
-{
-    const int nodes = (int)launch->desc.emulation.node_ranks;
-    int count = launch->started;
-    if (nodes) count -= count % nodes;
-    if (!launch->desc.min_ranks || count < (int)launch->desc.min_ranks) return false;
-    dtrain__launch_log(launch, -1, DTRAIN_LOG_WARNING, "%s; going on with %d rank%s",
-                       dtrain_last_error(), count, count > 1 ? "s" : "");
-    dtrain__set_ranks(launch, count);
-    return true;
-}
-
-/* Wait before a restart, for as long as nobody asks the run to stop; return the signal that does,
- * or 0. Signals that are forwarded are blocked and come from sigtimedwait; ranks that are threads
- * leave them to the host, except where they are caught. */
-static int dtrain__back_off(const dtrain__launch *launch, uint64_t wait_ns)
-{
-    const uint64_t end = dtrain__now_ns() + wait_ns, longest = 50000000u;
-    sigset_t stops;
-    sigemptyset(&stops);
-    if (launch->waits_for_signals) stops = launch->watched;
-    sigdelset(&stops, SIGCHLD);
-    for (;;) {
-        const uint64_t now = dtrain__now_ns(), left = now < end ? end - now : 0;
-        struct timespec nap;
-        siginfo_t what;
-        nap.tv_sec = 0;
-        nap.tv_nsec = (long)(left < longest ? left : longest);
-        const int number = sigtimedwait(&stops, &what, &nap);
-        const bool asks = number == SIGUSR1 && launch->desc.catch_signals;
-        if (number > 0 && ((number != SIGUSR1 && number != SIGUSR2) || asks)) return number;
-        if (!launch->waits_for_signals && launch->desc.catch_signals && dtrain__signal_caught())
-            return dtrain__signal_caught();
-        if (!left) return 0;
-    }
-}
-
-/* Make the sentence of a crash loop. The last failure stands at its end, where it may be cut. */
-static dtrain_result dtrain__crash_loop(const dtrain__launch *launch, dtrain_result result)
-{
-    char last[DTRAIN__ERROR_BYTES], beyond[48] = "";
-    snprintf(last, sizeof last, "%s", dtrain_last_error());
-    if (launch->progress)
-        snprintf(beyond, sizeof beyond, " beyond step %llu",
-                 (unsigned long long)(launch->progress - 1));
-    return dtrain_fail(result,
-                       "crash loop: %u restart%s in a row made no progress%s; the last failure: %s",
-                       launch->in_a_row, launch->in_a_row > 1 ? "s" : "", beyond, last);
-}
-
-/* Decide whether a run that has ended is started again, and wait until then. A world that could not
- * even be started the first time is not: its desc or its machine is wrong. */
-DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *result,
-                                     dtrain_launch_info *info)
-{
-    const dtrain_launch_desc *desc = &launch->desc;
-    const bool refused = launch->started < (int)desc->rank_count;
-    char last[DTRAIN__ERROR_BYTES];
-    if (*result == DTRAIN_OK || launch->joins || !desc->restarts) return false;
-    if (dtrain__was_stopped(launch, info)) return false;
-    if (!launch->restart_count && *result != DTRAIN_ERROR_RANK_FAILED) return false;
-    if (launch->restart_count && refused && dtrain__go_on_with_fewer(launch)) return true;
-    if (launch->announced > launch->progress) {
-        launch->progress = launch->announced;
-        launch->in_a_row = 0;
-    }
-    if (launch->in_a_row == desc->restarts) {
-        *result = dtrain__crash_loop(launch, *result);
-        return false;
-    }
-    const uint32_t twice =
-        launch->in_a_row < DTRAIN__BACKOFF_DOUBLINGS ? launch->in_a_row : DTRAIN__BACKOFF_DOUBLINGS;
-    const uint64_t wait_ns = ((uint64_t)desc->backoff_ms << twice) * 1000000u;
-    launch->in_a_row++;
-    snprintf(last, sizeof last, "%s", dtrain_last_error());
-    dtrain__launch_log(launch, -1, DTRAIN_LOG_WARNING, "restart %u of %u in %.1f s: %s",
-                       launch->in_a_row, desc->restarts, 1e-9 * (double)wait_ns, last);
-    const int number = dtrain__back_off(launch, wait_ns);
-    if (number) {
-        info->signal = number;
-        info->exit_code = 128 + number;
-        *result = dtrain_fail(*result,
-                              "stopped by signal %d (%s) while it waited for restart %u "
-                              "of %u; the last failure: %s",
-                              number, dtrain__signal_name(number), launch->in_a_row, desc->restarts,
-                              last);
-        return false;
-    }
-    launch->restart_count++;
-    dtrain__set_ranks(launch, launch->rank_count);
-    return true;
-}
-
-/* ================================================================================================
  * src/world/signals.c
  * ==============================================================================================*/
 
@@ -8964,6 +7466,11 @@ typedef struct dtrain__shown {
     uint32_t kind, dtype, op;
     int32_t root;
 } dtrain__shown;
+
+/* comm/backend.c: the world's communicator, which a rank's life makes and ends */
+DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world);
+DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world);
+DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world);
 
 /* comm/comm.c */
 DTRAIN__PRIVATE uint64_t dtrain__wire_bytes(const dtrain_collective *what, int size);
@@ -12835,21 +11342,6 @@ DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_
         name);
 }
 
-DTRAIN__PRIVATE const char *dtrain__world_comm_name(const dtrain_launch_desc *desc)
-{
-    return desc->comm_ops ? desc->comm_ops->name : NULL;
-}
-
-/* Emulated links are gates in the queue of the local communicator: no other one has them. */
-DTRAIN__PRIVATE dtrain_result dtrain__world_comm_check(const dtrain_launch_desc *desc)
-{
-    const bool local = !desc->comm_ops || desc->comm_ops == dtrain__local_comm_ops();
-    if (local || !desc->emulation.node_ranks) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "dtrain_launch: emulation is of the local communicator, and comm_ops is "
-                       "another one; clear one of them");
-}
-
 /* Choose and make the world's communicator: nobody else decides which backend it is. */
 DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
 {
@@ -12892,6 +11384,1536 @@ DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world)
 {
     for (dtrain__engine *comm = world->comms; comm; comm = comm->next)
         if (comm->transport->poll && !comm->failed) (void)comm->transport->poll(comm);
+}
+
+/* ================================================================================================
+ * src/launch/launch.c
+ * ==============================================================================================*/
+
+/* dtrain_launch
+ *
+ *     dtrain_launch
+ *         settle       who starts the ranks: this call, another launcher, or this call on its node
+ *         map          the shared region, or a page of this process's own when ranks join a world
+ *         run          each rank, in a process or a thread (rank.c)
+ *         conclude     from the exit records: one result, one sentence, the info
+ *         restart      after a failure, from "map" on (restart.c) */
+
+/* ================================================================================================
+ * src/launch/environment_internal.h
+ * ==============================================================================================*/
+
+/* The result of reading the environment
+ *
+ * What a launcher has said: the result of reading the environment, which launch.c acts on and the
+ * rendezvous meets by. It is a pure function of the variables, so that tests can hand it any. */
+
+typedef char *(*dtrain__lookup_fn)(const char *name); /* getenv */
+
+/* The families of variables, in the order in which they are looked at. */
+enum {
+    DTRAIN__OURS,
+    DTRAIN__TORCHRUN,
+    DTRAIN__OPEN_MPI,
+    DTRAIN__SLURM,
+    DTRAIN__MPICH,
+    DTRAIN__INDEXED,
+    DTRAIN__PET,
+    DTRAIN__FAMILIES
+};
+
+typedef struct dtrain__family {
+    const char *name;
+    const char *rank, *size, *local_rank, *local_size; /* variables; NULL: it has none */
+    const char *address, *port;                        /* of rank 0's host */
+    const char *run, *run_part;                        /* that name the run */
+} dtrain__family;
+
+/* launch/environment.c */
+DTRAIN__PRIVATE const dtrain__family *dtrain__family_table(void);
+DTRAIN__PRIVATE const char *dtrain__env_text(dtrain__lookup_fn env, const char *name);
+DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out);
+
+/* ================================================================================================
+ * src/launch/launch_internal.h
+ * ==============================================================================================*/
+
+/* A launch: what the files of this room share. */
+
+typedef struct dtrain__launch {
+    dtrain_launch_desc desc; /* resolved */
+    dtrain_rank_fn rank_main;
+    void *user;
+    dtrain__placement place; /* rank: the first one here; size: the world's */
+    bool joins;              /* a world that another launcher has started ... */
+    bool here;               /* ... of which this process is one rank */
+    dtrain_result joined;    /* here: how that went */
+    dtrain__region region;
+    uint32_t cores;
+    uint64_t job;                 /* see dtrain_world */
+    uint64_t start_ns, kill_ns;   /* kill_ns: the end of the grace period, 0 = no failure yet */
+    pid_t launcher;               /* that forks; 0 when nobody does */
+    pid_t pids[DTRAIN_MAX_RANKS]; /* 0: not started, or reaped */
+    int live;                     /* processes to reap */
+    int forwarded, stop_count;    /* last request to stop passed on; how often we were asked */
+    int passed_on;                /* last signal passed on, SIGUSR1 and SIGUSR2 included */
+    uint64_t stop_ns;             /* when we were asked to stop last */
+    bool waits_for_signals;       /* `watched` is blocked and SIGCHLD is heard, until the end */
+    bool child_was_pending;       /* as it was found: to be put back at the end */
+    struct sigaction child_action;
+    sigset_t watched, old_mask;
+    uint32_t gate; /* atomic, threads mode: 0 wait, 1 go, 2 go home */
+
+    /* Restarts. An attempt is one start of all ranks. */
+    int rank_count;         /* of a world with all its ranks */
+    uint64_t attempt_ns;    /* when this attempt began */
+    int started;            /* by this attempt; fewer than there should be: one was refused */
+    uint32_t restart_count; /* of this call */
+    uint32_t in_a_row;      /* of them, since progress was made */
+    uint64_t progress;      /* furthest of all attempts but this one: 0 none, else 1 + step */
+    uint64_t announced;     /* by this attempt */
+    int caught;             /* signal that a rank of this attempt has seen, see signals.c */
+} dtrain__launch;
+
+/* launch/rank.c */
+DTRAIN__PRIVATE int dtrain__rank_run(dtrain__launch *launch, int index);
+
+/* launch/launch.c */
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
+                                                     const dtrain_launch_desc *given);
+
+/* launch/explain.c */
+DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain_result result);
+
+/* launch/restart.c */
+DTRAIN__PRIVATE uint64_t *dtrain__progress_open(void);
+DTRAIN__PRIVATE void dtrain__progress_close(uint64_t *progress);
+DTRAIN__PRINTF(4, 5)
+DTRAIN__PRIVATE void dtrain__launch_log(const dtrain__launch *launch, int rank,
+                                        dtrain_log_level level, const char *format, ...);
+DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *result,
+                                     dtrain_launch_info *info);
+
+static uint32_t dtrain__cores(void)
+{
+#ifdef CPU_COUNT /* hidden when a system header came before _GNU_SOURCE was defined */
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    if (sched_getaffinity(0, sizeof set, &set) == 0 && CPU_COUNT(&set) > 0)
+        return (uint32_t)CPU_COUNT(&set);
+#endif
+    const long count = sysconf(_SC_NPROCESSORS_ONLN); /* more cores than cpu_set_t can hold */
+    return count > 0 ? (uint32_t)count : 1;
+}
+
+/* An exit status has eight bits; 256 must not look like success. */
+static int dtrain__exit_code(int value) { return value == 0 || (value & 255) ? value & 255 : 1; }
+
+/* ---- Ranks as processes -----------------------------------------------------------------------*/
+
+static const int dtrain__forwarded_signals[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2};
+#define DTRAIN__FORWARDED (sizeof dtrain__forwarded_signals / sizeof dtrain__forwarded_signals[0])
+
+static void dtrain__signal_ranks(dtrain__launch *launch, int number)
+{
+    for (uint32_t i = 0; i < launch->desc.rank_count; i++)
+        if (launch->pids[i] > 0) kill(launch->pids[i], number);
+}
+
+/* Record how ranks have ended that waitpid knows of. A rank that returned has left its own, better
+ * record; unless that says 0, and its process did not end well after it. A status that another
+ * thread of the host has reaped nobody knows: that rank is lost. */
+static void dtrain__reap(dtrain__launch *launch)
+{
+    for (int i = 0; i < (int)launch->desc.rank_count; i++) {
+        const int rank = launch->place.rank + i;
+        int status = 0;
+        if (launch->pids[i] <= 0) continue;
+        const pid_t pid = waitpid(launch->pids[i], &status, WNOHANG);
+        if (pid == 0 || (pid < 0 && errno != ECHILD)) continue;
+        launch->pids[i] = 0;
+        launch->live--;
+        if (pid < 0) {
+            dtrain__record_lost(launch->region.control, rank);
+            continue;
+        }
+        const uint32_t known = dtrain__load(&launch->region.control->exits[rank].how);
+        const bool killed = WIFSIGNALED(status);
+        int value = killed ? WTERMSIG(status) : WEXITSTATUS(status);
+        dtrain__end how = value ? DTRAIN__RETURNED : DTRAIN__LEFT; /* exit() inside of rank_main */
+        if (killed) how = DTRAIN__SIGNALED;
+        if (killed && value == SIGKILL && launch->kill_ns == 1) how = DTRAIN__STOPPED;
+        if (known == DTRAIN__RUNNING || (value && known == DTRAIN__LEFT))
+            dtrain__record_end(launch->region.control, rank, how, value, "");
+    }
+}
+
+/* Pass a signal on. Typed at a terminal, it has reached the whole process group: ranks must not get
+ * it twice. One that was sent twice within a moment is one request (see DTRAIN__ONE_REQUEST_NS);
+ * the second request to stop is obeyed without asking the ranks. */
+static void dtrain__forward(dtrain__launch *launch, int number, bool from_terminal)
+{
+    const bool stop = number != SIGUSR1 && number != SIGUSR2;
+    const uint64_t now = dtrain__now_ns(), before = launch->stop_ns;
+    const bool again = launch->stop_count && now - before < DTRAIN__ONE_REQUEST_NS;
+    if (stop && again && number == launch->forwarded && !from_terminal) return;
+    if (!from_terminal) dtrain__signal_ranks(launch, number);
+    launch->passed_on = number;
+    if (!stop && !(number == SIGUSR1 && launch->desc.catch_signals)) return;
+    dtrain__signal_ranks(launch, SIGCONT); /* a stopped rank hears of it when it goes on */
+    if (!launch->forwarded && launch->desc.catch_signals && number != SIGQUIT)
+        dtrain__launch_log(launch, -1, DTRAIN_LOG_INFO,
+                           "asked to stop by signal %d (%s): ranks end after their step; a second "
+                           "request ends them at once",
+                           number, dtrain__signal_name(number));
+    launch->forwarded = number;
+    launch->stop_ns = now;
+    if (!stop || ++launch->stop_count < 2) return;
+    launch->kill_ns = 1;
+    dtrain__signal_ranks(launch, SIGKILL);
+}
+
+/* SIGCHLD wakes us; the nap only matters when another thread of the host swallowed it. */
+static void dtrain__watch(dtrain__launch *launch)
+{
+    struct timespec nap;
+    nap.tv_sec = 0;
+    nap.tv_nsec = 50000000;
+    while (launch->live > 0) {
+        siginfo_t what;
+        const int number = sigtimedwait(&launch->watched, &what, &nap);
+        dtrain__reap(launch);
+        if (number > 0 && number != SIGCHLD)
+            dtrain__forward(launch, number, what.si_code > 0 && number != SIGHUP);
+        const uint64_t now = dtrain__now_ns();
+        if (!launch->kill_ns && dtrain__load(&launch->region.control->first_failed))
+            launch->kill_ns = now + (uint64_t)launch->desc.grace_ms * 1000000u;
+        if (launch->kill_ns && now >= launch->kill_ns) {
+            launch->kill_ns = 1; /* stays in the past, and says that the grace is over */
+            dtrain__signal_ranks(launch, SIGKILL);
+        }
+    }
+}
+
+/* Never returns. The launcher's death must not leave ranks behind; it may have died already before
+ * prctl, which the second look sees. */
+static void dtrain__child(dtrain__launch *launch, int index)
+{
+#ifdef __linux__
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+#endif
+    if (getppid() != launch->launcher) _exit(1);
+    if (launch->desc.catch_signals)
+        dtrain__signals_install(launch->desc.flight_directory != NULL, &launch->old_mask);
+    pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
+    const int code = dtrain__rank_run(launch, index);
+    fflush(NULL);
+    _exit(dtrain__exit_code(code));
+}
+
+static dtrain_result dtrain__fork_all(dtrain__launch *launch)
+{
+    int i = 0, error = 0;
+    fflush(NULL); /* or each rank would write what is in the buffers now once more */
+    for (; i < (int)launch->desc.rank_count && !error; i += !error) {
+        const pid_t pid = fork();
+        if (pid == 0) dtrain__child(launch, i);
+        if (pid < 0) error = errno;
+        launch->pids[i] = pid > 0 ? pid : 0;
+        launch->live += pid > 0;
+    }
+    if (error) launch->kill_ns = 1;
+    launch->started = i;
+    dtrain__watch(launch);
+    if (!error) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_SYSTEM,
+                       "dtrain_launch: rank %d of %d could not be forked: %s; look at the process "
+                       "limit (ulimit -u), at memory and at the container's pids limit",
+                       launch->place.rank + i, launch->place.size, strerror(error));
+}
+
+/* Say whether the host ignores SIGCHLD. */
+static bool dtrain__is_deaf(const dtrain__launch *launch)
+{
+    return launch->child_action.sa_handler == SIG_IGN ||
+           (launch->child_action.sa_flags & SA_NOCLDWAIT);
+}
+
+/* Hear of signals by sigtimedwait, from before the first rank is forked until the last restart is
+ * over. A host that ignores SIGCHLD has no exit statuses to wait for: the default disposition is
+ * put in place meanwhile. */
+static void dtrain__hear_signals(dtrain__launch *launch)
+{
+    struct sigaction plain;
+    struct timespec no_time;
+    sigset_t only_child;
+    siginfo_t what;
+    memset(&plain, 0, sizeof plain);
+    memset(&no_time, 0, sizeof no_time);
+    plain.sa_handler = SIG_DFL;
+    sigemptyset(&only_child);
+    sigaddset(&only_child, SIGCHLD);
+    launch->watched = only_child;
+    for (size_t i = 0; i < DTRAIN__FORWARDED; i++)
+        if (dtrain__forwarded_signals[i] != SIGHUP || !dtrain__hangup_ignored())
+            sigaddset(&launch->watched, dtrain__forwarded_signals[i]);
+    sigaction(SIGCHLD, NULL, &launch->child_action);
+    pthread_sigmask(SIG_BLOCK, &launch->watched, &launch->old_mask);
+    launch->waits_for_signals = true;
+    launch->child_was_pending = sigtimedwait(&only_child, &what, &no_time) == SIGCHLD;
+    if (dtrain__is_deaf(launch)) sigaction(SIGCHLD, &plain, NULL);
+}
+
+/* Leave signals to the host again. Our last SIGCHLD is taken off the queue, or a handler of the
+ * host's would wait for a child that is gone; one that was about another child is raised again. */
+static void dtrain__unhear_signals(dtrain__launch *launch)
+{
+    struct timespec no_time;
+    sigset_t only_child;
+    siginfo_t what;
+    if (!launch->waits_for_signals) return;
+    memset(&no_time, 0, sizeof no_time);
+    sigemptyset(&only_child);
+    sigaddset(&only_child, SIGCHLD);
+    while (sigtimedwait(&only_child, &what, &no_time) == SIGCHLD) continue;
+    if (dtrain__is_deaf(launch)) sigaction(SIGCHLD, &launch->child_action, NULL);
+    if (launch->child_was_pending) kill(getpid(), SIGCHLD);
+    pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
+}
+
+/* ---- Ranks as threads -------------------------------------------------------------------------*/
+
+typedef struct dtrain__rank_thread {
+    dtrain__launch *launch;
+    int rank;
+    pthread_t thread;
+} dtrain__rank_thread;
+
+static void *dtrain__thread_main(void *argument)
+{
+    dtrain__rank_thread *self = (dtrain__rank_thread *)argument;
+    uint32_t gate;
+    while ((gate = dtrain__load(&self->launch->gate)) == 0) sched_yield();
+    if (gate == 1) dtrain__rank_run(self->launch, self->rank);
+    return NULL;
+}
+
+/* No rank runs before all threads are there: a thread cannot be killed when a later one is
+ * refused. */
+static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
+{
+    dtrain__rank_thread threads[DTRAIN_MAX_RANKS];
+    const int count = (int)launch->desc.rank_count;
+    int started = 0, error = 0;
+    dtrain__store(&launch->gate, 0u);
+    for (; started < count && !error; started += !error) {
+        threads[started].launch = launch;
+        threads[started].rank = started;
+        error =
+            pthread_create(&threads[started].thread, NULL, dtrain__thread_main, &threads[started]);
+    }
+    launch->started = started;
+    dtrain__store(&launch->gate, error ? 2u : 1u);
+    for (int i = 0; i < started; i++) pthread_join(threads[i].thread, NULL);
+    if (!error) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_SYSTEM,
+                       "dtrain_launch: thread of rank %d of %d could not be made: %s", started,
+                       count, strerror(error));
+}
+
+/* ---- dtrain_launch ----------------------------------------------------------------------------*/
+
+/* Check the desc of emulated links. Ranges are not tested as x <= 0, because NaN must not pass. */
+static dtrain_result dtrain__check_emulation(const dtrain__launch *launch)
+{
+    const dtrain_launch_desc *desc = &launch->desc;
+    const dtrain_emulation *asked = &desc->emulation;
+    const double gigabits = asked->gigabits_per_second, latency = asked->latency_us;
+    const bool any = gigabits > 0 || gigabits < 0 || latency > 0 || latency < 0;
+    if (!asked->node_ranks && !any) return DTRAIN_OK;
+    if (asked->node_ranks && (uint32_t)launch->place.size % asked->node_ranks == 0 &&
+        gigabits > 0 && gigabits <= 1e6 && latency >= 0 && latency <= 1e9) {
+        /* emulated links are gates in the queue of the local communicator */
+        if (!desc->comm_ops || desc->comm_ops == dtrain__local_comm_ops()) return DTRAIN_OK;
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_launch: emulation is of the local communicator, and comm_ops is "
+                           "another one; clear one of them");
+    }
+    return dtrain_fail(
+        DTRAIN_ERROR_ARGUMENT,
+        "dtrain_launch: emulation.node_ranks is %u, emulation.gigabits_per_second %g, "
+        "emulation.latency_us %g; expected a divisor of the %d ranks (1 makes every rank a node), "
+        "more than 0 and at most 1e6, and 0 to 1e9",
+        asked->node_ranks, gigabits, latency, launch->place.size);
+}
+
+/* Settle where flight records go; NULL: nowhere. */
+static dtrain_result dtrain__resolve_flight(dtrain_launch_desc *desc)
+{
+    const char *directory = desc->flight_directory;
+    if (!directory || !directory[0]) directory = getenv("DTRAIN_FLIGHT_DIRECTORY");
+    desc->flight_directory = directory && directory[0] ? directory : NULL;
+    if (!desc->flight_directory || strlen(directory) < DTRAIN__FLIGHT_PATH) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_ARGUMENT,
+        "dtrain_launch: flight_directory has %zu characters, at most %d are possible",
+        strlen(directory), DTRAIN__FLIGHT_PATH - 1);
+}
+
+/* Check the desc, settle who starts the ranks (this call, another launcher, or this call on its
+ * node), and fill in defaults. */
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
+                                                     const dtrain_launch_desc *given)
+{
+    dtrain_launch_desc *desc = &launch->desc;
+    dtrain__placement *place = &launch->place;
+    if (given) *desc = *given;
+    uint32_t most = desc->rank_count;
+    if (!desc->rank_count || desc->default_rank_count > DTRAIN_MAX_RANKS)
+        most = desc->default_rank_count;
+    if (most > DTRAIN_MAX_RANKS || desc->mode > DTRAIN_LAUNCH_THREADS ||
+        desc->log_level > DTRAIN_LOG_DEBUG || desc->threads_per_rank > 4096)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_launch: rank_count is %d (at most %d), mode is %u (0, processes, "
+            "or 1, threads), log_level is %u (0 to 4), threads_per_rank is %d (0 to "
+            "4096)", /* %d: a negative number is what a program was given */
+            (int)most, DTRAIN_MAX_RANKS, desc->mode, desc->log_level, (int)desc->threads_per_rank);
+    DTRAIN__TRY(dtrain__recognise(getenv, place));
+    if (place->family && desc->rank_count && (int)desc->rank_count != place->size)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: rank_count is %u, and the environment (%s) announces "
+                           "%d ranks; set rank_count to 0 or to the launcher's number",
+                           desc->rank_count, place->family, place->size);
+    launch->joins = place->family && place->forks != place->size;
+    launch->here = launch->joins && !place->forks;
+    if (launch->joins && desc->mode == DTRAIN_LAUNCH_THREADS)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_launch: mode is DTRAIN_LAUNCH_THREADS, and the environment (%s) "
+                           "announces %d ranks in processes; use DTRAIN_LAUNCH_PROCESSES",
+                           place->family, place->size);
+    if (!place->family) place->size = most ? (int)most : 1;
+    desc->rank_count = (uint32_t)(place->forks ? place->forks : launch->joins ? 1 : place->size);
+    DTRAIN__TRY(dtrain__check_emulation(launch));
+    if (!launch->joins && (int64_t)desc->min_ranks > place->size)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: min_ranks is %d, and the world has %d ranks; set it to "
+                           "at most that, or to 0: then all of them are needed",
+                           (int)desc->min_ranks, place->size);
+    DTRAIN__TRY(dtrain__resolve_flight(desc));
+    launch->rank_count = place->size;
+    launch->cores = dtrain__cores();
+    if (!desc->timeout_ms) desc->timeout_ms = 600000;
+    const uint32_t most_ms = 300000;
+    if (!desc->join_ms) desc->join_ms = desc->timeout_ms < most_ms ? desc->timeout_ms : most_ms;
+    if (!desc->grace_ms) desc->grace_ms = 5000;
+    if (!desc->backoff_ms) desc->backoff_ms = 1000;
+    desc->allocator = dtrain__resolve_allocator(&desc->allocator);
+    launch->launcher = desc->mode == DTRAIN_LAUNCH_PROCESSES && !launch->here ? getpid() : 0;
+    return DTRAIN_OK;
+}
+
+/* Turn the exit records of all ranks into one result, one sentence and the info. */
+static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info *info)
+{
+    dtrain__control *control = launch->region.control;
+    const int first = dtrain__first_failure(control);
+    int others = 0;
+    char how[200], stopped[128] = "", too[64] = "";
+    info->signal = launch->forwarded ? launch->forwarded : launch->caught;
+    info->exit_code = 0;
+    if (first < 0) return DTRAIN_OK;
+    const dtrain__exit_record *end = &control->exits[first];
+    const bool killed = end->how == DTRAIN__SIGNALED || end->how == DTRAIN__STOPPED;
+    double when = 1e-9 * (double)(dtrain__now_ns() - launch->attempt_ns);
+    if (end->ended_ns > launch->attempt_ns)
+        when = 1e-9 * (double)(end->ended_ns - launch->attempt_ns);
+    const dtrain__exit_record *own = &control->exits[launch->here ? launch->place.rank : first];
+    for (int i = 0; i < launch->place.size; i++)
+        others += i != first && control->exits[i].how > DTRAIN__LEFT;
+    info->first_failed_rank = first;
+    if (killed) info->signal = end->value;
+    info->exit_code = killed ? 128 + end->value : dtrain__exit_code(end->value);
+    if (end->how == DTRAIN__LOST) info->exit_code = 1;
+    if (own->how == DTRAIN__RETURNED) info->exit_code = dtrain__exit_code(own->value);
+    dtrain__describe_end(control, first, how, sizeof how);
+    if (launch->forwarded)
+        snprintf(stopped, sizeof stopped, "; the run was stopped by signal %d (%s)",
+                 launch->forwarded, dtrain__signal_name(launch->forwarded));
+    if (others)
+        snprintf(too, sizeof too, "; %d other%s failed after it", others, others > 1 ? "s" : "");
+    return dtrain_fail(DTRAIN_ERROR_RANK_FAILED, "%s, %.1f s after the start%s%s%s%s", how, when,
+                       stopped, too, end->error[0] ? "; its last error: " : "", end->error);
+}
+
+/* torchrun reports what stands in this file as the root cause. */
+static void dtrain__write_error_file(const char *text)
+{
+    const char *path = getenv("TORCHELASTIC_ERROR_FILE");
+    const int made = path && path[0] ? dtrain__open(path, O_WRONLY | O_CREAT | O_TRUNC) : -1;
+    FILE *file = made < 0 ? NULL : fdopen(made, "w");
+    if (made >= 0 && !file) close(made);
+    if (!file) return;
+    fprintf(file, "{\"message\": {\"message\": \"");
+    for (; *text; text++) {
+        const unsigned char c = (unsigned char)*text;
+        if (c == '"' || c == '\\') fprintf(file, "\\%c", c);
+        else if (c < 32 || c > 126) fprintf(file, "\\u%04x", c);
+        else fputc(c, file);
+    }
+    fprintf(file, "\", \"extraInfo\": {\"timestamp\": \"%lld\"}}}\n", (long long)time(NULL));
+    fclose(file);
+}
+
+/* Start all ranks once, see them end, and tell how. */
+static dtrain_result dtrain__attempt(dtrain__launch *launch, dtrain_launch_info *info)
+{
+    const uint32_t arenas = launch->joins ? 0 : launch->desc.rank_count;
+    launch->attempt_ns = dtrain__now_ns();
+    launch->kill_ns = 0;
+    launch->announced = 0;
+    launch->passed_on = 0;
+    launch->started = (int)launch->desc.rank_count;
+    info->first_failed_rank = -1;
+    info->exit_code = 1;
+    info->signal = 0;
+    dtrain_result result =
+        dtrain__map_region(launch->desc.reserve_bytes, arenas, NULL, -1, &launch->region);
+    if (result != DTRAIN_OK) return result;
+    dtrain__control *control = launch->region.control;
+    info->rank_count = (uint32_t)launch->place.size;
+    if (launch->here) (void)dtrain__rank_run(launch, 0);
+    else if (launch->launcher) result = dtrain__fork_all(launch);
+    else result = dtrain__launch_threads(launch);
+    launch->announced = dtrain__load(&control->progress);
+    launch->caught = dtrain__load(&control->caught);
+    if (launch->desc.catch_signals && !launch->launcher) launch->caught = dtrain__signal_caught();
+    if (result == DTRAIN_OK) result = dtrain__conclude(launch, info);
+    if (launch->joined != DTRAIN_OK) /* this rank never ran: its own sentence says it best */
+        result = dtrain_fail(launch->joined, "%s", control->exits[launch->place.rank].error);
+    munmap(control, launch->region.bytes);
+    return result;
+}
+
+/* Start all ranks, and again after a failure, as often as the desc allows. */
+static dtrain_result dtrain__run_attempts(dtrain__launch *launch, dtrain_launch_info *info)
+{
+    const bool catches = launch->desc.catch_signals && !launch->launcher;
+    sigset_t old_mask;
+    dtrain_result result;
+    if (catches)
+        DTRAIN__TRY(dtrain__signals_begin(launch->desc.flight_directory != NULL, &old_mask));
+    if (launch->launcher) dtrain__hear_signals(launch);
+    do result = dtrain__attempt(launch, info);
+    while (dtrain__restart(launch, &result, info));
+    dtrain__unhear_signals(launch);
+    if (catches) dtrain__signals_end(&old_mask);
+    return result;
+}
+
+/* Make the number that all attempts of this run have, and no other run: from the name that
+ * dtrain-run gives them, from the process that starts them (its id, and in /proc/ID/stat, behind
+ * its name and 20 blanks, when it was started itself), or, when that is this one, from the time and
+ * the place of the stack. */
+static uint64_t dtrain__job_number(const dtrain__launch *launch)
+{
+    const char *name = dtrain__env_text(getenv, "DTRAIN_RUN_ID"), *at = NULL;
+    char path[64], text[1024] = "";
+    uint64_t from[2] = {launch->start_ns, (uint64_t)getpid()};
+    const int parent = (int)getppid();
+    snprintf(path, sizeof path, "/proc/%d/stat", parent);
+    const int file = name || !launch->place.complete ? -1 : dtrain__open(path, O_RDONLY);
+    if (file >= 0 && read(file, text, sizeof text - 1) > 0) at = strrchr(text, ')');
+    if (file >= 0) close(file);
+    for (int i = 0; i < 20 && at; i++) at = strchr(at + 1, ' ');
+    if (at) from[0] = strtoull(at, NULL, 10), from[1] = (uint64_t)parent;
+    if (name) from[0] = from[1] = 0;
+    if (!name && !at) return dtrain__siphash(from, &launch, sizeof launch) | 1;
+    return dtrain__siphash(from, name, name ? strlen(name) : 0) | 1;
+}
+
+DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
+                                       void *user, dtrain_launch_info *info)
+{
+    dtrain__launch launch;
+    dtrain_launch_info ignored;
+    if (!info) info = &ignored;
+    memset(&launch, 0, sizeof launch);
+    memset(info, 0, sizeof *info);
+    info->first_failed_rank = -1;
+    info->exit_code = 1;
+    if (!rank_main) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch: rank_main is NULL");
+    if (dtrain__rank_of_thread() >= 0)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "dtrain_launch: called by a rank; launch once, from main");
+    launch.rank_main = rank_main;
+    launch.user = user;
+    launch.start_ns = dtrain__now_ns();
+    dtrain_result result = dtrain__resolve_launch(&launch, desc);
+    dtrain__explain_launch(&launch, result);
+    launch.job = dtrain__job_number(&launch);
+    if (result == DTRAIN_OK) {
+        result = dtrain__run_attempts(&launch, info);
+        info->seconds = 1e-9 * (double)(dtrain__now_ns() - launch.start_ns);
+        info->restart_count = launch.place.restart_count + launch.restart_count;
+    }
+    if (result != DTRAIN_OK) dtrain__write_error_file(dtrain_last_error());
+    return result;
+}
+
+/* ================================================================================================
+ * src/launch/rank.c
+ * ==============================================================================================*/
+
+/* A rank's life: make its world, run its main function, record how it ended
+ *
+ *     dtrain__rank_run
+ *         world_create    join the other ranks (rendezvous), device, communicator
+ *         rank_main       the program's
+ *         rank_end        the exit record; ranks of another launcher stay until it has been sent
+ *         world_destroy   */
+
+static void dtrain__world_destroy(dtrain_world *world)
+{
+    if (!world) return;
+    const dtrain_allocator allocator = world->allocator;
+    dtrain__world_comm_end(world);
+    dtrain__trace_destroy(world);
+    dtrain__flight_destroy(world);
+    dtrain_device_destroy(world->device);
+    dtrain__link_destroy(world);
+    dtrain__progress_close(world->progress);
+    if (world->page.control) munmap(world->page.control, world->page.bytes);
+    if (world->mine) munmap(world->mine, dtrain__page_bytes());
+    dtrain__free(&allocator, world->ranges, world->range_room, sizeof *world->ranges);
+    dtrain__free(&allocator, world, 1, sizeof *world);
+}
+
+static dtrain_result dtrain__world_mark(dtrain_world *world)
+{
+    void *page = mmap(NULL, dtrain__page_bytes(), PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (page == MAP_FAILED)
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "a page of memory could not be mapped: %s",
+                           strerror(errno));
+    world->mine = (uint32_t *)page;
+    *world->mine = 1;
+#ifdef MADV_WIPEONFORK
+    madvise(page, dtrain__page_bytes(),
+            MADV_WIPEONFORK); /* an old kernel: the check is then idle */
+#endif
+    return DTRAIN_OK;
+}
+
+/* Warn, once a machine, of kernels that were compiled for an older generation of GPUs. */
+static void dtrain__warn_of_old_code(dtrain_world *world)
+{
+    dtrain_device_info gpu;
+    if (world->local_rank != 0 || dtrain_device_query(world->device, &gpu) != DTRAIN_OK) return;
+    if (gpu.code_version == 0 || gpu.code_version / 10 >= gpu.major) return;
+    dtrain_log(world, DTRAIN_LOG_WARNING,
+               "dtrain_cuda.cu was compiled for sm_%u, and %s is sm_%u%u: the driver compiles it "
+               "again when a program starts%s; build with nvcc -arch=native, or -arch=sm_%u%u",
+               gpu.code_version, gpu.name, gpu.major, gpu.minor,
+               gpu.code_version < 80
+                   ? ", and attention does without tensor cores, several times slower"
+                   : "",
+               gpu.major, gpu.minor);
+}
+
+/* Make a world. On failure *out may be half a world: dtrain__world_destroy frees what there is. */
+static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
+                                          dtrain_world **out)
+{
+    const dtrain_launch_desc *desc = &launch->desc;
+    dtrain_device_desc device;
+    dtrain_world *world =
+        (dtrain_world *)dtrain__alloc(&desc->allocator, 1, sizeof *world, "a world");
+    *out = world;
+    if (!world) return DTRAIN_ERROR_MEMORY;
+    world->timeline.since_ns = dtrain__now_ns();
+    world->rank = world->local_rank = rank;
+    world->size = world->local_size = launch->place.size;
+    world->node_count = 1;
+    world->comm_ops = desc->comm_ops;
+    world->emulation = desc->emulation;
+    world->launcher = launch->launcher;
+    world->timeout_ns = (uint64_t)desc->timeout_ms * 1000000u;
+    world->join_ns = (uint64_t)desc->join_ms * 1000000u;
+    world->control = launch->region.control;
+    world->allocator = desc->allocator;
+    world->log.write = desc->log;
+    world->log.user = desc->log_user;
+    world->log.level = (dtrain_log_level)desc->log_level;
+    world->log.rank = rank;
+    world->restart_count = launch->place.restart_count + launch->restart_count;
+    world->job = launch->job;
+    world->catches = desc->catch_signals;
+    DTRAIN__TRY(dtrain__world_mark(world));
+    DTRAIN__TRY(dtrain__flight_create(world, desc->flight_directory));
+    world->progress = dtrain__progress_open();
+    if (launch->joins) DTRAIN__TRY(dtrain__world_join(world, &launch->place, desc->reserve_bytes));
+    const uint32_t share = launch->cores / (uint32_t)world->local_size;
+    world->threads = desc->threads_per_rank ? desc->threads_per_rank : share ? share : 1;
+    world->oversubscribed = (uint64_t)world->local_size * world->threads > launch->cores;
+    memset(&device, 0, sizeof device);
+    device.thread_count = world->threads;
+    device.device_index = (uint32_t)world->local_rank;
+    device.oversubscribed = world->oversubscribed;
+    device.math = desc->math;
+    device.tune = desc->tune;
+    device.memory_limit = desc->memory_limit;
+    device.allocator = desc->allocator;
+    DTRAIN__TRY(dtrain__trace_create(world, &desc->trace));
+    DTRAIN__TRY(dtrain_device_create(desc->device_ops, &device, &world->device));
+    dtrain__warn_of_old_code(world);
+    DTRAIN__TRY(dtrain__world_comm_create(world));
+    if (desc->mode == DTRAIN_LAUNCH_PROCESSES) dtrain_process_memory(&world->base_bytes, NULL);
+    return DTRAIN_OK;
+}
+
+/* Say how this rank has ended, as its control page records it, and stay until everybody has been
+ * sent it. Rank 0 stays until all ranks have ended, as the parent of forked ranks does, because
+ * they hear of each other through it. After a failure the grace period limits both. */
+static void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
+{
+    const dtrain__exit_record *own = &world->control->exits[world->rank];
+    uint64_t end_ns = 0, now;
+    bool all = false;
+    dtrain__link_send(world, DTRAIN__FRAME_EXIT, world->rank, own, sizeof *own);
+    while (!all) {
+        dtrain__link_pump(world, 20);
+        dtrain__world_comm_linger(world);
+        now = dtrain__now_ns();
+        if (!end_ns && (world->rank || dtrain__trouble(world) != DTRAIN_OK))
+            end_ns = now + (uint64_t)grace_ms * 1000000u;
+        all = dtrain__link_all_sent(world);
+        for (int i = 0; i < world->size && world->rank == 0; i++)
+            all = all && dtrain__load(&world->control->exits[i].how) != DTRAIN__RUNNING;
+        if (end_ns && now >= end_ns) break;
+    }
+}
+
+/* Record how this rank ended where the other ranks see it, in the world's control page. A rank that
+ * has joined a world of another launcher also records it in the page of this launch, where
+ * dtrain_launch reads it, together with what rank 0 knows of the others and a failed rank of the
+ * cause. */
+static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int rank, dtrain__end how,
+                             int code)
+{
+    char error[DTRAIN__ERROR_BYTES];
+    snprintf(error, sizeof error, "%s", code ? dtrain_last_error() : "");
+    const bool met = launch->joins && world && world->link;
+    if (world && code) dtrain__flight_fail(world, DTRAIN_ERROR_RANK_FAILED);
+    if (world) world->control->exits[rank].after = world->told_by;
+    if (!met || !launch->here) dtrain__record_end(launch->region.control, rank, how, code, error);
+    if (!met) return;
+    dtrain__record_end(world->control, rank, how, code, error);
+    dtrain__world_leave(world, launch->desc.grace_ms);
+    if (!launch->here || (rank && !code)) return;
+    memcpy(launch->region.control->exits, world->control->exits, sizeof world->control->exits);
+    launch->region.control->first_failed = dtrain__load(&world->control->first_failed);
+}
+
+/* Run a rank from its start to its end, in a process or a thread of its own. */
+DTRAIN__PRIVATE int dtrain__rank_run(dtrain__launch *launch, int index)
+{
+    const int rank = launch->place.rank + index;
+    int code = 1;
+    dtrain__end how = DTRAIN__UNSTARTED;
+    dtrain_world *world = NULL;
+    dtrain__set_thread_rank(rank);
+    dtrain__set_last_error("");
+    const dtrain_result created = dtrain__world_create(launch, rank, &world);
+    if (created == DTRAIN_OK) {
+        code = launch->rank_main(world, launch->user);
+        how = code ? DTRAIN__RETURNED : DTRAIN__LEFT;
+    }
+    if (launch->here) launch->joined = created;
+    dtrain__rank_end(launch, world, rank, how, code);
+    dtrain__world_destroy(world);
+    dtrain__set_thread_rank(-1);
+    return code;
+}
+
+/* ================================================================================================
+ * src/launch/environment.c
+ * ==============================================================================================*/
+
+/* The launch environment
+ *
+ * Launchers tell a process its rank in environment variables, each in its own. A family is taken as
+ * a whole, the first complete one wins:
+ *
+ *     DTRAIN_RANK, DTRAIN_WORLD_SIZE            ours: any launcher that can set variables
+ *     RANK, WORLD_SIZE                          torchrun and its kin, PyTorchJob
+ *     OMPI_COMM_WORLD_RANK, _SIZE               Open MPI
+ *     SLURM_PROCID, SLURM_STEP_NUM_TASKS        srun. The sbatch shell has most SLURM variables but
+ *                                               no SLURM_STEP_ID: there, nobody else comes
+ *     PMI_RANK, PMI_SIZE                        MPICH and its kin; beside other values of Slurm,
+ *                                               those of an mpirun inside of the step
+ *     JOB_COMPLETION_INDEX, *WORLD_SIZE         Kubernetes Indexed Job, which does not say how many
+ *     PET_NNODES, PET_NODE_RANK, ...            Kubeflow TrainJob: one process a node, and we are
+ *                                               the launcher of the node's ranks
+ *
+ * A family is a row of a table. Slurm, the Indexed Job and the TrainJob need more than that and
+ * have a function each. All is a pure function of the environment; dtrain_launch hands it getenv.
+ */
+
+#define DTRAIN__DEFAULT_PORT 29500
+#define DTRAIN__PORT_OFFSET 100 /* torchrun's own store listens on MASTER_PORT itself */
+
+static const dtrain__family dtrain__families[DTRAIN__FAMILIES] = {
+    {"DTRAIN_RANK", "DTRAIN_RANK", "DTRAIN_WORLD_SIZE", "DTRAIN_LOCAL_RANK", "DTRAIN_LOCAL_SIZE",
+     "DTRAIN_MASTER_ADDR", "MASTER_PORT", NULL, NULL},
+    {"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
+     "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"},
+    {"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+     "OMPI_COMM_WORLD_LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMIX_NAMESPACE", NULL},
+    {"Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", NULL, "MASTER_ADDR",
+     "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID"},
+    {"MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MASTER_ADDR",
+     "MASTER_PORT", NULL, NULL},
+    {"Indexed Job", "JOB_COMPLETION_INDEX", "WORLD_SIZE", NULL, NULL, "MASTER_ADDR", "MASTER_PORT",
+     NULL, NULL},
+    {"PET", "PET_NODE_RANK", "PET_NNODES", NULL, NULL, "PET_MASTER_ADDR", "PET_MASTER_PORT", NULL,
+     NULL},
+};
+
+DTRAIN__PRIVATE const dtrain__family *dtrain__family_table(void) { return dtrain__families; }
+
+/* Look up a variable; NULL when it is unset or empty. */
+DTRAIN__PRIVATE const char *dtrain__env_text(dtrain__lookup_fn env, const char *name)
+{
+    const char *text = name ? env(name) : NULL;
+    return text && text[0] ? text : NULL;
+}
+
+/* Read a number of at most nine digits, without sign or blank; *found says whether it is set. */
+static dtrain_result dtrain__env_number(dtrain__lookup_fn env, const char *name, bool *found,
+                                        int *value)
+{
+    const char *text = dtrain__env_text(env, name);
+    *found = text != NULL;
+    if (!text) return DTRAIN_OK;
+    const size_t digits = strspn(text, "0123456789");
+    if (text[digits] || digits > 9)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: %s=\"%.60s\" in the environment is not a plain decimal "
+                           "number of at most nine digits; unset it or set it right",
+                           name, text);
+    *value = (int)strtol(text, NULL, 10);
+    return DTRAIN_OK;
+}
+
+/* Refuse a pair that cannot be, such as "RANK=5" beside "WORLD_SIZE=1". */
+static dtrain_result dtrain__env_conflict(const char *a, int a_value, const char *b, int b_value,
+                                          const char *rule)
+{
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_launch: %s=%d with %s=%d in the environment makes no sense: %s", a,
+                       a_value, b, b_value, rule);
+}
+
+/* Read rank and size of one family; *found when both are there. Half a family is an error, except
+ * that a lone world size may belong to an Indexed Job. */
+static dtrain_result dtrain__env_pair(dtrain__lookup_fn env, const char *rank_name,
+                                      const char *size_name, bool size_alone, bool *found,
+                                      dtrain__placement *out)
+{
+    bool has_rank, has_size;
+    *found = false;
+    DTRAIN__TRY(dtrain__env_number(env, rank_name, &has_rank, &out->rank));
+    DTRAIN__TRY(dtrain__env_number(env, size_name, &has_size, &out->size));
+    if (!has_rank && (!has_size || size_alone)) return DTRAIN_OK;
+    if (has_rank != has_size) {
+        const char *there = has_rank ? rank_name : size_name;
+        const char *missing = has_rank ? size_name : rank_name;
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: %s=%d is in the environment and %s is not; a launcher "
+                           "sets both: set %s too or unset %s",
+                           there, has_rank ? out->rank : out->size, missing, missing, there);
+    }
+    if (out->rank >= out->size)
+        return dtrain__env_conflict(rank_name, out->rank, size_name, out->size,
+                                    "numbers go from 0 to the size less one");
+    *found = true;
+    return DTRAIN_OK;
+}
+
+/* Read local rank and size of one family, where it has them. */
+static dtrain_result dtrain__env_local(dtrain__lookup_fn env, const dtrain__family *family,
+                                       dtrain__placement *out)
+{
+    bool has_rank, has_size;
+    DTRAIN__TRY(dtrain__env_number(env, family->local_rank, &has_rank, &out->local_rank));
+    DTRAIN__TRY(dtrain__env_number(env, family->local_size, &has_size, &out->local_size));
+    if (has_size && (out->local_size < 1 || out->local_size > out->size))
+        return dtrain__env_conflict(family->local_size, out->local_size, family->size, out->size,
+                                    "a node has from 1 to world size ranks");
+    const int limit = has_size ? out->local_size : out->size;
+    if (has_rank && out->local_rank >= limit)
+        return dtrain__env_conflict(family->local_rank, out->local_rank,
+                                    has_size ? family->local_size : family->size, limit,
+                                    "local ranks go from 0 to the local size less one");
+    return DTRAIN_OK;
+}
+
+/* Refuse RANK beside mpirun's variables that say something else: usually inherited by the shell
+ * that ran mpirun. Under torchrun they describe the node on which srun or mpirun put the agent. */
+static dtrain_result dtrain__env_torchrun(dtrain__lookup_fn env, const dtrain__placement *taken)
+{
+    const dtrain__family *mine = &dtrain__families[DTRAIN__TORCHRUN];
+    const int others[] = {DTRAIN__OPEN_MPI, DTRAIN__MPICH};
+    for (int i = 0; i < 2 && !dtrain__env_text(env, "TORCHELASTIC_RUN_ID"); i++) {
+        const dtrain__family *other = &dtrain__families[others[i]];
+        dtrain__placement said;
+        bool found;
+        DTRAIN__TRY(dtrain__env_pair(env, other->rank, other->size, false, &found, &said));
+        if (found && (said.rank != taken->rank || said.size != taken->size))
+            return dtrain_fail(
+                DTRAIN_ERROR_ARGUMENT,
+                "dtrain_launch: the environment has %s=%d, %s=%d and also %s=%d, %s=%d; unset "
+                "those that do not come from the launcher of this run",
+                mine->rank, taken->rank, mine->size, taken->size, other->rank, said.rank,
+                other->size, said.size);
+    }
+    return DTRAIN_OK;
+}
+
+/* Write the first host of a list like "node[001-003,7],gpu[1-2]"; false when it is malformed or
+ * does not fit. */
+static bool dtrain__first_host(const char *list, char *out, size_t room)
+{
+    size_t used = 0;
+    for (; *list && *list != ','; list++) {
+        const bool bracket = *list == '[';
+        const size_t length = bracket ? strspn(list + 1, "0123456789") : 1;
+        if (!length || *list == ']' || used + length >= room) return false;
+        memcpy(out + used, list + bracket, length);
+        used += length;
+        if (bracket) list = strchr(list, ']');
+        if (!list) return false;
+    }
+    out[used] = 0;
+    return used > 0;
+}
+
+/* Read Slurm's variables. srun --mpi=pmi2 sets those of MPICH too: if they say something else, this
+ * is a rank of an mpirun inside of the step. */
+static dtrain_result dtrain__env_slurm(dtrain__lookup_fn env, bool *found, dtrain__placement *out)
+{
+    const dtrain__family *family = &dtrain__families[DTRAIN__SLURM];
+    const bool recent = dtrain__env_text(env, family->size) != NULL; /* Slurm 20.11 */
+    const char *hosts = dtrain__env_text(env, "SLURM_STEP_NODELIST");
+    const dtrain__family *mpich = &dtrain__families[DTRAIN__MPICH];
+    dtrain__placement said;
+    bool has_nodes, has_mpich;
+    int nodes = 0;
+    *found = false;
+    if (!dtrain__env_text(env, "SLURM_STEP_ID")) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__env_pair(env, family->rank, recent ? family->size : "SLURM_NTASKS", false,
+                                 found, out));
+    DTRAIN__TRY(dtrain__env_pair(env, mpich->rank, mpich->size, false, &has_mpich, &said));
+    if (has_mpich && (said.rank != out->rank || said.size != out->size)) *found = false;
+    if (!*found) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__env_number(env, "SLURM_STEP_NUM_NODES", &has_nodes, &nodes));
+    if (nodes == 1) out->local_size = out->size;
+    if (hosts && !dtrain__first_host(hosts, out->address, sizeof out->address))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: SLURM_STEP_NODELIST=\"%.100s\" is not a host list; "
+                           "unset it and set MASTER_ADDR to the host of rank 0",
+                           hosts);
+    return DTRAIN_OK;
+}
+
+/* Read the variables of an Indexed Job. The pod's own name is <job>-<index>; with
+ * setHostnameAsFQDN the domain of the service is behind it, and so the name of pod 0 is known. */
+static dtrain_result dtrain__env_indexed(dtrain__lookup_fn env, bool *found, dtrain__placement *out)
+{
+    const bool ours = dtrain__env_text(env, "DTRAIN_WORLD_SIZE") != NULL;
+    const char *size_name = ours ? "DTRAIN_WORLD_SIZE" : "WORLD_SIZE";
+    const char *host = dtrain__env_text(env, "HOSTNAME");
+    char ending[16];
+    *found = false;
+    if (!dtrain__env_text(env, size_name)) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__env_pair(env, "JOB_COMPLETION_INDEX", size_name, true, found, out));
+    if (!*found || !host || strlen(host) + 2 >= sizeof out->address) return DTRAIN_OK;
+    const int tail = snprintf(ending, sizeof ending, "-%d.", out->rank);
+    const char *at = strstr(host, ending), *domain = strchr(host, '.');
+    if (at && at > host && at + tail - 1 == domain)
+        snprintf(out->address, sizeof out->address, "%.*s-0%s", (int)(at - host), host, domain);
+    return DTRAIN_OK;
+}
+
+/* Read the variables of a TrainJob. PET_ is torchrun's prefix for its own flags: whoever sets these
+ * wants one launcher a node. */
+static dtrain_result dtrain__env_pet(dtrain__lookup_fn env, bool *found, dtrain__placement *out)
+{
+    const dtrain__family *family = &dtrain__families[DTRAIN__PET];
+    int forks = 1;
+    bool has_forks, has_nodes;
+    DTRAIN__TRY(dtrain__env_pair(env, family->rank, family->size, false, &has_nodes, out));
+    DTRAIN__TRY(dtrain__env_number(env, "PET_NPROC_PER_NODE", &has_forks, &forks));
+    *found = has_nodes || has_forks;
+    const int nodes = has_nodes ? out->size : 1, node = has_nodes ? out->rank : 0;
+    if (*found && (!forks || nodes > DTRAIN_MAX_RANKS || forks > DTRAIN_MAX_RANKS / nodes))
+        return dtrain__env_conflict("PET_NNODES", nodes, "PET_NPROC_PER_NODE", forks,
+                                    "their product is from 1 to DTRAIN_MAX_RANKS");
+    out->forks = out->local_size = forks;
+    out->size = nodes * forks;
+    out->rank = node * forks;
+    return DTRAIN_OK;
+}
+
+/* Find the port of the rendezvous: DTRAIN_PORT or DTRAIN_MASTER_PORT itself; a launcher's port is
+ * its own, we use the one DTRAIN__PORT_OFFSET above (below, at the end of the range). */
+static dtrain_result dtrain__env_port(dtrain__lookup_fn env, const char *theirs,
+                                      dtrain__placement *out)
+{
+    const char *const names[] = {"DTRAIN_PORT", "DTRAIN_MASTER_PORT", theirs};
+    int port = DTRAIN__DEFAULT_PORT, offset = 0;
+    bool found = false;
+    for (int i = 0; i < 3 && !found; i++) {
+        DTRAIN__TRY(dtrain__env_number(env, names[i], &found, &port));
+        if (port < 1 || port > 65535)
+            return dtrain_fail(
+                DTRAIN_ERROR_ARGUMENT,
+                "dtrain_launch: %s=%d in the environment is not a port, expected 1 to 65535",
+                names[i], port);
+        if (i == 2)
+            offset =
+                port + DTRAIN__PORT_OFFSET <= 65535 ? DTRAIN__PORT_OFFSET : -DTRAIN__PORT_OFFSET;
+    }
+    out->port = (uint32_t)(port + offset);
+    return DTRAIN_OK;
+}
+
+/* Find the address of rank 0: as said in the environment, else this host when all ranks are on it,
+ * else what the family has found out. "[::1]" is "::1". */
+static dtrain_result dtrain__env_address(dtrain__lookup_fn env, const dtrain__family *family,
+                                         dtrain__placement *out)
+{
+    const char *address = dtrain__env_text(env, "DTRAIN_MASTER_ADDR");
+    if (!address) address = dtrain__env_text(env, family->address);
+    if (!address && out->local_size == out->size) address = "127.0.0.1";
+    size_t length = address ? strlen(address) : 0;
+    if (length >= sizeof out->address)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: the address of rank 0 has %zu characters, at most %zu "
+                           "are possible",
+                           length, sizeof out->address - 1);
+    if (length > 2 && address[0] == '[' && address[length - 1] == ']') {
+        address++;
+        length -= 2;
+    }
+    if (address) snprintf(out->address, sizeof out->address, "%.*s", (int)length, address);
+    if (out->address[0]) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_ARGUMENT,
+        "dtrain_launch: %s=%d in the environment, and not where rank 0 is; set %s to rank 0's host",
+        family->size, out->forks ? out->size / out->forks : out->size, family->address);
+}
+
+/* Make the key of the run from DTRAIN_JOB_KEY, a secret, or else from the launcher's name for this
+ * run, which at least keeps two runs apart that meet at one port. */
+static void dtrain__env_key(dtrain__lookup_fn env, const dtrain__family *family,
+                            dtrain__placement *out)
+{
+    const char *secret = dtrain__env_text(env, "DTRAIN_JOB_KEY");
+    const char *run = secret ? secret : dtrain__env_text(env, family->run);
+    const char *part = secret ? NULL : dtrain__env_text(env, family->run_part);
+    for (uint64_t i = 0; i < 2; i++) {
+        const uint64_t plain[2] = {i, secret ? 1u : 0u};
+        const uint64_t chain[2] = {dtrain__siphash(plain, run, run ? strlen(run) : 0), i};
+        out->key[i] = dtrain__siphash(chain, part, part ? strlen(part) : 0);
+    }
+}
+
+/* Read how often the launcher around this process has started it again. Whether that launcher has
+ * started one rank, a node or a shell makes no difference. */
+static dtrain_result dtrain__env_restarts(dtrain__lookup_fn env, dtrain__placement *out)
+{
+    static const char *const names[] = {"DTRAIN_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT",
+                                        "SLURM_RESTART_COUNT"};
+    bool found = false;
+    int count = 0;
+    for (int i = 0; i < 3 && !found; i++)
+        DTRAIN__TRY(dtrain__env_number(env, names[i], &found, &count));
+    out->restart_count = (uint32_t)count;
+    return DTRAIN_OK;
+}
+
+/* Read the environment: the first complete family wins. A world of one counts as no launcher, and
+ * dtrain_launch does what its desc says, as if nothing were set. */
+DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out)
+{
+    const bool indexed = dtrain__env_text(env, "JOB_COMPLETION_INDEX") != NULL;
+    const dtrain__family *family = dtrain__families;
+    bool found = false;
+    for (int i = 0; i < DTRAIN__FAMILIES && !found; i++) {
+        family = &dtrain__families[i];
+        memset(out, 0, sizeof *out);
+        out->local_rank = -1;
+        out->looked = i;
+        if (i == DTRAIN__SLURM) DTRAIN__TRY(dtrain__env_slurm(env, &found, out));
+        else if (i == DTRAIN__INDEXED) DTRAIN__TRY(dtrain__env_indexed(env, &found, out));
+        else if (i == DTRAIN__PET) DTRAIN__TRY(dtrain__env_pet(env, &found, out));
+        else
+            DTRAIN__TRY(dtrain__env_pair(env, family->rank, family->size,
+                                         indexed && i <= DTRAIN__TORCHRUN, &found, out));
+        out->complete = found;
+        if (found) DTRAIN__TRY(dtrain__env_local(env, family, out));
+        if (found && i == DTRAIN__TORCHRUN) DTRAIN__TRY(dtrain__env_torchrun(env, out));
+    }
+    if (!found || out->size == 1) {
+        const int looked = out->looked;
+        memset(out, 0, sizeof *out);
+        out->size = 1;
+        out->looked = looked;
+        out->complete = found;
+        return dtrain__env_restarts(env, out);
+    }
+    DTRAIN__TRY(dtrain__env_restarts(env, out));
+    if (out->size > DTRAIN_MAX_RANKS)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_launch: %s=%d in the environment, at most %d ranks are possible",
+                           family->size, out->size, DTRAIN_MAX_RANKS);
+    out->family = family->name;
+    dtrain__env_key(env, family, out);
+    if (out->forks == out->size) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__env_port(env, family->port, out));
+    return dtrain__env_address(env, family, out);
+}
+
+/* ================================================================================================
+ * src/launch/explain.c
+ * ==============================================================================================*/
+
+/* What a launch makes of its environment, in words and in numbers
+ *
+ * Which launcher has started this process is guessed from its variables, and a wrong guess looks
+ * like a hang or like n trainings of one rank each. So the guess can be read: every family whose
+ * variables are set, the values, whether it was taken and why not, and what dtrain_launch does
+ * then. It asks the recogniser itself how far it got (placement.looked), so that it cannot say
+ * anything else than what is done. */
+
+/* Where the lines go: into text, or to the log of a launch. */
+typedef struct dtrain__explanation {
+    char *text;
+    size_t room, used;
+    const dtrain__launch *launch; /* NULL: into text */
+    int rank;                     /* whose lines the log is told they are */
+} dtrain__explanation;
+
+/* What else a family looks at; one that is set for other reasons too is not shown alone. */
+static const char *const dtrain__more_variables[DTRAIN__FAMILIES][5] = {
+    {NULL},
+    {NULL},
+    {NULL},
+    {"SLURM_NTASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST", NULL},
+    {NULL},
+    {"DTRAIN_WORLD_SIZE", "HOSTNAME", NULL},
+    {"PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "PET_MASTER_PORT", NULL},
+};
+
+/* Say one line: a word, and what there is to say about it. */
+DTRAIN__PRINTF(3, 4)
+static void dtrain__say(dtrain__explanation *e, const char *word, const char *format, ...)
+{
+    char what[900];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(what, sizeof what, format, args);
+    va_end(args);
+    for (char *c = what; *c; c++)
+        if ((unsigned char)*c < 32 || *c == 127) *c = '?'; /* values come from outside */
+    if (!e->launch) {
+        const size_t left = e->room - e->used;
+        const int more = snprintf(e->text + e->used, left, "%-14s %s\n", word, what);
+        if (more > 0) e->used += (size_t)more < left ? (size_t)more : left - 1;
+        return;
+    }
+    dtrain__launch_log(e->launch, e->rank, DTRAIN_LOG_INFO, "launch: %-14s %s", word, what);
+}
+
+/* Add " NAME=value" to a list, when it is set and not there yet. */
+static void dtrain__add_variable(dtrain__lookup_fn env, const char *name, char *list, size_t room)
+{
+    const char *value = dtrain__env_text(env, name);
+    const size_t used = strlen(list);
+    char start[48];
+    if (!value) return;
+    snprintf(start, sizeof start, " %s=", name);
+    if (strstr(list, start)) return;
+    snprintf(list + used, room - used, "%s%.80s", start, value);
+}
+
+/* List the variables of a family that are set; "" when none is that belongs to it alone. */
+static void dtrain__family_variables(dtrain__lookup_fn env, int index, char *list, size_t room)
+{
+    const dtrain__family *family = &dtrain__family_table()[index];
+    const char *const own[] = {family->rank,       family->size, family->local_rank,
+                               family->local_size, family->run,  family->run_part};
+    const char *const *more = dtrain__more_variables[index];
+    list[0] = 0;
+    if (index == DTRAIN__INDEXED && !dtrain__env_text(env, family->rank)) return;
+    for (size_t i = 0; i < sizeof own / sizeof *own; i++)
+        dtrain__add_variable(env, own[i], list, room);
+    for (; *more; more++) dtrain__add_variable(env, *more, list, room);
+}
+
+/* Say why a family that was looked at, and was not half or contradictory, was not taken. */
+static const char *dtrain__why_not(dtrain__lookup_fn env, int index)
+{
+    const dtrain__family *family = &dtrain__family_table()[index];
+    const bool rank = dtrain__env_text(env, family->rank) != NULL;
+    const bool size = dtrain__env_text(env, family->size) != NULL;
+    if (index == DTRAIN__SLURM && !dtrain__env_text(env, "SLURM_STEP_ID"))
+        return "no SLURM_STEP_ID: this is a shell of sbatch or salloc, where no other rank comes";
+    if (index == DTRAIN__SLURM && rank)
+        return "PMI_RANK and PMI_SIZE say something else: an mpirun inside of the step";
+    if (index == DTRAIN__INDEXED)
+        return "it does not say of how many; set DTRAIN_WORLD_SIZE to the completions";
+    if (index == DTRAIN__PET) return "neither PET_NNODES nor PET_NPROC_PER_NODE";
+    if (size && !rank) return "a size alone, which is the Indexed Job's";
+    return "no rank and no size";
+}
+
+/* Explain what each family of variables came to. */
+static void dtrain__explain_families(dtrain__explanation *e, dtrain__lookup_fn env,
+                                     const dtrain__placement *place, dtrain_result result)
+{
+    const dtrain__family *families = dtrain__family_table();
+    const bool refused = result != DTRAIN_OK && !place->family;
+    bool any = false;
+    for (int i = 0; i < DTRAIN__FAMILIES; i++) {
+        char list[640];
+        const char *name = families[i].name;
+        dtrain__family_variables(env, i, list, sizeof list);
+        if (!list[0]) continue;
+        any = true;
+        if (i > place->looked)
+            dtrain__say(e, name, "ignored, %s goes before it:%s", families[place->looked].name,
+                        list);
+        else if (i < place->looked || (!place->complete && !refused))
+            dtrain__say(e, name, "ignored, %s:%s", dtrain__why_not(env, i), list);
+        else if (refused) dtrain__say(e, name, "refused:%s", list);
+        else if (!place->family)
+            dtrain__say(e, name, "ignored, one rank is as without a launcher:%s", list);
+        else dtrain__say(e, name, "taken:%s", list);
+    }
+    if (!any) dtrain__say(e, "launcher", "none: no launcher's variables are set");
+}
+
+/* Show the variables that are of no family, or of several. */
+static void dtrain__explain_others(dtrain__explanation *e, dtrain__lookup_fn env)
+{
+    static const char *const names[] = {"DTRAIN_MASTER_ADDR", "DTRAIN_PORT", "DTRAIN_MASTER_PORT",
+                                        "MASTER_ADDR",        "MASTER_PORT", "DTRAIN_RESTART_COUNT",
+                                        "SLURM_RESTART_COUNT"};
+    char list[640] = "";
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        dtrain__add_variable(env, names[i], list, sizeof list);
+    if (dtrain__env_text(env, "DTRAIN_JOB_KEY"))
+        snprintf(list + strlen(list), sizeof list - strlen(list), " DTRAIN_JOB_KEY=(not shown)");
+    if (list[0]) dtrain__say(e, "beside", "%s", list + 1);
+}
+
+/* Explain which ranks this process starts or is, and where they meet. */
+static void dtrain__explain_ranks(dtrain__explanation *e, const dtrain__launch *launch)
+{
+    const dtrain_launch_desc *desc = &launch->desc;
+    const dtrain__placement *place = &launch->place;
+    const char *how = desc->mode == DTRAIN_LAUNCH_THREADS ? "threads" : "processes";
+    char local[64] = "local rank as the others of its host turn out";
+    if (place->local_rank >= 0) snprintf(local, sizeof local, "local rank %d", place->local_rank);
+    if (place->local_rank >= 0 && place->local_size > 0)
+        snprintf(local, sizeof local, "local rank %d of %d", place->local_rank, place->local_size);
+    if (launch->here)
+        dtrain__say(e, "ranks", "this process is rank %d of %d, %s", place->rank, place->size,
+                    local);
+    else if (launch->joins)
+        dtrain__say(e, "ranks", "this process starts ranks %d to %d of %d, those of its node",
+                    place->rank, place->rank + place->forks - 1, place->size);
+    else dtrain__say(e, "ranks", "this process starts all %d, as %s", place->size, how);
+    if (!launch->joins) return;
+    dtrain__say(e, "meeting", "at %s port %u, for at most %g s; others' runs are told apart %s",
+                place->address, place->port, desc->join_ms / 1e3,
+                getenv("DTRAIN_JOB_KEY") ? "by DTRAIN_JOB_KEY"
+                                         : "by the launcher's name of the run at most");
+}
+
+/* Explain the rest of the desc, as it was resolved. */
+static void dtrain__explain_settings(dtrain__explanation *e, const dtrain__launch *launch)
+{
+    const dtrain_launch_desc *desc = &launch->desc;
+    const dtrain__placement *place = &launch->place;
+    const int local = place->local_size > 0 ? place->local_size : place->size;
+    const uint32_t share = launch->cores / (uint32_t)local;
+    const char *comm = desc->comm_ops ? desc->comm_ops->name : NULL;
+    dtrain__say(e, "communicator", "%s",
+                comm            ? comm
+                : launch->joins ? "local where all ranks share memory, else MPI if built in"
+                : desc->device_ops && !desc->device_ops->host_memory ? "local, through host memory"
+                                                                     : "local");
+    dtrain__say(e, "device", "%s, %u thread%s a rank of %u cores for %d ranks%s",
+                desc->device_ops ? desc->device_ops->name : "cpu",
+                desc->threads_per_rank ? desc->threads_per_rank
+                : share                ? share
+                                       : 1,
+                (desc->threads_per_rank ? desc->threads_per_rank : share) > 1 ? "s" : "",
+                launch->cores, local, place->local_size > 0 || !launch->joins ? "" : " at most");
+    if (desc->emulation.node_ranks)
+        dtrain__say(e, "emulation", "nodes of %u, %g Gb/s, %g us", desc->emulation.node_ranks,
+                    desc->emulation.gigabits_per_second, desc->emulation.latency_us);
+    if (launch->joins)
+        dtrain__say(e, "restarts", "by the launcher; %u so far%s", place->restart_count,
+                    desc->restarts ? "; desc.restarts is ignored" : "");
+    else
+        dtrain__say(e, "restarts", "%u in a row without progress; %u so far, by what is around it",
+                    desc->restarts, place->restart_count);
+    dtrain__say(e, "waits", "timeout %g s, grace %g s; signals %s; flight records %s",
+                desc->timeout_ms / 1e3, desc->grace_ms / 1e3,
+                desc->catch_signals ? "are caught" : "are not caught",
+                desc->flight_directory ? desc->flight_directory : "nowhere");
+}
+
+static void dtrain__explain(dtrain__explanation *e, const dtrain__launch *launch,
+                            dtrain_result result)
+{
+    char why[DTRAIN__ERROR_BYTES];
+    snprintf(why, sizeof why, "%s", dtrain_last_error());
+    dtrain__placement place;
+    const dtrain_result recognised = dtrain__recognise(getenv, &place);
+    dtrain__explain_families(e, getenv, &place, recognised);
+    dtrain__explain_others(e, getenv);
+    if (result == DTRAIN_OK) {
+        dtrain__explain_ranks(e, launch);
+        dtrain__explain_settings(e, launch);
+    } else dtrain__say(e, "refused", "%s", why);
+    dtrain__set_last_error(result == DTRAIN_OK ? "" : why);
+}
+
+/* Log the explanation of a launch, where its desc or the environment asks for it. */
+DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain_result result)
+{
+    const char *asked = getenv("DTRAIN_EXPLAIN_LAUNCH");
+    dtrain__explanation e;
+    const bool all = asked && strcmp(asked, "all") == 0;
+    if (!launch->desc.explain && !all && (!asked || strcmp(asked, "1") != 0)) return;
+    memset(&e, 0, sizeof e);
+    e.launch = launch;
+    e.rank = launch->here && !all ? launch->place.rank : -1; /* -1: nobody's info is left out */
+    dtrain__explain(&e, launch, result);
+}
+
+/* Say in numbers what dtrain__explain_ranks says in words. */
+static void dtrain__explain_place(const dtrain__launch *launch, dtrain_launch_place *place)
+{
+    place->rank_count = launch->place.size;
+    place->first_rank = launch->place.rank;
+    place->started_count = (int)launch->desc.rank_count;
+    place->host_rank_count = launch->place.local_size;
+    if (!launch->here) place->host_rank_count = place->started_count;
+}
+
+DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, char *text,
+                                               size_t room, dtrain_launch_place *place)
+{
+    dtrain__explanation e;
+    dtrain__launch launch;
+    if (place) memset(place, 0, sizeof *place);
+    if (!text != !room)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch_explain: text is %s",
+                           text ? "0 bytes" : "NULL");
+    memset(&e, 0, sizeof e);
+    memset(&launch, 0, sizeof launch);
+    if (text) text[0] = 0;
+    e.text = text;
+    e.room = room;
+    const dtrain_result result = dtrain__resolve_launch(&launch, desc);
+    if (text) dtrain__explain(&e, &launch, result);
+    if (place && result == DTRAIN_OK) dtrain__explain_place(&launch, place);
+    return result;
+}
+
+/* ================================================================================================
+ * src/launch/restart.c
+ * ==============================================================================================*/
+
+/* Restarts
+ *
+ * A run that fails is started again, all ranks together and from nothing: in a fresh region, so
+ * that what the dead have left there can disturb nobody. The ranks load what they saved last. Only
+ * the launcher that has started every rank of a world can do this; another launcher's ranks end
+ * with a status that makes that one do it.
+ *
+ *     start all ranks <------------------------------------------------+
+ *         | all returned 0, or the run was asked to stop --> the end   |
+ *         | a rank failed                                              |
+ *         | further than ever before: the count in a row is 0 again    |
+ *         | `restarts` of them in a row --> the end: a crash loop      |
+ *         +-- one warning; wait backoff_ms, doubled for each in a row -+
+ *
+ * Progress is a step that dtrain_world_progress has announced. The control page keeps the highest,
+ * the launcher the highest of all pages. */
+
+#define DTRAIN__BACKOFF_DOUBLINGS 6u
+
+#define DTRAIN__PROGRESS_MAGIC "dtrain progress" /* and the 0 at its end: 16 bytes */
+
+/* Map the file in which dtrain-run wants to read how far its ranks are: DTRAIN_PROGRESS_FILE, a
+ * name below /proc of a file that has none, which begins with a magic. A variable that a dead
+ * launcher has left behind may name somebody else's file: that one is not touched. */
+DTRAIN__PRIVATE uint64_t *dtrain__progress_open(void)
+{
+    const char *path = getenv("DTRAIN_PROGRESS_FILE");
+    char magic[sizeof DTRAIN__PROGRESS_MAGIC] = "";
+    struct stat status;
+    if (!path || !path[0]) return NULL;
+    const int file = dtrain__open(path, O_RDWR | O_NONBLOCK);
+    if (file < 0) return NULL;
+    void *page = MAP_FAILED;
+    if (fstat(file, &status) == 0 && S_ISREG(status.st_mode) &&
+        (size_t)status.st_size >= sizeof magic + sizeof(uint64_t) &&
+        read(file, magic, sizeof magic) == sizeof magic &&
+        memcmp(magic, DTRAIN__PROGRESS_MAGIC, sizeof magic) == 0)
+        page = mmap(NULL, dtrain__page_bytes(), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+    return page == MAP_FAILED ? NULL : (uint64_t *)page + sizeof magic / sizeof(uint64_t);
+}
+
+DTRAIN__PRIVATE void dtrain__progress_close(uint64_t *progress)
+{
+    if (progress) munmap((char *)progress - sizeof DTRAIN__PROGRESS_MAGIC, dtrain__page_bytes());
+}
+
+/* Log as the launcher, rank -1, or as the rank that this process is to be. */
+DTRAIN__PRINTF(4, 5)
+DTRAIN__PRIVATE void dtrain__launch_log(const dtrain__launch *launch, int rank,
+                                        dtrain_log_level level, const char *format, ...)
+{
+    dtrain__log_sink sink;
+    va_list args;
+    memset(&sink, 0, sizeof sink);
+    sink.write = launch->desc.log;
+    sink.user = launch->desc.log_user;
+    sink.level = (dtrain_log_level)launch->desc.log_level;
+    sink.rank = rank;
+    va_start(args, format);
+    dtrain__log_va(&sink, level, format, args);
+    va_end(args);
+}
+
+/* Say whether somebody has asked the run to stop: through the launcher, at a terminal, or at one
+ * rank. Without catch_signals, ranks that end by the SIGUSR1 that was forwarded end as asked. */
+static bool dtrain__was_stopped(const dtrain__launch *launch, const dtrain_launch_info *info)
+{
+    return launch->forwarded || launch->caught ||
+           (launch->passed_on && info->signal == launch->passed_on);
+}
+
+/* Set the number of ranks of the next attempt. */
+static void dtrain__set_ranks(dtrain__launch *launch, int count)
+{
+    launch->place.size = count;
+    launch->desc.rank_count = (uint32_t)count;
+}
+
+/* Go on with the ranks that could be started, where the system refuses some of them in a restart;
+ * false when they are too few. Every turn has fewer ranks than the one before, so this ends. */
+static bool dtrain__go_on_with_fewer(dtrain__launch *launch)
+{
+    const int nodes = (int)launch->desc.emulation.node_ranks;
+    int count = launch->started;
+    if (nodes) count -= count % nodes;
+    if (!launch->desc.min_ranks || count < (int)launch->desc.min_ranks) return false;
+    dtrain__launch_log(launch, -1, DTRAIN_LOG_WARNING, "%s; going on with %d rank%s",
+                       dtrain_last_error(), count, count > 1 ? "s" : "");
+    dtrain__set_ranks(launch, count);
+    return true;
+}
+
+/* Wait before a restart, for as long as nobody asks the run to stop; return the signal that does,
+ * or 0. Signals that are forwarded are blocked and come from sigtimedwait; ranks that are threads
+ * leave them to the host, except where they are caught. */
+static int dtrain__back_off(const dtrain__launch *launch, uint64_t wait_ns)
+{
+    const uint64_t end = dtrain__now_ns() + wait_ns, longest = 50000000u;
+    sigset_t stops;
+    sigemptyset(&stops);
+    if (launch->waits_for_signals) stops = launch->watched;
+    sigdelset(&stops, SIGCHLD);
+    for (;;) {
+        const uint64_t now = dtrain__now_ns(), left = now < end ? end - now : 0;
+        struct timespec nap;
+        siginfo_t what;
+        nap.tv_sec = 0;
+        nap.tv_nsec = (long)(left < longest ? left : longest);
+        const int number = sigtimedwait(&stops, &what, &nap);
+        const bool asks = number == SIGUSR1 && launch->desc.catch_signals;
+        if (number > 0 && ((number != SIGUSR1 && number != SIGUSR2) || asks)) return number;
+        if (!launch->waits_for_signals && launch->desc.catch_signals && dtrain__signal_caught())
+            return dtrain__signal_caught();
+        if (!left) return 0;
+    }
+}
+
+/* Make the sentence of a crash loop. The last failure stands at its end, where it may be cut. */
+static dtrain_result dtrain__crash_loop(const dtrain__launch *launch, dtrain_result result)
+{
+    char last[DTRAIN__ERROR_BYTES], beyond[48] = "";
+    snprintf(last, sizeof last, "%s", dtrain_last_error());
+    if (launch->progress)
+        snprintf(beyond, sizeof beyond, " beyond step %llu",
+                 (unsigned long long)(launch->progress - 1));
+    return dtrain_fail(result,
+                       "crash loop: %u restart%s in a row made no progress%s; the last failure: %s",
+                       launch->in_a_row, launch->in_a_row > 1 ? "s" : "", beyond, last);
+}
+
+/* Decide whether a run that has ended is started again, and wait until then. A world that could not
+ * even be started the first time is not: its desc or its machine is wrong. */
+DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *result,
+                                     dtrain_launch_info *info)
+{
+    const dtrain_launch_desc *desc = &launch->desc;
+    const bool refused = launch->started < (int)desc->rank_count;
+    char last[DTRAIN__ERROR_BYTES];
+    if (*result == DTRAIN_OK || launch->joins || !desc->restarts) return false;
+    if (dtrain__was_stopped(launch, info)) return false;
+    if (!launch->restart_count && *result != DTRAIN_ERROR_RANK_FAILED) return false;
+    if (launch->restart_count && refused && dtrain__go_on_with_fewer(launch)) return true;
+    if (launch->announced > launch->progress) {
+        launch->progress = launch->announced;
+        launch->in_a_row = 0;
+    }
+    if (launch->in_a_row == desc->restarts) {
+        *result = dtrain__crash_loop(launch, *result);
+        return false;
+    }
+    const uint32_t twice =
+        launch->in_a_row < DTRAIN__BACKOFF_DOUBLINGS ? launch->in_a_row : DTRAIN__BACKOFF_DOUBLINGS;
+    const uint64_t wait_ns = ((uint64_t)desc->backoff_ms << twice) * 1000000u;
+    launch->in_a_row++;
+    snprintf(last, sizeof last, "%s", dtrain_last_error());
+    dtrain__launch_log(launch, -1, DTRAIN_LOG_WARNING, "restart %u of %u in %.1f s: %s",
+                       launch->in_a_row, desc->restarts, 1e-9 * (double)wait_ns, last);
+    const int number = dtrain__back_off(launch, wait_ns);
+    if (number) {
+        info->signal = number;
+        info->exit_code = 128 + number;
+        *result = dtrain_fail(*result,
+                              "stopped by signal %d (%s) while it waited for restart %u "
+                              "of %u; the last failure: %s",
+                              number, dtrain__signal_name(number), launch->in_a_row, desc->restarts,
+                              last);
+        return false;
+    }
+    launch->restart_count++;
+    dtrain__set_ranks(launch, launch->rank_count);
+    return true;
 }
 
 /* ================================================================================================
@@ -13238,8 +13260,6 @@ typedef struct dtrain__planned {
     dtrain__layout layout; /* all zero: none */
 } dtrain__planned;
 
-#define DTRAIN__FNV_BASIS 0xcbf29ce484222325u
-
 /* Hash an item, on every rank, for dtrain__compare_items; 0: there is nothing to compare. */
 typedef dtrain_result (*dtrain__hash_fn)(void *user, size_t item, uint64_t *hash);
 
@@ -13256,7 +13276,6 @@ DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind);
 DTRAIN__PRIVATE const dtrain__home *dtrain__home_of(bool host);
 
 /* strategy/params.c */
-DTRAIN__PRIVATE uint64_t dtrain__fnv1a(uint64_t hash, const void *bytes, size_t count);
 DTRAIN__PRINTF(3, 4)
 DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t index,
                                                  const char *format, ...);
@@ -13513,14 +13532,6 @@ DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p)
     int dims = 0;
     while (dims < 4 && p->shape[dims]) dims++;
     return dims;
-}
-
-/* FNV-1a (Fowler, Noll, Vo), 64 bits. */
-DTRAIN__PRIVATE uint64_t dtrain__fnv1a(uint64_t hash, const void *bytes, size_t count)
-{
-    const unsigned char *at = (const unsigned char *)bytes;
-    for (size_t i = 0; i < count; i++) hash = (hash ^ at[i]) * 0x100000001b3u;
-    return hash;
 }
 
 /* ---- Checking what the host registered --------------------------------------------------------*/

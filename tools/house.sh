@@ -3,7 +3,7 @@
 # of reading, its files with the first line of each, and on the right an arrow from a room to each room that it
 # includes files of, with their number. `make lint` compares docs/house.svg with what this prints.
 cd "$(dirname "$0")/.." || exit 1
-for room in core world comm comm/nccl strategy tape optim train state monitor device device/cpu device/cuda; do
+for room in core world comm comm/nccl launch strategy tape optim train state monitor device device/cpu device/cuda; do
     for file in src/$room/*.c src/$room/*.h src/$room/*.cuh src/$room/kernels/*.h src/$room/ways/*.c; do
         [ -f "$file" ] && echo "$room $file"
     done

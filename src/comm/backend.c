@@ -64,21 +64,6 @@ DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_
         name);
 }
 
-DTRAIN__PRIVATE const char *dtrain__world_comm_name(const dtrain_launch_desc *desc)
-{
-    return desc->comm_ops ? desc->comm_ops->name : NULL;
-}
-
-/* Emulated links are gates in the queue of the local communicator: no other one has them. */
-DTRAIN__PRIVATE dtrain_result dtrain__world_comm_check(const dtrain_launch_desc *desc)
-{
-    const bool local = !desc->comm_ops || desc->comm_ops == dtrain__local_comm_ops();
-    if (local || !desc->emulation.node_ranks) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "dtrain_launch: emulation is of the local communicator, and comm_ops is "
-                       "another one; clear one of them");
-}
-
 /* Choose and make the world's communicator: nobody else decides which backend it is. */
 DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
 {

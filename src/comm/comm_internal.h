@@ -21,6 +21,11 @@ typedef struct dtrain__shown {
     int32_t root;
 } dtrain__shown;
 
+/* comm/backend.c: the world's communicator, which a rank's life makes and ends */
+DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world);
+DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world);
+DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world);
+
 /* comm/comm.c */
 DTRAIN__PRIVATE uint64_t dtrain__wire_bytes(const dtrain_collective *what, int size);
 DTRAIN__PRIVATE int dtrain__world_rank(const dtrain_comm *comm, int rank);

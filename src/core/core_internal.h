@@ -32,6 +32,14 @@ typedef struct dtrain__log_sink {
 DTRAIN__PRIVATE int dtrain__above_stdio(int file);
 DTRAIN__PRIVATE int dtrain__open(const char *path, int flags);
 DTRAIN__PRIVATE DIR *dtrain__open_directory(const char *path);
+DTRAIN__PRIVATE size_t dtrain__page_bytes(void);
+DTRAIN__PRIVATE uint64_t dtrain__free_memory(void);
+
+#define DTRAIN__FNV_BASIS 0xcbf29ce484222325u
+
+/* core/hash.c */
+DTRAIN__PRIVATE uint64_t dtrain__fnv1a(uint64_t hash, const void *bytes, size_t count);
+DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data, size_t bytes);
 
 /* core/result.c */
 DTRAIN__PRIVATE int dtrain__rank_of_thread(void);

@@ -1,4 +1,4 @@
-/* The clock, and files. */
+/* The clock, files, and how much memory there is. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -37,4 +37,58 @@ DTRAIN__PRIVATE DIR *dtrain__open_directory(const char *path)
     DIR *directory = file < 0 ? NULL : fdopendir(file);
     if (file >= 0 && !directory) close(file);
     return directory;
+}
+
+/* ---- Memory -------------------------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE size_t dtrain__page_bytes(void)
+{
+    const long bytes = sysconf(_SC_PAGESIZE);
+    return bytes > 0 ? (size_t)bytes : 4096;
+}
+
+/* Read the number behind `key` at the start of a line of a small text file; UINT64_MAX when there
+ * is none (no file, no line, "max"). */
+static uint64_t dtrain__read_number(const char *path, const char *key)
+{
+    char text[8192];
+    const int file = dtrain__open(path, O_RDONLY);
+    if (file < 0) return UINT64_MAX;
+    const ssize_t got = read(file, text, sizeof text - 1);
+    close(file);
+    text[got > 0 ? got : 0] = 0;
+    for (const char *line = text; line; line = strchr(line, '\n')) {
+        if (*line == '\n') line++;
+        if (strncmp(line, key, strlen(key)) != 0) continue;
+        char *end;
+        const char *digits = line + strlen(key);
+        const unsigned long long number = strtoull(digits, &end, 10);
+        return end == digits ? UINT64_MAX : number;
+    }
+    return UINT64_MAX;
+}
+
+/* Estimate what could be touched now without swapping or being killed: the machine's estimate and,
+ * in a container (cgroup v2), its limit. File cache counts as free: it
+ * goes when memory is needed. */
+DTRAIN__PRIVATE uint64_t dtrain__free_memory(void)
+{
+    uint64_t bytes = dtrain__read_number("/proc/meminfo", "MemAvailable:");
+    if (bytes <= UINT64_MAX / 1024) bytes *= 1024;
+    const uint64_t limit = dtrain__read_number("/sys/fs/cgroup/memory.max", "");
+    const uint64_t used = dtrain__read_number("/sys/fs/cgroup/memory.current", "");
+    if (limit == UINT64_MAX || used == UINT64_MAX) return bytes;
+    const uint64_t active = dtrain__read_number("/sys/fs/cgroup/memory.stat", "active_file ");
+    const uint64_t inactive = dtrain__read_number("/sys/fs/cgroup/memory.stat", "inactive_file ");
+    uint64_t rest = limit > used ? limit - used : 0;
+    if (active != UINT64_MAX && inactive != UINT64_MAX) rest += active + inactive;
+    return rest < bytes ? rest : bytes;
+}
+
+DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes)
+{
+    const uint64_t now = now_bytes ? dtrain__read_number("/proc/self/smaps_rollup", "Pss:") : 0;
+    const uint64_t peak = peak_bytes ? dtrain__read_number("/proc/self/status", "VmHWM:") : 0;
+    if (now_bytes) *now_bytes = now == UINT64_MAX ? 0 : now * 1024;
+    if (peak_bytes) *peak_bytes = peak == UINT64_MAX ? 0 : peak * 1024;
 }

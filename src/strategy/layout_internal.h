@@ -173,7 +173,6 @@ typedef struct dtrain__planned {
     dtrain__layout layout; /* all zero: none */
 } dtrain__planned;
 
-#define DTRAIN__FNV_BASIS 0xcbf29ce484222325u
 
 /* Hash an item, on every rank, for dtrain__compare_items; 0: there is nothing to compare. */
 typedef dtrain_result (*dtrain__hash_fn)(void *user, size_t item, uint64_t *hash);
@@ -191,7 +190,6 @@ DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind);
 DTRAIN__PRIVATE const dtrain__home *dtrain__home_of(bool host);
 
 /* strategy/params.c */
-DTRAIN__PRIVATE uint64_t dtrain__fnv1a(uint64_t hash, const void *bytes, size_t count);
 DTRAIN__PRINTF(3, 4)
 DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t index,
                                                  const char *format, ...);

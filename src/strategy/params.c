@@ -28,14 +28,6 @@ DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p)
     return dims;
 }
 
-/* FNV-1a (Fowler, Noll, Vo), 64 bits. */
-DTRAIN__PRIVATE uint64_t dtrain__fnv1a(uint64_t hash, const void *bytes, size_t count)
-{
-    const unsigned char *at = (const unsigned char *)bytes;
-    for (size_t i = 0; i < count; i++) hash = (hash ^ at[i]) * 0x100000001b3u;
-    return hash;
-}
-
 /* ---- Checking what the host registered --------------------------------------------------------*/
 
 DTRAIN__PRINTF(3, 4)

@@ -418,3 +418,21 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
     dtrain__span_end(world, span);
     return result;
 }
+
+/* ---- Progress ---------------------------------------------------------------------------------*/
+
+/* Raise a number that others may raise at the same time. */
+static void dtrain__raise(uint64_t *highest, uint64_t to)
+{
+    uint64_t found = dtrain__load(highest);
+    while (found < to && !__atomic_compare_exchange_n(highest, &found, to, false, __ATOMIC_ACQ_REL,
+                                                      __ATOMIC_ACQUIRE)) {}
+}
+
+DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step)
+{
+    if (!world || !world->mine || !*world->mine) return;
+    const uint64_t mine = step < UINT64_MAX ? step + 1 : step;
+    dtrain__raise(&world->control->progress, mine);
+    if (world->progress) dtrain__raise(world->progress, mine);
+}

@@ -326,25 +326,3 @@ DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world)
     world->link->polled_ns = now;
     dtrain__link_pump(world, 0);
 }
-
-/* Say how this rank has ended, as its control page records it, and stay until everybody has been
- * sent it. Rank 0 stays until all ranks have ended, as the parent of forked ranks does, because
- * they hear of each other through it. After a failure the grace period limits both. */
-DTRAIN__PRIVATE void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
-{
-    const dtrain__exit_record *own = &world->control->exits[world->rank];
-    uint64_t end_ns = 0, now;
-    bool all = false;
-    dtrain__link_send(world, DTRAIN__FRAME_EXIT, world->rank, own, sizeof *own);
-    while (!all) {
-        dtrain__link_pump(world, 20);
-        dtrain__world_comm_linger(world);
-        now = dtrain__now_ns();
-        if (!end_ns && (world->rank || dtrain__trouble(world) != DTRAIN_OK))
-            end_ns = now + (uint64_t)grace_ms * 1000000u;
-        all = dtrain__link_all_sent(world);
-        for (int i = 0; i < world->size && world->rank == 0; i++)
-            all = all && dtrain__load(&world->control->exits[i].how) != DTRAIN__RUNNING;
-        if (end_ns && now >= end_ns) break;
-    }
-}

@@ -18,9 +18,22 @@
 
 #include "core/platform_internal.h"
 #include "core/result.h"
-#include "world/environment_internal.h"
 #include "world/world.h"
 #include "world/world_internal.h"
+
+/* Where the environment places this process. */
+typedef struct dtrain__placement {
+    const char *family;         /* NULL: no launcher, or one that started a world of one */
+    int rank, size;             /* forks > 0: of the node's first rank */
+    int local_rank, local_size; /* -1, 0: not said */
+    int forks;                  /* ranks this process has to start; 0: it is a rank itself */
+    char address[256];          /* of rank 0; "": the world is on one node that we fork */
+    uint32_t port;              /* of the control plane */
+    uint32_t restart_count;     /* by the launcher around this process, so far */
+    uint64_t key[2];            /* tells this run from others, see world/rendezvous.c */
+    int looked;                 /* for explain.c: the last family that was looked at ... */
+    bool complete;              /* ... and whether it has a rank and a size */
+} dtrain__placement;
 
 typedef enum dtrain__frame_kind {
     DTRAIN__FRAME_GATHER = 1,
@@ -84,7 +97,6 @@ DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world);
 DTRAIN__PRIVATE int dtrain__link_deaf(const dtrain_world *world);
 DTRAIN__PRIVATE bool dtrain__is_remote(const dtrain_world *world);
 DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world);
-DTRAIN__PRIVATE void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms);
 
 /* world/rendezvous.c */
 DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__placement *place);

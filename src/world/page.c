@@ -8,7 +8,6 @@
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
 #include "core/result.h"
-#include "world/environment_internal.h"
 #include "world/link_internal.h"
 #include "world/world.h"
 #include "world/world_internal.h"

@@ -28,7 +28,6 @@
 #include "core/core_internal.h"
 #include "core/log.h"
 #include "core/result.h"
-#include "world/environment_internal.h"
 #include "world/link_internal.h"
 #include "world/world.h"
 #include "world/world_internal.h"

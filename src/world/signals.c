@@ -21,7 +21,6 @@
 #include "core/api.h"
 #include "core/core_internal.h"
 #include "core/result.h"
-#include "world/launch_internal.h"
 #include "world/world.h"
 #include "world/world_internal.h"
 

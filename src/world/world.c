@@ -3,9 +3,11 @@
  * Two roads lead to a world of ranks. dtrain_launch forks them, and they share memory from the
  * start; or another launcher has started them, and they first have to find each other:
  *
- *     forked    launch.c --> arena.c: shared region --> control.c: waits, all-gathers, exits
- *     joined    environment.c: which rank am I --> rendezvous.c: TCP to rank 0, with a keyed hash
- *               (hash.c) --> link.c: control pages in step --> page.c: on one host, shared region
+ *     forked    launch/launch.c --> arena.c: shared region --> control.c: waits, all-gathers, exits
+ *     joined    launch/environment.c: which rank am I --> rendezvous.c: TCP to rank 0, with a keyed
+ *               hash --> link.c: control pages in step --> page.c: on one host, shared region
+ *
+ * In both, launch/rank.c makes a rank's world and ends it.
  *
  * One anonymous shared mapping, made before the first fork, is all that ranks have in common. It
  * has no name, so nothing can be left behind and /dev/shm's size does not matter; every rank sees
@@ -20,7 +22,7 @@
  * SIGCHLD and the signals it forwards and sleeps in sigtimedwait; a rank's death is in the control
  * page some 100 us after it happened, where the waiting ranks see it. Invariant: whatever happens,
  * every rank that was started has been reaped when dtrain_launch returns, and before ranks are
- * started again (restart.c). */
+ * started again (launch/restart.c). */
 
 #include "core/platform_internal.h"
 #include "core/api.h"

@@ -1,33 +1,6 @@
-/* World and launch
+/* World: which rank this is, of how many, and what ranks tell each other
  *
- * A world says which rank this is, of how many. dtrain_launch is the one way in: it starts the
- * local ranks, hands each a world, watches over them and reports how they ended. Started by another
- * launcher as one rank of several, it joins them instead:
- *
- *     launcher        what is read, the first complete family wins
- *     any             DTRAIN_RANK DTRAIN_WORLD_SIZE [DTRAIN_LOCAL_RANK DTRAIN_LOCAL_SIZE]
- *     torchrun, ...   RANK WORLD_SIZE [LOCAL_RANK LOCAL_WORLD_SIZE] MASTER_ADDR MASTER_PORT
- *     Open MPI        OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
- *     srun            SLURM_PROCID SLURM_STEP_NUM_TASKS ..., where SLURM_STEP_ID is set
- *     MPICH           PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS
- *     Indexed Job     JOB_COMPLETION_INDEX with WORLD_SIZE or DTRAIN_WORLD_SIZE
- *     TrainJob        PET_NNODES PET_NODE_RANK PET_NPROC_PER_NODE: started once a node,
- *                     dtrain_launch forks the ranks of this node
- *
- * Ranks meet by TCP at rank 0's host: DTRAIN_MASTER_ADDR, else MASTER_ADDR (PET_MASTER_ADDR), else
- * what the launcher tells about its hosts. The port is DTRAIN_PORT, else DTRAIN_MASTER_PORT, else
- * MASTER_PORT (29500) + 100, because torchrun itself listens at MASTER_PORT. This takes at most
- * join_ms.
- *
- * Rank 0 listens at all addresses of its host, and at the loopback alone when its address is one.
- * Strangers and ranks with another DTRAIN_JOB_KEY are refused, and the run goes on waiting for its
- * own; a stranger that says nothing holds up nobody. The key itself is not sent, only hashes made
- * with it; but the traffic is not encrypted, and who can read or change it must be kept away by the
- * network.
- *
- * On one host, joined ranks share memory as forked ones do. A half or contradictory setting is an
- * error. A launcher that announces one rank is no launcher: dtrain_launch forks as its desc
- * says. */
+ * dtrain_launch (launch/launch.h) makes a world for each rank and ends it. */
 
 #pragma once
 
@@ -39,11 +12,6 @@
 typedef struct dtrain_world dtrain_world;
 typedef struct dtrain_comm dtrain_comm;
 typedef struct dtrain_comm_ops dtrain_comm_ops;
-
-typedef enum dtrain_launch_mode {
-    DTRAIN_LAUNCH_PROCESSES = 0, /* fork: one process a rank */
-    DTRAIN_LAUNCH_THREADS = 1    /* one thread a rank, for tests and race detectors */
-} dtrain_launch_mode;
 
 #define DTRAIN_MAX_RANKS 256
 
@@ -83,124 +51,6 @@ typedef struct dtrain_trace_desc {
     uint64_t file_bytes;  /* a rank's file ends when it has so many; 0 = 256 MiB */
     uint32_t event_count; /* held in memory until they are written; 0 = 8192 */
 } dtrain_trace_desc;
-
-/* Zero means default. */
-typedef struct dtrain_launch_desc {
-    uint32_t rank_count;       /* of the world; 0 = the launcher's number, and without a launcher
-                                  default_rank_count; at most DTRAIN_MAX_RANKS */
-    uint32_t mode;             /* dtrain_launch_mode */
-    uint32_t threads_per_rank; /* compute threads of a rank; 0 = cores / local ranks, at least 1 */
-    uint32_t timeout_ms;       /* deadline of every wait for other ranks; 0 = 600000 */
-    uint32_t grace_ms;         /* after the first failure the others get this long; 0 = 5000 */
-    uint32_t log_level;        /* dtrain_log_level */
-    size_t reserve_bytes;      /* shared address space per rank, committed only when touched;
-                                    0 = the machine's memory */
-    dtrain_log_fn log;         /* NULL = stderr */
-    void *log_user;
-    dtrain_allocator allocator;             /* zeros = malloc and free */
-    const dtrain_device_ops *device_ops;    /* NULL = CPU */
-    const struct dtrain_comm_ops *comm_ops; /* of the world's communicator; NULL = local, and with a
-                                               GPU local through host memory */
-    uint32_t math;                          /* dtrain_math, for the device */
-    uint32_t default_rank_count;            /* see rank_count; 0 = 1 */
-    bool tune;                              /* for the device: its desc says what it does */
-    uint64_t memory_limit; /* bytes of a rank's device, communicator memory included: what would
-                              go beyond is DTRAIN_ERROR_MEMORY, and what AUTO and automatic
-                              batches keep to. 0 = none. Not in it: the process itself and scratch
-                              of kernels */
-    dtrain_emulation emulation; /* all zero = none */
-    uint32_t restarts;   /* how often in a row the run is started again after a failure, if it makes
-                            no progress; see Restarts. 0 = never */
-    uint32_t backoff_ms; /* before a restart; doubled for each in a row, up to 64 times as long;
-                            0 = 1000 */
-    uint32_t min_ranks;  /* a restart in which the system refuses to start some ranks goes on with
-                            those that it has started, if they are as many; 0 = all are needed */
-    bool catch_signals; /* SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask ranks to stop, instead of killing
-                            them: see dtrain_world_stop_requested; SIGUSR2: see dtrain_world_dump */
-    const char *flight_directory; /* every rank whose run fails writes its last collectives there,
-                                     see dtrain_world_dump; NULL = DTRAIN_FLIGHT_DIRECTORY of the
-                                     environment, and without that nowhere */
-    dtrain_trace_desc trace;      /* all zero = none */
-    uint32_t join_ms; /* how long ranks of a launcher wait for each other at the start; 0 =
-                         timeout_ms, and not more than five minutes */
-    bool explain;     /* log what dtrain_launch_explain says; DTRAIN_EXPLAIN_LAUNCH=1 in the
-                         environment does it too, and =all on every rank */
-} dtrain_launch_desc;
-
-/* How the run ended. */
-typedef struct dtrain_launch_info {
-    uint32_t rank_count;
-    int first_failed_rank; /* -1: none failed */
-    int exit_code;         /* for main(): 0, the failed rank's return value, or 128 + signal */
-    int signal;            /* that ended the first failed rank, or 0; or that was forwarded, or
-                              caught by a rank */
-    double seconds;
-    uint32_t restart_count; /* see dtrain_world_info */
-} dtrain_launch_info;
-
-/* The main function of a rank. Its return value is the rank's exit status: 0 = success. */
-typedef int (*dtrain_rank_fn)(dtrain_world *world, void *user);
-
-/* Start desc->rank_count ranks that each run rank_main, wait for all of them, and return DTRAIN_OK
- * when all returned 0. Otherwise DTRAIN_ERROR_RANK_FAILED, and dtrain_last_error() names the rank
- * that failed first and how. Ranks still running grace_ms after a failure are killed.
- *
- * Processes: call it before starting threads and before touching much memory (fork copies page
- * tables). Ranks end by _exit after flushing stdio: the parent's atexit handlers are not theirs.
- * SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2 that reach the parent are forwarded to
- * every rank; no handler is installed in the parent, and the signal mask is restored before the
- * call returns. The second request to stop (one of the first four, more than a second after the
- * first) kills the ranks. If the parent dies, the ranks die with it (Linux).
- * Threads: rank_main must not use non-constant globals; a rank that hangs cannot be killed.
- *
- * Joined ranks: rank_main runs in the calling process, which is one rank; the result is that rank's
- * own. Rank 0 returns when all ranks have ended, or grace_ms after a failure, and reports the first
- * failure of any. When a rank fails and TORCHELASTIC_ERROR_FILE is set, torchrun finds the sentence
- * there.
- *
- * Restarts: with desc->restarts, a run in which a rank fails (it returns another value than 0,
- * crashes, is killed, or hangs until the deadline) is started again. When all ranks have ended, a
- * warning with the sentence of the first failure is logged, and after a wait all ranks start anew,
- * with memory as it was before the call; what they know of the run before is what they saved. When
- * the ranks have announced a further step than any attempt before (dtrain_world_progress), the
- * count in a row and the wait begin anew. After desc->restarts in a row without progress the call
- * returns DTRAIN_ERROR_RANK_FAILED, and the sentence tells of the crash loop and the last failure.
- * A run that was asked to stop by a signal is not restarted; a signal during the wait ends the run,
- * with 128 + signal as exit code. Each restart tries to start all ranks, also after one that went
- * on with fewer (min_ranks). Ranks that are threads are restarted too, but what they have not freed
- * stays.
- *
- * Ranks of another launcher, and those that this call forks on one node of several (TrainJob), are
- * not restarted by this call, because one node cannot start again without the others: restarts is
- * ignored. info->exit_code is not 0 after a failure: return it from main, and that launcher starts
- * all of them again, if it is told to: torchrun --max-restarts, backoffLimit or maxRestarts of
- * Kubernetes, sbatch --requeue.
- *
- * desc and info may be NULL. */
-DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
-                                       void *user, dtrain_launch_info *info);
-
-/* Which ranks a launch starts from this process, and of how many. */
-typedef struct dtrain_launch_place {
-    int rank_count;                /* of the world */
-    int first_rank, started_count; /* the ranks that this process starts, or the one that it is */
-    int host_rank_count;           /* ranks of this host; 0: its launcher does not say */
-} dtrain_launch_place;
-
-/* Explain what dtrain_launch would do with this desc and the environment as it is, and start
- * nothing. place, which may be NULL, receives the ranks (zeros after an error); text (room bytes,
- * cut there; NULL with 0 when nobody reads it) receives lines:
- *
- *     torchrun       taken: RANK=3 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2
- *     Slurm          ignored, torchrun goes before it: SLURM_PROCID=1 SLURM_STEP_ID=0
- *     ranks          this process is rank 3 of 8, local rank 1 of 2
- *     meeting        at head port 29600, for at most 300 s
- *
- * and so on: every family of variables that is set, why it is taken or not, and what comes of it.
- * DTRAIN_JOB_KEY is not shown. The result is that of dtrain_launch's own checks: a half or
- * contradictory environment is explained, and then refused. */
-DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, char *text,
-                                               size_t room, dtrain_launch_place *place);
 
 /* Return this rank's number, from 0. */
 DTRAIN_API int dtrain_world_rank(const dtrain_world *world);
@@ -300,7 +150,3 @@ __attribute__((format(printf, 3, 4)))
 #endif
 DTRAIN_API void
 dtrain_log(dtrain_world *world, dtrain_log_level level, const char *format, ...);
-
-/* Ask the operating system for the memory of this process: the proportional set size now, and the
- * high-water mark of the resident set size. 0 where it is unknown. */
-DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes);

@@ -154,15 +154,6 @@ struct dtrain_world {
     dtrain__part *retired; /* of communicators that this rank has destroyed and others still use */
 };
 
-/* These are implemented by comm/backend.c, because the world owns a communicator and may not know
- * which: name what a launch desc asks for, NULL for nothing; check it before anything is started;
- * make it, end it, and let it send what it has while rank 0 waits for the others at the end. */
-DTRAIN__PRIVATE const char *dtrain__world_comm_name(const dtrain_launch_desc *desc);
-DTRAIN__PRIVATE dtrain_result dtrain__world_comm_check(const dtrain_launch_desc *desc);
-DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world);
-DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world);
-DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world);
-
 #define DTRAIN__FLIGHT_PATH 1024 /* bytes of a directory's name, its 0 included */
 
 /* These are implemented by comm/flight.c: make and end the flight record; note a look at the clock
@@ -174,6 +165,10 @@ DTRAIN__PRIVATE void dtrain__flight_beat(dtrain_world *world, uint64_t now);
 DTRAIN__PRIVATE void dtrain__flight_gather(dtrain_world *world, size_t bytes);
 DTRAIN__PRIVATE void dtrain__flight_gathered(dtrain_world *world, dtrain_result result);
 DTRAIN__PRIVATE void dtrain__flight_fail(dtrain_world *world, dtrain_result code);
+
+/* A request to stop reaches a rank twice when it is sent to the process group or to all processes
+ * of a job, as timeout(1) and Slurm do, and is forwarded as well. Within this time both are one. */
+#define DTRAIN__ONE_REQUEST_NS 1000000000u
 
 #define DTRAIN__YIELDS_PER_POLL 32u /* 10 us on an idle machine */
 
@@ -211,8 +206,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__abort_with(dtrain_world *world, dtrain_res
                                                  const char *format, ...);
 
 /* world/arena.c */
-DTRAIN__PRIVATE size_t dtrain__page_bytes(void);
-DTRAIN__PRIVATE uint64_t dtrain__free_memory(void);
 DTRAIN__PRIVATE void *dtrain__map_bytes(void *hint, size_t bytes, int file);
 DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, void *hint, int file,
                                                  dtrain__region *region);
@@ -222,12 +215,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain__control *control, size_t b
 DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t bytes, void **out);
 DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory);
 
-/* world/restart.c */
-DTRAIN__PRIVATE uint64_t *dtrain__progress_open(void);
-DTRAIN__PRIVATE void dtrain__progress_close(uint64_t *progress);
-
 /* world/signals.c */
+DTRAIN__PRIVATE bool dtrain__hangup_ignored(void);
+DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t *mask);
+DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(bool dumps, sigset_t *old_mask);
+DTRAIN__PRIVATE void dtrain__signals_end(const sigset_t *old_mask);
+DTRAIN__PRIVATE int dtrain__signal_caught(void);
 DTRAIN__PRIVATE uint32_t dtrain__dumps_asked(void);
-
-/* world/hash.c */
-DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data, size_t bytes);

@@ -4,7 +4,7 @@
  *
  * A line of the input is one variable: its first byte chooses the name, the rest is the value. Wrong is: a crash, a
  * sanitizer report, a place outside its world, or a refusal without a sentence. */
-#include "src/world/explain.c"
+#include "src/launch/explain.c"
 
 static const char *const names[] = {"DTRAIN_RANK",
                                     "DTRAIN_WORLD_SIZE",

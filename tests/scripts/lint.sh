@@ -9,6 +9,7 @@ complain() { failures=$((failures + 1)); echo "lint: $*"; }
 arrows='core:
 world:    core
 comm:     core world
+launch:   core world comm
 strategy: core world comm
 parallel: core world comm strategy
 tape:     core world comm strategy parallel

@@ -1,12 +1,14 @@
 /* test_rendezvous.c: worlds whose ranks another launcher has started: what the environment is
  * taken to mean, the rendezvous and its enemies, the control plane, deaths. The ranks here are
  * processes started by the tests with the variables that a launcher would set. */
+#include "core/platform.c"
 #include "core/result.c"
 #include "world/arena.c"
-#include "world/environment.c"
-#include "world/launch.c"
 #include "world/page.c"
 #include "world/rendezvous.c"
+#include "launch/environment.c"
+#include "launch/launch.c"
+#include "launch/rank.c"
 #include "dtrain.h"
 #include "test.h"
 #include "ranks.h"

@@ -1,4 +1,4 @@
-/* A launch: what launch.c, restart.c and signals.c share. */
+/* A launch: what the files of this room share. */
 
 #pragma once
 
@@ -6,9 +6,10 @@
 #include "core/core_internal.h"
 #include "core/log.h"
 #include "core/result.h"
-#include "world/environment_internal.h"
 #include "world/world.h"
 #include "world/world_internal.h"
+#include "launch/environment_internal.h"
+#include "launch/launch.h"
 
 typedef struct dtrain__launch {
     dtrain_launch_desc desc; /* resolved */
@@ -45,27 +46,21 @@ typedef struct dtrain__launch {
     int caught;             /* signal that a rank of this attempt has seen, see signals.c */
 } dtrain__launch;
 
-/* A request to stop reaches a rank twice when it is sent to the process group or to all processes
- * of a job, as timeout(1) and Slurm do, and is forwarded as well. Within this time both are one. */
-#define DTRAIN__ONE_REQUEST_NS 1000000000u
+/* launch/rank.c */
+DTRAIN__PRIVATE int dtrain__rank_run(dtrain__launch *launch, int index);
 
-/* world/launch.c */
+/* launch/launch.c */
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
                                                      const dtrain_launch_desc *given);
 
-/* world/explain.c */
+/* launch/explain.c */
 DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain_result result);
 
-/* world/restart.c */
+/* launch/restart.c */
+DTRAIN__PRIVATE uint64_t *dtrain__progress_open(void);
+DTRAIN__PRIVATE void dtrain__progress_close(uint64_t *progress);
 DTRAIN__PRINTF(4, 5)
 DTRAIN__PRIVATE void dtrain__launch_log(const dtrain__launch *launch, int rank,
                                         dtrain_log_level level, const char *format, ...);
 DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *result,
                                      dtrain_launch_info *info);
-
-/* world/signals.c */
-DTRAIN__PRIVATE bool dtrain__hangup_ignored(void);
-DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t *mask);
-DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(bool dumps, sigset_t *old_mask);
-DTRAIN__PRIVATE void dtrain__signals_end(const sigset_t *old_mask);
-DTRAIN__PRIVATE int dtrain__signal_caught(void);

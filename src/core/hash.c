@@ -1,10 +1,15 @@
-/* A keyed hash: SipHash
- *
- * SipHash-2-4 of Aumasson and Bernstein (2012): who does not know the 128 bits of key can neither
- * make nor predict the 64 bits of the result. */
+/* Hashes of 64 bits: FNV-1a to compare, SipHash under a key */
 
 #include "core/platform_internal.h"
-#include "world/world_internal.h"
+#include "core/core_internal.h"
+
+/* Go on with an FNV-1a hash (Fowler, Noll, Vo), which begins with DTRAIN__FNV_BASIS. */
+DTRAIN__PRIVATE uint64_t dtrain__fnv1a(uint64_t hash, const void *bytes, size_t count)
+{
+    const unsigned char *at = (const unsigned char *)bytes;
+    for (size_t i = 0; i < count; i++) hash = (hash ^ at[i]) * 0x100000001b3u;
+    return hash;
+}
 
 static inline uint64_t dtrain__rotate(uint64_t x, int by) { return x << by | x >> (64 - by); }
 
@@ -18,6 +23,8 @@ static void dtrain__sip_round(uint64_t v[4])
     v[2] = dtrain__rotate(v[2], 32);
 }
 
+/* Hash by SipHash-2-4 of Aumasson and Bernstein (2012): who does not know the 128 bits of key can
+ * neither make nor predict the result. */
 DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data, size_t bytes)
 {
     uint64_t v[4] = {key[0] ^ 0x736f6d6570736575u, key[1] ^ 0x646f72616e646f6du,

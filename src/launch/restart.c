@@ -20,27 +20,12 @@
 #include "core/core_internal.h"
 #include "core/log.h"
 #include "core/result.h"
-#include "world/launch_internal.h"
 #include "world/world.h"
 #include "world/world_internal.h"
+#include "launch/launch.h"
+#include "launch/launch_internal.h"
 
 #define DTRAIN__BACKOFF_DOUBLINGS 6u
-
-/* Raise a number that others may raise at the same time. */
-static void dtrain__raise(uint64_t *highest, uint64_t to)
-{
-    uint64_t found = dtrain__load(highest);
-    while (found < to && !__atomic_compare_exchange_n(highest, &found, to, false, __ATOMIC_ACQ_REL,
-                                                      __ATOMIC_ACQUIRE)) {}
-}
-
-DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step)
-{
-    if (!world || !world->mine || !*world->mine) return;
-    const uint64_t mine = step < UINT64_MAX ? step + 1 : step;
-    dtrain__raise(&world->control->progress, mine);
-    if (world->progress) dtrain__raise(world->progress, mine);
-}
 
 #define DTRAIN__PROGRESS_MAGIC "dtrain progress" /* and the 0 at its end: 16 bytes */
 

@@ -11,10 +11,12 @@
 #include "core/core_internal.h"
 #include "core/log.h"
 #include "core/result.h"
-#include "world/environment_internal.h"
-#include "world/launch_internal.h"
 #include "world/world.h"
 #include "world/world_internal.h"
+#include "comm/backend.h"
+#include "launch/environment_internal.h"
+#include "launch/launch.h"
+#include "launch/launch_internal.h"
 #include "device/backend.h"
 
 /* Where the lines go: into text, or to the log of a launch. */
@@ -170,7 +172,7 @@ static void dtrain__explain_settings(dtrain__explanation *e, const dtrain__launc
     const dtrain__placement *place = &launch->place;
     const int local = place->local_size > 0 ? place->local_size : place->size;
     const uint32_t share = launch->cores / (uint32_t)local;
-    const char *comm = dtrain__world_comm_name(desc);
+    const char *comm = desc->comm_ops ? desc->comm_ops->name : NULL;
     dtrain__say(e, "communicator", "%s",
                 comm            ? comm
                 : launch->joins ? "local where all ranks share memory, else MPI if built in"

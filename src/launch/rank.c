@@ -1,0 +1,185 @@
+/* A rank's life: make its world, run its main function, record how it ended
+ *
+ *     dtrain__rank_run
+ *         world_create    join the other ranks (rendezvous), device, communicator
+ *         rank_main       the program's
+ *         rank_end        the exit record; ranks of another launcher stay until it has been sent
+ *         world_destroy   */
+
+#include "core/platform_internal.h"
+#include "core/api.h"
+#include "core/core_internal.h"
+#include "core/log.h"
+#include "core/result.h"
+#include "world/link_internal.h"
+#include "world/trace_internal.h"
+#include "world/world.h"
+#include "world/world_internal.h"
+#include "comm/comm_internal.h"
+#include "launch/environment_internal.h"
+#include "launch/launch.h"
+#include "launch/launch_internal.h"
+#include "device/device.h"
+
+static void dtrain__world_destroy(dtrain_world *world)
+{
+    if (!world) return;
+    const dtrain_allocator allocator = world->allocator;
+    dtrain__world_comm_end(world);
+    dtrain__trace_destroy(world);
+    dtrain__flight_destroy(world);
+    dtrain_device_destroy(world->device);
+    dtrain__link_destroy(world);
+    dtrain__progress_close(world->progress);
+    if (world->page.control) munmap(world->page.control, world->page.bytes);
+    if (world->mine) munmap(world->mine, dtrain__page_bytes());
+    dtrain__free(&allocator, world->ranges, world->range_room, sizeof *world->ranges);
+    dtrain__free(&allocator, world, 1, sizeof *world);
+}
+
+static dtrain_result dtrain__world_mark(dtrain_world *world)
+{
+    void *page = mmap(NULL, dtrain__page_bytes(), PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (page == MAP_FAILED)
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "a page of memory could not be mapped: %s",
+                           strerror(errno));
+    world->mine = (uint32_t *)page;
+    *world->mine = 1;
+#ifdef MADV_WIPEONFORK
+    madvise(page, dtrain__page_bytes(),
+            MADV_WIPEONFORK); /* an old kernel: the check is then idle */
+#endif
+    return DTRAIN_OK;
+}
+
+/* Warn, once a machine, of kernels that were compiled for an older generation of GPUs. */
+static void dtrain__warn_of_old_code(dtrain_world *world)
+{
+    dtrain_device_info gpu;
+    if (world->local_rank != 0 || dtrain_device_query(world->device, &gpu) != DTRAIN_OK) return;
+    if (gpu.code_version == 0 || gpu.code_version / 10 >= gpu.major) return;
+    dtrain_log(world, DTRAIN_LOG_WARNING,
+               "dtrain_cuda.cu was compiled for sm_%u, and %s is sm_%u%u: the driver compiles it "
+               "again when a program starts%s; build with nvcc -arch=native, or -arch=sm_%u%u",
+               gpu.code_version, gpu.name, gpu.major, gpu.minor,
+               gpu.code_version < 80
+                   ? ", and attention does without tensor cores, several times slower"
+                   : "",
+               gpu.major, gpu.minor);
+}
+
+/* Make a world. On failure *out may be half a world: dtrain__world_destroy frees what there is. */
+static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
+                                          dtrain_world **out)
+{
+    const dtrain_launch_desc *desc = &launch->desc;
+    dtrain_device_desc device;
+    dtrain_world *world =
+        (dtrain_world *)dtrain__alloc(&desc->allocator, 1, sizeof *world, "a world");
+    *out = world;
+    if (!world) return DTRAIN_ERROR_MEMORY;
+    world->timeline.since_ns = dtrain__now_ns();
+    world->rank = world->local_rank = rank;
+    world->size = world->local_size = launch->place.size;
+    world->node_count = 1;
+    world->comm_ops = desc->comm_ops;
+    world->emulation = desc->emulation;
+    world->launcher = launch->launcher;
+    world->timeout_ns = (uint64_t)desc->timeout_ms * 1000000u;
+    world->join_ns = (uint64_t)desc->join_ms * 1000000u;
+    world->control = launch->region.control;
+    world->allocator = desc->allocator;
+    world->log.write = desc->log;
+    world->log.user = desc->log_user;
+    world->log.level = (dtrain_log_level)desc->log_level;
+    world->log.rank = rank;
+    world->restart_count = launch->place.restart_count + launch->restart_count;
+    world->job = launch->job;
+    world->catches = desc->catch_signals;
+    DTRAIN__TRY(dtrain__world_mark(world));
+    DTRAIN__TRY(dtrain__flight_create(world, desc->flight_directory));
+    world->progress = dtrain__progress_open();
+    if (launch->joins) DTRAIN__TRY(dtrain__world_join(world, &launch->place, desc->reserve_bytes));
+    const uint32_t share = launch->cores / (uint32_t)world->local_size;
+    world->threads = desc->threads_per_rank ? desc->threads_per_rank : share ? share : 1;
+    world->oversubscribed = (uint64_t)world->local_size * world->threads > launch->cores;
+    memset(&device, 0, sizeof device);
+    device.thread_count = world->threads;
+    device.device_index = (uint32_t)world->local_rank;
+    device.oversubscribed = world->oversubscribed;
+    device.math = desc->math;
+    device.tune = desc->tune;
+    device.memory_limit = desc->memory_limit;
+    device.allocator = desc->allocator;
+    DTRAIN__TRY(dtrain__trace_create(world, &desc->trace));
+    DTRAIN__TRY(dtrain_device_create(desc->device_ops, &device, &world->device));
+    dtrain__warn_of_old_code(world);
+    DTRAIN__TRY(dtrain__world_comm_create(world));
+    if (desc->mode == DTRAIN_LAUNCH_PROCESSES) dtrain_process_memory(&world->base_bytes, NULL);
+    return DTRAIN_OK;
+}
+
+/* Say how this rank has ended, as its control page records it, and stay until everybody has been
+ * sent it. Rank 0 stays until all ranks have ended, as the parent of forked ranks does, because
+ * they hear of each other through it. After a failure the grace period limits both. */
+static void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
+{
+    const dtrain__exit_record *own = &world->control->exits[world->rank];
+    uint64_t end_ns = 0, now;
+    bool all = false;
+    dtrain__link_send(world, DTRAIN__FRAME_EXIT, world->rank, own, sizeof *own);
+    while (!all) {
+        dtrain__link_pump(world, 20);
+        dtrain__world_comm_linger(world);
+        now = dtrain__now_ns();
+        if (!end_ns && (world->rank || dtrain__trouble(world) != DTRAIN_OK))
+            end_ns = now + (uint64_t)grace_ms * 1000000u;
+        all = dtrain__link_all_sent(world);
+        for (int i = 0; i < world->size && world->rank == 0; i++)
+            all = all && dtrain__load(&world->control->exits[i].how) != DTRAIN__RUNNING;
+        if (end_ns && now >= end_ns) break;
+    }
+}
+
+/* Record how this rank ended where the other ranks see it, in the world's control page. A rank that
+ * has joined a world of another launcher also records it in the page of this launch, where
+ * dtrain_launch reads it, together with what rank 0 knows of the others and a failed rank of the
+ * cause. */
+static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int rank, dtrain__end how,
+                             int code)
+{
+    char error[DTRAIN__ERROR_BYTES];
+    snprintf(error, sizeof error, "%s", code ? dtrain_last_error() : "");
+    const bool met = launch->joins && world && world->link;
+    if (world && code) dtrain__flight_fail(world, DTRAIN_ERROR_RANK_FAILED);
+    if (world) world->control->exits[rank].after = world->told_by;
+    if (!met || !launch->here) dtrain__record_end(launch->region.control, rank, how, code, error);
+    if (!met) return;
+    dtrain__record_end(world->control, rank, how, code, error);
+    dtrain__world_leave(world, launch->desc.grace_ms);
+    if (!launch->here || (rank && !code)) return;
+    memcpy(launch->region.control->exits, world->control->exits, sizeof world->control->exits);
+    launch->region.control->first_failed = dtrain__load(&world->control->first_failed);
+}
+
+/* Run a rank from its start to its end, in a process or a thread of its own. */
+DTRAIN__PRIVATE int dtrain__rank_run(dtrain__launch *launch, int index)
+{
+    const int rank = launch->place.rank + index;
+    int code = 1;
+    dtrain__end how = DTRAIN__UNSTARTED;
+    dtrain_world *world = NULL;
+    dtrain__set_thread_rank(rank);
+    dtrain__set_last_error("");
+    const dtrain_result created = dtrain__world_create(launch, rank, &world);
+    if (created == DTRAIN_OK) {
+        code = launch->rank_main(world, launch->user);
+        how = code ? DTRAIN__RETURNED : DTRAIN__LEFT;
+    }
+    if (launch->here) launch->joined = created;
+    dtrain__rank_end(launch, world, rank, how, code);
+    dtrain__world_destroy(world);
+    dtrain__set_thread_rank(-1);
+    return code;
+}
