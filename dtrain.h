@@ -11440,6 +11440,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
 
 /* A launch: what the files of this room share. */
 
+#define DTRAIN__PROGRESS_MAGIC "dtrain progress" /* and the 0 at its end: 16 bytes */
+#define DTRAIN__RESTART_TEXT 128
+
+/* The policy of restarts, of dtrain_launch and of dtrain-run. An attempt is one start of all ranks;
+ * it makes progress when it announces a further step than all before it. */
+typedef struct dtrain__restarts {
+    uint32_t most;       /* in a row without progress; 0: a run is never started again */
+    uint32_t backoff_ms; /* before a restart; doubled for each in a row, at most six times */
+    uint32_t in_a_row;   /* restarts since there was progress */
+    uint64_t best;       /* the furthest step that was announced, plus 1; 0: none was */
+} dtrain__restarts;
+
 typedef struct dtrain__launch {
     dtrain_launch_desc desc; /* resolved */
     dtrain_rank_fn rank_main;
@@ -11464,15 +11476,14 @@ typedef struct dtrain__launch {
     sigset_t watched, old_mask;
     uint32_t gate; /* atomic, threads mode: 0 wait, 1 go, 2 go home */
 
-    /* Restarts. An attempt is one start of all ranks. */
+    /* Attempts. */
     int rank_count;         /* of a world with all its ranks */
     uint64_t attempt_ns;    /* when this attempt began */
     int started;            /* by this attempt; fewer than there should be: one was refused */
     uint32_t restart_count; /* of this call */
-    uint32_t in_a_row;      /* of them, since progress was made */
-    uint64_t progress;      /* furthest of all attempts but this one: 0 none, else 1 + step */
-    uint64_t announced;     /* by this attempt */
-    int caught;             /* signal that a rank of this attempt has seen, see signals.c */
+    dtrain__restarts restarts;
+    uint64_t announced; /* the furthest step of this attempt, plus 1; 0: none */
+    int caught;         /* signal that a rank of this attempt has seen, see signals.c */
 } dtrain__launch;
 
 /* launch/rank.c */
@@ -11491,6 +11502,8 @@ DTRAIN__PRIVATE void dtrain__progress_close(uint64_t *progress);
 DTRAIN__PRINTF(4, 5)
 DTRAIN__PRIVATE void dtrain__launch_log(const dtrain__launch *launch, int rank,
                                         dtrain_log_level level, const char *format, ...);
+DTRAIN__PRIVATE bool dtrain__restarts_next(dtrain__restarts *r, uint64_t announced,
+                                           uint64_t *wait_ns, char what[DTRAIN__RESTART_TEXT]);
 DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *result,
                                      dtrain_launch_info *info);
 
@@ -11808,6 +11821,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
     if (!desc->join_ms) desc->join_ms = desc->timeout_ms < most_ms ? desc->timeout_ms : most_ms;
     if (!desc->grace_ms) desc->grace_ms = 5000;
     if (!desc->backoff_ms) desc->backoff_ms = 1000;
+    launch->restarts.most = desc->restarts;
+    launch->restarts.backoff_ms = desc->backoff_ms;
     desc->allocator = dtrain__resolve_allocator(&desc->allocator);
     launch->launcher = desc->mode == DTRAIN_LAUNCH_PROCESSES && !launch->here ? getpid() : 0;
     return DTRAIN_OK;
@@ -12761,7 +12776,31 @@ DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, c
 
 #define DTRAIN__BACKOFF_DOUBLINGS 6u
 
-#define DTRAIN__PROGRESS_MAGIC "dtrain progress" /* and the 0 at its end: 16 bytes */
+/* Decide after a failed attempt, which announced `announced` (see best), whether there is another
+ * one: wait *wait_ns and start it; or false, it is a crash loop. Write what to say of it. */
+DTRAIN__PRIVATE bool dtrain__restarts_next(dtrain__restarts *r, uint64_t announced,
+                                           uint64_t *wait_ns, char what[DTRAIN__RESTART_TEXT])
+{
+    char beyond[48] = "";
+    if (announced > r->best) {
+        r->best = announced;
+        r->in_a_row = 0;
+    }
+    if (r->best)
+        snprintf(beyond, sizeof beyond, " beyond step %llu", (unsigned long long)(r->best - 1));
+    if (r->in_a_row >= r->most) {
+        snprintf(what, DTRAIN__RESTART_TEXT, "crash loop: %u restart%s in a row made no progress%s",
+                 r->in_a_row, r->in_a_row == 1 ? "" : "s", beyond);
+        return false;
+    }
+    const uint32_t doublings =
+        r->in_a_row < DTRAIN__BACKOFF_DOUBLINGS ? r->in_a_row : DTRAIN__BACKOFF_DOUBLINGS;
+    *wait_ns = ((uint64_t)r->backoff_ms << doublings) * 1000000u;
+    r->in_a_row++;
+    snprintf(what, DTRAIN__RESTART_TEXT, "restart %u of %u in %.1f s", r->in_a_row, r->most,
+             1e-9 * (double)*wait_ns);
+    return true;
+}
 
 /* Map the file in which dtrain-run wants to read how far its ranks are: DTRAIN_PROGRESS_FILE, a
  * name below /proc of a file that has none, which begins with a magic. A variable that a dead
@@ -12860,55 +12899,32 @@ static int dtrain__back_off(const dtrain__launch *launch, uint64_t wait_ns)
     }
 }
 
-/* Make the sentence of a crash loop. The last failure stands at its end, where it may be cut. */
-static dtrain_result dtrain__crash_loop(const dtrain__launch *launch, dtrain_result result)
-{
-    char last[DTRAIN__ERROR_BYTES], beyond[48] = "";
-    snprintf(last, sizeof last, "%s", dtrain_last_error());
-    if (launch->progress)
-        snprintf(beyond, sizeof beyond, " beyond step %llu",
-                 (unsigned long long)(launch->progress - 1));
-    return dtrain_fail(result,
-                       "crash loop: %u restart%s in a row made no progress%s; the last failure: %s",
-                       launch->in_a_row, launch->in_a_row > 1 ? "s" : "", beyond, last);
-}
-
 /* Decide whether a run that has ended is started again, and wait until then. A world that could not
  * even be started the first time is not: its desc or its machine is wrong. */
 DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *result,
                                      dtrain_launch_info *info)
 {
-    const dtrain_launch_desc *desc = &launch->desc;
-    const bool refused = launch->started < (int)desc->rank_count;
-    char last[DTRAIN__ERROR_BYTES];
-    if (*result == DTRAIN_OK || launch->joins || !desc->restarts) return false;
+    const bool refused = launch->started < (int)launch->desc.rank_count;
+    char last[DTRAIN__ERROR_BYTES], what[DTRAIN__RESTART_TEXT];
+    uint64_t wait_ns;
+    if (*result == DTRAIN_OK || launch->joins || !launch->restarts.most) return false;
     if (dtrain__was_stopped(launch, info)) return false;
     if (!launch->restart_count && *result != DTRAIN_ERROR_RANK_FAILED) return false;
     if (launch->restart_count && refused && dtrain__go_on_with_fewer(launch)) return true;
-    if (launch->announced > launch->progress) {
-        launch->progress = launch->announced;
-        launch->in_a_row = 0;
-    }
-    if (launch->in_a_row == desc->restarts) {
-        *result = dtrain__crash_loop(launch, *result);
+    snprintf(last, sizeof last, "%s", dtrain_last_error());
+    if (!dtrain__restarts_next(&launch->restarts, launch->announced, &wait_ns, what)) {
+        *result = dtrain_fail(*result, "%s; the last failure: %s", what, last);
         return false;
     }
-    const uint32_t twice =
-        launch->in_a_row < DTRAIN__BACKOFF_DOUBLINGS ? launch->in_a_row : DTRAIN__BACKOFF_DOUBLINGS;
-    const uint64_t wait_ns = ((uint64_t)desc->backoff_ms << twice) * 1000000u;
-    launch->in_a_row++;
-    snprintf(last, sizeof last, "%s", dtrain_last_error());
-    dtrain__launch_log(launch, -1, DTRAIN_LOG_WARNING, "restart %u of %u in %.1f s: %s",
-                       launch->in_a_row, desc->restarts, 1e-9 * (double)wait_ns, last);
+    dtrain__launch_log(launch, -1, DTRAIN_LOG_WARNING, "%s: %s", what, last);
     const int number = dtrain__back_off(launch, wait_ns);
     if (number) {
         info->signal = number;
         info->exit_code = 128 + number;
         *result = dtrain_fail(*result,
-                              "stopped by signal %d (%s) while it waited for restart %u "
-                              "of %u; the last failure: %s",
-                              number, dtrain__signal_name(number), launch->in_a_row, desc->restarts,
-                              last);
+                              "stopped by signal %d (%s) while it waited for %s; the last "
+                              "failure: %s",
+                              number, dtrain__signal_name(number), what, last);
         return false;
     }
     launch->restart_count++;

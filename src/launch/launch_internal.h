@@ -11,6 +11,18 @@
 #include "launch/environment_internal.h"
 #include "launch/launch.h"
 
+#define DTRAIN__PROGRESS_MAGIC "dtrain progress" /* and the 0 at its end: 16 bytes */
+#define DTRAIN__RESTART_TEXT 128
+
+/* The policy of restarts, of dtrain_launch and of dtrain-run. An attempt is one start of all ranks;
+ * it makes progress when it announces a further step than all before it. */
+typedef struct dtrain__restarts {
+    uint32_t most;       /* in a row without progress; 0: a run is never started again */
+    uint32_t backoff_ms; /* before a restart; doubled for each in a row, at most six times */
+    uint32_t in_a_row;   /* restarts since there was progress */
+    uint64_t best;       /* the furthest step that was announced, plus 1; 0: none was */
+} dtrain__restarts;
+
 typedef struct dtrain__launch {
     dtrain_launch_desc desc; /* resolved */
     dtrain_rank_fn rank_main;
@@ -35,15 +47,14 @@ typedef struct dtrain__launch {
     sigset_t watched, old_mask;
     uint32_t gate; /* atomic, threads mode: 0 wait, 1 go, 2 go home */
 
-    /* Restarts. An attempt is one start of all ranks. */
+    /* Attempts. */
     int rank_count;         /* of a world with all its ranks */
     uint64_t attempt_ns;    /* when this attempt began */
     int started;            /* by this attempt; fewer than there should be: one was refused */
     uint32_t restart_count; /* of this call */
-    uint32_t in_a_row;      /* of them, since progress was made */
-    uint64_t progress;      /* furthest of all attempts but this one: 0 none, else 1 + step */
-    uint64_t announced;     /* by this attempt */
-    int caught;             /* signal that a rank of this attempt has seen, see signals.c */
+    dtrain__restarts restarts;
+    uint64_t announced; /* the furthest step of this attempt, plus 1; 0: none */
+    int caught;         /* signal that a rank of this attempt has seen, see signals.c */
 } dtrain__launch;
 
 /* launch/rank.c */
@@ -62,5 +73,7 @@ DTRAIN__PRIVATE void dtrain__progress_close(uint64_t *progress);
 DTRAIN__PRINTF(4, 5)
 DTRAIN__PRIVATE void dtrain__launch_log(const dtrain__launch *launch, int rank,
                                         dtrain_log_level level, const char *format, ...);
+DTRAIN__PRIVATE bool dtrain__restarts_next(dtrain__restarts *r, uint64_t announced,
+                                           uint64_t *wait_ns, char what[DTRAIN__RESTART_TEXT]);
 DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *result,
                                      dtrain_launch_info *info);

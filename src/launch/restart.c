@@ -27,7 +27,31 @@
 
 #define DTRAIN__BACKOFF_DOUBLINGS 6u
 
-#define DTRAIN__PROGRESS_MAGIC "dtrain progress" /* and the 0 at its end: 16 bytes */
+/* Decide after a failed attempt, which announced `announced` (see best), whether there is another
+ * one: wait *wait_ns and start it; or false, it is a crash loop. Write what to say of it. */
+DTRAIN__PRIVATE bool dtrain__restarts_next(dtrain__restarts *r, uint64_t announced,
+                                           uint64_t *wait_ns, char what[DTRAIN__RESTART_TEXT])
+{
+    char beyond[48] = "";
+    if (announced > r->best) {
+        r->best = announced;
+        r->in_a_row = 0;
+    }
+    if (r->best)
+        snprintf(beyond, sizeof beyond, " beyond step %llu", (unsigned long long)(r->best - 1));
+    if (r->in_a_row >= r->most) {
+        snprintf(what, DTRAIN__RESTART_TEXT, "crash loop: %u restart%s in a row made no progress%s",
+                 r->in_a_row, r->in_a_row == 1 ? "" : "s", beyond);
+        return false;
+    }
+    const uint32_t doublings =
+        r->in_a_row < DTRAIN__BACKOFF_DOUBLINGS ? r->in_a_row : DTRAIN__BACKOFF_DOUBLINGS;
+    *wait_ns = ((uint64_t)r->backoff_ms << doublings) * 1000000u;
+    r->in_a_row++;
+    snprintf(what, DTRAIN__RESTART_TEXT, "restart %u of %u in %.1f s", r->in_a_row, r->most,
+             1e-9 * (double)*wait_ns);
+    return true;
+}
 
 /* Map the file in which dtrain-run wants to read how far its ranks are: DTRAIN_PROGRESS_FILE, a
  * name below /proc of a file that has none, which begins with a magic. A variable that a dead
@@ -126,55 +150,32 @@ static int dtrain__back_off(const dtrain__launch *launch, uint64_t wait_ns)
     }
 }
 
-/* Make the sentence of a crash loop. The last failure stands at its end, where it may be cut. */
-static dtrain_result dtrain__crash_loop(const dtrain__launch *launch, dtrain_result result)
-{
-    char last[DTRAIN__ERROR_BYTES], beyond[48] = "";
-    snprintf(last, sizeof last, "%s", dtrain_last_error());
-    if (launch->progress)
-        snprintf(beyond, sizeof beyond, " beyond step %llu",
-                 (unsigned long long)(launch->progress - 1));
-    return dtrain_fail(result,
-                       "crash loop: %u restart%s in a row made no progress%s; the last failure: %s",
-                       launch->in_a_row, launch->in_a_row > 1 ? "s" : "", beyond, last);
-}
-
 /* Decide whether a run that has ended is started again, and wait until then. A world that could not
  * even be started the first time is not: its desc or its machine is wrong. */
 DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *result,
                                      dtrain_launch_info *info)
 {
-    const dtrain_launch_desc *desc = &launch->desc;
-    const bool refused = launch->started < (int)desc->rank_count;
-    char last[DTRAIN__ERROR_BYTES];
-    if (*result == DTRAIN_OK || launch->joins || !desc->restarts) return false;
+    const bool refused = launch->started < (int)launch->desc.rank_count;
+    char last[DTRAIN__ERROR_BYTES], what[DTRAIN__RESTART_TEXT];
+    uint64_t wait_ns;
+    if (*result == DTRAIN_OK || launch->joins || !launch->restarts.most) return false;
     if (dtrain__was_stopped(launch, info)) return false;
     if (!launch->restart_count && *result != DTRAIN_ERROR_RANK_FAILED) return false;
     if (launch->restart_count && refused && dtrain__go_on_with_fewer(launch)) return true;
-    if (launch->announced > launch->progress) {
-        launch->progress = launch->announced;
-        launch->in_a_row = 0;
-    }
-    if (launch->in_a_row == desc->restarts) {
-        *result = dtrain__crash_loop(launch, *result);
+    snprintf(last, sizeof last, "%s", dtrain_last_error());
+    if (!dtrain__restarts_next(&launch->restarts, launch->announced, &wait_ns, what)) {
+        *result = dtrain_fail(*result, "%s; the last failure: %s", what, last);
         return false;
     }
-    const uint32_t twice =
-        launch->in_a_row < DTRAIN__BACKOFF_DOUBLINGS ? launch->in_a_row : DTRAIN__BACKOFF_DOUBLINGS;
-    const uint64_t wait_ns = ((uint64_t)desc->backoff_ms << twice) * 1000000u;
-    launch->in_a_row++;
-    snprintf(last, sizeof last, "%s", dtrain_last_error());
-    dtrain__launch_log(launch, -1, DTRAIN_LOG_WARNING, "restart %u of %u in %.1f s: %s",
-                       launch->in_a_row, desc->restarts, 1e-9 * (double)wait_ns, last);
+    dtrain__launch_log(launch, -1, DTRAIN_LOG_WARNING, "%s: %s", what, last);
     const int number = dtrain__back_off(launch, wait_ns);
     if (number) {
         info->signal = number;
         info->exit_code = 128 + number;
         *result = dtrain_fail(*result,
-                              "stopped by signal %d (%s) while it waited for restart %u "
-                              "of %u; the last failure: %s",
-                              number, dtrain__signal_name(number), launch->in_a_row, desc->restarts,
-                              last);
+                              "stopped by signal %d (%s) while it waited for %s; the last "
+                              "failure: %s",
+                              number, dtrain__signal_name(number), what, last);
         return false;
     }
     launch->restart_count++;

@@ -74,7 +74,7 @@ fails='[ $DTRAIN_RANK != 1 ] || { echo the reason >&2; exit 7; }; sleep 30'
 is "the status of the rank that fails" 7 'rank 1 of 3 .* ended with exit status 7' $run --grace 0.6 --nproc 3 sh -c "$fails"
 grep -q '    | the reason' "$tmp/out"; result "its last lines are shown" $? "$tmp/out"
 is "its last lines come from its file" 7 '    \| the reason' $run --grace 0.6 --nproc 3 --log-dir "$tmp/logs" sh -c "$fails"
-is "a rank that is killed: 128 + signal" 139 'rank 2 of 3 .* killed by signal 11 \(SIGSEGV\)' $run --grace 0.6 --nproc 3 sh -c '[ $DTRAIN_RANK != 2 ] || kill -SEGV $$; sleep 30'
+is "a rank that is killed: 128 + signal" 139 'rank 2 of 3 .* killed by signal 11 \(SIGSEGV' $run --grace 0.6 --nproc 3 sh -c '[ $DTRAIN_RANK != 2 ] || kill -SEGV $$; sleep 30'
 is "a rank that ignores SIGTERM is killed after the grace period" 3 'exit status 3' $run --nproc 2 --grace 0.3 sh -c '[ $DTRAIN_RANK != 1 ] || exit 3; trap "" TERM; while :; do sleep 1; done'
 is "the sentence in its error file" 5 'its error: the "cause", \?$' $run --nproc 2 --grace 0.6 sh -c '
     [ $DTRAIN_RANK != 1 ] || { echo "{\"message\": {\"message\": \"the \\\"cause\\\", \\u00e9\", \"extraInfo\": {}}}" >$TORCHELASTIC_ERROR_FILE; exit 5; }; sleep 30'
@@ -119,6 +119,13 @@ else skip "PID 1" "needs root and unshare"; fi
 # ---- Restarts ----
 is "a restart, with its number" 0 '^attempt 1$' $run --nproc 2 --restarts 1 sh -c '[ $DTRAIN_RANK = 1 ] || echo attempt $DTRAIN_RESTART_COUNT; [ $DTRAIN_RESTART_COUNT = 1 ] || exit 4'
 is "a crash loop ends with the rank's status" 4 'crash loop: 1 restart in a row made no progress' $run --nproc 2 --restarts 1 --log-dir "$tmp/logs" sh -c 'exit 4'
+$run --nproc 1 --restarts 9 sh -c 'exit 4' >"$tmp/out" 2>&1 &
+launcher=$!
+wait_for 20 grep -q 'restart 2 of 9 in 2.0 s' "$tmp/out"
+kill $launcher
+wait $launcher
+[ $? -eq 143 ] && ! grep -q 'restart 3' "$tmp/out"
+result "TERM in the wait before a restart ends the run" $? "$tmp/out"
 [ -e "$tmp/logs/attempt-1/rank-1.log" ]; result "a restart has logs of its own" $?
 
 long="$gpt --ranks 2 --global-batch 8 --steps 600 --save-every 100 --resume auto --deterministic"

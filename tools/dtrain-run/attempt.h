@@ -10,8 +10,6 @@
 
 #include "report.h"
 
-/* A request to stop often comes twice: sent to all processes of a job, and to us. Within this time both are one. */
-#define RUN_ONE_REQUEST_NS 1000000000u
 #define RUN_SETTLE_NS 200000000u /* after the first failure, to see who else has failed */
 #define RUN_HEARSAY_NS \
     2000000000u /* and for another node to say that the cause is one of its ranks */
@@ -65,15 +63,15 @@ static void run_hear_nodes(run_watch *w)
     } else
         snprintf(failure->sentence, sizeof failure->sentence, "another node failed: %.200s", text);
     w->stops = w->settled = true;
-    w->fail_ns = run_now();
+    w->fail_ns = dtrain__now_ns();
 }
 
 /* Pass a signal on. The second request to stop is obeyed without asking the ranks. */
 static void run_on_signal(run_watch *w, int number)
 {
-    const uint64_t now = run_now();
+    const uint64_t now = dtrain__now_ns();
     const bool stop = number != SIGUSR1 && number != SIGUSR2;
-    if (stop && w->stop_ns && now - w->stop_ns < RUN_ONE_REQUEST_NS) return;
+    if (stop && w->stop_ns && now - w->stop_ns < DTRAIN__ONE_REQUEST_NS) return;
     run_signal(w->node, number);
     if (number == SIGUSR2) return;
     run_signal(w->node, SIGCONT); /* a stopped rank hears of it when it goes on */
@@ -81,7 +79,7 @@ static void run_on_signal(run_watch *w, int number)
         fprintf(stderr,
                 "%sdtrain-run: asked to stop by %s: ranks have %g s to end; a second request ends "
                 "them at once\n",
-                isatty(2) ? "\n" : "", run_signal_name(number), w->node->options->grace);
+                isatty(2) ? "\n" : "", dtrain__signal_name(number), w->node->options->grace);
     if (!w->stopped_by) w->stopped_by = number;
     if (!stop) return;
     w->kill_ns = w->stop_ns ? now : now + (uint64_t)(1e9 * w->node->options->grace);
@@ -100,7 +98,7 @@ static void run_read_signals(run_watch *w)
 static void run_settle_failure(run_watch *w)
 {
     const int first = run_first_failed(w->node);
-    const uint64_t now = run_now();
+    const uint64_t now = dtrain__now_ns();
     if (w->settled || first < 0) return;
     if (!w->fail_ns) w->fail_ns = now;
     w->stops = true;
@@ -115,7 +113,7 @@ static void run_settle_failure(run_watch *w)
  * SIGKILL. */
 static void run_end_rest(run_watch *w)
 {
-    const uint64_t now = run_now(), grace = (uint64_t)(1e9 * w->node->options->grace);
+    const uint64_t now = dtrain__now_ns(), grace = (uint64_t)(1e9 * w->node->options->grace);
     const uint64_t alone = grace / 2 < 1000000000u ? grace / 2 : 1000000000u;
     const bool kills = (w->stops && now - w->fail_ns >= grace) || (w->kill_ns && now >= w->kill_ns);
     const bool asks = w->stops && !w->terminated && now - w->fail_ns >= alone;
@@ -161,7 +159,7 @@ static bool run_start_all(run_watch *w)
     else snprintf(w->failure.sentence, sizeof w->failure.sentence, "rank %d has no log", i - 1);
     w->failure.any = w->stops = w->settled = true;
     w->failure.code = error == ENOENT ? 127 : error > 0 ? 126 : 1;
-    w->fail_ns = run_now();
+    w->fail_ns = dtrain__now_ns();
     run_tell_nodes(w);
     return false;
 }
@@ -171,7 +169,7 @@ static bool run_start_all(run_watch *w)
 static bool run_attempt(run_watch *w)
 {
     run_node *node = w->node;
-    w->start_ns = run_now();
+    w->start_ns = dtrain__now_ns();
     const bool started = run_start_all(w);
     while (node->live > 0) {
         run_wait(w);

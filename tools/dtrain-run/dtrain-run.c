@@ -16,6 +16,9 @@
  * know their own checkpoints, and by DTRAIN_RESTART_COUNT. Ranks of several hosts need a communicator that crosses
  * them: NCCL, with a GPU each.
  *
+ * Whether a run is started again, and after which wait, decides the function that decides it for dtrain_launch:
+ * dtrain__restarts_next (src/launch/restart.c).
+ *
  * How to read it: options.h (what is asked for) -> ranks.h (a rank as a process) -> report.h (who failed first) ->
  * attempt.h (one start of all ranks) -> nodes.h (several nodes, restarts) -> main(). */
 #define DTRAIN_IMPLEMENTATION
@@ -64,13 +67,12 @@ static int reserve_port(int *port)
 /* Make the file in which ranks say how far they are: see dtrain_world_progress. */
 static bool make_progress_file(run_node *node)
 {
-    static const char magic[16] = "dtrain progress";
     node->progress_file = memfd_create("dtrain-run progress", MFD_CLOEXEC);
     if (node->progress_file < 0 || ftruncate(node->progress_file, 4096) != 0) return false;
     void *page = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, node->progress_file, 0);
     if (page == MAP_FAILED) return false;
-    memcpy(page, magic, sizeof magic);
-    node->progress = (uint64_t *)page + 2;
+    memcpy(page, DTRAIN__PROGRESS_MAGIC, sizeof DTRAIN__PROGRESS_MAGIC);
+    node->progress = (uint64_t *)page + sizeof DTRAIN__PROGRESS_MAGIC / sizeof(uint64_t);
     return true;
 }
 

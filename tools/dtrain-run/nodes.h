@@ -19,11 +19,11 @@
 
 /* How far this dtrain-run knows the run to be. All of them agree on it when they meet. */
 typedef struct run_state {
-    uint32_t attempt, in_a_row; /* restarts so far; in a row without progress */
-    uint64_t best,
-        announced; /* furthest of all attempts but the last, and of the last: 0 none, else 1 + step */
-    uint32_t failed; /* the last attempt failed */
-    int32_t nproc, restarts, code;
+    dtrain__restarts restarts; /* the policy; its settings are those of node 0 */
+    uint64_t announced;        /* by the last attempt: 1 + its furthest step; 0: none */
+    uint32_t attempt;          /* restarts so far */
+    uint32_t failed;           /* the last attempt failed */
+    int32_t nproc, code;
     char key[40]; /* of the next attempt, from node 0 */
     char run[40]; /* of all attempts */
 } run_state;
@@ -41,7 +41,7 @@ typedef struct run_job {
 /* Make a key that no other attempt has. */
 static void run_make_key(char *key, size_t room)
 {
-    uint64_t random[2] = {run_now(), (uint64_t)getpid()};
+    uint64_t random[2] = {dtrain__now_ns(), (uint64_t)getpid()};
     const int file = open("/dev/urandom", O_RDONLY | O_CLOEXEC);
     if (file >= 0) (void)!read(file, random, sizeof random), close(file);
     snprintf(key, room, "%016llx%016llx", (unsigned long long)random[0],
@@ -58,24 +58,13 @@ static run_state run_merge(const run_state *all, int count)
             merged.attempt = s->attempt;
             memcpy(merged.run, s->run, sizeof merged.run); /* node 0's dtrain-run is a new one */
         }
-        if (s->in_a_row > merged.in_a_row) merged.in_a_row = s->in_a_row;
-        if (s->best > merged.best) merged.best = s->best;
+        if (s->restarts.in_a_row > merged.restarts.in_a_row)
+            merged.restarts.in_a_row = s->restarts.in_a_row;
+        if (s->restarts.best > merged.restarts.best) merged.restarts.best = s->restarts.best;
         if (s->announced > merged.announced) merged.announced = s->announced;
         if (s->failed && !merged.failed) merged.failed = 1, merged.code = s->code;
     }
     return merged;
-}
-
-/* Decide, the same on every node, whether there is another attempt. Progress makes the count in a row begin anew. */
-static bool run_decide(run_state *s)
-{
-    if (!s->failed) return true;
-    if (s->announced > s->best) s->best = s->announced, s->in_a_row = 0;
-    s->announced = 0;
-    if ((int32_t)s->in_a_row >= s->restarts) return false;
-    s->in_a_row++;
-    s->attempt++;
-    return true;
 }
 
 static const int run_signals[] = {SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2};
@@ -100,29 +89,22 @@ static void run_signals_quit(int patience)
     sigprocmask(patience < 0 ? SIG_BLOCK : SIG_UNBLOCK, &set, NULL);
 }
 
-/* Wait before a restart: a second, doubled for each in a row up to a minute. */
-static void run_back_off(const run_job *job)
+/* Decide, the same on every node, whether there is another attempt, and wait until it begins. */
+static bool run_decide(run_job *job)
 {
-    const run_state *s = &job->state;
-    const uint32_t twice = s->in_a_row < 7 ? s->in_a_row - 1 : 6;
-    if (!s->failed) return;
-    if (job->options->node_rank == 0)
-        fprintf(stderr, "dtrain-run: restart %u of %d in %u s\n", s->in_a_row, s->restarts,
-                1u << twice);
-    struct timespec nap = {1 << twice, 0};
+    run_state *s = &job->state;
+    char what[DTRAIN__RESTART_TEXT];
+    uint64_t wait_ns;
+    if (!s->failed) return true;
+    const bool again = dtrain__restarts_next(&s->restarts, s->announced, &wait_ns, what);
+    s->announced = 0;
+    if (job->options->node_rank == 0 && s->restarts.most) fprintf(stderr, "dtrain-run: %s\n", what);
+    if (!again) return false;
+    s->attempt++;
+    run_signals_quit(0); /* a request to stop ends the wait, and the run */
+    struct timespec nap = {(time_t)(wait_ns / 1000000000u), (long)(wait_ns % 1000000000u)};
     while (nanosleep(&nap, &nap) != 0 && errno == EINTR) continue;
-    run_signals_quit(-1);
-}
-
-/* Say how the run ended for good after failures. */
-static void run_give_up(const run_job *job)
-{
-    const run_state *s = &job->state;
-    if (!s->restarts || job->options->node_rank) return;
-    fprintf(stderr, "dtrain-run: crash loop: %u restart%s in a row made no progress", s->in_a_row,
-            s->in_a_row == 1 ? "" : "s");
-    if (s->best) fprintf(stderr, " beyond step %llu", (unsigned long long)(s->best - 1));
-    fprintf(stderr, "\n");
+    return true;
 }
 
 /* Run the attempt that all nodes have agreed on, and note what came of it. */
@@ -131,7 +113,6 @@ static void run_agreed(run_job *job, dtrain_world *world)
     run_node *node = &job->node;
     run_watch *w = &job->watch;
     const int signals = w->signals;
-    run_back_off(job);
     run_signals_quit(-1);
     run_forget(node);
     node->attempt = (int)job->state.attempt;
@@ -147,11 +128,11 @@ static void run_agreed(run_job *job, dtrain_world *world)
     job->state.announced = *node->progress;
     job->state.failed = w->failure.any;
     job->state.code = job->code = w->failure.code;
-    job->again = w->failure.any && can_be_started && !w->stopped_by && job->state.restarts > 0;
+    job->again = w->failure.any && can_be_started && !w->stopped_by && job->state.restarts.most > 0;
     if (w->failure.any) run_print_failure(node, &w->failure);
     if (w->stopped_by && w->failure.any)
         fprintf(stderr, "dtrain-run: the run was asked to stop by signal %d (%s): no restart\n",
-                w->stopped_by, run_signal_name(w->stopped_by));
+                w->stopped_by, dtrain__signal_name(w->stopped_by));
 }
 
 /* Wait until the ranks of all nodes are done. A request to stop has reached them too, so it is waited out once. */
@@ -165,7 +146,7 @@ static void run_await_nodes(run_job *job, dtrain_world *world)
     run_hear_nodes(w);
     job->state.failed = 1;
     job->state.code = job->code = w->failure.code ? w->failure.code : 1;
-    job->again = job->state.restarts > 0 && !w->stopped_by;
+    job->again = job->state.restarts.most > 0 && !w->stopped_by;
     run_print_failure(&job->node, &w->failure);
 }
 
@@ -178,7 +159,8 @@ static int run_node_main(dtrain_world *world, void *user)
     job->again = false;
     job->code = 1;
     job->state.nproc = job->options->nproc;
-    job->state.restarts = job->options->restarts;
+    job->state.restarts.most = (uint32_t)job->options->restarts;
+    job->state.restarts.backoff_ms = 1000;
     run_make_key(job->state.key, sizeof job->state.key);
     if (!job->state.run[0]) memcpy(job->state.run, job->state.key, sizeof job->state.run);
     if (!world) all[0] = job->state;
@@ -191,8 +173,7 @@ static int run_node_main(dtrain_world *world, void *user)
         if (i < job->options->node_rank) job->node.first += all[i].nproc;
         job->node.size += all[i].nproc;
     }
-    if (!run_decide(&job->state)) {
-        run_give_up(job);
+    if (!run_decide(job)) {
         job->code = job->state.code;
         return 0;
     }

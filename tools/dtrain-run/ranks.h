@@ -49,13 +49,6 @@ typedef struct run_node {
     run_rank ranks[DTRAIN_MAX_RANKS];
 } run_node;
 
-static uint64_t run_now(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
-
 /* ---- The guard ---------------------------------------------------------------------------------------------- */
 
 /* Hear of groups (positive: begun, negative: over) until dtrain-run ends, and kill what is left of them then. */
@@ -293,7 +286,7 @@ static void run_reap(run_node *node)
             if (rank->pid != pid || rank->ended) continue;
             rank->ended = true;
             rank->status = status;
-            rank->ended_ns = run_now();
+            rank->ended_ns = dtrain__now_ns();
             node->live--;
         }
 }
@@ -302,10 +295,10 @@ static void run_reap(run_node *node)
  * it, and take what is still in the pipes. A group's number is nobody else's while a process is in it. */
 static void run_clear(run_node *node)
 {
-    const uint64_t end = run_now() + 500000000u;
+    const uint64_t end = dtrain__now_ns() + 500000000u;
     for (int i = 0; i < node->count; i++) {
         run_rank *rank = &node->ranks[i];
-        while (rank->pid > 0 && kill(-rank->pid, 0) == 0 && run_now() < end) {
+        while (rank->pid > 0 && kill(-rank->pid, 0) == 0 && dtrain__now_ns() < end) {
             (void)poll(NULL, 0, 5);
             run_reap(node);
         }

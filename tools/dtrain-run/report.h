@@ -14,23 +14,6 @@ typedef struct run_failure {
     char sentence[RUN_SENTENCE];
 } run_failure;
 
-/* Name a signal. */
-static const char *run_signal_name(int number)
-{
-    static const struct {
-        int number;
-        const char *name;
-    } known[] = {{SIGHUP, "SIGHUP"},   {SIGINT, "SIGINT"},   {SIGQUIT, "SIGQUIT"},
-                 {SIGILL, "SIGILL"},   {SIGTRAP, "SIGTRAP"}, {SIGABRT, "SIGABRT"},
-                 {SIGBUS, "SIGBUS"},   {SIGFPE, "SIGFPE"},   {SIGKILL, "SIGKILL"},
-                 {SIGUSR1, "SIGUSR1"}, {SIGUSR2, "SIGUSR2"}, {SIGSEGV, "SIGSEGV"},
-                 {SIGPIPE, "SIGPIPE"}, {SIGALRM, "SIGALRM"}, {SIGTERM, "SIGTERM"},
-                 {SIGXCPU, "SIGXCPU"}, {SIGXFSZ, "SIGXFSZ"}, {SIGSYS, "SIGSYS"}};
-    for (size_t i = 0; i < sizeof known / sizeof *known; i++)
-        if (known[i].number == number) return known[i].name;
-    return "see signal(7)";
-}
-
 /* Read up to `room` - 1 last bytes of a file; "" when there is none. */
 static void run_file_end(int file, char *text, size_t room)
 {
@@ -145,7 +128,7 @@ static void run_describe(const run_node *node, int first, uint64_t start_ns, run
     gethostname(host, sizeof host - 1);
     if (WIFSIGNALED(status))
         snprintf(how, sizeof how, "was killed by signal %d (%s)", WTERMSIG(status),
-                 run_signal_name(WTERMSIG(status)));
+                 dtrain__signal_name(WTERMSIG(status)));
     else snprintf(how, sizeof how, "ended with exit status %d", WEXITSTATUS(status));
     failure->any = failure->here = true;
     failure->local = first;
