@@ -2247,13 +2247,15 @@ typedef struct dtrain_loader_desc {
     bool in_order;  /* no shuffling: for evaluation */
     bool drop_last; /* every epoch begins with a batch: what is left of one does not come */
     dtrain_dataset *dataset;
+    dtrain_comm *comm; /* the ranks that divide the samples among themselves: those of the strategy
+                          that trains on them. NULL = all of the world. Read in create */
     uint32_t workers;  /* threads that read ahead; 0 = none, the calling thread reads. At most 64 */
     uint32_t prefetch; /* batches that are read ahead; 0 = two a worker. That is all they hold */
     dtrain_transform_fn transform; /* of samples; NULL: as they are in the dataset */
     size_t output_bytes;           /* of a sample that is transformed */
     void *user;                    /* of transform */
 } dtrain_loader_desc;
-/* Create a loader for one rank of the world; the dataset must outlive it. Local. Its threads belong
+/* Create the loader of this rank; the dataset must outlive it. Local. Its threads belong
  * to this process: after a fork the child makes a loader of its own. */
 DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
                                               dtrain_loader **out);
@@ -2988,7 +2990,7 @@ typedef struct dtrain_metrics_event {
 
 /* What a sink is told when it is opened. */
 typedef struct dtrain_metrics_run {
-    int rank, size;
+    int rank, size;      /* among the ranks of the run */
     const char *name;    /* desc.run_name */
     int64_t first_step;  /* desc.first_step */
     bool append;         /* to what an earlier run has written */
@@ -3049,9 +3051,10 @@ typedef struct dtrain_metrics_desc {
     size_t sink_count;
 } dtrain_metrics_desc;
 
-/* Create the stream of a run. Rank 0 alone writes, apart from sinks with every_rank; every rank
- * keeps the summary. A file that cannot be opened, or a sink, is an error. Later no failure stops
- * the training: it is counted, and the first of each sink is a warning. Local. */
+/* Create the stream of a run, whose ranks are those of the trainer, or without one all of the
+ * world. Rank 0 of them alone writes, apart from sinks with every_rank; every rank keeps the
+ * summary. A file that cannot be opened, or a sink, is an error. Later no failure stops the
+ * training: it is counted, and the first of each sink is a warning. Local. */
 DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
                                                dtrain_metrics **out);
 /* Report one step. Local, except for histograms; the only errors are those of arguments and of
@@ -7504,19 +7507,20 @@ DTRAIN__PRIVATE void dtrain__slice(const dtrain_collective *what, int size, int 
 
 /* Groups: who shares what with this rank
  *
- * Everything above the communicators that must know "rank of how many" takes it from here:
+ * Whoever above the communicators must know "rank of how many" takes it from here:
  *
- *     data    average gradients: each rank has other samples. The loader deals over them, the
- *             strategy reduces over them, dropout draws a stream for each
- *     copy    share one copy of the values, of which each keeps a shard. Norms add up over them,
- *             and a checkpoint has as many writers. NULL: this rank has all of it
- *     model   hold the parts of one model between them. NULL: this rank alone
- *     all     take part in one training: records and requests to stop go over all of them
+ *     data    average gradients; each of them has other samples. Loaders deal to them, strategies
+ *             reduce over them, dropout draws a stream for each
+ *     copy    share one copy of the values, each with a shard of it: norms are summed up over them.
+ *             NULL: this rank has everything
+ *     model   hold one model between them; the loss that the last of them sees counts. NULL: this
+ *             rank alone holds one
+ *     all     train together: records, requests to stop, checkpoints and metrics are of them
  *
- * Without a mesh a rank holds a whole model: data and all are desc.comm, or the world, model is
- * NULL, and the strategy makes copy, by its kind, of data. A mesh with axes (pipeline, data,
- * tensor) will split the world: data is the ranks with the same place on the other axes, model
- * those with the same place on the data axis, all the whole mesh; copy is of data as before. */
+ * Without a mesh every rank holds a model: data and all are desc.comm or the world's, and a
+ * strategy makes copy of data, as its kind wants it. A mesh will cut the world along axes
+ * (pipeline, data, tensor): data is then the ranks that differ from this one along the data axis
+ * alone, model those that differ along the other axes, and all the whole mesh. */
 
 typedef struct dtrain__groups {
     dtrain_comm *data, *copy, *model, *all;
@@ -7524,6 +7528,9 @@ typedef struct dtrain__groups {
 
 /* Fill the groups of ranks that hold a whole model each: comm, or where it is NULL the world's. */
 DTRAIN__PRIVATE dtrain__groups dtrain__world_groups(dtrain_world *world, dtrain_comm *comm);
+
+/* Tell whether this rank's loss counts: a pipeline ends in the last rank of a model. */
+DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain__groups *groups);
 
 /* Bring what a rank did alone to all of them: success on all, or an error on each. Collective. */
 DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result mine);
@@ -7919,6 +7926,12 @@ DTRAIN__PRIVATE dtrain__groups dtrain__world_groups(dtrain_world *world, dtrain_
     dtrain__groups groups = {comm, NULL, NULL, comm};
     if (!comm) groups.data = groups.all = dtrain_world_comm(world);
     return groups;
+}
+
+DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain__groups *groups)
+{
+    const dtrain_comm *model = groups->model;
+    return !model || dtrain_comm_rank(model) == dtrain_comm_size(model) - 1;
 }
 
 /* ================================================================================================
@@ -17493,7 +17506,7 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
 {
     if (out) *out = NULL;
     if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: world is NULL");
-    dtrain_comm *comm = desc && desc->comm ? desc->comm : dtrain_world_comm(world);
+    dtrain_comm *comm = dtrain__world_groups(world, desc ? desc->comm : NULL).data;
     dtrain_result result = dtrain__strategy_begin(world, params, param_count, desc, comm, out);
     result = dtrain__agree(comm, result);
     if (result == DTRAIN_OK) result = dtrain__strategy_complete(*out);
@@ -23412,8 +23425,9 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
     loader->allocator = allocator;
     loader->world = world;
     loader->desc = *desc;
-    loader->rank = world ? (uint64_t)dtrain_world_rank(world) : 0;
-    loader->ranks = world ? (uint64_t)dtrain_world_size(world) : 1;
+    const dtrain_comm *data = dtrain__world_groups(world, desc->comm).data; /* NULL: one rank */
+    loader->rank = data ? (uint64_t)dtrain_comm_rank(data) : 0;
+    loader->ranks = data ? (uint64_t)dtrain_comm_size(data) : 1;
     loader->timeout_ns = world ? world->timeout_ns : DTRAIN__NEXT_TIMEOUT_NS;
     if (desc->prefetch == 0) loader->desc.prefetch = 2 * desc->workers;
     dtrain_result result = dtrain__loader_plan(loader);
@@ -24383,8 +24397,10 @@ struct dtrain_trainer {
     dtrain_tape *tape;
     dtrain_loss_scaler scaler; /* in use when scaling */
     bool scaling;
-    dtrain_comm *comm; /* the strategy's */
-    int rank, ranks;   /* in it */
+    dtrain__groups groups;     /* the strategy's */
+    int rank, ranks;           /* in groups.all, which makes the record ... */
+    int data_rank, data_ranks; /* ... and in groups.data */
+    bool loss_counts;          /* in the record, once for each model */
     int64_t step;
     uint64_t tokens;   /* of all ranks, in the steps before */
     uint64_t skipped;  /* steps whose gradients were not finite, without loss scaling ... */
@@ -24455,12 +24471,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
 #define DTRAIN__MICRO_SEED UINT64_C(0x9e3779b97f4a7c15) /* times the micro-batch; odd: all differ */
 
 /* Return the seed of this rank's step. Random numbers of dropout must differ between steps,
- * micro-batches and ranks, and a run that is repeated must repeat them. A pass uses the sum of this
- * and of its micro-batch's seed, which is the same in all steps: so it can be recorded. */
+ * micro-batches and ranks with other samples, and a run that is repeated must repeat them. A pass
+ * uses the sum of this and of its micro-batch's seed, which is the same in all steps: so it can be
+ * recorded. */
 DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer)
 {
     uint32_t random[4];
-    uint64_t stream = DTRAIN__STREAM_DROPOUT + (uint64_t)trainer->rank;
+    uint64_t stream = DTRAIN__STREAM_DROPOUT + (uint64_t)trainer->data_rank;
     dtrain__philox(trainer->desc.seed, stream, (uint64_t)trainer->step, random);
     return (uint64_t)random[1] << 32 | random[0];
 }
@@ -24592,6 +24609,17 @@ static void dtrain__trainer_figures(const dtrain_trainer *trainer, const dtrain_
 static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *record);
 static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc);
 
+/* Write into this rank's words the mean loss of `batches` and its weight, from the sum of losses,
+ * each times its weight, and the sum of weights: nothing where another rank's loss counts for this
+ * model. */
+static void dtrain__put_loss(const dtrain_trainer *trainer, double sum, double weights,
+                             int64_t batches, float *own)
+{
+    if (!trainer->loss_counts) sum = weights = 0;
+    own[DTRAIN__WORD_LOSS] = (float)(weights > 0 ? sum / weights : sum);
+    own[DTRAIN__WORD_WEIGHT] = (float)(weights / (double)batches);
+}
+
 /* Run micro-batches and update, either with the host in the middle or queued as a whole, and then
  * make the record. */
 static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
@@ -24610,9 +24638,7 @@ static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_r
     for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
         full.kind_bytes[kind] = after.comm.kind_bytes[kind] - before.comm.kind_bytes[kind];
     dtrain__trainer_figures(trainer, &before, &after, own);
-    own[DTRAIN__WORD_LOSS] =
-        (float)(trainer->weight > 0 ? trainer->loss / trainer->weight : trainer->loss);
-    own[DTRAIN__WORD_WEIGHT] = (float)(trainer->weight / trainer->desc.micro_batches);
+    dtrain__put_loss(trainer, trainer->loss, trainer->weight, trainer->desc.micro_batches, own);
     own[DTRAIN__WORD_ENDED] = (float)trainer->joined / (float)trainer->desc.micro_batches;
     own[DTRAIN__WORD_STOP] = dtrain_world_stop_requested(trainer->world) ? 1.0f : 0.0f;
     const uint32_t span =
@@ -24704,7 +24730,7 @@ static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_
         if (!dtrain_is_finite(loss))
             return dtrain_fail(DTRAIN_ERROR_NUMERIC,
                                "dtrain_trainer_step: at step %lld the loss of rank %d is %g: %s",
-                               (long long)record->step, dtrain__world_rank(trainer->comm, r),
+                               (long long)record->step, dtrain__world_rank(trainer->groups.all, r),
                                (double)loss, advice);
     }
     if (!overflow || trainer->scaling) return DTRAIN_OK;
@@ -24774,11 +24800,11 @@ static dtrain_spread dtrain__trainer_spread(const dtrain_trainer *trainer, int f
         if (!dtrain_is_finite(word)) continue;
         if (known == 0 || value < all.min) {
             all.min = value;
-            all.min_rank = dtrain__world_rank(trainer->comm, r);
+            all.min_rank = dtrain__world_rank(trainer->groups.all, r);
         }
         if (known == 0 || value > all.max) {
             all.max = value;
-            all.max_rank = dtrain__world_rank(trainer->comm, r);
+            all.max_rank = dtrain__world_rank(trainer->groups.all, r);
         }
         sum += value;
         known++;
@@ -24791,7 +24817,8 @@ DTRAIN_API double dtrain_trainer_figure(const dtrain_trainer *trainer, int rank,
                                         dtrain_figure figure)
 {
     for (int r = 0; trainer && trainer->step > 0 && r < trainer->ranks; r++)
-        if (dtrain__world_rank(trainer->comm, r) == rank && (uint32_t)figure < DTRAIN_FIGURE_COUNT)
+        if (dtrain__world_rank(trainer->groups.all, r) == rank &&
+            (uint32_t)figure < DTRAIN_FIGURE_COUNT)
             return (double)trainer->words[r * DTRAIN__WORD_COUNT + (int)figure];
     return DTRAIN__NAN;
 }
@@ -24817,7 +24844,7 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
         DTRAIN__TRY(dtrain_loss_scaler_update(scaler, overflow));
         record->skipped_steps = scaler->skipped_steps;
     }
-    const double micros = (1 - mean[DTRAIN__WORD_ENDED]) * trainer->ranks *
+    const double micros = (1 - mean[DTRAIN__WORD_ENDED]) * trainer->data_ranks *
                           trainer->desc.micro_batches; /* that had data */
     const uint64_t tokens = (uint64_t)trainer->desc.tokens * (uint64_t)(micros + 0.5);
     record->loss = mean[DTRAIN__WORD_LOSS];
@@ -24841,7 +24868,7 @@ static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const flo
 {
     float *slot = trainer->words + trainer->rank * DTRAIN__WORD_COUNT;
     memcpy(slot, own, DTRAIN__WORDS_BYTES);
-    DTRAIN__TRY(dtrain_all_gather(trainer->comm, slot, trainer->words, DTRAIN__WORD_COUNT,
+    DTRAIN__TRY(dtrain_all_gather(trainer->groups.all, slot, trainer->words, DTRAIN__WORD_COUNT,
                                   DTRAIN_DTYPE_F32, NULL));
     for (int word = 0; word < DTRAIN__WORD_COUNT; word++) {
         double weights = 0;
@@ -24880,7 +24907,7 @@ static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *recor
     }
     const double median = sorted[(trainer->ranks - 1) / 2];
     record->straggler_score = median > 0 ? most / median : 1;
-    record->slowest_rank = dtrain__world_rank(trainer->comm, slowest);
+    record->slowest_rank = dtrain__world_rank(trainer->groups.all, slowest);
     if (record->straggler_score <= DTRAIN__SLOW_SCORE) trainer->slow_steps = 0;
     else trainer->slow_steps = slowest == trainer->slow_rank ? trainer->slow_steps + 1 : 1;
     trainer->slow_rank = slowest;
@@ -24939,8 +24966,7 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
     float own[DTRAIN__WORD_COUNT]; /* the figures of the last step stay as they are */
     double mean[DTRAIN__WORD_COUNT];
     memcpy(own, trainer->words + trainer->rank * DTRAIN__WORD_COUNT, DTRAIN__WORDS_BYTES);
-    own[DTRAIN__WORD_LOSS] = (float)(weights > 0 ? sum / weights : sum);
-    own[DTRAIN__WORD_WEIGHT] = (float)(weights / (double)batches);
+    dtrain__put_loss(trainer, sum, weights, batches, own);
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
     *loss = mean[DTRAIN__WORD_LOSS];
     return DTRAIN_OK;
@@ -24966,9 +24992,12 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     trainer->desc = *desc;
     if (desc->micro_batches == 0) trainer->desc.micro_batches = 1;
     if (desc->skip_limit == 0) trainer->desc.skip_limit = 10;
-    trainer->comm = dtrain__groups_of(desc->strategy).all;
-    trainer->rank = dtrain_comm_rank(trainer->comm);
-    trainer->ranks = dtrain_comm_size(trainer->comm);
+    trainer->groups = dtrain__groups_of(desc->strategy);
+    trainer->rank = dtrain_comm_rank(trainer->groups.all);
+    trainer->ranks = dtrain_comm_size(trainer->groups.all);
+    trainer->data_rank = dtrain_comm_rank(trainer->groups.data);
+    trainer->data_ranks = dtrain_comm_size(trainer->groups.data);
+    trainer->loss_counts = dtrain__loss_counts(&trainer->groups);
     trainer->slow_rank = -1;
     trainer->saving = dtrain_span_seconds(world, DTRAIN_SPAN_CHECKPOINT);
     for (size_t i = 0; i < sizeof trainer->gpu / sizeof *trainer->gpu; i++)
@@ -25114,7 +25143,7 @@ static float dtrain__queue_weight(const dtrain_trainer *trainer, uint32_t micro)
     const dtrain__queued *queued = &trainer->queue->micros[micro];
     if (!queued->samples.terms || dtrain__settings_of(strategy)->average != DTRAIN_AVERAGE_SAMPLES)
         return queued->weight;
-    if (trainer->ranks == 1 && trainer->desc.micro_batches == 1)
+    if (trainer->data_ranks == 1 && trainer->desc.micro_batches == 1)
         return dtrain__samples_count(&queued->samples) > 0;
     return dtrain__weight_of(strategy, &queued->samples);
 }
@@ -25213,7 +25242,7 @@ static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
     const dtrain_strategy_desc *settings = dtrain__settings_of(strategy);
     const char *missing = NULL;
     dtrain_comm_info comm;
-    dtrain_comm_query(trainer->comm, &comm);
+    dtrain_comm_query(trainer->groups.all, &comm);
     if (trainer->scaling)
         missing = "no loss scaling: whether to step is decided on the host; use DTRAIN_TAPE_BF16, "
                   "which needs no scale, or graph = false";
@@ -25832,7 +25861,7 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
     state->allocator = world->allocator;
     state->desc = *desc;
     if (desc->trainer) state->desc.optimizer = desc->trainer->desc.optimizer;
-    state->comm = dtrain__groups_of(desc->strategy).data;
+    state->comm = dtrain__groups_of(desc->strategy).all;
     state->device = dtrain_world_device(world);
     state->step = -1;
     dtrain__state_list_scalars(state);
@@ -28151,7 +28180,7 @@ static dtrain_result dtrain__export_prepare(dtrain__export *e)
     DTRAIN__TRY(dtrain__export_plan(e));
     e->value = (float *)dtrain__alloc(allocator, e->most, sizeof(float), "a whole parameter");
     if (!e->value) return DTRAIN_ERROR_MEMORY;
-    if (dtrain_comm_rank(dtrain__groups_of(e->strategy).data) > 0) return DTRAIN_OK;
+    if (dtrain_comm_rank(dtrain__groups_of(e->strategy).all) > 0) return DTRAIN_OK;
     e->block = (char *)dtrain__alloc(allocator, DTRAIN__BLOCK, 1, "a block");
     return e->block ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
 }
@@ -28353,7 +28382,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_export(dtrain_strategy *strategy, con
     if (desc) e.desc = *desc;
     if (!e.desc.storage) e.desc.storage = dtrain_file_storage();
     const dtrain_allocator *allocator = &dtrain__world_of(strategy)->allocator;
-    dtrain_comm *comm = dtrain__groups_of(strategy).data;
+    dtrain_comm *comm = dtrain__groups_of(strategy).all;
     dtrain_result result = dtrain__agree(comm, dtrain__export_prepare(&e));
     if (result == DTRAIN_OK) result = dtrain__agree(comm, dtrain__export_values(&e));
     dtrain__free(allocator, e.block, DTRAIN__BLOCK, 1);
@@ -31219,6 +31248,7 @@ typedef struct dtrain__sink {
 struct dtrain_metrics {
     dtrain_allocator allocator;
     dtrain_world *world;
+    dtrain_comm *comm;        /* whose run it is: the ranks of the trainer, or all */
     dtrain_metrics_desc desc; /* resolved; texts are in `texts` */
     char *texts;              /* (texts_bytes) */
     size_t texts_bytes;
@@ -31346,7 +31376,7 @@ static dtrain_result dtrain__sink_take(dtrain_metrics *metrics, const dtrain_met
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_metrics_create: sink %zu of desc has no name",
                            (size_t)(given - metrics->desc.sinks));
-    if (!given->every_rank && dtrain_world_rank(metrics->world) != 0) return DTRAIN_OK;
+    if (!given->every_rank && dtrain_comm_rank(metrics->comm) != 0) return DTRAIN_OK;
     dtrain__sink *sink = &metrics->sinks[metrics->sink_count];
     sink->table = *given;
     sink->unit = "calls";
@@ -31365,7 +31395,7 @@ static dtrain_result dtrain__sinks_list(dtrain_metrics *metrics)
     bool (*const writers[DTRAIN__OWN_SINKS])(dtrain_metrics *, dtrain__sink *) = {
         dtrain__console_sink, dtrain__jsonl_sink, dtrain__csv_sink, dtrain__prometheus_sink,
         dtrain__tensorboard_sink};
-    for (size_t i = 0; dtrain_world_rank(metrics->world) == 0 && i < DTRAIN__OWN_SINKS; i++) {
+    for (size_t i = 0; dtrain_comm_rank(metrics->comm) == 0 && i < DTRAIN__OWN_SINKS; i++) {
         dtrain__sink *sink = &metrics->sinks[metrics->sink_count];
         if (!writers[i](metrics, sink)) continue;
         metrics->infos[metrics->sink_count].name = sink->table.name;
@@ -31380,8 +31410,8 @@ static dtrain_result dtrain__sinks_list(dtrain_metrics *metrics)
 static dtrain_result dtrain__sinks_open(dtrain_metrics *metrics)
 {
     const dtrain_metrics_desc *desc = &metrics->desc;
-    const dtrain_metrics_run run = {dtrain_world_rank(metrics->world),
-                                    dtrain_world_size(metrics->world),
+    const dtrain_metrics_run run = {dtrain_comm_rank(metrics->comm),
+                                    dtrain_comm_size(metrics->comm),
                                     desc->run_name,
                                     desc->first_step,
                                     desc->append,
@@ -31469,6 +31499,7 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     if (!metrics) return DTRAIN_ERROR_MEMORY;
     metrics->allocator = world->allocator;
     metrics->world = world;
+    metrics->comm = desc->trainer ? desc->trainer->groups.all : dtrain_world_comm(world);
     metrics->desc = *desc;
     metrics->sink_room = DTRAIN__OWN_SINKS + desc->sink_count;
     metrics->jsonl.fd = metrics->csv.fd = metrics->tensorboard.file.fd = -1;
@@ -31836,7 +31867,7 @@ static void dtrain__fill_bits(dtrain_metrics *metrics, const dtrain_step_record 
     uint64_t bits = 0;
     double errors = 0;
     for (int r = 0; trainer && r < trainer->ranks; r++) {
-        const int rank = trainer->comm ? dtrain__world_rank(trainer->comm, r) : r;
+        const int rank = trainer->groups.all ? dtrain__world_rank(trainer->groups.all, r) : r;
         const double one = dtrain_trainer_figure(trainer, rank, DTRAIN_FIGURE_GPU_THROTTLE);
         const double lost = dtrain_trainer_figure(trainer, rank, DTRAIN_FIGURE_GPU_ECC);
         if (dtrain__finite(one) && one >= 0) bits |= (uint64_t)one;
@@ -32219,7 +32250,7 @@ static dtrain_result dtrain__console_draw(dtrain_metrics *metrics)
         dtrain__line_add(&line, "  eta ");
         dtrain__line_time_left(&line, metrics);
     }
-    if (dtrain_world_size(metrics->world) > 1)
+    if (dtrain_comm_size(metrics->comm) > 1)
         dtrain__line_add(&line, "  comm %.1f ms (%.1f exposed)", r->comm_ms, r->exposed_comm_ms);
     if (r->data_ms > 0.01 * r->step_ms) dtrain__line_add(&line, "  data %.1f ms", r->data_ms);
     if (ioctl(fileno(console->file), TIOCGWINSZ, &size) == 0 && size.ws_col > 1)
@@ -32420,7 +32451,7 @@ static dtrain_result dtrain__jsonl_finish(void *user, const dtrain_summary *s)
     dtrain__json_add(&text, "step", s->steps ? (double)metrics->last.step : DTRAIN__NAN, integer);
     dtrain__json_add(&text, "loss", s->last_loss, 0);
     if (dtrain__finite(s->val_loss)) dtrain__json_add(&text, "val_loss", s->val_loss, 0);
-    dtrain__json_add(&text, "ranks", dtrain_world_size(metrics->world), integer);
+    dtrain__json_add(&text, "ranks", dtrain_comm_size(metrics->comm), integer);
     dtrain__json_add(&text, "steps", (double)s->steps, integer);
     dtrain__json_add(&text, "tokens", (double)s->tokens, integer);
     dtrain__json_add(&text, "first_loss", s->first_loss, 0);
@@ -33311,7 +33342,7 @@ typedef struct dtrain__histograms {
     dtrain_strategy *strategy;
     dtrain_device *device;
     dtrain_comm *comm;
-    int ranks, rank, root; /* in comm; root is rank 0 of the world */
+    int ranks, rank; /* in comm, whose rank 0 writes */
     int64_t counts[DTRAIN__TOGETHER][DTRAIN__BUCKETS];
     dtrain__moments mine[DTRAIN__TOGETHER];
     double limits[DTRAIN__BUCKETS], buckets[DTRAIN__BUCKETS]; /* of the one that is written */
@@ -33434,10 +33465,10 @@ static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const si
     dtrain__moments *mine = h->all + h->rank * DTRAIN__TOGETHER;
     memcpy(mine, h->mine, sizeof h->mine);
     DTRAIN__TRY(dtrain_reduce(h->comm, h->counts, h->counts, buckets, DTRAIN_DTYPE_I64,
-                              DTRAIN_REDUCE_SUM, h->root, NULL));
+                              DTRAIN_REDUCE_SUM, 0, NULL));
     DTRAIN__TRY(dtrain_all_gather(h->comm, mine, h->all, DTRAIN__TOGETHER * DTRAIN__MOMENT_WORDS,
                                   DTRAIN_DTYPE_I64, NULL));
-    for (int slot = 0; h->rank == h->root && slot < used; slot++)
+    for (int slot = 0; h->rank == 0 && slot < used; slot++)
         dtrain__histogram_write(metrics, slot, slot % 2 ? "gradients" : "weights",
                                 params[parameters[slot / 2]].name);
     memset(h->counts, 0, sizeof h->counts);
@@ -33475,21 +33506,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__histograms_step(dtrain_metrics *metrics)
 DTRAIN__PRIVATE dtrain_result dtrain__histograms_create(dtrain_metrics *metrics)
 {
     dtrain_trainer *trainer = metrics->desc.trainer;
-    int root = -1;
-    for (int r = 0; trainer && r < trainer->ranks; r++)
-        if (dtrain__world_rank(trainer->comm, r) == 0) root = r;
-    if (root < 0)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_metrics_create: histogram_every needs %s",
-                           trainer ? "rank 0 among the ranks of the trainer" : "a trainer in desc");
+    if (!trainer)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_metrics_create: histogram_every needs a trainer in desc");
     dtrain__histograms *h = metrics->histograms = (dtrain__histograms *)dtrain__alloc(
         &metrics->allocator, 1, dtrain__histograms_bytes(trainer->ranks), "histograms");
     if (!h) return DTRAIN_ERROR_MEMORY;
     h->strategy = trainer->desc.strategy;
     h->device = dtrain_world_device(trainer->world);
-    h->comm = trainer->comm;
+    h->comm = trainer->groups.all;
     h->ranks = trainer->ranks;
     h->rank = trainer->rank;
-    h->root = root;
     return DTRAIN_OK;
 }
 

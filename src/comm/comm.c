@@ -355,3 +355,9 @@ DTRAIN__PRIVATE dtrain__groups dtrain__world_groups(dtrain_world *world, dtrain_
     if (!comm) groups.data = groups.all = dtrain_world_comm(world);
     return groups;
 }
+
+DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain__groups *groups)
+{
+    const dtrain_comm *model = groups->model;
+    return !model || dtrain_comm_rank(model) == dtrain_comm_size(model) - 1;
+}

@@ -1,18 +1,19 @@
 /* Groups: who shares what with this rank
  *
- * Everything above the communicators that must know "rank of how many" takes it from here:
+ * Whoever above the communicators must know "rank of how many" takes it from here:
  *
- *     data    average gradients: each rank has other samples. The loader deals over them, the
- *             strategy reduces over them, dropout draws a stream for each
- *     copy    share one copy of the values, of which each keeps a shard. Norms add up over them,
- *             and a checkpoint has as many writers. NULL: this rank has all of it
- *     model   hold the parts of one model between them. NULL: this rank alone
- *     all     take part in one training: records and requests to stop go over all of them
+ *     data    average gradients; each of them has other samples. Loaders deal to them, strategies
+ *             reduce over them, dropout draws a stream for each
+ *     copy    share one copy of the values, each with a shard of it: norms are summed up over them.
+ *             NULL: this rank has everything
+ *     model   hold one model between them; the loss that the last of them sees counts. NULL: this
+ *             rank alone holds one
+ *     all     train together: records, requests to stop, checkpoints and metrics are of them
  *
- * Without a mesh a rank holds a whole model: data and all are desc.comm, or the world, model is
- * NULL, and the strategy makes copy, by its kind, of data. A mesh with axes (pipeline, data,
- * tensor) will split the world: data is the ranks with the same place on the other axes, model
- * those with the same place on the data axis, all the whole mesh; copy is of data as before. */
+ * Without a mesh every rank holds a model: data and all are desc.comm or the world's, and a
+ * strategy makes copy of data, as its kind wants it. A mesh will cut the world along axes
+ * (pipeline, data, tensor): data is then the ranks that differ from this one along the data axis
+ * alone, model those that differ along the other axes, and all the whole mesh. */
 
 #pragma once
 
@@ -27,6 +28,9 @@ typedef struct dtrain__groups {
 
 /* Fill the groups of ranks that hold a whole model each: comm, or where it is NULL the world's. */
 DTRAIN__PRIVATE dtrain__groups dtrain__world_groups(dtrain_world *world, dtrain_comm *comm);
+
+/* Tell whether this rank's loss counts: a pipeline ends in the last rank of a model. */
+DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain__groups *groups);
 
 /* Bring what a rank did alone to all of them: success on all, or an error on each. Collective. */
 DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result mine);

@@ -96,7 +96,7 @@ static dtrain_result dtrain__console_draw(dtrain_metrics *metrics)
         dtrain__line_add(&line, "  eta ");
         dtrain__line_time_left(&line, metrics);
     }
-    if (dtrain_world_size(metrics->world) > 1)
+    if (dtrain_comm_size(metrics->comm) > 1)
         dtrain__line_add(&line, "  comm %.1f ms (%.1f exposed)", r->comm_ms, r->exposed_comm_ms);
     if (r->data_ms > 0.01 * r->step_ms) dtrain__line_add(&line, "  data %.1f ms", r->data_ms);
     if (ioctl(fileno(console->file), TIOCGWINSZ, &size) == 0 && size.ws_col > 1)

@@ -47,7 +47,7 @@ typedef struct dtrain__histograms {
     dtrain_strategy *strategy;
     dtrain_device *device;
     dtrain_comm *comm;
-    int ranks, rank, root; /* in comm; root is rank 0 of the world */
+    int ranks, rank; /* in comm, whose rank 0 writes */
     int64_t counts[DTRAIN__TOGETHER][DTRAIN__BUCKETS];
     dtrain__moments mine[DTRAIN__TOGETHER];
     double limits[DTRAIN__BUCKETS], buckets[DTRAIN__BUCKETS]; /* of the one that is written */
@@ -170,10 +170,10 @@ static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const si
     dtrain__moments *mine = h->all + h->rank * DTRAIN__TOGETHER;
     memcpy(mine, h->mine, sizeof h->mine);
     DTRAIN__TRY(dtrain_reduce(h->comm, h->counts, h->counts, buckets, DTRAIN_DTYPE_I64,
-                              DTRAIN_REDUCE_SUM, h->root, NULL));
+                              DTRAIN_REDUCE_SUM, 0, NULL));
     DTRAIN__TRY(dtrain_all_gather(h->comm, mine, h->all, DTRAIN__TOGETHER * DTRAIN__MOMENT_WORDS,
                                   DTRAIN_DTYPE_I64, NULL));
-    for (int slot = 0; h->rank == h->root && slot < used; slot++)
+    for (int slot = 0; h->rank == 0 && slot < used; slot++)
         dtrain__histogram_write(metrics, slot, slot % 2 ? "gradients" : "weights",
                                 params[parameters[slot / 2]].name);
     memset(h->counts, 0, sizeof h->counts);
@@ -211,21 +211,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__histograms_step(dtrain_metrics *metrics)
 DTRAIN__PRIVATE dtrain_result dtrain__histograms_create(dtrain_metrics *metrics)
 {
     dtrain_trainer *trainer = metrics->desc.trainer;
-    int root = -1;
-    for (int r = 0; trainer && r < trainer->ranks; r++)
-        if (dtrain__world_rank(trainer->comm, r) == 0) root = r;
-    if (root < 0)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_metrics_create: histogram_every needs %s",
-                           trainer ? "rank 0 among the ranks of the trainer" : "a trainer in desc");
+    if (!trainer)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_metrics_create: histogram_every needs a trainer in desc");
     dtrain__histograms *h = metrics->histograms = (dtrain__histograms *)dtrain__alloc(
         &metrics->allocator, 1, dtrain__histograms_bytes(trainer->ranks), "histograms");
     if (!h) return DTRAIN_ERROR_MEMORY;
     h->strategy = trainer->desc.strategy;
     h->device = dtrain_world_device(trainer->world);
-    h->comm = trainer->comm;
+    h->comm = trainer->groups.all;
     h->ranks = trainer->ranks;
     h->rank = trainer->rank;
-    h->root = root;
     return DTRAIN_OK;
 }
 

@@ -76,7 +76,7 @@ static dtrain_result dtrain__sink_take(dtrain_metrics *metrics, const dtrain_met
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_metrics_create: sink %zu of desc has no name",
                            (size_t)(given - metrics->desc.sinks));
-    if (!given->every_rank && dtrain_world_rank(metrics->world) != 0) return DTRAIN_OK;
+    if (!given->every_rank && dtrain_comm_rank(metrics->comm) != 0) return DTRAIN_OK;
     dtrain__sink *sink = &metrics->sinks[metrics->sink_count];
     sink->table = *given;
     sink->unit = "calls";
@@ -95,7 +95,7 @@ static dtrain_result dtrain__sinks_list(dtrain_metrics *metrics)
     bool (*const writers[DTRAIN__OWN_SINKS])(dtrain_metrics *, dtrain__sink *) = {
         dtrain__console_sink, dtrain__jsonl_sink, dtrain__csv_sink, dtrain__prometheus_sink,
         dtrain__tensorboard_sink};
-    for (size_t i = 0; dtrain_world_rank(metrics->world) == 0 && i < DTRAIN__OWN_SINKS; i++) {
+    for (size_t i = 0; dtrain_comm_rank(metrics->comm) == 0 && i < DTRAIN__OWN_SINKS; i++) {
         dtrain__sink *sink = &metrics->sinks[metrics->sink_count];
         if (!writers[i](metrics, sink)) continue;
         metrics->infos[metrics->sink_count].name = sink->table.name;
@@ -110,8 +110,8 @@ static dtrain_result dtrain__sinks_list(dtrain_metrics *metrics)
 static dtrain_result dtrain__sinks_open(dtrain_metrics *metrics)
 {
     const dtrain_metrics_desc *desc = &metrics->desc;
-    const dtrain_metrics_run run = {dtrain_world_rank(metrics->world),
-                                    dtrain_world_size(metrics->world),
+    const dtrain_metrics_run run = {dtrain_comm_rank(metrics->comm),
+                                    dtrain_comm_size(metrics->comm),
                                     desc->run_name,
                                     desc->first_step,
                                     desc->append,
@@ -199,6 +199,7 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     if (!metrics) return DTRAIN_ERROR_MEMORY;
     metrics->allocator = world->allocator;
     metrics->world = world;
+    metrics->comm = desc->trainer ? desc->trainer->groups.all : dtrain_world_comm(world);
     metrics->desc = *desc;
     metrics->sink_room = DTRAIN__OWN_SINKS + desc->sink_count;
     metrics->jsonl.fd = metrics->csv.fd = metrics->tensorboard.file.fd = -1;

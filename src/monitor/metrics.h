@@ -123,7 +123,7 @@ typedef struct dtrain_metrics_event {
 
 /* What a sink is told when it is opened. */
 typedef struct dtrain_metrics_run {
-    int rank, size;
+    int rank, size;      /* among the ranks of the run */
     const char *name;    /* desc.run_name */
     int64_t first_step;  /* desc.first_step */
     bool append;         /* to what an earlier run has written */
@@ -184,9 +184,10 @@ typedef struct dtrain_metrics_desc {
     size_t sink_count;
 } dtrain_metrics_desc;
 
-/* Create the stream of a run. Rank 0 alone writes, apart from sinks with every_rank; every rank
- * keeps the summary. A file that cannot be opened, or a sink, is an error. Later no failure stops
- * the training: it is counted, and the first of each sink is a warning. Local. */
+/* Create the stream of a run, whose ranks are those of the trainer, or without one all of the
+ * world. Rank 0 of them alone writes, apart from sinks with every_rank; every rank keeps the
+ * summary. A file that cannot be opened, or a sink, is an error. Later no failure stops the
+ * training: it is counted, and the first of each sink is a warning. Local. */
 DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
                                                dtrain_metrics **out);
 /* Report one step. Local, except for histograms; the only errors are those of arguments and of

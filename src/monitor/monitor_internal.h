@@ -248,6 +248,7 @@ typedef struct dtrain__sink {
 struct dtrain_metrics {
     dtrain_allocator allocator;
     dtrain_world *world;
+    dtrain_comm *comm;        /* whose run it is: the ranks of the trainer, or all */
     dtrain_metrics_desc desc; /* resolved; texts are in `texts` */
     char *texts;              /* (texts_bytes) */
     size_t texts_bytes;

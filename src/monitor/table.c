@@ -128,7 +128,7 @@ static void dtrain__fill_bits(dtrain_metrics *metrics, const dtrain_step_record 
     uint64_t bits = 0;
     double errors = 0;
     for (int r = 0; trainer && r < trainer->ranks; r++) {
-        const int rank = trainer->comm ? dtrain__world_rank(trainer->comm, r) : r;
+        const int rank = trainer->groups.all ? dtrain__world_rank(trainer->groups.all, r) : r;
         const double one = dtrain_trainer_figure(trainer, rank, DTRAIN_FIGURE_GPU_THROTTLE);
         const double lost = dtrain_trainer_figure(trainer, rank, DTRAIN_FIGURE_GPU_ECC);
         if (dtrain__finite(one) && one >= 0) bits |= (uint64_t)one;

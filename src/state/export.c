@@ -233,7 +233,7 @@ static dtrain_result dtrain__export_prepare(dtrain__export *e)
     DTRAIN__TRY(dtrain__export_plan(e));
     e->value = (float *)dtrain__alloc(allocator, e->most, sizeof(float), "a whole parameter");
     if (!e->value) return DTRAIN_ERROR_MEMORY;
-    if (dtrain_comm_rank(dtrain__groups_of(e->strategy).data) > 0) return DTRAIN_OK;
+    if (dtrain_comm_rank(dtrain__groups_of(e->strategy).all) > 0) return DTRAIN_OK;
     e->block = (char *)dtrain__alloc(allocator, DTRAIN__BLOCK, 1, "a block");
     return e->block ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
 }
@@ -435,7 +435,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_export(dtrain_strategy *strategy, con
     if (desc) e.desc = *desc;
     if (!e.desc.storage) e.desc.storage = dtrain_file_storage();
     const dtrain_allocator *allocator = &dtrain__world_of(strategy)->allocator;
-    dtrain_comm *comm = dtrain__groups_of(strategy).data;
+    dtrain_comm *comm = dtrain__groups_of(strategy).all;
     dtrain_result result = dtrain__agree(comm, dtrain__export_prepare(&e));
     if (result == DTRAIN_OK) result = dtrain__agree(comm, dtrain__export_values(&e));
     dtrain__free(allocator, e.block, DTRAIN__BLOCK, 1);

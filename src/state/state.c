@@ -327,7 +327,7 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
     state->allocator = world->allocator;
     state->desc = *desc;
     if (desc->trainer) state->desc.optimizer = desc->trainer->desc.optimizer;
-    state->comm = dtrain__groups_of(desc->strategy).data;
+    state->comm = dtrain__groups_of(desc->strategy).all;
     state->device = dtrain_world_device(world);
     state->step = -1;
     dtrain__state_list_scalars(state);

@@ -227,7 +227,7 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
 {
     if (out) *out = NULL;
     if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: world is NULL");
-    dtrain_comm *comm = desc && desc->comm ? desc->comm : dtrain_world_comm(world);
+    dtrain_comm *comm = dtrain__world_groups(world, desc ? desc->comm : NULL).data;
     dtrain_result result = dtrain__strategy_begin(world, params, param_count, desc, comm, out);
     result = dtrain__agree(comm, result);
     if (result == DTRAIN_OK) result = dtrain__strategy_complete(*out);

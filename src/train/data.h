@@ -8,6 +8,7 @@
 #include "core/api.h"
 #include "core/result.h"
 #include "world/world.h"
+#include "comm/comm.h"
 
 typedef struct dtrain_dataset dtrain_dataset;
 
@@ -94,13 +95,15 @@ typedef struct dtrain_loader_desc {
     bool in_order;  /* no shuffling: for evaluation */
     bool drop_last; /* every epoch begins with a batch: what is left of one does not come */
     dtrain_dataset *dataset;
+    dtrain_comm *comm; /* the ranks that divide the samples among themselves: those of the strategy
+                          that trains on them. NULL = all of the world. Read in create */
     uint32_t workers;  /* threads that read ahead; 0 = none, the calling thread reads. At most 64 */
     uint32_t prefetch; /* batches that are read ahead; 0 = two a worker. That is all they hold */
     dtrain_transform_fn transform; /* of samples; NULL: as they are in the dataset */
     size_t output_bytes;           /* of a sample that is transformed */
     void *user;                    /* of transform */
 } dtrain_loader_desc;
-/* Create a loader for one rank of the world; the dataset must outlive it. Local. Its threads belong
+/* Create the loader of this rank; the dataset must outlive it. Local. Its threads belong
  * to this process: after a fork the child makes a loader of its own. */
 DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
                                               dtrain_loader **out);

@@ -28,6 +28,8 @@
 #include "core/result.h"
 #include "world/world.h"
 #include "world/world_internal.h"
+#include "comm/comm.h"
+#include "comm/groups_internal.h"
 #include "train/data.h"
 #include "train/data_internal.h"
 
@@ -162,8 +164,9 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
     loader->allocator = allocator;
     loader->world = world;
     loader->desc = *desc;
-    loader->rank = world ? (uint64_t)dtrain_world_rank(world) : 0;
-    loader->ranks = world ? (uint64_t)dtrain_world_size(world) : 1;
+    const dtrain_comm *data = dtrain__world_groups(world, desc->comm).data; /* NULL: one rank */
+    loader->rank = data ? (uint64_t)dtrain_comm_rank(data) : 0;
+    loader->ranks = data ? (uint64_t)dtrain_comm_size(data) : 1;
     loader->timeout_ns = world ? world->timeout_ns : DTRAIN__NEXT_TIMEOUT_NS;
     if (desc->prefetch == 0) loader->desc.prefetch = 2 * desc->workers;
     dtrain_result result = dtrain__loader_plan(loader);

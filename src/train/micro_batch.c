@@ -28,12 +28,13 @@
 #define DTRAIN__MICRO_SEED UINT64_C(0x9e3779b97f4a7c15) /* times the micro-batch; odd: all differ */
 
 /* Return the seed of this rank's step. Random numbers of dropout must differ between steps,
- * micro-batches and ranks, and a run that is repeated must repeat them. A pass uses the sum of this
- * and of its micro-batch's seed, which is the same in all steps: so it can be recorded. */
+ * micro-batches and ranks with other samples, and a run that is repeated must repeat them. A pass
+ * uses the sum of this and of its micro-batch's seed, which is the same in all steps: so it can be
+ * recorded. */
 DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer)
 {
     uint32_t random[4];
-    uint64_t stream = DTRAIN__STREAM_DROPOUT + (uint64_t)trainer->rank;
+    uint64_t stream = DTRAIN__STREAM_DROPOUT + (uint64_t)trainer->data_rank;
     dtrain__philox(trainer->desc.seed, stream, (uint64_t)trainer->step, random);
     return (uint64_t)random[1] << 32 | random[0];
 }

@@ -73,7 +73,7 @@ static float dtrain__queue_weight(const dtrain_trainer *trainer, uint32_t micro)
     const dtrain__queued *queued = &trainer->queue->micros[micro];
     if (!queued->samples.terms || dtrain__settings_of(strategy)->average != DTRAIN_AVERAGE_SAMPLES)
         return queued->weight;
-    if (trainer->ranks == 1 && trainer->desc.micro_batches == 1)
+    if (trainer->data_ranks == 1 && trainer->desc.micro_batches == 1)
         return dtrain__samples_count(&queued->samples) > 0;
     return dtrain__weight_of(strategy, &queued->samples);
 }
@@ -172,7 +172,7 @@ static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
     const dtrain_strategy_desc *settings = dtrain__settings_of(strategy);
     const char *missing = NULL;
     dtrain_comm_info comm;
-    dtrain_comm_query(trainer->comm, &comm);
+    dtrain_comm_query(trainer->groups.all, &comm);
     if (trainer->scaling)
         missing = "no loss scaling: whether to step is decided on the host; use DTRAIN_TAPE_BF16, "
                   "which needs no scale, or graph = false";

@@ -60,6 +60,17 @@ static void dtrain__trainer_figures(const dtrain_trainer *trainer, const dtrain_
 static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *record);
 static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc);
 
+/* Write into this rank's words the mean loss of `batches` and its weight, from the sum of losses,
+ * each times its weight, and the sum of weights: nothing where another rank's loss counts for this
+ * model. */
+static void dtrain__put_loss(const dtrain_trainer *trainer, double sum, double weights,
+                             int64_t batches, float *own)
+{
+    if (!trainer->loss_counts) sum = weights = 0;
+    own[DTRAIN__WORD_LOSS] = (float)(weights > 0 ? sum / weights : sum);
+    own[DTRAIN__WORD_WEIGHT] = (float)(weights / (double)batches);
+}
+
 /* Run micro-batches and update, either with the host in the middle or queued as a whole, and then
  * make the record. */
 static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
@@ -78,9 +89,7 @@ static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_r
     for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
         full.kind_bytes[kind] = after.comm.kind_bytes[kind] - before.comm.kind_bytes[kind];
     dtrain__trainer_figures(trainer, &before, &after, own);
-    own[DTRAIN__WORD_LOSS] =
-        (float)(trainer->weight > 0 ? trainer->loss / trainer->weight : trainer->loss);
-    own[DTRAIN__WORD_WEIGHT] = (float)(trainer->weight / trainer->desc.micro_batches);
+    dtrain__put_loss(trainer, trainer->loss, trainer->weight, trainer->desc.micro_batches, own);
     own[DTRAIN__WORD_ENDED] = (float)trainer->joined / (float)trainer->desc.micro_batches;
     own[DTRAIN__WORD_STOP] = dtrain_world_stop_requested(trainer->world) ? 1.0f : 0.0f;
     const uint32_t span =
@@ -172,7 +181,7 @@ static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_
         if (!dtrain_is_finite(loss))
             return dtrain_fail(DTRAIN_ERROR_NUMERIC,
                                "dtrain_trainer_step: at step %lld the loss of rank %d is %g: %s",
-                               (long long)record->step, dtrain__world_rank(trainer->comm, r),
+                               (long long)record->step, dtrain__world_rank(trainer->groups.all, r),
                                (double)loss, advice);
     }
     if (!overflow || trainer->scaling) return DTRAIN_OK;
@@ -242,11 +251,11 @@ static dtrain_spread dtrain__trainer_spread(const dtrain_trainer *trainer, int f
         if (!dtrain_is_finite(word)) continue;
         if (known == 0 || value < all.min) {
             all.min = value;
-            all.min_rank = dtrain__world_rank(trainer->comm, r);
+            all.min_rank = dtrain__world_rank(trainer->groups.all, r);
         }
         if (known == 0 || value > all.max) {
             all.max = value;
-            all.max_rank = dtrain__world_rank(trainer->comm, r);
+            all.max_rank = dtrain__world_rank(trainer->groups.all, r);
         }
         sum += value;
         known++;
@@ -259,7 +268,8 @@ DTRAIN_API double dtrain_trainer_figure(const dtrain_trainer *trainer, int rank,
                                         dtrain_figure figure)
 {
     for (int r = 0; trainer && trainer->step > 0 && r < trainer->ranks; r++)
-        if (dtrain__world_rank(trainer->comm, r) == rank && (uint32_t)figure < DTRAIN_FIGURE_COUNT)
+        if (dtrain__world_rank(trainer->groups.all, r) == rank &&
+            (uint32_t)figure < DTRAIN_FIGURE_COUNT)
             return (double)trainer->words[r * DTRAIN__WORD_COUNT + (int)figure];
     return DTRAIN__NAN;
 }
@@ -285,7 +295,7 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
         DTRAIN__TRY(dtrain_loss_scaler_update(scaler, overflow));
         record->skipped_steps = scaler->skipped_steps;
     }
-    const double micros = (1 - mean[DTRAIN__WORD_ENDED]) * trainer->ranks *
+    const double micros = (1 - mean[DTRAIN__WORD_ENDED]) * trainer->data_ranks *
                           trainer->desc.micro_batches; /* that had data */
     const uint64_t tokens = (uint64_t)trainer->desc.tokens * (uint64_t)(micros + 0.5);
     record->loss = mean[DTRAIN__WORD_LOSS];
@@ -309,7 +319,7 @@ static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const flo
 {
     float *slot = trainer->words + trainer->rank * DTRAIN__WORD_COUNT;
     memcpy(slot, own, DTRAIN__WORDS_BYTES);
-    DTRAIN__TRY(dtrain_all_gather(trainer->comm, slot, trainer->words, DTRAIN__WORD_COUNT,
+    DTRAIN__TRY(dtrain_all_gather(trainer->groups.all, slot, trainer->words, DTRAIN__WORD_COUNT,
                                   DTRAIN_DTYPE_F32, NULL));
     for (int word = 0; word < DTRAIN__WORD_COUNT; word++) {
         double weights = 0;
@@ -348,7 +358,7 @@ static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *recor
     }
     const double median = sorted[(trainer->ranks - 1) / 2];
     record->straggler_score = median > 0 ? most / median : 1;
-    record->slowest_rank = dtrain__world_rank(trainer->comm, slowest);
+    record->slowest_rank = dtrain__world_rank(trainer->groups.all, slowest);
     if (record->straggler_score <= DTRAIN__SLOW_SCORE) trainer->slow_steps = 0;
     else trainer->slow_steps = slowest == trainer->slow_rank ? trainer->slow_steps + 1 : 1;
     trainer->slow_rank = slowest;
@@ -407,8 +417,7 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
     float own[DTRAIN__WORD_COUNT]; /* the figures of the last step stay as they are */
     double mean[DTRAIN__WORD_COUNT];
     memcpy(own, trainer->words + trainer->rank * DTRAIN__WORD_COUNT, DTRAIN__WORDS_BYTES);
-    own[DTRAIN__WORD_LOSS] = (float)(weights > 0 ? sum / weights : sum);
-    own[DTRAIN__WORD_WEIGHT] = (float)(weights / (double)batches);
+    dtrain__put_loss(trainer, sum, weights, batches, own);
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
     *loss = mean[DTRAIN__WORD_LOSS];
     return DTRAIN_OK;
@@ -434,9 +443,12 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     trainer->desc = *desc;
     if (desc->micro_batches == 0) trainer->desc.micro_batches = 1;
     if (desc->skip_limit == 0) trainer->desc.skip_limit = 10;
-    trainer->comm = dtrain__groups_of(desc->strategy).all;
-    trainer->rank = dtrain_comm_rank(trainer->comm);
-    trainer->ranks = dtrain_comm_size(trainer->comm);
+    trainer->groups = dtrain__groups_of(desc->strategy);
+    trainer->rank = dtrain_comm_rank(trainer->groups.all);
+    trainer->ranks = dtrain_comm_size(trainer->groups.all);
+    trainer->data_rank = dtrain_comm_rank(trainer->groups.data);
+    trainer->data_ranks = dtrain_comm_size(trainer->groups.data);
+    trainer->loss_counts = dtrain__loss_counts(&trainer->groups);
     trainer->slow_rank = -1;
     trainer->saving = dtrain_span_seconds(world, DTRAIN_SPAN_CHECKPOINT);
     for (size_t i = 0; i < sizeof trainer->gpu / sizeof *trainer->gpu; i++)

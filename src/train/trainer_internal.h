@@ -9,6 +9,7 @@
 #include "core/result.h"
 #include "world/world_internal.h"
 #include "comm/backend.h"
+#include "comm/groups_internal.h"
 #include "tape/tape_internal.h"
 #include "optim/scaler.h"
 #include "train/trainer.h"
@@ -35,8 +36,10 @@ struct dtrain_trainer {
     dtrain_tape *tape;
     dtrain_loss_scaler scaler; /* in use when scaling */
     bool scaling;
-    dtrain_comm *comm; /* the strategy's */
-    int rank, ranks;   /* in it */
+    dtrain__groups groups;     /* the strategy's */
+    int rank, ranks;           /* in groups.all, which makes the record ... */
+    int data_rank, data_ranks; /* ... and in groups.data */
+    bool loss_counts;          /* in the record, once for each model */
     int64_t step;
     uint64_t tokens;   /* of all ranks, in the steps before */
     uint64_t skipped;  /* steps whose gradients were not finite, without loss scaling ... */

@@ -329,9 +329,9 @@ static void next_firsts(dtrain_loader *loader, uint32_t batch, int32_t *firsts)
     }
 }
 
-/* What every rank saw: sample k of the run is filled in by whoever got it. */
+/* What every rank saw: sample k of the run is filled in by whoever got it. One for each group of ranks. */
 typedef struct loader_case {
-    uint32_t ranks;
+    uint32_t ranks, groups;
     bool in_order;
     int32_t firsts[STEPS * GLOBAL_BATCH];
 } loader_case;
@@ -340,7 +340,9 @@ static int loader_rank(dtrain_world *world, void *user)
 {
     loader_case *c = (loader_case *)user;
     int32_t firsts[GLOBAL_BATCH];
-    uint32_t rank = (uint32_t)dtrain_world_rank(world), batch = GLOBAL_BATCH / c->ranks;
+    const uint32_t number = (uint32_t)dtrain_world_rank(world), groups = c->groups;
+    const uint32_t rank = number / groups, batch = GLOBAL_BATCH / c->ranks;
+    dtrain_comm *comm = NULL;
     dtrain_dataset_desc data;
     dtrain_dataset *dataset;
     dtrain_loader *loader;
@@ -351,6 +353,13 @@ static int loader_rank(dtrain_world *world, void *user)
     if (!CHECK(dtrain_dataset_open(world, &data, &dataset) == DTRAIN_OK)) return 1;
     dtrain_loader_desc desc = loader_desc(dataset, batch, SEQUENCE);
     desc.in_order = c->in_order;
+    if (groups > 1) {
+        const int color = (int)(number % groups);
+        if (!CHECK(dtrain_comm_split(dtrain_world_comm(world), color, 0, &comm) == DTRAIN_OK))
+            return 1;
+        desc.comm = comm;
+        c += color;
+    }
     if (!CHECK(dtrain_loader_create(world, &desc, &loader) == DTRAIN_OK)) return 1;
     for (uint32_t step = 0; step < STEPS; step++) {
         CHECK(loader_info(loader).position == step * GLOBAL_BATCH);
@@ -360,18 +369,29 @@ static int loader_rank(dtrain_world *world, void *user)
     }
     dtrain_loader_destroy(loader);
     dtrain_dataset_close(dataset);
+    if (comm) dtrain_comm_destroy(comm);
     return 0;
+}
+
+/* Launch `groups` groups of ranks, with a case each. */
+static void run_loader_cases(loader_case *c, uint32_t groups, uint32_t ranks, bool in_order)
+{
+    dtrain_launch_desc launch;
+    memset(&launch, 0, sizeof launch);
+    memset(c, 0xff, groups * sizeof *c);
+    launch.rank_count = groups * ranks;
+    launch.mode = DTRAIN_LAUNCH_THREADS; /* they write into one array */
+    for (uint32_t g = 0; g < groups; g++) {
+        c[g].groups = groups;
+        c[g].ranks = ranks;
+        c[g].in_order = in_order;
+    }
+    CHECK_MSG(dtrain_launch(&launch, loader_rank, c, NULL) == DTRAIN_OK, "%s", dtrain_last_error());
 }
 
 static void run_loader_case(loader_case *c, uint32_t ranks, bool in_order)
 {
-    dtrain_launch_desc launch;
-    memset(&launch, 0, sizeof launch);
-    memset(c, 0xff, sizeof *c);
-    launch.rank_count = c->ranks = ranks;
-    launch.mode = DTRAIN_LAUNCH_THREADS; /* they write into one array */
-    c->in_order = in_order;
-    CHECK_MSG(dtrain_launch(&launch, loader_rank, c, NULL) == DTRAIN_OK, "%s", dtrain_last_error());
+    run_loader_cases(c, 1, ranks, in_order);
 }
 
 static void test_loader_same_samples_for_every_rank_count(void)
@@ -390,6 +410,20 @@ static void test_loader_same_samples_for_every_rank_count(void)
 }
 
 /* Every epoch deals every window of its shifted grid once, in torch's order; shifts vary. */
+/* Each half of a world of 4 reads the samples of a world of its own. */
+static void test_loader_of_a_group(void)
+{
+    static loader_case one, halves[2];
+    write_counting_file("counting");
+    for (int in_order = 0; in_order < 2; in_order++) {
+        run_loader_case(&one, 1, in_order);
+        run_loader_cases(halves, 2, 2, in_order);
+        for (int g = 0; g < 2; g++)
+            CHECK_MSG(memcmp(one.firsts, halves[g].firsts, sizeof one.firsts) == 0,
+                      "group %d sees other samples than one rank", g);
+    }
+}
+
 static void test_loader_epochs(void)
 {
     static loader_case c;
@@ -767,6 +801,7 @@ int main(int argc, char **argv)
     RUN(test_dataset_file_changes);
     RUN(test_dataset_large);
     RUN(test_loader_same_samples_for_every_rank_count);
+    RUN(test_loader_of_a_group);
     RUN(test_loader_epochs);
     RUN(test_loader_in_order_wraps);
     RUN(test_loader_resumes_by_seek);

@@ -189,7 +189,7 @@ static void test_dropout_seeds_differ(void)
     memset(&trainer, 0, sizeof trainer);
     trainer.desc.micro_batches = 3;
     int count = 0;
-    for (trainer.rank = 0; trainer.rank < 2; trainer.rank++)
+    for (trainer.data_rank = 0; trainer.data_rank < 2; trainer.data_rank++)
         for (trainer.step = 0; trainer.step < 4; trainer.step++)
             for (uint32_t micro = 0; micro < 3; micro++) {
                 seeds[count++] = dtrain__step_seed(&trainer) + DTRAIN__MICRO_SEED * micro;
@@ -323,7 +323,7 @@ static void test_straggler_counting(void)
     memset(&t, 0, sizeof t);
     memset(&nobody, 0, sizeof nobody);
     memset(&record, 0, sizeof record);
-    t.comm = &nobody;
+    t.groups.all = &nobody;
     t.words = words, t.compute = compute, t.named = named, t.ranks = 3, t.slow_rank = -1;
     t.rank = 1; /* warnings are rank 0's; here only the books are looked at */
     for (int step = 0; step < 60; step++) {
@@ -339,6 +339,43 @@ static void test_straggler_counting(void)
     }
 }
 
+/* Two models of two parts each: ranks 1 and 3 end a pipeline, and see the losses that count. */
+static int rank_of_a_model(dtrain_world *world, void *user)
+{
+    const int rank = dtrain_world_rank(world), size = dtrain_world_size(world);
+    float words[4 * DTRAIN__WORD_COUNT] = {0}, own[DTRAIN__WORD_COUNT] = {0};
+    double compute[4];
+    bool named[4] = {false, false, false, false};
+    dtrain_step_record record;
+    dtrain_trainer t;
+    (void)user;
+    memset(&t, 0, sizeof t);
+    memset(&record, 0, sizeof record);
+    t.groups = dtrain__world_groups(world, NULL);
+    RANKS_TRY(dtrain_comm_split(t.groups.all, rank / 2, 0, &t.groups.model));
+    RANKS_TRY(dtrain_comm_split(t.groups.all, rank % 2, 0, &t.groups.data));
+    t.loss_counts = dtrain__loss_counts(&t.groups);
+    t.words = words, t.compute = compute, t.named = named, t.rank = rank, t.ranks = size;
+    t.data_ranks = dtrain_comm_size(t.groups.data);
+    t.desc.micro_batches = 3, t.desc.tokens = 5;
+    dtrain__put_loss(&t,
+                     rank == 1   ? 2 * 8.0
+                     : rank == 3 ? 1 * 2.0
+                                 : 100,
+                     rank == 1 ? 2 : 1, 3, own);
+    RANKS_TRY(dtrain__trainer_record(&t, own, &record));
+    CHECK_CLOSE(record.loss, (2 * 8.0 + 1 * 2.0) / 3, 1e-6);
+    CHECK(record.tokens == 2 * 3 * 5 && record.ranks == 4);
+    dtrain_comm_destroy(t.groups.data);
+    dtrain_comm_destroy(t.groups.model);
+    return 0;
+}
+
+static void test_whose_loss_counts(void)
+{
+    ranks_run(4, DTRAIN_LAUNCH_THREADS, rank_of_a_model, NULL);
+}
+
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -348,5 +385,6 @@ int main(int argc, char **argv)
     RUN(test_dropout_seeds_differ);
     RUN(test_schedules);
     RUN(test_straggler_counting);
+    RUN(test_whose_loss_counts);
     return test_summary();
 }

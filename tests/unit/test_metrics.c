@@ -566,6 +566,66 @@ static void test_other_ranks_are_quiet(void)
     CHECK(dtrain_launch(&desc, quiet_rank, NULL, NULL) == DTRAIN_OK);
 }
 
+static dtrain_tensor *no_loss(dtrain_tape *tape, void *user)
+{
+    (void)tape;
+    (void)user;
+    return NULL;
+}
+
+/* Ranks that train by themselves have a log of their own, which the first of them writes. */
+static int half_rank(dtrain_world *world, void *user)
+{
+    const int rank = dtrain_world_rank(world), half = rank / 2;
+    float value = 1, grad = 0;
+    char path[80];
+    dtrain_param param;
+    dtrain_strategy_desc how = {0};
+    dtrain_trainer_desc training = {0};
+    dtrain_metrics_desc desc;
+    dtrain_metrics *metrics;
+    (void)user;
+    memset(&param, 0, sizeof param);
+    memset(&desc, 0, sizeof desc);
+    param.name = "w";
+    param.value = &value;
+    param.grad = &grad;
+    param.count = 1;
+    if (!CHECK(dtrain_comm_split(dtrain_world_comm(world), half, 0, &how.comm) == DTRAIN_OK))
+        return 1;
+    if (!CHECK(dtrain_strategy_create(world, &param, 1, &how, &training.strategy) == DTRAIN_OK))
+        return 1;
+    training.loss = no_loss;
+    if (!CHECK(dtrain_trainer_create(world, &training, &desc.trainer) == DTRAIN_OK)) return 1;
+    snprintf(path, sizeof path, "%s.%d", log_path, half);
+    desc.jsonl_path = path;
+    desc.histogram_every = 1;
+    if (!CHECK_MSG(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK, "%s",
+                   dtrain_last_error()))
+        return 1;
+    dtrain_step_record r = record_of(1);
+    CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
+    CHECK(dtrain_metrics_finish(metrics) == DTRAIN_OK);
+    dtrain_metrics_destroy(metrics);
+    if (rank % 2 == 0) {
+        const char *last = next_line(read_back(path));
+        CHECK(last && json_number(last, "ranks") == 2);
+        unlink(path);
+    }
+    dtrain_trainer_destroy(desc.trainer);
+    dtrain_strategy_destroy(training.strategy);
+    dtrain_comm_destroy(how.comm);
+    return 0;
+}
+
+static void test_halves_of_a_world(void)
+{
+    dtrain_launch_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.rank_count = 4;
+    CHECK(dtrain_launch(&desc, half_rank, NULL, NULL) == DTRAIN_OK);
+}
+
 /* ---- summary ---- */
 
 static int median_rank(dtrain_world *world, void *user)
@@ -617,6 +677,7 @@ int main(int argc, char **argv)
     RUN(test_terminals);
     RUN(test_closed_console);
     RUN(test_other_ranks_are_quiet);
+    RUN(test_halves_of_a_world);
     RUN(test_medians);
     unlink(log_path);
     return test_summary();
