@@ -201,7 +201,6 @@
        src/device/cpu/launch_convolution.c  Launchers of convolution and pooling
        src/device/cpu/convolution_internal.h What the launchers of convolutions share
        src/device/cpu/launch_winograd.c     Launchers of convolutions of 3 x 3 taps by patches
-       src/device/cpu/launch_strips.c       Launchers of convolutions of bf16 with 3 x 3 taps by strips
        src/device/cpu/gemm.c                The driver of matrix products
        src/device/cpu/kernels.c             Kernels: how work is cut
        src/device/cpu/kernels/text.h        The text compiled once per instruction set
@@ -216,9 +215,7 @@
        src/device/cpu/kernels/gemm.h        Matrix products: packing and register tiles
        src/device/cpu/kernels/pairs.h       Matrix products of bf16: AMX
        src/device/cpu/kernels/convolution.h Convolution: tiles, packing of windows, weights, depthwise
-       src/device/cpu/kernels/dots.h        Products of bf16 by VDPBF16PS
        src/device/cpu/kernels/winograd.h    Convolution of 3 x 3 taps by patches
-       src/device/cpu/kernels/strips.h      Convolution of bf16, 3 x 3 taps, by strips
        src/device/cpu/kernels/pooling.h     Pooling: maximum and average of windows
        src/device/cpu/kernels/attention.h   Attention
        src/device/cpu/kernels/mix.h         Sums over ranks
@@ -34052,12 +34049,6 @@ typedef struct dtrain__conv_tiles {
     dtrain__isa rows, narrow_rows, columns, narrow_columns;
 } dtrain__conv_tiles;
 
-/* What is multiplied by VDPBF16PS: convolutions of bf16, of 3 x 3 taps by strips. */
-typedef struct dtrain__dots {
-    const dtrain__conv_tiles *tiles;
-    dtrain__range_fn strips, strips_weight, strips_filter, strips_filter_sum;
-} dtrain__dots;
-
 typedef struct dtrain__kernels {
     const char *name;
     const dtrain__isa *gemm;
@@ -34135,24 +34126,6 @@ static inline int64_t dtrain__winograd_place(int64_t vectors, int64_t block, int
     return (vectors * block + 1) * lanes;
 }
 
-/* A convolution of 3 x 3 taps by strips of two pixels, or (d_y in `to`) its weight gradient. An
- * item is `rows` rows of an image. */
-typedef struct dtrain__strips {
-    dtrain__patches from, to;    /* the window of the first pixel begins at y[0], x[0] */
-    int64_t strips, rows, bands; /* strips of a row, rows of an item, items of an image */
-    int64_t items, group;        /* items of a weight gradient that are read at once */
-    float *filters;              /* transformed weights, or (parts) of their gradient */
-    const float *bias;
-    bool accumulate;
-} dtrain__strips;
-
-/* Return the floats of a vector of channels of an item: two rows more, and the strips that the last
- * tile reads beyond them. */
-static inline int64_t dtrain__strips_vector(int64_t rows, int64_t strips, int64_t lanes)
-{
-    return ((rows + 2) * strips + 4) * 4 * lanes / 2;
-}
-
 #define DTRAIN__TOPK_BLOCK 1024    /* elements between two looks at the room that is left */
 #define DTRAIN__ATTENTION_BLOCK 64 /* queries and keys of an attention block */
 #define DTRAIN__SUM_CHUNKS 256
@@ -34200,7 +34173,6 @@ enum {
 DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void);
 DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_number(int number);
 DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void);
-DTRAIN__PRIVATE const dtrain__dots *dtrain__dots_select(void);
 
 /* ================================================================================================
  * src/device/cpu/pool_internal.h
@@ -34246,7 +34218,6 @@ typedef struct dtrain__cpu {
     const dtrain__kernels *kernels;
     const dtrain__isa *isa;   /* of products */
     const dtrain__isa *pairs; /* of those of bf16 with bf16; NULL: they are widened */
-    const dtrain__dots *dots; /* of convolutions of bf16; NULL: they are widened */
     float *scratch;           /* of the kernel that runs; grows in the first step */
     size_t scratch_bytes;
     double sums[DTRAIN__SUM_CHUNKS];
@@ -34642,7 +34613,6 @@ static dtrain_result dtrain__cpu_create(const dtrain_device_desc *desc, dtrain_d
     cpu->kernels = dtrain__kernels_select();
     cpu->isa = cpu->kernels->gemm;
     cpu->pairs = dtrain__pairs_select();
-    cpu->dots = dtrain__dots_select();
     if (threads > 1) {
         const int error =
             dtrain__pool_create(&cpu->pool, &allocator, threads, desc->oversubscribed);
@@ -35753,8 +35723,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_orthogonalize(dtrain_device *device,
  * Each group is a product of its own; with one channel of input and output in each, the depthwise
  * kernels take all groups at once. Weights are packed once a call, (taps, in, out) or (taps, out,
  * in) in fp32, into the beginning of scratch. 3 x 3 taps with stride 1 go by patches, where there
- * are channels enough: launch_winograd.c. Convolutions of bf16 have products of their own where
- * those pay (kernels/dots.h), and 3 x 3 taps with stride 1 go by strips: launch_strips.c. */
+ * are channels enough: launch_winograd.c. */
 
 /* ================================================================================================
  * src/device/cpu/convolution_internal.h
@@ -35773,7 +35742,6 @@ typedef struct dtrain__conv {
     const float *bias;
     dtrain_dtype dtype;
     bool patches;   /* the way of launch_winograd.c */
-    bool strips;    /* that of launch_strips.c */
     float *packed;  /* scratch */
     int32_t *order; /* (2, taps) of scratch: as they are, and of a class */
 } dtrain__conv;
@@ -35791,15 +35759,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__winograd_input_grad(const dtrain__conv *co
                                                           dtrain_dtype x_dtype, bool accumulate);
 DTRAIN__PRIVATE dtrain_result dtrain__winograd_weight_grad(const dtrain__conv *conv,
                                                            float *d_weight, bool accumulate);
-
-/* device/cpu/launch_strips.c */
-DTRAIN__PRIVATE bool dtrain__strips_fits(const dtrain__conv *conv);
-DTRAIN__PRIVATE int64_t dtrain__strips_floats(const dtrain__conv *conv);
-DTRAIN__PRIVATE dtrain_result dtrain__strips_forward(const dtrain__conv *conv);
-DTRAIN__PRIVATE dtrain_result dtrain__strips_input_grad(const dtrain__conv *conv, void *d_x,
-                                                        dtrain_dtype x_dtype, bool accumulate);
-DTRAIN__PRIVATE dtrain_result dtrain__strips_weight_grad(const dtrain__conv *conv, float *d_weight,
-                                                         bool accumulate);
 
 static size_t dtrain__conv_bytes(dtrain_dtype dtype) { return dtype == DTRAIN_DTYPE_F32 ? 4 : 2; }
 
@@ -35884,29 +35843,17 @@ static int64_t dtrain__conv_parts(const dtrain__conv *conv)
     return (conv->pixels + part - 1) / part;
 }
 
-/* Return the tiles of a convolution: of bf16 those that multiply it as it is, where there are any
- * (input gradients have weights of the same type). */
-static const dtrain__conv_tiles *dtrain__conv_tiles_of(const dtrain__conv *conv)
-{
-    if (conv->dtype == DTRAIN_DTYPE_BF16 && conv->cpu->dots) return conv->cpu->dots->tiles;
-    return conv->cpu->kernels->convolutions;
-}
-
 /* Take scratch for the order of taps, `floats` of packed weights and what a product needs, or for
  * patches, all at once: growing it later would lose what is there. */
 static dtrain_result dtrain__conv_scratch(dtrain__conv *conv, int64_t floats, int64_t *reserve)
 {
     const int64_t order = dtrain__multiple(2 * conv->taps, DTRAIN__LINE);
-    const dtrain__conv_tiles *tiles = dtrain__conv_tiles_of(conv);
     float *scratch;
     *reserve = order + dtrain__multiple(floats, DTRAIN__LINE);
     int64_t most = *reserve + dtrain__gemm_slot(true) * conv->cpu->thread_count;
-    conv->strips = dtrain__strips_fits(conv);
-    conv->patches = tiles == conv->cpu->kernels->convolutions && dtrain__winograd_fits(conv);
-    const int64_t floats_of_way = conv->strips    ? dtrain__strips_floats(conv)
-                                  : conv->patches ? dtrain__winograd_floats(conv)
-                                                  : 0;
-    if (most < order + floats_of_way) most = order + floats_of_way;
+    conv->patches = dtrain__winograd_fits(conv);
+    const int64_t floats_of_patches = conv->patches ? dtrain__winograd_floats(conv) : 0;
+    if (most < order + floats_of_patches) most = order + floats_of_patches;
     DTRAIN__TRY(dtrain__cpu_scratch(conv->cpu, most, &scratch));
     conv->order = (int32_t *)(void *)scratch;
     conv->packed = scratch + order;
@@ -35931,7 +35878,7 @@ DTRAIN__PRIVATE dtrain__conv_weight dtrain__conv_weights(const dtrain__conv *con
     return weight;
 }
 
-/* Describe the images that patches and strips read and make; input: of the input gradient, which
+/* Describe the images that patches read and make; input: of the input gradient, which
  * reads images like y and makes images like x. */
 DTRAIN__PRIVATE void dtrain__conv_images(const dtrain__conv *conv, bool input,
                                          dtrain__patches *from, dtrain__patches *to)
@@ -36021,12 +35968,11 @@ static dtrain__operand dtrain__conv_operand(const void *data, dtrain_dtype dtype
 
 static dtrain_result dtrain__conv_forward(const dtrain__conv *conv, int64_t reserve)
 {
-    const dtrain__conv_tiles *tiles = dtrain__conv_tiles_of(conv);
+    const dtrain__conv_tiles *tiles = conv->cpu->kernels->convolutions;
     const dtrain__windows windows = dtrain__conv_windows(conv);
     const dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
     dtrain_gemm_args args;
     dtrain__gemm_call product;
-    if (conv->strips) return dtrain__strips_forward(conv);
     if (conv->patches) return dtrain__winograd_forward(conv);
     DTRAIN__TRY(dtrain__conv_pack(conv, &weight));
     memset(&args, 0, sizeof args);
@@ -36052,12 +35998,11 @@ static dtrain_result dtrain__conv_forward(const dtrain__conv *conv, int64_t rese
 static dtrain_result dtrain__conv_weight_grad(const dtrain__conv *conv, int64_t reserve,
                                               float *d_weight, bool accumulate)
 {
-    const dtrain__conv_tiles *tiles = dtrain__conv_tiles_of(conv);
+    const dtrain__conv_tiles *tiles = conv->cpu->kernels->convolutions;
     const dtrain__windows windows = dtrain__conv_windows(conv);
     dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
     dtrain_gemm_args args;
     dtrain__gemm_call product;
-    if (conv->strips) return dtrain__strips_weight_grad(conv, d_weight, accumulate);
     if (conv->patches) return dtrain__winograd_weight_grad(conv, d_weight, accumulate);
     memset(&args, 0, sizeof args);
     args.m = conv->taps * conv->in;
@@ -36103,7 +36048,7 @@ static dtrain_result dtrain__conv_class(const dtrain__conv *conv, int64_t reserv
                                         const int64_t rest[2], void *d_x, dtrain_dtype x_dtype,
                                         bool accumulate)
 {
-    const dtrain__conv_tiles *tiles = dtrain__conv_tiles_of(conv);
+    const dtrain__conv_tiles *tiles = conv->cpu->kernels->convolutions;
     const dtrain_windows2d *from = &conv->windows;
     const size_t bytes = dtrain__conv_bytes(x_dtype);
     int32_t taps[2][DTRAIN_CONV2D_KERNEL];
@@ -36252,8 +36197,6 @@ static dtrain_result dtrain__group_backward(const dtrain__conv *conv, int64_t re
         DTRAIN__TRY(
             dtrain__conv_weight_grad(conv, reserve, args->d_weight, args->accumulate_weight));
     if (!args->d_x) return DTRAIN_OK;
-    if (conv->strips)
-        return dtrain__strips_input_grad(conv, args->d_x, args->x_dtype, args->accumulate_x);
     if (conv->patches)
         return dtrain__winograd_input_grad(conv, args->d_x, args->x_dtype, args->accumulate_x);
     const int64_t height = conv->windows.height, width = conv->windows.width;
@@ -36491,180 +36434,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__winograd_weight_grad(const dtrain__conv *c
     job = dtrain__job_make(&weight, weight.outer, 1, DTRAIN_DTYPE_F32);
     return dtrain__job_run(conv->cpu, &job, kernels->winograd_filter_sum,
                            weight.parts * dtrain__winograd_filters(conv));
-}
-
-/* ================================================================================================
- * src/device/cpu/launch_strips.c
- * ==============================================================================================*/
-
-/* Launchers of convolutions of bf16 with 3 x 3 taps by strips
- *
- * A strip is two pixels of a row of y, and the four of x behind them (kernels/strips.h). Threads
- * take items, which are images or bands of their rows: transformed, an item stays in L2. How images
- * are cut follows from the shape alone. */
-
-enum {
-    DTRAIN__STRIP_FLOATS = 64 << 10,      /* of the transformed rows of an item, about */
-    DTRAIN__STRIP_PARTS = 16,             /* of a weight gradient, at most */
-    DTRAIN__STRIP_FILTER_FLOATS = 1 << 20 /* of transformed weights, at most; so of their parts */
-};
-
-/* Return the lanes of a vector. */
-static int dtrain__strips_lanes(const dtrain__conv *conv)
-{
-    return conv->cpu->dots->tiles->narrow_rows.nr;
-}
-
-/* Return the floats of transformed weights: cells, or the sums of their gradient, twice as many. */
-static int64_t dtrain__strips_filters(const dtrain__conv *conv)
-{
-    const int lanes = dtrain__strips_lanes(conv);
-    return 12 * dtrain__multiple(conv->in, lanes) * dtrain__multiple(conv->out, lanes);
-}
-
-/* Cut images of `height` rows into bands of equal rows, as few as have room. */
-static void dtrain__strips_cut(dtrain__strips *a, int64_t batch, int64_t height, int64_t channels)
-{
-    const int64_t row = 4 * a->strips * channels / 2;
-    int64_t most = DTRAIN__STRIP_FLOATS / row;
-    if (most < 4) most = 4;
-    a->bands = (height + most - 1) / most;
-    a->rows = (height + a->bands - 1) / a->bands;
-    a->bands = (height + a->rows - 1) / a->rows;
-    a->items = batch * a->bands;
-    a->group = a->rows < most ? most / a->rows : 1;
-}
-
-/* Return whether strips pay: where they multiply less than five sixths, counting channels and
- * pixels that are not there, and weights are few enough to stay in a cache. */
-DTRAIN__PRIVATE bool dtrain__strips_fits(const dtrain__conv *conv)
-{
-    const dtrain_windows2d *w = &conv->windows;
-    if (!conv->cpu->dots || conv->dtype != DTRAIN_DTYPE_BF16) return false;
-    for (int axis = 0; axis < 2; axis++)
-        if (w->kernel[axis] != 3 || w->stride[axis] != 1 || w->dilation[axis] != 1) return false;
-    const int64_t filters = dtrain__strips_filters(conv);
-    const int64_t strips = dtrain__multiple(w->out_height * ((w->out_width + 1) / 2), 4);
-    return filters <= DTRAIN__STRIP_FILTER_FLOATS &&
-           6 * strips * filters <= 5 * 9 * w->out_height * w->out_width * conv->in * conv->out;
-}
-
-/* Describe what forward and weight gradient have in common; input: the input gradient, which reads
- * images like y and makes images like x. */
-static dtrain__strips dtrain__strips_make(const dtrain__conv *conv, bool input)
-{
-    const dtrain_windows2d *w = &conv->windows;
-    dtrain__strips a;
-    memset(&a, 0, sizeof a);
-    dtrain__conv_images(conv, input, &a.from, &a.to);
-    a.from.windows.y[0] = (int32_t)(input ? w->padding[0] - 2 : -w->padding[0]);
-    a.from.windows.x[0] = (int32_t)(input ? w->padding[1] - 2 : -w->padding[1]);
-    a.strips = (a.to.windows.width + 1) / 2;
-    a.filters = conv->packed;
-    dtrain__strips_cut(&a, w->batch, a.to.windows.height, a.from.windows.depth);
-    return a;
-}
-
-/* Describe the weight gradient: cells take two strips. */
-static dtrain__strips dtrain__strips_make_weight(const dtrain__conv *conv, int64_t *parts,
-                                                 int64_t *chunk)
-{
-    dtrain__strips a = dtrain__strips_make(conv, false);
-    int64_t most = DTRAIN__STRIP_FILTER_FLOATS / dtrain__strips_filters(conv);
-    if (most > DTRAIN__STRIP_PARTS) most = DTRAIN__STRIP_PARTS;
-    a.strips = dtrain__multiple(a.strips, 2);
-    dtrain__strips_cut(&a, conv->windows.batch, conv->windows.out_height, conv->in + conv->out);
-    *chunk = (a.items + most - 1) / most;
-    *parts = (a.items + *chunk - 1) / *chunk;
-    return a;
-}
-
-/* Return the floats that a thread needs. */
-static int64_t dtrain__strips_slot(const dtrain__conv *conv, const dtrain__strips *a)
-{
-    const int lanes = dtrain__strips_lanes(conv);
-    return dtrain__strips_vector(a->rows, a->strips, lanes) *
-           ((a->from.windows.depth + lanes - 1) / lanes);
-}
-
-static int64_t dtrain__strips_weight_slot(const dtrain__conv *conv, const dtrain__strips *a)
-{
-    const int lanes = dtrain__strips_lanes(conv);
-    const int64_t in = dtrain__multiple(conv->in, lanes), out = dtrain__multiple(conv->out, lanes);
-    return 2 * a->group * a->strips * ((a->rows + 2) * in + a->rows * out);
-}
-
-/* Return the floats of scratch for all that is done by strips. */
-DTRAIN__PRIVATE int64_t dtrain__strips_floats(const dtrain__conv *conv)
-{
-    int64_t parts, chunk, slot = 0;
-    for (int input = 0; input < 2; input++) {
-        const dtrain__strips a = dtrain__strips_make(conv, input);
-        const int64_t floats = dtrain__strips_slot(conv, &a);
-        if (floats > slot) slot = floats;
-    }
-    const dtrain__strips weight = dtrain__strips_make_weight(conv, &parts, &chunk);
-    const int64_t floats = dtrain__strips_weight_slot(conv, &weight);
-    if (floats > slot) slot = floats;
-    return parts * dtrain__strips_filters(conv) + slot * conv->cpu->thread_count;
-}
-
-/* Transform the weights, then convolve. */
-static dtrain_result dtrain__strips_run(const dtrain__conv *conv, const dtrain__strips *a,
-                                        const dtrain__conv_weight *weight)
-{
-    const dtrain__dots *dots = conv->cpu->dots;
-    const int64_t outer = dtrain__multiple(weight->outer, dtrain__strips_lanes(conv));
-    dtrain__job job = dtrain__job_make(weight, outer / 2, 1, weight->dtype);
-    DTRAIN__TRY(
-        dtrain__job_run(conv->cpu, &job, dots->strips_filter, dtrain__strips_filters(conv)));
-    job = dtrain__job_make(a, a->items, 1, conv->dtype);
-    job.dynamic = true;
-    job.scratch = conv->packed + dtrain__strips_filters(conv);
-    job.slot = dtrain__strips_slot(conv, a);
-    return dtrain__job_run(conv->cpu, &job, dots->strips, conv->pixels * conv->in * conv->out);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__strips_forward(const dtrain__conv *conv)
-{
-    const dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
-    dtrain__strips a = dtrain__strips_make(conv, false);
-    a.bias = conv->bias;
-    return dtrain__strips_run(conv, &a, &weight);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__strips_input_grad(const dtrain__conv *conv, void *d_x,
-                                                        dtrain_dtype x_dtype, bool accumulate)
-{
-    static const int32_t reverse[9] = {8, 7, 6, 5, 4, 3, 2, 1, 0};
-    dtrain__conv_weight weight = dtrain__conv_weights(conv, true);
-    dtrain__strips a = dtrain__strips_make(conv, true);
-    weight.order = reverse;
-    a.to.data = (char *)d_x + dtrain_dtype_bytes(x_dtype) * (size_t)(conv->group * conv->in);
-    a.to.dtype = x_dtype;
-    a.accumulate = accumulate;
-    return dtrain__strips_run(conv, &a, &weight);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__strips_weight_grad(const dtrain__conv *conv, float *d_weight,
-                                                         bool accumulate)
-{
-    const dtrain__dots *dots = conv->cpu->dots;
-    dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
-    dtrain__job job = dtrain__job_make(NULL, 0, 1, conv->dtype);
-    const dtrain__strips a = dtrain__strips_make_weight(conv, &weight.parts, &job.chunk);
-    job.args = &a;
-    job.total = weight.parts;
-    job.dynamic = true;
-    job.scratch = conv->packed + weight.parts * dtrain__strips_filters(conv);
-    job.slot = dtrain__strips_weight_slot(conv, &a);
-    DTRAIN__TRY(
-        dtrain__job_run(conv->cpu, &job, dots->strips_weight, conv->pixels * conv->in * conv->out));
-    weight.d_weight = d_weight + conv->group * conv->in * conv->out * 9;
-    weight.accumulate = accumulate;
-    job = dtrain__job_make(&weight, weight.outer, 1, DTRAIN_DTYPE_F32);
-    return dtrain__job_run(conv->cpu, &job, dots->strips_filter_sum,
-                           weight.parts * dtrain__strips_filters(conv));
 }
 
 /* ================================================================================================
@@ -37107,19 +36876,6 @@ DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void)
 #if DTRAIN__PAIRS
     if (dtrain__kernels_select() == &dtrain__kernels_avx512 && dtrain__has_amx())
         return &dtrain__isa_amx_avx512;
-#endif
-    return NULL;
-}
-
-/* Return NULL where convolutions of bf16 are computed in fp32. VDPBF16PS pays on AMD's cores, which
- * start one a cycle; Intel starts one every other cycle or less, 62 against 130 GFLOP/s of the
- * widened product on Emerald Rapids. */
-DTRAIN__PRIVATE const dtrain__dots *dtrain__dots_select(void)
-{
-#if DTRAIN__PAIRS
-    if (dtrain__kernels_select() == &dtrain__kernels_avx512 &&
-        __builtin_cpu_supports("avx512bf16") && __builtin_cpu_is("amd"))
-        return &dtrain__dots_avx512;
 #endif
     return NULL;
 }
@@ -39725,209 +39481,6 @@ DTRAIN__KERNEL_AS(depthwise_weight)
 }
 
 /* ================================================================================================
- * src/device/cpu/kernels/dots.h
- * ==============================================================================================*/
-
-/* Products of bf16 by VDPBF16PS
- *
- * A cell of 32 bits holds two bf16 that are neighbours in k. The instruction multiplies the cells
- * of two vectors and adds both products to a sum in fp32; denormals count as zero. On AMD's cores
- * it is as fast as a multiply-add of fp32, which does half as much.
- *
- *     rows       channels of images lie in memory as cells do: windows are copied as they are
- *     columns    two windows, or two pixels of d_y, are made into cells
- *
- * Tests compile the text for plain vectors as wide. */
-
-#if DTRAIN__PAIRS && (DTRAIN__ISA == 3 || defined(DTRAIN__TEST_WIDE))
-#define DTRAIN__DOTS 1
-#else
-#define DTRAIN__DOTS 0
-#endif
-
-#if DTRAIN__DOTS
-#if DTRAIN__ISA == 3
-#define DTRAIN__ON_DOTS \
-    __attribute__((target("avx512bf16,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
-#else
-#define DTRAIN__ON_DOTS
-#endif
-#define DTRAIN__DOT_HELPER static inline __attribute__((always_inline, unused)) DTRAIN__ON_DOTS
-#define DTRAIN__DOT_ROUTINE static DTRAIN__ON_DOTS
-typedef int32_t DTRAIN__K(cell) __attribute__((may_alias));
-
-/* sum + a b, of both halves of each cell. */
-DTRAIN__DOT_HELPER dtrain__v DTRAIN__K(vdot)(dtrain__v sum, dtrain__vi a, dtrain__vi b)
-{
-#if DTRAIN__ISA == 3
-    return (dtrain__v)_mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
-#else
-    const dtrain__vi high = dtrain__viset((int32_t)0xffff0000);
-    sum = dtrain__vfma(dtrain__vfrombits(a & high), dtrain__vfrombits(b & high), sum);
-    return dtrain__vfma(dtrain__vfrombits(a << 16), dtrain__vfrombits(b << 16), sum);
-#endif
-}
-
-/* Round to bf16. */
-DTRAIN__DOT_HELPER void DTRAIN__K(to_halves)(uint16_t *to, dtrain__v v)
-{
-#if DTRAIN__ISA == 3
-    _mm256_storeu_si256((__m256i *)(void *)to, (__m256i)_mm512_cvtneps_pbh(v));
-#else
-    DTRAIN__K(to_bf16)(to, v);
-#endif
-}
-
-/* Round two steps of k to bf16 and make cells of them. */
-DTRAIN__DOT_HELPER void DTRAIN__K(to_cells)(float *to, dtrain__v low, dtrain__v high)
-{
-#if DTRAIN__ISA == 3
-    static const uint16_t order[32] __attribute__((aligned(64))) = {
-        0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(high, low);
-    const __m512i index = _mm512_load_si512((const void *)order);
-    _mm512_storeu_si512((void *)to, _mm512_maskz_permutexvar_epi16(0xffffffffu, index, both));
-#else
-    uint16_t halves[2][DTRAIN__W];
-    DTRAIN__K(to_bf16)(halves[0], low);
-    DTRAIN__K(to_bf16)(halves[1], high);
-    for (int i = 0; i < DTRAIN__W; i++) {
-        const uint16_t cell[2] = {halves[0][i], halves[1][i]};
-        memcpy(to + i, cell, sizeof cell);
-    }
-#endif
-}
-
-/* ---- Tiles of convolutions, as in convolution.h */
-
-#define DTRAIN__DOT_STEP(r)                                                                    \
-    do {                                                                                       \
-        const dtrain__vi x = dtrain__viset(((const DTRAIN__K(cell) *)(const void *)a##r)[at]); \
-        left##r = DTRAIN__K(vdot)(left##r, x, dtrain__vbits(b_left));                          \
-        right##r = DTRAIN__K(vdot)(right##r, x, dtrain__vbits(b_right));                       \
-    } while (0);
-#define DTRAIN__NARROW_DOT(r)                                                              \
-    sum##r = DTRAIN__K(vdot)(                                                              \
-        sum##r, dtrain__viset(((const DTRAIN__K(cell) *)(const void *)a)[(r)*a_row + at]), \
-        dtrain__vbits(b_only));
-#define DTRAIN__DOT_TILE(name)                                                                 \
-    DTRAIN__DOT_ROUTINE void DTRAIN__K(name)(int64_t k, const float *a, const float *b,        \
-                                             int64_t b_row, float alpha, float beta, float *c, \
-                                             int64_t c_row)
-
-DTRAIN__DOT_TILE(dot_rows_tile)
-{
-    enum { rows = DTRAIN__MR, a_row = DTRAIN__PITCH, a_step = 1 };
-    DTRAIN__TILE(DTRAIN__ROWS, DTRAIN__DOT_STEP)
-}
-
-DTRAIN__DOT_TILE(dot_narrow_rows_tile)
-{
-    enum { a_row = DTRAIN__PITCH, a_step = 1 };
-    DTRAIN__NARROW_TILE(DTRAIN__NARROW_DOT)
-}
-
-DTRAIN__DOT_TILE(dot_columns_tile)
-{
-    enum { rows = DTRAIN__MR, a_row = 1, a_step = DTRAIN__MR };
-    DTRAIN__TILE(DTRAIN__ROWS, DTRAIN__DOT_STEP)
-}
-
-DTRAIN__DOT_TILE(dot_narrow_columns_tile)
-{
-    enum { a_row = 1, a_step = DTRAIN__NARROW_MR };
-    DTRAIN__NARROW_TILE(DTRAIN__NARROW_DOT)
-}
-
-/* ---- Packing */
-
-DTRAIN__DOT_ROUTINE void DTRAIN__K(pack_dot_rows)(float *panel, const dtrain__operand *x,
-                                                  int64_t index, int count, int64_t p, int k)
-{
-    DTRAIN__K(pack_windows_as)(panel, x, DTRAIN_DTYPE_BF16, index, count, p, k, true);
-    for (int r = 0; r < count && k % 2; r++) /* the last cell is half empty */
-        memset((uint16_t *)(void *)(panel + r * DTRAIN__PITCH) + k, 0, sizeof(uint16_t));
-}
-
-/* Pack columns in fp32, some steps at a time, and make cells of them. */
-DTRAIN__DOT_HELPER void DTRAIN__K(pack_dot_columns_of)(float *panel, int width,
-                                                       const dtrain__operand *x, int64_t index,
-                                                       int count, int64_t p, int k)
-{
-    enum { STEPS = 32 };
-    float steps[STEPS * DTRAIN__NARROW_MR + 2 * DTRAIN__W];
-    for (int first = 0; first < k; first += STEPS) {
-        const int now = k - first < STEPS ? k - first : STEPS;
-        DTRAIN__K(pack_columns_of)(steps, width, x, index, count, p + first, now);
-        for (int i = 0; i < now; i += 2, panel += width)
-            for (int j = 0; j < width; j += DTRAIN__W) {
-                const float *low = steps + i * width + j;
-                const dtrain__v high = i + 1 < now ? dtrain__vload(low + width) : dtrain__vset(0);
-                float cells[DTRAIN__W], *to = j + DTRAIN__W <= width ? panel + j : cells;
-                DTRAIN__K(to_cells)(to, dtrain__vload(low), high);
-                if (to == cells) memcpy(panel + j, cells, (size_t)(width - j) * sizeof *cells);
-            }
-    }
-}
-
-DTRAIN__DOT_ROUTINE void DTRAIN__K(pack_dot_columns)(float *panel, const dtrain__operand *x,
-                                                     int64_t index, int count, int64_t p, int k)
-{
-    DTRAIN__K(pack_dot_columns_of)(panel, DTRAIN__MR, x, index, count, p, k);
-}
-
-DTRAIN__DOT_ROUTINE void DTRAIN__K(pack_dot_narrow_columns)(float *panel, const dtrain__operand *x,
-                                                            int64_t index, int count, int64_t p,
-                                                            int k)
-{
-    DTRAIN__K(pack_dot_columns_of)(panel, DTRAIN__NARROW_MR, x, index, count, p, k);
-}
-
-DTRAIN__DOT_HELPER void DTRAIN__K(pack_dot_b_of)(float *panel, int width, const dtrain__operand *x,
-                                                 dtrain_dtype dtype, int64_t index, int count,
-                                                 int64_t p, int k)
-{
-    for (int i = 0; i < k; i += 2)
-        for (int j = 0; j < width; j += DTRAIN__W, panel += DTRAIN__W) {
-            const int64_t at = (p + i) * x->ld + index + j;
-            dtrain__v low = dtrain__vset(0), high = low;
-            if (j < count) low = dtrain__vload_as(x->data, dtype, at, count - j);
-            if (j < count && i + 1 < k)
-                high = dtrain__vload_as(x->data, dtype, at + x->ld, count - j);
-            DTRAIN__K(to_cells)(panel, low, high);
-        }
-}
-
-/* B is d_y, or a weight in fp32 that was bf16. */
-DTRAIN__DOT_ROUTINE void DTRAIN__K(pack_dot_b)(float *panel, const dtrain__operand *x,
-                                               int64_t index, int count, int64_t p, int k)
-{
-    if (x->dtype == DTRAIN_DTYPE_F32)
-        DTRAIN__K(pack_dot_b_of)(panel, DTRAIN__N, x, DTRAIN_DTYPE_F32, index, count, p, k);
-    else DTRAIN__K(pack_dot_b_of)(panel, DTRAIN__N, x, DTRAIN_DTYPE_BF16, index, count, p, k);
-}
-
-DTRAIN__DOT_ROUTINE void DTRAIN__K(pack_dot_narrow_b)(float *panel, const dtrain__operand *x,
-                                                      int64_t index, int count, int64_t p, int k)
-{
-    if (x->dtype == DTRAIN_DTYPE_F32)
-        DTRAIN__K(pack_dot_b_of)(panel, DTRAIN__W, x, DTRAIN_DTYPE_F32, index, count, p, k);
-    else DTRAIN__K(pack_dot_b_of)(panel, DTRAIN__W, x, DTRAIN_DTYPE_BF16, index, count, p, k);
-}
-
-static const dtrain__conv_tiles DTRAIN__K(dot_tiles) = {
-    DTRAIN__CONV_ISA(DTRAIN__MR, DTRAIN__N, 2, 2, DTRAIN__PITCH, dot_rows_tile, pack_dot_rows,
-                     pack_dot_b, tile_ops),
-    DTRAIN__CONV_ISA(DTRAIN__NARROW_MR, DTRAIN__W, 2, 2, DTRAIN__PITCH, dot_narrow_rows_tile,
-                     pack_dot_rows, pack_dot_narrow_b, narrow_tile_ops),
-    DTRAIN__CONV_ISA(DTRAIN__MR, DTRAIN__N, 2, 8, 0, dot_columns_tile, pack_dot_columns, pack_dot_b,
-                     tile_ops),
-    DTRAIN__CONV_ISA(DTRAIN__NARROW_MR, DTRAIN__W, 2, 8, 0, dot_narrow_columns_tile,
-                     pack_dot_narrow_columns, pack_dot_narrow_b, narrow_tile_ops)};
-#endif
-
-/* ================================================================================================
  * src/device/cpu/kernels/winograd.h
  * ==============================================================================================*/
 
@@ -40382,380 +39935,6 @@ DTRAIN__KERNEL(winograd_filter_sum)
             }
         }
 }
-
-/* ================================================================================================
- * src/device/cpu/kernels/strips.h
- * ==============================================================================================*/
-
-/* Convolution of bf16, 3 x 3 taps, by strips
- *
- * What winograd.h does in both directions is done here in one: two neighbours of y in a row, from
- * four of x, with four multiplications in place of six for each of the three rows of taps:
- *
- *     y = A^T ((G w) (B^T x))     A^T = 1  1   1   0     G = 1    0    0     B^T = 1   0  -1   0
- *                                       0  1  -1  -1         1/2  1/2  1/2         0   1   1   0
- *                                                            1/2 -1/2  1/2         0  -1   1   0
- *                                                            0    0    1           0   1   0  -1
- *
- * Transformed x and w are rounded to bf16, so that they can be multiplied by dots.h; sums are fp32.
- * What that costs in accuracy, as error over y (root mean square, 32 channels, x behind a ReLU):
- * 0.0022 here, 0.0034 in both directions, 0.0042 with four neighbours, 0.0095 with four in both,
- * where rounding y to bf16 costs 0.0017, and that of x and w, of which y is made, 0.0024.
- *
- * Rows of transformed pixels serve three rows of y each: a row of taps is a step from strip to
- * strip, by as many as a row has. They lie as (vectors of channels, rows, strips, 4 places, lanes):
- * a tile has all places of four strips, and makes pixels of them where they are, in registers. For
- * the weight gradient, whose sums run along strips, they lie as cells of two strips, (4 places,
- * vectors, items, rows, cells, lanes). */
-
-#if DTRAIN__DOTS
-
-/* Return channels of a pixel of a row; zeros outside. */
-#define DTRAIN__STRIP_PIXEL(column)                                                           \
-    ((uint64_t)(column) < (uint64_t)width                                                     \
-         ? dtrain__vload_as(row, DTRAIN_DTYPE_BF16, (column)*images->windows.channels, count) \
-         : dtrain__vset(0))
-
-/* Transform a row of x into strips. */
-DTRAIN__DOT_HELPER void DTRAIN__K(strip_row)(float *to, const dtrain__patches *images,
-                                             const uint16_t *row, int64_t count, int64_t strips)
-{
-    const int64_t width = images->windows.width;
-    int64_t at = images->windows.x[0];
-    uint16_t *half = (uint16_t *)(void *)to;
-    dtrain__v a = DTRAIN__STRIP_PIXEL(at), b = DTRAIN__STRIP_PIXEL(at + 1);
-    for (at += 2; strips > 0; strips--, at += 2, half += 4 * DTRAIN__W) {
-        const dtrain__v c = DTRAIN__STRIP_PIXEL(at), d = DTRAIN__STRIP_PIXEL(at + 1);
-        DTRAIN__K(to_halves)(half, a - c);
-        DTRAIN__K(to_halves)(half + DTRAIN__W, b + c);
-        DTRAIN__K(to_halves)(half + 2 * DTRAIN__W, c - b);
-        DTRAIN__K(to_halves)(half + 3 * DTRAIN__W, b - d);
-        a = c;
-        b = d;
-    }
-}
-
-/* The same as cells of two strips, places `place` floats apart. */
-DTRAIN__DOT_HELPER void DTRAIN__K(strip_row_cells)(float *to, int64_t place,
-                                                   const dtrain__patches *images,
-                                                   const uint16_t *row, int64_t count,
-                                                   int64_t strips)
-{
-    const int64_t width = images->windows.width;
-    int64_t at = images->windows.x[0];
-    dtrain__v a = DTRAIN__STRIP_PIXEL(at), b = DTRAIN__STRIP_PIXEL(at + 1);
-    for (at += 2; strips > 0; strips -= 2, at += 4, to += DTRAIN__W) {
-        const dtrain__v c = DTRAIN__STRIP_PIXEL(at), d = DTRAIN__STRIP_PIXEL(at + 1);
-        const dtrain__v e = DTRAIN__STRIP_PIXEL(at + 2), f = DTRAIN__STRIP_PIXEL(at + 3);
-        DTRAIN__K(to_cells)(to, a - c, c - e);
-        DTRAIN__K(to_cells)(to + place, b + c, d + e);
-        DTRAIN__K(to_cells)(to + 2 * place, c - b, e - d);
-        DTRAIN__K(to_cells)(to + 3 * place, b - d, d - f);
-        a = e;
-        b = f;
-    }
-}
-
-/* A d_y, as cells. */
-DTRAIN__DOT_HELPER void DTRAIN__K(strip_slope_cells)(float *to, int64_t place,
-                                                     const dtrain__patches *images,
-                                                     const uint16_t *row, int64_t count,
-                                                     int64_t strips)
-{
-    const int64_t width = images->windows.width;
-    for (int64_t at = 0; strips > 0; strips -= 2, at += 4, to += DTRAIN__W) {
-        const dtrain__v a = DTRAIN__STRIP_PIXEL(at), b = DTRAIN__STRIP_PIXEL(at + 1);
-        const dtrain__v c = DTRAIN__STRIP_PIXEL(at + 2), d = DTRAIN__STRIP_PIXEL(at + 3);
-        DTRAIN__K(to_cells)(to, a, c);
-        DTRAIN__K(to_cells)(to + place, a + b, c + d);
-        DTRAIN__K(to_cells)(to + 2 * place, a - b, c - d);
-        DTRAIN__K(to_cells)(to + 3 * place, -b, -d);
-    }
-}
-
-/* Transform `rows` rows of an image from `first` on; those outside are zeros. A vector of channels
- * has `vector` floats. */
-DTRAIN__DOT_HELPER void DTRAIN__K(strips_read)(float *to, int64_t vectors, int64_t vector,
-                                               const dtrain__patches *images, int64_t image,
-                                               int64_t first, int64_t rows, int64_t strips)
-{
-    const dtrain__windows *w = &images->windows;
-    const int64_t line = strips * 4 * (DTRAIN__W / 2);
-    for (int64_t r = first; r < first + rows; r++, to += line)
-        for (int64_t v = 0; v < vectors; v++) {
-            const int64_t at = (image * w->height + r) * w->width * w->channels + v * DTRAIN__W;
-            if (r < 0 || r >= w->height) memset(to + v * vector, 0, (size_t)line * sizeof *to);
-            else DTRAIN__K(strip_row)
-            (to + v * vector, images, (const uint16_t *)images->data + at, w->depth - v * DTRAIN__W,
-             strips);
-        }
-}
-
-/* The same of x or d_y as cells; a vector has `vector` floats in each place. */
-DTRAIN__DOT_HELPER void DTRAIN__K(strips_read_cells)(float *to, int64_t vectors, int64_t vector,
-                                                     const dtrain__patches *images, bool slope,
-                                                     int64_t image, int64_t first, int64_t rows,
-                                                     int64_t strips)
-{
-    const dtrain__windows *w = &images->windows;
-    const int64_t place = vectors * vector, line = strips * (DTRAIN__W / 2);
-    for (int64_t r = first; r < first + rows; r++, to += line)
-        for (int64_t v = 0; v < vectors; v++) {
-            const int64_t at = (image * w->height + r) * w->width * w->channels + v * DTRAIN__W;
-            const bool inside = r >= 0 && r < w->height;
-            const uint16_t *row = (const uint16_t *)images->data + (inside ? at : 0);
-            const int64_t count = w->depth - v * DTRAIN__W;
-            float *out = to + v * vector;
-            for (int p = 0; p < 4 && !inside; p++)
-                memset(out + p * place, 0, (size_t)line * sizeof *out);
-            if (!inside) continue;
-            if (slope) DTRAIN__K(strip_slope_cells)(out, place, images, row, count, strips);
-            else DTRAIN__K(strip_row_cells)(out, place, images, row, count, strips);
-        }
-}
-
-/* Where the tile of four strips goes. */
-typedef struct DTRAIN__K(strip_place) {
-    int64_t image, row, column, channel; /* of the first pixel */
-    int64_t count;                       /* strips that there are */
-} DTRAIN__K(strip_place);
-
-DTRAIN__DOT_HELPER void DTRAIN__K(strip_store)(const dtrain__strips *a, dtrain_dtype dtype,
-                                               int64_t pixel, int64_t rest, dtrain__v y)
-{
-    if (a->accumulate) y += dtrain__vload_as(a->to.data, dtype, pixel, rest);
-    if (dtype == DTRAIN_DTYPE_BF16 && rest >= DTRAIN__W)
-        DTRAIN__K(to_halves)((uint16_t *)a->to.data + pixel, y);
-    else dtrain__vstore_as(a->to.data, dtype, pixel, y, rest);
-}
-
-/* Store strip i, if it is there, and go on to the next. */
-DTRAIN__DOT_HELPER void DTRAIN__K(strip_write)(const dtrain__strips *a, dtrain_dtype dtype,
-                                               DTRAIN__K(strip_place) * at, int i, dtrain__v left,
-                                               dtrain__v right)
-{
-    const dtrain__windows *w = &a->to.windows;
-    const int64_t pixel = (at->image * w->height + at->row) * w->width + at->column;
-    const int64_t rest = w->depth - at->channel, first = pixel * w->channels + at->channel;
-    if (i >= at->count) return;
-    if (a->bias) {
-        const dtrain__v bias = dtrain__vload_n(a->bias + at->channel, rest);
-        left += bias;
-        right += bias;
-    }
-    DTRAIN__K(strip_store)(a, dtype, first, rest, left);
-    if (at->column + 1 < w->width)
-        DTRAIN__K(strip_store)(a, dtype, first + w->channels, rest, right);
-    at->column += 2;
-    if (at->column < 2 * a->strips) return;
-    at->column = 0;
-    at->row++;
-}
-
-/* The products of four strips from `x` on, over three rows of taps and `vectors` vectors of
- * channels, transformed back and stored. */
-#define DTRAIN__STRIP_FOUR(DO, p) DO(p, 0) DO(p, 1) DO(p, 2) DO(p, 3)
-#define DTRAIN__STRIP_SIXTEEN(DO) \
-    DTRAIN__STRIP_FOUR(DO, 0)     \
-    DTRAIN__STRIP_FOUR(DO, 1)     \
-    DTRAIN__STRIP_FOUR(DO, 2)     \
-    DTRAIN__STRIP_FOUR(DO, 3)
-#define DTRAIN__STRIP_BEGIN(p, i) dtrain__v sum##p##i = dtrain__vset(0);
-#define DTRAIN__STRIP_STEP(p, i)           \
-    sum##p##i = DTRAIN__K(vdot)(sum##p##i, \
-                                dtrain__viset(a[(4 * (i) + (p)) * (DTRAIN__W / 2) + at]), b##p);
-#define DTRAIN__STRIP_END(i) \
-    DTRAIN__K(strip_write)   \
-    (job, dtype, &place, i, sum0##i + (sum1##i + sum2##i), (sum1##i - sum2##i) - sum3##i);
-DTRAIN__DOT_HELPER void DTRAIN__K(strip_tile_as)(const dtrain__strips *job, dtrain_dtype dtype,
-                                                 DTRAIN__K(strip_place) place, int64_t vectors,
-                                                 const float *x, int64_t vector, const float *b)
-{
-    const int64_t line = job->strips * 4 * (DTRAIN__W / 2);
-    DTRAIN__STRIP_SIXTEEN(DTRAIN__STRIP_BEGIN)
-    for (int tap = 0; tap < 3; tap++)
-        for (int64_t v = 0; v < vectors; v++) {
-            const DTRAIN__K(cell) *a =
-                (const DTRAIN__K(cell) *)(const void *)(x + tap * line + v * vector);
-            for (int at = 0; at < DTRAIN__W / 2; at++, b += 4 * DTRAIN__W) {
-                const dtrain__vi b0 = dtrain__vbits(dtrain__vload(b));
-                const dtrain__vi b1 = dtrain__vbits(dtrain__vload(b + DTRAIN__W));
-                const dtrain__vi b2 = dtrain__vbits(dtrain__vload(b + 2 * DTRAIN__W));
-                const dtrain__vi b3 = dtrain__vbits(dtrain__vload(b + 3 * DTRAIN__W));
-                DTRAIN__STRIP_SIXTEEN(DTRAIN__STRIP_STEP)
-            }
-        }
-    DTRAIN__STRIP_END(0)
-    DTRAIN__STRIP_END(1)
-    DTRAIN__STRIP_END(2)
-    DTRAIN__STRIP_END(3)
-}
-
-DTRAIN__DOT_ROUTINE void DTRAIN__K(strip_tile)(const dtrain__strips *job,
-                                               DTRAIN__K(strip_place) place, int64_t vectors,
-                                               const float *x, int64_t vector, const float *b)
-{
-    if (job->to.dtype == DTRAIN_DTYPE_BF16)
-        DTRAIN__K(strip_tile_as)(job, DTRAIN_DTYPE_BF16, place, vectors, x, vector, b);
-    else if (job->to.dtype == DTRAIN_DTYPE_F16)
-        DTRAIN__K(strip_tile_as)(job, DTRAIN_DTYPE_F16, place, vectors, x, vector, b);
-    else DTRAIN__K(strip_tile_as)(job, DTRAIN_DTYPE_F32, place, vectors, x, vector, b);
-}
-
-/* Range: items. Scratch of a thread: an item's transformed rows. */
-DTRAIN__DOT_ROUTINE void DTRAIN__K(strips)(dtrain__job *job, int64_t begin, int64_t end, int index)
-{
-    const dtrain__strips *a = (const dtrain__strips *)job->args;
-    const int64_t in = (a->from.windows.depth + DTRAIN__W - 1) / DTRAIN__W;
-    const int64_t out = (a->to.windows.depth + DTRAIN__W - 1) / DTRAIN__W;
-    const int64_t vector = dtrain__strips_vector(a->rows, a->strips, DTRAIN__W);
-    float *x = job->scratch + index * job->slot;
-    for (int64_t item = begin; item < end; item++) {
-        const int64_t image = item / a->bands, first = item % a->bands * a->rows;
-        const int64_t rest = a->to.windows.height - first, rows = rest < a->rows ? rest : a->rows;
-        DTRAIN__K(strips_read)
-        (x, in, vector, &a->from, image, first + a->from.windows.y[0], rows + 2, a->strips);
-        for (int64_t v = 0; v < out; v++)
-            for (int64_t at = 0; at < rows * a->strips; at += 4) {
-                const DTRAIN__K(strip_place)
-                    place = {image, first + at / a->strips, at % a->strips * 2, v * DTRAIN__W,
-                             rows * a->strips - at};
-                DTRAIN__K(strip_tile)
-                (a, place, in, x + at * 4 * (DTRAIN__W / 2), vector,
-                 a->filters + v * in * 12 * DTRAIN__W * DTRAIN__W / 2);
-            }
-    }
-}
-
-/* Sums of a place for W channels of x and one vector of those of d_y, over the cells of items. */
-DTRAIN__DOT_ROUTINE void DTRAIN__K(strip_weight_tile)(int64_t items, int64_t cells, const float *a,
-                                                      int64_t a_item, const float *b,
-                                                      int64_t b_item, float *c)
-{
-    enum { a_row = 1 };
-#define DTRAIN__STRIP_LOAD(r) dtrain__v sum##r = dtrain__vload(c + (r)*DTRAIN__W);
-#define DTRAIN__STRIP_LEAVE(r) dtrain__vstore(c + (r)*DTRAIN__W, sum##r);
-    DTRAIN__LANES(DTRAIN__STRIP_LOAD)
-    for (; items > 0; items--, a += a_item, b += b_item)
-        for (int64_t at = 0; at < cells * DTRAIN__W; at += DTRAIN__W) {
-            const dtrain__v b_only = dtrain__vload(b + at);
-            DTRAIN__LANES(DTRAIN__NARROW_DOT)
-        }
-    DTRAIN__LANES(DTRAIN__STRIP_LEAVE)
-}
-
-/* Range: parts of job->chunk items, each with transformed filters of its own. Scratch of a thread:
- * the transformed rows of a->group items of x and of d_y. */
-DTRAIN__DOT_ROUTINE void DTRAIN__K(strips_weight)(dtrain__job *job, int64_t begin, int64_t end,
-                                                  int index)
-{
-    const dtrain__strips *a = (const dtrain__strips *)job->args;
-    const int64_t in = (a->from.windows.depth + DTRAIN__W - 1) / DTRAIN__W;
-    const int64_t out = (a->to.windows.depth + DTRAIN__W - 1) / DTRAIN__W;
-    const int64_t line = a->strips * (DTRAIN__W / 2), square = DTRAIN__W * DTRAIN__W;
-    const int64_t x_item = (a->rows + 2) * line, d_item = a->rows * line;
-    const int64_t x_vector = a->group * x_item, d_vector = a->group * d_item;
-    float *x = job->scratch + index * job->slot, *d_y = x + 4 * in * x_vector;
-    for (int64_t part = begin; part < end; part++) {
-        float *sums = a->filters + part * 12 * in * out * square;
-        const int64_t past = (part + 1) * job->chunk, last = past < a->items ? past : a->items;
-        memset(sums, 0, (size_t)(12 * in * out * square) * sizeof *sums);
-        for (int64_t item = part * job->chunk; item < last; item += a->group) {
-            const int64_t count = last - item < a->group ? last - item : a->group;
-            for (int64_t i = 0; i < count; i++) {
-                const int64_t image = (item + i) / a->bands, row = (item + i) % a->bands * a->rows;
-                DTRAIN__K(strips_read_cells)
-                (x + i * x_item, in, x_vector, &a->from, false, image, row + a->from.windows.y[0],
-                 a->rows + 2, a->strips);
-                DTRAIN__K(strips_read_cells)
-                (d_y + i * d_item, out, d_vector, &a->to, true, image, row, a->rows, a->strips);
-            }
-            float *to = sums;
-            for (int64_t v = 0; v < 4 * out; v++)                  /* (vectors, places) */
-                for (int64_t u = 0; u < 3 * in; u++, to += square) /* (taps, vectors) */
-                    DTRAIN__K(strip_weight_tile)
-            (count, d_item / DTRAIN__W, x + (v % 4 * in + u % in) * x_vector + u / in * line,
-             x_item, d_y + (v % 4 * out + v / 4) * d_vector, d_item, to);
-        }
-    }
-}
-
-/* ---- Weights: (vectors of inner channels, rows of taps, pairs of outer channels, 4 places, lanes)
- *
- * Sums of their gradient are (vectors of inner channels, place, rows of taps, outer channels,
- * lanes). */
-
-/* Transform a row of three taps of a vector of inner channels. */
-DTRAIN__DOT_HELPER void DTRAIN__K(strip_taps)(dtrain__v to[4], const dtrain__conv_weight *a,
-                                              int64_t outer, int64_t inner, int tap)
-{
-    float w[3 * DTRAIN__W] = {0};
-    const int64_t rest = outer < a->outer ? a->inner - inner : 0;
-    const uint16_t *from = (const uint16_t *)a->weight + outer * a->outer_stride;
-    for (int64_t lane = 0; lane < rest && lane < DTRAIN__W; lane++)
-        for (int t = 0; t < 3; t++)
-            w[t * DTRAIN__W + lane] =
-                dtrain_bf16_to_f32(from[(inner + lane) * a->inner_stride + a->order[tap * 3 + t]]);
-    const dtrain__v half = dtrain__vset(0.5f), middle = dtrain__vload(w + DTRAIN__W);
-    const dtrain__v left = dtrain__vload(w), right = dtrain__vload(w + 2 * DTRAIN__W);
-    to[0] = left;
-    to[1] = half * (left + right + middle);
-    to[2] = half * (left + right - middle);
-    to[3] = right;
-}
-
-/* Range: pairs of outer channels, of whole vectors of them. */
-DTRAIN__DOT_ROUTINE void DTRAIN__K(strips_filter)(dtrain__job *job, int64_t begin, int64_t end,
-                                                  DTRAIN__UNUSED int index)
-{
-    const dtrain__conv_weight *a = (const dtrain__conv_weight *)job->args;
-    for (int64_t o = begin; o < end; o++)
-        for (int64_t i = 0; i < a->inner; i += DTRAIN__W)
-            for (int tap = 0; tap < 3; tap++) {
-                dtrain__v low[4], high[4];
-                DTRAIN__K(strip_taps)(low, a, 2 * o, i, tap);
-                DTRAIN__K(strip_taps)(high, a, 2 * o + 1, i, tap);
-                const int64_t at = (i / DTRAIN__W * 3 + tap) * job->total + o;
-                for (int p = 0; p < 4; p++)
-                    DTRAIN__K(to_cells)(a->packed + (at * 4 + p) * DTRAIN__W, low[p], high[p]);
-            }
-}
-
-/* Range: outer. Adds the parts up, in order, and transforms their sum back. */
-DTRAIN__DOT_ROUTINE void DTRAIN__K(strips_filter_sum)(dtrain__job *job, int64_t begin, int64_t end,
-                                                      DTRAIN__UNUSED int index)
-{
-    const dtrain__conv_weight *a = (const dtrain__conv_weight *)job->args;
-    const int64_t vectors = (a->inner + DTRAIN__W - 1) / DTRAIN__W;
-    const int64_t outer = (a->outer + DTRAIN__W - 1) / DTRAIN__W * DTRAIN__W;
-    const int64_t line = outer * DTRAIN__W, all = vectors * 12 * line;
-    for (int64_t o = begin; o < end; o++)
-        for (int64_t i = 0; i < vectors * 3; i++) {
-            const int64_t tap = i % 3, inner = i / 3 * DTRAIN__W, rest = a->inner - inner;
-            const float *from = a->packed + (i / 3 * 12 + tap) * line + o * DTRAIN__W;
-            const dtrain__v zero = dtrain__vset(0), half = dtrain__vset(0.5f);
-            dtrain__v sums[4] = {zero, zero, zero, zero};
-            float taps[3 * DTRAIN__W];
-            for (int64_t part = 0; part < a->parts; part++)
-                for (int p = 0; p < 4; p++)
-                    sums[p] += dtrain__vload(from + part * all + p * 3 * line);
-            const dtrain__v both = half * (sums[1] + sums[2]);
-            dtrain__vstore(taps, sums[0] + both);
-            dtrain__vstore(taps + DTRAIN__W, half * (sums[1] - sums[2]));
-            dtrain__vstore(taps + 2 * DTRAIN__W, both + sums[3]);
-            float *to = a->d_weight + o * a->outer_stride + inner * a->inner_stride;
-            for (int64_t lane = 0; lane < rest && lane < DTRAIN__W; lane++)
-                for (int t = 0; t < 3; t++) {
-                    float *at = to + lane * a->inner_stride + a->order[tap * 3 + t];
-                    *at = (a->accumulate ? *at : 0) + taps[t * DTRAIN__W + lane];
-                }
-        }
-}
-
-static const dtrain__dots DTRAIN__K(dots) = {&DTRAIN__K(dot_tiles), DTRAIN__K(strips),
-                                             DTRAIN__K(strips_weight), DTRAIN__K(strips_filter),
-                                             DTRAIN__K(strips_filter_sum)};
-#endif
 
 /* ================================================================================================
  * src/device/cpu/kernels/pooling.h
@@ -41363,6 +40542,4 @@ static const dtrain__kernels DTRAIN__K(kernels) = {DTRAIN__STRING(DTRAIN__SUFFIX
 #undef DTRAIN__NARROW_ROWS
 #undef DTRAIN__LANES
 #undef DTRAIN__UNROLL
-#undef DTRAIN__DOTS
-#undef DTRAIN__ON_DOTS
 #endif

@@ -174,7 +174,6 @@ extern "C" {
 #include "device/cpu/launch_sparse.c"
 #include "device/cpu/launch_convolution.c"
 #include "device/cpu/launch_winograd.c"
-#include "device/cpu/launch_strips.c"
 #include "device/cpu/gemm.c"
 #include "device/cpu/kernels.c"
 

@@ -42,14 +42,6 @@ int instances_find(const dtrain__kernels *found[INSTANCES])
     return count;
 }
 
-const dtrain__dots *instances_dots(const dtrain__kernels *kernels)
-{
-#if DTRAIN__PAIRS
-    if (kernels == &dtrain__kernels_wide) return &dtrain__dots_wide;
-#endif
-    return kernels == dtrain__kernels_select() ? dtrain__dots_select() : NULL;
-}
-
 const dtrain__isa *instances_emulated_tiles(void)
 {
 #if DTRAIN__PAIRS

@@ -11,9 +11,6 @@ enum { INSTANCES = 5 }; /* at most */
 /* Write the instances that this machine runs, the one that the library chooses first, and return their number. The
  * thread sanitizer needs that one alone. */
 int instances_find(const dtrain__kernels *found[INSTANCES]);
-/* Return the products of bf16 by VDPBF16PS that go with an instance: the machine's own, or emulated ones for plain
- * vectors as wide; NULL where there are none. */
-const dtrain__dots *instances_dots(const dtrain__kernels *kernels);
 /* Return products of bf16 on emulated tiles; NULL where the compiler knows no tiles. */
 const dtrain__isa *instances_emulated_tiles(void);
 /* What kernels compute of one number, in scalars. */

@@ -19,7 +19,6 @@ typedef struct dtrain__conv {
     const float *bias;
     dtrain_dtype dtype;
     bool patches;   /* the way of launch_winograd.c */
-    bool strips;    /* that of launch_strips.c */
     float *packed;  /* scratch */
     int32_t *order; /* (2, taps) of scratch: as they are, and of a class */
 } dtrain__conv;
@@ -37,12 +36,3 @@ DTRAIN__PRIVATE dtrain_result dtrain__winograd_input_grad(const dtrain__conv *co
                                                           dtrain_dtype x_dtype, bool accumulate);
 DTRAIN__PRIVATE dtrain_result dtrain__winograd_weight_grad(const dtrain__conv *conv,
                                                            float *d_weight, bool accumulate);
-
-/* device/cpu/launch_strips.c */
-DTRAIN__PRIVATE bool dtrain__strips_fits(const dtrain__conv *conv);
-DTRAIN__PRIVATE int64_t dtrain__strips_floats(const dtrain__conv *conv);
-DTRAIN__PRIVATE dtrain_result dtrain__strips_forward(const dtrain__conv *conv);
-DTRAIN__PRIVATE dtrain_result dtrain__strips_input_grad(const dtrain__conv *conv, void *d_x,
-                                                        dtrain_dtype x_dtype, bool accumulate);
-DTRAIN__PRIVATE dtrain_result dtrain__strips_weight_grad(const dtrain__conv *conv, float *d_weight,
-                                                         bool accumulate);

@@ -103,7 +103,6 @@ static dtrain_result dtrain__cpu_create(const dtrain_device_desc *desc, dtrain_d
     cpu->kernels = dtrain__kernels_select();
     cpu->isa = cpu->kernels->gemm;
     cpu->pairs = dtrain__pairs_select();
-    cpu->dots = dtrain__dots_select();
     if (threads > 1) {
         const int error =
             dtrain__pool_create(&cpu->pool, &allocator, threads, desc->oversubscribed);

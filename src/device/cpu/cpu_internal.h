@@ -22,7 +22,6 @@ typedef struct dtrain__cpu {
     const dtrain__kernels *kernels;
     const dtrain__isa *isa;   /* of products */
     const dtrain__isa *pairs; /* of those of bf16 with bf16; NULL: they are widened */
-    const dtrain__dots *dots; /* of convolutions of bf16; NULL: they are widened */
     float *scratch;           /* of the kernel that runs; grows in the first step */
     size_t scratch_bytes;
     double sums[DTRAIN__SUM_CHUNKS];

@@ -80,19 +80,6 @@ DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void)
     return NULL;
 }
 
-/* Return NULL where convolutions of bf16 are computed in fp32. VDPBF16PS pays on AMD's cores, which
- * start one a cycle; Intel starts one every other cycle or less, 62 against 130 GFLOP/s of the
- * widened product on Emerald Rapids. */
-DTRAIN__PRIVATE const dtrain__dots *dtrain__dots_select(void)
-{
-#if DTRAIN__PAIRS
-    if (dtrain__kernels_select() == &dtrain__kernels_avx512 &&
-        __builtin_cpu_supports("avx512bf16") && __builtin_cpu_is("amd"))
-        return &dtrain__dots_avx512;
-#endif
-    return NULL;
-}
-
 /* Unsigned arithmetic: integers wrap, and overflow is defined. */
 #define DTRAIN__MIX_INTEGERS(name, U, S)                                                        \
     static void name(const dtrain__mix_job *job)                                                \

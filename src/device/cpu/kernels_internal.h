@@ -46,12 +46,6 @@ typedef struct dtrain__conv_tiles {
     dtrain__isa rows, narrow_rows, columns, narrow_columns;
 } dtrain__conv_tiles;
 
-/* What is multiplied by VDPBF16PS: convolutions of bf16, of 3 x 3 taps by strips. */
-typedef struct dtrain__dots {
-    const dtrain__conv_tiles *tiles;
-    dtrain__range_fn strips, strips_weight, strips_filter, strips_filter_sum;
-} dtrain__dots;
-
 typedef struct dtrain__kernels {
     const char *name;
     const dtrain__isa *gemm;
@@ -129,24 +123,6 @@ static inline int64_t dtrain__winograd_place(int64_t vectors, int64_t block, int
     return (vectors * block + 1) * lanes;
 }
 
-/* A convolution of 3 x 3 taps by strips of two pixels, or (d_y in `to`) its weight gradient. An
- * item is `rows` rows of an image. */
-typedef struct dtrain__strips {
-    dtrain__patches from, to;    /* the window of the first pixel begins at y[0], x[0] */
-    int64_t strips, rows, bands; /* strips of a row, rows of an item, items of an image */
-    int64_t items, group;        /* items of a weight gradient that are read at once */
-    float *filters;              /* transformed weights, or (parts) of their gradient */
-    const float *bias;
-    bool accumulate;
-} dtrain__strips;
-
-/* Return the floats of a vector of channels of an item: two rows more, and the strips that the last
- * tile reads beyond them. */
-static inline int64_t dtrain__strips_vector(int64_t rows, int64_t strips, int64_t lanes)
-{
-    return ((rows + 2) * strips + 4) * 4 * lanes / 2;
-}
-
 #define DTRAIN__TOPK_BLOCK 1024    /* elements between two looks at the room that is left */
 #define DTRAIN__ATTENTION_BLOCK 64 /* queries and keys of an attention block */
 #define DTRAIN__SUM_CHUNKS 256
@@ -194,4 +170,3 @@ enum {
 DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void);
 DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_number(int number);
 DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void);
-DTRAIN__PRIVATE const dtrain__dots *dtrain__dots_select(void);

@@ -15,8 +15,7 @@
  * Each group is a product of its own; with one channel of input and output in each, the depthwise
  * kernels take all groups at once. Weights are packed once a call, (taps, in, out) or (taps, out,
  * in) in fp32, into the beginning of scratch. 3 x 3 taps with stride 1 go by patches, where there
- * are channels enough: launch_winograd.c. Convolutions of bf16 have products of their own where
- * those pay (kernels/dots.h), and 3 x 3 taps with stride 1 go by strips: launch_strips.c. */
+ * are channels enough: launch_winograd.c. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -112,29 +111,17 @@ static int64_t dtrain__conv_parts(const dtrain__conv *conv)
     return (conv->pixels + part - 1) / part;
 }
 
-/* Return the tiles of a convolution: of bf16 those that multiply it as it is, where there are any
- * (input gradients have weights of the same type). */
-static const dtrain__conv_tiles *dtrain__conv_tiles_of(const dtrain__conv *conv)
-{
-    if (conv->dtype == DTRAIN_DTYPE_BF16 && conv->cpu->dots) return conv->cpu->dots->tiles;
-    return conv->cpu->kernels->convolutions;
-}
-
 /* Take scratch for the order of taps, `floats` of packed weights and what a product needs, or for
  * patches, all at once: growing it later would lose what is there. */
 static dtrain_result dtrain__conv_scratch(dtrain__conv *conv, int64_t floats, int64_t *reserve)
 {
     const int64_t order = dtrain__multiple(2 * conv->taps, DTRAIN__LINE);
-    const dtrain__conv_tiles *tiles = dtrain__conv_tiles_of(conv);
     float *scratch;
     *reserve = order + dtrain__multiple(floats, DTRAIN__LINE);
     int64_t most = *reserve + dtrain__gemm_slot(true) * conv->cpu->thread_count;
-    conv->strips = dtrain__strips_fits(conv);
-    conv->patches = tiles == conv->cpu->kernels->convolutions && dtrain__winograd_fits(conv);
-    const int64_t floats_of_way = conv->strips    ? dtrain__strips_floats(conv)
-                                  : conv->patches ? dtrain__winograd_floats(conv)
-                                                  : 0;
-    if (most < order + floats_of_way) most = order + floats_of_way;
+    conv->patches = dtrain__winograd_fits(conv);
+    const int64_t floats_of_patches = conv->patches ? dtrain__winograd_floats(conv) : 0;
+    if (most < order + floats_of_patches) most = order + floats_of_patches;
     DTRAIN__TRY(dtrain__cpu_scratch(conv->cpu, most, &scratch));
     conv->order = (int32_t *)(void *)scratch;
     conv->packed = scratch + order;
@@ -159,7 +146,7 @@ DTRAIN__PRIVATE dtrain__conv_weight dtrain__conv_weights(const dtrain__conv *con
     return weight;
 }
 
-/* Describe the images that patches and strips read and make; input: of the input gradient, which
+/* Describe the images that patches read and make; input: of the input gradient, which
  * reads images like y and makes images like x. */
 DTRAIN__PRIVATE void dtrain__conv_images(const dtrain__conv *conv, bool input,
                                          dtrain__patches *from, dtrain__patches *to)
@@ -249,12 +236,11 @@ static dtrain__operand dtrain__conv_operand(const void *data, dtrain_dtype dtype
 
 static dtrain_result dtrain__conv_forward(const dtrain__conv *conv, int64_t reserve)
 {
-    const dtrain__conv_tiles *tiles = dtrain__conv_tiles_of(conv);
+    const dtrain__conv_tiles *tiles = conv->cpu->kernels->convolutions;
     const dtrain__windows windows = dtrain__conv_windows(conv);
     const dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
     dtrain_gemm_args args;
     dtrain__gemm_call product;
-    if (conv->strips) return dtrain__strips_forward(conv);
     if (conv->patches) return dtrain__winograd_forward(conv);
     DTRAIN__TRY(dtrain__conv_pack(conv, &weight));
     memset(&args, 0, sizeof args);
@@ -280,12 +266,11 @@ static dtrain_result dtrain__conv_forward(const dtrain__conv *conv, int64_t rese
 static dtrain_result dtrain__conv_weight_grad(const dtrain__conv *conv, int64_t reserve,
                                               float *d_weight, bool accumulate)
 {
-    const dtrain__conv_tiles *tiles = dtrain__conv_tiles_of(conv);
+    const dtrain__conv_tiles *tiles = conv->cpu->kernels->convolutions;
     const dtrain__windows windows = dtrain__conv_windows(conv);
     dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
     dtrain_gemm_args args;
     dtrain__gemm_call product;
-    if (conv->strips) return dtrain__strips_weight_grad(conv, d_weight, accumulate);
     if (conv->patches) return dtrain__winograd_weight_grad(conv, d_weight, accumulate);
     memset(&args, 0, sizeof args);
     args.m = conv->taps * conv->in;
@@ -331,7 +316,7 @@ static dtrain_result dtrain__conv_class(const dtrain__conv *conv, int64_t reserv
                                         const int64_t rest[2], void *d_x, dtrain_dtype x_dtype,
                                         bool accumulate)
 {
-    const dtrain__conv_tiles *tiles = dtrain__conv_tiles_of(conv);
+    const dtrain__conv_tiles *tiles = conv->cpu->kernels->convolutions;
     const dtrain_windows2d *from = &conv->windows;
     const size_t bytes = dtrain__conv_bytes(x_dtype);
     int32_t taps[2][DTRAIN_CONV2D_KERNEL];
@@ -480,8 +465,6 @@ static dtrain_result dtrain__group_backward(const dtrain__conv *conv, int64_t re
         DTRAIN__TRY(
             dtrain__conv_weight_grad(conv, reserve, args->d_weight, args->accumulate_weight));
     if (!args->d_x) return DTRAIN_OK;
-    if (conv->strips)
-        return dtrain__strips_input_grad(conv, args->d_x, args->x_dtype, args->accumulate_x);
     if (conv->patches)
         return dtrain__winograd_input_grad(conv, args->d_x, args->x_dtype, args->accumulate_x);
     const int64_t height = conv->windows.height, width = conv->windows.width;

@@ -11,9 +11,7 @@
 #include "device/cpu/kernels/gemm.h"
 #include "device/cpu/kernels/pairs.h"
 #include "device/cpu/kernels/convolution.h"
-#include "device/cpu/kernels/dots.h"
 #include "device/cpu/kernels/winograd.h"
-#include "device/cpu/kernels/strips.h"
 #include "device/cpu/kernels/pooling.h"
 #include "device/cpu/kernels/attention.h"
 #include "device/cpu/kernels/mix.h"
@@ -29,5 +27,3 @@
 #undef DTRAIN__NARROW_ROWS
 #undef DTRAIN__LANES
 #undef DTRAIN__UNROLL
-#undef DTRAIN__DOTS
-#undef DTRAIN__ON_DOTS
