@@ -335,6 +335,8 @@
        DTRAIN_USE_MPI      the communicator over MPI; build with mpicc
        DTRAIN_USE_CUDA     dtrain_device_ops_by_name knows "cuda"; dtrain_cuda.cu must be linked
                            (and DTRAIN_STATIC is not possible: that file calls dtrain.h)
+       DTRAIN_NATIVE       on x86 only the kernels of the instruction set that -march names, for who
+                           compiles often: two thirds of the time; for machines that have it
        DTRAIN_NO_SIMD      kernels of one lane instead of vectors (slow; a reference)
 
    Run time: the desc structs. In set-up descs zero means the default written beside the field; in
@@ -33879,8 +33881,27 @@ DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrai
  *
  * Matrix multiplication: what the driver (gemm.c) and the kernels of each instruction set share. */
 
+/* Which instances of the kernels are compiled: on x86 all that a machine may have, and scalars for
+ * those without AVX2, where only correctness counts; with DTRAIN_NATIVE the one of -march. */
+#if defined(DTRAIN_NO_SIMD)
+#define DTRAIN__HAS_SCALAR 1
+#elif !defined(__x86_64__)
+#define DTRAIN__HAS_GENERIC 1
+#elif !defined(DTRAIN_NATIVE)
+#define DTRAIN__HAS_AVX512 1
+#define DTRAIN__HAS_AVX2 1
+#define DTRAIN__HAS_SCALAR 1
+#elif defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && \
+    defined(__AVX512DQ__)
+#define DTRAIN__HAS_AVX512 1
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define DTRAIN__HAS_AVX2 1
+#else
+#error "DTRAIN_NATIVE compiles the kernels of -march alone: add -march=native, or leave it out"
+#endif
+
 /* Whether the compiler has instructions for pairs of bf16; see device/cpu/kernels/pairs.h. */
-#if defined(__x86_64__) && defined(__linux__) && !defined(DTRAIN_NO_SIMD) && \
+#if DTRAIN__HAS_AVX512 && defined(__linux__) && \
     (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11) && !defined(__CUDACC__)
 #define DTRAIN__PAIRS 1
 #else
@@ -34039,8 +34060,10 @@ typedef struct dtrain__job {
     X(add) X(axpby) X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(lion) X(muon)     \
     X(topk) X(batchnorm_moments) X(batchnorm) X(batchnorm_sums)                      \
     X(batchnorm_backward) X(conv_weight) X(conv_weight_sum) X(depthwise)             \
-    X(depthwise_input) X(depthwise_weight) X(winograd_filter) X(winograd)            \
-    X(winograd_weight) X(winograd_filter_sum) X(pool2d) X(pool2d_backward)
+    X(depthwise_input) X(depthwise_weight) X(pool2d) X(pool2d_backward)
+/* Those that an instance may lack: scalars have none. */
+#define DTRAIN__PATCH_RANGES(X) \
+    X(winograd_filter) X(winograd) X(winograd_weight) X(winograd_filter_sum)
 /* clang-format on */
 
 /* Tiles of convolutions. rows: a panel of A has its rows one behind the other, which is how windows
@@ -34056,6 +34079,7 @@ typedef struct dtrain__kernels {
     void (*mix)(const dtrain__mix_job *job);
 #define DTRAIN__RANGE(name) dtrain__range_fn name;
     DTRAIN__RANGES(DTRAIN__RANGE)
+    DTRAIN__PATCH_RANGES(DTRAIN__RANGE)
 } dtrain__kernels;
 
 /* One tensor of an optimizer step, and the numbers of this step. One of the first four is set. */
@@ -36319,11 +36343,12 @@ static int64_t dtrain__winograd_chunk(const dtrain__conv *conv, int64_t *parts)
     return chunk;
 }
 
-/* Return whether patches pay: where they have two thirds of the multiplications, counting those for
+/* Return whether patches pay: where the instance has them, they have two thirds of the multiplications, counting those for
  * channels and pixels that are not there, and weights are few enough to stay in a cache. */
 DTRAIN__PRIVATE bool dtrain__winograd_fits(const dtrain__conv *conv)
 {
     const dtrain_windows2d *w = &conv->windows;
+    if (!conv->cpu->kernels->winograd) return false;
     const int64_t filters = dtrain__winograd_filters(conv);
     for (int axis = 0; axis < 2; axis++)
         if (w->kernel[axis] != 3 || w->stride[axis] != 1 || w->dilation[axis] != 1) return false;
@@ -36827,40 +36852,51 @@ DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_a
 #if defined(__aarch64__)
 #include <arm_neon.h>
 #endif
-#if !defined(DTRAIN_NO_SIMD)
-#if defined(__x86_64__)
+#if DTRAIN__HAS_AVX512
 #define DTRAIN__ISA 3
 #include DTRAIN__KERNEL_TEXT
 #undef DTRAIN__ISA
+#endif
+#if DTRAIN__HAS_AVX2
 #define DTRAIN__ISA 2
 #include DTRAIN__KERNEL_TEXT
 #undef DTRAIN__ISA
 #endif
+#if DTRAIN__HAS_GENERIC
 #define DTRAIN__ISA 1
 #include DTRAIN__KERNEL_TEXT
 #undef DTRAIN__ISA
-#else
+#endif
+#if DTRAIN__HAS_SCALAR
 #define DTRAIN__ISA 0
 #include DTRAIN__KERNEL_TEXT
 #undef DTRAIN__ISA
 #endif
 
-/* Return an instance that this machine runs, number 0 the best; NULL: there are no more. */
+/* Return an instance that this machine runs, number 0 the best; NULL: there are no more. With
+ * DTRAIN_NATIVE the only one is that of the compiler's flags, which the whole program needs. */
+#if defined(DTRAIN_NATIVE)
+#define DTRAIN__RUNS(feature) true
+#else
+#define DTRAIN__RUNS(feature) __builtin_cpu_supports(feature)
+#endif
 DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_number(int number)
 {
     int found = 0;
-#if defined(DTRAIN_NO_SIMD)
-    if (found++ == number) return &dtrain__kernels_scalar;
-#else
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-        found++ == number)
+#if DTRAIN__HAS_AVX512
+    if (DTRAIN__RUNS("avx512f") && DTRAIN__RUNS("avx512bw") && DTRAIN__RUNS("avx512vl") &&
+        DTRAIN__RUNS("avx512dq") && found++ == number)
         return &dtrain__kernels_avx512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && found++ == number)
+#endif
+#if DTRAIN__HAS_AVX2
+    if (DTRAIN__RUNS("avx2") && DTRAIN__RUNS("fma") && found++ == number)
         return &dtrain__kernels_avx2; /* F16C came two generations earlier */
 #endif
+#if DTRAIN__HAS_GENERIC
     if (found++ == number) return &dtrain__kernels_generic;
+#endif
+#if DTRAIN__HAS_SCALAR
+    if (found++ == number) return &dtrain__kernels_scalar;
 #endif
     return NULL;
 }
@@ -36972,8 +37008,13 @@ DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job)
 #else
 #define DTRAIN__SUFFIX scalar
 #define DTRAIN__W 1
+#if defined(__clang__)
 #define DTRAIN__ON
+#else /* for correctness alone: half the compiler's work */
+#define DTRAIN__ON __attribute__((optimize("O1")))
 #endif
+#endif
+#define DTRAIN__FAST (DTRAIN__ISA > 0) /* whether instances for single types pay */
 
 #define DTRAIN__GLUE2(name, suffix) dtrain__##name##_##suffix
 #define DTRAIN__GLUE(name, suffix) DTRAIN__GLUE2(name, suffix)
@@ -36985,31 +37026,17 @@ DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job)
                                          DTRAIN__UNUSED int index)
 /* Open a kernel that is compiled twice: with f32 true, where all activations of the job are fp32,
  * the test of their type costs nothing; where memory is fast it costs as much as the arithmetic. */
-#define DTRAIN__KERNEL_AS(name)                                                                 \
-    DTRAIN__HELPER void DTRAIN__K(name##_as)(dtrain__job * job, int64_t begin, int64_t end,     \
-                                             int index, bool f32);                              \
-    DTRAIN__KERNEL(name)                                                                        \
-    {                                                                                           \
-        if (job->dtype <= DTRAIN_DTYPE_F32) DTRAIN__K(name##_as)(job, begin, end, index, true); \
-        else DTRAIN__K(name##_as)(job, begin, end, index, false);                               \
-    }                                                                                           \
-    DTRAIN__HELPER void DTRAIN__K(name##_as)(dtrain__job * job, int64_t begin, int64_t end,     \
-                                             DTRAIN__UNUSED int index, bool f32)
-
-/* The same for a kernel all of whose activations have the type of the job: compiled for each. */
-#define DTRAIN__KERNEL_OF(name)                                                             \
-    DTRAIN__HELPER void DTRAIN__K(name##_of)(dtrain__job * job, int64_t begin, int64_t end, \
-                                             dtrain_dtype dtype);                           \
+#define DTRAIN__KERNEL_AS(name)                                                             \
+    DTRAIN__HELPER void DTRAIN__K(name##_as)(dtrain__job * job, int64_t begin, int64_t end, \
+                                             int index, bool f32);                          \
     DTRAIN__KERNEL(name)                                                                    \
     {                                                                                       \
-        if (job->dtype <= DTRAIN_DTYPE_F32)                                                 \
-            DTRAIN__K(name##_of)(job, begin, end, DTRAIN_DTYPE_F32);                        \
-        else if (job->dtype == DTRAIN_DTYPE_BF16)                                           \
-            DTRAIN__K(name##_of)(job, begin, end, DTRAIN_DTYPE_BF16);                       \
-        else DTRAIN__K(name##_of)(job, begin, end, DTRAIN_DTYPE_F16);                       \
+        if (DTRAIN__FAST && job->dtype <= DTRAIN_DTYPE_F32)                                 \
+            DTRAIN__K(name##_as)(job, begin, end, index, true);                             \
+        else DTRAIN__K(name##_as)(job, begin, end, index, false);                           \
     }                                                                                       \
-    DTRAIN__HELPER void DTRAIN__K(name##_of)(dtrain__job * job, int64_t begin, int64_t end, \
-                                             dtrain_dtype dtype)
+    DTRAIN__HELPER void DTRAIN__K(name##_as)(dtrain__job * job, int64_t begin, int64_t end, \
+                                             DTRAIN__UNUSED int index, bool f32)
 
 #define dtrain__v DTRAIN__K(v)
 #define dtrain__vi DTRAIN__K(vi)
@@ -38339,9 +38366,10 @@ DTRAIN__KERNEL(permute)
 #define DTRAIN__BATCHNORM_ROWS 32
 
 /* Range: chunks. Means of the chunk, and sums of squared deviations from them. */
-DTRAIN__KERNEL_OF(batchnorm_moments)
+DTRAIN__KERNEL_AS(batchnorm_moments)
 {
     const dtrain_batchnorm_moments_args *a = (const dtrain_batchnorm_moments_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : job->dtype;
     for (int64_t chunk = begin; chunk < end; chunk++) {
         const int64_t first = chunk * job->chunk, past = first + job->chunk;
         const int64_t last = past < a->rows ? past : a->rows;
@@ -38367,9 +38395,10 @@ DTRAIN__KERNEL_OF(batchnorm_moments)
 }
 
 /* Range: rows. */
-DTRAIN__KERNEL_OF(batchnorm)
+DTRAIN__KERNEL_AS(batchnorm)
 {
     const dtrain_batchnorm_args *a = (const dtrain_batchnorm_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : job->dtype;
     for (int64_t first = begin; first < end; first += DTRAIN__BATCHNORM_ROWS)
         for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
             const int64_t n = a->n - i, past = first + DTRAIN__BATCHNORM_ROWS;
@@ -38399,9 +38428,10 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(batchnorm_slope)(uint32_t activation, const v
 }
 
 /* Range: chunks. Sums of d and of d h. */
-DTRAIN__KERNEL_OF(batchnorm_sums)
+DTRAIN__KERNEL_AS(batchnorm_sums)
 {
     const dtrain_batchnorm_sums_args *a = (const dtrain_batchnorm_sums_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : job->dtype;
     for (int64_t chunk = begin; chunk < end; chunk++) {
         const int64_t first = chunk * job->chunk, past = first + job->chunk;
         const int64_t last = past < a->rows ? past : a->rows;
@@ -38430,9 +38460,10 @@ DTRAIN__KERNEL_OF(batchnorm_sums)
 }
 
 /* Range: rows. */
-DTRAIN__KERNEL_OF(batchnorm_backward)
+DTRAIN__KERNEL_AS(batchnorm_backward)
 {
     const dtrain_batchnorm_backward_args *a = (const dtrain_batchnorm_backward_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : job->dtype;
     const dtrain__v share = dtrain__vset(a->inverse_count[0]);
     for (int64_t first = begin; first < end; first += DTRAIN__BATCHNORM_ROWS)
         for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
@@ -39086,24 +39117,6 @@ DTRAIN__ROUTINE void DTRAIN__K(narrow_tile)(int64_t k, const float *a, const flo
 
 /* ---- Packing */
 
-/* Copy a run of bf16 as it is, or zeros where `from` is NULL. */
-DTRAIN__HELPER void DTRAIN__K(copy_halves)(uint16_t *to, const uint16_t *from, int64_t run)
-{
-    for (int64_t q = 0; q < run; q += 2 * DTRAIN__W) {
-        const int64_t rest = run - q;
-#if DTRAIN__ISA == 3
-        const __mmask32 there = !from ? 0 : rest < 32 ? (1u << rest) - 1u : 0xffffffffu;
-        _mm512_storeu_si512((void *)(to + q),
-                            _mm512_maskz_loadu_epi16(there, from ? from + q : to));
-#else
-        uint16_t halves[2 * DTRAIN__W] = {0};
-        const int64_t count = rest < 2 * DTRAIN__W ? rest : 2 * DTRAIN__W;
-        if (from) memcpy(halves, from + q, (size_t)count * sizeof *halves);
-        memcpy(to + q, halves, sizeof halves);
-#endif
-    }
-}
-
 /* Copy a run, or zeros where at is -1. Whole vectors are stored: what is behind the run in the
  * panel is written later, or is the slack of a row. */
 DTRAIN__HELPER void DTRAIN__K(pack_run)(float *to, const void *data, dtrain_dtype dtype, int64_t at,
@@ -39116,28 +39129,23 @@ DTRAIN__HELPER void DTRAIN__K(pack_run)(float *to, const void *data, dtrain_dtyp
             dtrain__vstore(to + q, dtrain__vload_as(data, dtype, at + q, run - q));
 }
 
-/* Copy k elements of a window, from element `in_line` of its line `a` on; as_is: bf16, which stay
- * what they are. */
+/* Copy k elements of a window, from element `in_line` of its line `a` on. */
 DTRAIN__HELPER void DTRAIN__K(pack_window)(float *to, const dtrain__operand *x, dtrain_dtype dtype,
                                            const dtrain__corner *corner, int64_t a, int64_t in_line,
-                                           int64_t k, bool as_is)
+                                           int64_t k)
 {
     const dtrain__windows *w = x->windows;
     const int64_t line = w->tap_columns * w->depth, y = corner->row * w->stride[0];
     const int64_t left = corner->column * w->stride[1] + w->x[0];
     const bool joined = w->joined && left >= 0 && left + w->tap_columns <= w->width;
-    uint16_t *half = (uint16_t *)(void *)to;
     while (k > 0) {
         const int64_t row = y + w->y[a], b = joined ? 0 : in_line / w->depth;
         const int64_t c = in_line - b * w->depth, rest = (joined ? line : w->depth) - c;
         const int64_t run = rest < k ? rest : k, column = left - w->x[0] + w->x[b];
         const bool inside = row >= 0 && row < w->height && column >= 0 && column < w->width;
         const int64_t at = corner->image + (row * w->width + column) * w->channels + c;
-        if (as_is)
-            DTRAIN__K(copy_halves)(half, inside ? (const uint16_t *)x->data + at : NULL, run);
-        else DTRAIN__K(pack_run)(to, x->data, dtype, inside ? at : -1, run);
+        DTRAIN__K(pack_run)(to, x->data, dtype, inside ? at : -1, run);
         to += run;
-        half += run;
         k -= run;
         in_line += run;
         if (in_line == line) in_line = 0, a++;
@@ -39148,7 +39156,7 @@ DTRAIN__HELPER void DTRAIN__K(pack_window)(float *to, const dtrain__operand *x, 
  * sums. */
 DTRAIN__HELPER void DTRAIN__K(pack_windows_as)(float *panel, const dtrain__operand *x,
                                                dtrain_dtype dtype, int64_t index, int count,
-                                               int64_t p, int k, bool as_is)
+                                               int64_t p, int k)
 {
     dtrain__corner corner = {0, 0, 0};
     int64_t line = 1;
@@ -39158,13 +39166,10 @@ DTRAIN__HELPER void DTRAIN__K(pack_windows_as)(float *panel, const dtrain__opera
     }
     for (int r = 0; r < count; r++, panel += DTRAIN__PITCH) {
         if (!x->windows) {
-            const int64_t at = (index + r) * x->ld + p;
-            uint16_t *half = (uint16_t *)(void *)panel;
-            if (!as_is) DTRAIN__K(pack_run)(panel, x->data, dtype, at, k);
-            else DTRAIN__K(copy_halves)(half, (const uint16_t *)x->data + at, k);
+            DTRAIN__K(pack_run)(panel, x->data, dtype, (index + r) * x->ld + p, k);
             continue;
         }
-        DTRAIN__K(pack_window)(panel, x, dtype, &corner, p / line, p % line, k, as_is);
+        DTRAIN__K(pack_window)(panel, x, dtype, &corner, p / line, p % line, k);
         dtrain__window_next(x->windows, &corner);
     }
 }
@@ -39173,10 +39178,8 @@ DTRAIN__ROUTINE void DTRAIN__K(pack_window_rows)(float *panel, const dtrain__ope
                                                  int64_t index, int count, int64_t p, int k)
 {
     if (x->dtype == DTRAIN_DTYPE_F32)
-        DTRAIN__K(pack_windows_as)(panel, x, DTRAIN_DTYPE_F32, index, count, p, k, false);
-    else if (x->dtype == DTRAIN_DTYPE_BF16)
-        DTRAIN__K(pack_windows_as)(panel, x, DTRAIN_DTYPE_BF16, index, count, p, k, false);
-    else DTRAIN__K(pack_windows_as)(panel, x, DTRAIN_DTYPE_F16, index, count, p, k, false);
+        DTRAIN__K(pack_windows_as)(panel, x, DTRAIN_DTYPE_F32, index, count, p, k);
+    else DTRAIN__K(pack_windows_as)(panel, x, x->dtype, index, count, p, k);
 }
 
 /* Neighbours among the columns of a panel that are neighbours in memory: `run` channels, of the tap
@@ -39263,9 +39266,7 @@ DTRAIN__HELPER void DTRAIN__K(pack_columns_of)(float *panel, int width, const dt
     if (!x->windows) DTRAIN__K(pack_steps)(panel, width, x, index, count, p, k);
     else if (x->dtype == DTRAIN_DTYPE_F32)
         DTRAIN__K(pack_columns_as)(panel, width, x, DTRAIN_DTYPE_F32, index, count, p, k);
-    else if (x->dtype == DTRAIN_DTYPE_BF16)
-        DTRAIN__K(pack_columns_as)(panel, width, x, DTRAIN_DTYPE_BF16, index, count, p, k);
-    else DTRAIN__K(pack_columns_as)(panel, width, x, DTRAIN_DTYPE_F16, index, count, p, k);
+    else DTRAIN__K(pack_columns_as)(panel, width, x, x->dtype, index, count, p, k);
 }
 
 DTRAIN__ROUTINE void DTRAIN__K(pack_columns)(float *panel, const dtrain__operand *x, int64_t index,
@@ -39516,6 +39517,7 @@ DTRAIN__KERNEL_AS(depthwise_weight)
  * What is transformed lies as (36 places, vectors of channels, patches or channels of the other
  * side, lanes), zeros where there are no more channels: tiles step through it by constants. */
 
+#if DTRAIN__FAST
 #define DTRAIN__POINT_P 0.625f
 #define DTRAIN__POINT_Q 1.5f
 #define DTRAIN__P2 (DTRAIN__POINT_P * DTRAIN__POINT_P)
@@ -39610,34 +39612,27 @@ DTRAIN__HELPER void DTRAIN__K(line_filter_slope)(float *to, int64_t step, dtrain
     DTRAIN__LINE4(from, step), dtrain__vload((from) + 4 * (step)), \
         dtrain__vload((from) + 5 * (step))
 
-/* Find the pixels of a patch: where their channels begin; -1: outside. Return whether all are
- * inside: then only the first is looked for. */
-DTRAIN__HELPER bool DTRAIN__K(patch_pixels)(int64_t at[36], const dtrain__windows *w, int side,
+/* Find where the channels of each pixel of a patch begin; -1: outside. */
+DTRAIN__HELPER void DTRAIN__K(patch_pixels)(int64_t at[36], const dtrain__windows *w, int side,
                                             const dtrain__corner *corner)
 {
-    at[0] = dtrain__window_tap(w, corner, 0, 0);
-    if (at[0] >= 0 && dtrain__window_tap(w, corner, side - 1, side - 1) >= 0) return true;
+    const int64_t first = dtrain__window_tap(w, corner, 0, 0);
+    const bool inside = first >= 0 && dtrain__window_tap(w, corner, side - 1, side - 1) >= 0;
     for (int a = 0; a < side; a++)
-        for (int b = 0; b < side; b++) at[a * side + b] = dtrain__window_tap(w, corner, a, b);
-    return false;
-}
-
-/* Return where pixel (a, b) of a patch is. */
-DTRAIN__HELPER int64_t DTRAIN__K(patch_pixel)(const int64_t at[36], bool inside,
-                                              const dtrain__windows *w, int side, int a, int b)
-{
-    return inside ? at[0] + (a * w->width + b) * w->channels : at[a * side + b];
+        for (int b = 0; b < side; b++)
+            at[a * side + b] = inside ? first + (a * w->width + b) * w->channels
+                                      : dtrain__window_tap(w, corner, a, b);
 }
 
 /* Fetch the pixels of the patch that is `ahead` patches behind this one, but for those that a patch
  * before it needed. */
 DTRAIN__HELPER void DTRAIN__K(patch_prefetch)(const dtrain__patches *images, const int64_t at[36],
-                                              bool inside, int side, int ahead)
+                                              int side, int ahead)
 {
     const dtrain__windows *w = &images->windows;
     const int64_t bytes = images->dtype <= DTRAIN_DTYPE_F32 ? 4 : 2;
     for (int i = side - 4; i < side; i++) {
-        const int64_t first = DTRAIN__K(patch_pixel)(at, inside, w, side, i, side - 4);
+        const int64_t first = at[i * side + side - 4];
         const char *from = (const char *)images->data;
         if (first < 0) continue;
         from += bytes * (first + 4 * ahead * w->channels);
@@ -39646,27 +39641,24 @@ DTRAIN__HELPER void DTRAIN__K(patch_prefetch)(const dtrain__patches *images, con
     }
 }
 
-/* Load `count` channels, a vector at most, of pixel (a, b) of a patch; zeros outside. */
+/* Load `count` channels, a vector at most, of a pixel; zeros outside. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(patch_load)(const dtrain__patches *images, dtrain_dtype dtype,
-                                               int side, const int64_t at[36], bool inside, int a,
-                                               int b, int64_t channel, int64_t count)
+                                               int64_t pixel, int64_t channel, int64_t count)
 {
-    const int64_t pixel = DTRAIN__K(patch_pixel)(at, inside, &images->windows, side, a, b);
-    if (!inside && pixel < 0) return dtrain__vset(0);
+    if (pixel < 0) return dtrain__vset(0);
     return dtrain__vload_as(images->data, dtype, pixel + channel, count);
 }
 
 /* Transform `count` channels, a vector at most, of a patch of 6 x 6 pixels of x or 4 x 4 of d_y. */
 DTRAIN__HELPER void DTRAIN__K(patch_read)(float *to, int64_t place, const dtrain__patches *images,
                                           dtrain_dtype dtype, int side, const int64_t at[36],
-                                          bool inside, int64_t channel, int64_t count)
+                                          int64_t channel, int64_t count)
 {
     float middle[36 * DTRAIN__W] __attribute__((aligned(64)));
     const int64_t row = side * DTRAIN__W;
     for (int j = 0; j < side; j++) {
         float *column = middle + j * DTRAIN__W;
-#define DTRAIN__PIXEL(i) \
-    DTRAIN__K(patch_load)(images, dtype, side, at, inside, i, j, channel, count)
+#define DTRAIN__PIXEL(i) DTRAIN__K(patch_load)(images, dtype, at[(i)*side + j], channel, count)
         if (side == 4) DTRAIN__K(line_slope)
         (column, row, DTRAIN__PIXEL(0), DTRAIN__PIXEL(1), DTRAIN__PIXEL(2), DTRAIN__PIXEL(3));
         else DTRAIN__K(line_input)(column, row, DTRAIN__PIXEL(0), DTRAIN__PIXEL(1),
@@ -39691,14 +39683,12 @@ DTRAIN__HELPER void DTRAIN__K(patches_read_as)(float *to, const dtrain__winograd
     dtrain__corner corner = dtrain__window_corner(w, first);
     int64_t at[36];
     for (int64_t t = 0; t < count; t++, dtrain__window_next(w, &corner)) {
-        const bool inside = DTRAIN__K(patch_pixels)(at, w, side, &corner);
-        DTRAIN__K(patch_prefetch)(images, at, inside, side, 2);
+        DTRAIN__K(patch_pixels)(at, w, side, &corner);
+        DTRAIN__K(patch_prefetch)(images, at, side, 2);
         for (int64_t v = 0; v < vectors; v++) {
             float *out = to + (v * a->block + t) * DTRAIN__W;
             const int64_t channel = v * DTRAIN__W, rest = w->depth - channel;
-            if (inside)
-                DTRAIN__K(patch_read)(out, place, images, dtype, side, at, true, channel, rest);
-            else DTRAIN__K(patch_read)(out, place, images, dtype, side, at, false, channel, rest);
+            DTRAIN__K(patch_read)(out, place, images, dtype, side, at, channel, rest);
         }
     }
 }
@@ -39710,9 +39700,7 @@ DTRAIN__ROUTINE void DTRAIN__K(patches_read)(float *to, const dtrain__winograd *
     const dtrain__patches *x = &a->from;
     if (x->dtype <= DTRAIN_DTYPE_F32)
         DTRAIN__K(patches_read_as)(to, a, x, DTRAIN_DTYPE_F32, 6, first, count);
-    else if (x->dtype == DTRAIN_DTYPE_BF16)
-        DTRAIN__K(patches_read_as)(to, a, x, DTRAIN_DTYPE_BF16, 6, first, count);
-    else DTRAIN__K(patches_read_as)(to, a, x, DTRAIN_DTYPE_F16, 6, first, count);
+    else DTRAIN__K(patches_read_as)(to, a, x, x->dtype, 6, first, count);
 }
 
 /* The same of d_y. */
@@ -39722,9 +39710,7 @@ DTRAIN__ROUTINE void DTRAIN__K(patches_read_slope)(float *to, const dtrain__wino
     const dtrain__patches *d_y = &a->to;
     if (d_y->dtype <= DTRAIN_DTYPE_F32)
         DTRAIN__K(patches_read_as)(to, a, d_y, DTRAIN_DTYPE_F32, 4, first, count);
-    else if (d_y->dtype == DTRAIN_DTYPE_BF16)
-        DTRAIN__K(patches_read_as)(to, a, d_y, DTRAIN_DTYPE_BF16, 4, first, count);
-    else DTRAIN__K(patches_read_as)(to, a, d_y, DTRAIN_DTYPE_F16, 4, first, count);
+    else DTRAIN__K(patches_read_as)(to, a, d_y, d_y->dtype, 4, first, count);
 }
 
 DTRAIN__HELPER void DTRAIN__K(patches_write_as)(const dtrain__winograd *a, dtrain_dtype dtype,
@@ -39736,8 +39722,8 @@ DTRAIN__HELPER void DTRAIN__K(patches_write_as)(const dtrain__winograd *a, dtrai
     dtrain__corner corner = dtrain__window_corner(w, first);
     int64_t at[36];
     for (int64_t t = 0; t < count; t++, dtrain__window_next(w, &corner)) {
-        const bool inside = DTRAIN__K(patch_pixels)(at, w, 4, &corner);
-        DTRAIN__K(patch_prefetch)(&a->to, at, inside, 4, 1);
+        DTRAIN__K(patch_pixels)(at, w, 4, &corner);
+        DTRAIN__K(patch_prefetch)(&a->to, at, 4, 1);
         for (int64_t v = 0; v < vectors; v++) {
             const float *places = from + (v * a->block + t) * DTRAIN__W;
             const int64_t channel = v * DTRAIN__W, rest = w->depth - channel;
@@ -39751,7 +39737,7 @@ DTRAIN__HELPER void DTRAIN__K(patches_write_as)(const dtrain__winograd *a, dtrai
                 DTRAIN__K(line_output)
                 (y, DTRAIN__W, DTRAIN__LINE6(middle + 6 * i * DTRAIN__W, DTRAIN__W));
                 for (int j = 0; j < 4; j++) {
-                    const int64_t pixel = DTRAIN__K(patch_pixel)(at, inside, w, 4, i, j);
+                    const int64_t pixel = at[i * 4 + j];
                     if (pixel < 0) continue;
                     dtrain__v sum = dtrain__vload(y + j * DTRAIN__W) + bias;
                     if (a->accumulate)
@@ -39769,9 +39755,7 @@ DTRAIN__ROUTINE void DTRAIN__K(patches_write)(const dtrain__winograd *a, int64_t
 {
     if (a->to.dtype <= DTRAIN_DTYPE_F32)
         DTRAIN__K(patches_write_as)(a, DTRAIN_DTYPE_F32, first, count, from);
-    else if (a->to.dtype == DTRAIN_DTYPE_BF16)
-        DTRAIN__K(patches_write_as)(a, DTRAIN_DTYPE_BF16, first, count, from);
-    else DTRAIN__K(patches_write_as)(a, DTRAIN_DTYPE_F16, first, count, from);
+    else DTRAIN__K(patches_write_as)(a, a->to.dtype, first, count, from);
 }
 
 /* The products of one place: rows of `a`, W floats apart, with `blocks` vectors of channels. */
@@ -39819,10 +39803,8 @@ DTRAIN__KERNEL(winograd)
 #define DTRAIN__LANES(DO) DTRAIN__TWELVE(DO) DO(12) DO(13) DO(14) DO(15)
 #elif DTRAIN__W == 8
 #define DTRAIN__LANES(DO) DTRAIN__SIX(DO) DO(6) DO(7)
-#elif DTRAIN__W == 4
-#define DTRAIN__LANES(DO) DO(0) DO(1) DO(2) DO(3)
 #else
-#define DTRAIN__LANES(DO) DO(0)
+#define DTRAIN__LANES(DO) DO(0) DO(1) DO(2) DO(3)
 #endif
 DTRAIN__ROUTINE void DTRAIN__K(patch_weight_tile)(int64_t patches, const float *a, const float *b,
                                                   float *c)
@@ -39935,6 +39917,7 @@ DTRAIN__KERNEL(winograd_filter_sum)
             }
         }
 }
+#endif
 
 /* ================================================================================================
  * src/device/cpu/kernels/pooling.h
@@ -40477,15 +40460,16 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(mix_step)(dtrain__v sum, dtrain__v x, uint32_
     return DTRAIN__K(vselect)((better | x_nan) & ~nan, x, sum);
 }
 
-/* Four vectors at a time, then one. */
-DTRAIN__HELPER void DTRAIN__K(mix_as)(const dtrain__mix_job *job, dtrain_dtype dtype, uint32_t op)
+/* Four vectors at a time where that pays, then one. */
+DTRAIN__HELPER void DTRAIN__K(mix_as)(const dtrain__mix_job *job, dtrain_dtype dtype, uint32_t op,
+                                      bool fast)
 {
     const int64_t count = (int64_t)job->count, w = DTRAIN__W;
     const bool mean = job->op == DTRAIN_REDUCE_MEAN;
     const dtrain__v scale = dtrain__vset(1.0f / (float)job->in_count);
     const char *const *in = job->in;
     int64_t at = 0;
-    for (; at + 4 * w <= count; at += 4 * w) {
+    for (; fast && at + 4 * w <= count; at += 4 * w) {
         dtrain__v a = dtrain__vload_as(in[0], dtype, at, w);
         dtrain__v b = dtrain__vload_as(in[0], dtype, at + w, w);
         dtrain__v c = dtrain__vload_as(in[0], dtype, at + 2 * w, w);
@@ -40516,9 +40500,10 @@ DTRAIN__ROUTINE void DTRAIN__K(mix)(const dtrain__mix_job *job)
 {
     const bool sum = job->op == DTRAIN_REDUCE_SUM || job->op == DTRAIN_REDUCE_MEAN;
     const dtrain_dtype f32 = DTRAIN_DTYPE_F32, bf16 = DTRAIN_DTYPE_BF16;
-    if (sum && job->dtype == f32) DTRAIN__K(mix_as)(job, f32, DTRAIN_REDUCE_SUM);
-    else if (sum && job->dtype == bf16) DTRAIN__K(mix_as)(job, bf16, DTRAIN_REDUCE_SUM);
-    else DTRAIN__K(mix_as)(job, job->dtype, sum ? (uint32_t)DTRAIN_REDUCE_SUM : job->op);
+    const uint32_t op = sum ? (uint32_t)DTRAIN_REDUCE_SUM : job->op;
+    if (DTRAIN__FAST && sum && job->dtype == f32) DTRAIN__K(mix_as)(job, f32, op, true);
+    else if (DTRAIN__FAST && sum && job->dtype == bf16) DTRAIN__K(mix_as)(job, bf16, op, true);
+    else DTRAIN__K(mix_as)(job, job->dtype, op, false);
 }
 
 /* ================================================================================================
@@ -40528,9 +40513,15 @@ DTRAIN__ROUTINE void DTRAIN__K(mix)(const dtrain__mix_job *job)
 /* The table of one instruction set. */
 
 #define DTRAIN__ENTRY(name) DTRAIN__K(name),
-static const dtrain__kernels DTRAIN__K(kernels) = {DTRAIN__STRING(DTRAIN__SUFFIX), &DTRAIN__K(isa),
-                                                   &DTRAIN__K(convolutions), DTRAIN__K(mix),
-                                                   DTRAIN__RANGES(DTRAIN__ENTRY)};
+#define DTRAIN__PATCH_ENTRY(name) NULL,
+#if DTRAIN__FAST
+#undef DTRAIN__PATCH_ENTRY
+#define DTRAIN__PATCH_ENTRY DTRAIN__ENTRY
+#endif
+static const dtrain__kernels DTRAIN__K(kernels) = {
+    DTRAIN__STRING(DTRAIN__SUFFIX), &DTRAIN__K(isa), &DTRAIN__K(convolutions), DTRAIN__K(mix),
+    DTRAIN__RANGES(DTRAIN__ENTRY) DTRAIN__PATCH_RANGES(DTRAIN__PATCH_ENTRY)};
+#undef DTRAIN__PATCH_ENTRY
 
 /* The other macros have the same text in every instance. */
 #undef DTRAIN__SUFFIX

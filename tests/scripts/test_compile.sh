@@ -51,6 +51,14 @@ for c in gcc clang; do
     [ $? -ne 0 ] && [ "$(grep -c -E '(error|warning):' "$tmp/log")" -eq 1 ] && grep -q 'error: .*needs a 64-bit system' "$tmp/log"
     result "$c, a 32-bit target: one error says so" $? "$tmp/log"
     try "$c without SIMD" $c -std=c99 -DDTRAIN_NO_SIMD $warn $check "$build/impl.c"
+    if [ "$(uname -m)" = x86_64 ]; then # the kernels of one instruction set, which -march names
+        for march in x86-64-v3 x86-64-v4; do
+            try "$c native, $march" $c -std=c99 -DDTRAIN_NATIVE -march=$march $warn $check "$build/impl.c"
+        done
+        $c -std=c99 -I. -DDTRAIN_NATIVE -fsyntax-only "$build/impl.c" >"$tmp/log" 2>&1
+        [ $? -ne 0 ] && grep -q 'error: .*add -march=native, or leave it out' "$tmp/log"
+        result "$c native, without -march: the error says what to add" $? "$tmp/log"
+    fi
     try "$c late implementation" $c -std=gnu99 $warn $check "$build/late.c"
     try "$c static copy" $c -std=c99 -I. -Wall -Wextra -Werror -Wno-unused-function "$build/static.c" -o "$build/static" $libs
     object=$library

@@ -21,6 +21,7 @@
 #define DTRAIN__TEST_WIDE
 #include "device/cpu/kernels/text.h"
 #undef DTRAIN__TEST_WIDE
+#include "device/cpu/kernels/text.h"
 #undef DTRAIN__ISA
 #endif
 #define DTRAIN__ISA 0
@@ -37,7 +38,11 @@ int instances_find(const dtrain__kernels *found[INSTANCES])
         if (count++ == 0 && TEST_RACES) return count;
 #if !defined(DTRAIN_NO_SIMD)
     found[count++] = &dtrain__kernels_wide;
+#if DTRAIN__HAS_GENERIC
     found[count++] = &dtrain__kernels_scalar;
+#else
+    found[count++] = &dtrain__kernels_generic;
+#endif
 #endif
     return count;
 }

@@ -1,5 +1,5 @@
 /* instances.h: the CPU kernels of every instruction set, from inside: the library's own, and those that only tests run,
- * which tests/support/instances.c compiles: scalars, plain vectors as wide as AVX-512's, and AMX on emulated tiles.
+ * which tests/support/instances.c compiles: vectors of four, vectors as wide as AVX-512's, and AMX on emulated tiles.
  * Include it before dtrain.h. */
 #ifndef INSTANCES_H
 #define INSTANCES_H

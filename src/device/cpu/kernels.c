@@ -27,40 +27,51 @@
 #if defined(__aarch64__)
 #include <arm_neon.h>
 #endif
-#if !defined(DTRAIN_NO_SIMD)
-#if defined(__x86_64__)
+#if DTRAIN__HAS_AVX512
 #define DTRAIN__ISA 3
 #include DTRAIN__KERNEL_TEXT
 #undef DTRAIN__ISA
+#endif
+#if DTRAIN__HAS_AVX2
 #define DTRAIN__ISA 2
 #include DTRAIN__KERNEL_TEXT
 #undef DTRAIN__ISA
 #endif
+#if DTRAIN__HAS_GENERIC
 #define DTRAIN__ISA 1
 #include DTRAIN__KERNEL_TEXT
 #undef DTRAIN__ISA
-#else
+#endif
+#if DTRAIN__HAS_SCALAR
 #define DTRAIN__ISA 0
 #include DTRAIN__KERNEL_TEXT
 #undef DTRAIN__ISA
 #endif
 
-/* Return an instance that this machine runs, number 0 the best; NULL: there are no more. */
+/* Return an instance that this machine runs, number 0 the best; NULL: there are no more. With
+ * DTRAIN_NATIVE the only one is that of the compiler's flags, which the whole program needs. */
+#if defined(DTRAIN_NATIVE)
+#define DTRAIN__RUNS(feature) true
+#else
+#define DTRAIN__RUNS(feature) __builtin_cpu_supports(feature)
+#endif
 DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_number(int number)
 {
     int found = 0;
-#if defined(DTRAIN_NO_SIMD)
-    if (found++ == number) return &dtrain__kernels_scalar;
-#else
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-        found++ == number)
+#if DTRAIN__HAS_AVX512
+    if (DTRAIN__RUNS("avx512f") && DTRAIN__RUNS("avx512bw") && DTRAIN__RUNS("avx512vl") &&
+        DTRAIN__RUNS("avx512dq") && found++ == number)
         return &dtrain__kernels_avx512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && found++ == number)
+#endif
+#if DTRAIN__HAS_AVX2
+    if (DTRAIN__RUNS("avx2") && DTRAIN__RUNS("fma") && found++ == number)
         return &dtrain__kernels_avx2; /* F16C came two generations earlier */
 #endif
+#if DTRAIN__HAS_GENERIC
     if (found++ == number) return &dtrain__kernels_generic;
+#endif
+#if DTRAIN__HAS_SCALAR
+    if (found++ == number) return &dtrain__kernels_scalar;
 #endif
     return NULL;
 }

@@ -36,8 +36,10 @@ typedef struct dtrain__job {
     X(add) X(axpby) X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(lion) X(muon)     \
     X(topk) X(batchnorm_moments) X(batchnorm) X(batchnorm_sums)                      \
     X(batchnorm_backward) X(conv_weight) X(conv_weight_sum) X(depthwise)             \
-    X(depthwise_input) X(depthwise_weight) X(winograd_filter) X(winograd)            \
-    X(winograd_weight) X(winograd_filter_sum) X(pool2d) X(pool2d_backward)
+    X(depthwise_input) X(depthwise_weight) X(pool2d) X(pool2d_backward)
+/* Those that an instance may lack: scalars have none. */
+#define DTRAIN__PATCH_RANGES(X) \
+    X(winograd_filter) X(winograd) X(winograd_weight) X(winograd_filter_sum)
 /* clang-format on */
 
 /* Tiles of convolutions. rows: a panel of A has its rows one behind the other, which is how windows
@@ -53,6 +55,7 @@ typedef struct dtrain__kernels {
     void (*mix)(const dtrain__mix_job *job);
 #define DTRAIN__RANGE(name) dtrain__range_fn name;
     DTRAIN__RANGES(DTRAIN__RANGE)
+    DTRAIN__PATCH_RANGES(DTRAIN__RANGE)
 } dtrain__kernels;
 
 /* One tensor of an optimizer step, and the numbers of this step. One of the first four is set. */

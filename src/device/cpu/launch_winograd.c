@@ -69,11 +69,12 @@ static int64_t dtrain__winograd_chunk(const dtrain__conv *conv, int64_t *parts)
     return chunk;
 }
 
-/* Return whether patches pay: where they have two thirds of the multiplications, counting those for
+/* Return whether patches pay: where the instance has them, they have two thirds of the multiplications, counting those for
  * channels and pixels that are not there, and weights are few enough to stay in a cache. */
 DTRAIN__PRIVATE bool dtrain__winograd_fits(const dtrain__conv *conv)
 {
     const dtrain_windows2d *w = &conv->windows;
+    if (!conv->cpu->kernels->winograd) return false;
     const int64_t filters = dtrain__winograd_filters(conv);
     for (int axis = 0; axis < 2; axis++)
         if (w->kernel[axis] != 3 || w->stride[axis] != 1 || w->dilation[axis] != 1) return false;

@@ -8,9 +8,10 @@
 #define DTRAIN__BATCHNORM_ROWS 32
 
 /* Range: chunks. Means of the chunk, and sums of squared deviations from them. */
-DTRAIN__KERNEL_OF(batchnorm_moments)
+DTRAIN__KERNEL_AS(batchnorm_moments)
 {
     const dtrain_batchnorm_moments_args *a = (const dtrain_batchnorm_moments_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : job->dtype;
     for (int64_t chunk = begin; chunk < end; chunk++) {
         const int64_t first = chunk * job->chunk, past = first + job->chunk;
         const int64_t last = past < a->rows ? past : a->rows;
@@ -36,9 +37,10 @@ DTRAIN__KERNEL_OF(batchnorm_moments)
 }
 
 /* Range: rows. */
-DTRAIN__KERNEL_OF(batchnorm)
+DTRAIN__KERNEL_AS(batchnorm)
 {
     const dtrain_batchnorm_args *a = (const dtrain_batchnorm_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : job->dtype;
     for (int64_t first = begin; first < end; first += DTRAIN__BATCHNORM_ROWS)
         for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
             const int64_t n = a->n - i, past = first + DTRAIN__BATCHNORM_ROWS;
@@ -68,9 +70,10 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(batchnorm_slope)(uint32_t activation, const v
 }
 
 /* Range: chunks. Sums of d and of d h. */
-DTRAIN__KERNEL_OF(batchnorm_sums)
+DTRAIN__KERNEL_AS(batchnorm_sums)
 {
     const dtrain_batchnorm_sums_args *a = (const dtrain_batchnorm_sums_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : job->dtype;
     for (int64_t chunk = begin; chunk < end; chunk++) {
         const int64_t first = chunk * job->chunk, past = first + job->chunk;
         const int64_t last = past < a->rows ? past : a->rows;
@@ -99,9 +102,10 @@ DTRAIN__KERNEL_OF(batchnorm_sums)
 }
 
 /* Range: rows. */
-DTRAIN__KERNEL_OF(batchnorm_backward)
+DTRAIN__KERNEL_AS(batchnorm_backward)
 {
     const dtrain_batchnorm_backward_args *a = (const dtrain_batchnorm_backward_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : job->dtype;
     const dtrain__v share = dtrain__vset(a->inverse_count[0]);
     for (int64_t first = begin; first < end; first += DTRAIN__BATCHNORM_ROWS)
         for (int64_t i = 0; i < a->n; i += DTRAIN__W) {

@@ -69,24 +69,6 @@ DTRAIN__ROUTINE void DTRAIN__K(narrow_tile)(int64_t k, const float *a, const flo
 
 /* ---- Packing */
 
-/* Copy a run of bf16 as it is, or zeros where `from` is NULL. */
-DTRAIN__HELPER void DTRAIN__K(copy_halves)(uint16_t *to, const uint16_t *from, int64_t run)
-{
-    for (int64_t q = 0; q < run; q += 2 * DTRAIN__W) {
-        const int64_t rest = run - q;
-#if DTRAIN__ISA == 3
-        const __mmask32 there = !from ? 0 : rest < 32 ? (1u << rest) - 1u : 0xffffffffu;
-        _mm512_storeu_si512((void *)(to + q),
-                            _mm512_maskz_loadu_epi16(there, from ? from + q : to));
-#else
-        uint16_t halves[2 * DTRAIN__W] = {0};
-        const int64_t count = rest < 2 * DTRAIN__W ? rest : 2 * DTRAIN__W;
-        if (from) memcpy(halves, from + q, (size_t)count * sizeof *halves);
-        memcpy(to + q, halves, sizeof halves);
-#endif
-    }
-}
-
 /* Copy a run, or zeros where at is -1. Whole vectors are stored: what is behind the run in the
  * panel is written later, or is the slack of a row. */
 DTRAIN__HELPER void DTRAIN__K(pack_run)(float *to, const void *data, dtrain_dtype dtype, int64_t at,
@@ -99,28 +81,23 @@ DTRAIN__HELPER void DTRAIN__K(pack_run)(float *to, const void *data, dtrain_dtyp
             dtrain__vstore(to + q, dtrain__vload_as(data, dtype, at + q, run - q));
 }
 
-/* Copy k elements of a window, from element `in_line` of its line `a` on; as_is: bf16, which stay
- * what they are. */
+/* Copy k elements of a window, from element `in_line` of its line `a` on. */
 DTRAIN__HELPER void DTRAIN__K(pack_window)(float *to, const dtrain__operand *x, dtrain_dtype dtype,
                                            const dtrain__corner *corner, int64_t a, int64_t in_line,
-                                           int64_t k, bool as_is)
+                                           int64_t k)
 {
     const dtrain__windows *w = x->windows;
     const int64_t line = w->tap_columns * w->depth, y = corner->row * w->stride[0];
     const int64_t left = corner->column * w->stride[1] + w->x[0];
     const bool joined = w->joined && left >= 0 && left + w->tap_columns <= w->width;
-    uint16_t *half = (uint16_t *)(void *)to;
     while (k > 0) {
         const int64_t row = y + w->y[a], b = joined ? 0 : in_line / w->depth;
         const int64_t c = in_line - b * w->depth, rest = (joined ? line : w->depth) - c;
         const int64_t run = rest < k ? rest : k, column = left - w->x[0] + w->x[b];
         const bool inside = row >= 0 && row < w->height && column >= 0 && column < w->width;
         const int64_t at = corner->image + (row * w->width + column) * w->channels + c;
-        if (as_is)
-            DTRAIN__K(copy_halves)(half, inside ? (const uint16_t *)x->data + at : NULL, run);
-        else DTRAIN__K(pack_run)(to, x->data, dtype, inside ? at : -1, run);
+        DTRAIN__K(pack_run)(to, x->data, dtype, inside ? at : -1, run);
         to += run;
-        half += run;
         k -= run;
         in_line += run;
         if (in_line == line) in_line = 0, a++;
@@ -131,7 +108,7 @@ DTRAIN__HELPER void DTRAIN__K(pack_window)(float *to, const dtrain__operand *x, 
  * sums. */
 DTRAIN__HELPER void DTRAIN__K(pack_windows_as)(float *panel, const dtrain__operand *x,
                                                dtrain_dtype dtype, int64_t index, int count,
-                                               int64_t p, int k, bool as_is)
+                                               int64_t p, int k)
 {
     dtrain__corner corner = {0, 0, 0};
     int64_t line = 1;
@@ -141,13 +118,10 @@ DTRAIN__HELPER void DTRAIN__K(pack_windows_as)(float *panel, const dtrain__opera
     }
     for (int r = 0; r < count; r++, panel += DTRAIN__PITCH) {
         if (!x->windows) {
-            const int64_t at = (index + r) * x->ld + p;
-            uint16_t *half = (uint16_t *)(void *)panel;
-            if (!as_is) DTRAIN__K(pack_run)(panel, x->data, dtype, at, k);
-            else DTRAIN__K(copy_halves)(half, (const uint16_t *)x->data + at, k);
+            DTRAIN__K(pack_run)(panel, x->data, dtype, (index + r) * x->ld + p, k);
             continue;
         }
-        DTRAIN__K(pack_window)(panel, x, dtype, &corner, p / line, p % line, k, as_is);
+        DTRAIN__K(pack_window)(panel, x, dtype, &corner, p / line, p % line, k);
         dtrain__window_next(x->windows, &corner);
     }
 }
@@ -156,10 +130,8 @@ DTRAIN__ROUTINE void DTRAIN__K(pack_window_rows)(float *panel, const dtrain__ope
                                                  int64_t index, int count, int64_t p, int k)
 {
     if (x->dtype == DTRAIN_DTYPE_F32)
-        DTRAIN__K(pack_windows_as)(panel, x, DTRAIN_DTYPE_F32, index, count, p, k, false);
-    else if (x->dtype == DTRAIN_DTYPE_BF16)
-        DTRAIN__K(pack_windows_as)(panel, x, DTRAIN_DTYPE_BF16, index, count, p, k, false);
-    else DTRAIN__K(pack_windows_as)(panel, x, DTRAIN_DTYPE_F16, index, count, p, k, false);
+        DTRAIN__K(pack_windows_as)(panel, x, DTRAIN_DTYPE_F32, index, count, p, k);
+    else DTRAIN__K(pack_windows_as)(panel, x, x->dtype, index, count, p, k);
 }
 
 /* Neighbours among the columns of a panel that are neighbours in memory: `run` channels, of the tap
@@ -246,9 +218,7 @@ DTRAIN__HELPER void DTRAIN__K(pack_columns_of)(float *panel, int width, const dt
     if (!x->windows) DTRAIN__K(pack_steps)(panel, width, x, index, count, p, k);
     else if (x->dtype == DTRAIN_DTYPE_F32)
         DTRAIN__K(pack_columns_as)(panel, width, x, DTRAIN_DTYPE_F32, index, count, p, k);
-    else if (x->dtype == DTRAIN_DTYPE_BF16)
-        DTRAIN__K(pack_columns_as)(panel, width, x, DTRAIN_DTYPE_BF16, index, count, p, k);
-    else DTRAIN__K(pack_columns_as)(panel, width, x, DTRAIN_DTYPE_F16, index, count, p, k);
+    else DTRAIN__K(pack_columns_as)(panel, width, x, x->dtype, index, count, p, k);
 }
 
 DTRAIN__ROUTINE void DTRAIN__K(pack_columns)(float *panel, const dtrain__operand *x, int64_t index,

@@ -17,15 +17,16 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(mix_step)(dtrain__v sum, dtrain__v x, uint32_
     return DTRAIN__K(vselect)((better | x_nan) & ~nan, x, sum);
 }
 
-/* Four vectors at a time, then one. */
-DTRAIN__HELPER void DTRAIN__K(mix_as)(const dtrain__mix_job *job, dtrain_dtype dtype, uint32_t op)
+/* Four vectors at a time where that pays, then one. */
+DTRAIN__HELPER void DTRAIN__K(mix_as)(const dtrain__mix_job *job, dtrain_dtype dtype, uint32_t op,
+                                      bool fast)
 {
     const int64_t count = (int64_t)job->count, w = DTRAIN__W;
     const bool mean = job->op == DTRAIN_REDUCE_MEAN;
     const dtrain__v scale = dtrain__vset(1.0f / (float)job->in_count);
     const char *const *in = job->in;
     int64_t at = 0;
-    for (; at + 4 * w <= count; at += 4 * w) {
+    for (; fast && at + 4 * w <= count; at += 4 * w) {
         dtrain__v a = dtrain__vload_as(in[0], dtype, at, w);
         dtrain__v b = dtrain__vload_as(in[0], dtype, at + w, w);
         dtrain__v c = dtrain__vload_as(in[0], dtype, at + 2 * w, w);
@@ -56,7 +57,8 @@ DTRAIN__ROUTINE void DTRAIN__K(mix)(const dtrain__mix_job *job)
 {
     const bool sum = job->op == DTRAIN_REDUCE_SUM || job->op == DTRAIN_REDUCE_MEAN;
     const dtrain_dtype f32 = DTRAIN_DTYPE_F32, bf16 = DTRAIN_DTYPE_BF16;
-    if (sum && job->dtype == f32) DTRAIN__K(mix_as)(job, f32, DTRAIN_REDUCE_SUM);
-    else if (sum && job->dtype == bf16) DTRAIN__K(mix_as)(job, bf16, DTRAIN_REDUCE_SUM);
-    else DTRAIN__K(mix_as)(job, job->dtype, sum ? (uint32_t)DTRAIN_REDUCE_SUM : job->op);
+    const uint32_t op = sum ? (uint32_t)DTRAIN_REDUCE_SUM : job->op;
+    if (DTRAIN__FAST && sum && job->dtype == f32) DTRAIN__K(mix_as)(job, f32, op, true);
+    else if (DTRAIN__FAST && sum && job->dtype == bf16) DTRAIN__K(mix_as)(job, bf16, op, true);
+    else DTRAIN__K(mix_as)(job, job->dtype, op, false);
 }

@@ -41,8 +41,13 @@
 #else
 #define DTRAIN__SUFFIX scalar
 #define DTRAIN__W 1
+#if defined(__clang__)
 #define DTRAIN__ON
+#else /* for correctness alone: half the compiler's work */
+#define DTRAIN__ON __attribute__((optimize("O1")))
 #endif
+#endif
+#define DTRAIN__FAST (DTRAIN__ISA > 0) /* whether instances for single types pay */
 
 #define DTRAIN__GLUE2(name, suffix) dtrain__##name##_##suffix
 #define DTRAIN__GLUE(name, suffix) DTRAIN__GLUE2(name, suffix)
@@ -54,31 +59,17 @@
                                          DTRAIN__UNUSED int index)
 /* Open a kernel that is compiled twice: with f32 true, where all activations of the job are fp32,
  * the test of their type costs nothing; where memory is fast it costs as much as the arithmetic. */
-#define DTRAIN__KERNEL_AS(name)                                                                 \
-    DTRAIN__HELPER void DTRAIN__K(name##_as)(dtrain__job * job, int64_t begin, int64_t end,     \
-                                             int index, bool f32);                              \
-    DTRAIN__KERNEL(name)                                                                        \
-    {                                                                                           \
-        if (job->dtype <= DTRAIN_DTYPE_F32) DTRAIN__K(name##_as)(job, begin, end, index, true); \
-        else DTRAIN__K(name##_as)(job, begin, end, index, false);                               \
-    }                                                                                           \
-    DTRAIN__HELPER void DTRAIN__K(name##_as)(dtrain__job * job, int64_t begin, int64_t end,     \
-                                             DTRAIN__UNUSED int index, bool f32)
-
-/* The same for a kernel all of whose activations have the type of the job: compiled for each. */
-#define DTRAIN__KERNEL_OF(name)                                                             \
-    DTRAIN__HELPER void DTRAIN__K(name##_of)(dtrain__job * job, int64_t begin, int64_t end, \
-                                             dtrain_dtype dtype);                           \
+#define DTRAIN__KERNEL_AS(name)                                                             \
+    DTRAIN__HELPER void DTRAIN__K(name##_as)(dtrain__job * job, int64_t begin, int64_t end, \
+                                             int index, bool f32);                          \
     DTRAIN__KERNEL(name)                                                                    \
     {                                                                                       \
-        if (job->dtype <= DTRAIN_DTYPE_F32)                                                 \
-            DTRAIN__K(name##_of)(job, begin, end, DTRAIN_DTYPE_F32);                        \
-        else if (job->dtype == DTRAIN_DTYPE_BF16)                                           \
-            DTRAIN__K(name##_of)(job, begin, end, DTRAIN_DTYPE_BF16);                       \
-        else DTRAIN__K(name##_of)(job, begin, end, DTRAIN_DTYPE_F16);                       \
+        if (DTRAIN__FAST && job->dtype <= DTRAIN_DTYPE_F32)                                 \
+            DTRAIN__K(name##_as)(job, begin, end, index, true);                             \
+        else DTRAIN__K(name##_as)(job, begin, end, index, false);                           \
     }                                                                                       \
-    DTRAIN__HELPER void DTRAIN__K(name##_of)(dtrain__job * job, int64_t begin, int64_t end, \
-                                             dtrain_dtype dtype)
+    DTRAIN__HELPER void DTRAIN__K(name##_as)(dtrain__job * job, int64_t begin, int64_t end, \
+                                             DTRAIN__UNUSED int index, bool f32)
 
 #define dtrain__v DTRAIN__K(v)
 #define dtrain__vi DTRAIN__K(vi)

@@ -30,6 +30,7 @@
  * What is transformed lies as (36 places, vectors of channels, patches or channels of the other
  * side, lanes), zeros where there are no more channels: tiles step through it by constants. */
 
+#if DTRAIN__FAST
 #define DTRAIN__POINT_P 0.625f
 #define DTRAIN__POINT_Q 1.5f
 #define DTRAIN__P2 (DTRAIN__POINT_P * DTRAIN__POINT_P)
@@ -124,34 +125,27 @@ DTRAIN__HELPER void DTRAIN__K(line_filter_slope)(float *to, int64_t step, dtrain
     DTRAIN__LINE4(from, step), dtrain__vload((from) + 4 * (step)), \
         dtrain__vload((from) + 5 * (step))
 
-/* Find the pixels of a patch: where their channels begin; -1: outside. Return whether all are
- * inside: then only the first is looked for. */
-DTRAIN__HELPER bool DTRAIN__K(patch_pixels)(int64_t at[36], const dtrain__windows *w, int side,
+/* Find where the channels of each pixel of a patch begin; -1: outside. */
+DTRAIN__HELPER void DTRAIN__K(patch_pixels)(int64_t at[36], const dtrain__windows *w, int side,
                                             const dtrain__corner *corner)
 {
-    at[0] = dtrain__window_tap(w, corner, 0, 0);
-    if (at[0] >= 0 && dtrain__window_tap(w, corner, side - 1, side - 1) >= 0) return true;
+    const int64_t first = dtrain__window_tap(w, corner, 0, 0);
+    const bool inside = first >= 0 && dtrain__window_tap(w, corner, side - 1, side - 1) >= 0;
     for (int a = 0; a < side; a++)
-        for (int b = 0; b < side; b++) at[a * side + b] = dtrain__window_tap(w, corner, a, b);
-    return false;
-}
-
-/* Return where pixel (a, b) of a patch is. */
-DTRAIN__HELPER int64_t DTRAIN__K(patch_pixel)(const int64_t at[36], bool inside,
-                                              const dtrain__windows *w, int side, int a, int b)
-{
-    return inside ? at[0] + (a * w->width + b) * w->channels : at[a * side + b];
+        for (int b = 0; b < side; b++)
+            at[a * side + b] = inside ? first + (a * w->width + b) * w->channels
+                                      : dtrain__window_tap(w, corner, a, b);
 }
 
 /* Fetch the pixels of the patch that is `ahead` patches behind this one, but for those that a patch
  * before it needed. */
 DTRAIN__HELPER void DTRAIN__K(patch_prefetch)(const dtrain__patches *images, const int64_t at[36],
-                                              bool inside, int side, int ahead)
+                                              int side, int ahead)
 {
     const dtrain__windows *w = &images->windows;
     const int64_t bytes = images->dtype <= DTRAIN_DTYPE_F32 ? 4 : 2;
     for (int i = side - 4; i < side; i++) {
-        const int64_t first = DTRAIN__K(patch_pixel)(at, inside, w, side, i, side - 4);
+        const int64_t first = at[i * side + side - 4];
         const char *from = (const char *)images->data;
         if (first < 0) continue;
         from += bytes * (first + 4 * ahead * w->channels);
@@ -160,27 +154,24 @@ DTRAIN__HELPER void DTRAIN__K(patch_prefetch)(const dtrain__patches *images, con
     }
 }
 
-/* Load `count` channels, a vector at most, of pixel (a, b) of a patch; zeros outside. */
+/* Load `count` channels, a vector at most, of a pixel; zeros outside. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(patch_load)(const dtrain__patches *images, dtrain_dtype dtype,
-                                               int side, const int64_t at[36], bool inside, int a,
-                                               int b, int64_t channel, int64_t count)
+                                               int64_t pixel, int64_t channel, int64_t count)
 {
-    const int64_t pixel = DTRAIN__K(patch_pixel)(at, inside, &images->windows, side, a, b);
-    if (!inside && pixel < 0) return dtrain__vset(0);
+    if (pixel < 0) return dtrain__vset(0);
     return dtrain__vload_as(images->data, dtype, pixel + channel, count);
 }
 
 /* Transform `count` channels, a vector at most, of a patch of 6 x 6 pixels of x or 4 x 4 of d_y. */
 DTRAIN__HELPER void DTRAIN__K(patch_read)(float *to, int64_t place, const dtrain__patches *images,
                                           dtrain_dtype dtype, int side, const int64_t at[36],
-                                          bool inside, int64_t channel, int64_t count)
+                                          int64_t channel, int64_t count)
 {
     float middle[36 * DTRAIN__W] __attribute__((aligned(64)));
     const int64_t row = side * DTRAIN__W;
     for (int j = 0; j < side; j++) {
         float *column = middle + j * DTRAIN__W;
-#define DTRAIN__PIXEL(i) \
-    DTRAIN__K(patch_load)(images, dtype, side, at, inside, i, j, channel, count)
+#define DTRAIN__PIXEL(i) DTRAIN__K(patch_load)(images, dtype, at[(i)*side + j], channel, count)
         if (side == 4) DTRAIN__K(line_slope)
         (column, row, DTRAIN__PIXEL(0), DTRAIN__PIXEL(1), DTRAIN__PIXEL(2), DTRAIN__PIXEL(3));
         else DTRAIN__K(line_input)(column, row, DTRAIN__PIXEL(0), DTRAIN__PIXEL(1),
@@ -205,14 +196,12 @@ DTRAIN__HELPER void DTRAIN__K(patches_read_as)(float *to, const dtrain__winograd
     dtrain__corner corner = dtrain__window_corner(w, first);
     int64_t at[36];
     for (int64_t t = 0; t < count; t++, dtrain__window_next(w, &corner)) {
-        const bool inside = DTRAIN__K(patch_pixels)(at, w, side, &corner);
-        DTRAIN__K(patch_prefetch)(images, at, inside, side, 2);
+        DTRAIN__K(patch_pixels)(at, w, side, &corner);
+        DTRAIN__K(patch_prefetch)(images, at, side, 2);
         for (int64_t v = 0; v < vectors; v++) {
             float *out = to + (v * a->block + t) * DTRAIN__W;
             const int64_t channel = v * DTRAIN__W, rest = w->depth - channel;
-            if (inside)
-                DTRAIN__K(patch_read)(out, place, images, dtype, side, at, true, channel, rest);
-            else DTRAIN__K(patch_read)(out, place, images, dtype, side, at, false, channel, rest);
+            DTRAIN__K(patch_read)(out, place, images, dtype, side, at, channel, rest);
         }
     }
 }
@@ -224,9 +213,7 @@ DTRAIN__ROUTINE void DTRAIN__K(patches_read)(float *to, const dtrain__winograd *
     const dtrain__patches *x = &a->from;
     if (x->dtype <= DTRAIN_DTYPE_F32)
         DTRAIN__K(patches_read_as)(to, a, x, DTRAIN_DTYPE_F32, 6, first, count);
-    else if (x->dtype == DTRAIN_DTYPE_BF16)
-        DTRAIN__K(patches_read_as)(to, a, x, DTRAIN_DTYPE_BF16, 6, first, count);
-    else DTRAIN__K(patches_read_as)(to, a, x, DTRAIN_DTYPE_F16, 6, first, count);
+    else DTRAIN__K(patches_read_as)(to, a, x, x->dtype, 6, first, count);
 }
 
 /* The same of d_y. */
@@ -236,9 +223,7 @@ DTRAIN__ROUTINE void DTRAIN__K(patches_read_slope)(float *to, const dtrain__wino
     const dtrain__patches *d_y = &a->to;
     if (d_y->dtype <= DTRAIN_DTYPE_F32)
         DTRAIN__K(patches_read_as)(to, a, d_y, DTRAIN_DTYPE_F32, 4, first, count);
-    else if (d_y->dtype == DTRAIN_DTYPE_BF16)
-        DTRAIN__K(patches_read_as)(to, a, d_y, DTRAIN_DTYPE_BF16, 4, first, count);
-    else DTRAIN__K(patches_read_as)(to, a, d_y, DTRAIN_DTYPE_F16, 4, first, count);
+    else DTRAIN__K(patches_read_as)(to, a, d_y, d_y->dtype, 4, first, count);
 }
 
 DTRAIN__HELPER void DTRAIN__K(patches_write_as)(const dtrain__winograd *a, dtrain_dtype dtype,
@@ -250,8 +235,8 @@ DTRAIN__HELPER void DTRAIN__K(patches_write_as)(const dtrain__winograd *a, dtrai
     dtrain__corner corner = dtrain__window_corner(w, first);
     int64_t at[36];
     for (int64_t t = 0; t < count; t++, dtrain__window_next(w, &corner)) {
-        const bool inside = DTRAIN__K(patch_pixels)(at, w, 4, &corner);
-        DTRAIN__K(patch_prefetch)(&a->to, at, inside, 4, 1);
+        DTRAIN__K(patch_pixels)(at, w, 4, &corner);
+        DTRAIN__K(patch_prefetch)(&a->to, at, 4, 1);
         for (int64_t v = 0; v < vectors; v++) {
             const float *places = from + (v * a->block + t) * DTRAIN__W;
             const int64_t channel = v * DTRAIN__W, rest = w->depth - channel;
@@ -265,7 +250,7 @@ DTRAIN__HELPER void DTRAIN__K(patches_write_as)(const dtrain__winograd *a, dtrai
                 DTRAIN__K(line_output)
                 (y, DTRAIN__W, DTRAIN__LINE6(middle + 6 * i * DTRAIN__W, DTRAIN__W));
                 for (int j = 0; j < 4; j++) {
-                    const int64_t pixel = DTRAIN__K(patch_pixel)(at, inside, w, 4, i, j);
+                    const int64_t pixel = at[i * 4 + j];
                     if (pixel < 0) continue;
                     dtrain__v sum = dtrain__vload(y + j * DTRAIN__W) + bias;
                     if (a->accumulate)
@@ -283,9 +268,7 @@ DTRAIN__ROUTINE void DTRAIN__K(patches_write)(const dtrain__winograd *a, int64_t
 {
     if (a->to.dtype <= DTRAIN_DTYPE_F32)
         DTRAIN__K(patches_write_as)(a, DTRAIN_DTYPE_F32, first, count, from);
-    else if (a->to.dtype == DTRAIN_DTYPE_BF16)
-        DTRAIN__K(patches_write_as)(a, DTRAIN_DTYPE_BF16, first, count, from);
-    else DTRAIN__K(patches_write_as)(a, DTRAIN_DTYPE_F16, first, count, from);
+    else DTRAIN__K(patches_write_as)(a, a->to.dtype, first, count, from);
 }
 
 /* The products of one place: rows of `a`, W floats apart, with `blocks` vectors of channels. */
@@ -333,10 +316,8 @@ DTRAIN__KERNEL(winograd)
 #define DTRAIN__LANES(DO) DTRAIN__TWELVE(DO) DO(12) DO(13) DO(14) DO(15)
 #elif DTRAIN__W == 8
 #define DTRAIN__LANES(DO) DTRAIN__SIX(DO) DO(6) DO(7)
-#elif DTRAIN__W == 4
-#define DTRAIN__LANES(DO) DO(0) DO(1) DO(2) DO(3)
 #else
-#define DTRAIN__LANES(DO) DO(0)
+#define DTRAIN__LANES(DO) DO(0) DO(1) DO(2) DO(3)
 #endif
 DTRAIN__ROUTINE void DTRAIN__K(patch_weight_tile)(int64_t patches, const float *a, const float *b,
                                                   float *c)
@@ -449,3 +430,4 @@ DTRAIN__KERNEL(winograd_filter_sum)
             }
         }
 }
+#endif
