@@ -107,7 +107,7 @@
        src/strategy/road.c                  The road of a gradient: ready, launch, reduce, finish, publish
        src/strategy/weights.c               Weights: what the mean of a step is over
        src/strategy/norm.c                  The norm of gradients
-       src/strategy/gather.c                Sharded parameters: gather, release
+       src/strategy/gather.c                Sharded values: gather, release
        src/strategy/calls.c                 Calls of device and communicator that every file of the room makes, and how an error stands
        src/strategy/ways/shards.c           Sharded gradients
        src/strategy/ways/hierarchy.c        Two levels of ranks
@@ -115,7 +115,7 @@
        src/strategy/ways/topk.c             Top-k: selecting and exchanging
        src/strategy/ways/powersgd.c         PowerSGD
        src/strategy/ways.c                  The ways of a bucket
-       src/strategy/offload.c               Offload
+       src/strategy/offload.c               Offload: shards in host memory
        src/strategy/levels.c                Levels of ranks: who shares a copy of the model, and who reduces with whom
        src/strategy/settings.c              Settings: zeros become defaults, and what does not go together is refused
        src/strategy/create.c                Creation and end of a strategy
@@ -12994,8 +12994,9 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
  *     dtrain__portion   the piece of a parameter that compression sees
  *     dtrain__sparse    what compression keeps of a bucket
  *     dtrain__unit      the buckets that are gathered and released together
- *     dtrain__home      how a shard that is not in device memory comes and goes
- *     dtrain__layout    all of them, for this rank; made by strategy/layout.c */
+ *     dtrain__layout    all of them, for this rank; made by strategy/layout.c
+ *
+ * "Storage": the entry whose value and gradient an alias shares; of other entries, themselves. */
 
 /* ================================================================================================
  * src/strategy/view_internal.h
@@ -13150,18 +13151,22 @@ typedef struct dtrain__kind_row {
 } dtrain__kind_row;
 
 typedef struct dtrain__entry {
-    uint32_t bucket;       /* of its storage, or NONE */
-    uint32_t unit;         /* storages: place of their unit, NONE when several units use them */
-    uint32_t uses;         /* storages: trainable entries that share this gradient ... */
-    uint32_t pending;      /* ... and how many of them are not yet marked in this backward */
-    int64_t offset;        /* storages: first element within the bucket */
-    float *place;          /* storages whose whole value the library owns */
-    bool trainable, whole; /* whole: never sharded */
-    bool marked;           /* ready was called in this backward */
-    bool seen;             /* ready was called in this step */
-    bool absent;           /* storages: nobody, as far as is known, had a gradient in that step */
-    bool warned;           /* its missing gradient has been reported */
-    bool lends_value, lends_grad; /* the library filled in the pointer and takes it away again */
+    uint32_t bucket;  /* of its storage, or NONE */
+    bool trainable;   /* it gets a gradient: neither it nor its storage is frozen */
+    bool whole;       /* its value and gradient are never sharded */
+    bool marked;      /* ready was called in this backward */
+    bool seen;        /* ready was called in this step */
+    bool warned;      /* its missing gradient has been reported */
+    bool lends_value; /* value points to memory of the library, and becomes NULL in destroy */
+    bool lends_grad;  /* grad does */
+    /* Of storages alone: */
+    uint32_t unit;    /* index of their unit, NONE when several units use them */
+    uint32_t uses;    /* trainable entries that share this gradient, set by dtrain__lay_out */
+    uint32_t pending; /* those not yet marked in this backward: = uses in dtrain__rewind, then each
+                         dtrain__mark counts one down */
+    int64_t offset;   /* first element within the bucket */
+    float *own_value; /* memory of the library for a value that is whole, or NULL */
+    bool absent;      /* no rank is known to have had a gradient of it in the last step */
 } dtrain__entry;
 
 /* The piece of a parameter that compression sees: strategy/ways/compression.c. */
@@ -13183,63 +13188,62 @@ typedef struct dtrain__sparse {
     int64_t largest;            /* selection of one portion */
     int64_t selected;           /* of the step under way: elements of a block */
     bool masked;                /* likewise */
-    float *residual, *velocity; /* (hop_count), or NULL */
+    float *residual, *velocity; /* (slice_count), or NULL */
     float *packed;              /* (dense_count + p_count); rounded gradients need half of it */
     float *q, *q_seed;          /* (q_count) each */
-    uint32_t *out, *in;         /* (hop_ranks blocks) each */
+    uint32_t *out, *in;         /* (slice_ranks blocks) each */
     float *values;              /* (largest) scratch: selected values, in fp32 */
     int32_t *indices;           /* (largest) */
 } dtrain__sparse;
 
-struct dtrain__home;
-
 typedef struct dtrain__bucket {
-    uint32_t unit; /* place of the unit that it is, or NONE */
-    bool trainable, sharded;
-    bool slotted;  /* its values share memory with every other unit's */
-    bool work;     /* its gradients are made in one place and kept, as shards, in another */
-    int64_t count; /* elements, padding included */
-    int64_t shard_first, shard_count; /* this rank's; of whole buckets everything */
-    uint32_t first_param, last_param; /* all whose storage is in it lie between them */
-    int64_t *cuts;                    /* (ranks + 1) ZERO3: first element of each rank's run */
-    uint32_t uses, pending;           /* as in dtrain__entry, of all gradients inside */
-    uint32_t stage, presence;         /* of its gradients on their way; of its gathered values */
-    dtrain_work **reduces, **gathers; /* (works_per_bucket) of what is under way */
-    dtrain_comm *comm;                /* the ranks that exchange its gradients */
-    int64_t hop_first, hop_count;     /* what this rank exchanges with other nodes; without nodes
-                                         everything */
+    uint32_t unit;     /* index of its unit, or NONE: several units use it, or it is cut by size */
+    bool trainable;    /* false: frozen values of a unit, which are gathered and never reduced */
+    bool sharded;      /* each rank updates a shard of it */
+    bool shards_grads; /* its gradients are made whole in a buffer, and what is reduced of them is
+                          kept elsewhere, as a shard: so it travels in every backward */
+    int64_t count;     /* elements, padding included */
+    int64_t shard_first, shard_count; /* this rank's shard; of whole buckets everything */
+    int64_t slice_first, slice_count; /* the elements that this rank exchanges with `comm`: all of
+                                         them, or with several nodes its slice (bucket_close) */
+    dtrain_comm *comm;                /* the ranks that exchange its gradients: ways.c */
+    uint32_t first_param, last_param; /* range of indices that contains every member */
+    int64_t *cuts;                    /* (ranks + 1) ZERO3: first element of each rank's shard */
+    uint32_t uses, pending;           /* as in dtrain__entry, summed over all members */
+    uint32_t stage;                   /* of its gradients on their way: DTRAIN__REDUCE_IDLE ... */
+    dtrain_work **reduces, **gathers; /* (works_per_bucket) collectives under way */
     dtrain__sparse *sparse;           /* what compression keeps, or NULL */
     float *values, *grads;            /* (count) */
-    float *value_shard, *grad_shard;  /* (shard_count), in these homes: */
-    const struct dtrain__home *value_home, *grad_home;
+    float *value_shard, *grad_shard;  /* (shard_count); in host memory if: */
+    bool value_on_host, grad_on_host;
     uint16_t *low_values, *low_grads; /* (count) in param_dtype, reduce_dtype; NULL for fp32 */
 } dtrain__bucket;
 
-/* The calls that a shard outside device memory needs. NULL: nothing to do; device memory needs none
- * of them. The road of a gradient and the gathering of values call these and know no more of
- * offload. */
-typedef struct dtrain__home {
-    bool host;
-    /* grad_shard = result, or += it; soon */
-    dtrain_result (*put)(dtrain_strategy *strategy, dtrain__bucket *bucket, const float *result,
-                         bool add);
-    /* sum (device memory) = grad_shard, with everything that was put */
-    dtrain_result (*get)(dtrain_strategy *strategy, dtrain__bucket *bucket, float *sum);
-    /* compute goes on when the buffers that put reads have been read */
-    dtrain_result (*vacate)(dtrain_strategy *strategy);
-    /* the end of a backward: everything that was put is there after the last one */
-    dtrain_result (*settle)(dtrain_strategy *strategy);
-    /* values + shard_first (device memory) = value_shard */
-    dtrain_result (*bring)(dtrain_strategy *strategy, dtrain__bucket *bucket);
-} dtrain__home;
+/* The values of a unit, where they are sharded. A unit has a slot that it shares with every second
+ * other unit (unit u has slot u % 2), or memory of its own.
+ *
+ *                  gather, or ahead of it            gather             gather
+ *        ABSENT ----------------------> COMING ---------------> HERE ------------> SHOWN
+ *          ^     collectives start        |      they are done   | <----------------  |
+ *          |                              |                      |       release      |
+ *          '------------------------------'----------------------'--------------------'
+ *                    another unit takes the slot, or publish: values are out of date
+ *
+ * Only while it is SHOWN do dtrain_param.value point to them. */
+typedef enum dtrain__unit_state {
+    DTRAIN__UNIT_ABSENT,
+    DTRAIN__UNIT_COMING,
+    DTRAIN__UNIT_HERE,
+    DTRAIN__UNIT_SHOWN
+} dtrain__unit_state;
 
 /* Units stand in registration order of their first parameters. */
 typedef struct dtrain__unit {
     uint32_t id;                /* dtrain_param.unit */
     uint32_t trainable, frozen; /* its buckets, or NONE */
-    bool kept;                  /* has memory of its own: stays gathered until publish */
-    bool shown;                 /* between gather and release */
-    bool noted;                 /* was here before whole parameters were read */
+    bool own_memory;            /* no slot: stays from its first gather to publish */
+    dtrain__unit_state state;
+    dtrain__unit_state before; /* a read of whole parameters, which come through the same slots */
 } dtrain__unit;
 
 /* Two buffers of each sort, for the largest unit: unit u uses number u % 2. */
@@ -13255,26 +13259,27 @@ typedef struct dtrain__layout {
     size_t count;
     const dtrain_strategy_desc *desc; /* resolved */
     const dtrain__kind_row *kind;
-    int ranks, rank;         /* of those that share one copy of the model */
-    int all, all_rank;       /* of the strategy */
-    int node_ranks;          /* hierarchical, and several nodes: ranks of one; else 1 */
-    int hop_ranks, hop_rank; /* of those that exchange a hop: between nodes, or all, all_rank */
-    /* What is sharded, of what the kind shards, with so many ranks and this desc. state: something
-     * is at all; grads: units' are made in alternating buffers; params: values are gathered. */
+    int ranks, rank;             /* of those that share one copy of the model */
+    int all, all_rank;           /* of the strategy */
+    int node_ranks;              /* hierarchical, and several nodes: ranks of a node; otherwise 1 */
+    int slice_ranks, slice_rank; /* of those that exchange a slice: one a node; otherwise all */
+    /* Which classes are really sharded: with one rank, or accumulation LAST, fewer than the kind
+     * says. state: any of them; grads: units make gradients in alternating buffers and keep shards;
+     * params: values are gathered. */
     dtrain__classes shards;
-    const dtrain__home *value_home, *grad_home; /* of shards */
+    bool values_on_host, grads_on_host;         /* shards of units are in host memory */
     const dtrain_compression_desc *compression; /* NULL: none, or nobody to send to */
     dtrain__portion *portions;                  /* (count + 1) */
     dtrain__sparse *sparse;                     /* (count), one a bucket */
     uint64_t state_bytes;                       /* of residuals and the like */
-    float *landing[2];       /* host memory for what is added to shards, of the longest shard */
+    float *bounce[2]; /* buffers in host memory: what is to be added to a shard arrives here */
     dtrain__entry *entries;  /* (count) */
     dtrain__bucket *buckets; /* (count + 1), bucket_count in use */
     dtrain__unit *units;     /* (count), unit_count in use */
     uint32_t *owners;        /* (count) ZERO3: of each storage */
-    int64_t *cuts;           /* (count + 1, ranks + 1) ZERO3: where each rank's run begins */
+    int64_t *cuts;           /* (count + 1, ranks + 1) ZERO3: where each rank's shard begins */
     size_t bucket_count, unit_count;
-    dtrain__unit shared; /* the buckets of what several units use */
+    dtrain__unit shared; /* the buckets of parameters that several units use */
     dtrain__turns turns;
     char *memory[DTRAIN__CLASSES]; /* NULL while bytes are only counted */
     size_t bytes[DTRAIN__CLASSES];
@@ -13299,9 +13304,6 @@ typedef struct dtrain__difference {
 
 /* strategy/kinds.c */
 DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind);
-
-/* strategy/offload.c */
-DTRAIN__PRIVATE const dtrain__home *dtrain__home_of(bool host);
 
 /* strategy/params.c */
 DTRAIN__PRINTF(3, 4)
@@ -13373,16 +13375,16 @@ enum {
     DTRAIN__GROUPS
 };
 
-/* Streams and events between a GPU and what is offloaded. The events are those of gradients:
- * during a backward of shards that arrive in a landing, during an update of chunks that arrive
- * in a stage. */
+/* Streams and events between a GPU and host memory. `arrived` belongs to gradients: during a
+ * backward to shards in the bounce buffers, during an update to pieces in the optimizer's stages. */
 typedef struct dtrain__offload {
-    dtrain_device *cpu;        /* whose kernels compute there; NULL: nothing is offloaded */
-    dtrain_stream *down, *up;  /* of copies to the host, and to the device */
-    dtrain_event *order;       /* from one stream to another */
-    dtrain_event *arrived[2];  /* on the host */
-    dtrain__bucket *landed[2]; /* whose shard the landing will be added to; NULL: it is free */
-    uint32_t turn;             /* landing to be used next */
+    dtrain_device *cpu;       /* computes on host memory; NULL: nothing is offloaded */
+    dtrain_stream *down, *up; /* copies to the host, and to the device */
+    dtrain_event *order;      /* lets one stream wait for another */
+    dtrain_event *arrived[2]; /* a copy has reached host memory */
+    dtrain__bucket
+        *bounced[2];      /* bucket to whose shard the bounce buffer is to be added, or NULL */
+    uint32_t next_bounce; /* buffer to be used next */
 } dtrain__offload;
 
 /* Bytes that this rank sends, and collectives that it makes: in a step of one micro-batch, and by
@@ -13419,7 +13421,7 @@ struct dtrain_strategy {
     bool unsure;              /* the tally may hold others' samples, or gradients of absent ones */
     bool empty;               /* the last step had no samples */
     uint64_t sync_count;
-    uint32_t working[2];   /* unit whose gradients are in the alternating buffers, or NONE */
+    uint32_t in_buffer[2]; /* unit whose gradients are in the alternating buffer, or NONE */
     uint32_t slots[2];     /* unit whose values are in the slot, or NONE */
     uint32_t position;     /* unit gathered last, NONE before a pass */
     uint32_t backward;     /* unit that this backward has come to, NONE before it */
@@ -13456,7 +13458,7 @@ DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end
 DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, size_t b);
-DTRAIN__PRIVATE bool dtrain__steps_are_placed(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE bool dtrain__in_lockstep(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__progress(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end);
 DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy);
@@ -13507,7 +13509,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *stra
 /* strategy/gather.c */
 DTRAIN__PRIVATE dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint32_t at,
                                                  uint32_t next);
-DTRAIN__PRIVATE void dtrain__show_unit(dtrain_strategy *strategy, dtrain__unit *unit, bool here);
+DTRAIN__PRIVATE void dtrain__show_unit(dtrain_strategy *strategy, uint32_t at, bool shown);
 DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host);
 DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy);
@@ -13524,6 +13526,13 @@ DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int rank
 DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy);
 
 /* strategy/offload.c */
+DTRAIN__PRIVATE dtrain_result dtrain__host_put(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                               const float *result, bool add);
+DTRAIN__PRIVATE dtrain_result dtrain__host_get(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                               float *sum);
+DTRAIN__PRIVATE dtrain_result dtrain__host_vacate(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__host_settle(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__host_bring(dtrain_strategy *strategy, dtrain__bucket *bucket);
 DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy);
 
@@ -13907,8 +13916,8 @@ DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind)
  *     DDP: buckets by size, last parameter first, everything whole       -      -      -
  *     ZERO1: the same buckets, each cut in one slice a rank              1/N    -      -
  *     SHARD_GRAD_OP and below: a bucket is a unit; its gradients are     1/N    1/N    -
- *     made in one of two buffers that take turns ("work"), and what
- *     is reduced of them is kept apart, in shards
+ *     made in one of two buffers that take turns, and what is reduced
+ *     of them is kept apart, in shards
  *     FULL_SHARD, HYBRID_SHARD: values are gathered into two more        1/N    1/N    1/N
  *     buffers that take turns ("slots"); unit u uses number u % 2, so
  *     that its addresses are the same whenever it is there
@@ -13936,9 +13945,9 @@ static uint32_t dtrain__unit_index(dtrain__layout *layout, uint32_t id)
     dtrain__unit *unit = &layout->units[layout->unit_count];
     unit->id = id;
     unit->trainable = unit->frozen = DTRAIN__NONE;
-    unit->kept = layout->desc->keep_after_forward;
+    unit->own_memory = layout->desc->keep_after_forward;
     for (uint32_t i = 0; i < layout->desc->kept_unit_count; i++)
-        if (layout->desc->kept_units[i] == id) unit->kept = true;
+        if (layout->desc->kept_units[i] == id) unit->own_memory = true;
     return (uint32_t)layout->unit_count++;
 }
 
@@ -14013,7 +14022,7 @@ static void dtrain__bucket_add(dtrain__layout *layout, dtrain__bucket *bucket, s
  *     shards of ranks       | rank 0     | rank 2     | rank 1     | rank 3     | */
 static void dtrain__bucket_close(dtrain__layout *layout, dtrain__bucket *bucket)
 {
-    const int64_t ranks = layout->ranks, node = layout->node_ranks, nodes = layout->hop_ranks;
+    const int64_t ranks = layout->ranks, node = layout->node_ranks, nodes = layout->slice_ranks;
     bucket->shard_count = bucket->count;
     if (bucket->cuts) {
         bucket->shard_first = bucket->cuts[layout->rank];
@@ -14023,14 +14032,14 @@ static void dtrain__bucket_close(dtrain__layout *layout, dtrain__bucket *bucket)
         bucket->count = bucket->shard_count * ranks;
         bucket->shard_first = bucket->shard_count * layout->rank;
     }
-    bucket->hop_count = bucket->count;
+    bucket->slice_count = bucket->count;
     if (node > 1) {
-        bucket->hop_count = bucket->sharded ? bucket->shard_count * nodes
-                                            : dtrain__padded((bucket->count + node - 1) / node);
-        bucket->hop_first = bucket->hop_count * (layout->all_rank % node);
+        bucket->slice_count = bucket->sharded ? bucket->shard_count * nodes
+                                              : dtrain__padded((bucket->count + node - 1) / node);
+        bucket->slice_first = bucket->slice_count * (layout->all_rank % node);
         if (bucket->sharded)
-            bucket->shard_first = bucket->hop_first + bucket->shard_count * layout->hop_rank;
-        else bucket->count = bucket->shard_count = bucket->hop_count * node;
+            bucket->shard_first = bucket->slice_first + bucket->shard_count * layout->slice_rank;
+        else bucket->count = bucket->shard_count = bucket->slice_count * node;
     }
     layout->bucket_count++;
 }
@@ -14093,6 +14102,7 @@ static void dtrain__lay_unit(dtrain__layout *layout, dtrain__unit *unit, uint32_
 static void dtrain__lay_out(dtrain__layout *layout)
 {
     layout->shared.trainable = layout->shared.frozen = DTRAIN__NONE;
+    layout->shared.own_memory = true;
     dtrain__lay_units(layout);
     if (layout->owners) dtrain__lay_owners(layout, layout->cuts); /* not yet filled */
     if (layout->kind->shards.grads) {
@@ -14140,15 +14150,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
     layout->all = all;
     layout->all_rank = all_rank;
     layout->node_ranks = nodes ? size : 1;
-    layout->hop_ranks = nodes ? all / size : all;
-    layout->hop_rank = nodes ? all_rank / size : all_rank;
+    layout->slice_ranks = nodes ? all / size : all;
+    layout->slice_rank = nodes ? all_rank / size : all_rank;
     layout->compression = all > 1 ? desc->compression : NULL;
     /* Nothing is sharded on one rank, unless its shard is in host memory, and no gradients while
      * they only add up. */
-    layout->value_home = dtrain__home_of(kind->params && (desc->offload & DTRAIN_OFFLOAD_PARAMS));
-    layout->grad_home = dtrain__home_of(kind->grads && (desc->offload & DTRAIN_OFFLOAD_GRADS));
-    layout->shards.params = kind->params && (many || layout->value_home->host);
-    layout->shards.grads = kind->grads && (many || layout->grad_home->host) &&
+    layout->values_on_host = kind->params && (desc->offload & DTRAIN_OFFLOAD_PARAMS);
+    layout->grads_on_host = kind->grads && (desc->offload & DTRAIN_OFFLOAD_GRADS);
+    layout->shards.params = kind->params && (many || layout->values_on_host);
+    layout->shards.grads = kind->grads && (many || layout->grads_on_host) &&
                            desc->accumulation != DTRAIN_ACCUMULATION_LAST;
     layout->shards.state = kind->state && (many || layout->shards.params || layout->shards.grads);
     layout->entries =
@@ -14234,17 +14244,16 @@ static int64_t dtrain__bucket_length(const dtrain__layout *layout, uint32_t buck
 static void dtrain__lay_values(dtrain__layout *layout, dtrain__bucket *bucket)
 {
     const dtrain__turns *turns = &layout->turns;
-    bucket->value_home = dtrain__home_of(false);
     if (!bucket->sharded) return;
     if (!layout->shards.params) {
         bucket->values = dtrain__carve(layout, DTRAIN__VALUES, bucket->count);
         bucket->value_shard = dtrain__after(bucket->values, bucket->shard_first);
         return;
     }
-    bucket->value_home = layout->value_home;
+    bucket->value_on_host = layout->values_on_host;
     bucket->value_shard = dtrain__carve(
-        layout, bucket->value_home->host ? DTRAIN__HOST : DTRAIN__VALUES, bucket->shard_count);
-    if (bucket->unit == DTRAIN__NONE || layout->units[bucket->unit].kept) {
+        layout, bucket->value_on_host ? DTRAIN__HOST : DTRAIN__VALUES, bucket->shard_count);
+    if (bucket->unit == DTRAIN__NONE || layout->units[bucket->unit].own_memory) {
         bucket->values = dtrain__carve_both(layout, DTRAIN__BUFFERS, bucket->count,
                                             layout->desc->param_dtype, &bucket->low_values);
         return;
@@ -14252,34 +14261,35 @@ static void dtrain__lay_values(dtrain__layout *layout, dtrain__bucket *bucket)
     const dtrain__unit *unit = &layout->units[bucket->unit];
     const int64_t first = bucket->trainable ? 0 : dtrain__bucket_length(layout, unit->trainable);
     uint16_t *low = turns->low_values[bucket->unit & 1];
-    bucket->slotted = true;
     bucket->values = dtrain__after(turns->values[bucket->unit & 1], first);
     bucket->low_values = low ? low + first : NULL;
 }
 
-/* Lay out a bucket's gradients: where they are made, and where what is reduced of them is kept. */
+/* Lay out a bucket's gradients: the memory in which backward makes them, and that of the reduced
+ * shard. */
 static void dtrain__lay_grads(dtrain__layout *layout, dtrain__bucket *bucket)
 {
-    const bool work = layout->shards.grads && bucket->sharded;
-    bucket->grad_home = work ? layout->grad_home : dtrain__home_of(false);
+    const bool apart = layout->shards.grads && bucket->sharded;
+    bucket->grad_on_host = apart && layout->grads_on_host;
     if (!bucket->trainable) return;
-    bucket->work = work;
-    if (work && bucket->unit != DTRAIN__NONE) {
+    bucket->shards_grads = apart;
+    if (apart && bucket->unit != DTRAIN__NONE) {
         bucket->grads = layout->turns.grads[bucket->unit & 1];
         bucket->low_grads = layout->turns.low_grads[bucket->unit & 1];
     } else
         bucket->grads =
-            dtrain__carve_both(layout, work ? DTRAIN__BUFFERS : DTRAIN__GRADS, bucket->count,
+            dtrain__carve_both(layout, apart ? DTRAIN__BUFFERS : DTRAIN__GRADS, bucket->count,
                                layout->desc->reduce_dtype, &bucket->low_grads);
-    if (work)
+    if (apart)
         bucket->grad_shard = dtrain__carve(
-            layout, bucket->grad_home->host ? DTRAIN__HOST : DTRAIN__GRADS, bucket->shard_count);
+            layout, bucket->grad_on_host ? DTRAIN__HOST : DTRAIN__GRADS, bucket->shard_count);
     else bucket->grad_shard = dtrain__after(bucket->grads, bucket->shard_first);
 }
 
 /* Lay out all memory: two buffers of each sort for the largest unit, the buckets, whole values that
- * the library owns in registration order, and two landings in host memory for the longest shard
- * that is put there. Count what this rank holds on the device, whoever allocated it. */
+ * the library owns in registration order, and two bounce buffers in host memory, of the length of
+ * the longest gradient shard there. Count the bytes that this rank holds on the device, whoever
+ * allocated them. */
 DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
 {
     int64_t values = 0, grads = 0, longest = 0;
@@ -14290,7 +14300,7 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
         const dtrain__unit *unit = &layout->units[u];
         const int64_t trainable = dtrain__bucket_length(layout, unit->trainable);
         const int64_t both = trainable + dtrain__bucket_length(layout, unit->frozen);
-        if (layout->shards.params && !unit->kept) values = dtrain__max(values, both);
+        if (layout->shards.params && !unit->own_memory) values = dtrain__max(values, both);
         if (layout->shards.grads) grads = dtrain__max(grads, trainable);
     }
     for (int i = 0; i < 2; i++) {
@@ -14303,11 +14313,11 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
         dtrain__bucket *bucket = &layout->buckets[b];
         dtrain__lay_values(layout, bucket);
         dtrain__lay_grads(layout, bucket);
-        if (bucket->grad_home->host) longest = dtrain__max(longest, bucket->shard_count);
+        if (bucket->grad_on_host) longest = dtrain__max(longest, bucket->shard_count);
         else if (bucket->trainable)
             layout->grad_bytes +=
-                4 * (uint64_t)(bucket->work ? bucket->shard_count : bucket->count);
-        if (bucket->sharded && !bucket->value_home->host)
+                4 * (uint64_t)(bucket->shards_grads ? bucket->shard_count : bucket->count);
+        if (bucket->sharded && !bucket->value_on_host)
             layout->value_bytes +=
                 4 * (uint64_t)(layout->shards.params ? bucket->shard_count : bucket->count);
     }
@@ -14316,11 +14326,11 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
         dtrain__entry *entry = &layout->entries[i];
         if (p->state.storage != p) continue;
         const bool whole = dtrain__value_is_whole(layout, entry);
-        if (whole && !p->value) entry->place = dtrain__carve(layout, DTRAIN__VALUES, p->count);
+        if (whole && !p->value) entry->own_value = dtrain__carve(layout, DTRAIN__VALUES, p->count);
         if (whole || p->value) layout->value_bytes += 4 * (uint64_t)p->count;
         if (entry->trainable && p->grad) layout->grad_bytes += 4 * (uint64_t)p->count;
     }
-    for (int i = 0; i < 2; i++) layout->landing[i] = dtrain__carve(layout, DTRAIN__HOST, longest);
+    for (int i = 0; i < 2; i++) layout->bounce[i] = dtrain__carve(layout, DTRAIN__HOST, longest);
 }
 
 /* Count the elements of parameter i that lie in [first, first + count) of a bucket; *low is where
@@ -14401,14 +14411,15 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
         entry->marked = false;
         if (step_done) entry->seen = false;
         entry->pending = entry->uses;
-        if (step_done || (bucket && bucket->work)) strategy->params[i].state.grad_written = false;
+        if (step_done || (bucket && bucket->shards_grads))
+            strategy->params[i].state.grad_written = false;
     }
     for (size_t b = 0; b < layout->bucket_count; b++) {
         layout->buckets[b].pending = layout->buckets[b].uses;
         layout->buckets[b].stage = DTRAIN__REDUCE_IDLE;
     }
     strategy->launched = strategy->oldest = strategy->marked_count = 0;
-    strategy->working[0] = strategy->working[1] = strategy->backward = DTRAIN__NONE;
+    strategy->in_buffer[0] = strategy->in_buffer[1] = strategy->backward = DTRAIN__NONE;
     strategy->accumulated = !step_done;
     strategy->entered = false;
     strategy->weight = 1;
@@ -14423,7 +14434,7 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
  * a host's own gradient lies, concern this rank alone. */
 static bool dtrain__travels(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
-    return bucket->trainable && (bucket->work || !strategy->more);
+    return bucket->trainable && (bucket->shards_grads || !strategy->more);
 }
 
 /* Copy a storage's own gradient to its place in the bucket, or back; nothing to do when it lives
@@ -14481,7 +14492,8 @@ static dtrain_result dtrain__check_mark(const dtrain_strategy *strategy, size_t 
         why = "is marked twice in one backward; call dtrain_strategy_finish between two";
     else if (entry->bucket < strategy->launched)
         why = "is marked after another unit was gathered, which ended its own unit's backward";
-    else if (bucket->work && bucket->unit != DTRAIN__NONE && bucket->unit != strategy->backward)
+    else if (bucket->shards_grads && bucket->unit != DTRAIN__NONE &&
+             bucket->unit != strategy->backward)
         why = "is marked outside its unit's backward; call dtrain_strategy_gather with "
               "DTRAIN_PASS_BACKWARD before";
     if (!why) return DTRAIN_OK;
@@ -14524,7 +14536,7 @@ static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t en
         if (bucket->pending) break;
         bucket->stage = DTRAIN__REDUCED;
         if (!dtrain__travels(strategy, bucket)) continue;
-        if (dtrain__steps_are_placed(strategy)) /* and this is a place: one step further */
+        if (dtrain__in_lockstep(strategy)) /* and this is a place: one step further */
             for (size_t b = strategy->oldest; b < strategy->launched; b++)
                 DTRAIN__TRY(dtrain__reduce_await(strategy, b));
         DTRAIN__TRY(dtrain__reduce_start(strategy, strategy->launched));
@@ -14576,7 +14588,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, si
 /* Must a bucket's further steps start at a place in the program that is the same on every rank?
  * NCCL runs what was started in its order: if that depended on what happens to be done, ranks would
  * wait for each other in a circle. */
-DTRAIN__PRIVATE bool dtrain__steps_are_placed(const dtrain_strategy *strategy)
+DTRAIN__PRIVATE bool dtrain__in_lockstep(const dtrain_strategy *strategy)
 {
     return strategy->comm->ops->launch_ordered &&
            (dtrain__way_of(strategy, false)[1] || dtrain__way_of(strategy, true)[1]);
@@ -14590,7 +14602,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__progress(dtrain_strategy *strategy)
 {
     uint32_t most = DTRAIN__REDUCED; /* stage of the slowest bucket so far */
     bool done = true;
-    if (dtrain__steps_are_placed(strategy)) return DTRAIN_OK;
+    if (dtrain__in_lockstep(strategy)) return DTRAIN_OK;
     for (size_t b = strategy->oldest; b < strategy->launched; b++) {
         const dtrain__bucket *bucket = &strategy->layout.buckets[b];
         const bool chain = dtrain__way_of(strategy, bucket->sharded)[1] != NULL;
@@ -14616,7 +14628,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, si
 {
     while (strategy->oldest < end) {
         DTRAIN__TRY(dtrain__progress(strategy));
-        const size_t stop = dtrain__steps_are_placed(strategy) ? end : strategy->oldest + 1;
+        const size_t stop = dtrain__in_lockstep(strategy) ? end : strategy->oldest + 1;
         for (size_t b = strategy->oldest; b < stop && b < end; b++)
             DTRAIN__TRY(dtrain__reduce_await(strategy, b));
         while (strategy->oldest < end &&
@@ -14705,15 +14717,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_all(dtrain_strategy *strategy, dtra
 DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_begin(dtrain_strategy *strategy,
                                                        dtrain__bucket *bucket)
 {
-    return dtrain__reduce_all(strategy, bucket, bucket->comm, bucket->grads + bucket->hop_first,
-                              bucket->hop_first, bucket->hop_count);
+    return dtrain__reduce_all(strategy, bucket, bucket->comm, bucket->grads + bucket->slice_first,
+                              bucket->slice_first, bucket->slice_count);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_end(dtrain_strategy *strategy,
                                                      dtrain__bucket *bucket)
 {
-    return dtrain__from_wire(strategy, bucket, bucket->grads + bucket->hop_first, bucket->hop_first,
-                             bucket->hop_count, true);
+    return dtrain__from_wire(strategy, bucket, bucket->grads + bucket->slice_first,
+                             bucket->slice_first, bucket->slice_count, true);
 }
 
 /* ---- 4. Finish --------------------------------------------------------------------------------*/
@@ -14831,8 +14843,7 @@ static dtrain_result dtrain__finish(dtrain_strategy *strategy)
     if (result == DTRAIN_OK && last) result = dtrain__tally_start(strategy);
     if (result == DTRAIN_OK && last) missing = dtrain__report_missing(strategy);
     if (result == DTRAIN_OK) result = dtrain__reduce_until(strategy, layout->bucket_count);
-    if (result == DTRAIN_OK && layout->grad_home->settle)
-        result = layout->grad_home->settle(strategy);
+    if (result == DTRAIN_OK && layout->grads_on_host) result = dtrain__host_settle(strategy);
     if (result == DTRAIN_OK && last) result = dtrain__tally_end(strategy);
     if (result == DTRAIN_OK && last) result = dtrain__return_grads(strategy);
     if (result == DTRAIN_OK && last) result = dtrain__settle_gathers(strategy);
@@ -14888,14 +14899,14 @@ DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
 
 /* Empty the buffers of bucket b's gradients. With replicas the buffer is free as soon as the node
  * has reduced it, if what travels between nodes is the shard. */
-static dtrain_result dtrain__vacate_work(dtrain_strategy *strategy, size_t b)
+static dtrain_result dtrain__vacate_buffer(dtrain_strategy *strategy, size_t b)
 {
-    const dtrain__home *home = strategy->layout.grad_home;
+    const bool on_host = strategy->layout.grads_on_host;
     const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATION_SHARD_EVERY;
-    if (!strategy->kind->replicas || home->host || dtrain__reduces_low(strategy) ||
+    if (!strategy->kind->replicas || on_host || dtrain__reduces_low(strategy) ||
         (every && strategy->accumulated)) {
         DTRAIN__TRY(dtrain__reduce_until(strategy, b + 1));
-        return home->vacate ? home->vacate(strategy) : DTRAIN_OK;
+        return on_host ? dtrain__host_vacate(strategy) : DTRAIN_OK;
     }
     for (size_t i = strategy->oldest; i <= b; i++)
         if (strategy->layout.buckets[i].stage == 1) DTRAIN__TRY(dtrain__reduce_await(strategy, i));
@@ -14904,15 +14915,15 @@ static dtrain_result dtrain__vacate_work(dtrain_strategy *strategy, size_t b)
 
 /* Make the alternating buffer of a unit's gradients free for them: what the unit before the last
  * left there has been reduced. A unit without gradients needs no buffer. */
-DTRAIN__PRIVATE dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint32_t unit)
+DTRAIN__PRIVATE dtrain_result dtrain__claim_buffer(dtrain_strategy *strategy, uint32_t unit)
 {
     if (!strategy->layout.shards.grads || unit == DTRAIN__NONE) return DTRAIN_OK;
     if (strategy->layout.units[unit].trainable == DTRAIN__NONE) return DTRAIN_OK;
-    uint32_t *working = &strategy->working[unit & 1];
+    uint32_t *working = &strategy->in_buffer[unit & 1];
     const uint32_t before = *working;
     *working = unit;
     if (before == unit || before == DTRAIN__NONE) return DTRAIN_OK;
-    return dtrain__vacate_work(strategy, strategy->layout.units[before].trainable);
+    return dtrain__vacate_buffer(strategy, strategy->layout.units[before].trainable);
 }
 
 /* Close the gradients of units from `first` on: their backward is over. */
@@ -14941,7 +14952,7 @@ static dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)
     while (at > to) {
         at--;
         DTRAIN__TRY(dtrain__close_units(strategy, at + 1));
-        DTRAIN__TRY(dtrain__claim_work(strategy, at));
+        DTRAIN__TRY(dtrain__claim_buffer(strategy, at));
         strategy->backward = at;
         DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1)); /* behind 0 there is none */
     }
@@ -15013,9 +15024,7 @@ static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, dtra
             DTRAIN__TRY(dtrain__walk_back(strategy, at + 1));
         DTRAIN__TRY(dtrain__bring_unit(strategy, at, at == strategy->backward ? at - 1 : at + 1));
     }
-    if (!strategy->layout.shards.params) return DTRAIN_OK;
-    dtrain__show_unit(strategy, &strategy->layout.shared, true);
-    dtrain__show_unit(strategy, &strategy->layout.units[at], true);
+    dtrain__show_unit(strategy, at, true);
     return DTRAIN_OK;
 }
 
@@ -15039,8 +15048,7 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_strategy_release: no parameter belongs to unit %u", unit);
     if (at == strategy->backward) strategy->entered = false;
-    if (strategy->layout.shards.params)
-        dtrain__show_unit(strategy, &strategy->layout.units[at], false);
+    dtrain__show_unit(strategy, at, false);
     return DTRAIN_OK;
 }
 
@@ -15272,7 +15280,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
     strategy->tally_work = NULL;
     DTRAIN__TRY(dtrain_work_wait(work));
     strategy->sums[0] = strategy->weights;
-    if (layout->all > 1 && layout->grad_home->host) DTRAIN__TRY(dtrain__tally_read(strategy));
+    if (layout->all > 1 && layout->grads_on_host) DTRAIN__TRY(dtrain__tally_read(strategy));
     else if (layout->all > 1 || strategy->device_weight) correct.divisor = strategy->tally;
     if (!correct.divisor) {
         if (strategy->sums[0] == passes || strategy->sums[0] == 0) return DTRAIN_OK;
@@ -15280,7 +15288,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
     }
     for (size_t b = 0; b < layout->bucket_count; b++) {
         const dtrain__bucket *bucket = &layout->buckets[b];
-        dtrain_device *device = bucket->grad_home->host ? strategy->offload.cpu : strategy->device;
+        dtrain_device *device = bucket->grad_on_host ? strategy->offload.cpu : strategy->device;
         if (!bucket->trainable || bucket->shard_count == 0) continue;
         correct.count = bucket->shard_count;
         correct.x = correct.y = bucket->grad_shard;
@@ -15335,7 +15343,7 @@ static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host
         const dtrain__bucket *bucket =
             &layout->buckets[layout->entries[shard->param->state.index].bucket];
         dtrain_sum_args args;
-        if (bucket->grad_home->host != on_host || shard->count == 0) continue;
+        if (bucket->grad_on_host != on_host || shard->count == 0) continue;
         if (!bucket->sharded && layout->rank) continue;
         memset(&args, 0, sizeof args);
         args.count = shard->count;
@@ -15382,7 +15390,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, dou
     DTRAIN__TRY(dtrain__queue_squares(strategy, &squares));
     DTRAIN__TRY(
         device->ops->copy(device, total, squares, sizeof *total, DTRAIN_COPY_DEVICE_TO_HOST));
-    if (strategy->layout.grad_home->host) DTRAIN__TRY(dtrain__add_squares(strategy, true, total));
+    if (strategy->layout.grads_on_host) DTRAIN__TRY(dtrain__add_squares(strategy, true, total));
     if (!strategy->shard_comm) return DTRAIN_OK;
     return dtrain__strategy_keep(strategy, dtrain__global_sum(strategy, total));
 }
@@ -15391,39 +15399,32 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, dou
  * src/strategy/gather.c
  * ==============================================================================================*/
 
-/* Sharded parameters: gather, release
+/* Sharded values: gather, release
  *
- * A unit's life in a step, in kinds that shard parameters; two slots, one being used while the
- * other is filled:
+ * The values of a unit come and go, in kinds that shard parameters (the states are drawn at
+ * dtrain__unit, strategy/layout_internal.h). Two slots: one is used while the other one is filled:
  *
  *     forward    gather 0    gather 1    gather 2    gather 3   | backward  gather 2   gather 1 ...
- *     slot 0     [ 0 used ]  [ 2 coming ][ 2 used ] . . . . . . |. . . . .  [ 2 used ] [ 0 coming ]
- *     slot 1     [ 1 coming ][ 1 used ]  [ 3 coming ][ 3 used . | used ]    [ 1 coming][ 1 used ]
+ *     slot 0     [ 0 SHOWN ] [ 2 COMING ][ 2 SHOWN ]. . . . . . |. . . . .  [ 2 SHOWN ][ 0 COMING ]
+ *     slot 1     [ 1 COMING ][ 1 SHOWN ] [ 3 COMING ][ 3 SHOWN .| . . . ]   [ 1 COMING][ 1 SHOWN ]
  *
- * Unit u lives in slot u % 2, so its addresses are the same whenever it is there, and what the tape
- * has recorded stays right. Memory is constant: two units, however deep the model. What is still in
- * a slot is not fetched again (units 3 and 2 at the turn above).
+ * Unit u uses slot u % 2 (dtrain__lay_values), so its addresses are the same at every gather, and
+ * what the tape has recorded stays right. Memory is constant: two units, however deep the model.
+ * Units that are still in their slots are not gathered again (3 and 2 at the turn above).
  *
  * Why a slot may be overwritten: gather(u) comes after release(u - 1), and fetches ahead only into
- * that unit's slot. On a device with streams a collective starts behind the work queued before it.
+ * that unit's slot. On a device with streams a collective starts behind the kernels queued before.
  *
- * Every rank has to start the same collectives in the same order: one that went another way would
+ * Every rank has to start the same collectives in the same order: a rank that started others would
  * get another unit's numbers when the sizes happen to agree. In forward all ranks gather the same
- * units. In backward they may differ, because gradients may be missing on one of them: whatever is
- * called, the walk is the same, dtrain__walk_back.
- *
- * A forward inside a backward does not say where it will end, and a rank that has stepped over
- * units cannot know how far the others have come. So it walks back to the unit behind the first
- * that it gathers, on every rank: both are in their slots then. A forward of more units needs to
- * know the last of them, which is gathered for backward before. */
-
-enum { DTRAIN__ABSENT, DTRAIN__COMING, DTRAIN__HERE };
+ * units; in backward, where gradients may be missing on one of them, dtrain__walk_back (road.c)
+ * makes their order the same. */
 
 /* ---- One bucket -------------------------------------------------------------------------------*/
 
-/* Start bringing a bucket's values together, as dtype. With ZERO3 slices have different lengths,
- * and each owner broadcasts its own. With nodes it takes two turns: this one gathers the parts of
- * this rank's hop from the other nodes.
+/* Start gathering a bucket's values, as dtype. With ZERO3 shards have different lengths, and each
+ * owner broadcasts its own. With several nodes it takes two collectives: this one gathers this
+ * rank's slice from the other nodes, dtrain__gather_inside the slices of this node.
  *
  * A shard is rounded anew for each gather. A rounded copy that the optimizer writes beside the
  * master would save that, 6 bytes an element twice a step beside the 28 of AdamW, and cost 2 bytes
@@ -15437,8 +15438,8 @@ static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, dtrain__buc
     char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
     char *own = whole + (size_t)bucket->shard_first * unit;
     const void *shard = bucket->value_shard;
-    if (bucket->value_home->bring) {
-        DTRAIN__TRY(bucket->value_home->bring(strategy, bucket));
+    if (bucket->value_on_host) {
+        DTRAIN__TRY(dtrain__host_bring(strategy, bucket));
         shard = bucket->values + bucket->shard_first;
     }
     if ((low || bucket->cuts) && shard != own) {
@@ -15450,7 +15451,7 @@ static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, dtrain__buc
     if (!bucket->cuts)
         return dtrain_all_gather(nodes ? strategy->groups[DTRAIN__FETCH_ACROSS]
                                        : strategy->shard_comm,
-                                 shard, nodes ? whole + (size_t)bucket->hop_first * unit : whole,
+                                 shard, nodes ? whole + (size_t)bucket->slice_first * unit : whole,
                                  (size_t)bucket->shard_count, dtype, bucket->gathers);
     for (int r = 0; r < strategy->layout.ranks; r++) {
         const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
@@ -15462,7 +15463,7 @@ static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, dtrain__buc
     return DTRAIN_OK;
 }
 
-/* With nodes, wait for the first turn and start the second: the hops of a node to all its ranks. */
+/* With several nodes, wait for the first collective and start the second one. */
 static dtrain_result dtrain__gather_inside(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                            dtrain_dtype dtype)
 {
@@ -15472,11 +15473,11 @@ static dtrain_result dtrain__gather_inside(dtrain_strategy *strategy, dtrain__bu
     DTRAIN__TRY(dtrain__wait_works(strategy, bucket->gathers));
     dtrain__label(strategy, bucket, "values of bucket");
     return dtrain_all_gather(strategy->groups[DTRAIN__FETCH],
-                             whole + (size_t)bucket->hop_first * dtrain_dtype_bytes(dtype), whole,
-                             (size_t)bucket->hop_count, dtype, bucket->gathers);
+                             whole + (size_t)bucket->slice_first * dtrain_dtype_bytes(dtype), whole,
+                             (size_t)bucket->slice_count, dtype, bucket->gathers);
 }
 
-/* Wait until a bucket's values have come together, as dtype. */
+/* Wait until a bucket's values, as dtype, have been gathered. */
 static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                          dtrain_dtype dtype)
 {
@@ -15484,22 +15485,8 @@ static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, dtrain__buck
     return dtrain__wait_works(strategy, bucket->gathers);
 }
 
-/* Wait for a bucket's values, if they are coming. */
-static dtrain_result dtrain__gather_end(dtrain_strategy *strategy, uint32_t b)
-{
-    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
-    if (b == DTRAIN__NONE) return DTRAIN_OK;
-    dtrain__bucket *bucket = &strategy->layout.buckets[b];
-    if (bucket->presence != DTRAIN__COMING) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__gather_wait(strategy, bucket, dtype));
-    bucket->presence = DTRAIN__HERE;
-    if (dtype == DTRAIN_DTYPE_F32) return DTRAIN_OK;
-    return dtrain__convert(strategy, bucket->count, bucket->low_values, dtype, bucket->values,
-                           DTRAIN_DTYPE_F32);
-}
-
 /* Point the parameters of a bucket at its values, or at nothing. */
-static void dtrain__show_values(dtrain_strategy *strategy, uint32_t b, bool here)
+static void dtrain__show_values(dtrain_strategy *strategy, uint32_t b, bool shown)
 {
     const dtrain__layout *layout = &strategy->layout;
     if (b == DTRAIN__NONE) return;
@@ -15507,102 +15494,129 @@ static void dtrain__show_values(dtrain_strategy *strategy, uint32_t b, bool here
     for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
         dtrain_param *p = &strategy->params[i];
         const dtrain__entry *storage = &layout->entries[p->state.storage->state.index];
-        if (storage->bucket == b) p->value = here ? bucket->values + storage->offset : NULL;
+        if (storage->bucket == b) p->value = shown ? bucket->values + storage->offset : NULL;
     }
 }
 
-/* Take a bucket's values away, after waiting for them if they are still coming. */
-static dtrain_result dtrain__evict(dtrain_strategy *strategy, uint32_t b)
-{
-    DTRAIN__TRY(dtrain__gather_end(strategy, b));
-    dtrain__show_values(strategy, b, false);
-    if (b != DTRAIN__NONE) strategy->layout.buckets[b].presence = DTRAIN__ABSENT;
-    return DTRAIN_OK;
-}
+/* ---- One unit: the arrows of its drawing ------------------------------------------------------*/
 
-/* Make the slot of a bucket's unit, if it has one, free: the unit that is there is evicted. */
-static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, const dtrain__bucket *bucket)
-{
-    if (!bucket->slotted) return DTRAIN_OK;
-    const uint32_t before = strategy->slots[bucket->unit & 1];
-    strategy->slots[bucket->unit & 1] = bucket->unit;
-    if (before == bucket->unit || before == DTRAIN__NONE) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__evict(strategy, strategy->layout.units[before].trainable));
-    return dtrain__evict(strategy, strategy->layout.units[before].frozen);
-}
-
-/* Start to gather a bucket that is not there. */
-static dtrain_result dtrain__fetch_bucket(dtrain_strategy *strategy, uint32_t b)
-{
-    if (b == DTRAIN__NONE) return DTRAIN_OK;
-    dtrain__bucket *bucket = &strategy->layout.buckets[b];
-    if (bucket->presence != DTRAIN__ABSENT) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__claim_slot(strategy, bucket));
-    bucket->presence = DTRAIN__COMING;
-    return dtrain__gather_start(strategy, bucket, (dtrain_dtype)strategy->desc.param_dtype);
-}
-
-/* Return unit number u; behind the last comes what several units use. */
+/* Return unit number u; behind the last one comes that of parameters that several units use. */
 static dtrain__unit *dtrain__unit_at(dtrain_strategy *strategy, size_t u)
 {
     dtrain__layout *layout = &strategy->layout;
     return u < layout->unit_count ? &layout->units[u] : &layout->shared;
 }
 
-/* Forget what was gathered, because the shards have been updated since. */
-DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
+/* COMING -> HERE. */
+static dtrain_result dtrain__unit_wait(dtrain_strategy *strategy, dtrain__unit *unit)
 {
-    for (uint32_t b = 0; b < strategy->layout.bucket_count; b++)
-        if (strategy->layout.buckets[b].sharded) DTRAIN__TRY(dtrain__evict(strategy, b));
-    for (size_t u = 0; u <= strategy->layout.unit_count; u++)
-        dtrain__unit_at(strategy, u)->shown = false;
-    strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
+    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
+    const uint32_t buckets[] = {unit->trainable, unit->frozen};
+    if (unit->state != DTRAIN__UNIT_COMING) return DTRAIN_OK;
+    for (int i = 0; i < 2; i++) {
+        if (buckets[i] == DTRAIN__NONE) continue;
+        dtrain__bucket *bucket = &strategy->layout.buckets[buckets[i]];
+        DTRAIN__TRY(dtrain__gather_wait(strategy, bucket, dtype));
+        if (dtype != DTRAIN_DTYPE_F32)
+            DTRAIN__TRY(dtrain__convert(strategy, bucket->count, bucket->low_values, dtype,
+                                        bucket->values, DTRAIN_DTYPE_F32));
+    }
+    unit->state = DTRAIN__UNIT_HERE;
     return DTRAIN_OK;
 }
 
-/* Wait for all units that are on their way. */
-DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy)
+/* HERE -> SHOWN, or back. */
+static void dtrain__unit_show(dtrain_strategy *strategy, dtrain__unit *unit, bool shown)
 {
-    for (uint32_t b = 0; b < strategy->layout.bucket_count; b++)
-        DTRAIN__TRY(dtrain__gather_end(strategy, b));
+    dtrain__show_values(strategy, unit->trainable, shown);
+    dtrain__show_values(strategy, unit->frozen, shown);
+    if (unit->state >= DTRAIN__UNIT_HERE)
+        unit->state = shown ? DTRAIN__UNIT_SHOWN : DTRAIN__UNIT_HERE;
+}
+
+/* Any state -> ABSENT. */
+static dtrain_result dtrain__unit_evict(dtrain_strategy *strategy, dtrain__unit *unit)
+{
+    DTRAIN__TRY(dtrain__unit_wait(strategy, unit));
+    dtrain__unit_show(strategy, unit, false);
+    unit->state = DTRAIN__UNIT_ABSENT;
     return DTRAIN_OK;
 }
 
-/* ---- One unit ---------------------------------------------------------------------------------*/
-
-/* Start to gather what is not there of a unit. */
-static dtrain_result dtrain__fetch_unit(dtrain_strategy *strategy, const dtrain__unit *unit)
+/* Make the slot of a unit, if it has one, free: evict the unit that is there. */
+static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, const dtrain__unit *unit)
 {
-    DTRAIN__TRY(dtrain__fetch_bucket(strategy, unit->trainable));
-    return dtrain__fetch_bucket(strategy, unit->frozen);
+    if (unit->own_memory) return DTRAIN_OK;
+    const uint32_t at = (uint32_t)(unit - strategy->layout.units);
+    const uint32_t before = strategy->slots[at & 1];
+    strategy->slots[at & 1] = at;
+    if (before == at || before == DTRAIN__NONE) return DTRAIN_OK;
+    return dtrain__unit_evict(strategy, &strategy->layout.units[before]);
 }
 
-/* Wait for a unit: both its buckets are under way before either is waited for. */
-static dtrain_result dtrain__need_unit(dtrain_strategy *strategy, const dtrain__unit *unit)
+/* ABSENT -> COMING. A unit without sharded values takes no slot. */
+static dtrain_result dtrain__unit_fetch(dtrain_strategy *strategy, dtrain__unit *unit)
 {
-    DTRAIN__TRY(dtrain__fetch_unit(strategy, unit));
-    DTRAIN__TRY(dtrain__gather_end(strategy, unit->trainable));
-    return dtrain__gather_end(strategy, unit->frozen);
+    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
+    const uint32_t buckets[] = {unit->trainable, unit->frozen};
+    if (unit->state != DTRAIN__UNIT_ABSENT) return DTRAIN_OK;
+    if (buckets[0] == DTRAIN__NONE && buckets[1] == DTRAIN__NONE) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__claim_slot(strategy, unit));
+    unit->state = DTRAIN__UNIT_COMING;
+    for (int i = 0; i < 2; i++)
+        if (buckets[i] != DTRAIN__NONE)
+            DTRAIN__TRY(
+                dtrain__gather_start(strategy, &strategy->layout.buckets[buckets[i]], dtype));
+    return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE void dtrain__show_unit(dtrain_strategy *strategy, dtrain__unit *unit, bool here)
+/* ABSENT -> COMING -> HERE: both buckets are under way before either is waited for. */
+static dtrain_result dtrain__unit_need(dtrain_strategy *strategy, dtrain__unit *unit)
 {
-    unit->shown = here;
-    dtrain__show_values(strategy, unit->trainable, here);
-    dtrain__show_values(strategy, unit->frozen, here);
+    DTRAIN__TRY(dtrain__unit_fetch(strategy, unit));
+    return dtrain__unit_wait(strategy, unit);
 }
 
-/* Bring a unit, and fetch the one that the pass will come to next. */
+/* ---- What the road asks for -------------------------------------------------------------------*/
+
+/* Bring unit number `at`, and fetch `next`, to which the pass will come next. The unit of shared
+ * parameters stays until publish. */
 DTRAIN__PRIVATE dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint32_t at,
                                                  uint32_t next)
 {
-    const dtrain__layout *layout = &strategy->layout;
+    dtrain__layout *layout = &strategy->layout;
     strategy->position = at;
     if (!layout->shards.params) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__need_unit(strategy, &layout->shared)); /* stays until publish */
-    DTRAIN__TRY(dtrain__need_unit(strategy, &layout->units[at]));
+    DTRAIN__TRY(dtrain__unit_need(strategy, &layout->shared));
+    DTRAIN__TRY(dtrain__unit_need(strategy, &layout->units[at]));
     if (strategy->desc.no_overlap || next >= layout->unit_count) return DTRAIN_OK;
-    return dtrain__fetch_unit(strategy, &layout->units[next]);
+    return dtrain__unit_fetch(strategy, &layout->units[next]);
+}
+
+/* Show unit number `at`, which has been brought, or take its pointers away. Its values stay in the
+ * slot until that is wanted; a use after release is noticed by the NULL. */
+DTRAIN__PRIVATE void dtrain__show_unit(dtrain_strategy *strategy, uint32_t at, bool shown)
+{
+    if (!strategy->layout.shards.params) return;
+    if (shown) dtrain__unit_show(strategy, &strategy->layout.shared, true);
+    dtrain__unit_show(strategy, &strategy->layout.units[at], shown);
+}
+
+/* Wait for all units that are COMING. */
+DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy)
+{
+    for (size_t u = 0; u <= strategy->layout.unit_count; u++)
+        DTRAIN__TRY(dtrain__unit_wait(strategy, dtrain__unit_at(strategy, u)));
+    return DTRAIN_OK;
+}
+
+/* Evict all units, because their shards have been updated. */
+DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
+{
+    for (size_t u = 0; u <= strategy->layout.unit_count; u++)
+        DTRAIN__TRY(dtrain__unit_evict(strategy, dtrain__unit_at(strategy, u)));
+    strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
+    return DTRAIN_OK;
 }
 
 /* Tell where the tape finds a parameter's value of the type `dtype`: true, and *low is its address
@@ -15618,7 +15632,7 @@ DTRAIN__PRIVATE bool dtrain__gathered_as(const dtrain__layout *layout, const dtr
         return false;
     const dtrain__entry *entry = &layout->entries[i];
     const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
-    *passing = bucket->slotted;
+    *passing = bucket->unit != DTRAIN__NONE && !layout->units[bucket->unit].own_memory;
     if (layout->desc->param_dtype != dtype) return false;
     *low = bucket->low_values ? bucket->low_values + entry->offset : NULL;
     return true;
@@ -15661,52 +15675,44 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy)
 
 /* ---- Whole parameters -------------------------------------------------------------------------*/
 
-/* Make *whole storage i with its value whole, gathered as the shards have it if it has to be. Where
- * units travel rounded, a slot does not hold that: the bucket is brought in fp32, and forgotten. */
+/* Make *whole storage i with its value whole, with the bits that the shards have; it is valid until
+ * the next call. Where units are gathered rounded, a slot does not have those: then the parameter's
+ * bucket is gathered in fp32 into the slot, and its unit counts as ABSENT. */
 DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i,
                                                   dtrain_param *whole)
 {
     const dtrain__layout *layout = &strategy->layout;
     const dtrain__entry *entry = &layout->entries[i];
-    const uint32_t b = entry->bucket;
     *whole = strategy->params[i];
     if (!layout->shards.params || dtrain__value_is_whole(layout, entry)) return DTRAIN_OK;
-    whole->value = layout->buckets[b].values + entry->offset;
-    if (strategy->desc.param_dtype == DTRAIN_DTYPE_F32) {
-        DTRAIN__TRY(dtrain__fetch_bucket(strategy, b));
-        return dtrain__gather_end(strategy, b);
-    }
-    DTRAIN__TRY(dtrain__evict(strategy, b));
-    DTRAIN__TRY(dtrain__claim_slot(strategy, &layout->buckets[b]));
-    DTRAIN__TRY(dtrain__gather_start(strategy, &layout->buckets[b], DTRAIN_DTYPE_F32));
-    return dtrain__gather_wait(strategy, &layout->buckets[b], DTRAIN_DTYPE_F32);
+    dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+    dtrain__unit *unit = dtrain__unit_at(strategy, bucket->unit);
+    whole->value = bucket->values + entry->offset;
+    if (strategy->desc.param_dtype == DTRAIN_DTYPE_F32) return dtrain__unit_need(strategy, unit);
+    DTRAIN__TRY(dtrain__unit_evict(strategy, unit));
+    DTRAIN__TRY(dtrain__claim_slot(strategy, unit));
+    DTRAIN__TRY(dtrain__gather_start(strategy, bucket, DTRAIN_DTYPE_F32));
+    return dtrain__gather_wait(strategy, bucket, DTRAIN_DTYPE_F32);
 }
 
-static bool dtrain__is_absent(const dtrain_strategy *strategy, uint32_t b)
-{
-    return b == DTRAIN__NONE || strategy->layout.buckets[b].presence == DTRAIN__ABSENT;
-}
-
-/* Note which units are here, or on their way, before whole parameters are read: those come through
- * the same slots. */
+/* Note the states of all units before whole parameters are read. */
 DTRAIN__PRIVATE void dtrain__note_units(dtrain_strategy *strategy)
 {
     for (size_t u = 0; u <= strategy->layout.unit_count; u++) {
         dtrain__unit *unit = dtrain__unit_at(strategy, u);
-        unit->noted = !dtrain__is_absent(strategy, unit->trainable) ||
-                      !dtrain__is_absent(strategy, unit->frozen);
+        unit->before = unit->state;
     }
 }
 
-/* Bring back the units that reading has displaced: a tape, or a host, in whose hands one is counts
+/* Bring back the units that reading has displaced: a tape or a host that has gathered a unit counts
  * on its values. */
 DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy)
 {
-    for (size_t u = 0; u <= strategy->layout.unit_count && strategy->layout.shards.params; u++) {
+    for (size_t u = 0; u <= strategy->layout.unit_count; u++) {
         dtrain__unit *unit = dtrain__unit_at(strategy, u);
-        if (!unit->noted) continue;
-        DTRAIN__TRY(dtrain__need_unit(strategy, unit));
-        if (unit->shown) dtrain__show_unit(strategy, unit, true);
+        if (unit->before == DTRAIN__UNIT_ABSENT) continue;
+        DTRAIN__TRY(dtrain__unit_need(strategy, unit));
+        if (unit->before == DTRAIN__UNIT_SHOWN) dtrain__unit_show(strategy, unit, true);
     }
     return DTRAIN_OK;
 }
@@ -15851,7 +15857,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy, d
 /* Return the place where the fp32 result of this backward is to be. */
 static float *dtrain__reduce_target(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
-    if (bucket->work && (strategy->accumulated || bucket->grad_home->host))
+    if (bucket->shards_grads && (strategy->accumulated || bucket->grad_on_host))
         return bucket->grads + bucket->shard_first;
     return bucket->grad_shard;
 }
@@ -15866,8 +15872,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *stra
     const size_t unit = dtrain_dtype_bytes(dtype);
     dtrain_work **works = bucket->reduces;
     void *wire, *own = dtrain__reduce_target(strategy, bucket);
-    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads + bucket->hop_first,
-                                bucket->hop_first, bucket->hop_count, &wire));
+    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads + bucket->slice_first,
+                                bucket->slice_first, bucket->slice_count, &wire));
     if (dtrain__reduces_low(strategy)) own = bucket->low_grads + bucket->shard_first;
     if (!bucket->cuts) dtrain__label(strategy, bucket, "bucket");
     if (!bucket->cuts)
@@ -15892,8 +15898,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__shard_add(dtrain_strategy *strategy, dtrai
     dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, result,
                            bucket->grad_shard,  DTRAIN_DTYPE_F32,   DTRAIN_DTYPE_F32};
     if (result == bucket->grad_shard || bucket->shard_count == 0) return DTRAIN_OK;
-    if (bucket->grad_home->put)
-        return bucket->grad_home->put(strategy, bucket, result, strategy->accumulated);
+    if (bucket->grad_on_host)
+        return dtrain__host_put(strategy, bucket, result, strategy->accumulated);
     return strategy->device->ops->add(strategy->device, &add);
 }
 
@@ -15920,7 +15926,7 @@ static float *dtrain__replica_sum(const dtrain_strategy *strategy, const dtrain_
                                   bool *at_last)
 {
     *at_last = strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
-    if (*at_last && !bucket->grad_home->host) return bucket->grad_shard;
+    if (*at_last && !bucket->grad_on_host) return bucket->grad_shard;
     return dtrain__reduce_target(strategy, bucket);
 }
 
@@ -15931,7 +15937,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__replicas_begin(dtrain_strategy *strategy,
     float *sum = dtrain__replica_sum(strategy, bucket, &at_last);
     if (at_last && strategy->accumulated) {
         DTRAIN__TRY(dtrain__shard_add(strategy, bucket));
-        if (bucket->grad_home->get) DTRAIN__TRY(bucket->grad_home->get(strategy, bucket, sum));
+        if (bucket->grad_on_host) DTRAIN__TRY(dtrain__host_get(strategy, bucket, sum));
     }
     return dtrain__reduce_all(strategy, bucket, strategy->groups[DTRAIN__ACROSS], sum,
                               bucket->shard_first, bucket->shard_count);
@@ -15945,8 +15951,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
     DTRAIN__TRY(
         dtrain__from_wire(strategy, bucket, sum, bucket->shard_first, bucket->shard_count, true));
     if (!at_last) return dtrain__shard_add(strategy, bucket);
-    if (!bucket->grad_home->put) return DTRAIN_OK;
-    return bucket->grad_home->put(strategy, bucket, sum, false);
+    return bucket->grad_on_host ? dtrain__host_put(strategy, bucket, sum, false) : DTRAIN_OK;
 }
 
 /* ================================================================================================
@@ -15972,7 +15977,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__node_scatter_begin(dtrain_strategy *strate
 {
     dtrain__label(strategy, bucket, "bucket");
     return dtrain_reduce_scatter(strategy->groups[DTRAIN__NODE], bucket->grads,
-                                 bucket->grads + bucket->hop_first, (size_t)bucket->hop_count,
+                                 bucket->grads + bucket->slice_first, (size_t)bucket->slice_count,
                                  DTRAIN_DTYPE_F32, dtrain__level_op(strategy, bucket),
                                  bucket->reduces);
 }
@@ -15982,8 +15987,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__node_gather_begin(dtrain_strategy *strateg
                                                         dtrain__bucket *bucket)
 {
     dtrain__label(strategy, bucket, "bucket");
-    return dtrain_all_gather(strategy->groups[DTRAIN__BACK], bucket->grads + bucket->hop_first,
-                             bucket->grads, (size_t)bucket->hop_count, DTRAIN_DTYPE_F32,
+    return dtrain_all_gather(strategy->groups[DTRAIN__BACK], bucket->grads + bucket->slice_first,
+                             bucket->grads, (size_t)bucket->slice_count, DTRAIN_DTYPE_F32,
                              bucket->reduces);
 }
 
@@ -16082,7 +16087,7 @@ DTRAIN__PRIVATE double dtrain__masked_share(const dtrain__layout *layout)
 {
     const double item = layout->desc->reduce_dtype == DTRAIN_DTYPE_F32 ? 8 : 6;
     return dtrain__is_balanced(layout->compression) ? 8 / (2 * item)
-                                                    : 8 / (item * layout->hop_ranks);
+                                                    : 8 / (item * layout->slice_ranks);
 }
 
 /* ---- Layout -----------------------------------------------------------------------------------*/
@@ -16092,7 +16097,7 @@ static bool dtrain__portion_is_dense(const dtrain__layout *layout, dtrain__porti
 {
     const dtrain_compression_desc *how = layout->compression;
     const dtrain_param *p = &layout->params[portion->param];
-    const int64_t rank = (int64_t)how->powersgd_rank, regions = layout->hop_ranks;
+    const int64_t rank = (int64_t)how->powersgd_rank, regions = layout->slice_ranks;
     portion->region = portion->count;
     if (dtrain__param_dims(p) < 2 || p->count < how->dense_below) return true;
     if (how->kind == DTRAIN_COMPRESSION_POWERSGD) {
@@ -16117,8 +16122,8 @@ static void dtrain__lay_portions(dtrain__layout *layout, const dtrain__bucket *b
         dtrain__portion *portion = sparse->end;
         memset(portion, 0, sizeof *portion);
         portion->param = i;
-        portion->count = dtrain__overlap(layout, bucket, i, bucket->hop_first, bucket->hop_count,
-                                         &portion->first);
+        portion->count = dtrain__overlap(layout, bucket, i, bucket->slice_first,
+                                         bucket->slice_count, &portion->first);
         if (portion->count <= 0 || dtrain__portion_is_dense(layout, portion) != dense) continue;
         sparse->end++;
         if (dense) {
@@ -16172,9 +16177,10 @@ DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout)
     layout->state_bytes = 0;
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__sparse *sparse = layout->buckets[b].sparse;
-        const int64_t blocks = layout->hop_ranks * dtrain__block_words(layout, sparse->room);
+        const int64_t blocks = layout->slice_ranks * dtrain__block_words(layout, sparse->room);
         const int64_t picks = topk && scratch ? sparse->largest : 0;
-        const int64_t kept = sparse->largest || sparse->q_count ? layout->buckets[b].hop_count : 0;
+        const int64_t kept =
+            sparse->largest || sparse->q_count ? layout->buckets[b].slice_count : 0;
         if (!how->no_error_feedback)
             sparse->residual = dtrain__carve(layout, DTRAIN__BUFFERS, kept);
         if (how->topk_momentum > 0) sparse->velocity = dtrain__carve(layout, DTRAIN__BUFFERS, kept);
@@ -16269,8 +16275,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy
             state->param = &strategy->params[at->param];
             state->offset = at->first - layout->entries[at->param].offset;
             state->count = at->count;
-            state->residual = dtrain__after(sparse->residual, at->first - bucket->hop_first);
-            state->velocity = dtrain__after(sparse->velocity, at->first - bucket->hop_first);
+            state->residual = dtrain__after(sparse->residual, at->first - bucket->slice_first);
+            state->velocity = dtrain__after(sparse->velocity, at->first - bucket->slice_first);
             state->q = at->q;
             state->q_rows = at->columns;
             if (at->q) DTRAIN__TRY(dtrain__q_init(strategy, sparse, at));
@@ -16363,7 +16369,7 @@ static dtrain_result dtrain__select(dtrain_strategy *strategy, const dtrain__buc
                                     bool with_velocity, const dtrain__picks *picks)
 {
     const dtrain__sparse *sparse = bucket->sparse;
-    const int64_t at = portion->first - bucket->hop_first + offset, k = portion->quota;
+    const int64_t at = portion->first - bucket->slice_first + offset, k = portion->quota;
     const uint32_t f32 = DTRAIN_DTYPE_F32, dtype = strategy->desc.reduce_dtype;
     float *residual = dtrain__after(sparse->residual, at);
     float *velocity = with_velocity ? dtrain__after(sparse->velocity, at) : NULL;
@@ -16403,14 +16409,14 @@ static dtrain_result dtrain__portion_zero(dtrain_strategy *strategy, const dtrai
 static float dtrain__term(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
-    return 1.0f / (float)(dtrain__sums_first(strategy, bucket) ? layout->all : layout->hop_ranks);
+    return 1.0f / (float)(dtrain__sums_first(strategy, bucket) ? layout->all : layout->slice_ranks);
 }
 
 /* Send a masked bucket: the hop keeps what is selected, times 1/N, and is summed up whole. */
 static dtrain_result dtrain__masked_start(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     dtrain__sparse *sparse = bucket->sparse;
-    float *hop = bucket->grads + bucket->hop_first;
+    float *hop = bucket->grads + bucket->slice_first;
     const dtrain__picks picks = {
         sparse->values, dtrain__reduces_low(strategy) ? bucket->low_grads : NULL, sparse->indices};
     for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
@@ -16420,7 +16426,7 @@ static dtrain_result dtrain__masked_start(dtrain_strategy *strategy, dtrain__buc
                                     &picks, bucket->grads + at->first));
     }
     dtrain__label(strategy, bucket, "top-k of bucket");
-    return dtrain_all_reduce(bucket->comm, hop, hop, (size_t)bucket->hop_count, DTRAIN_DTYPE_F32,
+    return dtrain_all_reduce(bucket->comm, hop, hop, (size_t)bucket->slice_count, DTRAIN_DTYPE_F32,
                              DTRAIN_REDUCE_SUM, bucket->reduces);
 }
 
@@ -16448,7 +16454,7 @@ static dtrain_result dtrain__add_blocks(dtrain_strategy *strategy, dtrain__bucke
     const int64_t words = dtrain__block_words(&strategy->layout, sparse->selected);
     for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
         DTRAIN__TRY(dtrain__portion_zero(strategy, bucket, at));
-        for (int r = 0; r < strategy->layout.hop_ranks; r++) {
+        for (int r = 0; r < strategy->layout.slice_ranks; r++) {
             const int to = region < 0 ? r : region;
             const dtrain__picks picks = dtrain__picks_at(strategy, sparse, at, blocks + r * words);
             if (picks.low)
@@ -16475,13 +16481,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__topk_begin(dtrain_strategy *strategy, dtra
     const int64_t words = dtrain__block_words(layout, sparse->selected);
     if (words == 0) return DTRAIN_OK;
     if (dtrain__is_balanced(layout->compression)) {
-        for (int r = 0; r < layout->hop_ranks; r++)
+        for (int r = 0; r < layout->slice_ranks; r++)
             DTRAIN__TRY(dtrain__select_block(strategy, bucket, r, true, sparse->out + r * words));
         dtrain__label(strategy, bucket, "top-k of bucket");
         return dtrain_all_to_all(comm, sparse->out, sparse->in, (size_t)words, DTRAIN_DTYPE_I32,
                                  bucket->reduces);
     }
-    uint32_t *own = sparse->in + layout->hop_rank * words;
+    uint32_t *own = sparse->in + layout->slice_rank * words;
     DTRAIN__TRY(dtrain__select_block(strategy, bucket, 0, true, own));
     dtrain__label(strategy, bucket, "top-k of bucket");
     return dtrain_all_gather(comm, own, sparse->in, (size_t)words, DTRAIN_DTYPE_I32,
@@ -16495,7 +16501,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__topk_end(dtrain_strategy *strategy, dtrain
     const dtrain__layout *layout = &strategy->layout;
     const bool balanced = dtrain__is_balanced(layout->compression);
     if (!bucket->sparse->masked)
-        DTRAIN__TRY(dtrain__add_blocks(strategy, bucket, balanced ? layout->hop_rank : 0,
+        DTRAIN__TRY(dtrain__add_blocks(strategy, bucket, balanced ? layout->slice_rank : 0,
                                        balanced ? 1 : dtrain__term(strategy, bucket),
                                        bucket->sparse->in));
     return dtrain__dense_end(strategy, bucket);
@@ -16506,7 +16512,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__topk_end(dtrain_strategy *strategy, dtrain
 DTRAIN__PRIVATE dtrain_result dtrain__topk_publish_begin(dtrain_strategy *strategy,
                                                          dtrain__bucket *bucket)
 {
-    const int rank = strategy->layout.hop_rank;
+    const int rank = strategy->layout.slice_rank;
     const dtrain__sparse *sparse = bucket->sparse;
     const int64_t words = dtrain__block_words(&strategy->layout, sparse->selected);
     uint32_t *own = sparse->out + rank * words;
@@ -16583,7 +16589,7 @@ static dtrain_result dtrain__add_scaled(dtrain_strategy *strategy, int64_t count
 static float *dtrain__matrix(const dtrain__bucket *bucket, const dtrain__portion *portion)
 {
     if (!bucket->sparse->residual) return bucket->grads + portion->first;
-    return bucket->sparse->residual + portion->first - bucket->hop_first;
+    return bucket->sparse->residual + portion->first - bucket->slice_first;
 }
 
 /* Make P = M Q of every matrix; they travel with the dense portions, in one all-reduce. */
@@ -16739,20 +16745,20 @@ DTRAIN__PRIVATE void dtrain__ways_memory(dtrain__layout *layout)
  * src/strategy/offload.c
  * ==============================================================================================*/
 
-/* Offload
+/* Offload: shards in host memory
  *
- * A shard that is kept in host memory has another home (dtrain__home) than device memory; all that
- * the roads of gradients and values know of it is the calls of that table.
+ * The roads of gradients and values know five calls of it: put and get of a gradient shard, vacate
+ * and settle of what was put, bring of a value shard.
  *
  *     compute   .. backward 2 . reduce . backward 1 . reduce . backward 0 .... | finish
  *     down                            | put shard of 2       | put shard of 1 ...
  *     CPU                             (add it, in later micro-batches)          | norm | update
  *     up                                                                        | new values
  *
- * A copy to the host is queued behind what compute has queued, and compute waits for it before the
- * buffer it reads is made anew (vacate). The shard of a later micro-batch arrives in one of two
- * bounce buffers, the landings, and is added when that landing is wanted again, or at the end of
- * the backward (settle). */
+ * A copy to the host is queued behind the kernels queued so far, and later kernels wait for it
+ * before they overwrite the buffer that it reads (vacate). The shard of a later micro-batch arrives
+ * in one of two bounce buffers, and is added when that buffer is needed again, or at the end of the
+ * backward (settle). */
 
 /* Order two streams: work queued on `later` from now on comes after all that is queued on
  * `earlier` so far. */
@@ -16784,84 +16790,78 @@ static dtrain_result dtrain__event_await(const dtrain_strategy *strategy, dtrain
     }
 }
 
-/* ---- The home of a shard in host memory -------------------------------------------------------*/
+/* ---- A shard in host memory -------------------------------------------------------------------*/
 
-/* Add what has arrived in a landing to the shard that it is of. */
-static dtrain_result dtrain__landing_clear(dtrain_strategy *strategy, uint32_t i)
+/* Wait for the copy into bounce buffer i, and add it to its shard. */
+static dtrain_result dtrain__bounce_add(dtrain_strategy *strategy, uint32_t i)
 {
     dtrain__offload *offload = &strategy->offload;
-    dtrain__bucket *bucket = offload->landed[i];
+    dtrain__bucket *bucket = offload->bounced[i];
     if (!bucket) return DTRAIN_OK;
-    dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, strategy->layout.landing[i],
+    dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, strategy->layout.bounce[i],
                            bucket->grad_shard,  DTRAIN_DTYPE_F32,   DTRAIN_DTYPE_F32};
-    offload->landed[i] = NULL;
+    offload->bounced[i] = NULL;
     DTRAIN__TRY(dtrain__event_await(strategy, offload->arrived[i]));
     return offload->cpu->ops->add(offload->cpu, &add);
 }
 
-/* Put or add a result (device memory) to grad_shard, soon. */
-static dtrain_result dtrain__host_put(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                      const float *result, bool add)
+/* Queue grad_shard = result (device memory), or += with add. */
+DTRAIN__PRIVATE dtrain_result dtrain__host_put(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                               const float *result, bool add)
 {
     dtrain__offload *offload = &strategy->offload;
     dtrain_device *device = strategy->device;
-    const uint32_t i = offload->turn;
+    const uint32_t i = offload->next_bounce;
     const size_t bytes = (size_t)bucket->shard_count * sizeof(float);
     if (bytes == 0) return DTRAIN_OK;
-    if (add) DTRAIN__TRY(dtrain__landing_clear(strategy, i));
-    float *to = add ? strategy->layout.landing[i] : bucket->grad_shard;
+    if (add) DTRAIN__TRY(dtrain__bounce_add(strategy, i));
+    float *to = add ? strategy->layout.bounce[i] : bucket->grad_shard;
     DTRAIN__TRY(dtrain__stream_follow(strategy, offload->down, NULL));
     DTRAIN__TRY(device->ops->copy_async(device, to, result, bytes, DTRAIN_COPY_DEVICE_TO_HOST,
                                         offload->down));
     if (!add) return DTRAIN_OK;
-    offload->landed[i] = bucket;
-    offload->turn = 1 - i;
+    offload->bounced[i] = bucket;
+    offload->next_bounce = 1 - i;
     return DTRAIN__ORDER(device, event_record, offload->arrived[i], offload->down);
 }
 
-/* Bring what the micro-batches have summed up back to the device, for the other replicas. */
-static dtrain_result dtrain__host_get(dtrain_strategy *strategy, dtrain__bucket *bucket, float *sum)
+/* Queue sum (device memory) = grad_shard, with everything that was put there. */
+DTRAIN__PRIVATE dtrain_result dtrain__host_get(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                               float *sum)
 {
     for (uint32_t i = 0; i < 2; i++)
-        if (strategy->offload.landed[i] == bucket) DTRAIN__TRY(dtrain__landing_clear(strategy, i));
+        if (strategy->offload.bounced[i] == bucket) DTRAIN__TRY(dtrain__bounce_add(strategy, i));
     return strategy->device->ops->copy_async(strategy->device, sum, bucket->grad_shard,
                                              (size_t)bucket->shard_count * sizeof(float),
                                              DTRAIN_COPY_HOST_TO_DEVICE, NULL);
 }
 
-static dtrain_result dtrain__host_vacate(dtrain_strategy *strategy)
+/* Make kernels queued from now on wait until the copies queued so far have read their buffers. */
+DTRAIN__PRIVATE dtrain_result dtrain__host_vacate(dtrain_strategy *strategy)
 {
     return dtrain__stream_follow(strategy, NULL, strategy->offload.down);
 }
 
-/* End a backward: the buffers are free, and after the last one the shards are complete. */
-static dtrain_result dtrain__host_settle(dtrain_strategy *strategy)
+/* End a backward: all buffers are free, and after the last one the shards are complete. */
+DTRAIN__PRIVATE dtrain_result dtrain__host_settle(dtrain_strategy *strategy)
 {
     dtrain__offload *offload = &strategy->offload;
     dtrain_device *device = strategy->device;
-    for (uint32_t i = 0; i < 2; i++) DTRAIN__TRY(dtrain__landing_clear(strategy, i));
+    for (uint32_t i = 0; i < 2; i++) DTRAIN__TRY(dtrain__bounce_add(strategy, i));
     DTRAIN__TRY(dtrain__host_vacate(strategy));
     if (strategy->more) return DTRAIN_OK;
     DTRAIN__TRY(DTRAIN__ORDER(device, event_record, offload->arrived[0], offload->down));
     return dtrain__event_await(strategy, offload->arrived[0]);
 }
 
-/* Copy a value shard to its place among the gathered values; behind those that used the slot, and
- * before the collective. */
-static dtrain_result dtrain__host_bring(dtrain_strategy *strategy, dtrain__bucket *bucket)
+/* Queue a copy of a value shard to its place among the gathered values: behind the kernels that use
+ * the unit before in the slot, and ahead of the collective. */
+DTRAIN__PRIVATE dtrain_result dtrain__host_bring(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     return strategy->device->ops->copy_async(
         strategy->device, bucket->values + bucket->shard_first, bucket->value_shard,
         (size_t)bucket->shard_count * sizeof(float), DTRAIN_COPY_HOST_TO_DEVICE, NULL);
 }
-
-static const dtrain__home dtrain__homes[] = {
-    {false, NULL, NULL, NULL, NULL, NULL},
-    {true, dtrain__host_put, dtrain__host_get, dtrain__host_vacate, dtrain__host_settle,
-     dtrain__host_bring},
-};
-
-DTRAIN__PRIVATE const dtrain__home *dtrain__home_of(bool host) { return &dtrain__homes[host]; }
 
 /* ---- Life -------------------------------------------------------------------------------------*/
 
@@ -16952,9 +16952,9 @@ DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size
     int64_t offset, count;
     if (!layout->entries[i].trainable || !dtrain__piece(layout, i, &offset, &count)) return 0;
     const dtrain__bucket *bucket = &layout->buckets[layout->entries[i].bucket];
-    const bool master = offload && !bucket->value_home->host;
+    const bool master = offload && !bucket->value_on_host;
     const int64_t padded = dtrain__padded(count);
-    if (offload && !bucket->grad_home->host)
+    if (offload && !bucket->grad_on_host)
         *stage = dtrain__max(*stage, whole ? padded : dtrain__min(padded, DTRAIN__PIECE));
     return (uint64_t)padded * sizeof(float) * (states + (master ? 1 : 0));
 }
@@ -17388,7 +17388,7 @@ static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
         if (!p->value) {
             entry->lends_value = true;
             if (storage != p) p->value = storage->value;
-            else if (whole) p->value = entry->place;
+            else if (whole) p->value = entry->own_value;
             else if (!layout->shards.params) p->value = bucket->values + entry->offset;
         }
         if (!p->grad && entry->trainable) {

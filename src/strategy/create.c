@@ -110,7 +110,7 @@ static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
         if (!p->value) {
             entry->lends_value = true;
             if (storage != p) p->value = storage->value;
-            else if (whole) p->value = entry->place;
+            else if (whole) p->value = entry->own_value;
             else if (!layout->shards.params) p->value = bucket->values + entry->offset;
         }
         if (!p->grad && entry->trainable) {

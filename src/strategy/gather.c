@@ -1,39 +1,32 @@
-/* Sharded parameters: gather, release
+/* Sharded values: gather, release
  *
- * A unit's life in a step, in kinds that shard parameters; two slots, one being used while the
- * other is filled:
+ * The values of a unit come and go, in kinds that shard parameters (the states are drawn at
+ * dtrain__unit, strategy/layout_internal.h). Two slots: one is used while the other one is filled:
  *
  *     forward    gather 0    gather 1    gather 2    gather 3   | backward  gather 2   gather 1 ...
- *     slot 0     [ 0 used ]  [ 2 coming ][ 2 used ] . . . . . . |. . . . .  [ 2 used ] [ 0 coming ]
- *     slot 1     [ 1 coming ][ 1 used ]  [ 3 coming ][ 3 used . | used ]    [ 1 coming][ 1 used ]
+ *     slot 0     [ 0 SHOWN ] [ 2 COMING ][ 2 SHOWN ]. . . . . . |. . . . .  [ 2 SHOWN ][ 0 COMING ]
+ *     slot 1     [ 1 COMING ][ 1 SHOWN ] [ 3 COMING ][ 3 SHOWN .| . . . ]   [ 1 COMING][ 1 SHOWN ]
  *
- * Unit u lives in slot u % 2, so its addresses are the same whenever it is there, and what the tape
- * has recorded stays right. Memory is constant: two units, however deep the model. What is still in
- * a slot is not fetched again (units 3 and 2 at the turn above).
+ * Unit u uses slot u % 2 (dtrain__lay_values), so its addresses are the same at every gather, and
+ * what the tape has recorded stays right. Memory is constant: two units, however deep the model.
+ * Units that are still in their slots are not gathered again (3 and 2 at the turn above).
  *
  * Why a slot may be overwritten: gather(u) comes after release(u - 1), and fetches ahead only into
- * that unit's slot. On a device with streams a collective starts behind the work queued before it.
+ * that unit's slot. On a device with streams a collective starts behind the kernels queued before.
  *
- * Every rank has to start the same collectives in the same order: one that went another way would
+ * Every rank has to start the same collectives in the same order: a rank that started others would
  * get another unit's numbers when the sizes happen to agree. In forward all ranks gather the same
- * units. In backward they may differ, because gradients may be missing on one of them: whatever is
- * called, the walk is the same, dtrain__walk_back.
- *
- * A forward inside a backward does not say where it will end, and a rank that has stepped over
- * units cannot know how far the others have come. So it walks back to the unit behind the first
- * that it gathers, on every rank: both are in their slots then. A forward of more units needs to
- * know the last of them, which is gathered for backward before. */
+ * units; in backward, where gradients may be missing on one of them, dtrain__walk_back (road.c)
+ * makes their order the same. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
-enum { DTRAIN__ABSENT, DTRAIN__COMING, DTRAIN__HERE };
-
 /* ---- One bucket -------------------------------------------------------------------------------*/
 
-/* Start bringing a bucket's values together, as dtype. With ZERO3 slices have different lengths,
- * and each owner broadcasts its own. With nodes it takes two turns: this one gathers the parts of
- * this rank's hop from the other nodes.
+/* Start gathering a bucket's values, as dtype. With ZERO3 shards have different lengths, and each
+ * owner broadcasts its own. With several nodes it takes two collectives: this one gathers this
+ * rank's slice from the other nodes, dtrain__gather_inside the slices of this node.
  *
  * A shard is rounded anew for each gather. A rounded copy that the optimizer writes beside the
  * master would save that, 6 bytes an element twice a step beside the 28 of AdamW, and cost 2 bytes
@@ -47,8 +40,8 @@ static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, dtrain__buc
     char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
     char *own = whole + (size_t)bucket->shard_first * unit;
     const void *shard = bucket->value_shard;
-    if (bucket->value_home->bring) {
-        DTRAIN__TRY(bucket->value_home->bring(strategy, bucket));
+    if (bucket->value_on_host) {
+        DTRAIN__TRY(dtrain__host_bring(strategy, bucket));
         shard = bucket->values + bucket->shard_first;
     }
     if ((low || bucket->cuts) && shard != own) {
@@ -60,7 +53,7 @@ static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, dtrain__buc
     if (!bucket->cuts)
         return dtrain_all_gather(nodes ? strategy->groups[DTRAIN__FETCH_ACROSS]
                                        : strategy->shard_comm,
-                                 shard, nodes ? whole + (size_t)bucket->hop_first * unit : whole,
+                                 shard, nodes ? whole + (size_t)bucket->slice_first * unit : whole,
                                  (size_t)bucket->shard_count, dtype, bucket->gathers);
     for (int r = 0; r < strategy->layout.ranks; r++) {
         const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
@@ -72,7 +65,7 @@ static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, dtrain__buc
     return DTRAIN_OK;
 }
 
-/* With nodes, wait for the first turn and start the second: the hops of a node to all its ranks. */
+/* With several nodes, wait for the first collective and start the second one. */
 static dtrain_result dtrain__gather_inside(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                            dtrain_dtype dtype)
 {
@@ -82,11 +75,11 @@ static dtrain_result dtrain__gather_inside(dtrain_strategy *strategy, dtrain__bu
     DTRAIN__TRY(dtrain__wait_works(strategy, bucket->gathers));
     dtrain__label(strategy, bucket, "values of bucket");
     return dtrain_all_gather(strategy->groups[DTRAIN__FETCH],
-                             whole + (size_t)bucket->hop_first * dtrain_dtype_bytes(dtype), whole,
-                             (size_t)bucket->hop_count, dtype, bucket->gathers);
+                             whole + (size_t)bucket->slice_first * dtrain_dtype_bytes(dtype), whole,
+                             (size_t)bucket->slice_count, dtype, bucket->gathers);
 }
 
-/* Wait until a bucket's values have come together, as dtype. */
+/* Wait until a bucket's values, as dtype, have been gathered. */
 static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                          dtrain_dtype dtype)
 {
@@ -94,22 +87,8 @@ static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, dtrain__buck
     return dtrain__wait_works(strategy, bucket->gathers);
 }
 
-/* Wait for a bucket's values, if they are coming. */
-static dtrain_result dtrain__gather_end(dtrain_strategy *strategy, uint32_t b)
-{
-    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
-    if (b == DTRAIN__NONE) return DTRAIN_OK;
-    dtrain__bucket *bucket = &strategy->layout.buckets[b];
-    if (bucket->presence != DTRAIN__COMING) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__gather_wait(strategy, bucket, dtype));
-    bucket->presence = DTRAIN__HERE;
-    if (dtype == DTRAIN_DTYPE_F32) return DTRAIN_OK;
-    return dtrain__convert(strategy, bucket->count, bucket->low_values, dtype, bucket->values,
-                           DTRAIN_DTYPE_F32);
-}
-
 /* Point the parameters of a bucket at its values, or at nothing. */
-static void dtrain__show_values(dtrain_strategy *strategy, uint32_t b, bool here)
+static void dtrain__show_values(dtrain_strategy *strategy, uint32_t b, bool shown)
 {
     const dtrain__layout *layout = &strategy->layout;
     if (b == DTRAIN__NONE) return;
@@ -117,102 +96,129 @@ static void dtrain__show_values(dtrain_strategy *strategy, uint32_t b, bool here
     for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
         dtrain_param *p = &strategy->params[i];
         const dtrain__entry *storage = &layout->entries[p->state.storage->state.index];
-        if (storage->bucket == b) p->value = here ? bucket->values + storage->offset : NULL;
+        if (storage->bucket == b) p->value = shown ? bucket->values + storage->offset : NULL;
     }
 }
 
-/* Take a bucket's values away, after waiting for them if they are still coming. */
-static dtrain_result dtrain__evict(dtrain_strategy *strategy, uint32_t b)
-{
-    DTRAIN__TRY(dtrain__gather_end(strategy, b));
-    dtrain__show_values(strategy, b, false);
-    if (b != DTRAIN__NONE) strategy->layout.buckets[b].presence = DTRAIN__ABSENT;
-    return DTRAIN_OK;
-}
+/* ---- One unit: the arrows of its drawing ------------------------------------------------------*/
 
-/* Make the slot of a bucket's unit, if it has one, free: the unit that is there is evicted. */
-static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, const dtrain__bucket *bucket)
-{
-    if (!bucket->slotted) return DTRAIN_OK;
-    const uint32_t before = strategy->slots[bucket->unit & 1];
-    strategy->slots[bucket->unit & 1] = bucket->unit;
-    if (before == bucket->unit || before == DTRAIN__NONE) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__evict(strategy, strategy->layout.units[before].trainable));
-    return dtrain__evict(strategy, strategy->layout.units[before].frozen);
-}
-
-/* Start to gather a bucket that is not there. */
-static dtrain_result dtrain__fetch_bucket(dtrain_strategy *strategy, uint32_t b)
-{
-    if (b == DTRAIN__NONE) return DTRAIN_OK;
-    dtrain__bucket *bucket = &strategy->layout.buckets[b];
-    if (bucket->presence != DTRAIN__ABSENT) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__claim_slot(strategy, bucket));
-    bucket->presence = DTRAIN__COMING;
-    return dtrain__gather_start(strategy, bucket, (dtrain_dtype)strategy->desc.param_dtype);
-}
-
-/* Return unit number u; behind the last comes what several units use. */
+/* Return unit number u; behind the last one comes that of parameters that several units use. */
 static dtrain__unit *dtrain__unit_at(dtrain_strategy *strategy, size_t u)
 {
     dtrain__layout *layout = &strategy->layout;
     return u < layout->unit_count ? &layout->units[u] : &layout->shared;
 }
 
-/* Forget what was gathered, because the shards have been updated since. */
-DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
+/* COMING -> HERE. */
+static dtrain_result dtrain__unit_wait(dtrain_strategy *strategy, dtrain__unit *unit)
 {
-    for (uint32_t b = 0; b < strategy->layout.bucket_count; b++)
-        if (strategy->layout.buckets[b].sharded) DTRAIN__TRY(dtrain__evict(strategy, b));
-    for (size_t u = 0; u <= strategy->layout.unit_count; u++)
-        dtrain__unit_at(strategy, u)->shown = false;
-    strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
+    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
+    const uint32_t buckets[] = {unit->trainable, unit->frozen};
+    if (unit->state != DTRAIN__UNIT_COMING) return DTRAIN_OK;
+    for (int i = 0; i < 2; i++) {
+        if (buckets[i] == DTRAIN__NONE) continue;
+        dtrain__bucket *bucket = &strategy->layout.buckets[buckets[i]];
+        DTRAIN__TRY(dtrain__gather_wait(strategy, bucket, dtype));
+        if (dtype != DTRAIN_DTYPE_F32)
+            DTRAIN__TRY(dtrain__convert(strategy, bucket->count, bucket->low_values, dtype,
+                                        bucket->values, DTRAIN_DTYPE_F32));
+    }
+    unit->state = DTRAIN__UNIT_HERE;
     return DTRAIN_OK;
 }
 
-/* Wait for all units that are on their way. */
-DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy)
+/* HERE -> SHOWN, or back. */
+static void dtrain__unit_show(dtrain_strategy *strategy, dtrain__unit *unit, bool shown)
 {
-    for (uint32_t b = 0; b < strategy->layout.bucket_count; b++)
-        DTRAIN__TRY(dtrain__gather_end(strategy, b));
+    dtrain__show_values(strategy, unit->trainable, shown);
+    dtrain__show_values(strategy, unit->frozen, shown);
+    if (unit->state >= DTRAIN__UNIT_HERE)
+        unit->state = shown ? DTRAIN__UNIT_SHOWN : DTRAIN__UNIT_HERE;
+}
+
+/* Any state -> ABSENT. */
+static dtrain_result dtrain__unit_evict(dtrain_strategy *strategy, dtrain__unit *unit)
+{
+    DTRAIN__TRY(dtrain__unit_wait(strategy, unit));
+    dtrain__unit_show(strategy, unit, false);
+    unit->state = DTRAIN__UNIT_ABSENT;
     return DTRAIN_OK;
 }
 
-/* ---- One unit ---------------------------------------------------------------------------------*/
-
-/* Start to gather what is not there of a unit. */
-static dtrain_result dtrain__fetch_unit(dtrain_strategy *strategy, const dtrain__unit *unit)
+/* Make the slot of a unit, if it has one, free: evict the unit that is there. */
+static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, const dtrain__unit *unit)
 {
-    DTRAIN__TRY(dtrain__fetch_bucket(strategy, unit->trainable));
-    return dtrain__fetch_bucket(strategy, unit->frozen);
+    if (unit->own_memory) return DTRAIN_OK;
+    const uint32_t at = (uint32_t)(unit - strategy->layout.units);
+    const uint32_t before = strategy->slots[at & 1];
+    strategy->slots[at & 1] = at;
+    if (before == at || before == DTRAIN__NONE) return DTRAIN_OK;
+    return dtrain__unit_evict(strategy, &strategy->layout.units[before]);
 }
 
-/* Wait for a unit: both its buckets are under way before either is waited for. */
-static dtrain_result dtrain__need_unit(dtrain_strategy *strategy, const dtrain__unit *unit)
+/* ABSENT -> COMING. A unit without sharded values takes no slot. */
+static dtrain_result dtrain__unit_fetch(dtrain_strategy *strategy, dtrain__unit *unit)
 {
-    DTRAIN__TRY(dtrain__fetch_unit(strategy, unit));
-    DTRAIN__TRY(dtrain__gather_end(strategy, unit->trainable));
-    return dtrain__gather_end(strategy, unit->frozen);
+    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
+    const uint32_t buckets[] = {unit->trainable, unit->frozen};
+    if (unit->state != DTRAIN__UNIT_ABSENT) return DTRAIN_OK;
+    if (buckets[0] == DTRAIN__NONE && buckets[1] == DTRAIN__NONE) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__claim_slot(strategy, unit));
+    unit->state = DTRAIN__UNIT_COMING;
+    for (int i = 0; i < 2; i++)
+        if (buckets[i] != DTRAIN__NONE)
+            DTRAIN__TRY(
+                dtrain__gather_start(strategy, &strategy->layout.buckets[buckets[i]], dtype));
+    return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE void dtrain__show_unit(dtrain_strategy *strategy, dtrain__unit *unit, bool here)
+/* ABSENT -> COMING -> HERE: both buckets are under way before either is waited for. */
+static dtrain_result dtrain__unit_need(dtrain_strategy *strategy, dtrain__unit *unit)
 {
-    unit->shown = here;
-    dtrain__show_values(strategy, unit->trainable, here);
-    dtrain__show_values(strategy, unit->frozen, here);
+    DTRAIN__TRY(dtrain__unit_fetch(strategy, unit));
+    return dtrain__unit_wait(strategy, unit);
 }
 
-/* Bring a unit, and fetch the one that the pass will come to next. */
+/* ---- What the road asks for -------------------------------------------------------------------*/
+
+/* Bring unit number `at`, and fetch `next`, to which the pass will come next. The unit of shared
+ * parameters stays until publish. */
 DTRAIN__PRIVATE dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint32_t at,
                                                  uint32_t next)
 {
-    const dtrain__layout *layout = &strategy->layout;
+    dtrain__layout *layout = &strategy->layout;
     strategy->position = at;
     if (!layout->shards.params) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__need_unit(strategy, &layout->shared)); /* stays until publish */
-    DTRAIN__TRY(dtrain__need_unit(strategy, &layout->units[at]));
+    DTRAIN__TRY(dtrain__unit_need(strategy, &layout->shared));
+    DTRAIN__TRY(dtrain__unit_need(strategy, &layout->units[at]));
     if (strategy->desc.no_overlap || next >= layout->unit_count) return DTRAIN_OK;
-    return dtrain__fetch_unit(strategy, &layout->units[next]);
+    return dtrain__unit_fetch(strategy, &layout->units[next]);
+}
+
+/* Show unit number `at`, which has been brought, or take its pointers away. Its values stay in the
+ * slot until that is wanted; a use after release is noticed by the NULL. */
+DTRAIN__PRIVATE void dtrain__show_unit(dtrain_strategy *strategy, uint32_t at, bool shown)
+{
+    if (!strategy->layout.shards.params) return;
+    if (shown) dtrain__unit_show(strategy, &strategy->layout.shared, true);
+    dtrain__unit_show(strategy, &strategy->layout.units[at], shown);
+}
+
+/* Wait for all units that are COMING. */
+DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy)
+{
+    for (size_t u = 0; u <= strategy->layout.unit_count; u++)
+        DTRAIN__TRY(dtrain__unit_wait(strategy, dtrain__unit_at(strategy, u)));
+    return DTRAIN_OK;
+}
+
+/* Evict all units, because their shards have been updated. */
+DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
+{
+    for (size_t u = 0; u <= strategy->layout.unit_count; u++)
+        DTRAIN__TRY(dtrain__unit_evict(strategy, dtrain__unit_at(strategy, u)));
+    strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
+    return DTRAIN_OK;
 }
 
 /* Tell where the tape finds a parameter's value of the type `dtype`: true, and *low is its address
@@ -228,7 +234,7 @@ DTRAIN__PRIVATE bool dtrain__gathered_as(const dtrain__layout *layout, const dtr
         return false;
     const dtrain__entry *entry = &layout->entries[i];
     const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
-    *passing = bucket->slotted;
+    *passing = bucket->unit != DTRAIN__NONE && !layout->units[bucket->unit].own_memory;
     if (layout->desc->param_dtype != dtype) return false;
     *low = bucket->low_values ? bucket->low_values + entry->offset : NULL;
     return true;
@@ -271,52 +277,44 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy)
 
 /* ---- Whole parameters -------------------------------------------------------------------------*/
 
-/* Make *whole storage i with its value whole, gathered as the shards have it if it has to be. Where
- * units travel rounded, a slot does not hold that: the bucket is brought in fp32, and forgotten. */
+/* Make *whole storage i with its value whole, with the bits that the shards have; it is valid until
+ * the next call. Where units are gathered rounded, a slot does not have those: then the parameter's
+ * bucket is gathered in fp32 into the slot, and its unit counts as ABSENT. */
 DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i,
                                                   dtrain_param *whole)
 {
     const dtrain__layout *layout = &strategy->layout;
     const dtrain__entry *entry = &layout->entries[i];
-    const uint32_t b = entry->bucket;
     *whole = strategy->params[i];
     if (!layout->shards.params || dtrain__value_is_whole(layout, entry)) return DTRAIN_OK;
-    whole->value = layout->buckets[b].values + entry->offset;
-    if (strategy->desc.param_dtype == DTRAIN_DTYPE_F32) {
-        DTRAIN__TRY(dtrain__fetch_bucket(strategy, b));
-        return dtrain__gather_end(strategy, b);
-    }
-    DTRAIN__TRY(dtrain__evict(strategy, b));
-    DTRAIN__TRY(dtrain__claim_slot(strategy, &layout->buckets[b]));
-    DTRAIN__TRY(dtrain__gather_start(strategy, &layout->buckets[b], DTRAIN_DTYPE_F32));
-    return dtrain__gather_wait(strategy, &layout->buckets[b], DTRAIN_DTYPE_F32);
+    dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+    dtrain__unit *unit = dtrain__unit_at(strategy, bucket->unit);
+    whole->value = bucket->values + entry->offset;
+    if (strategy->desc.param_dtype == DTRAIN_DTYPE_F32) return dtrain__unit_need(strategy, unit);
+    DTRAIN__TRY(dtrain__unit_evict(strategy, unit));
+    DTRAIN__TRY(dtrain__claim_slot(strategy, unit));
+    DTRAIN__TRY(dtrain__gather_start(strategy, bucket, DTRAIN_DTYPE_F32));
+    return dtrain__gather_wait(strategy, bucket, DTRAIN_DTYPE_F32);
 }
 
-static bool dtrain__is_absent(const dtrain_strategy *strategy, uint32_t b)
-{
-    return b == DTRAIN__NONE || strategy->layout.buckets[b].presence == DTRAIN__ABSENT;
-}
-
-/* Note which units are here, or on their way, before whole parameters are read: those come through
- * the same slots. */
+/* Note the states of all units before whole parameters are read. */
 DTRAIN__PRIVATE void dtrain__note_units(dtrain_strategy *strategy)
 {
     for (size_t u = 0; u <= strategy->layout.unit_count; u++) {
         dtrain__unit *unit = dtrain__unit_at(strategy, u);
-        unit->noted = !dtrain__is_absent(strategy, unit->trainable) ||
-                      !dtrain__is_absent(strategy, unit->frozen);
+        unit->before = unit->state;
     }
 }
 
-/* Bring back the units that reading has displaced: a tape, or a host, in whose hands one is counts
+/* Bring back the units that reading has displaced: a tape or a host that has gathered a unit counts
  * on its values. */
 DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy)
 {
-    for (size_t u = 0; u <= strategy->layout.unit_count && strategy->layout.shards.params; u++) {
+    for (size_t u = 0; u <= strategy->layout.unit_count; u++) {
         dtrain__unit *unit = dtrain__unit_at(strategy, u);
-        if (!unit->noted) continue;
-        DTRAIN__TRY(dtrain__need_unit(strategy, unit));
-        if (unit->shown) dtrain__show_unit(strategy, unit, true);
+        if (unit->before == DTRAIN__UNIT_ABSENT) continue;
+        DTRAIN__TRY(dtrain__unit_need(strategy, unit));
+        if (unit->before == DTRAIN__UNIT_SHOWN) dtrain__unit_show(strategy, unit, true);
     }
     return DTRAIN_OK;
 }

@@ -7,8 +7,8 @@
  *     DDP: buckets by size, last parameter first, everything whole       -      -      -
  *     ZERO1: the same buckets, each cut in one slice a rank              1/N    -      -
  *     SHARD_GRAD_OP and below: a bucket is a unit; its gradients are     1/N    1/N    -
- *     made in one of two buffers that take turns ("work"), and what
- *     is reduced of them is kept apart, in shards
+ *     made in one of two buffers that take turns, and what is reduced
+ *     of them is kept apart, in shards
  *     FULL_SHARD, HYBRID_SHARD: values are gathered into two more        1/N    1/N    1/N
  *     buffers that take turns ("slots"); unit u uses number u % 2, so
  *     that its addresses are the same whenever it is there
@@ -39,9 +39,9 @@ static uint32_t dtrain__unit_index(dtrain__layout *layout, uint32_t id)
     dtrain__unit *unit = &layout->units[layout->unit_count];
     unit->id = id;
     unit->trainable = unit->frozen = DTRAIN__NONE;
-    unit->kept = layout->desc->keep_after_forward;
+    unit->own_memory = layout->desc->keep_after_forward;
     for (uint32_t i = 0; i < layout->desc->kept_unit_count; i++)
-        if (layout->desc->kept_units[i] == id) unit->kept = true;
+        if (layout->desc->kept_units[i] == id) unit->own_memory = true;
     return (uint32_t)layout->unit_count++;
 }
 
@@ -116,7 +116,7 @@ static void dtrain__bucket_add(dtrain__layout *layout, dtrain__bucket *bucket, s
  *     shards of ranks       | rank 0     | rank 2     | rank 1     | rank 3     | */
 static void dtrain__bucket_close(dtrain__layout *layout, dtrain__bucket *bucket)
 {
-    const int64_t ranks = layout->ranks, node = layout->node_ranks, nodes = layout->hop_ranks;
+    const int64_t ranks = layout->ranks, node = layout->node_ranks, nodes = layout->slice_ranks;
     bucket->shard_count = bucket->count;
     if (bucket->cuts) {
         bucket->shard_first = bucket->cuts[layout->rank];
@@ -126,14 +126,14 @@ static void dtrain__bucket_close(dtrain__layout *layout, dtrain__bucket *bucket)
         bucket->count = bucket->shard_count * ranks;
         bucket->shard_first = bucket->shard_count * layout->rank;
     }
-    bucket->hop_count = bucket->count;
+    bucket->slice_count = bucket->count;
     if (node > 1) {
-        bucket->hop_count = bucket->sharded ? bucket->shard_count * nodes
-                                            : dtrain__padded((bucket->count + node - 1) / node);
-        bucket->hop_first = bucket->hop_count * (layout->all_rank % node);
+        bucket->slice_count = bucket->sharded ? bucket->shard_count * nodes
+                                              : dtrain__padded((bucket->count + node - 1) / node);
+        bucket->slice_first = bucket->slice_count * (layout->all_rank % node);
         if (bucket->sharded)
-            bucket->shard_first = bucket->hop_first + bucket->shard_count * layout->hop_rank;
-        else bucket->count = bucket->shard_count = bucket->hop_count * node;
+            bucket->shard_first = bucket->slice_first + bucket->shard_count * layout->slice_rank;
+        else bucket->count = bucket->shard_count = bucket->slice_count * node;
     }
     layout->bucket_count++;
 }
@@ -196,6 +196,7 @@ static void dtrain__lay_unit(dtrain__layout *layout, dtrain__unit *unit, uint32_
 static void dtrain__lay_out(dtrain__layout *layout)
 {
     layout->shared.trainable = layout->shared.frozen = DTRAIN__NONE;
+    layout->shared.own_memory = true;
     dtrain__lay_units(layout);
     if (layout->owners) dtrain__lay_owners(layout, layout->cuts); /* not yet filled */
     if (layout->kind->shards.grads) {
@@ -243,15 +244,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
     layout->all = all;
     layout->all_rank = all_rank;
     layout->node_ranks = nodes ? size : 1;
-    layout->hop_ranks = nodes ? all / size : all;
-    layout->hop_rank = nodes ? all_rank / size : all_rank;
+    layout->slice_ranks = nodes ? all / size : all;
+    layout->slice_rank = nodes ? all_rank / size : all_rank;
     layout->compression = all > 1 ? desc->compression : NULL;
     /* Nothing is sharded on one rank, unless its shard is in host memory, and no gradients while
      * they only add up. */
-    layout->value_home = dtrain__home_of(kind->params && (desc->offload & DTRAIN_OFFLOAD_PARAMS));
-    layout->grad_home = dtrain__home_of(kind->grads && (desc->offload & DTRAIN_OFFLOAD_GRADS));
-    layout->shards.params = kind->params && (many || layout->value_home->host);
-    layout->shards.grads = kind->grads && (many || layout->grad_home->host) &&
+    layout->values_on_host = kind->params && (desc->offload & DTRAIN_OFFLOAD_PARAMS);
+    layout->grads_on_host = kind->grads && (desc->offload & DTRAIN_OFFLOAD_GRADS);
+    layout->shards.params = kind->params && (many || layout->values_on_host);
+    layout->shards.grads = kind->grads && (many || layout->grads_on_host) &&
                            desc->accumulation != DTRAIN_ACCUMULATION_LAST;
     layout->shards.state = kind->state && (many || layout->shards.params || layout->shards.grads);
     layout->entries =
@@ -337,17 +338,16 @@ static int64_t dtrain__bucket_length(const dtrain__layout *layout, uint32_t buck
 static void dtrain__lay_values(dtrain__layout *layout, dtrain__bucket *bucket)
 {
     const dtrain__turns *turns = &layout->turns;
-    bucket->value_home = dtrain__home_of(false);
     if (!bucket->sharded) return;
     if (!layout->shards.params) {
         bucket->values = dtrain__carve(layout, DTRAIN__VALUES, bucket->count);
         bucket->value_shard = dtrain__after(bucket->values, bucket->shard_first);
         return;
     }
-    bucket->value_home = layout->value_home;
+    bucket->value_on_host = layout->values_on_host;
     bucket->value_shard = dtrain__carve(
-        layout, bucket->value_home->host ? DTRAIN__HOST : DTRAIN__VALUES, bucket->shard_count);
-    if (bucket->unit == DTRAIN__NONE || layout->units[bucket->unit].kept) {
+        layout, bucket->value_on_host ? DTRAIN__HOST : DTRAIN__VALUES, bucket->shard_count);
+    if (bucket->unit == DTRAIN__NONE || layout->units[bucket->unit].own_memory) {
         bucket->values = dtrain__carve_both(layout, DTRAIN__BUFFERS, bucket->count,
                                             layout->desc->param_dtype, &bucket->low_values);
         return;
@@ -355,34 +355,35 @@ static void dtrain__lay_values(dtrain__layout *layout, dtrain__bucket *bucket)
     const dtrain__unit *unit = &layout->units[bucket->unit];
     const int64_t first = bucket->trainable ? 0 : dtrain__bucket_length(layout, unit->trainable);
     uint16_t *low = turns->low_values[bucket->unit & 1];
-    bucket->slotted = true;
     bucket->values = dtrain__after(turns->values[bucket->unit & 1], first);
     bucket->low_values = low ? low + first : NULL;
 }
 
-/* Lay out a bucket's gradients: where they are made, and where what is reduced of them is kept. */
+/* Lay out a bucket's gradients: the memory in which backward makes them, and that of the reduced
+ * shard. */
 static void dtrain__lay_grads(dtrain__layout *layout, dtrain__bucket *bucket)
 {
-    const bool work = layout->shards.grads && bucket->sharded;
-    bucket->grad_home = work ? layout->grad_home : dtrain__home_of(false);
+    const bool apart = layout->shards.grads && bucket->sharded;
+    bucket->grad_on_host = apart && layout->grads_on_host;
     if (!bucket->trainable) return;
-    bucket->work = work;
-    if (work && bucket->unit != DTRAIN__NONE) {
+    bucket->shards_grads = apart;
+    if (apart && bucket->unit != DTRAIN__NONE) {
         bucket->grads = layout->turns.grads[bucket->unit & 1];
         bucket->low_grads = layout->turns.low_grads[bucket->unit & 1];
     } else
         bucket->grads =
-            dtrain__carve_both(layout, work ? DTRAIN__BUFFERS : DTRAIN__GRADS, bucket->count,
+            dtrain__carve_both(layout, apart ? DTRAIN__BUFFERS : DTRAIN__GRADS, bucket->count,
                                layout->desc->reduce_dtype, &bucket->low_grads);
-    if (work)
+    if (apart)
         bucket->grad_shard = dtrain__carve(
-            layout, bucket->grad_home->host ? DTRAIN__HOST : DTRAIN__GRADS, bucket->shard_count);
+            layout, bucket->grad_on_host ? DTRAIN__HOST : DTRAIN__GRADS, bucket->shard_count);
     else bucket->grad_shard = dtrain__after(bucket->grads, bucket->shard_first);
 }
 
 /* Lay out all memory: two buffers of each sort for the largest unit, the buckets, whole values that
- * the library owns in registration order, and two landings in host memory for the longest shard
- * that is put there. Count what this rank holds on the device, whoever allocated it. */
+ * the library owns in registration order, and two bounce buffers in host memory, of the length of
+ * the longest gradient shard there. Count the bytes that this rank holds on the device, whoever
+ * allocated them. */
 DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
 {
     int64_t values = 0, grads = 0, longest = 0;
@@ -393,7 +394,7 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
         const dtrain__unit *unit = &layout->units[u];
         const int64_t trainable = dtrain__bucket_length(layout, unit->trainable);
         const int64_t both = trainable + dtrain__bucket_length(layout, unit->frozen);
-        if (layout->shards.params && !unit->kept) values = dtrain__max(values, both);
+        if (layout->shards.params && !unit->own_memory) values = dtrain__max(values, both);
         if (layout->shards.grads) grads = dtrain__max(grads, trainable);
     }
     for (int i = 0; i < 2; i++) {
@@ -406,11 +407,11 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
         dtrain__bucket *bucket = &layout->buckets[b];
         dtrain__lay_values(layout, bucket);
         dtrain__lay_grads(layout, bucket);
-        if (bucket->grad_home->host) longest = dtrain__max(longest, bucket->shard_count);
+        if (bucket->grad_on_host) longest = dtrain__max(longest, bucket->shard_count);
         else if (bucket->trainable)
             layout->grad_bytes +=
-                4 * (uint64_t)(bucket->work ? bucket->shard_count : bucket->count);
-        if (bucket->sharded && !bucket->value_home->host)
+                4 * (uint64_t)(bucket->shards_grads ? bucket->shard_count : bucket->count);
+        if (bucket->sharded && !bucket->value_on_host)
             layout->value_bytes +=
                 4 * (uint64_t)(layout->shards.params ? bucket->shard_count : bucket->count);
     }
@@ -419,11 +420,11 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
         dtrain__entry *entry = &layout->entries[i];
         if (p->state.storage != p) continue;
         const bool whole = dtrain__value_is_whole(layout, entry);
-        if (whole && !p->value) entry->place = dtrain__carve(layout, DTRAIN__VALUES, p->count);
+        if (whole && !p->value) entry->own_value = dtrain__carve(layout, DTRAIN__VALUES, p->count);
         if (whole || p->value) layout->value_bytes += 4 * (uint64_t)p->count;
         if (entry->trainable && p->grad) layout->grad_bytes += 4 * (uint64_t)p->count;
     }
-    for (int i = 0; i < 2; i++) layout->landing[i] = dtrain__carve(layout, DTRAIN__HOST, longest);
+    for (int i = 0; i < 2; i++) layout->bounce[i] = dtrain__carve(layout, DTRAIN__HOST, longest);
 }
 
 /* Count the elements of parameter i that lie in [first, first + count) of a bucket; *low is where

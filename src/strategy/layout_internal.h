@@ -6,8 +6,9 @@
  *     dtrain__portion   the piece of a parameter that compression sees
  *     dtrain__sparse    what compression keeps of a bucket
  *     dtrain__unit      the buckets that are gathered and released together
- *     dtrain__home      how a shard that is not in device memory comes and goes
- *     dtrain__layout    all of them, for this rank; made by strategy/layout.c */
+ *     dtrain__layout    all of them, for this rank; made by strategy/layout.c
+ *
+ * "Storage": the entry whose value and gradient an alias shares; of other entries, themselves. */
 
 #pragma once
 
@@ -35,18 +36,22 @@ typedef struct dtrain__kind_row {
 } dtrain__kind_row;
 
 typedef struct dtrain__entry {
-    uint32_t bucket;       /* of its storage, or NONE */
-    uint32_t unit;         /* storages: place of their unit, NONE when several units use them */
-    uint32_t uses;         /* storages: trainable entries that share this gradient ... */
-    uint32_t pending;      /* ... and how many of them are not yet marked in this backward */
-    int64_t offset;        /* storages: first element within the bucket */
-    float *place;          /* storages whose whole value the library owns */
-    bool trainable, whole; /* whole: never sharded */
-    bool marked;           /* ready was called in this backward */
-    bool seen;             /* ready was called in this step */
-    bool absent;           /* storages: nobody, as far as is known, had a gradient in that step */
-    bool warned;           /* its missing gradient has been reported */
-    bool lends_value, lends_grad; /* the library filled in the pointer and takes it away again */
+    uint32_t bucket;  /* of its storage, or NONE */
+    bool trainable;   /* it gets a gradient: neither it nor its storage is frozen */
+    bool whole;       /* its value and gradient are never sharded */
+    bool marked;      /* ready was called in this backward */
+    bool seen;        /* ready was called in this step */
+    bool warned;      /* its missing gradient has been reported */
+    bool lends_value; /* value points to memory of the library, and becomes NULL in destroy */
+    bool lends_grad;  /* grad does */
+    /* Of storages alone: */
+    uint32_t unit;    /* index of their unit, NONE when several units use them */
+    uint32_t uses;    /* trainable entries that share this gradient, set by dtrain__lay_out */
+    uint32_t pending; /* those not yet marked in this backward: = uses in dtrain__rewind, then each
+                         dtrain__mark counts one down */
+    int64_t offset;   /* first element within the bucket */
+    float *own_value; /* memory of the library for a value that is whole, or NULL */
+    bool absent;      /* no rank is known to have had a gradient of it in the last step */
 } dtrain__entry;
 
 /* The piece of a parameter that compression sees: strategy/ways/compression.c. */
@@ -68,63 +73,62 @@ typedef struct dtrain__sparse {
     int64_t largest;            /* selection of one portion */
     int64_t selected;           /* of the step under way: elements of a block */
     bool masked;                /* likewise */
-    float *residual, *velocity; /* (hop_count), or NULL */
+    float *residual, *velocity; /* (slice_count), or NULL */
     float *packed;              /* (dense_count + p_count); rounded gradients need half of it */
     float *q, *q_seed;          /* (q_count) each */
-    uint32_t *out, *in;         /* (hop_ranks blocks) each */
+    uint32_t *out, *in;         /* (slice_ranks blocks) each */
     float *values;              /* (largest) scratch: selected values, in fp32 */
     int32_t *indices;           /* (largest) */
 } dtrain__sparse;
 
-struct dtrain__home;
-
 typedef struct dtrain__bucket {
-    uint32_t unit; /* place of the unit that it is, or NONE */
-    bool trainable, sharded;
-    bool slotted;  /* its values share memory with every other unit's */
-    bool work;     /* its gradients are made in one place and kept, as shards, in another */
-    int64_t count; /* elements, padding included */
-    int64_t shard_first, shard_count; /* this rank's; of whole buckets everything */
-    uint32_t first_param, last_param; /* all whose storage is in it lie between them */
-    int64_t *cuts;                    /* (ranks + 1) ZERO3: first element of each rank's run */
-    uint32_t uses, pending;           /* as in dtrain__entry, of all gradients inside */
-    uint32_t stage, presence;         /* of its gradients on their way; of its gathered values */
-    dtrain_work **reduces, **gathers; /* (works_per_bucket) of what is under way */
-    dtrain_comm *comm;                /* the ranks that exchange its gradients */
-    int64_t hop_first, hop_count;     /* what this rank exchanges with other nodes; without nodes
-                                         everything */
+    uint32_t unit;     /* index of its unit, or NONE: several units use it, or it is cut by size */
+    bool trainable;    /* false: frozen values of a unit, which are gathered and never reduced */
+    bool sharded;      /* each rank updates a shard of it */
+    bool shards_grads; /* its gradients are made whole in a buffer, and what is reduced of them is
+                          kept elsewhere, as a shard: so it travels in every backward */
+    int64_t count;     /* elements, padding included */
+    int64_t shard_first, shard_count; /* this rank's shard; of whole buckets everything */
+    int64_t slice_first, slice_count; /* the elements that this rank exchanges with `comm`: all of
+                                         them, or with several nodes its slice (bucket_close) */
+    dtrain_comm *comm;                /* the ranks that exchange its gradients: ways.c */
+    uint32_t first_param, last_param; /* range of indices that contains every member */
+    int64_t *cuts;                    /* (ranks + 1) ZERO3: first element of each rank's shard */
+    uint32_t uses, pending;           /* as in dtrain__entry, summed over all members */
+    uint32_t stage;                   /* of its gradients on their way: DTRAIN__REDUCE_IDLE ... */
+    dtrain_work **reduces, **gathers; /* (works_per_bucket) collectives under way */
     dtrain__sparse *sparse;           /* what compression keeps, or NULL */
     float *values, *grads;            /* (count) */
-    float *value_shard, *grad_shard;  /* (shard_count), in these homes: */
-    const struct dtrain__home *value_home, *grad_home;
+    float *value_shard, *grad_shard;  /* (shard_count); in host memory if: */
+    bool value_on_host, grad_on_host;
     uint16_t *low_values, *low_grads; /* (count) in param_dtype, reduce_dtype; NULL for fp32 */
 } dtrain__bucket;
 
-/* The calls that a shard outside device memory needs. NULL: nothing to do; device memory needs none
- * of them. The road of a gradient and the gathering of values call these and know no more of
- * offload. */
-typedef struct dtrain__home {
-    bool host;
-    /* grad_shard = result, or += it; soon */
-    dtrain_result (*put)(dtrain_strategy *strategy, dtrain__bucket *bucket, const float *result,
-                         bool add);
-    /* sum (device memory) = grad_shard, with everything that was put */
-    dtrain_result (*get)(dtrain_strategy *strategy, dtrain__bucket *bucket, float *sum);
-    /* compute goes on when the buffers that put reads have been read */
-    dtrain_result (*vacate)(dtrain_strategy *strategy);
-    /* the end of a backward: everything that was put is there after the last one */
-    dtrain_result (*settle)(dtrain_strategy *strategy);
-    /* values + shard_first (device memory) = value_shard */
-    dtrain_result (*bring)(dtrain_strategy *strategy, dtrain__bucket *bucket);
-} dtrain__home;
+/* The values of a unit, where they are sharded. A unit has a slot that it shares with every second
+ * other unit (unit u has slot u % 2), or memory of its own.
+ *
+ *                  gather, or ahead of it            gather             gather
+ *        ABSENT ----------------------> COMING ---------------> HERE ------------> SHOWN
+ *          ^     collectives start        |      they are done   | <----------------  |
+ *          |                              |                      |       release      |
+ *          '------------------------------'----------------------'--------------------'
+ *                    another unit takes the slot, or publish: values are out of date
+ *
+ * Only while it is SHOWN do dtrain_param.value point to them. */
+typedef enum dtrain__unit_state {
+    DTRAIN__UNIT_ABSENT,
+    DTRAIN__UNIT_COMING,
+    DTRAIN__UNIT_HERE,
+    DTRAIN__UNIT_SHOWN
+} dtrain__unit_state;
 
 /* Units stand in registration order of their first parameters. */
 typedef struct dtrain__unit {
     uint32_t id;                /* dtrain_param.unit */
     uint32_t trainable, frozen; /* its buckets, or NONE */
-    bool kept;                  /* has memory of its own: stays gathered until publish */
-    bool shown;                 /* between gather and release */
-    bool noted;                 /* was here before whole parameters were read */
+    bool own_memory;            /* no slot: stays from its first gather to publish */
+    dtrain__unit_state state;
+    dtrain__unit_state before; /* a read of whole parameters, which come through the same slots */
 } dtrain__unit;
 
 /* Two buffers of each sort, for the largest unit: unit u uses number u % 2. */
@@ -140,26 +144,27 @@ typedef struct dtrain__layout {
     size_t count;
     const dtrain_strategy_desc *desc; /* resolved */
     const dtrain__kind_row *kind;
-    int ranks, rank;         /* of those that share one copy of the model */
-    int all, all_rank;       /* of the strategy */
-    int node_ranks;          /* hierarchical, and several nodes: ranks of one; else 1 */
-    int hop_ranks, hop_rank; /* of those that exchange a hop: between nodes, or all, all_rank */
-    /* What is sharded, of what the kind shards, with so many ranks and this desc. state: something
-     * is at all; grads: units' are made in alternating buffers; params: values are gathered. */
+    int ranks, rank;             /* of those that share one copy of the model */
+    int all, all_rank;           /* of the strategy */
+    int node_ranks;              /* hierarchical, and several nodes: ranks of a node; otherwise 1 */
+    int slice_ranks, slice_rank; /* of those that exchange a slice: one a node; otherwise all */
+    /* Which classes are really sharded: with one rank, or accumulation LAST, fewer than the kind
+     * says. state: any of them; grads: units make gradients in alternating buffers and keep shards;
+     * params: values are gathered. */
     dtrain__classes shards;
-    const dtrain__home *value_home, *grad_home; /* of shards */
+    bool values_on_host, grads_on_host;         /* shards of units are in host memory */
     const dtrain_compression_desc *compression; /* NULL: none, or nobody to send to */
     dtrain__portion *portions;                  /* (count + 1) */
     dtrain__sparse *sparse;                     /* (count), one a bucket */
     uint64_t state_bytes;                       /* of residuals and the like */
-    float *landing[2];       /* host memory for what is added to shards, of the longest shard */
+    float *bounce[2]; /* buffers in host memory: what is to be added to a shard arrives here */
     dtrain__entry *entries;  /* (count) */
     dtrain__bucket *buckets; /* (count + 1), bucket_count in use */
     dtrain__unit *units;     /* (count), unit_count in use */
     uint32_t *owners;        /* (count) ZERO3: of each storage */
-    int64_t *cuts;           /* (count + 1, ranks + 1) ZERO3: where each rank's run begins */
+    int64_t *cuts;           /* (count + 1, ranks + 1) ZERO3: where each rank's shard begins */
     size_t bucket_count, unit_count;
-    dtrain__unit shared; /* the buckets of what several units use */
+    dtrain__unit shared; /* the buckets of parameters that several units use */
     dtrain__turns turns;
     char *memory[DTRAIN__CLASSES]; /* NULL while bytes are only counted */
     size_t bytes[DTRAIN__CLASSES];
@@ -173,7 +178,6 @@ typedef struct dtrain__planned {
     dtrain__layout layout; /* all zero: none */
 } dtrain__planned;
 
-
 /* Hash an item, on every rank, for dtrain__compare_items; 0: there is nothing to compare. */
 typedef dtrain_result (*dtrain__hash_fn)(void *user, size_t item, uint64_t *hash);
 
@@ -185,9 +189,6 @@ typedef struct dtrain__difference {
 
 /* strategy/kinds.c */
 DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind);
-
-/* strategy/offload.c */
-DTRAIN__PRIVATE const dtrain__home *dtrain__home_of(bool host);
 
 /* strategy/params.c */
 DTRAIN__PRINTF(3, 4)

@@ -26,7 +26,7 @@ static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host
         const dtrain__bucket *bucket =
             &layout->buckets[layout->entries[shard->param->state.index].bucket];
         dtrain_sum_args args;
-        if (bucket->grad_home->host != on_host || shard->count == 0) continue;
+        if (bucket->grad_on_host != on_host || shard->count == 0) continue;
         if (!bucket->sharded && layout->rank) continue;
         memset(&args, 0, sizeof args);
         args.count = shard->count;
@@ -73,7 +73,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, dou
     DTRAIN__TRY(dtrain__queue_squares(strategy, &squares));
     DTRAIN__TRY(
         device->ops->copy(device, total, squares, sizeof *total, DTRAIN_COPY_DEVICE_TO_HOST));
-    if (strategy->layout.grad_home->host) DTRAIN__TRY(dtrain__add_squares(strategy, true, total));
+    if (strategy->layout.grads_on_host) DTRAIN__TRY(dtrain__add_squares(strategy, true, total));
     if (!strategy->shard_comm) return DTRAIN_OK;
     return dtrain__strategy_keep(strategy, dtrain__global_sum(strategy, total));
 }

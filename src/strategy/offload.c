@@ -1,17 +1,17 @@
-/* Offload
+/* Offload: shards in host memory
  *
- * A shard that is kept in host memory has another home (dtrain__home) than device memory; all that
- * the roads of gradients and values know of it is the calls of that table.
+ * The roads of gradients and values know five calls of it: put and get of a gradient shard, vacate
+ * and settle of what was put, bring of a value shard.
  *
  *     compute   .. backward 2 . reduce . backward 1 . reduce . backward 0 .... | finish
  *     down                            | put shard of 2       | put shard of 1 ...
  *     CPU                             (add it, in later micro-batches)          | norm | update
  *     up                                                                        | new values
  *
- * A copy to the host is queued behind what compute has queued, and compute waits for it before the
- * buffer it reads is made anew (vacate). The shard of a later micro-batch arrives in one of two
- * bounce buffers, the landings, and is added when that landing is wanted again, or at the end of
- * the backward (settle). */
+ * A copy to the host is queued behind the kernels queued so far, and later kernels wait for it
+ * before they overwrite the buffer that it reads (vacate). The shard of a later micro-batch arrives
+ * in one of two bounce buffers, and is added when that buffer is needed again, or at the end of the
+ * backward (settle). */
 
 #include "core/platform_internal.h"
 #include "device/device_internal.h"
@@ -47,84 +47,78 @@ static dtrain_result dtrain__event_await(const dtrain_strategy *strategy, dtrain
     }
 }
 
-/* ---- The home of a shard in host memory -------------------------------------------------------*/
+/* ---- A shard in host memory -------------------------------------------------------------------*/
 
-/* Add what has arrived in a landing to the shard that it is of. */
-static dtrain_result dtrain__landing_clear(dtrain_strategy *strategy, uint32_t i)
+/* Wait for the copy into bounce buffer i, and add it to its shard. */
+static dtrain_result dtrain__bounce_add(dtrain_strategy *strategy, uint32_t i)
 {
     dtrain__offload *offload = &strategy->offload;
-    dtrain__bucket *bucket = offload->landed[i];
+    dtrain__bucket *bucket = offload->bounced[i];
     if (!bucket) return DTRAIN_OK;
-    dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, strategy->layout.landing[i],
+    dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, strategy->layout.bounce[i],
                            bucket->grad_shard,  DTRAIN_DTYPE_F32,   DTRAIN_DTYPE_F32};
-    offload->landed[i] = NULL;
+    offload->bounced[i] = NULL;
     DTRAIN__TRY(dtrain__event_await(strategy, offload->arrived[i]));
     return offload->cpu->ops->add(offload->cpu, &add);
 }
 
-/* Put or add a result (device memory) to grad_shard, soon. */
-static dtrain_result dtrain__host_put(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                      const float *result, bool add)
+/* Queue grad_shard = result (device memory), or += with add. */
+DTRAIN__PRIVATE dtrain_result dtrain__host_put(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                               const float *result, bool add)
 {
     dtrain__offload *offload = &strategy->offload;
     dtrain_device *device = strategy->device;
-    const uint32_t i = offload->turn;
+    const uint32_t i = offload->next_bounce;
     const size_t bytes = (size_t)bucket->shard_count * sizeof(float);
     if (bytes == 0) return DTRAIN_OK;
-    if (add) DTRAIN__TRY(dtrain__landing_clear(strategy, i));
-    float *to = add ? strategy->layout.landing[i] : bucket->grad_shard;
+    if (add) DTRAIN__TRY(dtrain__bounce_add(strategy, i));
+    float *to = add ? strategy->layout.bounce[i] : bucket->grad_shard;
     DTRAIN__TRY(dtrain__stream_follow(strategy, offload->down, NULL));
     DTRAIN__TRY(device->ops->copy_async(device, to, result, bytes, DTRAIN_COPY_DEVICE_TO_HOST,
                                         offload->down));
     if (!add) return DTRAIN_OK;
-    offload->landed[i] = bucket;
-    offload->turn = 1 - i;
+    offload->bounced[i] = bucket;
+    offload->next_bounce = 1 - i;
     return DTRAIN__ORDER(device, event_record, offload->arrived[i], offload->down);
 }
 
-/* Bring what the micro-batches have summed up back to the device, for the other replicas. */
-static dtrain_result dtrain__host_get(dtrain_strategy *strategy, dtrain__bucket *bucket, float *sum)
+/* Queue sum (device memory) = grad_shard, with everything that was put there. */
+DTRAIN__PRIVATE dtrain_result dtrain__host_get(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                               float *sum)
 {
     for (uint32_t i = 0; i < 2; i++)
-        if (strategy->offload.landed[i] == bucket) DTRAIN__TRY(dtrain__landing_clear(strategy, i));
+        if (strategy->offload.bounced[i] == bucket) DTRAIN__TRY(dtrain__bounce_add(strategy, i));
     return strategy->device->ops->copy_async(strategy->device, sum, bucket->grad_shard,
                                              (size_t)bucket->shard_count * sizeof(float),
                                              DTRAIN_COPY_HOST_TO_DEVICE, NULL);
 }
 
-static dtrain_result dtrain__host_vacate(dtrain_strategy *strategy)
+/* Make kernels queued from now on wait until the copies queued so far have read their buffers. */
+DTRAIN__PRIVATE dtrain_result dtrain__host_vacate(dtrain_strategy *strategy)
 {
     return dtrain__stream_follow(strategy, NULL, strategy->offload.down);
 }
 
-/* End a backward: the buffers are free, and after the last one the shards are complete. */
-static dtrain_result dtrain__host_settle(dtrain_strategy *strategy)
+/* End a backward: all buffers are free, and after the last one the shards are complete. */
+DTRAIN__PRIVATE dtrain_result dtrain__host_settle(dtrain_strategy *strategy)
 {
     dtrain__offload *offload = &strategy->offload;
     dtrain_device *device = strategy->device;
-    for (uint32_t i = 0; i < 2; i++) DTRAIN__TRY(dtrain__landing_clear(strategy, i));
+    for (uint32_t i = 0; i < 2; i++) DTRAIN__TRY(dtrain__bounce_add(strategy, i));
     DTRAIN__TRY(dtrain__host_vacate(strategy));
     if (strategy->more) return DTRAIN_OK;
     DTRAIN__TRY(DTRAIN__ORDER(device, event_record, offload->arrived[0], offload->down));
     return dtrain__event_await(strategy, offload->arrived[0]);
 }
 
-/* Copy a value shard to its place among the gathered values; behind those that used the slot, and
- * before the collective. */
-static dtrain_result dtrain__host_bring(dtrain_strategy *strategy, dtrain__bucket *bucket)
+/* Queue a copy of a value shard to its place among the gathered values: behind the kernels that use
+ * the unit before in the slot, and ahead of the collective. */
+DTRAIN__PRIVATE dtrain_result dtrain__host_bring(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     return strategy->device->ops->copy_async(
         strategy->device, bucket->values + bucket->shard_first, bucket->value_shard,
         (size_t)bucket->shard_count * sizeof(float), DTRAIN_COPY_HOST_TO_DEVICE, NULL);
 }
-
-static const dtrain__home dtrain__homes[] = {
-    {false, NULL, NULL, NULL, NULL, NULL},
-    {true, dtrain__host_put, dtrain__host_get, dtrain__host_vacate, dtrain__host_settle,
-     dtrain__host_bring},
-};
-
-DTRAIN__PRIVATE const dtrain__home *dtrain__home_of(bool host) { return &dtrain__homes[host]; }
 
 /* ---- Life -------------------------------------------------------------------------------------*/
 
@@ -215,9 +209,9 @@ DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size
     int64_t offset, count;
     if (!layout->entries[i].trainable || !dtrain__piece(layout, i, &offset, &count)) return 0;
     const dtrain__bucket *bucket = &layout->buckets[layout->entries[i].bucket];
-    const bool master = offload && !bucket->value_home->host;
+    const bool master = offload && !bucket->value_on_host;
     const int64_t padded = dtrain__padded(count);
-    if (offload && !bucket->grad_home->host)
+    if (offload && !bucket->grad_on_host)
         *stage = dtrain__max(*stage, whole ? padded : dtrain__min(padded, DTRAIN__PIECE));
     return (uint64_t)padded * sizeof(float) * (states + (master ? 1 : 0));
 }

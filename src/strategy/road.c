@@ -47,14 +47,15 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
         entry->marked = false;
         if (step_done) entry->seen = false;
         entry->pending = entry->uses;
-        if (step_done || (bucket && bucket->work)) strategy->params[i].state.grad_written = false;
+        if (step_done || (bucket && bucket->shards_grads))
+            strategy->params[i].state.grad_written = false;
     }
     for (size_t b = 0; b < layout->bucket_count; b++) {
         layout->buckets[b].pending = layout->buckets[b].uses;
         layout->buckets[b].stage = DTRAIN__REDUCE_IDLE;
     }
     strategy->launched = strategy->oldest = strategy->marked_count = 0;
-    strategy->working[0] = strategy->working[1] = strategy->backward = DTRAIN__NONE;
+    strategy->in_buffer[0] = strategy->in_buffer[1] = strategy->backward = DTRAIN__NONE;
     strategy->accumulated = !step_done;
     strategy->entered = false;
     strategy->weight = 1;
@@ -69,7 +70,7 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
  * a host's own gradient lies, concern this rank alone. */
 static bool dtrain__travels(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
-    return bucket->trainable && (bucket->work || !strategy->more);
+    return bucket->trainable && (bucket->shards_grads || !strategy->more);
 }
 
 /* Copy a storage's own gradient to its place in the bucket, or back; nothing to do when it lives
@@ -127,7 +128,8 @@ static dtrain_result dtrain__check_mark(const dtrain_strategy *strategy, size_t 
         why = "is marked twice in one backward; call dtrain_strategy_finish between two";
     else if (entry->bucket < strategy->launched)
         why = "is marked after another unit was gathered, which ended its own unit's backward";
-    else if (bucket->work && bucket->unit != DTRAIN__NONE && bucket->unit != strategy->backward)
+    else if (bucket->shards_grads && bucket->unit != DTRAIN__NONE &&
+             bucket->unit != strategy->backward)
         why = "is marked outside its unit's backward; call dtrain_strategy_gather with "
               "DTRAIN_PASS_BACKWARD before";
     if (!why) return DTRAIN_OK;
@@ -170,7 +172,7 @@ static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t en
         if (bucket->pending) break;
         bucket->stage = DTRAIN__REDUCED;
         if (!dtrain__travels(strategy, bucket)) continue;
-        if (dtrain__steps_are_placed(strategy)) /* and this is a place: one step further */
+        if (dtrain__in_lockstep(strategy)) /* and this is a place: one step further */
             for (size_t b = strategy->oldest; b < strategy->launched; b++)
                 DTRAIN__TRY(dtrain__reduce_await(strategy, b));
         DTRAIN__TRY(dtrain__reduce_start(strategy, strategy->launched));
@@ -222,7 +224,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, si
 /* Must a bucket's further steps start at a place in the program that is the same on every rank?
  * NCCL runs what was started in its order: if that depended on what happens to be done, ranks would
  * wait for each other in a circle. */
-DTRAIN__PRIVATE bool dtrain__steps_are_placed(const dtrain_strategy *strategy)
+DTRAIN__PRIVATE bool dtrain__in_lockstep(const dtrain_strategy *strategy)
 {
     return strategy->comm->ops->launch_ordered &&
            (dtrain__way_of(strategy, false)[1] || dtrain__way_of(strategy, true)[1]);
@@ -236,7 +238,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__progress(dtrain_strategy *strategy)
 {
     uint32_t most = DTRAIN__REDUCED; /* stage of the slowest bucket so far */
     bool done = true;
-    if (dtrain__steps_are_placed(strategy)) return DTRAIN_OK;
+    if (dtrain__in_lockstep(strategy)) return DTRAIN_OK;
     for (size_t b = strategy->oldest; b < strategy->launched; b++) {
         const dtrain__bucket *bucket = &strategy->layout.buckets[b];
         const bool chain = dtrain__way_of(strategy, bucket->sharded)[1] != NULL;
@@ -262,7 +264,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, si
 {
     while (strategy->oldest < end) {
         DTRAIN__TRY(dtrain__progress(strategy));
-        const size_t stop = dtrain__steps_are_placed(strategy) ? end : strategy->oldest + 1;
+        const size_t stop = dtrain__in_lockstep(strategy) ? end : strategy->oldest + 1;
         for (size_t b = strategy->oldest; b < stop && b < end; b++)
             DTRAIN__TRY(dtrain__reduce_await(strategy, b));
         while (strategy->oldest < end &&
@@ -351,15 +353,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_all(dtrain_strategy *strategy, dtra
 DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_begin(dtrain_strategy *strategy,
                                                        dtrain__bucket *bucket)
 {
-    return dtrain__reduce_all(strategy, bucket, bucket->comm, bucket->grads + bucket->hop_first,
-                              bucket->hop_first, bucket->hop_count);
+    return dtrain__reduce_all(strategy, bucket, bucket->comm, bucket->grads + bucket->slice_first,
+                              bucket->slice_first, bucket->slice_count);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_end(dtrain_strategy *strategy,
                                                      dtrain__bucket *bucket)
 {
-    return dtrain__from_wire(strategy, bucket, bucket->grads + bucket->hop_first, bucket->hop_first,
-                             bucket->hop_count, true);
+    return dtrain__from_wire(strategy, bucket, bucket->grads + bucket->slice_first,
+                             bucket->slice_first, bucket->slice_count, true);
 }
 
 /* ---- 4. Finish --------------------------------------------------------------------------------*/
@@ -477,8 +479,7 @@ static dtrain_result dtrain__finish(dtrain_strategy *strategy)
     if (result == DTRAIN_OK && last) result = dtrain__tally_start(strategy);
     if (result == DTRAIN_OK && last) missing = dtrain__report_missing(strategy);
     if (result == DTRAIN_OK) result = dtrain__reduce_until(strategy, layout->bucket_count);
-    if (result == DTRAIN_OK && layout->grad_home->settle)
-        result = layout->grad_home->settle(strategy);
+    if (result == DTRAIN_OK && layout->grads_on_host) result = dtrain__host_settle(strategy);
     if (result == DTRAIN_OK && last) result = dtrain__tally_end(strategy);
     if (result == DTRAIN_OK && last) result = dtrain__return_grads(strategy);
     if (result == DTRAIN_OK && last) result = dtrain__settle_gathers(strategy);
@@ -534,14 +535,14 @@ DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
 
 /* Empty the buffers of bucket b's gradients. With replicas the buffer is free as soon as the node
  * has reduced it, if what travels between nodes is the shard. */
-static dtrain_result dtrain__vacate_work(dtrain_strategy *strategy, size_t b)
+static dtrain_result dtrain__vacate_buffer(dtrain_strategy *strategy, size_t b)
 {
-    const dtrain__home *home = strategy->layout.grad_home;
+    const bool on_host = strategy->layout.grads_on_host;
     const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATION_SHARD_EVERY;
-    if (!strategy->kind->replicas || home->host || dtrain__reduces_low(strategy) ||
+    if (!strategy->kind->replicas || on_host || dtrain__reduces_low(strategy) ||
         (every && strategy->accumulated)) {
         DTRAIN__TRY(dtrain__reduce_until(strategy, b + 1));
-        return home->vacate ? home->vacate(strategy) : DTRAIN_OK;
+        return on_host ? dtrain__host_vacate(strategy) : DTRAIN_OK;
     }
     for (size_t i = strategy->oldest; i <= b; i++)
         if (strategy->layout.buckets[i].stage == 1) DTRAIN__TRY(dtrain__reduce_await(strategy, i));
@@ -550,15 +551,15 @@ static dtrain_result dtrain__vacate_work(dtrain_strategy *strategy, size_t b)
 
 /* Make the alternating buffer of a unit's gradients free for them: what the unit before the last
  * left there has been reduced. A unit without gradients needs no buffer. */
-DTRAIN__PRIVATE dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint32_t unit)
+DTRAIN__PRIVATE dtrain_result dtrain__claim_buffer(dtrain_strategy *strategy, uint32_t unit)
 {
     if (!strategy->layout.shards.grads || unit == DTRAIN__NONE) return DTRAIN_OK;
     if (strategy->layout.units[unit].trainable == DTRAIN__NONE) return DTRAIN_OK;
-    uint32_t *working = &strategy->working[unit & 1];
+    uint32_t *working = &strategy->in_buffer[unit & 1];
     const uint32_t before = *working;
     *working = unit;
     if (before == unit || before == DTRAIN__NONE) return DTRAIN_OK;
-    return dtrain__vacate_work(strategy, strategy->layout.units[before].trainable);
+    return dtrain__vacate_buffer(strategy, strategy->layout.units[before].trainable);
 }
 
 /* Close the gradients of units from `first` on: their backward is over. */
@@ -587,7 +588,7 @@ static dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)
     while (at > to) {
         at--;
         DTRAIN__TRY(dtrain__close_units(strategy, at + 1));
-        DTRAIN__TRY(dtrain__claim_work(strategy, at));
+        DTRAIN__TRY(dtrain__claim_buffer(strategy, at));
         strategy->backward = at;
         DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1)); /* behind 0 there is none */
     }
@@ -659,9 +660,7 @@ static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, dtra
             DTRAIN__TRY(dtrain__walk_back(strategy, at + 1));
         DTRAIN__TRY(dtrain__bring_unit(strategy, at, at == strategy->backward ? at - 1 : at + 1));
     }
-    if (!strategy->layout.shards.params) return DTRAIN_OK;
-    dtrain__show_unit(strategy, &strategy->layout.shared, true);
-    dtrain__show_unit(strategy, &strategy->layout.units[at], true);
+    dtrain__show_unit(strategy, at, true);
     return DTRAIN_OK;
 }
 
@@ -685,7 +684,6 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_strategy_release: no parameter belongs to unit %u", unit);
     if (at == strategy->backward) strategy->entered = false;
-    if (strategy->layout.shards.params)
-        dtrain__show_unit(strategy, &strategy->layout.units[at], false);
+    dtrain__show_unit(strategy, at, false);
     return DTRAIN_OK;
 }

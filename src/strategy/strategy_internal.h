@@ -53,16 +53,16 @@ enum {
     DTRAIN__GROUPS
 };
 
-/* Streams and events between a GPU and what is offloaded. The events are those of gradients:
- * during a backward of shards that arrive in a landing, during an update of chunks that arrive
- * in a stage. */
+/* Streams and events between a GPU and host memory. `arrived` belongs to gradients: during a
+ * backward to shards in the bounce buffers, during an update to pieces in the optimizer's stages. */
 typedef struct dtrain__offload {
-    dtrain_device *cpu;        /* whose kernels compute there; NULL: nothing is offloaded */
-    dtrain_stream *down, *up;  /* of copies to the host, and to the device */
-    dtrain_event *order;       /* from one stream to another */
-    dtrain_event *arrived[2];  /* on the host */
-    dtrain__bucket *landed[2]; /* whose shard the landing will be added to; NULL: it is free */
-    uint32_t turn;             /* landing to be used next */
+    dtrain_device *cpu;       /* computes on host memory; NULL: nothing is offloaded */
+    dtrain_stream *down, *up; /* copies to the host, and to the device */
+    dtrain_event *order;      /* lets one stream wait for another */
+    dtrain_event *arrived[2]; /* a copy has reached host memory */
+    dtrain__bucket
+        *bounced[2];      /* bucket to whose shard the bounce buffer is to be added, or NULL */
+    uint32_t next_bounce; /* buffer to be used next */
 } dtrain__offload;
 
 /* Bytes that this rank sends, and collectives that it makes: in a step of one micro-batch, and by
@@ -99,7 +99,7 @@ struct dtrain_strategy {
     bool unsure;              /* the tally may hold others' samples, or gradients of absent ones */
     bool empty;               /* the last step had no samples */
     uint64_t sync_count;
-    uint32_t working[2];   /* unit whose gradients are in the alternating buffers, or NONE */
+    uint32_t in_buffer[2]; /* unit whose gradients are in the alternating buffer, or NONE */
     uint32_t slots[2];     /* unit whose values are in the slot, or NONE */
     uint32_t position;     /* unit gathered last, NONE before a pass */
     uint32_t backward;     /* unit that this backward has come to, NONE before it */
@@ -136,7 +136,7 @@ DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end
 DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, size_t b);
-DTRAIN__PRIVATE bool dtrain__steps_are_placed(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE bool dtrain__in_lockstep(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__progress(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end);
 DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy);
@@ -187,7 +187,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *stra
 /* strategy/gather.c */
 DTRAIN__PRIVATE dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint32_t at,
                                                  uint32_t next);
-DTRAIN__PRIVATE void dtrain__show_unit(dtrain_strategy *strategy, dtrain__unit *unit, bool here);
+DTRAIN__PRIVATE void dtrain__show_unit(dtrain_strategy *strategy, uint32_t at, bool shown);
 DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host);
 DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy);
@@ -204,6 +204,13 @@ DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int rank
 DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy);
 
 /* strategy/offload.c */
+DTRAIN__PRIVATE dtrain_result dtrain__host_put(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                               const float *result, bool add);
+DTRAIN__PRIVATE dtrain_result dtrain__host_get(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                               float *sum);
+DTRAIN__PRIVATE dtrain_result dtrain__host_vacate(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__host_settle(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__host_bring(dtrain_strategy *strategy, dtrain__bucket *bucket);
 DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy);
 

@@ -225,7 +225,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
     strategy->tally_work = NULL;
     DTRAIN__TRY(dtrain_work_wait(work));
     strategy->sums[0] = strategy->weights;
-    if (layout->all > 1 && layout->grad_home->host) DTRAIN__TRY(dtrain__tally_read(strategy));
+    if (layout->all > 1 && layout->grads_on_host) DTRAIN__TRY(dtrain__tally_read(strategy));
     else if (layout->all > 1 || strategy->device_weight) correct.divisor = strategy->tally;
     if (!correct.divisor) {
         if (strategy->sums[0] == passes || strategy->sums[0] == 0) return DTRAIN_OK;
@@ -233,7 +233,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
     }
     for (size_t b = 0; b < layout->bucket_count; b++) {
         const dtrain__bucket *bucket = &layout->buckets[b];
-        dtrain_device *device = bucket->grad_home->host ? strategy->offload.cpu : strategy->device;
+        dtrain_device *device = bucket->grad_on_host ? strategy->offload.cpu : strategy->device;
         if (!bucket->trainable || bucket->shard_count == 0) continue;
         correct.count = bucket->shard_count;
         correct.x = correct.y = bucket->grad_shard;

@@ -92,7 +92,7 @@ DTRAIN__PRIVATE double dtrain__masked_share(const dtrain__layout *layout)
 {
     const double item = layout->desc->reduce_dtype == DTRAIN_DTYPE_F32 ? 8 : 6;
     return dtrain__is_balanced(layout->compression) ? 8 / (2 * item)
-                                                    : 8 / (item * layout->hop_ranks);
+                                                    : 8 / (item * layout->slice_ranks);
 }
 
 /* ---- Layout -----------------------------------------------------------------------------------*/
@@ -102,7 +102,7 @@ static bool dtrain__portion_is_dense(const dtrain__layout *layout, dtrain__porti
 {
     const dtrain_compression_desc *how = layout->compression;
     const dtrain_param *p = &layout->params[portion->param];
-    const int64_t rank = (int64_t)how->powersgd_rank, regions = layout->hop_ranks;
+    const int64_t rank = (int64_t)how->powersgd_rank, regions = layout->slice_ranks;
     portion->region = portion->count;
     if (dtrain__param_dims(p) < 2 || p->count < how->dense_below) return true;
     if (how->kind == DTRAIN_COMPRESSION_POWERSGD) {
@@ -127,8 +127,8 @@ static void dtrain__lay_portions(dtrain__layout *layout, const dtrain__bucket *b
         dtrain__portion *portion = sparse->end;
         memset(portion, 0, sizeof *portion);
         portion->param = i;
-        portion->count = dtrain__overlap(layout, bucket, i, bucket->hop_first, bucket->hop_count,
-                                         &portion->first);
+        portion->count = dtrain__overlap(layout, bucket, i, bucket->slice_first,
+                                         bucket->slice_count, &portion->first);
         if (portion->count <= 0 || dtrain__portion_is_dense(layout, portion) != dense) continue;
         sparse->end++;
         if (dense) {
@@ -182,9 +182,10 @@ DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout)
     layout->state_bytes = 0;
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__sparse *sparse = layout->buckets[b].sparse;
-        const int64_t blocks = layout->hop_ranks * dtrain__block_words(layout, sparse->room);
+        const int64_t blocks = layout->slice_ranks * dtrain__block_words(layout, sparse->room);
         const int64_t picks = topk && scratch ? sparse->largest : 0;
-        const int64_t kept = sparse->largest || sparse->q_count ? layout->buckets[b].hop_count : 0;
+        const int64_t kept =
+            sparse->largest || sparse->q_count ? layout->buckets[b].slice_count : 0;
         if (!how->no_error_feedback)
             sparse->residual = dtrain__carve(layout, DTRAIN__BUFFERS, kept);
         if (how->topk_momentum > 0) sparse->velocity = dtrain__carve(layout, DTRAIN__BUFFERS, kept);
@@ -279,8 +280,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy
             state->param = &strategy->params[at->param];
             state->offset = at->first - layout->entries[at->param].offset;
             state->count = at->count;
-            state->residual = dtrain__after(sparse->residual, at->first - bucket->hop_first);
-            state->velocity = dtrain__after(sparse->velocity, at->first - bucket->hop_first);
+            state->residual = dtrain__after(sparse->residual, at->first - bucket->slice_first);
+            state->velocity = dtrain__after(sparse->velocity, at->first - bucket->slice_first);
             state->q = at->q;
             state->q_rows = at->columns;
             if (at->q) DTRAIN__TRY(dtrain__q_init(strategy, sparse, at));

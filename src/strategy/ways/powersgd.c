@@ -55,7 +55,7 @@ static dtrain_result dtrain__add_scaled(dtrain_strategy *strategy, int64_t count
 static float *dtrain__matrix(const dtrain__bucket *bucket, const dtrain__portion *portion)
 {
     if (!bucket->sparse->residual) return bucket->grads + portion->first;
-    return bucket->sparse->residual + portion->first - bucket->hop_first;
+    return bucket->sparse->residual + portion->first - bucket->slice_first;
 }
 
 /* Make P = M Q of every matrix; they travel with the dense portions, in one all-reduce. */

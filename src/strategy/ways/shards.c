@@ -25,7 +25,7 @@
 /* Return the place where the fp32 result of this backward is to be. */
 static float *dtrain__reduce_target(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
-    if (bucket->work && (strategy->accumulated || bucket->grad_home->host))
+    if (bucket->shards_grads && (strategy->accumulated || bucket->grad_on_host))
         return bucket->grads + bucket->shard_first;
     return bucket->grad_shard;
 }
@@ -40,8 +40,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *stra
     const size_t unit = dtrain_dtype_bytes(dtype);
     dtrain_work **works = bucket->reduces;
     void *wire, *own = dtrain__reduce_target(strategy, bucket);
-    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads + bucket->hop_first,
-                                bucket->hop_first, bucket->hop_count, &wire));
+    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads + bucket->slice_first,
+                                bucket->slice_first, bucket->slice_count, &wire));
     if (dtrain__reduces_low(strategy)) own = bucket->low_grads + bucket->shard_first;
     if (!bucket->cuts) dtrain__label(strategy, bucket, "bucket");
     if (!bucket->cuts)
@@ -66,8 +66,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__shard_add(dtrain_strategy *strategy, dtrai
     dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, result,
                            bucket->grad_shard,  DTRAIN_DTYPE_F32,   DTRAIN_DTYPE_F32};
     if (result == bucket->grad_shard || bucket->shard_count == 0) return DTRAIN_OK;
-    if (bucket->grad_home->put)
-        return bucket->grad_home->put(strategy, bucket, result, strategy->accumulated);
+    if (bucket->grad_on_host)
+        return dtrain__host_put(strategy, bucket, result, strategy->accumulated);
     return strategy->device->ops->add(strategy->device, &add);
 }
 
@@ -94,7 +94,7 @@ static float *dtrain__replica_sum(const dtrain_strategy *strategy, const dtrain_
                                   bool *at_last)
 {
     *at_last = strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
-    if (*at_last && !bucket->grad_home->host) return bucket->grad_shard;
+    if (*at_last && !bucket->grad_on_host) return bucket->grad_shard;
     return dtrain__reduce_target(strategy, bucket);
 }
 
@@ -105,7 +105,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__replicas_begin(dtrain_strategy *strategy,
     float *sum = dtrain__replica_sum(strategy, bucket, &at_last);
     if (at_last && strategy->accumulated) {
         DTRAIN__TRY(dtrain__shard_add(strategy, bucket));
-        if (bucket->grad_home->get) DTRAIN__TRY(bucket->grad_home->get(strategy, bucket, sum));
+        if (bucket->grad_on_host) DTRAIN__TRY(dtrain__host_get(strategy, bucket, sum));
     }
     return dtrain__reduce_all(strategy, bucket, strategy->groups[DTRAIN__ACROSS], sum,
                               bucket->shard_first, bucket->shard_count);
@@ -119,6 +119,5 @@ DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
     DTRAIN__TRY(
         dtrain__from_wire(strategy, bucket, sum, bucket->shard_first, bucket->shard_count, true));
     if (!at_last) return dtrain__shard_add(strategy, bucket);
-    if (!bucket->grad_home->put) return DTRAIN_OK;
-    return bucket->grad_home->put(strategy, bucket, sum, false);
+    return bucket->grad_on_host ? dtrain__host_put(strategy, bucket, sum, false) : DTRAIN_OK;
 }

@@ -67,7 +67,7 @@ static dtrain_result dtrain__select(dtrain_strategy *strategy, const dtrain__buc
                                     bool with_velocity, const dtrain__picks *picks)
 {
     const dtrain__sparse *sparse = bucket->sparse;
-    const int64_t at = portion->first - bucket->hop_first + offset, k = portion->quota;
+    const int64_t at = portion->first - bucket->slice_first + offset, k = portion->quota;
     const uint32_t f32 = DTRAIN_DTYPE_F32, dtype = strategy->desc.reduce_dtype;
     float *residual = dtrain__after(sparse->residual, at);
     float *velocity = with_velocity ? dtrain__after(sparse->velocity, at) : NULL;
@@ -107,14 +107,14 @@ static dtrain_result dtrain__portion_zero(dtrain_strategy *strategy, const dtrai
 static float dtrain__term(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
-    return 1.0f / (float)(dtrain__sums_first(strategy, bucket) ? layout->all : layout->hop_ranks);
+    return 1.0f / (float)(dtrain__sums_first(strategy, bucket) ? layout->all : layout->slice_ranks);
 }
 
 /* Send a masked bucket: the hop keeps what is selected, times 1/N, and is summed up whole. */
 static dtrain_result dtrain__masked_start(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     dtrain__sparse *sparse = bucket->sparse;
-    float *hop = bucket->grads + bucket->hop_first;
+    float *hop = bucket->grads + bucket->slice_first;
     const dtrain__picks picks = {
         sparse->values, dtrain__reduces_low(strategy) ? bucket->low_grads : NULL, sparse->indices};
     for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
@@ -124,7 +124,7 @@ static dtrain_result dtrain__masked_start(dtrain_strategy *strategy, dtrain__buc
                                     &picks, bucket->grads + at->first));
     }
     dtrain__label(strategy, bucket, "top-k of bucket");
-    return dtrain_all_reduce(bucket->comm, hop, hop, (size_t)bucket->hop_count, DTRAIN_DTYPE_F32,
+    return dtrain_all_reduce(bucket->comm, hop, hop, (size_t)bucket->slice_count, DTRAIN_DTYPE_F32,
                              DTRAIN_REDUCE_SUM, bucket->reduces);
 }
 
@@ -152,7 +152,7 @@ static dtrain_result dtrain__add_blocks(dtrain_strategy *strategy, dtrain__bucke
     const int64_t words = dtrain__block_words(&strategy->layout, sparse->selected);
     for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
         DTRAIN__TRY(dtrain__portion_zero(strategy, bucket, at));
-        for (int r = 0; r < strategy->layout.hop_ranks; r++) {
+        for (int r = 0; r < strategy->layout.slice_ranks; r++) {
             const int to = region < 0 ? r : region;
             const dtrain__picks picks = dtrain__picks_at(strategy, sparse, at, blocks + r * words);
             if (picks.low)
@@ -179,13 +179,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__topk_begin(dtrain_strategy *strategy, dtra
     const int64_t words = dtrain__block_words(layout, sparse->selected);
     if (words == 0) return DTRAIN_OK;
     if (dtrain__is_balanced(layout->compression)) {
-        for (int r = 0; r < layout->hop_ranks; r++)
+        for (int r = 0; r < layout->slice_ranks; r++)
             DTRAIN__TRY(dtrain__select_block(strategy, bucket, r, true, sparse->out + r * words));
         dtrain__label(strategy, bucket, "top-k of bucket");
         return dtrain_all_to_all(comm, sparse->out, sparse->in, (size_t)words, DTRAIN_DTYPE_I32,
                                  bucket->reduces);
     }
-    uint32_t *own = sparse->in + layout->hop_rank * words;
+    uint32_t *own = sparse->in + layout->slice_rank * words;
     DTRAIN__TRY(dtrain__select_block(strategy, bucket, 0, true, own));
     dtrain__label(strategy, bucket, "top-k of bucket");
     return dtrain_all_gather(comm, own, sparse->in, (size_t)words, DTRAIN_DTYPE_I32,
@@ -199,7 +199,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__topk_end(dtrain_strategy *strategy, dtrain
     const dtrain__layout *layout = &strategy->layout;
     const bool balanced = dtrain__is_balanced(layout->compression);
     if (!bucket->sparse->masked)
-        DTRAIN__TRY(dtrain__add_blocks(strategy, bucket, balanced ? layout->hop_rank : 0,
+        DTRAIN__TRY(dtrain__add_blocks(strategy, bucket, balanced ? layout->slice_rank : 0,
                                        balanced ? 1 : dtrain__term(strategy, bucket),
                                        bucket->sparse->in));
     return dtrain__dense_end(strategy, bucket);
@@ -210,7 +210,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__topk_end(dtrain_strategy *strategy, dtrain
 DTRAIN__PRIVATE dtrain_result dtrain__topk_publish_begin(dtrain_strategy *strategy,
                                                          dtrain__bucket *bucket)
 {
-    const int rank = strategy->layout.hop_rank;
+    const int rank = strategy->layout.slice_rank;
     const dtrain__sparse *sparse = bucket->sparse;
     const int64_t words = dtrain__block_words(&strategy->layout, sparse->selected);
     uint32_t *own = sparse->out + rank * words;
