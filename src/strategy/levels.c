@@ -65,8 +65,8 @@ static dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ra
 
 /* Decide who shares one copy of the model, and make the communicators. Each kind of step that
  * starts when another happens to be done has one of its own: in one, ranks could start them in
- * different orders. The color alone says which group is meant (comm/counting.c): a place in the node
- * is below its size, a node is not. */
+ * different orders. The color alone says which group is meant (comm/counting.c): a place in the
+ * node is below its size, a node is not. */
 DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
 {
     const int ranks = dtrain_comm_size(strategy->comm), rank = dtrain_comm_rank(strategy->comm);

@@ -21,22 +21,31 @@
  *       clipping, optimizer         on what dtrain_strategy_shards lists
  *     5 dtrain_strategy_publish     DDP: nothing to do                   all-gather of shards
  *
- * Why it cannot deadlock: the collectives of a backward are buckets 0, 1, 2, ... on every rank, in
- * whatever order it calls ready, and starting one never waits. A bucket that is complete too early
- * waits for those before it. A bucket's later steps start when its earlier ones happen to be done,
- * but each kind of step has a communicator of its own, and there buckets go in their order.
+ * Why it cannot deadlock: every rank starts the collectives of a backward in the order of buckets
+ * 0, 1, 2, ..., in whatever order it calls ready, and starting one never waits. A bucket that is
+ * complete early waits for those before it. In DDP a bucket has one collective. Where its way has
+ * several, a later one starts when the one before happens to be done, which differs between ranks:
+ * so each step has a communicator of its own, on which all buckets go in their order.
  *
  * Why the bits depend neither on the kind nor on overlap, bucket size or copying: each element is
- * the sum over the ranks, in rank order, times 1/N, wherever it lies. (Between nodes the order is
- * another: HYBRID_SHARD has its own bits.) */
+ * the sum over the ranks, in rank order, times 1/N, wherever it lies. (Where nodes are summed first
+ * the order is another: HYBRID_SHARD and hierarchical have bits of their own.) */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
+/* The road, station by station. */
+static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t end);
+static dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, dtrain__bucket *bucket);
+static dtrain_result dtrain__progress(dtrain_strategy *strategy);
+static bool dtrain__walks(const dtrain_strategy *strategy);
+static dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to);
+
 /* ---- Before a backward ------------------------------------------------------------------------*/
 
-/* Set the state between two backwards, and between two steps. Work buffers have been emptied: the
- * next backward overwrites them. Whole gradients go on until the step ends. */
+/* Set the counters for a new backward, or a new step: `pending` counts what mark will count down,
+ * of each gradient and of each bucket. grad_written tells the next backward to add to a gradient:
+ * cleared for those whose reduced shard is kept elsewhere, and for whole ones when the step ends. */
 DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -65,58 +74,47 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
 
 /* ---- 1. Ready ---------------------------------------------------------------------------------*/
 
-/* Does this bucket travel in this backward? Gradients of which a rank keeps a shard do in every
- * one; whole ones add up, on each rank by itself, until the step's last. So grad_written, and where
- * a host's own gradient lies, concern this rank alone. */
+/* Tell whether a bucket travels in this backward. Whole gradients add up on each rank until the
+ * last micro-batch of a step, and travel in that alone; gradients of which a rank keeps only a
+ * shard travel in every backward. */
 static bool dtrain__travels(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     return bucket->trainable && (bucket->shards_grads || !strategy->more);
 }
 
-/* Copy a storage's own gradient to its place in the bucket, or back; nothing to do when it lives
- * there. */
+/* Copy a gradient from an array of the host's own into its bucket, or back; do nothing for one that
+ * lives in the bucket. */
 static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_param *storage,
                                        bool back)
 {
     const dtrain__entry *entry = &strategy->layout.entries[storage->state.index];
-    float *place = strategy->layout.buckets[entry->bucket].grads + entry->offset;
+    float *inside = strategy->layout.buckets[entry->bucket].grads + entry->offset;
     const size_t bytes = (size_t)storage->count * sizeof(float);
-    if (storage->grad == place || bytes == 0) return DTRAIN_OK;
-    return dtrain_device_copy(strategy->device, back ? storage->grad : place,
-                              back ? place : storage->grad, bytes);
+    if (storage->grad == inside || bytes == 0) return DTRAIN_OK;
+    return dtrain_device_copy(strategy->device, back ? storage->grad : inside,
+                              back ? inside : storage->grad, bytes);
 }
 
-/* Tell whether units are walked in backward (dtrain__walk_back). Then a unit's gradients are
- * launched in the turn of the next unit, and what belongs to none in finish: a rank that launched a
- * bucket as soon as it is complete would be ahead of one that has to close it. */
-DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy)
-{
-    return strategy->layout.shards.params || strategy->layout.shards.grads;
-}
-
-static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t end);
-
-/* Count a final gradient, in constant time: three counters tell what became final, no list is
- * searched. */
+/* Count a final gradient: constant time, no list is searched. It moves into its bucket when the
+ * last of the aliases that share it is marked. */
 static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
 {
     dtrain__layout *layout = &strategy->layout;
     dtrain_param *storage = strategy->params[index].state.storage;
-    dtrain__entry *entry = &layout->entries[index];
-    dtrain__entry *place = &layout->entries[storage->state.index];
-    dtrain__bucket *bucket = &layout->buckets[entry->bucket];
-    entry->marked = true;
+    dtrain__entry *shared = &layout->entries[storage->state.index];
+    dtrain__bucket *bucket = &layout->buckets[shared->bucket];
+    layout->entries[index].marked = true;
     strategy->marked_count++;
     bucket->pending--;
-    if (--place->pending == 0 && dtrain__travels(strategy, bucket))
+    if (--shared->pending == 0 && dtrain__travels(strategy, bucket))
         DTRAIN__TRY(dtrain__move_grad(strategy, storage, false));
     if (!strategy->desc.no_overlap && !dtrain__walks(strategy))
         DTRAIN__TRY(dtrain__launch_buckets(strategy, layout->bucket_count));
     return dtrain__progress(strategy);
 }
 
-/* Refuse a mark that comes twice, or while the gradient has no place: memory for one of a unit's is
- * its own from dtrain_strategy_gather to the gather of another unit. */
+/* Refuse a second mark in one backward, and one while the gradient has no memory: the gradients of
+ * a unit that is walked have theirs from its gather to the gather of another unit. */
 static dtrain_result dtrain__check_mark(const dtrain_strategy *strategy, size_t index)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -137,9 +135,7 @@ static dtrain_result dtrain__check_mark(const dtrain_strategy *strategy, size_t 
                        index, strategy->params[index].name, why);
 }
 
-/* From now on grad holds a part of this step's gradient: the tape says so at its first write, ready
- * for a host with its own backward; dtrain__rewind takes it back when the gradient has been moved
- * on. A gradient of which this rank holds no part in the whole step counts as zero. */
+/* Set grad_written for a host with its own backward; the tape has set it at its first write. */
 DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index)
 {
     const char *const call = "dtrain_strategy_ready";
@@ -172,17 +168,15 @@ static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t en
         if (bucket->pending) break;
         bucket->stage = DTRAIN__REDUCED;
         if (!dtrain__travels(strategy, bucket)) continue;
-        if (dtrain__in_lockstep(strategy)) /* and this is a place: one step further */
-            for (size_t b = strategy->oldest; b < strategy->launched; b++)
-                DTRAIN__TRY(dtrain__reduce_await(strategy, b));
-        DTRAIN__TRY(dtrain__reduce_start(strategy, strategy->launched));
+        DTRAIN__TRY(dtrain__reduce_start(strategy, bucket));
     }
     return DTRAIN_OK;
 }
 
 /* ---- 3. Reduce --------------------------------------------------------------------------------*/
 
-/* Return the steps of a bucket's way. */
+/* Return the steps of the way of whole or of sharded buckets, as ways.c has chosen them: in DDP the
+ * all-reduce below and nothing else. */
 static const dtrain__step *const *dtrain__way_of(const dtrain_strategy *strategy, bool sharded)
 {
     const bool compressed = strategy->sync_count >= strategy->compressed_from;
@@ -199,19 +193,9 @@ static const dtrain__step *dtrain__step_of(const dtrain_strategy *strategy,
     return step && step->last_only && strategy->more ? NULL : step;
 }
 
-/* Begin the first step of a bucket's way. */
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b)
+/* Wait for the collectives of a bucket's step, end the step and begin the next one, if any. */
+static dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
-    dtrain__bucket *bucket = &strategy->layout.buckets[b];
-    bucket->stage = 1;
-    const dtrain__step *first = dtrain__step_of(strategy, bucket, 1);
-    return first->begin ? first->begin(strategy, bucket) : DTRAIN_OK;
-}
-
-/* Wait for the collectives of a bucket's step, end it and begin the next one. */
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, size_t b)
-{
-    dtrain__bucket *bucket = &strategy->layout.buckets[b];
     if (bucket->stage == DTRAIN__REDUCED) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__wait_works(strategy, bucket->reduces));
     const dtrain__step *done = dtrain__step_of(strategy, bucket, bucket->stage);
@@ -221,69 +205,87 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, si
     return next ? next->begin(strategy, bucket) : DTRAIN_OK;
 }
 
-/* Must a bucket's further steps start at a place in the program that is the same on every rank?
- * NCCL runs what was started in its order: if that depended on what happens to be done, ranks would
- * wait for each other in a circle. */
-DTRAIN__PRIVATE bool dtrain__in_lockstep(const dtrain_strategy *strategy)
+/* Tell whether the second and later steps of ways start in lockstep: at launches and in finish
+ * only, which come in the same order on every rank. NCCL runs collectives in the order in which
+ * they were started: if that depended on which of them happen to be done, ranks would wait for each
+ * other in a circle. */
+static bool dtrain__in_lockstep(const dtrain_strategy *strategy)
 {
     return strategy->comm->ops->launch_ordered &&
            (dtrain__way_of(strategy, false)[1] || dtrain__way_of(strategy, true)[1]);
 }
 
-/* Give the communicator a turn at every ready: without a progress thread, buckets move only then.
- * It costs two looks at the clock and one cache line per rank when there is nothing to do; ready
- * calls are a layer's backward apart. Nothing waits. No bucket overtakes one before it: it starts a
- * step when all of those have. */
-DTRAIN__PRIVATE dtrain_result dtrain__progress(dtrain_strategy *strategy)
+/* Take all buckets under way, below `end`, one step further, waiting for those that they make. */
+static dtrain_result dtrain__advance(dtrain_strategy *strategy, size_t end)
 {
-    uint32_t most = DTRAIN__REDUCED; /* stage of the slowest bucket so far */
+    for (size_t b = strategy->oldest; b < end; b++)
+        DTRAIN__TRY(dtrain__reduce_await(strategy, &strategy->layout.buckets[b]));
+    return DTRAIN_OK;
+}
+
+/* Begin the first step of a bucket's way; in lockstep, after the buckets under way. */
+static dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    if (dtrain__in_lockstep(strategy)) DTRAIN__TRY(dtrain__advance(strategy, strategy->launched));
+    bucket->stage = 1;
+    const dtrain__step *first = dtrain__step_of(strategy, bucket, 1);
+    return first->begin ? first->begin(strategy, bucket) : DTRAIN_OK;
+}
+
+/* Test the buckets under way, and take those whose collectives are done one step further. Never
+ * waits. Without a progress thread collectives move only in such calls; each costs two readings of
+ * the clock and one cache line per rank, at every ready, which are a layer's backward apart. A
+ * bucket begins a step only after all buckets before it have. */
+static dtrain_result dtrain__progress(dtrain_strategy *strategy)
+{
+    uint32_t slowest = DTRAIN__REDUCED; /* stage of the slowest bucket so far */
     bool done = true;
     if (dtrain__in_lockstep(strategy)) return DTRAIN_OK;
     for (size_t b = strategy->oldest; b < strategy->launched; b++) {
-        const dtrain__bucket *bucket = &strategy->layout.buckets[b];
+        dtrain__bucket *bucket = &strategy->layout.buckets[b];
         const bool chain = dtrain__way_of(strategy, bucket->sharded)[1] != NULL;
         while (bucket->stage != DTRAIN__REDUCED) {
-            if (bucket->stage >= most && dtrain__step_of(strategy, bucket, bucket->stage + 1))
+            if (bucket->stage >= slowest && dtrain__step_of(strategy, bucket, bucket->stage + 1))
                 break;
             done = true;
             for (size_t i = 0; i < strategy->works_per_bucket && done; i++)
                 DTRAIN__TRY(dtrain_work_test(bucket->reduces[i], &done));
             if (!done) break;
-            DTRAIN__TRY(dtrain__reduce_await(strategy, b));
+            DTRAIN__TRY(dtrain__reduce_await(strategy, bucket));
         }
-        if (bucket->stage < most) most = bucket->stage;
+        if (bucket->stage < slowest) slowest = bucket->stage;
         if (b == strategy->oldest && bucket->stage == DTRAIN__REDUCED) strategy->oldest++;
         if (!done && !chain) break;
     }
     return DTRAIN_OK;
 }
 
-/* Finish buckets in their order; while one is waited for, those behind it go on. Where steps are
- * placed, this is such a place: all buckets under way go one step further. */
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end)
+/* Wait until all buckets below `end` are reduced, one after another, while those behind go on; in
+ * lockstep all of them step by step. */
+static dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end)
 {
+    const dtrain__bucket *buckets = strategy->layout.buckets;
     while (strategy->oldest < end) {
         DTRAIN__TRY(dtrain__progress(strategy));
-        const size_t stop = dtrain__in_lockstep(strategy) ? end : strategy->oldest + 1;
-        for (size_t b = strategy->oldest; b < stop && b < end; b++)
-            DTRAIN__TRY(dtrain__reduce_await(strategy, b));
-        while (strategy->oldest < end &&
-               strategy->layout.buckets[strategy->oldest].stage == DTRAIN__REDUCED)
+        const size_t next = strategy->oldest < end ? strategy->oldest + 1 : end;
+        DTRAIN__TRY(dtrain__advance(strategy, dtrain__in_lockstep(strategy) ? end : next));
+        while (strategy->oldest < end && buckets[strategy->oldest].stage == DTRAIN__REDUCED)
             strategy->oldest++;
     }
     return DTRAIN_OK;
 }
 
-/* ---- 3. Reduce: how a gradient travels -------------------------------------------------------*/
+/* ---- 3. Reduce: the all-reduce, and what other steps take from it -----------------------------*/
 
-/* Do gradients travel rounded, in low_grads? */
+/* Tell whether gradients travel rounded, in low_grads. */
 DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy)
 {
     return strategy->desc.reduce_dtype != DTRAIN_DTYPE_F32;
 }
 
-/* Do two collectives make this bucket's mean? Then they sum, and one factor follows at the end. In
- * fp16 a sum may be too large where the mean is not: there each of them makes a mean. */
+/* Tell whether two collectives in a row make the mean of a bucket (over nodes, or replicas) as sums
+ * that dtrain__scale multiplies by 1/N once. In fp16 a sum may overflow where the mean does not:
+ * there each collective makes a mean. */
 DTRAIN__PRIVATE bool dtrain__sums_first(const dtrain_strategy *strategy,
                                         const dtrain__bucket *bucket)
 {
@@ -298,7 +300,7 @@ DTRAIN__PRIVATE dtrain_reduce_op dtrain__level_op(const dtrain_strategy *strateg
     return dtrain__sums_first(strategy, bucket) ? DTRAIN_REDUCE_SUM : DTRAIN_REDUCE_MEAN;
 }
 
-/* Apply the factor of sums: x (count elements of the bucket) becomes the mean. */
+/* Multiply x (count elements of the bucket) by 1/N where collectives have summed. */
 DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                             float *x, int64_t count)
 {
@@ -313,7 +315,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtr
     return strategy->device->ops->axpby(strategy->device, &mean);
 }
 
-/* Make *wire x (count elements of the bucket, from `first` on) as it travels. */
+/* Set *wire to x (count elements of the bucket, from `first` on) as reduce_dtype. */
 DTRAIN__PRIVATE dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                               float *x, int64_t first, int64_t count, void **wire)
 {
@@ -324,8 +326,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain_
                            strategy->desc.reduce_dtype);
 }
 
-/* Make x (count elements of the bucket, from `first` on) what has come, or if that was the last
- * collective the mean. */
+/* Convert what has arrived back to x (count elements of the bucket, from `first` on); after the
+ * last collective of a way, make it the mean. */
 DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                                 float *x, int64_t first, int64_t count, bool last)
 {
@@ -348,8 +350,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_all(dtrain_strategy *strategy, dtra
                              dtrain__level_op(strategy, bucket), bucket->reduces);
 }
 
-/* ALL_REDUCE of a whole bucket: everything among all ranks, or between nodes this rank's slice, its
- * hop. */
+/* ALL_REDUCE, the one step of DDP: the gradients of a bucket (with several nodes this rank's slice
+ * of them) = their mean. */
 DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_begin(dtrain_strategy *strategy,
                                                        dtrain__bucket *bucket)
 {
@@ -366,8 +368,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_end(dtrain_strategy *strategy,
 
 /* ---- 4. Finish --------------------------------------------------------------------------------*/
 
-/* Make a bucket complete that still waits for marks: of its gradients, what an earlier micro-batch
- * or another use has left counts, the rest is zero. A bucket that stays here waits no longer. */
+/* Complete a bucket that waits for marks: a gradient that an earlier micro-batch or another use has
+ * written counts as it is, any other one is zero. */
 static dtrain_result dtrain__close_bucket(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -386,9 +388,9 @@ static dtrain_result dtrain__close_bucket(dtrain_strategy *strategy, dtrain__buc
     return DTRAIN_OK;
 }
 
-/* Close and launch buckets up to `end`, one by one: a buffer is zeroed for the next only when
- * the one before it has been launched. */
-DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end)
+/* Close and launch buckets up to `end`, one by one: two buckets may share a buffer, which may be
+ * zeroed for the second one only after the first one has been launched. */
+static dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end)
 {
     while (strategy->launched < end) {
         DTRAIN__TRY(dtrain__close_bucket(strategy, &strategy->layout.buckets[strategy->launched]));
@@ -397,9 +399,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, s
     return DTRAIN_OK;
 }
 
-/* Report parameters that ready has not seen in this step, at most eight by name; a warning names
- * one once, and a rank without samples misses nothing. All buckets have been launched: whatever
- * this rank lacks, the others are not left waiting. */
+/* Report parameters for which ready was not called in this step, at most eight by name. A warning
+ * names a parameter once; a rank without samples misses nothing. All buckets have been launched
+ * before, so no other rank waits for this one. */
 static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
 {
     const char *const call = "dtrain_strategy_finish";
@@ -445,8 +447,8 @@ static dtrain_result dtrain__return_grads(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Bring buffers to their mean over the ranks. Running averages are linear in what is averaged: the
- * mean of those that ranks have kept by themselves is the one of all their batches. */
+/* Average the model's buffers (DTRAIN_PARAM_BUFFER) over the ranks: running averages are linear, so
+ * that the mean of the ranks' own averages is the average over all their batches. */
 static dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
 {
     for (size_t i = 0; strategy->has_buffers && i < strategy->param_count; i++) {
@@ -460,13 +462,12 @@ static dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to);
-
-/* The order matters: units that this rank's backward has not come to are walked, everything is
- * launched before ranks exchange what is missing, and waited for before anything is reported. So a
- * step that fails for a missing gradient has made the same collectives as one that succeeds, and
- * the next step finds all ranks at the same place. Units fetched ahead and not used are waited for,
- * because they read the shards that will be updated. */
+/* End a backward. The order of these calls matters: units that this rank's backward has stepped
+ * over are walked, and all buckets launched, before ranks exchange which gradients are missing; all
+ * are waited for before a missing one is reported. So a step that fails for a missing gradient has
+ * made the same collectives as one that succeeds, and the next step finds all ranks at the same
+ * place. Units that were fetched ahead are waited for, because the update overwrites the shards
+ * that their collectives read. */
 static dtrain_result dtrain__finish(dtrain_strategy *strategy)
 {
     dtrain_result missing = DTRAIN_OK;
@@ -517,8 +518,8 @@ DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
 
 /* ---- 5. Publish -------------------------------------------------------------------------------*/
 
-/* Whole values that ranks have updated by slices are gathered here; values that are kept in shards
- * are only forgotten, and the next gather brings them. */
+/* Gather whole values of which each rank has updated a shard (ZERO1, SHARD_GRAD_OP). Values that
+ * are kept in shards are only evicted from their slots: the next gather brings the new ones. */
 DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
 {
     DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_strategy_publish"));
@@ -528,13 +529,34 @@ DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
     return dtrain__strategy_keep(strategy, dtrain__forget_units(strategy));
 }
 
-/* ---- Units that are walked
+/* ---- Gather, release, and the walk back
  *
- * Kinds that shard gradients or values: a unit is gathered before its forward and its backward, and
- * its gradients are reduced in the turn of the next one. */
+ * Kinds that shard gradients or values walk units. A unit is gathered before its forward and before
+ * its backward; its gradients, made in one of two alternating buffers, are reduced when backward
+ * comes to the next unit:
+ *
+ *     backward       unit 3        unit 2        unit 1        unit 0        finish
+ *     buffer 1       [ 3 made ]    [ 3 travels ] [ 1 made ]    [ 1 travels ]
+ *     buffer 0                     [ 2 made ]    [ 2 travels ] [ 0 made ]    [ 0 travels ]
+ *     shards                                     3             2             1, 0
+ *
+ * A forward inside a backward (activation checkpointing) does not say where it will end, and a rank
+ * that has stepped over units cannot know how far the others have come. So on every rank it walks
+ * back to the unit behind the first that it gathers: both are in their slots then. A forward of
+ * more than two units needs the last of them to be gathered for backward before. */
 
-/* Empty the buffers of bucket b's gradients. With replicas the buffer is free as soon as the node
- * has reduced it, if what travels between nodes is the shard. */
+/* Tell whether the kind walks units (not DDP, not ZERO1). Then a unit's gradients are launched when
+ * backward comes to the next unit, and those of no unit in finish: a rank that launched a bucket as
+ * soon as it is complete would be ahead of a rank that lacks a gradient and has to close it. */
+static bool dtrain__walks(const dtrain_strategy *strategy)
+{
+    return strategy->layout.shards.params || strategy->layout.shards.grads;
+}
+
+/* Wait until the gradients of bucket b have left the buffer in which they were made. Usually they
+ * have when the bucket is reduced. With replicas, the step between nodes works on the shard, not on
+ * the buffer, unless this result is yet to be added to the shard, rounded or copied to the host:
+ * then the first step is enough. */
 static dtrain_result dtrain__vacate_buffer(dtrain_strategy *strategy, size_t b)
 {
     const bool on_host = strategy->layout.grads_on_host;
@@ -544,25 +566,26 @@ static dtrain_result dtrain__vacate_buffer(dtrain_strategy *strategy, size_t b)
         DTRAIN__TRY(dtrain__reduce_until(strategy, b + 1));
         return on_host ? dtrain__host_vacate(strategy) : DTRAIN_OK;
     }
-    for (size_t i = strategy->oldest; i <= b; i++)
-        if (strategy->layout.buckets[i].stage == 1) DTRAIN__TRY(dtrain__reduce_await(strategy, i));
+    for (size_t i = strategy->oldest; i <= b; i++) {
+        dtrain__bucket *bucket = &strategy->layout.buckets[i];
+        if (bucket->stage == 1) DTRAIN__TRY(dtrain__reduce_await(strategy, bucket));
+    }
     return DTRAIN_OK;
 }
 
-/* Make the alternating buffer of a unit's gradients free for them: what the unit before the last
- * left there has been reduced. A unit without gradients needs no buffer. */
-DTRAIN__PRIVATE dtrain_result dtrain__claim_buffer(dtrain_strategy *strategy, uint32_t unit)
+/* Give the alternating buffer to a unit: wait until the gradients of the unit that had it, two
+ * units later in the model, have left it. A unit without gradients needs no buffer. */
+static dtrain_result dtrain__claim_buffer(dtrain_strategy *strategy, uint32_t unit)
 {
-    if (!strategy->layout.shards.grads || unit == DTRAIN__NONE) return DTRAIN_OK;
-    if (strategy->layout.units[unit].trainable == DTRAIN__NONE) return DTRAIN_OK;
-    uint32_t *working = &strategy->in_buffer[unit & 1];
-    const uint32_t before = *working;
-    *working = unit;
+    const dtrain__unit *units = strategy->layout.units;
+    const uint32_t before = strategy->in_buffer[unit & 1];
+    if (!strategy->layout.shards.grads || units[unit].trainable == DTRAIN__NONE) return DTRAIN_OK;
+    strategy->in_buffer[unit & 1] = unit;
     if (before == unit || before == DTRAIN__NONE) return DTRAIN_OK;
-    return dtrain__vacate_buffer(strategy, strategy->layout.units[before].trainable);
+    return dtrain__vacate_buffer(strategy, units[before].trainable);
 }
 
-/* Close the gradients of units from `first` on: their backward is over. */
+/* Close and launch the gradients of units from `first` on: their backward is over. */
 static dtrain_result dtrain__close_units(dtrain_strategy *strategy, uint32_t first)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -573,11 +596,12 @@ static dtrain_result dtrain__close_units(dtrain_strategy *strategy, uint32_t fir
     return dtrain__close_buckets(strategy, end);
 }
 
-/* Walk backward down to the unit `to`. What a unit's turn starts is the same on every rank,
- * whatever gradients this one has or lacks: the gradients of the units behind it are reduced, its
- * values gathered, those of the next one fetched. So a rank may step over units, or end early:
- * the unit that it comes to next, or finish, makes up for them. A forward inside a backward may
- * have taken the slot of the unit that this had come to: then it did so on all ranks. */
+/* Walk backward down to the unit `to`. Each unit on the way starts the same collectives on every
+ * rank, whatever gradients a rank has or lacks: the gradients of the units behind it are reduced,
+ * its values gathered, those of the next one fetched. So a rank may step over units, or end early:
+ * its next gather, or finish, makes up for them. A forward inside this backward may have taken the
+ * slot of the unit that backward has come to: then it did so on all ranks, and the unit is brought
+ * again. */
 static dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)
 {
     uint32_t at = strategy->backward;
@@ -590,12 +614,12 @@ static dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)
         DTRAIN__TRY(dtrain__close_units(strategy, at + 1));
         DTRAIN__TRY(dtrain__claim_buffer(strategy, at));
         strategy->backward = at;
-        DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1)); /* behind 0 there is none */
+        DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1)); /* of 0: UINT32_MAX, no unit */
     }
     return DTRAIN_OK;
 }
 
-/* Find the place of a unit. Hosts walk from one neighbour to the next: looking there first makes
+/* Find the index of a unit. A host walks from one neighbour to the next: searching from there makes
  * it constant time. */
 static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
 {
@@ -641,22 +665,22 @@ static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32
                        call, id, units[due].id, due ? "" : ", the first");
 }
 
-/* Tell whether a forward makes activations again: inside a backward, or, on a rank that has stepped
- * over all units so far, where it goes back and not to the first. */
-static bool dtrain__is_again(const dtrain_strategy *strategy, uint32_t at)
+/* Tell whether a forward recomputes activations: inside a backward, or, on a rank whose backward
+ * has stepped over all units so far, where it goes back to another unit than the first. */
+static bool dtrain__recomputes(const dtrain_strategy *strategy, uint32_t at)
 {
     if (strategy->backward != DTRAIN__NONE) return true;
     return at && strategy->position != DTRAIN__NONE && at < strategy->position;
 }
 
-/* Gather a unit for a pass and show it. One that is gathered for backward again is only shown. */
+/* Gather a unit for a pass and show it. A second gather for the same backward only shows it. */
 static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, dtrain_pass pass)
 {
     if (pass == DTRAIN_PASS_BACKWARD) {
         DTRAIN__TRY(dtrain__walk_back(strategy, at));
         strategy->entered = true;
     } else {
-        if (!strategy->entered && dtrain__is_again(strategy, at))
+        if (!strategy->entered && dtrain__recomputes(strategy, at))
             DTRAIN__TRY(dtrain__walk_back(strategy, at + 1));
         DTRAIN__TRY(dtrain__bring_unit(strategy, at, at == strategy->backward ? at - 1 : at + 1));
     }
@@ -674,8 +698,6 @@ DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint3
     return dtrain__strategy_keep(strategy, dtrain__gather(strategy, at, pass));
 }
 
-/* Take the pointers away: the values stay where they are until the slot is wanted, and use after
- * release is noticed. */
 DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit)
 {
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_release"));

@@ -4,11 +4,11 @@
  * device that they share.
  *
  * The order of reading is that of a gradient: params.c, kinds.c, layout.c (who keeps what), road.c
- * (DDP from ready to publish), weights.c (what its mean is over), norm.c, gather.c (sharded values),
- * calls.c (what these call), then one file a step: ways/shards.c, hierarchy.c, compression.c,
- * topk.c, powersgd.c, and ways.c, which alone knows them all; offload.c (shards in host memory),
- * levels.c, settings.c, create.c (how it all comes to be), query.c, view.c (for the rooms above),
- * plan.c. */
+ * (DDP from ready to publish), weights.c (what its mean is over), norm.c, gather.c (sharded
+ * values), calls.c (what these call), then one file a step: ways/shards.c, hierarchy.c,
+ * compression.c, topk.c, powersgd.c, and ways.c, which alone knows them all; offload.c (shards in
+ * host memory), levels.c, settings.c, create.c (how it all comes to be), query.c, view.c (for the
+ * rooms above), plan.c. */
 
 #pragma once
 
@@ -133,12 +133,6 @@ DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end
     dtrain__topk_publish_end, dtrain__p_begin, dtrain__p_end, dtrain__q_begin, dtrain__q_end;
 
 /* strategy/road.c */
-DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b);
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, size_t b);
-DTRAIN__PRIVATE bool dtrain__in_lockstep(const dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__progress(dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end);
 DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                               float *x, int64_t first, int64_t count, void **wire);
@@ -153,7 +147,6 @@ DTRAIN__PRIVATE dtrain_reduce_op dtrain__level_op(const dtrain_strategy *strateg
                                                   const dtrain__bucket *bucket);
 DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                             float *x, int64_t count);
-DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end);
 
 /* strategy/calls.c */
 DTRAIN__PRIVATE bool dtrain__in_backward(const dtrain_strategy *strategy);
