@@ -39,7 +39,7 @@ DTRAIN__PRIVATE DIR *dtrain__open_directory(const char *path)
     return directory;
 }
 
-/* ---- Memory -------------------------------------------------------------------------------------*/
+/* ---- Memory -----------------------------------------------------------------------------------*/
 
 DTRAIN__PRIVATE size_t dtrain__page_bytes(void)
 {
