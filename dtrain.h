@@ -1023,7 +1023,7 @@ typedef struct dtrain_launch_place {
  *     ranks          this process is rank 3 of 8, local rank 1 of 2
  *     meeting        at head port 29600, for at most 300 s
  *
- * and so on: every family of variables that is set, why it is taken or not, and what comes of it.
+ * for every family of variables that is set why it is taken or not, and what comes of it.
  * DTRAIN_JOB_KEY is not shown. The result is that of dtrain_launch's own checks: a half or
  * contradictory environment is explained, and then refused. */
 DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, char *text,
@@ -5596,8 +5596,7 @@ typedef struct dtrain__placement {
     uint32_t port;              /* of the control plane */
     uint32_t restart_count;     /* by the launcher around this process, so far */
     uint64_t key[2];            /* tells this run from others, see world/rendezvous.c */
-    int looked;                 /* for explain.c: the last family that was looked at ... */
-    bool complete;              /* ... and whether it has a rank and a size */
+    bool complete; /* a launcher has said which rank this is, be it of a world of one */
 } dtrain__placement;
 
 typedef enum dtrain__frame_kind {
@@ -11422,29 +11421,35 @@ DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world)
 
 typedef char *(*dtrain__lookup_fn)(const char *name); /* getenv */
 
-/* The families of variables, in the order in which they are looked at. */
+/* The variables of a family that have a meaning in all of them; what its reader looks at besides
+ * stands behind these. */
 enum {
-    DTRAIN__OURS,
-    DTRAIN__TORCHRUN,
-    DTRAIN__OPEN_MPI,
-    DTRAIN__SLURM,
-    DTRAIN__MPICH,
-    DTRAIN__INDEXED,
-    DTRAIN__PET,
-    DTRAIN__FAMILIES
+    DTRAIN__ADDRESS, /* of rank 0's host; not of the family alone, as the port */
+    DTRAIN__PORT,
+    DTRAIN__RANK,
+    DTRAIN__SIZE,
+    DTRAIN__LOCAL_RANK,
+    DTRAIN__LOCAL_SIZE,
+    DTRAIN__RUN, /* this and the next one name the run */
+    DTRAIN__RUN_PART,
+    DTRAIN__VARIABLES = 11
 };
+enum { DTRAIN__INDEXED = 5, DTRAIN__FAMILIES = 7 }; /* rows of the table */
 
+/* The variables by which launchers of one kind say which rank a process is. */
 typedef struct dtrain__family {
     const char *name;
-    const char *rank, *size, *local_rank, *local_size; /* variables; NULL: it has none */
-    const char *address, *port;                        /* of rank 0's host */
-    const char *run, *run_part;                        /* that name the run */
+    /* Reads rank and size into *out; *why, if not NULL: the family does not apply. NULL: two plain
+     * numbers. */
+    dtrain_result (*read)(dtrain__lookup_fn env, const char **why, dtrain__placement *out);
+    const char *variables[DTRAIN__VARIABLES]; /* NULL: it has none */
 } dtrain__family;
 
 /* launch/environment.c */
 DTRAIN__PRIVATE const dtrain__family *dtrain__family_table(void);
 DTRAIN__PRIVATE const char *dtrain__env_text(dtrain__lookup_fn env, const char *name);
-DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out);
+DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out,
+                                                const char *said[DTRAIN__FAMILIES]);
 
 /* ================================================================================================
  * src/launch/launch_internal.h
@@ -11804,7 +11809,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
             "or 1, threads), log_level is %u (0 to 4), threads_per_rank is %d (0 to "
             "4096)", /* %d: a negative number is what a program was given */
             (int)most, DTRAIN_MAX_RANKS, desc->mode, desc->log_level, (int)desc->threads_per_rank);
-    DTRAIN__TRY(dtrain__recognise(getenv, place));
+    const char *said[DTRAIN__FAMILIES];
+    DTRAIN__TRY(dtrain__recognise(getenv, place, said));
     if (place->family && desc->rank_count && (int)desc->rank_count != place->size)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_launch: rank_count is %u, and the environment (%s) announces "
@@ -12169,45 +12175,14 @@ DTRAIN__PRIVATE int dtrain__rank_run(dtrain__launch *launch, int index)
 
 /* The launch environment
  *
- * Launchers tell a process its rank in environment variables, each in its own. A family is taken as
- * a whole, the first complete one wins:
- *
- *     DTRAIN_RANK, DTRAIN_WORLD_SIZE            ours: any launcher that can set variables
- *     RANK, WORLD_SIZE                          torchrun and its kin, PyTorchJob
- *     OMPI_COMM_WORLD_RANK, _SIZE               Open MPI
- *     SLURM_PROCID, SLURM_STEP_NUM_TASKS        srun. The sbatch shell has most SLURM variables but
- *                                               no SLURM_STEP_ID: there, nobody else comes
- *     PMI_RANK, PMI_SIZE                        MPICH and its kin; beside other values of Slurm,
- *                                               those of an mpirun inside of the step
- *     JOB_COMPLETION_INDEX, *WORLD_SIZE         Kubernetes Indexed Job, which does not say how many
- *     PET_NNODES, PET_NODE_RANK, ...            Kubeflow TrainJob: one process a node, and we are
- *                                               the launcher of the node's ranks
- *
- * A family is a row of a table. Slurm, the Indexed Job and the TrainJob need more than that and
- * have a function each. All is a pure function of the environment; dtrain_launch hands it getenv.
- */
+ * Launchers tell a process its rank in environment variables, each in its own; launch.h lists them.
+ * A family of variables is taken as a whole, the first complete one wins, and each is a row of the
+ * table below. Slurm, the Indexed Job and the TrainJob, whose variables are more than a rank and a
+ * size, have a reader each. All is a pure function of the environment, and keeps in words what it
+ * decides about each family: dtrain_launch_explain prints these words. */
 
 #define DTRAIN__DEFAULT_PORT 29500
 #define DTRAIN__PORT_OFFSET 100 /* torchrun's own store listens on MASTER_PORT itself */
-
-static const dtrain__family dtrain__families[DTRAIN__FAMILIES] = {
-    {"DTRAIN_RANK", "DTRAIN_RANK", "DTRAIN_WORLD_SIZE", "DTRAIN_LOCAL_RANK", "DTRAIN_LOCAL_SIZE",
-     "DTRAIN_MASTER_ADDR", "MASTER_PORT", NULL, NULL},
-    {"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
-     "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"},
-    {"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-     "OMPI_COMM_WORLD_LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMIX_NAMESPACE", NULL},
-    {"Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", NULL, "MASTER_ADDR",
-     "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID"},
-    {"MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MASTER_ADDR",
-     "MASTER_PORT", NULL, NULL},
-    {"Indexed Job", "JOB_COMPLETION_INDEX", "WORLD_SIZE", NULL, NULL, "MASTER_ADDR", "MASTER_PORT",
-     NULL, NULL},
-    {"PET", "PET_NODE_RANK", "PET_NNODES", NULL, NULL, "PET_MASTER_ADDR", "PET_MASTER_PORT", NULL,
-     NULL},
-};
-
-DTRAIN__PRIVATE const dtrain__family *dtrain__family_table(void) { return dtrain__families; }
 
 /* Look up a variable; NULL when it is unset or empty. */
 DTRAIN__PRIVATE const char *dtrain__env_text(dtrain__lookup_fn env, const char *name)
@@ -12242,17 +12217,19 @@ static dtrain_result dtrain__env_conflict(const char *a, int a_value, const char
                        a_value, b, b_value, rule);
 }
 
-/* Read rank and size of one family; *found when both are there. Half a family is an error, except
+/* Read the plain rank and size of a family; *why: it does not apply. Half a family is an error, except
  * that a lone world size may belong to an Indexed Job. */
-static dtrain_result dtrain__env_pair(dtrain__lookup_fn env, const char *rank_name,
-                                      const char *size_name, bool size_alone, bool *found,
-                                      dtrain__placement *out)
+static dtrain_result dtrain__read_pair(dtrain__lookup_fn env, const char *rank_name,
+                                       const char *size_name, bool size_alone, const char **why,
+                                       dtrain__placement *out)
 {
     bool has_rank, has_size;
-    *found = false;
+    *why = NULL;
     DTRAIN__TRY(dtrain__env_number(env, rank_name, &has_rank, &out->rank));
     DTRAIN__TRY(dtrain__env_number(env, size_name, &has_size, &out->size));
-    if (!has_rank && (!has_size || size_alone)) return DTRAIN_OK;
+    if (!has_rank && !has_size) *why = "ignored, no rank and no size";
+    else if (!has_rank && size_alone) *why = "ignored, a size alone, which is the Indexed Job's";
+    if (*why) return DTRAIN_OK;
     if (has_rank != has_size) {
         const char *there = has_rank ? rank_name : size_name;
         const char *missing = has_rank ? size_name : rank_name;
@@ -12261,49 +12238,42 @@ static dtrain_result dtrain__env_pair(dtrain__lookup_fn env, const char *rank_na
                            "sets both: set %s too or unset %s",
                            there, has_rank ? out->rank : out->size, missing, missing, there);
     }
-    if (out->rank >= out->size)
-        return dtrain__env_conflict(rank_name, out->rank, size_name, out->size,
-                                    "numbers go from 0 to the size less one");
-    *found = true;
+    if (out->rank < out->size) return DTRAIN_OK;
+    return dtrain__env_conflict(rank_name, out->rank, size_name, out->size,
+                                "numbers go from 0 to the size less one");
+}
+
+/* Find out whether the MPI family `rank_name`, `size_name` is set and contradicts *taken. */
+static dtrain_result dtrain__env_differs(dtrain__lookup_fn env, const char *rank_name,
+                                         const char *size_name, const dtrain__placement *taken,
+                                         dtrain__placement *said, bool *differs)
+{
+    const char *why;
+    DTRAIN__TRY(dtrain__read_pair(env, rank_name, size_name, false, &why, said));
+    *differs = !why && (said->rank != taken->rank || said->size != taken->size);
     return DTRAIN_OK;
 }
 
-/* Read local rank and size of one family, where it has them. */
-static dtrain_result dtrain__env_local(dtrain__lookup_fn env, const dtrain__family *family,
-                                       dtrain__placement *out)
+/* Read torchrun's variables. RANK beside mpirun's variables that say something else is refused: it is
+ * usually inherited by the shell that ran mpirun. Under torchrun itself they describe the node on
+ * which srun or mpirun has put its agent. */
+static dtrain_result dtrain__read_torchrun(dtrain__lookup_fn env, const char **why,
+                                           dtrain__placement *out)
 {
-    bool has_rank, has_size;
-    DTRAIN__TRY(dtrain__env_number(env, family->local_rank, &has_rank, &out->local_rank));
-    DTRAIN__TRY(dtrain__env_number(env, family->local_size, &has_size, &out->local_size));
-    if (has_size && (out->local_size < 1 || out->local_size > out->size))
-        return dtrain__env_conflict(family->local_size, out->local_size, family->size, out->size,
-                                    "a node has from 1 to world size ranks");
-    const int limit = has_size ? out->local_size : out->size;
-    if (has_rank && out->local_rank >= limit)
-        return dtrain__env_conflict(family->local_rank, out->local_rank,
-                                    has_size ? family->local_size : family->size, limit,
-                                    "local ranks go from 0 to the local size less one");
-    return DTRAIN_OK;
-}
-
-/* Refuse RANK beside mpirun's variables that say something else: usually inherited by the shell
- * that ran mpirun. Under torchrun they describe the node on which srun or mpirun put the agent. */
-static dtrain_result dtrain__env_torchrun(dtrain__lookup_fn env, const dtrain__placement *taken)
-{
-    const dtrain__family *mine = &dtrain__families[DTRAIN__TORCHRUN];
-    const int others[] = {DTRAIN__OPEN_MPI, DTRAIN__MPICH};
-    for (int i = 0; i < 2 && !dtrain__env_text(env, "TORCHELASTIC_RUN_ID"); i++) {
-        const dtrain__family *other = &dtrain__families[others[i]];
+    static const char *const others[][2] = {{"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"},
+                                            {"PMI_RANK", "PMI_SIZE"}};
+    const bool indexed = dtrain__env_text(env, "JOB_COMPLETION_INDEX") != NULL;
+    DTRAIN__TRY(dtrain__read_pair(env, "RANK", "WORLD_SIZE", indexed, why, out));
+    for (int i = 0; i < 2 && !*why && !dtrain__env_text(env, "TORCHELASTIC_RUN_ID"); i++) {
         dtrain__placement said;
-        bool found;
-        DTRAIN__TRY(dtrain__env_pair(env, other->rank, other->size, false, &found, &said));
-        if (found && (said.rank != taken->rank || said.size != taken->size))
+        bool differs;
+        DTRAIN__TRY(dtrain__env_differs(env, others[i][0], others[i][1], out, &said, &differs));
+        if (differs)
             return dtrain_fail(
                 DTRAIN_ERROR_ARGUMENT,
-                "dtrain_launch: the environment has %s=%d, %s=%d and also %s=%d, %s=%d; unset "
-                "those that do not come from the launcher of this run",
-                mine->rank, taken->rank, mine->size, taken->size, other->rank, said.rank,
-                other->size, said.size);
+                "dtrain_launch: the environment has RANK=%d, WORLD_SIZE=%d and also %s=%d, %s=%d; "
+                "unset those that do not come from the launcher of this run",
+                out->rank, out->size, others[i][0], said.rank, others[i][1], said.size);
     }
     return DTRAIN_OK;
 }
@@ -12328,44 +12298,45 @@ static bool dtrain__first_host(const char *list, char *out, size_t room)
 
 /* Read Slurm's variables. srun --mpi=pmi2 sets those of MPICH too: if they say something else, this
  * is a rank of an mpirun inside of the step. */
-static dtrain_result dtrain__env_slurm(dtrain__lookup_fn env, bool *found, dtrain__placement *out)
+static dtrain_result dtrain__read_slurm(dtrain__lookup_fn env, const char **why,
+                                        dtrain__placement *out)
 {
-    const dtrain__family *family = &dtrain__families[DTRAIN__SLURM];
-    const bool recent = dtrain__env_text(env, family->size) != NULL; /* Slurm 20.11 */
+    const bool recent = dtrain__env_text(env, "SLURM_STEP_NUM_TASKS") != NULL; /* Slurm 20.11 */
     const char *hosts = dtrain__env_text(env, "SLURM_STEP_NODELIST");
-    const dtrain__family *mpich = &dtrain__families[DTRAIN__MPICH];
     dtrain__placement said;
-    bool has_nodes, has_mpich;
+    bool has_nodes, differs;
     int nodes = 0;
-    *found = false;
+    *why =
+        "ignored, no SLURM_STEP_ID: this is a shell of sbatch or salloc, where no other rank comes";
     if (!dtrain__env_text(env, "SLURM_STEP_ID")) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__env_pair(env, family->rank, recent ? family->size : "SLURM_NTASKS", false,
-                                 found, out));
-    DTRAIN__TRY(dtrain__env_pair(env, mpich->rank, mpich->size, false, &has_mpich, &said));
-    if (has_mpich && (said.rank != out->rank || said.size != out->size)) *found = false;
-    if (!*found) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__read_pair(
+        env, "SLURM_PROCID", recent ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS", false, why, out));
+    DTRAIN__TRY(dtrain__env_differs(env, "PMI_RANK", "PMI_SIZE", out, &said, &differs));
+    if (differs)
+        *why = "ignored, PMI_RANK and PMI_SIZE say something else: an mpirun inside of the step";
+    if (*why) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__env_number(env, "SLURM_STEP_NUM_NODES", &has_nodes, &nodes));
     if (nodes == 1) out->local_size = out->size;
-    if (hosts && !dtrain__first_host(hosts, out->address, sizeof out->address))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: SLURM_STEP_NODELIST=\"%.100s\" is not a host list; "
-                           "unset it and set MASTER_ADDR to the host of rank 0",
-                           hosts);
-    return DTRAIN_OK;
+    if (!hosts || dtrain__first_host(hosts, out->address, sizeof out->address)) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_launch: SLURM_STEP_NODELIST=\"%.100s\" is not a host list; "
+                       "unset it and set MASTER_ADDR to the host of rank 0",
+                       hosts);
 }
 
 /* Read the variables of an Indexed Job. The pod's own name is <job>-<index>; with
  * setHostnameAsFQDN the domain of the service is behind it, and so the name of pod 0 is known. */
-static dtrain_result dtrain__env_indexed(dtrain__lookup_fn env, bool *found, dtrain__placement *out)
+static dtrain_result dtrain__read_indexed(dtrain__lookup_fn env, const char **why,
+                                          dtrain__placement *out)
 {
     const bool ours = dtrain__env_text(env, "DTRAIN_WORLD_SIZE") != NULL;
     const char *size_name = ours ? "DTRAIN_WORLD_SIZE" : "WORLD_SIZE";
     const char *host = dtrain__env_text(env, "HOSTNAME");
     char ending[16];
-    *found = false;
+    *why = "ignored, it does not say of how many; set DTRAIN_WORLD_SIZE to the completions";
     if (!dtrain__env_text(env, size_name)) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__env_pair(env, "JOB_COMPLETION_INDEX", size_name, true, found, out));
-    if (!*found || !host || strlen(host) + 2 >= sizeof out->address) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__read_pair(env, "JOB_COMPLETION_INDEX", size_name, true, why, out));
+    if (*why || !host || strlen(host) + 2 >= sizeof out->address) return DTRAIN_OK;
     const int tail = snprintf(ending, sizeof ending, "-%d.", out->rank);
     const char *at = strstr(host, ending), *domain = strchr(host, '.');
     if (at && at > host && at + tail - 1 == domain)
@@ -12375,22 +12346,73 @@ static dtrain_result dtrain__env_indexed(dtrain__lookup_fn env, bool *found, dtr
 
 /* Read the variables of a TrainJob. PET_ is torchrun's prefix for its own flags: whoever sets these
  * wants one launcher a node. */
-static dtrain_result dtrain__env_pet(dtrain__lookup_fn env, bool *found, dtrain__placement *out)
+static dtrain_result dtrain__read_pet(dtrain__lookup_fn env, const char **why,
+                                      dtrain__placement *out)
 {
-    const dtrain__family *family = &dtrain__families[DTRAIN__PET];
     int forks = 1;
-    bool has_forks, has_nodes;
-    DTRAIN__TRY(dtrain__env_pair(env, family->rank, family->size, false, &has_nodes, out));
+    bool has_forks;
+    DTRAIN__TRY(dtrain__read_pair(env, "PET_NODE_RANK", "PET_NNODES", false, why, out));
     DTRAIN__TRY(dtrain__env_number(env, "PET_NPROC_PER_NODE", &has_forks, &forks));
-    *found = has_nodes || has_forks;
-    const int nodes = has_nodes ? out->size : 1, node = has_nodes ? out->rank : 0;
-    if (*found && (!forks || nodes > DTRAIN_MAX_RANKS || forks > DTRAIN_MAX_RANKS / nodes))
+    const int nodes = *why ? 1 : out->size, node = *why ? 0 : out->rank;
+    if (*why) *why = has_forks ? NULL : "ignored, neither PET_NNODES nor PET_NPROC_PER_NODE";
+    if (!*why && (!forks || nodes > DTRAIN_MAX_RANKS || forks > DTRAIN_MAX_RANKS / nodes))
         return dtrain__env_conflict("PET_NNODES", nodes, "PET_NPROC_PER_NODE", forks,
                                     "their product is from 1 to DTRAIN_MAX_RANKS");
     out->forks = out->local_size = forks;
     out->size = nodes * forks;
     out->rank = node * forks;
     return DTRAIN_OK;
+}
+
+static const dtrain__family dtrain__families[DTRAIN__FAMILIES] = {
+    {"DTRAIN_RANK",
+     NULL,
+     {"DTRAIN_MASTER_ADDR", "MASTER_PORT", "DTRAIN_RANK", "DTRAIN_WORLD_SIZE", "DTRAIN_LOCAL_RANK",
+      "DTRAIN_LOCAL_SIZE"}},
+    {"torchrun",
+     dtrain__read_torchrun,
+     {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+      "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}},
+    {"Open MPI",
+     NULL,
+     {"MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+      "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE"}},
+    {"Slurm",
+     dtrain__read_slurm,
+     {"MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", NULL,
+      "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_STEP_NUM_NODES",
+      "SLURM_STEP_NODELIST"}},
+    {"MPICH",
+     NULL,
+     {"MASTER_ADDR", "MASTER_PORT", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"}},
+    {"Indexed Job",
+     dtrain__read_indexed,
+     {"MASTER_ADDR", "MASTER_PORT", "JOB_COMPLETION_INDEX", "WORLD_SIZE", NULL, NULL, NULL, NULL,
+      "DTRAIN_WORLD_SIZE", "HOSTNAME"}},
+    {"PET",
+     dtrain__read_pet,
+     {"PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_NODE_RANK", "PET_NNODES", NULL, NULL, NULL, NULL,
+      "PET_NPROC_PER_NODE"}},
+};
+
+DTRAIN__PRIVATE const dtrain__family *dtrain__family_table(void) { return dtrain__families; }
+
+/* Read local rank and size of one family, where it has them. */
+static dtrain_result dtrain__env_local(dtrain__lookup_fn env, const dtrain__family *family,
+                                       dtrain__placement *out)
+{
+    const char *const *names = family->variables;
+    bool has_rank, has_size;
+    DTRAIN__TRY(dtrain__env_number(env, names[DTRAIN__LOCAL_RANK], &has_rank, &out->local_rank));
+    DTRAIN__TRY(dtrain__env_number(env, names[DTRAIN__LOCAL_SIZE], &has_size, &out->local_size));
+    if (has_size && (out->local_size < 1 || out->local_size > out->size))
+        return dtrain__env_conflict(names[DTRAIN__LOCAL_SIZE], out->local_size, names[DTRAIN__SIZE],
+                                    out->size, "a node has from 1 to world size ranks");
+    const int limit = has_size ? out->local_size : out->size;
+    if (!has_rank || out->local_rank < limit) return DTRAIN_OK;
+    return dtrain__env_conflict(names[DTRAIN__LOCAL_RANK], out->local_rank,
+                                names[has_size ? DTRAIN__LOCAL_SIZE : DTRAIN__SIZE], limit,
+                                "local ranks go from 0 to the local size less one");
 }
 
 /* Find the port of the rendezvous: DTRAIN_PORT or DTRAIN_MASTER_PORT itself; a launcher's port is
@@ -12422,7 +12444,7 @@ static dtrain_result dtrain__env_address(dtrain__lookup_fn env, const dtrain__fa
                                          dtrain__placement *out)
 {
     const char *address = dtrain__env_text(env, "DTRAIN_MASTER_ADDR");
-    if (!address) address = dtrain__env_text(env, family->address);
+    if (!address) address = dtrain__env_text(env, family->variables[DTRAIN__ADDRESS]);
     if (!address && out->local_size == out->size) address = "127.0.0.1";
     size_t length = address ? strlen(address) : 0;
     if (length >= sizeof out->address)
@@ -12439,7 +12461,8 @@ static dtrain_result dtrain__env_address(dtrain__lookup_fn env, const dtrain__fa
     return dtrain_fail(
         DTRAIN_ERROR_ARGUMENT,
         "dtrain_launch: %s=%d in the environment, and not where rank 0 is; set %s to rank 0's host",
-        family->size, out->forks ? out->size / out->forks : out->size, family->address);
+        family->variables[DTRAIN__SIZE], out->forks ? out->size / out->forks : out->size,
+        family->variables[DTRAIN__ADDRESS]);
 }
 
 /* Make the key of the run from DTRAIN_JOB_KEY, a secret, or else from the launcher's name for this
@@ -12448,8 +12471,8 @@ static void dtrain__env_key(dtrain__lookup_fn env, const dtrain__family *family,
                             dtrain__placement *out)
 {
     const char *secret = dtrain__env_text(env, "DTRAIN_JOB_KEY");
-    const char *run = secret ? secret : dtrain__env_text(env, family->run);
-    const char *part = secret ? NULL : dtrain__env_text(env, family->run_part);
+    const char *run = secret ? secret : dtrain__env_text(env, family->variables[DTRAIN__RUN]);
+    const char *part = secret ? NULL : dtrain__env_text(env, family->variables[DTRAIN__RUN_PART]);
     for (uint64_t i = 0; i < 2; i++) {
         const uint64_t plain[2] = {i, secret ? 1u : 0u};
         const uint64_t chain[2] = {dtrain__siphash(plain, run, run ? strlen(run) : 0), i};
@@ -12472,45 +12495,51 @@ static dtrain_result dtrain__env_restarts(dtrain__lookup_fn env, dtrain__placeme
 }
 
 /* Read the environment: the first complete family wins. A world of one counts as no launcher, and
- * dtrain_launch does what its desc says, as if nothing were set. */
-DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out)
+ * dtrain_launch does what its desc says, as if nothing were set. said[i]: what becomes of family i,
+ * in words; NULL: one before it was taken or refused. */
+DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out,
+                                                const char *said[DTRAIN__FAMILIES])
 {
     const bool indexed = dtrain__env_text(env, "JOB_COMPLETION_INDEX") != NULL;
     const dtrain__family *family = dtrain__families;
-    bool found = false;
-    for (int i = 0; i < DTRAIN__FAMILIES && !found; i++) {
-        family = &dtrain__families[i];
+    const char *why = "";
+    int last = -1;
+    for (int i = 0; i < DTRAIN__FAMILIES; i++) said[i] = NULL;
+    while (why && ++last < DTRAIN__FAMILIES) {
+        family = &dtrain__families[last];
         memset(out, 0, sizeof *out);
         out->local_rank = -1;
-        out->looked = i;
-        if (i == DTRAIN__SLURM) DTRAIN__TRY(dtrain__env_slurm(env, &found, out));
-        else if (i == DTRAIN__INDEXED) DTRAIN__TRY(dtrain__env_indexed(env, &found, out));
-        else if (i == DTRAIN__PET) DTRAIN__TRY(dtrain__env_pet(env, &found, out));
+        said[last] = "refused";
+        if (family->read) DTRAIN__TRY(family->read(env, &why, out));
         else
-            DTRAIN__TRY(dtrain__env_pair(env, family->rank, family->size,
-                                         indexed && i <= DTRAIN__TORCHRUN, &found, out));
-        out->complete = found;
-        if (found) DTRAIN__TRY(dtrain__env_local(env, family, out));
-        if (found && i == DTRAIN__TORCHRUN) DTRAIN__TRY(dtrain__env_torchrun(env, out));
+            DTRAIN__TRY(dtrain__read_pair(env, family->variables[DTRAIN__RANK],
+                                          family->variables[DTRAIN__SIZE], indexed && !last, &why,
+                                          out));
+        if (!why) DTRAIN__TRY(dtrain__env_local(env, family, out));
+        else said[last] = why;
     }
-    if (!found || out->size == 1) {
-        const int looked = out->looked;
+    if (why || out->size == 1) {
         memset(out, 0, sizeof *out);
         out->size = 1;
-        out->looked = looked;
-        out->complete = found;
-        return dtrain__env_restarts(env, out);
+        out->complete = !why;
+        DTRAIN__TRY(dtrain__env_restarts(env, out));
+        if (!why) said[last] = "ignored, one rank is as without a launcher";
+        return DTRAIN_OK;
     }
+    out->complete = true;
     DTRAIN__TRY(dtrain__env_restarts(env, out));
     if (out->size > DTRAIN_MAX_RANKS)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_launch: %s=%d in the environment, at most %d ranks are possible",
-                           family->size, out->size, DTRAIN_MAX_RANKS);
+                           family->variables[DTRAIN__SIZE], out->size, DTRAIN_MAX_RANKS);
     out->family = family->name;
     dtrain__env_key(env, family, out);
-    if (out->forks == out->size) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__env_port(env, family->port, out));
-    return dtrain__env_address(env, family, out);
+    if (out->forks != out->size) {
+        DTRAIN__TRY(dtrain__env_port(env, family->variables[DTRAIN__PORT], out));
+        DTRAIN__TRY(dtrain__env_address(env, family, out));
+    }
+    said[last] = "taken";
+    return DTRAIN_OK;
 }
 
 /* ================================================================================================
@@ -12520,33 +12549,19 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
 /* What a launch makes of its environment, in words and in numbers
  *
  * Which launcher has started this process is guessed from its variables, and a wrong guess looks
- * like a hang or like n trainings of one rank each. So the guess can be read: every family whose
- * variables are set, the values, whether it was taken and why not, and what dtrain_launch does
- * then. It asks the recogniser itself how far it got (placement.looked), so that it cannot say
- * anything else than what is done. */
+ * like a hang or like n trainings of one rank each. So the guess can be read: the rows of the table
+ * of families whose variables are set, with what dtrain__recognise has decided about each, and what
+ * dtrain_launch does then. */
 
-/* Where the lines go: into text, or to the log of a launch. */
-typedef struct dtrain__explanation {
+/* Lines of text, cut where `room` ends. */
+typedef struct dtrain__lines {
     char *text;
     size_t room, used;
-    const dtrain__launch *launch; /* NULL: into text */
-    int rank;                     /* whose lines the log is told they are */
-} dtrain__explanation;
+} dtrain__lines;
 
-/* What else a family looks at; one that is set for other reasons too is not shown alone. */
-static const char *const dtrain__more_variables[DTRAIN__FAMILIES][5] = {
-    {NULL},
-    {NULL},
-    {NULL},
-    {"SLURM_NTASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST", NULL},
-    {NULL},
-    {"DTRAIN_WORLD_SIZE", "HOSTNAME", NULL},
-    {"PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "PET_MASTER_PORT", NULL},
-};
-
-/* Say one line: a word, and what there is to say about it. */
+/* Add a line: a word, and what there is to say about it. */
 DTRAIN__PRINTF(3, 4)
-static void dtrain__say(dtrain__explanation *e, const char *word, const char *format, ...)
+static void dtrain__say(dtrain__lines *e, const char *word, const char *format, ...)
 {
     char what[900];
     va_list args;
@@ -12555,104 +12570,59 @@ static void dtrain__say(dtrain__explanation *e, const char *word, const char *fo
     va_end(args);
     for (char *c = what; *c; c++)
         if ((unsigned char)*c < 32 || *c == 127) *c = '?'; /* values come from outside */
-    if (!e->launch) {
-        const size_t left = e->room - e->used;
-        const int more = snprintf(e->text + e->used, left, "%-14s %s\n", word, what);
-        if (more > 0) e->used += (size_t)more < left ? (size_t)more : left - 1;
-        return;
+    const size_t left = e->room - e->used;
+    const int more = snprintf(e->text + e->used, left, "%-14s %s\n", word, what);
+    if (more > 0) e->used += (size_t)more < left ? (size_t)more : left - 1;
+}
+
+/* Add " NAME=value" to a list for each of these variables that is set. */
+static void dtrain__list_variables(dtrain__lookup_fn env, const char *const *names, int count,
+                                   char *list, size_t room)
+{
+    for (int i = 0; i < count; i++) {
+        const char *value = dtrain__env_text(env, names[i]);
+        const size_t used = strlen(list);
+        if (value) snprintf(list + used, room - used, " %s=%.80s", names[i], value);
     }
-    dtrain__launch_log(e->launch, e->rank, DTRAIN_LOG_INFO, "launch: %-14s %s", word, what);
 }
 
-/* Add " NAME=value" to a list, when it is set and not there yet. */
-static void dtrain__add_variable(dtrain__lookup_fn env, const char *name, char *list, size_t room)
+/* Explain what each family of variables came to, and show those that are of no family or of several.
+ * A host name or a world size alone announces no Indexed Job. */
+static void dtrain__explain_families(dtrain__lines *e, dtrain__lookup_fn env,
+                                     const char *const said[DTRAIN__FAMILIES])
 {
-    const char *value = dtrain__env_text(env, name);
-    const size_t used = strlen(list);
-    char start[48];
-    if (!value) return;
-    snprintf(start, sizeof start, " %s=", name);
-    if (strstr(list, start)) return;
-    snprintf(list + used, room - used, "%s%.80s", start, value);
-}
-
-/* List the variables of a family that are set; "" when none is that belongs to it alone. */
-static void dtrain__family_variables(dtrain__lookup_fn env, int index, char *list, size_t room)
-{
-    const dtrain__family *family = &dtrain__family_table()[index];
-    const char *const own[] = {family->rank,       family->size, family->local_rank,
-                               family->local_size, family->run,  family->run_part};
-    const char *const *more = dtrain__more_variables[index];
-    list[0] = 0;
-    if (index == DTRAIN__INDEXED && !dtrain__env_text(env, family->rank)) return;
-    for (size_t i = 0; i < sizeof own / sizeof *own; i++)
-        dtrain__add_variable(env, own[i], list, room);
-    for (; *more; more++) dtrain__add_variable(env, *more, list, room);
-}
-
-/* Say why a family that was looked at, and was not half or contradictory, was not taken. */
-static const char *dtrain__why_not(dtrain__lookup_fn env, int index)
-{
-    const dtrain__family *family = &dtrain__family_table()[index];
-    const bool rank = dtrain__env_text(env, family->rank) != NULL;
-    const bool size = dtrain__env_text(env, family->size) != NULL;
-    if (index == DTRAIN__SLURM && !dtrain__env_text(env, "SLURM_STEP_ID"))
-        return "no SLURM_STEP_ID: this is a shell of sbatch or salloc, where no other rank comes";
-    if (index == DTRAIN__SLURM && rank)
-        return "PMI_RANK and PMI_SIZE say something else: an mpirun inside of the step";
-    if (index == DTRAIN__INDEXED)
-        return "it does not say of how many; set DTRAIN_WORLD_SIZE to the completions";
-    if (index == DTRAIN__PET) return "neither PET_NNODES nor PET_NPROC_PER_NODE";
-    if (size && !rank) return "a size alone, which is the Indexed Job's";
-    return "no rank and no size";
-}
-
-/* Explain what each family of variables came to. */
-static void dtrain__explain_families(dtrain__explanation *e, dtrain__lookup_fn env,
-                                     const dtrain__placement *place, dtrain_result result)
-{
-    const dtrain__family *families = dtrain__family_table();
-    const bool refused = result != DTRAIN_OK && !place->family;
+    static const char *const others[] = {
+        "DTRAIN_MASTER_ADDR", "DTRAIN_PORT",     "DTRAIN_MASTER_PORT",   "MASTER_ADDR",
+        "MASTER_PORT",        "PET_MASTER_ADDR", "DTRAIN_RESTART_COUNT", "SLURM_RESTART_COUNT"};
+    const dtrain__family *families = dtrain__family_table(), *last = NULL;
+    const char *const key = dtrain__env_text(env, "DTRAIN_JOB_KEY");
+    char list[900];
     bool any = false;
     for (int i = 0; i < DTRAIN__FAMILIES; i++) {
-        char list[640];
-        const char *name = families[i].name;
-        dtrain__family_variables(env, i, list, sizeof list);
+        const dtrain__family *family = &families[i];
+        const bool none = i == DTRAIN__INDEXED && !dtrain__env_text(env, "JOB_COMPLETION_INDEX");
+        list[0] = 0;
+        if (said[i]) last = family;
+        if (!none)
+            dtrain__list_variables(env, family->variables + DTRAIN__RANK,
+                                   DTRAIN__VARIABLES - DTRAIN__RANK, list, sizeof list);
         if (!list[0]) continue;
         any = true;
-        if (i > place->looked)
-            dtrain__say(e, name, "ignored, %s goes before it:%s", families[place->looked].name,
-                        list);
-        else if (i < place->looked || (!place->complete && !refused))
-            dtrain__say(e, name, "ignored, %s:%s", dtrain__why_not(env, i), list);
-        else if (refused) dtrain__say(e, name, "refused:%s", list);
-        else if (!place->family)
-            dtrain__say(e, name, "ignored, one rank is as without a launcher:%s", list);
-        else dtrain__say(e, name, "taken:%s", list);
+        if (said[i]) dtrain__say(e, family->name, "%s:%s", said[i], list);
+        else dtrain__say(e, family->name, "ignored, %s goes before it:%s", last->name, list);
     }
     if (!any) dtrain__say(e, "launcher", "none: no launcher's variables are set");
-}
-
-/* Show the variables that are of no family, or of several. */
-static void dtrain__explain_others(dtrain__explanation *e, dtrain__lookup_fn env)
-{
-    static const char *const names[] = {"DTRAIN_MASTER_ADDR", "DTRAIN_PORT", "DTRAIN_MASTER_PORT",
-                                        "MASTER_ADDR",        "MASTER_PORT", "DTRAIN_RESTART_COUNT",
-                                        "SLURM_RESTART_COUNT"};
-    char list[640] = "";
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-        dtrain__add_variable(env, names[i], list, sizeof list);
-    if (dtrain__env_text(env, "DTRAIN_JOB_KEY"))
-        snprintf(list + strlen(list), sizeof list - strlen(list), " DTRAIN_JOB_KEY=(not shown)");
-    if (list[0]) dtrain__say(e, "beside", "%s", list + 1);
+    list[0] = 0;
+    dtrain__list_variables(env, others, (int)(sizeof others / sizeof *others), list, sizeof list);
+    if (list[0] || key)
+        dtrain__say(e, "beside", "%s%s", list[0] ? list + 1 : "",
+                    key ? " DTRAIN_JOB_KEY=(not shown)" : "");
 }
 
 /* Explain which ranks this process starts or is, and where they meet. */
-static void dtrain__explain_ranks(dtrain__explanation *e, const dtrain__launch *launch)
+static void dtrain__explain_ranks(dtrain__lines *e, const dtrain__launch *launch)
 {
-    const dtrain_launch_desc *desc = &launch->desc;
     const dtrain__placement *place = &launch->place;
-    const char *how = desc->mode == DTRAIN_LAUNCH_THREADS ? "threads" : "processes";
     char local[64] = "local rank as the others of its host turn out";
     if (place->local_rank >= 0) snprintf(local, sizeof local, "local rank %d", place->local_rank);
     if (place->local_rank >= 0 && place->local_size > 0)
@@ -12663,62 +12633,27 @@ static void dtrain__explain_ranks(dtrain__explanation *e, const dtrain__launch *
     else if (launch->joins)
         dtrain__say(e, "ranks", "this process starts ranks %d to %d of %d, those of its node",
                     place->rank, place->rank + place->forks - 1, place->size);
-    else dtrain__say(e, "ranks", "this process starts all %d, as %s", place->size, how);
-    if (!launch->joins) return;
-    dtrain__say(e, "meeting", "at %s port %u, for at most %g s; others' runs are told apart %s",
-                place->address, place->port, desc->join_ms / 1e3,
-                getenv("DTRAIN_JOB_KEY") ? "by DTRAIN_JOB_KEY"
-                                         : "by the launcher's name of the run at most");
-}
-
-/* Explain the rest of the desc, as it was resolved. */
-static void dtrain__explain_settings(dtrain__explanation *e, const dtrain__launch *launch)
-{
-    const dtrain_launch_desc *desc = &launch->desc;
-    const dtrain__placement *place = &launch->place;
-    const int local = place->local_size > 0 ? place->local_size : place->size;
-    const uint32_t share = launch->cores / (uint32_t)local;
-    const char *comm = desc->comm_ops ? desc->comm_ops->name : NULL;
-    dtrain__say(e, "communicator", "%s",
-                comm            ? comm
-                : launch->joins ? "local where all ranks share memory, else MPI if built in"
-                : desc->device_ops && !desc->device_ops->host_memory ? "local, through host memory"
-                                                                     : "local");
-    dtrain__say(e, "device", "%s, %u thread%s a rank of %u cores for %d ranks%s",
-                desc->device_ops ? desc->device_ops->name : "cpu",
-                desc->threads_per_rank ? desc->threads_per_rank
-                : share                ? share
-                                       : 1,
-                (desc->threads_per_rank ? desc->threads_per_rank : share) > 1 ? "s" : "",
-                launch->cores, local, place->local_size > 0 || !launch->joins ? "" : " at most");
-    if (desc->emulation.node_ranks)
-        dtrain__say(e, "emulation", "nodes of %u, %g Gb/s, %g us", desc->emulation.node_ranks,
-                    desc->emulation.gigabits_per_second, desc->emulation.latency_us);
-    if (launch->joins)
-        dtrain__say(e, "restarts", "by the launcher; %u so far%s", place->restart_count,
-                    desc->restarts ? "; desc.restarts is ignored" : "");
     else
-        dtrain__say(e, "restarts", "%u in a row without progress; %u so far, by what is around it",
-                    desc->restarts, place->restart_count);
-    dtrain__say(e, "waits", "timeout %g s, grace %g s; signals %s; flight records %s",
-                desc->timeout_ms / 1e3, desc->grace_ms / 1e3,
-                desc->catch_signals ? "are caught" : "are not caught",
-                desc->flight_directory ? desc->flight_directory : "nowhere");
+        dtrain__say(e, "ranks", "this process starts all %d, as %s", place->size,
+                    launch->desc.mode == DTRAIN_LAUNCH_THREADS ? "threads" : "processes");
+    if (launch->joins)
+        dtrain__say(e, "meeting",
+                    "at %s port %u, for at most %g s; other runs are told apart by %s",
+                    place->address, place->port, launch->desc.join_ms / 1e3,
+                    getenv("DTRAIN_JOB_KEY") ? "DTRAIN_JOB_KEY"
+                                             : "the launcher's name of the run, where it has one");
 }
 
-static void dtrain__explain(dtrain__explanation *e, const dtrain__launch *launch,
-                            dtrain_result result)
+static void dtrain__explain(dtrain__lines *e, const dtrain__launch *launch, dtrain_result result)
 {
+    const char *said[DTRAIN__FAMILIES];
     char why[DTRAIN__ERROR_BYTES];
-    snprintf(why, sizeof why, "%s", dtrain_last_error());
     dtrain__placement place;
-    const dtrain_result recognised = dtrain__recognise(getenv, &place);
-    dtrain__explain_families(e, getenv, &place, recognised);
-    dtrain__explain_others(e, getenv);
-    if (result == DTRAIN_OK) {
-        dtrain__explain_ranks(e, launch);
-        dtrain__explain_settings(e, launch);
-    } else dtrain__say(e, "refused", "%s", why);
+    snprintf(why, sizeof why, "%s", dtrain_last_error());
+    (void)dtrain__recognise(getenv, &place, said);
+    dtrain__explain_families(e, getenv, said);
+    if (result == DTRAIN_OK) dtrain__explain_ranks(e, launch);
+    else dtrain__say(e, "refused", "%s", why);
     dtrain__set_last_error(result == DTRAIN_OK ? "" : why);
 }
 
@@ -12726,43 +12661,35 @@ static void dtrain__explain(dtrain__explanation *e, const dtrain__launch *launch
 DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain_result result)
 {
     const char *asked = getenv("DTRAIN_EXPLAIN_LAUNCH");
-    dtrain__explanation e;
     const bool all = asked && strcmp(asked, "all") == 0;
+    const int rank = launch->here && !all ? launch->place.rank : -1; /* -1: its info is shown */
+    char text[8192], *line = text;
+    dtrain__lines e = {text, sizeof text, 0};
     if (!launch->desc.explain && !all && (!asked || strcmp(asked, "1") != 0)) return;
-    memset(&e, 0, sizeof e);
-    e.launch = launch;
-    e.rank = launch->here && !all ? launch->place.rank : -1; /* -1: nobody's info is left out */
     dtrain__explain(&e, launch, result);
-}
-
-/* Say in numbers what dtrain__explain_ranks says in words. */
-static void dtrain__explain_place(const dtrain__launch *launch, dtrain_launch_place *place)
-{
-    place->rank_count = launch->place.size;
-    place->first_rank = launch->place.rank;
-    place->started_count = (int)launch->desc.rank_count;
-    place->host_rank_count = launch->place.local_size;
-    if (!launch->here) place->host_rank_count = place->started_count;
+    for (char *end; (end = strchr(line, '\n')) != NULL; line = end + 1)
+        dtrain__launch_log(launch, rank, DTRAIN_LOG_INFO, "launch: %.*s", (int)(end - line), line);
 }
 
 DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, char *text,
                                                size_t room, dtrain_launch_place *place)
 {
-    dtrain__explanation e;
+    dtrain__lines e = {text, room, 0};
     dtrain__launch launch;
     if (place) memset(place, 0, sizeof *place);
     if (!text != !room)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch_explain: text is %s",
                            text ? "0 bytes" : "NULL");
-    memset(&e, 0, sizeof e);
     memset(&launch, 0, sizeof launch);
     if (text) text[0] = 0;
-    e.text = text;
-    e.room = room;
     const dtrain_result result = dtrain__resolve_launch(&launch, desc);
     if (text) dtrain__explain(&e, &launch, result);
-    if (place && result == DTRAIN_OK) dtrain__explain_place(&launch, place);
-    return result;
+    if (!place || result != DTRAIN_OK) return result;
+    place->rank_count = launch.place.size;
+    place->first_rank = launch.place.rank;
+    place->started_count = (int)launch.desc.rank_count;
+    place->host_rank_count = launch.here ? launch.place.local_size : place->started_count;
+    return DTRAIN_OK;
 }
 
 /* ================================================================================================

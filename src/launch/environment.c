@@ -1,22 +1,10 @@
 /* The launch environment
  *
- * Launchers tell a process its rank in environment variables, each in its own. A family is taken as
- * a whole, the first complete one wins:
- *
- *     DTRAIN_RANK, DTRAIN_WORLD_SIZE            ours: any launcher that can set variables
- *     RANK, WORLD_SIZE                          torchrun and its kin, PyTorchJob
- *     OMPI_COMM_WORLD_RANK, _SIZE               Open MPI
- *     SLURM_PROCID, SLURM_STEP_NUM_TASKS        srun. The sbatch shell has most SLURM variables but
- *                                               no SLURM_STEP_ID: there, nobody else comes
- *     PMI_RANK, PMI_SIZE                        MPICH and its kin; beside other values of Slurm,
- *                                               those of an mpirun inside of the step
- *     JOB_COMPLETION_INDEX, *WORLD_SIZE         Kubernetes Indexed Job, which does not say how many
- *     PET_NNODES, PET_NODE_RANK, ...            Kubeflow TrainJob: one process a node, and we are
- *                                               the launcher of the node's ranks
- *
- * A family is a row of a table. Slurm, the Indexed Job and the TrainJob need more than that and
- * have a function each. All is a pure function of the environment; dtrain_launch hands it getenv.
- */
+ * Launchers tell a process its rank in environment variables, each in its own; launch.h lists them.
+ * A family of variables is taken as a whole, the first complete one wins, and each is a row of the
+ * table below. Slurm, the Indexed Job and the TrainJob, whose variables are more than a rank and a
+ * size, have a reader each. All is a pure function of the environment, and keeps in words what it
+ * decides about each family: dtrain_launch_explain prints these words. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -28,25 +16,6 @@
 
 #define DTRAIN__DEFAULT_PORT 29500
 #define DTRAIN__PORT_OFFSET 100 /* torchrun's own store listens on MASTER_PORT itself */
-
-static const dtrain__family dtrain__families[DTRAIN__FAMILIES] = {
-    {"DTRAIN_RANK", "DTRAIN_RANK", "DTRAIN_WORLD_SIZE", "DTRAIN_LOCAL_RANK", "DTRAIN_LOCAL_SIZE",
-     "DTRAIN_MASTER_ADDR", "MASTER_PORT", NULL, NULL},
-    {"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
-     "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"},
-    {"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-     "OMPI_COMM_WORLD_LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMIX_NAMESPACE", NULL},
-    {"Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", NULL, "MASTER_ADDR",
-     "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID"},
-    {"MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MASTER_ADDR",
-     "MASTER_PORT", NULL, NULL},
-    {"Indexed Job", "JOB_COMPLETION_INDEX", "WORLD_SIZE", NULL, NULL, "MASTER_ADDR", "MASTER_PORT",
-     NULL, NULL},
-    {"PET", "PET_NODE_RANK", "PET_NNODES", NULL, NULL, "PET_MASTER_ADDR", "PET_MASTER_PORT", NULL,
-     NULL},
-};
-
-DTRAIN__PRIVATE const dtrain__family *dtrain__family_table(void) { return dtrain__families; }
 
 /* Look up a variable; NULL when it is unset or empty. */
 DTRAIN__PRIVATE const char *dtrain__env_text(dtrain__lookup_fn env, const char *name)
@@ -81,17 +50,19 @@ static dtrain_result dtrain__env_conflict(const char *a, int a_value, const char
                        a_value, b, b_value, rule);
 }
 
-/* Read rank and size of one family; *found when both are there. Half a family is an error, except
+/* Read the plain rank and size of a family; *why: it does not apply. Half a family is an error, except
  * that a lone world size may belong to an Indexed Job. */
-static dtrain_result dtrain__env_pair(dtrain__lookup_fn env, const char *rank_name,
-                                      const char *size_name, bool size_alone, bool *found,
-                                      dtrain__placement *out)
+static dtrain_result dtrain__read_pair(dtrain__lookup_fn env, const char *rank_name,
+                                       const char *size_name, bool size_alone, const char **why,
+                                       dtrain__placement *out)
 {
     bool has_rank, has_size;
-    *found = false;
+    *why = NULL;
     DTRAIN__TRY(dtrain__env_number(env, rank_name, &has_rank, &out->rank));
     DTRAIN__TRY(dtrain__env_number(env, size_name, &has_size, &out->size));
-    if (!has_rank && (!has_size || size_alone)) return DTRAIN_OK;
+    if (!has_rank && !has_size) *why = "ignored, no rank and no size";
+    else if (!has_rank && size_alone) *why = "ignored, a size alone, which is the Indexed Job's";
+    if (*why) return DTRAIN_OK;
     if (has_rank != has_size) {
         const char *there = has_rank ? rank_name : size_name;
         const char *missing = has_rank ? size_name : rank_name;
@@ -100,49 +71,42 @@ static dtrain_result dtrain__env_pair(dtrain__lookup_fn env, const char *rank_na
                            "sets both: set %s too or unset %s",
                            there, has_rank ? out->rank : out->size, missing, missing, there);
     }
-    if (out->rank >= out->size)
-        return dtrain__env_conflict(rank_name, out->rank, size_name, out->size,
-                                    "numbers go from 0 to the size less one");
-    *found = true;
+    if (out->rank < out->size) return DTRAIN_OK;
+    return dtrain__env_conflict(rank_name, out->rank, size_name, out->size,
+                                "numbers go from 0 to the size less one");
+}
+
+/* Find out whether the MPI family `rank_name`, `size_name` is set and contradicts *taken. */
+static dtrain_result dtrain__env_differs(dtrain__lookup_fn env, const char *rank_name,
+                                         const char *size_name, const dtrain__placement *taken,
+                                         dtrain__placement *said, bool *differs)
+{
+    const char *why;
+    DTRAIN__TRY(dtrain__read_pair(env, rank_name, size_name, false, &why, said));
+    *differs = !why && (said->rank != taken->rank || said->size != taken->size);
     return DTRAIN_OK;
 }
 
-/* Read local rank and size of one family, where it has them. */
-static dtrain_result dtrain__env_local(dtrain__lookup_fn env, const dtrain__family *family,
-                                       dtrain__placement *out)
+/* Read torchrun's variables. RANK beside mpirun's variables that say something else is refused: it is
+ * usually inherited by the shell that ran mpirun. Under torchrun itself they describe the node on
+ * which srun or mpirun has put its agent. */
+static dtrain_result dtrain__read_torchrun(dtrain__lookup_fn env, const char **why,
+                                           dtrain__placement *out)
 {
-    bool has_rank, has_size;
-    DTRAIN__TRY(dtrain__env_number(env, family->local_rank, &has_rank, &out->local_rank));
-    DTRAIN__TRY(dtrain__env_number(env, family->local_size, &has_size, &out->local_size));
-    if (has_size && (out->local_size < 1 || out->local_size > out->size))
-        return dtrain__env_conflict(family->local_size, out->local_size, family->size, out->size,
-                                    "a node has from 1 to world size ranks");
-    const int limit = has_size ? out->local_size : out->size;
-    if (has_rank && out->local_rank >= limit)
-        return dtrain__env_conflict(family->local_rank, out->local_rank,
-                                    has_size ? family->local_size : family->size, limit,
-                                    "local ranks go from 0 to the local size less one");
-    return DTRAIN_OK;
-}
-
-/* Refuse RANK beside mpirun's variables that say something else: usually inherited by the shell
- * that ran mpirun. Under torchrun they describe the node on which srun or mpirun put the agent. */
-static dtrain_result dtrain__env_torchrun(dtrain__lookup_fn env, const dtrain__placement *taken)
-{
-    const dtrain__family *mine = &dtrain__families[DTRAIN__TORCHRUN];
-    const int others[] = {DTRAIN__OPEN_MPI, DTRAIN__MPICH};
-    for (int i = 0; i < 2 && !dtrain__env_text(env, "TORCHELASTIC_RUN_ID"); i++) {
-        const dtrain__family *other = &dtrain__families[others[i]];
+    static const char *const others[][2] = {{"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"},
+                                            {"PMI_RANK", "PMI_SIZE"}};
+    const bool indexed = dtrain__env_text(env, "JOB_COMPLETION_INDEX") != NULL;
+    DTRAIN__TRY(dtrain__read_pair(env, "RANK", "WORLD_SIZE", indexed, why, out));
+    for (int i = 0; i < 2 && !*why && !dtrain__env_text(env, "TORCHELASTIC_RUN_ID"); i++) {
         dtrain__placement said;
-        bool found;
-        DTRAIN__TRY(dtrain__env_pair(env, other->rank, other->size, false, &found, &said));
-        if (found && (said.rank != taken->rank || said.size != taken->size))
+        bool differs;
+        DTRAIN__TRY(dtrain__env_differs(env, others[i][0], others[i][1], out, &said, &differs));
+        if (differs)
             return dtrain_fail(
                 DTRAIN_ERROR_ARGUMENT,
-                "dtrain_launch: the environment has %s=%d, %s=%d and also %s=%d, %s=%d; unset "
-                "those that do not come from the launcher of this run",
-                mine->rank, taken->rank, mine->size, taken->size, other->rank, said.rank,
-                other->size, said.size);
+                "dtrain_launch: the environment has RANK=%d, WORLD_SIZE=%d and also %s=%d, %s=%d; "
+                "unset those that do not come from the launcher of this run",
+                out->rank, out->size, others[i][0], said.rank, others[i][1], said.size);
     }
     return DTRAIN_OK;
 }
@@ -167,44 +131,45 @@ static bool dtrain__first_host(const char *list, char *out, size_t room)
 
 /* Read Slurm's variables. srun --mpi=pmi2 sets those of MPICH too: if they say something else, this
  * is a rank of an mpirun inside of the step. */
-static dtrain_result dtrain__env_slurm(dtrain__lookup_fn env, bool *found, dtrain__placement *out)
+static dtrain_result dtrain__read_slurm(dtrain__lookup_fn env, const char **why,
+                                        dtrain__placement *out)
 {
-    const dtrain__family *family = &dtrain__families[DTRAIN__SLURM];
-    const bool recent = dtrain__env_text(env, family->size) != NULL; /* Slurm 20.11 */
+    const bool recent = dtrain__env_text(env, "SLURM_STEP_NUM_TASKS") != NULL; /* Slurm 20.11 */
     const char *hosts = dtrain__env_text(env, "SLURM_STEP_NODELIST");
-    const dtrain__family *mpich = &dtrain__families[DTRAIN__MPICH];
     dtrain__placement said;
-    bool has_nodes, has_mpich;
+    bool has_nodes, differs;
     int nodes = 0;
-    *found = false;
+    *why =
+        "ignored, no SLURM_STEP_ID: this is a shell of sbatch or salloc, where no other rank comes";
     if (!dtrain__env_text(env, "SLURM_STEP_ID")) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__env_pair(env, family->rank, recent ? family->size : "SLURM_NTASKS", false,
-                                 found, out));
-    DTRAIN__TRY(dtrain__env_pair(env, mpich->rank, mpich->size, false, &has_mpich, &said));
-    if (has_mpich && (said.rank != out->rank || said.size != out->size)) *found = false;
-    if (!*found) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__read_pair(
+        env, "SLURM_PROCID", recent ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS", false, why, out));
+    DTRAIN__TRY(dtrain__env_differs(env, "PMI_RANK", "PMI_SIZE", out, &said, &differs));
+    if (differs)
+        *why = "ignored, PMI_RANK and PMI_SIZE say something else: an mpirun inside of the step";
+    if (*why) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__env_number(env, "SLURM_STEP_NUM_NODES", &has_nodes, &nodes));
     if (nodes == 1) out->local_size = out->size;
-    if (hosts && !dtrain__first_host(hosts, out->address, sizeof out->address))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: SLURM_STEP_NODELIST=\"%.100s\" is not a host list; "
-                           "unset it and set MASTER_ADDR to the host of rank 0",
-                           hosts);
-    return DTRAIN_OK;
+    if (!hosts || dtrain__first_host(hosts, out->address, sizeof out->address)) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_launch: SLURM_STEP_NODELIST=\"%.100s\" is not a host list; "
+                       "unset it and set MASTER_ADDR to the host of rank 0",
+                       hosts);
 }
 
 /* Read the variables of an Indexed Job. The pod's own name is <job>-<index>; with
  * setHostnameAsFQDN the domain of the service is behind it, and so the name of pod 0 is known. */
-static dtrain_result dtrain__env_indexed(dtrain__lookup_fn env, bool *found, dtrain__placement *out)
+static dtrain_result dtrain__read_indexed(dtrain__lookup_fn env, const char **why,
+                                          dtrain__placement *out)
 {
     const bool ours = dtrain__env_text(env, "DTRAIN_WORLD_SIZE") != NULL;
     const char *size_name = ours ? "DTRAIN_WORLD_SIZE" : "WORLD_SIZE";
     const char *host = dtrain__env_text(env, "HOSTNAME");
     char ending[16];
-    *found = false;
+    *why = "ignored, it does not say of how many; set DTRAIN_WORLD_SIZE to the completions";
     if (!dtrain__env_text(env, size_name)) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__env_pair(env, "JOB_COMPLETION_INDEX", size_name, true, found, out));
-    if (!*found || !host || strlen(host) + 2 >= sizeof out->address) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__read_pair(env, "JOB_COMPLETION_INDEX", size_name, true, why, out));
+    if (*why || !host || strlen(host) + 2 >= sizeof out->address) return DTRAIN_OK;
     const int tail = snprintf(ending, sizeof ending, "-%d.", out->rank);
     const char *at = strstr(host, ending), *domain = strchr(host, '.');
     if (at && at > host && at + tail - 1 == domain)
@@ -214,22 +179,73 @@ static dtrain_result dtrain__env_indexed(dtrain__lookup_fn env, bool *found, dtr
 
 /* Read the variables of a TrainJob. PET_ is torchrun's prefix for its own flags: whoever sets these
  * wants one launcher a node. */
-static dtrain_result dtrain__env_pet(dtrain__lookup_fn env, bool *found, dtrain__placement *out)
+static dtrain_result dtrain__read_pet(dtrain__lookup_fn env, const char **why,
+                                      dtrain__placement *out)
 {
-    const dtrain__family *family = &dtrain__families[DTRAIN__PET];
     int forks = 1;
-    bool has_forks, has_nodes;
-    DTRAIN__TRY(dtrain__env_pair(env, family->rank, family->size, false, &has_nodes, out));
+    bool has_forks;
+    DTRAIN__TRY(dtrain__read_pair(env, "PET_NODE_RANK", "PET_NNODES", false, why, out));
     DTRAIN__TRY(dtrain__env_number(env, "PET_NPROC_PER_NODE", &has_forks, &forks));
-    *found = has_nodes || has_forks;
-    const int nodes = has_nodes ? out->size : 1, node = has_nodes ? out->rank : 0;
-    if (*found && (!forks || nodes > DTRAIN_MAX_RANKS || forks > DTRAIN_MAX_RANKS / nodes))
+    const int nodes = *why ? 1 : out->size, node = *why ? 0 : out->rank;
+    if (*why) *why = has_forks ? NULL : "ignored, neither PET_NNODES nor PET_NPROC_PER_NODE";
+    if (!*why && (!forks || nodes > DTRAIN_MAX_RANKS || forks > DTRAIN_MAX_RANKS / nodes))
         return dtrain__env_conflict("PET_NNODES", nodes, "PET_NPROC_PER_NODE", forks,
                                     "their product is from 1 to DTRAIN_MAX_RANKS");
     out->forks = out->local_size = forks;
     out->size = nodes * forks;
     out->rank = node * forks;
     return DTRAIN_OK;
+}
+
+static const dtrain__family dtrain__families[DTRAIN__FAMILIES] = {
+    {"DTRAIN_RANK",
+     NULL,
+     {"DTRAIN_MASTER_ADDR", "MASTER_PORT", "DTRAIN_RANK", "DTRAIN_WORLD_SIZE", "DTRAIN_LOCAL_RANK",
+      "DTRAIN_LOCAL_SIZE"}},
+    {"torchrun",
+     dtrain__read_torchrun,
+     {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+      "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}},
+    {"Open MPI",
+     NULL,
+     {"MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+      "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE"}},
+    {"Slurm",
+     dtrain__read_slurm,
+     {"MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", NULL,
+      "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_STEP_NUM_NODES",
+      "SLURM_STEP_NODELIST"}},
+    {"MPICH",
+     NULL,
+     {"MASTER_ADDR", "MASTER_PORT", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"}},
+    {"Indexed Job",
+     dtrain__read_indexed,
+     {"MASTER_ADDR", "MASTER_PORT", "JOB_COMPLETION_INDEX", "WORLD_SIZE", NULL, NULL, NULL, NULL,
+      "DTRAIN_WORLD_SIZE", "HOSTNAME"}},
+    {"PET",
+     dtrain__read_pet,
+     {"PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_NODE_RANK", "PET_NNODES", NULL, NULL, NULL, NULL,
+      "PET_NPROC_PER_NODE"}},
+};
+
+DTRAIN__PRIVATE const dtrain__family *dtrain__family_table(void) { return dtrain__families; }
+
+/* Read local rank and size of one family, where it has them. */
+static dtrain_result dtrain__env_local(dtrain__lookup_fn env, const dtrain__family *family,
+                                       dtrain__placement *out)
+{
+    const char *const *names = family->variables;
+    bool has_rank, has_size;
+    DTRAIN__TRY(dtrain__env_number(env, names[DTRAIN__LOCAL_RANK], &has_rank, &out->local_rank));
+    DTRAIN__TRY(dtrain__env_number(env, names[DTRAIN__LOCAL_SIZE], &has_size, &out->local_size));
+    if (has_size && (out->local_size < 1 || out->local_size > out->size))
+        return dtrain__env_conflict(names[DTRAIN__LOCAL_SIZE], out->local_size, names[DTRAIN__SIZE],
+                                    out->size, "a node has from 1 to world size ranks");
+    const int limit = has_size ? out->local_size : out->size;
+    if (!has_rank || out->local_rank < limit) return DTRAIN_OK;
+    return dtrain__env_conflict(names[DTRAIN__LOCAL_RANK], out->local_rank,
+                                names[has_size ? DTRAIN__LOCAL_SIZE : DTRAIN__SIZE], limit,
+                                "local ranks go from 0 to the local size less one");
 }
 
 /* Find the port of the rendezvous: DTRAIN_PORT or DTRAIN_MASTER_PORT itself; a launcher's port is
@@ -261,7 +277,7 @@ static dtrain_result dtrain__env_address(dtrain__lookup_fn env, const dtrain__fa
                                          dtrain__placement *out)
 {
     const char *address = dtrain__env_text(env, "DTRAIN_MASTER_ADDR");
-    if (!address) address = dtrain__env_text(env, family->address);
+    if (!address) address = dtrain__env_text(env, family->variables[DTRAIN__ADDRESS]);
     if (!address && out->local_size == out->size) address = "127.0.0.1";
     size_t length = address ? strlen(address) : 0;
     if (length >= sizeof out->address)
@@ -278,7 +294,8 @@ static dtrain_result dtrain__env_address(dtrain__lookup_fn env, const dtrain__fa
     return dtrain_fail(
         DTRAIN_ERROR_ARGUMENT,
         "dtrain_launch: %s=%d in the environment, and not where rank 0 is; set %s to rank 0's host",
-        family->size, out->forks ? out->size / out->forks : out->size, family->address);
+        family->variables[DTRAIN__SIZE], out->forks ? out->size / out->forks : out->size,
+        family->variables[DTRAIN__ADDRESS]);
 }
 
 /* Make the key of the run from DTRAIN_JOB_KEY, a secret, or else from the launcher's name for this
@@ -287,8 +304,8 @@ static void dtrain__env_key(dtrain__lookup_fn env, const dtrain__family *family,
                             dtrain__placement *out)
 {
     const char *secret = dtrain__env_text(env, "DTRAIN_JOB_KEY");
-    const char *run = secret ? secret : dtrain__env_text(env, family->run);
-    const char *part = secret ? NULL : dtrain__env_text(env, family->run_part);
+    const char *run = secret ? secret : dtrain__env_text(env, family->variables[DTRAIN__RUN]);
+    const char *part = secret ? NULL : dtrain__env_text(env, family->variables[DTRAIN__RUN_PART]);
     for (uint64_t i = 0; i < 2; i++) {
         const uint64_t plain[2] = {i, secret ? 1u : 0u};
         const uint64_t chain[2] = {dtrain__siphash(plain, run, run ? strlen(run) : 0), i};
@@ -311,43 +328,49 @@ static dtrain_result dtrain__env_restarts(dtrain__lookup_fn env, dtrain__placeme
 }
 
 /* Read the environment: the first complete family wins. A world of one counts as no launcher, and
- * dtrain_launch does what its desc says, as if nothing were set. */
-DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out)
+ * dtrain_launch does what its desc says, as if nothing were set. said[i]: what becomes of family i,
+ * in words; NULL: one before it was taken or refused. */
+DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out,
+                                                const char *said[DTRAIN__FAMILIES])
 {
     const bool indexed = dtrain__env_text(env, "JOB_COMPLETION_INDEX") != NULL;
     const dtrain__family *family = dtrain__families;
-    bool found = false;
-    for (int i = 0; i < DTRAIN__FAMILIES && !found; i++) {
-        family = &dtrain__families[i];
+    const char *why = "";
+    int last = -1;
+    for (int i = 0; i < DTRAIN__FAMILIES; i++) said[i] = NULL;
+    while (why && ++last < DTRAIN__FAMILIES) {
+        family = &dtrain__families[last];
         memset(out, 0, sizeof *out);
         out->local_rank = -1;
-        out->looked = i;
-        if (i == DTRAIN__SLURM) DTRAIN__TRY(dtrain__env_slurm(env, &found, out));
-        else if (i == DTRAIN__INDEXED) DTRAIN__TRY(dtrain__env_indexed(env, &found, out));
-        else if (i == DTRAIN__PET) DTRAIN__TRY(dtrain__env_pet(env, &found, out));
+        said[last] = "refused";
+        if (family->read) DTRAIN__TRY(family->read(env, &why, out));
         else
-            DTRAIN__TRY(dtrain__env_pair(env, family->rank, family->size,
-                                         indexed && i <= DTRAIN__TORCHRUN, &found, out));
-        out->complete = found;
-        if (found) DTRAIN__TRY(dtrain__env_local(env, family, out));
-        if (found && i == DTRAIN__TORCHRUN) DTRAIN__TRY(dtrain__env_torchrun(env, out));
+            DTRAIN__TRY(dtrain__read_pair(env, family->variables[DTRAIN__RANK],
+                                          family->variables[DTRAIN__SIZE], indexed && !last, &why,
+                                          out));
+        if (!why) DTRAIN__TRY(dtrain__env_local(env, family, out));
+        else said[last] = why;
     }
-    if (!found || out->size == 1) {
-        const int looked = out->looked;
+    if (why || out->size == 1) {
         memset(out, 0, sizeof *out);
         out->size = 1;
-        out->looked = looked;
-        out->complete = found;
-        return dtrain__env_restarts(env, out);
+        out->complete = !why;
+        DTRAIN__TRY(dtrain__env_restarts(env, out));
+        if (!why) said[last] = "ignored, one rank is as without a launcher";
+        return DTRAIN_OK;
     }
+    out->complete = true;
     DTRAIN__TRY(dtrain__env_restarts(env, out));
     if (out->size > DTRAIN_MAX_RANKS)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_launch: %s=%d in the environment, at most %d ranks are possible",
-                           family->size, out->size, DTRAIN_MAX_RANKS);
+                           family->variables[DTRAIN__SIZE], out->size, DTRAIN_MAX_RANKS);
     out->family = family->name;
     dtrain__env_key(env, family, out);
-    if (out->forks == out->size) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__env_port(env, family->port, out));
-    return dtrain__env_address(env, family, out);
+    if (out->forks != out->size) {
+        DTRAIN__TRY(dtrain__env_port(env, family->variables[DTRAIN__PORT], out));
+        DTRAIN__TRY(dtrain__env_address(env, family, out));
+    }
+    said[last] = "taken";
+    return DTRAIN_OK;
 }

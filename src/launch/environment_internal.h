@@ -11,26 +11,32 @@
 
 typedef char *(*dtrain__lookup_fn)(const char *name); /* getenv */
 
-/* The families of variables, in the order in which they are looked at. */
+/* The variables of a family that have a meaning in all of them; what its reader looks at besides
+ * stands behind these. */
 enum {
-    DTRAIN__OURS,
-    DTRAIN__TORCHRUN,
-    DTRAIN__OPEN_MPI,
-    DTRAIN__SLURM,
-    DTRAIN__MPICH,
-    DTRAIN__INDEXED,
-    DTRAIN__PET,
-    DTRAIN__FAMILIES
+    DTRAIN__ADDRESS, /* of rank 0's host; not of the family alone, as the port */
+    DTRAIN__PORT,
+    DTRAIN__RANK,
+    DTRAIN__SIZE,
+    DTRAIN__LOCAL_RANK,
+    DTRAIN__LOCAL_SIZE,
+    DTRAIN__RUN, /* this and the next one name the run */
+    DTRAIN__RUN_PART,
+    DTRAIN__VARIABLES = 11
 };
+enum { DTRAIN__INDEXED = 5, DTRAIN__FAMILIES = 7 }; /* rows of the table */
 
+/* The variables by which launchers of one kind say which rank a process is. */
 typedef struct dtrain__family {
     const char *name;
-    const char *rank, *size, *local_rank, *local_size; /* variables; NULL: it has none */
-    const char *address, *port;                        /* of rank 0's host */
-    const char *run, *run_part;                        /* that name the run */
+    /* Reads rank and size into *out; *why, if not NULL: the family does not apply. NULL: two plain
+     * numbers. */
+    dtrain_result (*read)(dtrain__lookup_fn env, const char **why, dtrain__placement *out);
+    const char *variables[DTRAIN__VARIABLES]; /* NULL: it has none */
 } dtrain__family;
 
 /* launch/environment.c */
 DTRAIN__PRIVATE const dtrain__family *dtrain__family_table(void);
 DTRAIN__PRIVATE const char *dtrain__env_text(dtrain__lookup_fn env, const char *name);
-DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out);
+DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out,
+                                                const char *said[DTRAIN__FAMILIES]);

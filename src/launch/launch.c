@@ -306,7 +306,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
             "or 1, threads), log_level is %u (0 to 4), threads_per_rank is %d (0 to "
             "4096)", /* %d: a negative number is what a program was given */
             (int)most, DTRAIN_MAX_RANKS, desc->mode, desc->log_level, (int)desc->threads_per_rank);
-    DTRAIN__TRY(dtrain__recognise(getenv, place));
+    const char *said[DTRAIN__FAMILIES];
+    DTRAIN__TRY(dtrain__recognise(getenv, place, said));
     if (place->family && desc->rank_count && (int)desc->rank_count != place->size)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_launch: rank_count is %u, and the environment (%s) announces "

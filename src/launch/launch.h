@@ -154,7 +154,7 @@ typedef struct dtrain_launch_place {
  *     ranks          this process is rank 3 of 8, local rank 1 of 2
  *     meeting        at head port 29600, for at most 300 s
  *
- * and so on: every family of variables that is set, why it is taken or not, and what comes of it.
+ * for every family of variables that is set why it is taken or not, and what comes of it.
  * DTRAIN_JOB_KEY is not shown. The result is that of dtrain_launch's own checks: a half or
  * contradictory environment is explained, and then refused. */
 DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, char *text,

@@ -31,8 +31,7 @@ typedef struct dtrain__placement {
     uint32_t port;              /* of the control plane */
     uint32_t restart_count;     /* by the launcher around this process, so far */
     uint64_t key[2];            /* tells this run from others, see world/rendezvous.c */
-    int looked;                 /* for explain.c: the last family that was looked at ... */
-    bool complete;              /* ... and whether it has a rank and a size */
+    bool complete; /* a launcher has said which rank this is, be it of a world of one */
 } dtrain__placement;
 
 typedef enum dtrain__frame_kind {

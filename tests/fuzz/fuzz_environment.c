@@ -64,16 +64,12 @@ static char *look_up(const char *name)
 /* Explain it into a small buffer: cut, in one piece, printable and without the secret. */
 static void explain(void)
 {
-    char text[512];
-    dtrain__explanation e;
+    char text[512] = "";
+    const char *said[DTRAIN__FAMILIES];
+    dtrain__lines e = {text, sizeof text, 0};
     dtrain__placement place;
-    memset(&e, 0, sizeof e);
-    e.text = text;
-    e.room = sizeof text;
-    text[0] = 0;
-    const dtrain_result result = dtrain__recognise(look_up, &place);
-    dtrain__explain_families(&e, look_up, &place, result);
-    dtrain__explain_others(&e, look_up);
+    (void)dtrain__recognise(look_up, &place, said);
+    dtrain__explain_families(&e, look_up, said);
     if (!memchr(text, 0, sizeof text) || e.used >= sizeof text) abort();
     for (const char *c = text; *c; c++)
         if (*c != '\n' && ((unsigned char)*c < 32 || *c == 127)) abort();
@@ -82,6 +78,7 @@ static void explain(void)
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
+    const char *said[DTRAIN__FAMILIES];
     dtrain__placement place;
     memset(values, 0, sizeof values);
     for (size_t at = 0; at < size;) {
@@ -93,7 +90,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     }
     dtrain_fail(DTRAIN_OK, "%s", "");
     explain();
-    if (dtrain__recognise(look_up, &place) != DTRAIN_OK) {
+    if (dtrain__recognise(look_up, &place, said) != DTRAIN_OK) {
         if (strlen(dtrain_last_error()) < 20) abort();
         return 0;
     }

@@ -40,8 +40,9 @@ static char *lookup_words(const char *name)
 
 static dtrain_result recognise(const char *words, dtrain__placement *place)
 {
+    const char *said[DTRAIN__FAMILIES];
     words_now = words;
-    return dtrain__recognise(lookup_words, place);
+    return dtrain__recognise(lookup_words, place, said);
 }
 
 typedef struct accepted {
