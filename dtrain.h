@@ -2433,10 +2433,6 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss);
-/* Return a figure of one rank in the last step; NaN: not measured, or no such rank. Every rank
- * knows those of all ranks, as fp32. */
-DTRAIN_API double dtrain_trainer_figure(const dtrain_trainer *trainer, int rank,
-                                        dtrain_figure figure);
 /* Return the trainer's tape, for passes of the host's own between two steps. */
 DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
 
@@ -24402,6 +24398,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__micro_backward(dtrain_trainer *trainer, dt
 DTRAIN__PRIVATE void dtrain__trainer_add(dtrain_trainer *trainer, uint32_t micro, float loss,
                                          float weight);
 
+/* train/trainer.c */
+DTRAIN__PRIVATE double dtrain__trainer_figure(const dtrain_trainer *trainer, int rank,
+                                              dtrain_figure figure);
+
 /* train/queued_step.c */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer);
 DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer);
@@ -24754,8 +24754,10 @@ static dtrain_spread dtrain__trainer_spread(const dtrain_trainer *trainer, int f
     return all;
 }
 
-DTRAIN_API double dtrain_trainer_figure(const dtrain_trainer *trainer, int rank,
-                                        dtrain_figure figure)
+/* Return a figure of one rank in the last step; NaN: not measured, or no such rank. Every rank
+ * knows those of all ranks, as fp32. */
+DTRAIN__PRIVATE double dtrain__trainer_figure(const dtrain_trainer *trainer, int rank,
+                                              dtrain_figure figure)
 {
     for (int r = 0; trainer && trainer->step > 0 && r < trainer->ranks; r++)
         if (dtrain__world_rank(trainer->groups.all, r) == rank &&
@@ -31795,7 +31797,7 @@ DTRAIN__PRIVATE double dtrain__rank_value(const dtrain_metrics *metrics, int id,
     double unit;
     const int figure = dtrain__figure_of(id, &unit);
     if (figure < 0 || !metrics->desc.trainer || metrics->last.ranks == 0) return DTRAIN__NAN;
-    return unit * dtrain_trainer_figure(metrics->desc.trainer, rank, (dtrain_figure)figure);
+    return unit * dtrain__trainer_figure(metrics->desc.trainer, rank, (dtrain_figure)figure);
 }
 
 /* Reduce what has no mean and no maximum that says anything: bits of all ranks, sums of errors.
@@ -31809,8 +31811,8 @@ static void dtrain__fill_bits(dtrain_metrics *metrics, const dtrain_step_record 
     double errors = 0;
     for (int r = 0; trainer && r < trainer->ranks; r++) {
         const int rank = trainer->groups.all ? dtrain__world_rank(trainer->groups.all, r) : r;
-        const double one = dtrain_trainer_figure(trainer, rank, DTRAIN_FIGURE_GPU_THROTTLE);
-        const double lost = dtrain_trainer_figure(trainer, rank, DTRAIN_FIGURE_GPU_ECC);
+        const double one = dtrain__trainer_figure(trainer, rank, DTRAIN_FIGURE_GPU_THROTTLE);
+        const double lost = dtrain__trainer_figure(trainer, rank, DTRAIN_FIGURE_GPU_ECC);
         if (dtrain__finite(one) && one >= 0) bits |= (uint64_t)one;
         if (dtrain__finite(lost)) errors += lost;
     }

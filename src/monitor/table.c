@@ -115,7 +115,7 @@ DTRAIN__PRIVATE double dtrain__rank_value(const dtrain_metrics *metrics, int id,
     double unit;
     const int figure = dtrain__figure_of(id, &unit);
     if (figure < 0 || !metrics->desc.trainer || metrics->last.ranks == 0) return DTRAIN__NAN;
-    return unit * dtrain_trainer_figure(metrics->desc.trainer, rank, (dtrain_figure)figure);
+    return unit * dtrain__trainer_figure(metrics->desc.trainer, rank, (dtrain_figure)figure);
 }
 
 /* Reduce what has no mean and no maximum that says anything: bits of all ranks, sums of errors.
@@ -129,8 +129,8 @@ static void dtrain__fill_bits(dtrain_metrics *metrics, const dtrain_step_record 
     double errors = 0;
     for (int r = 0; trainer && r < trainer->ranks; r++) {
         const int rank = trainer->groups.all ? dtrain__world_rank(trainer->groups.all, r) : r;
-        const double one = dtrain_trainer_figure(trainer, rank, DTRAIN_FIGURE_GPU_THROTTLE);
-        const double lost = dtrain_trainer_figure(trainer, rank, DTRAIN_FIGURE_GPU_ECC);
+        const double one = dtrain__trainer_figure(trainer, rank, DTRAIN_FIGURE_GPU_THROTTLE);
+        const double lost = dtrain__trainer_figure(trainer, rank, DTRAIN_FIGURE_GPU_ECC);
         if (dtrain__finite(one) && one >= 0) bits |= (uint64_t)one;
         if (dtrain__finite(lost)) errors += lost;
     }

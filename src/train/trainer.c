@@ -264,8 +264,10 @@ static dtrain_spread dtrain__trainer_spread(const dtrain_trainer *trainer, int f
     return all;
 }
 
-DTRAIN_API double dtrain_trainer_figure(const dtrain_trainer *trainer, int rank,
-                                        dtrain_figure figure)
+/* Return a figure of one rank in the last step; NaN: not measured, or no such rank. Every rank
+ * knows those of all ranks, as fp32. */
+DTRAIN__PRIVATE double dtrain__trainer_figure(const dtrain_trainer *trainer, int rank,
+                                              dtrain_figure figure)
 {
     for (int r = 0; trainer && trainer->step > 0 && r < trainer->ranks; r++)
         if (dtrain__world_rank(trainer->groups.all, r) == rank &&

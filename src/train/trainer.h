@@ -162,10 +162,6 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss);
-/* Return a figure of one rank in the last step; NaN: not measured, or no such rank. Every rank
- * knows those of all ranks, as fp32. */
-DTRAIN_API double dtrain_trainer_figure(const dtrain_trainer *trainer, int rank,
-                                        dtrain_figure figure);
 /* Return the trainer's tape, for passes of the host's own between two steps. */
 DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
 

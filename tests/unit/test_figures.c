@@ -2,6 +2,7 @@
  * before a step, histograms under every way of sharding, GPUs by a library that stands for NVML.
  *
  *     make build/tests/test_figures && build/tests/test_figures */
+#include "train/trainer_internal.h"
 #include "test.h"
 #include "dtrain.h"
 #include "warned_ranks.h"
@@ -132,9 +133,9 @@ static int train_rank(dtrain_world *world, void *user)
     }
     for (int r = 0; s.rank == 0 && r < dtrain_world_size(world); r++)
         for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++)
-            t->got[r][f] = dtrain_trainer_figure(trainer, r, (dtrain_figure)f);
-    CHECK(isnan(dtrain_trainer_figure(trainer, 99, DTRAIN_FIGURE_STEP)) &&
-          isnan(dtrain_trainer_figure(NULL, 0, DTRAIN_FIGURE_STEP)));
+            t->got[r][f] = dtrain__trainer_figure(trainer, r, (dtrain_figure)f);
+    CHECK(isnan(dtrain__trainer_figure(trainer, 99, DTRAIN_FIGURE_STEP)) &&
+          isnan(dtrain__trainer_figure(NULL, 0, DTRAIN_FIGURE_STEP)));
     if (s.rank == 0) {
         double value;
         t->events = events;

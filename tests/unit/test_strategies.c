@@ -10,8 +10,8 @@
  * update; a slot whose former unit still counts as there; nothing published; later micro-batches that
  * replace the first in the shard; grad_written kept across micro-batches; a missing gradient not
  * zeroed; initial values by place in the shard; owners whose runs cut tensors; a rounded wire not
- * converted back; shards of frozen parameters. The other tests: bytes that forget what stays
- * gathered; values of the host not copied back. */
+ * converted back; shards of frozen parameters; a step that is counted without its publish. The other
+ * tests: values of the host not copied back. */
 #include "strategy/strategy_internal.h"
 #include "dtrain.h"
 
