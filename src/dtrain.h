@@ -108,6 +108,7 @@ extern "C" {
 #include "strategy/offload.c"
 #include "strategy/levels.c"
 #include "strategy/settings.c"
+#include "strategy/count.c"
 #include "strategy/create.c"
 #include "strategy/query.c"
 #include "strategy/view.c"

@@ -1,0 +1,109 @@
+/* What a step sends
+ *
+ * No formula says it: a twin of the strategy takes steps on the plan device, where kernels do
+ * nothing, with a counting communicator (comm/counting.c), and its books are read. So the answer
+ * follows every change of the road. A step costs what its bookkeeping costs, microseconds, and is
+ * taken twice at creation. */
+
+#include "core/platform_internal.h"
+#include "core/core_internal.h"
+#include "world/world_internal.h"
+#include "comm/comm_internal.h"
+#include "strategy/strategy_internal.h"
+#include "device/device.h"
+
+/* A strategy of the same parameters and settings, in a world of its own: what it does is in no record
+ * of the real one. */
+typedef struct dtrain__twin {
+    dtrain_world world;
+    uint32_t here; /* what world.mine points to */
+    dtrain_param *params;
+    dtrain_strategy *strategy;
+} dtrain__twin;
+
+/* Make a twin; dtrain__twin_destroy frees what there is of it, also after an error. Values and
+ * gradients that the strategy has lent are NULL again. Compression is in full force; nothing is
+ * offloaded, which changes no collective. */
+static dtrain_result dtrain__twin_create(const dtrain_strategy *strategy, dtrain__twin *twin)
+{
+    const size_t count = strategy->param_count;
+    dtrain_strategy_desc desc = strategy->desc;
+    const bool nodes = desc.hierarchical || strategy->kind->replicas;
+    dtrain_device_desc plan;
+    memset(&plan, 0, sizeof plan);
+    plan.allocator = strategy->allocator;
+    twin->here = 1;
+    twin->world.mine = &twin->here;
+    twin->world.allocator = strategy->allocator;
+    twin->world.rank = strategy->layout.all_rank;
+    twin->world.size = strategy->layout.all;
+    DTRAIN__TRY(dtrain_device_create(dtrain_plan_device_ops(), &plan, &twin->world.device));
+    DTRAIN__TRY(
+        dtrain__counting_create(&twin->world, nodes ? (int)desc.node_size : 1, &twin->world.comm));
+    twin->params = (dtrain_param *)dtrain__alloc(&strategy->allocator, count, sizeof *twin->params,
+                                                 "parameters to count with");
+    if (!twin->params) return DTRAIN_ERROR_MEMORY;
+    for (size_t i = 0; i < count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        const dtrain__entry *entry = &strategy->layout.entries[i];
+        twin->params[i] = *p;
+        twin->params[i].init = DTRAIN_INIT_ZERO;
+        if (p->alias_of) twin->params[i].alias_of = twin->params + (p->alias_of - strategy->params);
+        if (entry->lends_value) twin->params[i].value = NULL;
+        if (entry->lends_grad) twin->params[i].grad = NULL;
+    }
+    desc.comm = NULL;
+    desc.offload = 0;
+    DTRAIN__TRY(dtrain_strategy_create(&twin->world, twin->params, count, &desc, &twin->strategy));
+    twin->strategy->sync_count = UINT64_MAX / 2; /* behind every warm-up */
+    dtrain__rewind(twin->strategy, true);
+    return DTRAIN_OK;
+}
+
+static void dtrain__twin_destroy(const dtrain_strategy *strategy, dtrain__twin *twin)
+{
+    dtrain_strategy_destroy(twin->strategy);
+    dtrain__free(&strategy->allocator, twin->params, strategy->param_count, sizeof *twin->params);
+    if (twin->world.comm) (void)twin->world.comm->ops->destroy(twin->world.comm);
+    dtrain_device_destroy(twin->world.device);
+    dtrain__free(&strategy->allocator, twin, 1, sizeof *twin);
+}
+
+/* Count what a twin sends in a step, without samples: a rank that has none takes part in all
+ * collectives of the others. */
+static dtrain_result dtrain__twin_step(dtrain_strategy *twin, int micro_batches, uint64_t *bytes,
+                                       uint64_t *calls)
+{
+    dtrain_comm_info before, after;
+    bool over;
+    dtrain__strategy_comm_info(twin, &before);
+    for (int micro = 1; micro <= micro_batches; micro++) {
+        DTRAIN__TRY(dtrain_strategy_accumulate(twin, micro < micro_batches));
+        DTRAIN__TRY(dtrain_strategy_join(twin, &over));
+    }
+    DTRAIN__TRY(dtrain_strategy_publish(twin));
+    dtrain__strategy_comm_info(twin, &after);
+    *bytes = after.wire_bytes - before.wire_bytes;
+    *calls = after.operation_count - before.operation_count;
+    return DTRAIN_OK;
+}
+
+/* Count what a step sends, by running one: of one micro-batch, and of two, from which follows what
+ * each further one adds. */
+DTRAIN__PRIVATE dtrain_result dtrain__count_step(dtrain_strategy *strategy)
+{
+    dtrain__step_counts *counts = &strategy->counts;
+    if (strategy->layout.all == 1 || dtrain__is_counting(strategy->comm)) return DTRAIN_OK;
+    dtrain__twin *twin =
+        (dtrain__twin *)dtrain__alloc(&strategy->allocator, 1, sizeof *twin, "a step to count");
+    if (!twin) return DTRAIN_ERROR_MEMORY;
+    dtrain_result result = dtrain__twin_create(strategy, twin);
+    if (result == DTRAIN_OK)
+        result = dtrain__twin_step(twin->strategy, 1, &counts->bytes, &counts->calls);
+    if (result == DTRAIN_OK)
+        result = dtrain__twin_step(twin->strategy, 2, &counts->micro_bytes, &counts->micro_calls);
+    counts->micro_bytes -= counts->bytes;
+    counts->micro_calls -= counts->calls;
+    dtrain__twin_destroy(strategy, twin);
+    return result;
+}
