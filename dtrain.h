@@ -22859,7 +22859,7 @@ DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule
 /* train/shuffle.c */
 DTRAIN__PRIVATE void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out);
 
-/* A file, and what it was when it was opened: it must stay that. */
+/* A file, and its size and times when it was opened: a read fails when they have changed. */
 typedef struct dtrain__data_file {
     char *path; /* a copy: errors name it long after open */
     int file;   /* -1: opened for every read */
@@ -22877,7 +22877,7 @@ typedef struct dtrain__data_files {
 typedef struct dtrain__format {
     const char *name;
     int64_t vocab_count;
-    uint32_t item_bytes; /* in a file, where the format fixes it: labels and all */
+    uint32_t item_bytes; /* of a record with its labels, where the format fixes it */
     uint32_t label_bytes;
     /* Check the beginning and the size of a file; set its header_bytes and item_count. */
     dtrain_result (*learn)(dtrain_dataset *dataset, dtrain__data_file *file);
@@ -22903,14 +22903,14 @@ typedef struct dtrain__pick {
     uint64_t epoch;
 } dtrain__pick;
 
-/* A batch on its way: what is to be read, memory to read it with and, with workers, to. */
+/* A batch: which samples it has, scratch to read one of them, and with workers its own memory. */
 typedef struct dtrain__batch {
     dtrain__pick *picks; /* (batch) */
     void *scratch;       /* of one sample as the dataset has it */
     void *inputs;        /* (batch, sample_bytes); NULL without workers, like targets */
     int32_t *targets;    /* (batch, sequence or 1) */
-    uint64_t read_ns[2]; /* for a trace: when a worker has begun to read it, and ended */
-    bool ready;          /* read, with this result and sentence */
+    uint64_t read_ns[2]; /* for a trace: when a worker began to read it, and when it ended */
+    bool ready;          /* read, with the result and the error below */
     dtrain_result result;
     char error[DTRAIN__ERROR_BYTES];
 } dtrain__batch;
@@ -22930,8 +22930,8 @@ struct dtrain_loader {
     size_t batch_count;
     struct dtrain__prefetch *prefetch; /* NULL: no workers */
 
-    /* The epoch that order and shift belong to, and its seed; only shuffled ones are entered. With
-     * workers these are for the one that deals. */
+    /* The epoch that order and shift belong to, and its seed. Without shuffling none is entered. With
+     * workers only the one that deals uses them. */
     bool entered;
     uint64_t seed, epoch;
     int64_t shift;
@@ -23023,10 +23023,9 @@ DTRAIN__PRIVATE void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out)
 
 /* Datasets
  *
- * A dataset is a number of items and a function that reads them, dtrain_read_fn. Files are
- * read by the functions of a format, a row of the table below; a host's own source brings its
- * own. What loaders and programs call is the same for all: it checks the range before, and ids and
- * labels behind. */
+ * A dataset is a number of items and a function that reads them, dtrain_read_fn. The function is that
+ * of a format, a row of the table below, or a host's own. dtrain_dataset_read calls it, checks the
+ * range of items before, and ids and labels afterwards. */
 
 #define DTRAIN__MOST_IDS (INT64_C(1) << 31) /* ids are handed out as int32 */
 
@@ -23237,9 +23236,9 @@ DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t fi
  * samples, each is a window of its own, and there is no shift. With drop_last an epoch has the
  * largest number of windows that B R divides.
  *
- * A batch comes in two steps: it is dealt, which enters epochs and is done in order, and read,
- * which looks at nothing that changes. So threads may read batches ahead (prefetch.c) without
- * changing any. */
+ * A batch is made in two steps. It is dealt: its samples are looked up, in order, because that may
+ * enter an epoch. Then it is read, which changes nothing of the loader. So threads may read batches
+ * ahead (prefetch.c), and all batches stay the same. */
 
 #define DTRAIN__STREAM_LOADER UINT64_C(0x6c6f61646572) /* Philox stream of the shifts */
 #define DTRAIN__MOST_WORKERS 64
@@ -23284,8 +23283,8 @@ DTRAIN__PRIVATE void dtrain__loader_deal(dtrain_loader *loader, uint64_t seed, u
     }
 }
 
-/* Make order and shift those of `epoch`: O(windows), once per epoch. Samples of a batch come with
- * growing k, so a batch across a border enters each epoch once. */
+/* Set order and shift to those of `epoch`: O(windows), once per epoch. The samples of a batch come
+ * with growing k, so a batch across a border enters each epoch once. */
 static void dtrain__loader_enter(dtrain_loader *loader, uint64_t seed, uint64_t epoch)
 {
     uint32_t random[4];
@@ -23357,7 +23356,7 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
 
 /* ---- creation ---------------------------------------------------------------------------------*/
 
-/* Make the plan first: how large the arrays are follows from it. */
+/* Count windows first: the sizes of the arrays follow from their number. */
 DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
                                               dtrain_loader **out)
 {
@@ -23463,8 +23462,8 @@ static dtrain_result dtrain__loader_plan(dtrain_loader *loader)
                        (long long)DTRAIN__RANDPERM_LIMIT);
 }
 
-/* Allocate the order of an epoch, and batches: one without workers, whose inputs and targets are
- * then the caller's. */
+/* Allocate the order of an epoch, and batches. Without workers there is one, which reads into the
+ * caller's inputs and targets. */
 static dtrain_result dtrain__loader_memory(dtrain_loader *loader)
 {
     const dtrain_loader_desc *desc = &loader->desc;
@@ -23533,19 +23532,19 @@ DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)
  *     batches    0 1 2 | 3 4 5 6 | 7 8 ...        batch_count = 4; 3 and 5 are ready, 4 and 6 are
  *                taken | in ring | not claimed    being read, and 7 waits until 3 is taken
  *
- * `deal` is held by the worker whose turn it is, also while it waits for a free place: epochs are
- * entered in order, and the loader never waits for a shuffle. `mutex` guards the counters, for
- * some lines at a time.
+ * The worker that claims a batch holds `deal`, also while it waits for a free place: so epochs are
+ * entered in order, and the loader never waits for a shuffle. `mutex` guards the counters, and is
+ * held for a few lines at a time.
  *
- * A seek, a failed batch and a loaded checkpoint are one thing: workers come to rest, what they
- * have read is dropped, and the next call starts them from the position that the loader has then.
- * Work starts with the first call, not with creation. */
+ * A seek, a failed batch and a loaded checkpoint do the same: workers stop, the batches that they
+ * have read are dropped, and the next call starts them at the loader's new position. The first call
+ * starts them as well, creation does not. */
 
 typedef struct dtrain__prefetch {
     pthread_mutex_t deal, mutex;
-    pthread_cond_t room;  /* workers wait for it */
-    pthread_cond_t ready; /* the loader waits for a batch, or for workers to rest */
-    pid_t process;        /* that has the threads: a child of it has none */
+    pthread_cond_t room;  /* a place is free, or the end: workers wait for it */
+    pthread_cond_t ready; /* a batch was read: the loader waits for it */
+    pid_t process;        /* the one that has the threads: a forked child has none */
     int rank;             /* to be named in error sentences */
     pthread_t *threads;   /* (thread_count) of (desc.workers) */
     uint32_t thread_count;
@@ -23692,8 +23691,8 @@ DTRAIN__PRIVATE void dtrain__prefetch_rest(dtrain_loader *loader)
 
 /* ---- creation ---------------------------------------------------------------------------------*/
 
-/* Start the workers, in which no signal of the host's is handled. After a failure
- * prefetch_destroy ends those that have started. */
+/* Start the workers, with all signals blocked: the host's handlers run in its own threads. After a
+ * failure prefetch_destroy ends those that have started. */
 DTRAIN__PRIVATE dtrain_result dtrain__prefetch_create(dtrain_loader *loader)
 {
     pthread_condattr_t attributes;
@@ -23728,7 +23727,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__prefetch_create(dtrain_loader *loader)
                        p->thread_count + 1, (unsigned)loader->desc.workers, strerror(error));
 }
 
-/* End the workers behind the reads that they are in. A forked child has only their memory. */
+/* End the workers, each after the read that it is in. A forked child has their memory and no
+ * threads. */
 DTRAIN__PRIVATE void dtrain__prefetch_destroy(dtrain_loader *loader)
 {
     dtrain__prefetch *p = loader->prefetch;
@@ -23760,16 +23760,15 @@ DTRAIN__PRIVATE void dtrain__prefetch_destroy(dtrain_loader *loader)
  *              |<------- 256 words, 1024 bytes ->|<- 2 or 4 bytes a token, little endian
  *     u16      | t | t | t | ...                                      2 bytes, little endian
  *
- * The tokens of all files are one stream: what is cut out of it may begin in one file and end in
- * the next. */
+ * The tokens of all files are one stream: a window may begin in one file and end in the next. */
 
 #define DTRAIN__BIN_HEADER 1024 /* 256 int32, little endian: magic, version, token count, 0 ... */
 #define DTRAIN__BIN_MAGIC_U16 20240520u
 #define DTRAIN__BIN_MAGIC_U32 20240801u
 #define DTRAIN__TOKEN_BYTES 16384 /* read at once, into the stack */
 
-/* Tell by its magic, which no text begins with, whether a file is a .bin of llm.c. One that cannot
- * be read is none: learning it will say why. */
+/* Tell by its magic, which no text begins with, whether a file is a .bin of llm.c. An unreadable file
+ * counts as no .bin: the read that follows reports the error. */
 DTRAIN__PRIVATE bool dtrain__is_bin(const dtrain__data_file *file)
 {
     unsigned char head[4];
@@ -23779,8 +23778,9 @@ DTRAIN__PRIVATE bool dtrain__is_bin(const dtrain__data_file *file)
     return magic == DTRAIN__BIN_MAGIC_U16 || magic == DTRAIN__BIN_MAGIC_U32;
 }
 
-/* Refuse to read a file as bytes that nobody has called so: other files of llm.c, known by their
- * magic, and under a larger vocabulary what is no text, as nanoGPT's uint16 tokens. */
+/* Refuse a file that was taken for bytes because desc names no format, and that is something else:
+ * one of llm.c's other files, known by their magic, or, where the vocabulary is larger than 256, a
+ * file that is no text, as nanoGPT's uint16 tokens. */
 DTRAIN__PRIVATE dtrain_result dtrain__bytes_guessed(const dtrain_dataset *dataset,
                                                     const dtrain__data_file *file)
 {
@@ -23957,8 +23957,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__cifar_read(void *user, int64_t first, int6
 
 /* ---- IDX --------------------------------------------------------------------------------------*/
 
-/* Check the header of an IDX file of bytes with `least` to `most` axes. The lengths of its axes,
- * behind each other, must make exactly the bytes that are there. */
+/* Check the header of an IDX file of bytes with `least` to `most` axes: the product of their lengths
+ * must be exactly the bytes that follow. */
 static dtrain_result dtrain__idx_header(dtrain__data_file *file, uint32_t least, uint32_t most,
                                         int64_t lengths[DTRAIN__IDX_AXES])
 {
@@ -23993,8 +23993,8 @@ static dtrain_result dtrain__idx_header(dtrain__data_file *file, uint32_t least,
                        file->path, (long long)lengths[0], axes, (long long)size);
 }
 
-/* Learn a file of images, and the file of labels in the same place of the other list. Two axes make
- * one row an image, three are (images, rows, columns), four have channels behind the first. */
+/* Learn a file of images, and the file of labels with the same number in the other list. Axes are
+ * (images, columns), (images, rows, columns) or (images, channels, rows, columns). */
 DTRAIN__PRIVATE dtrain_result dtrain__idx_learn(dtrain_dataset *dataset, dtrain__data_file *file)
 {
     const size_t at = (size_t)(file - dataset->data.files);
@@ -24063,13 +24063,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__idx_read(void *user, int64_t first, int64_
 #include <fnmatch.h>
 
 #define DTRAIN__OPEN_FILES \
-    64 /* stay open; any more are opened for each read: descriptors are few */
+    64 /* that many stay open; others are opened for each read, because descriptors are few */
 
-/* Paths that are collected: while a folder is listed, and then in order of their names. */
+/* A search for files: what it has found so far, and the part of `paths` it is at. */
 typedef struct dtrain__data_search {
     const dtrain_allocator *allocator;
     dtrain__data_files *files;
-    char path[PATH_MAX]; /* of the part of `paths` that is looked at */
+    char path[PATH_MAX];
 } dtrain__data_search;
 
 static dtrain_result dtrain__data_files_find(dtrain__data_search *search, const char *paths);
@@ -24263,8 +24263,8 @@ static dtrain_result dtrain__data_files_list(dtrain__data_search *search, const 
     return DTRAIN_OK;
 }
 
-/* Add the file, the folder's files or those that fit the pattern of search->path. What exists is
- * taken as it is, whatever characters are in its name. */
+/* Add the files that search->path names: the file itself, the files of a folder, or those that fit a
+ * pattern. A path that exists is no pattern, whatever characters are in it. */
 static dtrain_result dtrain__data_files_find_one(dtrain__data_search *search)
 {
     struct stat info;
@@ -24324,18 +24324,18 @@ static dtrain_result dtrain__data_files_find(dtrain__data_search *search, const 
 /* The trainer's structure, shared by its micro-batches (micro_batch.c), the step with the host in
  * the middle (trainer.c) and the queued step (queued_step.c). */
 
-/* What a rank tells the others each step: its figures, and behind them */
+/* The words that a rank sends the others each step: its figures, and behind them */
 enum {
     DTRAIN__WORD_LOSS = DTRAIN_FIGURE_COUNT,
     DTRAIN__WORD_WEIGHT, /* of its loss in the mean of all: see dtrain_strategy_weight */
     DTRAIN__WORD_COMM,   /* seconds that an operation was in flight */
     DTRAIN__WORD_STOP,   /* 1: this rank was asked to stop */
-    DTRAIN__WORD_ENDED,  /* the share of micro-batches that came behind the end of its data */
+    DTRAIN__WORD_ENDED,  /* share of its micro-batches that had no data any more */
     DTRAIN__WORD_COUNT
 };
 
-#define DTRAIN__SLOW_SCORE 2.0 /* a straggler's compute time against the median's ... */
-#define DTRAIN__SLOW_STEPS 10  /* ... for so many steps running */
+#define DTRAIN__SLOW_SCORE 2.0 /* a straggler's compute time over the median rank's ... */
+#define DTRAIN__SLOW_STEPS 10  /* ... in this many steps in a row */
 
 struct dtrain_trainer {
     dtrain_allocator allocator;
@@ -24350,20 +24350,20 @@ struct dtrain_trainer {
     bool loss_counts;          /* in the record, once for each model */
     int64_t step;
     uint64_t tokens;   /* of all ranks, in the steps before */
-    uint64_t skipped;  /* steps whose gradients were not finite, without loss scaling ... */
-    uint32_t in_a_row; /* ... and how many of them were the last ones */
+    uint64_t skipped;  /* steps whose gradients were not finite, without loss scaling */
+    uint32_t in_a_row; /* how many of the last steps were */
     uint32_t micro;    /* micro-batches of this step that are done: where it goes on if repeated */
     double loss;       /* their sum, each times its weight ... */
     double weight;     /* ... and the sum of their weights */
-    bool ended;        /* this rank's data has */
-    uint32_t joined;   /* micro-batches of this step behind that */
+    bool ended;        /* this rank's data has ended */
+    uint32_t joined;   /* micro-batches of this step that had no data */
     double saving;     /* seconds in checkpoints until the end of the last step */
-    float gpu[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN, or the monitor's */
-    float *words;    /* (ranks, WORD_COUNT), host memory: gathered in place */
-    double *compute; /* (ranks) seconds, for the median */
-    int slow_rank;   /* slowest of the last step, and for how many steps it has been a straggler */
-    int slow_steps;
-    bool *named;                 /* (ranks) warned about already */
+    float gpu[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN: no monitor has set it */
+    float *words;                /* (ranks, WORD_COUNT), host memory: gathered in place */
+    double *compute;             /* (ranks) seconds, for the median */
+    int slow_rank;               /* the slowest of the last step ... */
+    int slow_steps;              /* ... and for how many steps it has been a straggler */
+    bool *named;                 /* (ranks) a warning has named it */
     struct dtrain__queue *queue; /* NULL: the host waits in the middle of a step */
 };
 
@@ -24381,10 +24381,10 @@ typedef struct dtrain__queue {
     dtrain_step_scalars *now;     /* page-locked: what scalars will be */
     float *results;               /* behind it (micro_batches + 2): losses, norm, sum of weights */
     dtrain__queued *micros;       /* (micro_batches) */
-    size_t pinned_bytes;          /* of both */
+    size_t pinned_bytes;          /* of now and results */
     dtrain_graph *graph;          /* NULL: not recorded yet */
-    int64_t steps;                /* queued or replayed */
-    double flops;                 /* of the graph */
+    int64_t steps;                /* that were queued or replayed */
+    double flops;                 /* of the recorded step */
 } dtrain__queue;
 
 /* Unknown. A bit pattern instead of NAN survives -ffast-math. */
@@ -24541,7 +24541,7 @@ DTRAIN__PRIVATE void dtrain__trainer_add(dtrain_trainer *trainer, uint32_t micro
  * in the record's own all-gather is in no figure. Waiting for data counts as compute time, so that
  * a rank with a slow disk is found; how much of it that was is a figure of its own. */
 
-/* Where a step begins and ends. */
+/* The clock and all counters, before a step and behind it. */
 typedef struct dtrain__step_mark {
     double seconds, flops, spans[DTRAIN_SPAN_KINDS];
     dtrain_comm_info comm;
@@ -24634,11 +24634,11 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
 static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record)
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
+    const uint64_t seed = dtrain__step_seed(trainer);
     float norm = 0, scale = 1;
     bool found_inf;
     while (trainer->micro < desc->micro_batches) {
-        dtrain__micro micro = {trainer->tape, trainer->micro, dtrain__step_seed(trainer),
-                               NULL,          false,          0};
+        dtrain__micro micro = {trainer->tape, trainer->micro, seed, NULL, false, 0};
         float loss = 0;
         DTRAIN__TRY(dtrain__micro_forward(trainer, &micro));
         DTRAIN__TRY(dtrain__micro_backward(trainer, &micro));
@@ -24659,8 +24659,8 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
 
 /* ---- the record -------------------------------------------------------------------------------*/
 
-/* Judge a step by the losses of all ranks and the norm, which no rank has made a step with if it is
- * not finite: go on, skip, or the same error on each. */
+/* Decide by the losses of all ranks and the norm whether to go on, to skip the step or to fail with
+ * the same error on each rank. Where the norm is not finite no rank has updated its parameters. */
 static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_step_record *record,
                                           bool overflow)
 {
@@ -24691,7 +24691,7 @@ static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_
                        (long long)record->step, record->grad_norm, advice);
 }
 
-/* Note where the clock, the communicators and the spans are. */
+/* Read the clock, and the counters of communicators, spans and tape. */
 static void dtrain__trainer_mark(const dtrain_trainer *trainer, dtrain__step_mark *mark)
 {
     dtrain__strategy_comm_info(trainer->desc.strategy, &mark->comm);
@@ -24701,8 +24701,9 @@ static void dtrain__trainer_mark(const dtrain_trainer *trainer, dtrain__step_mar
     mark->seconds = dtrain_seconds();
 }
 
-/* Fill in this rank's figures. Seconds inside of calls can exceed those in flight by the cost of
- * the calls: exposed stays a part. Without a byte or a second in flight there is no bandwidth. */
+/* Fill in this rank's figures. Seconds inside of calls can exceed those in flight, by the cost of
+ * the calls themselves: then flight is raised to them, so that exposed is never more than all.
+ * Bandwidth is unknown when nothing was sent, or in no time. */
 static void dtrain__trainer_figures(const dtrain_trainer *trainer, const dtrain__step_mark *before,
                                     const dtrain__step_mark *after, float *own)
 {
@@ -24776,8 +24777,9 @@ DTRAIN__PRIVATE double dtrain__trainer_figure(const dtrain_trainer *trainer, int
     return DTRAIN__NAN;
 }
 
-/* Complete the record from the words of all ranks, which come to the same verdict here: all losses
- * and the norm finite, or the same error on each; and all loss scales move alike. */
+/* Complete the record from the words of all ranks. All of them read the same words, so they decide
+ * alike: all losses and the norm are finite, or the same error on each; and how the loss scale
+ * moves. */
 static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float *own,
                                             dtrain_step_record *record)
 {
@@ -24838,8 +24840,8 @@ static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const flo
     return DTRAIN_OK;
 }
 
-/* Find the slowest rank and its score, and count for how long it has been a straggler; every rank
- * comes to the same end, and rank 0 names a lasting one, once. Of an even number of ranks the lower
+/* Find the slowest rank and its score, and count for how many steps it has been a straggler. Every
+ * rank finds the same one, and rank 0 warns of it once. With an even number of ranks the lower
  * median counts: the mean of the middle two would keep one slow rank of two below a score of 2 for
  * ever. */
 static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *record)
@@ -24927,7 +24929,7 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
 
 /* ---- creation ---------------------------------------------------------------------------------*/
 
-/* Make everything that a step uses: none allocates. After a failure destroy frees what is there. */
+/* Allocate everything that steps use. After a failure destroy frees what is there. */
 DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
                                                dtrain_trainer **out)
 {
@@ -24983,7 +24985,7 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     return result;
 }
 
-/* Refuse by name what no trainer can do; what only a queued step cannot do is queue_create's. */
+/* Refuse by name what no trainer can do; dtrain__queue_check refuses what a queued step cannot. */
 static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
 {
     const uint32_t flags = desc->tape_flags;
@@ -25078,7 +25080,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
     if (ran == DTRAIN_OK) ran = device->ops->synchronize(device);
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, ran));
     for (uint32_t micro = 0; micro < desc->micro_batches; micro++)
-        queue->micros[micro].feed.filled = false; /* used up; a replay does not say so */
+        queue->micros[micro].feed.filled = false; /* its inputs were used, by a replay too */
     queue->steps++;
     for (uint32_t micro = 0; micro < desc->micro_batches; micro++)
         dtrain__trainer_add(trainer, micro, queue->results[micro],
@@ -25088,8 +25090,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
     return DTRAIN_OK;
 }
 
-/* Return the weight of a micro-batch whose inputs are filled in: as its backward gave it to the
- * strategy, but that the number of samples may be another one since. */
+/* Return the weight of a micro-batch: where samples are counted, by the inputs that are filled in
+ * now; otherwise the one that its backward had when it was queued. */
 static float dtrain__queue_weight(const dtrain_trainer *trainer, uint32_t micro)
 {
     const dtrain_strategy *strategy = trainer->desc.strategy;
@@ -25101,9 +25103,9 @@ static float dtrain__queue_weight(const dtrain_trainer *trainer, uint32_t micro)
     return dtrain__weight_of(strategy, &queued->samples);
 }
 
-/* Fetch the inputs of all micro-batches before anything is queued: from the second step on it is
- * known where they go. When one cannot be read, those before it stay, and the step can be
- * repeated. */
+/* Fetch the inputs of all micro-batches before anything is queued, which needs their places: those
+ * are known from the second step on. When one cannot be read, those before it stay filled, and the
+ * step can be repeated. */
 static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer)
 {
     for (uint32_t micro = 0; micro < trainer->desc.micro_batches; micro++) {
@@ -25165,8 +25167,8 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
                                    sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
 }
 
-/* Record a whole step. What was recorded before an error is thrown away, and the error's sentence
- * stands. */
+/* Record a whole step. After an error the recording is thrown away, and the error stays the last
+ * one. */
 static dtrain_result dtrain__queue_record(dtrain_trainer *trainer)
 {
     dtrain_device *device = trainer->queue->device;
@@ -25242,7 +25244,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
     return DTRAIN_OK;
 }
 
-/* Free the queue, when the device has come to rest: it may still replay a step that failed. */
+/* Free the queue once the device is idle: it may still be replaying a step that failed. */
 DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
 {
     dtrain__queue *queue = trainer->queue;
@@ -25273,9 +25275,10 @@ DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
  *
  * 1. Each rank searches the largest batch its own memory has room for: doubling, then halving the
  *    interval.
- * 2. The least of all ranks is tried: allocated, touched and held by all of them until all have
- *    said how it went. Ranks of one host share its memory, so one after the other proves nothing.
- * 3. Where a rank has failed, all go on with an eighth less. */
+ * 2. All ranks allocate and touch what the smallest of these batches needs, and hold it until all
+ *    have agreed on the outcome. Ranks of one host share its memory, so trying one after the other
+ *    would prove nothing.
+ * 3. Where a rank has failed, all try an eighth less. */
 
 /* Count the memory of activations, with a strategy's layout or without. On the plan device the tape
  * leaves the parameters' bookkeeping alone, so a plan can be made at any time, between two steps as
@@ -25298,7 +25301,7 @@ static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_
     memset(&plan, 0, sizeof plan);
     plan.allocator = world->allocator;
     DTRAIN__TRY(dtrain_device_create(dtrain_plan_device_ops(), &plan, &device));
-    /* No strategy: `ready` would start communication, and a plan is one rank's own affair. */
+    /* Without a strategy: its `ready` would start communication, and a plan is local. */
     dtrain_result result = dtrain_tape_create(world, NULL, device, &tape);
     if (result == DTRAIN_OK) {
         tape->layout = layout;
@@ -25360,8 +25363,8 @@ static dtrain_result dtrain__batch_needs(const dtrain__batch_plan *plan, uint32_
     return DTRAIN_OK;
 }
 
-/* Find the largest batch that this rank has room for. A batch that cannot even be planned, for want
- * of addresses or of the host's buffers, does not fit. */
+/* Find the largest batch that this rank has room for. A batch does not fit either when planning it
+ * fails for want of addresses or of the host's buffers. */
 static dtrain_result dtrain__batch_search(const dtrain__batch_plan *plan, uint32_t *batch)
 {
     const uint32_t most = plan->desc->max_batch ? plan->desc->max_batch : 65536;
@@ -25405,17 +25408,17 @@ static dtrain_result dtrain__batch_trial(const dtrain__batch_plan *plan, uint32_
     }
     if (mine == DTRAIN_OK) mine = device->ops->synchronize(device);
     int32_t well = mine == DTRAIN_OK;
-    const dtrain_result told = dtrain_all_reduce(plan->strategy.comm, &well, &well, 1,
-                                                 DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL);
+    const dtrain_result agreed = dtrain_all_reduce(plan->strategy.comm, &well, &well, 1,
+                                                   DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL);
     for (int i = 0; i < 2; i++)
         if (held[i]) device->ops->free(device, held[i], (size_t)bytes[i]);
     *good = well != 0;
-    DTRAIN__TRY(told);
+    DTRAIN__TRY(agreed);
     return dtrain__agree(plan->strategy.comm, mine == DTRAIN_ERROR_MEMORY ? DTRAIN_OK : mine);
 }
 
-/* Find the batch by the three steps above. Whatever fails on one rank alone is brought to all of
- * them before the next collective, so that nobody waits for a rank that has left. */
+/* Find the batch by the three steps above. Ranks agree on every local error before the next
+ * collective, so that none waits for a rank that has left. */
 static dtrain_result dtrain__batch_find(dtrain__batch_plan *plan, uint32_t *batch)
 {
     const dtrain_plan_batch_desc *desc = plan->desc;

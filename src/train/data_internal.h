@@ -14,7 +14,7 @@
 /* train/shuffle.c */
 DTRAIN__PRIVATE void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out);
 
-/* A file, and what it was when it was opened: it must stay that. */
+/* A file, and its size and times when it was opened: a read fails when they have changed. */
 typedef struct dtrain__data_file {
     char *path; /* a copy: errors name it long after open */
     int file;   /* -1: opened for every read */
@@ -32,7 +32,7 @@ typedef struct dtrain__data_files {
 typedef struct dtrain__format {
     const char *name;
     int64_t vocab_count;
-    uint32_t item_bytes; /* in a file, where the format fixes it: labels and all */
+    uint32_t item_bytes; /* of a record with its labels, where the format fixes it */
     uint32_t label_bytes;
     /* Check the beginning and the size of a file; set its header_bytes and item_count. */
     dtrain_result (*learn)(dtrain_dataset *dataset, dtrain__data_file *file);
@@ -58,14 +58,14 @@ typedef struct dtrain__pick {
     uint64_t epoch;
 } dtrain__pick;
 
-/* A batch on its way: what is to be read, memory to read it with and, with workers, to. */
+/* A batch: which samples it has, scratch to read one of them, and with workers its own memory. */
 typedef struct dtrain__batch {
     dtrain__pick *picks; /* (batch) */
     void *scratch;       /* of one sample as the dataset has it */
     void *inputs;        /* (batch, sample_bytes); NULL without workers, like targets */
     int32_t *targets;    /* (batch, sequence or 1) */
-    uint64_t read_ns[2]; /* for a trace: when a worker has begun to read it, and ended */
-    bool ready;          /* read, with this result and sentence */
+    uint64_t read_ns[2]; /* for a trace: when a worker began to read it, and when it ended */
+    bool ready;          /* read, with the result and the error below */
     dtrain_result result;
     char error[DTRAIN__ERROR_BYTES];
 } dtrain__batch;
@@ -85,8 +85,8 @@ struct dtrain_loader {
     size_t batch_count;
     struct dtrain__prefetch *prefetch; /* NULL: no workers */
 
-    /* The epoch that order and shift belong to, and its seed; only shuffled ones are entered. With
-     * workers these are for the one that deals. */
+    /* The epoch that order and shift belong to, and its seed. Without shuffling none is entered. With
+     * workers only the one that deals uses them. */
     bool entered;
     uint64_t seed, epoch;
     int64_t shift;

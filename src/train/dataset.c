@@ -1,9 +1,8 @@
 /* Datasets
  *
- * A dataset is a number of items and a function that reads them, dtrain_read_fn. Files are
- * read by the functions of a format, a row of the table below; a host's own source brings its
- * own. What loaders and programs call is the same for all: it checks the range before, and ids and
- * labels behind. */
+ * A dataset is a number of items and a function that reads them, dtrain_read_fn. The function is that
+ * of a format, a row of the table below, or a host's own. dtrain_dataset_read calls it, checks the
+ * range of items before, and ids and labels afterwards. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"

@@ -17,13 +17,13 @@
 #include <fnmatch.h>
 
 #define DTRAIN__OPEN_FILES \
-    64 /* stay open; any more are opened for each read: descriptors are few */
+    64 /* that many stay open; others are opened for each read, because descriptors are few */
 
-/* Paths that are collected: while a folder is listed, and then in order of their names. */
+/* A search for files: what it has found so far, and the part of `paths` it is at. */
 typedef struct dtrain__data_search {
     const dtrain_allocator *allocator;
     dtrain__data_files *files;
-    char path[PATH_MAX]; /* of the part of `paths` that is looked at */
+    char path[PATH_MAX];
 } dtrain__data_search;
 
 static dtrain_result dtrain__data_files_find(dtrain__data_search *search, const char *paths);
@@ -217,8 +217,8 @@ static dtrain_result dtrain__data_files_list(dtrain__data_search *search, const 
     return DTRAIN_OK;
 }
 
-/* Add the file, the folder's files or those that fit the pattern of search->path. What exists is
- * taken as it is, whatever characters are in its name. */
+/* Add the files that search->path names: the file itself, the files of a folder, or those that fit a
+ * pattern. A path that exists is no pattern, whatever characters are in it. */
 static dtrain_result dtrain__data_files_find_one(dtrain__data_search *search)
 {
     struct stat info;

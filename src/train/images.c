@@ -55,8 +55,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__cifar_read(void *user, int64_t first, int6
 
 /* ---- IDX --------------------------------------------------------------------------------------*/
 
-/* Check the header of an IDX file of bytes with `least` to `most` axes. The lengths of its axes,
- * behind each other, must make exactly the bytes that are there. */
+/* Check the header of an IDX file of bytes with `least` to `most` axes: the product of their lengths
+ * must be exactly the bytes that follow. */
 static dtrain_result dtrain__idx_header(dtrain__data_file *file, uint32_t least, uint32_t most,
                                         int64_t lengths[DTRAIN__IDX_AXES])
 {
@@ -91,8 +91,8 @@ static dtrain_result dtrain__idx_header(dtrain__data_file *file, uint32_t least,
                        file->path, (long long)lengths[0], axes, (long long)size);
 }
 
-/* Learn a file of images, and the file of labels in the same place of the other list. Two axes make
- * one row an image, three are (images, rows, columns), four have channels behind the first. */
+/* Learn a file of images, and the file of labels with the same number in the other list. Axes are
+ * (images, columns), (images, rows, columns) or (images, channels, rows, columns). */
 DTRAIN__PRIVATE dtrain_result dtrain__idx_learn(dtrain_dataset *dataset, dtrain__data_file *file)
 {
     const size_t at = (size_t)(file - dataset->data.files);

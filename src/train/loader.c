@@ -16,9 +16,9 @@
  * samples, each is a window of its own, and there is no shift. With drop_last an epoch has the
  * largest number of windows that B R divides.
  *
- * A batch comes in two steps: it is dealt, which enters epochs and is done in order, and read,
- * which looks at nothing that changes. So threads may read batches ahead (prefetch.c) without
- * changing any. */
+ * A batch is made in two steps. It is dealt: its samples are looked up, in order, because that may
+ * enter an epoch. Then it is read, which changes nothing of the loader. So threads may read batches
+ * ahead (prefetch.c), and all batches stay the same. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -76,8 +76,8 @@ DTRAIN__PRIVATE void dtrain__loader_deal(dtrain_loader *loader, uint64_t seed, u
     }
 }
 
-/* Make order and shift those of `epoch`: O(windows), once per epoch. Samples of a batch come with
- * growing k, so a batch across a border enters each epoch once. */
+/* Set order and shift to those of `epoch`: O(windows), once per epoch. The samples of a batch come
+ * with growing k, so a batch across a border enters each epoch once. */
 static void dtrain__loader_enter(dtrain_loader *loader, uint64_t seed, uint64_t epoch)
 {
     uint32_t random[4];
@@ -149,7 +149,7 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
 
 /* ---- creation ---------------------------------------------------------------------------------*/
 
-/* Make the plan first: how large the arrays are follows from it. */
+/* Count windows first: the sizes of the arrays follow from their number. */
 DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
                                               dtrain_loader **out)
 {
@@ -255,8 +255,8 @@ static dtrain_result dtrain__loader_plan(dtrain_loader *loader)
                        (long long)DTRAIN__RANDPERM_LIMIT);
 }
 
-/* Allocate the order of an epoch, and batches: one without workers, whose inputs and targets are
- * then the caller's. */
+/* Allocate the order of an epoch, and batches. Without workers there is one, which reads into the
+ * caller's inputs and targets. */
 static dtrain_result dtrain__loader_memory(dtrain_loader *loader)
 {
     const dtrain_loader_desc *desc = &loader->desc;

@@ -6,9 +6,10 @@
  *
  * 1. Each rank searches the largest batch its own memory has room for: doubling, then halving the
  *    interval.
- * 2. The least of all ranks is tried: allocated, touched and held by all of them until all have
- *    said how it went. Ranks of one host share its memory, so one after the other proves nothing.
- * 3. Where a rank has failed, all go on with an eighth less. */
+ * 2. All ranks allocate and touch what the smallest of these batches needs, and hold it until all
+ *    have agreed on the outcome. Ranks of one host share its memory, so trying one after the other
+ *    would prove nothing.
+ * 3. Where a rank has failed, all try an eighth less. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -51,7 +52,7 @@ static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_
     memset(&plan, 0, sizeof plan);
     plan.allocator = world->allocator;
     DTRAIN__TRY(dtrain_device_create(dtrain_plan_device_ops(), &plan, &device));
-    /* No strategy: `ready` would start communication, and a plan is one rank's own affair. */
+    /* Without a strategy: its `ready` would start communication, and a plan is local. */
     dtrain_result result = dtrain_tape_create(world, NULL, device, &tape);
     if (result == DTRAIN_OK) {
         tape->layout = layout;
@@ -113,8 +114,8 @@ static dtrain_result dtrain__batch_needs(const dtrain__batch_plan *plan, uint32_
     return DTRAIN_OK;
 }
 
-/* Find the largest batch that this rank has room for. A batch that cannot even be planned, for want
- * of addresses or of the host's buffers, does not fit. */
+/* Find the largest batch that this rank has room for. A batch does not fit either when planning it
+ * fails for want of addresses or of the host's buffers. */
 static dtrain_result dtrain__batch_search(const dtrain__batch_plan *plan, uint32_t *batch)
 {
     const uint32_t most = plan->desc->max_batch ? plan->desc->max_batch : 65536;
@@ -158,17 +159,17 @@ static dtrain_result dtrain__batch_trial(const dtrain__batch_plan *plan, uint32_
     }
     if (mine == DTRAIN_OK) mine = device->ops->synchronize(device);
     int32_t well = mine == DTRAIN_OK;
-    const dtrain_result told = dtrain_all_reduce(plan->strategy.comm, &well, &well, 1,
-                                                 DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL);
+    const dtrain_result agreed = dtrain_all_reduce(plan->strategy.comm, &well, &well, 1,
+                                                   DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL);
     for (int i = 0; i < 2; i++)
         if (held[i]) device->ops->free(device, held[i], (size_t)bytes[i]);
     *good = well != 0;
-    DTRAIN__TRY(told);
+    DTRAIN__TRY(agreed);
     return dtrain__agree(plan->strategy.comm, mine == DTRAIN_ERROR_MEMORY ? DTRAIN_OK : mine);
 }
 
-/* Find the batch by the three steps above. Whatever fails on one rank alone is brought to all of
- * them before the next collective, so that nobody waits for a rank that has left. */
+/* Find the batch by the three steps above. Ranks agree on every local error before the next
+ * collective, so that none waits for a rank that has left. */
 static dtrain_result dtrain__batch_find(dtrain__batch_plan *plan, uint32_t *batch)
 {
     const dtrain_plan_batch_desc *desc = plan->desc;

@@ -7,13 +7,13 @@
  *     batches    0 1 2 | 3 4 5 6 | 7 8 ...        batch_count = 4; 3 and 5 are ready, 4 and 6 are
  *                taken | in ring | not claimed    being read, and 7 waits until 3 is taken
  *
- * `deal` is held by the worker whose turn it is, also while it waits for a free place: epochs are
- * entered in order, and the loader never waits for a shuffle. `mutex` guards the counters, for
- * some lines at a time.
+ * The worker that claims a batch holds `deal`, also while it waits for a free place: so epochs are
+ * entered in order, and the loader never waits for a shuffle. `mutex` guards the counters, and is
+ * held for a few lines at a time.
  *
- * A seek, a failed batch and a loaded checkpoint are one thing: workers come to rest, what they
- * have read is dropped, and the next call starts them from the position that the loader has then.
- * Work starts with the first call, not with creation. */
+ * A seek, a failed batch and a loaded checkpoint do the same: workers stop, the batches that they
+ * have read are dropped, and the next call starts them at the loader's new position. The first call
+ * starts them as well, creation does not. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -26,9 +26,9 @@
 
 typedef struct dtrain__prefetch {
     pthread_mutex_t deal, mutex;
-    pthread_cond_t room;  /* workers wait for it */
-    pthread_cond_t ready; /* the loader waits for a batch, or for workers to rest */
-    pid_t process;        /* that has the threads: a child of it has none */
+    pthread_cond_t room;  /* a place is free, or the end: workers wait for it */
+    pthread_cond_t ready; /* a batch was read: the loader waits for it */
+    pid_t process;        /* the one that has the threads: a forked child has none */
     int rank;             /* to be named in error sentences */
     pthread_t *threads;   /* (thread_count) of (desc.workers) */
     uint32_t thread_count;
@@ -175,8 +175,8 @@ DTRAIN__PRIVATE void dtrain__prefetch_rest(dtrain_loader *loader)
 
 /* ---- creation ---------------------------------------------------------------------------------*/
 
-/* Start the workers, in which no signal of the host's is handled. After a failure
- * prefetch_destroy ends those that have started. */
+/* Start the workers, with all signals blocked: the host's handlers run in its own threads. After a
+ * failure prefetch_destroy ends those that have started. */
 DTRAIN__PRIVATE dtrain_result dtrain__prefetch_create(dtrain_loader *loader)
 {
     pthread_condattr_t attributes;
@@ -211,7 +211,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__prefetch_create(dtrain_loader *loader)
                        p->thread_count + 1, (unsigned)loader->desc.workers, strerror(error));
 }
 
-/* End the workers behind the reads that they are in. A forked child has only their memory. */
+/* End the workers, each after the read that it is in. A forked child has their memory and no
+ * threads. */
 DTRAIN__PRIVATE void dtrain__prefetch_destroy(dtrain_loader *loader)
 {
     dtrain__prefetch *p = loader->prefetch;

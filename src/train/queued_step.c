@@ -55,7 +55,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
     if (ran == DTRAIN_OK) ran = device->ops->synchronize(device);
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, ran));
     for (uint32_t micro = 0; micro < desc->micro_batches; micro++)
-        queue->micros[micro].feed.filled = false; /* used up; a replay does not say so */
+        queue->micros[micro].feed.filled = false; /* its inputs were used, by a replay too */
     queue->steps++;
     for (uint32_t micro = 0; micro < desc->micro_batches; micro++)
         dtrain__trainer_add(trainer, micro, queue->results[micro],
@@ -65,8 +65,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
     return DTRAIN_OK;
 }
 
-/* Return the weight of a micro-batch whose inputs are filled in: as its backward gave it to the
- * strategy, but that the number of samples may be another one since. */
+/* Return the weight of a micro-batch: where samples are counted, by the inputs that are filled in
+ * now; otherwise the one that its backward had when it was queued. */
 static float dtrain__queue_weight(const dtrain_trainer *trainer, uint32_t micro)
 {
     const dtrain_strategy *strategy = trainer->desc.strategy;
@@ -78,9 +78,9 @@ static float dtrain__queue_weight(const dtrain_trainer *trainer, uint32_t micro)
     return dtrain__weight_of(strategy, &queued->samples);
 }
 
-/* Fetch the inputs of all micro-batches before anything is queued: from the second step on it is
- * known where they go. When one cannot be read, those before it stay, and the step can be
- * repeated. */
+/* Fetch the inputs of all micro-batches before anything is queued, which needs their places: those
+ * are known from the second step on. When one cannot be read, those before it stay filled, and the
+ * step can be repeated. */
 static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer)
 {
     for (uint32_t micro = 0; micro < trainer->desc.micro_batches; micro++) {
@@ -142,8 +142,8 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
                                    sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
 }
 
-/* Record a whole step. What was recorded before an error is thrown away, and the error's sentence
- * stands. */
+/* Record a whole step. After an error the recording is thrown away, and the error stays the last
+ * one. */
 static dtrain_result dtrain__queue_record(dtrain_trainer *trainer)
 {
     dtrain_device *device = trainer->queue->device;
@@ -219,7 +219,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
     return DTRAIN_OK;
 }
 
-/* Free the queue, when the device has come to rest: it may still replay a step that failed. */
+/* Free the queue once the device is idle: it may still be replaying a step that failed. */
 DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
 {
     dtrain__queue *queue = trainer->queue;

@@ -5,8 +5,7 @@
  *              |<------- 256 words, 1024 bytes ->|<- 2 or 4 bytes a token, little endian
  *     u16      | t | t | t | ...                                      2 bytes, little endian
  *
- * The tokens of all files are one stream: what is cut out of it may begin in one file and end in
- * the next. */
+ * The tokens of all files are one stream: a window may begin in one file and end in the next. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -20,8 +19,8 @@
 #define DTRAIN__BIN_MAGIC_U32 20240801u
 #define DTRAIN__TOKEN_BYTES 16384 /* read at once, into the stack */
 
-/* Tell by its magic, which no text begins with, whether a file is a .bin of llm.c. One that cannot
- * be read is none: learning it will say why. */
+/* Tell by its magic, which no text begins with, whether a file is a .bin of llm.c. An unreadable file
+ * counts as no .bin: the read that follows reports the error. */
 DTRAIN__PRIVATE bool dtrain__is_bin(const dtrain__data_file *file)
 {
     unsigned char head[4];
@@ -31,8 +30,9 @@ DTRAIN__PRIVATE bool dtrain__is_bin(const dtrain__data_file *file)
     return magic == DTRAIN__BIN_MAGIC_U16 || magic == DTRAIN__BIN_MAGIC_U32;
 }
 
-/* Refuse to read a file as bytes that nobody has called so: other files of llm.c, known by their
- * magic, and under a larger vocabulary what is no text, as nanoGPT's uint16 tokens. */
+/* Refuse a file that was taken for bytes because desc names no format, and that is something else:
+ * one of llm.c's other files, known by their magic, or, where the vocabulary is larger than 256, a
+ * file that is no text, as nanoGPT's uint16 tokens. */
 DTRAIN__PRIVATE dtrain_result dtrain__bytes_guessed(const dtrain_dataset *dataset,
                                                     const dtrain__data_file *file)
 {

@@ -41,7 +41,7 @@
 #include "train/trainer.h"
 #include "train/trainer_internal.h"
 
-/* Where a step begins and ends. */
+/* The clock and all counters, before a step and behind it. */
 typedef struct dtrain__step_mark {
     double seconds, flops, spans[DTRAIN_SPAN_KINDS];
     dtrain_comm_info comm;
@@ -134,11 +134,11 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
 static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record)
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
+    const uint64_t seed = dtrain__step_seed(trainer);
     float norm = 0, scale = 1;
     bool found_inf;
     while (trainer->micro < desc->micro_batches) {
-        dtrain__micro micro = {trainer->tape, trainer->micro, dtrain__step_seed(trainer),
-                               NULL,          false,          0};
+        dtrain__micro micro = {trainer->tape, trainer->micro, seed, NULL, false, 0};
         float loss = 0;
         DTRAIN__TRY(dtrain__micro_forward(trainer, &micro));
         DTRAIN__TRY(dtrain__micro_backward(trainer, &micro));
@@ -159,8 +159,8 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
 
 /* ---- the record -------------------------------------------------------------------------------*/
 
-/* Judge a step by the losses of all ranks and the norm, which no rank has made a step with if it is
- * not finite: go on, skip, or the same error on each. */
+/* Decide by the losses of all ranks and the norm whether to go on, to skip the step or to fail with
+ * the same error on each rank. Where the norm is not finite no rank has updated its parameters. */
 static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_step_record *record,
                                           bool overflow)
 {
@@ -191,7 +191,7 @@ static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_
                        (long long)record->step, record->grad_norm, advice);
 }
 
-/* Note where the clock, the communicators and the spans are. */
+/* Read the clock, and the counters of communicators, spans and tape. */
 static void dtrain__trainer_mark(const dtrain_trainer *trainer, dtrain__step_mark *mark)
 {
     dtrain__strategy_comm_info(trainer->desc.strategy, &mark->comm);
@@ -201,8 +201,9 @@ static void dtrain__trainer_mark(const dtrain_trainer *trainer, dtrain__step_mar
     mark->seconds = dtrain_seconds();
 }
 
-/* Fill in this rank's figures. Seconds inside of calls can exceed those in flight by the cost of
- * the calls: exposed stays a part. Without a byte or a second in flight there is no bandwidth. */
+/* Fill in this rank's figures. Seconds inside of calls can exceed those in flight, by the cost of
+ * the calls themselves: then flight is raised to them, so that exposed is never more than all.
+ * Bandwidth is unknown when nothing was sent, or in no time. */
 static void dtrain__trainer_figures(const dtrain_trainer *trainer, const dtrain__step_mark *before,
                                     const dtrain__step_mark *after, float *own)
 {
@@ -276,8 +277,9 @@ DTRAIN__PRIVATE double dtrain__trainer_figure(const dtrain_trainer *trainer, int
     return DTRAIN__NAN;
 }
 
-/* Complete the record from the words of all ranks, which come to the same verdict here: all losses
- * and the norm finite, or the same error on each; and all loss scales move alike. */
+/* Complete the record from the words of all ranks. All of them read the same words, so they decide
+ * alike: all losses and the norm are finite, or the same error on each; and how the loss scale
+ * moves. */
 static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float *own,
                                             dtrain_step_record *record)
 {
@@ -338,8 +340,8 @@ static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const flo
     return DTRAIN_OK;
 }
 
-/* Find the slowest rank and its score, and count for how long it has been a straggler; every rank
- * comes to the same end, and rank 0 names a lasting one, once. Of an even number of ranks the lower
+/* Find the slowest rank and its score, and count for how many steps it has been a straggler. Every
+ * rank finds the same one, and rank 0 warns of it once. With an even number of ranks the lower
  * median counts: the mean of the middle two would keep one slow rank of two below a score of 2 for
  * ever. */
 static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *record)
@@ -427,7 +429,7 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
 
 /* ---- creation ---------------------------------------------------------------------------------*/
 
-/* Make everything that a step uses: none allocates. After a failure destroy frees what is there. */
+/* Allocate everything that steps use. After a failure destroy frees what is there. */
 DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
                                                dtrain_trainer **out)
 {
@@ -483,7 +485,7 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     return result;
 }
 
-/* Refuse by name what no trainer can do; what only a queued step cannot do is queue_create's. */
+/* Refuse by name what no trainer can do; dtrain__queue_check refuses what a queued step cannot. */
 static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
 {
     const uint32_t flags = desc->tape_flags;

@@ -16,18 +16,18 @@
 #include "device/backend.h"
 #include "device/device.h"
 
-/* What a rank tells the others each step: its figures, and behind them */
+/* The words that a rank sends the others each step: its figures, and behind them */
 enum {
     DTRAIN__WORD_LOSS = DTRAIN_FIGURE_COUNT,
     DTRAIN__WORD_WEIGHT, /* of its loss in the mean of all: see dtrain_strategy_weight */
     DTRAIN__WORD_COMM,   /* seconds that an operation was in flight */
     DTRAIN__WORD_STOP,   /* 1: this rank was asked to stop */
-    DTRAIN__WORD_ENDED,  /* the share of micro-batches that came behind the end of its data */
+    DTRAIN__WORD_ENDED,  /* share of its micro-batches that had no data any more */
     DTRAIN__WORD_COUNT
 };
 
-#define DTRAIN__SLOW_SCORE 2.0 /* a straggler's compute time against the median's ... */
-#define DTRAIN__SLOW_STEPS 10  /* ... for so many steps running */
+#define DTRAIN__SLOW_SCORE 2.0 /* a straggler's compute time over the median rank's ... */
+#define DTRAIN__SLOW_STEPS 10  /* ... in this many steps in a row */
 
 struct dtrain_trainer {
     dtrain_allocator allocator;
@@ -42,20 +42,20 @@ struct dtrain_trainer {
     bool loss_counts;          /* in the record, once for each model */
     int64_t step;
     uint64_t tokens;   /* of all ranks, in the steps before */
-    uint64_t skipped;  /* steps whose gradients were not finite, without loss scaling ... */
-    uint32_t in_a_row; /* ... and how many of them were the last ones */
+    uint64_t skipped;  /* steps whose gradients were not finite, without loss scaling */
+    uint32_t in_a_row; /* how many of the last steps were */
     uint32_t micro;    /* micro-batches of this step that are done: where it goes on if repeated */
     double loss;       /* their sum, each times its weight ... */
     double weight;     /* ... and the sum of their weights */
-    bool ended;        /* this rank's data has */
-    uint32_t joined;   /* micro-batches of this step behind that */
+    bool ended;        /* this rank's data has ended */
+    uint32_t joined;   /* micro-batches of this step that had no data */
     double saving;     /* seconds in checkpoints until the end of the last step */
-    float gpu[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN, or the monitor's */
-    float *words;    /* (ranks, WORD_COUNT), host memory: gathered in place */
-    double *compute; /* (ranks) seconds, for the median */
-    int slow_rank;   /* slowest of the last step, and for how many steps it has been a straggler */
-    int slow_steps;
-    bool *named;                 /* (ranks) warned about already */
+    float gpu[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN: no monitor has set it */
+    float *words;                /* (ranks, WORD_COUNT), host memory: gathered in place */
+    double *compute;             /* (ranks) seconds, for the median */
+    int slow_rank;               /* the slowest of the last step ... */
+    int slow_steps;              /* ... and for how many steps it has been a straggler */
+    bool *named;                 /* (ranks) a warning has named it */
     struct dtrain__queue *queue; /* NULL: the host waits in the middle of a step */
 };
 
@@ -73,10 +73,10 @@ typedef struct dtrain__queue {
     dtrain_step_scalars *now;     /* page-locked: what scalars will be */
     float *results;               /* behind it (micro_batches + 2): losses, norm, sum of weights */
     dtrain__queued *micros;       /* (micro_batches) */
-    size_t pinned_bytes;          /* of both */
+    size_t pinned_bytes;          /* of now and results */
     dtrain_graph *graph;          /* NULL: not recorded yet */
-    int64_t steps;                /* queued or replayed */
-    double flops;                 /* of the graph */
+    int64_t steps;                /* that were queued or replayed */
+    double flops;                 /* of the recorded step */
 } dtrain__queue;
 
 /* Unknown. A bit pattern instead of NAN survives -ffast-math. */
