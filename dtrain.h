@@ -2234,11 +2234,11 @@ typedef struct dtrain_sample {
  * time. */
 typedef dtrain_result (*dtrain_transform_fn)(void *user, const dtrain_sample *sample, void *output);
 
-/* A loader deals samples out, in the order of torch.randperm(seed + epoch). Of tokens it cuts n = item_count from first_item on into windows of
- * sequence + 1: (n - 1) / sequence of them an epoch in order, or max(1, n / sequence - 1) shuffled
- * ones, whose borders move from epoch to epoch. The whole state is one number: samples handed out
- * so far by all ranks together. Sample k is the same for every world size and number of workers, so
- * the same seed and global batch see the same data. */
+/* A loader deals samples out, in the order of torch.randperm(seed + epoch). Of tokens it cuts n =
+ * item_count from first_item on into windows of sequence + 1: (n - 1) / sequence of them an epoch
+ * in order, or max(1, n / sequence - 1) shuffled ones, whose borders move from epoch to epoch. The
+ * whole state is one number: samples handed out so far by all ranks together. Sample k is the same
+ * for every world size and number of workers, so one seed and global batch see the same data. */
 typedef struct dtrain_loader_desc {
     uint32_t batch;                 /* samples per call and rank */
     int64_t sequence;               /* tokens per sample; 0 for a dataset of samples */
@@ -9599,9 +9599,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain_
  * count operations and bytes; nothing is moved and nobody is waited for. As the plan device counts
  * the memory of a step, this counts what it sends, by running the strategy that would send it.
  *
- * The other ranks are taken to do at each moment what this one does. So what they would send is what
- * this rank sends: in host memory, where ranks compare settings and agree on results, a copy of it
- * arrives; on the plan device there is nothing to copy. */
+ * The other ranks are taken to do at each moment what this one does. So what they would send is
+ * what this rank sends: in host memory, where ranks compare settings and agree on results, a copy
+ * of it arrives; on the plan device there is nothing to copy. */
 
 typedef struct dtrain__counting {
     dtrain_comm base;
@@ -12900,11 +12900,11 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
  * device that they share.
  *
  * The order of reading is that of a gradient: params.c, kinds.c, layout.c (who keeps what), road.c
- * (DDP from ready to publish), weights.c (what its mean is over), norm.c, gather.c (sharded values),
- * calls.c (what these call), then one file a step: ways/shards.c, hierarchy.c, compression.c,
- * topk.c, powersgd.c, and ways.c, which alone knows them all; offload.c (shards in host memory),
- * levels.c, settings.c, count.c (what a step sends), create.c (how it all comes to be), query.c,
- * view.c (for the rooms above), plan.c. */
+ * (DDP from ready to publish), weights.c (what its mean is over), norm.c, gather.c (sharded
+ * values), calls.c (what these call), then one file a step: ways/shards.c, hierarchy.c,
+ * compression.c, topk.c, powersgd.c, and ways.c, which alone knows them all; offload.c (shards in
+ * host memory), levels.c, settings.c, count.c (what a step sends), create.c (how it all comes to
+ * be), query.c, view.c (for the rooms above), plan.c. */
 
 /* ================================================================================================
  * src/strategy/layout_internal.h
@@ -17225,8 +17225,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
  * follows every change of the road. A step costs what its bookkeeping costs, microseconds, and is
  * taken twice at creation. */
 
-/* A strategy of the same parameters and settings, in a world of its own: what it does is in no record
- * of the real one. */
+/* A strategy of the same parameters and settings, in a world of its own: what it does is in no
+ * record of the real one. */
 typedef struct dtrain__twin {
     dtrain_world world;
     uint32_t here; /* what world.mine points to */
@@ -22930,8 +22930,8 @@ struct dtrain_loader {
     size_t batch_count;
     struct dtrain__prefetch *prefetch; /* NULL: no workers */
 
-    /* The epoch that order and shift belong to, and its seed. Without shuffling none is entered. With
-     * workers only the one that deals uses them. */
+    /* The epoch that order and shift belong to, and its seed. Without shuffling none is entered.
+     * With workers only the one that deals uses them. */
     bool entered;
     uint64_t seed, epoch;
     int64_t shift;
@@ -23023,9 +23023,9 @@ DTRAIN__PRIVATE void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out)
 
 /* Datasets
  *
- * A dataset is a number of items and a function that reads them, dtrain_read_fn. The function is that
- * of a format, a row of the table below, or a host's own. dtrain_dataset_read calls it, checks the
- * range of items before, and ids and labels afterwards. */
+ * A dataset is a number of items and a function that reads them, dtrain_read_fn. The function is
+ * that of a format, a row of the table below, or a host's own. dtrain_dataset_read calls it, checks
+ * the range of items before, and ids and labels afterwards. */
 
 #define DTRAIN__MOST_IDS (INT64_C(1) << 31) /* ids are handed out as int32 */
 
@@ -23767,8 +23767,8 @@ DTRAIN__PRIVATE void dtrain__prefetch_destroy(dtrain_loader *loader)
 #define DTRAIN__BIN_MAGIC_U32 20240801u
 #define DTRAIN__TOKEN_BYTES 16384 /* read at once, into the stack */
 
-/* Tell by its magic, which no text begins with, whether a file is a .bin of llm.c. An unreadable file
- * counts as no .bin: the read that follows reports the error. */
+/* Tell by its magic, which no text begins with, whether a file is a .bin of llm.c. An unreadable
+ * file counts as no .bin: the read that follows reports the error. */
 DTRAIN__PRIVATE bool dtrain__is_bin(const dtrain__data_file *file)
 {
     unsigned char head[4];
@@ -23957,8 +23957,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__cifar_read(void *user, int64_t first, int6
 
 /* ---- IDX --------------------------------------------------------------------------------------*/
 
-/* Check the header of an IDX file of bytes with `least` to `most` axes: the product of their lengths
- * must be exactly the bytes that follow. */
+/* Check the header of an IDX file of bytes with `least` to `most` axes: the product of their
+ * lengths must be exactly the bytes that follow. */
 static dtrain_result dtrain__idx_header(dtrain__data_file *file, uint32_t least, uint32_t most,
                                         int64_t lengths[DTRAIN__IDX_AXES])
 {
@@ -24263,8 +24263,8 @@ static dtrain_result dtrain__data_files_list(dtrain__data_search *search, const 
     return DTRAIN_OK;
 }
 
-/* Add the files that search->path names: the file itself, the files of a folder, or those that fit a
- * pattern. A path that exists is no pattern, whatever characters are in it. */
+/* Add the files that search->path names: the file itself, the files of a folder, or those that fit
+ * a pattern. A path that exists is no pattern, whatever characters are in it. */
 static dtrain_result dtrain__data_files_find_one(dtrain__data_search *search)
 {
     struct stat info;

@@ -4,9 +4,9 @@
  * count operations and bytes; nothing is moved and nobody is waited for. As the plan device counts
  * the memory of a step, this counts what it sends, by running the strategy that would send it.
  *
- * The other ranks are taken to do at each moment what this one does. So what they would send is what
- * this rank sends: in host memory, where ranks compare settings and agree on results, a copy of it
- * arrives; on the plan device there is nothing to copy. */
+ * The other ranks are taken to do at each moment what this one does. So what they would send is
+ * what this rank sends: in host memory, where ranks compare settings and agree on results, a copy
+ * of it arrives; on the plan device there is nothing to copy. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"

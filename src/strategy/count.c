@@ -12,8 +12,8 @@
 #include "strategy/strategy_internal.h"
 #include "device/device.h"
 
-/* A strategy of the same parameters and settings, in a world of its own: what it does is in no record
- * of the real one. */
+/* A strategy of the same parameters and settings, in a world of its own: what it does is in no
+ * record of the real one. */
 typedef struct dtrain__twin {
     dtrain_world world;
     uint32_t here; /* what world.mine points to */

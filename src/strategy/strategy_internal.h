@@ -4,11 +4,11 @@
  * device that they share.
  *
  * The order of reading is that of a gradient: params.c, kinds.c, layout.c (who keeps what), road.c
- * (DDP from ready to publish), weights.c (what its mean is over), norm.c, gather.c (sharded values),
- * calls.c (what these call), then one file a step: ways/shards.c, hierarchy.c, compression.c,
- * topk.c, powersgd.c, and ways.c, which alone knows them all; offload.c (shards in host memory),
- * levels.c, settings.c, count.c (what a step sends), create.c (how it all comes to be), query.c,
- * view.c (for the rooms above), plan.c. */
+ * (DDP from ready to publish), weights.c (what its mean is over), norm.c, gather.c (sharded
+ * values), calls.c (what these call), then one file a step: ways/shards.c, hierarchy.c,
+ * compression.c, topk.c, powersgd.c, and ways.c, which alone knows them all; offload.c (shards in
+ * host memory), levels.c, settings.c, count.c (what a step sends), create.c (how it all comes to
+ * be), query.c, view.c (for the rooms above), plan.c. */
 
 #pragma once
 

@@ -82,11 +82,11 @@ typedef struct dtrain_sample {
  * time. */
 typedef dtrain_result (*dtrain_transform_fn)(void *user, const dtrain_sample *sample, void *output);
 
-/* A loader deals samples out, in the order of torch.randperm(seed + epoch). Of tokens it cuts n = item_count from first_item on into windows of
- * sequence + 1: (n - 1) / sequence of them an epoch in order, or max(1, n / sequence - 1) shuffled
- * ones, whose borders move from epoch to epoch. The whole state is one number: samples handed out
- * so far by all ranks together. Sample k is the same for every world size and number of workers, so
- * the same seed and global batch see the same data. */
+/* A loader deals samples out, in the order of torch.randperm(seed + epoch). Of tokens it cuts n =
+ * item_count from first_item on into windows of sequence + 1: (n - 1) / sequence of them an epoch
+ * in order, or max(1, n / sequence - 1) shuffled ones, whose borders move from epoch to epoch. The
+ * whole state is one number: samples handed out so far by all ranks together. Sample k is the same
+ * for every world size and number of workers, so one seed and global batch see the same data. */
 typedef struct dtrain_loader_desc {
     uint32_t batch;                 /* samples per call and rank */
     int64_t sequence;               /* tokens per sample; 0 for a dataset of samples */

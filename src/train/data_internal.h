@@ -85,8 +85,8 @@ struct dtrain_loader {
     size_t batch_count;
     struct dtrain__prefetch *prefetch; /* NULL: no workers */
 
-    /* The epoch that order and shift belong to, and its seed. Without shuffling none is entered. With
-     * workers only the one that deals uses them. */
+    /* The epoch that order and shift belong to, and its seed. Without shuffling none is entered.
+     * With workers only the one that deals uses them. */
     bool entered;
     uint64_t seed, epoch;
     int64_t shift;

@@ -1,8 +1,8 @@
 /* Datasets
  *
- * A dataset is a number of items and a function that reads them, dtrain_read_fn. The function is that
- * of a format, a row of the table below, or a host's own. dtrain_dataset_read calls it, checks the
- * range of items before, and ids and labels afterwards. */
+ * A dataset is a number of items and a function that reads them, dtrain_read_fn. The function is
+ * that of a format, a row of the table below, or a host's own. dtrain_dataset_read calls it, checks
+ * the range of items before, and ids and labels afterwards. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"

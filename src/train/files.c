@@ -217,8 +217,8 @@ static dtrain_result dtrain__data_files_list(dtrain__data_search *search, const 
     return DTRAIN_OK;
 }
 
-/* Add the files that search->path names: the file itself, the files of a folder, or those that fit a
- * pattern. A path that exists is no pattern, whatever characters are in it. */
+/* Add the files that search->path names: the file itself, the files of a folder, or those that fit
+ * a pattern. A path that exists is no pattern, whatever characters are in it. */
 static dtrain_result dtrain__data_files_find_one(dtrain__data_search *search)
 {
     struct stat info;

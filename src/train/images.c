@@ -55,8 +55,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__cifar_read(void *user, int64_t first, int6
 
 /* ---- IDX --------------------------------------------------------------------------------------*/
 
-/* Check the header of an IDX file of bytes with `least` to `most` axes: the product of their lengths
- * must be exactly the bytes that follow. */
+/* Check the header of an IDX file of bytes with `least` to `most` axes: the product of their
+ * lengths must be exactly the bytes that follow. */
 static dtrain_result dtrain__idx_header(dtrain__data_file *file, uint32_t least, uint32_t most,
                                         int64_t lengths[DTRAIN__IDX_AXES])
 {

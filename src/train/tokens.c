@@ -19,8 +19,8 @@
 #define DTRAIN__BIN_MAGIC_U32 20240801u
 #define DTRAIN__TOKEN_BYTES 16384 /* read at once, into the stack */
 
-/* Tell by its magic, which no text begins with, whether a file is a .bin of llm.c. An unreadable file
- * counts as no .bin: the read that follows reports the error. */
+/* Tell by its magic, which no text begins with, whether a file is a .bin of llm.c. An unreadable
+ * file counts as no .bin: the read that follows reports the error. */
 DTRAIN__PRIVATE bool dtrain__is_bin(const dtrain__data_file *file)
 {
     unsigned char head[4];
