@@ -1498,8 +1498,7 @@ typedef struct dtrain_strategy_info {
     uint64_t bucket_bytes; /* of one set of whole gradients, padding included */
     /* This rank sends in a step of one micro-batch, by the ring formula, and the collectives that
      * it makes; what each further micro-batch adds. Counted by running such a step without the
-     * other ranks; with compression, once it is in full force. Activation checkpointing of more
-     * than a unit gathers units again, which is not in it. */
+     * other ranks; with compression, once it is in full force. */
     uint64_t step_bytes, step_calls, micro_bytes, micro_calls;
     uint64_t state_bytes; /* residuals and what else compression keeps from step to step */
     uint64_t sync_count;  /* steps that were reduced */

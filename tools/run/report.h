@@ -28,7 +28,7 @@ static void show_device(const run_settings *s, dtrain_world *world)
            gpu.code_version, precisions[s->precision], s->graph ? ", graph" : "", comm.backend);
 }
 
-/* Print the gradient memory of a rank for each mode of accumulation that the strategy has. */
+/* Print the gradient memory of a rank for each mode of accumulation that the strategy has, and what a step sends. */
 static void show_accumulation(const run_job *j, const dtrain_strategy_info *info, int ranks)
 {
     dtrain_strategy_desc desc = info->desc;
@@ -41,7 +41,8 @@ static void show_accumulation(const run_job *j, const dtrain_strategy_info *info
         if (dtrain_strategy_plan(params, j->param_count, &desc, ranks, &memory) == DTRAIN_OK)
             printf(" %s %.1f", accum_modes[desc.accumulation], mib(memory.grads));
     free(params);
-    printf("\n");
+    printf("; a step of %u micro-batches sends %llu bytes\n", j->accum,
+           (unsigned long long)(info->step_bytes + (j->accum - 1) * info->micro_bytes));
 }
 
 /* The bytes that a rank would send to reduce fp32 gradients once, by the ring formula. */
