@@ -189,8 +189,8 @@
        src/monitor/nvml.c                   GPUs, by NVML
        src/device/device.c                  Devices: creation, copies, tables by name
        src/device/plan.c                    The plan device
-       src/device/cpu/cpu_internal.h        The CPU device's state
-       src/device/cpu/gemm_internal.h       What the GEMM driver and its kernels share
+       src/device/cpu/cpu_internal.h        The CPU device's state, and the functions that its launchers use
+       src/device/cpu/gemm_internal.h       Matrix multiplication: what the driver (gemm.c) and the kernels share
        src/device/cpu/kernels_internal.h    What launchers and kernels share
        src/device/cpu/pool_internal.h       A pool of threads
        src/device/cpu/pool.c                The threads of one rank
@@ -18202,10 +18202,10 @@ enum {
 
 /* One executed operation. */
 typedef struct dtrain_node {
-    dtrain_op op;                           /* first: a dtrain_op * of this library is a node */
-    struct dtrain_node *previous;           /* recorded before this one */
+    dtrain_op op;                           /* first: a dtrain_op * points to a node */
+    struct dtrain_node *previous;           /* the node recorded before this one */
     struct dtrain__tape_segment *segment;   /* NULL: this unit drops nothing */
-    struct dtrain_node *redo;               /* in that segment's list of dropped nodes */
+    struct dtrain_node *redo;               /* next in its segment's list of dropped nodes */
     dtrain_param *target[DTRAIN_OP_PARAMS]; /* where the gradient of params[i] goes; NULL: it is
                                                frozen, or the pass has no gradients */
     const void *source[DTRAIN_OP_INPUTS];   /* where inputs[i] was when the node was made; autocast
@@ -18214,40 +18214,40 @@ typedef struct dtrain_node {
     uint32_t mark;                          /* how many marks came before it */
     bool dropped;                           /* its results are in the segment's region */
     bool saves;                             /* it has saved memory, which backward reads */
-    bool reached;                           /* by the gradient of this backward's loss */
+    bool reached;                           /* the gradient of this backward's loss reaches it */
 } dtrain_node;
 
 /* A tensor and what only the tape knows of it: every dtrain_tensor is the first member of one. */
 typedef struct dtrain__tape_tensor {
     dtrain_tensor tensor;
     dtrain__chunk *gradient;              /* tensor.grad's memory; NULL: none, or a value's */
-    dtrain__chunk *earlier;               /* contributions to be added to it */
+    dtrain__chunk *earlier;               /* from before, to be added to `gradient` */
     dtrain__samples samples;              /* of I32 inputs the entries that are not -1; of losses
-                                             what they are a mean over */
+                                             the samples that they are a mean over */
     struct dtrain__tape_segment *segment; /* in whose region it was made; NULL: in the data arena */
     bool kept;                            /* tensor.data is a copy in the data arena */
-    bool wanted; /* while its segment is run again: somebody will read the original */
+    bool wanted; /* while its segment runs again: the value is read where the segment made it */
 } dtrain__tape_tensor;
 
-/* What is recorded between two marks in a unit that drops results. */
+/* The operations between two marks in a unit that drops results. */
 typedef struct dtrain__tape_segment {
     int64_t unit;
     dtrain__bump *region;
     dtrain_node *dropped;                         /* the last one first */
-    const struct dtrain__tape_segment *successor; /* first to overwrite the results; NULL: intact */
+    const struct dtrain__tape_segment *successor; /* overwrote the results first; NULL: intact */
 } dtrain__tape_segment;
 
-/* A weight in the type of autocast, made at its first use in a pass. Of a weight that is there
- * while its unit is, the copy is too: it is made at the first use behind a mark, where the copies
- * of the unit before were, and when backward comes to that mark it is made there again. The key is
- * the parameter and not its address, at which there may be several weights in turn. */
+/* A weight rounded to the type of autocast, at its first use in a pass. A weight that is gathered
+ * with its unit has a copy only while it is gathered: the copy is made at the first use behind a
+ * mark, in the memory of the copies of the unit before, and made again when backward comes to that
+ * mark. The key is the parameter and not its address, where several weights may be in turn. */
 typedef struct dtrain__cast {
     struct dtrain__cast *next;
     const dtrain_param *storage;
     int64_t count;
     void *low;
     uint32_t mark;
-    bool passing; /* it goes with its unit */
+    bool passing; /* the copy lasts only while its unit is gathered */
 } dtrain__cast;
 
 /* ---- Inputs of a pass that will be replayed ---------------------------------------------------*/
@@ -18255,9 +18255,9 @@ typedef struct dtrain__cast {
 #define DTRAIN__FEED_ITEMS 16
 #define DTRAIN__VALID_BYTES (2 * sizeof(float)) /* of dtrain__samples.valid */
 
-/* Each input goes through page-locked memory of its own, which the next step can fill while nobody
- * calls the model. Behind an I32 input, there and on the device, stand one over its valid count and
- * that count: they change from step to step, and a recorded loss finds them there. */
+/* Each input of a replayed step has page-locked memory, which the next step can fill while no model
+ * code runs. Behind an I32 input, there and on the device, are dtrain__samples.valid: they change
+ * from step to step, and a recorded loss reads them there. */
 typedef struct dtrain__feed_item {
     const void *host; /* the caller's buffer */
     void *pinned;     /* (bytes + DTRAIN__VALID_BYTES) */
@@ -18267,15 +18267,15 @@ typedef struct dtrain__feed_item {
 
 typedef struct dtrain__feed {
     dtrain__feed_item items[DTRAIN__FEED_ITEMS];
-    size_t count, next; /* known; the next input of this pass */
-    bool filled;        /* pinned holds this pass's data already */
+    size_t count, next; /* inputs known; number of the pass's next input */
+    bool filled;        /* `pinned` already holds this pass's data */
 } dtrain__feed;
 
 /* Page-locked memory through which inputs of all other passes go; see staging.c. */
 typedef struct dtrain__staging {
     char *memory; /* (bytes) */
     size_t bytes;
-    size_t used, wanted;    /* of them in this pass, and how many it would have liked */
+    size_t used, wanted;    /* bytes: used in this pass, needed by it */
     dtrain_event *uploaded; /* behind the last upload */
 } dtrain__staging;
 
@@ -18284,34 +18284,33 @@ typedef struct dtrain__staging {
 enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
 
 struct dtrain_tape {
-    dtrain_world *world; /* whose spans a pass is in; NULL: of no world, or a plan */
+    dtrain_world *world; /* for the spans of passes; NULL: no world, or a plan */
     dtrain_strategy *strategy;
-    const struct dtrain__layout
-        *layout; /* the strategy's; of a plan the one that is planned; or NULL */
+    const struct dtrain__layout *layout; /* the strategy's, or the planned one; NULL: no strategy */
     dtrain_device *device;
     dtrain_allocator allocator;
-    uint64_t unit_begin_ns, unit_end_ns; /* for a trace: of the unit, and of its last operation */
+    uint64_t unit_begin_ns, unit_end_ns; /* for a trace: of the unit, of its last operation */
     bool planning; /* on the plan device: params and strategy are left alone */
     double flops;  /* see tape/launch.c */
     dtrain__bump arenas[DTRAIN__ARENAS];
-    struct { /* what dtrain_tape_begin sets to zero */
+    struct { /* dtrain_tape_begin sets all of it to zero */
         uint32_t state, flags;
         uint64_t seed, dropout_count;
         dtrain_dtype cast;   /* the type of autocast; F32 without */
-        dtrain__cast *casts; /* weights rounded in this pass; backward drops those behind it */
-        uint32_t cast_mark;  /* whose casts are there, of those that go with their units */
+        dtrain__cast *casts; /* rounded weights, latest first; backward drops later marks */
+        uint32_t cast_mark;  /* the mark whose passing casts are in memory */
         dtrain_node *last;
         size_t node_count, tensor_count, recomputed_count;
         uint32_t mark_count, segment_count;
-        dtrain__tape_segment *segment; /* the one that is recorded now; NULL: none */
+        dtrain__tape_segment *segment; /* the segment being recorded; NULL: none */
     } pass;
-    int64_t unit;                              /* gathered now; -1 = none */
-    dtrain_pass unit_pass;                     /* for forward or for backward */
+    int64_t unit;                              /* the gathered unit; -1: none */
+    dtrain_pass unit_pass;                     /* the pass that it is gathered for */
     uint32_t checkpoint_every, checkpoint_ops; /* see dtrain_tape_checkpoint */
-    const dtrain_step_scalars *scalars;        /* NULL, or where a replayed step finds its seed */
-    dtrain__feed *feed;                        /* NULL, or how inputs of a replayed step come in */
+    const dtrain_step_scalars *scalars;        /* where a replayed step has its seed; or NULL */
+    dtrain__feed *feed;                        /* inputs of a replayed step, or NULL */
     dtrain__staging staging;
-    dtrain_result error; /* the first of this pass, and its sentence */
+    dtrain_result error; /* the first error of this pass, and its sentence */
     char error_text[DTRAIN__ERROR_BYTES];
 };
 
@@ -18504,7 +18503,8 @@ static void dtrain__unit_name(const dtrain_strategy *strategy, int64_t unit, cha
     else snprintf(name, DTRAIN__TRACE_NAME, "unit");
 }
 
-/* Give the trace the unit that ends, up to its last operation, and note the begin of the next. */
+/* Write the unit that ends, up to its last operation, to the trace, and note the begin of the
+ * next. */
 static void dtrain__unit_trace(dtrain_tape *tape, int64_t next)
 {
     dtrain_world *world = tape->world;
@@ -18522,8 +18522,8 @@ static void dtrain__unit_trace(dtrain_tape *tape, int64_t next)
     if (next >= 0) tape->unit_begin_ns = dtrain__now_ns();
 }
 
-/* Let go of the unit that is gathered and gather another; -1 = none. Releasing comes first: two
- * whole units at once would double what a sharded strategy keeps in memory. */
+/* Release the gathered unit and gather another one; -1: none. Releasing comes first: two whole
+ * units at once would double what a sharded strategy keeps in memory. */
 DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit)
 {
     const dtrain_pass pass =
@@ -18553,8 +18553,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *
 
 /* ---- Inputs -----------------------------------------------------------------------------------*/
 
-/* Count the entries that are not -1, the targets that are not ignored: valid[1]; valid[0] is one
- * over it, and 0 without any: the loss is then 0. */
+/* Count the targets that are not ignored, entries other than -1: valid[1] is their number and
+ * valid[0] one over it, or 0 where there are none: the loss is then 0. */
 static void dtrain__count_valid(const void *host, int64_t count, float *valid)
 {
     const int32_t *entries = (const int32_t *)host;
@@ -18564,7 +18564,7 @@ static void dtrain__count_valid(const void *host, int64_t count, float *valid)
     valid[1] = (float)found;
 }
 
-/* Return what stands behind an input in page-locked memory. */
+/* Return the two numbers behind an input in page-locked memory: dtrain__samples.valid. */
 static float *dtrain__feed_valid(const dtrain__feed_item *item)
 {
     return (float *)(void *)((char *)item->pinned + item->bytes);
@@ -18578,8 +18578,8 @@ DTRAIN__PRIVATE void dtrain__feed_fill(const dtrain__feed_item *item)
         dtrain__count_valid(item->host, (int64_t)item->bytes / 4, dtrain__feed_valid(item));
 }
 
-/* Put the caller's data into the input's page-locked place, if it is not there yet; it goes on to
- * the device when the stream comes to it. */
+/* Copy the caller's data to the input's page-locked memory, unless a feed has done so; the stream
+ * copies it to the device later. */
 static dtrain_result dtrain__feed_take(dtrain_tape *tape, dtrain_tensor *x, const void *host)
 {
     dtrain__feed *feed = tape->feed;
@@ -18604,7 +18604,7 @@ static dtrain_result dtrain__feed_take(dtrain_tape *tape, dtrain_tensor *x, cons
     item->host = host;
     if (!feed->filled) dtrain__feed_fill(item);
     feed->next++;
-    if (item->dtype == DTRAIN_DTYPE_I32) { /* one copy brings them too */
+    if (item->dtype == DTRAIN_DTYPE_I32) { /* the same copy brings the two numbers */
         dtrain__samples *samples = &((dtrain__tape_tensor *)x)->samples;
         samples->valid = dtrain__feed_valid(item);
         samples->device_valid = (const float *)x->data + x->count;
@@ -18641,7 +18641,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
     dtrain__samples *samples = &((dtrain__tape_tensor *)x)->samples;
     if (tape->feed) result = dtrain__feed_take(tape, x, host);
     else result = dtrain__staging_upload(tape, x->data, host, (size_t)x->count * 4);
-    if (dtype == DTRAIN_DTYPE_I32 && !tape->feed) { /* only here are they in host memory */
+    if (dtype == DTRAIN_DTYPE_I32 && !tape->feed) { /* the targets are in host memory only here */
         float *valid = (float *)dtrain__take_host(tape, DTRAIN__VALID_BYTES);
         if (!valid) return NULL;
         dtrain__count_valid(host, x->count, valid);
@@ -18653,12 +18653,12 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
-/* Check what both calls below need. */
+/* Check the arguments of the two calls below. */
 static dtrain_result dtrain__read_check(dtrain_tape *tape, const dtrain_tensor *tensor,
                                         const float *host, const char *call)
 {
     if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
-    DTRAIN__TRY(dtrain_tape_error(tape)); /* the likely reason why tensor is NULL */
+    DTRAIN__TRY(dtrain_tape_error(tape)); /* the likely reason for a NULL tensor */
     if (tensor && host && dtrain__is_float(tensor)) return DTRAIN_OK;
     return dtrain_fail(
         DTRAIN_ERROR_ARGUMENT,
@@ -18676,7 +18676,7 @@ DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tens
     DTRAIN__TRY(tape->device->ops->copy(tape->device, host, tensor->data,
                                         dtrain__tensor_bytes(tensor), DTRAIN_COPY_DEVICE_TO_HOST));
     if (tensor->dtype == DTRAIN_DTYPE_F32) return DTRAIN_OK;
-    for (int64_t i = tensor->count - 1; i >= 0; i--) { /* in place, from the end */
+    for (int64_t i = tensor->count - 1; i >= 0; i--) { /* in place, from the last on */
         uint16_t bits;
         memcpy(&bits, (const char *)host + (size_t)i * sizeof bits, sizeof bits);
         host[i] =
@@ -18703,7 +18703,7 @@ DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain
                            "only after dtrain_tape_backward",
                            call);
     const size_t bytes = (size_t)tensor->count * sizeof(float);
-    memset(host, 0, bytes); /* what stays when the loss does not depend on it */
+    memset(host, 0, bytes); /* zeros stay where the loss does not depend on the input */
     return tensor->grad ? tape->device->ops->copy(tape->device, host, tensor->grad, bytes,
                                                   DTRAIN_COPY_DEVICE_TO_HOST)
                         : DTRAIN_OK;
@@ -18782,7 +18782,7 @@ static bool dtrain__staging_serves(const dtrain_device *device)
     return !device->ops->host_memory && device->ops->event_query;
 }
 
-/* Wait until nothing is being uploaded from the block, which is so once the pass's loss is read. */
+/* Wait until uploads from the block are done, as they are once the pass's loss has been read. */
 static dtrain_result dtrain__staging_await(dtrain_tape *tape)
 {
     dtrain__staging *s = &tape->staging;
@@ -18811,7 +18811,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__staging_begin(dtrain_tape *tape)
     return DTRAIN_OK;
 }
 
-/* Bring an input to the device. `from` can be used again on return. */
+/* Copy an input to the device. The caller may reuse `from` on return. */
 DTRAIN__PRIVATE dtrain_result dtrain__staging_upload(dtrain_tape *tape, void *to, const void *from,
                                                      size_t bytes)
 {
@@ -18829,7 +18829,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__staging_upload(dtrain_tape *tape, void *to
     return device->ops->event_record(device, s->uploaded, NULL);
 }
 
-/* Free the block, when nothing is uploaded from it any more. */
+/* Free the block, after its uploads are done. */
 DTRAIN__PRIVATE void dtrain__staging_free(dtrain_tape *tape)
 {
     dtrain__staging *s = &tape->staging;
@@ -18864,7 +18864,7 @@ DTRAIN__PRIVATE void dtrain__staging_free(dtrain_tape *tape)
 static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x);
 static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p);
 
-/* The numbers are those of the list above. */
+/* step numbers are those of the list above */
 DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
                                             dtrain_tensor *const *inputs, uint32_t input_count,
                                             dtrain_param *const *params, uint32_t param_count,
@@ -18884,7 +18884,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
                         call, input_count, param_count, DTRAIN_OP_INPUTS, DTRAIN_OP_PARAMS);
     if (dtrain__tape_stick(tape, result) != DTRAIN_OK) return NULL;
 
-    /* 1. without gradients too: the arguments have to be somewhere */
+    /* 1. also in passes without gradients: the arguments need a place */
     dtrain_node *node = (dtrain_node *)dtrain__take_host(tape, node_bytes + args_bytes);
     if (!node) return NULL;
     dtrain_op *op = &node->op;
@@ -18901,7 +18901,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
     node->segment = tape->pass.segment;
     node->dropped = node->segment && (tape->checkpoint_ops & desc->checkpoint);
 
-    /* 2. to 4. An error of prepare may be in its result, or stick to the tape alone. */
+    /* 2. to 4. An error of prepare may be its result, or may only stick to the tape. */
     for (uint32_t i = 0; i < input_count && !result; i++)
         result = dtrain__take_input(node, inputs[i]);
     for (uint32_t i = 0; i < param_count && !result; i++)
@@ -18931,8 +18931,8 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
     return op->outputs[0];
 }
 
-/* Take the next input: it is there, of the right type, and stays where it is as long as the node
- * needs it. A gradient that it needs makes the node need one. */
+/* Take the next input: check that it exists, has the right type and keeps its values as long as the
+ * node needs them. A node whose input needs a gradient needs one. */
 static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x)
 {
     dtrain_op *op = &node->op;
@@ -18958,7 +18958,8 @@ static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x)
  *
  * A tied weight is declared once in each unit that uses it, and stored once. */
 
-/* Check that the values are there: a sharded strategy has those of the gathered unit only. */
+/* Check that a parameter's values are in memory: a sharded strategy has only those of the gathered
+ * unit. */
 static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param *p,
                                          const dtrain_param *storage)
 {
@@ -19019,7 +19020,8 @@ static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *stor
     return cast->low;
 }
 
-/* Make the copies again that went with their units, for the backward of what is behind a mark. */
+/* Make the rounded copies of a unit's weights again, for the backward of what came after mark
+ * `mark`. */
 DTRAIN__PRIVATE dtrain_result dtrain__casts_again(dtrain_tape *tape, uint32_t mark)
 {
     dtrain__cast *cast = tape->pass.casts;
@@ -19043,7 +19045,8 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
     if (!p)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: parameter %u is NULL", op->desc->name,
                            i + 1);
-    /* a strategy knows it, for copies of a registered parameter too, whose own value may be old */
+    /* follow the registered parameter: the program may pass a copy of it, whose value may be
+     * outdated */
     dtrain_param *storage = p->state.storage ? p->state.storage : p;
     while (storage->alias_of) storage = storage->alias_of;
     DTRAIN__TRY(dtrain__check_value(op, p, storage));
@@ -19052,7 +19055,7 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
     if (shape[0] == 0) shape[0] = declared->count;
     op->params[i] = p;
     op->param_data[i] = storage->value;
-    if (!tape->planning) p->state.pending_uses = 0; /* a backward that failed leaves a count */
+    if (!tape->planning) p->state.pending_uses = 0; /* left by a failed backward */
     if (!(tape->pass.flags & DTRAIN_TAPE_NO_GRAD) &&
         !((p->flags | storage->flags) & DTRAIN_PARAM_FROZEN) &&
         (tape->planning || tape->strategy || storage->grad)) {
@@ -19066,8 +19069,7 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
 
 /* ---- Running ----------------------------------------------------------------------------------*/
 
-/* Open a span for the kernels of an operation, with its first parameter as its place in the
- * model; and close it. */
+/* Open and close the span of an operation's kernels, named with its first parameter. */
 DTRAIN__PRIVATE uint32_t dtrain__op_span(const dtrain_op *op)
 {
     const char *name = op->desc->name;
@@ -19082,7 +19084,8 @@ DTRAIN__PRIVATE void dtrain__op_span_end(const dtrain_op *op, uint32_t span)
     op->tape->unit_end_ns = op->tape->world->timeline.since_ns;
 }
 
-/* Run the node's kernels, now or again: inputs that autocast rounds, then its own forward. */
+/* Run the node's kernels, the first time or again: round the inputs that autocast wants narrow,
+ * then its forward. */
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node)
 {
     dtrain_op *op = &node->op;
@@ -19135,7 +19138,8 @@ DTRAIN_API dtrain_tensor *dtrain_op_output(dtrain_op *op, dtrain_dtype dtype, ui
     if (op->tape->error != DTRAIN_OK) return NULL;
     op->output_data[i] = op->outputs[i]->data;
     op->output_count++;
-    /* What is made of a loss is a mean over the same; one that ignores targets goes before. */
+    /* Let the output be a mean over the same samples as its inputs; of two losses the one that
+     * ignores targets counts. */
     dtrain__samples *samples = &((dtrain__tape_tensor *)op->outputs[i])->samples;
     for (uint32_t k = 0; k < op->input_count && op->outputs[i]->count == 1; k++) {
         const dtrain_tensor *x = op->inputs[k];
@@ -19207,7 +19211,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_g
     return op->device->ops->gemm(op->device, args);
 }
 
-/* Two products of d elements for each pair of a query and a key that it sees: scores, values. */
+/* Count two products of d elements for each pair of a query and a key that it sees: scores,
+ * values. */
 static double dtrain__attention_flops(const dtrain_attention_args *args)
 {
     const double keys = (double)args->keys, queries = (double)args->queries;
@@ -19224,7 +19229,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__counted_attention(dtrain_op *op,
     return op->device->ops->attention(op->device, args);
 }
 
-/* Five products: scores again, d_v, d_scores, d_q, d_k. */
+/* Count five products: scores again, d_v, d_scores, d_q, d_k. */
 DTRAIN__PRIVATE dtrain_result
 dtrain__counted_attention_backward(dtrain_op *op, const dtrain_attention_backward_args *args)
 {
@@ -19232,7 +19237,7 @@ dtrain__counted_attention_backward(dtrain_op *op, const dtrain_attention_backwar
     return op->device->ops->attention_backward(op->device, args);
 }
 
-/* A product of a tap and a weight for each output; the taps outside of the image count. */
+/* Count a product of a tap and a weight for each output; the taps outside of the image count. */
 static double dtrain__conv2d_flops(const dtrain_windows2d *w, int64_t out_channels, int64_t groups)
 {
     const double taps = (double)(w->kernel[0] * w->kernel[1]) * (double)(w->channels / groups);
@@ -19282,7 +19287,7 @@ static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
     DTRAIN__TRY(dtrain__tape_enter(tape, node->unit));
     DTRAIN__TRY(dtrain__casts_again(tape, node->mark));
     DTRAIN__TRY(dtrain__segment_again(tape, node));
-    if (!y->grad) { /* another output has one, or nothing depends on the node's results */
+    if (!y->grad) { /* zeros: the loss does not depend on this output */
         DTRAIN__TRY(dtrain__gradient_open(tape, y, &accumulate));
         DTRAIN__TRY(tape->device->ops->zero(tape->device, y->grad, dtrain__tensor_bytes(y)));
     }
@@ -19293,7 +19298,7 @@ static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
     DTRAIN__TRY(tape->error);
     for (uint32_t i = 0; i < op->input_count; i++)
         DTRAIN__TRY(dtrain__gradient_complete(tape, op->inputs[i]));
-    for (uint32_t i = 0; i < op->output_count; i++) { /* spent */
+    for (uint32_t i = 0; i < op->output_count; i++) { /* used: the buffers go back */
         dtrain__tape_tensor *made = (dtrain__tape_tensor *)op->outputs[i];
         if (made->gradient) made->gradient->owners--;
         made->gradient = NULL;
@@ -19307,8 +19312,8 @@ static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
     return DTRAIN_OK;
 }
 
-/* Set the gradient of the loss to scale times its weight, which a replayed pass finds on the device
- * and computes alike; tell the strategy the weight. */
+/* Set the gradient of the loss to scale times its weight, and give the strategy the weight. A
+ * recorded pass computes it on the device, from the number of samples there. */
 static dtrain_result dtrain__loss_grad(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     const dtrain__samples *samples = &((const dtrain__tape_tensor *)loss)->samples;
@@ -19330,7 +19335,7 @@ static dtrain_result dtrain__loss_grad(dtrain_tape *tape, dtrain_tensor *loss, f
     return tape->device->ops->axpby(tape->device, &seed);
 }
 
-/* Walk the tape: a loss that can have gradients, step 1, the loss's own gradient, step 2. */
+/* Check that the loss can have gradients, do step 1, set the loss's own gradient, do step 2. */
 static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     const char *const call = "dtrain_tape_backward";
@@ -19472,7 +19477,7 @@ DTRAIN_API void *dtrain_op_input_grad(dtrain_op *op, uint32_t i, bool *accumulat
     return made->tensor.grad;
 }
 
-/* Whoever asks must write: the gradient counts as written from here on. */
+/* An operation that asks must write: the gradient counts as written from here on. */
 DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumulate)
 {
     dtrain_param *target = i < op->param_count ? ((dtrain_node *)op)->target[i] : NULL;
@@ -19522,7 +19527,7 @@ DTRAIN__PRIVATE void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, 
 
 typedef struct dtrain__linear {
     dtrain_gemm_args forward;
-    bool grad_is_inner; /* the output's gradient is already that of z */
+    bool grad_is_inner; /* y->grad is that of z, before the activation */
 } dtrain__linear;
 
 static dtrain_result dtrain__linear_prepare(dtrain_op *op)
@@ -19555,9 +19560,9 @@ static dtrain_result dtrain__linear_forward(dtrain_op *op)
     return dtrain__counted_gemm(op, &((const dtrain__linear *)op->args)->forward);
 }
 
-/* Return the layer that made x, if the product that makes d_x may finish its activation's backward.
- * Both must be of the same visit to a unit: gradients of another may not be touched, and its values
- * may be gone. */
+/* Return the layer that made x, if the product that computes d_x may also finish the backward of
+ * its activation. Both must belong to the same visit to a unit: in another visit gradients may not
+ * be touched, and values may have been dropped. */
 static dtrain_node *dtrain__inner_layer(const dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0];
@@ -19664,8 +19669,8 @@ DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtr
 
 typedef struct dtrain__layernorm {
     dtrain_layernorm_args forward;
-    bool rms;            /* the mean counts as 0 */
-    dtrain_tensor **sum; /* the caller's */
+    bool rms;            /* root mean square norm: the mean is not subtracted */
+    dtrain_tensor **sum; /* where the caller wants the sum */
 } dtrain__layernorm;
 
 static dtrain_result dtrain__layernorm_prepare(dtrain_op *op)
@@ -19706,7 +19711,7 @@ static dtrain_result dtrain__layernorm_forward(dtrain_op *op)
 static dtrain_result dtrain__layernorm_backward(dtrain_op *op)
 {
     const dtrain_layernorm_args *forward = &((const dtrain__layernorm *)op->args)->forward;
-    dtrain_tensor *residual = op->inputs[1]; /* NULL without */
+    dtrain_tensor *residual = op->inputs[1]; /* NULL: no residual */
     dtrain_tensor *x = residual ? op->outputs[1] : op->inputs[0];
     const bool rounded = residual && residual->dtype != x->dtype && !residual->grad;
     bool add_weight, add_bias, add_residual;
@@ -19724,7 +19729,8 @@ static dtrain_result dtrain__layernorm_backward(dtrain_op *op)
     args.d_weight = dtrain_op_param_grad(op, 0, &add_weight);
     args.d_bias = dtrain_op_param_grad(op, 1, &add_bias);
     args.accumulate_params = add_weight || add_bias;
-    /* the kernel has one flag for both: if only one has a gradient already, the other adds to 0 */
+    /* the kernel has one flag for both: where only one has a gradient already, the other is zeroed
+     * and added to */
     if (args.d_weight && args.d_bias && add_weight != add_bias)
         DTRAIN__TRY(op->device->ops->zero(op->device, add_weight ? args.d_bias : args.d_weight,
                                           (size_t)args.n * sizeof(float)));
@@ -19903,8 +19909,8 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
 typedef struct dtrain__attention {
     dtrain_attention_desc desc;
     dtrain_attention_args args;
-    uint32_t lengths, k, v, mask; /* numbers of these inputs; 0: there is none */
-    void *aside[3]; /* for the gradient of q, k or v whose tensor is one of the others as well */
+    uint32_t lengths, k, v, mask; /* numbers of these inputs of the node; 0: the call has none */
+    void *aside[3]; /* memory for the gradient of q, k or v, where two of them are one tensor */
 } dtrain__attention;
 
 static dtrain_result dtrain__attention_heads(const dtrain_op *op, dtrain__attention *x)
@@ -20039,8 +20045,8 @@ static dtrain_result dtrain__attention_forward(dtrain_op *op)
     return dtrain__counted_attention(op, &((const dtrain__attention *)op->args)->args);
 }
 
-/* The kernel writes all gradients at once and can only overwrite. Where two of them belong to one
- * tensor the later one is made aside, and added. */
+/* Run the backward kernel. It writes all gradients at once and can only overwrite: where two of
+ * them belong to one tensor, the later one is written to memory of its own and then added. */
 static dtrain_result dtrain__attention_backward(dtrain_op *op)
 {
     const dtrain__attention *x = (const dtrain__attention *)op->args;
@@ -20063,8 +20069,7 @@ static dtrain_result dtrain__attention_backward(dtrain_op *op)
         bool accumulate;
         if (!x->aside[i]) continue;
         const dtrain_tensor *to = op->inputs[inputs[i]];
-        void *grad =
-            dtrain_op_input_grad(op, inputs[i], &accumulate); /* what is there is added to */
+        void *grad = dtrain_op_input_grad(op, inputs[i], &accumulate); /* adds to what is there */
         DTRAIN__TRY(op->tape->error);
         if (grad)
             DTRAIN__TRY(dtrain__tape_add(op->device, to->count, grad, to->dtype, x->aside[i],
@@ -20076,7 +20081,7 @@ static dtrain_result dtrain__attention_backward(dtrain_op *op)
 DTRAIN__OP(attention, attention, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS,
            DTRAIN_CHECKPOINT_ATTENTION, 0, false)
 
-/* The same with key lengths, which are its input 1. */
+/* Run backward where key lengths are input 1. */
 static const dtrain_op_desc dtrain__attention_lengths_op = {DTRAIN_OP_READS_INPUTS |
                                                                 DTRAIN_OP_READS_OUTPUTS,
                                                             DTRAIN_CHECKPOINT_ATTENTION,
@@ -20375,7 +20380,7 @@ DTRAIN_API dtrain_tensor *dtrain_reshape(dtrain_tape *tape, dtrain_tensor *x, ui
 {
     dtrain__reshape args;
     memset(&args, 0, sizeof args);
-    if (shape && ndim <= 4) { /* else ndim stays 0, which prepare refuses */
+    if (shape && ndim <= 4) { /* otherwise ndim stays 0, which prepare refuses */
         args.ndim = ndim;
         memcpy(args.shape, shape, ndim * sizeof *shape);
     }
@@ -20489,8 +20494,8 @@ typedef struct dtrain__batch_norm {
     dtrain_batchnorm_moments_args moments;
     dtrain_batchnorm_statistics_args statistics;
     dtrain_batchnorm_args forward;
-    bool batch; /* the statistics are those of the batch; else the running averages */
-    bool known; /* they are there */
+    bool batch; /* the statistics are those of the batch; false: the running averages */
+    bool known; /* mean and rstd have been computed */
 } dtrain__batch_norm;
 
 static int dtrain__batch_ranks(const dtrain__batch_norm *layer)
@@ -20585,7 +20590,7 @@ static dtrain_result dtrain__batch_norm_prepare(dtrain_op *op)
     return DTRAIN_OK;
 }
 
-/* Find mean and rstd, once. */
+/* Compute mean and rstd, in the first forward only. */
 static dtrain_result dtrain__batch_norm_statistics(dtrain_op *op, dtrain__batch_norm *layer)
 {
     const dtrain_device_ops *ops = op->device->ops;
@@ -20682,7 +20687,7 @@ DTRAIN_API dtrain_tensor *dtrain_batch_norm(dtrain_tape *tape, dtrain_tensor *x,
     params[2] = args.desc.running_mean;
     params[3] = args.desc.running_var;
     const bool running = args.desc.running_mean != NULL;
-    if (tape && running != (args.desc.running_var != NULL)) /* sticks: nothing is applied */
+    if (tape && running != (args.desc.running_var != NULL)) /* the error sticks */
         dtrain__tape_stick(tape, dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                                              "dtrain_batch_norm: running_mean and running_var are "
                                              "given together or not at all"));
@@ -20915,7 +20920,7 @@ static dtrain_tensor *dtrain__pool2d_apply(dtrain_tape *tape, const dtrain_op_de
     return dtrain_tape_apply(tape, op, &x, 1, NULL, 0, &args, sizeof args);
 }
 
-/* A desc that is missing is one of zeros: its kernel is refused by name. */
+/* Use a desc of zeros where none is given: its kernel of 0 is refused by name. */
 static const dtrain_pool2d_desc dtrain__pool2d_none = {{0, 0}, {0, 0}, {0, 0}};
 
 DTRAIN_API dtrain_tensor *dtrain_max_pool2d(dtrain_tape *tape, dtrain_tensor *x,
@@ -20947,8 +20952,8 @@ DTRAIN_API dtrain_tensor *dtrain_global_avg_pool(dtrain_tape *tape, dtrain_tenso
  * (dtrain_pointwise). Nothing is kept for backward but the inputs. A loss is such a function in
  * fp32, and the mean of its values. */
 
-/* Make the output: of a loss in fp32, else in the wider type of the inputs, x's when they are as
- * wide. */
+/* Make the output: fp32 for a loss, else the wider type of the inputs, or x's where both are
+ * equally wide. */
 static dtrain_result dtrain__pointwise_prepare(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0], *other = op->inputs[1];
@@ -20981,8 +20986,8 @@ static dtrain_result dtrain__pointwise_forward(dtrain_op *op)
     return op->device->ops->pointwise(op->device, &args);
 }
 
-/* Both gradients in one pass over memory; in two where both inputs are one tensor, because the
- * second is added to the first. */
+/* Compute both gradients in one pass over memory, or in two where both inputs are one tensor,
+ * because the second is added to the first. */
 static dtrain_result dtrain__pointwise_backward(dtrain_op *op)
 {
     const dtrain_device_ops *ops = op->device->ops;
@@ -21229,7 +21234,7 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
     args.run = dtrain__dropout_run;
     args.dropout.probability = probability;
     args.dropout.seed = tape->pass.seed;
-    args.dropout.stream = tape->pass.dropout_count++; /* other numbers for each of the pass */
+    args.dropout.stream = tape->pass.dropout_count++; /* a stream for each dropout */
     args.dropout.scalars = tape->scalars;
     return dtrain_tape_apply(tape, &dtrain__dropout_op, &x, 1, NULL, 0, &args, sizeof args);
 }
@@ -21274,8 +21279,8 @@ static dtrain_result dtrain__sum_forward(dtrain_op *op)
                           (double)*(const float *)op->args, NULL);
 }
 
-/* Every element gets the same gradient. Where x has a type of its own that is rounded once, after
- * the factor: a scaled loss may be beyond fp16 while its mean is not. */
+/* Give every element the same gradient. Where x has a narrow type it is rounded once, after the
+ * factor: a scaled loss may be beyond fp16 while its mean is not. */
 static dtrain_result dtrain__sum_backward(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0];
@@ -21316,7 +21321,7 @@ DTRAIN_API dtrain_tensor *dtrain_sum(dtrain_tape *tape, dtrain_tensor *x)
 
 DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x)
 {
-    const float factor = 0; /* one over the count of x, which prepare knows */
+    const float factor = 0; /* set by prepare, which knows the count of x: one over it */
     return dtrain_tape_apply(tape, &dtrain__mean_op, &x, 1, NULL, 0, &factor, sizeof factor);
 }
 
@@ -21335,7 +21340,8 @@ DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x)
 
 typedef struct dtrain__cross_entropy {
     dtrain_cross_entropy_args forward;
-    float factor; /* 1 / valid targets; or 1, and the number changes on the device: */
+    float factor; /* 1 / number of targets that are not ignored. In a recorded pass the number is
+                     on the device, here, and `factor` is 1: */
     const float *device_factor;
 } dtrain__cross_entropy;
 
@@ -21407,7 +21413,7 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
     args.dtype = loss->forward.dtype;
     args.classes = loss->forward.classes;
     args.smoothing = loss->forward.smoothing;
-    if (loss->device_factor) { /* a sum of one element: their product, rounded once */
+    if (loss->device_factor) { /* their product, as a sum of one element: rounded once */
         void *product = dtrain__take_data(op->tape, NULL, 1, DTRAIN_DTYPE_F32);
         DTRAIN__TRY(op->tape->error);
         DTRAIN__TRY(dtrain__sum_to(op->device, product, args.upstream, DTRAIN_DTYPE_F32, 1, 1,
@@ -21457,7 +21463,7 @@ DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor 
  * tensor->data is the copy, in the data arena, for everyone outside the unit; the operations of the
  * unit itself keep the address they noted. */
 
-/* Give the segment's region to it; the results of the owner before are overwritten from here on. */
+/* Let the segment own its region: the results of the owner before are overwritten from here on. */
 static void dtrain__region_take(dtrain__tape_segment *segment)
 {
     dtrain__tape_segment *before = segment->region->owner;
@@ -21511,7 +21517,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tens
     return DTRAIN_OK;
 }
 
-/* Note that these values will be read at the addresses at which the segment made them. */
+/* Mark values that will be read at the addresses where the segment made them. */
 static void dtrain__want(const dtrain__tape_segment *segment, dtrain_tensor *const *tensors,
                          uint32_t count)
 {
@@ -21532,7 +21538,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__segment_again(dtrain_tape *tape, const dtr
 {
     dtrain__tape_segment *segment = node->segment;
     dtrain_node *first = NULL, *made, *before;
-    if (!segment || segment->region->owner == segment) return DTRAIN_OK; /* there, or there again */
+    if (!segment || segment->region->owner == segment) return DTRAIN_OK; /* intact, or made again */
     dtrain__region_take(segment);
     for (; node && node->segment == segment; node = node->previous) {
         const dtrain_op *op = &node->op;
@@ -21576,9 +21582,9 @@ DTRAIN_API dtrain_result dtrain_tape_checkpoint(dtrain_tape *tape, uint32_t ever
  * Chunks from the device or the host, arenas that are moved through and rewound, and tensors made
  * in them. */
 
-#define DTRAIN__TAPE_HOST_BYTES 65536u /* of a chunk of nodes and tensors: some hundred */
+#define DTRAIN__TAPE_HOST_BYTES 65536u /* some hundred nodes and tensors */
 
-/* Insert a chunk where the arena stands. NULL when there is no memory; the error sticks. */
+/* Insert a chunk behind the chunk in use. NULL when there is no memory; the error sticks. */
 DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__bump *arena,
                                                     size_t bytes)
 {
@@ -21603,7 +21609,7 @@ DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__b
     return chunk;
 }
 
-/* Give the arena's memory back to it; what was taken is overwritten by what is taken next. */
+/* Rewind an arena: what is taken from now on overwrites what was taken before. */
 DTRAIN__PRIVATE void dtrain__bump_rewind(dtrain__bump *arena)
 {
     arena->at = &arena->first;
@@ -21672,7 +21678,7 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
     dtrain_tensor *tensor = &made->tensor;
     size_t count = 1;
     for (uint32_t i = 0; i < ndim; i++) {
-        /* what overflows is left at the largest count, which take_data refuses */
+        /* a product that overflows stays the largest count, which take_data refuses */
         if (!dtrain__size_mul(count, (size_t)shape[i], &count) || count > PTRDIFF_MAX)
             count = PTRDIFF_MAX;
         tensor->shape[i] = shape[i];
@@ -21707,17 +21713,18 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
 
 /* The optimizer's structure
  *
- * The optimizer's structure, and what the trainer uses beside the public API: the norm without the
- * host, and an update whose numbers are read from device memory. */
+ * The trainer includes it for an update whose numbers are read from device memory, which can be
+ * recorded and replayed. */
 
-/* Parameters that are updated in one way. Their tensors stand side by side. */
+/* Parameters with the same hyper-parameters. Their tensors are neighbours in the optimizer's
+ * list. */
 typedef struct dtrain__group {
-    dtrain_optimizer_desc desc; /* without groups */
+    dtrain_optimizer_desc desc; /* its own groups are cleared */
     size_t first, count;        /* of the optimizer's tensors */
 } dtrain__group;
 
-/* Where Muon works: two matrices, two squares of the smaller side, and a sum. All of them have room
- * for the largest matrix of this rank; NULL: it has none. */
+/* Muon's scratch: two matrices, two squares of the smaller side, and a sum, each large enough for
+ * the largest matrix of this rank. NULL: this rank has no matrix. */
 typedef struct dtrain__muon {
     float *x, *y, *gram, *square;
     double *sum;
@@ -21727,27 +21734,27 @@ struct dtrain_optimizer {
     dtrain_allocator allocator;
     dtrain_device *device;
     dtrain_strategy *strategy;
-    dtrain__group *groups; /* (group_count) that of the desc itself first */
+    dtrain__group *groups; /* (group_count) group 0, the desc itself, first */
     size_t group_count;
     const dtrain_shard *shards; /* (shard_count), the strategy's */
     size_t shard_count;
-    dtrain_optimizer_tensor *tensors; /* (tensor_count), of (shard_count): shards not empty, in the
-                                         order of their groups */
-    const dtrain_shard **sources;     /* (tensor_count), likewise: their shards */
+    dtrain_optimizer_tensor *tensors; /* (shard_count), tensor_count in use: one for each shard
+                                         that is not empty, in the order of their groups */
+    const dtrain_shard **sources;     /* likewise: their shards */
     size_t tensor_count;
-    float *block; /* state; offloaded it is page-locked host memory, and holds more: optimizer.c */
+    float *block; /* state; with offload page-locked host memory that holds more: see optimizer.c */
     size_t block_bytes;
-    size_t state_bytes, scratch_bytes; /* of it: moments and buffers; Muon's scratch */
+    size_t state_bytes, scratch_bytes; /* of moments and buffers; of Muon's scratch */
     dtrain__muon muon;
-    int64_t stage; /* offloaded: elements of a stage */
+    int64_t stage; /* with offload: elements of a stage */
     bool offloaded;
     uint64_t step_count;
     size_t param_count; /* the strategy's */
     int64_t *missed;    /* (param_count) steps in which nobody had a gradient of a parameter */
 };
 
-/* One call for tensors of a group: for all of them, or on the CPU for one piece of one that is
- * offloaded. */
+/* Arguments of one optimizer call: all tensors of a group or, with offload, one piece of one tensor
+ * on the CPU. */
 typedef struct dtrain__group_step {
     dtrain_device *device;
     const dtrain_optimizer_desc *desc;
@@ -21758,7 +21765,7 @@ typedef struct dtrain__group_step {
     const dtrain_step_scalars
         *device_scalars; /* ... where they are when the kernel runs, or NULL */
     const dtrain__muon *muon;
-    uint64_t step; /* from 0: updates that the tensors have had */
+    uint64_t step; /* how many updates these tensors have had */
 } dtrain__group_step;
 
 /* optim/scaler.c */
@@ -21800,7 +21807,7 @@ static dtrain_result dtrain__norm_of(dtrain_strategy *strategy, float loss_scale
     DTRAIN__TRY(dtrain__sum_squares(strategy, &total));
     *norm = (float)(sqrt(total) / (double)loss_scale);
     if (dtrain_is_finite(*norm) && max_norm > 0) clip = max_norm / (*norm + 1e-6f);
-    *factor = (clip < 1 ? clip : 1) / loss_scale; /* torch clamps it too */
+    *factor = (clip < 1 ? clip : 1) / loss_scale; /* torch clamps the factor too */
     return DTRAIN_OK;
 }
 
@@ -21848,7 +21855,7 @@ DTRAIN_API dtrain_result dtrain_loss_scaler_init(dtrain_loss_scaler *scaler,
     memset(scaler, 0, sizeof *scaler);
     memset(&d, 0, sizeof d);
     if (desc) d = *desc;
-    /* before they are compared with 0: with -ffast-math a NaN may be equal to it */
+    /* tested before comparing with 0: with -ffast-math a NaN may be equal to 0 */
     const bool finite = dtrain_is_finite(d.initial_scale) && dtrain_is_finite(d.growth_factor) &&
                         dtrain_is_finite(d.backoff_factor) && dtrain_is_finite(d.minimum_scale);
     if (d.initial_scale == 0) d.initial_scale = 65536;
@@ -21879,7 +21886,7 @@ static dtrain_result dtrain__scaler_usable(const dtrain_loss_scaler *scaler, con
                        call);
 }
 
-/* Refuse a loss scale for compressed gradients; what: the caller's word for the scale. */
+/* Refuse a loss scale for compressed gradients; `what` is the caller's word for the scale. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_scalable(const dtrain_strategy *strategy,
                                                      const char *call, const char *what)
 {
@@ -22001,7 +22008,7 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
     if (result == DTRAIN_OK && !empty)
         result = optimizer->offloaded ? dtrain__update_on_host(optimizer, lr, grad_scale)
                                       : dtrain__optimizer_update(optimizer, lr, grad_scale, NULL);
-    result = dtrain__strategy_keep(strategy, result); /* others await its values */
+    result = dtrain__strategy_keep(strategy, result); /* others would wait for the new values */
     if (result == DTRAIN_OK && !empty) {
         dtrain__optimizer_count(optimizer);
         result = dtrain_strategy_publish(strategy);
@@ -22010,7 +22017,7 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
     return result;
 }
 
-/* Count a step, and who was absent in it. */
+/* Count a step, and for each parameter whether it was left out of it. */
 DTRAIN__PRIVATE void dtrain__optimizer_count(dtrain_optimizer *optimizer)
 {
     optimizer->step_count++;
@@ -22018,8 +22025,8 @@ DTRAIN__PRIVATE void dtrain__optimizer_count(dtrain_optimizer *optimizer)
         optimizer->missed[i] += dtrain__had_no_gradient(optimizer->strategy, i);
 }
 
-/* Tell whether nobody had a gradient of tensor `at` in the last step, and below how many updates it
- * has had: torch counts them for each parameter. */
+/* Tell whether tensor `at` is left out of this step, because no rank had a gradient of it; and
+ * below, count the updates that it has had: torch counts them for each parameter. */
 static bool dtrain__is_left_out(const dtrain_optimizer *optimizer, size_t at)
 {
     return dtrain__had_no_gradient(optimizer->strategy, optimizer->sources[at]->param->state.index);
@@ -22030,12 +22037,12 @@ static uint64_t dtrain__updates_of(const dtrain_optimizer *optimizer, size_t at)
            (uint64_t)optimizer->missed[optimizer->sources[at]->param->state.index];
 }
 
-/* Compute what changes from step to step for a group, for tensors that have had `updates`. */
+/* Compute the numbers of a step, for tensors of a group that have had `updates`. */
 static dtrain_step_scalars dtrain__group_scalars(const dtrain_optimizer_desc *desc,
                                                  uint64_t updates, float lr, float grad_scale)
 {
     const uint64_t step = updates + 1;
-    /* of how many steps the second moments are */
+    /* steps that the second moments are an average over */
     const uint64_t seen =
         desc->variance_steps && desc->variance_steps < step ? desc->variance_steps : step;
     dtrain_step_scalars scalars;
@@ -22100,8 +22107,8 @@ static dtrain_result dtrain__step_lion(const dtrain__group_step *step)
     return step->device->ops->lion(step->device, &args);
 }
 
-/* Update the tensors of a group from `at` on, which have had as many updates, or on the CPU the one
- * piece of an offloaded one that stands in place of tensor `at`. */
+/* Update `count` tensors of a group from number `at` on, all of which have had the same number of
+ * updates; with `piece`, which stands for a part of tensor `at`, update that part on the CPU. */
 static dtrain_result dtrain__group_update(const dtrain_optimizer *optimizer,
                                           const dtrain__group *group, float lr, float grad_scale,
                                           const dtrain_step_scalars *device_scalars,
@@ -22126,9 +22133,10 @@ static dtrain_result dtrain__group_update(const dtrain_optimizer *optimizer,
     }
 }
 
-/* Update all groups, with the numbers given, or with those that `device_scalars` holds when the
- * kernels run. One call is for all tensors of a group, or where some are left out, or were in
- * earlier steps, for neighbours that have had as many updates. */
+/* Update all groups. The numbers of the step are arguments or, with `device_scalars`, in device
+ * memory when the kernels run. A group is one call, unless some of its tensors are left out of this
+ * step or were left out of earlier ones: then each run of neighbours with the same number of
+ * updates is one. */
 DTRAIN__PRIVATE dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer, float lr,
                                                        float grad_scale,
                                                        const dtrain_step_scalars *device_scalars)
@@ -22235,8 +22243,8 @@ DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_str
     return result;
 }
 
-/* Count what the block holds. The sums cannot overflow: a quarter of the address space holds the
- * values, the layout saw to it. */
+/* Count the bytes of the block. The sums cannot overflow: the layout allows values at most a
+ * quarter of the address space. */
 static void dtrain__count_block(dtrain_optimizer *optimizer)
 {
     const struct dtrain__layout *layout = dtrain__layout_of(optimizer->strategy);
@@ -22259,9 +22267,8 @@ static void dtrain__count_block(dtrain_optimizer *optimizer)
         (size_t)bytes + 2 * (size_t)optimizer->stage * sizeof(float) + optimizer->scratch_bytes;
 }
 
-/* Make the optimizer's view of a shard, whose state begins at *next; addresses do not change any
- * more. Biases and the scales of norms are 1-D: pulling them to zero does not regularise
- * anything. */
+/* Append the tensor of a shard, with its state at *next; later calls do not move it. Biases and
+ * scales of norms are 1-D and get no decay: pulling them to zero does not regularise anything. */
 static dtrain_result dtrain__list_tensor(dtrain_optimizer *optimizer, const dtrain_shard *shard,
                                          float **next)
 {
@@ -22289,7 +22296,7 @@ static dtrain_result dtrain__list_tensor(dtrain_optimizer *optimizer, const dtra
     return DTRAIN_OK;
 }
 
-/* Allocate the block, zeros, and list the tensors of each group. */
+/* Allocate the block, filled with zeros, and list the tensors of each group. */
 static dtrain_result dtrain__optimizer_memory(dtrain_optimizer *optimizer)
 {
     const dtrain_allocator *a = &optimizer->allocator;
@@ -22352,13 +22359,13 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
 
 typedef struct dtrain__update_piece {
     const dtrain__group *group;
-    size_t at;                    /* the tensor ... */
-    dtrain_optimizer_tensor part; /* ... and a part of it, in host memory */
-    float *value;                 /* its values where the strategy keeps them */
+    size_t at;                    /* number of the tensor */
+    dtrain_optimizer_tensor part; /* the piece of it, in host memory */
+    float *value;                 /* address of the piece's values in the strategy's memory */
 } dtrain__update_piece;
 
-/* Queue the way down of a piece: its gradient to a stage, unless that is in host memory; then the
- * event that tells of it. */
+/* Queue the copy of a piece's gradient to a stage, unless the gradient is in host memory, and the
+ * event at the end of the copy. */
 static dtrain_result dtrain__piece_down(const dtrain_optimizer *optimizer,
                                         dtrain__update_piece *piece, size_t slot)
 {
@@ -22369,8 +22376,9 @@ static dtrain_result dtrain__piece_down(const dtrain_optimizer *optimizer,
     return dtrain__update_down(optimizer->strategy, slot, stage, grad, piece->part.count);
 }
 
-/* Update a piece when its gradient has come, and queue its new values' way up. Values that the
- * strategy keeps in host memory come with the next gather. */
+/* Wait for a piece's gradient, update the piece, and queue the copy of its new values to the
+ * device. Values that the strategy keeps in host memory need no copy: the next gather reads
+ * them. */
 static dtrain_result dtrain__piece_done(const dtrain_optimizer *optimizer,
                                         const dtrain__update_piece *piece, size_t slot, float lr,
                                         float grad_scale)
@@ -22383,7 +22391,8 @@ static dtrain_result dtrain__piece_done(const dtrain_optimizer *optimizer,
                              piece->part.count);
 }
 
-/* Make *piece the one of a tensor that begins at element `first`. */
+/* Set *piece to the part of tensor `at` that starts at element `first`, at most DTRAIN__PIECE
+ * elements; of Muon to the whole matrix. */
 static void dtrain__piece_make(const dtrain_optimizer *optimizer, const dtrain__group *group,
                                size_t at, int64_t first, dtrain__update_piece *piece)
 {
@@ -22400,15 +22409,15 @@ static void dtrain__piece_make(const dtrain_optimizer *optimizer, const dtrain__
     piece->value = optimizer->sources[at]->value + first;
 }
 
-/* Update everything on the CPU. Every event is behind what compute had queued: when the first has
- * happened, nobody reads old values any more, neither from the device nor from the master copies.
- * One piece is updated while the next is on its way down, and a stage is filled again when the
- * piece that it held is done. */
+/* Update everything on the CPU, piece by piece. Copies down are queued behind what compute had
+ * queued: once the first has arrived, nothing reads old values any more, neither on the device nor
+ * in the master copies. While one piece is updated the next is copied down; a stage is filled again
+ * after the piece that it held was updated. */
 static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float lr, float grad_scale)
 {
     dtrain_strategy *strategy = optimizer->strategy;
     dtrain__update_piece pieces[2];
-    size_t count = 0; /* sent for */
+    size_t count = 0; /* pieces whose copy down is queued */
     DTRAIN__TRY(dtrain__update_begin(strategy));
     for (size_t g = 0; g < optimizer->group_count; g++) {
         const dtrain__group *group = &optimizer->groups[g];
@@ -22510,7 +22519,7 @@ DTRAIN__PRIVATE const dtrain_optimizer_tensor *dtrain__moments_of(const dtrain_o
     return NULL;
 }
 
-/* Make the table of groups; each will have its tensors listed behind those of the one before. */
+/* Make the table of groups. Tensors are listed in it later, group by group. */
 DTRAIN__PRIVATE dtrain_result dtrain__groups_make(dtrain_optimizer *optimizer,
                                                   const dtrain_optimizer_desc *desc)
 {
@@ -22585,9 +22594,9 @@ static dtrain_result dtrain__check_group(const dtrain_optimizer_desc *desc, uint
     return DTRAIN_OK;
 }
 
-/* Refuse a parameter of a group that there is not, and for Muon one that is no matrix or that no
- * rank has all of. What is cut follows from the layout that all ranks have in common, not from what
- * this rank happens to hold: all of them fail. */
+/* Refuse a parameter whose group does not exist, and for Muon a parameter that is no matrix or of
+ * which no rank has the whole. Slices follow from the layout, which is the same on all ranks, not
+ * from what this rank holds: so all ranks fail. */
 static dtrain_result dtrain__check_member(const dtrain_optimizer_desc *desc,
                                           const dtrain_strategy *strategy, size_t i)
 {
@@ -22620,7 +22629,7 @@ static dtrain_result dtrain__check_member(const dtrain_optimizer_desc *desc,
                        call, i, p->name, group, info.name);
 }
 
-/* Refuse a desc that makes no sense, or not for these parameters under this strategy. */
+/* Refuse a desc that makes no sense, by itself or for these parameters under this strategy. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc,
                                                       const dtrain_strategy *strategy)
 {
@@ -22668,8 +22677,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_optimizer(const dtrain_optimizer_des
 
 #define DTRAIN__MUON_ITERATIONS 5
 
-/* Lay Muon's scratch out from memory on (NULL: count alone), for the largest matrix of this rank;
- * return its elements. */
+/* Lay out Muon's scratch, for the largest matrix of this rank, from address `memory` on (NULL:
+ * count alone); return its number of elements. */
 DTRAIN__PRIVATE size_t dtrain__muon_layout(const dtrain_optimizer *optimizer, float *memory,
                                            dtrain__muon *muon)
 {
@@ -22743,8 +22752,8 @@ static dtrain_result dtrain__orthogonal(dtrain_device *device, dtrain__muon *muo
     return DTRAIN_OK;
 }
 
-/* Update one matrix. A step that is skipped, because a number in device memory says so, leaves its
- * momentum and value as they are. */
+/* Update one matrix. A step that a number in device memory tells to skip leaves momentum and value
+ * as they are. */
 static dtrain_result dtrain__muon_matrix(const dtrain__group_step *step, size_t i)
 {
     const dtrain_optimizer_tensor *tensor = &step->tensors[i];
@@ -22794,9 +22803,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__step_muon(const dtrain__group_step *step)
  * src/optim/schedule.c
  * ==============================================================================================*/
 
-/* Learning rates
- *
- * Learning rates: computed in double, so that every machine and world size gets the same bits. */
+/* Learning rates */
 
 /* Follow the schedule at one step:
  *
@@ -22805,7 +22812,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__step_muon(const dtrain__group_step *step)
  *     total ..             min_lr
  *     STEPS                lr gamma^k behind the k-th milestone
  *
- * In double, rounded once: the same number whatever machine or world size asks. */
+ * Computed in double and rounded once: every machine and world size gets the same bits. */
 DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t step)
 {
     if (!schedule) return 0;
@@ -22864,7 +22871,7 @@ typedef struct dtrain__data_file {
     int file;   /* -1: opened for every read */
     struct stat opened;
     int64_t header_bytes;
-    int64_t first_item, item_count; /* of the dataset */
+    int64_t first_item, item_count; /* in the numbering of the dataset */
 } dtrain__data_file;
 
 typedef struct dtrain__data_files {
@@ -22889,11 +22896,11 @@ struct dtrain_dataset {
     dtrain_read_fn read;
     void *user;
     int64_t item_count, vocab_count;
-    size_t item_bytes;    /* of a sample; 0: tokens */
-    uint32_t token_bytes; /* in files: 1, 2, 4 */
+    size_t item_bytes;    /* of a sample; 0: items are tokens */
+    uint32_t token_bytes; /* of a token in files: 1, 2, 4 */
     int64_t shape[3];
     dtrain__data_files data, labels;
-    char name[512]; /* in error sentences: the first file, and how many more */
+    char name[512]; /* for error sentences: the first file, and how many more */
 };
 
 /* Where a sample of a batch lies: its item, or the first token of its window. */
@@ -22905,7 +22912,7 @@ typedef struct dtrain__pick {
 /* A batch: which samples it has, scratch to read one of them, and with workers its own memory. */
 typedef struct dtrain__batch {
     dtrain__pick *picks; /* (batch) */
-    void *scratch;       /* of one sample as the dataset has it */
+    void *scratch;       /* one sample as the dataset stores it */
     void *inputs;        /* (batch, sample_bytes); NULL without workers, like targets */
     int32_t *targets;    /* (batch, sequence or 1) */
     uint64_t read_ns[2]; /* for a trace: when a worker began to read it, and when it ended */
@@ -22916,16 +22923,16 @@ typedef struct dtrain__batch {
 
 struct dtrain_loader {
     dtrain_allocator allocator;
-    dtrain_world *world;     /* whose trace shows the workers; or NULL */
+    dtrain_world *world;     /* its trace shows the workers; NULL: none */
     dtrain_loader_desc desc; /* resolved */
     uint64_t rank, ranks;
     uint64_t timeout_ns;
     uint64_t position;         /* samples handed out by all ranks */
-    int64_t window_count;      /* that are shuffled: windows of tokens, or samples */
-    int64_t samples_per_epoch; /* of them, with drop_last */
+    int64_t window_count;      /* of an epoch before drop_last: windows of tokens, or samples */
+    int64_t samples_per_epoch; /* after drop_last */
     int64_t shift_count;       /* shifts to choose from; 1: none */
     size_t sample_bytes, target_bytes, scratch_bytes;
-    dtrain__batch *batches; /* (batch_count): one, or those that workers read ahead */
+    dtrain__batch *batches; /* (batch_count): one, or with workers the ring */
     size_t batch_count;
     struct dtrain__prefetch *prefetch; /* NULL: no workers */
 
@@ -23110,7 +23117,8 @@ static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc)
                        (unsigned)desc->format, (long long)desc->item_count, desc->item_bytes);
 }
 
-/* Open files and learn what they are, in order: each begins where the one before ends. */
+/* Open the files in order and check each one's format; its items follow those of the file
+ * before. */
 static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset, const dtrain_dataset_desc *desc)
 {
     uint32_t format = desc->format;
@@ -23260,12 +23268,12 @@ DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs,
         dtrain__loader_deal(loader, loader->desc.seed, loader->position, loader->batches->picks);
         DTRAIN__TRY(dtrain__loader_read(loader, loader->batches, inputs, targets));
     }
-    /* Only now: a call that failed can be repeated. */
+    /* only now, so that a call that failed can be repeated */
     loader->position += loader->desc.batch * loader->ranks;
     return DTRAIN_OK;
 }
 
-/* Find the samples of this rank's batch at `position`, entering their epochs. */
+/* List the samples of this rank's batch at `position`, entering their epochs. */
 DTRAIN__PRIVATE void dtrain__loader_deal(dtrain_loader *loader, uint64_t seed, uint64_t position,
                                          dtrain__pick *picks)
 {
@@ -23383,7 +23391,7 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
     return result;
 }
 
-/* Refuse what does not go together. */
+/* Refuse fields that contradict each other. */
 static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc)
 {
     const bool tokens = desc->dataset && desc->dataset->item_bytes == 0;
@@ -23468,7 +23476,7 @@ static dtrain_result dtrain__loader_memory(dtrain_loader *loader)
     const dtrain_loader_desc *desc = &loader->desc;
     const dtrain_allocator *allocator = &loader->allocator;
     const size_t row =
-        (size_t)desc->sequence; /* tokens fit in memory as bytes, maybe not as int32 */
+        (size_t)desc->sequence; /* a window may fit in memory as bytes and not as int32 */
     if (row > SIZE_MAX / sizeof(int32_t) - 1)
         return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a window of %zu tokens", row);
     loader->sample_bytes = row               ? row * sizeof(int32_t)
@@ -23552,7 +23560,7 @@ typedef struct dtrain__prefetch {
     bool running, ending;
     uint64_t seed, position;
     uint64_t claimed, taken;
-    uint32_t busy; /* batches that are claimed and not ready */
+    uint32_t busy; /* batches that are claimed and not yet read */
 } dtrain__prefetch;
 
 /* ---- a worker ---------------------------------------------------------------------------------*/
@@ -23617,8 +23625,8 @@ static bool dtrain__prefetch_await(dtrain_loader *loader, const dtrain__batch *b
     return batch->ready;
 }
 
-/* Give the trace the reading of a batch: one track for each place in the ring, where batches follow
- * each other. */
+/* Write the reading of a batch to the trace: one track for each place in the ring, where batches
+ * follow each other. */
 static void dtrain__prefetch_trace(const dtrain_loader *loader, const dtrain__batch *batch)
 {
     const size_t place = (size_t)(batch - loader->batches);
@@ -23630,8 +23638,8 @@ static void dtrain__prefetch_trace(const dtrain_loader *loader, const dtrain__ba
                        batch->read_ns[1]);
 }
 
-/* Take the next batch out of the ring, as a copy. One that failed leaves the workers at rest, to
- * begin with it again. */
+/* Copy the next batch out of the ring. After a batch that failed the workers rest, to begin with it
+ * again. */
 DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void *inputs,
                                                     int32_t *targets)
 {
@@ -23647,7 +23655,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void 
         p->running = true;
         p->seed = loader->desc.seed;
         p->position = loader->position;
-        pthread_cond_signal(&p->room); /* one alone waits for it: the others wait for deal */
+        pthread_cond_signal(&p->room); /* one at most waits: the others wait for `deal` */
     }
     dtrain__batch *batch = &loader->batches[p->taken % loader->batch_count];
     const bool there = dtrain__prefetch_await(loader, batch);
@@ -23675,7 +23683,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void 
     return DTRAIN_OK;
 }
 
-/* Let workers finish the batches that they are reading, and drop all. */
+/* Wait for the reads that are under way, and drop all batches of the ring. */
 DTRAIN__PRIVATE void dtrain__prefetch_rest(dtrain_loader *loader)
 {
     dtrain__prefetch *p = loader->prefetch;
@@ -23816,8 +23824,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__bytes_learn(dtrain_dataset *dataset, dtrai
     return DTRAIN_OK;
 }
 
-/* The count of a header must fit exactly, as llm.c demands: a longer file is as suspect as a
- * shorter one (two files glued together, a count that overflowed). */
+/* Require that the count in the header is exactly the number of tokens, as llm.c does: a longer
+ * file is as suspect as a shorter one (two files glued together, a count that overflowed). */
 DTRAIN__PRIVATE dtrain_result dtrain__bin_learn(dtrain_dataset *dataset, dtrain__data_file *file)
 {
     unsigned char head[DTRAIN__BIN_HEADER] = {0};
@@ -24165,7 +24173,7 @@ static dtrain_result dtrain__data_file_pread(const dtrain__data_file *file, int 
         if (got < 0)
             return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be read at byte %lld: %s", file->path,
                                (long long)offset + (long long)done, strerror(errno));
-        if (got == 0) { /* offsets lie inside the size that it had */
+        if (got == 0) { /* the file is shorter now: offsets lie inside its size at open */
             DTRAIN__TRY(dtrain__data_file_check(file, descriptor));
             return dtrain_fail(DTRAIN_ERROR_FILE, "%s ended at byte %lld of %lld", file->path,
                                (long long)offset + (long long)done,
@@ -24176,7 +24184,7 @@ static dtrain_result dtrain__data_file_pread(const dtrain__data_file *file, int 
     return dtrain__data_file_check(file, descriptor);
 }
 
-/* Read all `bytes` at `offset`, from a file that is as it was when it was opened, or fail. */
+/* Read all `bytes` at `offset`; fail if the file has changed since it was opened. */
 DTRAIN__PRIVATE dtrain_result dtrain__data_file_read(const dtrain__data_file *file, int64_t offset,
                                                      void *buffer, size_t bytes)
 {
@@ -24326,8 +24334,8 @@ static dtrain_result dtrain__data_files_find(dtrain__data_search *search, const 
 /* The words that a rank sends the others each step: its figures, and behind them */
 enum {
     DTRAIN__WORD_LOSS = DTRAIN_FIGURE_COUNT,
-    DTRAIN__WORD_WEIGHT, /* of its loss in the mean of all: see dtrain_strategy_weight */
-    DTRAIN__WORD_COMM,   /* seconds that an operation was in flight */
+    DTRAIN__WORD_WEIGHT, /* of this rank's loss in the mean; 0: it does not count */
+    DTRAIN__WORD_COMM,   /* seconds with a collective in flight */
     DTRAIN__WORD_STOP,   /* 1: this rank was asked to stop */
     DTRAIN__WORD_ENDED,  /* share of its micro-batches that had no data any more */
     DTRAIN__WORD_COUNT
@@ -24341,7 +24349,7 @@ struct dtrain_trainer {
     dtrain_world *world;
     dtrain_trainer_desc desc; /* resolved */
     dtrain_tape *tape;
-    dtrain_loss_scaler scaler; /* in use when scaling */
+    dtrain_loss_scaler scaler; /* used when `scaling` */
     bool scaling;
     dtrain__groups groups;     /* the strategy's */
     int rank, ranks;           /* in groups.all, which makes the record ... */
@@ -24376,9 +24384,9 @@ typedef struct dtrain__queued {
 
 typedef struct dtrain__queue {
     dtrain_device *device;
-    dtrain_step_scalars *scalars; /* device memory; norm (1) lies behind it */
-    dtrain_step_scalars *now;     /* page-locked: what scalars will be */
-    float *results;               /* behind it (micro_batches + 2): losses, norm, sum of weights */
+    dtrain_step_scalars *scalars; /* device memory: a step's numbers, then the norm (1) */
+    dtrain_step_scalars *now;     /* page-locked: the next step's numbers */
+    float *results;               /* behind `now` (micro_batches + 2): losses, norm, weights */
     dtrain__queued *micros;       /* (micro_batches) */
     size_t pinned_bytes;          /* of now and results */
     dtrain_graph *graph;          /* NULL: not recorded yet */
@@ -24386,7 +24394,7 @@ typedef struct dtrain__queue {
     double flops;                 /* of the recorded step */
 } dtrain__queue;
 
-/* Unknown. A bit pattern instead of NAN survives -ffast-math. */
+/* Marks what was not measured. A bit pattern instead of NAN survives -ffast-math. */
 #define DTRAIN__NAN ((double)dtrain__f32_from_bits(0x7fc00000u))
 
 /* A micro-batch from its forward to the end of its backward. */
@@ -24432,7 +24440,7 @@ DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer)
     return (uint64_t)random[1] << 32 | random[0];
 }
 
-/* Fetch a micro-batch, in a span: the step stands still meanwhile. */
+/* Fetch a micro-batch, in a span: while next_batch reads, the step makes no progress. */
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
 {
     const uint32_t span =
@@ -24486,7 +24494,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__micro_backward(dtrain_trainer *trainer, dt
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
     dtrain_strategy *strategy = desc->strategy;
-    const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: no bits */
+    const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: exact */
     const float share = scale / (float)desc->micro_batches;
     DTRAIN__TRY(dtrain_strategy_accumulate(strategy, micro->number + 1 < desc->micro_batches));
     dtrain_result result = DTRAIN_OK;
@@ -24799,7 +24807,7 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
         record->skipped_steps = scaler->skipped_steps;
     }
     const double micros = (1 - mean[DTRAIN__WORD_ENDED]) * trainer->data_ranks *
-                          trainer->desc.micro_batches; /* that had data */
+                          trainer->desc.micro_batches; /* that had data, of all ranks */
     const uint64_t tokens = (uint64_t)trainer->desc.tokens * (uint64_t)(micros + 0.5);
     record->loss = mean[DTRAIN__WORD_LOSS];
     record->val_loss = DTRAIN__NAN;
@@ -24917,7 +24925,7 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
             dtrain__evaluate_one(trainer, next_batch, user, &sum, &weights);
         DTRAIN__TRY(dtrain__strategy_keep(trainer->desc.strategy, result));
     }
-    float own[DTRAIN__WORD_COUNT]; /* the figures of the last step stay as they are */
+    float own[DTRAIN__WORD_COUNT]; /* a copy: the figures of the last step stay as they are */
     double mean[DTRAIN__WORD_COUNT];
     memcpy(own, trainer->words + trainer->rank * DTRAIN__WORD_COUNT, DTRAIN__WORDS_BYTES);
     dtrain__put_loss(trainer, sum, weights, batches, own);
@@ -25117,7 +25125,8 @@ static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer)
     return DTRAIN_OK;
 }
 
-/* Queue a whole step: the same calls in the same order whether the device runs or records them. */
+/* Queue a whole step, by the same calls in the same order whether the device runs or records
+ * them. */
 static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
@@ -25189,7 +25198,7 @@ static dtrain_result dtrain__queue_record(dtrain_trainer *trainer)
 
 /* ---- creation ---------------------------------------------------------------------------------*/
 
-/* Refuse by name what cannot be recorded. */
+/* Refuse settings that cannot be recorded, and name the setting. */
 static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
 {
     const dtrain_strategy *strategy = trainer->desc.strategy;
@@ -25220,8 +25229,7 @@ static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "dtrain_trainer_create: graph needs %s", missing);
 }
 
-/* Allocate what a step without the host needs; after a failure queue_destroy frees what is
- * there. */
+/* Allocate the memory of a queued step; after a failure queue_destroy frees what was allocated. */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
 {
     const uint32_t micro_batches = trainer->desc.micro_batches;
@@ -33825,17 +33833,13 @@ DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrai
  * src/device/cpu/cpu_internal.h
  * ==============================================================================================*/
 
-/* The CPU device's state
- *
- * The CPU device's state, and the functions that its launchers use. */
+/* The CPU device's state, and the functions that its launchers use */
 
 /* ================================================================================================
  * src/device/cpu/gemm_internal.h
  * ==============================================================================================*/
 
-/* What the GEMM driver and its kernels share
- *
- * Matrix multiplication: what the driver (gemm.c) and the kernels of each instruction set share. */
+/* Matrix multiplication: what the driver (gemm.c) and the kernels share */
 
 /* Which instances of the kernels are compiled: on x86 all that a machine may have, and scalars for
  * those without AVX2, where only correctness counts; with DTRAIN_NATIVE the one of -march. */
@@ -33987,8 +33991,7 @@ typedef struct dtrain__gemm_call {
 
 /* What launchers and kernels share
  *
- * What launchers and kernels share: a job, the table of an instruction set, and the intermediate
- * structures of single operations. */
+ * A job, the table of an instruction set, and the intermediate structures of single operations. */
 
 struct dtrain__job;
 typedef void (*dtrain__range_fn)(struct dtrain__job *job, int64_t begin, int64_t end, int index);

@@ -85,7 +85,7 @@ DTRAIN__PRIVATE const dtrain_optimizer_tensor *dtrain__moments_of(const dtrain_o
     return NULL;
 }
 
-/* Make the table of groups; each will have its tensors listed behind those of the one before. */
+/* Make the table of groups. Tensors are listed in it later, group by group. */
 DTRAIN__PRIVATE dtrain_result dtrain__groups_make(dtrain_optimizer *optimizer,
                                                   const dtrain_optimizer_desc *desc)
 {
@@ -160,9 +160,9 @@ static dtrain_result dtrain__check_group(const dtrain_optimizer_desc *desc, uint
     return DTRAIN_OK;
 }
 
-/* Refuse a parameter of a group that there is not, and for Muon one that is no matrix or that no
- * rank has all of. What is cut follows from the layout that all ranks have in common, not from what
- * this rank happens to hold: all of them fail. */
+/* Refuse a parameter whose group does not exist, and for Muon a parameter that is no matrix or of
+ * which no rank has the whole. Slices follow from the layout, which is the same on all ranks, not
+ * from what this rank holds: so all ranks fail. */
 static dtrain_result dtrain__check_member(const dtrain_optimizer_desc *desc,
                                           const dtrain_strategy *strategy, size_t i)
 {
@@ -195,7 +195,7 @@ static dtrain_result dtrain__check_member(const dtrain_optimizer_desc *desc,
                        call, i, p->name, group, info.name);
 }
 
-/* Refuse a desc that makes no sense, or not for these parameters under this strategy. */
+/* Refuse a desc that makes no sense, by itself or for these parameters under this strategy. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc,
                                                       const dtrain_strategy *strategy)
 {

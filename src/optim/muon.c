@@ -36,8 +36,8 @@
 
 #define DTRAIN__MUON_ITERATIONS 5
 
-/* Lay Muon's scratch out from memory on (NULL: count alone), for the largest matrix of this rank;
- * return its elements. */
+/* Lay out Muon's scratch, for the largest matrix of this rank, from address `memory` on (NULL:
+ * count alone); return its number of elements. */
 DTRAIN__PRIVATE size_t dtrain__muon_layout(const dtrain_optimizer *optimizer, float *memory,
                                            dtrain__muon *muon)
 {
@@ -111,8 +111,8 @@ static dtrain_result dtrain__orthogonal(dtrain_device *device, dtrain__muon *muo
     return DTRAIN_OK;
 }
 
-/* Update one matrix. A step that is skipped, because a number in device memory says so, leaves its
- * momentum and value as they are. */
+/* Update one matrix. A step that a number in device memory tells to skip leaves momentum and value
+ * as they are. */
 static dtrain_result dtrain__muon_matrix(const dtrain__group_step *step, size_t i)
 {
     const dtrain_optimizer_tensor *tensor = &step->tensors[i];

@@ -1,7 +1,7 @@
 /* The optimizer's structure
  *
- * The optimizer's structure, and what the trainer uses beside the public API: the norm without the
- * host, and an update whose numbers are read from device memory. */
+ * The trainer includes it for an update whose numbers are read from device memory, which can be
+ * recorded and replayed. */
 
 #pragma once
 
@@ -14,14 +14,15 @@
 #include "device/backend.h"
 #include "device/device.h"
 
-/* Parameters that are updated in one way. Their tensors stand side by side. */
+/* Parameters with the same hyper-parameters. Their tensors are neighbours in the optimizer's
+ * list. */
 typedef struct dtrain__group {
-    dtrain_optimizer_desc desc; /* without groups */
+    dtrain_optimizer_desc desc; /* its own groups are cleared */
     size_t first, count;        /* of the optimizer's tensors */
 } dtrain__group;
 
-/* Where Muon works: two matrices, two squares of the smaller side, and a sum. All of them have room
- * for the largest matrix of this rank; NULL: it has none. */
+/* Muon's scratch: two matrices, two squares of the smaller side, and a sum, each large enough for
+ * the largest matrix of this rank. NULL: this rank has no matrix. */
 typedef struct dtrain__muon {
     float *x, *y, *gram, *square;
     double *sum;
@@ -31,27 +32,27 @@ struct dtrain_optimizer {
     dtrain_allocator allocator;
     dtrain_device *device;
     dtrain_strategy *strategy;
-    dtrain__group *groups; /* (group_count) that of the desc itself first */
+    dtrain__group *groups; /* (group_count) group 0, the desc itself, first */
     size_t group_count;
     const dtrain_shard *shards; /* (shard_count), the strategy's */
     size_t shard_count;
-    dtrain_optimizer_tensor *tensors; /* (tensor_count), of (shard_count): shards not empty, in the
-                                         order of their groups */
-    const dtrain_shard **sources;     /* (tensor_count), likewise: their shards */
+    dtrain_optimizer_tensor *tensors; /* (shard_count), tensor_count in use: one for each shard
+                                         that is not empty, in the order of their groups */
+    const dtrain_shard **sources;     /* likewise: their shards */
     size_t tensor_count;
-    float *block; /* state; offloaded it is page-locked host memory, and holds more: optimizer.c */
+    float *block; /* state; with offload page-locked host memory that holds more: see optimizer.c */
     size_t block_bytes;
-    size_t state_bytes, scratch_bytes; /* of it: moments and buffers; Muon's scratch */
+    size_t state_bytes, scratch_bytes; /* of moments and buffers; of Muon's scratch */
     dtrain__muon muon;
-    int64_t stage; /* offloaded: elements of a stage */
+    int64_t stage; /* with offload: elements of a stage */
     bool offloaded;
     uint64_t step_count;
     size_t param_count; /* the strategy's */
     int64_t *missed;    /* (param_count) steps in which nobody had a gradient of a parameter */
 };
 
-/* One call for tensors of a group: for all of them, or on the CPU for one piece of one that is
- * offloaded. */
+/* Arguments of one optimizer call: all tensors of a group or, with offload, one piece of one tensor
+ * on the CPU. */
 typedef struct dtrain__group_step {
     dtrain_device *device;
     const dtrain_optimizer_desc *desc;
@@ -62,7 +63,7 @@ typedef struct dtrain__group_step {
     const dtrain_step_scalars
         *device_scalars; /* ... where they are when the kernel runs, or NULL */
     const dtrain__muon *muon;
-    uint64_t step; /* from 0: updates that the tensors have had */
+    uint64_t step; /* how many updates these tensors have had */
 } dtrain__group_step;
 
 /* optim/scaler.c */

@@ -75,7 +75,7 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
     if (result == DTRAIN_OK && !empty)
         result = optimizer->offloaded ? dtrain__update_on_host(optimizer, lr, grad_scale)
                                       : dtrain__optimizer_update(optimizer, lr, grad_scale, NULL);
-    result = dtrain__strategy_keep(strategy, result); /* others await its values */
+    result = dtrain__strategy_keep(strategy, result); /* others would wait for the new values */
     if (result == DTRAIN_OK && !empty) {
         dtrain__optimizer_count(optimizer);
         result = dtrain_strategy_publish(strategy);
@@ -84,7 +84,7 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
     return result;
 }
 
-/* Count a step, and who was absent in it. */
+/* Count a step, and for each parameter whether it was left out of it. */
 DTRAIN__PRIVATE void dtrain__optimizer_count(dtrain_optimizer *optimizer)
 {
     optimizer->step_count++;
@@ -92,8 +92,8 @@ DTRAIN__PRIVATE void dtrain__optimizer_count(dtrain_optimizer *optimizer)
         optimizer->missed[i] += dtrain__had_no_gradient(optimizer->strategy, i);
 }
 
-/* Tell whether nobody had a gradient of tensor `at` in the last step, and below how many updates it
- * has had: torch counts them for each parameter. */
+/* Tell whether tensor `at` is left out of this step, because no rank had a gradient of it; and
+ * below, count the updates that it has had: torch counts them for each parameter. */
 static bool dtrain__is_left_out(const dtrain_optimizer *optimizer, size_t at)
 {
     return dtrain__had_no_gradient(optimizer->strategy, optimizer->sources[at]->param->state.index);
@@ -104,12 +104,12 @@ static uint64_t dtrain__updates_of(const dtrain_optimizer *optimizer, size_t at)
            (uint64_t)optimizer->missed[optimizer->sources[at]->param->state.index];
 }
 
-/* Compute what changes from step to step for a group, for tensors that have had `updates`. */
+/* Compute the numbers of a step, for tensors of a group that have had `updates`. */
 static dtrain_step_scalars dtrain__group_scalars(const dtrain_optimizer_desc *desc,
                                                  uint64_t updates, float lr, float grad_scale)
 {
     const uint64_t step = updates + 1;
-    /* of how many steps the second moments are */
+    /* steps that the second moments are an average over */
     const uint64_t seen =
         desc->variance_steps && desc->variance_steps < step ? desc->variance_steps : step;
     dtrain_step_scalars scalars;
@@ -174,8 +174,8 @@ static dtrain_result dtrain__step_lion(const dtrain__group_step *step)
     return step->device->ops->lion(step->device, &args);
 }
 
-/* Update the tensors of a group from `at` on, which have had as many updates, or on the CPU the one
- * piece of an offloaded one that stands in place of tensor `at`. */
+/* Update `count` tensors of a group from number `at` on, all of which have had the same number of
+ * updates; with `piece`, which stands for a part of tensor `at`, update that part on the CPU. */
 static dtrain_result dtrain__group_update(const dtrain_optimizer *optimizer,
                                           const dtrain__group *group, float lr, float grad_scale,
                                           const dtrain_step_scalars *device_scalars,
@@ -200,9 +200,10 @@ static dtrain_result dtrain__group_update(const dtrain_optimizer *optimizer,
     }
 }
 
-/* Update all groups, with the numbers given, or with those that `device_scalars` holds when the
- * kernels run. One call is for all tensors of a group, or where some are left out, or were in
- * earlier steps, for neighbours that have had as many updates. */
+/* Update all groups. The numbers of the step are arguments or, with `device_scalars`, in device
+ * memory when the kernels run. A group is one call, unless some of its tensors are left out of this
+ * step or were left out of earlier ones: then each run of neighbours with the same number of
+ * updates is one. */
 DTRAIN__PRIVATE dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer, float lr,
                                                        float grad_scale,
                                                        const dtrain_step_scalars *device_scalars)
@@ -309,8 +310,8 @@ DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_str
     return result;
 }
 
-/* Count what the block holds. The sums cannot overflow: a quarter of the address space holds the
- * values, the layout saw to it. */
+/* Count the bytes of the block. The sums cannot overflow: the layout allows values at most a
+ * quarter of the address space. */
 static void dtrain__count_block(dtrain_optimizer *optimizer)
 {
     const struct dtrain__layout *layout = dtrain__layout_of(optimizer->strategy);
@@ -333,9 +334,8 @@ static void dtrain__count_block(dtrain_optimizer *optimizer)
         (size_t)bytes + 2 * (size_t)optimizer->stage * sizeof(float) + optimizer->scratch_bytes;
 }
 
-/* Make the optimizer's view of a shard, whose state begins at *next; addresses do not change any
- * more. Biases and the scales of norms are 1-D: pulling them to zero does not regularise
- * anything. */
+/* Append the tensor of a shard, with its state at *next; later calls do not move it. Biases and
+ * scales of norms are 1-D and get no decay: pulling them to zero does not regularise anything. */
 static dtrain_result dtrain__list_tensor(dtrain_optimizer *optimizer, const dtrain_shard *shard,
                                          float **next)
 {
@@ -363,7 +363,7 @@ static dtrain_result dtrain__list_tensor(dtrain_optimizer *optimizer, const dtra
     return DTRAIN_OK;
 }
 
-/* Allocate the block, zeros, and list the tensors of each group. */
+/* Allocate the block, filled with zeros, and list the tensors of each group. */
 static dtrain_result dtrain__optimizer_memory(dtrain_optimizer *optimizer)
 {
     const dtrain_allocator *a = &optimizer->allocator;
@@ -426,13 +426,13 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
 
 typedef struct dtrain__update_piece {
     const dtrain__group *group;
-    size_t at;                    /* the tensor ... */
-    dtrain_optimizer_tensor part; /* ... and a part of it, in host memory */
-    float *value;                 /* its values where the strategy keeps them */
+    size_t at;                    /* number of the tensor */
+    dtrain_optimizer_tensor part; /* the piece of it, in host memory */
+    float *value;                 /* address of the piece's values in the strategy's memory */
 } dtrain__update_piece;
 
-/* Queue the way down of a piece: its gradient to a stage, unless that is in host memory; then the
- * event that tells of it. */
+/* Queue the copy of a piece's gradient to a stage, unless the gradient is in host memory, and the
+ * event at the end of the copy. */
 static dtrain_result dtrain__piece_down(const dtrain_optimizer *optimizer,
                                         dtrain__update_piece *piece, size_t slot)
 {
@@ -443,8 +443,9 @@ static dtrain_result dtrain__piece_down(const dtrain_optimizer *optimizer,
     return dtrain__update_down(optimizer->strategy, slot, stage, grad, piece->part.count);
 }
 
-/* Update a piece when its gradient has come, and queue its new values' way up. Values that the
- * strategy keeps in host memory come with the next gather. */
+/* Wait for a piece's gradient, update the piece, and queue the copy of its new values to the
+ * device. Values that the strategy keeps in host memory need no copy: the next gather reads
+ * them. */
 static dtrain_result dtrain__piece_done(const dtrain_optimizer *optimizer,
                                         const dtrain__update_piece *piece, size_t slot, float lr,
                                         float grad_scale)
@@ -457,7 +458,8 @@ static dtrain_result dtrain__piece_done(const dtrain_optimizer *optimizer,
                              piece->part.count);
 }
 
-/* Make *piece the one of a tensor that begins at element `first`. */
+/* Set *piece to the part of tensor `at` that starts at element `first`, at most DTRAIN__PIECE
+ * elements; of Muon to the whole matrix. */
 static void dtrain__piece_make(const dtrain_optimizer *optimizer, const dtrain__group *group,
                                size_t at, int64_t first, dtrain__update_piece *piece)
 {
@@ -474,15 +476,15 @@ static void dtrain__piece_make(const dtrain_optimizer *optimizer, const dtrain__
     piece->value = optimizer->sources[at]->value + first;
 }
 
-/* Update everything on the CPU. Every event is behind what compute had queued: when the first has
- * happened, nobody reads old values any more, neither from the device nor from the master copies.
- * One piece is updated while the next is on its way down, and a stage is filled again when the
- * piece that it held is done. */
+/* Update everything on the CPU, piece by piece. Copies down are queued behind what compute had
+ * queued: once the first has arrived, nothing reads old values any more, neither on the device nor
+ * in the master copies. While one piece is updated the next is copied down; a stage is filled again
+ * after the piece that it held was updated. */
 static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float lr, float grad_scale)
 {
     dtrain_strategy *strategy = optimizer->strategy;
     dtrain__update_piece pieces[2];
-    size_t count = 0; /* sent for */
+    size_t count = 0; /* pieces whose copy down is queued */
     DTRAIN__TRY(dtrain__update_begin(strategy));
     for (size_t g = 0; g < optimizer->group_count; g++) {
         const dtrain__group *group = &optimizer->groups[g];

@@ -31,7 +31,7 @@ static dtrain_result dtrain__norm_of(dtrain_strategy *strategy, float loss_scale
     DTRAIN__TRY(dtrain__sum_squares(strategy, &total));
     *norm = (float)(sqrt(total) / (double)loss_scale);
     if (dtrain_is_finite(*norm) && max_norm > 0) clip = max_norm / (*norm + 1e-6f);
-    *factor = (clip < 1 ? clip : 1) / loss_scale; /* torch clamps it too */
+    *factor = (clip < 1 ? clip : 1) / loss_scale; /* torch clamps the factor too */
     return DTRAIN_OK;
 }
 
@@ -79,7 +79,7 @@ DTRAIN_API dtrain_result dtrain_loss_scaler_init(dtrain_loss_scaler *scaler,
     memset(scaler, 0, sizeof *scaler);
     memset(&d, 0, sizeof d);
     if (desc) d = *desc;
-    /* before they are compared with 0: with -ffast-math a NaN may be equal to it */
+    /* tested before comparing with 0: with -ffast-math a NaN may be equal to 0 */
     const bool finite = dtrain_is_finite(d.initial_scale) && dtrain_is_finite(d.growth_factor) &&
                         dtrain_is_finite(d.backoff_factor) && dtrain_is_finite(d.minimum_scale);
     if (d.initial_scale == 0) d.initial_scale = 65536;
@@ -110,7 +110,7 @@ static dtrain_result dtrain__scaler_usable(const dtrain_loss_scaler *scaler, con
                        call);
 }
 
-/* Refuse a loss scale for compressed gradients; what: the caller's word for the scale. */
+/* Refuse a loss scale for compressed gradients; `what` is the caller's word for the scale. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_scalable(const dtrain_strategy *strategy,
                                                      const char *call, const char *what)
 {

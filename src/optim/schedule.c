@@ -1,6 +1,4 @@
-/* Learning rates
- *
- * Learning rates: computed in double, so that every machine and world size gets the same bits. */
+/* Learning rates */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -14,7 +12,7 @@
  *     total ..             min_lr
  *     STEPS                lr gamma^k behind the k-th milestone
  *
- * In double, rounded once: the same number whatever machine or world size asks. */
+ * Computed in double and rounded once: every machine and world size gets the same bits. */
 DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t step)
 {
     if (!schedule) return 0;

@@ -6,9 +6,9 @@
 #include "core/platform_internal.h"
 #include "tape/tape_internal.h"
 
-#define DTRAIN__TAPE_HOST_BYTES 65536u /* of a chunk of nodes and tensors: some hundred */
+#define DTRAIN__TAPE_HOST_BYTES 65536u /* some hundred nodes and tensors */
 
-/* Insert a chunk where the arena stands. NULL when there is no memory; the error sticks. */
+/* Insert a chunk behind the chunk in use. NULL when there is no memory; the error sticks. */
 DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__bump *arena,
                                                     size_t bytes)
 {
@@ -33,7 +33,7 @@ DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__b
     return chunk;
 }
 
-/* Give the arena's memory back to it; what was taken is overwritten by what is taken next. */
+/* Rewind an arena: what is taken from now on overwrites what was taken before. */
 DTRAIN__PRIVATE void dtrain__bump_rewind(dtrain__bump *arena)
 {
     arena->at = &arena->first;
@@ -102,7 +102,7 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
     dtrain_tensor *tensor = &made->tensor;
     size_t count = 1;
     for (uint32_t i = 0; i < ndim; i++) {
-        /* what overflows is left at the largest count, which take_data refuses */
+        /* a product that overflows stays the largest count, which take_data refuses */
         if (!dtrain__size_mul(count, (size_t)shape[i], &count) || count > PTRDIFF_MAX)
             count = PTRDIFF_MAX;
         tensor->shape[i] = shape[i];

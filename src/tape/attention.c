@@ -22,8 +22,8 @@
 typedef struct dtrain__attention {
     dtrain_attention_desc desc;
     dtrain_attention_args args;
-    uint32_t lengths, k, v, mask; /* numbers of these inputs; 0: there is none */
-    void *aside[3]; /* for the gradient of q, k or v whose tensor is one of the others as well */
+    uint32_t lengths, k, v, mask; /* numbers of these inputs of the node; 0: the call has none */
+    void *aside[3]; /* memory for the gradient of q, k or v, where two of them are one tensor */
 } dtrain__attention;
 
 static dtrain_result dtrain__attention_heads(const dtrain_op *op, dtrain__attention *x)
@@ -158,8 +158,8 @@ static dtrain_result dtrain__attention_forward(dtrain_op *op)
     return dtrain__counted_attention(op, &((const dtrain__attention *)op->args)->args);
 }
 
-/* The kernel writes all gradients at once and can only overwrite. Where two of them belong to one
- * tensor the later one is made aside, and added. */
+/* Run the backward kernel. It writes all gradients at once and can only overwrite: where two of
+ * them belong to one tensor, the later one is written to memory of its own and then added. */
 static dtrain_result dtrain__attention_backward(dtrain_op *op)
 {
     const dtrain__attention *x = (const dtrain__attention *)op->args;
@@ -182,8 +182,7 @@ static dtrain_result dtrain__attention_backward(dtrain_op *op)
         bool accumulate;
         if (!x->aside[i]) continue;
         const dtrain_tensor *to = op->inputs[inputs[i]];
-        void *grad =
-            dtrain_op_input_grad(op, inputs[i], &accumulate); /* what is there is added to */
+        void *grad = dtrain_op_input_grad(op, inputs[i], &accumulate); /* adds to what is there */
         DTRAIN__TRY(op->tape->error);
         if (grad)
             DTRAIN__TRY(dtrain__tape_add(op->device, to->count, grad, to->dtype, x->aside[i],
@@ -195,7 +194,7 @@ static dtrain_result dtrain__attention_backward(dtrain_op *op)
 DTRAIN__OP(attention, attention, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS,
            DTRAIN_CHECKPOINT_ATTENTION, 0, false)
 
-/* The same with key lengths, which are its input 1. */
+/* Run backward where key lengths are input 1. */
 static const dtrain_op_desc dtrain__attention_lengths_op = {DTRAIN_OP_READS_INPUTS |
                                                                 DTRAIN_OP_READS_OUTPUTS,
                                                             DTRAIN_CHECKPOINT_ATTENTION,

@@ -25,7 +25,7 @@ static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
     DTRAIN__TRY(dtrain__tape_enter(tape, node->unit));
     DTRAIN__TRY(dtrain__casts_again(tape, node->mark));
     DTRAIN__TRY(dtrain__segment_again(tape, node));
-    if (!y->grad) { /* another output has one, or nothing depends on the node's results */
+    if (!y->grad) { /* zeros: the loss does not depend on this output */
         DTRAIN__TRY(dtrain__gradient_open(tape, y, &accumulate));
         DTRAIN__TRY(tape->device->ops->zero(tape->device, y->grad, dtrain__tensor_bytes(y)));
     }
@@ -36,7 +36,7 @@ static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
     DTRAIN__TRY(tape->error);
     for (uint32_t i = 0; i < op->input_count; i++)
         DTRAIN__TRY(dtrain__gradient_complete(tape, op->inputs[i]));
-    for (uint32_t i = 0; i < op->output_count; i++) { /* spent */
+    for (uint32_t i = 0; i < op->output_count; i++) { /* used: the buffers go back */
         dtrain__tape_tensor *made = (dtrain__tape_tensor *)op->outputs[i];
         if (made->gradient) made->gradient->owners--;
         made->gradient = NULL;
@@ -50,8 +50,8 @@ static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
     return DTRAIN_OK;
 }
 
-/* Set the gradient of the loss to scale times its weight, which a replayed pass finds on the device
- * and computes alike; tell the strategy the weight. */
+/* Set the gradient of the loss to scale times its weight, and give the strategy the weight. A
+ * recorded pass computes it on the device, from the number of samples there. */
 static dtrain_result dtrain__loss_grad(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     const dtrain__samples *samples = &((const dtrain__tape_tensor *)loss)->samples;
@@ -73,7 +73,7 @@ static dtrain_result dtrain__loss_grad(dtrain_tape *tape, dtrain_tensor *loss, f
     return tape->device->ops->axpby(tape->device, &seed);
 }
 
-/* Walk the tape: a loss that can have gradients, step 1, the loss's own gradient, step 2. */
+/* Check that the loss can have gradients, do step 1, set the loss's own gradient, do step 2. */
 static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     const char *const call = "dtrain_tape_backward";
@@ -215,7 +215,7 @@ DTRAIN_API void *dtrain_op_input_grad(dtrain_op *op, uint32_t i, bool *accumulat
     return made->tensor.grad;
 }
 
-/* Whoever asks must write: the gradient counts as written from here on. */
+/* An operation that asks must write: the gradient counts as written from here on. */
 DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumulate)
 {
     dtrain_param *target = i < op->param_count ? ((dtrain_node *)op)->target[i] : NULL;

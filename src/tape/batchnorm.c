@@ -22,8 +22,8 @@ typedef struct dtrain__batch_norm {
     dtrain_batchnorm_moments_args moments;
     dtrain_batchnorm_statistics_args statistics;
     dtrain_batchnorm_args forward;
-    bool batch; /* the statistics are those of the batch; else the running averages */
-    bool known; /* they are there */
+    bool batch; /* the statistics are those of the batch; false: the running averages */
+    bool known; /* mean and rstd have been computed */
 } dtrain__batch_norm;
 
 static int dtrain__batch_ranks(const dtrain__batch_norm *layer)
@@ -118,7 +118,7 @@ static dtrain_result dtrain__batch_norm_prepare(dtrain_op *op)
     return DTRAIN_OK;
 }
 
-/* Find mean and rstd, once. */
+/* Compute mean and rstd, in the first forward only. */
 static dtrain_result dtrain__batch_norm_statistics(dtrain_op *op, dtrain__batch_norm *layer)
 {
     const dtrain_device_ops *ops = op->device->ops;
@@ -215,7 +215,7 @@ DTRAIN_API dtrain_tensor *dtrain_batch_norm(dtrain_tape *tape, dtrain_tensor *x,
     params[2] = args.desc.running_mean;
     params[3] = args.desc.running_var;
     const bool running = args.desc.running_mean != NULL;
-    if (tape && running != (args.desc.running_var != NULL)) /* sticks: nothing is applied */
+    if (tape && running != (args.desc.running_var != NULL)) /* the error sticks */
         dtrain__tape_stick(tape, dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                                              "dtrain_batch_norm: running_mean and running_var are "
                                              "given together or not at all"));

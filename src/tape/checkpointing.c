@@ -20,7 +20,7 @@
 #include "core/platform_internal.h"
 #include "tape/tape_internal.h"
 
-/* Give the segment's region to it; the results of the owner before are overwritten from here on. */
+/* Let the segment own its region: the results of the owner before are overwritten from here on. */
 static void dtrain__region_take(dtrain__tape_segment *segment)
 {
     dtrain__tape_segment *before = segment->region->owner;
@@ -74,7 +74,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tens
     return DTRAIN_OK;
 }
 
-/* Note that these values will be read at the addresses at which the segment made them. */
+/* Mark values that will be read at the addresses where the segment made them. */
 static void dtrain__want(const dtrain__tape_segment *segment, dtrain_tensor *const *tensors,
                          uint32_t count)
 {
@@ -95,7 +95,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__segment_again(dtrain_tape *tape, const dtr
 {
     dtrain__tape_segment *segment = node->segment;
     dtrain_node *first = NULL, *made, *before;
-    if (!segment || segment->region->owner == segment) return DTRAIN_OK; /* there, or there again */
+    if (!segment || segment->region->owner == segment) return DTRAIN_OK; /* intact, or made again */
     dtrain__region_take(segment);
     for (; node && node->segment == segment; node = node->previous) {
         const dtrain_op *op = &node->op;

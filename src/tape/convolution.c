@@ -223,7 +223,7 @@ static dtrain_tensor *dtrain__pool2d_apply(dtrain_tape *tape, const dtrain_op_de
     return dtrain_tape_apply(tape, op, &x, 1, NULL, 0, &args, sizeof args);
 }
 
-/* A desc that is missing is one of zeros: its kernel is refused by name. */
+/* Use a desc of zeros where none is given: its kernel of 0 is refused by name. */
 static const dtrain_pool2d_desc dtrain__pool2d_none = {{0, 0}, {0, 0}, {0, 0}};
 
 DTRAIN_API dtrain_tensor *dtrain_max_pool2d(dtrain_tape *tape, dtrain_tensor *x,

@@ -170,7 +170,7 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
     args.run = dtrain__dropout_run;
     args.dropout.probability = probability;
     args.dropout.seed = tape->pass.seed;
-    args.dropout.stream = tape->pass.dropout_count++; /* other numbers for each of the pass */
+    args.dropout.stream = tape->pass.dropout_count++; /* a stream for each dropout */
     args.dropout.scalars = tape->scalars;
     return dtrain_tape_apply(tape, &dtrain__dropout_op, &x, 1, NULL, 0, &args, sizeof args);
 }
@@ -215,8 +215,8 @@ static dtrain_result dtrain__sum_forward(dtrain_op *op)
                           (double)*(const float *)op->args, NULL);
 }
 
-/* Every element gets the same gradient. Where x has a type of its own that is rounded once, after
- * the factor: a scaled loss may be beyond fp16 while its mean is not. */
+/* Give every element the same gradient. Where x has a narrow type it is rounded once, after the
+ * factor: a scaled loss may be beyond fp16 while its mean is not. */
 static dtrain_result dtrain__sum_backward(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0];
@@ -257,7 +257,7 @@ DTRAIN_API dtrain_tensor *dtrain_sum(dtrain_tape *tape, dtrain_tensor *x)
 
 DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x)
 {
-    const float factor = 0; /* one over the count of x, which prepare knows */
+    const float factor = 0; /* set by prepare, which knows the count of x: one over it */
     return dtrain_tape_apply(tape, &dtrain__mean_op, &x, 1, NULL, 0, &factor, sizeof factor);
 }
 
@@ -276,7 +276,8 @@ DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x)
 
 typedef struct dtrain__cross_entropy {
     dtrain_cross_entropy_args forward;
-    float factor; /* 1 / valid targets; or 1, and the number changes on the device: */
+    float factor; /* 1 / number of targets that are not ignored. In a recorded pass the number is
+                     on the device, here, and `factor` is 1: */
     const float *device_factor;
 } dtrain__cross_entropy;
 
@@ -348,7 +349,7 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
     args.dtype = loss->forward.dtype;
     args.classes = loss->forward.classes;
     args.smoothing = loss->forward.smoothing;
-    if (loss->device_factor) { /* a sum of one element: their product, rounded once */
+    if (loss->device_factor) { /* their product, as a sum of one element: rounded once */
         void *product = dtrain__take_data(op->tape, NULL, 1, DTRAIN_DTYPE_F32);
         DTRAIN__TRY(op->tape->error);
         DTRAIN__TRY(dtrain__sum_to(op->device, product, args.upstream, DTRAIN_DTYPE_F32, 1, 1,

@@ -19,7 +19,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_g
     return op->device->ops->gemm(op->device, args);
 }
 
-/* Two products of d elements for each pair of a query and a key that it sees: scores, values. */
+/* Count two products of d elements for each pair of a query and a key that it sees: scores,
+ * values. */
 static double dtrain__attention_flops(const dtrain_attention_args *args)
 {
     const double keys = (double)args->keys, queries = (double)args->queries;
@@ -36,7 +37,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__counted_attention(dtrain_op *op,
     return op->device->ops->attention(op->device, args);
 }
 
-/* Five products: scores again, d_v, d_scores, d_q, d_k. */
+/* Count five products: scores again, d_v, d_scores, d_q, d_k. */
 DTRAIN__PRIVATE dtrain_result
 dtrain__counted_attention_backward(dtrain_op *op, const dtrain_attention_backward_args *args)
 {
@@ -44,7 +45,7 @@ dtrain__counted_attention_backward(dtrain_op *op, const dtrain_attention_backwar
     return op->device->ops->attention_backward(op->device, args);
 }
 
-/* A product of a tap and a weight for each output; the taps outside of the image count. */
+/* Count a product of a tap and a weight for each output; the taps outside of the image count. */
 static double dtrain__conv2d_flops(const dtrain_windows2d *w, int64_t out_channels, int64_t groups)
 {
     const double taps = (double)(w->kernel[0] * w->kernel[1]) * (double)(w->channels / groups);

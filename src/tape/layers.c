@@ -37,7 +37,7 @@ DTRAIN__PRIVATE void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, 
 
 typedef struct dtrain__linear {
     dtrain_gemm_args forward;
-    bool grad_is_inner; /* the output's gradient is already that of z */
+    bool grad_is_inner; /* y->grad is that of z, before the activation */
 } dtrain__linear;
 
 static dtrain_result dtrain__linear_prepare(dtrain_op *op)
@@ -70,9 +70,9 @@ static dtrain_result dtrain__linear_forward(dtrain_op *op)
     return dtrain__counted_gemm(op, &((const dtrain__linear *)op->args)->forward);
 }
 
-/* Return the layer that made x, if the product that makes d_x may finish its activation's backward.
- * Both must be of the same visit to a unit: gradients of another may not be touched, and its values
- * may be gone. */
+/* Return the layer that made x, if the product that computes d_x may also finish the backward of
+ * its activation. Both must belong to the same visit to a unit: in another visit gradients may not
+ * be touched, and values may have been dropped. */
 static dtrain_node *dtrain__inner_layer(const dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0];
@@ -179,8 +179,8 @@ DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtr
 
 typedef struct dtrain__layernorm {
     dtrain_layernorm_args forward;
-    bool rms;            /* the mean counts as 0 */
-    dtrain_tensor **sum; /* the caller's */
+    bool rms;            /* root mean square norm: the mean is not subtracted */
+    dtrain_tensor **sum; /* where the caller wants the sum */
 } dtrain__layernorm;
 
 static dtrain_result dtrain__layernorm_prepare(dtrain_op *op)
@@ -221,7 +221,7 @@ static dtrain_result dtrain__layernorm_forward(dtrain_op *op)
 static dtrain_result dtrain__layernorm_backward(dtrain_op *op)
 {
     const dtrain_layernorm_args *forward = &((const dtrain__layernorm *)op->args)->forward;
-    dtrain_tensor *residual = op->inputs[1]; /* NULL without */
+    dtrain_tensor *residual = op->inputs[1]; /* NULL: no residual */
     dtrain_tensor *x = residual ? op->outputs[1] : op->inputs[0];
     const bool rounded = residual && residual->dtype != x->dtype && !residual->grad;
     bool add_weight, add_bias, add_residual;
@@ -239,7 +239,8 @@ static dtrain_result dtrain__layernorm_backward(dtrain_op *op)
     args.d_weight = dtrain_op_param_grad(op, 0, &add_weight);
     args.d_bias = dtrain_op_param_grad(op, 1, &add_bias);
     args.accumulate_params = add_weight || add_bias;
-    /* the kernel has one flag for both: if only one has a gradient already, the other adds to 0 */
+    /* the kernel has one flag for both: where only one has a gradient already, the other is zeroed
+     * and added to */
     if (args.d_weight && args.d_bias && add_weight != add_bias)
         DTRAIN__TRY(op->device->ops->zero(op->device, add_weight ? args.d_bias : args.d_weight,
                                           (size_t)args.n * sizeof(float)));

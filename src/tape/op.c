@@ -21,7 +21,7 @@
 static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x);
 static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p);
 
-/* The numbers are those of the list above. */
+/* step numbers are those of the list above */
 DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
                                             dtrain_tensor *const *inputs, uint32_t input_count,
                                             dtrain_param *const *params, uint32_t param_count,
@@ -41,7 +41,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
                         call, input_count, param_count, DTRAIN_OP_INPUTS, DTRAIN_OP_PARAMS);
     if (dtrain__tape_stick(tape, result) != DTRAIN_OK) return NULL;
 
-    /* 1. without gradients too: the arguments have to be somewhere */
+    /* 1. also in passes without gradients: the arguments need a place */
     dtrain_node *node = (dtrain_node *)dtrain__take_host(tape, node_bytes + args_bytes);
     if (!node) return NULL;
     dtrain_op *op = &node->op;
@@ -58,7 +58,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
     node->segment = tape->pass.segment;
     node->dropped = node->segment && (tape->checkpoint_ops & desc->checkpoint);
 
-    /* 2. to 4. An error of prepare may be in its result, or stick to the tape alone. */
+    /* 2. to 4. An error of prepare may be its result, or may only stick to the tape. */
     for (uint32_t i = 0; i < input_count && !result; i++)
         result = dtrain__take_input(node, inputs[i]);
     for (uint32_t i = 0; i < param_count && !result; i++)
@@ -88,8 +88,8 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
     return op->outputs[0];
 }
 
-/* Take the next input: it is there, of the right type, and stays where it is as long as the node
- * needs it. A gradient that it needs makes the node need one. */
+/* Take the next input: check that it exists, has the right type and keeps its values as long as the
+ * node needs them. A node whose input needs a gradient needs one. */
 static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x)
 {
     dtrain_op *op = &node->op;
@@ -115,7 +115,8 @@ static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x)
  *
  * A tied weight is declared once in each unit that uses it, and stored once. */
 
-/* Check that the values are there: a sharded strategy has those of the gathered unit only. */
+/* Check that a parameter's values are in memory: a sharded strategy has only those of the gathered
+ * unit. */
 static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param *p,
                                          const dtrain_param *storage)
 {
@@ -176,7 +177,8 @@ static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *stor
     return cast->low;
 }
 
-/* Make the copies again that went with their units, for the backward of what is behind a mark. */
+/* Make the rounded copies of a unit's weights again, for the backward of what came after mark
+ * `mark`. */
 DTRAIN__PRIVATE dtrain_result dtrain__casts_again(dtrain_tape *tape, uint32_t mark)
 {
     dtrain__cast *cast = tape->pass.casts;
@@ -200,7 +202,8 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
     if (!p)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: parameter %u is NULL", op->desc->name,
                            i + 1);
-    /* a strategy knows it, for copies of a registered parameter too, whose own value may be old */
+    /* follow the registered parameter: the program may pass a copy of it, whose value may be
+     * outdated */
     dtrain_param *storage = p->state.storage ? p->state.storage : p;
     while (storage->alias_of) storage = storage->alias_of;
     DTRAIN__TRY(dtrain__check_value(op, p, storage));
@@ -209,7 +212,7 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
     if (shape[0] == 0) shape[0] = declared->count;
     op->params[i] = p;
     op->param_data[i] = storage->value;
-    if (!tape->planning) p->state.pending_uses = 0; /* a backward that failed leaves a count */
+    if (!tape->planning) p->state.pending_uses = 0; /* left by a failed backward */
     if (!(tape->pass.flags & DTRAIN_TAPE_NO_GRAD) &&
         !((p->flags | storage->flags) & DTRAIN_PARAM_FROZEN) &&
         (tape->planning || tape->strategy || storage->grad)) {
@@ -223,8 +226,7 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
 
 /* ---- Running ----------------------------------------------------------------------------------*/
 
-/* Open a span for the kernels of an operation, with its first parameter as its place in the
- * model; and close it. */
+/* Open and close the span of an operation's kernels, named with its first parameter. */
 DTRAIN__PRIVATE uint32_t dtrain__op_span(const dtrain_op *op)
 {
     const char *name = op->desc->name;
@@ -239,7 +241,8 @@ DTRAIN__PRIVATE void dtrain__op_span_end(const dtrain_op *op, uint32_t span)
     op->tape->unit_end_ns = op->tape->world->timeline.since_ns;
 }
 
-/* Run the node's kernels, now or again: inputs that autocast rounds, then its own forward. */
+/* Run the node's kernels, the first time or again: round the inputs that autocast wants narrow,
+ * then its forward. */
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node)
 {
     dtrain_op *op = &node->op;
@@ -292,7 +295,8 @@ DTRAIN_API dtrain_tensor *dtrain_op_output(dtrain_op *op, dtrain_dtype dtype, ui
     if (op->tape->error != DTRAIN_OK) return NULL;
     op->output_data[i] = op->outputs[i]->data;
     op->output_count++;
-    /* What is made of a loss is a mean over the same; one that ignores targets goes before. */
+    /* Let the output be a mean over the same samples as its inputs; of two losses the one that
+     * ignores targets counts. */
     dtrain__samples *samples = &((dtrain__tape_tensor *)op->outputs[i])->samples;
     for (uint32_t k = 0; k < op->input_count && op->outputs[i]->count == 1; k++) {
         const dtrain_tensor *x = op->inputs[k];

@@ -8,8 +8,8 @@
 #include "tape/ops.h"
 #include "tape/tape_internal.h"
 
-/* Make the output: of a loss in fp32, else in the wider type of the inputs, x's when they are as
- * wide. */
+/* Make the output: fp32 for a loss, else the wider type of the inputs, or x's where both are
+ * equally wide. */
 static dtrain_result dtrain__pointwise_prepare(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0], *other = op->inputs[1];
@@ -42,8 +42,8 @@ static dtrain_result dtrain__pointwise_forward(dtrain_op *op)
     return op->device->ops->pointwise(op->device, &args);
 }
 
-/* Both gradients in one pass over memory; in two where both inputs are one tensor, because the
- * second is added to the first. */
+/* Compute both gradients in one pass over memory, or in two where both inputs are one tensor,
+ * because the second is added to the first. */
 static dtrain_result dtrain__pointwise_backward(dtrain_op *op)
 {
     const dtrain_device_ops *ops = op->device->ops;

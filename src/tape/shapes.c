@@ -158,7 +158,7 @@ DTRAIN_API dtrain_tensor *dtrain_reshape(dtrain_tape *tape, dtrain_tensor *x, ui
 {
     dtrain__reshape args;
     memset(&args, 0, sizeof args);
-    if (shape && ndim <= 4) { /* else ndim stays 0, which prepare refuses */
+    if (shape && ndim <= 4) { /* otherwise ndim stays 0, which prepare refuses */
         args.ndim = ndim;
         memcpy(args.shape, shape, ndim * sizeof *shape);
     }

@@ -27,7 +27,7 @@ static bool dtrain__staging_serves(const dtrain_device *device)
     return !device->ops->host_memory && device->ops->event_query;
 }
 
-/* Wait until nothing is being uploaded from the block, which is so once the pass's loss is read. */
+/* Wait until uploads from the block are done, as they are once the pass's loss has been read. */
 static dtrain_result dtrain__staging_await(dtrain_tape *tape)
 {
     dtrain__staging *s = &tape->staging;
@@ -56,7 +56,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__staging_begin(dtrain_tape *tape)
     return DTRAIN_OK;
 }
 
-/* Bring an input to the device. `from` can be used again on return. */
+/* Copy an input to the device. The caller may reuse `from` on return. */
 DTRAIN__PRIVATE dtrain_result dtrain__staging_upload(dtrain_tape *tape, void *to, const void *from,
                                                      size_t bytes)
 {
@@ -74,7 +74,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__staging_upload(dtrain_tape *tape, void *to
     return device->ops->event_record(device, s->uploaded, NULL);
 }
 
-/* Free the block, when nothing is uploaded from it any more. */
+/* Free the block, after its uploads are done. */
 DTRAIN__PRIVATE void dtrain__staging_free(dtrain_tape *tape)
 {
     dtrain__staging *s = &tape->staging;

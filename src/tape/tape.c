@@ -112,7 +112,8 @@ static void dtrain__unit_name(const dtrain_strategy *strategy, int64_t unit, cha
     else snprintf(name, DTRAIN__TRACE_NAME, "unit");
 }
 
-/* Give the trace the unit that ends, up to its last operation, and note the begin of the next. */
+/* Write the unit that ends, up to its last operation, to the trace, and note the begin of the
+ * next. */
 static void dtrain__unit_trace(dtrain_tape *tape, int64_t next)
 {
     dtrain_world *world = tape->world;
@@ -130,8 +131,8 @@ static void dtrain__unit_trace(dtrain_tape *tape, int64_t next)
     if (next >= 0) tape->unit_begin_ns = dtrain__now_ns();
 }
 
-/* Let go of the unit that is gathered and gather another; -1 = none. Releasing comes first: two
- * whole units at once would double what a sharded strategy keeps in memory. */
+/* Release the gathered unit and gather another one; -1: none. Releasing comes first: two whole
+ * units at once would double what a sharded strategy keeps in memory. */
 DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit)
 {
     const dtrain_pass pass =
@@ -161,8 +162,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *
 
 /* ---- Inputs -----------------------------------------------------------------------------------*/
 
-/* Count the entries that are not -1, the targets that are not ignored: valid[1]; valid[0] is one
- * over it, and 0 without any: the loss is then 0. */
+/* Count the targets that are not ignored, entries other than -1: valid[1] is their number and
+ * valid[0] one over it, or 0 where there are none: the loss is then 0. */
 static void dtrain__count_valid(const void *host, int64_t count, float *valid)
 {
     const int32_t *entries = (const int32_t *)host;
@@ -172,7 +173,7 @@ static void dtrain__count_valid(const void *host, int64_t count, float *valid)
     valid[1] = (float)found;
 }
 
-/* Return what stands behind an input in page-locked memory. */
+/* Return the two numbers behind an input in page-locked memory: dtrain__samples.valid. */
 static float *dtrain__feed_valid(const dtrain__feed_item *item)
 {
     return (float *)(void *)((char *)item->pinned + item->bytes);
@@ -186,8 +187,8 @@ DTRAIN__PRIVATE void dtrain__feed_fill(const dtrain__feed_item *item)
         dtrain__count_valid(item->host, (int64_t)item->bytes / 4, dtrain__feed_valid(item));
 }
 
-/* Put the caller's data into the input's page-locked place, if it is not there yet; it goes on to
- * the device when the stream comes to it. */
+/* Copy the caller's data to the input's page-locked memory, unless a feed has done so; the stream
+ * copies it to the device later. */
 static dtrain_result dtrain__feed_take(dtrain_tape *tape, dtrain_tensor *x, const void *host)
 {
     dtrain__feed *feed = tape->feed;
@@ -212,7 +213,7 @@ static dtrain_result dtrain__feed_take(dtrain_tape *tape, dtrain_tensor *x, cons
     item->host = host;
     if (!feed->filled) dtrain__feed_fill(item);
     feed->next++;
-    if (item->dtype == DTRAIN_DTYPE_I32) { /* one copy brings them too */
+    if (item->dtype == DTRAIN_DTYPE_I32) { /* the same copy brings the two numbers */
         dtrain__samples *samples = &((dtrain__tape_tensor *)x)->samples;
         samples->valid = dtrain__feed_valid(item);
         samples->device_valid = (const float *)x->data + x->count;
@@ -249,7 +250,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
     dtrain__samples *samples = &((dtrain__tape_tensor *)x)->samples;
     if (tape->feed) result = dtrain__feed_take(tape, x, host);
     else result = dtrain__staging_upload(tape, x->data, host, (size_t)x->count * 4);
-    if (dtype == DTRAIN_DTYPE_I32 && !tape->feed) { /* only here are they in host memory */
+    if (dtype == DTRAIN_DTYPE_I32 && !tape->feed) { /* the targets are in host memory only here */
         float *valid = (float *)dtrain__take_host(tape, DTRAIN__VALID_BYTES);
         if (!valid) return NULL;
         dtrain__count_valid(host, x->count, valid);
@@ -261,12 +262,12 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
-/* Check what both calls below need. */
+/* Check the arguments of the two calls below. */
 static dtrain_result dtrain__read_check(dtrain_tape *tape, const dtrain_tensor *tensor,
                                         const float *host, const char *call)
 {
     if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
-    DTRAIN__TRY(dtrain_tape_error(tape)); /* the likely reason why tensor is NULL */
+    DTRAIN__TRY(dtrain_tape_error(tape)); /* the likely reason for a NULL tensor */
     if (tensor && host && dtrain__is_float(tensor)) return DTRAIN_OK;
     return dtrain_fail(
         DTRAIN_ERROR_ARGUMENT,
@@ -284,7 +285,7 @@ DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tens
     DTRAIN__TRY(tape->device->ops->copy(tape->device, host, tensor->data,
                                         dtrain__tensor_bytes(tensor), DTRAIN_COPY_DEVICE_TO_HOST));
     if (tensor->dtype == DTRAIN_DTYPE_F32) return DTRAIN_OK;
-    for (int64_t i = tensor->count - 1; i >= 0; i--) { /* in place, from the end */
+    for (int64_t i = tensor->count - 1; i >= 0; i--) { /* in place, from the last on */
         uint16_t bits;
         memcpy(&bits, (const char *)host + (size_t)i * sizeof bits, sizeof bits);
         host[i] =
@@ -311,7 +312,7 @@ DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain
                            "only after dtrain_tape_backward",
                            call);
     const size_t bytes = (size_t)tensor->count * sizeof(float);
-    memset(host, 0, bytes); /* what stays when the loss does not depend on it */
+    memset(host, 0, bytes); /* zeros stay where the loss does not depend on the input */
     return tensor->grad ? tape->device->ops->copy(tape->device, host, tensor->grad, bytes,
                                                   DTRAIN_COPY_DEVICE_TO_HOST)
                         : DTRAIN_OK;

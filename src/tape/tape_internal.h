@@ -65,10 +65,10 @@ enum {
 
 /* One executed operation. */
 typedef struct dtrain_node {
-    dtrain_op op;                           /* first: a dtrain_op * of this library is a node */
-    struct dtrain_node *previous;           /* recorded before this one */
+    dtrain_op op;                           /* first: a dtrain_op * points to a node */
+    struct dtrain_node *previous;           /* the node recorded before this one */
     struct dtrain__tape_segment *segment;   /* NULL: this unit drops nothing */
-    struct dtrain_node *redo;               /* in that segment's list of dropped nodes */
+    struct dtrain_node *redo;               /* next in its segment's list of dropped nodes */
     dtrain_param *target[DTRAIN_OP_PARAMS]; /* where the gradient of params[i] goes; NULL: it is
                                                frozen, or the pass has no gradients */
     const void *source[DTRAIN_OP_INPUTS];   /* where inputs[i] was when the node was made; autocast
@@ -77,40 +77,40 @@ typedef struct dtrain_node {
     uint32_t mark;                          /* how many marks came before it */
     bool dropped;                           /* its results are in the segment's region */
     bool saves;                             /* it has saved memory, which backward reads */
-    bool reached;                           /* by the gradient of this backward's loss */
+    bool reached;                           /* the gradient of this backward's loss reaches it */
 } dtrain_node;
 
 /* A tensor and what only the tape knows of it: every dtrain_tensor is the first member of one. */
 typedef struct dtrain__tape_tensor {
     dtrain_tensor tensor;
     dtrain__chunk *gradient;              /* tensor.grad's memory; NULL: none, or a value's */
-    dtrain__chunk *earlier;               /* contributions to be added to it */
+    dtrain__chunk *earlier;               /* from before, to be added to `gradient` */
     dtrain__samples samples;              /* of I32 inputs the entries that are not -1; of losses
-                                             what they are a mean over */
+                                             the samples that they are a mean over */
     struct dtrain__tape_segment *segment; /* in whose region it was made; NULL: in the data arena */
     bool kept;                            /* tensor.data is a copy in the data arena */
-    bool wanted; /* while its segment is run again: somebody will read the original */
+    bool wanted; /* while its segment runs again: the value is read where the segment made it */
 } dtrain__tape_tensor;
 
-/* What is recorded between two marks in a unit that drops results. */
+/* The operations between two marks in a unit that drops results. */
 typedef struct dtrain__tape_segment {
     int64_t unit;
     dtrain__bump *region;
     dtrain_node *dropped;                         /* the last one first */
-    const struct dtrain__tape_segment *successor; /* first to overwrite the results; NULL: intact */
+    const struct dtrain__tape_segment *successor; /* overwrote the results first; NULL: intact */
 } dtrain__tape_segment;
 
-/* A weight in the type of autocast, made at its first use in a pass. Of a weight that is there
- * while its unit is, the copy is too: it is made at the first use behind a mark, where the copies
- * of the unit before were, and when backward comes to that mark it is made there again. The key is
- * the parameter and not its address, at which there may be several weights in turn. */
+/* A weight rounded to the type of autocast, at its first use in a pass. A weight that is gathered
+ * with its unit has a copy only while it is gathered: the copy is made at the first use behind a
+ * mark, in the memory of the copies of the unit before, and made again when backward comes to that
+ * mark. The key is the parameter and not its address, where several weights may be in turn. */
 typedef struct dtrain__cast {
     struct dtrain__cast *next;
     const dtrain_param *storage;
     int64_t count;
     void *low;
     uint32_t mark;
-    bool passing; /* it goes with its unit */
+    bool passing; /* the copy lasts only while its unit is gathered */
 } dtrain__cast;
 
 /* ---- Inputs of a pass that will be replayed ---------------------------------------------------*/
@@ -118,9 +118,9 @@ typedef struct dtrain__cast {
 #define DTRAIN__FEED_ITEMS 16
 #define DTRAIN__VALID_BYTES (2 * sizeof(float)) /* of dtrain__samples.valid */
 
-/* Each input goes through page-locked memory of its own, which the next step can fill while nobody
- * calls the model. Behind an I32 input, there and on the device, stand one over its valid count and
- * that count: they change from step to step, and a recorded loss finds them there. */
+/* Each input of a replayed step has page-locked memory, which the next step can fill while no model
+ * code runs. Behind an I32 input, there and on the device, are dtrain__samples.valid: they change
+ * from step to step, and a recorded loss reads them there. */
 typedef struct dtrain__feed_item {
     const void *host; /* the caller's buffer */
     void *pinned;     /* (bytes + DTRAIN__VALID_BYTES) */
@@ -130,15 +130,15 @@ typedef struct dtrain__feed_item {
 
 typedef struct dtrain__feed {
     dtrain__feed_item items[DTRAIN__FEED_ITEMS];
-    size_t count, next; /* known; the next input of this pass */
-    bool filled;        /* pinned holds this pass's data already */
+    size_t count, next; /* inputs known; number of the pass's next input */
+    bool filled;        /* `pinned` already holds this pass's data */
 } dtrain__feed;
 
 /* Page-locked memory through which inputs of all other passes go; see staging.c. */
 typedef struct dtrain__staging {
     char *memory; /* (bytes) */
     size_t bytes;
-    size_t used, wanted;    /* of them in this pass, and how many it would have liked */
+    size_t used, wanted;    /* bytes: used in this pass, needed by it */
     dtrain_event *uploaded; /* behind the last upload */
 } dtrain__staging;
 
@@ -147,34 +147,33 @@ typedef struct dtrain__staging {
 enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
 
 struct dtrain_tape {
-    dtrain_world *world; /* whose spans a pass is in; NULL: of no world, or a plan */
+    dtrain_world *world; /* for the spans of passes; NULL: no world, or a plan */
     dtrain_strategy *strategy;
-    const struct dtrain__layout
-        *layout; /* the strategy's; of a plan the one that is planned; or NULL */
+    const struct dtrain__layout *layout; /* the strategy's, or the planned one; NULL: no strategy */
     dtrain_device *device;
     dtrain_allocator allocator;
-    uint64_t unit_begin_ns, unit_end_ns; /* for a trace: of the unit, and of its last operation */
+    uint64_t unit_begin_ns, unit_end_ns; /* for a trace: of the unit, of its last operation */
     bool planning; /* on the plan device: params and strategy are left alone */
     double flops;  /* see tape/launch.c */
     dtrain__bump arenas[DTRAIN__ARENAS];
-    struct { /* what dtrain_tape_begin sets to zero */
+    struct { /* dtrain_tape_begin sets all of it to zero */
         uint32_t state, flags;
         uint64_t seed, dropout_count;
         dtrain_dtype cast;   /* the type of autocast; F32 without */
-        dtrain__cast *casts; /* weights rounded in this pass; backward drops those behind it */
-        uint32_t cast_mark;  /* whose casts are there, of those that go with their units */
+        dtrain__cast *casts; /* rounded weights, latest first; backward drops later marks */
+        uint32_t cast_mark;  /* the mark whose passing casts are in memory */
         dtrain_node *last;
         size_t node_count, tensor_count, recomputed_count;
         uint32_t mark_count, segment_count;
-        dtrain__tape_segment *segment; /* the one that is recorded now; NULL: none */
+        dtrain__tape_segment *segment; /* the segment being recorded; NULL: none */
     } pass;
-    int64_t unit;                              /* gathered now; -1 = none */
-    dtrain_pass unit_pass;                     /* for forward or for backward */
+    int64_t unit;                              /* the gathered unit; -1: none */
+    dtrain_pass unit_pass;                     /* the pass that it is gathered for */
     uint32_t checkpoint_every, checkpoint_ops; /* see dtrain_tape_checkpoint */
-    const dtrain_step_scalars *scalars;        /* NULL, or where a replayed step finds its seed */
-    dtrain__feed *feed;                        /* NULL, or how inputs of a replayed step come in */
+    const dtrain_step_scalars *scalars;        /* where a replayed step has its seed; or NULL */
+    dtrain__feed *feed;                        /* inputs of a replayed step, or NULL */
     dtrain__staging staging;
-    dtrain_result error; /* the first of this pass, and its sentence */
+    dtrain_result error; /* the first error of this pass, and its sentence */
     char error_text[DTRAIN__ERROR_BYTES];
 };
 

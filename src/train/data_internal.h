@@ -20,7 +20,7 @@ typedef struct dtrain__data_file {
     int file;   /* -1: opened for every read */
     struct stat opened;
     int64_t header_bytes;
-    int64_t first_item, item_count; /* of the dataset */
+    int64_t first_item, item_count; /* in the numbering of the dataset */
 } dtrain__data_file;
 
 typedef struct dtrain__data_files {
@@ -45,11 +45,11 @@ struct dtrain_dataset {
     dtrain_read_fn read;
     void *user;
     int64_t item_count, vocab_count;
-    size_t item_bytes;    /* of a sample; 0: tokens */
-    uint32_t token_bytes; /* in files: 1, 2, 4 */
+    size_t item_bytes;    /* of a sample; 0: items are tokens */
+    uint32_t token_bytes; /* of a token in files: 1, 2, 4 */
     int64_t shape[3];
     dtrain__data_files data, labels;
-    char name[512]; /* in error sentences: the first file, and how many more */
+    char name[512]; /* for error sentences: the first file, and how many more */
 };
 
 /* Where a sample of a batch lies: its item, or the first token of its window. */
@@ -61,7 +61,7 @@ typedef struct dtrain__pick {
 /* A batch: which samples it has, scratch to read one of them, and with workers its own memory. */
 typedef struct dtrain__batch {
     dtrain__pick *picks; /* (batch) */
-    void *scratch;       /* of one sample as the dataset has it */
+    void *scratch;       /* one sample as the dataset stores it */
     void *inputs;        /* (batch, sample_bytes); NULL without workers, like targets */
     int32_t *targets;    /* (batch, sequence or 1) */
     uint64_t read_ns[2]; /* for a trace: when a worker began to read it, and when it ended */
@@ -72,16 +72,16 @@ typedef struct dtrain__batch {
 
 struct dtrain_loader {
     dtrain_allocator allocator;
-    dtrain_world *world;     /* whose trace shows the workers; or NULL */
+    dtrain_world *world;     /* its trace shows the workers; NULL: none */
     dtrain_loader_desc desc; /* resolved */
     uint64_t rank, ranks;
     uint64_t timeout_ns;
     uint64_t position;         /* samples handed out by all ranks */
-    int64_t window_count;      /* that are shuffled: windows of tokens, or samples */
-    int64_t samples_per_epoch; /* of them, with drop_last */
+    int64_t window_count;      /* of an epoch before drop_last: windows of tokens, or samples */
+    int64_t samples_per_epoch; /* after drop_last */
     int64_t shift_count;       /* shifts to choose from; 1: none */
     size_t sample_bytes, target_bytes, scratch_bytes;
-    dtrain__batch *batches; /* (batch_count): one, or those that workers read ahead */
+    dtrain__batch *batches; /* (batch_count): one, or with workers the ring */
     size_t batch_count;
     struct dtrain__prefetch *prefetch; /* NULL: no workers */
 

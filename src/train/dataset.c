@@ -98,7 +98,8 @@ static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc)
                        (unsigned)desc->format, (long long)desc->item_count, desc->item_bytes);
 }
 
-/* Open files and learn what they are, in order: each begins where the one before ends. */
+/* Open the files in order and check each one's format; its items follow those of the file
+ * before. */
 static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset, const dtrain_dataset_desc *desc)
 {
     uint32_t format = desc->format;

@@ -120,7 +120,7 @@ static dtrain_result dtrain__data_file_pread(const dtrain__data_file *file, int 
         if (got < 0)
             return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be read at byte %lld: %s", file->path,
                                (long long)offset + (long long)done, strerror(errno));
-        if (got == 0) { /* offsets lie inside the size that it had */
+        if (got == 0) { /* the file is shorter now: offsets lie inside its size at open */
             DTRAIN__TRY(dtrain__data_file_check(file, descriptor));
             return dtrain_fail(DTRAIN_ERROR_FILE, "%s ended at byte %lld of %lld", file->path,
                                (long long)offset + (long long)done,
@@ -131,7 +131,7 @@ static dtrain_result dtrain__data_file_pread(const dtrain__data_file *file, int 
     return dtrain__data_file_check(file, descriptor);
 }
 
-/* Read all `bytes` at `offset`, from a file that is as it was when it was opened, or fail. */
+/* Read all `bytes` at `offset`; fail if the file has changed since it was opened. */
 DTRAIN__PRIVATE dtrain_result dtrain__data_file_read(const dtrain__data_file *file, int64_t offset,
                                                      void *buffer, size_t bytes)
 {

@@ -54,12 +54,12 @@ DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs,
         dtrain__loader_deal(loader, loader->desc.seed, loader->position, loader->batches->picks);
         DTRAIN__TRY(dtrain__loader_read(loader, loader->batches, inputs, targets));
     }
-    /* Only now: a call that failed can be repeated. */
+    /* only now, so that a call that failed can be repeated */
     loader->position += loader->desc.batch * loader->ranks;
     return DTRAIN_OK;
 }
 
-/* Find the samples of this rank's batch at `position`, entering their epochs. */
+/* List the samples of this rank's batch at `position`, entering their epochs. */
 DTRAIN__PRIVATE void dtrain__loader_deal(dtrain_loader *loader, uint64_t seed, uint64_t position,
                                          dtrain__pick *picks)
 {
@@ -177,7 +177,7 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
     return result;
 }
 
-/* Refuse what does not go together. */
+/* Refuse fields that contradict each other. */
 static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc)
 {
     const bool tokens = desc->dataset && desc->dataset->item_bytes == 0;
@@ -262,7 +262,7 @@ static dtrain_result dtrain__loader_memory(dtrain_loader *loader)
     const dtrain_loader_desc *desc = &loader->desc;
     const dtrain_allocator *allocator = &loader->allocator;
     const size_t row =
-        (size_t)desc->sequence; /* tokens fit in memory as bytes, maybe not as int32 */
+        (size_t)desc->sequence; /* a window may fit in memory as bytes and not as int32 */
     if (row > SIZE_MAX / sizeof(int32_t) - 1)
         return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a window of %zu tokens", row);
     loader->sample_bytes = row               ? row * sizeof(int32_t)

@@ -39,7 +39,7 @@ DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer)
     return (uint64_t)random[1] << 32 | random[0];
 }
 
-/* Fetch a micro-batch, in a span: the step stands still meanwhile. */
+/* Fetch a micro-batch, in a span: while next_batch reads, the step makes no progress. */
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
 {
     const uint32_t span =
@@ -93,7 +93,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__micro_backward(dtrain_trainer *trainer, dt
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
     dtrain_strategy *strategy = desc->strategy;
-    const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: no bits */
+    const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: exact */
     const float share = scale / (float)desc->micro_batches;
     DTRAIN__TRY(dtrain_strategy_accumulate(strategy, micro->number + 1 < desc->micro_batches));
     dtrain_result result = DTRAIN_OK;

@@ -37,7 +37,7 @@ typedef struct dtrain__prefetch {
     bool running, ending;
     uint64_t seed, position;
     uint64_t claimed, taken;
-    uint32_t busy; /* batches that are claimed and not ready */
+    uint32_t busy; /* batches that are claimed and not yet read */
 } dtrain__prefetch;
 
 /* ---- a worker ---------------------------------------------------------------------------------*/
@@ -102,8 +102,8 @@ static bool dtrain__prefetch_await(dtrain_loader *loader, const dtrain__batch *b
     return batch->ready;
 }
 
-/* Give the trace the reading of a batch: one track for each place in the ring, where batches follow
- * each other. */
+/* Write the reading of a batch to the trace: one track for each place in the ring, where batches
+ * follow each other. */
 static void dtrain__prefetch_trace(const dtrain_loader *loader, const dtrain__batch *batch)
 {
     const size_t place = (size_t)(batch - loader->batches);
@@ -115,8 +115,8 @@ static void dtrain__prefetch_trace(const dtrain_loader *loader, const dtrain__ba
                        batch->read_ns[1]);
 }
 
-/* Take the next batch out of the ring, as a copy. One that failed leaves the workers at rest, to
- * begin with it again. */
+/* Copy the next batch out of the ring. After a batch that failed the workers rest, to begin with it
+ * again. */
 DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void *inputs,
                                                     int32_t *targets)
 {
@@ -132,7 +132,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void 
         p->running = true;
         p->seed = loader->desc.seed;
         p->position = loader->position;
-        pthread_cond_signal(&p->room); /* one alone waits for it: the others wait for deal */
+        pthread_cond_signal(&p->room); /* one at most waits: the others wait for `deal` */
     }
     dtrain__batch *batch = &loader->batches[p->taken % loader->batch_count];
     const bool there = dtrain__prefetch_await(loader, batch);
@@ -160,7 +160,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void 
     return DTRAIN_OK;
 }
 
-/* Let workers finish the batches that they are reading, and drop all. */
+/* Wait for the reads that are under way, and drop all batches of the ring. */
 DTRAIN__PRIVATE void dtrain__prefetch_rest(dtrain_loader *loader)
 {
     dtrain__prefetch *p = loader->prefetch;

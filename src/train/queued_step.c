@@ -93,7 +93,8 @@ static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer)
     return DTRAIN_OK;
 }
 
-/* Queue a whole step: the same calls in the same order whether the device runs or records them. */
+/* Queue a whole step, by the same calls in the same order whether the device runs or records
+ * them. */
 static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
@@ -165,7 +166,7 @@ static dtrain_result dtrain__queue_record(dtrain_trainer *trainer)
 
 /* ---- creation ---------------------------------------------------------------------------------*/
 
-/* Refuse by name what cannot be recorded. */
+/* Refuse settings that cannot be recorded, and name the setting. */
 static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
 {
     const dtrain_strategy *strategy = trainer->desc.strategy;
@@ -196,8 +197,7 @@ static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "dtrain_trainer_create: graph needs %s", missing);
 }
 
-/* Allocate what a step without the host needs; after a failure queue_destroy frees what is
- * there. */
+/* Allocate the memory of a queued step; after a failure queue_destroy frees what was allocated. */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
 {
     const uint32_t micro_batches = trainer->desc.micro_batches;

@@ -69,8 +69,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__bytes_learn(dtrain_dataset *dataset, dtrai
     return DTRAIN_OK;
 }
 
-/* The count of a header must fit exactly, as llm.c demands: a longer file is as suspect as a
- * shorter one (two files glued together, a count that overflowed). */
+/* Require that the count in the header is exactly the number of tokens, as llm.c does: a longer
+ * file is as suspect as a shorter one (two files glued together, a count that overflowed). */
 DTRAIN__PRIVATE dtrain_result dtrain__bin_learn(dtrain_dataset *dataset, dtrain__data_file *file)
 {
     unsigned char head[DTRAIN__BIN_HEADER] = {0};

@@ -300,7 +300,7 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
         record->skipped_steps = scaler->skipped_steps;
     }
     const double micros = (1 - mean[DTRAIN__WORD_ENDED]) * trainer->data_ranks *
-                          trainer->desc.micro_batches; /* that had data */
+                          trainer->desc.micro_batches; /* that had data, of all ranks */
     const uint64_t tokens = (uint64_t)trainer->desc.tokens * (uint64_t)(micros + 0.5);
     record->loss = mean[DTRAIN__WORD_LOSS];
     record->val_loss = DTRAIN__NAN;
@@ -418,7 +418,7 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
             dtrain__evaluate_one(trainer, next_batch, user, &sum, &weights);
         DTRAIN__TRY(dtrain__strategy_keep(trainer->desc.strategy, result));
     }
-    float own[DTRAIN__WORD_COUNT]; /* the figures of the last step stay as they are */
+    float own[DTRAIN__WORD_COUNT]; /* a copy: the figures of the last step stay as they are */
     double mean[DTRAIN__WORD_COUNT];
     memcpy(own, trainer->words + trainer->rank * DTRAIN__WORD_COUNT, DTRAIN__WORDS_BYTES);
     dtrain__put_loss(trainer, sum, weights, batches, own);

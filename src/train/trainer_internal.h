@@ -19,8 +19,8 @@
 /* The words that a rank sends the others each step: its figures, and behind them */
 enum {
     DTRAIN__WORD_LOSS = DTRAIN_FIGURE_COUNT,
-    DTRAIN__WORD_WEIGHT, /* of its loss in the mean of all: see dtrain_strategy_weight */
-    DTRAIN__WORD_COMM,   /* seconds that an operation was in flight */
+    DTRAIN__WORD_WEIGHT, /* of this rank's loss in the mean; 0: it does not count */
+    DTRAIN__WORD_COMM,   /* seconds with a collective in flight */
     DTRAIN__WORD_STOP,   /* 1: this rank was asked to stop */
     DTRAIN__WORD_ENDED,  /* share of its micro-batches that had no data any more */
     DTRAIN__WORD_COUNT
@@ -34,7 +34,7 @@ struct dtrain_trainer {
     dtrain_world *world;
     dtrain_trainer_desc desc; /* resolved */
     dtrain_tape *tape;
-    dtrain_loss_scaler scaler; /* in use when scaling */
+    dtrain_loss_scaler scaler; /* used when `scaling` */
     bool scaling;
     dtrain__groups groups;     /* the strategy's */
     int rank, ranks;           /* in groups.all, which makes the record ... */
@@ -69,9 +69,9 @@ typedef struct dtrain__queued {
 
 typedef struct dtrain__queue {
     dtrain_device *device;
-    dtrain_step_scalars *scalars; /* device memory; norm (1) lies behind it */
-    dtrain_step_scalars *now;     /* page-locked: what scalars will be */
-    float *results;               /* behind it (micro_batches + 2): losses, norm, sum of weights */
+    dtrain_step_scalars *scalars; /* device memory: a step's numbers, then the norm (1) */
+    dtrain_step_scalars *now;     /* page-locked: the next step's numbers */
+    float *results;               /* behind `now` (micro_batches + 2): losses, norm, weights */
     dtrain__queued *micros;       /* (micro_batches) */
     size_t pinned_bytes;          /* of now and results */
     dtrain_graph *graph;          /* NULL: not recorded yet */
@@ -79,7 +79,7 @@ typedef struct dtrain__queue {
     double flops;                 /* of the recorded step */
 } dtrain__queue;
 
-/* Unknown. A bit pattern instead of NAN survives -ffast-math. */
+/* Marks what was not measured. A bit pattern instead of NAN survives -ffast-math. */
 #define DTRAIN__NAN ((double)dtrain__f32_from_bits(0x7fc00000u))
 
 /* A micro-batch from its forward to the end of its backward. */

@@ -1,6 +1,4 @@
-/* The CPU device's state
- *
- * The CPU device's state, and the functions that its launchers use. */
+/* The CPU device's state, and the functions that its launchers use */
 
 #pragma once
 

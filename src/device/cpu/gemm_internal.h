@@ -1,6 +1,4 @@
-/* What the GEMM driver and its kernels share
- *
- * Matrix multiplication: what the driver (gemm.c) and the kernels of each instruction set share. */
+/* Matrix multiplication: what the driver (gemm.c) and the kernels share */
 
 #pragma once
 

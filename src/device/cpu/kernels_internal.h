@@ -1,7 +1,6 @@
 /* What launchers and kernels share
  *
- * What launchers and kernels share: a job, the table of an instruction set, and the intermediate
- * structures of single operations. */
+ * A job, the table of an instruction set, and the intermediate structures of single operations. */
 
 #pragma once
 
