@@ -29,6 +29,7 @@ typedef struct run {
     float clip, dropout;
     uint64_t seed;
     dtrain_allocator allocator;
+    struct run *other; /* what the odd ranks of the world do by themselves; NULL: there are none */
 
     dtrain_step_record records[MAX_RANKS][MAX_STEPS];
     dtrain_result ended[MAX_RANKS]; /* of the last step */
@@ -60,6 +61,7 @@ typedef struct rank_state {
     int rank;
     int64_t batch, micro; /* micro-batches taken so far */
     bool stumbled;        /* at the one that comes next */
+    dtrain_comm *comm;    /* NULL: the world's */
     dtrain_param params[5];
     dtrain_trainer_desc desc;
     int32_t tokens[GLOBAL_BATCH], targets[GLOBAL_BATCH];
@@ -175,6 +177,7 @@ static dtrain_result build(dtrain_world *world, rank_state *s, dtrain_strategy *
     dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
     dtrain_strategy_desc ddp = {0};
     ddp.kind = s->r->kind;
+    ddp.comm = s->comm;
     ddp.first_bucket_bytes = 512; /* several buckets for a model this small */
     ddp.bucket_bytes = 1024;
     fill_param(&s->params[0], "embedding", VOCAB, WIDTH);
@@ -219,6 +222,13 @@ static int run_rank(dtrain_world *world, void *user)
     memset(&s, 0, sizeof s);
     s.r = (run *)user;
     s.rank = dtrain_world_rank(world);
+    if (s.r->other) {
+        const int odd = s.rank % 2;
+        if (!CHECK(dtrain_comm_split(dtrain_world_comm(world), odd, 0, &s.comm) == DTRAIN_OK))
+            return 1;
+        s.rank = dtrain_comm_rank(s.comm);
+        if (odd) s.r = s.r->other;
+    }
     s.batch = GLOBAL_BATCH / (s.r->ranks * s.r->accumulation);
     dtrain_result result = build(world, &s, &strategy, &optimizer, &trainer);
     s.r->ended[s.rank] = result;
@@ -227,6 +237,7 @@ static int run_rank(dtrain_world *world, void *user)
     dtrain_trainer_destroy(trainer);
     dtrain_optimizer_destroy(optimizer);
     dtrain_strategy_destroy(strategy);
+    if (s.comm) dtrain_comm_destroy(s.comm);
     return 0;
 }
 
@@ -243,7 +254,7 @@ static dtrain_result run_launch(run *r)
 {
     dtrain_launch_desc desc;
     memset(&desc, 0, sizeof desc);
-    desc.rank_count = r->ranks;
+    desc.rank_count = r->ranks + (r->other ? r->other->ranks : 0);
     desc.mode = r->mode;
     desc.threads_per_rank = 1;
     desc.timeout_ms = 20000;
@@ -384,6 +395,37 @@ static void test_dropout_seeds(void)
     run_well(other);
     CHECK(memcmp(a->after, again->after, sizeof a->after) == 0);
     CHECK(memcmp(a->after, other->after, sizeof a->after) != 0);
+}
+
+/* Two groups of a world train by themselves, to the bits of worlds of their own. */
+static void test_groups_train_alone(void)
+{
+    static const uint32_t kinds[] = {DTRAIN_STRATEGY_DDP, DTRAIN_STRATEGY_FULL_SHARD};
+    for (int k = 0; k < 2; k++) {
+        run *alone[2], *groups[2];
+        for (int i = 0; i < 4; i++) {
+            run *r = *(i < 2 ? &alone[i] : &groups[i - 2]) =
+                run_create(2, 1 + (uint32_t)(i % 2), 5);
+            r->kind = kinds[k];
+            r->dropout = 0.5f;
+            r->seed = 1 + (uint64_t)(i % 2);
+            r->eval_at = 4;
+        }
+        run_well(alone[0]);
+        run_well(alone[1]);
+        groups[0]->other = groups[1];
+        run_well(groups[0]);
+        for (int i = 0; i < 2; i++) {
+            CHECK(memcmp(alone[i]->after, groups[i]->after, sizeof alone[i]->after) == 0);
+            CHECK(alone[i]->eval_loss[0] == groups[i]->eval_loss[0]);
+            for (int step = 0; step < 5; step++) {
+                const dtrain_step_record *a = &alone[i]->records[1][step],
+                                         *g = &groups[i]->records[1][step];
+                CHECK(a->loss == g->loss && a->grad_norm == g->grad_norm && a->tokens == g->tokens);
+                CHECK(g->ranks == 2 && a->comm_bytes == g->comm_bytes);
+            }
+        }
+    }
 }
 
 /* ---- the record ---- */
@@ -783,6 +825,7 @@ int main(int argc, char **argv)
     RUN(test_processes_are_threads_to_the_bit);
     RUN(test_clipping);
     RUN(test_dropout_seeds);
+    RUN(test_groups_train_alone);
     RUN(test_record);
     RUN(test_record_of_one_rank);
     RUN(test_evaluation);
