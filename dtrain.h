@@ -790,8 +790,8 @@ DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step);
 /* Say whether SIGTERM, SIGINT, SIGHUP or SIGUSR1 has come to this rank, with desc.catch_signals;
  * false without it. A SIGHUP that is ignored when the run begins, as under nohup, stays ignored.
  * Local and cheap enough for every step. The signal may come to one rank alone, or to each between
- * other steps: ranks may act on it only when they agree, by dtrain_world_agree_stop or by a word
- * that they exchange anyway.
+ * other steps: ranks may act on it only when they agree: a trainer does that with each step's
+ * record, a loop of one's own by dtrain_world_all_gather.
  *
  * The handlers only note the signal, whatever they interrupt: waits and collectives go on. A second
  * one, more than a second after the first and no SIGUSR1, ends the process at once; until then it
@@ -801,11 +801,6 @@ DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step);
  * whose ranks then return 0 has succeeded, and info.signal tells of the signal; one that fails is
  * not restarted. */
 DTRAIN_API bool dtrain_world_stop_requested(const dtrain_world *world);
-
-/* Agree on whether to stop: *stop is true on every rank when dtrain_world_stop_requested is on any.
- * Collective and blocking like dtrain_world_all_gather, which carries it: for a host with a loop of
- * its own, once a step or every few steps. *stop is false on failure. */
-DTRAIN_API dtrain_result dtrain_world_agree_stop(dtrain_world *world, bool *stop);
 
 /* Write the flight record of this rank to DIRECTORY/flight-RANK.json: its last 256 collectives and
  * messages (communicator, sequence number, kind, reduction, dtype, count, which bucket asked and
@@ -7313,7 +7308,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
  *     SIGTERM, SIGINT, SIGHUP, SIGUSR1
  *                        --> the handler notes it --> dtrain_world_stop_requested, on this rank
  *                                                           |
- *                         dtrain_world_agree_stop: any rank --> all ranks, after the same step
+ *                        the ranks exchange it (a trainer does): all stop after the same step
  *     again, not SIGUSR1 --> the default action: the process ends at once
  *     SIGUSR2            --> with flight_directory: counted, and the next wait or call writes the
  *                            flight record (comm/flight.c)
@@ -7419,19 +7414,6 @@ DTRAIN_API bool dtrain_world_stop_requested(const dtrain_world *world)
     const int number = world && world->catches ? dtrain__signal_caught() : 0;
     if (number && *world->mine) dtrain__store(&world->control->caught, number);
     return number != 0;
-}
-
-DTRAIN_API dtrain_result dtrain_world_agree_stop(dtrain_world *world, bool *stop)
-{
-    char all[DTRAIN_MAX_RANKS];
-    if (!world || !stop)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_agree_stop: %s is NULL",
-                           world ? "stop" : "world");
-    *stop = false;
-    const char mine = dtrain_world_stop_requested(world);
-    DTRAIN__TRY(dtrain_world_all_gather(world, &mine, 1, all));
-    for (int i = 0; i < world->size; i++) *stop = *stop || all[i];
-    return DTRAIN_OK;
 }
 
 /* ================================================================================================

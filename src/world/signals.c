@@ -9,7 +9,7 @@
  *     SIGTERM, SIGINT, SIGHUP, SIGUSR1
  *                        --> the handler notes it --> dtrain_world_stop_requested, on this rank
  *                                                           |
- *                         dtrain_world_agree_stop: any rank --> all ranks, after the same step
+ *                        the ranks exchange it (a trainer does): all stop after the same step
  *     again, not SIGUSR1 --> the default action: the process ends at once
  *     SIGUSR2            --> with flight_directory: counted, and the next wait or call writes the
  *                            flight record (comm/flight.c)
@@ -122,17 +122,4 @@ DTRAIN_API bool dtrain_world_stop_requested(const dtrain_world *world)
     const int number = world && world->catches ? dtrain__signal_caught() : 0;
     if (number && *world->mine) dtrain__store(&world->control->caught, number);
     return number != 0;
-}
-
-DTRAIN_API dtrain_result dtrain_world_agree_stop(dtrain_world *world, bool *stop)
-{
-    char all[DTRAIN_MAX_RANKS];
-    if (!world || !stop)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_agree_stop: %s is NULL",
-                           world ? "stop" : "world");
-    *stop = false;
-    const char mine = dtrain_world_stop_requested(world);
-    DTRAIN__TRY(dtrain_world_all_gather(world, &mine, 1, all));
-    for (int i = 0; i < world->size; i++) *stop = *stop || all[i];
-    return DTRAIN_OK;
 }

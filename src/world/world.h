@@ -110,8 +110,8 @@ DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step);
 /* Say whether SIGTERM, SIGINT, SIGHUP or SIGUSR1 has come to this rank, with desc.catch_signals;
  * false without it. A SIGHUP that is ignored when the run begins, as under nohup, stays ignored.
  * Local and cheap enough for every step. The signal may come to one rank alone, or to each between
- * other steps: ranks may act on it only when they agree, by dtrain_world_agree_stop or by a word
- * that they exchange anyway.
+ * other steps: ranks may act on it only when they agree: a trainer does that with each step's
+ * record, a loop of one's own by dtrain_world_all_gather.
  *
  * The handlers only note the signal, whatever they interrupt: waits and collectives go on. A second
  * one, more than a second after the first and no SIGUSR1, ends the process at once; until then it
@@ -121,11 +121,6 @@ DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step);
  * whose ranks then return 0 has succeeded, and info.signal tells of the signal; one that fails is
  * not restarted. */
 DTRAIN_API bool dtrain_world_stop_requested(const dtrain_world *world);
-
-/* Agree on whether to stop: *stop is true on every rank when dtrain_world_stop_requested is on any.
- * Collective and blocking like dtrain_world_all_gather, which carries it: for a host with a loop of
- * its own, once a step or every few steps. *stop is false on failure. */
-DTRAIN_API dtrain_result dtrain_world_agree_stop(dtrain_world *world, bool *stop);
 
 /* Write the flight record of this rank to DIRECTORY/flight-RANK.json: its last 256 collectives and
  * messages (communicator, sequence number, kind, reduction, dtype, count, which bucket asked and

@@ -152,7 +152,7 @@ static int rank_plays(dtrain_world *world, void *user)
             if (a->what == SEGFAULTS) signal(SIGSEGV, SIG_DFL), raise(SIGSEGV);
             while (a->what == HANGS) pause();
         }
-        if (dtrain_world_agree_stop(world, &stop) != DTRAIN_OK) return OTHERS_RETURN;
+        if (ranks_agree_stop(world, &stop) != DTRAIN_OK) return OTHERS_RETURN;
         if (stop) return me && a->what == STOPS_ILL ? a->value : 0;
     }
     return 0;

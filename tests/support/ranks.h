@@ -184,6 +184,18 @@ static inline void ranks_count(int32_t *count) { __atomic_fetch_add(count, 1, __
 
 /* ---- launching ---- */
 
+/* Agree on whether any rank has been asked to stop, as a training loop of one's own does. */
+static inline dtrain_result ranks_agree_stop(dtrain_world *world, bool *stop)
+{
+    char all[DTRAIN_MAX_RANKS];
+    const char mine = dtrain_world_stop_requested(world);
+    const dtrain_result result = dtrain_world_all_gather(world, &mine, 1, all);
+    *stop = false;
+    for (int i = 0; i < dtrain_world_size(world) && result == DTRAIN_OK; i++)
+        *stop = *stop || all[i];
+    return result;
+}
+
 static inline dtrain_launch_desc ranks_desc(int ranks, uint32_t mode)
 {
     dtrain_launch_desc desc;
