@@ -657,7 +657,7 @@ static void test_started_again(void)
     start_test();
     for (int i = 0; i < 4; i++) {
         saved_run *runs[2];
-        char what[40], directories[2][64], command[80];
+        char what[40], directories[2][64], command[160];
         snprintf(what, sizeof what, "strategy %u over NCCL", kinds[i]);
         for (int hit = 0; hit < 2; hit++) {
             const dtrain_launch_desc desc = nccl_desc(2 + i % 2);
