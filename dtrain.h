@@ -195,31 +195,33 @@
        src/device/cpu/pool_internal.h       A pool of threads
        src/device/cpu/pool.c                The threads of one rank
        src/device/cpu/cpu.c                 The CPU device: state, memory, table
-       src/device/cpu/launch.c              Launchers of kernels
+       src/device/cpu/launch.c              Launchers of kernels that every program has: element-wise ones, sums, optimizers
        src/device/cpu/launch_gemm.c         Launchers of matrix products
-       src/device/cpu/launch_batchnorm.c    Launchers of batch normalisation
        src/device/cpu/launch_sparse.c       Sparse gradients
+       src/device/cpu/gemm.c                The driver of matrix products
+       src/device/cpu/kernels.c             Kernels: how work is cut
+       src/device/cpu/launch_layers.c       Launchers of the kernels of layers
+       src/device/cpu/launch_batchnorm.c    Launchers of batch normalisation
        src/device/cpu/launch_convolution.c  Launchers of convolution and pooling
        src/device/cpu/convolution_internal.h What the launchers of convolutions share
        src/device/cpu/launch_winograd.c     Launchers of convolutions of 3 x 3 taps by patches
-       src/device/cpu/gemm.c                The driver of matrix products
-       src/device/cpu/kernels.c             Kernels: how work is cut
        src/device/cpu/kernels/text.h        The text compiled once per instruction set
        src/device/cpu/kernels/vectors.h     Vectors
+       src/device/cpu/kernels/activation.h  Activations, and what follows a product: bias, activation, and their gradients
        src/device/cpu/kernels/elementwise.h Elementwise kernels, sums, conversions, dropout
-       src/device/cpu/kernels/layernorm.h   Layer normalisation, and that by the root mean square, whose mean is 0
-       src/device/cpu/kernels/pointwise.h   Functions of single elements: activations, gated products, losses
-       src/device/cpu/kernels/tokens.h      What follows a product; embedding, cross-entropy
-       src/device/cpu/kernels/rows.h        Rows of activations: softmax, rotary embedding, permuted axes
-       src/device/cpu/kernels/batchnorm.h   Batch normalisation
        src/device/cpu/kernels/sparse.h      Top-k and orthonormal columns
        src/device/cpu/kernels/gemm.h        Matrix products: packing and register tiles
        src/device/cpu/kernels/pairs.h       Matrix products of bf16: AMX
+       src/device/cpu/kernels/mix.h         Sums over ranks
+       src/device/cpu/kernels/layernorm.h   Layer normalisation, and that by the root mean square, whose mean is 0
+       src/device/cpu/kernels/pointwise.h   Functions of two elements: gated products, losses
+       src/device/cpu/kernels/tokens.h      Embedding, cross-entropy
+       src/device/cpu/kernels/rows.h        Rows of activations: softmax, rotary embedding, permuted axes
+       src/device/cpu/kernels/batchnorm.h   Batch normalisation
        src/device/cpu/kernels/convolution.h Convolution: tiles, packing of windows, weights, depthwise
        src/device/cpu/kernels/winograd.h    Convolution of 3 x 3 taps by patches
        src/device/cpu/kernels/pooling.h     Pooling: maximum and average of windows
        src/device/cpu/kernels/attention.h   Attention
-       src/device/cpu/kernels/mix.h         Sums over ranks
        src/device/cpu/kernels/table.h       The table of one instruction set
 
    One step of training, and the files of the API that its stations are in:
@@ -336,6 +338,9 @@
        DTRAIN_USE_MPI      the communicator over MPI; build with mpicc
        DTRAIN_USE_CUDA     dtrain_device_ops_by_name knows "cuda"; dtrain_cuda.cu must be linked
                            (and DTRAIN_STATIC is not possible: that file calls dtrain.h)
+       DTRAIN_PARTS        only what a program with its own arrays and backward needs: world,
+                           communicator, strategy, optimizer. Without tape, trainer, state and
+                           monitor, whose functions are then undefined to the linker
        DTRAIN_NATIVE       on x86 only the kernels of the instruction set that -march names, for who
                            compiles often: two thirds of the time; for machines that have it
        DTRAIN_NO_SIMD      kernels of one lane instead of vectors (slow; a reference)
@@ -3954,7 +3959,11 @@ struct dtrain_comm_ops {
 #elif defined(DTRAIN_IMPLEMENTATION) && !defined(DTRAIN__IMPLEMENTED) && !defined(DTRAIN__ISA)
 #define DTRAIN__IMPLEMENTED
 
+#ifdef DTRAIN_PARTS /* some have no caller then */
+#define DTRAIN__PRIVATE static __attribute__((unused))
+#else
 #define DTRAIN__PRIVATE static
+#endif
 #define DTRAIN__KERNEL_TEXT "dtrain.h" /* this file includes itself, see device/cpu/kernels.c */
 
 /* ================================================================================================
@@ -4011,6 +4020,13 @@ struct dtrain_comm_ops {
 #define MPICH_SKIP_MPICXX 1
 #endif
 #include <mpi.h>
+#endif
+
+/* Whether the rooms above strategy and optimizer are compiled: tape, trainer, state, monitor. */
+#ifdef DTRAIN_PARTS
+#define DTRAIN__LAYERS 0
+#else
+#define DTRAIN__LAYERS 1
 #endif
 
 /* Round twice in a * b + c, whatever the dialect: gcc makes one rounding of it with -std=gnu17 and
@@ -8571,17 +8587,17 @@ DTRAIN__PRIVATE void dtrain__flight_fail(dtrain_world *world, dtrain_result code
 /* device/device.c */
 DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
 
-/* The kernels in the order of dtrain_device_ops. */
+/* The kernels in the order of dtrain_device_ops; L: those of layers, which DTRAIN_PARTS leaves out. */
 /* clang-format off */
-#define DTRAIN__KERNEL_LIST(X)                                                               \
-    X(gemm) X(activation_backward) X(layernorm) X(layernorm_backward)                        \
-    X(embedding) X(embedding_backward) X(attention) X(attention_backward)                    \
-    X(cross_entropy) X(cross_entropy_backward) X(pointwise) X(pointwise_backward)            \
-    X(softmax) X(softmax_backward) X(rotary) X(permute) X(add) X(axpby) X(dropout)           \
+#define DTRAIN__KERNEL_LIST(X, L)                                                            \
+    X(gemm) X(activation_backward) L(layernorm) L(layernorm_backward)                        \
+    L(embedding) L(embedding_backward) L(attention) L(attention_backward)                    \
+    L(cross_entropy) L(cross_entropy_backward) L(pointwise) L(pointwise_backward)            \
+    L(softmax) L(softmax_backward) L(rotary) L(permute) X(add) X(axpby) X(dropout)           \
     X(sum) X(clip) X(convert) X(adamw) X(sgd) X(lion) X(muon) X(topk) X(scatter_add)         \
-    X(orthogonalize) X(batchnorm_moments) X(batchnorm_statistics) X(batchnorm)               \
-    X(batchnorm_sums) X(batchnorm_backward) X(conv2d) X(conv2d_backward) X(pool2d)           \
-    X(pool2d_backward)
+    X(orthogonalize) L(batchnorm_moments) L(batchnorm_statistics) L(batchnorm)               \
+    L(batchnorm_sums) L(batchnorm_backward) L(conv2d) L(conv2d_backward) L(pool2d)           \
+    L(pool2d_backward)
 /* clang-format on */
 
 /* The entries of a device that has finished its work when a call returns: from stream_create to
@@ -18117,6 +18133,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
     strategy->desc.node_size = all.descs[i].node_size;
     return DTRAIN_OK;
 }
+#if DTRAIN__LAYERS
 
 /* ================================================================================================
  * src/tape/tape.c
@@ -21674,6 +21691,7 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
     tape->pass.tensor_count++;
     return tensor->data ? tensor : NULL;
 }
+#endif
 
 /* ================================================================================================
  * src/optim/scaler.c
@@ -22824,6 +22842,7 @@ DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule
     if (rule == DTRAIN_LR_SCALING_SQRT) return (float)((double)lr * sqrt((double)ranks));
     return lr;
 }
+#if DTRAIN__LAYERS
 
 /* ================================================================================================
  * src/train/shuffle.c
@@ -33677,6 +33696,7 @@ DTRAIN__PRIVATE void dtrain__nvml_close(dtrain_metrics *metrics)
     if (nvml->library) dlclose(nvml->library);
     memset(nvml, 0, sizeof *nvml);
 }
+#endif
 
 /* ================================================================================================
  * src/device/device.c
@@ -33843,7 +33863,7 @@ DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrai
 #endif
 
 /* Whether the compiler has instructions for pairs of bf16; see device/cpu/kernels/pairs.h. */
-#if DTRAIN__HAS_AVX512 && defined(__linux__) && \
+#if DTRAIN__HAS_AVX512 && DTRAIN__LAYERS && defined(__linux__) && \
     (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11) && !defined(__CUDACC__)
 #define DTRAIN__PAIRS 1
 #else
@@ -33991,20 +34011,19 @@ typedef struct dtrain__job {
     double *sums; /* (chunk_count) */
 } dtrain__job;
 
-/* Every kernel that works on ranges. */
+/* Every kernel that works on ranges. L: of layers, which DTRAIN_PARTS leaves out. P: by patches,
+ * which scalars lack. */
 /* clang-format off */
-#define DTRAIN__RANGES(X)                                                            \
-    X(activate) X(activation_backward) X(layernorm) X(layernorm_backward)            \
-    X(layernorm_params) X(embedding) X(embedding_backward) X(attention)              \
-    X(attention_backward) X(cross_entropy) X(cross_entropy_backward) X(pointwise)    \
-    X(pointwise_backward) X(softmax) X(softmax_backward) X(rotary) X(permute)        \
-    X(add) X(axpby) X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(lion) X(muon)     \
-    X(topk) X(batchnorm_moments) X(batchnorm) X(batchnorm_sums)                      \
-    X(batchnorm_backward) X(conv_weight) X(conv_weight_sum) X(depthwise)             \
-    X(depthwise_input) X(depthwise_weight) X(pool2d) X(pool2d_backward)
-/* Those that an instance may lack: scalars have none. */
-#define DTRAIN__PATCH_RANGES(X) \
-    X(winograd_filter) X(winograd) X(winograd_weight) X(winograd_filter_sum)
+#define DTRAIN__RANGES(X, L, P)                                                      \
+    X(activate) X(activation_backward) X(add) X(axpby) X(dropout) X(sum) X(convert)  \
+    X(adamw) X(sgd) X(lion) X(muon) X(topk)                                          \
+    L(layernorm) L(layernorm_backward) L(layernorm_params) L(embedding)              \
+    L(embedding_backward) L(attention) L(attention_backward) L(cross_entropy)        \
+    L(cross_entropy_backward) L(pointwise) L(pointwise_backward) L(softmax)          \
+    L(softmax_backward) L(rotary) L(permute) L(batchnorm_moments) L(batchnorm)       \
+    L(batchnorm_sums) L(batchnorm_backward) L(conv_weight) L(conv_weight_sum)        \
+    L(depthwise) L(depthwise_input) L(depthwise_weight) L(pool2d) L(pool2d_backward) \
+    P(winograd_filter) P(winograd) P(winograd_weight) P(winograd_filter_sum)
 /* clang-format on */
 
 /* Tiles of convolutions. rows: a panel of A has its rows one behind the other, which is how windows
@@ -34019,8 +34038,7 @@ typedef struct dtrain__kernels {
     const dtrain__conv_tiles *convolutions;
     void (*mix)(const dtrain__mix_job *job);
 #define DTRAIN__RANGE(name) dtrain__range_fn name;
-    DTRAIN__RANGES(DTRAIN__RANGE)
-    DTRAIN__PATCH_RANGES(DTRAIN__RANGE)
+    DTRAIN__RANGES(DTRAIN__RANGE, DTRAIN__RANGE, DTRAIN__RANGE)
 } dtrain__kernels;
 
 /* One tensor of an optimizer step, and the numbers of this step. One of the first four is set. */
@@ -34201,6 +34219,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__job_run(dtrain__cpu *cpu, dtrain__job *job
                                               dtrain__range_fn range, int64_t elements);
 
 /* device/cpu/launch.c */
+DTRAIN__PRIVATE dtrain_result dtrain__run_kernel(dtrain_device *device, dtrain__range_fn range,
+                                                 const void *args, int64_t total, int64_t unit,
+                                                 int64_t elements, dtrain_dtype dtype);
+DTRAIN__PRIVATE dtrain_result dtrain__elementwise(dtrain_device *device, dtrain__range_fn range,
+                                                  const void *args, int64_t count,
+                                                  dtrain_dtype dtype);
+DTRAIN__PRIVATE const dtrain__kernels *dtrain__cpu_kernels(const dtrain_device *device);
+DTRAIN__PRIVATE dtrain_dtype dtrain__larger(dtrain_dtype a, dtrain_dtype b);
 DTRAIN__PRIVATE dtrain_result dtrain__column_sums(dtrain_device *device, int64_t rows, int64_t n,
                                                   const void *x, dtrain_dtype dtype,
                                                   bool accumulate, float *sums);
@@ -34214,7 +34240,7 @@ DTRAIN__PRIVATE int64_t dtrain__gemm_slot(bool partial);
 #define DTRAIN__CPU_LAUNCHER(op)                                          \
     DTRAIN__PRIVATE dtrain_result dtrain__cpu_##op(dtrain_device *device, \
                                                    const dtrain_##op##_args *args);
-DTRAIN__KERNEL_LIST(DTRAIN__CPU_LAUNCHER)
+DTRAIN__KERNEL_LIST(DTRAIN__CPU_LAUNCHER, DTRAIN__CPU_LAUNCHER)
 #undef DTRAIN__CPU_LAUNCHER
 
 static dtrain_result dtrain__plan_create(const dtrain_device_desc *desc, dtrain_device *device)
@@ -34283,32 +34309,33 @@ static dtrain_result dtrain__plan_host_alloc(dtrain_device *device, size_t bytes
         (void)args;                                                                               \
         return DTRAIN_OK;                                                                         \
     }
-DTRAIN__KERNEL_LIST(DTRAIN__PLAN_KERNEL)
+DTRAIN__KERNEL_LIST(DTRAIN__PLAN_KERNEL, DTRAIN__PLAN_KERNEL)
 #undef DTRAIN__PLAN_KERNEL
 
 DTRAIN_API const dtrain_device_ops *dtrain_plan_device_ops(void)
 {
 #define DTRAIN__PLAN_ENTRY(op) dtrain__plan_##op,
-    static const dtrain_device_ops ops = {DTRAIN_DEVICE_ABI,
-                                          "plan",
-                                          false,
-                                          dtrain__plan_create,
-                                          dtrain__plan_destroy,
-                                          NULL,
-                                          dtrain__cpu_synchronize,
-                                          dtrain__plan_alloc,
-                                          dtrain__plan_free,
-                                          dtrain__plan_copy,
-                                          dtrain__plan_zero,
-                                          dtrain__plan_host_alloc,
-                                          dtrain__plan_free,
-                                          NULL,
-                                          NULL,
-                                          dtrain__cpu_copy_async,
-                                          DTRAIN__NO_STREAMS,
-                                          dtrain__plan_is_device_memory,
-                                          DTRAIN__NO_GRAPHS,
-                                          DTRAIN__KERNEL_LIST(DTRAIN__PLAN_ENTRY)};
+    static const dtrain_device_ops ops = {
+        DTRAIN_DEVICE_ABI,
+        "plan",
+        false,
+        dtrain__plan_create,
+        dtrain__plan_destroy,
+        NULL,
+        dtrain__cpu_synchronize,
+        dtrain__plan_alloc,
+        dtrain__plan_free,
+        dtrain__plan_copy,
+        dtrain__plan_zero,
+        dtrain__plan_host_alloc,
+        dtrain__plan_free,
+        NULL,
+        NULL,
+        dtrain__cpu_copy_async,
+        DTRAIN__NO_STREAMS,
+        dtrain__plan_is_device_memory,
+        DTRAIN__NO_GRAPHS,
+        DTRAIN__KERNEL_LIST(DTRAIN__PLAN_ENTRY, DTRAIN__PLAN_ENTRY)};
 #undef DTRAIN__PLAN_ENTRY
     return &ops;
 }
@@ -34675,28 +34702,44 @@ static dtrain_result dtrain__cpu_query(dtrain_device *device, dtrain_device_info
     return DTRAIN_OK;
 }
 
+#if !DTRAIN__LAYERS
+#define DTRAIN__CPU_LAYER(op)                                                                   \
+    DTRAIN__PRIVATE dtrain_result dtrain__cpu_##op(dtrain_device *device,                       \
+                                                   const dtrain_##op##_args *args)              \
+    {                                                                                           \
+        (void)args;                                                                             \
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,                                            \
+                           "%s device: the kernel " #op " is not compiled; leave DTRAIN_PARTS " \
+                           "out",                                                               \
+                           device->ops->name);                                                  \
+    }
+#define DTRAIN__CPU_BASE(op)
+DTRAIN__KERNEL_LIST(DTRAIN__CPU_BASE, DTRAIN__CPU_LAYER)
+#endif
+
 /* Streams, events and pinned memory: all work is done when a call returns. */
 DTRAIN_API const dtrain_device_ops *dtrain_cpu_device_ops(void)
 {
 #define DTRAIN__CPU_ENTRY(op) dtrain__cpu_##op,
-    static const dtrain_device_ops ops = {DTRAIN_DEVICE_ABI,
-                                          "cpu",
-                                          true,
-                                          dtrain__cpu_create,
-                                          dtrain__cpu_destroy,
-                                          dtrain__cpu_query,
-                                          dtrain__cpu_synchronize,
-                                          dtrain__cpu_alloc,
-                                          dtrain__cpu_free,
-                                          dtrain__cpu_copy,
-                                          dtrain__cpu_zero,
-                                          dtrain__cpu_host_alloc,
-                                          dtrain__cpu_host_free,
-                                          NULL,
-                                          NULL,
-                                          dtrain__cpu_copy_async,
-                                          DTRAIN__NO_ORDER,
-                                          DTRAIN__KERNEL_LIST(DTRAIN__CPU_ENTRY)};
+    static const dtrain_device_ops ops = {
+        DTRAIN_DEVICE_ABI,
+        "cpu",
+        true,
+        dtrain__cpu_create,
+        dtrain__cpu_destroy,
+        dtrain__cpu_query,
+        dtrain__cpu_synchronize,
+        dtrain__cpu_alloc,
+        dtrain__cpu_free,
+        dtrain__cpu_copy,
+        dtrain__cpu_zero,
+        dtrain__cpu_host_alloc,
+        dtrain__cpu_host_free,
+        NULL,
+        NULL,
+        dtrain__cpu_copy_async,
+        DTRAIN__NO_ORDER,
+        DTRAIN__KERNEL_LIST(DTRAIN__CPU_ENTRY, DTRAIN__CPU_ENTRY)};
 #undef DTRAIN__CPU_ENTRY
     return &ops;
 }
@@ -34748,12 +34791,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__job_run(dtrain__cpu *cpu, dtrain__job *job
  * src/device/cpu/launch.c
  * ==============================================================================================*/
 
-/* Launchers of kernels. */
+/* Launchers of kernels that every program has: element-wise ones, sums, optimizers */
 
 /* Run a kernel that needs no scratch on [0, total), cut at multiples of `unit`. */
-static dtrain_result dtrain__run_kernel(dtrain_device *device, dtrain__range_fn range,
-                                        const void *args, int64_t total, int64_t unit,
-                                        int64_t elements, dtrain_dtype dtype)
+DTRAIN__PRIVATE dtrain_result dtrain__run_kernel(dtrain_device *device, dtrain__range_fn range,
+                                                 const void *args, int64_t total, int64_t unit,
+                                                 int64_t elements, dtrain_dtype dtype)
 {
     dtrain__job job = dtrain__job_make(args, total, unit, dtype);
     return dtrain__job_run((dtrain__cpu *)device->state, &job, range, elements);
@@ -34761,181 +34804,21 @@ static dtrain_result dtrain__run_kernel(dtrain_device *device, dtrain__range_fn 
 
 /* Run a kernel on each element by itself: cut where neither a cache line nor a vector of random
  * numbers is split. */
-static dtrain_result dtrain__elementwise(dtrain_device *device, dtrain__range_fn range,
-                                         const void *args, int64_t count, dtrain_dtype dtype)
+DTRAIN__PRIVATE dtrain_result dtrain__elementwise(dtrain_device *device, dtrain__range_fn range,
+                                                  const void *args, int64_t count,
+                                                  dtrain_dtype dtype)
 {
     return dtrain__run_kernel(device, range, args, count, 2 * DTRAIN__LINE, count, dtype);
 }
 
-static const dtrain__kernels *dtrain__cpu_kernels(const dtrain_device *device)
+DTRAIN__PRIVATE const dtrain__kernels *dtrain__cpu_kernels(const dtrain_device *device)
 {
     return ((const dtrain__cpu *)device->state)->kernels;
 }
 
-static dtrain_dtype dtrain__larger(dtrain_dtype a, dtrain_dtype b) { return a > b ? a : b; }
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_layernorm(dtrain_device *device,
-                                                    const dtrain_layernorm_args *args)
+DTRAIN__PRIVATE dtrain_dtype dtrain__larger(dtrain_dtype a, dtrain_dtype b)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    dtrain__job job =
-        dtrain__job_make(args, args->rows, 1, dtrain__larger(args->x_dtype, args->y_dtype));
-    if (!args->residual != !args->sum)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "layernorm: residual and sum are given together or not at all");
-    job.slot = dtrain__multiple(args->n, DTRAIN__LINE); /* a row */
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, job.slot * cpu->thread_count, &job.scratch));
-    return dtrain__job_run(cpu, &job, cpu->kernels->layernorm, args->rows * args->n);
-}
-
-/* Chunks of 32 rows or, beyond 2048 rows, 64 chunks: what adding up costs stays small. */
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_layernorm_backward(dtrain_device *device, const dtrain_layernorm_backward_args *args)
-{
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    const int64_t chunk = args->rows > 2048 ? (args->rows + 63) / 64 : 32;
-    const int64_t chunk_count = (args->rows + chunk - 1) / chunk;
-    dtrain__job job =
-        dtrain__job_make(args, chunk_count, 1, dtrain__larger(args->x_dtype, args->y_dtype));
-    if (args->d_residual && !args->d_x)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "layernorm backward: d_residual needs d_x");
-    job.chunk = chunk;
-    job.chunk_count = chunk_count;
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, chunk_count * 2 * args->n, &job.scratch));
-    DTRAIN__TRY(dtrain__job_run(cpu, &job, cpu->kernels->layernorm_backward, args->rows * args->n));
-    job.total = args->n;
-    job.unit = DTRAIN__LINE;
-    return dtrain__job_run(cpu, &job, cpu->kernels->layernorm_params, chunk_count * 2 * args->n);
-}
-
-static dtrain_result dtrain__check_tokens(const int32_t *tokens, int64_t rows, int64_t vocab)
-{
-    for (int64_t row = 0; row < rows; row++)
-        if (tokens[row] < 0 || tokens[row] >= vocab)
-            return dtrain_fail(DTRAIN_ERROR_DATA, "token %ld at row %lld is outside [0, %lld)",
-                               (long)tokens[row], (long long)row, (long long)vocab);
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__check_targets(const int32_t *targets, int64_t rows, int64_t n)
-{
-    for (int64_t row = 0; row < rows; row++)
-        if (targets[row] < -1 || targets[row] >= n)
-            return dtrain_fail(DTRAIN_ERROR_DATA,
-                               "target %ld at row %lld is outside [0, %lld) and not -1 (ignored)",
-                               (long)targets[row], (long long)row, (long long)n);
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_embedding(dtrain_device *device,
-                                                    const dtrain_embedding_args *args)
-{
-    DTRAIN__TRY(dtrain__check_tokens(args->tokens, args->rows, args->vocab));
-    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->embedding, args, args->rows, 1,
-                              args->rows * args->n, args->dtype);
-}
-
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_embedding_backward(dtrain_device *device, const dtrain_embedding_backward_args *args)
-{
-    DTRAIN__TRY(dtrain__check_tokens(args->tokens, args->rows, args->vocab));
-    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->embedding_backward, args,
-                              args->n, DTRAIN__LINE, args->rows * args->n, args->dtype);
-}
-
-/* Floats of dtrain__head's buffers, with the head dimension rounded up for the widest vectors. */
-static int64_t dtrain__attention_slot(const dtrain_attention_args *args, bool backward)
-{
-    const int64_t block = DTRAIN__ATTENTION_BLOCK, width = dtrain__multiple(args->d, 32);
-    int64_t floats = 4 * block * width + block * block + 3 * block;
-    if (args->mask) floats += 2 * block * block;
-    if (backward) {
-        floats += 3 * block * width + block * block + 2 * block;
-        floats += 2 * dtrain__multiple(args->keys, block) * width;
-    }
-    return dtrain__multiple(floats, DTRAIN__LINE);
-}
-
-static dtrain_result dtrain__check_attention(const dtrain_attention_args *args)
-{
-    if (args->d < 1 || args->heads < 1 || args->kv_heads < 1 || args->heads % args->kv_heads)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "attention: %lld heads of queries, of %lld elements, cannot share %lld "
-                           "of keys equally",
-                           (long long)args->heads, (long long)args->d, (long long)args->kv_heads);
-    for (int64_t b = 0; b < args->batch && args->key_lengths; b++)
-        if (args->key_lengths[b] < 0 || args->key_lengths[b] > args->keys)
-            return dtrain_fail(DTRAIN_ERROR_DATA,
-                               "attention: key length %ld of batch element %lld is outside [0, "
-                               "%lld]",
-                               (long)args->key_lengths[b], (long long)b, (long long)args->keys);
-    return DTRAIN_OK;
-}
-
-/* Forward an item is a block of queries of a head, backward a head of keys with all the heads of
- * queries that share it. Items are of unequal cost; each thread has the buffers of one. */
-static dtrain_result dtrain__launch_attention(dtrain_device *device,
-                                              const dtrain_attention_args *args, const void *pass,
-                                              int64_t items, bool backward)
-{
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    const int64_t longer = args->keys > args->queries ? args->keys : args->queries;
-    const int64_t count = args->batch * longer * args->heads * args->d;
-    dtrain__job job = dtrain__job_make(pass, items, 1, args->dtype);
-    job.dynamic = true;
-    job.slot = dtrain__attention_slot(args, backward);
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, job.slot * cpu->thread_count, &job.scratch));
-    return backward ? dtrain__job_run(cpu, &job, cpu->kernels->attention_backward, 16 * count)
-                    : dtrain__job_run(cpu, &job, cpu->kernels->attention, 8 * count);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_attention(dtrain_device *device,
-                                                    const dtrain_attention_args *args)
-{
-    const int64_t block = DTRAIN__ATTENTION_BLOCK, blocks = (args->queries + block - 1) / block;
-    DTRAIN__TRY(dtrain__check_attention(args));
-    return dtrain__launch_attention(device, args, args, args->batch * args->heads * blocks, false);
-}
-
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_attention_backward(dtrain_device *device, const dtrain_attention_backward_args *args)
-{
-    const dtrain_attention_args *forward = &args->forward;
-    DTRAIN__TRY(dtrain__check_attention(forward));
-    return dtrain__launch_attention(device, forward, args, forward->batch * forward->kv_heads,
-                                    true);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy_backward(
-    dtrain_device *device, const dtrain_cross_entropy_backward_args *args)
-{
-    DTRAIN__TRY(
-        dtrain__check_targets(args->targets, args->rows, args->classes ? args->classes : args->n));
-    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->cross_entropy_backward, args,
-                              args->rows, 1, args->rows * args->n, args->dtype);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
-                                                        const dtrain_cross_entropy_args *args)
-{
-    dtrain_cross_entropy_backward_args backward;
-    DTRAIN__TRY(
-        dtrain__check_targets(args->targets, args->rows, args->classes ? args->classes : args->n));
-    DTRAIN__TRY(dtrain__run_kernel(device, dtrain__cpu_kernels(device)->cross_entropy, args,
-                                   args->rows, 1, args->rows * args->n, args->dtype));
-    if (!args->d_logits) return DTRAIN_OK;
-    memset(&backward, 0, sizeof backward);
-    backward.rows = args->rows;
-    backward.n = args->n;
-    backward.scale = args->scale;
-    backward.logits = args->logits;
-    backward.targets = args->targets;
-    backward.lse = args->lse;
-    backward.d_logits = args->d_logits;
-    backward.dtype = args->dtype;
-    backward.classes = args->classes;
-    backward.smoothing = args->smoothing;
-    return dtrain__cpu_cross_entropy_backward(device, &backward);
+    return a > b ? a : b;
 }
 
 DTRAIN__PRIVATE dtrain_result
@@ -34965,89 +34848,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__column_sums(dtrain_device *device, int64_t
     args.d_bias = sums;
     args.dtype = dtype;
     return dtrain__cpu_activation_backward(device, &args);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_softmax(dtrain_device *device,
-                                                  const dtrain_softmax_args *args)
-{
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    dtrain__job job = dtrain__job_make(args, args->rows, 1, args->dtype);
-    job.slot = dtrain__multiple(args->n, DTRAIN__LINE); /* a row */
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, job.slot * cpu->thread_count, &job.scratch));
-    return dtrain__job_run(cpu, &job, cpu->kernels->softmax, args->rows * args->n);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_softmax_backward(dtrain_device *device,
-                                                           const dtrain_softmax_backward_args *args)
-{
-    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->softmax_backward, args,
-                              args->rows, 1, args->rows * args->n, args->dtype);
-}
-
-/* A thread takes positions, and has cosine and sine of one. */
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_rotary(dtrain_device *device,
-                                                 const dtrain_rotary_args *args)
-{
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    const int64_t positions = args->sequence < args->rows ? args->sequence : args->rows;
-    dtrain__job job = dtrain__job_make(args, positions, 1, args->dtype);
-    if (args->d < 2 || args->d % 2 || args->rotated > args->heads || args->sequence < 1)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "rotary: heads of %lld elements, %lld of %lld turned, sequences of "
-                           "%lld: expected an even size, no more heads than there are, and 1 row "
-                           "or more",
-                           (long long)args->d, (long long)args->rotated, (long long)args->heads,
-                           (long long)args->sequence);
-    job.slot = dtrain__multiple(args->d, DTRAIN__LINE);
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, job.slot * cpu->thread_count, &job.scratch));
-    return dtrain__job_run(cpu, &job, cpu->kernels->rotary, args->rows * args->heads * args->d);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_permute(dtrain_device *device,
-                                                  const dtrain_permute_args *args)
-{
-    const int64_t rows = args->shape[0] * args->shape[1] * args->shape[2];
-    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->permute, args, rows, 1,
-                              rows * args->shape[3], args->dtype);
-}
-
-/* Check that the kind is known and that `other` is there exactly if the function has it. */
-static dtrain_result dtrain__check_pointwise(uint32_t kind, const void *other)
-{
-    if (kind < DTRAIN_POINTWISE_RELU || kind > DTRAIN_POINTWISE_LOGISTIC_LOSS)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "pointwise: kind is %u, which is not a dtrain_pointwise",
-                           (unsigned)kind);
-    if ((kind >= DTRAIN_POINTWISE_MULTIPLY) != (other != NULL))
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT, "pointwise: kind %u is a function of %s, found other %s NULL",
-            (unsigned)kind, other ? "one argument" : "two arguments", other ? "not" : "=");
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_pointwise(dtrain_device *device,
-                                                    const dtrain_pointwise_args *args)
-{
-    dtrain_dtype dtype = dtrain__larger(args->x_dtype, args->y_dtype);
-    DTRAIN__TRY(dtrain__check_pointwise(args->kind, args->other));
-    if (args->other) dtype = dtrain__larger(dtype, args->other_dtype);
-    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->pointwise, args, args->count,
-                               dtype);
-}
-
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_pointwise_backward(dtrain_device *device, const dtrain_pointwise_backward_args *args)
-{
-    dtrain_dtype dtype = dtrain__larger(args->x_dtype, args->y_dtype);
-    DTRAIN__TRY(dtrain__check_pointwise(args->kind, args->other));
-    if (args->d_other && !args->other)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "pointwise backward: kind %u has no second argument, expected d_other "
-                           "= NULL",
-                           (unsigned)args->kind);
-    if (args->other) dtype = dtrain__larger(dtype, args->other_dtype);
-    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->pointwise_backward, args,
-                               args->count, dtype);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_add(dtrain_device *device, const dtrain_add_args *args)
@@ -35296,133 +35096,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_gemm(dtrain_device *device, const dtra
 }
 
 /* ================================================================================================
- * src/device/cpu/launch_batchnorm.c
- * ==============================================================================================*/
-
-/* Launchers of batch normalisation
- *
- * The chunks of rows follow from the shape, never from the number of threads. What they leave is
- * put together in double, in order: these are few numbers. */
-
-#define DTRAIN__BATCHNORM_CHUNK 4096 /* elements: they stay in L1 */
-#define DTRAIN__BATCHNORM_CHUNKS 512 /* at most */
-
-/* Run a kernel over chunks of rows, with 2 n floats of scratch for each. */
-static dtrain_result dtrain__over_chunks(dtrain__cpu *cpu, dtrain__range_fn range, const void *args,
-                                         int64_t rows, int64_t n, dtrain_dtype dtype,
-                                         dtrain__job *job)
-{
-    int64_t chunk = DTRAIN__BATCHNORM_CHUNK / n, most = DTRAIN__BATCHNORM_CHUNKS;
-    if (chunk < 16) chunk = 16;
-    if (rows > chunk * most) chunk = (rows + most - 1) / most;
-    const int64_t chunk_count = (rows + chunk - 1) / chunk;
-    *job = dtrain__job_make(args, chunk_count, 1, dtype);
-    job->chunk = chunk;
-    job->chunk_count = chunk_count;
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, chunk_count * 2 * n, &job->scratch));
-    return dtrain__job_run(cpu, job, range, rows * n);
-}
-
-/* Put two sets of rows together: how many, their mean, the sum of squared deviations from it (Chan,
- * Golub and LeVeque, 1979). */
-static void dtrain__moments_join(double *count, double *mean, double *spread, double more,
-                                 double more_mean, double more_spread)
-{
-    const double all = *count + more, apart = more_mean - *mean;
-    if (all <= 0) return;
-    *mean += apart * (more / all);
-    *spread += more_spread + apart * apart * (*count * more / all);
-    *count = all;
-}
-
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_batchnorm_moments(dtrain_device *device, const dtrain_batchnorm_moments_args *args)
-{
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    const int64_t n = args->n;
-    dtrain__job job;
-    DTRAIN__TRY(dtrain__over_chunks(cpu, cpu->kernels->batchnorm_moments, args, args->rows, n,
-                                    args->dtype, &job));
-    args->part[0] = (float)args->rows;
-    for (int64_t i = 0; i < n; i++) {
-        const float *found = job.scratch + i;
-        double count = 0, mean = 0, spread = 0;
-        for (int64_t row = 0; row < args->rows; row += job.chunk, found += 2 * n) {
-            const int64_t rest = args->rows - row;
-            dtrain__moments_join(&count, &mean, &spread,
-                                 (double)(rest < job.chunk ? rest : job.chunk), (double)found[0],
-                                 (double)found[n]);
-        }
-        args->part[1 + i] = (float)mean;
-        args->part[1 + n + i] = (float)spread;
-    }
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_batchnorm_statistics(
-    dtrain_device *device, const dtrain_batchnorm_statistics_args *args)
-{
-    const int64_t n = args->n;
-    const double epsilon = (double)args->epsilon;
-    double rows = 0;
-    (void)device;
-    for (int64_t i = 0; i < n; i++) {
-        double count = 0, mean = 0, spread = 0;
-        if (!args->parts) {
-            args->mean[i] = args->running_mean[i];
-            args->rstd[i] = (float)(1 / sqrt((double)args->running_var[i] + epsilon));
-            continue;
-        }
-        for (int64_t p = 0; p < args->parts; p++) {
-            const float *part = args->all + p * (1 + 2 * n);
-            dtrain__moments_join(&count, &mean, &spread, (double)part[0], (double)part[1 + i],
-                                 (double)part[1 + n + i]);
-        }
-        args->mean[i] = (float)mean;
-        args->rstd[i] = (float)(1 / sqrt((count > 0 ? spread / count : 0) + epsilon));
-        rows = count;
-        if (!args->running_mean) continue;
-        const float variance = (float)(spread / (count > 1 ? count - 1 : 1));
-        args->running_mean[i] += args->momentum * ((float)mean - args->running_mean[i]);
-        args->running_var[i] += args->momentum * (variance - args->running_var[i]);
-    }
-    if (args->parts) *args->inverse_count = (float)(1 / (rows > 0 ? rows : 1));
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_batchnorm(dtrain_device *device,
-                                                    const dtrain_batchnorm_args *args)
-{
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    dtrain__job job = dtrain__job_make(args, args->rows, 1, args->dtype);
-    return dtrain__job_run(cpu, &job, cpu->kernels->batchnorm, args->rows * args->n);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_batchnorm_sums(dtrain_device *device,
-                                                         const dtrain_batchnorm_sums_args *args)
-{
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    dtrain__job job;
-    DTRAIN__TRY(dtrain__over_chunks(cpu, cpu->kernels->batchnorm_sums, args, args->rows, args->n,
-                                    args->dtype, &job));
-    for (int64_t i = 0; i < 2 * args->n; i++) {
-        double sum = 0;
-        for (int64_t c = 0; c < job.chunk_count; c++)
-            sum += (double)job.scratch[c * 2 * args->n + i];
-        args->sums[i] = (float)sum;
-    }
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_batchnorm_backward(dtrain_device *device, const dtrain_batchnorm_backward_args *args)
-{
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    dtrain__job job = dtrain__job_make(args, args->rows, 1, args->dtype);
-    return dtrain__job_run(cpu, &job, cpu->kernels->batchnorm_backward, args->rows * args->n);
-}
-
-/* ================================================================================================
  * src/device/cpu/launch_sparse.c
  * ==============================================================================================*/
 
@@ -35665,6 +35338,869 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_orthogonalize(dtrain_device *device,
         args->x[i] = finite ? (float)q[i % columns * rows + i / columns]
                             : dtrain__f32_from_bits(0x7fc00000u);
     return DTRAIN_OK;
+}
+
+/* ================================================================================================
+ * src/device/cpu/gemm.c
+ * ==============================================================================================*/
+
+/* The driver of matrix products
+ *
+ * C is cut into rectangles, handed to the threads one by one. A rectangle is the work of one thread
+ * with buffers of its own, over all of k in blocks of DTRAIN__KC (Goto and van de Geijn, "Anatomy
+ * of high-performance matrix multiplication", 2008):
+ *
+ *          B block (kc, n)                for each block of k:
+ *         +----+----+----+                  1. pack A (m, kc) into panels of `mr` rows       -> L2
+ *      kc |    | j  |    |                  2. for each panel of `nr` columns of B:
+ *         +----+----+----+                  3.   pack it                                     -> L1
+ *  +----+ +----+----+----+                  4.   for each panel of A: a tile (mr, nr) of C
+ *  |    | |    |    |    |                         stays in registers for kc steps,
+ *  +----+ +----+----+----+                         C = alpha * tile + beta * C
+ *  | i  | |    |tile|    |                  5.   after the last block, while the tile is in L1:
+ *  +----+ +----+----+----+                         bias, activation, rounding
+ *
+ * A packed panel holds its `width` rows (or columns) side by side, k after k: element (r, p) is at
+ * [p * width + r], so the kernel reads both panels from front to back.
+ *
+ * Every element of C is the same chain of operations wherever the rectangles are cut: k is never
+ * split between threads and its blocks depend on k alone. So the bits do not depend on the threads.
+ *
+ * Packing costs a quarter of a cycle per element, more where it waits for memory, and is repeated
+ * by each rectangle: 4 / m + 4 / n of the time and up. It pays even where the order in memory is
+ * right: rows of B a power of two apart share a few cache sets and throw each other out of L1. */
+
+typedef struct dtrain__gemm_job {
+    const dtrain_gemm_args *args;
+    const dtrain__isa *isa;
+    dtrain__operand a, b;
+    const dtrain__windows *c_rows;
+    int64_t k, k_step;      /* k is 0 when alpha is */
+    int64_t parts, part_k;  /* of k, for which there is a C each */
+    int64_t m_most;         /* rows of a rectangle whose A fits the buffer */
+    int64_t m_step, n_step; /* rectangle; multiples of mr and nr */
+    int64_t rows, cols;     /* rectangles */
+    int64_t next;           /* atomic: rectangles handed out */
+    float *memory;
+    int64_t slot;      /* floats of memory for each thread */
+    int needs_partial; /* C cannot hold sums between blocks of k */
+} dtrain__gemm_job;
+
+/* One block of k in one rectangle of C: where it lies and what the thread works with. */
+typedef struct dtrain__gemm_pass {
+    const dtrain__gemm_job *job;
+    int64_t i0, i1, j0, j1;
+    int64_t p, end; /* along k */
+    int64_t c_at;   /* where this part's C begins, in elements */
+    int k, cells;   /* k in cells of the panels */
+    int first, last;
+    float *a_block, *b_panel, *partial;
+} dtrain__gemm_pass;
+
+static const void *dtrain__gemm_at(const void *data, dtrain_dtype dtype, int64_t index)
+{
+    return (const char *)data + index * (dtype == DTRAIN_DTYPE_F32 ? 4 : 2);
+}
+
+static int64_t dtrain__gemm_min(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t dtrain__gemm_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static int64_t dtrain__gemm_round(int64_t a, int64_t b) { return dtrain__gemm_ceil(a, b) * b; }
+
+static dtrain__rectangle dtrain__rectangle_at(void *data, dtrain_dtype dtype, int64_t ld, int rows,
+                                              int cols)
+{
+    dtrain__rectangle x;
+    x.data = data;
+    x.dtype = dtype;
+    x.ld = ld;
+    x.rows = rows;
+    x.cols = cols;
+    return x;
+}
+
+/* Rows of C that are equally far apart: where the first begins, what is between two, in elements,
+ * and how many there are. */
+typedef struct dtrain__gemm_rows {
+    int64_t at, ld, count;
+} dtrain__gemm_rows;
+
+/* Return those from row i on. Rows of windows are equally far apart up to the end of a line. */
+static dtrain__gemm_rows dtrain__gemm_rows_at(const dtrain__gemm_pass *pass, int64_t i)
+{
+    const dtrain__windows *windows = pass->job->c_rows;
+    const int64_t ldc = pass->job->args->ldc;
+    dtrain__gemm_rows rows = {pass->c_at + i * ldc, ldc, INT64_MAX};
+    if (!windows) return rows;
+    const dtrain__corner corner = dtrain__window_corner(windows, i);
+    rows.at = dtrain__window_tap(windows, &corner, 0, 0);
+    rows.ld = windows->stride[1] * windows->channels;
+    rows.count = windows->columns - corner.column;
+    return rows;
+}
+
+/* Move a tile from or to C. */
+static void dtrain__gemm_move(const dtrain__gemm_pass *pass, int64_t i, int64_t j, int count,
+                              int cols, float *tile, bool load)
+{
+    const dtrain__gemm_job *job = pass->job;
+    const dtrain_gemm_args *x = job->args;
+    while (count > 0) {
+        const dtrain__gemm_rows rows = dtrain__gemm_rows_at(pass, i);
+        const int now = (int)dtrain__gemm_min(rows.count, count);
+        void *at = (void *)(uintptr_t)dtrain__gemm_at(x->c, x->c_dtype, rows.at + j);
+        const dtrain__rectangle c = dtrain__rectangle_at(at, x->c_dtype, rows.ld, now, cols);
+        if (load) job->isa->tile->load(tile, &c);
+        else job->isa->tile->store(&c, tile);
+        tile += now * job->isa->nr;
+        count -= now;
+        i += now;
+    }
+}
+
+/* Bias, aux and activation, or the slope of a backward pass, on a tile; aux is a part of x->aux. */
+static void dtrain__gemm_finish_copied(const dtrain__isa *isa, const dtrain_gemm_args *x, int64_t j,
+                                       const dtrain__rectangle *aux, float *tile)
+{
+    float other[DTRAIN__MR_MAX * DTRAIN__NR_MAX], bias[DTRAIN__NR_MAX] = {0};
+    if (x->flags & DTRAIN_GEMM_ACT_BACKWARD) {
+        memset(other, 0, (size_t)(isa->mr * isa->nr) * sizeof *other);
+        isa->tile->load(other, aux);
+        isa->tile->slope(tile, other, isa->mr * isa->nr, x->activation);
+        return;
+    }
+    if (x->bias) memcpy(bias, x->bias + j, (size_t)aux->cols * sizeof *bias);
+    isa->tile->finish(tile, isa->nr, aux->rows, x->bias ? bias : NULL, x->aux ? other : NULL,
+                      x->activation);
+    if (x->aux) isa->tile->store(aux, other);
+}
+
+/* A tile that is cut off by the edge, or that C stores in half precision, is computed in `tile`.
+ * Rows of `tile` beyond the edge are computed and dropped. */
+static void dtrain__gemm_copied_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t j,
+                                     const float *a, const float *b, int64_t ldb)
+{
+    const dtrain__gemm_job *job = pass->job;
+    const dtrain_gemm_args *x = job->args;
+    const dtrain__isa *isa = job->isa;
+    const int rows = (int)dtrain__gemm_min(isa->mr, pass->i1 - i);
+    const int cols = (int)dtrain__gemm_min(isa->nr, pass->j1 - j);
+    const float beta = pass->first ? x->beta : 1;
+    float tile[DTRAIN__MR_MAX * DTRAIN__NR_MAX];
+
+    const dtrain__rectangle partial =
+        dtrain__rectangle_at(pass->partial + (i - pass->i0) * job->n_step + (j - pass->j0),
+                             DTRAIN_DTYPE_F32, job->n_step, rows, cols);
+
+    if (beta != 0) {
+        memset(tile, 0, (size_t)(isa->mr * isa->nr) * sizeof *tile);
+        if (job->needs_partial && !pass->first) isa->tile->load(tile, &partial);
+        else dtrain__gemm_move(pass, i, j, rows, cols, tile, true);
+    }
+    isa->kernel(pass->cells, a, b, ldb, x->alpha, beta, tile, isa->nr);
+    if (pass->last) {
+        void *at = x->aux;
+        if (at) at = (void *)(uintptr_t)dtrain__gemm_at(at, x->c_dtype, i * x->ldc + j);
+        const dtrain__rectangle aux = dtrain__rectangle_at(at, x->c_dtype, x->ldc, rows, cols);
+        dtrain__gemm_finish_copied(isa, x, j, &aux, tile);
+    }
+    if (job->needs_partial && !pass->last) isa->tile->store(&partial, tile);
+    else dtrain__gemm_move(pass, i, j, rows, cols, tile, false);
+}
+
+static void dtrain__gemm_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t j, const float *a,
+                              const float *b, int64_t ldb)
+{
+    const dtrain__gemm_job *job = pass->job;
+    const dtrain_gemm_args *x = job->args;
+    const dtrain__isa *isa = job->isa;
+    const dtrain__gemm_rows rows = dtrain__gemm_rows_at(pass, i);
+    if (x->c_dtype != DTRAIN_DTYPE_F32 || rows.count < isa->mr || pass->i1 - i < isa->mr ||
+        pass->j1 - j < isa->nr) {
+        dtrain__gemm_copied_tile(pass, i, j, a, b, ldb);
+        return;
+    }
+    const int64_t at = rows.at + j;
+    float *c = (float *)x->c + at;
+    isa->kernel(pass->cells, a, b, ldb, x->alpha, pass->first ? x->beta : 1, c, rows.ld);
+    if (pass->last && (x->bias || x->aux || x->activation))
+        isa->tile->finish(c, rows.ld, isa->mr, x->bias ? x->bias + j : NULL,
+                          x->aux ? (float *)x->aux + at : NULL, x->activation);
+}
+
+/* Return the floats of a panel of A. */
+static int dtrain__gemm_panel(const dtrain__gemm_pass *pass)
+{
+    const dtrain__isa *isa = pass->job->isa;
+    return isa->mr * (isa->pitch ? isa->pitch : pass->cells);
+}
+
+/* Where A is stored transposed, 16 cells of k at a time: their rows of memory stay in L1 while all
+ * the panels take their few elements of each. */
+static void dtrain__gemm_pack_a_block(const dtrain__gemm_pass *pass)
+{
+    const dtrain__gemm_job *job = pass->job;
+    int mr = job->isa->mr;
+    int chunk = job->a.along_k || job->a.windows ? pass->k : 16 * job->isa->pair;
+    for (int p = 0; p < pass->k; p += chunk) {
+        int steps = pass->k - p < chunk ? pass->k - p : chunk;
+        float *panel = pass->a_block + p / job->isa->pair * mr;
+        for (int64_t i = pass->i0; i < pass->i1; i += mr, panel += dtrain__gemm_panel(pass))
+            job->isa->pack_a(panel, &job->a, i, (int)dtrain__gemm_min(mr, pass->i1 - i),
+                             pass->p + p, steps);
+    }
+}
+
+static void dtrain__gemm_block(const dtrain__gemm_pass *pass)
+{
+    const dtrain__gemm_job *job = pass->job;
+    const dtrain__isa *isa = job->isa;
+    int mr = isa->mr, nr = isa->nr;
+    /* Two panels of A do not repay a copy of B that lies in the right order already, and none does
+     * where that is a panel. */
+    int in_place = !job->b.along_k && job->b.dtype == DTRAIN_DTYPE_F32 && isa->pair == 1 &&
+                   (pass->i1 - pass->i0 <= 2 * mr || job->b.ld == nr);
+    dtrain__gemm_pack_a_block(pass);
+    for (int64_t j = pass->j0; j < pass->j1; j += nr) {
+        const float *b = pass->b_panel, *a = pass->a_block;
+        int64_t ldb = nr;
+        if (in_place && pass->j1 - j >= nr) {
+            b = (const float *)job->b.data + pass->p * job->b.ld + j;
+            ldb = job->b.ld;
+        } else {
+            isa->pack_b(pass->b_panel, &job->b, j, (int)dtrain__gemm_min(nr, pass->j1 - j), pass->p,
+                        pass->k);
+        }
+        for (int64_t i = pass->i0; i < pass->i1; i += mr, a += dtrain__gemm_panel(pass))
+            dtrain__gemm_tile(pass, i, j, a, b, ldb);
+    }
+}
+
+static void dtrain__gemm_task(void *ctx, int index, int count)
+{
+    dtrain__gemm_job *job = (dtrain__gemm_job *)ctx;
+    const dtrain_gemm_args *x = job->args;
+    const dtrain__isa *isa = job->isa;
+    dtrain__gemm_pass pass;
+    (void)count;
+    memset(&pass, 0, sizeof pass);
+    pass.job = job;
+    pass.a_block = job->memory + index * job->slot;
+    pass.b_panel = pass.a_block + DTRAIN__MC * DTRAIN__PITCH;
+    pass.partial = pass.b_panel + DTRAIN__NR_MAX * DTRAIN__KC;
+    if (isa->begin) isa->begin();
+    for (;;) {
+        int64_t at = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+        const int64_t part = at / (job->rows * job->cols);
+        if (part >= job->parts) break;
+        at %= job->rows * job->cols;
+        pass.i0 = at % job->rows * job->m_step;
+        pass.j0 = at / job->rows * job->n_step;
+        pass.i1 = dtrain__gemm_min(pass.i0 + job->m_step, x->m);
+        pass.j1 = dtrain__gemm_min(pass.j0 + job->n_step, x->n);
+        pass.p = part * job->part_k;
+        pass.end = dtrain__gemm_min(pass.p + job->part_k, job->k);
+        pass.c_at = part * x->m * x->ldc;
+        pass.first = 1;
+        do { /* once even for k == 0: beta, bias and activation remain */
+            pass.k = (int)dtrain__gemm_min(job->k_step, pass.end - pass.p);
+            pass.cells = (int)dtrain__gemm_round(dtrain__gemm_ceil(pass.k, isa->pair), isa->unit);
+            pass.last = pass.p + pass.k == pass.end;
+            dtrain__gemm_block(&pass);
+            pass.p += pass.k;
+            pass.first = 0;
+        } while (pass.p < pass.end);
+    }
+    if (isa->end) isa->end();
+}
+
+/* Equal blocks of k, whole cells, and the rows of A that fit the buffer with them. */
+static void dtrain__gemm_cut_k(dtrain__gemm_job *job)
+{
+    const int64_t most = DTRAIN__KC * job->isa->pair, mr = job->isa->mr;
+    const int64_t whole = job->isa->pair * job->isa->unit;
+    const int64_t k = job->part_k;
+    job->k_step = dtrain__gemm_ceil(k, dtrain__gemm_ceil(k, most) + (k == 0));
+    job->k_step = dtrain__gemm_round(job->k_step, whole);
+    job->needs_partial = job->args->c_dtype != DTRAIN_DTYPE_F32 && k > job->k_step;
+    job->m_most = DTRAIN__MC / mr * mr;
+    if (job->isa->pair == 1 || job->isa->pitch || job->needs_partial || k == 0) return;
+    /* Cheap products repay taller blocks, which pack B less often. */
+    job->m_most = DTRAIN__MC * DTRAIN__KC / (job->k_step / job->isa->pair) / mr * mr;
+    if (job->m_most > 4 * DTRAIN__MC / mr * mr) job->m_most = 4 * DTRAIN__MC / mr * mr;
+}
+
+/* Cuts C. Of the grids that fit the buffers and give every thread the same number of rectangles it
+ * takes the one with the least work per thread: a rectangle's multiplications and packing. */
+static void dtrain__gemm_cut(dtrain__gemm_job *job, int threads)
+{
+    int64_t m = job->args->m, n = job->args->n, mr = job->isa->mr, nr = job->isa->nr;
+    int64_t best = INT64_MAX, fewest = dtrain__gemm_ceil(m, job->m_most);
+    for (int64_t extra = 0; extra < threads; extra++) {
+        int64_t m_step = dtrain__gemm_round(dtrain__gemm_ceil(m, fewest + extra), mr);
+        int64_t rows = dtrain__gemm_ceil(m, m_step);
+        int64_t cols = dtrain__gemm_ceil(n, DTRAIN__NC);
+        while (rows * cols % threads && rows * cols < 8 * threads) cols++;
+        int64_t n_step = dtrain__gemm_round(dtrain__gemm_ceil(n, cols), nr);
+        cols = dtrain__gemm_ceil(n, n_step);
+        int64_t rounds = dtrain__gemm_ceil(rows * cols, threads);
+        int64_t cost = rounds * (m_step * n_step + job->isa->packing * (m_step + n_step));
+        if (cost >= best) continue;
+        best = cost;
+        job->m_step = m_step;
+        job->n_step = n_step;
+        job->rows = rows;
+        job->cols = cols;
+    }
+}
+
+/* Return the floats of scratch that a thread needs; partial: with sums that C cannot hold. */
+DTRAIN__PRIVATE int64_t dtrain__gemm_slot(bool partial)
+{
+    return DTRAIN__MC * DTRAIN__PITCH + DTRAIN__NR_MAX * DTRAIN__KC +
+           (partial ? DTRAIN__MC * DTRAIN__NC : 0);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__gemm_run(dtrain__cpu *cpu, const dtrain__gemm_call *product)
+{
+    const dtrain_gemm_args *args = product->args;
+    dtrain__gemm_job job;
+    dtrain__pool *pool = cpu->pool;
+    if (args->m <= 0 || args->n <= 0) return DTRAIN_OK;
+    memset(&job, 0, sizeof job);
+    job.args = args;
+    job.isa = product->isa;
+    job.a = product->a;
+    job.b = product->b;
+    job.c_rows = product->c_rows;
+    job.k = args->alpha == 0 || args->k < 0 ? 0 : args->k;
+    job.part_k = dtrain__gemm_ceil(job.k, product->parts);
+    job.parts = job.k ? dtrain__gemm_ceil(job.k, job.part_k) : 1;
+    dtrain__gemm_cut_k(&job);
+
+    /* Waking the others costs more than a quarter of a million multiply-adds. */
+    int64_t tiny = 1 << 18;
+    if (args->m * args->n <= tiny && args->m * args->n * job.k <= tiny) pool = NULL;
+    const int threads = pool ? pool->thread_count : 1;
+    dtrain__gemm_cut(&job, job.parts > 1 ? 1 : threads);
+    job.slot = dtrain__gemm_slot(job.needs_partial);
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, product->reserve + job.slot * threads, &job.memory));
+    job.memory += product->reserve;
+    dtrain__parallel(pool, dtrain__gemm_task, &job);
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_args *args)
+{
+    dtrain__gemm_call product;
+    memset(&product, 0, sizeof product);
+    product.args = args;
+    product.isa = cpu->isa;
+    if (cpu->pairs && args->a_dtype == DTRAIN_DTYPE_BF16 && args->b_dtype == DTRAIN_DTYPE_BF16)
+        product.isa = cpu->pairs;
+    product.a.data = args->a;
+    product.a.dtype = args->a_dtype;
+    product.a.ld = args->lda;
+    product.a.along_k = !(args->flags & DTRAIN_GEMM_TRANS_A);
+    product.b.data = args->b;
+    product.b.dtype = args->b_dtype;
+    product.b.ld = args->ldb;
+    product.b.along_k = (args->flags & DTRAIN_GEMM_TRANS_B) != 0;
+    product.parts = 1;
+    return dtrain__gemm_run(cpu, &product);
+}
+
+/* ================================================================================================
+ * src/device/cpu/kernels.c
+ * ==============================================================================================*/
+
+/* Kernels: how work is cut
+ *
+ *     launcher              checks what only it can see, cuts the work, wakes the pool
+ *       -> dtrain__job        what is common to all threads of one kernel
+ *         -> range function     the arithmetic on [begin, end), one per instruction set
+ *
+ * The bits of a result depend on the instruction set, never on the number of threads: a sum is
+ * either taken by one thread alone (rows, columns, heads) or over chunks whose size follows from
+ * the arguments, whose sums are then added in order. */
+
+/* The text of the kernels is compiled once per instruction set: the file with it is included with
+ * DTRAIN__ISA set. (dtrain.h includes itself, and what such an inclusion sees is its last part.) */
+#ifndef DTRAIN__KERNEL_TEXT
+#define DTRAIN__KERNEL_TEXT "device/cpu/kernels/text.h"
+#endif
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+#if DTRAIN__HAS_AVX512
+#define DTRAIN__ISA 3
+#include DTRAIN__KERNEL_TEXT
+#undef DTRAIN__ISA
+#endif
+#if DTRAIN__HAS_AVX2
+#define DTRAIN__ISA 2
+#include DTRAIN__KERNEL_TEXT
+#undef DTRAIN__ISA
+#endif
+#if DTRAIN__HAS_GENERIC
+#define DTRAIN__ISA 1
+#include DTRAIN__KERNEL_TEXT
+#undef DTRAIN__ISA
+#endif
+#if DTRAIN__HAS_SCALAR
+#define DTRAIN__ISA 0
+#include DTRAIN__KERNEL_TEXT
+#undef DTRAIN__ISA
+#endif
+
+/* Return an instance that this machine runs, number 0 the best; NULL: there are no more. With
+ * DTRAIN_NATIVE the only one is that of the compiler's flags, which the whole program needs. */
+#if defined(DTRAIN_NATIVE)
+#define DTRAIN__RUNS(feature) true
+#else
+#define DTRAIN__RUNS(feature) __builtin_cpu_supports(feature)
+#endif
+DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_number(int number)
+{
+    int found = 0;
+#if DTRAIN__HAS_AVX512
+    if (DTRAIN__RUNS("avx512f") && DTRAIN__RUNS("avx512bw") && DTRAIN__RUNS("avx512vl") &&
+        DTRAIN__RUNS("avx512dq") && found++ == number)
+        return &dtrain__kernels_avx512;
+#endif
+#if DTRAIN__HAS_AVX2
+    if (DTRAIN__RUNS("avx2") && DTRAIN__RUNS("fma") && found++ == number)
+        return &dtrain__kernels_avx2; /* F16C came two generations earlier */
+#endif
+#if DTRAIN__HAS_GENERIC
+    if (found++ == number) return &dtrain__kernels_generic;
+#endif
+#if DTRAIN__HAS_SCALAR
+    if (found++ == number) return &dtrain__kernels_scalar;
+#endif
+    return NULL;
+}
+
+DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void)
+{
+    return dtrain__kernels_number(0);
+}
+
+/* Return NULL where products of bf16 are computed in fp32. */
+DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void)
+{
+#if DTRAIN__PAIRS
+    if (dtrain__kernels_select() == &dtrain__kernels_avx512 && dtrain__has_amx())
+        return &dtrain__isa_amx_avx512;
+#endif
+    return NULL;
+}
+
+/* Unsigned arithmetic: integers wrap, and overflow is defined. */
+#define DTRAIN__MIX_INTEGERS(name, U, S)                                                        \
+    static void name(const dtrain__mix_job *job)                                                \
+    {                                                                                           \
+        for (size_t at = 0; at < job->count; at++) {                                            \
+            U sum, x;                                                                           \
+            memcpy(&sum, job->in[0] + at * sizeof sum, sizeof sum);                             \
+            for (int i = 1; i < job->in_count; i++) {                                           \
+                memcpy(&x, job->in[i] + at * sizeof x, sizeof x);                               \
+                if (job->op == DTRAIN_REDUCE_SUM) sum += x;                                     \
+                else if (job->op == DTRAIN_REDUCE_PROD) sum *= x;                               \
+                else if (job->op == DTRAIN_REDUCE_MIN ? (S)x < (S)sum : (S)x > (S)sum) sum = x; \
+            }                                                                                   \
+            for (int i = 0; i < job->out_count; i++)                                            \
+                memcpy(job->out[i] + at * sizeof sum, &sum, sizeof sum);                        \
+        }                                                                                       \
+    }
+DTRAIN__MIX_INTEGERS(dtrain__mix_i32, uint32_t, int32_t)
+DTRAIN__MIX_INTEGERS(dtrain__mix_i64, uint64_t, int64_t)
+
+DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job)
+{
+    if (job->dtype == DTRAIN_DTYPE_I32) dtrain__mix_i32(job);
+    else if (job->dtype == DTRAIN_DTYPE_I64) dtrain__mix_i64(job);
+    else dtrain__kernels_select()->mix(job);
+}
+#if DTRAIN__LAYERS
+
+/* ================================================================================================
+ * src/device/cpu/launch_layers.c
+ * ==============================================================================================*/
+
+/* Launchers of the kernels of layers */
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_layernorm(dtrain_device *device,
+                                                    const dtrain_layernorm_args *args)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__job job =
+        dtrain__job_make(args, args->rows, 1, dtrain__larger(args->x_dtype, args->y_dtype));
+    if (!args->residual != !args->sum)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "layernorm: residual and sum are given together or not at all");
+    job.slot = dtrain__multiple(args->n, DTRAIN__LINE); /* a row */
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, job.slot * cpu->thread_count, &job.scratch));
+    return dtrain__job_run(cpu, &job, cpu->kernels->layernorm, args->rows * args->n);
+}
+
+/* Chunks of 32 rows or, beyond 2048 rows, 64 chunks: what adding up costs stays small. */
+DTRAIN__PRIVATE dtrain_result
+dtrain__cpu_layernorm_backward(dtrain_device *device, const dtrain_layernorm_backward_args *args)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    const int64_t chunk = args->rows > 2048 ? (args->rows + 63) / 64 : 32;
+    const int64_t chunk_count = (args->rows + chunk - 1) / chunk;
+    dtrain__job job =
+        dtrain__job_make(args, chunk_count, 1, dtrain__larger(args->x_dtype, args->y_dtype));
+    if (args->d_residual && !args->d_x)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "layernorm backward: d_residual needs d_x");
+    job.chunk = chunk;
+    job.chunk_count = chunk_count;
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, chunk_count * 2 * args->n, &job.scratch));
+    DTRAIN__TRY(dtrain__job_run(cpu, &job, cpu->kernels->layernorm_backward, args->rows * args->n));
+    job.total = args->n;
+    job.unit = DTRAIN__LINE;
+    return dtrain__job_run(cpu, &job, cpu->kernels->layernorm_params, chunk_count * 2 * args->n);
+}
+
+static dtrain_result dtrain__check_tokens(const int32_t *tokens, int64_t rows, int64_t vocab)
+{
+    for (int64_t row = 0; row < rows; row++)
+        if (tokens[row] < 0 || tokens[row] >= vocab)
+            return dtrain_fail(DTRAIN_ERROR_DATA, "token %ld at row %lld is outside [0, %lld)",
+                               (long)tokens[row], (long long)row, (long long)vocab);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__check_targets(const int32_t *targets, int64_t rows, int64_t n)
+{
+    for (int64_t row = 0; row < rows; row++)
+        if (targets[row] < -1 || targets[row] >= n)
+            return dtrain_fail(DTRAIN_ERROR_DATA,
+                               "target %ld at row %lld is outside [0, %lld) and not -1 (ignored)",
+                               (long)targets[row], (long long)row, (long long)n);
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_embedding(dtrain_device *device,
+                                                    const dtrain_embedding_args *args)
+{
+    DTRAIN__TRY(dtrain__check_tokens(args->tokens, args->rows, args->vocab));
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->embedding, args, args->rows, 1,
+                              args->rows * args->n, args->dtype);
+}
+
+DTRAIN__PRIVATE dtrain_result
+dtrain__cpu_embedding_backward(dtrain_device *device, const dtrain_embedding_backward_args *args)
+{
+    DTRAIN__TRY(dtrain__check_tokens(args->tokens, args->rows, args->vocab));
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->embedding_backward, args,
+                              args->n, DTRAIN__LINE, args->rows * args->n, args->dtype);
+}
+
+/* Floats of dtrain__head's buffers, with the head dimension rounded up for the widest vectors. */
+static int64_t dtrain__attention_slot(const dtrain_attention_args *args, bool backward)
+{
+    const int64_t block = DTRAIN__ATTENTION_BLOCK, width = dtrain__multiple(args->d, 32);
+    int64_t floats = 4 * block * width + block * block + 3 * block;
+    if (args->mask) floats += 2 * block * block;
+    if (backward) {
+        floats += 3 * block * width + block * block + 2 * block;
+        floats += 2 * dtrain__multiple(args->keys, block) * width;
+    }
+    return dtrain__multiple(floats, DTRAIN__LINE);
+}
+
+static dtrain_result dtrain__check_attention(const dtrain_attention_args *args)
+{
+    if (args->d < 1 || args->heads < 1 || args->kv_heads < 1 || args->heads % args->kv_heads)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "attention: %lld heads of queries, of %lld elements, cannot share %lld "
+                           "of keys equally",
+                           (long long)args->heads, (long long)args->d, (long long)args->kv_heads);
+    for (int64_t b = 0; b < args->batch && args->key_lengths; b++)
+        if (args->key_lengths[b] < 0 || args->key_lengths[b] > args->keys)
+            return dtrain_fail(DTRAIN_ERROR_DATA,
+                               "attention: key length %ld of batch element %lld is outside [0, "
+                               "%lld]",
+                               (long)args->key_lengths[b], (long long)b, (long long)args->keys);
+    return DTRAIN_OK;
+}
+
+/* Forward an item is a block of queries of a head, backward a head of keys with all the heads of
+ * queries that share it. Items are of unequal cost; each thread has the buffers of one. */
+static dtrain_result dtrain__launch_attention(dtrain_device *device,
+                                              const dtrain_attention_args *args, const void *pass,
+                                              int64_t items, bool backward)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    const int64_t longer = args->keys > args->queries ? args->keys : args->queries;
+    const int64_t count = args->batch * longer * args->heads * args->d;
+    dtrain__job job = dtrain__job_make(pass, items, 1, args->dtype);
+    job.dynamic = true;
+    job.slot = dtrain__attention_slot(args, backward);
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, job.slot * cpu->thread_count, &job.scratch));
+    return backward ? dtrain__job_run(cpu, &job, cpu->kernels->attention_backward, 16 * count)
+                    : dtrain__job_run(cpu, &job, cpu->kernels->attention, 8 * count);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_attention(dtrain_device *device,
+                                                    const dtrain_attention_args *args)
+{
+    const int64_t block = DTRAIN__ATTENTION_BLOCK, blocks = (args->queries + block - 1) / block;
+    DTRAIN__TRY(dtrain__check_attention(args));
+    return dtrain__launch_attention(device, args, args, args->batch * args->heads * blocks, false);
+}
+
+DTRAIN__PRIVATE dtrain_result
+dtrain__cpu_attention_backward(dtrain_device *device, const dtrain_attention_backward_args *args)
+{
+    const dtrain_attention_args *forward = &args->forward;
+    DTRAIN__TRY(dtrain__check_attention(forward));
+    return dtrain__launch_attention(device, forward, args, forward->batch * forward->kv_heads,
+                                    true);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy_backward(
+    dtrain_device *device, const dtrain_cross_entropy_backward_args *args)
+{
+    DTRAIN__TRY(
+        dtrain__check_targets(args->targets, args->rows, args->classes ? args->classes : args->n));
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->cross_entropy_backward, args,
+                              args->rows, 1, args->rows * args->n, args->dtype);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
+                                                        const dtrain_cross_entropy_args *args)
+{
+    dtrain_cross_entropy_backward_args backward;
+    DTRAIN__TRY(
+        dtrain__check_targets(args->targets, args->rows, args->classes ? args->classes : args->n));
+    DTRAIN__TRY(dtrain__run_kernel(device, dtrain__cpu_kernels(device)->cross_entropy, args,
+                                   args->rows, 1, args->rows * args->n, args->dtype));
+    if (!args->d_logits) return DTRAIN_OK;
+    memset(&backward, 0, sizeof backward);
+    backward.rows = args->rows;
+    backward.n = args->n;
+    backward.scale = args->scale;
+    backward.logits = args->logits;
+    backward.targets = args->targets;
+    backward.lse = args->lse;
+    backward.d_logits = args->d_logits;
+    backward.dtype = args->dtype;
+    backward.classes = args->classes;
+    backward.smoothing = args->smoothing;
+    return dtrain__cpu_cross_entropy_backward(device, &backward);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_softmax(dtrain_device *device,
+                                                  const dtrain_softmax_args *args)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__job job = dtrain__job_make(args, args->rows, 1, args->dtype);
+    job.slot = dtrain__multiple(args->n, DTRAIN__LINE); /* a row */
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, job.slot * cpu->thread_count, &job.scratch));
+    return dtrain__job_run(cpu, &job, cpu->kernels->softmax, args->rows * args->n);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_softmax_backward(dtrain_device *device,
+                                                           const dtrain_softmax_backward_args *args)
+{
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->softmax_backward, args,
+                              args->rows, 1, args->rows * args->n, args->dtype);
+}
+
+/* A thread takes positions, and has cosine and sine of one. */
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_rotary(dtrain_device *device,
+                                                 const dtrain_rotary_args *args)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    const int64_t positions = args->sequence < args->rows ? args->sequence : args->rows;
+    dtrain__job job = dtrain__job_make(args, positions, 1, args->dtype);
+    if (args->d < 2 || args->d % 2 || args->rotated > args->heads || args->sequence < 1)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "rotary: heads of %lld elements, %lld of %lld turned, sequences of "
+                           "%lld: expected an even size, no more heads than there are, and 1 row "
+                           "or more",
+                           (long long)args->d, (long long)args->rotated, (long long)args->heads,
+                           (long long)args->sequence);
+    job.slot = dtrain__multiple(args->d, DTRAIN__LINE);
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, job.slot * cpu->thread_count, &job.scratch));
+    return dtrain__job_run(cpu, &job, cpu->kernels->rotary, args->rows * args->heads * args->d);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_permute(dtrain_device *device,
+                                                  const dtrain_permute_args *args)
+{
+    const int64_t rows = args->shape[0] * args->shape[1] * args->shape[2];
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->permute, args, rows, 1,
+                              rows * args->shape[3], args->dtype);
+}
+
+/* Check that the kind is known and that `other` is there exactly if the function has it. */
+static dtrain_result dtrain__check_pointwise(uint32_t kind, const void *other)
+{
+    if (kind < DTRAIN_POINTWISE_RELU || kind > DTRAIN_POINTWISE_LOGISTIC_LOSS)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "pointwise: kind is %u, which is not a dtrain_pointwise",
+                           (unsigned)kind);
+    if ((kind >= DTRAIN_POINTWISE_MULTIPLY) != (other != NULL))
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT, "pointwise: kind %u is a function of %s, found other %s NULL",
+            (unsigned)kind, other ? "one argument" : "two arguments", other ? "not" : "=");
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_pointwise(dtrain_device *device,
+                                                    const dtrain_pointwise_args *args)
+{
+    dtrain_dtype dtype = dtrain__larger(args->x_dtype, args->y_dtype);
+    DTRAIN__TRY(dtrain__check_pointwise(args->kind, args->other));
+    if (args->other) dtype = dtrain__larger(dtype, args->other_dtype);
+    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->pointwise, args, args->count,
+                               dtype);
+}
+
+DTRAIN__PRIVATE dtrain_result
+dtrain__cpu_pointwise_backward(dtrain_device *device, const dtrain_pointwise_backward_args *args)
+{
+    dtrain_dtype dtype = dtrain__larger(args->x_dtype, args->y_dtype);
+    DTRAIN__TRY(dtrain__check_pointwise(args->kind, args->other));
+    if (args->d_other && !args->other)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "pointwise backward: kind %u has no second argument, expected d_other "
+                           "= NULL",
+                           (unsigned)args->kind);
+    if (args->other) dtype = dtrain__larger(dtype, args->other_dtype);
+    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->pointwise_backward, args,
+                               args->count, dtype);
+}
+
+/* ================================================================================================
+ * src/device/cpu/launch_batchnorm.c
+ * ==============================================================================================*/
+
+/* Launchers of batch normalisation
+ *
+ * The chunks of rows follow from the shape, never from the number of threads. What they leave is
+ * put together in double, in order: these are few numbers. */
+
+#define DTRAIN__BATCHNORM_CHUNK 4096 /* elements: they stay in L1 */
+#define DTRAIN__BATCHNORM_CHUNKS 512 /* at most */
+
+/* Run a kernel over chunks of rows, with 2 n floats of scratch for each. */
+static dtrain_result dtrain__over_chunks(dtrain__cpu *cpu, dtrain__range_fn range, const void *args,
+                                         int64_t rows, int64_t n, dtrain_dtype dtype,
+                                         dtrain__job *job)
+{
+    int64_t chunk = DTRAIN__BATCHNORM_CHUNK / n, most = DTRAIN__BATCHNORM_CHUNKS;
+    if (chunk < 16) chunk = 16;
+    if (rows > chunk * most) chunk = (rows + most - 1) / most;
+    const int64_t chunk_count = (rows + chunk - 1) / chunk;
+    *job = dtrain__job_make(args, chunk_count, 1, dtype);
+    job->chunk = chunk;
+    job->chunk_count = chunk_count;
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, chunk_count * 2 * n, &job->scratch));
+    return dtrain__job_run(cpu, job, range, rows * n);
+}
+
+/* Put two sets of rows together: how many, their mean, the sum of squared deviations from it (Chan,
+ * Golub and LeVeque, 1979). */
+static void dtrain__moments_join(double *count, double *mean, double *spread, double more,
+                                 double more_mean, double more_spread)
+{
+    const double all = *count + more, apart = more_mean - *mean;
+    if (all <= 0) return;
+    *mean += apart * (more / all);
+    *spread += more_spread + apart * apart * (*count * more / all);
+    *count = all;
+}
+
+DTRAIN__PRIVATE dtrain_result
+dtrain__cpu_batchnorm_moments(dtrain_device *device, const dtrain_batchnorm_moments_args *args)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    const int64_t n = args->n;
+    dtrain__job job;
+    DTRAIN__TRY(dtrain__over_chunks(cpu, cpu->kernels->batchnorm_moments, args, args->rows, n,
+                                    args->dtype, &job));
+    args->part[0] = (float)args->rows;
+    for (int64_t i = 0; i < n; i++) {
+        const float *found = job.scratch + i;
+        double count = 0, mean = 0, spread = 0;
+        for (int64_t row = 0; row < args->rows; row += job.chunk, found += 2 * n) {
+            const int64_t rest = args->rows - row;
+            dtrain__moments_join(&count, &mean, &spread,
+                                 (double)(rest < job.chunk ? rest : job.chunk), (double)found[0],
+                                 (double)found[n]);
+        }
+        args->part[1 + i] = (float)mean;
+        args->part[1 + n + i] = (float)spread;
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_batchnorm_statistics(
+    dtrain_device *device, const dtrain_batchnorm_statistics_args *args)
+{
+    const int64_t n = args->n;
+    const double epsilon = (double)args->epsilon;
+    double rows = 0;
+    (void)device;
+    for (int64_t i = 0; i < n; i++) {
+        double count = 0, mean = 0, spread = 0;
+        if (!args->parts) {
+            args->mean[i] = args->running_mean[i];
+            args->rstd[i] = (float)(1 / sqrt((double)args->running_var[i] + epsilon));
+            continue;
+        }
+        for (int64_t p = 0; p < args->parts; p++) {
+            const float *part = args->all + p * (1 + 2 * n);
+            dtrain__moments_join(&count, &mean, &spread, (double)part[0], (double)part[1 + i],
+                                 (double)part[1 + n + i]);
+        }
+        args->mean[i] = (float)mean;
+        args->rstd[i] = (float)(1 / sqrt((count > 0 ? spread / count : 0) + epsilon));
+        rows = count;
+        if (!args->running_mean) continue;
+        const float variance = (float)(spread / (count > 1 ? count - 1 : 1));
+        args->running_mean[i] += args->momentum * ((float)mean - args->running_mean[i]);
+        args->running_var[i] += args->momentum * (variance - args->running_var[i]);
+    }
+    if (args->parts) *args->inverse_count = (float)(1 / (rows > 0 ? rows : 1));
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_batchnorm(dtrain_device *device,
+                                                    const dtrain_batchnorm_args *args)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__job job = dtrain__job_make(args, args->rows, 1, args->dtype);
+    return dtrain__job_run(cpu, &job, cpu->kernels->batchnorm, args->rows * args->n);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_batchnorm_sums(dtrain_device *device,
+                                                         const dtrain_batchnorm_sums_args *args)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__job job;
+    DTRAIN__TRY(dtrain__over_chunks(cpu, cpu->kernels->batchnorm_sums, args, args->rows, args->n,
+                                    args->dtype, &job));
+    for (int64_t i = 0; i < 2 * args->n; i++) {
+        double sum = 0;
+        for (int64_t c = 0; c < job.chunk_count; c++)
+            sum += (double)job.scratch[c * 2 * args->n + i];
+        args->sums[i] = (float)sum;
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result
+dtrain__cpu_batchnorm_backward(dtrain_device *device, const dtrain_batchnorm_backward_args *args)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__job job = dtrain__job_make(args, args->rows, 1, args->dtype);
+    return dtrain__job_run(cpu, &job, cpu->kernels->batchnorm_backward, args->rows * args->n);
 }
 
 /* ================================================================================================
@@ -36401,488 +36937,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__winograd_weight_grad(const dtrain__conv *c
     return dtrain__job_run(conv->cpu, &job, kernels->winograd_filter_sum,
                            weight.parts * dtrain__winograd_filters(conv));
 }
-
-/* ================================================================================================
- * src/device/cpu/gemm.c
- * ==============================================================================================*/
-
-/* The driver of matrix products
- *
- * C is cut into rectangles, handed to the threads one by one. A rectangle is the work of one thread
- * with buffers of its own, over all of k in blocks of DTRAIN__KC (Goto and van de Geijn, "Anatomy
- * of high-performance matrix multiplication", 2008):
- *
- *          B block (kc, n)                for each block of k:
- *         +----+----+----+                  1. pack A (m, kc) into panels of `mr` rows       -> L2
- *      kc |    | j  |    |                  2. for each panel of `nr` columns of B:
- *         +----+----+----+                  3.   pack it                                     -> L1
- *  +----+ +----+----+----+                  4.   for each panel of A: a tile (mr, nr) of C
- *  |    | |    |    |    |                         stays in registers for kc steps,
- *  +----+ +----+----+----+                         C = alpha * tile + beta * C
- *  | i  | |    |tile|    |                  5.   after the last block, while the tile is in L1:
- *  +----+ +----+----+----+                         bias, activation, rounding
- *
- * A packed panel holds its `width` rows (or columns) side by side, k after k: element (r, p) is at
- * [p * width + r], so the kernel reads both panels from front to back.
- *
- * Every element of C is the same chain of operations wherever the rectangles are cut: k is never
- * split between threads and its blocks depend on k alone. So the bits do not depend on the threads.
- *
- * Packing costs a quarter of a cycle per element, more where it waits for memory, and is repeated
- * by each rectangle: 4 / m + 4 / n of the time and up. It pays even where the order in memory is
- * right: rows of B a power of two apart share a few cache sets and throw each other out of L1. */
-
-typedef struct dtrain__gemm_job {
-    const dtrain_gemm_args *args;
-    const dtrain__isa *isa;
-    dtrain__operand a, b;
-    const dtrain__windows *c_rows;
-    int64_t k, k_step;      /* k is 0 when alpha is */
-    int64_t parts, part_k;  /* of k, for which there is a C each */
-    int64_t m_most;         /* rows of a rectangle whose A fits the buffer */
-    int64_t m_step, n_step; /* rectangle; multiples of mr and nr */
-    int64_t rows, cols;     /* rectangles */
-    int64_t next;           /* atomic: rectangles handed out */
-    float *memory;
-    int64_t slot;      /* floats of memory for each thread */
-    int needs_partial; /* C cannot hold sums between blocks of k */
-} dtrain__gemm_job;
-
-/* One block of k in one rectangle of C: where it lies and what the thread works with. */
-typedef struct dtrain__gemm_pass {
-    const dtrain__gemm_job *job;
-    int64_t i0, i1, j0, j1;
-    int64_t p, end; /* along k */
-    int64_t c_at;   /* where this part's C begins, in elements */
-    int k, cells;   /* k in cells of the panels */
-    int first, last;
-    float *a_block, *b_panel, *partial;
-} dtrain__gemm_pass;
-
-static const void *dtrain__gemm_at(const void *data, dtrain_dtype dtype, int64_t index)
-{
-    return (const char *)data + index * (dtype == DTRAIN_DTYPE_F32 ? 4 : 2);
-}
-
-static int64_t dtrain__gemm_min(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t dtrain__gemm_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
-static int64_t dtrain__gemm_round(int64_t a, int64_t b) { return dtrain__gemm_ceil(a, b) * b; }
-
-static dtrain__rectangle dtrain__rectangle_at(void *data, dtrain_dtype dtype, int64_t ld, int rows,
-                                              int cols)
-{
-    dtrain__rectangle x;
-    x.data = data;
-    x.dtype = dtype;
-    x.ld = ld;
-    x.rows = rows;
-    x.cols = cols;
-    return x;
-}
-
-/* Rows of C that are equally far apart: where the first begins, what is between two, in elements,
- * and how many there are. */
-typedef struct dtrain__gemm_rows {
-    int64_t at, ld, count;
-} dtrain__gemm_rows;
-
-/* Return those from row i on. Rows of windows are equally far apart up to the end of a line. */
-static dtrain__gemm_rows dtrain__gemm_rows_at(const dtrain__gemm_pass *pass, int64_t i)
-{
-    const dtrain__windows *windows = pass->job->c_rows;
-    const int64_t ldc = pass->job->args->ldc;
-    dtrain__gemm_rows rows = {pass->c_at + i * ldc, ldc, INT64_MAX};
-    if (!windows) return rows;
-    const dtrain__corner corner = dtrain__window_corner(windows, i);
-    rows.at = dtrain__window_tap(windows, &corner, 0, 0);
-    rows.ld = windows->stride[1] * windows->channels;
-    rows.count = windows->columns - corner.column;
-    return rows;
-}
-
-/* Move a tile from or to C. */
-static void dtrain__gemm_move(const dtrain__gemm_pass *pass, int64_t i, int64_t j, int count,
-                              int cols, float *tile, bool load)
-{
-    const dtrain__gemm_job *job = pass->job;
-    const dtrain_gemm_args *x = job->args;
-    while (count > 0) {
-        const dtrain__gemm_rows rows = dtrain__gemm_rows_at(pass, i);
-        const int now = (int)dtrain__gemm_min(rows.count, count);
-        void *at = (void *)(uintptr_t)dtrain__gemm_at(x->c, x->c_dtype, rows.at + j);
-        const dtrain__rectangle c = dtrain__rectangle_at(at, x->c_dtype, rows.ld, now, cols);
-        if (load) job->isa->tile->load(tile, &c);
-        else job->isa->tile->store(&c, tile);
-        tile += now * job->isa->nr;
-        count -= now;
-        i += now;
-    }
-}
-
-/* Bias, aux and activation, or the slope of a backward pass, on a tile; aux is a part of x->aux. */
-static void dtrain__gemm_finish_copied(const dtrain__isa *isa, const dtrain_gemm_args *x, int64_t j,
-                                       const dtrain__rectangle *aux, float *tile)
-{
-    float other[DTRAIN__MR_MAX * DTRAIN__NR_MAX], bias[DTRAIN__NR_MAX] = {0};
-    if (x->flags & DTRAIN_GEMM_ACT_BACKWARD) {
-        memset(other, 0, (size_t)(isa->mr * isa->nr) * sizeof *other);
-        isa->tile->load(other, aux);
-        isa->tile->slope(tile, other, isa->mr * isa->nr, x->activation);
-        return;
-    }
-    if (x->bias) memcpy(bias, x->bias + j, (size_t)aux->cols * sizeof *bias);
-    isa->tile->finish(tile, isa->nr, aux->rows, x->bias ? bias : NULL, x->aux ? other : NULL,
-                      x->activation);
-    if (x->aux) isa->tile->store(aux, other);
-}
-
-/* A tile that is cut off by the edge, or that C stores in half precision, is computed in `tile`.
- * Rows of `tile` beyond the edge are computed and dropped. */
-static void dtrain__gemm_copied_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t j,
-                                     const float *a, const float *b, int64_t ldb)
-{
-    const dtrain__gemm_job *job = pass->job;
-    const dtrain_gemm_args *x = job->args;
-    const dtrain__isa *isa = job->isa;
-    const int rows = (int)dtrain__gemm_min(isa->mr, pass->i1 - i);
-    const int cols = (int)dtrain__gemm_min(isa->nr, pass->j1 - j);
-    const float beta = pass->first ? x->beta : 1;
-    float tile[DTRAIN__MR_MAX * DTRAIN__NR_MAX];
-
-    const dtrain__rectangle partial =
-        dtrain__rectangle_at(pass->partial + (i - pass->i0) * job->n_step + (j - pass->j0),
-                             DTRAIN_DTYPE_F32, job->n_step, rows, cols);
-
-    if (beta != 0) {
-        memset(tile, 0, (size_t)(isa->mr * isa->nr) * sizeof *tile);
-        if (job->needs_partial && !pass->first) isa->tile->load(tile, &partial);
-        else dtrain__gemm_move(pass, i, j, rows, cols, tile, true);
-    }
-    isa->kernel(pass->cells, a, b, ldb, x->alpha, beta, tile, isa->nr);
-    if (pass->last) {
-        void *at = x->aux;
-        if (at) at = (void *)(uintptr_t)dtrain__gemm_at(at, x->c_dtype, i * x->ldc + j);
-        const dtrain__rectangle aux = dtrain__rectangle_at(at, x->c_dtype, x->ldc, rows, cols);
-        dtrain__gemm_finish_copied(isa, x, j, &aux, tile);
-    }
-    if (job->needs_partial && !pass->last) isa->tile->store(&partial, tile);
-    else dtrain__gemm_move(pass, i, j, rows, cols, tile, false);
-}
-
-static void dtrain__gemm_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t j, const float *a,
-                              const float *b, int64_t ldb)
-{
-    const dtrain__gemm_job *job = pass->job;
-    const dtrain_gemm_args *x = job->args;
-    const dtrain__isa *isa = job->isa;
-    const dtrain__gemm_rows rows = dtrain__gemm_rows_at(pass, i);
-    if (x->c_dtype != DTRAIN_DTYPE_F32 || rows.count < isa->mr || pass->i1 - i < isa->mr ||
-        pass->j1 - j < isa->nr) {
-        dtrain__gemm_copied_tile(pass, i, j, a, b, ldb);
-        return;
-    }
-    const int64_t at = rows.at + j;
-    float *c = (float *)x->c + at;
-    isa->kernel(pass->cells, a, b, ldb, x->alpha, pass->first ? x->beta : 1, c, rows.ld);
-    if (pass->last && (x->bias || x->aux || x->activation))
-        isa->tile->finish(c, rows.ld, isa->mr, x->bias ? x->bias + j : NULL,
-                          x->aux ? (float *)x->aux + at : NULL, x->activation);
-}
-
-/* Return the floats of a panel of A. */
-static int dtrain__gemm_panel(const dtrain__gemm_pass *pass)
-{
-    const dtrain__isa *isa = pass->job->isa;
-    return isa->mr * (isa->pitch ? isa->pitch : pass->cells);
-}
-
-/* Where A is stored transposed, 16 cells of k at a time: their rows of memory stay in L1 while all
- * the panels take their few elements of each. */
-static void dtrain__gemm_pack_a_block(const dtrain__gemm_pass *pass)
-{
-    const dtrain__gemm_job *job = pass->job;
-    int mr = job->isa->mr;
-    int chunk = job->a.along_k || job->a.windows ? pass->k : 16 * job->isa->pair;
-    for (int p = 0; p < pass->k; p += chunk) {
-        int steps = pass->k - p < chunk ? pass->k - p : chunk;
-        float *panel = pass->a_block + p / job->isa->pair * mr;
-        for (int64_t i = pass->i0; i < pass->i1; i += mr, panel += dtrain__gemm_panel(pass))
-            job->isa->pack_a(panel, &job->a, i, (int)dtrain__gemm_min(mr, pass->i1 - i),
-                             pass->p + p, steps);
-    }
-}
-
-static void dtrain__gemm_block(const dtrain__gemm_pass *pass)
-{
-    const dtrain__gemm_job *job = pass->job;
-    const dtrain__isa *isa = job->isa;
-    int mr = isa->mr, nr = isa->nr;
-    /* Two panels of A do not repay a copy of B that lies in the right order already, and none does
-     * where that is a panel. */
-    int in_place = !job->b.along_k && job->b.dtype == DTRAIN_DTYPE_F32 && isa->pair == 1 &&
-                   (pass->i1 - pass->i0 <= 2 * mr || job->b.ld == nr);
-    dtrain__gemm_pack_a_block(pass);
-    for (int64_t j = pass->j0; j < pass->j1; j += nr) {
-        const float *b = pass->b_panel, *a = pass->a_block;
-        int64_t ldb = nr;
-        if (in_place && pass->j1 - j >= nr) {
-            b = (const float *)job->b.data + pass->p * job->b.ld + j;
-            ldb = job->b.ld;
-        } else {
-            isa->pack_b(pass->b_panel, &job->b, j, (int)dtrain__gemm_min(nr, pass->j1 - j), pass->p,
-                        pass->k);
-        }
-        for (int64_t i = pass->i0; i < pass->i1; i += mr, a += dtrain__gemm_panel(pass))
-            dtrain__gemm_tile(pass, i, j, a, b, ldb);
-    }
-}
-
-static void dtrain__gemm_task(void *ctx, int index, int count)
-{
-    dtrain__gemm_job *job = (dtrain__gemm_job *)ctx;
-    const dtrain_gemm_args *x = job->args;
-    const dtrain__isa *isa = job->isa;
-    dtrain__gemm_pass pass;
-    (void)count;
-    memset(&pass, 0, sizeof pass);
-    pass.job = job;
-    pass.a_block = job->memory + index * job->slot;
-    pass.b_panel = pass.a_block + DTRAIN__MC * DTRAIN__PITCH;
-    pass.partial = pass.b_panel + DTRAIN__NR_MAX * DTRAIN__KC;
-    if (isa->begin) isa->begin();
-    for (;;) {
-        int64_t at = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
-        const int64_t part = at / (job->rows * job->cols);
-        if (part >= job->parts) break;
-        at %= job->rows * job->cols;
-        pass.i0 = at % job->rows * job->m_step;
-        pass.j0 = at / job->rows * job->n_step;
-        pass.i1 = dtrain__gemm_min(pass.i0 + job->m_step, x->m);
-        pass.j1 = dtrain__gemm_min(pass.j0 + job->n_step, x->n);
-        pass.p = part * job->part_k;
-        pass.end = dtrain__gemm_min(pass.p + job->part_k, job->k);
-        pass.c_at = part * x->m * x->ldc;
-        pass.first = 1;
-        do { /* once even for k == 0: beta, bias and activation remain */
-            pass.k = (int)dtrain__gemm_min(job->k_step, pass.end - pass.p);
-            pass.cells = (int)dtrain__gemm_round(dtrain__gemm_ceil(pass.k, isa->pair), isa->unit);
-            pass.last = pass.p + pass.k == pass.end;
-            dtrain__gemm_block(&pass);
-            pass.p += pass.k;
-            pass.first = 0;
-        } while (pass.p < pass.end);
-    }
-    if (isa->end) isa->end();
-}
-
-/* Equal blocks of k, whole cells, and the rows of A that fit the buffer with them. */
-static void dtrain__gemm_cut_k(dtrain__gemm_job *job)
-{
-    const int64_t most = DTRAIN__KC * job->isa->pair, mr = job->isa->mr;
-    const int64_t whole = job->isa->pair * job->isa->unit;
-    const int64_t k = job->part_k;
-    job->k_step = dtrain__gemm_ceil(k, dtrain__gemm_ceil(k, most) + (k == 0));
-    job->k_step = dtrain__gemm_round(job->k_step, whole);
-    job->needs_partial = job->args->c_dtype != DTRAIN_DTYPE_F32 && k > job->k_step;
-    job->m_most = DTRAIN__MC / mr * mr;
-    if (job->isa->pair == 1 || job->isa->pitch || job->needs_partial || k == 0) return;
-    /* Cheap products repay taller blocks, which pack B less often. */
-    job->m_most = DTRAIN__MC * DTRAIN__KC / (job->k_step / job->isa->pair) / mr * mr;
-    if (job->m_most > 4 * DTRAIN__MC / mr * mr) job->m_most = 4 * DTRAIN__MC / mr * mr;
-}
-
-/* Cuts C. Of the grids that fit the buffers and give every thread the same number of rectangles it
- * takes the one with the least work per thread: a rectangle's multiplications and packing. */
-static void dtrain__gemm_cut(dtrain__gemm_job *job, int threads)
-{
-    int64_t m = job->args->m, n = job->args->n, mr = job->isa->mr, nr = job->isa->nr;
-    int64_t best = INT64_MAX, fewest = dtrain__gemm_ceil(m, job->m_most);
-    for (int64_t extra = 0; extra < threads; extra++) {
-        int64_t m_step = dtrain__gemm_round(dtrain__gemm_ceil(m, fewest + extra), mr);
-        int64_t rows = dtrain__gemm_ceil(m, m_step);
-        int64_t cols = dtrain__gemm_ceil(n, DTRAIN__NC);
-        while (rows * cols % threads && rows * cols < 8 * threads) cols++;
-        int64_t n_step = dtrain__gemm_round(dtrain__gemm_ceil(n, cols), nr);
-        cols = dtrain__gemm_ceil(n, n_step);
-        int64_t rounds = dtrain__gemm_ceil(rows * cols, threads);
-        int64_t cost = rounds * (m_step * n_step + job->isa->packing * (m_step + n_step));
-        if (cost >= best) continue;
-        best = cost;
-        job->m_step = m_step;
-        job->n_step = n_step;
-        job->rows = rows;
-        job->cols = cols;
-    }
-}
-
-/* Return the floats of scratch that a thread needs; partial: with sums that C cannot hold. */
-DTRAIN__PRIVATE int64_t dtrain__gemm_slot(bool partial)
-{
-    return DTRAIN__MC * DTRAIN__PITCH + DTRAIN__NR_MAX * DTRAIN__KC +
-           (partial ? DTRAIN__MC * DTRAIN__NC : 0);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__gemm_run(dtrain__cpu *cpu, const dtrain__gemm_call *product)
-{
-    const dtrain_gemm_args *args = product->args;
-    dtrain__gemm_job job;
-    dtrain__pool *pool = cpu->pool;
-    if (args->m <= 0 || args->n <= 0) return DTRAIN_OK;
-    memset(&job, 0, sizeof job);
-    job.args = args;
-    job.isa = product->isa;
-    job.a = product->a;
-    job.b = product->b;
-    job.c_rows = product->c_rows;
-    job.k = args->alpha == 0 || args->k < 0 ? 0 : args->k;
-    job.part_k = dtrain__gemm_ceil(job.k, product->parts);
-    job.parts = job.k ? dtrain__gemm_ceil(job.k, job.part_k) : 1;
-    dtrain__gemm_cut_k(&job);
-
-    /* Waking the others costs more than a quarter of a million multiply-adds. */
-    int64_t tiny = 1 << 18;
-    if (args->m * args->n <= tiny && args->m * args->n * job.k <= tiny) pool = NULL;
-    const int threads = pool ? pool->thread_count : 1;
-    dtrain__gemm_cut(&job, job.parts > 1 ? 1 : threads);
-    job.slot = dtrain__gemm_slot(job.needs_partial);
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, product->reserve + job.slot * threads, &job.memory));
-    job.memory += product->reserve;
-    dtrain__parallel(pool, dtrain__gemm_task, &job);
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_args *args)
-{
-    dtrain__gemm_call product;
-    memset(&product, 0, sizeof product);
-    product.args = args;
-    product.isa = cpu->isa;
-    if (cpu->pairs && args->a_dtype == DTRAIN_DTYPE_BF16 && args->b_dtype == DTRAIN_DTYPE_BF16)
-        product.isa = cpu->pairs;
-    product.a.data = args->a;
-    product.a.dtype = args->a_dtype;
-    product.a.ld = args->lda;
-    product.a.along_k = !(args->flags & DTRAIN_GEMM_TRANS_A);
-    product.b.data = args->b;
-    product.b.dtype = args->b_dtype;
-    product.b.ld = args->ldb;
-    product.b.along_k = (args->flags & DTRAIN_GEMM_TRANS_B) != 0;
-    product.parts = 1;
-    return dtrain__gemm_run(cpu, &product);
-}
-
-/* ================================================================================================
- * src/device/cpu/kernels.c
- * ==============================================================================================*/
-
-/* Kernels: how work is cut
- *
- *     launcher              checks what only it can see, cuts the work, wakes the pool
- *       -> dtrain__job        what is common to all threads of one kernel
- *         -> range function     the arithmetic on [begin, end), one per instruction set
- *
- * The bits of a result depend on the instruction set, never on the number of threads: a sum is
- * either taken by one thread alone (rows, columns, heads) or over chunks whose size follows from
- * the arguments, whose sums are then added in order. */
-
-/* The text of the kernels is compiled once per instruction set: the file with it is included with
- * DTRAIN__ISA set. (dtrain.h includes itself, and what such an inclusion sees is its last part.) */
-#ifndef DTRAIN__KERNEL_TEXT
-#define DTRAIN__KERNEL_TEXT "device/cpu/kernels/text.h"
 #endif
-#if defined(__aarch64__)
-#include <arm_neon.h>
-#endif
-#if DTRAIN__HAS_AVX512
-#define DTRAIN__ISA 3
-#include DTRAIN__KERNEL_TEXT
-#undef DTRAIN__ISA
-#endif
-#if DTRAIN__HAS_AVX2
-#define DTRAIN__ISA 2
-#include DTRAIN__KERNEL_TEXT
-#undef DTRAIN__ISA
-#endif
-#if DTRAIN__HAS_GENERIC
-#define DTRAIN__ISA 1
-#include DTRAIN__KERNEL_TEXT
-#undef DTRAIN__ISA
-#endif
-#if DTRAIN__HAS_SCALAR
-#define DTRAIN__ISA 0
-#include DTRAIN__KERNEL_TEXT
-#undef DTRAIN__ISA
-#endif
-
-/* Return an instance that this machine runs, number 0 the best; NULL: there are no more. With
- * DTRAIN_NATIVE the only one is that of the compiler's flags, which the whole program needs. */
-#if defined(DTRAIN_NATIVE)
-#define DTRAIN__RUNS(feature) true
-#else
-#define DTRAIN__RUNS(feature) __builtin_cpu_supports(feature)
-#endif
-DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_number(int number)
-{
-    int found = 0;
-#if DTRAIN__HAS_AVX512
-    if (DTRAIN__RUNS("avx512f") && DTRAIN__RUNS("avx512bw") && DTRAIN__RUNS("avx512vl") &&
-        DTRAIN__RUNS("avx512dq") && found++ == number)
-        return &dtrain__kernels_avx512;
-#endif
-#if DTRAIN__HAS_AVX2
-    if (DTRAIN__RUNS("avx2") && DTRAIN__RUNS("fma") && found++ == number)
-        return &dtrain__kernels_avx2; /* F16C came two generations earlier */
-#endif
-#if DTRAIN__HAS_GENERIC
-    if (found++ == number) return &dtrain__kernels_generic;
-#endif
-#if DTRAIN__HAS_SCALAR
-    if (found++ == number) return &dtrain__kernels_scalar;
-#endif
-    return NULL;
-}
-
-DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void)
-{
-    return dtrain__kernels_number(0);
-}
-
-/* Return NULL where products of bf16 are computed in fp32. */
-DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void)
-{
-#if DTRAIN__PAIRS
-    if (dtrain__kernels_select() == &dtrain__kernels_avx512 && dtrain__has_amx())
-        return &dtrain__isa_amx_avx512;
-#endif
-    return NULL;
-}
-
-/* Unsigned arithmetic: integers wrap, and overflow is defined. */
-#define DTRAIN__MIX_INTEGERS(name, U, S)                                                        \
-    static void name(const dtrain__mix_job *job)                                                \
-    {                                                                                           \
-        for (size_t at = 0; at < job->count; at++) {                                            \
-            U sum, x;                                                                           \
-            memcpy(&sum, job->in[0] + at * sizeof sum, sizeof sum);                             \
-            for (int i = 1; i < job->in_count; i++) {                                           \
-                memcpy(&x, job->in[i] + at * sizeof x, sizeof x);                               \
-                if (job->op == DTRAIN_REDUCE_SUM) sum += x;                                     \
-                else if (job->op == DTRAIN_REDUCE_PROD) sum *= x;                               \
-                else if (job->op == DTRAIN_REDUCE_MIN ? (S)x < (S)sum : (S)x > (S)sum) sum = x; \
-            }                                                                                   \
-            for (int i = 0; i < job->out_count; i++)                                            \
-                memcpy(job->out[i] + at * sizeof sum, &sum, sizeof sum);                        \
-        }                                                                                       \
-    }
-DTRAIN__MIX_INTEGERS(dtrain__mix_i32, uint32_t, int32_t)
-DTRAIN__MIX_INTEGERS(dtrain__mix_i64, uint64_t, int64_t)
-
-DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job)
-{
-    if (job->dtype == DTRAIN_DTYPE_I32) dtrain__mix_i32(job);
-    else if (job->dtype == DTRAIN_DTYPE_I64) dtrain__mix_i64(job);
-    else dtrain__kernels_select()->mix(job);
-}
 
 /* Restore how the host rounds a * b + c, see core/platform_internal.h. */
 #if defined(__clang__)
@@ -36961,7 +37016,7 @@ DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job)
 #define DTRAIN__GLUE(name, suffix) DTRAIN__GLUE2(name, suffix)
 #define DTRAIN__K(name) DTRAIN__GLUE(name, DTRAIN__SUFFIX)
 #define DTRAIN__HELPER static inline __attribute__((always_inline, unused)) DTRAIN__ON
-#define DTRAIN__ROUTINE static DTRAIN__ON
+#define DTRAIN__ROUTINE static __attribute__((unused)) DTRAIN__ON
 #define DTRAIN__KERNEL(name)                                                            \
     DTRAIN__ROUTINE void DTRAIN__K(name)(dtrain__job * job, int64_t begin, int64_t end, \
                                          DTRAIN__UNUSED int index)
@@ -37393,6 +37448,83 @@ DTRAIN__HELPER const float *DTRAIN__K(widened)(const void *p, dtrain_dtype dtype
 }
 
 /* ================================================================================================
+ * src/device/cpu/kernels/activation.h
+ * ==============================================================================================*/
+
+/* Activations, and what follows a product: bias, activation, and their gradients */
+
+/* Compute value / (1 + e^-x): sigmoid with a value of 1, SiLU with x. vexp stops at e^88, so the
+ * divisor is finite. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(vgated)(dtrain__v value, dtrain__v x)
+{
+    return value / (dtrain__vset(1.0f) + dtrain__vexp(-x));
+}
+
+/* Compute the derivative of SiLU. With q = e^-x and s = 1 / (1 + q) that of x s is
+ * s + x s (1 - s) = s (1 + x q s). Below -80, where x is clamped, it is less than 1e-32. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(vsilu_slope)(dtrain__v x)
+{
+    x = dtrain__vmax(dtrain__vset(-80.0f), x);
+    const dtrain__v one = dtrain__vset(1.0f), q = dtrain__vexp(-x), s = one / (one + q);
+    return s * dtrain__vfma(x, q * s, one);
+}
+
+DTRAIN__HELPER dtrain__v DTRAIN__K(vactivate)(uint32_t activation, dtrain__v x)
+{
+    if (activation == DTRAIN_ACTIVATION_GELU) return DTRAIN__K(vgelu)(x);
+    if (activation == DTRAIN_ACTIVATION_RELU) return dtrain__vmax(dtrain__vset(0), x);
+    if (activation == DTRAIN_ACTIVATION_SILU) return DTRAIN__K(vgated)(x, x);
+    return x;
+}
+
+/* Compute d_out * act'(x); the slope of relu at 0 is 0. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(vdeactivate)(uint32_t activation, dtrain__v x, dtrain__v d_out)
+{
+    if (activation == DTRAIN_ACTIVATION_GELU) return d_out * DTRAIN__K(vgelu_slope)(x);
+    if (activation == DTRAIN_ACTIVATION_RELU)
+        return dtrain__vkeep(d_out, DTRAIN__K(vless)(dtrain__vset(0), x));
+    if (activation == DTRAIN_ACTIVATION_SILU) return d_out * DTRAIN__K(vsilu_slope)(x);
+    return d_out;
+}
+
+/* Range: columns, so that each column's sum is one chain over all rows. Row by row, with the sums
+ * in L1: several rows at once would save a few loads but walk addresses that share a cache set. */
+DTRAIN__KERNEL_AS(activation_backward)
+{
+    const dtrain_activation_backward_args *a = (const dtrain_activation_backward_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
+    const bool store = a->activation != DTRAIN_ACTIVATION_NONE || a->d_in != a->d_out;
+    if (a->d_bias && !a->accumulate)
+        memset(a->d_bias + begin, 0, (size_t)(end - begin) * sizeof *a->d_bias);
+    for (int64_t row = 0; row < a->rows; row++)
+        for (int64_t j = begin; j < end; j += DTRAIN__W) {
+            const int64_t at = row * a->n + j, n = end - j;
+            dtrain__v d = dtrain__vload_as(a->d_out, dtype, at, n);
+            if (a->activation != DTRAIN_ACTIVATION_NONE)
+                d = DTRAIN__K(vdeactivate)(a->activation, dtrain__vload_as(a->x, dtype, at, n), d);
+            if (store) dtrain__vstore_as(a->d_in, dtype, at, d, n);
+            if (a->d_bias)
+                dtrain__vstore_n(a->d_bias + j, dtrain__vload_n(a->d_bias + j, n) + d, n);
+        }
+}
+
+/* Range: rows of C. What a foreign GEMM leaves to do: bias, aux, activation. */
+DTRAIN__KERNEL(activate)
+{
+    const dtrain_gemm_args *a = (const dtrain_gemm_args *)job->args;
+    for (int64_t row = begin; row < end; row++) {
+        float *c = (float *)a->c + row * a->ldc;
+        for (int64_t j = 0; j < a->n; j += DTRAIN__W) {
+            const int64_t n = a->n - j;
+            dtrain__v x = dtrain__vload_n(c + j, n);
+            if (a->bias) x += dtrain__vload_n(a->bias + j, n);
+            if (a->aux) dtrain__vstore_n((float *)a->aux + row * a->ldc + j, x, n);
+            dtrain__vstore_n(c + j, DTRAIN__K(vactivate)(a->activation, x), n);
+        }
+    }
+}
+
+/* ================================================================================================
  * src/device/cpu/kernels/elementwise.h
  * ==============================================================================================*/
 
@@ -37685,745 +37817,6 @@ DTRAIN__KERNEL(dropout)
             dtrain__vstore_as(a->y, a->dtype, i + j, kept, n);
         }
     }
-}
-
-/* ================================================================================================
- * src/device/cpu/kernels/layernorm.h
- * ==============================================================================================*/
-
-/* Layer normalisation, and that by the root mean square, whose mean is 0
- *
- * A row stays in L1 between its passes: memory is read once and written once. */
-
-/* Four accumulators, because one would wait for itself. */
-DTRAIN__HELPER float DTRAIN__K(row_sum)(const float *x, int64_t n)
-{
-    dtrain__v a = dtrain__vset(0), b = a, c = a, d = a;
-    int64_t i = 0;
-    for (; i + 4 * DTRAIN__W <= n; i += 4 * DTRAIN__W) {
-        a += dtrain__vload(x + i);
-        b += dtrain__vload(x + i + DTRAIN__W);
-        c += dtrain__vload(x + i + 2 * DTRAIN__W);
-        d += dtrain__vload(x + i + 3 * DTRAIN__W);
-    }
-    for (; i < n; i += DTRAIN__W) a += dtrain__vload_n(x + i, n - i);
-    return dtrain__vsum((a + b) + (c + d));
-}
-
-/* Sum of (x - mean)^2. */
-DTRAIN__HELPER float DTRAIN__K(row_spread)(const float *x, int64_t n, float mean)
-{
-    const dtrain__v m = dtrain__vset(mean);
-    dtrain__v a = dtrain__vset(0), b = a, c = a, d = a;
-    int64_t i = 0;
-    for (; i + 4 * DTRAIN__W <= n; i += 4 * DTRAIN__W) {
-        const dtrain__v e = dtrain__vload(x + i) - m, f = dtrain__vload(x + i + DTRAIN__W) - m;
-        const dtrain__v g = dtrain__vload(x + i + 2 * DTRAIN__W) - m;
-        const dtrain__v h = dtrain__vload(x + i + 3 * DTRAIN__W) - m;
-        a = dtrain__vfma(e, e, a);
-        b = dtrain__vfma(f, f, b);
-        c = dtrain__vfma(g, g, c);
-        d = dtrain__vfma(h, h, d);
-    }
-    for (; i < n; i += DTRAIN__W) {
-        const dtrain__v e = DTRAIN__K(vfirst)(dtrain__vload_n(x + i, n - i) - m, n - i);
-        a = dtrain__vfma(e, e, a);
-    }
-    return dtrain__vsum((a + b) + (c + d));
-}
-
-/* One row of x, or of x + residual, which becomes sum too, as fp32. `buffer` holds it where the sum
- * is rounded for storage: the mean is that of the unrounded row. */
-DTRAIN__ROUTINE const float *DTRAIN__K(row_open)(const dtrain_layernorm_args *a, int64_t row,
-                                                 float *buffer)
-{
-    const int64_t first = row * a->n;
-    if (!a->residual) return DTRAIN__K(widened)(a->x, a->x_dtype, first, a->n, buffer);
-    for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-        const int64_t at = first + i, n = a->n - i;
-        const dtrain__v sum = dtrain__vload_as(a->x, a->x_dtype, at, n) +
-                              dtrain__vload_as(a->residual, a->y_dtype, at, n);
-        dtrain__vstore(buffer + i, sum);
-        dtrain__vstore_as(a->sum, a->x_dtype, at, sum, n);
-    }
-    return buffer;
-}
-
-DTRAIN__KERNEL_AS(layernorm)
-{
-    const dtrain_layernorm_args *a = (const dtrain_layernorm_args *)job->args;
-    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
-    for (int64_t row = begin; row < end; row++) {
-        const float *x = DTRAIN__K(row_open)(a, row, job->scratch + index * job->slot);
-        const float mean = a->mean ? DTRAIN__K(row_sum)(x, a->n) / (float)a->n : 0;
-        const float variance = DTRAIN__K(row_spread)(x, a->n, mean) / (float)a->n;
-        const float rstd = 1 / sqrtf(variance + a->epsilon);
-        const dtrain__v m = dtrain__vset(mean), r = dtrain__vset(rstd);
-        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-            const int64_t n = a->n - i;
-            const dtrain__v normal = (dtrain__vload_n(x + i, n) - m) * r;
-            __builtin_prefetch(x + a->n + i); /* the next row, while this one keeps the core busy */
-            const dtrain__v bias = a->bias ? dtrain__vload_n(a->bias + i, n) : dtrain__vset(0);
-            dtrain__vstore_as(a->y, y_dtype, row * a->n + i,
-                              dtrain__vfma(normal, dtrain__vload_n(a->weight + i, n), bias), n);
-        }
-        if (a->mean) a->mean[row] = mean;
-        a->rstd[row] = rstd;
-    }
-}
-
-/* With h = (x - mean) rstd and g = d_y weight (Ba et al., 2016):
- *     d_weight += d_y h      d_bias += d_y      d_x = rstd (g - mean(g) - h mean(g h))
- * Where the mean is no function of x, mean(g) drops out.
- * First pass over a row: the two means and the parameter sums of this chunk of rows (n floats each,
- * in L1 or L2). Second pass: d_x. */
-DTRAIN__HELPER void DTRAIN__K(layernorm_sums)(const dtrain_layernorm_backward_args *a, int64_t row,
-                                              dtrain_dtype x_dtype, dtrain_dtype y_dtype,
-                                              float *weight_sum, float means[2])
-{
-    const int64_t first = row * a->n;
-    const void *x = a->x, *d_y = a->d_y;
-    const dtrain__v m = dtrain__vset(a->mean ? a->mean[row] : 0);
-    const dtrain__v r = dtrain__vset(a->rstd[row]);
-    float *bias_sum = weight_sum + a->n;
-    dtrain__v g_sum = dtrain__vset(0), gh_sum = g_sum;
-    for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-        const int64_t n = a->n - i;
-        const dtrain__v d = dtrain__vload_as(d_y, y_dtype, first + i, n);
-        const dtrain__v h = (dtrain__vload_as(x, x_dtype, first + i, n) - m) * r;
-        const dtrain__v g = d * dtrain__vload_n(a->weight + i, n);
-        g_sum += g;
-        gh_sum = dtrain__vfma(g, h, gh_sum);
-        dtrain__vstore_n(weight_sum + i, dtrain__vfma(d, h, dtrain__vload_n(weight_sum + i, n)), n);
-        dtrain__vstore_n(bias_sum + i, dtrain__vload_n(bias_sum + i, n) + d, n);
-    }
-    means[0] = a->mean ? dtrain__vsum(g_sum) / (float)a->n : 0;
-    means[1] = dtrain__vsum(gh_sum) / (float)a->n;
-}
-
-DTRAIN__HELPER void DTRAIN__K(layernorm_slope)(const dtrain_layernorm_backward_args *a, int64_t row,
-                                               dtrain_dtype x_dtype, dtrain_dtype y_dtype,
-                                               const float means[2])
-{
-    const int64_t first = row * a->n;
-    const void *x = a->x, *d_y = a->d_y;
-    void *d_x = a->d_x, *d_residual = a->d_residual;
-    const dtrain__v m = dtrain__vset(a->mean ? a->mean[row] : 0);
-    const dtrain__v r = dtrain__vset(a->rstd[row]);
-    const dtrain__v g_mean = dtrain__vset(means[0]), gh_mean = dtrain__vset(means[1]);
-    for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-        const int64_t n = a->n - i;
-        const dtrain__v h = (dtrain__vload_as(x, x_dtype, first + i, n) - m) * r;
-        const dtrain__v g =
-            dtrain__vload_as(d_y, y_dtype, first + i, n) * dtrain__vload_n(a->weight + i, n);
-        dtrain__v slope = r * (g - g_mean - h * gh_mean);
-        if (a->accumulate_x) slope += dtrain__vload_as(d_x, x_dtype, first + i, n);
-        dtrain__vstore_as(d_x, x_dtype, first + i, slope, n);
-        if (d_residual) dtrain__vstore_as(d_residual, y_dtype, first + i, slope, n);
-    }
-}
-
-/* Range: chunks of job->chunk rows; chunk c leaves its sums in scratch[2 n c ...]. */
-DTRAIN__KERNEL_AS(layernorm_backward)
-{
-    const dtrain_layernorm_backward_args *a = (const dtrain_layernorm_backward_args *)job->args;
-    const dtrain_dtype x_dtype = f32 ? DTRAIN_DTYPE_F32 : a->x_dtype;
-    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
-    float means[2];
-    for (int64_t chunk = begin; chunk < end; chunk++) {
-        const int64_t first = chunk * job->chunk;
-        const int64_t last = first + job->chunk < a->rows ? first + job->chunk : a->rows;
-        float *sums = job->scratch + chunk * 2 * a->n;
-        memset(sums, 0, (size_t)(2 * a->n) * sizeof *sums);
-        for (int64_t row = first; row < last; row++) {
-            DTRAIN__K(layernorm_sums)(a, row, x_dtype, y_dtype, sums, means);
-            if (a->d_x) DTRAIN__K(layernorm_slope)(a, row, x_dtype, y_dtype, means);
-        }
-    }
-}
-
-/* Range: columns. Adds the chunks' sums up in order; job->total chunks. */
-DTRAIN__KERNEL(layernorm_params)
-{
-    const dtrain_layernorm_backward_args *a = (const dtrain_layernorm_backward_args *)job->args;
-    float *const out[2] = {a->d_weight, a->d_bias};
-    for (int which = 0; which < 2; which++) {
-        if (!out[which]) continue;
-        for (int64_t i = begin; i < end; i += DTRAIN__W) {
-            const int64_t n = end - i;
-            const float *sums = job->scratch + which * a->n + i;
-            dtrain__v sum = dtrain__vset(0);
-            for (int64_t chunk = 0; chunk < job->chunk_count; chunk++, sums += 2 * a->n)
-                sum += dtrain__vload_n(sums, n);
-            if (a->accumulate_params) sum += dtrain__vload_n(out[which] + i, n);
-            dtrain__vstore_n(out[which] + i, sum, n);
-        }
-    }
-}
-
-/* ================================================================================================
- * src/device/cpu/kernels/pointwise.h
- * ==============================================================================================*/
-
-/* Functions of single elements: activations, gated products, losses
- *
- * Two reads and a write of an element forward, at most five of them backward: bandwidth is the
- * limit, but for the logarithm of the logistic loss, which is taken element by element. */
-
-/* ---- Activations ------------------------------------------------------------------------------*/
-
-/* Compute value / (1 + e^-x): sigmoid with a value of 1, SiLU with x. vexp stops at e^88, so the
- * divisor is finite. */
-DTRAIN__HELPER dtrain__v DTRAIN__K(vgated)(dtrain__v value, dtrain__v x)
-{
-    return value / (dtrain__vset(1.0f) + dtrain__vexp(-x));
-}
-
-/* Compute the derivative of SiLU. With q = e^-x and s = 1 / (1 + q) that of x s is
- * s + x s (1 - s) = s (1 + x q s). Below -80, where x is clamped, it is less than 1e-32. */
-DTRAIN__HELPER dtrain__v DTRAIN__K(vsilu_slope)(dtrain__v x)
-{
-    x = dtrain__vmax(dtrain__vset(-80.0f), x);
-    const dtrain__v one = dtrain__vset(1.0f), q = dtrain__vexp(-x), s = one / (one + q);
-    return s * dtrain__vfma(x, q * s, one);
-}
-
-DTRAIN__HELPER dtrain__v DTRAIN__K(vactivate)(uint32_t activation, dtrain__v x)
-{
-    if (activation == DTRAIN_ACTIVATION_GELU) return DTRAIN__K(vgelu)(x);
-    if (activation == DTRAIN_ACTIVATION_RELU) return dtrain__vmax(dtrain__vset(0), x);
-    if (activation == DTRAIN_ACTIVATION_SILU) return DTRAIN__K(vgated)(x, x);
-    return x;
-}
-
-/* Compute d_out * act'(x); the slope of relu at 0 is 0. */
-DTRAIN__HELPER dtrain__v DTRAIN__K(vdeactivate)(uint32_t activation, dtrain__v x, dtrain__v d_out)
-{
-    if (activation == DTRAIN_ACTIVATION_GELU) return d_out * DTRAIN__K(vgelu_slope)(x);
-    if (activation == DTRAIN_ACTIVATION_RELU)
-        return dtrain__vkeep(d_out, DTRAIN__K(vless)(dtrain__vset(0), x));
-    if (activation == DTRAIN_ACTIVATION_SILU) return d_out * DTRAIN__K(vsilu_slope)(x);
-    return d_out;
-}
-
-/* ---- Functions of two elements ------------------------------------------------------------------
- *
- *     f                        df/dx                    df/d other
- *     x other                  other                    x
- *     silu(x) other            silu'(x) other           silu(x)
- *     (x - other)^2            2 (x - other)            -2 (x - other)
- *     logistic loss            sigmoid(x) - other       -x */
-
-/* Compute max(x, 0) - x other + log(1 + e^-|x|): no exponential of a positive number, so none
- * overflows. */
-DTRAIN__HELPER dtrain__v DTRAIN__K(vlogistic_loss)(dtrain__v x, dtrain__v other)
-{
-    const dtrain__v size = dtrain__vfrombits(dtrain__vbits(x) & dtrain__viset(INT32_MAX));
-    dtrain__v small = dtrain__vexp(-size);
-    for (int lane = 0; lane < DTRAIN__W; lane++) small[lane] = log1pf(small[lane]);
-    return (dtrain__vmax(dtrain__vset(0), x) - x * other) + small;
-}
-
-DTRAIN__HELPER dtrain__v DTRAIN__K(vpointwise)(uint32_t kind, dtrain__v x, dtrain__v other)
-{
-    if (kind == DTRAIN_POINTWISE_MULTIPLY) return x * other;
-    if (kind == DTRAIN_POINTWISE_SWIGLU) return DTRAIN__K(vgated)(x, x) * other;
-    if (kind == DTRAIN_POINTWISE_SQUARED_ERROR) return (x - other) * (x - other);
-    if (kind == DTRAIN_POINTWISE_LOGISTIC_LOSS) return DTRAIN__K(vlogistic_loss)(x, other);
-    return DTRAIN__K(vactivate)(kind, x);
-}
-
-DTRAIN__HELPER dtrain__v DTRAIN__K(vslope_x)(uint32_t kind, dtrain__v x, dtrain__v other,
-                                             dtrain__v d_y)
-{
-    if (kind == DTRAIN_POINTWISE_MULTIPLY) return d_y * other;
-    if (kind == DTRAIN_POINTWISE_SWIGLU) return d_y * other * DTRAIN__K(vsilu_slope)(x);
-    if (kind == DTRAIN_POINTWISE_SQUARED_ERROR) return d_y * (dtrain__vset(2) * (x - other));
-    if (kind == DTRAIN_POINTWISE_LOGISTIC_LOSS)
-        return d_y * (DTRAIN__K(vgated)(dtrain__vset(1), x) - other);
-    return DTRAIN__K(vdeactivate)(kind, x, d_y);
-}
-
-DTRAIN__HELPER dtrain__v DTRAIN__K(vslope_other)(uint32_t kind, dtrain__v x, dtrain__v other,
-                                                 dtrain__v d_y)
-{
-    if (kind == DTRAIN_POINTWISE_MULTIPLY) return d_y * x;
-    if (kind == DTRAIN_POINTWISE_SWIGLU) return d_y * DTRAIN__K(vgated)(x, x);
-    if (kind == DTRAIN_POINTWISE_SQUARED_ERROR) return d_y * (dtrain__vset(2) * (other - x));
-    return -d_y * x;
-}
-
-DTRAIN__KERNEL_AS(pointwise)
-{
-    const dtrain_pointwise_args *a = (const dtrain_pointwise_args *)job->args;
-    const dtrain_dtype x_dtype = f32 ? DTRAIN_DTYPE_F32 : a->x_dtype;
-    const dtrain_dtype other_dtype = f32 ? DTRAIN_DTYPE_F32 : a->other_dtype;
-    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
-    for (int64_t i = begin; i < end; i += DTRAIN__W) {
-        const int64_t n = end - i;
-        const dtrain__v x = dtrain__vload_as(a->x, x_dtype, i, n);
-        dtrain__v other = x;
-        if (a->other) other = dtrain__vload_as(a->other, other_dtype, i, n);
-        dtrain__vstore_as(a->y, y_dtype, i, DTRAIN__K(vpointwise)(a->kind, x, other), n);
-    }
-}
-
-DTRAIN__KERNEL_AS(pointwise_backward)
-{
-    const dtrain_pointwise_backward_args *a = (const dtrain_pointwise_backward_args *)job->args;
-    const dtrain_dtype x_dtype = f32 ? DTRAIN_DTYPE_F32 : a->x_dtype;
-    const dtrain_dtype other_dtype = f32 ? DTRAIN_DTYPE_F32 : a->other_dtype;
-    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
-    for (int64_t i = begin; i < end; i += DTRAIN__W) {
-        const int64_t n = end - i;
-        const dtrain__v x = dtrain__vload_as(a->x, x_dtype, i, n);
-        const dtrain__v d_y = dtrain__vload_as(a->d_y, y_dtype, i, n);
-        dtrain__v other = x;
-        if (a->other) other = dtrain__vload_as(a->other, other_dtype, i, n);
-        if (a->d_x) {
-            dtrain__v d = DTRAIN__K(vslope_x)(a->kind, x, other, d_y);
-            if (a->accumulate_x) d += dtrain__vload_as(a->d_x, x_dtype, i, n);
-            dtrain__vstore_as(a->d_x, x_dtype, i, d, n);
-        }
-        if (a->d_other) {
-            dtrain__v d = DTRAIN__K(vslope_other)(a->kind, x, other, d_y);
-            if (a->accumulate_other) d += dtrain__vload_as(a->d_other, other_dtype, i, n);
-            dtrain__vstore_as(a->d_other, other_dtype, i, d, n);
-        }
-    }
-}
-
-/* ================================================================================================
- * src/device/cpu/kernels/tokens.h
- * ==============================================================================================*/
-
-/* What follows a product; embedding, cross-entropy. */
-
-/* Range: columns, so that each column's sum is one chain over all rows. Row by row, with the sums
- * in L1: several rows at once would save a few loads but walk addresses that share a cache set. */
-DTRAIN__KERNEL_AS(activation_backward)
-{
-    const dtrain_activation_backward_args *a = (const dtrain_activation_backward_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
-    const bool store = a->activation != DTRAIN_ACTIVATION_NONE || a->d_in != a->d_out;
-    if (a->d_bias && !a->accumulate)
-        memset(a->d_bias + begin, 0, (size_t)(end - begin) * sizeof *a->d_bias);
-    for (int64_t row = 0; row < a->rows; row++)
-        for (int64_t j = begin; j < end; j += DTRAIN__W) {
-            const int64_t at = row * a->n + j, n = end - j;
-            dtrain__v d = dtrain__vload_as(a->d_out, dtype, at, n);
-            if (a->activation != DTRAIN_ACTIVATION_NONE)
-                d = DTRAIN__K(vdeactivate)(a->activation, dtrain__vload_as(a->x, dtype, at, n), d);
-            if (store) dtrain__vstore_as(a->d_in, dtype, at, d, n);
-            if (a->d_bias)
-                dtrain__vstore_n(a->d_bias + j, dtrain__vload_n(a->d_bias + j, n) + d, n);
-        }
-}
-
-/* Range: rows of C. What a foreign GEMM leaves to do: bias, aux, activation. */
-DTRAIN__KERNEL(activate)
-{
-    const dtrain_gemm_args *a = (const dtrain_gemm_args *)job->args;
-    for (int64_t row = begin; row < end; row++) {
-        float *c = (float *)a->c + row * a->ldc;
-        for (int64_t j = 0; j < a->n; j += DTRAIN__W) {
-            const int64_t n = a->n - j;
-            dtrain__v x = dtrain__vload_n(c + j, n);
-            if (a->bias) x += dtrain__vload_n(a->bias + j, n);
-            if (a->aux) dtrain__vstore_n((float *)a->aux + row * a->ldc + j, x, n);
-            dtrain__vstore_n(c + j, DTRAIN__K(vactivate)(a->activation, x), n);
-        }
-    }
-}
-
-/* ---- Embedding --------------------------------------------------------------------------------*/
-
-DTRAIN__KERNEL(embedding)
-{
-    const dtrain_embedding_args *a = (const dtrain_embedding_args *)job->args;
-    for (int64_t row = begin; row < end; row++) {
-        const float *token = a->wte + a->tokens[row] * a->n;
-        const float *place = a->wpe ? a->wpe + row % a->sequence * a->n : NULL;
-        for (int64_t j = 0; j < a->n; j += DTRAIN__W) {
-            const int64_t n = a->n - j;
-            dtrain__v v = dtrain__vload_n(token + j, n);
-            if (place) v += dtrain__vload_n(place + j, n);
-            dtrain__vstore_as(a->y, a->dtype, row * a->n + j, v, n);
-        }
-    }
-}
-
-/* Range: columns. Each thread walks all rows, so two tokens that are equal meet in row order. */
-DTRAIN__KERNEL(embedding_backward)
-{
-    const dtrain_embedding_backward_args *a = (const dtrain_embedding_backward_args *)job->args;
-    for (int64_t row = 0; row < a->rows; row++) {
-        float *token = a->d_wte ? a->d_wte + a->tokens[row] * a->n : NULL;
-        float *place = a->d_wpe ? a->d_wpe + row % a->sequence * a->n : NULL;
-        for (int64_t j = begin; j < end; j += DTRAIN__W) {
-            const int64_t n = end - j;
-            const dtrain__v d = dtrain__vload_as(a->d_y, a->dtype, row * a->n + j, n);
-            if (token) dtrain__vstore_n(token + j, dtrain__vload_n(token + j, n) + d, n);
-            if (place) dtrain__vstore_n(place + j, dtrain__vload_n(place + j, n) + d, n);
-        }
-    }
-}
-
-/* ---- Cross-entropy ------------------------------------------------------------------------------
- *
- * A row of logits (200 KB for GPT-2) is read from memory once: blocks of 2048 stay in L1 for their
- * maximum and their sum of exponentials; a new maximum rescales the sum so far. One exp per
- * logit. */
-
-enum { DTRAIN__K(LOGITS) = 2048 };
-
-/* Maximum of count floats, not below `top`. */
-DTRAIN__ROUTINE float DTRAIN__K(row_top)(const float *x, int64_t count, float top)
-{
-    dtrain__v a = dtrain__vset(top), b = a;
-    int64_t i = 0;
-    for (; i + 2 * DTRAIN__W <= count; i += 2 * DTRAIN__W) {
-        a = dtrain__vmax(dtrain__vload(x + i), a);
-        b = dtrain__vmax(dtrain__vload(x + i + DTRAIN__W), b);
-    }
-    top = DTRAIN__K(vtop)(dtrain__vmax(a, b));
-    for (; i < count; i++) top = x[i] > top ? x[i] : top;
-    return top;
-}
-
-DTRAIN__ROUTINE float DTRAIN__K(row_exp_sum)(const float *x, int64_t count, float top)
-{
-    const dtrain__v t = dtrain__vset(top);
-    dtrain__v a = dtrain__vset(0), b = a;
-    int64_t i = 0;
-    for (; i + 2 * DTRAIN__W <= count; i += 2 * DTRAIN__W) {
-        a += dtrain__vexp(dtrain__vload(x + i) - t);
-        b += dtrain__vexp(dtrain__vload(x + i + DTRAIN__W) - t);
-    }
-    for (; i < count; i += DTRAIN__W) {
-        const int64_t n = count - i;
-        a += DTRAIN__K(vfirst)(dtrain__vexp(dtrain__vload_n(x + i, n) - t), n);
-    }
-    return dtrain__vsum(a + b);
-}
-
-DTRAIN__KERNEL(cross_entropy)
-{
-    const dtrain_cross_entropy_args *a = (const dtrain_cross_entropy_args *)job->args;
-    const int64_t classes = a->classes ? a->classes : a->n;
-    for (int64_t row = begin; row < end; row++) {
-        double sum = 0, logits_sum = 0;
-        float top = -FLT_MAX, buffer[DTRAIN__K(LOGITS)];
-        if (a->targets[row] == -1) {
-            a->loss[row] = a->lse[row] = 0;
-            continue;
-        }
-        for (int64_t i = 0; i < classes; i += DTRAIN__K(LOGITS)) {
-            const int64_t left = classes - i, most = DTRAIN__K(LOGITS);
-            const int64_t count = left < most ? left : most;
-            const float *x = DTRAIN__K(widened)(a->logits, a->dtype, row * a->n + i, count, buffer);
-            const float higher = DTRAIN__K(row_top)(x, count, top);
-            if (higher > top) sum *= exp((double)top - (double)higher);
-            top = higher;
-            sum += (double)DTRAIN__K(row_exp_sum)(x, count, top);
-            if (a->smoothing > 0) logits_sum += (double)DTRAIN__K(row_sum)(x, count);
-        }
-        const double lse = (double)top + log(sum);
-        a->lse[row] = (float)lse;
-        const int64_t at = row * a->n + a->targets[row];
-        const double wanted = (double)DTRAIN__K(widened)(a->logits, a->dtype, at, 1, buffer)[0];
-        const double smoothing = (double)a->smoothing;
-        a->loss[row] =
-            (float)(lse - (1 - smoothing) * wanted - smoothing * logits_sum / (double)classes);
-    }
-}
-
-DTRAIN__KERNEL_AS(cross_entropy_backward)
-{
-    const dtrain_cross_entropy_backward_args *a =
-        (const dtrain_cross_entropy_backward_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
-    const float factor = a->upstream ? a->scale * a->upstream[0] : a->scale;
-    const int64_t classes = a->classes ? a->classes : a->n;
-    const dtrain__v scale = dtrain__vset(factor);
-    const dtrain__v one_hot = dtrain__vset(factor * (1 - a->smoothing));
-    const dtrain__v uniform = dtrain__vset(factor * a->smoothing / (float)classes);
-    for (int64_t row = begin; row < end; row++) {
-        const dtrain__v lse = dtrain__vset(a->lse[row]);
-        const int64_t first = row * a->n, target = first + a->targets[row];
-        const bool ignored = a->targets[row] == -1;
-        for (int64_t i = ignored ? 0 : classes; i < a->n; i += DTRAIN__W)
-            dtrain__vstore_as(a->d_logits, dtype, first + i, dtrain__vset(0), a->n - i);
-        if (ignored) continue;
-        /* The target's element is read before d_logits, which may be logits, is written. */
-        const dtrain__v wanted = dtrain__vload_as(a->logits, dtype, target, 1);
-        for (int64_t i = 0; i < classes; i += DTRAIN__W) {
-            const int64_t n = classes - i;
-            const dtrain__v x = dtrain__vload_as(a->logits, dtype, first + i, n);
-            dtrain__vstore_as(a->d_logits, dtype, first + i,
-                              dtrain__vexp(x - lse) * scale - uniform, n);
-        }
-        dtrain__vstore_as(a->d_logits, dtype, target,
-                          dtrain__vexp(wanted - lse) * scale - uniform - one_hot, 1);
-    }
-}
-
-/* ================================================================================================
- * src/device/cpu/kernels/rows.h
- * ==============================================================================================*/
-
-/* Rows of activations: softmax, rotary embedding, permuted axes
- *
- * Bandwidth is the limit: a row stays in L1 between the passes of a softmax, and sine and cosine of
- * a position serve all heads of all sequences. */
-
-DTRAIN__KERNEL(softmax)
-{
-    const dtrain_softmax_args *a = (const dtrain_softmax_args *)job->args;
-    float *buffer = job->scratch + index * job->slot;
-    for (int64_t row = begin; row < end; row++) {
-        const float *x = DTRAIN__K(widened)(a->x, a->dtype, row * a->n, a->n, buffer);
-        const float top = DTRAIN__K(row_top)(x, a->n, -FLT_MAX);
-        const dtrain__v t = dtrain__vset(top);
-        const dtrain__v inverse = dtrain__vset(1 / DTRAIN__K(row_exp_sum)(x, a->n, top));
-        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-            const int64_t n = a->n - i;
-            dtrain__vstore_as(a->y, a->dtype, row * a->n + i,
-                              dtrain__vexp(dtrain__vload_n(x + i, n) - t) * inverse, n);
-        }
-    }
-}
-
-DTRAIN__KERNEL(softmax_backward)
-{
-    const dtrain_softmax_backward_args *a = (const dtrain_softmax_backward_args *)job->args;
-    for (int64_t row = begin; row < end; row++) {
-        const int64_t first = row * a->n;
-        dtrain__v sum = dtrain__vset(0);
-        for (int64_t i = 0; i < a->n; i += DTRAIN__W)
-            sum = dtrain__vfma(dtrain__vload_as(a->y, a->dtype, first + i, a->n - i),
-                               dtrain__vload_as(a->d_y, a->dtype, first + i, a->n - i), sum);
-        const dtrain__v dot = dtrain__vset(dtrain__vsum(sum));
-        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-            const int64_t at = first + i, n = a->n - i;
-            dtrain__v d = dtrain__vload_as(a->y, a->dtype, at, n) *
-                          (dtrain__vload_as(a->d_y, a->dtype, at, n) - dot);
-            if (a->accumulate) d += dtrain__vload_as(a->d_x, a->dtype, at, n);
-            dtrain__vstore_as(a->d_x, a->dtype, at, d, n);
-        }
-    }
-}
-
-/* ---- Rotary embedding -------------------------------------------------------------------------*/
-
-/* Turn the pairs of one head, the element at `at` and the one `half` behind it and so on. */
-DTRAIN__HELPER void DTRAIN__K(turn_head)(const dtrain_rotary_args *a, int64_t at, int64_t half,
-                                         const float *cosines, const float *sines)
-{
-    for (int64_t i = 0; i < half; i += DTRAIN__W) {
-        const int64_t low = at + i, high = low + half, n = half - i;
-        const dtrain__v c = dtrain__vload_n(cosines + i, n), s = dtrain__vload_n(sines + i, n);
-        const dtrain__v x1 = dtrain__vload_as(a->x, a->dtype, low, n);
-        const dtrain__v x2 = dtrain__vload_as(a->x, a->dtype, high, n);
-        dtrain__v y1 = x1 * c - x2 * s, y2 = x2 * c + x1 * s;
-        if (a->accumulate) {
-            y1 += dtrain__vload_as(a->y, a->dtype, low, n);
-            y2 += dtrain__vload_as(a->y, a->dtype, high, n);
-        }
-        dtrain__vstore_as(a->y, a->dtype, low, y1, n);
-        dtrain__vstore_as(a->y, a->dtype, high, y2, n);
-    }
-}
-
-/* Range: positions. The angles are taken in double: at position 10000 an angle in fp32 is off by
- * 1e-3. */
-DTRAIN__KERNEL(rotary)
-{
-    const dtrain_rotary_args *a = (const dtrain_rotary_args *)job->args;
-    const int64_t half = a->d / 2, width = a->heads * a->d, turned = a->rotated * a->d;
-    float *cosines = job->scratch + index * job->slot, *sines = cosines + half;
-    const double ratio = pow((double)a->theta, -2.0 / (double)a->d);
-    for (int64_t position = begin; position < end; position++) {
-        double angle = (double)position;
-        for (int64_t i = 0; i < half; i++, angle *= ratio) {
-            cosines[i] = (float)cos(angle);
-            sines[i] = (float)(a->inverse ? -sin(angle) : sin(angle));
-        }
-        for (int64_t row = position; row < a->rows; row += a->sequence) {
-            const int64_t first = row * width;
-            for (int64_t at = 0; at < turned; at += a->d)
-                DTRAIN__K(turn_head)(a, first + at, half, cosines, sines);
-            for (int64_t at = turned; at < width; at += DTRAIN__W) {
-                const int64_t n = width - at;
-                dtrain__v x = dtrain__vload_as(a->x, a->dtype, first + at, n);
-                if (a->accumulate) x += dtrain__vload_as(a->y, a->dtype, first + at, n);
-                dtrain__vstore_as(a->y, a->dtype, first + at, x, n);
-            }
-        }
-    }
-}
-
-/* ---- Permuted axes ----------------------------------------------------------------------------*/
-
-/* Load the next elements of x, `step` apart. */
-DTRAIN__HELPER dtrain__v DTRAIN__K(vgather)(const dtrain_permute_args *a, int64_t at, int64_t step,
-                                            int64_t n)
-{
-    float lanes[DTRAIN__W] = {0};
-    if (step == 1) return dtrain__vload_as(a->x, a->dtype, at, n);
-    for (int64_t lane = 0; lane < n && lane < DTRAIN__W; lane++)
-        lanes[lane] = dtrain__vload_as(a->x, a->dtype, at + lane * step, 1)[0];
-    return dtrain__vload(lanes);
-}
-
-/* Range: rows of y's last axis. */
-DTRAIN__KERNEL(permute)
-{
-    const dtrain_permute_args *a = (const dtrain_permute_args *)job->args;
-    const int64_t *shape = a->shape, *step = a->step;
-    for (int64_t row = begin; row < end; row++) {
-        const int64_t i = row / shape[2] / shape[1], j = row / shape[2] % shape[1];
-        const int64_t from = i * step[0] + j * step[1] + row % shape[2] * step[2];
-        for (int64_t l = 0; l < shape[3]; l += DTRAIN__W) {
-            const int64_t to = row * shape[3] + l, n = shape[3] - l;
-            dtrain__v x = DTRAIN__K(vgather)(a, from + l * step[3], step[3], n);
-            if (a->accumulate) x += dtrain__vload_as(a->y, a->dtype, to, n);
-            dtrain__vstore_as(a->y, a->dtype, to, x, n);
-        }
-    }
-}
-
-/* ================================================================================================
- * src/device/cpu/kernels/batchnorm.h
- * ==============================================================================================*/
-
-/* Batch normalisation
- *
- * Sums run down columns: in a chunk of rows that stays in L1, a vector of columns at a time. Chunks
- * leave their sums in scratch, (chunk_count, 2 n), and are put together in order. What is made of
- * each row by itself takes a few rows at a time, so that what belongs to a column is loaded once
- * for them and the lines of memory that columns share stay in L1. */
-
-#define DTRAIN__BATCHNORM_ROWS 32
-
-/* Range: chunks. Means of the chunk, and sums of squared deviations from them. */
-DTRAIN__KERNEL_AS(batchnorm_moments)
-{
-    const dtrain_batchnorm_moments_args *a = (const dtrain_batchnorm_moments_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : job->dtype;
-    for (int64_t chunk = begin; chunk < end; chunk++) {
-        const int64_t first = chunk * job->chunk, past = first + job->chunk;
-        const int64_t last = past < a->rows ? past : a->rows;
-        const dtrain__v share = dtrain__vset(1 / (float)(last - first));
-        float *mean = job->scratch + chunk * 2 * a->n, *spread = mean + a->n;
-        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-            const int64_t n = a->n - i;
-            dtrain__v even = dtrain__vset(0), odd = even;
-            for (int64_t row = first; row < last; row += 2) {
-                even += dtrain__vload_as(a->x, dtype, row * a->n + i, n);
-                if (row + 1 < last) odd += dtrain__vload_as(a->x, dtype, (row + 1) * a->n + i, n);
-            }
-            const dtrain__v center = (even + odd) * share;
-            dtrain__v sum = dtrain__vset(0);
-            for (int64_t row = first; row < last; row++) {
-                const dtrain__v off = dtrain__vload_as(a->x, dtype, row * a->n + i, n) - center;
-                sum = dtrain__vfma(off, off, sum);
-            }
-            dtrain__vstore_n(mean + i, center, n);
-            dtrain__vstore_n(spread + i, sum, n);
-        }
-    }
-}
-
-/* Range: rows. */
-DTRAIN__KERNEL_AS(batchnorm)
-{
-    const dtrain_batchnorm_args *a = (const dtrain_batchnorm_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : job->dtype;
-    for (int64_t first = begin; first < end; first += DTRAIN__BATCHNORM_ROWS)
-        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-            const int64_t n = a->n - i, past = first + DTRAIN__BATCHNORM_ROWS;
-            const dtrain__v scale =
-                dtrain__vload_n(a->rstd + i, n) * dtrain__vload_n(a->weight + i, n);
-            const dtrain__v mean = dtrain__vload_n(a->mean + i, n);
-            const dtrain__v bias = dtrain__vload_n(a->bias + i, n);
-            for (int64_t row = first; row < past && row < end; row++) {
-                const int64_t at = row * a->n + i;
-                const dtrain__v off = dtrain__vload_as(a->x, dtype, at, n) - mean;
-                dtrain__v y = dtrain__vfma(off, scale, bias);
-                if (a->residual) y += dtrain__vload_as(a->residual, dtype, at, n);
-                if (a->activation) y = DTRAIN__K(vactivate)(DTRAIN_ACTIVATION_RELU, y);
-                dtrain__vstore_as(a->y, dtype, at, y, n);
-            }
-        }
-}
-
-/* d_y act', in front of the activation. ReLU's output is positive where its input is. */
-DTRAIN__HELPER dtrain__v DTRAIN__K(batchnorm_slope)(uint32_t activation, const void *d_y,
-                                                    const void *y, dtrain_dtype dtype, int64_t at,
-                                                    int64_t n)
-{
-    const dtrain__v d = dtrain__vload_as(d_y, dtype, at, n);
-    if (activation == DTRAIN_ACTIVATION_NONE) return d;
-    return DTRAIN__K(vdeactivate)(DTRAIN_ACTIVATION_RELU, dtrain__vload_as(y, dtype, at, n), d);
-}
-
-/* Range: chunks. Sums of d and of d h. */
-DTRAIN__KERNEL_AS(batchnorm_sums)
-{
-    const dtrain_batchnorm_sums_args *a = (const dtrain_batchnorm_sums_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : job->dtype;
-    for (int64_t chunk = begin; chunk < end; chunk++) {
-        const int64_t first = chunk * job->chunk, past = first + job->chunk;
-        const int64_t last = past < a->rows ? past : a->rows;
-        float *sums = job->scratch + chunk * 2 * a->n;
-        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-            const int64_t n = a->n - i;
-            const dtrain__v mean = dtrain__vload_n(a->mean + i, n);
-            const dtrain__v rstd = dtrain__vload_n(a->rstd + i, n);
-            dtrain__v sum = dtrain__vset(0), product = sum;
-            for (int64_t row = first; row < last; row++) {
-                const int64_t at = row * a->n + i;
-                const dtrain__v d =
-                    DTRAIN__K(batchnorm_slope)(a->activation, a->d_y, a->y, dtype, at, n);
-                const dtrain__v h = (dtrain__vload_as(a->x, dtype, at, n) - mean) * rstd;
-                sum += d;
-                product = dtrain__vfma(d, h, product);
-                if (!a->d_residual) continue;
-                dtrain__v out = d;
-                if (a->accumulate) out += dtrain__vload_as(a->d_residual, dtype, at, n);
-                dtrain__vstore_as(a->d_residual, dtype, at, out, n);
-            }
-            dtrain__vstore_n(sums + i, sum, n);
-            dtrain__vstore_n(sums + a->n + i, product, n);
-        }
-    }
-}
-
-/* Range: rows. */
-DTRAIN__KERNEL_AS(batchnorm_backward)
-{
-    const dtrain_batchnorm_backward_args *a = (const dtrain_batchnorm_backward_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : job->dtype;
-    const dtrain__v share = dtrain__vset(a->inverse_count[0]);
-    for (int64_t first = begin; first < end; first += DTRAIN__BATCHNORM_ROWS)
-        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-            const int64_t n = a->n - i, past = first + DTRAIN__BATCHNORM_ROWS;
-            const dtrain__v mean = dtrain__vload_n(a->mean + i, n);
-            const dtrain__v rstd = dtrain__vload_n(a->rstd + i, n);
-            const dtrain__v scale = rstd * dtrain__vload_n(a->weight + i, n);
-            const dtrain__v sum = dtrain__vload_n(a->sums + i, n);
-            const dtrain__v product = dtrain__vload_n(a->sums + a->n + i, n);
-            for (int64_t row = first; row < past && row < end; row++) {
-                const int64_t at = row * a->n + i;
-                const dtrain__v h = (dtrain__vload_as(a->x, dtype, at, n) - mean) * rstd;
-                const dtrain__v d =
-                    DTRAIN__K(batchnorm_slope)(a->activation, a->d_y, a->y, dtype, at, n);
-                dtrain__v slope = scale * (d - dtrain__vfma(h, product, sum) * share);
-                if (a->accumulate) slope += dtrain__vload_as(a->d_x, dtype, at, n);
-                dtrain__vstore_as(a->d_x, dtype, at, slope, n);
-            }
-        }
 }
 
 /* ================================================================================================
@@ -38982,6 +38375,740 @@ static bool dtrain__has_amx(void)
 #endif
 #undef DTRAIN__ON_AMX
 #endif
+
+/* ================================================================================================
+ * src/device/cpu/kernels/mix.h
+ * ==============================================================================================*/
+
+/* Sums over ranks
+ *
+ * in_count inputs are combined, element by element and in order, into out_count equal outputs; an
+ * output may be one of the inputs. Every input is read once and every output written once: sums
+ * stay in registers on the way. Halves are widened, combined in fp32 and rounded once. */
+
+/* NaN wins, the first one; of equal numbers (+0 and -0) the lower rank's. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(mix_step)(dtrain__v sum, dtrain__v x, uint32_t op)
+{
+    const dtrain__vi magnitude = dtrain__viset(INT32_MAX), infinity = dtrain__viset(0x7f800000);
+    if (op == DTRAIN_REDUCE_SUM) return sum + x;
+    if (op == DTRAIN_REDUCE_PROD) return sum * x;
+    const dtrain__vi better =
+        op == DTRAIN_REDUCE_MIN ? DTRAIN__K(vless)(x, sum) : DTRAIN__K(vless)(sum, x);
+    const dtrain__vi x_nan = dtrain__viless(infinity, dtrain__vbits(x) & magnitude);
+    const dtrain__vi nan = dtrain__viless(infinity, dtrain__vbits(sum) & magnitude);
+    return DTRAIN__K(vselect)((better | x_nan) & ~nan, x, sum);
+}
+
+/* Four vectors at a time where that pays, then one. */
+DTRAIN__HELPER void DTRAIN__K(mix_as)(const dtrain__mix_job *job, dtrain_dtype dtype, uint32_t op,
+                                      bool fast)
+{
+    const int64_t count = (int64_t)job->count, w = DTRAIN__W;
+    const bool mean = job->op == DTRAIN_REDUCE_MEAN;
+    const dtrain__v scale = dtrain__vset(1.0f / (float)job->in_count);
+    const char *const *in = job->in;
+    int64_t at = 0;
+    for (; fast && at + 4 * w <= count; at += 4 * w) {
+        dtrain__v a = dtrain__vload_as(in[0], dtype, at, w);
+        dtrain__v b = dtrain__vload_as(in[0], dtype, at + w, w);
+        dtrain__v c = dtrain__vload_as(in[0], dtype, at + 2 * w, w);
+        dtrain__v d = dtrain__vload_as(in[0], dtype, at + 3 * w, w);
+        for (int i = 1; i < job->in_count; i++) {
+            a = DTRAIN__K(mix_step)(a, dtrain__vload_as(in[i], dtype, at, w), op);
+            b = DTRAIN__K(mix_step)(b, dtrain__vload_as(in[i], dtype, at + w, w), op);
+            c = DTRAIN__K(mix_step)(c, dtrain__vload_as(in[i], dtype, at + 2 * w, w), op);
+            d = DTRAIN__K(mix_step)(d, dtrain__vload_as(in[i], dtype, at + 3 * w, w), op);
+        }
+        for (int i = 0; i < job->out_count; i++) {
+            dtrain__vstore_as(job->out[i], dtype, at, mean ? a * scale : a, w);
+            dtrain__vstore_as(job->out[i], dtype, at + w, mean ? b * scale : b, w);
+            dtrain__vstore_as(job->out[i], dtype, at + 2 * w, mean ? c * scale : c, w);
+            dtrain__vstore_as(job->out[i], dtype, at + 3 * w, mean ? d * scale : d, w);
+        }
+    }
+    for (; at < count; at += w) {
+        dtrain__v a = dtrain__vload_as(in[0], dtype, at, count - at);
+        for (int i = 1; i < job->in_count; i++)
+            a = DTRAIN__K(mix_step)(a, dtrain__vload_as(in[i], dtype, at, count - at), op);
+        for (int i = 0; i < job->out_count; i++)
+            dtrain__vstore_as(job->out[i], dtype, at, mean ? a * scale : a, count - at);
+    }
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(mix)(const dtrain__mix_job *job)
+{
+    const bool sum = job->op == DTRAIN_REDUCE_SUM || job->op == DTRAIN_REDUCE_MEAN;
+    const dtrain_dtype f32 = DTRAIN_DTYPE_F32, bf16 = DTRAIN_DTYPE_BF16;
+    const uint32_t op = sum ? (uint32_t)DTRAIN_REDUCE_SUM : job->op;
+    if (DTRAIN__FAST && sum && job->dtype == f32) DTRAIN__K(mix_as)(job, f32, op, true);
+    else if (DTRAIN__FAST && sum && job->dtype == bf16) DTRAIN__K(mix_as)(job, bf16, op, true);
+    else DTRAIN__K(mix_as)(job, job->dtype, op, false);
+}
+#if DTRAIN__LAYERS
+
+/* ================================================================================================
+ * src/device/cpu/kernels/layernorm.h
+ * ==============================================================================================*/
+
+/* Layer normalisation, and that by the root mean square, whose mean is 0
+ *
+ * A row stays in L1 between its passes: memory is read once and written once. */
+
+/* Four accumulators, because one would wait for itself. */
+DTRAIN__HELPER float DTRAIN__K(row_sum)(const float *x, int64_t n)
+{
+    dtrain__v a = dtrain__vset(0), b = a, c = a, d = a;
+    int64_t i = 0;
+    for (; i + 4 * DTRAIN__W <= n; i += 4 * DTRAIN__W) {
+        a += dtrain__vload(x + i);
+        b += dtrain__vload(x + i + DTRAIN__W);
+        c += dtrain__vload(x + i + 2 * DTRAIN__W);
+        d += dtrain__vload(x + i + 3 * DTRAIN__W);
+    }
+    for (; i < n; i += DTRAIN__W) a += dtrain__vload_n(x + i, n - i);
+    return dtrain__vsum((a + b) + (c + d));
+}
+
+/* Sum of (x - mean)^2. */
+DTRAIN__HELPER float DTRAIN__K(row_spread)(const float *x, int64_t n, float mean)
+{
+    const dtrain__v m = dtrain__vset(mean);
+    dtrain__v a = dtrain__vset(0), b = a, c = a, d = a;
+    int64_t i = 0;
+    for (; i + 4 * DTRAIN__W <= n; i += 4 * DTRAIN__W) {
+        const dtrain__v e = dtrain__vload(x + i) - m, f = dtrain__vload(x + i + DTRAIN__W) - m;
+        const dtrain__v g = dtrain__vload(x + i + 2 * DTRAIN__W) - m;
+        const dtrain__v h = dtrain__vload(x + i + 3 * DTRAIN__W) - m;
+        a = dtrain__vfma(e, e, a);
+        b = dtrain__vfma(f, f, b);
+        c = dtrain__vfma(g, g, c);
+        d = dtrain__vfma(h, h, d);
+    }
+    for (; i < n; i += DTRAIN__W) {
+        const dtrain__v e = DTRAIN__K(vfirst)(dtrain__vload_n(x + i, n - i) - m, n - i);
+        a = dtrain__vfma(e, e, a);
+    }
+    return dtrain__vsum((a + b) + (c + d));
+}
+
+/* One row of x, or of x + residual, which becomes sum too, as fp32. `buffer` holds it where the sum
+ * is rounded for storage: the mean is that of the unrounded row. */
+DTRAIN__ROUTINE const float *DTRAIN__K(row_open)(const dtrain_layernorm_args *a, int64_t row,
+                                                 float *buffer)
+{
+    const int64_t first = row * a->n;
+    if (!a->residual) return DTRAIN__K(widened)(a->x, a->x_dtype, first, a->n, buffer);
+    for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+        const int64_t at = first + i, n = a->n - i;
+        const dtrain__v sum = dtrain__vload_as(a->x, a->x_dtype, at, n) +
+                              dtrain__vload_as(a->residual, a->y_dtype, at, n);
+        dtrain__vstore(buffer + i, sum);
+        dtrain__vstore_as(a->sum, a->x_dtype, at, sum, n);
+    }
+    return buffer;
+}
+
+DTRAIN__KERNEL_AS(layernorm)
+{
+    const dtrain_layernorm_args *a = (const dtrain_layernorm_args *)job->args;
+    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
+    for (int64_t row = begin; row < end; row++) {
+        const float *x = DTRAIN__K(row_open)(a, row, job->scratch + index * job->slot);
+        const float mean = a->mean ? DTRAIN__K(row_sum)(x, a->n) / (float)a->n : 0;
+        const float variance = DTRAIN__K(row_spread)(x, a->n, mean) / (float)a->n;
+        const float rstd = 1 / sqrtf(variance + a->epsilon);
+        const dtrain__v m = dtrain__vset(mean), r = dtrain__vset(rstd);
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t n = a->n - i;
+            const dtrain__v normal = (dtrain__vload_n(x + i, n) - m) * r;
+            __builtin_prefetch(x + a->n + i); /* the next row, while this one keeps the core busy */
+            const dtrain__v bias = a->bias ? dtrain__vload_n(a->bias + i, n) : dtrain__vset(0);
+            dtrain__vstore_as(a->y, y_dtype, row * a->n + i,
+                              dtrain__vfma(normal, dtrain__vload_n(a->weight + i, n), bias), n);
+        }
+        if (a->mean) a->mean[row] = mean;
+        a->rstd[row] = rstd;
+    }
+}
+
+/* With h = (x - mean) rstd and g = d_y weight (Ba et al., 2016):
+ *     d_weight += d_y h      d_bias += d_y      d_x = rstd (g - mean(g) - h mean(g h))
+ * Where the mean is no function of x, mean(g) drops out.
+ * First pass over a row: the two means and the parameter sums of this chunk of rows (n floats each,
+ * in L1 or L2). Second pass: d_x. */
+DTRAIN__HELPER void DTRAIN__K(layernorm_sums)(const dtrain_layernorm_backward_args *a, int64_t row,
+                                              dtrain_dtype x_dtype, dtrain_dtype y_dtype,
+                                              float *weight_sum, float means[2])
+{
+    const int64_t first = row * a->n;
+    const void *x = a->x, *d_y = a->d_y;
+    const dtrain__v m = dtrain__vset(a->mean ? a->mean[row] : 0);
+    const dtrain__v r = dtrain__vset(a->rstd[row]);
+    float *bias_sum = weight_sum + a->n;
+    dtrain__v g_sum = dtrain__vset(0), gh_sum = g_sum;
+    for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+        const int64_t n = a->n - i;
+        const dtrain__v d = dtrain__vload_as(d_y, y_dtype, first + i, n);
+        const dtrain__v h = (dtrain__vload_as(x, x_dtype, first + i, n) - m) * r;
+        const dtrain__v g = d * dtrain__vload_n(a->weight + i, n);
+        g_sum += g;
+        gh_sum = dtrain__vfma(g, h, gh_sum);
+        dtrain__vstore_n(weight_sum + i, dtrain__vfma(d, h, dtrain__vload_n(weight_sum + i, n)), n);
+        dtrain__vstore_n(bias_sum + i, dtrain__vload_n(bias_sum + i, n) + d, n);
+    }
+    means[0] = a->mean ? dtrain__vsum(g_sum) / (float)a->n : 0;
+    means[1] = dtrain__vsum(gh_sum) / (float)a->n;
+}
+
+DTRAIN__HELPER void DTRAIN__K(layernorm_slope)(const dtrain_layernorm_backward_args *a, int64_t row,
+                                               dtrain_dtype x_dtype, dtrain_dtype y_dtype,
+                                               const float means[2])
+{
+    const int64_t first = row * a->n;
+    const void *x = a->x, *d_y = a->d_y;
+    void *d_x = a->d_x, *d_residual = a->d_residual;
+    const dtrain__v m = dtrain__vset(a->mean ? a->mean[row] : 0);
+    const dtrain__v r = dtrain__vset(a->rstd[row]);
+    const dtrain__v g_mean = dtrain__vset(means[0]), gh_mean = dtrain__vset(means[1]);
+    for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+        const int64_t n = a->n - i;
+        const dtrain__v h = (dtrain__vload_as(x, x_dtype, first + i, n) - m) * r;
+        const dtrain__v g =
+            dtrain__vload_as(d_y, y_dtype, first + i, n) * dtrain__vload_n(a->weight + i, n);
+        dtrain__v slope = r * (g - g_mean - h * gh_mean);
+        if (a->accumulate_x) slope += dtrain__vload_as(d_x, x_dtype, first + i, n);
+        dtrain__vstore_as(d_x, x_dtype, first + i, slope, n);
+        if (d_residual) dtrain__vstore_as(d_residual, y_dtype, first + i, slope, n);
+    }
+}
+
+/* Range: chunks of job->chunk rows; chunk c leaves its sums in scratch[2 n c ...]. */
+DTRAIN__KERNEL_AS(layernorm_backward)
+{
+    const dtrain_layernorm_backward_args *a = (const dtrain_layernorm_backward_args *)job->args;
+    const dtrain_dtype x_dtype = f32 ? DTRAIN_DTYPE_F32 : a->x_dtype;
+    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
+    float means[2];
+    for (int64_t chunk = begin; chunk < end; chunk++) {
+        const int64_t first = chunk * job->chunk;
+        const int64_t last = first + job->chunk < a->rows ? first + job->chunk : a->rows;
+        float *sums = job->scratch + chunk * 2 * a->n;
+        memset(sums, 0, (size_t)(2 * a->n) * sizeof *sums);
+        for (int64_t row = first; row < last; row++) {
+            DTRAIN__K(layernorm_sums)(a, row, x_dtype, y_dtype, sums, means);
+            if (a->d_x) DTRAIN__K(layernorm_slope)(a, row, x_dtype, y_dtype, means);
+        }
+    }
+}
+
+/* Range: columns. Adds the chunks' sums up in order; job->total chunks. */
+DTRAIN__KERNEL(layernorm_params)
+{
+    const dtrain_layernorm_backward_args *a = (const dtrain_layernorm_backward_args *)job->args;
+    float *const out[2] = {a->d_weight, a->d_bias};
+    for (int which = 0; which < 2; which++) {
+        if (!out[which]) continue;
+        for (int64_t i = begin; i < end; i += DTRAIN__W) {
+            const int64_t n = end - i;
+            const float *sums = job->scratch + which * a->n + i;
+            dtrain__v sum = dtrain__vset(0);
+            for (int64_t chunk = 0; chunk < job->chunk_count; chunk++, sums += 2 * a->n)
+                sum += dtrain__vload_n(sums, n);
+            if (a->accumulate_params) sum += dtrain__vload_n(out[which] + i, n);
+            dtrain__vstore_n(out[which] + i, sum, n);
+        }
+    }
+}
+
+/* ================================================================================================
+ * src/device/cpu/kernels/pointwise.h
+ * ==============================================================================================*/
+
+/* Functions of two elements: gated products, losses
+ *
+ * Two reads and a write of an element forward, at most five of them backward: bandwidth is the
+ * limit, but for the logarithm of the logistic loss, which is taken element by element.
+ *
+ *     f                        df/dx                    df/d other
+ *     x other                  other                    x
+ *     silu(x) other            silu'(x) other           silu(x)
+ *     (x - other)^2            2 (x - other)            -2 (x - other)
+ *     logistic loss            sigmoid(x) - other       -x */
+
+/* Compute max(x, 0) - x other + log(1 + e^-|x|): no exponential of a positive number, so none
+ * overflows. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(vlogistic_loss)(dtrain__v x, dtrain__v other)
+{
+    const dtrain__v size = dtrain__vfrombits(dtrain__vbits(x) & dtrain__viset(INT32_MAX));
+    dtrain__v small = dtrain__vexp(-size);
+    for (int lane = 0; lane < DTRAIN__W; lane++) small[lane] = log1pf(small[lane]);
+    return (dtrain__vmax(dtrain__vset(0), x) - x * other) + small;
+}
+
+DTRAIN__HELPER dtrain__v DTRAIN__K(vpointwise)(uint32_t kind, dtrain__v x, dtrain__v other)
+{
+    if (kind == DTRAIN_POINTWISE_MULTIPLY) return x * other;
+    if (kind == DTRAIN_POINTWISE_SWIGLU) return DTRAIN__K(vgated)(x, x) * other;
+    if (kind == DTRAIN_POINTWISE_SQUARED_ERROR) return (x - other) * (x - other);
+    if (kind == DTRAIN_POINTWISE_LOGISTIC_LOSS) return DTRAIN__K(vlogistic_loss)(x, other);
+    return DTRAIN__K(vactivate)(kind, x);
+}
+
+DTRAIN__HELPER dtrain__v DTRAIN__K(vslope_x)(uint32_t kind, dtrain__v x, dtrain__v other,
+                                             dtrain__v d_y)
+{
+    if (kind == DTRAIN_POINTWISE_MULTIPLY) return d_y * other;
+    if (kind == DTRAIN_POINTWISE_SWIGLU) return d_y * other * DTRAIN__K(vsilu_slope)(x);
+    if (kind == DTRAIN_POINTWISE_SQUARED_ERROR) return d_y * (dtrain__vset(2) * (x - other));
+    if (kind == DTRAIN_POINTWISE_LOGISTIC_LOSS)
+        return d_y * (DTRAIN__K(vgated)(dtrain__vset(1), x) - other);
+    return DTRAIN__K(vdeactivate)(kind, x, d_y);
+}
+
+DTRAIN__HELPER dtrain__v DTRAIN__K(vslope_other)(uint32_t kind, dtrain__v x, dtrain__v other,
+                                                 dtrain__v d_y)
+{
+    if (kind == DTRAIN_POINTWISE_MULTIPLY) return d_y * x;
+    if (kind == DTRAIN_POINTWISE_SWIGLU) return d_y * DTRAIN__K(vgated)(x, x);
+    if (kind == DTRAIN_POINTWISE_SQUARED_ERROR) return d_y * (dtrain__vset(2) * (other - x));
+    return -d_y * x;
+}
+
+DTRAIN__KERNEL_AS(pointwise)
+{
+    const dtrain_pointwise_args *a = (const dtrain_pointwise_args *)job->args;
+    const dtrain_dtype x_dtype = f32 ? DTRAIN_DTYPE_F32 : a->x_dtype;
+    const dtrain_dtype other_dtype = f32 ? DTRAIN_DTYPE_F32 : a->other_dtype;
+    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
+    for (int64_t i = begin; i < end; i += DTRAIN__W) {
+        const int64_t n = end - i;
+        const dtrain__v x = dtrain__vload_as(a->x, x_dtype, i, n);
+        dtrain__v other = x;
+        if (a->other) other = dtrain__vload_as(a->other, other_dtype, i, n);
+        dtrain__vstore_as(a->y, y_dtype, i, DTRAIN__K(vpointwise)(a->kind, x, other), n);
+    }
+}
+
+DTRAIN__KERNEL_AS(pointwise_backward)
+{
+    const dtrain_pointwise_backward_args *a = (const dtrain_pointwise_backward_args *)job->args;
+    const dtrain_dtype x_dtype = f32 ? DTRAIN_DTYPE_F32 : a->x_dtype;
+    const dtrain_dtype other_dtype = f32 ? DTRAIN_DTYPE_F32 : a->other_dtype;
+    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
+    for (int64_t i = begin; i < end; i += DTRAIN__W) {
+        const int64_t n = end - i;
+        const dtrain__v x = dtrain__vload_as(a->x, x_dtype, i, n);
+        const dtrain__v d_y = dtrain__vload_as(a->d_y, y_dtype, i, n);
+        dtrain__v other = x;
+        if (a->other) other = dtrain__vload_as(a->other, other_dtype, i, n);
+        if (a->d_x) {
+            dtrain__v d = DTRAIN__K(vslope_x)(a->kind, x, other, d_y);
+            if (a->accumulate_x) d += dtrain__vload_as(a->d_x, x_dtype, i, n);
+            dtrain__vstore_as(a->d_x, x_dtype, i, d, n);
+        }
+        if (a->d_other) {
+            dtrain__v d = DTRAIN__K(vslope_other)(a->kind, x, other, d_y);
+            if (a->accumulate_other) d += dtrain__vload_as(a->d_other, other_dtype, i, n);
+            dtrain__vstore_as(a->d_other, other_dtype, i, d, n);
+        }
+    }
+}
+
+/* ================================================================================================
+ * src/device/cpu/kernels/tokens.h
+ * ==============================================================================================*/
+
+/* Embedding, cross-entropy. */
+
+/* ---- Embedding --------------------------------------------------------------------------------*/
+
+DTRAIN__KERNEL(embedding)
+{
+    const dtrain_embedding_args *a = (const dtrain_embedding_args *)job->args;
+    for (int64_t row = begin; row < end; row++) {
+        const float *token = a->wte + a->tokens[row] * a->n;
+        const float *place = a->wpe ? a->wpe + row % a->sequence * a->n : NULL;
+        for (int64_t j = 0; j < a->n; j += DTRAIN__W) {
+            const int64_t n = a->n - j;
+            dtrain__v v = dtrain__vload_n(token + j, n);
+            if (place) v += dtrain__vload_n(place + j, n);
+            dtrain__vstore_as(a->y, a->dtype, row * a->n + j, v, n);
+        }
+    }
+}
+
+/* Range: columns. Each thread walks all rows, so two tokens that are equal meet in row order. */
+DTRAIN__KERNEL(embedding_backward)
+{
+    const dtrain_embedding_backward_args *a = (const dtrain_embedding_backward_args *)job->args;
+    for (int64_t row = 0; row < a->rows; row++) {
+        float *token = a->d_wte ? a->d_wte + a->tokens[row] * a->n : NULL;
+        float *place = a->d_wpe ? a->d_wpe + row % a->sequence * a->n : NULL;
+        for (int64_t j = begin; j < end; j += DTRAIN__W) {
+            const int64_t n = end - j;
+            const dtrain__v d = dtrain__vload_as(a->d_y, a->dtype, row * a->n + j, n);
+            if (token) dtrain__vstore_n(token + j, dtrain__vload_n(token + j, n) + d, n);
+            if (place) dtrain__vstore_n(place + j, dtrain__vload_n(place + j, n) + d, n);
+        }
+    }
+}
+
+/* ---- Cross-entropy ------------------------------------------------------------------------------
+ *
+ * A row of logits (200 KB for GPT-2) is read from memory once: blocks of 2048 stay in L1 for their
+ * maximum and their sum of exponentials; a new maximum rescales the sum so far. One exp per
+ * logit. */
+
+enum { DTRAIN__K(LOGITS) = 2048 };
+
+/* Maximum of count floats, not below `top`. */
+DTRAIN__ROUTINE float DTRAIN__K(row_top)(const float *x, int64_t count, float top)
+{
+    dtrain__v a = dtrain__vset(top), b = a;
+    int64_t i = 0;
+    for (; i + 2 * DTRAIN__W <= count; i += 2 * DTRAIN__W) {
+        a = dtrain__vmax(dtrain__vload(x + i), a);
+        b = dtrain__vmax(dtrain__vload(x + i + DTRAIN__W), b);
+    }
+    top = DTRAIN__K(vtop)(dtrain__vmax(a, b));
+    for (; i < count; i++) top = x[i] > top ? x[i] : top;
+    return top;
+}
+
+DTRAIN__ROUTINE float DTRAIN__K(row_exp_sum)(const float *x, int64_t count, float top)
+{
+    const dtrain__v t = dtrain__vset(top);
+    dtrain__v a = dtrain__vset(0), b = a;
+    int64_t i = 0;
+    for (; i + 2 * DTRAIN__W <= count; i += 2 * DTRAIN__W) {
+        a += dtrain__vexp(dtrain__vload(x + i) - t);
+        b += dtrain__vexp(dtrain__vload(x + i + DTRAIN__W) - t);
+    }
+    for (; i < count; i += DTRAIN__W) {
+        const int64_t n = count - i;
+        a += DTRAIN__K(vfirst)(dtrain__vexp(dtrain__vload_n(x + i, n) - t), n);
+    }
+    return dtrain__vsum(a + b);
+}
+
+DTRAIN__KERNEL(cross_entropy)
+{
+    const dtrain_cross_entropy_args *a = (const dtrain_cross_entropy_args *)job->args;
+    const int64_t classes = a->classes ? a->classes : a->n;
+    for (int64_t row = begin; row < end; row++) {
+        double sum = 0, logits_sum = 0;
+        float top = -FLT_MAX, buffer[DTRAIN__K(LOGITS)];
+        if (a->targets[row] == -1) {
+            a->loss[row] = a->lse[row] = 0;
+            continue;
+        }
+        for (int64_t i = 0; i < classes; i += DTRAIN__K(LOGITS)) {
+            const int64_t left = classes - i, most = DTRAIN__K(LOGITS);
+            const int64_t count = left < most ? left : most;
+            const float *x = DTRAIN__K(widened)(a->logits, a->dtype, row * a->n + i, count, buffer);
+            const float higher = DTRAIN__K(row_top)(x, count, top);
+            if (higher > top) sum *= exp((double)top - (double)higher);
+            top = higher;
+            sum += (double)DTRAIN__K(row_exp_sum)(x, count, top);
+            if (a->smoothing > 0) logits_sum += (double)DTRAIN__K(row_sum)(x, count);
+        }
+        const double lse = (double)top + log(sum);
+        a->lse[row] = (float)lse;
+        const int64_t at = row * a->n + a->targets[row];
+        const double wanted = (double)DTRAIN__K(widened)(a->logits, a->dtype, at, 1, buffer)[0];
+        const double smoothing = (double)a->smoothing;
+        a->loss[row] =
+            (float)(lse - (1 - smoothing) * wanted - smoothing * logits_sum / (double)classes);
+    }
+}
+
+DTRAIN__KERNEL_AS(cross_entropy_backward)
+{
+    const dtrain_cross_entropy_backward_args *a =
+        (const dtrain_cross_entropy_backward_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
+    const float factor = a->upstream ? a->scale * a->upstream[0] : a->scale;
+    const int64_t classes = a->classes ? a->classes : a->n;
+    const dtrain__v scale = dtrain__vset(factor);
+    const dtrain__v one_hot = dtrain__vset(factor * (1 - a->smoothing));
+    const dtrain__v uniform = dtrain__vset(factor * a->smoothing / (float)classes);
+    for (int64_t row = begin; row < end; row++) {
+        const dtrain__v lse = dtrain__vset(a->lse[row]);
+        const int64_t first = row * a->n, target = first + a->targets[row];
+        const bool ignored = a->targets[row] == -1;
+        for (int64_t i = ignored ? 0 : classes; i < a->n; i += DTRAIN__W)
+            dtrain__vstore_as(a->d_logits, dtype, first + i, dtrain__vset(0), a->n - i);
+        if (ignored) continue;
+        /* The target's element is read before d_logits, which may be logits, is written. */
+        const dtrain__v wanted = dtrain__vload_as(a->logits, dtype, target, 1);
+        for (int64_t i = 0; i < classes; i += DTRAIN__W) {
+            const int64_t n = classes - i;
+            const dtrain__v x = dtrain__vload_as(a->logits, dtype, first + i, n);
+            dtrain__vstore_as(a->d_logits, dtype, first + i,
+                              dtrain__vexp(x - lse) * scale - uniform, n);
+        }
+        dtrain__vstore_as(a->d_logits, dtype, target,
+                          dtrain__vexp(wanted - lse) * scale - uniform - one_hot, 1);
+    }
+}
+
+/* ================================================================================================
+ * src/device/cpu/kernels/rows.h
+ * ==============================================================================================*/
+
+/* Rows of activations: softmax, rotary embedding, permuted axes
+ *
+ * Bandwidth is the limit: a row stays in L1 between the passes of a softmax, and sine and cosine of
+ * a position serve all heads of all sequences. */
+
+DTRAIN__KERNEL(softmax)
+{
+    const dtrain_softmax_args *a = (const dtrain_softmax_args *)job->args;
+    float *buffer = job->scratch + index * job->slot;
+    for (int64_t row = begin; row < end; row++) {
+        const float *x = DTRAIN__K(widened)(a->x, a->dtype, row * a->n, a->n, buffer);
+        const float top = DTRAIN__K(row_top)(x, a->n, -FLT_MAX);
+        const dtrain__v t = dtrain__vset(top);
+        const dtrain__v inverse = dtrain__vset(1 / DTRAIN__K(row_exp_sum)(x, a->n, top));
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t n = a->n - i;
+            dtrain__vstore_as(a->y, a->dtype, row * a->n + i,
+                              dtrain__vexp(dtrain__vload_n(x + i, n) - t) * inverse, n);
+        }
+    }
+}
+
+DTRAIN__KERNEL(softmax_backward)
+{
+    const dtrain_softmax_backward_args *a = (const dtrain_softmax_backward_args *)job->args;
+    for (int64_t row = begin; row < end; row++) {
+        const int64_t first = row * a->n;
+        dtrain__v sum = dtrain__vset(0);
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W)
+            sum = dtrain__vfma(dtrain__vload_as(a->y, a->dtype, first + i, a->n - i),
+                               dtrain__vload_as(a->d_y, a->dtype, first + i, a->n - i), sum);
+        const dtrain__v dot = dtrain__vset(dtrain__vsum(sum));
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t at = first + i, n = a->n - i;
+            dtrain__v d = dtrain__vload_as(a->y, a->dtype, at, n) *
+                          (dtrain__vload_as(a->d_y, a->dtype, at, n) - dot);
+            if (a->accumulate) d += dtrain__vload_as(a->d_x, a->dtype, at, n);
+            dtrain__vstore_as(a->d_x, a->dtype, at, d, n);
+        }
+    }
+}
+
+/* ---- Rotary embedding -------------------------------------------------------------------------*/
+
+/* Turn the pairs of one head, the element at `at` and the one `half` behind it and so on. */
+DTRAIN__HELPER void DTRAIN__K(turn_head)(const dtrain_rotary_args *a, int64_t at, int64_t half,
+                                         const float *cosines, const float *sines)
+{
+    for (int64_t i = 0; i < half; i += DTRAIN__W) {
+        const int64_t low = at + i, high = low + half, n = half - i;
+        const dtrain__v c = dtrain__vload_n(cosines + i, n), s = dtrain__vload_n(sines + i, n);
+        const dtrain__v x1 = dtrain__vload_as(a->x, a->dtype, low, n);
+        const dtrain__v x2 = dtrain__vload_as(a->x, a->dtype, high, n);
+        dtrain__v y1 = x1 * c - x2 * s, y2 = x2 * c + x1 * s;
+        if (a->accumulate) {
+            y1 += dtrain__vload_as(a->y, a->dtype, low, n);
+            y2 += dtrain__vload_as(a->y, a->dtype, high, n);
+        }
+        dtrain__vstore_as(a->y, a->dtype, low, y1, n);
+        dtrain__vstore_as(a->y, a->dtype, high, y2, n);
+    }
+}
+
+/* Range: positions. The angles are taken in double: at position 10000 an angle in fp32 is off by
+ * 1e-3. */
+DTRAIN__KERNEL(rotary)
+{
+    const dtrain_rotary_args *a = (const dtrain_rotary_args *)job->args;
+    const int64_t half = a->d / 2, width = a->heads * a->d, turned = a->rotated * a->d;
+    float *cosines = job->scratch + index * job->slot, *sines = cosines + half;
+    const double ratio = pow((double)a->theta, -2.0 / (double)a->d);
+    for (int64_t position = begin; position < end; position++) {
+        double angle = (double)position;
+        for (int64_t i = 0; i < half; i++, angle *= ratio) {
+            cosines[i] = (float)cos(angle);
+            sines[i] = (float)(a->inverse ? -sin(angle) : sin(angle));
+        }
+        for (int64_t row = position; row < a->rows; row += a->sequence) {
+            const int64_t first = row * width;
+            for (int64_t at = 0; at < turned; at += a->d)
+                DTRAIN__K(turn_head)(a, first + at, half, cosines, sines);
+            for (int64_t at = turned; at < width; at += DTRAIN__W) {
+                const int64_t n = width - at;
+                dtrain__v x = dtrain__vload_as(a->x, a->dtype, first + at, n);
+                if (a->accumulate) x += dtrain__vload_as(a->y, a->dtype, first + at, n);
+                dtrain__vstore_as(a->y, a->dtype, first + at, x, n);
+            }
+        }
+    }
+}
+
+/* ---- Permuted axes ----------------------------------------------------------------------------*/
+
+/* Load the next elements of x, `step` apart. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(vgather)(const dtrain_permute_args *a, int64_t at, int64_t step,
+                                            int64_t n)
+{
+    float lanes[DTRAIN__W] = {0};
+    if (step == 1) return dtrain__vload_as(a->x, a->dtype, at, n);
+    for (int64_t lane = 0; lane < n && lane < DTRAIN__W; lane++)
+        lanes[lane] = dtrain__vload_as(a->x, a->dtype, at + lane * step, 1)[0];
+    return dtrain__vload(lanes);
+}
+
+/* Range: rows of y's last axis. */
+DTRAIN__KERNEL(permute)
+{
+    const dtrain_permute_args *a = (const dtrain_permute_args *)job->args;
+    const int64_t *shape = a->shape, *step = a->step;
+    for (int64_t row = begin; row < end; row++) {
+        const int64_t i = row / shape[2] / shape[1], j = row / shape[2] % shape[1];
+        const int64_t from = i * step[0] + j * step[1] + row % shape[2] * step[2];
+        for (int64_t l = 0; l < shape[3]; l += DTRAIN__W) {
+            const int64_t to = row * shape[3] + l, n = shape[3] - l;
+            dtrain__v x = DTRAIN__K(vgather)(a, from + l * step[3], step[3], n);
+            if (a->accumulate) x += dtrain__vload_as(a->y, a->dtype, to, n);
+            dtrain__vstore_as(a->y, a->dtype, to, x, n);
+        }
+    }
+}
+
+/* ================================================================================================
+ * src/device/cpu/kernels/batchnorm.h
+ * ==============================================================================================*/
+
+/* Batch normalisation
+ *
+ * Sums run down columns: in a chunk of rows that stays in L1, a vector of columns at a time. Chunks
+ * leave their sums in scratch, (chunk_count, 2 n), and are put together in order. What is made of
+ * each row by itself takes a few rows at a time, so that what belongs to a column is loaded once
+ * for them and the lines of memory that columns share stay in L1. */
+
+#define DTRAIN__BATCHNORM_ROWS 32
+
+/* Range: chunks. Means of the chunk, and sums of squared deviations from them. */
+DTRAIN__KERNEL_AS(batchnorm_moments)
+{
+    const dtrain_batchnorm_moments_args *a = (const dtrain_batchnorm_moments_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : job->dtype;
+    for (int64_t chunk = begin; chunk < end; chunk++) {
+        const int64_t first = chunk * job->chunk, past = first + job->chunk;
+        const int64_t last = past < a->rows ? past : a->rows;
+        const dtrain__v share = dtrain__vset(1 / (float)(last - first));
+        float *mean = job->scratch + chunk * 2 * a->n, *spread = mean + a->n;
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t n = a->n - i;
+            dtrain__v even = dtrain__vset(0), odd = even;
+            for (int64_t row = first; row < last; row += 2) {
+                even += dtrain__vload_as(a->x, dtype, row * a->n + i, n);
+                if (row + 1 < last) odd += dtrain__vload_as(a->x, dtype, (row + 1) * a->n + i, n);
+            }
+            const dtrain__v center = (even + odd) * share;
+            dtrain__v sum = dtrain__vset(0);
+            for (int64_t row = first; row < last; row++) {
+                const dtrain__v off = dtrain__vload_as(a->x, dtype, row * a->n + i, n) - center;
+                sum = dtrain__vfma(off, off, sum);
+            }
+            dtrain__vstore_n(mean + i, center, n);
+            dtrain__vstore_n(spread + i, sum, n);
+        }
+    }
+}
+
+/* Range: rows. */
+DTRAIN__KERNEL_AS(batchnorm)
+{
+    const dtrain_batchnorm_args *a = (const dtrain_batchnorm_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : job->dtype;
+    for (int64_t first = begin; first < end; first += DTRAIN__BATCHNORM_ROWS)
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t n = a->n - i, past = first + DTRAIN__BATCHNORM_ROWS;
+            const dtrain__v scale =
+                dtrain__vload_n(a->rstd + i, n) * dtrain__vload_n(a->weight + i, n);
+            const dtrain__v mean = dtrain__vload_n(a->mean + i, n);
+            const dtrain__v bias = dtrain__vload_n(a->bias + i, n);
+            for (int64_t row = first; row < past && row < end; row++) {
+                const int64_t at = row * a->n + i;
+                const dtrain__v off = dtrain__vload_as(a->x, dtype, at, n) - mean;
+                dtrain__v y = dtrain__vfma(off, scale, bias);
+                if (a->residual) y += dtrain__vload_as(a->residual, dtype, at, n);
+                if (a->activation) y = DTRAIN__K(vactivate)(DTRAIN_ACTIVATION_RELU, y);
+                dtrain__vstore_as(a->y, dtype, at, y, n);
+            }
+        }
+}
+
+/* d_y act', in front of the activation. ReLU's output is positive where its input is. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(batchnorm_slope)(uint32_t activation, const void *d_y,
+                                                    const void *y, dtrain_dtype dtype, int64_t at,
+                                                    int64_t n)
+{
+    const dtrain__v d = dtrain__vload_as(d_y, dtype, at, n);
+    if (activation == DTRAIN_ACTIVATION_NONE) return d;
+    return DTRAIN__K(vdeactivate)(DTRAIN_ACTIVATION_RELU, dtrain__vload_as(y, dtype, at, n), d);
+}
+
+/* Range: chunks. Sums of d and of d h. */
+DTRAIN__KERNEL_AS(batchnorm_sums)
+{
+    const dtrain_batchnorm_sums_args *a = (const dtrain_batchnorm_sums_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : job->dtype;
+    for (int64_t chunk = begin; chunk < end; chunk++) {
+        const int64_t first = chunk * job->chunk, past = first + job->chunk;
+        const int64_t last = past < a->rows ? past : a->rows;
+        float *sums = job->scratch + chunk * 2 * a->n;
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t n = a->n - i;
+            const dtrain__v mean = dtrain__vload_n(a->mean + i, n);
+            const dtrain__v rstd = dtrain__vload_n(a->rstd + i, n);
+            dtrain__v sum = dtrain__vset(0), product = sum;
+            for (int64_t row = first; row < last; row++) {
+                const int64_t at = row * a->n + i;
+                const dtrain__v d =
+                    DTRAIN__K(batchnorm_slope)(a->activation, a->d_y, a->y, dtype, at, n);
+                const dtrain__v h = (dtrain__vload_as(a->x, dtype, at, n) - mean) * rstd;
+                sum += d;
+                product = dtrain__vfma(d, h, product);
+                if (!a->d_residual) continue;
+                dtrain__v out = d;
+                if (a->accumulate) out += dtrain__vload_as(a->d_residual, dtype, at, n);
+                dtrain__vstore_as(a->d_residual, dtype, at, out, n);
+            }
+            dtrain__vstore_n(sums + i, sum, n);
+            dtrain__vstore_n(sums + a->n + i, product, n);
+        }
+    }
+}
+
+/* Range: rows. */
+DTRAIN__KERNEL_AS(batchnorm_backward)
+{
+    const dtrain_batchnorm_backward_args *a = (const dtrain_batchnorm_backward_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : job->dtype;
+    const dtrain__v share = dtrain__vset(a->inverse_count[0]);
+    for (int64_t first = begin; first < end; first += DTRAIN__BATCHNORM_ROWS)
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t n = a->n - i, past = first + DTRAIN__BATCHNORM_ROWS;
+            const dtrain__v mean = dtrain__vload_n(a->mean + i, n);
+            const dtrain__v rstd = dtrain__vload_n(a->rstd + i, n);
+            const dtrain__v scale = rstd * dtrain__vload_n(a->weight + i, n);
+            const dtrain__v sum = dtrain__vload_n(a->sums + i, n);
+            const dtrain__v product = dtrain__vload_n(a->sums + a->n + i, n);
+            for (int64_t row = first; row < past && row < end; row++) {
+                const int64_t at = row * a->n + i;
+                const dtrain__v h = (dtrain__vload_as(a->x, dtype, at, n) - mean) * rstd;
+                const dtrain__v d =
+                    DTRAIN__K(batchnorm_slope)(a->activation, a->d_y, a->y, dtype, at, n);
+                dtrain__v slope = scale * (d - dtrain__vfma(h, product, sum) * share);
+                if (a->accumulate) slope += dtrain__vload_as(a->d_x, dtype, at, n);
+                dtrain__vstore_as(a->d_x, dtype, at, slope, n);
+            }
+        }
+}
 
 /* ================================================================================================
  * src/device/cpu/kernels/convolution.h
@@ -40377,75 +40504,7 @@ DTRAIN__KERNEL(attention_backward)
                             h.d, 1);
     }
 }
-
-/* ================================================================================================
- * src/device/cpu/kernels/mix.h
- * ==============================================================================================*/
-
-/* Sums over ranks
- *
- * in_count inputs are combined, element by element and in order, into out_count equal outputs; an
- * output may be one of the inputs. Every input is read once and every output written once: sums
- * stay in registers on the way. Halves are widened, combined in fp32 and rounded once. */
-
-/* NaN wins, the first one; of equal numbers (+0 and -0) the lower rank's. */
-DTRAIN__HELPER dtrain__v DTRAIN__K(mix_step)(dtrain__v sum, dtrain__v x, uint32_t op)
-{
-    const dtrain__vi magnitude = dtrain__viset(INT32_MAX), infinity = dtrain__viset(0x7f800000);
-    if (op == DTRAIN_REDUCE_SUM) return sum + x;
-    if (op == DTRAIN_REDUCE_PROD) return sum * x;
-    const dtrain__vi better =
-        op == DTRAIN_REDUCE_MIN ? DTRAIN__K(vless)(x, sum) : DTRAIN__K(vless)(sum, x);
-    const dtrain__vi x_nan = dtrain__viless(infinity, dtrain__vbits(x) & magnitude);
-    const dtrain__vi nan = dtrain__viless(infinity, dtrain__vbits(sum) & magnitude);
-    return DTRAIN__K(vselect)((better | x_nan) & ~nan, x, sum);
-}
-
-/* Four vectors at a time where that pays, then one. */
-DTRAIN__HELPER void DTRAIN__K(mix_as)(const dtrain__mix_job *job, dtrain_dtype dtype, uint32_t op,
-                                      bool fast)
-{
-    const int64_t count = (int64_t)job->count, w = DTRAIN__W;
-    const bool mean = job->op == DTRAIN_REDUCE_MEAN;
-    const dtrain__v scale = dtrain__vset(1.0f / (float)job->in_count);
-    const char *const *in = job->in;
-    int64_t at = 0;
-    for (; fast && at + 4 * w <= count; at += 4 * w) {
-        dtrain__v a = dtrain__vload_as(in[0], dtype, at, w);
-        dtrain__v b = dtrain__vload_as(in[0], dtype, at + w, w);
-        dtrain__v c = dtrain__vload_as(in[0], dtype, at + 2 * w, w);
-        dtrain__v d = dtrain__vload_as(in[0], dtype, at + 3 * w, w);
-        for (int i = 1; i < job->in_count; i++) {
-            a = DTRAIN__K(mix_step)(a, dtrain__vload_as(in[i], dtype, at, w), op);
-            b = DTRAIN__K(mix_step)(b, dtrain__vload_as(in[i], dtype, at + w, w), op);
-            c = DTRAIN__K(mix_step)(c, dtrain__vload_as(in[i], dtype, at + 2 * w, w), op);
-            d = DTRAIN__K(mix_step)(d, dtrain__vload_as(in[i], dtype, at + 3 * w, w), op);
-        }
-        for (int i = 0; i < job->out_count; i++) {
-            dtrain__vstore_as(job->out[i], dtype, at, mean ? a * scale : a, w);
-            dtrain__vstore_as(job->out[i], dtype, at + w, mean ? b * scale : b, w);
-            dtrain__vstore_as(job->out[i], dtype, at + 2 * w, mean ? c * scale : c, w);
-            dtrain__vstore_as(job->out[i], dtype, at + 3 * w, mean ? d * scale : d, w);
-        }
-    }
-    for (; at < count; at += w) {
-        dtrain__v a = dtrain__vload_as(in[0], dtype, at, count - at);
-        for (int i = 1; i < job->in_count; i++)
-            a = DTRAIN__K(mix_step)(a, dtrain__vload_as(in[i], dtype, at, count - at), op);
-        for (int i = 0; i < job->out_count; i++)
-            dtrain__vstore_as(job->out[i], dtype, at, mean ? a * scale : a, count - at);
-    }
-}
-
-DTRAIN__ROUTINE void DTRAIN__K(mix)(const dtrain__mix_job *job)
-{
-    const bool sum = job->op == DTRAIN_REDUCE_SUM || job->op == DTRAIN_REDUCE_MEAN;
-    const dtrain_dtype f32 = DTRAIN_DTYPE_F32, bf16 = DTRAIN_DTYPE_BF16;
-    const uint32_t op = sum ? (uint32_t)DTRAIN_REDUCE_SUM : job->op;
-    if (DTRAIN__FAST && sum && job->dtype == f32) DTRAIN__K(mix_as)(job, f32, op, true);
-    else if (DTRAIN__FAST && sum && job->dtype == bf16) DTRAIN__K(mix_as)(job, bf16, op, true);
-    else DTRAIN__K(mix_as)(job, job->dtype, op, false);
-}
+#endif
 
 /* ================================================================================================
  * src/device/cpu/kernels/table.h
@@ -40454,15 +40513,21 @@ DTRAIN__ROUTINE void DTRAIN__K(mix)(const dtrain__mix_job *job)
 /* The table of one instruction set. */
 
 #define DTRAIN__ENTRY(name) DTRAIN__K(name),
-#define DTRAIN__PATCH_ENTRY(name) NULL,
-#if DTRAIN__FAST
-#undef DTRAIN__PATCH_ENTRY
-#define DTRAIN__PATCH_ENTRY DTRAIN__ENTRY
+#define DTRAIN__ABSENT(name) NULL,
+#if !DTRAIN__LAYERS
+#define DTRAIN__TILES NULL
+#define DTRAIN__ENTRIES DTRAIN__RANGES(DTRAIN__ENTRY, DTRAIN__ABSENT, DTRAIN__ABSENT)
+#elif !DTRAIN__FAST
+#define DTRAIN__TILES &DTRAIN__K(convolutions)
+#define DTRAIN__ENTRIES DTRAIN__RANGES(DTRAIN__ENTRY, DTRAIN__ENTRY, DTRAIN__ABSENT)
+#else
+#define DTRAIN__TILES &DTRAIN__K(convolutions)
+#define DTRAIN__ENTRIES DTRAIN__RANGES(DTRAIN__ENTRY, DTRAIN__ENTRY, DTRAIN__ENTRY)
 #endif
-static const dtrain__kernels DTRAIN__K(kernels) = {
-    DTRAIN__STRING(DTRAIN__SUFFIX), &DTRAIN__K(isa), &DTRAIN__K(convolutions), DTRAIN__K(mix),
-    DTRAIN__RANGES(DTRAIN__ENTRY) DTRAIN__PATCH_RANGES(DTRAIN__PATCH_ENTRY)};
-#undef DTRAIN__PATCH_ENTRY
+static const dtrain__kernels DTRAIN__K(kernels) = {DTRAIN__STRING(DTRAIN__SUFFIX), &DTRAIN__K(isa),
+                                                   DTRAIN__TILES, DTRAIN__K(mix), DTRAIN__ENTRIES};
+#undef DTRAIN__TILES
+#undef DTRAIN__ENTRIES
 
 /* The other macros have the same text in every instance. */
 #undef DTRAIN__SUFFIX

@@ -57,7 +57,11 @@ extern "C" {
 #elif defined(DTRAIN_IMPLEMENTATION) && !defined(DTRAIN__IMPLEMENTED) && !defined(DTRAIN__ISA)
 #define DTRAIN__IMPLEMENTED
 
+#ifdef DTRAIN_PARTS /* some have no caller then */
+#define DTRAIN__PRIVATE static __attribute__((unused))
+#else
 #define DTRAIN__PRIVATE static
+#endif
 #define DTRAIN__KERNEL_TEXT "dtrain.h" /* this file includes itself, see device/cpu/kernels.c */
 
 #include "core/platform.c"
@@ -113,6 +117,7 @@ extern "C" {
 #include "strategy/query.c"
 #include "strategy/view.c"
 #include "strategy/plan.c"
+#if DTRAIN__LAYERS
 #include "tape/tape.c"
 #include "tape/staging.c"
 #include "tape/op.c"
@@ -127,11 +132,13 @@ extern "C" {
 #include "tape/elementwise.c"
 #include "tape/checkpointing.c"
 #include "tape/arena.c"
+#endif
 #include "optim/scaler.c"
 #include "optim/optimizer.c"
 #include "optim/groups.c"
 #include "optim/muon.c"
 #include "optim/schedule.c"
+#if DTRAIN__LAYERS
 #include "train/shuffle.c"
 #include "train/dataset.c"
 #include "train/loader.c"
@@ -165,18 +172,22 @@ extern "C" {
 #include "monitor/tensorboard.c"
 #include "monitor/histogram.c"
 #include "monitor/nvml.c"
+#endif
 #include "device/device.c"
 #include "device/plan.c"
 #include "device/cpu/pool.c"
 #include "device/cpu/cpu.c"
 #include "device/cpu/launch.c"
 #include "device/cpu/launch_gemm.c"
-#include "device/cpu/launch_batchnorm.c"
 #include "device/cpu/launch_sparse.c"
-#include "device/cpu/launch_convolution.c"
-#include "device/cpu/launch_winograd.c"
 #include "device/cpu/gemm.c"
 #include "device/cpu/kernels.c"
+#if DTRAIN__LAYERS
+#include "device/cpu/launch_layers.c"
+#include "device/cpu/launch_batchnorm.c"
+#include "device/cpu/launch_convolution.c"
+#include "device/cpu/launch_winograd.c"
+#endif
 
 /* Restore how the host rounds a * b + c, see core/platform_internal.h. */
 #if defined(__clang__)

@@ -143,6 +143,9 @@
        DTRAIN_USE_MPI      the communicator over MPI; build with mpicc
        DTRAIN_USE_CUDA     dtrain_device_ops_by_name knows "cuda"; dtrain_cuda.cu must be linked
                            (and DTRAIN_STATIC is not possible: that file calls dtrain.h)
+       DTRAIN_PARTS        only what a program with its own arrays and backward needs: world,
+                           communicator, strategy, optimizer. Without tape, trainer, state and
+                           monitor, whose functions are then undefined to the linker
        DTRAIN_NATIVE       on x86 only the kernels of the instruction set that -march names, for who
                            compiles often: two thirds of the time; for machines that have it
        DTRAIN_NO_SIMD      kernels of one lane instead of vectors (slow; a reference)

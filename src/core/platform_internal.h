@@ -48,6 +48,13 @@
 
 #include "core/api.h"
 
+/* Whether the rooms above strategy and optimizer are compiled: tape, trainer, state, monitor. */
+#ifdef DTRAIN_PARTS
+#define DTRAIN__LAYERS 0
+#else
+#define DTRAIN__LAYERS 1
+#endif
+
 /* Round twice in a * b + c, whatever the dialect: gcc makes one rounding of it with -std=gnu17 and
  * in C++, not with -std=c99, and the bits of a training would depend on the flags. Where one is
  * meant, the text says so (dtrain__vfma). dtrain.h restores the host's setting at its end; flags

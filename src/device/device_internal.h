@@ -8,17 +8,17 @@
 /* device/device.c */
 DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
 
-/* The kernels in the order of dtrain_device_ops. */
+/* The kernels in the order of dtrain_device_ops; L: those of layers, which DTRAIN_PARTS leaves out. */
 /* clang-format off */
-#define DTRAIN__KERNEL_LIST(X)                                                               \
-    X(gemm) X(activation_backward) X(layernorm) X(layernorm_backward)                        \
-    X(embedding) X(embedding_backward) X(attention) X(attention_backward)                    \
-    X(cross_entropy) X(cross_entropy_backward) X(pointwise) X(pointwise_backward)            \
-    X(softmax) X(softmax_backward) X(rotary) X(permute) X(add) X(axpby) X(dropout)           \
+#define DTRAIN__KERNEL_LIST(X, L)                                                            \
+    X(gemm) X(activation_backward) L(layernorm) L(layernorm_backward)                        \
+    L(embedding) L(embedding_backward) L(attention) L(attention_backward)                    \
+    L(cross_entropy) L(cross_entropy_backward) L(pointwise) L(pointwise_backward)            \
+    L(softmax) L(softmax_backward) L(rotary) L(permute) X(add) X(axpby) X(dropout)           \
     X(sum) X(clip) X(convert) X(adamw) X(sgd) X(lion) X(muon) X(topk) X(scatter_add)         \
-    X(orthogonalize) X(batchnorm_moments) X(batchnorm_statistics) X(batchnorm)               \
-    X(batchnorm_sums) X(batchnorm_backward) X(conv2d) X(conv2d_backward) X(pool2d)           \
-    X(pool2d_backward)
+    X(orthogonalize) L(batchnorm_moments) L(batchnorm_statistics) L(batchnorm)               \
+    L(batchnorm_sums) L(batchnorm_backward) L(conv2d) L(conv2d_backward) L(pool2d)           \
+    L(pool2d_backward)
 /* clang-format on */
 
 /* The entries of a device that has finished its work when a call returns: from stream_create to

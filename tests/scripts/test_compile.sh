@@ -71,10 +71,40 @@ for c in gcc clang; do
             try "$c $program by itself" $c -std=c99 -pedantic $warn -fsyntax-only "$program"
         done
     fi
+    try "$c parts" $c -std=c99 -pedantic $warn -DDTRAIN_PARTS $check "$build/impl.c"
+    try "$c, parts as C++" $([ $c = gcc ] && echo g++ || echo clang++) -x c++ -std=c++17 $warn -DDTRAIN_PARTS $check "$build/impl.c"
     [ $c = $ours ] || [ "$full" != 0 ] || continue
     try "$c -O1 -ffast-math -march=native finds overflows" sh -c "$c -std=c99 -O1 -ffast-math -march=native $warn \
         -iquote src -Itests -Itests/support tests/unit/test_scaler.c '$build/impl.c' -o '$build/scaler_$c' $libs && '$build/scaler_$c'"
 done
+# World, communicator, strategy and optimizer alone: programs with arrays of their own run as they do with everything,
+# and what is not there is named, by the linker or in a sentence.
+try "parts" $cc -std=c99 -pedantic $warn -O1 -DDTRAIN_PARTS -c "$build/impl.c" -o "$build/parts.o"
+for program in ddp full_shard; do
+    try "parts, $program" $cc -std=c99 $warn -DDTRAIN_PARTS -O1 examples/$program.c -o "$build/$program" $libs
+    try "parts, $program runs" sh -c "'$build/$program' >'$tmp/log' && grep -q -E 'learned +\\+1.00 -2.00 \\+0.50|losses and the parameters are equal' '$tmp/log'"
+done
+printf '#include "dtrain.h"\nint main(void) { dtrain_tape_destroy(NULL); return 0; }\n' >"$build/tape.c"
+$cc -std=c99 -I. "$build/tape.c" "$build/parts.o" -o "$build/tape" $libs >"$tmp/log" 2>&1
+[ $? -ne 0 ] && grep -q dtrain_tape_destroy "$tmp/log"
+result "parts, the linker names a function of the tape" $? "$tmp/log"
+cat >"$build/kernel.c" <<'END'
+#include "dtrain.h"
+#include <stdio.h>
+int main(void)
+{
+    dtrain_device *device;
+    if (dtrain_device_create(NULL, NULL, &device) != DTRAIN_OK) return 1;
+    if (device->ops->layernorm(device, NULL) != DTRAIN_ERROR_UNSUPPORTED) return 2;
+    puts(dtrain_last_error());
+    dtrain_device_destroy(device);
+    return 0;
+}
+END
+try "parts, a kernel of layers" $cc -std=c99 -I. "$build/kernel.c" "$build/parts.o" -o "$build/kernel" $libs
+"$build/kernel" >"$tmp/log" 2>&1 && grep -q "cpu device: the kernel layernorm is not compiled; leave DTRAIN_PARTS out" "$tmp/log"
+result "parts, a kernel of layers says that it is not there" $? "$tmp/log"
+
 for c in g++ clang++; do
     here $c || continue
     for std in c++17 c++20; do

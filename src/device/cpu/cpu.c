@@ -200,28 +200,44 @@ static dtrain_result dtrain__cpu_query(dtrain_device *device, dtrain_device_info
     return DTRAIN_OK;
 }
 
+#if !DTRAIN__LAYERS
+#define DTRAIN__CPU_LAYER(op)                                                                   \
+    DTRAIN__PRIVATE dtrain_result dtrain__cpu_##op(dtrain_device *device,                       \
+                                                   const dtrain_##op##_args *args)              \
+    {                                                                                           \
+        (void)args;                                                                             \
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,                                            \
+                           "%s device: the kernel " #op " is not compiled; leave DTRAIN_PARTS " \
+                           "out",                                                               \
+                           device->ops->name);                                                  \
+    }
+#define DTRAIN__CPU_BASE(op)
+DTRAIN__KERNEL_LIST(DTRAIN__CPU_BASE, DTRAIN__CPU_LAYER)
+#endif
+
 /* Streams, events and pinned memory: all work is done when a call returns. */
 DTRAIN_API const dtrain_device_ops *dtrain_cpu_device_ops(void)
 {
 #define DTRAIN__CPU_ENTRY(op) dtrain__cpu_##op,
-    static const dtrain_device_ops ops = {DTRAIN_DEVICE_ABI,
-                                          "cpu",
-                                          true,
-                                          dtrain__cpu_create,
-                                          dtrain__cpu_destroy,
-                                          dtrain__cpu_query,
-                                          dtrain__cpu_synchronize,
-                                          dtrain__cpu_alloc,
-                                          dtrain__cpu_free,
-                                          dtrain__cpu_copy,
-                                          dtrain__cpu_zero,
-                                          dtrain__cpu_host_alloc,
-                                          dtrain__cpu_host_free,
-                                          NULL,
-                                          NULL,
-                                          dtrain__cpu_copy_async,
-                                          DTRAIN__NO_ORDER,
-                                          DTRAIN__KERNEL_LIST(DTRAIN__CPU_ENTRY)};
+    static const dtrain_device_ops ops = {
+        DTRAIN_DEVICE_ABI,
+        "cpu",
+        true,
+        dtrain__cpu_create,
+        dtrain__cpu_destroy,
+        dtrain__cpu_query,
+        dtrain__cpu_synchronize,
+        dtrain__cpu_alloc,
+        dtrain__cpu_free,
+        dtrain__cpu_copy,
+        dtrain__cpu_zero,
+        dtrain__cpu_host_alloc,
+        dtrain__cpu_host_free,
+        NULL,
+        NULL,
+        dtrain__cpu_copy_async,
+        DTRAIN__NO_ORDER,
+        DTRAIN__KERNEL_LIST(DTRAIN__CPU_ENTRY, DTRAIN__CPU_ENTRY)};
 #undef DTRAIN__CPU_ENTRY
     return &ops;
 }

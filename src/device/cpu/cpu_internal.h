@@ -38,6 +38,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__job_run(dtrain__cpu *cpu, dtrain__job *job
                                               dtrain__range_fn range, int64_t elements);
 
 /* device/cpu/launch.c */
+DTRAIN__PRIVATE dtrain_result dtrain__run_kernel(dtrain_device *device, dtrain__range_fn range,
+                                                 const void *args, int64_t total, int64_t unit,
+                                                 int64_t elements, dtrain_dtype dtype);
+DTRAIN__PRIVATE dtrain_result dtrain__elementwise(dtrain_device *device, dtrain__range_fn range,
+                                                  const void *args, int64_t count,
+                                                  dtrain_dtype dtype);
+DTRAIN__PRIVATE const dtrain__kernels *dtrain__cpu_kernels(const dtrain_device *device);
+DTRAIN__PRIVATE dtrain_dtype dtrain__larger(dtrain_dtype a, dtrain_dtype b);
 DTRAIN__PRIVATE dtrain_result dtrain__column_sums(dtrain_device *device, int64_t rows, int64_t n,
                                                   const void *x, dtrain_dtype dtype,
                                                   bool accumulate, float *sums);
@@ -51,5 +59,5 @@ DTRAIN__PRIVATE int64_t dtrain__gemm_slot(bool partial);
 #define DTRAIN__CPU_LAUNCHER(op)                                          \
     DTRAIN__PRIVATE dtrain_result dtrain__cpu_##op(dtrain_device *device, \
                                                    const dtrain_##op##_args *args);
-DTRAIN__KERNEL_LIST(DTRAIN__CPU_LAUNCHER)
+DTRAIN__KERNEL_LIST(DTRAIN__CPU_LAUNCHER, DTRAIN__CPU_LAUNCHER)
 #undef DTRAIN__CPU_LAUNCHER

@@ -25,20 +25,19 @@ typedef struct dtrain__job {
     double *sums; /* (chunk_count) */
 } dtrain__job;
 
-/* Every kernel that works on ranges. */
+/* Every kernel that works on ranges. L: of layers, which DTRAIN_PARTS leaves out. P: by patches,
+ * which scalars lack. */
 /* clang-format off */
-#define DTRAIN__RANGES(X)                                                            \
-    X(activate) X(activation_backward) X(layernorm) X(layernorm_backward)            \
-    X(layernorm_params) X(embedding) X(embedding_backward) X(attention)              \
-    X(attention_backward) X(cross_entropy) X(cross_entropy_backward) X(pointwise)    \
-    X(pointwise_backward) X(softmax) X(softmax_backward) X(rotary) X(permute)        \
-    X(add) X(axpby) X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(lion) X(muon)     \
-    X(topk) X(batchnorm_moments) X(batchnorm) X(batchnorm_sums)                      \
-    X(batchnorm_backward) X(conv_weight) X(conv_weight_sum) X(depthwise)             \
-    X(depthwise_input) X(depthwise_weight) X(pool2d) X(pool2d_backward)
-/* Those that an instance may lack: scalars have none. */
-#define DTRAIN__PATCH_RANGES(X) \
-    X(winograd_filter) X(winograd) X(winograd_weight) X(winograd_filter_sum)
+#define DTRAIN__RANGES(X, L, P)                                                      \
+    X(activate) X(activation_backward) X(add) X(axpby) X(dropout) X(sum) X(convert)  \
+    X(adamw) X(sgd) X(lion) X(muon) X(topk)                                          \
+    L(layernorm) L(layernorm_backward) L(layernorm_params) L(embedding)              \
+    L(embedding_backward) L(attention) L(attention_backward) L(cross_entropy)        \
+    L(cross_entropy_backward) L(pointwise) L(pointwise_backward) L(softmax)          \
+    L(softmax_backward) L(rotary) L(permute) L(batchnorm_moments) L(batchnorm)       \
+    L(batchnorm_sums) L(batchnorm_backward) L(conv_weight) L(conv_weight_sum)        \
+    L(depthwise) L(depthwise_input) L(depthwise_weight) L(pool2d) L(pool2d_backward) \
+    P(winograd_filter) P(winograd) P(winograd_weight) P(winograd_filter_sum)
 /* clang-format on */
 
 /* Tiles of convolutions. rows: a panel of A has its rows one behind the other, which is how windows
@@ -53,8 +52,7 @@ typedef struct dtrain__kernels {
     const dtrain__conv_tiles *convolutions;
     void (*mix)(const dtrain__mix_job *job);
 #define DTRAIN__RANGE(name) dtrain__range_fn name;
-    DTRAIN__RANGES(DTRAIN__RANGE)
-    DTRAIN__PATCH_RANGES(DTRAIN__RANGE)
+    DTRAIN__RANGES(DTRAIN__RANGE, DTRAIN__RANGE, DTRAIN__RANGE)
 } dtrain__kernels;
 
 /* One tensor of an optimizer step, and the numbers of this step. One of the first four is set. */

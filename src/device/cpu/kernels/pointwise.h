@@ -1,45 +1,7 @@
-/* Functions of single elements: activations, gated products, losses
+/* Functions of two elements: gated products, losses
  *
  * Two reads and a write of an element forward, at most five of them backward: bandwidth is the
- * limit, but for the logarithm of the logistic loss, which is taken element by element. */
-
-/* ---- Activations ------------------------------------------------------------------------------*/
-
-/* Compute value / (1 + e^-x): sigmoid with a value of 1, SiLU with x. vexp stops at e^88, so the
- * divisor is finite. */
-DTRAIN__HELPER dtrain__v DTRAIN__K(vgated)(dtrain__v value, dtrain__v x)
-{
-    return value / (dtrain__vset(1.0f) + dtrain__vexp(-x));
-}
-
-/* Compute the derivative of SiLU. With q = e^-x and s = 1 / (1 + q) that of x s is
- * s + x s (1 - s) = s (1 + x q s). Below -80, where x is clamped, it is less than 1e-32. */
-DTRAIN__HELPER dtrain__v DTRAIN__K(vsilu_slope)(dtrain__v x)
-{
-    x = dtrain__vmax(dtrain__vset(-80.0f), x);
-    const dtrain__v one = dtrain__vset(1.0f), q = dtrain__vexp(-x), s = one / (one + q);
-    return s * dtrain__vfma(x, q * s, one);
-}
-
-DTRAIN__HELPER dtrain__v DTRAIN__K(vactivate)(uint32_t activation, dtrain__v x)
-{
-    if (activation == DTRAIN_ACTIVATION_GELU) return DTRAIN__K(vgelu)(x);
-    if (activation == DTRAIN_ACTIVATION_RELU) return dtrain__vmax(dtrain__vset(0), x);
-    if (activation == DTRAIN_ACTIVATION_SILU) return DTRAIN__K(vgated)(x, x);
-    return x;
-}
-
-/* Compute d_out * act'(x); the slope of relu at 0 is 0. */
-DTRAIN__HELPER dtrain__v DTRAIN__K(vdeactivate)(uint32_t activation, dtrain__v x, dtrain__v d_out)
-{
-    if (activation == DTRAIN_ACTIVATION_GELU) return d_out * DTRAIN__K(vgelu_slope)(x);
-    if (activation == DTRAIN_ACTIVATION_RELU)
-        return dtrain__vkeep(d_out, DTRAIN__K(vless)(dtrain__vset(0), x));
-    if (activation == DTRAIN_ACTIVATION_SILU) return d_out * DTRAIN__K(vsilu_slope)(x);
-    return d_out;
-}
-
-/* ---- Functions of two elements ------------------------------------------------------------------
+ * limit, but for the logarithm of the logistic loss, which is taken element by element.
  *
  *     f                        df/dx                    df/d other
  *     x other                  other                    x

@@ -1,20 +1,23 @@
 /* The text compiled once per instruction set. */
 
 #include "device/cpu/kernels/vectors.h"
+#include "device/cpu/kernels/activation.h"
 #include "device/cpu/kernels/elementwise.h"
+#include "device/cpu/kernels/sparse.h"
+#include "device/cpu/kernels/gemm.h"
+#include "device/cpu/kernels/pairs.h"
+#include "device/cpu/kernels/mix.h"
+#if DTRAIN__LAYERS
 #include "device/cpu/kernels/layernorm.h"
 #include "device/cpu/kernels/pointwise.h"
 #include "device/cpu/kernels/tokens.h"
 #include "device/cpu/kernels/rows.h"
 #include "device/cpu/kernels/batchnorm.h"
-#include "device/cpu/kernels/sparse.h"
-#include "device/cpu/kernels/gemm.h"
-#include "device/cpu/kernels/pairs.h"
 #include "device/cpu/kernels/convolution.h"
 #include "device/cpu/kernels/winograd.h"
 #include "device/cpu/kernels/pooling.h"
 #include "device/cpu/kernels/attention.h"
-#include "device/cpu/kernels/mix.h"
+#endif
 #include "device/cpu/kernels/table.h"
 
 /* The other macros have the same text in every instance. */

@@ -1,41 +1,4 @@
-/* What follows a product; embedding, cross-entropy. */
-
-/* Range: columns, so that each column's sum is one chain over all rows. Row by row, with the sums
- * in L1: several rows at once would save a few loads but walk addresses that share a cache set. */
-DTRAIN__KERNEL_AS(activation_backward)
-{
-    const dtrain_activation_backward_args *a = (const dtrain_activation_backward_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
-    const bool store = a->activation != DTRAIN_ACTIVATION_NONE || a->d_in != a->d_out;
-    if (a->d_bias && !a->accumulate)
-        memset(a->d_bias + begin, 0, (size_t)(end - begin) * sizeof *a->d_bias);
-    for (int64_t row = 0; row < a->rows; row++)
-        for (int64_t j = begin; j < end; j += DTRAIN__W) {
-            const int64_t at = row * a->n + j, n = end - j;
-            dtrain__v d = dtrain__vload_as(a->d_out, dtype, at, n);
-            if (a->activation != DTRAIN_ACTIVATION_NONE)
-                d = DTRAIN__K(vdeactivate)(a->activation, dtrain__vload_as(a->x, dtype, at, n), d);
-            if (store) dtrain__vstore_as(a->d_in, dtype, at, d, n);
-            if (a->d_bias)
-                dtrain__vstore_n(a->d_bias + j, dtrain__vload_n(a->d_bias + j, n) + d, n);
-        }
-}
-
-/* Range: rows of C. What a foreign GEMM leaves to do: bias, aux, activation. */
-DTRAIN__KERNEL(activate)
-{
-    const dtrain_gemm_args *a = (const dtrain_gemm_args *)job->args;
-    for (int64_t row = begin; row < end; row++) {
-        float *c = (float *)a->c + row * a->ldc;
-        for (int64_t j = 0; j < a->n; j += DTRAIN__W) {
-            const int64_t n = a->n - j;
-            dtrain__v x = dtrain__vload_n(c + j, n);
-            if (a->bias) x += dtrain__vload_n(a->bias + j, n);
-            if (a->aux) dtrain__vstore_n((float *)a->aux + row * a->ldc + j, x, n);
-            dtrain__vstore_n(c + j, DTRAIN__K(vactivate)(a->activation, x), n);
-        }
-    }
-}
+/* Embedding, cross-entropy. */
 
 /* ---- Embedding --------------------------------------------------------------------------------*/
 

@@ -53,7 +53,7 @@
 #define DTRAIN__GLUE(name, suffix) DTRAIN__GLUE2(name, suffix)
 #define DTRAIN__K(name) DTRAIN__GLUE(name, DTRAIN__SUFFIX)
 #define DTRAIN__HELPER static inline __attribute__((always_inline, unused)) DTRAIN__ON
-#define DTRAIN__ROUTINE static DTRAIN__ON
+#define DTRAIN__ROUTINE static __attribute__((unused)) DTRAIN__ON
 #define DTRAIN__KERNEL(name)                                                            \
     DTRAIN__ROUTINE void DTRAIN__K(name)(dtrain__job * job, int64_t begin, int64_t end, \
                                          DTRAIN__UNUSED int index)
