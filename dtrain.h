@@ -103,20 +103,21 @@
        src/strategy/layout_internal.h       The tables of a strategy: kinds, parameters, buckets, units, and the memory behind them
        src/strategy/view_internal.h         A strategy as the rooms above it see it
        src/strategy/kinds.c                 The table of kinds: what each shards
-       src/strategy/layout.c                The layout
+       src/strategy/layout.c                The layout: which parameters travel together, and which rank keeps which part of them
        src/strategy/road.c                  The road of a gradient: ready, launch, reduce, finish, publish
-       src/strategy/weights.c               Weights: what the mean of a step is over
+       src/strategy/weights.c               Weights: the mean of a step over all its samples
        src/strategy/norm.c                  The norm of gradients
        src/strategy/gather.c                Sharded values: gather, release
        src/strategy/calls.c                 Calls of device and communicator that every file of the room makes, and how an error stands
-       src/strategy/ways/shards.c           Sharded gradients
-       src/strategy/ways/hierarchy.c        Two levels of ranks
-       src/strategy/ways/compression.c      Gradient compression
-       src/strategy/ways/topk.c             Top-k: selecting and exchanging
+       src/strategy/ways/shards.c           Steps of sharded buckets: each rank gets its shard of the mean
+       src/strategy/ways/hierarchy.c        Steps between two levels of ranks
+       src/strategy/ways/compression.c      Gradient compression: what top-k and PowerSGD have in common
+       src/strategy/ways/topk.c             Top-k: select the largest elements, exchange them, add them up
        src/strategy/ways/powersgd.c         PowerSGD
        src/strategy/ways.c                  The ways of a bucket
+       src/strategy/join.c                  Passes without samples
        src/strategy/offload.c               Offload: shards in host memory
-       src/strategy/levels.c                Levels of ranks: who shares a copy of the model, and who reduces with whom
+       src/strategy/levels.c                Levels of ranks: which ranks share a copy of the model, and which communicators that takes
        src/strategy/settings.c              Settings: zeros become defaults, and what does not go together is refused
        src/strategy/count.c                 What a step sends
        src/strategy/create.c                Creation and end of a strategy
@@ -12896,12 +12897,21 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
  * Every file of the room includes it, and with it the interfaces of core, world, communicator and
  * device that they share.
  *
- * The order of reading is that of a gradient: params.c, kinds.c, layout.c (who keeps what), road.c
- * (DDP from ready to publish), weights.c (what its mean is over), norm.c, gather.c (sharded
- * values), calls.c (what these call), then one file a step: ways/shards.c, hierarchy.c,
- * compression.c, topk.c, powersgd.c, and ways.c, which alone knows them all; offload.c (shards in
- * host memory), levels.c, settings.c, count.c (what a step sends), create.c (how it all comes to
- * be), query.c, view.c (for the rooms above), plan.c. */
+ * The order of reading is that of a gradient. Each file calls those before it, and those in
+ * brackets:
+ *
+ *     params.c, kinds.c       what the host registers; what each kind shards
+ *     layout.c                who keeps what, in which memory
+ *     road.c                  DDP from ready to publish [weights.c, gather.c, offload.c, calls.c]
+ *     weights.c, norm.c       the mean over samples; the norm of gradients
+ *     gather.c, offload.c     sharded values; shards in host memory
+ *     calls.c                 calls of device and communicator, and how an error stands
+ *     ways/                   one file a step that replaces or follows the all-reduce
+ *     ways.c                  chooses the steps; the only file that knows all of them
+ *     join.c                  passes without samples
+ *     levels.c, settings.c    who shares a copy of the model; checks of the desc
+ *     create.c, count.c       creation, and what a step sends, counted by running one
+ *     query.c, view.c, plan.c answers to the host, to the rooms above, before anything is made */
 
 /* ================================================================================================
  * src/strategy/layout_internal.h
@@ -12959,7 +12969,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy,
  * it succeeds the strategy is not usable. */
 DTRAIN__PRIVATE void dtrain__set_torn(dtrain_strategy *strategy, const char *call);
 DTRAIN__PRIVATE const char *dtrain__torn(const dtrain_strategy *strategy);
-/* Forget the micro-batches of a step under way, and decide anew how gradients travel. */
+/* Forget the micro-batches of a step under way. */
 DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done);
 
 /* ---- A parameter ------------------------------------------------------------------------------*/
@@ -13067,8 +13077,8 @@ typedef struct dtrain__classes {
 typedef struct dtrain__kind_row {
     const char *name;
     dtrain__classes shards;
-    bool owners;   /* shards are whole tensors */
-    bool replicas; /* among the ranks of a node, and every node has a copy */
+    bool owners;   /* a shard is a list of whole tensors, as optimizers of matrices need them */
+    bool replicas; /* shards are those of a node's ranks; every node has all, and they are summed */
 } dtrain__kind_row;
 
 typedef struct dtrain__entry {
@@ -13090,31 +13100,31 @@ typedef struct dtrain__entry {
     bool absent;      /* no rank is known to have had a gradient of it in the last step */
 } dtrain__entry;
 
-/* The piece of a parameter that compression sees: strategy/ways/compression.c. */
+/* The part of a parameter that compression treats by itself: strategy/ways/compression.c. */
 typedef struct dtrain__portion {
     uint32_t param;
     int64_t first, count;  /* within the bucket */
-    int64_t region;        /* top-k: elements of a region; all of them without regions */
-    int64_t quota;         /* of the step under way: selected of a region */
-    int64_t at;            /* of the step under way: place in a block; dense: among the dense */
+    int64_t region;        /* top-k: elements of a region; without regions = count */
+    int64_t quota;         /* elements that this step selects from a region */
+    int64_t at;            /* first element in a block of this step; dense: in `packed` */
     int64_t rows, columns; /* PowerSGD: of the matrix */
-    int64_t p_at, q_at;    /* places of its factors among the bucket's */
+    int64_t p_at, q_at;    /* first element of its factors among those of the bucket */
     float *p, *q;          /* (rows, rank), (columns, rank) */
 } dtrain__portion;
 
 typedef struct dtrain__sparse {
     dtrain__portion *portions, *dense, *end; /* of the bucket: compressed ones, then dense ones */
-    int64_t dense_count, p_count, q_count;
-    int64_t room;               /* elements that a block has room for */
-    int64_t largest;            /* selection of one portion */
-    int64_t selected;           /* of the step under way: elements of a block */
-    bool masked;                /* likewise */
-    float *residual, *velocity; /* (slice_count), or NULL */
-    float *packed;              /* (dense_count + p_count); rounded gradients need half of it */
-    float *q, *q_seed;          /* (q_count) each */
-    uint32_t *out, *in;         /* (slice_ranks blocks) each */
-    float *values;              /* (largest) scratch: selected values, in fp32 */
-    int32_t *indices;           /* (largest) */
+    int64_t dense_count, p_count, q_count;   /* elements */
+    int64_t room;                            /* most elements of a block in any step */
+    int64_t largest;                         /* most elements that are selected from one portion */
+    int64_t selected;                        /* elements of a block in this step */
+    bool masked;                             /* this step sends zeros for what is not selected */
+    float *residual, *velocity;              /* (slice_count), or NULL */
+    float *packed;      /* (dense_count + p_count); rounded gradients need half of it */
+    float *q, *q_seed;  /* (q_count) each */
+    uint32_t *out, *in; /* (slice_ranks blocks) each */
+    float *values;      /* (largest) scratch: selected values, in fp32 */
+    int32_t *indices;   /* (largest) */
 } dtrain__sparse;
 
 typedef struct dtrain__bucket {
@@ -13132,7 +13142,7 @@ typedef struct dtrain__bucket {
     int64_t *cuts;                    /* (ranks + 1) ZERO3: first element of each rank's shard */
     uint32_t uses, pending;           /* as in dtrain__entry, summed over all members */
     uint32_t stage;                   /* of its gradients on their way: DTRAIN__REDUCE_IDLE ... */
-    dtrain_work **reduces, **gathers; /* (works_per_bucket) collectives under way */
+    dtrain_work **reduces, **gathers; /* (works_per_bucket) collectives under way, or NULL */
     dtrain__sparse *sparse;           /* what compression keeps, or NULL */
     float *values, *grads;            /* (count) */
     float *value_shard, *grad_shard;  /* (shard_count); in host memory if: */
@@ -13167,7 +13177,7 @@ typedef struct dtrain__unit {
     dtrain__unit_state before; /* a read of whole parameters, which come through the same slots */
 } dtrain__unit;
 
-/* Two buffers of each sort, for the largest unit: unit u uses number u % 2. */
+/* Buffers that units use in turns, unit u number u % 2; as long as the largest unit needs. */
 typedef struct dtrain__turns {
     float *values[2], *grads[2];
     uint16_t *low_values[2], *low_grads[2]; /* NULL for fp32 */
@@ -13180,8 +13190,8 @@ typedef struct dtrain__layout {
     size_t count;
     const dtrain_strategy_desc *desc; /* resolved */
     const dtrain__kind_row *kind;
-    int ranks, rank;             /* of those that share one copy of the model */
-    int all, all_rank;           /* of the strategy */
+    int ranks, rank;             /* among those that share one copy of the model */
+    int all, all_rank;           /* among all of the strategy */
     int node_ranks;              /* hierarchical, and several nodes: ranks of a node; otherwise 1 */
     int slice_ranks, slice_rank; /* of those that exchange a slice: one a node; otherwise all */
     /* Which classes are really sharded: with one rank, or accumulation LAST, fewer than the kind
@@ -13189,15 +13199,15 @@ typedef struct dtrain__layout {
      * params: values are gathered. */
     dtrain__classes shards;
     bool values_on_host, grads_on_host;         /* shards of units are in host memory */
-    const dtrain_compression_desc *compression; /* NULL: none, or nobody to send to */
+    const dtrain_compression_desc *compression; /* NULL: none, or one rank alone */
     dtrain__portion *portions;                  /* (count + 1) */
     dtrain__sparse *sparse;                     /* (count), one a bucket */
-    uint64_t state_bytes;                       /* of residuals and the like */
+    uint64_t state_bytes;                       /* residuals, velocities and Q */
     float *bounce[2]; /* buffers in host memory: what is to be added to a shard arrives here */
     dtrain__entry *entries;  /* (count) */
     dtrain__bucket *buckets; /* (count + 1), bucket_count in use */
     dtrain__unit *units;     /* (count), unit_count in use */
-    uint32_t *owners;        /* (count) ZERO3: of each storage */
+    uint32_t *owners;        /* (count) ZERO3: the rank that keeps a storage */
     int64_t *cuts;           /* (count + 1, ranks + 1) ZERO3: where each rank's shard begins */
     size_t bucket_count, unit_count;
     dtrain__unit shared; /* the buckets of parameters that several units use */
@@ -13267,37 +13277,37 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
                                                       const dtrain_allocator *a);
 DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout);
 
-/* dtrain__bucket.stage: none, then the number of the step under way, from 1, then all done. */
+/* dtrain__bucket.stage: not launched, then the number of the step under way, from 1, then done. */
 enum { DTRAIN__REDUCE_IDLE = 0, DTRAIN__REDUCED = 99 };
 
 typedef dtrain_result dtrain__step_fn(dtrain_strategy *strategy, dtrain__bucket *bucket);
 
-/* One collective, or a few at once, of a bucket on its way from gradients to their mean: begin does
- * what has to be done before and starts them, end what has to be done when they are over. NULL:
- * nothing. */
+/* One step of a bucket's way from gradients to their mean: begin prepares and starts one
+ * collective, or a few at once; end is called when they are done. NULL: nothing to do. */
 typedef struct dtrain__step {
     dtrain__step_fn *begin, *end;
-    bool last_only; /* in a step's last micro-batch only, on the shard that sums all of them up */
+    bool last_only; /* only in the last micro-batch, on the shard that holds the sum of all */
 } dtrain__step;
 
-#define DTRAIN__STEPS 5 /* of the longest way, and the NULL behind it */
+#define DTRAIN__STEPS 5 /* the longest way: 4, and a NULL */
 
 /* The ways: of whole buckets, of the same when compression has begun, of sharded buckets. */
 enum { DTRAIN__WHOLE, DTRAIN__COMPRESSED, DTRAIN__SHARDED, DTRAIN__WAYS };
 
-/* Further communicators: one for each step that starts when another happens to be done. */
+/* Extra communicators. A step that starts when an earlier one completes must not share a
+ * communicator with it: ranks could start the two in different orders. */
 enum {
-    DTRAIN__NODE,         /* ranks of this node */
-    DTRAIN__ACROSS,       /* those with this rank's slice, or with HYBRID_SHARD its shard */
-    DTRAIN__BACK,         /* NODE again: the way back */
-    DTRAIN__FETCH_ACROSS, /* ACROSS and NODE again: to gather values */
-    DTRAIN__FETCH,
-    DTRAIN__SECOND, /* who exchanges compressed gradients: a second round */
+    DTRAIN__NODE,         /* ranks of this node: the first step between levels */
+    DTRAIN__ACROSS,       /* ranks of other nodes with the same slice, or (HYBRID_SHARD) shard */
+    DTRAIN__BACK,         /* the ranks of NODE, for node_gather */
+    DTRAIN__FETCH_ACROSS, /* the ranks of ACROSS, to gather values ... */
+    DTRAIN__FETCH,        /* ... and those of NODE, for the second collective of a gather */
+    DTRAIN__SECOND,       /* the ranks that exchange compressed gradients, for a second round */
     DTRAIN__GROUPS
 };
 
-/* Streams and events between a GPU and host memory. `arrived` belongs to gradients: during a
- * backward to shards in the bounce buffers, during an update to pieces in the optimizer's stages. */
+/* Streams and events between a GPU and host memory. `arrived` is for gradients: those of a backward
+ * in the bounce buffers, those of an update in the optimizer's stages. */
 typedef struct dtrain__offload {
     dtrain_device *cpu;       /* computes on host memory; NULL: nothing is offloaded */
     dtrain_stream *down, *up; /* copies to the host, and to the device */
@@ -13320,51 +13330,52 @@ struct dtrain_strategy {
     dtrain_device *device;
     dtrain_comm *comm;                   /* all ranks */
     dtrain_comm *groups[DTRAIN__GROUPS]; /* NULL: not needed */
-    dtrain_comm *shard_comm;   /* who shares one copy: comm or a group; NULL: each has everything */
-    dtrain_strategy_desc desc; /* resolved */
+    dtrain_comm *shard_comm; /* ranks that share one copy of the model: comm or a group; NULL: each
+                                has a copy */
+    dtrain_strategy_desc desc;           /* resolved */
     dtrain_compression_desc compression; /* what desc.compression points to, if it is not NULL */
     dtrain_param *params;                /* the host's */
     size_t param_count;
-    bool has_buffers; /* of DTRAIN_PARAM_BUFFER */
+    bool has_buffers; /* a parameter is a DTRAIN_PARAM_BUFFER */
     dtrain__layout layout;
 
     /* The step under way. */
     const dtrain__step *ways[DTRAIN__WAYS][DTRAIN__STEPS];
     uint64_t compressed_from; /* sync_count of the first step in which COMPRESSED is taken */
-    size_t launched, oldest;  /* buckets below launched are started; those below oldest are done */
-    size_t marked_count;      /* in this backward */
+    size_t launched, oldest;  /* buckets below launched are started, those below oldest reduced */
+    size_t marked_count;      /* calls of ready in this backward */
     bool more;                /* micro-batches of this step follow */
     bool accumulated;         /* shards hold the sum of earlier micro-batches */
-    float weight, weights;    /* of the next backward; of those of this step so far */
+    float weight, weights;    /* of the next backward; sum over those of this step so far */
     uint32_t passes;          /* backwards that were finished in this step */
-    int64_t unit;             /* of weights; 0: not agreed on yet */
-    bool taped;               /* a tape was made for it */
-    bool unsure;              /* the tally may hold others' samples, or gradients of absent ones */
+    int64_t unit;             /* samples that weigh 1 (weights.c); 0: not agreed on yet */
+    bool taped;               /* a tape was made for this strategy */
+    bool unsure;              /* only the tally says whether `empty` and `absent` are right */
     bool empty;               /* the last step had no samples */
-    uint64_t sync_count;
-    uint32_t in_buffer[2]; /* unit whose gradients are in the alternating buffer, or NONE */
-    uint32_t slots[2];     /* unit whose values are in the slot, or NONE */
-    uint32_t position;     /* unit gathered last, NONE before a pass */
-    uint32_t backward;     /* unit that this backward has come to, NONE before it */
-    bool entered;          /* it was gathered for this backward, and not yet released */
-    dtrain_result failure; /* of the communicator or the device: stands until destroy */
+    uint64_t sync_count;      /* steps that were reduced */
+    uint32_t in_buffer[2];    /* unit whose gradients are in the alternating buffer, or NONE */
+    uint32_t slots[2];        /* unit whose values are in the slot, or NONE */
+    uint32_t position;        /* unit gathered last, NONE before a pass */
+    uint32_t backward;        /* unit that this backward has come to, NONE before it */
+    bool entered;             /* that unit was gathered for this backward, and not yet released */
+    dtrain_result failure;    /* error of communicator or device: every later call returns it */
     char failure_text[DTRAIN__ERROR_BYTES];
     const char *torn; /* the call that failed while it replaced values; NULL: none */
 
     /* Memory. */
     dtrain_allocator allocator;
-    dtrain_work **works;  /* (param_count, 2 works_per_bucket): those of buckets */
+    dtrain_work **works;  /* (param_count, 2 works_per_bucket): reduces, gathers of buckets */
     dtrain_shard *shards; /* (param_count), shard_count in use */
     int64_t *gathered;    /* (ranks): scratch */
-    double *sum_squares;  /* (1) device memory: of the gradients, for clipping; then the tally */
-    float *tally, *sums;  /* (tally_count) on the device and on the host: weights.c */
+    double *sum_squares;  /* (1) device memory, for the norm of gradients; the tally follows it */
+    float *tally, *sums;  /* (tally_count) device memory; its copy on the host: weights.c */
     dtrain_work *tally_work;
-    const float *device_weight; /* NULL, or where a recorded step finds `weights` */
+    const float *device_weight; /* `weights` of a recorded step, in device memory; or NULL */
     size_t works_per_bucket, shard_count;
     dtrain_compression_state *states; /* (portion_count), state_count in use */
     size_t state_count;
     dtrain__offload offload;
-    dtrain__step_counts counts; /* once compression is in full force */
+    dtrain__step_counts counts; /* of a step without warm-up of compression */
     char reason[400];
 };
 
@@ -13797,11 +13808,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__hash_param(dtrain_device *device, const dt
 
 /* The table of kinds: what each shards */
 
-/* A kind is what it shards; whether shards are whole tensors with owners, as optimizers of matrices
- * need them; and whether every node has a replica, so that shards are summed across nodes. In the
- * order of their numbers, from DTRAIN_STRATEGY_DDP on. */
+/* In the order of dtrain_strategy_kind, from DTRAIN_STRATEGY_DDP on. */
 static const dtrain__kind_row dtrain__kind_rows[] = {
-    /* name, {state, grads, params are sharded}, owners, replicas */
+    /* name, {optimizer state, gradients, parameters are sharded}, owners, replicas */
     {"ddp", {false, false, false}, false, false},
     {"zero1", {true, false, false}, false, false},
     {"shard_grad_op", {true, true, false}, false, false},
@@ -13810,7 +13819,7 @@ static const dtrain__kind_row dtrain__kind_rows[] = {
     {"hybrid_shard", {true, true, true}, false, true},
 };
 
-/* Find the row of a kind; NULL: AUTO, which is none yet, or a number that means nothing. */
+/* Find the row of a kind; NULL for AUTO, which is not resolved yet, and for unknown numbers. */
 DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind)
 {
     if (kind < DTRAIN_STRATEGY_DDP || kind > DTRAIN_STRATEGY_HYBRID_SHARD) return NULL;
@@ -13821,12 +13830,12 @@ DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind)
  * src/strategy/layout.c
  * ==============================================================================================*/
 
-/* The layout
+/* The layout: which parameters travel together, and which rank keeps which part of them
  *
- * It says which parameters travel together, and who keeps what of them: a pure function of what all
- * ranks have in common. They need not exchange it, and a plan can make one without ranks.
+ * A layout is a pure function of what all ranks have in common. They need not exchange it, and a
+ * plan can make one without ranks.
  *
- * The row of the kind decides the rest:                                  state  grads  params
+ *     kind                                                               state  grads  params
  *     DDP: buckets by size, last parameter first, everything whole       -      -      -
  *     ZERO1: the same buckets, each cut in one slice a rank              1/N    -      -
  *     SHARD_GRAD_OP and below: a bucket is a unit; its gradients are     1/N    1/N    -
@@ -13841,9 +13850,9 @@ DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind)
  *     FULL_SHARD      |<-- rank 0 -->|<-- rank 1 -->|<-- rank 2 -------->|     equal slices
  *     ZERO3           |<----- rank 0 ----->|<----- rank 2 ---->|<rank 1->|     tensors by owner
  *
- * Buckets are launched in their order: units from the last to the first, then what several units
- * share, then what is whole. Frozen parameters of sharded units have buckets of their own, which
- * are gathered and never reduced. */
+ * Buckets are launched in their order: units from the last to the first, then parameters that
+ * several units use, then those that are whole. Frozen parameters of sharded units have buckets of
+ * their own, which are gathered and never reduced. */
 
 DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count)
 {
@@ -13851,7 +13860,7 @@ DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count)
                      sizeof(float));
 }
 
-/* Return the place of a unit in the order; a new one gets the next place. */
+/* Return the index of a unit; a new one gets the next. */
 static uint32_t dtrain__unit_index(dtrain__layout *layout, uint32_t id)
 {
     for (size_t i = layout->unit_count; i-- > 0;)
@@ -13865,8 +13874,8 @@ static uint32_t dtrain__unit_index(dtrain__layout *layout, uint32_t id)
     return (uint32_t)layout->unit_count++;
 }
 
-/* Fill in the unit of each storage, NONE for one that several use, and who is trainable: a frozen
- * target freezes its aliases; a frozen alias only gives up its own contribution. */
+/* Fill in the unit of each storage (NONE: several use it) and what is trainable: a frozen storage
+ * freezes its aliases; a frozen alias only gives up its own contribution. */
 static void dtrain__lay_units(dtrain__layout *layout)
 {
     for (size_t i = 0; i < layout->count; i++) {
@@ -13905,7 +13914,7 @@ static void dtrain__lay_owners(dtrain__layout *layout, int64_t *load)
     }
 }
 
-/* Prepare the next place in the table for a bucket; what opens it counts it when it has members. */
+/* Prepare the next bucket of the table; dtrain__bucket_close counts it when it has members. */
 static dtrain__bucket *dtrain__bucket_new(dtrain__layout *layout, uint32_t unit, bool trainable,
                                           bool sharded)
 {
@@ -13928,9 +13937,9 @@ static void dtrain__bucket_add(dtrain__layout *layout, dtrain__bucket *bucket, s
     bucket->count += dtrain__padded(layout->params[index].count);
 }
 
-/* Close a bucket and decide who keeps what: slices of equal length, or cuts where owners change.
- * Rank l of node m exchanges slice l of a bucket with the ranks l of other nodes, and of what all
- * nodes have summed up it keeps, where buckets are sharded, part m:
+/* Close a bucket and cut it: shards of equal length, or (ZERO3) from owner to owner. With several
+ * nodes, rank l of each node exchanges slice l of a bucket with the ranks l of the other nodes;
+ * where buckets are sharded, the one in node m keeps part m of the slice:
  *
  *     2 nodes of 2 ranks    | slice 0 . . . . . . . . | slice 1 . . . . . . . . |
  *     shards of ranks       | rank 0     | rank 2     | rank 1     | rank 3     | */
@@ -13958,8 +13967,8 @@ static void dtrain__bucket_close(dtrain__layout *layout, dtrain__bucket *bucket)
     layout->bucket_count++;
 }
 
-/* Make the bucket of a unit's trainable or frozen tensors (unit NONE: of those that several units
- * use), owner by owner; NONE if there are none. */
+/* Make the bucket of a unit's trainable or frozen tensors (unit NONE: of tensors that several units
+ * use), owner by owner; return NONE if there are none. */
 static uint32_t dtrain__lay_bucket(dtrain__layout *layout, uint32_t unit, bool trainable)
 {
     const int runs = layout->owners ? layout->ranks : 1;
@@ -13982,9 +13991,9 @@ static uint32_t dtrain__lay_bucket(dtrain__layout *layout, uint32_t unit, bool t
     return (uint32_t)(bucket - layout->buckets);
 }
 
-/* Fill buckets from the last parameter on, up to a cap; one exceeds it only when a single gradient
- * does. A tied gradient is final when its last use, the first entry of the group, is done: it
- * travels at that entry's place. */
+/* Fill buckets from the last parameter on, up to a cap, which only a single large gradient may
+ * exceed. A tied gradient is final when backward has come to its first entry, the storage: there it
+ * is in the order. */
 static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
 {
     size_t cap = layout->desc->first_bucket_bytes;
@@ -14005,14 +14014,14 @@ static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
     if (last) dtrain__bucket_close(layout, last);
 }
 
-/* Make the buckets of a unit whose gradients are sharded: one, and another for what is frozen. */
-static void dtrain__lay_unit(dtrain__layout *layout, dtrain__unit *unit, uint32_t place)
+/* Make the buckets of a unit whose gradients are sharded: of trainable and of frozen tensors. */
+static void dtrain__lay_unit(dtrain__layout *layout, dtrain__unit *unit, uint32_t index)
 {
-    unit->trainable = dtrain__lay_bucket(layout, place, true);
-    if (layout->shards.params) unit->frozen = dtrain__lay_bucket(layout, place, false);
+    unit->trainable = dtrain__lay_bucket(layout, index, true);
+    if (layout->shards.params) unit->frozen = dtrain__lay_bucket(layout, index, false);
 }
 
-/* Fill entries, buckets and units, all zeroed by the caller. */
+/* Fill entries, buckets and units, which are zero. */
 static void dtrain__lay_out(dtrain__layout *layout)
 {
     layout->shared.trainable = layout->shared.frozen = DTRAIN__NONE;
@@ -14040,9 +14049,9 @@ static void dtrain__lay_out(dtrain__layout *layout)
     }
 }
 
-/* Make the tables of a layout; dtrain__layout_free frees what there is of them, also after an
- * error. Memory follows in dtrain__lay_memory. One place more than there are parameters: a bucket
- * is tried before it is known to have members. */
+/* Make the tables of a layout; dtrain__layout_free frees them, also after an error. The memory is
+ * laid out by dtrain__lay_memory. The table of buckets has one more than there can be: a bucket is
+ * tried before it is known to have members. */
 DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const dtrain_allocator *a,
                                                   const dtrain_param *params, size_t count,
                                                   const dtrain_strategy_desc *desc, int ranks,
@@ -14067,8 +14076,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
     layout->slice_ranks = nodes ? all / size : all;
     layout->slice_rank = nodes ? all_rank / size : all_rank;
     layout->compression = all > 1 ? desc->compression : NULL;
-    /* Nothing is sharded on one rank, unless its shard is in host memory, and no gradients while
-     * they only add up. */
+    /* On one rank nothing is sharded, unless its shard is in host memory. Gradients that are
+     * reduced in the last micro-batch alone (LAST) are whole until then. */
     layout->values_on_host = kind->params && (desc->offload & DTRAIN_OFFLOAD_PARAMS);
     layout->grads_on_host = kind->grads && (desc->offload & DTRAIN_OFFLOAD_GRADS);
     layout->shards.params = kind->params && (many || layout->values_on_host);
@@ -14091,8 +14100,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
     return DTRAIN_OK;
 }
 
-/* Make a layout of owned tensors, in counts alone, that of another rank: only what is kept
- * differs. */
+/* Turn a planned layout of ZERO3 into that of another rank: only its shards differ. */
 DTRAIN__PRIVATE void dtrain__layout_turn(dtrain__layout *layout, int rank)
 {
     layout->rank = rank;
@@ -14126,8 +14134,9 @@ DTRAIN__PRIVATE bool dtrain__value_is_whole(const dtrain__layout *layout,
 
 /* ---- Memory of a layout
  *
- * Three blocks: values, gradients, buffers; and a fourth in host memory for what is offloaded. Laid
- * out twice by the same code: counted, then, when the blocks are there, cut into pieces. */
+ * Three blocks: values, gradients, buffers; and a fourth one in host memory for shards that are
+ * offloaded. The same code runs twice: first to count their bytes, then, when the blocks are
+ * allocated, to cut them into pieces. */
 
 /* Cut the next piece, of count fp32 elements, from a block. */
 DTRAIN__PRIVATE float *dtrain__carve(dtrain__layout *layout, int block, int64_t count)
@@ -14138,7 +14147,7 @@ DTRAIN__PRIVATE float *dtrain__carve(dtrain__layout *layout, int block, int64_t 
     return piece;
 }
 
-/* Cut two pieces: fp32, and where it travels as another dtype that, of 16 bits, from buffers. */
+/* Cut a piece of fp32 and, where it travels as a dtype of 16 bits, a piece of that from buffers. */
 static float *dtrain__carve_both(dtrain__layout *layout, int block, int64_t count, uint32_t dtype,
                                  uint16_t **low)
 {
@@ -14154,7 +14163,7 @@ static int64_t dtrain__bucket_length(const dtrain__layout *layout, uint32_t buck
     return bucket == DTRAIN__NONE ? 0 : layout->buckets[bucket].count;
 }
 
-/* Lay out a bucket's values: whole and in place, or a shard and somewhere to gather it. */
+/* Lay out a bucket's values: whole ones in one piece, or a shard and memory to gather them in. */
 static void dtrain__lay_values(dtrain__layout *layout, dtrain__bucket *bucket)
 {
     const dtrain__turns *turns = &layout->turns;
@@ -14259,8 +14268,8 @@ DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtra
     return dtrain__min(entry->offset + p->count, first + count) - *low;
 }
 
-/* Find the part of storage i that this rank keeps and, if it is trainable, updates; false if there
- * is none. */
+/* Find the part of storage i that this rank keeps and, if it is trainable, updates; return false if
+ * it keeps none. */
 DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
                                    int64_t *count)
 {
@@ -14323,7 +14332,8 @@ static dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to);
 
 /* Set the counters for a new backward, or a new step: `pending` counts what mark will count down,
  * of each gradient and of each bucket. grad_written tells the next backward to add to a gradient:
- * cleared for those whose reduced shard is kept elsewhere, and for whole ones when the step ends. */
+ * cleared in every backward where the reduced shard is kept elsewhere, for whole gradients when the
+ * step ends. */
 DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -14992,10 +15002,10 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
  * src/strategy/weights.c
  * ==============================================================================================*/
 
-/* Weights: what the mean of a step is over
+/* Weights: the mean of a step over all its samples
  *
- * A backward brings the sum over its own samples divided by a unit that is the same everywhere, and
- * its weight is how many they are, in that unit:
+ * A backward makes the sum over its own samples divided by a unit, a number that is the same on all
+ * ranks. Its weight is the number of its samples divided by the unit:
  *
  *     targets, unit 4    rank 0: 4 count       rank 1: 1 counts, 3 are ignored
  *     gradient           sum of 4 / 4          sum of 1 / 4
@@ -15004,16 +15014,17 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
  *     corrected          sum of 5 / 5          times 2 micro-batches / (1 + 1/4)
  *
  * The unit is the largest number of targets that a rank had in its first micro-batch, ignored ones
- * included. Where all have as many and ignore none, every weight is 1 and nothing is corrected: the
- * bits of a mean of means. Sums are no larger than in one, so that none overflows by it.
+ * included. Where all micro-batches have as many and ignore none, every weight is 1 and nothing is
+ * corrected: the bits are those of a mean of means. A weight is at most 1, so that no sum overflows
+ * that would not overflow in a mean of means.
  *
- * Weights are summed up by an all-reduce of the tally, behind the last buckets of a step:
+ * Weights are summed by an all-reduce of the tally, behind the last buckets of a step:
  *
  *     | sum of weights | of each parameter: how many ranks had a gradient of it |
  *
- * It stays in device memory, where the correction reads it. The host waits for it only where it
- * cannot know what is in it: a rank with samples and all gradients knows that the step has samples
- * and that no parameter is absent. */
+ * The tally stays in device memory, where the correction reads it. A rank with samples and all
+ * gradients knows that the step has samples and that no gradient is absent; on other ranks the host
+ * waits for the tally and reads it. */
 
 /* Count the elements of a tally. */
 DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, size_t param_count)
@@ -15023,15 +15034,16 @@ DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, siz
 
 /* ---- Weights ----------------------------------------------------------------------------------*/
 
-/* Tell whether the next backward is weighed against others of its step. */
+/* Tell whether the next backward has others in its step, here or on other ranks, to be weighed
+ * with. */
 static bool dtrain__weighs(const dtrain_strategy *strategy)
 {
     return strategy->desc.average == DTRAIN_AVERAGE_SAMPLES &&
            (strategy->layout.all > 1 || strategy->more || strategy->accumulated);
 }
 
-/* Agree on the unit of weights, once: the first micro-batch of this rank has a mean over `terms`
- * samples, ignored ones included; 0: over nothing that is counted. Collective. */
+/* Agree on the unit of weights, once: the largest of all ranks' `terms`, the samples of this rank's
+ * first micro-batch, ignored ones included (0: nothing is counted). Collective. */
 DTRAIN__PRIVATE dtrain_result dtrain__agree_unit(dtrain_strategy *strategy, int64_t terms)
 {
     if (strategy->unit || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES) return DTRAIN_OK;
@@ -15045,13 +15057,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__agree_unit(dtrain_strategy *strategy, int6
     return DTRAIN_OK;
 }
 
-/* Count the samples that a loss is a mean over. */
+/* Count the samples that the mean of a loss covers. */
 DTRAIN__PRIVATE double dtrain__samples_count(const dtrain__samples *samples)
 {
     return samples->valid ? (double)samples->valid[1] : (double)samples->terms;
 }
 
-/* Return the weight of a loss, in units; 1 where nothing is counted. */
+/* Return the weight of a loss; 1 where nothing is counted. */
 DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
                                         const dtrain__samples *samples)
 {
@@ -15099,45 +15111,10 @@ DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float
     return DTRAIN_OK;
 }
 
-/* ---- Without samples --------------------------------------------------------------------------*/
-
-/* Gather the units as a forward does, and take part in what the first backward agrees on. */
-DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
-{
-    for (size_t u = 0; u < strategy->layout.unit_count; u++) {
-        const uint32_t id = strategy->layout.units[u].id;
-        DTRAIN__TRY(dtrain_strategy_gather(strategy, id, DTRAIN_PASS_FORWARD));
-        DTRAIN__TRY(dtrain_strategy_release(strategy, id));
-    }
-    if (!strategy->taped) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, dtrain__agree_unit(strategy, 0));
-}
-
-/* Take part in the backward of a pass without samples. In the last one of a step, learn whether no
- * rank has had samples. */
-DTRAIN__PRIVATE dtrain_result dtrain__join_backward(dtrain_strategy *strategy, bool *over)
-{
-    const bool last = !strategy->more;
-    strategy->weight = 0;
-    DTRAIN__TRY(dtrain_strategy_finish(strategy));
-    if (!last) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, dtrain__tally_settle(strategy, over));
-}
-
-DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *over)
-{
-    const char *const call = "dtrain_strategy_join";
-    if (!over) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: over is NULL", call);
-    *over = false;
-    DTRAIN__TRY(dtrain__between_backwards(strategy, call));
-    DTRAIN__TRY(dtrain__join_forward(strategy));
-    return dtrain__join_backward(strategy, over);
-}
-
 /* ---- The tally --------------------------------------------------------------------------------*/
 
-/* Set count elements of the tally. A constant comes with the kernel's arguments: no memory of the
- * host's is read later. */
+/* Set count elements of the tally. The value travels in the kernel's arguments: a copy would read
+ * host memory later. */
 static dtrain_result dtrain__tally_set(dtrain_strategy *strategy, size_t first, size_t count,
                                        float value)
 {
@@ -15150,7 +15127,7 @@ static dtrain_result dtrain__tally_set(dtrain_strategy *strategy, size_t first, 
     return strategy->device->ops->axpby(strategy->device, &fill);
 }
 
-/* Note which parameters this rank has no gradient of, aliases counted with their storage. */
+/* Note the storages of which no entry had a gradient on this rank in this step. */
 static void dtrain__note_absent(dtrain_strategy *strategy)
 {
     dtrain__entry *entries = strategy->layout.entries;
@@ -15173,7 +15150,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
     const dtrain_device_ops *ops = strategy->device->ops;
     const dtrain__entry *entries = strategy->layout.entries;
     const size_t count = dtrain__tally_count(&strategy->desc, strategy->param_count);
-    if (strategy->device_weight) { /* who is absent does not change in steps that are replayed */
+    if (strategy->device_weight) { /* absent gradients are the same in every replay */
         DTRAIN__TRY(ops->copy(strategy->device, strategy->tally, strategy->device_weight,
                               sizeof(float), DTRAIN_COPY_DEVICE_TO_DEVICE));
     } else {
@@ -15184,7 +15161,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
         strategy->unsure = false;
         return DTRAIN_OK;
     }
-    for (size_t i = 1, end; i < count; i = end) { /* neighbours with the same answer in one call */
+    for (size_t i = 1, end; i < count; i = end) { /* one call for neighbours that are equal */
         for (end = i + 1; end < count && entries[end - 1].absent == entries[i - 1].absent;) end++;
         DTRAIN__TRY(dtrain__tally_set(strategy, i, end - i, entries[i - 1].absent ? 0 : 1));
     }
@@ -15201,9 +15178,9 @@ static dtrain_result dtrain__tally_read(dtrain_strategy *strategy)
                                        count * sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST);
 }
 
-/* Wait for the tally, and make reduced gradients the mean over all samples: times the micro-batches
- * of all ranks, by which they have been divided, over the sum of their weights. Where the two are
- * equal, or there is no sample, gradients stay as they are. */
+/* Wait for the tally, and make reduced gradients the mean over all samples: multiply them by the
+ * number of micro-batches of all ranks, by which they have been divided, and divide them by the sum
+ * of weights. Where the two are equal, or there is no sample, leave them as they are. */
 DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -15233,9 +15210,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Learn whether the last step had no samples (*empty), and which parameters no rank had a gradient
- * of (entries' absent): the host waits where this rank cannot know. A step that is recorded is like
- * those before it: nothing is learned. */
+/* Find out whether the last step had no samples (*empty), and of which parameters no rank had a
+ * gradient (dtrain__entry.absent). The host waits for the tally where this rank alone cannot know.
+ * In a step that is being recorded nothing changes: it is like those before it. */
 DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy, bool *empty)
 {
     const size_t count = dtrain__tally_count(&strategy->desc, strategy->param_count);
@@ -15769,28 +15746,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy, d
  * src/strategy/ways/shards.c
  * ==============================================================================================*/
 
-/* Sharded gradients
- *
- * A sharded bucket takes the road of strategy/road.c and ends in shards: what every rank
- * updates is a slice of the mean. Where gradients are sharded too, units make them in two buffers
- * that take turns, unit u in number u % 2, and what is reduced of them is kept apart:
- *
- *     backward       unit 3        unit 2        unit 1        unit 0
- *     buffer 1       [ 3 made ]    [ 3 travels ] [ 1 made ]    [ 1 travels ]
- *     buffer 0                     [ 2 made ]    [ 2 travels ] [ 0 made ]
- *     shards                                     3             2 ...
- *
- * A unit claims its buffer when its backward begins and waits there for the unit before the last.
+/* Steps of sharded buckets: each rank gets its shard of the mean
  *
  *     gradients --(reduce_dtype)--> wire -> reduce-scatter -> result -> shard
  *
- * The result of a first or only micro-batch goes straight to the shard; that of a later one, or for
- * a shard in host memory, replaces this rank's slice of the buffer the gradients were made in, and
- * is added or put from there. */
+ * The result of a first or only micro-batch is received in the shard. That of a later one, or for a
+ * shard in host memory, is received in this rank's part of the buffer in which the gradients were
+ * made; from there it is added to the shard, or copied. */
 
 /* ---- To the shard -----------------------------------------------------------------------------*/
 
-/* Return the place where the fp32 result of this backward is to be. */
+/* Return the address where the fp32 result of this backward is received. */
 static float *dtrain__reduce_target(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     if (bucket->shards_grads && (strategy->accumulated || bucket->grad_on_host))
@@ -15798,8 +15764,8 @@ static float *dtrain__reduce_target(const dtrain_strategy *strategy, const dtrai
     return bucket->grad_shard;
 }
 
-/* REDUCE_SCATTER: every rank's slice of a bucket to that rank, among those that exchange the hop.
- * With ZERO3 slices have different lengths, and each owner gets a reduce. */
+/* REDUCE_SCATTER: each rank receives the mean of its shard; with ZERO3, where shards have different
+ * lengths, by one reduce an owner. */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *strategy,
                                                            dtrain__bucket *bucket)
 {
@@ -15826,8 +15792,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *stra
     return DTRAIN_OK;
 }
 
-/* End a bucket's way: shard += result of a later micro-batch. A shard that is elsewhere is also put
- * there when the result is of the first. */
+/* End the way of a sharded bucket: add the result of a later micro-batch to the shard; copy any
+ * result to a shard in host memory. */
 DTRAIN__PRIVATE dtrain_result dtrain__shard_add(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const float *result = dtrain__reduce_target(strategy, bucket);
@@ -15839,7 +15805,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__shard_add(dtrain_strategy *strategy, dtrai
     return strategy->device->ops->add(strategy->device, &add);
 }
 
-/* With replicas this is a node's sum, and the mean is made later. */
+/* With replicas the result is the sum over a node, and the next step makes the mean. */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_end(dtrain_strategy *strategy,
                                                          dtrain__bucket *bucket)
 {
@@ -15853,11 +15819,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_end(dtrain_strategy *strate
 
 /* ---- Replicas
  *
- * With HYBRID_SHARD the shards of a node are summed with those of the other nodes: either every
- * micro-batch's result (REPLICAS), or at last what the shard has summed up (REPLICAS_AT_LAST). */
+ * With HYBRID_SHARD an all-reduce between nodes follows: of the result, in every micro-batch, or of
+ * the shard that has summed the results up, in the last one (DTRAIN_ACCUMULATION_SHARD_EVERY). */
 
-/* Tell whether it is the shard, and return the place in device memory where this node's sum becomes
- * that of all nodes. */
+/* Return the device memory where this node's sum becomes that of all nodes. *at_last: it is the sum
+ * over all micro-batches. */
 static float *dtrain__replica_sum(const dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                   bool *at_last)
 {
@@ -15894,20 +15860,20 @@ DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
  * src/strategy/ways/hierarchy.c
  * ==============================================================================================*/
 
-/* Two levels of ranks
+/* Steps between two levels of ranks
  *
  * Consecutive ranks are a node. With hierarchical a bucket is reduced inside every node first, so
- * that each rank exchanges only its slice, the hop, with its like in the other nodes:
+ * that each rank exchanges only its slice with the ranks of other nodes that have the same slice:
  *
  *     2 nodes of 2      rank 0        rank 1      |  rank 2        rank 3
  *     NODE_SCATTER      sum of slice 0, slice 1   |  sum of slice 0, slice 1     inside a node
  *     ALL_REDUCE        rank 0 <--- slice 0 ---> rank 2,  rank 1 <--- slice 1 ---> rank 3
  *     NODE_GATHER       both slices               |  both slices                 inside a node
  *
- * Sharded buckets end in a reduce-scatter of the hop, and their values come back the same way. With
- * HYBRID_SHARD the levels are those of shards and of replicas: ways/shards.c. */
+ * Sharded buckets end in a reduce-scatter of the slice, and their values are gathered in the same
+ * two levels. HYBRID_SHARD has levels of its own: ways/shards.c. */
 
-/* NODE_SCATTER: the hop of a bucket's gradients = its sum over this node. */
+/* NODE_SCATTER: this rank's slice of a bucket's gradients = its sum over this node. */
 DTRAIN__PRIVATE dtrain_result dtrain__node_scatter_begin(dtrain_strategy *strategy,
                                                          dtrain__bucket *bucket)
 {
@@ -15932,37 +15898,37 @@ DTRAIN__PRIVATE dtrain_result dtrain__node_gather_begin(dtrain_strategy *strateg
  * src/strategy/ways/compression.c
  * ==============================================================================================*/
 
-/* Gradient compression
+/* Gradient compression: what top-k and PowerSGD have in common
  *
- * Steps of a whole bucket's way that take the place of its all-reduce, see dtrain__choose_ways:
+ * Their steps take the place of a whole bucket's all-reduce (dtrain__choose_ways):
  *
- *     top-k       ALL_GATHER   TOPK_GATHER                   strategy/ways/topk.c
- *                 BALANCED     TOPK_TRADE,  TOPK_PUBLISH
+ *     top-k       ALL_GATHER   TOPK                          strategy/ways/topk.c
+ *                 BALANCED     TOPK, TOPK_PUBLISH
  *     PowerSGD                 P,  Q                         strategy/ways/powersgd.c
  *
- * With hierarchical the part of a bucket that this rank exchanges with other nodes, its hop, is a
- * slice; without nodes it is the bucket. The part of one parameter in the hop is a portion, and
- * each portion is compressed by itself, so that without nodes what is sent does not depend on how
- * parameters are put into buckets:
+ * A rank compresses its slice of a bucket: with several nodes a part of it, otherwise all. The part
+ * of one parameter in the slice is a portion. Each portion is compressed by itself, so that on one
+ * level the result does not depend on how parameters are put into buckets:
  *
  *     bucket, 2 nodes of 2 ranks   | a . . . . . . . | b . . . . . . . . | c . |
- *     hop of ranks 0 and 2         | a               | b    |
- *     hop of ranks 1 and 3                                  | b          | c   |
+ *     slice of ranks 0 and 2       | a               | b    |
+ *     slice of ranks 1 and 3                                | b          | c   |
  *
- * Portions that are not worth it (1-D, few elements) are dense: packed together and all-reduced. In
- * the table of portions they follow those of their bucket that are compressed.
+ * Portions that are not worth compressing (1-D, few elements) are dense: packed together and
+ * all-reduced. In the table of portions they follow the compressed ones of their bucket.
  *
- * A selection of K elements as it travels; portion p has its quota at places at(p) of both lists:
+ * K selected elements travel as a block, in which each portion has its own range of both lists:
  *
  *     block   | values: K fp32, or K of 16 bits, padded | indices in the portion or region: K i32 |
  *
- * The quota of count elements is ratio * count, rounded to nearest, at least 1. BALANCED cuts every
- * portion in N regions of ceil(count / N), the last one shorter, and takes the quota of a whole
- * region from each. Where a selection would be larger than what it is selected from (the beginning
- * of a warm-up), the bucket goes masked: what is not selected as zeros, whole, with the same sums.
+ * The quota, the number of elements that are selected of count, is ratio * count, rounded to
+ * nearest, at least 1. BALANCED cuts every portion in N regions of ceil(count / N), the last one
+ * shorter, and selects the quota of a whole region from each. Where blocks would be larger than the
+ * bucket (the beginning of a warm-up), the bucket is masked: all of it is all-reduced, with zeros
+ * for elements that are not selected, and the same sums.
  *
- * Error feedback is exact: what a rank has taken from its gradient and residual together is what it
- * sends, after rounding, and the rest is its residual. So at any time, to rounding,
+ * Error feedback is exact: a rank subtracts from gradient plus residual what it sends, after
+ * rounding, and keeps the rest as its new residual. So at any time, to rounding,
  *
  *     sum over ranks of residuals + N * sum of means so far = sum of all gradients so far
  *
@@ -15982,20 +15948,20 @@ DTRAIN__PRIVATE uint64_t dtrain__dense_steps(const dtrain_compression_desc *how)
     return how->dense_steps == DTRAIN_DENSE_STEPS_NONE ? 0 : how->dense_steps;
 }
 
-/* Return the largest share of all steps, which memory is made for. */
+/* Return the largest selection ratio of any step; buffers are sized for it. */
 static double dtrain__largest_ratio(const dtrain_compression_desc *how)
 {
     return (double)(how->warmup_steps ? how->warmup_ratio : how->topk_ratio);
 }
 
-/* Return the number of elements that are selected of count. */
+/* Return how many of count elements are selected. */
 DTRAIN__PRIVATE int64_t dtrain__quota(double ratio, int64_t count)
 {
     const int64_t k = (int64_t)(ratio * (double)count + 0.5);
     return k < 1 ? 1 : k < count ? k : count;
 }
 
-/* Count the elements of a block. */
+/* Count the elements of a block, over all portions. */
 static int64_t dtrain__selection(const dtrain__sparse *sparse, double ratio)
 {
     int64_t count = 0;
@@ -16016,9 +15982,10 @@ DTRAIN__PRIVATE int64_t dtrain__block_words(const dtrain__layout *layout, int64_
     return dtrain__value_words(layout, selected) + selected;
 }
 
-/* Return the share from which on a selection is larger than what it is selected from: whole, a
- * bucket is 2 words an element, over N; selected it is a block to everybody, once or twice. The
- * share does not depend on the bucket, so nor does what is sent. */
+/* Return the ratio from which on blocks are larger than the bucket. An all-reduce sends 8 bytes an
+ * element, times (N - 1) / N; a block goes to N - 1 ranks, or when balanced one of 1/N of its
+ * length, twice. The ratio is the same for all buckets, so that bits do not depend on how buckets
+ * are cut. */
 DTRAIN__PRIVATE double dtrain__masked_share(const dtrain__layout *layout)
 {
     const double item = layout->desc->reduce_dtype == DTRAIN_DTYPE_F32 ? 8 : 6;
@@ -16028,7 +15995,7 @@ DTRAIN__PRIVATE double dtrain__masked_share(const dtrain__layout *layout)
 
 /* ---- Layout -----------------------------------------------------------------------------------*/
 
-/* Decide how a portion is compressed; return true when it is dense. */
+/* Fill in how a portion is compressed; return true when it stays dense. */
 static bool dtrain__portion_is_dense(const dtrain__layout *layout, dtrain__portion *portion)
 {
     const dtrain_compression_desc *how = layout->compression;
@@ -16048,8 +16015,8 @@ static bool dtrain__portion_is_dense(const dtrain__layout *layout, dtrain__porti
     return last < dtrain__quota(dtrain__largest_ratio(how), portion->region);
 }
 
-/* Append the portions of a bucket that are dense, or those that are not: the parts of its
- * parameters that lie in this rank's hop. */
+/* Append the dense portions of a bucket, or the others: parts of its parameters that lie in this
+ * rank's slice. */
 static void dtrain__lay_portions(dtrain__layout *layout, const dtrain__bucket *bucket, bool dense)
 {
     dtrain__sparse *sparse = bucket->sparse;
@@ -16081,7 +16048,7 @@ static void dtrain__lay_portions(dtrain__layout *layout, const dtrain__bucket *b
 DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
                                                       const dtrain_allocator *a)
 {
-    /* one more than are used: the next place is written before it is known to be needed */
+    /* one more than can be: a portion is written before it is known to be needed */
     layout->portions = (dtrain__portion *)dtrain__alloc(
         a, layout->count + 1, sizeof *layout->portions, "portions of parameters");
     layout->sparse = (dtrain__sparse *)dtrain__alloc(a, layout->count, sizeof *layout->sparse,
@@ -16141,8 +16108,8 @@ DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout)
 
 /* ---- Dense portions ---------------------------------------------------------------------------*/
 
-/* Pack the dense portions of a bucket as they travel and start their all-reduce; behind them lie
- * `more` other elements that are packed already. */
+/* Pack the dense portions of a bucket and start their all-reduce, together with `more` elements
+ * that the caller has packed behind them. */
 DTRAIN__PRIVATE dtrain_result dtrain__dense_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                                   int64_t more, dtrain_work **work)
 {
@@ -16159,7 +16126,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__dense_begin(dtrain_strategy *strategy, dtr
                              dtrain__level_op(strategy, bucket), work);
 }
 
-/* Bring the dense portions back to their places: their means. */
+/* Copy the means of dense portions back into the bucket. */
 DTRAIN__PRIVATE dtrain_result dtrain__dense_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__sparse *sparse = bucket->sparse;
@@ -16177,7 +16144,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__dense_end(dtrain_strategy *strategy, dtrai
 
 /* ---- State ------------------------------------------------------------------------------------*/
 
-/* Start a portion's Q with random directions, the same on every rank. */
+/* Set a portion's Q to random orthonormal columns, the same on every rank. */
 static dtrain_result dtrain__q_init(dtrain_strategy *strategy, const dtrain__sparse *sparse,
                                     const dtrain__portion *portion)
 {
@@ -16194,7 +16161,7 @@ static dtrain_result dtrain__q_init(dtrain_strategy *strategy, const dtrain__spa
     return dtrain_device_copy(strategy->device, portion->q, args.x, (size_t)count * sizeof(float));
 }
 
-/* List what compression keeps, for dtrain_strategy_compression, and start it. */
+/* List the states of compression, for dtrain_strategy_compression, and initialise them. */
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -16239,18 +16206,16 @@ DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
  * src/strategy/ways/topk.c
  * ==============================================================================================*/
 
-/* Top-k: selecting and exchanging
+/* Top-k: select the largest elements, exchange them, add them up
  *
- * A step of a bucket that is compressed with DTRAIN_COMPRESSION_TOPK: select, exchange selections,
- * add them up. The rest stays in the residual, which dtrain_device_ops.topk takes care of.
+ * dtrain_device_ops.topk leaves in the residual what is not selected.
  *
  *     ALL_GATHER   select of everything     all-gather         add all ranks' blocks
  *     BALANCED     select of each region    all-to-all         the owner adds its region's blocks
  *                  select of the sum        all-gather         add all regions' blocks */
 
-/* Decide how much of each portion is selected in this step, and where it stands in a block. The
- * share falls geometrically from warmup_ratio to topk_ratio once the steps without compression are
- * over. */
+/* Set how many elements of each portion are selected in this step, and their place in a block.
+ * After the dense steps the ratio falls geometrically from warmup_ratio to topk_ratio. */
 static void dtrain__plan_selection(dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -16271,14 +16236,14 @@ static void dtrain__plan_selection(dtrain_strategy *strategy, const dtrain__buck
     }
 }
 
-/* A place in a block, as memory. */
+/* The memory of one selection: a range of a block. */
 typedef struct dtrain__picks {
     float *values; /* fp32 */
-    uint16_t *low; /* what travels in their place, or NULL */
+    uint16_t *low; /* the values as they travel, rounded; or NULL */
     int32_t *indices;
 } dtrain__picks;
 
-/* Find the place of a portion's selection in the block at `words`. */
+/* Find the memory of a portion's selection in the block at `words`. */
 static dtrain__picks dtrain__picks_at(const dtrain_strategy *strategy, const dtrain__sparse *sparse,
                                       const dtrain__portion *portion, uint32_t *words)
 {
@@ -16298,8 +16263,8 @@ static dtrain_result dtrain__scatter(dtrain_strategy *strategy, int64_t count, i
     return strategy->device->ops->scatter_add(strategy->device, &args);
 }
 
-/* Select the quota of elements [offset, offset + count) of a portion, from gradient and residual
- * together, and round it to what travels; what rounding takes away goes back to the residual. */
+/* Select the quota from elements [offset, offset + count) of gradient plus residual of a portion,
+ * and round the values to reduce_dtype; add the rounding errors to the residual. */
 static dtrain_result dtrain__select(dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                     const dtrain__portion *portion, int64_t offset, int64_t count,
                                     bool with_velocity, const dtrain__picks *picks)
@@ -16327,13 +16292,13 @@ static dtrain_result dtrain__select(dtrain_strategy *strategy, const dtrain__buc
     return residual ? dtrain__scatter(strategy, count, k, -1, picks, residual) : DTRAIN_OK;
 }
 
-/* Count the elements of region r; all of a portion without regions. */
+/* Count the elements of region r; without regions those of the portion. */
 static int64_t dtrain__region_count(const dtrain__portion *portion, int r)
 {
     return dtrain__min(portion->region, portion->count - r * portion->region);
 }
 
-/* Clear the gradients of a portion, to which selections will be added. */
+/* Clear the gradients of a portion, before selections are added to them. */
 static dtrain_result dtrain__portion_zero(dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                           const dtrain__portion *portion)
 {
@@ -16341,18 +16306,19 @@ static dtrain_result dtrain__portion_zero(dtrain_strategy *strategy, const dtrai
                                        (size_t)portion->count * sizeof(float));
 }
 
-/* Return the factor of a selected value in the mean. */
+/* Return the factor by which a selected value counts in the mean. */
 static float dtrain__term(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
     return 1.0f / (float)(dtrain__sums_first(strategy, bucket) ? layout->all : layout->slice_ranks);
 }
 
-/* Send a masked bucket: the hop keeps what is selected, times 1/N, and is summed up whole. */
+/* Send a masked bucket: keep the selected elements of the slice, times 1/N, clear the others, and
+ * all-reduce the slice. */
 static dtrain_result dtrain__masked_start(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     dtrain__sparse *sparse = bucket->sparse;
-    float *hop = bucket->grads + bucket->slice_first;
+    float *slice = bucket->grads + bucket->slice_first;
     const dtrain__picks picks = {
         sparse->values, dtrain__reduces_low(strategy) ? bucket->low_grads : NULL, sparse->indices};
     for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
@@ -16362,13 +16328,13 @@ static dtrain_result dtrain__masked_start(dtrain_strategy *strategy, dtrain__buc
                                     &picks, bucket->grads + at->first));
     }
     dtrain__label(strategy, bucket, "top-k of bucket");
-    return dtrain_all_reduce(bucket->comm, hop, hop, (size_t)bucket->slice_count, DTRAIN_DTYPE_F32,
-                             DTRAIN_REDUCE_SUM, bucket->reduces);
+    return dtrain_all_reduce(bucket->comm, slice, slice, (size_t)bucket->slice_count,
+                             DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, bucket->reduces);
 }
 
 /* ---- Exchanging ------------------------------------------------------------------------*/
 
-/* Select of region r of every portion, or of all of it, into a block. */
+/* Select from region r of each portion (without regions: from all of it) into a block. */
 static dtrain_result dtrain__select_block(dtrain_strategy *strategy, dtrain__bucket *bucket, int r,
                                           bool with_velocity, uint32_t *words)
 {
@@ -16381,8 +16347,8 @@ static dtrain_result dtrain__select_block(dtrain_strategy *strategy, dtrain__buc
     return DTRAIN_OK;
 }
 
-/* Clear the gradients and add all blocks to them, in rank order: block r to region `region`, or
- * where that is negative to region r. */
+/* Clear the gradients and add all blocks to them, in rank order: each block to region `region`, or
+ * if that is negative block r to region r. */
 static dtrain_result dtrain__add_blocks(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                         int region, float scale, uint32_t *blocks)
 {
@@ -16404,8 +16370,8 @@ static dtrain_result dtrain__add_blocks(dtrain_strategy *strategy, dtrain__bucke
     return DTRAIN_OK;
 }
 
-/* ALL_GATHER: everybody's selection to everybody. BALANCED: the largest of every region to its
- * owner ... */
+/* ALL_GATHER: send this rank's selection to all ranks. BALANCED: send the selection from each
+ * region to the owner of the region. */
 DTRAIN__PRIVATE dtrain_result dtrain__topk_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -16430,8 +16396,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__topk_begin(dtrain_strategy *strategy, dtra
                              bucket->reduces);
 }
 
-/* ALL_GATHER: all blocks make the mean. BALANCED: the owner adds up, in rank order, where its
- * region of the gradients was ... */
+/* ALL_GATHER: add all blocks up to the mean. BALANCED: add the blocks of this rank's region up, in
+ * rank order. */
 DTRAIN__PRIVATE dtrain_result dtrain__topk_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -16443,8 +16409,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__topk_end(dtrain_strategy *strategy, dtrain
     return dtrain__dense_end(strategy, bucket);
 }
 
-/* ... and sends everybody the largest of that. Sum and residual are one: what is left of both is
- * the owner's new residual. */
+/* BALANCED, second round: select from the sum of this rank's region plus its residual, and send
+ * that to all ranks; the rest is the new residual of the region's owner. */
 DTRAIN__PRIVATE dtrain_result dtrain__topk_publish_begin(dtrain_strategy *strategy,
                                                          dtrain__bucket *bucket)
 {
@@ -16476,10 +16442,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__topk_publish_end(dtrain_strategy *strategy
  *     M = gradient + residual      P = M Q, mean over ranks, orthonormal columns
  *     Q = M^T P, mean over ranks   gradient = P Q^T,  residual = M - gradient
  *
- * All ranks orthogonalise the same P to the same bits. A column of P that the others span is zero,
- * and so its Q, which would be zero for ever after: a gradient that was zero once would never be
- * sent again. So a trace of the first Q is added to every Q. It decides the direction of what is
- * zero, and is nothing beside anything else. */
+ * All ranks orthogonalise the same P to the same bits. A column of P that depends on the others
+ * becomes zero, and so do its Q and, in the next step, its P: after one gradient of zeros nothing
+ * would be sent any more. So 1e-20 times the initial Q is added to every Q: it gives a column of
+ * zeros a direction, and is too small to change any other one. */
 
 #define DTRAIN__TRACE 1e-20f
 
@@ -16574,7 +16540,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__q_begin(dtrain_strategy *strategy, dtrain_
                              bucket->reduces);
 }
 
-/* Make the gradient that P and the mean Q say; what they leave of M is the residual. */
+/* Set the gradient to P Q^T of the mean Q, and the residual to the rest of M. */
 DTRAIN__PRIVATE dtrain_result dtrain__q_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__sparse *sparse = bucket->sparse;
@@ -16675,6 +16641,49 @@ DTRAIN__PRIVATE void dtrain__ways_memory(dtrain__layout *layout)
 {
     dtrain__lay_memory(layout);
     if (layout->compression) dtrain__lay_compression(layout);
+}
+
+/* ================================================================================================
+ * src/strategy/join.c
+ * ==============================================================================================*/
+
+/* Passes without samples
+ *
+ * A rank that has no batch left makes the collectives of a pass with zeros for gradients, so that
+ * ranks with batches are not left waiting. */
+
+/* Gather all units as a forward does, and take part in the agreement on the unit of weights that a
+ * tape's first backward makes. */
+DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
+{
+    for (size_t u = 0; u < strategy->layout.unit_count; u++) {
+        const uint32_t id = strategy->layout.units[u].id;
+        DTRAIN__TRY(dtrain_strategy_gather(strategy, id, DTRAIN_PASS_FORWARD));
+        DTRAIN__TRY(dtrain_strategy_release(strategy, id));
+    }
+    if (!strategy->taped) return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, dtrain__agree_unit(strategy, 0));
+}
+
+/* Take part in the backward of a pass without samples. In the last one of a step, learn whether no
+ * rank has had samples. */
+DTRAIN__PRIVATE dtrain_result dtrain__join_backward(dtrain_strategy *strategy, bool *over)
+{
+    const bool last = !strategy->more;
+    strategy->weight = 0;
+    DTRAIN__TRY(dtrain_strategy_finish(strategy));
+    if (!last) return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, dtrain__tally_settle(strategy, over));
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *over)
+{
+    const char *const call = "dtrain_strategy_join";
+    if (!over) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: over is NULL", call);
+    *over = false;
+    DTRAIN__TRY(dtrain__between_backwards(strategy, call));
+    DTRAIN__TRY(dtrain__join_forward(strategy));
+    return dtrain__join_backward(strategy, over);
 }
 
 /* ================================================================================================
@@ -16899,10 +16908,9 @@ DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size
  * src/strategy/levels.c
  * ==============================================================================================*/
 
-/* Levels of ranks: who shares a copy of the model, and who reduces with whom */
+/* Levels of ranks: which ranks share a copy of the model, and which communicators that takes */
 
-/* Drop what is lossy when there is one node alone: with hierarchical it is for the way between
- * nodes. */
+/* Drop lossy settings of hierarchical when there is one node: they are for between nodes. */
 DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int ranks)
 {
     if (!desc->hierarchical || (desc->node_size && (int)desc->node_size != ranks)) return;
@@ -16910,13 +16918,13 @@ DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int rank
     desc->compression = NULL;
 }
 
-/* Find how many consecutive ranks of a communicator are a node, when every node has as many;
- * *node_ranks = 0: nodes differ, or their ranks are mixed. Collective: what one rank sees of its
- * own node would not be what others see of theirs. */
+/* Count the consecutive ranks of a communicator that are a node, when every node has as many; set
+ * *node_ranks to 0 when nodes differ in size or their ranks are mixed. Collective: a rank knows its
+ * own node only. */
 DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world, dtrain_comm *comm,
                                                  uint32_t *node_ranks)
 {
-    int64_t nodes[DTRAIN_MAX_RANKS]; /* of each rank */
+    int64_t nodes[DTRAIN_MAX_RANKS]; /* the node of each rank */
     const int ranks = dtrain_comm_size(comm);
     dtrain_world_info own; /* emulated nodes count */
     int size = 1;
@@ -16930,8 +16938,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world, dtra
     return DTRAIN_OK;
 }
 
-/* Resolve node_size: consecutive ranks are one node. With hierarchical one node alone, or nodes of
- * one rank, are no mistake: a program that is started on fewer machines goes on, on one level. */
+/* Resolve node_size, the number of consecutive ranks that are a node. With hierarchical one node,
+ * or nodes of one rank, are allowed: a program that is started on fewer machines uses one level. */
 static dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ranks)
 {
     dtrain_strategy_desc *desc = &strategy->desc;
@@ -17266,7 +17274,6 @@ static dtrain_result dtrain__twin_create(const dtrain_strategy *strategy, dtrain
     desc.offload = 0;
     DTRAIN__TRY(dtrain_strategy_create(&twin->world, twin->params, count, &desc, &twin->strategy));
     twin->strategy->sync_count = UINT64_MAX / 2; /* behind every warm-up */
-    dtrain__rewind(twin->strategy, true);
     return DTRAIN_OK;
 }
 

@@ -109,6 +109,7 @@ extern "C" {
 #include "strategy/ways/topk.c"
 #include "strategy/ways/powersgd.c"
 #include "strategy/ways.c"
+#include "strategy/join.c"
 #include "strategy/offload.c"
 #include "strategy/levels.c"
 #include "strategy/settings.c"

@@ -56,7 +56,6 @@ static dtrain_result dtrain__twin_create(const dtrain_strategy *strategy, dtrain
     desc.offload = 0;
     DTRAIN__TRY(dtrain_strategy_create(&twin->world, twin->params, count, &desc, &twin->strategy));
     twin->strategy->sync_count = UINT64_MAX / 2; /* behind every warm-up */
-    dtrain__rewind(twin->strategy, true);
     return DTRAIN_OK;
 }
 

@@ -3,11 +3,9 @@
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
-/* A kind is what it shards; whether shards are whole tensors with owners, as optimizers of matrices
- * need them; and whether every node has a replica, so that shards are summed across nodes. In the
- * order of their numbers, from DTRAIN_STRATEGY_DDP on. */
+/* In the order of dtrain_strategy_kind, from DTRAIN_STRATEGY_DDP on. */
 static const dtrain__kind_row dtrain__kind_rows[] = {
-    /* name, {state, grads, params are sharded}, owners, replicas */
+    /* name, {optimizer state, gradients, parameters are sharded}, owners, replicas */
     {"ddp", {false, false, false}, false, false},
     {"zero1", {true, false, false}, false, false},
     {"shard_grad_op", {true, true, false}, false, false},
@@ -16,7 +14,7 @@ static const dtrain__kind_row dtrain__kind_rows[] = {
     {"hybrid_shard", {true, true, true}, false, true},
 };
 
-/* Find the row of a kind; NULL: AUTO, which is none yet, or a number that means nothing. */
+/* Find the row of a kind; NULL for AUTO, which is not resolved yet, and for unknown numbers. */
 DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind)
 {
     if (kind < DTRAIN_STRATEGY_DDP || kind > DTRAIN_STRATEGY_HYBRID_SHARD) return NULL;

@@ -1,9 +1,9 @@
-/* The layout
+/* The layout: which parameters travel together, and which rank keeps which part of them
  *
- * It says which parameters travel together, and who keeps what of them: a pure function of what all
- * ranks have in common. They need not exchange it, and a plan can make one without ranks.
+ * A layout is a pure function of what all ranks have in common. They need not exchange it, and a
+ * plan can make one without ranks.
  *
- * The row of the kind decides the rest:                                  state  grads  params
+ *     kind                                                               state  grads  params
  *     DDP: buckets by size, last parameter first, everything whole       -      -      -
  *     ZERO1: the same buckets, each cut in one slice a rank              1/N    -      -
  *     SHARD_GRAD_OP and below: a bucket is a unit; its gradients are     1/N    1/N    -
@@ -18,9 +18,9 @@
  *     FULL_SHARD      |<-- rank 0 -->|<-- rank 1 -->|<-- rank 2 -------->|     equal slices
  *     ZERO3           |<----- rank 0 ----->|<----- rank 2 ---->|<rank 1->|     tensors by owner
  *
- * Buckets are launched in their order: units from the last to the first, then what several units
- * share, then what is whole. Frozen parameters of sharded units have buckets of their own, which
- * are gathered and never reduced. */
+ * Buckets are launched in their order: units from the last to the first, then parameters that
+ * several units use, then those that are whole. Frozen parameters of sharded units have buckets of
+ * their own, which are gathered and never reduced. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
@@ -31,7 +31,7 @@ DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count)
                      sizeof(float));
 }
 
-/* Return the place of a unit in the order; a new one gets the next place. */
+/* Return the index of a unit; a new one gets the next. */
 static uint32_t dtrain__unit_index(dtrain__layout *layout, uint32_t id)
 {
     for (size_t i = layout->unit_count; i-- > 0;)
@@ -45,8 +45,8 @@ static uint32_t dtrain__unit_index(dtrain__layout *layout, uint32_t id)
     return (uint32_t)layout->unit_count++;
 }
 
-/* Fill in the unit of each storage, NONE for one that several use, and who is trainable: a frozen
- * target freezes its aliases; a frozen alias only gives up its own contribution. */
+/* Fill in the unit of each storage (NONE: several use it) and what is trainable: a frozen storage
+ * freezes its aliases; a frozen alias only gives up its own contribution. */
 static void dtrain__lay_units(dtrain__layout *layout)
 {
     for (size_t i = 0; i < layout->count; i++) {
@@ -85,7 +85,7 @@ static void dtrain__lay_owners(dtrain__layout *layout, int64_t *load)
     }
 }
 
-/* Prepare the next place in the table for a bucket; what opens it counts it when it has members. */
+/* Prepare the next bucket of the table; dtrain__bucket_close counts it when it has members. */
 static dtrain__bucket *dtrain__bucket_new(dtrain__layout *layout, uint32_t unit, bool trainable,
                                           bool sharded)
 {
@@ -108,9 +108,9 @@ static void dtrain__bucket_add(dtrain__layout *layout, dtrain__bucket *bucket, s
     bucket->count += dtrain__padded(layout->params[index].count);
 }
 
-/* Close a bucket and decide who keeps what: slices of equal length, or cuts where owners change.
- * Rank l of node m exchanges slice l of a bucket with the ranks l of other nodes, and of what all
- * nodes have summed up it keeps, where buckets are sharded, part m:
+/* Close a bucket and cut it: shards of equal length, or (ZERO3) from owner to owner. With several
+ * nodes, rank l of each node exchanges slice l of a bucket with the ranks l of the other nodes;
+ * where buckets are sharded, the one in node m keeps part m of the slice:
  *
  *     2 nodes of 2 ranks    | slice 0 . . . . . . . . | slice 1 . . . . . . . . |
  *     shards of ranks       | rank 0     | rank 2     | rank 1     | rank 3     | */
@@ -138,8 +138,8 @@ static void dtrain__bucket_close(dtrain__layout *layout, dtrain__bucket *bucket)
     layout->bucket_count++;
 }
 
-/* Make the bucket of a unit's trainable or frozen tensors (unit NONE: of those that several units
- * use), owner by owner; NONE if there are none. */
+/* Make the bucket of a unit's trainable or frozen tensors (unit NONE: of tensors that several units
+ * use), owner by owner; return NONE if there are none. */
 static uint32_t dtrain__lay_bucket(dtrain__layout *layout, uint32_t unit, bool trainable)
 {
     const int runs = layout->owners ? layout->ranks : 1;
@@ -162,9 +162,9 @@ static uint32_t dtrain__lay_bucket(dtrain__layout *layout, uint32_t unit, bool t
     return (uint32_t)(bucket - layout->buckets);
 }
 
-/* Fill buckets from the last parameter on, up to a cap; one exceeds it only when a single gradient
- * does. A tied gradient is final when its last use, the first entry of the group, is done: it
- * travels at that entry's place. */
+/* Fill buckets from the last parameter on, up to a cap, which only a single large gradient may
+ * exceed. A tied gradient is final when backward has come to its first entry, the storage: there it
+ * is in the order. */
 static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
 {
     size_t cap = layout->desc->first_bucket_bytes;
@@ -185,14 +185,14 @@ static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
     if (last) dtrain__bucket_close(layout, last);
 }
 
-/* Make the buckets of a unit whose gradients are sharded: one, and another for what is frozen. */
-static void dtrain__lay_unit(dtrain__layout *layout, dtrain__unit *unit, uint32_t place)
+/* Make the buckets of a unit whose gradients are sharded: of trainable and of frozen tensors. */
+static void dtrain__lay_unit(dtrain__layout *layout, dtrain__unit *unit, uint32_t index)
 {
-    unit->trainable = dtrain__lay_bucket(layout, place, true);
-    if (layout->shards.params) unit->frozen = dtrain__lay_bucket(layout, place, false);
+    unit->trainable = dtrain__lay_bucket(layout, index, true);
+    if (layout->shards.params) unit->frozen = dtrain__lay_bucket(layout, index, false);
 }
 
-/* Fill entries, buckets and units, all zeroed by the caller. */
+/* Fill entries, buckets and units, which are zero. */
 static void dtrain__lay_out(dtrain__layout *layout)
 {
     layout->shared.trainable = layout->shared.frozen = DTRAIN__NONE;
@@ -220,9 +220,9 @@ static void dtrain__lay_out(dtrain__layout *layout)
     }
 }
 
-/* Make the tables of a layout; dtrain__layout_free frees what there is of them, also after an
- * error. Memory follows in dtrain__lay_memory. One place more than there are parameters: a bucket
- * is tried before it is known to have members. */
+/* Make the tables of a layout; dtrain__layout_free frees them, also after an error. The memory is
+ * laid out by dtrain__lay_memory. The table of buckets has one more than there can be: a bucket is
+ * tried before it is known to have members. */
 DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const dtrain_allocator *a,
                                                   const dtrain_param *params, size_t count,
                                                   const dtrain_strategy_desc *desc, int ranks,
@@ -247,8 +247,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
     layout->slice_ranks = nodes ? all / size : all;
     layout->slice_rank = nodes ? all_rank / size : all_rank;
     layout->compression = all > 1 ? desc->compression : NULL;
-    /* Nothing is sharded on one rank, unless its shard is in host memory, and no gradients while
-     * they only add up. */
+    /* On one rank nothing is sharded, unless its shard is in host memory. Gradients that are
+     * reduced in the last micro-batch alone (LAST) are whole until then. */
     layout->values_on_host = kind->params && (desc->offload & DTRAIN_OFFLOAD_PARAMS);
     layout->grads_on_host = kind->grads && (desc->offload & DTRAIN_OFFLOAD_GRADS);
     layout->shards.params = kind->params && (many || layout->values_on_host);
@@ -271,8 +271,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
     return DTRAIN_OK;
 }
 
-/* Make a layout of owned tensors, in counts alone, that of another rank: only what is kept
- * differs. */
+/* Turn a planned layout of ZERO3 into that of another rank: only its shards differ. */
 DTRAIN__PRIVATE void dtrain__layout_turn(dtrain__layout *layout, int rank)
 {
     layout->rank = rank;
@@ -306,8 +305,9 @@ DTRAIN__PRIVATE bool dtrain__value_is_whole(const dtrain__layout *layout,
 
 /* ---- Memory of a layout
  *
- * Three blocks: values, gradients, buffers; and a fourth in host memory for what is offloaded. Laid
- * out twice by the same code: counted, then, when the blocks are there, cut into pieces. */
+ * Three blocks: values, gradients, buffers; and a fourth one in host memory for shards that are
+ * offloaded. The same code runs twice: first to count their bytes, then, when the blocks are
+ * allocated, to cut them into pieces. */
 
 /* Cut the next piece, of count fp32 elements, from a block. */
 DTRAIN__PRIVATE float *dtrain__carve(dtrain__layout *layout, int block, int64_t count)
@@ -318,7 +318,7 @@ DTRAIN__PRIVATE float *dtrain__carve(dtrain__layout *layout, int block, int64_t 
     return piece;
 }
 
-/* Cut two pieces: fp32, and where it travels as another dtype that, of 16 bits, from buffers. */
+/* Cut a piece of fp32 and, where it travels as a dtype of 16 bits, a piece of that from buffers. */
 static float *dtrain__carve_both(dtrain__layout *layout, int block, int64_t count, uint32_t dtype,
                                  uint16_t **low)
 {
@@ -334,7 +334,7 @@ static int64_t dtrain__bucket_length(const dtrain__layout *layout, uint32_t buck
     return bucket == DTRAIN__NONE ? 0 : layout->buckets[bucket].count;
 }
 
-/* Lay out a bucket's values: whole and in place, or a shard and somewhere to gather it. */
+/* Lay out a bucket's values: whole ones in one piece, or a shard and memory to gather them in. */
 static void dtrain__lay_values(dtrain__layout *layout, dtrain__bucket *bucket)
 {
     const dtrain__turns *turns = &layout->turns;
@@ -439,8 +439,8 @@ DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtra
     return dtrain__min(entry->offset + p->count, first + count) - *low;
 }
 
-/* Find the part of storage i that this rank keeps and, if it is trainable, updates; false if there
- * is none. */
+/* Find the part of storage i that this rank keeps and, if it is trainable, updates; return false if
+ * it keeps none. */
 DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
                                    int64_t *count)
 {

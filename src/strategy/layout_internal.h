@@ -31,8 +31,8 @@ typedef struct dtrain__classes {
 typedef struct dtrain__kind_row {
     const char *name;
     dtrain__classes shards;
-    bool owners;   /* shards are whole tensors */
-    bool replicas; /* among the ranks of a node, and every node has a copy */
+    bool owners;   /* a shard is a list of whole tensors, as optimizers of matrices need them */
+    bool replicas; /* shards are those of a node's ranks; every node has all, and they are summed */
 } dtrain__kind_row;
 
 typedef struct dtrain__entry {
@@ -54,31 +54,31 @@ typedef struct dtrain__entry {
     bool absent;      /* no rank is known to have had a gradient of it in the last step */
 } dtrain__entry;
 
-/* The piece of a parameter that compression sees: strategy/ways/compression.c. */
+/* The part of a parameter that compression treats by itself: strategy/ways/compression.c. */
 typedef struct dtrain__portion {
     uint32_t param;
     int64_t first, count;  /* within the bucket */
-    int64_t region;        /* top-k: elements of a region; all of them without regions */
-    int64_t quota;         /* of the step under way: selected of a region */
-    int64_t at;            /* of the step under way: place in a block; dense: among the dense */
+    int64_t region;        /* top-k: elements of a region; without regions = count */
+    int64_t quota;         /* elements that this step selects from a region */
+    int64_t at;            /* first element in a block of this step; dense: in `packed` */
     int64_t rows, columns; /* PowerSGD: of the matrix */
-    int64_t p_at, q_at;    /* places of its factors among the bucket's */
+    int64_t p_at, q_at;    /* first element of its factors among those of the bucket */
     float *p, *q;          /* (rows, rank), (columns, rank) */
 } dtrain__portion;
 
 typedef struct dtrain__sparse {
     dtrain__portion *portions, *dense, *end; /* of the bucket: compressed ones, then dense ones */
-    int64_t dense_count, p_count, q_count;
-    int64_t room;               /* elements that a block has room for */
-    int64_t largest;            /* selection of one portion */
-    int64_t selected;           /* of the step under way: elements of a block */
-    bool masked;                /* likewise */
-    float *residual, *velocity; /* (slice_count), or NULL */
-    float *packed;              /* (dense_count + p_count); rounded gradients need half of it */
-    float *q, *q_seed;          /* (q_count) each */
-    uint32_t *out, *in;         /* (slice_ranks blocks) each */
-    float *values;              /* (largest) scratch: selected values, in fp32 */
-    int32_t *indices;           /* (largest) */
+    int64_t dense_count, p_count, q_count;   /* elements */
+    int64_t room;                            /* most elements of a block in any step */
+    int64_t largest;                         /* most elements that are selected from one portion */
+    int64_t selected;                        /* elements of a block in this step */
+    bool masked;                             /* this step sends zeros for what is not selected */
+    float *residual, *velocity;              /* (slice_count), or NULL */
+    float *packed;      /* (dense_count + p_count); rounded gradients need half of it */
+    float *q, *q_seed;  /* (q_count) each */
+    uint32_t *out, *in; /* (slice_ranks blocks) each */
+    float *values;      /* (largest) scratch: selected values, in fp32 */
+    int32_t *indices;   /* (largest) */
 } dtrain__sparse;
 
 typedef struct dtrain__bucket {
@@ -96,7 +96,7 @@ typedef struct dtrain__bucket {
     int64_t *cuts;                    /* (ranks + 1) ZERO3: first element of each rank's shard */
     uint32_t uses, pending;           /* as in dtrain__entry, summed over all members */
     uint32_t stage;                   /* of its gradients on their way: DTRAIN__REDUCE_IDLE ... */
-    dtrain_work **reduces, **gathers; /* (works_per_bucket) collectives under way */
+    dtrain_work **reduces, **gathers; /* (works_per_bucket) collectives under way, or NULL */
     dtrain__sparse *sparse;           /* what compression keeps, or NULL */
     float *values, *grads;            /* (count) */
     float *value_shard, *grad_shard;  /* (shard_count); in host memory if: */
@@ -131,7 +131,7 @@ typedef struct dtrain__unit {
     dtrain__unit_state before; /* a read of whole parameters, which come through the same slots */
 } dtrain__unit;
 
-/* Two buffers of each sort, for the largest unit: unit u uses number u % 2. */
+/* Buffers that units use in turns, unit u number u % 2; as long as the largest unit needs. */
 typedef struct dtrain__turns {
     float *values[2], *grads[2];
     uint16_t *low_values[2], *low_grads[2]; /* NULL for fp32 */
@@ -144,8 +144,8 @@ typedef struct dtrain__layout {
     size_t count;
     const dtrain_strategy_desc *desc; /* resolved */
     const dtrain__kind_row *kind;
-    int ranks, rank;             /* of those that share one copy of the model */
-    int all, all_rank;           /* of the strategy */
+    int ranks, rank;             /* among those that share one copy of the model */
+    int all, all_rank;           /* among all of the strategy */
     int node_ranks;              /* hierarchical, and several nodes: ranks of a node; otherwise 1 */
     int slice_ranks, slice_rank; /* of those that exchange a slice: one a node; otherwise all */
     /* Which classes are really sharded: with one rank, or accumulation LAST, fewer than the kind
@@ -153,15 +153,15 @@ typedef struct dtrain__layout {
      * params: values are gathered. */
     dtrain__classes shards;
     bool values_on_host, grads_on_host;         /* shards of units are in host memory */
-    const dtrain_compression_desc *compression; /* NULL: none, or nobody to send to */
+    const dtrain_compression_desc *compression; /* NULL: none, or one rank alone */
     dtrain__portion *portions;                  /* (count + 1) */
     dtrain__sparse *sparse;                     /* (count), one a bucket */
-    uint64_t state_bytes;                       /* of residuals and the like */
+    uint64_t state_bytes;                       /* residuals, velocities and Q */
     float *bounce[2]; /* buffers in host memory: what is to be added to a shard arrives here */
     dtrain__entry *entries;  /* (count) */
     dtrain__bucket *buckets; /* (count + 1), bucket_count in use */
     dtrain__unit *units;     /* (count), unit_count in use */
-    uint32_t *owners;        /* (count) ZERO3: of each storage */
+    uint32_t *owners;        /* (count) ZERO3: the rank that keeps a storage */
     int64_t *cuts;           /* (count + 1, ranks + 1) ZERO3: where each rank's shard begins */
     size_t bucket_count, unit_count;
     dtrain__unit shared; /* the buckets of parameters that several units use */

@@ -1,10 +1,9 @@
-/* Levels of ranks: who shares a copy of the model, and who reduces with whom */
+/* Levels of ranks: which ranks share a copy of the model, and which communicators that takes */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
-/* Drop what is lossy when there is one node alone: with hierarchical it is for the way between
- * nodes. */
+/* Drop lossy settings of hierarchical when there is one node: they are for between nodes. */
 DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int ranks)
 {
     if (!desc->hierarchical || (desc->node_size && (int)desc->node_size != ranks)) return;
@@ -12,13 +11,13 @@ DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int rank
     desc->compression = NULL;
 }
 
-/* Find how many consecutive ranks of a communicator are a node, when every node has as many;
- * *node_ranks = 0: nodes differ, or their ranks are mixed. Collective: what one rank sees of its
- * own node would not be what others see of theirs. */
+/* Count the consecutive ranks of a communicator that are a node, when every node has as many; set
+ * *node_ranks to 0 when nodes differ in size or their ranks are mixed. Collective: a rank knows its
+ * own node only. */
 DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world, dtrain_comm *comm,
                                                  uint32_t *node_ranks)
 {
-    int64_t nodes[DTRAIN_MAX_RANKS]; /* of each rank */
+    int64_t nodes[DTRAIN_MAX_RANKS]; /* the node of each rank */
     const int ranks = dtrain_comm_size(comm);
     dtrain_world_info own; /* emulated nodes count */
     int size = 1;
@@ -32,8 +31,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world, dtra
     return DTRAIN_OK;
 }
 
-/* Resolve node_size: consecutive ranks are one node. With hierarchical one node alone, or nodes of
- * one rank, are no mistake: a program that is started on fewer machines goes on, on one level. */
+/* Resolve node_size, the number of consecutive ranks that are a node. With hierarchical one node,
+ * or nodes of one rank, are allowed: a program that is started on fewer machines uses one level. */
 static dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ranks)
 {
     dtrain_strategy_desc *desc = &strategy->desc;

@@ -45,7 +45,8 @@ static dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to);
 
 /* Set the counters for a new backward, or a new step: `pending` counts what mark will count down,
  * of each gradient and of each bucket. grad_written tells the next backward to add to a gradient:
- * cleared for those whose reduced shard is kept elsewhere, and for whole ones when the step ends. */
+ * cleared in every backward where the reduced shard is kept elsewhere, for whole gradients when the
+ * step ends. */
 DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
 {
     dtrain__layout *layout = &strategy->layout;

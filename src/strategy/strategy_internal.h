@@ -3,12 +3,21 @@
  * Every file of the room includes it, and with it the interfaces of core, world, communicator and
  * device that they share.
  *
- * The order of reading is that of a gradient: params.c, kinds.c, layout.c (who keeps what), road.c
- * (DDP from ready to publish), weights.c (what its mean is over), norm.c, gather.c (sharded
- * values), calls.c (what these call), then one file a step: ways/shards.c, hierarchy.c,
- * compression.c, topk.c, powersgd.c, and ways.c, which alone knows them all; offload.c (shards in
- * host memory), levels.c, settings.c, count.c (what a step sends), create.c (how it all comes to
- * be), query.c, view.c (for the rooms above), plan.c. */
+ * The order of reading is that of a gradient. Each file calls those before it, and those in
+ * brackets:
+ *
+ *     params.c, kinds.c       what the host registers; what each kind shards
+ *     layout.c                who keeps what, in which memory
+ *     road.c                  DDP from ready to publish [weights.c, gather.c, offload.c, calls.c]
+ *     weights.c, norm.c       the mean over samples; the norm of gradients
+ *     gather.c, offload.c     sharded values; shards in host memory
+ *     calls.c                 calls of device and communicator, and how an error stands
+ *     ways/                   one file a step that replaces or follows the all-reduce
+ *     ways.c                  chooses the steps; the only file that knows all of them
+ *     join.c                  passes without samples
+ *     levels.c, settings.c    who shares a copy of the model; checks of the desc
+ *     create.c, count.c       creation, and what a step sends, counted by running one
+ *     query.c, view.c, plan.c answers to the host, to the rooms above, before anything is made */
 
 #pragma once
 
@@ -24,37 +33,37 @@
 #include "strategy/view_internal.h"
 #include "device/backend.h"
 
-/* dtrain__bucket.stage: none, then the number of the step under way, from 1, then all done. */
+/* dtrain__bucket.stage: not launched, then the number of the step under way, from 1, then done. */
 enum { DTRAIN__REDUCE_IDLE = 0, DTRAIN__REDUCED = 99 };
 
 typedef dtrain_result dtrain__step_fn(dtrain_strategy *strategy, dtrain__bucket *bucket);
 
-/* One collective, or a few at once, of a bucket on its way from gradients to their mean: begin does
- * what has to be done before and starts them, end what has to be done when they are over. NULL:
- * nothing. */
+/* One step of a bucket's way from gradients to their mean: begin prepares and starts one
+ * collective, or a few at once; end is called when they are done. NULL: nothing to do. */
 typedef struct dtrain__step {
     dtrain__step_fn *begin, *end;
-    bool last_only; /* in a step's last micro-batch only, on the shard that sums all of them up */
+    bool last_only; /* only in the last micro-batch, on the shard that holds the sum of all */
 } dtrain__step;
 
-#define DTRAIN__STEPS 5 /* of the longest way, and the NULL behind it */
+#define DTRAIN__STEPS 5 /* the longest way: 4, and a NULL */
 
 /* The ways: of whole buckets, of the same when compression has begun, of sharded buckets. */
 enum { DTRAIN__WHOLE, DTRAIN__COMPRESSED, DTRAIN__SHARDED, DTRAIN__WAYS };
 
-/* Further communicators: one for each step that starts when another happens to be done. */
+/* Extra communicators. A step that starts when an earlier one completes must not share a
+ * communicator with it: ranks could start the two in different orders. */
 enum {
-    DTRAIN__NODE,         /* ranks of this node */
-    DTRAIN__ACROSS,       /* those with this rank's slice, or with HYBRID_SHARD its shard */
-    DTRAIN__BACK,         /* NODE again: the way back */
-    DTRAIN__FETCH_ACROSS, /* ACROSS and NODE again: to gather values */
-    DTRAIN__FETCH,
-    DTRAIN__SECOND, /* who exchanges compressed gradients: a second round */
+    DTRAIN__NODE,         /* ranks of this node: the first step between levels */
+    DTRAIN__ACROSS,       /* ranks of other nodes with the same slice, or (HYBRID_SHARD) shard */
+    DTRAIN__BACK,         /* the ranks of NODE, for node_gather */
+    DTRAIN__FETCH_ACROSS, /* the ranks of ACROSS, to gather values ... */
+    DTRAIN__FETCH,        /* ... and those of NODE, for the second collective of a gather */
+    DTRAIN__SECOND,       /* the ranks that exchange compressed gradients, for a second round */
     DTRAIN__GROUPS
 };
 
-/* Streams and events between a GPU and host memory. `arrived` belongs to gradients: during a
- * backward to shards in the bounce buffers, during an update to pieces in the optimizer's stages. */
+/* Streams and events between a GPU and host memory. `arrived` is for gradients: those of a backward
+ * in the bounce buffers, those of an update in the optimizer's stages. */
 typedef struct dtrain__offload {
     dtrain_device *cpu;       /* computes on host memory; NULL: nothing is offloaded */
     dtrain_stream *down, *up; /* copies to the host, and to the device */
@@ -77,51 +86,52 @@ struct dtrain_strategy {
     dtrain_device *device;
     dtrain_comm *comm;                   /* all ranks */
     dtrain_comm *groups[DTRAIN__GROUPS]; /* NULL: not needed */
-    dtrain_comm *shard_comm;   /* who shares one copy: comm or a group; NULL: each has everything */
-    dtrain_strategy_desc desc; /* resolved */
+    dtrain_comm *shard_comm; /* ranks that share one copy of the model: comm or a group; NULL: each
+                                has a copy */
+    dtrain_strategy_desc desc;           /* resolved */
     dtrain_compression_desc compression; /* what desc.compression points to, if it is not NULL */
     dtrain_param *params;                /* the host's */
     size_t param_count;
-    bool has_buffers; /* of DTRAIN_PARAM_BUFFER */
+    bool has_buffers; /* a parameter is a DTRAIN_PARAM_BUFFER */
     dtrain__layout layout;
 
     /* The step under way. */
     const dtrain__step *ways[DTRAIN__WAYS][DTRAIN__STEPS];
     uint64_t compressed_from; /* sync_count of the first step in which COMPRESSED is taken */
-    size_t launched, oldest;  /* buckets below launched are started; those below oldest are done */
-    size_t marked_count;      /* in this backward */
+    size_t launched, oldest;  /* buckets below launched are started, those below oldest reduced */
+    size_t marked_count;      /* calls of ready in this backward */
     bool more;                /* micro-batches of this step follow */
     bool accumulated;         /* shards hold the sum of earlier micro-batches */
-    float weight, weights;    /* of the next backward; of those of this step so far */
+    float weight, weights;    /* of the next backward; sum over those of this step so far */
     uint32_t passes;          /* backwards that were finished in this step */
-    int64_t unit;             /* of weights; 0: not agreed on yet */
-    bool taped;               /* a tape was made for it */
-    bool unsure;              /* the tally may hold others' samples, or gradients of absent ones */
+    int64_t unit;             /* samples that weigh 1 (weights.c); 0: not agreed on yet */
+    bool taped;               /* a tape was made for this strategy */
+    bool unsure;              /* only the tally says whether `empty` and `absent` are right */
     bool empty;               /* the last step had no samples */
-    uint64_t sync_count;
-    uint32_t in_buffer[2]; /* unit whose gradients are in the alternating buffer, or NONE */
-    uint32_t slots[2];     /* unit whose values are in the slot, or NONE */
-    uint32_t position;     /* unit gathered last, NONE before a pass */
-    uint32_t backward;     /* unit that this backward has come to, NONE before it */
-    bool entered;          /* it was gathered for this backward, and not yet released */
-    dtrain_result failure; /* of the communicator or the device: stands until destroy */
+    uint64_t sync_count;      /* steps that were reduced */
+    uint32_t in_buffer[2];    /* unit whose gradients are in the alternating buffer, or NONE */
+    uint32_t slots[2];        /* unit whose values are in the slot, or NONE */
+    uint32_t position;        /* unit gathered last, NONE before a pass */
+    uint32_t backward;        /* unit that this backward has come to, NONE before it */
+    bool entered;             /* that unit was gathered for this backward, and not yet released */
+    dtrain_result failure;    /* error of communicator or device: every later call returns it */
     char failure_text[DTRAIN__ERROR_BYTES];
     const char *torn; /* the call that failed while it replaced values; NULL: none */
 
     /* Memory. */
     dtrain_allocator allocator;
-    dtrain_work **works;  /* (param_count, 2 works_per_bucket): those of buckets */
+    dtrain_work **works;  /* (param_count, 2 works_per_bucket): reduces, gathers of buckets */
     dtrain_shard *shards; /* (param_count), shard_count in use */
     int64_t *gathered;    /* (ranks): scratch */
-    double *sum_squares;  /* (1) device memory: of the gradients, for clipping; then the tally */
-    float *tally, *sums;  /* (tally_count) on the device and on the host: weights.c */
+    double *sum_squares;  /* (1) device memory, for the norm of gradients; the tally follows it */
+    float *tally, *sums;  /* (tally_count) device memory; its copy on the host: weights.c */
     dtrain_work *tally_work;
-    const float *device_weight; /* NULL, or where a recorded step finds `weights` */
+    const float *device_weight; /* `weights` of a recorded step, in device memory; or NULL */
     size_t works_per_bucket, shard_count;
     dtrain_compression_state *states; /* (portion_count), state_count in use */
     size_t state_count;
     dtrain__offload offload;
-    dtrain__step_counts counts; /* once compression is in full force */
+    dtrain__step_counts counts; /* of a step without warm-up of compression */
     char reason[400];
 };
 

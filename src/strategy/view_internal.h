@@ -45,7 +45,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy,
  * it succeeds the strategy is not usable. */
 DTRAIN__PRIVATE void dtrain__set_torn(dtrain_strategy *strategy, const char *call);
 DTRAIN__PRIVATE const char *dtrain__torn(const dtrain_strategy *strategy);
-/* Forget the micro-batches of a step under way, and decide anew how gradients travel. */
+/* Forget the micro-batches of a step under way. */
 DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done);
 
 /* ---- A parameter ------------------------------------------------------------------------------*/

@@ -1,7 +1,7 @@
-/* Weights: what the mean of a step is over
+/* Weights: the mean of a step over all its samples
  *
- * A backward brings the sum over its own samples divided by a unit that is the same everywhere, and
- * its weight is how many they are, in that unit:
+ * A backward makes the sum over its own samples divided by a unit, a number that is the same on all
+ * ranks. Its weight is the number of its samples divided by the unit:
  *
  *     targets, unit 4    rank 0: 4 count       rank 1: 1 counts, 3 are ignored
  *     gradient           sum of 4 / 4          sum of 1 / 4
@@ -10,16 +10,17 @@
  *     corrected          sum of 5 / 5          times 2 micro-batches / (1 + 1/4)
  *
  * The unit is the largest number of targets that a rank had in its first micro-batch, ignored ones
- * included. Where all have as many and ignore none, every weight is 1 and nothing is corrected: the
- * bits of a mean of means. Sums are no larger than in one, so that none overflows by it.
+ * included. Where all micro-batches have as many and ignore none, every weight is 1 and nothing is
+ * corrected: the bits are those of a mean of means. A weight is at most 1, so that no sum overflows
+ * that would not overflow in a mean of means.
  *
- * Weights are summed up by an all-reduce of the tally, behind the last buckets of a step:
+ * Weights are summed by an all-reduce of the tally, behind the last buckets of a step:
  *
  *     | sum of weights | of each parameter: how many ranks had a gradient of it |
  *
- * It stays in device memory, where the correction reads it. The host waits for it only where it
- * cannot know what is in it: a rank with samples and all gradients knows that the step has samples
- * and that no parameter is absent. */
+ * The tally stays in device memory, where the correction reads it. A rank with samples and all
+ * gradients knows that the step has samples and that no gradient is absent; on other ranks the host
+ * waits for the tally and reads it. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
@@ -32,15 +33,16 @@ DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, siz
 
 /* ---- Weights ----------------------------------------------------------------------------------*/
 
-/* Tell whether the next backward is weighed against others of its step. */
+/* Tell whether the next backward has others in its step, here or on other ranks, to be weighed
+ * with. */
 static bool dtrain__weighs(const dtrain_strategy *strategy)
 {
     return strategy->desc.average == DTRAIN_AVERAGE_SAMPLES &&
            (strategy->layout.all > 1 || strategy->more || strategy->accumulated);
 }
 
-/* Agree on the unit of weights, once: the first micro-batch of this rank has a mean over `terms`
- * samples, ignored ones included; 0: over nothing that is counted. Collective. */
+/* Agree on the unit of weights, once: the largest of all ranks' `terms`, the samples of this rank's
+ * first micro-batch, ignored ones included (0: nothing is counted). Collective. */
 DTRAIN__PRIVATE dtrain_result dtrain__agree_unit(dtrain_strategy *strategy, int64_t terms)
 {
     if (strategy->unit || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES) return DTRAIN_OK;
@@ -54,13 +56,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__agree_unit(dtrain_strategy *strategy, int6
     return DTRAIN_OK;
 }
 
-/* Count the samples that a loss is a mean over. */
+/* Count the samples that the mean of a loss covers. */
 DTRAIN__PRIVATE double dtrain__samples_count(const dtrain__samples *samples)
 {
     return samples->valid ? (double)samples->valid[1] : (double)samples->terms;
 }
 
-/* Return the weight of a loss, in units; 1 where nothing is counted. */
+/* Return the weight of a loss; 1 where nothing is counted. */
 DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
                                         const dtrain__samples *samples)
 {
@@ -108,45 +110,10 @@ DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float
     return DTRAIN_OK;
 }
 
-/* ---- Without samples --------------------------------------------------------------------------*/
-
-/* Gather the units as a forward does, and take part in what the first backward agrees on. */
-DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
-{
-    for (size_t u = 0; u < strategy->layout.unit_count; u++) {
-        const uint32_t id = strategy->layout.units[u].id;
-        DTRAIN__TRY(dtrain_strategy_gather(strategy, id, DTRAIN_PASS_FORWARD));
-        DTRAIN__TRY(dtrain_strategy_release(strategy, id));
-    }
-    if (!strategy->taped) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, dtrain__agree_unit(strategy, 0));
-}
-
-/* Take part in the backward of a pass without samples. In the last one of a step, learn whether no
- * rank has had samples. */
-DTRAIN__PRIVATE dtrain_result dtrain__join_backward(dtrain_strategy *strategy, bool *over)
-{
-    const bool last = !strategy->more;
-    strategy->weight = 0;
-    DTRAIN__TRY(dtrain_strategy_finish(strategy));
-    if (!last) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, dtrain__tally_settle(strategy, over));
-}
-
-DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *over)
-{
-    const char *const call = "dtrain_strategy_join";
-    if (!over) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: over is NULL", call);
-    *over = false;
-    DTRAIN__TRY(dtrain__between_backwards(strategy, call));
-    DTRAIN__TRY(dtrain__join_forward(strategy));
-    return dtrain__join_backward(strategy, over);
-}
-
 /* ---- The tally --------------------------------------------------------------------------------*/
 
-/* Set count elements of the tally. A constant comes with the kernel's arguments: no memory of the
- * host's is read later. */
+/* Set count elements of the tally. The value travels in the kernel's arguments: a copy would read
+ * host memory later. */
 static dtrain_result dtrain__tally_set(dtrain_strategy *strategy, size_t first, size_t count,
                                        float value)
 {
@@ -159,7 +126,7 @@ static dtrain_result dtrain__tally_set(dtrain_strategy *strategy, size_t first, 
     return strategy->device->ops->axpby(strategy->device, &fill);
 }
 
-/* Note which parameters this rank has no gradient of, aliases counted with their storage. */
+/* Note the storages of which no entry had a gradient on this rank in this step. */
 static void dtrain__note_absent(dtrain_strategy *strategy)
 {
     dtrain__entry *entries = strategy->layout.entries;
@@ -182,7 +149,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
     const dtrain_device_ops *ops = strategy->device->ops;
     const dtrain__entry *entries = strategy->layout.entries;
     const size_t count = dtrain__tally_count(&strategy->desc, strategy->param_count);
-    if (strategy->device_weight) { /* who is absent does not change in steps that are replayed */
+    if (strategy->device_weight) { /* absent gradients are the same in every replay */
         DTRAIN__TRY(ops->copy(strategy->device, strategy->tally, strategy->device_weight,
                               sizeof(float), DTRAIN_COPY_DEVICE_TO_DEVICE));
     } else {
@@ -193,7 +160,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
         strategy->unsure = false;
         return DTRAIN_OK;
     }
-    for (size_t i = 1, end; i < count; i = end) { /* neighbours with the same answer in one call */
+    for (size_t i = 1, end; i < count; i = end) { /* one call for neighbours that are equal */
         for (end = i + 1; end < count && entries[end - 1].absent == entries[i - 1].absent;) end++;
         DTRAIN__TRY(dtrain__tally_set(strategy, i, end - i, entries[i - 1].absent ? 0 : 1));
     }
@@ -210,9 +177,9 @@ static dtrain_result dtrain__tally_read(dtrain_strategy *strategy)
                                        count * sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST);
 }
 
-/* Wait for the tally, and make reduced gradients the mean over all samples: times the micro-batches
- * of all ranks, by which they have been divided, over the sum of their weights. Where the two are
- * equal, or there is no sample, gradients stay as they are. */
+/* Wait for the tally, and make reduced gradients the mean over all samples: multiply them by the
+ * number of micro-batches of all ranks, by which they have been divided, and divide them by the sum
+ * of weights. Where the two are equal, or there is no sample, leave them as they are. */
 DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -242,9 +209,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Learn whether the last step had no samples (*empty), and which parameters no rank had a gradient
- * of (entries' absent): the host waits where this rank cannot know. A step that is recorded is like
- * those before it: nothing is learned. */
+/* Find out whether the last step had no samples (*empty), and of which parameters no rank had a
+ * gradient (dtrain__entry.absent). The host waits for the tally where this rank alone cannot know.
+ * In a step that is being recorded nothing changes: it is like those before it. */
 DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy, bool *empty)
 {
     const size_t count = dtrain__tally_count(&strategy->desc, strategy->param_count);

@@ -1,34 +1,34 @@
-/* Gradient compression
+/* Gradient compression: what top-k and PowerSGD have in common
  *
- * Steps of a whole bucket's way that take the place of its all-reduce, see dtrain__choose_ways:
+ * Their steps take the place of a whole bucket's all-reduce (dtrain__choose_ways):
  *
- *     top-k       ALL_GATHER   TOPK_GATHER                   strategy/ways/topk.c
- *                 BALANCED     TOPK_TRADE,  TOPK_PUBLISH
+ *     top-k       ALL_GATHER   TOPK                          strategy/ways/topk.c
+ *                 BALANCED     TOPK, TOPK_PUBLISH
  *     PowerSGD                 P,  Q                         strategy/ways/powersgd.c
  *
- * With hierarchical the part of a bucket that this rank exchanges with other nodes, its hop, is a
- * slice; without nodes it is the bucket. The part of one parameter in the hop is a portion, and
- * each portion is compressed by itself, so that without nodes what is sent does not depend on how
- * parameters are put into buckets:
+ * A rank compresses its slice of a bucket: with several nodes a part of it, otherwise all. The part
+ * of one parameter in the slice is a portion. Each portion is compressed by itself, so that on one
+ * level the result does not depend on how parameters are put into buckets:
  *
  *     bucket, 2 nodes of 2 ranks   | a . . . . . . . | b . . . . . . . . | c . |
- *     hop of ranks 0 and 2         | a               | b    |
- *     hop of ranks 1 and 3                                  | b          | c   |
+ *     slice of ranks 0 and 2       | a               | b    |
+ *     slice of ranks 1 and 3                                | b          | c   |
  *
- * Portions that are not worth it (1-D, few elements) are dense: packed together and all-reduced. In
- * the table of portions they follow those of their bucket that are compressed.
+ * Portions that are not worth compressing (1-D, few elements) are dense: packed together and
+ * all-reduced. In the table of portions they follow the compressed ones of their bucket.
  *
- * A selection of K elements as it travels; portion p has its quota at places at(p) of both lists:
+ * K selected elements travel as a block, in which each portion has its own range of both lists:
  *
  *     block   | values: K fp32, or K of 16 bits, padded | indices in the portion or region: K i32 |
  *
- * The quota of count elements is ratio * count, rounded to nearest, at least 1. BALANCED cuts every
- * portion in N regions of ceil(count / N), the last one shorter, and takes the quota of a whole
- * region from each. Where a selection would be larger than what it is selected from (the beginning
- * of a warm-up), the bucket goes masked: what is not selected as zeros, whole, with the same sums.
+ * The quota, the number of elements that are selected of count, is ratio * count, rounded to
+ * nearest, at least 1. BALANCED cuts every portion in N regions of ceil(count / N), the last one
+ * shorter, and selects the quota of a whole region from each. Where blocks would be larger than the
+ * bucket (the beginning of a warm-up), the bucket is masked: all of it is all-reduced, with zeros
+ * for elements that are not selected, and the same sums.
  *
- * Error feedback is exact: what a rank has taken from its gradient and residual together is what it
- * sends, after rounding, and the rest is its residual. So at any time, to rounding,
+ * Error feedback is exact: a rank subtracts from gradient plus residual what it sends, after
+ * rounding, and keeps the rest as its new residual. So at any time, to rounding,
  *
  *     sum over ranks of residuals + N * sum of means so far = sum of all gradients so far
  *
@@ -51,20 +51,20 @@ DTRAIN__PRIVATE uint64_t dtrain__dense_steps(const dtrain_compression_desc *how)
     return how->dense_steps == DTRAIN_DENSE_STEPS_NONE ? 0 : how->dense_steps;
 }
 
-/* Return the largest share of all steps, which memory is made for. */
+/* Return the largest selection ratio of any step; buffers are sized for it. */
 static double dtrain__largest_ratio(const dtrain_compression_desc *how)
 {
     return (double)(how->warmup_steps ? how->warmup_ratio : how->topk_ratio);
 }
 
-/* Return the number of elements that are selected of count. */
+/* Return how many of count elements are selected. */
 DTRAIN__PRIVATE int64_t dtrain__quota(double ratio, int64_t count)
 {
     const int64_t k = (int64_t)(ratio * (double)count + 0.5);
     return k < 1 ? 1 : k < count ? k : count;
 }
 
-/* Count the elements of a block. */
+/* Count the elements of a block, over all portions. */
 static int64_t dtrain__selection(const dtrain__sparse *sparse, double ratio)
 {
     int64_t count = 0;
@@ -85,9 +85,10 @@ DTRAIN__PRIVATE int64_t dtrain__block_words(const dtrain__layout *layout, int64_
     return dtrain__value_words(layout, selected) + selected;
 }
 
-/* Return the share from which on a selection is larger than what it is selected from: whole, a
- * bucket is 2 words an element, over N; selected it is a block to everybody, once or twice. The
- * share does not depend on the bucket, so nor does what is sent. */
+/* Return the ratio from which on blocks are larger than the bucket. An all-reduce sends 8 bytes an
+ * element, times (N - 1) / N; a block goes to N - 1 ranks, or when balanced one of 1/N of its
+ * length, twice. The ratio is the same for all buckets, so that bits do not depend on how buckets
+ * are cut. */
 DTRAIN__PRIVATE double dtrain__masked_share(const dtrain__layout *layout)
 {
     const double item = layout->desc->reduce_dtype == DTRAIN_DTYPE_F32 ? 8 : 6;
@@ -97,7 +98,7 @@ DTRAIN__PRIVATE double dtrain__masked_share(const dtrain__layout *layout)
 
 /* ---- Layout -----------------------------------------------------------------------------------*/
 
-/* Decide how a portion is compressed; return true when it is dense. */
+/* Fill in how a portion is compressed; return true when it stays dense. */
 static bool dtrain__portion_is_dense(const dtrain__layout *layout, dtrain__portion *portion)
 {
     const dtrain_compression_desc *how = layout->compression;
@@ -117,8 +118,8 @@ static bool dtrain__portion_is_dense(const dtrain__layout *layout, dtrain__porti
     return last < dtrain__quota(dtrain__largest_ratio(how), portion->region);
 }
 
-/* Append the portions of a bucket that are dense, or those that are not: the parts of its
- * parameters that lie in this rank's hop. */
+/* Append the dense portions of a bucket, or the others: parts of its parameters that lie in this
+ * rank's slice. */
 static void dtrain__lay_portions(dtrain__layout *layout, const dtrain__bucket *bucket, bool dense)
 {
     dtrain__sparse *sparse = bucket->sparse;
@@ -150,7 +151,7 @@ static void dtrain__lay_portions(dtrain__layout *layout, const dtrain__bucket *b
 DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
                                                       const dtrain_allocator *a)
 {
-    /* one more than are used: the next place is written before it is known to be needed */
+    /* one more than can be: a portion is written before it is known to be needed */
     layout->portions = (dtrain__portion *)dtrain__alloc(
         a, layout->count + 1, sizeof *layout->portions, "portions of parameters");
     layout->sparse = (dtrain__sparse *)dtrain__alloc(a, layout->count, sizeof *layout->sparse,
@@ -210,8 +211,8 @@ DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout)
 
 /* ---- Dense portions ---------------------------------------------------------------------------*/
 
-/* Pack the dense portions of a bucket as they travel and start their all-reduce; behind them lie
- * `more` other elements that are packed already. */
+/* Pack the dense portions of a bucket and start their all-reduce, together with `more` elements
+ * that the caller has packed behind them. */
 DTRAIN__PRIVATE dtrain_result dtrain__dense_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                                   int64_t more, dtrain_work **work)
 {
@@ -228,7 +229,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__dense_begin(dtrain_strategy *strategy, dtr
                              dtrain__level_op(strategy, bucket), work);
 }
 
-/* Bring the dense portions back to their places: their means. */
+/* Copy the means of dense portions back into the bucket. */
 DTRAIN__PRIVATE dtrain_result dtrain__dense_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__sparse *sparse = bucket->sparse;
@@ -246,7 +247,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__dense_end(dtrain_strategy *strategy, dtrai
 
 /* ---- State ------------------------------------------------------------------------------------*/
 
-/* Start a portion's Q with random directions, the same on every rank. */
+/* Set a portion's Q to random orthonormal columns, the same on every rank. */
 static dtrain_result dtrain__q_init(dtrain_strategy *strategy, const dtrain__sparse *sparse,
                                     const dtrain__portion *portion)
 {
@@ -263,7 +264,7 @@ static dtrain_result dtrain__q_init(dtrain_strategy *strategy, const dtrain__spa
     return dtrain_device_copy(strategy->device, portion->q, args.x, (size_t)count * sizeof(float));
 }
 
-/* List what compression keeps, for dtrain_strategy_compression, and start it. */
+/* List the states of compression, for dtrain_strategy_compression, and initialise them. */
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;

@@ -1,20 +1,20 @@
-/* Two levels of ranks
+/* Steps between two levels of ranks
  *
  * Consecutive ranks are a node. With hierarchical a bucket is reduced inside every node first, so
- * that each rank exchanges only its slice, the hop, with its like in the other nodes:
+ * that each rank exchanges only its slice with the ranks of other nodes that have the same slice:
  *
  *     2 nodes of 2      rank 0        rank 1      |  rank 2        rank 3
  *     NODE_SCATTER      sum of slice 0, slice 1   |  sum of slice 0, slice 1     inside a node
  *     ALL_REDUCE        rank 0 <--- slice 0 ---> rank 2,  rank 1 <--- slice 1 ---> rank 3
  *     NODE_GATHER       both slices               |  both slices                 inside a node
  *
- * Sharded buckets end in a reduce-scatter of the hop, and their values come back the same way. With
- * HYBRID_SHARD the levels are those of shards and of replicas: ways/shards.c. */
+ * Sharded buckets end in a reduce-scatter of the slice, and their values are gathered in the same
+ * two levels. HYBRID_SHARD has levels of its own: ways/shards.c. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
-/* NODE_SCATTER: the hop of a bucket's gradients = its sum over this node. */
+/* NODE_SCATTER: this rank's slice of a bucket's gradients = its sum over this node. */
 DTRAIN__PRIVATE dtrain_result dtrain__node_scatter_begin(dtrain_strategy *strategy,
                                                          dtrain__bucket *bucket)
 {

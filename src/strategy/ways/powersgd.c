@@ -3,10 +3,10 @@
  *     M = gradient + residual      P = M Q, mean over ranks, orthonormal columns
  *     Q = M^T P, mean over ranks   gradient = P Q^T,  residual = M - gradient
  *
- * All ranks orthogonalise the same P to the same bits. A column of P that the others span is zero,
- * and so its Q, which would be zero for ever after: a gradient that was zero once would never be
- * sent again. So a trace of the first Q is added to every Q. It decides the direction of what is
- * zero, and is nothing beside anything else. */
+ * All ranks orthogonalise the same P to the same bits. A column of P that depends on the others
+ * becomes zero, and so do its Q and, in the next step, its P: after one gradient of zeros nothing
+ * would be sent any more. So 1e-20 times the initial Q is added to every Q: it gives a column of
+ * zeros a direction, and is too small to change any other one. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
@@ -104,7 +104,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__q_begin(dtrain_strategy *strategy, dtrain_
                              bucket->reduces);
 }
 
-/* Make the gradient that P and the mean Q say; what they leave of M is the residual. */
+/* Set the gradient to P Q^T of the mean Q, and the residual to the rest of M. */
 DTRAIN__PRIVATE dtrain_result dtrain__q_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__sparse *sparse = bucket->sparse;

@@ -1,28 +1,17 @@
-/* Sharded gradients
- *
- * A sharded bucket takes the road of strategy/road.c and ends in shards: what every rank
- * updates is a slice of the mean. Where gradients are sharded too, units make them in two buffers
- * that take turns, unit u in number u % 2, and what is reduced of them is kept apart:
- *
- *     backward       unit 3        unit 2        unit 1        unit 0
- *     buffer 1       [ 3 made ]    [ 3 travels ] [ 1 made ]    [ 1 travels ]
- *     buffer 0                     [ 2 made ]    [ 2 travels ] [ 0 made ]
- *     shards                                     3             2 ...
- *
- * A unit claims its buffer when its backward begins and waits there for the unit before the last.
+/* Steps of sharded buckets: each rank gets its shard of the mean
  *
  *     gradients --(reduce_dtype)--> wire -> reduce-scatter -> result -> shard
  *
- * The result of a first or only micro-batch goes straight to the shard; that of a later one, or for
- * a shard in host memory, replaces this rank's slice of the buffer the gradients were made in, and
- * is added or put from there. */
+ * The result of a first or only micro-batch is received in the shard. That of a later one, or for a
+ * shard in host memory, is received in this rank's part of the buffer in which the gradients were
+ * made; from there it is added to the shard, or copied. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
 /* ---- To the shard -----------------------------------------------------------------------------*/
 
-/* Return the place where the fp32 result of this backward is to be. */
+/* Return the address where the fp32 result of this backward is received. */
 static float *dtrain__reduce_target(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     if (bucket->shards_grads && (strategy->accumulated || bucket->grad_on_host))
@@ -30,8 +19,8 @@ static float *dtrain__reduce_target(const dtrain_strategy *strategy, const dtrai
     return bucket->grad_shard;
 }
 
-/* REDUCE_SCATTER: every rank's slice of a bucket to that rank, among those that exchange the hop.
- * With ZERO3 slices have different lengths, and each owner gets a reduce. */
+/* REDUCE_SCATTER: each rank receives the mean of its shard; with ZERO3, where shards have different
+ * lengths, by one reduce an owner. */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *strategy,
                                                            dtrain__bucket *bucket)
 {
@@ -58,8 +47,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *stra
     return DTRAIN_OK;
 }
 
-/* End a bucket's way: shard += result of a later micro-batch. A shard that is elsewhere is also put
- * there when the result is of the first. */
+/* End the way of a sharded bucket: add the result of a later micro-batch to the shard; copy any
+ * result to a shard in host memory. */
 DTRAIN__PRIVATE dtrain_result dtrain__shard_add(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const float *result = dtrain__reduce_target(strategy, bucket);
@@ -71,7 +60,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__shard_add(dtrain_strategy *strategy, dtrai
     return strategy->device->ops->add(strategy->device, &add);
 }
 
-/* With replicas this is a node's sum, and the mean is made later. */
+/* With replicas the result is the sum over a node, and the next step makes the mean. */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_end(dtrain_strategy *strategy,
                                                          dtrain__bucket *bucket)
 {
@@ -85,11 +74,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_end(dtrain_strategy *strate
 
 /* ---- Replicas
  *
- * With HYBRID_SHARD the shards of a node are summed with those of the other nodes: either every
- * micro-batch's result (REPLICAS), or at last what the shard has summed up (REPLICAS_AT_LAST). */
+ * With HYBRID_SHARD an all-reduce between nodes follows: of the result, in every micro-batch, or of
+ * the shard that has summed the results up, in the last one (DTRAIN_ACCUMULATION_SHARD_EVERY). */
 
-/* Tell whether it is the shard, and return the place in device memory where this node's sum becomes
- * that of all nodes. */
+/* Return the device memory where this node's sum becomes that of all nodes. *at_last: it is the sum
+ * over all micro-batches. */
 static float *dtrain__replica_sum(const dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                   bool *at_last)
 {

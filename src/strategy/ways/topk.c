@@ -1,7 +1,6 @@
-/* Top-k: selecting and exchanging
+/* Top-k: select the largest elements, exchange them, add them up
  *
- * A step of a bucket that is compressed with DTRAIN_COMPRESSION_TOPK: select, exchange selections,
- * add them up. The rest stays in the residual, which dtrain_device_ops.topk takes care of.
+ * dtrain_device_ops.topk leaves in the residual what is not selected.
  *
  *     ALL_GATHER   select of everything     all-gather         add all ranks' blocks
  *     BALANCED     select of each region    all-to-all         the owner adds its region's blocks
@@ -10,9 +9,8 @@
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
-/* Decide how much of each portion is selected in this step, and where it stands in a block. The
- * share falls geometrically from warmup_ratio to topk_ratio once the steps without compression are
- * over. */
+/* Set how many elements of each portion are selected in this step, and their place in a block.
+ * After the dense steps the ratio falls geometrically from warmup_ratio to topk_ratio. */
 static void dtrain__plan_selection(dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -33,14 +31,14 @@ static void dtrain__plan_selection(dtrain_strategy *strategy, const dtrain__buck
     }
 }
 
-/* A place in a block, as memory. */
+/* The memory of one selection: a range of a block. */
 typedef struct dtrain__picks {
     float *values; /* fp32 */
-    uint16_t *low; /* what travels in their place, or NULL */
+    uint16_t *low; /* the values as they travel, rounded; or NULL */
     int32_t *indices;
 } dtrain__picks;
 
-/* Find the place of a portion's selection in the block at `words`. */
+/* Find the memory of a portion's selection in the block at `words`. */
 static dtrain__picks dtrain__picks_at(const dtrain_strategy *strategy, const dtrain__sparse *sparse,
                                       const dtrain__portion *portion, uint32_t *words)
 {
@@ -60,8 +58,8 @@ static dtrain_result dtrain__scatter(dtrain_strategy *strategy, int64_t count, i
     return strategy->device->ops->scatter_add(strategy->device, &args);
 }
 
-/* Select the quota of elements [offset, offset + count) of a portion, from gradient and residual
- * together, and round it to what travels; what rounding takes away goes back to the residual. */
+/* Select the quota from elements [offset, offset + count) of gradient plus residual of a portion,
+ * and round the values to reduce_dtype; add the rounding errors to the residual. */
 static dtrain_result dtrain__select(dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                     const dtrain__portion *portion, int64_t offset, int64_t count,
                                     bool with_velocity, const dtrain__picks *picks)
@@ -89,13 +87,13 @@ static dtrain_result dtrain__select(dtrain_strategy *strategy, const dtrain__buc
     return residual ? dtrain__scatter(strategy, count, k, -1, picks, residual) : DTRAIN_OK;
 }
 
-/* Count the elements of region r; all of a portion without regions. */
+/* Count the elements of region r; without regions those of the portion. */
 static int64_t dtrain__region_count(const dtrain__portion *portion, int r)
 {
     return dtrain__min(portion->region, portion->count - r * portion->region);
 }
 
-/* Clear the gradients of a portion, to which selections will be added. */
+/* Clear the gradients of a portion, before selections are added to them. */
 static dtrain_result dtrain__portion_zero(dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                           const dtrain__portion *portion)
 {
@@ -103,18 +101,19 @@ static dtrain_result dtrain__portion_zero(dtrain_strategy *strategy, const dtrai
                                        (size_t)portion->count * sizeof(float));
 }
 
-/* Return the factor of a selected value in the mean. */
+/* Return the factor by which a selected value counts in the mean. */
 static float dtrain__term(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
     return 1.0f / (float)(dtrain__sums_first(strategy, bucket) ? layout->all : layout->slice_ranks);
 }
 
-/* Send a masked bucket: the hop keeps what is selected, times 1/N, and is summed up whole. */
+/* Send a masked bucket: keep the selected elements of the slice, times 1/N, clear the others, and
+ * all-reduce the slice. */
 static dtrain_result dtrain__masked_start(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     dtrain__sparse *sparse = bucket->sparse;
-    float *hop = bucket->grads + bucket->slice_first;
+    float *slice = bucket->grads + bucket->slice_first;
     const dtrain__picks picks = {
         sparse->values, dtrain__reduces_low(strategy) ? bucket->low_grads : NULL, sparse->indices};
     for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
@@ -124,13 +123,13 @@ static dtrain_result dtrain__masked_start(dtrain_strategy *strategy, dtrain__buc
                                     &picks, bucket->grads + at->first));
     }
     dtrain__label(strategy, bucket, "top-k of bucket");
-    return dtrain_all_reduce(bucket->comm, hop, hop, (size_t)bucket->slice_count, DTRAIN_DTYPE_F32,
-                             DTRAIN_REDUCE_SUM, bucket->reduces);
+    return dtrain_all_reduce(bucket->comm, slice, slice, (size_t)bucket->slice_count,
+                             DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, bucket->reduces);
 }
 
 /* ---- Exchanging ------------------------------------------------------------------------*/
 
-/* Select of region r of every portion, or of all of it, into a block. */
+/* Select from region r of each portion (without regions: from all of it) into a block. */
 static dtrain_result dtrain__select_block(dtrain_strategy *strategy, dtrain__bucket *bucket, int r,
                                           bool with_velocity, uint32_t *words)
 {
@@ -143,8 +142,8 @@ static dtrain_result dtrain__select_block(dtrain_strategy *strategy, dtrain__buc
     return DTRAIN_OK;
 }
 
-/* Clear the gradients and add all blocks to them, in rank order: block r to region `region`, or
- * where that is negative to region r. */
+/* Clear the gradients and add all blocks to them, in rank order: each block to region `region`, or
+ * if that is negative block r to region r. */
 static dtrain_result dtrain__add_blocks(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                         int region, float scale, uint32_t *blocks)
 {
@@ -166,8 +165,8 @@ static dtrain_result dtrain__add_blocks(dtrain_strategy *strategy, dtrain__bucke
     return DTRAIN_OK;
 }
 
-/* ALL_GATHER: everybody's selection to everybody. BALANCED: the largest of every region to its
- * owner ... */
+/* ALL_GATHER: send this rank's selection to all ranks. BALANCED: send the selection from each
+ * region to the owner of the region. */
 DTRAIN__PRIVATE dtrain_result dtrain__topk_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -192,8 +191,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__topk_begin(dtrain_strategy *strategy, dtra
                              bucket->reduces);
 }
 
-/* ALL_GATHER: all blocks make the mean. BALANCED: the owner adds up, in rank order, where its
- * region of the gradients was ... */
+/* ALL_GATHER: add all blocks up to the mean. BALANCED: add the blocks of this rank's region up, in
+ * rank order. */
 DTRAIN__PRIVATE dtrain_result dtrain__topk_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -205,8 +204,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__topk_end(dtrain_strategy *strategy, dtrain
     return dtrain__dense_end(strategy, bucket);
 }
 
-/* ... and sends everybody the largest of that. Sum and residual are one: what is left of both is
- * the owner's new residual. */
+/* BALANCED, second round: select from the sum of this rank's region plus its residual, and send
+ * that to all ranks; the rest is the new residual of the region's owner. */
 DTRAIN__PRIVATE dtrain_result dtrain__topk_publish_begin(dtrain_strategy *strategy,
                                                          dtrain__bucket *bucket)
 {
