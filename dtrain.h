@@ -118,7 +118,7 @@
        src/strategy/join.c                  Passes without samples
        src/strategy/offload.c               Offload: shards in host memory
        src/strategy/levels.c                Levels of ranks: which ranks share a copy of the model, and which communicators that takes
-       src/strategy/settings.c              Settings: zeros become defaults, and what does not go together is refused
+       src/strategy/settings.c              Settings: zeros become defaults, and fields that contradict each other are refused
        src/strategy/count.c                 What a step sends
        src/strategy/create.c                Creation and end of a strategy
        src/strategy/query.c                 Queries: what a strategy is, and the values of its parameters
@@ -12872,9 +12872,9 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
 
 /* Parameters, units, buckets
  *
- * Registration turns the host's array into three tables: what each entry is (dtrain__entry), which
- * gradients travel together (dtrain__bucket), and what all ranks must have in common (a line of
- * text per parameter, compared by hash).
+ * Registration checks the host's array and compares it with that of the other ranks (a line of text
+ * per parameter, by hash). layout.c makes two tables of it: entries, and buckets of gradients that
+ * travel together.
  *
  *     params    0 wte    1 w1     2 b1     3 head          registration = forward order
  *     storage   0        1        2        0               head is an alias of wte
@@ -12884,9 +12884,9 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
  *         |<---- bucket 0 (capped) ----->|  |<---------- bucket 1 -------->|
  *
  * Gradients become final in reverse forward order, so buckets are filled from the last parameter to
- * the first. A tied gradient is final when its last use, the first entry of the group, is done: it
- * travels at that entry's place. Every gradient starts on a cache line; padding is zero and stays
- * zero under the mean, so it costs bytes but never bits. */
+ * the first. A tied gradient is final when backward has come to its first entry, the storage, and
+ * has its place in the order there. Every gradient starts on a cache line. Padding is zero and
+ * stays zero under the mean, so that it changes no bits. */
 
 /* ================================================================================================
  * src/strategy/strategy_internal.h
@@ -13512,7 +13512,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t i
                        p->name ? p->name : "", text);
 }
 
-/* Make count and shape agree; the host may have left either to the other. */
+/* Complete count from shape or shape from count, and check that they agree. */
 static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index)
 {
     const int dims = dtrain__param_dims(p);
@@ -13539,8 +13539,8 @@ static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index)
                               (long long)p->count, product);
 }
 
-/* The storage of an alias is that of an earlier entry: chains end, and are resolved in one
- * pass. An alias without a shape takes its target's. */
+/* Find the storage of an alias. Its target is an earlier entry, whose storage is known: so one pass
+ * resolves chains too. An alias without a shape takes that of its target. */
 static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
 {
     dtrain_param *p = &params[index];
@@ -13572,8 +13572,8 @@ static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
     return DTRAIN_OK;
 }
 
-/* Say whether a gradient holds a part of the step's, to whoever looks: a host asks the parameter
- * that it is working on, which may be an alias. Without a strategy there is no circle. */
+/* Set grad_written of a storage and of all its aliases: a host reads that of the entry that it is
+ * working on. Without a strategy `next` is NULL. */
 DTRAIN__PRIVATE void dtrain__set_grad_written(dtrain_param *storage, bool written)
 {
     dtrain_param *p = storage;
@@ -13630,11 +13630,11 @@ static dtrain_result dtrain__is_common(dtrain_comm *comm, uint64_t value, bool *
     return DTRAIN_OK;
 }
 
-/* Compare items by their hashes: one hash of everything, *all, when all is well; otherwise item by
- * item, up to the first that differs. The outcome of each step is the same on all ranks, so they
- * stay in step. Of the item that differs `usual` is the first rank that has what most have (a tie
- * goes to the lower rank), `odd` the first that has something else; -1: nothing differs. gathered
- * (size) is scratch. */
+/* Compare items by their hashes: first one hash over all items, *all; if ranks differ in that, item
+ * by item up to the first that differs. All ranks see the same outcome of each comparison, so they
+ * make the same collectives. found->usual is the first rank that has the most frequent value of the
+ * item (a tie goes to the lower rank), found->odd the first with another value; -1: nothing
+ * differs. gathered (size) is scratch. */
 DTRAIN__PRIVATE dtrain_result dtrain__compare_items(dtrain_comm *comm, dtrain__hash_fn hash_of,
                                                     void *user, size_t count, int64_t *gathered,
                                                     uint64_t *all, dtrain__difference *found)
@@ -13681,7 +13681,7 @@ typedef struct dtrain__registration {
     const char *settings; /* of the strategy */
 } dtrain__registration;
 
-/* Write line 0, the settings, or line i + 1, parameter i. What is compared is what is shown. */
+/* Write line 0, the settings, or line i + 1, parameter i: compared by hash, and shown in errors. */
 static void dtrain__registration_line(const dtrain__registration *mine, size_t line, char *text)
 {
     const size_t room = DTRAIN__LINE_BYTES;
@@ -13706,7 +13706,7 @@ static void dtrain__registration_line(const dtrain__registration *mine, size_t l
              origin);
 }
 
-/* Hash a line. Its text may have cut a long name: the whole name is hashed too. */
+/* Hash a line, and the whole name, which the line may have cut. */
 static dtrain_result dtrain__registration_hash(void *user, size_t line, uint64_t *hash)
 {
     const dtrain__registration *mine = (const dtrain__registration *)user;
@@ -13718,8 +13718,8 @@ static dtrain_result dtrain__registration_hash(void *user, size_t line, uint64_t
     return DTRAIN_OK;
 }
 
-/* Fail on all ranks, with the line of the usual rank and that of the odd one, if ranks have
- * registered different things. */
+/* Fail on all ranks if they have registered different parameters or settings; the sentence has the
+ * line of the usual rank and of the odd one. */
 DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *strategy,
                                                            const char *settings)
 {
@@ -13749,8 +13749,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *stra
 
 #define DTRAIN__STAGING_COUNT 4096 /* elements; on the stack, so that nothing can fail */
 
-/* Make value (count), wherever it lies, elements [first, first + count) of parameter p. Each is a
- * function of (seed, parameter, element) only: the same on every rank, for any slicing. */
+/* Initialise value (count; host or device memory) as elements [first, first + count) of parameter
+ * p. An element is a function of (seed, parameter, element) only: the same on every rank, however
+ * values are sharded. */
 DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
                                                  uint64_t seed, int64_t first, int64_t count,
                                                  float *value)
@@ -15239,14 +15240,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy, bo
  *     norm^2 = sum over the ranks that share a copy of the model, in their order,
  *              of the sum of squares of what this rank counts
  *
- * The square of an fp32 number is far inside double's range, and so is the sum of as many as fit in
- * a memory: the sum is not finite exactly when some gradient, on whatever rank, is not. Replicas of
- * a shard hold the same averaged bits; ranks with different shards have exchanged their sums: the
- * verdict is the same everywhere without asking anybody. */
+ * The sum of as many squares of fp32 numbers as fit into a memory is far inside double's range: it
+ * is not finite exactly when some gradient, on any rank, is not. Replicas of a shard have the same
+ * bits, and ranks with different shards exchange their sums: so all ranks get the same norm without
+ * further communication. */
 
-/* Add the squares of the shards that are in host memory, or of the others, on the device that is
- * nearer to them and where total (1) is. Every rank of a copy of the model has all of what is not
- * sharded: the first of them counts it. */
+/* Add the squares of the shards in host memory, or of the others, to total (1), which is in the
+ * same memory as they are. All ranks that share a copy of the model have what is not sharded: the
+ * first of them counts it. */
 static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host, double *total)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -17011,7 +17012,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
  * src/strategy/settings.c
  * ==============================================================================================*/
 
-/* Settings: zeros become defaults, and what does not go together is refused
+/* Settings: zeros become defaults, and fields that contradict each other are refused
  *
  * A field that a kind cannot honour is an error that names both, never a silent downgrade. Fields
  * are checked alone before ranks compare them, and together when AUTO has chosen a kind. */
@@ -17089,8 +17090,8 @@ static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc,
 
 static uint32_t dtrain__or(uint32_t value, uint32_t usual) { return value ? value : usual; }
 
-/* Make *desc the desc that was given (NULL: a zeroed one), its defaults filled in and its fields
- * checked one by one. *how, memory for a copy of the desc's compression, must live as long. */
+/* Copy the given desc (NULL: a zeroed one) to *desc, fill in defaults and check its fields one by
+ * one. *how becomes the copy of its compression and must live as long as *desc. */
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *given,
                                                    dtrain_strategy_desc *desc,
                                                    dtrain_compression_desc *how)
@@ -17115,8 +17116,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *g
 
 /* ---- Fields together --------------------------------------------------------------------------*/
 
-/* Fill in the default of a desc whose kind is known, and refuse what does not go together. A
- * sentence names the field, then, where it says %s, the kind. */
+/* Fill in the default of accumulation, now that the kind is known, and refuse fields that
+ * contradict the kind or each other. %s in a sentence is the name of the kind. */
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
                                                    const dtrain__kind_row *kind)
 {
@@ -17184,9 +17185,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
 
 /* ---- All ranks have the same ------------------------------------------------------------------*/
 
-/* Compare what decides which collectives a step makes and in which order, or what values it starts
- * from. Ranks may differ in who owns the gradients, and in no_overlap where nothing is gathered: a
- * unit that is fetched ahead comes before the gradients of the one after it. */
+/* Fail on all ranks if their settings differ in a field that decides which collectives a step
+ * makes, in which order, or from which values it starts. Ranks may differ in who owns the memory of
+ * gradients. In no_overlap they may differ only where no unit is gathered, because a unit that is
+ * fetched ahead is gathered before the gradients of the unit after it are reduced. */
 DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy)
 {
     const dtrain_strategy_desc *desc = &strategy->desc;
@@ -17225,13 +17227,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
 
 /* What a step sends
  *
- * No formula says it: a twin of the strategy takes steps on the plan device, where kernels do
- * nothing, with a counting communicator (comm/counting.c), and its books are read. So the answer
- * follows every change of the road. A step costs what its bookkeeping costs, microseconds, and is
- * taken twice at creation. */
+ * Two steps are run by a twin of the strategy on the plan device, where kernels do nothing, over a
+ * counting communicator (comm/counting.c), whose counters are read: no formula can become wrong
+ * when the road changes. Such a step takes microseconds; two are run at creation. */
 
-/* A strategy of the same parameters and settings, in a world of its own: what it does is in no
- * record of the real one. */
+/* A strategy with the same parameters and settings in a world of its own, so that no record of the
+ * real world shows what it does. */
 typedef struct dtrain__twin {
     dtrain_world world;
     uint32_t here; /* what world.mine points to */
@@ -17239,9 +17240,9 @@ typedef struct dtrain__twin {
     dtrain_strategy *strategy;
 } dtrain__twin;
 
-/* Make a twin; dtrain__twin_destroy frees what there is of it, also after an error. Values and
- * gradients that the strategy has lent are NULL again. Compression is in full force; nothing is
- * offloaded, which changes no collective. */
+/* Make a twin; dtrain__twin_destroy frees it, also after an error. Values and gradients that the
+ * strategy has lent are NULL again. Its steps are late ones, after all warm-up of compression.
+ * Nothing is offloaded, which changes no collective. */
 static dtrain_result dtrain__twin_create(const dtrain_strategy *strategy, dtrain__twin *twin)
 {
     const size_t count = strategy->param_count;
@@ -17337,8 +17338,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__count_step(dtrain_strategy *strategy)
  * 4. local: lay out, allocate, initialise                       -> agree
  * 5. broadcast rank 0's values of parameters the host owns; publish */
 
-/* 1. Check what the host gave, and complete the parameters' shapes. *out is set before anything but
- * the arguments can fail, so that the caller destroys what there is of it. */
+/* 1. Check what the host gave, and complete the parameters' shapes. *out is set as soon as there is
+ * a strategy; the caller destroys it after an error. */
 static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *params, size_t count,
                                             const dtrain_strategy_desc *desc, dtrain_comm *comm,
                                             dtrain_strategy **out)
@@ -17373,8 +17374,8 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
     return dtrain__resolve_params(params, count);
 }
 
-/* Refuse units that nothing belongs to, and a host's own whole array where parameters are sharded:
- * there is no place for it. */
+/* Refuse kept_units to which no parameter belongs, and values of the host's own where parameters
+ * are sharded. */
 static dtrain_result dtrain__check_layout(const dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -17399,7 +17400,6 @@ static dtrain_result dtrain__check_layout(const dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Find the piece of storage i that this rank keeps, and where; false: it keeps none. */
 DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
                                       dtrain_shard *shard)
 {
@@ -17422,9 +17422,9 @@ DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
     return true;
 }
 
-/* Point params at memory of the library, where aliases follow their storage and values of gathered
- * units have no address until gather; initialise what this rank keeps of every storage, and list
- * what it updates. */
+/* Point params at memory of the library (aliases at that of their storage; values of gathered units
+ * have none until gather), initialise this rank's piece of every storage, and list the shards that
+ * it updates. */
 static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -17455,23 +17455,23 @@ static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Tell whether a block is memory of the communicator: others read it. */
+/* Tell whether other ranks read a block: then it is memory of the communicator. */
 static bool dtrain__block_is_read(const dtrain__layout *layout, int block)
 {
     return block != DTRAIN__VALUES || layout->shards.state;
 }
 
-/* Return the size of a block: a cache line more than it needs, so that an empty tensor, or a model
- * of one, gets an address of its own too. */
+/* Return the size of a block. A cache line more than it needs gives an empty tensor an address
+ * inside it. */
 static size_t dtrain__block_bytes(const dtrain__layout *layout, int block)
 {
     return layout->bytes[block] + DTRAIN__CACHE_LINE;
 }
 
-/* 4. Do everything local that can fail, so that ranks agree on it once: make the layout and the
- * tables beside it, allocate its blocks, point everything at them, initialise. Padding is zero. A
- * bucket has one handle for each collective that is under way at once: ZERO3 starts one an owner,
- * compression a dense and a sparse one. */
+/* 4. Do everything local that can fail, so that ranks agree on the outcome once: make the layout
+ * and the tables beside it, allocate its blocks, zeroed, point everything at them, initialise. A
+ * bucket has as many handles as it has collectives under way at once: with ZERO3 one an owner, with
+ * compression two, of dense portions and of the others. */
 static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
 {
     const dtrain_allocator *a = &strategy->allocator;
@@ -17541,7 +17541,7 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
                                      0, NULL));
     }
     DTRAIN__TRY(dtrain__copy_host_values(strategy, false));
-    strategy->desc.kept_units = NULL; /* the caller's, and read */
+    strategy->desc.kept_units = NULL; /* memory of the caller, who may free it now */
     strategy->desc.kept_unit_count = 0;
     strategy->desc.group_states = NULL;
     strategy->desc.group_count = 0;
@@ -17567,10 +17567,10 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
 
 /* ---- Life -------------------------------------------------------------------------------------*/
 
-/* Wait for what is under way. In the middle of a backward the other ranks expect the rest of it:
- * the communicator fails, which they hear of at once, with the last error of this rank, which is
- * likely to be why it gave up; here that stays the last error. A unit that is only being fetched
- * ahead is waited for: nothing is missing, and nobody need fail. */
+/* Wait for the collectives under way. In the middle of a backward other ranks wait for the rest of
+ * it: then the communicator fails, and the others get this rank's last error, the likely reason why
+ * it gave up. On this rank that stays the last error. A unit that is being fetched ahead is no
+ * reason to fail: its collectives complete. */
 static void dtrain__strategy_abandon(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -17709,7 +17709,7 @@ DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t 
     return result;
 }
 
-/* Hash the whole value of a parameter, on every rank; an alias has none of its own. */
+/* Hash the whole value of a parameter, on every rank; 0 for an alias. */
 static dtrain_result dtrain__value_hash(void *user, size_t i, uint64_t *hash)
 {
     dtrain_strategy *strategy = (dtrain_strategy *)user;
@@ -17753,7 +17753,7 @@ DTRAIN__PRIVATE dtrain_world *dtrain__world_of(const dtrain_strategy *strategy)
     return strategy->world;
 }
 
-/* The kind decides who shares a copy; the rest was given to create. */
+/* Return the groups that create was given; the kind decides which ranks share a copy. */
 DTRAIN__PRIVATE dtrain__groups dtrain__groups_of(const dtrain_strategy *strategy)
 {
     dtrain__groups groups = dtrain__world_groups(strategy->world, strategy->comm);
@@ -17794,7 +17794,7 @@ DTRAIN__PRIVATE bool dtrain__is_updated(const dtrain_param *param)
     return param->state.storage == param && !(param->flags & DTRAIN_PARAM_FROZEN);
 }
 
-/* Every copy of the model has the same piece of what is sharded, on the rank with this number. */
+/* Each copy of the model has the same shard once, and every rank a whole value. */
 DTRAIN__PRIVATE int dtrain__holders(const dtrain_strategy *strategy, size_t i, int *count)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -17855,9 +17855,9 @@ DTRAIN__PRIVATE void dtrain__strategy_plan_free(dtrain_world *world, dtrain__str
 
 /* Planning, and AUTO
  *
- * A plan is the memory of a rank, counted from the layout that it would have. AUTO takes the kind
- * that sends least of those that fit: the candidates are planned one by one, from little
- * communication and much memory to the opposite; the rank that has least memory decides for all. */
+ * A plan is the memory of a rank, counted from the layout that it would have. AUTO takes the first
+ * candidate that fits into the memory of every rank, in an order from little communication and much
+ * memory to much communication and little memory. */
 
 DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes) { return (double)bytes / 1048576.0; }
 
@@ -17869,8 +17869,8 @@ static int dtrain__plan_sharers(const dtrain_strategy_desc *desc, int ranks)
     return kind->replicas && desc->node_size ? (int)desc->node_size : ranks;
 }
 
-/* Lay out what a rank would hold, in counts alone; free it after an error too. params and *desc are
- * resolved. */
+/* Make the layout of a rank without its memory; the caller frees it, after an error too. params and
+ * *desc are resolved. */
 static dtrain_result dtrain__plan_layout(const dtrain_allocator *a, const dtrain_param *params,
                                          size_t count, const dtrain_strategy_desc *desc, int ranks,
                                          int rank, dtrain__layout *layout)
@@ -17882,7 +17882,7 @@ static dtrain_result dtrain__plan_layout(const dtrain_allocator *a, const dtrain
     return DTRAIN_OK;
 }
 
-/* Return how many tensors of optimizer state a parameter is to have. */
+/* Return how many tensors of optimizer state a parameter will have. */
 static uint32_t dtrain__planned_states(const dtrain_strategy_desc *desc, const dtrain_param *param)
 {
     const uint32_t group = param->state.storage->group;
@@ -17891,7 +17891,7 @@ static uint32_t dtrain__planned_states(const dtrain_strategy_desc *desc, const d
     return states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : states;
 }
 
-/* Make *memory that of a layout's rank, if that one holds more than the ranks before it. */
+/* Set *memory to the bytes of a layout's rank, if they are more than *memory. */
 static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memory)
 {
     int64_t stage = 0;
@@ -17941,7 +17941,7 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
     return result;
 }
 
-/* Resolve params, and desc, of a named kind, into what is planned. */
+/* Resolve params, and a desc of a named kind into *planned. */
 static dtrain_result dtrain__plan_resolve(dtrain_param *params, size_t count,
                                           const dtrain_strategy_desc *desc, int ranks,
                                           dtrain__planned *planned)
@@ -17976,14 +17976,13 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
 
 /* ---- AUTO -------------------------------------------------------------------------------------*/
 
-/* Bytes that a plan does not count: whole pages, stages of further communicators, a trainer's
- * scalars. */
+/* Reserve for bytes that a plan does not count: rounding to pages, buffers of extra communicators,
+ * a trainer's scalars. */
 #define DTRAIN__UNPLANNED_BYTES ((uint64_t)1 << 20)
 
-/* Find the memory that a strategy may use: what this rank may still allocate, less other_bytes,
- * which may be more than that. All ranks take the least of theirs, so that they make the same
- * choice. A sixteenth of memory that nobody has limited stays free: for scratch of kernels and for
- * others on the machine. */
+/* Set *left to the bytes that a strategy may use: what this rank may still allocate, less
+ * other_bytes; below zero if those are more. The minimum over the ranks, so that all make the same
+ * choice. Where no limit is set a sixteenth stays free, for kernels' scratch and other programs. */
 DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
                                                  const dtrain_strategy_desc *desc,
                                                  dtrain_comm *comm, int64_t *left)
@@ -18015,15 +18014,15 @@ static const uint32_t dtrain__auto_order[] = {
 
 enum { DTRAIN__CANDIDATES = sizeof dtrain__auto_order / sizeof *dtrain__auto_order };
 
-/* What AUTO chooses from. totals are all that ranks compare: they may own different gradients. */
+/* The candidates of AUTO. Ranks compare totals alone: they may own different gradients. */
 typedef struct dtrain__candidates {
     dtrain_strategy_desc descs[DTRAIN__CANDIDATES];
     dtrain_memory memory[DTRAIN__CANDIDATES];
     int64_t totals[DTRAIN__CANDIDATES]; /* bytes a rank; INT64_MAX: excluded */
 } dtrain__candidates;
 
-/* Make desc that of the i-th candidate; false when these ranks or other fields exclude it.
- * node_ranks: of each node, 0 where nodes differ. */
+/* Set desc to the i-th candidate; return false when the ranks or other fields exclude it.
+ * node_ranks: ranks of each node, 0 where nodes differ. */
 static bool dtrain__auto_candidate(int ranks, uint32_t node_ranks, size_t i,
                                    dtrain_strategy_desc *desc)
 {
@@ -18062,9 +18061,9 @@ static dtrain_result dtrain__plan_candidates(const dtrain_allocator *a, const dt
                        ranks);
 }
 
-/* Find what a rank of a strategy would hold that is not there yet; with AUTO the least that one of
- * the candidates needs. Of a named kind *planned keeps the layout of rank 0, which the caller frees
- * after an error too: it says which values come and go. Local. */
+/* Count the bytes that a rank would allocate for a strategy; with AUTO the least of all candidates.
+ * For a named kind *planned keeps the layout of rank 0, which the caller frees, after an error too:
+ * it tells which values are gathered. Local. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(const dtrain_allocator *a,
                                                      dtrain_param *params, size_t count,
                                                      const dtrain_strategy_desc *given, int ranks,
@@ -18092,7 +18091,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(const dtrain_allocator *a,
     return DTRAIN_OK;
 }
 
-/* Resolve AUTO: take the first candidate that fits on every rank. The reason names what the
+/* Resolve AUTO: take the first candidate that fits on every rank. The reason says how much the
  * candidate before it would have needed. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
 {

@@ -1,9 +1,8 @@
 /* What a step sends
  *
- * No formula says it: a twin of the strategy takes steps on the plan device, where kernels do
- * nothing, with a counting communicator (comm/counting.c), and its books are read. So the answer
- * follows every change of the road. A step costs what its bookkeeping costs, microseconds, and is
- * taken twice at creation. */
+ * Two steps are run by a twin of the strategy on the plan device, where kernels do nothing, over a
+ * counting communicator (comm/counting.c), whose counters are read: no formula can become wrong
+ * when the road changes. Such a step takes microseconds; two are run at creation. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -12,8 +11,8 @@
 #include "strategy/strategy_internal.h"
 #include "device/device.h"
 
-/* A strategy of the same parameters and settings, in a world of its own: what it does is in no
- * record of the real one. */
+/* A strategy with the same parameters and settings in a world of its own, so that no record of the
+ * real world shows what it does. */
 typedef struct dtrain__twin {
     dtrain_world world;
     uint32_t here; /* what world.mine points to */
@@ -21,9 +20,9 @@ typedef struct dtrain__twin {
     dtrain_strategy *strategy;
 } dtrain__twin;
 
-/* Make a twin; dtrain__twin_destroy frees what there is of it, also after an error. Values and
- * gradients that the strategy has lent are NULL again. Compression is in full force; nothing is
- * offloaded, which changes no collective. */
+/* Make a twin; dtrain__twin_destroy frees it, also after an error. Values and gradients that the
+ * strategy has lent are NULL again. Its steps are late ones, after all warm-up of compression.
+ * Nothing is offloaded, which changes no collective. */
 static dtrain_result dtrain__twin_create(const dtrain_strategy *strategy, dtrain__twin *twin)
 {
     const size_t count = strategy->param_count;

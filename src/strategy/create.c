@@ -9,8 +9,8 @@
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
-/* 1. Check what the host gave, and complete the parameters' shapes. *out is set before anything but
- * the arguments can fail, so that the caller destroys what there is of it. */
+/* 1. Check what the host gave, and complete the parameters' shapes. *out is set as soon as there is
+ * a strategy; the caller destroys it after an error. */
 static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *params, size_t count,
                                             const dtrain_strategy_desc *desc, dtrain_comm *comm,
                                             dtrain_strategy **out)
@@ -45,8 +45,8 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
     return dtrain__resolve_params(params, count);
 }
 
-/* Refuse units that nothing belongs to, and a host's own whole array where parameters are sharded:
- * there is no place for it. */
+/* Refuse kept_units to which no parameter belongs, and values of the host's own where parameters
+ * are sharded. */
 static dtrain_result dtrain__check_layout(const dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -71,7 +71,6 @@ static dtrain_result dtrain__check_layout(const dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Find the piece of storage i that this rank keeps, and where; false: it keeps none. */
 DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
                                       dtrain_shard *shard)
 {
@@ -94,9 +93,9 @@ DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
     return true;
 }
 
-/* Point params at memory of the library, where aliases follow their storage and values of gathered
- * units have no address until gather; initialise what this rank keeps of every storage, and list
- * what it updates. */
+/* Point params at memory of the library (aliases at that of their storage; values of gathered units
+ * have none until gather), initialise this rank's piece of every storage, and list the shards that
+ * it updates. */
 static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -127,23 +126,23 @@ static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Tell whether a block is memory of the communicator: others read it. */
+/* Tell whether other ranks read a block: then it is memory of the communicator. */
 static bool dtrain__block_is_read(const dtrain__layout *layout, int block)
 {
     return block != DTRAIN__VALUES || layout->shards.state;
 }
 
-/* Return the size of a block: a cache line more than it needs, so that an empty tensor, or a model
- * of one, gets an address of its own too. */
+/* Return the size of a block. A cache line more than it needs gives an empty tensor an address
+ * inside it. */
 static size_t dtrain__block_bytes(const dtrain__layout *layout, int block)
 {
     return layout->bytes[block] + DTRAIN__CACHE_LINE;
 }
 
-/* 4. Do everything local that can fail, so that ranks agree on it once: make the layout and the
- * tables beside it, allocate its blocks, point everything at them, initialise. Padding is zero. A
- * bucket has one handle for each collective that is under way at once: ZERO3 starts one an owner,
- * compression a dense and a sparse one. */
+/* 4. Do everything local that can fail, so that ranks agree on the outcome once: make the layout
+ * and the tables beside it, allocate its blocks, zeroed, point everything at them, initialise. A
+ * bucket has as many handles as it has collectives under way at once: with ZERO3 one an owner, with
+ * compression two, of dense portions and of the others. */
 static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
 {
     const dtrain_allocator *a = &strategy->allocator;
@@ -213,7 +212,7 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
                                      0, NULL));
     }
     DTRAIN__TRY(dtrain__copy_host_values(strategy, false));
-    strategy->desc.kept_units = NULL; /* the caller's, and read */
+    strategy->desc.kept_units = NULL; /* memory of the caller, who may free it now */
     strategy->desc.kept_unit_count = 0;
     strategy->desc.group_states = NULL;
     strategy->desc.group_count = 0;
@@ -239,10 +238,10 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
 
 /* ---- Life -------------------------------------------------------------------------------------*/
 
-/* Wait for what is under way. In the middle of a backward the other ranks expect the rest of it:
- * the communicator fails, which they hear of at once, with the last error of this rank, which is
- * likely to be why it gave up; here that stays the last error. A unit that is only being fetched
- * ahead is waited for: nothing is missing, and nobody need fail. */
+/* Wait for the collectives under way. In the middle of a backward other ranks wait for the rest of
+ * it: then the communicator fails, and the others get this rank's last error, the likely reason why
+ * it gave up. On this rank that stays the last error. A unit that is being fetched ahead is no
+ * reason to fail: its collectives complete. */
 static void dtrain__strategy_abandon(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;

@@ -6,17 +6,17 @@
  *     norm^2 = sum over the ranks that share a copy of the model, in their order,
  *              of the sum of squares of what this rank counts
  *
- * The square of an fp32 number is far inside double's range, and so is the sum of as many as fit in
- * a memory: the sum is not finite exactly when some gradient, on whatever rank, is not. Replicas of
- * a shard hold the same averaged bits; ranks with different shards have exchanged their sums: the
- * verdict is the same everywhere without asking anybody. */
+ * The sum of as many squares of fp32 numbers as fit into a memory is far inside double's range: it
+ * is not finite exactly when some gradient, on any rank, is not. Replicas of a shard have the same
+ * bits, and ranks with different shards exchange their sums: so all ranks get the same norm without
+ * further communication. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
-/* Add the squares of the shards that are in host memory, or of the others, on the device that is
- * nearer to them and where total (1) is. Every rank of a copy of the model has all of what is not
- * sharded: the first of them counts it. */
+/* Add the squares of the shards in host memory, or of the others, to total (1), which is in the
+ * same memory as they are. All ranks that share a copy of the model have what is not sharded: the
+ * first of them counts it. */
 static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host, double *total)
 {
     const dtrain__layout *layout = &strategy->layout;

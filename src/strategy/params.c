@@ -1,8 +1,8 @@
 /* Parameters, units, buckets
  *
- * Registration turns the host's array into three tables: what each entry is (dtrain__entry), which
- * gradients travel together (dtrain__bucket), and what all ranks must have in common (a line of
- * text per parameter, compared by hash).
+ * Registration checks the host's array and compares it with that of the other ranks (a line of text
+ * per parameter, by hash). layout.c makes two tables of it: entries, and buckets of gradients that
+ * travel together.
  *
  *     params    0 wte    1 w1     2 b1     3 head          registration = forward order
  *     storage   0        1        2        0               head is an alias of wte
@@ -12,9 +12,9 @@
  *         |<---- bucket 0 (capped) ----->|  |<---------- bucket 1 -------->|
  *
  * Gradients become final in reverse forward order, so buckets are filled from the last parameter to
- * the first. A tied gradient is final when its last use, the first entry of the group, is done: it
- * travels at that entry's place. Every gradient starts on a cache line; padding is zero and stays
- * zero under the mean, so it costs bytes but never bits. */
+ * the first. A tied gradient is final when backward has come to its first entry, the storage, and
+ * has its place in the order there. Every gradient starts on a cache line. Padding is zero and
+ * stays zero under the mean, so that it changes no bits. */
 
 #include "core/platform_internal.h"
 #include "comm/comm_internal.h"
@@ -44,7 +44,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t i
                        p->name ? p->name : "", text);
 }
 
-/* Make count and shape agree; the host may have left either to the other. */
+/* Complete count from shape or shape from count, and check that they agree. */
 static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index)
 {
     const int dims = dtrain__param_dims(p);
@@ -71,8 +71,8 @@ static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index)
                               (long long)p->count, product);
 }
 
-/* The storage of an alias is that of an earlier entry: chains end, and are resolved in one
- * pass. An alias without a shape takes its target's. */
+/* Find the storage of an alias. Its target is an earlier entry, whose storage is known: so one pass
+ * resolves chains too. An alias without a shape takes that of its target. */
 static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
 {
     dtrain_param *p = &params[index];
@@ -104,8 +104,8 @@ static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
     return DTRAIN_OK;
 }
 
-/* Say whether a gradient holds a part of the step's, to whoever looks: a host asks the parameter
- * that it is working on, which may be an alias. Without a strategy there is no circle. */
+/* Set grad_written of a storage and of all its aliases: a host reads that of the entry that it is
+ * working on. Without a strategy `next` is NULL. */
 DTRAIN__PRIVATE void dtrain__set_grad_written(dtrain_param *storage, bool written)
 {
     dtrain_param *p = storage;
@@ -162,11 +162,11 @@ static dtrain_result dtrain__is_common(dtrain_comm *comm, uint64_t value, bool *
     return DTRAIN_OK;
 }
 
-/* Compare items by their hashes: one hash of everything, *all, when all is well; otherwise item by
- * item, up to the first that differs. The outcome of each step is the same on all ranks, so they
- * stay in step. Of the item that differs `usual` is the first rank that has what most have (a tie
- * goes to the lower rank), `odd` the first that has something else; -1: nothing differs. gathered
- * (size) is scratch. */
+/* Compare items by their hashes: first one hash over all items, *all; if ranks differ in that, item
+ * by item up to the first that differs. All ranks see the same outcome of each comparison, so they
+ * make the same collectives. found->usual is the first rank that has the most frequent value of the
+ * item (a tie goes to the lower rank), found->odd the first with another value; -1: nothing
+ * differs. gathered (size) is scratch. */
 DTRAIN__PRIVATE dtrain_result dtrain__compare_items(dtrain_comm *comm, dtrain__hash_fn hash_of,
                                                     void *user, size_t count, int64_t *gathered,
                                                     uint64_t *all, dtrain__difference *found)
@@ -213,7 +213,7 @@ typedef struct dtrain__registration {
     const char *settings; /* of the strategy */
 } dtrain__registration;
 
-/* Write line 0, the settings, or line i + 1, parameter i. What is compared is what is shown. */
+/* Write line 0, the settings, or line i + 1, parameter i: compared by hash, and shown in errors. */
 static void dtrain__registration_line(const dtrain__registration *mine, size_t line, char *text)
 {
     const size_t room = DTRAIN__LINE_BYTES;
@@ -238,7 +238,7 @@ static void dtrain__registration_line(const dtrain__registration *mine, size_t l
              origin);
 }
 
-/* Hash a line. Its text may have cut a long name: the whole name is hashed too. */
+/* Hash a line, and the whole name, which the line may have cut. */
 static dtrain_result dtrain__registration_hash(void *user, size_t line, uint64_t *hash)
 {
     const dtrain__registration *mine = (const dtrain__registration *)user;
@@ -250,8 +250,8 @@ static dtrain_result dtrain__registration_hash(void *user, size_t line, uint64_t
     return DTRAIN_OK;
 }
 
-/* Fail on all ranks, with the line of the usual rank and that of the odd one, if ranks have
- * registered different things. */
+/* Fail on all ranks if they have registered different parameters or settings; the sentence has the
+ * line of the usual rank and of the odd one. */
 DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *strategy,
                                                            const char *settings)
 {
@@ -281,8 +281,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *stra
 
 #define DTRAIN__STAGING_COUNT 4096 /* elements; on the stack, so that nothing can fail */
 
-/* Make value (count), wherever it lies, elements [first, first + count) of parameter p. Each is a
- * function of (seed, parameter, element) only: the same on every rank, for any slicing. */
+/* Initialise value (count; host or device memory) as elements [first, first + count) of parameter
+ * p. An element is a function of (seed, parameter, element) only: the same on every rank, however
+ * values are sharded. */
 DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
                                                  uint64_t seed, int64_t first, int64_t count,
                                                  float *value)

@@ -1,8 +1,8 @@
 /* Planning, and AUTO
  *
- * A plan is the memory of a rank, counted from the layout that it would have. AUTO takes the kind
- * that sends least of those that fit: the candidates are planned one by one, from little
- * communication and much memory to the opposite; the rank that has least memory decides for all. */
+ * A plan is the memory of a rank, counted from the layout that it would have. AUTO takes the first
+ * candidate that fits into the memory of every rank, in an order from little communication and much
+ * memory to much communication and little memory. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
@@ -17,8 +17,8 @@ static int dtrain__plan_sharers(const dtrain_strategy_desc *desc, int ranks)
     return kind->replicas && desc->node_size ? (int)desc->node_size : ranks;
 }
 
-/* Lay out what a rank would hold, in counts alone; free it after an error too. params and *desc are
- * resolved. */
+/* Make the layout of a rank without its memory; the caller frees it, after an error too. params and
+ * *desc are resolved. */
 static dtrain_result dtrain__plan_layout(const dtrain_allocator *a, const dtrain_param *params,
                                          size_t count, const dtrain_strategy_desc *desc, int ranks,
                                          int rank, dtrain__layout *layout)
@@ -30,7 +30,7 @@ static dtrain_result dtrain__plan_layout(const dtrain_allocator *a, const dtrain
     return DTRAIN_OK;
 }
 
-/* Return how many tensors of optimizer state a parameter is to have. */
+/* Return how many tensors of optimizer state a parameter will have. */
 static uint32_t dtrain__planned_states(const dtrain_strategy_desc *desc, const dtrain_param *param)
 {
     const uint32_t group = param->state.storage->group;
@@ -39,7 +39,7 @@ static uint32_t dtrain__planned_states(const dtrain_strategy_desc *desc, const d
     return states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : states;
 }
 
-/* Make *memory that of a layout's rank, if that one holds more than the ranks before it. */
+/* Set *memory to the bytes of a layout's rank, if they are more than *memory. */
 static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memory)
 {
     int64_t stage = 0;
@@ -89,7 +89,7 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
     return result;
 }
 
-/* Resolve params, and desc, of a named kind, into what is planned. */
+/* Resolve params, and a desc of a named kind into *planned. */
 static dtrain_result dtrain__plan_resolve(dtrain_param *params, size_t count,
                                           const dtrain_strategy_desc *desc, int ranks,
                                           dtrain__planned *planned)
@@ -124,14 +124,13 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
 
 /* ---- AUTO -------------------------------------------------------------------------------------*/
 
-/* Bytes that a plan does not count: whole pages, stages of further communicators, a trainer's
- * scalars. */
+/* Reserve for bytes that a plan does not count: rounding to pages, buffers of extra communicators,
+ * a trainer's scalars. */
 #define DTRAIN__UNPLANNED_BYTES ((uint64_t)1 << 20)
 
-/* Find the memory that a strategy may use: what this rank may still allocate, less other_bytes,
- * which may be more than that. All ranks take the least of theirs, so that they make the same
- * choice. A sixteenth of memory that nobody has limited stays free: for scratch of kernels and for
- * others on the machine. */
+/* Set *left to the bytes that a strategy may use: what this rank may still allocate, less
+ * other_bytes; below zero if those are more. The minimum over the ranks, so that all make the same
+ * choice. Where no limit is set a sixteenth stays free, for kernels' scratch and other programs. */
 DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
                                                  const dtrain_strategy_desc *desc,
                                                  dtrain_comm *comm, int64_t *left)
@@ -163,15 +162,15 @@ static const uint32_t dtrain__auto_order[] = {
 
 enum { DTRAIN__CANDIDATES = sizeof dtrain__auto_order / sizeof *dtrain__auto_order };
 
-/* What AUTO chooses from. totals are all that ranks compare: they may own different gradients. */
+/* The candidates of AUTO. Ranks compare totals alone: they may own different gradients. */
 typedef struct dtrain__candidates {
     dtrain_strategy_desc descs[DTRAIN__CANDIDATES];
     dtrain_memory memory[DTRAIN__CANDIDATES];
     int64_t totals[DTRAIN__CANDIDATES]; /* bytes a rank; INT64_MAX: excluded */
 } dtrain__candidates;
 
-/* Make desc that of the i-th candidate; false when these ranks or other fields exclude it.
- * node_ranks: of each node, 0 where nodes differ. */
+/* Set desc to the i-th candidate; return false when the ranks or other fields exclude it.
+ * node_ranks: ranks of each node, 0 where nodes differ. */
 static bool dtrain__auto_candidate(int ranks, uint32_t node_ranks, size_t i,
                                    dtrain_strategy_desc *desc)
 {
@@ -210,9 +209,9 @@ static dtrain_result dtrain__plan_candidates(const dtrain_allocator *a, const dt
                        ranks);
 }
 
-/* Find what a rank of a strategy would hold that is not there yet; with AUTO the least that one of
- * the candidates needs. Of a named kind *planned keeps the layout of rank 0, which the caller frees
- * after an error too: it says which values come and go. Local. */
+/* Count the bytes that a rank would allocate for a strategy; with AUTO the least of all candidates.
+ * For a named kind *planned keeps the layout of rank 0, which the caller frees, after an error too:
+ * it tells which values are gathered. Local. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(const dtrain_allocator *a,
                                                      dtrain_param *params, size_t count,
                                                      const dtrain_strategy_desc *given, int ranks,
@@ -240,7 +239,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(const dtrain_allocator *a,
     return DTRAIN_OK;
 }
 
-/* Resolve AUTO: take the first candidate that fits on every rank. The reason names what the
+/* Resolve AUTO: take the first candidate that fits on every rank. The reason says how much the
  * candidate before it would have needed. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
 {

@@ -79,7 +79,7 @@ DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t 
     return result;
 }
 
-/* Hash the whole value of a parameter, on every rank; an alias has none of its own. */
+/* Hash the whole value of a parameter, on every rank; 0 for an alias. */
 static dtrain_result dtrain__value_hash(void *user, size_t i, uint64_t *hash)
 {
     dtrain_strategy *strategy = (dtrain_strategy *)user;

@@ -1,4 +1,4 @@
-/* Settings: zeros become defaults, and what does not go together is refused
+/* Settings: zeros become defaults, and fields that contradict each other are refused
  *
  * A field that a kind cannot honour is an error that names both, never a silent downgrade. Fields
  * are checked alone before ranks compare them, and together when AUTO has chosen a kind. */
@@ -79,8 +79,8 @@ static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc,
 
 static uint32_t dtrain__or(uint32_t value, uint32_t usual) { return value ? value : usual; }
 
-/* Make *desc the desc that was given (NULL: a zeroed one), its defaults filled in and its fields
- * checked one by one. *how, memory for a copy of the desc's compression, must live as long. */
+/* Copy the given desc (NULL: a zeroed one) to *desc, fill in defaults and check its fields one by
+ * one. *how becomes the copy of its compression and must live as long as *desc. */
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *given,
                                                    dtrain_strategy_desc *desc,
                                                    dtrain_compression_desc *how)
@@ -105,8 +105,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *g
 
 /* ---- Fields together --------------------------------------------------------------------------*/
 
-/* Fill in the default of a desc whose kind is known, and refuse what does not go together. A
- * sentence names the field, then, where it says %s, the kind. */
+/* Fill in the default of accumulation, now that the kind is known, and refuse fields that
+ * contradict the kind or each other. %s in a sentence is the name of the kind. */
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
                                                    const dtrain__kind_row *kind)
 {
@@ -174,9 +174,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
 
 /* ---- All ranks have the same ------------------------------------------------------------------*/
 
-/* Compare what decides which collectives a step makes and in which order, or what values it starts
- * from. Ranks may differ in who owns the gradients, and in no_overlap where nothing is gathered: a
- * unit that is fetched ahead comes before the gradients of the one after it. */
+/* Fail on all ranks if their settings differ in a field that decides which collectives a step
+ * makes, in which order, or from which values it starts. Ranks may differ in who owns the memory of
+ * gradients. In no_overlap they may differ only where no unit is gathered, because a unit that is
+ * fetched ahead is gathered before the gradients of the unit after it are reduced. */
 DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy)
 {
     const dtrain_strategy_desc *desc = &strategy->desc;

@@ -8,7 +8,7 @@ DTRAIN__PRIVATE dtrain_world *dtrain__world_of(const dtrain_strategy *strategy)
     return strategy->world;
 }
 
-/* The kind decides who shares a copy; the rest was given to create. */
+/* Return the groups that create was given; the kind decides which ranks share a copy. */
 DTRAIN__PRIVATE dtrain__groups dtrain__groups_of(const dtrain_strategy *strategy)
 {
     dtrain__groups groups = dtrain__world_groups(strategy->world, strategy->comm);
@@ -49,7 +49,7 @@ DTRAIN__PRIVATE bool dtrain__is_updated(const dtrain_param *param)
     return param->state.storage == param && !(param->flags & DTRAIN_PARAM_FROZEN);
 }
 
-/* Every copy of the model has the same piece of what is sharded, on the rank with this number. */
+/* Each copy of the model has the same shard once, and every rank a whole value. */
 DTRAIN__PRIVATE int dtrain__holders(const dtrain_strategy *strategy, size_t i, int *count)
 {
     const dtrain__layout *layout = &strategy->layout;
