@@ -105,6 +105,7 @@
        src/strategy/kinds.c                 The table of kinds: what each shards
        src/strategy/layout.c                The layout: which parameters travel together, and which rank keeps which part of them
        src/strategy/road.c                  The road of a gradient: ready, launch, reduce, finish, publish
+       src/strategy/ways_internal.h         The steps of ways, for strategy/ways.c, which chooses them; and what files of ways/ share
        src/strategy/weights.c               Weights: the mean of a step over all its samples
        src/strategy/norm.c                  The norm of gradients
        src/strategy/gather.c                Sharded values: gather, release
@@ -12922,8 +12923,6 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
  *     dtrain__kind_row  a row of the table of kinds: what is sharded
  *     dtrain__entry     what a strategy knows of one registered parameter
  *     dtrain__bucket    gradients that travel together, and where their values and shards are
- *     dtrain__portion   the piece of a parameter that compression sees
- *     dtrain__sparse    what compression keeps of a bucket
  *     dtrain__unit      the buckets that are gathered and released together
  *     dtrain__layout    all of them, for this rank; made by strategy/layout.c
  *
@@ -13100,33 +13099,6 @@ typedef struct dtrain__entry {
     bool absent;      /* no rank is known to have had a gradient of it in the last step */
 } dtrain__entry;
 
-/* The part of a parameter that compression treats by itself: strategy/ways/compression.c. */
-typedef struct dtrain__portion {
-    uint32_t param;
-    int64_t first, count;  /* within the bucket */
-    int64_t region;        /* top-k: elements of a region; without regions = count */
-    int64_t quota;         /* elements that this step selects from a region */
-    int64_t at;            /* first element in a block of this step; dense: in `packed` */
-    int64_t rows, columns; /* PowerSGD: of the matrix */
-    int64_t p_at, q_at;    /* first element of its factors among those of the bucket */
-    float *p, *q;          /* (rows, rank), (columns, rank) */
-} dtrain__portion;
-
-typedef struct dtrain__sparse {
-    dtrain__portion *portions, *dense, *end; /* of the bucket: compressed ones, then dense ones */
-    int64_t dense_count, p_count, q_count;   /* elements */
-    int64_t room;                            /* most elements of a block in any step */
-    int64_t largest;                         /* most elements that are selected from one portion */
-    int64_t selected;                        /* elements of a block in this step */
-    bool masked;                             /* this step sends zeros for what is not selected */
-    float *residual, *velocity;              /* (slice_count), or NULL */
-    float *packed;      /* (dense_count + p_count); rounded gradients need half of it */
-    float *q, *q_seed;  /* (q_count) each */
-    uint32_t *out, *in; /* (slice_ranks blocks) each */
-    float *values;      /* (largest) scratch: selected values, in fp32 */
-    int32_t *indices;   /* (largest) */
-} dtrain__sparse;
-
 typedef struct dtrain__bucket {
     uint32_t unit;     /* index of its unit, or NONE: several units use it, or it is cut by size */
     bool trainable;    /* false: frozen values of a unit, which are gathered and never reduced */
@@ -13143,7 +13115,7 @@ typedef struct dtrain__bucket {
     uint32_t uses, pending;           /* as in dtrain__entry, summed over all members */
     uint32_t stage;                   /* of its gradients on their way: DTRAIN__REDUCE_IDLE ... */
     dtrain_work **reduces, **gathers; /* (works_per_bucket) collectives under way, or NULL */
-    dtrain__sparse *sparse;           /* what compression keeps, or NULL */
+    struct dtrain__sparse *sparse;    /* what compression keeps (ways_internal.h), or NULL */
     float *values, *grads;            /* (count) */
     float *value_shard, *grad_shard;  /* (shard_count); in host memory if: */
     bool value_on_host, grad_on_host;
@@ -13200,8 +13172,8 @@ typedef struct dtrain__layout {
     dtrain__classes shards;
     bool values_on_host, grads_on_host;         /* shards of units are in host memory */
     const dtrain_compression_desc *compression; /* NULL: none, or one rank alone */
-    dtrain__portion *portions;                  /* (count + 1) */
-    dtrain__sparse *sparse;                     /* (count), one a bucket */
+    struct dtrain__portion *portions;           /* (count + 1) of compression, or NULL */
+    struct dtrain__sparse *sparse;              /* (count), one a bucket */
     uint64_t state_bytes;                       /* residuals, velocities and Q */
     float *bounce[2]; /* buffers in host memory: what is to be added to a shard arrives here */
     dtrain__entry *entries;  /* (count) */
@@ -13265,17 +13237,6 @@ DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtra
                                         size_t i, int64_t first, int64_t count, int64_t *low);
 DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
                                    int64_t *count);
-
-/* strategy/ways/compression.c */
-DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_compression_desc *how);
-DTRAIN__PRIVATE uint64_t dtrain__dense_steps(const dtrain_compression_desc *how);
-DTRAIN__PRIVATE int64_t dtrain__quota(double ratio, int64_t count);
-DTRAIN__PRIVATE int64_t dtrain__value_words(const dtrain__layout *layout, int64_t selected);
-DTRAIN__PRIVATE int64_t dtrain__block_words(const dtrain__layout *layout, int64_t selected);
-DTRAIN__PRIVATE double dtrain__masked_share(const dtrain__layout *layout);
-DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
-                                                      const dtrain_allocator *a);
-DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout);
 
 /* dtrain__bucket.stage: not launched, then the number of the step under way, from 1, then done. */
 enum { DTRAIN__REDUCE_IDLE = 0, DTRAIN__REDUCED = 99 };
@@ -13379,13 +13340,6 @@ struct dtrain_strategy {
     char reason[400];
 };
 
-/* Steps: road.c, ways/. */
-DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end,
-    dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end, dtrain__shard_add,
-    dtrain__replicas_begin, dtrain__replicas_end, dtrain__node_scatter_begin,
-    dtrain__node_gather_begin, dtrain__topk_begin, dtrain__topk_end, dtrain__topk_publish_begin,
-    dtrain__topk_publish_end, dtrain__p_begin, dtrain__p_end, dtrain__q_begin, dtrain__q_end;
-
 /* strategy/road.c */
 DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
@@ -13415,12 +13369,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, d
                                                     const char *text);
 
 /* strategy/ways.c */
+DTRAIN__PRIVATE bool dtrain__takes_two_rounds(const dtrain_compression_desc *how);
 DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout, const dtrain_allocator *a,
                                                   const dtrain_param *params, size_t count,
                                                   const dtrain_strategy_desc *desc, int ranks,
                                                   int rank, int all, int all_rank);
 DTRAIN__PRIVATE void dtrain__ways_memory(dtrain__layout *layout);
-DTRAIN__PRIVATE void dtrain__choose_ways(dtrain_strategy *strategy);
+DTRAIN__PRIVATE void dtrain__ways_free(dtrain__layout *layout, const dtrain_allocator *a);
+DTRAIN__PRIVATE dtrain_result dtrain__ways_open(dtrain_strategy *strategy);
 
 /* strategy/weights.c */
 DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, size_t param_count);
@@ -13460,12 +13416,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__host_settle(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__host_bring(dtrain_strategy *strategy, dtrain__bucket *bucket);
 DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy);
-
-/* strategy/ways/compression.c */
-DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__dense_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                  int64_t more, dtrain_work **work);
-DTRAIN__PRIVATE dtrain_result dtrain__dense_end(dtrain_strategy *strategy, dtrain__bucket *bucket);
 
 /* strategy/settings.c */
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *given,
@@ -14117,8 +14067,6 @@ DTRAIN__PRIVATE void dtrain__layout_turn(dtrain__layout *layout, int rank)
 DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a)
 {
     const size_t count = layout->count, cuts = (size_t)layout->ranks + 1;
-    dtrain__free(a, layout->sparse, count, sizeof *layout->sparse);
-    dtrain__free(a, layout->portions, count + 1, sizeof *layout->portions);
     dtrain__free(a, layout->cuts, count + 1, cuts * sizeof *layout->cuts);
     dtrain__free(a, layout->owners, count, sizeof *layout->owners);
     dtrain__free(a, layout->units, count, sizeof *layout->units);
@@ -14321,6 +14269,65 @@ DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64
  * Why the bits depend neither on the kind nor on overlap, bucket size or copying: each element is
  * the sum over the ranks, in rank order, times 1/N, wherever it lies. (Where nodes are summed first
  * the order is another: HYBRID_SHARD and hierarchical have bits of their own.) */
+
+/* ================================================================================================
+ * src/strategy/ways_internal.h
+ * ==============================================================================================*/
+
+/* The steps of ways, for strategy/ways.c, which chooses them; and what files of ways/ share
+ *
+ *     dtrain__portion   the part of a parameter that compression treats by itself
+ *     dtrain__sparse    what compression keeps of a bucket */
+
+/* The part of a parameter that compression treats by itself: strategy/ways/compression.c. */
+typedef struct dtrain__portion {
+    uint32_t param;
+    int64_t first, count;  /* within the bucket */
+    int64_t region;        /* top-k: elements of a region; without regions = count */
+    int64_t quota;         /* elements that this step selects from a region */
+    int64_t at;            /* first element in a block of this step; dense: in `packed` */
+    int64_t rows, columns; /* PowerSGD: of the matrix */
+    int64_t p_at, q_at;    /* first element of its factors among those of the bucket */
+    float *p, *q;          /* (rows, rank), (columns, rank) */
+} dtrain__portion;
+
+typedef struct dtrain__sparse {
+    dtrain__portion *portions, *dense, *end; /* of the bucket: compressed ones, then dense ones */
+    int64_t dense_count, p_count, q_count;   /* elements */
+    int64_t room;                            /* most elements of a block in any step */
+    int64_t largest;                         /* most elements that are selected from one portion */
+    int64_t selected;                        /* elements of a block in this step */
+    bool masked;                             /* this step sends zeros for what is not selected */
+    float *residual, *velocity;              /* (slice_count), or NULL */
+    float *packed;      /* (dense_count + p_count); rounded gradients need half of it */
+    float *q, *q_seed;  /* (q_count) each */
+    uint32_t *out, *in; /* (slice_ranks blocks) each */
+    float *values;      /* (largest) scratch: selected values, in fp32 */
+    int32_t *indices;   /* (largest) */
+} dtrain__sparse;
+
+/* road.c: the all-reduce; ways/: the others. */
+DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end,
+    dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end, dtrain__shard_add,
+    dtrain__replicas_begin, dtrain__replicas_end, dtrain__node_scatter_begin,
+    dtrain__node_gather_begin, dtrain__topk_begin, dtrain__topk_end, dtrain__topk_publish_begin,
+    dtrain__topk_publish_end, dtrain__p_begin, dtrain__p_end, dtrain__q_begin, dtrain__q_end;
+
+/* strategy/ways/compression.c */
+DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_compression_desc *how);
+DTRAIN__PRIVATE uint64_t dtrain__dense_steps(const dtrain_compression_desc *how);
+DTRAIN__PRIVATE int64_t dtrain__quota(double ratio, int64_t count);
+DTRAIN__PRIVATE int64_t dtrain__value_words(const dtrain__layout *layout, int64_t selected);
+DTRAIN__PRIVATE int64_t dtrain__block_words(const dtrain__layout *layout, int64_t selected);
+DTRAIN__PRIVATE double dtrain__masked_share(const dtrain__layout *layout);
+DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
+                                                      const dtrain_allocator *a);
+DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout);
+DTRAIN__PRIVATE void dtrain__portions_free(dtrain__layout *layout, const dtrain_allocator *a);
+DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__dense_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                  int64_t more, dtrain_work **work);
+DTRAIN__PRIVATE dtrain_result dtrain__dense_end(dtrain_strategy *strategy, dtrain__bucket *bucket);
 
 /* The road, station by station. */
 static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t end);
@@ -16071,6 +16078,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
     return DTRAIN_OK;
 }
 
+DTRAIN__PRIVATE void dtrain__portions_free(dtrain__layout *layout, const dtrain_allocator *a)
+{
+    dtrain__free(a, layout->sparse, layout->count, sizeof *layout->sparse);
+    dtrain__free(a, layout->portions, layout->count + 1, sizeof *layout->portions);
+}
+
 /* Carve the memory of all buckets out of the buffers. */
 DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout)
 {
@@ -16166,7 +16179,6 @@ static dtrain_result dtrain__q_init(dtrain_strategy *strategy, const dtrain__spa
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
-    if (!layout->compression) return DTRAIN_OK;
     strategy->states = (dtrain_compression_state *)dtrain__alloc(
         &strategy->allocator, strategy->param_count, sizeof *strategy->states,
         "states of compression");
@@ -16590,7 +16602,7 @@ static const dtrain__step dtrain__by_q = {dtrain__q_begin, dtrain__q_end, false}
  *     replicas       ALL_REDUCE                              REDUCE_SCATTER, REPLICAS
  *     nodes          NODE_SCATTER, the same, NODE_GATHER     NODE_SCATTER, REDUCE_SCATTER
  */
-DTRAIN__PRIVATE void dtrain__choose_ways(dtrain_strategy *strategy)
+static void dtrain__choose_ways(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
     const dtrain__step **whole = strategy->ways[DTRAIN__WHOLE];
@@ -16625,6 +16637,18 @@ DTRAIN__PRIVATE void dtrain__choose_ways(dtrain_strategy *strategy)
     if (strategy->kind->replicas) *sharded++ = &dtrain__by_replicas[at_last];
 }
 
+DTRAIN__PRIVATE bool dtrain__takes_two_rounds(const dtrain_compression_desc *how)
+{
+    return how && (how->kind == DTRAIN_COMPRESSION_POWERSGD || dtrain__is_balanced(how));
+}
+
+/* Choose the ways and initialise what they keep. */
+DTRAIN__PRIVATE dtrain_result dtrain__ways_open(dtrain_strategy *strategy)
+{
+    dtrain__choose_ways(strategy);
+    return strategy->layout.compression ? dtrain__compression_open(strategy) : DTRAIN_OK;
+}
+
 /* ---- What ways add to a layout ----------------------------------------------------------------*/
 
 /* Make a layout with the tables of its ways. */
@@ -16642,6 +16666,13 @@ DTRAIN__PRIVATE void dtrain__ways_memory(dtrain__layout *layout)
 {
     dtrain__lay_memory(layout);
     if (layout->compression) dtrain__lay_compression(layout);
+}
+
+/* Free a layout with the tables of its ways. */
+DTRAIN__PRIVATE void dtrain__ways_free(dtrain__layout *layout, const dtrain_allocator *a)
+{
+    dtrain__portions_free(layout, a);
+    dtrain__layout_free(layout, a);
 }
 
 /* ================================================================================================
@@ -16981,11 +17012,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
     dtrain_strategy_desc *desc = &strategy->desc;
     DTRAIN__TRY(dtrain__resolve_node_size(strategy, ranks)); /* the same on every rank */
     dtrain__resolve_levels(desc, ranks);
-    const dtrain_compression_desc *how = desc->compression;
     const int size = desc->hierarchical || replicas ? (int)desc->node_size : 1;
     const bool nodes = !replicas && size > 1 && size < ranks;
-    const bool rounds =
-        how && (how->kind == DTRAIN_COMPRESSION_POWERSGD || dtrain__is_balanced(how));
     const struct {
         int group;
         bool wanted, across; /* across nodes, or inside one */
@@ -16995,7 +17023,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
         {DTRAIN__BACK, nodes && (!sharded || desc->whole_below), false},
         {DTRAIN__FETCH_ACROSS, nodes && sharded, true},
         {DTRAIN__FETCH, nodes && sharded, false},
-        {DTRAIN__SECOND, rounds && ranks > 1, true},
+        {DTRAIN__SECOND, dtrain__takes_two_rounds(desc->compression) && ranks > 1, true},
     };
     for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++)
         if (groups[i].wanted)
@@ -17516,8 +17544,7 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     strategy->tally = (float *)(void *)(strategy->sum_squares + 1);
     dtrain__ways_memory(layout);
     DTRAIN__TRY(dtrain__list_shards(strategy));
-    DTRAIN__TRY(dtrain__compression_open(strategy));
-    dtrain__choose_ways(strategy);
+    DTRAIN__TRY(dtrain__ways_open(strategy));
     dtrain__rewind(strategy, true);
     strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
     return DTRAIN_OK;
@@ -17622,7 +17649,7 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
     dtrain__free(&a, strategy->shards, count, sizeof *strategy->shards);
     dtrain__free(&a, strategy->works, count,
                  2 * strategy->works_per_bucket * sizeof *strategy->works);
-    dtrain__layout_free(layout, &a);
+    dtrain__ways_free(layout, &a);
     for (int i = 0; i < DTRAIN__GROUPS; i++)
         if (strategy->groups[i]) dtrain_comm_destroy(strategy->groups[i]);
     dtrain__free(&a, strategy, 1, sizeof *strategy);
@@ -17845,7 +17872,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_
 DTRAIN__PRIVATE void dtrain__strategy_plan_free(dtrain_world *world, dtrain__strategy_plan *plan)
 {
     if (!plan->planned) return;
-    dtrain__layout_free(&plan->planned->layout, &world->allocator);
+    dtrain__ways_free(&plan->planned->layout, &world->allocator);
     dtrain__free(&world->allocator, plan->planned, 1, sizeof *plan->planned);
 }
 
@@ -17936,7 +17963,7 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
         else result = dtrain__plan_layout(a, params, count, &desc, ranks, rank, &layout);
         if (result == DTRAIN_OK) dtrain__plan_count(&layout, memory);
         if (!kind->owners || result != DTRAIN_OK || rank == differ - 1)
-            dtrain__layout_free(&layout, a);
+            dtrain__ways_free(&layout, a);
     }
     return result;
 }

@@ -187,8 +187,7 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     strategy->tally = (float *)(void *)(strategy->sum_squares + 1);
     dtrain__ways_memory(layout);
     DTRAIN__TRY(dtrain__list_shards(strategy));
-    DTRAIN__TRY(dtrain__compression_open(strategy));
-    dtrain__choose_ways(strategy);
+    DTRAIN__TRY(dtrain__ways_open(strategy));
     dtrain__rewind(strategy, true);
     strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
     return DTRAIN_OK;
@@ -293,7 +292,7 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
     dtrain__free(&a, strategy->shards, count, sizeof *strategy->shards);
     dtrain__free(&a, strategy->works, count,
                  2 * strategy->works_per_bucket * sizeof *strategy->works);
-    dtrain__layout_free(layout, &a);
+    dtrain__ways_free(layout, &a);
     for (int i = 0; i < DTRAIN__GROUPS; i++)
         if (strategy->groups[i]) dtrain_comm_destroy(strategy->groups[i]);
     dtrain__free(&a, strategy, 1, sizeof *strategy);

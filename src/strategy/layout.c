@@ -287,8 +287,6 @@ DTRAIN__PRIVATE void dtrain__layout_turn(dtrain__layout *layout, int rank)
 DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a)
 {
     const size_t count = layout->count, cuts = (size_t)layout->ranks + 1;
-    dtrain__free(a, layout->sparse, count, sizeof *layout->sparse);
-    dtrain__free(a, layout->portions, count + 1, sizeof *layout->portions);
     dtrain__free(a, layout->cuts, count + 1, cuts * sizeof *layout->cuts);
     dtrain__free(a, layout->owners, count, sizeof *layout->owners);
     dtrain__free(a, layout->units, count, sizeof *layout->units);

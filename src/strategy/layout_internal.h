@@ -3,8 +3,6 @@
  *     dtrain__kind_row  a row of the table of kinds: what is sharded
  *     dtrain__entry     what a strategy knows of one registered parameter
  *     dtrain__bucket    gradients that travel together, and where their values and shards are
- *     dtrain__portion   the piece of a parameter that compression sees
- *     dtrain__sparse    what compression keeps of a bucket
  *     dtrain__unit      the buckets that are gathered and released together
  *     dtrain__layout    all of them, for this rank; made by strategy/layout.c
  *
@@ -54,33 +52,6 @@ typedef struct dtrain__entry {
     bool absent;      /* no rank is known to have had a gradient of it in the last step */
 } dtrain__entry;
 
-/* The part of a parameter that compression treats by itself: strategy/ways/compression.c. */
-typedef struct dtrain__portion {
-    uint32_t param;
-    int64_t first, count;  /* within the bucket */
-    int64_t region;        /* top-k: elements of a region; without regions = count */
-    int64_t quota;         /* elements that this step selects from a region */
-    int64_t at;            /* first element in a block of this step; dense: in `packed` */
-    int64_t rows, columns; /* PowerSGD: of the matrix */
-    int64_t p_at, q_at;    /* first element of its factors among those of the bucket */
-    float *p, *q;          /* (rows, rank), (columns, rank) */
-} dtrain__portion;
-
-typedef struct dtrain__sparse {
-    dtrain__portion *portions, *dense, *end; /* of the bucket: compressed ones, then dense ones */
-    int64_t dense_count, p_count, q_count;   /* elements */
-    int64_t room;                            /* most elements of a block in any step */
-    int64_t largest;                         /* most elements that are selected from one portion */
-    int64_t selected;                        /* elements of a block in this step */
-    bool masked;                             /* this step sends zeros for what is not selected */
-    float *residual, *velocity;              /* (slice_count), or NULL */
-    float *packed;      /* (dense_count + p_count); rounded gradients need half of it */
-    float *q, *q_seed;  /* (q_count) each */
-    uint32_t *out, *in; /* (slice_ranks blocks) each */
-    float *values;      /* (largest) scratch: selected values, in fp32 */
-    int32_t *indices;   /* (largest) */
-} dtrain__sparse;
-
 typedef struct dtrain__bucket {
     uint32_t unit;     /* index of its unit, or NONE: several units use it, or it is cut by size */
     bool trainable;    /* false: frozen values of a unit, which are gathered and never reduced */
@@ -97,7 +68,7 @@ typedef struct dtrain__bucket {
     uint32_t uses, pending;           /* as in dtrain__entry, summed over all members */
     uint32_t stage;                   /* of its gradients on their way: DTRAIN__REDUCE_IDLE ... */
     dtrain_work **reduces, **gathers; /* (works_per_bucket) collectives under way, or NULL */
-    dtrain__sparse *sparse;           /* what compression keeps, or NULL */
+    struct dtrain__sparse *sparse;    /* what compression keeps (ways_internal.h), or NULL */
     float *values, *grads;            /* (count) */
     float *value_shard, *grad_shard;  /* (shard_count); in host memory if: */
     bool value_on_host, grad_on_host;
@@ -154,8 +125,8 @@ typedef struct dtrain__layout {
     dtrain__classes shards;
     bool values_on_host, grads_on_host;         /* shards of units are in host memory */
     const dtrain_compression_desc *compression; /* NULL: none, or one rank alone */
-    dtrain__portion *portions;                  /* (count + 1) */
-    dtrain__sparse *sparse;                     /* (count), one a bucket */
+    struct dtrain__portion *portions;           /* (count + 1) of compression, or NULL */
+    struct dtrain__sparse *sparse;              /* (count), one a bucket */
     uint64_t state_bytes;                       /* residuals, velocities and Q */
     float *bounce[2]; /* buffers in host memory: what is to be added to a shard arrives here */
     dtrain__entry *entries;  /* (count) */
@@ -219,14 +190,3 @@ DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtra
                                         size_t i, int64_t first, int64_t count, int64_t *low);
 DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
                                    int64_t *count);
-
-/* strategy/ways/compression.c */
-DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_compression_desc *how);
-DTRAIN__PRIVATE uint64_t dtrain__dense_steps(const dtrain_compression_desc *how);
-DTRAIN__PRIVATE int64_t dtrain__quota(double ratio, int64_t count);
-DTRAIN__PRIVATE int64_t dtrain__value_words(const dtrain__layout *layout, int64_t selected);
-DTRAIN__PRIVATE int64_t dtrain__block_words(const dtrain__layout *layout, int64_t selected);
-DTRAIN__PRIVATE double dtrain__masked_share(const dtrain__layout *layout);
-DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
-                                                      const dtrain_allocator *a);
-DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout);

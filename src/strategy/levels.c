@@ -73,11 +73,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
     dtrain_strategy_desc *desc = &strategy->desc;
     DTRAIN__TRY(dtrain__resolve_node_size(strategy, ranks)); /* the same on every rank */
     dtrain__resolve_levels(desc, ranks);
-    const dtrain_compression_desc *how = desc->compression;
     const int size = desc->hierarchical || replicas ? (int)desc->node_size : 1;
     const bool nodes = !replicas && size > 1 && size < ranks;
-    const bool rounds =
-        how && (how->kind == DTRAIN_COMPRESSION_POWERSGD || dtrain__is_balanced(how));
     const struct {
         int group;
         bool wanted, across; /* across nodes, or inside one */
@@ -87,7 +84,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
         {DTRAIN__BACK, nodes && (!sharded || desc->whole_below), false},
         {DTRAIN__FETCH_ACROSS, nodes && sharded, true},
         {DTRAIN__FETCH, nodes && sharded, false},
-        {DTRAIN__SECOND, rounds && ranks > 1, true},
+        {DTRAIN__SECOND, dtrain__takes_two_rounds(desc->compression) && ranks > 1, true},
     };
     for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++)
         if (groups[i].wanted)

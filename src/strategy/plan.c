@@ -84,7 +84,7 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
         else result = dtrain__plan_layout(a, params, count, &desc, ranks, rank, &layout);
         if (result == DTRAIN_OK) dtrain__plan_count(&layout, memory);
         if (!kind->owners || result != DTRAIN_OK || rank == differ - 1)
-            dtrain__layout_free(&layout, a);
+            dtrain__ways_free(&layout, a);
     }
     return result;
 }

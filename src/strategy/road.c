@@ -33,6 +33,7 @@
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
+#include "strategy/ways_internal.h"
 
 /* The road, station by station. */
 static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t end);

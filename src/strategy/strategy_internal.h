@@ -135,13 +135,6 @@ struct dtrain_strategy {
     char reason[400];
 };
 
-/* Steps: road.c, ways/. */
-DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end,
-    dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end, dtrain__shard_add,
-    dtrain__replicas_begin, dtrain__replicas_end, dtrain__node_scatter_begin,
-    dtrain__node_gather_begin, dtrain__topk_begin, dtrain__topk_end, dtrain__topk_publish_begin,
-    dtrain__topk_publish_end, dtrain__p_begin, dtrain__p_end, dtrain__q_begin, dtrain__q_end;
-
 /* strategy/road.c */
 DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
@@ -171,12 +164,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, d
                                                     const char *text);
 
 /* strategy/ways.c */
+DTRAIN__PRIVATE bool dtrain__takes_two_rounds(const dtrain_compression_desc *how);
 DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout, const dtrain_allocator *a,
                                                   const dtrain_param *params, size_t count,
                                                   const dtrain_strategy_desc *desc, int ranks,
                                                   int rank, int all, int all_rank);
 DTRAIN__PRIVATE void dtrain__ways_memory(dtrain__layout *layout);
-DTRAIN__PRIVATE void dtrain__choose_ways(dtrain_strategy *strategy);
+DTRAIN__PRIVATE void dtrain__ways_free(dtrain__layout *layout, const dtrain_allocator *a);
+DTRAIN__PRIVATE dtrain_result dtrain__ways_open(dtrain_strategy *strategy);
 
 /* strategy/weights.c */
 DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, size_t param_count);
@@ -216,12 +211,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__host_settle(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__host_bring(dtrain_strategy *strategy, dtrain__bucket *bucket);
 DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy);
-
-/* strategy/ways/compression.c */
-DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__dense_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                  int64_t more, dtrain_work **work);
-DTRAIN__PRIVATE dtrain_result dtrain__dense_end(dtrain_strategy *strategy, dtrain__bucket *bucket);
 
 /* strategy/settings.c */
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *given,

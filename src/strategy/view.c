@@ -100,6 +100,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_
 DTRAIN__PRIVATE void dtrain__strategy_plan_free(dtrain_world *world, dtrain__strategy_plan *plan)
 {
     if (!plan->planned) return;
-    dtrain__layout_free(&plan->planned->layout, &world->allocator);
+    dtrain__ways_free(&plan->planned->layout, &world->allocator);
     dtrain__free(&world->allocator, plan->planned, 1, sizeof *plan->planned);
 }

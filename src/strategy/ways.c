@@ -5,6 +5,7 @@
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
+#include "strategy/ways_internal.h"
 
 /* Begin and end of each step, and whether it belongs to the last micro-batch alone. */
 static const dtrain__step dtrain__by_nothing = {NULL, NULL, false}; /* one rank has its mean */
@@ -32,7 +33,7 @@ static const dtrain__step dtrain__by_q = {dtrain__q_begin, dtrain__q_end, false}
  *     replicas       ALL_REDUCE                              REDUCE_SCATTER, REPLICAS
  *     nodes          NODE_SCATTER, the same, NODE_GATHER     NODE_SCATTER, REDUCE_SCATTER
  */
-DTRAIN__PRIVATE void dtrain__choose_ways(dtrain_strategy *strategy)
+static void dtrain__choose_ways(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
     const dtrain__step **whole = strategy->ways[DTRAIN__WHOLE];
@@ -67,6 +68,18 @@ DTRAIN__PRIVATE void dtrain__choose_ways(dtrain_strategy *strategy)
     if (strategy->kind->replicas) *sharded++ = &dtrain__by_replicas[at_last];
 }
 
+DTRAIN__PRIVATE bool dtrain__takes_two_rounds(const dtrain_compression_desc *how)
+{
+    return how && (how->kind == DTRAIN_COMPRESSION_POWERSGD || dtrain__is_balanced(how));
+}
+
+/* Choose the ways and initialise what they keep. */
+DTRAIN__PRIVATE dtrain_result dtrain__ways_open(dtrain_strategy *strategy)
+{
+    dtrain__choose_ways(strategy);
+    return strategy->layout.compression ? dtrain__compression_open(strategy) : DTRAIN_OK;
+}
+
 /* ---- What ways add to a layout ----------------------------------------------------------------*/
 
 /* Make a layout with the tables of its ways. */
@@ -84,4 +97,11 @@ DTRAIN__PRIVATE void dtrain__ways_memory(dtrain__layout *layout)
 {
     dtrain__lay_memory(layout);
     if (layout->compression) dtrain__lay_compression(layout);
+}
+
+/* Free a layout with the tables of its ways. */
+DTRAIN__PRIVATE void dtrain__ways_free(dtrain__layout *layout, const dtrain_allocator *a)
+{
+    dtrain__portions_free(layout, a);
+    dtrain__layout_free(layout, a);
 }

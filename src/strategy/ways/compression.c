@@ -36,6 +36,7 @@
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
+#include "strategy/ways_internal.h"
 
 /* ---- How much is selected ---------------------------------------------------------------------*/
 
@@ -173,6 +174,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
     return DTRAIN_OK;
 }
 
+DTRAIN__PRIVATE void dtrain__portions_free(dtrain__layout *layout, const dtrain_allocator *a)
+{
+    dtrain__free(a, layout->sparse, layout->count, sizeof *layout->sparse);
+    dtrain__free(a, layout->portions, layout->count + 1, sizeof *layout->portions);
+}
+
 /* Carve the memory of all buckets out of the buffers. */
 DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout)
 {
@@ -268,7 +275,6 @@ static dtrain_result dtrain__q_init(dtrain_strategy *strategy, const dtrain__spa
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
-    if (!layout->compression) return DTRAIN_OK;
     strategy->states = (dtrain_compression_state *)dtrain__alloc(
         &strategy->allocator, strategy->param_count, sizeof *strategy->states,
         "states of compression");

@@ -10,6 +10,7 @@
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
+#include "strategy/ways_internal.h"
 
 #define DTRAIN__TRACE 1e-20f
 

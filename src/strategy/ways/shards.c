@@ -8,6 +8,7 @@
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
+#include "strategy/ways_internal.h"
 
 /* ---- To the shard -----------------------------------------------------------------------------*/
 

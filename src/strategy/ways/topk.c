@@ -8,6 +8,7 @@
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
+#include "strategy/ways_internal.h"
 
 /* Set how many elements of each portion are selected in this step, and their place in a block.
  * After the dense steps the ratio falls geometrically from warmup_ratio to topk_ratio. */
