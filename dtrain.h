@@ -62,13 +62,13 @@
        src/core/random.c                    Random numbers: Philox4x32-10
        src/core/hash.c                      Hashes of 64 bits: FNV-1a to compare, SipHash under a key
        src/world/world.c                    World
-       src/world/world_internal.h           The world's shared state: what the other rooms may know of it
+       src/world/world_internal.h           The world of a rank, and the control page that ranks share
        src/world/timeline_internal.h        Spans as the library opens them: see world/timeline.c
        src/world/timeline.c                 Spans: what a rank does when
        src/world/trace_internal.h           A trace: events of a rank, and the file that they are written to. See world/trace.c
        src/world/trace.c                    Traces: what a rank did when, for Perfetto
        src/world/control.c                  The control page: how ranks end, wait for each other and gather
-       src/world/link_internal.h            The link: how ranks that another launcher has started hear of each other
+       src/world/link_internal.h            The link: TCP connections between ranks that another launcher has started
        src/world/arena.c                    Shared memory: the region and its arenas
        src/world/link.c                     The link between ranks of a launcher
        src/world/rendezvous.c               The rendezvous: how ranks of a launcher meet
@@ -4740,11 +4740,11 @@ DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data
  * src/world/world_internal.h
  * ==============================================================================================*/
 
-/* The world's shared state: what the other rooms may know of it
+/* The world of a rank, and the control page that ranks share
  *
- * Every rank has a dtrain_world. It points to the control page, the one place where ranks tell each
- * other how they are: how each one ended, who aborted, what each contributes to an all-gather.
- * Whoever waits for another rank reads that page between two looks at what it waits for:
+ * Every rank has a dtrain_world. It points to the control page, in which ranks publish how each of
+ * them ended, who aborted, and what each contributes to an all-gather. A wait for another rank
+ * reads that page from time to time:
  *
  *     dtrain__wait_turn --(every 32nd)--> dtrain__wait_poll --> link, if any --> control page
  *                                                 |
@@ -4818,7 +4818,7 @@ typedef enum dtrain__end {
 typedef struct dtrain__exit_record {
     uint32_t how;                  /* atomic, stored last: dtrain__end */
     int32_t value;                 /* return value or signal */
-    int32_t after;                 /* 1 + the rank whose failure this one was told of; 0: none */
+    int32_t after;                 /* 1 + the rank whose failure made this one fail; 0: none */
     uint64_t ended_ns;             /* when this was written */
     char error[DTRAIN__EXIT_TEXT]; /* the rank's last error, when it did not end well */
 } dtrain__exit_record;
@@ -4845,20 +4845,20 @@ typedef struct dtrain__lane {
     uint64_t line[7];
 } dtrain__lane;
 
-/* How far a rank is, for the flight records of the others (comm/flight.c). Atomic, each field by
- * itself; zero where no memory is shared. */
+/* What a rank shows of its progress to the flight records of the others (comm/flight.c). Each field
+ * is atomic by itself; all are zero where no memory is shared. */
 typedef struct dtrain__pulse {
-    uint64_t beat_ns;                   /* its last look at the clock inside of the library */
-    uint64_t inside;                    /* 1: and it has not left it since */
-    int64_t comm;                       /* its last collective: the communicator ... */
-    int64_t first;                      /* ... whose first rank in the world this is, ... */
-    uint64_t sequence;                  /* ... and number */
-    uint64_t world_started, world_done; /* its last collective among all ranks */
+    uint64_t beat_ns;                   /* when it last read the clock inside of the library */
+    uint64_t inside;                    /* 1: it is inside of the library now */
+    int64_t comm;                       /* of its last collective: the communicator's number, ... */
+    int64_t first;                      /* ... that communicator's first rank in the world ... */
+    uint64_t sequence;                  /* ... and the collective's number */
+    uint64_t world_started, world_done; /* of collectives among all ranks */
     uint64_t line;
 } dtrain__pulse;
 
-/* All that ranks know of each other. It stands at the start of the shared region; ranks that share
- * no memory have one each, which the link keeps up to date. */
+/* The control page, at the start of the shared region. Where ranks share no memory, each has a copy
+ * of its own, which the link updates. */
 typedef struct dtrain__control {
     uint32_t first_failed; /* atomic: 1 + rank of the first failure, 0 = none */
     uint32_t ended_count;  /* atomic: exit records written */
@@ -4882,7 +4882,7 @@ typedef struct dtrain__region {
     size_t bytes;
 } dtrain__region;
 
-/* Memory handed out by an arena. What lies between two of these is free: nothing to coalesce. */
+/* Memory handed out by an arena. What lies between two ranges is free. */
 typedef struct dtrain__range {
     size_t begin, end; /* whole pages, from the start of the arena */
 } dtrain__range;
@@ -4893,17 +4893,17 @@ struct dtrain_world {
     int rank, size;
     int local_rank, local_size, node, node_count; /* the machine's, also under emulation */
     dtrain_emulation emulation;
-    uint64_t moves; /* steps of this rank's operations: each is a new beginning for naps */
+    uint64_t moves; /* steps of this rank's collectives so far; each makes naps short again */
     uint32_t threads;
     bool oversubscribed; /* more threads than cores: waiting must not spin */
-    uint32_t naps;       /* turns of waits to sleep through: others want this core */
-    bool catches;        /* signals that ask the run to stop */
+    uint32_t naps;       /* turns of waits to sleep through: another program wants this core */
+    bool catches;        /* SIGTERM and the like are noted as requests to stop, see signals.c */
     uint32_t restart_count;
     uint64_t job;        /* a number that all attempts of this run have, and no other run */
     pid_t launcher;      /* the process that forked this rank, or 0 */
-    uint64_t base_bytes; /* the process before the model; 0 in threads mode: it is everybody's */
+    uint64_t base_bytes; /* of the process before the model; 0 with threads, which share it */
     uint64_t timeout_ns, join_ns;
-    uint64_t *progress; /* where dtrain-run reads it, see restart.c; or NULL */
+    uint64_t *progress; /* in the file that dtrain-run reads, see launch/restart.c; or NULL */
     dtrain__control *control;
     struct dtrain__link *link; /* to ranks that a launcher has started, see world/link.c; or NULL */
     dtrain__region page;       /* with a link: where control is */
@@ -4914,17 +4914,17 @@ struct dtrain_world {
     dtrain_allocator allocator;
     dtrain__log_sink log;
     dtrain_device *device;
-    const struct dtrain_comm_ops *comm_ops; /* asked for; NULL: local */
+    const struct dtrain_comm_ops *comm_ops; /* from the launch desc; NULL: local */
     dtrain_comm *comm;                      /* all ranks */
     uint64_t gather_count;
-    int64_t clock_offset_ns;       /* what makes this rank's clock rank 0's, see link.c ... */
-    uint64_t clock_error_ns;       /* ... and by how much that may be wrong */
-    int told_by;                   /* 1 + the rank whose failure this one was told of; 0: none */
-    struct dtrain__engine *comms;  /* this rank's communicators, newest first */
-    int64_t comm_count;            /* every communicator made so far has a smaller number */
+    int64_t clock_offset_ns;      /* to add to this rank's clock for rank 0's, see link.c ... */
+    uint64_t clock_error_ns;      /* ... and by how much that may be wrong */
+    int caused_by;                /* 1 + the rank whose failure ended a call of this one; 0: none */
+    struct dtrain__engine *comms; /* this rank's communicators, newest first */
+    int64_t comm_count;           /* every communicator made so far has a smaller number */
     struct dtrain__flight *flight; /* its last collectives, see comm/flight.c */
     dtrain__timeline timeline;     /* its spans, see timeline.c */
-    dtrain__part *retired; /* of communicators that this rank has destroyed and others still use */
+    dtrain__part *retired; /* memory of destroyed communicators that others may still read */
 };
 
 #define DTRAIN__FLIGHT_PATH 1024 /* bytes of a directory's name, its 0 included */
@@ -5572,14 +5572,14 @@ DTRAIN__PRIVATE void dtrain__trace_destroy(dtrain_world *world)
 
 /* The control page: how ranks end, wait for each other and gather
  *
- * Every field that another rank may read while it is written is stored last and atomically, so no
- * lock is needed, and a rank that is killed half-way leaves nothing locked. */
+ * A record that another rank may read while it is written ends with one atomic store that makes it
+ * valid. So no lock is needed, and a rank that is killed half-way leaves none held. */
 
 /* ================================================================================================
  * src/world/link_internal.h
  * ==============================================================================================*/
 
-/* The link: how ranks that another launcher has started hear of each other
+/* The link: TCP connections between ranks that another launcher has started
  *
  * Read in this order: the rendezvous (rendezvous.c) makes one TCP connection from each rank to
  * rank 0; the link (link.c) then carries frames over these connections for as long as the world
@@ -5592,10 +5592,10 @@ DTRAIN__PRIVATE void dtrain__trace_destroy(dtrain_world *world)
  *     GATHER     the rank's next record of dtrain_world_all_gather, at most 4096 bytes
  *     EXIT       its dtrain__exit_record
  *     ABORT      its dtrain__abort_record
- *     WAIT       for which rank it has been waiting for long: int32
- *     CLOCK      what time it is: to rank 0 as a question, and back as its answer */
+ *     WAIT       the rank for which it has been waiting long: int32
+ *     CLOCK      dtrain__clock_frame: to rank 0 a question, from it the answer */
 
-/* Where the environment places this process. */
+/* Which rank this process is, or which ranks it starts, as the environment says. */
 typedef struct dtrain__placement {
     const char *family;         /* NULL: no launcher, or one that started a world of one */
     int rank, size;             /* forks > 0: of the node's first rank */
@@ -5631,11 +5631,11 @@ typedef struct dtrain__clock_frame {
 #define DTRAIN__FRAME_ROOM (sizeof(dtrain__frame) + DTRAIN_WORLD_ALL_GATHER_BYTES)
 
 typedef struct dtrain__connection {
-    int socket;       /* -1: closed */
-    char name[96];    /* of the other end, for messages */
-    size_t sent;      /* bytes of link->out that this end has been sent */
-    uint64_t deaf_ns; /* since when it cannot be read, for want of memory; 0: it can */
-    int clock_rounds; /* questions answered on rank 0, answers heard elsewhere */
+    int socket;         /* -1: closed */
+    char name[96];      /* of the other end, for messages */
+    size_t sent;        /* bytes of link->out that this end has been sent */
+    uint64_t unread_ns; /* since when reads fail for want of memory; 0: they do not */
+    int clock_rounds;   /* rank 0: questions answered; other ranks: answers received */
     size_t in_bytes;
     char in[DTRAIN__FRAME_ROOM]; /* received and not yet a whole frame */
 } dtrain__connection;
@@ -5667,7 +5667,7 @@ DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank);
 DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms);
 DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world);
 DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world);
-DTRAIN__PRIVATE int dtrain__link_deaf(const dtrain_world *world);
+DTRAIN__PRIVATE int dtrain__link_unsent(const dtrain_world *world);
 DTRAIN__PRIVATE bool dtrain__is_remote(const dtrain_world *world);
 DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world);
 
@@ -5735,8 +5735,8 @@ DTRAIN__PRIVATE const char *dtrain__bare(const char *text)
     return strncmp(text, prefix, strlen(prefix)) == 0 ? text + strlen(prefix) : text;
 }
 
-/* Return the rank that failed first, -1 for none. The first one that has ended may have been told
- * of another one's failure and been quicker to end. */
+/* Return the rank that failed first, -1 for none. The first exit record may be that of a rank that
+ * failed because another one had failed and only ended earlier: its `after` names the cause. */
 DTRAIN__PRIVATE int dtrain__first_failure(const dtrain__control *control)
 {
     const int first = (int)dtrain__load(&control->first_failed) - 1;
@@ -5744,7 +5744,7 @@ DTRAIN__PRIVATE int dtrain__first_failure(const dtrain__control *control)
     return cause >= 0 && dtrain__load(&control->exits[cause].how) > DTRAIN__LEFT ? cause : first;
 }
 
-/* Count a rank that has ended; the first one that failed stands. */
+/* Count an ended rank, and keep the first one that failed. */
 static void dtrain__count_end(dtrain__control *control, int rank, bool failed)
 {
     uint32_t none = 0;
@@ -5754,8 +5754,8 @@ static void dtrain__count_end(dtrain__control *control, int rank, bool failed)
                                     __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
 
-/* Record how a rank ended. Called once for each rank. One that the others have heard is lost cannot
- * have ended well any more. */
+/* Record how a rank ended, once for each rank. A rank that is recorded as lost cannot be recorded
+ * later as ended well. */
 DTRAIN__PRIVATE void dtrain__record_end(dtrain__control *control, int rank, dtrain__end how,
                                         int value, const char *error)
 {
@@ -5780,10 +5780,9 @@ DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank)
     return true;
 }
 
-/* Record an abort; false when another one came first, which stands. Ranks whose deadlines end
- * together abort together: who comes second returns when the first abort can be read, so that a
- * poll after this call finds it. Its writer may have been killed half-way; hence the limit of
- * 0.1 s. */
+/* Record an abort; false when there is an earlier one, which is kept. Ranks whose deadlines end
+ * together abort together: the later one waits until the first record can be read, so that its next
+ * poll finds it; at most 0.1 s, because the writer may have been killed half-way. */
 DTRAIN__PRIVATE bool dtrain__record_abort(dtrain__control *control, int rank, dtrain_result code,
                                           const char *text)
 {
@@ -5822,8 +5821,8 @@ DTRAIN__PRIVATE bool dtrain__record_abort(dtrain__control *control, int rank, dt
  * since an operation of this rank has moved, so that long waits cost the other program little and
  * the chunks of a large operation, which follow each other in some 20 us, do not wait for a nap.
  *
- * Only time in which this rank could look counts towards the deadline: a job that was suspended as
- * a whole and resumed an hour later does not time out. */
+ * A gap of more than a second between two polls counts as one second towards the deadline: a job
+ * that was suspended as a whole and resumed an hour later does not time out. */
 
 #define DTRAIN__SPIN_TURNS \
     32u /* some 2 us of pauses, then yield: the peer may have lost its core */
@@ -5845,7 +5844,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__trouble(dtrain_world *world)
     const int failed = dtrain__first_failure(control),
               rank = aborted ? control->aborted.rank : failed;
     char text[160];
-    if (!world->told_by) world->told_by = 1 + rank;
+    if (!world->caused_by) world->caused_by = 1 + rank;
     if (aborted) {
         const char *code = dtrain_result_text((dtrain_result)control->aborted.code);
         return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d reported %.*s: %s", control->aborted.rank,
@@ -5860,11 +5859,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__trouble(dtrain_world *world)
 
 /* ---- Who waits for whom
  *
- * A rank that waits for another one writes down for which and when, at every poll. So a rank whose
- * deadline ends can follow the waits, from its neighbour on, to the one that waits for nobody: that
- * one is behind. An entry counts for half a deadline, because a rank that was stopped inside of a
- * wait does not wait. A rank that gives up leaves its entry there: others, whose deadlines end a
- * moment later, would else hold it for the one that is behind. */
+ * At every poll, a rank that waits for another one writes down for which and when. A rank whose
+ * deadline ends follows these entries, from the rank that it waits for, to the first one that waits
+ * for nobody: that one is behind. Entries older than half a deadline do not count, because a rank
+ * that was stopped inside of a wait no longer waits. A rank that gives up keeps its entry: others,
+ * whose deadlines end a moment later, would otherwise take it for the one that is behind. */
 
 /* Note for which rank of the world this one waits; -1: for none. */
 DTRAIN__PRIVATE void dtrain__set_waits(dtrain_world *world, int rank)
@@ -5896,8 +5895,7 @@ DTRAIN__PRIVATE int dtrain__behind(const dtrain_world *world, int rank)
 }
 
 /* Poll from inside a wait: the clock, the link, the control page, the launcher. TIMEOUT comes
- * without a sentence (the caller knows what it was waiting for), PEER with one. A gap of more than
- * a second between two polls counts as one second. */
+ * without a sentence, because only the caller knows what it waits for; PEER comes with one. */
 DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wait *wait)
 {
     const uint64_t now = dtrain__now_ns(), longest_gap = 1000000000u;
@@ -5942,8 +5940,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_turn(dtrain_world *world, dtrain__wai
     return ++wait->yields % DTRAIN__YIELDS_PER_POLL ? DTRAIN_OK : dtrain__wait_poll(world, wait);
 }
 
-/* A rank that forks by itself has a child with the same pointers and none of the rights.
- * MADV_WIPEONFORK makes the flag read 0 there, so the check is one load and no getpid. */
+/* Refuse a call from a process that a rank has forked, which has the rank's pointers and is no
+ * rank. MADV_WIPEONFORK makes *mine 0 there, so the check is one load and no getpid. */
 DTRAIN__PRIVATE dtrain_result dtrain__world_check(const dtrain_world *world, const char *call)
 {
     if (world->mine && *world->mine) return DTRAIN_OK;
@@ -5994,7 +5992,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__abort_with(dtrain_world *world, dtrain_res
     return dtrain_fail(code, "%s", text);
 }
 
-/* Sleep for what has to come over the network, spin for what comes through shared memory. */
+/* Wait a little: asleep for records that come over the network, spinning for shared memory. */
 static dtrain_result dtrain__gather_turn(dtrain_world *world, dtrain__wait *wait)
 {
     if (!dtrain__is_remote(world)) return dtrain__wait_turn(world, wait);
@@ -6002,26 +6000,26 @@ static dtrain_result dtrain__gather_turn(dtrain_world *world, dtrain__wait *wait
     return dtrain__wait_poll(world, wait);
 }
 
-/* Say whether record number `sequence` of a rank is here. This rank's own is done with when the
- * link has nothing left to send, on rank 0 the others' records too: the caller may not wait here
- * again for long. */
+/* Say whether record number `sequence` of a rank has arrived. This rank's own counts as arrived
+ * when the link has sent it, and on rank 0 all that it forwards: the caller may not come back for a
+ * long time to send the rest. */
 static bool dtrain__has_record(const dtrain_world *world, int rank, uint64_t sequence)
 {
     if (rank == world->rank) return dtrain__link_all_sent(world);
     return dtrain__load(&world->control->slots[rank].sequence) >= sequence;
 }
 
-/* Wait for a record. Whether its rank has left is asked before its slot is read for the last time,
- * because a record that it wrote before leaving counts. Records come through rank 0, where ranks
- * share no page: a rank 0 that waits for nobody is the one that is behind, whosever record is
- * missing. */
+/* Wait for the record of a rank. Read whether that rank has left before reading its slot for the
+ * last time: a record that it wrote before it left counts. Where ranks share no page, records come
+ * through rank 0; so when rank 0 waits for nobody, it is the one that is behind, whichever record
+ * is missing. */
 static dtrain_result dtrain__await_record(dtrain_world *world, int rank, uint64_t sequence,
                                           dtrain__wait *wait)
 {
     while (!dtrain__has_record(world, rank, sequence)) {
         const dtrain_result turn = dtrain__gather_turn(world, wait);
         if (!wait->polled) continue;
-        const int awaited = rank == world->rank ? dtrain__link_deaf(world) : rank;
+        const int awaited = rank == world->rank ? dtrain__link_unsent(world) : rank;
         dtrain__set_waits(world, awaited);
         const bool left = dtrain__load(&world->control->exits[rank].how) == DTRAIN__LEFT;
         if (dtrain__has_record(world, rank, sequence)) break;
@@ -6115,9 +6113,9 @@ DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step)
  * a large reserve costs nothing. Two limits keep a rank from being killed later: an arena's size,
  * and the sum of all that ranks have been promised against what was free at the start. */
 
-/* Map anonymous memory or, if file >= 0, a file made that large; MAP_FAILED with errno. The limit
- * of `ulimit -f` is asked first, because ftruncate answers a file above it with a signal. The
- * reserve is kept out of core files, where it would fill the disk and help nobody. */
+/* Map anonymous memory or, if file >= 0, a file of that size; MAP_FAILED with errno. Check `ulimit
+ * -f` first, because ftruncate beyond it raises a signal. Exclude the memory from core files, which
+ * it would fill with zeros. */
 DTRAIN__PRIVATE void *dtrain__map_bytes(void *hint, size_t bytes, int file)
 {
     struct rlimit limit;
@@ -6134,10 +6132,10 @@ DTRAIN__PRIVATE void *dtrain__map_bytes(void *hint, size_t bytes, int file)
     return memory;
 }
 
-/* Map a control page and, behind it, the arenas of so many ranks; with 0 ranks no memory is shared.
- * Reserve address space, not memory: `given` bytes per rank or, 0, as much as the machine has.
- * Where that much cannot be had (ulimit -v, strict overcommit, valgrind) the default halves down to
- * 64 MiB; an explicit size does not. */
+/* Map a control page and, behind it, the arenas of so many ranks; 0: no memory is shared. This
+ * reserves address space, not memory: `given` bytes per rank or, 0, as much as the machine has.
+ * Where that fails (ulimit -v, strict overcommit, valgrind) the default halves, down to 64 MiB; an
+ * explicit size does not. */
 DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, void *hint, int file,
                                                  dtrain__region *region)
 {
@@ -6180,8 +6178,9 @@ DTRAIN__PRIVATE bool dtrain__is_shared(const dtrain_world *world, const void *me
     return at >= begin && at - begin <= all && bytes <= all - (at - begin);
 }
 
-/* Pages are promised now and committed when touched: so all promises together must fit in what was
- * free at the start (or is free now, if that is more), or some rank would be killed later. */
+/* Count bytes as handed out, or fail. Pages are committed when touched, so all promises together
+ * must fit in what was free at the start (or is free now, if that is more): otherwise a rank would
+ * be killed later. */
 DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain__control *control, size_t bytes)
 {
     const uint64_t now = dtrain__free_memory();
@@ -6196,8 +6195,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain__control *control, size_t b
         bytes, (unsigned long long)now, (unsigned long long)promised);
 }
 
-/* Return the device to which the arena's memory is charged: the CPU, or none, because ranks with a
- * GPU keep only copies in the arena. */
+/* Return the device to which the arena's memory is charged: the CPU. NULL with a GPU, whose ranks
+ * only keep copies in the arena. */
 static dtrain_device *dtrain__arena_device(const dtrain_world *world)
 {
     return world->device && world->device->ops->host_memory ? world->device : NULL;
@@ -6240,8 +6239,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t b
     return DTRAIN_OK;
 }
 
-/* Take memory back and give its pages to the system at once, so that memory handed out next reads
- * as zero without being cleared. Memory that the arena has not handed out is left alone. */
+/* Free memory of this rank's arena, and give its pages back to the system at once: so memory that
+ * is handed out next reads as zero. An address that is not of this arena is ignored. */
 DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory)
 {
     char *arena = dtrain__arena(world->control, world->rank);
@@ -6266,30 +6265,28 @@ DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory)
 
 /* The link between ranks of a launcher
  *
- * Ranks that a launcher has started are connected as a star. A rank sends what it has to say to
- * rank 0, and rank 0 sends it on to all, the first one included: gather to 0 and broadcast.
+ * Ranks that a launcher has started are connected as a star. A rank sends its frames to rank 0, and
+ * rank 0 forwards them to all ranks, the sender included: gather to 0 and broadcast.
  *
  *     rank 1 ----+
  *     rank 2 ----+---- rank 0
  *     rank 3 ----+
  *
- * Four things are said: a record of dtrain_world_all_gather, an exit, an abort, a wait. The
- * receiver writes each into its own control page, at the place where a forked rank would have
- * written it in the shared one; hence waits, polls and all-gathers read the page and need not know
- * the link. A socket that closes without an exit means that its rank is lost; keepalive closes the
- * socket of a host that has gone.
+ * A frame carries a record of dtrain_world_all_gather, an exit, an abort or a wait. The receiver
+ * writes it into its own control page, where a forked rank would have written it in the shared one;
+ * so waits, polls and all-gathers read the page and know nothing of the link. When a socket closes
+ * and no exit has come, its rank is lost; keepalive closes the socket of a host that is gone.
  *
  * There is no thread: sockets are polled from inside waits and dtrain_world_poll, and nothing here
  * blocks. Frames come from ranks that know the key of the run (rendezvous.c) and are believed, as
  * far as no memory can be damaged: lengths, rank numbers and the order of records are checked, and
  * a rank that breaks them is cut off.
  *
- * The buffer of frames to send is never full. An all-gather returns when the buffer is empty, and a
- * rank's record is at most one ahead of this rank's own, because nobody finishes an all-gather
- * without this rank; so at any time the buffer holds at most two records and one exit of each rank,
- * and one abort: less than three frames of full size per rank. A rank that does not read is thus a
- * timeout of the all-gather. A wait is dropped where the buffer holds more than 1 KiB a rank, so
- * waits never take more than that. */
+ * The buffer of frames to send cannot overflow. An all-gather returns when the buffer is empty, and
+ * nobody finishes an all-gather without this rank, so a rank's record is at most one ahead of this
+ * rank's. At any time the buffer holds at most two records and one exit of each rank, and one
+ * abort: less than three frames of full size per rank. So a rank that does not read makes the
+ * all-gather time out. A wait is dropped while the buffer holds more than 1 KiB a rank. */
 
 DTRAIN__PRIVATE void dtrain__socket_close(int *socket)
 {
@@ -6332,8 +6329,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__link_create(dtrain_world *world)
 
 /* ---- Sending ----------------------------------------------------------------------------------*/
 
-/* Send what the sockets take, and drop from the buffer what all ends have been sent. An end whose
- * connection is broken counts as sent to: the next poll finds it. */
+/* Send what the sockets accept, and drop from the buffer what all ends have been sent. A broken
+ * connection counts as sent: the next receive finds that it is broken. */
 static void dtrain__link_flush(dtrain__link *link)
 {
     size_t done = link->out_bytes;
@@ -6354,14 +6351,14 @@ static void dtrain__link_flush(dtrain__link *link)
     for (int i = 0; i < link->count; i++) link->ends[i].sent -= done;
 }
 
-/* Say whether the control page is this rank's alone, so that news must come through the link. */
+/* Say whether the control page is this rank's copy, which only the link updates. */
 DTRAIN__PRIVATE bool dtrain__is_remote(const dtrain_world *world)
 {
     return world->link && !world->link->shared;
 }
 
-/* Put one frame behind those that are being sent. Do nothing in a world without a link and where
- * the control page is shared. There is room: see the top of this file. */
+/* Append a frame to the buffer, which has room for it (see the top of this file). Do nothing
+ * without a link, or where the control page is shared. */
 static void dtrain__link_append(dtrain_world *world, dtrain__frame_kind kind, int rank,
                                 const void *data, size_t bytes)
 {
@@ -6376,7 +6373,7 @@ static void dtrain__link_append(dtrain_world *world, dtrain__frame_kind kind, in
     link->out_bytes += sizeof frame + bytes;
 }
 
-/* Send one frame to rank 0 or, from there, to all: as much of it as the sockets take now. */
+/* Append a frame for rank 0 or, on rank 0, for all, and send as much as the sockets accept now. */
 DTRAIN__PRIVATE void dtrain__link_send(dtrain_world *world, dtrain__frame_kind kind, int rank,
                                        const void *data, size_t bytes)
 {
@@ -6389,8 +6386,8 @@ DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world)
     return !dtrain__is_remote(world) || world->link->out_bytes == 0;
 }
 
-/* Return the first rank that has not been sent all of the buffer; -1: it is empty. */
-DTRAIN__PRIVATE int dtrain__link_deaf(const dtrain_world *world)
+/* Return the first rank that has not been sent all of the buffer; -1: the buffer is empty. */
+DTRAIN__PRIVATE int dtrain__link_unsent(const dtrain_world *world)
 {
     const dtrain__link *link = world->link;
     for (int i = 0; link && i < link->count; i++)
@@ -6403,8 +6400,8 @@ static bool dtrain__link_takes_waits(const dtrain__link *link)
     return link->out_bytes < (size_t)link->count << 10;
 }
 
-/* Tell the others for which rank this one waits (-1: for none) when it has been waiting for a
- * quarter of its deadline, and from then on every eighth. */
+/* Send for which rank this one waits (-1: none) after a quarter of its deadline, and then every
+ * eighth. */
 DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank)
 {
     const int32_t target = rank;
@@ -6419,10 +6416,10 @@ DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank)
 
 /* ---- Receiving --------------------------------------------------------------------------------*/
 
-/* Answer a question about the time on rank 0, and hear the answer on the rank that has asked. The
- * answer with the shortest way counts: what happened at half of that way on this clock happened
- * then on rank 0's, and no more than half of it wrong (Cristian, "Probabilistic Clock
- * Synchronization", 1989). Others get answers that are not for them, and drop them. */
+/* Handle a frame about clocks: rank 0 answers a question, the rank that asked uses the answer, and
+ * others drop it. Of several answers the one with the shortest round trip counts: rank 0 read its
+ * clock somewhere on the way, so half of the round trip bounds the error (Cristian, "Probabilistic
+ * Clock Synchronization", 1989). */
 static bool dtrain__clock_apply(dtrain_world *world, int from, int rank, const char *data,
                                 size_t bytes)
 {
@@ -6445,8 +6442,8 @@ static bool dtrain__clock_apply(dtrain_world *world, int from, int rank, const c
     return true;
 }
 
-/* Bring the control page up to what a frame from rank `from` says and, on rank 0, send it on; false
- * when it makes no sense. */
+/* Write a frame from rank `from` into the control page and, on rank 0, forward it; false when the
+ * frame is malformed. */
 static bool dtrain__frame_apply(dtrain_world *world, int from, const dtrain__frame *frame,
                                 const char *data)
 {
@@ -6492,9 +6489,9 @@ static bool dtrain__frame_apply(dtrain_world *world, int from, const dtrain__fra
     return true;
 }
 
-/* Receive once what is there from rank `from`, and apply whole frames. Close the connection when
- * the other end has, or has sent nonsense. A rank that has ended properly has sent its exit before,
- * or written it in the shared page; any other one is then lost. */
+/* Receive once from rank `from`, and apply the whole frames. Close the connection when the other
+ * end has closed it or has sent nonsense: that rank is then lost, unless its exit has been recorded
+ * before. */
 static void dtrain__link_receive(dtrain_world *world, int from)
 {
     dtrain__connection *end = &world->link->ends[from];
@@ -6503,10 +6500,10 @@ static void dtrain__link_receive(dtrain_world *world, int from)
     const ssize_t got =
         recv(end->socket, end->in + end->in_bytes, sizeof end->in - end->in_bytes, 0);
     bool open = got > 0 || (got < 0 && dtrain__try_again(errno));
-    /* what cannot be read for as long as a deadline is as good as closed */
-    if (got >= 0 || errno == EAGAIN || errno == EINTR) end->deaf_ns = 0;
-    else if (!end->deaf_ns) end->deaf_ns = dtrain__now_ns();
-    else if (dtrain__now_ns() - end->deaf_ns >= world->timeout_ns) open = false;
+    /* a socket that cannot be read for as long as a deadline counts as closed */
+    if (got >= 0 || errno == EAGAIN || errno == EINTR) end->unread_ns = 0;
+    else if (!end->unread_ns) end->unread_ns = dtrain__now_ns();
+    else if (dtrain__now_ns() - end->unread_ns >= world->timeout_ns) open = false;
     if (got > 0) end->in_bytes += (size_t)got;
     while (sane && end->in_bytes >= sizeof frame) {
         memcpy(&frame, end->in, sizeof frame);
@@ -6527,7 +6524,7 @@ static void dtrain__link_receive(dtrain_world *world, int from)
                             sizeof world->control->exits[from]);
 }
 
-/* Send and receive what can be, waiting up to nap_ms for something to happen. */
+/* Send and receive without blocking, after waiting up to nap_ms for a socket to be ready. */
 DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms)
 {
     dtrain__link *link = world->link;
@@ -6545,9 +6542,9 @@ DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms)
     dtrain__link_flush(link);
 }
 
-/* Compare the clocks of all ranks with rank 0's, once, when they have met: an offset for each rank,
- * for tools that lay traces beside each other. Every rank asks some times, one question behind the
- * other, and rank 0 does nothing but answer meanwhile. */
+/* Measure the offset of every rank's clock to rank 0's, once, after the rendezvous, so that tools
+ * can lay traces beside each other. Every rank asks DTRAIN__CLOCK_ROUNDS times, one question after
+ * the other, and rank 0 only answers meanwhile. */
 DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world)
 {
     dtrain__link *link = world->link;
@@ -6576,7 +6573,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world)
     }
 }
 
-/* Pump from inside a wait. It costs some microseconds, so at most once a millisecond. */
+/* Send and receive from inside a wait. It costs some microseconds, so at most once a
+ * millisecond. */
 DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world)
 {
     const uint64_t now = dtrain__now_ns();
@@ -6598,28 +6596,27 @@ DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world)
  *                                                <-    reply: how the rendezvous went, with a
  *                                                      sentence when it failed
  *
- * A proof is a hash under the key of the run (DTRAIN_JOB_KEY, else what the launcher calls the
- * run): that of a hello over its other fields, that of a reply over its other fields and the proof
- * of the hello that it answers. So both ends know that they belong together, and the key itself is
- * not sent.
+ * A proof is a hash under the key of the run (DTRAIN_JOB_KEY, else the launcher's name of the run).
+ * In a hello it covers the other fields; in a reply also the proof of the hello that is answered.
+ * So both ends know that they belong to one run, and the key itself is never sent.
  *
  * This is defended against:
- * - Strangers: a port scanner, a web browser, a rank of another run, another user who does not know
- *   the key. They are turned away, and the run goes on waiting: a stranger must not end it.
- * - Slow or silent strangers: rank 0 waits for nobody. It reads from 64 pending connections at a
- *   time, and a further one takes the place of the oldest.
+ * - Strangers: a port scanner, a web browser, a rank of another run, a user who does not know the
+ *   key. They are turned away, and rank 0 goes on waiting: a stranger must not end the run.
+ * - Slow or silent strangers: rank 0 never blocks on a connection. It reads from 64 pending ones at
+ *   a time, and a further one replaces the oldest.
  * - Mistakes: ranks that know the key and contradict each other (world size, version of dtrain, the
  *   same rank twice) end the run on all ranks, with both values in the sentence.
  *
- * This is not: the traffic is not encrypted, and a recorded hello is as good as the key. Who can
- * read or change the traffic must be kept away by the network. */
+ * It does not protect from a reader of the traffic: nothing is encrypted, and a recorded hello is
+ * as good as the key. The network must keep such readers away. */
 
 #define DTRAIN__HELLO_MAGIC 0x344b5444u /* "DTK4": the fourth protocol */
 #define DTRAIN__PENDING_MOST 64u
 #define DTRAIN__ANSWER_NS 10000000000u  /* for connecting and for the first reply */
-#define DTRAIN__PATIENCE_NS 5000000000u /* with another run at the port, which may be ending */
-#define DTRAIN__REFUSAL_NS 3000000000u  /* after a failure, for ranks that have yet to come */
-#define DTRAIN__REPLY_WAIT 1            /* the result of a reply that another one follows */
+#define DTRAIN__PATIENCE_NS 5000000000u /* for another run at the port to end */
+#define DTRAIN__REFUSAL_NS 3000000000u  /* after a failure, to tell it to ranks that come late */
+#define DTRAIN__REPLY_WAIT 1            /* the result of a first reply: another one follows */
 
 typedef struct dtrain__hello {
     uint32_t magic;
@@ -6648,16 +6645,16 @@ typedef struct dtrain__rendezvous {
     uint64_t start_ns, deadline_ns, logged_ns;
     dtrain_result result;
     char why[400];      /* the sentence of result */
-    char problem[200];  /* rank 0: the last stranger; other ranks: why the last try failed */
-    bool stranger;      /* other ranks: what answered was rank 0 of another run */
+    char problem[200];  /* rank 0: the last stranger; other ranks: why the last call failed */
+    bool stranger;      /* other ranks: rank 0 of another run has answered */
     int listener, came; /* rank 0: ranks that joined or were refused */
     dtrain__pending pending[DTRAIN__PENDING_MOST]; /* number n is at n % PENDING_MOST */
     uint32_t accepted;
-    uint64_t proofs[DTRAIN_MAX_RANKS]; /* of the first hello of each rank that came; 0: none did */
+    uint64_t proofs[DTRAIN_MAX_RANKS]; /* of the first hello of each rank; 0: none came */
 } dtrain__rendezvous;
 
-/* Hash a message that ends in a proof, up to that proof, under the key of the run. `challenge` is
- * the proof that a reply answers, 0 for a hello. */
+/* Hash a message without the proof at its end, under the key of the run. `challenge` is the proof
+ * that a reply answers, 0 for a hello. */
 static uint64_t dtrain__proof(const dtrain__rendezvous *r, uint64_t challenge, const void *message,
                               size_t bytes)
 {
@@ -6685,8 +6682,8 @@ static dtrain__hello dtrain__hello_make(const dtrain__rendezvous *r)
     return hello;
 }
 
-/* Record how the rendezvous failed; the first failure stands. Ranks that have yet to come are given
- * a little time to come and be told. */
+/* Record the failure of the rendezvous, unless one is recorded. Shorten the deadline to REFUSAL_NS,
+ * in which late ranks can still come and receive the failure. */
 DTRAIN__PRINTF(3, 4)
 static dtrain_result dtrain__meet_fail(dtrain__rendezvous *r, dtrain_result code,
                                        const char *format, ...)
@@ -6701,8 +6698,9 @@ static dtrain_result dtrain__meet_fail(dtrain__rendezvous *r, dtrain_result code
     return r->result = code;
 }
 
-/* Send small frames at once, and notice within some 30 s that a host has gone: by keepalive (10 s
- * of silence, then 4 probes 5 s apart) or by data that nobody acknowledges. */
+/* Set the options of a socket: small frames are sent at once, and a lost host is noticed within
+ * 30 s, by keepalive (10 s of silence, then 4 probes 5 s apart) or by data that nobody
+ * acknowledges. */
 static void dtrain__socket_tune(int socket)
 {
     static const int options[][2] = {{TCP_NODELAY, 1},
@@ -6733,8 +6731,9 @@ static bool dtrain__send_whole(int socket, const void *message, size_t bytes)
 
 /* ---- Rank 0 -----------------------------------------------------------------------------------*/
 
-/* Listen at all addresses of this host, of both families where there are two; when rank 0's address
- * is that of the loopback, which only this host can call, at that one alone. */
+/* Listen at all addresses of this host, IPv6 and IPv4 by one socket where there are both. Where
+ * rank 0's address is a loopback address, which only this host can reach, listen at that one
+ * alone. */
 static dtrain_result dtrain__listen(dtrain__rendezvous *r)
 {
     const char *host = r->place->address;
@@ -6782,7 +6781,7 @@ static bool dtrain__reply_to(const dtrain__rendezvous *r, int socket, uint64_t c
     return dtrain__send_whole(socket, &reply, sizeof reply);
 }
 
-/* Close the connection of a stranger and remember it for the sentence about missing ranks. */
+/* Close the connection of a stranger, and note it for the sentence about missing ranks. */
 static void dtrain__turn_away(dtrain__rendezvous *r, dtrain__pending *pending, const char *why)
 {
     struct sockaddr_storage address;
@@ -6796,7 +6795,7 @@ static void dtrain__turn_away(dtrain__rendezvous *r, dtrain__pending *pending, c
     dtrain__socket_close(&pending->socket);
 }
 
-/* Check that a rank of this run fits in. */
+/* Check the hello of a rank that knows the key. */
 static dtrain_result dtrain__check_hello(dtrain__rendezvous *r, const dtrain__hello *hello)
 {
     const dtrain__hello own = dtrain__hello_make(r);
@@ -6820,9 +6819,9 @@ static dtrain_result dtrain__check_hello(dtrain__rendezvous *r, const dtrain__he
         rank ? r->world->link->ends[rank].name : "this rank 0", hello->host, hello->pid);
 }
 
-/* Read on from a pending connection. Give it to its rank when it has sent a whole hello of this
- * run. */
-static void dtrain__hear_pending(dtrain__rendezvous *r, dtrain__pending *pending)
+/* Read more of a pending connection. When its hello is complete and of this run, reply, and make
+ * the connection that of its rank. */
+static void dtrain__read_pending(dtrain__rendezvous *r, dtrain__pending *pending)
 {
     dtrain__hello *hello = &pending->hello;
     const ssize_t got =
@@ -6843,12 +6842,12 @@ static void dtrain__hear_pending(dtrain__rendezvous *r, dtrain__pending *pending
     hello->version[sizeof hello->version - 1] = hello->host[sizeof hello->host - 1] = 0;
     if (r->result == DTRAIN_OK) (void)dtrain__check_hello(r, hello);
     const int rank = hello->rank, result = r->result ? (int)r->result : DTRAIN__REPLY_WAIT;
-    const bool told = dtrain__reply_to(r, pending->socket, hello->proof, result, r->why);
-    if (told && rank > 0 && rank < r->world->size && !r->proofs[rank]) {
-        r->came++; /* who was not told calls again */
+    const bool sent = dtrain__reply_to(r, pending->socket, hello->proof, result, r->why);
+    if (sent && rank > 0 && rank < r->world->size && !r->proofs[rank]) {
+        r->came++; /* a rank that got no reply calls again */
         r->proofs[rank] = hello->proof;
     }
-    if (!told || r->result != DTRAIN_OK) {
+    if (!sent || r->result != DTRAIN_OK) {
         dtrain__socket_close(&pending->socket);
         return;
     }
@@ -6858,7 +6857,7 @@ static void dtrain__hear_pending(dtrain__rendezvous *r, dtrain__pending *pending
     pending->socket = -1;
 }
 
-/* Say now and then who is missing, and fail when the deadline has passed. */
+/* Log every 10 s which ranks are missing, and fail when the deadline has passed. */
 static void dtrain__meet_clock(dtrain__rendezvous *r)
 {
     const uint64_t now = dtrain__now_ns();
@@ -6881,9 +6880,9 @@ static void dtrain__meet_clock(dtrain__rendezvous *r)
     else dtrain_log(r->world, DTRAIN_LOG_INFO, "%s", text);
 }
 
-/* Hear whoever has something to say, for at most 0.1 s. A rank that has joined has nothing to say,
- * so its socket can only have been closed. A new connection takes the place of the oldest pending
- * one: a rank sends its hello at once, so that is a stranger. */
+/* Wait up to 0.1 s for connections and hellos, and handle them. A rank that has joined sends
+ * nothing until the end, so when its socket is readable it has been closed. A new connection
+ * replaces the oldest pending one: ranks send their hello at once, so that one is a stranger. */
 static void dtrain__meet_round(dtrain__rendezvous *r)
 {
     struct pollfd polls[1 + DTRAIN__PENDING_MOST + DTRAIN_MAX_RANKS];
@@ -6900,7 +6899,7 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
     for (int i = 1; i < count; i++) {
         if (!polls[i].revents) continue;
         if (i < first) {
-            dtrain__hear_pending(r, &r->pending[i - 1]);
+            dtrain__read_pending(r, &r->pending[i - 1]);
             continue;
         }
         dtrain__meet_fail(r, DTRAIN_ERROR_PEER, "rank %d (%s) left before all ranks had come",
@@ -6926,8 +6925,8 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
     dtrain__meet_clock(r);
 }
 
-/* Wait for all ranks and tell them how it went; after a failure, wait a little longer for those who
- * have yet to come and be told. */
+/* Wait for all ranks and send them the result; after a failure, until the shortened deadline also
+ * to ranks that come late. */
 static dtrain_result dtrain__host_world(dtrain__rendezvous *r)
 {
     const int others = r->world->size - 1;
@@ -6956,8 +6955,8 @@ static dtrain_result dtrain__host_world(dtrain__rendezvous *r)
 
 /* ---- The other ranks --------------------------------------------------------------------------*/
 
-/* Note what was wrong with the last try; it may get better until the deadline. That another run has
- * answered says more than that later nobody does. */
+/* Note why a call to rank 0 failed; a later call may succeed. An answer of another run is kept:
+ * later "connection refused" would hide the better reason. */
 DTRAIN__PRINTF(2, 3)
 static bool dtrain__try_failed(dtrain__rendezvous *r, const char *format, ...)
 {
@@ -6969,7 +6968,7 @@ static bool dtrain__try_failed(dtrain__rendezvous *r, const char *format, ...)
     return false;
 }
 
-/* Wait for a reply, at most until `until_ns`: 1 it is there, 0 not all of it, -1 the connection was
+/* Wait for a reply until `until_ns`: 1 it is complete, 0 it is not, -1 the connection was
  * closed. */
 static int dtrain__await_reply(int socket, uint64_t until_ns, dtrain__reply *reply)
 {
@@ -6989,8 +6988,8 @@ static int dtrain__await_reply(int socket, uint64_t until_ns, dtrain__reply *rep
     return 1;
 }
 
-/* Call rank 0 at one of its addresses, say hello, and stay until it says how the rendezvous went.
- * True when that settles it, false when another try makes sense. */
+/* Connect to rank 0 at one of its addresses, send the hello, and wait for the result of the
+ * rendezvous. False when another call may succeed. */
 static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
 {
     dtrain__connection *end = &r->world->link->ends[0];
@@ -7040,8 +7039,8 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
     return true;
 }
 
-/* Call rank 0 at all its addresses until one call settles it. It may not have started yet, and
- * another run may still be at its port. */
+/* Call rank 0 at all its addresses until one call has a result. Rank 0 may not have started yet,
+ * and another run may still listen at its port. */
 static dtrain_result dtrain__join_world(dtrain__rendezvous *r)
 {
     struct addrinfo wanted;
@@ -7081,7 +7080,7 @@ static dtrain_result dtrain__join_world(dtrain__rendezvous *r)
     }
 }
 
-/* Connect all ranks of a world that another launcher has started: link->ends. */
+/* Connect all ranks of a world that another launcher has started: fill link->ends. */
 DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__placement *place)
 {
     dtrain__rendezvous r;
@@ -7101,14 +7100,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__pl
 
 /* One host, one control page
  *
- * Ranks that find themselves on one host share memory as forked ranks do. Rank 0 makes a file
- * without a name (memfd) and tells the others where it has mapped it; they open it through
- * /proc/<pid>/fd and map it at the same address, or all try again with another one. It is gone when
- * the last of them has ended, however that was. */
+ * Joined ranks that are all on one host share memory as forked ranks do. Rank 0 makes a file
+ * without a name (memfd) and sends the others its address; they open the file through
+ * /proc/<pid>/fd and map it at the same address, or all ranks try another address. The kernel frees
+ * the file when the last rank has ended, however it ended. */
 
-/* Hash what ranks have in common when they can see each other's processes and memory: host name,
- * boot, and the namespaces of a container. What /proc does not show it shows no rank of the host;
- * want of descriptors or memory is this rank's alone: *error. */
+/* Hash what is equal for ranks that can see each other's processes and memory: host name, boot, and
+ * the namespaces of a container. A part that /proc hides is hidden from all ranks of the host; only
+ * want of descriptors or memory is this rank's own failure: *error. */
 static uint64_t dtrain__host_id(int32_t *error)
 {
     static const char *const names[2] = {"/proc/self/ns/net", "/proc/self/ns/pid"};
@@ -7130,7 +7129,7 @@ static uint64_t dtrain__host_id(int32_t *error)
 /* The host on which a rank is, and the emulated nodes that its desc asks for. */
 typedef struct dtrain__host_record {
     uint64_t host;
-    int32_t error, unused; /* why the host could not be found out; 0: it was */
+    int32_t error, unused; /* errno: why the host is unknown; 0: it is known */
     dtrain_emulation emulation;
 } dtrain__host_record;
 
@@ -7156,7 +7155,7 @@ static dtrain_result dtrain__agree_on_nodes(dtrain_world *world, const dtrain__h
         world->node_count);
 }
 
-/* Number the hosts and the ranks of each. What the launcher said about local ranks stands. */
+/* Number the hosts, and the ranks of each. The launcher's own numbers of local ranks are kept. */
 static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__placement *place)
 {
     dtrain__host_record own, all[DTRAIN_MAX_RANKS];
@@ -7190,14 +7189,14 @@ static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__place
     return DTRAIN_OK;
 }
 
-/* Where rank 0 has put the region; bytes = 0: it could not. */
+/* Rank 0's region; bytes = 0: it could not make one. */
 typedef struct dtrain__offer {
     uint64_t address, bytes, inode;
     int32_t pid, file;
 } dtrain__offer;
 
-/* Propose addresses far from where programs, libraries and stacks are put, and from the shadow
- * memory of sanitizers; after three of them, the kernel chooses for rank 0. */
+/* Propose an address far from where programs, libraries and stacks are put, and from the shadow
+ * memory of sanitizers; after three of them the kernel chooses rank 0's. */
 static void *dtrain__region_hint(int attempt)
 {
     static const uintptr_t places[] = {0x210000000000u, 0x410000000000u, 0x7a0000000000u};
@@ -7221,8 +7220,8 @@ static dtrain_result dtrain__offer_region(dtrain_world *world, size_t reserve_by
     return DTRAIN_OK;
 }
 
-/* Map rank 0's region at rank 0's address. The file must be the one that was meant: the process may
- * have gone, and its number be another's. */
+/* Map rank 0's region at rank 0's address, after checking that the file is rank 0's: another
+ * process may have its number by now. */
 static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__region *region)
 {
     char path[64];
@@ -7252,8 +7251,8 @@ static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__r
     return DTRAIN_OK;
 }
 
-/* Make one attempt, all ranks together: rank 0 offers, the others accept, and all hear what went
- * wrong, "" for nothing. An error is the failure of an all-gather itself. */
+/* Make one attempt with all ranks: rank 0 offers a region, the others map it, and all gather what
+ * went wrong, "" for nothing. An error is a failure of the all-gather itself. */
 static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_bytes, int attempt,
                                         dtrain__region *region)
 {
@@ -7281,9 +7280,9 @@ static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_byte
     return gathered;
 }
 
-/* Do all that makes a rank of another launcher a rank like any other: meet, find out who is on this
- * host, and there move from a control page of this rank's own to a shared one. Where no address is
- * free in every rank, they go on without shared memory, as on several hosts. */
+/* Make a joined rank a rank like any other: meet the others, find the ranks of this host, and where
+ * all are on one host move from this rank's own control page to a shared one. Where no address is
+ * free in every rank, ranks go on without shared memory, as on several hosts. */
 DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
                                                  const dtrain__placement *place,
                                                  size_t reserve_bytes)
@@ -7317,11 +7316,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
 
 /* Requests to stop
  *
- * A rank that is about to lose its machine is told so by SIGTERM, or by SIGUSR1 some time before;
- * one whose user has had enough by SIGINT; one whose terminal is gone by SIGHUP, unless that is
- * ignored, as nohup has it. With dtrain_launch_desc.catch_signals a handler notes it, and the
- * training loop asks at the end of each step. The handler does nothing else: it may interrupt
- * anything, this library's own waits and a checkpoint that is being written included.
+ * A scheduler that needs the machine sends SIGTERM, and some send SIGUSR1 some time before; a user
+ * sends SIGINT; a terminal that is closed sends SIGHUP, which nohup makes ignored. With
+ * dtrain_launch_desc.catch_signals a handler notes the signal, and the training loop asks for it at
+ * the end of each step. The handler does nothing else, because it may interrupt anything: a wait of
+ * this library, a checkpoint that is being written.
  *
  *     SIGTERM, SIGINT, SIGHUP, SIGUSR1
  *                        --> the handler notes it --> dtrain_world_stop_requested, on this rank
@@ -7331,20 +7330,21 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
  *     SIGUSR2            --> with flight_directory: counted, and the next wait or call writes the
  *                            flight record (comm/flight.c)
  *
- * A handler gets nothing but a number, so what it notes is the process's: the one mutable state of
- * this library that does not belong to a world. */
+ * A handler is passed only a number, so what it notes belongs to the process: the one mutable state
+ * of this library that is no world's. */
 
 static uint32_t dtrain__signals_taken; /* atomic: 1 while a run of this process catches signals */
 static int dtrain__signal_seen;        /* atomic: the first one that came, 0 = none */
-static uint64_t dtrain__stop_ns;       /* atomic: of the first that is not SIGUSR1; 0: none came */
-static uint32_t dtrain__dump_signals;  /* atomic: how many SIGUSR2 came */
+static uint64_t dtrain__stop_ns;      /* atomic: when the first one but SIGUSR1 came; 0: none did */
+static uint32_t dtrain__dump_signals; /* atomic: how many SIGUSR2 came */
 static const int dtrain__caught_signals[] = {SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2};
 enum { DTRAIN__CAUGHT = sizeof dtrain__caught_signals / sizeof dtrain__caught_signals[0] };
-static struct sigaction dtrain__found[DTRAIN__CAUGHT]; /* the host's, of those ... */
-static bool dtrain__caught[DTRAIN__CAUGHT];            /* ... that are caught */
+static struct sigaction dtrain__found[DTRAIN__CAUGHT]; /* the host's actions ... */
+static bool dtrain__caught[DTRAIN__CAUGHT];            /* ... for those that are caught */
 
-/* Note a signal. The second request to stop gets the default action back and is raised again: it is
- * blocked in here, and ends the process on return. All calls are async-signal-safe. */
+/* Note a signal. A second request to stop restores the default action and raises the signal again;
+ * it is blocked in the handler, so it ends the process when the handler returns. All calls are
+ * async-signal-safe. */
 static void dtrain__on_signal(int number)
 {
     const int error = errno;
@@ -7358,21 +7358,21 @@ static void dtrain__on_signal(int number)
     if (number != SIGUSR1 && first && now - first >= DTRAIN__ONE_REQUEST_NS) {
         signal(number, SIG_DFL);
         raise(number);
-        if (getpid() == 1) _exit(128 + number); /* the kernel spares the first of a container */
+        if (getpid() == 1) _exit(128 + number); /* process 1 of a container has no default action */
     }
     errno = error;
 }
 
-/* Say whether SIGHUP is ignored: nohup wants that to stay so. */
+/* Say whether SIGHUP is ignored, as under nohup: it then stays ignored. */
 DTRAIN__PRIVATE bool dtrain__hangup_ignored(void)
 {
     struct sigaction found;
     return sigaction(SIGHUP, NULL, &found) == 0 && found.sa_handler == SIG_IGN;
 }
 
-/* Install the handler, and take what it handles out of a mask that the caller will set after it:
- * in this order a signal that is pending already is caught. Interrupted system calls go on. SIGUSR2
- * is the host's, unless it asks for dumps. */
+/* Install the handler for requests to stop and, with `dumps`, for SIGUSR2; remove these signals
+ * from a mask that the caller sets afterwards. In this order a signal that is already pending is
+ * caught. */
 DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t *mask)
 {
     struct sigaction action;
@@ -7425,8 +7425,8 @@ DTRAIN__PRIVATE uint32_t dtrain__dumps_asked(void) { return dtrain__load(&dtrain
 /* Return the signal that this process has caught, 0 for none. */
 DTRAIN__PRIVATE int dtrain__signal_caught(void) { return dtrain__load(&dtrain__signal_seen); }
 
-/* The signal is also noted in the control page: a run that was asked to stop is not restarted, and
- * the launcher may know nothing of a signal that was sent to one rank alone. */
+/* Note the signal in the control page too: a run that was asked to stop is not restarted, and the
+ * launcher has not seen a signal that was sent to one rank alone. */
 DTRAIN_API bool dtrain_world_stop_requested(const dtrain_world *world)
 {
     const int number = world && world->catches ? dtrain__signal_caught() : 0;
@@ -8942,7 +8942,7 @@ static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
         DTRAIN__TRY(dtrain__trouble(world));
         return dtrain_fail(DTRAIN_ERROR_PEER, "a rank died while it was saying why it gave up");
     }
-    if (!world->told_by) world->told_by = 1 + report->rank;
+    if (!world->caused_by) world->caused_by = 1 + report->rank;
     const dtrain_result code = (dtrain_result)report->code;
     const bool everybodys = code == DTRAIN_ERROR_MISMATCH || code == DTRAIN_ERROR_TIMEOUT ||
                             code == DTRAIN_ERROR_PEER || report->rank == world->rank;
@@ -11472,7 +11472,7 @@ typedef struct dtrain__launch {
     dtrain__placement place; /* rank: the first one here; size: the world's */
     bool joins;              /* a world that another launcher has started ... */
     bool here;               /* ... of which this process is one rank */
-    dtrain_result joined;    /* here: how that went */
+    dtrain_result joined;    /* here: the result of making its world */
     dtrain__region region;
     uint32_t cores;
     uint64_t job;                 /* see dtrain_world */
@@ -11480,19 +11480,19 @@ typedef struct dtrain__launch {
     pid_t launcher;               /* that forks; 0 when nobody does */
     pid_t pids[DTRAIN_MAX_RANKS]; /* 0: not started, or reaped */
     int live;                     /* processes to reap */
-    int forwarded, stop_count;    /* last request to stop passed on; how often we were asked */
-    int passed_on;                /* last signal passed on, SIGUSR1 and SIGUSR2 included */
-    uint64_t stop_ns;             /* when we were asked to stop last */
-    bool waits_for_signals;       /* `watched` is blocked and SIGCHLD is heard, until the end */
-    bool child_was_pending;       /* as it was found: to be put back at the end */
+    int forwarded, stop_count;    /* last request to stop that was forwarded; how many came */
+    int passed_on;                /* last signal forwarded, SIGUSR1 and SIGUSR2 included */
+    uint64_t stop_ns;             /* when the last request to stop came */
+    bool waits_for_signals;       /* `watched` is blocked */
+    bool child_was_pending;       /* SIGCHLD, when the launch began */
     struct sigaction child_action;
     sigset_t watched, old_mask;
-    uint32_t gate; /* atomic, threads mode: 0 wait, 1 go, 2 go home */
+    uint32_t gate; /* atomic, of ranks that are threads: 0 wait, 1 run, 2 return */
 
     /* Attempts. */
     int rank_count;         /* of a world with all its ranks */
     uint64_t attempt_ns;    /* when this attempt began */
-    int started;            /* by this attempt; fewer than there should be: one was refused */
+    int started;            /* by this attempt; fewer than desc.rank_count: one was refused */
     uint32_t restart_count; /* of this call */
     dtrain__restarts restarts;
     uint64_t announced; /* the furthest step of this attempt, plus 1; 0: none */
@@ -11532,7 +11532,8 @@ static uint32_t dtrain__cores(void)
     return count > 0 ? (uint32_t)count : 1;
 }
 
-/* An exit status has eight bits; 256 must not look like success. */
+/* Return main's exit status for a rank's return value. An exit status has eight bits; 256 must not
+ * look like success. */
 static int dtrain__exit_code(int value) { return value == 0 || (value & 255) ? value & 255 : 1; }
 
 /* ---- Ranks as processes -----------------------------------------------------------------------*/
@@ -11546,9 +11547,9 @@ static void dtrain__signal_ranks(dtrain__launch *launch, int number)
         if (launch->pids[i] > 0) kill(launch->pids[i], number);
 }
 
-/* Record how ranks have ended that waitpid knows of. A rank that returned has left its own, better
- * record; unless that says 0, and its process did not end well after it. A status that another
- * thread of the host has reaped nobody knows: that rank is lost. */
+/* Record how ranks have ended, from waitpid. A rank that returned has recorded it itself, and
+ * better, unless it recorded 0 and its process then failed. When another thread of the host has
+ * taken the exit status, the rank is lost. */
 static void dtrain__reap(dtrain__launch *launch)
 {
     for (int i = 0; i < (int)launch->desc.rank_count; i++) {
@@ -11574,9 +11575,9 @@ static void dtrain__reap(dtrain__launch *launch)
     }
 }
 
-/* Pass a signal on. Typed at a terminal, it has reached the whole process group: ranks must not get
- * it twice. One that was sent twice within a moment is one request (see DTRAIN__ONE_REQUEST_NS);
- * the second request to stop is obeyed without asking the ranks. */
+/* Forward a signal to the ranks. One that was typed at a terminal has reached the whole process
+ * group already. A request that comes twice within a moment is one request (see
+ * DTRAIN__ONE_REQUEST_NS); the second request to stop kills the ranks. */
 static void dtrain__forward(dtrain__launch *launch, int number, bool from_terminal)
 {
     const bool stop = number != SIGUSR1 && number != SIGUSR2;
@@ -11586,7 +11587,7 @@ static void dtrain__forward(dtrain__launch *launch, int number, bool from_termin
     if (!from_terminal) dtrain__signal_ranks(launch, number);
     launch->passed_on = number;
     if (!stop && !(number == SIGUSR1 && launch->desc.catch_signals)) return;
-    dtrain__signal_ranks(launch, SIGCONT); /* a stopped rank hears of it when it goes on */
+    dtrain__signal_ranks(launch, SIGCONT); /* a stopped rank gets the signal when it goes on */
     if (!launch->forwarded && launch->desc.catch_signals && number != SIGQUIT)
         dtrain__launch_log(launch, -1, DTRAIN_LOG_INFO,
                            "asked to stop by signal %d (%s): ranks end after their step; a second "
@@ -11599,7 +11600,8 @@ static void dtrain__forward(dtrain__launch *launch, int number, bool from_termin
     dtrain__signal_ranks(launch, SIGKILL);
 }
 
-/* SIGCHLD wakes us; the nap only matters when another thread of the host swallowed it. */
+/* Wait until all ranks have ended. SIGCHLD wakes this thread; the nap only matters when another
+ * thread of the host has taken it. */
 static void dtrain__watch(dtrain__launch *launch)
 {
     struct timespec nap;
@@ -11621,8 +11623,8 @@ static void dtrain__watch(dtrain__launch *launch)
     }
 }
 
-/* Never returns. The launcher's death must not leave ranks behind; it may have died already before
- * prctl, which the second look sees. */
+/* Be a rank, and end the process. A rank must not outlive the launcher, which may have died before
+ * prctl: then the parent is another process. */
 static void dtrain__child(dtrain__launch *launch, int index)
 {
 #ifdef __linux__
@@ -11640,7 +11642,7 @@ static void dtrain__child(dtrain__launch *launch, int index)
 static dtrain_result dtrain__fork_all(dtrain__launch *launch)
 {
     int i = 0, error = 0;
-    fflush(NULL); /* or each rank would write what is in the buffers now once more */
+    fflush(NULL); /* or each rank would print the buffers again */
     for (; i < (int)launch->desc.rank_count && !error; i += !error) {
         const pid_t pid = fork();
         if (pid == 0) dtrain__child(launch, i);
@@ -11658,17 +11660,16 @@ static dtrain_result dtrain__fork_all(dtrain__launch *launch)
                        launch->place.rank + i, launch->place.size, strerror(error));
 }
 
-/* Say whether the host ignores SIGCHLD. */
-static bool dtrain__is_deaf(const dtrain__launch *launch)
+/* Say whether the host ignores SIGCHLD: then there are no exit statuses to wait for. */
+static bool dtrain__ignores_children(const dtrain__launch *launch)
 {
     return launch->child_action.sa_handler == SIG_IGN ||
            (launch->child_action.sa_flags & SA_NOCLDWAIT);
 }
 
-/* Hear of signals by sigtimedwait, from before the first rank is forked until the last restart is
- * over. A host that ignores SIGCHLD has no exit statuses to wait for: the default disposition is
- * put in place meanwhile. */
-static void dtrain__hear_signals(dtrain__launch *launch)
+/* Block the signals that the launcher waits for by sigtimedwait, from before the first fork until
+ * after the last restart. Where the host ignores SIGCHLD, set the default action meanwhile. */
+static void dtrain__signals_block(dtrain__launch *launch)
 {
     struct sigaction plain;
     struct timespec no_time;
@@ -11687,12 +11688,13 @@ static void dtrain__hear_signals(dtrain__launch *launch)
     pthread_sigmask(SIG_BLOCK, &launch->watched, &launch->old_mask);
     launch->waits_for_signals = true;
     launch->child_was_pending = sigtimedwait(&only_child, &what, &no_time) == SIGCHLD;
-    if (dtrain__is_deaf(launch)) sigaction(SIGCHLD, &plain, NULL);
+    if (dtrain__ignores_children(launch)) sigaction(SIGCHLD, &plain, NULL);
 }
 
-/* Leave signals to the host again. Our last SIGCHLD is taken off the queue, or a handler of the
- * host's would wait for a child that is gone; one that was about another child is raised again. */
-static void dtrain__unhear_signals(dtrain__launch *launch)
+/* Give signals back to the host. Remove the last SIGCHLD of a rank from the queue: a handler of the
+ * host would wait for a child that is gone. One that was pending before, of another child, is
+ * raised again. */
+static void dtrain__signals_restore(dtrain__launch *launch)
 {
     struct timespec no_time;
     sigset_t only_child;
@@ -11702,7 +11704,7 @@ static void dtrain__unhear_signals(dtrain__launch *launch)
     sigemptyset(&only_child);
     sigaddset(&only_child, SIGCHLD);
     while (sigtimedwait(&only_child, &what, &no_time) == SIGCHLD) continue;
-    if (dtrain__is_deaf(launch)) sigaction(SIGCHLD, &launch->child_action, NULL);
+    if (dtrain__ignores_children(launch)) sigaction(SIGCHLD, &launch->child_action, NULL);
     if (launch->child_was_pending) kill(getpid(), SIGCHLD);
     pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
 }
@@ -11724,8 +11726,8 @@ static void *dtrain__thread_main(void *argument)
     return NULL;
 }
 
-/* No rank runs before all threads are there: a thread cannot be killed when a later one is
- * refused. */
+/* Run the ranks as threads. They start together when all threads exist, because a thread cannot be
+ * killed when a later one is refused. */
 static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
 {
     dtrain__rank_thread threads[DTRAIN_MAX_RANKS];
@@ -11773,7 +11775,7 @@ static dtrain_result dtrain__check_emulation(const dtrain__launch *launch)
         asked->node_ranks, gigabits, latency, launch->place.size);
 }
 
-/* Settle where flight records go; NULL: nowhere. */
+/* Choose the directory of flight records; NULL: none are written. */
 static dtrain_result dtrain__resolve_flight(dtrain_launch_desc *desc)
 {
     const char *directory = desc->flight_directory;
@@ -11875,7 +11877,7 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
                        stopped, too, end->error[0] ? "; its last error: " : "", end->error);
 }
 
-/* torchrun reports what stands in this file as the root cause. */
+/* Write the error where torchrun looks for the root cause of a failure. */
 static void dtrain__write_error_file(const char *text)
 {
     const char *path = getenv("TORCHELASTIC_ERROR_FILE");
@@ -11894,7 +11896,7 @@ static void dtrain__write_error_file(const char *text)
     fclose(file);
 }
 
-/* Start all ranks once, see them end, and tell how. */
+/* Run one attempt: start all ranks, wait until they have ended, and make the result. */
 static dtrain_result dtrain__attempt(dtrain__launch *launch, dtrain_launch_info *info)
 {
     const uint32_t arenas = launch->joins ? 0 : launch->desc.rank_count;
@@ -11932,10 +11934,10 @@ static dtrain_result dtrain__run_attempts(dtrain__launch *launch, dtrain_launch_
     dtrain_result result;
     if (catches)
         DTRAIN__TRY(dtrain__signals_begin(launch->desc.flight_directory != NULL, &old_mask));
-    if (launch->launcher) dtrain__hear_signals(launch);
+    if (launch->launcher) dtrain__signals_block(launch);
     do result = dtrain__attempt(launch, info);
     while (dtrain__restart(launch, &result, info));
-    dtrain__unhear_signals(launch);
+    dtrain__signals_restore(launch);
     if (catches) dtrain__signals_end(&old_mask);
     return result;
 }
@@ -12034,7 +12036,7 @@ static dtrain_result dtrain__world_mark(dtrain_world *world)
     return DTRAIN_OK;
 }
 
-/* Warn, once a machine, of kernels that were compiled for an older generation of GPUs. */
+/* Warn, on one rank of a host, of kernels that were compiled for an older generation of GPUs. */
 static void dtrain__warn_of_old_code(dtrain_world *world)
 {
     dtrain_device_info gpu;
@@ -12050,7 +12052,8 @@ static void dtrain__warn_of_old_code(dtrain_world *world)
                gpu.major, gpu.minor);
 }
 
-/* Make a world. On failure *out may be half a world: dtrain__world_destroy frees what there is. */
+/* Make a rank's world. On failure *out may be half a world, which dtrain__world_destroy can
+ * free. */
 static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
                                           dtrain_world **out)
 {
@@ -12101,9 +12104,9 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     return DTRAIN_OK;
 }
 
-/* Say how this rank has ended, as its control page records it, and stay until everybody has been
- * sent it. Rank 0 stays until all ranks have ended, as the parent of forked ranks does, because
- * they hear of each other through it. After a failure the grace period limits both. */
+/* Send how this rank has ended, and stay until everybody has been sent it. Rank 0 stays until all
+ * ranks have ended, because their frames pass through it. After a failure the grace period limits
+ * both. */
 static void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
 {
     const dtrain__exit_record *own = &world->control->exits[world->rank];
@@ -12123,10 +12126,9 @@ static void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
     }
 }
 
-/* Record how this rank ended where the other ranks see it, in the world's control page. A rank that
- * has joined a world of another launcher also records it in the page of this launch, where
- * dtrain_launch reads it, together with what rank 0 knows of the others and a failed rank of the
- * cause. */
+/* Record how this rank ended in the control page of its world. A joined rank also records it in the
+ * page of this launch, from which dtrain_launch makes its result: rank 0 with the records of all
+ * ranks, a failed rank with that of the cause. */
 static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int rank, dtrain__end how,
                              int code)
 {
@@ -12134,7 +12136,7 @@ static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int ra
     snprintf(error, sizeof error, "%s", code ? dtrain_last_error() : "");
     const bool met = launch->joins && world && world->link;
     if (world && code) dtrain__flight_fail(world, DTRAIN_ERROR_RANK_FAILED);
-    if (world) world->control->exits[rank].after = world->told_by;
+    if (world) world->control->exits[rank].after = world->caused_by;
     if (!met || !launch->here) dtrain__record_end(launch->region.control, rank, how, code, error);
     if (!met) return;
     dtrain__record_end(world->control, rank, how, code, error);
@@ -12213,8 +12215,8 @@ static dtrain_result dtrain__env_conflict(const char *a, int a_value, const char
                        a_value, b, b_value, rule);
 }
 
-/* Read the plain rank and size of a family; *why: it does not apply. Half a family is an error, except
- * that a lone world size may belong to an Indexed Job. */
+/* Read the plain rank and size of a family; *why: it does not apply. Half a family is an error,
+ * except that a lone world size may belong to an Indexed Job. */
 static dtrain_result dtrain__read_pair(dtrain__lookup_fn env, const char *rank_name,
                                        const char *size_name, bool size_alone, const char **why,
                                        dtrain__placement *out)
@@ -12250,9 +12252,9 @@ static dtrain_result dtrain__env_differs(dtrain__lookup_fn env, const char *rank
     return DTRAIN_OK;
 }
 
-/* Read torchrun's variables. RANK beside mpirun's variables that say something else is refused: it is
- * usually inherited by the shell that ran mpirun. Under torchrun itself they describe the node on
- * which srun or mpirun has put its agent. */
+/* Read torchrun's variables. RANK beside mpirun's variables that say something else is refused: it
+ * is usually inherited by the shell that ran mpirun. Under torchrun itself they describe the node
+ * on which srun or mpirun has put its agent. */
 static dtrain_result dtrain__read_torchrun(dtrain__lookup_fn env, const char **why,
                                            dtrain__placement *out)
 {
@@ -12582,8 +12584,8 @@ static void dtrain__list_variables(dtrain__lookup_fn env, const char *const *nam
     }
 }
 
-/* Explain what each family of variables came to, and show those that are of no family or of several.
- * A host name or a world size alone announces no Indexed Job. */
+/* Explain what each family of variables came to, and show those that are of no family or of
+ * several. A host name or a world size alone announces no Indexed Job. */
 static void dtrain__explain_families(dtrain__lines *e, dtrain__lookup_fn env,
                                      const char *const said[DTRAIN__FAMILIES])
 {
@@ -12694,10 +12696,10 @@ DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, c
 
 /* Restarts
  *
- * A run that fails is started again, all ranks together and from nothing: in a fresh region, so
- * that what the dead have left there can disturb nobody. The ranks load what they saved last. Only
- * the launcher that has started every rank of a world can do this; another launcher's ranks end
- * with a status that makes that one do it.
+ * A run that fails is started again, all ranks together, in a new shared region: nothing of the
+ * failed attempt is in it. The ranks load what they saved last. Only a launcher that has started
+ * every rank of a world can do this; ranks of another launcher end with an exit status that makes
+ * that launcher do it.
  *
  *     start all ranks <------------------------------------------------+
  *         | all returned 0, or the run was asked to stop --> the end   |
@@ -12706,8 +12708,7 @@ DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, c
  *         | `restarts` of them in a row --> the end: a crash loop      |
  *         +-- one warning; wait backoff_ms, doubled for each in a row -+
  *
- * Progress is a step that dtrain_world_progress has announced. The control page keeps the highest,
- * the launcher the highest of all pages. */
+ * Progress is a step that dtrain_world_progress has announced, further than any before it. */
 
 #define DTRAIN__BACKOFF_DOUBLINGS 6u
 
@@ -12737,9 +12738,9 @@ DTRAIN__PRIVATE bool dtrain__restarts_next(dtrain__restarts *r, uint64_t announc
     return true;
 }
 
-/* Map the file in which dtrain-run wants to read how far its ranks are: DTRAIN_PROGRESS_FILE, a
- * name below /proc of a file that has none, which begins with a magic. A variable that a dead
- * launcher has left behind may name somebody else's file: that one is not touched. */
+/* Map the file from which dtrain-run reads how far its ranks are: DTRAIN_PROGRESS_FILE, a name
+ * below /proc of a memfd, which begins with a magic. The variable may be left over from a launcher
+ * that is dead, and name another file: without the magic it is not touched. */
 DTRAIN__PRIVATE uint64_t *dtrain__progress_open(void)
 {
     const char *path = getenv("DTRAIN_PROGRESS_FILE");
@@ -12763,7 +12764,7 @@ DTRAIN__PRIVATE void dtrain__progress_close(uint64_t *progress)
     if (progress) munmap((char *)progress - sizeof DTRAIN__PROGRESS_MAGIC, dtrain__page_bytes());
 }
 
-/* Log as the launcher, rank -1, or as the rank that this process is to be. */
+/* Log with rank -1, the launcher, or as the rank that this process will be. */
 DTRAIN__PRINTF(4, 5)
 DTRAIN__PRIVATE void dtrain__launch_log(const dtrain__launch *launch, int rank,
                                         dtrain_log_level level, const char *format, ...)
@@ -12780,8 +12781,8 @@ DTRAIN__PRIVATE void dtrain__launch_log(const dtrain__launch *launch, int rank,
     va_end(args);
 }
 
-/* Say whether somebody has asked the run to stop: through the launcher, at a terminal, or at one
- * rank. Without catch_signals, ranks that end by the SIGUSR1 that was forwarded end as asked. */
+/* Say whether the run was asked to stop: through the launcher, at a terminal, or at one rank.
+ * Without catch_signals a rank that ends by the SIGUSR1 that was forwarded ends as asked. */
 static bool dtrain__was_stopped(const dtrain__launch *launch, const dtrain_launch_info *info)
 {
     return launch->forwarded || launch->caught ||
@@ -12795,8 +12796,8 @@ static void dtrain__set_ranks(dtrain__launch *launch, int count)
     launch->desc.rank_count = (uint32_t)count;
 }
 
-/* Go on with the ranks that could be started, where the system refuses some of them in a restart;
- * false when they are too few. Every turn has fewer ranks than the one before, so this ends. */
+/* Go on with the ranks that could be started, where the system refuses some in a restart; false
+ * when they are too few. Each such attempt has fewer ranks than the one before, so this ends. */
 static bool dtrain__go_on_with_fewer(dtrain__launch *launch)
 {
     const int nodes = (int)launch->desc.emulation.node_ranks;
@@ -12809,9 +12810,9 @@ static bool dtrain__go_on_with_fewer(dtrain__launch *launch)
     return true;
 }
 
-/* Wait before a restart, for as long as nobody asks the run to stop; return the signal that does,
- * or 0. Signals that are forwarded are blocked and come from sigtimedwait; ranks that are threads
- * leave them to the host, except where they are caught. */
+/* Wait before a restart, and return the signal that asks the run to stop meanwhile, or 0. Signals
+ * that are forwarded are blocked and come from sigtimedwait; with threads they are the host's,
+ * unless they are caught. */
 static int dtrain__back_off(const dtrain__launch *launch, uint64_t wait_ns)
 {
     const uint64_t end = dtrain__now_ns() + wait_ns, longest = 50000000u;
@@ -12834,8 +12835,8 @@ static int dtrain__back_off(const dtrain__launch *launch, uint64_t wait_ns)
     }
 }
 
-/* Decide whether a run that has ended is started again, and wait until then. A world that could not
- * even be started the first time is not: its desc or its machine is wrong. */
+/* Decide whether a run that has ended is started again, and wait until then. An attempt that could
+ * not start all ranks the first time is not repeated: its desc or its machine is wrong. */
 DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *result,
                                      dtrain_launch_info *info)
 {

@@ -233,7 +233,7 @@ static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
         DTRAIN__TRY(dtrain__trouble(world));
         return dtrain_fail(DTRAIN_ERROR_PEER, "a rank died while it was saying why it gave up");
     }
-    if (!world->told_by) world->told_by = 1 + report->rank;
+    if (!world->caused_by) world->caused_by = 1 + report->rank;
     const dtrain_result code = (dtrain_result)report->code;
     const bool everybodys = code == DTRAIN_ERROR_MISMATCH || code == DTRAIN_ERROR_TIMEOUT ||
                             code == DTRAIN_ERROR_PEER || report->rank == world->rank;

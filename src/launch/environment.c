@@ -50,8 +50,8 @@ static dtrain_result dtrain__env_conflict(const char *a, int a_value, const char
                        a_value, b, b_value, rule);
 }
 
-/* Read the plain rank and size of a family; *why: it does not apply. Half a family is an error, except
- * that a lone world size may belong to an Indexed Job. */
+/* Read the plain rank and size of a family; *why: it does not apply. Half a family is an error,
+ * except that a lone world size may belong to an Indexed Job. */
 static dtrain_result dtrain__read_pair(dtrain__lookup_fn env, const char *rank_name,
                                        const char *size_name, bool size_alone, const char **why,
                                        dtrain__placement *out)
@@ -87,9 +87,9 @@ static dtrain_result dtrain__env_differs(dtrain__lookup_fn env, const char *rank
     return DTRAIN_OK;
 }
 
-/* Read torchrun's variables. RANK beside mpirun's variables that say something else is refused: it is
- * usually inherited by the shell that ran mpirun. Under torchrun itself they describe the node on
- * which srun or mpirun has put its agent. */
+/* Read torchrun's variables. RANK beside mpirun's variables that say something else is refused: it
+ * is usually inherited by the shell that ran mpirun. Under torchrun itself they describe the node
+ * on which srun or mpirun has put its agent. */
 static dtrain_result dtrain__read_torchrun(dtrain__lookup_fn env, const char **why,
                                            dtrain__placement *out)
 {

@@ -49,8 +49,8 @@ static void dtrain__list_variables(dtrain__lookup_fn env, const char *const *nam
     }
 }
 
-/* Explain what each family of variables came to, and show those that are of no family or of several.
- * A host name or a world size alone announces no Indexed Job. */
+/* Explain what each family of variables came to, and show those that are of no family or of
+ * several. A host name or a world size alone announces no Indexed Job. */
 static void dtrain__explain_families(dtrain__lines *e, dtrain__lookup_fn env,
                                      const char *const said[DTRAIN__FAMILIES])
 {

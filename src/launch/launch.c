@@ -33,7 +33,8 @@ static uint32_t dtrain__cores(void)
     return count > 0 ? (uint32_t)count : 1;
 }
 
-/* An exit status has eight bits; 256 must not look like success. */
+/* Return main's exit status for a rank's return value. An exit status has eight bits; 256 must not
+ * look like success. */
 static int dtrain__exit_code(int value) { return value == 0 || (value & 255) ? value & 255 : 1; }
 
 /* ---- Ranks as processes -----------------------------------------------------------------------*/
@@ -47,9 +48,9 @@ static void dtrain__signal_ranks(dtrain__launch *launch, int number)
         if (launch->pids[i] > 0) kill(launch->pids[i], number);
 }
 
-/* Record how ranks have ended that waitpid knows of. A rank that returned has left its own, better
- * record; unless that says 0, and its process did not end well after it. A status that another
- * thread of the host has reaped nobody knows: that rank is lost. */
+/* Record how ranks have ended, from waitpid. A rank that returned has recorded it itself, and
+ * better, unless it recorded 0 and its process then failed. When another thread of the host has
+ * taken the exit status, the rank is lost. */
 static void dtrain__reap(dtrain__launch *launch)
 {
     for (int i = 0; i < (int)launch->desc.rank_count; i++) {
@@ -75,9 +76,9 @@ static void dtrain__reap(dtrain__launch *launch)
     }
 }
 
-/* Pass a signal on. Typed at a terminal, it has reached the whole process group: ranks must not get
- * it twice. One that was sent twice within a moment is one request (see DTRAIN__ONE_REQUEST_NS);
- * the second request to stop is obeyed without asking the ranks. */
+/* Forward a signal to the ranks. One that was typed at a terminal has reached the whole process
+ * group already. A request that comes twice within a moment is one request (see
+ * DTRAIN__ONE_REQUEST_NS); the second request to stop kills the ranks. */
 static void dtrain__forward(dtrain__launch *launch, int number, bool from_terminal)
 {
     const bool stop = number != SIGUSR1 && number != SIGUSR2;
@@ -87,7 +88,7 @@ static void dtrain__forward(dtrain__launch *launch, int number, bool from_termin
     if (!from_terminal) dtrain__signal_ranks(launch, number);
     launch->passed_on = number;
     if (!stop && !(number == SIGUSR1 && launch->desc.catch_signals)) return;
-    dtrain__signal_ranks(launch, SIGCONT); /* a stopped rank hears of it when it goes on */
+    dtrain__signal_ranks(launch, SIGCONT); /* a stopped rank gets the signal when it goes on */
     if (!launch->forwarded && launch->desc.catch_signals && number != SIGQUIT)
         dtrain__launch_log(launch, -1, DTRAIN_LOG_INFO,
                            "asked to stop by signal %d (%s): ranks end after their step; a second "
@@ -100,7 +101,8 @@ static void dtrain__forward(dtrain__launch *launch, int number, bool from_termin
     dtrain__signal_ranks(launch, SIGKILL);
 }
 
-/* SIGCHLD wakes us; the nap only matters when another thread of the host swallowed it. */
+/* Wait until all ranks have ended. SIGCHLD wakes this thread; the nap only matters when another
+ * thread of the host has taken it. */
 static void dtrain__watch(dtrain__launch *launch)
 {
     struct timespec nap;
@@ -122,8 +124,8 @@ static void dtrain__watch(dtrain__launch *launch)
     }
 }
 
-/* Never returns. The launcher's death must not leave ranks behind; it may have died already before
- * prctl, which the second look sees. */
+/* Be a rank, and end the process. A rank must not outlive the launcher, which may have died before
+ * prctl: then the parent is another process. */
 static void dtrain__child(dtrain__launch *launch, int index)
 {
 #ifdef __linux__
@@ -141,7 +143,7 @@ static void dtrain__child(dtrain__launch *launch, int index)
 static dtrain_result dtrain__fork_all(dtrain__launch *launch)
 {
     int i = 0, error = 0;
-    fflush(NULL); /* or each rank would write what is in the buffers now once more */
+    fflush(NULL); /* or each rank would print the buffers again */
     for (; i < (int)launch->desc.rank_count && !error; i += !error) {
         const pid_t pid = fork();
         if (pid == 0) dtrain__child(launch, i);
@@ -159,17 +161,16 @@ static dtrain_result dtrain__fork_all(dtrain__launch *launch)
                        launch->place.rank + i, launch->place.size, strerror(error));
 }
 
-/* Say whether the host ignores SIGCHLD. */
-static bool dtrain__is_deaf(const dtrain__launch *launch)
+/* Say whether the host ignores SIGCHLD: then there are no exit statuses to wait for. */
+static bool dtrain__ignores_children(const dtrain__launch *launch)
 {
     return launch->child_action.sa_handler == SIG_IGN ||
            (launch->child_action.sa_flags & SA_NOCLDWAIT);
 }
 
-/* Hear of signals by sigtimedwait, from before the first rank is forked until the last restart is
- * over. A host that ignores SIGCHLD has no exit statuses to wait for: the default disposition is
- * put in place meanwhile. */
-static void dtrain__hear_signals(dtrain__launch *launch)
+/* Block the signals that the launcher waits for by sigtimedwait, from before the first fork until
+ * after the last restart. Where the host ignores SIGCHLD, set the default action meanwhile. */
+static void dtrain__signals_block(dtrain__launch *launch)
 {
     struct sigaction plain;
     struct timespec no_time;
@@ -188,12 +189,13 @@ static void dtrain__hear_signals(dtrain__launch *launch)
     pthread_sigmask(SIG_BLOCK, &launch->watched, &launch->old_mask);
     launch->waits_for_signals = true;
     launch->child_was_pending = sigtimedwait(&only_child, &what, &no_time) == SIGCHLD;
-    if (dtrain__is_deaf(launch)) sigaction(SIGCHLD, &plain, NULL);
+    if (dtrain__ignores_children(launch)) sigaction(SIGCHLD, &plain, NULL);
 }
 
-/* Leave signals to the host again. Our last SIGCHLD is taken off the queue, or a handler of the
- * host's would wait for a child that is gone; one that was about another child is raised again. */
-static void dtrain__unhear_signals(dtrain__launch *launch)
+/* Give signals back to the host. Remove the last SIGCHLD of a rank from the queue: a handler of the
+ * host would wait for a child that is gone. One that was pending before, of another child, is
+ * raised again. */
+static void dtrain__signals_restore(dtrain__launch *launch)
 {
     struct timespec no_time;
     sigset_t only_child;
@@ -203,7 +205,7 @@ static void dtrain__unhear_signals(dtrain__launch *launch)
     sigemptyset(&only_child);
     sigaddset(&only_child, SIGCHLD);
     while (sigtimedwait(&only_child, &what, &no_time) == SIGCHLD) continue;
-    if (dtrain__is_deaf(launch)) sigaction(SIGCHLD, &launch->child_action, NULL);
+    if (dtrain__ignores_children(launch)) sigaction(SIGCHLD, &launch->child_action, NULL);
     if (launch->child_was_pending) kill(getpid(), SIGCHLD);
     pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
 }
@@ -225,8 +227,8 @@ static void *dtrain__thread_main(void *argument)
     return NULL;
 }
 
-/* No rank runs before all threads are there: a thread cannot be killed when a later one is
- * refused. */
+/* Run the ranks as threads. They start together when all threads exist, because a thread cannot be
+ * killed when a later one is refused. */
 static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
 {
     dtrain__rank_thread threads[DTRAIN_MAX_RANKS];
@@ -274,7 +276,7 @@ static dtrain_result dtrain__check_emulation(const dtrain__launch *launch)
         asked->node_ranks, gigabits, latency, launch->place.size);
 }
 
-/* Settle where flight records go; NULL: nowhere. */
+/* Choose the directory of flight records; NULL: none are written. */
 static dtrain_result dtrain__resolve_flight(dtrain_launch_desc *desc)
 {
     const char *directory = desc->flight_directory;
@@ -376,7 +378,7 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
                        stopped, too, end->error[0] ? "; its last error: " : "", end->error);
 }
 
-/* torchrun reports what stands in this file as the root cause. */
+/* Write the error where torchrun looks for the root cause of a failure. */
 static void dtrain__write_error_file(const char *text)
 {
     const char *path = getenv("TORCHELASTIC_ERROR_FILE");
@@ -395,7 +397,7 @@ static void dtrain__write_error_file(const char *text)
     fclose(file);
 }
 
-/* Start all ranks once, see them end, and tell how. */
+/* Run one attempt: start all ranks, wait until they have ended, and make the result. */
 static dtrain_result dtrain__attempt(dtrain__launch *launch, dtrain_launch_info *info)
 {
     const uint32_t arenas = launch->joins ? 0 : launch->desc.rank_count;
@@ -433,10 +435,10 @@ static dtrain_result dtrain__run_attempts(dtrain__launch *launch, dtrain_launch_
     dtrain_result result;
     if (catches)
         DTRAIN__TRY(dtrain__signals_begin(launch->desc.flight_directory != NULL, &old_mask));
-    if (launch->launcher) dtrain__hear_signals(launch);
+    if (launch->launcher) dtrain__signals_block(launch);
     do result = dtrain__attempt(launch, info);
     while (dtrain__restart(launch, &result, info));
-    dtrain__unhear_signals(launch);
+    dtrain__signals_restore(launch);
     if (catches) dtrain__signals_end(&old_mask);
     return result;
 }

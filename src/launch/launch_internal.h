@@ -30,7 +30,7 @@ typedef struct dtrain__launch {
     dtrain__placement place; /* rank: the first one here; size: the world's */
     bool joins;              /* a world that another launcher has started ... */
     bool here;               /* ... of which this process is one rank */
-    dtrain_result joined;    /* here: how that went */
+    dtrain_result joined;    /* here: the result of making its world */
     dtrain__region region;
     uint32_t cores;
     uint64_t job;                 /* see dtrain_world */
@@ -38,19 +38,19 @@ typedef struct dtrain__launch {
     pid_t launcher;               /* that forks; 0 when nobody does */
     pid_t pids[DTRAIN_MAX_RANKS]; /* 0: not started, or reaped */
     int live;                     /* processes to reap */
-    int forwarded, stop_count;    /* last request to stop passed on; how often we were asked */
-    int passed_on;                /* last signal passed on, SIGUSR1 and SIGUSR2 included */
-    uint64_t stop_ns;             /* when we were asked to stop last */
-    bool waits_for_signals;       /* `watched` is blocked and SIGCHLD is heard, until the end */
-    bool child_was_pending;       /* as it was found: to be put back at the end */
+    int forwarded, stop_count;    /* last request to stop that was forwarded; how many came */
+    int passed_on;                /* last signal forwarded, SIGUSR1 and SIGUSR2 included */
+    uint64_t stop_ns;             /* when the last request to stop came */
+    bool waits_for_signals;       /* `watched` is blocked */
+    bool child_was_pending;       /* SIGCHLD, when the launch began */
     struct sigaction child_action;
     sigset_t watched, old_mask;
-    uint32_t gate; /* atomic, threads mode: 0 wait, 1 go, 2 go home */
+    uint32_t gate; /* atomic, of ranks that are threads: 0 wait, 1 run, 2 return */
 
     /* Attempts. */
     int rank_count;         /* of a world with all its ranks */
     uint64_t attempt_ns;    /* when this attempt began */
-    int started;            /* by this attempt; fewer than there should be: one was refused */
+    int started;            /* by this attempt; fewer than desc.rank_count: one was refused */
     uint32_t restart_count; /* of this call */
     dtrain__restarts restarts;
     uint64_t announced; /* the furthest step of this attempt, plus 1; 0: none */

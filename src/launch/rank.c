@@ -53,7 +53,7 @@ static dtrain_result dtrain__world_mark(dtrain_world *world)
     return DTRAIN_OK;
 }
 
-/* Warn, once a machine, of kernels that were compiled for an older generation of GPUs. */
+/* Warn, on one rank of a host, of kernels that were compiled for an older generation of GPUs. */
 static void dtrain__warn_of_old_code(dtrain_world *world)
 {
     dtrain_device_info gpu;
@@ -69,7 +69,8 @@ static void dtrain__warn_of_old_code(dtrain_world *world)
                gpu.major, gpu.minor);
 }
 
-/* Make a world. On failure *out may be half a world: dtrain__world_destroy frees what there is. */
+/* Make a rank's world. On failure *out may be half a world, which dtrain__world_destroy can
+ * free. */
 static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
                                           dtrain_world **out)
 {
@@ -120,9 +121,9 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     return DTRAIN_OK;
 }
 
-/* Say how this rank has ended, as its control page records it, and stay until everybody has been
- * sent it. Rank 0 stays until all ranks have ended, as the parent of forked ranks does, because
- * they hear of each other through it. After a failure the grace period limits both. */
+/* Send how this rank has ended, and stay until everybody has been sent it. Rank 0 stays until all
+ * ranks have ended, because their frames pass through it. After a failure the grace period limits
+ * both. */
 static void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
 {
     const dtrain__exit_record *own = &world->control->exits[world->rank];
@@ -142,10 +143,9 @@ static void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
     }
 }
 
-/* Record how this rank ended where the other ranks see it, in the world's control page. A rank that
- * has joined a world of another launcher also records it in the page of this launch, where
- * dtrain_launch reads it, together with what rank 0 knows of the others and a failed rank of the
- * cause. */
+/* Record how this rank ended in the control page of its world. A joined rank also records it in the
+ * page of this launch, from which dtrain_launch makes its result: rank 0 with the records of all
+ * ranks, a failed rank with that of the cause. */
 static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int rank, dtrain__end how,
                              int code)
 {
@@ -153,7 +153,7 @@ static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int ra
     snprintf(error, sizeof error, "%s", code ? dtrain_last_error() : "");
     const bool met = launch->joins && world && world->link;
     if (world && code) dtrain__flight_fail(world, DTRAIN_ERROR_RANK_FAILED);
-    if (world) world->control->exits[rank].after = world->told_by;
+    if (world) world->control->exits[rank].after = world->caused_by;
     if (!met || !launch->here) dtrain__record_end(launch->region.control, rank, how, code, error);
     if (!met) return;
     dtrain__record_end(world->control, rank, how, code, error);

@@ -1,9 +1,9 @@
 /* Restarts
  *
- * A run that fails is started again, all ranks together and from nothing: in a fresh region, so
- * that what the dead have left there can disturb nobody. The ranks load what they saved last. Only
- * the launcher that has started every rank of a world can do this; another launcher's ranks end
- * with a status that makes that one do it.
+ * A run that fails is started again, all ranks together, in a new shared region: nothing of the
+ * failed attempt is in it. The ranks load what they saved last. Only a launcher that has started
+ * every rank of a world can do this; ranks of another launcher end with an exit status that makes
+ * that launcher do it.
  *
  *     start all ranks <------------------------------------------------+
  *         | all returned 0, or the run was asked to stop --> the end   |
@@ -12,8 +12,7 @@
  *         | `restarts` of them in a row --> the end: a crash loop      |
  *         +-- one warning; wait backoff_ms, doubled for each in a row -+
  *
- * Progress is a step that dtrain_world_progress has announced. The control page keeps the highest,
- * the launcher the highest of all pages. */
+ * Progress is a step that dtrain_world_progress has announced, further than any before it. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -53,9 +52,9 @@ DTRAIN__PRIVATE bool dtrain__restarts_next(dtrain__restarts *r, uint64_t announc
     return true;
 }
 
-/* Map the file in which dtrain-run wants to read how far its ranks are: DTRAIN_PROGRESS_FILE, a
- * name below /proc of a file that has none, which begins with a magic. A variable that a dead
- * launcher has left behind may name somebody else's file: that one is not touched. */
+/* Map the file from which dtrain-run reads how far its ranks are: DTRAIN_PROGRESS_FILE, a name
+ * below /proc of a memfd, which begins with a magic. The variable may be left over from a launcher
+ * that is dead, and name another file: without the magic it is not touched. */
 DTRAIN__PRIVATE uint64_t *dtrain__progress_open(void)
 {
     const char *path = getenv("DTRAIN_PROGRESS_FILE");
@@ -79,7 +78,7 @@ DTRAIN__PRIVATE void dtrain__progress_close(uint64_t *progress)
     if (progress) munmap((char *)progress - sizeof DTRAIN__PROGRESS_MAGIC, dtrain__page_bytes());
 }
 
-/* Log as the launcher, rank -1, or as the rank that this process is to be. */
+/* Log with rank -1, the launcher, or as the rank that this process will be. */
 DTRAIN__PRINTF(4, 5)
 DTRAIN__PRIVATE void dtrain__launch_log(const dtrain__launch *launch, int rank,
                                         dtrain_log_level level, const char *format, ...)
@@ -96,8 +95,8 @@ DTRAIN__PRIVATE void dtrain__launch_log(const dtrain__launch *launch, int rank,
     va_end(args);
 }
 
-/* Say whether somebody has asked the run to stop: through the launcher, at a terminal, or at one
- * rank. Without catch_signals, ranks that end by the SIGUSR1 that was forwarded end as asked. */
+/* Say whether the run was asked to stop: through the launcher, at a terminal, or at one rank.
+ * Without catch_signals a rank that ends by the SIGUSR1 that was forwarded ends as asked. */
 static bool dtrain__was_stopped(const dtrain__launch *launch, const dtrain_launch_info *info)
 {
     return launch->forwarded || launch->caught ||
@@ -111,8 +110,8 @@ static void dtrain__set_ranks(dtrain__launch *launch, int count)
     launch->desc.rank_count = (uint32_t)count;
 }
 
-/* Go on with the ranks that could be started, where the system refuses some of them in a restart;
- * false when they are too few. Every turn has fewer ranks than the one before, so this ends. */
+/* Go on with the ranks that could be started, where the system refuses some in a restart; false
+ * when they are too few. Each such attempt has fewer ranks than the one before, so this ends. */
 static bool dtrain__go_on_with_fewer(dtrain__launch *launch)
 {
     const int nodes = (int)launch->desc.emulation.node_ranks;
@@ -125,9 +124,9 @@ static bool dtrain__go_on_with_fewer(dtrain__launch *launch)
     return true;
 }
 
-/* Wait before a restart, for as long as nobody asks the run to stop; return the signal that does,
- * or 0. Signals that are forwarded are blocked and come from sigtimedwait; ranks that are threads
- * leave them to the host, except where they are caught. */
+/* Wait before a restart, and return the signal that asks the run to stop meanwhile, or 0. Signals
+ * that are forwarded are blocked and come from sigtimedwait; with threads they are the host's,
+ * unless they are caught. */
 static int dtrain__back_off(const dtrain__launch *launch, uint64_t wait_ns)
 {
     const uint64_t end = dtrain__now_ns() + wait_ns, longest = 50000000u;
@@ -150,8 +149,8 @@ static int dtrain__back_off(const dtrain__launch *launch, uint64_t wait_ns)
     }
 }
 
-/* Decide whether a run that has ended is started again, and wait until then. A world that could not
- * even be started the first time is not: its desc or its machine is wrong. */
+/* Decide whether a run that has ended is started again, and wait until then. An attempt that could
+ * not start all ranks the first time is not repeated: its desc or its machine is wrong. */
 DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *result,
                                      dtrain_launch_info *info)
 {

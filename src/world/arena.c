@@ -13,9 +13,9 @@
 #include "device/backend.h"
 #include "device/device.h"
 
-/* Map anonymous memory or, if file >= 0, a file made that large; MAP_FAILED with errno. The limit
- * of `ulimit -f` is asked first, because ftruncate answers a file above it with a signal. The
- * reserve is kept out of core files, where it would fill the disk and help nobody. */
+/* Map anonymous memory or, if file >= 0, a file of that size; MAP_FAILED with errno. Check `ulimit
+ * -f` first, because ftruncate beyond it raises a signal. Exclude the memory from core files, which
+ * it would fill with zeros. */
 DTRAIN__PRIVATE void *dtrain__map_bytes(void *hint, size_t bytes, int file)
 {
     struct rlimit limit;
@@ -32,10 +32,10 @@ DTRAIN__PRIVATE void *dtrain__map_bytes(void *hint, size_t bytes, int file)
     return memory;
 }
 
-/* Map a control page and, behind it, the arenas of so many ranks; with 0 ranks no memory is shared.
- * Reserve address space, not memory: `given` bytes per rank or, 0, as much as the machine has.
- * Where that much cannot be had (ulimit -v, strict overcommit, valgrind) the default halves down to
- * 64 MiB; an explicit size does not. */
+/* Map a control page and, behind it, the arenas of so many ranks; 0: no memory is shared. This
+ * reserves address space, not memory: `given` bytes per rank or, 0, as much as the machine has.
+ * Where that fails (ulimit -v, strict overcommit, valgrind) the default halves, down to 64 MiB; an
+ * explicit size does not. */
 DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, void *hint, int file,
                                                  dtrain__region *region)
 {
@@ -78,8 +78,9 @@ DTRAIN__PRIVATE bool dtrain__is_shared(const dtrain_world *world, const void *me
     return at >= begin && at - begin <= all && bytes <= all - (at - begin);
 }
 
-/* Pages are promised now and committed when touched: so all promises together must fit in what was
- * free at the start (or is free now, if that is more), or some rank would be killed later. */
+/* Count bytes as handed out, or fail. Pages are committed when touched, so all promises together
+ * must fit in what was free at the start (or is free now, if that is more): otherwise a rank would
+ * be killed later. */
 DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain__control *control, size_t bytes)
 {
     const uint64_t now = dtrain__free_memory();
@@ -94,8 +95,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain__control *control, size_t b
         bytes, (unsigned long long)now, (unsigned long long)promised);
 }
 
-/* Return the device to which the arena's memory is charged: the CPU, or none, because ranks with a
- * GPU keep only copies in the arena. */
+/* Return the device to which the arena's memory is charged: the CPU. NULL with a GPU, whose ranks
+ * only keep copies in the arena. */
 static dtrain_device *dtrain__arena_device(const dtrain_world *world)
 {
     return world->device && world->device->ops->host_memory ? world->device : NULL;
@@ -138,8 +139,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t b
     return DTRAIN_OK;
 }
 
-/* Take memory back and give its pages to the system at once, so that memory handed out next reads
- * as zero without being cleared. Memory that the arena has not handed out is left alone. */
+/* Free memory of this rank's arena, and give its pages back to the system at once: so memory that
+ * is handed out next reads as zero. An address that is not of this arena is ignored. */
 DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory)
 {
     char *arena = dtrain__arena(world->control, world->rank);

@@ -1,7 +1,7 @@
 /* The control page: how ranks end, wait for each other and gather
  *
- * Every field that another rank may read while it is written is stored last and atomically, so no
- * lock is needed, and a rank that is killed half-way leaves nothing locked. */
+ * A record that another rank may read while it is written ends with one atomic store that makes it
+ * valid. So no lock is needed, and a rank that is killed half-way leaves none held. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -67,8 +67,8 @@ DTRAIN__PRIVATE const char *dtrain__bare(const char *text)
     return strncmp(text, prefix, strlen(prefix)) == 0 ? text + strlen(prefix) : text;
 }
 
-/* Return the rank that failed first, -1 for none. The first one that has ended may have been told
- * of another one's failure and been quicker to end. */
+/* Return the rank that failed first, -1 for none. The first exit record may be that of a rank that
+ * failed because another one had failed and only ended earlier: its `after` names the cause. */
 DTRAIN__PRIVATE int dtrain__first_failure(const dtrain__control *control)
 {
     const int first = (int)dtrain__load(&control->first_failed) - 1;
@@ -76,7 +76,7 @@ DTRAIN__PRIVATE int dtrain__first_failure(const dtrain__control *control)
     return cause >= 0 && dtrain__load(&control->exits[cause].how) > DTRAIN__LEFT ? cause : first;
 }
 
-/* Count a rank that has ended; the first one that failed stands. */
+/* Count an ended rank, and keep the first one that failed. */
 static void dtrain__count_end(dtrain__control *control, int rank, bool failed)
 {
     uint32_t none = 0;
@@ -86,8 +86,8 @@ static void dtrain__count_end(dtrain__control *control, int rank, bool failed)
                                     __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
 
-/* Record how a rank ended. Called once for each rank. One that the others have heard is lost cannot
- * have ended well any more. */
+/* Record how a rank ended, once for each rank. A rank that is recorded as lost cannot be recorded
+ * later as ended well. */
 DTRAIN__PRIVATE void dtrain__record_end(dtrain__control *control, int rank, dtrain__end how,
                                         int value, const char *error)
 {
@@ -112,10 +112,9 @@ DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank)
     return true;
 }
 
-/* Record an abort; false when another one came first, which stands. Ranks whose deadlines end
- * together abort together: who comes second returns when the first abort can be read, so that a
- * poll after this call finds it. Its writer may have been killed half-way; hence the limit of
- * 0.1 s. */
+/* Record an abort; false when there is an earlier one, which is kept. Ranks whose deadlines end
+ * together abort together: the later one waits until the first record can be read, so that its next
+ * poll finds it; at most 0.1 s, because the writer may have been killed half-way. */
 DTRAIN__PRIVATE bool dtrain__record_abort(dtrain__control *control, int rank, dtrain_result code,
                                           const char *text)
 {
@@ -154,8 +153,8 @@ DTRAIN__PRIVATE bool dtrain__record_abort(dtrain__control *control, int rank, dt
  * since an operation of this rank has moved, so that long waits cost the other program little and
  * the chunks of a large operation, which follow each other in some 20 us, do not wait for a nap.
  *
- * Only time in which this rank could look counts towards the deadline: a job that was suspended as
- * a whole and resumed an hour later does not time out. */
+ * A gap of more than a second between two polls counts as one second towards the deadline: a job
+ * that was suspended as a whole and resumed an hour later does not time out. */
 
 #define DTRAIN__SPIN_TURNS \
     32u /* some 2 us of pauses, then yield: the peer may have lost its core */
@@ -177,7 +176,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__trouble(dtrain_world *world)
     const int failed = dtrain__first_failure(control),
               rank = aborted ? control->aborted.rank : failed;
     char text[160];
-    if (!world->told_by) world->told_by = 1 + rank;
+    if (!world->caused_by) world->caused_by = 1 + rank;
     if (aborted) {
         const char *code = dtrain_result_text((dtrain_result)control->aborted.code);
         return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d reported %.*s: %s", control->aborted.rank,
@@ -192,11 +191,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__trouble(dtrain_world *world)
 
 /* ---- Who waits for whom
  *
- * A rank that waits for another one writes down for which and when, at every poll. So a rank whose
- * deadline ends can follow the waits, from its neighbour on, to the one that waits for nobody: that
- * one is behind. An entry counts for half a deadline, because a rank that was stopped inside of a
- * wait does not wait. A rank that gives up leaves its entry there: others, whose deadlines end a
- * moment later, would else hold it for the one that is behind. */
+ * At every poll, a rank that waits for another one writes down for which and when. A rank whose
+ * deadline ends follows these entries, from the rank that it waits for, to the first one that waits
+ * for nobody: that one is behind. Entries older than half a deadline do not count, because a rank
+ * that was stopped inside of a wait no longer waits. A rank that gives up keeps its entry: others,
+ * whose deadlines end a moment later, would otherwise take it for the one that is behind. */
 
 /* Note for which rank of the world this one waits; -1: for none. */
 DTRAIN__PRIVATE void dtrain__set_waits(dtrain_world *world, int rank)
@@ -228,8 +227,7 @@ DTRAIN__PRIVATE int dtrain__behind(const dtrain_world *world, int rank)
 }
 
 /* Poll from inside a wait: the clock, the link, the control page, the launcher. TIMEOUT comes
- * without a sentence (the caller knows what it was waiting for), PEER with one. A gap of more than
- * a second between two polls counts as one second. */
+ * without a sentence, because only the caller knows what it waits for; PEER comes with one. */
 DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wait *wait)
 {
     const uint64_t now = dtrain__now_ns(), longest_gap = 1000000000u;
@@ -274,8 +272,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_turn(dtrain_world *world, dtrain__wai
     return ++wait->yields % DTRAIN__YIELDS_PER_POLL ? DTRAIN_OK : dtrain__wait_poll(world, wait);
 }
 
-/* A rank that forks by itself has a child with the same pointers and none of the rights.
- * MADV_WIPEONFORK makes the flag read 0 there, so the check is one load and no getpid. */
+/* Refuse a call from a process that a rank has forked, which has the rank's pointers and is no
+ * rank. MADV_WIPEONFORK makes *mine 0 there, so the check is one load and no getpid. */
 DTRAIN__PRIVATE dtrain_result dtrain__world_check(const dtrain_world *world, const char *call)
 {
     if (world->mine && *world->mine) return DTRAIN_OK;
@@ -326,7 +324,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__abort_with(dtrain_world *world, dtrain_res
     return dtrain_fail(code, "%s", text);
 }
 
-/* Sleep for what has to come over the network, spin for what comes through shared memory. */
+/* Wait a little: asleep for records that come over the network, spinning for shared memory. */
 static dtrain_result dtrain__gather_turn(dtrain_world *world, dtrain__wait *wait)
 {
     if (!dtrain__is_remote(world)) return dtrain__wait_turn(world, wait);
@@ -334,26 +332,26 @@ static dtrain_result dtrain__gather_turn(dtrain_world *world, dtrain__wait *wait
     return dtrain__wait_poll(world, wait);
 }
 
-/* Say whether record number `sequence` of a rank is here. This rank's own is done with when the
- * link has nothing left to send, on rank 0 the others' records too: the caller may not wait here
- * again for long. */
+/* Say whether record number `sequence` of a rank has arrived. This rank's own counts as arrived
+ * when the link has sent it, and on rank 0 all that it forwards: the caller may not come back for a
+ * long time to send the rest. */
 static bool dtrain__has_record(const dtrain_world *world, int rank, uint64_t sequence)
 {
     if (rank == world->rank) return dtrain__link_all_sent(world);
     return dtrain__load(&world->control->slots[rank].sequence) >= sequence;
 }
 
-/* Wait for a record. Whether its rank has left is asked before its slot is read for the last time,
- * because a record that it wrote before leaving counts. Records come through rank 0, where ranks
- * share no page: a rank 0 that waits for nobody is the one that is behind, whosever record is
- * missing. */
+/* Wait for the record of a rank. Read whether that rank has left before reading its slot for the
+ * last time: a record that it wrote before it left counts. Where ranks share no page, records come
+ * through rank 0; so when rank 0 waits for nobody, it is the one that is behind, whichever record
+ * is missing. */
 static dtrain_result dtrain__await_record(dtrain_world *world, int rank, uint64_t sequence,
                                           dtrain__wait *wait)
 {
     while (!dtrain__has_record(world, rank, sequence)) {
         const dtrain_result turn = dtrain__gather_turn(world, wait);
         if (!wait->polled) continue;
-        const int awaited = rank == world->rank ? dtrain__link_deaf(world) : rank;
+        const int awaited = rank == world->rank ? dtrain__link_unsent(world) : rank;
         dtrain__set_waits(world, awaited);
         const bool left = dtrain__load(&world->control->exits[rank].how) == DTRAIN__LEFT;
         if (dtrain__has_record(world, rank, sequence)) break;

@@ -1,29 +1,27 @@
 /* The link between ranks of a launcher
  *
- * Ranks that a launcher has started are connected as a star. A rank sends what it has to say to
- * rank 0, and rank 0 sends it on to all, the first one included: gather to 0 and broadcast.
+ * Ranks that a launcher has started are connected as a star. A rank sends its frames to rank 0, and
+ * rank 0 forwards them to all ranks, the sender included: gather to 0 and broadcast.
  *
  *     rank 1 ----+
  *     rank 2 ----+---- rank 0
  *     rank 3 ----+
  *
- * Four things are said: a record of dtrain_world_all_gather, an exit, an abort, a wait. The
- * receiver writes each into its own control page, at the place where a forked rank would have
- * written it in the shared one; hence waits, polls and all-gathers read the page and need not know
- * the link. A socket that closes without an exit means that its rank is lost; keepalive closes the
- * socket of a host that has gone.
+ * A frame carries a record of dtrain_world_all_gather, an exit, an abort or a wait. The receiver
+ * writes it into its own control page, where a forked rank would have written it in the shared one;
+ * so waits, polls and all-gathers read the page and know nothing of the link. When a socket closes
+ * and no exit has come, its rank is lost; keepalive closes the socket of a host that is gone.
  *
  * There is no thread: sockets are polled from inside waits and dtrain_world_poll, and nothing here
  * blocks. Frames come from ranks that know the key of the run (rendezvous.c) and are believed, as
  * far as no memory can be damaged: lengths, rank numbers and the order of records are checked, and
  * a rank that breaks them is cut off.
  *
- * The buffer of frames to send is never full. An all-gather returns when the buffer is empty, and a
- * rank's record is at most one ahead of this rank's own, because nobody finishes an all-gather
- * without this rank; so at any time the buffer holds at most two records and one exit of each rank,
- * and one abort: less than three frames of full size per rank. A rank that does not read is thus a
- * timeout of the all-gather. A wait is dropped where the buffer holds more than 1 KiB a rank, so
- * waits never take more than that. */
+ * The buffer of frames to send cannot overflow. An all-gather returns when the buffer is empty, and
+ * nobody finishes an all-gather without this rank, so a rank's record is at most one ahead of this
+ * rank's. At any time the buffer holds at most two records and one exit of each rank, and one
+ * abort: less than three frames of full size per rank. So a rank that does not read makes the
+ * all-gather time out. A wait is dropped while the buffer holds more than 1 KiB a rank. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -74,8 +72,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__link_create(dtrain_world *world)
 
 /* ---- Sending ----------------------------------------------------------------------------------*/
 
-/* Send what the sockets take, and drop from the buffer what all ends have been sent. An end whose
- * connection is broken counts as sent to: the next poll finds it. */
+/* Send what the sockets accept, and drop from the buffer what all ends have been sent. A broken
+ * connection counts as sent: the next receive finds that it is broken. */
 static void dtrain__link_flush(dtrain__link *link)
 {
     size_t done = link->out_bytes;
@@ -96,14 +94,14 @@ static void dtrain__link_flush(dtrain__link *link)
     for (int i = 0; i < link->count; i++) link->ends[i].sent -= done;
 }
 
-/* Say whether the control page is this rank's alone, so that news must come through the link. */
+/* Say whether the control page is this rank's copy, which only the link updates. */
 DTRAIN__PRIVATE bool dtrain__is_remote(const dtrain_world *world)
 {
     return world->link && !world->link->shared;
 }
 
-/* Put one frame behind those that are being sent. Do nothing in a world without a link and where
- * the control page is shared. There is room: see the top of this file. */
+/* Append a frame to the buffer, which has room for it (see the top of this file). Do nothing
+ * without a link, or where the control page is shared. */
 static void dtrain__link_append(dtrain_world *world, dtrain__frame_kind kind, int rank,
                                 const void *data, size_t bytes)
 {
@@ -118,7 +116,7 @@ static void dtrain__link_append(dtrain_world *world, dtrain__frame_kind kind, in
     link->out_bytes += sizeof frame + bytes;
 }
 
-/* Send one frame to rank 0 or, from there, to all: as much of it as the sockets take now. */
+/* Append a frame for rank 0 or, on rank 0, for all, and send as much as the sockets accept now. */
 DTRAIN__PRIVATE void dtrain__link_send(dtrain_world *world, dtrain__frame_kind kind, int rank,
                                        const void *data, size_t bytes)
 {
@@ -131,8 +129,8 @@ DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world)
     return !dtrain__is_remote(world) || world->link->out_bytes == 0;
 }
 
-/* Return the first rank that has not been sent all of the buffer; -1: it is empty. */
-DTRAIN__PRIVATE int dtrain__link_deaf(const dtrain_world *world)
+/* Return the first rank that has not been sent all of the buffer; -1: the buffer is empty. */
+DTRAIN__PRIVATE int dtrain__link_unsent(const dtrain_world *world)
 {
     const dtrain__link *link = world->link;
     for (int i = 0; link && i < link->count; i++)
@@ -145,8 +143,8 @@ static bool dtrain__link_takes_waits(const dtrain__link *link)
     return link->out_bytes < (size_t)link->count << 10;
 }
 
-/* Tell the others for which rank this one waits (-1: for none) when it has been waiting for a
- * quarter of its deadline, and from then on every eighth. */
+/* Send for which rank this one waits (-1: none) after a quarter of its deadline, and then every
+ * eighth. */
 DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank)
 {
     const int32_t target = rank;
@@ -161,10 +159,10 @@ DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank)
 
 /* ---- Receiving --------------------------------------------------------------------------------*/
 
-/* Answer a question about the time on rank 0, and hear the answer on the rank that has asked. The
- * answer with the shortest way counts: what happened at half of that way on this clock happened
- * then on rank 0's, and no more than half of it wrong (Cristian, "Probabilistic Clock
- * Synchronization", 1989). Others get answers that are not for them, and drop them. */
+/* Handle a frame about clocks: rank 0 answers a question, the rank that asked uses the answer, and
+ * others drop it. Of several answers the one with the shortest round trip counts: rank 0 read its
+ * clock somewhere on the way, so half of the round trip bounds the error (Cristian, "Probabilistic
+ * Clock Synchronization", 1989). */
 static bool dtrain__clock_apply(dtrain_world *world, int from, int rank, const char *data,
                                 size_t bytes)
 {
@@ -187,8 +185,8 @@ static bool dtrain__clock_apply(dtrain_world *world, int from, int rank, const c
     return true;
 }
 
-/* Bring the control page up to what a frame from rank `from` says and, on rank 0, send it on; false
- * when it makes no sense. */
+/* Write a frame from rank `from` into the control page and, on rank 0, forward it; false when the
+ * frame is malformed. */
 static bool dtrain__frame_apply(dtrain_world *world, int from, const dtrain__frame *frame,
                                 const char *data)
 {
@@ -234,9 +232,9 @@ static bool dtrain__frame_apply(dtrain_world *world, int from, const dtrain__fra
     return true;
 }
 
-/* Receive once what is there from rank `from`, and apply whole frames. Close the connection when
- * the other end has, or has sent nonsense. A rank that has ended properly has sent its exit before,
- * or written it in the shared page; any other one is then lost. */
+/* Receive once from rank `from`, and apply the whole frames. Close the connection when the other
+ * end has closed it or has sent nonsense: that rank is then lost, unless its exit has been recorded
+ * before. */
 static void dtrain__link_receive(dtrain_world *world, int from)
 {
     dtrain__connection *end = &world->link->ends[from];
@@ -245,10 +243,10 @@ static void dtrain__link_receive(dtrain_world *world, int from)
     const ssize_t got =
         recv(end->socket, end->in + end->in_bytes, sizeof end->in - end->in_bytes, 0);
     bool open = got > 0 || (got < 0 && dtrain__try_again(errno));
-    /* what cannot be read for as long as a deadline is as good as closed */
-    if (got >= 0 || errno == EAGAIN || errno == EINTR) end->deaf_ns = 0;
-    else if (!end->deaf_ns) end->deaf_ns = dtrain__now_ns();
-    else if (dtrain__now_ns() - end->deaf_ns >= world->timeout_ns) open = false;
+    /* a socket that cannot be read for as long as a deadline counts as closed */
+    if (got >= 0 || errno == EAGAIN || errno == EINTR) end->unread_ns = 0;
+    else if (!end->unread_ns) end->unread_ns = dtrain__now_ns();
+    else if (dtrain__now_ns() - end->unread_ns >= world->timeout_ns) open = false;
     if (got > 0) end->in_bytes += (size_t)got;
     while (sane && end->in_bytes >= sizeof frame) {
         memcpy(&frame, end->in, sizeof frame);
@@ -269,7 +267,7 @@ static void dtrain__link_receive(dtrain_world *world, int from)
                             sizeof world->control->exits[from]);
 }
 
-/* Send and receive what can be, waiting up to nap_ms for something to happen. */
+/* Send and receive without blocking, after waiting up to nap_ms for a socket to be ready. */
 DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms)
 {
     dtrain__link *link = world->link;
@@ -287,9 +285,9 @@ DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms)
     dtrain__link_flush(link);
 }
 
-/* Compare the clocks of all ranks with rank 0's, once, when they have met: an offset for each rank,
- * for tools that lay traces beside each other. Every rank asks some times, one question behind the
- * other, and rank 0 does nothing but answer meanwhile. */
+/* Measure the offset of every rank's clock to rank 0's, once, after the rendezvous, so that tools
+ * can lay traces beside each other. Every rank asks DTRAIN__CLOCK_ROUNDS times, one question after
+ * the other, and rank 0 only answers meanwhile. */
 DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world)
 {
     dtrain__link *link = world->link;
@@ -318,7 +316,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world)
     }
 }
 
-/* Pump from inside a wait. It costs some microseconds, so at most once a millisecond. */
+/* Send and receive from inside a wait. It costs some microseconds, so at most once a
+ * millisecond. */
 DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world)
 {
     const uint64_t now = dtrain__now_ns();

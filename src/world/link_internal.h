@@ -1,4 +1,4 @@
-/* The link: how ranks that another launcher has started hear of each other
+/* The link: TCP connections between ranks that another launcher has started
  *
  * Read in this order: the rendezvous (rendezvous.c) makes one TCP connection from each rank to
  * rank 0; the link (link.c) then carries frames over these connections for as long as the world
@@ -11,8 +11,8 @@
  *     GATHER     the rank's next record of dtrain_world_all_gather, at most 4096 bytes
  *     EXIT       its dtrain__exit_record
  *     ABORT      its dtrain__abort_record
- *     WAIT       for which rank it has been waiting for long: int32
- *     CLOCK      what time it is: to rank 0 as a question, and back as its answer */
+ *     WAIT       the rank for which it has been waiting long: int32
+ *     CLOCK      dtrain__clock_frame: to rank 0 a question, from it the answer */
 
 #pragma once
 
@@ -21,7 +21,7 @@
 #include "world/world.h"
 #include "world/world_internal.h"
 
-/* Where the environment places this process. */
+/* Which rank this process is, or which ranks it starts, as the environment says. */
 typedef struct dtrain__placement {
     const char *family;         /* NULL: no launcher, or one that started a world of one */
     int rank, size;             /* forks > 0: of the node's first rank */
@@ -57,11 +57,11 @@ typedef struct dtrain__clock_frame {
 #define DTRAIN__FRAME_ROOM (sizeof(dtrain__frame) + DTRAIN_WORLD_ALL_GATHER_BYTES)
 
 typedef struct dtrain__connection {
-    int socket;       /* -1: closed */
-    char name[96];    /* of the other end, for messages */
-    size_t sent;      /* bytes of link->out that this end has been sent */
-    uint64_t deaf_ns; /* since when it cannot be read, for want of memory; 0: it can */
-    int clock_rounds; /* questions answered on rank 0, answers heard elsewhere */
+    int socket;         /* -1: closed */
+    char name[96];      /* of the other end, for messages */
+    size_t sent;        /* bytes of link->out that this end has been sent */
+    uint64_t unread_ns; /* since when reads fail for want of memory; 0: they do not */
+    int clock_rounds;   /* rank 0: questions answered; other ranks: answers received */
     size_t in_bytes;
     char in[DTRAIN__FRAME_ROOM]; /* received and not yet a whole frame */
 } dtrain__connection;
@@ -93,7 +93,7 @@ DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank);
 DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms);
 DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world);
 DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world);
-DTRAIN__PRIVATE int dtrain__link_deaf(const dtrain_world *world);
+DTRAIN__PRIVATE int dtrain__link_unsent(const dtrain_world *world);
 DTRAIN__PRIVATE bool dtrain__is_remote(const dtrain_world *world);
 DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world);
 

@@ -1,9 +1,9 @@
 /* One host, one control page
  *
- * Ranks that find themselves on one host share memory as forked ranks do. Rank 0 makes a file
- * without a name (memfd) and tells the others where it has mapped it; they open it through
- * /proc/<pid>/fd and map it at the same address, or all try again with another one. It is gone when
- * the last of them has ended, however that was. */
+ * Joined ranks that are all on one host share memory as forked ranks do. Rank 0 makes a file
+ * without a name (memfd) and sends the others its address; they open the file through
+ * /proc/<pid>/fd and map it at the same address, or all ranks try another address. The kernel frees
+ * the file when the last rank has ended, however it ended. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -12,9 +12,9 @@
 #include "world/world.h"
 #include "world/world_internal.h"
 
-/* Hash what ranks have in common when they can see each other's processes and memory: host name,
- * boot, and the namespaces of a container. What /proc does not show it shows no rank of the host;
- * want of descriptors or memory is this rank's alone: *error. */
+/* Hash what is equal for ranks that can see each other's processes and memory: host name, boot, and
+ * the namespaces of a container. A part that /proc hides is hidden from all ranks of the host; only
+ * want of descriptors or memory is this rank's own failure: *error. */
 static uint64_t dtrain__host_id(int32_t *error)
 {
     static const char *const names[2] = {"/proc/self/ns/net", "/proc/self/ns/pid"};
@@ -36,7 +36,7 @@ static uint64_t dtrain__host_id(int32_t *error)
 /* The host on which a rank is, and the emulated nodes that its desc asks for. */
 typedef struct dtrain__host_record {
     uint64_t host;
-    int32_t error, unused; /* why the host could not be found out; 0: it was */
+    int32_t error, unused; /* errno: why the host is unknown; 0: it is known */
     dtrain_emulation emulation;
 } dtrain__host_record;
 
@@ -62,7 +62,7 @@ static dtrain_result dtrain__agree_on_nodes(dtrain_world *world, const dtrain__h
         world->node_count);
 }
 
-/* Number the hosts and the ranks of each. What the launcher said about local ranks stands. */
+/* Number the hosts, and the ranks of each. The launcher's own numbers of local ranks are kept. */
 static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__placement *place)
 {
     dtrain__host_record own, all[DTRAIN_MAX_RANKS];
@@ -96,14 +96,14 @@ static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__place
     return DTRAIN_OK;
 }
 
-/* Where rank 0 has put the region; bytes = 0: it could not. */
+/* Rank 0's region; bytes = 0: it could not make one. */
 typedef struct dtrain__offer {
     uint64_t address, bytes, inode;
     int32_t pid, file;
 } dtrain__offer;
 
-/* Propose addresses far from where programs, libraries and stacks are put, and from the shadow
- * memory of sanitizers; after three of them, the kernel chooses for rank 0. */
+/* Propose an address far from where programs, libraries and stacks are put, and from the shadow
+ * memory of sanitizers; after three of them the kernel chooses rank 0's. */
 static void *dtrain__region_hint(int attempt)
 {
     static const uintptr_t places[] = {0x210000000000u, 0x410000000000u, 0x7a0000000000u};
@@ -127,8 +127,8 @@ static dtrain_result dtrain__offer_region(dtrain_world *world, size_t reserve_by
     return DTRAIN_OK;
 }
 
-/* Map rank 0's region at rank 0's address. The file must be the one that was meant: the process may
- * have gone, and its number be another's. */
+/* Map rank 0's region at rank 0's address, after checking that the file is rank 0's: another
+ * process may have its number by now. */
 static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__region *region)
 {
     char path[64];
@@ -158,8 +158,8 @@ static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__r
     return DTRAIN_OK;
 }
 
-/* Make one attempt, all ranks together: rank 0 offers, the others accept, and all hear what went
- * wrong, "" for nothing. An error is the failure of an all-gather itself. */
+/* Make one attempt with all ranks: rank 0 offers a region, the others map it, and all gather what
+ * went wrong, "" for nothing. An error is a failure of the all-gather itself. */
 static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_bytes, int attempt,
                                         dtrain__region *region)
 {
@@ -187,9 +187,9 @@ static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_byte
     return gathered;
 }
 
-/* Do all that makes a rank of another launcher a rank like any other: meet, find out who is on this
- * host, and there move from a control page of this rank's own to a shared one. Where no address is
- * free in every rank, they go on without shared memory, as on several hosts. */
+/* Make a joined rank a rank like any other: meet the others, find the ranks of this host, and where
+ * all are on one host move from this rank's own control page to a shared one. Where no address is
+ * free in every rank, ranks go on without shared memory, as on several hosts. */
 DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
                                                  const dtrain__placement *place,
                                                  size_t reserve_bytes)

@@ -7,21 +7,20 @@
  *                                                <-    reply: how the rendezvous went, with a
  *                                                      sentence when it failed
  *
- * A proof is a hash under the key of the run (DTRAIN_JOB_KEY, else what the launcher calls the
- * run): that of a hello over its other fields, that of a reply over its other fields and the proof
- * of the hello that it answers. So both ends know that they belong together, and the key itself is
- * not sent.
+ * A proof is a hash under the key of the run (DTRAIN_JOB_KEY, else the launcher's name of the run).
+ * In a hello it covers the other fields; in a reply also the proof of the hello that is answered.
+ * So both ends know that they belong to one run, and the key itself is never sent.
  *
  * This is defended against:
- * - Strangers: a port scanner, a web browser, a rank of another run, another user who does not know
- *   the key. They are turned away, and the run goes on waiting: a stranger must not end it.
- * - Slow or silent strangers: rank 0 waits for nobody. It reads from 64 pending connections at a
- *   time, and a further one takes the place of the oldest.
+ * - Strangers: a port scanner, a web browser, a rank of another run, a user who does not know the
+ *   key. They are turned away, and rank 0 goes on waiting: a stranger must not end the run.
+ * - Slow or silent strangers: rank 0 never blocks on a connection. It reads from 64 pending ones at
+ *   a time, and a further one replaces the oldest.
  * - Mistakes: ranks that know the key and contradict each other (world size, version of dtrain, the
  *   same rank twice) end the run on all ranks, with both values in the sentence.
  *
- * This is not: the traffic is not encrypted, and a recorded hello is as good as the key. Who can
- * read or change the traffic must be kept away by the network. */
+ * It does not protect from a reader of the traffic: nothing is encrypted, and a recorded hello is
+ * as good as the key. The network must keep such readers away. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -35,9 +34,9 @@
 #define DTRAIN__HELLO_MAGIC 0x344b5444u /* "DTK4": the fourth protocol */
 #define DTRAIN__PENDING_MOST 64u
 #define DTRAIN__ANSWER_NS 10000000000u  /* for connecting and for the first reply */
-#define DTRAIN__PATIENCE_NS 5000000000u /* with another run at the port, which may be ending */
-#define DTRAIN__REFUSAL_NS 3000000000u  /* after a failure, for ranks that have yet to come */
-#define DTRAIN__REPLY_WAIT 1            /* the result of a reply that another one follows */
+#define DTRAIN__PATIENCE_NS 5000000000u /* for another run at the port to end */
+#define DTRAIN__REFUSAL_NS 3000000000u  /* after a failure, to tell it to ranks that come late */
+#define DTRAIN__REPLY_WAIT 1            /* the result of a first reply: another one follows */
 
 typedef struct dtrain__hello {
     uint32_t magic;
@@ -66,16 +65,16 @@ typedef struct dtrain__rendezvous {
     uint64_t start_ns, deadline_ns, logged_ns;
     dtrain_result result;
     char why[400];      /* the sentence of result */
-    char problem[200];  /* rank 0: the last stranger; other ranks: why the last try failed */
-    bool stranger;      /* other ranks: what answered was rank 0 of another run */
+    char problem[200];  /* rank 0: the last stranger; other ranks: why the last call failed */
+    bool stranger;      /* other ranks: rank 0 of another run has answered */
     int listener, came; /* rank 0: ranks that joined or were refused */
     dtrain__pending pending[DTRAIN__PENDING_MOST]; /* number n is at n % PENDING_MOST */
     uint32_t accepted;
-    uint64_t proofs[DTRAIN_MAX_RANKS]; /* of the first hello of each rank that came; 0: none did */
+    uint64_t proofs[DTRAIN_MAX_RANKS]; /* of the first hello of each rank; 0: none came */
 } dtrain__rendezvous;
 
-/* Hash a message that ends in a proof, up to that proof, under the key of the run. `challenge` is
- * the proof that a reply answers, 0 for a hello. */
+/* Hash a message without the proof at its end, under the key of the run. `challenge` is the proof
+ * that a reply answers, 0 for a hello. */
 static uint64_t dtrain__proof(const dtrain__rendezvous *r, uint64_t challenge, const void *message,
                               size_t bytes)
 {
@@ -103,8 +102,8 @@ static dtrain__hello dtrain__hello_make(const dtrain__rendezvous *r)
     return hello;
 }
 
-/* Record how the rendezvous failed; the first failure stands. Ranks that have yet to come are given
- * a little time to come and be told. */
+/* Record the failure of the rendezvous, unless one is recorded. Shorten the deadline to REFUSAL_NS,
+ * in which late ranks can still come and receive the failure. */
 DTRAIN__PRINTF(3, 4)
 static dtrain_result dtrain__meet_fail(dtrain__rendezvous *r, dtrain_result code,
                                        const char *format, ...)
@@ -119,8 +118,9 @@ static dtrain_result dtrain__meet_fail(dtrain__rendezvous *r, dtrain_result code
     return r->result = code;
 }
 
-/* Send small frames at once, and notice within some 30 s that a host has gone: by keepalive (10 s
- * of silence, then 4 probes 5 s apart) or by data that nobody acknowledges. */
+/* Set the options of a socket: small frames are sent at once, and a lost host is noticed within
+ * 30 s, by keepalive (10 s of silence, then 4 probes 5 s apart) or by data that nobody
+ * acknowledges. */
 static void dtrain__socket_tune(int socket)
 {
     static const int options[][2] = {{TCP_NODELAY, 1},
@@ -151,8 +151,9 @@ static bool dtrain__send_whole(int socket, const void *message, size_t bytes)
 
 /* ---- Rank 0 -----------------------------------------------------------------------------------*/
 
-/* Listen at all addresses of this host, of both families where there are two; when rank 0's address
- * is that of the loopback, which only this host can call, at that one alone. */
+/* Listen at all addresses of this host, IPv6 and IPv4 by one socket where there are both. Where
+ * rank 0's address is a loopback address, which only this host can reach, listen at that one
+ * alone. */
 static dtrain_result dtrain__listen(dtrain__rendezvous *r)
 {
     const char *host = r->place->address;
@@ -200,7 +201,7 @@ static bool dtrain__reply_to(const dtrain__rendezvous *r, int socket, uint64_t c
     return dtrain__send_whole(socket, &reply, sizeof reply);
 }
 
-/* Close the connection of a stranger and remember it for the sentence about missing ranks. */
+/* Close the connection of a stranger, and note it for the sentence about missing ranks. */
 static void dtrain__turn_away(dtrain__rendezvous *r, dtrain__pending *pending, const char *why)
 {
     struct sockaddr_storage address;
@@ -214,7 +215,7 @@ static void dtrain__turn_away(dtrain__rendezvous *r, dtrain__pending *pending, c
     dtrain__socket_close(&pending->socket);
 }
 
-/* Check that a rank of this run fits in. */
+/* Check the hello of a rank that knows the key. */
 static dtrain_result dtrain__check_hello(dtrain__rendezvous *r, const dtrain__hello *hello)
 {
     const dtrain__hello own = dtrain__hello_make(r);
@@ -238,9 +239,9 @@ static dtrain_result dtrain__check_hello(dtrain__rendezvous *r, const dtrain__he
         rank ? r->world->link->ends[rank].name : "this rank 0", hello->host, hello->pid);
 }
 
-/* Read on from a pending connection. Give it to its rank when it has sent a whole hello of this
- * run. */
-static void dtrain__hear_pending(dtrain__rendezvous *r, dtrain__pending *pending)
+/* Read more of a pending connection. When its hello is complete and of this run, reply, and make
+ * the connection that of its rank. */
+static void dtrain__read_pending(dtrain__rendezvous *r, dtrain__pending *pending)
 {
     dtrain__hello *hello = &pending->hello;
     const ssize_t got =
@@ -261,12 +262,12 @@ static void dtrain__hear_pending(dtrain__rendezvous *r, dtrain__pending *pending
     hello->version[sizeof hello->version - 1] = hello->host[sizeof hello->host - 1] = 0;
     if (r->result == DTRAIN_OK) (void)dtrain__check_hello(r, hello);
     const int rank = hello->rank, result = r->result ? (int)r->result : DTRAIN__REPLY_WAIT;
-    const bool told = dtrain__reply_to(r, pending->socket, hello->proof, result, r->why);
-    if (told && rank > 0 && rank < r->world->size && !r->proofs[rank]) {
-        r->came++; /* who was not told calls again */
+    const bool sent = dtrain__reply_to(r, pending->socket, hello->proof, result, r->why);
+    if (sent && rank > 0 && rank < r->world->size && !r->proofs[rank]) {
+        r->came++; /* a rank that got no reply calls again */
         r->proofs[rank] = hello->proof;
     }
-    if (!told || r->result != DTRAIN_OK) {
+    if (!sent || r->result != DTRAIN_OK) {
         dtrain__socket_close(&pending->socket);
         return;
     }
@@ -276,7 +277,7 @@ static void dtrain__hear_pending(dtrain__rendezvous *r, dtrain__pending *pending
     pending->socket = -1;
 }
 
-/* Say now and then who is missing, and fail when the deadline has passed. */
+/* Log every 10 s which ranks are missing, and fail when the deadline has passed. */
 static void dtrain__meet_clock(dtrain__rendezvous *r)
 {
     const uint64_t now = dtrain__now_ns();
@@ -299,9 +300,9 @@ static void dtrain__meet_clock(dtrain__rendezvous *r)
     else dtrain_log(r->world, DTRAIN_LOG_INFO, "%s", text);
 }
 
-/* Hear whoever has something to say, for at most 0.1 s. A rank that has joined has nothing to say,
- * so its socket can only have been closed. A new connection takes the place of the oldest pending
- * one: a rank sends its hello at once, so that is a stranger. */
+/* Wait up to 0.1 s for connections and hellos, and handle them. A rank that has joined sends
+ * nothing until the end, so when its socket is readable it has been closed. A new connection
+ * replaces the oldest pending one: ranks send their hello at once, so that one is a stranger. */
 static void dtrain__meet_round(dtrain__rendezvous *r)
 {
     struct pollfd polls[1 + DTRAIN__PENDING_MOST + DTRAIN_MAX_RANKS];
@@ -318,7 +319,7 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
     for (int i = 1; i < count; i++) {
         if (!polls[i].revents) continue;
         if (i < first) {
-            dtrain__hear_pending(r, &r->pending[i - 1]);
+            dtrain__read_pending(r, &r->pending[i - 1]);
             continue;
         }
         dtrain__meet_fail(r, DTRAIN_ERROR_PEER, "rank %d (%s) left before all ranks had come",
@@ -344,8 +345,8 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
     dtrain__meet_clock(r);
 }
 
-/* Wait for all ranks and tell them how it went; after a failure, wait a little longer for those who
- * have yet to come and be told. */
+/* Wait for all ranks and send them the result; after a failure, until the shortened deadline also
+ * to ranks that come late. */
 static dtrain_result dtrain__host_world(dtrain__rendezvous *r)
 {
     const int others = r->world->size - 1;
@@ -374,8 +375,8 @@ static dtrain_result dtrain__host_world(dtrain__rendezvous *r)
 
 /* ---- The other ranks --------------------------------------------------------------------------*/
 
-/* Note what was wrong with the last try; it may get better until the deadline. That another run has
- * answered says more than that later nobody does. */
+/* Note why a call to rank 0 failed; a later call may succeed. An answer of another run is kept:
+ * later "connection refused" would hide the better reason. */
 DTRAIN__PRINTF(2, 3)
 static bool dtrain__try_failed(dtrain__rendezvous *r, const char *format, ...)
 {
@@ -387,7 +388,7 @@ static bool dtrain__try_failed(dtrain__rendezvous *r, const char *format, ...)
     return false;
 }
 
-/* Wait for a reply, at most until `until_ns`: 1 it is there, 0 not all of it, -1 the connection was
+/* Wait for a reply until `until_ns`: 1 it is complete, 0 it is not, -1 the connection was
  * closed. */
 static int dtrain__await_reply(int socket, uint64_t until_ns, dtrain__reply *reply)
 {
@@ -407,8 +408,8 @@ static int dtrain__await_reply(int socket, uint64_t until_ns, dtrain__reply *rep
     return 1;
 }
 
-/* Call rank 0 at one of its addresses, say hello, and stay until it says how the rendezvous went.
- * True when that settles it, false when another try makes sense. */
+/* Connect to rank 0 at one of its addresses, send the hello, and wait for the result of the
+ * rendezvous. False when another call may succeed. */
 static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
 {
     dtrain__connection *end = &r->world->link->ends[0];
@@ -458,8 +459,8 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
     return true;
 }
 
-/* Call rank 0 at all its addresses until one call settles it. It may not have started yet, and
- * another run may still be at its port. */
+/* Call rank 0 at all its addresses until one call has a result. Rank 0 may not have started yet,
+ * and another run may still listen at its port. */
 static dtrain_result dtrain__join_world(dtrain__rendezvous *r)
 {
     struct addrinfo wanted;
@@ -499,7 +500,7 @@ static dtrain_result dtrain__join_world(dtrain__rendezvous *r)
     }
 }
 
-/* Connect all ranks of a world that another launcher has started: link->ends. */
+/* Connect all ranks of a world that another launcher has started: fill link->ends. */
 DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__placement *place)
 {
     dtrain__rendezvous r;

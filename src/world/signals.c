@@ -1,10 +1,10 @@
 /* Requests to stop
  *
- * A rank that is about to lose its machine is told so by SIGTERM, or by SIGUSR1 some time before;
- * one whose user has had enough by SIGINT; one whose terminal is gone by SIGHUP, unless that is
- * ignored, as nohup has it. With dtrain_launch_desc.catch_signals a handler notes it, and the
- * training loop asks at the end of each step. The handler does nothing else: it may interrupt
- * anything, this library's own waits and a checkpoint that is being written included.
+ * A scheduler that needs the machine sends SIGTERM, and some send SIGUSR1 some time before; a user
+ * sends SIGINT; a terminal that is closed sends SIGHUP, which nohup makes ignored. With
+ * dtrain_launch_desc.catch_signals a handler notes the signal, and the training loop asks for it at
+ * the end of each step. The handler does nothing else, because it may interrupt anything: a wait of
+ * this library, a checkpoint that is being written.
  *
  *     SIGTERM, SIGINT, SIGHUP, SIGUSR1
  *                        --> the handler notes it --> dtrain_world_stop_requested, on this rank
@@ -14,8 +14,8 @@
  *     SIGUSR2            --> with flight_directory: counted, and the next wait or call writes the
  *                            flight record (comm/flight.c)
  *
- * A handler gets nothing but a number, so what it notes is the process's: the one mutable state of
- * this library that does not belong to a world. */
+ * A handler is passed only a number, so what it notes belongs to the process: the one mutable state
+ * of this library that is no world's. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -26,15 +26,16 @@
 
 static uint32_t dtrain__signals_taken; /* atomic: 1 while a run of this process catches signals */
 static int dtrain__signal_seen;        /* atomic: the first one that came, 0 = none */
-static uint64_t dtrain__stop_ns;       /* atomic: of the first that is not SIGUSR1; 0: none came */
-static uint32_t dtrain__dump_signals;  /* atomic: how many SIGUSR2 came */
+static uint64_t dtrain__stop_ns;      /* atomic: when the first one but SIGUSR1 came; 0: none did */
+static uint32_t dtrain__dump_signals; /* atomic: how many SIGUSR2 came */
 static const int dtrain__caught_signals[] = {SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2};
 enum { DTRAIN__CAUGHT = sizeof dtrain__caught_signals / sizeof dtrain__caught_signals[0] };
-static struct sigaction dtrain__found[DTRAIN__CAUGHT]; /* the host's, of those ... */
-static bool dtrain__caught[DTRAIN__CAUGHT];            /* ... that are caught */
+static struct sigaction dtrain__found[DTRAIN__CAUGHT]; /* the host's actions ... */
+static bool dtrain__caught[DTRAIN__CAUGHT];            /* ... for those that are caught */
 
-/* Note a signal. The second request to stop gets the default action back and is raised again: it is
- * blocked in here, and ends the process on return. All calls are async-signal-safe. */
+/* Note a signal. A second request to stop restores the default action and raises the signal again;
+ * it is blocked in the handler, so it ends the process when the handler returns. All calls are
+ * async-signal-safe. */
 static void dtrain__on_signal(int number)
 {
     const int error = errno;
@@ -48,21 +49,21 @@ static void dtrain__on_signal(int number)
     if (number != SIGUSR1 && first && now - first >= DTRAIN__ONE_REQUEST_NS) {
         signal(number, SIG_DFL);
         raise(number);
-        if (getpid() == 1) _exit(128 + number); /* the kernel spares the first of a container */
+        if (getpid() == 1) _exit(128 + number); /* process 1 of a container has no default action */
     }
     errno = error;
 }
 
-/* Say whether SIGHUP is ignored: nohup wants that to stay so. */
+/* Say whether SIGHUP is ignored, as under nohup: it then stays ignored. */
 DTRAIN__PRIVATE bool dtrain__hangup_ignored(void)
 {
     struct sigaction found;
     return sigaction(SIGHUP, NULL, &found) == 0 && found.sa_handler == SIG_IGN;
 }
 
-/* Install the handler, and take what it handles out of a mask that the caller will set after it:
- * in this order a signal that is pending already is caught. Interrupted system calls go on. SIGUSR2
- * is the host's, unless it asks for dumps. */
+/* Install the handler for requests to stop and, with `dumps`, for SIGUSR2; remove these signals
+ * from a mask that the caller sets afterwards. In this order a signal that is already pending is
+ * caught. */
 DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t *mask)
 {
     struct sigaction action;
@@ -115,8 +116,8 @@ DTRAIN__PRIVATE uint32_t dtrain__dumps_asked(void) { return dtrain__load(&dtrain
 /* Return the signal that this process has caught, 0 for none. */
 DTRAIN__PRIVATE int dtrain__signal_caught(void) { return dtrain__load(&dtrain__signal_seen); }
 
-/* The signal is also noted in the control page: a run that was asked to stop is not restarted, and
- * the launcher may know nothing of a signal that was sent to one rank alone. */
+/* Note the signal in the control page too: a run that was asked to stop is not restarted, and the
+ * launcher has not seen a signal that was sent to one rank alone. */
 DTRAIN_API bool dtrain_world_stop_requested(const dtrain_world *world)
 {
     const int number = world && world->catches ? dtrain__signal_caught() : 0;

@@ -1,8 +1,8 @@
-/* The world's shared state: what the other rooms may know of it
+/* The world of a rank, and the control page that ranks share
  *
- * Every rank has a dtrain_world. It points to the control page, the one place where ranks tell each
- * other how they are: how each one ended, who aborted, what each contributes to an all-gather.
- * Whoever waits for another rank reads that page between two looks at what it waits for:
+ * Every rank has a dtrain_world. It points to the control page, in which ranks publish how each of
+ * them ended, who aborted, and what each contributes to an all-gather. A wait for another rank
+ * reads that page from time to time:
  *
  *     dtrain__wait_turn --(every 32nd)--> dtrain__wait_poll --> link, if any --> control page
  *                                                 |
@@ -45,7 +45,7 @@ typedef enum dtrain__end {
 typedef struct dtrain__exit_record {
     uint32_t how;                  /* atomic, stored last: dtrain__end */
     int32_t value;                 /* return value or signal */
-    int32_t after;                 /* 1 + the rank whose failure this one was told of; 0: none */
+    int32_t after;                 /* 1 + the rank whose failure made this one fail; 0: none */
     uint64_t ended_ns;             /* when this was written */
     char error[DTRAIN__EXIT_TEXT]; /* the rank's last error, when it did not end well */
 } dtrain__exit_record;
@@ -72,20 +72,20 @@ typedef struct dtrain__lane {
     uint64_t line[7];
 } dtrain__lane;
 
-/* How far a rank is, for the flight records of the others (comm/flight.c). Atomic, each field by
- * itself; zero where no memory is shared. */
+/* What a rank shows of its progress to the flight records of the others (comm/flight.c). Each field
+ * is atomic by itself; all are zero where no memory is shared. */
 typedef struct dtrain__pulse {
-    uint64_t beat_ns;                   /* its last look at the clock inside of the library */
-    uint64_t inside;                    /* 1: and it has not left it since */
-    int64_t comm;                       /* its last collective: the communicator ... */
-    int64_t first;                      /* ... whose first rank in the world this is, ... */
-    uint64_t sequence;                  /* ... and number */
-    uint64_t world_started, world_done; /* its last collective among all ranks */
+    uint64_t beat_ns;                   /* when it last read the clock inside of the library */
+    uint64_t inside;                    /* 1: it is inside of the library now */
+    int64_t comm;                       /* of its last collective: the communicator's number, ... */
+    int64_t first;                      /* ... that communicator's first rank in the world ... */
+    uint64_t sequence;                  /* ... and the collective's number */
+    uint64_t world_started, world_done; /* of collectives among all ranks */
     uint64_t line;
 } dtrain__pulse;
 
-/* All that ranks know of each other. It stands at the start of the shared region; ranks that share
- * no memory have one each, which the link keeps up to date. */
+/* The control page, at the start of the shared region. Where ranks share no memory, each has a copy
+ * of its own, which the link updates. */
 typedef struct dtrain__control {
     uint32_t first_failed; /* atomic: 1 + rank of the first failure, 0 = none */
     uint32_t ended_count;  /* atomic: exit records written */
@@ -109,7 +109,7 @@ typedef struct dtrain__region {
     size_t bytes;
 } dtrain__region;
 
-/* Memory handed out by an arena. What lies between two of these is free: nothing to coalesce. */
+/* Memory handed out by an arena. What lies between two ranges is free. */
 typedef struct dtrain__range {
     size_t begin, end; /* whole pages, from the start of the arena */
 } dtrain__range;
@@ -120,17 +120,17 @@ struct dtrain_world {
     int rank, size;
     int local_rank, local_size, node, node_count; /* the machine's, also under emulation */
     dtrain_emulation emulation;
-    uint64_t moves; /* steps of this rank's operations: each is a new beginning for naps */
+    uint64_t moves; /* steps of this rank's collectives so far; each makes naps short again */
     uint32_t threads;
     bool oversubscribed; /* more threads than cores: waiting must not spin */
-    uint32_t naps;       /* turns of waits to sleep through: others want this core */
-    bool catches;        /* signals that ask the run to stop */
+    uint32_t naps;       /* turns of waits to sleep through: another program wants this core */
+    bool catches;        /* SIGTERM and the like are noted as requests to stop, see signals.c */
     uint32_t restart_count;
     uint64_t job;        /* a number that all attempts of this run have, and no other run */
     pid_t launcher;      /* the process that forked this rank, or 0 */
-    uint64_t base_bytes; /* the process before the model; 0 in threads mode: it is everybody's */
+    uint64_t base_bytes; /* of the process before the model; 0 with threads, which share it */
     uint64_t timeout_ns, join_ns;
-    uint64_t *progress; /* where dtrain-run reads it, see restart.c; or NULL */
+    uint64_t *progress; /* in the file that dtrain-run reads, see launch/restart.c; or NULL */
     dtrain__control *control;
     struct dtrain__link *link; /* to ranks that a launcher has started, see world/link.c; or NULL */
     dtrain__region page;       /* with a link: where control is */
@@ -141,17 +141,17 @@ struct dtrain_world {
     dtrain_allocator allocator;
     dtrain__log_sink log;
     dtrain_device *device;
-    const struct dtrain_comm_ops *comm_ops; /* asked for; NULL: local */
+    const struct dtrain_comm_ops *comm_ops; /* from the launch desc; NULL: local */
     dtrain_comm *comm;                      /* all ranks */
     uint64_t gather_count;
-    int64_t clock_offset_ns;       /* what makes this rank's clock rank 0's, see link.c ... */
-    uint64_t clock_error_ns;       /* ... and by how much that may be wrong */
-    int told_by;                   /* 1 + the rank whose failure this one was told of; 0: none */
-    struct dtrain__engine *comms;  /* this rank's communicators, newest first */
-    int64_t comm_count;            /* every communicator made so far has a smaller number */
+    int64_t clock_offset_ns;      /* to add to this rank's clock for rank 0's, see link.c ... */
+    uint64_t clock_error_ns;      /* ... and by how much that may be wrong */
+    int caused_by;                /* 1 + the rank whose failure ended a call of this one; 0: none */
+    struct dtrain__engine *comms; /* this rank's communicators, newest first */
+    int64_t comm_count;           /* every communicator made so far has a smaller number */
     struct dtrain__flight *flight; /* its last collectives, see comm/flight.c */
     dtrain__timeline timeline;     /* its spans, see timeline.c */
-    dtrain__part *retired; /* of communicators that this rank has destroyed and others still use */
+    dtrain__part *retired; /* memory of destroyed communicators that others may still read */
 };
 
 #define DTRAIN__FLIGHT_PATH 1024 /* bytes of a directory's name, its 0 included */
