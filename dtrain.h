@@ -4144,6 +4144,9 @@ DTRAIN__PRIVATE bool dtrain__grow(const dtrain_allocator *allocator, void **arra
                                   size_t *room, size_t item_bytes, const char *what);
 DTRAIN__PRIVATE void dtrain__log_va(const dtrain__log_sink *sink, dtrain_log_level level,
                                     const char *format, va_list args);
+DTRAIN__PRINTF(3, 4)
+DTRAIN__PRIVATE void dtrain__log_to(const dtrain__log_sink *sink, dtrain_log_level level,
+                                    const char *format, ...);
 
 /* core/dtype.c */
 DTRAIN__PRIVATE uint32_t dtrain__f32_bits(float value);
@@ -4400,6 +4403,16 @@ DTRAIN__PRIVATE void dtrain__log_va(const dtrain__log_sink *sink, dtrain_log_lev
     vsnprintf(text, sizeof text, format, args);
     if (sink->write) sink->write(sink->user, level, sink->rank, text);
     else dtrain__log_stderr(NULL, level, sink->rank, text);
+}
+
+DTRAIN__PRINTF(3, 4)
+DTRAIN__PRIVATE void dtrain__log_to(const dtrain__log_sink *sink, dtrain_log_level level,
+                                    const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    dtrain__log_va(sink, level, format, args);
+    va_end(args);
 }
 
 /* ================================================================================================
@@ -4929,11 +4942,8 @@ struct dtrain_world {
 
 #define DTRAIN__FLIGHT_PATH 1024 /* bytes of a directory's name, its 0 included */
 
-/* These are implemented by comm/flight.c: make and end the flight record; note a look at the clock
- * inside of a wait, a call of dtrain_world_all_gather and its end, and this rank's first failure,
- * which is in the last error. */
-DTRAIN__PRIVATE dtrain_result dtrain__flight_create(dtrain_world *world, const char *directory);
-DTRAIN__PRIVATE void dtrain__flight_destroy(dtrain_world *world);
+/* These are implemented by comm/flight.c: record that the clock was read inside of a wait, a call of
+ * dtrain_world_all_gather, its end, and this rank's first failure, which is in the last error. */
 DTRAIN__PRIVATE void dtrain__flight_beat(dtrain_world *world, uint64_t now);
 DTRAIN__PRIVATE void dtrain__flight_gather(dtrain_world *world, size_t bytes);
 DTRAIN__PRIVATE void dtrain__flight_gathered(dtrain_world *world, dtrain_result result);
@@ -7575,6 +7585,8 @@ typedef struct dtrain__flight {
 } dtrain__flight;
 
 /* comm/flight.c */
+DTRAIN__PRIVATE dtrain_result dtrain__flight_create(dtrain_world *world, const char *directory);
+DTRAIN__PRIVATE void dtrain__flight_destroy(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__flight_label(const dtrain_comm *comm, const char *part, int64_t number,
                                           const char *name);
 DTRAIN__PRIVATE uint64_t dtrain__flight_latest(const dtrain_world *world);
@@ -11467,6 +11479,7 @@ typedef struct dtrain__restarts {
 
 typedef struct dtrain__launch {
     dtrain_launch_desc desc; /* resolved */
+    dtrain__log_sink log;    /* of rank -1, the launcher */
     dtrain_rank_fn rank_main;
     void *user;
     dtrain__placement place; /* rank: the first one here; size: the world's */
@@ -11510,11 +11523,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
 DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain_result result);
 
 /* launch/restart.c */
-DTRAIN__PRIVATE uint64_t *dtrain__progress_open(void);
-DTRAIN__PRIVATE void dtrain__progress_close(uint64_t *progress);
-DTRAIN__PRINTF(4, 5)
-DTRAIN__PRIVATE void dtrain__launch_log(const dtrain__launch *launch, int rank,
-                                        dtrain_log_level level, const char *format, ...);
 DTRAIN__PRIVATE bool dtrain__restarts_next(dtrain__restarts *r, uint64_t announced,
                                            uint64_t *wait_ns, char what[DTRAIN__RESTART_TEXT]);
 DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *result,
@@ -11589,10 +11597,10 @@ static void dtrain__forward(dtrain__launch *launch, int number, bool from_termin
     if (!stop && !(number == SIGUSR1 && launch->desc.catch_signals)) return;
     dtrain__signal_ranks(launch, SIGCONT); /* a stopped rank gets the signal when it goes on */
     if (!launch->forwarded && launch->desc.catch_signals && number != SIGQUIT)
-        dtrain__launch_log(launch, -1, DTRAIN_LOG_INFO,
-                           "asked to stop by signal %d (%s): ranks end after their step; a second "
-                           "request ends them at once",
-                           number, dtrain__signal_name(number));
+        dtrain__log_to(&launch->log, DTRAIN_LOG_INFO,
+                       "asked to stop by signal %d (%s): ranks end after their step; a second "
+                       "request ends them at once",
+                       number, dtrain__signal_name(number));
     launch->forwarded = number;
     launch->stop_ns = now;
     if (!stop || ++launch->stop_count < 2) return;
@@ -11796,6 +11804,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
     dtrain_launch_desc *desc = &launch->desc;
     dtrain__placement *place = &launch->place;
     if (given) *desc = *given;
+    launch->log.write = desc->log;
+    launch->log.user = desc->log_user;
+    launch->log.level = (dtrain_log_level)desc->log_level;
+    launch->log.rank = -1;
     uint32_t most = desc->rank_count;
     if (!desc->rank_count || desc->default_rank_count > DTRAIN_MAX_RANKS)
         most = desc->default_rank_count;
@@ -12004,6 +12016,32 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
  *         rank_end        the exit record; ranks of another launcher stay until it has been sent
  *         world_destroy   */
 
+/* Map the file from which dtrain-run reads how far its ranks are: DTRAIN_PROGRESS_FILE, a name
+ * below /proc of a memfd, which begins with a magic. The variable may be left over from a launcher
+ * that is dead, and name another file: without the magic it is not touched. */
+static uint64_t *dtrain__progress_open(void)
+{
+    const char *path = getenv("DTRAIN_PROGRESS_FILE");
+    char magic[sizeof DTRAIN__PROGRESS_MAGIC] = "";
+    struct stat status;
+    if (!path || !path[0]) return NULL;
+    const int file = dtrain__open(path, O_RDWR | O_NONBLOCK);
+    if (file < 0) return NULL;
+    void *page = MAP_FAILED;
+    if (fstat(file, &status) == 0 && S_ISREG(status.st_mode) &&
+        (size_t)status.st_size >= sizeof magic + sizeof(uint64_t) &&
+        read(file, magic, sizeof magic) == sizeof magic &&
+        memcmp(magic, DTRAIN__PROGRESS_MAGIC, sizeof magic) == 0)
+        page = mmap(NULL, dtrain__page_bytes(), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+    return page == MAP_FAILED ? NULL : (uint64_t *)page + sizeof magic / sizeof(uint64_t);
+}
+
+static void dtrain__progress_close(uint64_t *progress)
+{
+    if (progress) munmap((char *)progress - sizeof DTRAIN__PROGRESS_MAGIC, dtrain__page_bytes());
+}
+
 static void dtrain__world_destroy(dtrain_world *world)
 {
     if (!world) return;
@@ -12074,9 +12112,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     world->join_ns = (uint64_t)desc->join_ms * 1000000u;
     world->control = launch->region.control;
     world->allocator = desc->allocator;
-    world->log.write = desc->log;
-    world->log.user = desc->log_user;
-    world->log.level = (dtrain_log_level)desc->log_level;
+    world->log = launch->log;
     world->log.rank = rank;
     world->restart_count = launch->place.restart_count + launch->restart_count;
     world->job = launch->job;
@@ -12660,13 +12696,14 @@ DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain
 {
     const char *asked = getenv("DTRAIN_EXPLAIN_LAUNCH");
     const bool all = asked && strcmp(asked, "all") == 0;
-    const int rank = launch->here && !all ? launch->place.rank : -1; /* -1: its info is shown */
+    dtrain__log_sink log = launch->log;
     char text[8192], *line = text;
     dtrain__lines e = {text, sizeof text, 0};
     if (!launch->desc.explain && !all && (!asked || strcmp(asked, "1") != 0)) return;
     dtrain__explain(&e, launch, result);
+    if (launch->here && !all) log.rank = launch->place.rank; /* the info of -1 is always shown */
     for (char *end; (end = strchr(line, '\n')) != NULL; line = end + 1)
-        dtrain__launch_log(launch, rank, DTRAIN_LOG_INFO, "launch: %.*s", (int)(end - line), line);
+        dtrain__log_to(&log, DTRAIN_LOG_INFO, "launch: %.*s", (int)(end - line), line);
 }
 
 DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, char *text,
@@ -12738,49 +12775,6 @@ DTRAIN__PRIVATE bool dtrain__restarts_next(dtrain__restarts *r, uint64_t announc
     return true;
 }
 
-/* Map the file from which dtrain-run reads how far its ranks are: DTRAIN_PROGRESS_FILE, a name
- * below /proc of a memfd, which begins with a magic. The variable may be left over from a launcher
- * that is dead, and name another file: without the magic it is not touched. */
-DTRAIN__PRIVATE uint64_t *dtrain__progress_open(void)
-{
-    const char *path = getenv("DTRAIN_PROGRESS_FILE");
-    char magic[sizeof DTRAIN__PROGRESS_MAGIC] = "";
-    struct stat status;
-    if (!path || !path[0]) return NULL;
-    const int file = dtrain__open(path, O_RDWR | O_NONBLOCK);
-    if (file < 0) return NULL;
-    void *page = MAP_FAILED;
-    if (fstat(file, &status) == 0 && S_ISREG(status.st_mode) &&
-        (size_t)status.st_size >= sizeof magic + sizeof(uint64_t) &&
-        read(file, magic, sizeof magic) == sizeof magic &&
-        memcmp(magic, DTRAIN__PROGRESS_MAGIC, sizeof magic) == 0)
-        page = mmap(NULL, dtrain__page_bytes(), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    close(file);
-    return page == MAP_FAILED ? NULL : (uint64_t *)page + sizeof magic / sizeof(uint64_t);
-}
-
-DTRAIN__PRIVATE void dtrain__progress_close(uint64_t *progress)
-{
-    if (progress) munmap((char *)progress - sizeof DTRAIN__PROGRESS_MAGIC, dtrain__page_bytes());
-}
-
-/* Log with rank -1, the launcher, or as the rank that this process will be. */
-DTRAIN__PRINTF(4, 5)
-DTRAIN__PRIVATE void dtrain__launch_log(const dtrain__launch *launch, int rank,
-                                        dtrain_log_level level, const char *format, ...)
-{
-    dtrain__log_sink sink;
-    va_list args;
-    memset(&sink, 0, sizeof sink);
-    sink.write = launch->desc.log;
-    sink.user = launch->desc.log_user;
-    sink.level = (dtrain_log_level)launch->desc.log_level;
-    sink.rank = rank;
-    va_start(args, format);
-    dtrain__log_va(&sink, level, format, args);
-    va_end(args);
-}
-
 /* Say whether the run was asked to stop: through the launcher, at a terminal, or at one rank.
  * Without catch_signals a rank that ends by the SIGUSR1 that was forwarded ends as asked. */
 static bool dtrain__was_stopped(const dtrain__launch *launch, const dtrain_launch_info *info)
@@ -12804,8 +12798,8 @@ static bool dtrain__go_on_with_fewer(dtrain__launch *launch)
     int count = launch->started;
     if (nodes) count -= count % nodes;
     if (!launch->desc.min_ranks || count < (int)launch->desc.min_ranks) return false;
-    dtrain__launch_log(launch, -1, DTRAIN_LOG_WARNING, "%s; going on with %d rank%s",
-                       dtrain_last_error(), count, count > 1 ? "s" : "");
+    dtrain__log_to(&launch->log, DTRAIN_LOG_WARNING, "%s; going on with %d rank%s",
+                   dtrain_last_error(), count, count > 1 ? "s" : "");
     dtrain__set_ranks(launch, count);
     return true;
 }
@@ -12852,7 +12846,7 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
         *result = dtrain_fail(*result, "%s; the last failure: %s", what, last);
         return false;
     }
-    dtrain__launch_log(launch, -1, DTRAIN_LOG_WARNING, "%s: %s", what, last);
+    dtrain__log_to(&launch->log, DTRAIN_LOG_WARNING, "%s: %s", what, last);
     const int number = dtrain__back_off(launch, wait_ns);
     if (number) {
         info->signal = number;

@@ -50,6 +50,8 @@ typedef struct dtrain__flight {
 } dtrain__flight;
 
 /* comm/flight.c */
+DTRAIN__PRIVATE dtrain_result dtrain__flight_create(dtrain_world *world, const char *directory);
+DTRAIN__PRIVATE void dtrain__flight_destroy(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__flight_label(const dtrain_comm *comm, const char *part, int64_t number,
                                           const char *name);
 DTRAIN__PRIVATE uint64_t dtrain__flight_latest(const dtrain_world *world);

@@ -59,6 +59,9 @@ DTRAIN__PRIVATE bool dtrain__grow(const dtrain_allocator *allocator, void **arra
                                   size_t *room, size_t item_bytes, const char *what);
 DTRAIN__PRIVATE void dtrain__log_va(const dtrain__log_sink *sink, dtrain_log_level level,
                                     const char *format, va_list args);
+DTRAIN__PRINTF(3, 4)
+DTRAIN__PRIVATE void dtrain__log_to(const dtrain__log_sink *sink, dtrain_log_level level,
+                                    const char *format, ...);
 
 /* core/dtype.c */
 DTRAIN__PRIVATE uint32_t dtrain__f32_bits(float value);

@@ -103,3 +103,13 @@ DTRAIN__PRIVATE void dtrain__log_va(const dtrain__log_sink *sink, dtrain_log_lev
     if (sink->write) sink->write(sink->user, level, sink->rank, text);
     else dtrain__log_stderr(NULL, level, sink->rank, text);
 }
+
+DTRAIN__PRINTF(3, 4)
+DTRAIN__PRIVATE void dtrain__log_to(const dtrain__log_sink *sink, dtrain_log_level level,
+                                    const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    dtrain__log_va(sink, level, format, args);
+    va_end(args);
+}

@@ -125,13 +125,14 @@ DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain
 {
     const char *asked = getenv("DTRAIN_EXPLAIN_LAUNCH");
     const bool all = asked && strcmp(asked, "all") == 0;
-    const int rank = launch->here && !all ? launch->place.rank : -1; /* -1: its info is shown */
+    dtrain__log_sink log = launch->log;
     char text[8192], *line = text;
     dtrain__lines e = {text, sizeof text, 0};
     if (!launch->desc.explain && !all && (!asked || strcmp(asked, "1") != 0)) return;
     dtrain__explain(&e, launch, result);
+    if (launch->here && !all) log.rank = launch->place.rank; /* the info of -1 is always shown */
     for (char *end; (end = strchr(line, '\n')) != NULL; line = end + 1)
-        dtrain__launch_log(launch, rank, DTRAIN_LOG_INFO, "launch: %.*s", (int)(end - line), line);
+        dtrain__log_to(&log, DTRAIN_LOG_INFO, "launch: %.*s", (int)(end - line), line);
 }
 
 DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, char *text,

@@ -90,10 +90,10 @@ static void dtrain__forward(dtrain__launch *launch, int number, bool from_termin
     if (!stop && !(number == SIGUSR1 && launch->desc.catch_signals)) return;
     dtrain__signal_ranks(launch, SIGCONT); /* a stopped rank gets the signal when it goes on */
     if (!launch->forwarded && launch->desc.catch_signals && number != SIGQUIT)
-        dtrain__launch_log(launch, -1, DTRAIN_LOG_INFO,
-                           "asked to stop by signal %d (%s): ranks end after their step; a second "
-                           "request ends them at once",
-                           number, dtrain__signal_name(number));
+        dtrain__log_to(&launch->log, DTRAIN_LOG_INFO,
+                       "asked to stop by signal %d (%s): ranks end after their step; a second "
+                       "request ends them at once",
+                       number, dtrain__signal_name(number));
     launch->forwarded = number;
     launch->stop_ns = now;
     if (!stop || ++launch->stop_count < 2) return;
@@ -297,6 +297,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
     dtrain_launch_desc *desc = &launch->desc;
     dtrain__placement *place = &launch->place;
     if (given) *desc = *given;
+    launch->log.write = desc->log;
+    launch->log.user = desc->log_user;
+    launch->log.level = (dtrain_log_level)desc->log_level;
+    launch->log.rank = -1;
     uint32_t most = desc->rank_count;
     if (!desc->rank_count || desc->default_rank_count > DTRAIN_MAX_RANKS)
         most = desc->default_rank_count;

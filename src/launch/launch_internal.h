@@ -25,6 +25,7 @@ typedef struct dtrain__restarts {
 
 typedef struct dtrain__launch {
     dtrain_launch_desc desc; /* resolved */
+    dtrain__log_sink log;    /* of rank -1, the launcher */
     dtrain_rank_fn rank_main;
     void *user;
     dtrain__placement place; /* rank: the first one here; size: the world's */
@@ -68,11 +69,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
 DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain_result result);
 
 /* launch/restart.c */
-DTRAIN__PRIVATE uint64_t *dtrain__progress_open(void);
-DTRAIN__PRIVATE void dtrain__progress_close(uint64_t *progress);
-DTRAIN__PRINTF(4, 5)
-DTRAIN__PRIVATE void dtrain__launch_log(const dtrain__launch *launch, int rank,
-                                        dtrain_log_level level, const char *format, ...);
 DTRAIN__PRIVATE bool dtrain__restarts_next(dtrain__restarts *r, uint64_t announced,
                                            uint64_t *wait_ns, char what[DTRAIN__RESTART_TEXT]);
 DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *result,

@@ -16,10 +16,37 @@
 #include "world/world.h"
 #include "world/world_internal.h"
 #include "comm/comm_internal.h"
+#include "comm/flight_internal.h"
 #include "launch/environment_internal.h"
 #include "launch/launch.h"
 #include "launch/launch_internal.h"
 #include "device/device.h"
+
+/* Map the file from which dtrain-run reads how far its ranks are: DTRAIN_PROGRESS_FILE, a name
+ * below /proc of a memfd, which begins with a magic. The variable may be left over from a launcher
+ * that is dead, and name another file: without the magic it is not touched. */
+static uint64_t *dtrain__progress_open(void)
+{
+    const char *path = getenv("DTRAIN_PROGRESS_FILE");
+    char magic[sizeof DTRAIN__PROGRESS_MAGIC] = "";
+    struct stat status;
+    if (!path || !path[0]) return NULL;
+    const int file = dtrain__open(path, O_RDWR | O_NONBLOCK);
+    if (file < 0) return NULL;
+    void *page = MAP_FAILED;
+    if (fstat(file, &status) == 0 && S_ISREG(status.st_mode) &&
+        (size_t)status.st_size >= sizeof magic + sizeof(uint64_t) &&
+        read(file, magic, sizeof magic) == sizeof magic &&
+        memcmp(magic, DTRAIN__PROGRESS_MAGIC, sizeof magic) == 0)
+        page = mmap(NULL, dtrain__page_bytes(), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+    return page == MAP_FAILED ? NULL : (uint64_t *)page + sizeof magic / sizeof(uint64_t);
+}
+
+static void dtrain__progress_close(uint64_t *progress)
+{
+    if (progress) munmap((char *)progress - sizeof DTRAIN__PROGRESS_MAGIC, dtrain__page_bytes());
+}
 
 static void dtrain__world_destroy(dtrain_world *world)
 {
@@ -91,9 +118,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     world->join_ns = (uint64_t)desc->join_ms * 1000000u;
     world->control = launch->region.control;
     world->allocator = desc->allocator;
-    world->log.write = desc->log;
-    world->log.user = desc->log_user;
-    world->log.level = (dtrain_log_level)desc->log_level;
+    world->log = launch->log;
     world->log.rank = rank;
     world->restart_count = launch->place.restart_count + launch->restart_count;
     world->job = launch->job;

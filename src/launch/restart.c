@@ -52,49 +52,6 @@ DTRAIN__PRIVATE bool dtrain__restarts_next(dtrain__restarts *r, uint64_t announc
     return true;
 }
 
-/* Map the file from which dtrain-run reads how far its ranks are: DTRAIN_PROGRESS_FILE, a name
- * below /proc of a memfd, which begins with a magic. The variable may be left over from a launcher
- * that is dead, and name another file: without the magic it is not touched. */
-DTRAIN__PRIVATE uint64_t *dtrain__progress_open(void)
-{
-    const char *path = getenv("DTRAIN_PROGRESS_FILE");
-    char magic[sizeof DTRAIN__PROGRESS_MAGIC] = "";
-    struct stat status;
-    if (!path || !path[0]) return NULL;
-    const int file = dtrain__open(path, O_RDWR | O_NONBLOCK);
-    if (file < 0) return NULL;
-    void *page = MAP_FAILED;
-    if (fstat(file, &status) == 0 && S_ISREG(status.st_mode) &&
-        (size_t)status.st_size >= sizeof magic + sizeof(uint64_t) &&
-        read(file, magic, sizeof magic) == sizeof magic &&
-        memcmp(magic, DTRAIN__PROGRESS_MAGIC, sizeof magic) == 0)
-        page = mmap(NULL, dtrain__page_bytes(), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    close(file);
-    return page == MAP_FAILED ? NULL : (uint64_t *)page + sizeof magic / sizeof(uint64_t);
-}
-
-DTRAIN__PRIVATE void dtrain__progress_close(uint64_t *progress)
-{
-    if (progress) munmap((char *)progress - sizeof DTRAIN__PROGRESS_MAGIC, dtrain__page_bytes());
-}
-
-/* Log with rank -1, the launcher, or as the rank that this process will be. */
-DTRAIN__PRINTF(4, 5)
-DTRAIN__PRIVATE void dtrain__launch_log(const dtrain__launch *launch, int rank,
-                                        dtrain_log_level level, const char *format, ...)
-{
-    dtrain__log_sink sink;
-    va_list args;
-    memset(&sink, 0, sizeof sink);
-    sink.write = launch->desc.log;
-    sink.user = launch->desc.log_user;
-    sink.level = (dtrain_log_level)launch->desc.log_level;
-    sink.rank = rank;
-    va_start(args, format);
-    dtrain__log_va(&sink, level, format, args);
-    va_end(args);
-}
-
 /* Say whether the run was asked to stop: through the launcher, at a terminal, or at one rank.
  * Without catch_signals a rank that ends by the SIGUSR1 that was forwarded ends as asked. */
 static bool dtrain__was_stopped(const dtrain__launch *launch, const dtrain_launch_info *info)
@@ -118,8 +75,8 @@ static bool dtrain__go_on_with_fewer(dtrain__launch *launch)
     int count = launch->started;
     if (nodes) count -= count % nodes;
     if (!launch->desc.min_ranks || count < (int)launch->desc.min_ranks) return false;
-    dtrain__launch_log(launch, -1, DTRAIN_LOG_WARNING, "%s; going on with %d rank%s",
-                       dtrain_last_error(), count, count > 1 ? "s" : "");
+    dtrain__log_to(&launch->log, DTRAIN_LOG_WARNING, "%s; going on with %d rank%s",
+                   dtrain_last_error(), count, count > 1 ? "s" : "");
     dtrain__set_ranks(launch, count);
     return true;
 }
@@ -166,7 +123,7 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
         *result = dtrain_fail(*result, "%s; the last failure: %s", what, last);
         return false;
     }
-    dtrain__launch_log(launch, -1, DTRAIN_LOG_WARNING, "%s: %s", what, last);
+    dtrain__log_to(&launch->log, DTRAIN_LOG_WARNING, "%s: %s", what, last);
     const int number = dtrain__back_off(launch, wait_ns);
     if (number) {
         info->signal = number;

@@ -156,11 +156,8 @@ struct dtrain_world {
 
 #define DTRAIN__FLIGHT_PATH 1024 /* bytes of a directory's name, its 0 included */
 
-/* These are implemented by comm/flight.c: make and end the flight record; note a look at the clock
- * inside of a wait, a call of dtrain_world_all_gather and its end, and this rank's first failure,
- * which is in the last error. */
-DTRAIN__PRIVATE dtrain_result dtrain__flight_create(dtrain_world *world, const char *directory);
-DTRAIN__PRIVATE void dtrain__flight_destroy(dtrain_world *world);
+/* These are implemented by comm/flight.c: record that the clock was read inside of a wait, a call of
+ * dtrain_world_all_gather, its end, and this rank's first failure, which is in the last error. */
 DTRAIN__PRIVATE void dtrain__flight_beat(dtrain_world *world, uint64_t now);
 DTRAIN__PRIVATE void dtrain__flight_gather(dtrain_world *world, size_t bytes);
 DTRAIN__PRIVATE void dtrain__flight_gathered(dtrain_world *world, dtrain_result result);
