@@ -2216,10 +2216,6 @@ typedef struct dtrain_dataset_info {
 } dtrain_dataset_info;
 /* Tell the size of a dataset and of its vocabulary; all zero for a dataset of NULL. */
 DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_dataset_info *info);
-/* Read items as a dtrain_read_fn does, from any thread. A file that was changed or cut since it was
- * opened is DTRAIN_ERROR_FILE, which names it; one that was replaced or deleted is read on. */
-DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t first, int64_t count,
-                                             void *items, int32_t *labels);
 
 typedef struct dtrain_loader dtrain_loader;
 
@@ -2266,7 +2262,8 @@ DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader);
  * targets being inputs one token later. Of samples: inputs (batch, item_bytes or output_bytes) and
  * labels in targets (batch), which may be NULL. With workers that is a copy of what is there, or a
  * wait of at most the world's timeout. A worker's error comes with the batch it belongs to; a call
- * that failed can be repeated. */
+ * that failed can be repeated. A file that was changed or cut since it was opened is
+ * DTRAIN_ERROR_FILE, which names it; one that was replaced or deleted is read on. */
 DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs, int32_t *targets);
 
 typedef struct dtrain_loader_info {
@@ -22973,6 +22970,10 @@ struct dtrain_loader {
     int64_t *order; /* (window_count), a permutation made anew every epoch */
 };
 
+/* train/dataset.c */
+DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int64_t first,
+                                                   int64_t count, void *items, int32_t *labels);
+
 /* train/loader.c */
 DTRAIN__PRIVATE void dtrain__loader_deal(dtrain_loader *loader, uint64_t seed, uint64_t position,
                                          dtrain__pick *picks);
@@ -23059,8 +23060,8 @@ DTRAIN__PRIVATE void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out)
 /* Datasets
  *
  * A dataset is a number of items and a function that reads them, dtrain_read_fn. The function is
- * that of a format, a row of the table below, or a host's own. dtrain_dataset_read calls it, checks
- * the range of items before, and ids and labels afterwards. */
+ * that of a format, a row of the table below, or a host's own. dtrain__dataset_read calls it and
+ * checks the ids or labels that came. */
 
 #define DTRAIN__MOST_IDS (INT64_C(1) << 31) /* ids are handed out as int32 */
 
@@ -23228,23 +23229,11 @@ static dtrain_result dtrain__ids_check(const dtrain_dataset *dataset, int64_t fi
                               : "has the file another format, or desc->vocab_count to be larger?");
 }
 
-DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t first, int64_t count,
-                                             void *items, int32_t *labels)
+/* Read items as a dtrain_read_fn does, from any thread; first and count lie inside. */
+DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int64_t first,
+                                                   int64_t count, void *items, int32_t *labels)
 {
-    if (!dataset || count < 0 || (count > 0 && !items))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_read: dataset or items is NULL, or count is negative");
     const bool tokens = dataset->item_bytes == 0;
-    if (tokens && labels)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_read: labels of tokens were asked for, in %s",
-                           dataset->name);
-    if (first < 0 || first > dataset->item_count - count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_read: %lld %s from %lld on were asked for, %s has %lld",
-                           (long long)count, tokens ? "tokens" : "samples", (long long)first,
-                           dataset->name, (long long)dataset->item_count);
-    if (count == 0) return DTRAIN_OK;
     DTRAIN__TRY(dataset->read(dataset->user, first, count, items, labels));
     if (!tokens && !labels) return DTRAIN_OK;
     return dtrain__ids_check(dataset, first, count, tokens ? (const int32_t *)items : labels);
@@ -23339,13 +23328,13 @@ static dtrain_result dtrain__sample_read(const dtrain_loader *loader, const dtra
                                          void *scratch, void *output, int32_t *label)
 {
     const dtrain_loader_desc *desc = &loader->desc;
-    if (!desc->transform) return dtrain_dataset_read(desc->dataset, pick->item, 1, output, label);
+    if (!desc->transform) return dtrain__dataset_read(desc->dataset, pick->item, 1, output, label);
     dtrain_sample sample;
     memset(&sample, 0, sizeof sample);
     sample.item = pick->item;
     sample.epoch = pick->epoch;
     sample.data = scratch;
-    DTRAIN__TRY(dtrain_dataset_read(desc->dataset, pick->item, 1, scratch, &sample.label));
+    DTRAIN__TRY(dtrain__dataset_read(desc->dataset, pick->item, 1, scratch, &sample.label));
     if (label) *label = sample.label;
     return desc->transform(desc->user, &sample, output);
 }
@@ -23363,8 +23352,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__loader_read(const dtrain_loader *loader,
         const dtrain__pick *pick = &batch->picks[i];
         if (desc->sequence) {
             const int32_t *window = (const int32_t *)batch->scratch;
-            DTRAIN__TRY(dtrain_dataset_read(desc->dataset, pick->item, desc->sequence + 1,
-                                            batch->scratch, NULL));
+            DTRAIN__TRY(dtrain__dataset_read(desc->dataset, pick->item, desc->sequence + 1,
+                                             batch->scratch, NULL));
             memcpy(to, window, loader->sample_bytes);
             memcpy(targets + i * row, window + 1, loader->sample_bytes);
         } else {

@@ -63,10 +63,6 @@ typedef struct dtrain_dataset_info {
 } dtrain_dataset_info;
 /* Tell the size of a dataset and of its vocabulary; all zero for a dataset of NULL. */
 DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_dataset_info *info);
-/* Read items as a dtrain_read_fn does, from any thread. A file that was changed or cut since it was
- * opened is DTRAIN_ERROR_FILE, which names it; one that was replaced or deleted is read on. */
-DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t first, int64_t count,
-                                             void *items, int32_t *labels);
 
 typedef struct dtrain_loader dtrain_loader;
 
@@ -113,7 +109,8 @@ DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader);
  * targets being inputs one token later. Of samples: inputs (batch, item_bytes or output_bytes) and
  * labels in targets (batch), which may be NULL. With workers that is a copy of what is there, or a
  * wait of at most the world's timeout. A worker's error comes with the batch it belongs to; a call
- * that failed can be repeated. */
+ * that failed can be repeated. A file that was changed or cut since it was opened is
+ * DTRAIN_ERROR_FILE, which names it; one that was replaced or deleted is read on. */
 DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs, int32_t *targets);
 
 typedef struct dtrain_loader_info {

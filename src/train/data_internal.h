@@ -93,6 +93,10 @@ struct dtrain_loader {
     int64_t *order; /* (window_count), a permutation made anew every epoch */
 };
 
+/* train/dataset.c */
+DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int64_t first,
+                                                   int64_t count, void *items, int32_t *labels);
+
 /* train/loader.c */
 DTRAIN__PRIVATE void dtrain__loader_deal(dtrain_loader *loader, uint64_t seed, uint64_t position,
                                          dtrain__pick *picks);

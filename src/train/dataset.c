@@ -1,8 +1,8 @@
 /* Datasets
  *
  * A dataset is a number of items and a function that reads them, dtrain_read_fn. The function is
- * that of a format, a row of the table below, or a host's own. dtrain_dataset_read calls it, checks
- * the range of items before, and ids and labels afterwards. */
+ * that of a format, a row of the table below, or a host's own. dtrain__dataset_read calls it and
+ * checks the ids or labels that came. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -180,23 +180,11 @@ static dtrain_result dtrain__ids_check(const dtrain_dataset *dataset, int64_t fi
                               : "has the file another format, or desc->vocab_count to be larger?");
 }
 
-DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t first, int64_t count,
-                                             void *items, int32_t *labels)
+/* Read items as a dtrain_read_fn does, from any thread; first and count lie inside. */
+DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int64_t first,
+                                                   int64_t count, void *items, int32_t *labels)
 {
-    if (!dataset || count < 0 || (count > 0 && !items))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_read: dataset or items is NULL, or count is negative");
     const bool tokens = dataset->item_bytes == 0;
-    if (tokens && labels)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_read: labels of tokens were asked for, in %s",
-                           dataset->name);
-    if (first < 0 || first > dataset->item_count - count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_read: %lld %s from %lld on were asked for, %s has %lld",
-                           (long long)count, tokens ? "tokens" : "samples", (long long)first,
-                           dataset->name, (long long)dataset->item_count);
-    if (count == 0) return DTRAIN_OK;
     DTRAIN__TRY(dataset->read(dataset->user, first, count, items, labels));
     if (!tokens && !labels) return DTRAIN_OK;
     return dtrain__ids_check(dataset, first, count, tokens ? (const int32_t *)items : labels);

@@ -96,13 +96,13 @@ static dtrain_result dtrain__sample_read(const dtrain_loader *loader, const dtra
                                          void *scratch, void *output, int32_t *label)
 {
     const dtrain_loader_desc *desc = &loader->desc;
-    if (!desc->transform) return dtrain_dataset_read(desc->dataset, pick->item, 1, output, label);
+    if (!desc->transform) return dtrain__dataset_read(desc->dataset, pick->item, 1, output, label);
     dtrain_sample sample;
     memset(&sample, 0, sizeof sample);
     sample.item = pick->item;
     sample.epoch = pick->epoch;
     sample.data = scratch;
-    DTRAIN__TRY(dtrain_dataset_read(desc->dataset, pick->item, 1, scratch, &sample.label));
+    DTRAIN__TRY(dtrain__dataset_read(desc->dataset, pick->item, 1, scratch, &sample.label));
     if (label) *label = sample.label;
     return desc->transform(desc->user, &sample, output);
 }
@@ -120,8 +120,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__loader_read(const dtrain_loader *loader,
         const dtrain__pick *pick = &batch->picks[i];
         if (desc->sequence) {
             const int32_t *window = (const int32_t *)batch->scratch;
-            DTRAIN__TRY(dtrain_dataset_read(desc->dataset, pick->item, desc->sequence + 1,
-                                            batch->scratch, NULL));
+            DTRAIN__TRY(dtrain__dataset_read(desc->dataset, pick->item, desc->sequence + 1,
+                                             batch->scratch, NULL));
             memcpy(to, window, loader->sample_bytes);
             memcpy(targets + i * row, window + 1, loader->sample_bytes);
         } else {
