@@ -17247,9 +17247,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
 
 /* What a step sends
  *
- * Two steps are run by a twin of the strategy on the plan device, where kernels do nothing, over a
- * counting communicator (comm/counting.c), whose counters are read: no formula can become wrong
- * when the road changes. Such a step takes microseconds; two are run at creation. */
+ * No formula says it: a twin of the strategy takes steps on the plan device, where kernels do
+ * nothing, with a counting communicator (comm/counting.c), and its books are read. So the answer
+ * follows every change of the road. It doubles the time of creation: 9 ms become 18 for a model of
+ * 1000 parameters, 16 become 47 where tensors have owners. */
 
 /* A strategy with the same parameters and settings in a world of its own, so that no record of the
  * real world shows what it does. */
@@ -17910,7 +17911,7 @@ static uint32_t dtrain__planned_states(const dtrain_strategy_desc *desc, const d
     return states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : states;
 }
 
-/* Set *memory to the bytes of a layout's rank, if they are more than *memory. */
+/* Count what a layout's rank holds, and keep it in *memory if it is more than what is there. */
 static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memory)
 {
     int64_t stage = 0;
@@ -17943,8 +17944,8 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
     const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
     dtrain__resolve_levels(&desc, ranks);
     memset(memory, 0, sizeof *memory);
-    /* equal slices are the same for all; owned tensors, optimizer state that depends on the group,
-     * and what compression keeps of a slice, not */
+    /* Ranks hold the same where slices are equal. They do not where tensors have owners, where
+     * optimizer state depends on the group, and where compression keeps something of a slice. */
     const int differ = desc.compression                   ? ranks
                        : kind->owners || desc.group_count ? dtrain__plan_sharers(&desc, ranks)
                                                           : 1;
@@ -17960,7 +17961,7 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
     return result;
 }
 
-/* Resolve params, and a desc of a named kind into *planned. */
+/* Resolve params and a desc of a named kind, and put the desc into *planned. */
 static dtrain_result dtrain__plan_resolve(dtrain_param *params, size_t count,
                                           const dtrain_strategy_desc *desc, int ranks,
                                           dtrain__planned *planned)
@@ -18033,7 +18034,8 @@ static const uint32_t dtrain__auto_order[] = {
 
 enum { DTRAIN__CANDIDATES = sizeof dtrain__auto_order / sizeof *dtrain__auto_order };
 
-/* The candidates of AUTO. Ranks compare totals alone: they may own different gradients. */
+/* The kinds that AUTO chooses from. Ranks compare totals alone, because they may own gradients of
+ * different sizes. */
 typedef struct dtrain__candidates {
     dtrain_strategy_desc descs[DTRAIN__CANDIDATES];
     dtrain_memory memory[DTRAIN__CANDIDATES];

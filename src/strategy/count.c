@@ -1,8 +1,9 @@
 /* What a step sends
  *
- * Two steps are run by a twin of the strategy on the plan device, where kernels do nothing, over a
- * counting communicator (comm/counting.c), whose counters are read: no formula can become wrong
- * when the road changes. Such a step takes microseconds; two are run at creation. */
+ * No formula says it: a twin of the strategy takes steps on the plan device, where kernels do
+ * nothing, with a counting communicator (comm/counting.c), and its books are read. So the answer
+ * follows every change of the road. It doubles the time of creation: 9 ms become 18 for a model of
+ * 1000 parameters, 16 become 47 where tensors have owners. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"

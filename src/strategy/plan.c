@@ -39,7 +39,7 @@ static uint32_t dtrain__planned_states(const dtrain_strategy_desc *desc, const d
     return states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : states;
 }
 
-/* Set *memory to the bytes of a layout's rank, if they are more than *memory. */
+/* Count what a layout's rank holds, and keep it in *memory if it is more than what is there. */
 static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memory)
 {
     int64_t stage = 0;
@@ -72,8 +72,8 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
     const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
     dtrain__resolve_levels(&desc, ranks);
     memset(memory, 0, sizeof *memory);
-    /* equal slices are the same for all; owned tensors, optimizer state that depends on the group,
-     * and what compression keeps of a slice, not */
+    /* Ranks hold the same where slices are equal. They do not where tensors have owners, where
+     * optimizer state depends on the group, and where compression keeps something of a slice. */
     const int differ = desc.compression                   ? ranks
                        : kind->owners || desc.group_count ? dtrain__plan_sharers(&desc, ranks)
                                                           : 1;
@@ -89,7 +89,7 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
     return result;
 }
 
-/* Resolve params, and a desc of a named kind into *planned. */
+/* Resolve params and a desc of a named kind, and put the desc into *planned. */
 static dtrain_result dtrain__plan_resolve(dtrain_param *params, size_t count,
                                           const dtrain_strategy_desc *desc, int ranks,
                                           dtrain__planned *planned)
@@ -162,7 +162,8 @@ static const uint32_t dtrain__auto_order[] = {
 
 enum { DTRAIN__CANDIDATES = sizeof dtrain__auto_order / sizeof *dtrain__auto_order };
 
-/* The candidates of AUTO. Ranks compare totals alone: they may own different gradients. */
+/* The kinds that AUTO chooses from. Ranks compare totals alone, because they may own gradients of
+ * different sizes. */
 typedef struct dtrain__candidates {
     dtrain_strategy_desc descs[DTRAIN__CANDIDATES];
     dtrain_memory memory[DTRAIN__CANDIDATES];
