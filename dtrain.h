@@ -160,13 +160,18 @@
        src/train/queued_step.c              A step without the host: recorded and replayed
        src/train/plan.c                     Planning: memory of a step, largest batch
        src/state/state.c                    State: the list of what must survive
+       src/state/box_internal.h             Boxes: which elements of a tensor a piece has, and what two pieces have in common
        src/state/state_internal.h           The structure of a state, for checkpoints
-       src/state/write.c                    Writing a rank's files
+       src/state/box.c                      Boxes
+       src/state/union.c                    The union of all ranks' lists
        src/state/checkpoint_internal.h      The tables of checkpoints
        src/state/json_internal.h            JSON: text that is written piece by piece, and a reader that believes nothing
        src/state/safetensors_internal.h     safetensors: headers of tensor files, written and read
+       src/state/write.c                    Writing a rank's files
        src/state/storage_internal.h         What the room of state calls of storage, besides its table
        src/state/save.c                     Saving
+       src/state/read.c                     Reading pieces
+       src/state/read_internal.h            Reading pieces of tensors from files: what loading a checkpoint and importing weights share
        src/state/load.c                     Loading
        src/state/export.c                   Export
        src/state/export_internal.h          What export and import share: the list of what is in a file
@@ -2487,8 +2492,9 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
  *     scalars   steps of optimizer, strategy and trainer, tokens seen, the loss scaler, position
  *               and seed of the loader, the seed of dropout
  *
- * A tensor is the same to all ranks, and each of them holds a piece of it: where a strategy shards,
- * everybody another one; where it does not, everybody all of it. */
+ * A tensor is described as a whole, and each rank holds pieces of it: where a strategy shards, every
+ * rank another one; where it does not, every rank all of it. Ranks may list different tensors, as
+ * the stages of a pipeline do: a checkpoint has those of all of them. */
 
 typedef struct dtrain_state dtrain_state;
 
@@ -2503,38 +2509,34 @@ typedef enum dtrain_state_kind {
     DTRAIN_STATE_HOST = 7,       /* added by the program */
     DTRAIN_STATE_LION = 8,       /* Lion's momentum: no optimizer goes on with another's state */
     DTRAIN_STATE_MUON = 9,       /* Muon's */
-    DTRAIN_STATE_KINDS = 10
+    DTRAIN_STATE_MISSED = 10,    /* of a parameter: in how many steps it was left out of updates */
+    DTRAIN_STATE_KINDS = 11
 } dtrain_state_kind;
 
 #define DTRAIN_STATE_BYTES 5u /* besides dtrain_dtype: a blob, of bytes */
 
+/* A piece of a tensor: a box, which has a first index and a length along each axis, and of the
+ * elements of this box, in row-major order, a run. What cuts a tensor by an axis (a slice of rows or
+ * columns, one of the components of a packed q|k|v) makes boxes; what cuts the elements of an array
+ * wherever a share of the bytes ends, as a sharding strategy does, makes runs, also of an array that
+ * is a slice itself. Both numbers are needed for that, and no more: what two such pieces have in
+ * common is one of them again, while as boxes alone a run of 4 axes would take seven. */
+typedef struct dtrain_piece {
+    int64_t first[4], length[4]; /* the box; of a whole tensor: zeros, and its shape */
+    int64_t offset, count;       /* the run: its first element in the box, and how many */
+} dtrain_piece;
+
 typedef struct dtrain_state_tensor {
-    const char *name; /* of the parameter, or as it was added; unique in its kind */
-    uint32_t kind;    /* dtrain_state_kind */
-    uint32_t dtype;   /* dtrain_dtype or DTRAIN_STATE_BYTES */
-    int64_t shape[4]; /* of the whole tensor; leading non-zero entries, all zero = no element */
-    int64_t total;    /* its elements */
-    int64_t offset;   /* this rank's piece: the first element, in row-major order, ... */
-    int64_t count;    /* ... and how many */
-    void *memory;     /* (count) the host's or the device's: dtrain_device_copy reaches both */
-    void *mirror;     /* a second place that must have the same values, or NULL */
-    int copies, copy; /* so many ranks hold the same piece; the number of this one among them */
-    bool own;         /* every rank has a tensor of its own by this name */
+    const char *name;   /* of the parameter, or as it was added */
+    uint32_t kind;      /* dtrain_state_kind */
+    uint32_t dtype;     /* dtrain_dtype or DTRAIN_STATE_BYTES */
+    int64_t shape[4];   /* of the whole tensor; leading non-zero entries, all zero = no element */
+    int64_t total;      /* its elements */
+    dtrain_piece piece; /* this rank's; one that has several lists the tensor as often */
+    void *memory; /* (piece.count) the host's or the device's: dtrain_device_copy reaches both */
+    void *mirror; /* a second place that must have the same values, or NULL */
+    bool own;     /* every rank has a tensor of its own by this name */
 } dtrain_state_tensor;
-
-typedef enum dtrain_scalar_type {
-    DTRAIN_SCALAR_U32 = 0,
-    DTRAIN_SCALAR_U64 = 1,
-    DTRAIN_SCALAR_I64 = 2,
-    DTRAIN_SCALAR_F32 = 3,
-    DTRAIN_SCALAR_TYPES = 4
-} dtrain_scalar_type;
-
-typedef struct dtrain_state_scalar {
-    const char *name; /* "optimizer.step" */
-    uint32_t type;    /* dtrain_scalar_type */
-    void *memory;     /* (1) host memory */
-} dtrain_state_scalar;
 
 /* What a run consists of. Everything but the strategy may be NULL, and must outlive the state. */
 typedef struct dtrain_state_desc {
@@ -2549,6 +2551,9 @@ typedef struct dtrain_state_desc {
      * is an error; in `settings` (seed, rate, data) it is said in dtrain_load_info.note. */
     const char *const *model;
     const char *const *settings;
+    /* The ranks that save and load together; NULL = the strategy's. Where each stage of a pipeline
+     * has a strategy of its own: the ranks of all stages. */
+    dtrain_comm *comm;
 } dtrain_state_desc;
 
 /* Make the list. Local. */
@@ -2558,25 +2563,26 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
 DTRAIN_API void dtrain_state_destroy(dtrain_state *state);
 
 /* An array of the program's own, in host or device memory, which must stay where it is: a random
- * generator, counters, statistics. */
+ * generator, counters, statistics; or a piece of a tensor that ranks share. */
 typedef struct dtrain_state_item {
-    const char *name; /* unique; kept by pointer */
+    const char *name; /* kept by pointer */
     uint32_t dtype;   /* dtrain_dtype or DTRAIN_STATE_BYTES */
     int64_t count;
-    void *memory; /* (count) */
-    bool own;     /* every rank has its own; false: all have the same values */
+    void *memory;       /* (count) */
+    bool own;           /* every rank has its own; false: all have the same values */
+    int64_t shape[4];   /* of the whole array; zeros = (count) */
+    dtrain_piece piece; /* this rank's, of `count` elements; zeros = all of it. Several pieces of an
+                           array are as many items of one name */
 } dtrain_state_item;
 
-/* Add an array. Local; every rank adds the same ones. */
+/* Add an array. Local. Ranks may add different ones; those that add the same one give it the same
+ * shape and dtype, and all of its elements are somewhere: a save checks both. */
 DTRAIN_API dtrain_result dtrain_state_add(dtrain_state *state, const dtrain_state_item *item);
 
-/* List the tensors: the same ones in the same order on every rank, some with count 0 here. Local;
- * valid until dtrain_state_add or destroy. What is in memory is whole between two steps. */
+/* List the tensors of this rank. Local; valid until dtrain_state_add or destroy. What is in memory
+ * is whole between two steps. */
 DTRAIN_API dtrain_result dtrain_state_tensors(const dtrain_state *state,
                                               const dtrain_state_tensor **tensors, size_t *count);
-/* List the scalars, whose values are the same on every rank. Likewise. */
-DTRAIN_API dtrain_result dtrain_state_scalars(const dtrain_state *state,
-                                              const dtrain_state_scalar **scalars, size_t *count);
 /* Say that values in memory were replaced, as a program does that has loaded them by itself: every
  * rank's parameters are brought to where the next forward reads them, and what follows from the
  * scalars is made anew. Collective. */
@@ -25500,7 +25506,36 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
  *
  * Made once, from the tables of those who own the memory: nothing is copied here, and no address in
  * the list changes during a run. Which of several ranks that hold the same piece writes it is for
- * checkpoints to choose; this list only says how many they are. */
+ * checkpoints to choose. */
+
+/* ================================================================================================
+ * src/state/box_internal.h
+ * ==============================================================================================*/
+
+/* Boxes: which elements of a tensor a piece has, and what two pieces have in common. */
+
+/* state/box.c */
+/* Return a piece that is all of a tensor. */
+DTRAIN__PRIVATE dtrain_piece dtrain__piece_whole(const int64_t shape[4]);
+/* Return the number of elements of the piece's box. */
+DTRAIN__PRIVATE int64_t dtrain__box_count(const dtrain_piece *piece);
+/* Tell whether a piece lies in a tensor of this shape. */
+DTRAIN__PRIVATE bool dtrain__piece_fits(const dtrain_piece *piece, const int64_t shape[4]);
+/* Order pieces by their boxes, then by their runs. */
+DTRAIN__PRIVATE int dtrain__piece_order(const dtrain_piece *a, const dtrain_piece *b);
+/* Tell whether two pieces are runs of the same box. */
+DTRAIN__PRIVATE bool dtrain__box_same(const dtrain_piece *a, const dtrain_piece *b);
+/* Set *common to the elements that both pieces have; false: there are none. */
+DTRAIN__PRIVATE bool dtrain__piece_common(const dtrain_piece *a, const dtrain_piece *b,
+                                          dtrain_piece *common);
+/* Return the place in `piece`, counted from the beginning of its run, of element i of the box of
+ * `part`, which lies in the piece. */
+DTRAIN__PRIVATE int64_t dtrain__piece_place(const dtrain_piece *piece, const dtrain_piece *part,
+                                            int64_t i);
+/* Return how many elements of the box of `part`, from element i on, follow one another in `piece`
+ * as well. */
+DTRAIN__PRIVATE int64_t dtrain__piece_span(const dtrain_piece *piece, const dtrain_piece *part,
+                                           int64_t i);
 
 /* ================================================================================================
  * src/state/state_internal.h
@@ -25510,15 +25545,29 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
 
 #define DTRAIN__SETTING 256 /* bytes of a key or its text, the 0 included */
 
+typedef enum dtrain__scalar_type {
+    DTRAIN__SCALAR_U32 = 0,
+    DTRAIN__SCALAR_U64 = 1,
+    DTRAIN__SCALAR_I64 = 2,
+    DTRAIN__SCALAR_F32 = 3,
+    DTRAIN__SCALAR_TYPES = 4
+} dtrain__scalar_type;
+
+typedef struct dtrain__scalar {
+    const char *name; /* "optimizer.step" */
+    uint32_t type;    /* dtrain__scalar_type */
+    void *memory;     /* (1) host memory */
+} dtrain__scalar;
+
 struct dtrain_state {
     dtrain_world *world;
     dtrain_allocator allocator;
     dtrain_state_desc desc;
-    dtrain_comm *comm; /* the strategy's */
+    dtrain_comm *comm; /* the ranks that save and load together */
     dtrain_device *device;
     dtrain_state_tensor *tensors; /* (tensor_room), tensor_count in use */
     size_t tensor_count, tensor_room;
-    dtrain_state_scalar scalars[16];
+    dtrain__scalar scalars[16];
     size_t scalar_count;
 
     /* Its history, as rank 0 knows it: the run of the checkpoint that was loaded or saved last, 0 =
@@ -25527,15 +25576,14 @@ struct dtrain_state {
     int64_t step;
 };
 
-#define DTRAIN__STATE_MISSED \
-    "optimizer.missed" /* of HOST: of each parameter, see optim_internal.h */
-
 /* state/state.c */
 DTRAIN__PRIVATE size_t dtrain__state_bytes(uint32_t dtype);
 DTRAIN__PRIVATE const char *dtrain__state_kind_name(uint32_t kind);
 DTRAIN__PRIVATE dtrain_result dtrain__state_check(const dtrain_state *state, const char *call);
-DTRAIN__PRIVATE uint64_t dtrain__scalar_get(const dtrain_state_scalar *scalar);
-DTRAIN__PRIVATE void dtrain__scalar_set(const dtrain_state_scalar *scalar, uint64_t bits);
+DTRAIN__PRIVATE const dtrain_state_tensor *dtrain__state_find(const dtrain_state *state,
+                                                              uint32_t kind, const char *name);
+DTRAIN__PRIVATE uint64_t dtrain__scalar_get(const dtrain__scalar *scalar);
+DTRAIN__PRIVATE void dtrain__scalar_set(const dtrain__scalar *scalar, uint64_t bits);
 
 DTRAIN__PRIVATE size_t dtrain__state_bytes(uint32_t dtype)
 {
@@ -25546,8 +25594,8 @@ DTRAIN__PRIVATE size_t dtrain__state_bytes(uint32_t dtype)
 DTRAIN__PRIVATE const char *dtrain__state_kind_name(uint32_t kind)
 {
     static const char *const names[DTRAIN_STATE_KINDS] = {
-        "value",    "exp_avg", "exp_avg_sq", "momentum", "residual",
-        "velocity", "q",       "host",       "lion",     "muon"};
+        "value", "exp_avg", "exp_avg_sq", "momentum", "residual", "velocity",
+        "q",     "host",    "lion",       "muon",     "missed"};
     return kind < DTRAIN_STATE_KINDS ? names[kind] : "?";
 }
 
@@ -25571,7 +25619,6 @@ static dtrain_state_tensor *dtrain__state_append(dtrain_state *state, const char
     tensor->name = name;
     tensor->kind = (uint32_t)kind;
     tensor->dtype = DTRAIN_DTYPE_F32;
-    tensor->copies = 1;
     return tensor;
 }
 
@@ -25584,12 +25631,11 @@ static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard 
     if (!tensor) return DTRAIN_ERROR_MEMORY;
     memcpy(tensor->shape, shard->param->shape, sizeof tensor->shape);
     tensor->total = shard->param->count;
-    tensor->offset = shard->offset;
-    tensor->count = shard->count;
+    tensor->piece = dtrain__piece_whole(tensor->shape);
+    tensor->piece.offset = shard->offset;
+    tensor->piece.count = shard->count;
     tensor->memory = memory;
     tensor->mirror = mirror == memory ? NULL : mirror;
-    tensor->copy =
-        dtrain__holders(state->desc.strategy, shard->param->state.index, &tensor->copies);
     return DTRAIN_OK;
 }
 
@@ -25646,19 +25692,29 @@ static dtrain_result dtrain__state_moments(dtrain_state *state)
     return DTRAIN_OK;
 }
 
+/* Make a tensor one that every rank that lists it holds all of. */
+static void dtrain__state_whole(dtrain_state_tensor *tensor, void *memory)
+{
+    tensor->piece = dtrain__piece_whole(tensor->shape);
+    tensor->total = tensor->piece.count;
+    tensor->memory = memory;
+}
+
 /* Append in how many steps each parameter was left out of updates. */
 static dtrain_result dtrain__state_missed(dtrain_state *state)
 {
     const dtrain_optimizer *optimizer = state->desc.optimizer;
-    if (!optimizer) return DTRAIN_OK;
-    dtrain_state_tensor *tensor =
-        dtrain__state_append(state, DTRAIN__STATE_MISSED, DTRAIN_STATE_HOST);
-    if (!tensor) return DTRAIN_ERROR_MEMORY;
-    tensor->dtype = DTRAIN_DTYPE_I64;
-    tensor->shape[0] = tensor->total = tensor->count = (int64_t)optimizer->param_count;
-    tensor->memory = optimizer->missed;
-    tensor->copies = dtrain_comm_size(state->comm);
-    tensor->copy = dtrain_comm_rank(state->comm);
+    size_t count;
+    const dtrain_param *params = dtrain__params_of(state->desc.strategy, &count);
+    for (size_t i = 0; i < count && optimizer; i++) {
+        if (!dtrain__is_updated(&params[i])) continue;
+        dtrain_state_tensor *tensor =
+            dtrain__state_append(state, params[i].name, DTRAIN_STATE_MISSED);
+        if (!tensor) return DTRAIN_ERROR_MEMORY;
+        tensor->dtype = DTRAIN_DTYPE_I64;
+        tensor->shape[0] = 1;
+        dtrain__state_whole(tensor, &optimizer->missed[i]);
+    }
     return DTRAIN_OK;
 }
 
@@ -25675,20 +25731,14 @@ static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_
         if (residual ? how->no_error_feedback : !(how->topk_momentum > 0)) continue;
         float *memory = !kept ? NULL : residual ? kept->residual : kept->velocity;
         DTRAIN__TRY(dtrain__state_like(state, &piece, (dtrain_state_kind)kind, memory, NULL));
-        dtrain_state_tensor *tensor = &state->tensors[state->tensor_count - 1];
-        tensor->own = true;
-        tensor->copies = 1;
-        tensor->copy = 0;
+        state->tensors[state->tensor_count - 1].own = true;
     }
     if (!kept || !kept->q) return DTRAIN_OK;
     dtrain_state_tensor *q = dtrain__state_append(state, param->name, DTRAIN_STATE_Q);
     if (!q) return DTRAIN_ERROR_MEMORY;
     q->shape[0] = kept->q_rows;
     q->shape[1] = (int64_t)how->powersgd_rank;
-    q->total = q->count = q->shape[0] * q->shape[1];
-    q->memory = kept->q;
-    q->copies = dtrain_comm_size(state->comm);
-    q->copy = dtrain_comm_rank(state->comm);
+    dtrain__state_whole(q, kept->q);
     return DTRAIN_OK;
 }
 
@@ -25711,6 +25761,15 @@ static dtrain_result dtrain__state_compression(dtrain_state *state)
     return DTRAIN_OK;
 }
 
+DTRAIN__PRIVATE const dtrain_state_tensor *dtrain__state_find(const dtrain_state *state,
+                                                              uint32_t kind, const char *name)
+{
+    for (size_t i = 0; i < state->tensor_count; i++)
+        if (state->tensors[i].kind == kind && strcmp(state->tensors[i].name, name) == 0)
+            return &state->tensors[i];
+    return NULL;
+}
+
 DTRAIN_API dtrain_result dtrain_state_add(dtrain_state *state, const dtrain_state_item *item)
 {
     const char *const call = "dtrain_state_add";
@@ -25721,30 +25780,39 @@ DTRAIN_API dtrain_result dtrain_state_add(dtrain_state *state, const dtrain_stat
                            "%s: expected an item with a name, a dtype (found %u), count >= 0 "
                            "(found %lld) and memory",
                            call, item ? item->dtype : 0, item ? (long long)item->count : 0);
-    for (size_t i = 0; i < state->tensor_count; i++)
-        if (state->tensors[i].kind == DTRAIN_STATE_HOST &&
-            strcmp(state->tensors[i].name, item->name) == 0)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "%s: there is an item by the name of \"%.100s\" already", call,
-                               item->name);
+    const dtrain_state_tensor *other = dtrain__state_find(state, DTRAIN_STATE_HOST, item->name);
+    const bool all = item->piece.count == 0; /* of the array */
+    int64_t shape[4];
+    memcpy(shape, item->shape, sizeof shape);
+    if (!shape[0]) shape[0] = item->count;
+    if (other && (all || other->dtype != item->dtype || other->own != item->own ||
+                  memcmp(other->shape, shape, sizeof shape) != 0))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: there is an item by the name of \"%.100s\" already, of which this "
+                           "is no other piece",
+                           call, item->name);
+    dtrain_piece piece = all ? dtrain__piece_whole(shape) : item->piece;
+    if (piece.count != item->count || !dtrain__piece_fits(&piece, shape))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: the piece of \"%.100s\" has %lld elements, expected %lld (count) "
+                           "that lie in its shape",
+                           call, item->name, (long long)piece.count, (long long)item->count);
     dtrain_state_tensor *tensor = dtrain__state_append(state, item->name, DTRAIN_STATE_HOST);
     if (!tensor) return DTRAIN_ERROR_MEMORY;
     tensor->dtype = item->dtype;
-    tensor->shape[0] = tensor->total = tensor->count = item->count;
-    tensor->memory = item->memory;
+    memcpy(tensor->shape, shape, sizeof shape);
+    dtrain__state_whole(tensor, item->memory);
+    tensor->piece = piece;
     tensor->own = item->own;
-    if (item->own) return DTRAIN_OK;
-    tensor->copies = dtrain_comm_size(state->comm);
-    tensor->copy = dtrain_comm_rank(state->comm);
     return DTRAIN_OK;
 }
 
 /* ---- Scalars ----------------------------------------------------------------------------------*/
 
-static void dtrain__state_scalar_add(dtrain_state *state, const char *name, dtrain_scalar_type type,
-                                     void *memory)
+static void dtrain__state_scalar_add(dtrain_state *state, const char *name,
+                                     dtrain__scalar_type type, void *memory)
 {
-    dtrain_state_scalar *scalar = &state->scalars[state->scalar_count++];
+    dtrain__scalar *scalar = &state->scalars[state->scalar_count++];
     scalar->name = name;
     scalar->type = (uint32_t)type;
     scalar->memory = memory;
@@ -25757,39 +25825,40 @@ static void dtrain__state_list_scalars(dtrain_state *state)
     const dtrain_state_desc *desc = &state->desc;
     dtrain_trainer *trainer = desc->trainer;
     dtrain_loss_scaler *scaler = trainer && trainer->scaling ? &trainer->scaler : desc->scaler;
-    dtrain__state_scalar_add(state, "strategy.step", DTRAIN_SCALAR_U64,
+    dtrain__state_scalar_add(state, "strategy.step", DTRAIN__SCALAR_U64,
                              dtrain__step_count_of(desc->strategy));
     if (desc->optimizer)
-        dtrain__state_scalar_add(state, "optimizer.step", DTRAIN_SCALAR_U64,
+        dtrain__state_scalar_add(state, "optimizer.step", DTRAIN__SCALAR_U64,
                                  &desc->optimizer->step_count);
     if (trainer) {
-        dtrain__state_scalar_add(state, "trainer.step", DTRAIN_SCALAR_I64, &trainer->step);
-        dtrain__state_scalar_add(state, "trainer.tokens", DTRAIN_SCALAR_U64, &trainer->tokens);
-        dtrain__state_scalar_add(state, "trainer.seed", DTRAIN_SCALAR_U64, &trainer->desc.seed);
-        dtrain__state_scalar_add(state, "trainer.skipped", DTRAIN_SCALAR_U64, &trainer->skipped);
+        dtrain__state_scalar_add(state, "trainer.step", DTRAIN__SCALAR_I64, &trainer->step);
+        dtrain__state_scalar_add(state, "trainer.tokens", DTRAIN__SCALAR_U64, &trainer->tokens);
+        dtrain__state_scalar_add(state, "trainer.seed", DTRAIN__SCALAR_U64, &trainer->desc.seed);
+        dtrain__state_scalar_add(state, "trainer.skipped", DTRAIN__SCALAR_U64, &trainer->skipped);
     }
     if (scaler) {
-        dtrain__state_scalar_add(state, "scaler.scale", DTRAIN_SCALAR_F32, &scaler->scale);
-        dtrain__state_scalar_add(state, "scaler.good_steps", DTRAIN_SCALAR_U32,
+        dtrain__state_scalar_add(state, "scaler.scale", DTRAIN__SCALAR_F32, &scaler->scale);
+        dtrain__state_scalar_add(state, "scaler.good_steps", DTRAIN__SCALAR_U32,
                                  &scaler->good_steps);
-        dtrain__state_scalar_add(state, "scaler.bad_left", DTRAIN_SCALAR_U32, &scaler->bad_left);
-        dtrain__state_scalar_add(state, "scaler.bad_steps", DTRAIN_SCALAR_U32, &scaler->bad_steps);
-        dtrain__state_scalar_add(state, "scaler.skipped_steps", DTRAIN_SCALAR_U64,
+        dtrain__state_scalar_add(state, "scaler.bad_left", DTRAIN__SCALAR_U32, &scaler->bad_left);
+        dtrain__state_scalar_add(state, "scaler.bad_steps", DTRAIN__SCALAR_U32, &scaler->bad_steps);
+        dtrain__state_scalar_add(state, "scaler.skipped_steps", DTRAIN__SCALAR_U64,
                                  &scaler->skipped_steps);
     }
     if (desc->loader) {
-        dtrain__state_scalar_add(state, "loader.position", DTRAIN_SCALAR_U64,
+        dtrain__state_scalar_add(state, "loader.position", DTRAIN__SCALAR_U64,
                                  &desc->loader->position);
-        dtrain__state_scalar_add(state, "loader.seed", DTRAIN_SCALAR_U64, &desc->loader->desc.seed);
+        dtrain__state_scalar_add(state, "loader.seed", DTRAIN__SCALAR_U64,
+                                 &desc->loader->desc.seed);
     }
 }
 
 /* Return a scalar as an integer: of a float its bits. */
-DTRAIN__PRIVATE uint64_t dtrain__scalar_get(const dtrain_state_scalar *scalar)
+DTRAIN__PRIVATE uint64_t dtrain__scalar_get(const dtrain__scalar *scalar)
 {
     uint32_t narrow;
     uint64_t wide;
-    if (scalar->type == DTRAIN_SCALAR_U32 || scalar->type == DTRAIN_SCALAR_F32) {
+    if (scalar->type == DTRAIN__SCALAR_U32 || scalar->type == DTRAIN__SCALAR_F32) {
         memcpy(&narrow, scalar->memory, sizeof narrow);
         return narrow;
     }
@@ -25797,10 +25866,10 @@ DTRAIN__PRIVATE uint64_t dtrain__scalar_get(const dtrain_state_scalar *scalar)
     return wide;
 }
 
-DTRAIN__PRIVATE void dtrain__scalar_set(const dtrain_state_scalar *scalar, uint64_t bits)
+DTRAIN__PRIVATE void dtrain__scalar_set(const dtrain__scalar *scalar, uint64_t bits)
 {
     const uint32_t narrow = (uint32_t)bits;
-    if (scalar->type == DTRAIN_SCALAR_U32 || scalar->type == DTRAIN_SCALAR_F32)
+    if (scalar->type == DTRAIN__SCALAR_U32 || scalar->type == DTRAIN__SCALAR_F32)
         memcpy(scalar->memory, &narrow, sizeof narrow);
     else memcpy(scalar->memory, &bits, sizeof bits);
 }
@@ -25844,7 +25913,7 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
     state->allocator = world->allocator;
     state->desc = *desc;
     if (desc->trainer) state->desc.optimizer = desc->trainer->desc.optimizer;
-    state->comm = dtrain__groups_of(desc->strategy).all;
+    state->comm = desc->comm ? desc->comm : dtrain__groups_of(desc->strategy).all;
     state->device = dtrain_world_device(world);
     state->step = -1;
     dtrain__state_list_scalars(state);
@@ -25876,17 +25945,6 @@ DTRAIN_API dtrain_result dtrain_state_tensors(const dtrain_state *state,
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_result dtrain_state_scalars(const dtrain_state *state,
-                                              const dtrain_state_scalar **scalars, size_t *count)
-{
-    DTRAIN__TRY(dtrain__state_check(state, "dtrain_state_scalars"));
-    if (!scalars || !count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_state_scalars: scalars or count is NULL");
-    *scalars = state->scalars;
-    *count = state->scalar_count;
-    return DTRAIN_OK;
-}
-
 /* Bring values to their mirrors and to the next forward. A loader's workers have read ahead of
  * the old position: that is dropped. A strategy decides anew how its buckets travel, which with
  * compression depends on its step, and forgets micro-batches of a step under way. */
@@ -25903,7 +25961,7 @@ DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
         const dtrain_state_tensor *tensor = &state->tensors[i];
         if (tensor->mirror)
             result = dtrain_device_copy(state->device, tensor->mirror, tensor->memory,
-                                        (size_t)tensor->count * sizeof(float));
+                                        (size_t)tensor->piece.count * sizeof(float));
     }
     if (state->desc.loader) dtrain__prefetch_rest(state->desc.loader);
     if (state->desc.trainer) state->desc.trainer->micro = 0;
@@ -25913,17 +25971,145 @@ DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
 }
 
 /* ================================================================================================
- * src/state/write.c
+ * src/state/box.c
  * ==============================================================================================*/
 
-/* Writing a rank's files
+/* Boxes
  *
- *     plan        who writes which piece, into which file, at which place
- *     snapshot    copy these pieces to host memory, for a save in the background
- *     write       files, block by block with their checksums, and the list of what they hold
+ * A piece is a run of the elements of a box (state.h). Row-major order is the order of coordinates,
+ * compared axis by axis, and so it is the same order in a tensor, in a box of it, and in a box of
+ * that box. Three things follow, and nothing else is needed:
  *
- * Nothing here communicates: every rank plans for itself, and those that hold the same piece come
- * to the same choice of who writes it. */
+ *     - of the elements of a box, those of a run of a larger box are a run again: what is between
+ *       two elements of the larger one is between two elements of the smaller one
+ *     - so two pieces have a piece in common: the box where their boxes meet, and the run where
+ *       both runs meet in it
+ *     - a place in one box becomes a place in another by counting the elements before it */
+
+enum { DTRAIN__AXES = 4 };
+
+/* Return the length of a box along an axis; 1 behind the last axis that the tensor has. */
+static int64_t dtrain__box_length(const dtrain_piece *piece, int axis)
+{
+    return piece->length[axis] || axis == 0 ? piece->length[axis] : 1;
+}
+
+DTRAIN__PRIVATE int64_t dtrain__box_count(const dtrain_piece *piece)
+{
+    int64_t count = 1;
+    for (int d = 0; d < DTRAIN__AXES; d++) count *= dtrain__box_length(piece, d);
+    return count;
+}
+
+DTRAIN__PRIVATE dtrain_piece dtrain__piece_whole(const int64_t shape[4])
+{
+    dtrain_piece piece;
+    memset(&piece, 0, sizeof piece);
+    memcpy(piece.length, shape, sizeof piece.length);
+    piece.count = dtrain__box_count(&piece);
+    return piece;
+}
+
+/* Compare without a sum that could overflow: the numbers may come from a file. */
+DTRAIN__PRIVATE bool dtrain__piece_fits(const dtrain_piece *piece, const int64_t shape[4])
+{
+    for (int d = 0; d < DTRAIN__AXES; d++)
+        if (piece->first[d] < 0 || piece->length[d] < 0 || piece->length[d] > shape[d] ||
+            piece->first[d] > shape[d] - piece->length[d] || (shape[d] && !piece->length[d]))
+            return false;
+    const int64_t count = dtrain__box_count(piece);
+    return piece->offset >= 0 && piece->count >= 0 && piece->count <= count &&
+           piece->offset <= count - piece->count;
+}
+
+/* Return how many elements of the box of `part` come before element `index` of the box of
+ * `whole`. index may be the number of its elements. */
+static int64_t dtrain__box_before(const dtrain_piece *part, const dtrain_piece *whole,
+                                  int64_t index)
+{
+    int64_t at[DTRAIN__AXES], inner[DTRAIN__AXES], before = 0, elements = 1;
+    for (int d = DTRAIN__AXES - 1; d >= 0; d--) {
+        const int64_t length = d ? dtrain__box_length(whole, d) : 0; /* axis 0 takes the rest */
+        at[d] = whole->first[d] + (length ? index % length : index);
+        if (length) index /= length;
+        inner[d] = elements;
+        elements *= dtrain__box_length(part, d);
+    }
+    for (int d = 0; d < DTRAIN__AXES; d++) {
+        const int64_t length = dtrain__box_length(part, d), past = at[d] - part->first[d];
+        if (past < 0) return before;
+        if (past >= length) return before + length * inner[d];
+        before += past * inner[d];
+    }
+    return before;
+}
+
+DTRAIN__PRIVATE int dtrain__piece_order(const dtrain_piece *a, const dtrain_piece *b)
+{
+    for (int d = 0; d < DTRAIN__AXES; d++) {
+        if (a->first[d] != b->first[d]) return a->first[d] < b->first[d] ? -1 : 1;
+        if (a->length[d] != b->length[d]) return a->length[d] < b->length[d] ? -1 : 1;
+    }
+    if (a->offset != b->offset) return a->offset < b->offset ? -1 : 1;
+    return (a->count > b->count) - (a->count < b->count);
+}
+
+DTRAIN__PRIVATE bool dtrain__box_same(const dtrain_piece *a, const dtrain_piece *b)
+{
+    return memcmp(a->first, b->first, sizeof a->first) == 0 &&
+           memcmp(a->length, b->length, sizeof a->length) == 0;
+}
+
+DTRAIN__PRIVATE bool dtrain__piece_common(const dtrain_piece *a, const dtrain_piece *b,
+                                          dtrain_piece *common)
+{
+    memset(common, 0, sizeof *common);
+    for (int d = 0; d < DTRAIN__AXES; d++) {
+        const int64_t end = dtrain__min(a->first[d] + dtrain__box_length(a, d),
+                                        b->first[d] + dtrain__box_length(b, d));
+        common->first[d] = dtrain__max(a->first[d], b->first[d]);
+        common->length[d] = end - common->first[d];
+        if (common->length[d] <= 0) return false;
+    }
+    common->offset = dtrain__max(dtrain__box_before(common, a, a->offset),
+                                 dtrain__box_before(common, b, b->offset));
+    common->count = dtrain__min(dtrain__box_before(common, a, a->offset + a->count),
+                                dtrain__box_before(common, b, b->offset + b->count)) -
+                    common->offset;
+    return common->count > 0;
+}
+
+DTRAIN__PRIVATE int64_t dtrain__piece_place(const dtrain_piece *piece, const dtrain_piece *part,
+                                            int64_t i)
+{
+    return dtrain__box_before(piece, part, i) - piece->offset;
+}
+
+/* A row of the part follows the row before it where the part is as long as the piece in all axes
+ * behind the one that is counted. */
+DTRAIN__PRIVATE int64_t dtrain__piece_span(const dtrain_piece *piece, const dtrain_piece *part,
+                                           int64_t i)
+{
+    int64_t span = 1;
+    for (int d = DTRAIN__AXES - 1; d >= 0; d--) {
+        span *= dtrain__box_length(part, d);
+        if (dtrain__box_length(part, d) != dtrain__box_length(piece, d)) break;
+    }
+    return span - i % span;
+}
+
+/* ================================================================================================
+ * src/state/union.c
+ * ==============================================================================================*/
+
+/* The union of all ranks' lists
+ *
+ *     gather    every rank learns what each of them lists: tensors, and its pieces of them
+ *     check     those that list the same tensor agree on it, and together they have all of it
+ *     choose    of the ranks that hold the same piece the one that has the least to write
+ *
+ * All ranks come to the same result from the same lists, so that nothing else has to be agreed on.
+ * It is kept until a list changes. A list of GPT-2 small has 460 entries of 150 bytes. */
 
 /* ================================================================================================
  * src/state/checkpoint_internal.h
@@ -26005,7 +26191,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__json_end(dtrain__json *json);
 #define DTRAIN__BLOCK ((size_t)1 << 20)
 #define DTRAIN__CRC_DIGITS 8
 #define DTRAIN__PATH 768
-#define DTRAIN__MANIFEST_VERSION 1
+#define DTRAIN__MANIFEST_VERSION 2 /* 1, of version 0.2, had no boxes; it is read as well */
 #define DTRAIN__MANIFEST_MOST ((uint64_t)1 << 30)
 #define DTRAIN__TEXT_MOST 65536 /* bytes of config */
 
@@ -26020,8 +26206,8 @@ typedef struct dtrain__saved_tensor {
 
 typedef struct dtrain__saved_piece {
     uint32_t tensor, file;
-    int rank; /* that wrote it */
-    int64_t offset, count;
+    int rank; /* that wrote it; -1: of a tensor that ranks share */
+    dtrain_piece piece;
     uint64_t at;     /* of the first byte in the file */
     const char *crc; /* CRC_DIGITS hexadecimal digits for each block, in the text */
 } dtrain__saved_piece;
@@ -26068,9 +26254,7 @@ DTRAIN__PRIVATE uint32_t dtrain__crc32c(uint32_t crc, const void *data, size_t b
 /* state/manifest.c */
 DTRAIN__PRIVATE void dtrain__seal(dtrain__text *text);
 DTRAIN__PRIVATE dtrain_result dtrain__unseal(const char *path, char *text, size_t *bytes);
-DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_state *state,
-                                           int64_t step, double metric, const char *config,
-                                           const char *commit);
+DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_checkpoint *c);
 DTRAIN__PRIVATE dtrain_result dtrain__manifest_read(const dtrain_storage *storage,
                                                     const dtrain_allocator *allocator,
                                                     const char *directory, dtrain__manifest *out);
@@ -26113,11 +26297,22 @@ DTRAIN__PRIVATE dtrain_result dtrain__directory_publish(const dtrain_storage *st
                                                         const dtrain_allocator *allocator,
                                                         const char *directory, int64_t step);
 
-/* One piece that this rank writes. */
+/* An entry of a rank's list of state, as all ranks know it: what is gathered, in words of 64 bits. */
+typedef struct dtrain__held {
+    int64_t rank, index; /* whose list it is in, and where */
+    int32_t kind, dtype;
+    int64_t own;
+    int64_t shape[4];
+    dtrain_piece piece;
+    int64_t name_at;  /* in the names that come with it */
+    int64_t tensor;   /* its number in the manifest */
+    const char *name; /* not sent */
+} dtrain__held;
+
+/* One piece that this rank writes, and the file's share of it. */
 typedef struct dtrain__write_piece {
-    uint32_t tensor; /* in the state's list */
-    uint32_t file;
-    int64_t offset, count;
+    const dtrain__held *held;
+    dtrain_piece piece;
     uint64_t at;      /* first byte, from the beginning of the file's data */
     const void *from; /* the snapshot, or the state's memory */
 } dtrain__write_piece;
@@ -26146,6 +26341,11 @@ struct dtrain_checkpoint {
     int rank, ranks;
     int lock;     /* rank 0: the file; -1: none */
     uint64_t run; /* rank 0: whose history the directory has */
+
+    dtrain__held *held; /* (held_room) of every piece its writer, by tensor; see union.c */
+    char *held_names;   /* (held_names_bytes) */
+    size_t held_count, held_room, held_names_bytes;
+    size_t held_of; /* as long as this rank's list, and one: 0 = not made */
 
     /* The save under way. */
     int64_t step;
@@ -26179,6 +26379,13 @@ struct dtrain_checkpoint {
     char lost_text[DTRAIN__ERROR_BYTES];
     dtrain_checkpoint_info info;
 };
+
+/* state/union.c */
+DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c);
+DTRAIN__PRIVATE void dtrain__union_free(dtrain_checkpoint *c);
+DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where, uint32_t kind,
+                                                   const char *name, const dtrain_piece *pieces,
+                                                   size_t stride, size_t count, int64_t total);
 
 /* state/write.c */
 DTRAIN__PRIVATE dtrain_result dtrain__save_plan(dtrain_checkpoint *c);
@@ -26248,6 +26455,202 @@ DTRAIN__PRIVATE void dtrain__safetensors_free(dtrain__tensor_file *file);
 DTRAIN__PRIVATE size_t dtrain__stored_bytes(uint32_t dtype);
 DTRAIN__PRIVATE const char *dtrain__stored_name(uint32_t dtype);
 
+DTRAIN__PRIVATE void dtrain__union_free(dtrain_checkpoint *c)
+{
+    dtrain__free(&c->allocator, c->held, c->held_room, sizeof *c->held);
+    dtrain__free(&c->allocator, c->held_names, c->held_names_bytes, 1);
+    c->held = NULL;
+    c->held_names = NULL;
+    c->held_room = c->held_count = c->held_names_bytes = 0;
+}
+
+/* Put this rank's list where its part of what is gathered begins. */
+static void dtrain__union_own(const dtrain_checkpoint *c, dtrain__held *list, char *names)
+{
+    const dtrain_state *state = c->desc.state;
+    size_t at = 0;
+    for (size_t i = 0; i < state->tensor_count; i++) {
+        const dtrain_state_tensor *tensor = &state->tensors[i];
+        const size_t bytes = strlen(tensor->name) + 1;
+        memcpy(names + at, tensor->name, bytes);
+        list[i].name_at = (int64_t)at;
+        list[i].index = (int64_t)i;
+        list[i].rank = c->rank;
+        list[i].kind = (int32_t)tensor->kind;
+        list[i].dtype = (int32_t)tensor->dtype;
+        list[i].own = tensor->own;
+        memcpy(list[i].shape, tensor->shape, sizeof tensor->shape);
+        list[i].piece = tensor->piece;
+        at += bytes;
+    }
+}
+
+/* Gather all lists: entries and names, each padded to those of the longest list. */
+static dtrain_result dtrain__union_gather(dtrain_checkpoint *c)
+{
+    const dtrain_state *state = c->desc.state;
+    const size_t ranks = (size_t)c->ranks, words = sizeof(dtrain__held) / sizeof(int64_t);
+    int64_t most[2] = {(int64_t)state->tensor_count, 8};
+    for (size_t i = 0; i < state->tensor_count; i++)
+        most[1] += (int64_t)strlen(state->tensors[i].name) + 1;
+    dtrain__union_free(c);
+    DTRAIN__TRY(
+        dtrain_all_reduce(c->comm, most, most, 2, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
+    const size_t entries = (size_t)most[0], name_words = (size_t)most[1] / sizeof(int64_t);
+    const size_t part = name_words * sizeof(int64_t);
+    /* one part more: what this rank sends */
+    c->held_room = (ranks + 1) * entries;
+    c->held_names_bytes = (ranks + 1) * part;
+    c->held = (dtrain__held *)dtrain__alloc(&c->allocator, c->held_room, sizeof *c->held,
+                                            "the lists of all ranks");
+    c->held_names =
+        (char *)dtrain__alloc(&c->allocator, c->held_names_bytes, 1, "the lists of all ranks");
+    DTRAIN__TRY(dtrain__agree(c->comm, c->held && c->held_names ? DTRAIN_OK : DTRAIN_ERROR_MEMORY));
+    dtrain__held *mine = c->held + ranks * entries;
+    for (size_t i = 0; i < entries; i++) mine[i].rank = -1; /* none */
+    dtrain__union_own(c, mine, c->held_names + ranks * part);
+    DTRAIN__TRY(dtrain_all_gather(c->comm, mine, c->held, entries * words, DTRAIN_DTYPE_I64, NULL));
+    DTRAIN__TRY(dtrain_all_gather(c->comm, c->held_names + ranks * part, c->held_names, name_words,
+                                  DTRAIN_DTYPE_I64, NULL));
+    c->held_count = 0;
+    for (size_t i = 0; i < ranks * entries; i++) {
+        dtrain__held held = c->held[i];
+        if (held.rank < 0) continue;
+        held.name = c->held_names + (size_t)held.rank * part + held.name_at;
+        c->held[c->held_count++] = held;
+    }
+    return DTRAIN_OK;
+}
+
+/* Order entries by tensor, then by piece; those of a tensor that every rank has of its own by rank
+ * before that. */
+static int dtrain__held_order(const void *left, const void *right)
+{
+    const dtrain__held *a = (const dtrain__held *)left, *b = (const dtrain__held *)right;
+    if (a->kind != b->kind) return a->kind < b->kind ? -1 : 1;
+    const int names = strcmp(a->name, b->name);
+    if (names) return names;
+    if (a->own && a->rank != b->rank) return a->rank < b->rank ? -1 : 1;
+    const int pieces = dtrain__piece_order(&a->piece, &b->piece);
+    return pieces ? pieces : (a->rank > b->rank) - (a->rank < b->rank);
+}
+
+static bool dtrain__same_tensor(const dtrain__held *a, const dtrain__held *b)
+{
+    return a->kind == b->kind && strcmp(a->name, b->name) == 0;
+}
+
+/* Name a contradiction: two ranks describe one tensor in different ways. */
+static dtrain_result dtrain__union_differs(const dtrain__held *a, const dtrain__held *b)
+{
+    const dtrain__held *const both[2] = {a, b};
+    char text[2][120];
+    for (int i = 0; i < 2; i++) {
+        const int64_t *shape = both[i]->shape;
+        snprintf(text[i], sizeof text[i], "rank %d: %s [%lld, %lld, %lld, %lld]%s",
+                 (int)both[i]->rank, dtrain__stored_name((uint32_t)both[i]->dtype),
+                 (long long)shape[0], (long long)shape[1], (long long)shape[2], (long long)shape[3],
+                 both[i]->own ? ", its own" : "");
+    }
+    return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                       "dtrain_checkpoint_save: ranks list the %s of \"%.100s\" in different ways "
+                       "(%s; %s), expected the same dtype and shape from all that list it",
+                       dtrain__state_kind_name((uint32_t)a->kind), a->name, text[0], text[1]);
+}
+
+/* Choose a writer for each piece: of entries that differ in nothing but the rank one stays. */
+static dtrain_result dtrain__union_choose(dtrain_checkpoint *c)
+{
+    uint64_t load[DTRAIN_MAX_RANKS] = {0};
+    size_t count = 0, first = 0; /* entries that stay; the first one of the tensor */
+    for (size_t i = 0, next; i < c->held_count; i = next) {
+        size_t least = i;
+        if (!i || !dtrain__same_tensor(&c->held[i], &c->held[first])) first = i;
+        if (c->held[i].dtype != c->held[first].dtype || c->held[i].own != c->held[first].own ||
+            memcmp(c->held[i].shape, c->held[first].shape, sizeof c->held[i].shape) != 0)
+            return dtrain__union_differs(&c->held[first], &c->held[i]);
+        for (next = i + 1; next < c->held_count; next++) {
+            const dtrain__held *a = &c->held[i], *b = &c->held[next];
+            if (!dtrain__same_tensor(a, b) || dtrain__piece_order(&a->piece, &b->piece) || a->own ||
+                b->own)
+                break;
+            if (a->dtype != b->dtype || memcmp(a->shape, b->shape, sizeof a->shape) != 0)
+                return dtrain__union_differs(a, b);
+            if (load[b->rank] < load[c->held[least].rank]) least = next;
+        }
+        load[c->held[least].rank] += (uint64_t)c->held[least].piece.count *
+                                     dtrain__state_bytes((uint32_t)c->held[least].dtype);
+        c->held[count++] = c->held[least];
+    }
+    c->held_count = count;
+    return DTRAIN_OK;
+}
+
+/* Check that pieces of one tensor, sorted, do not overlap, and with `all` that they make it up.
+ * Pieces lie `stride` bytes apart, as members of a larger struct. A piece
+ * is compared with those whose boxes begin before its own ends. */
+DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where, uint32_t kind,
+                                                   const char *name, const dtrain_piece *pieces,
+                                                   size_t stride, size_t count, int64_t total)
+{
+    const char *const base = (const char *)pieces;
+    int64_t sum = 0;
+    bool overlap = false;
+    for (size_t i = 0; i < count && !overlap; i++) {
+        const dtrain_piece *a = (const dtrain_piece *)(const void *)(base + i * stride);
+        overlap = a->count > total - sum;
+        if (!overlap) sum += a->count;
+        for (size_t k = i + 1; k < count && !overlap; k++) {
+            const dtrain_piece *b = (const dtrain_piece *)(const void *)(base + k * stride);
+            dtrain_piece common;
+            if (b->first[0] >= a->first[0] + a->length[0]) break;
+            overlap = a->count && b->count &&
+                      (dtrain__box_same(a, b) ? b->offset < a->offset + a->count
+                                              : dtrain__piece_common(a, b, &common));
+        }
+    }
+    if (!overlap && sum == total) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "%s: the pieces of the %s of \"%.100s\" %s: they have %lld of its %lld "
+                       "elements",
+                       where, dtrain__state_kind_name(kind), name,
+                       overlap ? "overlap" : "leave a hole", (long long)sum, (long long)total);
+}
+
+/* Make the union, after lists have changed. Collective. */
+DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c)
+{
+    DTRAIN__TRY(dtrain__union_gather(c));
+    qsort(c->held, c->held_count, sizeof *c->held, dtrain__held_order);
+    DTRAIN__TRY(dtrain__union_choose(c));
+    for (size_t i = 0, next; i < c->held_count; i = next) {
+        dtrain__held *first = &c->held[i];
+        for (next = i; next < c->held_count && dtrain__same_tensor(first, &c->held[next]);) {
+            c->held[next].tensor = i ? c->held[i - 1].tensor + 1 : 0;
+            next++;
+        }
+        dtrain_piece whole = dtrain__piece_whole(first->shape);
+        if (!first->own)
+            DTRAIN__TRY(dtrain__pieces_check("dtrain_checkpoint_save", (uint32_t)first->kind,
+                                             first->name, &first->piece, sizeof *first, next - i,
+                                             whole.count));
+    }
+    c->held_of = c->desc.state->tensor_count + 1;
+    return DTRAIN_OK;
+}
+
+/* ================================================================================================
+ * src/state/write.c
+ * ==============================================================================================*/
+
+/* Writing a rank's files
+ *
+ *     plan        who writes which piece, into which file, at which place
+ *     snapshot    copy these pieces to host memory, for a save in the background
+ *     write       files, block by block with their checksums, and the list of what they hold
+ *
+ * Nothing here communicates: state/union.c has chosen who writes which piece. */
+
 /* ================================================================================================
  * src/state/storage_internal.h
  * ==============================================================================================*/
@@ -26282,25 +26685,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
 
 /* ---- Plan -------------------------------------------------------------------------------------*/
 
-/* Bytes given so far to each of those who hold the same pieces: all ranks, or the replicas of a
- * shard. */
-typedef struct dtrain__loads {
-    uint64_t all[DTRAIN_MAX_RANKS], replicas[DTRAIN_MAX_RANKS];
-} dtrain__loads;
-
-/* Tell whether this rank writes its piece: it is given to the holder with the least so far. */
-static bool dtrain__is_writer(const dtrain_checkpoint *c, const dtrain_state_tensor *tensor,
-                              dtrain__loads *loads)
-{
-    uint64_t *load = tensor->copies == c->ranks ? loads->all : loads->replicas;
-    int least = 0;
-    if (tensor->copies == 1) return true;
-    for (int i = 1; i < tensor->copies; i++)
-        if (load[i] < load[least]) least = i;
-    load[least] += (uint64_t)tensor->count * dtrain__state_bytes(tensor->dtype);
-    return least == tensor->copy;
-}
-
 static dtrain_result dtrain__plan_file(dtrain_checkpoint *c, bool values, int number)
 {
     if (!dtrain__grow(&c->allocator, (void **)&c->files, c->file_count, &c->file_room,
@@ -26314,15 +26698,14 @@ static dtrain_result dtrain__plan_file(dtrain_checkpoint *c, bool values, int nu
     return DTRAIN_OK;
 }
 
-/* Put a tensor's piece at the end of the last file; what does not fit goes to a new one, and is cut
- * only when it is larger than a file may be. */
-static dtrain_result dtrain__plan_piece(dtrain_checkpoint *c, uint32_t tensor_index, bool values,
+/* Put a piece at the end of the last file; what does not fit goes to a new one, and is cut only when
+ * it is larger than a file may be. */
+static dtrain_result dtrain__plan_piece(dtrain_checkpoint *c, const dtrain__held *held, bool values,
                                         int *number)
 {
-    const dtrain_state_tensor *tensor = &c->desc.state->tensors[tensor_index];
-    const uint64_t each = dtrain__state_bytes(tensor->dtype), limit = c->desc.file_bytes;
-    for (int64_t done = 0; done < tensor->count;) {
-        const uint64_t rest = (uint64_t)(tensor->count - done) * each;
+    const uint64_t each = dtrain__state_bytes((uint32_t)held->dtype), limit = c->desc.file_bytes;
+    for (int64_t done = 0; done < held->piece.count;) {
+        const uint64_t rest = (uint64_t)(held->piece.count - done) * each;
         dtrain__write_file *file = *number ? &c->files[c->file_count - 1] : NULL;
         if (!file || (file->bytes && rest > limit - file->bytes)) {
             DTRAIN__TRY(dtrain__plan_file(c, values, (*number)++));
@@ -26332,15 +26715,16 @@ static dtrain_result dtrain__plan_piece(dtrain_checkpoint *c, uint32_t tensor_in
                           sizeof *c->pieces, "the plan of a save"))
             return DTRAIN_ERROR_MEMORY;
         dtrain__write_piece *piece = &c->pieces[c->piece_count++];
-        piece->tensor = tensor_index;
-        piece->file = (uint32_t)(c->file_count - 1);
-        piece->offset = tensor->offset + done;
-        piece->count = (int64_t)((rest < limit ? rest : limit) / each);
+        piece->held = held;
+        piece->piece = held->piece;
+        piece->piece.offset += done;
+        piece->piece.count = (int64_t)((rest < limit ? rest : limit) / each);
         piece->at = file->bytes;
-        piece->from = (const char *)tensor->memory + (uint64_t)done * each;
-        file->bytes += (uint64_t)piece->count * each;
+        piece->from =
+            (const char *)c->desc.state->tensors[held->index].memory + (uint64_t)done * each;
+        file->bytes += (uint64_t)piece->piece.count * each;
         file->count++;
-        done += piece->count;
+        done += piece->piece.count;
     }
     return DTRAIN_OK;
 }
@@ -26349,29 +26733,23 @@ static dtrain_result dtrain__plan_piece(dtrain_checkpoint *c, uint32_t tensor_in
  * elements come first, so that all are aligned. */
 DTRAIN__PRIVATE dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
 {
-    const dtrain_state *state = c->desc.state;
-    dtrain__loads loads;
-    memset(&loads, 0, sizeof loads);
     c->piece_count = c->file_count = 0;
     for (int values = 1; values >= 0; values--) {
         int number = 0; /* of files */
         for (size_t each = 8; each; each /= 2)
-            for (uint32_t i = 0; i < state->tensor_count; i++) {
-                const dtrain_state_tensor *tensor = &state->tensors[i];
-                if ((tensor->kind == DTRAIN_STATE_VALUE) != (values == 1) || !tensor->count ||
-                    dtrain__state_bytes(tensor->dtype) != each ||
-                    !dtrain__is_writer(c, tensor, &loads))
-                    continue;
-                DTRAIN__TRY(dtrain__plan_piece(c, i, values == 1, &number));
+            for (size_t i = 0; i < c->held_count; i++) {
+                const dtrain__held *held = &c->held[i];
+                if (held->rank == c->rank && (held->kind == DTRAIN_STATE_VALUE) == (values == 1) &&
+                    dtrain__state_bytes((uint32_t)held->dtype) == each)
+                    DTRAIN__TRY(dtrain__plan_piece(c, held, values == 1, &number));
             }
     }
     return DTRAIN_OK;
 }
 
-static uint64_t dtrain__piece_bytes(const dtrain_checkpoint *c, const dtrain__write_piece *piece)
+static uint64_t dtrain__piece_bytes(const dtrain__write_piece *piece)
 {
-    return (uint64_t)piece->count *
-           dtrain__state_bytes(c->desc.state->tensors[piece->tensor].dtype);
+    return (uint64_t)piece->piece.count * dtrain__state_bytes((uint32_t)piece->held->dtype);
 }
 
 /* ---- Snapshot ---------------------------------------------------------------------------------*/
@@ -26405,8 +26783,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c)
     dtrain_device *device = c->desc.state->device;
     uint64_t bytes = 0;
     for (size_t i = 0; i < c->piece_count; i++)
-        bytes +=
-            dtrain__round_up((size_t)dtrain__piece_bytes(c, &c->pieces[i]), DTRAIN__CACHE_LINE);
+        bytes += dtrain__round_up((size_t)dtrain__piece_bytes(&c->pieces[i]), DTRAIN__CACHE_LINE);
     if (bytes > c->snapshot_bytes) {
         void *memory;
         if (c->snapshot) device->ops->host_free(device, c->snapshot, c->snapshot_bytes);
@@ -26418,7 +26795,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c)
     }
     char *next = c->snapshot;
     for (size_t i = 0; i < c->piece_count; i++) {
-        const size_t count = (size_t)dtrain__piece_bytes(c, &c->pieces[i]);
+        const size_t count = (size_t)dtrain__piece_bytes(&c->pieces[i]);
         if (device->ops->host_memory)
             dtrain__copy_past_cache(next, (const char *)c->pieces[i].from, count);
         else DTRAIN__TRY(dtrain_device_copy(device, next, c->pieces[i].from, count));
@@ -26430,24 +26807,42 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c)
 
 /* ---- Write ------------------------------------------------------------------------------------*/
 
-/* Write the name of a piece in its file: a tensor that is whole by its own, others with their
- * elements; what is no value with its kind. */
-static dtrain_result dtrain__piece_name(const dtrain_state_tensor *tensor,
-                                        const dtrain__write_piece *piece,
-                                        char name[DTRAIN__TENSOR_NAME])
+/* Write the name and shape of a piece in its file. All of a tensor has its own name and shape; a box
+ * says where it is along each axis, "wte[0:64,0:128]", and a run which elements it has of that,
+ * "wte[0:16384]"; what is no value begins with its kind. */
+static dtrain_result dtrain__piece_stored(const dtrain__write_piece *write, char *name,
+                                          dtrain__stored *stored)
 {
-    char kind[32] = "", range[64] = "";
-    if (tensor->kind != DTRAIN_STATE_VALUE)
-        snprintf(kind, sizeof kind, "%s.", dtrain__state_kind_name(tensor->kind));
-    if (piece->count != tensor->total)
-        snprintf(range, sizeof range, "[%lld:%lld]", (long long)piece->offset,
-                 (long long)(piece->offset + piece->count));
-    const int length = snprintf(name, DTRAIN__TENSOR_NAME, "%s%s%s", kind, tensor->name, range);
-    if (length > 0 && length < DTRAIN__TENSOR_NAME) return DTRAIN_OK;
+    const dtrain__held *held = write->held;
+    const dtrain_piece *piece = &write->piece, whole = dtrain__piece_whole(held->shape);
+    const bool boxed = !dtrain__box_same(piece, &whole);
+    const bool run = piece->count != dtrain__box_count(piece);
+    size_t used = 0;
+    *name = 0;
+    if (held->kind != DTRAIN_STATE_VALUE)
+        used = (size_t)snprintf(name, DTRAIN__TENSOR_NAME, "%s.",
+                                dtrain__state_kind_name((uint32_t)held->kind));
+    used += (size_t)snprintf(name + used, DTRAIN__TENSOR_NAME - used, "%s", held->name);
+    stored->dims = run ? 1 : 0;
+    stored->shape[0] = piece->count;
+    for (int d = 0; d < 4 && (d == 0 || piece->length[d]); d++) {
+        if (!run) stored->shape[stored->dims++] = piece->length[d];
+        if (boxed && used < DTRAIN__TENSOR_NAME)
+            used += (size_t)snprintf(name + used, DTRAIN__TENSOR_NAME - used, "%s%lld:%lld",
+                                     d ? "," : "[", (long long)piece->first[d],
+                                     (long long)(piece->first[d] + piece->length[d]));
+    }
+    if (boxed && used < DTRAIN__TENSOR_NAME)
+        used += (size_t)snprintf(name + used, DTRAIN__TENSOR_NAME - used, "]");
+    if (run && used < DTRAIN__TENSOR_NAME)
+        used +=
+            (size_t)snprintf(name + used, DTRAIN__TENSOR_NAME - used, "[%lld:%lld]",
+                             (long long)piece->offset, (long long)(piece->offset + piece->count));
+    if (used < DTRAIN__TENSOR_NAME) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                        "the name \"%.100s...\" is too long for a file of tensors, which takes %d "
                        "bytes with what is added here",
-                       tensor->name, DTRAIN__TENSOR_NAME - 1);
+                       held->name, DTRAIN__TENSOR_NAME - 1);
 }
 
 /* Write the header of a file: what it holds, and the metadata by which readers know it. */
@@ -26462,17 +26857,11 @@ static dtrain_result dtrain__file_header(const dtrain_checkpoint *c, const dtrai
     dtrain_result result = stored && names ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
     for (size_t i = 0; i < file->count && result == DTRAIN_OK; i++) {
         const dtrain__write_piece *piece = &c->pieces[file->first + i];
-        const dtrain_state_tensor *tensor = &c->desc.state->tensors[piece->tensor];
-        result = dtrain__piece_name(tensor, piece, names[i]);
+        result = dtrain__piece_stored(piece, names[i], &stored[i]);
         stored[i].name = names[i];
-        stored[i].dtype = tensor->dtype;
+        stored[i].dtype = (uint32_t)piece->held->dtype;
         stored[i].begin = piece->at;
-        stored[i].end = piece->at + dtrain__piece_bytes(c, piece);
-        stored[i].shape[0] = piece->count;
-        stored[i].dims = 1;
-        if (piece->count != tensor->total) continue;
-        memcpy(stored[i].shape, tensor->shape, sizeof tensor->shape);
-        while (stored[i].dims < 4 && tensor->shape[stored[i].dims]) stored[i].dims++;
+        stored[i].end = piece->at + dtrain__piece_bytes(piece);
     }
     if (result == DTRAIN_OK)
         result = dtrain__safetensors_write(text, stored, file->count, metadata);
@@ -26487,7 +26876,7 @@ static dtrain_result dtrain__piece_write(const dtrain_checkpoint *c, int file, c
                                          uint64_t data, const dtrain__write_piece *piece,
                                          char *bounce, dtrain__text *list)
 {
-    const uint64_t bytes = dtrain__piece_bytes(c, piece);
+    const uint64_t bytes = dtrain__piece_bytes(piece);
     for (uint64_t done = 0; done < bytes; done += DTRAIN__BLOCK) {
         const size_t count = bytes - done < DTRAIN__BLOCK ? (size_t)(bytes - done) : DTRAIN__BLOCK;
         const char *block = (const char *)piece->from + done;
@@ -26525,11 +26914,17 @@ static dtrain_result dtrain__tensors_write(dtrain_checkpoint *c, const char *dir
         result = dtrain__storage_write(c->desc.storage, file, path, header.at, header.bytes, 0);
         for (size_t i = 0; i < plan->count && result == DTRAIN_OK; i++) {
             const dtrain__write_piece *piece = &c->pieces[plan->first + i];
-            dtrain__text_add(list, "%s\n   [%u, %lld, %lld, %llu, \"", i ? "," : "", piece->tensor,
-                             (long long)piece->offset, (long long)piece->count,
+            dtrain__text_add(list, "%s\n   [%lld, %lld, %lld, %llu, \"", i ? "," : "",
+                             (long long)piece->held->tensor, (long long)piece->piece.offset,
+                             (long long)piece->piece.count,
                              (unsigned long long)(header.bytes + piece->at));
             result = dtrain__piece_write(c, file, path, header.bytes, piece, bounce, list);
-            dtrain__text_add(list, "\"]");
+            dtrain__text_add(list, "\"");
+            const dtrain_piece whole = dtrain__piece_whole(piece->held->shape);
+            for (int d = 0; d < 4 && !dtrain__box_same(&piece->piece, &whole); d++)
+                dtrain__text_add(list, ", %lld, %lld", (long long)piece->piece.first[d],
+                                 (long long)piece->piece.length[d]);
+            dtrain__text_add(list, "]");
         }
         dtrain__text_add(list, "]}");
         const dtrain_result closed =
@@ -26627,17 +27022,18 @@ static dtrain_result dtrain__save_check(const dtrain_checkpoint *c, int64_t step
 /* Save: settle the one before, agree on the step, snapshot, and begin or do the writing. */
 static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double metric)
 {
-    int64_t same[2] = {step, ~step};
+    int64_t same[3] = {step, ~step, c->held_of != c->desc.state->tensor_count + 1};
     const double start = dtrain_seconds();
     DTRAIN__TRY(dtrain__save_settle(c, false));
     DTRAIN__TRY(dtrain__agree(c->comm, dtrain__save_check(c, step)));
     DTRAIN__TRY(
-        dtrain_all_reduce(c->comm, same, same, 2, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
+        dtrain_all_reduce(c->comm, same, same, 3, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
     if (same[0] != ~same[1])
         return dtrain_fail(DTRAIN_ERROR_MISMATCH,
                            "dtrain_checkpoint_save: step is %lld here, and the ranks have %lld to "
                            "%lld",
                            (long long)step, (long long)~same[1], (long long)same[0]);
+    if (same[2]) DTRAIN__TRY(dtrain__union_make(c));
     c->step = step;
     c->metric = metric;
     c->begun = start;
@@ -26743,8 +27139,7 @@ static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
     if (c->rank != 0) return DTRAIN_OK;
     dtrain__text_free(&c->head);
     c->head.failed = false;
-    dtrain__manifest_head(&c->head, c->desc.state, c->step, c->metric, c->desc.config,
-                          c->desc.commit);
+    dtrain__manifest_head(&c->head, c);
     if (c->head.failed) return DTRAIN_ERROR_MEMORY;
     DTRAIN__TRY(dtrain__directory_ready(c));
     DTRAIN__TRY(dtrain__history_turn(c, c->step));
@@ -27278,11 +27673,245 @@ DTRAIN_API dtrain_result dtrain_checkpoint_close(dtrain_checkpoint *checkpoint)
     pthread_cond_destroy(&c->moved);
     pthread_mutex_destroy(&c->mutex);
     dtrain__text_free(&c->head);
+    dtrain__union_free(c);
     dtrain__free(&allocator, c->pieces, c->piece_room, sizeof *c->pieces);
     dtrain__free(&allocator, c->files, c->file_room, sizeof *c->files);
     dtrain__free(&allocator, c->texts, c->texts_bytes, 1);
     dtrain__free(&allocator, c, 1, sizeof *c);
     return result;
+}
+
+/* ================================================================================================
+ * src/state/read.c
+ * ==============================================================================================*/
+
+/* Reading pieces
+ *
+ *     source    a piece as a file has it: a checkpoint's, or all of a tensor of weights
+ *     target    the piece that this rank wants
+ *
+ * What both have in common is read block by block, each with its checksum where there is one, and
+ * placed where it belongs. A block that is wanted whole goes straight to its place, if that is host
+ * memory: no rank ever has more of a tensor in memory than its own pieces and one block. 16-bit
+ * elements that become fp32 are read to the upper half of their room and widened from below:
+ * element i is written over what was read before it. */
+
+/* ================================================================================================
+ * src/state/read_internal.h
+ * ==============================================================================================*/
+
+/* Reading pieces of tensors from files: what loading a checkpoint and importing weights share. */
+
+/* A piece of a tensor in a file. */
+typedef struct dtrain__source {
+    const char *path;
+    uint64_t at;             /* its first byte */
+    uint64_t file_bytes;     /* that the file must have; 0 = not checked */
+    const char *kind, *name; /* for sentences */
+    const char *crc;         /* CRC_DIGITS hexadecimal digits for each BLOCK of it; NULL: none */
+    uint32_t dtype;
+    dtrain_piece piece;
+} dtrain__source;
+
+/* The piece that a rank wants. */
+typedef struct dtrain__target {
+    void *memory; /* (piece.count) of the device; of the host with `add` */
+    dtrain_piece piece;
+    uint32_t dtype; /* the source's, or F32 for BF16 and F16, which are widened */
+    bool add;       /* memory is sums of fp32 */
+} dtrain__target;
+
+/* One file is open at a time, and one block in memory. */
+typedef struct dtrain__reader {
+    const dtrain_storage *storage;
+    dtrain_device *device;
+    char *block;                   /* (BLOCK) */
+    int64_t low, high;             /* which elements of a source are in the block */
+    int file;                      /* open, or -1 ... */
+    char opened[2 * DTRAIN__PATH]; /* ... which */
+    uint64_t bytes;                /* that were read */
+} dtrain__reader;
+
+/* Names in a sentence: the first few, and how many there are. */
+typedef struct dtrain__name_list {
+    char text[400];
+    int count;
+} dtrain__name_list;
+
+/* How a file differs from what is wanted of it. */
+typedef struct dtrain__misfit {
+    dtrain__name_list missing, different, extra;
+} dtrain__misfit;
+
+/* state/read.c */
+DTRAIN__PRIVATE dtrain_result dtrain__reader_begin(dtrain__reader *reader,
+                                                   const dtrain_state *state,
+                                                   const dtrain_storage *storage);
+DTRAIN__PRIVATE void dtrain__reader_end(dtrain__reader *reader, const dtrain_state *state);
+DTRAIN__PRIVATE dtrain_result dtrain__reader_open(dtrain__reader *reader, const char *path,
+                                                  uint64_t file_bytes);
+DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader,
+                                                    const dtrain__source *source, bool widen,
+                                                    int64_t first, int64_t count, char *to);
+DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader,
+                                                 const dtrain__source *source,
+                                                 const dtrain__target *target);
+DTRAIN__PRINTF(2, 3)
+DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *format, ...);
+DTRAIN__PRIVATE bool dtrain__misfit_text(const dtrain__misfit *misfit, char *text, size_t room);
+
+DTRAIN__PRIVATE dtrain_result dtrain__reader_begin(dtrain__reader *reader,
+                                                   const dtrain_state *state,
+                                                   const dtrain_storage *storage)
+{
+    reader->storage = storage;
+    reader->device = state->device;
+    reader->file = -1;
+    reader->block = (char *)dtrain__alloc(&state->allocator, DTRAIN__BLOCK, 1, "a block");
+    return reader->block ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+}
+
+DTRAIN__PRIVATE void dtrain__reader_end(dtrain__reader *reader, const dtrain_state *state)
+{
+    if (reader->block && reader->file >= 0)
+        (void)reader->storage->close(reader->storage->user, reader->file);
+    reader->file = -1;
+    dtrain__free(&state->allocator, reader->block, DTRAIN__BLOCK, 1);
+    reader->block = NULL;
+}
+
+/* Open a file, unless it is the one that is open, and check its size. */
+DTRAIN__PRIVATE dtrain_result dtrain__reader_open(dtrain__reader *reader, const char *path,
+                                                  uint64_t file_bytes)
+{
+    const dtrain_storage *storage = reader->storage;
+    if (reader->file >= 0 && strcmp(reader->opened, path) == 0) return DTRAIN_OK;
+    if (reader->file >= 0) (void)storage->close(storage->user, reader->file);
+    reader->file = -1;
+    DTRAIN__TRY(dtrain__storage_open(storage, path, DTRAIN_STORAGE_READ, &reader->file));
+    snprintf(reader->opened, sizeof reader->opened, "%s", path);
+    const int64_t size = file_bytes ? storage->size(storage->user, reader->file) : 0;
+    if (size >= 0 && (uint64_t)size == file_bytes) return DTRAIN_OK;
+    reader->opened[0] = 0;
+    return dtrain_fail(DTRAIN_ERROR_DATA, "%s has %lld bytes, and the manifest says %llu", path,
+                       (long long)size, (unsigned long long)file_bytes);
+}
+
+/* Read elements first to first + count of a source, widened to fp32 or as they are. With checksums
+ * they are one whole block. */
+DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader,
+                                                    const dtrain__source *source, bool widen,
+                                                    int64_t first, int64_t count, char *to)
+{
+    const size_t each = dtrain__stored_bytes(source->dtype), bytes = (size_t)count * each;
+    const uint64_t at = (uint64_t)first * each;
+    char digits[DTRAIN__CRC_DIGITS + 1];
+    char *from = widen ? to + (size_t)count * sizeof(float) - bytes : to;
+    DTRAIN__TRY(dtrain__reader_open(reader, source->path, source->file_bytes));
+    DTRAIN__TRY(dtrain__storage_read(reader->storage, reader->file, source->path, from, bytes,
+                                     source->at + at));
+    reader->bytes += bytes;
+    if (source->crc) {
+        snprintf(digits, sizeof digits, "%08x", dtrain__crc32c(0, from, bytes));
+        if (memcmp(digits, source->crc + at / DTRAIN__BLOCK * DTRAIN__CRC_DIGITS,
+                   DTRAIN__CRC_DIGITS) != 0)
+            return dtrain_fail(
+                DTRAIN_ERROR_DATA,
+                "%s is damaged: its %zu bytes from %llu on, of the %s of \"%.100s\", do not have "
+                "the checksum of the manifest",
+                source->path, bytes, (unsigned long long)(source->at + at), source->kind,
+                source->name);
+    }
+    for (int64_t i = 0; i < count && from > to; i++) {
+        uint16_t low;
+        memcpy(&low, from + (size_t)i * sizeof low, sizeof low);
+        const float x =
+            source->dtype == DTRAIN_DTYPE_BF16 ? dtrain_bf16_to_f32(low) : dtrain_f16_to_f32(low);
+        memcpy(to + (size_t)i * sizeof x, &x, sizeof x);
+    }
+    return DTRAIN_OK;
+}
+
+/* Put elements that were read where they belong. */
+static dtrain_result dtrain__elements_place(const dtrain__reader *reader,
+                                            const dtrain__target *target, const char *from,
+                                            char *to, size_t bytes)
+{
+    if (!target->add) return dtrain_device_copy(reader->device, to, from, bytes);
+    for (size_t i = 0; i < bytes / sizeof(float); i++)
+        ((float *)(void *)to)[i] += ((const float *)(const void *)from)[i];
+    return DTRAIN_OK;
+}
+
+/* Read what a source has of the target. Elements come in the same order in both, so that every
+ * block is read once. */
+DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader,
+                                                 const dtrain__source *source,
+                                                 const dtrain__target *target)
+{
+    const dtrain_piece *a = &source->piece, *b = &target->piece;
+    const bool widen = source->dtype != target->dtype;
+    const bool direct = !target->add && reader->device->ops->host_memory;
+    const size_t each = dtrain__stored_bytes(target->dtype); /* in the block */
+    const int64_t block = (int64_t)(DTRAIN__BLOCK / each);
+    dtrain_piece common;
+    if (!dtrain__piece_common(a, b, &common)) return DTRAIN_OK;
+    const int64_t end = common.offset + common.count;
+    const int64_t last = dtrain__piece_place(a, &common, end - 1) + 1;
+    reader->low = reader->high = 0;
+    for (int64_t i = common.offset, count; i < end; i += count) {
+        const int64_t from = dtrain__piece_place(a, &common, i);
+        char *to = (char *)target->memory + (size_t)dtrain__piece_place(b, &common, i) * each;
+        const int64_t first = from / block * block;
+        const int64_t low = source->crc ? first : from;
+        const int64_t high = dtrain__min(first + block, source->crc ? a->count : last);
+        count = dtrain__min(dtrain__piece_span(a, &common, i), dtrain__piece_span(b, &common, i));
+        count = dtrain__min(dtrain__min(count, end - i), high - from);
+        if (direct && low == from && high == from + count) {
+            DTRAIN__TRY(dtrain__elements_read(reader, source, widen, low, count, to));
+            continue;
+        }
+        if (from >= reader->high) {
+            DTRAIN__TRY(
+                dtrain__elements_read(reader, source, widen, low, high - low, reader->block));
+            reader->low = low;
+            reader->high = high;
+        }
+        DTRAIN__TRY(dtrain__elements_place(reader, target,
+                                           reader->block + (size_t)(from - reader->low) * each, to,
+                                           (size_t)count * each));
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- Does it fit? -----------------------------------------------------------------------------*/
+
+/* Add a name to a list: of more than six there is only the number. */
+DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *format, ...)
+{
+    const size_t used = strlen(list->text);
+    char one[160];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(one, sizeof one, format, args);
+    va_end(args);
+    if (++list->count <= 7)
+        snprintf(list->text + used, sizeof list->text - used, "%s%s", used ? ", " : "",
+                 list->count == 7 ? "..." : one);
+}
+
+/* Write the differences as a sentence; false: there are none. */
+DTRAIN__PRIVATE bool dtrain__misfit_text(const dtrain__misfit *misfit, char *text, size_t room)
+{
+    static const char *const titles[] = {"missing in it", "of another shape or type", "only in it"};
+    const dtrain__name_list *lists[] = {&misfit->missing, &misfit->different, &misfit->extra};
+    size_t used = 0;
+    *text = 0;
+    for (int i = 0; i < 3 && used < room; i++)
+        if (lists[i]->count)
+            used += (size_t)snprintf(text + used, room - used, "%s%s: %s", used ? "; " : "",
+                                     titles[i], lists[i]->text);
+    return used > 0;
 }
 
 /* ================================================================================================
@@ -27296,8 +27925,9 @@ DTRAIN_API dtrain_result dtrain_checkpoint_close(dtrain_checkpoint *checkpoint)
  *                      scalars | publish
  *
  * Each step ends with an agreement, so that all ranks take the next checkpoint, or give up,
- * together. What is read goes block by block, each with its checksum, to where it belongs: no rank
- * ever has more of a tensor in memory than its own piece and one block. */
+ * together. state/read.c reads the pieces. */
+
+#define DTRAIN__MISSED_OF_ALL "optimizer.missed" /* one array of all parameters, in version 0.2 */
 
 static const char dtrain__load_call[] = "dtrain_checkpoint_load";
 
@@ -27307,12 +27937,10 @@ typedef struct dtrain__load {
     dtrain_load_desc desc; /* resolved */
     char directory[DTRAIN__PATH];
     dtrain__manifest manifest;
-    char *block;     /* (BLOCK) */
-    float *sum;      /* (BLOCK) for means, made when there are any */
-    int file;        /* open, or -1 ... */
-    uint32_t opened; /* ... which */
-    bool same_cuts;  /* own tensors are as this rank has saved them, on all ranks */
-    uint64_t bytes, values;
+    dtrain__reader reader;
+    float *sum;     /* (BLOCK) for means, made when there are any */
+    bool same_cuts; /* own tensors are as this rank has saved them, on all ranks */
+    uint64_t values;
     uint64_t job; /* rank 0's */
     char note[600];
 } dtrain__load;
@@ -27334,26 +27962,12 @@ static void dtrain__load_note(dtrain__load *load, const char *format, ...)
 
 /* ---- Does it fit? -----------------------------------------------------------------------------*/
 
-/* A list of names in a sentence: the first few, and how many there are. */
-typedef struct dtrain__name_list {
-    char text[400];
-    int count;
-} dtrain__name_list;
-
-static void dtrain__name_list_add(dtrain__name_list *list, uint32_t kind, const char *name)
-{
-    const size_t used = strlen(list->text);
-    if (list->count++ >= 6) return;
-    snprintf(list->text + used, sizeof list->text - used, "%s%s \"%.60s\"",
-             list->count > 1 ? ", " : "", dtrain__state_kind_name(kind), name);
-}
-
 /* Tell whether a tensor must be in a checkpoint: what is begun anew without harm need not. */
 static bool dtrain__is_needed(const dtrain__load *load, const dtrain_state_tensor *tensor)
 {
     if (tensor->kind == DTRAIN_STATE_VALUE) return true;
     return !load->desc.values_only && !tensor->own && tensor->kind != DTRAIN_STATE_Q &&
-           strcmp(tensor->name, DTRAIN__STATE_MISSED) != 0;
+           tensor->kind != DTRAIN_STATE_MISSED;
 }
 
 static bool dtrain__is_loaded(const dtrain__load *load, uint32_t kind)
@@ -27415,8 +28029,8 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
 {
     const dtrain__manifest *m = &load->manifest;
     const dtrain_state *state = load->state;
-    dtrain__name_list missing, different, extra;
-    char model[400], settings[400];
+    dtrain__misfit misfit;
+    char model[400], settings[400], text[1024];
     if (load->desc.this_job && m->job != load->job)
         return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "%s was not saved by this job", load->directory);
     dtrain__settings_compare(m->model, m->model_bytes, state->desc.model, model, sizeof model);
@@ -27426,151 +28040,51 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
         return dtrain_fail(DTRAIN_ERROR_DATA, "%s is of another model: %s", load->directory, model);
     if (model[0]) dtrain__load_note(load, "%s", model);
     if (settings[0] && !load->desc.values_only) dtrain__load_note(load, "%s", settings);
-    memset(&missing, 0, sizeof missing);
-    memset(&different, 0, sizeof different);
-    memset(&extra, 0, sizeof extra);
+    memset(&misfit, 0, sizeof misfit);
     for (size_t i = 0; i < state->tensor_count; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
         if (!dtrain__is_needed(load, tensor) || dtrain__saved_for(load, tensor)) continue;
-        dtrain__name_list_add(dtrain__manifest_find(m, tensor->kind, tensor->name) ? &different
-                                                                                   : &missing,
-                              tensor->kind, tensor->name);
+        const char *const kind = dtrain__state_kind_name(tensor->kind);
+        dtrain__name_add(dtrain__manifest_find(m, tensor->kind, tensor->name) ? &misfit.different
+                                                                              : &misfit.missing,
+                         "%s \"%.60s\"", kind, tensor->name);
     }
     for (size_t i = 0; i < m->tensor_count; i++) {
         const dtrain__saved_tensor *saved = m->by_name[i];
-        size_t k = 0;
         if (saved->kind != DTRAIN_STATE_VALUE) break; /* values come first */
-        while (k < state->tensor_count && (state->tensors[k].kind != DTRAIN_STATE_VALUE ||
-                                           strcmp(state->tensors[k].name, saved->name) != 0))
-            k++;
-        if (k == state->tensor_count) dtrain__name_list_add(&extra, saved->kind, saved->name);
+        if (!dtrain__state_find(state, saved->kind, saved->name))
+            dtrain__name_add(&misfit.extra, "value \"%.60s\"", saved->name);
     }
-    if (!missing.count && !different.count && !extra.count) return DTRAIN_OK;
-    if (load->desc.partial) {
-        if (missing.count)
-            dtrain__load_note(load, "not in the checkpoint: %s%s", missing.text,
-                              missing.count > 6 ? ", ..." : "");
-        if (different.count)
-            dtrain__load_note(load, "of another shape or type: %s%s", different.text,
-                              different.count > 6 ? ", ..." : "");
-        if (extra.count)
-            dtrain__load_note(load, "left out: %s%s", extra.text, extra.count > 6 ? ", ..." : "");
-        return DTRAIN_OK;
-    }
+    if (!dtrain__misfit_text(&misfit, text, sizeof text)) return DTRAIN_OK;
+    if (load->desc.partial) return dtrain__load_note(load, "%s", text), DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "%s does not fit this run%s%s%s:%s%s%s%s%s%s%s; build the same model and "
-                       "optimizer, or load with `partial` or `values_only`",
+                       "%s does not fit this run%s%s%s: %s; build the same model and optimizer, or "
+                       "load with `partial` or `values_only`",
                        load->directory, settings[0] ? " (" : "", settings, settings[0] ? ")" : "",
-                       missing.count ? " missing in it: " : "", missing.text,
-                       missing.count && different.count ? ";" : "",
-                       different.count ? " of another shape or type: " : "", different.text,
-                       extra.count ? " only in it: " : "", extra.text);
+                       text);
 }
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
-/* Open the file of a piece, unless it is open, and check its size. */
-static dtrain_result dtrain__load_open(dtrain__load *load, const dtrain__saved_piece *piece,
-                                       char path[2 * DTRAIN__PATH])
-{
-    const dtrain_storage *storage = load->desc.storage;
-    const dtrain__saved_file *file = &load->manifest.files[piece->file];
-    snprintf(path, 2 * DTRAIN__PATH, "%s/%s", load->directory, file->name);
-    if (load->file >= 0 && load->opened == piece->file) return DTRAIN_OK;
-    if (load->file >= 0) (void)storage->close(storage->user, load->file);
-    load->file = -1;
-    DTRAIN__TRY(dtrain__storage_open(storage, path, DTRAIN_STORAGE_READ, &load->file));
-    load->opened = piece->file;
-    const int64_t size = storage->size(storage->user, load->file);
-    if (size >= 0 && (uint64_t)size == file->bytes) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_DATA, "%s has %lld bytes, and the manifest says %llu", path,
-                       (long long)size, (unsigned long long)file->bytes);
-}
-
-/* Read block number b of a piece to `to`, and compare its checksum. */
-static dtrain_result dtrain__block_read(dtrain__load *load, const char *path,
-                                        const dtrain__saved_piece *piece, uint64_t piece_bytes,
-                                        uint64_t b, void *to)
-{
-    const uint64_t rest = piece_bytes - b * DTRAIN__BLOCK;
-    const size_t bytes = rest < DTRAIN__BLOCK ? (size_t)rest : DTRAIN__BLOCK;
-    char digits[DTRAIN__CRC_DIGITS + 1];
-    DTRAIN__TRY(dtrain__storage_read(load->desc.storage, load->file, path, to, bytes,
-                                     piece->at + b * DTRAIN__BLOCK));
-    load->bytes += bytes;
-    snprintf(digits, sizeof digits, "%08x", dtrain__crc32c(0, to, bytes));
-    if (memcmp(digits, piece->crc + b * DTRAIN__CRC_DIGITS, DTRAIN__CRC_DIGITS) == 0)
-        return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "%s is damaged: its %zu bytes from %llu on, of the %s of \"%.100s\", do not "
-                       "have the checksum of the manifest",
-                       path, bytes, (unsigned long long)(piece->at + b * DTRAIN__BLOCK),
-                       dtrain__state_kind_name(load->manifest.tensors[piece->tensor].kind),
-                       load->manifest.tensors[piece->tensor].name);
-}
-
-/* Where elements that have been read go to. */
-typedef struct dtrain__target {
-    char *memory;          /* of element `offset` on */
-    int64_t offset, count; /* in the tensor */
-    bool add;              /* memory is sums, in host memory, of fp32 */
-} dtrain__target;
-
-/* Read the elements of a piece that the target wants: whole blocks, of which a part may be of no
- * use. A block that is wanted whole is read where it belongs, if that is host memory. */
-static dtrain_result dtrain__piece_read(dtrain__load *load, const dtrain__saved_piece *piece,
-                                        const dtrain__target *target)
-{
-    const dtrain_state *state = load->state;
-    const uint64_t each = dtrain__state_bytes(load->manifest.tensors[piece->tensor].dtype);
-    const uint64_t bytes = (uint64_t)piece->count * each;
-    const int64_t low = dtrain__max(piece->offset, target->offset);
-    const int64_t high = dtrain__min(piece->offset + piece->count, target->offset + target->count);
-    const uint64_t first = (uint64_t)(low - piece->offset) * each; /* of the bytes of the piece */
-    const uint64_t end = (uint64_t)(high - piece->offset) * each;
-    char path[2 * DTRAIN__PATH];
-    if (low >= high) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__load_open(load, piece, path));
-    for (uint64_t b = first / DTRAIN__BLOCK; b * DTRAIN__BLOCK < end; b++) {
-        const uint64_t begin = b * DTRAIN__BLOCK, rest = bytes - begin;
-        const uint64_t length = rest < DTRAIN__BLOCK ? rest : DTRAIN__BLOCK;
-        const uint64_t from = begin > first ? begin : first;
-        const uint64_t to = begin + length < end ? begin + length : end;
-        char *place = target->memory + (uint64_t)(low - target->offset) * each + (from - first);
-        const bool direct = to - from == length && !target->add && state->device->ops->host_memory;
-        DTRAIN__TRY(dtrain__block_read(load, path, piece, bytes, b, direct ? place : load->block));
-        const char *found = load->block + (from - begin);
-        if (direct) continue;
-        if (!target->add) {
-            DTRAIN__TRY(dtrain_device_copy(state->device, place, found, (size_t)(to - from)));
-            continue;
-        }
-        for (uint64_t i = 0; i < (to - from) / sizeof(float); i++)
-            ((float *)(void *)place)[i] += ((const float *)(const void *)found)[i];
-    }
-    return DTRAIN_OK;
-}
-
-/* Read what a target wants of a tensor; of one that every rank has of its own, rank's. Pieces are
- * sorted: the first of a tensor that all share is found by halves. */
+/* Read what a target wants of a tensor; of one that every rank has of its own, rank's. */
 static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved_tensor *saved,
-                                         int rank, const dtrain__target *target)
+                                         int rank, dtrain__target *target)
 {
-    const dtrain__saved_piece *pieces = load->manifest.pieces + saved->first_piece;
-    const int of = saved->own ? rank : -1;
-    size_t low = 0, high = saved->piece_count;
-    while (low < high) {
-        const size_t middle = low + (high - low) / 2;
-        const dtrain__saved_piece *piece = &pieces[middle];
-        const bool before =
-            piece->rank != of ? piece->rank < of : piece->offset + piece->count <= target->offset;
-        if (before) low = middle + 1;
-        else high = middle;
+    char path[2 * DTRAIN__PATH];
+    target->dtype = saved->dtype;
+    for (size_t i = 0; i < saved->piece_count; i++) {
+        const dtrain__saved_piece *piece = &load->manifest.pieces[saved->first_piece + i];
+        const dtrain__saved_file *file = &load->manifest.files[piece->file];
+        dtrain_piece common;
+        if (piece->rank != (saved->own ? rank : -1) ||
+            !dtrain__piece_common(&piece->piece, &target->piece, &common))
+            continue;
+        snprintf(path, sizeof path, "%s/%s", load->directory, file->name);
+        const dtrain__source source = {
+            path,        piece->at,  file->bytes,  dtrain__state_kind_name(saved->kind),
+            saved->name, piece->crc, saved->dtype, piece->piece};
+        DTRAIN__TRY(dtrain__piece_read(&load->reader, &source, target));
     }
-    for (; low < saved->piece_count && pieces[low].rank == of &&
-           pieces[low].offset < target->offset + target->count;
-         low++)
-        DTRAIN__TRY(dtrain__piece_read(load, &pieces[low], target));
     return DTRAIN_OK;
 }
 
@@ -27581,15 +28095,15 @@ static bool dtrain__own_is_there(const dtrain__load *load, const dtrain_state_te
 {
     const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
     const int rank = dtrain_comm_rank(load->state->comm);
-    int64_t next = tensor->offset;
-    if (!saved) return false;
-    for (size_t i = 0; i < saved->piece_count; i++) {
+    int64_t there = 0, all = 0;
+    for (size_t i = 0; saved && i < saved->piece_count; i++) {
         const dtrain__saved_piece *piece = &load->manifest.pieces[saved->first_piece + i];
+        dtrain_piece common;
         if (piece->rank != rank) continue;
-        if (piece->offset != next) return false;
-        next += piece->count;
+        all += piece->piece.count;
+        if (dtrain__piece_common(&piece->piece, &tensor->piece, &common)) there += common.count;
     }
-    return next == tensor->offset + tensor->count;
+    return saved && there == tensor->piece.count && all == there;
 }
 
 /* Find out whether residuals and velocities can be taken as they were saved, on all ranks. */
@@ -27620,18 +28134,16 @@ static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_ten
         load->sum =
             (float *)dtrain__alloc(&state->allocator, DTRAIN__BLOCK, 1, "sums of residuals");
     if (!load->sum) return DTRAIN_ERROR_MEMORY;
-    for (int64_t done = 0; done < tensor->count; done += most) {
-        dtrain__target target;
-        target.memory = (char *)load->sum;
-        target.offset = tensor->offset + done;
-        target.count = dtrain__min(most, tensor->count - done);
-        target.add = true;
+    for (int64_t done = 0; done < tensor->piece.count; done += most) {
+        dtrain__target target = {load->sum, tensor->piece, DTRAIN_DTYPE_F32, true};
+        target.piece.offset += done;
+        target.piece.count = dtrain__min(most, tensor->piece.count - done);
         memset(load->sum, 0, DTRAIN__BLOCK);
         for (int r = 0; r < load->manifest.ranks && flat; r++)
             DTRAIN__TRY(dtrain__tensor_read(load, saved, r, &target));
-        for (int64_t i = 0; i < target.count; i++) load->sum[i] *= scale;
+        for (int64_t i = 0; i < target.piece.count; i++) load->sum[i] *= scale;
         DTRAIN__TRY(dtrain_device_copy(state->device, (float *)tensor->memory + done, load->sum,
-                                       (size_t)target.count * sizeof(float)));
+                                       (size_t)target.piece.count * sizeof(float)));
     }
     return DTRAIN_OK;
 }
@@ -27681,11 +28193,8 @@ static void dtrain__note_arrays(dtrain__load *load)
     }
     for (size_t i = 0; i < load->manifest.tensor_count; i++) {
         const dtrain__saved_tensor *saved = &load->manifest.tensors[i];
-        size_t k = 0;
-        while (k < state->tensor_count && (state->tensors[k].kind != saved->kind ||
-                                           strcmp(state->tensors[k].name, saved->name) != 0))
-            k++;
-        if (saved->kind == DTRAIN_STATE_HOST && k == state->tensor_count)
+        if (saved->kind == DTRAIN_STATE_HOST && strcmp(saved->name, DTRAIN__MISSED_OF_ALL) != 0 &&
+            !dtrain__state_find(state, saved->kind, saved->name))
             dtrain__load_note(load, "\"%.60s\" is left out: this run has no such array",
                               saved->name);
     }
@@ -27697,15 +28206,16 @@ static dtrain_result dtrain__tensor_load(dtrain__load *load, const dtrain_state_
 {
     const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
     const int rank = dtrain_comm_rank(load->state->comm);
-    dtrain__target target;
+    dtrain__target target = {tensor->memory, tensor->piece, tensor->dtype, false};
     if (tensor->own && tensor->kind != DTRAIN_STATE_HOST && !load->same_cuts)
         return dtrain__own_mean(load, tensor);
+    if (!saved && tensor->kind == DTRAIN_STATE_MISSED) {
+        saved = dtrain__manifest_find(&load->manifest, DTRAIN_STATE_HOST, DTRAIN__MISSED_OF_ALL);
+        target.piece.offset = (int64_t *)tensor->memory - load->state->desc.optimizer->missed;
+        if (saved) memcpy(target.piece.length, saved->shape, sizeof saved->shape);
+    }
     if (!saved) return DTRAIN_OK;
     if (tensor->own && rank >= load->manifest.ranks) return DTRAIN_OK;
-    target.memory = (char *)tensor->memory;
-    target.offset = tensor->offset;
-    target.count = tensor->count;
-    target.add = false;
     load->values += tensor->kind == DTRAIN_STATE_VALUE;
     return dtrain__tensor_read(load, saved, rank, &target);
 }
@@ -27724,7 +28234,7 @@ static void dtrain__scalars_load(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
     for (size_t i = 0; i < state->scalar_count && !load->desc.values_only; i++) {
-        const dtrain_state_scalar *scalar = &state->scalars[i];
+        const dtrain__scalar *scalar = &state->scalars[i];
         const dtrain__saved_scalar *saved = load->manifest.scalars;
         const dtrain__saved_scalar *end = saved + load->manifest.scalar_count;
         while (saved < end &&
@@ -27741,9 +28251,9 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
 {
     const dtrain_state *state = load->state;
     *differs = false;
-    load->file = -1;
     load->note[0] = 0;
-    load->bytes = load->values = 0;
+    load->reader.bytes = load->values = 0;
+    load->reader.opened[0] = 0; /* another checkpoint has files of the same names */
     DTRAIN__TRY(
         dtrain__agree(state->comm, dtrain__manifest_read(load->desc.storage, &state->allocator,
                                                          load->directory, &load->manifest)));
@@ -27754,7 +28264,6 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
         dtrain__set_torn(state->desc.strategy, dtrain__load_call);
         result = dtrain__agree(state->comm, dtrain__tensors_load(load));
     }
-    if (load->file >= 0) (void)load->desc.storage->close(load->desc.storage->user, load->file);
     if (result != DTRAIN_OK) return result;
     dtrain__scalars_load(load);
     if (!load->desc.values_only) {
@@ -27841,7 +28350,7 @@ static void dtrain__load_report(const dtrain__load *load, double start, dtrain_l
     info->ranks = m->ranks;
     snprintf(info->strategy, sizeof info->strategy, "%s", m->strategy);
     snprintf(info->path, sizeof info->path, "%.*s", (int)sizeof info->path - 1, load->directory);
-    info->bytes = load->bytes;
+    info->bytes = load->reader.bytes;
     info->values = load->values;
     info->metric = m->has_metric ? m->metric : DTRAIN__NAN;
     info->seconds = dtrain_seconds() - start;
@@ -27874,10 +28383,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
     if (result == DTRAIN_OK && (!path || !path[0] || strlen(path) > DTRAIN__PATH - 128))
         result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: path is NULL, empty or longer than %d",
                              call, DTRAIN__PATH - 128);
-    if (result == DTRAIN_OK) {
-        load.block = (char *)dtrain__alloc(&state->allocator, DTRAIN__BLOCK, 1, "a block");
-        if (!load.block) result = DTRAIN_ERROR_MEMORY;
-    }
+    if (result == DTRAIN_OK) result = dtrain__reader_begin(&load.reader, state, load.desc.storage);
     if (result == DTRAIN_OK && dtrain_comm_rank(state->comm) == 0)
         result = dtrain__find_checkpoints(&load, path, &is_one, &steps);
     int64_t from[2] = {is_one, (int64_t)state->world->job};
@@ -27895,7 +28401,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
     dtrain__manifest_free(&load.manifest);
     dtrain__steps_free(&steps);
     dtrain__free(&state->allocator, load.sum, DTRAIN__BLOCK, 1);
-    dtrain__free(&state->allocator, load.block, DTRAIN__BLOCK, 1);
+    dtrain__reader_end(&load.reader, state);
     return result;
 }
 
@@ -28383,9 +28889,9 @@ DTRAIN_API dtrain_result dtrain_checkpoint_export(dtrain_strategy *strategy, con
  *
  *     every rank    headers | do they fit the model? | read what this rank keeps | publish
  *
- * Steps end with an agreement of all ranks. No rank has more in memory than headers, its own pieces
- * and a block. 16-bit values are widened where they are read to: they lie in the upper half of the
- * room of their fp32, and are replaced from below. */
+ * Steps end with an agreement of all ranks. A tensor of a file is a source, as a piece of a
+ * checkpoint is (state/read.c): no rank has more in memory than headers, its own pieces and a
+ * block. */
 
 #define DTRAIN__INDEX_MOST ((uint64_t)64 << 20) /* bytes; those of the largest models have ten */
 #define DTRAIN__WEIGHT_FILE_NAME 256            /* bytes, the 0 included */
@@ -28421,10 +28927,8 @@ typedef struct dtrain__import {
     size_t file_room;
     bool *used;          /* (tensor_count) tensors of the files that are some parameter's */
     size_t tensor_count; /* of all files */
-    char *block;         /* (BLOCK) */
-    int file;            /* open, or -1 ... */
-    uint32_t opened;     /* ... which */
-    uint64_t bytes, values;
+    dtrain__reader reader;
+    uint64_t values;
     char note[600];
 } dtrain__import;
 
@@ -28438,17 +28942,11 @@ static void dtrain__import_path(const dtrain__import *im, uint32_t file,
     else snprintf(path, 2 * DTRAIN__PATH, "%s", im->path);
 }
 
-/* Open a file, unless it is the one that is open. */
 static dtrain_result dtrain__import_open(dtrain__import *im, uint32_t file,
                                          char path[2 * DTRAIN__PATH])
 {
-    const dtrain_storage *storage = im->desc.storage;
     dtrain__import_path(im, file, path);
-    if (im->file >= 0 && im->opened == file) return DTRAIN_OK;
-    if (im->file >= 0) (void)storage->close(storage->user, im->file);
-    im->file = -1;
-    im->opened = file;
-    return dtrain__storage_open(storage, path, DTRAIN_STORAGE_READ, &im->file);
+    return dtrain__reader_open(&im->reader, path, 0);
 }
 
 /* Find a file by its name, or add it. Tensors of a file follow one another in an index, so that the
@@ -28528,7 +29026,7 @@ static dtrain_result dtrain__import_headers(dtrain__import *im)
     for (uint32_t i = 0; i < im->file_count; i++) {
         dtrain__weight_file *file = &im->files[i];
         DTRAIN__TRY(dtrain__import_open(im, i, path));
-        DTRAIN__TRY(dtrain__safetensors_read(im->desc.storage, im->file, path, im->allocator,
+        DTRAIN__TRY(dtrain__safetensors_read(im->desc.storage, im->reader.file, path, im->allocator,
                                              &file->header));
         file->first = im->tensor_count;
         im->tensor_count += file->header.count;
@@ -28583,26 +29081,6 @@ static dtrain_result dtrain__import_find_files(dtrain__import *im)
 }
 
 /* ---- Do they fit? -----------------------------------------------------------------------------*/
-
-/* Names in a sentence: the first few, and how many others there are. */
-typedef struct dtrain__weight_names {
-    char text[280];
-    int count;
-} dtrain__weight_names;
-
-DTRAIN__PRINTF(2, 3)
-static void dtrain__weight_names_add(dtrain__weight_names *names, const char *format, ...)
-{
-    const size_t used = strlen(names->text);
-    char one[160];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(one, sizeof one, format, args);
-    va_end(args);
-    if (names->count++ < 6)
-        snprintf(names->text + used, sizeof names->text - used, "%s%s", used ? ", " : "", one);
-    else snprintf(names->text + used, sizeof names->text - used, names->count == 7 ? ", ..." : "");
-}
 
 /* Write a shape: "[2, 3]". */
 static void dtrain__weight_shape_text(const int64_t *shape, int dims, char text[64])
@@ -28659,10 +29137,10 @@ static dtrain_result dtrain__import_same(dtrain__import *im, const dtrain__weigh
             char path[2 * DTRAIN__PATH];
             DTRAIN__TRY(dtrain__import_open(im, places[i]->file, path));
             DTRAIN__TRY(dtrain__storage_read(
-                im->desc.storage, im->file, path, im->block + (size_t)i * half, count,
-                im->files[places[i]->file].header.data + places[i]->stored->begin + done));
+                im->reader.storage, im->reader.file, path, im->reader.block + (size_t)i * half,
+                count, im->files[places[i]->file].header.data + places[i]->stored->begin + done));
         }
-        same = memcmp(im->block, im->block + half, count) == 0;
+        same = memcmp(im->reader.block, im->reader.block + half, count) == 0;
     }
     if (same) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
@@ -28697,7 +29175,7 @@ static dtrain_result dtrain__import_place(dtrain__import *im, const dtrain__weig
 }
 
 /* List the tensors that are no parameter's, and that nobody wants to have ignored. */
-static void dtrain__import_extra(const dtrain__import *im, dtrain__weight_names *extra)
+static void dtrain__import_extra(const dtrain__import *im, dtrain__name_list *extra)
 {
     for (uint32_t i = 0; i < im->file_count; i++)
         for (size_t k = 0; k < im->files[i].header.count; k++) {
@@ -28705,40 +29183,34 @@ static void dtrain__import_extra(const dtrain__import *im, dtrain__weight_names 
             const char *const *end = im->desc.ignore;
             while (end && *end && !dtrain__ends_with(name, *end)) end++;
             if (im->used[im->files[i].first + k] || (end && *end)) continue;
-            dtrain__weight_names_add(extra, "\"%.60s\"", name);
+            dtrain__name_add(extra, "\"%.60s\"", name);
         }
 }
 
 /* Compare what there is with what there should be, and name the differences. */
 static dtrain_result dtrain__import_compare(dtrain__import *im)
 {
-    dtrain__weight_names missing, different, extra;
-    memset(&missing, 0, sizeof missing);
-    memset(&different, 0, sizeof different);
-    memset(&extra, 0, sizeof extra);
+    char sentence[1024];
+    dtrain__misfit misfit;
+    memset(&misfit, 0, sizeof misfit);
     for (size_t i = 0; i < im->weights.count; i++) {
         const dtrain__weight *weight = &im->weights.list[i];
         dtrain__weight_place *place = &im->places[i];
         char found[64], expected[64];
         DTRAIN__TRY(dtrain__import_place(im, weight, place));
         im->values += place->stored != NULL;
-        if (!place->stored) dtrain__weight_names_add(&missing, "\"%.60s\"", weight->name);
+        if (!place->stored) dtrain__name_add(&misfit.missing, "\"%.60s\"", weight->name);
         if (!place->stored || dtrain__weight_fits(weight, place->stored)) continue;
         dtrain__weight_shape_text(place->stored->shape, place->stored->dims, found);
         dtrain__weight_shape_text(weight->shape, weight->dims, expected);
-        dtrain__weight_names_add(&different, "\"%.60s\" is %s %s, expected %s", weight->name,
-                                 dtrain__stored_name(place->stored->dtype), found, expected);
+        dtrain__name_add(&misfit.different, "\"%.60s\" is %s %s, expected F32, BF16 or F16 %s",
+                         weight->name, dtrain__stored_name(place->stored->dtype), found, expected);
         place->stored = NULL;
         im->values--;
     }
-    dtrain__import_extra(im, &extra);
-    if (!missing.count && !different.count && !extra.count) return DTRAIN_OK;
-    char *to = im->desc.partial ? im->note : NULL, sentence[sizeof im->note + 400];
-    snprintf(sentence, sizeof sentence, "%s%s%s%s%s%s%s%s", missing.count ? "missing in it: " : "",
-             missing.text, missing.count && (different.count || extra.count) ? "; " : "",
-             different.count ? "of another shape, or not F32, BF16 or F16: " : "", different.text,
-             different.count && extra.count ? "; " : "", extra.count ? "only in it: " : "",
-             extra.text);
+    dtrain__import_extra(im, &misfit.extra);
+    if (!dtrain__misfit_text(&misfit, sentence, sizeof sentence)) return DTRAIN_OK;
+    char *to = im->desc.partial ? im->note : NULL;
     if (to) snprintf(to, sizeof im->note, "%.*s", (int)sizeof im->note - 1, sentence);
     if (to && (im->values || !im->weights.count)) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA, "%.300s does not fit this model: %s; see `names`, %s",
@@ -28748,97 +29220,71 @@ static dtrain_result dtrain__import_compare(dtrain__import *im)
 
 /* ---- Values -----------------------------------------------------------------------------------*/
 
-/* Read elements of a tensor as fp32, from element `first` of it on; at most BLOCK_FLOATS. 16-bit
- * ones are read to the upper half of `to` and widened from below: element i is written over what
- * was read before it. */
-static dtrain_result dtrain__import_read(dtrain__import *im, const dtrain__weight_place *place,
-                                         int64_t first, int64_t count, char *to)
-{
-    const dtrain__stored *stored = place->stored;
-    const size_t each = dtrain__stored_bytes(stored->dtype), bytes = (size_t)count * each;
-    char path[2 * DTRAIN__PATH], *from = to + (size_t)count * sizeof(float) - bytes;
-    DTRAIN__TRY(dtrain__import_open(im, place->file, path));
-    DTRAIN__TRY(dtrain__storage_read(im->desc.storage, im->file, path, from, bytes,
-                                     im->files[place->file].header.data + stored->begin +
-                                         (uint64_t)first * each));
-    im->bytes += bytes;
-    for (int64_t i = 0; i < count && from > to; i++) {
-        uint16_t low;
-        memcpy(&low, from + (size_t)i * sizeof low, sizeof low);
-        const float x =
-            stored->dtype == DTRAIN_DTYPE_BF16 ? dtrain_bf16_to_f32(low) : dtrain_f16_to_f32(low);
-        memcpy(to + (size_t)i * sizeof x, &x, sizeof x);
-    }
-    return DTRAIN_OK;
-}
-
-/* Read this rank's part of a weight that lies in the file as it does here. */
-static dtrain_result dtrain__import_straight(dtrain__import *im, const dtrain__weight *weight,
-                                             const dtrain__weight_place *place,
-                                             const dtrain_state_tensor *tensor)
-{
-    const bool direct = im->state->device->ops->host_memory;
-    const int64_t end = dtrain__min(tensor->offset + tensor->count, weight->total);
-    for (int64_t at = tensor->offset; at < end; at += DTRAIN__BLOCK_FLOATS) {
-        const int64_t count = dtrain__min(end - at, DTRAIN__BLOCK_FLOATS);
-        float *to = (float *)tensor->memory + (at - tensor->offset);
-        DTRAIN__TRY(dtrain__import_read(im, place, at, count, direct ? (char *)to : im->block));
-        if (!direct)
-            DTRAIN__TRY(dtrain_device_copy(im->state->device, to, im->block,
-                                           (size_t)count * sizeof(float)));
-    }
-    return DTRAIN_OK;
-}
-
-/* Read a transposed weight from its beginning to its end, and keep this rank's part. piece: of
- * element tensor->offset on. */
+/* Read a transposed weight from its beginning to its end, and keep this rank's part: a matrix, of
+ * which (row, column) here is (column, row) in the file. */
 static dtrain_result dtrain__import_turned(dtrain__import *im, const dtrain__weight *weight,
-                                           const dtrain__weight_place *place,
-                                           const dtrain_state_tensor *tensor, float *piece)
+                                           const dtrain__source *source, const dtrain_piece *piece,
+                                           float *to)
 {
     int64_t row = 0, column = 0; /* here, of the element that comes next in the file */
     for (int64_t at = 0; at < weight->total; at += DTRAIN__BLOCK_FLOATS) {
         const int64_t count = dtrain__min(weight->total - at, DTRAIN__BLOCK_FLOATS);
-        DTRAIN__TRY(dtrain__import_read(im, place, at, count, im->block));
+        DTRAIN__TRY(dtrain__elements_read(&im->reader, source, source->dtype != DTRAIN_DTYPE_F32,
+                                          at, count, im->reader.block));
         for (int64_t i = 0; i < count; i++) {
-            const int64_t to = row * weight->columns + column - tensor->offset;
-            if (to >= 0 && to < tensor->count)
-                memcpy(&piece[to], im->block + (size_t)i * sizeof(float), sizeof(float));
+            const int64_t r = row - piece->first[0], c = column - piece->first[1];
+            const int64_t place = r * piece->length[1] + c - piece->offset;
+            if (r >= 0 && c >= 0 && c < piece->length[1] && place >= 0 && place < piece->count)
+                memcpy(&to[place], im->reader.block + (size_t)i * sizeof(float), sizeof(float));
             if (++row == weight->rows) row = 0, column++;
         }
     }
     return DTRAIN_OK;
 }
 
-/* Read what this rank keeps of a weight, and set rows that are not in the file to zero. */
+/* Read what this rank keeps of a weight, and set rows that are not in the file to zero: they come
+ * last. */
 static dtrain_result dtrain__import_weight(dtrain__import *im, const dtrain__weight *weight,
                                            const dtrain__weight_place *place)
 {
     const dtrain_state_tensor *tensor = &im->state->tensors[weight->tensor];
+    const dtrain_piece *piece = &tensor->piece;
     dtrain_device *device = im->state->device;
-    const int64_t here = dtrain__min(tensor->count, weight->total - tensor->offset);
-    const int64_t first_zero = here > 0 ? here : 0;
-    if (here > 0 && !weight->transpose)
-        DTRAIN__TRY(dtrain__import_straight(im, weight, place, tensor));
-    if (here > 0 && weight->transpose) {
+    char path[2 * DTRAIN__PATH];
+    int64_t shape[4];
+    memcpy(shape, tensor->shape, sizeof shape);
+    shape[0] = weight->rows;
+    const dtrain__target target = {tensor->memory, *piece, DTRAIN_DTYPE_F32, false};
+    const dtrain__source source = {path,
+                                   im->files[place->file].header.data + place->stored->begin,
+                                   0,
+                                   "value",
+                                   path,
+                                   NULL,
+                                   place->stored->dtype,
+                                   dtrain__piece_whole(shape)};
+    const int64_t end = dtrain__piece_place(piece, &source.piece, weight->total);
+    const int64_t here = dtrain__max(0, dtrain__min(end, piece->count));
+    dtrain__import_path(im, place->file, path);
+    if (here && !weight->transpose) DTRAIN__TRY(dtrain__piece_read(&im->reader, &source, &target));
+    if (here && weight->transpose) {
         const bool direct = device->ops->host_memory;
-        const size_t count = (size_t)tensor->count;
-        float *piece = direct ? (float *)tensor->memory
-                              : (float *)dtrain__alloc(im->allocator, count, sizeof *piece,
-                                                       "a piece of a parameter");
-        if (!piece) return DTRAIN_ERROR_MEMORY;
-        dtrain_result result = dtrain__import_turned(im, weight, place, tensor, piece);
+        const size_t count = (size_t)piece->count;
+        float *to = direct ? (float *)tensor->memory
+                           : (float *)dtrain__alloc(im->allocator, count, sizeof *to,
+                                                    "a piece of a parameter");
+        if (!to) return DTRAIN_ERROR_MEMORY;
+        dtrain_result result = dtrain__import_turned(im, weight, &source, piece, to);
         if (!direct && result == DTRAIN_OK)
-            result =
-                dtrain_device_copy(device, tensor->memory, piece, (size_t)here * sizeof(float));
-        if (!direct) dtrain__free(im->allocator, piece, count, sizeof *piece);
+            result = dtrain_device_copy(device, tensor->memory, to, (size_t)here * sizeof(float));
+        if (!direct) dtrain__free(im->allocator, to, count, sizeof *to);
         DTRAIN__TRY(result);
     }
-    if (first_zero < tensor->count) memset(im->block, 0, DTRAIN__BLOCK);
-    for (int64_t at = first_zero; at < tensor->count; at += DTRAIN__BLOCK_FLOATS)
+    memset(im->reader.block, 0, here < piece->count ? DTRAIN__BLOCK : 0);
+    for (int64_t at = here; at < piece->count; at += DTRAIN__BLOCK_FLOATS)
         DTRAIN__TRY(dtrain_device_copy(
-            device, (float *)tensor->memory + at, im->block,
-            (size_t)dtrain__min(tensor->count - at, DTRAIN__BLOCK_FLOATS) * sizeof(float)));
+            device, (float *)tensor->memory + at, im->reader.block,
+            (size_t)dtrain__min(piece->count - at, DTRAIN__BLOCK_FLOATS) * sizeof(float)));
     return DTRAIN_OK;
 }
 
@@ -28851,8 +29297,8 @@ static dtrain_result dtrain__import_prepare(dtrain__import *im)
         dtrain__weights_list(dtrain__import_call, im->strategy, im->desc.names, &im->weights));
     im->places = (dtrain__weight_place *)dtrain__alloc(im->allocator, im->weights.count,
                                                        sizeof *im->places, "places of weights");
-    im->block = (char *)dtrain__alloc(im->allocator, DTRAIN__BLOCK, 1, "a block");
-    if (!im->places || !im->block) return DTRAIN_ERROR_MEMORY;
+    if (!im->places) return DTRAIN_ERROR_MEMORY;
+    DTRAIN__TRY(dtrain__reader_begin(&im->reader, im->state, im->desc.storage));
     DTRAIN__TRY(dtrain__import_find_files(im));
     return dtrain__import_compare(im);
 }
@@ -28867,11 +29313,10 @@ static dtrain_result dtrain__import_values(dtrain__import *im)
 
 static void dtrain__import_free(dtrain__import *im)
 {
-    if (im->file >= 0) (void)im->desc.storage->close(im->desc.storage->user, im->file);
+    dtrain__reader_end(&im->reader, im->state);
     for (uint32_t i = 0; i < im->file_count; i++) dtrain__safetensors_free(&im->files[i].header);
     dtrain__free(im->allocator, im->files, im->file_room, sizeof *im->files);
     dtrain__free(im->allocator, im->used, im->tensor_count, sizeof *im->used);
-    dtrain__free(im->allocator, im->block, DTRAIN__BLOCK, 1);
     dtrain__free(im->allocator, im->places, im->weights.count, sizeof *im->places);
     dtrain__weights_free(&im->weights);
 }
@@ -28889,7 +29334,6 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
     im.strategy = state->desc.strategy;
     im.allocator = &state->allocator;
     im.path = path;
-    im.file = -1;
     if (desc) im.desc = *desc;
     if (!im.desc.storage) im.desc.storage = dtrain_file_storage();
     dtrain_result result = dtrain__agree(state->comm, dtrain__import_prepare(&im));
@@ -28900,7 +29344,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
     if (result == DTRAIN_OK) result = dtrain_state_changed(state);
     if (result == DTRAIN_OK && info) {
         info->values = im.values;
-        info->bytes = im.bytes;
+        info->bytes = im.reader.bytes;
         info->seconds = dtrain_seconds() - start;
         memcpy(info->note, im.note, sizeof im.note);
     }
@@ -29230,7 +29674,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__directory_publish(const dtrain_storage *st
 
 /* Manifests: what a checkpoint holds and where, as JSON
  *
- *     {"format": "dtrain checkpoint", "version": 1, "library": "0.2.0", "step": 1000, "ranks": 2,
+ *     {"format": "dtrain checkpoint", "version": 2, "library": "0.3.0", "step": 1000, "ranks": 2,
  *      "strategy": "zero1", "hierarchical": false, "metric_bits": 4611686018427387904,
  *      "run": 83, "job": 83, "parent": 900, "commit": "...", "config": "...", "block": 1048576,
  *      "model": {"heads": "4", ...}, "settings": {"seed": "1337", ...},
@@ -29241,8 +29685,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__directory_publish(const dtrain_storage *st
  *                 "pieces": [[0, 0, 16384, 120, "8a9136aa"], ...]}, ...],
  *      "crc32c": "e3069283"}
  *
- * A piece is: tensor (its place in the list), first element, elements, first byte in the file, and
- * the checksum of each block of DTRAIN__BLOCK bytes. A float is given by its bits. The run
+ * The tensors are those of all ranks. A piece is: tensor (its place in the list), first element of
+ * its run, elements, first byte in the file, the checksum of each block of DTRAIN__BLOCK bytes, and,
+ * where its box is not the whole tensor, first index and length along each of four axes. A float is given by its bits. The run
  * is that whose history this checkpoint is a part of, behind that of step "parent" (-1: it began
  * anew), and the job what a launcher has started, restarts included; both are 0 where they are not
  * known, as of version 0.2. The last member
@@ -29253,7 +29698,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__directory_publish(const dtrain_storage *st
 #define DTRAIN__SEAL_FORM ", \"crc32c\": \"%08x\"}\n"
 #define DTRAIN__SEAL_BYTES 24
 
-static const char *const dtrain__scalar_names[DTRAIN_SCALAR_TYPES] = {"u32", "u64", "i64", "f32"};
+static const char *const dtrain__scalar_names[DTRAIN__SCALAR_TYPES] = {"u32", "u64", "i64", "f32"};
 
 /* ---- Seals ------------------------------------------------------------------------------------*/
 
@@ -29288,28 +29733,30 @@ DTRAIN__PRIVATE dtrain_result dtrain__unseal(const char *path, char *text, size_
 static void dtrain__write_scalars(dtrain__text *text, const dtrain_state *state)
 {
     for (size_t i = 0; i < state->scalar_count; i++) {
-        const dtrain_state_scalar *scalar = &state->scalars[i];
+        const dtrain__scalar *scalar = &state->scalars[i];
         const uint64_t bits = dtrain__scalar_get(scalar);
         dtrain__text_add(text, "%s\n  {\"name\": ", i ? "," : "");
         dtrain__text_add_string(text, scalar->name);
         dtrain__text_add(text,
                          ", \"type\": \"%s\", \"value\": ", dtrain__scalar_names[scalar->type]);
-        if (scalar->type == DTRAIN_SCALAR_I64) dtrain__text_add(text, "%lld}", (long long)bits);
+        if (scalar->type == DTRAIN__SCALAR_I64) dtrain__text_add(text, "%lld}", (long long)bits);
         else dtrain__text_add(text, "%llu}", (unsigned long long)bits);
     }
 }
 
-static void dtrain__write_tensors(dtrain__text *text, const dtrain_state *state)
+static void dtrain__write_tensors(dtrain__text *text, const dtrain_checkpoint *c)
 {
-    for (size_t i = 0; i < state->tensor_count; i++) {
-        const dtrain_state_tensor *tensor = &state->tensors[i];
+    for (size_t i = 0; i < c->held_count; i++) {
+        const dtrain__held *held = &c->held[i];
+        if (i && held->tensor == held[-1].tensor) continue;
         dtrain__text_add(text, "%s\n  {\"name\": ", i ? "," : "");
-        dtrain__text_add_string(text, tensor->name);
+        dtrain__text_add_string(text, held->name);
         dtrain__text_add(text, ", \"kind\": \"%s\", \"dtype\": \"%s\", \"shape\": [",
-                         dtrain__state_kind_name(tensor->kind), dtrain__stored_name(tensor->dtype));
-        for (int d = 0; d < 4 && (d == 0 || tensor->shape[d]); d++)
-            dtrain__text_add(text, "%s%lld", d ? ", " : "", (long long)tensor->shape[d]);
-        dtrain__text_add(text, "], \"own\": %s}", tensor->own ? "true" : "false");
+                         dtrain__state_kind_name((uint32_t)held->kind),
+                         dtrain__stored_name((uint32_t)held->dtype));
+        for (int d = 0; d < 4 && (d == 0 || held->shape[d]); d++)
+            dtrain__text_add(text, "%s%lld", d ? ", " : "", (long long)held->shape[d]);
+        dtrain__text_add(text, "], \"own\": %s}", held->own ? "true" : "false");
     }
 }
 
@@ -29325,10 +29772,10 @@ static void dtrain__write_settings(dtrain__text *text, const char *name, const c
 }
 
 /* Write a manifest up to its list of files. */
-DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_state *state,
-                                           int64_t step, double metric, const char *config,
-                                           const char *commit)
+DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_checkpoint *c)
 {
+    const dtrain_state *state = c->desc.state;
+    const double metric = c->metric;
     const bool by_nodes = dtrain__goes_by_nodes(state->desc.strategy);
     dtrain_strategy_info info;
     uint64_t bits;
@@ -29338,7 +29785,7 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_stat
                      "{\"format\": \"%s\", \"version\": %d, \"library\": \"%s\", \"step\": %lld,"
                      "\n \"ranks\": %d, \"strategy\": \"%s\", \"hierarchical\": %s, \"block\": %zu",
                      DTRAIN__MANIFEST_FORMAT, DTRAIN__MANIFEST_VERSION, dtrain_version(),
-                     (long long)step, dtrain_comm_size(state->comm), info.name,
+                     (long long)c->step, dtrain_comm_size(state->comm), info.name,
                      by_nodes ? "true" : "false", DTRAIN__BLOCK);
     if (metric == metric) /* unknown otherwise; -ffast-math only makes one of it */
         dtrain__text_add(text, ", \"metric_bits\": %llu", (unsigned long long)bits);
@@ -29346,15 +29793,15 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_stat
                      (unsigned long long)state->run, (unsigned long long)state->world->job,
                      (long long)state->step);
     dtrain__text_add(text, ",\n \"commit\": ");
-    dtrain__text_add_string(text, commit ? commit : "");
+    dtrain__text_add_string(text, c->desc.commit ? c->desc.commit : "");
     dtrain__text_add(text, ",\n \"config\": ");
-    dtrain__text_add_string(text, config ? config : "");
+    dtrain__text_add_string(text, c->desc.config ? c->desc.config : "");
     dtrain__write_settings(text, "model", state->desc.model);
     dtrain__write_settings(text, "settings", state->desc.settings);
     dtrain__text_add(text, ",\n \"scalars\": [");
     dtrain__write_scalars(text, state);
     dtrain__text_add(text, "],\n \"tensors\": [");
-    dtrain__write_tensors(text, state);
+    dtrain__write_tensors(text, c);
     dtrain__text_add(text, "],\n \"files\": [");
 }
 
@@ -29405,10 +29852,10 @@ static bool dtrain__read_scalar(dtrain__manifest *m, dtrain__json *json)
     while (dtrain__json_member(json, name, sizeof name)) {
         if (strcmp(name, "name") == 0) dtrain__json_string(json, scalar->name, sizeof scalar->name);
         else if (strcmp(name, "type") == 0)
-            dtrain__read_word(json, "type", dtrain__scalar_name, DTRAIN_SCALAR_TYPES,
+            dtrain__read_word(json, "type", dtrain__scalar_name, DTRAIN__SCALAR_TYPES,
                               &scalar->type);
         else if (strcmp(name, "value") != 0) dtrain__json_skip(json);
-        else if (scalar->type == DTRAIN_SCALAR_I64) {
+        else if (scalar->type == DTRAIN__SCALAR_I64) {
             int64_t value = 0;
             dtrain__json_i64(json, &value);
             scalar->bits = (uint64_t)value;
@@ -29479,11 +29926,21 @@ static bool dtrain__read_crc(dtrain__json *json, uint64_t bytes, const char **cr
                              (unsigned long long)blocks);
 }
 
+/* Read the numbers behind a piece's checksums: its box. */
+static bool dtrain__read_box(dtrain__json *json, dtrain_piece *piece)
+{
+    if (!dtrain__json_item(json)) return json->result == DTRAIN_OK; /* the whole tensor */
+    for (int d = 0; d < 4; d++)
+        if ((d && !dtrain__json_item(json)) || !dtrain__json_i64(json, &piece->first[d]) ||
+            !dtrain__json_item(json) || !dtrain__json_i64(json, &piece->length[d]))
+            return dtrain__json_fail(json, "a box is not eight numbers");
+    return !dtrain__json_item(json) || dtrain__json_fail(json, "a piece has too many items");
+}
+
 static bool dtrain__read_piece(dtrain__manifest *m, dtrain__json *json, int rank)
 {
     dtrain__saved_piece piece;
     uint64_t number[4] = {0, 0, 0, 0}; /* tensor, offset, count, at */
-    memset(&piece, 0, sizeof piece);
     if (!dtrain__one_more(m, json, (void **)&m->pieces, m->piece_count, &m->piece_room,
                           sizeof piece) ||
         !dtrain__json_enter(json, '['))
@@ -29494,21 +29951,23 @@ static bool dtrain__read_piece(dtrain__manifest *m, dtrain__json *json, int rank
     if (number[0] >= m->tensor_count)
         return dtrain__json_fail(json, "there is no tensor %llu", (unsigned long long)number[0]);
     const dtrain__saved_tensor *tensor = &m->tensors[number[0]];
-    const uint64_t total = (uint64_t)tensor->total, bytes = dtrain__state_bytes(tensor->dtype);
+    const uint64_t each = dtrain__state_bytes(tensor->dtype), total = (uint64_t)tensor->total;
     const uint64_t end = m->files[m->file_count].bytes;
-    if (number[2] == 0 || number[2] > total || number[1] > total - number[2] || number[3] > end ||
-        number[2] > (end - number[3]) / bytes)
-        return dtrain__json_fail(json, "a piece of \"%.100s\" is not in it, or not in its file",
-                                 tensor->name);
     piece.tensor = (uint32_t)number[0];
     piece.file = (uint32_t)m->file_count;
-    piece.rank = rank;
-    piece.offset = (int64_t)number[1];
-    piece.count = (int64_t)number[2];
+    piece.rank = tensor->own ? rank : -1;
+    piece.piece = dtrain__piece_whole(tensor->shape);
+    piece.piece.offset = (int64_t)number[1];
+    piece.piece.count = (int64_t)number[2];
     piece.at = number[3];
-    if (!dtrain__json_item(json) || !dtrain__read_crc(json, number[2] * bytes, &piece.crc))
+    if (!dtrain__json_item(json) || number[2] > total ||
+        !dtrain__read_crc(json, number[2] * each, &piece.crc))
         return dtrain__json_fail(json, "a piece is not four numbers and checksums");
-    if (dtrain__json_item(json)) return dtrain__json_fail(json, "a piece has too many items");
+    if (!dtrain__read_box(json, &piece.piece)) return false;
+    if (number[2] == 0 || !dtrain__piece_fits(&piece.piece, tensor->shape) || number[3] > end ||
+        number[2] > (end - number[3]) / each)
+        return dtrain__json_fail(json, "a piece of \"%.100s\" is not in it, or not in its file",
+                                 tensor->name);
     m->pieces[m->piece_count++] = piece;
     return json->result == DTRAIN_OK;
 }
@@ -29596,10 +30055,10 @@ static bool dtrain__read_plain(dtrain__manifest *m, dtrain__json *json, int memb
                                   DTRAIN__MANIFEST_FORMAT));
     case DTRAIN__IN_VERSION:
         return dtrain__json_u64(json, &number) &&
-               (number == DTRAIN__MANIFEST_VERSION ||
+               ((number >= 1 && number <= DTRAIN__MANIFEST_VERSION) ||
                 dtrain__json_fail(json,
                                   "it has version %llu of the format, and this is dtrain %s, which "
-                                  "reads version %d",
+                                  "reads versions up to %d",
                                   (unsigned long long)number, dtrain_version(),
                                   DTRAIN__MANIFEST_VERSION));
     case DTRAIN__IN_LIBRARY: return dtrain__json_string(json, word, sizeof word); /* for people */
@@ -29685,40 +30144,12 @@ static int dtrain__by_place(const void *left, const void *right)
     const dtrain__saved_piece *b = (const dtrain__saved_piece *)right;
     if (a->tensor != b->tensor) return a->tensor < b->tensor ? -1 : 1;
     if (a->rank != b->rank) return a->rank < b->rank ? -1 : 1;
-    return a->offset < b->offset ? -1 : a->offset > b->offset;
-}
-
-/* Check that the pieces of a tensor that all ranks share make it up, one behind the other, and that
- * those of one rank do not overlap. */
-static dtrain_result dtrain__check_pieces(const dtrain__manifest *m, const char *path,
-                                          const dtrain__saved_tensor *tensor)
-{
-    const dtrain__saved_piece *piece = m->pieces + tensor->first_piece;
-    int64_t next = 0;
-    int rank = -1;
-    for (size_t i = 0; i < tensor->piece_count; i++, piece++) {
-        if (piece->rank != rank) next = 0;
-        rank = piece->rank;
-        if (piece->offset < next || (!tensor->own && piece->offset > next))
-            return dtrain_fail(DTRAIN_ERROR_DATA,
-                               "%s: the pieces of the %s of \"%.100s\" overlap or leave a hole at "
-                               "element %lld",
-                               path, dtrain__state_kind_name(tensor->kind), tensor->name,
-                               (long long)next);
-        next = piece->offset + piece->count;
-    }
-    if (tensor->own || next == tensor->total) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "%s: the pieces of the %s of \"%.100s\" end at element %lld of %lld", path,
-                       dtrain__state_kind_name(tensor->kind), tensor->name, (long long)next,
-                       (long long)tensor->total);
+    return dtrain__piece_order(&a->piece, &b->piece);
 }
 
 /* Sort pieces by their places and tensors by their names, and check both. */
 static dtrain_result dtrain__index(dtrain__manifest *m, const char *path)
 {
-    for (size_t i = 0; i < m->piece_count; i++)
-        if (!m->tensors[m->pieces[i].tensor].own) m->pieces[i].rank = -1;
     if (m->piece_count) qsort(m->pieces, m->piece_count, sizeof *m->pieces, dtrain__by_place);
     for (size_t i = 0; i < m->piece_count; i++) {
         dtrain__saved_tensor *tensor = &m->tensors[m->pieces[i].tensor];
@@ -29734,7 +30165,11 @@ static dtrain_result dtrain__index(dtrain__manifest *m, const char *path)
         if (i && dtrain__by_kind_and_name(&m->by_name[i - 1], &m->by_name[i]) == 0)
             return dtrain_fail(DTRAIN_ERROR_DATA, "%s: the %s of \"%.100s\" is there twice", path,
                                dtrain__state_kind_name(m->by_name[i]->kind), m->by_name[i]->name);
-        DTRAIN__TRY(dtrain__check_pieces(m, path, m->by_name[i]));
+        const dtrain__saved_tensor *tensor = m->by_name[i];
+        if (!tensor->own)
+            DTRAIN__TRY(dtrain__pieces_check(
+                path, tensor->kind, tensor->name, &m->pieces[tensor->first_piece].piece,
+                sizeof *m->pieces, tensor->piece_count, tensor->total));
     }
     return DTRAIN_OK;
 }

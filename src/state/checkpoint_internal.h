@@ -20,7 +20,7 @@
 #define DTRAIN__BLOCK ((size_t)1 << 20)
 #define DTRAIN__CRC_DIGITS 8
 #define DTRAIN__PATH 768
-#define DTRAIN__MANIFEST_VERSION 1
+#define DTRAIN__MANIFEST_VERSION 2 /* 1, of version 0.2, had no boxes; it is read as well */
 #define DTRAIN__MANIFEST_MOST ((uint64_t)1 << 30)
 #define DTRAIN__TEXT_MOST 65536 /* bytes of config */
 
@@ -35,8 +35,8 @@ typedef struct dtrain__saved_tensor {
 
 typedef struct dtrain__saved_piece {
     uint32_t tensor, file;
-    int rank; /* that wrote it */
-    int64_t offset, count;
+    int rank; /* that wrote it; -1: of a tensor that ranks share */
+    dtrain_piece piece;
     uint64_t at;     /* of the first byte in the file */
     const char *crc; /* CRC_DIGITS hexadecimal digits for each block, in the text */
 } dtrain__saved_piece;
@@ -83,9 +83,7 @@ DTRAIN__PRIVATE uint32_t dtrain__crc32c(uint32_t crc, const void *data, size_t b
 /* state/manifest.c */
 DTRAIN__PRIVATE void dtrain__seal(dtrain__text *text);
 DTRAIN__PRIVATE dtrain_result dtrain__unseal(const char *path, char *text, size_t *bytes);
-DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_state *state,
-                                           int64_t step, double metric, const char *config,
-                                           const char *commit);
+DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_checkpoint *c);
 DTRAIN__PRIVATE dtrain_result dtrain__manifest_read(const dtrain_storage *storage,
                                                     const dtrain_allocator *allocator,
                                                     const char *directory, dtrain__manifest *out);
@@ -128,11 +126,22 @@ DTRAIN__PRIVATE dtrain_result dtrain__directory_publish(const dtrain_storage *st
                                                         const dtrain_allocator *allocator,
                                                         const char *directory, int64_t step);
 
-/* One piece that this rank writes. */
+/* An entry of a rank's list of state, as all ranks know it: what is gathered, in words of 64 bits. */
+typedef struct dtrain__held {
+    int64_t rank, index; /* whose list it is in, and where */
+    int32_t kind, dtype;
+    int64_t own;
+    int64_t shape[4];
+    dtrain_piece piece;
+    int64_t name_at;  /* in the names that come with it */
+    int64_t tensor;   /* its number in the manifest */
+    const char *name; /* not sent */
+} dtrain__held;
+
+/* One piece that this rank writes, and the file's share of it. */
 typedef struct dtrain__write_piece {
-    uint32_t tensor; /* in the state's list */
-    uint32_t file;
-    int64_t offset, count;
+    const dtrain__held *held;
+    dtrain_piece piece;
     uint64_t at;      /* first byte, from the beginning of the file's data */
     const void *from; /* the snapshot, or the state's memory */
 } dtrain__write_piece;
@@ -161,6 +170,11 @@ struct dtrain_checkpoint {
     int rank, ranks;
     int lock;     /* rank 0: the file; -1: none */
     uint64_t run; /* rank 0: whose history the directory has */
+
+    dtrain__held *held; /* (held_room) of every piece its writer, by tensor; see union.c */
+    char *held_names;   /* (held_names_bytes) */
+    size_t held_count, held_room, held_names_bytes;
+    size_t held_of; /* as long as this rank's list, and one: 0 = not made */
 
     /* The save under way. */
     int64_t step;
@@ -194,6 +208,13 @@ struct dtrain_checkpoint {
     char lost_text[DTRAIN__ERROR_BYTES];
     dtrain_checkpoint_info info;
 };
+
+/* state/union.c */
+DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c);
+DTRAIN__PRIVATE void dtrain__union_free(dtrain_checkpoint *c);
+DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where, uint32_t kind,
+                                                   const char *name, const dtrain_piece *pieces,
+                                                   size_t stride, size_t count, int64_t total);
 
 /* state/write.c */
 DTRAIN__PRIVATE dtrain_result dtrain__save_plan(dtrain_checkpoint *c);

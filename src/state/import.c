@@ -2,9 +2,9 @@
  *
  *     every rank    headers | do they fit the model? | read what this rank keeps | publish
  *
- * Steps end with an agreement of all ranks. No rank has more in memory than headers, its own pieces
- * and a block. 16-bit values are widened where they are read to: they lie in the upper half of the
- * room of their fp32, and are replaced from below. */
+ * Steps end with an agreement of all ranks. A tensor of a file is a source, as a piece of a
+ * checkpoint is (state/read.c): no rank has more in memory than headers, its own pieces and a
+ * block. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -16,7 +16,9 @@
 #include "strategy/view_internal.h"
 #include "state/export.h"
 #include "state/export_internal.h"
+#include "state/box_internal.h"
 #include "state/json_internal.h"
+#include "state/read_internal.h"
 #include "state/safetensors_internal.h"
 #include "state/state_internal.h"
 #include "state/storage_internal.h"
@@ -56,10 +58,8 @@ typedef struct dtrain__import {
     size_t file_room;
     bool *used;          /* (tensor_count) tensors of the files that are some parameter's */
     size_t tensor_count; /* of all files */
-    char *block;         /* (BLOCK) */
-    int file;            /* open, or -1 ... */
-    uint32_t opened;     /* ... which */
-    uint64_t bytes, values;
+    dtrain__reader reader;
+    uint64_t values;
     char note[600];
 } dtrain__import;
 
@@ -73,17 +73,11 @@ static void dtrain__import_path(const dtrain__import *im, uint32_t file,
     else snprintf(path, 2 * DTRAIN__PATH, "%s", im->path);
 }
 
-/* Open a file, unless it is the one that is open. */
 static dtrain_result dtrain__import_open(dtrain__import *im, uint32_t file,
                                          char path[2 * DTRAIN__PATH])
 {
-    const dtrain_storage *storage = im->desc.storage;
     dtrain__import_path(im, file, path);
-    if (im->file >= 0 && im->opened == file) return DTRAIN_OK;
-    if (im->file >= 0) (void)storage->close(storage->user, im->file);
-    im->file = -1;
-    im->opened = file;
-    return dtrain__storage_open(storage, path, DTRAIN_STORAGE_READ, &im->file);
+    return dtrain__reader_open(&im->reader, path, 0);
 }
 
 /* Find a file by its name, or add it. Tensors of a file follow one another in an index, so that the
@@ -163,7 +157,7 @@ static dtrain_result dtrain__import_headers(dtrain__import *im)
     for (uint32_t i = 0; i < im->file_count; i++) {
         dtrain__weight_file *file = &im->files[i];
         DTRAIN__TRY(dtrain__import_open(im, i, path));
-        DTRAIN__TRY(dtrain__safetensors_read(im->desc.storage, im->file, path, im->allocator,
+        DTRAIN__TRY(dtrain__safetensors_read(im->desc.storage, im->reader.file, path, im->allocator,
                                              &file->header));
         file->first = im->tensor_count;
         im->tensor_count += file->header.count;
@@ -218,26 +212,6 @@ static dtrain_result dtrain__import_find_files(dtrain__import *im)
 }
 
 /* ---- Do they fit? -----------------------------------------------------------------------------*/
-
-/* Names in a sentence: the first few, and how many others there are. */
-typedef struct dtrain__weight_names {
-    char text[280];
-    int count;
-} dtrain__weight_names;
-
-DTRAIN__PRINTF(2, 3)
-static void dtrain__weight_names_add(dtrain__weight_names *names, const char *format, ...)
-{
-    const size_t used = strlen(names->text);
-    char one[160];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(one, sizeof one, format, args);
-    va_end(args);
-    if (names->count++ < 6)
-        snprintf(names->text + used, sizeof names->text - used, "%s%s", used ? ", " : "", one);
-    else snprintf(names->text + used, sizeof names->text - used, names->count == 7 ? ", ..." : "");
-}
 
 /* Write a shape: "[2, 3]". */
 static void dtrain__weight_shape_text(const int64_t *shape, int dims, char text[64])
@@ -294,10 +268,10 @@ static dtrain_result dtrain__import_same(dtrain__import *im, const dtrain__weigh
             char path[2 * DTRAIN__PATH];
             DTRAIN__TRY(dtrain__import_open(im, places[i]->file, path));
             DTRAIN__TRY(dtrain__storage_read(
-                im->desc.storage, im->file, path, im->block + (size_t)i * half, count,
-                im->files[places[i]->file].header.data + places[i]->stored->begin + done));
+                im->reader.storage, im->reader.file, path, im->reader.block + (size_t)i * half,
+                count, im->files[places[i]->file].header.data + places[i]->stored->begin + done));
         }
-        same = memcmp(im->block, im->block + half, count) == 0;
+        same = memcmp(im->reader.block, im->reader.block + half, count) == 0;
     }
     if (same) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
@@ -332,7 +306,7 @@ static dtrain_result dtrain__import_place(dtrain__import *im, const dtrain__weig
 }
 
 /* List the tensors that are no parameter's, and that nobody wants to have ignored. */
-static void dtrain__import_extra(const dtrain__import *im, dtrain__weight_names *extra)
+static void dtrain__import_extra(const dtrain__import *im, dtrain__name_list *extra)
 {
     for (uint32_t i = 0; i < im->file_count; i++)
         for (size_t k = 0; k < im->files[i].header.count; k++) {
@@ -340,40 +314,34 @@ static void dtrain__import_extra(const dtrain__import *im, dtrain__weight_names 
             const char *const *end = im->desc.ignore;
             while (end && *end && !dtrain__ends_with(name, *end)) end++;
             if (im->used[im->files[i].first + k] || (end && *end)) continue;
-            dtrain__weight_names_add(extra, "\"%.60s\"", name);
+            dtrain__name_add(extra, "\"%.60s\"", name);
         }
 }
 
 /* Compare what there is with what there should be, and name the differences. */
 static dtrain_result dtrain__import_compare(dtrain__import *im)
 {
-    dtrain__weight_names missing, different, extra;
-    memset(&missing, 0, sizeof missing);
-    memset(&different, 0, sizeof different);
-    memset(&extra, 0, sizeof extra);
+    char sentence[1024];
+    dtrain__misfit misfit;
+    memset(&misfit, 0, sizeof misfit);
     for (size_t i = 0; i < im->weights.count; i++) {
         const dtrain__weight *weight = &im->weights.list[i];
         dtrain__weight_place *place = &im->places[i];
         char found[64], expected[64];
         DTRAIN__TRY(dtrain__import_place(im, weight, place));
         im->values += place->stored != NULL;
-        if (!place->stored) dtrain__weight_names_add(&missing, "\"%.60s\"", weight->name);
+        if (!place->stored) dtrain__name_add(&misfit.missing, "\"%.60s\"", weight->name);
         if (!place->stored || dtrain__weight_fits(weight, place->stored)) continue;
         dtrain__weight_shape_text(place->stored->shape, place->stored->dims, found);
         dtrain__weight_shape_text(weight->shape, weight->dims, expected);
-        dtrain__weight_names_add(&different, "\"%.60s\" is %s %s, expected %s", weight->name,
-                                 dtrain__stored_name(place->stored->dtype), found, expected);
+        dtrain__name_add(&misfit.different, "\"%.60s\" is %s %s, expected F32, BF16 or F16 %s",
+                         weight->name, dtrain__stored_name(place->stored->dtype), found, expected);
         place->stored = NULL;
         im->values--;
     }
-    dtrain__import_extra(im, &extra);
-    if (!missing.count && !different.count && !extra.count) return DTRAIN_OK;
-    char *to = im->desc.partial ? im->note : NULL, sentence[sizeof im->note + 400];
-    snprintf(sentence, sizeof sentence, "%s%s%s%s%s%s%s%s", missing.count ? "missing in it: " : "",
-             missing.text, missing.count && (different.count || extra.count) ? "; " : "",
-             different.count ? "of another shape, or not F32, BF16 or F16: " : "", different.text,
-             different.count && extra.count ? "; " : "", extra.count ? "only in it: " : "",
-             extra.text);
+    dtrain__import_extra(im, &misfit.extra);
+    if (!dtrain__misfit_text(&misfit, sentence, sizeof sentence)) return DTRAIN_OK;
+    char *to = im->desc.partial ? im->note : NULL;
     if (to) snprintf(to, sizeof im->note, "%.*s", (int)sizeof im->note - 1, sentence);
     if (to && (im->values || !im->weights.count)) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA, "%.300s does not fit this model: %s; see `names`, %s",
@@ -383,97 +351,71 @@ static dtrain_result dtrain__import_compare(dtrain__import *im)
 
 /* ---- Values -----------------------------------------------------------------------------------*/
 
-/* Read elements of a tensor as fp32, from element `first` of it on; at most BLOCK_FLOATS. 16-bit
- * ones are read to the upper half of `to` and widened from below: element i is written over what
- * was read before it. */
-static dtrain_result dtrain__import_read(dtrain__import *im, const dtrain__weight_place *place,
-                                         int64_t first, int64_t count, char *to)
-{
-    const dtrain__stored *stored = place->stored;
-    const size_t each = dtrain__stored_bytes(stored->dtype), bytes = (size_t)count * each;
-    char path[2 * DTRAIN__PATH], *from = to + (size_t)count * sizeof(float) - bytes;
-    DTRAIN__TRY(dtrain__import_open(im, place->file, path));
-    DTRAIN__TRY(dtrain__storage_read(im->desc.storage, im->file, path, from, bytes,
-                                     im->files[place->file].header.data + stored->begin +
-                                         (uint64_t)first * each));
-    im->bytes += bytes;
-    for (int64_t i = 0; i < count && from > to; i++) {
-        uint16_t low;
-        memcpy(&low, from + (size_t)i * sizeof low, sizeof low);
-        const float x =
-            stored->dtype == DTRAIN_DTYPE_BF16 ? dtrain_bf16_to_f32(low) : dtrain_f16_to_f32(low);
-        memcpy(to + (size_t)i * sizeof x, &x, sizeof x);
-    }
-    return DTRAIN_OK;
-}
-
-/* Read this rank's part of a weight that lies in the file as it does here. */
-static dtrain_result dtrain__import_straight(dtrain__import *im, const dtrain__weight *weight,
-                                             const dtrain__weight_place *place,
-                                             const dtrain_state_tensor *tensor)
-{
-    const bool direct = im->state->device->ops->host_memory;
-    const int64_t end = dtrain__min(tensor->offset + tensor->count, weight->total);
-    for (int64_t at = tensor->offset; at < end; at += DTRAIN__BLOCK_FLOATS) {
-        const int64_t count = dtrain__min(end - at, DTRAIN__BLOCK_FLOATS);
-        float *to = (float *)tensor->memory + (at - tensor->offset);
-        DTRAIN__TRY(dtrain__import_read(im, place, at, count, direct ? (char *)to : im->block));
-        if (!direct)
-            DTRAIN__TRY(dtrain_device_copy(im->state->device, to, im->block,
-                                           (size_t)count * sizeof(float)));
-    }
-    return DTRAIN_OK;
-}
-
-/* Read a transposed weight from its beginning to its end, and keep this rank's part. piece: of
- * element tensor->offset on. */
+/* Read a transposed weight from its beginning to its end, and keep this rank's part: a matrix, of
+ * which (row, column) here is (column, row) in the file. */
 static dtrain_result dtrain__import_turned(dtrain__import *im, const dtrain__weight *weight,
-                                           const dtrain__weight_place *place,
-                                           const dtrain_state_tensor *tensor, float *piece)
+                                           const dtrain__source *source, const dtrain_piece *piece,
+                                           float *to)
 {
     int64_t row = 0, column = 0; /* here, of the element that comes next in the file */
     for (int64_t at = 0; at < weight->total; at += DTRAIN__BLOCK_FLOATS) {
         const int64_t count = dtrain__min(weight->total - at, DTRAIN__BLOCK_FLOATS);
-        DTRAIN__TRY(dtrain__import_read(im, place, at, count, im->block));
+        DTRAIN__TRY(dtrain__elements_read(&im->reader, source, source->dtype != DTRAIN_DTYPE_F32,
+                                          at, count, im->reader.block));
         for (int64_t i = 0; i < count; i++) {
-            const int64_t to = row * weight->columns + column - tensor->offset;
-            if (to >= 0 && to < tensor->count)
-                memcpy(&piece[to], im->block + (size_t)i * sizeof(float), sizeof(float));
+            const int64_t r = row - piece->first[0], c = column - piece->first[1];
+            const int64_t place = r * piece->length[1] + c - piece->offset;
+            if (r >= 0 && c >= 0 && c < piece->length[1] && place >= 0 && place < piece->count)
+                memcpy(&to[place], im->reader.block + (size_t)i * sizeof(float), sizeof(float));
             if (++row == weight->rows) row = 0, column++;
         }
     }
     return DTRAIN_OK;
 }
 
-/* Read what this rank keeps of a weight, and set rows that are not in the file to zero. */
+/* Read what this rank keeps of a weight, and set rows that are not in the file to zero: they come
+ * last. */
 static dtrain_result dtrain__import_weight(dtrain__import *im, const dtrain__weight *weight,
                                            const dtrain__weight_place *place)
 {
     const dtrain_state_tensor *tensor = &im->state->tensors[weight->tensor];
+    const dtrain_piece *piece = &tensor->piece;
     dtrain_device *device = im->state->device;
-    const int64_t here = dtrain__min(tensor->count, weight->total - tensor->offset);
-    const int64_t first_zero = here > 0 ? here : 0;
-    if (here > 0 && !weight->transpose)
-        DTRAIN__TRY(dtrain__import_straight(im, weight, place, tensor));
-    if (here > 0 && weight->transpose) {
+    char path[2 * DTRAIN__PATH];
+    int64_t shape[4];
+    memcpy(shape, tensor->shape, sizeof shape);
+    shape[0] = weight->rows;
+    const dtrain__target target = {tensor->memory, *piece, DTRAIN_DTYPE_F32, false};
+    const dtrain__source source = {path,
+                                   im->files[place->file].header.data + place->stored->begin,
+                                   0,
+                                   "value",
+                                   path,
+                                   NULL,
+                                   place->stored->dtype,
+                                   dtrain__piece_whole(shape)};
+    const int64_t end = dtrain__piece_place(piece, &source.piece, weight->total);
+    const int64_t here = dtrain__max(0, dtrain__min(end, piece->count));
+    dtrain__import_path(im, place->file, path);
+    if (here && !weight->transpose) DTRAIN__TRY(dtrain__piece_read(&im->reader, &source, &target));
+    if (here && weight->transpose) {
         const bool direct = device->ops->host_memory;
-        const size_t count = (size_t)tensor->count;
-        float *piece = direct ? (float *)tensor->memory
-                              : (float *)dtrain__alloc(im->allocator, count, sizeof *piece,
-                                                       "a piece of a parameter");
-        if (!piece) return DTRAIN_ERROR_MEMORY;
-        dtrain_result result = dtrain__import_turned(im, weight, place, tensor, piece);
+        const size_t count = (size_t)piece->count;
+        float *to = direct ? (float *)tensor->memory
+                           : (float *)dtrain__alloc(im->allocator, count, sizeof *to,
+                                                    "a piece of a parameter");
+        if (!to) return DTRAIN_ERROR_MEMORY;
+        dtrain_result result = dtrain__import_turned(im, weight, &source, piece, to);
         if (!direct && result == DTRAIN_OK)
-            result =
-                dtrain_device_copy(device, tensor->memory, piece, (size_t)here * sizeof(float));
-        if (!direct) dtrain__free(im->allocator, piece, count, sizeof *piece);
+            result = dtrain_device_copy(device, tensor->memory, to, (size_t)here * sizeof(float));
+        if (!direct) dtrain__free(im->allocator, to, count, sizeof *to);
         DTRAIN__TRY(result);
     }
-    if (first_zero < tensor->count) memset(im->block, 0, DTRAIN__BLOCK);
-    for (int64_t at = first_zero; at < tensor->count; at += DTRAIN__BLOCK_FLOATS)
+    memset(im->reader.block, 0, here < piece->count ? DTRAIN__BLOCK : 0);
+    for (int64_t at = here; at < piece->count; at += DTRAIN__BLOCK_FLOATS)
         DTRAIN__TRY(dtrain_device_copy(
-            device, (float *)tensor->memory + at, im->block,
-            (size_t)dtrain__min(tensor->count - at, DTRAIN__BLOCK_FLOATS) * sizeof(float)));
+            device, (float *)tensor->memory + at, im->reader.block,
+            (size_t)dtrain__min(piece->count - at, DTRAIN__BLOCK_FLOATS) * sizeof(float)));
     return DTRAIN_OK;
 }
 
@@ -486,8 +428,8 @@ static dtrain_result dtrain__import_prepare(dtrain__import *im)
         dtrain__weights_list(dtrain__import_call, im->strategy, im->desc.names, &im->weights));
     im->places = (dtrain__weight_place *)dtrain__alloc(im->allocator, im->weights.count,
                                                        sizeof *im->places, "places of weights");
-    im->block = (char *)dtrain__alloc(im->allocator, DTRAIN__BLOCK, 1, "a block");
-    if (!im->places || !im->block) return DTRAIN_ERROR_MEMORY;
+    if (!im->places) return DTRAIN_ERROR_MEMORY;
+    DTRAIN__TRY(dtrain__reader_begin(&im->reader, im->state, im->desc.storage));
     DTRAIN__TRY(dtrain__import_find_files(im));
     return dtrain__import_compare(im);
 }
@@ -502,11 +444,10 @@ static dtrain_result dtrain__import_values(dtrain__import *im)
 
 static void dtrain__import_free(dtrain__import *im)
 {
-    if (im->file >= 0) (void)im->desc.storage->close(im->desc.storage->user, im->file);
+    dtrain__reader_end(&im->reader, im->state);
     for (uint32_t i = 0; i < im->file_count; i++) dtrain__safetensors_free(&im->files[i].header);
     dtrain__free(im->allocator, im->files, im->file_room, sizeof *im->files);
     dtrain__free(im->allocator, im->used, im->tensor_count, sizeof *im->used);
-    dtrain__free(im->allocator, im->block, DTRAIN__BLOCK, 1);
     dtrain__free(im->allocator, im->places, im->weights.count, sizeof *im->places);
     dtrain__weights_free(&im->weights);
 }
@@ -524,7 +465,6 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
     im.strategy = state->desc.strategy;
     im.allocator = &state->allocator;
     im.path = path;
-    im.file = -1;
     if (desc) im.desc = *desc;
     if (!im.desc.storage) im.desc.storage = dtrain_file_storage();
     dtrain_result result = dtrain__agree(state->comm, dtrain__import_prepare(&im));
@@ -535,7 +475,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
     if (result == DTRAIN_OK) result = dtrain_state_changed(state);
     if (result == DTRAIN_OK && info) {
         info->values = im.values;
-        info->bytes = im.bytes;
+        info->bytes = im.reader.bytes;
         info->seconds = dtrain_seconds() - start;
         memcpy(info->note, im.note, sizeof im.note);
     }

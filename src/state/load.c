@@ -5,8 +5,7 @@
  *                      scalars | publish
  *
  * Each step ends with an agreement, so that all ranks take the next checkpoint, or give up,
- * together. What is read goes block by block, each with its checksum, to where it belongs: no rank
- * ever has more of a tensor in memory than its own piece and one block. */
+ * together. state/read.c reads the pieces. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -16,10 +15,15 @@
 #include "core/result.h"
 #include "comm/comm.h"
 #include "strategy/view_internal.h"
+#include "optim/optim_internal.h"
 #include "train/trainer_internal.h"
+#include "state/box_internal.h"
 #include "state/checkpoint_internal.h"
+#include "state/read_internal.h"
 #include "state/state_internal.h"
 #include "state/storage_internal.h"
+
+#define DTRAIN__MISSED_OF_ALL "optimizer.missed" /* one array of all parameters, in version 0.2 */
 
 static const char dtrain__load_call[] = "dtrain_checkpoint_load";
 
@@ -29,12 +33,10 @@ typedef struct dtrain__load {
     dtrain_load_desc desc; /* resolved */
     char directory[DTRAIN__PATH];
     dtrain__manifest manifest;
-    char *block;     /* (BLOCK) */
-    float *sum;      /* (BLOCK) for means, made when there are any */
-    int file;        /* open, or -1 ... */
-    uint32_t opened; /* ... which */
-    bool same_cuts;  /* own tensors are as this rank has saved them, on all ranks */
-    uint64_t bytes, values;
+    dtrain__reader reader;
+    float *sum;     /* (BLOCK) for means, made when there are any */
+    bool same_cuts; /* own tensors are as this rank has saved them, on all ranks */
+    uint64_t values;
     uint64_t job; /* rank 0's */
     char note[600];
 } dtrain__load;
@@ -56,26 +58,12 @@ static void dtrain__load_note(dtrain__load *load, const char *format, ...)
 
 /* ---- Does it fit? -----------------------------------------------------------------------------*/
 
-/* A list of names in a sentence: the first few, and how many there are. */
-typedef struct dtrain__name_list {
-    char text[400];
-    int count;
-} dtrain__name_list;
-
-static void dtrain__name_list_add(dtrain__name_list *list, uint32_t kind, const char *name)
-{
-    const size_t used = strlen(list->text);
-    if (list->count++ >= 6) return;
-    snprintf(list->text + used, sizeof list->text - used, "%s%s \"%.60s\"",
-             list->count > 1 ? ", " : "", dtrain__state_kind_name(kind), name);
-}
-
 /* Tell whether a tensor must be in a checkpoint: what is begun anew without harm need not. */
 static bool dtrain__is_needed(const dtrain__load *load, const dtrain_state_tensor *tensor)
 {
     if (tensor->kind == DTRAIN_STATE_VALUE) return true;
     return !load->desc.values_only && !tensor->own && tensor->kind != DTRAIN_STATE_Q &&
-           strcmp(tensor->name, DTRAIN__STATE_MISSED) != 0;
+           tensor->kind != DTRAIN_STATE_MISSED;
 }
 
 static bool dtrain__is_loaded(const dtrain__load *load, uint32_t kind)
@@ -137,8 +125,8 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
 {
     const dtrain__manifest *m = &load->manifest;
     const dtrain_state *state = load->state;
-    dtrain__name_list missing, different, extra;
-    char model[400], settings[400];
+    dtrain__misfit misfit;
+    char model[400], settings[400], text[1024];
     if (load->desc.this_job && m->job != load->job)
         return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "%s was not saved by this job", load->directory);
     dtrain__settings_compare(m->model, m->model_bytes, state->desc.model, model, sizeof model);
@@ -148,151 +136,51 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
         return dtrain_fail(DTRAIN_ERROR_DATA, "%s is of another model: %s", load->directory, model);
     if (model[0]) dtrain__load_note(load, "%s", model);
     if (settings[0] && !load->desc.values_only) dtrain__load_note(load, "%s", settings);
-    memset(&missing, 0, sizeof missing);
-    memset(&different, 0, sizeof different);
-    memset(&extra, 0, sizeof extra);
+    memset(&misfit, 0, sizeof misfit);
     for (size_t i = 0; i < state->tensor_count; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
         if (!dtrain__is_needed(load, tensor) || dtrain__saved_for(load, tensor)) continue;
-        dtrain__name_list_add(dtrain__manifest_find(m, tensor->kind, tensor->name) ? &different
-                                                                                   : &missing,
-                              tensor->kind, tensor->name);
+        const char *const kind = dtrain__state_kind_name(tensor->kind);
+        dtrain__name_add(dtrain__manifest_find(m, tensor->kind, tensor->name) ? &misfit.different
+                                                                              : &misfit.missing,
+                         "%s \"%.60s\"", kind, tensor->name);
     }
     for (size_t i = 0; i < m->tensor_count; i++) {
         const dtrain__saved_tensor *saved = m->by_name[i];
-        size_t k = 0;
         if (saved->kind != DTRAIN_STATE_VALUE) break; /* values come first */
-        while (k < state->tensor_count && (state->tensors[k].kind != DTRAIN_STATE_VALUE ||
-                                           strcmp(state->tensors[k].name, saved->name) != 0))
-            k++;
-        if (k == state->tensor_count) dtrain__name_list_add(&extra, saved->kind, saved->name);
+        if (!dtrain__state_find(state, saved->kind, saved->name))
+            dtrain__name_add(&misfit.extra, "value \"%.60s\"", saved->name);
     }
-    if (!missing.count && !different.count && !extra.count) return DTRAIN_OK;
-    if (load->desc.partial) {
-        if (missing.count)
-            dtrain__load_note(load, "not in the checkpoint: %s%s", missing.text,
-                              missing.count > 6 ? ", ..." : "");
-        if (different.count)
-            dtrain__load_note(load, "of another shape or type: %s%s", different.text,
-                              different.count > 6 ? ", ..." : "");
-        if (extra.count)
-            dtrain__load_note(load, "left out: %s%s", extra.text, extra.count > 6 ? ", ..." : "");
-        return DTRAIN_OK;
-    }
+    if (!dtrain__misfit_text(&misfit, text, sizeof text)) return DTRAIN_OK;
+    if (load->desc.partial) return dtrain__load_note(load, "%s", text), DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "%s does not fit this run%s%s%s:%s%s%s%s%s%s%s; build the same model and "
-                       "optimizer, or load with `partial` or `values_only`",
+                       "%s does not fit this run%s%s%s: %s; build the same model and optimizer, or "
+                       "load with `partial` or `values_only`",
                        load->directory, settings[0] ? " (" : "", settings, settings[0] ? ")" : "",
-                       missing.count ? " missing in it: " : "", missing.text,
-                       missing.count && different.count ? ";" : "",
-                       different.count ? " of another shape or type: " : "", different.text,
-                       extra.count ? " only in it: " : "", extra.text);
+                       text);
 }
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
-/* Open the file of a piece, unless it is open, and check its size. */
-static dtrain_result dtrain__load_open(dtrain__load *load, const dtrain__saved_piece *piece,
-                                       char path[2 * DTRAIN__PATH])
-{
-    const dtrain_storage *storage = load->desc.storage;
-    const dtrain__saved_file *file = &load->manifest.files[piece->file];
-    snprintf(path, 2 * DTRAIN__PATH, "%s/%s", load->directory, file->name);
-    if (load->file >= 0 && load->opened == piece->file) return DTRAIN_OK;
-    if (load->file >= 0) (void)storage->close(storage->user, load->file);
-    load->file = -1;
-    DTRAIN__TRY(dtrain__storage_open(storage, path, DTRAIN_STORAGE_READ, &load->file));
-    load->opened = piece->file;
-    const int64_t size = storage->size(storage->user, load->file);
-    if (size >= 0 && (uint64_t)size == file->bytes) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_DATA, "%s has %lld bytes, and the manifest says %llu", path,
-                       (long long)size, (unsigned long long)file->bytes);
-}
-
-/* Read block number b of a piece to `to`, and compare its checksum. */
-static dtrain_result dtrain__block_read(dtrain__load *load, const char *path,
-                                        const dtrain__saved_piece *piece, uint64_t piece_bytes,
-                                        uint64_t b, void *to)
-{
-    const uint64_t rest = piece_bytes - b * DTRAIN__BLOCK;
-    const size_t bytes = rest < DTRAIN__BLOCK ? (size_t)rest : DTRAIN__BLOCK;
-    char digits[DTRAIN__CRC_DIGITS + 1];
-    DTRAIN__TRY(dtrain__storage_read(load->desc.storage, load->file, path, to, bytes,
-                                     piece->at + b * DTRAIN__BLOCK));
-    load->bytes += bytes;
-    snprintf(digits, sizeof digits, "%08x", dtrain__crc32c(0, to, bytes));
-    if (memcmp(digits, piece->crc + b * DTRAIN__CRC_DIGITS, DTRAIN__CRC_DIGITS) == 0)
-        return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "%s is damaged: its %zu bytes from %llu on, of the %s of \"%.100s\", do not "
-                       "have the checksum of the manifest",
-                       path, bytes, (unsigned long long)(piece->at + b * DTRAIN__BLOCK),
-                       dtrain__state_kind_name(load->manifest.tensors[piece->tensor].kind),
-                       load->manifest.tensors[piece->tensor].name);
-}
-
-/* Where elements that have been read go to. */
-typedef struct dtrain__target {
-    char *memory;          /* of element `offset` on */
-    int64_t offset, count; /* in the tensor */
-    bool add;              /* memory is sums, in host memory, of fp32 */
-} dtrain__target;
-
-/* Read the elements of a piece that the target wants: whole blocks, of which a part may be of no
- * use. A block that is wanted whole is read where it belongs, if that is host memory. */
-static dtrain_result dtrain__piece_read(dtrain__load *load, const dtrain__saved_piece *piece,
-                                        const dtrain__target *target)
-{
-    const dtrain_state *state = load->state;
-    const uint64_t each = dtrain__state_bytes(load->manifest.tensors[piece->tensor].dtype);
-    const uint64_t bytes = (uint64_t)piece->count * each;
-    const int64_t low = dtrain__max(piece->offset, target->offset);
-    const int64_t high = dtrain__min(piece->offset + piece->count, target->offset + target->count);
-    const uint64_t first = (uint64_t)(low - piece->offset) * each; /* of the bytes of the piece */
-    const uint64_t end = (uint64_t)(high - piece->offset) * each;
-    char path[2 * DTRAIN__PATH];
-    if (low >= high) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__load_open(load, piece, path));
-    for (uint64_t b = first / DTRAIN__BLOCK; b * DTRAIN__BLOCK < end; b++) {
-        const uint64_t begin = b * DTRAIN__BLOCK, rest = bytes - begin;
-        const uint64_t length = rest < DTRAIN__BLOCK ? rest : DTRAIN__BLOCK;
-        const uint64_t from = begin > first ? begin : first;
-        const uint64_t to = begin + length < end ? begin + length : end;
-        char *place = target->memory + (uint64_t)(low - target->offset) * each + (from - first);
-        const bool direct = to - from == length && !target->add && state->device->ops->host_memory;
-        DTRAIN__TRY(dtrain__block_read(load, path, piece, bytes, b, direct ? place : load->block));
-        const char *found = load->block + (from - begin);
-        if (direct) continue;
-        if (!target->add) {
-            DTRAIN__TRY(dtrain_device_copy(state->device, place, found, (size_t)(to - from)));
-            continue;
-        }
-        for (uint64_t i = 0; i < (to - from) / sizeof(float); i++)
-            ((float *)(void *)place)[i] += ((const float *)(const void *)found)[i];
-    }
-    return DTRAIN_OK;
-}
-
-/* Read what a target wants of a tensor; of one that every rank has of its own, rank's. Pieces are
- * sorted: the first of a tensor that all share is found by halves. */
+/* Read what a target wants of a tensor; of one that every rank has of its own, rank's. */
 static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved_tensor *saved,
-                                         int rank, const dtrain__target *target)
+                                         int rank, dtrain__target *target)
 {
-    const dtrain__saved_piece *pieces = load->manifest.pieces + saved->first_piece;
-    const int of = saved->own ? rank : -1;
-    size_t low = 0, high = saved->piece_count;
-    while (low < high) {
-        const size_t middle = low + (high - low) / 2;
-        const dtrain__saved_piece *piece = &pieces[middle];
-        const bool before =
-            piece->rank != of ? piece->rank < of : piece->offset + piece->count <= target->offset;
-        if (before) low = middle + 1;
-        else high = middle;
+    char path[2 * DTRAIN__PATH];
+    target->dtype = saved->dtype;
+    for (size_t i = 0; i < saved->piece_count; i++) {
+        const dtrain__saved_piece *piece = &load->manifest.pieces[saved->first_piece + i];
+        const dtrain__saved_file *file = &load->manifest.files[piece->file];
+        dtrain_piece common;
+        if (piece->rank != (saved->own ? rank : -1) ||
+            !dtrain__piece_common(&piece->piece, &target->piece, &common))
+            continue;
+        snprintf(path, sizeof path, "%s/%s", load->directory, file->name);
+        const dtrain__source source = {
+            path,        piece->at,  file->bytes,  dtrain__state_kind_name(saved->kind),
+            saved->name, piece->crc, saved->dtype, piece->piece};
+        DTRAIN__TRY(dtrain__piece_read(&load->reader, &source, target));
     }
-    for (; low < saved->piece_count && pieces[low].rank == of &&
-           pieces[low].offset < target->offset + target->count;
-         low++)
-        DTRAIN__TRY(dtrain__piece_read(load, &pieces[low], target));
     return DTRAIN_OK;
 }
 
@@ -303,15 +191,15 @@ static bool dtrain__own_is_there(const dtrain__load *load, const dtrain_state_te
 {
     const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
     const int rank = dtrain_comm_rank(load->state->comm);
-    int64_t next = tensor->offset;
-    if (!saved) return false;
-    for (size_t i = 0; i < saved->piece_count; i++) {
+    int64_t there = 0, all = 0;
+    for (size_t i = 0; saved && i < saved->piece_count; i++) {
         const dtrain__saved_piece *piece = &load->manifest.pieces[saved->first_piece + i];
+        dtrain_piece common;
         if (piece->rank != rank) continue;
-        if (piece->offset != next) return false;
-        next += piece->count;
+        all += piece->piece.count;
+        if (dtrain__piece_common(&piece->piece, &tensor->piece, &common)) there += common.count;
     }
-    return next == tensor->offset + tensor->count;
+    return saved && there == tensor->piece.count && all == there;
 }
 
 /* Find out whether residuals and velocities can be taken as they were saved, on all ranks. */
@@ -342,18 +230,16 @@ static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_ten
         load->sum =
             (float *)dtrain__alloc(&state->allocator, DTRAIN__BLOCK, 1, "sums of residuals");
     if (!load->sum) return DTRAIN_ERROR_MEMORY;
-    for (int64_t done = 0; done < tensor->count; done += most) {
-        dtrain__target target;
-        target.memory = (char *)load->sum;
-        target.offset = tensor->offset + done;
-        target.count = dtrain__min(most, tensor->count - done);
-        target.add = true;
+    for (int64_t done = 0; done < tensor->piece.count; done += most) {
+        dtrain__target target = {load->sum, tensor->piece, DTRAIN_DTYPE_F32, true};
+        target.piece.offset += done;
+        target.piece.count = dtrain__min(most, tensor->piece.count - done);
         memset(load->sum, 0, DTRAIN__BLOCK);
         for (int r = 0; r < load->manifest.ranks && flat; r++)
             DTRAIN__TRY(dtrain__tensor_read(load, saved, r, &target));
-        for (int64_t i = 0; i < target.count; i++) load->sum[i] *= scale;
+        for (int64_t i = 0; i < target.piece.count; i++) load->sum[i] *= scale;
         DTRAIN__TRY(dtrain_device_copy(state->device, (float *)tensor->memory + done, load->sum,
-                                       (size_t)target.count * sizeof(float)));
+                                       (size_t)target.piece.count * sizeof(float)));
     }
     return DTRAIN_OK;
 }
@@ -403,11 +289,8 @@ static void dtrain__note_arrays(dtrain__load *load)
     }
     for (size_t i = 0; i < load->manifest.tensor_count; i++) {
         const dtrain__saved_tensor *saved = &load->manifest.tensors[i];
-        size_t k = 0;
-        while (k < state->tensor_count && (state->tensors[k].kind != saved->kind ||
-                                           strcmp(state->tensors[k].name, saved->name) != 0))
-            k++;
-        if (saved->kind == DTRAIN_STATE_HOST && k == state->tensor_count)
+        if (saved->kind == DTRAIN_STATE_HOST && strcmp(saved->name, DTRAIN__MISSED_OF_ALL) != 0 &&
+            !dtrain__state_find(state, saved->kind, saved->name))
             dtrain__load_note(load, "\"%.60s\" is left out: this run has no such array",
                               saved->name);
     }
@@ -419,15 +302,16 @@ static dtrain_result dtrain__tensor_load(dtrain__load *load, const dtrain_state_
 {
     const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
     const int rank = dtrain_comm_rank(load->state->comm);
-    dtrain__target target;
+    dtrain__target target = {tensor->memory, tensor->piece, tensor->dtype, false};
     if (tensor->own && tensor->kind != DTRAIN_STATE_HOST && !load->same_cuts)
         return dtrain__own_mean(load, tensor);
+    if (!saved && tensor->kind == DTRAIN_STATE_MISSED) {
+        saved = dtrain__manifest_find(&load->manifest, DTRAIN_STATE_HOST, DTRAIN__MISSED_OF_ALL);
+        target.piece.offset = (int64_t *)tensor->memory - load->state->desc.optimizer->missed;
+        if (saved) memcpy(target.piece.length, saved->shape, sizeof saved->shape);
+    }
     if (!saved) return DTRAIN_OK;
     if (tensor->own && rank >= load->manifest.ranks) return DTRAIN_OK;
-    target.memory = (char *)tensor->memory;
-    target.offset = tensor->offset;
-    target.count = tensor->count;
-    target.add = false;
     load->values += tensor->kind == DTRAIN_STATE_VALUE;
     return dtrain__tensor_read(load, saved, rank, &target);
 }
@@ -446,7 +330,7 @@ static void dtrain__scalars_load(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
     for (size_t i = 0; i < state->scalar_count && !load->desc.values_only; i++) {
-        const dtrain_state_scalar *scalar = &state->scalars[i];
+        const dtrain__scalar *scalar = &state->scalars[i];
         const dtrain__saved_scalar *saved = load->manifest.scalars;
         const dtrain__saved_scalar *end = saved + load->manifest.scalar_count;
         while (saved < end &&
@@ -463,9 +347,9 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
 {
     const dtrain_state *state = load->state;
     *differs = false;
-    load->file = -1;
     load->note[0] = 0;
-    load->bytes = load->values = 0;
+    load->reader.bytes = load->values = 0;
+    load->reader.opened[0] = 0; /* another checkpoint has files of the same names */
     DTRAIN__TRY(
         dtrain__agree(state->comm, dtrain__manifest_read(load->desc.storage, &state->allocator,
                                                          load->directory, &load->manifest)));
@@ -476,7 +360,6 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
         dtrain__set_torn(state->desc.strategy, dtrain__load_call);
         result = dtrain__agree(state->comm, dtrain__tensors_load(load));
     }
-    if (load->file >= 0) (void)load->desc.storage->close(load->desc.storage->user, load->file);
     if (result != DTRAIN_OK) return result;
     dtrain__scalars_load(load);
     if (!load->desc.values_only) {
@@ -563,7 +446,7 @@ static void dtrain__load_report(const dtrain__load *load, double start, dtrain_l
     info->ranks = m->ranks;
     snprintf(info->strategy, sizeof info->strategy, "%s", m->strategy);
     snprintf(info->path, sizeof info->path, "%.*s", (int)sizeof info->path - 1, load->directory);
-    info->bytes = load->bytes;
+    info->bytes = load->reader.bytes;
     info->values = load->values;
     info->metric = m->has_metric ? m->metric : DTRAIN__NAN;
     info->seconds = dtrain_seconds() - start;
@@ -596,10 +479,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
     if (result == DTRAIN_OK && (!path || !path[0] || strlen(path) > DTRAIN__PATH - 128))
         result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: path is NULL, empty or longer than %d",
                              call, DTRAIN__PATH - 128);
-    if (result == DTRAIN_OK) {
-        load.block = (char *)dtrain__alloc(&state->allocator, DTRAIN__BLOCK, 1, "a block");
-        if (!load.block) result = DTRAIN_ERROR_MEMORY;
-    }
+    if (result == DTRAIN_OK) result = dtrain__reader_begin(&load.reader, state, load.desc.storage);
     if (result == DTRAIN_OK && dtrain_comm_rank(state->comm) == 0)
         result = dtrain__find_checkpoints(&load, path, &is_one, &steps);
     int64_t from[2] = {is_one, (int64_t)state->world->job};
@@ -617,6 +497,6 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
     dtrain__manifest_free(&load.manifest);
     dtrain__steps_free(&steps);
     dtrain__free(&state->allocator, load.sum, DTRAIN__BLOCK, 1);
-    dtrain__free(&state->allocator, load.block, DTRAIN__BLOCK, 1);
+    dtrain__reader_end(&load.reader, state);
     return result;
 }

@@ -1,6 +1,6 @@
 /* Manifests: what a checkpoint holds and where, as JSON
  *
- *     {"format": "dtrain checkpoint", "version": 1, "library": "0.2.0", "step": 1000, "ranks": 2,
+ *     {"format": "dtrain checkpoint", "version": 2, "library": "0.3.0", "step": 1000, "ranks": 2,
  *      "strategy": "zero1", "hierarchical": false, "metric_bits": 4611686018427387904,
  *      "run": 83, "job": 83, "parent": 900, "commit": "...", "config": "...", "block": 1048576,
  *      "model": {"heads": "4", ...}, "settings": {"seed": "1337", ...},
@@ -11,8 +11,9 @@
  *                 "pieces": [[0, 0, 16384, 120, "8a9136aa"], ...]}, ...],
  *      "crc32c": "e3069283"}
  *
- * A piece is: tensor (its place in the list), first element, elements, first byte in the file, and
- * the checksum of each block of DTRAIN__BLOCK bytes. A float is given by its bits. The run
+ * The tensors are those of all ranks. A piece is: tensor (its place in the list), first element of
+ * its run, elements, first byte in the file, the checksum of each block of DTRAIN__BLOCK bytes, and,
+ * where its box is not the whole tensor, first index and length along each of four axes. A float is given by its bits. The run
  * is that whose history this checkpoint is a part of, behind that of step "parent" (-1: it began
  * anew), and the job what a launcher has started, restarts included; both are 0 where they are not
  * known, as of version 0.2. The last member
@@ -28,6 +29,7 @@
 #include "world/world_internal.h"
 #include "comm/comm.h"
 #include "strategy/view_internal.h"
+#include "state/box_internal.h"
 #include "state/checkpoint_internal.h"
 #include "state/safetensors_internal.h"
 #include "state/state_internal.h"
@@ -37,7 +39,7 @@
 #define DTRAIN__SEAL_FORM ", \"crc32c\": \"%08x\"}\n"
 #define DTRAIN__SEAL_BYTES 24
 
-static const char *const dtrain__scalar_names[DTRAIN_SCALAR_TYPES] = {"u32", "u64", "i64", "f32"};
+static const char *const dtrain__scalar_names[DTRAIN__SCALAR_TYPES] = {"u32", "u64", "i64", "f32"};
 
 /* ---- Seals ------------------------------------------------------------------------------------*/
 
@@ -72,28 +74,30 @@ DTRAIN__PRIVATE dtrain_result dtrain__unseal(const char *path, char *text, size_
 static void dtrain__write_scalars(dtrain__text *text, const dtrain_state *state)
 {
     for (size_t i = 0; i < state->scalar_count; i++) {
-        const dtrain_state_scalar *scalar = &state->scalars[i];
+        const dtrain__scalar *scalar = &state->scalars[i];
         const uint64_t bits = dtrain__scalar_get(scalar);
         dtrain__text_add(text, "%s\n  {\"name\": ", i ? "," : "");
         dtrain__text_add_string(text, scalar->name);
         dtrain__text_add(text,
                          ", \"type\": \"%s\", \"value\": ", dtrain__scalar_names[scalar->type]);
-        if (scalar->type == DTRAIN_SCALAR_I64) dtrain__text_add(text, "%lld}", (long long)bits);
+        if (scalar->type == DTRAIN__SCALAR_I64) dtrain__text_add(text, "%lld}", (long long)bits);
         else dtrain__text_add(text, "%llu}", (unsigned long long)bits);
     }
 }
 
-static void dtrain__write_tensors(dtrain__text *text, const dtrain_state *state)
+static void dtrain__write_tensors(dtrain__text *text, const dtrain_checkpoint *c)
 {
-    for (size_t i = 0; i < state->tensor_count; i++) {
-        const dtrain_state_tensor *tensor = &state->tensors[i];
+    for (size_t i = 0; i < c->held_count; i++) {
+        const dtrain__held *held = &c->held[i];
+        if (i && held->tensor == held[-1].tensor) continue;
         dtrain__text_add(text, "%s\n  {\"name\": ", i ? "," : "");
-        dtrain__text_add_string(text, tensor->name);
+        dtrain__text_add_string(text, held->name);
         dtrain__text_add(text, ", \"kind\": \"%s\", \"dtype\": \"%s\", \"shape\": [",
-                         dtrain__state_kind_name(tensor->kind), dtrain__stored_name(tensor->dtype));
-        for (int d = 0; d < 4 && (d == 0 || tensor->shape[d]); d++)
-            dtrain__text_add(text, "%s%lld", d ? ", " : "", (long long)tensor->shape[d]);
-        dtrain__text_add(text, "], \"own\": %s}", tensor->own ? "true" : "false");
+                         dtrain__state_kind_name((uint32_t)held->kind),
+                         dtrain__stored_name((uint32_t)held->dtype));
+        for (int d = 0; d < 4 && (d == 0 || held->shape[d]); d++)
+            dtrain__text_add(text, "%s%lld", d ? ", " : "", (long long)held->shape[d]);
+        dtrain__text_add(text, "], \"own\": %s}", held->own ? "true" : "false");
     }
 }
 
@@ -109,10 +113,10 @@ static void dtrain__write_settings(dtrain__text *text, const char *name, const c
 }
 
 /* Write a manifest up to its list of files. */
-DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_state *state,
-                                           int64_t step, double metric, const char *config,
-                                           const char *commit)
+DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_checkpoint *c)
 {
+    const dtrain_state *state = c->desc.state;
+    const double metric = c->metric;
     const bool by_nodes = dtrain__goes_by_nodes(state->desc.strategy);
     dtrain_strategy_info info;
     uint64_t bits;
@@ -122,7 +126,7 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_stat
                      "{\"format\": \"%s\", \"version\": %d, \"library\": \"%s\", \"step\": %lld,"
                      "\n \"ranks\": %d, \"strategy\": \"%s\", \"hierarchical\": %s, \"block\": %zu",
                      DTRAIN__MANIFEST_FORMAT, DTRAIN__MANIFEST_VERSION, dtrain_version(),
-                     (long long)step, dtrain_comm_size(state->comm), info.name,
+                     (long long)c->step, dtrain_comm_size(state->comm), info.name,
                      by_nodes ? "true" : "false", DTRAIN__BLOCK);
     if (metric == metric) /* unknown otherwise; -ffast-math only makes one of it */
         dtrain__text_add(text, ", \"metric_bits\": %llu", (unsigned long long)bits);
@@ -130,15 +134,15 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_stat
                      (unsigned long long)state->run, (unsigned long long)state->world->job,
                      (long long)state->step);
     dtrain__text_add(text, ",\n \"commit\": ");
-    dtrain__text_add_string(text, commit ? commit : "");
+    dtrain__text_add_string(text, c->desc.commit ? c->desc.commit : "");
     dtrain__text_add(text, ",\n \"config\": ");
-    dtrain__text_add_string(text, config ? config : "");
+    dtrain__text_add_string(text, c->desc.config ? c->desc.config : "");
     dtrain__write_settings(text, "model", state->desc.model);
     dtrain__write_settings(text, "settings", state->desc.settings);
     dtrain__text_add(text, ",\n \"scalars\": [");
     dtrain__write_scalars(text, state);
     dtrain__text_add(text, "],\n \"tensors\": [");
-    dtrain__write_tensors(text, state);
+    dtrain__write_tensors(text, c);
     dtrain__text_add(text, "],\n \"files\": [");
 }
 
@@ -189,10 +193,10 @@ static bool dtrain__read_scalar(dtrain__manifest *m, dtrain__json *json)
     while (dtrain__json_member(json, name, sizeof name)) {
         if (strcmp(name, "name") == 0) dtrain__json_string(json, scalar->name, sizeof scalar->name);
         else if (strcmp(name, "type") == 0)
-            dtrain__read_word(json, "type", dtrain__scalar_name, DTRAIN_SCALAR_TYPES,
+            dtrain__read_word(json, "type", dtrain__scalar_name, DTRAIN__SCALAR_TYPES,
                               &scalar->type);
         else if (strcmp(name, "value") != 0) dtrain__json_skip(json);
-        else if (scalar->type == DTRAIN_SCALAR_I64) {
+        else if (scalar->type == DTRAIN__SCALAR_I64) {
             int64_t value = 0;
             dtrain__json_i64(json, &value);
             scalar->bits = (uint64_t)value;
@@ -263,11 +267,21 @@ static bool dtrain__read_crc(dtrain__json *json, uint64_t bytes, const char **cr
                              (unsigned long long)blocks);
 }
 
+/* Read the numbers behind a piece's checksums: its box. */
+static bool dtrain__read_box(dtrain__json *json, dtrain_piece *piece)
+{
+    if (!dtrain__json_item(json)) return json->result == DTRAIN_OK; /* the whole tensor */
+    for (int d = 0; d < 4; d++)
+        if ((d && !dtrain__json_item(json)) || !dtrain__json_i64(json, &piece->first[d]) ||
+            !dtrain__json_item(json) || !dtrain__json_i64(json, &piece->length[d]))
+            return dtrain__json_fail(json, "a box is not eight numbers");
+    return !dtrain__json_item(json) || dtrain__json_fail(json, "a piece has too many items");
+}
+
 static bool dtrain__read_piece(dtrain__manifest *m, dtrain__json *json, int rank)
 {
     dtrain__saved_piece piece;
     uint64_t number[4] = {0, 0, 0, 0}; /* tensor, offset, count, at */
-    memset(&piece, 0, sizeof piece);
     if (!dtrain__one_more(m, json, (void **)&m->pieces, m->piece_count, &m->piece_room,
                           sizeof piece) ||
         !dtrain__json_enter(json, '['))
@@ -278,21 +292,23 @@ static bool dtrain__read_piece(dtrain__manifest *m, dtrain__json *json, int rank
     if (number[0] >= m->tensor_count)
         return dtrain__json_fail(json, "there is no tensor %llu", (unsigned long long)number[0]);
     const dtrain__saved_tensor *tensor = &m->tensors[number[0]];
-    const uint64_t total = (uint64_t)tensor->total, bytes = dtrain__state_bytes(tensor->dtype);
+    const uint64_t each = dtrain__state_bytes(tensor->dtype), total = (uint64_t)tensor->total;
     const uint64_t end = m->files[m->file_count].bytes;
-    if (number[2] == 0 || number[2] > total || number[1] > total - number[2] || number[3] > end ||
-        number[2] > (end - number[3]) / bytes)
-        return dtrain__json_fail(json, "a piece of \"%.100s\" is not in it, or not in its file",
-                                 tensor->name);
     piece.tensor = (uint32_t)number[0];
     piece.file = (uint32_t)m->file_count;
-    piece.rank = rank;
-    piece.offset = (int64_t)number[1];
-    piece.count = (int64_t)number[2];
+    piece.rank = tensor->own ? rank : -1;
+    piece.piece = dtrain__piece_whole(tensor->shape);
+    piece.piece.offset = (int64_t)number[1];
+    piece.piece.count = (int64_t)number[2];
     piece.at = number[3];
-    if (!dtrain__json_item(json) || !dtrain__read_crc(json, number[2] * bytes, &piece.crc))
+    if (!dtrain__json_item(json) || number[2] > total ||
+        !dtrain__read_crc(json, number[2] * each, &piece.crc))
         return dtrain__json_fail(json, "a piece is not four numbers and checksums");
-    if (dtrain__json_item(json)) return dtrain__json_fail(json, "a piece has too many items");
+    if (!dtrain__read_box(json, &piece.piece)) return false;
+    if (number[2] == 0 || !dtrain__piece_fits(&piece.piece, tensor->shape) || number[3] > end ||
+        number[2] > (end - number[3]) / each)
+        return dtrain__json_fail(json, "a piece of \"%.100s\" is not in it, or not in its file",
+                                 tensor->name);
     m->pieces[m->piece_count++] = piece;
     return json->result == DTRAIN_OK;
 }
@@ -380,10 +396,10 @@ static bool dtrain__read_plain(dtrain__manifest *m, dtrain__json *json, int memb
                                   DTRAIN__MANIFEST_FORMAT));
     case DTRAIN__IN_VERSION:
         return dtrain__json_u64(json, &number) &&
-               (number == DTRAIN__MANIFEST_VERSION ||
+               ((number >= 1 && number <= DTRAIN__MANIFEST_VERSION) ||
                 dtrain__json_fail(json,
                                   "it has version %llu of the format, and this is dtrain %s, which "
-                                  "reads version %d",
+                                  "reads versions up to %d",
                                   (unsigned long long)number, dtrain_version(),
                                   DTRAIN__MANIFEST_VERSION));
     case DTRAIN__IN_LIBRARY: return dtrain__json_string(json, word, sizeof word); /* for people */
@@ -469,40 +485,12 @@ static int dtrain__by_place(const void *left, const void *right)
     const dtrain__saved_piece *b = (const dtrain__saved_piece *)right;
     if (a->tensor != b->tensor) return a->tensor < b->tensor ? -1 : 1;
     if (a->rank != b->rank) return a->rank < b->rank ? -1 : 1;
-    return a->offset < b->offset ? -1 : a->offset > b->offset;
-}
-
-/* Check that the pieces of a tensor that all ranks share make it up, one behind the other, and that
- * those of one rank do not overlap. */
-static dtrain_result dtrain__check_pieces(const dtrain__manifest *m, const char *path,
-                                          const dtrain__saved_tensor *tensor)
-{
-    const dtrain__saved_piece *piece = m->pieces + tensor->first_piece;
-    int64_t next = 0;
-    int rank = -1;
-    for (size_t i = 0; i < tensor->piece_count; i++, piece++) {
-        if (piece->rank != rank) next = 0;
-        rank = piece->rank;
-        if (piece->offset < next || (!tensor->own && piece->offset > next))
-            return dtrain_fail(DTRAIN_ERROR_DATA,
-                               "%s: the pieces of the %s of \"%.100s\" overlap or leave a hole at "
-                               "element %lld",
-                               path, dtrain__state_kind_name(tensor->kind), tensor->name,
-                               (long long)next);
-        next = piece->offset + piece->count;
-    }
-    if (tensor->own || next == tensor->total) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "%s: the pieces of the %s of \"%.100s\" end at element %lld of %lld", path,
-                       dtrain__state_kind_name(tensor->kind), tensor->name, (long long)next,
-                       (long long)tensor->total);
+    return dtrain__piece_order(&a->piece, &b->piece);
 }
 
 /* Sort pieces by their places and tensors by their names, and check both. */
 static dtrain_result dtrain__index(dtrain__manifest *m, const char *path)
 {
-    for (size_t i = 0; i < m->piece_count; i++)
-        if (!m->tensors[m->pieces[i].tensor].own) m->pieces[i].rank = -1;
     if (m->piece_count) qsort(m->pieces, m->piece_count, sizeof *m->pieces, dtrain__by_place);
     for (size_t i = 0; i < m->piece_count; i++) {
         dtrain__saved_tensor *tensor = &m->tensors[m->pieces[i].tensor];
@@ -518,7 +506,11 @@ static dtrain_result dtrain__index(dtrain__manifest *m, const char *path)
         if (i && dtrain__by_kind_and_name(&m->by_name[i - 1], &m->by_name[i]) == 0)
             return dtrain_fail(DTRAIN_ERROR_DATA, "%s: the %s of \"%.100s\" is there twice", path,
                                dtrain__state_kind_name(m->by_name[i]->kind), m->by_name[i]->name);
-        DTRAIN__TRY(dtrain__check_pieces(m, path, m->by_name[i]));
+        const dtrain__saved_tensor *tensor = m->by_name[i];
+        if (!tensor->own)
+            DTRAIN__TRY(dtrain__pieces_check(
+                path, tensor->kind, tensor->name, &m->pieces[tensor->first_piece].piece,
+                sizeof *m->pieces, tensor->piece_count, tensor->total));
     }
     return DTRAIN_OK;
 }

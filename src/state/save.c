@@ -56,17 +56,18 @@ static dtrain_result dtrain__save_check(const dtrain_checkpoint *c, int64_t step
 /* Save: settle the one before, agree on the step, snapshot, and begin or do the writing. */
 static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double metric)
 {
-    int64_t same[2] = {step, ~step};
+    int64_t same[3] = {step, ~step, c->held_of != c->desc.state->tensor_count + 1};
     const double start = dtrain_seconds();
     DTRAIN__TRY(dtrain__save_settle(c, false));
     DTRAIN__TRY(dtrain__agree(c->comm, dtrain__save_check(c, step)));
     DTRAIN__TRY(
-        dtrain_all_reduce(c->comm, same, same, 2, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
+        dtrain_all_reduce(c->comm, same, same, 3, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
     if (same[0] != ~same[1])
         return dtrain_fail(DTRAIN_ERROR_MISMATCH,
                            "dtrain_checkpoint_save: step is %lld here, and the ranks have %lld to "
                            "%lld",
                            (long long)step, (long long)~same[1], (long long)same[0]);
+    if (same[2]) DTRAIN__TRY(dtrain__union_make(c));
     c->step = step;
     c->metric = metric;
     c->begun = start;
@@ -172,8 +173,7 @@ static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
     if (c->rank != 0) return DTRAIN_OK;
     dtrain__text_free(&c->head);
     c->head.failed = false;
-    dtrain__manifest_head(&c->head, c->desc.state, c->step, c->metric, c->desc.config,
-                          c->desc.commit);
+    dtrain__manifest_head(&c->head, c);
     if (c->head.failed) return DTRAIN_ERROR_MEMORY;
     DTRAIN__TRY(dtrain__directory_ready(c));
     DTRAIN__TRY(dtrain__history_turn(c, c->step));
@@ -707,6 +707,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_close(dtrain_checkpoint *checkpoint)
     pthread_cond_destroy(&c->moved);
     pthread_mutex_destroy(&c->mutex);
     dtrain__text_free(&c->head);
+    dtrain__union_free(c);
     dtrain__free(&allocator, c->pieces, c->piece_room, sizeof *c->pieces);
     dtrain__free(&allocator, c->files, c->file_room, sizeof *c->files);
     dtrain__free(&allocator, c->texts, c->texts_bytes, 1);

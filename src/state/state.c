@@ -2,7 +2,7 @@
  *
  * Made once, from the tables of those who own the memory: nothing is copied here, and no address in
  * the list changes during a run. Which of several ranks that hold the same piece writes it is for
- * checkpoints to choose; this list only says how many they are. */
+ * checkpoints to choose. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -17,6 +17,7 @@
 #include "optim/optim_internal.h"
 #include "train/data_internal.h"
 #include "train/trainer_internal.h"
+#include "state/box_internal.h"
 #include "state/state.h"
 #include "state/state_internal.h"
 
@@ -29,8 +30,8 @@ DTRAIN__PRIVATE size_t dtrain__state_bytes(uint32_t dtype)
 DTRAIN__PRIVATE const char *dtrain__state_kind_name(uint32_t kind)
 {
     static const char *const names[DTRAIN_STATE_KINDS] = {
-        "value",    "exp_avg", "exp_avg_sq", "momentum", "residual",
-        "velocity", "q",       "host",       "lion",     "muon"};
+        "value", "exp_avg", "exp_avg_sq", "momentum", "residual", "velocity",
+        "q",     "host",    "lion",       "muon",     "missed"};
     return kind < DTRAIN_STATE_KINDS ? names[kind] : "?";
 }
 
@@ -54,7 +55,6 @@ static dtrain_state_tensor *dtrain__state_append(dtrain_state *state, const char
     tensor->name = name;
     tensor->kind = (uint32_t)kind;
     tensor->dtype = DTRAIN_DTYPE_F32;
-    tensor->copies = 1;
     return tensor;
 }
 
@@ -67,12 +67,11 @@ static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard 
     if (!tensor) return DTRAIN_ERROR_MEMORY;
     memcpy(tensor->shape, shard->param->shape, sizeof tensor->shape);
     tensor->total = shard->param->count;
-    tensor->offset = shard->offset;
-    tensor->count = shard->count;
+    tensor->piece = dtrain__piece_whole(tensor->shape);
+    tensor->piece.offset = shard->offset;
+    tensor->piece.count = shard->count;
     tensor->memory = memory;
     tensor->mirror = mirror == memory ? NULL : mirror;
-    tensor->copy =
-        dtrain__holders(state->desc.strategy, shard->param->state.index, &tensor->copies);
     return DTRAIN_OK;
 }
 
@@ -129,19 +128,29 @@ static dtrain_result dtrain__state_moments(dtrain_state *state)
     return DTRAIN_OK;
 }
 
+/* Make a tensor one that every rank that lists it holds all of. */
+static void dtrain__state_whole(dtrain_state_tensor *tensor, void *memory)
+{
+    tensor->piece = dtrain__piece_whole(tensor->shape);
+    tensor->total = tensor->piece.count;
+    tensor->memory = memory;
+}
+
 /* Append in how many steps each parameter was left out of updates. */
 static dtrain_result dtrain__state_missed(dtrain_state *state)
 {
     const dtrain_optimizer *optimizer = state->desc.optimizer;
-    if (!optimizer) return DTRAIN_OK;
-    dtrain_state_tensor *tensor =
-        dtrain__state_append(state, DTRAIN__STATE_MISSED, DTRAIN_STATE_HOST);
-    if (!tensor) return DTRAIN_ERROR_MEMORY;
-    tensor->dtype = DTRAIN_DTYPE_I64;
-    tensor->shape[0] = tensor->total = tensor->count = (int64_t)optimizer->param_count;
-    tensor->memory = optimizer->missed;
-    tensor->copies = dtrain_comm_size(state->comm);
-    tensor->copy = dtrain_comm_rank(state->comm);
+    size_t count;
+    const dtrain_param *params = dtrain__params_of(state->desc.strategy, &count);
+    for (size_t i = 0; i < count && optimizer; i++) {
+        if (!dtrain__is_updated(&params[i])) continue;
+        dtrain_state_tensor *tensor =
+            dtrain__state_append(state, params[i].name, DTRAIN_STATE_MISSED);
+        if (!tensor) return DTRAIN_ERROR_MEMORY;
+        tensor->dtype = DTRAIN_DTYPE_I64;
+        tensor->shape[0] = 1;
+        dtrain__state_whole(tensor, &optimizer->missed[i]);
+    }
     return DTRAIN_OK;
 }
 
@@ -158,20 +167,14 @@ static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_
         if (residual ? how->no_error_feedback : !(how->topk_momentum > 0)) continue;
         float *memory = !kept ? NULL : residual ? kept->residual : kept->velocity;
         DTRAIN__TRY(dtrain__state_like(state, &piece, (dtrain_state_kind)kind, memory, NULL));
-        dtrain_state_tensor *tensor = &state->tensors[state->tensor_count - 1];
-        tensor->own = true;
-        tensor->copies = 1;
-        tensor->copy = 0;
+        state->tensors[state->tensor_count - 1].own = true;
     }
     if (!kept || !kept->q) return DTRAIN_OK;
     dtrain_state_tensor *q = dtrain__state_append(state, param->name, DTRAIN_STATE_Q);
     if (!q) return DTRAIN_ERROR_MEMORY;
     q->shape[0] = kept->q_rows;
     q->shape[1] = (int64_t)how->powersgd_rank;
-    q->total = q->count = q->shape[0] * q->shape[1];
-    q->memory = kept->q;
-    q->copies = dtrain_comm_size(state->comm);
-    q->copy = dtrain_comm_rank(state->comm);
+    dtrain__state_whole(q, kept->q);
     return DTRAIN_OK;
 }
 
@@ -194,6 +197,15 @@ static dtrain_result dtrain__state_compression(dtrain_state *state)
     return DTRAIN_OK;
 }
 
+DTRAIN__PRIVATE const dtrain_state_tensor *dtrain__state_find(const dtrain_state *state,
+                                                              uint32_t kind, const char *name)
+{
+    for (size_t i = 0; i < state->tensor_count; i++)
+        if (state->tensors[i].kind == kind && strcmp(state->tensors[i].name, name) == 0)
+            return &state->tensors[i];
+    return NULL;
+}
+
 DTRAIN_API dtrain_result dtrain_state_add(dtrain_state *state, const dtrain_state_item *item)
 {
     const char *const call = "dtrain_state_add";
@@ -204,30 +216,39 @@ DTRAIN_API dtrain_result dtrain_state_add(dtrain_state *state, const dtrain_stat
                            "%s: expected an item with a name, a dtype (found %u), count >= 0 "
                            "(found %lld) and memory",
                            call, item ? item->dtype : 0, item ? (long long)item->count : 0);
-    for (size_t i = 0; i < state->tensor_count; i++)
-        if (state->tensors[i].kind == DTRAIN_STATE_HOST &&
-            strcmp(state->tensors[i].name, item->name) == 0)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "%s: there is an item by the name of \"%.100s\" already", call,
-                               item->name);
+    const dtrain_state_tensor *other = dtrain__state_find(state, DTRAIN_STATE_HOST, item->name);
+    const bool all = item->piece.count == 0; /* of the array */
+    int64_t shape[4];
+    memcpy(shape, item->shape, sizeof shape);
+    if (!shape[0]) shape[0] = item->count;
+    if (other && (all || other->dtype != item->dtype || other->own != item->own ||
+                  memcmp(other->shape, shape, sizeof shape) != 0))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: there is an item by the name of \"%.100s\" already, of which this "
+                           "is no other piece",
+                           call, item->name);
+    dtrain_piece piece = all ? dtrain__piece_whole(shape) : item->piece;
+    if (piece.count != item->count || !dtrain__piece_fits(&piece, shape))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: the piece of \"%.100s\" has %lld elements, expected %lld (count) "
+                           "that lie in its shape",
+                           call, item->name, (long long)piece.count, (long long)item->count);
     dtrain_state_tensor *tensor = dtrain__state_append(state, item->name, DTRAIN_STATE_HOST);
     if (!tensor) return DTRAIN_ERROR_MEMORY;
     tensor->dtype = item->dtype;
-    tensor->shape[0] = tensor->total = tensor->count = item->count;
-    tensor->memory = item->memory;
+    memcpy(tensor->shape, shape, sizeof shape);
+    dtrain__state_whole(tensor, item->memory);
+    tensor->piece = piece;
     tensor->own = item->own;
-    if (item->own) return DTRAIN_OK;
-    tensor->copies = dtrain_comm_size(state->comm);
-    tensor->copy = dtrain_comm_rank(state->comm);
     return DTRAIN_OK;
 }
 
 /* ---- Scalars ----------------------------------------------------------------------------------*/
 
-static void dtrain__state_scalar_add(dtrain_state *state, const char *name, dtrain_scalar_type type,
-                                     void *memory)
+static void dtrain__state_scalar_add(dtrain_state *state, const char *name,
+                                     dtrain__scalar_type type, void *memory)
 {
-    dtrain_state_scalar *scalar = &state->scalars[state->scalar_count++];
+    dtrain__scalar *scalar = &state->scalars[state->scalar_count++];
     scalar->name = name;
     scalar->type = (uint32_t)type;
     scalar->memory = memory;
@@ -240,39 +261,40 @@ static void dtrain__state_list_scalars(dtrain_state *state)
     const dtrain_state_desc *desc = &state->desc;
     dtrain_trainer *trainer = desc->trainer;
     dtrain_loss_scaler *scaler = trainer && trainer->scaling ? &trainer->scaler : desc->scaler;
-    dtrain__state_scalar_add(state, "strategy.step", DTRAIN_SCALAR_U64,
+    dtrain__state_scalar_add(state, "strategy.step", DTRAIN__SCALAR_U64,
                              dtrain__step_count_of(desc->strategy));
     if (desc->optimizer)
-        dtrain__state_scalar_add(state, "optimizer.step", DTRAIN_SCALAR_U64,
+        dtrain__state_scalar_add(state, "optimizer.step", DTRAIN__SCALAR_U64,
                                  &desc->optimizer->step_count);
     if (trainer) {
-        dtrain__state_scalar_add(state, "trainer.step", DTRAIN_SCALAR_I64, &trainer->step);
-        dtrain__state_scalar_add(state, "trainer.tokens", DTRAIN_SCALAR_U64, &trainer->tokens);
-        dtrain__state_scalar_add(state, "trainer.seed", DTRAIN_SCALAR_U64, &trainer->desc.seed);
-        dtrain__state_scalar_add(state, "trainer.skipped", DTRAIN_SCALAR_U64, &trainer->skipped);
+        dtrain__state_scalar_add(state, "trainer.step", DTRAIN__SCALAR_I64, &trainer->step);
+        dtrain__state_scalar_add(state, "trainer.tokens", DTRAIN__SCALAR_U64, &trainer->tokens);
+        dtrain__state_scalar_add(state, "trainer.seed", DTRAIN__SCALAR_U64, &trainer->desc.seed);
+        dtrain__state_scalar_add(state, "trainer.skipped", DTRAIN__SCALAR_U64, &trainer->skipped);
     }
     if (scaler) {
-        dtrain__state_scalar_add(state, "scaler.scale", DTRAIN_SCALAR_F32, &scaler->scale);
-        dtrain__state_scalar_add(state, "scaler.good_steps", DTRAIN_SCALAR_U32,
+        dtrain__state_scalar_add(state, "scaler.scale", DTRAIN__SCALAR_F32, &scaler->scale);
+        dtrain__state_scalar_add(state, "scaler.good_steps", DTRAIN__SCALAR_U32,
                                  &scaler->good_steps);
-        dtrain__state_scalar_add(state, "scaler.bad_left", DTRAIN_SCALAR_U32, &scaler->bad_left);
-        dtrain__state_scalar_add(state, "scaler.bad_steps", DTRAIN_SCALAR_U32, &scaler->bad_steps);
-        dtrain__state_scalar_add(state, "scaler.skipped_steps", DTRAIN_SCALAR_U64,
+        dtrain__state_scalar_add(state, "scaler.bad_left", DTRAIN__SCALAR_U32, &scaler->bad_left);
+        dtrain__state_scalar_add(state, "scaler.bad_steps", DTRAIN__SCALAR_U32, &scaler->bad_steps);
+        dtrain__state_scalar_add(state, "scaler.skipped_steps", DTRAIN__SCALAR_U64,
                                  &scaler->skipped_steps);
     }
     if (desc->loader) {
-        dtrain__state_scalar_add(state, "loader.position", DTRAIN_SCALAR_U64,
+        dtrain__state_scalar_add(state, "loader.position", DTRAIN__SCALAR_U64,
                                  &desc->loader->position);
-        dtrain__state_scalar_add(state, "loader.seed", DTRAIN_SCALAR_U64, &desc->loader->desc.seed);
+        dtrain__state_scalar_add(state, "loader.seed", DTRAIN__SCALAR_U64,
+                                 &desc->loader->desc.seed);
     }
 }
 
 /* Return a scalar as an integer: of a float its bits. */
-DTRAIN__PRIVATE uint64_t dtrain__scalar_get(const dtrain_state_scalar *scalar)
+DTRAIN__PRIVATE uint64_t dtrain__scalar_get(const dtrain__scalar *scalar)
 {
     uint32_t narrow;
     uint64_t wide;
-    if (scalar->type == DTRAIN_SCALAR_U32 || scalar->type == DTRAIN_SCALAR_F32) {
+    if (scalar->type == DTRAIN__SCALAR_U32 || scalar->type == DTRAIN__SCALAR_F32) {
         memcpy(&narrow, scalar->memory, sizeof narrow);
         return narrow;
     }
@@ -280,10 +302,10 @@ DTRAIN__PRIVATE uint64_t dtrain__scalar_get(const dtrain_state_scalar *scalar)
     return wide;
 }
 
-DTRAIN__PRIVATE void dtrain__scalar_set(const dtrain_state_scalar *scalar, uint64_t bits)
+DTRAIN__PRIVATE void dtrain__scalar_set(const dtrain__scalar *scalar, uint64_t bits)
 {
     const uint32_t narrow = (uint32_t)bits;
-    if (scalar->type == DTRAIN_SCALAR_U32 || scalar->type == DTRAIN_SCALAR_F32)
+    if (scalar->type == DTRAIN__SCALAR_U32 || scalar->type == DTRAIN__SCALAR_F32)
         memcpy(scalar->memory, &narrow, sizeof narrow);
     else memcpy(scalar->memory, &bits, sizeof bits);
 }
@@ -327,7 +349,7 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
     state->allocator = world->allocator;
     state->desc = *desc;
     if (desc->trainer) state->desc.optimizer = desc->trainer->desc.optimizer;
-    state->comm = dtrain__groups_of(desc->strategy).all;
+    state->comm = desc->comm ? desc->comm : dtrain__groups_of(desc->strategy).all;
     state->device = dtrain_world_device(world);
     state->step = -1;
     dtrain__state_list_scalars(state);
@@ -359,17 +381,6 @@ DTRAIN_API dtrain_result dtrain_state_tensors(const dtrain_state *state,
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_result dtrain_state_scalars(const dtrain_state *state,
-                                              const dtrain_state_scalar **scalars, size_t *count)
-{
-    DTRAIN__TRY(dtrain__state_check(state, "dtrain_state_scalars"));
-    if (!scalars || !count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_state_scalars: scalars or count is NULL");
-    *scalars = state->scalars;
-    *count = state->scalar_count;
-    return DTRAIN_OK;
-}
-
 /* Bring values to their mirrors and to the next forward. A loader's workers have read ahead of
  * the old position: that is dropped. A strategy decides anew how its buckets travel, which with
  * compression depends on its step, and forgets micro-batches of a step under way. */
@@ -386,7 +397,7 @@ DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
         const dtrain_state_tensor *tensor = &state->tensors[i];
         if (tensor->mirror)
             result = dtrain_device_copy(state->device, tensor->mirror, tensor->memory,
-                                        (size_t)tensor->count * sizeof(float));
+                                        (size_t)tensor->piece.count * sizeof(float));
     }
     if (state->desc.loader) dtrain__prefetch_rest(state->desc.loader);
     if (state->desc.trainer) state->desc.trainer->micro = 0;

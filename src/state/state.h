@@ -9,8 +9,9 @@
  *     scalars   steps of optimizer, strategy and trainer, tokens seen, the loss scaler, position
  *               and seed of the loader, the seed of dropout
  *
- * A tensor is the same to all ranks, and each of them holds a piece of it: where a strategy shards,
- * everybody another one; where it does not, everybody all of it. */
+ * A tensor is described as a whole, and each rank holds pieces of it: where a strategy shards, every
+ * rank another one; where it does not, every rank all of it. Ranks may list different tensors, as
+ * the stages of a pipeline do: a checkpoint has those of all of them. */
 
 #pragma once
 
@@ -37,38 +38,34 @@ typedef enum dtrain_state_kind {
     DTRAIN_STATE_HOST = 7,       /* added by the program */
     DTRAIN_STATE_LION = 8,       /* Lion's momentum: no optimizer goes on with another's state */
     DTRAIN_STATE_MUON = 9,       /* Muon's */
-    DTRAIN_STATE_KINDS = 10
+    DTRAIN_STATE_MISSED = 10,    /* of a parameter: in how many steps it was left out of updates */
+    DTRAIN_STATE_KINDS = 11
 } dtrain_state_kind;
 
 #define DTRAIN_STATE_BYTES 5u /* besides dtrain_dtype: a blob, of bytes */
 
+/* A piece of a tensor: a box, which has a first index and a length along each axis, and of the
+ * elements of this box, in row-major order, a run. What cuts a tensor by an axis (a slice of rows or
+ * columns, one of the components of a packed q|k|v) makes boxes; what cuts the elements of an array
+ * wherever a share of the bytes ends, as a sharding strategy does, makes runs, also of an array that
+ * is a slice itself. Both numbers are needed for that, and no more: what two such pieces have in
+ * common is one of them again, while as boxes alone a run of 4 axes would take seven. */
+typedef struct dtrain_piece {
+    int64_t first[4], length[4]; /* the box; of a whole tensor: zeros, and its shape */
+    int64_t offset, count;       /* the run: its first element in the box, and how many */
+} dtrain_piece;
+
 typedef struct dtrain_state_tensor {
-    const char *name; /* of the parameter, or as it was added; unique in its kind */
-    uint32_t kind;    /* dtrain_state_kind */
-    uint32_t dtype;   /* dtrain_dtype or DTRAIN_STATE_BYTES */
-    int64_t shape[4]; /* of the whole tensor; leading non-zero entries, all zero = no element */
-    int64_t total;    /* its elements */
-    int64_t offset;   /* this rank's piece: the first element, in row-major order, ... */
-    int64_t count;    /* ... and how many */
-    void *memory;     /* (count) the host's or the device's: dtrain_device_copy reaches both */
-    void *mirror;     /* a second place that must have the same values, or NULL */
-    int copies, copy; /* so many ranks hold the same piece; the number of this one among them */
-    bool own;         /* every rank has a tensor of its own by this name */
+    const char *name;   /* of the parameter, or as it was added */
+    uint32_t kind;      /* dtrain_state_kind */
+    uint32_t dtype;     /* dtrain_dtype or DTRAIN_STATE_BYTES */
+    int64_t shape[4];   /* of the whole tensor; leading non-zero entries, all zero = no element */
+    int64_t total;      /* its elements */
+    dtrain_piece piece; /* this rank's; one that has several lists the tensor as often */
+    void *memory; /* (piece.count) the host's or the device's: dtrain_device_copy reaches both */
+    void *mirror; /* a second place that must have the same values, or NULL */
+    bool own;     /* every rank has a tensor of its own by this name */
 } dtrain_state_tensor;
-
-typedef enum dtrain_scalar_type {
-    DTRAIN_SCALAR_U32 = 0,
-    DTRAIN_SCALAR_U64 = 1,
-    DTRAIN_SCALAR_I64 = 2,
-    DTRAIN_SCALAR_F32 = 3,
-    DTRAIN_SCALAR_TYPES = 4
-} dtrain_scalar_type;
-
-typedef struct dtrain_state_scalar {
-    const char *name; /* "optimizer.step" */
-    uint32_t type;    /* dtrain_scalar_type */
-    void *memory;     /* (1) host memory */
-} dtrain_state_scalar;
 
 /* What a run consists of. Everything but the strategy may be NULL, and must outlive the state. */
 typedef struct dtrain_state_desc {
@@ -83,6 +80,9 @@ typedef struct dtrain_state_desc {
      * is an error; in `settings` (seed, rate, data) it is said in dtrain_load_info.note. */
     const char *const *model;
     const char *const *settings;
+    /* The ranks that save and load together; NULL = the strategy's. Where each stage of a pipeline
+     * has a strategy of its own: the ranks of all stages. */
+    dtrain_comm *comm;
 } dtrain_state_desc;
 
 /* Make the list. Local. */
@@ -92,25 +92,26 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
 DTRAIN_API void dtrain_state_destroy(dtrain_state *state);
 
 /* An array of the program's own, in host or device memory, which must stay where it is: a random
- * generator, counters, statistics. */
+ * generator, counters, statistics; or a piece of a tensor that ranks share. */
 typedef struct dtrain_state_item {
-    const char *name; /* unique; kept by pointer */
+    const char *name; /* kept by pointer */
     uint32_t dtype;   /* dtrain_dtype or DTRAIN_STATE_BYTES */
     int64_t count;
-    void *memory; /* (count) */
-    bool own;     /* every rank has its own; false: all have the same values */
+    void *memory;       /* (count) */
+    bool own;           /* every rank has its own; false: all have the same values */
+    int64_t shape[4];   /* of the whole array; zeros = (count) */
+    dtrain_piece piece; /* this rank's, of `count` elements; zeros = all of it. Several pieces of an
+                           array are as many items of one name */
 } dtrain_state_item;
 
-/* Add an array. Local; every rank adds the same ones. */
+/* Add an array. Local. Ranks may add different ones; those that add the same one give it the same
+ * shape and dtype, and all of its elements are somewhere: a save checks both. */
 DTRAIN_API dtrain_result dtrain_state_add(dtrain_state *state, const dtrain_state_item *item);
 
-/* List the tensors: the same ones in the same order on every rank, some with count 0 here. Local;
- * valid until dtrain_state_add or destroy. What is in memory is whole between two steps. */
+/* List the tensors of this rank. Local; valid until dtrain_state_add or destroy. What is in memory
+ * is whole between two steps. */
 DTRAIN_API dtrain_result dtrain_state_tensors(const dtrain_state *state,
                                               const dtrain_state_tensor **tensors, size_t *count);
-/* List the scalars, whose values are the same on every rank. Likewise. */
-DTRAIN_API dtrain_result dtrain_state_scalars(const dtrain_state *state,
-                                              const dtrain_state_scalar **scalars, size_t *count);
 /* Say that values in memory were replaced, as a program does that has loaded them by itself: every
  * rank's parameters are brought to where the next forward reads them, and what follows from the
  * scalars is made anew. Collective. */

@@ -4,13 +4,13 @@
  *     snapshot    copy these pieces to host memory, for a save in the background
  *     write       files, block by block with their checksums, and the list of what they hold
  *
- * Nothing here communicates: every rank plans for itself, and those that hold the same piece come
- * to the same choice of who writes it. */
+ * Nothing here communicates: state/union.c has chosen who writes which piece. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
 #include "core/log.h"
 #include "core/result.h"
+#include "state/box_internal.h"
 #include "state/checkpoint_internal.h"
 #include "state/safetensors_internal.h"
 #include "state/state_internal.h"
@@ -18,25 +18,6 @@
 #include "device/backend.h"
 
 /* ---- Plan -------------------------------------------------------------------------------------*/
-
-/* Bytes given so far to each of those who hold the same pieces: all ranks, or the replicas of a
- * shard. */
-typedef struct dtrain__loads {
-    uint64_t all[DTRAIN_MAX_RANKS], replicas[DTRAIN_MAX_RANKS];
-} dtrain__loads;
-
-/* Tell whether this rank writes its piece: it is given to the holder with the least so far. */
-static bool dtrain__is_writer(const dtrain_checkpoint *c, const dtrain_state_tensor *tensor,
-                              dtrain__loads *loads)
-{
-    uint64_t *load = tensor->copies == c->ranks ? loads->all : loads->replicas;
-    int least = 0;
-    if (tensor->copies == 1) return true;
-    for (int i = 1; i < tensor->copies; i++)
-        if (load[i] < load[least]) least = i;
-    load[least] += (uint64_t)tensor->count * dtrain__state_bytes(tensor->dtype);
-    return least == tensor->copy;
-}
 
 static dtrain_result dtrain__plan_file(dtrain_checkpoint *c, bool values, int number)
 {
@@ -51,15 +32,14 @@ static dtrain_result dtrain__plan_file(dtrain_checkpoint *c, bool values, int nu
     return DTRAIN_OK;
 }
 
-/* Put a tensor's piece at the end of the last file; what does not fit goes to a new one, and is cut
- * only when it is larger than a file may be. */
-static dtrain_result dtrain__plan_piece(dtrain_checkpoint *c, uint32_t tensor_index, bool values,
+/* Put a piece at the end of the last file; what does not fit goes to a new one, and is cut only when
+ * it is larger than a file may be. */
+static dtrain_result dtrain__plan_piece(dtrain_checkpoint *c, const dtrain__held *held, bool values,
                                         int *number)
 {
-    const dtrain_state_tensor *tensor = &c->desc.state->tensors[tensor_index];
-    const uint64_t each = dtrain__state_bytes(tensor->dtype), limit = c->desc.file_bytes;
-    for (int64_t done = 0; done < tensor->count;) {
-        const uint64_t rest = (uint64_t)(tensor->count - done) * each;
+    const uint64_t each = dtrain__state_bytes((uint32_t)held->dtype), limit = c->desc.file_bytes;
+    for (int64_t done = 0; done < held->piece.count;) {
+        const uint64_t rest = (uint64_t)(held->piece.count - done) * each;
         dtrain__write_file *file = *number ? &c->files[c->file_count - 1] : NULL;
         if (!file || (file->bytes && rest > limit - file->bytes)) {
             DTRAIN__TRY(dtrain__plan_file(c, values, (*number)++));
@@ -69,15 +49,16 @@ static dtrain_result dtrain__plan_piece(dtrain_checkpoint *c, uint32_t tensor_in
                           sizeof *c->pieces, "the plan of a save"))
             return DTRAIN_ERROR_MEMORY;
         dtrain__write_piece *piece = &c->pieces[c->piece_count++];
-        piece->tensor = tensor_index;
-        piece->file = (uint32_t)(c->file_count - 1);
-        piece->offset = tensor->offset + done;
-        piece->count = (int64_t)((rest < limit ? rest : limit) / each);
+        piece->held = held;
+        piece->piece = held->piece;
+        piece->piece.offset += done;
+        piece->piece.count = (int64_t)((rest < limit ? rest : limit) / each);
         piece->at = file->bytes;
-        piece->from = (const char *)tensor->memory + (uint64_t)done * each;
-        file->bytes += (uint64_t)piece->count * each;
+        piece->from =
+            (const char *)c->desc.state->tensors[held->index].memory + (uint64_t)done * each;
+        file->bytes += (uint64_t)piece->piece.count * each;
         file->count++;
-        done += piece->count;
+        done += piece->piece.count;
     }
     return DTRAIN_OK;
 }
@@ -86,29 +67,23 @@ static dtrain_result dtrain__plan_piece(dtrain_checkpoint *c, uint32_t tensor_in
  * elements come first, so that all are aligned. */
 DTRAIN__PRIVATE dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
 {
-    const dtrain_state *state = c->desc.state;
-    dtrain__loads loads;
-    memset(&loads, 0, sizeof loads);
     c->piece_count = c->file_count = 0;
     for (int values = 1; values >= 0; values--) {
         int number = 0; /* of files */
         for (size_t each = 8; each; each /= 2)
-            for (uint32_t i = 0; i < state->tensor_count; i++) {
-                const dtrain_state_tensor *tensor = &state->tensors[i];
-                if ((tensor->kind == DTRAIN_STATE_VALUE) != (values == 1) || !tensor->count ||
-                    dtrain__state_bytes(tensor->dtype) != each ||
-                    !dtrain__is_writer(c, tensor, &loads))
-                    continue;
-                DTRAIN__TRY(dtrain__plan_piece(c, i, values == 1, &number));
+            for (size_t i = 0; i < c->held_count; i++) {
+                const dtrain__held *held = &c->held[i];
+                if (held->rank == c->rank && (held->kind == DTRAIN_STATE_VALUE) == (values == 1) &&
+                    dtrain__state_bytes((uint32_t)held->dtype) == each)
+                    DTRAIN__TRY(dtrain__plan_piece(c, held, values == 1, &number));
             }
     }
     return DTRAIN_OK;
 }
 
-static uint64_t dtrain__piece_bytes(const dtrain_checkpoint *c, const dtrain__write_piece *piece)
+static uint64_t dtrain__piece_bytes(const dtrain__write_piece *piece)
 {
-    return (uint64_t)piece->count *
-           dtrain__state_bytes(c->desc.state->tensors[piece->tensor].dtype);
+    return (uint64_t)piece->piece.count * dtrain__state_bytes((uint32_t)piece->held->dtype);
 }
 
 /* ---- Snapshot ---------------------------------------------------------------------------------*/
@@ -142,8 +117,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c)
     dtrain_device *device = c->desc.state->device;
     uint64_t bytes = 0;
     for (size_t i = 0; i < c->piece_count; i++)
-        bytes +=
-            dtrain__round_up((size_t)dtrain__piece_bytes(c, &c->pieces[i]), DTRAIN__CACHE_LINE);
+        bytes += dtrain__round_up((size_t)dtrain__piece_bytes(&c->pieces[i]), DTRAIN__CACHE_LINE);
     if (bytes > c->snapshot_bytes) {
         void *memory;
         if (c->snapshot) device->ops->host_free(device, c->snapshot, c->snapshot_bytes);
@@ -155,7 +129,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c)
     }
     char *next = c->snapshot;
     for (size_t i = 0; i < c->piece_count; i++) {
-        const size_t count = (size_t)dtrain__piece_bytes(c, &c->pieces[i]);
+        const size_t count = (size_t)dtrain__piece_bytes(&c->pieces[i]);
         if (device->ops->host_memory)
             dtrain__copy_past_cache(next, (const char *)c->pieces[i].from, count);
         else DTRAIN__TRY(dtrain_device_copy(device, next, c->pieces[i].from, count));
@@ -167,24 +141,42 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c)
 
 /* ---- Write ------------------------------------------------------------------------------------*/
 
-/* Write the name of a piece in its file: a tensor that is whole by its own, others with their
- * elements; what is no value with its kind. */
-static dtrain_result dtrain__piece_name(const dtrain_state_tensor *tensor,
-                                        const dtrain__write_piece *piece,
-                                        char name[DTRAIN__TENSOR_NAME])
+/* Write the name and shape of a piece in its file. All of a tensor has its own name and shape; a box
+ * says where it is along each axis, "wte[0:64,0:128]", and a run which elements it has of that,
+ * "wte[0:16384]"; what is no value begins with its kind. */
+static dtrain_result dtrain__piece_stored(const dtrain__write_piece *write, char *name,
+                                          dtrain__stored *stored)
 {
-    char kind[32] = "", range[64] = "";
-    if (tensor->kind != DTRAIN_STATE_VALUE)
-        snprintf(kind, sizeof kind, "%s.", dtrain__state_kind_name(tensor->kind));
-    if (piece->count != tensor->total)
-        snprintf(range, sizeof range, "[%lld:%lld]", (long long)piece->offset,
-                 (long long)(piece->offset + piece->count));
-    const int length = snprintf(name, DTRAIN__TENSOR_NAME, "%s%s%s", kind, tensor->name, range);
-    if (length > 0 && length < DTRAIN__TENSOR_NAME) return DTRAIN_OK;
+    const dtrain__held *held = write->held;
+    const dtrain_piece *piece = &write->piece, whole = dtrain__piece_whole(held->shape);
+    const bool boxed = !dtrain__box_same(piece, &whole);
+    const bool run = piece->count != dtrain__box_count(piece);
+    size_t used = 0;
+    *name = 0;
+    if (held->kind != DTRAIN_STATE_VALUE)
+        used = (size_t)snprintf(name, DTRAIN__TENSOR_NAME, "%s.",
+                                dtrain__state_kind_name((uint32_t)held->kind));
+    used += (size_t)snprintf(name + used, DTRAIN__TENSOR_NAME - used, "%s", held->name);
+    stored->dims = run ? 1 : 0;
+    stored->shape[0] = piece->count;
+    for (int d = 0; d < 4 && (d == 0 || piece->length[d]); d++) {
+        if (!run) stored->shape[stored->dims++] = piece->length[d];
+        if (boxed && used < DTRAIN__TENSOR_NAME)
+            used += (size_t)snprintf(name + used, DTRAIN__TENSOR_NAME - used, "%s%lld:%lld",
+                                     d ? "," : "[", (long long)piece->first[d],
+                                     (long long)(piece->first[d] + piece->length[d]));
+    }
+    if (boxed && used < DTRAIN__TENSOR_NAME)
+        used += (size_t)snprintf(name + used, DTRAIN__TENSOR_NAME - used, "]");
+    if (run && used < DTRAIN__TENSOR_NAME)
+        used +=
+            (size_t)snprintf(name + used, DTRAIN__TENSOR_NAME - used, "[%lld:%lld]",
+                             (long long)piece->offset, (long long)(piece->offset + piece->count));
+    if (used < DTRAIN__TENSOR_NAME) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                        "the name \"%.100s...\" is too long for a file of tensors, which takes %d "
                        "bytes with what is added here",
-                       tensor->name, DTRAIN__TENSOR_NAME - 1);
+                       held->name, DTRAIN__TENSOR_NAME - 1);
 }
 
 /* Write the header of a file: what it holds, and the metadata by which readers know it. */
@@ -199,17 +191,11 @@ static dtrain_result dtrain__file_header(const dtrain_checkpoint *c, const dtrai
     dtrain_result result = stored && names ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
     for (size_t i = 0; i < file->count && result == DTRAIN_OK; i++) {
         const dtrain__write_piece *piece = &c->pieces[file->first + i];
-        const dtrain_state_tensor *tensor = &c->desc.state->tensors[piece->tensor];
-        result = dtrain__piece_name(tensor, piece, names[i]);
+        result = dtrain__piece_stored(piece, names[i], &stored[i]);
         stored[i].name = names[i];
-        stored[i].dtype = tensor->dtype;
+        stored[i].dtype = (uint32_t)piece->held->dtype;
         stored[i].begin = piece->at;
-        stored[i].end = piece->at + dtrain__piece_bytes(c, piece);
-        stored[i].shape[0] = piece->count;
-        stored[i].dims = 1;
-        if (piece->count != tensor->total) continue;
-        memcpy(stored[i].shape, tensor->shape, sizeof tensor->shape);
-        while (stored[i].dims < 4 && tensor->shape[stored[i].dims]) stored[i].dims++;
+        stored[i].end = piece->at + dtrain__piece_bytes(piece);
     }
     if (result == DTRAIN_OK)
         result = dtrain__safetensors_write(text, stored, file->count, metadata);
@@ -224,7 +210,7 @@ static dtrain_result dtrain__piece_write(const dtrain_checkpoint *c, int file, c
                                          uint64_t data, const dtrain__write_piece *piece,
                                          char *bounce, dtrain__text *list)
 {
-    const uint64_t bytes = dtrain__piece_bytes(c, piece);
+    const uint64_t bytes = dtrain__piece_bytes(piece);
     for (uint64_t done = 0; done < bytes; done += DTRAIN__BLOCK) {
         const size_t count = bytes - done < DTRAIN__BLOCK ? (size_t)(bytes - done) : DTRAIN__BLOCK;
         const char *block = (const char *)piece->from + done;
@@ -262,11 +248,17 @@ static dtrain_result dtrain__tensors_write(dtrain_checkpoint *c, const char *dir
         result = dtrain__storage_write(c->desc.storage, file, path, header.at, header.bytes, 0);
         for (size_t i = 0; i < plan->count && result == DTRAIN_OK; i++) {
             const dtrain__write_piece *piece = &c->pieces[plan->first + i];
-            dtrain__text_add(list, "%s\n   [%u, %lld, %lld, %llu, \"", i ? "," : "", piece->tensor,
-                             (long long)piece->offset, (long long)piece->count,
+            dtrain__text_add(list, "%s\n   [%lld, %lld, %lld, %llu, \"", i ? "," : "",
+                             (long long)piece->held->tensor, (long long)piece->piece.offset,
+                             (long long)piece->piece.count,
                              (unsigned long long)(header.bytes + piece->at));
             result = dtrain__piece_write(c, file, path, header.bytes, piece, bounce, list);
-            dtrain__text_add(list, "\"]");
+            dtrain__text_add(list, "\"");
+            const dtrain_piece whole = dtrain__piece_whole(piece->held->shape);
+            for (int d = 0; d < 4 && !dtrain__box_same(&piece->piece, &whole); d++)
+                dtrain__text_add(list, ", %lld, %lld", (long long)piece->piece.first[d],
+                                 (long long)piece->piece.length[d]);
+            dtrain__text_add(list, "]");
         }
         dtrain__text_add(list, "]}");
         const dtrain_result closed =

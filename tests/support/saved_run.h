@@ -228,12 +228,24 @@ static inline dtrain_result saved_create(dtrain_world *world, saved_rank *s)
     state.model = r->model;
     state.settings = r->settings;
     SAVED_TRY(dtrain_state_create(world, &state, &s->state));
-    const dtrain_state_item items[] = {
-        {"counter", DTRAIN_DTYPE_I64, 1, &s->counter, false},
-        {"mine", DTRAIN_DTYPE_F32, r->mine ? r->mine : 3, s->mine, true},
-        {"blob", DTRAIN_STATE_BYTES, 5, s->blob, false}};
-    for (int i = 0; i < 3; i++)
-        if (i != 1 || r->mine >= 0) SAVED_TRY(dtrain_state_add(s->state, &items[i]));
+    const struct {
+        const char *name;
+        uint32_t dtype;
+        int64_t count;
+        void *memory;
+    } items[] = {{"counter", DTRAIN_DTYPE_I64, 1, &s->counter},
+                 {"mine", DTRAIN_DTYPE_F32, r->mine ? r->mine : 3, s->mine},
+                 {"blob", DTRAIN_STATE_BYTES, 5, s->blob}};
+    for (int i = 0; i < 3; i++) {
+        dtrain_state_item item;
+        memset(&item, 0, sizeof item);
+        item.name = items[i].name;
+        item.dtype = items[i].dtype;
+        item.count = items[i].count;
+        item.memory = items[i].memory;
+        item.own = i == 1;
+        if (i != 1 || r->mine >= 0) SAVED_TRY(dtrain_state_add(s->state, &item));
+    }
     return DTRAIN_OK;
 }
 
@@ -242,11 +254,11 @@ static inline dtrain_result saved_image(dtrain_world *world, saved_rank *s)
 {
     saved_run *r = s->r;
     const dtrain_state_tensor *tensors;
-    const dtrain_state_scalar *scalars;
-    size_t count, scalar_count;
+    dtrain_optimizer_info optimizer;
+    dtrain_loader_info loader;
+    size_t count;
     uint64_t at = 0;
     SAVED_TRY(dtrain_state_tensors(s->state, &tensors, &count));
-    SAVED_TRY(dtrain_state_scalars(s->state, &scalars, &scalar_count));
     for (size_t i = 0; i < count && i < SAVED_TENSORS; i++) {
         const dtrain_state_tensor *t = &tensors[i];
         const uint64_t each =
@@ -254,11 +266,15 @@ static inline dtrain_result saved_image(dtrain_world *world, saved_rank *s)
         const uint64_t bytes = (uint64_t)t->total * each;
         const uint64_t all = bytes * (t->own ? (uint64_t)r->ranks : 1);
         if (!CHECK(at + all <= SAVED_BYTES)) return DTRAIN_ERROR_MEMORY;
-        if (t->copy == 0)
-            SAVED_TRY(dtrain_device_copy(dtrain_world_device(world),
-                                         r->image + at + (t->own ? (uint64_t)s->rank * bytes : 0) +
-                                             (uint64_t)t->offset * each,
-                                         t->memory, (size_t)t->count * each));
+        for (int turn = 0; turn < r->ranks; turn++) { /* several ranks may hold the same piece */
+            if (turn == s->rank)
+                SAVED_TRY(dtrain_device_copy(dtrain_world_device(world),
+                                             r->image + at +
+                                                 (t->own ? (uint64_t)s->rank * bytes : 0) +
+                                                 (uint64_t)t->piece.offset * each,
+                                             t->memory, (size_t)t->piece.count * each));
+            SAVED_TRY(dtrain_barrier(dtrain_world_comm(world)));
+        }
         if (s->rank == 0) {
             snprintf(r->tensors[i].name, sizeof r->tensors[i].name, "%s", t->name);
             r->tensors[i].kind = t->kind;
@@ -268,11 +284,11 @@ static inline dtrain_result saved_image(dtrain_world *world, saved_rank *s)
         }
         at += all;
     }
-    for (size_t i = 0; i < scalar_count && s->rank == 0; i++) {
-        r->scalars[i] = 0;
-        memcpy(&r->scalars[i], scalars[i].memory,
-               scalars[i].type == DTRAIN_SCALAR_U32 || scalars[i].type == DTRAIN_SCALAR_F32 ? 4
-                                                                                            : 8);
+    dtrain_optimizer_query(s->optimizer, &optimizer);
+    dtrain_loader_query(s->loader, &loader);
+    if (s->rank == 0) {
+        r->scalars[0] = optimizer.step_count;
+        r->scalars[1] = loader.position;
     }
     if (s->rank == 0) r->tensor_count = count, r->image_bytes = at;
     return DTRAIN_OK;

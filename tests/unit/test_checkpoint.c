@@ -270,12 +270,12 @@ static void test_does_not_fit(void)
               "%s", other->error[0]);
     other->how.partial = true;
     if (saved_go(other, "partial"))
-        CHECK(strstr(other->loaded[0].note, "not in the checkpoint: momentum"));
+        CHECK(strstr(other->loaded[0].note, "missing in it: momentum"));
     other->how.partial = false;
     other->how.values_only = true;
     if (saved_go(other, "values only")) {
         CHECK(other->hash[0] == first->hash[0] && !other->loaded[0].note[0]);
-        CHECK(other->scalars[0] == 0); /* strategy.step */
+        CHECK(other->scalars[0] == 0); /* steps of the optimizer */
     }
     folder_remove();
 }
@@ -731,7 +731,7 @@ static void test_damage(void)
         {"rm $N/manifest.json", ""},
         {"rm $N/state-00000-00.safetensors; ln -s x $N/state-00000-00.safetensors",
          "state-00000-00"},
-        {"sed -i 's/\"version\": 1/\"version\": 2/' $N/manifest.json", "manifest.json"},
+        {"sed -i 's/\"version\": 2/\"version\": 3/' $N/manifest.json", "manifest.json"},
         {"cp $O/manifest.json $N/manifest.json", ""}};
     variant v = {"zero1", DTRAIN_STRATEGY_ZERO1, 2, 1, 0, 0, 0, 0, false, false, false, 0, false};
     for (size_t i = 0; i < sizeof damages / sizeof damages[0]; i++) {

@@ -297,9 +297,9 @@ static dtrain_result plan_snapshot(dtrain_world *world, run_job *j)
     TRY(dtrain_state_create(world, &all, &state));
     TRY(dtrain_state_tensors(state, &tensors, &count));
     for (size_t i = 0; i < count; i++)
-        j->snapshot_bytes += (uint64_t)tensors[i].count *
+        j->snapshot_bytes += (uint64_t)tensors[i].total *
                              dtrain_dtype_bytes((dtrain_dtype)tensors[i].dtype) /
-                             (uint64_t)tensors[i].copies;
+                             (uint64_t)(tensors[i].own ? 1 : dtrain_world_size(world));
 cleanup:
     dtrain_state_destroy(state);
     return result;

@@ -220,8 +220,8 @@ static inline dtrain_result llmc__read_piece(llmc_file *f, const llmc_header *he
     const bool padded = strcmp(piece->name, m->wte->name) == 0;
     const int64_t stored = padded ? m->config.vocab * m->config.channels : piece->total;
     dtrain_result result = DTRAIN_OK;
-    for (int64_t done = 0; done < piece->count && result == DTRAIN_OK; done += LLMC_BLOCK) {
-        const int64_t first = piece->offset + done, left = piece->count - done;
+    for (int64_t done = 0; done < piece->piece.count && result == DTRAIN_OK; done += LLMC_BLOCK) {
+        const int64_t first = piece->piece.offset + done, left = piece->piece.count - done;
         const int64_t count = left < LLMC_BLOCK ? left : LLMC_BLOCK;
         int64_t here = stored - first < count ? stored - first : count;
         if (here < 0) here = 0;

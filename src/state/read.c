@@ -1,0 +1,177 @@
+/* Reading pieces
+ *
+ *     source    a piece as a file has it: a checkpoint's, or all of a tensor of weights
+ *     target    the piece that this rank wants
+ *
+ * What both have in common is read block by block, each with its checksum where there is one, and
+ * placed where it belongs. A block that is wanted whole goes straight to its place, if that is host
+ * memory: no rank ever has more of a tensor in memory than its own pieces and one block. 16-bit
+ * elements that become fp32 are read to the upper half of their room and widened from below:
+ * element i is written over what was read before it. */
+
+#include "core/platform_internal.h"
+#include "core/core_internal.h"
+#include "core/dtype.h"
+#include "core/log.h"
+#include "core/result.h"
+#include "device/backend.h"
+#include "device/device.h"
+#include "state/box_internal.h"
+#include "state/read_internal.h"
+#include "state/safetensors_internal.h"
+#include "state/state_internal.h"
+#include "state/storage_internal.h"
+
+DTRAIN__PRIVATE dtrain_result dtrain__reader_begin(dtrain__reader *reader,
+                                                   const dtrain_state *state,
+                                                   const dtrain_storage *storage)
+{
+    reader->storage = storage;
+    reader->device = state->device;
+    reader->file = -1;
+    reader->block = (char *)dtrain__alloc(&state->allocator, DTRAIN__BLOCK, 1, "a block");
+    return reader->block ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+}
+
+DTRAIN__PRIVATE void dtrain__reader_end(dtrain__reader *reader, const dtrain_state *state)
+{
+    if (reader->block && reader->file >= 0)
+        (void)reader->storage->close(reader->storage->user, reader->file);
+    reader->file = -1;
+    dtrain__free(&state->allocator, reader->block, DTRAIN__BLOCK, 1);
+    reader->block = NULL;
+}
+
+/* Open a file, unless it is the one that is open, and check its size. */
+DTRAIN__PRIVATE dtrain_result dtrain__reader_open(dtrain__reader *reader, const char *path,
+                                                  uint64_t file_bytes)
+{
+    const dtrain_storage *storage = reader->storage;
+    if (reader->file >= 0 && strcmp(reader->opened, path) == 0) return DTRAIN_OK;
+    if (reader->file >= 0) (void)storage->close(storage->user, reader->file);
+    reader->file = -1;
+    DTRAIN__TRY(dtrain__storage_open(storage, path, DTRAIN_STORAGE_READ, &reader->file));
+    snprintf(reader->opened, sizeof reader->opened, "%s", path);
+    const int64_t size = file_bytes ? storage->size(storage->user, reader->file) : 0;
+    if (size >= 0 && (uint64_t)size == file_bytes) return DTRAIN_OK;
+    reader->opened[0] = 0;
+    return dtrain_fail(DTRAIN_ERROR_DATA, "%s has %lld bytes, and the manifest says %llu", path,
+                       (long long)size, (unsigned long long)file_bytes);
+}
+
+/* Read elements first to first + count of a source, widened to fp32 or as they are. With checksums
+ * they are one whole block. */
+DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader,
+                                                    const dtrain__source *source, bool widen,
+                                                    int64_t first, int64_t count, char *to)
+{
+    const size_t each = dtrain__stored_bytes(source->dtype), bytes = (size_t)count * each;
+    const uint64_t at = (uint64_t)first * each;
+    char digits[DTRAIN__CRC_DIGITS + 1];
+    char *from = widen ? to + (size_t)count * sizeof(float) - bytes : to;
+    DTRAIN__TRY(dtrain__reader_open(reader, source->path, source->file_bytes));
+    DTRAIN__TRY(dtrain__storage_read(reader->storage, reader->file, source->path, from, bytes,
+                                     source->at + at));
+    reader->bytes += bytes;
+    if (source->crc) {
+        snprintf(digits, sizeof digits, "%08x", dtrain__crc32c(0, from, bytes));
+        if (memcmp(digits, source->crc + at / DTRAIN__BLOCK * DTRAIN__CRC_DIGITS,
+                   DTRAIN__CRC_DIGITS) != 0)
+            return dtrain_fail(
+                DTRAIN_ERROR_DATA,
+                "%s is damaged: its %zu bytes from %llu on, of the %s of \"%.100s\", do not have "
+                "the checksum of the manifest",
+                source->path, bytes, (unsigned long long)(source->at + at), source->kind,
+                source->name);
+    }
+    for (int64_t i = 0; i < count && from > to; i++) {
+        uint16_t low;
+        memcpy(&low, from + (size_t)i * sizeof low, sizeof low);
+        const float x =
+            source->dtype == DTRAIN_DTYPE_BF16 ? dtrain_bf16_to_f32(low) : dtrain_f16_to_f32(low);
+        memcpy(to + (size_t)i * sizeof x, &x, sizeof x);
+    }
+    return DTRAIN_OK;
+}
+
+/* Put elements that were read where they belong. */
+static dtrain_result dtrain__elements_place(const dtrain__reader *reader,
+                                            const dtrain__target *target, const char *from,
+                                            char *to, size_t bytes)
+{
+    if (!target->add) return dtrain_device_copy(reader->device, to, from, bytes);
+    for (size_t i = 0; i < bytes / sizeof(float); i++)
+        ((float *)(void *)to)[i] += ((const float *)(const void *)from)[i];
+    return DTRAIN_OK;
+}
+
+/* Read what a source has of the target. Elements come in the same order in both, so that every
+ * block is read once. */
+DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader,
+                                                 const dtrain__source *source,
+                                                 const dtrain__target *target)
+{
+    const dtrain_piece *a = &source->piece, *b = &target->piece;
+    const bool widen = source->dtype != target->dtype;
+    const bool direct = !target->add && reader->device->ops->host_memory;
+    const size_t each = dtrain__stored_bytes(target->dtype); /* in the block */
+    const int64_t block = (int64_t)(DTRAIN__BLOCK / each);
+    dtrain_piece common;
+    if (!dtrain__piece_common(a, b, &common)) return DTRAIN_OK;
+    const int64_t end = common.offset + common.count;
+    const int64_t last = dtrain__piece_place(a, &common, end - 1) + 1;
+    reader->low = reader->high = 0;
+    for (int64_t i = common.offset, count; i < end; i += count) {
+        const int64_t from = dtrain__piece_place(a, &common, i);
+        char *to = (char *)target->memory + (size_t)dtrain__piece_place(b, &common, i) * each;
+        const int64_t first = from / block * block;
+        const int64_t low = source->crc ? first : from;
+        const int64_t high = dtrain__min(first + block, source->crc ? a->count : last);
+        count = dtrain__min(dtrain__piece_span(a, &common, i), dtrain__piece_span(b, &common, i));
+        count = dtrain__min(dtrain__min(count, end - i), high - from);
+        if (direct && low == from && high == from + count) {
+            DTRAIN__TRY(dtrain__elements_read(reader, source, widen, low, count, to));
+            continue;
+        }
+        if (from >= reader->high) {
+            DTRAIN__TRY(
+                dtrain__elements_read(reader, source, widen, low, high - low, reader->block));
+            reader->low = low;
+            reader->high = high;
+        }
+        DTRAIN__TRY(dtrain__elements_place(reader, target,
+                                           reader->block + (size_t)(from - reader->low) * each, to,
+                                           (size_t)count * each));
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- Does it fit? -----------------------------------------------------------------------------*/
+
+/* Add a name to a list: of more than six there is only the number. */
+DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *format, ...)
+{
+    const size_t used = strlen(list->text);
+    char one[160];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(one, sizeof one, format, args);
+    va_end(args);
+    if (++list->count <= 7)
+        snprintf(list->text + used, sizeof list->text - used, "%s%s", used ? ", " : "",
+                 list->count == 7 ? "..." : one);
+}
+
+/* Write the differences as a sentence; false: there are none. */
+DTRAIN__PRIVATE bool dtrain__misfit_text(const dtrain__misfit *misfit, char *text, size_t room)
+{
+    static const char *const titles[] = {"missing in it", "of another shape or type", "only in it"};
+    const dtrain__name_list *lists[] = {&misfit->missing, &misfit->different, &misfit->extra};
+    size_t used = 0;
+    *text = 0;
+    for (int i = 0; i < 3 && used < room; i++)
+        if (lists[i]->count)
+            used += (size_t)snprintf(text + used, room - used, "%s%s: %s", used ? "; " : "",
+                                     titles[i], lists[i]->text);
+    return used > 0;
+}

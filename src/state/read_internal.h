@@ -1,0 +1,66 @@
+/* Reading pieces of tensors from files: what loading a checkpoint and importing weights share. */
+
+#pragma once
+
+#include "core/core_internal.h"
+#include "device/device.h"
+#include "state/checkpoint_internal.h"
+#include "state/storage.h"
+
+/* A piece of a tensor in a file. */
+typedef struct dtrain__source {
+    const char *path;
+    uint64_t at;             /* its first byte */
+    uint64_t file_bytes;     /* that the file must have; 0 = not checked */
+    const char *kind, *name; /* for sentences */
+    const char *crc;         /* CRC_DIGITS hexadecimal digits for each BLOCK of it; NULL: none */
+    uint32_t dtype;
+    dtrain_piece piece;
+} dtrain__source;
+
+/* The piece that a rank wants. */
+typedef struct dtrain__target {
+    void *memory; /* (piece.count) of the device; of the host with `add` */
+    dtrain_piece piece;
+    uint32_t dtype; /* the source's, or F32 for BF16 and F16, which are widened */
+    bool add;       /* memory is sums of fp32 */
+} dtrain__target;
+
+/* One file is open at a time, and one block in memory. */
+typedef struct dtrain__reader {
+    const dtrain_storage *storage;
+    dtrain_device *device;
+    char *block;                   /* (BLOCK) */
+    int64_t low, high;             /* which elements of a source are in the block */
+    int file;                      /* open, or -1 ... */
+    char opened[2 * DTRAIN__PATH]; /* ... which */
+    uint64_t bytes;                /* that were read */
+} dtrain__reader;
+
+/* Names in a sentence: the first few, and how many there are. */
+typedef struct dtrain__name_list {
+    char text[400];
+    int count;
+} dtrain__name_list;
+
+/* How a file differs from what is wanted of it. */
+typedef struct dtrain__misfit {
+    dtrain__name_list missing, different, extra;
+} dtrain__misfit;
+
+/* state/read.c */
+DTRAIN__PRIVATE dtrain_result dtrain__reader_begin(dtrain__reader *reader,
+                                                   const dtrain_state *state,
+                                                   const dtrain_storage *storage);
+DTRAIN__PRIVATE void dtrain__reader_end(dtrain__reader *reader, const dtrain_state *state);
+DTRAIN__PRIVATE dtrain_result dtrain__reader_open(dtrain__reader *reader, const char *path,
+                                                  uint64_t file_bytes);
+DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader,
+                                                    const dtrain__source *source, bool widen,
+                                                    int64_t first, int64_t count, char *to);
+DTRAIN__PRIVATE dtrain_result dtrain__piece_read(dtrain__reader *reader,
+                                                 const dtrain__source *source,
+                                                 const dtrain__target *target);
+DTRAIN__PRINTF(2, 3)
+DTRAIN__PRIVATE void dtrain__name_add(dtrain__name_list *list, const char *format, ...);
+DTRAIN__PRIVATE bool dtrain__misfit_text(const dtrain__misfit *misfit, char *text, size_t room);
