@@ -27938,8 +27938,9 @@ typedef struct dtrain__load {
     char directory[DTRAIN__PATH];
     dtrain__manifest manifest;
     dtrain__reader reader;
-    float *sum;     /* (BLOCK) for means, made when there are any */
-    bool same_cuts; /* own tensors are as this rank has saved them, on all ranks */
+    int32_t *wanted; /* (manifest.tensor_count) some rank lists it */
+    float *sum;      /* (BLOCK) for means, made when there are any */
+    bool same_cuts;  /* own tensors are as this rank has saved them, on all ranks */
     uint64_t values;
     uint64_t job; /* rank 0's */
     char note[600];
@@ -28007,20 +28008,42 @@ static void dtrain__settings_compare(const char *object, size_t bytes, const cha
     }
 }
 
-/* Say which of the optimizer's state is in the checkpoint and not in this run. */
-static void dtrain__note_moments(dtrain__load *load)
+/* Find out which tensors of the checkpoint any rank lists: ranks may list different ones. */
+static dtrain_result dtrain__load_wanted(dtrain__load *load)
 {
-    bool wanted[DTRAIN_STATE_KINDS] = {false}, told[DTRAIN_STATE_KINDS] = {false};
-    for (size_t i = 0; i < load->state->tensor_count; i++)
-        wanted[load->state->tensors[i].kind] = true;
-    for (size_t i = 0; i < load->manifest.tensor_count; i++) {
-        const uint32_t kind = load->manifest.tensors[i].kind;
-        const bool moments = (kind >= DTRAIN_STATE_EXP_AVG && kind <= DTRAIN_STATE_MOMENTUM) ||
-                             kind >= DTRAIN_STATE_LION;
-        if (!moments || wanted[kind] || told[kind]) continue;
-        told[kind] = true;
+    const dtrain__manifest *m = &load->manifest;
+    const dtrain_state *state = load->state;
+    load->wanted = (int32_t *)dtrain__alloc(&state->allocator, m->tensor_count,
+                                            sizeof *load->wanted, "a list of tensors");
+    DTRAIN__TRY(dtrain__agree(state->comm, load->wanted ? DTRAIN_OK : DTRAIN_ERROR_MEMORY));
+    for (size_t i = 0; i < state->tensor_count; i++) {
+        const dtrain__saved_tensor *saved =
+            dtrain__manifest_find(m, state->tensors[i].kind, state->tensors[i].name);
+        if (saved) load->wanted[saved - m->tensors] = 1;
+    }
+    return dtrain_all_reduce(state->comm, load->wanted, load->wanted, m->tensor_count,
+                             DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MAX, NULL);
+}
+
+/* Say what of the checkpoint no rank has a place for: arrays by name, all else by kind. */
+static void dtrain__note_left_out(dtrain__load *load)
+{
+    const dtrain__manifest *m = &load->manifest;
+    bool done[DTRAIN_STATE_KINDS] = {false}; /* loaded, or said */
+    done[DTRAIN_STATE_MISSED] = done[DTRAIN_STATE_VELOCITY] = done[DTRAIN_STATE_Q] = true;
+    done[DTRAIN_STATE_VALUE] = done[DTRAIN_STATE_RESIDUAL] = true;
+    for (size_t i = 0; i < m->tensor_count; i++)
+        if (load->wanted[i]) done[m->tensors[i].kind] = true;
+    for (size_t i = 0; i < m->tensor_count; i++) {
+        const dtrain__saved_tensor *saved = &m->tensors[i];
+        if (saved->kind == DTRAIN_STATE_HOST && !load->wanted[i] &&
+            strcmp(saved->name, DTRAIN__MISSED_OF_ALL) != 0)
+            dtrain__load_note(load, "\"%.60s\" is left out: this run has no such array",
+                              saved->name);
+        if (saved->kind == DTRAIN_STATE_HOST || done[saved->kind]) continue;
+        done[saved->kind] = true;
         dtrain__load_note(load, "%s was left out: this optimizer keeps none",
-                          dtrain__state_kind_name(kind));
+                          dtrain__state_kind_name(saved->kind));
     }
 }
 
@@ -28049,12 +28072,9 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
                                                                               : &misfit.missing,
                          "%s \"%.60s\"", kind, tensor->name);
     }
-    for (size_t i = 0; i < m->tensor_count; i++) {
-        const dtrain__saved_tensor *saved = m->by_name[i];
-        if (saved->kind != DTRAIN_STATE_VALUE) break; /* values come first */
-        if (!dtrain__state_find(state, saved->kind, saved->name))
-            dtrain__name_add(&misfit.extra, "value \"%.60s\"", saved->name);
-    }
+    for (size_t i = 0; i < m->tensor_count; i++)
+        if (m->tensors[i].kind == DTRAIN_STATE_VALUE && !load->wanted[i])
+            dtrain__name_add(&misfit.extra, "value \"%.60s\"", m->tensors[i].name);
     if (!dtrain__misfit_text(&misfit, text, sizeof text)) return DTRAIN_OK;
     if (load->desc.partial) return dtrain__load_note(load, "%s", text), DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
@@ -28191,13 +28211,6 @@ static void dtrain__note_arrays(dtrain__load *load)
             dtrain__load_note(load, "\"%.60s\" of ranks from %d on is left out", tensor->name,
                               ranks);
     }
-    for (size_t i = 0; i < load->manifest.tensor_count; i++) {
-        const dtrain__saved_tensor *saved = &load->manifest.tensors[i];
-        if (saved->kind == DTRAIN_STATE_HOST && strcmp(saved->name, DTRAIN__MISSED_OF_ALL) != 0 &&
-            !dtrain__state_find(state, saved->kind, saved->name))
-            dtrain__load_note(load, "\"%.60s\" is left out: this run has no such array",
-                              saved->name);
-    }
 }
 
 /* ---- All of it --------------------------------------------------------------------------------*/
@@ -28257,6 +28270,7 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
     DTRAIN__TRY(
         dtrain__agree(state->comm, dtrain__manifest_read(load->desc.storage, &state->allocator,
                                                          load->directory, &load->manifest)));
+    DTRAIN__TRY(dtrain__load_wanted(load));
     dtrain_result result = dtrain__agree(state->comm, dtrain__load_compare(load));
     *differs = result != DTRAIN_OK;
     if (result == DTRAIN_OK) result = dtrain__compare_cuts(load);
@@ -28267,13 +28281,22 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
     if (result != DTRAIN_OK) return result;
     dtrain__scalars_load(load);
     if (!load->desc.values_only) {
-        dtrain__note_moments(load);
+        dtrain__note_left_out(load);
         dtrain__note_residuals(load);
         dtrain__note_arrays(load);
         load->state->step = load->manifest.step;
         if (load->manifest.run) load->state->run = load->manifest.run;
     }
     return dtrain_state_changed(load->state);
+}
+
+/* Free what belongs to one checkpoint. */
+static void dtrain__load_free(dtrain__load *load)
+{
+    dtrain__free(&load->state->allocator, load->wanted, load->manifest.tensor_count,
+                 sizeof *load->wanted);
+    load->wanted = NULL;
+    dtrain__manifest_free(&load->manifest);
 }
 
 /* ---- Which checkpoint -------------------------------------------------------------------------*/
@@ -28333,7 +28356,7 @@ static dtrain_result dtrain__load_newest(dtrain__load *load, const char *path,
                                       DTRAIN_REDUCE_MIN, NULL));
         dtrain__set_last_error(why);
         if (!damaged || (load->desc.partial && dtrain__torn(state->desc.strategy))) return result;
-        dtrain__manifest_free(&load->manifest);
+        dtrain__load_free(load);
         snprintf(passed, sizeof passed, "%.250s", dtrain__bare(why));
         if (dtrain_comm_rank(state->comm) == 0)
             dtrain_log(state->world, DTRAIN_LOG_WARNING,
@@ -28398,7 +28421,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
     if (result == DTRAIN_OK) dtrain__load_report(&load, start, info);
     else if (torn && !dtrain__torn(state->desc.strategy))
         dtrain__set_torn(state->desc.strategy, torn);
-    dtrain__manifest_free(&load.manifest);
+    dtrain__load_free(&load);
     dtrain__steps_free(&steps);
     dtrain__free(&state->allocator, load.sum, DTRAIN__BLOCK, 1);
     dtrain__reader_end(&load.reader, state);

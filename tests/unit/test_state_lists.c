@@ -1,0 +1,362 @@
+/* test_state_lists.c: ranks that list different tensors: stages of a pipeline, each with a strategy of its own, and
+ * arrays cut by columns, by components and into runs. What some ranks save others load, cut in another way. Lists
+ * that contradict one another or leave elements out are errors that name them. A checkpoint of version 0.2. */
+#include "test.h"
+#include "dtrain.h"
+#include "ranks.h"
+
+enum { LAYERS = 7, ARRAYS = 3, PIECES = 48 };
+
+typedef struct run {
+    int ranks, stages;
+    uint64_t seed;   /* of the cuts */
+    bool replicated; /* DDP: every rank holds all of its stage */
+    bool load;
+    int bad; /* 1: ranks contradict one another; 2: a piece that nobody has; 3: one that overlaps another */
+    char directory[64];
+    dtrain_result ended[8];
+    char error[8][1024];
+    uint64_t bytes[8]; /* written */
+} run;
+
+static const int64_t shapes[ARRAYS][4] = {{6, 20, 0, 0}, {4, 3, 10, 0}, {2, 3, 4, 5}};
+static const char *const array_names[ARRAYS] = {"q|k|v", "experts", "cube"};
+
+/* What an element must be, anywhere. */
+static float value_of(uint32_t kind, const char *name, int64_t element)
+{
+    uint64_t hash = kind + 1;
+    for (; *name; name++) hash = ranks_mix(hash ^ (uint64_t)(unsigned char)*name);
+    return (float)(ranks_mix(hash ^ (uint64_t)element) % 100000);
+}
+
+/* The element of the whole tensor that is number i of a piece: naive, coordinate by coordinate. */
+static int64_t element_of(const dtrain_state_tensor *t, int64_t i)
+{
+    int64_t rest = t->piece.offset + i, element = 0, stride = 1;
+    for (int d = 3; d >= 0; d--) {
+        const int64_t length = t->piece.length[d] ? t->piece.length[d] : 1;
+        element += (t->piece.first[d] + rest % length) * stride;
+        rest /= length;
+        stride *= t->shape[d] ? t->shape[d] : 1;
+    }
+    return element;
+}
+
+/* Fill all that this rank lists, or compare it. */
+static dtrain_result walk(dtrain_world *world, dtrain_state *state, bool compare)
+{
+    const dtrain_state_tensor *tensors;
+    size_t count, wrong = 0;
+    const dtrain_result result = dtrain_state_tensors(state, &tensors, &count);
+    for (size_t i = 0; i < count && result == DTRAIN_OK; i++) {
+        const dtrain_state_tensor *t = &tensors[i];
+        for (int64_t k = 0; k < t->piece.count; k++) {
+            const float expected = value_of(t->kind, t->name, element_of(t, k));
+            if (t->dtype == DTRAIN_DTYPE_I64) {
+                int64_t *at = (int64_t *)t->memory + k;
+                wrong += compare && *at != (int64_t)expected;
+                *at = compare ? *at : (int64_t)expected;
+            } else {
+                float *at = (float *)t->memory + k;
+                wrong += compare && *at != expected;
+                *at = compare ? *at : expected;
+            }
+        }
+        CHECK_MSG(!wrong, "rank %d: kind %u of \"%s\": %zu elements are wrong",
+                  dtrain_world_rank(world), t->kind, t->name, wrong);
+        wrong = 0;
+    }
+    return result;
+}
+
+/* Add this rank's pieces of the arrays. Every rank cuts all of them in the same way. */
+static dtrain_result add_arrays(dtrain_state *state, const run *r, int rank, float *memory)
+{
+    uint64_t random = r->seed;
+    int number = 0;
+    for (int a = 0; a < ARRAYS; a++) {
+        const int dims = shapes[a][3] ? 4 : shapes[a][2] ? 3 : 2;
+        const int axis = (int)ranks_random(&random, (uint64_t)dims);
+        for (int64_t first = 0, length; first < shapes[a][axis]; first += length) {
+            dtrain_state_item item;
+            memset(&item, 0, sizeof item);
+            length = 1 + (int64_t)ranks_random(&random, (uint64_t)(shapes[a][axis] - first));
+            memcpy(item.piece.length, shapes[a], sizeof item.piece.length);
+            item.piece.first[axis] = first;
+            item.piece.length[axis] = length;
+            int64_t elements = 1;
+            for (int d = 0; d < dims; d++) elements *= item.piece.length[d];
+            for (int64_t done = 0; done < elements; done += item.count, number++) {
+                const int owner = (int)ranks_random(&random, (uint64_t)r->ranks);
+                const int other = (int)ranks_random(&random, (uint64_t)r->ranks);
+                item.count = 1 + (int64_t)ranks_random(&random, (uint64_t)(elements - done));
+                if (number % 3 == 0) item.count = elements - done; /* a whole box, more often */
+                item.name = array_names[a];
+                memcpy(item.shape, shapes[a], sizeof item.shape);
+                item.piece.offset = done;
+                item.piece.count = item.count;
+                item.memory = memory;
+                if (r->bad == 1 && a == 1 && rank == 1) item.shape[0]++;
+                if (rank != owner && rank != other) continue;
+                memory += item.count;
+                if (r->bad == 2 && a == 2 && !done && !first) continue;
+                TRY(dtrain_state_add(state, &item));
+                if (r->bad != 3 || a != 0 || done || first || item.count < 2) continue;
+                dtrain_state_item again = item;
+                again.piece.offset++;
+                again.piece.count = --again.count;
+                TRY(dtrain_state_add(state, &again));
+            }
+        }
+    }
+    return DTRAIN_OK;
+}
+
+typedef struct rank_of {
+    dtrain_param params[LAYERS];
+    char names[LAYERS][16];
+    float memory[4096];
+    dtrain_comm *comm;
+    dtrain_strategy *strategy;
+    dtrain_optimizer *optimizer;
+    dtrain_state *state;
+    dtrain_checkpoint *checkpoint;
+} rank_of;
+
+static dtrain_result rank_run(dtrain_world *world, run *r, rank_of *s)
+{
+    const int rank = dtrain_world_rank(world), stage = rank * r->stages / r->ranks;
+    const int first = stage * LAYERS / r->stages, end = (stage + 1) * LAYERS / r->stages;
+    dtrain_strategy_desc how;
+    dtrain_state_desc state;
+    dtrain_checkpoint_desc save;
+    dtrain_checkpoint_info info;
+    memset(&how, 0, sizeof how);
+    memset(&state, 0, sizeof state);
+    memset(&save, 0, sizeof save);
+    for (int i = first; i < end; i++) {
+        dtrain_param *p = &s->params[i - first];
+        snprintf(s->names[i], sizeof s->names[i], "layer.%d", i);
+        p->name = s->names[i];
+        p->unit = (uint32_t)(i - first);
+        p->shape[0] = 3 + i;
+        p->shape[1] = i % 2 ? 5 : 0;
+    }
+    TRY(dtrain_comm_split(dtrain_world_comm(world), stage, 0, &s->comm));
+    how.kind = r->replicated ? DTRAIN_STRATEGY_DDP
+               : r->seed % 2 ? DTRAIN_STRATEGY_FULL_SHARD
+                             : DTRAIN_STRATEGY_ZERO1;
+    how.comm = s->comm;
+    TRY(dtrain_strategy_create(world, s->params, (size_t)(end - first), &how, &s->strategy));
+    dtrain_optimizer_desc adam = dtrain_adamw_defaults();
+    TRY(dtrain_optimizer_create(world, s->strategy, &adam, &s->optimizer));
+    state.strategy = s->strategy;
+    state.optimizer = s->optimizer;
+    state.comm = dtrain_world_comm(world);
+    TRY(dtrain_state_create(world, &state, &s->state));
+    TRY(add_arrays(s->state, r, rank, s->memory));
+    if (r->load) {
+        dtrain_load_info loaded;
+        TRY(dtrain_checkpoint_load(s->state, r->directory, NULL, &loaded));
+        CHECK_MSG(!loaded.note[0], "%s", loaded.note);
+        return walk(world, s->state, true);
+    }
+    TRY(walk(world, s->state, false));
+    TRY(dtrain_state_changed(s->state));
+    save.directory = r->directory;
+    save.state = s->state;
+    save.file_bytes = r->seed % 3 ? 0 : 4096;
+    TRY(dtrain_checkpoint_open(world, &save, &s->checkpoint));
+    for (int i = 1; i <= 2; i++) TRY(dtrain_checkpoint_save(s->checkpoint, i, 0));
+    dtrain_checkpoint_query(s->checkpoint, &info);
+    r->bytes[rank] = info.bytes;
+    return DTRAIN_OK;
+}
+
+static int rank_main(dtrain_world *world, void *user)
+{
+    run *r = (run *)user;
+    const int rank = dtrain_world_rank(world);
+    rank_of *s = (rank_of *)calloc(1, sizeof *s);
+    if (!s) return 3;
+    r->ended[rank] = rank_run(world, r, s);
+    if (r->ended[rank] != DTRAIN_OK)
+        snprintf(r->error[rank], sizeof r->error[0], "%s", dtrain_last_error());
+    (void)dtrain_checkpoint_close(s->checkpoint);
+    dtrain_state_destroy(s->state);
+    dtrain_optimizer_destroy(s->optimizer);
+    dtrain_strategy_destroy(s->strategy);
+    dtrain_comm_destroy(s->comm);
+    free(s);
+    return 0;
+}
+
+static run *run_new(int ranks, int stages, uint64_t seed)
+{
+    run *r = (run *)ranks_shared(sizeof *r);
+    r->ranks = ranks;
+    r->stages = stages < ranks ? stages : ranks;
+    r->seed = seed;
+    return r;
+}
+
+static void directory_make(run *r)
+{
+    snprintf(r->directory, sizeof r->directory, "/tmp/dtrain_lists_XXXXXX");
+    if (!mkdtemp(r->directory)) exit(3);
+}
+
+static void directory_remove(const run *r)
+{
+    char command[128];
+    snprintf(command, sizeof command, "rm -rf %s", r->directory);
+    CHECK(system(command) == 0);
+}
+
+static void go(run *r, const char *what, uint64_t seed)
+{
+    ranks_run(r->ranks, DTRAIN_LAUNCH_THREADS, rank_main, r);
+    for (int i = 0; i < r->ranks; i++)
+        CHECK_MSG(r->ended[i] == DTRAIN_OK, "seed %llu, %s, rank %d of %d in %d stages: %s",
+                  (unsigned long long)seed, what, i, r->ranks, r->stages, r->error[i]);
+}
+
+static void test_lists_differ(void)
+{
+    const uint64_t first = test_seed(), count = test_full() ? 300 : 24;
+    for (uint64_t seed = first; seed < first + count; seed++) {
+        uint64_t random = seed;
+        run *r[2];
+        for (int i = 0; i < 2; i++) {
+            const int ranks = 1 + (int)ranks_random(&random, 8);
+            r[i] = run_new(ranks, 1 + (int)ranks_random(&random, 4), random);
+        }
+        directory_make(r[0]);
+        memcpy(r[1]->directory, r[0]->directory, sizeof r[1]->directory);
+        r[1]->load = true;
+        go(r[0], "saving", seed);
+        go(r[1], "loading", seed);
+        directory_remove(r[0]);
+        for (int i = 0; i < 2; i++) munmap(r[i], sizeof *r[i]);
+    }
+}
+
+/* What all ranks hold is written once, by all of them in turn. */
+static void test_writers_are_balanced(void)
+{
+    run *r = run_new(4, 1, 12);
+    uint64_t least = UINT64_MAX, most = 0;
+    r->replicated = true;
+    directory_make(r);
+    go(r, "saving", 0);
+    for (int i = 0; i < 4; i++) {
+        least = r->bytes[i] < least ? r->bytes[i] : least;
+        most = r->bytes[i] > most ? r->bytes[i] : most;
+    }
+    CHECK_MSG(least > 0 && most < 2 * least, "ranks write %llu to %llu bytes",
+              (unsigned long long)least, (unsigned long long)most);
+    directory_remove(r);
+}
+
+static void test_contradictions(void)
+{
+    static const struct {
+        dtrain_result result;
+        const char *words[3];
+    } cases[] = {
+        {DTRAIN_ERROR_MISMATCH, {"\"experts\"", "rank 1: F32 [5, 3, 10, 0]", "F32 [4, 3, 10, 0]"}},
+        {DTRAIN_ERROR_DATA, {"\"cube\"", "leave a hole", "of its 120 elements"}},
+        {DTRAIN_ERROR_DATA, {"\"q|k|v\"", "overlap", "of its 120 elements"}}};
+    for (int bad = 1; bad <= 3; bad++) {
+        run *r = run_new(3, 2, 5);
+        r->bad = bad;
+        directory_make(r);
+        ranks_run(r->ranks, DTRAIN_LAUNCH_THREADS, rank_main, r);
+        for (int i = 0; i < 3; i++)
+            for (int word = 0; word < 3; word++)
+                CHECK_MSG(r->ended[i] == cases[bad - 1].result &&
+                              strstr(r->error[i], cases[bad - 1].words[word]),
+                          "case %d, rank %d: %d, %s", bad, i, (int)r->ended[i], r->error[i]);
+        directory_remove(r);
+    }
+}
+
+/* ---- version 0.2 ---- */
+
+/* tests/reference/checkpoint_0.2 was saved by version 0.2, on 2 ranks of FULL_SHARD: element e of kind k is
+ * 100 (k + 1) + e, how often a parameter was left out 5 and 6, the program's counter 77. */
+static int old_main(dtrain_world *world, void *user)
+{
+    static const char path[] = "tests/reference/checkpoint_0.2";
+    dtrain_param p[2];
+    dtrain_strategy_desc how;
+    dtrain_state_desc desc;
+    dtrain_state_item item;
+    dtrain_load_info info;
+    dtrain_strategy *strategy;
+    dtrain_optimizer *optimizer;
+    dtrain_state *state;
+    const dtrain_state_tensor *t;
+    size_t count;
+    int64_t counter = 0;
+    (void)user;
+    memset(p, 0, sizeof p);
+    memset(&how, 0, sizeof how);
+    memset(&desc, 0, sizeof desc);
+    memset(&item, 0, sizeof item);
+    p[0].name = "w";
+    p[0].shape[0] = 5;
+    p[0].shape[1] = 3;
+    p[1].name = "b";
+    p[1].shape[0] = 4;
+    how.kind = DTRAIN_STRATEGY_FULL_SHARD;
+    TRY(dtrain_strategy_create(world, p, 2, &how, &strategy));
+    dtrain_optimizer_desc adam = dtrain_adamw_defaults();
+    TRY(dtrain_optimizer_create(world, strategy, &adam, &optimizer));
+    desc.strategy = strategy;
+    desc.optimizer = optimizer;
+    TRY(dtrain_state_create(world, &desc, &state));
+    item.name = "counter";
+    item.dtype = DTRAIN_DTYPE_I64;
+    item.count = 1;
+    item.memory = &counter;
+    TRY(dtrain_state_add(state, &item));
+    const dtrain_result result = dtrain_checkpoint_load(state, path, NULL, &info);
+    CHECK_MSG(result == DTRAIN_OK && !info.note[0] && info.step == 7 && info.ranks == 2, "%s, %s",
+              result == DTRAIN_OK ? "loaded" : dtrain_last_error(), info.note);
+    TRY(dtrain_state_tensors(state, &t, &count));
+    for (size_t i = 0; i < count; i++)
+        for (int64_t k = 0; k < t[i].piece.count; k++) {
+            const int64_t e = t[i].piece.offset + k;
+            const double found = t[i].dtype == DTRAIN_DTYPE_I64
+                                     ? (double)((int64_t *)t[i].memory)[k]
+                                     : (double)((float *)t[i].memory)[k];
+            const double expected = t[i].kind == DTRAIN_STATE_HOST ? 77
+                                    : t[i].kind == DTRAIN_STATE_MISSED
+                                        ? 5 + (t[i].name[0] == 'b')
+                                        : 100. * (t[i].kind + 1) + (double)e;
+            CHECK_MSG(found == expected, "kind %u of %s, element %lld: %g", t[i].kind, t[i].name,
+                      (long long)e, found);
+        }
+    dtrain_state_destroy(state);
+    dtrain_optimizer_destroy(optimizer);
+    dtrain_strategy_destroy(strategy);
+    return 0;
+}
+
+static void test_version_0_2(void)
+{
+    for (int ranks = 1; ranks <= 3; ranks++)
+        ranks_run(ranks, DTRAIN_LAUNCH_THREADS, old_main, NULL);
+}
+
+int main(int argc, char **argv)
+{
+    test_begin(argc, argv);
+    RUN(test_lists_differ);
+    RUN(test_writers_are_balanced);
+    RUN(test_contradictions);
+    RUN(test_version_0_2);
+    return test_summary();
+}
