@@ -70,6 +70,10 @@ extern "C" {
 #include "core/dtype.c"
 #include "core/random.c"
 #include "core/hash.c"
+#if DTRAIN__COLD
+#pragma GCC push_options
+#pragma GCC optimize("O1")
+#endif
 #include "world/world.c"
 #include "world/timeline.c"
 #include "world/trace.c"
@@ -79,6 +83,9 @@ extern "C" {
 #include "world/rendezvous.c"
 #include "world/page.c"
 #include "world/signals.c"
+#if DTRAIN__COLD
+#pragma GCC pop_options
+#endif
 #include "comm/comm.c"
 #include "comm/flight.c"
 #include "comm/reduce.c"
@@ -90,11 +97,18 @@ extern "C" {
 #include "comm/mpi.c"
 #include "comm/mpi_meet.c"
 #include "comm/backend.c"
+#if DTRAIN__COLD
+#pragma GCC push_options
+#pragma GCC optimize("O1")
+#endif
 #include "launch/launch.c"
 #include "launch/rank.c"
 #include "launch/environment.c"
 #include "launch/explain.c"
 #include "launch/restart.c"
+#if DTRAIN__COLD
+#pragma GCC pop_options
+#endif
 #include "strategy/params.c"
 #include "strategy/kinds.c"
 #include "strategy/layout.c"
@@ -140,6 +154,10 @@ extern "C" {
 #include "optim/muon.c"
 #include "optim/schedule.c"
 #if DTRAIN__LAYERS
+#if DTRAIN__COLD
+#pragma GCC push_options
+#pragma GCC optimize("O1")
+#endif
 #include "train/shuffle.c"
 #include "train/dataset.c"
 #include "train/loader.c"
@@ -176,6 +194,9 @@ extern "C" {
 #include "monitor/tensorboard.c"
 #include "monitor/histogram.c"
 #include "monitor/nvml.c"
+#if DTRAIN__COLD
+#pragma GCC pop_options
+#endif
 #endif
 #include "device/device.c"
 #include "device/plan.c"
