@@ -329,10 +329,10 @@
                         |<--- slice 0 --->|<--- slice 1 --->|      rank r reduces slice r
        rank 1's bucket  | p5 .......... pad | p4 ........ pad |
 
-   A sharded unit: each rank keeps a slice; gather lays the slices end to end in one of two slots,
-   reduce-scatter brings each rank the mean of its slice, which its optimizer updates:
+   A sharded unit: each rank keeps a shard; gather lays the shards end to end in one of two slots,
+   reduce-scatter brings each rank the mean of its shard, which its optimizer updates:
 
-       kept by rank      0: | slice 0 |    1: | slice 1 |    2: | slice 2 |
+       kept by rank      0: | shard 0 |    1: | shard 1 |    2: | shard 2 |
        in a slot, all       | weight ........ pad | bias . pad | norm . pad |  for one unit's time
 
    ------------------------------------------------------------------------------------------------
@@ -1569,7 +1569,7 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
  *     top-k               of every tensor the topk_ratio of largest magnitude: values and indices
  *     PowerSGD            every matrix (m, n) as P (m, r) times Q (n, r) transposed
  *     hierarchical        reduce-scatter inside a node of G ranks, all-reduce of 1/G across nodes,
- *                         all-gather inside. With it reduce_dtype and top-k apply to the slow hop
+ *                         all-gather inside. With it reduce_dtype and top-k apply between nodes
  *                         alone; PowerSGD needs whole matrices and is refused
  *
  *                        DDP   ZERO1   SHARD_GRAD_OP   FULL_SHARD   ZERO3   HYBRID_SHARD
@@ -1588,7 +1588,7 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
  * (SGD). The warm-up of warmup_steps begins at warmup_ratio and falls by a constant factor a step.
  * Sums are taken in rank order, each term times 1/N. Exchanges:
  *
- *     ALL_GATHER    everybody's selection to everybody: N - 1 selections received
+ *     ALL_GATHER    each rank sends its selection to all: N - 1 selections received
  *     BALANCED      a tensor is cut in N regions, and a rank sends from each its largest to the
  *                   region's owner; the owner adds them up, selects again and sends the result to
  *                   everybody. At most two selections received, whatever N is (after Li and
@@ -13390,10 +13390,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, d
 
 /* strategy/ways.c */
 DTRAIN__PRIVATE bool dtrain__takes_two_rounds(const dtrain_compression_desc *how);
-DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout, const dtrain_allocator *a,
-                                                  const dtrain_param *params, size_t count,
-                                                  const dtrain_strategy_desc *desc, int ranks,
-                                                  int rank, int all, int all_rank);
+DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout,
+                                                  const dtrain_allocator *a);
 DTRAIN__PRIVATE void dtrain__ways_memory(dtrain__layout *layout);
 DTRAIN__PRIVATE void dtrain__ways_free(dtrain__layout *layout, const dtrain_allocator *a);
 DTRAIN__PRIVATE dtrain_result dtrain__ways_open(dtrain_strategy *strategy);
@@ -13808,17 +13806,17 @@ DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind)
  *
  *     kind                                                               state  grads  params
  *     DDP: buckets by size, last parameter first, everything whole       -      -      -
- *     ZERO1: the same buckets, each cut in one slice a rank              1/N    -      -
+ *     ZERO1: the same buckets, each cut in one shard a rank              1/N    -      -
  *     SHARD_GRAD_OP and below: a bucket is a unit; its gradients are     1/N    1/N    -
  *     made in one of two buffers that take turns, and what is reduced
  *     of them is kept apart, in shards
  *     FULL_SHARD, HYBRID_SHARD: values are gathered into two more        1/N    1/N    1/N
  *     buffers that take turns ("slots"); unit u uses number u % 2, so
  *     that its addresses are the same whenever it is there
- *     ZERO3: slices end where tensors end                                owner  owner  owner
+ *     ZERO3: shards end where tensors end                                owner  owner  owner
  *
  *     unit u's bucket | tensor a ..... pad | tensor b .... pad | c | pad |
- *     FULL_SHARD      |<-- rank 0 -->|<-- rank 1 -->|<-- rank 2 -------->|     equal slices
+ *     FULL_SHARD      |<-- rank 0 -->|<-- rank 1 -->|<-- rank 2 -------->|     equal shards
  *     ZERO3           |<----- rank 0 ----->|<----- rank 2 ---->|<rank 1->|     tensors by owner
  *
  * Buckets are launched in their order: units from the last to the first, then parameters that
@@ -14483,8 +14481,7 @@ static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t en
         dtrain__bucket *bucket = &strategy->layout.buckets[strategy->launched];
         if (bucket->pending) break;
         bucket->stage = DTRAIN__REDUCED;
-        if (!dtrain__travels(strategy, bucket)) continue;
-        DTRAIN__TRY(dtrain__reduce_start(strategy, bucket));
+        if (dtrain__travels(strategy, bucket)) DTRAIN__TRY(dtrain__reduce_start(strategy, bucket));
     }
     return DTRAIN_OK;
 }
@@ -15579,7 +15576,7 @@ DTRAIN__PRIVATE bool dtrain__gathered_as(const dtrain__layout *layout, const dtr
     return true;
 }
 
-/* ---- Whole values, updated by slices ----------------------------------------------------------*/
+/* ---- Whole values, updated by shards ----------------------------------------------------------*/
 
 /* Copy values between the flat buckets of ZERO1 and SHARD_GRAD_OP and arrays of the host's
  * own. */
@@ -15599,7 +15596,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy
     return DTRAIN_OK;
 }
 
-/* Bring updated slices together, for kinds that keep whole values (ZERO1, SHARD_GRAD_OP): all
+/* Gather updated shards, for kinds that keep whole values (ZERO1, SHARD_GRAD_OP): all
  * buckets are under way before one is waited for. */
 DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy)
 {
@@ -16671,13 +16668,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__ways_open(dtrain_strategy *strategy)
 
 /* ---- What ways add to a layout ----------------------------------------------------------------*/
 
-/* Make a layout with the tables of its ways. */
-DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout, const dtrain_allocator *a,
-                                                  const dtrain_param *params, size_t count,
-                                                  const dtrain_strategy_desc *desc, int ranks,
-                                                  int rank, int all, int all_rank)
+/* Add the tables of its ways to a layout. */
+DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout, const dtrain_allocator *a)
 {
-    DTRAIN__TRY(dtrain__layout_make(layout, a, params, count, desc, ranks, rank, all, all_rank));
     return layout->compression ? dtrain__layout_portions(layout, a) : DTRAIN_OK;
 }
 
@@ -17529,10 +17522,11 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     dtrain__layout *layout = &strategy->layout;
     dtrain_comm *shared = strategy->shard_comm;
     void *memory;
-    DTRAIN__TRY(dtrain__ways_layout(
+    DTRAIN__TRY(dtrain__layout_make(
         layout, a, strategy->params, count, &strategy->desc, shared ? dtrain_comm_size(shared) : 1,
         shared ? dtrain_comm_rank(shared) : 0, dtrain_comm_size(strategy->comm),
         dtrain_comm_rank(strategy->comm)));
+    DTRAIN__TRY(dtrain__ways_layout(layout, a));
     const size_t each = layout->owners ? (size_t)layout->ranks : layout->compression ? 2 : 1;
     strategy->works_per_bucket = each;
     strategy->shards = (dtrain_shard *)dtrain__alloc(a, count, sizeof *strategy->shards, "shards");
@@ -17925,7 +17919,8 @@ static dtrain_result dtrain__plan_layout(const dtrain_allocator *a, const dtrain
 {
     const int sharers = dtrain__plan_sharers(desc, ranks);
     DTRAIN__TRY(
-        dtrain__ways_layout(layout, a, params, count, desc, sharers, rank % sharers, ranks, rank));
+        dtrain__layout_make(layout, a, params, count, desc, sharers, rank % sharers, ranks, rank));
+    DTRAIN__TRY(dtrain__ways_layout(layout, a));
     dtrain__ways_memory(layout);
     return DTRAIN_OK;
 }
@@ -17972,8 +17967,8 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
     const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
     dtrain__resolve_levels(&desc, ranks);
     memset(memory, 0, sizeof *memory);
-    /* Ranks hold the same where slices are equal. They do not where tensors have owners, where
-     * optimizer state depends on the group, and where compression keeps something of a slice. */
+    /* Equal shards need the same memory on every rank. Owned tensors, groups with other numbers of
+     * states and compression's states of a slice do not. */
     const int differ = desc.compression                   ? ranks
                        : kind->owners || desc.group_count ? dtrain__plan_sharers(&desc, ranks)
                                                           : 1;

@@ -127,10 +127,10 @@
                         |<--- slice 0 --->|<--- slice 1 --->|      rank r reduces slice r
        rank 1's bucket  | p5 .......... pad | p4 ........ pad |
 
-   A sharded unit: each rank keeps a slice; gather lays the slices end to end in one of two slots,
-   reduce-scatter brings each rank the mean of its slice, which its optimizer updates:
+   A sharded unit: each rank keeps a shard; gather lays the shards end to end in one of two slots,
+   reduce-scatter brings each rank the mean of its shard, which its optimizer updates:
 
-       kept by rank      0: | slice 0 |    1: | slice 1 |    2: | slice 2 |
+       kept by rank      0: | shard 0 |    1: | shard 1 |    2: | shard 2 |
        in a slot, all       | weight ........ pad | bias . pad | norm . pad |  for one unit's time
 
    ------------------------------------------------------------------------------------------------

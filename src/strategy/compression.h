@@ -7,7 +7,7 @@
  *     top-k               of every tensor the topk_ratio of largest magnitude: values and indices
  *     PowerSGD            every matrix (m, n) as P (m, r) times Q (n, r) transposed
  *     hierarchical        reduce-scatter inside a node of G ranks, all-reduce of 1/G across nodes,
- *                         all-gather inside. With it reduce_dtype and top-k apply to the slow hop
+ *                         all-gather inside. With it reduce_dtype and top-k apply between nodes
  *                         alone; PowerSGD needs whole matrices and is refused
  *
  *                        DDP   ZERO1   SHARD_GRAD_OP   FULL_SHARD   ZERO3   HYBRID_SHARD
@@ -26,7 +26,7 @@
  * (SGD). The warm-up of warmup_steps begins at warmup_ratio and falls by a constant factor a step.
  * Sums are taken in rank order, each term times 1/N. Exchanges:
  *
- *     ALL_GATHER    everybody's selection to everybody: N - 1 selections received
+ *     ALL_GATHER    each rank sends its selection to all: N - 1 selections received
  *     BALANCED      a tensor is cut in N regions, and a rank sends from each its largest to the
  *                   region's owner; the owner adds them up, selects again and sends the result to
  *                   everybody. At most two selections received, whatever N is (after Li and

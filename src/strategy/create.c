@@ -151,10 +151,11 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     dtrain__layout *layout = &strategy->layout;
     dtrain_comm *shared = strategy->shard_comm;
     void *memory;
-    DTRAIN__TRY(dtrain__ways_layout(
+    DTRAIN__TRY(dtrain__layout_make(
         layout, a, strategy->params, count, &strategy->desc, shared ? dtrain_comm_size(shared) : 1,
         shared ? dtrain_comm_rank(shared) : 0, dtrain_comm_size(strategy->comm),
         dtrain_comm_rank(strategy->comm)));
+    DTRAIN__TRY(dtrain__ways_layout(layout, a));
     const size_t each = layout->owners ? (size_t)layout->ranks : layout->compression ? 2 : 1;
     strategy->works_per_bucket = each;
     strategy->shards = (dtrain_shard *)dtrain__alloc(a, count, sizeof *strategy->shards, "shards");

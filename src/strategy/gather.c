@@ -240,7 +240,7 @@ DTRAIN__PRIVATE bool dtrain__gathered_as(const dtrain__layout *layout, const dtr
     return true;
 }
 
-/* ---- Whole values, updated by slices ----------------------------------------------------------*/
+/* ---- Whole values, updated by shards ----------------------------------------------------------*/
 
 /* Copy values between the flat buckets of ZERO1 and SHARD_GRAD_OP and arrays of the host's
  * own. */
@@ -260,7 +260,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy
     return DTRAIN_OK;
 }
 
-/* Bring updated slices together, for kinds that keep whole values (ZERO1, SHARD_GRAD_OP): all
+/* Gather updated shards, for kinds that keep whole values (ZERO1, SHARD_GRAD_OP): all
  * buckets are under way before one is waited for. */
 DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy)
 {

@@ -5,17 +5,17 @@
  *
  *     kind                                                               state  grads  params
  *     DDP: buckets by size, last parameter first, everything whole       -      -      -
- *     ZERO1: the same buckets, each cut in one slice a rank              1/N    -      -
+ *     ZERO1: the same buckets, each cut in one shard a rank              1/N    -      -
  *     SHARD_GRAD_OP and below: a bucket is a unit; its gradients are     1/N    1/N    -
  *     made in one of two buffers that take turns, and what is reduced
  *     of them is kept apart, in shards
  *     FULL_SHARD, HYBRID_SHARD: values are gathered into two more        1/N    1/N    1/N
  *     buffers that take turns ("slots"); unit u uses number u % 2, so
  *     that its addresses are the same whenever it is there
- *     ZERO3: slices end where tensors end                                owner  owner  owner
+ *     ZERO3: shards end where tensors end                                owner  owner  owner
  *
  *     unit u's bucket | tensor a ..... pad | tensor b .... pad | c | pad |
- *     FULL_SHARD      |<-- rank 0 -->|<-- rank 1 -->|<-- rank 2 -------->|     equal slices
+ *     FULL_SHARD      |<-- rank 0 -->|<-- rank 1 -->|<-- rank 2 -------->|     equal shards
  *     ZERO3           |<----- rank 0 ----->|<----- rank 2 ---->|<rank 1->|     tensors by owner
  *
  * Buckets are launched in their order: units from the last to the first, then parameters that

@@ -25,7 +25,8 @@ static dtrain_result dtrain__plan_layout(const dtrain_allocator *a, const dtrain
 {
     const int sharers = dtrain__plan_sharers(desc, ranks);
     DTRAIN__TRY(
-        dtrain__ways_layout(layout, a, params, count, desc, sharers, rank % sharers, ranks, rank));
+        dtrain__layout_make(layout, a, params, count, desc, sharers, rank % sharers, ranks, rank));
+    DTRAIN__TRY(dtrain__ways_layout(layout, a));
     dtrain__ways_memory(layout);
     return DTRAIN_OK;
 }
@@ -72,8 +73,8 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
     const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
     dtrain__resolve_levels(&desc, ranks);
     memset(memory, 0, sizeof *memory);
-    /* Ranks hold the same where slices are equal. They do not where tensors have owners, where
-     * optimizer state depends on the group, and where compression keeps something of a slice. */
+    /* Equal shards need the same memory on every rank. Owned tensors, groups with other numbers of
+     * states and compression's states of a slice do not. */
     const int differ = desc.compression                   ? ranks
                        : kind->owners || desc.group_count ? dtrain__plan_sharers(&desc, ranks)
                                                           : 1;

@@ -169,8 +169,7 @@ static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t en
         dtrain__bucket *bucket = &strategy->layout.buckets[strategy->launched];
         if (bucket->pending) break;
         bucket->stage = DTRAIN__REDUCED;
-        if (!dtrain__travels(strategy, bucket)) continue;
-        DTRAIN__TRY(dtrain__reduce_start(strategy, bucket));
+        if (dtrain__travels(strategy, bucket)) DTRAIN__TRY(dtrain__reduce_start(strategy, bucket));
     }
     return DTRAIN_OK;
 }

@@ -165,10 +165,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, d
 
 /* strategy/ways.c */
 DTRAIN__PRIVATE bool dtrain__takes_two_rounds(const dtrain_compression_desc *how);
-DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout, const dtrain_allocator *a,
-                                                  const dtrain_param *params, size_t count,
-                                                  const dtrain_strategy_desc *desc, int ranks,
-                                                  int rank, int all, int all_rank);
+DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout,
+                                                  const dtrain_allocator *a);
 DTRAIN__PRIVATE void dtrain__ways_memory(dtrain__layout *layout);
 DTRAIN__PRIVATE void dtrain__ways_free(dtrain__layout *layout, const dtrain_allocator *a);
 DTRAIN__PRIVATE dtrain_result dtrain__ways_open(dtrain_strategy *strategy);

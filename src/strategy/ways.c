@@ -82,13 +82,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__ways_open(dtrain_strategy *strategy)
 
 /* ---- What ways add to a layout ----------------------------------------------------------------*/
 
-/* Make a layout with the tables of its ways. */
-DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout, const dtrain_allocator *a,
-                                                  const dtrain_param *params, size_t count,
-                                                  const dtrain_strategy_desc *desc, int ranks,
-                                                  int rank, int all, int all_rank)
+/* Add the tables of its ways to a layout. */
+DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout, const dtrain_allocator *a)
 {
-    DTRAIN__TRY(dtrain__layout_make(layout, a, params, count, desc, ranks, rank, all, all_rank));
     return layout->compression ? dtrain__layout_portions(layout, a) : DTRAIN_OK;
 }
 
