@@ -4917,6 +4917,14 @@ typedef struct dtrain__range {
 
 typedef struct dtrain__part dtrain__part; /* of a communicator, see comm/ */
 
+/* The calls by which a world reports to its recorder, the flight record (comm/flight.c). */
+typedef struct dtrain__recorder {
+    void (*beat)(dtrain_world *world, uint64_t now);   /* a wait has read the clock */
+    void (*gather)(dtrain_world *world, size_t bytes); /* dtrain_world_all_gather begins ... */
+    void (*gathered)(dtrain_world *world, dtrain_result result); /* ... and ends */
+    void (*fail)(dtrain_world *world, dtrain_result code); /* a call failed, see its last error */
+} dtrain__recorder;
+
 struct dtrain_world {
     int rank, size;
     int local_rank, local_size, node, node_count; /* the machine's, also under emulation */
@@ -4950,19 +4958,11 @@ struct dtrain_world {
     int caused_by;                /* 1 + the rank whose failure ended a call of this one; 0: none */
     struct dtrain__engine *comms; /* this rank's communicators, newest first */
     int64_t comm_count;           /* every communicator made so far has a smaller number */
-    struct dtrain__flight *flight; /* its last collectives, see comm/flight.c */
-    dtrain__timeline timeline;     /* its spans, see timeline.c */
+    struct dtrain__flight *flight;    /* its last collectives, see comm/flight.c */
+    const dtrain__recorder *recorder; /* that of flight; or NULL */
+    dtrain__timeline timeline;        /* its spans, see timeline.c */
     dtrain__part *retired; /* memory of destroyed communicators that others may still read */
 };
-
-#define DTRAIN__FLIGHT_PATH 1024 /* bytes of a directory's name, its 0 included */
-
-/* These are implemented by comm/flight.c: record that the clock was read inside of a wait, a call of
- * dtrain_world_all_gather, its end, and this rank's first failure, which is in the last error. */
-DTRAIN__PRIVATE void dtrain__flight_beat(dtrain_world *world, uint64_t now);
-DTRAIN__PRIVATE void dtrain__flight_gather(dtrain_world *world, size_t bytes);
-DTRAIN__PRIVATE void dtrain__flight_gathered(dtrain_world *world, dtrain_result result);
-DTRAIN__PRIVATE void dtrain__flight_fail(dtrain_world *world, dtrain_result code);
 
 /* A request to stop reaches a rank twice when it is sent to the process group or to all processes
  * of a job, as timeout(1) and Slurm do, and is forwarded as well. Within this time both are one. */
@@ -5928,7 +5928,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wai
     wait->last_ns = now;
     wait->waited_ns += gap < longest_gap ? gap : longest_gap;
     wait->polled = true;
-    dtrain__flight_beat(world, now);
+    if (world->recorder) world->recorder->beat(world, now);
     dtrain__link_poll(world);
     DTRAIN__TRY(dtrain__trouble(world));
     if (wait->waited_ns > 100000000u && world->launcher && getppid() != world->launcher)
@@ -5992,7 +5992,7 @@ DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world)
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_poll"));
     dtrain__link_poll(world);
     const dtrain_result trouble = dtrain__trouble(world);
-    dtrain__flight_fail(world, trouble);
+    if (world->recorder) world->recorder->fail(world, trouble);
     DTRAIN__TRY(trouble);
     const dtrain__exit_record *exits = world->control->exits;
     const int ended = dtrain__load(&world->control->ended_count) ? world->size : 0;
@@ -6103,9 +6103,9 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
     DTRAIN__TRY(dtrain__trouble(world));
     const uint32_t span =
         dtrain__span_begin(world, DTRAIN_SPAN_COMM, "world all-gather", DTRAIN__UNNUMBERED);
-    dtrain__flight_gather(world, bytes);
+    if (world->recorder) world->recorder->gather(world, bytes);
     const dtrain_result result = dtrain__gather_all(world, mine, bytes, all);
-    dtrain__flight_gathered(world, result);
+    if (world->recorder) world->recorder->gathered(world, result);
     dtrain__span_end(world, span);
     return result;
 }
@@ -7563,6 +7563,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result min
 
 /* The flight record of a rank: see comm/flight.c. */
 
+#define DTRAIN__FLIGHT_PATH 1024    /* bytes of a directory's name, its 0 included */
 #define DTRAIN__FLIGHT_RECORDS 256u /* of the newest collectives */
 #define DTRAIN__FLIGHT_LANDED 8u    /* done since the last look at the clock */
 
@@ -7605,6 +7606,10 @@ typedef struct dtrain__flight {
 /* comm/flight.c */
 DTRAIN__PRIVATE dtrain_result dtrain__flight_create(dtrain_world *world, const char *directory);
 DTRAIN__PRIVATE void dtrain__flight_destroy(dtrain_world *world);
+DTRAIN__PRIVATE void dtrain__flight_beat(dtrain_world *world, uint64_t now);
+DTRAIN__PRIVATE void dtrain__flight_gather(dtrain_world *world, size_t bytes);
+DTRAIN__PRIVATE void dtrain__flight_gathered(dtrain_world *world, dtrain_result result);
+DTRAIN__PRIVATE void dtrain__flight_fail(dtrain_world *world, dtrain_result code);
 DTRAIN__PRIVATE void dtrain__flight_label(const dtrain_comm *comm, const char *part, int64_t number,
                                           const char *name);
 DTRAIN__PRIVATE uint64_t dtrain__flight_latest(const dtrain_world *world);
@@ -8157,7 +8162,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__flight_create(dtrain_world *world, const c
     dtrain__flight *flight =
         (dtrain__flight *)dtrain__alloc(&world->allocator, 1, sizeof *flight, "a flight record");
     if (!flight) return DTRAIN_ERROR_MEMORY;
+    static const dtrain__recorder recorder = {dtrain__flight_beat, dtrain__flight_gather,
+                                              dtrain__flight_gathered, dtrain__flight_fail};
     world->flight = flight;
+    world->recorder = &recorder;
     flight->asked = dtrain__dumps_asked();
     snprintf(flight->directory, sizeof flight->directory, "%s", directory ? directory : "");
     return DTRAIN_OK;
@@ -8167,6 +8175,7 @@ DTRAIN__PRIVATE void dtrain__flight_destroy(dtrain_world *world)
 {
     dtrain__free(&world->allocator, world->flight, 1, sizeof(dtrain__flight));
     world->flight = NULL;
+    world->recorder = NULL;
 }
 
 /* ---- Recording --------------------------------------------------------------------------------*/

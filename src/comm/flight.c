@@ -40,7 +40,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__flight_create(dtrain_world *world, const c
     dtrain__flight *flight =
         (dtrain__flight *)dtrain__alloc(&world->allocator, 1, sizeof *flight, "a flight record");
     if (!flight) return DTRAIN_ERROR_MEMORY;
+    static const dtrain__recorder recorder = {dtrain__flight_beat, dtrain__flight_gather,
+                                              dtrain__flight_gathered, dtrain__flight_fail};
     world->flight = flight;
+    world->recorder = &recorder;
     flight->asked = dtrain__dumps_asked();
     snprintf(flight->directory, sizeof flight->directory, "%s", directory ? directory : "");
     return DTRAIN_OK;
@@ -50,6 +53,7 @@ DTRAIN__PRIVATE void dtrain__flight_destroy(dtrain_world *world)
 {
     dtrain__free(&world->allocator, world->flight, 1, sizeof(dtrain__flight));
     world->flight = NULL;
+    world->recorder = NULL;
 }
 
 /* ---- Recording --------------------------------------------------------------------------------*/

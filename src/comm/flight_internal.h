@@ -10,6 +10,7 @@
 #include "comm/backend.h"
 #include "comm/comm.h"
 
+#define DTRAIN__FLIGHT_PATH 1024    /* bytes of a directory's name, its 0 included */
 #define DTRAIN__FLIGHT_RECORDS 256u /* of the newest collectives */
 #define DTRAIN__FLIGHT_LANDED 8u    /* done since the last look at the clock */
 
@@ -52,6 +53,10 @@ typedef struct dtrain__flight {
 /* comm/flight.c */
 DTRAIN__PRIVATE dtrain_result dtrain__flight_create(dtrain_world *world, const char *directory);
 DTRAIN__PRIVATE void dtrain__flight_destroy(dtrain_world *world);
+DTRAIN__PRIVATE void dtrain__flight_beat(dtrain_world *world, uint64_t now);
+DTRAIN__PRIVATE void dtrain__flight_gather(dtrain_world *world, size_t bytes);
+DTRAIN__PRIVATE void dtrain__flight_gathered(dtrain_world *world, dtrain_result result);
+DTRAIN__PRIVATE void dtrain__flight_fail(dtrain_world *world, dtrain_result code);
 DTRAIN__PRIVATE void dtrain__flight_label(const dtrain_comm *comm, const char *part, int64_t number,
                                           const char *name);
 DTRAIN__PRIVATE uint64_t dtrain__flight_latest(const dtrain_world *world);

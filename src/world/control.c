@@ -235,7 +235,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wai
     wait->last_ns = now;
     wait->waited_ns += gap < longest_gap ? gap : longest_gap;
     wait->polled = true;
-    dtrain__flight_beat(world, now);
+    if (world->recorder) world->recorder->beat(world, now);
     dtrain__link_poll(world);
     DTRAIN__TRY(dtrain__trouble(world));
     if (wait->waited_ns > 100000000u && world->launcher && getppid() != world->launcher)
@@ -299,7 +299,7 @@ DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world)
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_poll"));
     dtrain__link_poll(world);
     const dtrain_result trouble = dtrain__trouble(world);
-    dtrain__flight_fail(world, trouble);
+    if (world->recorder) world->recorder->fail(world, trouble);
     DTRAIN__TRY(trouble);
     const dtrain__exit_record *exits = world->control->exits;
     const int ended = dtrain__load(&world->control->ended_count) ? world->size : 0;
@@ -410,9 +410,9 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
     DTRAIN__TRY(dtrain__trouble(world));
     const uint32_t span =
         dtrain__span_begin(world, DTRAIN_SPAN_COMM, "world all-gather", DTRAIN__UNNUMBERED);
-    dtrain__flight_gather(world, bytes);
+    if (world->recorder) world->recorder->gather(world, bytes);
     const dtrain_result result = dtrain__gather_all(world, mine, bytes, all);
-    dtrain__flight_gathered(world, result);
+    if (world->recorder) world->recorder->gathered(world, result);
     dtrain__span_end(world, span);
     return result;
 }

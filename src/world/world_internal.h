@@ -116,6 +116,14 @@ typedef struct dtrain__range {
 
 typedef struct dtrain__part dtrain__part; /* of a communicator, see comm/ */
 
+/* The calls by which a world reports to its recorder, the flight record (comm/flight.c). */
+typedef struct dtrain__recorder {
+    void (*beat)(dtrain_world *world, uint64_t now);   /* a wait has read the clock */
+    void (*gather)(dtrain_world *world, size_t bytes); /* dtrain_world_all_gather begins ... */
+    void (*gathered)(dtrain_world *world, dtrain_result result); /* ... and ends */
+    void (*fail)(dtrain_world *world, dtrain_result code); /* a call failed, see its last error */
+} dtrain__recorder;
+
 struct dtrain_world {
     int rank, size;
     int local_rank, local_size, node, node_count; /* the machine's, also under emulation */
@@ -149,19 +157,11 @@ struct dtrain_world {
     int caused_by;                /* 1 + the rank whose failure ended a call of this one; 0: none */
     struct dtrain__engine *comms; /* this rank's communicators, newest first */
     int64_t comm_count;           /* every communicator made so far has a smaller number */
-    struct dtrain__flight *flight; /* its last collectives, see comm/flight.c */
-    dtrain__timeline timeline;     /* its spans, see timeline.c */
+    struct dtrain__flight *flight;    /* its last collectives, see comm/flight.c */
+    const dtrain__recorder *recorder; /* that of flight; or NULL */
+    dtrain__timeline timeline;        /* its spans, see timeline.c */
     dtrain__part *retired; /* memory of destroyed communicators that others may still read */
 };
-
-#define DTRAIN__FLIGHT_PATH 1024 /* bytes of a directory's name, its 0 included */
-
-/* These are implemented by comm/flight.c: record that the clock was read inside of a wait, a call of
- * dtrain_world_all_gather, its end, and this rank's first failure, which is in the last error. */
-DTRAIN__PRIVATE void dtrain__flight_beat(dtrain_world *world, uint64_t now);
-DTRAIN__PRIVATE void dtrain__flight_gather(dtrain_world *world, size_t bytes);
-DTRAIN__PRIVATE void dtrain__flight_gathered(dtrain_world *world, dtrain_result result);
-DTRAIN__PRIVATE void dtrain__flight_fail(dtrain_world *world, dtrain_result code);
 
 /* A request to stop reaches a rank twice when it is sent to the process group or to all processes
  * of a job, as timeout(1) and Slurm do, and is forwarded as well. Within this time both are one. */

@@ -35,6 +35,11 @@ for file in $(find src -type f); do
         case $folder:$include in strategy:*|*:strategy/view_internal.h) ;; *:strategy/*_internal.h) complain "$file includes $include: outside of strategy/ there is strategy/view_internal.h" ;; esac
     done
 done
+# A room declares its own functions: a list in its headers begins with the file of that room that has them.
+for file in $(find src -name '*_internal.h'); do
+    room=${file#src/}
+    grep -n -E '^/\* [a-z/]+/[a-z_]+\.c\b' "$file" | grep -v -E "^[0-9]+:/\* ${room%/*}/" && complain "$file declares functions of another room"
+done
 # The committed files are what is joined from src/ now.
 for joined in dtrain.h dtrain_cuda.cu dtrain_nccl.h; do
     sh tools/join.sh src/$joined | cmp -s - $joined || complain "$joined is stale: make $joined"
