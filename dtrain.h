@@ -2671,9 +2671,8 @@ typedef struct dtrain_checkpoint dtrain_checkpoint;
 /* Every zero is the default written beside the field. */
 typedef struct dtrain_checkpoint_desc {
     uint32_t keep;         /* the newest n stay; 0 = 3, or DTRAIN_KEEP_ALL */
-    uint32_t keep_best;    /* besides, the n best by the metric given to save; 0 = none */
-    uint64_t keep_every;   /* besides, those of steps that this divides; 0 = none */
-    bool larger_is_better; /* of the metric; false: smaller, as of a loss */
+    uint32_t keep_best;    /* besides, the n with the least metric given to save, which is a loss;
+                              0 = none */
     bool set_aside;        /* checkpoints of another run in the directory are moved to one below it,
                                 aside-1; false: they are an error of open */
     bool background;       /* save copies to host memory, and a thread writes while training goes
@@ -25575,18 +25574,11 @@ DTRAIN__PRIVATE int64_t dtrain__piece_span(const dtrain_piece *piece, const dtra
 
 #define DTRAIN__SETTING 256 /* bytes of a key or its text, the 0 included */
 
-typedef enum dtrain__scalar_type {
-    DTRAIN__SCALAR_U32 = 0,
-    DTRAIN__SCALAR_U64 = 1,
-    DTRAIN__SCALAR_I64 = 2,
-    DTRAIN__SCALAR_F32 = 3,
-    DTRAIN__SCALAR_TYPES = 4
-} dtrain__scalar_type;
-
+/* A number of 4 or 8 bytes, the same on every rank; a float is taken by its bits. */
 typedef struct dtrain__scalar {
     const char *name; /* "optimizer.step" */
-    uint32_t type;    /* dtrain__scalar_type */
-    void *memory;     /* (1) host memory */
+    void *memory;     /* (bytes) */
+    size_t bytes;
 } dtrain__scalar;
 
 struct dtrain_state {
@@ -25612,8 +25604,6 @@ DTRAIN__PRIVATE const char *dtrain__state_kind_name(uint32_t kind);
 DTRAIN__PRIVATE dtrain_result dtrain__state_check(const dtrain_state *state, const char *call);
 DTRAIN__PRIVATE const dtrain_state_tensor *dtrain__state_find(const dtrain_state *state,
                                                               uint32_t kind, const char *name);
-DTRAIN__PRIVATE uint64_t dtrain__scalar_get(const dtrain__scalar *scalar);
-DTRAIN__PRIVATE void dtrain__scalar_set(const dtrain__scalar *scalar, uint64_t bits);
 
 DTRAIN__PRIVATE size_t dtrain__state_bytes(uint32_t dtype)
 {
@@ -25839,69 +25829,41 @@ DTRAIN_API dtrain_result dtrain_state_add(dtrain_state *state, const dtrain_stat
 
 /* ---- Scalars ----------------------------------------------------------------------------------*/
 
-static void dtrain__state_scalar_add(dtrain_state *state, const char *name,
-                                     dtrain__scalar_type type, void *memory)
+static void dtrain__scalar_add(dtrain_state *state, const char *name, void *memory, size_t bytes)
 {
     dtrain__scalar *scalar = &state->scalars[state->scalar_count++];
     scalar->name = name;
-    scalar->type = (uint32_t)type;
     scalar->memory = memory;
+    scalar->bytes = bytes;
 }
 
-/* List what has no array. What compression does depends on the strategy's step; a schedule and the
- * seeds of dropout on the trainer's. */
-static void dtrain__state_list_scalars(dtrain_state *state)
+/* List the numbers. Compression depends on the strategy's step; a schedule and the seeds of dropout
+ * depend on the trainer's. */
+static void dtrain__state_scalars(dtrain_state *state)
 {
     const dtrain_state_desc *desc = &state->desc;
     dtrain_trainer *trainer = desc->trainer;
     dtrain_loss_scaler *scaler = trainer && trainer->scaling ? &trainer->scaler : desc->scaler;
-    dtrain__state_scalar_add(state, "strategy.step", DTRAIN__SCALAR_U64,
-                             dtrain__step_count_of(desc->strategy));
+    dtrain__scalar_add(state, "strategy.step", dtrain__step_count_of(desc->strategy), 8);
     if (desc->optimizer)
-        dtrain__state_scalar_add(state, "optimizer.step", DTRAIN__SCALAR_U64,
-                                 &desc->optimizer->step_count);
+        dtrain__scalar_add(state, "optimizer.step", &desc->optimizer->step_count, 8);
     if (trainer) {
-        dtrain__state_scalar_add(state, "trainer.step", DTRAIN__SCALAR_I64, &trainer->step);
-        dtrain__state_scalar_add(state, "trainer.tokens", DTRAIN__SCALAR_U64, &trainer->tokens);
-        dtrain__state_scalar_add(state, "trainer.seed", DTRAIN__SCALAR_U64, &trainer->desc.seed);
-        dtrain__state_scalar_add(state, "trainer.skipped", DTRAIN__SCALAR_U64, &trainer->skipped);
+        dtrain__scalar_add(state, "trainer.step", &trainer->step, 8);
+        dtrain__scalar_add(state, "trainer.tokens", &trainer->tokens, 8);
+        dtrain__scalar_add(state, "trainer.seed", &trainer->desc.seed, 8);
+        dtrain__scalar_add(state, "trainer.skipped", &trainer->skipped, 8);
     }
     if (scaler) {
-        dtrain__state_scalar_add(state, "scaler.scale", DTRAIN__SCALAR_F32, &scaler->scale);
-        dtrain__state_scalar_add(state, "scaler.good_steps", DTRAIN__SCALAR_U32,
-                                 &scaler->good_steps);
-        dtrain__state_scalar_add(state, "scaler.bad_left", DTRAIN__SCALAR_U32, &scaler->bad_left);
-        dtrain__state_scalar_add(state, "scaler.bad_steps", DTRAIN__SCALAR_U32, &scaler->bad_steps);
-        dtrain__state_scalar_add(state, "scaler.skipped_steps", DTRAIN__SCALAR_U64,
-                                 &scaler->skipped_steps);
+        dtrain__scalar_add(state, "scaler.scale", &scaler->scale, 4);
+        dtrain__scalar_add(state, "scaler.good_steps", &scaler->good_steps, 4);
+        dtrain__scalar_add(state, "scaler.bad_left", &scaler->bad_left, 4);
+        dtrain__scalar_add(state, "scaler.bad_steps", &scaler->bad_steps, 4);
+        dtrain__scalar_add(state, "scaler.skipped_steps", &scaler->skipped_steps, 8);
     }
     if (desc->loader) {
-        dtrain__state_scalar_add(state, "loader.position", DTRAIN__SCALAR_U64,
-                                 &desc->loader->position);
-        dtrain__state_scalar_add(state, "loader.seed", DTRAIN__SCALAR_U64,
-                                 &desc->loader->desc.seed);
+        dtrain__scalar_add(state, "loader.position", &desc->loader->position, 8);
+        dtrain__scalar_add(state, "loader.seed", &desc->loader->desc.seed, 8);
     }
-}
-
-/* Return a scalar as an integer: of a float its bits. */
-DTRAIN__PRIVATE uint64_t dtrain__scalar_get(const dtrain__scalar *scalar)
-{
-    uint32_t narrow;
-    uint64_t wide;
-    if (scalar->type == DTRAIN__SCALAR_U32 || scalar->type == DTRAIN__SCALAR_F32) {
-        memcpy(&narrow, scalar->memory, sizeof narrow);
-        return narrow;
-    }
-    memcpy(&wide, scalar->memory, sizeof wide);
-    return wide;
-}
-
-DTRAIN__PRIVATE void dtrain__scalar_set(const dtrain__scalar *scalar, uint64_t bits)
-{
-    const uint32_t narrow = (uint32_t)bits;
-    if (scalar->type == DTRAIN__SCALAR_U32 || scalar->type == DTRAIN__SCALAR_F32)
-        memcpy(scalar->memory, &narrow, sizeof narrow);
-    else memcpy(scalar->memory, &bits, sizeof bits);
 }
 
 /* Refuse settings that are no pairs, or that no manifest could give back. */
@@ -25946,7 +25908,7 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
     state->comm = desc->comm ? desc->comm : dtrain__groups_of(desc->strategy).all;
     state->device = dtrain_world_device(world);
     state->step = -1;
-    dtrain__state_list_scalars(state);
+    dtrain__state_scalars(state);
     dtrain_result result = dtrain__state_values(state);
     if (result == DTRAIN_OK) result = dtrain__state_moments(state);
     if (result == DTRAIN_OK) result = dtrain__state_missed(state);
@@ -26249,7 +26211,6 @@ typedef struct dtrain__saved_file {
 
 typedef struct dtrain__saved_scalar {
     char name[64];
-    uint32_t type;
     uint64_t bits;
 } dtrain__saved_scalar;
 
@@ -27311,9 +27272,7 @@ static bool dtrain__is_best(const dtrain_checkpoint *c, const double *metrics, c
     if (!known[i]) return false;
     for (size_t k = 0; k < count; k++) {
         if (k == i || !known[k]) continue;
-        const bool ahead =
-            c->desc.larger_is_better ? metrics[k] > metrics[i] : metrics[k] < metrics[i];
-        better += ahead || (k < i && !(metrics[k] < metrics[i]) && !(metrics[k] > metrics[i]));
+        better += metrics[k] < metrics[i] || (k < i && !(metrics[k] > metrics[i]));
     }
     return better < c->desc.keep_best;
 }
@@ -27332,9 +27291,7 @@ static dtrain_result dtrain__retain(dtrain_checkpoint *c)
         for (size_t i = 0; i < list.count && c->desc.keep_best; i++)
             known[i] = dtrain__metric_of(c, list.steps[i], &metrics[i]);
         for (size_t i = c->desc.keep; i < list.count; i++) {
-            const uint64_t step = (uint64_t)list.steps[i], every = c->desc.keep_every;
-            if ((every && step % every == 0) || list.steps[i] == c->step ||
-                dtrain__is_best(c, metrics, known, list.count, i))
+            if (list.steps[i] == c->step || dtrain__is_best(c, metrics, known, list.count, i))
                 continue;
             if (dtrain__step_remove(c->desc.storage, &c->allocator, c->desc.directory,
                                     list.steps[i]) != DTRAIN_OK)
@@ -28280,10 +28237,8 @@ static void dtrain__scalars_load(dtrain__load *load)
         const dtrain__scalar *scalar = &state->scalars[i];
         const dtrain__saved_scalar *saved = load->manifest.scalars;
         const dtrain__saved_scalar *end = saved + load->manifest.scalar_count;
-        while (saved < end &&
-               (strcmp(saved->name, scalar->name) != 0 || saved->type != scalar->type))
-            saved++;
-        if (saved < end) dtrain__scalar_set(scalar, saved->bits);
+        while (saved < end && strcmp(saved->name, scalar->name) != 0) saved++;
+        if (saved < end) memcpy(scalar->memory, &saved->bits, scalar->bytes); /* little-endian */
         else dtrain__load_note(load, "%s begins anew", scalar->name);
     }
 }
@@ -29731,7 +29686,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__directory_publish(const dtrain_storage *st
  *      "strategy": "zero1", "hierarchical": false, "metric_bits": 4611686018427387904,
  *      "run": 83, "job": 83, "parent": 900, "commit": "...", "config": "...", "block": 1048576,
  *      "model": {"heads": "4", ...}, "settings": {"seed": "1337", ...},
- *      "scalars": [{"name": "optimizer.step", "type": "u64", "value": 1000}, ...],
+ *      "scalars": [{"name": "optimizer.step", "value": 1000}, ...],
  *      "tensors": [{"name": "wte", "kind": "value", "dtype": "F32", "shape": [256, 128],
  *                   "own": false}, ...],
  *      "files": [{"name": "model-00000-00.safetensors", "bytes": 131192, "rank": 0,
@@ -29750,8 +29705,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__directory_publish(const dtrain_storage *st
 #define DTRAIN__MANIFEST_FORMAT "dtrain checkpoint"
 #define DTRAIN__SEAL_FORM ", \"crc32c\": \"%08x\"}\n"
 #define DTRAIN__SEAL_BYTES 24
-
-static const char *const dtrain__scalar_names[DTRAIN__SCALAR_TYPES] = {"u32", "u64", "i64", "f32"};
 
 /* ---- Seals ------------------------------------------------------------------------------------*/
 
@@ -29786,14 +29739,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__unseal(const char *path, char *text, size_
 static void dtrain__write_scalars(dtrain__text *text, const dtrain_state *state)
 {
     for (size_t i = 0; i < state->scalar_count; i++) {
-        const dtrain__scalar *scalar = &state->scalars[i];
-        const uint64_t bits = dtrain__scalar_get(scalar);
-        dtrain__text_add(text, "%s\n  {\"name\": ", i ? "," : "");
-        dtrain__text_add_string(text, scalar->name);
-        dtrain__text_add(text,
-                         ", \"type\": \"%s\", \"value\": ", dtrain__scalar_names[scalar->type]);
-        if (scalar->type == DTRAIN__SCALAR_I64) dtrain__text_add(text, "%lld}", (long long)bits);
-        else dtrain__text_add(text, "%llu}", (unsigned long long)bits);
+        uint64_t bits = 0;
+        memcpy(&bits, state->scalars[i].memory, state->scalars[i].bytes); /* little-endian */
+        dtrain__text_add(text, "%s\n  {\"name\": \"%s\", \"value\": %llu}", i ? "," : "",
+                         state->scalars[i].name, (unsigned long long)bits);
     }
 }
 
@@ -29892,8 +29841,6 @@ static bool dtrain__read_word(dtrain__json *json, const char *what,
     return dtrain__json_fail(json, "%s \"%s\" is unknown", what, word);
 }
 
-static const char *dtrain__scalar_name(uint32_t type) { return dtrain__scalar_names[type]; }
-
 static bool dtrain__read_scalar(dtrain__manifest *m, dtrain__json *json)
 {
     char name[16];
@@ -29904,15 +29851,8 @@ static bool dtrain__read_scalar(dtrain__manifest *m, dtrain__json *json)
     if (!dtrain__json_enter(json, '{')) return false;
     while (dtrain__json_member(json, name, sizeof name)) {
         if (strcmp(name, "name") == 0) dtrain__json_string(json, scalar->name, sizeof scalar->name);
-        else if (strcmp(name, "type") == 0)
-            dtrain__read_word(json, "type", dtrain__scalar_name, DTRAIN__SCALAR_TYPES,
-                              &scalar->type);
-        else if (strcmp(name, "value") != 0) dtrain__json_skip(json);
-        else if (scalar->type == DTRAIN__SCALAR_I64) {
-            int64_t value = 0;
-            dtrain__json_i64(json, &value);
-            scalar->bits = (uint64_t)value;
-        } else dtrain__json_u64(json, &scalar->bits);
+        else if (strcmp(name, "value") == 0) dtrain__json_u64(json, &scalar->bits);
+        else dtrain__json_skip(json);
     }
     m->scalar_count++;
     return json->result == DTRAIN_OK;

@@ -44,9 +44,8 @@ typedef struct dtrain_checkpoint dtrain_checkpoint;
 /* Every zero is the default written beside the field. */
 typedef struct dtrain_checkpoint_desc {
     uint32_t keep;         /* the newest n stay; 0 = 3, or DTRAIN_KEEP_ALL */
-    uint32_t keep_best;    /* besides, the n best by the metric given to save; 0 = none */
-    uint64_t keep_every;   /* besides, those of steps that this divides; 0 = none */
-    bool larger_is_better; /* of the metric; false: smaller, as of a loss */
+    uint32_t keep_best;    /* besides, the n with the least metric given to save, which is a loss;
+                              0 = none */
     bool set_aside;        /* checkpoints of another run in the directory are moved to one below it,
                                 aside-1; false: they are an error of open */
     bool background;       /* save copies to host memory, and a thread writes while training goes

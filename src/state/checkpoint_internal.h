@@ -48,7 +48,6 @@ typedef struct dtrain__saved_file {
 
 typedef struct dtrain__saved_scalar {
     char name[64];
-    uint32_t type;
     uint64_t bits;
 } dtrain__saved_scalar;
 

@@ -346,10 +346,8 @@ static void dtrain__scalars_load(dtrain__load *load)
         const dtrain__scalar *scalar = &state->scalars[i];
         const dtrain__saved_scalar *saved = load->manifest.scalars;
         const dtrain__saved_scalar *end = saved + load->manifest.scalar_count;
-        while (saved < end &&
-               (strcmp(saved->name, scalar->name) != 0 || saved->type != scalar->type))
-            saved++;
-        if (saved < end) dtrain__scalar_set(scalar, saved->bits);
+        while (saved < end && strcmp(saved->name, scalar->name) != 0) saved++;
+        if (saved < end) memcpy(scalar->memory, &saved->bits, scalar->bytes); /* little-endian */
         else dtrain__load_note(load, "%s begins anew", scalar->name);
     }
 }

@@ -4,7 +4,7 @@
  *      "strategy": "zero1", "hierarchical": false, "metric_bits": 4611686018427387904,
  *      "run": 83, "job": 83, "parent": 900, "commit": "...", "config": "...", "block": 1048576,
  *      "model": {"heads": "4", ...}, "settings": {"seed": "1337", ...},
- *      "scalars": [{"name": "optimizer.step", "type": "u64", "value": 1000}, ...],
+ *      "scalars": [{"name": "optimizer.step", "value": 1000}, ...],
  *      "tensors": [{"name": "wte", "kind": "value", "dtype": "F32", "shape": [256, 128],
  *                   "own": false}, ...],
  *      "files": [{"name": "model-00000-00.safetensors", "bytes": 131192, "rank": 0,
@@ -39,8 +39,6 @@
 #define DTRAIN__SEAL_FORM ", \"crc32c\": \"%08x\"}\n"
 #define DTRAIN__SEAL_BYTES 24
 
-static const char *const dtrain__scalar_names[DTRAIN__SCALAR_TYPES] = {"u32", "u64", "i64", "f32"};
-
 /* ---- Seals ------------------------------------------------------------------------------------*/
 
 /* End an object with the checksum of what there is of it. */
@@ -74,14 +72,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__unseal(const char *path, char *text, size_
 static void dtrain__write_scalars(dtrain__text *text, const dtrain_state *state)
 {
     for (size_t i = 0; i < state->scalar_count; i++) {
-        const dtrain__scalar *scalar = &state->scalars[i];
-        const uint64_t bits = dtrain__scalar_get(scalar);
-        dtrain__text_add(text, "%s\n  {\"name\": ", i ? "," : "");
-        dtrain__text_add_string(text, scalar->name);
-        dtrain__text_add(text,
-                         ", \"type\": \"%s\", \"value\": ", dtrain__scalar_names[scalar->type]);
-        if (scalar->type == DTRAIN__SCALAR_I64) dtrain__text_add(text, "%lld}", (long long)bits);
-        else dtrain__text_add(text, "%llu}", (unsigned long long)bits);
+        uint64_t bits = 0;
+        memcpy(&bits, state->scalars[i].memory, state->scalars[i].bytes); /* little-endian */
+        dtrain__text_add(text, "%s\n  {\"name\": \"%s\", \"value\": %llu}", i ? "," : "",
+                         state->scalars[i].name, (unsigned long long)bits);
     }
 }
 
@@ -180,8 +174,6 @@ static bool dtrain__read_word(dtrain__json *json, const char *what,
     return dtrain__json_fail(json, "%s \"%s\" is unknown", what, word);
 }
 
-static const char *dtrain__scalar_name(uint32_t type) { return dtrain__scalar_names[type]; }
-
 static bool dtrain__read_scalar(dtrain__manifest *m, dtrain__json *json)
 {
     char name[16];
@@ -192,15 +184,8 @@ static bool dtrain__read_scalar(dtrain__manifest *m, dtrain__json *json)
     if (!dtrain__json_enter(json, '{')) return false;
     while (dtrain__json_member(json, name, sizeof name)) {
         if (strcmp(name, "name") == 0) dtrain__json_string(json, scalar->name, sizeof scalar->name);
-        else if (strcmp(name, "type") == 0)
-            dtrain__read_word(json, "type", dtrain__scalar_name, DTRAIN__SCALAR_TYPES,
-                              &scalar->type);
-        else if (strcmp(name, "value") != 0) dtrain__json_skip(json);
-        else if (scalar->type == DTRAIN__SCALAR_I64) {
-            int64_t value = 0;
-            dtrain__json_i64(json, &value);
-            scalar->bits = (uint64_t)value;
-        } else dtrain__json_u64(json, &scalar->bits);
+        else if (strcmp(name, "value") == 0) dtrain__json_u64(json, &scalar->bits);
+        else dtrain__json_skip(json);
     }
     m->scalar_count++;
     return json->result == DTRAIN_OK;

@@ -315,9 +315,7 @@ static bool dtrain__is_best(const dtrain_checkpoint *c, const double *metrics, c
     if (!known[i]) return false;
     for (size_t k = 0; k < count; k++) {
         if (k == i || !known[k]) continue;
-        const bool ahead =
-            c->desc.larger_is_better ? metrics[k] > metrics[i] : metrics[k] < metrics[i];
-        better += ahead || (k < i && !(metrics[k] < metrics[i]) && !(metrics[k] > metrics[i]));
+        better += metrics[k] < metrics[i] || (k < i && !(metrics[k] > metrics[i]));
     }
     return better < c->desc.keep_best;
 }
@@ -336,9 +334,7 @@ static dtrain_result dtrain__retain(dtrain_checkpoint *c)
         for (size_t i = 0; i < list.count && c->desc.keep_best; i++)
             known[i] = dtrain__metric_of(c, list.steps[i], &metrics[i]);
         for (size_t i = c->desc.keep; i < list.count; i++) {
-            const uint64_t step = (uint64_t)list.steps[i], every = c->desc.keep_every;
-            if ((every && step % every == 0) || list.steps[i] == c->step ||
-                dtrain__is_best(c, metrics, known, list.count, i))
+            if (list.steps[i] == c->step || dtrain__is_best(c, metrics, known, list.count, i))
                 continue;
             if (dtrain__step_remove(c->desc.storage, &c->allocator, c->desc.directory,
                                     list.steps[i]) != DTRAIN_OK)

@@ -245,69 +245,41 @@ DTRAIN_API dtrain_result dtrain_state_add(dtrain_state *state, const dtrain_stat
 
 /* ---- Scalars ----------------------------------------------------------------------------------*/
 
-static void dtrain__state_scalar_add(dtrain_state *state, const char *name,
-                                     dtrain__scalar_type type, void *memory)
+static void dtrain__scalar_add(dtrain_state *state, const char *name, void *memory, size_t bytes)
 {
     dtrain__scalar *scalar = &state->scalars[state->scalar_count++];
     scalar->name = name;
-    scalar->type = (uint32_t)type;
     scalar->memory = memory;
+    scalar->bytes = bytes;
 }
 
-/* List what has no array. What compression does depends on the strategy's step; a schedule and the
- * seeds of dropout on the trainer's. */
-static void dtrain__state_list_scalars(dtrain_state *state)
+/* List the numbers. Compression depends on the strategy's step; a schedule and the seeds of dropout
+ * depend on the trainer's. */
+static void dtrain__state_scalars(dtrain_state *state)
 {
     const dtrain_state_desc *desc = &state->desc;
     dtrain_trainer *trainer = desc->trainer;
     dtrain_loss_scaler *scaler = trainer && trainer->scaling ? &trainer->scaler : desc->scaler;
-    dtrain__state_scalar_add(state, "strategy.step", DTRAIN__SCALAR_U64,
-                             dtrain__step_count_of(desc->strategy));
+    dtrain__scalar_add(state, "strategy.step", dtrain__step_count_of(desc->strategy), 8);
     if (desc->optimizer)
-        dtrain__state_scalar_add(state, "optimizer.step", DTRAIN__SCALAR_U64,
-                                 &desc->optimizer->step_count);
+        dtrain__scalar_add(state, "optimizer.step", &desc->optimizer->step_count, 8);
     if (trainer) {
-        dtrain__state_scalar_add(state, "trainer.step", DTRAIN__SCALAR_I64, &trainer->step);
-        dtrain__state_scalar_add(state, "trainer.tokens", DTRAIN__SCALAR_U64, &trainer->tokens);
-        dtrain__state_scalar_add(state, "trainer.seed", DTRAIN__SCALAR_U64, &trainer->desc.seed);
-        dtrain__state_scalar_add(state, "trainer.skipped", DTRAIN__SCALAR_U64, &trainer->skipped);
+        dtrain__scalar_add(state, "trainer.step", &trainer->step, 8);
+        dtrain__scalar_add(state, "trainer.tokens", &trainer->tokens, 8);
+        dtrain__scalar_add(state, "trainer.seed", &trainer->desc.seed, 8);
+        dtrain__scalar_add(state, "trainer.skipped", &trainer->skipped, 8);
     }
     if (scaler) {
-        dtrain__state_scalar_add(state, "scaler.scale", DTRAIN__SCALAR_F32, &scaler->scale);
-        dtrain__state_scalar_add(state, "scaler.good_steps", DTRAIN__SCALAR_U32,
-                                 &scaler->good_steps);
-        dtrain__state_scalar_add(state, "scaler.bad_left", DTRAIN__SCALAR_U32, &scaler->bad_left);
-        dtrain__state_scalar_add(state, "scaler.bad_steps", DTRAIN__SCALAR_U32, &scaler->bad_steps);
-        dtrain__state_scalar_add(state, "scaler.skipped_steps", DTRAIN__SCALAR_U64,
-                                 &scaler->skipped_steps);
+        dtrain__scalar_add(state, "scaler.scale", &scaler->scale, 4);
+        dtrain__scalar_add(state, "scaler.good_steps", &scaler->good_steps, 4);
+        dtrain__scalar_add(state, "scaler.bad_left", &scaler->bad_left, 4);
+        dtrain__scalar_add(state, "scaler.bad_steps", &scaler->bad_steps, 4);
+        dtrain__scalar_add(state, "scaler.skipped_steps", &scaler->skipped_steps, 8);
     }
     if (desc->loader) {
-        dtrain__state_scalar_add(state, "loader.position", DTRAIN__SCALAR_U64,
-                                 &desc->loader->position);
-        dtrain__state_scalar_add(state, "loader.seed", DTRAIN__SCALAR_U64,
-                                 &desc->loader->desc.seed);
+        dtrain__scalar_add(state, "loader.position", &desc->loader->position, 8);
+        dtrain__scalar_add(state, "loader.seed", &desc->loader->desc.seed, 8);
     }
-}
-
-/* Return a scalar as an integer: of a float its bits. */
-DTRAIN__PRIVATE uint64_t dtrain__scalar_get(const dtrain__scalar *scalar)
-{
-    uint32_t narrow;
-    uint64_t wide;
-    if (scalar->type == DTRAIN__SCALAR_U32 || scalar->type == DTRAIN__SCALAR_F32) {
-        memcpy(&narrow, scalar->memory, sizeof narrow);
-        return narrow;
-    }
-    memcpy(&wide, scalar->memory, sizeof wide);
-    return wide;
-}
-
-DTRAIN__PRIVATE void dtrain__scalar_set(const dtrain__scalar *scalar, uint64_t bits)
-{
-    const uint32_t narrow = (uint32_t)bits;
-    if (scalar->type == DTRAIN__SCALAR_U32 || scalar->type == DTRAIN__SCALAR_F32)
-        memcpy(scalar->memory, &narrow, sizeof narrow);
-    else memcpy(scalar->memory, &bits, sizeof bits);
 }
 
 /* Refuse settings that are no pairs, or that no manifest could give back. */
@@ -352,7 +324,7 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
     state->comm = desc->comm ? desc->comm : dtrain__groups_of(desc->strategy).all;
     state->device = dtrain_world_device(world);
     state->step = -1;
-    dtrain__state_list_scalars(state);
+    dtrain__state_scalars(state);
     dtrain_result result = dtrain__state_values(state);
     if (result == DTRAIN_OK) result = dtrain__state_moments(state);
     if (result == DTRAIN_OK) result = dtrain__state_missed(state);

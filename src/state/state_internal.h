@@ -8,18 +8,11 @@
 
 #define DTRAIN__SETTING 256 /* bytes of a key or its text, the 0 included */
 
-typedef enum dtrain__scalar_type {
-    DTRAIN__SCALAR_U32 = 0,
-    DTRAIN__SCALAR_U64 = 1,
-    DTRAIN__SCALAR_I64 = 2,
-    DTRAIN__SCALAR_F32 = 3,
-    DTRAIN__SCALAR_TYPES = 4
-} dtrain__scalar_type;
-
+/* A number of 4 or 8 bytes, the same on every rank; a float is taken by its bits. */
 typedef struct dtrain__scalar {
     const char *name; /* "optimizer.step" */
-    uint32_t type;    /* dtrain__scalar_type */
-    void *memory;     /* (1) host memory */
+    void *memory;     /* (bytes) */
+    size_t bytes;
 } dtrain__scalar;
 
 struct dtrain_state {
@@ -45,5 +38,3 @@ DTRAIN__PRIVATE const char *dtrain__state_kind_name(uint32_t kind);
 DTRAIN__PRIVATE dtrain_result dtrain__state_check(const dtrain_state *state, const char *call);
 DTRAIN__PRIVATE const dtrain_state_tensor *dtrain__state_find(const dtrain_state *state,
                                                               uint32_t kind, const char *name);
-DTRAIN__PRIVATE uint64_t dtrain__scalar_get(const dtrain__scalar *scalar);
-DTRAIN__PRIVATE void dtrain__scalar_set(const dtrain__scalar *scalar, uint64_t bits);
