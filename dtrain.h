@@ -2640,13 +2640,14 @@ DTRAIN_API const dtrain_storage *dtrain_file_storage(void);
  *     runs/gpt/latest                               the name of the newest, for people and scripts
  *     runs/gpt/lock                                 whoever saves here holds it
  *     runs/gpt/step-000000001000/manifest.json      what there is, and where; CRC-32C of all of it
- *                                model-00000-00.safetensors    values, of rank 0
- *                                state-00000-00.safetensors    everything else, of rank 0
- *                                model-00001-00.safetensors    ...
+ *                                model-00000.safetensors    values, of rank 0
+ *                                state-00000.safetensors    everything else, of rank 0
+ *                                model-00001.safetensors    ...
  *
  * Each rank writes what it keeps; of what several ranks keep, one writes it. The files are
  * safetensors (https://github.com/huggingface/safetensors): a tensor that one rank has whole is
- * there by its name, a piece as "name[first:end]" of the flattened tensor.
+ * there by its name, a box of it as "name[first:end,first:end]", and a run of the elements of
+ * either, flattened, with "[first:end]" behind that.
  *
  * All of it is written to step-N.tmp and brought to the disk, every rank's success is agreed on,
  * then one rename makes it a checkpoint: what has a manifest is whole. A crash at any moment leaves
@@ -2680,7 +2681,6 @@ typedef struct dtrain_checkpoint_desc {
     uint32_t failures;     /* saves in a row that may fail with a warning; the next one is the
                                 error of dtrain_checkpoint_save, and one that no later save has made
                                 good that of dtrain_checkpoint_wait and _close. 0 = none */
-    uint64_t file_bytes;   /* a file that would grow beyond is continued in another; 0 = 4 GiB */
     const char *directory; /* shared by all ranks; made if it is not there */
     const char *config;    /* text for the manifest, such as the command line; NULL = none */
     const char *commit;    /* of the program that writes; NULL = none */
@@ -26300,16 +26300,14 @@ typedef struct dtrain__held {
     const char *name; /* not sent */
 } dtrain__held;
 
-/* One piece that this rank writes, and the file's share of it. */
+/* One piece that this rank writes. */
 typedef struct dtrain__write_piece {
     const dtrain__held *held;
-    dtrain_piece piece;
     uint64_t at;      /* first byte, from the beginning of the file's data */
     const void *from; /* the snapshot, or the state's memory */
 } dtrain__write_piece;
 
 typedef struct dtrain__write_file {
-    char name[64];
     size_t first, count; /* pieces */
     uint64_t bytes;      /* of data */
 } dtrain__write_file;
@@ -26343,9 +26341,9 @@ struct dtrain_checkpoint {
     double metric;
     bool outstanding; /* begun, and not settled */
     dtrain__write_piece *pieces;
-    dtrain__write_file *files;
-    size_t piece_count, piece_room, file_count, file_room;
-    char *snapshot; /* page-locked where the device is no CPU */
+    size_t piece_count, piece_room;
+    dtrain__write_file files[2]; /* values; all else */
+    char *snapshot;              /* page-locked where the device is no CPU */
     size_t snapshot_bytes;
     dtrain__text head; /* rank 0: the manifest, up to its list of files */
     double begun;
@@ -26636,7 +26634,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c)
 
 /* Writing a rank's files
  *
- *     plan        who writes which piece, into which file, at which place
+ *     plan        where in which of two files each piece goes: values, which are read alone as
+ *                 well, are in one of their own
  *     snapshot    copy these pieces to host memory, for a save in the background
  *     write       files, block by block with their checksums, and the list of what they hold
  *
@@ -26676,71 +26675,37 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
 
 /* ---- Plan -------------------------------------------------------------------------------------*/
 
-static dtrain_result dtrain__plan_file(dtrain_checkpoint *c, bool values, int number)
-{
-    if (!dtrain__grow(&c->allocator, (void **)&c->files, c->file_count, &c->file_room,
-                      sizeof *c->files, "the plan of a save"))
-        return DTRAIN_ERROR_MEMORY;
-    dtrain__write_file *file = &c->files[c->file_count++];
-    memset(file, 0, sizeof *file);
-    snprintf(file->name, sizeof file->name, "%s-%05d-%02d.safetensors", values ? "model" : "state",
-             c->rank, number);
-    file->first = c->piece_count;
-    return DTRAIN_OK;
-}
-
-/* Put a piece at the end of the last file; what does not fit goes to a new one, and is cut only when
- * it is larger than a file may be. */
-static dtrain_result dtrain__plan_piece(dtrain_checkpoint *c, const dtrain__held *held, bool values,
-                                        int *number)
-{
-    const uint64_t each = dtrain__state_bytes((uint32_t)held->dtype), limit = c->desc.file_bytes;
-    for (int64_t done = 0; done < held->piece.count;) {
-        const uint64_t rest = (uint64_t)(held->piece.count - done) * each;
-        dtrain__write_file *file = *number ? &c->files[c->file_count - 1] : NULL;
-        if (!file || (file->bytes && rest > limit - file->bytes)) {
-            DTRAIN__TRY(dtrain__plan_file(c, values, (*number)++));
-            continue;
-        }
-        if (!dtrain__grow(&c->allocator, (void **)&c->pieces, c->piece_count, &c->piece_room,
-                          sizeof *c->pieces, "the plan of a save"))
-            return DTRAIN_ERROR_MEMORY;
-        dtrain__write_piece *piece = &c->pieces[c->piece_count++];
-        piece->held = held;
-        piece->piece = held->piece;
-        piece->piece.offset += done;
-        piece->piece.count = (int64_t)((rest < limit ? rest : limit) / each);
-        piece->at = file->bytes;
-        piece->from =
-            (const char *)c->desc.state->tensors[held->index].memory + (uint64_t)done * each;
-        file->bytes += (uint64_t)piece->piece.count * each;
-        file->count++;
-        done += piece->piece.count;
-    }
-    return DTRAIN_OK;
-}
-
-/* Plan all files of this rank: values, which are read alone as well, in files of their own. Wide
- * elements come first, so that all are aligned. */
+/* Wide elements come first, so that all are aligned. */
 DTRAIN__PRIVATE dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
 {
-    c->piece_count = c->file_count = 0;
-    for (int values = 1; values >= 0; values--) {
-        int number = 0; /* of files */
-        for (size_t each = 8; each; each /= 2)
-            for (size_t i = 0; i < c->held_count; i++) {
-                const dtrain__held *held = &c->held[i];
-                if (held->rank == c->rank && (held->kind == DTRAIN_STATE_VALUE) == (values == 1) &&
-                    dtrain__state_bytes((uint32_t)held->dtype) == each)
-                    DTRAIN__TRY(dtrain__plan_piece(c, held, values == 1, &number));
-            }
+    c->piece_count = 0;
+    memset(c->files, 0, sizeof c->files);
+    for (int f = 0; f < 2; f++) {
+        dtrain__write_file *file = &c->files[f];
+        file->first = c->piece_count;
+        for (size_t n = 0; n < 4 * c->held_count; n++) {
+            const size_t each = (size_t)8 >> n / c->held_count;
+            const dtrain__held *held = &c->held[n % c->held_count];
+            if (held->rank != c->rank || (held->kind != DTRAIN_STATE_VALUE) != (f == 1) ||
+                dtrain__state_bytes((uint32_t)held->dtype) != each || !held->piece.count)
+                continue;
+            if (!dtrain__grow(&c->allocator, (void **)&c->pieces, c->piece_count, &c->piece_room,
+                              sizeof *c->pieces, "the plan of a save"))
+                return DTRAIN_ERROR_MEMORY;
+            dtrain__write_piece *piece = &c->pieces[c->piece_count++];
+            piece->held = held;
+            piece->at = file->bytes;
+            piece->from = c->desc.state->tensors[held->index].memory;
+            file->bytes += (uint64_t)held->piece.count * each;
+            file->count++;
+        }
     }
     return DTRAIN_OK;
 }
 
 static uint64_t dtrain__piece_bytes(const dtrain__write_piece *piece)
 {
-    return (uint64_t)piece->piece.count * dtrain__state_bytes((uint32_t)piece->held->dtype);
+    return (uint64_t)piece->held->piece.count * dtrain__state_bytes((uint32_t)piece->held->dtype);
 }
 
 /* ---- Snapshot ---------------------------------------------------------------------------------*/
@@ -26801,35 +26766,29 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c)
 /* Write the name and shape of a piece in its file. All of a tensor has its own name and shape; a box
  * says where it is along each axis, "wte[0:64,0:128]", and a run which elements it has of that,
  * "wte[0:16384]"; what is no value begins with its kind. */
-static dtrain_result dtrain__piece_stored(const dtrain__write_piece *write, char *name,
+static dtrain_result dtrain__piece_stored(const dtrain__held *held, char *name,
                                           dtrain__stored *stored)
 {
-    const dtrain__held *held = write->held;
-    const dtrain_piece *piece = &write->piece, whole = dtrain__piece_whole(held->shape);
-    const bool boxed = !dtrain__box_same(piece, &whole);
+    const dtrain_piece *piece = &held->piece, whole = dtrain__piece_whole(held->shape);
+    const bool boxed = !dtrain__box_same(piece, &whole), value = held->kind == DTRAIN_STATE_VALUE;
     const bool run = piece->count != dtrain__box_count(piece);
-    size_t used = 0;
-    *name = 0;
-    if (held->kind != DTRAIN_STATE_VALUE)
-        used = (size_t)snprintf(name, DTRAIN__TENSOR_NAME, "%s.",
-                                dtrain__state_kind_name((uint32_t)held->kind));
-    used += (size_t)snprintf(name + used, DTRAIN__TENSOR_NAME - used, "%s", held->name);
+    char where[200] = "", range[48] = "";
     stored->dims = run ? 1 : 0;
     stored->shape[0] = piece->count;
     for (int d = 0; d < 4 && (d == 0 || piece->length[d]); d++) {
+        const size_t used = strlen(where);
         if (!run) stored->shape[stored->dims++] = piece->length[d];
-        if (boxed && used < DTRAIN__TENSOR_NAME)
-            used += (size_t)snprintf(name + used, DTRAIN__TENSOR_NAME - used, "%s%lld:%lld",
-                                     d ? "," : "[", (long long)piece->first[d],
-                                     (long long)(piece->first[d] + piece->length[d]));
+        if (boxed)
+            snprintf(where + used, sizeof where - used, "%s%lld:%lld", d ? "," : "[",
+                     (long long)piece->first[d], (long long)(piece->first[d] + piece->length[d]));
     }
-    if (boxed && used < DTRAIN__TENSOR_NAME)
-        used += (size_t)snprintf(name + used, DTRAIN__TENSOR_NAME - used, "]");
-    if (run && used < DTRAIN__TENSOR_NAME)
-        used +=
-            (size_t)snprintf(name + used, DTRAIN__TENSOR_NAME - used, "[%lld:%lld]",
-                             (long long)piece->offset, (long long)(piece->offset + piece->count));
-    if (used < DTRAIN__TENSOR_NAME) return DTRAIN_OK;
+    if (run)
+        snprintf(range, sizeof range, "[%lld:%lld]", (long long)piece->offset,
+                 (long long)(piece->offset + piece->count));
+    const int length = snprintf(name, DTRAIN__TENSOR_NAME, "%s%s%s%s%s%s",
+                                value ? "" : dtrain__state_kind_name((uint32_t)held->kind),
+                                value ? "" : ".", held->name, where, boxed ? "]" : "", range);
+    if (length > 0 && length < DTRAIN__TENSOR_NAME) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                        "the name \"%.100s...\" is too long for a file of tensors, which takes %d "
                        "bytes with what is added here",
@@ -26848,7 +26807,7 @@ static dtrain_result dtrain__file_header(const dtrain_checkpoint *c, const dtrai
     dtrain_result result = stored && names ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
     for (size_t i = 0; i < file->count && result == DTRAIN_OK; i++) {
         const dtrain__write_piece *piece = &c->pieces[file->first + i];
-        result = dtrain__piece_stored(piece, names[i], &stored[i]);
+        result = dtrain__piece_stored(piece->held, names[i], &stored[i]);
         stored[i].name = names[i];
         stored[i].dtype = (uint32_t)piece->held->dtype;
         stored[i].begin = piece->at;
@@ -26887,12 +26846,14 @@ static dtrain_result dtrain__tensors_write(dtrain_checkpoint *c, const char *dir
                                            const dtrain__write_file *plan, char *bounce,
                                            dtrain__text *list)
 {
-    char path[2 * DTRAIN__PATH];
+    char path[2 * DTRAIN__PATH], name[64];
     dtrain__text header;
     int file;
     memset(&header, 0, sizeof header);
     header.allocator = &c->allocator;
-    snprintf(path, sizeof path, "%s/%s", directory, plan->name);
+    snprintf(name, sizeof name, "%s-%05d.safetensors", plan == c->files ? "model" : "state",
+             c->rank);
+    snprintf(path, sizeof path, "%s/%s", directory, name);
     dtrain_result result = dtrain__file_header(c, plan, &header);
     if (result == DTRAIN_OK)
         result = dtrain__storage_open(c->desc.storage, path, DTRAIN_STORAGE_CREATE, &file);
@@ -26900,21 +26861,21 @@ static dtrain_result dtrain__tensors_write(dtrain_checkpoint *c, const char *dir
         dtrain__text_add(list,
                          "%s\n  {\"name\": \"%s\", \"bytes\": %llu, \"rank\": %d, "
                          "\"pieces\": [",
-                         plan == c->files ? "" : ",", plan->name,
+                         plan == c->files || !c->files[0].count ? "" : ",", name,
                          (unsigned long long)(header.bytes + plan->bytes), c->rank);
         result = dtrain__storage_write(c->desc.storage, file, path, header.at, header.bytes, 0);
         for (size_t i = 0; i < plan->count && result == DTRAIN_OK; i++) {
             const dtrain__write_piece *piece = &c->pieces[plan->first + i];
+            const dtrain_piece *box = &piece->held->piece;
+            const dtrain_piece whole = dtrain__piece_whole(piece->held->shape);
             dtrain__text_add(list, "%s\n   [%lld, %lld, %lld, %llu, \"", i ? "," : "",
-                             (long long)piece->held->tensor, (long long)piece->piece.offset,
-                             (long long)piece->piece.count,
-                             (unsigned long long)(header.bytes + piece->at));
+                             (long long)piece->held->tensor, (long long)box->offset,
+                             (long long)box->count, (unsigned long long)(header.bytes + piece->at));
             result = dtrain__piece_write(c, file, path, header.bytes, piece, bounce, list);
             dtrain__text_add(list, "\"");
-            const dtrain_piece whole = dtrain__piece_whole(piece->held->shape);
-            for (int d = 0; d < 4 && !dtrain__box_same(&piece->piece, &whole); d++)
-                dtrain__text_add(list, ", %lld, %lld", (long long)piece->piece.first[d],
-                                 (long long)piece->piece.length[d]);
+            for (int d = 0; d < 4 && !dtrain__box_same(box, &whole); d++)
+                dtrain__text_add(list, ", %lld, %lld", (long long)box->first[d],
+                                 (long long)box->length[d]);
             dtrain__text_add(list, "]");
         }
         dtrain__text_add(list, "]}");
@@ -26956,8 +26917,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_write(dtrain_checkpoint *c)
         if (!bounce) return DTRAIN_ERROR_MEMORY;
     }
     dtrain__text_add(&list, "{\"files\": [");
-    for (size_t i = 0; i < c->file_count && result == DTRAIN_OK; i++)
-        result = dtrain__tensors_write(c, directory, &c->files[i], bounce, &list);
+    for (int i = 0; i < 2 && result == DTRAIN_OK; i++)
+        if (c->files[i].count)
+            result = dtrain__tensors_write(c, directory, &c->files[i], bounce, &list);
     dtrain__text_add(&list, "]");
     dtrain__seal(&list);
     if (result == DTRAIN_OK) result = dtrain__list_write(c, directory, &list);
@@ -27580,7 +27542,6 @@ static dtrain_result dtrain__checkpoint_resolve(dtrain_checkpoint *c,
     c->desc.config = dtrain__keep_text(&next, desc->config);
     c->desc.commit = dtrain__keep_text(&next, desc->commit);
     if (!c->desc.keep) c->desc.keep = 3;
-    if (!c->desc.file_bytes) c->desc.file_bytes = (uint64_t)4 << 30;
     if (!c->desc.storage) c->desc.storage = dtrain_file_storage();
     return DTRAIN_OK;
 }
@@ -27600,9 +27561,6 @@ static dtrain_result dtrain__checkpoint_check(dtrain_world *world,
                            "%s: the directory has more than %d bytes, or config or commit more "
                            "than %d",
                            call, DTRAIN__PATH - 128, DTRAIN__TEXT_MOST);
-    if (desc->file_bytes && desc->file_bytes < 4096)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: file_bytes is %llu, expected at least 4096",
-                           call, (unsigned long long)desc->file_bytes);
     return DTRAIN_OK;
 }
 
@@ -27662,7 +27620,6 @@ DTRAIN_API dtrain_result dtrain_checkpoint_close(dtrain_checkpoint *checkpoint)
     dtrain__text_free(&c->head);
     dtrain__union_free(c);
     dtrain__free(&allocator, c->pieces, c->piece_room, sizeof *c->pieces);
-    dtrain__free(&allocator, c->files, c->file_room, sizeof *c->files);
     dtrain__free(&allocator, c->texts, c->texts_bytes, 1);
     dtrain__free(&allocator, c, 1, sizeof *c);
     return result;
@@ -29689,7 +29646,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__directory_publish(const dtrain_storage *st
  *      "scalars": [{"name": "optimizer.step", "value": 1000}, ...],
  *      "tensors": [{"name": "wte", "kind": "value", "dtype": "F32", "shape": [256, 128],
  *                   "own": false}, ...],
- *      "files": [{"name": "model-00000-00.safetensors", "bytes": 131192, "rank": 0,
+ *      "files": [{"name": "model-00000.safetensors", "bytes": 131192, "rank": 0,
  *                 "pieces": [[0, 0, 16384, 120, "8a9136aa"], ...]}, ...],
  *      "crc32c": "e3069283"}
  *

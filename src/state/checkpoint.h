@@ -5,13 +5,14 @@
  *     runs/gpt/latest                               the name of the newest, for people and scripts
  *     runs/gpt/lock                                 whoever saves here holds it
  *     runs/gpt/step-000000001000/manifest.json      what there is, and where; CRC-32C of all of it
- *                                model-00000-00.safetensors    values, of rank 0
- *                                state-00000-00.safetensors    everything else, of rank 0
- *                                model-00001-00.safetensors    ...
+ *                                model-00000.safetensors    values, of rank 0
+ *                                state-00000.safetensors    everything else, of rank 0
+ *                                model-00001.safetensors    ...
  *
  * Each rank writes what it keeps; of what several ranks keep, one writes it. The files are
  * safetensors (https://github.com/huggingface/safetensors): a tensor that one rank has whole is
- * there by its name, a piece as "name[first:end]" of the flattened tensor.
+ * there by its name, a box of it as "name[first:end,first:end]", and a run of the elements of
+ * either, flattened, with "[first:end]" behind that.
  *
  * All of it is written to step-N.tmp and brought to the disk, every rank's success is agreed on,
  * then one rename makes it a checkpoint: what has a manifest is whole. A crash at any moment leaves
@@ -53,7 +54,6 @@ typedef struct dtrain_checkpoint_desc {
     uint32_t failures;     /* saves in a row that may fail with a warning; the next one is the
                                 error of dtrain_checkpoint_save, and one that no later save has made
                                 good that of dtrain_checkpoint_wait and _close. 0 = none */
-    uint64_t file_bytes;   /* a file that would grow beyond is continued in another; 0 = 4 GiB */
     const char *directory; /* shared by all ranks; made if it is not there */
     const char *config;    /* text for the manifest, such as the command line; NULL = none */
     const char *commit;    /* of the program that writes; NULL = none */

@@ -137,16 +137,14 @@ typedef struct dtrain__held {
     const char *name; /* not sent */
 } dtrain__held;
 
-/* One piece that this rank writes, and the file's share of it. */
+/* One piece that this rank writes. */
 typedef struct dtrain__write_piece {
     const dtrain__held *held;
-    dtrain_piece piece;
     uint64_t at;      /* first byte, from the beginning of the file's data */
     const void *from; /* the snapshot, or the state's memory */
 } dtrain__write_piece;
 
 typedef struct dtrain__write_file {
-    char name[64];
     size_t first, count; /* pieces */
     uint64_t bytes;      /* of data */
 } dtrain__write_file;
@@ -180,9 +178,9 @@ struct dtrain_checkpoint {
     double metric;
     bool outstanding; /* begun, and not settled */
     dtrain__write_piece *pieces;
-    dtrain__write_file *files;
-    size_t piece_count, piece_room, file_count, file_room;
-    char *snapshot; /* page-locked where the device is no CPU */
+    size_t piece_count, piece_room;
+    dtrain__write_file files[2]; /* values; all else */
+    char *snapshot;              /* page-locked where the device is no CPU */
     size_t snapshot_bytes;
     dtrain__text head; /* rank 0: the manifest, up to its list of files */
     double begun;

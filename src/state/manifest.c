@@ -7,7 +7,7 @@
  *      "scalars": [{"name": "optimizer.step", "value": 1000}, ...],
  *      "tensors": [{"name": "wte", "kind": "value", "dtype": "F32", "shape": [256, 128],
  *                   "own": false}, ...],
- *      "files": [{"name": "model-00000-00.safetensors", "bytes": 131192, "rank": 0,
+ *      "files": [{"name": "model-00000.safetensors", "bytes": 131192, "rank": 0,
  *                 "pieces": [[0, 0, 16384, 120, "8a9136aa"], ...]}, ...],
  *      "crc32c": "e3069283"}
  *

@@ -623,7 +623,6 @@ static dtrain_result dtrain__checkpoint_resolve(dtrain_checkpoint *c,
     c->desc.config = dtrain__keep_text(&next, desc->config);
     c->desc.commit = dtrain__keep_text(&next, desc->commit);
     if (!c->desc.keep) c->desc.keep = 3;
-    if (!c->desc.file_bytes) c->desc.file_bytes = (uint64_t)4 << 30;
     if (!c->desc.storage) c->desc.storage = dtrain_file_storage();
     return DTRAIN_OK;
 }
@@ -643,9 +642,6 @@ static dtrain_result dtrain__checkpoint_check(dtrain_world *world,
                            "%s: the directory has more than %d bytes, or config or commit more "
                            "than %d",
                            call, DTRAIN__PATH - 128, DTRAIN__TEXT_MOST);
-    if (desc->file_bytes && desc->file_bytes < 4096)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: file_bytes is %llu, expected at least 4096",
-                           call, (unsigned long long)desc->file_bytes);
     return DTRAIN_OK;
 }
 
@@ -705,7 +701,6 @@ DTRAIN_API dtrain_result dtrain_checkpoint_close(dtrain_checkpoint *checkpoint)
     dtrain__text_free(&c->head);
     dtrain__union_free(c);
     dtrain__free(&allocator, c->pieces, c->piece_room, sizeof *c->pieces);
-    dtrain__free(&allocator, c->files, c->file_room, sizeof *c->files);
     dtrain__free(&allocator, c->texts, c->texts_bytes, 1);
     dtrain__free(&allocator, c, 1, sizeof *c);
     return result;

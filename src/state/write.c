@@ -1,6 +1,7 @@
 /* Writing a rank's files
  *
- *     plan        who writes which piece, into which file, at which place
+ *     plan        where in which of two files each piece goes: values, which are read alone as
+ *                 well, are in one of their own
  *     snapshot    copy these pieces to host memory, for a save in the background
  *     write       files, block by block with their checksums, and the list of what they hold
  *
@@ -19,71 +20,37 @@
 
 /* ---- Plan -------------------------------------------------------------------------------------*/
 
-static dtrain_result dtrain__plan_file(dtrain_checkpoint *c, bool values, int number)
-{
-    if (!dtrain__grow(&c->allocator, (void **)&c->files, c->file_count, &c->file_room,
-                      sizeof *c->files, "the plan of a save"))
-        return DTRAIN_ERROR_MEMORY;
-    dtrain__write_file *file = &c->files[c->file_count++];
-    memset(file, 0, sizeof *file);
-    snprintf(file->name, sizeof file->name, "%s-%05d-%02d.safetensors", values ? "model" : "state",
-             c->rank, number);
-    file->first = c->piece_count;
-    return DTRAIN_OK;
-}
-
-/* Put a piece at the end of the last file; what does not fit goes to a new one, and is cut only when
- * it is larger than a file may be. */
-static dtrain_result dtrain__plan_piece(dtrain_checkpoint *c, const dtrain__held *held, bool values,
-                                        int *number)
-{
-    const uint64_t each = dtrain__state_bytes((uint32_t)held->dtype), limit = c->desc.file_bytes;
-    for (int64_t done = 0; done < held->piece.count;) {
-        const uint64_t rest = (uint64_t)(held->piece.count - done) * each;
-        dtrain__write_file *file = *number ? &c->files[c->file_count - 1] : NULL;
-        if (!file || (file->bytes && rest > limit - file->bytes)) {
-            DTRAIN__TRY(dtrain__plan_file(c, values, (*number)++));
-            continue;
-        }
-        if (!dtrain__grow(&c->allocator, (void **)&c->pieces, c->piece_count, &c->piece_room,
-                          sizeof *c->pieces, "the plan of a save"))
-            return DTRAIN_ERROR_MEMORY;
-        dtrain__write_piece *piece = &c->pieces[c->piece_count++];
-        piece->held = held;
-        piece->piece = held->piece;
-        piece->piece.offset += done;
-        piece->piece.count = (int64_t)((rest < limit ? rest : limit) / each);
-        piece->at = file->bytes;
-        piece->from =
-            (const char *)c->desc.state->tensors[held->index].memory + (uint64_t)done * each;
-        file->bytes += (uint64_t)piece->piece.count * each;
-        file->count++;
-        done += piece->piece.count;
-    }
-    return DTRAIN_OK;
-}
-
-/* Plan all files of this rank: values, which are read alone as well, in files of their own. Wide
- * elements come first, so that all are aligned. */
+/* Wide elements come first, so that all are aligned. */
 DTRAIN__PRIVATE dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
 {
-    c->piece_count = c->file_count = 0;
-    for (int values = 1; values >= 0; values--) {
-        int number = 0; /* of files */
-        for (size_t each = 8; each; each /= 2)
-            for (size_t i = 0; i < c->held_count; i++) {
-                const dtrain__held *held = &c->held[i];
-                if (held->rank == c->rank && (held->kind == DTRAIN_STATE_VALUE) == (values == 1) &&
-                    dtrain__state_bytes((uint32_t)held->dtype) == each)
-                    DTRAIN__TRY(dtrain__plan_piece(c, held, values == 1, &number));
-            }
+    c->piece_count = 0;
+    memset(c->files, 0, sizeof c->files);
+    for (int f = 0; f < 2; f++) {
+        dtrain__write_file *file = &c->files[f];
+        file->first = c->piece_count;
+        for (size_t n = 0; n < 4 * c->held_count; n++) {
+            const size_t each = (size_t)8 >> n / c->held_count;
+            const dtrain__held *held = &c->held[n % c->held_count];
+            if (held->rank != c->rank || (held->kind != DTRAIN_STATE_VALUE) != (f == 1) ||
+                dtrain__state_bytes((uint32_t)held->dtype) != each || !held->piece.count)
+                continue;
+            if (!dtrain__grow(&c->allocator, (void **)&c->pieces, c->piece_count, &c->piece_room,
+                              sizeof *c->pieces, "the plan of a save"))
+                return DTRAIN_ERROR_MEMORY;
+            dtrain__write_piece *piece = &c->pieces[c->piece_count++];
+            piece->held = held;
+            piece->at = file->bytes;
+            piece->from = c->desc.state->tensors[held->index].memory;
+            file->bytes += (uint64_t)held->piece.count * each;
+            file->count++;
+        }
     }
     return DTRAIN_OK;
 }
 
 static uint64_t dtrain__piece_bytes(const dtrain__write_piece *piece)
 {
-    return (uint64_t)piece->piece.count * dtrain__state_bytes((uint32_t)piece->held->dtype);
+    return (uint64_t)piece->held->piece.count * dtrain__state_bytes((uint32_t)piece->held->dtype);
 }
 
 /* ---- Snapshot ---------------------------------------------------------------------------------*/
@@ -144,35 +111,29 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c)
 /* Write the name and shape of a piece in its file. All of a tensor has its own name and shape; a box
  * says where it is along each axis, "wte[0:64,0:128]", and a run which elements it has of that,
  * "wte[0:16384]"; what is no value begins with its kind. */
-static dtrain_result dtrain__piece_stored(const dtrain__write_piece *write, char *name,
+static dtrain_result dtrain__piece_stored(const dtrain__held *held, char *name,
                                           dtrain__stored *stored)
 {
-    const dtrain__held *held = write->held;
-    const dtrain_piece *piece = &write->piece, whole = dtrain__piece_whole(held->shape);
-    const bool boxed = !dtrain__box_same(piece, &whole);
+    const dtrain_piece *piece = &held->piece, whole = dtrain__piece_whole(held->shape);
+    const bool boxed = !dtrain__box_same(piece, &whole), value = held->kind == DTRAIN_STATE_VALUE;
     const bool run = piece->count != dtrain__box_count(piece);
-    size_t used = 0;
-    *name = 0;
-    if (held->kind != DTRAIN_STATE_VALUE)
-        used = (size_t)snprintf(name, DTRAIN__TENSOR_NAME, "%s.",
-                                dtrain__state_kind_name((uint32_t)held->kind));
-    used += (size_t)snprintf(name + used, DTRAIN__TENSOR_NAME - used, "%s", held->name);
+    char where[200] = "", range[48] = "";
     stored->dims = run ? 1 : 0;
     stored->shape[0] = piece->count;
     for (int d = 0; d < 4 && (d == 0 || piece->length[d]); d++) {
+        const size_t used = strlen(where);
         if (!run) stored->shape[stored->dims++] = piece->length[d];
-        if (boxed && used < DTRAIN__TENSOR_NAME)
-            used += (size_t)snprintf(name + used, DTRAIN__TENSOR_NAME - used, "%s%lld:%lld",
-                                     d ? "," : "[", (long long)piece->first[d],
-                                     (long long)(piece->first[d] + piece->length[d]));
+        if (boxed)
+            snprintf(where + used, sizeof where - used, "%s%lld:%lld", d ? "," : "[",
+                     (long long)piece->first[d], (long long)(piece->first[d] + piece->length[d]));
     }
-    if (boxed && used < DTRAIN__TENSOR_NAME)
-        used += (size_t)snprintf(name + used, DTRAIN__TENSOR_NAME - used, "]");
-    if (run && used < DTRAIN__TENSOR_NAME)
-        used +=
-            (size_t)snprintf(name + used, DTRAIN__TENSOR_NAME - used, "[%lld:%lld]",
-                             (long long)piece->offset, (long long)(piece->offset + piece->count));
-    if (used < DTRAIN__TENSOR_NAME) return DTRAIN_OK;
+    if (run)
+        snprintf(range, sizeof range, "[%lld:%lld]", (long long)piece->offset,
+                 (long long)(piece->offset + piece->count));
+    const int length = snprintf(name, DTRAIN__TENSOR_NAME, "%s%s%s%s%s%s",
+                                value ? "" : dtrain__state_kind_name((uint32_t)held->kind),
+                                value ? "" : ".", held->name, where, boxed ? "]" : "", range);
+    if (length > 0 && length < DTRAIN__TENSOR_NAME) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                        "the name \"%.100s...\" is too long for a file of tensors, which takes %d "
                        "bytes with what is added here",
@@ -191,7 +152,7 @@ static dtrain_result dtrain__file_header(const dtrain_checkpoint *c, const dtrai
     dtrain_result result = stored && names ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
     for (size_t i = 0; i < file->count && result == DTRAIN_OK; i++) {
         const dtrain__write_piece *piece = &c->pieces[file->first + i];
-        result = dtrain__piece_stored(piece, names[i], &stored[i]);
+        result = dtrain__piece_stored(piece->held, names[i], &stored[i]);
         stored[i].name = names[i];
         stored[i].dtype = (uint32_t)piece->held->dtype;
         stored[i].begin = piece->at;
@@ -230,12 +191,14 @@ static dtrain_result dtrain__tensors_write(dtrain_checkpoint *c, const char *dir
                                            const dtrain__write_file *plan, char *bounce,
                                            dtrain__text *list)
 {
-    char path[2 * DTRAIN__PATH];
+    char path[2 * DTRAIN__PATH], name[64];
     dtrain__text header;
     int file;
     memset(&header, 0, sizeof header);
     header.allocator = &c->allocator;
-    snprintf(path, sizeof path, "%s/%s", directory, plan->name);
+    snprintf(name, sizeof name, "%s-%05d.safetensors", plan == c->files ? "model" : "state",
+             c->rank);
+    snprintf(path, sizeof path, "%s/%s", directory, name);
     dtrain_result result = dtrain__file_header(c, plan, &header);
     if (result == DTRAIN_OK)
         result = dtrain__storage_open(c->desc.storage, path, DTRAIN_STORAGE_CREATE, &file);
@@ -243,21 +206,21 @@ static dtrain_result dtrain__tensors_write(dtrain_checkpoint *c, const char *dir
         dtrain__text_add(list,
                          "%s\n  {\"name\": \"%s\", \"bytes\": %llu, \"rank\": %d, "
                          "\"pieces\": [",
-                         plan == c->files ? "" : ",", plan->name,
+                         plan == c->files || !c->files[0].count ? "" : ",", name,
                          (unsigned long long)(header.bytes + plan->bytes), c->rank);
         result = dtrain__storage_write(c->desc.storage, file, path, header.at, header.bytes, 0);
         for (size_t i = 0; i < plan->count && result == DTRAIN_OK; i++) {
             const dtrain__write_piece *piece = &c->pieces[plan->first + i];
+            const dtrain_piece *box = &piece->held->piece;
+            const dtrain_piece whole = dtrain__piece_whole(piece->held->shape);
             dtrain__text_add(list, "%s\n   [%lld, %lld, %lld, %llu, \"", i ? "," : "",
-                             (long long)piece->held->tensor, (long long)piece->piece.offset,
-                             (long long)piece->piece.count,
-                             (unsigned long long)(header.bytes + piece->at));
+                             (long long)piece->held->tensor, (long long)box->offset,
+                             (long long)box->count, (unsigned long long)(header.bytes + piece->at));
             result = dtrain__piece_write(c, file, path, header.bytes, piece, bounce, list);
             dtrain__text_add(list, "\"");
-            const dtrain_piece whole = dtrain__piece_whole(piece->held->shape);
-            for (int d = 0; d < 4 && !dtrain__box_same(&piece->piece, &whole); d++)
-                dtrain__text_add(list, ", %lld, %lld", (long long)piece->piece.first[d],
-                                 (long long)piece->piece.length[d]);
+            for (int d = 0; d < 4 && !dtrain__box_same(box, &whole); d++)
+                dtrain__text_add(list, ", %lld, %lld", (long long)box->first[d],
+                                 (long long)box->length[d]);
             dtrain__text_add(list, "]");
         }
         dtrain__text_add(list, "]}");
@@ -299,8 +262,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_write(dtrain_checkpoint *c)
         if (!bounce) return DTRAIN_ERROR_MEMORY;
     }
     dtrain__text_add(&list, "{\"files\": [");
-    for (size_t i = 0; i < c->file_count && result == DTRAIN_OK; i++)
-        result = dtrain__tensors_write(c, directory, &c->files[i], bounce, &list);
+    for (int i = 0; i < 2 && result == DTRAIN_OK; i++)
+        if (c->files[i].count)
+            result = dtrain__tensors_write(c, directory, &c->files[i], bounce, &list);
     dtrain__text_add(&list, "]");
     dtrain__seal(&list);
     if (result == DTRAIN_OK) result = dtrain__list_write(c, directory, &list);

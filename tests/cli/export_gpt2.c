@@ -108,7 +108,6 @@ static dtrain_result save(dtrain_world *world, dtrain_state *state, const char *
     memset(&desc, 0, sizeof desc);
     desc.directory = folder;
     desc.state = state;
-    desc.file_bytes = 20000; /* several files a rank, and tensors cut between them */
     dtrain_result result = dtrain_checkpoint_open(world, &desc, &checkpoint);
     if (result != DTRAIN_OK) return result;
     result = dtrain_checkpoint_save(checkpoint, 1, 0);

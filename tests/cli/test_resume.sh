@@ -311,7 +311,7 @@ good "the example again" "3 ranks begin at step 150" "$build/resume" "$tmp/examp
 bad "--save-every without a directory" "does nothing without --checkpoint" $gpt --save-every 5
 bad "--resume auto without a directory" "looks into --checkpoint DIR" $gpt --resume auto
 bad "--resume of nothing" "$tmp/none" $gpt --resume "$tmp/none" --steps 2
-for file in "$tmp"/example/step-*/state-00000-00.safetensors; do truncate -s -1 "$file"; done
+for file in "$tmp"/example/step-*/state-00000.safetensors; do truncate -s -1 "$file"; done
 bad_lines=20 bad "the example, with all checkpoints damaged" "no checkpoint in .* can be read" "$build/resume" "$tmp/example"
 bad "a directory that cannot be" "cannot be made: Not a directory" $gpt --steps 2 --checkpoint "$tmp/out/none"
 bad "another model" "does not fit this run.*of another shape" $gpt --channels 32 --resume "$tmp/again/step-000000000010" --steps 12

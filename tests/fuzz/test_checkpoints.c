@@ -46,7 +46,6 @@ static saved_run *draw_run(draw *d)
     r->momentum = pick(d, 2) ? 0.9f : 0;
     r->dropout = pick(d, 2) ? 0.1f : 0;
     r->background = pick(d, 2);
-    r->keep.file_bytes = pick(d, 2) ? 4096 : 0;
     if (pick(d, 4) == 0) s->reduce_dtype = DTRAIN_DTYPE_BF16;
     if (pick(d, 4) == 0 && s->kind >= DTRAIN_STRATEGY_FULL_SHARD)
         s->param_dtype = DTRAIN_DTYPE_BF16;

@@ -166,7 +166,6 @@ static dtrain_result rank_run(dtrain_world *world, run *r, rank_of *s)
     TRY(dtrain_state_changed(s->state));
     save.directory = r->directory;
     save.state = s->state;
-    save.file_bytes = r->seed % 3 ? 0 : 4096;
     TRY(dtrain_checkpoint_open(world, &save, &s->checkpoint));
     for (int i = 1; i <= 2; i++) TRY(dtrain_checkpoint_save(s->checkpoint, i, 0));
     dtrain_checkpoint_query(s->checkpoint, &info);
