@@ -723,7 +723,7 @@ static void test_damage(void)
         {"truncate -s 10 $N/manifest.json", "manifest.json"},
         {"truncate -s 0 $N/manifest.json", "manifest.json"},
         {"rm $N/manifest.json", ""},
-        {"rm $N/state-00000.safetensors; ln -s x $N/state-00000.safetensors", "state-00000-00"},
+        {"rm $N/state-00000.safetensors; ln -s x $N/state-00000.safetensors", "state-00000"},
         {"sed -i 's/\"version\": 2/\"version\": 3/' $N/manifest.json", "manifest.json"},
         {"cp $O/manifest.json $N/manifest.json", ""}};
     variant v = {"zero1", DTRAIN_STRATEGY_ZERO1, 2, 1, 0, 0, 0, 0, false, false, false, 0, false};
