@@ -63,9 +63,8 @@
        src/core/hash.c                      Hashes of 64 bits: FNV-1a to compare, SipHash under a key
        src/world/world.c                    World
        src/world/world_internal.h           The world of a rank, and the control page that ranks share
-       src/world/timeline_internal.h        Spans as the library opens them: see world/timeline.c
-       src/world/timeline.c                 Spans: what a rank does when
-       src/world/trace_internal.h           A trace: events of a rank, and the file that they are written to. See world/trace.c
+       src/world/timeline_internal.h        The events of a rank as the library records and reads them: see world/timeline.c
+       src/world/timeline.c                 The timeline: what a rank does when
        src/world/trace.c                    Traces: what a rank did when, for Perfetto
        src/world/control.c                  The control page: how ranks end, wait for each other and gather
        src/world/link_internal.h            The link: TCP connections between ranks that another launcher has started
@@ -77,8 +76,7 @@
        src/comm/comm.c                      Communicators
        src/comm/comm_internal.h             What the files of comm share
        src/comm/groups_internal.h           Groups: who shares what with this rank
-       src/comm/flight_internal.h           The flight record of a rank: see comm/flight.c
-       src/comm/flight.c                    The flight record: the last collectives of a rank, and of what it knows of the others
+       src/comm/flight.c                    Dumps: the flight record of a rank
        src/comm/engine_internal.h           The progress engine
        src/comm/reduce.c                    What collectives do: who sends what to whom, and the results on one rank
        src/device/device_internal.h         What other rooms use of a device
@@ -88,7 +86,7 @@
        src/comm/staged.c                    Buffers in device memory: two hooks of the engine
        src/comm/local.c                     The local transport: shared memory
        src/comm/mpi.c                       The MPI transport
-       src/comm/mpi_internal.h              What the files of the MPI transport share: mpi.c moves data, mpi_meet.c begins and ends
+       src/comm/mpi_internal.h              Internals of the MPI transport: mpi.c moves data, mpi_meet.c begins and ends MPI
        src/comm/mpi_meet.c                  The MPI transport: how ranks meet in MPI, and how they leave it
        src/comm/backend.c                   Choosing a communicator
        src/launch/launch.c                  dtrain_launch
@@ -814,23 +812,6 @@ DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step);
  * not restarted. */
 DTRAIN_API bool dtrain_world_stop_requested(const dtrain_world *world);
 
-/* Write the flight record of this rank to DIRECTORY/flight-RANK.json: its last 256 collectives and
- * messages (communicator, sequence number, kind, reduction, dtype, count, which bucket asked and
- * the name of its first parameter, state, times on the monotonic clock), and for every rank the
- * last call and how long ago it gave a sign of life, as far as ranks share memory. build/flight
- * DIRECTORY reads the files of all ranks and says who is behind, or who called what.
- *
- * Local; it waits for no other rank. The directory is made if it is missing, and the file appears
- * whole. Errors: DTRAIN_ERROR_ARGUMENT, DTRAIN_ERROR_SYSTEM.
- *
- * With desc.flight_directory a rank does it by itself, once: when a collective, or
- * dtrain_world_poll, ends in a failure (a deadline, a mismatch, the failure of another rank), or
- * when rank_main returns another value than 0. That file stands: later calls with the same
- * directory leave it as it is. A restarted rank replaces it at its next failure; give each run a
- * directory of its own. With desc.catch_signals too, SIGUSR2 makes a rank write its file at its
- * next call or wait, and the run goes on: for a look at a run that seems to hang. */
-DTRAIN_API dtrain_result dtrain_world_dump(dtrain_world *world, const char *directory);
-
 /* Send one formatted line to the log. */
 #if defined(__GNUC__)
 __attribute__((format(printf, 3, 4)))
@@ -855,8 +836,9 @@ dtrain_log(dtrain_world *world, dtrain_log_level level, const char *format, ...)
  *     comm: waits                             |---|        |---|             |
  *     optimizer                                                |-------------|
  *
- * So the kinds divide the time of a rank: their sum is the time since the world was made. A span
- * costs 0.16 us, half of it two looks at the clock; nothing is allocated. */
+ * So the kinds divide the time of a rank: their sum is the time since the world was made. The
+ * trainer makes its figures of a step from them, and a trace shows each span. A span costs 0.16 us,
+ * half of it for two readings of the clock; nothing is allocated. */
 
 typedef enum dtrain_span_kind {
     DTRAIN_SPAN_OTHER = 0,      /* in no span: the program's own time */
@@ -869,15 +851,12 @@ typedef enum dtrain_span_kind {
     DTRAIN_SPAN_KINDS = 7
 } dtrain_span_kind;
 
-/* Open a span of a program's own, inside of the one that is open now: of a host with a backward of
- * its own, or of a phase that should have a name. `name` lives until the span is closed. Only the
- * thread that runs rank_main may call it. */
+/* Open a span of the program's own, inside of the one that is open now: for a forward or backward
+ * of its own, or for a phase that should have a name in a trace. `name` must live until the span is
+ * closed. Only the thread that runs rank_main may call it. */
 DTRAIN_API void dtrain_span_begin(dtrain_world *world, dtrain_span_kind kind, const char *name);
 /* Close the innermost span that is open; with none, do nothing. */
 DTRAIN_API void dtrain_span_end(dtrain_world *world);
-/* Return the seconds that this rank has spent in a kind since its world was made; differences give
- * a step's share. 0 for a kind that does not exist. */
-DTRAIN_API double dtrain_span_seconds(const dtrain_world *world, dtrain_span_kind kind);
 
 /* ================================================================================================
  * src/launch/launch.h
@@ -885,9 +864,9 @@ DTRAIN_API double dtrain_span_seconds(const dtrain_world *world, dtrain_span_kin
 
 /* Launch
  *
- * dtrain_launch is the one way in: it starts the
- * local ranks, hands each a world, watches over them and reports how they ended. Started by another
- * launcher as one rank of several, it joins them instead:
+ * dtrain_launch is the one way in: it starts the local ranks, hands each a world, watches over them
+ * and reports how they ended. Started by another launcher as one rank of several, it joins them
+ * instead:
  *
  *     launcher        what is read, the first complete family wins
  *     any             DTRAIN_RANK DTRAIN_WORLD_SIZE [DTRAIN_LOCAL_RANK DTRAIN_LOCAL_SIZE]
@@ -912,7 +891,18 @@ DTRAIN_API double dtrain_span_seconds(const dtrain_world *world, dtrain_span_kin
  *
  * On one host, joined ranks share memory as forked ones do. A half or contradictory setting is an
  * error. A launcher that announces one rank is no launcher: dtrain_launch forks as its desc
- * says. */
+ * says.
+ *
+ * Dumps: each rank whose run fails writes flight_directory/flight-RANK.json, which appears whole:
+ * its last 256 collectives and messages (communicator, sequence number, kind, reduction, dtype,
+ * count, which bucket made the call and the name of its first parameter, state, times on the
+ * monotonic clock), and for every rank that shares memory the last call and when it was last inside
+ * the library. build/flight DIRECTORY reads the files of all ranks and says who is behind, or who
+ * called what. A rank fails when a collective or dtrain_world_poll does (a deadline, a mismatch,
+ * another rank), or when rank_main returns another value than 0; the first failure's dump stands. A
+ * restarted rank replaces it at its next failure; give each run a directory of its own. With
+ * catch_signals, SIGUSR2 makes each rank dump at its next call or wait, and the run goes on: for a
+ * run that seems to hang. With a trace, the collectives are those among its last events. */
 
 typedef enum dtrain_launch_mode {
     DTRAIN_LAUNCH_PROCESSES = 0, /* fork: one process a rank */
@@ -951,10 +941,9 @@ typedef struct dtrain_launch_desc {
     uint32_t min_ranks;  /* a restart in which the system refuses to start some ranks goes on with
                             those that it has started, if they are as many; 0 = all are needed */
     bool catch_signals; /* SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask ranks to stop, instead of killing
-                            them: see dtrain_world_stop_requested; SIGUSR2: see dtrain_world_dump */
-    const char *flight_directory; /* every rank whose run fails writes its last collectives there,
-                                     see dtrain_world_dump; NULL = DTRAIN_FLIGHT_DIRECTORY of the
-                                     environment, and without that nowhere */
+                            them: see dtrain_world_stop_requested; SIGUSR2 asks for a dump */
+    const char *flight_directory; /* of dumps, see Dumps; NULL = DTRAIN_FLIGHT_DIRECTORY of the
+                                     environment, and without that there are none */
     dtrain_trace_desc trace;      /* all zero = none */
     uint32_t join_ms; /* how long ranks of a launcher wait for each other at the start; 0 =
                          timeout_ms, and not more than five minutes */
@@ -3925,7 +3914,7 @@ struct dtrain_comm {
 /* A backend's own begins with it. */
 struct dtrain_work {
     dtrain_comm *comm;
-    uint64_t record; /* in the flight record; the callers' book */
+    uint64_t event; /* its number in the timeline; the callers' book */
 };
 
 /* A backend. create makes the world's communicator, collectively. start queues the operation and
@@ -4783,33 +4772,103 @@ DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data
  * src/world/timeline_internal.h
  * ==============================================================================================*/
 
-/* Spans as the library opens them: see world/timeline.c. */
+/* The events of a rank as the library records and reads them: see world/timeline.c. */
 
-#define DTRAIN__SPAN_DEPTH 32u /* deeper ones count to the span that they are in */
+#define DTRAIN__SPAN_DEPTH 32u /* deeper spans count to the span that they are in */
 #define DTRAIN__UNNUMBERED INT64_MIN
 #define DTRAIN__NO_SPAN UINT32_MAX
+#define DTRAIN__EVENT_NAME 40
+#define DTRAIN__EVENT_DONE 8u       /* calls that are done since the clock was last read */
+#define DTRAIN__FLIGHT_RECORDS 256u /* calls in a dump; without a trace, all of the ring */
+#define DTRAIN__FLIGHT_PATH 1024    /* bytes of a dump directory's name, its 0 included */
+#define DTRAIN__TRACE_LANES 32u     /* tracks for calls that are in flight at once */
+#define DTRAIN__TRACE_TRACKS 128u   /* numbers of tracks are smaller */
+
+/* Rows of a rank in a trace. Events of one row lie inside of each other or apart. */
+enum {
+    DTRAIN__TRACK_RANK = 1, /* spans of the thread of rank_main */
+    DTRAIN__TRACK_CALL = 2, /* collectives and messages: the first of the lanes */
+    DTRAIN__TRACK_CHECKPOINT = DTRAIN__TRACK_CALL + DTRAIN__TRACE_LANES, /* the writing thread */
+    DTRAIN__TRACK_READ /* batches that are read ahead: a row for each place of the ring */
+};
+
+enum { DTRAIN__CALL_QUEUED, DTRAIN__CALL_STARTED, DTRAIN__CALL_DONE, DTRAIN__CALL_FAILED };
+
+/* A collective or a message, as the rank has called it. */
+typedef struct dtrain__comm_call {
+    const char *kind;    /* "all-reduce", a literal; NULL: the event is a span */
+    uint64_t sequence;   /* in its communicator, from 1; messages: 0 */
+    uint64_t count;      /* elements */
+    int64_t comm;        /* number of the communicator; -1: dtrain_world_all_gather */
+    int32_t first, size; /* its first rank in the world: groups of one split share a number */
+    int32_t root;
+    uint8_t dtype, op;
+} dtrain__comm_call;
+
+/* A span that is over, or a call from its begin on. It points to nothing but literals: who gave a
+ * name may be gone when the event is read. */
+typedef struct dtrain__event {
+    uint64_t begin_ns, started_ns, end_ns; /* 0: not yet; started: other ranks can see the call */
+    int64_t number;                        /* of a step, unit, bucket, ...; or DTRAIN__UNNUMBERED */
+    const char *part;                      /* who made the call: "bucket", a literal; or NULL */
+    dtrain__comm_call call;
+    uint32_t track;
+    uint8_t kind, state;           /* dtrain_span_kind; DTRAIN__CALL_QUEUED, ... of a call */
+    char name[DTRAIN__EVENT_NAME]; /* a call: the first parameter of its bucket */
+    char text[DTRAIN__EVENT_NAME]; /* a span: the parameter that it works on */
+} dtrain__event;
+
+/* The newest events; number n, from 1, is at n % room. */
+typedef struct dtrain__ring {
+    uint64_t count, room;
+    uint64_t done[DTRAIN__EVENT_DONE]; /* calls whose end_ns is the next reading of the clock */
+    uint32_t done_count;
+    uint32_t asked;               /* requests to dump that had come when last checked */
+    const char *part, *part_name; /* label of the next call */
+    int64_t part_number;
+    dtrain_result code; /* the first failure; DTRAIN_OK: none */
+    char error[DTRAIN__ERROR_BYTES];
+    char directory[DTRAIN__FLIGHT_PATH]; /* of dumps; "": none are written */
+    dtrain__event events[1];             /* (room) */
+} dtrain__ring;
 
 /* A span that is open. */
 typedef struct dtrain__open_span {
     uint64_t begin_ns;
-    const char *name, *text; /* text: of what, for a trace; or NULL */
-    int64_t number;          /* of its kind of thing: step, unit, ...; or DTRAIN__UNNUMBERED */
-    bool ranged;             /* the device's profiler has it, too */
-    uint32_t kind, outer;    /* its kind, and that of the span around it */
+    const char *name, *text; /* text: the parameter that it works on, for a trace; or NULL */
+    int64_t number;
+    bool ranged;          /* the device's profiler has it, too */
+    uint32_t kind, outer; /* its kind, and that of the span around it */
 } dtrain__open_span;
 
-/* The spans of a rank. Only the thread of rank_main uses it. */
+/* Only the thread of rank_main uses it. */
 typedef struct dtrain__timeline {
     uint64_t spent_ns[DTRAIN_SPAN_KINDS];
-    uint64_t since_ns;           /* up to then, spent_ns is complete */
-    uint32_t kind;               /* of what has gone on since */
+    uint64_t since_ns;           /* the last reading of the clock: spent_ns is complete up to it */
+    uint32_t kind;               /* of the innermost open span */
     uint32_t depth;              /* spans that are open */
-    bool traced;                 /* events are taken for the trace */
-    struct dtrain__trace *trace; /* NULL: none is asked for, see trace.c */
+    bool traced;                 /* spans are recorded, and events go to the trace */
+    dtrain__ring *ring;          /* NULL in a world that only counts */
+    struct dtrain__trace *trace; /* NULL: none is asked for */
     dtrain__open_span open[DTRAIN__SPAN_DEPTH];
 } dtrain__timeline;
 
+/* JSON on its way to a file. */
+typedef struct dtrain__writer {
+    int file, error; /* errno of the first write that failed: nothing is written after it */
+    size_t used, room;
+    uint64_t bytes; /* written */
+    char *text;     /* (room) */
+} dtrain__writer;
+
+#define DTRAIN__WRITER_PIECE 1024u /* of one dtrain__writer_add, at most */
+
 /* world/timeline.c */
+DTRAIN__PRIVATE dtrain_result dtrain__timeline_create(dtrain_world *world,
+                                                      const char *dump_directory,
+                                                      const dtrain_trace_desc *trace);
+DTRAIN__PRIVATE void dtrain__timeline_destroy(dtrain_world *world);
+DTRAIN__PRIVATE dtrain__event *dtrain__event_at(const dtrain_world *world, uint64_t number);
 DTRAIN__PRIVATE uint32_t dtrain__span_begin_at(dtrain_world *world, uint32_t kind, const char *name,
                                                int64_t number, uint64_t now);
 DTRAIN__PRIVATE void dtrain__span_end_at(dtrain_world *world, uint32_t mark, uint64_t now);
@@ -4819,6 +4878,36 @@ DTRAIN__PRIVATE void dtrain__span_end(dtrain_world *world, uint32_t mark);
 DTRAIN__PRIVATE uint32_t dtrain__detail_begin(dtrain_world *world, const char *name,
                                               const char *text);
 DTRAIN__PRIVATE void dtrain__detail_end(dtrain_world *world, uint32_t mark);
+DTRAIN__PRIVATE void dtrain__span_add(dtrain_world *world, uint32_t track, uint32_t kind,
+                                      const char *name, const char *text, int64_t number,
+                                      uint64_t begin_ns, uint64_t end_ns);
+DTRAIN__PRIVATE double dtrain__span_seconds(const dtrain_world *world, dtrain_span_kind kind);
+DTRAIN__PRIVATE void dtrain__call_label(dtrain_world *world, const char *part, int64_t number,
+                                        const char *name);
+DTRAIN__PRIVATE uint64_t dtrain__call_queued(dtrain_world *world, const dtrain__comm_call *call);
+DTRAIN__PRIVATE void dtrain__call_started(const dtrain_world *world, uint64_t number);
+DTRAIN__PRIVATE void dtrain__call_done(dtrain_world *world, uint64_t number);
+DTRAIN__PRIVATE uint64_t dtrain__enter(dtrain_world *world, const char *name);
+DTRAIN__PRIVATE uint64_t dtrain__leave(dtrain_world *world, dtrain_result result);
+DTRAIN__PRIVATE void dtrain__beat(dtrain_world *world, uint64_t now);
+DTRAIN__PRIVATE void dtrain__failed(dtrain_world *world, dtrain_result code);
+
+/* world/trace.c */
+DTRAIN__PRIVATE void dtrain__writer_flush(dtrain__writer *out);
+DTRAIN__PRIVATE DTRAIN__PRINTF(2, 3) void dtrain__writer_add(dtrain__writer *out,
+                                                             const char *format, ...);
+DTRAIN__PRIVATE void dtrain__writer_string(dtrain__writer *out, const char *name, const char *text);
+DTRAIN__PRIVATE void dtrain__writer_call(dtrain__writer *out, const dtrain__event *event);
+DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
+                                                   const dtrain_trace_desc *desc);
+DTRAIN__PRIVATE void dtrain__trace_destroy(dtrain_world *world);
+DTRAIN__PRIVATE void dtrain__trace_room(dtrain_world *world);
+DTRAIN__PRIVATE void dtrain__trace_late(dtrain_world *world, uint64_t number);
+DTRAIN__PRIVATE void dtrain__trace_step(dtrain_world *world, int64_t step);
+DTRAIN__PRIVATE void dtrain__trace_pause(dtrain_world *world, uint64_t now);
+
+/* comm/flight.c */
+DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char *directory);
 
 #include <arpa/inet.h>
 #include <netdb.h>
@@ -4916,14 +5005,6 @@ typedef struct dtrain__range {
 
 typedef struct dtrain__part dtrain__part; /* of a communicator, see comm/ */
 
-/* The calls by which a world reports to its recorder, the flight record (comm/flight.c). */
-typedef struct dtrain__recorder {
-    void (*beat)(dtrain_world *world, uint64_t now);   /* a wait has read the clock */
-    void (*gather)(dtrain_world *world, size_t bytes); /* dtrain_world_all_gather begins ... */
-    void (*gathered)(dtrain_world *world, dtrain_result result); /* ... and ends */
-    void (*fail)(dtrain_world *world, dtrain_result code); /* a call failed, see its last error */
-} dtrain__recorder;
-
 struct dtrain_world {
     int rank, size;
     int local_rank, local_size, node, node_count; /* the machine's, also under emulation */
@@ -4957,9 +5038,7 @@ struct dtrain_world {
     int caused_by;                /* 1 + the rank whose failure ended a call of this one; 0: none */
     struct dtrain__engine *comms; /* this rank's communicators, newest first */
     int64_t comm_count;           /* every communicator made so far has a smaller number */
-    struct dtrain__flight *flight;    /* its last collectives, see comm/flight.c */
-    const dtrain__recorder *recorder; /* that of flight; or NULL */
-    dtrain__timeline timeline;        /* its spans, see timeline.c */
+    dtrain__timeline timeline;    /* its spans, collectives and signs of life */
     dtrain__part *retired; /* memory of destroyed communicators that others may still read */
 };
 
@@ -5069,93 +5148,118 @@ DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const ch
  * src/world/timeline.c
  * ==============================================================================================*/
 
-/* Spans: what a rank does when
+/* The timeline: what a rank does when
  *
- * One stack of open spans per rank, and one sum per kind. A look at the clock at the begin and at
- * the end of a span moves what has passed since the look before to the kind that was on top:
+ *     spans: passes, updates, waits ----+                    +--> sums of kinds (dtrain_span_kind)
+ *     calls: collectives, messages -----+--> ring of events -+--> a trace file      world/trace.c
+ *     spans of other threads -----------+                    +--> a dump            comm/flight.c
  *
- *     looks         0       3     5        9    10
+ * Each place that does something worth knowing records it by one call here, and all that is shown
+ * is read from the same record. A ring in private memory is made with the world; recording takes no
+ * lock, allocates nothing and makes no system call. Only the thread of rank_main records: threads
+ * that write checkpoints and read data ahead note their times where they leave their results.
+ *
+ * Open spans are a stack, and each kind has a sum. Each reading of the clock moves the time since
+ * the reading before to the kind that is on top:
+ *
+ *     readings      0       3     5        9    10
  *     stack         forward comm  (end)    backward
- *     to whom       other 0 fwd 3 comm 2   fwd 4
+ *     counts to     other 0 fwd 3 comm 2   fwd 4
  *
- * So every nanosecond counts once, and nothing is searched, allocated or written. A function marks
- * the depth when it opens a span, and closes down to that mark: what a callback of the host, or an
- * early return, has left open is closed with it. */
+ * So every nanosecond counts once. A function marks the depth when it opens a span, and closes down
+ * to that mark: this also closes what a callback of the host, or an early return, has left open. A
+ * span is recorded when it ends, and only while there is a trace.
+ *
+ * A call is recorded from its begin on, trace or not: a rank that hangs is in one. Its times are
+ * readings of the clock that calls and waits make anyway: it is queued and started at the last one
+ * before, done at the next one after.
+ *
+ *     dtrain__run: queued     engine: started     engine, wait or test: done
+ *          |                                                       |
+ *          +-- enter -- wait_poll: beat, every 10 us or so -- leave -+
+ *
+ * The control page has the pulse of each rank for the others: its last call, and when it was last
+ * inside the library. So the dumps of ranks that wait say where a rank stands that hangs, is
+ * stopped or dead and dumps nothing. Ranks of several hosts share no memory and see no pulse. */
 
-/* ================================================================================================
- * src/world/trace_internal.h
- * ==============================================================================================*/
+#define DTRAIN__TRACE_EVENTS 8192u /* unwritten events by default: 1.5 MiB */
 
-/* A trace: events of a rank, and the file that they are written to. See world/trace.c. */
-
-#define DTRAIN__TRACE_NAME 40
-#define DTRAIN__TRACE_EVENTS 8192u /* held back by default: 1.5 MiB */
-#define DTRAIN__TRACE_TEXT 65536u  /* written at once */
-#define DTRAIN__TRACE_LINE 1024u   /* of one event, at most */
-#define DTRAIN__TRACE_PATH 1100u   /* of a file's name, with what is put into it */
-#define DTRAIN__TRACE_LANES 32u    /* collectives that are under way at once */
-#define DTRAIN__TRACE_TRACKS 128u  /* numbers of tracks are smaller */
-
-/* Rows of a rank in the viewer. Spans of one row lie inside of each other or apart. */
-enum {
-    DTRAIN__TRACK_RANK = 1,       /* spans of the thread of rank_main */
-    DTRAIN__TRACK_COLLECTIVE = 2, /* and those behind it: one for each of those under way */
-    DTRAIN__TRACK_CHECKPOINT = DTRAIN__TRACK_COLLECTIVE + DTRAIN__TRACE_LANES, /* its thread */
-    DTRAIN__TRACK_READ /* batches that are read ahead, and those behind it */
-};
-
-/* What has been: names are copies, because who gave them may be gone when they are written. */
-typedef struct dtrain__trace_event {
-    uint64_t begin_ns, end_ns;
-    char name[DTRAIN__TRACE_NAME], text[DTRAIN__TRACE_NAME];
-    int64_t number; /* or DTRAIN__UNNUMBERED */
-    uint32_t track, kind;
-    /* of collectives alone, which have a sequence number or a comm */
-    uint64_t count, bytes, sequence, flow;
-    int64_t comm;
-    const char *dtype, *op; /* literals */
-} dtrain__trace_event;
-
-typedef struct dtrain__trace {
-    int file;                            /* -1: closed */
-    uint32_t room, used;                 /* of events */
-    uint64_t lost;                       /* collectives for which there was no lane */
-    uint64_t written_ns, bytes;          /* of the file */
-    uint64_t lanes[DTRAIN__TRACE_LANES]; /* when the last collective in each ended */
-    bool named[DTRAIN__TRACE_TRACKS];
-    uint64_t first_step, end_step, file_bytes;
-    size_t text_bytes;
-    char path[DTRAIN__TRACE_PATH];
-    char text[DTRAIN__TRACE_TEXT];
-    dtrain__trace_event events[1]; /* (room) */
-} dtrain__trace;
-
-/* world/trace.c */
-DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
-                                                   const dtrain_trace_desc *desc);
-DTRAIN__PRIVATE void dtrain__trace_destroy(dtrain_world *world);
-DTRAIN__PRIVATE void dtrain__trace_put(dtrain_world *world, const dtrain__trace_event *event);
-DTRAIN__PRIVATE void dtrain__trace_span(dtrain_world *world, uint32_t track, uint32_t kind,
-                                        const char *name, const char *text, int64_t number,
-                                        uint64_t begin_ns, uint64_t end_ns);
-DTRAIN__PRIVATE void dtrain__trace_step(dtrain_world *world, int64_t step);
-DTRAIN__PRIVATE void dtrain__trace_pause(dtrain_world *world, uint64_t now);
-
-/* Count the time since the last look to what was going on. */
-static void dtrain__span_look(dtrain__timeline *timeline, uint64_t now)
+/* Make the ring: with a trace, it has room for the events that are not yet written besides. */
+DTRAIN__PRIVATE dtrain_result dtrain__timeline_create(dtrain_world *world,
+                                                      const char *dump_directory,
+                                                      const dtrain_trace_desc *trace)
 {
-    if (now > timeline->since_ns) timeline->spent_ns[timeline->kind] += now - timeline->since_ns;
-    timeline->since_ns = now;
+    const uint32_t unwritten = trace->event_count ? trace->event_count : DTRAIN__TRACE_EVENTS;
+    const size_t room = DTRAIN__FLIGHT_RECORDS + (trace->path && trace->path[0] ? unwritten : 0);
+    dtrain__ring *ring = (dtrain__ring *)dtrain__alloc(
+        &world->allocator, 1, sizeof *ring + room * sizeof *ring->events, "its events");
+    if (!ring) return DTRAIN_ERROR_MEMORY;
+    world->timeline.ring = ring;
+    ring->room = room;
+    ring->asked = dtrain__dumps_asked();
+    snprintf(ring->directory, sizeof ring->directory, "%s", dump_directory ? dump_directory : "");
+    return DTRAIN_OK;
 }
 
-/* Open a span at a look at the clock that was taken anyway, and return the mark with which it is
- * closed. What ranks wait for each other inside of a checkpoint is part of it. */
+DTRAIN__PRIVATE void dtrain__timeline_destroy(dtrain_world *world)
+{
+    dtrain__ring *ring = world->timeline.ring;
+    world->timeline.ring = NULL;
+    if (ring)
+        dtrain__free(&world->allocator, ring, 1, sizeof *ring + ring->room * sizeof *ring->events);
+}
+
+/* ---- Events -----------------------------------------------------------------------------------*/
+
+/* Find an event; NULL when newer ones have taken its place. */
+DTRAIN__PRIVATE dtrain__event *dtrain__event_at(const dtrain_world *world, uint64_t number)
+{
+    dtrain__ring *ring = world->timeline.ring;
+    if (!ring || !number || ring->count - number >= ring->room) return NULL;
+    return &ring->events[number % ring->room];
+}
+
+/* Take the place of the next event. */
+static dtrain__event *dtrain__event_next(dtrain_world *world)
+{
+    dtrain__ring *ring = world->timeline.ring;
+    if (world->timeline.traced) dtrain__trace_room(world);
+    return &ring->events[++ring->count % ring->room];
+}
+
+/* Copy a name into an event, cut to its room; NULL is "". */
+static void dtrain__event_text(char *to, const char *text)
+{
+    const size_t length = text ? strnlen(text, DTRAIN__EVENT_NAME - 1) : 0;
+    if (length) memcpy(to, text, length);
+    to[length] = 0;
+}
+
+/* Count the time since the last reading of the clock to the kind that was on top. It is the end of
+ * the calls that are done since. */
+static void dtrain__tick(dtrain_world *world, uint64_t now)
+{
+    dtrain__timeline *timeline = &world->timeline;
+    dtrain__ring *ring = timeline->ring;
+    if (now > timeline->since_ns) timeline->spent_ns[timeline->kind] += now - timeline->since_ns;
+    timeline->since_ns = now;
+    for (uint32_t i = 0; ring && i < ring->done_count; i++) {
+        ring->events[ring->done[i] % ring->room].end_ns = now;
+        if (timeline->traced) dtrain__trace_late(world, ring->done[i]);
+    }
+    if (ring) ring->done_count = 0;
+}
+
+/* ---- Spans ------------------------------------------------------------------------------------*/
+
+/* Open a span at a time that the clock was read anyway, and return the mark that closes it. Waits
+ * for other ranks inside a checkpoint are part of the checkpoint. */
 DTRAIN__PRIVATE uint32_t dtrain__span_begin_at(dtrain_world *world, uint32_t kind, const char *name,
                                                int64_t number, uint64_t now)
 {
     dtrain__timeline *timeline = &world->timeline;
     const uint32_t mark = timeline->depth++;
-    dtrain__span_look(timeline, now);
+    dtrain__tick(world, now);
     if (mark >= DTRAIN__SPAN_DEPTH) return mark;
     dtrain__open_span *span = &timeline->open[mark];
     span->begin_ns = now;
@@ -5175,17 +5279,16 @@ DTRAIN__PRIVATE uint32_t dtrain__span_begin_at(dtrain_world *world, uint32_t kin
 DTRAIN__PRIVATE void dtrain__span_end_at(dtrain_world *world, uint32_t mark, uint64_t now)
 {
     dtrain__timeline *timeline = &world->timeline;
-    dtrain__span_look(timeline, now);
+    dtrain__tick(world, now);
     while (timeline->depth > mark) {
         if (--timeline->depth >= DTRAIN__SPAN_DEPTH) continue;
         const dtrain__open_span *span = &timeline->open[timeline->depth];
         timeline->kind = span->outer;
         if (span->ranged) world->device->ops->range_end(world->device);
-        if (timeline->traced)
-            dtrain__trace_span(world, DTRAIN__TRACK_RANK, span->kind, span->name, span->text,
-                               span->number, span->begin_ns, now);
+        dtrain__span_add(world, DTRAIN__TRACK_RANK, span->kind, span->name, span->text,
+                         span->number, span->begin_ns, now);
     }
-    if (timeline->depth == 0) dtrain__trace_pause(world, now);
+    if (timeline->depth == 0 && timeline->traced) dtrain__trace_pause(world, now);
 }
 
 /* Open a span now; in a tape without a world, nothing happens. */
@@ -5200,8 +5303,8 @@ DTRAIN__PRIVATE void dtrain__span_end(dtrain_world *world, uint32_t mark)
     if (world) dtrain__span_end_at(world, mark, dtrain__now_ns());
 }
 
-/* Open a span that is only of interest in a trace, and of the kind of the one around it; without
- * one, nothing happens, not even a look at the clock. */
+/* Open a span that is only of interest in a trace, and of the kind of the one around it; without a
+ * trace nothing happens, and the clock is not read. */
 DTRAIN__PRIVATE uint32_t dtrain__detail_begin(dtrain_world *world, const char *name,
                                               const char *text)
 {
@@ -5214,6 +5317,158 @@ DTRAIN__PRIVATE uint32_t dtrain__detail_begin(dtrain_world *world, const char *n
 DTRAIN__PRIVATE void dtrain__detail_end(dtrain_world *world, uint32_t mark)
 {
     if (mark != DTRAIN__NO_SPAN) dtrain__span_end(world, mark);
+}
+
+/* Record a span that is over, for the trace. */
+DTRAIN__PRIVATE void dtrain__span_add(dtrain_world *world, uint32_t track, uint32_t kind,
+                                      const char *name, const char *text, int64_t number,
+                                      uint64_t begin_ns, uint64_t end_ns)
+{
+    if (!world->timeline.traced) return;
+    dtrain__event *event = dtrain__event_next(world);
+    event->begin_ns = begin_ns;
+    event->end_ns = end_ns;
+    event->number = number;
+    event->call.kind = NULL;
+    event->track = track;
+    event->kind = (uint8_t)kind;
+    dtrain__event_text(event->name, name);
+    dtrain__event_text(event->text, text);
+}
+
+/* Return the seconds that this rank has spent in a kind since its world was made. */
+DTRAIN__PRIVATE double dtrain__span_seconds(const dtrain_world *world, dtrain_span_kind kind)
+{
+    const dtrain__timeline *timeline = &world->timeline;
+    uint64_t ns = timeline->spent_ns[kind];
+    if (timeline->kind == (uint32_t)kind) ns += dtrain__now_ns() - timeline->since_ns;
+    return 1e-9 * (double)ns;
+}
+
+/* ---- Calls ------------------------------------------------------------------------------------*/
+
+/* Name who makes the next call of this rank, right before it. `part` is a literal; the call copies
+ * `name`, which may be NULL. */
+DTRAIN__PRIVATE void dtrain__call_label(dtrain_world *world, const char *part, int64_t number,
+                                        const char *name)
+{
+    dtrain__ring *ring = world->timeline.ring;
+    if (!ring) return;
+    ring->part = part;
+    ring->part_name = name;
+    ring->part_number = number;
+}
+
+/* Record a call, show it to the other ranks, and return the number of its event. */
+DTRAIN__PRIVATE uint64_t dtrain__call_queued(dtrain_world *world, const dtrain__comm_call *call)
+{
+    dtrain__ring *ring = world->timeline.ring;
+    if (!ring) return 0;
+    dtrain__event *event = dtrain__event_next(world);
+    event->begin_ns = world->timeline.since_ns;
+    event->started_ns = event->end_ns = 0;
+    event->state = DTRAIN__CALL_QUEUED;
+    event->call = *call;
+    event->track = DTRAIN__TRACK_CALL;
+    event->part = ring->part;
+    event->number = ring->part ? ring->part_number : DTRAIN__UNNUMBERED;
+    dtrain__event_text(event->name, ring->part ? ring->part_name : NULL);
+    ring->part = NULL;
+    if (!call->sequence) return ring->count;
+    dtrain__pulse *pulse = &world->control->pulses[world->rank];
+    dtrain__store(&pulse->comm, call->comm);
+    dtrain__store(&pulse->first, (int64_t)call->first);
+    dtrain__store(&pulse->sequence, call->sequence);
+    if (call->comm == 0) dtrain__store(&pulse->world_started, call->sequence);
+    return ring->count;
+}
+
+DTRAIN__PRIVATE void dtrain__call_started(const dtrain_world *world, uint64_t number)
+{
+    dtrain__event *event = dtrain__event_at(world, number);
+    if (!event || event->state != DTRAIN__CALL_QUEUED) return;
+    event->state = DTRAIN__CALL_STARTED;
+    event->started_ns = world->timeline.since_ns;
+}
+
+/* Record that a call is done. The engine says so at once, dtrain_work_wait and dtrain_work_test for
+ * every backend: the first one counts. */
+DTRAIN__PRIVATE void dtrain__call_done(dtrain_world *world, uint64_t number)
+{
+    dtrain__event *event = dtrain__event_at(world, number);
+    dtrain__ring *ring = world->timeline.ring;
+    if (!event || event->state >= DTRAIN__CALL_DONE) return;
+    if (!event->started_ns) event->started_ns = event->begin_ns;
+    event->state = DTRAIN__CALL_DONE;
+    if (event->call.comm == 0 && event->call.sequence)
+        dtrain__store(&world->control->pulses[world->rank].world_done, event->call.sequence);
+    if (ring->done_count == DTRAIN__EVENT_DONE) dtrain__tick(world, dtrain__now_ns());
+    ring->done[ring->done_count++] = number;
+}
+
+/* ---- Signs of life ----------------------------------------------------------------------------*/
+
+/* Show that this rank is inside the library, and dump if a signal has asked for it. */
+DTRAIN__PRIVATE void dtrain__beat(dtrain_world *world, uint64_t now)
+{
+    dtrain__ring *ring = world->timeline.ring;
+    if (!ring) return;
+    dtrain__store(&world->control->pulses[world->rank].beat_ns, now);
+    dtrain__tick(world, now);
+    const uint32_t asked = dtrain__dumps_asked();
+    if (asked == ring->asked) return;
+    ring->asked = asked;
+    if (!ring->directory[0] || !world->catches || ring->code != DTRAIN_OK) return;
+    if (dtrain__dump(world, ring->directory) != DTRAIN_OK)
+        dtrain_log(world, DTRAIN_LOG_WARNING, "%s", dtrain__bare(dtrain_last_error()));
+}
+
+/* Enter a public call that may wait for other ranks, and return the time. */
+DTRAIN__PRIVATE uint64_t dtrain__enter(dtrain_world *world, const char *name)
+{
+    const uint64_t now = dtrain__now_ns();
+    (void)dtrain__span_begin_at(world, DTRAIN_SPAN_COMM, name, DTRAIN__UNNUMBERED, now);
+    if (world->timeline.ring)
+        dtrain__store(&world->control->pulses[world->rank].inside, (uint64_t)1);
+    dtrain__beat(world, now);
+    return now;
+}
+
+/* Leave it, and return the time. Its span is the innermost one: nothing below leaves one open. */
+DTRAIN__PRIVATE uint64_t dtrain__leave(dtrain_world *world, dtrain_result result)
+{
+    const uint64_t now = dtrain__now_ns();
+    dtrain__span_end_at(world, world->timeline.depth - 1, now);
+    dtrain__beat(world, now);
+    if (world->timeline.ring)
+        dtrain__store(&world->control->pulses[world->rank].inside, (uint64_t)0);
+    dtrain__failed(world, result);
+    return now;
+}
+
+/* Note the first failure of this rank, whose sentence is the last error, and dump if the launch
+ * desc says where: this dump stands, because what comes after it is a consequence. Leave the last
+ * error as it was. */
+DTRAIN__PRIVATE void dtrain__failed(dtrain_world *world, dtrain_result code)
+{
+    dtrain__ring *ring = world->timeline.ring;
+    char found[DTRAIN__ERROR_BYTES];
+    if (!ring || code == DTRAIN_OK || ring->code != DTRAIN_OK) return;
+    const uint64_t now = dtrain__now_ns();
+    dtrain__tick(world, now);
+    ring->code = code;
+    snprintf(found, sizeof found, "%s", dtrain_last_error());
+    snprintf(ring->error, sizeof ring->error, "%s", dtrain__bare(found));
+    for (uint64_t i = 0; i < ring->room && i < ring->count; i++) {
+        dtrain__event *event = &ring->events[(ring->count - i) % ring->room];
+        if (!event->call.kind || event->state >= DTRAIN__CALL_DONE) continue;
+        event->state = DTRAIN__CALL_FAILED;
+        event->end_ns = now;
+    }
+    if (!ring->directory[0]) return;
+    if (dtrain__dump(world, ring->directory) != DTRAIN_OK)
+        dtrain_log(world, DTRAIN_LOG_WARNING, "%s", dtrain__bare(dtrain_last_error()));
+    dtrain__set_last_error(found);
 }
 
 /* ---- Public calls -----------------------------------------------------------------------------*/
@@ -5230,105 +5485,111 @@ DTRAIN_API void dtrain_span_end(dtrain_world *world)
     if (world && world->timeline.depth) dtrain__span_end(world, world->timeline.depth - 1);
 }
 
-DTRAIN_API double dtrain_span_seconds(const dtrain_world *world, dtrain_span_kind kind)
-{
-    if (!world || (uint32_t)kind >= DTRAIN_SPAN_KINDS) return 0;
-    const dtrain__timeline *timeline = &world->timeline;
-    uint64_t ns = timeline->spent_ns[kind];
-    if (timeline->kind == (uint32_t)kind) ns += dtrain__now_ns() - timeline->since_ns;
-    return 1e-9 * (double)ns;
-}
-
 /* ================================================================================================
  * src/world/trace.c
  * ==============================================================================================*/
 
 /* Traces: what a rank did when, for Perfetto
  *
- *     spans (timeline.c) ----------+
- *     collectives (flight.c) ------+--> events, in memory --> text, 64 KiB --> FILE.rank3.json
- *     what other threads have done +    of a fixed size
+ * A reader of the timeline's events (world/timeline.c). Rank r writes FILE.rank<r>.json: an array
+ * of events in the Trace Event Format (Google, "Trace Event Format", 2016). Complete events ("X")
+ * have times in microseconds; the process is the rank, the thread a track; flow arrows ("s", "f")
+ * lead from where a bucket's collective is started to the collective; metadata ("M") has names, and
+ * what must be added to times to make them rank 0's. Each event is a line, and the array's end may
+ * be missing: viewers also open the file of a rank that was killed.
  *
- * The file is an array of events as in the Trace Event Format (Google, "Trace Event Format", 2016):
- * complete events ("X") with times in microseconds; the process is the rank, the thread a track;
- * flow arrows ("s", "f") from where a bucket's collective is started to the collective; metadata
- * ("M") with names, and with what has to be added to times to make them rank 0's. Each event is a
- * line, and the array's end may be missing: a rank that is killed leaves a file that viewers open.
+ * Events stay in the ring until a span that is in no other one ends and half of the room is used or
+ * a second has passed: then they are written at once, 64 KiB a system call. When the room is full
+ * earlier, they are written wherever the rank is, and the writing is an event itself. A call that
+ * is in flight then is written when it is done.
  *
- * Events are held back until a span that is in no other one ends and half of the memory is used or
- * a second has passed: then they are written at once, 64 KiB a call. When memory is full before,
- * they are written where the rank is, and what that took is an event itself. A span
- * and its event cost 0.8 us, the writing included (Xeon; without a trace 0.16 us).
- *
- * Collectives overlap and events of a track may not, so each gets the first lane that is free.
- *
- * There is no lock. The threads that write checkpoints and read data ahead note their times where
- * they leave their results, and the rank's thread makes the events when it takes those. */
+ * Calls overlap and events of a track may not, so each gets the first lane that is free. A span and
+ * its event cost 0.8 us, the writing included (Xeon; without a trace 0.16 us). */
 
-static const char *const dtrain__span_names[] = {"other", "data",      "forward",   "backward",
-                                                 "comm",  "optimizer", "checkpoint"};
+typedef struct dtrain__trace {
+    dtrain__writer out;        /* its file is -1 when the trace has ended */
+    uint32_t room;             /* of unwritten events */
+    uint64_t next;             /* number of the first unwritten event */
+    uint64_t lost, written_ns; /* calls without an event in the file; the last writing */
+    uint64_t first_step, end_step, file_bytes;
+    uint64_t lanes[DTRAIN__TRACE_LANES]; /* when the last call in each ended */
+    bool named[DTRAIN__TRACE_TRACKS];
+    char path[1100], text[65536];
+} dtrain__trace;
 
 /* ---- Text -------------------------------------------------------------------------------------*/
 
-/* Write what there is. The first failure ends the trace, with a warning; the run goes on. */
-static void dtrain__trace_write(dtrain_world *world)
+DTRAIN__PRIVATE void dtrain__writer_flush(dtrain__writer *out)
 {
-    dtrain__trace *trace = world->timeline.trace;
     size_t at = 0;
-    int error = 0;
-    while (trace->file >= 0 && at < trace->text_bytes && !error) {
-        const ssize_t wrote = write(trace->file, trace->text + at, trace->text_bytes - at);
+    while (at < out->used && !out->error) {
+        const ssize_t wrote = write(out->file, out->text + at, out->used - at);
         if (wrote > 0) at += (size_t)wrote;
-        else if (wrote < 0 && errno != EINTR) error = errno;
+        else if (wrote < 0 && errno != EINTR) out->error = errno;
     }
-    trace->bytes += at;
-    trace->text_bytes = 0;
-    if (!error) return;
-    close(trace->file);
-    trace->file = -1;
-    world->timeline.traced = false;
-    dtrain_log(world, DTRAIN_LOG_WARNING, "the trace %s ends here, it cannot be written: %s",
-               trace->path, strerror(error));
+    out->bytes += at;
+    out->used = 0;
 }
 
-/* Append a piece of an event, which as a whole has no more than DTRAIN__TRACE_LINE bytes. */
-DTRAIN__PRINTF(2, 3)
-static void dtrain__trace_print(dtrain__trace *trace, const char *format, ...)
+/* Append a piece of at most DTRAIN__WRITER_PIECE bytes. */
+DTRAIN__PRIVATE void dtrain__writer_add(dtrain__writer *out, const char *format, ...)
 {
     va_list args;
+    if (out->used > out->room - DTRAIN__WRITER_PIECE) dtrain__writer_flush(out);
     va_start(args, format);
-    trace->text_bytes += (size_t)vsnprintf(trace->text + trace->text_bytes,
-                                           sizeof trace->text - trace->text_bytes, format, args);
+    out->used += (size_t)vsnprintf(out->text + out->used, DTRAIN__WRITER_PIECE, format, args);
     va_end(args);
 }
 
-/* Append a JSON string. What is not ASCII becomes a question mark, as in flight records. */
-static void dtrain__trace_string(dtrain__trace *trace, const char *text)
+/* Append a member that is a string. What is not ASCII becomes a question mark: a name may have been
+ * cut in the middle of a character, which JSON does not allow. */
+DTRAIN__PRIVATE void dtrain__writer_string(dtrain__writer *out, const char *name, const char *text)
 {
-    char *at = trace->text + trace->text_bytes;
-    *at++ = '"';
+    dtrain__writer_add(out, "\"%s\":\"", name);
     for (; *text; text++) {
-        const unsigned char c = (unsigned char)*text;
-        if (c == '"' || c == '\\') *at++ = '\\';
-        *at++ = c < 32 || c > 126 ? '?' : (char)c;
+        if (out->used > out->room - 4) dtrain__writer_flush(out);
+        if (*text == '"' || *text == '\\') out->text[out->used++] = '\\';
+        out->text[out->used++] = *text < 32 || *text > 126 ? '?' : *text;
     }
-    *at++ = '"';
-    trace->text_bytes = (size_t)(at - trace->text);
+    dtrain__writer_add(out, "\"");
 }
 
-/* Begin an event: there is room for all of it. */
+/* Append what a call was, and who made it, as traces and dumps both have it. */
+DTRAIN__PRIVATE void dtrain__writer_call(dtrain__writer *out, const dtrain__event *event)
+{
+    static const char *const ops[] = {"", "sum", "mean", "min", "max", "prod"};
+    const dtrain__comm_call *call = &event->call;
+    const dtrain_dtype dtype = (dtrain_dtype)call->dtype;
+    const bool bytes = call->comm < 0;
+    char by[100] = "";
+    if (event->part)
+        snprintf(by, sizeof by, "%s %lld%s%s", event->part, (long long)event->number,
+                 event->name[0] ? ", " : "", event->name);
+    dtrain__writer_string(out, "of", by);
+    dtrain__writer_add(out,
+                       ",\"communicator\":%lld,\"sequence\":%llu,\"op\":\"%s\",\"dtype\":\"%s\",",
+                       (long long)call->comm, (unsigned long long)call->sequence,
+                       ops[call->op < sizeof ops / sizeof ops[0] ? call->op : 0],
+                       bytes ? "byte" : dtrain_dtype_name(dtype));
+    dtrain__writer_add(out, "\"count\":%llu,\"bytes\":%llu", (unsigned long long)call->count,
+                       (unsigned long long)(call->count * (bytes ? 1 : dtrain_dtype_bytes(dtype))));
+}
+
+/* ---- Events -----------------------------------------------------------------------------------*/
+
+/* Begin the line of an event, of at most DTRAIN__WRITER_PIECE bytes. Each write ends between two
+ * lines, so that the file of a killed rank does, too. */
 static void dtrain__trace_line(dtrain_world *world, const char *phase, uint32_t track)
 {
-    dtrain__trace *trace = world->timeline.trace;
-    if (trace->text_bytes > sizeof trace->text - DTRAIN__TRACE_LINE) dtrain__trace_write(world);
-    dtrain__trace_print(trace, ",\n{\"ph\":\"%s\",\"pid\":%d,\"tid\":%u", phase, world->rank,
-                        track);
+    dtrain__writer *out = &world->timeline.trace->out;
+    if (out->used > out->room - 2 * DTRAIN__WRITER_PIECE) dtrain__writer_flush(out);
+    dtrain__writer_add(out, ",\n{\"ph\":\"%s\",\"pid\":%d,\"tid\":%u", phase, world->rank, track);
 }
 
-static void dtrain__trace_time(dtrain__trace *trace, const char *key, uint64_t ns)
+static void dtrain__trace_time(dtrain__writer *out, const char *key, uint64_t ns)
 {
-    dtrain__trace_print(trace, ",\"%s\":%llu.%03u", key, (unsigned long long)(ns / 1000u),
-                        (unsigned)(ns % 1000u));
+    dtrain__writer_add(out, ",\"%s\":%llu.%03u", key, (unsigned long long)(ns / 1000u),
+                       (unsigned)(ns % 1000u));
 }
 
 /* Name a track before its first event. Viewers sort by the index: in the order of the numbers. */
@@ -5338,169 +5599,149 @@ static void dtrain__trace_track(dtrain_world *world, uint32_t track)
     char name[40] = "rank thread";
     if (trace->named[track]) return;
     trace->named[track] = true;
-    if (track == DTRAIN__TRACK_COLLECTIVE) snprintf(name, sizeof name, "communication");
+    if (track == DTRAIN__TRACK_CALL) snprintf(name, sizeof name, "communication");
     else if (track == DTRAIN__TRACK_CHECKPOINT) snprintf(name, sizeof name, "checkpoint writer");
     else if (track >= DTRAIN__TRACK_READ)
         snprintf(name, sizeof name, "data %u", track - DTRAIN__TRACK_READ);
-    else if (track > DTRAIN__TRACK_COLLECTIVE)
-        snprintf(name, sizeof name, "communication %u", track - DTRAIN__TRACK_COLLECTIVE + 1);
+    else if (track > DTRAIN__TRACK_CALL)
+        snprintf(name, sizeof name, "communication %u", track - DTRAIN__TRACK_CALL + 1);
     dtrain__trace_line(world, "M", track);
-    dtrain__trace_print(trace, ",\"name\":\"thread_name\",\"args\":{\"name\":\"%s\"}}", name);
+    dtrain__writer_add(&trace->out, ",\"name\":\"thread_name\",\"args\":{\"name\":\"%s\"}}", name);
     dtrain__trace_line(world, "M", track);
-    dtrain__trace_print(trace, ",\"name\":\"thread_sort_index\",\"args\":{\"sort_index\":%u}}",
-                        track);
+    dtrain__writer_add(&trace->out, ",\"name\":\"thread_sort_index\",\"args\":{\"sort_index\":%u}}",
+                       track);
 }
 
-/* Write an arrow from where a collective was started to where it is shown. */
-static void dtrain__trace_flow(dtrain_world *world, const dtrain__trace_event *event,
-                               const char *phase, uint32_t track)
+/* Give a call the first lane that is free since it began; 0: there is none. */
+static uint32_t dtrain__trace_lane(dtrain__trace *trace, const dtrain__event *event)
 {
-    dtrain__trace *trace = world->timeline.trace;
-    dtrain__trace_line(world, phase, track);
-    dtrain__trace_time(trace, "ts", event->begin_ns);
-    dtrain__trace_print(trace, ",\"id\":%llu,\"cat\":\"flow\",\"name\":\"started\"%s}",
-                        (unsigned long long)event->flow, *phase == 'f' ? ",\"bp\":\"e\"" : "");
+    for (uint32_t lane = 0; lane < DTRAIN__TRACE_LANES; lane++) {
+        if (trace->lanes[lane] > event->begin_ns) continue;
+        trace->lanes[lane] = event->end_ns;
+        return DTRAIN__TRACK_CALL + lane;
+    }
+    trace->lost++;
+    return 0;
 }
 
-static void dtrain__trace_event_write(dtrain_world *world, const dtrain__trace_event *event)
+/* Write an event. The arrow of a bucket's collective begins in the rank's own track. */
+static void dtrain__trace_event(dtrain_world *world, uint64_t number)
 {
+    static const char *const kinds[] = {"other", "data",      "forward",   "backward",
+                                        "comm",  "optimizer", "checkpoint"};
     dtrain__trace *trace = world->timeline.trace;
-    const bool collective = event->dtype != NULL;
-    const char *separator = "";
-    dtrain__trace_track(world, event->track);
-    dtrain__trace_line(world, "X", event->track);
-    dtrain__trace_time(trace, "ts", event->begin_ns);
-    dtrain__trace_time(trace, "dur", event->end_ns - event->begin_ns);
-    dtrain__trace_print(trace, ",\"cat\":\"%s\",\"name\":",
-                        collective ? "collective" : dtrain__span_names[event->kind]);
-    dtrain__trace_string(trace, event->name);
-    dtrain__trace_print(trace, ",\"args\":{");
-    if (event->number != DTRAIN__UNNUMBERED) {
-        dtrain__trace_print(trace, "\"number\":%lld", (long long)event->number);
-        separator = ",";
+    dtrain__writer *out = &trace->out;
+    const dtrain__event *event = dtrain__event_at(world, number);
+    const bool call = event->call.kind != NULL;
+    const uint32_t track = call ? dtrain__trace_lane(trace, event) : event->track;
+    if (!track) return;
+    dtrain__trace_track(world, track);
+    dtrain__trace_line(world, "X", track);
+    dtrain__trace_time(out, "ts", event->begin_ns);
+    dtrain__trace_time(out, "dur", event->end_ns - event->begin_ns);
+    dtrain__writer_add(out, ",\"cat\":\"%s\",", call ? "collective" : kinds[event->kind]);
+    dtrain__writer_string(out, "name", call ? event->call.kind : event->name);
+    dtrain__writer_add(out, ",\"args\":{");
+    if (event->number != DTRAIN__UNNUMBERED)
+        dtrain__writer_add(out, "\"number\":%lld%s", (long long)event->number,
+                           call || event->text[0] ? "," : "");
+    if (call) dtrain__writer_call(out, event);
+    else if (event->text[0]) dtrain__writer_string(out, "of", event->text);
+    dtrain__writer_add(out, "}}");
+    for (int i = 0; i < 2 && call && event->part; i++) {
+        dtrain__trace_line(world, i ? "f" : "s", i ? track : DTRAIN__TRACK_RANK);
+        dtrain__trace_time(out, "ts", event->begin_ns);
+        dtrain__writer_add(out, ",\"id\":%llu,\"cat\":\"flow\",\"name\":\"started\"%s}",
+                           (unsigned long long)((uint64_t)(world->restart_count & 15u) << 48 |
+                                                (uint64_t)world->rank << 40 | number),
+                           i ? ",\"bp\":\"e\"" : "");
     }
-    if (event->text[0]) {
-        dtrain__trace_print(trace, "%s\"of\":", separator);
-        dtrain__trace_string(trace, event->text);
-        separator = ",";
-    }
-    if (collective)
-        dtrain__trace_print(trace,
-                            "%s\"bytes\":%llu,\"count\":%llu,\"dtype\":\"%s\",\"op\":\"%s\","
-                            "\"communicator\":%lld,\"sequence\":%llu",
-                            separator, (unsigned long long)event->bytes,
-                            (unsigned long long)event->count, event->dtype, event->op,
-                            (long long)event->comm, (unsigned long long)event->sequence);
-    dtrain__trace_print(trace, "}}");
-    if (!event->flow) return;
-    dtrain__trace_flow(world, event, "s", DTRAIN__TRACK_RANK);
-    dtrain__trace_flow(world, event, "f", event->track);
 }
 
-/* ---- Events -----------------------------------------------------------------------------------*/
+/* ---- Writing ----------------------------------------------------------------------------------*/
 
 /* End the array and close the file: a trace that is whole. */
 static void dtrain__trace_close(dtrain_world *world)
 {
     dtrain__trace *trace = world->timeline.trace;
+    dtrain__writer *out = &trace->out;
     world->timeline.traced = false;
-    if (trace->file < 0) return;
+    if (out->file < 0) return;
     if (trace->lost) {
         dtrain__trace_line(world, "M", DTRAIN__TRACK_RANK);
-        dtrain__trace_print(trace, ",\"name\":\"dtrain_lost\",\"args\":{\"events\":%llu}}",
-                            (unsigned long long)trace->lost);
+        dtrain__writer_add(out, ",\"name\":\"dtrain_lost\",\"args\":{\"events\":%llu}}",
+                           (unsigned long long)trace->lost);
     }
-    dtrain__trace_print(trace, "\n]\n");
-    dtrain__trace_write(world);
-    if (trace->file >= 0) close(trace->file);
-    trace->file = -1;
+    dtrain__writer_add(out, "\n]\n");
+    dtrain__writer_flush(out);
+    close(out->file);
+    out->file = -1;
+    if (out->error)
+        dtrain_log(world, DTRAIN_LOG_WARNING, "the trace %s ends here, it cannot be written: %s",
+                   trace->path, strerror(out->error));
 }
 
-/* Write all events that are held back. */
+/* Write an event; the file may end behind it. */
+static void dtrain__trace_put(dtrain_world *world, uint64_t number)
+{
+    dtrain__trace *trace = world->timeline.trace;
+    dtrain__trace_event(world, number);
+    if (trace->out.bytes + trace->out.used < trace->file_bytes) return;
+    dtrain_log(world, DTRAIN_LOG_WARNING,
+               "the trace %s ends here: it has %llu bytes; see dtrain_trace_desc.file_bytes",
+               trace->path, (unsigned long long)(trace->out.bytes + trace->out.used));
+    dtrain__trace_close(world);
+}
+
+/* Write all events but calls in flight, and an event of what the writing took. */
 static void dtrain__trace_flush(dtrain_world *world)
 {
     dtrain__trace *trace = world->timeline.trace;
     const uint64_t begin = dtrain__now_ns();
-    for (uint32_t i = 0; i < trace->used && trace->file >= 0; i++) {
-        dtrain__trace_event_write(world, &trace->events[i]);
-        if (trace->bytes + trace->text_bytes < trace->file_bytes) continue;
-        dtrain_log(world, DTRAIN_LOG_WARNING,
-                   "the trace %s ends here: it has %llu bytes; see dtrain_trace_desc.file_bytes",
-                   trace->path, (unsigned long long)(trace->bytes + trace->text_bytes));
-        dtrain__trace_close(world);
+    while (world->timeline.traced && trace->next <= world->timeline.ring->count) {
+        const uint64_t number = trace->next++;
+        if (dtrain__event_at(world, number)->end_ns) dtrain__trace_put(world, number);
     }
-    trace->used = 0;
-    if (trace->text_bytes && trace->file >= 0) dtrain__trace_write(world);
+    if (trace->out.file >= 0) dtrain__writer_flush(&trace->out);
+    if (trace->out.error) dtrain__trace_close(world);
     trace->written_ns = dtrain__now_ns();
-    if (!world->timeline.traced) return;
-    dtrain__trace_event *own = &trace->events[trace->used++];
-    memset(own, 0, sizeof *own);
-    own->begin_ns = begin;
-    own->end_ns = trace->written_ns;
-    snprintf(own->name, sizeof own->name, "trace is written");
-    own->number = DTRAIN__UNNUMBERED;
-    own->track = DTRAIN__TRACK_RANK;
+    dtrain__span_add(world, DTRAIN__TRACK_RANK, DTRAIN_SPAN_OTHER, "trace is written", NULL,
+                     DTRAIN__UNNUMBERED, begin, trace->written_ns);
 }
 
-/* Give a collective the first lane that is free since it began; none: it is lost. */
-static bool dtrain__trace_lane(dtrain__trace *trace, dtrain__trace_event *event)
+/* Make room for one more event. */
+DTRAIN__PRIVATE void dtrain__trace_room(dtrain_world *world)
 {
-    for (uint32_t lane = 0; lane < DTRAIN__TRACE_LANES; lane++) {
-        if (trace->lanes[lane] > event->begin_ns) continue;
-        trace->lanes[lane] = event->end_ns;
-        event->track = DTRAIN__TRACK_COLLECTIVE + lane;
-        return true;
-    }
-    return false;
-}
-
-/* Take an event. */
-DTRAIN__PRIVATE void dtrain__trace_put(dtrain_world *world, const dtrain__trace_event *event)
-{
+    const dtrain__ring *ring = world->timeline.ring;
     dtrain__trace *trace = world->timeline.trace;
-    if (!world->timeline.traced) return;
-    if (trace->used == trace->room) dtrain__trace_flush(world);
-    if (!world->timeline.traced) return; /* the file has ended */
-    dtrain__trace_event *place = &trace->events[trace->used];
-    *place = *event;
-    if (event->track != DTRAIN__TRACK_COLLECTIVE || dtrain__trace_lane(trace, place)) trace->used++;
-    else trace->lost++;
+    if (ring->count + 1 - trace->next >= trace->room) dtrain__trace_flush(world);
+    const dtrain__event *oldest = &ring->events[(ring->count + 1) % ring->room];
+    if (oldest->call.kind && !oldest->end_ns) trace->lost++;
 }
 
-/* Take a span that is over. */
-DTRAIN__PRIVATE void dtrain__trace_span(dtrain_world *world, uint32_t track, uint32_t kind,
-                                        const char *name, const char *text, int64_t number,
-                                        uint64_t begin_ns, uint64_t end_ns)
+/* Write a call that was in flight when the events around it were written. */
+DTRAIN__PRIVATE void dtrain__trace_late(dtrain_world *world, uint64_t number)
 {
-    dtrain__trace_event event;
-    memset(&event, 0, sizeof event);
-    event.begin_ns = begin_ns;
-    event.end_ns = end_ns;
-    event.number = number;
-    event.track = track;
-    event.kind = kind;
-    snprintf(event.name, sizeof event.name, "%s", name);
-    snprintf(event.text, sizeof event.text, "%s", text ? text : "");
-    dtrain__trace_put(world, &event);
+    if (number < world->timeline.trace->next) dtrain__trace_put(world, number);
 }
 
 /* Write, if it is time to: the rank is between two spans. */
 DTRAIN__PRIVATE void dtrain__trace_pause(dtrain_world *world, uint64_t now)
 {
-    dtrain__trace *trace = world->timeline.trace;
-    if (!world->timeline.traced) return;
-    if (trace->used > trace->room / 2 || now - trace->written_ns > 1000000000u)
+    const dtrain__trace *trace = world->timeline.trace;
+    if (world->timeline.ring->count + 1 - trace->next > trace->room / 2 ||
+        now - trace->written_ns > 1000000000u)
         dtrain__trace_flush(world);
 }
 
-/* Begin a step: those outside of what was asked for are left out, and behind the last one the file
- * is complete. */
+/* Begin a step: the trace begins with the first that was asked for, and is whole after the last. */
 DTRAIN__PRIVATE void dtrain__trace_step(dtrain_world *world, int64_t step)
 {
     dtrain__trace *trace = world->timeline.trace;
-    if (!trace) return;
-    if (trace->file >= 0) world->timeline.traced = (uint64_t)step >= trace->first_step;
-    if (trace->file < 0 || (uint64_t)step < trace->end_step) return;
+    if (!trace || trace->out.file < 0) return;
+    if (!world->timeline.traced) trace->next = world->timeline.ring->count + 1;
+    world->timeline.traced = (uint64_t)step >= trace->first_step;
+    if ((uint64_t)step < trace->end_step) return;
     dtrain__trace_flush(world);
     dtrain__trace_close(world);
 }
@@ -5523,50 +5764,50 @@ static bool dtrain__trace_name(const dtrain_world *world, const char *path, char
 /* Write what the file is about: names, and the clock. */
 static void dtrain__trace_head(dtrain_world *world)
 {
-    dtrain__trace *trace = world->timeline.trace;
+    dtrain__writer *out = &world->timeline.trace->out;
     char host[72] = "";
     if (gethostname(host, sizeof host - 1) != 0) host[0] = 0;
-    dtrain__trace_print(trace,
-                        "[{\"ph\":\"M\",\"pid\":%d,\"tid\":0,\"name\":\"process_name\","
-                        "\"args\":{\"name\":\"rank %d\"}}",
-                        world->rank, world->rank);
+    dtrain__writer_add(out,
+                       "[{\"ph\":\"M\",\"pid\":%d,\"tid\":0,\"name\":\"process_name\","
+                       "\"args\":{\"name\":\"rank %d\"}}",
+                       world->rank, world->rank);
     dtrain__trace_line(world, "M", 0);
-    dtrain__trace_print(trace, ",\"name\":\"process_sort_index\",\"args\":{\"sort_index\":%d}}",
-                        world->rank);
+    dtrain__writer_add(out, ",\"name\":\"process_sort_index\",\"args\":{\"sort_index\":%d}}",
+                       world->rank);
     dtrain__trace_line(world, "M", 0);
-    dtrain__trace_print(trace,
-                        ",\"name\":\"dtrain\",\"args\":{\"version\":\"%s\",\"rank\":%d,"
-                        "\"size\":%d,\"node\":%d,\"restart\":%u,\"clock_offset_ns\":%lld,"
-                        "\"clock_error_ns\":%llu,\"host\":",
-                        DTRAIN_VERSION_STRING, world->rank, world->size, world->node,
-                        world->restart_count, (long long)world->clock_offset_ns,
-                        (unsigned long long)world->clock_error_ns);
-    dtrain__trace_string(trace, host);
-    dtrain__trace_print(trace, "}}");
+    dtrain__writer_add(out,
+                       ",\"name\":\"dtrain\",\"args\":{\"version\":\"%s\",\"rank\":%d,"
+                       "\"size\":%d,\"node\":%d,\"restart\":%u,\"clock_offset_ns\":%lld,"
+                       "\"clock_error_ns\":%llu,",
+                       DTRAIN_VERSION_STRING, world->rank, world->size, world->node,
+                       world->restart_count, (long long)world->clock_offset_ns,
+                       (unsigned long long)world->clock_error_ns);
+    dtrain__writer_string(out, "host", host);
+    dtrain__writer_add(out, "}}");
 }
 
-/* Open the file of this rank and take all the memory that the trace needs; nothing is done when
- * none is asked for. */
+/* Open the file of this rank, if the desc asks for a trace. */
 DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
                                                    const dtrain_trace_desc *desc)
 {
-    const uint32_t room = desc->event_count ? desc->event_count : DTRAIN__TRACE_EVENTS;
-    dtrain__trace *trace;
     if (!desc->path || !desc->path[0]) return DTRAIN_OK;
-    if (room < 64)
+    if (desc->event_count && desc->event_count < 64)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_launch: trace.event_count is %u, expected 0 or at least 64",
-                           room);
-    trace = (dtrain__trace *)dtrain__alloc(&world->allocator, 1,
-                                           sizeof *trace + room * sizeof *trace->events, "a trace");
+                           desc->event_count);
+    dtrain__trace *trace =
+        (dtrain__trace *)dtrain__alloc(&world->allocator, 1, sizeof *trace, "a trace");
     if (!trace) return DTRAIN_ERROR_MEMORY;
-    trace->file = -1;
-    trace->room = room;
     world->timeline.trace = trace;
+    trace->out.file = -1;
+    trace->out.text = trace->text;
+    trace->out.room = sizeof trace->text;
+    trace->room = (uint32_t)world->timeline.ring->room - DTRAIN__FLIGHT_RECORDS;
+    trace->next = world->timeline.ring->count + 1;
     if (!dtrain__trace_name(world, desc->path, trace->path, sizeof trace->path))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch: trace.path is too long");
-    trace->file = dtrain__open(trace->path, O_WRONLY | O_CREAT | O_TRUNC);
-    if (trace->file < 0)
+    trace->out.file = dtrain__open(trace->path, O_WRONLY | O_CREAT | O_TRUNC);
+    if (trace->out.file < 0)
         return dtrain_fail(DTRAIN_ERROR_FILE, "the trace %s cannot be written: %s", trace->path,
                            strerror(errno));
     trace->first_step = desc->first_step;
@@ -5587,7 +5828,7 @@ DTRAIN__PRIVATE void dtrain__trace_destroy(dtrain_world *world)
     dtrain__trace_flush(world);
     dtrain__trace_close(world);
     world->timeline.trace = NULL;
-    dtrain__free(&world->allocator, trace, 1, sizeof *trace + trace->room * sizeof *trace->events);
+    dtrain__free(&world->allocator, trace, 1, sizeof *trace);
 }
 
 /* ================================================================================================
@@ -5927,7 +6168,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wai
     wait->last_ns = now;
     wait->waited_ns += gap < longest_gap ? gap : longest_gap;
     wait->polled = true;
-    if (world->recorder) world->recorder->beat(world, now);
+    dtrain__beat(world, now);
     dtrain__link_poll(world);
     DTRAIN__TRY(dtrain__trouble(world));
     if (wait->waited_ns > 100000000u && world->launcher && getppid() != world->launcher)
@@ -5991,7 +6232,7 @@ DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world)
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_poll"));
     dtrain__link_poll(world);
     const dtrain_result trouble = dtrain__trouble(world);
-    if (world->recorder) world->recorder->fail(world, trouble);
+    dtrain__failed(world, trouble);
     DTRAIN__TRY(trouble);
     const dtrain__exit_record *exits = world->control->exits;
     const int ended = dtrain__load(&world->control->ended_count) ? world->size : 0;
@@ -6100,12 +6341,14 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
                            bytes, DTRAIN_WORLD_ALL_GATHER_BYTES);
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_all_gather"));
     DTRAIN__TRY(dtrain__trouble(world));
-    const uint32_t span =
-        dtrain__span_begin(world, DTRAIN_SPAN_COMM, "world all-gather", DTRAIN__UNNUMBERED);
-    if (world->recorder) world->recorder->gather(world, bytes);
+    const dtrain__comm_call call = {
+        "world all-gather", world->gather_count + 1, bytes, -1, 0, world->size, -1, 0, 0};
+    (void)dtrain__enter(world, call.kind);
+    const uint64_t event = dtrain__call_queued(world, &call);
+    dtrain__call_started(world, event);
     const dtrain_result result = dtrain__gather_all(world, mine, bytes, all);
-    if (world->recorder) world->recorder->gathered(world, result);
-    dtrain__span_end(world, span);
+    if (result == DTRAIN_OK) dtrain__call_done(world, event);
+    (void)dtrain__leave(world, result);
     return result;
 }
 
@@ -7556,68 +7799,6 @@ DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain__groups *groups);
 /* Bring what a rank did alone to all of them: success on all, or an error on each. Collective. */
 DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result mine);
 
-/* ================================================================================================
- * src/comm/flight_internal.h
- * ==============================================================================================*/
-
-/* The flight record of a rank: see comm/flight.c. */
-
-#define DTRAIN__FLIGHT_PATH 1024    /* bytes of a directory's name, its 0 included */
-#define DTRAIN__FLIGHT_RECORDS 256u /* of the newest collectives */
-#define DTRAIN__FLIGHT_LANDED 8u    /* done since the last look at the clock */
-
-typedef enum dtrain__flight_state {
-    DTRAIN__FLIGHT_QUEUED = 0,  /* the rank has called it */
-    DTRAIN__FLIGHT_STARTED = 1, /* the other ranks can see that */
-    DTRAIN__FLIGHT_DONE = 2,
-    DTRAIN__FLIGHT_FAILED = 3 /* it was under way when something failed */
-} dtrain__flight_state;
-
-/* One collective or message. It holds no pointer but to literals: who asked may be gone. */
-typedef struct dtrain__flight_record {
-    uint64_t sequence; /* of its communicator, from 1; messages: 0 */
-    uint64_t count;
-    int64_t comm;        /* number of the communicator; -1: dtrain_world_all_gather */
-    int32_t first, size; /* its first rank in the world: groups of one split share a number */
-    uint32_t kind, dtype, op;
-    int32_t root;
-    uint64_t queued_ns, started_ns, ended_ns; /* 0: not yet */
-    const char *part;                         /* who asked: "bucket", a literal, or NULL ... */
-    int64_t number;                           /* ... its number ... */
-    char name[31];                            /* ... and the name of its first parameter */
-    uint8_t state;                            /* dtrain__flight_state */
-} dtrain__flight_record;
-
-typedef struct dtrain__flight {
-    uint64_t count;  /* records made; number n, from 1, is at n % RECORDS */
-    uint64_t now_ns; /* when this rank looked at the clock last */
-    uint64_t landed[DTRAIN__FLIGHT_LANDED];
-    uint32_t landed_count;
-    uint32_t asked;               /* dumps that signals had asked for when it was looked at last */
-    const char *part, *part_name; /* of the next collective */
-    int64_t part_number;
-    dtrain_result code; /* the first failure; DTRAIN_OK: none */
-    char error[DTRAIN__ERROR_BYTES];
-    char directory[DTRAIN__FLIGHT_PATH]; /* "": dumps are made for the host alone */
-    dtrain__flight_record records[DTRAIN__FLIGHT_RECORDS];
-} dtrain__flight;
-
-/* comm/flight.c */
-DTRAIN__PRIVATE dtrain_result dtrain__flight_create(dtrain_world *world, const char *directory);
-DTRAIN__PRIVATE void dtrain__flight_destroy(dtrain_world *world);
-DTRAIN__PRIVATE void dtrain__flight_beat(dtrain_world *world, uint64_t now);
-DTRAIN__PRIVATE void dtrain__flight_gather(dtrain_world *world, size_t bytes);
-DTRAIN__PRIVATE void dtrain__flight_gathered(dtrain_world *world, dtrain_result result);
-DTRAIN__PRIVATE void dtrain__flight_fail(dtrain_world *world, dtrain_result code);
-DTRAIN__PRIVATE void dtrain__flight_label(const dtrain_comm *comm, const char *part, int64_t number,
-                                          const char *name);
-DTRAIN__PRIVATE uint64_t dtrain__flight_latest(const dtrain_world *world);
-DTRAIN__PRIVATE void dtrain__flight_begin(dtrain_comm *comm, const dtrain_collective *what);
-DTRAIN__PRIVATE void dtrain__flight_started(const dtrain_world *world, uint64_t number);
-DTRAIN__PRIVATE void dtrain__flight_done(dtrain_world *world, uint64_t number);
-DTRAIN__PRIVATE void dtrain__flight_enter(dtrain_world *world, uint64_t now);
-DTRAIN__PRIVATE void dtrain__flight_leave(dtrain_world *world, uint64_t now);
-
 /* ---- Checks -----------------------------------------------------------------------------------*/
 
 /* In place is allowed; a shifted overlap would overwrite what is still to be read. */
@@ -7707,25 +7888,30 @@ DTRAIN__PRIVATE void dtrain__comm_landed(dtrain_comm *comm, uint64_t now)
     comm->flight_since = 0;
 }
 
-/* Enter a public call that may work or wait, and leave it: two looks at the clock per call. The
- * span of the call is the innermost one when it is left, because nothing below leaves one open. */
-static uint64_t dtrain__comm_enter(const dtrain_comm *comm, const char *what)
-{
-    const uint64_t now = dtrain__now_ns();
-    (void)dtrain__span_begin_at(comm->world, DTRAIN_SPAN_COMM, what, DTRAIN__UNNUMBERED, now);
-    dtrain__flight_enter(comm->world, now);
-    return now;
-}
-
+/* Leave a public call that dtrain__enter has begun. */
 static dtrain_result dtrain__comm_leave(dtrain_comm *comm, uint64_t entered, dtrain_result result)
 {
-    const uint64_t now = dtrain__now_ns();
+    const uint64_t now = dtrain__leave(comm->world, result);
     comm->inside_ns += now - entered;
-    dtrain__span_end_at(comm->world, comm->world->timeline.depth - 1, now);
     dtrain__comm_landed(comm, now);
-    dtrain__flight_leave(comm->world, now);
-    dtrain__flight_fail(comm->world, result);
     return result;
+}
+
+/* Record the begin of an operation, and return the number of its event. */
+static uint64_t dtrain__comm_record(dtrain_comm *comm, const dtrain_collective *what)
+{
+    const bool message =
+        what->kind == DTRAIN_COLLECTIVE_SEND || what->kind == DTRAIN_COLLECTIVE_RECV;
+    const dtrain__comm_call call = {dtrain__kind_of(what->kind)->name,
+                                    message ? 0 : ++comm->started,
+                                    what->count,
+                                    comm->number,
+                                    comm->world_ranks[0],
+                                    comm->size,
+                                    what->root,
+                                    (uint8_t)what->dtype,
+                                    (uint8_t)what->op};
+    return dtrain__call_queued(comm->world, &call);
 }
 
 DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *info)
@@ -7761,19 +7947,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, cons
     dtrain_work *started = NULL;
     if (work) *work = NULL;
     DTRAIN__TRY(dtrain__comm_usable(comm, dtrain__kind_of(kind)->call));
-    const uint64_t entered = dtrain__comm_enter(comm, dtrain__kind_of(kind)->name);
+    const uint64_t entered = dtrain__enter(comm->world, dtrain__kind_of(kind)->name);
     dtrain_result result = dtrain__check_collective(comm, &what);
     if (result != DTRAIN_OK) {
         result = comm->ops->fail(comm, result, dtrain_last_error());
     } else {
         dtrain__count_operation(comm, &what, entered);
-        dtrain__flight_begin(comm, &what);
-        const uint64_t record = dtrain__flight_latest(comm->world);
+        const uint64_t event = dtrain__comm_record(comm, &what);
         result = comm->ops->start(comm, &what, &started);
-        if (started) started->record = record;
+        if (started) started->event = event;
         if (result == DTRAIN_OK && work) *work = started;
         else if (result == DTRAIN_OK && started) result = comm->ops->wait(started);
-        if (result == DTRAIN_OK && !(work && started)) dtrain__flight_done(comm->world, record);
+        if (result == DTRAIN_OK && !(work && started)) dtrain__call_done(comm->world, event);
     }
     return dtrain__comm_leave(comm, entered, result);
 }
@@ -7846,9 +8031,9 @@ DTRAIN_API dtrain_result dtrain_work_wait(dtrain_work *work)
     if (!work) return DTRAIN_OK;
     dtrain_comm *comm = work->comm;
     DTRAIN__TRY(dtrain__comm_usable(comm, "dtrain_work_wait"));
-    const uint64_t entered = dtrain__comm_enter(comm, "wait"), record = work->record;
+    const uint64_t entered = dtrain__enter(comm->world, "wait"), event = work->event;
     const dtrain_result result = comm->ops->wait(work);
-    if (result == DTRAIN_OK) dtrain__flight_done(comm->world, record);
+    if (result == DTRAIN_OK) dtrain__call_done(comm->world, event);
     return dtrain__comm_leave(comm, entered, result);
 }
 
@@ -7859,9 +8044,9 @@ DTRAIN_API dtrain_result dtrain_work_test(dtrain_work *work, bool *done)
     if (!work) return DTRAIN_OK;
     dtrain_comm *comm = work->comm;
     DTRAIN__TRY(dtrain__comm_usable(comm, "dtrain_work_test"));
-    const uint64_t entered = dtrain__comm_enter(comm, "test");
+    const uint64_t entered = dtrain__enter(comm->world, "test");
     const dtrain_result result = comm->ops->test(work, done);
-    if (result == DTRAIN_OK && *done) dtrain__flight_done(comm->world, work->record);
+    if (result == DTRAIN_OK && *done) dtrain__call_done(comm->world, work->event);
     return dtrain__comm_leave(comm, entered, result);
 }
 
@@ -7966,23 +8151,12 @@ DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain__groups *groups)
  * src/comm/flight.c
  * ==============================================================================================*/
 
-/* The flight record: the last collectives of a rank, and of what it knows of the others
+/* Dumps: the flight record of a rank
  *
- *     dtrain__run -> begin: QUEUED     engine: STARTED     engine, or wait and test: DONE
- *          |                                                             |
- *          +---- enter --- wait_poll: beat, every 10 us or so --- leave -+
- *
- * A ring in private memory, made with the world. A record is written by the rank that it is about,
- * and read by that rank when it dumps: no lock, no allocation, no system call, and no look at the
- * clock of its own. Times are those of the looks that the calls and waits take anyway: a record is
- * queued and started at the last look before, done at the next one behind.
- *
- * What other ranks may read while this one is stuck is its pulse in the control page: its last call
- * and its last sign of life inside of the library. So the dumps of the ranks that wait say where
- * one stands that dumps nothing because it hangs, is stopped or dead. Ranks of several hosts, which
- * share no memory, see no pulse of each other.
- *
- * A dump is written without allocating: it is also made when there is no memory. */
+ * A reader of the timeline's events (world/timeline.c): the newest collectives and messages of this
+ * rank, its communicators, and what the control page shows of every other rank. build/flight reads
+ * the dumps of all ranks and says who is behind, in which call. A dump is written without
+ * allocating: it is also made when there is no memory. */
 
 /* ================================================================================================
  * src/comm/engine_internal.h
@@ -8154,305 +8328,20 @@ DTRAIN__PRIVATE void dtrain__bounce_free(dtrain__engine *comm, dtrain__work *wor
 /* comm/local.c */
 DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(void);
 
-/* ---- Making it --------------------------------------------------------------------------------*/
-
-DTRAIN__PRIVATE dtrain_result dtrain__flight_create(dtrain_world *world, const char *directory)
-{
-    dtrain__flight *flight =
-        (dtrain__flight *)dtrain__alloc(&world->allocator, 1, sizeof *flight, "a flight record");
-    if (!flight) return DTRAIN_ERROR_MEMORY;
-    static const dtrain__recorder recorder = {dtrain__flight_beat, dtrain__flight_gather,
-                                              dtrain__flight_gathered, dtrain__flight_fail};
-    world->flight = flight;
-    world->recorder = &recorder;
-    flight->asked = dtrain__dumps_asked();
-    snprintf(flight->directory, sizeof flight->directory, "%s", directory ? directory : "");
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE void dtrain__flight_destroy(dtrain_world *world)
-{
-    dtrain__free(&world->allocator, world->flight, 1, sizeof(dtrain__flight));
-    world->flight = NULL;
-    world->recorder = NULL;
-}
-
-/* ---- Recording --------------------------------------------------------------------------------*/
-
-/* Name who asks for the next collective of this rank, right before the call. `part` is a literal;
- * name is copied by that call; either may be NULL. */
-DTRAIN__PRIVATE void dtrain__flight_label(const dtrain_comm *comm, const char *part, int64_t number,
-                                          const char *name)
-{
-    dtrain__flight *flight = comm->world->flight;
-    if (!flight) return;
-    flight->part = part;
-    flight->part_name = name;
-    flight->part_number = number;
-}
-
-/* Return the number of the newest record. */
-DTRAIN__PRIVATE uint64_t dtrain__flight_latest(const dtrain_world *world)
-{
-    return world->flight ? world->flight->count : 0;
-}
-
-/* Find a record; NULL when newer ones have taken its place. */
-static dtrain__flight_record *dtrain__flight_at(const dtrain_world *world, uint64_t number)
-{
-    dtrain__flight *flight = world->flight;
-    if (!flight || !number || flight->count - number >= DTRAIN__FLIGHT_RECORDS) return NULL;
-    return &flight->records[number % DTRAIN__FLIGHT_RECORDS];
-}
-
-/* Take the next record and label it. Labels are copied: the strategy may be gone at a dump. */
-static dtrain__flight_record *dtrain__flight_next(dtrain__flight *flight)
-{
-    dtrain__flight_record *record = &flight->records[++flight->count % DTRAIN__FLIGHT_RECORDS];
-    record->state = DTRAIN__FLIGHT_QUEUED;
-    record->queued_ns = flight->now_ns;
-    record->started_ns = record->ended_ns = 0;
-    record->part = flight->part;
-    record->number = flight->part_number;
-    record->name[0] = 0;
-    if (flight->part && flight->part_name) {
-        const size_t length = strnlen(flight->part_name, sizeof record->name - 1);
-        memcpy(record->name, flight->part_name, length);
-        record->name[length] = 0;
-    }
-    flight->part = NULL;
-    return record;
-}
-
-/* Show the others which call was the last one, see dtrain__pulse. */
-static void dtrain__flight_show(dtrain_world *world, const dtrain__flight_record *record)
-{
-    dtrain__pulse *pulse = &world->control->pulses[world->rank];
-    if (!record->sequence) return;
-    dtrain__store(&pulse->comm, record->comm);
-    dtrain__store(&pulse->first, (int64_t)record->first);
-    dtrain__store(&pulse->sequence, record->sequence);
-    if (record->comm == 0) dtrain__store(&pulse->world_started, record->sequence);
-}
-
-/* Record a call. dtrain__flight_latest is its number until the next one. */
-DTRAIN__PRIVATE void dtrain__flight_begin(dtrain_comm *comm, const dtrain_collective *what)
-{
-    const bool message =
-        what->kind == DTRAIN_COLLECTIVE_SEND || what->kind == DTRAIN_COLLECTIVE_RECV;
-    if (!comm->world->flight) return;
-    dtrain__flight_record *record = dtrain__flight_next(comm->world->flight);
-    record->sequence = message ? 0 : ++comm->started;
-    record->comm = comm->number;
-    record->first = comm->world_ranks[0];
-    record->size = comm->size;
-    record->count = what->count;
-    record->kind = what->kind;
-    record->dtype = (uint32_t)what->dtype;
-    record->op = what->op;
-    record->root = what->root;
-    dtrain__flight_show(comm->world, record);
-}
-
-/* Record a dtrain_world_all_gather, which needs no communicator. */
-DTRAIN__PRIVATE void dtrain__flight_gather(dtrain_world *world, size_t bytes)
-{
-    dtrain__flight_enter(world, dtrain__now_ns());
-    if (!world->flight) return;
-    dtrain__flight_record *record = dtrain__flight_next(world->flight);
-    record->sequence = world->gather_count + 1;
-    record->comm = -1;
-    record->first = 0;
-    record->size = world->size;
-    record->count = bytes;
-    record->kind = record->dtype = record->op = 0;
-    record->root = -1;
-    record->state = DTRAIN__FLIGHT_STARTED;
-    record->started_ns = record->queued_ns;
-    dtrain__flight_show(world, record);
-}
-
-DTRAIN__PRIVATE void dtrain__flight_gathered(dtrain_world *world, dtrain_result result)
-{
-    if (result == DTRAIN_OK) dtrain__flight_done(world, dtrain__flight_latest(world));
-    dtrain__flight_leave(world, dtrain__now_ns());
-    dtrain__flight_fail(world, result);
-}
-
-DTRAIN__PRIVATE void dtrain__flight_started(const dtrain_world *world, uint64_t number)
-{
-    dtrain__flight_record *record = dtrain__flight_at(world, number);
-    if (!record || record->state != DTRAIN__FLIGHT_QUEUED) return;
-    record->state = DTRAIN__FLIGHT_STARTED;
-    record->started_ns = world->flight->now_ns;
-}
-
-/* Give a collective that has ended to the trace. A bucket's is tied to where it was started. */
-static void dtrain__flight_trace(dtrain_world *world, const dtrain__flight_record *record,
-                                 uint64_t number)
-{
-    static const char *const ops[] = {"", "sum", "mean", "min", "max", "prod"};
-    const dtrain_dtype dtype = (dtrain_dtype)record->dtype;
-    const bool gather = record->comm < 0;
-    dtrain__trace_event event;
-    memset(&event, 0, sizeof event);
-    event.begin_ns = record->queued_ns;
-    event.end_ns = record->ended_ns;
-    event.number = DTRAIN__UNNUMBERED;
-    event.track = DTRAIN__TRACK_COLLECTIVE;
-    event.kind = DTRAIN_SPAN_COMM;
-    event.count = record->count;
-    event.bytes = record->count * (gather ? 1 : dtrain_dtype_bytes(dtype));
-    event.sequence = record->sequence;
-    event.flow = record->part ? (uint64_t)(world->restart_count & 15u) << 48 |
-                                    (uint64_t)world->rank << 40 | number
-                              : 0;
-    event.comm = record->comm;
-    event.dtype = gather ? "byte" : dtrain_dtype_name(dtype);
-    event.op = ops[record->op <= DTRAIN_REDUCE_PROD ? record->op : 0];
-    snprintf(event.name, sizeof event.name, "%s",
-             gather ? "world all-gather" : dtrain__kind_of(record->kind)->name);
-    if (record->part) {
-        event.number = record->number;
-        snprintf(event.text, sizeof event.text, "%s %lld, %.20s", record->part,
-                 (long long)record->number, record->name);
-    }
-    dtrain__trace_put(world, &event);
-}
-
-/* Note a look at the clock: it is the end of what was done since the look before. */
-static void dtrain__flight_look(dtrain_world *world, uint64_t now)
-{
-    dtrain__flight *flight = world->flight;
-    flight->now_ns = now;
-    for (uint32_t i = 0; i < flight->landed_count; i++) {
-        dtrain__flight_record *record =
-            &flight->records[flight->landed[i] % DTRAIN__FLIGHT_RECORDS];
-        record->ended_ns = now;
-        if (world->timeline.traced) dtrain__flight_trace(world, record, flight->landed[i]);
-    }
-    flight->landed_count = 0;
-}
-
-/* Record that a collective is done. The engine calls it as soon as that is so, dtrain_work_wait and
- * dtrain_work_test for every backend: the first call counts. */
-DTRAIN__PRIVATE void dtrain__flight_done(dtrain_world *world, uint64_t number)
-{
-    dtrain__flight_record *record = dtrain__flight_at(world, number);
-    dtrain__flight *flight = world->flight;
-    if (!record || record->state >= DTRAIN__FLIGHT_DONE) return;
-    if (!record->started_ns) record->started_ns = record->queued_ns;
-    record->state = DTRAIN__FLIGHT_DONE;
-    if (record->comm == 0 && record->sequence)
-        dtrain__store(&world->control->pulses[world->rank].world_done, record->sequence);
-    if (flight->landed_count == DTRAIN__FLIGHT_LANDED) dtrain__flight_look(world, dtrain__now_ns());
-    flight->landed[flight->landed_count++] = number;
-}
-
-/* ---- Signs of life ----------------------------------------------------------------------------*/
-
-/* Note a look at the clock inside of the library, and dump if a signal has asked for it. */
-DTRAIN__PRIVATE void dtrain__flight_beat(dtrain_world *world, uint64_t now)
-{
-    dtrain__flight *flight = world->flight;
-    if (!flight) return;
-    dtrain__store(&world->control->pulses[world->rank].beat_ns, now);
-    dtrain__flight_look(world, now);
-    const uint32_t asked = dtrain__dumps_asked();
-    if (asked == flight->asked) return;
-    flight->asked = asked;
-    if (!flight->directory[0] || !world->catches) return;
-    if (dtrain_world_dump(world, flight->directory) != DTRAIN_OK)
-        dtrain_log(world, DTRAIN_LOG_WARNING, "%s", dtrain__bare(dtrain_last_error()));
-}
-
-DTRAIN__PRIVATE void dtrain__flight_enter(dtrain_world *world, uint64_t now)
-{
-    if (!world->flight) return;
-    dtrain__store(&world->control->pulses[world->rank].inside, (uint64_t)1);
-    dtrain__flight_beat(world, now);
-}
-
-DTRAIN__PRIVATE void dtrain__flight_leave(dtrain_world *world, uint64_t now)
-{
-    if (!world->flight) return;
-    dtrain__flight_beat(world, now);
-    dtrain__store(&world->control->pulses[world->rank].inside, (uint64_t)0);
-}
-
-/* ---- Writing ----------------------------------------------------------------------------------*/
-
-/* A file that is written through a buffer of its own. */
-typedef struct dtrain__dump {
-    int file, error; /* errno of the first write that failed */
-    size_t used;
-    char buffer[4096];
-} dtrain__dump;
-
-static void dtrain__dump_flush(dtrain__dump *dump)
-{
-    size_t at = 0;
-    while (at < dump->used && !dump->error) {
-        const ssize_t wrote = write(dump->file, dump->buffer + at, dump->used - at);
-        if (wrote > 0) at += (size_t)wrote;
-        else if (wrote < 0 && errno != EINTR) dump->error = errno;
-    }
-    dump->used = 0;
-}
-
-/* Append a piece, which has no more than 1 KiB. */
-DTRAIN__PRINTF(2, 3)
-static void dtrain__dump_add(dtrain__dump *dump, const char *format, ...)
-{
-    va_list args;
-    if (dump->used > sizeof dump->buffer - 1024) dtrain__dump_flush(dump);
-    va_start(args, format);
-    dump->used += (size_t)vsnprintf(dump->buffer + dump->used, 1024, format, args);
-    va_end(args);
-}
-
-/* Append a JSON string. What is not ASCII becomes a question mark: a name may have been cut in the
- * middle of a character, and then the file were no JSON. */
-static void dtrain__dump_text(dtrain__dump *dump, const char *name, const char *text)
-{
-    dtrain__dump_add(dump, "\"%s\": \"", name);
-    for (; *text; text++) {
-        const unsigned char c = (unsigned char)*text;
-        const char shown = c < 32 || c > 126 ? '?' : (char)c;
-        dtrain__dump_add(dump, "%s%c", c == '"' || c == '\\' ? "\\" : "", shown);
-    }
-    dtrain__dump_add(dump, "\"");
-}
-
-static void dtrain__dump_record(dtrain__dump *dump, const dtrain__flight_record *record)
+static void dtrain__dump_event(dtrain__writer *out, const dtrain__event *event)
 {
     static const char *const states[] = {"queued", "started", "done", "failed"};
-    static const char *const ops[] = {"", "sum", "mean", "min", "max", "prod"};
-    const bool gather = record->comm < 0;
-    const char *dtype = dtrain_dtype_name((dtrain_dtype)record->dtype);
-    const uint64_t unit = gather ? 1 : dtrain_dtype_bytes((dtrain_dtype)record->dtype);
-    char by[80] = "";
-    if (record->part)
-        snprintf(by, sizeof by, "%s %lld%s%s", record->part, (long long)record->number,
-                 record->name[0] ? ", " : "", record->name);
-    dtrain__dump_add(dump, "{\"communicator\": %lld, \"first\": %d, \"size\": %d, ",
-                     (long long)record->comm, record->first, record->size);
-    dtrain__dump_add(dump, "\"sequence\": %llu, \"kind\": \"%s\", \"op\": \"%s\", ",
-                     (unsigned long long)record->sequence,
-                     gather ? "world all-gather" : dtrain__kind_of(record->kind)->name,
-                     ops[record->op <= DTRAIN_REDUCE_PROD ? record->op : 0]);
-    dtrain__dump_add(dump, "\"dtype\": \"%s\", \"count\": %llu, \"bytes\": %llu, \"root\": %d, ",
-                     gather ? "byte" : dtype, (unsigned long long)record->count,
-                     (unsigned long long)(record->count * unit), record->root);
-    dtrain__dump_text(dump, "by", by);
-    dtrain__dump_add(
-        dump, ", \"state\": \"%s\", \"queued_ns\": %llu, \"started_ns\": %llu, \"ended_ns\": %llu}",
-        states[record->state], (unsigned long long)record->queued_ns,
-        (unsigned long long)record->started_ns, (unsigned long long)record->ended_ns);
+    dtrain__writer_add(out, "{\"kind\":\"%s\",\"first\":%d,\"size\":%d,\"root\":%d,",
+                       event->call.kind, event->call.first, event->call.size, event->call.root);
+    dtrain__writer_call(out, event);
+    dtrain__writer_add(
+        out, ",\"state\":\"%s\",\"queued_ns\":%llu,\"started_ns\":%llu,\"ended_ns\":%llu}",
+        states[event->state], (unsigned long long)event->begin_ns,
+        (unsigned long long)event->started_ns, (unsigned long long)event->end_ns);
 }
 
 /* Write what this rank knows of each rank. */
-static void dtrain__dump_ranks(dtrain__dump *dump, const dtrain_world *world, uint64_t now)
+static void dtrain__dump_ranks(dtrain__writer *out, const dtrain_world *world, uint64_t now)
 {
     for (int i = 0; i < world->size; i++) {
         const dtrain__pulse *pulse = &world->control->pulses[i];
@@ -8460,142 +8349,109 @@ static void dtrain__dump_ranks(dtrain__dump *dump, const dtrain_world *world, ui
         const uint32_t how = dtrain__load(&world->control->exits[i].how);
         char end[160] = "";
         if (how != DTRAIN__RUNNING) dtrain__describe_end(world->control, i, end, sizeof end);
-        dtrain__dump_add(dump, "%s{\"rank\": %d, \"silent_ns\": %lld, \"inside\": %s, ",
-                         i ? ",\n  " : "\n  ", i,
-                         !beat        ? -1LL
-                         : now > beat ? (long long)(now - beat)
-                                      : 0LL,
-                         dtrain__load(&pulse->inside) ? "true" : "false");
-        dtrain__dump_add(dump, "\"communicator\": %lld, \"first\": %lld, \"sequence\": %llu, ",
-                         (long long)dtrain__load(&pulse->comm),
-                         (long long)dtrain__load(&pulse->first),
-                         (unsigned long long)dtrain__load(&pulse->sequence));
-        dtrain__dump_add(dump, "\"world_started\": %llu, \"world_done\": %llu, \"waits_for\": %d, ",
-                         (unsigned long long)dtrain__load(&pulse->world_started),
-                         (unsigned long long)dtrain__load(&pulse->world_done),
-                         dtrain__waits(world, i));
-        dtrain__dump_text(dump, "end", end);
-        dtrain__dump_add(dump, "}");
+        dtrain__writer_add(out, "%s{\"rank\": %d, \"silent_ns\": %lld, \"inside\": %s, ",
+                           i ? ",\n  " : "\n  ", i,
+                           !beat        ? -1LL
+                           : now > beat ? (long long)(now - beat)
+                                        : 0LL,
+                           dtrain__load(&pulse->inside) ? "true" : "false");
+        dtrain__writer_add(out, "\"communicator\": %lld, \"first\": %lld, \"sequence\": %llu, ",
+                           (long long)dtrain__load(&pulse->comm),
+                           (long long)dtrain__load(&pulse->first),
+                           (unsigned long long)dtrain__load(&pulse->sequence));
+        dtrain__writer_add(
+            out, "\"world_started\": %llu, \"world_done\": %llu, \"waits_for\": %d, ",
+            (unsigned long long)dtrain__load(&pulse->world_started),
+            (unsigned long long)dtrain__load(&pulse->world_done), dtrain__waits(world, i));
+        dtrain__writer_string(out, "end", end);
+        dtrain__writer_add(out, "}");
     }
 }
 
 /* Write who is in a communicator, and the sequence number of this rank's last call of it. */
-static void dtrain__dump_communicator(dtrain__dump *dump, const dtrain_comm *comm, bool failed,
+static void dtrain__dump_communicator(dtrain__writer *out, const dtrain_comm *comm, bool failed,
                                       bool first)
 {
-    dtrain__dump_add(dump, "%s{\"communicator\": %lld, \"first\": %d, \"started\": %llu, ",
-                     first ? "\n  " : ",\n  ", (long long)comm->number, comm->world_ranks[0],
-                     (unsigned long long)comm->started);
-    dtrain__dump_add(dump, "\"failed\": %s, \"ranks\": [", failed ? "true" : "false");
+    dtrain__writer_add(out, "%s{\"communicator\": %lld, \"first\": %d, \"started\": %llu, ",
+                       first ? "\n  " : ",\n  ", (long long)comm->number, comm->world_ranks[0],
+                       (unsigned long long)comm->started);
+    dtrain__writer_add(out, "\"failed\": %s, \"ranks\": [", failed ? "true" : "false");
     for (int i = 0; i < comm->size; i++)
-        dtrain__dump_add(dump, "%s%d", i ? ", " : "", comm->world_ranks[i]);
-    dtrain__dump_add(dump, "]}");
+        dtrain__writer_add(out, "%s%d", i ? ", " : "", comm->world_ranks[i]);
+    dtrain__writer_add(out, "]}");
 }
 
 /* Write the communicators: those of the engine, and the world's; others are the host's to know. */
-static void dtrain__dump_communicators(dtrain__dump *dump, const dtrain_world *world)
+static void dtrain__dump_communicators(dtrain__writer *out, const dtrain_world *world)
 {
     bool first = true, listed = !world->comm;
     for (const dtrain__engine *comm = world->comms; comm; comm = comm->next) {
         if (!comm->report) continue; /* half of one that is being made */
-        dtrain__dump_communicator(dump, &comm->base, comm->failed, first);
+        dtrain__dump_communicator(out, &comm->base, comm->failed, first);
         listed = listed || &comm->base == world->comm;
         first = false;
     }
-    if (!listed) dtrain__dump_communicator(dump, world->comm, world->flight->code != 0, first);
+    if (!listed)
+        dtrain__dump_communicator(out, world->comm, world->timeline.ring->code != 0, first);
 }
 
-static void dtrain__dump_all(dtrain__dump *dump, const dtrain_world *world)
+static void dtrain__dump_all(dtrain__writer *out, const dtrain_world *world)
 {
-    const dtrain__flight *flight = world->flight;
-    const uint64_t now = dtrain__now_ns();
-    const uint64_t oldest =
-        flight->count > DTRAIN__FLIGHT_RECORDS ? flight->count - DTRAIN__FLIGHT_RECORDS + 1 : 1;
+    const dtrain__ring *ring = world->timeline.ring;
+    uint64_t next = ring->count + 1, calls = 0;
+    const char *separator = "\n  ";
     char host[256] = "";
     if (gethostname(host, sizeof host - 1) != 0) host[0] = 0;
-    dtrain__dump_add(dump, "{\"format\": 1, \"rank\": %d, \"size\": %d, \"pid\": %lld, ",
-                     world->rank, world->size, (long long)getpid());
-    dtrain__dump_text(dump, "host", host);
-    dtrain__dump_add(dump, ", \"restart_count\": %u, \"time\": %lld, \"now_ns\": %llu,\n",
-                     world->restart_count, (long long)time(NULL), (unsigned long long)now);
-    dtrain__dump_add(dump, " \"result\": %d, ", (int)flight->code);
-    dtrain__dump_text(dump, "error", flight->error);
-    dtrain__dump_add(dump, ", \"waits_for\": %d, \"first_failed\": %d,\n \"ranks\": [",
-                     dtrain__waits(world, world->rank), dtrain__first_failure(world->control));
-    dtrain__dump_ranks(dump, world, now);
-    dtrain__dump_add(dump, "],\n \"communicators\": [");
-    dtrain__dump_communicators(dump, world);
-    dtrain__dump_add(dump, "],\n \"collectives\": [");
-    for (uint64_t i = oldest; i <= flight->count; i++) {
-        dtrain__dump_add(dump, "%s", i > oldest ? ",\n  " : "\n  ");
-        dtrain__dump_record(dump, &flight->records[i % DTRAIN__FLIGHT_RECORDS]);
+    dtrain__writer_add(out, "{\"format\": 1, \"rank\": %d, \"size\": %d, \"pid\": %lld, ",
+                       world->rank, world->size, (long long)getpid());
+    dtrain__writer_string(out, "host", host);
+    dtrain__writer_add(out, ", \"restart_count\": %u, \"time\": %lld, \"now_ns\": %llu,\n",
+                       world->restart_count, (long long)time(NULL),
+                       (unsigned long long)dtrain__now_ns());
+    dtrain__writer_add(out, " \"result\": %d, ", (int)ring->code);
+    dtrain__writer_string(out, "error", ring->error);
+    dtrain__writer_add(out, ", \"waits_for\": %d, \"first_failed\": %d,\n \"ranks\": [",
+                       dtrain__waits(world, world->rank), dtrain__first_failure(world->control));
+    dtrain__dump_ranks(out, world, dtrain__now_ns());
+    dtrain__writer_add(out, "],\n \"communicators\": [");
+    dtrain__dump_communicators(out, world);
+    dtrain__writer_add(out, "],\n \"collectives\": [");
+    while (calls < DTRAIN__FLIGHT_RECORDS && dtrain__event_at(world, next - 1))
+        calls += dtrain__event_at(world, --next)->call.kind != NULL;
+    for (; next <= ring->count; next++) {
+        if (!dtrain__event_at(world, next)->call.kind) continue;
+        dtrain__writer_add(out, "%s", separator);
+        dtrain__dump_event(out, dtrain__event_at(world, next));
+        separator = ",\n  ";
     }
-    dtrain__dump_add(dump, "]}\n");
-    dtrain__dump_flush(dump);
+    dtrain__writer_add(out, "]}\n");
+    dtrain__writer_flush(out);
 }
 
 /* Write DIRECTORY/flight-RANK.json: under another name first, so that nobody reads half of it. */
-static dtrain_result dtrain__dump_write(const dtrain_world *world, const char *directory)
+DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char *directory)
 {
-    char path[1100], temporary[1120];
-    dtrain__dump dump;
-    dump.error = 0;
-    dump.used = 0;
-    if (snprintf(path, sizeof path, "%s/flight-%d.json", directory, world->rank) >=
-        (int)sizeof path)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_dump: \"%.60s...\" is too long",
-                           directory);
+    char path[DTRAIN__FLIGHT_PATH + 30], temporary[sizeof path + 4], text[4 * DTRAIN__WRITER_PIECE];
+    dtrain__writer out = {-1, 0, 0, sizeof text, 0, text};
+    const char *failed = "mkdir";
+    snprintf(path, sizeof path, "%s/flight-%d.json", directory, world->rank);
     snprintf(temporary, sizeof temporary, "%s.tmp", path);
-    if (mkdir(directory, 0777) != 0 && errno != EEXIST)
-        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "dtrain_world_dump: mkdir %s: %s", directory,
-                           strerror(errno));
-    dump.file = dtrain__open(temporary, O_WRONLY | O_CREAT | O_TRUNC);
-    if (dump.file < 0)
-        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "dtrain_world_dump: open %s: %s", temporary,
-                           strerror(errno));
-    dtrain__dump_all(&dump, world);
-    if (close(dump.file) != 0 && !dump.error) dump.error = errno;
-    if (!dump.error && rename(temporary, path) != 0) dump.error = errno;
-    if (!dump.error) return DTRAIN_OK;
-    unlink(temporary);
-    return dtrain_fail(DTRAIN_ERROR_SYSTEM, "dtrain_world_dump: %s: %s", path,
-                       strerror(dump.error));
-}
-
-/* The dump of a failure stands: what comes after it is a consequence. */
-DTRAIN_API dtrain_result dtrain_world_dump(dtrain_world *world, const char *directory)
-{
-    if (!world || !directory || !directory[0])
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_dump: %s",
-                           world ? "no directory" : "world is NULL");
-    DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_dump"));
-    const dtrain__flight *flight = world->flight;
-    if (flight->code != DTRAIN_OK && strcmp(directory, flight->directory) == 0) return DTRAIN_OK;
-    return dtrain__dump_write(world, directory);
-}
-
-/* Note the first failure of this rank, as its last error tells it, and dump if the launch desc says
- * where. The last error is the failure's afterwards, too. */
-DTRAIN__PRIVATE void dtrain__flight_fail(dtrain_world *world, dtrain_result code)
-{
-    dtrain__flight *flight = world->flight;
-    char found[DTRAIN__ERROR_BYTES];
-    if (!flight || code == DTRAIN_OK || flight->code != DTRAIN_OK) return;
-    const uint64_t now = dtrain__now_ns();
-    dtrain__flight_look(world, now);
-    flight->code = code;
-    snprintf(found, sizeof found, "%s", dtrain_last_error());
-    snprintf(flight->error, sizeof flight->error, "%s", dtrain__bare(found));
-    for (uint32_t i = 0; i < DTRAIN__FLIGHT_RECORDS; i++) {
-        dtrain__flight_record *record = &flight->records[i];
-        if (!record->queued_ns || record->state >= DTRAIN__FLIGHT_DONE) continue;
-        record->state = DTRAIN__FLIGHT_FAILED;
-        record->ended_ns = now;
+    if (mkdir(directory, 0777) != 0 && errno != EEXIST) out.error = errno;
+    if (!out.error) {
+        failed = "open";
+        out.file = dtrain__open(temporary, O_WRONLY | O_CREAT | O_TRUNC);
+        if (out.file < 0) out.error = errno;
     }
-    if (!flight->directory[0]) return;
-    if (dtrain__dump_write(world, flight->directory) != DTRAIN_OK)
-        dtrain_log(world, DTRAIN_LOG_WARNING, "%s", dtrain__bare(dtrain_last_error()));
-    dtrain__set_last_error(found);
+    if (!out.error) {
+        failed = "write";
+        dtrain__dump_all(&out, world);
+        if (close(out.file) != 0 && !out.error) out.error = errno;
+        if (!out.error && rename(temporary, path) != 0) out.error = errno;
+        if (out.error) unlink(temporary);
+    }
+    if (!out.error) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_SYSTEM, "the flight record %s cannot be written: %s: %s", path,
+                       failed, strerror(out.error));
 }
 
 /* ================================================================================================
@@ -8870,7 +8726,7 @@ static bool dtrain__collective_advance(dtrain__engine *comm, dtrain__work *work,
     if (work->state == DTRAIN__QUEUED) {
         if (work->sequence - oldest >= DTRAIN__WINDOW) return false;
         work->state = DTRAIN__SHOWN;
-        dtrain__flight_started(comm->base.world, work->base.record);
+        dtrain__call_started(comm->base.world, work->base.event);
         transport->show(comm, work);
         if (comm->failed) return false;
     }
@@ -8898,7 +8754,7 @@ static bool dtrain__message_advance(dtrain__engine *comm, dtrain__work *work)
             first = first->next;
         if (first != work) return false;
         work->state = DTRAIN__MOVING;
-        dtrain__flight_started(comm->base.world, work->base.record);
+        dtrain__call_started(comm->base.world, work->base.event);
     }
     return comm->transport->message(comm, work);
 }
@@ -8932,7 +8788,7 @@ static void dtrain__engine_advance(dtrain__engine *comm)
         }
         work->done = true;
         comm->base.world->moves++;
-        dtrain__flight_done(comm->base.world, work->base.record);
+        dtrain__call_done(comm->base.world, work->base.event);
         *link = work->next;
         if (!*link) comm->queue_end = link;
         comm->base.in_flight--;
@@ -9217,7 +9073,7 @@ static dtrain_result dtrain__work_take(dtrain__engine *comm, const dtrain_collec
     comm->base.outstanding++;
     work->next = NULL;
     work->what = *what;
-    work->base.record = dtrain__flight_latest(comm->base.world);
+    work->base.event = comm->base.world->timeline.ring->count; /* just recorded */
     work->small = bytes <= DTRAIN__SMALL_BYTES &&
                   bytes * (size_t)comm->base.size <= (size_t)DTRAIN__SMALL_TOTAL;
     work->shown.count = what->count;
@@ -9302,7 +9158,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
             result = dtrain__engine_fail(&comm->base, result, dtrain_last_error());
     }
     dtrain__recycle(comm, work);
-    dtrain__flight_fail(world, result); /* while it can be read for whom this rank waits */
+    dtrain__failed(world, result); /* while it can be read for whom this rank waits */
     if (result == DTRAIN_OK && wait.last_ns) dtrain__set_waits(world, -1);
     return result;
 }
@@ -10547,68 +10403,68 @@ static dtrain_result dtrain__local_create(dtrain_world *world, dtrain_comm **out
 /* The MPI transport
  *
  * MPI carries bytes between two ranks and nothing else: MPI_Isend and MPI_Irecv on one duplicate of
- * MPI_COMM_WORLD, moved on by MPI_Testsome inside dtrain's calls. MPI compares nothing, has no
- * deadline and promises no order of additions: the engine and this file do. A collective:
+ * MPI_COMM_WORLD, and MPI_Testsome inside dtrain's calls. MPI does not compare what ranks call, has
+ * no deadline and fixes no order of additions: the engine and this file do. A collective sends:
  *
- *     record     from every rank to every other: | fingerprint | small data |; all must agree.
- *                Small operations end here
- *     parts      chunk c of slice j from the ranks that have one to rank j ...
- *     results    ... which adds them in rank order and sends the sum to the ranks that want it
+ *     records    from every rank to every other: | fingerprint | small data |. All fingerprints
+ *                must agree; a small operation is complete now
+ *     parts      chunk c of slice j, from each rank that contributes to it, to rank j ...
+ *     results    ... which adds them in rank order and sends the sum to each rank that receives it
  *
  *     rank 0   send  | slice 0 | slice 1 | slice 2 |          parts: chunk c of its slice 0 to
  *     rank 1   send  | slice 0 | slice 1 | slice 2 |          rank 0, of slice 1 to rank 1, ...
  *     rank 2   send  | slice 0 | slice 1 | slice 2 |          results: the other way, to everybody
  *
- * (comm/reduce.c says who has a part and who wants results.) Large operations go in rounds. Round r
- * moves the parts of chunk r and, at the same time, the results of chunk r - 1; when all of it is
- * over, the sum of chunk r is computed and the next round begins. So temporary memory does not
- * depend on the count: a chunk from every rank, and in this rank's place the sum. Only the oldest
- * operation has rounds; records of later ones are exchanged meanwhile. A rank posts a whole round
- * before it waits for any of it, so there is no deadlock.
+ * (comm/reduce.c says which ranks contribute and receive.) Large operations go in rounds. Round r
+ * moves the parts of chunk r and, at the same time, the results of chunk r - 1; when all of them
+ * have arrived, the sum of chunk r is computed and the next round begins. So temporary memory does
+ * not depend on the count: it holds one chunk from every other rank, and the sum at this rank's
+ * place. Only the oldest operation is in rounds; records of later ones are exchanged meanwhile. A
+ * rank posts all requests of a round before it waits for any, so there is no deadlock.
  *
- * A message is a record, with the data when it is small, and then the data in pieces.
+ * A send or receive moves one record, which contains small data, and then large data in pieces.
  *
- * A communicator is a range of tags: MPI keeps what has one tag in order. No call of MPI that may
- * block is made once the ranks have met, and none at all after a failure: what is under way then
- * keeps its memory until the process ends. */
+ * A communicator is a range of tags, and MPI keeps messages of one tag in order. Once the ranks
+ * have met, no MPI call that may block is made; after a failure, none at all, and buffers of
+ * requests in flight stay mapped until the process ends. */
 
 /* ================================================================================================
  * src/comm/mpi_internal.h
  * ==============================================================================================*/
 
-/* What the files of the MPI transport share: mpi.c moves data, mpi_meet.c begins and ends. */
+/* Internals of the MPI transport: mpi.c moves data, mpi_meet.c begins and ends MPI. */
 
 #ifdef DTRAIN_USE_MPI
 
 #ifndef DTRAIN__MPI_CHUNK_BYTES
-#define DTRAIN__MPI_CHUNK_BYTES ((size_t)256 << 10) /* of what is added or passed on */
+#define DTRAIN__MPI_CHUNK_BYTES ((size_t)256 << 10) /* most, of data that is added */
 #endif
 #ifndef DTRAIN__MPI_MESSAGE_BYTES
-#define DTRAIN__MPI_MESSAGE_BYTES ((size_t)1 << 30) /* of what is not: MPI counts in ints */
+#define DTRAIN__MPI_MESSAGE_BYTES ((size_t)1 << 30) /* other data: MPI counts in ints */
 #endif
 
-enum { DTRAIN__MPI_TAGS = 3 }; /* of a communicator: records, parts and results, messages */
+enum { DTRAIN__MPI_TAGS = 3 }; /* a communicator: records, rounds, messages */
 
-/* A thread that calls MPI_Init_thread and, in the end, MPI_Finalize: they wait for all ranks and
- * have no deadline, and MPI wants the same thread for both. */
+/* A thread that calls MPI_Init_thread and, at the end, MPI_Finalize. Both wait for all ranks
+ * without a deadline, which the rank's own thread must not; MPI wants the same thread for both. */
 typedef struct dtrain__mpi_thread {
     pthread_t id;
-    pthread_mutex_t gate; /* the rank holds it until the end */
+    pthread_mutex_t gate; /* held by the rank until MPI is to be finalized */
     uint32_t returned;    /* atomic: calls that have returned */
     bool finalize;
     int code, provided;
 } dtrain__mpi_thread;
 
-/* One a rank. */
+/* The connection of a rank to MPI, one for all communicators. */
 typedef struct dtrain__mpi_hub {
     MPI_Comm mpi;
-    int ranks[DTRAIN_MAX_RANKS]; /* of mpi, by rank in the world: orders may differ */
-    int64_t number_limit;        /* of communicators: MPI has no tags for more */
+    int ranks[DTRAIN_MAX_RANKS]; /* rank in mpi of each rank of the world: orders may differ */
+    int64_t number_limit;        /* communicators that fit into MPI's range of tags */
     dtrain__mpi_thread *thread;  /* NULL: the program has called MPI_Init */
-    MPI_Request request;         /* of MPI_Comm_idup, MPI_Ibarrier */
-    int code;                    /* of the last call */
-    bool quiet_pipes;            /* SIGPIPE is ignored, and was not */
-    bool failed;                 /* MPI is not called any more */
+    MPI_Request request;         /* of MPI_Comm_idup or MPI_Ibarrier, in flight */
+    int code;                    /* returned by the last MPI call */
+    bool quiet_pipes;            /* this file has set SIGPIPE to be ignored */
+    bool failed;                 /* no MPI call is made any more */
 } dtrain__mpi_hub;
 
 /* comm/mpi_meet.c */
@@ -10619,10 +10475,10 @@ DTRAIN__PRIVATE void dtrain__mpi_part(dtrain_world *world, dtrain__mpi_hub *hub)
 
 #ifdef DTRAIN_USE_MPI
 
-#define DTRAIN__MPI_TEMPORARY ((size_t)4 << 20) /* bytes, at most; more with very many ranks */
+#define DTRAIN__MPI_TEMPORARY ((size_t)4 << 20) /* of the chunks of all ranks, at most */
 
-/* What a request is for. Ranks that owe a part are waited for first, for without it there are no
- * results; then those that owe results; then those that do not take what is sent. */
+/* The purpose of a request. When an operation hangs, the smallest pending one names the late ranks:
+ * a missing part holds up all results, and a missing result may hold up a peer's receives. */
 typedef enum dtrain__mpi_use {
     DTRAIN__PART_IN = 0,
     DTRAIN__RESULT_IN = 1,
@@ -10638,8 +10494,8 @@ typedef enum dtrain__mpi_tag {
 
 typedef struct dtrain__mpi_work {
     dtrain__work base;
-    int pending;  /* requests under way but for records to this rank */
-    size_t round; /* the next one; of messages: 0 the record, then the pieces */
+    int pending;  /* requests in flight, except receives of records */
+    size_t round; /* next round; of a send or receive: 0 is the record, n piece n - 1 */
 } dtrain__mpi_work;
 
 typedef struct dtrain__mpi_token {
@@ -10650,24 +10506,24 @@ typedef struct dtrain__mpi_token {
 
 typedef struct dtrain__mpi_comm {
     dtrain__engine base;
-    dtrain__mpi_hub *hub, own; /* own: of the world's communicator, which all others use */
-    int active;                /* requests */
-    MPI_Request *requests;     /* these four (room), the first two (active) */
+    dtrain__mpi_hub *hub, own; /* hub: own of the world's communicator, shared by all others */
+    int active;                /* requests in flight: so many of requests and tokens are used */
+    MPI_Request *requests;     /* (room), as the next three */
     dtrain__mpi_token *tokens;
     MPI_Status *statuses;
     int *indices;
-    uint64_t *heard; /* (window, size) sequence of the record that came last */
+    uint64_t *heard; /* (window, size) sequence number of the newest record received */
     char *records;   /* see dtrain__mpi_record */
     char *temporary; /* (size, chunk_bytes) */
     size_t record_bytes, chunk_bytes;
-    char *memory; /* all of these */
+    char *memory; /* holds all arrays above */
     size_t memory_bytes;
 } dtrain__mpi_comm;
 
 /* ---- Requests ---------------------------------------------------------------------------------*/
 
-/* Fail with what MPI says. A rank's death may reach MPI before it reaches the control plane, which
- * says it better: so wait a second for that. */
+/* Fail with MPI's error text. MPI may notice a dead rank before the control page names it and its
+ * exit status, which is the better sentence: so wait a second for it first. */
 static void dtrain__mpi_refused(dtrain__mpi_comm *comm, int code, const char *call)
 {
     dtrain__wait wait = dtrain__wait_begin();
@@ -10712,7 +10568,8 @@ static uint64_t *dtrain__mpi_heard_at(const dtrain__mpi_comm *comm, uint64_t seq
     return &comm->heard[sequence % DTRAIN__WINDOW * (size_t)comm->base.base.size + (size_t)rank];
 }
 
-/* Take in what MPI has finished; with nothing in flight, let MPI send what it still has. */
+/* Remove completed requests. With none in flight, call MPI anyway: it may still have data of
+ * completed sends to move. */
 static bool dtrain__mpi_poll(dtrain__engine *base)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
@@ -10747,9 +10604,9 @@ static bool dtrain__mpi_poll(dtrain__engine *base)
 
 /* ---- Records ----------------------------------------------------------------------------------*/
 
-/* Find the place of a record. Line s % W is for collective s, line W for messages; in each, place
- * `rank` is for what comes from that rank, and places behind those are for what this rank sends:
- * one for all in a collective, one for each rank in messages. */
+/* Return the buffer of a record. With a window of W, line s % W belongs to collective s and line W
+ * to sends and receives. In a line, place r < size receives from rank r; the places from `size` on
+ * hold what this rank sends: one record for all ranks in a collective, else one for each peer. */
 static dtrain__shown *dtrain__mpi_record(const dtrain__mpi_comm *comm, uint64_t line, int place)
 {
     const size_t places = 2 * (size_t)comm->base.base.size;
@@ -10785,14 +10642,16 @@ static const dtrain__shown *dtrain__mpi_heard(const dtrain__engine *base, uint64
 
 /* ---- Rounds -----------------------------------------------------------------------------------*/
 
-/* Return the bytes of a chunk. What is neither added nor passed on goes straight to its place. */
+/* Return the chunk size. All-gather and all-to-all add nothing, so their data is received at its
+ * final address in large messages. */
 static size_t dtrain__mpi_chunk(const dtrain__mpi_comm *comm, const dtrain_collective *what)
 {
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
     return kind->joins ? DTRAIN__MPI_MESSAGE_BYTES : comm->chunk_bytes;
 }
 
-/* Find chunk c of the slice that `owner` has; return its bytes, 0 behind the end. */
+/* Find chunk c of the slice that `owner` reduces: *first is the slice's offset, *at the chunk's in
+ * it. Return its bytes; 0: the slice has fewer chunks. */
 static size_t dtrain__mpi_cut(const dtrain__mpi_comm *comm, const dtrain_collective *what,
                               int owner, size_t c, size_t *first, size_t *at)
 {
@@ -10805,7 +10664,7 @@ static size_t dtrain__mpi_cut(const dtrain__mpi_comm *comm, const dtrain_collect
     return *at >= length ? 0 : length - *at < each ? length - *at : each;
 }
 
-/* Find where the sum of a chunk goes. */
+/* Return the address of a chunk's sum: in recv, if this rank receives it, else in temporary. */
 static char *dtrain__mpi_sum(const dtrain__mpi_comm *comm, const dtrain_collective *what,
                              size_t first, size_t at)
 {
@@ -10814,8 +10673,8 @@ static char *dtrain__mpi_sum(const dtrain__mpi_comm *comm, const dtrain_collecti
     return (char *)what->recv + (dtrain__kind_of(what->kind)->cuts ? 0 : first) + at;
 }
 
-/* Post what one rank sends to another one in a phase, parts or results, of chunk c; one of both is
- * this rank. MPI does not write to what it sends, whatever its type says. */
+/* Post the send or the receive of chunk c between `from` and `to`, one of which is this rank;
+ * results: second phase. MPI does not write to a send buffer, though old versions take no const. */
 static void dtrain__mpi_post_chunk(dtrain__mpi_comm *comm, dtrain__mpi_work *work, bool results,
                                    int from, int to, size_t c)
 {
@@ -10844,7 +10703,7 @@ static void dtrain__mpi_post_chunk(dtrain__mpi_comm *comm, dtrain__mpi_work *wor
                      DTRAIN__TAG_ROUND, peer, place, bytes);
 }
 
-/* Add up chunk c of this rank's slice, after its parts have come. */
+/* Add up chunk c of this rank's slice, after all its parts have arrived. */
 static void dtrain__mpi_combine(const dtrain__mpi_comm *comm, const dtrain_collective *what,
                                 size_t c)
 {
@@ -10861,7 +10720,7 @@ static void dtrain__mpi_combine(const dtrain__mpi_comm *comm, const dtrain_colle
                     bytes / dtrain_dtype_bytes(what->dtype));
 }
 
-/* Copy what goes from this rank to itself. */
+/* Copy this rank's own part of an all-gather or all-to-all. */
 static void dtrain__mpi_copy_own(const dtrain__mpi_comm *comm, const dtrain_collective *what)
 {
     const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
@@ -10871,7 +10730,8 @@ static void dtrain__mpi_copy_own(const dtrain__mpi_comm *comm, const dtrain_coll
     if (dtrain__kind_of(what->kind)->joins && from != to) memcpy(to, from, bytes);
 }
 
-/* A collective is over when the records of this rank are out, too: their places are used again. */
+/* Post rounds until one is in flight; return true when the collective is complete. The sends of
+ * this rank's records count as pending: the next collective of the line reuses their buffers. */
 static bool dtrain__mpi_move(dtrain__engine *base, dtrain__work *work, bool oldest)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
@@ -10879,7 +10739,7 @@ static bool dtrain__mpi_move(dtrain__engine *base, dtrain__work *work, bool olde
     const dtrain_collective *what = &work->what;
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
     const int size = base->base.size, rank = base->base.rank;
-    const size_t lag = kind->joins ? 0 : 1; /* rounds by which results come behind parts */
+    const size_t lag = kind->joins ? 0 : 1; /* results of chunk c travel in round c + lag */
     size_t first, length;                   /* of slice 0, which is the longest */
     if (own->pending || work->small) return !own->pending;
     if (!oldest) return false;
@@ -10973,7 +10833,7 @@ static dtrain_result dtrain__mpi_map(dtrain__engine *comm, size_t asked, void **
     return DTRAIN_OK;
 }
 
-/* Unmap memory, but after a failure MPI may still write to it: then it stays. */
+/* Unmap memory, except after a failure: MPI may still write to it. */
 static void dtrain__mpi_unmap(dtrain__engine *comm, void *memory, size_t asked)
 {
     dtrain_world *world = comm->base.world;
@@ -10983,14 +10843,14 @@ static void dtrain__mpi_unmap(dtrain__engine *comm, void *memory, size_t asked)
     world->device->comm_bytes -= bytes;
 }
 
-/* The first report of the world stands, whoever made it, and fails all its communicators. */
+/* Report a failure to the world. The first report is kept, and fails all communicators. */
 static void dtrain__mpi_publish(dtrain__engine *comm, dtrain_result code, const char *text)
 {
     dtrain_world_abort(comm->base.world, code, text);
     ((dtrain__mpi_comm *)comm)->hub->failed = true;
 }
 
-/* Take the next lines of the communicator's memory; only count them while there is none. */
+/* Take whole cache lines of the communicator's memory; before it is mapped, only count them. */
 static void *dtrain__mpi_take(dtrain__mpi_comm *comm, size_t bytes)
 {
     char *at = comm->memory ? comm->memory + comm->memory_bytes : NULL;
@@ -10998,8 +10858,8 @@ static void *dtrain__mpi_take(dtrain__mpi_comm *comm, size_t bytes)
     return at;
 }
 
-/* Lay out the tables. Requests that can be under way: records both ways for every operation of the
- * window, four of a round, and with every rank one of a message each way. */
+/* Lay out the arrays. With each rank there can be in flight: for every operation of the window a
+ * record each way, the four requests of one round, and one of a send and of a receive. */
 static void dtrain__mpi_tables(dtrain__mpi_comm *comm)
 {
     const size_t size = (size_t)comm->base.base.size, room = size * (2 * DTRAIN__WINDOW + 4 + 2);
@@ -11014,7 +10874,7 @@ static void dtrain__mpi_tables(dtrain__mpi_comm *comm)
         (char *)dtrain__mpi_take(comm, (DTRAIN__WINDOW + 1) * 2 * size * comm->record_bytes);
 }
 
-/* Meet in MPI, for the world's communicator; all others use that one's connection. */
+/* Start MPI if this is the world's communicator; all others share its hub. */
 static dtrain_result dtrain__mpi_make(dtrain__engine *base, int64_t *address)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
@@ -11039,7 +10899,7 @@ static dtrain_result dtrain__mpi_make(dtrain__engine *base, int64_t *address)
     return DTRAIN_OK;
 }
 
-/* MPI knows the ranks already. */
+/* Exchange no addresses: MPI knows the ranks. */
 static void dtrain__mpi_join(dtrain__engine *comm, const int64_t *addresses)
 {
     (void)addresses;
@@ -11057,7 +10917,8 @@ static void dtrain__mpi_release(dtrain__engine *base)
     if (comm->memory) dtrain__mpi_unmap(base, comm->memory, comm->memory_bytes);
 }
 
-/* A rank that left is given two seconds: what it sent before may be slower than the news. */
+/* A rank that left normally is missed only after two seconds: its last messages may arrive later
+ * than the control plane's notice of its end. */
 static const dtrain__transport dtrain__mpi_transport = {
     sizeof(dtrain__mpi_comm), sizeof(dtrain__mpi_work), 2000000000u,
     dtrain__mpi_show,         dtrain__mpi_heard,        dtrain__mpi_move,
@@ -11085,14 +10946,14 @@ extern const dtrain_comm_ops *dtrain_mpi_comm_ops(void)
 
 /* The MPI transport: how ranks meet in MPI, and how they leave it
  *
- * MPI_Init may wait for ever for a rank that does not come, so nobody calls it before all have said
- * that they will; for one that is stopped then, a thread calls it, and the rank waits for that
- * thread with a deadline. Then all compare what MPI thinks the world is with what it is. A rank
- * that cannot go on leaves, and the others hear of it where they wait for it. */
+ * MPI_Init waits without a deadline for every rank. So all ranks first agree to call it, and a
+ * thread calls it, for which the rank waits with a deadline: a rank may be stopped in between. Then
+ * the ranks compare MPI's size and ranks with those of the world. A rank that cannot go on fails,
+ * and the others read that where they wait for it. */
 
 #ifdef DTRAIN_USE_MPI
 
-#define DTRAIN__MPI_PATIENCE_NS 30000000000u /* at least, with MPI itself; else timeout_ms */
+#define DTRAIN__MPI_PATIENCE_NS 30000000000u /* for MPI's own calls; timeout_ms if longer */
 
 typedef struct dtrain__mpi_hello {
     int32_t size, rank; /* in MPI */
@@ -11115,8 +10976,8 @@ static dtrain_result dtrain__mpi_can_meet(const dtrain_world *world)
     return DTRAIN_OK;
 }
 
-/* Open MPI writes to the socket of a rank that has died, and the signal of that would kill this one
- * before it can say who is gone. A handler of the program's own stays. */
+/* Ignore SIGPIPE, unless the program handles it: Open MPI writes to sockets of ranks that have
+ * died, and the signal would kill this rank before it can report which one. */
 static void dtrain__mpi_quiet_pipes(dtrain__mpi_hub *hub)
 {
     struct sigaction now;
@@ -11136,7 +10997,7 @@ static void *dtrain__mpi_thread_main(void *argument)
     return NULL;
 }
 
-/* Start the thread. Signals are the rank's, not its. */
+/* Start the thread, with all signals blocked: the rank's thread handles them. */
 static dtrain_result dtrain__mpi_thread_start(dtrain__mpi_hub *hub)
 {
     sigset_t all, before;
@@ -11155,7 +11016,7 @@ static dtrain_result dtrain__mpi_thread_start(dtrain__mpi_hub *hub)
                  : DTRAIN_OK;
 }
 
-/* Say whether so many calls of the thread have returned; if not, look again a little later. */
+/* Tell whether that many calls of the thread have returned; if not, sleep a moment. */
 static bool dtrain__mpi_returned(const dtrain__mpi_hub *hub, uint32_t calls)
 {
     struct timespec nap;
@@ -11166,8 +11027,8 @@ static bool dtrain__mpi_returned(const dtrain__mpi_hub *hub, uint32_t calls)
     return false;
 }
 
-/* Let the thread go, through MPI_Finalize or without. One that does not come back keeps its memory
- * until the process ends. */
+/* End the thread, with MPI_Finalize or without. The memory of a thread that never returns from MPI
+ * is kept until the process ends. */
 static void dtrain__mpi_thread_end(dtrain_world *world, dtrain__mpi_hub *hub)
 {
     dtrain__mpi_thread *thread = hub->thread;
@@ -11188,8 +11049,8 @@ static void dtrain__mpi_thread_end(dtrain_world *world, dtrain__mpi_hub *hub)
     free(thread);
 }
 
-/* Wait for what MPI does on all ranks together: `done` looks. Ten times a second and more the ranks
- * tell each other how it is, so one that is stopped is missing there, and all give up together. */
+/* Wait for something that MPI does on all ranks together; `done` tests it. The ranks exchange their
+ * progress at least ten times a second: so a stopped rank is noticed, and all give up together. */
 static dtrain_result dtrain__mpi_await(dtrain_world *world, dtrain__mpi_hub *hub, const char *call,
                                        bool (*done)(dtrain__mpi_hub *hub))
 {
@@ -11254,7 +11115,7 @@ static dtrain_result dtrain__mpi_init(dtrain_world *world, dtrain__mpi_hub *hub,
     return DTRAIN_OK;
 }
 
-/* Judge whether MPI's world is this one: the same verdict on all ranks. */
+/* Check that MPI's world is this one, with the same result on all ranks. */
 static dtrain_result dtrain__mpi_verdict(const dtrain__mpi_hello *all, int size)
 {
     int alone = 0;
@@ -11274,8 +11135,7 @@ static dtrain_result dtrain__mpi_verdict(const dtrain__mpi_hello *all, int size)
     return DTRAIN_OK;
 }
 
-/* Duplicate MPI's world, so that no message of the host meets one of ours, by the call that does
- * not block. */
+/* Duplicate MPI_COMM_WORLD, which keeps the host's messages apart from these, without blocking. */
 static dtrain_result dtrain__mpi_duplicate(dtrain_world *world, dtrain__mpi_hub *hub)
 {
     hub->code = MPI_Comm_idup(MPI_COMM_WORLD, &hub->mpi, &hub->request);
@@ -11297,7 +11157,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_
     return dtrain__mpi_duplicate(world, hub);
 }
 
-/* Say whether all ranks have come to the end of the world well: only then MPI can be ended. */
+/* Tell whether all ranks have ended without an error: only then can MPI be finalized. */
 static bool dtrain__mpi_all_end(dtrain_world *world, dtrain__mpi_hub *hub)
 {
     dtrain__wait wait = dtrain__wait_begin();
@@ -11319,8 +11179,8 @@ static bool dtrain__mpi_all_end(dtrain_world *world, dtrain__mpi_hub *hub)
     return false;
 }
 
-/* Leave MPI after the last communicator, and end it if it was begun here. What MPI may still touch
- * stays mapped when not all ranks have come this far. */
+/* Leave MPI after the last communicator, and finalize it if dtrain has started it. Unless all ranks
+ * have come this far, memory that MPI may still access stays mapped. */
 DTRAIN__PRIVATE void dtrain__mpi_part(dtrain_world *world, dtrain__mpi_hub *hub)
 {
     hub->failed = !dtrain__mpi_all_end(world, hub);
@@ -12078,7 +11938,7 @@ static void dtrain__world_destroy(dtrain_world *world)
     const dtrain_allocator allocator = world->allocator;
     dtrain__world_comm_end(world);
     dtrain__trace_destroy(world);
-    dtrain__flight_destroy(world);
+    dtrain__timeline_destroy(world);
     dtrain_device_destroy(world->device);
     dtrain__link_destroy(world);
     dtrain__progress_close(world->progress);
@@ -12148,7 +12008,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     world->job = launch->job;
     world->catches = desc->catch_signals;
     DTRAIN__TRY(dtrain__world_mark(world));
-    DTRAIN__TRY(dtrain__flight_create(world, desc->flight_directory));
+    DTRAIN__TRY(dtrain__timeline_create(world, desc->flight_directory, &desc->trace));
     world->progress = dtrain__progress_open();
     if (launch->joins) DTRAIN__TRY(dtrain__world_join(world, &launch->place, desc->reserve_bytes));
     const uint32_t share = launch->cores / (uint32_t)world->local_size;
@@ -12201,7 +12061,7 @@ static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int ra
     char error[DTRAIN__ERROR_BYTES];
     snprintf(error, sizeof error, "%s", code ? dtrain_last_error() : "");
     const bool met = launch->joins && world && world->link;
-    if (world && code) dtrain__flight_fail(world, DTRAIN_ERROR_RANK_FAILED);
+    if (world && code) dtrain__failed(world, DTRAIN_ERROR_RANK_FAILED);
     if (world) world->control->exits[rank].after = world->caused_by;
     if (!met || !launch->here) dtrain__record_end(launch->region.control, rank, how, code, error);
     if (!met) return;
@@ -15081,7 +14941,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__agree_unit(dtrain_strategy *strategy, int6
 {
     if (strategy->unit || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES) return DTRAIN_OK;
     if (strategy->layout.all > 1) {
-        dtrain__flight_label(strategy->comm, "unit of weights", 0, "");
+        dtrain__call_label(strategy->world, "unit of weights", 0, "");
         DTRAIN__TRY(dtrain_all_reduce(strategy->comm, &terms, &terms, 1, DTRAIN_DTYPE_I64,
                                       DTRAIN_REDUCE_MAX, NULL));
         terms = dtrain__max(terms, 1);
@@ -15198,7 +15058,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
         for (end = i + 1; end < count && entries[end - 1].absent == entries[i - 1].absent;) end++;
         DTRAIN__TRY(dtrain__tally_set(strategy, i, end - i, entries[i - 1].absent ? 0 : 1));
     }
-    dtrain__flight_label(strategy->comm, "weights of step", (int64_t)strategy->sync_count, "");
+    dtrain__call_label(strategy->world, "weights of step", (int64_t)strategy->sync_count, "");
     return dtrain_all_reduce(strategy->comm, strategy->tally, strategy->tally, count,
                              DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &strategy->tally_work);
 }
@@ -15675,7 +15535,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy)
 DTRAIN__PRIVATE void dtrain__label(const dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                    const char *part)
 {
-    dtrain__flight_label(strategy->comm, part, bucket - strategy->layout.buckets,
+    dtrain__call_label(strategy->world, part, bucket - strategy->layout.buckets,
                          strategy->params[bucket->first_param].name);
 }
 
@@ -18556,8 +18416,8 @@ static void dtrain__unit_name(const dtrain_strategy *strategy, int64_t unit, cha
     }
     if (first && !same)
         same = strcspn(first, "."); /* nothing in common: the first stands for all */
-    if (first) snprintf(name, DTRAIN__TRACE_NAME, "%.*s", (int)same, first);
-    else snprintf(name, DTRAIN__TRACE_NAME, "unit");
+    if (first) snprintf(name, DTRAIN__EVENT_NAME, "%.*s", (int)same, first);
+    else snprintf(name, DTRAIN__EVENT_NAME, "unit");
 }
 
 /* Write the unit that ends, up to its last operation, to the trace, and note the begin of the
@@ -18566,13 +18426,13 @@ static void dtrain__unit_trace(dtrain_tape *tape, int64_t next)
 {
     dtrain_world *world = tape->world;
     const uint64_t begin = tape->unit_begin_ns;
-    char name[DTRAIN__TRACE_NAME];
+    char name[DTRAIN__EVENT_NAME];
     tape->unit_begin_ns = 0;
     if (!world || !world->timeline.traced) return;
     if (begin && begin < tape->unit_end_ns) {
         const bool back = tape->unit_pass == DTRAIN_PASS_BACKWARD;
         dtrain__unit_name(tape->strategy, tape->unit, name);
-        dtrain__trace_span(world, DTRAIN__TRACK_RANK,
+        dtrain__span_add(world, DTRAIN__TRACK_RANK,
                            back ? DTRAIN_SPAN_BACKWARD : DTRAIN_SPAN_FORWARD, name, NULL,
                            tape->unit, begin, tape->unit_end_ns);
     }
@@ -23688,7 +23548,7 @@ static void dtrain__prefetch_trace(const dtrain_loader *loader, const dtrain__ba
     if (!loader->world || !loader->world->timeline.traced ||
         DTRAIN__TRACK_READ + place >= DTRAIN__TRACE_TRACKS)
         return;
-    dtrain__trace_span(loader->world, DTRAIN__TRACK_READ + (uint32_t)place, DTRAIN_SPAN_DATA,
+    dtrain__span_add(loader->world, DTRAIN__TRACK_READ + (uint32_t)place, DTRAIN_SPAN_DATA,
                        "read batch", NULL, (int64_t)loader->prefetch->taken, batch->read_ns[0],
                        batch->read_ns[1]);
 }
@@ -24758,7 +24618,7 @@ static void dtrain__trainer_mark(const dtrain_trainer *trainer, dtrain__step_mar
 {
     dtrain__strategy_comm_info(trainer->desc.strategy, &mark->comm);
     for (int kind = 0; kind < DTRAIN_SPAN_KINDS; kind++)
-        mark->spans[kind] = dtrain_span_seconds(trainer->world, (dtrain_span_kind)kind);
+        mark->spans[kind] = dtrain__span_seconds(trainer->world, (dtrain_span_kind)kind);
     mark->flops = trainer->tape->flops;
     mark->seconds = dtrain_seconds();
 }
@@ -25016,7 +24876,7 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     trainer->data_ranks = dtrain_comm_size(trainer->groups.data);
     trainer->loss_counts = dtrain__loss_counts(&trainer->groups);
     trainer->slow_rank = -1;
-    trainer->saving = dtrain_span_seconds(world, DTRAIN_SPAN_CHECKPOINT);
+    trainer->saving = dtrain__span_seconds(world, DTRAIN_SPAN_CHECKPOINT);
     for (size_t i = 0; i < sizeof trainer->gpu / sizeof *trainer->gpu; i++)
         trainer->gpu[i] = (float)DTRAIN__NAN;
     dtrain_loss_scaler_desc none;
@@ -27355,10 +27215,10 @@ static void dtrain__thread_trace(const dtrain_checkpoint *c)
 {
     const uint64_t *at = c->thread_ns;
     if (!c->world->timeline.traced || c->abandoned || !c->desc.background || !at[0]) return;
-    dtrain__trace_span(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT, "write", NULL,
+    dtrain__span_add(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT, "write", NULL,
                        c->step, at[0], at[1]);
     if (c->rank == 0)
-        dtrain__trace_span(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT, "publish",
+        dtrain__span_add(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT, "publish",
                            NULL, c->step, at[1], at[2]);
 }
 

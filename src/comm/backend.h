@@ -40,7 +40,7 @@ struct dtrain_comm {
 /* A backend's own begins with it. */
 struct dtrain_work {
     dtrain_comm *comm;
-    uint64_t record; /* in the flight record; the callers' book */
+    uint64_t event; /* its number in the timeline; the callers' book */
 };
 
 /* A backend. create makes the world's communicator, collectively. start queues the operation and

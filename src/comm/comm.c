@@ -16,7 +16,6 @@
 #include "comm/comm.h"
 #include "comm/comm_internal.h"
 #include "comm/groups_internal.h"
-#include "comm/flight_internal.h"
 
 /* ---- Checks -----------------------------------------------------------------------------------*/
 
@@ -107,25 +106,30 @@ DTRAIN__PRIVATE void dtrain__comm_landed(dtrain_comm *comm, uint64_t now)
     comm->flight_since = 0;
 }
 
-/* Enter a public call that may work or wait, and leave it: two looks at the clock per call. The
- * span of the call is the innermost one when it is left, because nothing below leaves one open. */
-static uint64_t dtrain__comm_enter(const dtrain_comm *comm, const char *what)
-{
-    const uint64_t now = dtrain__now_ns();
-    (void)dtrain__span_begin_at(comm->world, DTRAIN_SPAN_COMM, what, DTRAIN__UNNUMBERED, now);
-    dtrain__flight_enter(comm->world, now);
-    return now;
-}
-
+/* Leave a public call that dtrain__enter has begun. */
 static dtrain_result dtrain__comm_leave(dtrain_comm *comm, uint64_t entered, dtrain_result result)
 {
-    const uint64_t now = dtrain__now_ns();
+    const uint64_t now = dtrain__leave(comm->world, result);
     comm->inside_ns += now - entered;
-    dtrain__span_end_at(comm->world, comm->world->timeline.depth - 1, now);
     dtrain__comm_landed(comm, now);
-    dtrain__flight_leave(comm->world, now);
-    dtrain__flight_fail(comm->world, result);
     return result;
+}
+
+/* Record the begin of an operation, and return the number of its event. */
+static uint64_t dtrain__comm_record(dtrain_comm *comm, const dtrain_collective *what)
+{
+    const bool message =
+        what->kind == DTRAIN_COLLECTIVE_SEND || what->kind == DTRAIN_COLLECTIVE_RECV;
+    const dtrain__comm_call call = {dtrain__kind_of(what->kind)->name,
+                                    message ? 0 : ++comm->started,
+                                    what->count,
+                                    comm->number,
+                                    comm->world_ranks[0],
+                                    comm->size,
+                                    what->root,
+                                    (uint8_t)what->dtype,
+                                    (uint8_t)what->op};
+    return dtrain__call_queued(comm->world, &call);
 }
 
 DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *info)
@@ -161,19 +165,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, cons
     dtrain_work *started = NULL;
     if (work) *work = NULL;
     DTRAIN__TRY(dtrain__comm_usable(comm, dtrain__kind_of(kind)->call));
-    const uint64_t entered = dtrain__comm_enter(comm, dtrain__kind_of(kind)->name);
+    const uint64_t entered = dtrain__enter(comm->world, dtrain__kind_of(kind)->name);
     dtrain_result result = dtrain__check_collective(comm, &what);
     if (result != DTRAIN_OK) {
         result = comm->ops->fail(comm, result, dtrain_last_error());
     } else {
         dtrain__count_operation(comm, &what, entered);
-        dtrain__flight_begin(comm, &what);
-        const uint64_t record = dtrain__flight_latest(comm->world);
+        const uint64_t event = dtrain__comm_record(comm, &what);
         result = comm->ops->start(comm, &what, &started);
-        if (started) started->record = record;
+        if (started) started->event = event;
         if (result == DTRAIN_OK && work) *work = started;
         else if (result == DTRAIN_OK && started) result = comm->ops->wait(started);
-        if (result == DTRAIN_OK && !(work && started)) dtrain__flight_done(comm->world, record);
+        if (result == DTRAIN_OK && !(work && started)) dtrain__call_done(comm->world, event);
     }
     return dtrain__comm_leave(comm, entered, result);
 }
@@ -246,9 +249,9 @@ DTRAIN_API dtrain_result dtrain_work_wait(dtrain_work *work)
     if (!work) return DTRAIN_OK;
     dtrain_comm *comm = work->comm;
     DTRAIN__TRY(dtrain__comm_usable(comm, "dtrain_work_wait"));
-    const uint64_t entered = dtrain__comm_enter(comm, "wait"), record = work->record;
+    const uint64_t entered = dtrain__enter(comm->world, "wait"), event = work->event;
     const dtrain_result result = comm->ops->wait(work);
-    if (result == DTRAIN_OK) dtrain__flight_done(comm->world, record);
+    if (result == DTRAIN_OK) dtrain__call_done(comm->world, event);
     return dtrain__comm_leave(comm, entered, result);
 }
 
@@ -259,9 +262,9 @@ DTRAIN_API dtrain_result dtrain_work_test(dtrain_work *work, bool *done)
     if (!work) return DTRAIN_OK;
     dtrain_comm *comm = work->comm;
     DTRAIN__TRY(dtrain__comm_usable(comm, "dtrain_work_test"));
-    const uint64_t entered = dtrain__comm_enter(comm, "test");
+    const uint64_t entered = dtrain__enter(comm->world, "test");
     const dtrain_result result = comm->ops->test(work, done);
-    if (result == DTRAIN_OK && *done) dtrain__flight_done(comm->world, work->record);
+    if (result == DTRAIN_OK && *done) dtrain__call_done(comm->world, work->event);
     return dtrain__comm_leave(comm, entered, result);
 }
 

@@ -5,13 +5,13 @@
 #include "core/dtype.h"
 #include "core/log.h"
 #include "core/result.h"
+#include "world/timeline_internal.h"
 #include "world/world.h"
 #include "world/world_internal.h"
 #include "comm/backend.h"
 #include "comm/comm.h"
 #include "comm/comm_internal.h"
 #include "comm/engine_internal.h"
-#include "comm/flight_internal.h"
 #include "device/backend.h"
 #include "device/device_internal.h"
 
@@ -123,7 +123,7 @@ static bool dtrain__collective_advance(dtrain__engine *comm, dtrain__work *work,
     if (work->state == DTRAIN__QUEUED) {
         if (work->sequence - oldest >= DTRAIN__WINDOW) return false;
         work->state = DTRAIN__SHOWN;
-        dtrain__flight_started(comm->base.world, work->base.record);
+        dtrain__call_started(comm->base.world, work->base.event);
         transport->show(comm, work);
         if (comm->failed) return false;
     }
@@ -151,7 +151,7 @@ static bool dtrain__message_advance(dtrain__engine *comm, dtrain__work *work)
             first = first->next;
         if (first != work) return false;
         work->state = DTRAIN__MOVING;
-        dtrain__flight_started(comm->base.world, work->base.record);
+        dtrain__call_started(comm->base.world, work->base.event);
     }
     return comm->transport->message(comm, work);
 }
@@ -185,7 +185,7 @@ static void dtrain__engine_advance(dtrain__engine *comm)
         }
         work->done = true;
         comm->base.world->moves++;
-        dtrain__flight_done(comm->base.world, work->base.record);
+        dtrain__call_done(comm->base.world, work->base.event);
         *link = work->next;
         if (!*link) comm->queue_end = link;
         comm->base.in_flight--;
@@ -470,7 +470,7 @@ static dtrain_result dtrain__work_take(dtrain__engine *comm, const dtrain_collec
     comm->base.outstanding++;
     work->next = NULL;
     work->what = *what;
-    work->base.record = dtrain__flight_latest(comm->base.world);
+    work->base.event = comm->base.world->timeline.ring->count; /* just recorded */
     work->small = bytes <= DTRAIN__SMALL_BYTES &&
                   bytes * (size_t)comm->base.size <= (size_t)DTRAIN__SMALL_TOTAL;
     work->shown.count = what->count;
@@ -555,7 +555,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
             result = dtrain__engine_fail(&comm->base, result, dtrain_last_error());
     }
     dtrain__recycle(comm, work);
-    dtrain__flight_fail(world, result); /* while it can be read for whom this rank waits */
+    dtrain__failed(world, result); /* while it can be read for whom this rank waits */
     if (result == DTRAIN_OK && wait.last_ns) dtrain__set_waits(world, -1);
     return result;
 }

@@ -1,30 +1,30 @@
 /* The MPI transport
  *
  * MPI carries bytes between two ranks and nothing else: MPI_Isend and MPI_Irecv on one duplicate of
- * MPI_COMM_WORLD, moved on by MPI_Testsome inside dtrain's calls. MPI compares nothing, has no
- * deadline and promises no order of additions: the engine and this file do. A collective:
+ * MPI_COMM_WORLD, and MPI_Testsome inside dtrain's calls. MPI does not compare what ranks call, has
+ * no deadline and fixes no order of additions: the engine and this file do. A collective sends:
  *
- *     record     from every rank to every other: | fingerprint | small data |; all must agree.
- *                Small operations end here
- *     parts      chunk c of slice j from the ranks that have one to rank j ...
- *     results    ... which adds them in rank order and sends the sum to the ranks that want it
+ *     records    from every rank to every other: | fingerprint | small data |. All fingerprints
+ *                must agree; a small operation is complete now
+ *     parts      chunk c of slice j, from each rank that contributes to it, to rank j ...
+ *     results    ... which adds them in rank order and sends the sum to each rank that receives it
  *
  *     rank 0   send  | slice 0 | slice 1 | slice 2 |          parts: chunk c of its slice 0 to
  *     rank 1   send  | slice 0 | slice 1 | slice 2 |          rank 0, of slice 1 to rank 1, ...
  *     rank 2   send  | slice 0 | slice 1 | slice 2 |          results: the other way, to everybody
  *
- * (comm/reduce.c says who has a part and who wants results.) Large operations go in rounds. Round r
- * moves the parts of chunk r and, at the same time, the results of chunk r - 1; when all of it is
- * over, the sum of chunk r is computed and the next round begins. So temporary memory does not
- * depend on the count: a chunk from every rank, and in this rank's place the sum. Only the oldest
- * operation has rounds; records of later ones are exchanged meanwhile. A rank posts a whole round
- * before it waits for any of it, so there is no deadlock.
+ * (comm/reduce.c says which ranks contribute and receive.) Large operations go in rounds. Round r
+ * moves the parts of chunk r and, at the same time, the results of chunk r - 1; when all of them
+ * have arrived, the sum of chunk r is computed and the next round begins. So temporary memory does
+ * not depend on the count: it holds one chunk from every other rank, and the sum at this rank's
+ * place. Only the oldest operation is in rounds; records of later ones are exchanged meanwhile. A
+ * rank posts all requests of a round before it waits for any, so there is no deadlock.
  *
- * A message is a record, with the data when it is small, and then the data in pieces.
+ * A send or receive moves one record, which contains small data, and then large data in pieces.
  *
- * A communicator is a range of tags: MPI keeps what has one tag in order. No call of MPI that may
- * block is made once the ranks have met, and none at all after a failure: what is under way then
- * keeps its memory until the process ends. */
+ * A communicator is a range of tags, and MPI keeps messages of one tag in order. Once the ranks
+ * have met, no MPI call that may block is made; after a failure, none at all, and buffers of
+ * requests in flight stay mapped until the process ends. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -42,10 +42,10 @@
 
 #ifdef DTRAIN_USE_MPI
 
-#define DTRAIN__MPI_TEMPORARY ((size_t)4 << 20) /* bytes, at most; more with very many ranks */
+#define DTRAIN__MPI_TEMPORARY ((size_t)4 << 20) /* of the chunks of all ranks, at most */
 
-/* What a request is for. Ranks that owe a part are waited for first, for without it there are no
- * results; then those that owe results; then those that do not take what is sent. */
+/* The purpose of a request. When an operation hangs, the smallest pending one names the late ranks:
+ * a missing part holds up all results, and a missing result may hold up a peer's receives. */
 typedef enum dtrain__mpi_use {
     DTRAIN__PART_IN = 0,
     DTRAIN__RESULT_IN = 1,
@@ -61,8 +61,8 @@ typedef enum dtrain__mpi_tag {
 
 typedef struct dtrain__mpi_work {
     dtrain__work base;
-    int pending;  /* requests under way but for records to this rank */
-    size_t round; /* the next one; of messages: 0 the record, then the pieces */
+    int pending;  /* requests in flight, except receives of records */
+    size_t round; /* next round; of a send or receive: 0 is the record, n piece n - 1 */
 } dtrain__mpi_work;
 
 typedef struct dtrain__mpi_token {
@@ -73,24 +73,24 @@ typedef struct dtrain__mpi_token {
 
 typedef struct dtrain__mpi_comm {
     dtrain__engine base;
-    dtrain__mpi_hub *hub, own; /* own: of the world's communicator, which all others use */
-    int active;                /* requests */
-    MPI_Request *requests;     /* these four (room), the first two (active) */
+    dtrain__mpi_hub *hub, own; /* hub: own of the world's communicator, shared by all others */
+    int active;                /* requests in flight: so many of requests and tokens are used */
+    MPI_Request *requests;     /* (room), as the next three */
     dtrain__mpi_token *tokens;
     MPI_Status *statuses;
     int *indices;
-    uint64_t *heard; /* (window, size) sequence of the record that came last */
+    uint64_t *heard; /* (window, size) sequence number of the newest record received */
     char *records;   /* see dtrain__mpi_record */
     char *temporary; /* (size, chunk_bytes) */
     size_t record_bytes, chunk_bytes;
-    char *memory; /* all of these */
+    char *memory; /* holds all arrays above */
     size_t memory_bytes;
 } dtrain__mpi_comm;
 
 /* ---- Requests ---------------------------------------------------------------------------------*/
 
-/* Fail with what MPI says. A rank's death may reach MPI before it reaches the control plane, which
- * says it better: so wait a second for that. */
+/* Fail with MPI's error text. MPI may notice a dead rank before the control page names it and its
+ * exit status, which is the better sentence: so wait a second for it first. */
 static void dtrain__mpi_refused(dtrain__mpi_comm *comm, int code, const char *call)
 {
     dtrain__wait wait = dtrain__wait_begin();
@@ -135,7 +135,8 @@ static uint64_t *dtrain__mpi_heard_at(const dtrain__mpi_comm *comm, uint64_t seq
     return &comm->heard[sequence % DTRAIN__WINDOW * (size_t)comm->base.base.size + (size_t)rank];
 }
 
-/* Take in what MPI has finished; with nothing in flight, let MPI send what it still has. */
+/* Remove completed requests. With none in flight, call MPI anyway: it may still have data of
+ * completed sends to move. */
 static bool dtrain__mpi_poll(dtrain__engine *base)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
@@ -170,9 +171,9 @@ static bool dtrain__mpi_poll(dtrain__engine *base)
 
 /* ---- Records ----------------------------------------------------------------------------------*/
 
-/* Find the place of a record. Line s % W is for collective s, line W for messages; in each, place
- * `rank` is for what comes from that rank, and places behind those are for what this rank sends:
- * one for all in a collective, one for each rank in messages. */
+/* Return the buffer of a record. With a window of W, line s % W belongs to collective s and line W
+ * to sends and receives. In a line, place r < size receives from rank r; the places from `size` on
+ * hold what this rank sends: one record for all ranks in a collective, else one for each peer. */
 static dtrain__shown *dtrain__mpi_record(const dtrain__mpi_comm *comm, uint64_t line, int place)
 {
     const size_t places = 2 * (size_t)comm->base.base.size;
@@ -208,14 +209,16 @@ static const dtrain__shown *dtrain__mpi_heard(const dtrain__engine *base, uint64
 
 /* ---- Rounds -----------------------------------------------------------------------------------*/
 
-/* Return the bytes of a chunk. What is neither added nor passed on goes straight to its place. */
+/* Return the chunk size. All-gather and all-to-all add nothing, so their data is received at its
+ * final address in large messages. */
 static size_t dtrain__mpi_chunk(const dtrain__mpi_comm *comm, const dtrain_collective *what)
 {
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
     return kind->joins ? DTRAIN__MPI_MESSAGE_BYTES : comm->chunk_bytes;
 }
 
-/* Find chunk c of the slice that `owner` has; return its bytes, 0 behind the end. */
+/* Find chunk c of the slice that `owner` reduces: *first is the slice's offset, *at the chunk's in
+ * it. Return its bytes; 0: the slice has fewer chunks. */
 static size_t dtrain__mpi_cut(const dtrain__mpi_comm *comm, const dtrain_collective *what,
                               int owner, size_t c, size_t *first, size_t *at)
 {
@@ -228,7 +231,7 @@ static size_t dtrain__mpi_cut(const dtrain__mpi_comm *comm, const dtrain_collect
     return *at >= length ? 0 : length - *at < each ? length - *at : each;
 }
 
-/* Find where the sum of a chunk goes. */
+/* Return the address of a chunk's sum: in recv, if this rank receives it, else in temporary. */
 static char *dtrain__mpi_sum(const dtrain__mpi_comm *comm, const dtrain_collective *what,
                              size_t first, size_t at)
 {
@@ -237,8 +240,8 @@ static char *dtrain__mpi_sum(const dtrain__mpi_comm *comm, const dtrain_collecti
     return (char *)what->recv + (dtrain__kind_of(what->kind)->cuts ? 0 : first) + at;
 }
 
-/* Post what one rank sends to another one in a phase, parts or results, of chunk c; one of both is
- * this rank. MPI does not write to what it sends, whatever its type says. */
+/* Post the send or the receive of chunk c between `from` and `to`, one of which is this rank;
+ * results: second phase. MPI does not write to a send buffer, though old versions take no const. */
 static void dtrain__mpi_post_chunk(dtrain__mpi_comm *comm, dtrain__mpi_work *work, bool results,
                                    int from, int to, size_t c)
 {
@@ -267,7 +270,7 @@ static void dtrain__mpi_post_chunk(dtrain__mpi_comm *comm, dtrain__mpi_work *wor
                      DTRAIN__TAG_ROUND, peer, place, bytes);
 }
 
-/* Add up chunk c of this rank's slice, after its parts have come. */
+/* Add up chunk c of this rank's slice, after all its parts have arrived. */
 static void dtrain__mpi_combine(const dtrain__mpi_comm *comm, const dtrain_collective *what,
                                 size_t c)
 {
@@ -284,7 +287,7 @@ static void dtrain__mpi_combine(const dtrain__mpi_comm *comm, const dtrain_colle
                     bytes / dtrain_dtype_bytes(what->dtype));
 }
 
-/* Copy what goes from this rank to itself. */
+/* Copy this rank's own part of an all-gather or all-to-all. */
 static void dtrain__mpi_copy_own(const dtrain__mpi_comm *comm, const dtrain_collective *what)
 {
     const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
@@ -294,7 +297,8 @@ static void dtrain__mpi_copy_own(const dtrain__mpi_comm *comm, const dtrain_coll
     if (dtrain__kind_of(what->kind)->joins && from != to) memcpy(to, from, bytes);
 }
 
-/* A collective is over when the records of this rank are out, too: their places are used again. */
+/* Post rounds until one is in flight; return true when the collective is complete. The sends of
+ * this rank's records count as pending: the next collective of the line reuses their buffers. */
 static bool dtrain__mpi_move(dtrain__engine *base, dtrain__work *work, bool oldest)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
@@ -302,7 +306,7 @@ static bool dtrain__mpi_move(dtrain__engine *base, dtrain__work *work, bool olde
     const dtrain_collective *what = &work->what;
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
     const int size = base->base.size, rank = base->base.rank;
-    const size_t lag = kind->joins ? 0 : 1; /* rounds by which results come behind parts */
+    const size_t lag = kind->joins ? 0 : 1; /* results of chunk c travel in round c + lag */
     size_t first, length;                   /* of slice 0, which is the longest */
     if (own->pending || work->small) return !own->pending;
     if (!oldest) return false;
@@ -396,7 +400,7 @@ static dtrain_result dtrain__mpi_map(dtrain__engine *comm, size_t asked, void **
     return DTRAIN_OK;
 }
 
-/* Unmap memory, but after a failure MPI may still write to it: then it stays. */
+/* Unmap memory, except after a failure: MPI may still write to it. */
 static void dtrain__mpi_unmap(dtrain__engine *comm, void *memory, size_t asked)
 {
     dtrain_world *world = comm->base.world;
@@ -406,14 +410,14 @@ static void dtrain__mpi_unmap(dtrain__engine *comm, void *memory, size_t asked)
     world->device->comm_bytes -= bytes;
 }
 
-/* The first report of the world stands, whoever made it, and fails all its communicators. */
+/* Report a failure to the world. The first report is kept, and fails all communicators. */
 static void dtrain__mpi_publish(dtrain__engine *comm, dtrain_result code, const char *text)
 {
     dtrain_world_abort(comm->base.world, code, text);
     ((dtrain__mpi_comm *)comm)->hub->failed = true;
 }
 
-/* Take the next lines of the communicator's memory; only count them while there is none. */
+/* Take whole cache lines of the communicator's memory; before it is mapped, only count them. */
 static void *dtrain__mpi_take(dtrain__mpi_comm *comm, size_t bytes)
 {
     char *at = comm->memory ? comm->memory + comm->memory_bytes : NULL;
@@ -421,8 +425,8 @@ static void *dtrain__mpi_take(dtrain__mpi_comm *comm, size_t bytes)
     return at;
 }
 
-/* Lay out the tables. Requests that can be under way: records both ways for every operation of the
- * window, four of a round, and with every rank one of a message each way. */
+/* Lay out the arrays. With each rank there can be in flight: for every operation of the window a
+ * record each way, the four requests of one round, and one of a send and of a receive. */
 static void dtrain__mpi_tables(dtrain__mpi_comm *comm)
 {
     const size_t size = (size_t)comm->base.base.size, room = size * (2 * DTRAIN__WINDOW + 4 + 2);
@@ -437,7 +441,7 @@ static void dtrain__mpi_tables(dtrain__mpi_comm *comm)
         (char *)dtrain__mpi_take(comm, (DTRAIN__WINDOW + 1) * 2 * size * comm->record_bytes);
 }
 
-/* Meet in MPI, for the world's communicator; all others use that one's connection. */
+/* Start MPI if this is the world's communicator; all others share its hub. */
 static dtrain_result dtrain__mpi_make(dtrain__engine *base, int64_t *address)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
@@ -462,7 +466,7 @@ static dtrain_result dtrain__mpi_make(dtrain__engine *base, int64_t *address)
     return DTRAIN_OK;
 }
 
-/* MPI knows the ranks already. */
+/* Exchange no addresses: MPI knows the ranks. */
 static void dtrain__mpi_join(dtrain__engine *comm, const int64_t *addresses)
 {
     (void)addresses;
@@ -480,7 +484,8 @@ static void dtrain__mpi_release(dtrain__engine *base)
     if (comm->memory) dtrain__mpi_unmap(base, comm->memory, comm->memory_bytes);
 }
 
-/* A rank that left is given two seconds: what it sent before may be slower than the news. */
+/* A rank that left normally is missed only after two seconds: its last messages may arrive later
+ * than the control plane's notice of its end. */
 static const dtrain__transport dtrain__mpi_transport = {
     sizeof(dtrain__mpi_comm), sizeof(dtrain__mpi_work), 2000000000u,
     dtrain__mpi_show,         dtrain__mpi_heard,        dtrain__mpi_move,

@@ -1,4 +1,4 @@
-/* What the files of the MPI transport share: mpi.c moves data, mpi_meet.c begins and ends. */
+/* Internals of the MPI transport: mpi.c moves data, mpi_meet.c begins and ends MPI. */
 
 #pragma once
 
@@ -11,34 +11,34 @@
 #ifdef DTRAIN_USE_MPI
 
 #ifndef DTRAIN__MPI_CHUNK_BYTES
-#define DTRAIN__MPI_CHUNK_BYTES ((size_t)256 << 10) /* of what is added or passed on */
+#define DTRAIN__MPI_CHUNK_BYTES ((size_t)256 << 10) /* most, of data that is added */
 #endif
 #ifndef DTRAIN__MPI_MESSAGE_BYTES
-#define DTRAIN__MPI_MESSAGE_BYTES ((size_t)1 << 30) /* of what is not: MPI counts in ints */
+#define DTRAIN__MPI_MESSAGE_BYTES ((size_t)1 << 30) /* other data: MPI counts in ints */
 #endif
 
-enum { DTRAIN__MPI_TAGS = 3 }; /* of a communicator: records, parts and results, messages */
+enum { DTRAIN__MPI_TAGS = 3 }; /* a communicator: records, rounds, messages */
 
-/* A thread that calls MPI_Init_thread and, in the end, MPI_Finalize: they wait for all ranks and
- * have no deadline, and MPI wants the same thread for both. */
+/* A thread that calls MPI_Init_thread and, at the end, MPI_Finalize. Both wait for all ranks
+ * without a deadline, which the rank's own thread must not; MPI wants the same thread for both. */
 typedef struct dtrain__mpi_thread {
     pthread_t id;
-    pthread_mutex_t gate; /* the rank holds it until the end */
+    pthread_mutex_t gate; /* held by the rank until MPI is to be finalized */
     uint32_t returned;    /* atomic: calls that have returned */
     bool finalize;
     int code, provided;
 } dtrain__mpi_thread;
 
-/* One a rank. */
+/* The connection of a rank to MPI, one for all communicators. */
 typedef struct dtrain__mpi_hub {
     MPI_Comm mpi;
-    int ranks[DTRAIN_MAX_RANKS]; /* of mpi, by rank in the world: orders may differ */
-    int64_t number_limit;        /* of communicators: MPI has no tags for more */
+    int ranks[DTRAIN_MAX_RANKS]; /* rank in mpi of each rank of the world: orders may differ */
+    int64_t number_limit;        /* communicators that fit into MPI's range of tags */
     dtrain__mpi_thread *thread;  /* NULL: the program has called MPI_Init */
-    MPI_Request request;         /* of MPI_Comm_idup, MPI_Ibarrier */
-    int code;                    /* of the last call */
-    bool quiet_pipes;            /* SIGPIPE is ignored, and was not */
-    bool failed;                 /* MPI is not called any more */
+    MPI_Request request;         /* of MPI_Comm_idup or MPI_Ibarrier, in flight */
+    int code;                    /* returned by the last MPI call */
+    bool quiet_pipes;            /* this file has set SIGPIPE to be ignored */
+    bool failed;                 /* no MPI call is made any more */
 } dtrain__mpi_hub;
 
 /* comm/mpi_meet.c */

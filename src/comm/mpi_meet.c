@@ -1,9 +1,9 @@
 /* The MPI transport: how ranks meet in MPI, and how they leave it
  *
- * MPI_Init may wait for ever for a rank that does not come, so nobody calls it before all have said
- * that they will; for one that is stopped then, a thread calls it, and the rank waits for that
- * thread with a deadline. Then all compare what MPI thinks the world is with what it is. A rank
- * that cannot go on leaves, and the others hear of it where they wait for it. */
+ * MPI_Init waits without a deadline for every rank. So all ranks first agree to call it, and a
+ * thread calls it, for which the rank waits with a deadline: a rank may be stopped in between. Then
+ * the ranks compare MPI's size and ranks with those of the world. A rank that cannot go on fails,
+ * and the others read that where they wait for it. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -16,7 +16,7 @@
 
 #ifdef DTRAIN_USE_MPI
 
-#define DTRAIN__MPI_PATIENCE_NS 30000000000u /* at least, with MPI itself; else timeout_ms */
+#define DTRAIN__MPI_PATIENCE_NS 30000000000u /* for MPI's own calls; timeout_ms if longer */
 
 typedef struct dtrain__mpi_hello {
     int32_t size, rank; /* in MPI */
@@ -39,8 +39,8 @@ static dtrain_result dtrain__mpi_can_meet(const dtrain_world *world)
     return DTRAIN_OK;
 }
 
-/* Open MPI writes to the socket of a rank that has died, and the signal of that would kill this one
- * before it can say who is gone. A handler of the program's own stays. */
+/* Ignore SIGPIPE, unless the program handles it: Open MPI writes to sockets of ranks that have
+ * died, and the signal would kill this rank before it can report which one. */
 static void dtrain__mpi_quiet_pipes(dtrain__mpi_hub *hub)
 {
     struct sigaction now;
@@ -60,7 +60,7 @@ static void *dtrain__mpi_thread_main(void *argument)
     return NULL;
 }
 
-/* Start the thread. Signals are the rank's, not its. */
+/* Start the thread, with all signals blocked: the rank's thread handles them. */
 static dtrain_result dtrain__mpi_thread_start(dtrain__mpi_hub *hub)
 {
     sigset_t all, before;
@@ -79,7 +79,7 @@ static dtrain_result dtrain__mpi_thread_start(dtrain__mpi_hub *hub)
                  : DTRAIN_OK;
 }
 
-/* Say whether so many calls of the thread have returned; if not, look again a little later. */
+/* Tell whether that many calls of the thread have returned; if not, sleep a moment. */
 static bool dtrain__mpi_returned(const dtrain__mpi_hub *hub, uint32_t calls)
 {
     struct timespec nap;
@@ -90,8 +90,8 @@ static bool dtrain__mpi_returned(const dtrain__mpi_hub *hub, uint32_t calls)
     return false;
 }
 
-/* Let the thread go, through MPI_Finalize or without. One that does not come back keeps its memory
- * until the process ends. */
+/* End the thread, with MPI_Finalize or without. The memory of a thread that never returns from MPI
+ * is kept until the process ends. */
 static void dtrain__mpi_thread_end(dtrain_world *world, dtrain__mpi_hub *hub)
 {
     dtrain__mpi_thread *thread = hub->thread;
@@ -112,8 +112,8 @@ static void dtrain__mpi_thread_end(dtrain_world *world, dtrain__mpi_hub *hub)
     free(thread);
 }
 
-/* Wait for what MPI does on all ranks together: `done` looks. Ten times a second and more the ranks
- * tell each other how it is, so one that is stopped is missing there, and all give up together. */
+/* Wait for something that MPI does on all ranks together; `done` tests it. The ranks exchange their
+ * progress at least ten times a second: so a stopped rank is noticed, and all give up together. */
 static dtrain_result dtrain__mpi_await(dtrain_world *world, dtrain__mpi_hub *hub, const char *call,
                                        bool (*done)(dtrain__mpi_hub *hub))
 {
@@ -178,7 +178,7 @@ static dtrain_result dtrain__mpi_init(dtrain_world *world, dtrain__mpi_hub *hub,
     return DTRAIN_OK;
 }
 
-/* Judge whether MPI's world is this one: the same verdict on all ranks. */
+/* Check that MPI's world is this one, with the same result on all ranks. */
 static dtrain_result dtrain__mpi_verdict(const dtrain__mpi_hello *all, int size)
 {
     int alone = 0;
@@ -198,8 +198,7 @@ static dtrain_result dtrain__mpi_verdict(const dtrain__mpi_hello *all, int size)
     return DTRAIN_OK;
 }
 
-/* Duplicate MPI's world, so that no message of the host meets one of ours, by the call that does
- * not block. */
+/* Duplicate MPI_COMM_WORLD, which keeps the host's messages apart from these, without blocking. */
 static dtrain_result dtrain__mpi_duplicate(dtrain_world *world, dtrain__mpi_hub *hub)
 {
     hub->code = MPI_Comm_idup(MPI_COMM_WORLD, &hub->mpi, &hub->request);
@@ -221,7 +220,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_
     return dtrain__mpi_duplicate(world, hub);
 }
 
-/* Say whether all ranks have come to the end of the world well: only then MPI can be ended. */
+/* Tell whether all ranks have ended without an error: only then can MPI be finalized. */
 static bool dtrain__mpi_all_end(dtrain_world *world, dtrain__mpi_hub *hub)
 {
     dtrain__wait wait = dtrain__wait_begin();
@@ -243,8 +242,8 @@ static bool dtrain__mpi_all_end(dtrain_world *world, dtrain__mpi_hub *hub)
     return false;
 }
 
-/* Leave MPI after the last communicator, and end it if it was begun here. What MPI may still touch
- * stays mapped when not all ranks have come this far. */
+/* Leave MPI after the last communicator, and finalize it if dtrain has started it. Unless all ranks
+ * have come this far, memory that MPI may still access stays mapped. */
 DTRAIN__PRIVATE void dtrain__mpi_part(dtrain_world *world, dtrain__mpi_hub *hub)
 {
     hub->failed = !dtrain__mpi_all_end(world, hub);

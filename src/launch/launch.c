@@ -16,7 +16,6 @@
 #include "world/world_internal.h"
 #include "comm/backend.h"
 #include "comm/engine_internal.h"
-#include "comm/flight_internal.h"
 #include "launch/environment_internal.h"
 #include "launch/launch.h"
 #include "launch/launch_internal.h"

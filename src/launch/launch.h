@@ -1,8 +1,8 @@
 /* Launch
  *
- * dtrain_launch is the one way in: it starts the
- * local ranks, hands each a world, watches over them and reports how they ended. Started by another
- * launcher as one rank of several, it joins them instead:
+ * dtrain_launch is the one way in: it starts the local ranks, hands each a world, watches over them
+ * and reports how they ended. Started by another launcher as one rank of several, it joins them
+ * instead:
  *
  *     launcher        what is read, the first complete family wins
  *     any             DTRAIN_RANK DTRAIN_WORLD_SIZE [DTRAIN_LOCAL_RANK DTRAIN_LOCAL_SIZE]
@@ -27,7 +27,18 @@
  *
  * On one host, joined ranks share memory as forked ones do. A half or contradictory setting is an
  * error. A launcher that announces one rank is no launcher: dtrain_launch forks as its desc
- * says. */
+ * says.
+ *
+ * Dumps: each rank whose run fails writes flight_directory/flight-RANK.json, which appears whole:
+ * its last 256 collectives and messages (communicator, sequence number, kind, reduction, dtype,
+ * count, which bucket made the call and the name of its first parameter, state, times on the
+ * monotonic clock), and for every rank that shares memory the last call and when it was last inside
+ * the library. build/flight DIRECTORY reads the files of all ranks and says who is behind, or who
+ * called what. A rank fails when a collective or dtrain_world_poll does (a deadline, a mismatch,
+ * another rank), or when rank_main returns another value than 0; the first failure's dump stands. A
+ * restarted rank replaces it at its next failure; give each run a directory of its own. With
+ * catch_signals, SIGUSR2 makes each rank dump at its next call or wait, and the run goes on: for a
+ * run that seems to hang. With a trace, the collectives are those among its last events. */
 
 #pragma once
 
@@ -74,10 +85,9 @@ typedef struct dtrain_launch_desc {
     uint32_t min_ranks;  /* a restart in which the system refuses to start some ranks goes on with
                             those that it has started, if they are as many; 0 = all are needed */
     bool catch_signals; /* SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask ranks to stop, instead of killing
-                            them: see dtrain_world_stop_requested; SIGUSR2: see dtrain_world_dump */
-    const char *flight_directory; /* every rank whose run fails writes its last collectives there,
-                                     see dtrain_world_dump; NULL = DTRAIN_FLIGHT_DIRECTORY of the
-                                     environment, and without that nowhere */
+                            them: see dtrain_world_stop_requested; SIGUSR2 asks for a dump */
+    const char *flight_directory; /* of dumps, see Dumps; NULL = DTRAIN_FLIGHT_DIRECTORY of the
+                                     environment, and without that there are none */
     dtrain_trace_desc trace;      /* all zero = none */
     uint32_t join_ms; /* how long ranks of a launcher wait for each other at the start; 0 =
                          timeout_ms, and not more than five minutes */

@@ -12,11 +12,10 @@
 #include "core/log.h"
 #include "core/result.h"
 #include "world/link_internal.h"
-#include "world/trace_internal.h"
+#include "world/timeline_internal.h"
 #include "world/world.h"
 #include "world/world_internal.h"
 #include "comm/comm_internal.h"
-#include "comm/flight_internal.h"
 #include "launch/environment_internal.h"
 #include "launch/launch.h"
 #include "launch/launch_internal.h"
@@ -54,7 +53,7 @@ static void dtrain__world_destroy(dtrain_world *world)
     const dtrain_allocator allocator = world->allocator;
     dtrain__world_comm_end(world);
     dtrain__trace_destroy(world);
-    dtrain__flight_destroy(world);
+    dtrain__timeline_destroy(world);
     dtrain_device_destroy(world->device);
     dtrain__link_destroy(world);
     dtrain__progress_close(world->progress);
@@ -124,7 +123,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     world->job = launch->job;
     world->catches = desc->catch_signals;
     DTRAIN__TRY(dtrain__world_mark(world));
-    DTRAIN__TRY(dtrain__flight_create(world, desc->flight_directory));
+    DTRAIN__TRY(dtrain__timeline_create(world, desc->flight_directory, &desc->trace));
     world->progress = dtrain__progress_open();
     if (launch->joins) DTRAIN__TRY(dtrain__world_join(world, &launch->place, desc->reserve_bytes));
     const uint32_t share = launch->cores / (uint32_t)world->local_size;
@@ -177,7 +176,7 @@ static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int ra
     char error[DTRAIN__ERROR_BYTES];
     snprintf(error, sizeof error, "%s", code ? dtrain_last_error() : "");
     const bool met = launch->joins && world && world->link;
-    if (world && code) dtrain__flight_fail(world, DTRAIN_ERROR_RANK_FAILED);
+    if (world && code) dtrain__failed(world, DTRAIN_ERROR_RANK_FAILED);
     if (world) world->control->exits[rank].after = world->caused_by;
     if (!met || !launch->here) dtrain__record_end(launch->region.control, rank, how, code, error);
     if (!met) return;

@@ -16,7 +16,7 @@
 #include "core/dtype.h"
 #include "core/log.h"
 #include "core/result.h"
-#include "world/trace_internal.h"
+#include "world/timeline_internal.h"
 #include "world/world_internal.h"
 #include "comm/comm.h"
 #include "strategy/view_internal.h"
@@ -436,10 +436,10 @@ static void dtrain__thread_trace(const dtrain_checkpoint *c)
 {
     const uint64_t *at = c->thread_ns;
     if (!c->world->timeline.traced || c->abandoned || !c->desc.background || !at[0]) return;
-    dtrain__trace_span(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT, "write", NULL,
+    dtrain__span_add(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT, "write", NULL,
                        c->step, at[0], at[1]);
     if (c->rank == 0)
-        dtrain__trace_span(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT, "publish",
+        dtrain__span_add(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT, "publish",
                            NULL, c->step, at[1], at[2]);
 }
 

@@ -9,7 +9,7 @@
 DTRAIN__PRIVATE void dtrain__label(const dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                    const char *part)
 {
-    dtrain__flight_label(strategy->comm, part, bucket - strategy->layout.buckets,
+    dtrain__call_label(strategy->world, part, bucket - strategy->layout.buckets,
                          strategy->params[bucket->first_param].name);
 }
 

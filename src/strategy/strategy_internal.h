@@ -27,7 +27,7 @@
 #include "core/log.h"
 #include "world/world_internal.h"
 #include "comm/comm.h"
-#include "comm/flight_internal.h"
+#include "world/timeline_internal.h"
 #include "strategy/layout_internal.h"
 #include "strategy/memory.h"
 #include "strategy/view_internal.h"

@@ -5,7 +5,6 @@
 
 #include "core/platform_internal.h"
 #include "world/timeline_internal.h"
-#include "world/trace_internal.h"
 #include "world/world_internal.h"
 #include "tape/tape_internal.h"
 
@@ -108,8 +107,8 @@ static void dtrain__unit_name(const dtrain_strategy *strategy, int64_t unit, cha
     }
     if (first && !same)
         same = strcspn(first, "."); /* nothing in common: the first stands for all */
-    if (first) snprintf(name, DTRAIN__TRACE_NAME, "%.*s", (int)same, first);
-    else snprintf(name, DTRAIN__TRACE_NAME, "unit");
+    if (first) snprintf(name, DTRAIN__EVENT_NAME, "%.*s", (int)same, first);
+    else snprintf(name, DTRAIN__EVENT_NAME, "unit");
 }
 
 /* Write the unit that ends, up to its last operation, to the trace, and note the begin of the
@@ -118,13 +117,13 @@ static void dtrain__unit_trace(dtrain_tape *tape, int64_t next)
 {
     dtrain_world *world = tape->world;
     const uint64_t begin = tape->unit_begin_ns;
-    char name[DTRAIN__TRACE_NAME];
+    char name[DTRAIN__EVENT_NAME];
     tape->unit_begin_ns = 0;
     if (!world || !world->timeline.traced) return;
     if (begin && begin < tape->unit_end_ns) {
         const bool back = tape->unit_pass == DTRAIN_PASS_BACKWARD;
         dtrain__unit_name(tape->strategy, tape->unit, name);
-        dtrain__trace_span(world, DTRAIN__TRACK_RANK,
+        dtrain__span_add(world, DTRAIN__TRACK_RANK,
                            back ? DTRAIN_SPAN_BACKWARD : DTRAIN_SPAN_FORWARD, name, NULL,
                            tape->unit, begin, tape->unit_end_ns);
     }

@@ -19,7 +19,7 @@
 #include "core/api.h"
 #include "core/core_internal.h"
 #include "core/result.h"
-#include "world/trace_internal.h"
+#include "world/timeline_internal.h"
 #include "world/world_internal.h"
 #include "train/data.h"
 #include "train/data_internal.h"
@@ -110,7 +110,7 @@ static void dtrain__prefetch_trace(const dtrain_loader *loader, const dtrain__ba
     if (!loader->world || !loader->world->timeline.traced ||
         DTRAIN__TRACK_READ + place >= DTRAIN__TRACE_TRACKS)
         return;
-    dtrain__trace_span(loader->world, DTRAIN__TRACK_READ + (uint32_t)place, DTRAIN_SPAN_DATA,
+    dtrain__span_add(loader->world, DTRAIN__TRACK_READ + (uint32_t)place, DTRAIN_SPAN_DATA,
                        "read batch", NULL, (int64_t)loader->prefetch->taken, batch->read_ns[0],
                        batch->read_ns[1]);
 }

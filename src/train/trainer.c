@@ -27,7 +27,6 @@
 #include "core/result.h"
 #include "world/timeline.h"
 #include "world/timeline_internal.h"
-#include "world/trace_internal.h"
 #include "world/world.h"
 #include "comm/comm.h"
 #include "comm/comm_internal.h"
@@ -196,7 +195,7 @@ static void dtrain__trainer_mark(const dtrain_trainer *trainer, dtrain__step_mar
 {
     dtrain__strategy_comm_info(trainer->desc.strategy, &mark->comm);
     for (int kind = 0; kind < DTRAIN_SPAN_KINDS; kind++)
-        mark->spans[kind] = dtrain_span_seconds(trainer->world, (dtrain_span_kind)kind);
+        mark->spans[kind] = dtrain__span_seconds(trainer->world, (dtrain_span_kind)kind);
     mark->flops = trainer->tape->flops;
     mark->seconds = dtrain_seconds();
 }
@@ -454,7 +453,7 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     trainer->data_ranks = dtrain_comm_size(trainer->groups.data);
     trainer->loss_counts = dtrain__loss_counts(&trainer->groups);
     trainer->slow_rank = -1;
-    trainer->saving = dtrain_span_seconds(world, DTRAIN_SPAN_CHECKPOINT);
+    trainer->saving = dtrain__span_seconds(world, DTRAIN_SPAN_CHECKPOINT);
     for (size_t i = 0; i < sizeof trainer->gpu / sizeof *trainer->gpu; i++)
         trainer->gpu[i] = (float)DTRAIN__NAN;
     dtrain_loss_scaler_desc none;

@@ -235,7 +235,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wai
     wait->last_ns = now;
     wait->waited_ns += gap < longest_gap ? gap : longest_gap;
     wait->polled = true;
-    if (world->recorder) world->recorder->beat(world, now);
+    dtrain__beat(world, now);
     dtrain__link_poll(world);
     DTRAIN__TRY(dtrain__trouble(world));
     if (wait->waited_ns > 100000000u && world->launcher && getppid() != world->launcher)
@@ -299,7 +299,7 @@ DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world)
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_poll"));
     dtrain__link_poll(world);
     const dtrain_result trouble = dtrain__trouble(world);
-    if (world->recorder) world->recorder->fail(world, trouble);
+    dtrain__failed(world, trouble);
     DTRAIN__TRY(trouble);
     const dtrain__exit_record *exits = world->control->exits;
     const int ended = dtrain__load(&world->control->ended_count) ? world->size : 0;
@@ -408,12 +408,14 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
                            bytes, DTRAIN_WORLD_ALL_GATHER_BYTES);
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_all_gather"));
     DTRAIN__TRY(dtrain__trouble(world));
-    const uint32_t span =
-        dtrain__span_begin(world, DTRAIN_SPAN_COMM, "world all-gather", DTRAIN__UNNUMBERED);
-    if (world->recorder) world->recorder->gather(world, bytes);
+    const dtrain__comm_call call = {
+        "world all-gather", world->gather_count + 1, bytes, -1, 0, world->size, -1, 0, 0};
+    (void)dtrain__enter(world, call.kind);
+    const uint64_t event = dtrain__call_queued(world, &call);
+    dtrain__call_started(world, event);
     const dtrain_result result = dtrain__gather_all(world, mine, bytes, all);
-    if (world->recorder) world->recorder->gathered(world, result);
-    dtrain__span_end(world, span);
+    if (result == DTRAIN_OK) dtrain__call_done(world, event);
+    (void)dtrain__leave(world, result);
     return result;
 }
 

@@ -1,41 +1,127 @@
-/* Spans: what a rank does when
+/* The timeline: what a rank does when
  *
- * One stack of open spans per rank, and one sum per kind. A look at the clock at the begin and at
- * the end of a span moves what has passed since the look before to the kind that was on top:
+ *     spans: passes, updates, waits ----+                    +--> sums of kinds (dtrain_span_kind)
+ *     calls: collectives, messages -----+--> ring of events -+--> a trace file      world/trace.c
+ *     spans of other threads -----------+                    +--> a dump            comm/flight.c
  *
- *     looks         0       3     5        9    10
+ * Each place that does something worth knowing records it by one call here, and all that is shown
+ * is read from the same record. A ring in private memory is made with the world; recording takes no
+ * lock, allocates nothing and makes no system call. Only the thread of rank_main records: threads
+ * that write checkpoints and read data ahead note their times where they leave their results.
+ *
+ * Open spans are a stack, and each kind has a sum. Each reading of the clock moves the time since
+ * the reading before to the kind that is on top:
+ *
+ *     readings      0       3     5        9    10
  *     stack         forward comm  (end)    backward
- *     to whom       other 0 fwd 3 comm 2   fwd 4
+ *     counts to     other 0 fwd 3 comm 2   fwd 4
  *
- * So every nanosecond counts once, and nothing is searched, allocated or written. A function marks
- * the depth when it opens a span, and closes down to that mark: what a callback of the host, or an
- * early return, has left open is closed with it. */
+ * So every nanosecond counts once. A function marks the depth when it opens a span, and closes down
+ * to that mark: this also closes what a callback of the host, or an early return, has left open. A
+ * span is recorded when it ends, and only while there is a trace.
+ *
+ * A call is recorded from its begin on, trace or not: a rank that hangs is in one. Its times are
+ * readings of the clock that calls and waits make anyway: it is queued and started at the last one
+ * before, done at the next one after.
+ *
+ *     dtrain__run: queued     engine: started     engine, wait or test: done
+ *          |                                                       |
+ *          +-- enter -- wait_poll: beat, every 10 us or so -- leave -+
+ *
+ * The control page has the pulse of each rank for the others: its last call, and when it was last
+ * inside the library. So the dumps of ranks that wait say where a rank stands that hangs, is
+ * stopped or dead and dumps nothing. Ranks of several hosts share no memory and see no pulse. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
+#include "core/core_internal.h"
+#include "core/log.h"
+#include "core/result.h"
 #include "world/timeline.h"
 #include "world/timeline_internal.h"
-#include "world/trace_internal.h"
 #include "world/world.h"
 #include "world/world_internal.h"
 #include "device/backend.h"
 #include "device/device.h"
 
-/* Count the time since the last look to what was going on. */
-static void dtrain__span_look(dtrain__timeline *timeline, uint64_t now)
+#define DTRAIN__TRACE_EVENTS 8192u /* unwritten events by default: 1.5 MiB */
+
+/* Make the ring: with a trace, it has room for the events that are not yet written besides. */
+DTRAIN__PRIVATE dtrain_result dtrain__timeline_create(dtrain_world *world,
+                                                      const char *dump_directory,
+                                                      const dtrain_trace_desc *trace)
 {
-    if (now > timeline->since_ns) timeline->spent_ns[timeline->kind] += now - timeline->since_ns;
-    timeline->since_ns = now;
+    const uint32_t unwritten = trace->event_count ? trace->event_count : DTRAIN__TRACE_EVENTS;
+    const size_t room = DTRAIN__FLIGHT_RECORDS + (trace->path && trace->path[0] ? unwritten : 0);
+    dtrain__ring *ring = (dtrain__ring *)dtrain__alloc(
+        &world->allocator, 1, sizeof *ring + room * sizeof *ring->events, "its events");
+    if (!ring) return DTRAIN_ERROR_MEMORY;
+    world->timeline.ring = ring;
+    ring->room = room;
+    ring->asked = dtrain__dumps_asked();
+    snprintf(ring->directory, sizeof ring->directory, "%s", dump_directory ? dump_directory : "");
+    return DTRAIN_OK;
 }
 
-/* Open a span at a look at the clock that was taken anyway, and return the mark with which it is
- * closed. What ranks wait for each other inside of a checkpoint is part of it. */
+DTRAIN__PRIVATE void dtrain__timeline_destroy(dtrain_world *world)
+{
+    dtrain__ring *ring = world->timeline.ring;
+    world->timeline.ring = NULL;
+    if (ring)
+        dtrain__free(&world->allocator, ring, 1, sizeof *ring + ring->room * sizeof *ring->events);
+}
+
+/* ---- Events -----------------------------------------------------------------------------------*/
+
+/* Find an event; NULL when newer ones have taken its place. */
+DTRAIN__PRIVATE dtrain__event *dtrain__event_at(const dtrain_world *world, uint64_t number)
+{
+    dtrain__ring *ring = world->timeline.ring;
+    if (!ring || !number || ring->count - number >= ring->room) return NULL;
+    return &ring->events[number % ring->room];
+}
+
+/* Take the place of the next event. */
+static dtrain__event *dtrain__event_next(dtrain_world *world)
+{
+    dtrain__ring *ring = world->timeline.ring;
+    if (world->timeline.traced) dtrain__trace_room(world);
+    return &ring->events[++ring->count % ring->room];
+}
+
+/* Copy a name into an event, cut to its room; NULL is "". */
+static void dtrain__event_text(char *to, const char *text)
+{
+    const size_t length = text ? strnlen(text, DTRAIN__EVENT_NAME - 1) : 0;
+    if (length) memcpy(to, text, length);
+    to[length] = 0;
+}
+
+/* Count the time since the last reading of the clock to the kind that was on top. It is the end of
+ * the calls that are done since. */
+static void dtrain__tick(dtrain_world *world, uint64_t now)
+{
+    dtrain__timeline *timeline = &world->timeline;
+    dtrain__ring *ring = timeline->ring;
+    if (now > timeline->since_ns) timeline->spent_ns[timeline->kind] += now - timeline->since_ns;
+    timeline->since_ns = now;
+    for (uint32_t i = 0; ring && i < ring->done_count; i++) {
+        ring->events[ring->done[i] % ring->room].end_ns = now;
+        if (timeline->traced) dtrain__trace_late(world, ring->done[i]);
+    }
+    if (ring) ring->done_count = 0;
+}
+
+/* ---- Spans ------------------------------------------------------------------------------------*/
+
+/* Open a span at a time that the clock was read anyway, and return the mark that closes it. Waits
+ * for other ranks inside a checkpoint are part of the checkpoint. */
 DTRAIN__PRIVATE uint32_t dtrain__span_begin_at(dtrain_world *world, uint32_t kind, const char *name,
                                                int64_t number, uint64_t now)
 {
     dtrain__timeline *timeline = &world->timeline;
     const uint32_t mark = timeline->depth++;
-    dtrain__span_look(timeline, now);
+    dtrain__tick(world, now);
     if (mark >= DTRAIN__SPAN_DEPTH) return mark;
     dtrain__open_span *span = &timeline->open[mark];
     span->begin_ns = now;
@@ -55,17 +141,16 @@ DTRAIN__PRIVATE uint32_t dtrain__span_begin_at(dtrain_world *world, uint32_t kin
 DTRAIN__PRIVATE void dtrain__span_end_at(dtrain_world *world, uint32_t mark, uint64_t now)
 {
     dtrain__timeline *timeline = &world->timeline;
-    dtrain__span_look(timeline, now);
+    dtrain__tick(world, now);
     while (timeline->depth > mark) {
         if (--timeline->depth >= DTRAIN__SPAN_DEPTH) continue;
         const dtrain__open_span *span = &timeline->open[timeline->depth];
         timeline->kind = span->outer;
         if (span->ranged) world->device->ops->range_end(world->device);
-        if (timeline->traced)
-            dtrain__trace_span(world, DTRAIN__TRACK_RANK, span->kind, span->name, span->text,
-                               span->number, span->begin_ns, now);
+        dtrain__span_add(world, DTRAIN__TRACK_RANK, span->kind, span->name, span->text,
+                         span->number, span->begin_ns, now);
     }
-    if (timeline->depth == 0) dtrain__trace_pause(world, now);
+    if (timeline->depth == 0 && timeline->traced) dtrain__trace_pause(world, now);
 }
 
 /* Open a span now; in a tape without a world, nothing happens. */
@@ -80,8 +165,8 @@ DTRAIN__PRIVATE void dtrain__span_end(dtrain_world *world, uint32_t mark)
     if (world) dtrain__span_end_at(world, mark, dtrain__now_ns());
 }
 
-/* Open a span that is only of interest in a trace, and of the kind of the one around it; without
- * one, nothing happens, not even a look at the clock. */
+/* Open a span that is only of interest in a trace, and of the kind of the one around it; without a
+ * trace nothing happens, and the clock is not read. */
 DTRAIN__PRIVATE uint32_t dtrain__detail_begin(dtrain_world *world, const char *name,
                                               const char *text)
 {
@@ -96,6 +181,158 @@ DTRAIN__PRIVATE void dtrain__detail_end(dtrain_world *world, uint32_t mark)
     if (mark != DTRAIN__NO_SPAN) dtrain__span_end(world, mark);
 }
 
+/* Record a span that is over, for the trace. */
+DTRAIN__PRIVATE void dtrain__span_add(dtrain_world *world, uint32_t track, uint32_t kind,
+                                      const char *name, const char *text, int64_t number,
+                                      uint64_t begin_ns, uint64_t end_ns)
+{
+    if (!world->timeline.traced) return;
+    dtrain__event *event = dtrain__event_next(world);
+    event->begin_ns = begin_ns;
+    event->end_ns = end_ns;
+    event->number = number;
+    event->call.kind = NULL;
+    event->track = track;
+    event->kind = (uint8_t)kind;
+    dtrain__event_text(event->name, name);
+    dtrain__event_text(event->text, text);
+}
+
+/* Return the seconds that this rank has spent in a kind since its world was made. */
+DTRAIN__PRIVATE double dtrain__span_seconds(const dtrain_world *world, dtrain_span_kind kind)
+{
+    const dtrain__timeline *timeline = &world->timeline;
+    uint64_t ns = timeline->spent_ns[kind];
+    if (timeline->kind == (uint32_t)kind) ns += dtrain__now_ns() - timeline->since_ns;
+    return 1e-9 * (double)ns;
+}
+
+/* ---- Calls ------------------------------------------------------------------------------------*/
+
+/* Name who makes the next call of this rank, right before it. `part` is a literal; the call copies
+ * `name`, which may be NULL. */
+DTRAIN__PRIVATE void dtrain__call_label(dtrain_world *world, const char *part, int64_t number,
+                                        const char *name)
+{
+    dtrain__ring *ring = world->timeline.ring;
+    if (!ring) return;
+    ring->part = part;
+    ring->part_name = name;
+    ring->part_number = number;
+}
+
+/* Record a call, show it to the other ranks, and return the number of its event. */
+DTRAIN__PRIVATE uint64_t dtrain__call_queued(dtrain_world *world, const dtrain__comm_call *call)
+{
+    dtrain__ring *ring = world->timeline.ring;
+    if (!ring) return 0;
+    dtrain__event *event = dtrain__event_next(world);
+    event->begin_ns = world->timeline.since_ns;
+    event->started_ns = event->end_ns = 0;
+    event->state = DTRAIN__CALL_QUEUED;
+    event->call = *call;
+    event->track = DTRAIN__TRACK_CALL;
+    event->part = ring->part;
+    event->number = ring->part ? ring->part_number : DTRAIN__UNNUMBERED;
+    dtrain__event_text(event->name, ring->part ? ring->part_name : NULL);
+    ring->part = NULL;
+    if (!call->sequence) return ring->count;
+    dtrain__pulse *pulse = &world->control->pulses[world->rank];
+    dtrain__store(&pulse->comm, call->comm);
+    dtrain__store(&pulse->first, (int64_t)call->first);
+    dtrain__store(&pulse->sequence, call->sequence);
+    if (call->comm == 0) dtrain__store(&pulse->world_started, call->sequence);
+    return ring->count;
+}
+
+DTRAIN__PRIVATE void dtrain__call_started(const dtrain_world *world, uint64_t number)
+{
+    dtrain__event *event = dtrain__event_at(world, number);
+    if (!event || event->state != DTRAIN__CALL_QUEUED) return;
+    event->state = DTRAIN__CALL_STARTED;
+    event->started_ns = world->timeline.since_ns;
+}
+
+/* Record that a call is done. The engine says so at once, dtrain_work_wait and dtrain_work_test for
+ * every backend: the first one counts. */
+DTRAIN__PRIVATE void dtrain__call_done(dtrain_world *world, uint64_t number)
+{
+    dtrain__event *event = dtrain__event_at(world, number);
+    dtrain__ring *ring = world->timeline.ring;
+    if (!event || event->state >= DTRAIN__CALL_DONE) return;
+    if (!event->started_ns) event->started_ns = event->begin_ns;
+    event->state = DTRAIN__CALL_DONE;
+    if (event->call.comm == 0 && event->call.sequence)
+        dtrain__store(&world->control->pulses[world->rank].world_done, event->call.sequence);
+    if (ring->done_count == DTRAIN__EVENT_DONE) dtrain__tick(world, dtrain__now_ns());
+    ring->done[ring->done_count++] = number;
+}
+
+/* ---- Signs of life ----------------------------------------------------------------------------*/
+
+/* Show that this rank is inside the library, and dump if a signal has asked for it. */
+DTRAIN__PRIVATE void dtrain__beat(dtrain_world *world, uint64_t now)
+{
+    dtrain__ring *ring = world->timeline.ring;
+    if (!ring) return;
+    dtrain__store(&world->control->pulses[world->rank].beat_ns, now);
+    dtrain__tick(world, now);
+    const uint32_t asked = dtrain__dumps_asked();
+    if (asked == ring->asked) return;
+    ring->asked = asked;
+    if (!ring->directory[0] || !world->catches || ring->code != DTRAIN_OK) return;
+    if (dtrain__dump(world, ring->directory) != DTRAIN_OK)
+        dtrain_log(world, DTRAIN_LOG_WARNING, "%s", dtrain__bare(dtrain_last_error()));
+}
+
+/* Enter a public call that may wait for other ranks, and return the time. */
+DTRAIN__PRIVATE uint64_t dtrain__enter(dtrain_world *world, const char *name)
+{
+    const uint64_t now = dtrain__now_ns();
+    (void)dtrain__span_begin_at(world, DTRAIN_SPAN_COMM, name, DTRAIN__UNNUMBERED, now);
+    if (world->timeline.ring)
+        dtrain__store(&world->control->pulses[world->rank].inside, (uint64_t)1);
+    dtrain__beat(world, now);
+    return now;
+}
+
+/* Leave it, and return the time. Its span is the innermost one: nothing below leaves one open. */
+DTRAIN__PRIVATE uint64_t dtrain__leave(dtrain_world *world, dtrain_result result)
+{
+    const uint64_t now = dtrain__now_ns();
+    dtrain__span_end_at(world, world->timeline.depth - 1, now);
+    dtrain__beat(world, now);
+    if (world->timeline.ring)
+        dtrain__store(&world->control->pulses[world->rank].inside, (uint64_t)0);
+    dtrain__failed(world, result);
+    return now;
+}
+
+/* Note the first failure of this rank, whose sentence is the last error, and dump if the launch
+ * desc says where: this dump stands, because what comes after it is a consequence. Leave the last
+ * error as it was. */
+DTRAIN__PRIVATE void dtrain__failed(dtrain_world *world, dtrain_result code)
+{
+    dtrain__ring *ring = world->timeline.ring;
+    char found[DTRAIN__ERROR_BYTES];
+    if (!ring || code == DTRAIN_OK || ring->code != DTRAIN_OK) return;
+    const uint64_t now = dtrain__now_ns();
+    dtrain__tick(world, now);
+    ring->code = code;
+    snprintf(found, sizeof found, "%s", dtrain_last_error());
+    snprintf(ring->error, sizeof ring->error, "%s", dtrain__bare(found));
+    for (uint64_t i = 0; i < ring->room && i < ring->count; i++) {
+        dtrain__event *event = &ring->events[(ring->count - i) % ring->room];
+        if (!event->call.kind || event->state >= DTRAIN__CALL_DONE) continue;
+        event->state = DTRAIN__CALL_FAILED;
+        event->end_ns = now;
+    }
+    if (!ring->directory[0]) return;
+    if (dtrain__dump(world, ring->directory) != DTRAIN_OK)
+        dtrain_log(world, DTRAIN_LOG_WARNING, "%s", dtrain__bare(dtrain_last_error()));
+    dtrain__set_last_error(found);
+}
+
 /* ---- Public calls -----------------------------------------------------------------------------*/
 
 DTRAIN_API void dtrain_span_begin(dtrain_world *world, dtrain_span_kind kind, const char *name)
@@ -108,13 +345,4 @@ DTRAIN_API void dtrain_span_begin(dtrain_world *world, dtrain_span_kind kind, co
 DTRAIN_API void dtrain_span_end(dtrain_world *world)
 {
     if (world && world->timeline.depth) dtrain__span_end(world, world->timeline.depth - 1);
-}
-
-DTRAIN_API double dtrain_span_seconds(const dtrain_world *world, dtrain_span_kind kind)
-{
-    if (!world || (uint32_t)kind >= DTRAIN_SPAN_KINDS) return 0;
-    const dtrain__timeline *timeline = &world->timeline;
-    uint64_t ns = timeline->spent_ns[kind];
-    if (timeline->kind == (uint32_t)kind) ns += dtrain__now_ns() - timeline->since_ns;
-    return 1e-9 * (double)ns;
 }

@@ -11,8 +11,9 @@
  *     comm: waits                             |---|        |---|             |
  *     optimizer                                                |-------------|
  *
- * So the kinds divide the time of a rank: their sum is the time since the world was made. A span
- * costs 0.16 us, half of it two looks at the clock; nothing is allocated. */
+ * So the kinds divide the time of a rank: their sum is the time since the world was made. The
+ * trainer makes its figures of a step from them, and a trace shows each span. A span costs 0.16 us,
+ * half of it for two readings of the clock; nothing is allocated. */
 
 #pragma once
 
@@ -31,12 +32,9 @@ typedef enum dtrain_span_kind {
     DTRAIN_SPAN_KINDS = 7
 } dtrain_span_kind;
 
-/* Open a span of a program's own, inside of the one that is open now: of a host with a backward of
- * its own, or of a phase that should have a name. `name` lives until the span is closed. Only the
- * thread that runs rank_main may call it. */
+/* Open a span of the program's own, inside of the one that is open now: for a forward or backward
+ * of its own, or for a phase that should have a name in a trace. `name` must live until the span is
+ * closed. Only the thread that runs rank_main may call it. */
 DTRAIN_API void dtrain_span_begin(dtrain_world *world, dtrain_span_kind kind, const char *name);
 /* Close the innermost span that is open; with none, do nothing. */
 DTRAIN_API void dtrain_span_end(dtrain_world *world);
-/* Return the seconds that this rank has spent in a kind since its world was made; differences give
- * a step's share. 0 for a kind that does not exist. */
-DTRAIN_API double dtrain_span_seconds(const dtrain_world *world, dtrain_span_kind kind);

@@ -1,100 +1,115 @@
 /* Traces: what a rank did when, for Perfetto
  *
- *     spans (timeline.c) ----------+
- *     collectives (flight.c) ------+--> events, in memory --> text, 64 KiB --> FILE.rank3.json
- *     what other threads have done +    of a fixed size
+ * A reader of the timeline's events (world/timeline.c). Rank r writes FILE.rank<r>.json: an array
+ * of events in the Trace Event Format (Google, "Trace Event Format", 2016). Complete events ("X")
+ * have times in microseconds; the process is the rank, the thread a track; flow arrows ("s", "f")
+ * lead from where a bucket's collective is started to the collective; metadata ("M") has names, and
+ * what must be added to times to make them rank 0's. Each event is a line, and the array's end may
+ * be missing: viewers also open the file of a rank that was killed.
  *
- * The file is an array of events as in the Trace Event Format (Google, "Trace Event Format", 2016):
- * complete events ("X") with times in microseconds; the process is the rank, the thread a track;
- * flow arrows ("s", "f") from where a bucket's collective is started to the collective; metadata
- * ("M") with names, and with what has to be added to times to make them rank 0's. Each event is a
- * line, and the array's end may be missing: a rank that is killed leaves a file that viewers open.
+ * Events stay in the ring until a span that is in no other one ends and half of the room is used or
+ * a second has passed: then they are written at once, 64 KiB a system call. When the room is full
+ * earlier, they are written wherever the rank is, and the writing is an event itself. A call that
+ * is in flight then is written when it is done.
  *
- * Events are held back until a span that is in no other one ends and half of the memory is used or
- * a second has passed: then they are written at once, 64 KiB a call. When memory is full before,
- * they are written where the rank is, and what that took is an event itself. A span
- * and its event cost 0.8 us, the writing included (Xeon; without a trace 0.16 us).
- *
- * Collectives overlap and events of a track may not, so each gets the first lane that is free.
- *
- * There is no lock. The threads that write checkpoints and read data ahead note their times where
- * they leave their results, and the rank's thread makes the events when it takes those. */
+ * Calls overlap and events of a track may not, so each gets the first lane that is free. A span and
+ * its event cost 0.8 us, the writing included (Xeon; without a trace 0.16 us). */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
 #include "core/core_internal.h"
+#include "core/dtype.h"
 #include "core/log.h"
 #include "core/result.h"
 #include "world/timeline.h"
 #include "world/timeline_internal.h"
-#include "world/trace_internal.h"
 #include "world/world.h"
 #include "world/world_internal.h"
 
-static const char *const dtrain__span_names[] = {"other", "data",      "forward",   "backward",
-                                                 "comm",  "optimizer", "checkpoint"};
+typedef struct dtrain__trace {
+    dtrain__writer out;        /* its file is -1 when the trace has ended */
+    uint32_t room;             /* of unwritten events */
+    uint64_t next;             /* number of the first unwritten event */
+    uint64_t lost, written_ns; /* calls without an event in the file; the last writing */
+    uint64_t first_step, end_step, file_bytes;
+    uint64_t lanes[DTRAIN__TRACE_LANES]; /* when the last call in each ended */
+    bool named[DTRAIN__TRACE_TRACKS];
+    char path[1100], text[65536];
+} dtrain__trace;
 
 /* ---- Text -------------------------------------------------------------------------------------*/
 
-/* Write what there is. The first failure ends the trace, with a warning; the run goes on. */
-static void dtrain__trace_write(dtrain_world *world)
+DTRAIN__PRIVATE void dtrain__writer_flush(dtrain__writer *out)
 {
-    dtrain__trace *trace = world->timeline.trace;
     size_t at = 0;
-    int error = 0;
-    while (trace->file >= 0 && at < trace->text_bytes && !error) {
-        const ssize_t wrote = write(trace->file, trace->text + at, trace->text_bytes - at);
+    while (at < out->used && !out->error) {
+        const ssize_t wrote = write(out->file, out->text + at, out->used - at);
         if (wrote > 0) at += (size_t)wrote;
-        else if (wrote < 0 && errno != EINTR) error = errno;
+        else if (wrote < 0 && errno != EINTR) out->error = errno;
     }
-    trace->bytes += at;
-    trace->text_bytes = 0;
-    if (!error) return;
-    close(trace->file);
-    trace->file = -1;
-    world->timeline.traced = false;
-    dtrain_log(world, DTRAIN_LOG_WARNING, "the trace %s ends here, it cannot be written: %s",
-               trace->path, strerror(error));
+    out->bytes += at;
+    out->used = 0;
 }
 
-/* Append a piece of an event, which as a whole has no more than DTRAIN__TRACE_LINE bytes. */
-DTRAIN__PRINTF(2, 3)
-static void dtrain__trace_print(dtrain__trace *trace, const char *format, ...)
+/* Append a piece of at most DTRAIN__WRITER_PIECE bytes. */
+DTRAIN__PRIVATE void dtrain__writer_add(dtrain__writer *out, const char *format, ...)
 {
     va_list args;
+    if (out->used > out->room - DTRAIN__WRITER_PIECE) dtrain__writer_flush(out);
     va_start(args, format);
-    trace->text_bytes += (size_t)vsnprintf(trace->text + trace->text_bytes,
-                                           sizeof trace->text - trace->text_bytes, format, args);
+    out->used += (size_t)vsnprintf(out->text + out->used, DTRAIN__WRITER_PIECE, format, args);
     va_end(args);
 }
 
-/* Append a JSON string. What is not ASCII becomes a question mark, as in flight records. */
-static void dtrain__trace_string(dtrain__trace *trace, const char *text)
+/* Append a member that is a string. What is not ASCII becomes a question mark: a name may have been
+ * cut in the middle of a character, which JSON does not allow. */
+DTRAIN__PRIVATE void dtrain__writer_string(dtrain__writer *out, const char *name, const char *text)
 {
-    char *at = trace->text + trace->text_bytes;
-    *at++ = '"';
+    dtrain__writer_add(out, "\"%s\":\"", name);
     for (; *text; text++) {
-        const unsigned char c = (unsigned char)*text;
-        if (c == '"' || c == '\\') *at++ = '\\';
-        *at++ = c < 32 || c > 126 ? '?' : (char)c;
+        if (out->used > out->room - 4) dtrain__writer_flush(out);
+        if (*text == '"' || *text == '\\') out->text[out->used++] = '\\';
+        out->text[out->used++] = *text < 32 || *text > 126 ? '?' : *text;
     }
-    *at++ = '"';
-    trace->text_bytes = (size_t)(at - trace->text);
+    dtrain__writer_add(out, "\"");
 }
 
-/* Begin an event: there is room for all of it. */
+/* Append what a call was, and who made it, as traces and dumps both have it. */
+DTRAIN__PRIVATE void dtrain__writer_call(dtrain__writer *out, const dtrain__event *event)
+{
+    static const char *const ops[] = {"", "sum", "mean", "min", "max", "prod"};
+    const dtrain__comm_call *call = &event->call;
+    const dtrain_dtype dtype = (dtrain_dtype)call->dtype;
+    const bool bytes = call->comm < 0;
+    char by[100] = "";
+    if (event->part)
+        snprintf(by, sizeof by, "%s %lld%s%s", event->part, (long long)event->number,
+                 event->name[0] ? ", " : "", event->name);
+    dtrain__writer_string(out, "of", by);
+    dtrain__writer_add(out,
+                       ",\"communicator\":%lld,\"sequence\":%llu,\"op\":\"%s\",\"dtype\":\"%s\",",
+                       (long long)call->comm, (unsigned long long)call->sequence,
+                       ops[call->op < sizeof ops / sizeof ops[0] ? call->op : 0],
+                       bytes ? "byte" : dtrain_dtype_name(dtype));
+    dtrain__writer_add(out, "\"count\":%llu,\"bytes\":%llu", (unsigned long long)call->count,
+                       (unsigned long long)(call->count * (bytes ? 1 : dtrain_dtype_bytes(dtype))));
+}
+
+/* ---- Events -----------------------------------------------------------------------------------*/
+
+/* Begin the line of an event, of at most DTRAIN__WRITER_PIECE bytes. Each write ends between two
+ * lines, so that the file of a killed rank does, too. */
 static void dtrain__trace_line(dtrain_world *world, const char *phase, uint32_t track)
 {
-    dtrain__trace *trace = world->timeline.trace;
-    if (trace->text_bytes > sizeof trace->text - DTRAIN__TRACE_LINE) dtrain__trace_write(world);
-    dtrain__trace_print(trace, ",\n{\"ph\":\"%s\",\"pid\":%d,\"tid\":%u", phase, world->rank,
-                        track);
+    dtrain__writer *out = &world->timeline.trace->out;
+    if (out->used > out->room - 2 * DTRAIN__WRITER_PIECE) dtrain__writer_flush(out);
+    dtrain__writer_add(out, ",\n{\"ph\":\"%s\",\"pid\":%d,\"tid\":%u", phase, world->rank, track);
 }
 
-static void dtrain__trace_time(dtrain__trace *trace, const char *key, uint64_t ns)
+static void dtrain__trace_time(dtrain__writer *out, const char *key, uint64_t ns)
 {
-    dtrain__trace_print(trace, ",\"%s\":%llu.%03u", key, (unsigned long long)(ns / 1000u),
-                        (unsigned)(ns % 1000u));
+    dtrain__writer_add(out, ",\"%s\":%llu.%03u", key, (unsigned long long)(ns / 1000u),
+                       (unsigned)(ns % 1000u));
 }
 
 /* Name a track before its first event. Viewers sort by the index: in the order of the numbers. */
@@ -104,169 +119,149 @@ static void dtrain__trace_track(dtrain_world *world, uint32_t track)
     char name[40] = "rank thread";
     if (trace->named[track]) return;
     trace->named[track] = true;
-    if (track == DTRAIN__TRACK_COLLECTIVE) snprintf(name, sizeof name, "communication");
+    if (track == DTRAIN__TRACK_CALL) snprintf(name, sizeof name, "communication");
     else if (track == DTRAIN__TRACK_CHECKPOINT) snprintf(name, sizeof name, "checkpoint writer");
     else if (track >= DTRAIN__TRACK_READ)
         snprintf(name, sizeof name, "data %u", track - DTRAIN__TRACK_READ);
-    else if (track > DTRAIN__TRACK_COLLECTIVE)
-        snprintf(name, sizeof name, "communication %u", track - DTRAIN__TRACK_COLLECTIVE + 1);
+    else if (track > DTRAIN__TRACK_CALL)
+        snprintf(name, sizeof name, "communication %u", track - DTRAIN__TRACK_CALL + 1);
     dtrain__trace_line(world, "M", track);
-    dtrain__trace_print(trace, ",\"name\":\"thread_name\",\"args\":{\"name\":\"%s\"}}", name);
+    dtrain__writer_add(&trace->out, ",\"name\":\"thread_name\",\"args\":{\"name\":\"%s\"}}", name);
     dtrain__trace_line(world, "M", track);
-    dtrain__trace_print(trace, ",\"name\":\"thread_sort_index\",\"args\":{\"sort_index\":%u}}",
-                        track);
+    dtrain__writer_add(&trace->out, ",\"name\":\"thread_sort_index\",\"args\":{\"sort_index\":%u}}",
+                       track);
 }
 
-/* Write an arrow from where a collective was started to where it is shown. */
-static void dtrain__trace_flow(dtrain_world *world, const dtrain__trace_event *event,
-                               const char *phase, uint32_t track)
+/* Give a call the first lane that is free since it began; 0: there is none. */
+static uint32_t dtrain__trace_lane(dtrain__trace *trace, const dtrain__event *event)
 {
-    dtrain__trace *trace = world->timeline.trace;
-    dtrain__trace_line(world, phase, track);
-    dtrain__trace_time(trace, "ts", event->begin_ns);
-    dtrain__trace_print(trace, ",\"id\":%llu,\"cat\":\"flow\",\"name\":\"started\"%s}",
-                        (unsigned long long)event->flow, *phase == 'f' ? ",\"bp\":\"e\"" : "");
+    for (uint32_t lane = 0; lane < DTRAIN__TRACE_LANES; lane++) {
+        if (trace->lanes[lane] > event->begin_ns) continue;
+        trace->lanes[lane] = event->end_ns;
+        return DTRAIN__TRACK_CALL + lane;
+    }
+    trace->lost++;
+    return 0;
 }
 
-static void dtrain__trace_event_write(dtrain_world *world, const dtrain__trace_event *event)
+/* Write an event. The arrow of a bucket's collective begins in the rank's own track. */
+static void dtrain__trace_event(dtrain_world *world, uint64_t number)
 {
+    static const char *const kinds[] = {"other", "data",      "forward",   "backward",
+                                        "comm",  "optimizer", "checkpoint"};
     dtrain__trace *trace = world->timeline.trace;
-    const bool collective = event->dtype != NULL;
-    const char *separator = "";
-    dtrain__trace_track(world, event->track);
-    dtrain__trace_line(world, "X", event->track);
-    dtrain__trace_time(trace, "ts", event->begin_ns);
-    dtrain__trace_time(trace, "dur", event->end_ns - event->begin_ns);
-    dtrain__trace_print(trace, ",\"cat\":\"%s\",\"name\":",
-                        collective ? "collective" : dtrain__span_names[event->kind]);
-    dtrain__trace_string(trace, event->name);
-    dtrain__trace_print(trace, ",\"args\":{");
-    if (event->number != DTRAIN__UNNUMBERED) {
-        dtrain__trace_print(trace, "\"number\":%lld", (long long)event->number);
-        separator = ",";
+    dtrain__writer *out = &trace->out;
+    const dtrain__event *event = dtrain__event_at(world, number);
+    const bool call = event->call.kind != NULL;
+    const uint32_t track = call ? dtrain__trace_lane(trace, event) : event->track;
+    if (!track) return;
+    dtrain__trace_track(world, track);
+    dtrain__trace_line(world, "X", track);
+    dtrain__trace_time(out, "ts", event->begin_ns);
+    dtrain__trace_time(out, "dur", event->end_ns - event->begin_ns);
+    dtrain__writer_add(out, ",\"cat\":\"%s\",", call ? "collective" : kinds[event->kind]);
+    dtrain__writer_string(out, "name", call ? event->call.kind : event->name);
+    dtrain__writer_add(out, ",\"args\":{");
+    if (event->number != DTRAIN__UNNUMBERED)
+        dtrain__writer_add(out, "\"number\":%lld%s", (long long)event->number,
+                           call || event->text[0] ? "," : "");
+    if (call) dtrain__writer_call(out, event);
+    else if (event->text[0]) dtrain__writer_string(out, "of", event->text);
+    dtrain__writer_add(out, "}}");
+    for (int i = 0; i < 2 && call && event->part; i++) {
+        dtrain__trace_line(world, i ? "f" : "s", i ? track : DTRAIN__TRACK_RANK);
+        dtrain__trace_time(out, "ts", event->begin_ns);
+        dtrain__writer_add(out, ",\"id\":%llu,\"cat\":\"flow\",\"name\":\"started\"%s}",
+                           (unsigned long long)((uint64_t)(world->restart_count & 15u) << 48 |
+                                                (uint64_t)world->rank << 40 | number),
+                           i ? ",\"bp\":\"e\"" : "");
     }
-    if (event->text[0]) {
-        dtrain__trace_print(trace, "%s\"of\":", separator);
-        dtrain__trace_string(trace, event->text);
-        separator = ",";
-    }
-    if (collective)
-        dtrain__trace_print(trace,
-                            "%s\"bytes\":%llu,\"count\":%llu,\"dtype\":\"%s\",\"op\":\"%s\","
-                            "\"communicator\":%lld,\"sequence\":%llu",
-                            separator, (unsigned long long)event->bytes,
-                            (unsigned long long)event->count, event->dtype, event->op,
-                            (long long)event->comm, (unsigned long long)event->sequence);
-    dtrain__trace_print(trace, "}}");
-    if (!event->flow) return;
-    dtrain__trace_flow(world, event, "s", DTRAIN__TRACK_RANK);
-    dtrain__trace_flow(world, event, "f", event->track);
 }
 
-/* ---- Events -----------------------------------------------------------------------------------*/
+/* ---- Writing ----------------------------------------------------------------------------------*/
 
 /* End the array and close the file: a trace that is whole. */
 static void dtrain__trace_close(dtrain_world *world)
 {
     dtrain__trace *trace = world->timeline.trace;
+    dtrain__writer *out = &trace->out;
     world->timeline.traced = false;
-    if (trace->file < 0) return;
+    if (out->file < 0) return;
     if (trace->lost) {
         dtrain__trace_line(world, "M", DTRAIN__TRACK_RANK);
-        dtrain__trace_print(trace, ",\"name\":\"dtrain_lost\",\"args\":{\"events\":%llu}}",
-                            (unsigned long long)trace->lost);
+        dtrain__writer_add(out, ",\"name\":\"dtrain_lost\",\"args\":{\"events\":%llu}}",
+                           (unsigned long long)trace->lost);
     }
-    dtrain__trace_print(trace, "\n]\n");
-    dtrain__trace_write(world);
-    if (trace->file >= 0) close(trace->file);
-    trace->file = -1;
+    dtrain__writer_add(out, "\n]\n");
+    dtrain__writer_flush(out);
+    close(out->file);
+    out->file = -1;
+    if (out->error)
+        dtrain_log(world, DTRAIN_LOG_WARNING, "the trace %s ends here, it cannot be written: %s",
+                   trace->path, strerror(out->error));
 }
 
-/* Write all events that are held back. */
+/* Write an event; the file may end behind it. */
+static void dtrain__trace_put(dtrain_world *world, uint64_t number)
+{
+    dtrain__trace *trace = world->timeline.trace;
+    dtrain__trace_event(world, number);
+    if (trace->out.bytes + trace->out.used < trace->file_bytes) return;
+    dtrain_log(world, DTRAIN_LOG_WARNING,
+               "the trace %s ends here: it has %llu bytes; see dtrain_trace_desc.file_bytes",
+               trace->path, (unsigned long long)(trace->out.bytes + trace->out.used));
+    dtrain__trace_close(world);
+}
+
+/* Write all events but calls in flight, and an event of what the writing took. */
 static void dtrain__trace_flush(dtrain_world *world)
 {
     dtrain__trace *trace = world->timeline.trace;
     const uint64_t begin = dtrain__now_ns();
-    for (uint32_t i = 0; i < trace->used && trace->file >= 0; i++) {
-        dtrain__trace_event_write(world, &trace->events[i]);
-        if (trace->bytes + trace->text_bytes < trace->file_bytes) continue;
-        dtrain_log(world, DTRAIN_LOG_WARNING,
-                   "the trace %s ends here: it has %llu bytes; see dtrain_trace_desc.file_bytes",
-                   trace->path, (unsigned long long)(trace->bytes + trace->text_bytes));
-        dtrain__trace_close(world);
+    while (world->timeline.traced && trace->next <= world->timeline.ring->count) {
+        const uint64_t number = trace->next++;
+        if (dtrain__event_at(world, number)->end_ns) dtrain__trace_put(world, number);
     }
-    trace->used = 0;
-    if (trace->text_bytes && trace->file >= 0) dtrain__trace_write(world);
+    if (trace->out.file >= 0) dtrain__writer_flush(&trace->out);
+    if (trace->out.error) dtrain__trace_close(world);
     trace->written_ns = dtrain__now_ns();
-    if (!world->timeline.traced) return;
-    dtrain__trace_event *own = &trace->events[trace->used++];
-    memset(own, 0, sizeof *own);
-    own->begin_ns = begin;
-    own->end_ns = trace->written_ns;
-    snprintf(own->name, sizeof own->name, "trace is written");
-    own->number = DTRAIN__UNNUMBERED;
-    own->track = DTRAIN__TRACK_RANK;
+    dtrain__span_add(world, DTRAIN__TRACK_RANK, DTRAIN_SPAN_OTHER, "trace is written", NULL,
+                     DTRAIN__UNNUMBERED, begin, trace->written_ns);
 }
 
-/* Give a collective the first lane that is free since it began; none: it is lost. */
-static bool dtrain__trace_lane(dtrain__trace *trace, dtrain__trace_event *event)
+/* Make room for one more event. */
+DTRAIN__PRIVATE void dtrain__trace_room(dtrain_world *world)
 {
-    for (uint32_t lane = 0; lane < DTRAIN__TRACE_LANES; lane++) {
-        if (trace->lanes[lane] > event->begin_ns) continue;
-        trace->lanes[lane] = event->end_ns;
-        event->track = DTRAIN__TRACK_COLLECTIVE + lane;
-        return true;
-    }
-    return false;
-}
-
-/* Take an event. */
-DTRAIN__PRIVATE void dtrain__trace_put(dtrain_world *world, const dtrain__trace_event *event)
-{
+    const dtrain__ring *ring = world->timeline.ring;
     dtrain__trace *trace = world->timeline.trace;
-    if (!world->timeline.traced) return;
-    if (trace->used == trace->room) dtrain__trace_flush(world);
-    if (!world->timeline.traced) return; /* the file has ended */
-    dtrain__trace_event *place = &trace->events[trace->used];
-    *place = *event;
-    if (event->track != DTRAIN__TRACK_COLLECTIVE || dtrain__trace_lane(trace, place)) trace->used++;
-    else trace->lost++;
+    if (ring->count + 1 - trace->next >= trace->room) dtrain__trace_flush(world);
+    const dtrain__event *oldest = &ring->events[(ring->count + 1) % ring->room];
+    if (oldest->call.kind && !oldest->end_ns) trace->lost++;
 }
 
-/* Take a span that is over. */
-DTRAIN__PRIVATE void dtrain__trace_span(dtrain_world *world, uint32_t track, uint32_t kind,
-                                        const char *name, const char *text, int64_t number,
-                                        uint64_t begin_ns, uint64_t end_ns)
+/* Write a call that was in flight when the events around it were written. */
+DTRAIN__PRIVATE void dtrain__trace_late(dtrain_world *world, uint64_t number)
 {
-    dtrain__trace_event event;
-    memset(&event, 0, sizeof event);
-    event.begin_ns = begin_ns;
-    event.end_ns = end_ns;
-    event.number = number;
-    event.track = track;
-    event.kind = kind;
-    snprintf(event.name, sizeof event.name, "%s", name);
-    snprintf(event.text, sizeof event.text, "%s", text ? text : "");
-    dtrain__trace_put(world, &event);
+    if (number < world->timeline.trace->next) dtrain__trace_put(world, number);
 }
 
 /* Write, if it is time to: the rank is between two spans. */
 DTRAIN__PRIVATE void dtrain__trace_pause(dtrain_world *world, uint64_t now)
 {
-    dtrain__trace *trace = world->timeline.trace;
-    if (!world->timeline.traced) return;
-    if (trace->used > trace->room / 2 || now - trace->written_ns > 1000000000u)
+    const dtrain__trace *trace = world->timeline.trace;
+    if (world->timeline.ring->count + 1 - trace->next > trace->room / 2 ||
+        now - trace->written_ns > 1000000000u)
         dtrain__trace_flush(world);
 }
 
-/* Begin a step: those outside of what was asked for are left out, and behind the last one the file
- * is complete. */
+/* Begin a step: the trace begins with the first that was asked for, and is whole after the last. */
 DTRAIN__PRIVATE void dtrain__trace_step(dtrain_world *world, int64_t step)
 {
     dtrain__trace *trace = world->timeline.trace;
-    if (!trace) return;
-    if (trace->file >= 0) world->timeline.traced = (uint64_t)step >= trace->first_step;
-    if (trace->file < 0 || (uint64_t)step < trace->end_step) return;
+    if (!trace || trace->out.file < 0) return;
+    if (!world->timeline.traced) trace->next = world->timeline.ring->count + 1;
+    world->timeline.traced = (uint64_t)step >= trace->first_step;
+    if ((uint64_t)step < trace->end_step) return;
     dtrain__trace_flush(world);
     dtrain__trace_close(world);
 }
@@ -289,50 +284,50 @@ static bool dtrain__trace_name(const dtrain_world *world, const char *path, char
 /* Write what the file is about: names, and the clock. */
 static void dtrain__trace_head(dtrain_world *world)
 {
-    dtrain__trace *trace = world->timeline.trace;
+    dtrain__writer *out = &world->timeline.trace->out;
     char host[72] = "";
     if (gethostname(host, sizeof host - 1) != 0) host[0] = 0;
-    dtrain__trace_print(trace,
-                        "[{\"ph\":\"M\",\"pid\":%d,\"tid\":0,\"name\":\"process_name\","
-                        "\"args\":{\"name\":\"rank %d\"}}",
-                        world->rank, world->rank);
+    dtrain__writer_add(out,
+                       "[{\"ph\":\"M\",\"pid\":%d,\"tid\":0,\"name\":\"process_name\","
+                       "\"args\":{\"name\":\"rank %d\"}}",
+                       world->rank, world->rank);
     dtrain__trace_line(world, "M", 0);
-    dtrain__trace_print(trace, ",\"name\":\"process_sort_index\",\"args\":{\"sort_index\":%d}}",
-                        world->rank);
+    dtrain__writer_add(out, ",\"name\":\"process_sort_index\",\"args\":{\"sort_index\":%d}}",
+                       world->rank);
     dtrain__trace_line(world, "M", 0);
-    dtrain__trace_print(trace,
-                        ",\"name\":\"dtrain\",\"args\":{\"version\":\"%s\",\"rank\":%d,"
-                        "\"size\":%d,\"node\":%d,\"restart\":%u,\"clock_offset_ns\":%lld,"
-                        "\"clock_error_ns\":%llu,\"host\":",
-                        DTRAIN_VERSION_STRING, world->rank, world->size, world->node,
-                        world->restart_count, (long long)world->clock_offset_ns,
-                        (unsigned long long)world->clock_error_ns);
-    dtrain__trace_string(trace, host);
-    dtrain__trace_print(trace, "}}");
+    dtrain__writer_add(out,
+                       ",\"name\":\"dtrain\",\"args\":{\"version\":\"%s\",\"rank\":%d,"
+                       "\"size\":%d,\"node\":%d,\"restart\":%u,\"clock_offset_ns\":%lld,"
+                       "\"clock_error_ns\":%llu,",
+                       DTRAIN_VERSION_STRING, world->rank, world->size, world->node,
+                       world->restart_count, (long long)world->clock_offset_ns,
+                       (unsigned long long)world->clock_error_ns);
+    dtrain__writer_string(out, "host", host);
+    dtrain__writer_add(out, "}}");
 }
 
-/* Open the file of this rank and take all the memory that the trace needs; nothing is done when
- * none is asked for. */
+/* Open the file of this rank, if the desc asks for a trace. */
 DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
                                                    const dtrain_trace_desc *desc)
 {
-    const uint32_t room = desc->event_count ? desc->event_count : DTRAIN__TRACE_EVENTS;
-    dtrain__trace *trace;
     if (!desc->path || !desc->path[0]) return DTRAIN_OK;
-    if (room < 64)
+    if (desc->event_count && desc->event_count < 64)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_launch: trace.event_count is %u, expected 0 or at least 64",
-                           room);
-    trace = (dtrain__trace *)dtrain__alloc(&world->allocator, 1,
-                                           sizeof *trace + room * sizeof *trace->events, "a trace");
+                           desc->event_count);
+    dtrain__trace *trace =
+        (dtrain__trace *)dtrain__alloc(&world->allocator, 1, sizeof *trace, "a trace");
     if (!trace) return DTRAIN_ERROR_MEMORY;
-    trace->file = -1;
-    trace->room = room;
     world->timeline.trace = trace;
+    trace->out.file = -1;
+    trace->out.text = trace->text;
+    trace->out.room = sizeof trace->text;
+    trace->room = (uint32_t)world->timeline.ring->room - DTRAIN__FLIGHT_RECORDS;
+    trace->next = world->timeline.ring->count + 1;
     if (!dtrain__trace_name(world, desc->path, trace->path, sizeof trace->path))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch: trace.path is too long");
-    trace->file = dtrain__open(trace->path, O_WRONLY | O_CREAT | O_TRUNC);
-    if (trace->file < 0)
+    trace->out.file = dtrain__open(trace->path, O_WRONLY | O_CREAT | O_TRUNC);
+    if (trace->out.file < 0)
         return dtrain_fail(DTRAIN_ERROR_FILE, "the trace %s cannot be written: %s", trace->path,
                            strerror(errno));
     trace->first_step = desc->first_step;
@@ -353,5 +348,5 @@ DTRAIN__PRIVATE void dtrain__trace_destroy(dtrain_world *world)
     dtrain__trace_flush(world);
     dtrain__trace_close(world);
     world->timeline.trace = NULL;
-    dtrain__free(&world->allocator, trace, 1, sizeof *trace + trace->room * sizeof *trace->events);
+    dtrain__free(&world->allocator, trace, 1, sizeof *trace);
 }

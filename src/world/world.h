@@ -122,23 +122,6 @@ DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step);
  * not restarted. */
 DTRAIN_API bool dtrain_world_stop_requested(const dtrain_world *world);
 
-/* Write the flight record of this rank to DIRECTORY/flight-RANK.json: its last 256 collectives and
- * messages (communicator, sequence number, kind, reduction, dtype, count, which bucket asked and
- * the name of its first parameter, state, times on the monotonic clock), and for every rank the
- * last call and how long ago it gave a sign of life, as far as ranks share memory. build/flight
- * DIRECTORY reads the files of all ranks and says who is behind, or who called what.
- *
- * Local; it waits for no other rank. The directory is made if it is missing, and the file appears
- * whole. Errors: DTRAIN_ERROR_ARGUMENT, DTRAIN_ERROR_SYSTEM.
- *
- * With desc.flight_directory a rank does it by itself, once: when a collective, or
- * dtrain_world_poll, ends in a failure (a deadline, a mismatch, the failure of another rank), or
- * when rank_main returns another value than 0. That file stands: later calls with the same
- * directory leave it as it is. A restarted rank replaces it at its next failure; give each run a
- * directory of its own. With desc.catch_signals too, SIGUSR2 makes a rank write its file at its
- * next call or wait, and the run goes on: for a look at a run that seems to hang. */
-DTRAIN_API dtrain_result dtrain_world_dump(dtrain_world *world, const char *directory);
-
 /* Send one formatted line to the log. */
 #if defined(__GNUC__)
 __attribute__((format(printf, 3, 4)))

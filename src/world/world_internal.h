@@ -116,14 +116,6 @@ typedef struct dtrain__range {
 
 typedef struct dtrain__part dtrain__part; /* of a communicator, see comm/ */
 
-/* The calls by which a world reports to its recorder, the flight record (comm/flight.c). */
-typedef struct dtrain__recorder {
-    void (*beat)(dtrain_world *world, uint64_t now);   /* a wait has read the clock */
-    void (*gather)(dtrain_world *world, size_t bytes); /* dtrain_world_all_gather begins ... */
-    void (*gathered)(dtrain_world *world, dtrain_result result); /* ... and ends */
-    void (*fail)(dtrain_world *world, dtrain_result code); /* a call failed, see its last error */
-} dtrain__recorder;
-
 struct dtrain_world {
     int rank, size;
     int local_rank, local_size, node, node_count; /* the machine's, also under emulation */
@@ -157,9 +149,7 @@ struct dtrain_world {
     int caused_by;                /* 1 + the rank whose failure ended a call of this one; 0: none */
     struct dtrain__engine *comms; /* this rank's communicators, newest first */
     int64_t comm_count;           /* every communicator made so far has a smaller number */
-    struct dtrain__flight *flight;    /* its last collectives, see comm/flight.c */
-    const dtrain__recorder *recorder; /* that of flight; or NULL */
-    dtrain__timeline timeline;        /* its spans, see timeline.c */
+    dtrain__timeline timeline;    /* its spans, collectives and signs of life */
     dtrain__part *retired; /* memory of destroyed communicators that others may still read */
 };
 

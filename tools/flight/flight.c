@@ -100,7 +100,7 @@ static void flight_read_call(dtrain__json *json, flight_dump *dump)
                                    FLIGHT_TEXT("kind", c->kind),
                                    FLIGHT_TEXT("op", c->op),
                                    FLIGHT_TEXT("dtype", c->dtype),
-                                   FLIGHT_TEXT("by", c->by),
+                                   FLIGHT_TEXT("of", c->by),
                                    FLIGHT_TEXT("state", c->state),
                                    FLIGHT_END};
     flight_read(json, fields, dump);
