@@ -2790,8 +2790,6 @@ typedef struct dtrain_export_desc {
     uint64_t file_bytes;             /* of values in a file; 0 = one file. See below */
     const dtrain_export_name *names; /* (param_count), those of aliases are not looked at;
                                         NULL = zeros */
-    const char *const *metadata;     /* key, text, key, text, ..., NULL: strings for the header,
-                                        beside "format": "pt"; NULL = none */
     const dtrain_storage *storage;   /* NULL = the file system */
 } dtrain_export_desc;
 
@@ -26081,6 +26079,7 @@ typedef struct dtrain__manifest {
     size_t text_bytes;
     char *names; /* (text_bytes + 1), names_bytes in use: names of tensors and files */
     size_t names_bytes;
+    uint64_t version;
     int64_t step;
     int ranks;
     char strategy[32];
@@ -28404,7 +28403,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__weight_path_check(const char *call, const 
 
 /* ---- The plan ---------------------------------------------------------------------------------*/
 
-/* An export under way. Rank 0 alone has a block, metadata and files. */
+/* An export under way. Rank 0 alone has a block and files. */
 typedef struct dtrain__export {
     dtrain_strategy *strategy;
     dtrain_export_desc desc; /* resolved */
@@ -28412,9 +28411,7 @@ typedef struct dtrain__export {
     dtrain__weights weights;
     float *value; /* (most) the parameter under way */
     size_t most;
-    char *block;           /* (BLOCK) */
-    const char **metadata; /* (metadata_count) */
-    size_t metadata_count;
+    char *block;                 /* (BLOCK) */
     uint32_t file_count, opened; /* files; those that have been begun */
     uint32_t renamed;
     uint64_t total_bytes;
@@ -28423,30 +28420,6 @@ typedef struct dtrain__export {
 } dtrain__export;
 
 static const char dtrain__export_call[] = "dtrain_checkpoint_export";
-
-/* Count the metadata, and put the format before them: transformers reads no file without. */
-static dtrain_result dtrain__export_metadata(dtrain__export *e)
-{
-    const char *const *given = e->desc.metadata;
-    size_t count = 0;
-    for (; given && given[count]; count++)
-        if (count % 2 == 0 && strcmp(given[count], "format") == 0)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "%s: metadata have \"format\", which is always \"pt\"; leave it out",
-                               dtrain__export_call);
-    if (count % 2)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: metadata have %zu strings before their NULL, expected pairs",
-                           dtrain__export_call, count);
-    e->metadata_count = count + 3;
-    e->metadata = (const char **)dtrain__alloc(e->weights.allocator, e->metadata_count,
-                                               sizeof *e->metadata, "metadata");
-    if (!e->metadata) return DTRAIN_ERROR_MEMORY;
-    e->metadata[0] = "format";
-    e->metadata[1] = "pt";
-    for (size_t i = 0; i < count; i++) e->metadata[i + 2] = given[i];
-    return DTRAIN_OK;
-}
 
 /* Give every weight its place: a file is full when the next one does not fit. */
 static dtrain_result dtrain__export_plan(dtrain__export *e)
@@ -28490,7 +28463,6 @@ static dtrain_result dtrain__export_prepare(dtrain__export *e)
                            "\" for files of file_bytes",
                            dtrain__export_call, e->path);
     DTRAIN__TRY(dtrain__weights_list(dtrain__export_call, e->strategy, e->desc.names, &e->weights));
-    DTRAIN__TRY(dtrain__export_metadata(e));
     DTRAIN__TRY(dtrain__export_plan(e));
     e->value = (float *)dtrain__alloc(allocator, e->most, sizeof(float), "a whole parameter");
     if (!e->value) return DTRAIN_ERROR_MEMORY;
@@ -28518,6 +28490,7 @@ static void dtrain__export_path(const dtrain__export *e, uint32_t number, const 
 static dtrain_result dtrain__export_header(const dtrain__export *e, uint32_t number,
                                            dtrain__text *text)
 {
+    const char *const metadata[] = {"format", "pt", NULL}; /* transformers reads no file without */
     const uint64_t each = dtrain_dtype_bytes((dtrain_dtype)e->desc.dtype);
     const dtrain__weight *first = e->weights.list, *end = first + e->weights.count, *last;
     while (first < end && first->file < number) first++;
@@ -28534,7 +28507,7 @@ static dtrain_result dtrain__export_header(const dtrain__export *e, uint32_t num
         stored[i].begin = first[i].at;
         stored[i].end = first[i].at + (uint64_t)first[i].total * each;
     }
-    const dtrain_result result = dtrain__safetensors_write(text, stored, count, e->metadata);
+    const dtrain_result result = dtrain__safetensors_write(text, stored, count, metadata);
     dtrain__free(text->allocator, stored, count, sizeof *stored);
     return result;
 }
@@ -28701,7 +28674,6 @@ DTRAIN_API dtrain_result dtrain_checkpoint_export(dtrain_strategy *strategy, con
     if (result == DTRAIN_OK) result = dtrain__agree(comm, dtrain__export_values(&e));
     dtrain__free(allocator, e.block, DTRAIN__BLOCK, 1);
     dtrain__free(allocator, e.value, e.most, sizeof(float));
-    dtrain__free(allocator, (void *)e.metadata, e.metadata_count, sizeof *e.metadata);
     dtrain__weights_free(&e.weights);
     return result;
 }
@@ -28794,29 +28766,22 @@ static dtrain_result dtrain__import_file(dtrain__import *im, const char *name, u
     return DTRAIN_OK;
 }
 
-/* Read one member of a weight_map: the first time to know the files, the second time, when there
- * are headers, to see that the tensor is in its file. */
-static dtrain_result dtrain__index_member(dtrain__import *im, dtrain__json *json, const char *name,
-                                          bool check)
+/* Read one member of a weight_map: the name of a file beside the index. */
+static dtrain_result dtrain__index_member(dtrain__import *im, dtrain__json *json)
 {
-    char file_name[DTRAIN__WEIGHT_FILE_NAME];
-    if (!dtrain__json_string(json, file_name, sizeof file_name)) return json->result;
-    if (!file_name[0] || strchr(file_name, '/') || strcmp(file_name, ".") == 0 ||
-        strcmp(file_name, "..") == 0) {
-        dtrain__json_fail(json, "its file is \"%.100s\", expected the name of one beside the index",
-                          file_name);
-        return json->result;
-    }
+    char name[DTRAIN__WEIGHT_FILE_NAME];
     uint32_t number;
-    DTRAIN__TRY(dtrain__import_file(im, file_name, &number));
-    if (check && !dtrain__safetensors_find(&im->files[number].header, name))
-        dtrain__json_fail(json, "it is not in %.100s", file_name);
+    if (!dtrain__json_string(json, name, sizeof name)) return json->result;
+    if (name[0] && !strchr(name, '/') && strcmp(name, ".") != 0 && strcmp(name, "..") != 0)
+        return dtrain__import_file(im, name, &number);
+    dtrain__json_fail(json, "its file is \"%.100s\", expected the name of one beside the index",
+                      name);
     return json->result;
 }
 
 /* Walk through an index, and count its tensors. */
 static dtrain_result dtrain__index_walk(dtrain__import *im, const char *text, size_t bytes,
-                                        bool check, size_t *count)
+                                        size_t *count)
 {
     char name[DTRAIN__TENSOR_NAME];
     dtrain__json json = dtrain__json_begin(im->index, text, bytes);
@@ -28833,7 +28798,7 @@ static dtrain_result dtrain__index_walk(dtrain__import *im, const char *text, si
         (void)dtrain__json_enter(&json, '{');
         while (dtrain__json_member(&json, name, sizeof name)) {
             json.inside = name;
-            DTRAIN__TRY(dtrain__index_member(im, &json, name, check));
+            DTRAIN__TRY(dtrain__index_member(im, &json));
             json.inside = NULL;
             ++*count;
         }
@@ -28868,9 +28833,8 @@ static dtrain_result dtrain__import_index(dtrain__import *im)
     size_t bytes, count;
     DTRAIN__TRY(dtrain__storage_get(im->desc.storage, im->allocator, im->index, DTRAIN__INDEX_MOST,
                                     &text, &bytes));
-    dtrain_result result = dtrain__index_walk(im, text, bytes, false, &count);
+    dtrain_result result = dtrain__index_walk(im, text, bytes, &count);
     if (result == DTRAIN_OK) result = dtrain__import_headers(im);
-    if (result == DTRAIN_OK) result = dtrain__index_walk(im, text, bytes, true, &count);
     if (result == DTRAIN_OK && count != im->tensor_count)
         result = dtrain_fail(DTRAIN_ERROR_DATA,
                              "%s names %zu tensors, and its files have %zu: one of them has "
@@ -29817,31 +29781,6 @@ static bool dtrain__read_file(dtrain__manifest *m, dtrain__json *json)
     return json->result == DTRAIN_OK;
 }
 
-/* The members of a manifest, in an order in which each needs only those before it. */
-enum {
-    DTRAIN__IN_FORMAT,
-    DTRAIN__IN_VERSION,
-    DTRAIN__IN_LIBRARY,
-    DTRAIN__IN_STEP,
-    DTRAIN__IN_RANKS,
-    DTRAIN__IN_STRATEGY,
-    DTRAIN__IN_HIERARCHICAL,
-    DTRAIN__IN_BLOCK,
-    DTRAIN__IN_SCALARS,
-    DTRAIN__IN_TENSORS,
-    DTRAIN__IN_FILES,
-    DTRAIN__REQUIRED,
-    DTRAIN__IN_METRIC = DTRAIN__REQUIRED,
-    DTRAIN__IN_MODEL,
-    DTRAIN__IN_SETTINGS,
-    DTRAIN__IN_RUN,
-    DTRAIN__IN_JOB,
-    DTRAIN__MEMBERS
-};
-static const char *const dtrain__members[DTRAIN__MEMBERS] = {
-    "format",  "version", "library", "step",        "ranks", "strategy", "hierarchical", "block",
-    "scalars", "tensors", "files",   "metric_bits", "model", "settings", "run",          "job"};
-
 /* Keep the place of an object in the text. */
 static bool dtrain__read_object(dtrain__json *json, const char **object, size_t *bytes)
 {
@@ -29852,87 +29791,74 @@ static bool dtrain__read_object(dtrain__json *json, const char **object, size_t 
     return true;
 }
 
-/* Read a member that is one value, and check it. */
-static bool dtrain__read_plain(dtrain__manifest *m, dtrain__json *json, int member)
+static bool dtrain__read_version(dtrain__manifest *m, dtrain__json *json)
+{
+    if (!dtrain__json_u64(json, &m->version)) return false;
+    if (m->version >= 1 && m->version <= DTRAIN__MANIFEST_VERSION) return true;
+    return dtrain__json_fail(
+        json,
+        "it has version %llu of the format, and this is dtrain %s, which reads "
+        "versions up to %d",
+        (unsigned long long)m->version, dtrain_version(), DTRAIN__MANIFEST_VERSION);
+}
+
+/* Read a list with one of its items' readers. */
+static bool dtrain__read_list(dtrain__manifest *m, dtrain__json *json,
+                              bool (*item)(dtrain__manifest *, dtrain__json *))
+{
+    if (!dtrain__json_enter(json, '[')) return false;
+    while (dtrain__json_item(json)) item(m, json);
+    return json->result == DTRAIN_OK;
+}
+
+/* Read one member. What is not known here is of people, or of a later library. */
+static bool dtrain__read_member(dtrain__manifest *m, dtrain__json *json, const char *name)
 {
     char word[32];
     uint64_t number = 0;
-    switch (member) {
-    case DTRAIN__IN_FORMAT:
+    if (strcmp(name, "format") == 0)
         return dtrain__json_string(json, word, sizeof word) &&
                (strcmp(word, DTRAIN__MANIFEST_FORMAT) == 0 ||
                 dtrain__json_fail(json, "the format is \"%s\", expected \"%s\"", word,
                                   DTRAIN__MANIFEST_FORMAT));
-    case DTRAIN__IN_VERSION:
-        return dtrain__json_u64(json, &number) &&
-               ((number >= 1 && number <= DTRAIN__MANIFEST_VERSION) ||
-                dtrain__json_fail(json,
-                                  "it has version %llu of the format, and this is dtrain %s, which "
-                                  "reads versions up to %d",
-                                  (unsigned long long)number, dtrain_version(),
-                                  DTRAIN__MANIFEST_VERSION));
-    case DTRAIN__IN_LIBRARY: return dtrain__json_string(json, word, sizeof word); /* for people */
-    case DTRAIN__IN_STRATEGY: return dtrain__json_string(json, m->strategy, sizeof m->strategy);
-    case DTRAIN__IN_STEP: return dtrain__json_i64(json, &m->step);
-    case DTRAIN__IN_RUN: return dtrain__json_u64(json, &m->run);
-    case DTRAIN__IN_JOB: return dtrain__json_u64(json, &m->job);
-    case DTRAIN__IN_HIERARCHICAL: return dtrain__json_bool(json, &m->hierarchical);
-    case DTRAIN__IN_METRIC:
-        if (!dtrain__json_u64(json, &number)) return false;
+    if (strcmp(name, "version") == 0) return dtrain__read_version(m, json);
+    if (strcmp(name, "strategy") == 0)
+        return dtrain__json_string(json, m->strategy, sizeof m->strategy);
+    if (strcmp(name, "step") == 0) return dtrain__json_i64(json, &m->step);
+    if (strcmp(name, "run") == 0) return dtrain__json_u64(json, &m->run);
+    if (strcmp(name, "job") == 0) return dtrain__json_u64(json, &m->job);
+    if (strcmp(name, "hierarchical") == 0) return dtrain__json_bool(json, &m->hierarchical);
+    if (strcmp(name, "model") == 0) return dtrain__read_object(json, &m->model, &m->model_bytes);
+    if (strcmp(name, "settings") == 0)
+        return dtrain__read_object(json, &m->settings, &m->settings_bytes);
+    if (strcmp(name, "scalars") == 0) return dtrain__read_list(m, json, dtrain__read_scalar);
+    if (strcmp(name, "tensors") == 0) return dtrain__read_list(m, json, dtrain__read_tensor);
+    if (strcmp(name, "files") == 0) return dtrain__read_list(m, json, dtrain__read_file);
+    if (strcmp(name, "metric_bits") == 0) {
+        m->has_metric = dtrain__json_u64(json, &number);
         memcpy(&m->metric, &number, sizeof number);
-        return m->has_metric = true;
-    case DTRAIN__IN_MODEL: return dtrain__read_object(json, &m->model, &m->model_bytes);
-    case DTRAIN__IN_SETTINGS: return dtrain__read_object(json, &m->settings, &m->settings_bytes);
-    case DTRAIN__IN_BLOCK:
-        return dtrain__json_u64(json, &number) &&
-               (number == DTRAIN__BLOCK ||
-                dtrain__json_fail(json, "blocks have %llu bytes, expected %zu",
-                                  (unsigned long long)number, DTRAIN__BLOCK));
-    default: /* DTRAIN__IN_RANKS */
-        if (!dtrain__json_u64(json, &number)) return false;
-        if (number < 1 || number > INT32_MAX)
-            return dtrain__json_fail(json, "ranks is %llu", (unsigned long long)number);
+    } else if (strcmp(name, "block") == 0) {
+        if (dtrain__json_u64(json, &number) && number != DTRAIN__BLOCK)
+            dtrain__json_fail(json, "blocks have %llu bytes, expected %zu",
+                              (unsigned long long)number, DTRAIN__BLOCK);
+    } else if (strcmp(name, "ranks") == 0) {
+        if (dtrain__json_u64(json, &number) && (number < 1 || number > INT32_MAX))
+            dtrain__json_fail(json, "ranks is %llu", (unsigned long long)number);
         m->ranks = (int)number;
-        return true;
-    }
-}
-
-static bool dtrain__read_list(dtrain__manifest *m, dtrain__json *json, int member)
-{
-    if (!dtrain__json_enter(json, '[')) return false;
-    while (dtrain__json_item(json)) {
-        if (member == DTRAIN__IN_SCALARS) dtrain__read_scalar(m, json);
-        else if (member == DTRAIN__IN_TENSORS) dtrain__read_tensor(m, json);
-        else dtrain__read_file(m, json);
-    }
+    } else dtrain__json_skip(json);
     return json->result == DTRAIN_OK;
 }
 
-/* Read all members. Each comes once, and none before one that it needs. */
+/* Read all members. Files need the ranks and the tensors before them; tensors that come twice are
+ * found later. */
 static bool dtrain__read_members(dtrain__manifest *m, dtrain__json *json)
 {
     char name[32];
-    bool seen[DTRAIN__MEMBERS];
-    memset(seen, 0, sizeof seen);
+    m->step = -1;
     if (!dtrain__json_enter(json, '{')) return false;
-    while (dtrain__json_member(json, name, sizeof name)) {
-        int member = 0;
-        while (member < DTRAIN__MEMBERS && strcmp(name, dtrain__members[member]) != 0) member++;
-        if (member == DTRAIN__MEMBERS) { /* of people, or of a later library */
-            dtrain__json_skip(json);
-            continue;
-        }
-        if (seen[member]) return dtrain__json_fail(json, "\"%s\" comes twice", name);
-        seen[member] = true;
-        if (member == DTRAIN__IN_FILES && !(seen[DTRAIN__IN_TENSORS] && seen[DTRAIN__IN_RANKS]))
-            return dtrain__json_fail(json, "\"files\" comes before \"tensors\" or \"ranks\"");
-        if (member >= DTRAIN__IN_SCALARS && member <= DTRAIN__IN_FILES)
-            dtrain__read_list(m, json, member);
-        else dtrain__read_plain(m, json, member);
-    }
-    for (int member = 0; member < DTRAIN__REQUIRED && json->result == DTRAIN_OK; member++)
-        if (!seen[member])
-            return dtrain__json_fail(json, "there is no \"%s\"", dtrain__members[member]);
+    while (dtrain__json_member(json, name, sizeof name)) dtrain__read_member(m, json, name);
+    if (json->result == DTRAIN_OK && (!m->version || !m->ranks || m->step < 0))
+        return dtrain__json_fail(json, "there is no version, number of ranks or step");
     return json->result == DTRAIN_OK;
 }
 

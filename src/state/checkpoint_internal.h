@@ -58,6 +58,7 @@ typedef struct dtrain__manifest {
     size_t text_bytes;
     char *names; /* (text_bytes + 1), names_bytes in use: names of tensors and files */
     size_t names_bytes;
+    uint64_t version;
     int64_t step;
     int ranks;
     char strategy[32];

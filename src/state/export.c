@@ -143,7 +143,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__weight_path_check(const char *call, const 
 
 /* ---- The plan ---------------------------------------------------------------------------------*/
 
-/* An export under way. Rank 0 alone has a block, metadata and files. */
+/* An export under way. Rank 0 alone has a block and files. */
 typedef struct dtrain__export {
     dtrain_strategy *strategy;
     dtrain_export_desc desc; /* resolved */
@@ -151,9 +151,7 @@ typedef struct dtrain__export {
     dtrain__weights weights;
     float *value; /* (most) the parameter under way */
     size_t most;
-    char *block;           /* (BLOCK) */
-    const char **metadata; /* (metadata_count) */
-    size_t metadata_count;
+    char *block;                 /* (BLOCK) */
     uint32_t file_count, opened; /* files; those that have been begun */
     uint32_t renamed;
     uint64_t total_bytes;
@@ -162,30 +160,6 @@ typedef struct dtrain__export {
 } dtrain__export;
 
 static const char dtrain__export_call[] = "dtrain_checkpoint_export";
-
-/* Count the metadata, and put the format before them: transformers reads no file without. */
-static dtrain_result dtrain__export_metadata(dtrain__export *e)
-{
-    const char *const *given = e->desc.metadata;
-    size_t count = 0;
-    for (; given && given[count]; count++)
-        if (count % 2 == 0 && strcmp(given[count], "format") == 0)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "%s: metadata have \"format\", which is always \"pt\"; leave it out",
-                               dtrain__export_call);
-    if (count % 2)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: metadata have %zu strings before their NULL, expected pairs",
-                           dtrain__export_call, count);
-    e->metadata_count = count + 3;
-    e->metadata = (const char **)dtrain__alloc(e->weights.allocator, e->metadata_count,
-                                               sizeof *e->metadata, "metadata");
-    if (!e->metadata) return DTRAIN_ERROR_MEMORY;
-    e->metadata[0] = "format";
-    e->metadata[1] = "pt";
-    for (size_t i = 0; i < count; i++) e->metadata[i + 2] = given[i];
-    return DTRAIN_OK;
-}
 
 /* Give every weight its place: a file is full when the next one does not fit. */
 static dtrain_result dtrain__export_plan(dtrain__export *e)
@@ -229,7 +203,6 @@ static dtrain_result dtrain__export_prepare(dtrain__export *e)
                            "\" for files of file_bytes",
                            dtrain__export_call, e->path);
     DTRAIN__TRY(dtrain__weights_list(dtrain__export_call, e->strategy, e->desc.names, &e->weights));
-    DTRAIN__TRY(dtrain__export_metadata(e));
     DTRAIN__TRY(dtrain__export_plan(e));
     e->value = (float *)dtrain__alloc(allocator, e->most, sizeof(float), "a whole parameter");
     if (!e->value) return DTRAIN_ERROR_MEMORY;
@@ -257,6 +230,7 @@ static void dtrain__export_path(const dtrain__export *e, uint32_t number, const 
 static dtrain_result dtrain__export_header(const dtrain__export *e, uint32_t number,
                                            dtrain__text *text)
 {
+    const char *const metadata[] = {"format", "pt", NULL}; /* transformers reads no file without */
     const uint64_t each = dtrain_dtype_bytes((dtrain_dtype)e->desc.dtype);
     const dtrain__weight *first = e->weights.list, *end = first + e->weights.count, *last;
     while (first < end && first->file < number) first++;
@@ -273,7 +247,7 @@ static dtrain_result dtrain__export_header(const dtrain__export *e, uint32_t num
         stored[i].begin = first[i].at;
         stored[i].end = first[i].at + (uint64_t)first[i].total * each;
     }
-    const dtrain_result result = dtrain__safetensors_write(text, stored, count, e->metadata);
+    const dtrain_result result = dtrain__safetensors_write(text, stored, count, metadata);
     dtrain__free(text->allocator, stored, count, sizeof *stored);
     return result;
 }
@@ -440,7 +414,6 @@ DTRAIN_API dtrain_result dtrain_checkpoint_export(dtrain_strategy *strategy, con
     if (result == DTRAIN_OK) result = dtrain__agree(comm, dtrain__export_values(&e));
     dtrain__free(allocator, e.block, DTRAIN__BLOCK, 1);
     dtrain__free(allocator, e.value, e.most, sizeof(float));
-    dtrain__free(allocator, (void *)e.metadata, e.metadata_count, sizeof *e.metadata);
     dtrain__weights_free(&e.weights);
     return result;
 }

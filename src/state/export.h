@@ -37,8 +37,6 @@ typedef struct dtrain_export_desc {
     uint64_t file_bytes;             /* of values in a file; 0 = one file. See below */
     const dtrain_export_name *names; /* (param_count), those of aliases are not looked at;
                                         NULL = zeros */
-    const char *const *metadata;     /* key, text, key, text, ..., NULL: strings for the header,
-                                        beside "format": "pt"; NULL = none */
     const dtrain_storage *storage;   /* NULL = the file system */
 } dtrain_export_desc;
 

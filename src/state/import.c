@@ -100,29 +100,22 @@ static dtrain_result dtrain__import_file(dtrain__import *im, const char *name, u
     return DTRAIN_OK;
 }
 
-/* Read one member of a weight_map: the first time to know the files, the second time, when there
- * are headers, to see that the tensor is in its file. */
-static dtrain_result dtrain__index_member(dtrain__import *im, dtrain__json *json, const char *name,
-                                          bool check)
+/* Read one member of a weight_map: the name of a file beside the index. */
+static dtrain_result dtrain__index_member(dtrain__import *im, dtrain__json *json)
 {
-    char file_name[DTRAIN__WEIGHT_FILE_NAME];
-    if (!dtrain__json_string(json, file_name, sizeof file_name)) return json->result;
-    if (!file_name[0] || strchr(file_name, '/') || strcmp(file_name, ".") == 0 ||
-        strcmp(file_name, "..") == 0) {
-        dtrain__json_fail(json, "its file is \"%.100s\", expected the name of one beside the index",
-                          file_name);
-        return json->result;
-    }
+    char name[DTRAIN__WEIGHT_FILE_NAME];
     uint32_t number;
-    DTRAIN__TRY(dtrain__import_file(im, file_name, &number));
-    if (check && !dtrain__safetensors_find(&im->files[number].header, name))
-        dtrain__json_fail(json, "it is not in %.100s", file_name);
+    if (!dtrain__json_string(json, name, sizeof name)) return json->result;
+    if (name[0] && !strchr(name, '/') && strcmp(name, ".") != 0 && strcmp(name, "..") != 0)
+        return dtrain__import_file(im, name, &number);
+    dtrain__json_fail(json, "its file is \"%.100s\", expected the name of one beside the index",
+                      name);
     return json->result;
 }
 
 /* Walk through an index, and count its tensors. */
 static dtrain_result dtrain__index_walk(dtrain__import *im, const char *text, size_t bytes,
-                                        bool check, size_t *count)
+                                        size_t *count)
 {
     char name[DTRAIN__TENSOR_NAME];
     dtrain__json json = dtrain__json_begin(im->index, text, bytes);
@@ -139,7 +132,7 @@ static dtrain_result dtrain__index_walk(dtrain__import *im, const char *text, si
         (void)dtrain__json_enter(&json, '{');
         while (dtrain__json_member(&json, name, sizeof name)) {
             json.inside = name;
-            DTRAIN__TRY(dtrain__index_member(im, &json, name, check));
+            DTRAIN__TRY(dtrain__index_member(im, &json));
             json.inside = NULL;
             ++*count;
         }
@@ -174,9 +167,8 @@ static dtrain_result dtrain__import_index(dtrain__import *im)
     size_t bytes, count;
     DTRAIN__TRY(dtrain__storage_get(im->desc.storage, im->allocator, im->index, DTRAIN__INDEX_MOST,
                                     &text, &bytes));
-    dtrain_result result = dtrain__index_walk(im, text, bytes, false, &count);
+    dtrain_result result = dtrain__index_walk(im, text, bytes, &count);
     if (result == DTRAIN_OK) result = dtrain__import_headers(im);
-    if (result == DTRAIN_OK) result = dtrain__index_walk(im, text, bytes, true, &count);
     if (result == DTRAIN_OK && count != im->tensor_count)
         result = dtrain_fail(DTRAIN_ERROR_DATA,
                              "%s names %zu tensors, and its files have %zu: one of them has "

@@ -333,31 +333,6 @@ static bool dtrain__read_file(dtrain__manifest *m, dtrain__json *json)
     return json->result == DTRAIN_OK;
 }
 
-/* The members of a manifest, in an order in which each needs only those before it. */
-enum {
-    DTRAIN__IN_FORMAT,
-    DTRAIN__IN_VERSION,
-    DTRAIN__IN_LIBRARY,
-    DTRAIN__IN_STEP,
-    DTRAIN__IN_RANKS,
-    DTRAIN__IN_STRATEGY,
-    DTRAIN__IN_HIERARCHICAL,
-    DTRAIN__IN_BLOCK,
-    DTRAIN__IN_SCALARS,
-    DTRAIN__IN_TENSORS,
-    DTRAIN__IN_FILES,
-    DTRAIN__REQUIRED,
-    DTRAIN__IN_METRIC = DTRAIN__REQUIRED,
-    DTRAIN__IN_MODEL,
-    DTRAIN__IN_SETTINGS,
-    DTRAIN__IN_RUN,
-    DTRAIN__IN_JOB,
-    DTRAIN__MEMBERS
-};
-static const char *const dtrain__members[DTRAIN__MEMBERS] = {
-    "format",  "version", "library", "step",        "ranks", "strategy", "hierarchical", "block",
-    "scalars", "tensors", "files",   "metric_bits", "model", "settings", "run",          "job"};
-
 /* Keep the place of an object in the text. */
 static bool dtrain__read_object(dtrain__json *json, const char **object, size_t *bytes)
 {
@@ -368,87 +343,74 @@ static bool dtrain__read_object(dtrain__json *json, const char **object, size_t 
     return true;
 }
 
-/* Read a member that is one value, and check it. */
-static bool dtrain__read_plain(dtrain__manifest *m, dtrain__json *json, int member)
+static bool dtrain__read_version(dtrain__manifest *m, dtrain__json *json)
+{
+    if (!dtrain__json_u64(json, &m->version)) return false;
+    if (m->version >= 1 && m->version <= DTRAIN__MANIFEST_VERSION) return true;
+    return dtrain__json_fail(
+        json,
+        "it has version %llu of the format, and this is dtrain %s, which reads "
+        "versions up to %d",
+        (unsigned long long)m->version, dtrain_version(), DTRAIN__MANIFEST_VERSION);
+}
+
+/* Read a list with one of its items' readers. */
+static bool dtrain__read_list(dtrain__manifest *m, dtrain__json *json,
+                              bool (*item)(dtrain__manifest *, dtrain__json *))
+{
+    if (!dtrain__json_enter(json, '[')) return false;
+    while (dtrain__json_item(json)) item(m, json);
+    return json->result == DTRAIN_OK;
+}
+
+/* Read one member. What is not known here is of people, or of a later library. */
+static bool dtrain__read_member(dtrain__manifest *m, dtrain__json *json, const char *name)
 {
     char word[32];
     uint64_t number = 0;
-    switch (member) {
-    case DTRAIN__IN_FORMAT:
+    if (strcmp(name, "format") == 0)
         return dtrain__json_string(json, word, sizeof word) &&
                (strcmp(word, DTRAIN__MANIFEST_FORMAT) == 0 ||
                 dtrain__json_fail(json, "the format is \"%s\", expected \"%s\"", word,
                                   DTRAIN__MANIFEST_FORMAT));
-    case DTRAIN__IN_VERSION:
-        return dtrain__json_u64(json, &number) &&
-               ((number >= 1 && number <= DTRAIN__MANIFEST_VERSION) ||
-                dtrain__json_fail(json,
-                                  "it has version %llu of the format, and this is dtrain %s, which "
-                                  "reads versions up to %d",
-                                  (unsigned long long)number, dtrain_version(),
-                                  DTRAIN__MANIFEST_VERSION));
-    case DTRAIN__IN_LIBRARY: return dtrain__json_string(json, word, sizeof word); /* for people */
-    case DTRAIN__IN_STRATEGY: return dtrain__json_string(json, m->strategy, sizeof m->strategy);
-    case DTRAIN__IN_STEP: return dtrain__json_i64(json, &m->step);
-    case DTRAIN__IN_RUN: return dtrain__json_u64(json, &m->run);
-    case DTRAIN__IN_JOB: return dtrain__json_u64(json, &m->job);
-    case DTRAIN__IN_HIERARCHICAL: return dtrain__json_bool(json, &m->hierarchical);
-    case DTRAIN__IN_METRIC:
-        if (!dtrain__json_u64(json, &number)) return false;
+    if (strcmp(name, "version") == 0) return dtrain__read_version(m, json);
+    if (strcmp(name, "strategy") == 0)
+        return dtrain__json_string(json, m->strategy, sizeof m->strategy);
+    if (strcmp(name, "step") == 0) return dtrain__json_i64(json, &m->step);
+    if (strcmp(name, "run") == 0) return dtrain__json_u64(json, &m->run);
+    if (strcmp(name, "job") == 0) return dtrain__json_u64(json, &m->job);
+    if (strcmp(name, "hierarchical") == 0) return dtrain__json_bool(json, &m->hierarchical);
+    if (strcmp(name, "model") == 0) return dtrain__read_object(json, &m->model, &m->model_bytes);
+    if (strcmp(name, "settings") == 0)
+        return dtrain__read_object(json, &m->settings, &m->settings_bytes);
+    if (strcmp(name, "scalars") == 0) return dtrain__read_list(m, json, dtrain__read_scalar);
+    if (strcmp(name, "tensors") == 0) return dtrain__read_list(m, json, dtrain__read_tensor);
+    if (strcmp(name, "files") == 0) return dtrain__read_list(m, json, dtrain__read_file);
+    if (strcmp(name, "metric_bits") == 0) {
+        m->has_metric = dtrain__json_u64(json, &number);
         memcpy(&m->metric, &number, sizeof number);
-        return m->has_metric = true;
-    case DTRAIN__IN_MODEL: return dtrain__read_object(json, &m->model, &m->model_bytes);
-    case DTRAIN__IN_SETTINGS: return dtrain__read_object(json, &m->settings, &m->settings_bytes);
-    case DTRAIN__IN_BLOCK:
-        return dtrain__json_u64(json, &number) &&
-               (number == DTRAIN__BLOCK ||
-                dtrain__json_fail(json, "blocks have %llu bytes, expected %zu",
-                                  (unsigned long long)number, DTRAIN__BLOCK));
-    default: /* DTRAIN__IN_RANKS */
-        if (!dtrain__json_u64(json, &number)) return false;
-        if (number < 1 || number > INT32_MAX)
-            return dtrain__json_fail(json, "ranks is %llu", (unsigned long long)number);
+    } else if (strcmp(name, "block") == 0) {
+        if (dtrain__json_u64(json, &number) && number != DTRAIN__BLOCK)
+            dtrain__json_fail(json, "blocks have %llu bytes, expected %zu",
+                              (unsigned long long)number, DTRAIN__BLOCK);
+    } else if (strcmp(name, "ranks") == 0) {
+        if (dtrain__json_u64(json, &number) && (number < 1 || number > INT32_MAX))
+            dtrain__json_fail(json, "ranks is %llu", (unsigned long long)number);
         m->ranks = (int)number;
-        return true;
-    }
-}
-
-static bool dtrain__read_list(dtrain__manifest *m, dtrain__json *json, int member)
-{
-    if (!dtrain__json_enter(json, '[')) return false;
-    while (dtrain__json_item(json)) {
-        if (member == DTRAIN__IN_SCALARS) dtrain__read_scalar(m, json);
-        else if (member == DTRAIN__IN_TENSORS) dtrain__read_tensor(m, json);
-        else dtrain__read_file(m, json);
-    }
+    } else dtrain__json_skip(json);
     return json->result == DTRAIN_OK;
 }
 
-/* Read all members. Each comes once, and none before one that it needs. */
+/* Read all members. Files need the ranks and the tensors before them; tensors that come twice are
+ * found later. */
 static bool dtrain__read_members(dtrain__manifest *m, dtrain__json *json)
 {
     char name[32];
-    bool seen[DTRAIN__MEMBERS];
-    memset(seen, 0, sizeof seen);
+    m->step = -1;
     if (!dtrain__json_enter(json, '{')) return false;
-    while (dtrain__json_member(json, name, sizeof name)) {
-        int member = 0;
-        while (member < DTRAIN__MEMBERS && strcmp(name, dtrain__members[member]) != 0) member++;
-        if (member == DTRAIN__MEMBERS) { /* of people, or of a later library */
-            dtrain__json_skip(json);
-            continue;
-        }
-        if (seen[member]) return dtrain__json_fail(json, "\"%s\" comes twice", name);
-        seen[member] = true;
-        if (member == DTRAIN__IN_FILES && !(seen[DTRAIN__IN_TENSORS] && seen[DTRAIN__IN_RANKS]))
-            return dtrain__json_fail(json, "\"files\" comes before \"tensors\" or \"ranks\"");
-        if (member >= DTRAIN__IN_SCALARS && member <= DTRAIN__IN_FILES)
-            dtrain__read_list(m, json, member);
-        else dtrain__read_plain(m, json, member);
-    }
-    for (int member = 0; member < DTRAIN__REQUIRED && json->result == DTRAIN_OK; member++)
-        if (!seen[member])
-            return dtrain__json_fail(json, "there is no \"%s\"", dtrain__members[member]);
+    while (dtrain__json_member(json, name, sizeof name)) dtrain__read_member(m, json, name);
+    if (json->result == DTRAIN_OK && (!m->version || !m->ranks || m->step < 0))
+        return dtrain__json_fail(json, "there is no version, number of ranks or step");
     return json->result == DTRAIN_OK;
 }
 
