@@ -4848,6 +4848,7 @@ typedef struct dtrain__timeline {
     bool traced;                 /* spans are recorded, and events go to the trace */
     dtrain__ring *ring;          /* NULL in a world that only counts */
     struct dtrain__trace *trace; /* NULL: none is asked for */
+    dtrain_result (*dump)(const dtrain_world *world, const char *directory); /* comm/flight.c */
     dtrain__open_span open[DTRAIN__SPAN_DEPTH];
 } dtrain__timeline;
 
@@ -4903,9 +4904,6 @@ DTRAIN__PRIVATE void dtrain__trace_room(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__trace_late(dtrain_world *world, uint64_t number);
 DTRAIN__PRIVATE void dtrain__trace_step(dtrain_world *world, int64_t step);
 DTRAIN__PRIVATE void dtrain__trace_pause(dtrain_world *world, uint64_t now);
-
-/* comm/flight.c */
-DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char *directory);
 
 #include <arpa/inet.h>
 #include <netdb.h>
@@ -5037,7 +5035,7 @@ struct dtrain_world {
     struct dtrain__engine *comms; /* this rank's communicators, newest first */
     int64_t comm_count;           /* every communicator made so far has a smaller number */
     dtrain__timeline timeline;    /* its spans, collectives and signs of life */
-    dtrain__part *retired; /* memory of destroyed communicators that others may still read */
+    dtrain__part *retired;        /* memory of destroyed communicators that others may still read */
 };
 
 /* A request to stop reaches a rank twice when it is sent to the process group or to all processes
@@ -5417,7 +5415,7 @@ DTRAIN__PRIVATE void dtrain__beat(dtrain_world *world, uint64_t now)
     if (asked == ring->asked) return;
     ring->asked = asked;
     if (!ring->directory[0] || !world->catches || ring->code != DTRAIN_OK) return;
-    if (dtrain__dump(world, ring->directory) != DTRAIN_OK)
+    if (world->timeline.dump(world, ring->directory) != DTRAIN_OK)
         dtrain_log(world, DTRAIN_LOG_WARNING, "%s", dtrain__bare(dtrain_last_error()));
 }
 
@@ -5464,7 +5462,7 @@ DTRAIN__PRIVATE void dtrain__failed(dtrain_world *world, dtrain_result code)
         event->end_ns = now;
     }
     if (!ring->directory[0]) return;
-    if (dtrain__dump(world, ring->directory) != DTRAIN_OK)
+    if (world->timeline.dump(world, ring->directory) != DTRAIN_OK)
         dtrain_log(world, DTRAIN_LOG_WARNING, "%s", dtrain__bare(dtrain_last_error()));
     dtrain__set_last_error(found);
 }
@@ -7763,6 +7761,9 @@ DTRAIN__PRIVATE void dtrain__pull(const dtrain_comm *comm, const dtrain_collecti
 DTRAIN__PRIVATE void dtrain__slice(const dtrain_collective *what, int size, int rank, size_t *first,
                                    size_t *length);
 
+/* comm/flight.c */
+DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char *directory);
+
 /* ================================================================================================
  * src/comm/groups_internal.h
  * ==============================================================================================*/
@@ -8481,7 +8482,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char
 /* device/device.c */
 DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
 
-/* The kernels in the order of dtrain_device_ops; L: those of layers, which DTRAIN_PARTS leaves out. */
+/* The kernels in the order of dtrain_device_ops. L: of layers, which DTRAIN_PARTS leaves out. */
 /* clang-format off */
 #define DTRAIN__KERNEL_LIST(X, L)                                                            \
     X(gemm) X(activation_backward) L(layernorm) L(layernorm_backward)                        \
@@ -11990,6 +11991,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     *out = world;
     if (!world) return DTRAIN_ERROR_MEMORY;
     world->timeline.since_ns = dtrain__now_ns();
+    world->timeline.dump = dtrain__dump;
     world->rank = world->local_rank = rank;
     world->size = world->local_size = launch->place.size;
     world->node_count = 1;
@@ -15534,7 +15536,7 @@ DTRAIN__PRIVATE void dtrain__label(const dtrain_strategy *strategy, const dtrain
                                    const char *part)
 {
     dtrain__call_label(strategy->world, part, bucket - strategy->layout.buckets,
-                         strategy->params[bucket->first_param].name);
+                       strategy->params[bucket->first_param].name);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t count,
@@ -18431,8 +18433,8 @@ static void dtrain__unit_trace(dtrain_tape *tape, int64_t next)
         const bool back = tape->unit_pass == DTRAIN_PASS_BACKWARD;
         dtrain__unit_name(tape->strategy, tape->unit, name);
         dtrain__span_add(world, DTRAIN__TRACK_RANK,
-                           back ? DTRAIN_SPAN_BACKWARD : DTRAIN_SPAN_FORWARD, name, NULL,
-                           tape->unit, begin, tape->unit_end_ns);
+                         back ? DTRAIN_SPAN_BACKWARD : DTRAIN_SPAN_FORWARD, name, NULL, tape->unit,
+                         begin, tape->unit_end_ns);
     }
     if (next >= 0) tape->unit_begin_ns = dtrain__now_ns();
 }
@@ -23547,8 +23549,8 @@ static void dtrain__prefetch_trace(const dtrain_loader *loader, const dtrain__ba
         DTRAIN__TRACK_READ + place >= DTRAIN__TRACE_TRACKS)
         return;
     dtrain__span_add(loader->world, DTRAIN__TRACK_READ + (uint32_t)place, DTRAIN_SPAN_DATA,
-                       "read batch", NULL, (int64_t)loader->prefetch->taken, batch->read_ns[0],
-                       batch->read_ns[1]);
+                     "read batch", NULL, (int64_t)loader->prefetch->taken, batch->read_ns[0],
+                     batch->read_ns[1]);
 }
 
 /* Copy the next batch out of the ring. After a batch that failed the workers rest, to begin with it
@@ -37013,8 +37015,9 @@ static int64_t dtrain__winograd_chunk(const dtrain__conv *conv, int64_t *parts)
     return chunk;
 }
 
-/* Return whether patches pay: where the instance has them, they have two thirds of the multiplications, counting those for
- * channels and pixels that are not there, and weights are few enough to stay in a cache. */
+/* Return whether patches pay: where the instance has them, they have two thirds of the
+ * multiplications, counting those for channels and pixels that are not there, and weights are few
+ * enough to stay in a cache. */
 DTRAIN__PRIVATE bool dtrain__winograd_fits(const dtrain__conv *conv)
 {
     const dtrain_windows2d *w = &conv->windows;

@@ -51,3 +51,6 @@ DTRAIN__PRIVATE void dtrain__pull(const dtrain_comm *comm, const dtrain_collecti
                                   const char *const *in, size_t first, size_t count);
 DTRAIN__PRIVATE void dtrain__slice(const dtrain_collective *what, int size, int rank, size_t *first,
                                    size_t *length);
+
+/* comm/flight.c */
+DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char *directory);

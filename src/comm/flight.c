@@ -12,6 +12,7 @@
 #include "world/world.h"
 #include "world/world_internal.h"
 #include "comm/comm.h"
+#include "comm/comm_internal.h"
 #include "comm/engine_internal.h"
 
 static void dtrain__dump_event(dtrain__writer *out, const dtrain__event *event)

@@ -8,7 +8,7 @@
 /* device/device.c */
 DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
 
-/* The kernels in the order of dtrain_device_ops; L: those of layers, which DTRAIN_PARTS leaves out. */
+/* The kernels in the order of dtrain_device_ops. L: of layers, which DTRAIN_PARTS leaves out. */
 /* clang-format off */
 #define DTRAIN__KERNEL_LIST(X, L)                                                            \
     X(gemm) X(activation_backward) L(layernorm) L(layernorm_backward)                        \

@@ -107,6 +107,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     *out = world;
     if (!world) return DTRAIN_ERROR_MEMORY;
     world->timeline.since_ns = dtrain__now_ns();
+    world->timeline.dump = dtrain__dump;
     world->rank = world->local_rank = rank;
     world->size = world->local_size = launch->place.size;
     world->node_count = 1;

@@ -10,7 +10,7 @@ DTRAIN__PRIVATE void dtrain__label(const dtrain_strategy *strategy, const dtrain
                                    const char *part)
 {
     dtrain__call_label(strategy->world, part, bucket - strategy->layout.buckets,
-                         strategy->params[bucket->first_param].name);
+                       strategy->params[bucket->first_param].name);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t count,

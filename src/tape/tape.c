@@ -124,8 +124,8 @@ static void dtrain__unit_trace(dtrain_tape *tape, int64_t next)
         const bool back = tape->unit_pass == DTRAIN_PASS_BACKWARD;
         dtrain__unit_name(tape->strategy, tape->unit, name);
         dtrain__span_add(world, DTRAIN__TRACK_RANK,
-                           back ? DTRAIN_SPAN_BACKWARD : DTRAIN_SPAN_FORWARD, name, NULL,
-                           tape->unit, begin, tape->unit_end_ns);
+                         back ? DTRAIN_SPAN_BACKWARD : DTRAIN_SPAN_FORWARD, name, NULL, tape->unit,
+                         begin, tape->unit_end_ns);
     }
     if (next >= 0) tape->unit_begin_ns = dtrain__now_ns();
 }

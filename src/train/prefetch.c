@@ -111,8 +111,8 @@ static void dtrain__prefetch_trace(const dtrain_loader *loader, const dtrain__ba
         DTRAIN__TRACK_READ + place >= DTRAIN__TRACE_TRACKS)
         return;
     dtrain__span_add(loader->world, DTRAIN__TRACK_READ + (uint32_t)place, DTRAIN_SPAN_DATA,
-                       "read batch", NULL, (int64_t)loader->prefetch->taken, batch->read_ns[0],
-                       batch->read_ns[1]);
+                     "read batch", NULL, (int64_t)loader->prefetch->taken, batch->read_ns[0],
+                     batch->read_ns[1]);
 }
 
 /* Copy the next batch out of the ring. After a batch that failed the workers rest, to begin with it

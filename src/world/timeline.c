@@ -281,7 +281,7 @@ DTRAIN__PRIVATE void dtrain__beat(dtrain_world *world, uint64_t now)
     if (asked == ring->asked) return;
     ring->asked = asked;
     if (!ring->directory[0] || !world->catches || ring->code != DTRAIN_OK) return;
-    if (dtrain__dump(world, ring->directory) != DTRAIN_OK)
+    if (world->timeline.dump(world, ring->directory) != DTRAIN_OK)
         dtrain_log(world, DTRAIN_LOG_WARNING, "%s", dtrain__bare(dtrain_last_error()));
 }
 
@@ -328,7 +328,7 @@ DTRAIN__PRIVATE void dtrain__failed(dtrain_world *world, dtrain_result code)
         event->end_ns = now;
     }
     if (!ring->directory[0]) return;
-    if (dtrain__dump(world, ring->directory) != DTRAIN_OK)
+    if (world->timeline.dump(world, ring->directory) != DTRAIN_OK)
         dtrain_log(world, DTRAIN_LOG_WARNING, "%s", dtrain__bare(dtrain_last_error()));
     dtrain__set_last_error(found);
 }

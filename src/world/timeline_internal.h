@@ -84,6 +84,7 @@ typedef struct dtrain__timeline {
     bool traced;                 /* spans are recorded, and events go to the trace */
     dtrain__ring *ring;          /* NULL in a world that only counts */
     struct dtrain__trace *trace; /* NULL: none is asked for */
+    dtrain_result (*dump)(const dtrain_world *world, const char *directory); /* comm/flight.c */
     dtrain__open_span open[DTRAIN__SPAN_DEPTH];
 } dtrain__timeline;
 
@@ -139,6 +140,3 @@ DTRAIN__PRIVATE void dtrain__trace_room(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__trace_late(dtrain_world *world, uint64_t number);
 DTRAIN__PRIVATE void dtrain__trace_step(dtrain_world *world, int64_t step);
 DTRAIN__PRIVATE void dtrain__trace_pause(dtrain_world *world, uint64_t now);
-
-/* comm/flight.c */
-DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char *directory);

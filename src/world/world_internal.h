@@ -150,7 +150,7 @@ struct dtrain_world {
     struct dtrain__engine *comms; /* this rank's communicators, newest first */
     int64_t comm_count;           /* every communicator made so far has a smaller number */
     dtrain__timeline timeline;    /* its spans, collectives and signs of life */
-    dtrain__part *retired; /* memory of destroyed communicators that others may still read */
+    dtrain__part *retired;        /* memory of destroyed communicators that others may still read */
 };
 
 /* A request to stop reaches a rank twice when it is sent to the process group or to all processes

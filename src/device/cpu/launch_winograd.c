@@ -69,8 +69,9 @@ static int64_t dtrain__winograd_chunk(const dtrain__conv *conv, int64_t *parts)
     return chunk;
 }
 
-/* Return whether patches pay: where the instance has them, they have two thirds of the multiplications, counting those for
- * channels and pixels that are not there, and weights are few enough to stay in a cache. */
+/* Return whether patches pay: where the instance has them, they have two thirds of the
+ * multiplications, counting those for channels and pixels that are not there, and weights are few
+ * enough to stay in a cache. */
 DTRAIN__PRIVATE bool dtrain__winograd_fits(const dtrain__conv *conv)
 {
     const dtrain_windows2d *w = &conv->windows;
