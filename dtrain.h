@@ -166,13 +166,13 @@
        src/state/json_internal.h            JSON: text that is written piece by piece, and a reader that believes nothing
        src/state/safetensors_internal.h     safetensors: headers of tensor files, written and read
        src/state/write.c                    Writing a rank's files
-       src/state/storage_internal.h         What the room of state calls of storage, besides its table
+       src/state/storage_internal.h         Whole reads and writes over any storage table
        src/state/save.c                     Saving
        src/state/read.c                     Reading pieces
        src/state/read_internal.h            Reading pieces of tensors from files: what loading a checkpoint and importing weights share
        src/state/load.c                     Loading
        src/state/export.c                   Export
-       src/state/export_internal.h          What export and import share: the list of what is in a file
+       src/state/export_internal.h          The list of weights in a file, which export and import share
        src/state/import.c                   Import
        src/state/directory.c                Directories of checkpoints: names, order, publishing, removal
        src/state/manifest.c                 Manifests: what a checkpoint holds and where, as JSON
@@ -2481,9 +2481,9 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
  *     scalars   steps of optimizer, strategy and trainer, tokens seen, the loss scaler, position
  *               and seed of the loader, the seed of dropout
  *
- * A tensor is described as a whole, and each rank holds pieces of it: where a strategy shards, every
- * rank another one; where it does not, every rank all of it. Ranks may list different tensors, as
- * the stages of a pipeline do: a checkpoint has those of all of them. */
+ * A tensor is described as a whole, and each rank holds pieces of it: different ones where a
+ * strategy shards, all of it where it does not. Ranks may list different tensors, as the stages of
+ * a pipeline do; a checkpoint has the tensors of all ranks. */
 
 typedef struct dtrain_state dtrain_state;
 
@@ -2504,12 +2504,18 @@ typedef enum dtrain_state_kind {
 
 #define DTRAIN_STATE_BYTES 5u /* besides dtrain_dtype: a blob, of bytes */
 
-/* A piece of a tensor: a box, which has a first index and a length along each axis, and of the
- * elements of this box, in row-major order, a run. What cuts a tensor by an axis (a slice of rows or
- * columns, one of the components of a packed q|k|v) makes boxes; what cuts the elements of an array
- * wherever a share of the bytes ends, as a sharding strategy does, makes runs, also of an array that
- * is a slice itself. Both numbers are needed for that, and no more: what two such pieces have in
- * common is one of them again, while as boxes alone a run of 4 axes would take seven. */
+/* A piece of a tensor: a run of the elements, in row-major order, of a box.
+ *
+ *     tensor (4 x 6)      box: rows 1-2, columns 2-4      run: elements 1-4 of the box
+ *       . . . . . .           . . . . . .                   . . . . . .
+ *       . . . . . .           . . a b c .                   . . . b c .
+ *       . . . . . .           . . d e f .                   . . d e . .
+ *       . . . . . .           . . . . . .                   . . . . . .
+ *
+ * A cut along an axis makes boxes: a slice of rows or columns, or of one component of a packed
+ * q|k|v. A cut by bytes, as of a sharding strategy, makes runs, also of an array that is a slice
+ * itself. The elements that two pieces share are a piece again. Boxes alone would not do as well: a
+ * run of a tensor of 4 axes is up to 7 boxes. */
 typedef struct dtrain_piece {
     int64_t first[4], length[4]; /* the box; of a whole tensor: zeros, and its shape */
     int64_t offset, count;       /* the run: its first element in the box, and how many */
@@ -2527,7 +2533,8 @@ typedef struct dtrain_state_tensor {
     bool own;     /* every rank has a tensor of its own by this name */
 } dtrain_state_tensor;
 
-/* What a run consists of. Everything but the strategy may be NULL, and must outlive the state. */
+/* The objects that a run consists of. All must outlive the state; all but the strategy may be
+ * NULL. */
 typedef struct dtrain_state_desc {
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
@@ -2776,7 +2783,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
  *
  * A run is continued from a checkpoint, which has the optimizer's state besides: this is none. */
 
-/* What a parameter is called in a file, and how it lies there. Every zero is the default. */
+/* The name and layout of a parameter in a file. Every zero is the default. */
 typedef struct dtrain_export_name {
     int64_t rows;     /* the first rows alone are in the file, as of a padded vocabulary: import
                          sets the others to zero; 0 = all. Of 1-D ones: elements */
@@ -26149,7 +26156,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__directory_publish(const dtrain_storage *st
                                                         const dtrain_allocator *allocator,
                                                         const char *directory, int64_t step);
 
-/* An entry of a rank's list of state, as all ranks know it: what is gathered, in words of 64 bits. */
+/* An entry of a rank's list of state, which all ranks gather as words of 64 bits. */
 typedef struct dtrain__held {
     int64_t rank, index; /* whose list it is in, and where */
     int32_t kind, dtype;
@@ -26173,7 +26180,7 @@ typedef struct dtrain__write_file {
     uint64_t bytes;      /* of data */
 } dtrain__write_file;
 
-/* What a save has come to, seen by the thread that writes and the one that trains. */
+/* The phase of a save, for the thread that writes and the one that trains. */
 enum {
     DTRAIN__SAVE_IDLE,
     DTRAIN__SAVE_WRITING,
@@ -26267,7 +26274,7 @@ typedef struct dtrain__stored {
     uint64_t begin, end; /* bytes, from the beginning of the data */
 } dtrain__stored;
 
-/* What a file holds. */
+/* The tensors of a file. */
 typedef struct dtrain__tensor_file {
     const dtrain_allocator *allocator;
     dtrain__stored *tensors; /* (count), sorted by name */
@@ -26506,7 +26513,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c)
  * src/state/storage_internal.h
  * ==============================================================================================*/
 
-/* What the room of state calls of storage, besides its table. */
+/* Whole reads and writes over any storage table. */
 
 /* state/storage.c */
 DTRAIN__PRIVATE int dtrain__storage_try(const dtrain_storage *storage, const char *path,
@@ -26624,9 +26631,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c)
 
 /* ---- Write ------------------------------------------------------------------------------------*/
 
-/* Write the name and shape of a piece in its file. All of a tensor has its own name and shape; a box
- * says where it is along each axis, "wte[0:64,0:128]", and a run which elements it has of that,
- * "wte[0:16384]"; what is no value begins with its kind. */
+/* Write the name and shape of a piece in its file. A whole tensor has its own name and shape. A box
+ * adds its place along each axis, "wte[0:64,0:128]"; a run adds its elements of the tensor or box,
+ * "wte[0:16384]". The names of all kinds but values begin with the kind. */
 static dtrain_result dtrain__piece_stored(const dtrain__held *held, char *name,
                                           dtrain__stored *stored)
 {
@@ -26800,10 +26807,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_write(dtrain_checkpoint *c)
  *     rank 0's thread                                            | write | list | lists of all,
  *                                                                  manifest, rename, old ones go
  *
- * Without a thread the same steps follow each other. A thread cannot call a collective, which would
- * come between those of training: rank 0's looks for the lists in the directory, which all ranks
- * share, and the ranks agree at the next call. When one of them has failed there is no list of it,
- * and rank 0 gives up as soon as it hears of that. */
+ * Without a thread the same steps follow each other. A thread must not call a collective, because
+ * its order among those of training would differ from rank to rank: rank 0's thread polls the shared
+ * directory for the lists of the others, and the ranks agree at the next call. A rank that failed
+ * writes no list; rank 0 stops waiting when that agreement reports the failure. */
 
 #define DTRAIN__LOOK_MS 10     /* between two looks for another rank's list */
 #define DTRAIN__SHARED_MS 5000 /* until what one host has written is seen by another */
@@ -26833,7 +26840,7 @@ static dtrain_result dtrain__save_check(const dtrain_checkpoint *c, int64_t step
                        (long long)step);
 }
 
-/* Save: settle the one before, agree on the step, snapshot, and begin or do the writing. */
+/* Settle the previous save, agree on the step, take a snapshot, and write or begin to write. */
 static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double metric)
 {
     int64_t same[3] = {step, ~step, c->held_of != c->desc.state->tensor_count + 1};
@@ -26879,8 +26886,8 @@ DTRAIN_API dtrain_result dtrain_checkpoint_save(dtrain_checkpoint *checkpoint, i
     return result;
 }
 
-/* Rank 0: clear away what a failed save has left; or make the directory again, if somebody has
- * removed it, with a lock: the one that is held is that of the old one. */
+/* Rank 0: remove what a failed save has left. If somebody has removed the directory, make it again
+ * and lock it: the lock that is held belongs to the removed directory. */
 static dtrain_result dtrain__directory_ready(dtrain_checkpoint *c)
 {
     const dtrain_storage *storage = c->desc.storage;
@@ -26896,8 +26903,8 @@ static dtrain_result dtrain__directory_ready(dtrain_checkpoint *c)
     return dtrain__directory_take(c);
 }
 
-/* Rank 0: make the checkpoint that the state comes from the newest of the directory, and the
- * state's run its run. */
+/* Rank 0: set later checkpoints than the one that the state comes from aside, and let the directory
+ * continue the state's run. */
 static dtrain_result dtrain__history_turn(dtrain_checkpoint *c, int64_t next)
 {
     const dtrain_state *state = c->desc.state;
@@ -26943,8 +26950,8 @@ static dtrain_result dtrain__history_join(dtrain_checkpoint *c)
     return dtrain__history_turn(c, INT64_MAX);
 }
 
-/* Do what comes before the first byte is written: plan, snapshot, and on rank 0 the directory and
- * the beginning of the manifest. */
+/* Prepare a save: plan and snapshot, and on rank 0 the directory and the beginning of the
+ * manifest. */
 static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
 {
     char path[DTRAIN__PATH];
@@ -26967,7 +26974,7 @@ static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
 
 /* ---- The thread that writes -------------------------------------------------------------------*/
 
-/* Go to a phase, with a result and its sentence. */
+/* Enter a phase, with a result and its error text. */
 static void dtrain__phase_set(dtrain_checkpoint *c, uint32_t phase, dtrain_result result)
 {
     char *text = phase == DTRAIN__SAVE_WRITTEN ? c->written_text : c->published_text;
@@ -27047,8 +27054,8 @@ static dtrain_result dtrain__list_await(dtrain_checkpoint *c, const char *direct
     }
 }
 
-/* Append what every rank has listed to the manifest. A list is the text of an object with one
- * member, {"files": [...]}: what is between the brackets is copied. */
+/* Append the files of all ranks to the manifest. A rank's list is {"files": [...]}: the text between
+ * the brackets is copied. */
 static dtrain_result dtrain__lists_join(dtrain_checkpoint *c, const char *directory,
                                         dtrain__text *manifest)
 {
@@ -27086,8 +27093,8 @@ static bool dtrain__metric_of(const dtrain_checkpoint *c, int64_t step, double *
     return has;
 }
 
-/* Tell whether a checkpoint is one of the best: how many are better is counted. Of equal ones the
- * newer is. */
+/* Tell whether fewer than keep_best checkpoints are better than this one; of equal ones the newer is
+ * better. */
 static bool dtrain__is_best(const dtrain_checkpoint *c, const double *metrics, const bool *known,
                             size_t count, size_t i)
 {
@@ -27211,7 +27218,7 @@ static void dtrain__save_clear(const dtrain_checkpoint *c)
     dtrain__set_last_error(before);
 }
 
-/* Give the trace what the thread has done, which has been joined. */
+/* Add the spans of the thread, which has been joined, to the trace. */
 static void dtrain__thread_trace(const dtrain_checkpoint *c)
 {
     const uint64_t *at = c->thread_ns;
@@ -27223,7 +27230,7 @@ static void dtrain__thread_trace(const dtrain_checkpoint *c)
                            NULL, c->step, at[1], at[2]);
 }
 
-/* Fail with the reason why the newest save has, and with what is lost. */
+/* Fail with the reason of the newest save's failure, and say which steps are lost. */
 static dtrain_result dtrain__save_lost(const dtrain_checkpoint *c)
 {
     char kept[80] = "this run has saved nothing, and what it trained is lost";
@@ -27234,9 +27241,9 @@ static dtrain_result dtrain__save_lost(const dtrain_checkpoint *c)
                        (long long)c->step, c->lost_text, kept);
 }
 
-/* Settle the save under way, if there is one, count it, and judge a failure: a warning, or with too
- * many in a row an error; an error also of the last save before a wait, whose caller relies on it.
- * Errors of the communicator are errors in any case. */
+/* Settle the save under way, if there is one, and count it. A failure is a warning, but an error
+ * after desc.failures in a row, before a wait or close (`last`), whose caller relies on the save,
+ * and when the communicator has failed. */
 static dtrain_result dtrain__save_settle(dtrain_checkpoint *c, bool last)
 {
     if (!c->outstanding) return last && c->failures ? dtrain__save_lost(c) : DTRAIN_OK;
@@ -27543,7 +27550,7 @@ typedef struct dtrain__name_list {
     int count;
 } dtrain__name_list;
 
-/* How a file differs from what is wanted of it. */
+/* The differences between a file and the tensors that a run wants from it. */
 typedef struct dtrain__misfit {
     dtrain__name_list missing, different, extra;
 } dtrain__misfit;
@@ -27729,8 +27736,8 @@ DTRAIN__PRIVATE bool dtrain__misfit_text(const dtrain__misfit *misfit, char *tex
  *     every rank       manifest | does it fit the state? | read the pieces that this rank needs |
  *                      scalars | publish
  *
- * Each step ends with an agreement, so that all ranks take the next checkpoint, or give up,
- * together. state/read.c reads the pieces. */
+ * Every step ends with an agreement of all ranks: together they go on, try an older checkpoint or
+ * give up. state/read.c reads the pieces. */
 
 #define DTRAIN__MISSED_OF_ALL "optimizer.missed" /* one array of all parameters, in version 0.2 */
 
@@ -27751,7 +27758,7 @@ typedef struct dtrain__load {
     char note[600];
 } dtrain__load;
 
-/* Add a sentence to what is to be said in the end; what has no room is cut off. */
+/* Add a sentence to dtrain_load_info.note; a note that becomes too long is cut off. */
 DTRAIN__PRINTF(2, 3)
 static void dtrain__load_note(dtrain__load *load, const char *format, ...)
 {
@@ -27768,7 +27775,7 @@ static void dtrain__load_note(dtrain__load *load, const char *format, ...)
 
 /* ---- Does it fit? -----------------------------------------------------------------------------*/
 
-/* Tell whether a tensor must be in a checkpoint: what is begun anew without harm need not. */
+/* Tell whether a load without this tensor is an error: it would not continue the same training. */
 static bool dtrain__is_needed(const dtrain__load *load, const dtrain_state_tensor *tensor)
 {
     if (tensor->kind == DTRAIN_STATE_VALUE) return true;
@@ -27781,7 +27788,7 @@ static bool dtrain__is_loaded(const dtrain__load *load, uint32_t kind)
     return kind == DTRAIN_STATE_VALUE || !load->desc.values_only;
 }
 
-/* Find a tensor's counterpart; NULL: there is none of its shape. */
+/* Find a tensor in the checkpoint; NULL: it is missing, or has another shape or type. */
 static const dtrain__saved_tensor *dtrain__saved_for(const dtrain__load *load,
                                                      const dtrain_state_tensor *tensor)
 {
@@ -27794,7 +27801,8 @@ static const dtrain__saved_tensor *dtrain__saved_for(const dtrain__load *load,
     return saved;
 }
 
-/* Say which settings differ from those in a manifest's object, of keys that both have. */
+/* List the settings whose text in the manifest is another one. Keys of one side alone do not
+ * count. */
 static void dtrain__settings_compare(const char *object, size_t bytes, const char *const *pairs,
                                      char *text, size_t room)
 {
@@ -27830,7 +27838,7 @@ static dtrain_result dtrain__load_wanted(dtrain__load *load)
                              DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MAX, NULL);
 }
 
-/* Say what of the checkpoint no rank has a place for: arrays by name, all else by kind. */
+/* Note the tensors that no rank lists: the program's arrays by name, the optimizer's by kind. */
 static void dtrain__note_left_out(dtrain__load *load)
 {
     const dtrain__manifest *m = &load->manifest;
@@ -27852,7 +27860,7 @@ static void dtrain__note_left_out(dtrain__load *load)
     }
 }
 
-/* Compare what there is with what there should be, and name the differences. */
+/* Compare the checkpoint's tensors and settings with this run's, and name the differences. */
 static dtrain_result dtrain__load_compare(dtrain__load *load)
 {
     const dtrain__manifest *m = &load->manifest;
@@ -27891,7 +27899,8 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
-/* Read what a target wants of a tensor; of one that every rank has of its own, rank's. */
+/* Read the target's elements of a saved tensor. `rank` chooses between the tensors that ranks have
+ * of their own. */
 static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved_tensor *saved,
                                          int rank, dtrain__target *target)
 {
@@ -27913,7 +27922,7 @@ static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved
     return DTRAIN_OK;
 }
 
-/* ---- What every rank has of its own -----------------------------------------------------------*/
+/* ---- Tensors that each rank has of its own -----------------------------------------------------*/
 
 /* Tell whether a rank has saved exactly this piece of a tensor of its own. */
 static bool dtrain__own_is_there(const dtrain__load *load, const dtrain_state_tensor *tensor)
@@ -27931,7 +27940,7 @@ static bool dtrain__own_is_there(const dtrain__load *load, const dtrain_state_te
     return saved && there == tensor->piece.count && all == there;
 }
 
-/* Find out whether residuals and velocities can be taken as they were saved, on all ranks. */
+/* Find out whether every rank finds the residuals and velocities of exactly its own pieces. */
 static dtrain_result dtrain__compare_cuts(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
@@ -27973,7 +27982,7 @@ static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_ten
     return DTRAIN_OK;
 }
 
-/* Say, once, what became of residuals and Q. */
+/* Note how residuals and Q were set, if not exactly as they were saved. */
 static void dtrain__note_residuals(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
@@ -27997,7 +28006,7 @@ static void dtrain__note_residuals(dtrain__load *load)
                                     : "residuals are the mean over the ranks that saved them");
 }
 
-/* Say which arrays of the program's own are not what a rank had saved. */
+/* Note the program's own arrays that differ from rank to rank and could not be restored on all. */
 static void dtrain__note_arrays(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
@@ -28104,8 +28113,8 @@ static void dtrain__load_free(dtrain__load *load)
 
 /* ---- Which checkpoint -------------------------------------------------------------------------*/
 
-/* Rank 0: find out whether the path is a checkpoint, or list those below it. Nothing there is told
- * from a checkpoint that has lost its manifest, and from a disk that does not answer. */
+/* Rank 0: find out whether the path is a checkpoint, or list the checkpoints in it. An empty path,
+ * a checkpoint without its manifest and a disk that fails are three different errors. */
 static dtrain_result dtrain__find_checkpoints(const dtrain__load *load, const char *path,
                                               bool *is_one, dtrain__steps *steps)
 {
@@ -28168,7 +28177,7 @@ static dtrain_result dtrain__load_newest(dtrain__load *load, const char *path,
     }
 }
 
-/* Fill in what was loaded. */
+/* Fill in the caller's info. */
 static void dtrain__load_report(const dtrain__load *load, double start, dtrain_load_info *info)
 {
     const dtrain__manifest *m = &load->manifest;
@@ -28244,7 +28253,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
  * src/state/export_internal.h
  * ==============================================================================================*/
 
-/* What export and import share: the list of what is in a file. */
+/* The list of weights in a file, which export and import share. */
 
 #define DTRAIN__WEIGHTS_END ".safetensors"
 #define DTRAIN__INDEX_END ".index.json"
@@ -28705,7 +28714,7 @@ typedef struct dtrain__weight_file {
     size_t first; /* number of its first tensor among those of all files */
 } dtrain__weight_file;
 
-/* Where a weight is. */
+/* The tensor of a file that a weight is read from. */
 typedef struct dtrain__weight_place {
     uint32_t file;
     const dtrain__stored *stored; /* NULL: nowhere, or not in this shape or type */
@@ -28883,7 +28892,7 @@ static void dtrain__weight_shape_text(const int64_t *shape, int dims, char text[
     snprintf(text + used, 64 - used, "]");
 }
 
-/* Find a tensor in any file by a name, or by the name behind the prefix. */
+/* Find a tensor in any file by a name, or by the prefix and that name. */
 static const dtrain__stored *dtrain__import_find(const dtrain__import *im, const char *name,
                                                  uint32_t *file)
 {
@@ -28965,7 +28974,7 @@ static dtrain_result dtrain__import_place(dtrain__import *im, const dtrain__weig
     return DTRAIN_OK;
 }
 
-/* List the tensors that are no parameter's, and that nobody wants to have ignored. */
+/* List the tensors of the files that belong to no parameter, without those of desc.ignore. */
 static void dtrain__import_extra(const dtrain__import *im, dtrain__name_list *extra)
 {
     for (uint32_t i = 0; i < im->file_count; i++)
@@ -28978,7 +28987,7 @@ static void dtrain__import_extra(const dtrain__import *im, dtrain__name_list *ex
         }
 }
 
-/* Compare what there is with what there should be, and name the differences. */
+/* Compare the tensors of the files with the parameters, and name the differences. */
 static dtrain_result dtrain__import_compare(dtrain__import *im)
 {
     char sentence[1024];
@@ -29033,8 +29042,7 @@ static dtrain_result dtrain__import_turned(dtrain__import *im, const dtrain__wei
     return DTRAIN_OK;
 }
 
-/* Read what this rank keeps of a weight, and set rows that are not in the file to zero: they come
- * last. */
+/* Read this rank's piece of a weight. Rows that the file lacks come last and become zero. */
 static dtrain_result dtrain__import_weight(dtrain__import *im, const dtrain__weight *weight,
                                            const dtrain__weight_place *place)
 {
@@ -29079,7 +29087,7 @@ static dtrain_result dtrain__import_weight(dtrain__import *im, const dtrain__wei
     return DTRAIN_OK;
 }
 
-/* Do everything before values change. */
+/* Do everything that can fail before values change. */
 static dtrain_result dtrain__import_prepare(dtrain__import *im)
 {
     DTRAIN__TRY(dtrain__between_backwards(im->strategy, dtrain__import_call));
@@ -29476,14 +29484,21 @@ DTRAIN__PRIVATE dtrain_result dtrain__directory_publish(const dtrain_storage *st
  *                 "pieces": [[0, 0, 16384, 120, "8a9136aa"], ...]}, ...],
  *      "crc32c": "e3069283"}
  *
- * The tensors are those of all ranks. A piece is: tensor (its place in the list), first element of
- * its run, elements, first byte in the file, the checksum of each block of DTRAIN__BLOCK bytes, and,
- * where its box is not the whole tensor, first index and length along each of four axes. A float is given by its bits. The run
- * is that whose history this checkpoint is a part of, behind that of step "parent" (-1: it began
- * anew), and the job what a launcher has started, restarts included; both are 0 where they are not
- * known, as of version 0.2. The last member
- * is the checksum of all bytes before its comma: the seal. A rank's part of the list is sealed in
- * the same way. What has its seal is still checked like any input. */
+ * The tensors are those of all ranks. A piece is: the number of its tensor in that list, the first
+ * element and the length of its run, its first byte in the file, the checksum of each block of
+ * DTRAIN__BLOCK bytes and, where its box is not the whole tensor, a first index and a length for
+ * each of four axes. A float is stored as its bits.
+ *
+ * "run" numbers the history that this checkpoint continues, "parent" is the step that it continues
+ * from (-1: none), and "job" numbers one start of a launcher with all its restarts; 0 = unknown.
+ *
+ * The last member is the seal: the checksum of all bytes before its comma. Each rank's part of the
+ * list of files is sealed in the same way. A text with a correct seal is still checked like any
+ * input.
+ *
+ * Names, dtypes and byte ranges stand in the headers of the data files as well, so that other
+ * programs read those. They are repeated here, because a rank that loads then opens one manifest
+ * and the files that it needs, not the files of all ranks. */
 
 #define DTRAIN__MANIFEST_FORMAT "dtrain checkpoint"
 #define DTRAIN__SEAL_FORM ", \"crc32c\": \"%08x\"}\n"

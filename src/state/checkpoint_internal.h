@@ -126,7 +126,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__directory_publish(const dtrain_storage *st
                                                         const dtrain_allocator *allocator,
                                                         const char *directory, int64_t step);
 
-/* An entry of a rank's list of state, as all ranks know it: what is gathered, in words of 64 bits. */
+/* An entry of a rank's list of state, which all ranks gather as words of 64 bits. */
 typedef struct dtrain__held {
     int64_t rank, index; /* whose list it is in, and where */
     int32_t kind, dtype;
@@ -150,7 +150,7 @@ typedef struct dtrain__write_file {
     uint64_t bytes;      /* of data */
 } dtrain__write_file;
 
-/* What a save has come to, seen by the thread that writes and the one that trains. */
+/* The phase of a save, for the thread that writes and the one that trains. */
 enum {
     DTRAIN__SAVE_IDLE,
     DTRAIN__SAVE_WRITING,

@@ -23,7 +23,7 @@
 #include "state/state.h"
 #include "state/storage.h"
 
-/* What a parameter is called in a file, and how it lies there. Every zero is the default. */
+/* The name and layout of a parameter in a file. Every zero is the default. */
 typedef struct dtrain_export_name {
     int64_t rows;     /* the first rows alone are in the file, as of a padded vocabulary: import
                          sets the others to zero; 0 = all. Of 1-D ones: elements */

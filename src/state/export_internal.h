@@ -1,4 +1,4 @@
-/* What export and import share: the list of what is in a file. */
+/* The list of weights in a file, which export and import share. */
 
 #pragma once
 

@@ -37,7 +37,7 @@ typedef struct dtrain__weight_file {
     size_t first; /* number of its first tensor among those of all files */
 } dtrain__weight_file;
 
-/* Where a weight is. */
+/* The tensor of a file that a weight is read from. */
 typedef struct dtrain__weight_place {
     uint32_t file;
     const dtrain__stored *stored; /* NULL: nowhere, or not in this shape or type */
@@ -215,7 +215,7 @@ static void dtrain__weight_shape_text(const int64_t *shape, int dims, char text[
     snprintf(text + used, 64 - used, "]");
 }
 
-/* Find a tensor in any file by a name, or by the name behind the prefix. */
+/* Find a tensor in any file by a name, or by the prefix and that name. */
 static const dtrain__stored *dtrain__import_find(const dtrain__import *im, const char *name,
                                                  uint32_t *file)
 {
@@ -297,7 +297,7 @@ static dtrain_result dtrain__import_place(dtrain__import *im, const dtrain__weig
     return DTRAIN_OK;
 }
 
-/* List the tensors that are no parameter's, and that nobody wants to have ignored. */
+/* List the tensors of the files that belong to no parameter, without those of desc.ignore. */
 static void dtrain__import_extra(const dtrain__import *im, dtrain__name_list *extra)
 {
     for (uint32_t i = 0; i < im->file_count; i++)
@@ -310,7 +310,7 @@ static void dtrain__import_extra(const dtrain__import *im, dtrain__name_list *ex
         }
 }
 
-/* Compare what there is with what there should be, and name the differences. */
+/* Compare the tensors of the files with the parameters, and name the differences. */
 static dtrain_result dtrain__import_compare(dtrain__import *im)
 {
     char sentence[1024];
@@ -365,8 +365,7 @@ static dtrain_result dtrain__import_turned(dtrain__import *im, const dtrain__wei
     return DTRAIN_OK;
 }
 
-/* Read what this rank keeps of a weight, and set rows that are not in the file to zero: they come
- * last. */
+/* Read this rank's piece of a weight. Rows that the file lacks come last and become zero. */
 static dtrain_result dtrain__import_weight(dtrain__import *im, const dtrain__weight *weight,
                                            const dtrain__weight_place *place)
 {
@@ -411,7 +410,7 @@ static dtrain_result dtrain__import_weight(dtrain__import *im, const dtrain__wei
     return DTRAIN_OK;
 }
 
-/* Do everything before values change. */
+/* Do everything that can fail before values change. */
 static dtrain_result dtrain__import_prepare(dtrain__import *im)
 {
     DTRAIN__TRY(dtrain__between_backwards(im->strategy, dtrain__import_call));

@@ -4,8 +4,8 @@
  *     every rank       manifest | does it fit the state? | read the pieces that this rank needs |
  *                      scalars | publish
  *
- * Each step ends with an agreement, so that all ranks take the next checkpoint, or give up,
- * together. state/read.c reads the pieces. */
+ * Every step ends with an agreement of all ranks: together they go on, try an older checkpoint or
+ * give up. state/read.c reads the pieces. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -42,7 +42,7 @@ typedef struct dtrain__load {
     char note[600];
 } dtrain__load;
 
-/* Add a sentence to what is to be said in the end; what has no room is cut off. */
+/* Add a sentence to dtrain_load_info.note; a note that becomes too long is cut off. */
 DTRAIN__PRINTF(2, 3)
 static void dtrain__load_note(dtrain__load *load, const char *format, ...)
 {
@@ -59,7 +59,7 @@ static void dtrain__load_note(dtrain__load *load, const char *format, ...)
 
 /* ---- Does it fit? -----------------------------------------------------------------------------*/
 
-/* Tell whether a tensor must be in a checkpoint: what is begun anew without harm need not. */
+/* Tell whether a load without this tensor is an error: it would not continue the same training. */
 static bool dtrain__is_needed(const dtrain__load *load, const dtrain_state_tensor *tensor)
 {
     if (tensor->kind == DTRAIN_STATE_VALUE) return true;
@@ -72,7 +72,7 @@ static bool dtrain__is_loaded(const dtrain__load *load, uint32_t kind)
     return kind == DTRAIN_STATE_VALUE || !load->desc.values_only;
 }
 
-/* Find a tensor's counterpart; NULL: there is none of its shape. */
+/* Find a tensor in the checkpoint; NULL: it is missing, or has another shape or type. */
 static const dtrain__saved_tensor *dtrain__saved_for(const dtrain__load *load,
                                                      const dtrain_state_tensor *tensor)
 {
@@ -85,7 +85,8 @@ static const dtrain__saved_tensor *dtrain__saved_for(const dtrain__load *load,
     return saved;
 }
 
-/* Say which settings differ from those in a manifest's object, of keys that both have. */
+/* List the settings whose text in the manifest is another one. Keys of one side alone do not
+ * count. */
 static void dtrain__settings_compare(const char *object, size_t bytes, const char *const *pairs,
                                      char *text, size_t room)
 {
@@ -121,7 +122,7 @@ static dtrain_result dtrain__load_wanted(dtrain__load *load)
                              DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MAX, NULL);
 }
 
-/* Say what of the checkpoint no rank has a place for: arrays by name, all else by kind. */
+/* Note the tensors that no rank lists: the program's arrays by name, the optimizer's by kind. */
 static void dtrain__note_left_out(dtrain__load *load)
 {
     const dtrain__manifest *m = &load->manifest;
@@ -143,7 +144,7 @@ static void dtrain__note_left_out(dtrain__load *load)
     }
 }
 
-/* Compare what there is with what there should be, and name the differences. */
+/* Compare the checkpoint's tensors and settings with this run's, and name the differences. */
 static dtrain_result dtrain__load_compare(dtrain__load *load)
 {
     const dtrain__manifest *m = &load->manifest;
@@ -182,7 +183,8 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
-/* Read what a target wants of a tensor; of one that every rank has of its own, rank's. */
+/* Read the target's elements of a saved tensor. `rank` chooses between the tensors that ranks have
+ * of their own. */
 static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved_tensor *saved,
                                          int rank, dtrain__target *target)
 {
@@ -204,7 +206,7 @@ static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved
     return DTRAIN_OK;
 }
 
-/* ---- What every rank has of its own -----------------------------------------------------------*/
+/* ---- Tensors that each rank has of its own -----------------------------------------------------*/
 
 /* Tell whether a rank has saved exactly this piece of a tensor of its own. */
 static bool dtrain__own_is_there(const dtrain__load *load, const dtrain_state_tensor *tensor)
@@ -222,7 +224,7 @@ static bool dtrain__own_is_there(const dtrain__load *load, const dtrain_state_te
     return saved && there == tensor->piece.count && all == there;
 }
 
-/* Find out whether residuals and velocities can be taken as they were saved, on all ranks. */
+/* Find out whether every rank finds the residuals and velocities of exactly its own pieces. */
 static dtrain_result dtrain__compare_cuts(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
@@ -264,7 +266,7 @@ static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_ten
     return DTRAIN_OK;
 }
 
-/* Say, once, what became of residuals and Q. */
+/* Note how residuals and Q were set, if not exactly as they were saved. */
 static void dtrain__note_residuals(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
@@ -288,7 +290,7 @@ static void dtrain__note_residuals(dtrain__load *load)
                                     : "residuals are the mean over the ranks that saved them");
 }
 
-/* Say which arrays of the program's own are not what a rank had saved. */
+/* Note the program's own arrays that differ from rank to rank and could not be restored on all. */
 static void dtrain__note_arrays(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
@@ -395,8 +397,8 @@ static void dtrain__load_free(dtrain__load *load)
 
 /* ---- Which checkpoint -------------------------------------------------------------------------*/
 
-/* Rank 0: find out whether the path is a checkpoint, or list those below it. Nothing there is told
- * from a checkpoint that has lost its manifest, and from a disk that does not answer. */
+/* Rank 0: find out whether the path is a checkpoint, or list the checkpoints in it. An empty path,
+ * a checkpoint without its manifest and a disk that fails are three different errors. */
 static dtrain_result dtrain__find_checkpoints(const dtrain__load *load, const char *path,
                                               bool *is_one, dtrain__steps *steps)
 {
@@ -459,7 +461,7 @@ static dtrain_result dtrain__load_newest(dtrain__load *load, const char *path,
     }
 }
 
-/* Fill in what was loaded. */
+/* Fill in the caller's info. */
 static void dtrain__load_report(const dtrain__load *load, double start, dtrain_load_info *info)
 {
     const dtrain__manifest *m = &load->manifest;

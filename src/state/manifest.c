@@ -11,14 +11,21 @@
  *                 "pieces": [[0, 0, 16384, 120, "8a9136aa"], ...]}, ...],
  *      "crc32c": "e3069283"}
  *
- * The tensors are those of all ranks. A piece is: tensor (its place in the list), first element of
- * its run, elements, first byte in the file, the checksum of each block of DTRAIN__BLOCK bytes, and,
- * where its box is not the whole tensor, first index and length along each of four axes. A float is given by its bits. The run
- * is that whose history this checkpoint is a part of, behind that of step "parent" (-1: it began
- * anew), and the job what a launcher has started, restarts included; both are 0 where they are not
- * known, as of version 0.2. The last member
- * is the checksum of all bytes before its comma: the seal. A rank's part of the list is sealed in
- * the same way. What has its seal is still checked like any input. */
+ * The tensors are those of all ranks. A piece is: the number of its tensor in that list, the first
+ * element and the length of its run, its first byte in the file, the checksum of each block of
+ * DTRAIN__BLOCK bytes and, where its box is not the whole tensor, a first index and a length for
+ * each of four axes. A float is stored as its bits.
+ *
+ * "run" numbers the history that this checkpoint continues, "parent" is the step that it continues
+ * from (-1: none), and "job" numbers one start of a launcher with all its restarts; 0 = unknown.
+ *
+ * The last member is the seal: the checksum of all bytes before its comma. Each rank's part of the
+ * list of files is sealed in the same way. A text with a correct seal is still checked like any
+ * input.
+ *
+ * Names, dtypes and byte ranges stand in the headers of the data files as well, so that other
+ * programs read those. They are repeated here, because a rank that loads then opens one manifest
+ * and the files that it needs, not the files of all ranks. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"

@@ -43,7 +43,7 @@ typedef struct dtrain__name_list {
     int count;
 } dtrain__name_list;
 
-/* How a file differs from what is wanted of it. */
+/* The differences between a file and the tensors that a run wants from it. */
 typedef struct dtrain__misfit {
     dtrain__name_list missing, different, extra;
 } dtrain__misfit;

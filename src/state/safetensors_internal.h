@@ -26,7 +26,7 @@ typedef struct dtrain__stored {
     uint64_t begin, end; /* bytes, from the beginning of the data */
 } dtrain__stored;
 
-/* What a file holds. */
+/* The tensors of a file. */
 typedef struct dtrain__tensor_file {
     const dtrain_allocator *allocator;
     dtrain__stored *tensors; /* (count), sorted by name */

@@ -5,10 +5,10 @@
  *     rank 0's thread                                            | write | list | lists of all,
  *                                                                  manifest, rename, old ones go
  *
- * Without a thread the same steps follow each other. A thread cannot call a collective, which would
- * come between those of training: rank 0's looks for the lists in the directory, which all ranks
- * share, and the ranks agree at the next call. When one of them has failed there is no list of it,
- * and rank 0 gives up as soon as it hears of that. */
+ * Without a thread the same steps follow each other. A thread must not call a collective, because
+ * its order among those of training would differ from rank to rank: rank 0's thread polls the shared
+ * directory for the lists of the others, and the ranks agree at the next call. A rank that failed
+ * writes no list; rank 0 stops waiting when that agreement reports the failure. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -53,7 +53,7 @@ static dtrain_result dtrain__save_check(const dtrain_checkpoint *c, int64_t step
                        (long long)step);
 }
 
-/* Save: settle the one before, agree on the step, snapshot, and begin or do the writing. */
+/* Settle the previous save, agree on the step, take a snapshot, and write or begin to write. */
 static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double metric)
 {
     int64_t same[3] = {step, ~step, c->held_of != c->desc.state->tensor_count + 1};
@@ -99,8 +99,8 @@ DTRAIN_API dtrain_result dtrain_checkpoint_save(dtrain_checkpoint *checkpoint, i
     return result;
 }
 
-/* Rank 0: clear away what a failed save has left; or make the directory again, if somebody has
- * removed it, with a lock: the one that is held is that of the old one. */
+/* Rank 0: remove what a failed save has left. If somebody has removed the directory, make it again
+ * and lock it: the lock that is held belongs to the removed directory. */
 static dtrain_result dtrain__directory_ready(dtrain_checkpoint *c)
 {
     const dtrain_storage *storage = c->desc.storage;
@@ -116,8 +116,8 @@ static dtrain_result dtrain__directory_ready(dtrain_checkpoint *c)
     return dtrain__directory_take(c);
 }
 
-/* Rank 0: make the checkpoint that the state comes from the newest of the directory, and the
- * state's run its run. */
+/* Rank 0: set later checkpoints than the one that the state comes from aside, and let the directory
+ * continue the state's run. */
 static dtrain_result dtrain__history_turn(dtrain_checkpoint *c, int64_t next)
 {
     const dtrain_state *state = c->desc.state;
@@ -163,8 +163,8 @@ static dtrain_result dtrain__history_join(dtrain_checkpoint *c)
     return dtrain__history_turn(c, INT64_MAX);
 }
 
-/* Do what comes before the first byte is written: plan, snapshot, and on rank 0 the directory and
- * the beginning of the manifest. */
+/* Prepare a save: plan and snapshot, and on rank 0 the directory and the beginning of the
+ * manifest. */
 static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
 {
     char path[DTRAIN__PATH];
@@ -187,7 +187,7 @@ static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
 
 /* ---- The thread that writes -------------------------------------------------------------------*/
 
-/* Go to a phase, with a result and its sentence. */
+/* Enter a phase, with a result and its error text. */
 static void dtrain__phase_set(dtrain_checkpoint *c, uint32_t phase, dtrain_result result)
 {
     char *text = phase == DTRAIN__SAVE_WRITTEN ? c->written_text : c->published_text;
@@ -267,8 +267,8 @@ static dtrain_result dtrain__list_await(dtrain_checkpoint *c, const char *direct
     }
 }
 
-/* Append what every rank has listed to the manifest. A list is the text of an object with one
- * member, {"files": [...]}: what is between the brackets is copied. */
+/* Append the files of all ranks to the manifest. A rank's list is {"files": [...]}: the text between
+ * the brackets is copied. */
 static dtrain_result dtrain__lists_join(dtrain_checkpoint *c, const char *directory,
                                         dtrain__text *manifest)
 {
@@ -306,8 +306,8 @@ static bool dtrain__metric_of(const dtrain_checkpoint *c, int64_t step, double *
     return has;
 }
 
-/* Tell whether a checkpoint is one of the best: how many are better is counted. Of equal ones the
- * newer is. */
+/* Tell whether fewer than keep_best checkpoints are better than this one; of equal ones the newer is
+ * better. */
 static bool dtrain__is_best(const dtrain_checkpoint *c, const double *metrics, const bool *known,
                             size_t count, size_t i)
 {
@@ -431,7 +431,7 @@ static void dtrain__save_clear(const dtrain_checkpoint *c)
     dtrain__set_last_error(before);
 }
 
-/* Give the trace what the thread has done, which has been joined. */
+/* Add the spans of the thread, which has been joined, to the trace. */
 static void dtrain__thread_trace(const dtrain_checkpoint *c)
 {
     const uint64_t *at = c->thread_ns;
@@ -443,7 +443,7 @@ static void dtrain__thread_trace(const dtrain_checkpoint *c)
                            NULL, c->step, at[1], at[2]);
 }
 
-/* Fail with the reason why the newest save has, and with what is lost. */
+/* Fail with the reason of the newest save's failure, and say which steps are lost. */
 static dtrain_result dtrain__save_lost(const dtrain_checkpoint *c)
 {
     char kept[80] = "this run has saved nothing, and what it trained is lost";
@@ -454,9 +454,9 @@ static dtrain_result dtrain__save_lost(const dtrain_checkpoint *c)
                        (long long)c->step, c->lost_text, kept);
 }
 
-/* Settle the save under way, if there is one, count it, and judge a failure: a warning, or with too
- * many in a row an error; an error also of the last save before a wait, whose caller relies on it.
- * Errors of the communicator are errors in any case. */
+/* Settle the save under way, if there is one, and count it. A failure is a warning, but an error
+ * after desc.failures in a row, before a wait or close (`last`), whose caller relies on the save,
+ * and when the communicator has failed. */
 static dtrain_result dtrain__save_settle(dtrain_checkpoint *c, bool last)
 {
     if (!c->outstanding) return last && c->failures ? dtrain__save_lost(c) : DTRAIN_OK;

@@ -9,9 +9,9 @@
  *     scalars   steps of optimizer, strategy and trainer, tokens seen, the loss scaler, position
  *               and seed of the loader, the seed of dropout
  *
- * A tensor is described as a whole, and each rank holds pieces of it: where a strategy shards, every
- * rank another one; where it does not, every rank all of it. Ranks may list different tensors, as
- * the stages of a pipeline do: a checkpoint has those of all of them. */
+ * A tensor is described as a whole, and each rank holds pieces of it: different ones where a
+ * strategy shards, all of it where it does not. Ranks may list different tensors, as the stages of
+ * a pipeline do; a checkpoint has the tensors of all ranks. */
 
 #pragma once
 
@@ -44,12 +44,18 @@ typedef enum dtrain_state_kind {
 
 #define DTRAIN_STATE_BYTES 5u /* besides dtrain_dtype: a blob, of bytes */
 
-/* A piece of a tensor: a box, which has a first index and a length along each axis, and of the
- * elements of this box, in row-major order, a run. What cuts a tensor by an axis (a slice of rows or
- * columns, one of the components of a packed q|k|v) makes boxes; what cuts the elements of an array
- * wherever a share of the bytes ends, as a sharding strategy does, makes runs, also of an array that
- * is a slice itself. Both numbers are needed for that, and no more: what two such pieces have in
- * common is one of them again, while as boxes alone a run of 4 axes would take seven. */
+/* A piece of a tensor: a run of the elements, in row-major order, of a box.
+ *
+ *     tensor (4 x 6)      box: rows 1-2, columns 2-4      run: elements 1-4 of the box
+ *       . . . . . .           . . . . . .                   . . . . . .
+ *       . . . . . .           . . a b c .                   . . . b c .
+ *       . . . . . .           . . d e f .                   . . d e . .
+ *       . . . . . .           . . . . . .                   . . . . . .
+ *
+ * A cut along an axis makes boxes: a slice of rows or columns, or of one component of a packed
+ * q|k|v. A cut by bytes, as of a sharding strategy, makes runs, also of an array that is a slice
+ * itself. The elements that two pieces share are a piece again. Boxes alone would not do as well: a
+ * run of a tensor of 4 axes is up to 7 boxes. */
 typedef struct dtrain_piece {
     int64_t first[4], length[4]; /* the box; of a whole tensor: zeros, and its shape */
     int64_t offset, count;       /* the run: its first element in the box, and how many */
@@ -67,7 +73,8 @@ typedef struct dtrain_state_tensor {
     bool own;     /* every rank has a tensor of its own by this name */
 } dtrain_state_tensor;
 
-/* What a run consists of. Everything but the strategy may be NULL, and must outlive the state. */
+/* The objects that a run consists of. All must outlive the state; all but the strategy may be
+ * NULL. */
 typedef struct dtrain_state_desc {
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;

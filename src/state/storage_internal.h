@@ -1,4 +1,4 @@
-/* What the room of state calls of storage, besides its table. */
+/* Whole reads and writes over any storage table. */
 
 #pragma once
 

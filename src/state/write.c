@@ -108,9 +108,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c)
 
 /* ---- Write ------------------------------------------------------------------------------------*/
 
-/* Write the name and shape of a piece in its file. All of a tensor has its own name and shape; a box
- * says where it is along each axis, "wte[0:64,0:128]", and a run which elements it has of that,
- * "wte[0:16384]"; what is no value begins with its kind. */
+/* Write the name and shape of a piece in its file. A whole tensor has its own name and shape. A box
+ * adds its place along each axis, "wte[0:64,0:128]"; a run adds its elements of the tensor or box,
+ * "wte[0:16384]". The names of all kinds but values begin with the kind. */
 static dtrain_result dtrain__piece_stored(const dtrain__held *held, char *name,
                                           dtrain__stored *stored)
 {
