@@ -26808,8 +26808,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_write(dtrain_checkpoint *c)
  *                                                                  manifest, rename, old ones go
  *
  * Without a thread the same steps follow each other. A thread must not call a collective, because
- * its order among those of training would differ from rank to rank: rank 0's thread polls the shared
- * directory for the lists of the others, and the ranks agree at the next call. A rank that failed
+ * its order among those of training would differ from rank to rank: rank 0's thread polls the
+ * directory, which all share, for the lists of the others, and the ranks agree at the next call. A rank that failed
  * writes no list; rank 0 stops waiting when that agreement reports the failure. */
 
 #define DTRAIN__LOOK_MS 10     /* between two looks for another rank's list */
@@ -27054,8 +27054,8 @@ static dtrain_result dtrain__list_await(dtrain_checkpoint *c, const char *direct
     }
 }
 
-/* Append the files of all ranks to the manifest. A rank's list is {"files": [...]}: the text between
- * the brackets is copied. */
+/* Append the files of all ranks to the manifest. A rank's list is {"files": [...]}: the text
+ * between the brackets is copied. */
 static dtrain_result dtrain__lists_join(dtrain_checkpoint *c, const char *directory,
                                         dtrain__text *manifest)
 {
@@ -27093,8 +27093,8 @@ static bool dtrain__metric_of(const dtrain_checkpoint *c, int64_t step, double *
     return has;
 }
 
-/* Tell whether fewer than keep_best checkpoints are better than this one; of equal ones the newer is
- * better. */
+/* Tell whether fewer than keep_best checkpoints are better than this one; of equal ones the newer
+ * is better. */
 static bool dtrain__is_best(const dtrain_checkpoint *c, const double *metrics, const bool *known,
                             size_t count, size_t i)
 {
@@ -27922,7 +27922,7 @@ static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved
     return DTRAIN_OK;
 }
 
-/* ---- Tensors that each rank has of its own -----------------------------------------------------*/
+/* ---- Tensors that each rank has of its own ----------------------------------------------------*/
 
 /* Tell whether a rank has saved exactly this piece of a tensor of its own. */
 static bool dtrain__own_is_there(const dtrain__load *load, const dtrain_state_tensor *tensor)

@@ -206,7 +206,7 @@ static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved
     return DTRAIN_OK;
 }
 
-/* ---- Tensors that each rank has of its own -----------------------------------------------------*/
+/* ---- Tensors that each rank has of its own ----------------------------------------------------*/
 
 /* Tell whether a rank has saved exactly this piece of a tensor of its own. */
 static bool dtrain__own_is_there(const dtrain__load *load, const dtrain_state_tensor *tensor)

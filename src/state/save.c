@@ -6,8 +6,8 @@
  *                                                                  manifest, rename, old ones go
  *
  * Without a thread the same steps follow each other. A thread must not call a collective, because
- * its order among those of training would differ from rank to rank: rank 0's thread polls the shared
- * directory for the lists of the others, and the ranks agree at the next call. A rank that failed
+ * its order among those of training would differ from rank to rank: rank 0's thread polls the
+ * directory, which all share, for the lists of the others, and the ranks agree at the next call. A rank that failed
  * writes no list; rank 0 stops waiting when that agreement reports the failure. */
 
 #include "core/platform_internal.h"
@@ -267,8 +267,8 @@ static dtrain_result dtrain__list_await(dtrain_checkpoint *c, const char *direct
     }
 }
 
-/* Append the files of all ranks to the manifest. A rank's list is {"files": [...]}: the text between
- * the brackets is copied. */
+/* Append the files of all ranks to the manifest. A rank's list is {"files": [...]}: the text
+ * between the brackets is copied. */
 static dtrain_result dtrain__lists_join(dtrain_checkpoint *c, const char *directory,
                                         dtrain__text *manifest)
 {
@@ -306,8 +306,8 @@ static bool dtrain__metric_of(const dtrain_checkpoint *c, int64_t step, double *
     return has;
 }
 
-/* Tell whether fewer than keep_best checkpoints are better than this one; of equal ones the newer is
- * better. */
+/* Tell whether fewer than keep_best checkpoints are better than this one; of equal ones the newer
+ * is better. */
 static bool dtrain__is_best(const dtrain_checkpoint *c, const double *metrics, const bool *known,
                             size_t count, size_t i)
 {
