@@ -26809,8 +26809,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_write(dtrain_checkpoint *c)
  *
  * Without a thread the same steps follow each other. A thread must not call a collective, because
  * its order among those of training would differ from rank to rank: rank 0's thread polls the
- * directory, which all share, for the lists of the others, and the ranks agree at the next call. A rank that failed
- * writes no list; rank 0 stops waiting when that agreement reports the failure. */
+ * directory, which all share, for the lists of the others, and the ranks agree at the next call. A
+ * rank that failed writes no list; rank 0 stops waiting when that agreement reports the failure. */
 
 #define DTRAIN__LOOK_MS 10     /* between two looks for another rank's list */
 #define DTRAIN__SHARED_MS 5000 /* until what one host has written is seen by another */

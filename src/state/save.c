@@ -7,8 +7,8 @@
  *
  * Without a thread the same steps follow each other. A thread must not call a collective, because
  * its order among those of training would differ from rank to rank: rank 0's thread polls the
- * directory, which all share, for the lists of the others, and the ranks agree at the next call. A rank that failed
- * writes no list; rank 0 stops waiting when that agreement reports the failure. */
+ * directory, which all share, for the lists of the others, and the ranks agree at the next call. A
+ * rank that failed writes no list; rank 0 stops waiting when that agreement reports the failure. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
