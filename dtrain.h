@@ -183,7 +183,7 @@
        src/state/storage.c                  Storage: the table of the file system, and whole reads and writes over any table
        src/monitor/metrics.c                The stream of metrics
        src/monitor/monitor_internal.h       The stream of metrics and its writers
-       src/monitor/table.c                  The table of metrics, and the values of a step
+       src/monitor/table.c                  The values of a step
        src/monitor/file.c                   Text, and files that cannot stop a training
        src/monitor/console.c                Progress for people
        src/monitor/jsonl.c                  JSON lines
@@ -3086,8 +3086,6 @@ DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metri
  * DTRAIN_ERROR_ARGUMENT. */
 DTRAIN_API dtrain_result dtrain_metrics_value(const dtrain_metrics *metrics, const char *name,
                                               int rank, double *value);
-/* Print the summary as a table for people; the parts of a step with the ranks that take longest. */
-DTRAIN_API void dtrain_metrics_print_summary(const dtrain_metrics *metrics, FILE *file);
 /* End the progress line, let every sink write its end (JSON: a last object with the summary and
  * "final": true) and close its file. DTRAIN_ERROR_FILE says what was lost on the way. */
 DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics);
@@ -5412,18 +5410,24 @@ DTRAIN__PRIVATE void dtrain__call_done(dtrain_world *world, uint64_t number)
 /* ---- Signs of life ----------------------------------------------------------------------------*/
 
 /* Show that this rank is inside the library, and dump if a signal has asked for it. */
-DTRAIN__PRIVATE void dtrain__beat(dtrain_world *world, uint64_t now)
+static void dtrain__show_beat(dtrain_world *world, uint64_t now)
 {
     dtrain__ring *ring = world->timeline.ring;
     if (!ring) return;
     dtrain__store(&world->control->pulses[world->rank].beat_ns, now);
-    dtrain__tick(world, now);
     const uint32_t asked = dtrain__dumps_asked();
     if (asked == ring->asked) return;
     ring->asked = asked;
     if (!ring->directory[0] || !world->catches || ring->code != DTRAIN_OK) return;
     if (world->timeline.dump(world, ring->directory) != DTRAIN_OK)
         dtrain_log(world, DTRAIN_LOG_WARNING, "%s", dtrain__bare(dtrain_last_error()));
+}
+
+/* Show it from inside a wait. */
+DTRAIN__PRIVATE void dtrain__beat(dtrain_world *world, uint64_t now)
+{
+    dtrain__tick(world, now);
+    dtrain__show_beat(world, now);
 }
 
 /* Enter a public call that may wait for other ranks, and return the time. */
@@ -5433,7 +5437,7 @@ DTRAIN__PRIVATE uint64_t dtrain__enter(dtrain_world *world, const char *name)
     (void)dtrain__span_begin_at(world, DTRAIN_SPAN_COMM, name, DTRAIN__UNNUMBERED, now);
     if (world->timeline.ring)
         dtrain__store(&world->control->pulses[world->rank].inside, (uint64_t)1);
-    dtrain__beat(world, now);
+    dtrain__show_beat(world, now);
     return now;
 }
 
@@ -5442,7 +5446,7 @@ DTRAIN__PRIVATE uint64_t dtrain__leave(dtrain_world *world, dtrain_result result
 {
     const uint64_t now = dtrain__now_ns();
     dtrain__span_end_at(world, world->timeline.depth - 1, now);
-    dtrain__beat(world, now);
+    dtrain__show_beat(world, now);
     if (world->timeline.ring)
         dtrain__store(&world->control->pulses[world->rank].inside, (uint64_t)0);
     dtrain__failed(world, result);
@@ -31190,97 +31194,101 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
 
 /* ---- The table --------------------------------------------------------------------------------*/
 
-/* X(ID, name, group, flags, base name, base scale, help) */
+/* X(ID, name, group, flags, from, base name, base scale, help). from: the dtrain_figure that the
+ * metric is made of, and how, see dtrain__fill_figures; 0: of none */
 /* clang-format off */
 #define DTRAIN__METRIC_LIST(X)                                                                     \
-    X(LOSS, "loss", "train", 0, "loss", 1, "Mean loss over micro-batches and ranks.")              \
-    X(VAL_LOSS, "val_loss", "train", 0, "val_loss", 1, "Mean loss of the last evaluation.")        \
-    X(GRAD_NORM, "grad_norm", "train", 0, "grad_norm", 1, "Gradient norm before clipping.")        \
-    X(LR, "lr", "train", 0, "learning_rate", 1, "Learning rate.")                                  \
-    X(TOKENS, "tokens", "train", DTRAIN__COUNTS, "tokens_total", 1,                                \
+    X(LOSS, "loss", "train", 0, 0, "loss", 1, "Mean loss over micro-batches and ranks.")           \
+    X(VAL_LOSS, "val_loss", "train", 0, 0, "val_loss", 1, "Mean loss of the last evaluation.")     \
+    X(GRAD_NORM, "grad_norm", "train", 0, 0, "grad_norm", 1, "Gradient norm before clipping.")     \
+    X(LR, "lr", "train", 0, 0, "learning_rate", 1, "Learning rate.")                               \
+    X(TOKENS, "tokens", "train", DTRAIN__COUNTS, 0, "tokens_total", 1,                             \
       "Tokens or samples of all ranks.")                                                           \
-    X(RATE, "tokens_per_second", "throughput", 0, "tokens_per_second", 1,                          \
+    X(RATE, "tokens_per_second", "throughput", 0, 0, "tokens_per_second", 1,                       \
       "Tokens or samples of all ranks a second.")                                                  \
-    X(STEP, "step_ms", "time", DTRAIN_METRIC_RANKS, "step_seconds", 1e-3,                          \
-      "Time of a step, slowest rank.")                                                             \
-    X(COMM, "comm_ms", "time", 0, "comm_seconds", 1e-3,                                            \
+    X(STEP, "step_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(RANKS, STEP), "step_seconds",     \
+      1e-3, "Time of a step, slowest rank.")                                                       \
+    X(COMM, "comm_ms", "time", 0, 0, "comm_seconds", 1e-3,                                         \
       "Time with an operation in flight, mean of ranks.")                                          \
-    X(EXPOSED, "exposed_comm_ms", "time", DTRAIN_METRIC_RANKS, "exposed_comm_seconds", 1e-3,       \
+    X(EXPOSED_COMM, "exposed_comm_ms", "time", DTRAIN_METRIC_RANKS,                                \
+      DTRAIN__FROM(RANKS, EXPOSED_COMM), "exposed_comm_seconds", 1e-3,                             \
       "Time that ranks waited in communication, mean.")                                            \
-    X(DATA, "data_ms", "time", DTRAIN_METRIC_RANKS, "data_seconds", 1e-3,                          \
-      "Time in wait for batches, slowest rank.")                                                   \
-    X(COMM_BYTES, "comm_bytes", "comm", DTRAIN__EACH, "comm_bytes", 1,                             \
-      "Bytes that rank 0 sent in the step.")                                                       \
-    X(LOSS_SCALE, "loss_scale", "train", 0, "loss_scale", 1, "Loss scale of the step.")            \
-    X(SKIPPED, "skipped_steps", "train", DTRAIN__COUNTS, "skipped_steps_total", 1,                 \
+    X(DATA, "data_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(RANKS, DATA), "data_seconds",     \
+      1e-3, "Time in wait for batches, slowest rank.")                                             \
+    X(COMM_BYTES, "comm_bytes", "comm", DTRAIN__EACH, DTRAIN__FROM(RANKS, COMM_BYTES),             \
+      "comm_bytes", 1, "Bytes that rank 0 sent in the step.")                                      \
+    X(LOSS_SCALE, "loss_scale", "train", 0, 0, "loss_scale", 1, "Loss scale of the step.")         \
+    X(SKIPPED, "skipped_steps", "train", DTRAIN__COUNTS, 0, "skipped_steps_total", 1,              \
       "Steps without an update.")                                                                  \
-    X(STRAGGLER, "straggler_score", "comm", 0, "straggler_ratio", 1,                               \
+    X(STRAGGLER, "straggler_score", "comm", 0, 0, "straggler_ratio", 1,                            \
       "Slowest rank's compute time by the median's.")                                              \
-    X(SLOWEST, "slowest_rank", "comm", DTRAIN_METRIC_INTEGER, "slowest_rank", 1,                   \
+    X(SLOWEST, "slowest_rank", "comm", DTRAIN_METRIC_INTEGER, 0, "slowest_rank", 1,                \
       "Rank that computed longest.")                                                               \
-    X(FORWARD, "forward_ms", "time", DTRAIN_METRIC_RANKS, "forward_seconds", 1e-3,                 \
-      "Time in the forward pass, mean of ranks.")                                                  \
-    X(BACKWARD, "backward_ms", "time", DTRAIN_METRIC_RANKS, "backward_seconds", 1e-3,              \
-      "Time in the backward pass, mean of ranks.")                                                 \
-    X(HIDDEN, "hidden_comm_ms", "time", DTRAIN_METRIC_RANKS, "hidden_comm_seconds", 1e-3,          \
-      "Communication behind compute, mean of ranks.")                                              \
-    X(OPTIMIZER, "optimizer_ms", "time", DTRAIN_METRIC_RANKS, "optimizer_seconds", 1e-3,           \
-      "Time in norm and update, mean of ranks.")                                                   \
-    X(CHECKPOINT, "checkpoint_ms", "time", DTRAIN_METRIC_RANKS, "checkpoint_seconds", 1e-3,        \
-      "Time in saving before the step, mean of ranks.")                                            \
+    X(FORWARD, "forward_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, FORWARD),             \
+      "forward_seconds", 1e-3, "Time in the forward pass, mean of ranks.")                         \
+    X(BACKWARD, "backward_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, BACKWARD),          \
+      "backward_seconds", 1e-3, "Time in the backward pass, mean of ranks.")                       \
+    X(HIDDEN_COMM, "hidden_comm_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, HIDDEN_COMM), \
+      "hidden_comm_seconds", 1e-3, "Communication behind compute, mean of ranks.")                 \
+    X(OPTIMIZER, "optimizer_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, OPTIMIZER),       \
+      "optimizer_seconds", 1e-3, "Time in norm and update, mean of ranks.")                        \
+    X(CHECKPOINT, "checkpoint_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, CHECKPOINT),    \
+      "checkpoint_seconds", 1e-3, "Time in saving before the step, mean of ranks.")                \
     DTRAIN__TIMES_LIST(X, STEP, "step", "a step")                                                  \
     DTRAIN__TIMES_LIST(X, DATA, "data", "wait for batches")                                        \
     DTRAIN__TIMES_LIST(X, FORWARD, "forward", "the forward pass")                                  \
     DTRAIN__TIMES_LIST(X, BACKWARD, "backward", "the backward pass")                               \
-    DTRAIN__TIMES_LIST(X, EXPOSED, "exposed_comm", "exposed communication")                        \
-    DTRAIN__TIMES_LIST(X, HIDDEN, "hidden_comm", "hidden communication")                           \
+    DTRAIN__TIMES_LIST(X, EXPOSED_COMM, "exposed_comm", "exposed communication")                   \
+    DTRAIN__TIMES_LIST(X, HIDDEN_COMM, "hidden_comm", "hidden communication")                      \
     DTRAIN__TIMES_LIST(X, OPTIMIZER, "optimizer", "norm and update")                               \
     DTRAIN__TIMES_LIST(X, CHECKPOINT, "checkpoint", "saving")                                      \
     DTRAIN__SPREAD_LIST(X, COMM_BYTES, "comm", "_bytes", "_bytes", DTRAIN_METRIC_INTEGER, 1,       \
-                        "Bytes sent in the step")                                                  \
-    X(BUS, "bus_bytes_per_second", "comm", DTRAIN_METRIC_RANKS, "bus_bytes_per_second", 1,         \
-      "Bus bandwidth as nccl-tests have it, mean of ranks.")                                       \
+      "Bytes sent in the step")                                                                    \
+    X(BUS, "bus_bytes_per_second", "comm", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, BUS),           \
+      "bus_bytes_per_second", 1, "Bus bandwidth as nccl-tests have it, mean of ranks.")            \
     DTRAIN__KIND_LIST(X)                                                                           \
-    X(FLOPS, "flops_per_second", "throughput", 0, "flops_per_second", 1,                           \
+    X(FLOPS, "flops_per_second", "throughput", 0, 0, "flops_per_second", 1,                        \
       "Floating-point operations of all ranks a second.")                                          \
-    X(PEAK_SHARE, "peak_share", "throughput", 0, "flops_ratio", 1, "Share of the devices' peak.")  \
-    X(MEMORY, "memory_bytes", "memory", DTRAIN__EACH, "memory_bytes", 1,                           \
-      "Device memory allocated, largest rank.")                                                    \
-    X(MEMORY_PEAK, "memory_peak_bytes", "memory", DTRAIN__EACH, "memory_peak_bytes", 1,            \
-      "Most device memory so far, largest rank.")                                                  \
-    X(MEMORY_ACTIVATION, "memory_activation_bytes", "memory", DTRAIN__EACH,                        \
-      "memory_activation_bytes", 1,                                                                \
+    X(PEAK_SHARE, "peak_share", "throughput", 0, 0, "flops_ratio", 1,                              \
+      "Share of the devices' peak.")                                                               \
+    X(MEMORY, "memory_bytes", "memory", DTRAIN__EACH, DTRAIN__FROM(MAX, MEMORY), "memory_bytes",   \
+      1, "Device memory allocated, largest rank.")                                                 \
+    X(MEMORY_PEAK, "memory_peak_bytes", "memory", DTRAIN__EACH, DTRAIN__FROM(MAX, MEMORY_PEAK),    \
+      "memory_peak_bytes", 1, "Most device memory so far, largest rank.")                          \
+    X(ACTIVATIONS, "memory_activation_bytes", "memory", DTRAIN__EACH,                              \
+      DTRAIN__FROM(MAX, ACTIVATIONS), "memory_activation_bytes", 1,                                \
       "Activations of the largest pass, largest rank.")                                            \
-    X(GPU_UTILIZATION, "gpu_utilization", "gpu", DTRAIN_METRIC_RANKS, "gpu_utilization_ratio", 1,  \
+    X(GPU_UTILIZATION, "gpu_utilization", "gpu", DTRAIN_METRIC_RANKS,                              \
+      DTRAIN__FROM(MEAN, GPU_UTILIZATION), "gpu_utilization_ratio", 1,                             \
       "GPU utilization, mean of ranks.")                                                           \
-    X(GPU_MEMORY, "gpu_memory_bytes", "gpu", DTRAIN__EACH, "gpu_memory_bytes", 1,                  \
-      "GPU memory in use, largest rank.")                                                          \
-    X(GPU_CLOCK, "gpu_clock_hz", "gpu", DTRAIN_METRIC_RANKS, "gpu_clock_hertz", 1,                 \
-      "Clock of the multiprocessors, mean of ranks.")                                              \
-    X(GPU_POWER, "gpu_power_watts", "gpu", DTRAIN_METRIC_RANKS, "gpu_power_watts", 1,              \
-      "Power, mean of ranks.")                                                                     \
+    X(GPU_MEMORY, "gpu_memory_bytes", "gpu", DTRAIN__EACH, DTRAIN__FROM(MAX, GPU_MEMORY),          \
+      "gpu_memory_bytes", 1, "GPU memory in use, largest rank.")                                   \
+    X(GPU_CLOCK, "gpu_clock_hz", "gpu", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, GPU_CLOCK),        \
+      "gpu_clock_hertz", 1, "Clock of the multiprocessors, mean of ranks.")                        \
+    X(GPU_POWER, "gpu_power_watts", "gpu", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, GPU_POWER),     \
+      "gpu_power_watts", 1, "Power, mean of ranks.")                                               \
     X(GPU_TEMPERATURE, "gpu_temperature_celsius", "gpu", DTRAIN_METRIC_RANKS,                      \
-      "gpu_temperature_celsius", 1,                                                                \
+      DTRAIN__FROM(MAX, GPU_TEMPERATURE), "gpu_temperature_celsius", 1,                            \
       "Temperature, hottest GPU.")                                                                 \
-    X(GPU_THROTTLE, "gpu_throttle", "gpu", DTRAIN__EACH, "gpu_throttle_reasons", 1,                \
-      "NVML's bits of why clocks are low, of any rank.")                                           \
-    X(GPU_ECC, "gpu_ecc_errors", "gpu", DTRAIN__EACH, "gpu_ecc_errors", 1,                         \
-      "Uncorrected ECC errors of all ranks' GPUs.")                                                \
+    X(GPU_THROTTLE, "gpu_throttle", "gpu", DTRAIN__EACH, DTRAIN__FROM(RANKS, GPU_THROTTLE),        \
+      "gpu_throttle_reasons", 1, "NVML's bits of why clocks are low, of any rank.")                \
+    X(GPU_ECC, "gpu_ecc_errors", "gpu", DTRAIN__EACH, DTRAIN__FROM(RANKS, GPU_ECC),                \
+      "gpu_ecc_errors", 1, "Uncorrected ECC errors of all ranks' GPUs.")                           \
     DTRAIN__HELD_LIST(X)
 
 #define DTRAIN__COUNTS (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_COUNTER)
 #define DTRAIN__EACH (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_RANKS)
 
-/* Least, mean and most of a figure over ranks, and who has most. */
+/* Least, mean and most of a figure over ranks, and the rank that has most. */
 #define DTRAIN__SPREAD_LIST(X, ID, part, unit, base_unit, flags, scale, what)                      \
-    X(ID##_MIN, part unit "_min", "ranks", flags, part "_min" base_unit, scale,                    \
-      what ", least of ranks.")                                                                    \
-    X(ID##_MEAN, part unit "_mean", "ranks", flags, part "_mean" base_unit, scale,                 \
-      what ", mean of ranks.")                                                                     \
-    X(ID##_MAX, part unit "_max", "ranks", flags, part "_max" base_unit, scale,                    \
-      what ", most of ranks.")                                                                     \
-    X(ID##_RANK, part unit "_rank", "ranks", DTRAIN_METRIC_INTEGER, part "_max_rank", 1,           \
-      what ", rank that has most.")
+    X(ID##_MIN, part unit "_min", "ranks", flags, DTRAIN__FROM(SPREAD_MIN, ID),                    \
+      part "_min" base_unit, scale, what ", least of ranks.")                                      \
+    X(ID##_MEAN, part unit "_mean", "ranks", flags, DTRAIN__FROM(SPREAD_MEAN, ID),                 \
+      part "_mean" base_unit, scale, what ", mean of ranks.")                                      \
+    X(ID##_MAX, part unit "_max", "ranks", flags, DTRAIN__FROM(SPREAD_MAX, ID),                    \
+      part "_max" base_unit, scale, what ", most of ranks.")                                       \
+    X(ID##_RANK, part unit "_rank", "ranks", DTRAIN_METRIC_INTEGER, DTRAIN__FROM(SPREAD_RANK, ID), \
+      part "_max_rank", 1, what ", rank that has most.")
 #define DTRAIN__TIMES_LIST(X, ID, part, text)                                                      \
     DTRAIN__SPREAD_LIST(X, ID, part, "_ms", "_seconds", 0, 1e-3, "Time in " text)
 
@@ -31294,7 +31302,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
     DTRAIN__KIND_ROW(X, SEND, "send")                                                              \
     DTRAIN__KIND_ROW(X, ALL_TO_ALL, "all_to_all")
 #define DTRAIN__KIND_ROW(X, ID, kind)                                                              \
-    X(ID, kind "_bytes", "comm", DTRAIN__EACH, kind "_bytes", 1,                                   \
+    X(ID, kind "_bytes", "comm", DTRAIN__EACH, DTRAIN__SENT_BY(ID), kind "_bytes", 1,              \
       "Bytes that rank 0 sent in the step by " kind ".")
 
 #define DTRAIN__HELD_LIST(X)                                                                       \
@@ -31312,16 +31320,31 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
     DTRAIN__HELD_ROW(X, PREDICTED_, "predicted_", HOST, "host", "predicted in host memory")        \
     DTRAIN__HELD_ROW(X, PREDICTED_, "predicted_", ACTIVATION, "activation",                        \
       "predicted for activations and their gradients")                                             \
-    X(PREDICTED, "predicted_bytes", "memory", DTRAIN__FIXED, "predicted_bytes", 1,                 \
+    X(PREDICTED, "predicted_bytes", "memory", DTRAIN__FIXED, 0, "predicted_bytes", 1,              \
       "Bytes of rank 0 that were predicted.")
 #define DTRAIN__HELD_ROW(X, WHAT, what, ID, name, text)                                            \
-    X(WHAT##ID, what name "_bytes", "memory", DTRAIN__FIXED, what name "_bytes", 1,                \
+    X(WHAT##ID, what name "_bytes", "memory", DTRAIN__FIXED, 0, what name "_bytes", 1,             \
       "Bytes of rank 0 " text ".")
 #define DTRAIN__FIXED (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_FIXED)
 /* clang-format on */
 
+/* Each rank has the figure, but the metric is set elsewhere; it is the mean or the maximum of all
+ * ranks; or it is one of the four of a spread. */
 enum {
-#define DTRAIN__METRIC_NUMBER(ID, name, group, flags, base, scale, help) DTRAIN__METRIC_##ID,
+    DTRAIN__TAKE_RANKS = 1,
+    DTRAIN__TAKE_MEAN,
+    DTRAIN__TAKE_MAX,
+    DTRAIN__TAKE_SPREAD_MIN,
+    DTRAIN__TAKE_SPREAD_MEAN,
+    DTRAIN__TAKE_SPREAD_MAX,
+    DTRAIN__TAKE_SPREAD_RANK
+};
+#define DTRAIN__FROM(take, figure) (DTRAIN__TAKE_##take + 8 * DTRAIN_FIGURE_##figure)
+#define DTRAIN__SENT_BY(kind) \
+    (DTRAIN__TAKE_RANKS + 8 * (DTRAIN_FIGURE_COMM_BYTES + DTRAIN_COLLECTIVE_##kind))
+
+enum {
+#define DTRAIN__METRIC_NUMBER(ID, name, group, flags, from, base, scale, help) DTRAIN__METRIC_##ID,
     DTRAIN__METRIC_LIST(DTRAIN__METRIC_NUMBER)
 #undef DTRAIN__METRIC_NUMBER
         DTRAIN__METRIC_COUNT
@@ -31468,12 +31491,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_append(dtrain__records *file, cons
                                                      size_t bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__records_close(dtrain__records *file);
 
-/* Writers: fill in the table of one, if the desc asks for it. */
-DTRAIN__PRIVATE bool dtrain__console_sink(dtrain_metrics *metrics, dtrain__sink *sink);
-DTRAIN__PRIVATE bool dtrain__jsonl_sink(dtrain_metrics *metrics, dtrain__sink *sink);
-DTRAIN__PRIVATE bool dtrain__csv_sink(dtrain_metrics *metrics, dtrain__sink *sink);
-DTRAIN__PRIVATE bool dtrain__prometheus_sink(dtrain_metrics *metrics, dtrain__sink *sink);
-DTRAIN__PRIVATE bool dtrain__tensorboard_sink(dtrain_metrics *metrics, dtrain__sink *sink);
+/* The writers, whose user is the dtrain_metrics. */
+DTRAIN__PRIVATE dtrain__sink dtrain__console_sink(void);
+DTRAIN__PRIVATE dtrain__sink dtrain__jsonl_sink(void);
+DTRAIN__PRIVATE dtrain__sink dtrain__csv_sink(void);
+DTRAIN__PRIVATE dtrain__sink dtrain__prometheus_sink(void);
+DTRAIN__PRIVATE dtrain__sink dtrain__tensorboard_sink(void);
 DTRAIN__PRIVATE void dtrain__prometheus_free(dtrain_metrics *metrics);
 DTRAIN__PRIVATE void dtrain__tensorboard_free(dtrain_metrics *metrics);
 
@@ -31556,19 +31579,22 @@ static dtrain_result dtrain__sink_take(dtrain_metrics *metrics, const dtrain_met
     return DTRAIN_OK;
 }
 
-/* List the sinks of this rank: the library's, on rank 0, in the order of the desc, and the host's.
- */
+/* List the sinks of this rank: on rank 0 the library's writers that the desc asks for, then the
+ * host's sinks. */
 static dtrain_result dtrain__sinks_list(dtrain_metrics *metrics)
 {
     const dtrain_metrics_desc *desc = &metrics->desc;
-    const char *const paths[DTRAIN__OWN_SINKS] = {"", desc->jsonl_path, desc->csv_path,
-                                                  desc->prometheus_path, desc->tensorboard_dir};
-    bool (*const writers[DTRAIN__OWN_SINKS])(dtrain_metrics *, dtrain__sink *) = {
+    const char *const paths[DTRAIN__OWN_SINKS] = {desc->progress ? "" : NULL, desc->jsonl_path,
+                                                  desc->csv_path, desc->prometheus_path,
+                                                  desc->tensorboard_dir};
+    dtrain__sink (*const writers[DTRAIN__OWN_SINKS])(void) = {
         dtrain__console_sink, dtrain__jsonl_sink, dtrain__csv_sink, dtrain__prometheus_sink,
         dtrain__tensorboard_sink};
     for (size_t i = 0; dtrain_comm_rank(metrics->comm) == 0 && i < DTRAIN__OWN_SINKS; i++) {
         dtrain__sink *sink = &metrics->sinks[metrics->sink_count];
-        if (!writers[i](metrics, sink)) continue;
+        if (!paths[i]) continue;
+        *sink = writers[i]();
+        sink->table.user = metrics;
         metrics->infos[metrics->sink_count].name = sink->table.name;
         metrics->infos[metrics->sink_count++].path = paths[i];
     }
@@ -31924,20 +31950,34 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
  * src/monitor/table.c
  * ==============================================================================================*/
 
-/* The table of metrics, and the values of a step
+/* The values of a step
  *
- * The rows are in monitor_internal.h. Here a record becomes values: each is unknown unless it was
- * measured, so that no writer ever shows a number that nobody has measured. */
+ * The table of metrics is DTRAIN__METRIC_LIST in monitor_internal.h. Here a step's record becomes
+ * values. A value that was not measured is unknown, and no writer shows it. */
 
 DTRAIN__PRIVATE const dtrain_metric *dtrain__metric_table(void)
 {
     static const dtrain_metric table[] = {
-#define DTRAIN__METRIC_ROW(ID, name, group, flags, base, scale, help) \
+#define DTRAIN__METRIC_ROW(ID, name, group, flags, from, base, scale, help) \
     {flags, name, group, help, base, scale},
         DTRAIN__METRIC_LIST(DTRAIN__METRIC_ROW)
 #undef DTRAIN__METRIC_ROW
     };
     return table;
+}
+
+/* How metrics are made of figures: take + 8 figure; 0: of none. */
+static const int dtrain__metric_from[] = {
+#define DTRAIN__METRIC_SOURCE(ID, name, group, flags, from, base, scale, help) from,
+    DTRAIN__METRIC_LIST(DTRAIN__METRIC_SOURCE)
+#undef DTRAIN__METRIC_SOURCE
+};
+
+/* Return the factor from a figure's unit to the metric's: figures of time are in seconds, and the
+ * metrics whose base unit is the second in milliseconds. */
+static double dtrain__metric_unit(int id)
+{
+    return dtrain__metric_table()[id].base_scale < 1 ? 1e3 : 1;
 }
 
 static void dtrain__set(dtrain_metrics *metrics, int id, double value)
@@ -31952,84 +31992,19 @@ static void dtrain__set_measured(dtrain_metrics *metrics, int id, double value)
     if (dtrain__finite(value)) dtrain__set(metrics, id, value);
 }
 
-/* The figures of which all of min, mean, max and rank are metrics, which follow each other. */
-static const struct {
-    int figure, first, mean; /* mean: the metric for all ranks, or -1 */
-    double unit;             /* one of the figure in that of the metrics */
-} dtrain__spreads[] = {
-    {DTRAIN_FIGURE_STEP, DTRAIN__METRIC_STEP_MIN, -1, 1e3},
-    {DTRAIN_FIGURE_DATA, DTRAIN__METRIC_DATA_MIN, -1, 1e3},
-    {DTRAIN_FIGURE_FORWARD, DTRAIN__METRIC_FORWARD_MIN, DTRAIN__METRIC_FORWARD, 1e3},
-    {DTRAIN_FIGURE_BACKWARD, DTRAIN__METRIC_BACKWARD_MIN, DTRAIN__METRIC_BACKWARD, 1e3},
-    {DTRAIN_FIGURE_EXPOSED_COMM, DTRAIN__METRIC_EXPOSED_MIN, -1, 1e3},
-    {DTRAIN_FIGURE_HIDDEN_COMM, DTRAIN__METRIC_HIDDEN_MIN, DTRAIN__METRIC_HIDDEN, 1e3},
-    {DTRAIN_FIGURE_OPTIMIZER, DTRAIN__METRIC_OPTIMIZER_MIN, DTRAIN__METRIC_OPTIMIZER, 1e3},
-    {DTRAIN_FIGURE_CHECKPOINT, DTRAIN__METRIC_CHECKPOINT_MIN, DTRAIN__METRIC_CHECKPOINT, 1e3},
-    {DTRAIN_FIGURE_COMM_BYTES, DTRAIN__METRIC_COMM_BYTES_MIN, -1, 1},
-};
-
-/* Of what a rank sends, kind by kind: the metric. */
-static const struct {
-    int kind, id;
-} dtrain__sent_kinds[] = {
-    {DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN__METRIC_ALL_REDUCE},
-    {DTRAIN_COLLECTIVE_REDUCE_SCATTER, DTRAIN__METRIC_REDUCE_SCATTER},
-    {DTRAIN_COLLECTIVE_ALL_GATHER, DTRAIN__METRIC_ALL_GATHER},
-    {DTRAIN_COLLECTIVE_BROADCAST, DTRAIN__METRIC_BROADCAST},
-    {DTRAIN_COLLECTIVE_REDUCE, DTRAIN__METRIC_REDUCE},
-    {DTRAIN_COLLECTIVE_SEND, DTRAIN__METRIC_SEND},
-    {DTRAIN_COLLECTIVE_ALL_TO_ALL, DTRAIN__METRIC_ALL_TO_ALL},
-};
-
-/* The other figures, and how ranks are reduced. */
-enum { DTRAIN__TAKE_MEAN, DTRAIN__TAKE_MAX };
-static const struct {
-    int figure, id, take;
-} dtrain__gauges[] = {
-    {DTRAIN_FIGURE_BUS, DTRAIN__METRIC_BUS, DTRAIN__TAKE_MEAN},
-    {DTRAIN_FIGURE_MEMORY, DTRAIN__METRIC_MEMORY, DTRAIN__TAKE_MAX},
-    {DTRAIN_FIGURE_MEMORY_PEAK, DTRAIN__METRIC_MEMORY_PEAK, DTRAIN__TAKE_MAX},
-    {DTRAIN_FIGURE_ACTIVATIONS, DTRAIN__METRIC_MEMORY_ACTIVATION, DTRAIN__TAKE_MAX},
-    {DTRAIN_FIGURE_GPU_UTILIZATION, DTRAIN__METRIC_GPU_UTILIZATION, DTRAIN__TAKE_MEAN},
-    {DTRAIN_FIGURE_GPU_MEMORY, DTRAIN__METRIC_GPU_MEMORY, DTRAIN__TAKE_MAX},
-    {DTRAIN_FIGURE_GPU_CLOCK, DTRAIN__METRIC_GPU_CLOCK, DTRAIN__TAKE_MEAN},
-    {DTRAIN_FIGURE_GPU_POWER, DTRAIN__METRIC_GPU_POWER, DTRAIN__TAKE_MEAN},
-    {DTRAIN_FIGURE_GPU_TEMPERATURE, DTRAIN__METRIC_GPU_TEMPERATURE, DTRAIN__TAKE_MAX},
-};
-
-#define DTRAIN__COUNT_OF(array) ((int)(sizeof(array) / sizeof *(array)))
-
-/* Find the figure behind a metric, and what one of it is in the metric's unit; -1: none. */
-static int dtrain__figure_of(int id, double *unit)
-{
-    *unit = 1e3;
-    for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__spreads); i++)
-        if (id == dtrain__spreads[i].mean) return dtrain__spreads[i].figure;
-    if (id == DTRAIN__METRIC_STEP) return DTRAIN_FIGURE_STEP;
-    if (id == DTRAIN__METRIC_DATA) return DTRAIN_FIGURE_DATA;
-    if (id == DTRAIN__METRIC_EXPOSED) return DTRAIN_FIGURE_EXPOSED_COMM;
-    *unit = 1;
-    if (id == DTRAIN__METRIC_COMM_BYTES) return DTRAIN_FIGURE_COMM_BYTES;
-    for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__sent_kinds); i++)
-        if (id == dtrain__sent_kinds[i].id)
-            return DTRAIN_FIGURE_COMM_BYTES + dtrain__sent_kinds[i].kind;
-    for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__gauges); i++)
-        if (id == dtrain__gauges[i].id) return dtrain__gauges[i].figure;
-    if (id == DTRAIN__METRIC_GPU_THROTTLE) return DTRAIN_FIGURE_GPU_THROTTLE;
-    return id == DTRAIN__METRIC_GPU_ECC ? (int)DTRAIN_FIGURE_GPU_ECC : -1;
-}
-
-/* Return a metric of one rank, in the metric's unit; NaN: not measured, or it has none. */
+/* Return a metric of one rank, in the metric's unit; NaN: not measured, or ranks have none. */
 DTRAIN__PRIVATE double dtrain__rank_value(const dtrain_metrics *metrics, int id, int rank)
 {
-    double unit;
-    const int figure = dtrain__figure_of(id, &unit);
-    if (figure < 0 || !metrics->desc.trainer || metrics->last.ranks == 0) return DTRAIN__NAN;
-    return unit * dtrain__trainer_figure(metrics->desc.trainer, rank, (dtrain_figure)figure);
+    const int from = dtrain__metric_from[id];
+    const bool spread = from % 8 >= DTRAIN__TAKE_SPREAD_MIN;
+    if (!from || spread || !metrics->desc.trainer || metrics->last.ranks == 0) return DTRAIN__NAN;
+    return dtrain__metric_unit(id) *
+           dtrain__trainer_figure(metrics->desc.trainer, rank, (dtrain_figure)(from / 8));
 }
 
-/* Reduce what has no mean and no maximum that says anything: bits of all ranks, sums of errors.
- * Words travel as fp32, which is exact for both below 2^24; NVML has bits up to 2^9. */
+/* Set the GPU metrics of which a mean or maximum would say nothing: throttle reasons are the union
+ * of all ranks' bits, ECC errors the sum. Ranks exchange figures as fp32, which is exact for both
+ * below 2^24; NVML has bits up to 2^9. */
 static void dtrain__fill_bits(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
     const dtrain_trainer *trainer = metrics->desc.trainer;
@@ -32050,50 +32025,45 @@ static void dtrain__fill_bits(dtrain_metrics *metrics, const dtrain_step_record 
         dtrain__set(metrics, DTRAIN__METRIC_GPU_ECC, trainer ? errors : ecc->max);
 }
 
-/* Set what this rank's GPU said, where no trainer carries it to the others. */
+/* Set the figures of this rank's GPU, for a run without a trainer, which would exchange them. */
 static void dtrain__fill_own_gpu(dtrain_metrics *metrics)
 {
-    static const int ids[] = {DTRAIN__METRIC_GPU_UTILIZATION, DTRAIN__METRIC_GPU_MEMORY,
-                              DTRAIN__METRIC_GPU_CLOCK,       DTRAIN__METRIC_GPU_POWER,
-                              DTRAIN__METRIC_GPU_TEMPERATURE, DTRAIN__METRIC_GPU_THROTTLE,
-                              DTRAIN__METRIC_GPU_ECC};
-    for (int i = 0; i < DTRAIN__COUNT_OF(ids); i++)
-        dtrain__set_measured(metrics, ids[i], (double)metrics->nvml.figures[i]);
+    for (int id = DTRAIN__METRIC_GPU_UTILIZATION; id <= DTRAIN__METRIC_GPU_ECC; id++)
+        dtrain__set_measured(
+            metrics, id,
+            (double)
+                metrics->nvml.figures[dtrain__metric_from[id] / 8 - DTRAIN_FIGURE_GPU_UTILIZATION]);
 }
 
-/* Set what comes from the figures of all ranks. */
+/* Set the metrics that are made of the figures of all ranks; spreads need at least two. */
 static void dtrain__fill_figures(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
-    for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__spreads); i++) {
-        const dtrain_spread *all = &record->figures[dtrain__spreads[i].figure];
-        const int first = dtrain__spreads[i].first, mean = dtrain__spreads[i].mean;
-        const double unit = dtrain__spreads[i].unit;
-        if (all->max_rank < 0) continue;
-        if (mean >= 0) dtrain__set(metrics, mean, unit * all->mean);
-        if (record->ranks < 2) continue;
-        dtrain__set(metrics, first, unit * all->min);
-        dtrain__set(metrics, first + 1, unit * all->mean);
-        dtrain__set(metrics, first + 2, unit * all->max);
-        dtrain__set(metrics, first + 3, all->max_rank);
-    }
-    for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__gauges); i++) {
-        const dtrain_spread *all = &record->figures[dtrain__gauges[i].figure];
-        if (all->max_rank < 0) continue;
-        dtrain__set_measured(metrics, dtrain__gauges[i].id,
-                             dtrain__gauges[i].take == DTRAIN__TAKE_MEAN ? all->mean : all->max);
+    for (int id = 0; id < DTRAIN__METRIC_COUNT; id++) {
+        const int take = dtrain__metric_from[id] % 8;
+        const dtrain_spread *all = &record->figures[dtrain__metric_from[id] / 8];
+        const bool spread = take >= DTRAIN__TAKE_SPREAD_MIN;
+        if (take <= DTRAIN__TAKE_RANKS || all->max_rank < 0 || (spread && record->ranks < 2))
+            continue;
+        const double unit = dtrain__metric_unit(id);
+        const bool mean = take == DTRAIN__TAKE_MEAN || take == DTRAIN__TAKE_SPREAD_MEAN;
+        dtrain__set_measured(metrics, id,
+                             take == DTRAIN__TAKE_SPREAD_RANK  ? all->max_rank
+                             : take == DTRAIN__TAKE_SPREAD_MIN ? unit * all->min
+                             : mean                            ? unit * all->mean
+                                                               : unit * all->max);
     }
     dtrain__fill_bits(metrics, record);
 }
 
-/* Set what was sent by each kind of which any rank has sent something. */
+/* Set the bytes sent by each kind of collective that any rank has used. */
 static void dtrain__fill_kinds(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
-    for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__sent_kinds); i++) {
-        const int kind = dtrain__sent_kinds[i].kind;
-        const dtrain_spread *all = &record->figures[DTRAIN_FIGURE_COMM_BYTES + kind];
+    for (int id = DTRAIN__METRIC_ALL_REDUCE; id <= DTRAIN__METRIC_ALL_TO_ALL; id++) {
+        const int figure = dtrain__metric_from[id] / 8;
+        const dtrain_spread *all = &record->figures[figure];
+        const uint64_t own = record->kind_bytes[figure - DTRAIN_FIGURE_COMM_BYTES];
         const bool others = record->ranks > 0 && all->max_rank >= 0 && all->max > 0;
-        if (record->kind_bytes[kind] || others)
-            dtrain__set(metrics, dtrain__sent_kinds[i].id, (double)record->kind_bytes[kind]);
+        if (own || others) dtrain__set(metrics, id, (double)own);
     }
 }
 
@@ -32110,7 +32080,7 @@ DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_
     dtrain__set(metrics, DTRAIN__METRIC_RATE, record->tokens_per_second);
     dtrain__set(metrics, DTRAIN__METRIC_STEP, record->step_ms);
     dtrain__set(metrics, DTRAIN__METRIC_COMM, record->comm_ms);
-    dtrain__set(metrics, DTRAIN__METRIC_EXPOSED, record->exposed_comm_ms);
+    dtrain__set(metrics, DTRAIN__METRIC_EXPOSED_COMM, record->exposed_comm_ms);
     dtrain__set(metrics, DTRAIN__METRIC_DATA, record->data_ms);
     dtrain__set(metrics, DTRAIN__METRIC_COMM_BYTES, (double)record->comm_bytes);
     if (record->loss_scale > 0) dtrain__set(metrics, DTRAIN__METRIC_LOSS_SCALE, record->loss_scale);
@@ -32134,8 +32104,8 @@ DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_
                     rate / (record->ranks * metrics->desc.peak_flops));
 }
 
-/* Note what the rank holds, and predict its memory. A loss that cannot be planned costs the
- * prediction and nothing else. */
+/* Set the bytes that the rank holds, and those that a plan predicts. If the loss cannot be planned,
+ * only the prediction is missing. */
 DTRAIN__PRIVATE void dtrain__metrics_plan(dtrain_metrics *metrics)
 {
     const dtrain_trainer *trainer = metrics->desc.trainer;
@@ -32496,79 +32466,27 @@ static dtrain_result dtrain__console_finish(void *user, const dtrain_summary *su
     return drawn == DTRAIN_OK ? ended : drawn;
 }
 
-DTRAIN__PRIVATE bool dtrain__console_sink(dtrain_metrics *metrics, dtrain__sink *sink)
+/* Find out whether the file is a terminal, where the live line is redrawn, and may have colors. */
+static dtrain_result dtrain__console_open(void *user, const dtrain_metrics_run *run)
 {
-    const dtrain_metrics_sink table = {
-        false, "progress", NULL, dtrain__console_step, NULL, dtrain__console_finish, metrics};
-    FILE *file = metrics->desc.progress;
+    dtrain__console *console = &((dtrain_metrics *)user)->console;
+    FILE *file = ((dtrain_metrics *)user)->desc.progress;
     const char *term = getenv("TERM"), *no_color = getenv("NO_COLOR");
-    if (!file) return false;
-    metrics->console.file = file;
-    metrics->console.terminal =
+    (void)run;
+    console->file = file;
+    console->terminal =
         fileno(file) >= 0 && isatty(fileno(file)) && term && term[0] && strcmp(term, "dumb") != 0;
-    metrics->console.color = !no_color || !no_color[0];
-    sink->table = table;
-    sink->unit = "lines";
-    return true;
+    console->color = !no_color || !no_color[0];
+    return DTRAIN_OK;
 }
 
-/* ---- The summary ------------------------------------------------------------------------------*/
-
-/* Print one part of a step: its mean over ranks, its share, and who takes longest. */
-static void dtrain__print_part(const dtrain_metrics *metrics, FILE *file, const char *name,
-                               dtrain_figure figure)
+DTRAIN__PRIVATE dtrain__sink dtrain__console_sink(void)
 {
-    const dtrain_spread *all = &metrics->last.figures[figure];
-    const double step = metrics->last.figures[DTRAIN_FIGURE_STEP].mean;
-    if (all->max_rank < 0 || !(step > 0)) return;
-    fprintf(file, "    %-20s %10.3f ms %5.1f %%", name, 1e3 * all->mean, 100 * all->mean / step);
-    if (metrics->last.ranks > 1)
-        fprintf(file, "   %.3f in rank %d to %.3f in rank %d", 1e3 * all->min, all->min_rank,
-                1e3 * all->max, all->max_rank);
-    fprintf(file, "\n");
-}
-
-DTRAIN_API void dtrain_metrics_print_summary(const dtrain_metrics *metrics, FILE *file)
-{
-    dtrain_summary s;
-    if (!metrics || !file) return;
-    dtrain_metrics_summary(metrics, &s);
-    if (s.steps == 0) {
-        fprintf(file, "  no step was made\n");
-        return;
-    }
-    fprintf(file, "  %-22s %10.4f   from %.4f, over %lld steps and %.2f M tokens or samples\n",
-            "loss", s.last_loss, s.first_loss, (long long)s.steps, 1e-6 * (double)s.tokens);
-    if (dtrain__finite(s.val_loss))
-        fprintf(file, "  %-22s %10.4f\n", "validation loss", s.val_loss);
-    fprintf(file, "  %-22s %10.0f   a second; %.1f s in all\n", "tokens or samples",
-            s.tokens_per_second, s.seconds);
-    fprintf(file, "  %-22s %10.2f ms, median\n", "step", s.step_ms);
-    if (metrics->last.ranks > 0) fprintf(file, "  the last step, mean of ranks:\n");
-    for (int part = 0; metrics->last.ranks > 0 && part < DTRAIN_FIGURE_TIMES; part++) {
-        static const char *const names[DTRAIN_FIGURE_TIMES] = {"step",
-                                                               "data",
-                                                               "forward",
-                                                               "backward",
-                                                               "exposed communication",
-                                                               "hidden communication",
-                                                               "optimizer",
-                                                               "checkpoint before"};
-        dtrain__print_part(metrics, file, names[part], (dtrain_figure)part);
-    }
-    if (metrics->known[DTRAIN__METRIC_FLOPS])
-        fprintf(file, "  %-22s %10.2f GFLOP/s", "arithmetic",
-                1e-9 * metrics->values[DTRAIN__METRIC_FLOPS]);
-    if (metrics->known[DTRAIN__METRIC_PEAK_SHARE])
-        fprintf(file, ", %.1f %% of peak", 100 * metrics->values[DTRAIN__METRIC_PEAK_SHARE]);
-    if (metrics->known[DTRAIN__METRIC_FLOPS]) fprintf(file, "\n");
-    if (metrics->known[DTRAIN__METRIC_BUS])
-        fprintf(file, "  %-22s %10.3f GB/s, as nccl-tests count it\n", "bus bandwidth",
-                1e-9 * metrics->values[DTRAIN__METRIC_BUS]);
-    if (metrics->known[DTRAIN__METRIC_MEMORY_PEAK])
-        fprintf(file, "  %-22s %10.1f MiB at its peak, %.1f now\n", "memory of the device",
-                metrics->values[DTRAIN__METRIC_MEMORY_PEAK] / 1048576,
-                metrics->values[DTRAIN__METRIC_MEMORY] / 1048576);
+    const dtrain__sink sink = {{false, "progress", dtrain__console_open, dtrain__console_step, NULL,
+                                dtrain__console_finish, NULL},
+                               "lines",
+                               false};
+    return sink;
 }
 
 /* ================================================================================================
@@ -32643,16 +32561,13 @@ static dtrain_result dtrain__jsonl_finish(void *user, const dtrain_summary *s)
     return result == DTRAIN_OK ? closed : result;
 }
 
-DTRAIN__PRIVATE bool dtrain__jsonl_sink(dtrain_metrics *metrics, dtrain__sink *sink)
+DTRAIN__PRIVATE dtrain__sink dtrain__jsonl_sink(void)
 {
-    const dtrain_metrics_sink table = {
-        false,  "json lines", dtrain__jsonl_open, dtrain__jsonl_step, NULL, dtrain__jsonl_finish,
-        metrics};
-    metrics->jsonl.fd = -1;
-    if (!metrics->desc.jsonl_path) return false;
-    sink->table = table;
-    sink->unit = "lines of the log file";
-    return true;
+    const dtrain__sink sink = {{false, "json lines", dtrain__jsonl_open, dtrain__jsonl_step, NULL,
+                                dtrain__jsonl_finish, NULL},
+                               "lines of the log file",
+                               false};
+    return sink;
 }
 
 /* ================================================================================================
@@ -32728,15 +32643,13 @@ static dtrain_result dtrain__csv_finish(void *user, const dtrain_summary *summar
     return dtrain__records_close(&((dtrain_metrics *)user)->csv);
 }
 
-DTRAIN__PRIVATE bool dtrain__csv_sink(dtrain_metrics *metrics, dtrain__sink *sink)
+DTRAIN__PRIVATE dtrain__sink dtrain__csv_sink(void)
 {
-    const dtrain_metrics_sink table = {
-        false, "csv", dtrain__csv_open, dtrain__csv_step, NULL, dtrain__csv_finish, metrics};
-    metrics->csv.fd = -1;
-    if (!metrics->desc.csv_path) return false;
-    sink->table = table;
-    sink->unit = "rows of the table";
-    return true;
+    const dtrain__sink sink = {
+        {false, "csv", dtrain__csv_open, dtrain__csv_step, NULL, dtrain__csv_finish, NULL},
+        "rows of the table",
+        false};
+    return sink;
 }
 
 /* ================================================================================================
@@ -32936,19 +32849,13 @@ static dtrain_result dtrain__prometheus_finish(void *user, const dtrain_summary 
     return metrics->prometheus.next ? dtrain__prometheus_replace(metrics, true) : DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE bool dtrain__prometheus_sink(dtrain_metrics *metrics, dtrain__sink *sink)
+DTRAIN__PRIVATE dtrain__sink dtrain__prometheus_sink(void)
 {
-    const dtrain_metrics_sink table = {false,
-                                       "prometheus",
-                                       dtrain__prometheus_open,
-                                       dtrain__prometheus_step,
-                                       NULL,
-                                       dtrain__prometheus_finish,
-                                       metrics};
-    if (!metrics->desc.prometheus_path) return false;
-    sink->table = table;
-    sink->unit = "versions of the file";
-    return true;
+    const dtrain__sink sink = {{false, "prometheus", dtrain__prometheus_open,
+                                dtrain__prometheus_step, NULL, dtrain__prometheus_finish, NULL},
+                               "versions of the file",
+                               false};
+    return sink;
 }
 
 DTRAIN__PRIVATE void dtrain__prometheus_free(dtrain_metrics *metrics)
@@ -33450,19 +33357,14 @@ static dtrain_result dtrain__tensorboard_finish(void *user, const dtrain_summary
     return result == DTRAIN_OK ? closed : result;
 }
 
-DTRAIN__PRIVATE bool dtrain__tensorboard_sink(dtrain_metrics *metrics, dtrain__sink *sink)
+DTRAIN__PRIVATE dtrain__sink dtrain__tensorboard_sink(void)
 {
-    const dtrain_metrics_sink table = {false,
-                                       "tensorboard",
-                                       dtrain__tensorboard_open,
-                                       dtrain__tensorboard_step,
-                                       dtrain__tensorboard_event,
-                                       dtrain__tensorboard_finish,
-                                       metrics};
-    if (!metrics->desc.tensorboard_dir) return false;
-    sink->table = table;
-    sink->unit = "records of the event file";
-    return true;
+    const dtrain__sink sink = {{false, "tensorboard", dtrain__tensorboard_open,
+                                dtrain__tensorboard_step, dtrain__tensorboard_event,
+                                dtrain__tensorboard_finish, NULL},
+                               "records of the event file",
+                               false};
+    return sink;
 }
 
 DTRAIN__PRIVATE void dtrain__tensorboard_free(dtrain_metrics *metrics)

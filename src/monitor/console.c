@@ -171,77 +171,25 @@ static dtrain_result dtrain__console_finish(void *user, const dtrain_summary *su
     return drawn == DTRAIN_OK ? ended : drawn;
 }
 
-DTRAIN__PRIVATE bool dtrain__console_sink(dtrain_metrics *metrics, dtrain__sink *sink)
+/* Find out whether the file is a terminal, where the live line is redrawn, and may have colors. */
+static dtrain_result dtrain__console_open(void *user, const dtrain_metrics_run *run)
 {
-    const dtrain_metrics_sink table = {
-        false, "progress", NULL, dtrain__console_step, NULL, dtrain__console_finish, metrics};
-    FILE *file = metrics->desc.progress;
+    dtrain__console *console = &((dtrain_metrics *)user)->console;
+    FILE *file = ((dtrain_metrics *)user)->desc.progress;
     const char *term = getenv("TERM"), *no_color = getenv("NO_COLOR");
-    if (!file) return false;
-    metrics->console.file = file;
-    metrics->console.terminal =
+    (void)run;
+    console->file = file;
+    console->terminal =
         fileno(file) >= 0 && isatty(fileno(file)) && term && term[0] && strcmp(term, "dumb") != 0;
-    metrics->console.color = !no_color || !no_color[0];
-    sink->table = table;
-    sink->unit = "lines";
-    return true;
+    console->color = !no_color || !no_color[0];
+    return DTRAIN_OK;
 }
 
-/* ---- The summary ------------------------------------------------------------------------------*/
-
-/* Print one part of a step: its mean over ranks, its share, and who takes longest. */
-static void dtrain__print_part(const dtrain_metrics *metrics, FILE *file, const char *name,
-                               dtrain_figure figure)
+DTRAIN__PRIVATE dtrain__sink dtrain__console_sink(void)
 {
-    const dtrain_spread *all = &metrics->last.figures[figure];
-    const double step = metrics->last.figures[DTRAIN_FIGURE_STEP].mean;
-    if (all->max_rank < 0 || !(step > 0)) return;
-    fprintf(file, "    %-20s %10.3f ms %5.1f %%", name, 1e3 * all->mean, 100 * all->mean / step);
-    if (metrics->last.ranks > 1)
-        fprintf(file, "   %.3f in rank %d to %.3f in rank %d", 1e3 * all->min, all->min_rank,
-                1e3 * all->max, all->max_rank);
-    fprintf(file, "\n");
-}
-
-DTRAIN_API void dtrain_metrics_print_summary(const dtrain_metrics *metrics, FILE *file)
-{
-    dtrain_summary s;
-    if (!metrics || !file) return;
-    dtrain_metrics_summary(metrics, &s);
-    if (s.steps == 0) {
-        fprintf(file, "  no step was made\n");
-        return;
-    }
-    fprintf(file, "  %-22s %10.4f   from %.4f, over %lld steps and %.2f M tokens or samples\n",
-            "loss", s.last_loss, s.first_loss, (long long)s.steps, 1e-6 * (double)s.tokens);
-    if (dtrain__finite(s.val_loss))
-        fprintf(file, "  %-22s %10.4f\n", "validation loss", s.val_loss);
-    fprintf(file, "  %-22s %10.0f   a second; %.1f s in all\n", "tokens or samples",
-            s.tokens_per_second, s.seconds);
-    fprintf(file, "  %-22s %10.2f ms, median\n", "step", s.step_ms);
-    if (metrics->last.ranks > 0) fprintf(file, "  the last step, mean of ranks:\n");
-    for (int part = 0; metrics->last.ranks > 0 && part < DTRAIN_FIGURE_TIMES; part++) {
-        static const char *const names[DTRAIN_FIGURE_TIMES] = {"step",
-                                                               "data",
-                                                               "forward",
-                                                               "backward",
-                                                               "exposed communication",
-                                                               "hidden communication",
-                                                               "optimizer",
-                                                               "checkpoint before"};
-        dtrain__print_part(metrics, file, names[part], (dtrain_figure)part);
-    }
-    if (metrics->known[DTRAIN__METRIC_FLOPS])
-        fprintf(file, "  %-22s %10.2f GFLOP/s", "arithmetic",
-                1e-9 * metrics->values[DTRAIN__METRIC_FLOPS]);
-    if (metrics->known[DTRAIN__METRIC_PEAK_SHARE])
-        fprintf(file, ", %.1f %% of peak", 100 * metrics->values[DTRAIN__METRIC_PEAK_SHARE]);
-    if (metrics->known[DTRAIN__METRIC_FLOPS]) fprintf(file, "\n");
-    if (metrics->known[DTRAIN__METRIC_BUS])
-        fprintf(file, "  %-22s %10.3f GB/s, as nccl-tests count it\n", "bus bandwidth",
-                1e-9 * metrics->values[DTRAIN__METRIC_BUS]);
-    if (metrics->known[DTRAIN__METRIC_MEMORY_PEAK])
-        fprintf(file, "  %-22s %10.1f MiB at its peak, %.1f now\n", "memory of the device",
-                metrics->values[DTRAIN__METRIC_MEMORY_PEAK] / 1048576,
-                metrics->values[DTRAIN__METRIC_MEMORY] / 1048576);
+    const dtrain__sink sink = {{false, "progress", dtrain__console_open, dtrain__console_step, NULL,
+                                dtrain__console_finish, NULL},
+                               "lines",
+                               false};
+    return sink;
 }

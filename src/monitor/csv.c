@@ -74,13 +74,11 @@ static dtrain_result dtrain__csv_finish(void *user, const dtrain_summary *summar
     return dtrain__records_close(&((dtrain_metrics *)user)->csv);
 }
 
-DTRAIN__PRIVATE bool dtrain__csv_sink(dtrain_metrics *metrics, dtrain__sink *sink)
+DTRAIN__PRIVATE dtrain__sink dtrain__csv_sink(void)
 {
-    const dtrain_metrics_sink table = {
-        false, "csv", dtrain__csv_open, dtrain__csv_step, NULL, dtrain__csv_finish, metrics};
-    metrics->csv.fd = -1;
-    if (!metrics->desc.csv_path) return false;
-    sink->table = table;
-    sink->unit = "rows of the table";
-    return true;
+    const dtrain__sink sink = {
+        {false, "csv", dtrain__csv_open, dtrain__csv_step, NULL, dtrain__csv_finish, NULL},
+        "rows of the table",
+        false};
+    return sink;
 }

@@ -74,14 +74,11 @@ static dtrain_result dtrain__jsonl_finish(void *user, const dtrain_summary *s)
     return result == DTRAIN_OK ? closed : result;
 }
 
-DTRAIN__PRIVATE bool dtrain__jsonl_sink(dtrain_metrics *metrics, dtrain__sink *sink)
+DTRAIN__PRIVATE dtrain__sink dtrain__jsonl_sink(void)
 {
-    const dtrain_metrics_sink table = {
-        false,  "json lines", dtrain__jsonl_open, dtrain__jsonl_step, NULL, dtrain__jsonl_finish,
-        metrics};
-    metrics->jsonl.fd = -1;
-    if (!metrics->desc.jsonl_path) return false;
-    sink->table = table;
-    sink->unit = "lines of the log file";
-    return true;
+    const dtrain__sink sink = {{false, "json lines", dtrain__jsonl_open, dtrain__jsonl_step, NULL,
+                                dtrain__jsonl_finish, NULL},
+                               "lines of the log file",
+                               false};
+    return sink;
 }

@@ -85,19 +85,22 @@ static dtrain_result dtrain__sink_take(dtrain_metrics *metrics, const dtrain_met
     return DTRAIN_OK;
 }
 
-/* List the sinks of this rank: the library's, on rank 0, in the order of the desc, and the host's.
- */
+/* List the sinks of this rank: on rank 0 the library's writers that the desc asks for, then the
+ * host's sinks. */
 static dtrain_result dtrain__sinks_list(dtrain_metrics *metrics)
 {
     const dtrain_metrics_desc *desc = &metrics->desc;
-    const char *const paths[DTRAIN__OWN_SINKS] = {"", desc->jsonl_path, desc->csv_path,
-                                                  desc->prometheus_path, desc->tensorboard_dir};
-    bool (*const writers[DTRAIN__OWN_SINKS])(dtrain_metrics *, dtrain__sink *) = {
+    const char *const paths[DTRAIN__OWN_SINKS] = {desc->progress ? "" : NULL, desc->jsonl_path,
+                                                  desc->csv_path, desc->prometheus_path,
+                                                  desc->tensorboard_dir};
+    dtrain__sink (*const writers[DTRAIN__OWN_SINKS])(void) = {
         dtrain__console_sink, dtrain__jsonl_sink, dtrain__csv_sink, dtrain__prometheus_sink,
         dtrain__tensorboard_sink};
     for (size_t i = 0; dtrain_comm_rank(metrics->comm) == 0 && i < DTRAIN__OWN_SINKS; i++) {
         dtrain__sink *sink = &metrics->sinks[metrics->sink_count];
-        if (!writers[i](metrics, sink)) continue;
+        if (!paths[i]) continue;
+        *sink = writers[i]();
+        sink->table.user = metrics;
         metrics->infos[metrics->sink_count].name = sink->table.name;
         metrics->infos[metrics->sink_count++].path = paths[i];
     }

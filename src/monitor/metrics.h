@@ -226,8 +226,6 @@ DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metri
  * DTRAIN_ERROR_ARGUMENT. */
 DTRAIN_API dtrain_result dtrain_metrics_value(const dtrain_metrics *metrics, const char *name,
                                               int rank, double *value);
-/* Print the summary as a table for people; the parts of a step with the ranks that take longest. */
-DTRAIN_API void dtrain_metrics_print_summary(const dtrain_metrics *metrics, FILE *file);
 /* End the progress line, let every sink write its end (JSON: a last object with the summary and
  * "final": true) and close its file. DTRAIN_ERROR_FILE says what was lost on the way. */
 DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics);

@@ -19,97 +19,101 @@
 
 /* ---- The table --------------------------------------------------------------------------------*/
 
-/* X(ID, name, group, flags, base name, base scale, help) */
+/* X(ID, name, group, flags, from, base name, base scale, help). from: the dtrain_figure that the
+ * metric is made of, and how, see dtrain__fill_figures; 0: of none */
 /* clang-format off */
 #define DTRAIN__METRIC_LIST(X)                                                                     \
-    X(LOSS, "loss", "train", 0, "loss", 1, "Mean loss over micro-batches and ranks.")              \
-    X(VAL_LOSS, "val_loss", "train", 0, "val_loss", 1, "Mean loss of the last evaluation.")        \
-    X(GRAD_NORM, "grad_norm", "train", 0, "grad_norm", 1, "Gradient norm before clipping.")        \
-    X(LR, "lr", "train", 0, "learning_rate", 1, "Learning rate.")                                  \
-    X(TOKENS, "tokens", "train", DTRAIN__COUNTS, "tokens_total", 1,                                \
+    X(LOSS, "loss", "train", 0, 0, "loss", 1, "Mean loss over micro-batches and ranks.")           \
+    X(VAL_LOSS, "val_loss", "train", 0, 0, "val_loss", 1, "Mean loss of the last evaluation.")     \
+    X(GRAD_NORM, "grad_norm", "train", 0, 0, "grad_norm", 1, "Gradient norm before clipping.")     \
+    X(LR, "lr", "train", 0, 0, "learning_rate", 1, "Learning rate.")                               \
+    X(TOKENS, "tokens", "train", DTRAIN__COUNTS, 0, "tokens_total", 1,                             \
       "Tokens or samples of all ranks.")                                                           \
-    X(RATE, "tokens_per_second", "throughput", 0, "tokens_per_second", 1,                          \
+    X(RATE, "tokens_per_second", "throughput", 0, 0, "tokens_per_second", 1,                       \
       "Tokens or samples of all ranks a second.")                                                  \
-    X(STEP, "step_ms", "time", DTRAIN_METRIC_RANKS, "step_seconds", 1e-3,                          \
-      "Time of a step, slowest rank.")                                                             \
-    X(COMM, "comm_ms", "time", 0, "comm_seconds", 1e-3,                                            \
+    X(STEP, "step_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(RANKS, STEP), "step_seconds",     \
+      1e-3, "Time of a step, slowest rank.")                                                       \
+    X(COMM, "comm_ms", "time", 0, 0, "comm_seconds", 1e-3,                                         \
       "Time with an operation in flight, mean of ranks.")                                          \
-    X(EXPOSED, "exposed_comm_ms", "time", DTRAIN_METRIC_RANKS, "exposed_comm_seconds", 1e-3,       \
+    X(EXPOSED_COMM, "exposed_comm_ms", "time", DTRAIN_METRIC_RANKS,                                \
+      DTRAIN__FROM(RANKS, EXPOSED_COMM), "exposed_comm_seconds", 1e-3,                             \
       "Time that ranks waited in communication, mean.")                                            \
-    X(DATA, "data_ms", "time", DTRAIN_METRIC_RANKS, "data_seconds", 1e-3,                          \
-      "Time in wait for batches, slowest rank.")                                                   \
-    X(COMM_BYTES, "comm_bytes", "comm", DTRAIN__EACH, "comm_bytes", 1,                             \
-      "Bytes that rank 0 sent in the step.")                                                       \
-    X(LOSS_SCALE, "loss_scale", "train", 0, "loss_scale", 1, "Loss scale of the step.")            \
-    X(SKIPPED, "skipped_steps", "train", DTRAIN__COUNTS, "skipped_steps_total", 1,                 \
+    X(DATA, "data_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(RANKS, DATA), "data_seconds",     \
+      1e-3, "Time in wait for batches, slowest rank.")                                             \
+    X(COMM_BYTES, "comm_bytes", "comm", DTRAIN__EACH, DTRAIN__FROM(RANKS, COMM_BYTES),             \
+      "comm_bytes", 1, "Bytes that rank 0 sent in the step.")                                      \
+    X(LOSS_SCALE, "loss_scale", "train", 0, 0, "loss_scale", 1, "Loss scale of the step.")         \
+    X(SKIPPED, "skipped_steps", "train", DTRAIN__COUNTS, 0, "skipped_steps_total", 1,              \
       "Steps without an update.")                                                                  \
-    X(STRAGGLER, "straggler_score", "comm", 0, "straggler_ratio", 1,                               \
+    X(STRAGGLER, "straggler_score", "comm", 0, 0, "straggler_ratio", 1,                            \
       "Slowest rank's compute time by the median's.")                                              \
-    X(SLOWEST, "slowest_rank", "comm", DTRAIN_METRIC_INTEGER, "slowest_rank", 1,                   \
+    X(SLOWEST, "slowest_rank", "comm", DTRAIN_METRIC_INTEGER, 0, "slowest_rank", 1,                \
       "Rank that computed longest.")                                                               \
-    X(FORWARD, "forward_ms", "time", DTRAIN_METRIC_RANKS, "forward_seconds", 1e-3,                 \
-      "Time in the forward pass, mean of ranks.")                                                  \
-    X(BACKWARD, "backward_ms", "time", DTRAIN_METRIC_RANKS, "backward_seconds", 1e-3,              \
-      "Time in the backward pass, mean of ranks.")                                                 \
-    X(HIDDEN, "hidden_comm_ms", "time", DTRAIN_METRIC_RANKS, "hidden_comm_seconds", 1e-3,          \
-      "Communication behind compute, mean of ranks.")                                              \
-    X(OPTIMIZER, "optimizer_ms", "time", DTRAIN_METRIC_RANKS, "optimizer_seconds", 1e-3,           \
-      "Time in norm and update, mean of ranks.")                                                   \
-    X(CHECKPOINT, "checkpoint_ms", "time", DTRAIN_METRIC_RANKS, "checkpoint_seconds", 1e-3,        \
-      "Time in saving before the step, mean of ranks.")                                            \
+    X(FORWARD, "forward_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, FORWARD),             \
+      "forward_seconds", 1e-3, "Time in the forward pass, mean of ranks.")                         \
+    X(BACKWARD, "backward_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, BACKWARD),          \
+      "backward_seconds", 1e-3, "Time in the backward pass, mean of ranks.")                       \
+    X(HIDDEN_COMM, "hidden_comm_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, HIDDEN_COMM), \
+      "hidden_comm_seconds", 1e-3, "Communication behind compute, mean of ranks.")                 \
+    X(OPTIMIZER, "optimizer_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, OPTIMIZER),       \
+      "optimizer_seconds", 1e-3, "Time in norm and update, mean of ranks.")                        \
+    X(CHECKPOINT, "checkpoint_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, CHECKPOINT),    \
+      "checkpoint_seconds", 1e-3, "Time in saving before the step, mean of ranks.")                \
     DTRAIN__TIMES_LIST(X, STEP, "step", "a step")                                                  \
     DTRAIN__TIMES_LIST(X, DATA, "data", "wait for batches")                                        \
     DTRAIN__TIMES_LIST(X, FORWARD, "forward", "the forward pass")                                  \
     DTRAIN__TIMES_LIST(X, BACKWARD, "backward", "the backward pass")                               \
-    DTRAIN__TIMES_LIST(X, EXPOSED, "exposed_comm", "exposed communication")                        \
-    DTRAIN__TIMES_LIST(X, HIDDEN, "hidden_comm", "hidden communication")                           \
+    DTRAIN__TIMES_LIST(X, EXPOSED_COMM, "exposed_comm", "exposed communication")                   \
+    DTRAIN__TIMES_LIST(X, HIDDEN_COMM, "hidden_comm", "hidden communication")                      \
     DTRAIN__TIMES_LIST(X, OPTIMIZER, "optimizer", "norm and update")                               \
     DTRAIN__TIMES_LIST(X, CHECKPOINT, "checkpoint", "saving")                                      \
     DTRAIN__SPREAD_LIST(X, COMM_BYTES, "comm", "_bytes", "_bytes", DTRAIN_METRIC_INTEGER, 1,       \
-                        "Bytes sent in the step")                                                  \
-    X(BUS, "bus_bytes_per_second", "comm", DTRAIN_METRIC_RANKS, "bus_bytes_per_second", 1,         \
-      "Bus bandwidth as nccl-tests have it, mean of ranks.")                                       \
+      "Bytes sent in the step")                                                                    \
+    X(BUS, "bus_bytes_per_second", "comm", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, BUS),           \
+      "bus_bytes_per_second", 1, "Bus bandwidth as nccl-tests have it, mean of ranks.")            \
     DTRAIN__KIND_LIST(X)                                                                           \
-    X(FLOPS, "flops_per_second", "throughput", 0, "flops_per_second", 1,                           \
+    X(FLOPS, "flops_per_second", "throughput", 0, 0, "flops_per_second", 1,                        \
       "Floating-point operations of all ranks a second.")                                          \
-    X(PEAK_SHARE, "peak_share", "throughput", 0, "flops_ratio", 1, "Share of the devices' peak.")  \
-    X(MEMORY, "memory_bytes", "memory", DTRAIN__EACH, "memory_bytes", 1,                           \
-      "Device memory allocated, largest rank.")                                                    \
-    X(MEMORY_PEAK, "memory_peak_bytes", "memory", DTRAIN__EACH, "memory_peak_bytes", 1,            \
-      "Most device memory so far, largest rank.")                                                  \
-    X(MEMORY_ACTIVATION, "memory_activation_bytes", "memory", DTRAIN__EACH,                        \
-      "memory_activation_bytes", 1,                                                                \
+    X(PEAK_SHARE, "peak_share", "throughput", 0, 0, "flops_ratio", 1,                              \
+      "Share of the devices' peak.")                                                               \
+    X(MEMORY, "memory_bytes", "memory", DTRAIN__EACH, DTRAIN__FROM(MAX, MEMORY), "memory_bytes",   \
+      1, "Device memory allocated, largest rank.")                                                 \
+    X(MEMORY_PEAK, "memory_peak_bytes", "memory", DTRAIN__EACH, DTRAIN__FROM(MAX, MEMORY_PEAK),    \
+      "memory_peak_bytes", 1, "Most device memory so far, largest rank.")                          \
+    X(ACTIVATIONS, "memory_activation_bytes", "memory", DTRAIN__EACH,                              \
+      DTRAIN__FROM(MAX, ACTIVATIONS), "memory_activation_bytes", 1,                                \
       "Activations of the largest pass, largest rank.")                                            \
-    X(GPU_UTILIZATION, "gpu_utilization", "gpu", DTRAIN_METRIC_RANKS, "gpu_utilization_ratio", 1,  \
+    X(GPU_UTILIZATION, "gpu_utilization", "gpu", DTRAIN_METRIC_RANKS,                              \
+      DTRAIN__FROM(MEAN, GPU_UTILIZATION), "gpu_utilization_ratio", 1,                             \
       "GPU utilization, mean of ranks.")                                                           \
-    X(GPU_MEMORY, "gpu_memory_bytes", "gpu", DTRAIN__EACH, "gpu_memory_bytes", 1,                  \
-      "GPU memory in use, largest rank.")                                                          \
-    X(GPU_CLOCK, "gpu_clock_hz", "gpu", DTRAIN_METRIC_RANKS, "gpu_clock_hertz", 1,                 \
-      "Clock of the multiprocessors, mean of ranks.")                                              \
-    X(GPU_POWER, "gpu_power_watts", "gpu", DTRAIN_METRIC_RANKS, "gpu_power_watts", 1,              \
-      "Power, mean of ranks.")                                                                     \
+    X(GPU_MEMORY, "gpu_memory_bytes", "gpu", DTRAIN__EACH, DTRAIN__FROM(MAX, GPU_MEMORY),          \
+      "gpu_memory_bytes", 1, "GPU memory in use, largest rank.")                                   \
+    X(GPU_CLOCK, "gpu_clock_hz", "gpu", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, GPU_CLOCK),        \
+      "gpu_clock_hertz", 1, "Clock of the multiprocessors, mean of ranks.")                        \
+    X(GPU_POWER, "gpu_power_watts", "gpu", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, GPU_POWER),     \
+      "gpu_power_watts", 1, "Power, mean of ranks.")                                               \
     X(GPU_TEMPERATURE, "gpu_temperature_celsius", "gpu", DTRAIN_METRIC_RANKS,                      \
-      "gpu_temperature_celsius", 1,                                                                \
+      DTRAIN__FROM(MAX, GPU_TEMPERATURE), "gpu_temperature_celsius", 1,                            \
       "Temperature, hottest GPU.")                                                                 \
-    X(GPU_THROTTLE, "gpu_throttle", "gpu", DTRAIN__EACH, "gpu_throttle_reasons", 1,                \
-      "NVML's bits of why clocks are low, of any rank.")                                           \
-    X(GPU_ECC, "gpu_ecc_errors", "gpu", DTRAIN__EACH, "gpu_ecc_errors", 1,                         \
-      "Uncorrected ECC errors of all ranks' GPUs.")                                                \
+    X(GPU_THROTTLE, "gpu_throttle", "gpu", DTRAIN__EACH, DTRAIN__FROM(RANKS, GPU_THROTTLE),        \
+      "gpu_throttle_reasons", 1, "NVML's bits of why clocks are low, of any rank.")                \
+    X(GPU_ECC, "gpu_ecc_errors", "gpu", DTRAIN__EACH, DTRAIN__FROM(RANKS, GPU_ECC),                \
+      "gpu_ecc_errors", 1, "Uncorrected ECC errors of all ranks' GPUs.")                           \
     DTRAIN__HELD_LIST(X)
 
 #define DTRAIN__COUNTS (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_COUNTER)
 #define DTRAIN__EACH (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_RANKS)
 
-/* Least, mean and most of a figure over ranks, and who has most. */
+/* Least, mean and most of a figure over ranks, and the rank that has most. */
 #define DTRAIN__SPREAD_LIST(X, ID, part, unit, base_unit, flags, scale, what)                      \
-    X(ID##_MIN, part unit "_min", "ranks", flags, part "_min" base_unit, scale,                    \
-      what ", least of ranks.")                                                                    \
-    X(ID##_MEAN, part unit "_mean", "ranks", flags, part "_mean" base_unit, scale,                 \
-      what ", mean of ranks.")                                                                     \
-    X(ID##_MAX, part unit "_max", "ranks", flags, part "_max" base_unit, scale,                    \
-      what ", most of ranks.")                                                                     \
-    X(ID##_RANK, part unit "_rank", "ranks", DTRAIN_METRIC_INTEGER, part "_max_rank", 1,           \
-      what ", rank that has most.")
+    X(ID##_MIN, part unit "_min", "ranks", flags, DTRAIN__FROM(SPREAD_MIN, ID),                    \
+      part "_min" base_unit, scale, what ", least of ranks.")                                      \
+    X(ID##_MEAN, part unit "_mean", "ranks", flags, DTRAIN__FROM(SPREAD_MEAN, ID),                 \
+      part "_mean" base_unit, scale, what ", mean of ranks.")                                      \
+    X(ID##_MAX, part unit "_max", "ranks", flags, DTRAIN__FROM(SPREAD_MAX, ID),                    \
+      part "_max" base_unit, scale, what ", most of ranks.")                                       \
+    X(ID##_RANK, part unit "_rank", "ranks", DTRAIN_METRIC_INTEGER, DTRAIN__FROM(SPREAD_RANK, ID), \
+      part "_max_rank", 1, what ", rank that has most.")
 #define DTRAIN__TIMES_LIST(X, ID, part, text)                                                      \
     DTRAIN__SPREAD_LIST(X, ID, part, "_ms", "_seconds", 0, 1e-3, "Time in " text)
 
@@ -123,7 +127,7 @@
     DTRAIN__KIND_ROW(X, SEND, "send")                                                              \
     DTRAIN__KIND_ROW(X, ALL_TO_ALL, "all_to_all")
 #define DTRAIN__KIND_ROW(X, ID, kind)                                                              \
-    X(ID, kind "_bytes", "comm", DTRAIN__EACH, kind "_bytes", 1,                                   \
+    X(ID, kind "_bytes", "comm", DTRAIN__EACH, DTRAIN__SENT_BY(ID), kind "_bytes", 1,              \
       "Bytes that rank 0 sent in the step by " kind ".")
 
 #define DTRAIN__HELD_LIST(X)                                                                       \
@@ -141,16 +145,31 @@
     DTRAIN__HELD_ROW(X, PREDICTED_, "predicted_", HOST, "host", "predicted in host memory")        \
     DTRAIN__HELD_ROW(X, PREDICTED_, "predicted_", ACTIVATION, "activation",                        \
       "predicted for activations and their gradients")                                             \
-    X(PREDICTED, "predicted_bytes", "memory", DTRAIN__FIXED, "predicted_bytes", 1,                 \
+    X(PREDICTED, "predicted_bytes", "memory", DTRAIN__FIXED, 0, "predicted_bytes", 1,              \
       "Bytes of rank 0 that were predicted.")
 #define DTRAIN__HELD_ROW(X, WHAT, what, ID, name, text)                                            \
-    X(WHAT##ID, what name "_bytes", "memory", DTRAIN__FIXED, what name "_bytes", 1,                \
+    X(WHAT##ID, what name "_bytes", "memory", DTRAIN__FIXED, 0, what name "_bytes", 1,             \
       "Bytes of rank 0 " text ".")
 #define DTRAIN__FIXED (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_FIXED)
 /* clang-format on */
 
+/* Each rank has the figure, but the metric is set elsewhere; it is the mean or the maximum of all
+ * ranks; or it is one of the four of a spread. */
 enum {
-#define DTRAIN__METRIC_NUMBER(ID, name, group, flags, base, scale, help) DTRAIN__METRIC_##ID,
+    DTRAIN__TAKE_RANKS = 1,
+    DTRAIN__TAKE_MEAN,
+    DTRAIN__TAKE_MAX,
+    DTRAIN__TAKE_SPREAD_MIN,
+    DTRAIN__TAKE_SPREAD_MEAN,
+    DTRAIN__TAKE_SPREAD_MAX,
+    DTRAIN__TAKE_SPREAD_RANK
+};
+#define DTRAIN__FROM(take, figure) (DTRAIN__TAKE_##take + 8 * DTRAIN_FIGURE_##figure)
+#define DTRAIN__SENT_BY(kind) \
+    (DTRAIN__TAKE_RANKS + 8 * (DTRAIN_FIGURE_COMM_BYTES + DTRAIN_COLLECTIVE_##kind))
+
+enum {
+#define DTRAIN__METRIC_NUMBER(ID, name, group, flags, from, base, scale, help) DTRAIN__METRIC_##ID,
     DTRAIN__METRIC_LIST(DTRAIN__METRIC_NUMBER)
 #undef DTRAIN__METRIC_NUMBER
         DTRAIN__METRIC_COUNT
@@ -297,12 +316,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_append(dtrain__records *file, cons
                                                      size_t bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__records_close(dtrain__records *file);
 
-/* Writers: fill in the table of one, if the desc asks for it. */
-DTRAIN__PRIVATE bool dtrain__console_sink(dtrain_metrics *metrics, dtrain__sink *sink);
-DTRAIN__PRIVATE bool dtrain__jsonl_sink(dtrain_metrics *metrics, dtrain__sink *sink);
-DTRAIN__PRIVATE bool dtrain__csv_sink(dtrain_metrics *metrics, dtrain__sink *sink);
-DTRAIN__PRIVATE bool dtrain__prometheus_sink(dtrain_metrics *metrics, dtrain__sink *sink);
-DTRAIN__PRIVATE bool dtrain__tensorboard_sink(dtrain_metrics *metrics, dtrain__sink *sink);
+/* The writers, whose user is the dtrain_metrics. */
+DTRAIN__PRIVATE dtrain__sink dtrain__console_sink(void);
+DTRAIN__PRIVATE dtrain__sink dtrain__jsonl_sink(void);
+DTRAIN__PRIVATE dtrain__sink dtrain__csv_sink(void);
+DTRAIN__PRIVATE dtrain__sink dtrain__prometheus_sink(void);
+DTRAIN__PRIVATE dtrain__sink dtrain__tensorboard_sink(void);
 DTRAIN__PRIVATE void dtrain__prometheus_free(dtrain_metrics *metrics);
 DTRAIN__PRIVATE void dtrain__tensorboard_free(dtrain_metrics *metrics);
 

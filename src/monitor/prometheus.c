@@ -199,19 +199,13 @@ static dtrain_result dtrain__prometheus_finish(void *user, const dtrain_summary 
     return metrics->prometheus.next ? dtrain__prometheus_replace(metrics, true) : DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE bool dtrain__prometheus_sink(dtrain_metrics *metrics, dtrain__sink *sink)
+DTRAIN__PRIVATE dtrain__sink dtrain__prometheus_sink(void)
 {
-    const dtrain_metrics_sink table = {false,
-                                       "prometheus",
-                                       dtrain__prometheus_open,
-                                       dtrain__prometheus_step,
-                                       NULL,
-                                       dtrain__prometheus_finish,
-                                       metrics};
-    if (!metrics->desc.prometheus_path) return false;
-    sink->table = table;
-    sink->unit = "versions of the file";
-    return true;
+    const dtrain__sink sink = {{false, "prometheus", dtrain__prometheus_open,
+                                dtrain__prometheus_step, NULL, dtrain__prometheus_finish, NULL},
+                               "versions of the file",
+                               false};
+    return sink;
 }
 
 DTRAIN__PRIVATE void dtrain__prometheus_free(dtrain_metrics *metrics)

@@ -1,7 +1,7 @@
-/* The table of metrics, and the values of a step
+/* The values of a step
  *
- * The rows are in monitor_internal.h. Here a record becomes values: each is unknown unless it was
- * measured, so that no writer ever shows a number that nobody has measured. */
+ * The table of metrics is DTRAIN__METRIC_LIST in monitor_internal.h. Here a step's record becomes
+ * values. A value that was not measured is unknown, and no writer shows it. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -22,12 +22,26 @@
 DTRAIN__PRIVATE const dtrain_metric *dtrain__metric_table(void)
 {
     static const dtrain_metric table[] = {
-#define DTRAIN__METRIC_ROW(ID, name, group, flags, base, scale, help) \
+#define DTRAIN__METRIC_ROW(ID, name, group, flags, from, base, scale, help) \
     {flags, name, group, help, base, scale},
         DTRAIN__METRIC_LIST(DTRAIN__METRIC_ROW)
 #undef DTRAIN__METRIC_ROW
     };
     return table;
+}
+
+/* How metrics are made of figures: take + 8 figure; 0: of none. */
+static const int dtrain__metric_from[] = {
+#define DTRAIN__METRIC_SOURCE(ID, name, group, flags, from, base, scale, help) from,
+    DTRAIN__METRIC_LIST(DTRAIN__METRIC_SOURCE)
+#undef DTRAIN__METRIC_SOURCE
+};
+
+/* Return the factor from a figure's unit to the metric's: figures of time are in seconds, and the
+ * metrics whose base unit is the second in milliseconds. */
+static double dtrain__metric_unit(int id)
+{
+    return dtrain__metric_table()[id].base_scale < 1 ? 1e3 : 1;
 }
 
 static void dtrain__set(dtrain_metrics *metrics, int id, double value)
@@ -42,84 +56,19 @@ static void dtrain__set_measured(dtrain_metrics *metrics, int id, double value)
     if (dtrain__finite(value)) dtrain__set(metrics, id, value);
 }
 
-/* The figures of which all of min, mean, max and rank are metrics, which follow each other. */
-static const struct {
-    int figure, first, mean; /* mean: the metric for all ranks, or -1 */
-    double unit;             /* one of the figure in that of the metrics */
-} dtrain__spreads[] = {
-    {DTRAIN_FIGURE_STEP, DTRAIN__METRIC_STEP_MIN, -1, 1e3},
-    {DTRAIN_FIGURE_DATA, DTRAIN__METRIC_DATA_MIN, -1, 1e3},
-    {DTRAIN_FIGURE_FORWARD, DTRAIN__METRIC_FORWARD_MIN, DTRAIN__METRIC_FORWARD, 1e3},
-    {DTRAIN_FIGURE_BACKWARD, DTRAIN__METRIC_BACKWARD_MIN, DTRAIN__METRIC_BACKWARD, 1e3},
-    {DTRAIN_FIGURE_EXPOSED_COMM, DTRAIN__METRIC_EXPOSED_MIN, -1, 1e3},
-    {DTRAIN_FIGURE_HIDDEN_COMM, DTRAIN__METRIC_HIDDEN_MIN, DTRAIN__METRIC_HIDDEN, 1e3},
-    {DTRAIN_FIGURE_OPTIMIZER, DTRAIN__METRIC_OPTIMIZER_MIN, DTRAIN__METRIC_OPTIMIZER, 1e3},
-    {DTRAIN_FIGURE_CHECKPOINT, DTRAIN__METRIC_CHECKPOINT_MIN, DTRAIN__METRIC_CHECKPOINT, 1e3},
-    {DTRAIN_FIGURE_COMM_BYTES, DTRAIN__METRIC_COMM_BYTES_MIN, -1, 1},
-};
-
-/* Of what a rank sends, kind by kind: the metric. */
-static const struct {
-    int kind, id;
-} dtrain__sent_kinds[] = {
-    {DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN__METRIC_ALL_REDUCE},
-    {DTRAIN_COLLECTIVE_REDUCE_SCATTER, DTRAIN__METRIC_REDUCE_SCATTER},
-    {DTRAIN_COLLECTIVE_ALL_GATHER, DTRAIN__METRIC_ALL_GATHER},
-    {DTRAIN_COLLECTIVE_BROADCAST, DTRAIN__METRIC_BROADCAST},
-    {DTRAIN_COLLECTIVE_REDUCE, DTRAIN__METRIC_REDUCE},
-    {DTRAIN_COLLECTIVE_SEND, DTRAIN__METRIC_SEND},
-    {DTRAIN_COLLECTIVE_ALL_TO_ALL, DTRAIN__METRIC_ALL_TO_ALL},
-};
-
-/* The other figures, and how ranks are reduced. */
-enum { DTRAIN__TAKE_MEAN, DTRAIN__TAKE_MAX };
-static const struct {
-    int figure, id, take;
-} dtrain__gauges[] = {
-    {DTRAIN_FIGURE_BUS, DTRAIN__METRIC_BUS, DTRAIN__TAKE_MEAN},
-    {DTRAIN_FIGURE_MEMORY, DTRAIN__METRIC_MEMORY, DTRAIN__TAKE_MAX},
-    {DTRAIN_FIGURE_MEMORY_PEAK, DTRAIN__METRIC_MEMORY_PEAK, DTRAIN__TAKE_MAX},
-    {DTRAIN_FIGURE_ACTIVATIONS, DTRAIN__METRIC_MEMORY_ACTIVATION, DTRAIN__TAKE_MAX},
-    {DTRAIN_FIGURE_GPU_UTILIZATION, DTRAIN__METRIC_GPU_UTILIZATION, DTRAIN__TAKE_MEAN},
-    {DTRAIN_FIGURE_GPU_MEMORY, DTRAIN__METRIC_GPU_MEMORY, DTRAIN__TAKE_MAX},
-    {DTRAIN_FIGURE_GPU_CLOCK, DTRAIN__METRIC_GPU_CLOCK, DTRAIN__TAKE_MEAN},
-    {DTRAIN_FIGURE_GPU_POWER, DTRAIN__METRIC_GPU_POWER, DTRAIN__TAKE_MEAN},
-    {DTRAIN_FIGURE_GPU_TEMPERATURE, DTRAIN__METRIC_GPU_TEMPERATURE, DTRAIN__TAKE_MAX},
-};
-
-#define DTRAIN__COUNT_OF(array) ((int)(sizeof(array) / sizeof *(array)))
-
-/* Find the figure behind a metric, and what one of it is in the metric's unit; -1: none. */
-static int dtrain__figure_of(int id, double *unit)
-{
-    *unit = 1e3;
-    for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__spreads); i++)
-        if (id == dtrain__spreads[i].mean) return dtrain__spreads[i].figure;
-    if (id == DTRAIN__METRIC_STEP) return DTRAIN_FIGURE_STEP;
-    if (id == DTRAIN__METRIC_DATA) return DTRAIN_FIGURE_DATA;
-    if (id == DTRAIN__METRIC_EXPOSED) return DTRAIN_FIGURE_EXPOSED_COMM;
-    *unit = 1;
-    if (id == DTRAIN__METRIC_COMM_BYTES) return DTRAIN_FIGURE_COMM_BYTES;
-    for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__sent_kinds); i++)
-        if (id == dtrain__sent_kinds[i].id)
-            return DTRAIN_FIGURE_COMM_BYTES + dtrain__sent_kinds[i].kind;
-    for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__gauges); i++)
-        if (id == dtrain__gauges[i].id) return dtrain__gauges[i].figure;
-    if (id == DTRAIN__METRIC_GPU_THROTTLE) return DTRAIN_FIGURE_GPU_THROTTLE;
-    return id == DTRAIN__METRIC_GPU_ECC ? (int)DTRAIN_FIGURE_GPU_ECC : -1;
-}
-
-/* Return a metric of one rank, in the metric's unit; NaN: not measured, or it has none. */
+/* Return a metric of one rank, in the metric's unit; NaN: not measured, or ranks have none. */
 DTRAIN__PRIVATE double dtrain__rank_value(const dtrain_metrics *metrics, int id, int rank)
 {
-    double unit;
-    const int figure = dtrain__figure_of(id, &unit);
-    if (figure < 0 || !metrics->desc.trainer || metrics->last.ranks == 0) return DTRAIN__NAN;
-    return unit * dtrain__trainer_figure(metrics->desc.trainer, rank, (dtrain_figure)figure);
+    const int from = dtrain__metric_from[id];
+    const bool spread = from % 8 >= DTRAIN__TAKE_SPREAD_MIN;
+    if (!from || spread || !metrics->desc.trainer || metrics->last.ranks == 0) return DTRAIN__NAN;
+    return dtrain__metric_unit(id) *
+           dtrain__trainer_figure(metrics->desc.trainer, rank, (dtrain_figure)(from / 8));
 }
 
-/* Reduce what has no mean and no maximum that says anything: bits of all ranks, sums of errors.
- * Words travel as fp32, which is exact for both below 2^24; NVML has bits up to 2^9. */
+/* Set the GPU metrics of which a mean or maximum would say nothing: throttle reasons are the union
+ * of all ranks' bits, ECC errors the sum. Ranks exchange figures as fp32, which is exact for both
+ * below 2^24; NVML has bits up to 2^9. */
 static void dtrain__fill_bits(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
     const dtrain_trainer *trainer = metrics->desc.trainer;
@@ -140,50 +89,45 @@ static void dtrain__fill_bits(dtrain_metrics *metrics, const dtrain_step_record 
         dtrain__set(metrics, DTRAIN__METRIC_GPU_ECC, trainer ? errors : ecc->max);
 }
 
-/* Set what this rank's GPU said, where no trainer carries it to the others. */
+/* Set the figures of this rank's GPU, for a run without a trainer, which would exchange them. */
 static void dtrain__fill_own_gpu(dtrain_metrics *metrics)
 {
-    static const int ids[] = {DTRAIN__METRIC_GPU_UTILIZATION, DTRAIN__METRIC_GPU_MEMORY,
-                              DTRAIN__METRIC_GPU_CLOCK,       DTRAIN__METRIC_GPU_POWER,
-                              DTRAIN__METRIC_GPU_TEMPERATURE, DTRAIN__METRIC_GPU_THROTTLE,
-                              DTRAIN__METRIC_GPU_ECC};
-    for (int i = 0; i < DTRAIN__COUNT_OF(ids); i++)
-        dtrain__set_measured(metrics, ids[i], (double)metrics->nvml.figures[i]);
+    for (int id = DTRAIN__METRIC_GPU_UTILIZATION; id <= DTRAIN__METRIC_GPU_ECC; id++)
+        dtrain__set_measured(
+            metrics, id,
+            (double)
+                metrics->nvml.figures[dtrain__metric_from[id] / 8 - DTRAIN_FIGURE_GPU_UTILIZATION]);
 }
 
-/* Set what comes from the figures of all ranks. */
+/* Set the metrics that are made of the figures of all ranks; spreads need at least two. */
 static void dtrain__fill_figures(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
-    for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__spreads); i++) {
-        const dtrain_spread *all = &record->figures[dtrain__spreads[i].figure];
-        const int first = dtrain__spreads[i].first, mean = dtrain__spreads[i].mean;
-        const double unit = dtrain__spreads[i].unit;
-        if (all->max_rank < 0) continue;
-        if (mean >= 0) dtrain__set(metrics, mean, unit * all->mean);
-        if (record->ranks < 2) continue;
-        dtrain__set(metrics, first, unit * all->min);
-        dtrain__set(metrics, first + 1, unit * all->mean);
-        dtrain__set(metrics, first + 2, unit * all->max);
-        dtrain__set(metrics, first + 3, all->max_rank);
-    }
-    for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__gauges); i++) {
-        const dtrain_spread *all = &record->figures[dtrain__gauges[i].figure];
-        if (all->max_rank < 0) continue;
-        dtrain__set_measured(metrics, dtrain__gauges[i].id,
-                             dtrain__gauges[i].take == DTRAIN__TAKE_MEAN ? all->mean : all->max);
+    for (int id = 0; id < DTRAIN__METRIC_COUNT; id++) {
+        const int take = dtrain__metric_from[id] % 8;
+        const dtrain_spread *all = &record->figures[dtrain__metric_from[id] / 8];
+        const bool spread = take >= DTRAIN__TAKE_SPREAD_MIN;
+        if (take <= DTRAIN__TAKE_RANKS || all->max_rank < 0 || (spread && record->ranks < 2))
+            continue;
+        const double unit = dtrain__metric_unit(id);
+        const bool mean = take == DTRAIN__TAKE_MEAN || take == DTRAIN__TAKE_SPREAD_MEAN;
+        dtrain__set_measured(metrics, id,
+                             take == DTRAIN__TAKE_SPREAD_RANK  ? all->max_rank
+                             : take == DTRAIN__TAKE_SPREAD_MIN ? unit * all->min
+                             : mean                            ? unit * all->mean
+                                                               : unit * all->max);
     }
     dtrain__fill_bits(metrics, record);
 }
 
-/* Set what was sent by each kind of which any rank has sent something. */
+/* Set the bytes sent by each kind of collective that any rank has used. */
 static void dtrain__fill_kinds(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
-    for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__sent_kinds); i++) {
-        const int kind = dtrain__sent_kinds[i].kind;
-        const dtrain_spread *all = &record->figures[DTRAIN_FIGURE_COMM_BYTES + kind];
+    for (int id = DTRAIN__METRIC_ALL_REDUCE; id <= DTRAIN__METRIC_ALL_TO_ALL; id++) {
+        const int figure = dtrain__metric_from[id] / 8;
+        const dtrain_spread *all = &record->figures[figure];
+        const uint64_t own = record->kind_bytes[figure - DTRAIN_FIGURE_COMM_BYTES];
         const bool others = record->ranks > 0 && all->max_rank >= 0 && all->max > 0;
-        if (record->kind_bytes[kind] || others)
-            dtrain__set(metrics, dtrain__sent_kinds[i].id, (double)record->kind_bytes[kind]);
+        if (own || others) dtrain__set(metrics, id, (double)own);
     }
 }
 
@@ -200,7 +144,7 @@ DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_
     dtrain__set(metrics, DTRAIN__METRIC_RATE, record->tokens_per_second);
     dtrain__set(metrics, DTRAIN__METRIC_STEP, record->step_ms);
     dtrain__set(metrics, DTRAIN__METRIC_COMM, record->comm_ms);
-    dtrain__set(metrics, DTRAIN__METRIC_EXPOSED, record->exposed_comm_ms);
+    dtrain__set(metrics, DTRAIN__METRIC_EXPOSED_COMM, record->exposed_comm_ms);
     dtrain__set(metrics, DTRAIN__METRIC_DATA, record->data_ms);
     dtrain__set(metrics, DTRAIN__METRIC_COMM_BYTES, (double)record->comm_bytes);
     if (record->loss_scale > 0) dtrain__set(metrics, DTRAIN__METRIC_LOSS_SCALE, record->loss_scale);
@@ -224,8 +168,8 @@ DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_
                     rate / (record->ranks * metrics->desc.peak_flops));
 }
 
-/* Note what the rank holds, and predict its memory. A loss that cannot be planned costs the
- * prediction and nothing else. */
+/* Set the bytes that the rank holds, and those that a plan predicts. If the loss cannot be planned,
+ * only the prediction is missing. */
 DTRAIN__PRIVATE void dtrain__metrics_plan(dtrain_metrics *metrics)
 {
     const dtrain_trainer *trainer = metrics->desc.trainer;

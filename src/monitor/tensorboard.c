@@ -495,19 +495,14 @@ static dtrain_result dtrain__tensorboard_finish(void *user, const dtrain_summary
     return result == DTRAIN_OK ? closed : result;
 }
 
-DTRAIN__PRIVATE bool dtrain__tensorboard_sink(dtrain_metrics *metrics, dtrain__sink *sink)
+DTRAIN__PRIVATE dtrain__sink dtrain__tensorboard_sink(void)
 {
-    const dtrain_metrics_sink table = {false,
-                                       "tensorboard",
-                                       dtrain__tensorboard_open,
-                                       dtrain__tensorboard_step,
-                                       dtrain__tensorboard_event,
-                                       dtrain__tensorboard_finish,
-                                       metrics};
-    if (!metrics->desc.tensorboard_dir) return false;
-    sink->table = table;
-    sink->unit = "records of the event file";
-    return true;
+    const dtrain__sink sink = {{false, "tensorboard", dtrain__tensorboard_open,
+                                dtrain__tensorboard_step, dtrain__tensorboard_event,
+                                dtrain__tensorboard_finish, NULL},
+                               "records of the event file",
+                               false};
+    return sink;
 }
 
 DTRAIN__PRIVATE void dtrain__tensorboard_free(dtrain_metrics *metrics)

@@ -271,18 +271,24 @@ DTRAIN__PRIVATE void dtrain__call_done(dtrain_world *world, uint64_t number)
 /* ---- Signs of life ----------------------------------------------------------------------------*/
 
 /* Show that this rank is inside the library, and dump if a signal has asked for it. */
-DTRAIN__PRIVATE void dtrain__beat(dtrain_world *world, uint64_t now)
+static void dtrain__show_beat(dtrain_world *world, uint64_t now)
 {
     dtrain__ring *ring = world->timeline.ring;
     if (!ring) return;
     dtrain__store(&world->control->pulses[world->rank].beat_ns, now);
-    dtrain__tick(world, now);
     const uint32_t asked = dtrain__dumps_asked();
     if (asked == ring->asked) return;
     ring->asked = asked;
     if (!ring->directory[0] || !world->catches || ring->code != DTRAIN_OK) return;
     if (world->timeline.dump(world, ring->directory) != DTRAIN_OK)
         dtrain_log(world, DTRAIN_LOG_WARNING, "%s", dtrain__bare(dtrain_last_error()));
+}
+
+/* Show it from inside a wait. */
+DTRAIN__PRIVATE void dtrain__beat(dtrain_world *world, uint64_t now)
+{
+    dtrain__tick(world, now);
+    dtrain__show_beat(world, now);
 }
 
 /* Enter a public call that may wait for other ranks, and return the time. */
@@ -292,7 +298,7 @@ DTRAIN__PRIVATE uint64_t dtrain__enter(dtrain_world *world, const char *name)
     (void)dtrain__span_begin_at(world, DTRAIN_SPAN_COMM, name, DTRAIN__UNNUMBERED, now);
     if (world->timeline.ring)
         dtrain__store(&world->control->pulses[world->rank].inside, (uint64_t)1);
-    dtrain__beat(world, now);
+    dtrain__show_beat(world, now);
     return now;
 }
 
@@ -301,7 +307,7 @@ DTRAIN__PRIVATE uint64_t dtrain__leave(dtrain_world *world, dtrain_result result
 {
     const uint64_t now = dtrain__now_ns();
     dtrain__span_end_at(world, world->timeline.depth - 1, now);
-    dtrain__beat(world, now);
+    dtrain__show_beat(world, now);
     if (world->timeline.ring)
         dtrain__store(&world->control->pulses[world->rank].inside, (uint64_t)0);
     dtrain__failed(world, result);

@@ -190,7 +190,6 @@ static dtrain_result train(dtrain_world *world, job *j)
     TRY(dtrain_metrics_text(metrics, s->end, "sample", "a text at the end"));
     if (j->custom_calls != s->end - s->first)
         return dtrain_fail(DTRAIN_ERROR_NUMERIC, "%ld calls", j->custom_calls);
-    if (j->rank == 0) dtrain_metrics_print_summary(metrics, stdout);
     TRY(dtrain_metrics_finish(metrics));
     dtrain_metrics_destroy(metrics);
     dtrain_trainer_destroy(trainer);

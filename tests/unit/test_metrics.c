@@ -464,7 +464,6 @@ static int terminal_rank(dtrain_world *world, void *user)
         r.val_loss = NAN;
         CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
     }
-    dtrain_metrics_print_summary(metrics, (FILE *)user);
     CHECK(dtrain_metrics_finish(metrics) == DTRAIN_OK);
     dtrain_metrics_destroy(metrics);
     return 0;
@@ -502,7 +501,7 @@ static void test_terminals(void)
     text = on_terminal("dumb", NULL);
     CHECK(!strchr(text, '\033') && strstr(text, "val_loss"));
     text = on_terminal(NULL, NULL);
-    CHECK(!strchr(text, '\033') && strstr(text, "val_loss") && strstr(text, "over 2 steps"));
+    CHECK(!strchr(text, '\033') && strstr(text, "val_loss"));
 }
 
 /* A console whose reader has gone costs its lines, and not the process. */

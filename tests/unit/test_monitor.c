@@ -154,21 +154,21 @@ static bool expected(const dtrain_step_record *r, const char *name, double *valu
     }
     const dtrain_spread *all_sent = &r->figures[DTRAIN_FIGURE_COMM_BYTES];
     const bool several_sent = r->ranks > 1 && all_sent->max_rank >= 0;
-    IS("comm_bytes_min", all_sent->min, several_sent);
-    IS("comm_bytes_mean", all_sent->mean, several_sent);
-    IS("comm_bytes_max", all_sent->max, several_sent);
+    IS("comm_bytes_min", all_sent->min, several_sent && isfinite(all_sent->min));
+    IS("comm_bytes_mean", all_sent->mean, several_sent && isfinite(all_sent->mean));
+    IS("comm_bytes_max", all_sent->max, several_sent && isfinite(all_sent->max));
     IS("comm_bytes_rank", all_sent->max_rank, several_sent);
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         const dtrain_spread *all = &r->figures[parts[i].figure];
         const bool known = r->ranks > 0 && all->max_rank >= 0, several = known && r->ranks > 1;
         snprintf(key, sizeof key, "%s_ms", parts[i].name);
-        if (parts[i].mean) IS(key, 1e3 * all->mean, known);
+        if (parts[i].mean) IS(key, 1e3 * all->mean, known && isfinite(all->mean));
         snprintf(key, sizeof key, "%s_ms_min", parts[i].name);
-        IS(key, 1e3 * all->min, several);
+        IS(key, 1e3 * all->min, several && isfinite(all->min));
         snprintf(key, sizeof key, "%s_ms_mean", parts[i].name);
-        IS(key, 1e3 * all->mean, several);
+        IS(key, 1e3 * all->mean, several && isfinite(all->mean));
         snprintf(key, sizeof key, "%s_ms_max", parts[i].name);
-        IS(key, 1e3 * all->max, several);
+        IS(key, 1e3 * all->max, several && isfinite(all->max));
         snprintf(key, sizeof key, "%s_ms_rank", parts[i].name);
         IS(key, all->max_rank, several);
     }
