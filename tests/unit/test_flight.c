@@ -1,6 +1,7 @@
 /* test_flight.c: the flight record. Ranks hang, stop, die, disagree; every other rank leaves a file that can be
  * read, and build/flight, which is part of this program, says who it was and in which call. */
 #define DTRAIN__IMPLEMENTED /* by the objects of src/ */
+#include "comm/comm_internal.h"
 #include "world/timeline_internal.h"
 #include "state/json_internal.h"
 
