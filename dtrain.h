@@ -237,7 +237,7 @@
        backward: gather, ready, release               tape/tape.h, strategy/strategy.h
          a bucket of gradients is full: reduce        comm/comm.h
        finish: every gradient is the mean             strategy/strategy.h
-       unscale, norm, clip                            optim/scaler.h
+       norm, factor that unscales and clips           optim/scaler.h
        optimizer on this rank's shards                optim/optimizer.h
        publish the new parameters                     strategy/strategy.h
        record                                         train/trainer.h, monitor/metrics.h
@@ -310,7 +310,8 @@
    compression  to send less than a gradient; what is left out stays in the residual.
    residual     what this rank has not sent yet; error feedback adds it to the next gradient.
    loss scaling a factor on the loss that keeps fp16 gradients from vanishing; see optim/scaler.h.
-   checkpointing (of activations)   to drop a unit's activations and compute them again in backward.
+   recompute    to drop a unit's activations and compute them again in backward; other libraries
+                call it activation checkpointing.
 
    Two ranks, two buckets; time runs to the right. Backward makes the last parameters' gradients
    first, so their all-reduce runs while earlier layers still compute. Buckets are launched in this
@@ -1750,11 +1751,11 @@ DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain
 
 /* Classes of operations whose results can be dropped. sum, mean and cross_entropy make a few
  * numbers, which are always kept. */
-#define DTRAIN_CHECKPOINT_LINEAR 1u /* matmul and convolutions as well */
-#define DTRAIN_CHECKPOINT_ATTENTION 2u
-#define DTRAIN_CHECKPOINT_LAYERNORM 4u   /* and the root mean square norm */
-#define DTRAIN_CHECKPOINT_ELEMENTWISE 8u /* all others: add, dropout, embedding, rotary, ... */
-#define DTRAIN_CHECKPOINT_ALL 15u
+#define DTRAIN_RECOMPUTE_LINEAR 1u /* matmul and convolutions as well */
+#define DTRAIN_RECOMPUTE_ATTENTION 2u
+#define DTRAIN_RECOMPUTE_LAYERNORM 4u   /* and the root mean square norm */
+#define DTRAIN_RECOMPUTE_ELEMENTWISE 8u /* all others: add, dropout, embedding, rotary, ... */
+#define DTRAIN_RECOMPUTE_ALL 15u
 
 /* Drop activations in forward and make them again in backward (Chen et al., "Training Deep Nets
  * with Sublinear Memory Cost", 2016). In every n-th unit, counted in the order of their marks, the
@@ -1766,7 +1767,7 @@ DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain
  * are there until the next but one of such units begins, and using or reading them later is an
  * error. The same holds in a pass without gradients, which drops as much and makes nothing again.
  */
-DTRAIN_API dtrain_result dtrain_tape_checkpoint(dtrain_tape *tape, uint32_t every, uint32_t ops);
+DTRAIN_API dtrain_result dtrain_tape_recompute(dtrain_tape *tape, uint32_t every, uint32_t ops);
 
 typedef struct dtrain_tape_info {
     size_t node_count, tensor_count; /* of this pass */
@@ -1977,7 +1978,7 @@ DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x);
  * "Mixed Precision Training", ICLR 2018). The scale is found while training: a step whose gradients
  * overflow is skipped and lowers it, a long run of good ones raises it.
  *
- *     backward(loss, scaler.scale) -> finish -> dtrain_loss_scaler_unscale
+ *     backward(loss, scaler.scale) -> finish -> dtrain_loss_scaler_grad_norm
  *           -> unless found_inf: dtrain_optimizer_step(lr, grad_scale) -> dtrain_loss_scaler_update
  *
  * Overflow is seen in the norm: a sum over every gradient of every rank, the same number on all of
@@ -2013,22 +2014,22 @@ DTRAIN_API dtrain_result dtrain_loss_scaler_init(dtrain_loss_scaler *scaler,
  * scale that would fall below the minimum stays too, and is DTRAIN_ERROR_NUMERIC: no scale mends
  * such gradients. Local. */
 DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, bool found_inf);
-/* Do what dtrain_clip_grad_norm does for gradients that are still scaled: *norm is the norm of the
+/* Do what dtrain_grad_norm does for gradients that are still scaled: *norm is the norm of the
  * unscaled gradients, *grad_scale unscales and clips them. *found_inf: a gradient of some rank is
  * inf or NaN, or the unscaled norm is beyond fp32; then take no step. Collective, the same on every
  * rank. */
-DTRAIN_API dtrain_result dtrain_loss_scaler_unscale(const dtrain_loss_scaler *scaler,
-                                                    dtrain_strategy *strategy, float max_norm,
-                                                    float *norm, float *grad_scale,
-                                                    bool *found_inf);
+DTRAIN_API dtrain_result dtrain_loss_scaler_grad_norm(const dtrain_loss_scaler *scaler,
+                                                      dtrain_strategy *strategy, float max_norm,
+                                                      float *norm, float *grad_scale,
+                                                      bool *found_inf);
 
 /* Compute the L2 norm over all gradients of the model (tied weights once), and the factor that
  * brings it to at most max_norm: max_norm / (norm + 1e-6) when larger, else 1, as
  * torch.nn.utils.clip_grad_norm_. Nothing is scaled here: pass the factor to dtrain_optimizer_step.
  * max_norm <= 0: no clipping, scale = 1. Collective. A norm that is not finite is returned as it
  * is, with scale 1. */
-DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float max_norm,
-                                               float *norm, float *scale);
+DTRAIN_API dtrain_result dtrain_grad_norm(dtrain_strategy *strategy, float max_norm, float *norm,
+                                          float *scale);
 
 /* ================================================================================================
  * src/optim/optimizer.h
@@ -2308,7 +2309,7 @@ typedef struct dtrain_trainer_desc {
     uint32_t tokens;        /* (or samples) per micro-batch and rank, for throughput figures */
     float clip;             /* global gradient norm; 0 = off */
     uint32_t tape_flags;    /* DTRAIN_TAPE_BF16, DTRAIN_TAPE_F16, or 0 */
-    uint32_t checkpoint_every, checkpoint_ops; /* of dtrain_tape_checkpoint; 0 = off */
+    uint32_t recompute_every, recompute_ops; /* of dtrain_tape_recompute; 0 = off */
     /* All zero: loss scaling with DTRAIN_TAPE_F16 alone. Any field asks for it with other flags. */
     dtrain_loss_scaler_desc loss_scaling;
     bool graph;    /* GPU: record the step once and replay it, without launch costs; see create */
@@ -3149,7 +3150,7 @@ typedef struct dtrain_op {
 
 struct dtrain_op_desc {
     uint32_t reads;          /* DTRAIN_OP_READS_* */
-    uint32_t checkpoint;     /* the DTRAIN_CHECKPOINT_* that drops its results; 0: always kept */
+    uint32_t recompute;      /* the DTRAIN_RECOMPUTE_* that drops its results; 0: always kept */
     uint32_t integer_inputs; /* bit i: input i is I32; the others are F32, BF16 or F16 */
     bool autocast;           /* input_data, and param_data of parameters with two axes or more, are
                                  of the type `cast`. A gradient keeps the type of its tensor */
@@ -18232,11 +18233,11 @@ struct dtrain_tape {
         uint32_t mark_count, segment_count;
         dtrain__tape_segment *segment; /* the segment being recorded; NULL: none */
     } pass;
-    int64_t unit;                              /* the gathered unit; -1: none */
-    dtrain_pass unit_pass;                     /* the pass that it is gathered for */
-    uint32_t checkpoint_every, checkpoint_ops; /* see dtrain_tape_checkpoint */
-    const dtrain_step_scalars *scalars;        /* where a replayed step has its seed; or NULL */
-    dtrain__feed *feed;                        /* inputs of a replayed step, or NULL */
+    int64_t unit;                            /* the gathered unit; -1: none */
+    dtrain_pass unit_pass;                   /* the pass that it is gathered for */
+    uint32_t recompute_every, recompute_ops; /* see dtrain_tape_recompute */
+    const dtrain_step_scalars *scalars;      /* where a replayed step has its seed; or NULL */
+    dtrain__feed *feed;                      /* inputs of a replayed step, or NULL */
     dtrain__staging staging;
     dtrain_result error; /* the first error of this pass, and its sentence */
     char error_text[DTRAIN__ERROR_BYTES];
@@ -18293,9 +18294,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, c
 /* The descriptor of the built-in operation dtrain_<op>, made of dtrain__<functions>_prepare,
  * _forward and _backward. The macro names the fields: C++17 has no designators. Ends with its last
  * use, in elementwise.c. */
-#define DTRAIN__OP(op, functions, reads, checkpoint, integer_inputs, autocast)      \
+#define DTRAIN__OP(op, functions, reads, recompute, integer_inputs, autocast)       \
     static const dtrain_op_desc dtrain__##op##_op = {reads,                         \
-                                                     checkpoint,                    \
+                                                     recompute,                     \
                                                      integer_inputs,                \
                                                      autocast,                      \
                                                      "dtrain_" #op,                 \
@@ -18639,6 +18640,7 @@ DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain
 
 DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *info)
 {
+    if (!info) return;
     memset(info, 0, sizeof *info);
     if (!tape) return;
     info->node_count = tape->pass.node_count;
@@ -18827,7 +18829,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
     node->unit = tape->unit;
     node->mark = tape->pass.mark_count;
     node->segment = tape->pass.segment;
-    node->dropped = node->segment && (tape->checkpoint_ops & desc->checkpoint);
+    node->dropped = node->segment && (tape->recompute_ops & desc->recompute);
 
     /* 2. to 4. An error of prepare may be its result, or may only stick to the tape. */
     for (uint32_t i = 0; i < input_count && !result; i++)
@@ -19570,7 +19572,7 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
     return dtrain__counted_gemm(op, &gemm);
 }
 
-DTRAIN__OP(linear, linear, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LINEAR, 0, true)
+DTRAIN__OP(linear, linear, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LINEAR, 0, true)
 
 DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
                                         dtrain_param *bias, dtrain_activation activation)
@@ -19672,10 +19674,10 @@ static dtrain_result dtrain__layernorm_backward(dtrain_op *op)
     return rounded ? DTRAIN_OK : dtrain__gradient_pass(op, 1, 1);
 }
 
-DTRAIN__OP(layernorm, layernorm, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
-DTRAIN__OP(add_layernorm, layernorm, DTRAIN_OP_READS_OUTPUTS, DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
-DTRAIN__OP(rms_norm, layernorm, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
-DTRAIN__OP(add_rms_norm, layernorm, DTRAIN_OP_READS_OUTPUTS, DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
+DTRAIN__OP(layernorm, layernorm, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LAYERNORM, 0, false)
+DTRAIN__OP(add_layernorm, layernorm, DTRAIN_OP_READS_OUTPUTS, DTRAIN_RECOMPUTE_LAYERNORM, 0, false)
+DTRAIN__OP(rms_norm, layernorm, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LAYERNORM, 0, false)
+DTRAIN__OP(add_rms_norm, layernorm, DTRAIN_OP_READS_OUTPUTS, DTRAIN_RECOMPUTE_LAYERNORM, 0, false)
 
 /* Apply one of the four norms. */
 static dtrain_tensor *dtrain__norm_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
@@ -19803,7 +19805,7 @@ static dtrain_result dtrain__embedding_backward(dtrain_op *op)
     return op->device->ops->embedding_backward(op->device, &args);
 }
 
-DTRAIN__OP(embedding, embedding, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 1, false)
+DTRAIN__OP(embedding, embedding, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 1, false)
 
 DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
                                            dtrain_param *token, dtrain_param *position)
@@ -20007,12 +20009,12 @@ static dtrain_result dtrain__attention_backward(dtrain_op *op)
 }
 
 DTRAIN__OP(attention, attention, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS,
-           DTRAIN_CHECKPOINT_ATTENTION, 0, false)
+           DTRAIN_RECOMPUTE_ATTENTION, 0, false)
 
 /* Run backward where key lengths are input 1. */
 static const dtrain_op_desc dtrain__attention_lengths_op = {DTRAIN_OP_READS_INPUTS |
                                                                 DTRAIN_OP_READS_OUTPUTS,
-                                                            DTRAIN_CHECKPOINT_ATTENTION,
+                                                            DTRAIN_RECOMPUTE_ATTENTION,
                                                             1u << 1,
                                                             false,
                                                             "dtrain_attention",
@@ -20091,7 +20093,7 @@ static dtrain_result dtrain__rotary_backward(dtrain_op *op)
     return op->device->ops->rotary(op->device, &args);
 }
 
-DTRAIN__OP(rotary, rotary, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(rotary, rotary, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_rotary(dtrain_tape *tape, dtrain_tensor *x, int64_t sequence,
                                         int64_t heads, int64_t rotated, float theta)
@@ -20140,7 +20142,7 @@ static dtrain_result dtrain__softmax_backward(dtrain_op *op)
     return op->device->ops->softmax_backward(op->device, &args);
 }
 
-DTRAIN__OP(softmax, softmax, DTRAIN_OP_READS_OUTPUTS, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(softmax, softmax, DTRAIN_OP_READS_OUTPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_softmax(dtrain_tape *tape, dtrain_tensor *x)
 {
@@ -20248,7 +20250,7 @@ static dtrain_result dtrain__matmul_backward(dtrain_op *op)
     return DTRAIN_OK;
 }
 
-DTRAIN__OP(matmul, matmul, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LINEAR, 0, true)
+DTRAIN__OP(matmul, matmul, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LINEAR, 0, true)
 
 DTRAIN_API dtrain_tensor *dtrain_matmul(dtrain_tape *tape, dtrain_tensor *a, dtrain_tensor *b)
 {
@@ -20301,7 +20303,7 @@ static dtrain_result dtrain__reshape_backward(dtrain_op *op)
     return dtrain__gradient_pass(op, 0, 0);
 }
 
-DTRAIN__OP(reshape, reshape, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(reshape, reshape, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_reshape(dtrain_tape *tape, dtrain_tensor *x, uint32_t ndim,
                                          const int64_t *shape)
@@ -20386,7 +20388,7 @@ static dtrain_result dtrain__permute_backward(dtrain_op *op)
     return op->device->ops->permute(op->device, &args);
 }
 
-DTRAIN__OP(permute, permute, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(permute, permute, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_permute(dtrain_tape *tape, dtrain_tensor *x, const uint32_t *axes)
 {
@@ -20600,7 +20602,7 @@ static dtrain_result dtrain__batch_norm_backward(dtrain_op *op)
 }
 
 DTRAIN__OP(batch_norm, batch_norm, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS,
-           DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
+           DTRAIN_RECOMPUTE_LAYERNORM, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_batch_norm(dtrain_tape *tape, dtrain_tensor *x,
                                             dtrain_param *weight, dtrain_param *bias,
@@ -20747,7 +20749,7 @@ static dtrain_result dtrain__conv2d_backward(dtrain_op *op)
     return dtrain__counted_conv2d_backward(op, &args);
 }
 
-DTRAIN__OP(conv2d, conv2d, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LINEAR, 0, true)
+DTRAIN__OP(conv2d, conv2d, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LINEAR, 0, true)
 
 DTRAIN_API dtrain_tensor *dtrain_conv2d(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
                                         dtrain_param *bias, const dtrain_conv2d_desc *desc)
@@ -20824,9 +20826,9 @@ static dtrain_result dtrain__pool2d_backward(dtrain_op *op)
     return op->device->ops->pool2d_backward(op->device, &args);
 }
 
-DTRAIN__OP(max_pool2d, pool2d, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
-DTRAIN__OP(avg_pool2d, pool2d, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
-DTRAIN__OP(global_avg_pool, pool2d, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(max_pool2d, pool2d, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(avg_pool2d, pool2d, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(global_avg_pool, pool2d, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
 
 /* Apply a pool; desc NULL: over whole images. */
 static dtrain_tensor *dtrain__pool2d_apply(dtrain_tape *tape, const dtrain_op_desc *op,
@@ -20941,12 +20943,12 @@ static dtrain_result dtrain__pointwise_backward(dtrain_op *op)
     return ops->pointwise_backward(op->device, &args);
 }
 
-DTRAIN__OP(activate, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
-DTRAIN__OP(multiply, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
-DTRAIN__OP(swiglu, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
-DTRAIN__OP(mse_loss, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
-DTRAIN__OP(bce_with_logits_loss, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_ELEMENTWISE,
-           0, false)
+DTRAIN__OP(activate, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(multiply, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(swiglu, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(mse_loss, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(bce_with_logits_loss, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0,
+           false)
 
 static dtrain_tensor *dtrain__pointwise_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
                                               dtrain_pointwise kind, dtrain_tensor *x,
@@ -21037,7 +21039,7 @@ static dtrain_result dtrain__add_backward(dtrain_op *op)
     return DTRAIN_OK;
 }
 
-DTRAIN__OP(add, add, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(add, add, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y)
 {
@@ -21071,7 +21073,7 @@ static dtrain_result dtrain__cast_backward(dtrain_op *op)
     return dtrain__gradient_pass(op, 0, 0);
 }
 
-DTRAIN__OP(cast, cast, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(cast, cast, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrain_dtype dtype)
 {
@@ -21110,8 +21112,8 @@ static dtrain_result dtrain__map_backward(dtrain_op *op)
     return ((dtrain__map *)op->args)->run(op, op->outputs[0]->grad, d_x, accumulate);
 }
 
-DTRAIN__OP(scale, map, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
-DTRAIN__OP(dropout, map, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(scale, map, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(dropout, map, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
 
 static dtrain_result dtrain__scale_run(dtrain_op *op, const void *x, void *y, bool accumulate)
 {
@@ -21402,7 +21404,7 @@ static void dtrain__region_take(dtrain__tape_segment *segment)
 /* Begin a segment after a mark, if this unit drops results. */
 DTRAIN__PRIVATE void dtrain__segment_begin(dtrain_tape *tape)
 {
-    const uint32_t every = tape->checkpoint_every, mark = tape->pass.mark_count++;
+    const uint32_t every = tape->recompute_every, mark = tape->pass.mark_count++;
     tape->pass.segment = NULL;
     if (tape->error != DTRAIN_OK || every == 0 || mark % every != every - 1) return;
     dtrain__tape_segment *segment =
@@ -21424,7 +21426,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_intact(const dtrain_tensor *x, const
         DTRAIN_ERROR_USAGE,
         "%s: a tensor made in unit %lld is needed after unit %lld has overwritten it: activation "
         "checkpointing keeps it until then only; use it in the unit that follows its own (a "
-        "dtrain_scale by 1 hands it on), or drop less with dtrain_tape_checkpoint",
+        "dtrain_scale by 1 hands it on), or drop less with dtrain_tape_recompute",
         call, (long long)made->segment->unit, (long long)made->segment->successor->unit);
 }
 
@@ -21490,14 +21492,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__segment_again(dtrain_tape *tape, const dtr
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_result dtrain_tape_checkpoint(dtrain_tape *tape, uint32_t every, uint32_t ops)
+DTRAIN_API dtrain_result dtrain_tape_recompute(dtrain_tape *tape, uint32_t every, uint32_t ops)
 {
-    const char *const call = "dtrain_tape_checkpoint";
+    const char *const call = "dtrain_tape_recompute";
     if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
-    if (ops & ~DTRAIN_CHECKPOINT_ALL)
+    if (ops & ~DTRAIN_RECOMPUTE_ALL)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: unknown operations %#x", call, ops);
-    tape->checkpoint_every = every;
-    tape->checkpoint_ops = ops ? ops : DTRAIN_CHECKPOINT_ALL;
+    tape->recompute_every = every;
+    tape->recompute_ops = ops ? ops : DTRAIN_RECOMPUTE_ALL;
     return DTRAIN_OK;
 }
 
@@ -21756,10 +21758,10 @@ static dtrain_result dtrain__norm_and_factor(dtrain_strategy *strategy, const ch
     return result;
 }
 
-DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float max_norm,
-                                               float *norm, float *scale)
+DTRAIN_API dtrain_result dtrain_grad_norm(dtrain_strategy *strategy, float max_norm, float *norm,
+                                          float *scale)
 {
-    return dtrain__norm_and_factor(strategy, "dtrain_clip_grad_norm", 1, max_norm, norm, scale);
+    return dtrain__norm_and_factor(strategy, "dtrain_grad_norm", 1, max_norm, norm, scale);
 }
 
 /* ---- loss scaling
@@ -21827,11 +21829,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_scalable(const dtrain_strategy *stra
                        call, what);
 }
 
-DTRAIN_API dtrain_result dtrain_loss_scaler_unscale(const dtrain_loss_scaler *scaler,
-                                                    dtrain_strategy *strategy, float max_norm,
-                                                    float *norm, float *grad_scale, bool *found_inf)
+DTRAIN_API dtrain_result dtrain_loss_scaler_grad_norm(const dtrain_loss_scaler *scaler,
+                                                      dtrain_strategy *strategy, float max_norm,
+                                                      float *norm, float *grad_scale,
+                                                      bool *found_inf)
 {
-    const char *const call = "dtrain_loss_scaler_unscale";
+    const char *const call = "dtrain_loss_scaler_grad_norm";
     DTRAIN__TRY(dtrain__scaler_usable(scaler, call));
     if (!found_inf) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: found_inf is NULL", call);
     DTRAIN__TRY(dtrain__check_scalable(strategy, call, "a loss scale"));
@@ -24582,9 +24585,9 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
     }
     trainer->micro = 0;
     if (trainer->scaling)
-        DTRAIN__TRY(dtrain_loss_scaler_unscale(&trainer->scaler, desc->strategy, desc->clip, &norm,
-                                               &scale, &found_inf));
-    else DTRAIN__TRY(dtrain_clip_grad_norm(desc->strategy, desc->clip, &norm, &scale));
+        DTRAIN__TRY(dtrain_loss_scaler_grad_norm(&trainer->scaler, desc->strategy, desc->clip,
+                                                 &norm, &scale, &found_inf));
+    else DTRAIN__TRY(dtrain_grad_norm(desc->strategy, desc->clip, &norm, &scale));
     record->grad_norm = (double)norm;
     if (!dtrain_is_finite(norm)) return DTRAIN_OK;
     return dtrain_optimizer_step(desc->optimizer, (float)record->lr, scale);
@@ -24905,8 +24908,7 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     if (result == DTRAIN_OK)
         result = dtrain_tape_create(world, desc->strategy, NULL, &trainer->tape);
     if (result == DTRAIN_OK)
-        result =
-            dtrain_tape_checkpoint(trainer->tape, desc->checkpoint_every, desc->checkpoint_ops);
+        result = dtrain_tape_recompute(trainer->tape, desc->recompute_every, desc->recompute_ops);
     if (result == DTRAIN_OK && trainer->scaling)
         result = dtrain__check_scalable(desc->strategy, "dtrain_trainer_create",
                                         given ? "loss_scaling" : "DTRAIN_TAPE_F16");
@@ -25238,7 +25240,7 @@ static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_
     dtrain_result result = dtrain_tape_create(world, NULL, device, &tape);
     if (result == DTRAIN_OK) {
         tape->layout = layout;
-        result = dtrain_tape_checkpoint(tape, desc->checkpoint_every, desc->checkpoint_ops);
+        result = dtrain_tape_recompute(tape, desc->recompute_every, desc->recompute_ops);
     }
     if (result == DTRAIN_OK) result = dtrain_tape_begin(tape, desc->tape_flags, 0);
     if (result == DTRAIN_OK) result = dtrain_tape_backward(tape, desc->loss(tape, desc->user), 1);
@@ -35010,7 +35012,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_sum(dtrain_device *device, const dtrai
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_clip(dtrain_device *device, const dtrain_clip_args *args)
 {
     const float norm = (float)(sqrt(args->sum_squares[0]) * (double)args->scalars->grad_scale);
-    const float factor = args->max_norm / (norm + 1e-6f); /* as dtrain_clip_grad_norm rounds it */
+    const float factor = args->max_norm / (norm + 1e-6f); /* as dtrain_grad_norm rounds it */
     (void)device;
     args->norm[0] = norm;
     if (!dtrain_is_finite(norm) || (args->weight && args->weight[0] == 0)) args->scalars->skip = 1;

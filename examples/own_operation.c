@@ -80,7 +80,7 @@ static dtrain_result rms_backward(dtrain_op *op)
 }
 
 static const dtrain_op_desc rms_op = {.reads = DTRAIN_OP_READS_INPUTS,
-                                      .checkpoint = DTRAIN_CHECKPOINT_LAYERNORM,
+                                      .recompute = DTRAIN_RECOMPUTE_LAYERNORM,
                                       .name = "rms_norm",
                                       .prepare = rms_prepare,
                                       .forward = rms_forward,

@@ -37,7 +37,7 @@
        backward: gather, ready, release               tape/tape.h, strategy/strategy.h
          a bucket of gradients is full: reduce        comm/comm.h
        finish: every gradient is the mean             strategy/strategy.h
-       unscale, norm, clip                            optim/scaler.h
+       norm, factor that unscales and clips           optim/scaler.h
        optimizer on this rank's shards                optim/optimizer.h
        publish the new parameters                     strategy/strategy.h
        record                                         train/trainer.h, monitor/metrics.h
@@ -110,7 +110,8 @@
    compression  to send less than a gradient; what is left out stays in the residual.
    residual     what this rank has not sent yet; error feedback adds it to the next gradient.
    loss scaling a factor on the loss that keeps fp16 gradients from vanishing; see optim/scaler.h.
-   checkpointing (of activations)   to drop a unit's activations and compute them again in backward.
+   recompute    to drop a unit's activations and compute them again in backward; other libraries
+                call it activation checkpointing.
 
    Two ranks, two buckets; time runs to the right. Backward makes the last parameters' gradients
    first, so their all-reduce runs while earlier layers still compute. Buckets are launched in this

@@ -51,10 +51,10 @@ static dtrain_result dtrain__norm_and_factor(dtrain_strategy *strategy, const ch
     return result;
 }
 
-DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float max_norm,
-                                               float *norm, float *scale)
+DTRAIN_API dtrain_result dtrain_grad_norm(dtrain_strategy *strategy, float max_norm, float *norm,
+                                          float *scale)
 {
-    return dtrain__norm_and_factor(strategy, "dtrain_clip_grad_norm", 1, max_norm, norm, scale);
+    return dtrain__norm_and_factor(strategy, "dtrain_grad_norm", 1, max_norm, norm, scale);
 }
 
 /* ---- loss scaling
@@ -122,11 +122,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_scalable(const dtrain_strategy *stra
                        call, what);
 }
 
-DTRAIN_API dtrain_result dtrain_loss_scaler_unscale(const dtrain_loss_scaler *scaler,
-                                                    dtrain_strategy *strategy, float max_norm,
-                                                    float *norm, float *grad_scale, bool *found_inf)
+DTRAIN_API dtrain_result dtrain_loss_scaler_grad_norm(const dtrain_loss_scaler *scaler,
+                                                      dtrain_strategy *strategy, float max_norm,
+                                                      float *norm, float *grad_scale,
+                                                      bool *found_inf)
 {
-    const char *const call = "dtrain_loss_scaler_unscale";
+    const char *const call = "dtrain_loss_scaler_grad_norm";
     DTRAIN__TRY(dtrain__scaler_usable(scaler, call));
     if (!found_inf) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: found_inf is NULL", call);
     DTRAIN__TRY(dtrain__check_scalable(strategy, call, "a loss scale"));

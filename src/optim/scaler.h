@@ -5,7 +5,7 @@
  * "Mixed Precision Training", ICLR 2018). The scale is found while training: a step whose gradients
  * overflow is skipped and lowers it, a long run of good ones raises it.
  *
- *     backward(loss, scaler.scale) -> finish -> dtrain_loss_scaler_unscale
+ *     backward(loss, scaler.scale) -> finish -> dtrain_loss_scaler_grad_norm
  *           -> unless found_inf: dtrain_optimizer_step(lr, grad_scale) -> dtrain_loss_scaler_update
  *
  * Overflow is seen in the norm: a sum over every gradient of every rank, the same number on all of
@@ -47,19 +47,19 @@ DTRAIN_API dtrain_result dtrain_loss_scaler_init(dtrain_loss_scaler *scaler,
  * scale that would fall below the minimum stays too, and is DTRAIN_ERROR_NUMERIC: no scale mends
  * such gradients. Local. */
 DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, bool found_inf);
-/* Do what dtrain_clip_grad_norm does for gradients that are still scaled: *norm is the norm of the
+/* Do what dtrain_grad_norm does for gradients that are still scaled: *norm is the norm of the
  * unscaled gradients, *grad_scale unscales and clips them. *found_inf: a gradient of some rank is
  * inf or NaN, or the unscaled norm is beyond fp32; then take no step. Collective, the same on every
  * rank. */
-DTRAIN_API dtrain_result dtrain_loss_scaler_unscale(const dtrain_loss_scaler *scaler,
-                                                    dtrain_strategy *strategy, float max_norm,
-                                                    float *norm, float *grad_scale,
-                                                    bool *found_inf);
+DTRAIN_API dtrain_result dtrain_loss_scaler_grad_norm(const dtrain_loss_scaler *scaler,
+                                                      dtrain_strategy *strategy, float max_norm,
+                                                      float *norm, float *grad_scale,
+                                                      bool *found_inf);
 
 /* Compute the L2 norm over all gradients of the model (tied weights once), and the factor that
  * brings it to at most max_norm: max_norm / (norm + 1e-6) when larger, else 1, as
  * torch.nn.utils.clip_grad_norm_. Nothing is scaled here: pass the factor to dtrain_optimizer_step.
  * max_norm <= 0: no clipping, scale = 1. Collective. A norm that is not finite is returned as it
  * is, with scale 1. */
-DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float max_norm,
-                                               float *norm, float *scale);
+DTRAIN_API dtrain_result dtrain_grad_norm(dtrain_strategy *strategy, float max_norm, float *norm,
+                                          float *scale);

@@ -192,12 +192,12 @@ static dtrain_result dtrain__attention_backward(dtrain_op *op)
 }
 
 DTRAIN__OP(attention, attention, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS,
-           DTRAIN_CHECKPOINT_ATTENTION, 0, false)
+           DTRAIN_RECOMPUTE_ATTENTION, 0, false)
 
 /* Run backward where key lengths are input 1. */
 static const dtrain_op_desc dtrain__attention_lengths_op = {DTRAIN_OP_READS_INPUTS |
                                                                 DTRAIN_OP_READS_OUTPUTS,
-                                                            DTRAIN_CHECKPOINT_ATTENTION,
+                                                            DTRAIN_RECOMPUTE_ATTENTION,
                                                             1u << 1,
                                                             false,
                                                             "dtrain_attention",
@@ -276,7 +276,7 @@ static dtrain_result dtrain__rotary_backward(dtrain_op *op)
     return op->device->ops->rotary(op->device, &args);
 }
 
-DTRAIN__OP(rotary, rotary, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(rotary, rotary, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_rotary(dtrain_tape *tape, dtrain_tensor *x, int64_t sequence,
                                         int64_t heads, int64_t rotated, float theta)
@@ -325,7 +325,7 @@ static dtrain_result dtrain__softmax_backward(dtrain_op *op)
     return op->device->ops->softmax_backward(op->device, &args);
 }
 
-DTRAIN__OP(softmax, softmax, DTRAIN_OP_READS_OUTPUTS, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(softmax, softmax, DTRAIN_OP_READS_OUTPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_softmax(dtrain_tape *tape, dtrain_tensor *x)
 {

@@ -200,7 +200,7 @@ static dtrain_result dtrain__batch_norm_backward(dtrain_op *op)
 }
 
 DTRAIN__OP(batch_norm, batch_norm, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS,
-           DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
+           DTRAIN_RECOMPUTE_LAYERNORM, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_batch_norm(dtrain_tape *tape, dtrain_tensor *x,
                                             dtrain_param *weight, dtrain_param *bias,

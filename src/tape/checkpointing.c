@@ -31,7 +31,7 @@ static void dtrain__region_take(dtrain__tape_segment *segment)
 /* Begin a segment after a mark, if this unit drops results. */
 DTRAIN__PRIVATE void dtrain__segment_begin(dtrain_tape *tape)
 {
-    const uint32_t every = tape->checkpoint_every, mark = tape->pass.mark_count++;
+    const uint32_t every = tape->recompute_every, mark = tape->pass.mark_count++;
     tape->pass.segment = NULL;
     if (tape->error != DTRAIN_OK || every == 0 || mark % every != every - 1) return;
     dtrain__tape_segment *segment =
@@ -53,7 +53,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_intact(const dtrain_tensor *x, const
         DTRAIN_ERROR_USAGE,
         "%s: a tensor made in unit %lld is needed after unit %lld has overwritten it: activation "
         "checkpointing keeps it until then only; use it in the unit that follows its own (a "
-        "dtrain_scale by 1 hands it on), or drop less with dtrain_tape_checkpoint",
+        "dtrain_scale by 1 hands it on), or drop less with dtrain_tape_recompute",
         call, (long long)made->segment->unit, (long long)made->segment->successor->unit);
 }
 
@@ -119,13 +119,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__segment_again(dtrain_tape *tape, const dtr
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_result dtrain_tape_checkpoint(dtrain_tape *tape, uint32_t every, uint32_t ops)
+DTRAIN_API dtrain_result dtrain_tape_recompute(dtrain_tape *tape, uint32_t every, uint32_t ops)
 {
-    const char *const call = "dtrain_tape_checkpoint";
+    const char *const call = "dtrain_tape_recompute";
     if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
-    if (ops & ~DTRAIN_CHECKPOINT_ALL)
+    if (ops & ~DTRAIN_RECOMPUTE_ALL)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: unknown operations %#x", call, ops);
-    tape->checkpoint_every = every;
-    tape->checkpoint_ops = ops ? ops : DTRAIN_CHECKPOINT_ALL;
+    tape->recompute_every = every;
+    tape->recompute_ops = ops ? ops : DTRAIN_RECOMPUTE_ALL;
     return DTRAIN_OK;
 }

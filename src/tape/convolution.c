@@ -122,7 +122,7 @@ static dtrain_result dtrain__conv2d_backward(dtrain_op *op)
     return dtrain__counted_conv2d_backward(op, &args);
 }
 
-DTRAIN__OP(conv2d, conv2d, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LINEAR, 0, true)
+DTRAIN__OP(conv2d, conv2d, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LINEAR, 0, true)
 
 DTRAIN_API dtrain_tensor *dtrain_conv2d(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
                                         dtrain_param *bias, const dtrain_conv2d_desc *desc)
@@ -199,9 +199,9 @@ static dtrain_result dtrain__pool2d_backward(dtrain_op *op)
     return op->device->ops->pool2d_backward(op->device, &args);
 }
 
-DTRAIN__OP(max_pool2d, pool2d, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
-DTRAIN__OP(avg_pool2d, pool2d, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
-DTRAIN__OP(global_avg_pool, pool2d, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(max_pool2d, pool2d, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(avg_pool2d, pool2d, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(global_avg_pool, pool2d, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
 
 /* Apply a pool; desc NULL: over whole images. */
 static dtrain_tensor *dtrain__pool2d_apply(dtrain_tape *tape, const dtrain_op_desc *op,

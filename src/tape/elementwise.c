@@ -45,7 +45,7 @@ static dtrain_result dtrain__add_backward(dtrain_op *op)
     return DTRAIN_OK;
 }
 
-DTRAIN__OP(add, add, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(add, add, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y)
 {
@@ -79,7 +79,7 @@ static dtrain_result dtrain__cast_backward(dtrain_op *op)
     return dtrain__gradient_pass(op, 0, 0);
 }
 
-DTRAIN__OP(cast, cast, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(cast, cast, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrain_dtype dtype)
 {
@@ -118,8 +118,8 @@ static dtrain_result dtrain__map_backward(dtrain_op *op)
     return ((dtrain__map *)op->args)->run(op, op->outputs[0]->grad, d_x, accumulate);
 }
 
-DTRAIN__OP(scale, map, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
-DTRAIN__OP(dropout, map, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(scale, map, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(dropout, map, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
 
 static dtrain_result dtrain__scale_run(dtrain_op *op, const void *x, void *y, bool accumulate)
 {

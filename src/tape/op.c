@@ -56,7 +56,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
     node->unit = tape->unit;
     node->mark = tape->pass.mark_count;
     node->segment = tape->pass.segment;
-    node->dropped = node->segment && (tape->checkpoint_ops & desc->checkpoint);
+    node->dropped = node->segment && (tape->recompute_ops & desc->recompute);
 
     /* 2. to 4. An error of prepare may be its result, or may only stick to the tape. */
     for (uint32_t i = 0; i < input_count && !result; i++)

@@ -58,7 +58,7 @@ typedef struct dtrain_op {
 
 struct dtrain_op_desc {
     uint32_t reads;          /* DTRAIN_OP_READS_* */
-    uint32_t checkpoint;     /* the DTRAIN_CHECKPOINT_* that drops its results; 0: always kept */
+    uint32_t recompute;      /* the DTRAIN_RECOMPUTE_* that drops its results; 0: always kept */
     uint32_t integer_inputs; /* bit i: input i is I32; the others are F32, BF16 or F16 */
     bool autocast;           /* input_data, and param_data of parameters with two axes or more, are
                                  of the type `cast`. A gradient keeps the type of its tensor */

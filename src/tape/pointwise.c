@@ -69,12 +69,12 @@ static dtrain_result dtrain__pointwise_backward(dtrain_op *op)
     return ops->pointwise_backward(op->device, &args);
 }
 
-DTRAIN__OP(activate, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
-DTRAIN__OP(multiply, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
-DTRAIN__OP(swiglu, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
-DTRAIN__OP(mse_loss, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
-DTRAIN__OP(bce_with_logits_loss, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_ELEMENTWISE,
-           0, false)
+DTRAIN__OP(activate, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(multiply, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(swiglu, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(mse_loss, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(bce_with_logits_loss, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0,
+           false)
 
 static dtrain_tensor *dtrain__pointwise_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
                                               dtrain_pointwise kind, dtrain_tensor *x,

@@ -98,7 +98,7 @@ static dtrain_result dtrain__matmul_backward(dtrain_op *op)
     return DTRAIN_OK;
 }
 
-DTRAIN__OP(matmul, matmul, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LINEAR, 0, true)
+DTRAIN__OP(matmul, matmul, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LINEAR, 0, true)
 
 DTRAIN_API dtrain_tensor *dtrain_matmul(dtrain_tape *tape, dtrain_tensor *a, dtrain_tensor *b)
 {
@@ -151,7 +151,7 @@ static dtrain_result dtrain__reshape_backward(dtrain_op *op)
     return dtrain__gradient_pass(op, 0, 0);
 }
 
-DTRAIN__OP(reshape, reshape, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(reshape, reshape, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_reshape(dtrain_tape *tape, dtrain_tensor *x, uint32_t ndim,
                                          const int64_t *shape)
@@ -236,7 +236,7 @@ static dtrain_result dtrain__permute_backward(dtrain_op *op)
     return op->device->ops->permute(op->device, &args);
 }
 
-DTRAIN__OP(permute, permute, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(permute, permute, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_permute(dtrain_tape *tape, dtrain_tensor *x, const uint32_t *axes)
 {

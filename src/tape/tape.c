@@ -319,6 +319,7 @@ DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain
 
 DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *info)
 {
+    if (!info) return;
     memset(info, 0, sizeof *info);
     if (!tape) return;
     info->node_count = tape->pass.node_count;

@@ -112,11 +112,11 @@ DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain
 
 /* Classes of operations whose results can be dropped. sum, mean and cross_entropy make a few
  * numbers, which are always kept. */
-#define DTRAIN_CHECKPOINT_LINEAR 1u /* matmul and convolutions as well */
-#define DTRAIN_CHECKPOINT_ATTENTION 2u
-#define DTRAIN_CHECKPOINT_LAYERNORM 4u   /* and the root mean square norm */
-#define DTRAIN_CHECKPOINT_ELEMENTWISE 8u /* all others: add, dropout, embedding, rotary, ... */
-#define DTRAIN_CHECKPOINT_ALL 15u
+#define DTRAIN_RECOMPUTE_LINEAR 1u /* matmul and convolutions as well */
+#define DTRAIN_RECOMPUTE_ATTENTION 2u
+#define DTRAIN_RECOMPUTE_LAYERNORM 4u   /* and the root mean square norm */
+#define DTRAIN_RECOMPUTE_ELEMENTWISE 8u /* all others: add, dropout, embedding, rotary, ... */
+#define DTRAIN_RECOMPUTE_ALL 15u
 
 /* Drop activations in forward and make them again in backward (Chen et al., "Training Deep Nets
  * with Sublinear Memory Cost", 2016). In every n-th unit, counted in the order of their marks, the
@@ -128,7 +128,7 @@ DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain
  * are there until the next but one of such units begins, and using or reading them later is an
  * error. The same holds in a pass without gradients, which drops as much and makes nothing again.
  */
-DTRAIN_API dtrain_result dtrain_tape_checkpoint(dtrain_tape *tape, uint32_t every, uint32_t ops);
+DTRAIN_API dtrain_result dtrain_tape_recompute(dtrain_tape *tape, uint32_t every, uint32_t ops);
 
 typedef struct dtrain_tape_info {
     size_t node_count, tensor_count; /* of this pass */

@@ -167,11 +167,11 @@ struct dtrain_tape {
         uint32_t mark_count, segment_count;
         dtrain__tape_segment *segment; /* the segment being recorded; NULL: none */
     } pass;
-    int64_t unit;                              /* the gathered unit; -1: none */
-    dtrain_pass unit_pass;                     /* the pass that it is gathered for */
-    uint32_t checkpoint_every, checkpoint_ops; /* see dtrain_tape_checkpoint */
-    const dtrain_step_scalars *scalars;        /* where a replayed step has its seed; or NULL */
-    dtrain__feed *feed;                        /* inputs of a replayed step, or NULL */
+    int64_t unit;                            /* the gathered unit; -1: none */
+    dtrain_pass unit_pass;                   /* the pass that it is gathered for */
+    uint32_t recompute_every, recompute_ops; /* see dtrain_tape_recompute */
+    const dtrain_step_scalars *scalars;      /* where a replayed step has its seed; or NULL */
+    dtrain__feed *feed;                      /* inputs of a replayed step, or NULL */
     dtrain__staging staging;
     dtrain_result error; /* the first error of this pass, and its sentence */
     char error_text[DTRAIN__ERROR_BYTES];
@@ -228,9 +228,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, c
 /* The descriptor of the built-in operation dtrain_<op>, made of dtrain__<functions>_prepare,
  * _forward and _backward. The macro names the fields: C++17 has no designators. Ends with its last
  * use, in elementwise.c. */
-#define DTRAIN__OP(op, functions, reads, checkpoint, integer_inputs, autocast)      \
+#define DTRAIN__OP(op, functions, reads, recompute, integer_inputs, autocast)       \
     static const dtrain_op_desc dtrain__##op##_op = {reads,                         \
-                                                     checkpoint,                    \
+                                                     recompute,                     \
                                                      integer_inputs,                \
                                                      autocast,                      \
                                                      "dtrain_" #op,                 \

@@ -56,7 +56,7 @@ static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_
     dtrain_result result = dtrain_tape_create(world, NULL, device, &tape);
     if (result == DTRAIN_OK) {
         tape->layout = layout;
-        result = dtrain_tape_checkpoint(tape, desc->checkpoint_every, desc->checkpoint_ops);
+        result = dtrain_tape_recompute(tape, desc->recompute_every, desc->recompute_ops);
     }
     if (result == DTRAIN_OK) result = dtrain_tape_begin(tape, desc->tape_flags, 0);
     if (result == DTRAIN_OK) result = dtrain_tape_backward(tape, desc->loss(tape, desc->user), 1);

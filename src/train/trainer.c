@@ -148,9 +148,9 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
     }
     trainer->micro = 0;
     if (trainer->scaling)
-        DTRAIN__TRY(dtrain_loss_scaler_unscale(&trainer->scaler, desc->strategy, desc->clip, &norm,
-                                               &scale, &found_inf));
-    else DTRAIN__TRY(dtrain_clip_grad_norm(desc->strategy, desc->clip, &norm, &scale));
+        DTRAIN__TRY(dtrain_loss_scaler_grad_norm(&trainer->scaler, desc->strategy, desc->clip,
+                                                 &norm, &scale, &found_inf));
+    else DTRAIN__TRY(dtrain_grad_norm(desc->strategy, desc->clip, &norm, &scale));
     record->grad_norm = (double)norm;
     if (!dtrain_is_finite(norm)) return DTRAIN_OK;
     return dtrain_optimizer_step(desc->optimizer, (float)record->lr, scale);
@@ -471,8 +471,7 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     if (result == DTRAIN_OK)
         result = dtrain_tape_create(world, desc->strategy, NULL, &trainer->tape);
     if (result == DTRAIN_OK)
-        result =
-            dtrain_tape_checkpoint(trainer->tape, desc->checkpoint_every, desc->checkpoint_ops);
+        result = dtrain_tape_recompute(trainer->tape, desc->recompute_every, desc->recompute_ops);
     if (result == DTRAIN_OK && trainer->scaling)
         result = dtrain__check_scalable(desc->strategy, "dtrain_trainer_create",
                                         given ? "loss_scaling" : "DTRAIN_TAPE_F16");

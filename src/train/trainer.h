@@ -44,7 +44,7 @@ typedef struct dtrain_trainer_desc {
     uint32_t tokens;        /* (or samples) per micro-batch and rank, for throughput figures */
     float clip;             /* global gradient norm; 0 = off */
     uint32_t tape_flags;    /* DTRAIN_TAPE_BF16, DTRAIN_TAPE_F16, or 0 */
-    uint32_t checkpoint_every, checkpoint_ops; /* of dtrain_tape_checkpoint; 0 = off */
+    uint32_t recompute_every, recompute_ops; /* of dtrain_tape_recompute; 0 = off */
     /* All zero: loss scaling with DTRAIN_TAPE_F16 alone. Any field asks for it with other flags. */
     dtrain_loss_scaler_desc loss_scaling;
     bool graph;    /* GPU: record the step once and replay it, without launch costs; see create */

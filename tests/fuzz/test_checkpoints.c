@@ -41,7 +41,7 @@ static saved_run *draw_run(draw *d)
     r->micro = 1 + pick(d, 3);
     r->batch = 1 + (int)pick(d, 3);
     r->tape_flags = tapes[pick(d, 4)];
-    r->checkpoint_every = pick(d, 3) == 0;
+    r->recompute_every = pick(d, 3) == 0;
     r->sgd = pick(d, 3) == 0;
     r->momentum = pick(d, 2) ? 0.9f : 0;
     r->dropout = pick(d, 2) ? 0.1f : 0;

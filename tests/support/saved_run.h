@@ -27,7 +27,7 @@ typedef struct saved_run {
     uint32_t mode;
     dtrain_strategy_desc strategy;
     dtrain_compression_desc compression;
-    uint32_t micro, tape_flags, checkpoint_every;
+    uint32_t micro, tape_flags, recompute_every;
     int batch;                                  /* of a rank and micro-batch */
     bool lion;                                  /* in place of AdamW */
     const char *const *model, *const *settings; /* of the state */
@@ -208,7 +208,7 @@ static inline dtrain_result saved_create(dtrain_world *world, saved_rank *s)
     trainer.tokens = (uint32_t)(r->batch * SAVED_SEQ);
     trainer.clip = r->compression.kind ? 0 : 1;
     trainer.tape_flags = r->tape_flags;
-    trainer.checkpoint_every = r->checkpoint_every;
+    trainer.recompute_every = r->recompute_every;
     if (r->tape_flags & DTRAIN_TAPE_F16) trainer.loss_scaling.growth_interval = 2; /* it moves */
     trainer.seed = r->seed;
     trainer.schedule.kind = DTRAIN_SCHEDULE_COSINE;

@@ -71,7 +71,7 @@ typedef struct strategy_case {
     char group[48];   /* cases of one group must end with the same bits */
     double tolerance; /* against one rank on the joined batch; 0: not compared */
     uint32_t model, kind, accumulation, micro, node_size;
-    uint32_t tape_flags, checkpoint_every, param_dtype, reduce_dtype, optimizer;
+    uint32_t tape_flags, recompute_every, param_dtype, reduce_dtype, optimizer;
     int64_t whole_below;
     bool keep_all, keep_one, no_overlap, hierarchical;
     bool ignores; /* targets: of some eight samples in a row none counts, of others a part or all */
@@ -133,7 +133,7 @@ static inline strategy_name strategy_case_name(const strategy_case *c, int ranks
              "params %u, reduce %u%s%s%s%s%s",
              strategy_kind_name(c->kind), ranks, c->node_size, c->micro, c->accumulation,
              c->tape_flags, c->param_dtype, c->reduce_dtype,
-             c->checkpoint_every ? ", checkpoints" : "", c->keep_all ? ", kept" : "",
+             c->recompute_every ? ", checkpoints" : "", c->keep_all ? ", kept" : "",
              c->keep_one ? ", some kept" : "", c->no_overlap ? ", no overlap" : "",
              c->hierarchical ? ", hierarchical" : "");
     return name;
@@ -337,8 +337,8 @@ static inline dtrain_result strategy_job_create(dtrain_world *world, strategy_jo
     result = dtrain_optimizer_create(world, job->strategy, how, &job->optimizer);
     if (result != DTRAIN_OK) return result;
     result = dtrain_tape_create(world, job->strategy, NULL, &job->tape);
-    if (result == DTRAIN_OK && job->c->checkpoint_every)
-        result = dtrain_tape_checkpoint(job->tape, job->c->checkpoint_every, 0);
+    if (result == DTRAIN_OK && job->c->recompute_every)
+        result = dtrain_tape_recompute(job->tape, job->c->recompute_every, 0);
     return result;
 }
 
@@ -391,9 +391,9 @@ static inline dtrain_result strategy_step(strategy_job *job, int step)
     job->out->samples[job->rank][step] = samples;
     STRATEGY_SENT(job->strategy, &reduced);
     if (result == DTRAIN_OK)
-        result = dtrain_clip_grad_norm(job->strategy,
-                                       c->optimizer == DTRAIN_OPTIMIZER_SGD ? 0 : MODEL_CLIP,
-                                       &job->out->norms[job->rank][step], &scale);
+        result =
+            dtrain_grad_norm(job->strategy, c->optimizer == DTRAIN_OPTIMIZER_SGD ? 0 : MODEL_CLIP,
+                             &job->out->norms[job->rank][step], &scale);
     STRATEGY_SENT(job->strategy, &clipped);
     if (result == DTRAIN_OK) result = dtrain_optimizer_step(job->optimizer, MODEL_LR, scale);
     STRATEGY_SENT(job->strategy, &end);

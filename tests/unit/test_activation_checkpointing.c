@@ -223,14 +223,14 @@ static void check_settings(gpt *m, dtrain_device *device, uint32_t flags)
     CHECK(query(tape).recomputed_count == 0);
     for (uint32_t every = 1; every <= 3; every++)
         for (size_t i = 0; i < sizeof masks / sizeof *masks; i++) {
-            CHECK(dtrain_tape_checkpoint(tape, every, masks[i]) == DTRAIN_OK);
+            CHECK(dtrain_tape_recompute(tape, every, masks[i]) == DTRAIN_OK);
             run(tape, m, flags, &dropped);
             snprintf(what, sizeof what, "flags %u, every %u, operations %#x", flags, every,
                      masks[i]);
             check_same(m, &dropped, &plain, what);
             free(dropped.gradients);
         }
-    CHECK(dtrain_tape_checkpoint(tape, 0, 0) == DTRAIN_OK);
+    CHECK(dtrain_tape_recompute(tape, 0, 0) == DTRAIN_OK);
     run(tape, m, flags, &dropped);
     check_same(m, &dropped, &plain, "off again");
     free(dropped.gradients);
@@ -275,7 +275,7 @@ static void test_recomputed(void)
     dtrain_device *device = open_device(dtrain_cpu_device_ops(), 1);
     dtrain_tape *tape = open_tape(device);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        CHECK(dtrain_tape_checkpoint(tape, cases[i].every, cases[i].ops) == DTRAIN_OK);
+        CHECK(dtrain_tape_recompute(tape, cases[i].every, cases[i].ops) == DTRAIN_OK);
         dtrain_tape_begin(tape, 0, 1);
         CHECK(dtrain_tape_backward(tape, gpt_loss(tape, &m), 1) == DTRAIN_OK);
         CHECK_MSG(query(tape).recomputed_count == cases[i].calls,
@@ -293,7 +293,7 @@ static uint64_t planned_bytes(gpt *m, uint32_t flags, uint32_t every, uint32_t o
 {
     dtrain_device *plan = open_device(dtrain_plan_device_ops(), 1);
     dtrain_tape *tape = open_tape(plan);
-    CHECK(dtrain_tape_checkpoint(tape, every, ops) == DTRAIN_OK);
+    CHECK(dtrain_tape_recompute(tape, every, ops) == DTRAIN_OK);
     dtrain_tape_begin(tape, flags, 1);
     CHECK_MSG(dtrain_tape_backward(tape, gpt_loss(tape, m), 1) == DTRAIN_OK, "%s",
               dtrain_last_error());
@@ -315,7 +315,7 @@ static void test_memory_as_planned(void)
             for (uint32_t ops = 0; ops <= 15; ops += every ? 3 : 15) {
                 dtrain_tape *tape = open_tape(device);
                 uint64_t planned = planned_bytes(&m, flags[i], every, ops), allocations = 0;
-                CHECK(dtrain_tape_checkpoint(tape, every, ops) == DTRAIN_OK);
+                CHECK(dtrain_tape_recompute(tape, every, ops) == DTRAIN_OK);
                 for (uint64_t step = 0; step < 3; step++) {
                     dtrain_tape_begin(tape, flags[i], step);
                     CHECK(dtrain_tape_backward(tape, gpt_loss(tape, &m), 1) == DTRAIN_OK);
@@ -502,7 +502,7 @@ static void check_chain(const char *what, chain_fn build, uint32_t flags)
     chain_create(&c);
     for (size_t i = 0; i < sizeof settings / sizeof *settings; i++) {
         if (build == visits_loss && settings[i][0] == 1) continue; /* unit 0 too late for its own */
-        CHECK(dtrain_tape_checkpoint(tape, settings[i][0], settings[i][1]) == DTRAIN_OK);
+        CHECK(dtrain_tape_recompute(tape, settings[i][0], settings[i][1]) == DTRAIN_OK);
         memset(c.grads, 0, sizeof c.grads);
         dtrain_tape_begin(tape, flags, 1);
         dtrain_tensor *out = build(tape, &c, true);
@@ -551,30 +551,30 @@ static void test_errors(void)
     dtrain_tape *tape = open_tape(device);
     const dtrain_result usage = DTRAIN_ERROR_USAGE, argument = DTRAIN_ERROR_ARGUMENT;
     chain_create(&c);
-    expect_error(dtrain_tape_checkpoint(NULL, 1, 0), argument, "dtrain_tape_checkpoint", "NULL");
-    expect_error(dtrain_tape_checkpoint(tape, 1, 16), argument, "unknown operations", "0x10");
+    expect_error(dtrain_tape_recompute(NULL, 1, 0), argument, "dtrain_tape_recompute", "NULL");
+    expect_error(dtrain_tape_recompute(tape, 1, 16), argument, "unknown operations", "0x10");
     expect_error(dtrain_tape_begin(tape, DTRAIN_TAPE_BF16 | DTRAIN_TAPE_F16, 0), argument,
                  "dtrain_tape_begin", "at most one of DTRAIN_TAPE_BF16");
     expect_error(dtrain_tape_begin(tape, 8, 0), argument, "dtrain_tape_begin", "0x8");
 
     for (uint32_t flags = 0; flags <= DTRAIN_TAPE_NO_GRAD; flags++) {
-        CHECK(dtrain_tape_checkpoint(tape, 1, 0) == DTRAIN_OK);
+        CHECK(dtrain_tape_recompute(tape, 1, 0) == DTRAIN_OK);
         dtrain_tape_begin(tape, flags, 1);
         CHECK(!skip_loss(tape, &c, false));
         expect_error(dtrain_tape_error(tape), usage, "dtrain_add: a tensor made in unit 0",
                      "after unit 2 has overwritten it");
         dtrain_tape_begin(tape, flags, 1);
         CHECK(skip_loss(tape, &c, true) != NULL);
-        CHECK(dtrain_tape_checkpoint(tape, 1, DTRAIN_CHECKPOINT_ATTENTION) == DTRAIN_OK);
+        CHECK(dtrain_tape_recompute(tape, 1, DTRAIN_RECOMPUTE_ATTENTION) == DTRAIN_OK);
         dtrain_tape_begin(tape, flags, 1);
         CHECK(skip_loss(tape, &c, false) != NULL);
-        CHECK(dtrain_tape_checkpoint(tape, 3, 0) == DTRAIN_OK); /* unit 2 alone */
+        CHECK(dtrain_tape_recompute(tape, 3, 0) == DTRAIN_OK); /* unit 2 alone */
         dtrain_tape_begin(tape, flags, 1);
         CHECK(skip_loss(tape, &c, false) != NULL);
     }
 
     /* reading: in time, in time and used later, too late */
-    CHECK(dtrain_tape_checkpoint(tape, 1, 0) == DTRAIN_OK);
+    CHECK(dtrain_tape_recompute(tape, 1, 0) == DTRAIN_OK);
     dtrain_tape_begin(tape, 0, 1);
     dtrain_tensor *x = chain_input(tape, &c), *a = layer(tape, &c, 0, x), *b, *d;
     CHECK(dtrain_tensor_read(tape, a, before) == DTRAIN_OK);
@@ -615,7 +615,7 @@ static bool step_with_failure(dtrain_world *world, gpt *m, int host_at, int devi
     dtrain_tape *tape = NULL;
     float loss = NAN;
     CHECK(dtrain_tape_create(world, NULL, device, &tape) == DTRAIN_OK);
-    CHECK(dtrain_tape_checkpoint(tape, 1, 0) == DTRAIN_OK);
+    CHECK(dtrain_tape_recompute(tape, 1, 0) == DTRAIN_OK);
     host_memory.fail_at = host_at < 0 ? 0 : host_memory.calls + host_at + 1;
     naive_allocations_left = device_at;
     dtrain_tape_begin(tape, 0, 1);

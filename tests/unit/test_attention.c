@@ -179,7 +179,7 @@ static void run(setting s, outcome *out)
     desc.oversubscribed = true;
     CHECK(dtrain_device_create(s.ops, &desc, &device) == DTRAIN_OK);
     CHECK(dtrain_tape_create(NULL, NULL, device, &tape) == DTRAIN_OK);
-    CHECK(dtrain_tape_checkpoint(tape, s.every, 0) == DTRAIN_OK);
+    CHECK(dtrain_tape_recompute(tape, s.every, 0) == DTRAIN_OK);
     dtrain_tape_begin(tape, s.flags, 0);
     dtrain_tape_unit(tape, 0);
     for (int i = 0; i < ROWS * 3 * N; i++) packed[i] = values[i / N % 3][i / (3 * N) * N + i % N];

@@ -208,7 +208,7 @@ static void test_refused(void)
 enum { PER_RANK = 6, STEPS = 3, PARAMS = 7 };
 
 typedef struct sync_run {
-    uint32_t kind, checkpoint_every, flags;
+    uint32_t kind, recompute_every, flags;
     bool sync, halves; /* halves: ranks have batches of different sizes */
     int ranks;
     float loss[MOST][STEPS], params[MOST][PARAMS * N * N], inferred[MOST];
@@ -291,7 +291,7 @@ static int sync_rank(dtrain_world *world, void *user)
     const dtrain_optimizer_desc sgd = dtrain_sgd_defaults();
     RANKS_TRY(dtrain_optimizer_create(world, strategy, &sgd, &optimizer));
     RANKS_TRY(dtrain_tape_create(world, strategy, NULL, &tape));
-    RANKS_TRY(dtrain_tape_checkpoint(tape, r->checkpoint_every, 0));
+    RANKS_TRY(dtrain_tape_recompute(tape, r->recompute_every, 0));
     if (r->sync) RANKS_TRY(dtrain_comm_split(dtrain_world_comm(world), 0, 0, &comm));
     for (int step = 0; step <= STEPS; step++) {
         float loss;
@@ -398,7 +398,7 @@ static void test_checkpointing(void)
 {
     for (int sync = 0; sync < 2; sync++) {
         sync_run *kept = sync_new(sync), *dropped = sync_new(sync), *narrow = sync_new(sync);
-        dropped->checkpoint_every = 1;
+        dropped->recompute_every = 1;
         narrow->flags = DTRAIN_TAPE_BF16;
         sync_go(kept, 2, DTRAIN_STRATEGY_FULL_SHARD);
         sync_go(dropped, 2, DTRAIN_STRATEGY_FULL_SHARD);

@@ -268,7 +268,7 @@ static void test_checkpointing(void)
         for (uint32_t every = 1; every <= 2; every++)
             for (uint32_t ops = 0; ops < 16; ops++) {
                 net *n = net_create();
-                CHECK(dtrain_tape_checkpoint(tape, every, ops) == DTRAIN_OK);
+                CHECK(dtrain_tape_recompute(tape, every, ops) == DTRAIN_OK);
                 const double got = net_backward(n, precisions[p]);
                 CHECK(got == value);
                 CHECK(memcmp(n->grad, want->grad, (size_t)n->used * sizeof(float)) == 0);
@@ -374,7 +374,7 @@ static int job_train(dtrain_world *world, void *user)
     for (int i = 0; i < PIXELS; i++) n->pixels[i] += (float)dtrain_world_rank(world);
     kind.kind = j->kind;
     kind.bucket_bytes = 512;
-    desc.checkpoint_every = j->every;
+    desc.recompute_every = j->every;
     desc.tape_flags = j->flags;
     desc.schedule.lr = 0.01f;
     desc.next_batch = job_batch;

@@ -136,7 +136,7 @@ static dtrain_tensor *column_loss(dtrain_tape *tape, column *c)
 }
 
 /* Trains one step on a device whose kernel `watch` is replaced, and compares the units it ran in. */
-static void check_units(const dtrain_device_ops *ops, uint32_t checkpoint_every,
+static void check_units(const dtrain_device_ops *ops, uint32_t recompute_every,
                         const int64_t *expected, int count)
 {
     static column c;
@@ -149,7 +149,7 @@ static void check_units(const dtrain_device_ops *ops, uint32_t checkpoint_every,
     memset(&desc, 0, sizeof desc);
     CHECK(dtrain_device_create(ops, &desc, &device) == DTRAIN_OK);
     CHECK(dtrain_tape_create(NULL, NULL, device, &tape) == DTRAIN_OK);
-    CHECK(dtrain_tape_checkpoint(tape, checkpoint_every, 0) == DTRAIN_OK);
+    CHECK(dtrain_tape_recompute(tape, recompute_every, 0) == DTRAIN_OK);
     watched_tape = tape;
     seen_count = 0;
     dtrain_tape_begin(tape, 0, 1);

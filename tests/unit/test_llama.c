@@ -277,7 +277,7 @@ static float llama_run(llama *m, const dtrain_device_ops *ops, uint32_t threads,
     CHECK(dtrain_tape_create(NULL, NULL, device, &tape) == DTRAIN_OK);
     for (int i = 0; i < PARAMS; i++) m->params[i].state.grad_written = false;
     memset(m->grads, 0xff, (size_t)m->count * sizeof(float)); /* NaN: must be overwritten */
-    CHECK(dtrain_tape_checkpoint(tape, every, dropped) == DTRAIN_OK);
+    CHECK(dtrain_tape_recompute(tape, every, dropped) == DTRAIN_OK);
     dtrain_tape_begin(tape, flags, 5);
     dtrain_tensor *loss = llama_loss(tape, m->params, 0);
     CHECK_MSG(dtrain_tensor_read(tape, loss, &value) == DTRAIN_OK, "%s", dtrain_last_error());
@@ -306,7 +306,7 @@ static void test_llama_bits(void)
             if (!test_close((double)first[i], (double)other[i], 1e-4))
                 CHECK_MSG(0, "gradient %d is %g, naive %g", (int)i, (double)first[i],
                           (double)other[i]);
-        for (uint32_t run = 0; run < 4 + DTRAIN_CHECKPOINT_ALL; run++) {
+        for (uint32_t run = 0; run < 4 + DTRAIN_RECOMPUTE_ALL; run++) {
             const uint32_t threads = run < 4 ? run + 1 : 1, dropped = run < 4 ? 0 : run - 3;
             const float again =
                 llama_run(&m, NULL, threads, casts[cast], dropped != 0, dropped, other);
@@ -340,7 +340,7 @@ static int llama_rank(dtrain_world *world, void *user)
     RANKS_TRY(dtrain_strategy_create(world, params, PARAMS, &desc, &strategy));
     RANKS_TRY(dtrain_optimizer_create(world, strategy, &adamw, &optimizer));
     RANKS_TRY(dtrain_tape_create(world, strategy, NULL, &tape));
-    RANKS_TRY(dtrain_tape_checkpoint(tape, run->every, 0));
+    RANKS_TRY(dtrain_tape_recompute(tape, run->every, 0));
     for (int step = 0; step < 3; step++) {
         RANKS_TRY(dtrain_tape_begin(tape, run->flags, 1));
         dtrain_tensor *loss = llama_loss(tape, params, rank);

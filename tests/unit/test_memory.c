@@ -117,7 +117,7 @@ static dtrain_trainer_desc trainer_desc(const run *r, model *m)
     memset(&desc, 0, sizeof desc);
     desc.micro_batches = r->accumulation;
     desc.tape_flags = r->tape_flags;
-    desc.checkpoint_every = r->checkpoint;
+    desc.recompute_every = r->checkpoint;
     desc.schedule.lr = 0.01f;
     desc.next_batch = next_batch;
     desc.loss = loss;

@@ -73,7 +73,7 @@ static dtrain_op_desc gate_desc(void)
     dtrain_op_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.reads = DTRAIN_OP_READS_INPUTS;
-    desc.checkpoint = DTRAIN_CHECKPOINT_ELEMENTWISE;
+    desc.recompute = DTRAIN_RECOMPUTE_ELEMENTWISE;
     desc.name = "gate";
     desc.prepare = gate_prepare;
     desc.forward = gate_forward;
@@ -254,7 +254,7 @@ static void test_checkpointing(void)
     model_declare(&m);
     fill(m.x, ROWS * N, 3);
     for (uint32_t every = 0; every < 2; every++) {
-        CHECK(dtrain_tape_checkpoint(tape, every, DTRAIN_CHECKPOINT_ELEMENTWISE) == DTRAIN_OK);
+        CHECK(dtrain_tape_recompute(tape, every, DTRAIN_RECOMPUTE_ELEMENTWISE) == DTRAIN_OK);
         for (int i = 0; i < 2 * UNITS; i++) {
             fill(value[i], N * N, 10 + (uint64_t)i);
             m.params[i].value = value[i];
@@ -308,7 +308,7 @@ static int train(dtrain_world *world, void *user)
     kind.bucket_bytes = 512;
     memset(&desc, 0, sizeof desc);
     desc.micro_batches = j->micro_batches;
-    desc.checkpoint_every = j->every;
+    desc.recompute_every = j->every;
     desc.schedule.lr = 0.01f;
     desc.next_batch = job_batch;
     desc.loss = model_loss;

@@ -232,24 +232,24 @@ static int unscale_main(dtrain_world *world, void *user)
     for (int i = 0; i < 3; i++) {
         grads_fill(&g, 0.25f * (float)(1 + dtrain_world_rank(world)));
         RANKS_TRY(grads_reduce(&g));
-        RANKS_TRY(dtrain_clip_grad_norm(g.ddp, clips[i], &plain_norm, &plain_scale));
+        RANKS_TRY(dtrain_grad_norm(g.ddp, clips[i], &plain_norm, &plain_scale));
         for (int p = 0; p < 2; p++)
             for (int k = 0; k < COUNT; k++) g.grad[p][k] *= 65536;
-        RANKS_TRY(dtrain_loss_scaler_unscale(&scaler, g.ddp, clips[i], &norm, &scale, &found));
+        RANKS_TRY(dtrain_loss_scaler_grad_norm(&scaler, g.ddp, clips[i], &norm, &scale, &found));
         CHECK(!found && norm == plain_norm && scale * 65536 == plain_scale);
         CHECK((plain_scale < 1) == (i == 1));
     }
-    CHECK(dtrain_loss_scaler_unscale(NULL, g.ddp, 0, &norm, &scale, &found) ==
+    CHECK(dtrain_loss_scaler_grad_norm(NULL, g.ddp, 0, &norm, &scale, &found) ==
           DTRAIN_ERROR_ARGUMENT);
-    CHECK(dtrain_loss_scaler_unscale(&scaler, NULL, 0, &norm, &scale, &found) ==
+    CHECK(dtrain_loss_scaler_grad_norm(&scaler, NULL, 0, &norm, &scale, &found) ==
           DTRAIN_ERROR_ARGUMENT);
-    CHECK(dtrain_loss_scaler_unscale(&scaler, g.ddp, 0, NULL, &scale, &found) ==
-          DTRAIN_ERROR_ARGUMENT);
-    CHECK(strstr(dtrain_last_error(), "norm or grad_scale is NULL") != NULL);
-    CHECK(dtrain_loss_scaler_unscale(&scaler, g.ddp, 0, &norm, NULL, &found) ==
+    CHECK(dtrain_loss_scaler_grad_norm(&scaler, g.ddp, 0, NULL, &scale, &found) ==
           DTRAIN_ERROR_ARGUMENT);
     CHECK(strstr(dtrain_last_error(), "norm or grad_scale is NULL") != NULL);
-    CHECK(dtrain_loss_scaler_unscale(&scaler, g.ddp, 0, &norm, &scale, NULL) ==
+    CHECK(dtrain_loss_scaler_grad_norm(&scaler, g.ddp, 0, &norm, NULL, &found) ==
+          DTRAIN_ERROR_ARGUMENT);
+    CHECK(strstr(dtrain_last_error(), "norm or grad_scale is NULL") != NULL);
+    CHECK(dtrain_loss_scaler_grad_norm(&scaler, g.ddp, 0, &norm, &scale, NULL) ==
           DTRAIN_ERROR_ARGUMENT);
     CHECK(strstr(dtrain_last_error(), "found_inf is NULL") != NULL);
     dtrain_strategy_destroy(g.ddp);
@@ -280,7 +280,7 @@ static int overflow_main(dtrain_world *world, void *user)
         if (bad && rank == last)
             g.grad[step % 4 / 2][7 * step % COUNT] = float_of(not_finite[step / 2]);
         RANKS_TRY(grads_reduce(&g));
-        RANKS_TRY(dtrain_loss_scaler_unscale(&scaler, g.ddp, 1, &norm, &scale, &found));
+        RANKS_TRY(dtrain_loss_scaler_grad_norm(&scaler, g.ddp, 1, &norm, &scale, &found));
         CHECK_MSG(found == bad, "step %d: rank %d finds %d", step, rank, found);
         CHECK(dtrain_is_finite(norm) == !bad && dtrain_is_finite(scale));
         CHECK(dtrain_loss_scaler_update(&scaler, found) == DTRAIN_OK);
@@ -288,7 +288,7 @@ static int overflow_main(dtrain_world *world, void *user)
     CHECK(scaler.skipped_steps == 4 && scaler.scale == 4096);
     grads_fill(&g, FLT_MAX); /* only the sum overflows */
     RANKS_TRY(grads_reduce(&g));
-    RANKS_TRY(dtrain_loss_scaler_unscale(&scaler, g.ddp, 1, &norm, &scale, &found));
+    RANKS_TRY(dtrain_loss_scaler_grad_norm(&scaler, g.ddp, 1, &norm, &scale, &found));
     CHECK(found == (last > 0));
     dtrain_strategy_destroy(g.ddp);
     return 0;
@@ -329,12 +329,12 @@ static int sharded_main(dtrain_world *world, void *user)
         RANKS_TRY(dtrain_strategy_ready(strategy, 0));
         RANKS_TRY(dtrain_strategy_finish(strategy));
         if (!spoilt) {
-            RANKS_TRY(dtrain_clip_grad_norm(strategy, 1, &norm, &scale));
+            RANKS_TRY(dtrain_grad_norm(strategy, 1, &norm, &scale));
             CHECK_CLOSE(norm, expected, 1e-6);
             CHECK_CLOSE(scale, 1 / expected, 1e-6);
             norms[rank] = norm;
         }
-        RANKS_TRY(dtrain_loss_scaler_unscale(&scaler, strategy, 1, &norm, &scale, &found));
+        RANKS_TRY(dtrain_loss_scaler_grad_norm(&scaler, strategy, 1, &norm, &scale, &found));
         CHECK(found == (spoilt != 0));
     }
     dtrain_strategy_destroy(strategy);
@@ -739,7 +739,7 @@ static int compression_main(dtrain_world *world, void *user)
         RANKS_TRY(dtrain_trainer_step(trainer, NULL));
         dtrain_trainer_destroy(trainer);
         RANKS_TRY(dtrain_loss_scaler_init(&scaler, NULL));
-        CHECK(dtrain_loss_scaler_unscale(&scaler, strategy, 0, &norm, &factor, &found_inf) ==
+        CHECK(dtrain_loss_scaler_grad_norm(&scaler, strategy, 0, &norm, &factor, &found_inf) ==
               DTRAIN_ERROR_UNSUPPORTED);
         CHECK_MSG(strstr(dtrain_last_error(), "a loss scale with a strategy that"), "%s",
                   dtrain_last_error());

@@ -258,12 +258,12 @@ static void test_matrix_2_ranks_are_threads_or_processes(void)
 
 /* Autocast on the tape is the same computation under every kind: the same bits. A rounded product
  * may fall to either side after another order of sums, so the joined batch is 8 bits away. */
-static void check_autocast(int ranks, uint32_t flags, uint32_t checkpoint_every, double tolerance)
+static void check_autocast(int ranks, uint32_t flags, uint32_t recompute_every, double tolerance)
 {
     matrix *m = matrix_create(ranks, DTRAIN_LAUNCH_PROCESSES);
     strategy_case like = plain_case(tolerance);
     like.tape_flags = flags;
-    like.checkpoint_every = checkpoint_every;
+    like.recompute_every = recompute_every;
     if (ranks < 4) like.batch = 24;
     matrix_add_kinds(m, "autocast", like);
     matrix_run(m);
@@ -285,9 +285,9 @@ static void test_checkpointing(void)
     int i;
     for (i = 0; i < FLAT_KINDS * 3; i++) {
         strategy_case *c = matrix_add(m, "one micro-batch", flat_kinds[i / 3], 1, 0);
-        c->checkpoint_every = (uint32_t)i % 3;
+        c->recompute_every = (uint32_t)i % 3;
         c = matrix_add(m, "last", flat_kinds[i / 3], 4, DTRAIN_ACCUMULATION_LAST);
-        c->checkpoint_every = (uint32_t)i % 3;
+        c->recompute_every = (uint32_t)i % 3;
     }
     matrix_run(m);
     check_autocast(2, DTRAIN_TAPE_BF16, 1, 4e-3);

@@ -629,6 +629,7 @@ static void test_steady_state(void)
     CHECK(dtrain_tape_create(NULL, NULL, device, &tape) == DTRAIN_OK);
     CHECK(language_step(tape, &m, 1) == DTRAIN_OK);
     const void *logits = m.input[0], *data = m.input[0]->data;
+    dtrain_tape_query(tape, NULL);
     dtrain_tape_query(tape, &first);
     size_t held = device->allocated_bytes;
     naive_allocations_left = 0;

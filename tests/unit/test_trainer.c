@@ -15,7 +15,7 @@
 
 /* One training: what to do, and what every rank saw. In shared memory: ranks may be processes. */
 typedef struct run {
-    uint32_t ranks, accumulation, mode, checkpoint_every;
+    uint32_t ranks, accumulation, mode, recompute_every;
     int steps, eval_at, plan_at, nan_rank, nan_step, fail_step, slow_rank, sleep_us;
     int stumbling_rank; /* whose every second read fails once, and is repeated */
     int bad_rank;       /* whose loss fails in step 2 */
@@ -193,7 +193,7 @@ static dtrain_result build(dtrain_world *world, rank_state *s, dtrain_strategy *
     desc.micro_batches = s->r->accumulation;
     desc.tokens = (uint32_t)s->batch;
     desc.clip = s->r->clip;
-    desc.checkpoint_every = s->r->checkpoint_every;
+    desc.recompute_every = s->r->recompute_every;
     desc.seed = s->r->seed;
     desc.nonfinite = s->r->nonfinite;
     desc.skip_limit = s->r->skip_limit;
@@ -343,7 +343,7 @@ static void test_data_ends_earlier(void)
     for (size_t i = 0; i < 2 * sizeof kinds / sizeof kinds[0]; i++) {
         run *joins = run_create(3, 2, i % 2 ? 8 : 9), *goes_on = run_create(3, 2, 8);
         joins->kind = goes_on->kind = kinds[i / 2];
-        joins->checkpoint_every = 1;
+        joins->recompute_every = 1;
         memcpy(joins->ends, ends[i % 2], sizeof ends[0]);
         memcpy(goes_on->ends, ends[i % 2], sizeof ends[0]);
         if (i % 2) joins->ends[0] = goes_on->ends[0] = -1; /* without data from the beginning */
@@ -736,7 +736,7 @@ static void test_plan_is_what_happens(void)
 static void test_checkpointing(void)
 {
     run *plain = run_create(2, 2, 6), *saving = run_create(2, 2, 6);
-    saving->checkpoint_every = 1;
+    saving->recompute_every = 1;
     saving->plan_at = plain->plan_at = 0;
     saving->dropout = plain->dropout = 0.5f;
     run_well(plain);

@@ -202,7 +202,7 @@ static dtrain_trainer_desc trainer_desc(dtrain_world *world, run_job *j)
     desc.tokens = (uint32_t)(j->batch * j->sample_things);
     desc.clip = (float)s->clip;
     desc.tape_flags = tape_flags(s);
-    desc.checkpoint_every = (uint32_t)s->checkpoint;
+    desc.recompute_every = (uint32_t)s->checkpoint;
     desc.graph = s->graph && !j->comm; /* a forecast records nothing */
     desc.seed = (uint64_t)s->seed;
     desc.nonfinite =

@@ -113,7 +113,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_sum(dtrain_device *device, const dtrai
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_clip(dtrain_device *device, const dtrain_clip_args *args)
 {
     const float norm = (float)(sqrt(args->sum_squares[0]) * (double)args->scalars->grad_scale);
-    const float factor = args->max_norm / (norm + 1e-6f); /* as dtrain_clip_grad_norm rounds it */
+    const float factor = args->max_norm / (norm + 1e-6f); /* as dtrain_grad_norm rounds it */
     (void)device;
     args->norm[0] = norm;
     if (!dtrain_is_finite(norm) || (args->weight && args->weight[0] == 0)) args->scalars->skip = 1;

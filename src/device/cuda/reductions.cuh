@@ -108,7 +108,7 @@ static dtrain_result dtrain_cuda_sum(dtrain_device *device, const dtrain_sum_arg
 
 /* ---- clip: one thread ---------------------------------------------------------------------------
  *
- * Rounds to fp32 where dtrain_clip_grad_norm does: a recorded step has the bits of another one. A
+ * Rounds to fp32 where dtrain_grad_norm does: a recorded step has the bits of another one. A
  * norm that is not finite, or a weight of 0, sets skip and leaves the gradient scale alone. */
 
 static __global__ void dtrain_cuda_clip_kernel(const dtrain_clip_args args)
