@@ -21,14 +21,14 @@ static int die_in_step_5(dtrain_world *world, saved_run *r, int64_t step)
     if (r->mode == THREADS) return 1;
     return raise(SIGKILL);
 }
-/* Make a run that saves to an empty directory of its own. */
+/* Make a run that saves to an empty directory of its own, whose name is none of those that tests beside count. */
 static saved_run *new_run(int ranks, uint32_t kind)
 {
     static char directories[2][64];
     static int next;
     saved_run *r = saved_new(ranks, kind);
     char *directory = directories[next++ % 2];
-    snprintf(directory, sizeof directories[0], "%s/dtrain_again_XXXXXX",
+    snprintf(directory, sizeof directories[0], "%s/started_again_XXXXXX",
              access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp");
     CHECK(mkdtemp(directory) != NULL);
     r->mode = PROCESSES;
