@@ -437,10 +437,10 @@ static void dtrain__thread_trace(const dtrain_checkpoint *c)
     const uint64_t *at = c->thread_ns;
     if (!c->world->timeline.traced || c->abandoned || !c->desc.background || !at[0]) return;
     dtrain__span_add(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT, "write", NULL,
-                       c->step, at[0], at[1]);
+                     c->step, at[0], at[1]);
     if (c->rank == 0)
         dtrain__span_add(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT, "publish",
-                           NULL, c->step, at[1], at[2]);
+                         NULL, c->step, at[1], at[2]);
 }
 
 /* Fail with the reason of the newest save's failure, and say which steps are lost. */

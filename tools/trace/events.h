@@ -4,7 +4,7 @@
 
 enum {
     TRACE_FILES = 1024,
-    TRACE_THREAD = 1,     /* row of the rank's thread, as src/world/timeline_internal.h has it ... */
+    TRACE_THREAD = 1, /* row of the rank's thread, as src/world/timeline_internal.h has it ... */
     TRACE_COLLECTIVE = 2, /* ... and rows of collectives, up to ... */
     TRACE_CHECKPOINT = 34 /* ... that of the thread that writes checkpoints; reading is behind it */
 };
