@@ -4822,6 +4822,9 @@ typedef struct dtrain__event {
     char text[DTRAIN__EVENT_NAME]; /* a span: the parameter that it works on */
 } dtrain__event;
 
+/* Write a dump of this rank into a directory: comm/flight.c, which knows the communicators. */
+typedef dtrain_result (*dtrain__dump_fn)(const dtrain_world *world, const char *directory);
+
 /* The newest events; number n, from 1, is at n % room. */
 typedef struct dtrain__ring {
     uint64_t count, room;
@@ -4832,6 +4835,7 @@ typedef struct dtrain__ring {
     int64_t part_number;
     dtrain_result code; /* the first failure; DTRAIN_OK: none */
     char error[DTRAIN__ERROR_BYTES];
+    dtrain__dump_fn dump;
     char directory[DTRAIN__FLIGHT_PATH]; /* of dumps; "": none are written */
     dtrain__event events[1];             /* (room) */
 } dtrain__ring;
@@ -4854,7 +4858,6 @@ typedef struct dtrain__timeline {
     bool traced;                 /* spans are recorded, and events go to the trace */
     dtrain__ring *ring;          /* NULL in a world that only counts */
     struct dtrain__trace *trace; /* NULL: none is asked for */
-    dtrain_result (*dump)(const dtrain_world *world, const char *directory); /* comm/flight.c */
     dtrain__open_span open[DTRAIN__SPAN_DEPTH];
 } dtrain__timeline;
 
@@ -4871,7 +4874,8 @@ typedef struct dtrain__writer {
 /* world/timeline.c */
 DTRAIN__PRIVATE dtrain_result dtrain__timeline_create(dtrain_world *world,
                                                       const char *dump_directory,
-                                                      const dtrain_trace_desc *trace);
+                                                      const dtrain_trace_desc *trace,
+                                                      dtrain__dump_fn dump);
 DTRAIN__PRIVATE void dtrain__timeline_destroy(dtrain_world *world);
 DTRAIN__PRIVATE dtrain__event *dtrain__event_at(const dtrain_world *world, uint64_t number);
 DTRAIN__PRIVATE uint32_t dtrain__span_begin_at(dtrain_world *world, uint32_t kind, const char *name,
@@ -5186,18 +5190,22 @@ DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const ch
 
 #define DTRAIN__TRACE_EVENTS 8192u /* unwritten events by default: 1.5 MiB */
 
-/* Make the ring: with a trace, it has room for the events that are not yet written besides. */
+/* Make the ring. Its room is a power of two: finding an event then takes no division. With a trace
+ * it also holds the events that are not yet written. */
 DTRAIN__PRIVATE dtrain_result dtrain__timeline_create(dtrain_world *world,
                                                       const char *dump_directory,
-                                                      const dtrain_trace_desc *trace)
+                                                      const dtrain_trace_desc *trace,
+                                                      dtrain__dump_fn dump)
 {
-    const uint32_t unwritten = trace->event_count ? trace->event_count : DTRAIN__TRACE_EVENTS;
-    const size_t room = DTRAIN__FLIGHT_RECORDS + (trace->path && trace->path[0] ? unwritten : 0);
+    const size_t unwritten = trace->event_count ? trace->event_count : DTRAIN__TRACE_EVENTS;
+    size_t room = DTRAIN__FLIGHT_RECORDS;
+    while (trace->path && trace->path[0] && room < unwritten) room *= 2;
     dtrain__ring *ring = (dtrain__ring *)dtrain__alloc(
         &world->allocator, 1, sizeof *ring + room * sizeof *ring->events, "its events");
     if (!ring) return DTRAIN_ERROR_MEMORY;
     world->timeline.ring = ring;
     ring->room = room;
+    ring->dump = dump;
     ring->asked = dtrain__dumps_asked();
     snprintf(ring->directory, sizeof ring->directory, "%s", dump_directory ? dump_directory : "");
     return DTRAIN_OK;
@@ -5218,7 +5226,7 @@ DTRAIN__PRIVATE dtrain__event *dtrain__event_at(const dtrain_world *world, uint6
 {
     dtrain__ring *ring = world->timeline.ring;
     if (!ring || !number || ring->count - number >= ring->room) return NULL;
-    return &ring->events[number % ring->room];
+    return &ring->events[number & (ring->room - 1)];
 }
 
 /* Take the place of the next event. */
@@ -5226,7 +5234,7 @@ static dtrain__event *dtrain__event_next(dtrain_world *world)
 {
     dtrain__ring *ring = world->timeline.ring;
     if (world->timeline.traced) dtrain__trace_room(world);
-    return &ring->events[++ring->count % ring->room];
+    return &ring->events[++ring->count & (ring->room - 1)];
 }
 
 /* Copy a name into an event, cut to its room; NULL is "". */
@@ -5246,7 +5254,7 @@ static void dtrain__tick(dtrain_world *world, uint64_t now)
     if (now > timeline->since_ns) timeline->spent_ns[timeline->kind] += now - timeline->since_ns;
     timeline->since_ns = now;
     for (uint32_t i = 0; ring && i < ring->done_count; i++) {
-        ring->events[ring->done[i] % ring->room].end_ns = now;
+        ring->events[ring->done[i] & (ring->room - 1)].end_ns = now;
         if (timeline->traced) dtrain__trace_late(world, ring->done[i]);
     }
     if (ring) ring->done_count = 0;
@@ -5420,7 +5428,7 @@ static void dtrain__show_beat(dtrain_world *world, uint64_t now)
     if (asked == ring->asked) return;
     ring->asked = asked;
     if (!ring->directory[0] || !world->catches || ring->code != DTRAIN_OK) return;
-    if (world->timeline.dump(world, ring->directory) != DTRAIN_OK)
+    if (ring->dump(world, ring->directory) != DTRAIN_OK)
         dtrain_log(world, DTRAIN_LOG_WARNING, "%s", dtrain__bare(dtrain_last_error()));
 }
 
@@ -5468,13 +5476,13 @@ DTRAIN__PRIVATE void dtrain__failed(dtrain_world *world, dtrain_result code)
     snprintf(found, sizeof found, "%s", dtrain_last_error());
     snprintf(ring->error, sizeof ring->error, "%s", dtrain__bare(found));
     for (uint64_t i = 0; i < ring->room && i < ring->count; i++) {
-        dtrain__event *event = &ring->events[(ring->count - i) % ring->room];
+        dtrain__event *event = &ring->events[(ring->count - i) & (ring->room - 1)];
         if (!event->call.kind || event->state >= DTRAIN__CALL_DONE) continue;
         event->state = DTRAIN__CALL_FAILED;
         event->end_ns = now;
     }
     if (!ring->directory[0]) return;
-    if (world->timeline.dump(world, ring->directory) != DTRAIN_OK)
+    if (ring->dump(world, ring->directory) != DTRAIN_OK)
         dtrain_log(world, DTRAIN_LOG_WARNING, "%s", dtrain__bare(dtrain_last_error()));
     dtrain__set_last_error(found);
 }
@@ -5723,7 +5731,7 @@ DTRAIN__PRIVATE void dtrain__trace_room(dtrain_world *world)
     const dtrain__ring *ring = world->timeline.ring;
     dtrain__trace *trace = world->timeline.trace;
     if (ring->count + 1 - trace->next >= trace->room) dtrain__trace_flush(world);
-    const dtrain__event *oldest = &ring->events[(ring->count + 1) % ring->room];
+    const dtrain__event *oldest = &ring->events[(ring->count + 1) & (ring->room - 1)];
     if (oldest->call.kind && !oldest->end_ns) trace->lost++;
 }
 
@@ -5810,7 +5818,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
     trace->out.file = -1;
     trace->out.text = trace->text;
     trace->out.room = sizeof trace->text;
-    trace->room = (uint32_t)world->timeline.ring->room - DTRAIN__FLIGHT_RECORDS;
+    trace->room = desc->event_count ? desc->event_count : (uint32_t)world->timeline.ring->room;
     trace->next = world->timeline.ring->count + 1;
     if (!dtrain__trace_name(world, desc->path, trace->path, sizeof trace->path))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch: trace.path is too long");
@@ -12003,7 +12011,6 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     *out = world;
     if (!world) return DTRAIN_ERROR_MEMORY;
     world->timeline.since_ns = dtrain__now_ns();
-    world->timeline.dump = dtrain__dump;
     world->rank = world->local_rank = rank;
     world->size = world->local_size = launch->place.size;
     world->node_count = 1;
@@ -12020,7 +12027,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     world->job = launch->job;
     world->catches = desc->catch_signals;
     DTRAIN__TRY(dtrain__world_mark(world));
-    DTRAIN__TRY(dtrain__timeline_create(world, desc->flight_directory, &desc->trace));
+    DTRAIN__TRY(dtrain__timeline_create(world, desc->flight_directory, &desc->trace, dtrain__dump));
     world->progress = dtrain__progress_open();
     if (launch->joins) DTRAIN__TRY(dtrain__world_join(world, &launch->place, desc->reserve_bytes));
     const uint32_t share = launch->cores / (uint32_t)world->local_size;

@@ -107,7 +107,6 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     *out = world;
     if (!world) return DTRAIN_ERROR_MEMORY;
     world->timeline.since_ns = dtrain__now_ns();
-    world->timeline.dump = dtrain__dump;
     world->rank = world->local_rank = rank;
     world->size = world->local_size = launch->place.size;
     world->node_count = 1;
@@ -124,7 +123,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     world->job = launch->job;
     world->catches = desc->catch_signals;
     DTRAIN__TRY(dtrain__world_mark(world));
-    DTRAIN__TRY(dtrain__timeline_create(world, desc->flight_directory, &desc->trace));
+    DTRAIN__TRY(dtrain__timeline_create(world, desc->flight_directory, &desc->trace, dtrain__dump));
     world->progress = dtrain__progress_open();
     if (launch->joins) DTRAIN__TRY(dtrain__world_join(world, &launch->place, desc->reserve_bytes));
     const uint32_t share = launch->cores / (uint32_t)world->local_size;

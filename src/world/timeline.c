@@ -46,18 +46,22 @@
 
 #define DTRAIN__TRACE_EVENTS 8192u /* unwritten events by default: 1.5 MiB */
 
-/* Make the ring: with a trace, it has room for the events that are not yet written besides. */
+/* Make the ring. Its room is a power of two: finding an event then takes no division. With a trace
+ * it also holds the events that are not yet written. */
 DTRAIN__PRIVATE dtrain_result dtrain__timeline_create(dtrain_world *world,
                                                       const char *dump_directory,
-                                                      const dtrain_trace_desc *trace)
+                                                      const dtrain_trace_desc *trace,
+                                                      dtrain__dump_fn dump)
 {
-    const uint32_t unwritten = trace->event_count ? trace->event_count : DTRAIN__TRACE_EVENTS;
-    const size_t room = DTRAIN__FLIGHT_RECORDS + (trace->path && trace->path[0] ? unwritten : 0);
+    const size_t unwritten = trace->event_count ? trace->event_count : DTRAIN__TRACE_EVENTS;
+    size_t room = DTRAIN__FLIGHT_RECORDS;
+    while (trace->path && trace->path[0] && room < unwritten) room *= 2;
     dtrain__ring *ring = (dtrain__ring *)dtrain__alloc(
         &world->allocator, 1, sizeof *ring + room * sizeof *ring->events, "its events");
     if (!ring) return DTRAIN_ERROR_MEMORY;
     world->timeline.ring = ring;
     ring->room = room;
+    ring->dump = dump;
     ring->asked = dtrain__dumps_asked();
     snprintf(ring->directory, sizeof ring->directory, "%s", dump_directory ? dump_directory : "");
     return DTRAIN_OK;
@@ -78,7 +82,7 @@ DTRAIN__PRIVATE dtrain__event *dtrain__event_at(const dtrain_world *world, uint6
 {
     dtrain__ring *ring = world->timeline.ring;
     if (!ring || !number || ring->count - number >= ring->room) return NULL;
-    return &ring->events[number % ring->room];
+    return &ring->events[number & (ring->room - 1)];
 }
 
 /* Take the place of the next event. */
@@ -86,7 +90,7 @@ static dtrain__event *dtrain__event_next(dtrain_world *world)
 {
     dtrain__ring *ring = world->timeline.ring;
     if (world->timeline.traced) dtrain__trace_room(world);
-    return &ring->events[++ring->count % ring->room];
+    return &ring->events[++ring->count & (ring->room - 1)];
 }
 
 /* Copy a name into an event, cut to its room; NULL is "". */
@@ -106,7 +110,7 @@ static void dtrain__tick(dtrain_world *world, uint64_t now)
     if (now > timeline->since_ns) timeline->spent_ns[timeline->kind] += now - timeline->since_ns;
     timeline->since_ns = now;
     for (uint32_t i = 0; ring && i < ring->done_count; i++) {
-        ring->events[ring->done[i] % ring->room].end_ns = now;
+        ring->events[ring->done[i] & (ring->room - 1)].end_ns = now;
         if (timeline->traced) dtrain__trace_late(world, ring->done[i]);
     }
     if (ring) ring->done_count = 0;
@@ -280,7 +284,7 @@ static void dtrain__show_beat(dtrain_world *world, uint64_t now)
     if (asked == ring->asked) return;
     ring->asked = asked;
     if (!ring->directory[0] || !world->catches || ring->code != DTRAIN_OK) return;
-    if (world->timeline.dump(world, ring->directory) != DTRAIN_OK)
+    if (ring->dump(world, ring->directory) != DTRAIN_OK)
         dtrain_log(world, DTRAIN_LOG_WARNING, "%s", dtrain__bare(dtrain_last_error()));
 }
 
@@ -328,13 +332,13 @@ DTRAIN__PRIVATE void dtrain__failed(dtrain_world *world, dtrain_result code)
     snprintf(found, sizeof found, "%s", dtrain_last_error());
     snprintf(ring->error, sizeof ring->error, "%s", dtrain__bare(found));
     for (uint64_t i = 0; i < ring->room && i < ring->count; i++) {
-        dtrain__event *event = &ring->events[(ring->count - i) % ring->room];
+        dtrain__event *event = &ring->events[(ring->count - i) & (ring->room - 1)];
         if (!event->call.kind || event->state >= DTRAIN__CALL_DONE) continue;
         event->state = DTRAIN__CALL_FAILED;
         event->end_ns = now;
     }
     if (!ring->directory[0]) return;
-    if (world->timeline.dump(world, ring->directory) != DTRAIN_OK)
+    if (ring->dump(world, ring->directory) != DTRAIN_OK)
         dtrain_log(world, DTRAIN_LOG_WARNING, "%s", dtrain__bare(dtrain_last_error()));
     dtrain__set_last_error(found);
 }

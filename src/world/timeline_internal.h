@@ -52,6 +52,9 @@ typedef struct dtrain__event {
     char text[DTRAIN__EVENT_NAME]; /* a span: the parameter that it works on */
 } dtrain__event;
 
+/* Write a dump of this rank into a directory: comm/flight.c, which knows the communicators. */
+typedef dtrain_result (*dtrain__dump_fn)(const dtrain_world *world, const char *directory);
+
 /* The newest events; number n, from 1, is at n % room. */
 typedef struct dtrain__ring {
     uint64_t count, room;
@@ -62,6 +65,7 @@ typedef struct dtrain__ring {
     int64_t part_number;
     dtrain_result code; /* the first failure; DTRAIN_OK: none */
     char error[DTRAIN__ERROR_BYTES];
+    dtrain__dump_fn dump;
     char directory[DTRAIN__FLIGHT_PATH]; /* of dumps; "": none are written */
     dtrain__event events[1];             /* (room) */
 } dtrain__ring;
@@ -84,7 +88,6 @@ typedef struct dtrain__timeline {
     bool traced;                 /* spans are recorded, and events go to the trace */
     dtrain__ring *ring;          /* NULL in a world that only counts */
     struct dtrain__trace *trace; /* NULL: none is asked for */
-    dtrain_result (*dump)(const dtrain_world *world, const char *directory); /* comm/flight.c */
     dtrain__open_span open[DTRAIN__SPAN_DEPTH];
 } dtrain__timeline;
 
@@ -101,7 +104,8 @@ typedef struct dtrain__writer {
 /* world/timeline.c */
 DTRAIN__PRIVATE dtrain_result dtrain__timeline_create(dtrain_world *world,
                                                       const char *dump_directory,
-                                                      const dtrain_trace_desc *trace);
+                                                      const dtrain_trace_desc *trace,
+                                                      dtrain__dump_fn dump);
 DTRAIN__PRIVATE void dtrain__timeline_destroy(dtrain_world *world);
 DTRAIN__PRIVATE dtrain__event *dtrain__event_at(const dtrain_world *world, uint64_t number);
 DTRAIN__PRIVATE uint32_t dtrain__span_begin_at(dtrain_world *world, uint32_t kind, const char *name,

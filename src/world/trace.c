@@ -235,7 +235,7 @@ DTRAIN__PRIVATE void dtrain__trace_room(dtrain_world *world)
     const dtrain__ring *ring = world->timeline.ring;
     dtrain__trace *trace = world->timeline.trace;
     if (ring->count + 1 - trace->next >= trace->room) dtrain__trace_flush(world);
-    const dtrain__event *oldest = &ring->events[(ring->count + 1) % ring->room];
+    const dtrain__event *oldest = &ring->events[(ring->count + 1) & (ring->room - 1)];
     if (oldest->call.kind && !oldest->end_ns) trace->lost++;
 }
 
@@ -322,7 +322,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
     trace->out.file = -1;
     trace->out.text = trace->text;
     trace->out.room = sizeof trace->text;
-    trace->room = (uint32_t)world->timeline.ring->room - DTRAIN__FLIGHT_RECORDS;
+    trace->room = desc->event_count ? desc->event_count : (uint32_t)world->timeline.ring->room;
     trace->next = world->timeline.ring->count + 1;
     if (!dtrain__trace_name(world, desc->path, trace->path, sizeof trace->path))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch: trace.path is too long");

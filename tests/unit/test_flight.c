@@ -3,6 +3,7 @@
 #define DTRAIN__IMPLEMENTED /* by the objects of src/ */
 #include "comm/comm_internal.h"
 #include "world/timeline_internal.h"
+#include "comm/comm_internal.h"
 #include "state/json_internal.h"
 
 #define main flight_main
