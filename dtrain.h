@@ -5665,7 +5665,7 @@ static void dtrain__trace_event(dtrain_world *world, uint64_t number)
     else if (event->text[0]) dtrain__writer_string(out, "of", event->text);
     dtrain__writer_add(out, "}}");
     for (int i = 0; i < 2 && call && event->part; i++) {
-        dtrain__trace_line(world, i ? "f" : "s", i ? track : DTRAIN__TRACK_RANK);
+        dtrain__trace_line(world, i ? "f" : "s", i ? track : (uint32_t)DTRAIN__TRACK_RANK);
         dtrain__trace_time(out, "ts", event->begin_ns);
         dtrain__writer_add(out, ",\"id\":%llu,\"cat\":\"flow\",\"name\":\"started\"%s}",
                            (unsigned long long)((uint64_t)(world->restart_count & 15u) << 48 |
@@ -31350,7 +31350,7 @@ enum {
 };
 #define DTRAIN__FROM(take, figure) (DTRAIN__TAKE_##take + 8 * DTRAIN_FIGURE_##figure)
 #define DTRAIN__SENT_BY(kind) \
-    (DTRAIN__TAKE_RANKS + 8 * (DTRAIN_FIGURE_COMM_BYTES + DTRAIN_COLLECTIVE_##kind))
+    (DTRAIN__TAKE_RANKS + 8 * (DTRAIN_FIGURE_COMM_BYTES + (int)DTRAIN_COLLECTIVE_##kind))
 
 enum {
 #define DTRAIN__METRIC_NUMBER(ID, name, group, flags, from, base, scale, help) DTRAIN__METRIC_##ID,

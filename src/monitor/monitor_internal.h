@@ -166,7 +166,7 @@ enum {
 };
 #define DTRAIN__FROM(take, figure) (DTRAIN__TAKE_##take + 8 * DTRAIN_FIGURE_##figure)
 #define DTRAIN__SENT_BY(kind) \
-    (DTRAIN__TAKE_RANKS + 8 * (DTRAIN_FIGURE_COMM_BYTES + DTRAIN_COLLECTIVE_##kind))
+    (DTRAIN__TAKE_RANKS + 8 * (DTRAIN_FIGURE_COMM_BYTES + (int)DTRAIN_COLLECTIVE_##kind))
 
 enum {
 #define DTRAIN__METRIC_NUMBER(ID, name, group, flags, from, base, scale, help) DTRAIN__METRIC_##ID,

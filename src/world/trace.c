@@ -169,7 +169,7 @@ static void dtrain__trace_event(dtrain_world *world, uint64_t number)
     else if (event->text[0]) dtrain__writer_string(out, "of", event->text);
     dtrain__writer_add(out, "}}");
     for (int i = 0; i < 2 && call && event->part; i++) {
-        dtrain__trace_line(world, i ? "f" : "s", i ? track : DTRAIN__TRACK_RANK);
+        dtrain__trace_line(world, i ? "f" : "s", i ? track : (uint32_t)DTRAIN__TRACK_RANK);
         dtrain__trace_time(out, "ts", event->begin_ns);
         dtrain__writer_add(out, ",\"id\":%llu,\"cat\":\"flow\",\"name\":\"started\"%s}",
                            (unsigned long long)((uint64_t)(world->restart_count & 15u) << 48 |
