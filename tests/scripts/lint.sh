@@ -51,6 +51,31 @@ done
 sh tools/house.sh | cmp -s - docs/house.svg || complain "docs/house.svg is stale: make docs"
 sh tools/api_index.sh | cmp -s - docs/api.md || complain "docs/api.md is stale: make docs"
 
+# ---- The public functions ----
+# There may be so many. What no example, tool or bench calls has its reason here: pattern, reason.
+functions=177
+unshown='dtrain_(activate|(avg|max)_pool2d|matmul|multiply|mean|scale|permute|reshape|softmax|bce_with_logits_loss) operations of the tape
+dtrain_(cpu_device|mpi_comm)_ops tables for dtrain_device_create and dtrain_world_create
+dtrain_device_(account|check_limit) for authors of a device
+dtrain_is_finite for authors of an operation
+dtrain_loss_scaler_(init|update|grad_norm) for loops without the trainer
+dtrain_strategy_(join|weight)|dtrain_tensor_samples for loops without the trainer, over batches of different sizes
+dtrain_tape_(error|query|recompute) for loops without the trainer
+dtrain_world_stop_requested|dtrain_span_(begin|end) for loops without the trainer
+dtrain_work_test for programs that poll
+dtrain_metrics_(query|text|value) for sinks of a program
+dtrain_nccl_(query|recreate) for programs with NCCL'
+names=$(sed -n 's/^| `\(dtrain_[a-z0-9_]*\)`.*/\1/p' docs/api.md)
+[ "$(echo "$names" | wc -l)" -le $functions ] || complain "docs/api.md has more than $functions public functions"
+echo "$names" | grep -v -x -E "$(echo "$unshown" | sed 's/ .*//' | paste -s -d '|')" | while read -r name; do
+    grep -r -q -w "$name" examples tools bench || echo "$name"
+done | grep . && complain "no example, tool or bench calls these public functions: show them, remove them or give a reason above"
+for name in $(echo "$names" | sed -n 's/_create$//p'); do
+    echo "$names" | grep -q -x "${name}_destroy" || complain "${name}_create has no ${name}_destroy"
+done
+# Queries cannot fail, but for those that ask a driver or load a library.
+grep -n -E '^DTRAIN_API dtrain_result dtrain_[a-z_]*_query\(' $(find src -name '*.h') | grep -v -E 'dtrain_(device|nccl)_query' && complain "a query returns void"
+
 # Files that the notes name are there: a path of src/, examples/ or tests/.
 for path in $(grep -o -h -E '`(src|examples|tests)/[A-Za-z0-9_/.-]+\.(c|h|cuh|sh)`' docs/*.md | tr -d '`' | sort -u); do
     [ -f "$path" ] || complain "docs/ name $path, which is not there"
