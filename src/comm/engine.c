@@ -343,9 +343,9 @@ static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__
     char name[128];
     if (dtrain__load(&comm->report->state)) return dtrain__engine_standing(comm);
     for (int i = 0; i < comm->base.size; i++) {
-        const dtrain__exit_record *fate = &comm->base.world->control->exits[world[i]];
-        const bool left = dtrain__load(&fate->how) == DTRAIN__LEFT &&
-                          now >= fate->ended_ns + comm->transport->grace_ns;
+        const dtrain__exit_record *record = &comm->base.world->control->exits[world[i]];
+        const bool left = dtrain__load(&record->how) == DTRAIN__LEFT &&
+                          now >= record->ended_ns + comm->transport->grace_ns;
         if (!dtrain__waits_for(comm, work, i)) {
             if (work->sequence && work->state == DTRAIN__SHOWN)
                 DTRAIN__TRY(dtrain__compare(comm, work, i < rank ? i : rank, i < rank ? rank : i));

@@ -51,6 +51,10 @@ done
 sh tools/house.sh | cmp -s - docs/house.svg || complain "docs/house.svg is stale: make docs"
 sh tools/api_index.sh | cmp -s - docs/api.md || complain "docs/api.md is stale: make docs"
 
+# Private words that have a plain one: exit status, message, own copy, buffer of incoming data.
+banned='fate|guest|guests|landing|landings|landed'
+grep -r -n -w -i -E "$banned" src && complain "src/ uses words that have plain ones: $banned"
+
 # ---- The public functions ----
 # There may be so many. What no example, tool or bench calls has its reason here: pattern, reason.
 functions=177
