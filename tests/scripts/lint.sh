@@ -5,6 +5,7 @@ failures=0 skipped=0
 complain() { failures=$((failures + 1)); echo "lint: $*"; }
 
 # ---- src/ and what is joined from it ----
+lines=40800 # of dtrain.h: who vendors it compiles it
 # What a folder of src/ may include besides itself; what everybody may include: the table of a device.
 arrows='core:
 world:    core
@@ -48,6 +49,9 @@ done
 for file in $(find src -name '*.c' -o -name '*.cuh'); do
     grep -q -F "$file" dtrain.h dtrain_cuda.cu dtrain_nccl.h || complain "$file is in no joined file: include it in src/dtrain.h or the like"
 done
+[ "$(wc -l <dtrain.h)" -le "$lines" ] || complain "dtrain.h has more than $lines lines: what is added replaces something"
+# Private names that meet in the joined file.
+printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' | ${CC:-cc} -std=c99 -I. -Wall -Wextra -Werror -x c -fsyntax-only - || complain "dtrain.h does not compile"
 sh tools/house.sh | cmp -s - docs/house.svg || complain "docs/house.svg is stale: make docs"
 sh tools/api_index.sh | cmp -s - docs/api.md || complain "docs/api.md is stale: make docs"
 

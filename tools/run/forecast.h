@@ -133,7 +133,8 @@ static dtrain_result forecast_ranks(dtrain_world *world, const forecast *f, fore
     TRY(time_step(&j, r));
     desc.kind = r->strategy.desc.kind; /* AUTO has chosen */
     desc.comm = NULL;
-    if (f->workspace && !f->named) TRY(plan_snapshot(world, &j)); /* the device has no memory */
+    if (f->workspace && !f->named)
+        TRY(plan_snapshot(world, r->ranks, &j)); /* the device has no memory */
     TRY(plan_most(&j, &desc, f->workspace, r));
 cleanup:
     dtrain_trainer_destroy(j.trainer);

@@ -283,7 +283,7 @@ cleanup:
 
 /* Count the snapshot of a checkpoint that is saved in the background: host memory for what this rank writes, its
  * share of tensors of which several ranks have the same piece. */
-static dtrain_result plan_snapshot(dtrain_world *world, run_job *j)
+static dtrain_result plan_snapshot(dtrain_world *world, int ranks, run_job *j)
 {
     const dtrain_state_tensor *tensors;
     dtrain_state *state = NULL;
@@ -299,7 +299,7 @@ static dtrain_result plan_snapshot(dtrain_world *world, run_job *j)
     for (size_t i = 0; i < count; i++)
         j->snapshot_bytes += (uint64_t)tensors[i].total *
                              dtrain_dtype_bytes((dtrain_dtype)tensors[i].dtype) /
-                             (uint64_t)(tensors[i].own ? 1 : dtrain_world_size(world));
+                             (uint64_t)(tensors[i].own ? 1 : ranks);
 cleanup:
     dtrain_state_destroy(state);
     return result;
@@ -319,7 +319,8 @@ static dtrain_result open_trainer(dtrain_world *world, run_job *j, dtrain_strate
     trainer = trainer_desc(world, j);
     TRY(dtrain_trainer_create(world, &trainer, &j->trainer));
     TRY(dtrain_trainer_plan(world, &trainer, &j->memory));
-    if (dtrain_world_device(world)->ops->host_memory) TRY(plan_snapshot(world, j));
+    if (dtrain_world_device(world)->ops->host_memory)
+        TRY(plan_snapshot(world, dtrain_world_size(world), j));
     j->memory.total += j->snapshot_bytes;
 cleanup:
     return result;
