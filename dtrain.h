@@ -9923,6 +9923,11 @@ static void dtrain__reach(const dtrain__engine *comm, dtrain__local_work *work, 
 
 /* ---- Reading another rank's memory ------------------------------------------------------------*/
 
+#ifndef __cplusplus /* a C file that includes dtrain.h late has not asked for this prototype */
+ssize_t process_vm_readv(pid_t pid, const struct iovec *to, unsigned long to_count,
+                         const struct iovec *from, unsigned long from_count, unsigned long flags);
+#endif
+
 /* Copy memory of another rank's process; false with errno when the kernel refuses. */
 static bool dtrain__read_memory(int64_t pid, const void *from, void *to, size_t bytes)
 {

@@ -117,7 +117,7 @@ for c in g++ clang++; do
 done
 if command -v g++ >/dev/null 2>&1; then # what C++ makes of it computes the same
     try "g++ -O2 -std=c++17" g++ -x c++ -std=c++17 $warn -O2 -c "$build/impl.c" -o "$build/impl_g++.o"
-    for test in optim data metrics; do
+    for test in optim metrics trainer; do
         try "C++ implementation, test_$test" sh -c "$cc -std=c99 -I. -Itests -Itests/support tests/unit/test_$test.c \
             '$build/impl_g++.o' -o '$build/test_$test' $libs && '$build/test_$test'"
     done

@@ -105,15 +105,13 @@ static bool same_common(const dtrain_piece *a, const dtrain_piece *b, const int6
 
 static bool run_seed(uint64_t seed)
 {
-    int64_t shape[4] = {0, 0, 0, 0}, total = 1;
+    int64_t shape[4] = {0, 0, 0, 0};
     static cut saved, loaded;
     random_state = seed * 0x9e3779b97f4a7c15u + 1;
     for (int i = 0; i < 8; i++) below(2);
     const int dims = 1 + (int)below(4);
-    for (int d = 0; d < dims; d++) {
+    for (int d = 0; d < dims; d++)
         shape[d] = 1 + below(dims == 1 ? 900 : dims == 2 ? 40 : dims == 3 ? 11 : 6);
-        total *= shape[d];
-    }
     cut_tensor(&saved, shape, dims);
     cut_tensor(&loaded, shape, dims);
     for (int k = 0; k < loaded.count; k++) {
