@@ -10052,6 +10052,7 @@ static bool dtrain__read_sum(dtrain__engine *comm, const dtrain__work *work)
         first = 0;
         length = dtrain__gets(what, comm->base.rank) ? what->count : 0;
     }
+    if (!length) return true; /* and recv may be NULL */
     if (!local->scratch) {
         local->scratch = (char *)dtrain__alloc(&comm->base.world->allocator, DTRAIN__SCRATCH_BYTES,
                                                1, "blocks of other ranks");
