@@ -383,7 +383,9 @@
    No surprises       never exits, aborts, writes to stdout or installs signal handlers (but those
                       that catch_signals asks for). Every call that can fail returns a
                       dtrain_result and leaves a sentence in dtrain_last_error(). (A forked rank
-                      ends by _exit after rank_main.)
+                      ends by _exit after rank_main.) Local ranks read each other's large buffers:
+                      where yama guards memory, each allows that to the processes of its launcher
+                      (PR_SET_PTRACER).
    No hangs           every wait has a deadline (timeout_ms). A dead, stuck or disagreeing rank
                       becomes an error with its name on every other rank; a failed communicator
                       stays failed.
@@ -4227,8 +4229,8 @@ static uint64_t dtrain__read_number(const char *path, const char *key)
 }
 
 /* Estimate what could be touched now without swapping or being killed: the machine's estimate and,
- * in a container (cgroup v2), its limit. File cache counts as free: it
- * goes when memory is needed. */
+ * in a container (cgroup v2), its limit. File cache counts as free: it goes when memory is
+ * needed. */
 DTRAIN__PRIVATE uint64_t dtrain__free_memory(void)
 {
     uint64_t bytes = dtrain__read_number("/proc/meminfo", "MemAvailable:");

@@ -183,7 +183,9 @@
    No surprises       never exits, aborts, writes to stdout or installs signal handlers (but those
                       that catch_signals asks for). Every call that can fail returns a
                       dtrain_result and leaves a sentence in dtrain_last_error(). (A forked rank
-                      ends by _exit after rank_main.)
+                      ends by _exit after rank_main.) Local ranks read each other's large buffers:
+                      where yama guards memory, each allows that to the processes of its launcher
+                      (PR_SET_PTRACER).
    No hangs           every wait has a deadline (timeout_ms). A dead, stuck or disagreeing rank
                       becomes an error with its name on every other rank; a failed communicator
                       stays failed.

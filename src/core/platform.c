@@ -69,8 +69,8 @@ static uint64_t dtrain__read_number(const char *path, const char *key)
 }
 
 /* Estimate what could be touched now without swapping or being killed: the machine's estimate and,
- * in a container (cgroup v2), its limit. File cache counts as free: it
- * goes when memory is needed. */
+ * in a container (cgroup v2), its limit. File cache counts as free: it goes when memory is
+ * needed. */
 DTRAIN__PRIVATE uint64_t dtrain__free_memory(void)
 {
     uint64_t bytes = dtrain__read_number("/proc/meminfo", "MemAvailable:");
