@@ -926,21 +926,21 @@ static int rank_fails_with_works(dtrain_world *world, void *user)
     dtrain_work *works[SOME];
     static const size_t large = 50000;
     float *x = (float *)calloc(SOME * large, 4);
-    dtrain_result result = DTRAIN_OK, first = DTRAIN_OK;
+    dtrain_result posted = DTRAIN_OK, first = DTRAIN_OK;
     for (i = 0; i < SOME; i++) {
         size_t n = i == 17 && rank == 1 ? 7 : i % 3 ? 9 : large; /* number 17 does not fit */
-        result = dtrain_all_reduce(comm, x + (size_t)i * large, x + (size_t)i * large, n,
+        posted = dtrain_all_reduce(comm, x + (size_t)i * large, x + (size_t)i * large, n,
                                    DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &works[i]);
-        if (result != DTRAIN_OK) break;
+        if (posted != DTRAIN_OK) break; /* the others disagreed before this rank came so far */
         count++;
     }
     for (i = 0; i < count; i++) {
-        result = dtrain_work_wait(works[i]);
+        const dtrain_result result = dtrain_work_wait(works[i]);
         if (first == DTRAIN_OK) first = result;
         if (i >= 17 && result == DTRAIN_OK) bad++;
     }
     CHECK_MSG(bad == 0, "%d works after the mismatch ended well", bad);
-    if (first == DTRAIN_OK) first = result;
+    if (first == DTRAIN_OK) first = posted;
     tell(s, rank, first);
     free(x);
     return 40;
