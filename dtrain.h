@@ -163,7 +163,7 @@
        src/state/box.c                      Boxes
        src/state/union.c                    The union of all ranks' lists
        src/state/checkpoint_internal.h      The tables of checkpoints
-       src/state/json_internal.h            JSON: text that is written piece by piece, and a reader that believes nothing
+       src/state/json_internal.h            JSON: a text that is written piece by piece, and a reader for texts from untrusted files
        src/state/safetensors_internal.h     safetensors: headers of tensor files, written and read
        src/state/write.c                    Writing a rank's files
        src/state/storage_internal.h         Whole reads and writes over any storage table
@@ -2593,8 +2593,10 @@ DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state);
 
 /* Storage
  *
- * The calls through which checkpoints reach their files: a table, so that tests can fail any of
- * them, and a program can keep its checkpoints elsewhere than in a file system. */
+ * The calls through which checkpoints and weights reach their files: a table, so that tests can fail
+ * any of them, and a program can keep its files elsewhere than in a file system. Where a desc has
+ * none, the file system is meant. A directory below /dev/shm keeps checkpoints in memory: they
+ * outlive ranks that dtrain_launch or dtrain-run starts again, but not the machine. */
 
 typedef enum dtrain_storage_mode {
     DTRAIN_STORAGE_READ = 0,
@@ -2623,10 +2625,6 @@ typedef struct dtrain_storage {
     int (*list)(void *user, const char *path, void (*name)(void *list, const char *entry),
                 void *list);
 } dtrain_storage;
-
-/* Return the table of the file system. A directory below /dev/shm keeps checkpoints in memory: they
- * outlive ranks that dtrain_launch or dtrain-run starts again, and not the machine. */
-DTRAIN_API const dtrain_storage *dtrain_file_storage(void);
 
 /* ================================================================================================
  * src/state/checkpoint.h
@@ -26005,41 +26003,41 @@ DTRAIN__PRIVATE int64_t dtrain__piece_span(const dtrain_piece *piece, const dtra
  * src/state/json_internal.h
  * ==============================================================================================*/
 
-/* JSON: text that is written piece by piece, and a reader that believes nothing. */
+/* JSON: a text that is written piece by piece, and a reader for texts from untrusted files. */
 
-/* Text that grows. An allocation that fails is noted and later calls do nothing: whoever writes
- * looks once, at the end. */
+/* Text that grows. After an allocation that fails, later calls do nothing: the caller checks
+ * `failed` once, at the end. */
 typedef struct dtrain__text {
     const dtrain_allocator *allocator;
     char *at; /* (bytes), and a 0 behind it; NULL while empty */
     size_t bytes, room;
-    bool failed; /* the sentence has been left */
+    bool failed; /* no memory: dtrain_last_error has the sentence */
 } dtrain__text;
 
 DTRAIN__PRINTF(2, 3)
 DTRAIN__PRIVATE void dtrain__text_add(dtrain__text *text, const char *format, ...);
-/* Append a string as JSON has it: quotes, escapes, and U+FFFD for what is not UTF-8. */
+/* Append a string in quotes with JSON's escapes, and U+FFFD for each byte that is not UTF-8. */
 DTRAIN__PRIVATE void dtrain__text_add_string(dtrain__text *text, const char *string);
 DTRAIN__PRIVATE void dtrain__text_free(dtrain__text *text);
 
 #define DTRAIN__JSON_DEPTH 16
 
-/* A reader that walks through a text once, and makes nothing of it. Calls return false at the end
- * of what they walk through and after an error, which stands in `result`; then all of them do. Time
- * is linear in the text, memory constant. */
+/* A reader that goes through a text once. Calls return false at the end of an object or array, and
+ * after an error, which is in `result`: then every later call returns false. Time is linear in the
+ * text, memory constant. */
 typedef struct dtrain__json {
     const char *text, *end, *at;
-    const char *what;   /* for sentences: the name of the file ... */
-    const char *inside; /* ... and what is read there, set by the caller; or NULL */
+    const char *what;   /* the name of the file, for sentences */
+    const char *inside; /* the entry being read, for sentences, set by the caller; or NULL */
     int depth;
-    bool first[DTRAIN__JSON_DEPTH]; /* no member or item of this level has been read yet */
+    bool first[DTRAIN__JSON_DEPTH]; /* nothing of this level has been read yet */
     dtrain_result result;           /* DTRAIN_OK, or DTRAIN_ERROR_DATA with a sentence */
 } dtrain__json;
 
-/* Say what a file is by its first bytes, if it is one that people take for a JSON text or a
- * safetensors file by mistake; NULL: it is none of these. */
+/* Say by its first bytes what a file is that people often give in place of a JSON text or a
+ * safetensors file; NULL if it is none of these. */
 DTRAIN__PRIVATE const char *dtrain__mistaken(const void *head, size_t bytes);
-/* Begin to read `bytes` of a text that stays where it is. It is checked for UTF-8 first. */
+/* Begin to read text (bytes), which the caller keeps until the end. */
 DTRAIN__PRIVATE dtrain__json dtrain__json_begin(const char *what, const char *text, size_t bytes);
 /* Enter an object ('{') or an array ('['). */
 DTRAIN__PRIVATE bool dtrain__json_enter(dtrain__json *json, char bracket);
@@ -26047,12 +26045,12 @@ DTRAIN__PRIVATE bool dtrain__json_enter(dtrain__json *json, char bracket);
 DTRAIN__PRIVATE bool dtrain__json_member(dtrain__json *json, char *name, size_t room);
 /* Go to the next item of an array; false at its end, which has been left. */
 DTRAIN__PRIVATE bool dtrain__json_item(dtrain__json *json);
-/* Read a string: decoded, with a 0 behind it. One that is too long, has a \u0000 or half of a
- * surrogate pair is an error. */
+/* Read a string, decode it and put a 0 behind it; string may be NULL, to check it alone. A string of
+ * `room` bytes or more, \u0000 and half of a surrogate pair are errors. */
 DTRAIN__PRIVATE bool dtrain__json_string(dtrain__json *json, char *string, size_t room);
-/* Read a number that is an integer in its range; 1.0, 1e3 and -0 are errors. */
+/* Read an integer from 0 to 2^64 - 1, or to 2^63 - 1; 1.0, 1e3 and -0 are errors. */
 DTRAIN__PRIVATE bool dtrain__json_u64(dtrain__json *json, uint64_t *value);
-DTRAIN__PRIVATE bool dtrain__json_i64(dtrain__json *json, int64_t *value);
+DTRAIN__PRIVATE bool dtrain__json_count(dtrain__json *json, int64_t *value);
 /* Read true or false. */
 DTRAIN__PRIVATE bool dtrain__json_bool(dtrain__json *json, bool *value);
 /* Return the kind of the value that comes next: '{', '[', '"', 't', 'f', 'n', '0' for a number, or
@@ -26060,7 +26058,7 @@ DTRAIN__PRIVATE bool dtrain__json_bool(dtrain__json *json, bool *value);
 DTRAIN__PRIVATE char dtrain__json_peek(dtrain__json *json);
 /* Step over any value, checking it like the others. */
 DTRAIN__PRIVATE bool dtrain__json_skip(dtrain__json *json);
-/* Leave an error that says where in the text it is; the first one stands. Returns false. */
+/* Report an error and its place in the text, unless there is one already. Returns false. */
 DTRAIN__PRINTF(2, 3)
 DTRAIN__PRIVATE bool dtrain__json_fail(dtrain__json *json, const char *format, ...);
 /* Check that nothing but blanks is left, and return the result. */
@@ -26298,24 +26296,22 @@ typedef struct dtrain__stored {
 /* The tensors of a file. */
 typedef struct dtrain__tensor_file {
     const dtrain_allocator *allocator;
-    dtrain__stored *tensors; /* (count), sorted by name */
-    size_t count;
-    char *names;
+    dtrain__stored *tensors; /* (room), count in use, sorted by name */
+    size_t count, room;
+    char *names; /* (names_bytes) */
     size_t names_bytes;
-    uint64_t data;  /* where the data begins in the file */
-    char *metadata; /* the text of __metadata__, or NULL */
-    size_t metadata_bytes;
+    uint64_t data; /* where the data begins in the file */
 } dtrain__tensor_file;
 
 /* Append the beginning of a file to the text: length and header, padded with blanks to a multiple
- * of 8. tensors (count) follow each other in the order of their data, from 0 on; metadata: pairs of
- * strings that end with NULL, or NULL. The header is read again at once: what would not be read
- * later, a name that occurs twice for example, is DTRAIN_ERROR_DATA. */
+ * of 8. tensors (count) follow each other in the order of their data, from 0 on; metadata is a JSON
+ * object of strings. The header is read again at once: what would not be read later, a name that
+ * occurs twice for example, is DTRAIN_ERROR_DATA. */
 DTRAIN__PRIVATE dtrain_result dtrain__safetensors_write(dtrain__text *text,
                                                         const dtrain__stored *tensors, size_t count,
-                                                        const char *const *metadata);
-/* Read the header of an open file and check all of it; the file goes on belonging to the caller.
- * After an error nothing is left to free. */
+                                                        const char *metadata);
+/* Read the header of an open file and check all of it. This takes at most six times the memory of
+ * the header, and leaves nothing to free after an error. */
 DTRAIN__PRIVATE dtrain_result dtrain__safetensors_read(const dtrain_storage *storage, int file,
                                                        const char *path,
                                                        const dtrain_allocator *allocator,
@@ -26326,8 +26322,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__safetensors_parse(const char *path, const 
                                                         const dtrain_allocator *allocator,
                                                         dtrain__tensor_file *out);
 /* Find a tensor by name: NULL when there is none. */
-DTRAIN__PRIVATE const dtrain__stored *dtrain__safetensors_find(const dtrain__tensor_file *file,
-                                                               const char *name);
+DTRAIN__PRIVATE dtrain__stored *dtrain__safetensors_find(const dtrain__tensor_file *file,
+                                                         const char *name);
 DTRAIN__PRIVATE void dtrain__safetensors_free(dtrain__tensor_file *file);
 /* Bytes of an element of a stored type, 0 for OTHER; and its name in the format ("F32"). */
 DTRAIN__PRIVATE size_t dtrain__stored_bytes(uint32_t dtype);
@@ -26537,6 +26533,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c)
 /* Whole reads and writes over any storage table. */
 
 /* state/storage.c */
+DTRAIN__PRIVATE const dtrain_storage *dtrain__storage_or_files(const dtrain_storage *given);
 DTRAIN__PRIVATE int dtrain__storage_try(const dtrain_storage *storage, const char *path,
                                         dtrain_storage_mode mode);
 DTRAIN__PRIVATE dtrain_result dtrain__storage_open(const dtrain_storage *storage, const char *path,
@@ -26688,7 +26685,7 @@ static dtrain_result dtrain__piece_stored(const dtrain__held *held, char *name,
 static dtrain_result dtrain__file_header(const dtrain_checkpoint *c, const dtrain__write_file *file,
                                          dtrain__text *text)
 {
-    const char *metadata[] = {"format", "pt", "writer", "dtrain checkpoint", NULL};
+    static const char metadata[] = "{\"format\":\"pt\",\"writer\":\"dtrain checkpoint\"}";
     dtrain__stored *stored = (dtrain__stored *)dtrain__alloc(
         &c->allocator, file->count, sizeof *stored, "the header of a file");
     char(*names)[DTRAIN__TENSOR_NAME] = (char(*)[DTRAIN__TENSOR_NAME])dtrain__alloc(
@@ -27431,7 +27428,7 @@ static dtrain_result dtrain__checkpoint_resolve(dtrain_checkpoint *c,
     c->desc.config = dtrain__keep_text(&next, desc->config);
     c->desc.commit = dtrain__keep_text(&next, desc->commit);
     if (!c->desc.keep) c->desc.keep = 3;
-    if (!c->desc.storage) c->desc.storage = dtrain_file_storage();
+    c->desc.storage = dtrain__storage_or_files(c->desc.storage);
     return DTRAIN_OK;
 }
 
@@ -28231,7 +28228,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
     load.state = state;
     steps.allocator = &state->allocator;
     if (desc) load.desc = *desc;
-    if (!load.desc.storage) load.desc.storage = dtrain_file_storage();
+    load.desc.storage = dtrain__storage_or_files(load.desc.storage);
     const double start = dtrain_seconds();
     const char *const torn = dtrain__torn(state->desc.strategy); /* mended by a whole load alone */
     if (!load.desc.partial && !load.desc.values_only) dtrain__set_torn(state->desc.strategy, NULL);
@@ -28522,7 +28519,7 @@ static void dtrain__export_path(const dtrain__export *e, uint32_t number, const 
 static dtrain_result dtrain__export_header(const dtrain__export *e, uint32_t number,
                                            dtrain__text *text)
 {
-    const char *const metadata[] = {"format", "pt", NULL}; /* transformers reads no file without */
+    static const char metadata[] = "{\"format\":\"pt\"}"; /* transformers reads no file without */
     const uint64_t each = dtrain_dtype_bytes((dtrain_dtype)e->desc.dtype);
     const dtrain__weight *first = e->weights.list, *end = first + e->weights.count, *last;
     while (first < end && first->file < number) first++;
@@ -28699,7 +28696,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_export(dtrain_strategy *strategy, con
     e.path = path;
     e.file = -1;
     if (desc) e.desc = *desc;
-    if (!e.desc.storage) e.desc.storage = dtrain_file_storage();
+    e.desc.storage = dtrain__storage_or_files(e.desc.storage);
     const dtrain_allocator *allocator = &dtrain__world_of(strategy)->allocator;
     dtrain_comm *comm = dtrain__groups_of(strategy).all;
     dtrain_result result = dtrain__agree(comm, dtrain__export_prepare(&e));
@@ -29155,7 +29152,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
     im.allocator = &state->allocator;
     im.path = path;
     if (desc) im.desc = *desc;
-    if (!im.desc.storage) im.desc.storage = dtrain_file_storage();
+    im.desc.storage = dtrain__storage_or_files(im.desc.storage);
     dtrain_result result = dtrain__agree(state->comm, dtrain__import_prepare(&im));
     if (result == DTRAIN_OK) {
         dtrain__set_torn(state->desc.strategy, dtrain__import_call);
@@ -29743,8 +29740,8 @@ static bool dtrain__read_box(dtrain__json *json, dtrain_piece *piece)
 {
     if (!dtrain__json_item(json)) return json->result == DTRAIN_OK; /* the whole tensor */
     for (int d = 0; d < 4; d++)
-        if ((d && !dtrain__json_item(json)) || !dtrain__json_i64(json, &piece->first[d]) ||
-            !dtrain__json_item(json) || !dtrain__json_i64(json, &piece->length[d]))
+        if ((d && !dtrain__json_item(json)) || !dtrain__json_count(json, &piece->first[d]) ||
+            !dtrain__json_item(json) || !dtrain__json_count(json, &piece->length[d]))
             return dtrain__json_fail(json, "a box is not eight numbers");
     return !dtrain__json_item(json) || dtrain__json_fail(json, "a piece has too many items");
 }
@@ -29862,7 +29859,7 @@ static bool dtrain__read_member(dtrain__manifest *m, dtrain__json *json, const c
     if (strcmp(name, "version") == 0) return dtrain__read_version(m, json);
     if (strcmp(name, "strategy") == 0)
         return dtrain__json_string(json, m->strategy, sizeof m->strategy);
-    if (strcmp(name, "step") == 0) return dtrain__json_i64(json, &m->step);
+    if (strcmp(name, "step") == 0) return dtrain__json_count(json, &m->step);
     if (strcmp(name, "run") == 0) return dtrain__json_u64(json, &m->run);
     if (strcmp(name, "job") == 0) return dtrain__json_u64(json, &m->job);
     if (strcmp(name, "hierarchical") == 0) return dtrain__json_bool(json, &m->hierarchical);
@@ -30023,13 +30020,15 @@ DTRAIN__PRIVATE const dtrain__saved_tensor *dtrain__manifest_find(const dtrain__
  *                 "name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
  *     the rest   values, row-major, little endian; offsets count from here
  *
- * A header is read twice, first to check and count: what is allocated then is exact, and at most
- * five times the header. What reading lets through means the same to every reader: the tensors
- * cover the data without holes or overlaps, no name occurs twice, and sizes are what shapes say.
- * Our own limits come on top: 16 dimensions, names of 511 bytes without control characters. */
+ * A header that is accepted means the same to every reader: the tensors cover the data without
+ * holes or overlaps, no name occurs twice, and sizes are what shapes say. There are two limits of
+ * our own: 16 dimensions, and names of 511 bytes without control characters. */
 
 #define DTRAIN__HEADER_BYTES 100000000u /* at most: the limit of the reference reader */
 #define DTRAIN__LENGTH_BYTES 8u
+
+/* The shortest entry of a tensor: "":{"dtype":"U8","shape":[],"data_offsets":[0,1]} and a comma. */
+#define DTRAIN__ENTRY_BYTES 50u
 
 /* Types of the format, ours first, in the order of their numbers. */
 static const struct {
@@ -30055,18 +30054,9 @@ DTRAIN__PRIVATE const char *dtrain__stored_name(uint32_t dtype)
 
 /* ---- Writing ----------------------------------------------------------------------------------*/
 
-static void dtrain__header_add_metadata(dtrain__text *text, const char *const *pairs)
+static void dtrain__header_add(dtrain__text *text, const dtrain__stored *tensor)
 {
-    dtrain__text_add(text, "\"__metadata__\":{");
-    for (size_t i = 0; pairs[i]; i++) {
-        if (i > 0) dtrain__text_add(text, i % 2 ? ":" : ",");
-        dtrain__text_add_string(text, pairs[i]);
-    }
-    dtrain__text_add(text, "}");
-}
-
-static void dtrain__header_add_tensor(dtrain__text *text, const dtrain__stored *tensor)
-{
+    dtrain__text_add(text, ",");
     dtrain__text_add_string(text, tensor->name);
     dtrain__text_add(text, ":{\"dtype\":\"%s\",\"shape\":[", dtrain__stored_name(tensor->dtype));
     for (int d = 0; d < tensor->dims; d++)
@@ -30075,29 +30065,24 @@ static void dtrain__header_add_tensor(dtrain__text *text, const dtrain__stored *
                      (unsigned long long)tensor->end);
 }
 
-/* The header is read again before it leaves: no file is written that would not be read. */
 DTRAIN__PRIVATE dtrain_result dtrain__safetensors_write(dtrain__text *text,
                                                         const dtrain__stored *tensors, size_t count,
-                                                        const char *const *metadata)
+                                                        const char *metadata)
 {
     const size_t start = text->bytes, header = start + DTRAIN__LENGTH_BYTES;
-    dtrain__text_add(text, "%8s{", ""); /* the length takes the place of the blanks */
-    if (metadata) dtrain__header_add_metadata(text, metadata);
-    for (size_t i = 0; i < count; i++) {
-        if (i > 0 || metadata) dtrain__text_add(text, ",");
-        dtrain__header_add_tensor(text, &tensors[i]);
-    }
+    dtrain__tensor_file check;
+    dtrain__text_add(text, "%8s{\"__metadata__\":%s", "", metadata); /* the length comes last */
+    for (size_t i = 0; i < count; i++) dtrain__header_add(text, &tensors[i]);
     dtrain__text_add(text, "}");
-    dtrain__text_add(text, "%*s",
-                     (int)(dtrain__round_up(text->bytes - start, 8) + start - text->bytes), "");
+    const size_t end = start + dtrain__round_up(text->bytes - start, 8);
+    dtrain__text_add(text, "%*s", (int)(end - text->bytes), "");
     if (text->failed) return DTRAIN_ERROR_MEMORY;
-    const size_t bytes = text->bytes - header;
+    const size_t bytes = end - header;
     for (size_t i = 0; i < DTRAIN__LENGTH_BYTES; i++)
         text->at[start + i] = (char)(bytes >> (8 * i) & 255);
-    dtrain__tensor_file check;
+    const uint64_t data_bytes = count ? tensors[count - 1].end : 0;
     DTRAIN__TRY(dtrain__safetensors_parse("a new file", text->at + header, bytes,
-                                          DTRAIN__LENGTH_BYTES + bytes +
-                                              (count ? tensors[count - 1].end : 0),
+                                          DTRAIN__LENGTH_BYTES + bytes + data_bytes,
                                           text->allocator, &check));
     dtrain__safetensors_free(&check);
     return DTRAIN_OK;
@@ -30121,16 +30106,10 @@ static size_t dtrain__header_dtype(dtrain__json *json, dtrain__stored *tensor)
 static void dtrain__header_shape(dtrain__json *json, dtrain__stored *tensor)
 {
     if (!dtrain__json_enter(json, '[')) return;
-    while (dtrain__json_item(json)) {
-        int64_t size;
-        if (tensor->dims == DTRAIN__TENSOR_DIMS) {
+    while (dtrain__json_item(json))
+        if (tensor->dims == DTRAIN__TENSOR_DIMS)
             dtrain__json_fail(json, "more than %d dimensions", DTRAIN__TENSOR_DIMS);
-            return;
-        }
-        if (!dtrain__json_i64(json, &size)) return;
-        if (size < 0) dtrain__json_fail(json, "a dimension of %lld", (long long)size);
-        tensor->shape[tensor->dims++] = size;
-    }
+        else (void)dtrain__json_count(json, &tensor->shape[tensor->dims++]);
 }
 
 static void dtrain__header_offsets(dtrain__json *json, dtrain__stored *tensor)
@@ -30212,52 +30191,34 @@ static dtrain_result dtrain__header_fits(const char *path, uint64_t bytes, uint6
     return DTRAIN_OK;
 }
 
-/* Check that all metadata are strings, and keep the text. */
-static bool dtrain__header_metadata(dtrain__json *json, dtrain__tensor_file *out)
-{
-    if (out->metadata) return dtrain__json_fail(json, "a second \"__metadata__\"");
-    (void)dtrain__json_peek(json);
-    const char *start = json->at;
-    if (!dtrain__json_enter(json, '{')) return false;
-    while (dtrain__json_member(json, NULL, 0)) (void)dtrain__json_string(json, NULL, 0);
-    if (json->result != DTRAIN_OK) return false;
-    out->metadata_bytes = (size_t)(json->at - start);
-    out->metadata = (char *)dtrain__alloc(out->allocator, out->metadata_bytes + 1, 1, "metadata");
-    if (out->metadata) memcpy(out->metadata, start, out->metadata_bytes);
-    else json->result = DTRAIN_ERROR_MEMORY;
-    return out->metadata != NULL;
-}
-
-/* Read the header. The first time, before there is memory for tensors, everything is checked and
- * counted, and the metadata are kept; the second time tensors and names are. To count members
- * unchecked would not do: as tensors, {"":0,"":0,...} would need thirty times its own size. */
-static dtrain_result dtrain__header_read(dtrain__json json, uint64_t data_bytes,
+/* Read the entries of a header, and the names into memory that is as long as the header: decoded, a
+ * string is never longer than its text between quotes. */
+static dtrain_result dtrain__header_read(dtrain__json *json, uint64_t data_bytes,
                                          dtrain__tensor_file *out)
 {
-    char name[DTRAIN__TENSOR_NAME];
-    size_t count = 0, names_bytes = 0;
-    (void)dtrain__json_enter(&json, '{');
-    while (dtrain__json_member(&json, name, sizeof name)) {
+    char *name = out->names;
+    bool metadata = false;
+    (void)dtrain__json_enter(json, '{');
+    while (dtrain__json_member(json, name, DTRAIN__TENSOR_NAME)) {
+        dtrain__stored *tensor = &out->tensors[out->count];
+        json->inside = name;
         for (const char *c = name; *c; c++)
             if ((unsigned char)*c < 0x20 || *c == 0x7f)
-                dtrain__json_fail(&json, "a name with control characters");
-        json.inside = name;
-        if (strcmp(name, "__metadata__") != 0) {
-            dtrain__stored one, *tensor = out->tensors ? &out->tensors[count] : &one;
-            memset(tensor, 0, sizeof *tensor);
-            (void)dtrain__header_tensor(&json, tensor, data_bytes);
-            const size_t bytes = strlen(name) + 1;
-            if (out->names) tensor->name = (char *)memcpy(out->names + names_bytes, name, bytes);
-            names_bytes += bytes;
-            count++;
-        } else if (out->tensors) (void)dtrain__json_skip(&json);
-        else (void)dtrain__header_metadata(&json, out);
-        if (json.result != DTRAIN_OK) return json.result;
-        json.inside = NULL;
+                dtrain__json_fail(json, "a name with control characters");
+        if (strcmp(name, "__metadata__") == 0) { /* strings by name */
+            if (metadata) dtrain__json_fail(json, "a second \"__metadata__\"");
+            metadata = true;
+            (void)dtrain__json_enter(json, '{');
+            while (dtrain__json_member(json, NULL, 0)) (void)dtrain__json_string(json, NULL, 0);
+        } else if (dtrain__header_tensor(json, tensor, data_bytes)) {
+            tensor->name = name;
+            name += strlen(name) + 1;
+            out->count++;
+        }
+        if (json->result != DTRAIN_OK) return json->result;
+        json->inside = NULL;
     }
-    out->count = count;
-    out->names_bytes = names_bytes;
-    return dtrain__json_end(&json);
+    return dtrain__json_end(json);
 }
 
 /* Order tensors by their place, empty ones before what begins there. */
@@ -30309,15 +30270,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__safetensors_parse(const char *path, const 
     out->allocator = allocator;
     DTRAIN__TRY(dtrain__header_fits(path, bytes, file_bytes));
     out->data = DTRAIN__LENGTH_BYTES + bytes;
-    const dtrain__json json = dtrain__json_begin(path, header, bytes);
-    dtrain_result result = dtrain__header_read(json, file_bytes - out->data, out);
-    if (result == DTRAIN_OK) {
-        out->tensors = (dtrain__stored *)dtrain__alloc(allocator, out->count, sizeof *out->tensors,
-                                                       "the tensors of a file");
-        out->names = (char *)dtrain__alloc(allocator, out->names_bytes, 1, "names of tensors");
-        result = DTRAIN_ERROR_MEMORY;
+    out->room = bytes / DTRAIN__ENTRY_BYTES + 1;
+    out->names_bytes = bytes;
+    out->tensors = (dtrain__stored *)dtrain__alloc(allocator, out->room, sizeof *out->tensors,
+                                                   "the tensors of a file");
+    out->names = (char *)dtrain__alloc(allocator, bytes, 1, "names of tensors");
+    dtrain_result result = DTRAIN_ERROR_MEMORY;
+    if (out->tensors && out->names) {
+        dtrain__json json = dtrain__json_begin(path, header, bytes);
+        result = dtrain__header_read(&json, file_bytes - out->data, out);
     }
-    if (out->tensors && out->names) result = dtrain__header_read(json, file_bytes - out->data, out);
     if (result == DTRAIN_OK) result = dtrain__header_check_all(path, file_bytes - out->data, out);
     if (result != DTRAIN_OK) dtrain__safetensors_free(out);
     return result;
@@ -30328,24 +30290,23 @@ DTRAIN__PRIVATE dtrain_result dtrain__safetensors_read(const dtrain_storage *sto
                                                        const dtrain_allocator *allocator,
                                                        dtrain__tensor_file *out)
 {
-    unsigned char length[DTRAIN__LENGTH_BYTES], head[32];
+    unsigned char head[32]; /* the length, and what a file of another kind begins with */
     uint64_t bytes = 0;
     memset(out, 0, sizeof *out);
     const int64_t size = storage->size(storage->user, file);
     if (size < 0)
         return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be read: %s", path, strerror((int)-size));
-    DTRAIN__TRY(dtrain__storage_read(storage, file, path, length, sizeof length, 0));
-    for (size_t i = 0; i < sizeof length; i++) bytes |= (uint64_t)length[i] << (8 * i);
+    const size_t shown = (size_t)dtrain__min(size, (int64_t)sizeof head);
+    DTRAIN__TRY(dtrain__storage_read(storage, file, path, head, shown, 0));
+    for (size_t i = 0; i < DTRAIN__LENGTH_BYTES && i < shown; i++)
+        bytes |= (uint64_t)head[i] << (8 * i);
     dtrain_result result = dtrain__header_fits(path, bytes, (uint64_t)size);
-    if (result != DTRAIN_OK && size >= (int64_t)sizeof head) {
-        DTRAIN__TRY(dtrain__storage_read(storage, file, path, head, sizeof head, 0));
-        const char *mistaken = dtrain__mistaken(head, sizeof head);
-        if (mistaken) return dtrain_fail(DTRAIN_ERROR_DATA, "%s: %s", path, mistaken);
-    }
+    const char *mistaken = result == DTRAIN_OK ? NULL : dtrain__mistaken(head, shown);
+    if (mistaken) return dtrain_fail(DTRAIN_ERROR_DATA, "%s: %s", path, mistaken);
     if (result != DTRAIN_OK) return result;
     char *header = (char *)dtrain__alloc(allocator, (size_t)bytes, 1, "the header of a file");
     if (!header) return DTRAIN_ERROR_MEMORY;
-    result = dtrain__storage_read(storage, file, path, header, (size_t)bytes, sizeof length);
+    result = dtrain__storage_read(storage, file, path, header, (size_t)bytes, DTRAIN__LENGTH_BYTES);
     if (result == DTRAIN_OK)
         result =
             dtrain__safetensors_parse(path, header, (size_t)bytes, (uint64_t)size, allocator, out);
@@ -30353,25 +30314,19 @@ DTRAIN__PRIVATE dtrain_result dtrain__safetensors_read(const dtrain_storage *sto
     return result;
 }
 
-DTRAIN__PRIVATE const dtrain__stored *dtrain__safetensors_find(const dtrain__tensor_file *file,
-                                                               const char *name)
+DTRAIN__PRIVATE dtrain__stored *dtrain__safetensors_find(const dtrain__tensor_file *file,
+                                                         const char *name)
 {
-    size_t low = 0, high = file->count;
-    while (low < high) {
-        const size_t middle = low + (high - low) / 2;
-        const int order = strcmp(name, file->tensors[middle].name);
-        if (order == 0) return &file->tensors[middle];
-        if (order < 0) high = middle;
-        else low = middle + 1;
-    }
-    return NULL;
+    dtrain__stored key;
+    key.name = name;
+    return (dtrain__stored *)bsearch(&key, file->tensors, file->count, sizeof key,
+                                     dtrain__stored_by_name);
 }
 
 DTRAIN__PRIVATE void dtrain__safetensors_free(dtrain__tensor_file *file)
 {
-    dtrain__free(file->allocator, file->tensors, file->count, sizeof *file->tensors);
+    dtrain__free(file->allocator, file->tensors, file->room, sizeof *file->tensors);
     dtrain__free(file->allocator, file->names, file->names_bytes, 1);
-    dtrain__free(file->allocator, file->metadata, file->metadata_bytes + 1, 1);
     memset(file, 0, sizeof *file);
 }
 
@@ -30381,14 +30336,14 @@ DTRAIN__PRIVATE void dtrain__safetensors_free(dtrain__tensor_file *file)
 
 /* JSON (RFC 8259)
  *
- * The reader is stricter than most: every text has one meaning here or none. Not UTF-8, half of a
- * surrogate pair, \u0000, a comma too many, a number with a leading zero are errors; members that
- * occur twice are for the caller to find. It makes no tree, so that no text can ask for memory, and
- * goes 16 levels deep, so that none can ask for stack. No call depends on the locale. */
+ * The reader is stricter than most, so that no text has two meanings: bytes that are not UTF-8, half
+ * of a surrogate pair, \u0000, a comma too many and a number with a leading zero are errors. The
+ * caller finds members that occur twice. The reader builds no tree and goes 16 levels deep: the
+ * memory and the stack that it needs do not depend on the text. No call depends on the locale. */
 
-/* Return the bytes of the character that comes first, 0 where it is not UTF-8: cut off, longer than
- * its value needs, half of a surrogate pair, or beyond U+10FFFF. The second byte decides the last
- * three (RFC 3629, section 4). */
+/* Return the number of bytes of the first character, or 0 if it is not UTF-8: it is cut off, longer
+ * than its value needs, half of a surrogate pair, or beyond U+10FFFF. The second byte decides the
+ * last three (RFC 3629, section 4). */
 static size_t dtrain__utf8_bytes(const char *text, size_t left)
 {
     const unsigned char *at = (const unsigned char *)text;
@@ -30408,8 +30363,8 @@ static size_t dtrain__utf8_bytes(const char *text, size_t left)
 
 /* ---- Text that grows --------------------------------------------------------------------------*/
 
-/* Make room for more bytes and a 0 behind them: at least twice the room that was there, so that the
- * time of all calls is linear in the text. */
+/* Make room for more bytes and a 0 behind them. The room at least doubles, so that the time of all
+ * calls together is linear in the text. */
 static bool dtrain__text_grow(dtrain__text *text, size_t more)
 {
     const size_t needed = text->bytes + more + 1;
@@ -30452,7 +30407,6 @@ DTRAIN__PRIVATE void dtrain__text_add(dtrain__text *text, const char *format, ..
     va_end(args);
 }
 
-/* Bytes that are not UTF-8 are replaced one by one. */
 DTRAIN__PRIVATE void dtrain__text_add_string(dtrain__text *text, const char *string)
 {
     const char *end = string + strlen(string);
@@ -30477,9 +30431,9 @@ DTRAIN__PRIVATE void dtrain__text_free(dtrain__text *text)
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
-/* After an error the text is empty: every later call finds its end at once, and no call has to ask
- * whether an earlier one failed. Sentences may quote the text, and go to terminals: control
- * characters are replaced. */
+/* Empty the text after an error: every later call then finds its end, and no call has to ask whether
+ * an earlier one failed. Sentences may quote the text and go to terminals: control characters are
+ * replaced. */
 DTRAIN__PRIVATE bool dtrain__json_fail(dtrain__json *json, const char *format, ...)
 {
     char text[DTRAIN__ERROR_BYTES];
@@ -30498,7 +30452,7 @@ DTRAIN__PRIVATE bool dtrain__json_fail(dtrain__json *json, const char *format, .
     return false;
 }
 
-/* Leave the commonest error: the text goes on with something else than `what`. */
+/* Report the commonest error: something else than `what` comes next. */
 static bool dtrain__json_expected(dtrain__json *json, const char *what)
 {
     if (json->at == json->end)
@@ -30528,7 +30482,7 @@ DTRAIN__PRIVATE const char *dtrain__mistaken(const void *head, size_t bytes)
     return NULL;
 }
 
-/* All of the text is checked for UTF-8 here, so that strings can be copied byte by byte later. */
+/* Check the whole text for UTF-8, so that strings can be copied byte by byte later. */
 DTRAIN__PRIVATE dtrain__json dtrain__json_begin(const char *what, const char *text, size_t bytes)
 {
     dtrain__json json;
@@ -30540,27 +30494,17 @@ DTRAIN__PRIVATE dtrain__json dtrain__json_begin(const char *what, const char *te
     if (mistaken) dtrain__json_fail(&json, "%s", mistaken);
     while (json.at < json.end) {
         const size_t length = dtrain__utf8_bytes(json.at, (size_t)(json.end - json.at));
-        if (length == 0) {
-            dtrain__json_expected(&json, "UTF-8");
-            return json;
-        }
+        if (length == 0) dtrain__json_expected(&json, "UTF-8");
         json.at += length;
     }
     json.at = json.text;
     return json;
 }
 
-/* Go over a byte if it is the next one. */
+/* Step over a byte if it is the next one. */
 static bool dtrain__json_accept(dtrain__json *json, char byte)
 {
     const bool found = json->at < json->end && *json->at == byte;
-    if (found) json->at++;
-    return found;
-}
-
-static bool dtrain__json_accept_digit(dtrain__json *json)
-{
-    const bool found = json->at < json->end && *json->at >= '0' && *json->at <= '9';
     if (found) json->at++;
     return found;
 }
@@ -30583,7 +30527,7 @@ DTRAIN__PRIVATE bool dtrain__json_enter(dtrain__json *json, char bracket)
     return true;
 }
 
-/* Leave at the closing bracket; otherwise go over the comma before what follows. */
+/* Leave the object or array at its closing bracket, or step over the comma before its next entry. */
 static bool dtrain__json_next(dtrain__json *json, char close)
 {
     if (json->depth == 0) return dtrain__json_fail(json, "nothing has been entered");
@@ -30611,22 +30555,19 @@ DTRAIN__PRIVATE bool dtrain__json_item(dtrain__json *json) { return dtrain__json
 /* Read the XXXX of \uXXXX. */
 static bool dtrain__json_hex(dtrain__json *json, uint32_t *code)
 {
+    static const char digits[] = "0123456789abcdefABCDEF";
     *code = 0;
     for (int i = 0; i < 4; i++) {
-        const char c = json->at < json->end ? *json->at : 0;
-        uint32_t digit;
-        if (c >= '0' && c <= '9') digit = (uint32_t)(c - '0');
-        else if (c >= 'a' && c <= 'f') digit = (uint32_t)(c - 'a' + 10);
-        else if (c >= 'A' && c <= 'F') digit = (uint32_t)(c - 'A' + 10);
-        else return dtrain__json_expected(json, "four hexadecimal digits");
-        *code = *code << 4 | digit;
+        const char *digit = json->at < json->end && *json->at ? strchr(digits, *json->at) : NULL;
+        if (!digit) return dtrain__json_expected(json, "four hexadecimal digits");
+        *code = *code << 4 | (uint32_t)(digit - digits - (digit - digits < 16 ? 0 : 6));
         json->at++;
     }
     return true;
 }
 
-/* Read an escaped character, of which the backslash has been read: its bytes as UTF-8, and how
- * many; 0 after an error. */
+/* Read an escape behind its backslash. Write the character as UTF-8, and return its number of bytes,
+ * or 0 after an error. */
 static size_t dtrain__json_escape(dtrain__json *json, char utf8[4])
 {
     static const char names[] = "\"\\/bfnrt", values[] = "\"\\/\b\f\n\r\t";
@@ -30652,7 +30593,6 @@ static size_t dtrain__json_escape(dtrain__json *json, char utf8[4])
     return bytes;
 }
 
-/* Without `string` it is only checked, and may have any length. */
 DTRAIN__PRIVATE bool dtrain__json_string(dtrain__json *json, char *string, size_t room)
 {
     size_t used = 0;
@@ -30675,46 +30615,44 @@ DTRAIN__PRIVATE bool dtrain__json_string(dtrain__json *json, char *string, size_
     return true;
 }
 
-/* Read the digits of an integer. Nothing is converted by strtod, which reads what the locale says
- * and rounds what is above 2^53. */
-static bool dtrain__json_digits(dtrain__json *json, uint64_t *value)
+/* Read digits, at least one. */
+static bool dtrain__json_digits(dtrain__json *json, const char *expected)
 {
     const char *first = json->at;
+    while (json->at < json->end && *json->at >= '0' && *json->at <= '9') json->at++;
+    return json->at > first || dtrain__json_expected(json, expected);
+}
+
+/* Convert without strtod, which follows the locale and rounds what is above 2^53. */
+DTRAIN__PRIVATE bool dtrain__json_u64(dtrain__json *json, uint64_t *value)
+{
+    dtrain__json_blanks(json);
+    const char *at = json->at;
     *value = 0;
-    while (dtrain__json_accept_digit(json)) {
-        const uint64_t digit = (uint64_t)(json->at[-1] - '0');
+    if (!dtrain__json_digits(json, "an integer in its range")) return false;
+    if (*at == '0' && json->at - at > 1) return dtrain__json_fail(json, "a leading zero");
+    if (json->at < json->end && strchr(".eE", *json->at))
+        return dtrain__json_expected(json, "an integer");
+    for (; at < json->at; at++) {
+        const uint64_t digit = (uint64_t)(*at - '0');
         if (*value > (UINT64_MAX - digit) / 10)
             return dtrain__json_fail(json, "a number of 2^64 or more");
         *value = *value * 10 + digit;
     }
-    if (json->at == first) return dtrain__json_expected(json, "an integer in its range");
-    if (*first == '0' && json->at - first > 1) return dtrain__json_fail(json, "a leading zero");
-    if (json->at < json->end && (*json->at == '.' || *json->at == 'e' || *json->at == 'E'))
-        return dtrain__json_expected(json, "an integer");
     return true;
 }
 
-DTRAIN__PRIVATE bool dtrain__json_u64(dtrain__json *json, uint64_t *value)
+DTRAIN__PRIVATE bool dtrain__json_count(dtrain__json *json, int64_t *value)
 {
-    dtrain__json_blanks(json);
-    return dtrain__json_digits(json, value);
-}
-
-DTRAIN__PRIVATE bool dtrain__json_i64(dtrain__json *json, int64_t *value)
-{
-    uint64_t size;
+    uint64_t number;
     *value = 0;
-    dtrain__json_blanks(json);
-    const bool negative = dtrain__json_accept(json, '-');
-    if (!dtrain__json_digits(json, &size)) return false;
-    if (size > (uint64_t)INT64_MAX + negative || (negative && size == 0))
-        return dtrain__json_fail(json, "%s%llu is not an integer of 64 bits", negative ? "-" : "",
-                                 (unsigned long long)size);
-    *value = (int64_t)(negative ? 0 - size : size);
+    if (!dtrain__json_u64(json, &number)) return false;
+    if (number > INT64_MAX) return dtrain__json_fail(json, "a number of 2^63 or more");
+    *value = (int64_t)number;
     return true;
 }
 
-/* Go over true, false or null. A word that goes on is refused by whoever reads behind it. */
+/* Step over true, false or null. If the word goes on, whatever is read next fails. */
 static bool dtrain__json_word(dtrain__json *json, const char *word)
 {
     for (const char *c = word; *c; c++)
@@ -30738,22 +30676,15 @@ DTRAIN__PRIVATE char dtrain__json_peek(dtrain__json *json)
     return c && strchr("{[\"tfn", c) ? c : 0;
 }
 
-static bool dtrain__json_skip_digits(dtrain__json *json)
-{
-    const char *first = json->at;
-    while (dtrain__json_accept_digit(json)) {}
-    return json->at > first || dtrain__json_expected(json, "a digit");
-}
-
 /* Step over a number: -? (0 | [1-9][0-9]*) (. [0-9]+)? ([eE] [+-]? [0-9]+)? */
 static bool dtrain__json_skip_number(dtrain__json *json)
 {
     (void)dtrain__json_accept(json, '-');
-    if (!dtrain__json_accept(json, '0') && !dtrain__json_skip_digits(json)) return false;
-    if (dtrain__json_accept(json, '.') && !dtrain__json_skip_digits(json)) return false;
+    if (!dtrain__json_accept(json, '0') && !dtrain__json_digits(json, "a digit")) return false;
+    if (dtrain__json_accept(json, '.') && !dtrain__json_digits(json, "a digit")) return false;
     if (!dtrain__json_accept(json, 'e') && !dtrain__json_accept(json, 'E')) return true;
     if (!dtrain__json_accept(json, '+')) (void)dtrain__json_accept(json, '-');
-    return dtrain__json_skip_digits(json);
+    return dtrain__json_digits(json, "a digit");
 }
 
 /* Recursion ends at DTRAIN__JSON_DEPTH. */
@@ -31026,7 +30957,8 @@ static int dtrain__file_list(void *user, const char *path,
     return -error;
 }
 
-DTRAIN_API const dtrain_storage *dtrain_file_storage(void)
+/* Return the table that was given, or the file system's. */
+DTRAIN__PRIVATE const dtrain_storage *dtrain__storage_or_files(const dtrain_storage *given)
 {
     static const dtrain_storage table = {NULL,
                                          dtrain__file_open,
@@ -31039,7 +30971,7 @@ DTRAIN_API const dtrain_storage *dtrain_file_storage(void)
                                          dtrain__file_remove,
                                          dtrain__file_make_directory,
                                          dtrain__file_list};
-    return &table;
+    return given ? given : &table;
 }
 
 /* ---- Over any table ---------------------------------------------------------------------------*/

@@ -230,7 +230,7 @@ static void dtrain__export_path(const dtrain__export *e, uint32_t number, const 
 static dtrain_result dtrain__export_header(const dtrain__export *e, uint32_t number,
                                            dtrain__text *text)
 {
-    const char *const metadata[] = {"format", "pt", NULL}; /* transformers reads no file without */
+    static const char metadata[] = "{\"format\":\"pt\"}"; /* transformers reads no file without */
     const uint64_t each = dtrain_dtype_bytes((dtrain_dtype)e->desc.dtype);
     const dtrain__weight *first = e->weights.list, *end = first + e->weights.count, *last;
     while (first < end && first->file < number) first++;
@@ -407,7 +407,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_export(dtrain_strategy *strategy, con
     e.path = path;
     e.file = -1;
     if (desc) e.desc = *desc;
-    if (!e.desc.storage) e.desc.storage = dtrain_file_storage();
+    e.desc.storage = dtrain__storage_or_files(e.desc.storage);
     const dtrain_allocator *allocator = &dtrain__world_of(strategy)->allocator;
     dtrain_comm *comm = dtrain__groups_of(strategy).all;
     dtrain_result result = dtrain__agree(comm, dtrain__export_prepare(&e));

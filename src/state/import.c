@@ -457,7 +457,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
     im.allocator = &state->allocator;
     im.path = path;
     if (desc) im.desc = *desc;
-    if (!im.desc.storage) im.desc.storage = dtrain_file_storage();
+    im.desc.storage = dtrain__storage_or_files(im.desc.storage);
     dtrain_result result = dtrain__agree(state->comm, dtrain__import_prepare(&im));
     if (result == DTRAIN_OK) {
         dtrain__set_torn(state->desc.strategy, dtrain__import_call);

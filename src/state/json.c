@@ -1,9 +1,9 @@
 /* JSON (RFC 8259)
  *
- * The reader is stricter than most: every text has one meaning here or none. Not UTF-8, half of a
- * surrogate pair, \u0000, a comma too many, a number with a leading zero are errors; members that
- * occur twice are for the caller to find. It makes no tree, so that no text can ask for memory, and
- * goes 16 levels deep, so that none can ask for stack. No call depends on the locale. */
+ * The reader is stricter than most, so that no text has two meanings: bytes that are not UTF-8, half
+ * of a surrogate pair, \u0000, a comma too many and a number with a leading zero are errors. The
+ * caller finds members that occur twice. The reader builds no tree and goes 16 levels deep: the
+ * memory and the stack that it needs do not depend on the text. No call depends on the locale. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -12,9 +12,9 @@
 #include "core/result.h"
 #include "state/json_internal.h"
 
-/* Return the bytes of the character that comes first, 0 where it is not UTF-8: cut off, longer than
- * its value needs, half of a surrogate pair, or beyond U+10FFFF. The second byte decides the last
- * three (RFC 3629, section 4). */
+/* Return the number of bytes of the first character, or 0 if it is not UTF-8: it is cut off, longer
+ * than its value needs, half of a surrogate pair, or beyond U+10FFFF. The second byte decides the
+ * last three (RFC 3629, section 4). */
 static size_t dtrain__utf8_bytes(const char *text, size_t left)
 {
     const unsigned char *at = (const unsigned char *)text;
@@ -34,8 +34,8 @@ static size_t dtrain__utf8_bytes(const char *text, size_t left)
 
 /* ---- Text that grows --------------------------------------------------------------------------*/
 
-/* Make room for more bytes and a 0 behind them: at least twice the room that was there, so that the
- * time of all calls is linear in the text. */
+/* Make room for more bytes and a 0 behind them. The room at least doubles, so that the time of all
+ * calls together is linear in the text. */
 static bool dtrain__text_grow(dtrain__text *text, size_t more)
 {
     const size_t needed = text->bytes + more + 1;
@@ -78,7 +78,6 @@ DTRAIN__PRIVATE void dtrain__text_add(dtrain__text *text, const char *format, ..
     va_end(args);
 }
 
-/* Bytes that are not UTF-8 are replaced one by one. */
 DTRAIN__PRIVATE void dtrain__text_add_string(dtrain__text *text, const char *string)
 {
     const char *end = string + strlen(string);
@@ -103,9 +102,9 @@ DTRAIN__PRIVATE void dtrain__text_free(dtrain__text *text)
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
-/* After an error the text is empty: every later call finds its end at once, and no call has to ask
- * whether an earlier one failed. Sentences may quote the text, and go to terminals: control
- * characters are replaced. */
+/* Empty the text after an error: every later call then finds its end, and no call has to ask whether
+ * an earlier one failed. Sentences may quote the text and go to terminals: control characters are
+ * replaced. */
 DTRAIN__PRIVATE bool dtrain__json_fail(dtrain__json *json, const char *format, ...)
 {
     char text[DTRAIN__ERROR_BYTES];
@@ -124,7 +123,7 @@ DTRAIN__PRIVATE bool dtrain__json_fail(dtrain__json *json, const char *format, .
     return false;
 }
 
-/* Leave the commonest error: the text goes on with something else than `what`. */
+/* Report the commonest error: something else than `what` comes next. */
 static bool dtrain__json_expected(dtrain__json *json, const char *what)
 {
     if (json->at == json->end)
@@ -154,7 +153,7 @@ DTRAIN__PRIVATE const char *dtrain__mistaken(const void *head, size_t bytes)
     return NULL;
 }
 
-/* All of the text is checked for UTF-8 here, so that strings can be copied byte by byte later. */
+/* Check the whole text for UTF-8, so that strings can be copied byte by byte later. */
 DTRAIN__PRIVATE dtrain__json dtrain__json_begin(const char *what, const char *text, size_t bytes)
 {
     dtrain__json json;
@@ -166,27 +165,17 @@ DTRAIN__PRIVATE dtrain__json dtrain__json_begin(const char *what, const char *te
     if (mistaken) dtrain__json_fail(&json, "%s", mistaken);
     while (json.at < json.end) {
         const size_t length = dtrain__utf8_bytes(json.at, (size_t)(json.end - json.at));
-        if (length == 0) {
-            dtrain__json_expected(&json, "UTF-8");
-            return json;
-        }
+        if (length == 0) dtrain__json_expected(&json, "UTF-8");
         json.at += length;
     }
     json.at = json.text;
     return json;
 }
 
-/* Go over a byte if it is the next one. */
+/* Step over a byte if it is the next one. */
 static bool dtrain__json_accept(dtrain__json *json, char byte)
 {
     const bool found = json->at < json->end && *json->at == byte;
-    if (found) json->at++;
-    return found;
-}
-
-static bool dtrain__json_accept_digit(dtrain__json *json)
-{
-    const bool found = json->at < json->end && *json->at >= '0' && *json->at <= '9';
     if (found) json->at++;
     return found;
 }
@@ -209,7 +198,7 @@ DTRAIN__PRIVATE bool dtrain__json_enter(dtrain__json *json, char bracket)
     return true;
 }
 
-/* Leave at the closing bracket; otherwise go over the comma before what follows. */
+/* Leave the object or array at its closing bracket, or step over the comma before its next entry. */
 static bool dtrain__json_next(dtrain__json *json, char close)
 {
     if (json->depth == 0) return dtrain__json_fail(json, "nothing has been entered");
@@ -237,22 +226,19 @@ DTRAIN__PRIVATE bool dtrain__json_item(dtrain__json *json) { return dtrain__json
 /* Read the XXXX of \uXXXX. */
 static bool dtrain__json_hex(dtrain__json *json, uint32_t *code)
 {
+    static const char digits[] = "0123456789abcdefABCDEF";
     *code = 0;
     for (int i = 0; i < 4; i++) {
-        const char c = json->at < json->end ? *json->at : 0;
-        uint32_t digit;
-        if (c >= '0' && c <= '9') digit = (uint32_t)(c - '0');
-        else if (c >= 'a' && c <= 'f') digit = (uint32_t)(c - 'a' + 10);
-        else if (c >= 'A' && c <= 'F') digit = (uint32_t)(c - 'A' + 10);
-        else return dtrain__json_expected(json, "four hexadecimal digits");
-        *code = *code << 4 | digit;
+        const char *digit = json->at < json->end && *json->at ? strchr(digits, *json->at) : NULL;
+        if (!digit) return dtrain__json_expected(json, "four hexadecimal digits");
+        *code = *code << 4 | (uint32_t)(digit - digits - (digit - digits < 16 ? 0 : 6));
         json->at++;
     }
     return true;
 }
 
-/* Read an escaped character, of which the backslash has been read: its bytes as UTF-8, and how
- * many; 0 after an error. */
+/* Read an escape behind its backslash. Write the character as UTF-8, and return its number of bytes,
+ * or 0 after an error. */
 static size_t dtrain__json_escape(dtrain__json *json, char utf8[4])
 {
     static const char names[] = "\"\\/bfnrt", values[] = "\"\\/\b\f\n\r\t";
@@ -278,7 +264,6 @@ static size_t dtrain__json_escape(dtrain__json *json, char utf8[4])
     return bytes;
 }
 
-/* Without `string` it is only checked, and may have any length. */
 DTRAIN__PRIVATE bool dtrain__json_string(dtrain__json *json, char *string, size_t room)
 {
     size_t used = 0;
@@ -301,46 +286,44 @@ DTRAIN__PRIVATE bool dtrain__json_string(dtrain__json *json, char *string, size_
     return true;
 }
 
-/* Read the digits of an integer. Nothing is converted by strtod, which reads what the locale says
- * and rounds what is above 2^53. */
-static bool dtrain__json_digits(dtrain__json *json, uint64_t *value)
+/* Read digits, at least one. */
+static bool dtrain__json_digits(dtrain__json *json, const char *expected)
 {
     const char *first = json->at;
+    while (json->at < json->end && *json->at >= '0' && *json->at <= '9') json->at++;
+    return json->at > first || dtrain__json_expected(json, expected);
+}
+
+/* Convert without strtod, which follows the locale and rounds what is above 2^53. */
+DTRAIN__PRIVATE bool dtrain__json_u64(dtrain__json *json, uint64_t *value)
+{
+    dtrain__json_blanks(json);
+    const char *at = json->at;
     *value = 0;
-    while (dtrain__json_accept_digit(json)) {
-        const uint64_t digit = (uint64_t)(json->at[-1] - '0');
+    if (!dtrain__json_digits(json, "an integer in its range")) return false;
+    if (*at == '0' && json->at - at > 1) return dtrain__json_fail(json, "a leading zero");
+    if (json->at < json->end && strchr(".eE", *json->at))
+        return dtrain__json_expected(json, "an integer");
+    for (; at < json->at; at++) {
+        const uint64_t digit = (uint64_t)(*at - '0');
         if (*value > (UINT64_MAX - digit) / 10)
             return dtrain__json_fail(json, "a number of 2^64 or more");
         *value = *value * 10 + digit;
     }
-    if (json->at == first) return dtrain__json_expected(json, "an integer in its range");
-    if (*first == '0' && json->at - first > 1) return dtrain__json_fail(json, "a leading zero");
-    if (json->at < json->end && (*json->at == '.' || *json->at == 'e' || *json->at == 'E'))
-        return dtrain__json_expected(json, "an integer");
     return true;
 }
 
-DTRAIN__PRIVATE bool dtrain__json_u64(dtrain__json *json, uint64_t *value)
+DTRAIN__PRIVATE bool dtrain__json_count(dtrain__json *json, int64_t *value)
 {
-    dtrain__json_blanks(json);
-    return dtrain__json_digits(json, value);
-}
-
-DTRAIN__PRIVATE bool dtrain__json_i64(dtrain__json *json, int64_t *value)
-{
-    uint64_t size;
+    uint64_t number;
     *value = 0;
-    dtrain__json_blanks(json);
-    const bool negative = dtrain__json_accept(json, '-');
-    if (!dtrain__json_digits(json, &size)) return false;
-    if (size > (uint64_t)INT64_MAX + negative || (negative && size == 0))
-        return dtrain__json_fail(json, "%s%llu is not an integer of 64 bits", negative ? "-" : "",
-                                 (unsigned long long)size);
-    *value = (int64_t)(negative ? 0 - size : size);
+    if (!dtrain__json_u64(json, &number)) return false;
+    if (number > INT64_MAX) return dtrain__json_fail(json, "a number of 2^63 or more");
+    *value = (int64_t)number;
     return true;
 }
 
-/* Go over true, false or null. A word that goes on is refused by whoever reads behind it. */
+/* Step over true, false or null. If the word goes on, whatever is read next fails. */
 static bool dtrain__json_word(dtrain__json *json, const char *word)
 {
     for (const char *c = word; *c; c++)
@@ -364,22 +347,15 @@ DTRAIN__PRIVATE char dtrain__json_peek(dtrain__json *json)
     return c && strchr("{[\"tfn", c) ? c : 0;
 }
 
-static bool dtrain__json_skip_digits(dtrain__json *json)
-{
-    const char *first = json->at;
-    while (dtrain__json_accept_digit(json)) {}
-    return json->at > first || dtrain__json_expected(json, "a digit");
-}
-
 /* Step over a number: -? (0 | [1-9][0-9]*) (. [0-9]+)? ([eE] [+-]? [0-9]+)? */
 static bool dtrain__json_skip_number(dtrain__json *json)
 {
     (void)dtrain__json_accept(json, '-');
-    if (!dtrain__json_accept(json, '0') && !dtrain__json_skip_digits(json)) return false;
-    if (dtrain__json_accept(json, '.') && !dtrain__json_skip_digits(json)) return false;
+    if (!dtrain__json_accept(json, '0') && !dtrain__json_digits(json, "a digit")) return false;
+    if (dtrain__json_accept(json, '.') && !dtrain__json_digits(json, "a digit")) return false;
     if (!dtrain__json_accept(json, 'e') && !dtrain__json_accept(json, 'E')) return true;
     if (!dtrain__json_accept(json, '+')) (void)dtrain__json_accept(json, '-');
-    return dtrain__json_skip_digits(json);
+    return dtrain__json_digits(json, "a digit");
 }
 
 /* Recursion ends at DTRAIN__JSON_DEPTH. */

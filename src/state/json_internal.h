@@ -1,43 +1,43 @@
-/* JSON: text that is written piece by piece, and a reader that believes nothing. */
+/* JSON: a text that is written piece by piece, and a reader for texts from untrusted files. */
 
 #pragma once
 
 #include "core/core_internal.h"
 #include "core/log.h"
 
-/* Text that grows. An allocation that fails is noted and later calls do nothing: whoever writes
- * looks once, at the end. */
+/* Text that grows. After an allocation that fails, later calls do nothing: the caller checks
+ * `failed` once, at the end. */
 typedef struct dtrain__text {
     const dtrain_allocator *allocator;
     char *at; /* (bytes), and a 0 behind it; NULL while empty */
     size_t bytes, room;
-    bool failed; /* the sentence has been left */
+    bool failed; /* no memory: dtrain_last_error has the sentence */
 } dtrain__text;
 
 DTRAIN__PRINTF(2, 3)
 DTRAIN__PRIVATE void dtrain__text_add(dtrain__text *text, const char *format, ...);
-/* Append a string as JSON has it: quotes, escapes, and U+FFFD for what is not UTF-8. */
+/* Append a string in quotes with JSON's escapes, and U+FFFD for each byte that is not UTF-8. */
 DTRAIN__PRIVATE void dtrain__text_add_string(dtrain__text *text, const char *string);
 DTRAIN__PRIVATE void dtrain__text_free(dtrain__text *text);
 
 #define DTRAIN__JSON_DEPTH 16
 
-/* A reader that walks through a text once, and makes nothing of it. Calls return false at the end
- * of what they walk through and after an error, which stands in `result`; then all of them do. Time
- * is linear in the text, memory constant. */
+/* A reader that goes through a text once. Calls return false at the end of an object or array, and
+ * after an error, which is in `result`: then every later call returns false. Time is linear in the
+ * text, memory constant. */
 typedef struct dtrain__json {
     const char *text, *end, *at;
-    const char *what;   /* for sentences: the name of the file ... */
-    const char *inside; /* ... and what is read there, set by the caller; or NULL */
+    const char *what;   /* the name of the file, for sentences */
+    const char *inside; /* the entry being read, for sentences, set by the caller; or NULL */
     int depth;
-    bool first[DTRAIN__JSON_DEPTH]; /* no member or item of this level has been read yet */
+    bool first[DTRAIN__JSON_DEPTH]; /* nothing of this level has been read yet */
     dtrain_result result;           /* DTRAIN_OK, or DTRAIN_ERROR_DATA with a sentence */
 } dtrain__json;
 
-/* Say what a file is by its first bytes, if it is one that people take for a JSON text or a
- * safetensors file by mistake; NULL: it is none of these. */
+/* Say by its first bytes what a file is that people often give in place of a JSON text or a
+ * safetensors file; NULL if it is none of these. */
 DTRAIN__PRIVATE const char *dtrain__mistaken(const void *head, size_t bytes);
-/* Begin to read `bytes` of a text that stays where it is. It is checked for UTF-8 first. */
+/* Begin to read text (bytes), which the caller keeps until the end. */
 DTRAIN__PRIVATE dtrain__json dtrain__json_begin(const char *what, const char *text, size_t bytes);
 /* Enter an object ('{') or an array ('['). */
 DTRAIN__PRIVATE bool dtrain__json_enter(dtrain__json *json, char bracket);
@@ -45,12 +45,12 @@ DTRAIN__PRIVATE bool dtrain__json_enter(dtrain__json *json, char bracket);
 DTRAIN__PRIVATE bool dtrain__json_member(dtrain__json *json, char *name, size_t room);
 /* Go to the next item of an array; false at its end, which has been left. */
 DTRAIN__PRIVATE bool dtrain__json_item(dtrain__json *json);
-/* Read a string: decoded, with a 0 behind it. One that is too long, has a \u0000 or half of a
- * surrogate pair is an error. */
+/* Read a string, decode it and put a 0 behind it; string may be NULL, to check it alone. A string of
+ * `room` bytes or more, \u0000 and half of a surrogate pair are errors. */
 DTRAIN__PRIVATE bool dtrain__json_string(dtrain__json *json, char *string, size_t room);
-/* Read a number that is an integer in its range; 1.0, 1e3 and -0 are errors. */
+/* Read an integer from 0 to 2^64 - 1, or to 2^63 - 1; 1.0, 1e3 and -0 are errors. */
 DTRAIN__PRIVATE bool dtrain__json_u64(dtrain__json *json, uint64_t *value);
-DTRAIN__PRIVATE bool dtrain__json_i64(dtrain__json *json, int64_t *value);
+DTRAIN__PRIVATE bool dtrain__json_count(dtrain__json *json, int64_t *value);
 /* Read true or false. */
 DTRAIN__PRIVATE bool dtrain__json_bool(dtrain__json *json, bool *value);
 /* Return the kind of the value that comes next: '{', '[', '"', 't', 'f', 'n', '0' for a number, or
@@ -58,7 +58,7 @@ DTRAIN__PRIVATE bool dtrain__json_bool(dtrain__json *json, bool *value);
 DTRAIN__PRIVATE char dtrain__json_peek(dtrain__json *json);
 /* Step over any value, checking it like the others. */
 DTRAIN__PRIVATE bool dtrain__json_skip(dtrain__json *json);
-/* Leave an error that says where in the text it is; the first one stands. Returns false. */
+/* Report an error and its place in the text, unless there is one already. Returns false. */
 DTRAIN__PRINTF(2, 3)
 DTRAIN__PRIVATE bool dtrain__json_fail(dtrain__json *json, const char *format, ...);
 /* Check that nothing but blanks is left, and return the result. */

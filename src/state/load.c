@@ -494,7 +494,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
     load.state = state;
     steps.allocator = &state->allocator;
     if (desc) load.desc = *desc;
-    if (!load.desc.storage) load.desc.storage = dtrain_file_storage();
+    load.desc.storage = dtrain__storage_or_files(load.desc.storage);
     const double start = dtrain_seconds();
     const char *const torn = dtrain__torn(state->desc.strategy); /* mended by a whole load alone */
     if (!load.desc.partial && !load.desc.values_only) dtrain__set_torn(state->desc.strategy, NULL);

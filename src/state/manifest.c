@@ -264,8 +264,8 @@ static bool dtrain__read_box(dtrain__json *json, dtrain_piece *piece)
 {
     if (!dtrain__json_item(json)) return json->result == DTRAIN_OK; /* the whole tensor */
     for (int d = 0; d < 4; d++)
-        if ((d && !dtrain__json_item(json)) || !dtrain__json_i64(json, &piece->first[d]) ||
-            !dtrain__json_item(json) || !dtrain__json_i64(json, &piece->length[d]))
+        if ((d && !dtrain__json_item(json)) || !dtrain__json_count(json, &piece->first[d]) ||
+            !dtrain__json_item(json) || !dtrain__json_count(json, &piece->length[d]))
             return dtrain__json_fail(json, "a box is not eight numbers");
     return !dtrain__json_item(json) || dtrain__json_fail(json, "a piece has too many items");
 }
@@ -383,7 +383,7 @@ static bool dtrain__read_member(dtrain__manifest *m, dtrain__json *json, const c
     if (strcmp(name, "version") == 0) return dtrain__read_version(m, json);
     if (strcmp(name, "strategy") == 0)
         return dtrain__json_string(json, m->strategy, sizeof m->strategy);
-    if (strcmp(name, "step") == 0) return dtrain__json_i64(json, &m->step);
+    if (strcmp(name, "step") == 0) return dtrain__json_count(json, &m->step);
     if (strcmp(name, "run") == 0) return dtrain__json_u64(json, &m->run);
     if (strcmp(name, "job") == 0) return dtrain__json_u64(json, &m->job);
     if (strcmp(name, "hierarchical") == 0) return dtrain__json_bool(json, &m->hierarchical);

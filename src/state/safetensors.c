@@ -8,10 +8,9 @@
  *                 "name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
  *     the rest   values, row-major, little endian; offsets count from here
  *
- * A header is read twice, first to check and count: what is allocated then is exact, and at most
- * five times the header. What reading lets through means the same to every reader: the tensors
- * cover the data without holes or overlaps, no name occurs twice, and sizes are what shapes say.
- * Our own limits come on top: 16 dimensions, names of 511 bytes without control characters. */
+ * A header that is accepted means the same to every reader: the tensors cover the data without
+ * holes or overlaps, no name occurs twice, and sizes are what shapes say. There are two limits of
+ * our own: 16 dimensions, and names of 511 bytes without control characters. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -26,6 +25,9 @@
 
 #define DTRAIN__HEADER_BYTES 100000000u /* at most: the limit of the reference reader */
 #define DTRAIN__LENGTH_BYTES 8u
+
+/* The shortest entry of a tensor: "":{"dtype":"U8","shape":[],"data_offsets":[0,1]} and a comma. */
+#define DTRAIN__ENTRY_BYTES 50u
 
 /* Types of the format, ours first, in the order of their numbers. */
 static const struct {
@@ -51,18 +53,9 @@ DTRAIN__PRIVATE const char *dtrain__stored_name(uint32_t dtype)
 
 /* ---- Writing ----------------------------------------------------------------------------------*/
 
-static void dtrain__header_add_metadata(dtrain__text *text, const char *const *pairs)
+static void dtrain__header_add(dtrain__text *text, const dtrain__stored *tensor)
 {
-    dtrain__text_add(text, "\"__metadata__\":{");
-    for (size_t i = 0; pairs[i]; i++) {
-        if (i > 0) dtrain__text_add(text, i % 2 ? ":" : ",");
-        dtrain__text_add_string(text, pairs[i]);
-    }
-    dtrain__text_add(text, "}");
-}
-
-static void dtrain__header_add_tensor(dtrain__text *text, const dtrain__stored *tensor)
-{
+    dtrain__text_add(text, ",");
     dtrain__text_add_string(text, tensor->name);
     dtrain__text_add(text, ":{\"dtype\":\"%s\",\"shape\":[", dtrain__stored_name(tensor->dtype));
     for (int d = 0; d < tensor->dims; d++)
@@ -71,29 +64,24 @@ static void dtrain__header_add_tensor(dtrain__text *text, const dtrain__stored *
                      (unsigned long long)tensor->end);
 }
 
-/* The header is read again before it leaves: no file is written that would not be read. */
 DTRAIN__PRIVATE dtrain_result dtrain__safetensors_write(dtrain__text *text,
                                                         const dtrain__stored *tensors, size_t count,
-                                                        const char *const *metadata)
+                                                        const char *metadata)
 {
     const size_t start = text->bytes, header = start + DTRAIN__LENGTH_BYTES;
-    dtrain__text_add(text, "%8s{", ""); /* the length takes the place of the blanks */
-    if (metadata) dtrain__header_add_metadata(text, metadata);
-    for (size_t i = 0; i < count; i++) {
-        if (i > 0 || metadata) dtrain__text_add(text, ",");
-        dtrain__header_add_tensor(text, &tensors[i]);
-    }
+    dtrain__tensor_file check;
+    dtrain__text_add(text, "%8s{\"__metadata__\":%s", "", metadata); /* the length comes last */
+    for (size_t i = 0; i < count; i++) dtrain__header_add(text, &tensors[i]);
     dtrain__text_add(text, "}");
-    dtrain__text_add(text, "%*s",
-                     (int)(dtrain__round_up(text->bytes - start, 8) + start - text->bytes), "");
+    const size_t end = start + dtrain__round_up(text->bytes - start, 8);
+    dtrain__text_add(text, "%*s", (int)(end - text->bytes), "");
     if (text->failed) return DTRAIN_ERROR_MEMORY;
-    const size_t bytes = text->bytes - header;
+    const size_t bytes = end - header;
     for (size_t i = 0; i < DTRAIN__LENGTH_BYTES; i++)
         text->at[start + i] = (char)(bytes >> (8 * i) & 255);
-    dtrain__tensor_file check;
+    const uint64_t data_bytes = count ? tensors[count - 1].end : 0;
     DTRAIN__TRY(dtrain__safetensors_parse("a new file", text->at + header, bytes,
-                                          DTRAIN__LENGTH_BYTES + bytes +
-                                              (count ? tensors[count - 1].end : 0),
+                                          DTRAIN__LENGTH_BYTES + bytes + data_bytes,
                                           text->allocator, &check));
     dtrain__safetensors_free(&check);
     return DTRAIN_OK;
@@ -117,16 +105,10 @@ static size_t dtrain__header_dtype(dtrain__json *json, dtrain__stored *tensor)
 static void dtrain__header_shape(dtrain__json *json, dtrain__stored *tensor)
 {
     if (!dtrain__json_enter(json, '[')) return;
-    while (dtrain__json_item(json)) {
-        int64_t size;
-        if (tensor->dims == DTRAIN__TENSOR_DIMS) {
+    while (dtrain__json_item(json))
+        if (tensor->dims == DTRAIN__TENSOR_DIMS)
             dtrain__json_fail(json, "more than %d dimensions", DTRAIN__TENSOR_DIMS);
-            return;
-        }
-        if (!dtrain__json_i64(json, &size)) return;
-        if (size < 0) dtrain__json_fail(json, "a dimension of %lld", (long long)size);
-        tensor->shape[tensor->dims++] = size;
-    }
+        else (void)dtrain__json_count(json, &tensor->shape[tensor->dims++]);
 }
 
 static void dtrain__header_offsets(dtrain__json *json, dtrain__stored *tensor)
@@ -208,52 +190,34 @@ static dtrain_result dtrain__header_fits(const char *path, uint64_t bytes, uint6
     return DTRAIN_OK;
 }
 
-/* Check that all metadata are strings, and keep the text. */
-static bool dtrain__header_metadata(dtrain__json *json, dtrain__tensor_file *out)
-{
-    if (out->metadata) return dtrain__json_fail(json, "a second \"__metadata__\"");
-    (void)dtrain__json_peek(json);
-    const char *start = json->at;
-    if (!dtrain__json_enter(json, '{')) return false;
-    while (dtrain__json_member(json, NULL, 0)) (void)dtrain__json_string(json, NULL, 0);
-    if (json->result != DTRAIN_OK) return false;
-    out->metadata_bytes = (size_t)(json->at - start);
-    out->metadata = (char *)dtrain__alloc(out->allocator, out->metadata_bytes + 1, 1, "metadata");
-    if (out->metadata) memcpy(out->metadata, start, out->metadata_bytes);
-    else json->result = DTRAIN_ERROR_MEMORY;
-    return out->metadata != NULL;
-}
-
-/* Read the header. The first time, before there is memory for tensors, everything is checked and
- * counted, and the metadata are kept; the second time tensors and names are. To count members
- * unchecked would not do: as tensors, {"":0,"":0,...} would need thirty times its own size. */
-static dtrain_result dtrain__header_read(dtrain__json json, uint64_t data_bytes,
+/* Read the entries of a header, and the names into memory that is as long as the header: decoded, a
+ * string is never longer than its text between quotes. */
+static dtrain_result dtrain__header_read(dtrain__json *json, uint64_t data_bytes,
                                          dtrain__tensor_file *out)
 {
-    char name[DTRAIN__TENSOR_NAME];
-    size_t count = 0, names_bytes = 0;
-    (void)dtrain__json_enter(&json, '{');
-    while (dtrain__json_member(&json, name, sizeof name)) {
+    char *name = out->names;
+    bool metadata = false;
+    (void)dtrain__json_enter(json, '{');
+    while (dtrain__json_member(json, name, DTRAIN__TENSOR_NAME)) {
+        dtrain__stored *tensor = &out->tensors[out->count];
+        json->inside = name;
         for (const char *c = name; *c; c++)
             if ((unsigned char)*c < 0x20 || *c == 0x7f)
-                dtrain__json_fail(&json, "a name with control characters");
-        json.inside = name;
-        if (strcmp(name, "__metadata__") != 0) {
-            dtrain__stored one, *tensor = out->tensors ? &out->tensors[count] : &one;
-            memset(tensor, 0, sizeof *tensor);
-            (void)dtrain__header_tensor(&json, tensor, data_bytes);
-            const size_t bytes = strlen(name) + 1;
-            if (out->names) tensor->name = (char *)memcpy(out->names + names_bytes, name, bytes);
-            names_bytes += bytes;
-            count++;
-        } else if (out->tensors) (void)dtrain__json_skip(&json);
-        else (void)dtrain__header_metadata(&json, out);
-        if (json.result != DTRAIN_OK) return json.result;
-        json.inside = NULL;
+                dtrain__json_fail(json, "a name with control characters");
+        if (strcmp(name, "__metadata__") == 0) { /* strings by name */
+            if (metadata) dtrain__json_fail(json, "a second \"__metadata__\"");
+            metadata = true;
+            (void)dtrain__json_enter(json, '{');
+            while (dtrain__json_member(json, NULL, 0)) (void)dtrain__json_string(json, NULL, 0);
+        } else if (dtrain__header_tensor(json, tensor, data_bytes)) {
+            tensor->name = name;
+            name += strlen(name) + 1;
+            out->count++;
+        }
+        if (json->result != DTRAIN_OK) return json->result;
+        json->inside = NULL;
     }
-    out->count = count;
-    out->names_bytes = names_bytes;
-    return dtrain__json_end(&json);
+    return dtrain__json_end(json);
 }
 
 /* Order tensors by their place, empty ones before what begins there. */
@@ -305,15 +269,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__safetensors_parse(const char *path, const 
     out->allocator = allocator;
     DTRAIN__TRY(dtrain__header_fits(path, bytes, file_bytes));
     out->data = DTRAIN__LENGTH_BYTES + bytes;
-    const dtrain__json json = dtrain__json_begin(path, header, bytes);
-    dtrain_result result = dtrain__header_read(json, file_bytes - out->data, out);
-    if (result == DTRAIN_OK) {
-        out->tensors = (dtrain__stored *)dtrain__alloc(allocator, out->count, sizeof *out->tensors,
-                                                       "the tensors of a file");
-        out->names = (char *)dtrain__alloc(allocator, out->names_bytes, 1, "names of tensors");
-        result = DTRAIN_ERROR_MEMORY;
+    out->room = bytes / DTRAIN__ENTRY_BYTES + 1;
+    out->names_bytes = bytes;
+    out->tensors = (dtrain__stored *)dtrain__alloc(allocator, out->room, sizeof *out->tensors,
+                                                   "the tensors of a file");
+    out->names = (char *)dtrain__alloc(allocator, bytes, 1, "names of tensors");
+    dtrain_result result = DTRAIN_ERROR_MEMORY;
+    if (out->tensors && out->names) {
+        dtrain__json json = dtrain__json_begin(path, header, bytes);
+        result = dtrain__header_read(&json, file_bytes - out->data, out);
     }
-    if (out->tensors && out->names) result = dtrain__header_read(json, file_bytes - out->data, out);
     if (result == DTRAIN_OK) result = dtrain__header_check_all(path, file_bytes - out->data, out);
     if (result != DTRAIN_OK) dtrain__safetensors_free(out);
     return result;
@@ -324,24 +289,23 @@ DTRAIN__PRIVATE dtrain_result dtrain__safetensors_read(const dtrain_storage *sto
                                                        const dtrain_allocator *allocator,
                                                        dtrain__tensor_file *out)
 {
-    unsigned char length[DTRAIN__LENGTH_BYTES], head[32];
+    unsigned char head[32]; /* the length, and what a file of another kind begins with */
     uint64_t bytes = 0;
     memset(out, 0, sizeof *out);
     const int64_t size = storage->size(storage->user, file);
     if (size < 0)
         return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be read: %s", path, strerror((int)-size));
-    DTRAIN__TRY(dtrain__storage_read(storage, file, path, length, sizeof length, 0));
-    for (size_t i = 0; i < sizeof length; i++) bytes |= (uint64_t)length[i] << (8 * i);
+    const size_t shown = (size_t)dtrain__min(size, (int64_t)sizeof head);
+    DTRAIN__TRY(dtrain__storage_read(storage, file, path, head, shown, 0));
+    for (size_t i = 0; i < DTRAIN__LENGTH_BYTES && i < shown; i++)
+        bytes |= (uint64_t)head[i] << (8 * i);
     dtrain_result result = dtrain__header_fits(path, bytes, (uint64_t)size);
-    if (result != DTRAIN_OK && size >= (int64_t)sizeof head) {
-        DTRAIN__TRY(dtrain__storage_read(storage, file, path, head, sizeof head, 0));
-        const char *mistaken = dtrain__mistaken(head, sizeof head);
-        if (mistaken) return dtrain_fail(DTRAIN_ERROR_DATA, "%s: %s", path, mistaken);
-    }
+    const char *mistaken = result == DTRAIN_OK ? NULL : dtrain__mistaken(head, shown);
+    if (mistaken) return dtrain_fail(DTRAIN_ERROR_DATA, "%s: %s", path, mistaken);
     if (result != DTRAIN_OK) return result;
     char *header = (char *)dtrain__alloc(allocator, (size_t)bytes, 1, "the header of a file");
     if (!header) return DTRAIN_ERROR_MEMORY;
-    result = dtrain__storage_read(storage, file, path, header, (size_t)bytes, sizeof length);
+    result = dtrain__storage_read(storage, file, path, header, (size_t)bytes, DTRAIN__LENGTH_BYTES);
     if (result == DTRAIN_OK)
         result =
             dtrain__safetensors_parse(path, header, (size_t)bytes, (uint64_t)size, allocator, out);
@@ -349,24 +313,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__safetensors_read(const dtrain_storage *sto
     return result;
 }
 
-DTRAIN__PRIVATE const dtrain__stored *dtrain__safetensors_find(const dtrain__tensor_file *file,
-                                                               const char *name)
+DTRAIN__PRIVATE dtrain__stored *dtrain__safetensors_find(const dtrain__tensor_file *file,
+                                                         const char *name)
 {
-    size_t low = 0, high = file->count;
-    while (low < high) {
-        const size_t middle = low + (high - low) / 2;
-        const int order = strcmp(name, file->tensors[middle].name);
-        if (order == 0) return &file->tensors[middle];
-        if (order < 0) high = middle;
-        else low = middle + 1;
-    }
-    return NULL;
+    dtrain__stored key;
+    key.name = name;
+    return (dtrain__stored *)bsearch(&key, file->tensors, file->count, sizeof key,
+                                     dtrain__stored_by_name);
 }
 
 DTRAIN__PRIVATE void dtrain__safetensors_free(dtrain__tensor_file *file)
 {
-    dtrain__free(file->allocator, file->tensors, file->count, sizeof *file->tensors);
+    dtrain__free(file->allocator, file->tensors, file->room, sizeof *file->tensors);
     dtrain__free(file->allocator, file->names, file->names_bytes, 1);
-    dtrain__free(file->allocator, file->metadata, file->metadata_bytes + 1, 1);
     memset(file, 0, sizeof *file);
 }

@@ -29,24 +29,22 @@ typedef struct dtrain__stored {
 /* The tensors of a file. */
 typedef struct dtrain__tensor_file {
     const dtrain_allocator *allocator;
-    dtrain__stored *tensors; /* (count), sorted by name */
-    size_t count;
-    char *names;
+    dtrain__stored *tensors; /* (room), count in use, sorted by name */
+    size_t count, room;
+    char *names; /* (names_bytes) */
     size_t names_bytes;
-    uint64_t data;  /* where the data begins in the file */
-    char *metadata; /* the text of __metadata__, or NULL */
-    size_t metadata_bytes;
+    uint64_t data; /* where the data begins in the file */
 } dtrain__tensor_file;
 
 /* Append the beginning of a file to the text: length and header, padded with blanks to a multiple
- * of 8. tensors (count) follow each other in the order of their data, from 0 on; metadata: pairs of
- * strings that end with NULL, or NULL. The header is read again at once: what would not be read
- * later, a name that occurs twice for example, is DTRAIN_ERROR_DATA. */
+ * of 8. tensors (count) follow each other in the order of their data, from 0 on; metadata is a JSON
+ * object of strings. The header is read again at once: what would not be read later, a name that
+ * occurs twice for example, is DTRAIN_ERROR_DATA. */
 DTRAIN__PRIVATE dtrain_result dtrain__safetensors_write(dtrain__text *text,
                                                         const dtrain__stored *tensors, size_t count,
-                                                        const char *const *metadata);
-/* Read the header of an open file and check all of it; the file goes on belonging to the caller.
- * After an error nothing is left to free. */
+                                                        const char *metadata);
+/* Read the header of an open file and check all of it. This takes at most six times the memory of
+ * the header, and leaves nothing to free after an error. */
 DTRAIN__PRIVATE dtrain_result dtrain__safetensors_read(const dtrain_storage *storage, int file,
                                                        const char *path,
                                                        const dtrain_allocator *allocator,
@@ -57,8 +55,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__safetensors_parse(const char *path, const 
                                                         const dtrain_allocator *allocator,
                                                         dtrain__tensor_file *out);
 /* Find a tensor by name: NULL when there is none. */
-DTRAIN__PRIVATE const dtrain__stored *dtrain__safetensors_find(const dtrain__tensor_file *file,
-                                                               const char *name);
+DTRAIN__PRIVATE dtrain__stored *dtrain__safetensors_find(const dtrain__tensor_file *file,
+                                                         const char *name);
 DTRAIN__PRIVATE void dtrain__safetensors_free(dtrain__tensor_file *file);
 /* Bytes of an element of a stored type, 0 for OTHER; and its name in the format ("F32"). */
 DTRAIN__PRIVATE size_t dtrain__stored_bytes(uint32_t dtype);

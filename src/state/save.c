@@ -623,7 +623,7 @@ static dtrain_result dtrain__checkpoint_resolve(dtrain_checkpoint *c,
     c->desc.config = dtrain__keep_text(&next, desc->config);
     c->desc.commit = dtrain__keep_text(&next, desc->commit);
     if (!c->desc.keep) c->desc.keep = 3;
-    if (!c->desc.storage) c->desc.storage = dtrain_file_storage();
+    c->desc.storage = dtrain__storage_or_files(c->desc.storage);
     return DTRAIN_OK;
 }
 

@@ -122,7 +122,8 @@ static int dtrain__file_list(void *user, const char *path,
     return -error;
 }
 
-DTRAIN_API const dtrain_storage *dtrain_file_storage(void)
+/* Return the table that was given, or the file system's. */
+DTRAIN__PRIVATE const dtrain_storage *dtrain__storage_or_files(const dtrain_storage *given)
 {
     static const dtrain_storage table = {NULL,
                                          dtrain__file_open,
@@ -135,7 +136,7 @@ DTRAIN_API const dtrain_storage *dtrain_file_storage(void)
                                          dtrain__file_remove,
                                          dtrain__file_make_directory,
                                          dtrain__file_list};
-    return &table;
+    return given ? given : &table;
 }
 
 /* ---- Over any table ---------------------------------------------------------------------------*/

@@ -1,7 +1,9 @@
 /* Storage
  *
- * The calls through which checkpoints reach their files: a table, so that tests can fail any of
- * them, and a program can keep its checkpoints elsewhere than in a file system. */
+ * The calls through which checkpoints and weights reach their files: a table, so that tests can fail
+ * any of them, and a program can keep its files elsewhere than in a file system. Where a desc has
+ * none, the file system is meant. A directory below /dev/shm keeps checkpoints in memory: they
+ * outlive ranks that dtrain_launch or dtrain-run starts again, but not the machine. */
 
 #pragma once
 
@@ -35,7 +37,3 @@ typedef struct dtrain_storage {
     int (*list)(void *user, const char *path, void (*name)(void *list, const char *entry),
                 void *list);
 } dtrain_storage;
-
-/* Return the table of the file system. A directory below /dev/shm keeps checkpoints in memory: they
- * outlive ranks that dtrain_launch or dtrain-run starts again, and not the machine. */
-DTRAIN_API const dtrain_storage *dtrain_file_storage(void);

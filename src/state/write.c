@@ -144,7 +144,7 @@ static dtrain_result dtrain__piece_stored(const dtrain__held *held, char *name,
 static dtrain_result dtrain__file_header(const dtrain_checkpoint *c, const dtrain__write_file *file,
                                          dtrain__text *text)
 {
-    const char *metadata[] = {"format", "pt", "writer", "dtrain checkpoint", NULL};
+    static const char metadata[] = "{\"format\":\"pt\",\"writer\":\"dtrain checkpoint\"}";
     dtrain__stored *stored = (dtrain__stored *)dtrain__alloc(
         &c->allocator, file->count, sizeof *stored, "the header of a file");
     char(*names)[DTRAIN__TENSOR_NAME] = (char(*)[DTRAIN__TENSOR_NAME])dtrain__alloc(

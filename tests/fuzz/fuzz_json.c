@@ -79,7 +79,7 @@ static void walk(dtrain__json *json)
         /* an integer, if it is one: a copy of the reader may fail */
         {
             dtrain__json one = *json, other = *json;
-            if (dtrain__json_u64(&one, &u) && dtrain__json_i64(&other, &i) && (uint64_t)i != u)
+            if (dtrain__json_u64(&one, &u) && dtrain__json_count(&other, &i) && (uint64_t)i != u)
                 abort();
             dtrain__json_skip(json);
             if (json->result == DTRAIN_OK && one.result == DTRAIN_OK && one.at != json->at) abort();

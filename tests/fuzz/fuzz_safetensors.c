@@ -93,7 +93,7 @@ static void check_again(dtrain__tensor_file *file, uint64_t data_bytes)
     if (!ordered) abort();
     memcpy(ordered, file->tensors, file->count * sizeof *ordered);
     qsort(ordered, file->count, sizeof *ordered, by_place);
-    if (dtrain__safetensors_write(&text, ordered, file->count, NULL) != DTRAIN_OK) abort();
+    if (dtrain__safetensors_write(&text, ordered, file->count, "{}") != DTRAIN_OK) abort();
     if (text.bytes % 8 ||
         dtrain__safetensors_parse("again", text.at + 8, text.bytes - 8, text.bytes + data_bytes,
                                   &allocator, &again) != DTRAIN_OK)

@@ -17,6 +17,7 @@
 #include <errno.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <unistd.h>
 
 enum {
     LLMC_MAGIC = 20240326,
@@ -27,65 +28,40 @@ enum {
     LLMC_BLOCK = 1 << 16, /* values that are read or written at a time */
 };
 
-/* A file that is read or written from its beginning to its end, or at given places. */
 typedef struct llmc_file {
     const char *path;
-    const dtrain_storage *storage;
-    int file;
-    uint64_t at;
+    FILE *file;
 } llmc_file;
 
-static inline dtrain_result llmc__fail(const llmc_file *f, const char *act, int64_t error)
+static inline dtrain_result llmc__fail(const llmc_file *f, const char *act)
 {
-    return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be %s: %s", f->path, act,
-                       strerror((int)-error));
+    return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be %s: %s", f->path, act, strerror(errno));
 }
 
-static inline dtrain_result llmc__open(llmc_file *f, const char *path, dtrain_storage_mode mode)
+static inline dtrain_result llmc__open(llmc_file *f, const char *path, const char *mode)
 {
     f->path = path;
-    f->storage = dtrain_file_storage();
-    f->at = 0;
-    do f->file = f->storage->open(f->storage->user, path, mode);
-    while (f->file == -EINTR);
-    return f->file < 0 ? llmc__fail(f, "opened", f->file) : DTRAIN_OK;
+    f->file = fopen(path, mode);
+    return f->file ? DTRAIN_OK : llmc__fail(f, "opened");
 }
 
 static inline void llmc__close(llmc_file *f)
 {
-    if (f->file >= 0) (void)f->storage->close(f->storage->user, f->file);
-    f->file = -1;
+    if (f->file) (void)fclose(f->file);
+    f->file = NULL;
 }
 
-/* Read what comes next. */
 static inline dtrain_result llmc__read(llmc_file *f, void *to, size_t bytes)
 {
-    for (size_t done = 0; done < bytes;) {
-        const int64_t got =
-            f->storage->read(f->storage->user, f->file, (char *)to + done, bytes - done, f->at);
-        if (got == -EINTR) continue;
-        if (got < 0) return llmc__fail(f, "read", got);
-        if (got == 0)
-            return dtrain_fail(DTRAIN_ERROR_DATA, "%s ends at byte %llu, in the middle of its data",
-                               f->path, (unsigned long long)f->at);
-        done += (size_t)got;
-        f->at += (uint64_t)got;
-    }
-    return DTRAIN_OK;
+    if (fread(to, 1, bytes, f->file) == bytes) return DTRAIN_OK;
+    if (ferror(f->file)) return llmc__fail(f, "read");
+    return dtrain_fail(DTRAIN_ERROR_DATA, "%s ends at byte %ld, in the middle of its data", f->path,
+                       ftell(f->file));
 }
 
-/* Write behind what was written. */
 static inline dtrain_result llmc__write(llmc_file *f, const void *from, size_t bytes)
 {
-    for (size_t done = 0; done < bytes;) {
-        const int64_t put = f->storage->write(f->storage->user, f->file, (const char *)from + done,
-                                              bytes - done, f->at);
-        if (put == -EINTR) continue;
-        if (put <= 0) return llmc__fail(f, "written", put < 0 ? put : -EIO);
-        done += (size_t)put;
-        f->at += (uint64_t)put;
-    }
-    return DTRAIN_OK;
+    return fwrite(from, 1, bytes, f->file) == bytes ? DTRAIN_OK : llmc__fail(f, "written");
 }
 
 /* ---- sizes ---------------------------------------------------------------------------------- */
@@ -150,13 +126,13 @@ static inline dtrain_result llmc__check(llmc_file *f, const int32_t *header, llm
     found->rows = header[7];
     found->each = header[1] == LLMC_BF16 ? sizeof(uint16_t) : sizeof(float);
     const int64_t total = llmc__total(&config, found->rows);
-    const int64_t bytes = f->storage->size(f->storage->user, f->file);
     const int64_t expected =
         (int64_t)(LLMC_HEADER * sizeof(int32_t)) + total * (int64_t)found->each;
-    if (bytes < 0) return llmc__fail(f, "read", bytes);
+    const long bytes = fseek(f->file, 0, SEEK_END) == 0 ? ftell(f->file) : -1;
+    if (bytes < 0) return llmc__fail(f, "read");
     if (total > 0 && bytes == expected) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_DATA, "%s has %lld bytes, expected %lld after its header",
-                       f->path, (long long)bytes, (long long)expected);
+    return dtrain_fail(DTRAIN_ERROR_DATA, "%s has %ld bytes, expected %lld after its header",
+                       f->path, bytes, (long long)expected);
 }
 
 /* Open a file and read its header; whoever calls closes it, also after an error. */
@@ -164,7 +140,7 @@ static inline dtrain_result llmc__begin(llmc_file *f, const char *path, llmc_hea
 {
     uint8_t bytes[LLMC_HEADER * sizeof(int32_t)];
     int32_t header[LLMC_HEADER];
-    dtrain_result result = llmc__open(f, path, DTRAIN_STORAGE_READ);
+    dtrain_result result = llmc__open(f, path, "rb");
     memset(found, 0, sizeof *found);
     if (result == DTRAIN_OK) result = llmc__read(f, bytes, sizeof bytes);
     if (result != DTRAIN_OK) return result;
@@ -181,7 +157,7 @@ static inline bool llmc_is_model(const char *path)
                                      LLMC_MAGIC >> 16 & 0xff, LLMC_MAGIC >> 24};
     uint8_t begin[4];
     llmc_file f;
-    const bool is = llmc__open(&f, path, DTRAIN_STORAGE_READ) == DTRAIN_OK &&
+    const bool is = llmc__open(&f, path, "rb") == DTRAIN_OK &&
                     llmc__read(&f, begin, sizeof begin) == DTRAIN_OK &&
                     memcmp(begin, magic, sizeof magic) == 0;
     llmc__close(&f);
@@ -225,7 +201,8 @@ static inline dtrain_result llmc__read_piece(llmc_file *f, const llmc_header *he
         const int64_t count = left < LLMC_BLOCK ? left : LLMC_BLOCK;
         int64_t here = stored - first < count ? stored - first : count;
         if (here < 0) here = 0;
-        f->at = at + (uint64_t)first * header->each;
+        if (fseek(f->file, (long)(at + (uint64_t)first * header->each), SEEK_SET) != 0)
+            return llmc__fail(f, "read");
         result = llmc__read(f, block, (size_t)here * header->each);
         if (header->each < sizeof(float)) llmc__widen(block, here);
         memset(block + here, 0, (size_t)(count - here) * sizeof *block);
@@ -316,13 +293,11 @@ static inline dtrain_result llmc__put_header(llmc_file *f, const gpt_config *c, 
 /* Give the file its name, when all of it is on the disk; after an error, remove it. */
 static inline dtrain_result llmc__publish(llmc_file *f, const char *path, dtrain_result result)
 {
-    const dtrain_storage *s = f->storage;
-    int64_t error = 0;
-    if (f->file >= 0 && result == DTRAIN_OK) error = s->sync(s->user, f->file);
+    if (result == DTRAIN_OK && (fflush(f->file) != 0 || fsync(fileno(f->file)) != 0))
+        result = llmc__fail(f, "written");
     llmc__close(f);
-    if (error == 0 && result == DTRAIN_OK) error = s->rename(s->user, f->path, path);
-    if (result == DTRAIN_OK && error < 0) result = llmc__fail(f, "written", error);
-    if (result != DTRAIN_OK) (void)s->remove(s->user, f->path);
+    if (result == DTRAIN_OK && rename(f->path, path) != 0) result = llmc__fail(f, "renamed");
+    if (result != DTRAIN_OK) (void)remove(f->path);
     return result;
 }
 
@@ -336,7 +311,7 @@ static inline dtrain_result llmc_export(dtrain_world *world, dtrain_strategy *st
     const int64_t rows = (m->config.vocab + 127) / 128 * 128;
     int64_t most = 0;
     char name[4096];
-    llmc_file f = {name, dtrain_file_storage(), -1, 0};
+    llmc_file f = {name, NULL};
     dtrain_result result = DTRAIN_OK, gathered = DTRAIN_OK;
     for (size_t i = 0; i < m->param_count; i++)
         if (m->params[i].count > most) most = m->params[i].count;
@@ -345,8 +320,7 @@ static inline dtrain_result llmc_export(dtrain_world *world, dtrain_strategy *st
     if (!value || !block) result = dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a parameter");
     snprintf(name, sizeof name, "%.4000s.tmp", path);
     if (result == DTRAIN_OK && writes) {
-        (void)f.storage->remove(f.storage->user, name); /* of an export that was interrupted */
-        result = llmc__open(&f, name, DTRAIN_STORAGE_CREATE);
+        result = llmc__open(&f, name, "wb");
         if (result == DTRAIN_OK) result = llmc__put_header(&f, &m->config, rows, bf16);
     }
     for (size_t i = 0; value && i + 1 < m->param_count && gathered == DTRAIN_OK; i++) {
