@@ -2593,23 +2593,23 @@ DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state);
 
 /* Storage
  *
- * The calls through which checkpoints and weights reach their files: a table, so that tests can fail
- * any of them, and a program can keep its files elsewhere than in a file system. Where a desc has
- * none, the file system is meant. A directory below /dev/shm keeps checkpoints in memory: they
+ * The calls through which checkpoints and weights reach their files: a table, so that tests can
+ * fail any of them, and a program can keep its files elsewhere than in a file system. Where a desc
+ * has none, the file system is meant. A directory below /dev/shm keeps checkpoints in memory: they
  * outlive ranks that dtrain_launch or dtrain-run starts again, but not the machine. */
 
 typedef enum dtrain_storage_mode {
     DTRAIN_STORAGE_READ = 0,
-    DTRAIN_STORAGE_CREATE = 1,    /* to write; a file that is there already is EEXIST */
-    DTRAIN_STORAGE_LOCK = 2,      /* made if it is not there, and locked: EAGAIN when another has
-                                     it. The lock ends with close, or with the process */
+    DTRAIN_STORAGE_CREATE = 1,    /* to write a new file; EEXIST if there is one */
+    DTRAIN_STORAGE_LOCK = 2,      /* make it if it is not there, and lock it until close or the end
+                                     of the process; EAGAIN if another has locked it */
     DTRAIN_STORAGE_DIRECTORY = 3, /* for sync */
     DTRAIN_STORAGE_MODES = 4
 } dtrain_storage_mode;
 
-/* Every call returns 0 or more, or a negated errno. Reads and writes may be short, and may be
- * interrupted (-EINTR): whoever calls goes on. Calls come from several threads, those for one file
- * from one at a time. */
+/* Every call returns 0 or more, or a negated errno. Reads and writes may be short or interrupted
+ * (-EINTR): the caller repeats them. Calls come from several threads, those for one file from one
+ * at a time. */
 typedef struct dtrain_storage {
     void *user;
     int (*open)(void *user, const char *path, dtrain_storage_mode mode); /* returns the file */
@@ -26045,8 +26045,8 @@ DTRAIN__PRIVATE bool dtrain__json_enter(dtrain__json *json, char bracket);
 DTRAIN__PRIVATE bool dtrain__json_member(dtrain__json *json, char *name, size_t room);
 /* Go to the next item of an array; false at its end, which has been left. */
 DTRAIN__PRIVATE bool dtrain__json_item(dtrain__json *json);
-/* Read a string, decode it and put a 0 behind it; string may be NULL, to check it alone. A string of
- * `room` bytes or more, \u0000 and half of a surrogate pair are errors. */
+/* Read a string, decode it and put a 0 behind it; string may be NULL, to check it alone. A string
+ * of `room` bytes or more, \u0000 and half of a surrogate pair are errors. */
 DTRAIN__PRIVATE bool dtrain__json_string(dtrain__json *json, char *string, size_t room);
 /* Read an integer from 0 to 2^64 - 1, or to 2^63 - 1; 1.0, 1e3 and -0 are errors. */
 DTRAIN__PRIVATE bool dtrain__json_u64(dtrain__json *json, uint64_t *value);
@@ -26291,6 +26291,7 @@ typedef struct dtrain__stored {
     int dims;
     int64_t shape[DTRAIN__TENSOR_DIMS];
     uint64_t begin, end; /* bytes, from the beginning of the data */
+    const void *user;    /* who reads the tensor, for the caller; NULL: nobody */
 } dtrain__stored;
 
 /* The tensors of a file. */
@@ -26545,7 +26546,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_write(const dtrain_storage *storag
                                                     const char *path, const void *from,
                                                     size_t bytes, uint64_t offset);
 DTRAIN__PRIVATE dtrain_result dtrain__storage_finish(const dtrain_storage *storage, int file,
-                                                     const char *path, bool sync);
+                                                     const char *path, dtrain_result result);
 DTRAIN__PRIVATE dtrain_result dtrain__storage_sync_directory(const dtrain_storage *storage,
                                                              const char *path);
 DTRAIN__PRIVATE dtrain_result dtrain__storage_rename(const dtrain_storage *storage,
@@ -26765,9 +26766,7 @@ static dtrain_result dtrain__tensors_write(dtrain_checkpoint *c, const char *dir
             dtrain__text_add(list, "]");
         }
         dtrain__text_add(list, "]}");
-        const dtrain_result closed =
-            dtrain__storage_finish(c->desc.storage, file, path, result == DTRAIN_OK);
-        if (result == DTRAIN_OK) result = closed;
+        result = dtrain__storage_finish(c->desc.storage, file, path, result);
         c->bytes += header.bytes + plan->bytes;
     }
     dtrain__text_free(&header);
@@ -28264,7 +28263,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
 
 /* Export
  *
- *     a list      what of the model is in a file, under which name, in which shape; for import too
+ *     a list      which parameters a file has, by which name and in which shape; for import too
  *     export      rank 0 plans files and writes them, all ranks gather one parameter at a time */
 
 /* ================================================================================================
@@ -28280,14 +28279,15 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
 /* A parameter as a file has it. rows x columns is what is stored of it, as it lies here. */
 typedef struct dtrain__weight {
     const char *name;
-    size_t param;  /* in the strategy's array */
-    size_t tensor; /* in the state's list, where values come first, without aliases */
+    size_t param;  /* its index in the strategy's array ... */
+    size_t tensor; /* ... and in the state's list, where values come first, without aliases */
     bool transpose;
     int dims;
     int64_t shape[4]; /* in the file */
     int64_t rows, columns, total;
-    uint32_t file; /* export: number of the file, from 0 ... */
-    uint64_t at;   /* ... and the first byte in its data */
+    uint32_t file;                /* its number, from 0 */
+    const dtrain__stored *stored; /* import: the tensor there; NULL: there is none, or it does not
+                                     fit */
 } dtrain__weight;
 
 typedef struct dtrain__weights {
@@ -28309,43 +28309,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__weight_path_check(const char *call, const 
 
 /* ---- What is in a file ------------------------------------------------------------------------*/
 
-static int dtrain__name_order(const void *a, const void *b)
-{
-    return strcmp(*(const char *const *)a, *(const char *const *)b);
-}
-
-/* Refuse a name that a file cannot have. */
-static dtrain_result dtrain__weight_name_check(const char *call, const char *name)
-{
-    bool plain = strlen(name) < DTRAIN__TENSOR_NAME && strcmp(name, "__metadata__") != 0;
-    for (const char *c = name; *c; c++) plain = plain && (unsigned char)*c >= 0x20 && *c != 0x7f;
-    if (plain) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "%s: a name is \"%.60s\", expected at most %d bytes without control "
-                       "characters, and not \"__metadata__\"",
-                       call, name, DTRAIN__TENSOR_NAME - 1);
-}
-
-/* Refuse a name that two parameters would have. */
-static dtrain_result dtrain__weights_differ(const char *call, const dtrain__weights *weights)
-{
-    const char **names = (const char **)dtrain__alloc(weights->allocator, weights->count,
-                                                      sizeof *names, "names of tensors");
-    dtrain_result result = DTRAIN_OK;
-    if (!names) return DTRAIN_ERROR_MEMORY;
-    for (size_t i = 0; i < weights->count; i++) names[i] = weights->list[i].name;
-    qsort((void *)names, weights->count, sizeof *names, dtrain__name_order);
-    for (size_t i = 1; i < weights->count && result == DTRAIN_OK; i++)
-        if (strcmp(names[i - 1], names[i]) == 0)
-            result = dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                                 "%s: two parameters are called \"%.100s\", expected names that "
-                                 "occur once",
-                                 call, names[i]);
-    dtrain__free(weights->allocator, (void *)names, weights->count, sizeof *names);
-    return result;
-}
-
-/* Work out how a parameter lies in a file. */
+/* Set the shape of a weight in a file. */
 static dtrain_result dtrain__weight_shape(const char *call, const dtrain_param *param,
                                           const dtrain_export_name *how, dtrain__weight *weight)
 {
@@ -28374,7 +28338,7 @@ static dtrain_result dtrain__weight_shape(const char *call, const dtrain_param *
     return DTRAIN_OK;
 }
 
-/* List what is in a file: all parameters but aliases, and those that are left out. */
+/* List the weights of a file: all parameters but aliases and those that are left out. */
 DTRAIN__PRIVATE dtrain_result dtrain__weights_list(const char *call,
                                                    const dtrain_strategy *strategy,
                                                    const dtrain_export_name *names,
@@ -28396,11 +28360,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__weights_list(const char *call,
         weight->tensor = tensor++;
         weight->name = how->name ? how->name : param->name;
         if (!weight->name[0]) continue;
-        DTRAIN__TRY(dtrain__weight_name_check(call, weight->name));
         DTRAIN__TRY(dtrain__weight_shape(call, param, how, weight));
         weights->count++;
     }
-    return dtrain__weights_differ(call, weights);
+    return DTRAIN_OK;
 }
 
 DTRAIN__PRIVATE void dtrain__weights_free(dtrain__weights *weights)
@@ -28432,42 +28395,41 @@ DTRAIN__PRIVATE dtrain_result dtrain__weight_path_check(const char *call, const 
 
 /* ---- The plan ---------------------------------------------------------------------------------*/
 
-/* An export under way. Rank 0 alone has a block and files. */
 typedef struct dtrain__export {
     dtrain_strategy *strategy;
     dtrain_export_desc desc; /* resolved */
     const char *path;
     dtrain__weights weights;
-    float *value; /* (most) the parameter under way */
+    float *value; /* (most) the parameter that is being written */
     size_t most;
-    char *block;                 /* (BLOCK) */
-    uint32_t file_count, opened; /* files; those that have been begun */
-    uint32_t renamed;
-    uint64_t total_bytes;
-    int file;      /* open, or -1 */
-    uint64_t data; /* where its data begins */
+    char *block; /* (BLOCK) of rank 0, which writes; NULL on the others */
+    uint32_t file_count;
+    uint32_t opened, renamed; /* files, the index included */
+    dtrain__text text;        /* the header or the index that is being made */
+    char tmp[DTRAIN__PATH];   /* the path of the file that was opened last */
+    int file;                 /* -1: it is closed */
+    uint64_t at;              /* bytes of it that are written */
 } dtrain__export;
 
 static const char dtrain__export_call[] = "dtrain_checkpoint_export";
 
-/* Give every weight its place: a file is full when the next one does not fit. */
+/* Choose the file of every weight: a file is full when the next weight does not fit. */
 static dtrain_result dtrain__export_plan(dtrain__export *e)
 {
     const uint64_t each = dtrain_dtype_bytes((dtrain_dtype)e->desc.dtype);
+    const uint64_t limit = e->desc.file_bytes ? e->desc.file_bytes : UINT64_MAX;
     uint64_t at = 0;
     e->file_count = 1;
     for (size_t i = 0; i < e->weights.count; i++) {
         dtrain__weight *weight = &e->weights.list[i];
-        const uint64_t bytes = (uint64_t)weight->total * each, limit = e->desc.file_bytes;
-        if (limit && at && (at > limit || bytes > limit - at)) {
+        const uint64_t bytes = (uint64_t)weight->total * each;
+        const size_t count = (size_t)e->weights.params[weight->param].count;
+        if (at && (at > limit || bytes > limit - at)) {
             at = 0;
             e->file_count++;
         }
         weight->file = e->file_count - 1;
-        weight->at = at;
         at += bytes;
-        e->total_bytes += bytes;
-        const size_t count = (size_t)e->weights.params[weight->param].count;
         if (count > e->most) e->most = count;
     }
     if (e->file_count <= DTRAIN__WEIGHT_FILES) return DTRAIN_OK;
@@ -28475,6 +28437,42 @@ static dtrain_result dtrain__export_plan(dtrain__export *e)
                        "%s: file_bytes is %llu, which makes %u files, expected at most %u",
                        dtrain__export_call, (unsigned long long)e->desc.file_bytes, e->file_count,
                        DTRAIN__WEIGHT_FILES);
+}
+
+/* Make the header of a file with these weights. */
+static dtrain_result dtrain__export_header(dtrain__export *e, const dtrain__weight *first,
+                                           size_t count)
+{
+    static const char metadata[] = "{\"format\":\"pt\"}"; /* transformers reads no file without */
+    const uint64_t each = dtrain_dtype_bytes((dtrain_dtype)e->desc.dtype);
+    uint64_t at = 0;
+    dtrain__stored *stored = (dtrain__stored *)dtrain__alloc(
+        e->weights.allocator, count, sizeof *stored, "the header of a file");
+    if (!stored) return DTRAIN_ERROR_MEMORY;
+    for (size_t i = 0; i < count; i++) {
+        stored[i].name = first[i].name;
+        stored[i].dtype = e->desc.dtype;
+        stored[i].dims = first[i].dims;
+        memcpy(stored[i].shape, first[i].shape, sizeof first[i].shape);
+        stored[i].begin = at;
+        stored[i].end = at += (uint64_t)first[i].total * each;
+    }
+    e->text.bytes = 0;
+    const dtrain_result result = dtrain__safetensors_write(&e->text, stored, count, metadata);
+    dtrain__free(e->weights.allocator, stored, count, sizeof *stored);
+    return result;
+}
+
+/* Refuse names that no file can have, or that two parameters have: a header of all weights must be
+ * readable. */
+static dtrain_result dtrain__export_names(dtrain__export *e)
+{
+    char why[DTRAIN__ERROR_BYTES];
+    const dtrain_result result = dtrain__export_header(e, e->weights.list, e->weights.count);
+    if (result != DTRAIN_ERROR_DATA) return result;
+    snprintf(why, sizeof why, "%s", dtrain__bare(dtrain_last_error()));
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: a name cannot be used: %s", dtrain__export_call,
+                       why);
 }
 
 /* Do everything local that can fail before values are gathered. */
@@ -28493,6 +28491,7 @@ static dtrain_result dtrain__export_prepare(dtrain__export *e)
                            dtrain__export_call, e->path);
     DTRAIN__TRY(dtrain__weights_list(dtrain__export_call, e->strategy, e->desc.names, &e->weights));
     DTRAIN__TRY(dtrain__export_plan(e));
+    DTRAIN__TRY(dtrain__export_names(e));
     e->value = (float *)dtrain__alloc(allocator, e->most, sizeof(float), "a whole parameter");
     if (!e->value) return DTRAIN_ERROR_MEMORY;
     if (dtrain_comm_rank(dtrain__groups_of(e->strategy).all) > 0) return DTRAIN_OK;
@@ -28502,7 +28501,7 @@ static dtrain_result dtrain__export_prepare(dtrain__export *e)
 
 /* ---- Files ------------------------------------------------------------------------------------*/
 
-/* Write the path of a file, of its index for number file_count, and what follows. */
+/* Write the path of a file, or of the index for number file_count, with `end` behind it. */
 static void dtrain__export_path(const dtrain__export *e, uint32_t number, const char *end,
                                 char path[DTRAIN__PATH])
 {
@@ -28515,67 +28514,47 @@ static void dtrain__export_path(const dtrain__export *e, uint32_t number, const 
                  number + 1, e->file_count, end);
 }
 
-/* Write the header of a file. */
-static dtrain_result dtrain__export_header(const dtrain__export *e, uint32_t number,
-                                           dtrain__text *text)
-{
-    static const char metadata[] = "{\"format\":\"pt\"}"; /* transformers reads no file without */
-    const uint64_t each = dtrain_dtype_bytes((dtrain_dtype)e->desc.dtype);
-    const dtrain__weight *first = e->weights.list, *end = first + e->weights.count, *last;
-    while (first < end && first->file < number) first++;
-    for (last = first; last < end && last->file == number;) last++;
-    const size_t count = (size_t)(last - first);
-    dtrain__stored *stored = (dtrain__stored *)dtrain__alloc(text->allocator, count, sizeof *stored,
-                                                             "the header of a file");
-    if (!stored) return DTRAIN_ERROR_MEMORY;
-    for (size_t i = 0; i < count; i++) {
-        stored[i].name = first[i].name;
-        stored[i].dtype = e->desc.dtype;
-        stored[i].dims = first[i].dims;
-        memcpy(stored[i].shape, first[i].shape, sizeof first[i].shape);
-        stored[i].begin = first[i].at;
-        stored[i].end = first[i].at + (uint64_t)first[i].total * each;
-    }
-    const dtrain_result result = dtrain__safetensors_write(text, stored, count, metadata);
-    dtrain__free(text->allocator, stored, count, sizeof *stored);
-    return result;
-}
-
-/* Close the file under way, after it is on the disk if all went well. */
+/* Close the open file, if there is one, after it is on the disk if all went well. */
 static dtrain_result dtrain__export_close(dtrain__export *e, dtrain_result result)
 {
-    char path[DTRAIN__PATH];
-    if (e->file < 0) return result;
-    dtrain__export_path(e, e->opened - 1, ".tmp", path);
-    const dtrain_result closed =
-        dtrain__storage_finish(e->desc.storage, e->file, path, result == DTRAIN_OK);
+    if (e->file >= 0) result = dtrain__storage_finish(e->desc.storage, e->file, e->tmp, result);
     e->file = -1;
-    return result == DTRAIN_OK ? closed : result;
-}
-
-/* End the file under way and begin the next one. What an interrupted export has left by its name is
- * replaced. */
-static dtrain_result dtrain__export_open(dtrain__export *e)
-{
-    char path[DTRAIN__PATH];
-    dtrain__text header;
-    memset(&header, 0, sizeof header);
-    header.allocator = e->weights.allocator;
-    DTRAIN__TRY(dtrain__export_close(e, DTRAIN_OK));
-    dtrain__export_path(e, e->opened, ".tmp", path);
-    dtrain_result result = dtrain__export_header(e, e->opened, &header);
-    (void)e->desc.storage->remove(e->desc.storage->user, path);
-    if (result == DTRAIN_OK)
-        result = dtrain__storage_open(e->desc.storage, path, DTRAIN_STORAGE_CREATE, &e->file);
-    if (result == DTRAIN_OK) e->opened++;
-    if (result == DTRAIN_OK)
-        result = dtrain__storage_write(e->desc.storage, e->file, path, header.at, header.bytes, 0);
-    e->data = header.bytes;
-    dtrain__text_free(&header);
     return result;
 }
 
-/* Put elements of a weight into the block as the file has them: from element `first` of it on. */
+/* Write behind what the open file has. */
+static dtrain_result dtrain__export_write(dtrain__export *e, const void *from, size_t bytes)
+{
+    DTRAIN__TRY(dtrain__storage_write(e->desc.storage, e->file, e->tmp, from, bytes, e->at));
+    e->at += bytes;
+    return DTRAIN_OK;
+}
+
+/* End the open file and begin the next one with the text. A file that an interrupted export has
+ * left is replaced. */
+static dtrain_result dtrain__export_begin(dtrain__export *e)
+{
+    if (e->text.failed) return DTRAIN_ERROR_MEMORY;
+    DTRAIN__TRY(dtrain__export_close(e, DTRAIN_OK));
+    dtrain__export_path(e, e->opened, ".tmp", e->tmp);
+    (void)e->desc.storage->remove(e->desc.storage->user, e->tmp);
+    DTRAIN__TRY(dtrain__storage_open(e->desc.storage, e->tmp, DTRAIN_STORAGE_CREATE, &e->file));
+    e->opened++;
+    e->at = 0;
+    return dtrain__export_write(e, e->text.at, e->text.bytes);
+}
+
+/* Begin the next file of weights with its header. */
+static dtrain_result dtrain__export_next(dtrain__export *e)
+{
+    const dtrain__weight *first = e->weights.list, *end = first + e->weights.count, *last;
+    while (first < end && first->file < e->opened) first++;
+    for (last = first; last < end && last->file == e->opened;) last++;
+    DTRAIN__TRY(dtrain__export_header(e, first, (size_t)(last - first)));
+    return dtrain__export_begin(e);
+}
+
+/* Convert elements of a weight from element `first` of the file on, and put them into the block. */
 static void dtrain__export_block(const dtrain__export *e, const dtrain__weight *weight,
                                  int64_t first, int64_t count)
 {
@@ -28594,92 +28573,81 @@ static void dtrain__export_block(const dtrain__export *e, const dtrain__weight *
     }
 }
 
-/* Write the value of a weight. */
+/* Write the value of a weight, behind the header if it is the first of a file. */
 static dtrain_result dtrain__export_weight(dtrain__export *e, const dtrain__weight *weight)
 {
     const size_t each = dtrain_dtype_bytes((dtrain_dtype)e->desc.dtype);
     const int64_t most = (int64_t)(DTRAIN__BLOCK / each);
-    char path[DTRAIN__PATH];
-    dtrain__export_path(e, weight->file, ".tmp", path);
+    if (weight->file == e->opened) DTRAIN__TRY(dtrain__export_next(e));
     for (int64_t done = 0; done < weight->total; done += most) {
         const int64_t count = dtrain__min(most, weight->total - done);
         dtrain__export_block(e, weight, done, count);
-        DTRAIN__TRY(dtrain__storage_write(e->desc.storage, e->file, path, e->block,
-                                          (size_t)count * each,
-                                          e->data + weight->at + (uint64_t)done * each));
+        DTRAIN__TRY(dtrain__export_write(e, e->block, (size_t)count * each));
     }
     return DTRAIN_OK;
 }
 
 /* Write the index of several files. */
-static dtrain_result dtrain__export_index(const dtrain__export *e)
+static dtrain_result dtrain__export_index(dtrain__export *e)
 {
-    char path[DTRAIN__PATH], tmp[DTRAIN__PATH];
-    dtrain__text text;
-    memset(&text, 0, sizeof text);
-    text.allocator = e->weights.allocator;
-    dtrain__text_add(&text, "{\n  \"metadata\": {\n    \"total_size\": %llu\n  },\n",
-                     (unsigned long long)e->total_bytes);
-    dtrain__text_add(&text, "  \"weight_map\": {");
+    char path[DTRAIN__PATH];
+    uint64_t elements = 0;
+    for (size_t i = 0; i < e->weights.count; i++) elements += (uint64_t)e->weights.list[i].total;
+    e->text.bytes = 0;
+    dtrain__text_add(
+        &e->text, "{\n  \"metadata\": {\n    \"total_size\": %llu\n  },\n",
+        (unsigned long long)(elements * dtrain_dtype_bytes((dtrain_dtype)e->desc.dtype)));
+    dtrain__text_add(&e->text, "  \"weight_map\": {");
     for (size_t i = 0; i < e->weights.count; i++) {
         dtrain__export_path(e, e->weights.list[i].file, "", path);
         const char *slash = strrchr(path, '/');
-        dtrain__text_add(&text, "%s\n    ", i ? "," : "");
-        dtrain__text_add_string(&text, e->weights.list[i].name);
-        dtrain__text_add(&text, ": ");
-        dtrain__text_add_string(&text, slash ? slash + 1 : path);
+        dtrain__text_add(&e->text, "%s\n    ", i ? "," : "");
+        dtrain__text_add_string(&e->text, e->weights.list[i].name);
+        dtrain__text_add(&e->text, ": ");
+        dtrain__text_add_string(&e->text, slash ? slash + 1 : path);
     }
-    dtrain__text_add(&text, "\n  }\n}\n");
-    dtrain__export_path(e, e->file_count, "", path);
-    dtrain__export_path(e, e->file_count, ".tmp", tmp);
-    (void)e->desc.storage->remove(e->desc.storage->user, tmp);
-    dtrain_result result = text.failed ? DTRAIN_ERROR_MEMORY : DTRAIN_OK;
-    if (result == DTRAIN_OK)
-        result = dtrain__storage_put(e->desc.storage, tmp, text.at, text.bytes);
-    dtrain__text_free(&text);
-    if (result == DTRAIN_OK) result = dtrain__storage_rename(e->desc.storage, tmp, path);
-    if (result != DTRAIN_OK) (void)e->desc.storage->remove(e->desc.storage->user, tmp);
-    return result;
+    dtrain__text_add(&e->text, "\n  }\n}\n");
+    return dtrain__export_begin(e);
 }
 
-/* Give the files their names, and bring those to the disk; then remove what an earlier export to
- * the same path has left in the other form, which readers would take for this one. */
+/* Give the files their names, that of the index last, and bring the names to the disk. Then remove
+ * what an earlier export to the same path has left in the other form, which readers would take for
+ * this one. */
 static dtrain_result dtrain__export_publish(dtrain__export *e)
 {
     const dtrain_storage *storage = e->desc.storage;
     char path[DTRAIN__PATH], tmp[DTRAIN__PATH], directory[DTRAIN__PATH];
     dtrain__directory_of(directory, e->path);
-    for (; e->renamed < e->file_count; e->renamed++) {
+    if (!e->opened) DTRAIN__TRY(dtrain__export_next(e)); /* a file without weights */
+    if (e->file_count > 1) DTRAIN__TRY(dtrain__export_index(e));
+    DTRAIN__TRY(dtrain__export_close(e, DTRAIN_OK));
+    for (; e->renamed < e->opened; e->renamed++) {
         dtrain__export_path(e, e->renamed, "", path);
         dtrain__export_path(e, e->renamed, ".tmp", tmp);
         DTRAIN__TRY(dtrain__storage_rename(storage, tmp, path));
     }
-    if (e->file_count > 1) DTRAIN__TRY(dtrain__export_index(e));
     DTRAIN__TRY(dtrain__storage_sync_directory(storage, directory));
     dtrain__export_path(e, e->file_count, "", path);
     if (storage->remove(storage->user, e->file_count > 1 ? e->path : path) < 0) return DTRAIN_OK;
     return dtrain__storage_sync_directory(storage, directory);
 }
 
-/* Gather and write one parameter after the other. An error of rank 0's disk is known to the others
- * in the end only: until then they go on gathering with it, which costs no more than success. */
+/* Gather and write one parameter after the other. The other ranks learn of an error of rank 0's
+ * disk at the end only, and gather until then: this costs no more than success. */
 static dtrain_result dtrain__export_values(dtrain__export *e)
 {
-    const bool writes = e->block != NULL;
-    dtrain_result result = writes ? dtrain__export_open(e) : DTRAIN_OK;
+    char tmp[DTRAIN__PATH];
+    dtrain_result result = DTRAIN_OK;
     for (size_t i = 0; i < e->weights.count; i++) {
         const dtrain__weight *weight = &e->weights.list[i];
         const dtrain_result gathered = dtrain_strategy_read(e->strategy, weight->param, e->value);
         if (result == DTRAIN_OK) result = gathered;
-        if (result == DTRAIN_OK && writes && weight->file == e->opened)
-            result = dtrain__export_open(e);
-        if (result == DTRAIN_OK && writes) result = dtrain__export_weight(e, weight);
+        if (result == DTRAIN_OK && e->block) result = dtrain__export_weight(e, weight);
     }
+    if (result == DTRAIN_OK && e->block) result = dtrain__export_publish(e);
     result = dtrain__export_close(e, result);
-    if (result == DTRAIN_OK && writes) result = dtrain__export_publish(e);
-    for (uint32_t i = e->renamed; i < e->opened && result != DTRAIN_OK; i++) {
-        char tmp[DTRAIN__PATH];
-        dtrain__export_path(e, i, ".tmp", tmp);
+    for (; e->renamed < e->opened && result != DTRAIN_OK; e->renamed++) {
+        dtrain__export_path(e, e->renamed, ".tmp", tmp);
         (void)e->desc.storage->remove(e->desc.storage->user, tmp);
     }
     return result;
@@ -28695,14 +28663,15 @@ DTRAIN_API dtrain_result dtrain_checkpoint_export(dtrain_strategy *strategy, con
     e.strategy = strategy;
     e.path = path;
     e.file = -1;
+    e.text.allocator = &dtrain__world_of(strategy)->allocator;
     if (desc) e.desc = *desc;
     e.desc.storage = dtrain__storage_or_files(e.desc.storage);
-    const dtrain_allocator *allocator = &dtrain__world_of(strategy)->allocator;
     dtrain_comm *comm = dtrain__groups_of(strategy).all;
     dtrain_result result = dtrain__agree(comm, dtrain__export_prepare(&e));
     if (result == DTRAIN_OK) result = dtrain__agree(comm, dtrain__export_values(&e));
-    dtrain__free(allocator, e.block, DTRAIN__BLOCK, 1);
-    dtrain__free(allocator, e.value, e.most, sizeof(float));
+    dtrain__text_free(&e.text);
+    dtrain__free(e.text.allocator, e.block, DTRAIN__BLOCK, 1);
+    dtrain__free(e.text.allocator, e.value, e.most, sizeof(float));
     dtrain__weights_free(&e.weights);
     return result;
 }
@@ -28713,46 +28682,31 @@ DTRAIN_API dtrain_result dtrain_checkpoint_export(dtrain_strategy *strategy, con
 
 /* Import
  *
- *     every rank    headers | do they fit the model? | read what this rank keeps | publish
+ *     every rank    headers | do they fit the model? | read the pieces of this rank | publish
  *
- * Steps end with an agreement of all ranks. A tensor of a file is a source, as a piece of a
+ * Every step ends with an agreement of all ranks. A tensor of a file is a source, as a piece of a
  * checkpoint is (state/read.c): no rank has more in memory than headers, its own pieces and a
  * block. */
 
 #define DTRAIN__INDEX_MOST ((uint64_t)64 << 20) /* bytes; those of the largest models have ten */
 #define DTRAIN__WEIGHT_FILE_NAME 256            /* bytes, the 0 included */
-#define DTRAIN__BLOCK_FLOATS ((int64_t)(DTRAIN__BLOCK / sizeof(float)))
 
 /* ---- Files ------------------------------------------------------------------------------------*/
 
-/* A file whose header was read. */
 typedef struct dtrain__weight_file {
-    char name[DTRAIN__WEIGHT_FILE_NAME]; /* in the directory; "": the path itself */
+    char path[2 * DTRAIN__PATH];
     dtrain__tensor_file header;
-    size_t first; /* number of its first tensor among those of all files */
 } dtrain__weight_file;
-
-/* The tensor of a file that a weight is read from. */
-typedef struct dtrain__weight_place {
-    uint32_t file;
-    const dtrain__stored *stored; /* NULL: nowhere, or not in this shape or type */
-} dtrain__weight_place;
 
 typedef struct dtrain__import {
     dtrain_state *state;
-    const dtrain_strategy *strategy;
-    const dtrain_allocator *allocator;
     dtrain_import_desc desc; /* resolved */
     const char *path;
-    char index[DTRAIN__PATH]; /* the path of the index; "": there is none */
-    char directory[DTRAIN__PATH];
+    char index[DTRAIN__PATH]; /* the path of the index, if there is one */
     dtrain__weights weights;
-    dtrain__weight_place *places; /* (weights.count) */
-    dtrain__weight_file *files;   /* (file_room), file_count in use */
+    dtrain__weight_file *files; /* (file_room), file_count in use */
     uint32_t file_count;
-    size_t file_room;
-    bool *used;          /* (tensor_count) tensors of the files that are some parameter's */
-    size_t tensor_count; /* of all files */
+    size_t file_room, tensor_count; /* of all files */
     dtrain__reader reader;
     uint64_t values;
     char note[600];
@@ -28760,120 +28714,87 @@ typedef struct dtrain__import {
 
 static const char dtrain__import_call[] = "dtrain_checkpoint_import";
 
-static void dtrain__import_path(const dtrain__import *im, uint32_t file,
-                                char path[2 * DTRAIN__PATH])
+/* Read the header of a file, unless it has been read. The search begins with the last file: an
+ * index mostly names a file several times in a row. */
+static dtrain_result dtrain__import_file(dtrain__import *im, const char *path)
 {
-    if (im->files[file].name[0])
-        snprintf(path, 2 * DTRAIN__PATH, "%s/%s", im->directory, im->files[file].name);
-    else snprintf(path, 2 * DTRAIN__PATH, "%s", im->path);
-}
-
-static dtrain_result dtrain__import_open(dtrain__import *im, uint32_t file,
-                                         char path[2 * DTRAIN__PATH])
-{
-    dtrain__import_path(im, file, path);
-    return dtrain__reader_open(&im->reader, path, 0);
-}
-
-/* Find a file by its name, or add it. Tensors of a file follow one another in an index, so that the
- * last file is tried first. */
-static dtrain_result dtrain__import_file(dtrain__import *im, const char *name, uint32_t *number)
-{
-    for (*number = im->file_count; *number > 0;)
-        if (strcmp(im->files[--*number].name, name) == 0) return DTRAIN_OK;
+    const dtrain_allocator *allocator = &im->state->allocator;
+    for (uint32_t i = im->file_count; i-- > 0;)
+        if (strcmp(im->files[i].path, path) == 0) return DTRAIN_OK;
     if (im->file_count == DTRAIN__WEIGHT_FILES)
         return dtrain_fail(DTRAIN_ERROR_DATA, "%s names more than %u files", im->index,
                            DTRAIN__WEIGHT_FILES);
-    if (!dtrain__grow(im->allocator, (void **)&im->files, im->file_count, &im->file_room,
+    if (!dtrain__grow(allocator, (void **)&im->files, im->file_count, &im->file_room,
                       sizeof *im->files, "a list of files"))
         return DTRAIN_ERROR_MEMORY;
-    *number = im->file_count++;
-    dtrain__weight_file *file = &im->files[*number];
-    memset(file, 0, sizeof *file);
-    file->header.allocator = im->allocator;
-    snprintf(file->name, sizeof file->name, "%s", name);
+    dtrain__weight_file *file = &im->files[im->file_count];
+    snprintf(file->path, sizeof file->path, "%s", path);
+    DTRAIN__TRY(dtrain__reader_open(&im->reader, path, 0));
+    DTRAIN__TRY(dtrain__safetensors_read(im->desc.storage, im->reader.file, path, allocator,
+                                         &file->header));
+    im->file_count++;
+    im->tensor_count += file->header.count;
     return DTRAIN_OK;
 }
 
 /* Read one member of a weight_map: the name of a file beside the index. */
 static dtrain_result dtrain__index_member(dtrain__import *im, dtrain__json *json)
 {
-    char name[DTRAIN__WEIGHT_FILE_NAME];
-    uint32_t number;
+    char name[DTRAIN__WEIGHT_FILE_NAME], directory[DTRAIN__PATH], path[2 * DTRAIN__PATH];
     if (!dtrain__json_string(json, name, sizeof name)) return json->result;
+    dtrain__directory_of(directory, im->index);
+    snprintf(path, sizeof path, "%s/%s", directory, name);
     if (name[0] && !strchr(name, '/') && strcmp(name, ".") != 0 && strcmp(name, "..") != 0)
-        return dtrain__import_file(im, name, &number);
+        return dtrain__import_file(im, path);
     dtrain__json_fail(json, "its file is \"%.100s\", expected the name of one beside the index",
                       name);
     return json->result;
 }
 
-/* Walk through an index, and count its tensors. */
-static dtrain_result dtrain__index_walk(dtrain__import *im, const char *text, size_t bytes,
-                                        size_t *count)
+/* Read the files of a weight_map, and count its tensors. */
+static dtrain_result dtrain__index_walk(dtrain__import *im, dtrain__json *json, size_t *count)
 {
     char name[DTRAIN__TENSOR_NAME];
-    dtrain__json json = dtrain__json_begin(im->index, text, bytes);
     bool seen = false;
-    *count = 0;
-    (void)dtrain__json_enter(&json, '{');
-    while (dtrain__json_member(&json, name, sizeof name)) {
+    (void)dtrain__json_enter(json, '{');
+    while (dtrain__json_member(json, name, sizeof name)) {
         if (strcmp(name, "weight_map") != 0) {
-            (void)dtrain__json_skip(&json);
+            (void)dtrain__json_skip(json);
             continue;
         }
-        if (seen) dtrain__json_fail(&json, "a second \"weight_map\"");
+        if (seen) dtrain__json_fail(json, "a second \"weight_map\"");
         seen = true;
-        (void)dtrain__json_enter(&json, '{');
-        while (dtrain__json_member(&json, name, sizeof name)) {
-            json.inside = name;
-            DTRAIN__TRY(dtrain__index_member(im, &json));
-            json.inside = NULL;
-            ++*count;
+        (void)dtrain__json_enter(json, '{');
+        for (; dtrain__json_member(json, name, sizeof name); ++*count) {
+            json->inside = name;
+            DTRAIN__TRY(dtrain__index_member(im, json));
+            json->inside = NULL;
         }
     }
-    DTRAIN__TRY(dtrain__json_end(&json));
+    DTRAIN__TRY(dtrain__json_end(json));
     if (seen) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA, "%s has no \"weight_map\", expected an index of files",
                        im->index);
 }
 
-/* Read the headers of all files, and make the list of what is used. */
-static dtrain_result dtrain__import_headers(dtrain__import *im)
-{
-    char path[2 * DTRAIN__PATH];
-    for (uint32_t i = 0; i < im->file_count; i++) {
-        dtrain__weight_file *file = &im->files[i];
-        DTRAIN__TRY(dtrain__import_open(im, i, path));
-        DTRAIN__TRY(dtrain__safetensors_read(im->desc.storage, im->reader.file, path, im->allocator,
-                                             &file->header));
-        file->first = im->tensor_count;
-        im->tensor_count += file->header.count;
-    }
-    im->used =
-        (bool *)dtrain__alloc(im->allocator, im->tensor_count, sizeof *im->used, "used tensors");
-    return im->used ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-}
-
-/* Read an index and the headers of its files. */
 static dtrain_result dtrain__import_index(dtrain__import *im)
 {
+    const dtrain_allocator *allocator = &im->state->allocator;
     char *text;
-    size_t bytes, count;
-    DTRAIN__TRY(dtrain__storage_get(im->desc.storage, im->allocator, im->index, DTRAIN__INDEX_MOST,
+    size_t bytes, count = 0;
+    DTRAIN__TRY(dtrain__storage_get(im->desc.storage, allocator, im->index, DTRAIN__INDEX_MOST,
                                     &text, &bytes));
-    dtrain_result result = dtrain__index_walk(im, text, bytes, &count);
-    if (result == DTRAIN_OK) result = dtrain__import_headers(im);
-    if (result == DTRAIN_OK && count != im->tensor_count)
-        result = dtrain_fail(DTRAIN_ERROR_DATA,
-                             "%s names %zu tensors, and its files have %zu: one of them has "
-                             "a tensor that the index does not know, or that another has too",
-                             im->index, count, im->tensor_count);
-    dtrain__free(im->allocator, text, bytes + 1, 1);
-    return result;
+    dtrain__json json = dtrain__json_begin(im->index, text, bytes);
+    const dtrain_result result = dtrain__index_walk(im, &json, &count);
+    dtrain__free(allocator, text, bytes + 1, 1);
+    if (result != DTRAIN_OK || count == im->tensor_count) return result;
+    return dtrain_fail(
+        DTRAIN_ERROR_DATA,
+        "%s names %zu tensors, and its files have %zu: one of them has a tensor that "
+        "the index does not know, or that another has too",
+        im->index, count, im->tensor_count);
 }
 
-/* Tell whether there is a file by this name. */
 static bool dtrain__import_exists(const dtrain__import *im, const char *path)
 {
     const dtrain_storage *storage = im->desc.storage;
@@ -28882,20 +28803,15 @@ static bool dtrain__import_exists(const dtrain__import *im, const char *path)
     return file != -ENOENT;
 }
 
-/* Find out whether the path is a file or an index, and read the headers. */
-static dtrain_result dtrain__import_find_files(dtrain__import *im)
+/* Read all headers, of the file or of the files of the index that the path leads to. */
+static dtrain_result dtrain__import_headers(dtrain__import *im)
 {
-    uint32_t number;
-    dtrain__directory_of(im->directory, im->path);
     const bool is_index = dtrain__ends_with(im->path, ".json");
+    if (!is_index && dtrain__import_exists(im, im->path)) return dtrain__import_file(im, im->path);
     snprintf(im->index, sizeof im->index, "%s%s", im->path, is_index ? "" : DTRAIN__INDEX_END);
-    if (!is_index && dtrain__import_exists(im, im->path)) im->index[0] = 0;
-    else if (!dtrain__import_exists(im, im->index))
-        return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "%s cannot be opened: No such file%s", im->path,
-                           is_index ? "" : ", nor an index of it");
-    if (im->index[0]) return dtrain__import_index(im);
-    DTRAIN__TRY(dtrain__import_file(im, "", &number));
-    return dtrain__import_headers(im);
+    if (dtrain__import_exists(im, im->index)) return dtrain__import_index(im);
+    return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "%s cannot be opened: No such file%s", im->path,
+                       is_index ? "" : ", nor an index of it");
 }
 
 /* ---- Do they fit? -----------------------------------------------------------------------------*/
@@ -28911,84 +28827,93 @@ static void dtrain__weight_shape_text(const int64_t *shape, int dims, char text[
 }
 
 /* Find a tensor in any file by a name, or by the prefix and that name. */
-static const dtrain__stored *dtrain__import_find(const dtrain__import *im, const char *name,
-                                                 uint32_t *file)
+static dtrain__stored *dtrain__import_find(const dtrain__import *im, const char *name,
+                                           uint32_t *file)
 {
     char longer[2 * DTRAIN__TENSOR_NAME];
-    const dtrain__stored *stored = NULL;
-    const char *prefix = im->desc.prefix;
-    for (int behind = 0; behind < (prefix && prefix[0] ? 2 : 1) && !stored; behind++) {
-        const int bytes = snprintf(longer, sizeof longer, "%s%s", behind ? prefix : "", name);
-        if (bytes < 0 || (size_t)bytes >= sizeof longer) break;
+    dtrain__stored *stored = NULL;
+    for (int prefixed = 0; prefixed < 2 && !stored; prefixed++) {
+        snprintf(longer, sizeof longer, "%s%s", prefixed ? im->desc.prefix : "", name);
         for (uint32_t i = 0; i < im->file_count && !stored; i++) {
             stored = dtrain__safetensors_find(&im->files[i].header, longer);
-            if (stored) *file = i;
+            *file = i;
         }
     }
     return stored;
 }
 
-static bool dtrain__weight_fits(const dtrain__weight *weight, const dtrain__stored *stored)
+static bool dtrain__weight_fits(const dtrain__weight *weight)
 {
+    const dtrain__stored *stored = weight->stored;
     bool fits = stored->dtype <= DTRAIN_DTYPE_F16 && stored->dims == weight->dims;
     for (int d = 0; d < weight->dims && fits; d++) fits = stored->shape[d] == weight->shape[d];
     return fits;
 }
 
-static void dtrain__import_use(dtrain__import *im, const dtrain__weight_place *place)
+/* Describe a tensor of a file, all of it, as a source. */
+static dtrain__source dtrain__import_source(const dtrain__import *im, uint32_t file,
+                                            const dtrain__stored *stored)
 {
-    const dtrain__weight_file *file = &im->files[place->file];
-    im->used[file->first + (size_t)(place->stored - file->header.tensors)] = true;
+    dtrain__source source;
+    memset(&source, 0, sizeof source);
+    source.path = im->files[file].path;
+    source.at = im->files[file].header.data + stored->begin;
+    source.kind = "value";
+    source.name = stored->name;
+    source.dtype = stored->dtype;
+    return source;
 }
 
-/* Compare the bytes of two tensors that are one parameter here. */
-static dtrain_result dtrain__import_same(dtrain__import *im, const dtrain__weight_place *a,
-                                         const dtrain__weight_place *b)
+/* Compare the bytes of two tensors that are one tied parameter here, half a block of each at a
+ * time. */
+static dtrain_result dtrain__import_same(dtrain__import *im, const dtrain__weight *weight,
+                                         const dtrain__stored *other, uint32_t file)
 {
-    const dtrain__weight_place *const places[2] = {a, b};
-    const uint64_t bytes = a->stored->end - a->stored->begin;
-    const size_t half = DTRAIN__BLOCK / 2;
-    bool same = a->stored->dtype == b->stored->dtype && b->stored->end - b->stored->begin == bytes;
-    for (uint64_t done = 0; done < bytes && same; done += half) {
-        const size_t count = bytes - done < half ? (size_t)(bytes - done) : half;
-        for (int i = 0; i < 2; i++) {
-            char path[2 * DTRAIN__PATH];
-            DTRAIN__TRY(dtrain__import_open(im, places[i]->file, path));
-            DTRAIN__TRY(dtrain__storage_read(
-                im->reader.storage, im->reader.file, path, im->reader.block + (size_t)i * half,
-                count, im->files[places[i]->file].header.data + places[i]->stored->begin + done));
-        }
-        same = memcmp(im->reader.block, im->reader.block + half, count) == 0;
+    dtrain__source source[2] = {dtrain__import_source(im, weight->file, weight->stored),
+                                dtrain__import_source(im, file, other)};
+    const int64_t bytes = (int64_t)(other->end - other->begin), half = DTRAIN__BLOCK / 2;
+    char *const block = im->reader.block;
+    bool same = weight->stored->dtype == other->dtype &&
+                weight->stored->end - weight->stored->begin == (uint64_t)bytes;
+    source[0].dtype = source[1].dtype = DTRAIN__STORED_U8;
+    for (int64_t done = 0; done < bytes && same; done += half) {
+        const int64_t count = dtrain__min(bytes - done, half);
+        for (int i = 0; i < 2; i++)
+            DTRAIN__TRY(dtrain__elements_read(&im->reader, &source[i], false, done, count,
+                                              block + i * half));
+        same = memcmp(block, block + half, (size_t)count) == 0;
     }
     if (same) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
                        "%s: \"%.100s\" and \"%.100s\" differ, and are one tied parameter here; "
                        "leave out one of them with `names`, and name it in `ignore`",
-                       im->path, a->stored->name, b->stored->name);
+                       im->path, weight->stored->name, other->name);
 }
 
 /* Find a parameter by its name and by those of its aliases. Rank 0 compares them with one
  * another. */
-static dtrain_result dtrain__import_place(dtrain__import *im, const dtrain__weight *weight,
-                                          dtrain__weight_place *place)
+static dtrain_result dtrain__import_place(dtrain__import *im, dtrain__weight *weight)
 {
-    const dtrain_param *storage = &im->weights.params[weight->param], *param = storage;
-    dtrain__weight_place other;
-    place->stored = NULL;
+    const dtrain_param *first = &im->weights.params[weight->param], *param = first;
     do {
-        const size_t i = param->state.index;
-        const char *name = im->desc.names ? im->desc.names[i].name : NULL;
+        uint32_t file;
+        const char *name = im->desc.names ? im->desc.names[param->state.index].name : NULL;
         if (!name) name = param->name;
-        if (param == storage) name = weight->name;
-        other.stored = name[0] ? dtrain__import_find(im, name, &other.file) : NULL;
-        if (other.stored) {
-            dtrain__import_use(im, &other);
-            if (!place->stored) *place = other;
-            else if (place->stored != other.stored && dtrain_comm_rank(im->state->comm) == 0)
-                DTRAIN__TRY(dtrain__import_same(im, place, &other));
-        }
+        dtrain__stored *stored = name[0] ? dtrain__import_find(im, name, &file) : NULL;
         param = param->state.next;
-    } while (param != storage);
+        if (!stored || stored->user == weight) continue;
+        if (stored->user)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: two parameters are called \"%.100s\", expected names that "
+                               "occur once",
+                               dtrain__import_call, name);
+        stored->user = weight;
+        if (!weight->stored) {
+            weight->stored = stored;
+            weight->file = file;
+        } else if (dtrain_comm_rank(im->state->comm) == 0)
+            DTRAIN__TRY(dtrain__import_same(im, weight, stored, file));
+    } while (param != first);
     return DTRAIN_OK;
 }
 
@@ -28997,11 +28922,11 @@ static void dtrain__import_extra(const dtrain__import *im, dtrain__name_list *ex
 {
     for (uint32_t i = 0; i < im->file_count; i++)
         for (size_t k = 0; k < im->files[i].header.count; k++) {
-            const char *name = im->files[i].header.tensors[k].name;
+            const dtrain__stored *stored = &im->files[i].header.tensors[k];
             const char *const *end = im->desc.ignore;
-            while (end && *end && !dtrain__ends_with(name, *end)) end++;
-            if (im->used[im->files[i].first + k] || (end && *end)) continue;
-            dtrain__name_add(extra, "\"%.60s\"", name);
+            while (end && *end && !dtrain__ends_with(stored->name, *end)) end++;
+            if (stored->user || (end && *end)) continue;
+            dtrain__name_add(extra, "\"%.60s\"", stored->name);
         }
 }
 
@@ -29012,19 +28937,19 @@ static dtrain_result dtrain__import_compare(dtrain__import *im)
     dtrain__misfit misfit;
     memset(&misfit, 0, sizeof misfit);
     for (size_t i = 0; i < im->weights.count; i++) {
-        const dtrain__weight *weight = &im->weights.list[i];
-        dtrain__weight_place *place = &im->places[i];
+        dtrain__weight *weight = &im->weights.list[i];
         char found[64], expected[64];
-        DTRAIN__TRY(dtrain__import_place(im, weight, place));
-        im->values += place->stored != NULL;
-        if (!place->stored) dtrain__name_add(&misfit.missing, "\"%.60s\"", weight->name);
-        if (!place->stored || dtrain__weight_fits(weight, place->stored)) continue;
-        dtrain__weight_shape_text(place->stored->shape, place->stored->dims, found);
-        dtrain__weight_shape_text(weight->shape, weight->dims, expected);
-        dtrain__name_add(&misfit.different, "\"%.60s\" is %s %s, expected F32, BF16 or F16 %s",
-                         weight->name, dtrain__stored_name(place->stored->dtype), found, expected);
-        place->stored = NULL;
-        im->values--;
+        DTRAIN__TRY(dtrain__import_place(im, weight));
+        if (!weight->stored) dtrain__name_add(&misfit.missing, "\"%.60s\"", weight->name);
+        else if (dtrain__weight_fits(weight)) im->values++;
+        else {
+            dtrain__weight_shape_text(weight->stored->shape, weight->stored->dims, found);
+            dtrain__weight_shape_text(weight->shape, weight->dims, expected);
+            dtrain__name_add(&misfit.different, "\"%.60s\" is %s %s, expected F32, BF16 or F16 %s",
+                             weight->name, dtrain__stored_name(weight->stored->dtype), found,
+                             expected);
+            weight->stored = NULL;
+        }
     }
     dtrain__import_extra(im, &misfit.extra);
     if (!dtrain__misfit_text(&misfit, sentence, sizeof sentence)) return DTRAIN_OK;
@@ -29038,17 +28963,23 @@ static dtrain_result dtrain__import_compare(dtrain__import *im)
 
 /* ---- Values -----------------------------------------------------------------------------------*/
 
-/* Read a transposed weight from its beginning to its end, and keep this rank's part: a matrix, of
- * which (row, column) here is (column, row) in the file. */
-static dtrain_result dtrain__import_turned(dtrain__import *im, const dtrain__weight *weight,
-                                           const dtrain__source *source, const dtrain_piece *piece,
-                                           float *to)
+/* Read a transposed weight from its beginning to its end, and keep this rank's part: a matrix whose
+ * (row, column) here is (column, row) in the file. Rows that the file lacks become zero. */
+static dtrain_result dtrain__import_transposed(dtrain__import *im, const dtrain__weight *weight,
+                                               const dtrain__source *source,
+                                               const dtrain_state_tensor *tensor)
 {
+    const dtrain_piece *piece = &tensor->piece;
+    const int64_t block = (int64_t)(DTRAIN__BLOCK / sizeof(float));
+    const size_t bytes = (size_t)piece->count * sizeof(float);
     int64_t row = 0, column = 0; /* here, of the element that comes next in the file */
-    for (int64_t at = 0; at < weight->total; at += DTRAIN__BLOCK_FLOATS) {
-        const int64_t count = dtrain__min(weight->total - at, DTRAIN__BLOCK_FLOATS);
-        DTRAIN__TRY(dtrain__elements_read(&im->reader, source, source->dtype != DTRAIN_DTYPE_F32,
-                                          at, count, im->reader.block));
+    dtrain_result result = DTRAIN_OK;
+    float *to = (float *)dtrain__alloc(&im->state->allocator, bytes, 1, "a piece of a parameter");
+    if (!to) return DTRAIN_ERROR_MEMORY;
+    for (int64_t at = 0; at < weight->total && result == DTRAIN_OK; at += block) {
+        const int64_t count = dtrain__min(weight->total - at, block);
+        result = dtrain__elements_read(&im->reader, source, source->dtype != DTRAIN_DTYPE_F32, at,
+                                       count, im->reader.block);
         for (int64_t i = 0; i < count; i++) {
             const int64_t r = row - piece->first[0], c = column - piece->first[1];
             const int64_t place = r * piece->length[1] + c - piece->offset;
@@ -29057,74 +28988,51 @@ static dtrain_result dtrain__import_turned(dtrain__import *im, const dtrain__wei
             if (++row == weight->rows) row = 0, column++;
         }
     }
-    return DTRAIN_OK;
+    if (result == DTRAIN_OK)
+        result = dtrain_device_copy(im->state->device, tensor->memory, to, bytes);
+    dtrain__free(&im->state->allocator, to, bytes, 1);
+    return result;
 }
 
 /* Read this rank's piece of a weight. Rows that the file lacks come last and become zero. */
-static dtrain_result dtrain__import_weight(dtrain__import *im, const dtrain__weight *weight,
-                                           const dtrain__weight_place *place)
+static dtrain_result dtrain__import_weight(dtrain__import *im, const dtrain__weight *weight)
 {
     const dtrain_state_tensor *tensor = &im->state->tensors[weight->tensor];
-    const dtrain_piece *piece = &tensor->piece;
-    dtrain_device *device = im->state->device;
-    char path[2 * DTRAIN__PATH];
+    const dtrain__target target = {tensor->memory, tensor->piece, DTRAIN_DTYPE_F32, false};
+    dtrain__source source = dtrain__import_source(im, weight->file, weight->stored);
     int64_t shape[4];
     memcpy(shape, tensor->shape, sizeof shape);
     shape[0] = weight->rows;
-    const dtrain__target target = {tensor->memory, *piece, DTRAIN_DTYPE_F32, false};
-    const dtrain__source source = {path,
-                                   im->files[place->file].header.data + place->stored->begin,
-                                   0,
-                                   "value",
-                                   path,
-                                   NULL,
-                                   place->stored->dtype,
-                                   dtrain__piece_whole(shape)};
-    const int64_t end = dtrain__piece_place(piece, &source.piece, weight->total);
-    const int64_t here = dtrain__max(0, dtrain__min(end, piece->count));
-    dtrain__import_path(im, place->file, path);
-    if (here && !weight->transpose) DTRAIN__TRY(dtrain__piece_read(&im->reader, &source, &target));
-    if (here && weight->transpose) {
-        const bool direct = device->ops->host_memory;
-        const size_t count = (size_t)piece->count;
-        float *to = direct ? (float *)tensor->memory
-                           : (float *)dtrain__alloc(im->allocator, count, sizeof *to,
-                                                    "a piece of a parameter");
-        if (!to) return DTRAIN_ERROR_MEMORY;
-        dtrain_result result = dtrain__import_turned(im, weight, &source, piece, to);
-        if (!direct && result == DTRAIN_OK)
-            result = dtrain_device_copy(device, tensor->memory, to, (size_t)here * sizeof(float));
-        if (!direct) dtrain__free(im->allocator, to, count, sizeof *to);
-        DTRAIN__TRY(result);
+    source.piece = dtrain__piece_whole(shape);
+    if (!tensor->piece.count) return DTRAIN_OK;
+    if (weight->transpose) return dtrain__import_transposed(im, weight, &source, tensor);
+    const int64_t stored = dtrain__piece_place(&tensor->piece, &source.piece, weight->total);
+    memset(im->reader.block, 0, DTRAIN__BLOCK);
+    for (int64_t at = dtrain__max(0, stored), count; at < tensor->piece.count; at += count) {
+        count = dtrain__min(tensor->piece.count - at, (int64_t)(DTRAIN__BLOCK / sizeof(float)));
+        DTRAIN__TRY(dtrain_device_copy(im->state->device, (float *)tensor->memory + at,
+                                       im->reader.block, (size_t)count * sizeof(float)));
     }
-    memset(im->reader.block, 0, here < piece->count ? DTRAIN__BLOCK : 0);
-    for (int64_t at = here; at < piece->count; at += DTRAIN__BLOCK_FLOATS)
-        DTRAIN__TRY(dtrain_device_copy(
-            device, (float *)tensor->memory + at, im->reader.block,
-            (size_t)dtrain__min(piece->count - at, DTRAIN__BLOCK_FLOATS) * sizeof(float)));
-    return DTRAIN_OK;
+    return dtrain__piece_read(&im->reader, &source, &target);
 }
 
 /* Do everything that can fail before values change. */
 static dtrain_result dtrain__import_prepare(dtrain__import *im)
 {
-    DTRAIN__TRY(dtrain__between_backwards(im->strategy, dtrain__import_call));
+    const dtrain_strategy *strategy = im->state->desc.strategy;
+    DTRAIN__TRY(dtrain__between_backwards(strategy, dtrain__import_call));
     DTRAIN__TRY(dtrain__weight_path_check(dtrain__import_call, im->path));
-    DTRAIN__TRY(
-        dtrain__weights_list(dtrain__import_call, im->strategy, im->desc.names, &im->weights));
-    im->places = (dtrain__weight_place *)dtrain__alloc(im->allocator, im->weights.count,
-                                                       sizeof *im->places, "places of weights");
-    if (!im->places) return DTRAIN_ERROR_MEMORY;
+    DTRAIN__TRY(dtrain__weights_list(dtrain__import_call, strategy, im->desc.names, &im->weights));
     DTRAIN__TRY(dtrain__reader_begin(&im->reader, im->state, im->desc.storage));
-    DTRAIN__TRY(dtrain__import_find_files(im));
+    DTRAIN__TRY(dtrain__import_headers(im));
     return dtrain__import_compare(im);
 }
 
 static dtrain_result dtrain__import_values(dtrain__import *im)
 {
     for (size_t i = 0; i < im->weights.count; i++)
-        if (im->places[i].stored)
-            DTRAIN__TRY(dtrain__import_weight(im, &im->weights.list[i], &im->places[i]));
+        if (im->weights.list[i].stored)
+            DTRAIN__TRY(dtrain__import_weight(im, &im->weights.list[i]));
     return DTRAIN_OK;
 }
 
@@ -29132,9 +29040,7 @@ static void dtrain__import_free(dtrain__import *im)
 {
     dtrain__reader_end(&im->reader, im->state);
     for (uint32_t i = 0; i < im->file_count; i++) dtrain__safetensors_free(&im->files[i].header);
-    dtrain__free(im->allocator, im->files, im->file_room, sizeof *im->files);
-    dtrain__free(im->allocator, im->used, im->tensor_count, sizeof *im->used);
-    dtrain__free(im->allocator, im->places, im->weights.count, sizeof *im->places);
+    dtrain__free(&im->state->allocator, im->files, im->file_room, sizeof *im->files);
     dtrain__weights_free(&im->weights);
 }
 
@@ -29148,10 +29054,9 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
     const double start = dtrain_seconds();
     memset(&im, 0, sizeof im);
     im.state = state;
-    im.strategy = state->desc.strategy;
-    im.allocator = &state->allocator;
     im.path = path;
     if (desc) im.desc = *desc;
+    if (!im.desc.prefix) im.desc.prefix = "";
     im.desc.storage = dtrain__storage_or_files(im.desc.storage);
     dtrain_result result = dtrain__agree(state->comm, dtrain__import_prepare(&im));
     if (result == DTRAIN_OK) {
@@ -30336,9 +30241,9 @@ DTRAIN__PRIVATE void dtrain__safetensors_free(dtrain__tensor_file *file)
 
 /* JSON (RFC 8259)
  *
- * The reader is stricter than most, so that no text has two meanings: bytes that are not UTF-8, half
- * of a surrogate pair, \u0000, a comma too many and a number with a leading zero are errors. The
- * caller finds members that occur twice. The reader builds no tree and goes 16 levels deep: the
+ * The reader is stricter than most, so that no text has two meanings: bytes that are not UTF-8,
+ * half of a surrogate pair, \u0000, a comma too many and a number with a leading zero are errors.
+ * The caller finds members that occur twice. The reader builds no tree and goes 16 levels deep: the
  * memory and the stack that it needs do not depend on the text. No call depends on the locale. */
 
 /* Return the number of bytes of the first character, or 0 if it is not UTF-8: it is cut off, longer
@@ -30431,23 +30336,24 @@ DTRAIN__PRIVATE void dtrain__text_free(dtrain__text *text)
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
-/* Empty the text after an error: every later call then finds its end, and no call has to ask whether
- * an earlier one failed. Sentences may quote the text and go to terminals: control characters are
- * replaced. */
+/* Empty the text after an error: every later call then finds its end, and no call has to ask
+ * whether an earlier one failed. Sentences may quote the text and go to terminals: control
+ * characters are replaced. */
 DTRAIN__PRIVATE bool dtrain__json_fail(dtrain__json *json, const char *format, ...)
 {
     char text[DTRAIN__ERROR_BYTES];
     va_list args;
     if (json->result != DTRAIN_OK) return false;
+    int used = snprintf(text, sizeof text, json->inside ? "%.600s: \"%.200s\", at" : "%.600s:%s at",
+                        json->what, json->inside ? json->inside : "");
+    used += snprintf(text + used, sizeof text - (size_t)used,
+                     " byte %zu of the JSON: ", (size_t)(json->at - json->text));
     va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
+    vsnprintf(text + used, sizeof text - (size_t)used, format, args);
     va_end(args);
     for (char *c = text; *c; c++)
         if ((unsigned char)*c < 0x20 || *c == 0x7f) *c = '?';
-    json->result =
-        dtrain_fail(DTRAIN_ERROR_DATA, "%s:%s%.200s%s at byte %zu of the JSON: %s", json->what,
-                    json->inside ? " \"" : "", json->inside ? json->inside : "",
-                    json->inside ? "\"," : "", (size_t)(json->at - json->text), text);
+    json->result = dtrain_fail(DTRAIN_ERROR_DATA, "%s", text);
     json->at = json->end = json->text;
     return false;
 }
@@ -30527,7 +30433,8 @@ DTRAIN__PRIVATE bool dtrain__json_enter(dtrain__json *json, char bracket)
     return true;
 }
 
-/* Leave the object or array at its closing bracket, or step over the comma before its next entry. */
+/* Leave the object or array at its closing bracket, or step over the comma before its next
+ * entry. */
 static bool dtrain__json_next(dtrain__json *json, char close)
 {
     if (json->depth == 0) return dtrain__json_fail(json, "nothing has been entered");
@@ -30566,8 +30473,8 @@ static bool dtrain__json_hex(dtrain__json *json, uint32_t *code)
     return true;
 }
 
-/* Read an escape behind its backslash. Write the character as UTF-8, and return its number of bytes,
- * or 0 after an error. */
+/* Read an escape behind its backslash. Write the character as UTF-8, and return its number of
+ * bytes, or 0 after an error. */
 static size_t dtrain__json_escape(dtrain__json *json, char utf8[4])
 {
     static const char names[] = "\"\\/bfnrt", values[] = "\"\\/\b\f\n\r\t";
@@ -30843,23 +30750,23 @@ DTRAIN__PRIVATE uint32_t dtrain__crc32c(uint32_t crc, const void *data, size_t b
 
 /* Storage: the table of the file system, and whole reads and writes over any table
  *
- * Short and interrupted transfers are continued here, and nowhere else. An error of fsync or close
- * is final: the kernel may have dropped what it could not write, and a second fsync would then
+ * Short and interrupted transfers are continued here and nowhere else. An error of fsync or close
+ * is final: the kernel may have dropped data that it could not write, and a second fsync would then
  * succeed without it. */
 
 #include <sys/file.h>
 
-#define DTRAIN__WRITE_BACK ((uint64_t)8 << 20)
+#define DTRAIN__WRITE_BACK ((uint64_t)8 << 20) /* bytes */
 
 /* ---- The file system --------------------------------------------------------------------------*/
 
 static int dtrain__or_errno(int result) { return result < 0 ? -errno : result; }
 
-/* Open a file. Symbolic links are followed, as those that a cluster's directories and shards are
- * reached by, but for the lock, which would be made elsewhere; O_EXCL follows none.
+/* Open a file. Symbolic links are followed, as clusters reach directories and shards by them,
+ * except for a lock, which would be made elsewhere, and for a new file (O_EXCL).
  *
- * A lock of flock belongs to the open file, and the kernel ends it with the last process that has
- * it open: there is no stale lock, whatever process ids are used again. */
+ * A lock of flock belongs to the open file, and the kernel ends it when no process has the file
+ * open any more: a lock cannot outlive its owner, as one that is known by a process id can. */
 static int dtrain__file_open(void *user, const char *path, dtrain_storage_mode mode)
 {
     static const int flags[DTRAIN_STORAGE_MODES] = {
@@ -30883,8 +30790,8 @@ static int64_t dtrain__file_read(void *user, int file, void *to, size_t bytes, u
     return done < 0 ? -errno : done;
 }
 
-/* Write, and let the disk begin with every DTRAIN__WRITE_BACK bytes as soon as they are there:
- * otherwise it would rest until fsync. */
+/* Write, and start writing back every DTRAIN__WRITE_BACK bytes as soon as they are complete: the
+ * kernel would otherwise leave the disk idle until fsync. */
 static int64_t dtrain__file_write(void *user, int file, const void *from, size_t bytes,
                                   uint64_t offset)
 {
@@ -30981,7 +30888,7 @@ static dtrain_result dtrain__storage_fail(const char *path, const char *what, in
     return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be %s: %s", path, what, strerror((int)-code));
 }
 
-/* Open a file: its number, or a negated errno. */
+/* Open a file. Return its number, or a negated errno. */
 DTRAIN__PRIVATE int dtrain__storage_try(const dtrain_storage *storage, const char *path,
                                         dtrain_storage_mode mode)
 {
@@ -31018,7 +30925,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_read(const dtrain_storage *storage
     return DTRAIN_OK;
 }
 
-/* Write all of the bytes. A write of nothing is taken for a full disk: it would be tried for
+/* Write all of the bytes. A write of nothing counts as a full disk: it would be repeated for
  * ever. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_write(const dtrain_storage *storage, int file,
                                                     const char *path, const void *from,
@@ -31034,16 +30941,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_write(const dtrain_storage *storag
     return DTRAIN_OK;
 }
 
-/* Close a file, which is done in any case; with sync, after it is on the disk. */
+/* Close a file. If the result so far is an error, return it; otherwise the file is on the disk
+ * first. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_finish(const dtrain_storage *storage, int file,
-                                                     const char *path, bool sync)
+                                                     const char *path, dtrain_result result)
 {
     int synced = 0;
-    if (sync) {
-        do synced = storage->sync(storage->user, file);
-        while (synced == -EINTR);
-    }
+    while (result == DTRAIN_OK && (synced = storage->sync(storage->user, file)) == -EINTR) {}
     const int closed = storage->close(storage->user, file);
+    if (result != DTRAIN_OK) return result;
     if (synced < 0) return dtrain__storage_fail(path, "brought to the disk (fsync)", synced);
     if (closed < 0 && closed != -EINTR) return dtrain__storage_fail(path, "closed", closed);
     return DTRAIN_OK;
@@ -31055,7 +30961,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_sync_directory(const dtrain_storag
 {
     int file;
     DTRAIN__TRY(dtrain__storage_open(storage, path, DTRAIN_STORAGE_DIRECTORY, &file));
-    return dtrain__storage_finish(storage, file, path, true);
+    return dtrain__storage_finish(storage, file, path, DTRAIN_OK);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__storage_rename(const dtrain_storage *storage,
@@ -31073,7 +30979,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_remove(const dtrain_storage *stora
 {
     const int code = storage->remove(storage->user, path);
     if (code >= 0 || code == -ENOENT) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be removed: %s", path, strerror(-code));
+    return dtrain__storage_fail(path, "removed", code);
 }
 
 /* Write a whole new file, and bring it to the disk. */
@@ -31082,13 +30988,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_put(const dtrain_storage *storage,
 {
     int file;
     DTRAIN__TRY(dtrain__storage_open(storage, path, DTRAIN_STORAGE_CREATE, &file));
-    const dtrain_result written = dtrain__storage_write(storage, file, path, from, bytes, 0);
-    const dtrain_result closed = dtrain__storage_finish(storage, file, path, written == DTRAIN_OK);
-    return written == DTRAIN_OK ? closed : written;
+    return dtrain__storage_finish(storage, file, path,
+                                  dtrain__storage_write(storage, file, path, from, bytes, 0));
 }
 
-/* Read a whole file of at most `most` bytes into new memory, with a 0 behind it: *bytes + 1 of them
- * are to be freed. */
+/* Read a whole file of at most `most` bytes into new memory, with a 0 behind it. The caller frees
+ * *bytes + 1 bytes. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
                                                   const dtrain_allocator *allocator,
                                                   const char *path, uint64_t most, char **text,
@@ -31106,15 +31011,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
                              (long long)size, (unsigned long long)most);
     if (result == DTRAIN_OK) {
         *text = (char *)dtrain__alloc(allocator, (size_t)size + 1, 1, "the text of a file");
-        result = *text ? dtrain__storage_read(storage, file, path, *text, (size_t)size, 0)
+        *bytes = (size_t)size;
+        result = *text ? dtrain__storage_read(storage, file, path, *text, *bytes, 0)
                        : DTRAIN_ERROR_MEMORY;
     }
     (void)storage->close(storage->user, file);
-    if (result == DTRAIN_OK) *bytes = (size_t)size;
-    else {
-        dtrain__free(allocator, *text, (size_t)size + 1, 1);
-        *text = NULL;
-    }
+    if (result != DTRAIN_OK) dtrain__free(allocator, *text, *bytes + 1, 1);
     return result;
 }
 

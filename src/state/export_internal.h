@@ -7,6 +7,7 @@
 #include "strategy/view_internal.h"
 #include "state/checkpoint_internal.h"
 #include "state/export.h"
+#include "state/safetensors_internal.h"
 
 #define DTRAIN__WEIGHTS_END ".safetensors"
 #define DTRAIN__INDEX_END ".index.json"
@@ -15,14 +16,15 @@
 /* A parameter as a file has it. rows x columns is what is stored of it, as it lies here. */
 typedef struct dtrain__weight {
     const char *name;
-    size_t param;  /* in the strategy's array */
-    size_t tensor; /* in the state's list, where values come first, without aliases */
+    size_t param;  /* its index in the strategy's array ... */
+    size_t tensor; /* ... and in the state's list, where values come first, without aliases */
     bool transpose;
     int dims;
     int64_t shape[4]; /* in the file */
     int64_t rows, columns, total;
-    uint32_t file; /* export: number of the file, from 0 ... */
-    uint64_t at;   /* ... and the first byte in its data */
+    uint32_t file;                /* its number, from 0 */
+    const dtrain__stored *stored; /* import: the tensor there; NULL: there is none, or it does not
+                                     fit */
 } dtrain__weight;
 
 typedef struct dtrain__weights {

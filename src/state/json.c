@@ -1,8 +1,8 @@
 /* JSON (RFC 8259)
  *
- * The reader is stricter than most, so that no text has two meanings: bytes that are not UTF-8, half
- * of a surrogate pair, \u0000, a comma too many and a number with a leading zero are errors. The
- * caller finds members that occur twice. The reader builds no tree and goes 16 levels deep: the
+ * The reader is stricter than most, so that no text has two meanings: bytes that are not UTF-8,
+ * half of a surrogate pair, \u0000, a comma too many and a number with a leading zero are errors.
+ * The caller finds members that occur twice. The reader builds no tree and goes 16 levels deep: the
  * memory and the stack that it needs do not depend on the text. No call depends on the locale. */
 
 #include "core/platform_internal.h"
@@ -102,23 +102,24 @@ DTRAIN__PRIVATE void dtrain__text_free(dtrain__text *text)
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
-/* Empty the text after an error: every later call then finds its end, and no call has to ask whether
- * an earlier one failed. Sentences may quote the text and go to terminals: control characters are
- * replaced. */
+/* Empty the text after an error: every later call then finds its end, and no call has to ask
+ * whether an earlier one failed. Sentences may quote the text and go to terminals: control
+ * characters are replaced. */
 DTRAIN__PRIVATE bool dtrain__json_fail(dtrain__json *json, const char *format, ...)
 {
     char text[DTRAIN__ERROR_BYTES];
     va_list args;
     if (json->result != DTRAIN_OK) return false;
+    int used = snprintf(text, sizeof text, json->inside ? "%.600s: \"%.200s\", at" : "%.600s:%s at",
+                        json->what, json->inside ? json->inside : "");
+    used += snprintf(text + used, sizeof text - (size_t)used,
+                     " byte %zu of the JSON: ", (size_t)(json->at - json->text));
     va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
+    vsnprintf(text + used, sizeof text - (size_t)used, format, args);
     va_end(args);
     for (char *c = text; *c; c++)
         if ((unsigned char)*c < 0x20 || *c == 0x7f) *c = '?';
-    json->result =
-        dtrain_fail(DTRAIN_ERROR_DATA, "%s:%s%.200s%s at byte %zu of the JSON: %s", json->what,
-                    json->inside ? " \"" : "", json->inside ? json->inside : "",
-                    json->inside ? "\"," : "", (size_t)(json->at - json->text), text);
+    json->result = dtrain_fail(DTRAIN_ERROR_DATA, "%s", text);
     json->at = json->end = json->text;
     return false;
 }
@@ -198,7 +199,8 @@ DTRAIN__PRIVATE bool dtrain__json_enter(dtrain__json *json, char bracket)
     return true;
 }
 
-/* Leave the object or array at its closing bracket, or step over the comma before its next entry. */
+/* Leave the object or array at its closing bracket, or step over the comma before its next
+ * entry. */
 static bool dtrain__json_next(dtrain__json *json, char close)
 {
     if (json->depth == 0) return dtrain__json_fail(json, "nothing has been entered");
@@ -237,8 +239,8 @@ static bool dtrain__json_hex(dtrain__json *json, uint32_t *code)
     return true;
 }
 
-/* Read an escape behind its backslash. Write the character as UTF-8, and return its number of bytes,
- * or 0 after an error. */
+/* Read an escape behind its backslash. Write the character as UTF-8, and return its number of
+ * bytes, or 0 after an error. */
 static size_t dtrain__json_escape(dtrain__json *json, char utf8[4])
 {
     static const char names[] = "\"\\/bfnrt", values[] = "\"\\/\b\f\n\r\t";

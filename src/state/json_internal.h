@@ -45,8 +45,8 @@ DTRAIN__PRIVATE bool dtrain__json_enter(dtrain__json *json, char bracket);
 DTRAIN__PRIVATE bool dtrain__json_member(dtrain__json *json, char *name, size_t room);
 /* Go to the next item of an array; false at its end, which has been left. */
 DTRAIN__PRIVATE bool dtrain__json_item(dtrain__json *json);
-/* Read a string, decode it and put a 0 behind it; string may be NULL, to check it alone. A string of
- * `room` bytes or more, \u0000 and half of a surrogate pair are errors. */
+/* Read a string, decode it and put a 0 behind it; string may be NULL, to check it alone. A string
+ * of `room` bytes or more, \u0000 and half of a surrogate pair are errors. */
 DTRAIN__PRIVATE bool dtrain__json_string(dtrain__json *json, char *string, size_t room);
 /* Read an integer from 0 to 2^64 - 1, or to 2^63 - 1; 1.0, 1e3 and -0 are errors. */
 DTRAIN__PRIVATE bool dtrain__json_u64(dtrain__json *json, uint64_t *value);

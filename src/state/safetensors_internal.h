@@ -24,6 +24,7 @@ typedef struct dtrain__stored {
     int dims;
     int64_t shape[DTRAIN__TENSOR_DIMS];
     uint64_t begin, end; /* bytes, from the beginning of the data */
+    const void *user;    /* who reads the tensor, for the caller; NULL: nobody */
 } dtrain__stored;
 
 /* The tensors of a file. */

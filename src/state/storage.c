@@ -1,7 +1,7 @@
 /* Storage: the table of the file system, and whole reads and writes over any table
  *
- * Short and interrupted transfers are continued here, and nowhere else. An error of fsync or close
- * is final: the kernel may have dropped what it could not write, and a second fsync would then
+ * Short and interrupted transfers are continued here and nowhere else. An error of fsync or close
+ * is final: the kernel may have dropped data that it could not write, and a second fsync would then
  * succeed without it. */
 
 #include "core/platform_internal.h"
@@ -14,17 +14,17 @@
 
 #include <sys/file.h>
 
-#define DTRAIN__WRITE_BACK ((uint64_t)8 << 20)
+#define DTRAIN__WRITE_BACK ((uint64_t)8 << 20) /* bytes */
 
 /* ---- The file system --------------------------------------------------------------------------*/
 
 static int dtrain__or_errno(int result) { return result < 0 ? -errno : result; }
 
-/* Open a file. Symbolic links are followed, as those that a cluster's directories and shards are
- * reached by, but for the lock, which would be made elsewhere; O_EXCL follows none.
+/* Open a file. Symbolic links are followed, as clusters reach directories and shards by them,
+ * except for a lock, which would be made elsewhere, and for a new file (O_EXCL).
  *
- * A lock of flock belongs to the open file, and the kernel ends it with the last process that has
- * it open: there is no stale lock, whatever process ids are used again. */
+ * A lock of flock belongs to the open file, and the kernel ends it when no process has the file
+ * open any more: a lock cannot outlive its owner, as one that is known by a process id can. */
 static int dtrain__file_open(void *user, const char *path, dtrain_storage_mode mode)
 {
     static const int flags[DTRAIN_STORAGE_MODES] = {
@@ -48,8 +48,8 @@ static int64_t dtrain__file_read(void *user, int file, void *to, size_t bytes, u
     return done < 0 ? -errno : done;
 }
 
-/* Write, and let the disk begin with every DTRAIN__WRITE_BACK bytes as soon as they are there:
- * otherwise it would rest until fsync. */
+/* Write, and start writing back every DTRAIN__WRITE_BACK bytes as soon as they are complete: the
+ * kernel would otherwise leave the disk idle until fsync. */
 static int64_t dtrain__file_write(void *user, int file, const void *from, size_t bytes,
                                   uint64_t offset)
 {
@@ -146,7 +146,7 @@ static dtrain_result dtrain__storage_fail(const char *path, const char *what, in
     return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be %s: %s", path, what, strerror((int)-code));
 }
 
-/* Open a file: its number, or a negated errno. */
+/* Open a file. Return its number, or a negated errno. */
 DTRAIN__PRIVATE int dtrain__storage_try(const dtrain_storage *storage, const char *path,
                                         dtrain_storage_mode mode)
 {
@@ -183,7 +183,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_read(const dtrain_storage *storage
     return DTRAIN_OK;
 }
 
-/* Write all of the bytes. A write of nothing is taken for a full disk: it would be tried for
+/* Write all of the bytes. A write of nothing counts as a full disk: it would be repeated for
  * ever. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_write(const dtrain_storage *storage, int file,
                                                     const char *path, const void *from,
@@ -199,16 +199,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_write(const dtrain_storage *storag
     return DTRAIN_OK;
 }
 
-/* Close a file, which is done in any case; with sync, after it is on the disk. */
+/* Close a file. If the result so far is an error, return it; otherwise the file is on the disk
+ * first. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_finish(const dtrain_storage *storage, int file,
-                                                     const char *path, bool sync)
+                                                     const char *path, dtrain_result result)
 {
     int synced = 0;
-    if (sync) {
-        do synced = storage->sync(storage->user, file);
-        while (synced == -EINTR);
-    }
+    while (result == DTRAIN_OK && (synced = storage->sync(storage->user, file)) == -EINTR) {}
     const int closed = storage->close(storage->user, file);
+    if (result != DTRAIN_OK) return result;
     if (synced < 0) return dtrain__storage_fail(path, "brought to the disk (fsync)", synced);
     if (closed < 0 && closed != -EINTR) return dtrain__storage_fail(path, "closed", closed);
     return DTRAIN_OK;
@@ -220,7 +219,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_sync_directory(const dtrain_storag
 {
     int file;
     DTRAIN__TRY(dtrain__storage_open(storage, path, DTRAIN_STORAGE_DIRECTORY, &file));
-    return dtrain__storage_finish(storage, file, path, true);
+    return dtrain__storage_finish(storage, file, path, DTRAIN_OK);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__storage_rename(const dtrain_storage *storage,
@@ -238,7 +237,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_remove(const dtrain_storage *stora
 {
     const int code = storage->remove(storage->user, path);
     if (code >= 0 || code == -ENOENT) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be removed: %s", path, strerror(-code));
+    return dtrain__storage_fail(path, "removed", code);
 }
 
 /* Write a whole new file, and bring it to the disk. */
@@ -247,13 +246,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_put(const dtrain_storage *storage,
 {
     int file;
     DTRAIN__TRY(dtrain__storage_open(storage, path, DTRAIN_STORAGE_CREATE, &file));
-    const dtrain_result written = dtrain__storage_write(storage, file, path, from, bytes, 0);
-    const dtrain_result closed = dtrain__storage_finish(storage, file, path, written == DTRAIN_OK);
-    return written == DTRAIN_OK ? closed : written;
+    return dtrain__storage_finish(storage, file, path,
+                                  dtrain__storage_write(storage, file, path, from, bytes, 0));
 }
 
-/* Read a whole file of at most `most` bytes into new memory, with a 0 behind it: *bytes + 1 of them
- * are to be freed. */
+/* Read a whole file of at most `most` bytes into new memory, with a 0 behind it. The caller frees
+ * *bytes + 1 bytes. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
                                                   const dtrain_allocator *allocator,
                                                   const char *path, uint64_t most, char **text,
@@ -271,14 +269,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
                              (long long)size, (unsigned long long)most);
     if (result == DTRAIN_OK) {
         *text = (char *)dtrain__alloc(allocator, (size_t)size + 1, 1, "the text of a file");
-        result = *text ? dtrain__storage_read(storage, file, path, *text, (size_t)size, 0)
+        *bytes = (size_t)size;
+        result = *text ? dtrain__storage_read(storage, file, path, *text, *bytes, 0)
                        : DTRAIN_ERROR_MEMORY;
     }
     (void)storage->close(storage->user, file);
-    if (result == DTRAIN_OK) *bytes = (size_t)size;
-    else {
-        dtrain__free(allocator, *text, (size_t)size + 1, 1);
-        *text = NULL;
-    }
+    if (result != DTRAIN_OK) dtrain__free(allocator, *text, *bytes + 1, 1);
     return result;
 }

@@ -1,8 +1,8 @@
 /* Storage
  *
- * The calls through which checkpoints and weights reach their files: a table, so that tests can fail
- * any of them, and a program can keep its files elsewhere than in a file system. Where a desc has
- * none, the file system is meant. A directory below /dev/shm keeps checkpoints in memory: they
+ * The calls through which checkpoints and weights reach their files: a table, so that tests can
+ * fail any of them, and a program can keep its files elsewhere than in a file system. Where a desc
+ * has none, the file system is meant. A directory below /dev/shm keeps checkpoints in memory: they
  * outlive ranks that dtrain_launch or dtrain-run starts again, but not the machine. */
 
 #pragma once
@@ -12,16 +12,16 @@
 
 typedef enum dtrain_storage_mode {
     DTRAIN_STORAGE_READ = 0,
-    DTRAIN_STORAGE_CREATE = 1,    /* to write; a file that is there already is EEXIST */
-    DTRAIN_STORAGE_LOCK = 2,      /* made if it is not there, and locked: EAGAIN when another has
-                                     it. The lock ends with close, or with the process */
+    DTRAIN_STORAGE_CREATE = 1,    /* to write a new file; EEXIST if there is one */
+    DTRAIN_STORAGE_LOCK = 2,      /* make it if it is not there, and lock it until close or the end
+                                     of the process; EAGAIN if another has locked it */
     DTRAIN_STORAGE_DIRECTORY = 3, /* for sync */
     DTRAIN_STORAGE_MODES = 4
 } dtrain_storage_mode;
 
-/* Every call returns 0 or more, or a negated errno. Reads and writes may be short, and may be
- * interrupted (-EINTR): whoever calls goes on. Calls come from several threads, those for one file
- * from one at a time. */
+/* Every call returns 0 or more, or a negated errno. Reads and writes may be short or interrupted
+ * (-EINTR): the caller repeats them. Calls come from several threads, those for one file from one
+ * at a time. */
 typedef struct dtrain_storage {
     void *user;
     int (*open)(void *user, const char *path, dtrain_storage_mode mode); /* returns the file */

@@ -18,7 +18,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_write(const dtrain_storage *storag
                                                     const char *path, const void *from,
                                                     size_t bytes, uint64_t offset);
 DTRAIN__PRIVATE dtrain_result dtrain__storage_finish(const dtrain_storage *storage, int file,
-                                                     const char *path, bool sync);
+                                                     const char *path, dtrain_result result);
 DTRAIN__PRIVATE dtrain_result dtrain__storage_sync_directory(const dtrain_storage *storage,
                                                              const char *path);
 DTRAIN__PRIVATE dtrain_result dtrain__storage_rename(const dtrain_storage *storage,

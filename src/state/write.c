@@ -224,9 +224,7 @@ static dtrain_result dtrain__tensors_write(dtrain_checkpoint *c, const char *dir
             dtrain__text_add(list, "]");
         }
         dtrain__text_add(list, "]}");
-        const dtrain_result closed =
-            dtrain__storage_finish(c->desc.storage, file, path, result == DTRAIN_OK);
-        if (result == DTRAIN_OK) result = closed;
+        result = dtrain__storage_finish(c->desc.storage, file, path, result);
         c->bytes += header.bytes + plan->bytes;
     }
     dtrain__text_free(&header);

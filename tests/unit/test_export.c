@@ -707,34 +707,41 @@ static void test_refusals(void)
     memset(name, 'n', sizeof name - 1);
     memset(path, 'p', sizeof path - 1);
     folder_make();
-    for (int i = 0; i < 16; i++) {
+    for (int i = 0; i < 18; i++) {
         job *j = job_new(i % 2 ? DTRAIN_STRATEGY_ZERO3 : DTRAIN_STRATEGY_DDP, 2);
         const char *says = NULL;
         dtrain_result code = DTRAIN_ERROR_ARGUMENT;
         memset(refused, 0, sizeof refused);
         j->to = in_folder("x");
         j->how_to.names = refused;
-        if (i == 0) says = "two parameters are called \"norm\"", refused[UP].name = "norm";
+        if (i == 0) says = "has two tensors \"norm\"", refused[UP].name = "norm";
         if (i == 1) says = "is to be transposed and has 1 dim", refused[UP_BIAS].transpose = true;
         if (i == 2) says = "is to be transposed and has 1 dim", refused[TINY].transpose = true;
         if (i == 3) says = "38 rows of parameter \"wte\"", refused[WTE].rows = 38;
         if (i == 4) says = "expected 0 (all) to 37", refused[WTE].rows = -1;
         if (i == 5) says = "19 rows of parameter \"up.bias\"", refused[UP_BIAS].rows = 19;
-        if (i == 6) says = "expected at most 511 bytes", refused[ONE].name = name;
-        if (i == 7) says = "without control characters", refused[ONE].name = "a\nb";
-        if (i == 8) says = "not \"__metadata__\"", refused[ONE].name = "__metadata__";
+        if (i == 6) says = "a string of more than 511 bytes", refused[ONE].name = name;
+        if (i == 7)
+            says = "\"a?b\", at byte 427 of the JSON: a name with control",
+            refused[ONE].name = "a\nb";
+        if (i == 8) says = "a second \"__metadata__\"", refused[ONE].name = "__metadata__";
         if (i == 9) says = "dtype is 3, expected F32", j->how_to.dtype = DTRAIN_DTYPE_I32;
         if (i == 10) says = "expected an end of \".safetensors\"", j->how_to.file_bytes = 9;
         if (i == 11) says = "path is NULL, empty or longer", j->to = "";
         if (i == 12) says = "path is NULL, empty or longer", j->to = path;
-        if (i >= 13) code = DTRAIN_ERROR_FILE;
+        if (i >= 13 && i < 16) code = DTRAIN_ERROR_FILE;
         if (i == 13) says = "cannot be created: No such file", j->to = in_folder("none/x");
         if (i == 14) says = "cannot be renamed", j->to = in_folder("directory");
         if (i == 15) says = "none cannot be opened: No such", j->from = in_folder("none");
         if (i == 15) code = DTRAIN_ERROR_NOT_FOUND;
+        if (i == 16) says = "has two tensors \"norm\"", refused[UP].name = "norm";
+        if (i == 16) j->to = in_folder("x.safetensors"), j->how_to.file_bytes = 1000;
+        if (i == 17) says = "import: two parameters are called \"wpe\"", refused[UP].name = "wpe";
+        if (i == 17) file_of("f", "{" HEADER_WTE "," HEADER_REST HEADER_NORM "}", 3504);
+        if (i == 17) j->how_from.names = refused, j->from = in_folder("f");
         if (i == 14) CHECK(shell("mkdir -p %s/directory/a", folder) == 0);
         job_fails(j, code, says);
-        CHECK_MSG(shell("cd %s && rm -rf directory && test -z \"$(ls)\"", folder) == 0,
+        CHECK_MSG(shell("cd %s && rm -rf directory f && test -z \"$(ls)\"", folder) == 0,
                   "%s leaves files", says);
         munmap(j, sizeof *j);
     }

@@ -355,6 +355,10 @@ static void test_json_plain_sentences(void)
     dtrain__json json = dtrain__json_begin("file.json", "1", 1);
     CHECK(!dtrain__json_fail(&json, "found \"%s\"", "\x1b[2J\n\x7f") &&
           strstr(dtrain_last_error(), "found \"?[2J??\""));
+    json = dtrain__json_begin("a\x1b[2J.json", "1", 1);
+    json.inside = "w\x1b[2J";
+    CHECK(!dtrain__json_fail(&json, "x") &&
+          strstr(dtrain_last_error(), "a?[2J.json: \"w?[2J\", at"));
 }
 
 static void random_string(char *string)
