@@ -1155,25 +1155,24 @@ typedef struct dtrain_comm_info {
 /* Tell what a communicator has done; all zero for a comm of NULL. */
 DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *info);
 
-/* Return the communicator over MPI, for CPU ranks on several hosts: in a program that is compiled
- * with DTRAIN_USE_MPI (mpicc). Give it as comm_ops; where ranks share no memory it is taken without
- * being asked for. It moves bytes with MPI and adds in rank order in fp32, so results have the bits
- * of the local communicator. Reductions of large buffers are an all-to-all of slices, a sum, and an
- * all-gather of the results.
+/* Find the communicator table of a name, to be given as comm_ops. Any other name is an error that
+ * says what to do.
  *
- * Ranks are processes of MPI's launcher: mpirun, or srun --mpi=pmix or pmi2. MPI_Init_thread is
- * called if the program has not done it, for MPI_THREAD_SERIALIZED, and then MPI_Finalize when all
- * ranks have returned 0: both by a thread of their own, because they have no deadline and a rank
- * does; where one of them does not return, that thread ends with the process. Any failure
- * fails all communicators of the world, and MPI is not called again: its launcher may say that a
- * rank ended without MPI_Finalize, and what was under way may still be written to. SIGPIPE is
- * ignored in such a world unless the program has a handler: Open MPI writes to sockets of the dead.
- * Over TCP it may, rarely, not return from a call at all then; mpirun, unless told to keep a job
- * going without a rank, ends such a process with the job. */
-extern const dtrain_comm_ops *dtrain_mpi_comm_ops(void);
-
-/* Find the table for a name: "local", or "mpi" in a program that is compiled with DTRAIN_USE_MPI.
- * Any other is an error that says what to do. */
+ * "local": ranks share memory; the default where they do.
+ *
+ * "mpi", in a program that is compiled with DTRAIN_USE_MPI (mpicc): for CPU ranks on several hosts,
+ * and the default there. It moves bytes with MPI and adds in rank order in fp32, so results have the
+ * bits of the local communicator. Reductions of large buffers are an all-to-all of slices, a sum,
+ * and an all-gather of the results. Ranks are processes of MPI's launcher: mpirun, or srun
+ * --mpi=pmix or pmi2. MPI_Init_thread is called if the program has not done it, for
+ * MPI_THREAD_SERIALIZED, and then MPI_Finalize when all ranks have returned 0: both by a thread of
+ * their own, because they have no deadline and a rank does; where one of them does not return, that
+ * thread ends with the process. Any failure fails all communicators of the world, and MPI is not
+ * called again: its launcher may say that a rank ended without MPI_Finalize, and what was under way
+ * may still be written to. SIGPIPE is ignored in such a world unless the program has a handler: Open
+ * MPI writes to sockets of ranks that have died. Over TCP it may then, rarely, not return from a
+ * call at all; mpirun, unless told to keep a job going without a rank, ends such a process with the
+ * job. */
 DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_comm_ops **out);
 
 /* ================================================================================================
@@ -8344,8 +8343,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_out(dtrain__engine *comm, dtrain__wor
 DTRAIN__PRIVATE dtrain_result dtrain__after_copy_out(dtrain__engine *comm, dtrain__work *work);
 DTRAIN__PRIVATE void dtrain__bounce_free(dtrain__engine *comm, dtrain__work *work);
 
-/* comm/local.c */
+/* comm/local.c; comm/mpi.c: NULL without DTRAIN_USE_MPI */
 DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(void);
+DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__mpi_comm_ops(void);
 
 static void dtrain__dump_event(dtrain__writer *out, const dtrain__event *event)
 {
@@ -10954,14 +10954,18 @@ static const dtrain__transport dtrain__mpi_transport = {
 
 static dtrain_result dtrain__mpi_create(dtrain_world *world, dtrain_comm **out)
 {
-    return dtrain__engine_create(world, dtrain_mpi_comm_ops(), &dtrain__mpi_transport, out);
+    return dtrain__engine_create(world, dtrain__mpi_comm_ops(), &dtrain__mpi_transport, out);
 }
 
-extern const dtrain_comm_ops *dtrain_mpi_comm_ops(void)
+DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__mpi_comm_ops(void)
 {
     static const dtrain_comm_ops ops = DTRAIN__ENGINE_OPS("mpi", dtrain__mpi_create);
     return &ops;
 }
+
+#else
+
+DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__mpi_comm_ops(void) { return NULL; }
 
 #endif /* DTRAIN_USE_MPI */
 
@@ -11259,11 +11263,9 @@ DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_
     if (!name || !out)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_comm_ops_by_name: %s is NULL",
                            name ? "out" : "name");
-    *out = NULL;
-    if (strcmp(name, "local") == 0) *out = dtrain__local_comm_ops();
-#ifdef DTRAIN_USE_MPI
-    if (strcmp(name, "mpi") == 0) *out = dtrain_mpi_comm_ops();
-#endif
+    *out = strcmp(name, "local") == 0 ? dtrain__local_comm_ops()
+           : strcmp(name, "mpi") == 0 ? dtrain__mpi_comm_ops()
+                                      : NULL;
     if (*out) return DTRAIN_OK;
     return dtrain_fail(
         DTRAIN_ERROR_UNSUPPORTED,
@@ -11275,22 +11277,21 @@ DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_
 /* Choose and make the world's communicator: nobody else decides which backend it is. */
 DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
 {
-    const bool host_memory = world->device->ops->host_memory;
+    const dtrain_comm_ops *const local = dtrain__local_comm_ops(), *const mpi =
+                                                                       dtrain__mpi_comm_ops();
+    const dtrain_comm_ops *ops = world->comm_ops                  ? world->comm_ops
+                                 : world->control->arenas || !mpi ? local
+                                                                  : mpi;
     bool shared = false;
-    if (world->comm_ops && world->comm_ops->abi != DTRAIN_COMM_ABI)
+    if (ops->abi != DTRAIN_COMM_ABI)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "communicator table has ABI %u, this dtrain.h expects %u: rebuild it",
-                           (unsigned)world->comm_ops->abi, (unsigned)DTRAIN_COMM_ABI);
-#ifdef DTRAIN_USE_MPI
-    if (!world->comm_ops && !world->control->arenas) world->comm_ops = dtrain_mpi_comm_ops();
-    if (world->comm_ops == dtrain_mpi_comm_ops())
-        return world->comm_ops->create(world, &world->comm);
-#endif
-    const dtrain_comm_ops *ops = world->comm_ops ? world->comm_ops : dtrain__local_comm_ops();
-    if (!host_memory && ops != dtrain__local_comm_ops()) {
+                           (unsigned)ops->abi, (unsigned)DTRAIN_COMM_ABI);
+    if (world->device->ops->host_memory || ops == mpi) return ops->create(world, &world->comm);
+    if (ops != local) {
         DTRAIN__TRY(dtrain__shared_device(world, &shared));
-        if (shared) ops = dtrain__local_comm_ops();
-    } else if (!host_memory && world->rank == 0 && world->size > 1) {
+        if (shared) ops = local;
+    } else if (world->rank == 0 && world->size > 1) {
         dtrain_log(world, DTRAIN_LOG_INFO,
                    "no comm_ops given: collectives between %d ranks go through host memory; "
                    "dtrain_nccl.h has a faster way when each has a device",
@@ -11299,9 +11300,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
     return ops->create(world, &world->comm);
 }
 
-/* End all communicators, at the end of the world, whatever is in flight; the world's own one was
- * made first and ends last. Communicators of other backends that the host has not destroyed are the
- * host's loss. */
+/* End the world's communicator, whatever is in flight, and all others of the engine; the world's own
+ * was made first and ends last. The program has to destroy those of other backends. */
 DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world)
 {
     if (world->comm && world->comm->ops->start != dtrain__engine_start)

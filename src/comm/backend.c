@@ -51,11 +51,9 @@ DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_
     if (!name || !out)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_comm_ops_by_name: %s is NULL",
                            name ? "out" : "name");
-    *out = NULL;
-    if (strcmp(name, "local") == 0) *out = dtrain__local_comm_ops();
-#ifdef DTRAIN_USE_MPI
-    if (strcmp(name, "mpi") == 0) *out = dtrain_mpi_comm_ops();
-#endif
+    *out = strcmp(name, "local") == 0 ? dtrain__local_comm_ops()
+           : strcmp(name, "mpi") == 0 ? dtrain__mpi_comm_ops()
+                                      : NULL;
     if (*out) return DTRAIN_OK;
     return dtrain_fail(
         DTRAIN_ERROR_UNSUPPORTED,
@@ -67,22 +65,21 @@ DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_
 /* Choose and make the world's communicator: nobody else decides which backend it is. */
 DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
 {
-    const bool host_memory = world->device->ops->host_memory;
+    const dtrain_comm_ops *const local = dtrain__local_comm_ops(), *const mpi =
+                                                                       dtrain__mpi_comm_ops();
+    const dtrain_comm_ops *ops = world->comm_ops                  ? world->comm_ops
+                                 : world->control->arenas || !mpi ? local
+                                                                  : mpi;
     bool shared = false;
-    if (world->comm_ops && world->comm_ops->abi != DTRAIN_COMM_ABI)
+    if (ops->abi != DTRAIN_COMM_ABI)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "communicator table has ABI %u, this dtrain.h expects %u: rebuild it",
-                           (unsigned)world->comm_ops->abi, (unsigned)DTRAIN_COMM_ABI);
-#ifdef DTRAIN_USE_MPI
-    if (!world->comm_ops && !world->control->arenas) world->comm_ops = dtrain_mpi_comm_ops();
-    if (world->comm_ops == dtrain_mpi_comm_ops())
-        return world->comm_ops->create(world, &world->comm);
-#endif
-    const dtrain_comm_ops *ops = world->comm_ops ? world->comm_ops : dtrain__local_comm_ops();
-    if (!host_memory && ops != dtrain__local_comm_ops()) {
+                           (unsigned)ops->abi, (unsigned)DTRAIN_COMM_ABI);
+    if (world->device->ops->host_memory || ops == mpi) return ops->create(world, &world->comm);
+    if (ops != local) {
         DTRAIN__TRY(dtrain__shared_device(world, &shared));
-        if (shared) ops = dtrain__local_comm_ops();
-    } else if (!host_memory && world->rank == 0 && world->size > 1) {
+        if (shared) ops = local;
+    } else if (world->rank == 0 && world->size > 1) {
         dtrain_log(world, DTRAIN_LOG_INFO,
                    "no comm_ops given: collectives between %d ranks go through host memory; "
                    "dtrain_nccl.h has a faster way when each has a device",
@@ -91,9 +88,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
     return ops->create(world, &world->comm);
 }
 
-/* End all communicators, at the end of the world, whatever is in flight; the world's own one was
- * made first and ends last. Communicators of other backends that the host has not destroyed are the
- * host's loss. */
+/* End the world's communicator, whatever is in flight, and all others of the engine; the world's own
+ * was made first and ends last. The program has to destroy those of other backends. */
 DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world)
 {
     if (world->comm && world->comm->ops->start != dtrain__engine_start)

@@ -173,5 +173,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_out(dtrain__engine *comm, dtrain__wor
 DTRAIN__PRIVATE dtrain_result dtrain__after_copy_out(dtrain__engine *comm, dtrain__work *work);
 DTRAIN__PRIVATE void dtrain__bounce_free(dtrain__engine *comm, dtrain__work *work);
 
-/* comm/local.c */
+/* comm/local.c; comm/mpi.c: NULL without DTRAIN_USE_MPI */
 DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(void);
+DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__mpi_comm_ops(void);

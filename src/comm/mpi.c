@@ -496,13 +496,17 @@ static const dtrain__transport dtrain__mpi_transport = {
 
 static dtrain_result dtrain__mpi_create(dtrain_world *world, dtrain_comm **out)
 {
-    return dtrain__engine_create(world, dtrain_mpi_comm_ops(), &dtrain__mpi_transport, out);
+    return dtrain__engine_create(world, dtrain__mpi_comm_ops(), &dtrain__mpi_transport, out);
 }
 
-extern const dtrain_comm_ops *dtrain_mpi_comm_ops(void)
+DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__mpi_comm_ops(void)
 {
     static const dtrain_comm_ops ops = DTRAIN__ENGINE_OPS("mpi", dtrain__mpi_create);
     return &ops;
 }
+
+#else
+
+DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__mpi_comm_ops(void) { return NULL; }
 
 #endif /* DTRAIN_USE_MPI */

@@ -487,7 +487,7 @@ int main(int argc, char **argv)
     device.is_device_memory = always;
     device.copy_async = counted_copy;
     if (getenv("DTRAIN_MPI_DEVICE")) desc.device_ops = &device;
-    if (!getenv("DTRAIN_MPI_AUTO")) desc.comm_ops = dtrain_mpi_comm_ops();
+    if (!getenv("DTRAIN_MPI_AUTO")) (void)dtrain_comm_ops_by_name("mpi", &desc.comm_ops);
     for (s = 0; argc > 1 && s < sizeof scenes / sizeof *scenes; s++) {
         if (strcmp(argv[1], scenes[s].name) != 0) continue;
         desc.timeout_ms = scenes[s].timeout_ms;

@@ -890,7 +890,7 @@ static dtrain_result launch_program(play *y)
     if (y->g->nccl) use_nccl(y, &desc, &ops);
 #endif
 #ifdef DTRAIN_USE_MPI
-    desc.comm_ops = dtrain_mpi_comm_ops();
+    (void)dtrain_comm_ops_by_name("mpi", &desc.comm_ops);
 #endif
     alarm(40);
     return dtrain_launch(&desc, rank_main, y, NULL);

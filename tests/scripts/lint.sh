@@ -63,7 +63,7 @@ grep -r -n -w -i -E "$banned" src && complain "src/ uses words that have plain o
 # There may be so many. What no example, tool or bench calls has its reason here: pattern, reason.
 functions=177
 unshown='dtrain_(activate|(avg|max)_pool2d|matmul|multiply|mean|scale|permute|reshape|softmax|bce_with_logits_loss) operations of the tape
-dtrain_(cpu_device|mpi_comm)_ops tables for dtrain_device_create and dtrain_world_create
+dtrain_cpu_device_ops a table for dtrain_device_create
 dtrain_device_(account|check_limit) for authors of a device
 dtrain_is_finite for authors of an operation
 dtrain_loss_scaler_(init|update|grad_norm) for loops without the trainer
