@@ -112,7 +112,7 @@ static dtrain_result create(dtrain_world *world, job *j, uint32_t kind)
 {
     dtrain_strategy_desc where = {0};
     dtrain_state_desc what = {0};
-    dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     const int64_t columns = 1024, rows = (int64_t)opt.params * 1000000 / MATRICES / columns;
     memset(j, 0, sizeof *j);
     for (int i = 0; i < MATRICES; i++) {

@@ -210,7 +210,7 @@ static int train(dtrain_world *world, void *user)
     CHECK(dtrain_loader_create(world, &window, &held_out.loader));
 
     dtrain_strategy_desc where = {0};
-    dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     where.kind = s->kind;
     adamw.beta2 = 0.99f;
     adamw.weight_decay = 0.1f;

@@ -252,7 +252,7 @@ static int train(dtrain_world *world, void *user)
                      .epsilon = 1e-5f},
                .count = s->batch};
     dtrain_strategy_desc where = {0};
-    dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     hf_config config = {0};
     char weights[4096];
     dtrain_dataset *text;

@@ -194,7 +194,7 @@ static int train(dtrain_world *world, void *user)
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
     dtrain_tape *tape;
-    const dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    const dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     const int64_t steps = epochs.samples_per_epoch / (batch * ranks); /* of an epoch */
     const dtrain_schedule schedule = {.kind = DTRAIN_SCHEDULE_COSINE,
                                       .lr = 3e-3f,

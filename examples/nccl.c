@@ -67,7 +67,7 @@ static int train(dtrain_world *world, void *user)
         {.name = "w3", .shape = {CLASSES, HIDDEN}, .init = uniform, .init_scale = 0.1f},
         {.name = "b3", .shape = {CLASSES}},
     };
-    const dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    const dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
     dtrain_tape *tape;

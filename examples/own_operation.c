@@ -181,7 +181,7 @@ static int train(dtrain_world *world, void *user)
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
     dtrain_trainer *trainer;
-    dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     (void)user;
     j.params[0] = (dtrain_param){
         .name = "norm", .shape = {WIDTH}, .init = DTRAIN_INIT_CONSTANT, .init_scale = 1};

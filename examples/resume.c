@@ -72,7 +72,7 @@ static int train(dtrain_world *world, void *user)
     dtrain_param w = {
         .name = "w", .shape = {ROWS, COLUMNS}, .init = DTRAIN_INIT_NORMAL, .init_scale = 1};
     dtrain_strategy_desc where = {.kind = r->kind};
-    const dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    const dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
     dtrain_state *state;

@@ -74,7 +74,7 @@ static int train(dtrain_world *world, uint32_t kind)
 {
     const int rank = dtrain_world_rank(world);
     const dtrain_strategy_desc desc = {.kind = kind};
-    const dtrain_optimizer_desc how = dtrain_adamw_defaults();
+    const dtrain_optimizer_desc how = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     dtrain_param params[LAYERS];
     dtrain_strategy *strategy;
     dtrain_strategy_info info;

@@ -19,44 +19,25 @@
 
 /* ---- Defaults ---------------------------------------------------------------------------------*/
 
-static dtrain_optimizer_desc dtrain__optimizer_defaults(dtrain_optimizer_kind kind)
+DTRAIN_API dtrain_optimizer_desc dtrain_optimizer_defaults(dtrain_optimizer_kind kind)
 {
     dtrain_optimizer_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.kind = (uint32_t)kind;
     desc.lr_scale = 1;
-    return desc;
-}
-
-DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void)
-{
-    dtrain_optimizer_desc desc = dtrain__optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
-    desc.beta1 = 0.9f;
-    desc.beta2 = 0.999f;
-    desc.epsilon = 1e-8f;
-    desc.weight_decay = 0.01f;
-    return desc;
-}
-
-DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void)
-{
-    return dtrain__optimizer_defaults(DTRAIN_OPTIMIZER_SGD);
-}
-
-DTRAIN_API dtrain_optimizer_desc dtrain_lion_defaults(void)
-{
-    dtrain_optimizer_desc desc = dtrain__optimizer_defaults(DTRAIN_OPTIMIZER_LION);
-    desc.beta1 = 0.9f;
-    desc.beta2 = 0.99f;
-    return desc;
-}
-
-DTRAIN_API dtrain_optimizer_desc dtrain_muon_defaults(void)
-{
-    dtrain_optimizer_desc desc = dtrain__optimizer_defaults(DTRAIN_OPTIMIZER_MUON);
-    desc.momentum = 0.95f;
-    desc.nesterov = true;
-    desc.epsilon = 1e-7f;
+    if (kind == DTRAIN_OPTIMIZER_ADAMW) {
+        desc.beta1 = 0.9f;
+        desc.beta2 = 0.999f;
+        desc.epsilon = 1e-8f;
+        desc.weight_decay = 0.01f;
+    } else if (kind == DTRAIN_OPTIMIZER_LION) {
+        desc.beta1 = 0.9f;
+        desc.beta2 = 0.99f;
+    } else if (kind == DTRAIN_OPTIMIZER_MUON) {
+        desc.momentum = 0.95f;
+        desc.nesterov = true;
+        desc.epsilon = 1e-7f;
+    }
     return desc;
 }
 
@@ -150,8 +131,7 @@ static dtrain_result dtrain__check_group(const dtrain_optimizer_desc *desc, uint
     if (!adamw && !lion && !muon && desc->kind != DTRAIN_OPTIMIZER_SGD)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: group %u: kind %u is not a dtrain_optimizer_kind; start from "
-                           "dtrain_adamw_defaults(), dtrain_sgd_defaults(), dtrain_lion_defaults() "
-                           "or dtrain_muon_defaults()",
+                           "dtrain_optimizer_defaults()",
                            call, number, (unsigned)desc->kind);
     for (size_t i = 0; i < sizeof bounds / sizeof bounds[0]; i++)
         if (bounds[i].wrong)

@@ -1,14 +1,15 @@
 /* Optimizers and learning rates
  *
  * An optimizer updates the parameters of a strategy, each rank its own shards, and publishes them.
- * Hyper-parameters have no default of zero: start from dtrain_adamw_defaults() or one of its
- * neighbours; a desc that was not is refused by name.
+ * Hyper-parameters have no default of zero: start from dtrain_optimizer_defaults(); a desc that did
+ * not is refused by name.
  *
  * Parameter groups have hyper-parameters of their own, even another kind. Parameter i is in group
  * params[i].group: 0 is the desc itself, g > 0 is groups[g - 1]. So hidden matrices go to Muon and
  * everything else to AdamW:
  *
- *     dtrain_optimizer_desc muon = dtrain_muon_defaults(), desc = dtrain_adamw_defaults();
+ *     dtrain_optimizer_desc desc = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
+ *     dtrain_optimizer_desc muon = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_MUON);
  *     muon.lr_scale = 0.02f / 3e-4f;      // rates are those of dtrain_optimizer_step times this
  *     desc.groups = &muon;
  *     desc.group_count = 1;               // and params[i].group = 1 for each hidden matrix i */
@@ -47,22 +48,21 @@ typedef struct dtrain_optimizer_desc {
     uint32_t group_count;
 } dtrain_optimizer_desc;
 
-/* Return the defaults of AdamW (Loshchilov and Hutter, ICLR 2019), which are those of torch. */
-DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void);
-/* Return the defaults of SGD: no momentum, no weight decay, as in torch. */
-DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void);
-/* Return the defaults of Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms",
- * NeurIPS 2023), without weight decay. Its rate is 3 to 10 times smaller than AdamW's, its weight
- * decay as many times larger. One moment a parameter. */
-DTRAIN_API dtrain_optimizer_desc dtrain_lion_defaults(void);
-/* Return the defaults of Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural
- * networks", 2024): momentum 0.95, Nesterov, no weight decay; rates around 0.02. It is for hidden
- * matrices, parameters of two or more dimensions, of which those behind the first count as one;
- * embeddings, the last layer, biases and norms belong in a group of AdamW.
+/* Return the defaults of a kind, written beside the fields; what is not named there is 0.
  *
- * It updates whole matrices. Under DDP every rank does so with all of them, under ZERO3 each
- * matrix's owner does it for all; kinds that cut tensors are UNSUPPORTED. */
-DTRAIN_API dtrain_optimizer_desc dtrain_muon_defaults(void);
+ *     ADAMW   the values of torch (Loshchilov and Hutter, "Decoupled Weight Decay Regularization",
+ *             ICLR 2019)
+ *     SGD     no momentum, no weight decay, as in torch
+ *     LION    one moment a parameter. Its rate is 3 to 10 times smaller than AdamW's, its weight
+ *             decay as many times larger (Chen et al., "Symbolic Discovery of Optimization
+ *             Algorithms", NeurIPS 2023)
+ *     MUON    rates around 0.02 (Jordan et al., "Muon: An optimizer for hidden layers in neural
+ *             networks", 2024). It is for hidden matrices, parameters of two or more dimensions, of
+ *             which those behind the first count as one; embeddings, the last layer, biases and
+ *             norms belong in a group of AdamW. It updates whole matrices: under DDP every rank
+ *             does so with all of them, under ZERO3 each matrix's owner for all; kinds that cut
+ *             tensors are UNSUPPORTED. */
+DTRAIN_API dtrain_optimizer_desc dtrain_optimizer_defaults(dtrain_optimizer_kind kind);
 
 /* Create an optimizer, with fp32 state for this rank's shards only. desc is required; the strategy
  * must outlive the optimizer. A parameter of a group that the desc does not have is an error that

@@ -73,7 +73,7 @@ static dtrain_result write_logits(dtrain_world *world, dtrain_strategy *strategy
 /* Train on one batch, which all ranks have. */
 static dtrain_result train(dtrain_world *world, dtrain_strategy *strategy, gpt *m, int steps)
 {
-    dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     dtrain_optimizer *optimizer = NULL;
     dtrain_tape *tape = NULL;
     int32_t tokens[BATCH * SEQ], targets[BATCH * SEQ];

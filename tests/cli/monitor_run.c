@@ -128,7 +128,7 @@ static dtrain_result train(dtrain_world *world, job *j)
     dtrain_optimizer *optimizer;
     dtrain_trainer *trainer;
     dtrain_metrics *metrics;
-    dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     memset(&how, 0, sizeof how);
     memset(&desc, 0, sizeof desc);
     memset(&report, 0, sizeof report);

@@ -455,7 +455,7 @@ static int graph_main(dtrain_world *world, void *user)
     dtrain_optimizer *optimizer;
     dtrain_trainer *trainer;
     dtrain_trainer_desc desc;
-    dtrain_optimizer_desc sgd = dtrain_sgd_defaults();
+    dtrain_optimizer_desc sgd = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_SGD);
     declare(params);
     const dtrain_strategy_desc lossy = settings_desc((const settings *)user);
     RANKS_TRY(dtrain_strategy_create(world, params, PARAMS, &lossy, &strategy));

@@ -486,9 +486,10 @@ static int train_main(dtrain_world *world, void *user)
     dtrain_trainer *trainer;
     dtrain_trainer_desc desc;
     dtrain_strategy_desc ddp = {0};
-    dtrain_optimizer_desc optim =
-        how->optimizer == DTRAIN_OPTIMIZER_SGD ? dtrain_sgd_defaults() : dtrain_adamw_defaults();
-    const dtrain_optimizer_desc groups[2] = {dtrain_muon_defaults(), dtrain_lion_defaults()};
+    dtrain_optimizer_desc optim = dtrain_optimizer_defaults(
+        how->optimizer == DTRAIN_OPTIMIZER_SGD ? DTRAIN_OPTIMIZER_SGD : DTRAIN_OPTIMIZER_ADAMW);
+    const dtrain_optimizer_desc groups[2] = {dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_MUON),
+                                             dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_LION)};
     if (how->optimizer == DTRAIN_OPTIMIZER_SGD) optim.momentum = 0.9f;
     optim.groups = groups;
     optim.group_count = 2;
@@ -797,7 +798,7 @@ static int refused_main(dtrain_world *world, void *user)
     dtrain_optimizer *optimizer;
     dtrain_trainer *trainer;
     dtrain_trainer_desc desc;
-    dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     (void)user;
     memset(&m, 0, sizeof m);
     memset(&desc, 0, sizeof desc);
@@ -815,7 +816,7 @@ static int refused_main(dtrain_world *world, void *user)
     desc.next_batch = next_batch;
     desc.optimizer = NULL;
     CHECK(dtrain_trainer_create(world, &desc, &trainer) == DTRAIN_ERROR_UNSUPPORTED);
-    dtrain_optimizer_desc other = dtrain_adamw_defaults();
+    dtrain_optimizer_desc other = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     other.beta2 = 0.99f;
     adamw.groups = &other;
     adamw.group_count = 1;
@@ -912,7 +913,7 @@ static int lost_main(dtrain_world *world, void *user)
     dtrain_optimizer *optimizer = NULL;
     dtrain_trainer *trainer = NULL;
     dtrain_trainer_desc desc;
-    dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     memset(&m, 0, sizeof m);
     memset(&desc, 0, sizeof desc);
     declare(&m);

@@ -203,7 +203,7 @@ static int train_main(dtrain_world *world, void *user)
     dtrain_trainer_desc desc;
     dtrain_strategy_desc ddp = {0};
     dtrain_compression_desc lossy = {0};
-    dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     dtrain_comm_info info;
     dtrain_emulation_counters counters;
     memset(&m, 0, sizeof m);

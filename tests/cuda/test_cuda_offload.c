@@ -148,7 +148,8 @@ static int train(dtrain_world *world, run *how)
     dtrain_optimizer *optimizer;
     dtrain_trainer *trainer;
     dtrain_trainer_desc desc;
-    dtrain_optimizer_desc optim = how->sgd ? dtrain_sgd_defaults() : dtrain_adamw_defaults();
+    dtrain_optimizer_desc optim =
+        dtrain_optimizer_defaults(how->sgd ? DTRAIN_OPTIMIZER_SGD : DTRAIN_OPTIMIZER_ADAMW);
     declare(&m, dtrain_world_rank(world));
     if (how->sgd) optim.momentum = 0.9f;
     how->desc.optimizer_states = how->sgd ? 1 : 2;
@@ -407,7 +408,7 @@ static int bits_main(dtrain_world *world, void *user)
     for (int k = 0; k < 2; k++) value[k] = (float *)malloc(BIG * sizeof(float));
     for (size_t kind = 0; kind < sizeof list / sizeof list[0]; kind++) {
         dtrain_strategy_desc desc = {0};
-        dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+        dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
         dtrain_strategy *strategy;
         dtrain_optimizer *optimizer;
         dtrain_param p[2] = {ranks_param("big", NULL, NULL, BIG / 8, 8),
@@ -460,8 +461,9 @@ static int muon_main(dtrain_world *world, void *user)
     enum { LONG = (1 << 18) + 64, COUNT = 3 };
     float *const values = (float *)user; /* (LONG + 2 SMALL): those of the CPU, to be compared */
     dtrain_device *device = dtrain_world_device(world);
-    dtrain_optimizer_desc desc = dtrain_adamw_defaults();
-    const dtrain_optimizer_desc groups[2] = {dtrain_muon_defaults(), dtrain_lion_defaults()};
+    dtrain_optimizer_desc desc = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
+    const dtrain_optimizer_desc groups[2] = {dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_MUON),
+                                             dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_LION)};
     static const uint32_t offloads[] = {O, ALL};
     float *grad = (float *)malloc(LONG * sizeof(float));
     desc.groups = groups;
@@ -629,7 +631,7 @@ static int failures_main(dtrain_world *world, void *user)
     int failures = 0;
     for (int64_t n = 1;; n++) {
         dtrain_strategy_desc desc = {0};
-        dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+        dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
         dtrain_strategy *strategy = NULL;
         dtrain_optimizer *optimizer = NULL;
         model m;

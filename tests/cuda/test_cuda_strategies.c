@@ -314,7 +314,7 @@ static int branches_rank(dtrain_world *world, void *user)
 {
     const branch_run *run = (const branch_run *)user;
     dtrain_strategy_desc desc = strategy_case_desc(&run->c);
-    dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     dtrain_param params[BRANCHES];
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
@@ -469,7 +469,7 @@ static int graph_rank(dtrain_world *world, void *user)
         dtrain_optimizer *optimizer;
         dtrain_trainer *trainer;
         dtrain_trainer_desc desc;
-        dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+        dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
         c.node_size = kind == DTRAIN_STRATEGY_HYBRID_SHARD ? 2 : 0;
         dtrain_strategy_desc settings = strategy_case_desc(&c);
         branches_declare(params);

@@ -209,7 +209,7 @@ static void oracle(const play *y)
 
 static dtrain_optimizer_desc adamw_desc(void)
 {
-    dtrain_optimizer_desc desc = dtrain_adamw_defaults();
+    dtrain_optimizer_desc desc = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     desc.epsilon = 0.01f; /* a rounded gradient near 0 is no step */
     desc.weight_decay = 0.1f;
     return desc;

@@ -175,10 +175,11 @@ static inline dtrain_result saved_create(dtrain_world *world, saved_rank *s)
     saved_run *r = s->r;
     dtrain_dataset_desc data = {0};
     dtrain_loader_desc window = {0};
-    dtrain_optimizer_desc how = r->sgd    ? dtrain_sgd_defaults()
-                                : r->lion ? dtrain_lion_defaults()
-                                          : dtrain_adamw_defaults();
-    dtrain_optimizer_desc groups[2] = {dtrain_muon_defaults(), dtrain_lion_defaults()};
+    dtrain_optimizer_desc how = dtrain_optimizer_defaults(r->sgd    ? DTRAIN_OPTIMIZER_SGD
+                                                          : r->lion ? DTRAIN_OPTIMIZER_LION
+                                                                    : DTRAIN_OPTIMIZER_ADAMW);
+    dtrain_optimizer_desc groups[2] = {dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_MUON),
+                                       dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_LION)};
     dtrain_trainer_desc trainer;
     dtrain_state_desc state = {0};
     memset(&trainer, 0, sizeof trainer);

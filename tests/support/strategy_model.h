@@ -311,8 +311,10 @@ static inline dtrain_strategy_desc strategy_case_desc(const strategy_case *c)
 static inline dtrain_result strategy_job_create(dtrain_world *world, strategy_job *job)
 {
     const dtrain_strategy_desc desc = strategy_case_desc(job->c);
-    dtrain_optimizer_desc adamw = dtrain_adamw_defaults(), sgd = dtrain_sgd_defaults();
-    dtrain_optimizer_desc lion = dtrain_lion_defaults(), muon = dtrain_muon_defaults();
+    dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW),
+                          sgd = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_SGD);
+    dtrain_optimizer_desc lion = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_LION),
+                          muon = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_MUON);
     const dtrain_optimizer_desc *how = &adamw;
     dtrain_result result;
     /* Some gradients are zero but for rounding (the bias of keys): AdamW would make steps of them. */

@@ -288,7 +288,7 @@ static int sync_rank(dtrain_world *world, void *user)
         p[i].init_scale = (float)(i - 3);
     }
     RANKS_TRY(dtrain_strategy_create(world, p, PARAMS, &where, &strategy));
-    const dtrain_optimizer_desc sgd = dtrain_sgd_defaults();
+    const dtrain_optimizer_desc sgd = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_SGD);
     RANKS_TRY(dtrain_optimizer_create(world, strategy, &sgd, &optimizer));
     RANKS_TRY(dtrain_tape_create(world, strategy, NULL, &tape));
     RANKS_TRY(dtrain_tape_recompute(tape, r->recompute_every, 0));

@@ -1753,7 +1753,7 @@ static int scaling_rank(dtrain_world *world, void *user)
     int i;
     (void)user;
     for (i = 0; i < 3; i++) {
-        const dtrain_optimizer_desc sgd = dtrain_sgd_defaults();
+        const dtrain_optimizer_desc sgd = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_SGD);
         settings desc =
             squares_desc(i == 1 ? DTRAIN_COMPRESSION_POWERSGD : DTRAIN_COMPRESSION_TOPK);
         dtrain_trainer_desc trainer_desc;
@@ -2438,7 +2438,7 @@ typedef struct lesson {
 static int lesson_rank(dtrain_world *world, void *user)
 {
     lesson *run = (lesson *)user;
-    const dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    const dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     strategy_case c;
     strategy_job job;
     double loss = 0, samples = 0;

@@ -363,7 +363,7 @@ static int job_train(dtrain_world *world, void *user)
     dtrain_trainer_desc desc;
     dtrain_step_record record;
     uint64_t hash = 0;
-    const dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    const dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     memset(&kind, 0, sizeof kind);
     memset(&desc, 0, sizeof desc);
     for (int i = 0; i < PARAMS; i++) {

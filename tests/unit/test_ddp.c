@@ -198,8 +198,7 @@ static int train_main(dtrain_world *world, void *user)
     run *r = (run *)user;
     const config *c = &r->settings;
     dtrain_strategy_desc desc = ddp_desc(c);
-    dtrain_optimizer_desc hyper =
-        c->optimizer == DTRAIN_OPTIMIZER_ADAMW ? dtrain_adamw_defaults() : dtrain_sgd_defaults();
+    dtrain_optimizer_desc hyper = dtrain_optimizer_defaults(c->optimizer);
     dtrain_strategy *ddp = NULL;
     dtrain_optimizer *optimizer = NULL;
     int step, rank = dtrain_world_rank(world);
@@ -1158,7 +1157,7 @@ static int tracked_main(dtrain_world *world, void *user)
     config c = usual(0);
     dtrain_strategy *ddp = NULL;
     dtrain_optimizer *optimizer = NULL;
-    dtrain_optimizer_desc hyper = dtrain_adamw_defaults();
+    dtrain_optimizer_desc hyper = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     dtrain_strategy_desc desc = ddp_desc(&c);
     float loss;
     int step, bad = 1;
@@ -1212,7 +1211,7 @@ static int steady_main(dtrain_world *world, void *user)
     config c = usual(0);
     dtrain_strategy *ddp;
     dtrain_optimizer *optimizer;
-    dtrain_optimizer_desc hyper = dtrain_adamw_defaults();
+    dtrain_optimizer_desc hyper = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     dtrain_strategy_desc desc = ddp_desc(&c);
     float loss, norm, scale;
     int step;

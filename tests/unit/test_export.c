@@ -161,7 +161,7 @@ static int job_main(dtrain_world *world, void *user)
     const int rank = dtrain_world_rank(world);
     dtrain_param params[PARAMS];
     dtrain_strategy_desc desc;
-    dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     dtrain_strategy *strategy = NULL;
     dtrain_optimizer *optimizer = NULL;
     dtrain_state *state = NULL;

@@ -77,7 +77,7 @@ static int train_rank(dtrain_world *world, void *user)
     dtrain_optimizer *optimizer;
     dtrain_trainer *trainer;
     dtrain_metrics *metrics;
-    dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     uint64_t events = 0;
     memset(&s, 0, sizeof s);
     memset(&how, 0, sizeof how);

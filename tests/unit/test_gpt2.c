@@ -260,7 +260,7 @@ static dtrain_result ddp_train(dtrain_world *world, const run *r, gpt2 *model)
     dtrain_strategy *ddp = NULL;
     dtrain_optimizer *optimizer = NULL;
     dtrain_tape *tape = NULL;
-    dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     float loss, norm, clip;
     uint64_t hash;
     adamw.beta2 = 0.95f;

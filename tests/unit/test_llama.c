@@ -330,7 +330,7 @@ static int llama_rank(dtrain_world *world, void *user)
 {
     llama_ranks *run = (llama_ranks *)user;
     const int rank = dtrain_world_rank(world);
-    const dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    const dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     const dtrain_strategy_desc desc = run->strategy;
     dtrain_param params[PARAMS];
     dtrain_strategy *strategy = NULL;

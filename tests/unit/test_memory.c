@@ -143,7 +143,7 @@ static dtrain_result plan(dtrain_world *world, const run *r, model *m, uint64_t 
 static dtrain_result train(dtrain_world *world, run *r, model *m)
 {
     const int rank = dtrain_world_rank(world);
-    const dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    const dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     dtrain_trainer_desc desc = trainer_desc(r, m);
     dtrain_strategy *strategy = NULL;
     dtrain_optimizer *optimizer = NULL;

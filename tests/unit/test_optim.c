@@ -55,7 +55,7 @@ static void golden(dtrain_optimizer_desc hyper, float lr, const float *expected)
 
 static void test_sgd(void)
 {
-    dtrain_optimizer_desc hyper = dtrain_sgd_defaults();
+    dtrain_optimizer_desc hyper = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_SGD);
     golden(hyper, 0.1f, op_opt_sgd_plain);
     hyper.momentum = 0.9f;
     hyper.weight_decay = 0.01f;
@@ -68,7 +68,7 @@ static void test_sgd(void)
 
 static void test_adamw(void)
 {
-    dtrain_optimizer_desc hyper = dtrain_adamw_defaults();
+    dtrain_optimizer_desc hyper = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     CHECK(hyper.beta1 == 0.9f && hyper.beta2 == 0.999f && hyper.epsilon == 1e-8f &&
           hyper.weight_decay == 0.01f);
     hyper.beta2 = 0.95f;
@@ -78,7 +78,7 @@ static void test_adamw(void)
 
 static void test_lion(void)
 {
-    dtrain_optimizer_desc hyper = dtrain_lion_defaults();
+    dtrain_optimizer_desc hyper = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_LION);
     CHECK(hyper.beta1 == 0.9f && hyper.beta2 == 0.99f && hyper.weight_decay == 0);
     hyper.weight_decay = 0.1f;
     golden(hyper, 0.02f, op_lion);
@@ -101,7 +101,7 @@ enum { MUON_CASES = sizeof muon_cases / sizeof muon_cases[0], MUON_MOST = 25 };
 static int muon_main(dtrain_world *world, void *user)
 {
     static const char *const names[] = {"tall", "wide", "square", "filters"};
-    dtrain_optimizer_desc hyper = dtrain_muon_defaults();
+    dtrain_optimizer_desc hyper = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_MUON);
     float w[MUON_CASES][MUON_MOST], g[MUON_CASES][MUON_MOST];
     dtrain_param params[MUON_CASES];
     dtrain_strategy *strategy;
@@ -150,7 +150,7 @@ static int muon_shapes_main(dtrain_world *world, void *user)
 {
     enum { ROWS = 70, COLUMNS = 33, WIDTH = 40 };
     static float w[4][ROWS * COLUMNS], g[4][ROWS * COLUMNS];
-    dtrain_optimizer_desc hyper = dtrain_muon_defaults();
+    dtrain_optimizer_desc hyper = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_MUON);
     dtrain_param params[4];
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
@@ -199,11 +199,11 @@ enum { GROUPS = 5, GROUP_ELEMENTS = 63 };
 /* Hyper-parameters that differ in everything, and parameters of all of them in another order. */
 static void group_descs(dtrain_optimizer_desc *all)
 {
-    all[0] = dtrain_adamw_defaults();
-    all[1] = dtrain_muon_defaults();
-    all[2] = dtrain_lion_defaults();
-    all[3] = dtrain_sgd_defaults();
-    all[4] = dtrain_adamw_defaults();
+    all[0] = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
+    all[1] = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_MUON);
+    all[2] = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_LION);
+    all[3] = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_SGD);
+    all[4] = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     all[1].lr_scale = 4;
     all[2].lr_scale = 0.5f;
     all[2].weight_decay = 0.3f;
@@ -290,7 +290,8 @@ static dtrain_tensor *matrix_loss(dtrain_tape *tape, void *user)
 static int group_memory_main(dtrain_world *world, void *user)
 {
     static const uint32_t states[] = {1, DTRAIN_OPTIMIZER_STATES_NONE};
-    const dtrain_optimizer_desc groups[2] = {dtrain_muon_defaults(), dtrain_sgd_defaults()};
+    const dtrain_optimizer_desc groups[2] = {dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_MUON),
+                                             dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_SGD)};
     dtrain_device *device = dtrain_world_device(world);
     (void)user;
     for (uint32_t kind = DTRAIN_STRATEGY_DDP; kind <= DTRAIN_STRATEGY_ZERO3;
@@ -298,7 +299,7 @@ static int group_memory_main(dtrain_world *world, void *user)
         dtrain_param p[4] = {
             ranks_param("matrix", NULL, NULL, 70, 50), ranks_param("b", NULL, NULL, 9, 0),
             ranks_param("small", NULL, NULL, 20, 30), ranks_param("plain", NULL, NULL, 40, 3)};
-        dtrain_optimizer_desc desc = dtrain_adamw_defaults();
+        dtrain_optimizer_desc desc = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
         dtrain_strategy_desc where;
         dtrain_trainer_desc all;
         dtrain_strategy *strategy;
@@ -352,8 +353,9 @@ static int group_errors_main(dtrain_world *world, void *user)
 {
     static const uint32_t kinds[] = {DTRAIN_STRATEGY_ZERO1, DTRAIN_STRATEGY_SHARD_GRAD_OP,
                                      DTRAIN_STRATEGY_FULL_SHARD};
-    dtrain_optimizer_desc groups[2] = {dtrain_muon_defaults(), dtrain_adamw_defaults()};
-    dtrain_optimizer_desc desc = dtrain_adamw_defaults();
+    dtrain_optimizer_desc groups[2] = {dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_MUON),
+                                       dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW)};
+    dtrain_optimizer_desc desc = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     (void)user;
     desc.groups = groups;
     desc.group_count = 2;
@@ -507,12 +509,12 @@ static int long_main(dtrain_world *world, void *user)
 
 static void test_long_runs(void)
 {
-    dtrain_optimizer_desc hyper = dtrain_adamw_defaults();
+    dtrain_optimizer_desc hyper = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     hyper.weight_decay = 0.3f;
     ranks_run(1, DTRAIN_LAUNCH_THREADS, long_main, &hyper);
     for (hyper.variance_steps = 1; hyper.variance_steps < 100; hyper.variance_steps *= 8)
         ranks_run(1, DTRAIN_LAUNCH_THREADS, long_main, &hyper); /* 1, 8, and 64: not reached */
-    hyper = dtrain_sgd_defaults();
+    hyper = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_SGD);
     hyper.weight_decay = 0.3f;
     ranks_run(1, DTRAIN_LAUNCH_THREADS, long_main, &hyper);
     hyper.momentum = 0.8f;
@@ -602,10 +604,10 @@ static int arguments_main(dtrain_world *world, void *user)
     (void)user;
     RANKS_TRY(dtrain_strategy_create(world, &p, 1, NULL, &strategy));
     for (i = 0; i < 19; i++) {
-        dtrain_optimizer_desc hyper = i < 8    ? dtrain_adamw_defaults()
-                                      : i < 13 ? dtrain_sgd_defaults()
-                                      : i < 16 ? dtrain_lion_defaults()
-                                               : dtrain_muon_defaults();
+        dtrain_optimizer_desc hyper = dtrain_optimizer_defaults(i < 8    ? DTRAIN_OPTIMIZER_ADAMW
+                                                                : i < 13 ? DTRAIN_OPTIMIZER_SGD
+                                                                : i < 16 ? DTRAIN_OPTIMIZER_LION
+                                                                         : DTRAIN_OPTIMIZER_MUON);
         if (i == 0) hyper.kind = 0;
         if (i == 1) hyper.kind = 5;
         if (i == 2) hyper.beta1 = 1;
@@ -630,7 +632,7 @@ static int arguments_main(dtrain_world *world, void *user)
                   "case %d", i);
     }
     {
-        dtrain_optimizer_desc hyper = dtrain_sgd_defaults();
+        dtrain_optimizer_desc hyper = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_SGD);
         CHECK(dtrain_optimizer_create(world, strategy, NULL, &optimizer) == DTRAIN_ERROR_ARGUMENT);
         CHECK(dtrain_optimizer_create(world, NULL, &hyper, &optimizer) == DTRAIN_ERROR_ARGUMENT);
         CHECK(dtrain_optimizer_create(world, strategy, &hyper, NULL) == DTRAIN_ERROR_ARGUMENT);

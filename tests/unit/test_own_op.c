@@ -295,7 +295,7 @@ static int train(dtrain_world *world, void *user)
     dtrain_optimizer *optimizer = NULL;
     dtrain_trainer *trainer = NULL;
     dtrain_strategy_desc kind = {0};
-    dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     dtrain_trainer_desc desc;
     dtrain_memory memory;
     dtrain_tape_info info;

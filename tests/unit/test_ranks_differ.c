@@ -265,7 +265,7 @@ static int calls_between_steps(const scene *c, dtrain_world *world, dtrain_strat
                          (c->desc.kind == DTRAIN_STRATEGY_SHARD_GRAD_OP &&
                           c->desc.accumulation != DTRAIN_ACCUMULATION_LAST);
     const float ones[4] = {1, 1, 1, 1};
-    const dtrain_optimizer_desc sgd = dtrain_sgd_defaults();
+    const dtrain_optimizer_desc sgd = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_SGD);
     const dtrain_shard *shards;
     dtrain_optimizer *optimizer;
     float norm, scale;
@@ -648,8 +648,8 @@ static int plan_rank(dtrain_world *world, void *user)
 static int plan_groups_rank(dtrain_world *world, void *user)
 {
     static const uint32_t none = DTRAIN_OPTIMIZER_STATES_NONE;
-    const dtrain_optimizer_desc sgd = dtrain_sgd_defaults();
-    dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    const dtrain_optimizer_desc sgd = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_SGD);
+    dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     dtrain_param p[2] = {ranks_param("first", NULL, NULL, 64, 64),
                          ranks_param("second", NULL, NULL, 64, 64)},
                  q[2];

@@ -508,7 +508,7 @@ static int run_main(dtrain_world *world, void *user)
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
     dtrain_trainer *trainer;
-    dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     dtrain_strategy_desc how = {0};
     memset(&s, 0, sizeof s);
     s.r = (run *)user;
@@ -666,7 +666,7 @@ static int trainer_arguments_main(dtrain_world *world, void *user)
     dtrain_trainer *trainer;
     dtrain_step_record record;
     dtrain_optimizer *optimizer;
-    dtrain_optimizer_desc sgd = dtrain_sgd_defaults();
+    dtrain_optimizer_desc sgd = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_SGD);
     memset(&record, 0, sizeof record);
     memset(&s, 0, sizeof s);
     s.r = (run *)user;
@@ -708,7 +708,7 @@ static int compression_main(dtrain_world *world, void *user)
     dtrain_strategy *strategy;
     dtrain_trainer *trainer;
     dtrain_optimizer *optimizer;
-    dtrain_optimizer_desc sgd = dtrain_sgd_defaults();
+    dtrain_optimizer_desc sgd = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_SGD);
     dtrain_strategy_desc compressed = {0};
     dtrain_compression_desc lossy = {0};
     dtrain_loss_scaler scaler;

@@ -149,7 +149,7 @@ static dtrain_result rank_run(dtrain_world *world, run *r, rank_of *s)
                              : DTRAIN_STRATEGY_ZERO1;
     how.comm = s->comm;
     TRY(dtrain_strategy_create(world, s->params, (size_t)(end - first), &how, &s->strategy));
-    dtrain_optimizer_desc adam = dtrain_adamw_defaults();
+    dtrain_optimizer_desc adam = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     TRY(dtrain_optimizer_create(world, s->strategy, &adam, &s->optimizer));
     state.strategy = s->strategy;
     state.optimizer = s->optimizer;
@@ -311,7 +311,7 @@ static int old_main(dtrain_world *world, void *user)
     p[1].shape[0] = 4;
     how.kind = DTRAIN_STRATEGY_FULL_SHARD;
     TRY(dtrain_strategy_create(world, p, 2, &how, &strategy));
-    dtrain_optimizer_desc adam = dtrain_adamw_defaults();
+    dtrain_optimizer_desc adam = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     TRY(dtrain_optimizer_create(world, strategy, &adam, &optimizer));
     desc.strategy = strategy;
     desc.optimizer = optimizer;

@@ -502,7 +502,7 @@ static dtrain_result chain_train(dtrain_world *world, chain_run *run, chain *m,
                                  dtrain_strategy **strategy, dtrain_optimizer **optimizer,
                                  dtrain_tape **tape)
 {
-    const dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    const dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     const int rank = dtrain_world_rank(world);
     const uint64_t device_before = dtrain_world_device(world)->allocated_bytes;
     const uint64_t comm_before = shared_bytes(world);

@@ -174,7 +174,7 @@ static dtrain_result build(dtrain_world *world, rank_state *s, dtrain_strategy *
                            dtrain_optimizer **optimizer, dtrain_trainer **trainer)
 {
     dtrain_trainer_desc desc;
-    dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     dtrain_strategy_desc ddp = {0};
     ddp.kind = s->r->kind;
     ddp.comm = s->comm;

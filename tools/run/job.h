@@ -102,9 +102,10 @@ static dtrain_param *copy_params(const run_job *j)
 /* What the flags ask of the optimizer; *matrices, group 1, must live as long as the desc is used. */
 static dtrain_optimizer_desc optimizer_desc(const run_settings *s, dtrain_optimizer_desc *matrices)
 {
-    dtrain_optimizer_desc desc = is_optimizer(s, DTRAIN_OPTIMIZER_SGD)    ? dtrain_sgd_defaults()
-                                 : is_optimizer(s, DTRAIN_OPTIMIZER_LION) ? dtrain_lion_defaults()
-                                                                          : dtrain_adamw_defaults();
+    dtrain_optimizer_desc desc = dtrain_optimizer_defaults(
+        is_optimizer(s, DTRAIN_OPTIMIZER_SGD)    ? DTRAIN_OPTIMIZER_SGD
+        : is_optimizer(s, DTRAIN_OPTIMIZER_LION) ? DTRAIN_OPTIMIZER_LION
+                                                 : DTRAIN_OPTIMIZER_ADAMW);
     desc.weight_decay = (float)s->weight_decay;
     if (desc.kind == DTRAIN_OPTIMIZER_SGD) desc.momentum = s->topk_momentum > 0 ? 0 : 0.9f;
     if (desc.kind == DTRAIN_OPTIMIZER_ADAMW) {
@@ -113,7 +114,7 @@ static dtrain_optimizer_desc optimizer_desc(const run_settings *s, dtrain_optimi
         if (s->topk_momentum > 0) desc.beta1 = 0; /* one momentum is enough */
     }
     if (!is_optimizer(s, DTRAIN_OPTIMIZER_MUON)) return desc;
-    *matrices = dtrain_muon_defaults();
+    *matrices = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_MUON);
     matrices->weight_decay = (float)s->weight_decay;
     matrices->lr_scale = (float)(s->muon_lr / s->lr);
     desc.groups = matrices;

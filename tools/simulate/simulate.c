@@ -341,7 +341,8 @@ static dtrain_result simulate(dtrain_world *world, model *m, row *r)
     const double activations = activation_bytes(m, r->batch), scale = sim.rate_scale;
     const cluster machine = sim.machine;
     dtrain_device *device = dtrain_world_device(world);
-    dtrain_optimizer_desc how = flags.optimizer ? dtrain_sgd_defaults() : dtrain_adamw_defaults();
+    dtrain_optimizer_desc how =
+        dtrain_optimizer_defaults(flags.optimizer ? DTRAIN_OPTIMIZER_SGD : DTRAIN_OPTIMIZER_ADAMW);
     dtrain_strategy *strategy = NULL;
     dtrain_optimizer *optimizer = NULL;
     dtrain_comm *comm = NULL;
