@@ -1979,58 +1979,47 @@ DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x);
  * "Mixed Precision Training", ICLR 2018). The scale is found while training: a step whose gradients
  * overflow is skipped and lowers it, a long run of good ones raises it.
  *
- *     backward(loss, scaler.scale) -> finish -> dtrain_loss_scaler_grad_norm
- *           -> unless found_inf: dtrain_optimizer_step(lr, grad_scale) -> dtrain_loss_scaler_update
+ *     backward(loss, scaler.scale) -> finish -> dtrain_grad_norm(&scaler)
+ *           -> where the norm is finite: dtrain_optimizer_step(lr, grad_scale)
+ *           -> dtrain_loss_scaler_update
  *
  * Overflow is seen in the norm: a sum over every gradient of every rank, the same number on all of
  * them, and not finite exactly when a gradient is not. So all ranks step or skip together, and it
  * costs no collective. */
 
-/* A field of zero takes its default. */
-typedef struct dtrain_loss_scaler_desc {
-    float initial_scale;      /* 0 = 65536 */
-    float growth_factor;      /* 0 = 2 */
-    float backoff_factor;     /* 0 = 0.5 */
+/* Plain data: copy it, save it. Begin with zeros and a scale, 65536 in torch; other
+ * zeros take the default written beside the field at the first call. */
+typedef struct dtrain_loss_scaler {
+    float scale;          /* of the next step's backward; no default, but in dtrain_trainer_desc */
+    float growth_factor;  /* 0 = 2 */
+    float backoff_factor; /* 0 = 0.5 */
+    float minimum_scale;  /* what would fall below is an error; 0 = 1 */
     uint32_t growth_interval; /* good steps in a row before the scale grows; 0 = 2000 */
     uint32_t hysteresis;      /* 0 = 1: every overflow lowers the scale, as in torch. n: the nth one
                                  since it grew and those that follow do, as in DeepSpeed */
-    float minimum_scale;      /* what would fall below is an error; 0 = 1 */
-} dtrain_loss_scaler_desc;
 
-/* Plain data: copy it, save it, compare it. */
-typedef struct dtrain_loss_scaler {
-    dtrain_loss_scaler_desc desc; /* its defaults filled in */
-    float scale;                  /* of the next step's backward */
-    uint32_t good_steps;          /* in a row, since the scale last grew or a step overflowed */
-    uint32_t bad_left;            /* the scale falls at the overflow that finds 1 here */
-    uint32_t bad_steps;           /* overflows in a row */
-    uint64_t skipped_steps;       /* overflows since init */
+    /* Counted by dtrain_loss_scaler_update. */
+    uint32_t good_steps;    /* in a row, since the scale last grew or a step overflowed */
+    uint32_t bad_left;      /* the scale falls at the overflow that finds 1 here */
+    uint32_t bad_steps;     /* overflows in a row */
+    uint64_t skipped_steps; /* overflows so far */
 } dtrain_loss_scaler;
 
-/* Initialise a scaler; desc NULL = all defaults, which are those of torch. Nothing is allocated. */
-DTRAIN_API dtrain_result dtrain_loss_scaler_init(dtrain_loss_scaler *scaler,
-                                                 const dtrain_loss_scaler_desc *desc);
 /* Adapt the scale, once a step, after the step was taken or skipped. With hysteresis 1 the scales
  * are those of torch.amp.GradScaler, to the bit; one that would grow to infinity stays, as there. A
  * scale that would fall below the minimum stays too, and is DTRAIN_ERROR_NUMERIC: no scale mends
  * such gradients. Local. */
 DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, bool found_inf);
-/* Do what dtrain_grad_norm does for gradients that are still scaled: *norm is the norm of the
- * unscaled gradients, *grad_scale unscales and clips them. *found_inf: a gradient of some rank is
- * inf or NaN, or the unscaled norm is beyond fp32; then take no step. Collective, the same on every
- * rank. */
-DTRAIN_API dtrain_result dtrain_loss_scaler_grad_norm(const dtrain_loss_scaler *scaler,
-                                                      dtrain_strategy *strategy, float max_norm,
-                                                      float *norm, float *grad_scale,
-                                                      bool *found_inf);
 
 /* Compute the L2 norm over all gradients of the model (tied weights once), and the factor that
  * brings it to at most max_norm: max_norm / (norm + 1e-6) when larger, else 1, as
  * torch.nn.utils.clip_grad_norm_. Nothing is scaled here: pass the factor to dtrain_optimizer_step.
- * max_norm <= 0: no clipping, scale = 1. Collective. A norm that is not finite is returned as it
- * is, with scale 1. */
-DTRAIN_API dtrain_result dtrain_grad_norm(dtrain_strategy *strategy, float max_norm, float *norm,
-                                          float *scale);
+ * max_norm <= 0: no clipping. With a scaler, whose scale the gradients have, *norm is that of the
+ * unscaled gradients, and the factor unscales as well; NULL: they have none. A norm that is not
+ * finite is returned as it is, without clipping: a gradient of some rank is inf or NaN, or the norm
+ * is beyond fp32; then take no step. Collective, the same on every rank. */
+DTRAIN_API dtrain_result dtrain_grad_norm(dtrain_strategy *strategy, dtrain_loss_scaler *scaler,
+                                          float max_norm, float *norm, float *grad_scale);
 
 /* ================================================================================================
  * src/optim/optimizer.h
@@ -2311,8 +2300,9 @@ typedef struct dtrain_trainer_desc {
     float clip;             /* global gradient norm; 0 = off */
     uint32_t tape_flags;    /* DTRAIN_TAPE_BF16, DTRAIN_TAPE_F16, or 0 */
     uint32_t recompute_every, recompute_ops; /* of dtrain_tape_recompute; 0 = off */
-    /* All zero: loss scaling with DTRAIN_TAPE_F16 alone. Any field asks for it with other flags. */
-    dtrain_loss_scaler_desc loss_scaling;
+    /* All zero: loss scaling with DTRAIN_TAPE_F16 alone. Any field asks for it with other flags; a
+     * scale of 0 begins with 65536. */
+    dtrain_loss_scaler loss_scaling;
     bool graph;    /* GPU: record the step once and replay it, without launch costs; see create */
     uint64_t seed; /* of dropout */
     uint32_t nonfinite;    /* dtrain_nonfinite; 0 = stop */
@@ -21713,6 +21703,7 @@ typedef struct dtrain__group_step {
 } dtrain__group_step;
 
 /* optim/scaler.c */
+DTRAIN__PRIVATE dtrain_result dtrain__scaler_fill(dtrain_loss_scaler *scaler, const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__check_scalable(const dtrain_strategy *strategy,
                                                      const char *call, const char *what);
 
@@ -21741,42 +21732,6 @@ DTRAIN__PRIVATE size_t dtrain__muon_layout(const dtrain_optimizer *optimizer, fl
                                            dtrain__muon *muon);
 DTRAIN__PRIVATE dtrain_result dtrain__step_muon(const dtrain__group_step *step);
 
-/* Measure the norm of gradients that are loss_scale times too large, and the factor that unscales
- * and clips them. */
-static dtrain_result dtrain__norm_of(dtrain_strategy *strategy, float loss_scale, float max_norm,
-                                     float *norm, float *factor)
-{
-    double total;
-    float clip = 1;
-    DTRAIN__TRY(dtrain__sum_squares(strategy, &total));
-    *norm = (float)(sqrt(total) / (double)loss_scale);
-    if (dtrain_is_finite(*norm) && max_norm > 0) clip = max_norm / (*norm + 1e-6f);
-    *factor = (clip < 1 ? clip : 1) / loss_scale; /* torch clamps the factor too */
-    return DTRAIN_OK;
-}
-
-/* Measure norm and factor for a public call, in a span. */
-static dtrain_result dtrain__norm_and_factor(dtrain_strategy *strategy, const char *call,
-                                             float loss_scale, float max_norm, float *norm,
-                                             float *factor)
-{
-    DTRAIN__TRY(dtrain__between_steps(strategy, call));
-    if (!norm || !factor)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: norm or grad_scale is NULL", call);
-    dtrain_world *world = dtrain__world_of(strategy);
-    const uint32_t span =
-        dtrain__span_begin(world, DTRAIN_SPAN_OPTIMIZER, "gradient norm", DTRAIN__UNNUMBERED);
-    const dtrain_result result = dtrain__norm_of(strategy, loss_scale, max_norm, norm, factor);
-    dtrain__span_end(world, span);
-    return result;
-}
-
-DTRAIN_API dtrain_result dtrain_grad_norm(dtrain_strategy *strategy, float max_norm, float *norm,
-                                          float *scale)
-{
-    return dtrain__norm_and_factor(strategy, "dtrain_grad_norm", 1, max_norm, norm, scale);
-}
-
 /* ---- loss scaling
  *
  * The scale is found while training. With a growth_interval of 4 and a hysteresis of 1:
@@ -21788,46 +21743,31 @@ DTRAIN_API dtrain_result dtrain_grad_norm(dtrain_strategy *strategy, float max_n
  * Powers of two as factors change exponents alone: where nothing overflows or vanishes, a scaled
  * run has the bits of one that is not. */
 
-/* Fill in the defaults and check the rest. The reciprocal of a denormal may be infinite: the
- * minimum is at least the least normal number. */
-DTRAIN_API dtrain_result dtrain_loss_scaler_init(dtrain_loss_scaler *scaler,
-                                                 const dtrain_loss_scaler_desc *desc)
+/* Replace zeros by defaults and check the rest. Finite comes first: with -ffast-math a NaN may be
+ * equal to 0. The reciprocal of a denormal may be infinite: the minimum is at least the least
+ * normal number. */
+DTRAIN__PRIVATE dtrain_result dtrain__scaler_fill(dtrain_loss_scaler *scaler, const char *call)
 {
-    dtrain_loss_scaler_desc d;
-    if (!scaler)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_loss_scaler_init: scaler is NULL");
-    memset(scaler, 0, sizeof *scaler);
-    memset(&d, 0, sizeof d);
-    if (desc) d = *desc;
-    /* tested before comparing with 0: with -ffast-math a NaN may be equal to 0 */
-    const bool finite = dtrain_is_finite(d.initial_scale) && dtrain_is_finite(d.growth_factor) &&
-                        dtrain_is_finite(d.backoff_factor) && dtrain_is_finite(d.minimum_scale);
-    if (d.initial_scale == 0) d.initial_scale = 65536;
-    if (d.growth_factor == 0) d.growth_factor = 2;
-    if (d.backoff_factor == 0) d.backoff_factor = 0.5f;
-    if (d.growth_interval == 0) d.growth_interval = 2000;
-    if (d.hysteresis == 0) d.hysteresis = 1;
-    if (d.minimum_scale == 0) d.minimum_scale = 1;
-    if (!finite || d.minimum_scale < FLT_MIN || d.initial_scale < d.minimum_scale ||
-        d.growth_factor <= 1 || d.backoff_factor <= 0 || d.backoff_factor >= 1)
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT,
-            "dtrain_loss_scaler_init: expected finite initial_scale >= minimum_scale >= 1.18e-38, "
-            "growth_factor > 1 and 0 < backoff_factor < 1; found %g, %g, %g, minimum_scale %g",
-            (double)d.initial_scale, (double)d.growth_factor, (double)d.backoff_factor,
-            (double)d.minimum_scale);
-    scaler->desc = d;
-    scaler->scale = d.initial_scale;
-    scaler->bad_left = d.hysteresis;
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__scaler_usable(const dtrain_loss_scaler *scaler, const char *call)
-{
-    if (scaler && scaler->scale > 0) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "%s: scaler is NULL or not initialised; call dtrain_loss_scaler_init first",
-                       call);
+    if (!scaler) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: scaler is NULL", call);
+    const bool finite =
+        dtrain_is_finite(scaler->scale) && dtrain_is_finite(scaler->growth_factor) &&
+        dtrain_is_finite(scaler->backoff_factor) && dtrain_is_finite(scaler->minimum_scale);
+    if (scaler->growth_factor == 0) scaler->growth_factor = 2;
+    if (scaler->backoff_factor == 0) scaler->backoff_factor = 0.5f;
+    if (scaler->minimum_scale == 0) scaler->minimum_scale = 1;
+    if (scaler->growth_interval == 0) scaler->growth_interval = 2000;
+    if (scaler->hysteresis == 0) scaler->hysteresis = 1;
+    if (scaler->bad_left == 0) scaler->bad_left = scaler->hysteresis;
+    if (finite && scaler->minimum_scale >= FLT_MIN && scaler->scale >= scaler->minimum_scale &&
+        scaler->growth_factor > 1 && scaler->backoff_factor > 0 && scaler->backoff_factor < 1)
+        return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_ARGUMENT,
+        "%s: expected a loss scaler with finite scale >= minimum_scale >= 1.18e-38, growth_factor "
+        "> 1 and 0 < backoff_factor < 1; found %g, %g, %g, %g; begin with zeros and a scale of "
+        "65536",
+        call, (double)scaler->scale, (double)scaler->minimum_scale, (double)scaler->growth_factor,
+        (double)scaler->backoff_factor);
 }
 
 /* Refuse a loss scale for compressed gradients; `what` is the caller's word for the scale. */
@@ -21842,31 +21782,40 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_scalable(const dtrain_strategy *stra
                        call, what);
 }
 
-DTRAIN_API dtrain_result dtrain_loss_scaler_grad_norm(const dtrain_loss_scaler *scaler,
-                                                      dtrain_strategy *strategy, float max_norm,
-                                                      float *norm, float *grad_scale,
-                                                      bool *found_inf)
+DTRAIN_API dtrain_result dtrain_grad_norm(dtrain_strategy *strategy, dtrain_loss_scaler *scaler,
+                                          float max_norm, float *norm, float *grad_scale)
 {
-    const char *const call = "dtrain_loss_scaler_grad_norm";
-    DTRAIN__TRY(dtrain__scaler_usable(scaler, call));
-    if (!found_inf) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: found_inf is NULL", call);
-    DTRAIN__TRY(dtrain__check_scalable(strategy, call, "a loss scale"));
-    DTRAIN__TRY(dtrain__norm_and_factor(strategy, call, scaler->scale, max_norm, norm, grad_scale));
-    *found_inf = !dtrain_is_finite(*norm);
+    const char *const call = "dtrain_grad_norm";
+    double total;
+    float clip = 1;
+    if (scaler) DTRAIN__TRY(dtrain__scaler_fill(scaler, call));
+    if (scaler) DTRAIN__TRY(dtrain__check_scalable(strategy, call, "a loss scale"));
+    DTRAIN__TRY(dtrain__between_steps(strategy, call));
+    if (!norm || !grad_scale)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: norm or grad_scale is NULL", call);
+    const float loss_scale = scaler ? scaler->scale : 1;
+    dtrain_world *world = dtrain__world_of(strategy);
+    const uint32_t span =
+        dtrain__span_begin(world, DTRAIN_SPAN_OPTIMIZER, "gradient norm", DTRAIN__UNNUMBERED);
+    const dtrain_result result = dtrain__sum_squares(strategy, &total);
+    dtrain__span_end(world, span);
+    DTRAIN__TRY(result);
+    *norm = (float)(sqrt(total) / (double)loss_scale);
+    if (dtrain_is_finite(*norm) && max_norm > 0) clip = max_norm / (*norm + 1e-6f);
+    *grad_scale = (clip < 1 ? clip : 1) / loss_scale; /* torch clamps the factor too */
     return DTRAIN_OK;
 }
 
 DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, bool found_inf)
 {
-    DTRAIN__TRY(dtrain__scaler_usable(scaler, "dtrain_loss_scaler_update"));
-    const dtrain_loss_scaler_desc *desc = &scaler->desc;
+    DTRAIN__TRY(dtrain__scaler_fill(scaler, "dtrain_loss_scaler_update"));
     if (!found_inf) {
         scaler->bad_steps = 0;
-        if (++scaler->good_steps < desc->growth_interval) return DTRAIN_OK;
-        const float grown = scaler->scale * desc->growth_factor;
+        if (++scaler->good_steps < scaler->growth_interval) return DTRAIN_OK;
+        const float grown = scaler->scale * scaler->growth_factor;
         if (dtrain_is_finite(grown)) scaler->scale = grown;
         scaler->good_steps = 0;
-        scaler->bad_left = desc->hysteresis;
+        scaler->bad_left = scaler->hysteresis;
         return DTRAIN_OK;
     }
     scaler->good_steps = 0;
@@ -21876,15 +21825,15 @@ DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, b
         scaler->bad_left--;
         return DTRAIN_OK;
     }
-    const float lower = scaler->scale * desc->backoff_factor;
-    if (lower < desc->minimum_scale)
+    const float lower = scaler->scale * scaler->backoff_factor;
+    if (lower < scaler->minimum_scale)
         return dtrain_fail(
             DTRAIN_ERROR_NUMERIC,
             "dtrain_loss_scaler_update: expected finite gradients at a loss scale of %g, found "
             "overflows in %u steps running, and a smaller scale would be below minimum_scale %g; "
             "lower the learning rate, clip gradients, look at the data, or train in bf16, which "
             "needs no scale",
-            (double)scaler->scale, (unsigned)scaler->bad_steps, (double)desc->minimum_scale);
+            (double)scaler->scale, (unsigned)scaler->bad_steps, (double)scaler->minimum_scale);
     scaler->scale = lower;
     return DTRAIN_OK;
 }
@@ -24565,7 +24514,6 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
     const dtrain_trainer_desc *desc = &trainer->desc;
     const uint64_t seed = dtrain__step_seed(trainer);
     float norm = 0, scale = 1;
-    bool found_inf;
     while (trainer->micro < desc->micro_batches) {
         dtrain__micro micro = {trainer->tape, trainer->micro, seed, NULL, false, 0};
         float loss = 0;
@@ -24577,10 +24525,8 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
         dtrain__trainer_add(trainer, micro.number, loss, micro.weight);
     }
     trainer->micro = 0;
-    if (trainer->scaling)
-        DTRAIN__TRY(dtrain_loss_scaler_grad_norm(&trainer->scaler, desc->strategy, desc->clip,
-                                                 &norm, &scale, &found_inf));
-    else DTRAIN__TRY(dtrain_grad_norm(desc->strategy, desc->clip, &norm, &scale));
+    DTRAIN__TRY(dtrain_grad_norm(desc->strategy, trainer->scaling ? &trainer->scaler : NULL,
+                                 desc->clip, &norm, &scale));
     record->grad_norm = (double)norm;
     if (!dtrain_is_finite(norm)) return DTRAIN_OK;
     return dtrain_optimizer_step(desc->optimizer, (float)record->lr, scale);
@@ -24886,9 +24832,10 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     trainer->saving = dtrain__span_seconds(world, DTRAIN_SPAN_CHECKPOINT);
     for (size_t i = 0; i < sizeof trainer->gpu / sizeof *trainer->gpu; i++)
         trainer->gpu[i] = (float)DTRAIN__NAN;
-    dtrain_loss_scaler_desc none;
+    dtrain_loss_scaler none;
     memset(&none, 0, sizeof none);
-    const bool given = memcmp(&desc->loss_scaling, &none, sizeof none) != 0;
+    const bool given = /* one of the settings, which come before the counts */
+        memcmp(&desc->loss_scaling, &none, offsetof(dtrain_loss_scaler, good_steps)) != 0;
     trainer->scaling = given || (desc->tape_flags & DTRAIN_TAPE_F16);
     const size_t ranks = (size_t)trainer->ranks;
     trainer->words =
@@ -24905,8 +24852,10 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     if (result == DTRAIN_OK && trainer->scaling)
         result = dtrain__check_scalable(desc->strategy, "dtrain_trainer_create",
                                         given ? "loss_scaling" : "DTRAIN_TAPE_F16");
+    trainer->scaler = desc->loss_scaling;
+    if (trainer->scaler.scale == 0) trainer->scaler.scale = 65536;
     if (result == DTRAIN_OK && trainer->scaling)
-        result = dtrain_loss_scaler_init(&trainer->scaler, &desc->loss_scaling);
+        result = dtrain__scaler_fill(&trainer->scaler, "dtrain_trainer_create");
     if (result == DTRAIN_OK && desc->graph) result = dtrain__queue_create(trainer);
     if (result == DTRAIN_OK) *out = trainer;
     else dtrain_trainer_destroy(trainer);

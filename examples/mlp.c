@@ -217,7 +217,7 @@ static int train(dtrain_world *world, void *user)
             CHECK(dtrain_tensor_read(tape, mean, &loss));
             CHECK(dtrain_tape_backward(tape, mean, 1)); /* reduces gradients as they are made */
             CHECK(dtrain_strategy_finish(strategy));
-            CHECK(dtrain_grad_norm(strategy, 1, &norm, &clip));
+            CHECK(dtrain_grad_norm(strategy, NULL, 1, &norm, &clip));
             CHECK(dtrain_optimizer_step(optimizer,
                                         dtrain_schedule_lr(&schedule, epoch * steps + step), clip));
             sum += loss / (float)steps;

@@ -11,6 +11,7 @@
 #include "strategy/strategy.h"
 #include "strategy/view_internal.h"
 #include "optim/optimizer.h"
+#include "optim/scaler.h"
 #include "device/backend.h"
 #include "device/device.h"
 
@@ -67,6 +68,7 @@ typedef struct dtrain__group_step {
 } dtrain__group_step;
 
 /* optim/scaler.c */
+DTRAIN__PRIVATE dtrain_result dtrain__scaler_fill(dtrain_loss_scaler *scaler, const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__check_scalable(const dtrain_strategy *strategy,
                                                      const char *call, const char *what);
 

@@ -5,8 +5,9 @@
  * "Mixed Precision Training", ICLR 2018). The scale is found while training: a step whose gradients
  * overflow is skipped and lowers it, a long run of good ones raises it.
  *
- *     backward(loss, scaler.scale) -> finish -> dtrain_loss_scaler_grad_norm
- *           -> unless found_inf: dtrain_optimizer_step(lr, grad_scale) -> dtrain_loss_scaler_update
+ *     backward(loss, scaler.scale) -> finish -> dtrain_grad_norm(&scaler)
+ *           -> where the norm is finite: dtrain_optimizer_step(lr, grad_scale)
+ *           -> dtrain_loss_scaler_update
  *
  * Overflow is seen in the norm: a sum over every gradient of every rank, the same number on all of
  * them, and not finite exactly when a gradient is not. So all ranks step or skip together, and it
@@ -18,48 +19,36 @@
 #include "core/result.h"
 #include "strategy/strategy.h"
 
-/* A field of zero takes its default. */
-typedef struct dtrain_loss_scaler_desc {
-    float initial_scale;      /* 0 = 65536 */
-    float growth_factor;      /* 0 = 2 */
-    float backoff_factor;     /* 0 = 0.5 */
+/* Plain data: copy it, save it. Begin with zeros and a scale, 65536 in torch; other
+ * zeros take the default written beside the field at the first call. */
+typedef struct dtrain_loss_scaler {
+    float scale;          /* of the next step's backward; no default, but in dtrain_trainer_desc */
+    float growth_factor;  /* 0 = 2 */
+    float backoff_factor; /* 0 = 0.5 */
+    float minimum_scale;  /* what would fall below is an error; 0 = 1 */
     uint32_t growth_interval; /* good steps in a row before the scale grows; 0 = 2000 */
     uint32_t hysteresis;      /* 0 = 1: every overflow lowers the scale, as in torch. n: the nth one
                                  since it grew and those that follow do, as in DeepSpeed */
-    float minimum_scale;      /* what would fall below is an error; 0 = 1 */
-} dtrain_loss_scaler_desc;
 
-/* Plain data: copy it, save it, compare it. */
-typedef struct dtrain_loss_scaler {
-    dtrain_loss_scaler_desc desc; /* its defaults filled in */
-    float scale;                  /* of the next step's backward */
-    uint32_t good_steps;          /* in a row, since the scale last grew or a step overflowed */
-    uint32_t bad_left;            /* the scale falls at the overflow that finds 1 here */
-    uint32_t bad_steps;           /* overflows in a row */
-    uint64_t skipped_steps;       /* overflows since init */
+    /* Counted by dtrain_loss_scaler_update. */
+    uint32_t good_steps;    /* in a row, since the scale last grew or a step overflowed */
+    uint32_t bad_left;      /* the scale falls at the overflow that finds 1 here */
+    uint32_t bad_steps;     /* overflows in a row */
+    uint64_t skipped_steps; /* overflows so far */
 } dtrain_loss_scaler;
 
-/* Initialise a scaler; desc NULL = all defaults, which are those of torch. Nothing is allocated. */
-DTRAIN_API dtrain_result dtrain_loss_scaler_init(dtrain_loss_scaler *scaler,
-                                                 const dtrain_loss_scaler_desc *desc);
 /* Adapt the scale, once a step, after the step was taken or skipped. With hysteresis 1 the scales
  * are those of torch.amp.GradScaler, to the bit; one that would grow to infinity stays, as there. A
  * scale that would fall below the minimum stays too, and is DTRAIN_ERROR_NUMERIC: no scale mends
  * such gradients. Local. */
 DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, bool found_inf);
-/* Do what dtrain_grad_norm does for gradients that are still scaled: *norm is the norm of the
- * unscaled gradients, *grad_scale unscales and clips them. *found_inf: a gradient of some rank is
- * inf or NaN, or the unscaled norm is beyond fp32; then take no step. Collective, the same on every
- * rank. */
-DTRAIN_API dtrain_result dtrain_loss_scaler_grad_norm(const dtrain_loss_scaler *scaler,
-                                                      dtrain_strategy *strategy, float max_norm,
-                                                      float *norm, float *grad_scale,
-                                                      bool *found_inf);
 
 /* Compute the L2 norm over all gradients of the model (tied weights once), and the factor that
  * brings it to at most max_norm: max_norm / (norm + 1e-6) when larger, else 1, as
  * torch.nn.utils.clip_grad_norm_. Nothing is scaled here: pass the factor to dtrain_optimizer_step.
- * max_norm <= 0: no clipping, scale = 1. Collective. A norm that is not finite is returned as it
- * is, with scale 1. */
-DTRAIN_API dtrain_result dtrain_grad_norm(dtrain_strategy *strategy, float max_norm, float *norm,
-                                          float *scale);
+ * max_norm <= 0: no clipping. With a scaler, whose scale the gradients have, *norm is that of the
+ * unscaled gradients, and the factor unscales as well; NULL: they have none. A norm that is not
+ * finite is returned as it is, without clipping: a gradient of some rank is inf or NaN, or the norm
+ * is beyond fp32; then take no step. Collective, the same on every rank. */
+DTRAIN_API dtrain_result dtrain_grad_norm(dtrain_strategy *strategy, dtrain_loss_scaler *scaler,
+                                          float max_norm, float *norm, float *grad_scale);

@@ -135,7 +135,6 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
     const dtrain_trainer_desc *desc = &trainer->desc;
     const uint64_t seed = dtrain__step_seed(trainer);
     float norm = 0, scale = 1;
-    bool found_inf;
     while (trainer->micro < desc->micro_batches) {
         dtrain__micro micro = {trainer->tape, trainer->micro, seed, NULL, false, 0};
         float loss = 0;
@@ -147,10 +146,8 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
         dtrain__trainer_add(trainer, micro.number, loss, micro.weight);
     }
     trainer->micro = 0;
-    if (trainer->scaling)
-        DTRAIN__TRY(dtrain_loss_scaler_grad_norm(&trainer->scaler, desc->strategy, desc->clip,
-                                                 &norm, &scale, &found_inf));
-    else DTRAIN__TRY(dtrain_grad_norm(desc->strategy, desc->clip, &norm, &scale));
+    DTRAIN__TRY(dtrain_grad_norm(desc->strategy, trainer->scaling ? &trainer->scaler : NULL,
+                                 desc->clip, &norm, &scale));
     record->grad_norm = (double)norm;
     if (!dtrain_is_finite(norm)) return DTRAIN_OK;
     return dtrain_optimizer_step(desc->optimizer, (float)record->lr, scale);
@@ -456,9 +453,10 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     trainer->saving = dtrain__span_seconds(world, DTRAIN_SPAN_CHECKPOINT);
     for (size_t i = 0; i < sizeof trainer->gpu / sizeof *trainer->gpu; i++)
         trainer->gpu[i] = (float)DTRAIN__NAN;
-    dtrain_loss_scaler_desc none;
+    dtrain_loss_scaler none;
     memset(&none, 0, sizeof none);
-    const bool given = memcmp(&desc->loss_scaling, &none, sizeof none) != 0;
+    const bool given = /* one of the settings, which come before the counts */
+        memcmp(&desc->loss_scaling, &none, offsetof(dtrain_loss_scaler, good_steps)) != 0;
     trainer->scaling = given || (desc->tape_flags & DTRAIN_TAPE_F16);
     const size_t ranks = (size_t)trainer->ranks;
     trainer->words =
@@ -475,8 +473,10 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     if (result == DTRAIN_OK && trainer->scaling)
         result = dtrain__check_scalable(desc->strategy, "dtrain_trainer_create",
                                         given ? "loss_scaling" : "DTRAIN_TAPE_F16");
+    trainer->scaler = desc->loss_scaling;
+    if (trainer->scaler.scale == 0) trainer->scaler.scale = 65536;
     if (result == DTRAIN_OK && trainer->scaling)
-        result = dtrain_loss_scaler_init(&trainer->scaler, &desc->loss_scaling);
+        result = dtrain__scaler_fill(&trainer->scaler, "dtrain_trainer_create");
     if (result == DTRAIN_OK && desc->graph) result = dtrain__queue_create(trainer);
     if (result == DTRAIN_OK) *out = trainer;
     else dtrain_trainer_destroy(trainer);

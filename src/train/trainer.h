@@ -45,8 +45,9 @@ typedef struct dtrain_trainer_desc {
     float clip;             /* global gradient norm; 0 = off */
     uint32_t tape_flags;    /* DTRAIN_TAPE_BF16, DTRAIN_TAPE_F16, or 0 */
     uint32_t recompute_every, recompute_ops; /* of dtrain_tape_recompute; 0 = off */
-    /* All zero: loss scaling with DTRAIN_TAPE_F16 alone. Any field asks for it with other flags. */
-    dtrain_loss_scaler_desc loss_scaling;
+    /* All zero: loss scaling with DTRAIN_TAPE_F16 alone. Any field asks for it with other flags; a
+     * scale of 0 begins with 65536. */
+    dtrain_loss_scaler loss_scaling;
     bool graph;    /* GPU: record the step once and replay it, without launch costs; see create */
     uint64_t seed; /* of dropout */
     uint32_t nonfinite;    /* dtrain_nonfinite; 0 = stop */

@@ -336,7 +336,7 @@ static int branches_rank(dtrain_world *world, void *user)
             RANKS_TRY(dtrain_tensor_read(tape, tensor, &loss));
             RANKS_TRY(dtrain_strategy_finish(strategy));
         }
-        RANKS_TRY(dtrain_grad_norm(strategy, 1, &norm, &scale));
+        RANKS_TRY(dtrain_grad_norm(strategy, NULL, 1, &norm, &scale));
         RANKS_TRY(dtrain_optimizer_step(optimizer, 0.02f, scale));
         if (rank == 0) run->out->losses[step] = (double)loss + (double)norm;
     }

@@ -66,7 +66,7 @@ unshown='dtrain_(activate|(avg|max)_pool2d|matmul|multiply|mean|scale|permute|re
 dtrain_cpu_device_ops a table for dtrain_device_create
 dtrain_device_(account|check_limit) for authors of a device
 dtrain_is_finite for authors of an operation
-dtrain_loss_scaler_(init|update|grad_norm) for loops without the trainer
+dtrain_loss_scaler_update for loops without the trainer
 dtrain_strategy_(join|weight)|dtrain_tensor_samples for loops without the trainer, over batches of different sizes
 dtrain_tape_(error|query|recompute) for loops without the trainer
 dtrain_world_stop_requested|dtrain_span_(begin|end) for loops without the trainer

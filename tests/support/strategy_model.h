@@ -393,9 +393,9 @@ static inline dtrain_result strategy_step(strategy_job *job, int step)
     job->out->samples[job->rank][step] = samples;
     STRATEGY_SENT(job->strategy, &reduced);
     if (result == DTRAIN_OK)
-        result =
-            dtrain_grad_norm(job->strategy, c->optimizer == DTRAIN_OPTIMIZER_SGD ? 0 : MODEL_CLIP,
-                             &job->out->norms[job->rank][step], &scale);
+        result = dtrain_grad_norm(job->strategy, NULL,
+                                  c->optimizer == DTRAIN_OPTIMIZER_SGD ? 0 : MODEL_CLIP,
+                                  &job->out->norms[job->rank][step], &scale);
     STRATEGY_SENT(job->strategy, &clipped);
     if (result == DTRAIN_OK) result = dtrain_optimizer_step(job->optimizer, MODEL_LR, scale);
     STRATEGY_SENT(job->strategy, &end);

@@ -1768,7 +1768,7 @@ static int scaling_rank(dtrain_world *world, void *user)
         trainer_desc.strategy = s, trainer_desc.optimizer = optimizer, trainer_desc.loss = no_loss;
         trainer_desc.schedule.lr = 1;
         if (i < 2) trainer_desc.tape_flags = DTRAIN_TAPE_F16;
-        else trainer_desc.loss_scaling.initial_scale = 65536;
+        else trainer_desc.loss_scaling.scale = 65536;
         refused(dtrain_trainer_create(world, &trainer_desc, &trainer), "loss scaling",
                 i < 2 ? "DTRAIN_TAPE_F16" : "loss_scaling", "compresses");
         CHECK(trainer == NULL);

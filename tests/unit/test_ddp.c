@@ -1223,7 +1223,7 @@ static int steady_main(dtrain_world *world, void *user)
     RANKS_TRY(dtrain_optimizer_create(world, ddp, &hyper, &optimizer));
     for (step = 0; step < 5; step++) {
         RANKS_TRY(train_step(world, m, ddp, &c, step, &loss));
-        RANKS_TRY(dtrain_grad_norm(ddp, 1, &norm, &scale));
+        RANKS_TRY(dtrain_grad_norm(ddp, NULL, 1, &norm, &scale));
         RANKS_TRY(dtrain_optimizer_step(optimizer, 0.01f, scale));
         RANKS_TRY(dtrain_barrier(dtrain_world_comm(world)));
         if (step == 0) calls = t->calls;

@@ -274,7 +274,7 @@ static dtrain_result ddp_train(dtrain_world *world, const run *r, gpt2 *model)
         if (step == 0) check_gradients(model, 2e-6);
         check_padding(model, 0);
         if (step == GOLDEN_STEPS) break;
-        TRY(dtrain_grad_norm(ddp, 1.0f, &norm, &clip));
+        TRY(dtrain_grad_norm(ddp, NULL, 1.0f, &norm, &clip));
         CHECK_CLOSE(norm, golden_step_norm[step], 2e-5);
         TRY(dtrain_optimizer_step(optimizer, 1e-3f, clip));
     }

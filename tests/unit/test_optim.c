@@ -555,7 +555,7 @@ static int clip_main(dtrain_world *world, void *user)
     RANKS_TRY(dtrain_strategy_finish(strategy));
     exact = sqrt(total);
     for (i = 0; i < 6; i++) {
-        RANKS_TRY(dtrain_grad_norm(strategy, limits[i], &norm, &scale));
+        RANKS_TRY(dtrain_grad_norm(strategy, NULL, limits[i], &norm, &scale));
         CHECK_CLOSE(norm, exact, 1e-6);
         if (limits[i] > 0 && (double)limits[i] < exact)
             CHECK_CLOSE(scale, (double)limits[i] / (exact + 1e-6), 1e-6);
@@ -565,10 +565,10 @@ static int clip_main(dtrain_world *world, void *user)
         CHECK(memcmp(&bits, &norm, sizeof bits) == 0);
     }
     memset(grads, 0, sizeof grads);
-    RANKS_TRY(dtrain_grad_norm(strategy, 1, &norm, &scale));
+    RANKS_TRY(dtrain_grad_norm(strategy, NULL, 1, &norm, &scale));
     CHECK(norm == 0 && scale == 1);
     grads[3][131] = 2;
-    RANKS_TRY(dtrain_grad_norm(strategy, 2, &norm, &scale)); /* torch: 2 / (2 + 1e-6) */
+    RANKS_TRY(dtrain_grad_norm(strategy, NULL, 2, &norm, &scale)); /* torch: 2 / (2 + 1e-6) */
     CHECK(norm == 2 && scale == 2 / (2 + 1e-6f) && scale < 1);
     for (i = 0; i < 3; i++) {
         uint32_t odd = i == 0   ? 0x7f800000u
@@ -576,11 +576,11 @@ static int clip_main(dtrain_world *world, void *user)
                                 : 0x7f7fffffu; /* the last: its square is too large */
         memcpy(&grads[0][3], &odd, sizeof odd);
         if (i == 2) grads[0][4] = grads[0][3];
-        RANKS_TRY(dtrain_grad_norm(strategy, 1, &norm, &scale));
+        RANKS_TRY(dtrain_grad_norm(strategy, NULL, 1, &norm, &scale));
         CHECK(!dtrain_is_finite(norm) && scale == 1);
     }
-    CHECK(dtrain_grad_norm(NULL, 1, &norm, &scale) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(dtrain_grad_norm(strategy, 1, NULL, &scale) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_grad_norm(NULL, NULL, 1, &norm, &scale) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_grad_norm(strategy, NULL, 1, NULL, &scale) == DTRAIN_ERROR_ARGUMENT);
     dtrain_strategy_destroy(strategy);
     return 0;
 }

@@ -289,7 +289,7 @@ static int calls_between_steps(const scene *c, dtrain_world *world, dtrain_strat
             REFUSED(dtrain_strategy_shards(s, &shards, &count));
             REFUSED(dtrain_strategy_publish(s));
             REFUSED(dtrain_optimizer_step(optimizer, 1, 1));
-            REFUSED(dtrain_grad_norm(s, 1, &norm, &scale));
+            REFUSED(dtrain_grad_norm(s, NULL, 1, &norm, &scale));
         }
         if (sharded) RANKS_TRY(dtrain_strategy_finish(s));
         else RANKS_TRY(backward(s, p, ones, micro && rank ? 0 : 15));
@@ -297,7 +297,7 @@ static int calls_between_steps(const scene *c, dtrain_world *world, dtrain_strat
         REFUSED(dtrain_strategy_shards(s, &shards, &count));
         REFUSED(dtrain_strategy_publish(s));
         REFUSED(dtrain_optimizer_step(optimizer, 1, 1));
-        REFUSED(dtrain_grad_norm(s, 1, &norm, &scale));
+        REFUSED(dtrain_grad_norm(s, NULL, 1, &norm, &scale));
     }
     SHOWS(&p[0], 1.5);
     SHOWS(&p[2], 3); /* alias and target */

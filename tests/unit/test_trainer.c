@@ -198,7 +198,7 @@ static dtrain_result build(dtrain_world *world, rank_state *s, dtrain_strategy *
     desc.nonfinite = s->r->nonfinite;
     desc.skip_limit = s->r->skip_limit;
     desc.verify_every = s->r->verify_every;
-    if (s->r->scaled) desc.loss_scaling.initial_scale = 1024;
+    if (s->r->scaled) desc.loss_scaling.scale = 1024;
     desc.schedule.kind = DTRAIN_SCHEDULE_COSINE;
     desc.schedule.lr = 0.02f;
     desc.schedule.min_lr = 0.002f;
