@@ -225,6 +225,7 @@ static dtrain_tensor *conv_norm(dtrain_tape *t, const model *m, dtrain_tensor *x
 static dtrain_tensor *forward(dtrain_tape *t, model *m)
 {
     const dtrain_activation relu = DTRAIN_ACTIVATION_RELU, none = DTRAIN_ACTIVATION_NONE;
+    const dtrain_pool2d_desc average = {.kind = DTRAIN_POOL_AVERAGE}; /* of each image */
     const int64_t shape[4] = {m->batch, SIDE, SIDE, COLORS};
     dtrain_param *p = m->params;
     dtrain_tape_unit(t, 0);
@@ -240,7 +241,7 @@ static dtrain_tensor *forward(dtrain_tape *t, model *m)
         p += (halves(b) ? 3 : 2) * (1 + NORM);
     }
     dtrain_tape_unit(t, BLOCKS + 1);
-    x = dtrain_linear(t, dtrain_global_avg_pool(t, x), p, p + 1, none);
+    x = dtrain_linear(t, dtrain_pool2d(t, x, &average), p, p + 1, none);
     return dtrain_cast(t, x, DTRAIN_DTYPE_F32);
 }
 

@@ -142,35 +142,43 @@ DTRAIN_API dtrain_tensor *dtrain_conv2d(dtrain_tape *tape, dtrain_tensor *x, dtr
 
 /* ---- Pooling
  *
- * The average over an image is a pool with one window, whose output has no height and width. */
+ * A whole image is a pool with one window, whose output has no height and width. */
 
 typedef struct dtrain__pool2d {
     dtrain_pool2d_args forward;
-    bool global;
+    dtrain_pool2d_desc desc;
 } dtrain__pool2d;
 
 static dtrain_result dtrain__pool2d_prepare(dtrain_op *op)
 {
     dtrain__pool2d *pool = (dtrain__pool2d *)op->args;
     dtrain_pool2d_args *args = &pool->forward;
+    const dtrain_pool2d_desc *desc = &pool->desc;
     dtrain_windows2d *w = &args->windows;
     const dtrain_tensor *x = op->inputs[0];
+    const bool whole = desc->kernel[0] == 0 && desc->kernel[1] == 0;
+    if (desc->kind != DTRAIN_POOL_MAX && desc->kind != DTRAIN_POOL_AVERAGE)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: kind is %u, not a dtrain_pool_kind",
+                           op->desc->name, desc->kind);
     for (int axis = 0; axis < 2; axis++) {
-        if (pool->global && x->ndim == 4) w->kernel[axis] = x->shape[1 + axis];
-        if (pool->global) continue;
-        if (w->kernel[axis] < 1 || w->padding[axis] < 0 || 2 * w->padding[axis] > w->kernel[axis])
+        w->kernel[axis] = whole && x->ndim == 4 ? x->shape[1 + axis] : desc->kernel[axis];
+        w->stride[axis] = desc->stride[axis] && !whole ? desc->stride[axis] : w->kernel[axis];
+        w->padding[axis] = desc->padding[axis];
+        w->dilation[axis] = 1;
+        if ((desc->kernel[axis] < 1 && !whole) || 2 * desc->padding[axis] > desc->kernel[axis])
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                                "%s: axis %d has a kernel of %lld and padding of %lld; expected 1 "
-                               "or more, and half of the kernel at most",
-                               op->desc->name, axis, (long long)w->kernel[axis],
-                               (long long)w->padding[axis]);
+                               "or more, or 0 in both axes, and half of the kernel at most",
+                               op->desc->name, axis, (long long)desc->kernel[axis],
+                               (long long)desc->padding[axis]);
     }
     DTRAIN__TRY(dtrain__windows_over(op, w));
     const int64_t shape[4] = {w->batch, w->out_height, w->out_width, w->channels};
     const int64_t flat[2] = {w->batch, w->channels};
-    dtrain_tensor *y = dtrain_op_output(op, (dtrain_dtype)x->dtype, pool->global ? 2 : 4,
-                                        pool->global ? flat : shape);
+    dtrain_tensor *y =
+        dtrain_op_output(op, (dtrain_dtype)x->dtype, whole ? 2 : 4, whole ? flat : shape);
     if (!y) return op->tape->error;
+    args->maximum = desc->kind == DTRAIN_POOL_MAX;
     args->x = op->input_data[0];
     args->y = op->output_data[0];
     args->dtype = (dtrain_dtype)x->dtype;
@@ -199,48 +207,13 @@ static dtrain_result dtrain__pool2d_backward(dtrain_op *op)
     return op->device->ops->pool2d_backward(op->device, &args);
 }
 
-DTRAIN__OP(max_pool2d, pool2d, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
-DTRAIN__OP(avg_pool2d, pool2d, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
-DTRAIN__OP(global_avg_pool, pool2d, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(pool2d, pool2d, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
 
-/* Apply a pool; desc NULL: over whole images. */
-static dtrain_tensor *dtrain__pool2d_apply(dtrain_tape *tape, const dtrain_op_desc *op,
-                                           dtrain_tensor *x, const dtrain_pool2d_desc *desc,
-                                           bool maximum)
+DTRAIN_API dtrain_tensor *dtrain_pool2d(dtrain_tape *tape, dtrain_tensor *x,
+                                        const dtrain_pool2d_desc *desc)
 {
     dtrain__pool2d args;
-    dtrain_windows2d *w = &args.forward.windows;
     memset(&args, 0, sizeof args);
-    args.global = desc == NULL;
-    args.forward.maximum = maximum;
-    for (int axis = 0; axis < 2; axis++) {
-        w->dilation[axis] = w->stride[axis] = 1;
-        if (!desc) continue;
-        w->kernel[axis] = desc->kernel[axis];
-        w->stride[axis] = desc->stride[axis] ? desc->stride[axis] : desc->kernel[axis];
-        w->padding[axis] = desc->padding[axis];
-    }
-    return dtrain_tape_apply(tape, op, &x, 1, NULL, 0, &args, sizeof args);
-}
-
-/* Use a desc of zeros where none is given: its kernel of 0 is refused by name. */
-static const dtrain_pool2d_desc dtrain__pool2d_none = {{0, 0}, {0, 0}, {0, 0}};
-
-DTRAIN_API dtrain_tensor *dtrain_max_pool2d(dtrain_tape *tape, dtrain_tensor *x,
-                                            const dtrain_pool2d_desc *desc)
-{
-    return dtrain__pool2d_apply(tape, &dtrain__max_pool2d_op, x, desc ? desc : &dtrain__pool2d_none,
-                                true);
-}
-
-DTRAIN_API dtrain_tensor *dtrain_avg_pool2d(dtrain_tape *tape, dtrain_tensor *x,
-                                            const dtrain_pool2d_desc *desc)
-{
-    return dtrain__pool2d_apply(tape, &dtrain__avg_pool2d_op, x, desc ? desc : &dtrain__pool2d_none,
-                                false);
-}
-
-DTRAIN_API dtrain_tensor *dtrain_global_avg_pool(dtrain_tape *tape, dtrain_tensor *x)
-{
-    return dtrain__pool2d_apply(tape, &dtrain__global_avg_pool_op, x, NULL, false);
+    if (desc) args.desc = *desc; /* otherwise prepare refuses the kind */
+    return dtrain_tape_apply(tape, &dtrain__pool2d_op, &x, 1, NULL, 0, &args, sizeof args);
 }

@@ -122,21 +122,21 @@ typedef struct dtrain_conv2d_desc {
 DTRAIN_API dtrain_tensor *dtrain_conv2d(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
                                         dtrain_param *bias, const dtrain_conv2d_desc *desc);
 
-/* kernel has no default; stride 0 is the kernel; padding is at most half of the kernel. */
-typedef struct dtrain_pool2d_desc {
-    int64_t kernel[2], stride[2], padding[2];
-} dtrain_pool2d_desc;
+typedef enum dtrain_pool_kind { DTRAIN_POOL_MAX = 1, DTRAIN_POOL_AVERAGE = 2 } dtrain_pool_kind;
 
-/* Take the maximum of each window, x (batch, height, width, channels) -> (batch, out_height,
- * out_width, channels). The gradient goes to the first maximum, row by row. NaN is larger than
- * everything; of several, the gradient goes to the last, as in PyTorch. */
-DTRAIN_API dtrain_tensor *dtrain_max_pool2d(dtrain_tape *tape, dtrain_tensor *x,
-                                            const dtrain_pool2d_desc *desc);
-/* Average each window; padding counts as zeros, as it does in PyTorch unless asked otherwise. */
-DTRAIN_API dtrain_tensor *dtrain_avg_pool2d(dtrain_tape *tape, dtrain_tensor *x,
-                                            const dtrain_pool2d_desc *desc);
-/* Average each image, x (batch, height, width, channels) -> (batch, channels). */
-DTRAIN_API dtrain_tensor *dtrain_global_avg_pool(dtrain_tape *tape, dtrain_tensor *x);
+typedef struct dtrain_pool2d_desc {
+    uint32_t kind;      /* dtrain_pool_kind; no default */
+    int64_t kernel[2];  /* both 0 = the whole image */
+    int64_t stride[2];  /* 0 = the kernel */
+    int64_t padding[2]; /* at most half of the kernel */
+} dtrain_pool2d_desc;
+/* Take the maximum or the average of each window, x (batch, height, width, channels) -> (batch,
+ * out_height, out_width, channels); of whole images -> (batch, channels). The gradient of a maximum
+ * goes to the first one, row by row; NaN is larger than everything, and of several the last gets
+ * the gradient, as in PyTorch. In an average padding counts as zeros, as in PyTorch unless asked
+ * otherwise. */
+DTRAIN_API dtrain_tensor *dtrain_pool2d(dtrain_tape *tape, dtrain_tensor *x,
+                                        const dtrain_pool2d_desc *desc);
 
 /* Add two tensors of the same count and last axis; the result has the wider type of the two. */
 DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y);

@@ -119,7 +119,9 @@ static dtrain_param param_of(const char *name, const float *value, float *grad, 
 static void test_pytorch(void)
 {
     const int64_t shape[4] = {2, 6, 7, 3};
-    const dtrain_pool2d_desc pool = {{3, 2}, {2, 1}, {1, 1}};
+    const dtrain_pool2d_desc max = {DTRAIN_POOL_MAX, {3, 2}, {2, 1}, {1, 1}};
+    const dtrain_pool2d_desc average = {DTRAIN_POOL_AVERAGE, {3, 2}, {2, 1}, {1, 1}};
+    const dtrain_pool2d_desc global = {.kind = DTRAIN_POOL_AVERAGE};
     for (int kind = 0; kind < 2; kind++) {
         open_on(device_of(kind));
         GOLDEN_CONV(plain, 2, 5, 6, 3, 4, 3, 3, 3, {{0, 0}, {1, 1}, {0, 0}, 0});
@@ -127,15 +129,14 @@ static void test_pytorch(void)
         GOLDEN_CONV(depth, 2, 5, 5, 5, 5, 1, 3, 3, {{2, 2}, {1, 1}, {0, 0}, 5});
         dtrain_tape_begin(tape, 0, 0);
         dtrain_tensor *x = image(shape, conv_max_x);
-        check_golden("max", x, dtrain_max_pool2d(tape, x, &pool), conv_max_y, conv_max_dy,
-                     conv_max_dx);
+        check_golden("max", x, dtrain_pool2d(tape, x, &max), conv_max_y, conv_max_dy, conv_max_dx);
         dtrain_tape_begin(tape, 0, 0);
         x = image(shape, conv_avg_x);
-        check_golden("avg", x, dtrain_avg_pool2d(tape, x, &pool), conv_avg_y, conv_avg_dy,
+        check_golden("avg", x, dtrain_pool2d(tape, x, &average), conv_avg_y, conv_avg_dy,
                      conv_avg_dx);
         dtrain_tape_begin(tape, 0, 0);
         x = image(shape, conv_global_x);
-        check_golden("global", x, dtrain_global_avg_pool(tape, x), conv_global_y, conv_global_dy,
+        check_golden("global", x, dtrain_pool2d(tape, x, &global), conv_global_y, conv_global_dy,
                      conv_global_dx);
         close_all();
     }
@@ -185,7 +186,10 @@ static dtrain_tensor *net_loss(dtrain_tape *t, net *n)
     const dtrain_conv2d_desc strided = {{2, 1}, {1, 1}, {1, 2}, 1};
     const dtrain_conv2d_desc depthwise = {{1, 1}, {1, 1}, {1, 1}, 6};
     const dtrain_conv2d_desc grouped = {{1, 1}, {0, 0}, {0, 0}, 2};
-    const dtrain_pool2d_desc most = {{2, 2}, {1, 1}, {0, 1}}, mean = {{2, 3}, {0, 2}, {1, 1}};
+    const dtrain_pool2d_desc first = {
+        n->smooth ? DTRAIN_POOL_AVERAGE : DTRAIN_POOL_MAX, {2, 2}, {1, 1}, {0, 1}};
+    const dtrain_pool2d_desc mean = {DTRAIN_POOL_AVERAGE, {2, 3}, {0, 2}, {1, 1}};
+    const dtrain_pool2d_desc whole = {.kind = DTRAIN_POOL_AVERAGE};
     dtrain_param *p = n->params;
     dtrain_tape_unit(t, 0);
     dtrain_tensor *x = n->x = image_on(t, shape, n->pixels);
@@ -193,12 +197,12 @@ static dtrain_tensor *net_loss(dtrain_tape *t, net *n)
     x = dtrain_add(t, x, dtrain_conv2d(t, x, &p[0], NULL, &same));
     dtrain_tape_unit(t, 1);
     x = dtrain_conv2d(t, x, &p[1], &p[2], &strided);
-    x = n->smooth ? dtrain_avg_pool2d(t, x, &most) : dtrain_max_pool2d(t, x, &most);
+    x = dtrain_pool2d(t, x, &first);
     x = dtrain_conv2d(t, x, &p[3], NULL, &depthwise);
     dtrain_tape_unit(t, 2);
-    x = dtrain_avg_pool2d(t, x, &mean);
+    x = dtrain_pool2d(t, x, &mean);
     x = dtrain_conv2d(t, x, &p[4], &p[5], &grouped);
-    x = dtrain_global_avg_pool(t, x);
+    x = dtrain_pool2d(t, x, &whole);
     return dtrain_sum(t, dtrain_linear(t, x, &p[6], NULL, DTRAIN_ACTIVATION_GELU));
 }
 
@@ -450,7 +454,7 @@ static void test_errors(void)
     const int64_t shape[4] = {2, 9, 8, 3}, flat[2] = {9, 8};
     float floats[FLOATS] = {0};
     dtrain_conv2d_desc conv = {{0, 0}, {0, 0}, {0, 0}, 0};
-    dtrain_pool2d_desc pool = {{2, 2}, {0, 0}, {0, 0}};
+    dtrain_pool2d_desc pool = {DTRAIN_POOL_MAX, {2, 2}, {0, 0}, {0, 0}};
     dtrain_param weight = param_of("w", floats, NULL, 6, 3, 3, 3);
     dtrain_param matrix = param_of("m", floats, NULL, 6, 3, 0, 0);
     dtrain_param bias = param_of("b", floats, NULL, 5, 0, 0, 0);
@@ -476,14 +480,20 @@ static void test_errors(void)
     conv.padding[0] = 0, conv.dilation[0] = 5;
     refuses(dtrain_conv2d(tape, X, &weight, NULL, &conv), "reaches over 11 pixels");
     refuses(dtrain_conv2d(tape, X, NULL, NULL, NULL), "parameter 1 is NULL");
-    refuses(dtrain_max_pool2d(tape, X, NULL), "dtrain_max_pool2d: axis 0 has a kernel of 0");
+    refuses(dtrain_pool2d(tape, X, NULL), "dtrain_pool2d: kind is 0");
+    pool.kernel[0] = 0;
+    refuses(dtrain_pool2d(tape, X, &pool), "dtrain_pool2d: axis 0 has a kernel of 0");
+    pool.kernel[0] = 2;
     pool.padding[1] = 2;
-    refuses(dtrain_avg_pool2d(tape, X, &pool), "axis 1 has a kernel of 2 and padding of 2");
+    refuses(dtrain_pool2d(tape, X, &pool), "axis 1 has a kernel of 2 and padding of 2");
     pool.padding[1] = 0, pool.kernel[0] = 10;
-    refuses(dtrain_max_pool2d(tape, X, &pool), "reaches over 10 pixels");
-    refuses(dtrain_global_avg_pool(
-                tape, dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, flat, floats, false)),
-            "dtrain_global_avg_pool: x is (9, 8)");
+    refuses(dtrain_pool2d(tape, X, &pool), "reaches over 10 pixels");
+    pool.kernel[0] = pool.kernel[1] = 0, pool.kind = DTRAIN_POOL_AVERAGE;
+    refuses(dtrain_pool2d(tape, dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, flat, floats, false),
+                          &pool),
+            "dtrain_pool2d: x is (9, 8)");
+    pool.padding[0] = 1;
+    refuses(dtrain_pool2d(tape, X, &pool), "axis 0 has a kernel of 0 and padding of 1");
     close_all();
 }
 
