@@ -1798,23 +1798,22 @@ DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtr
                                         dtrain_param *bias, dtrain_activation activation);
 /* Normalise the last axis to mean 0 and variance 1, then scale and shift it by weight and bias (n);
  * epsilon, 1e-5 in PyTorch, is added to the variance; bias may be NULL (Ba et al., "Layer
- * Normalization", 2016). */
+ * Normalization", 2016).
+ *
+ * residual, NULL = none, is the sum of a residual stream: x is added to *residual, and the new
+ * *residual is normalised, in one pass over memory. With *residual NULL the stream begins as x:
+ *
+ *     h = embedding, stream = NULL
+ *     h = attention(norm(h, &stream)), h = mlp(norm(h, &stream)), ... */
 DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
-                                           dtrain_param *weight, dtrain_param *bias, float epsilon);
-/* Normalise *sum = x + residual in one pass over memory; *sum (not NULL) is a tensor like others,
- * the input of the next residual connection. */
-DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor *x,
-                                               dtrain_tensor *residual, dtrain_param *weight,
-                                               dtrain_param *bias, float epsilon,
-                                               dtrain_tensor **sum);
+                                           dtrain_tensor **residual, dtrain_param *weight,
+                                           dtrain_param *bias, float epsilon);
 /* Divide the last axis by sqrt(mean of its squares + epsilon), then scale it by weight (n): the
- * norm of Llama (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019). */
-DTRAIN_API dtrain_tensor *dtrain_rms_norm(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
+ * norm of Llama (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019). residual as in
+ * dtrain_layernorm. */
+DTRAIN_API dtrain_tensor *dtrain_rms_norm(dtrain_tape *tape, dtrain_tensor *x,
+                                          dtrain_tensor **residual, dtrain_param *weight,
                                           float epsilon);
-/* Normalise *sum = x + residual in one pass over memory, as dtrain_add_layernorm does. */
-DTRAIN_API dtrain_tensor *dtrain_add_rms_norm(dtrain_tape *tape, dtrain_tensor *x,
-                                              dtrain_tensor *residual, dtrain_param *weight,
-                                              float epsilon, dtrain_tensor **sum);
 /* Every zero is the default written beside the field. */
 typedef struct dtrain_batch_norm_desc {
     float momentum;               /* of the running averages; 0 = 0.1 */
@@ -19596,14 +19595,15 @@ DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtr
  *     d_x += rstd (d_h - mean(d_h) - h mean(d_h h))
  *
  * The root mean square norm is the same with a mean of 0, which is not saved: mean(d_h) drops out.
- * Behind a residual connection, the second input, x is the sum of both and the operation's second
- * output. Its gradient, complete with this d_x, becomes that of both inputs; where the residual has
- * a narrower type the kernel writes the rounded copy while the values are at hand. */
+ * With a residual stream, input 0, and the branch that is added to it, input 1, x is the sum of both
+ * and the operation's second output. Its gradient, complete with this d_x, becomes that of both
+ * inputs; where the branch has a narrower type the kernel writes the rounded copy while the values
+ * are at hand. */
 
 typedef struct dtrain__layernorm {
     dtrain_layernorm_args forward;
     bool rms;            /* root mean square norm: the mean is not subtracted */
-    dtrain_tensor **sum; /* where the caller wants the sum */
+    dtrain_tensor **sum; /* the caller's residual stream, which becomes the sum */
 } dtrain__layernorm;
 
 static dtrain_result dtrain__layernorm_prepare(dtrain_op *op)
@@ -19628,7 +19628,7 @@ static dtrain_result dtrain__layernorm_prepare(dtrain_op *op)
     args->x_dtype = (dtrain_dtype)x->dtype;
     args->y_dtype = op->cast;
     if (op->input_count == 1) return DTRAIN_OK;
-    if (!layer->sum) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: sum is NULL", op->desc->name);
+    op->reads = DTRAIN_OP_READS_OUTPUTS;
     DTRAIN__TRY(dtrain__check_same(op));
     *layer->sum = dtrain_op_output(op, args->x_dtype, x->ndim, x->shape);
     args->residual = op->input_data[1];
@@ -19678,73 +19678,48 @@ static dtrain_result dtrain__layernorm_backward(dtrain_op *op)
 }
 
 DTRAIN__OP(layernorm, layernorm, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LAYERNORM, 0, false)
-DTRAIN__OP(add_layernorm, layernorm, DTRAIN_OP_READS_OUTPUTS, DTRAIN_RECOMPUTE_LAYERNORM, 0, false)
 DTRAIN__OP(rms_norm, layernorm, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LAYERNORM, 0, false)
-DTRAIN__OP(add_rms_norm, layernorm, DTRAIN_OP_READS_OUTPUTS, DTRAIN_RECOMPUTE_LAYERNORM, 0, false)
 
-/* Apply one of the four norms. */
+/* Add x to the residual stream and apply a norm. The fused kernel takes x only in the type that
+ * autocast computes in. */
 static dtrain_tensor *dtrain__norm_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
-                                         dtrain_tensor *const *inputs, uint32_t input_count,
+                                         dtrain_tensor *x, dtrain_tensor **residual,
                                          dtrain_param *const *params, uint32_t param_count,
-                                         float epsilon, bool rms, dtrain_tensor **sum)
+                                         float epsilon)
 {
+    dtrain_tensor *inputs[2] = {x, NULL};
+    uint32_t input_count = 1;
     dtrain__layernorm args;
     memset(&args, 0, sizeof args);
     args.forward.epsilon = epsilon;
-    args.rms = rms;
-    args.sum = sum;
+    args.rms = desc == &dtrain__rms_norm_op;
+    args.sum = residual;
+    if (residual && !*residual) {
+        *residual = x;
+    } else if (residual && tape && x && x->dtype != (uint32_t)tape->pass.cast) {
+        inputs[0] = *residual = dtrain_add(tape, *residual, x);
+    } else if (residual) {
+        inputs[0] = *residual;
+        inputs[input_count++] = x;
+    }
     return dtrain_tape_apply(tape, desc, inputs, input_count, params, param_count, &args,
                              sizeof args);
 }
 
-/* Decide whether the fused kernel takes the residual: it must have the type that autocast computes
- * in. Bad arguments count as taken, because the operation refuses them in its own name. */
-static bool dtrain__fusable(const dtrain_tape *tape, const dtrain_tensor *x,
-                            const dtrain_tensor *residual, dtrain_tensor **sum)
-{
-    return !tape || !sum || !x || !residual || residual->dtype == (uint32_t)tape->pass.cast;
-}
-
 DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
-                                           dtrain_param *weight, dtrain_param *bias, float epsilon)
+                                           dtrain_tensor **residual, dtrain_param *weight,
+                                           dtrain_param *bias, float epsilon)
 {
     dtrain_param *const params[2] = {weight, bias};
-    return dtrain__norm_apply(tape, &dtrain__layernorm_op, &x, 1, params, bias ? 2 : 1, epsilon,
-                              false, NULL);
+    return dtrain__norm_apply(tape, &dtrain__layernorm_op, x, residual, params, bias ? 2 : 1,
+                              epsilon);
 }
 
-DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor *x,
-                                               dtrain_tensor *residual, dtrain_param *weight,
-                                               dtrain_param *bias, float epsilon,
-                                               dtrain_tensor **sum)
-{
-    dtrain_tensor *const inputs[2] = {x, residual};
-    dtrain_param *const params[2] = {weight, bias};
-    if (!dtrain__fusable(tape, x, residual, sum)) {
-        *sum = dtrain_add(tape, x, residual);
-        return dtrain_layernorm(tape, *sum, weight, bias, epsilon);
-    }
-    return dtrain__norm_apply(tape, &dtrain__add_layernorm_op, inputs, 2, params, bias ? 2 : 1,
-                              epsilon, false, sum);
-}
-
-DTRAIN_API dtrain_tensor *dtrain_rms_norm(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
+DTRAIN_API dtrain_tensor *dtrain_rms_norm(dtrain_tape *tape, dtrain_tensor *x,
+                                          dtrain_tensor **residual, dtrain_param *weight,
                                           float epsilon)
 {
-    return dtrain__norm_apply(tape, &dtrain__rms_norm_op, &x, 1, &weight, 1, epsilon, true, NULL);
-}
-
-DTRAIN_API dtrain_tensor *dtrain_add_rms_norm(dtrain_tape *tape, dtrain_tensor *x,
-                                              dtrain_tensor *residual, dtrain_param *weight,
-                                              float epsilon, dtrain_tensor **sum)
-{
-    dtrain_tensor *const inputs[2] = {x, residual};
-    if (!dtrain__fusable(tape, x, residual, sum)) {
-        *sum = dtrain_add(tape, x, residual);
-        return dtrain_rms_norm(tape, *sum, weight, epsilon);
-    }
-    return dtrain__norm_apply(tape, &dtrain__add_rms_norm_op, inputs, 2, &weight, 1, epsilon, true,
-                              sum);
+    return dtrain__norm_apply(tape, &dtrain__rms_norm_op, x, residual, &weight, 1, epsilon);
 }
 
 /* ---- Embedding

@@ -97,17 +97,17 @@ static dtrain_tensor *forward(dtrain_tape *t, model *m, const int32_t *tokens, i
         dtrain_tape_unit(t, (uint32_t)l + 1);
         p = m->params + BLOCKS + l * BLOCK;
         dtrain_tensor *h =
-            dtrain_layernorm(t, x, &p[LN1_W], &p[LN1_B], 1e-5f); /* (batch * SEQ, C) */
+            dtrain_layernorm(t, x, NULL, &p[LN1_W], &p[LN1_B], 1e-5f); /* (batch * SEQ, C) */
         h = dtrain_linear(t, h, &p[QKV_W], &p[QKV_B], DTRAIN_ACTIVATION_NONE); /* (.., 3 C) */
         h = dtrain_attention(t, h, NULL, NULL, &causal);                       /* (.., C) */
         x = dtrain_add(t, x, dtrain_linear(t, h, &p[PROJ_W], &p[PROJ_B], DTRAIN_ACTIVATION_NONE));
-        h = dtrain_layernorm(t, x, &p[LN2_W], &p[LN2_B], 1e-5f);
+        h = dtrain_layernorm(t, x, NULL, &p[LN2_W], &p[LN2_B], 1e-5f);
         h = dtrain_linear(t, h, &p[FC_W], &p[FC_B], DTRAIN_ACTIVATION_GELU); /* (.., 4 C) */
         x = dtrain_add(t, x, dtrain_linear(t, h, &p[OUT_W], &p[OUT_B], DTRAIN_ACTIVATION_NONE));
     }
     p = m->params;
     dtrain_tape_unit(t, LAYERS + 1);
-    x = dtrain_layernorm(t, x, &p[LNF_W], &p[LNF_B], 1e-5f);
+    x = dtrain_layernorm(t, x, NULL, &p[LNF_W], &p[LNF_B], 1e-5f);
     return dtrain_linear(t, x, &p[HEAD], NULL, DTRAIN_ACTIVATION_NONE);
 }
 

@@ -97,15 +97,14 @@ static dtrain_tensor *forward(dtrain_tape *t, const llama *m, const int32_t *tok
     const dtrain_activation none = DTRAIN_ACTIVATION_NONE;
     const dtrain_attention_desc causal = {
         .sequence = m->seq, .heads = m->heads, .kv_heads = m->kv_heads, .causal = true};
-    dtrain_tensor *x, *q, *k, *v, *h = NULL;
+    dtrain_tensor *q, *k, *v, *h, *x = NULL; /* x: the residual stream, to which norms add h */
     dtrain_tape_unit(t, 0);
-    x = dtrain_tape_input(t, DTRAIN_DTYPE_I32, 2, shape, tokens, false);
-    x = dtrain_embedding(t, x, &m->params[0], NULL); /* (batch * seq, C), the residual stream */
+    h = dtrain_tape_input(t, DTRAIN_DTYPE_I32, 2, shape, tokens, false);
+    h = dtrain_embedding(t, h, &m->params[0], NULL); /* (batch * seq, C) */
     for (int64_t l = 0; l < m->layers; l++) {
         dtrain_param *p = &m->params[1 + l * OF_LAYER];
         dtrain_tape_unit(t, (uint32_t)l + 1);
-        h = l == 0 ? dtrain_rms_norm(t, x, &p[NORM1], m->epsilon)
-                   : dtrain_add_rms_norm(t, x, h, &p[NORM1], m->epsilon, &x);
+        h = dtrain_rms_norm(t, h, &x, &p[NORM1], m->epsilon);
         q = dtrain_rotary(t, dtrain_linear(t, h, &p[QUERY], NULL, none), m->seq, m->heads, 0,
                           m->theta);
         k = dtrain_rotary(t, dtrain_linear(t, h, &p[KEY], NULL, none), m->seq, m->kv_heads, 0,
@@ -113,13 +112,13 @@ static dtrain_tensor *forward(dtrain_tape *t, const llama *m, const int32_t *tok
         v = dtrain_linear(t, h, &p[VALUE], NULL, none);
         h = dtrain_attention(t, q, k, v, &causal);
         h = dtrain_linear(t, h, &p[OUT], NULL, none);
-        h = dtrain_add_rms_norm(t, x, h, &p[NORM2], m->epsilon, &x);
+        h = dtrain_rms_norm(t, h, &x, &p[NORM2], m->epsilon);
         dtrain_tensor *gate = dtrain_linear(t, h, &p[GATE], NULL, none);
         h = dtrain_swiglu(t, gate, dtrain_linear(t, h, &p[UP], NULL, none)); /* (.., inner) */
         h = dtrain_linear(t, h, &p[DOWN], NULL, none);
     }
     dtrain_tape_unit(t, (uint32_t)m->layers + 1);
-    h = dtrain_add_rms_norm(t, x, h, &m->params[m->count - 2], m->epsilon, &x);
+    h = dtrain_rms_norm(t, h, &x, &m->params[m->count - 2], m->epsilon);
     return dtrain_linear(t, h, &m->params[m->count - 1], NULL, none);
 }
 

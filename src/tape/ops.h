@@ -18,23 +18,22 @@ DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtr
                                         dtrain_param *bias, dtrain_activation activation);
 /* Normalise the last axis to mean 0 and variance 1, then scale and shift it by weight and bias (n);
  * epsilon, 1e-5 in PyTorch, is added to the variance; bias may be NULL (Ba et al., "Layer
- * Normalization", 2016). */
+ * Normalization", 2016).
+ *
+ * residual, NULL = none, is the sum of a residual stream: x is added to *residual, and the new
+ * *residual is normalised, in one pass over memory. With *residual NULL the stream begins as x:
+ *
+ *     h = embedding, stream = NULL
+ *     h = attention(norm(h, &stream)), h = mlp(norm(h, &stream)), ... */
 DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
-                                           dtrain_param *weight, dtrain_param *bias, float epsilon);
-/* Normalise *sum = x + residual in one pass over memory; *sum (not NULL) is a tensor like others,
- * the input of the next residual connection. */
-DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor *x,
-                                               dtrain_tensor *residual, dtrain_param *weight,
-                                               dtrain_param *bias, float epsilon,
-                                               dtrain_tensor **sum);
+                                           dtrain_tensor **residual, dtrain_param *weight,
+                                           dtrain_param *bias, float epsilon);
 /* Divide the last axis by sqrt(mean of its squares + epsilon), then scale it by weight (n): the
- * norm of Llama (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019). */
-DTRAIN_API dtrain_tensor *dtrain_rms_norm(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
+ * norm of Llama (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019). residual as in
+ * dtrain_layernorm. */
+DTRAIN_API dtrain_tensor *dtrain_rms_norm(dtrain_tape *tape, dtrain_tensor *x,
+                                          dtrain_tensor **residual, dtrain_param *weight,
                                           float epsilon);
-/* Normalise *sum = x + residual in one pass over memory, as dtrain_add_layernorm does. */
-DTRAIN_API dtrain_tensor *dtrain_add_rms_norm(dtrain_tape *tape, dtrain_tensor *x,
-                                              dtrain_tensor *residual, dtrain_param *weight,
-                                              float epsilon, dtrain_tensor **sum);
 /* Every zero is the default written beside the field. */
 typedef struct dtrain_batch_norm_desc {
     float momentum;               /* of the running averages; 0 = 0.1 */

@@ -450,15 +450,15 @@ static dtrain_tensor *loss(dtrain_tape *t, void *user)
     dtrain_tape_unit(t, 0);
     dtrain_tensor *x = dtrain_embedding(t, tokens, &p[0], &p[1]);
     dtrain_tape_unit(t, 1);
-    dtrain_tensor *h = dtrain_layernorm(t, x, &p[2], &p[3], 1e-5f);
+    dtrain_tensor *h = dtrain_layernorm(t, x, NULL, &p[2], &p[3], 1e-5f);
     h = dtrain_linear(t, h, &p[4], &p[5], DTRAIN_ACTIVATION_NONE);
     h = causal_attention(t, h, T, HEADS);
     h = dtrain_dropout(t, dtrain_linear(t, h, &p[6], &p[7], DTRAIN_ACTIVATION_NONE), m->dropout);
-    h = dtrain_add_layernorm(t, x, h, &p[8], &p[9], 1e-5f, &x);
+    h = dtrain_layernorm(t, h, &x, &p[8], &p[9], 1e-5f);
     h = dtrain_linear(t, h, &p[10], &p[11], DTRAIN_ACTIVATION_GELU);
     h = dtrain_linear(t, h, &p[12], &p[13], DTRAIN_ACTIVATION_NONE);
     dtrain_tape_unit(t, 2);
-    h = dtrain_add_layernorm(t, x, h, &p[14], &p[15], 1e-5f, &x);
+    h = dtrain_layernorm(t, h, &x, &p[14], &p[15], 1e-5f);
     return dtrain_cross_entropy(t, dtrain_linear(t, h, &p[0], NULL, DTRAIN_ACTIVATION_NONE),
                                 targets, 0, 0);
 }

@@ -150,7 +150,7 @@ static dtrain_tensor *loss(dtrain_tape *t, void *user)
     dtrain_tape_unit(t, 0);
     dtrain_tensor *x = dtrain_embedding(t, tokens, &p[0], &p[1]);
     dtrain_tape_unit(t, 1);
-    dtrain_tensor *h = dtrain_layernorm(t, x, &p[2], &p[3], 1e-5f);
+    dtrain_tensor *h = dtrain_layernorm(t, x, NULL, &p[2], &p[3], 1e-5f);
     h = dtrain_linear(t, h, &p[4], NULL, DTRAIN_ACTIVATION_NONE);
     h = causal_attention(t, h, T, HEADS);
     h = dtrain_dropout(t, dtrain_linear(t, h, &p[5], NULL, DTRAIN_ACTIVATION_NONE),

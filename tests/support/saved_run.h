@@ -158,7 +158,7 @@ static inline dtrain_tensor *saved_loss(dtrain_tape *t, void *user)
     dtrain_tape_unit(t, 2);
     x = saved_block(s, t, &p[6], x);
     dtrain_tape_unit(t, 3);
-    x = dtrain_layernorm(t, x, &p[11], &p[12], 1e-5f);
+    x = dtrain_layernorm(t, x, NULL, &p[11], &p[12], 1e-5f);
     x = dtrain_linear(t, x, &p[13], NULL, DTRAIN_ACTIVATION_NONE);
     return dtrain_cross_entropy(
         t, x, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, s->targets, false), 0, 0);

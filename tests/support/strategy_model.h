@@ -214,11 +214,11 @@ static inline void matmul_create(strategy_job *job)
 
 static inline dtrain_tensor *gpt_block(dtrain_tape *t, dtrain_param *p, dtrain_tensor *x)
 {
-    dtrain_tensor *h = dtrain_layernorm(t, x, &p[LN1_W], &p[LN1_B], 1e-5f);
+    dtrain_tensor *h = dtrain_layernorm(t, x, NULL, &p[LN1_W], &p[LN1_B], 1e-5f);
     h = dtrain_linear(t, h, &p[QKV_W], &p[QKV_B], DTRAIN_ACTIVATION_NONE);
     h = causal_attention(t, h, MODEL_SEQ, MODEL_HEADS);
     x = dtrain_add(t, x, dtrain_linear(t, h, &p[PROJ_W], &p[PROJ_B], DTRAIN_ACTIVATION_NONE));
-    h = dtrain_layernorm(t, x, &p[LN2_W], &p[LN2_B], 1e-5f);
+    h = dtrain_layernorm(t, x, NULL, &p[LN2_W], &p[LN2_B], 1e-5f);
     h = dtrain_linear(t, h, &p[UP_W], &p[UP_B], DTRAIN_ACTIVATION_GELU);
     x = dtrain_add(t, x, dtrain_linear(t, h, &p[DOWN_W], &p[DOWN_B], DTRAIN_ACTIVATION_NONE));
     h = dtrain_linear(t, x, &p[NARROW_W], &p[NARROW_B], DTRAIN_ACTIVATION_GELU);
@@ -239,7 +239,7 @@ static inline dtrain_tensor *gpt_logits(strategy_job *job, dtrain_tensor *tokens
     dtrain_tape_unit(t, 3);
     x = gpt_block(t, &p[BLOCK_2], x);
     dtrain_tape_unit(t, 4);
-    x = dtrain_layernorm(t, x, &p[LNF_W], &p[LNF_B], 1e-5f);
+    x = dtrain_layernorm(t, x, NULL, &p[LNF_W], &p[LNF_B], 1e-5f);
     return dtrain_linear(t, x, &p[HEAD], NULL, DTRAIN_ACTIVATION_NONE);
 }
 

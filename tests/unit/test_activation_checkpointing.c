@@ -86,20 +86,14 @@ static void gpt_free(gpt *m)
     free(m->tokens);
 }
 
-static dtrain_tensor *norm(dtrain_tape *t, dtrain_tensor **x, dtrain_tensor *h, dtrain_param *p)
-{
-    if (!h) return dtrain_layernorm(t, *x, &p[0], &p[1], 1e-5f);
-    return dtrain_add_layernorm(t, *x, h, &p[0], &p[1], 1e-5f, x);
-}
-
 static dtrain_tensor *block(dtrain_tape *t, const gpt *m, dtrain_param *p, dtrain_tensor **x,
                             dtrain_tensor *h)
 {
-    h = norm(t, x, h, &p[0]);
+    h = dtrain_layernorm(t, h, x, &p[0], &p[1], 1e-5f);
     h = dtrain_linear(t, h, &p[2], &p[3], DTRAIN_ACTIVATION_NONE);
     h = causal_attention(t, h, m->sequence, m->heads);
     h = dtrain_linear(t, h, &p[4], &p[5], DTRAIN_ACTIVATION_NONE);
-    h = norm(t, x, dtrain_dropout(t, h, m->dropout), &p[6]);
+    h = dtrain_layernorm(t, dtrain_dropout(t, h, m->dropout), x, &p[6], &p[7], 1e-5f);
     h = dtrain_linear(t, h, &p[8], &p[9], DTRAIN_ACTIVATION_GELU);
     h = dtrain_linear(t, h, &p[10], &p[11], DTRAIN_ACTIVATION_NONE);
     return dtrain_dropout(t, h, m->dropout);
@@ -109,17 +103,18 @@ static dtrain_tensor *gpt_logits(dtrain_tape *t, gpt *m)
 {
     const int64_t shape[2] = {m->batch, m->sequence};
     dtrain_param *p = m->params;
-    dtrain_tensor *x, *h = NULL;
-    x = dtrain_tape_input(t, DTRAIN_DTYPE_I32, 2, shape, m->tokens, false);
+    dtrain_tensor *h, *x = NULL;
+    h = dtrain_tape_input(t, DTRAIN_DTYPE_I32, 2, shape, m->tokens, false);
     dtrain_tape_unit(t, 0);
-    x = dtrain_dropout(t, dtrain_embedding(t, x, &p[0], &p[1]), m->dropout);
+    h = dtrain_dropout(t, dtrain_embedding(t, h, &p[0], &p[1]), m->dropout);
     for (int64_t l = 0; l < m->layers; l++) {
         dtrain_tape_unit(t, (uint32_t)l + 1);
         h = block(t, m, &p[2 + 12 * l], &x, h);
     }
     dtrain_tape_unit(t, (uint32_t)m->layers + 1);
-    h = norm(t, &x, h, &p[2 + 12 * m->layers]);
-    return dtrain_linear(t, h, &p[0], NULL, DTRAIN_ACTIVATION_NONE);
+    p += 2 + 12 * m->layers;
+    h = dtrain_layernorm(t, h, &x, &p[0], &p[1], 1e-5f);
+    return dtrain_linear(t, h, m->params, NULL, DTRAIN_ACTIVATION_NONE);
 }
 
 static dtrain_tensor *gpt_loss(dtrain_tape *t, gpt *m)
@@ -479,7 +474,8 @@ static dtrain_tensor *sum_loss(dtrain_tape *t, chain *c, bool pass)
     (void)pass;
     for (uint32_t i = 0; i < 5; i++) {
         y = layer(t, c, i, x);
-        dtrain_add_layernorm(t, x, y, &c->norm, NULL, 1e-5f, &sum);
+        sum = x;
+        dtrain_layernorm(t, y, &sum, &c->norm, NULL, 1e-5f);
         x = dtrain_linear(t, sum, &c->params[5], NULL, DTRAIN_ACTIVATION_NONE);
         x = dtrain_add(t, x,
                        dtrain_linear(t, dtrain_cast(t, x, DTRAIN_DTYPE_F32), &c->params[i], NULL,

@@ -63,11 +63,11 @@ static void gpt2_init(gpt2 *model, bool alias, int64_t padding, float garbage)
 
 static dtrain_tensor *gpt2_block(dtrain_tape *tape, dtrain_param *p, dtrain_tensor *x)
 {
-    dtrain_tensor *h = dtrain_layernorm(tape, x, &p[0], &p[1], 1e-5f);
+    dtrain_tensor *h = dtrain_layernorm(tape, x, NULL, &p[0], &p[1], 1e-5f);
     h = dtrain_linear(tape, h, &p[2], &p[3], DTRAIN_ACTIVATION_NONE);
     h = causal_attention(tape, h, GOLDEN_POSITIONS, GOLDEN_HEADS);
     x = dtrain_add(tape, x, dtrain_linear(tape, h, &p[4], &p[5], DTRAIN_ACTIVATION_NONE));
-    h = dtrain_layernorm(tape, x, &p[6], &p[7], 1e-5f);
+    h = dtrain_layernorm(tape, x, NULL, &p[6], &p[7], 1e-5f);
     h = dtrain_linear(tape, h, &p[8], &p[9], DTRAIN_ACTIVATION_GELU);
     return dtrain_add(tape, x, dtrain_linear(tape, h, &p[10], &p[11], DTRAIN_ACTIVATION_NONE));
 }
@@ -90,7 +90,7 @@ static dtrain_tensor *gpt2_loss(dtrain_tape *tape, gpt2 *model, int64_t first, i
         x = gpt2_block(tape, p + 2 + PER_LAYER * layer, x);
     }
     dtrain_tape_unit(tape, 1 + GOLDEN_LAYERS);
-    x = dtrain_layernorm(tape, x, &final[0], &final[1], 1e-5f);
+    x = dtrain_layernorm(tape, x, NULL, &final[0], &final[1], 1e-5f);
     model->logits =
         dtrain_linear(tape, x, model->alias ? &p[PARAMS] : &p[0], NULL, DTRAIN_ACTIVATION_NONE);
     return dtrain_cross_entropy(tape, model->logits, targets, GOLDEN_VOCAB, 0);

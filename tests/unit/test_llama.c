@@ -218,7 +218,7 @@ static dtrain_tensor *llama_layer(dtrain_tape *t, dtrain_param *p, dtrain_tensor
     const dtrain_activation none = DTRAIN_ACTIVATION_NONE;
     const dtrain_attention_desc causal = {
         .sequence = TIME, .heads = HEADS, .kv_heads = KV, .causal = true};
-    dtrain_tensor *h = dtrain_add_rms_norm(t, *sum, x, &p[0], 1e-5f, sum);
+    dtrain_tensor *h = dtrain_rms_norm(t, x, sum, &p[0], 1e-5f);
     h = dtrain_linear(t, h, &p[1], NULL, none);
     h = dtrain_rotary(t, h, TIME, HEADS + 2 * KV, HEADS + KV, 10000);
     h = dtrain_attention(t, h, NULL, NULL, &causal);
@@ -229,7 +229,7 @@ static dtrain_tensor *llama_layer(dtrain_tape *t, dtrain_param *p, dtrain_tensor
     h = dtrain_matmul(t, dtrain_softmax(t, dtrain_scale(t, scores, 0.4f)), h);
     h = dtrain_reshape(t, dtrain_permute(t, h, order), 2, rows);
     h = dtrain_linear(t, h, &p[2], NULL, none);
-    h = dtrain_add_rms_norm(t, *sum, h, &p[3], 1e-5f, sum);
+    h = dtrain_rms_norm(t, h, sum, &p[3], 1e-5f);
     dtrain_tensor *gate = dtrain_linear(t, h, &p[4], NULL, none);
     h = dtrain_swiglu(t, gate, dtrain_linear(t, h, &p[5], NULL, none));
     return dtrain_linear(t, h, &p[6], NULL, none);
@@ -251,7 +251,7 @@ static dtrain_tensor *llama_loss(dtrain_tape *t, dtrain_param *p, int rank)
         x = llama_layer(t, &p[1 + layer * OF_LAYER], x, &sum);
     }
     dtrain_tape_unit(t, LAYERS + 1);
-    x = dtrain_add_rms_norm(t, sum, x, &p[PARAMS - 2], 1e-5f, &sum);
+    x = dtrain_rms_norm(t, x, &sum, &p[PARAMS - 2], 1e-5f);
     x = dtrain_linear(t, x, &p[PARAMS - 1], NULL, DTRAIN_ACTIVATION_NONE);
     in = dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, count, targets, false);
     dtrain_tensor *half = dtrain_scale(t, sum, 0.5f);

@@ -44,13 +44,12 @@ static dtrain_tensor *build_bce(dtrain_tape *tape, op_case *c)
 }
 static dtrain_tensor *build_rms(dtrain_tape *tape, op_case *c)
 {
-    return dtrain_rms_norm(tape, c->input[0], &c->params[0], 1e-6f);
+    return dtrain_rms_norm(tape, c->input[0], NULL, &c->params[0], 1e-6f);
 }
 static dtrain_tensor *build_add_rms(dtrain_tape *tape, op_case *c)
 {
-    dtrain_tensor *sum = NULL;
-    dtrain_tensor *y =
-        dtrain_add_rms_norm(tape, c->input[0], c->input[1], &c->params[0], 1e-6f, &sum);
+    dtrain_tensor *sum = c->input[0];
+    dtrain_tensor *y = dtrain_rms_norm(tape, c->input[1], &sum, &c->params[0], 1e-6f);
     return dtrain_add(tape, y, sum);
 }
 static dtrain_tensor *build_smooth(dtrain_tape *tape, op_case *c)
@@ -221,6 +220,7 @@ static void test_errors(void)
     dtrain_tape *tape = NULL;
     const int64_t shape[2] = {3, 5};
     float x[15] = {0}, weight[5] = {0};
+    dtrain_tensor *sum;
     dtrain_param w;
     memset(&w, 0, sizeof w);
     w.name = "w", w.count = 5, w.value = weight;
@@ -243,9 +243,10 @@ static void test_errors(void)
     REFUSED(dtrain_swiglu(tape, b, a), "dtrain_swiglu: (3) and (3, 5) differ");
     REFUSED(dtrain_mse_loss(tape, a, b), "dtrain_mse_loss: (3, 5) and (3) differ");
     REFUSED(dtrain_bce_with_logits_loss(tape, a, b), "dtrain_bce_with_logits_loss: (3, 5)");
-    REFUSED(dtrain_rms_norm(tape, b, &w, 0), "dtrain_rms_norm: parameter w is (5)");
-    REFUSED(dtrain_rms_norm(tape, a, &w, -1), "dtrain_rms_norm: epsilon is -1");
-    REFUSED(dtrain_add_rms_norm(tape, a, a, &w, 0, NULL), "dtrain_add_rms_norm: sum is NULL");
+    REFUSED(dtrain_rms_norm(tape, b, NULL, &w, 0), "dtrain_rms_norm: parameter w is (5)");
+    REFUSED(dtrain_rms_norm(tape, a, NULL, &w, -1), "dtrain_rms_norm: epsilon is -1");
+    REFUSED((sum = a, dtrain_rms_norm(tape, b, &sum, &w, 0)),
+            "dtrain_rms_norm: (3, 5) and (3) differ");
 #undef REFUSED
     for (int i = 0; i < 3; i++) {
         const float smoothing[3] = {-0.1f, 1.1f, NAN};

@@ -253,7 +253,7 @@ static void test_linear_3d(void)
 
 static dtrain_tensor *build_layernorm(dtrain_tape *tape, model *m)
 {
-    return dtrain_layernorm(tape, input(tape, m, 0), &m->params[0],
+    return dtrain_layernorm(tape, input(tape, m, 0), NULL, &m->params[0],
                             m->param_count > 1 ? &m->params[1] : NULL, 1e-5f);
 }
 
@@ -373,7 +373,7 @@ static dtrain_tensor *build_residual(dtrain_tape *tape, model *m)
 {
     dtrain_tensor *x = input(tape, m, 0);
     for (int layer = 0; layer < 2; layer++) { /* the layers share their weights */
-        dtrain_tensor *h = dtrain_layernorm(tape, x, &m->params[0], &m->params[1], 1e-5f);
+        dtrain_tensor *h = dtrain_layernorm(tape, x, NULL, &m->params[0], &m->params[1], 1e-5f);
         h = dtrain_linear(tape, h, &m->params[2], &m->params[3], DTRAIN_ACTIVATION_GELU);
         h = dtrain_linear(tape, h, &m->params[4], &m->params[5], DTRAIN_ACTIVATION_NONE);
         x = dtrain_add(tape, x, h);
@@ -430,9 +430,9 @@ static dtrain_tensor *build_tied(dtrain_tape *tape, model *m)
 static dtrain_tensor *build_two_biases(dtrain_tape *tape, model *m)
 {
     dtrain_tensor *x = input(tape, m, 0);
-    return dtrain_add(
-        tape, dtrain_layernorm(tape, x, &m->params[0], &m->params[1], 1e-5f),
-        dtrain_layernorm(tape, dtrain_scale(tape, x, 2), &m->params[0], &m->params[2], 1e-5f));
+    return dtrain_add(tape, dtrain_layernorm(tape, x, NULL, &m->params[0], &m->params[1], 1e-5f),
+                      dtrain_layernorm(tape, dtrain_scale(tape, x, 2), NULL, &m->params[0],
+                                       &m->params[2], 1e-5f));
 }
 
 static void test_graphs(void)
@@ -531,7 +531,8 @@ static void check_golden(dtrain_tape *tape)
     w.value = weight, b.value = bias;
     dtrain_tape_begin(tape, 0, 0);
     dtrain_tensor *x = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, shape, op_layernorm_x, false);
-    CHECK(dtrain_tensor_read(tape, dtrain_layernorm(tape, x, &w, &b, 1e-5f), out) == DTRAIN_OK);
+    CHECK(dtrain_tensor_read(tape, dtrain_layernorm(tape, x, NULL, &w, &b, 1e-5f), out) ==
+          DTRAIN_OK);
     check_floats("layernorm", out, op_layernorm_y, 60, 1e-5);
 
     for (int ignore = 0; ignore < 2; ignore++) {
@@ -591,7 +592,7 @@ static dtrain_tensor *build_language(dtrain_tape *tape, model *m)
     dtrain_tensor *h = dtrain_linear(tape, x, &m->params[1], &m->params[2], DTRAIN_ACTIVATION_NONE);
     x = dtrain_add(tape, x, causal_attention(tape, h, 8, 2));
     dtrain_tape_unit(tape, 2);
-    x = dtrain_layernorm(tape, x, &m->params[3], NULL, 1e-5f);
+    x = dtrain_layernorm(tape, x, NULL, &m->params[3], NULL, 1e-5f);
     dtrain_tape_unit(tape, 3);
     m->input[0] =
         dtrain_linear(tape, x, &m->params[4], NULL, DTRAIN_ACTIVATION_NONE); /* the logits */
@@ -762,7 +763,7 @@ static void test_little_waste(void)
     values += (double)(rows * 3 * n);
     for (int i = 0; i < 40; i++) {
         x = causal_attention(tape, x, 256, 6);
-        x = dtrain_layernorm(tape, x, &ln, NULL, 1e-5f);
+        x = dtrain_layernorm(tape, x, NULL, &ln, NULL, 1e-5f);
         x = dtrain_linear(tape, x, &weight, NULL, DTRAIN_ACTIVATION_GELU);
         values += (double)(rows * (n + 6 + n + 2 + 3 * n + 3 * n));
     }
@@ -979,7 +980,7 @@ static void test_errors(void)
     expect_error(tape, argument, "dtrain_linear", "unknown activation 4");
     CHECK(!dtrain_linear(tape, IDS, ok, NULL, DTRAIN_ACTIVATION_NONE));
     expect_error(tape, argument, "input 1 is i32", "expected f32");
-    CHECK(!dtrain_layernorm(tape, X, w, NULL, 1e-5f));
+    CHECK(!dtrain_layernorm(tape, X, NULL, w, NULL, 1e-5f));
     expect_error(tape, argument, "dtrain_layernorm: parameter fc_w", "needs (16)");
     CHECK(!dtrain_embedding(tape, X, ok, NULL));
     expect_error(tape, argument, "dtrain_embedding", "expected i32");
@@ -1036,7 +1037,8 @@ static void test_errors(void)
     dtrain_tape_begin(tape, 0, 0);
     dtrain_tensor *y = dtrain_linear(tape, X, w, NULL, DTRAIN_ACTIVATION_NONE);
     y = dtrain_add(tape, dtrain_scale(tape, y, 2), dtrain_dropout(tape, y, 0.5f));
-    y = dtrain_sum(tape, causal_attention(tape, dtrain_layernorm(tape, y, v, v, 1e-5f), 3, 1));
+    y = dtrain_sum(tape,
+                   causal_attention(tape, dtrain_layernorm(tape, y, NULL, v, v, 1e-5f), 3, 1));
     dtrain_tape_unit(tape, 1);
     CHECK(!y && !X);
     dtrain_dtype_name(DTRAIN_DTYPE_F32);

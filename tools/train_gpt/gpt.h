@@ -166,17 +166,8 @@ static inline void gpt_free(gpt *m)
 
 /* ---- forward -------------------------------------------------------------------------------- */
 
-/* x += h, what the layer before has left to add (nothing at first), and its normalisation: one pass
- * over memory for both. */
-static inline dtrain_tensor *gpt__norm(dtrain_tape *t, const gpt *m, dtrain_tensor **x,
-                                       dtrain_tensor *h, dtrain_param *weight, dtrain_param *bias)
-{
-    if (!h) return dtrain_layernorm(t, *x, weight, bias, m->config.epsilon);
-    return dtrain_add_layernorm(t, *x, h, weight, bias, m->config.epsilon, x);
-}
-
-/* x (B*T, C) is the residual stream. Returns what is still to be added to it. With a cache, the rows
- * are those of one text behind the tokens in it. */
+/* Run a layer on h (B*T, C), which the norms add to the residual stream *x, and return what is still
+ * to be added to it. With a cache, the rows are those of one text behind the tokens in it. */
 static inline dtrain_tensor *gpt__block(dtrain_tape *t, const gpt *m, long layer, dtrain_tensor **x,
                                         dtrain_tensor *h, gpt_cache *cache)
 {
@@ -184,12 +175,13 @@ static inline dtrain_tensor *gpt__block(dtrain_tape *t, const gpt *m, long layer
     const gpt_block *p = &m->blocks[layer];
     const float drop = config->dropout;
     const dtrain_attention_desc causal = {config->seq, config->heads, 0, 0, true, NULL, NULL};
-    h = gpt__norm(t, m, x, h, p->ln1_weight, p->ln1_bias);                       /* (B*T, C) */
+    h = dtrain_layernorm(t, h, x, p->ln1_weight, p->ln1_bias, config->epsilon);  /* (B*T, C) */
     h = dtrain_linear(t, h, p->qkv_weight, p->qkv_bias, DTRAIN_ACTIVATION_NONE); /* (B*T, 3C) */
     if (cache) h = gpt_cached_attention(t, h, cache, layer, config->heads);      /* (B*T, C) */
     else h = dtrain_attention(t, h, NULL, NULL, &causal);
     h = dtrain_linear(t, h, p->proj_weight, p->proj_bias, DTRAIN_ACTIVATION_NONE);
-    h = gpt__norm(t, m, x, dtrain_dropout(t, h, drop), p->ln2_weight, p->ln2_bias);
+    h = dtrain_dropout(t, h, drop);
+    h = dtrain_layernorm(t, h, x, p->ln2_weight, p->ln2_bias, config->epsilon);
     h = dtrain_linear(t, h, p->fc_weight, p->fc_bias,
                       (dtrain_activation)config->activation); /* (B*T, 4C) */
     h = dtrain_linear(t, h, p->fcproj_weight, p->fcproj_bias,
@@ -198,16 +190,16 @@ static inline dtrain_tensor *gpt__block(dtrain_tape *t, const gpt *m, long layer
 }
 
 /* Embedded tokens (B*T, C) -> what the classifier reads, (B*T, C) */
-static inline dtrain_tensor *gpt__blocks(dtrain_tape *t, const gpt *m, dtrain_tensor *x,
+static inline dtrain_tensor *gpt__blocks(dtrain_tape *t, const gpt *m, dtrain_tensor *h,
                                          gpt_cache *cache)
 {
-    dtrain_tensor *h = NULL;
+    dtrain_tensor *x = NULL; /* the residual stream */
     for (long l = 0; l < m->config.layers; l++) {
         dtrain_tape_unit(t, (uint32_t)l + 1);
         h = gpt__block(t, m, l, &x, h, cache);
     }
     dtrain_tape_unit(t, (uint32_t)m->config.layers + 1);
-    return gpt__norm(t, m, &x, h, m->lnf_weight, m->lnf_bias);
+    return dtrain_layernorm(t, h, &x, m->lnf_weight, m->lnf_bias, m->config.epsilon);
 }
 
 /* tokens (batch, seq) -> logits (batch*seq, gpt_columns) */
