@@ -136,7 +136,7 @@
        src/tape/convolution.c               Convolution and pooling
        src/tape/pointwise.c                 Activations, products of elements, losses
        src/tape/elementwise.c               Elementwise operations and losses
-       src/tape/checkpointing.c             Activation checkpointing
+       src/tape/recompute.c                 Activation checkpointing
        src/tape/arena.c                     The tape's memory
        src/optim/scaler.c                   Clipping, loss scaling
        src/optim/optim_internal.h           The optimizer's structure
@@ -18311,7 +18311,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_te
                                                     bool *accumulate);
 DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_op *op, uint32_t output, uint32_t input);
 
-/* tape/checkpointing.c */
+/* tape/recompute.c */
 DTRAIN__PRIVATE void dtrain__segment_begin(dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__segment_again(dtrain_tape *tape, const dtrain_node *node);
 DTRAIN__PRIVATE dtrain_result dtrain__check_intact(const dtrain_tensor *x, const char *call);
@@ -21322,7 +21322,7 @@ DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor 
 #undef DTRAIN__OP
 
 /* ================================================================================================
- * src/tape/checkpointing.c
+ * src/tape/recompute.c
  * ==============================================================================================*/
 
 /* Activation checkpointing

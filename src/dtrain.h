@@ -145,7 +145,7 @@ extern "C" {
 #include "tape/convolution.c"
 #include "tape/pointwise.c"
 #include "tape/elementwise.c"
-#include "tape/checkpointing.c"
+#include "tape/recompute.c"
 #include "tape/arena.c"
 #endif
 #include "optim/scaler.c"

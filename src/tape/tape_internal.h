@@ -243,7 +243,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_te
                                                     bool *accumulate);
 DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_op *op, uint32_t output, uint32_t input);
 
-/* tape/checkpointing.c */
+/* tape/recompute.c */
 DTRAIN__PRIVATE void dtrain__segment_begin(dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__segment_again(dtrain_tape *tape, const dtrain_node *node);
 DTRAIN__PRIVATE dtrain_result dtrain__check_intact(const dtrain_tensor *x, const char *call);
