@@ -1665,7 +1665,7 @@ DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
  * repeats.
  *
  * The first error of a pass sticks: operations then return NULL, accept NULL and do nothing, and
- * dtrain_tape_backward and dtrain_tape_error return the error until the next dtrain_tape_begin.
+ * dtrain_tape_backward and dtrain_tensor_read return the error until the next dtrain_tape_begin.
  * Model code needs no checks. Nothing here is collective but what the strategy does at units and at
  * `ready`. */
 
@@ -1678,6 +1678,11 @@ typedef struct dtrain_tensor {
     int64_t count;
     void *data; /* device memory; activation checkpointing may move it */
     void *grad; /* of data's dtype; inside backward only, and afterwards of requires_grad inputs */
+    double
+        samples; /* that a loss is the mean of: of cross-entropy the targets that are not ignored,
+                       of dtrain_mean and the losses made of it the elements, also after operations
+                       on that one element; 1 of anything else. Losses of several passes or ranks
+                       have the mean sum(loss * samples) / sum(samples) */
 
     /* Private to the tape. */
     struct dtrain_node *producer; /* NULL for inputs */
@@ -1733,20 +1738,10 @@ DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit);
  * unit of weights by a small all-reduce. */
 DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale);
 
-/* Return the error that sticks to the tape, DTRAIN_OK if there is none. */
-DTRAIN_API dtrain_result dtrain_tape_error(const dtrain_tape *tape);
-
-/* Copy a tensor to host memory (count floats) as fp32, after a wait for the device. */
+/* Copy a tensor's values to host memory (count floats) as fp32, and after backward the gradient of a
+ * requires_grad input; either address may be NULL. Waits for the device. */
 DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tensor *tensor,
-                                            float *host);
-/* Return how many samples a loss is the mean of: of cross-entropy the targets that are not ignored,
- * of dtrain_mean and the losses made of it the elements, also after operations on that one element;
- * 1 of anything else. Losses of several passes or ranks have the mean sum(loss * samples) /
- * sum(samples). */
-DTRAIN_API double dtrain_tensor_samples(const dtrain_tensor *loss);
-/* Copy the gradient of a requires_grad input to host memory, as dtrain_tensor_read does. */
-DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain_tensor *tensor,
-                                                 float *host);
+                                            float *values, float *grad);
 
 /* ---- Activation checkpointing -----------------------------------------------------------------*/
 
@@ -1778,8 +1773,9 @@ typedef struct dtrain_tape_info {
     uint64_t block_allocations; /* device allocations so far: constant in the steady state */
     double flops; /* floating-point operations that it has launched so far, in matrix products,
                      attention and convolutions; not those of operations of a program's own */
+    dtrain_result error; /* that sticks to this pass; dtrain_last_error then has its sentence */
 } dtrain_tape_info;
-/* Count the operations and the memory of a tape. */
+/* Count the operations and the memory of a tape; all zero for a tape of NULL. */
 DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *info);
 
 /* ================================================================================================
@@ -18374,6 +18370,28 @@ DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
     dtrain__free(&allocator, tape, 1, sizeof *tape);
 }
 
+/* ---- Errors
+ *
+ * The sentence is kept with the code: by the time somebody asks, other calls on this thread may
+ * have left theirs in the thread's last error. */
+
+/* Keep the first error of a pass. Returns the result that it was given. */
+DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result)
+{
+    if (result != DTRAIN_OK && tape->error == DTRAIN_OK) {
+        tape->error = result;
+        memcpy(tape->error_text, dtrain_last_error(), sizeof tape->error_text);
+    }
+    return result;
+}
+
+/* Return the error that sticks to the tape, and make its sentence the last one. */
+static dtrain_result dtrain__tape_error(const dtrain_tape *tape)
+{
+    if (tape->error != DTRAIN_OK) dtrain__set_last_error(tape->error_text);
+    return tape->error;
+}
+
 /* ---- A pass -----------------------------------------------------------------------------------*/
 
 DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed)
@@ -18474,7 +18492,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit
 DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call)
 {
     if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
-    if (tape->error != DTRAIN_OK) return dtrain_tape_error(tape);
+    if (tape->error != DTRAIN_OK) return dtrain__tape_error(tape);
     if (tape->pass.state == DTRAIN__TAPE_FORWARD) return DTRAIN_OK;
     return dtrain__tape_stick(
         tape, dtrain_fail(DTRAIN_ERROR_USAGE, "%s: %s; call dtrain_tape_begin first", call,
@@ -18584,60 +18602,40 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
-/* Check the arguments of the two calls below. */
-static dtrain_result dtrain__read_check(dtrain_tape *tape, const dtrain_tensor *tensor,
-                                        const float *host, const char *call)
-{
-    if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
-    DTRAIN__TRY(dtrain_tape_error(tape)); /* the likely reason for a NULL tensor */
-    if (tensor && host && dtrain__is_float(tensor)) return DTRAIN_OK;
-    return dtrain_fail(
-        DTRAIN_ERROR_ARGUMENT,
-        "%s: the tensor is %s and host is %s, expected f32, bf16 or f16 and an array", call,
-        tensor ? dtrain_dtype_name((dtrain_dtype)tensor->dtype) : "NULL",
-        host ? "an array" : "NULL");
-}
-
 DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tensor *tensor,
-                                            float *host)
+                                            float *values, float *grad)
 {
     const char *const call = "dtrain_tensor_read";
-    DTRAIN__TRY(dtrain__read_check(tape, tensor, host, call));
-    DTRAIN__TRY(dtrain__check_intact(tensor, call));
-    DTRAIN__TRY(tape->device->ops->copy(tape->device, host, tensor->data,
-                                        dtrain__tensor_bytes(tensor), DTRAIN_COPY_DEVICE_TO_HOST));
-    if (tensor->dtype == DTRAIN_DTYPE_F32) return DTRAIN_OK;
-    for (int64_t i = tensor->count - 1; i >= 0; i--) { /* in place, from the last on */
-        uint16_t bits;
-        memcpy(&bits, (const char *)host + (size_t)i * sizeof bits, sizeof bits);
-        host[i] =
-            tensor->dtype == DTRAIN_DTYPE_BF16 ? dtrain_bf16_to_f32(bits) : dtrain_f16_to_f32(bits);
+    if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
+    DTRAIN__TRY(dtrain__tape_error(tape)); /* the likely reason for a NULL tensor */
+    if (!values && !grad)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: values and grad are both NULL", call);
+    if (!tensor || !dtrain__is_float(tensor))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: the tensor is %s, expected f32, bf16 or f16",
+                           call, tensor ? dtrain_dtype_name((dtrain_dtype)tensor->dtype) : "NULL");
+    const dtrain_device_ops *ops = tape->device->ops;
+    const size_t bytes = dtrain__tensor_bytes(tensor);
+    if (values) {
+        DTRAIN__TRY(dtrain__check_intact(tensor, call));
+        DTRAIN__TRY(
+            ops->copy(tape->device, values, tensor->data, bytes, DTRAIN_COPY_DEVICE_TO_HOST));
+        for (int64_t i = tensor->count; i-- > 0 && tensor->dtype != DTRAIN_DTYPE_F32;) {
+            uint16_t bits; /* converted in place, from the last on */
+            memcpy(&bits, (const char *)values + (size_t)i * sizeof bits, sizeof bits);
+            values[i] = tensor->dtype == DTRAIN_DTYPE_BF16 ? dtrain_bf16_to_f32(bits)
+                                                           : dtrain_f16_to_f32(bits);
+        }
     }
-    return DTRAIN_OK;
-}
-
-DTRAIN_API double dtrain_tensor_samples(const dtrain_tensor *loss)
-{
-    if (!loss || loss->dtype != DTRAIN_DTYPE_F32) return 1;
-    const dtrain__samples *samples = &((const dtrain__tape_tensor *)loss)->samples;
-    return samples->terms ? dtrain__samples_count(samples) : 1;
-}
-
-DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain_tensor *tensor,
-                                                 float *host)
-{
-    const char *const call = "dtrain_tensor_read_grad";
-    DTRAIN__TRY(dtrain__read_check(tape, tensor, host, call));
+    if (!grad) return DTRAIN_OK;
     if (tensor->producer || !tensor->needs_grad || tape->pass.state != DTRAIN__TAPE_DONE)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "%s: only inputs made with requires_grad have a gradient to read, and "
                            "only after dtrain_tape_backward",
                            call);
-    const size_t bytes = (size_t)tensor->count * sizeof(float);
-    memset(host, 0, bytes); /* zeros stay where the loss does not depend on the input */
-    return tensor->grad ? tape->device->ops->copy(tape->device, host, tensor->grad, bytes,
-                                                  DTRAIN_COPY_DEVICE_TO_HOST)
-                        : DTRAIN_OK;
+    memset(grad, 0, bytes); /* zeros stay where the loss does not depend on the input */
+    return tensor->grad
+               ? ops->copy(tape->device, grad, tensor->grad, bytes, DTRAIN_COPY_DEVICE_TO_HOST)
+               : DTRAIN_OK;
 }
 
 DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *info)
@@ -18654,6 +18652,7 @@ DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *inf
         info->activation_bytes += tape->arenas[i].bytes;
     for (int i = DTRAIN__ARENA_GRADIENTS; i < DTRAIN__ARENAS; i++)
         info->block_allocations += tape->arenas[i].allocations;
+    info->error = dtrain__tape_error(tape);
 }
 
 DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x)
@@ -18665,28 +18664,6 @@ DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x)
 DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x)
 {
     return (size_t)x->count * dtrain_dtype_bytes((dtrain_dtype)x->dtype);
-}
-
-/* ---- Errors
- *
- * The sentence is kept with the code: by the time somebody asks, other calls on this thread may
- * have left theirs in the thread's last error. */
-
-/* Keep the first error of a pass. Returns the result that it was given. */
-DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result)
-{
-    if (result != DTRAIN_OK && tape->error == DTRAIN_OK) {
-        tape->error = result;
-        memcpy(tape->error_text, dtrain_last_error(), sizeof tape->error_text);
-    }
-    return result;
-}
-
-DTRAIN_API dtrain_result dtrain_tape_error(const dtrain_tape *tape)
-{
-    if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_error: tape is NULL");
-    if (tape->error != DTRAIN_OK) dtrain__set_last_error(tape->error_text);
-    return tape->error;
 }
 
 /* ================================================================================================
@@ -18844,6 +18821,11 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
     if (result == DTRAIN_OK && tape->error == DTRAIN_OK) result = dtrain__op_run(node);
     dtrain__tape_stick(tape, result);
     if (tape->error != DTRAIN_OK) return NULL;
+
+    for (uint32_t i = 0; i < op->output_count; i++) {
+        const dtrain__samples *samples = &((dtrain__tape_tensor *)op->outputs[i])->samples;
+        if (samples->terms) op->outputs[i]->samples = dtrain__samples_count(samples);
+    }
 
     /* 5. uses of inputs are counted for in-place backwards, which must know that nobody else will
      * read an input */
@@ -21567,6 +21549,7 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
     tensor->dtype = dtype;
     tensor->ndim = ndim;
     tensor->count = (int64_t)count;
+    tensor->samples = 1;
     const bool room = !node && dtype == DTRAIN_DTYPE_I32 && count < PTRDIFF_MAX;
     tensor->data = dtrain__take_data(tape, node, tensor->count + (room ? 2 : 0), dtype);
     if (node && node->dropped) made->segment = node->segment;
@@ -24469,7 +24452,7 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
         DTRAIN__TRY(dtrain__micro_backward(trainer, &micro));
         if (micro.loss)
             DTRAIN__TRY(dtrain__strategy_keep(
-                desc->strategy, dtrain_tensor_read(trainer->tape, micro.loss, &loss)));
+                desc->strategy, dtrain_tensor_read(trainer->tape, micro.loss, &loss, NULL)));
         dtrain__trainer_add(trainer, micro.number, loss, micro.weight);
     }
     trainer->micro = 0;
@@ -24716,8 +24699,7 @@ static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);
     dtrain_tensor *tensor = trainer->desc.loss(trainer->tape, user);
     dtrain__span_end(trainer->world, span);
-    DTRAIN__TRY(dtrain_tape_error(trainer->tape));
-    DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss));
+    DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss, NULL));
     const dtrain__samples *samples = &((const dtrain__tape_tensor *)tensor)->samples;
     DTRAIN__TRY(dtrain__agree_unit(trainer->desc.strategy, samples->terms));
     const double weight = (double)dtrain__weight_of(trainer->desc.strategy, samples);

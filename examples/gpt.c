@@ -160,7 +160,7 @@ static int sample(dtrain_tape *t, model *m, uint32_t tape_flags, bool print)
     int length = 1;
     for (int i = 0; i < SAMPLE; i++) {
         CHECK(dtrain_tape_begin(t, tape_flags | DTRAIN_TAPE_NO_GRAD, 0));
-        CHECK(dtrain_tensor_read(t, forward(t, m, window, 1), logits));
+        CHECK(dtrain_tensor_read(t, forward(t, m, window, 1), logits, NULL));
         const float *last = logits + (length - 1) * VOCAB;
         double sum = 0, below = 0;
         int32_t byte = 0; /* drawn from softmax(last / 0.8) */

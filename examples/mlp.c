@@ -152,7 +152,7 @@ static int test(dtrain_world *world, dtrain_tape *t, dtrain_param *params, const
     for (int64_t at = 0; at < count; at += TEST_BATCH * ranks) {
         CHECK(dtrain_loader_next(loader, x, labels));
         CHECK(dtrain_tape_begin(t, DTRAIN_TAPE_NO_GRAD, 0));
-        CHECK(dtrain_tensor_read(t, forward(t, params, d, x, TEST_BATCH), logits));
+        CHECK(dtrain_tensor_read(t, forward(t, params, d, x, TEST_BATCH), logits, NULL));
         for (int64_t r = 0; r < TEST_BATCH && at + r * ranks + rank < count; r++) {
             const float *row = logits + r * d->classes;
             int32_t best = 0;
@@ -214,7 +214,7 @@ static int train(dtrain_world *world, void *user)
             dtrain_tensor *mean = dtrain_cross_entropy(
                 tape, forward(tape, params, d, x, batch),
                 dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, &batch, labels, false), 0, 0);
-            CHECK(dtrain_tensor_read(tape, mean, &loss));
+            CHECK(dtrain_tensor_read(tape, mean, &loss, NULL));
             CHECK(dtrain_tape_backward(tape, mean, 1)); /* reduces gradients as they are made */
             CHECK(dtrain_strategy_finish(strategy));
             CHECK(dtrain_grad_norm(strategy, NULL, 1, &norm, &clip));

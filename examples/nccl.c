@@ -96,7 +96,7 @@ static int train(dtrain_world *world, void *user)
 
         if (step % 40) continue; /* reading a tensor makes the host wait for the device */
         float mean;
-        CHECK(dtrain_tensor_read(tape, loss, &mean));
+        CHECK(dtrain_tensor_read(tape, loss, &mean, NULL));
         CHECK(dtrain_all_reduce(dtrain_world_comm(world), &mean, &mean, 1, DTRAIN_DTYPE_F32,
                                 DTRAIN_REDUCE_MEAN, NULL));
         if (rank == 0) printf("step %3d  loss %.4f\n", step, mean);

@@ -120,13 +120,13 @@ static int check_gradient(void)
     CHECK(dtrain_device_create(NULL, &desc, &device));
     CHECK(dtrain_tape_create(NULL, NULL, device, &tape));
     CHECK(dtrain_tape_backward(tape, run(tape, x, &weight, &input), 1)); /* d_w, and ... */
-    CHECK(dtrain_tensor_read_grad(tape, input, d_x));
+    CHECK(dtrain_tensor_read(tape, input, NULL, d_x));
     for (int i = 0; i < ROWS * WIDTH + WIDTH; i++) {
         float *at = i < WIDTH ? &w[i] : &x[i - WIDTH], middle = *at;
         *at = middle + 1e-2f;
-        CHECK(dtrain_tensor_read(tape, run(tape, x, &weight, &input), &up));
+        CHECK(dtrain_tensor_read(tape, run(tape, x, &weight, &input), &up, NULL));
         *at = middle - 1e-2f;
-        CHECK(dtrain_tensor_read(tape, run(tape, x, &weight, &input), &down));
+        CHECK(dtrain_tensor_read(tape, run(tape, x, &weight, &input), &down, NULL));
         *at = middle;
         float off = fabsf((up - down) / 2e-2f - (i < WIDTH ? d_w[i] : d_x[i - WIDTH]));
         wrong += !(off < 1e-3f);

@@ -303,7 +303,7 @@ static dtrain_result test(dtrain_world *world, run_job *j, double *accuracy, dou
         const int64_t left = (m->test_count - first - rank + ranks - 1) / ranks;
         TRY(dtrain_loader_next(m->test, m->x, m->labels));
         TRY(dtrain_tape_begin(tape, tape_flags(j->s) | DTRAIN_TAPE_NO_GRAD, 0));
-        TRY(dtrain_tensor_read(tape, forward(tape, m), logits));
+        TRY(dtrain_tensor_read(tape, forward(tape, m), logits, NULL));
         judge(m, logits, left < m->batch ? left : m->batch, &sums[0], &sums[1]);
     }
     float all[2] = {(float)sums[0], (float)sums[1]}; /* counts below 2^24 are exact */

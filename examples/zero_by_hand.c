@@ -59,7 +59,7 @@ static int step(dtrain_tape *t, dtrain_strategy *strategy, dtrain_optimizer *ada
                           l + 1 < LAYERS ? DTRAIN_ACTIVATION_GELU : DTRAIN_ACTIVATION_NONE);
     }
     dtrain_tensor *mean = dtrain_mse_loss(t, h, target);
-    CHECK(dtrain_tensor_read(t, mean, loss));
+    CHECK(dtrain_tensor_read(t, mean, loss, NULL));
     CHECK(dtrain_tape_backward(t, mean, 1));
     CHECK(dtrain_strategy_finish(strategy));
     CHECK(

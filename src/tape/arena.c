@@ -110,6 +110,7 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
     tensor->dtype = dtype;
     tensor->ndim = ndim;
     tensor->count = (int64_t)count;
+    tensor->samples = 1;
     const bool room = !node && dtype == DTRAIN_DTYPE_I32 && count < PTRDIFF_MAX;
     tensor->data = dtrain__take_data(tape, node, tensor->count + (room ? 2 : 0), dtype);
     if (node && node->dropped) made->segment = node->segment;

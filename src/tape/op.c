@@ -70,6 +70,11 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
     dtrain__tape_stick(tape, result);
     if (tape->error != DTRAIN_OK) return NULL;
 
+    for (uint32_t i = 0; i < op->output_count; i++) {
+        const dtrain__samples *samples = &((dtrain__tape_tensor *)op->outputs[i])->samples;
+        if (samples->terms) op->outputs[i]->samples = dtrain__samples_count(samples);
+    }
+
     /* 5. uses of inputs are counted for in-place backwards, which must know that nobody else will
      * read an input */
     if (node->dropped && !(tape->pass.flags & DTRAIN_TAPE_NO_GRAD)) {

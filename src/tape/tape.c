@@ -51,6 +51,28 @@ DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
     dtrain__free(&allocator, tape, 1, sizeof *tape);
 }
 
+/* ---- Errors
+ *
+ * The sentence is kept with the code: by the time somebody asks, other calls on this thread may
+ * have left theirs in the thread's last error. */
+
+/* Keep the first error of a pass. Returns the result that it was given. */
+DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result)
+{
+    if (result != DTRAIN_OK && tape->error == DTRAIN_OK) {
+        tape->error = result;
+        memcpy(tape->error_text, dtrain_last_error(), sizeof tape->error_text);
+    }
+    return result;
+}
+
+/* Return the error that sticks to the tape, and make its sentence the last one. */
+static dtrain_result dtrain__tape_error(const dtrain_tape *tape)
+{
+    if (tape->error != DTRAIN_OK) dtrain__set_last_error(tape->error_text);
+    return tape->error;
+}
+
 /* ---- A pass -----------------------------------------------------------------------------------*/
 
 DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed)
@@ -151,7 +173,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit
 DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call)
 {
     if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
-    if (tape->error != DTRAIN_OK) return dtrain_tape_error(tape);
+    if (tape->error != DTRAIN_OK) return dtrain__tape_error(tape);
     if (tape->pass.state == DTRAIN__TAPE_FORWARD) return DTRAIN_OK;
     return dtrain__tape_stick(
         tape, dtrain_fail(DTRAIN_ERROR_USAGE, "%s: %s; call dtrain_tape_begin first", call,
@@ -261,60 +283,40 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
-/* Check the arguments of the two calls below. */
-static dtrain_result dtrain__read_check(dtrain_tape *tape, const dtrain_tensor *tensor,
-                                        const float *host, const char *call)
-{
-    if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
-    DTRAIN__TRY(dtrain_tape_error(tape)); /* the likely reason for a NULL tensor */
-    if (tensor && host && dtrain__is_float(tensor)) return DTRAIN_OK;
-    return dtrain_fail(
-        DTRAIN_ERROR_ARGUMENT,
-        "%s: the tensor is %s and host is %s, expected f32, bf16 or f16 and an array", call,
-        tensor ? dtrain_dtype_name((dtrain_dtype)tensor->dtype) : "NULL",
-        host ? "an array" : "NULL");
-}
-
 DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tensor *tensor,
-                                            float *host)
+                                            float *values, float *grad)
 {
     const char *const call = "dtrain_tensor_read";
-    DTRAIN__TRY(dtrain__read_check(tape, tensor, host, call));
-    DTRAIN__TRY(dtrain__check_intact(tensor, call));
-    DTRAIN__TRY(tape->device->ops->copy(tape->device, host, tensor->data,
-                                        dtrain__tensor_bytes(tensor), DTRAIN_COPY_DEVICE_TO_HOST));
-    if (tensor->dtype == DTRAIN_DTYPE_F32) return DTRAIN_OK;
-    for (int64_t i = tensor->count - 1; i >= 0; i--) { /* in place, from the last on */
-        uint16_t bits;
-        memcpy(&bits, (const char *)host + (size_t)i * sizeof bits, sizeof bits);
-        host[i] =
-            tensor->dtype == DTRAIN_DTYPE_BF16 ? dtrain_bf16_to_f32(bits) : dtrain_f16_to_f32(bits);
+    if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
+    DTRAIN__TRY(dtrain__tape_error(tape)); /* the likely reason for a NULL tensor */
+    if (!values && !grad)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: values and grad are both NULL", call);
+    if (!tensor || !dtrain__is_float(tensor))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: the tensor is %s, expected f32, bf16 or f16",
+                           call, tensor ? dtrain_dtype_name((dtrain_dtype)tensor->dtype) : "NULL");
+    const dtrain_device_ops *ops = tape->device->ops;
+    const size_t bytes = dtrain__tensor_bytes(tensor);
+    if (values) {
+        DTRAIN__TRY(dtrain__check_intact(tensor, call));
+        DTRAIN__TRY(
+            ops->copy(tape->device, values, tensor->data, bytes, DTRAIN_COPY_DEVICE_TO_HOST));
+        for (int64_t i = tensor->count; i-- > 0 && tensor->dtype != DTRAIN_DTYPE_F32;) {
+            uint16_t bits; /* converted in place, from the last on */
+            memcpy(&bits, (const char *)values + (size_t)i * sizeof bits, sizeof bits);
+            values[i] = tensor->dtype == DTRAIN_DTYPE_BF16 ? dtrain_bf16_to_f32(bits)
+                                                           : dtrain_f16_to_f32(bits);
+        }
     }
-    return DTRAIN_OK;
-}
-
-DTRAIN_API double dtrain_tensor_samples(const dtrain_tensor *loss)
-{
-    if (!loss || loss->dtype != DTRAIN_DTYPE_F32) return 1;
-    const dtrain__samples *samples = &((const dtrain__tape_tensor *)loss)->samples;
-    return samples->terms ? dtrain__samples_count(samples) : 1;
-}
-
-DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain_tensor *tensor,
-                                                 float *host)
-{
-    const char *const call = "dtrain_tensor_read_grad";
-    DTRAIN__TRY(dtrain__read_check(tape, tensor, host, call));
+    if (!grad) return DTRAIN_OK;
     if (tensor->producer || !tensor->needs_grad || tape->pass.state != DTRAIN__TAPE_DONE)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "%s: only inputs made with requires_grad have a gradient to read, and "
                            "only after dtrain_tape_backward",
                            call);
-    const size_t bytes = (size_t)tensor->count * sizeof(float);
-    memset(host, 0, bytes); /* zeros stay where the loss does not depend on the input */
-    return tensor->grad ? tape->device->ops->copy(tape->device, host, tensor->grad, bytes,
-                                                  DTRAIN_COPY_DEVICE_TO_HOST)
-                        : DTRAIN_OK;
+    memset(grad, 0, bytes); /* zeros stay where the loss does not depend on the input */
+    return tensor->grad
+               ? ops->copy(tape->device, grad, tensor->grad, bytes, DTRAIN_COPY_DEVICE_TO_HOST)
+               : DTRAIN_OK;
 }
 
 DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *info)
@@ -331,6 +333,7 @@ DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *inf
         info->activation_bytes += tape->arenas[i].bytes;
     for (int i = DTRAIN__ARENA_GRADIENTS; i < DTRAIN__ARENAS; i++)
         info->block_allocations += tape->arenas[i].allocations;
+    info->error = dtrain__tape_error(tape);
 }
 
 DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x)
@@ -342,26 +345,4 @@ DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x)
 DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x)
 {
     return (size_t)x->count * dtrain_dtype_bytes((dtrain_dtype)x->dtype);
-}
-
-/* ---- Errors
- *
- * The sentence is kept with the code: by the time somebody asks, other calls on this thread may
- * have left theirs in the thread's last error. */
-
-/* Keep the first error of a pass. Returns the result that it was given. */
-DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result)
-{
-    if (result != DTRAIN_OK && tape->error == DTRAIN_OK) {
-        tape->error = result;
-        memcpy(tape->error_text, dtrain_last_error(), sizeof tape->error_text);
-    }
-    return result;
-}
-
-DTRAIN_API dtrain_result dtrain_tape_error(const dtrain_tape *tape)
-{
-    if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_error: tape is NULL");
-    if (tape->error != DTRAIN_OK) dtrain__set_last_error(tape->error_text);
-    return tape->error;
 }

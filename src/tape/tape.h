@@ -16,7 +16,7 @@
  * repeats.
  *
  * The first error of a pass sticks: operations then return NULL, accept NULL and do nothing, and
- * dtrain_tape_backward and dtrain_tape_error return the error until the next dtrain_tape_begin.
+ * dtrain_tape_backward and dtrain_tensor_read return the error until the next dtrain_tape_begin.
  * Model code needs no checks. Nothing here is collective but what the strategy does at units and at
  * `ready`. */
 
@@ -38,6 +38,11 @@ typedef struct dtrain_tensor {
     int64_t count;
     void *data; /* device memory; activation checkpointing may move it */
     void *grad; /* of data's dtype; inside backward only, and afterwards of requires_grad inputs */
+    double
+        samples; /* that a loss is the mean of: of cross-entropy the targets that are not ignored,
+                       of dtrain_mean and the losses made of it the elements, also after operations
+                       on that one element; 1 of anything else. Losses of several passes or ranks
+                       have the mean sum(loss * samples) / sum(samples) */
 
     /* Private to the tape. */
     struct dtrain_node *producer; /* NULL for inputs */
@@ -93,20 +98,10 @@ DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit);
  * unit of weights by a small all-reduce. */
 DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale);
 
-/* Return the error that sticks to the tape, DTRAIN_OK if there is none. */
-DTRAIN_API dtrain_result dtrain_tape_error(const dtrain_tape *tape);
-
-/* Copy a tensor to host memory (count floats) as fp32, after a wait for the device. */
+/* Copy a tensor's values to host memory (count floats) as fp32, and after backward the gradient of a
+ * requires_grad input; either address may be NULL. Waits for the device. */
 DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tensor *tensor,
-                                            float *host);
-/* Return how many samples a loss is the mean of: of cross-entropy the targets that are not ignored,
- * of dtrain_mean and the losses made of it the elements, also after operations on that one element;
- * 1 of anything else. Losses of several passes or ranks have the mean sum(loss * samples) /
- * sum(samples). */
-DTRAIN_API double dtrain_tensor_samples(const dtrain_tensor *loss);
-/* Copy the gradient of a requires_grad input to host memory, as dtrain_tensor_read does. */
-DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain_tensor *tensor,
-                                                 float *host);
+                                            float *values, float *grad);
 
 /* ---- Activation checkpointing -----------------------------------------------------------------*/
 
@@ -138,6 +133,7 @@ typedef struct dtrain_tape_info {
     uint64_t block_allocations; /* device allocations so far: constant in the steady state */
     double flops; /* floating-point operations that it has launched so far, in matrix products,
                      attention and convolutions; not those of operations of a program's own */
+    dtrain_result error; /* that sticks to this pass; dtrain_last_error then has its sentence */
 } dtrain_tape_info;
-/* Count the operations and the memory of a tape. */
+/* Count the operations and the memory of a tape; all zero for a tape of NULL. */
 DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *info);

@@ -142,7 +142,7 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
         DTRAIN__TRY(dtrain__micro_backward(trainer, &micro));
         if (micro.loss)
             DTRAIN__TRY(dtrain__strategy_keep(
-                desc->strategy, dtrain_tensor_read(trainer->tape, micro.loss, &loss)));
+                desc->strategy, dtrain_tensor_read(trainer->tape, micro.loss, &loss, NULL)));
         dtrain__trainer_add(trainer, micro.number, loss, micro.weight);
     }
     trainer->micro = 0;
@@ -389,8 +389,7 @@ static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);
     dtrain_tensor *tensor = trainer->desc.loss(trainer->tape, user);
     dtrain__span_end(trainer->world, span);
-    DTRAIN__TRY(dtrain_tape_error(trainer->tape));
-    DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss));
+    DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss, NULL));
     const dtrain__samples *samples = &((const dtrain__tape_tensor *)tensor)->samples;
     DTRAIN__TRY(dtrain__agree_unit(trainer->desc.strategy, samples->terms));
     const double weight = (double)dtrain__weight_of(trainer->desc.strategy, samples);

@@ -60,7 +60,7 @@ static dtrain_result write_logits(dtrain_world *world, dtrain_strategy *strategy
     if (result == DTRAIN_OK) result = dtrain_tape_create(world, strategy, NULL, &tape);
     if (result == DTRAIN_OK) result = dtrain_tape_begin(tape, DTRAIN_TAPE_NO_GRAD, 0);
     if (result == DTRAIN_OK)
-        result = dtrain_tensor_read(tape, gpt_forward(tape, m, tokens, BATCH), logits);
+        result = dtrain_tensor_read(tape, gpt_forward(tape, m, tokens, BATCH), logits, NULL);
     for (int row = 0; row < BATCH * SEQ && file && result == DTRAIN_OK; row++)
         if (fwrite(logits + row * columns, sizeof *logits, VOCAB, file) != VOCAB)
             result = DTRAIN_ERROR_FILE;
@@ -90,7 +90,7 @@ static dtrain_result train(dtrain_world *world, dtrain_strategy *strategy, gpt *
     for (int step = 0; step < steps && result == DTRAIN_OK; step++) {
         result = dtrain_tape_begin(tape, 0, 0);
         dtrain_tensor *loss = gpt_loss(tape, &batch);
-        if (result == DTRAIN_OK) result = dtrain_tensor_read(tape, loss, &value);
+        if (result == DTRAIN_OK) result = dtrain_tensor_read(tape, loss, &value, NULL);
         if (result == DTRAIN_OK) result = dtrain_tape_backward(tape, loss, 1);
         if (result == DTRAIN_OK) result = dtrain_strategy_finish(strategy);
         if (result == DTRAIN_OK) result = dtrain_optimizer_step(optimizer, 1e-3f, 1);

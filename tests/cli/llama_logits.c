@@ -32,7 +32,7 @@ static int write_logits(dtrain_world *world, void *user)
     const size_t count = (size_t)(BATCH * LENGTH * m.vocab);
     float *logits = malloc(count * sizeof *logits);
     if (!logits) return 1;
-    CHECK(dtrain_tensor_read(tape, forward(tape, &m, tokens, BATCH), logits));
+    CHECK(dtrain_tensor_read(tape, forward(tape, &m, tokens, BATCH), logits, NULL));
     FILE *file = dtrain_world_rank(world) ? NULL : fopen(words[4], "wb");
     const bool good = !file || fwrite(logits, sizeof *logits, count, file) == count;
     return file && (fclose(file) != 0 || !good);

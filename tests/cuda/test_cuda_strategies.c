@@ -333,7 +333,7 @@ static int branches_rank(dtrain_world *world, void *user)
             RANKS_TRY(dtrain_tape_begin(tape, run->c.tape_flags, 0));
             dtrain_tensor *tensor = branches_loss(tape, params, rank, step + micro);
             RANKS_TRY(dtrain_tape_backward(tape, tensor, 1));
-            RANKS_TRY(dtrain_tensor_read(tape, tensor, &loss));
+            RANKS_TRY(dtrain_tensor_read(tape, tensor, &loss, NULL));
             RANKS_TRY(dtrain_strategy_finish(strategy));
         }
         RANKS_TRY(dtrain_grad_norm(strategy, NULL, 1, &norm, &scale));

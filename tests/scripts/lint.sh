@@ -67,8 +67,8 @@ dtrain_cpu_device_ops a table for dtrain_device_create
 dtrain_device_(account|check_limit) for authors of a device
 dtrain_is_finite for authors of an operation
 dtrain_loss_scaler_update for loops without the trainer
-dtrain_strategy_(join|weight)|dtrain_tensor_samples for loops without the trainer, over batches of different sizes
-dtrain_tape_(error|query|recompute) for loops without the trainer
+dtrain_strategy_(join|weight) for loops without the trainer, over batches of different sizes
+dtrain_tape_(query|recompute) for loops without the trainer
 dtrain_world_stop_requested|dtrain_span_(begin|end) for loops without the trainer
 dtrain_work_test for programs that poll
 dtrain_metrics_(query|text|value) for sinks of a program

@@ -94,8 +94,8 @@ static inline double case_value(dtrain_tape *tape, op_case *c)
 {
     float value = NAN;
     dtrain_tape_begin(tape, 0, 5);
-    CHECK_MSG(dtrain_tensor_read(tape, case_loss(tape, c), &value) == DTRAIN_OK, "%s: %s", c->name,
-              dtrain_last_error());
+    CHECK_MSG(dtrain_tensor_read(tape, case_loss(tape, c), &value, NULL) == DTRAIN_OK, "%s: %s",
+              c->name, dtrain_last_error());
     return (double)value;
 }
 
@@ -136,7 +136,7 @@ static inline void case_check_on(dtrain_tape *tape, op_case *c)
               dtrain_last_error());
     for (int i = 0; i < c->input_count; i++) {
         gradient[i] = (float *)malloc((size_t)case_count(c->shape[i]) * sizeof(float));
-        CHECK(dtrain_tensor_read_grad(tape, c->input[i], gradient[i]) == DTRAIN_OK);
+        CHECK(dtrain_tensor_read(tape, c->input[i], NULL, gradient[i]) == DTRAIN_OK);
     }
     for (int i = 0; i < c->input_count; i++) {
         char what[24];
@@ -202,7 +202,7 @@ static inline void golden_run(op_case *c, const float *y, const float *dy,
         dtrain_tape_begin(tape, 0, 0);
         for (int i = 0; i < c->input_count; i++) c->input[i] = case_tensor(tape, c, i);
         dtrain_tensor *out = c->build(tape, c), *loss = out;
-        CHECK_MSG(dtrain_tensor_read(tape, out, got) == DTRAIN_OK, "%s: %s", c->name,
+        CHECK_MSG(dtrain_tensor_read(tape, out, got, NULL) == DTRAIN_OK, "%s: %s", c->name,
                   dtrain_last_error());
         if (!out) return;
         golden_check(c->name, got, y, out->count, tolerance);
@@ -214,7 +214,7 @@ static inline void golden_run(op_case *c, const float *y, const float *dy,
         CHECK_MSG(dtrain_tape_backward(tape, loss, 1) == DTRAIN_OK, "%s: %s", c->name,
                   dtrain_last_error());
         for (int i = 0; i < c->input_count; i++) {
-            CHECK(dtrain_tensor_read_grad(tape, c->input[i], got) == DTRAIN_OK);
+            CHECK(dtrain_tensor_read(tape, c->input[i], NULL, got) == DTRAIN_OK);
             golden_check("its gradient", got, gradients[i], c->input[i]->count, tolerance);
         }
         if (d_param)

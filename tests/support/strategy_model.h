@@ -361,9 +361,9 @@ static inline dtrain_result strategy_pass(strategy_job *job, int64_t sample, uin
     dtrain_result result = dtrain_tape_begin(job->tape, job->c->tape_flags | flags, 1);
     if (result != DTRAIN_OK) return result;
     tensor = model_loss(job, sample);
-    result = dtrain_tensor_read(job->tape, tensor, &value);
-    *loss += (double)value * dtrain_tensor_samples(tensor);
-    *samples += dtrain_tensor_samples(tensor);
+    result = dtrain_tensor_read(job->tape, tensor, &value, NULL);
+    *loss += (double)value * tensor->samples;
+    *samples += tensor->samples;
     if (result != DTRAIN_OK || (flags & DTRAIN_TAPE_NO_GRAD)) return result;
     result = dtrain_tape_backward(job->tape, tensor, scale);
     return result == DTRAIN_OK ? dtrain_strategy_finish(job->strategy) : result;

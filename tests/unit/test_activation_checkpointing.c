@@ -8,6 +8,7 @@
 #include "dtrain.h"
 #include "allocator.h"
 #include "naive_device.h"
+#include "tape_error.h"
 
 enum { LAYERS_MAX = 12, PARAMS_MAX = 4 + 12 * LAYERS_MAX };
 
@@ -170,7 +171,7 @@ static float evaluate(dtrain_tape *tape, gpt *m, uint32_t flags)
 {
     float value = NAN;
     dtrain_tape_begin(tape, flags | DTRAIN_TAPE_NO_GRAD, 9);
-    CHECK_MSG(dtrain_tensor_read(tape, gpt_loss(tape, m), &value) == DTRAIN_OK, "%s",
+    CHECK_MSG(dtrain_tensor_read(tape, gpt_loss(tape, m), &value, NULL) == DTRAIN_OK, "%s",
               dtrain_last_error());
     return value;
 }
@@ -183,7 +184,7 @@ static void run(dtrain_tape *tape, gpt *m, uint32_t flags, outcome *out)
         dtrain_tape_begin(tape, flags, 5 + micro);
         dtrain_tensor *loss = gpt_loss(tape, m);
         CHECK_MSG(dtrain_tape_backward(tape, loss, 0.5f) == DTRAIN_OK, "%s", dtrain_last_error());
-        CHECK(dtrain_tensor_read(tape, loss, &out->losses[2 * micro]) == DTRAIN_OK);
+        CHECK(dtrain_tensor_read(tape, loss, &out->losses[2 * micro], NULL) == DTRAIN_OK);
         out->losses[2 * micro + 1] = evaluate(tape, m, flags);
     }
     out->gradients = (float *)malloc(bytes);
@@ -504,8 +505,8 @@ static void check_chain(const char *what, chain_fn build, uint32_t flags)
         dtrain_tensor *out = build(tape, &c, true);
         CHECK_MSG(dtrain_tape_backward(tape, out, 1) == DTRAIN_OK, "%s: %s", what,
                   dtrain_last_error());
-        CHECK(dtrain_tensor_read(tape, out, i ? &loss : &loss_expected) == DTRAIN_OK);
-        CHECK(dtrain_tensor_read_grad(tape, c.input, i ? x_grad : x_expected) == DTRAIN_OK);
+        CHECK(dtrain_tensor_read(tape, out, i ? &loss : &loss_expected, NULL) == DTRAIN_OK);
+        CHECK(dtrain_tensor_read(tape, c.input, NULL, i ? x_grad : x_expected) == DTRAIN_OK);
         if (i == 0) memcpy(expected, c.grads, sizeof expected);
         else
             CHECK_MSG(loss == loss_expected && !memcmp(expected, c.grads, sizeof expected) &&
@@ -557,7 +558,7 @@ static void test_errors(void)
         CHECK(dtrain_tape_recompute(tape, 1, 0) == DTRAIN_OK);
         dtrain_tape_begin(tape, flags, 1);
         CHECK(!skip_loss(tape, &c, false));
-        expect_error(dtrain_tape_error(tape), usage, "dtrain_add: a tensor made in unit 0",
+        expect_error(tape_error(tape), usage, "dtrain_add: a tensor made in unit 0",
                      "after unit 2 has overwritten it");
         dtrain_tape_begin(tape, flags, 1);
         CHECK(skip_loss(tape, &c, true) != NULL);
@@ -573,22 +574,22 @@ static void test_errors(void)
     CHECK(dtrain_tape_recompute(tape, 1, 0) == DTRAIN_OK);
     dtrain_tape_begin(tape, 0, 1);
     dtrain_tensor *x = chain_input(tape, &c), *a = layer(tape, &c, 0, x), *b, *d;
-    CHECK(dtrain_tensor_read(tape, a, before) == DTRAIN_OK);
+    CHECK(dtrain_tensor_read(tape, a, before, NULL) == DTRAIN_OK);
     b = layer(tape, &c, 1, x);
-    CHECK(dtrain_tensor_read(tape, a, host) == DTRAIN_OK);
+    CHECK(dtrain_tensor_read(tape, a, host, NULL) == DTRAIN_OK);
     CHECK(memcmp(host, before, sizeof host) == 0);
     d = layer(tape, &c, 2, b);
-    expect_error(dtrain_tensor_read(tape, a, host), usage, "dtrain_tensor_read", "unit 0");
-    CHECK(dtrain_tape_error(tape) == DTRAIN_OK);
-    CHECK(dtrain_tensor_read(tape, b, before) == DTRAIN_OK);
+    expect_error(dtrain_tensor_read(tape, a, host, NULL), usage, "dtrain_tensor_read", "unit 0");
+    CHECK(tape_error(tape) == DTRAIN_OK);
+    CHECK(dtrain_tensor_read(tape, b, before, NULL) == DTRAIN_OK);
     d = layer(tape, &c, 3, d);
-    CHECK(dtrain_tensor_read(tape, b, host) == DTRAIN_OK); /* unit 2 has kept it */
+    CHECK(dtrain_tensor_read(tape, b, host, NULL) == DTRAIN_OK); /* unit 2 has kept it */
     CHECK(memcmp(host, before, sizeof host) == 0);
     dtrain_tensor *loss = chain_loss(tape, &c, d);
     CHECK(dtrain_tape_backward(tape, loss, 1) == DTRAIN_OK);
-    CHECK(dtrain_tensor_read(tape, b, host) == DTRAIN_OK);
+    CHECK(dtrain_tensor_read(tape, b, host, NULL) == DTRAIN_OK);
     CHECK(memcmp(host, before, sizeof host) == 0);
-    expect_error(dtrain_tensor_read(tape, a, host), usage, "dtrain_tensor_read", "unit 0");
+    expect_error(dtrain_tensor_read(tape, a, host, NULL), usage, "dtrain_tensor_read", "unit 0");
 
     /* a loss of a unit that is gone */
     dtrain_tape_begin(tape, 0, 1);
@@ -622,7 +623,7 @@ static bool step_with_failure(dtrain_world *world, gpt *m, int host_at, int devi
     dtrain_tape_begin(tape, 0, 1);
     dtrain_tensor *again = gpt_loss(tape, m);
     CHECK(dtrain_tape_backward(tape, again, 1) == DTRAIN_OK);
-    CHECK(dtrain_tensor_read(tape, again, &loss) == DTRAIN_OK);
+    CHECK(dtrain_tensor_read(tape, again, &loss, NULL) == DTRAIN_OK);
     CHECK(isnan(expected) || loss == expected);
     dtrain_tape_destroy(tape);
     CHECK(device->allocated_bytes == 0);
@@ -639,7 +640,7 @@ static int allocation_failures_main(dtrain_world *world, void *user)
     int at = 0;
     (void)user;
     dtrain_tape_begin(tape, 0, 1);
-    CHECK(dtrain_tensor_read(tape, gpt_loss(tape, &m), &expected) == DTRAIN_OK);
+    CHECK(dtrain_tensor_read(tape, gpt_loss(tape, &m), &expected, NULL) == DTRAIN_OK);
     dtrain_tape_destroy(tape);
     dtrain_device_destroy(device);
     for (at = 0; step_with_failure(world, &m, -1, at, expected); at++) {}
@@ -683,7 +684,7 @@ static void check_cast(dtrain_tape *tape, dtrain_dtype first, dtrain_dtype secon
     dtrain_tensor *a = dtrain_cast(tape, in, first), *b = dtrain_cast(tape, a, second);
     CHECK(a && b && a->dtype == (uint32_t)first && b->dtype == (uint32_t)second);
     CHECK((a == in) == (first == DTRAIN_DTYPE_F32) && (a == b) == (first == second));
-    CHECK(dtrain_tensor_read(tape, b, got) == DTRAIN_OK);
+    CHECK(dtrain_tensor_read(tape, b, got, NULL) == DTRAIN_OK);
     for (int i = 0; i < N; i++) {
         float expected = through(through(x[i], first), second);
         CHECK_MSG(memcmp(&got[i], &expected, 4) == 0, "%s to %s: %.9g became %.9g, expected %.9g",
@@ -691,7 +692,7 @@ static void check_cast(dtrain_tape *tape, dtrain_dtype first, dtrain_dtype secon
                   (double)expected);
     }
     CHECK(dtrain_tape_backward(tape, dtrain_sum(tape, b), scale) == DTRAIN_OK);
-    CHECK(dtrain_tensor_read_grad(tape, in, got) == DTRAIN_OK);
+    CHECK(dtrain_tensor_read(tape, in, NULL, got) == DTRAIN_OK);
     for (int i = 0; i < N; i++)
         CHECK_MSG(got[i] == through(through(scale, second), first), "gradient %.9g",
                   (double)got[i]);
@@ -713,19 +714,19 @@ static void test_cast(void)
         dtrain_tensor *in = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 1, shape, x, true);
         dtrain_tensor *y =
             dtrain_add(tape, dtrain_cast(tape, in, left), dtrain_cast(tape, in, right));
-        CHECK(dtrain_tensor_read(tape, y, got) == DTRAIN_OK && got[3] == 8);
+        CHECK(dtrain_tensor_read(tape, y, got, NULL) == DTRAIN_OK && got[3] == 8);
         CHECK(y && y->dtype == (uint32_t)(right == DTRAIN_DTYPE_F32 ? right : left));
         CHECK(dtrain_tape_backward(tape, dtrain_sum(tape, y), 1) == DTRAIN_OK);
-        CHECK(dtrain_tensor_read_grad(tape, in, got) == DTRAIN_OK && got[0] == 2 && got[3] == 2);
+        CHECK(dtrain_tensor_read(tape, in, NULL, got) == DTRAIN_OK && got[0] == 2 && got[3] == 2);
     }
     dtrain_tape_begin(tape, 0, 0);
     CHECK(!dtrain_cast(tape, dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 1, shape, x, true),
                        DTRAIN_DTYPE_I32));
-    expect_error(dtrain_tape_error(tape), DTRAIN_ERROR_ARGUMENT, "dtrain_cast", "i32");
+    expect_error(tape_error(tape), DTRAIN_ERROR_ARGUMENT, "dtrain_cast", "i32");
     dtrain_tape_begin(tape, 0, 0);
     CHECK(!dtrain_cast(tape, dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, shape, ids, false),
                        DTRAIN_DTYPE_F32));
-    expect_error(dtrain_tape_error(tape), DTRAIN_ERROR_ARGUMENT, "dtrain_cast: input 1", "i32");
+    expect_error(tape_error(tape), DTRAIN_ERROR_ARGUMENT, "dtrain_cast: input 1", "i32");
     dtrain_tape_destroy(tape);
     dtrain_device_destroy(device);
 }
@@ -749,7 +750,7 @@ static float scaled_step(dtrain_tape *tape, gpt *m, uint32_t flags, float scale,
     dtrain_tape_begin(tape, flags, 1);
     dtrain_tensor *loss = gpt_loss(tape, m);
     CHECK_MSG(dtrain_tape_backward(tape, loss, scale) == DTRAIN_OK, "%s", dtrain_last_error());
-    CHECK(dtrain_tensor_read(tape, loss, &value) == DTRAIN_OK);
+    CHECK(dtrain_tensor_read(tape, loss, &value, NULL) == DTRAIN_OK);
     for (int64_t i = 0; i < m->count; i++) gradients[i] = m->memory[m->count + i] / scale;
     return value;
 }
@@ -810,7 +811,7 @@ static void test_weights_in_turn(void)
                 p->value = turn ? shared : c.values[i];
                 x = dtrain_linear(tape, x, p, NULL, DTRAIN_ACTIVATION_NONE);
             }
-            CHECK(dtrain_tensor_read(tape, x, turn ? in_turn : apart) == DTRAIN_OK);
+            CHECK(dtrain_tensor_read(tape, x, turn ? in_turn : apart, NULL) == DTRAIN_OK);
             if (turn) CHECK(memcmp(in_turn, apart, sizeof apart) == 0);
         }
     /* a weight that is used twice is rounded once */

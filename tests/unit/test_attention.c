@@ -8,6 +8,7 @@
 #include "differences.h"
 #include "naive_device.h"
 #include "reference/llama_golden.h"
+#include "tape_error.h"
 
 /* ---- What is built -----------------------------------------------------------------------------*/
 
@@ -190,7 +191,8 @@ static void run(setting s, outcome *out)
     }
     dtrain_tensor *y = attend(tape, x[0], x[1], x[2]);
     if (!plan)
-        CHECK_MSG(dtrain_tensor_read(tape, y, out->y) == DTRAIN_OK, "%s", dtrain_last_error());
+        CHECK_MSG(dtrain_tensor_read(tape, y, out->y, NULL) == DTRAIN_OK, "%s",
+                  dtrain_last_error());
     for (uint32_t unit = 1; unit < 4; unit++) { /* so that dropped results are overwritten */
         dtrain_tape_unit(tape, unit);
         y = dtrain_scale(tape, y, 0.5f);
@@ -199,7 +201,8 @@ static void run(setting s, outcome *out)
     dtrain_tensor *loss = dtrain_sum(tape, dtrain_multiply(tape, y, y));
     CHECK_MSG(dtrain_tape_backward(tape, loss, 1) == DTRAIN_OK, "%s", dtrain_last_error());
     for (int i = 0; i < (s.packed ? 1 : 3) && !plan; i++)
-        CHECK(dtrain_tensor_read_grad(tape, in[i], s.packed ? packed : out->slope[i]) == DTRAIN_OK);
+        CHECK(dtrain_tensor_read(tape, in[i], NULL, s.packed ? packed : out->slope[i]) ==
+              DTRAIN_OK);
     for (int i = 0; i < ROWS * 3 * N && s.packed; i++)
         out->slope[i / N % 3][i / (3 * N) * N + i % N] = packed[i];
     dtrain_tape_query(tape, &info);
@@ -356,7 +359,7 @@ static void test_errors(void)
         const dtrain_attention_desc desc = {__VA_ARGS__};                                 \
         (void)a, (void)b;                                                                 \
         CHECK(!dtrain_attention(tape, q, k, v, &desc));                                   \
-        CHECK(dtrain_tape_error(tape) == DTRAIN_ERROR_ARGUMENT);                          \
+        CHECK(tape_error(tape) == DTRAIN_ERROR_ARGUMENT);                                 \
         CHECK_MSG(strstr(dtrain_last_error(), words) != NULL, "%s", dtrain_last_error()); \
     } while (0)
     REFUSED(a, NULL, NULL, "dtrain_attention: 4 heads of queries cannot share 3 of keys equally",
@@ -406,7 +409,7 @@ static void test_errors(void)
         .key_lengths = dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, &two, some, false)};
     dtrain_tensor *b = INPUT(2, narrow, false);
     CHECK(!dtrain_attention(tape, INPUT(2, wide, true), b, b, &bad));
-    CHECK(dtrain_tape_error(tape) == DTRAIN_ERROR_DATA);
+    CHECK(tape_error(tape) == DTRAIN_ERROR_DATA);
     CHECK_MSG(strstr(dtrain_last_error(), "key length 6 of batch element 1 is outside [0, 5]"),
               "%s", dtrain_last_error());
 #undef INPUT

@@ -5,6 +5,7 @@
 #include "dtrain.h"
 #include "ranks.h"
 #include "reference/op_golden.h"
+#include "tape_error.h"
 
 enum { N = 4, MOST = 8, THREADS = DTRAIN_LAUNCH_THREADS };
 
@@ -93,7 +94,7 @@ static void test_pytorch(void)
     d_y.shape[0] = 1;
     d_y.shape[1] = d_y.count = ROWS * N;
     d_y.flags = DTRAIN_PARAM_FROZEN;
-    CHECK(dtrain_tensor_read(l.tape, out, y) == DTRAIN_OK);
+    CHECK(dtrain_tensor_read(l.tape, out, y, NULL) == DTRAIN_OK);
     close_to(y, op_batch_norm_y, ROWS * N, 1e-5f);
     close_to(l.m, op_batch_norm_mean, N, 1e-6f);
     close_to(l.v, op_batch_norm_var, N, 1e-6f);
@@ -103,8 +104,8 @@ static void test_pytorch(void)
         out->shape[1] = out->shape[2] = out->shape[3] = 0;
     }
     CHECK(dtrain_tape_backward(l.tape, weighed(l.tape, out, &d_y), 1) == DTRAIN_OK);
-    CHECK(dtrain_tensor_read_grad(l.tape, x, dx) == DTRAIN_OK);
-    CHECK(dtrain_tensor_read_grad(l.tape, residual, dr) == DTRAIN_OK);
+    CHECK(dtrain_tensor_read(l.tape, x, NULL, dx) == DTRAIN_OK);
+    CHECK(dtrain_tensor_read(l.tape, residual, NULL, dr) == DTRAIN_OK);
     close_to(dx, op_batch_norm_dx, ROWS * N, 1e-5f);
     close_to(dr, op_batch_norm_dresidual, ROWS * N, 1e-6f);
     close_to(l.dw, op_batch_norm_dw, N, 1e-5f);
@@ -115,7 +116,7 @@ static void test_pytorch(void)
     desc.residual = NULL;
     desc.activation = DTRAIN_ACTIVATION_NONE;
     out = dtrain_batch_norm(l.tape, x, &l.weight, &l.bias, &desc);
-    CHECK(dtrain_tensor_read(l.tape, out, y) == DTRAIN_OK);
+    CHECK(dtrain_tensor_read(l.tape, out, y, NULL) == DTRAIN_OK);
     close_to(y, op_batch_norm_inferred, ROWS * N, 1e-5f);
     close_to(l.m, op_batch_norm_mean, N, 1e-6f); /* they stay */
     layer_close(&l);
@@ -152,12 +153,12 @@ static void test_finite_differences(void)
                     loss = dtrain_batch_norm(l.tape, input, &l.weight, &l.bias, &desc);
                     loss = dtrain_linear(l.tape, loss, &d_y, NULL, DTRAIN_ACTIVATION_GELU);
                     loss = dtrain_sum(l.tape, loss);
-                    if (at) CHECK(!dtrain_tensor_read(l.tape, loss, side ? &down : &up));
+                    if (at) CHECK(!dtrain_tensor_read(l.tape, loss, side ? &down : &up, NULL));
                 }
                 if (at) *at = middle;
                 if (!at) {
                     CHECK(dtrain_tape_backward(l.tape, loss, 1) == DTRAIN_OK);
-                    CHECK(dtrain_tensor_read_grad(l.tape, input, dx) == DTRAIN_OK);
+                    CHECK(dtrain_tensor_read(l.tape, input, NULL, dx) == DTRAIN_OK);
                     continue;
                 }
                 const float got = i < rows * N       ? dx[i]
@@ -197,7 +198,7 @@ static void test_refused(void)
             desc.residual = dtrain_tape_input(l.tape, DTRAIN_DTYPE_F32, 2, other, x, false);
         if (what == 5) desc.residual = dtrain_cast(l.tape, in, DTRAIN_DTYPE_BF16);
         CHECK(!dtrain_batch_norm(l.tape, in, &l.weight, &l.bias, &desc));
-        CHECK(dtrain_tape_error(l.tape) != DTRAIN_OK);
+        CHECK(tape_error(l.tape) != DTRAIN_OK);
         CHECK_MSG(says(words[what]) && says("dtrain_batch_norm"), "%s", dtrain_last_error());
     }
     layer_close(&l);
@@ -300,7 +301,7 @@ static int sync_rank(dtrain_world *world, void *user)
         /* the mean over ranks of gradients is that of the sum over all rows / all, times ranks / ranks */
         RANKS_TRY(dtrain_tape_begin(tape, r->flags | (infers ? DTRAIN_TAPE_NO_GRAD : 0), 0));
         dtrain_tensor *out = sync_model(tape, p, x + first * N, rows, comm, all / ranks);
-        RANKS_TRY(dtrain_tensor_read(tape, out, &loss));
+        RANKS_TRY(dtrain_tensor_read(tape, out, &loss, NULL));
         RANKS_TRY(dtrain_all_reduce(dtrain_world_comm(world), &loss, &loss, 1, DTRAIN_DTYPE_F32,
                                     DTRAIN_REDUCE_MEAN, NULL));
         if (infers) r->inferred[rank] = loss;
@@ -430,7 +431,7 @@ static int rank_gives_strategys(dtrain_world *world, void *user)
     desc.comm = dtrain_world_comm(world);
     dtrain_tensor *in = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, shape, x, false);
     CHECK(!dtrain_batch_norm(tape, in, &p[0], &p[1], &desc));
-    CHECK_MSG(dtrain_tape_error(tape) == DTRAIN_ERROR_USAGE && says("dtrain_comm_split"), "%s",
+    CHECK_MSG(tape_error(tape) == DTRAIN_ERROR_USAGE && says("dtrain_comm_split"), "%s",
               dtrain_last_error());
     dtrain_tape_destroy(tape);
     dtrain_strategy_destroy(strategy);

@@ -4,6 +4,7 @@
 #include "dtrain.h"
 #include "naive_device.h"
 #include "reference/conv_golden.h"
+#include "tape_error.h"
 
 static dtrain_device *device;
 static dtrain_tape *tape;
@@ -65,7 +66,7 @@ static dtrain_result given_forward(dtrain_op *op)
 static dtrain_result given_backward(dtrain_op *op)
 {
     float *grad = (float *)dtrain_op_input_grad(op, 0, NULL);
-    if (!grad) return dtrain_tape_error(op->tape);
+    if (!grad) return tape_error(op->tape);
     memcpy(grad, *(const float *const *)op->args, (size_t)op->inputs[0]->count * sizeof *grad);
     return DTRAIN_OK;
 }
@@ -78,12 +79,12 @@ static void check_golden(const char *what, dtrain_tensor *x, dtrain_tensor *y, c
 {
     if (!CHECK_MSG(x && y, "%s: %s", what, dtrain_last_error())) return;
     float *got = (float *)malloc(sizeof(float) * (size_t)(x->count + y->count));
-    CHECK(dtrain_tensor_read(tape, y, got) == DTRAIN_OK);
+    CHECK(dtrain_tensor_read(tape, y, got, NULL) == DTRAIN_OK);
     check_floats(what, got, want_y, y->count);
     dtrain_tensor *loss = dtrain_tape_apply(tape, &given_op, &y, 1, NULL, 0, &dy, sizeof dy);
     CHECK_MSG(dtrain_tape_backward(tape, loss, 1) == DTRAIN_OK, "%s: %s", what,
               dtrain_last_error());
-    CHECK(dtrain_tensor_read_grad(tape, x, got) == DTRAIN_OK);
+    CHECK(dtrain_tensor_read(tape, x, NULL, got) == DTRAIN_OK);
     check_floats(what, got, want_dx, x->count);
     free(got);
 }
@@ -210,7 +211,7 @@ static double net_value(net *n, uint32_t flags)
 {
     float value = NAN;
     dtrain_tape_begin(tape, flags, 1);
-    CHECK_MSG(dtrain_tensor_read(tape, net_loss(tape, n), &value) == DTRAIN_OK, "%s",
+    CHECK_MSG(dtrain_tensor_read(tape, net_loss(tape, n), &value, NULL) == DTRAIN_OK, "%s",
               dtrain_last_error());
     return (double)value;
 }
@@ -222,8 +223,8 @@ static double net_backward(net *n, uint32_t flags)
     dtrain_tape_begin(tape, flags, 1);
     dtrain_tensor *loss = net_loss(tape, n);
     CHECK_MSG(dtrain_tape_backward(tape, loss, 1) == DTRAIN_OK, "%s", dtrain_last_error());
-    CHECK(dtrain_tensor_read(tape, loss, &value) == DTRAIN_OK);
-    CHECK(dtrain_tensor_read_grad(tape, n->x, n->d_pixels) == DTRAIN_OK);
+    CHECK(dtrain_tensor_read(tape, loss, &value, NULL) == DTRAIN_OK);
+    CHECK(dtrain_tensor_read(tape, n->x, NULL, n->d_pixels) == DTRAIN_OK);
     return (double)value;
 }
 
@@ -443,7 +444,7 @@ static void test_plan(void)
 
 static void refuses(dtrain_tensor *y, const char *sentence)
 {
-    CHECK(y == NULL && dtrain_tape_error(tape) != DTRAIN_OK);
+    CHECK(y == NULL && tape_error(tape) != DTRAIN_OK);
     CHECK_MSG(strstr(dtrain_last_error(), sentence) != NULL, "\"%s\" lacks \"%s\"",
               dtrain_last_error(), sentence);
     dtrain_tape_begin(tape, 0, 0);

@@ -6,6 +6,7 @@
 #include "dtrain.h"
 #include "naive_device.h"
 #include "reference/gpt2_golden.h"
+#include "tape_error.h"
 
 enum {
     ROWS = GOLDEN_BATCH * GOLDEN_POSITIONS,
@@ -163,9 +164,9 @@ static void check_one_pass(int kind, bool alias, int64_t padding, float garbage)
     CHECK(dtrain_tape_create(NULL, NULL, device, &tape) == DTRAIN_OK);
     CHECK(dtrain_tape_begin(tape, 0, 1) == DTRAIN_OK);
     dtrain_tensor *loss = gpt2_loss(tape, &model, 0, GOLDEN_BATCH);
-    CHECK_MSG(dtrain_tensor_read(tape, model.logits, logits) == DTRAIN_OK, "%s",
+    CHECK_MSG(dtrain_tensor_read(tape, model.logits, logits, NULL) == DTRAIN_OK, "%s",
               dtrain_last_error());
-    CHECK(dtrain_tensor_read(tape, loss, &loss_value) == DTRAIN_OK);
+    CHECK(dtrain_tensor_read(tape, loss, &loss_value, NULL) == DTRAIN_OK);
     for (int64_t row = 0; row < ROWS; row++)
         check_floats("logits", logits + row * columns, golden_logits + row * GOLDEN_VOCAB,
                      GOLDEN_VOCAB, 1e-5);
@@ -247,7 +248,7 @@ static dtrain_result ddp_gradients(dtrain_world *world, dtrain_strategy *ddp, dt
     split_batch(world, &first, &batch, &scale);
     TRY(dtrain_tape_begin(tape, 0, 1));
     dtrain_tensor *mean = gpt2_loss(tape, model, first, batch);
-    TRY(dtrain_tensor_read(tape, mean, loss));
+    TRY(dtrain_tensor_read(tape, mean, loss, NULL));
     TRY(dtrain_tape_backward(tape, mean, 1));
     TRY(dtrain_strategy_finish(ddp));
     *loss *= scale;
@@ -474,7 +475,7 @@ static int stranger_main(dtrain_world *world, void *user)
     shape[0] = 1, shape[1] = GOLDEN_POSITIONS;
     dtrain_tensor *x = dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 2, shape, golden_inputs, false);
     CHECK(!dtrain_embedding(tape, x, &model->params[0], &stranger));
-    CHECK(dtrain_tape_error(tape) == DTRAIN_ERROR_USAGE);
+    CHECK(tape_error(tape) == DTRAIN_ERROR_USAGE);
     CHECK(strstr(dtrain_last_error(), "stranger belongs to no strategy") != NULL);
     CHECK(ddp_gradients(world, ddp, tape, model, &loss) == DTRAIN_OK); /* the next pass is clean */
     check_gradients(model, 2e-6);

@@ -4,6 +4,7 @@
  * parameter, saved memory and two outputs, and it may be given the same tensor twice. */
 #include "test.h"
 #include "dtrain.h"
+#include "tape_error.h"
 
 enum { ROWS = 5, N = 8, UNITS = 4 };
 
@@ -164,14 +165,14 @@ static void test_gradients(void)
         dtrain_tensor *loss = gate_loss(tape, way, &w, input);
         CHECK_MSG(dtrain_tape_backward(tape, loss, 1) == DTRAIN_OK, "%s", dtrain_last_error());
         for (int i = 0; i < 2; i++)
-            CHECK(dtrain_tensor_read_grad(tape, input[i], grad + i * ROWS * N) == DTRAIN_OK);
+            CHECK(dtrain_tensor_read(tape, input[i], NULL, grad + i * ROWS * N) == DTRAIN_OK);
         for (int i = 0; i < 2 * ROWS * N + N; i++) {
             const float middle = values[i];
             for (int k = 0; k < 2; k++) {
                 values[i] = middle + (k ? 5e-3f : -5e-3f);
                 CHECK(dtrain_tape_begin(tape, DTRAIN_TAPE_NO_GRAD, 0) == DTRAIN_OK);
                 loss = gate_loss(tape, way, &w, input);
-                CHECK(dtrain_tensor_read(tape, loss, &side[k]) == DTRAIN_OK);
+                CHECK(dtrain_tensor_read(tape, loss, &side[k], NULL) == DTRAIN_OK);
             }
             values[i] = middle;
             CHECK_CLOSE(grad[i], (side[1] - side[0]) / 1e-2f, 2e-3);
@@ -265,7 +266,7 @@ static void test_checkpointing(void)
         forwards = 0;
         CHECK(dtrain_tape_begin(tape, 0, 0) == DTRAIN_OK);
         dtrain_tensor *loss = model_loss(tape, &m);
-        CHECK(dtrain_tensor_read(tape, loss, &losses[every]) == DTRAIN_OK);
+        CHECK(dtrain_tensor_read(tape, loss, &losses[every], NULL) == DTRAIN_OK);
         CHECK_MSG(dtrain_tape_backward(tape, loss, 1) == DTRAIN_OK, "%s", dtrain_last_error());
         CHECK_MSG(forwards == (every ? 2 * UNITS - 2 : UNITS), "%d", forwards); /* two are intact */
     }
@@ -421,7 +422,7 @@ static void test_autocast(void)
     dtrain_tensor *x = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, shape, values, true);
     dtrain_tensor *y = dtrain_tape_apply(tape, &desc, &x, 1, list, 2, NULL, sizeof(int64_t));
     CHECK(dtrain_tape_backward(tape, dtrain_sum(tape, y), 2) == DTRAIN_OK);
-    CHECK(dtrain_tensor_read_grad(tape, x, grad) == DTRAIN_OK);
+    CHECK(dtrain_tensor_read(tape, x, NULL, grad) == DTRAIN_OK);
     for (int i = 0; i < ROWS * N; i++) CHECK(grad[i] == 2);
     end(tape, device);
 }
@@ -448,7 +449,7 @@ static dtrain_result bad_run(dtrain_op *op)
 
 static void expect(dtrain_tape *tape, dtrain_result code, const char *part)
 {
-    const dtrain_result found = dtrain_tape_error(tape);
+    const dtrain_result found = tape_error(tape);
     CHECK_MSG(found == code && strstr(dtrain_last_error(), part), "expected '%s', found %s: %s",
               part, dtrain_result_text(found), dtrain_last_error());
 }
@@ -485,7 +486,7 @@ static void test_errors(void)
         dtrain_tensor *y =
             dtrain_tape_apply(tape, &desc, inputs, input_count, &param, 1, &args, sizeof args);
         if (what < 9) CHECK(y == NULL && dtrain_sum(tape, y) == NULL);
-        else CHECK(y && dtrain_tape_error(tape) == DTRAIN_OK);
+        else CHECK(y && tape_error(tape) == DTRAIN_OK);
         if (what == 0) expect(tape, DTRAIN_ERROR_ARGUMENT, "gate: desc is NULL or has no");
         if (what == 1) expect(tape, DTRAIN_ERROR_ARGUMENT, "gate: 9 inputs and 1 parameters");
         if (what == 2) expect(tape, DTRAIN_ERROR_ARGUMENT, "gate: input 2 is NULL, expected f32");

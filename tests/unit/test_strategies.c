@@ -19,6 +19,7 @@
 #include "ranks.h"
 #define STRATEGY_SENT(strategy, sent) dtrain__strategy_comm_info(strategy, sent)
 #include "strategy_model.h"
+#include "tape_error.h"
 
 /* ---- the matrix ---- */
 
@@ -470,7 +471,7 @@ static dtrain_result chain_step(chain *m, dtrain_tape *tape, dtrain_strategy *st
         h = dtrain_linear(tape, h, &m->params[i], NULL, DTRAIN_ACTIVATION_GELU);
     }
     loss = dtrain_mean(tape, h);
-    TRY(dtrain_tensor_read(tape, loss, loss_value));
+    TRY(dtrain_tensor_read(tape, loss, loss_value, NULL));
     TRY(dtrain_tape_backward(tape, loss, 1));
     TRY(dtrain_strategy_finish(strategy));
     return dtrain_optimizer_step(optimizer, 1e-3f, 1);
@@ -1234,8 +1235,7 @@ static int wrong_unit_rank(dtrain_world *world, void *user)
     /* 0: no unit was marked; 1: unit 1 is gathered, unit 0 was */
     h = dtrain_linear(tape, h, &params[0], NULL, DTRAIN_ACTIVATION_NONE);
     CHECK(h == NULL);
-    refused(dtrain_tape_error(tape), DTRAIN_ERROR_USAGE, strategy_kind_name(c->kind), "\"p0\"",
-            "unit 0");
+    refused(tape_error(tape), DTRAIN_ERROR_USAGE, strategy_kind_name(c->kind), "\"p0\"", "unit 0");
     dtrain_tape_destroy(tape);
     dtrain_strategy_destroy(strategy);
     return 0;

@@ -8,6 +8,7 @@
 #include "naive_device.h"
 #include "packed_attention.h"
 #include "reference/op_golden.h"
+#include "tape_error.h"
 
 #define MAX_PARAMS 6
 #define MAX_INPUTS 3
@@ -115,8 +116,8 @@ static double model_value(dtrain_tape *tape, model *m, uint32_t flags)
 {
     float value = NAN;
     dtrain_tape_begin(tape, flags, 5);
-    CHECK_MSG(dtrain_tensor_read(tape, model_loss(tape, m), &value) == DTRAIN_OK, "%s: %s", m->name,
-              dtrain_last_error());
+    CHECK_MSG(dtrain_tensor_read(tape, model_loss(tape, m), &value, NULL) == DTRAIN_OK, "%s: %s",
+              m->name, dtrain_last_error());
     return (double)value;
 }
 
@@ -165,7 +166,7 @@ static void check_model(dtrain_tape *tape, model *m)
               dtrain_last_error());
     for (int i = 0; i < m->input_count; i++) {
         gradient[i] = (float *)malloc((size_t)m->input[i]->count * sizeof(float));
-        CHECK(dtrain_tensor_read_grad(tape, m->input[i], gradient[i]) == DTRAIN_OK);
+        CHECK(dtrain_tensor_read(tape, m->input[i], NULL, gradient[i]) == DTRAIN_OK);
     }
     for (int i = 0; i < m->input_count; i++) {
         char what[24];
@@ -497,7 +498,7 @@ static void test_dropout_gradient(void)
     float *gradient = (float *)malloc(40 * sizeof(float));
     dtrain_tape_begin(tape, 0, 5);
     CHECK(dtrain_tape_backward(tape, model_loss(tape, &m), 1) == DTRAIN_OK);
-    CHECK(dtrain_tensor_read_grad(tape, m.input[0], gradient) == DTRAIN_OK);
+    CHECK(dtrain_tensor_read(tape, m.input[0], NULL, gradient) == DTRAIN_OK);
     compare_slopes(tape, &m, "input", m.input_value[0], gradient, 40);
     free(gradient);
     dtrain_tape_destroy(tape);
@@ -531,7 +532,7 @@ static void check_golden(dtrain_tape *tape)
     w.value = weight, b.value = bias;
     dtrain_tape_begin(tape, 0, 0);
     dtrain_tensor *x = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, shape, op_layernorm_x, false);
-    CHECK(dtrain_tensor_read(tape, dtrain_layernorm(tape, x, NULL, &w, &b, 1e-5f), out) ==
+    CHECK(dtrain_tensor_read(tape, dtrain_layernorm(tape, x, NULL, &w, &b, 1e-5f), out, NULL) ==
           DTRAIN_OK);
     check_floats("layernorm", out, op_layernorm_y, 60, 1e-5);
 
@@ -547,9 +548,9 @@ static void check_golden(dtrain_tape *tape)
             dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, target_shape, targets, false);
         dtrain_tensor *loss = dtrain_cross_entropy(tape, x, t, 0, 0);
         CHECK(dtrain_tape_backward(tape, loss, 1) == DTRAIN_OK);
-        CHECK(dtrain_tensor_read(tape, loss, out) == DTRAIN_OK);
+        CHECK(dtrain_tensor_read(tape, loss, out, NULL) == DTRAIN_OK);
         CHECK_CLOSE(out[0], ignore ? op_ce_ignore_loss[0] : op_ce_loss[0], 1e-5);
-        CHECK(dtrain_tensor_read_grad(tape, x, out) == DTRAIN_OK);
+        CHECK(dtrain_tensor_read(tape, x, NULL, out) == DTRAIN_OK);
         check_floats("d logits", out, ignore ? op_ce_ignore_dlogits : op_ce_dlogits, 35, 1e-5);
     }
 
@@ -561,7 +562,7 @@ static void check_golden(dtrain_tape *tape)
     }
     dtrain_tape_begin(tape, 0, 0);
     x = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, qkv_shape, qkv, false);
-    CHECK(dtrain_tensor_read(tape, causal_attention(tape, x, 5, 2), out) == DTRAIN_OK);
+    CHECK(dtrain_tensor_read(tape, causal_attention(tape, x, 5, 2), out, NULL) == DTRAIN_OK);
     for (int i = 0; i < 80; i++) {
         int d = i % 4, t = i / 4 % 5, h = i / 20 % 2, batch = i / 40;
         CHECK_CLOSE(out[(batch * 5 + t) * 8 + h * 4 + d], op_sdpa_y[i], 1e-5);
@@ -688,7 +689,7 @@ static void test_logits_in_place(void)
     dtrain_tape_query(tape, &info);
     CHECK_MSG(info.gradient_bytes < 64 * VOCAB * sizeof(float), "%llu bytes of gradients",
               (unsigned long long)info.gradient_bytes);
-    CHECK(dtrain_tensor_read(tape, m.input[0], logits) == DTRAIN_OK);
+    CHECK(dtrain_tensor_read(tape, m.input[0], logits, NULL) == DTRAIN_OK);
     for (int row = 0; row < 64; row++) { /* a row of d logits sums to 0 */
         double sum = 0;
         for (int i = 0; i < VOCAB; i++) {
@@ -767,7 +768,7 @@ static void test_little_waste(void)
         x = dtrain_linear(tape, x, &weight, NULL, DTRAIN_ACTIVATION_GELU);
         values += (double)(rows * (n + 6 + n + 2 + 3 * n + 3 * n));
     }
-    CHECK(dtrain_tape_error(tape) == DTRAIN_OK);
+    CHECK(tape_error(tape) == DTRAIN_OK);
     dtrain_tape_query(tape, &info);
     CHECK_MSG((double)info.activation_bytes < 1.01 * 4 * values, "%g bytes for %g bytes of values",
               (double)info.activation_bytes, 4 * values);
@@ -853,10 +854,10 @@ static void test_dropout(void)
         dtrain_tensor *x = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 1, shape, ones, true);
         dtrain_tensor *first = dtrain_dropout(tape, x, 0.3f),
                       *second = dtrain_dropout(tape, x, 0.3f);
-        CHECK(dtrain_tensor_read(tape, first, pass == 2 ? c : b) == DTRAIN_OK);
+        CHECK(dtrain_tensor_read(tape, first, pass == 2 ? c : b, NULL) == DTRAIN_OK);
         if (pass == 1) CHECK(memcmp(a, b, N * sizeof(float)) == 0);
         if (pass == 0) memcpy(a, b, N * sizeof(float));
-        if (pass == 1) CHECK(dtrain_tensor_read(tape, second, b) == DTRAIN_OK);
+        if (pass == 1) CHECK(dtrain_tensor_read(tape, second, b, NULL) == DTRAIN_OK);
         CHECK(dtrain_dropout(tape, x, 0) == x);
     }
     for (int i = 0; i < N; i++) {
@@ -888,7 +889,7 @@ static int step_with_failure(dtrain_world *world, model *m, int host_at, int dev
     naive_allocations_left = device_at;
     dtrain_result result = language_step(tape, m, 1);
     CHECK(result == DTRAIN_OK || result == DTRAIN_ERROR_MEMORY);
-    CHECK(dtrain_tape_error(tape) == result);
+    CHECK(tape_error(tape) == result);
     host_memory.fail_at = 0;
     naive_allocations_left = -1;
     CHECK(language_step(tape, m, 1) == DTRAIN_OK);
@@ -934,12 +935,12 @@ static void test_allocation_failures(void)
 
 static void expect_error(dtrain_tape *tape, dtrain_result code, const char *part, const char *other)
 {
-    dtrain_result result = dtrain_tape_error(tape);
+    dtrain_result result = tape_error(tape);
     CHECK_MSG(result == code && strstr(dtrain_last_error(), part) &&
                   strstr(dtrain_last_error(), other),
               "expected %s with '%s' and '%s', got %s: %s", dtrain_result_text(code), part, other,
               dtrain_result_text(result), dtrain_last_error());
-    CHECK(dtrain_tape_begin(tape, 0, 0) == DTRAIN_OK && dtrain_tape_error(tape) == DTRAIN_OK);
+    CHECK(dtrain_tape_begin(tape, 0, 0) == DTRAIN_OK && tape_error(tape) == DTRAIN_OK);
 }
 
 static void test_errors(void)
@@ -960,10 +961,10 @@ static void test_errors(void)
 
     CHECK(dtrain_tape_create(NULL, NULL, NULL, &tape) == argument && !tape);
     CHECK(dtrain_tape_create(NULL, NULL, device, NULL) == argument);
-    CHECK(dtrain_tape_begin(NULL, 0, 0) == argument && dtrain_tape_error(NULL) == argument);
+    CHECK(dtrain_tape_begin(NULL, 0, 0) == argument && tape_error(NULL) == DTRAIN_OK);
     CHECK(dtrain_tape_backward(NULL, NULL, 1) == argument && !dtrain_sum(NULL, NULL));
     CHECK(dtrain_tape_create(NULL, NULL, device, &tape) == DTRAIN_OK);
-    CHECK(dtrain_tape_error(tape) == DTRAIN_OK);
+    CHECK(tape_error(tape) == DTRAIN_OK);
     CHECK(!X);
     expect_error(tape, usage, "dtrain_tape_input", "call dtrain_tape_begin");
 
@@ -1031,7 +1032,7 @@ static void test_errors(void)
     ok->value = value;
     ids[5] = 8;
     CHECK(!dtrain_embedding(tape, IDS, ok, NULL));
-    CHECK(dtrain_tape_error(tape) == DTRAIN_ERROR_DATA || dtrain_tape_error(tape) == argument);
+    CHECK(tape_error(tape) == DTRAIN_ERROR_DATA || tape_error(tape) == argument);
 
     /* stickiness: the first error stays, whatever comes after it */
     dtrain_tape_begin(tape, 0, 0);
@@ -1045,7 +1046,7 @@ static void test_errors(void)
     dtrain_tape_begin(NULL, 0, 0); /* another sentence on this thread */
     CHECK(dtrain_tape_backward(tape, y, 1) == argument);
     CHECK(strstr(dtrain_last_error(), "parameter fc_w") != NULL);
-    CHECK(dtrain_tensor_read(tape, y, data) == argument);
+    CHECK(dtrain_tensor_read(tape, y, data, NULL) == argument);
     expect_error(tape, argument, "parameter fc_w", "(8, 10)");
 
     /* backward */
@@ -1071,16 +1072,16 @@ static void test_errors(void)
     dtrain_tensor *x = X, *unused = X;
     plain = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, shape, data, false);
     y = dtrain_sum(tape, dtrain_add(tape, x, plain));
-    CHECK(dtrain_tensor_read_grad(tape, x, data) == usage);
+    CHECK(dtrain_tensor_read(tape, x, NULL, data) == usage);
     CHECK(dtrain_tape_backward(tape, y, 3) == DTRAIN_OK);
-    CHECK(dtrain_tensor_read_grad(tape, plain, data) == usage);
-    CHECK(dtrain_tensor_read_grad(tape, y, data) == usage);
-    CHECK(dtrain_tensor_read_grad(tape, NULL, data) == argument);
-    CHECK(dtrain_tensor_read(tape, y, NULL) == argument);
+    CHECK(dtrain_tensor_read(tape, plain, NULL, data) == usage);
+    CHECK(dtrain_tensor_read(tape, y, NULL, data) == usage);
+    CHECK(dtrain_tensor_read(tape, NULL, NULL, data) == argument);
+    CHECK(dtrain_tensor_read(tape, y, NULL, NULL) == argument);
     data[7] = 5;
-    CHECK(dtrain_tensor_read_grad(tape, unused, data) == DTRAIN_OK && data[7] == 0);
-    CHECK(dtrain_tensor_read_grad(tape, x, data) == DTRAIN_OK && data[7] == 3 && data[95] == 3);
-    CHECK(dtrain_tape_error(tape) == DTRAIN_OK);
+    CHECK(dtrain_tensor_read(tape, unused, NULL, data) == DTRAIN_OK && data[7] == 0);
+    CHECK(dtrain_tensor_read(tape, x, NULL, data) == DTRAIN_OK && data[7] == 3 && data[95] == 3);
+    CHECK(tape_error(tape) == DTRAIN_OK);
     dtrain_tape_destroy(tape);
     dtrain_tape_destroy(NULL);
     CHECK(device->allocated_bytes == 0);

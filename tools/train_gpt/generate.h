@@ -83,8 +83,8 @@ static inline dtrain_result gpt_generate(dtrain_tape *t, dtrain_device *device, 
         const int64_t begin = first + cache.length;
         result = dtrain_tape_begin(t, tape_flags | DTRAIN_TAPE_NO_GRAD, 0);
         if (result == DTRAIN_OK)
-            result =
-                dtrain_tensor_read(t, gpt_next(t, m, tokens + begin, at - begin, &cache), logits);
+            result = dtrain_tensor_read(t, gpt_next(t, m, tokens + begin, at - begin, &cache),
+                                        logits, NULL);
         if (result != DTRAIN_OK) break;
         cache.length = at - first;
         tokens[at] =
