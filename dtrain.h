@@ -2921,7 +2921,7 @@ typedef struct dtrain_summary {
 #define DTRAIN_METRIC_INTEGER 1u /* exact below 2^53 */
 #define DTRAIN_METRIC_COUNTER 2u /* never falls: Prometheus gets a counter */
 #define DTRAIN_METRIC_FIXED 4u   /* the same in all steps: not in every line */
-#define DTRAIN_METRIC_RANKS 8u   /* every rank has its own: dtrain_metrics_value */
+#define DTRAIN_METRIC_RANKS 8u   /* every rank has its own, which Prometheus gets as well */
 
 /* A row of the table of metrics. */
 typedef struct dtrain_metric {
@@ -2931,64 +2931,48 @@ typedef struct dtrain_metric {
     double base_scale; /* value * base_scale is in base units */
 } dtrain_metric;
 
-/* What a step has come to. Everything in it is valid during the call. */
+/* The metrics of a step. The arrays are the stream's, and change with the next step. */
 typedef struct dtrain_metrics_sample {
     int64_t step;
     double wall_time; /* seconds since 1970 */
     size_t count;
-    const dtrain_metric *metrics; /* (count) */
+    const dtrain_metric *metrics; /* (count): the table, the same in all steps */
     const double *values;         /* (count) */
     const bool *known;            /* (count): false: not measured in this step */
     const dtrain_step_record *record;
+    /* Each rank's figures: figures[r * figure_stride + f] is dtrain_figure f of rank r of the run,
+     * as fp32, NaN where it was not measured. NULL without desc.trainer. */
+    const float *figures;
+    size_t figure_stride;
 } dtrain_metrics_sample;
 
 /* The distribution of a tensor. Bucket i holds values from limits[i-1] (included; -inf before the
  * first) to limits[i] (excluded). Values that are not finite are counted apart. */
 typedef struct dtrain_histogram {
+    int64_t step;
+    double wall_time;
+    const char *tag; /* "gradients/NAME", "weights/NAME" */
     double min, max, sum, sum_squares;
     uint64_t count, nonfinite;
     size_t bucket_count;
     const double *limits, *buckets; /* (bucket_count) */
 } dtrain_histogram;
 
-typedef enum dtrain_metrics_event_kind {
-    DTRAIN_METRICS_TEXT = 1,
-    DTRAIN_METRICS_HISTOGRAM = 2
-} dtrain_metrics_event_kind;
-
-/* Something beside the numbers of a step. */
-typedef struct dtrain_metrics_event {
-    uint32_t kind; /* dtrain_metrics_event_kind */
-    int64_t step;
-    double wall_time;
-    const char *tag;                   /* "gradients/w", "config" */
-    const char *text;                  /* of a text, or NULL */
-    const dtrain_histogram *histogram; /* of a histogram, or NULL */
-} dtrain_metrics_event;
-
-/* What a sink is told when it is opened. */
-typedef struct dtrain_metrics_run {
-    int rank, size;      /* among the ranks of the run */
-    const char *name;    /* desc.run_name */
-    int64_t first_step;  /* desc.first_step */
-    bool append;         /* to what an earlier run has written */
-    const char *config;  /* or NULL */
-    const char *hparams; /* lines of NAME=VALUE, or NULL */
-    size_t count;
-    const dtrain_metric *metrics; /* (count): all that there are */
-} dtrain_metrics_run;
+struct dtrain_metrics_desc;
 
 /* A writer. Any function may be NULL. They are called by the thread that calls the metrics, in the
- * order open, then step and event, then finish, once, if open succeeded. An error of open is
- * dtrain_metrics_create's. Later ones are counted, the first is a warning with the error's sentence
- * (or the code's, where dtrain_last_error is empty), and the sink is called again in the next step:
- * training goes on whatever a sink does. */
+ * order open, then step and histogram, then finish, once, if open succeeded; what they are given is
+ * valid during the call. An error of open is dtrain_metrics_create's. Later ones are counted, the
+ * first is a warning with the error's sentence (or the code's, where dtrain_last_error is empty),
+ * and the sink is called again in the next step: training goes on whatever a sink does. */
 typedef struct dtrain_metrics_sink {
     bool every_rank; /* false: rank 0 alone */
     const char *name;
-    dtrain_result (*open)(void *user, const dtrain_metrics_run *run);
+    /* desc: the stream's, with its defaults; sample: the table of metrics, no step yet */
+    dtrain_result (*open)(void *user, const struct dtrain_metrics_desc *desc,
+                          const dtrain_metrics_sample *sample);
     dtrain_result (*step)(void *user, const dtrain_metrics_sample *sample);
-    dtrain_result (*event)(void *user, const dtrain_metrics_event *event);
+    dtrain_result (*histogram)(void *user, const dtrain_histogram *histogram);
     dtrain_result (*finish)(void *user, const dtrain_summary *summary);
     void *user;
 } dtrain_metrics_sink;
@@ -3009,7 +2993,7 @@ typedef struct dtrain_metrics_desc {
                                      collector, replaced at most once a second; NULL = none */
     const char *tensorboard_dir; /* one run: events.out.tfevents.* is made in it; NULL = none */
     uint32_t histogram_every;    /* steps between histograms of weights and gradients, for
-                                     TensorBoard and for sinks with event; needs trainer, and the
+                                     TensorBoard and for sinks with histogram; needs trainer, and the
                                      same number on all ranks: dtrain_metrics_step is collective
                                      in these steps. 0 = never */
     uint32_t gpu_every_ms;       /* between two questions to NVML; 0 = 5000 */
@@ -3039,13 +3023,8 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
  * histograms' collectives. */
 DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
                                              const dtrain_step_record *record);
-/* Send a text to the sinks that take events: a sample, a note. Local. */
-DTRAIN_API dtrain_result dtrain_metrics_text(dtrain_metrics *metrics, int64_t step, const char *tag,
-                                             const char *text);
-/* Tell what the run has come to so far, on any rank. */
-DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_summary *summary);
 
-/* How a sink has fared. */
+/* What a sink has written and lost. */
 typedef struct dtrain_metrics_sink_info {
     const char *name;       /* "json lines" */
     const char *path;       /* "" for the host's sinks */
@@ -3053,24 +3032,16 @@ typedef struct dtrain_metrics_sink_info {
 } dtrain_metrics_sink_info;
 
 typedef struct dtrain_metrics_info {
-    size_t count;
-    const dtrain_metric *metrics; /* (count) the table */
-    const double *values;         /* (count) of the last step */
-    const bool *known;            /* (count) */
+    dtrain_summary summary;     /* of the steps so far */
+    dtrain_metrics_sample last; /* of the last step; before the first only what is FIXED is known */
     size_t sink_count;
     const dtrain_metrics_sink_info *sinks; /* (sink_count) */
     const char *no_gpu;                    /* why there are no GPU metrics; "" where there are */
     const char *no_plan;                   /* why memory is not predicted; "" where it is */
 } dtrain_metrics_info;
-/* Show all metrics of the last step, on any rank. The arrays are the stream's, and change with the
- * next step; zeros for NULL. */
+/* Tell what the run has come to so far, on any rank; zeros for NULL. Medians of the last 1024 steps
+ * are made here: a fraction of a millisecond. */
 DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metrics_info *info);
-/* Look up one metric of the last step by its name; rank -1 for all ranks together, or a rank for
- * those with DTRAIN_METRIC_RANKS. *value is NaN when it was not measured, and the result is
- * DTRAIN_ERROR_UNSUPPORTED with a sentence that says why; an unknown name is
- * DTRAIN_ERROR_ARGUMENT. */
-DTRAIN_API dtrain_result dtrain_metrics_value(const dtrain_metrics *metrics, const char *name,
-                                              int rank, double *value);
 /* End the progress line, let every sink write its end (JSON: a last object with the summary and
  * "final": true) and close its file. DTRAIN_ERROR_FILE says what was lost on the way. */
 DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics);
@@ -24217,10 +24188,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__micro_backward(dtrain_trainer *trainer, dt
 DTRAIN__PRIVATE void dtrain__trainer_add(dtrain_trainer *trainer, uint32_t micro, float loss,
                                          float weight);
 
-/* train/trainer.c */
-DTRAIN__PRIVATE double dtrain__trainer_figure(const dtrain_trainer *trainer, int rank,
-                                              dtrain_figure figure);
-
 /* train/queued_step.c */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer);
 DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer);
@@ -24569,18 +24536,6 @@ static dtrain_spread dtrain__trainer_spread(const dtrain_trainer *trainer, int f
     }
     if (known) all.mean = sum / known;
     return all;
-}
-
-/* Return a figure of one rank in the last step; NaN: not measured, or no such rank. Every rank
- * knows those of all ranks, as fp32. */
-DTRAIN__PRIVATE double dtrain__trainer_figure(const dtrain_trainer *trainer, int rank,
-                                              dtrain_figure figure)
-{
-    for (int r = 0; trainer && trainer->step > 0 && r < trainer->ranks; r++)
-        if (dtrain__world_rank(trainer->groups.all, r) == rank &&
-            (uint32_t)figure < DTRAIN_FIGURE_COUNT)
-            return (double)trainer->words[r * DTRAIN__WORD_COUNT + (int)figure];
-    return DTRAIN__NAN;
 }
 
 /* Complete the record from the words of all ranks. All of them read the same words, so they decide
@@ -31168,7 +31123,8 @@ struct dtrain_metrics {
     dtrain__prometheus prometheus;
     dtrain__tensorboard tensorboard;
 
-    double values[DTRAIN__METRIC_COUNT]; /* of the last step */
+    dtrain_metrics_sample sample; /* the last step, as sinks see it */
+    double values[DTRAIN__METRIC_COUNT];
     bool known[DTRAIN__METRIC_COUNT];
     char no_plan[DTRAIN__ERROR_BYTES]; /* why memory is not predicted; "" */
     dtrain__nvml nvml;
@@ -31211,8 +31167,8 @@ DTRAIN__PRIVATE void dtrain__prometheus_free(dtrain_metrics *metrics);
 DTRAIN__PRIVATE void dtrain__tensorboard_free(dtrain_metrics *metrics);
 
 /* monitor/metrics.c */
-DTRAIN__PRIVATE void dtrain__metrics_event(dtrain_metrics *metrics,
-                                           const dtrain_metrics_event *event);
+DTRAIN__PRIVATE void dtrain__sinks_histogram(dtrain_metrics *metrics,
+                                             const dtrain_histogram *histogram);
 
 /* monitor/histogram.c */
 DTRAIN__PRIVATE dtrain_result dtrain__histograms_create(dtrain_metrics *metrics);
@@ -31253,23 +31209,15 @@ static void dtrain__sink_enter(dtrain_metrics *metrics)
     dtrain__set_last_error("");
 }
 
-static double dtrain__wall_seconds(void)
+/* Hand a histogram to the sinks that take them. */
+DTRAIN__PRIVATE void dtrain__sinks_histogram(dtrain_metrics *metrics,
+                                             const dtrain_histogram *histogram)
 {
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-
-DTRAIN__PRIVATE void dtrain__metrics_event(dtrain_metrics *metrics,
-                                           const dtrain_metrics_event *event)
-{
-    dtrain_metrics_event timed = *event;
-    timed.wall_time = dtrain__wall_seconds();
     for (size_t i = 0; i < metrics->sink_count; i++) {
         const dtrain_metrics_sink *sink = &metrics->sinks[i].table;
-        if (!sink->event) continue;
+        if (!sink->histogram) continue;
         dtrain__sink_enter(metrics);
-        dtrain__sink_count(metrics, i, sink->event(sink->user, &timed));
+        dtrain__sink_count(metrics, i, sink->histogram(sink->user, histogram));
     }
 }
 
@@ -31316,21 +31264,12 @@ static dtrain_result dtrain__sinks_list(dtrain_metrics *metrics)
 /* Open all sinks. The first failure is the error. */
 static dtrain_result dtrain__sinks_open(dtrain_metrics *metrics)
 {
-    const dtrain_metrics_desc *desc = &metrics->desc;
-    const dtrain_metrics_run run = {dtrain_comm_rank(metrics->comm),
-                                    dtrain_comm_size(metrics->comm),
-                                    desc->run_name,
-                                    desc->first_step,
-                                    desc->append,
-                                    desc->config,
-                                    desc->hparams,
-                                    DTRAIN__METRIC_COUNT,
-                                    dtrain__metric_table()};
     for (size_t i = 0; i < metrics->sink_count; i++) {
         dtrain__sink *sink = &metrics->sinks[i];
         dtrain__sink_enter(metrics);
         const dtrain_result result =
-            sink->table.open ? sink->table.open(sink->table.user, &run) : DTRAIN_OK;
+            sink->table.open ? sink->table.open(sink->table.user, &metrics->desc, &metrics->sample)
+                             : DTRAIN_OK;
         metrics->busy = false;
         sink->opened = result == DTRAIN_OK;
         if (sink->opened) continue;
@@ -31415,6 +31354,11 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     if (!desc->run_name || !desc->run_name[0]) metrics->desc.run_name = "dtrain";
     metrics->summary.first_loss = metrics->summary.last_loss = DTRAIN__NAN;
     metrics->summary.val_loss = DTRAIN__NAN;
+    metrics->sample.count = DTRAIN__METRIC_COUNT;
+    metrics->sample.metrics = dtrain__metric_table();
+    metrics->sample.values = metrics->values;
+    metrics->sample.known = metrics->known;
+    metrics->sample.record = &metrics->last;
     const dtrain_result result = dtrain__metrics_open(metrics);
     if (result == DTRAIN_OK) {
         *out = metrics;
@@ -31475,26 +31419,14 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
     dtrain__summary_add(metrics, record);
     dtrain__nvml_sample(metrics);
     dtrain__metrics_fill(metrics, record);
-    const dtrain_metrics_sample sample = {
-        record->step,    dtrain__wall_seconds(), DTRAIN__METRIC_COUNT, dtrain__metric_table(),
-        metrics->values, metrics->known,         &metrics->last};
     for (size_t i = 0; i < metrics->sink_count; i++) {
         const dtrain_metrics_sink *sink = &metrics->sinks[i].table;
         if (!sink->step) continue;
         dtrain__sink_enter(metrics);
-        dtrain__sink_count(metrics, i, sink->step(sink->user, &sample));
+        dtrain__sink_count(metrics, i, sink->step(sink->user, &metrics->sample));
     }
     const uint32_t every = metrics->desc.histogram_every;
     return every && record->step % every == 0 ? dtrain__histograms_step(metrics) : DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_result dtrain_metrics_text(dtrain_metrics *metrics, int64_t step, const char *tag,
-                                             const char *text)
-{
-    const dtrain_metrics_event event = {DTRAIN_METRICS_TEXT, step, 0, tag, text, NULL};
-    DTRAIN__TRY(dtrain__metrics_usable(metrics, tag && text ? tag : NULL, "dtrain_metrics_text"));
-    dtrain__metrics_event(metrics, &event);
-    return DTRAIN_OK;
 }
 
 /* ---- What a program can ask -------------------------------------------------------------------*/
@@ -31521,11 +31453,17 @@ static double dtrain__median(const dtrain_metrics *metrics, int what)
     return 0.5 * sorted[(n - 1) / 2] + 0.5 * sorted[n / 2];
 }
 
-DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_summary *summary)
+DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metrics_info *info)
 {
-    if (!summary) return;
-    memset(summary, 0, sizeof *summary);
+    if (!info) return;
+    memset(info, 0, sizeof *info);
     if (!metrics) return;
+    info->last = metrics->sample;
+    info->sink_count = metrics->sink_count;
+    info->sinks = metrics->infos;
+    info->no_gpu = metrics->nvml.reason;
+    info->no_plan = metrics->no_plan;
+    dtrain_summary *summary = &info->summary;
     *summary = metrics->summary;
     summary->tokens_per_second = dtrain__median(metrics, DTRAIN__RECENT_RATE);
     summary->step_ms = dtrain__median(metrics, DTRAIN__RECENT_STEP);
@@ -31535,58 +31473,6 @@ DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_sum
     summary->scaling = summary->step_ms > 0
                            ? (summary->step_ms - summary->exposed_comm_ms) / summary->step_ms
                            : DTRAIN__NAN;
-}
-
-DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metrics_info *info)
-{
-    if (!info) return;
-    memset(info, 0, sizeof *info);
-    if (!metrics) return;
-    info->count = DTRAIN__METRIC_COUNT;
-    info->metrics = dtrain__metric_table();
-    info->values = metrics->values;
-    info->known = metrics->known;
-    info->sink_count = metrics->sink_count;
-    info->sinks = metrics->infos;
-    info->no_gpu = metrics->nvml.reason;
-    info->no_plan = metrics->no_plan;
-}
-
-/* Say why a metric of the table is not known. */
-static const char *dtrain__why_unknown(const dtrain_metrics *metrics, int id)
-{
-    const dtrain_metric *row = &dtrain__metric_table()[id];
-    if (metrics->summary.steps == 0 && !(row->flags & DTRAIN_METRIC_FIXED))
-        return "no step has been reported";
-    if (strcmp(row->group, "gpu") == 0 && metrics->nvml.reason[0]) return metrics->nvml.reason;
-    if (id == DTRAIN__METRIC_PEAK_SHARE && !(metrics->desc.peak_flops > 0))
-        return "desc's peak_flops is 0";
-    if (strncmp(row->name, "predicted_", 10) == 0 && metrics->no_plan[0]) return metrics->no_plan;
-    return "it was not measured in the last step";
-}
-
-DTRAIN_API dtrain_result dtrain_metrics_value(const dtrain_metrics *metrics, const char *name,
-                                              int rank, double *value)
-{
-    const dtrain_metric *table = dtrain__metric_table();
-    int id = 0;
-    if (value) *value = DTRAIN__NAN;
-    if (!metrics || !name || !value)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_metrics_value: metrics, name or value is NULL");
-    while (id < DTRAIN__METRIC_COUNT && strcmp(table[id].name, name) != 0) id++;
-    if (id == DTRAIN__METRIC_COUNT)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_metrics_value: no metric is called %s",
-                           name);
-    if (rank >= 0 && !(table[id].flags & DTRAIN_METRIC_RANKS))
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_metrics_value: %s is one number for all ranks, ask for rank -1",
-                           name);
-    if (rank >= 0) *value = dtrain__rank_value(metrics, id, rank);
-    else if (metrics->known[id]) *value = metrics->values[id];
-    if (rank >= 0 ? dtrain__finite(*value) : metrics->known[id]) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "dtrain_metrics_value: %s is not available: %s",
-                       name, dtrain__why_unknown(metrics, id));
 }
 
 /* ---- The end ----------------------------------------------------------------------------------*/
@@ -31613,18 +31499,16 @@ static dtrain_result dtrain__metrics_losses(dtrain_metrics *metrics)
  * is over and an error stops nothing. */
 DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
 {
-    dtrain_summary summary;
-    if (!metrics)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_metrics_finish: metrics is NULL");
-    if (metrics->finished) return DTRAIN_OK;
+    dtrain_metrics_info info;
+    if (metrics && metrics->finished) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__metrics_usable(metrics, metrics, "dtrain_metrics_finish"));
     metrics->finished = true;
-    dtrain_metrics_summary(metrics, &summary);
+    dtrain_metrics_query(metrics, &info);
     for (size_t i = 0; i < metrics->sink_count; i++) {
         const dtrain__sink *sink = &metrics->sinks[i];
         if (!sink->opened || !sink->table.finish) continue;
         dtrain__sink_enter(metrics);
-        dtrain__sink_count(metrics, i, sink->table.finish(sink->table.user, &summary));
+        dtrain__sink_count(metrics, i, sink->table.finish(sink->table.user, &info.summary));
     }
     return dtrain__metrics_losses(metrics);
 }
@@ -31702,14 +31586,16 @@ static void dtrain__set_measured(dtrain_metrics *metrics, int id, double value)
     if (dtrain__finite(value)) dtrain__set(metrics, id, value);
 }
 
-/* Return a metric of one rank, in the metric's unit; NaN: not measured, or ranks have none. */
+/* Return a metric of one rank of the run, in the metric's unit; NaN: not measured, or ranks have
+ * none. */
 DTRAIN__PRIVATE double dtrain__rank_value(const dtrain_metrics *metrics, int id, int rank)
 {
     const int from = dtrain__metric_from[id];
+    const dtrain_metrics_sample *sample = &metrics->sample;
     const bool spread = from % 8 >= DTRAIN__TAKE_SPREAD_MIN;
-    if (!from || spread || !metrics->desc.trainer || metrics->last.ranks == 0) return DTRAIN__NAN;
+    if (!from || spread || !sample->figures) return DTRAIN__NAN;
     return dtrain__metric_unit(id) *
-           dtrain__trainer_figure(metrics->desc.trainer, rank, (dtrain_figure)(from / 8));
+           (double)sample->figures[(size_t)rank * sample->figure_stride + (size_t)from / 8];
 }
 
 /* Set the GPU metrics of which a mean or maximum would say nothing: throttle reasons are the union
@@ -31717,22 +31603,20 @@ DTRAIN__PRIVATE double dtrain__rank_value(const dtrain_metrics *metrics, int id,
  * below 2^24; NVML has bits up to 2^9. */
 static void dtrain__fill_bits(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
-    const dtrain_trainer *trainer = metrics->desc.trainer;
+    const bool each = metrics->sample.figures != NULL;
     const dtrain_spread *throttle = &record->figures[DTRAIN_FIGURE_GPU_THROTTLE];
     const dtrain_spread *ecc = &record->figures[DTRAIN_FIGURE_GPU_ECC];
     uint64_t bits = 0;
     double errors = 0;
-    for (int r = 0; trainer && r < trainer->ranks; r++) {
-        const int rank = trainer->groups.all ? dtrain__world_rank(trainer->groups.all, r) : r;
-        const double one = dtrain__trainer_figure(trainer, rank, DTRAIN_FIGURE_GPU_THROTTLE);
-        const double lost = dtrain__trainer_figure(trainer, rank, DTRAIN_FIGURE_GPU_ECC);
+    for (int r = 0; each && r < record->ranks; r++) {
+        const double one = dtrain__rank_value(metrics, DTRAIN__METRIC_GPU_THROTTLE, r);
+        const double lost = dtrain__rank_value(metrics, DTRAIN__METRIC_GPU_ECC, r);
         if (dtrain__finite(one) && one >= 0) bits |= (uint64_t)one;
         if (dtrain__finite(lost)) errors += lost;
     }
     if (throttle->max_rank >= 0)
-        dtrain__set(metrics, DTRAIN__METRIC_GPU_THROTTLE, trainer ? (double)bits : throttle->max);
-    if (ecc->max_rank >= 0)
-        dtrain__set(metrics, DTRAIN__METRIC_GPU_ECC, trainer ? errors : ecc->max);
+        dtrain__set(metrics, DTRAIN__METRIC_GPU_THROTTLE, each ? (double)bits : throttle->max);
+    if (ecc->max_rank >= 0) dtrain__set(metrics, DTRAIN__METRIC_GPU_ECC, each ? errors : ecc->max);
 }
 
 /* Set the figures of this rank's GPU, for a run without a trainer, which would exchange them. */
@@ -31780,6 +31664,13 @@ static void dtrain__fill_kinds(dtrain_metrics *metrics, const dtrain_step_record
 /* Set the values of a step. Those with DTRAIN_METRIC_FIXED stay from the start. */
 DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
+    const dtrain_trainer *trainer = metrics->desc.trainer;
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    metrics->sample.step = record->step;
+    metrics->sample.wall_time = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+    metrics->sample.figures = trainer && record->ranks == trainer->ranks ? trainer->words : NULL;
+    metrics->sample.figure_stride = DTRAIN__WORD_COUNT;
     for (int id = 0; id < DTRAIN__METRIC_COUNT; id++)
         if (!(dtrain__metric_table()[id].flags & DTRAIN_METRIC_FIXED)) metrics->known[id] = false;
     dtrain__set(metrics, DTRAIN__METRIC_LOSS, record->loss);
@@ -31797,7 +31688,7 @@ DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_
     if (record->loss_scale > 0 || record->skipped_steps)
         dtrain__set(metrics, DTRAIN__METRIC_SKIPPED, (double)record->skipped_steps);
     dtrain__fill_kinds(metrics, record);
-    if (!metrics->desc.trainer) dtrain__fill_own_gpu(metrics);
+    if (!trainer) dtrain__fill_own_gpu(metrics);
     if (record->ranks == 0) return;
     if (record->ranks > 1) {
         dtrain__set(metrics, DTRAIN__METRIC_STRAGGLER, record->straggler_score);
@@ -32177,12 +32068,13 @@ static dtrain_result dtrain__console_finish(void *user, const dtrain_summary *su
 }
 
 /* Find out whether the file is a terminal, where the live line is redrawn, and may have colors. */
-static dtrain_result dtrain__console_open(void *user, const dtrain_metrics_run *run)
+static dtrain_result dtrain__console_open(void *user, const dtrain_metrics_desc *desc,
+                                          const dtrain_metrics_sample *sample)
 {
     dtrain__console *console = &((dtrain_metrics *)user)->console;
-    FILE *file = ((dtrain_metrics *)user)->desc.progress;
+    FILE *file = desc->progress;
     const char *term = getenv("TERM"), *no_color = getenv("NO_COLOR");
-    (void)run;
+    (void)sample;
     console->file = file;
     console->terminal =
         fileno(file) >= 0 && isatty(fileno(file)) && term && term[0] && strcmp(term, "dumb") != 0;
@@ -32222,10 +32114,12 @@ static dtrain_result dtrain__jsonl_write(dtrain_metrics *metrics, dtrain__line *
     return dtrain__records_append(&metrics->jsonl, text->text, text->used);
 }
 
-static dtrain_result dtrain__jsonl_open(void *user, const dtrain_metrics_run *run)
+static dtrain_result dtrain__jsonl_open(void *user, const dtrain_metrics_desc *desc,
+                                        const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
-    return dtrain__records_open(&metrics->jsonl, metrics->desc.jsonl_path, run->append);
+    (void)sample;
+    return dtrain__records_open(&metrics->jsonl, desc->jsonl_path, desc->append);
 }
 
 static dtrain_result dtrain__jsonl_step(void *user, const dtrain_metrics_sample *sample)
@@ -32315,14 +32209,15 @@ static dtrain_result dtrain__csv_same(const char *path, const dtrain__line *head
                        path);
 }
 
-static dtrain_result dtrain__csv_open(void *user, const dtrain_metrics_run *run)
+static dtrain_result dtrain__csv_open(void *user, const dtrain_metrics_desc *desc,
+                                      const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
     dtrain__csv_header(&text);
-    DTRAIN__TRY(dtrain__records_open(&metrics->csv, metrics->desc.csv_path, run->append));
-    if (run->append && metrics->csv.size > 0)
-        return dtrain__csv_same(metrics->desc.csv_path, &text);
+    (void)sample;
+    DTRAIN__TRY(dtrain__records_open(&metrics->csv, desc->csv_path, desc->append));
+    if (desc->append && metrics->csv.size > 0) return dtrain__csv_same(desc->csv_path, &text);
     return dtrain__records_append(&metrics->csv, text.text, text.used);
 }
 
@@ -32434,10 +32329,10 @@ static void dtrain__prometheus_one(const dtrain_metrics *metrics, dtrain__promet
 static void dtrain__prometheus_ranks(const dtrain_metrics *metrics, dtrain__prometheus *p, int id)
 {
     const dtrain_metric *row = &dtrain__metric_table()[id];
-    const int ranks = dtrain_world_size(metrics->world);
+    const int ranks = metrics->last.ranks;
     bool begun = false;
-    for (int rank = 0; metrics->known[id] && rank < ranks; rank++) {
-        const double value = dtrain__rank_value(metrics, id, rank);
+    for (int r = 0; metrics->known[id] && r < ranks; r++) {
+        const double value = dtrain__rank_value(metrics, id, r);
         if (!dtrain__finite(value)) continue;
         if (!begun) {
             dtrain__line_add(&p->text,
@@ -32447,7 +32342,7 @@ static void dtrain__prometheus_ranks(const dtrain_metrics *metrics, dtrain__prom
             begun = true;
         }
         dtrain__prometheus_sample(metrics, p, "rank_", row->base);
-        dtrain__line_add(&p->text, ",rank=\"%d\"} ", rank);
+        dtrain__line_add(&p->text, ",rank=\"%d\"} ", dtrain__world_rank(metrics->comm, r));
         dtrain__prometheus_number(p, value * row->base_scale);
     }
 }
@@ -32519,13 +32414,14 @@ static dtrain_result dtrain__prometheus_replace(dtrain_metrics *metrics, bool fi
     return p->result;
 }
 
-static dtrain_result dtrain__prometheus_open(void *user, const dtrain_metrics_run *run)
+static dtrain_result dtrain__prometheus_open(void *user, const dtrain_metrics_desc *desc,
+                                             const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     dtrain__prometheus *p = &metrics->prometheus;
-    const char *path = metrics->desc.prometheus_path;
+    const char *path = desc->prometheus_path;
     const size_t length = strlen(path);
-    (void)run;
+    (void)sample;
     if (length < 6 || strcmp(path + length - 5, ".prom") != 0)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_metrics_create: the Prometheus file %s does not end in .prom: "
@@ -32781,11 +32677,10 @@ static void dtrain__value_scalar(dtrain_metrics *metrics, const dtrain_metric *m
     dtrain__pb_end(metrics, one);
 }
 
-static void dtrain__value_histogram(dtrain_metrics *metrics, const char *tag,
-                                    const dtrain_histogram *h)
+static void dtrain__value_histogram(dtrain_metrics *metrics, const dtrain_histogram *h)
 {
     const size_t one = dtrain__pb_begin(metrics, 1);
-    dtrain__pb_text(metrics, 1, tag);
+    dtrain__pb_text(metrics, 1, h->tag);
     const size_t histogram = dtrain__pb_begin(metrics, 5);
     dtrain__pb_double(metrics, 1, h->min);
     dtrain__pb_double(metrics, 2, h->max);
@@ -32990,31 +32885,33 @@ static dtrain_result dtrain__event_open(dtrain_metrics *metrics)
 
 /* Write what comes before the first step: the version, where this session begins, its
  * configuration and its hyper-parameters. */
-static dtrain_result dtrain__tensorboard_open(void *user, const dtrain_metrics_run *run)
+static dtrain_result dtrain__tensorboard_open(void *user, const dtrain_metrics_desc *desc,
+                                              const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     const double now = (double)time(NULL);
+    (void)sample;
     DTRAIN__TRY(dtrain__event_open(metrics));
     dtrain__event_begin(metrics, now, 0);
     dtrain__pb_text(metrics, 3, "brain.Event:2");
     DTRAIN__TRY(dtrain__event_end(metrics));
-    dtrain__event_begin(metrics, now, run->first_step);
+    dtrain__event_begin(metrics, now, desc->first_step);
     const size_t session = dtrain__pb_begin(metrics, 7);
     dtrain__pb_integer(metrics, 1, 1); /* START */
     dtrain__pb_end(metrics, session);
     DTRAIN__TRY(dtrain__event_end(metrics));
-    if (run->config) {
-        dtrain__event_begin(metrics, now, run->first_step);
+    if (desc->config) {
+        dtrain__event_begin(metrics, now, desc->first_step);
         const size_t summary = dtrain__pb_begin(metrics, 5);
-        dtrain__value_text(metrics, "config", run->config);
+        dtrain__value_text(metrics, "config", desc->config);
         dtrain__pb_end(metrics, summary);
         DTRAIN__TRY(dtrain__event_end(metrics));
     }
-    if (!run->hparams) return DTRAIN_OK;
+    if (!desc->hparams) return DTRAIN_OK;
     dtrain__event_begin(metrics, now, 0);
     const size_t summary = dtrain__pb_begin(metrics, 5);
-    dtrain__hparams_experiment(metrics, run->hparams, now);
-    dtrain__hparams_start(metrics, run->hparams, now);
+    dtrain__hparams_experiment(metrics, desc->hparams, now);
+    dtrain__hparams_start(metrics, desc->hparams, now);
     dtrain__pb_end(metrics, summary);
     return dtrain__event_end(metrics);
 }
@@ -33033,13 +32930,12 @@ static dtrain_result dtrain__tensorboard_step(void *user, const dtrain_metrics_s
     return dtrain__event_end(metrics);
 }
 
-static dtrain_result dtrain__tensorboard_event(void *user, const dtrain_metrics_event *event)
+static dtrain_result dtrain__tensorboard_histogram(void *user, const dtrain_histogram *histogram)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
-    dtrain__event_begin(metrics, event->wall_time, event->step);
+    dtrain__event_begin(metrics, histogram->wall_time, histogram->step);
     const size_t summary = dtrain__pb_begin(metrics, 5);
-    if (event->kind == DTRAIN_METRICS_TEXT) dtrain__value_text(metrics, event->tag, event->text);
-    else dtrain__value_histogram(metrics, event->tag, event->histogram);
+    dtrain__value_histogram(metrics, histogram);
     dtrain__pb_end(metrics, summary);
     return dtrain__event_end(metrics);
 }
@@ -33070,7 +32966,7 @@ static dtrain_result dtrain__tensorboard_finish(void *user, const dtrain_summary
 DTRAIN__PRIVATE dtrain__sink dtrain__tensorboard_sink(void)
 {
     const dtrain__sink sink = {{false, "tensorboard", dtrain__tensorboard_open,
-                                dtrain__tensorboard_step, dtrain__tensorboard_event,
+                                dtrain__tensorboard_step, dtrain__tensorboard_histogram,
                                 dtrain__tensorboard_finish, NULL},
                                "records of the event file",
                                false};
@@ -33207,7 +33103,6 @@ static void dtrain__histogram_write(dtrain_metrics *metrics, int slot, const cha
     const int64_t *counts = h->counts[slot];
     char tag[256];
     dtrain_histogram whole;
-    dtrain_metrics_event event;
     memset(&whole, 0, sizeof whole);
     for (int r = 0; r < h->ranks; r++) {
         const dtrain__moments *m = &h->all[r * DTRAIN__TOGETHER + slot];
@@ -33229,12 +33124,10 @@ static void dtrain__histogram_write(dtrain_metrics *metrics, int slot, const cha
     whole.limits = h->limits;
     whole.buckets = h->buckets;
     snprintf(tag, sizeof tag, "%s/%s", what, name);
-    memset(&event, 0, sizeof event);
-    event.kind = DTRAIN_METRICS_HISTOGRAM;
-    event.step = metrics->last.step;
-    event.tag = tag;
-    event.histogram = &whole;
-    dtrain__metrics_event(metrics, &event);
+    whole.step = metrics->sample.step;
+    whole.wall_time = metrics->sample.wall_time;
+    whole.tag = tag;
+    dtrain__sinks_histogram(metrics, &whole);
 }
 
 /* Add the histograms in slots [0, used) up and write them; parameters[slot / 2] are theirs. */

@@ -172,12 +172,13 @@ static dtrain_result dtrain__console_finish(void *user, const dtrain_summary *su
 }
 
 /* Find out whether the file is a terminal, where the live line is redrawn, and may have colors. */
-static dtrain_result dtrain__console_open(void *user, const dtrain_metrics_run *run)
+static dtrain_result dtrain__console_open(void *user, const dtrain_metrics_desc *desc,
+                                          const dtrain_metrics_sample *sample)
 {
     dtrain__console *console = &((dtrain_metrics *)user)->console;
-    FILE *file = ((dtrain_metrics *)user)->desc.progress;
+    FILE *file = desc->progress;
     const char *term = getenv("TERM"), *no_color = getenv("NO_COLOR");
-    (void)run;
+    (void)sample;
     console->file = file;
     console->terminal =
         fileno(file) >= 0 && isatty(fileno(file)) && term && term[0] && strcmp(term, "dumb") != 0;

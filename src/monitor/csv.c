@@ -36,14 +36,15 @@ static dtrain_result dtrain__csv_same(const char *path, const dtrain__line *head
                        path);
 }
 
-static dtrain_result dtrain__csv_open(void *user, const dtrain_metrics_run *run)
+static dtrain_result dtrain__csv_open(void *user, const dtrain_metrics_desc *desc,
+                                      const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
     dtrain__csv_header(&text);
-    DTRAIN__TRY(dtrain__records_open(&metrics->csv, metrics->desc.csv_path, run->append));
-    if (run->append && metrics->csv.size > 0)
-        return dtrain__csv_same(metrics->desc.csv_path, &text);
+    (void)sample;
+    DTRAIN__TRY(dtrain__records_open(&metrics->csv, desc->csv_path, desc->append));
+    if (desc->append && metrics->csv.size > 0) return dtrain__csv_same(desc->csv_path, &text);
     return dtrain__records_append(&metrics->csv, text.text, text.used);
 }
 

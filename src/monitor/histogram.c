@@ -129,7 +129,6 @@ static void dtrain__histogram_write(dtrain_metrics *metrics, int slot, const cha
     const int64_t *counts = h->counts[slot];
     char tag[256];
     dtrain_histogram whole;
-    dtrain_metrics_event event;
     memset(&whole, 0, sizeof whole);
     for (int r = 0; r < h->ranks; r++) {
         const dtrain__moments *m = &h->all[r * DTRAIN__TOGETHER + slot];
@@ -151,12 +150,10 @@ static void dtrain__histogram_write(dtrain_metrics *metrics, int slot, const cha
     whole.limits = h->limits;
     whole.buckets = h->buckets;
     snprintf(tag, sizeof tag, "%s/%s", what, name);
-    memset(&event, 0, sizeof event);
-    event.kind = DTRAIN_METRICS_HISTOGRAM;
-    event.step = metrics->last.step;
-    event.tag = tag;
-    event.histogram = &whole;
-    dtrain__metrics_event(metrics, &event);
+    whole.step = metrics->sample.step;
+    whole.wall_time = metrics->sample.wall_time;
+    whole.tag = tag;
+    dtrain__sinks_histogram(metrics, &whole);
 }
 
 /* Add the histograms in slots [0, used) up and write them; parameters[slot / 2] are theirs. */

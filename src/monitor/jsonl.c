@@ -25,10 +25,12 @@ static dtrain_result dtrain__jsonl_write(dtrain_metrics *metrics, dtrain__line *
     return dtrain__records_append(&metrics->jsonl, text->text, text->used);
 }
 
-static dtrain_result dtrain__jsonl_open(void *user, const dtrain_metrics_run *run)
+static dtrain_result dtrain__jsonl_open(void *user, const dtrain_metrics_desc *desc,
+                                        const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
-    return dtrain__records_open(&metrics->jsonl, metrics->desc.jsonl_path, run->append);
+    (void)sample;
+    return dtrain__records_open(&metrics->jsonl, desc->jsonl_path, desc->append);
 }
 
 static dtrain_result dtrain__jsonl_step(void *user, const dtrain_metrics_sample *sample)

@@ -49,23 +49,15 @@ static void dtrain__sink_enter(dtrain_metrics *metrics)
     dtrain__set_last_error("");
 }
 
-static double dtrain__wall_seconds(void)
+/* Hand a histogram to the sinks that take them. */
+DTRAIN__PRIVATE void dtrain__sinks_histogram(dtrain_metrics *metrics,
+                                             const dtrain_histogram *histogram)
 {
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-
-DTRAIN__PRIVATE void dtrain__metrics_event(dtrain_metrics *metrics,
-                                           const dtrain_metrics_event *event)
-{
-    dtrain_metrics_event timed = *event;
-    timed.wall_time = dtrain__wall_seconds();
     for (size_t i = 0; i < metrics->sink_count; i++) {
         const dtrain_metrics_sink *sink = &metrics->sinks[i].table;
-        if (!sink->event) continue;
+        if (!sink->histogram) continue;
         dtrain__sink_enter(metrics);
-        dtrain__sink_count(metrics, i, sink->event(sink->user, &timed));
+        dtrain__sink_count(metrics, i, sink->histogram(sink->user, histogram));
     }
 }
 
@@ -112,21 +104,12 @@ static dtrain_result dtrain__sinks_list(dtrain_metrics *metrics)
 /* Open all sinks. The first failure is the error. */
 static dtrain_result dtrain__sinks_open(dtrain_metrics *metrics)
 {
-    const dtrain_metrics_desc *desc = &metrics->desc;
-    const dtrain_metrics_run run = {dtrain_comm_rank(metrics->comm),
-                                    dtrain_comm_size(metrics->comm),
-                                    desc->run_name,
-                                    desc->first_step,
-                                    desc->append,
-                                    desc->config,
-                                    desc->hparams,
-                                    DTRAIN__METRIC_COUNT,
-                                    dtrain__metric_table()};
     for (size_t i = 0; i < metrics->sink_count; i++) {
         dtrain__sink *sink = &metrics->sinks[i];
         dtrain__sink_enter(metrics);
         const dtrain_result result =
-            sink->table.open ? sink->table.open(sink->table.user, &run) : DTRAIN_OK;
+            sink->table.open ? sink->table.open(sink->table.user, &metrics->desc, &metrics->sample)
+                             : DTRAIN_OK;
         metrics->busy = false;
         sink->opened = result == DTRAIN_OK;
         if (sink->opened) continue;
@@ -211,6 +194,11 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     if (!desc->run_name || !desc->run_name[0]) metrics->desc.run_name = "dtrain";
     metrics->summary.first_loss = metrics->summary.last_loss = DTRAIN__NAN;
     metrics->summary.val_loss = DTRAIN__NAN;
+    metrics->sample.count = DTRAIN__METRIC_COUNT;
+    metrics->sample.metrics = dtrain__metric_table();
+    metrics->sample.values = metrics->values;
+    metrics->sample.known = metrics->known;
+    metrics->sample.record = &metrics->last;
     const dtrain_result result = dtrain__metrics_open(metrics);
     if (result == DTRAIN_OK) {
         *out = metrics;
@@ -271,26 +259,14 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
     dtrain__summary_add(metrics, record);
     dtrain__nvml_sample(metrics);
     dtrain__metrics_fill(metrics, record);
-    const dtrain_metrics_sample sample = {
-        record->step,    dtrain__wall_seconds(), DTRAIN__METRIC_COUNT, dtrain__metric_table(),
-        metrics->values, metrics->known,         &metrics->last};
     for (size_t i = 0; i < metrics->sink_count; i++) {
         const dtrain_metrics_sink *sink = &metrics->sinks[i].table;
         if (!sink->step) continue;
         dtrain__sink_enter(metrics);
-        dtrain__sink_count(metrics, i, sink->step(sink->user, &sample));
+        dtrain__sink_count(metrics, i, sink->step(sink->user, &metrics->sample));
     }
     const uint32_t every = metrics->desc.histogram_every;
     return every && record->step % every == 0 ? dtrain__histograms_step(metrics) : DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_result dtrain_metrics_text(dtrain_metrics *metrics, int64_t step, const char *tag,
-                                             const char *text)
-{
-    const dtrain_metrics_event event = {DTRAIN_METRICS_TEXT, step, 0, tag, text, NULL};
-    DTRAIN__TRY(dtrain__metrics_usable(metrics, tag && text ? tag : NULL, "dtrain_metrics_text"));
-    dtrain__metrics_event(metrics, &event);
-    return DTRAIN_OK;
 }
 
 /* ---- What a program can ask -------------------------------------------------------------------*/
@@ -317,11 +293,17 @@ static double dtrain__median(const dtrain_metrics *metrics, int what)
     return 0.5 * sorted[(n - 1) / 2] + 0.5 * sorted[n / 2];
 }
 
-DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_summary *summary)
+DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metrics_info *info)
 {
-    if (!summary) return;
-    memset(summary, 0, sizeof *summary);
+    if (!info) return;
+    memset(info, 0, sizeof *info);
     if (!metrics) return;
+    info->last = metrics->sample;
+    info->sink_count = metrics->sink_count;
+    info->sinks = metrics->infos;
+    info->no_gpu = metrics->nvml.reason;
+    info->no_plan = metrics->no_plan;
+    dtrain_summary *summary = &info->summary;
     *summary = metrics->summary;
     summary->tokens_per_second = dtrain__median(metrics, DTRAIN__RECENT_RATE);
     summary->step_ms = dtrain__median(metrics, DTRAIN__RECENT_STEP);
@@ -331,58 +313,6 @@ DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_sum
     summary->scaling = summary->step_ms > 0
                            ? (summary->step_ms - summary->exposed_comm_ms) / summary->step_ms
                            : DTRAIN__NAN;
-}
-
-DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metrics_info *info)
-{
-    if (!info) return;
-    memset(info, 0, sizeof *info);
-    if (!metrics) return;
-    info->count = DTRAIN__METRIC_COUNT;
-    info->metrics = dtrain__metric_table();
-    info->values = metrics->values;
-    info->known = metrics->known;
-    info->sink_count = metrics->sink_count;
-    info->sinks = metrics->infos;
-    info->no_gpu = metrics->nvml.reason;
-    info->no_plan = metrics->no_plan;
-}
-
-/* Say why a metric of the table is not known. */
-static const char *dtrain__why_unknown(const dtrain_metrics *metrics, int id)
-{
-    const dtrain_metric *row = &dtrain__metric_table()[id];
-    if (metrics->summary.steps == 0 && !(row->flags & DTRAIN_METRIC_FIXED))
-        return "no step has been reported";
-    if (strcmp(row->group, "gpu") == 0 && metrics->nvml.reason[0]) return metrics->nvml.reason;
-    if (id == DTRAIN__METRIC_PEAK_SHARE && !(metrics->desc.peak_flops > 0))
-        return "desc's peak_flops is 0";
-    if (strncmp(row->name, "predicted_", 10) == 0 && metrics->no_plan[0]) return metrics->no_plan;
-    return "it was not measured in the last step";
-}
-
-DTRAIN_API dtrain_result dtrain_metrics_value(const dtrain_metrics *metrics, const char *name,
-                                              int rank, double *value)
-{
-    const dtrain_metric *table = dtrain__metric_table();
-    int id = 0;
-    if (value) *value = DTRAIN__NAN;
-    if (!metrics || !name || !value)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_metrics_value: metrics, name or value is NULL");
-    while (id < DTRAIN__METRIC_COUNT && strcmp(table[id].name, name) != 0) id++;
-    if (id == DTRAIN__METRIC_COUNT)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_metrics_value: no metric is called %s",
-                           name);
-    if (rank >= 0 && !(table[id].flags & DTRAIN_METRIC_RANKS))
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_metrics_value: %s is one number for all ranks, ask for rank -1",
-                           name);
-    if (rank >= 0) *value = dtrain__rank_value(metrics, id, rank);
-    else if (metrics->known[id]) *value = metrics->values[id];
-    if (rank >= 0 ? dtrain__finite(*value) : metrics->known[id]) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "dtrain_metrics_value: %s is not available: %s",
-                       name, dtrain__why_unknown(metrics, id));
 }
 
 /* ---- The end ----------------------------------------------------------------------------------*/
@@ -409,18 +339,16 @@ static dtrain_result dtrain__metrics_losses(dtrain_metrics *metrics)
  * is over and an error stops nothing. */
 DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
 {
-    dtrain_summary summary;
-    if (!metrics)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_metrics_finish: metrics is NULL");
-    if (metrics->finished) return DTRAIN_OK;
+    dtrain_metrics_info info;
+    if (metrics && metrics->finished) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__metrics_usable(metrics, metrics, "dtrain_metrics_finish"));
     metrics->finished = true;
-    dtrain_metrics_summary(metrics, &summary);
+    dtrain_metrics_query(metrics, &info);
     for (size_t i = 0; i < metrics->sink_count; i++) {
         const dtrain__sink *sink = &metrics->sinks[i];
         if (!sink->opened || !sink->table.finish) continue;
         dtrain__sink_enter(metrics);
-        dtrain__sink_count(metrics, i, sink->table.finish(sink->table.user, &summary));
+        dtrain__sink_count(metrics, i, sink->table.finish(sink->table.user, &info.summary));
     }
     return dtrain__metrics_losses(metrics);
 }

@@ -76,7 +76,7 @@ typedef struct dtrain_summary {
 #define DTRAIN_METRIC_INTEGER 1u /* exact below 2^53 */
 #define DTRAIN_METRIC_COUNTER 2u /* never falls: Prometheus gets a counter */
 #define DTRAIN_METRIC_FIXED 4u   /* the same in all steps: not in every line */
-#define DTRAIN_METRIC_RANKS 8u   /* every rank has its own: dtrain_metrics_value */
+#define DTRAIN_METRIC_RANKS 8u   /* every rank has its own, which Prometheus gets as well */
 
 /* A row of the table of metrics. */
 typedef struct dtrain_metric {
@@ -86,64 +86,48 @@ typedef struct dtrain_metric {
     double base_scale; /* value * base_scale is in base units */
 } dtrain_metric;
 
-/* What a step has come to. Everything in it is valid during the call. */
+/* The metrics of a step. The arrays are the stream's, and change with the next step. */
 typedef struct dtrain_metrics_sample {
     int64_t step;
     double wall_time; /* seconds since 1970 */
     size_t count;
-    const dtrain_metric *metrics; /* (count) */
+    const dtrain_metric *metrics; /* (count): the table, the same in all steps */
     const double *values;         /* (count) */
     const bool *known;            /* (count): false: not measured in this step */
     const dtrain_step_record *record;
+    /* Each rank's figures: figures[r * figure_stride + f] is dtrain_figure f of rank r of the run,
+     * as fp32, NaN where it was not measured. NULL without desc.trainer. */
+    const float *figures;
+    size_t figure_stride;
 } dtrain_metrics_sample;
 
 /* The distribution of a tensor. Bucket i holds values from limits[i-1] (included; -inf before the
  * first) to limits[i] (excluded). Values that are not finite are counted apart. */
 typedef struct dtrain_histogram {
+    int64_t step;
+    double wall_time;
+    const char *tag; /* "gradients/NAME", "weights/NAME" */
     double min, max, sum, sum_squares;
     uint64_t count, nonfinite;
     size_t bucket_count;
     const double *limits, *buckets; /* (bucket_count) */
 } dtrain_histogram;
 
-typedef enum dtrain_metrics_event_kind {
-    DTRAIN_METRICS_TEXT = 1,
-    DTRAIN_METRICS_HISTOGRAM = 2
-} dtrain_metrics_event_kind;
-
-/* Something beside the numbers of a step. */
-typedef struct dtrain_metrics_event {
-    uint32_t kind; /* dtrain_metrics_event_kind */
-    int64_t step;
-    double wall_time;
-    const char *tag;                   /* "gradients/w", "config" */
-    const char *text;                  /* of a text, or NULL */
-    const dtrain_histogram *histogram; /* of a histogram, or NULL */
-} dtrain_metrics_event;
-
-/* What a sink is told when it is opened. */
-typedef struct dtrain_metrics_run {
-    int rank, size;      /* among the ranks of the run */
-    const char *name;    /* desc.run_name */
-    int64_t first_step;  /* desc.first_step */
-    bool append;         /* to what an earlier run has written */
-    const char *config;  /* or NULL */
-    const char *hparams; /* lines of NAME=VALUE, or NULL */
-    size_t count;
-    const dtrain_metric *metrics; /* (count): all that there are */
-} dtrain_metrics_run;
+struct dtrain_metrics_desc;
 
 /* A writer. Any function may be NULL. They are called by the thread that calls the metrics, in the
- * order open, then step and event, then finish, once, if open succeeded. An error of open is
- * dtrain_metrics_create's. Later ones are counted, the first is a warning with the error's sentence
- * (or the code's, where dtrain_last_error is empty), and the sink is called again in the next step:
- * training goes on whatever a sink does. */
+ * order open, then step and histogram, then finish, once, if open succeeded; what they are given is
+ * valid during the call. An error of open is dtrain_metrics_create's. Later ones are counted, the
+ * first is a warning with the error's sentence (or the code's, where dtrain_last_error is empty),
+ * and the sink is called again in the next step: training goes on whatever a sink does. */
 typedef struct dtrain_metrics_sink {
     bool every_rank; /* false: rank 0 alone */
     const char *name;
-    dtrain_result (*open)(void *user, const dtrain_metrics_run *run);
+    /* desc: the stream's, with its defaults; sample: the table of metrics, no step yet */
+    dtrain_result (*open)(void *user, const struct dtrain_metrics_desc *desc,
+                          const dtrain_metrics_sample *sample);
     dtrain_result (*step)(void *user, const dtrain_metrics_sample *sample);
-    dtrain_result (*event)(void *user, const dtrain_metrics_event *event);
+    dtrain_result (*histogram)(void *user, const dtrain_histogram *histogram);
     dtrain_result (*finish)(void *user, const dtrain_summary *summary);
     void *user;
 } dtrain_metrics_sink;
@@ -164,7 +148,7 @@ typedef struct dtrain_metrics_desc {
                                      collector, replaced at most once a second; NULL = none */
     const char *tensorboard_dir; /* one run: events.out.tfevents.* is made in it; NULL = none */
     uint32_t histogram_every;    /* steps between histograms of weights and gradients, for
-                                     TensorBoard and for sinks with event; needs trainer, and the
+                                     TensorBoard and for sinks with histogram; needs trainer, and the
                                      same number on all ranks: dtrain_metrics_step is collective
                                      in these steps. 0 = never */
     uint32_t gpu_every_ms;       /* between two questions to NVML; 0 = 5000 */
@@ -194,13 +178,8 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
  * histograms' collectives. */
 DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
                                              const dtrain_step_record *record);
-/* Send a text to the sinks that take events: a sample, a note. Local. */
-DTRAIN_API dtrain_result dtrain_metrics_text(dtrain_metrics *metrics, int64_t step, const char *tag,
-                                             const char *text);
-/* Tell what the run has come to so far, on any rank. */
-DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_summary *summary);
 
-/* How a sink has fared. */
+/* What a sink has written and lost. */
 typedef struct dtrain_metrics_sink_info {
     const char *name;       /* "json lines" */
     const char *path;       /* "" for the host's sinks */
@@ -208,24 +187,16 @@ typedef struct dtrain_metrics_sink_info {
 } dtrain_metrics_sink_info;
 
 typedef struct dtrain_metrics_info {
-    size_t count;
-    const dtrain_metric *metrics; /* (count) the table */
-    const double *values;         /* (count) of the last step */
-    const bool *known;            /* (count) */
+    dtrain_summary summary;     /* of the steps so far */
+    dtrain_metrics_sample last; /* of the last step; before the first only what is FIXED is known */
     size_t sink_count;
     const dtrain_metrics_sink_info *sinks; /* (sink_count) */
     const char *no_gpu;                    /* why there are no GPU metrics; "" where there are */
     const char *no_plan;                   /* why memory is not predicted; "" where it is */
 } dtrain_metrics_info;
-/* Show all metrics of the last step, on any rank. The arrays are the stream's, and change with the
- * next step; zeros for NULL. */
+/* Tell what the run has come to so far, on any rank; zeros for NULL. Medians of the last 1024 steps
+ * are made here: a fraction of a millisecond. */
 DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metrics_info *info);
-/* Look up one metric of the last step by its name; rank -1 for all ranks together, or a rank for
- * those with DTRAIN_METRIC_RANKS. *value is NaN when it was not measured, and the result is
- * DTRAIN_ERROR_UNSUPPORTED with a sentence that says why; an unknown name is
- * DTRAIN_ERROR_ARGUMENT. */
-DTRAIN_API dtrain_result dtrain_metrics_value(const dtrain_metrics *metrics, const char *name,
-                                              int rank, double *value);
 /* End the progress line, let every sink write its end (JSON: a last object with the summary and
  * "final": true) and close its file. DTRAIN_ERROR_FILE says what was lost on the way. */
 DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics);

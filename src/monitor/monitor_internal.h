@@ -283,7 +283,8 @@ struct dtrain_metrics {
     dtrain__prometheus prometheus;
     dtrain__tensorboard tensorboard;
 
-    double values[DTRAIN__METRIC_COUNT]; /* of the last step */
+    dtrain_metrics_sample sample; /* the last step, as sinks see it */
+    double values[DTRAIN__METRIC_COUNT];
     bool known[DTRAIN__METRIC_COUNT];
     char no_plan[DTRAIN__ERROR_BYTES]; /* why memory is not predicted; "" */
     dtrain__nvml nvml;
@@ -326,8 +327,8 @@ DTRAIN__PRIVATE void dtrain__prometheus_free(dtrain_metrics *metrics);
 DTRAIN__PRIVATE void dtrain__tensorboard_free(dtrain_metrics *metrics);
 
 /* monitor/metrics.c */
-DTRAIN__PRIVATE void dtrain__metrics_event(dtrain_metrics *metrics,
-                                           const dtrain_metrics_event *event);
+DTRAIN__PRIVATE void dtrain__sinks_histogram(dtrain_metrics *metrics,
+                                             const dtrain_histogram *histogram);
 
 /* monitor/histogram.c */
 DTRAIN__PRIVATE dtrain_result dtrain__histograms_create(dtrain_metrics *metrics);

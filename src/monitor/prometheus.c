@@ -20,6 +20,7 @@
 #include "core/dtype.h"
 #include "core/result.h"
 #include "world/world.h"
+#include "comm/comm_internal.h"
 #include "monitor/metrics.h"
 #include "monitor/monitor_internal.h"
 
@@ -74,10 +75,10 @@ static void dtrain__prometheus_one(const dtrain_metrics *metrics, dtrain__promet
 static void dtrain__prometheus_ranks(const dtrain_metrics *metrics, dtrain__prometheus *p, int id)
 {
     const dtrain_metric *row = &dtrain__metric_table()[id];
-    const int ranks = dtrain_world_size(metrics->world);
+    const int ranks = metrics->last.ranks;
     bool begun = false;
-    for (int rank = 0; metrics->known[id] && rank < ranks; rank++) {
-        const double value = dtrain__rank_value(metrics, id, rank);
+    for (int r = 0; metrics->known[id] && r < ranks; r++) {
+        const double value = dtrain__rank_value(metrics, id, r);
         if (!dtrain__finite(value)) continue;
         if (!begun) {
             dtrain__line_add(&p->text,
@@ -87,7 +88,7 @@ static void dtrain__prometheus_ranks(const dtrain_metrics *metrics, dtrain__prom
             begun = true;
         }
         dtrain__prometheus_sample(metrics, p, "rank_", row->base);
-        dtrain__line_add(&p->text, ",rank=\"%d\"} ", rank);
+        dtrain__line_add(&p->text, ",rank=\"%d\"} ", dtrain__world_rank(metrics->comm, r));
         dtrain__prometheus_number(p, value * row->base_scale);
     }
 }
@@ -159,13 +160,14 @@ static dtrain_result dtrain__prometheus_replace(dtrain_metrics *metrics, bool fi
     return p->result;
 }
 
-static dtrain_result dtrain__prometheus_open(void *user, const dtrain_metrics_run *run)
+static dtrain_result dtrain__prometheus_open(void *user, const dtrain_metrics_desc *desc,
+                                             const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     dtrain__prometheus *p = &metrics->prometheus;
-    const char *path = metrics->desc.prometheus_path;
+    const char *path = desc->prometheus_path;
     const size_t length = strlen(path);
-    (void)run;
+    (void)sample;
     if (length < 6 || strcmp(path + length - 5, ".prom") != 0)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_metrics_create: the Prometheus file %s does not end in .prom: "

@@ -56,14 +56,16 @@ static void dtrain__set_measured(dtrain_metrics *metrics, int id, double value)
     if (dtrain__finite(value)) dtrain__set(metrics, id, value);
 }
 
-/* Return a metric of one rank, in the metric's unit; NaN: not measured, or ranks have none. */
+/* Return a metric of one rank of the run, in the metric's unit; NaN: not measured, or ranks have
+ * none. */
 DTRAIN__PRIVATE double dtrain__rank_value(const dtrain_metrics *metrics, int id, int rank)
 {
     const int from = dtrain__metric_from[id];
+    const dtrain_metrics_sample *sample = &metrics->sample;
     const bool spread = from % 8 >= DTRAIN__TAKE_SPREAD_MIN;
-    if (!from || spread || !metrics->desc.trainer || metrics->last.ranks == 0) return DTRAIN__NAN;
+    if (!from || spread || !sample->figures) return DTRAIN__NAN;
     return dtrain__metric_unit(id) *
-           dtrain__trainer_figure(metrics->desc.trainer, rank, (dtrain_figure)(from / 8));
+           (double)sample->figures[(size_t)rank * sample->figure_stride + (size_t)from / 8];
 }
 
 /* Set the GPU metrics of which a mean or maximum would say nothing: throttle reasons are the union
@@ -71,22 +73,20 @@ DTRAIN__PRIVATE double dtrain__rank_value(const dtrain_metrics *metrics, int id,
  * below 2^24; NVML has bits up to 2^9. */
 static void dtrain__fill_bits(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
-    const dtrain_trainer *trainer = metrics->desc.trainer;
+    const bool each = metrics->sample.figures != NULL;
     const dtrain_spread *throttle = &record->figures[DTRAIN_FIGURE_GPU_THROTTLE];
     const dtrain_spread *ecc = &record->figures[DTRAIN_FIGURE_GPU_ECC];
     uint64_t bits = 0;
     double errors = 0;
-    for (int r = 0; trainer && r < trainer->ranks; r++) {
-        const int rank = trainer->groups.all ? dtrain__world_rank(trainer->groups.all, r) : r;
-        const double one = dtrain__trainer_figure(trainer, rank, DTRAIN_FIGURE_GPU_THROTTLE);
-        const double lost = dtrain__trainer_figure(trainer, rank, DTRAIN_FIGURE_GPU_ECC);
+    for (int r = 0; each && r < record->ranks; r++) {
+        const double one = dtrain__rank_value(metrics, DTRAIN__METRIC_GPU_THROTTLE, r);
+        const double lost = dtrain__rank_value(metrics, DTRAIN__METRIC_GPU_ECC, r);
         if (dtrain__finite(one) && one >= 0) bits |= (uint64_t)one;
         if (dtrain__finite(lost)) errors += lost;
     }
     if (throttle->max_rank >= 0)
-        dtrain__set(metrics, DTRAIN__METRIC_GPU_THROTTLE, trainer ? (double)bits : throttle->max);
-    if (ecc->max_rank >= 0)
-        dtrain__set(metrics, DTRAIN__METRIC_GPU_ECC, trainer ? errors : ecc->max);
+        dtrain__set(metrics, DTRAIN__METRIC_GPU_THROTTLE, each ? (double)bits : throttle->max);
+    if (ecc->max_rank >= 0) dtrain__set(metrics, DTRAIN__METRIC_GPU_ECC, each ? errors : ecc->max);
 }
 
 /* Set the figures of this rank's GPU, for a run without a trainer, which would exchange them. */
@@ -134,6 +134,13 @@ static void dtrain__fill_kinds(dtrain_metrics *metrics, const dtrain_step_record
 /* Set the values of a step. Those with DTRAIN_METRIC_FIXED stay from the start. */
 DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
+    const dtrain_trainer *trainer = metrics->desc.trainer;
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    metrics->sample.step = record->step;
+    metrics->sample.wall_time = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+    metrics->sample.figures = trainer && record->ranks == trainer->ranks ? trainer->words : NULL;
+    metrics->sample.figure_stride = DTRAIN__WORD_COUNT;
     for (int id = 0; id < DTRAIN__METRIC_COUNT; id++)
         if (!(dtrain__metric_table()[id].flags & DTRAIN_METRIC_FIXED)) metrics->known[id] = false;
     dtrain__set(metrics, DTRAIN__METRIC_LOSS, record->loss);
@@ -151,7 +158,7 @@ DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_
     if (record->loss_scale > 0 || record->skipped_steps)
         dtrain__set(metrics, DTRAIN__METRIC_SKIPPED, (double)record->skipped_steps);
     dtrain__fill_kinds(metrics, record);
-    if (!metrics->desc.trainer) dtrain__fill_own_gpu(metrics);
+    if (!trainer) dtrain__fill_own_gpu(metrics);
     if (record->ranks == 0) return;
     if (record->ranks > 1) {
         dtrain__set(metrics, DTRAIN__METRIC_STRAGGLER, record->straggler_score);

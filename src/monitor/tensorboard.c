@@ -209,11 +209,10 @@ static void dtrain__value_scalar(dtrain_metrics *metrics, const dtrain_metric *m
     dtrain__pb_end(metrics, one);
 }
 
-static void dtrain__value_histogram(dtrain_metrics *metrics, const char *tag,
-                                    const dtrain_histogram *h)
+static void dtrain__value_histogram(dtrain_metrics *metrics, const dtrain_histogram *h)
 {
     const size_t one = dtrain__pb_begin(metrics, 1);
-    dtrain__pb_text(metrics, 1, tag);
+    dtrain__pb_text(metrics, 1, h->tag);
     const size_t histogram = dtrain__pb_begin(metrics, 5);
     dtrain__pb_double(metrics, 1, h->min);
     dtrain__pb_double(metrics, 2, h->max);
@@ -418,31 +417,33 @@ static dtrain_result dtrain__event_open(dtrain_metrics *metrics)
 
 /* Write what comes before the first step: the version, where this session begins, its
  * configuration and its hyper-parameters. */
-static dtrain_result dtrain__tensorboard_open(void *user, const dtrain_metrics_run *run)
+static dtrain_result dtrain__tensorboard_open(void *user, const dtrain_metrics_desc *desc,
+                                              const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     const double now = (double)time(NULL);
+    (void)sample;
     DTRAIN__TRY(dtrain__event_open(metrics));
     dtrain__event_begin(metrics, now, 0);
     dtrain__pb_text(metrics, 3, "brain.Event:2");
     DTRAIN__TRY(dtrain__event_end(metrics));
-    dtrain__event_begin(metrics, now, run->first_step);
+    dtrain__event_begin(metrics, now, desc->first_step);
     const size_t session = dtrain__pb_begin(metrics, 7);
     dtrain__pb_integer(metrics, 1, 1); /* START */
     dtrain__pb_end(metrics, session);
     DTRAIN__TRY(dtrain__event_end(metrics));
-    if (run->config) {
-        dtrain__event_begin(metrics, now, run->first_step);
+    if (desc->config) {
+        dtrain__event_begin(metrics, now, desc->first_step);
         const size_t summary = dtrain__pb_begin(metrics, 5);
-        dtrain__value_text(metrics, "config", run->config);
+        dtrain__value_text(metrics, "config", desc->config);
         dtrain__pb_end(metrics, summary);
         DTRAIN__TRY(dtrain__event_end(metrics));
     }
-    if (!run->hparams) return DTRAIN_OK;
+    if (!desc->hparams) return DTRAIN_OK;
     dtrain__event_begin(metrics, now, 0);
     const size_t summary = dtrain__pb_begin(metrics, 5);
-    dtrain__hparams_experiment(metrics, run->hparams, now);
-    dtrain__hparams_start(metrics, run->hparams, now);
+    dtrain__hparams_experiment(metrics, desc->hparams, now);
+    dtrain__hparams_start(metrics, desc->hparams, now);
     dtrain__pb_end(metrics, summary);
     return dtrain__event_end(metrics);
 }
@@ -461,13 +462,12 @@ static dtrain_result dtrain__tensorboard_step(void *user, const dtrain_metrics_s
     return dtrain__event_end(metrics);
 }
 
-static dtrain_result dtrain__tensorboard_event(void *user, const dtrain_metrics_event *event)
+static dtrain_result dtrain__tensorboard_histogram(void *user, const dtrain_histogram *histogram)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
-    dtrain__event_begin(metrics, event->wall_time, event->step);
+    dtrain__event_begin(metrics, histogram->wall_time, histogram->step);
     const size_t summary = dtrain__pb_begin(metrics, 5);
-    if (event->kind == DTRAIN_METRICS_TEXT) dtrain__value_text(metrics, event->tag, event->text);
-    else dtrain__value_histogram(metrics, event->tag, event->histogram);
+    dtrain__value_histogram(metrics, histogram);
     dtrain__pb_end(metrics, summary);
     return dtrain__event_end(metrics);
 }
@@ -498,7 +498,7 @@ static dtrain_result dtrain__tensorboard_finish(void *user, const dtrain_summary
 DTRAIN__PRIVATE dtrain__sink dtrain__tensorboard_sink(void)
 {
     const dtrain__sink sink = {{false, "tensorboard", dtrain__tensorboard_open,
-                                dtrain__tensorboard_step, dtrain__tensorboard_event,
+                                dtrain__tensorboard_step, dtrain__tensorboard_histogram,
                                 dtrain__tensorboard_finish, NULL},
                                "records of the event file",
                                false};

@@ -261,18 +261,6 @@ static dtrain_spread dtrain__trainer_spread(const dtrain_trainer *trainer, int f
     return all;
 }
 
-/* Return a figure of one rank in the last step; NaN: not measured, or no such rank. Every rank
- * knows those of all ranks, as fp32. */
-DTRAIN__PRIVATE double dtrain__trainer_figure(const dtrain_trainer *trainer, int rank,
-                                              dtrain_figure figure)
-{
-    for (int r = 0; trainer && trainer->step > 0 && r < trainer->ranks; r++)
-        if (dtrain__world_rank(trainer->groups.all, r) == rank &&
-            (uint32_t)figure < DTRAIN_FIGURE_COUNT)
-            return (double)trainer->words[r * DTRAIN__WORD_COUNT + (int)figure];
-    return DTRAIN__NAN;
-}
-
 /* Complete the record from the words of all ranks. All of them read the same words, so they decide
  * alike: all losses and the norm are finite, or the same error on each; and how the loss scale
  * moves. */

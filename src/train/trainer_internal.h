@@ -100,10 +100,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__micro_backward(dtrain_trainer *trainer, dt
 DTRAIN__PRIVATE void dtrain__trainer_add(dtrain_trainer *trainer, uint32_t micro, float loss,
                                          float weight);
 
-/* train/trainer.c */
-DTRAIN__PRIVATE double dtrain__trainer_figure(const dtrain_trainer *trainer, int rank,
-                                              dtrain_figure figure);
-
 /* train/queued_step.c */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer);
 DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer);

@@ -107,7 +107,6 @@ for name, count in (("wte", 192), ("up.weight", 288), ("up.bias", 24), ("head.we
 if histograms != 10 * len([s for s in range(1, end + 1) if s % 4 == 0]): fail(f"{histograms} histograms")
 text = events.Tensors("config/text_summary")[-1].tensor_proto.string_val[0]
 if text != b"# configuration\nlr = 0.01\n": fail(text)
-if events.Tensors("sample/text_summary")[-1].tensor_proto.string_val[0] != b"a text at the end": fail("sample")
 data = {}
 for kind in ("experiment", "session_start_info", "session_end_info"):
     content = events.SummaryMetadata(f"_hparams_/{kind}").plugin_data.content

@@ -21,8 +21,7 @@ typedef struct training {
     dtrain_step_record last;
     double flops, predicted, held, gpu;
     char no_gpu[200];
-    int gpu_result;
-    uint64_t events;
+    uint64_t seen; /* histograms */
 } training;
 
 typedef struct trainee {
@@ -54,14 +53,25 @@ static dtrain_tensor *train_loss(dtrain_tape *tape, void *user)
         0);
 }
 
-static dtrain_result count_events(void *user, const dtrain_metrics_event *event)
+static dtrain_result count_histogram(void *user, const dtrain_histogram *histogram)
 {
     double sum = 0;
-    for (size_t i = 0; i < event->histogram->bucket_count; i++) sum += event->histogram->buckets[i];
-    CHECK(sum == (double)event->histogram->count && event->histogram->nonfinite == 0);
-    CHECK(event->histogram->count == (strchr(event->tag, '/')[1] == 'w' ? IN * OUT : OUT));
+    for (size_t i = 0; i < histogram->bucket_count; i++) sum += histogram->buckets[i];
+    CHECK(sum == (double)histogram->count && histogram->nonfinite == 0);
+    CHECK(histogram->count == (strchr(histogram->tag, '/')[1] == 'w' ? IN * OUT : OUT));
     (*(uint64_t *)user)++;
     return DTRAIN_OK;
+}
+
+/* Return a metric of the last step; NaN: it was not measured. */
+static double last_value(const dtrain_metrics *metrics, const char *name)
+{
+    dtrain_metrics_info info;
+    dtrain_metrics_query(metrics, &info);
+    size_t i = 0;
+    while (i < info.last.count && strcmp(info.last.metrics[i].name, name) != 0) i++;
+    CHECK_MSG(i < info.last.count, "no metric is called %s", name);
+    return i < info.last.count && info.last.known[i] ? info.last.values[i] : NAN;
 }
 
 static int train_rank(dtrain_world *world, void *user)
@@ -78,7 +88,7 @@ static int train_rank(dtrain_world *world, void *user)
     dtrain_trainer *trainer;
     dtrain_metrics *metrics;
     dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
-    uint64_t events = 0;
+    uint64_t histograms = 0;
     memset(&s, 0, sizeof s);
     memset(&how, 0, sizeof how);
     memset(&desc, 0, sizeof desc);
@@ -102,9 +112,9 @@ static int train_rank(dtrain_world *world, void *user)
     desc.loss = train_loss;
     desc.user = &s;
     TRY(dtrain_trainer_create(world, &desc, &trainer));
-    sink.name = "events";
-    sink.event = count_events;
-    sink.user = &events;
+    sink.name = "histograms";
+    sink.histogram = count_histogram;
+    sink.user = &histograms;
     report.sinks = &sink;
     report.sink_count = 1;
     report.histogram_every = t->histograms ? 2 : 0;
@@ -131,25 +141,19 @@ static int train_rank(dtrain_world *world, void *user)
         for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
             t->sent[s.rank][kind] = r.kind_bytes[kind];
     }
+    dtrain_metrics_query(metrics, &info);
+    CHECK(info.last.figures && info.last.figure_stride >= DTRAIN_FIGURE_COUNT);
     for (int r = 0; s.rank == 0 && r < dtrain_world_size(world); r++)
         for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++)
-            t->got[r][f] = dtrain__trainer_figure(trainer, r, (dtrain_figure)f);
-    CHECK(isnan(dtrain__trainer_figure(trainer, 99, DTRAIN_FIGURE_STEP)) &&
-          isnan(dtrain__trainer_figure(NULL, 0, DTRAIN_FIGURE_STEP)));
+            t->got[r][f] =
+                (double)info.last.figures[(size_t)r * info.last.figure_stride + (size_t)f];
     if (s.rank == 0) {
-        double value;
-        t->events = events;
-        CHECK(dtrain_metrics_value(metrics, "flops_per_second", -1, &t->flops) == DTRAIN_OK);
-        CHECK(dtrain_metrics_value(metrics, "predicted_optimizer_bytes", -1, &t->predicted) ==
-              DTRAIN_OK);
-        CHECK(dtrain_metrics_value(metrics, "memory_optimizer_bytes", -1, &t->held) == DTRAIN_OK);
-        t->gpu_result = (int)dtrain_metrics_value(metrics, "gpu_utilization", -1, &t->gpu);
-        CHECK(dtrain_metrics_value(metrics, "no such", -1, &value) == DTRAIN_ERROR_ARGUMENT);
-        CHECK(dtrain_metrics_value(metrics, "loss", 0, &value) == DTRAIN_ERROR_UNSUPPORTED &&
-              isnan(value));
-        CHECK(dtrain_metrics_value(metrics, "peak_share", -1, &value) == DTRAIN_ERROR_UNSUPPORTED);
-        CHECK_MSG(strstr(dtrain_last_error(), "peak_flops is 0"), "%s", dtrain_last_error());
-        dtrain_metrics_query(metrics, &info);
+        t->seen = histograms;
+        CHECK(isfinite(t->flops = last_value(metrics, "flops_per_second")));
+        CHECK(isfinite(t->predicted = last_value(metrics, "predicted_optimizer_bytes")));
+        CHECK(isfinite(t->held = last_value(metrics, "memory_optimizer_bytes")));
+        t->gpu = last_value(metrics, "gpu_utilization");
+        CHECK(isnan(last_value(metrics, "peak_share"))); /* desc says no peak */
         snprintf(t->no_gpu, sizeof t->no_gpu, "%s", info.no_gpu);
         CHECK(info.no_plan[0] == 0);
     }
@@ -230,10 +234,9 @@ static void test_figures(void)
             CHECK_CLOSE(t->flops,
                         ranks * 2 * 2.0 * ROWS * IN * OUT / r->figures[DTRAIN_FIGURE_STEP].max,
                         1e-6 * t->flops);
-            CHECK_MSG(t->events == 2 * 2 * 2, "%llu events",
-                      (unsigned long long)t->events); /* steps 2, 4; w, b; both */
-            CHECK(t->gpu_result == DTRAIN_ERROR_UNSUPPORTED &&
-                  strstr(t->no_gpu, "compute on the CPU"));
+            CHECK_MSG(t->seen == 2 * 2 * 2, "%llu histograms",
+                      (unsigned long long)t->seen); /* steps 2, 4; w, b; both */
+            CHECK(isnan(t->gpu) && strstr(t->no_gpu, "compute on the CPU"));
             munmap(t, sizeof *t);
         }
 }
@@ -278,17 +281,17 @@ static int own_gpu_rank(dtrain_world *world, void *user)
     dtrain_metrics_desc desc;
     dtrain_metrics *metrics;
     dtrain_step_record r;
-    double celsius;
+    dtrain_metrics_info info;
     (void)user;
     memset(&desc, 0, sizeof desc);
     memset(&r, 0, sizeof r);
     desc.nvml_path = stub[0];
     if (!CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK)) return 1;
-    CHECK(dtrain_metrics_value(metrics, "gpu_temperature_celsius", -1, &celsius) ==
-          DTRAIN_ERROR_UNSUPPORTED);
+    CHECK(isnan(last_value(metrics, "gpu_temperature_celsius")));
     CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
-    CHECK(dtrain_metrics_value(metrics, "gpu_temperature_celsius", -1, &celsius) == DTRAIN_OK &&
-          celsius == 60 + dtrain_world_rank(world));
+    CHECK(last_value(metrics, "gpu_temperature_celsius") == 60 + dtrain_world_rank(world));
+    dtrain_metrics_query(metrics, &info);
+    CHECK(!info.last.figures); /* only a trainer exchanges them */
     dtrain_metrics_destroy(metrics);
     return 0;
 }
@@ -306,12 +309,12 @@ static void test_gpus(void)
               t->got[r][DTRAIN_FIGURE_GPU_THROTTLE] == 1 << r);
         CHECK(t->got[r][DTRAIN_FIGURE_GPU_ECC] == 3 + r);
     }
-    CHECK(t->gpu_result == DTRAIN_OK && t->no_gpu[0] == 0);
+    CHECK(t->no_gpu[0] == 0);
     CHECK_CLOSE(t->gpu, 0.51, 1e-6);
     CHECK(with_ranks(2, DTRAIN_LAUNCH_THREADS, NULL, own_gpu_rank, NULL) == DTRAIN_OK);
     /* what a GPU cannot tell is unknown, the rest is there */
     gpus("utilization=3,ecc=3,reasons=4", stub[0], t, 1);
-    CHECK(t->gpu_result == DTRAIN_ERROR_UNSUPPORTED && isnan(t->got[0][DTRAIN_FIGURE_GPU_ECC]));
+    CHECK(isnan(t->gpu) && isnan(t->got[0][DTRAIN_FIGURE_GPU_ECC]));
     CHECK(isnan(t->got[0][DTRAIN_FIGURE_GPU_THROTTLE]) &&
           t->got[0][DTRAIN_FIGURE_GPU_TEMPERATURE] == 60 && warnings == 0);
     /* functions that an old library lacks, and one that it calls otherwise */
@@ -326,7 +329,7 @@ static void test_gpus(void)
     CHECK_MSG(strstr(t->no_gpu, "does not know this rank's GPU (its error 2)"), "%s", t->no_gpu);
     gpus("", "/nowhere/libnvidia-ml.so.1", t, 1);
     CHECK_MSG(strstr(t->no_gpu, "/nowhere/libnvidia-ml.so.1"), "%s", t->no_gpu);
-    CHECK(warnings == 0 && t->gpu_result == DTRAIN_ERROR_UNSUPPORTED);
+    CHECK(warnings == 0 && isnan(t->gpu));
     munmap(t, sizeof *t);
 }
 

@@ -169,13 +169,13 @@ static int empty_rank(dtrain_world *world, void *user)
 {
     dtrain_metrics_desc desc;
     dtrain_metrics *metrics;
-    dtrain_summary summary;
+    dtrain_metrics_info info;
     (void)user;
     memset(&desc, 0, sizeof desc);
     desc.jsonl_path = log_path;
     if (!CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK)) return 1;
-    dtrain_metrics_summary(metrics, &summary);
-    CHECK(summary.steps == 0 && isnan(summary.first_loss) && isnan(summary.step_ms));
+    dtrain_metrics_query(metrics, &info);
+    CHECK(info.summary.steps == 0 && isnan(info.summary.first_loss) && isnan(info.summary.step_ms));
     CHECK(dtrain_metrics_step(metrics, NULL) == DTRAIN_ERROR_ARGUMENT);
     CHECK(dtrain_metrics_step(NULL, NULL) == DTRAIN_ERROR_ARGUMENT);
     CHECK(dtrain_metrics_finish(metrics) == DTRAIN_OK);
@@ -539,7 +539,7 @@ static int quiet_rank(dtrain_world *world, void *user)
 {
     dtrain_metrics_desc desc;
     dtrain_metrics *metrics;
-    dtrain_summary summary;
+    dtrain_metrics_info info;
     char path[80];
     (void)user;
     memset(&desc, 0, sizeof desc);
@@ -548,8 +548,8 @@ static int quiet_rank(dtrain_world *world, void *user)
     if (!CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK)) return 1;
     dtrain_step_record r = record_of(0);
     CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
-    dtrain_metrics_summary(metrics, &summary); /* but all of them know */
-    CHECK(summary.steps == 1 && summary.step_ms == 18.5);
+    dtrain_metrics_query(metrics, &info); /* but all of them know */
+    CHECK(info.summary.steps == 1 && info.summary.step_ms == 18.5);
     CHECK(dtrain_metrics_finish(metrics) == DTRAIN_OK);
     dtrain_metrics_destroy(metrics);
     CHECK((access(path, F_OK) == 0) == (dtrain_world_rank(world) == 0));
@@ -631,7 +631,7 @@ static int median_rank(dtrain_world *world, void *user)
 {
     dtrain_metrics_desc desc;
     dtrain_metrics *metrics;
-    dtrain_summary s;
+    dtrain_metrics_info info;
     (void)user;
     memset(&desc, 0, sizeof desc);
     if (!CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK)) return 1;
@@ -641,10 +641,12 @@ static int median_rank(dtrain_world *world, void *user)
         r.exposed_comm_ms = r.step_ms / 4;
         r.data_ms = r.step_ms / 5;
         CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
-        if (step == 0 || step == 1001 || step == 2999) dtrain_metrics_summary(metrics, &s);
-        if (step == 0) CHECK(s.step_ms == 1000 && s.scaling == 0.75);
-        if (step == 1001) CHECK(s.step_ms == 1000);
+        if (step != 0 && step != 1001) continue;
+        dtrain_metrics_query(metrics, &info);
+        CHECK(info.summary.step_ms == 1000 && info.summary.scaling == 0.75);
     }
+    dtrain_metrics_query(metrics, &info);
+    const dtrain_summary s = info.summary;
     CHECK_CLOSE(s.step_ms, 50, 0.05);
     CHECK_CLOSE(s.data_ms, 10, 0.01);
     CHECK_CLOSE(s.scaling, 0.75, 1e-12);

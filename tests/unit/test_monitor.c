@@ -515,7 +515,7 @@ static void test_random_records(void)
 /* ---- sinks that fail ---------------------------------------------------------------------------- */
 
 typedef struct faulty {
-    int fail_at, calls; /* from 1: step and text; 0: none fails */
+    int fail_at, calls; /* from 1: steps; 0: none fails */
     bool fail_on, fail_open, hostile;
     int opened, finished;
     dtrain_metrics *metrics;
@@ -530,7 +530,6 @@ static dtrain_result faulty_call(faulty *f)
         dtrain_step_record r;
         memset(&r, 0, sizeof r);
         CHECK(dtrain_metrics_step(f->metrics, &r) == DTRAIN_ERROR_USAGE);
-        CHECK(dtrain_metrics_text(f->metrics, 0, "a", "b") == DTRAIN_ERROR_USAGE);
         CHECK(dtrain_metrics_finish(f->metrics) == DTRAIN_ERROR_USAGE);
         dtrain_metrics_destroy(f->metrics);
     }
@@ -539,11 +538,13 @@ static dtrain_result faulty_call(faulty *f)
                         : DTRAIN_ERROR_SYSTEM; /* or without a sentence */
 }
 
-static dtrain_result faulty_open(void *user, const dtrain_metrics_run *run)
+static dtrain_result faulty_open(void *user, const dtrain_metrics_desc *desc,
+                                 const dtrain_metrics_sample *sample)
 {
     faulty *f = (faulty *)user;
     f->opened++;
-    CHECK(run->size == 1 && run->rank == 0 && strcmp(run->name, "dtrain") == 0 && run->count > 50);
+    CHECK(desc->progress_every == 10 && strcmp(desc->run_name, "dtrain") == 0 &&
+          sample->count > 50);
     return f->fail_open ? DTRAIN_ERROR_SYSTEM : DTRAIN_OK;
 }
 
@@ -553,15 +554,9 @@ static dtrain_result faulty_step(void *user, const dtrain_metrics_sample *sample
     return faulty_call((faulty *)user);
 }
 
-static dtrain_result faulty_event(void *user, const dtrain_metrics_event *event)
-{
-    CHECK(event->kind == DTRAIN_METRICS_TEXT && strcmp(event->tag, "tag") == 0);
-    return faulty_call((faulty *)user);
-}
-
 static dtrain_result faulty_finish(void *user, const dtrain_summary *summary)
 {
-    CHECK(summary->steps == 4);
+    CHECK(summary->steps == 8);
     ((faulty *)user)->finished++;
     return DTRAIN_OK;
 }
@@ -572,8 +567,8 @@ static int faulty_rank(dtrain_world *world, void *user)
     dtrain_metrics_desc desc;
     dtrain_metrics_info info;
     dtrain_metrics_sink sinks[2] = {
-        {false, "faulty", faulty_open, faulty_step, faulty_event, faulty_finish, f},
-        {false, "good", faulty_open, faulty_step, faulty_event, faulty_finish, &good}};
+        {false, "faulty", faulty_open, faulty_step, NULL, faulty_finish, f},
+        {false, "good", faulty_open, faulty_step, NULL, faulty_finish, &good}};
     memset(&desc, 0, sizeof desc);
     desc.sinks = sinks;
     desc.sink_count = 2;
@@ -585,12 +580,11 @@ static int faulty_rank(dtrain_world *world, void *user)
         return 0;
     }
     if (!CHECK(created == DTRAIN_OK)) return 1;
-    for (int step = 0; step < 4; step++) {
+    for (int step = 0; step < 8; step++) {
         dtrain_step_record r;
         memset(&r, 0, sizeof r);
         r.step = step;
         CHECK(dtrain_metrics_step(f->metrics, &r) == DTRAIN_OK);
-        CHECK(dtrain_metrics_text(f->metrics, step, "tag", "text") == DTRAIN_OK);
     }
     const int lost = f->fail_at == 0 || f->fail_at > 8 ? 0 : f->fail_on ? 9 - f->fail_at : 1;
     dtrain_metrics_query(f->metrics, &info);
@@ -784,14 +778,12 @@ static int tight_rank(dtrain_world *world, void *user)
     static char long_text[100000];
     dtrain_step_record r = random_record(0);
     memset(long_text, 'a', sizeof long_text - 1);
+    desc.config = long_text; /* the memory for records grows with it */
     s->before = s->memory->live;
     s->memory->calls = 0;
     s->memory->fail_at = s->at;
     s->result = dtrain_metrics_create(world, &desc, &metrics);
     if (s->result == DTRAIN_OK) {
-        CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
-        CHECK(dtrain_metrics_text(metrics, 0, "long", long_text) ==
-              DTRAIN_OK); /* longer than the record's memory */
         CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
         const long calls = s->memory->calls;
         CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK &&

@@ -77,15 +77,15 @@ cleanup:
 static dtrain_result finish_job(dtrain_world *world, run_job *j)
 {
     dtrain_result result = DTRAIN_OK;
-    dtrain_summary summary;
+    dtrain_metrics_info info;
     uint64_t hash = 0;
     const bool first = dtrain_world_rank(world) == 0;
-    dtrain_metrics_summary(j->metrics, &summary);
+    dtrain_metrics_query(j->metrics, &info);
     if (j->s->deterministic) result = dtrain_strategy_verify(j->strategy, &hash);
     if (dtrain_metrics_finish(j->metrics) != DTRAIN_OK) /* a torn log is no torn training */
         fprintf(stderr, "\n" RUN_NAME ": warning: %s\n", dtrain_last_error());
     if (result != DTRAIN_OK) return result;
-    if (first) show_end(world, j, &summary);
+    if (first) show_end(world, j, &info.summary);
     if (first && j->s->deterministic)
         printf("  parameters           %016llx   bit-identical on all ranks\n",
                (unsigned long long)hash);
