@@ -195,7 +195,7 @@ DTRAIN__PRIVATE void dtrain__metrics_plan(dtrain_metrics *metrics)
     dtrain__set(metrics, DTRAIN__METRIC_MEMORY_OPTIMIZER, offloaded ? 0 : state);
     dtrain__set(metrics, DTRAIN__METRIC_MEMORY_HOST,
                 (double)held.host_bytes + (offloaded ? state : 0));
-    const dtrain_result planned = dtrain_trainer_plan(metrics->world, desc, &plan);
+    const dtrain_result planned = dtrain_trainer_plan(metrics->world, desc, NULL, &plan);
     snprintf(metrics->no_plan, sizeof metrics->no_plan, "%s",
              planned == DTRAIN_OK ? "" : dtrain_last_error());
     if (planned != DTRAIN_OK) return;

@@ -69,36 +69,12 @@ static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_
     return DTRAIN_OK;
 }
 
-/* Count a step's memory by class. */
-DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
-                                             dtrain_memory *memory)
-{
-    if (!world || !desc || !memory)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_plan: world, desc or memory is NULL");
-    DTRAIN__TRY(dtrain__plan_activations(
-        world, desc, desc->strategy ? dtrain__layout_of(desc->strategy) : NULL, memory));
-    if (desc->strategy) {
-        dtrain_strategy_info strategy;
-        dtrain_strategy_query(desc->strategy, &strategy);
-        memory->params = strategy.value_bytes;
-        memory->grads = strategy.grad_bytes;
-        memory->buffers = strategy.buffer_bytes;
-        memory->host = strategy.host_bytes;
-        if (world->device->ops->host_memory) memory->workspace = world->base_bytes;
-    }
-    if (desc->optimizer && desc->optimizer->offloaded) memory->host += desc->optimizer->block_bytes;
-    else if (desc->optimizer) memory->optimizer = desc->optimizer->block_bytes;
-    memory->total = memory->activations + memory->activation_grads + memory->params +
-                    memory->grads + memory->optimizer + memory->buffers + memory->workspace;
-    return DTRAIN_OK;
-}
-
 /* ---- automatic batch --------------------------------------------------------------------------*/
 
 typedef struct dtrain__batch_plan {
     dtrain_world *world;
-    const dtrain_plan_batch_desc *desc;
+    const dtrain_trainer_desc *trainer;
+    dtrain_batch_search *search;
     dtrain__strategy_plan strategy;
 } dtrain__batch_plan;
 
@@ -106,10 +82,10 @@ typedef struct dtrain__batch_plan {
 static dtrain_result dtrain__batch_needs(const dtrain__batch_plan *plan, uint32_t batch,
                                          uint64_t *bytes)
 {
-    const dtrain_trainer_desc *trainer = plan->desc->trainer;
     dtrain_memory memory;
-    DTRAIN__TRY(plan->desc->set_batch(trainer->user, batch));
-    DTRAIN__TRY(dtrain__plan_activations(plan->world, trainer, plan->strategy.layout, &memory));
+    DTRAIN__TRY(plan->search->set_batch(plan->trainer->user, batch));
+    DTRAIN__TRY(
+        dtrain__plan_activations(plan->world, plan->trainer, plan->strategy.layout, &memory));
     *bytes = memory.activations + memory.activation_grads;
     return DTRAIN_OK;
 }
@@ -118,7 +94,7 @@ static dtrain_result dtrain__batch_needs(const dtrain__batch_plan *plan, uint32_
  * fails for want of addresses or of the host's buffers. */
 static dtrain_result dtrain__batch_search(const dtrain__batch_plan *plan, uint32_t *batch)
 {
-    const uint32_t most = plan->desc->max_batch ? plan->desc->max_batch : 65536;
+    const uint32_t most = plan->search->max_batch ? plan->search->max_batch : 65536;
     int64_t fits = 0, fails = (int64_t)most + 1;
     while (fails - fits > 1) {
         const int64_t half = fits + (fails - fits) / 2;
@@ -134,7 +110,7 @@ static dtrain_result dtrain__batch_search(const dtrain__batch_plan *plan, uint32
         if (fails == 1)
             return dtrain_fail(
                 DTRAIN_ERROR_MEMORY,
-                "dtrain_trainer_plan_batch: not even one sample fits: %.1f MiB a rank for "
+                "dtrain_trainer_plan: not even one sample fits: %.1f MiB a rank for "
                 "parameters, gradients, optimizer and buffers and %.1f MiB of activations, of %.1f "
                 "MiB: %.1f MiB are missing. A strategy that shards more, more ranks, activation "
                 "checkpointing or, on a GPU, offload would help",
@@ -170,15 +146,16 @@ static dtrain_result dtrain__batch_trial(const dtrain__batch_plan *plan, uint32_
 
 /* Find the batch by the three steps above. Ranks agree on every local error before the next
  * collective, so that none waits for a rank that has left. */
-static dtrain_result dtrain__batch_find(dtrain__batch_plan *plan, uint32_t *batch)
+static dtrain_result dtrain__batch_find(dtrain__batch_plan *plan)
 {
-    const dtrain_plan_batch_desc *desc = plan->desc;
+    dtrain_batch_search *search = plan->search;
     dtrain_strategy_desc plain;
     uint32_t found = 0;
     bool good = false;
     memset(&plain, 0, sizeof plain);
-    DTRAIN__TRY(dtrain__plan_strategy(plan->world, desc->params, desc->param_count,
-                                      desc->strategy ? desc->strategy : &plain, &plan->strategy));
+    DTRAIN__TRY(dtrain__plan_strategy(plan->world, search->params, search->param_count,
+                                      search->strategy ? search->strategy : &plain,
+                                      &plan->strategy));
     dtrain_comm *comm = plan->strategy.comm;
     DTRAIN__TRY(dtrain__agree(comm, dtrain__batch_search(plan, &found)));
     int32_t least = (int32_t)found;
@@ -190,28 +167,50 @@ static dtrain_result dtrain__batch_find(dtrain__batch_plan *plan, uint32_t *batc
     }
     if (!good)
         return dtrain_fail(DTRAIN_ERROR_MEMORY,
-                           "dtrain_trainer_plan_batch: %.1f MiB a rank should be there, but not "
+                           "dtrain_trainer_plan: %.1f MiB a rank should be there, but not "
                            "every rank could allocate what one sample needs: set memory_limit to "
                            "less, or end what else uses the device",
                            dtrain__mib((uint64_t)plan->strategy.limit));
-    *batch = (uint32_t)least;
+    search->batch = (uint32_t)least;
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
-                                                   const dtrain_plan_batch_desc *desc,
-                                                   uint32_t *batch)
+/* ---- the plan ---------------------------------------------------------------------------------*/
+
+DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                             dtrain_batch_search *search, dtrain_memory *memory)
 {
-    dtrain__batch_plan plan;
-    if (!world || !desc || !batch || !desc->set_batch || !desc->trainer || !desc->params ||
-        desc->max_batch > INT32_MAX)
+    if (!world || !desc || !memory)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_plan_batch: expected world, desc and batch, a desc with "
-                           "set_batch, trainer and params, and a max_batch below 2^31");
-    memset(&plan, 0, sizeof plan);
-    plan.world = world;
-    plan.desc = desc;
-    const dtrain_result result = dtrain__batch_find(&plan, batch);
-    dtrain__strategy_plan_free(world, &plan.strategy);
-    return result;
+                           "dtrain_trainer_plan: world, desc or memory is NULL");
+    if (search) {
+        if (!search->set_batch || !search->params || search->max_batch > INT32_MAX)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "dtrain_trainer_plan: expected a search with set_batch, params and "
+                               "a max_batch below 2^31");
+        dtrain__batch_plan batch;
+        memset(&batch, 0, sizeof batch);
+        batch.world = world;
+        batch.trainer = desc;
+        batch.search = search;
+        const dtrain_result found = dtrain__batch_find(&batch);
+        dtrain__strategy_plan_free(world, &batch.strategy);
+        DTRAIN__TRY(found);
+    }
+    DTRAIN__TRY(dtrain__plan_activations(
+        world, desc, desc->strategy ? dtrain__layout_of(desc->strategy) : NULL, memory));
+    if (desc->strategy) {
+        dtrain_strategy_info strategy;
+        dtrain_strategy_query(desc->strategy, &strategy);
+        memory->params = strategy.value_bytes;
+        memory->grads = strategy.grad_bytes;
+        memory->buffers = strategy.buffer_bytes;
+        memory->host = strategy.host_bytes;
+        if (world->device->ops->host_memory) memory->workspace = world->base_bytes;
+    }
+    if (desc->optimizer && desc->optimizer->offloaded) memory->host += desc->optimizer->block_bytes;
+    else if (desc->optimizer) memory->optimizer = desc->optimizer->block_bytes;
+    memory->total = memory->activations + memory->activation_grads + memory->params +
+                    memory->grads + memory->optimizer + memory->buffers + memory->workspace;
+    return DTRAIN_OK;
 }

@@ -166,6 +166,18 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
 /* Return the trainer's tape, for passes of the host's own between two steps. */
 DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
 
+/* A search for the largest micro-batch whose step fits. */
+typedef struct dtrain_batch_search {
+    uint32_t max_batch; /* 0 = 65536 */
+    /* Called with the desc's user and a batch: from here on the loss builds micro-batches of so many
+     * samples, with buffers of that size. */
+    dtrain_result (*set_batch)(void *user, uint32_t batch);
+    dtrain_param *params;
+    size_t param_count;
+    const dtrain_strategy_desc *strategy; /* that create will be given; NULL = defaults */
+    uint32_t batch;                       /* found, the same on every rank */
+} dtrain_batch_search;
+
 /* Predict a step's memory, by running desc->loss forwards and backwards on the plan device, where
  * kernels do nothing. Without desc->strategy that is the memory of activations alone, and only
  * loss, user and the fields of the tape are read: it can be asked before there is a strategy, whose
@@ -173,23 +185,10 @@ DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
  * may gather units and have the copies of one at a time, what it and desc->optimizer hold is
  * counted too, and workspace is what the process held before the model came. The loss reads its
  * inputs, so their buffers must be there; what is in them does not matter. Under autocast,
- * parameters need their count or shape. Local; needs a next_batch, which is not called. */
-DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
-                                             dtrain_memory *memory);
-
-typedef struct dtrain_plan_batch_desc {
-    uint32_t max_batch; /* 0 = 65536 */
-    /* Called with a batch: from here on the loss builds micro-batches of so many samples, with
-     * buffers of that size. */
-    dtrain_result (*set_batch)(void *user, uint32_t batch);
-    const dtrain_trainer_desc *trainer; /* as for dtrain_trainer_plan; no strategy is counted */
-    dtrain_param *params;
-    size_t param_count;
-    const dtrain_strategy_desc *strategy; /* that create will be given; NULL = defaults */
-} dtrain_plan_batch_desc;
-
-/* Find the largest micro-batch whose step fits, to be asked before anything of the model is
- * allocated:
+ * parameters need their count or shape. Local with a search of NULL; needs a next_batch, which is
+ * not called.
+ *
+ * With a search, to be made before anything of the model is allocated, find the largest batch with
  *
  *     dtrain_strategy_plan + dtrain_trainer_plan(batch) <= memory_limit - other_bytes
  *
@@ -197,8 +196,7 @@ typedef struct dtrain_plan_batch_desc {
  * them. For AUTO itself the kind that needs least counts, with all copies, and
  * dtrain_strategy_create then takes the first that leaves room for the batch. The prediction is
  * tried: every rank allocates and touches that much at the same time, and where one cannot, all try
- * an eighth less. Leaves set_batch called with the result. Collective, the same answer on every
- * rank. When not even one sample fits, DTRAIN_ERROR_MEMORY says how much is missing. */
-DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
-                                                   const dtrain_plan_batch_desc *desc,
-                                                   uint32_t *batch);
+ * an eighth less. Leaves set_batch called with search->batch, whose memory is predicted. Collective.
+ * When not even one sample fits, DTRAIN_ERROR_MEMORY says how much is missing. */
+DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                             dtrain_batch_search *search, dtrain_memory *memory);

@@ -174,7 +174,7 @@ static int train(dtrain_world *world, run *how)
         desc.graph = false;
     }
     RANKS_TRY(dtrain_trainer_create(world, &desc, &trainer));
-    RANKS_TRY(dtrain_trainer_plan(world, &desc, &how->memory));
+    RANKS_TRY(dtrain_trainer_plan(world, &desc, NULL, &how->memory));
     for (int step = 0; step < STEPS; step++) {
         dtrain_step_record record;
         RANKS_TRY(dtrain_trainer_step(trainer, &record));

@@ -135,7 +135,7 @@ static dtrain_result plan(dtrain_world *world, const run *r, model *m, uint64_t 
     const dtrain_trainer_desc trainer = trainer_desc(r, m);
     dtrain_memory strategy, activations;
     TRY(dtrain_strategy_plan(m->params, PARAMS, &r->desc, dtrain_world_size(world), &strategy));
-    TRY(dtrain_trainer_plan(world, &trainer, &activations));
+    TRY(dtrain_trainer_plan(world, &trainer, NULL, &activations));
     *bytes = strategy.total + activations.total;
     return DTRAIN_OK;
 }
@@ -157,7 +157,7 @@ static dtrain_result train(dtrain_world *world, run *r, model *m)
     desc.strategy = strategy;
     desc.optimizer = optimizer;
     if (result == DTRAIN_OK) result = dtrain_trainer_create(world, &desc, &trainer);
-    if (result == DTRAIN_OK) result = dtrain_trainer_plan(world, &desc, &memory);
+    if (result == DTRAIN_OK) result = dtrain_trainer_plan(world, &desc, NULL, &memory);
     for (int s = 0; s < STEPS && result == DTRAIN_OK; s++)
         result = dtrain_trainer_step(trainer, &record);
     if (result == DTRAIN_OK) {
@@ -446,18 +446,19 @@ static int batch_rank(dtrain_world *world, void *user)
     const uint64_t before = in_use(dtrain_world_device(world));
     dtrain_trainer_desc trainer = trainer_desc(r, &m);
     dtrain_strategy_desc strategy = r->desc;
-    dtrain_plan_batch_desc desc;
+    dtrain_batch_search search;
+    dtrain_memory memory;
     model_init(&m, r->width);
-    memset(&desc, 0, sizeof desc);
+    memset(&search, 0, sizeof search);
     if (r->limits[rank]) strategy.memory_limit = r->limits[rank];
-    desc.max_batch = r->max_batch;
-    desc.set_batch = set_batch;
-    desc.trainer = &trainer;
-    desc.params = m.params;
-    desc.param_count = PARAMS;
-    desc.strategy = &strategy;
+    search.max_batch = r->max_batch;
+    search.set_batch = set_batch;
+    search.params = m.params;
+    search.param_count = PARAMS;
+    search.strategy = &strategy;
     cap = r->caps[rank];
-    r->results[rank] = dtrain_trainer_plan_batch(world, &desc, &r->batches[rank]);
+    r->results[rank] = dtrain_trainer_plan(world, &trainer, &search, &memory);
+    r->batches[rank] = search.batch;
     cap = 0;
     snprintf(r->errors[rank], sizeof r->errors[rank], "%s", dtrain_last_error());
     r->left[rank] = in_use(dtrain_world_device(world)) - before;

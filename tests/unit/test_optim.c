@@ -328,7 +328,7 @@ static int group_memory_main(dtrain_world *world, void *user)
         all.loss = matrix_loss;
         all.next_batch = no_batch;
         all.user = p;
-        RANKS_TRY(dtrain_trainer_plan(world, &all, &made));
+        RANKS_TRY(dtrain_trainer_plan(world, &all, NULL, &made));
         CHECK(made.optimizer == info.state_bytes + info.scratch_bytes);
         int64_t most = (int64_t)info.state_bytes;
         RANKS_TRY(dtrain_all_reduce(dtrain_world_comm(world), &most, &most, 1, DTRAIN_DTYPE_I64,

@@ -319,7 +319,7 @@ static int train(dtrain_world *world, void *user)
     desc.strategy = strategy;
     desc.optimizer = optimizer;
     TRY(dtrain_trainer_create(world, &desc, &trainer));
-    TRY(dtrain_trainer_plan(world, &desc, &memory));
+    TRY(dtrain_trainer_plan(world, &desc, NULL, &memory));
     for (int step = 0; step < 3; step++) TRY(dtrain_trainer_step(trainer, &record));
     TRY(dtrain_strategy_verify(strategy, &hash));
     dtrain_tape_query(dtrain_trainer_tape(trainer), &info);

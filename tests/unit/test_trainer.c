@@ -152,7 +152,8 @@ static void take_steps(dtrain_world *world, dtrain_trainer *trainer, rank_state 
     run *r = s->r;
     for (int step = 0; step < r->steps; step++) {
         dtrain_result result = DTRAIN_OK;
-        if (step == r->plan_at) result = dtrain_trainer_plan(world, &s->desc, &r->plan[s->rank]);
+        if (step == r->plan_at)
+            result = dtrain_trainer_plan(world, &s->desc, NULL, &r->plan[s->rank]);
         if (result == DTRAIN_OK && step == r->eval_at) result = evaluate(trainer, s);
         copy_params(s, r->before[s->rank]);
         if (result == DTRAIN_OK) result = dtrain_trainer_step(trainer, &r->records[s->rank][step]);
@@ -636,14 +637,14 @@ static int arguments_rank(dtrain_world *world, void *user)
     CHECK(dtrain_trainer_create(world, &desc, &bad) == DTRAIN_OK);
     CHECK(dtrain_trainer_step(bad, NULL) == DTRAIN_ERROR_USAGE);
     CHECK(strstr(dtrain_last_error(), "only evaluate") != NULL);
-    CHECK(dtrain_trainer_plan(world, &desc, &memory) == DTRAIN_ERROR_UNSUPPORTED);
+    CHECK(dtrain_trainer_plan(world, &desc, NULL, &memory) == DTRAIN_ERROR_UNSUPPORTED);
     CHECK(dtrain_trainer_evaluate(bad, next_batch, &s, 1, &loss) == DTRAIN_OK && loss > 0);
     dtrain_trainer_destroy(bad);
     CHECK(dtrain_trainer_step(NULL, NULL) == DTRAIN_ERROR_USAGE);
     CHECK(dtrain_trainer_evaluate(trainer, next_batch, &s, 0, &loss) == DTRAIN_ERROR_ARGUMENT);
     CHECK(dtrain_trainer_evaluate(trainer, next_batch, &s, 1, NULL) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(dtrain_trainer_plan(world, &s.desc, NULL) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(dtrain_trainer_plan(world, NULL, &memory) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_trainer_plan(world, &s.desc, NULL, NULL) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_trainer_plan(world, NULL, NULL, &memory) == DTRAIN_ERROR_ARGUMENT);
     CHECK(dtrain_trainer_step(trainer, NULL) == DTRAIN_OK); /* a record is not needed */
     dtrain_trainer_destroy(NULL);
     dtrain_trainer_destroy(trainer);

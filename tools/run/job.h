@@ -252,15 +252,15 @@ static dtrain_result choose_batch(dtrain_world *world, run_job *j,
         TRY(name_flag(split_global_batch(global, j->batch, ranks, &j->batch, &j->accum),
                       "--global-batch", ""));
     if (s->auto_batch) {
-        dtrain_plan_batch_desc desc;
-        memset(&desc, 0, sizeof desc);
-        desc.max_batch = j->batch;
-        desc.set_batch = j->program->set_batch;
-        desc.trainer = &trainer;
-        desc.params = j->params;
-        desc.param_count = j->param_count;
-        desc.strategy = strategy;
-        TRY(dtrain_trainer_plan_batch(world, &desc, &j->batch));
+        dtrain_batch_search search;
+        memset(&search, 0, sizeof search);
+        search.max_batch = j->batch;
+        search.set_batch = j->program->set_batch;
+        search.params = j->params;
+        search.param_count = j->param_count;
+        search.strategy = strategy;
+        TRY(dtrain_trainer_plan(world, &trainer, &search, &j->memory));
+        j->batch = search.batch;
     }
     if (global) TRY(split_global_batch(global, j->batch, ranks, &j->batch, &j->accum));
     TRY(j->program->set_batch(j->own, j->batch));
@@ -312,14 +312,14 @@ static dtrain_result open_trainer(dtrain_world *world, run_job *j, dtrain_strate
     dtrain_result result = DTRAIN_OK;
     dtrain_optimizer_desc matrices, optimizer = optimizer_desc(j->s, &matrices);
     dtrain_trainer_desc trainer = trainer_desc(world, j);
-    TRY(dtrain_trainer_plan(world, &trainer, &j->memory)); /* of activations alone */
+    TRY(dtrain_trainer_plan(world, &trainer, NULL, &j->memory)); /* of activations alone */
     strategy->other_bytes = j->memory.total;
     TRY(name_flag(dtrain_strategy_create(world, j->params, j->param_count, strategy, &j->strategy),
                   "--strategy", strategies[j->s->strategy]));
     TRY(dtrain_optimizer_create(world, j->strategy, &optimizer, &j->optimizer));
     trainer = trainer_desc(world, j);
     TRY(dtrain_trainer_create(world, &trainer, &j->trainer));
-    TRY(dtrain_trainer_plan(world, &trainer, &j->memory));
+    TRY(dtrain_trainer_plan(world, &trainer, NULL, &j->memory));
     if (dtrain_world_device(world)->ops->host_memory)
         TRY(plan_snapshot(world, dtrain_world_size(world), j));
     j->memory.total += j->snapshot_bytes;

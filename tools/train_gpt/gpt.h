@@ -2,7 +2,7 @@
  *
  * For train_gpt.c and other programs of this folder: include it after dtrain.h. Backward is the
  * tape's. The pieces have the types that dtrain's callbacks have: gpt_set_batch and gpt_loss fit
- * dtrain_plan_batch_desc and dtrain_trainer_desc, with a gpt_batch as user. */
+ * dtrain_batch_search and dtrain_trainer_desc, with a gpt_batch as user. */
 #ifndef GPT_H
 #define GPT_H
 
