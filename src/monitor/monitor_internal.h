@@ -15,6 +15,7 @@
 #include "world/world_internal.h"
 #include "train/trainer.h"
 #include "train/trainer_internal.h"
+#include "state/json_internal.h"
 #include "monitor/metrics.h"
 
 /* ---- The table --------------------------------------------------------------------------------*/
@@ -229,9 +230,9 @@ typedef struct dtrain__tensorboard {
     dtrain__records file;
     char *path; /* of the file; owned */
     size_t path_bytes;
-    void *record; /* (room) the record under way; owned, grows for long texts */
-    size_t used, room;
-    bool overflow; /* no memory for the record */
+    dtrain__text record; /* under way */
+    size_t open[8];      /* (depth) offsets in it where its open messages begin */
+    int depth;
 } dtrain__tensorboard;
 
 /* Steps that medians look back on, of: */

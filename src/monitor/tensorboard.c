@@ -9,11 +9,12 @@
  * The messages are written by hand: their fields are few, and have had these numbers since 2015
  * (tensorboard/compat/proto/event.proto, summary.proto; plugins/hparams/plugin_data.proto). The
  * length of a message inside another is not known when it begins, so five bytes are left for it: a
- * varint may have leading zeros.
+ * varint may have leading zeros. Numbers are little-endian, as on every machine that dtrain runs
+ * on.
  *
- * A run that goes on begins with a SessionLog of status START at its first step: readers drop what
- * the run before has written from there on. One write a step; a record that a full disk has cut is
- * taken off again, because readers give a file up at the first broken one. */
+ * A run that is resumed begins with a SessionLog of status START at its first step: readers drop
+ * what the run before wrote from there on. Each step is one write; a record that a full disk has cut
+ * is removed again, because readers give up a file at its first broken record. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -21,6 +22,7 @@
 #include "core/result.h"
 #include "world/world.h"
 #include "state/crc32c_internal.h"
+#include "state/json_internal.h"
 #include "monitor/metrics.h"
 #include "monitor/monitor_internal.h"
 
@@ -32,125 +34,78 @@ enum { DTRAIN__PB_VARINT = 0, DTRAIN__PB_64 = 1, DTRAIN__PB_BYTES = 2, DTRAIN__P
 
 #define DTRAIN__PB_LENGTH 5 /* bytes of a length that is filled in later */
 
-/* Make room for more bytes of the record. Only texts and large histograms ever need it. */
-static bool dtrain__pb_room(dtrain_metrics *metrics, size_t bytes)
-{
-    dtrain__tensorboard *t = &metrics->tensorboard;
-    size_t room = t->room ? t->room : 16384;
-    if (t->overflow || t->used + bytes <= t->room) return !t->overflow;
-    while (room < t->used + bytes) room *= 2;
-    void *larger = dtrain__alloc(&metrics->allocator, room, 1, "an event of TensorBoard");
-    t->overflow = larger == NULL;
-    if (!larger) return false;
-    if (t->record) memcpy(larger, t->record, t->used);
-    dtrain__free(&metrics->allocator, t->record, t->room, 1);
-    t->record = larger;
-    t->room = room;
-    return true;
-}
-
-static void dtrain__pb_raw(dtrain_metrics *metrics, const void *data, size_t bytes)
-{
-    dtrain__tensorboard *t = &metrics->tensorboard;
-    if (!dtrain__pb_room(metrics, bytes)) return;
-    if (bytes) memcpy((char *)t->record + t->used, data, bytes);
-    t->used += bytes;
-}
-
-/* Add the low bytes of a number: the machine is little-endian, as every one that dtrain runs on. */
-static void dtrain__pb_fixed(dtrain_metrics *metrics, uint64_t value, int bytes)
-{
-    unsigned char text[8];
-    for (int i = 0; i < bytes; i++) text[i] = (unsigned char)(value >> 8 * i);
-    dtrain__pb_raw(metrics, text, (size_t)bytes);
-}
-
-static void dtrain__pb_varint(dtrain_metrics *metrics, uint64_t value)
+static void dtrain__pb_varint(dtrain__tensorboard *t, uint64_t value)
 {
     unsigned char text[10];
     size_t n = 0;
     for (; value >= 128; value >>= 7) text[n++] = (unsigned char)(value | 128);
     text[n++] = (unsigned char)value;
-    dtrain__pb_raw(metrics, text, n);
+    dtrain__text_append(&t->record, text, n);
 }
 
-static void dtrain__pb_tag(dtrain_metrics *metrics, uint32_t field, uint32_t type)
+static void dtrain__pb_integer(dtrain__tensorboard *t, uint32_t field, int64_t value)
 {
-    dtrain__pb_varint(metrics, (uint64_t)field << 3 | type);
+    dtrain__pb_varint(t, field << 3 | DTRAIN__PB_VARINT);
+    dtrain__pb_varint(t, (uint64_t)value);
 }
 
-static void dtrain__pb_integer(dtrain_metrics *metrics, uint32_t field, int64_t value)
+static void dtrain__pb_double(dtrain__tensorboard *t, uint32_t field, double value)
 {
-    dtrain__pb_tag(metrics, field, DTRAIN__PB_VARINT);
-    dtrain__pb_varint(metrics, (uint64_t)value);
+    dtrain__pb_varint(t, field << 3 | DTRAIN__PB_64);
+    dtrain__text_append(&t->record, &value, sizeof value);
 }
 
-static void dtrain__pb_double(dtrain_metrics *metrics, uint32_t field, double value)
-{
-    uint64_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    dtrain__pb_tag(metrics, field, DTRAIN__PB_64);
-    dtrain__pb_fixed(metrics, bits, 8);
-}
-
-static void dtrain__pb_float(dtrain_metrics *metrics, uint32_t field, double value)
+static void dtrain__pb_float(dtrain__tensorboard *t, uint32_t field, double value)
 {
     const float most = dtrain__f32_from_bits(0x7f800000u);
     const float rounded = value > (double)FLT_MAX    ? most
                           : value < -(double)FLT_MAX ? -most
                                                      : (float)value;
-    dtrain__pb_tag(metrics, field, DTRAIN__PB_32);
-    dtrain__pb_fixed(metrics, dtrain__f32_bits(rounded), 4);
+    dtrain__pb_varint(t, field << 3 | DTRAIN__PB_32);
+    dtrain__text_append(&t->record, &rounded, sizeof rounded);
 }
 
-static void dtrain__pb_bytes(dtrain_metrics *metrics, uint32_t field, const void *data,
-                             size_t bytes)
+/* Add a string, or an array of doubles. */
+static void dtrain__pb_bytes(dtrain__tensorboard *t, uint32_t field, const void *data, size_t bytes)
 {
-    dtrain__pb_tag(metrics, field, DTRAIN__PB_BYTES);
-    dtrain__pb_varint(metrics, bytes);
-    dtrain__pb_raw(metrics, data, bytes);
+    dtrain__pb_varint(t, field << 3 | DTRAIN__PB_BYTES);
+    dtrain__pb_varint(t, bytes);
+    dtrain__text_append(&t->record, data, bytes);
 }
 
-static void dtrain__pb_text(dtrain_metrics *metrics, uint32_t field, const char *text)
+static void dtrain__pb_text(dtrain__tensorboard *t, uint32_t field, const char *text)
 {
-    dtrain__pb_bytes(metrics, field, text, strlen(text));
+    dtrain__pb_bytes(t, field, text, strlen(text));
 }
 
-static void dtrain__pb_doubles(dtrain_metrics *metrics, uint32_t field, const double *values,
-                               size_t count)
-{
-    dtrain__pb_tag(metrics, field, DTRAIN__PB_BYTES);
-    dtrain__pb_varint(metrics, 8 * (uint64_t)count);
-    for (size_t i = 0; i < count; i++) {
-        uint64_t bits;
-        memcpy(&bits, &values[i], sizeof bits);
-        dtrain__pb_fixed(metrics, bits, 8);
-    }
-}
-
-/* Begin a message inside of the one that is open, and return where its length comes. */
-static size_t dtrain__pb_begin(dtrain_metrics *metrics, uint32_t field)
+/* Begin a message inside of the one that is open. */
+static void dtrain__pb_begin(dtrain__tensorboard *t, uint32_t field)
 {
     const char zeros[DTRAIN__PB_LENGTH] = {0};
-    dtrain__pb_tag(metrics, field, DTRAIN__PB_BYTES);
-    dtrain__pb_raw(metrics, zeros, sizeof zeros);
-    return metrics->tensorboard.used;
+    dtrain__pb_varint(t, field << 3 | DTRAIN__PB_BYTES);
+    dtrain__text_append(&t->record, zeros, sizeof zeros);
+    t->open[t->depth++] = t->record.bytes;
 }
 
-/* End it. */
-static void dtrain__pb_end(dtrain_metrics *metrics, size_t begin)
+/* End the innermost messages, `count` of them, and fill in their lengths. */
+static void dtrain__pb_end(dtrain__tensorboard *t, int count)
 {
-    dtrain__tensorboard *t = &metrics->tensorboard;
-    if (t->overflow) return;
-    uint64_t length = t->used - begin;
-    unsigned char *at = (unsigned char *)t->record + begin - DTRAIN__PB_LENGTH;
-    for (int i = 0; i < DTRAIN__PB_LENGTH; i++, length >>= 7)
-        at[i] = (unsigned char)((length & 127) | (i + 1 < DTRAIN__PB_LENGTH ? 128 : 0));
+    for (; count > 0; count--) {
+        const size_t begin = t->open[--t->depth];
+        if (t->record.failed) continue;
+        uint64_t length = t->record.bytes - begin;
+        unsigned char *at = (unsigned char *)t->record.at + begin - DTRAIN__PB_LENGTH;
+        for (int i = 0; i < DTRAIN__PB_LENGTH; i++, length >>= 7)
+            at[i] = (unsigned char)((length & 127) | (i + 1 < DTRAIN__PB_LENGTH ? 128 : 0));
+    }
 }
 
 /* ---- Records ----------------------------------------------------------------------------------*/
 
 #define DTRAIN__RECORD_HEAD 12 /* bytes before an Event */
+
+/* Fields of an Event. */
+enum { DTRAIN__EVENT_VERSION = 3, DTRAIN__EVENT_SUMMARY = 5, DTRAIN__EVENT_SESSION = 7 };
 
 static uint32_t dtrain__masked_crc(const void *data, size_t bytes)
 {
@@ -158,93 +113,90 @@ static uint32_t dtrain__masked_crc(const void *data, size_t bytes)
     return (crc >> 15 | crc << 17) + 0xa282ead8u;
 }
 
-/* Begin a record with an Event. */
-static void dtrain__event_begin(dtrain_metrics *metrics, double wall_time, int64_t step)
+/* Begin a record with an Event, and in it a message. */
+static void dtrain__event_begin(dtrain__tensorboard *t, double wall_time, int64_t step,
+                                uint32_t message)
 {
     const char zeros[DTRAIN__RECORD_HEAD] = {0};
-    metrics->tensorboard.used = 0;
-    metrics->tensorboard.overflow = false;
-    dtrain__pb_raw(metrics, zeros, sizeof zeros);
-    dtrain__pb_double(metrics, 1, wall_time);
-    dtrain__pb_integer(metrics, 2, step);
+    t->depth = 0;
+    t->record.bytes = 0;
+    t->record.failed = false;
+    dtrain__text_append(&t->record, zeros, sizeof zeros);
+    dtrain__pb_double(t, 1, wall_time);
+    dtrain__pb_integer(t, 2, step);
+    dtrain__pb_begin(t, message);
 }
 
-/* Complete the record and write it. */
-static dtrain_result dtrain__event_end(dtrain_metrics *metrics)
+/* End all messages, complete the record and write it. */
+static dtrain_result dtrain__event_end(dtrain__tensorboard *t)
 {
-    dtrain__tensorboard *t = &metrics->tensorboard;
-    unsigned char *head = (unsigned char *)t->record;
-    if (t->overflow) return DTRAIN_ERROR_MEMORY;
-    const uint64_t length = t->used - DTRAIN__RECORD_HEAD;
+    dtrain__pb_end(t, t->depth);
+    if (t->record.failed) return DTRAIN_ERROR_MEMORY;
+    char *head = t->record.at;
+    const uint64_t length = t->record.bytes - DTRAIN__RECORD_HEAD;
     const uint32_t crc = dtrain__masked_crc(head + DTRAIN__RECORD_HEAD, (size_t)length);
-    for (int i = 0; i < 8; i++) head[i] = (unsigned char)(length >> 8 * i);
-    const uint32_t head_crc = dtrain__masked_crc(head, 8);
-    for (int i = 0; i < 4; i++) head[8 + i] = (unsigned char)(head_crc >> 8 * i);
-    dtrain__pb_fixed(metrics, crc, 4);
-    if (t->overflow) return DTRAIN_ERROR_MEMORY;
+    memcpy(head, &length, sizeof length);
+    const uint32_t head_crc = dtrain__masked_crc(head, sizeof length);
+    memcpy(head + sizeof length, &head_crc, sizeof head_crc);
+    dtrain__text_append(&t->record, &crc, sizeof crc);
+    if (t->record.failed) return DTRAIN_ERROR_MEMORY;
     if (t->file.torn)
         return dtrain_fail(DTRAIN_ERROR_FILE, "%s ends in a broken record that cannot be removed",
                            t->path);
-    return dtrain__records_append(&t->file, t->record, t->used);
+    return dtrain__records_append(&t->file, t->record.at, t->record.bytes);
 }
 
-/* Add a plugin's name and content to the value that is open. */
-static void dtrain__value_plugin(dtrain_metrics *metrics, const char *plugin, uint32_t data_class)
-{
-    const size_t metadata = dtrain__pb_begin(metrics, 9);
-    const size_t data = dtrain__pb_begin(metrics, 1);
-    dtrain__pb_text(metrics, 1, plugin);
-    dtrain__pb_end(metrics, data);
-    dtrain__pb_integer(metrics, 4, data_class);
-    dtrain__pb_end(metrics, metadata);
-}
-
-static void dtrain__value_scalar(dtrain_metrics *metrics, const dtrain_metric *metric, double value)
+static void dtrain__value_scalar(dtrain__tensorboard *t, const dtrain_metric *metric, double value)
 {
     char tag[96];
     snprintf(tag, sizeof tag, "%s/%s", metric->group, metric->name);
-    const size_t one = dtrain__pb_begin(metrics, 1);
-    dtrain__pb_text(metrics, 1, tag);
-    dtrain__pb_float(metrics, 2, value);
-    dtrain__pb_end(metrics, one);
+    dtrain__pb_begin(t, 1);
+    dtrain__pb_text(t, 1, tag);
+    dtrain__pb_float(t, 2, value);
+    dtrain__pb_end(t, 1);
 }
 
-static void dtrain__value_histogram(dtrain_metrics *metrics, const dtrain_histogram *h)
+static void dtrain__value_histogram(dtrain__tensorboard *t, const dtrain_histogram *h)
 {
-    const size_t one = dtrain__pb_begin(metrics, 1);
-    dtrain__pb_text(metrics, 1, h->tag);
-    const size_t histogram = dtrain__pb_begin(metrics, 5);
-    dtrain__pb_double(metrics, 1, h->min);
-    dtrain__pb_double(metrics, 2, h->max);
-    dtrain__pb_double(metrics, 3, (double)h->count);
-    dtrain__pb_double(metrics, 4, h->sum);
-    dtrain__pb_double(metrics, 5, h->sum_squares);
-    dtrain__pb_doubles(metrics, 6, h->limits, h->bucket_count);
-    dtrain__pb_doubles(metrics, 7, h->buckets, h->bucket_count);
-    dtrain__pb_end(metrics, histogram);
-    dtrain__pb_end(metrics, one);
+    dtrain__pb_begin(t, 1);
+    dtrain__pb_text(t, 1, h->tag);
+    dtrain__pb_begin(t, 5);
+    dtrain__pb_double(t, 1, h->min);
+    dtrain__pb_double(t, 2, h->max);
+    dtrain__pb_double(t, 3, (double)h->count);
+    dtrain__pb_double(t, 4, h->sum);
+    dtrain__pb_double(t, 5, h->sum_squares);
+    dtrain__pb_bytes(t, 6, h->limits, h->bucket_count * sizeof *h->limits);
+    dtrain__pb_bytes(t, 7, h->buckets, h->bucket_count * sizeof *h->buckets);
+    dtrain__pb_end(t, 2);
 }
 
-/* Add a text, as a tensor of one string. */
-static void dtrain__value_text(dtrain_metrics *metrics, const char *tag, const char *text)
+/* Begin a value that a plugin of TensorBoard shows: its tag, and the metadata and plugin data that
+ * stay open. */
+static void dtrain__value_begin(dtrain__tensorboard *t, const char *tag, const char *plugin)
 {
-    const size_t one = dtrain__pb_begin(metrics, 1);
-    const size_t bytes = strlen(tag);
-    dtrain__pb_tag(metrics, 1, DTRAIN__PB_BYTES);
-    dtrain__pb_varint(metrics, bytes + strlen("/text_summary"));
-    dtrain__pb_raw(metrics, tag, bytes);
-    dtrain__pb_raw(metrics, "/text_summary", strlen("/text_summary"));
-    dtrain__value_plugin(metrics, "text", 2);
-    const size_t tensor = dtrain__pb_begin(metrics, 8);
-    dtrain__pb_integer(metrics, 1, 7); /* DT_STRING */
-    const size_t shape = dtrain__pb_begin(metrics, 2);
-    const size_t dim = dtrain__pb_begin(metrics, 2);
-    dtrain__pb_integer(metrics, 1, 1);
-    dtrain__pb_end(metrics, dim);
-    dtrain__pb_end(metrics, shape);
-    dtrain__pb_text(metrics, 8, text);
-    dtrain__pb_end(metrics, tensor);
-    dtrain__pb_end(metrics, one);
+    dtrain__pb_begin(t, 1);
+    dtrain__pb_text(t, 1, tag);
+    dtrain__pb_begin(t, 9);
+    dtrain__pb_begin(t, 1);
+    dtrain__pb_text(t, 1, plugin);
+}
+
+/* Add a text, as a tensor of shape (1) of strings. */
+static void dtrain__value_text(dtrain__tensorboard *t, const char *tag, const char *text)
+{
+    dtrain__value_begin(t, tag, "text");
+    dtrain__pb_end(t, 1);
+    dtrain__pb_integer(t, 4, 2); /* DATA_CLASS_TENSOR */
+    dtrain__pb_end(t, 1);
+    dtrain__pb_begin(t, 8);
+    dtrain__pb_integer(t, 1, 7); /* DT_STRING */
+    dtrain__pb_begin(t, 2);
+    dtrain__pb_begin(t, 2);
+    dtrain__pb_integer(t, 1, 1);
+    dtrain__pb_end(t, 2);
+    dtrain__pb_text(t, 8, text);
+    dtrain__pb_end(t, 2);
 }
 
 /* ---- Hyper-parameters -------------------------------------------------------------------------*/
@@ -258,12 +210,11 @@ typedef struct dtrain__hparam {
     int kind;
 } dtrain__hparam;
 
-/* Take the next line of NAME=VALUE; false: there is none. Lines without = are passed over. Numbers
- * are read as the locale "C" has them, whatever the host's is. */
+/* Take the next line of NAME=VALUE; false: there is none. Lines without = are skipped. */
 static bool dtrain__hparam_next(const char **text, dtrain__hparam *h)
 {
     while (**text) {
-        char number[64];
+        char value[64], *end;
         const char *line = *text;
         const size_t bytes = strcspn(line, "\n");
         const char *equals = (const char *)memchr(line, '=', bytes);
@@ -273,92 +224,85 @@ static bool dtrain__hparam_next(const char **text, dtrain__hparam *h)
         h->name_bytes = (size_t)(equals - line);
         h->value = equals + 1;
         h->value_bytes = bytes - h->name_bytes - 1;
-        h->kind = DTRAIN__HPARAM_STRING;
-        snprintf(number, sizeof number, "%.*s", (int)dtrain__min((int64_t)h->value_bytes, 63),
+        snprintf(value, sizeof value, "%.*s", (int)dtrain__min((int64_t)h->value_bytes, 63),
                  h->value);
-        const locale_t c = newlocale(LC_ALL_MASK, "C", (locale_t)0);
-        char *end = number;
-        if (c) {
-            const locale_t before = uselocale(c); /* of this thread alone */
-            h->number = strtod(number, &end);
-            uselocale(before);
-            freelocale(c);
-        }
-        if (number[0] && end == number + h->value_bytes && dtrain__finite(h->number))
+        h->number = strtod(value, &end);
+        h->kind = DTRAIN__HPARAM_STRING;
+        if (value[0] && end == value + h->value_bytes && dtrain__finite(h->number))
             h->kind = DTRAIN__HPARAM_NUMBER;
-        else if (strcmp(number, "true") == 0 || strcmp(number, "false") == 0)
+        else if (strcmp(value, "true") == 0 || strcmp(value, "false") == 0)
             h->kind = DTRAIN__HPARAM_BOOL;
         return true;
     }
     return false;
 }
 
-/* Begin a value of the hparams plugin: all that counts is its metadata. Three messages are open
- * then. */
-static void dtrain__hparams_begin(dtrain_metrics *metrics, const char *tag, size_t open[4])
+/* Begin a value of the hparams plugin, all of which is in its metadata; five messages, of which
+ * `message` is the innermost, are open then. */
+static void dtrain__hparams_begin(dtrain__tensorboard *t, const char *tag, uint32_t message)
 {
-    open[0] = dtrain__pb_begin(metrics, 1);
-    dtrain__pb_text(metrics, 1, tag);
-    open[1] = dtrain__pb_begin(metrics, 9);
-    open[2] = dtrain__pb_begin(metrics, 1);
-    dtrain__pb_text(metrics, 1, "hparams");
-    open[3] = dtrain__pb_begin(metrics, 2);
-    dtrain__pb_integer(metrics, 1, 0); /* version of the plugin's data */
-}
-
-static void dtrain__hparams_end(dtrain_metrics *metrics, const size_t open[4])
-{
-    for (int i = 3; i >= 0; i--) dtrain__pb_end(metrics, open[i]);
+    dtrain__value_begin(t, tag, "hparams");
+    dtrain__pb_begin(t, 2);
+    dtrain__pb_integer(t, 1, 0); /* version of the plugin's data */
+    dtrain__pb_begin(t, message);
 }
 
 /* Say which columns the table of the HPARAMS tab has. */
-static void dtrain__hparams_experiment(dtrain_metrics *metrics, const char *lines, double now)
+static void dtrain__hparams_experiment(dtrain__tensorboard *t, const char *lines, double now)
 {
     static const char *const shown[] = {"train/loss", "train/val_loss",
                                         "throughput/tokens_per_second", "time/step_ms"};
-    size_t open[4];
     dtrain__hparam h;
-    dtrain__hparams_begin(metrics, "_hparams_/experiment", open);
-    const size_t experiment = dtrain__pb_begin(metrics, 2);
-    dtrain__pb_double(metrics, 3, now);
+    dtrain__hparams_begin(t, "_hparams_/experiment", 2);
+    dtrain__pb_double(t, 3, now);
     while (dtrain__hparam_next(&lines, &h)) {
-        const size_t info = dtrain__pb_begin(metrics, 4);
-        dtrain__pb_bytes(metrics, 1, h.name, h.name_bytes);
-        dtrain__pb_integer(metrics, 4, h.kind);
-        dtrain__pb_end(metrics, info);
+        dtrain__pb_begin(t, 4);
+        dtrain__pb_bytes(t, 1, h.name, h.name_bytes);
+        dtrain__pb_integer(t, 4, h.kind);
+        dtrain__pb_end(t, 1);
     }
     for (size_t i = 0; i < sizeof shown / sizeof *shown; i++) {
-        const size_t info = dtrain__pb_begin(metrics, 5);
-        const size_t name = dtrain__pb_begin(metrics, 1);
-        dtrain__pb_text(metrics, 2, shown[i]);
-        dtrain__pb_end(metrics, name);
-        dtrain__pb_end(metrics, info);
+        dtrain__pb_begin(t, 5);
+        dtrain__pb_begin(t, 1);
+        dtrain__pb_text(t, 2, shown[i]);
+        dtrain__pb_end(t, 2);
     }
-    dtrain__pb_end(metrics, experiment);
-    dtrain__hparams_end(metrics, open);
+    dtrain__pb_end(t, 5);
 }
 
 /* Say which values this run has. */
-static void dtrain__hparams_start(dtrain_metrics *metrics, const char *lines, double now)
+static void dtrain__hparams_start(dtrain__tensorboard *t, const char *lines, const char *run_name,
+                                  double now)
 {
-    size_t open[4];
     dtrain__hparam h;
-    dtrain__hparams_begin(metrics, "_hparams_/session_start_info", open);
-    const size_t start = dtrain__pb_begin(metrics, 3);
+    dtrain__hparams_begin(t, "_hparams_/session_start_info", 3);
     while (dtrain__hparam_next(&lines, &h)) {
-        const size_t entry = dtrain__pb_begin(metrics, 1);
-        dtrain__pb_bytes(metrics, 1, h.name, h.name_bytes);
-        const size_t value = dtrain__pb_begin(metrics, 2);
-        if (h.kind == DTRAIN__HPARAM_NUMBER) dtrain__pb_double(metrics, 2, h.number);
-        else if (h.kind == DTRAIN__HPARAM_BOOL) dtrain__pb_integer(metrics, 4, *h.value == 't');
-        else dtrain__pb_bytes(metrics, 3, h.value, h.value_bytes);
-        dtrain__pb_end(metrics, value);
-        dtrain__pb_end(metrics, entry);
+        dtrain__pb_begin(t, 1);
+        dtrain__pb_bytes(t, 1, h.name, h.name_bytes);
+        dtrain__pb_begin(t, 2);
+        if (h.kind == DTRAIN__HPARAM_NUMBER) dtrain__pb_double(t, 2, h.number);
+        else if (h.kind == DTRAIN__HPARAM_BOOL) dtrain__pb_integer(t, 4, *h.value == 't');
+        else dtrain__pb_bytes(t, 3, h.value, h.value_bytes);
+        dtrain__pb_end(t, 2);
     }
-    dtrain__pb_text(metrics, 4, metrics->desc.run_name);
-    dtrain__pb_double(metrics, 5, now);
-    dtrain__pb_end(metrics, start);
-    dtrain__hparams_end(metrics, open);
+    dtrain__pb_text(t, 4, run_name);
+    dtrain__pb_double(t, 5, now);
+    dtrain__pb_end(t, 5);
+}
+
+/* Write the hyper-parameters, whose numbers are those of the locale "C" whatever the host's is. */
+static dtrain_result dtrain__hparams_write(dtrain__tensorboard *t, const dtrain_metrics_desc *desc,
+                                           double now)
+{
+    const locale_t c = newlocale(LC_ALL_MASK, "C", (locale_t)0);
+    if (!c) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a locale");
+    const locale_t before = uselocale(c); /* of this thread alone */
+    dtrain__event_begin(t, now, 0, DTRAIN__EVENT_SUMMARY);
+    dtrain__hparams_experiment(t, desc->hparams, now);
+    dtrain__hparams_start(t, desc->hparams, desc->run_name, now);
+    uselocale(before);
+    freelocale(c);
+    return dtrain__event_end(t);
 }
 
 /* ---- Files ------------------------------------------------------------------------------------*/
@@ -397,14 +341,12 @@ static long long dtrain__event_seconds(const char *directory)
     return seconds;
 }
 
-static dtrain_result dtrain__event_open(dtrain_metrics *metrics)
+static dtrain_result dtrain__event_open(dtrain__tensorboard *t, const char *directory)
 {
-    dtrain__tensorboard *t = &metrics->tensorboard;
-    const char *directory = metrics->desc.tensorboard_dir;
     char host[65] = "host";
     (void)gethostname(host, sizeof host - 1);
     t->path_bytes = strlen(directory) + 160;
-    t->path = (char *)dtrain__alloc(&metrics->allocator, t->path_bytes, 1, "a path");
+    t->path = (char *)dtrain__alloc(t->record.allocator, t->path_bytes, 1, "a path");
     if (!t->path) return DTRAIN_ERROR_MEMORY;
     snprintf(t->path, t->path_bytes, "%s", directory);
     DTRAIN__TRY(dtrain__make_directories(t->path));
@@ -420,78 +362,61 @@ static dtrain_result dtrain__event_open(dtrain_metrics *metrics)
 static dtrain_result dtrain__tensorboard_open(void *user, const dtrain_metrics_desc *desc,
                                               const dtrain_metrics_sample *sample)
 {
-    dtrain_metrics *metrics = (dtrain_metrics *)user;
+    dtrain__tensorboard *t = &((dtrain_metrics *)user)->tensorboard;
     const double now = (double)time(NULL);
     (void)sample;
-    DTRAIN__TRY(dtrain__event_open(metrics));
-    dtrain__event_begin(metrics, now, 0);
-    dtrain__pb_text(metrics, 3, "brain.Event:2");
-    DTRAIN__TRY(dtrain__event_end(metrics));
-    dtrain__event_begin(metrics, now, desc->first_step);
-    const size_t session = dtrain__pb_begin(metrics, 7);
-    dtrain__pb_integer(metrics, 1, 1); /* START */
-    dtrain__pb_end(metrics, session);
-    DTRAIN__TRY(dtrain__event_end(metrics));
+    t->record.allocator = &((dtrain_metrics *)user)->allocator;
+    DTRAIN__TRY(dtrain__event_open(t, desc->tensorboard_dir));
+    dtrain__event_begin(t, now, 0, DTRAIN__EVENT_VERSION);
+    dtrain__text_add(&t->record, "brain.Event:2"); /* no message, but a string: both are bytes */
+    DTRAIN__TRY(dtrain__event_end(t));
+    dtrain__event_begin(t, now, desc->first_step, DTRAIN__EVENT_SESSION);
+    dtrain__pb_integer(t, 1, 1); /* START */
+    DTRAIN__TRY(dtrain__event_end(t));
     if (desc->config) {
-        dtrain__event_begin(metrics, now, desc->first_step);
-        const size_t summary = dtrain__pb_begin(metrics, 5);
-        dtrain__value_text(metrics, "config", desc->config);
-        dtrain__pb_end(metrics, summary);
-        DTRAIN__TRY(dtrain__event_end(metrics));
+        dtrain__event_begin(t, now, desc->first_step, DTRAIN__EVENT_SUMMARY);
+        dtrain__value_text(t, "config/text_summary", desc->config);
+        DTRAIN__TRY(dtrain__event_end(t));
     }
-    if (!desc->hparams) return DTRAIN_OK;
-    dtrain__event_begin(metrics, now, 0);
-    const size_t summary = dtrain__pb_begin(metrics, 5);
-    dtrain__hparams_experiment(metrics, desc->hparams, now);
-    dtrain__hparams_start(metrics, desc->hparams, now);
-    dtrain__pb_end(metrics, summary);
-    return dtrain__event_end(metrics);
+    return desc->hparams ? dtrain__hparams_write(t, desc, now) : DTRAIN_OK;
 }
 
-/* Write all scalars of a step in one record. What is fixed comes with the first. */
+/* Write all scalars of a step in one record. Those that are fixed come with the first. */
 static dtrain_result dtrain__tensorboard_step(void *user, const dtrain_metrics_sample *sample)
 {
-    dtrain_metrics *metrics = (dtrain_metrics *)user;
-    const bool first = metrics->summary.steps == 1;
-    dtrain__event_begin(metrics, sample->wall_time, sample->step);
-    const size_t summary = dtrain__pb_begin(metrics, 5);
+    dtrain__tensorboard *t = &((dtrain_metrics *)user)->tensorboard;
+    const bool first = ((dtrain_metrics *)user)->summary.steps == 1;
+    dtrain__event_begin(t, sample->wall_time, sample->step, DTRAIN__EVENT_SUMMARY);
     for (size_t i = 0; i < sample->count; i++)
         if (sample->known[i] && (first || !(sample->metrics[i].flags & DTRAIN_METRIC_FIXED)))
-            dtrain__value_scalar(metrics, &sample->metrics[i], sample->values[i]);
-    dtrain__pb_end(metrics, summary);
-    return dtrain__event_end(metrics);
+            dtrain__value_scalar(t, &sample->metrics[i], sample->values[i]);
+    return dtrain__event_end(t);
 }
 
 static dtrain_result dtrain__tensorboard_histogram(void *user, const dtrain_histogram *histogram)
 {
-    dtrain_metrics *metrics = (dtrain_metrics *)user;
-    dtrain__event_begin(metrics, histogram->wall_time, histogram->step);
-    const size_t summary = dtrain__pb_begin(metrics, 5);
-    dtrain__value_histogram(metrics, histogram);
-    dtrain__pb_end(metrics, summary);
-    return dtrain__event_end(metrics);
+    dtrain__tensorboard *t = &((dtrain_metrics *)user)->tensorboard;
+    dtrain__event_begin(t, histogram->wall_time, histogram->step, DTRAIN__EVENT_SUMMARY);
+    dtrain__value_histogram(t, histogram);
+    return dtrain__event_end(t);
 }
 
-static dtrain_result dtrain__tensorboard_finish(void *user, const dtrain_summary *s)
+/* Say that the session has ended well, where the HPARAMS tab has it, and close the file. */
+static dtrain_result dtrain__tensorboard_finish(void *user, const dtrain_summary *summary)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
+    dtrain__tensorboard *t = &metrics->tensorboard;
     const double now = (double)time(NULL);
     dtrain_result result = DTRAIN_OK;
-    size_t open[4];
-    if (metrics->tensorboard.file.fd < 0) return DTRAIN_OK;
+    (void)summary;
     if (metrics->desc.hparams) {
-        dtrain__event_begin(metrics, now, s->steps ? metrics->last.step : 0);
-        const size_t summary = dtrain__pb_begin(metrics, 5);
-        dtrain__hparams_begin(metrics, "_hparams_/session_end_info", open);
-        const size_t end = dtrain__pb_begin(metrics, 4);
-        dtrain__pb_integer(metrics, 1, 1); /* STATUS_SUCCESS */
-        dtrain__pb_double(metrics, 2, now);
-        dtrain__pb_end(metrics, end);
-        dtrain__hparams_end(metrics, open);
-        dtrain__pb_end(metrics, summary);
-        result = dtrain__event_end(metrics);
+        dtrain__event_begin(t, now, metrics->sample.step, DTRAIN__EVENT_SUMMARY);
+        dtrain__hparams_begin(t, "_hparams_/session_end_info", 4);
+        dtrain__pb_integer(t, 1, 1); /* STATUS_SUCCESS */
+        dtrain__pb_double(t, 2, now);
+        result = dtrain__event_end(t);
     }
-    const dtrain_result closed = dtrain__records_close(&metrics->tensorboard.file);
+    const dtrain_result closed = dtrain__records_close(&t->file);
     return result == DTRAIN_OK ? closed : result;
 }
 
@@ -508,8 +433,6 @@ DTRAIN__PRIVATE dtrain__sink dtrain__tensorboard_sink(void)
 DTRAIN__PRIVATE void dtrain__tensorboard_free(dtrain_metrics *metrics)
 {
     dtrain__tensorboard *t = &metrics->tensorboard;
-    dtrain__free(&metrics->allocator, t->record, t->room, 1);
     dtrain__free(&metrics->allocator, t->path, t->path_bytes, 1);
-    t->record = NULL;
-    t->path = NULL;
+    if (t->record.allocator) dtrain__text_free(&t->record);
 }

@@ -52,7 +52,7 @@ static bool dtrain__text_grow(dtrain__text *text, size_t more)
     return true;
 }
 
-static void dtrain__text_append(dtrain__text *text, const char *from, size_t bytes)
+DTRAIN__PRIVATE void dtrain__text_append(dtrain__text *text, const void *from, size_t bytes)
 {
     if (!dtrain__text_grow(text, bytes)) return;
     memcpy(text->at + text->bytes, from, bytes);

@@ -16,6 +16,7 @@ typedef struct dtrain__text {
 
 DTRAIN__PRINTF(2, 3)
 DTRAIN__PRIVATE void dtrain__text_add(dtrain__text *text, const char *format, ...);
+DTRAIN__PRIVATE void dtrain__text_append(dtrain__text *text, const void *from, size_t bytes);
 /* Append a string in quotes with JSON's escapes, and U+FFFD for each byte that is not UTF-8. */
 DTRAIN__PRIVATE void dtrain__text_add_string(dtrain__text *text, const char *string);
 DTRAIN__PRIVATE void dtrain__text_free(dtrain__text *text);
