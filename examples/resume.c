@@ -85,10 +85,10 @@ static int train(dtrain_world *world, void *user)
     dtrain_world_query(world, &info);
     CHECK(dtrain_strategy_create(world, &w, 1, &where, &strategy));
     CHECK(dtrain_optimizer_create(world, strategy, &adamw, &optimizer));
-    CHECK(dtrain_state_create(
-        world, &(dtrain_state_desc){.strategy = strategy, .optimizer = optimizer}, &state));
-    CHECK(dtrain_state_add(
-        state, &(dtrain_state_item){.name = "average loss", .count = 1, .memory = &average}));
+    const dtrain_state_item own = {.name = "average loss", .count = 1, .memory = &average};
+    const dtrain_state_desc what = {
+        .strategy = strategy, .optimizer = optimizer, .items = &own, .item_count = 1};
+    CHECK(dtrain_state_create(world, &what, &state));
     if (r->directory) {
         const dtrain_result loaded = dtrain_checkpoint_load(state, r->directory, NULL, &from);
         if (loaded != DTRAIN_OK && loaded != DTRAIN_ERROR_NOT_FOUND) return 1; /* none yet: begin */

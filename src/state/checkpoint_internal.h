@@ -172,7 +172,6 @@ struct dtrain_checkpoint {
     dtrain__held *held; /* (held_room) of every piece its writer, by tensor; see union.c */
     char *held_names;   /* (held_names_bytes) */
     size_t held_count, held_room, held_names_bytes;
-    size_t held_of; /* as long as this rank's list, and one: 0 = not made */
 
     /* The save under way. */
     int64_t step;

@@ -56,18 +56,17 @@ static dtrain_result dtrain__save_check(const dtrain_checkpoint *c, int64_t step
 /* Settle the previous save, agree on the step, take a snapshot, and write or begin to write. */
 static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double metric)
 {
-    int64_t same[3] = {step, ~step, c->held_of != c->desc.state->tensor_count + 1};
+    int64_t same[2] = {step, ~step};
     const double start = dtrain_seconds();
     DTRAIN__TRY(dtrain__save_settle(c, false));
     DTRAIN__TRY(dtrain__agree(c->comm, dtrain__save_check(c, step)));
     DTRAIN__TRY(
-        dtrain_all_reduce(c->comm, same, same, 3, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
+        dtrain_all_reduce(c->comm, same, same, 2, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
     if (same[0] != ~same[1])
         return dtrain_fail(DTRAIN_ERROR_MISMATCH,
                            "dtrain_checkpoint_save: step is %lld here, and the ranks have %lld to "
                            "%lld",
                            (long long)step, (long long)~same[1], (long long)same[0]);
-    if (same[2]) DTRAIN__TRY(dtrain__union_make(c));
     c->step = step;
     c->metric = metric;
     c->begun = start;
@@ -677,6 +676,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
         result = dtrain__checkpoint_resolve(c, desc);
     }
     result = dtrain__agree(comm, result);
+    if (result == DTRAIN_OK) result = dtrain__union_make(c);
     if (result == DTRAIN_OK) result = dtrain__directory_open(c);
     if (result == DTRAIN_OK) *out = c;
     else (void)dtrain_checkpoint_close(c);

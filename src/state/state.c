@@ -43,9 +43,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__state_check(const dtrain_state *state, con
 
 /* ---- Tensors ----------------------------------------------------------------------------------*/
 
-/* Append a tensor of fp32 that nothing is known of yet but its name; NULL: no memory. */
-static dtrain_state_tensor *dtrain__state_append(dtrain_state *state, const char *name,
-                                                 dtrain_state_kind kind)
+/* Append a tensor of which this rank has all; NULL: no memory. */
+static dtrain_state_tensor *dtrain__state_append(dtrain_state *state, dtrain_state_kind kind,
+                                                 const char *name, uint32_t dtype,
+                                                 const int64_t shape[4], void *memory)
 {
     if (!dtrain__grow(&state->allocator, (void **)&state->tensors, state->tensor_count,
                       &state->tensor_room, sizeof *state->tensors, "a list of state"))
@@ -54,107 +55,78 @@ static dtrain_state_tensor *dtrain__state_append(dtrain_state *state, const char
     memset(tensor, 0, sizeof *tensor);
     tensor->name = name;
     tensor->kind = (uint32_t)kind;
-    tensor->dtype = DTRAIN_DTYPE_F32;
+    tensor->dtype = dtype;
+    memcpy(tensor->shape, shape, sizeof tensor->shape);
+    tensor->piece = dtrain__piece_whole(shape);
+    tensor->total = tensor->piece.count;
+    tensor->memory = memory;
     return tensor;
 }
 
-/* Append a tensor that has the shape of a parameter, and of which this rank has what it has of the
- * parameter. */
+/* Append a tensor of fp32 that has the shape of a parameter, cut as the shard is. */
 static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard *shard,
                                         dtrain_state_kind kind, float *memory, float *mirror)
 {
-    dtrain_state_tensor *tensor = dtrain__state_append(state, shard->param->name, kind);
+    const dtrain_param *p = shard->param;
+    dtrain_state_tensor *tensor =
+        dtrain__state_append(state, kind, p->name, DTRAIN_DTYPE_F32, p->shape, memory);
     if (!tensor) return DTRAIN_ERROR_MEMORY;
-    memcpy(tensor->shape, shard->param->shape, sizeof tensor->shape);
-    tensor->total = shard->param->count;
-    tensor->piece = dtrain__piece_whole(tensor->shape);
     tensor->piece.offset = shard->offset;
     tensor->piece.count = shard->count;
-    tensor->memory = memory;
     tensor->mirror = mirror == memory ? NULL : mirror;
     return DTRAIN_OK;
 }
 
-/* Return the kind of a parameter's class 1 or 2 of optimizer state; KINDS: there is none. */
+/* What is listed of parameters, class by class. */
+enum { DTRAIN__CLASS_VALUE, DTRAIN__CLASS_FIRST, DTRAIN__CLASS_SECOND, DTRAIN__CLASS_MISSED };
+
+/* Return the kind of a parameter's first or second optimizer state; KINDS: there is none. */
 static dtrain_state_kind dtrain__state_class(const dtrain_optimizer_desc *desc, int class_)
 {
     if ((size_t)class_ > dtrain__states_of(desc)) return DTRAIN_STATE_KINDS;
-    if (class_ == 2) return DTRAIN_STATE_EXP_AVG_SQ;
+    if (class_ == DTRAIN__CLASS_SECOND) return DTRAIN_STATE_EXP_AVG_SQ;
     if (desc->kind == DTRAIN_OPTIMIZER_ADAMW) return DTRAIN_STATE_EXP_AVG;
     if (desc->kind == DTRAIN_OPTIMIZER_LION) return DTRAIN_STATE_LION;
     return desc->kind == DTRAIN_OPTIMIZER_MUON ? DTRAIN_STATE_MUON : DTRAIN_STATE_MOMENTUM;
 }
 
-/* Append the values of all parameters. An offloaded update has a master copy of values that are on
- * the device: both are the same between steps. */
-static dtrain_result dtrain__state_values(dtrain_state *state)
+/* Append one class of a parameter, if it has that. The master copy of an offloaded update mirrors
+ * the value: both are the same between steps. */
+static dtrain_result dtrain__state_param(dtrain_state *state, const dtrain_param *p, size_t index,
+                                         int class_)
 {
-    const dtrain_strategy *strategy = state->desc.strategy;
+    static const int64_t one[4] = {1, 0, 0, 0};
     const dtrain_optimizer *optimizer = state->desc.optimizer;
-    size_t count;
-    const dtrain_param *params = dtrain__params_of(strategy, &count);
-    for (size_t i = 0; i < count; i++) {
-        dtrain_shard shard;
-        if (params[i].state.storage != &params[i]) continue;
-        dtrain__shard_of(strategy, i, &shard);
-        const dtrain_optimizer_tensor *view =
-            optimizer ? dtrain__moments_of(optimizer, shard.param) : NULL;
-        DTRAIN__TRY(dtrain__state_like(state, &shard, DTRAIN_STATE_VALUE, shard.value,
-                                       view ? view->value : NULL));
-    }
-    return DTRAIN_OK;
+    const bool value = class_ == DTRAIN__CLASS_VALUE;
+    dtrain_shard shard;
+    if (value ? p->state.storage != p : !optimizer || !dtrain__is_updated(p)) return DTRAIN_OK;
+    if (class_ == DTRAIN__CLASS_MISSED)
+        return dtrain__state_append(state, DTRAIN_STATE_MISSED, p->name, DTRAIN_DTYPE_I64, one,
+                                    &optimizer->missed[index])
+                   ? DTRAIN_OK
+                   : DTRAIN_ERROR_MEMORY;
+    const dtrain_optimizer_tensor *view = optimizer ? dtrain__moments_of(optimizer, p) : NULL;
+    dtrain__shard_of(state->desc.strategy, index, &shard);
+    if (value)
+        return dtrain__state_like(state, &shard, DTRAIN_STATE_VALUE, shard.value,
+                                  view ? view->value : NULL);
+    const dtrain_state_kind kind = dtrain__state_class(dtrain__desc_of(optimizer, p), class_);
+    float *memory = !view ? NULL : class_ == DTRAIN__CLASS_FIRST ? view->m : view->v;
+    if (kind == DTRAIN_STATE_KINDS) return DTRAIN_OK;
+    return dtrain__state_like(state, &shard, kind, memory, NULL);
 }
 
-/* Append each class of the optimizer's state: first moments and momentum, then second moments. */
-static dtrain_result dtrain__state_moments(dtrain_state *state)
+static dtrain_result dtrain__state_params(dtrain_state *state)
 {
-    const dtrain_strategy *strategy = state->desc.strategy;
-    const dtrain_optimizer *optimizer = state->desc.optimizer;
-    size_t count;
-    const dtrain_param *params = dtrain__params_of(strategy, &count);
-    for (int class_ = 1; class_ <= 2 && optimizer; class_++) {
-        for (size_t i = 0; i < count; i++) {
-            const dtrain_param *p = &params[i];
-            const dtrain_state_kind kind =
-                dtrain__state_class(dtrain__desc_of(optimizer, p), class_);
-            dtrain_shard shard;
-            if (!dtrain__is_updated(p) || kind == DTRAIN_STATE_KINDS) continue;
-            dtrain__shard_of(strategy, i, &shard);
-            const dtrain_optimizer_tensor *view = dtrain__moments_of(optimizer, p);
-            float *memory = !view ? NULL : class_ == 1 ? view->m : view->v;
-            DTRAIN__TRY(dtrain__state_like(state, &shard, kind, memory, NULL));
-        }
-    }
-    return DTRAIN_OK;
-}
-
-/* Make a tensor one that every rank that lists it holds all of. */
-static void dtrain__state_whole(dtrain_state_tensor *tensor, void *memory)
-{
-    tensor->piece = dtrain__piece_whole(tensor->shape);
-    tensor->total = tensor->piece.count;
-    tensor->memory = memory;
-}
-
-/* Append in how many steps each parameter was left out of updates. */
-static dtrain_result dtrain__state_missed(dtrain_state *state)
-{
-    const dtrain_optimizer *optimizer = state->desc.optimizer;
     size_t count;
     const dtrain_param *params = dtrain__params_of(state->desc.strategy, &count);
-    for (size_t i = 0; i < count && optimizer; i++) {
-        if (!dtrain__is_updated(&params[i])) continue;
-        dtrain_state_tensor *tensor =
-            dtrain__state_append(state, params[i].name, DTRAIN_STATE_MISSED);
-        if (!tensor) return DTRAIN_ERROR_MEMORY;
-        tensor->dtype = DTRAIN_DTYPE_I64;
-        tensor->shape[0] = 1;
-        dtrain__state_whole(tensor, &optimizer->missed[i]);
-    }
+    for (int class_ = DTRAIN__CLASS_VALUE; class_ <= DTRAIN__CLASS_MISSED; class_++)
+        for (size_t i = 0; i < count; i++)
+            DTRAIN__TRY(dtrain__state_param(state, &params[i], i, class_));
     return DTRAIN_OK;
 }
 
-/* Append what compression keeps of a parameter. */
+/* Append what compression keeps of a parameter; kept: NULL on a rank that has no piece of it. */
 static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_param *param,
                                               const dtrain_compression_state *kept)
 {
@@ -170,12 +142,11 @@ static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_
         state->tensors[state->tensor_count - 1].own = true;
     }
     if (!kept || !kept->q) return DTRAIN_OK;
-    dtrain_state_tensor *q = dtrain__state_append(state, param->name, DTRAIN_STATE_Q);
-    if (!q) return DTRAIN_ERROR_MEMORY;
-    q->shape[0] = kept->q_rows;
-    q->shape[1] = (int64_t)how->powersgd_rank;
-    dtrain__state_whole(q, kept->q);
-    return DTRAIN_OK;
+    const int64_t shape[4] = {kept->q_rows, (int64_t)how->powersgd_rank, 0, 0};
+    return dtrain__state_append(state, DTRAIN_STATE_Q, param->name, DTRAIN_DTYPE_F32, shape,
+                                kept->q)
+               ? DTRAIN_OK
+               : DTRAIN_ERROR_MEMORY;
 }
 
 static dtrain_result dtrain__state_compression(dtrain_state *state)
@@ -197,50 +168,44 @@ static dtrain_result dtrain__state_compression(dtrain_state *state)
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE const dtrain_state_tensor *dtrain__state_find(const dtrain_state *state,
-                                                              uint32_t kind, const char *name)
+DTRAIN__PRIVATE bool dtrain__state_alike(const dtrain_state_tensor *a, const dtrain_state_tensor *b)
 {
-    for (size_t i = 0; i < state->tensor_count; i++)
-        if (state->tensors[i].kind == kind && strcmp(state->tensors[i].name, name) == 0)
-            return &state->tensors[i];
-    return NULL;
+    return a->dtype == b->dtype && a->own == b->own &&
+           memcmp(a->shape, b->shape, sizeof a->shape) == 0;
 }
 
-DTRAIN_API dtrain_result dtrain_state_add(dtrain_state *state, const dtrain_state_item *item)
+/* Append an array of the program's own. */
+static dtrain_result dtrain__state_item(dtrain_state *state, const dtrain_state_item *item)
 {
-    const char *const call = "dtrain_state_add";
-    DTRAIN__TRY(dtrain__state_check(state, call));
-    if (!item || !item->name || !item->name[0] || item->count < 0 ||
-        (item->count && !item->memory) || !dtrain__state_bytes(item->dtype))
+    const char *const call = "dtrain_state_create";
+    if (!item->name || !item->name[0] || item->count < 0 || (item->count && !item->memory) ||
+        !dtrain__state_bytes(item->dtype))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: expected an item with a name, a dtype (found %u), count >= 0 "
                            "(found %lld) and memory",
-                           call, item ? item->dtype : 0, item ? (long long)item->count : 0);
-    const dtrain_state_tensor *other = dtrain__state_find(state, DTRAIN_STATE_HOST, item->name);
+                           call, item->dtype, (long long)item->count);
     const bool all = item->piece.count == 0; /* of the array */
     int64_t shape[4];
     memcpy(shape, item->shape, sizeof shape);
     if (!shape[0]) shape[0] = item->count;
-    if (other && (all || other->dtype != item->dtype || other->own != item->own ||
-                  memcmp(other->shape, shape, sizeof shape) != 0))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: there is an item by the name of \"%.100s\" already, of which this "
-                           "is no other piece",
-                           call, item->name);
-    dtrain_piece piece = all ? dtrain__piece_whole(shape) : item->piece;
-    if (piece.count != item->count || !dtrain__piece_fits(&piece, shape))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: the piece of \"%.100s\" has %lld elements, expected %lld (count) "
-                           "that lie in its shape",
-                           call, item->name, (long long)piece.count, (long long)item->count);
-    dtrain_state_tensor *tensor = dtrain__state_append(state, item->name, DTRAIN_STATE_HOST);
+    dtrain_state_tensor *tensor = dtrain__state_append(state, DTRAIN_STATE_HOST, item->name,
+                                                       item->dtype, shape, item->memory);
     if (!tensor) return DTRAIN_ERROR_MEMORY;
-    tensor->dtype = item->dtype;
-    memcpy(tensor->shape, shape, sizeof shape);
-    dtrain__state_whole(tensor, item->memory);
-    tensor->piece = piece;
     tensor->own = item->own;
-    return DTRAIN_OK;
+    if (!all) tensor->piece = item->piece;
+    for (const dtrain_state_tensor *other = state->tensors; other < tensor; other++)
+        if (other->kind == DTRAIN_STATE_HOST && strcmp(other->name, item->name) == 0 &&
+            (all || !dtrain__state_alike(other, tensor)))
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: there is an item by the name of \"%.100s\" already, of which "
+                               "this is no other piece",
+                               call, item->name);
+    if (tensor->piece.count == item->count && dtrain__piece_fits(&tensor->piece, shape))
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "%s: the piece of \"%.100s\" has %lld elements, expected %lld (count) "
+                       "that lie in its shape",
+                       call, item->name, (long long)tensor->piece.count, (long long)item->count);
 }
 
 /* ---- Scalars ----------------------------------------------------------------------------------*/
@@ -306,8 +271,9 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
     if (out) *out = NULL;
     if (!world || !desc || !out)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: world, desc or out is NULL", call);
-    if (!desc->strategy)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: desc has no strategy", call);
+    if (!desc->strategy || (desc->item_count && !desc->items))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: desc has no %s", call,
+                           desc->strategy ? "items, and a count of them" : "strategy");
     if (desc->trainer && ((desc->optimizer && desc->trainer->desc.optimizer != desc->optimizer) ||
                           desc->trainer->desc.strategy != desc->strategy))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -325,10 +291,10 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
     state->device = dtrain_world_device(world);
     state->step = -1;
     dtrain__state_scalars(state);
-    dtrain_result result = dtrain__state_values(state);
-    if (result == DTRAIN_OK) result = dtrain__state_moments(state);
-    if (result == DTRAIN_OK) result = dtrain__state_missed(state);
+    dtrain_result result = dtrain__state_params(state);
     if (result == DTRAIN_OK) result = dtrain__state_compression(state);
+    for (size_t i = 0; i < desc->item_count && result == DTRAIN_OK; i++)
+        result = dtrain__state_item(state, &desc->items[i]);
     if (result == DTRAIN_OK) *out = state;
     else dtrain_state_destroy(state);
     return result;
@@ -363,8 +329,10 @@ DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
     const char *const torn = dtrain__torn(strategy);
     dtrain__set_torn(strategy, NULL); /* values are whole again */
     dtrain_result result = dtrain__between_backwards(strategy, "dtrain_state_changed");
-    if (result != DTRAIN_OK) dtrain__set_torn(strategy, torn);
-    DTRAIN__TRY(result);
+    if (result != DTRAIN_OK) {
+        dtrain__set_torn(strategy, torn);
+        return result;
+    }
     for (size_t i = 0; i < state->tensor_count && result == DTRAIN_OK; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
         if (tensor->mirror)

@@ -73,6 +73,21 @@ typedef struct dtrain_state_tensor {
     bool own;     /* every rank has a tensor of its own by this name */
 } dtrain_state_tensor;
 
+/* An array of the program's own, in host or device memory, which must stay where it is: a random
+ * generator, counters, statistics; or a piece of a tensor that ranks share. Ranks may list different
+ * arrays; those that list the same one give it the same shape and dtype, and together hold all of
+ * its elements: dtrain_checkpoint_open checks both. */
+typedef struct dtrain_state_item {
+    const char *name; /* kept by pointer */
+    uint32_t dtype;   /* dtrain_dtype or DTRAIN_STATE_BYTES */
+    int64_t count;
+    void *memory;       /* (count) */
+    bool own;           /* every rank has its own; false: all have the same values */
+    int64_t shape[4];   /* of the whole array; zeros = (count) */
+    dtrain_piece piece; /* this rank's, of `count` elements; zeros = all of it. Several pieces of an
+                           array are as many items of one name */
+} dtrain_state_item;
+
 /* The objects that a run consists of. All must outlive the state; all but the strategy may be
  * NULL. */
 typedef struct dtrain_state_desc {
@@ -81,6 +96,9 @@ typedef struct dtrain_state_desc {
     dtrain_trainer *trainer;
     dtrain_loss_scaler *scaler; /* of a loop without trainer */
     dtrain_loader *loader;      /* of the training data */
+    /* The program's own arrays (item_count), read by create alone; NULL = none. */
+    const dtrain_state_item *items;
+    size_t item_count;
     /* Key, text, key, text, ..., NULL, of at most 255 bytes, kept by pointer; NULL = none.
      * Checkpoints hold them, and a load compares texts whose key both sides have. Another text in
      * `model`, which is what shapes do not show of what values mean (heads, activation, epsilon),
@@ -98,28 +116,11 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
 /* Free the list, and nothing that is in it; NULL is ignored. */
 DTRAIN_API void dtrain_state_destroy(dtrain_state *state);
 
-/* An array of the program's own, in host or device memory, which must stay where it is: a random
- * generator, counters, statistics; or a piece of a tensor that ranks share. */
-typedef struct dtrain_state_item {
-    const char *name; /* kept by pointer */
-    uint32_t dtype;   /* dtrain_dtype or DTRAIN_STATE_BYTES */
-    int64_t count;
-    void *memory;       /* (count) */
-    bool own;           /* every rank has its own; false: all have the same values */
-    int64_t shape[4];   /* of the whole array; zeros = (count) */
-    dtrain_piece piece; /* this rank's, of `count` elements; zeros = all of it. Several pieces of an
-                           array are as many items of one name */
-} dtrain_state_item;
-
-/* Add an array. Local. Ranks may add different ones; those that add the same one give it the same
- * shape and dtype, and all of its elements are somewhere: a save checks both. */
-DTRAIN_API dtrain_result dtrain_state_add(dtrain_state *state, const dtrain_state_item *item);
-
-/* List the tensors of this rank. Local; valid until dtrain_state_add or destroy. What is in memory
- * is whole between two steps. */
+/* List the tensors of this rank. Local; valid until the state is destroyed. What is in memory is
+ * whole between two steps. */
 DTRAIN_API dtrain_result dtrain_state_tensors(const dtrain_state *state,
                                               const dtrain_state_tensor **tensors, size_t *count);
-/* Say that values in memory were replaced, as a program does that has loaded them by itself: every
- * rank's parameters are brought to where the next forward reads them, and what follows from the
- * scalars is made anew. Collective. */
+/* Take over values that the program has written to the memory of the tensors by itself: bring every
+ * rank's parameters to where the next forward reads them, and make anew what follows from the
+ * scalars. Collective. */
 DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state);

@@ -36,5 +36,6 @@ struct dtrain_state {
 DTRAIN__PRIVATE size_t dtrain__state_bytes(uint32_t dtype);
 DTRAIN__PRIVATE const char *dtrain__state_kind_name(uint32_t kind);
 DTRAIN__PRIVATE dtrain_result dtrain__state_check(const dtrain_state *state, const char *call);
-DTRAIN__PRIVATE const dtrain_state_tensor *dtrain__state_find(const dtrain_state *state,
-                                                              uint32_t kind, const char *name);
+/* Tell whether two ranks, or a rank and a file, describe the same tensor in the same way. */
+DTRAIN__PRIVATE bool dtrain__state_alike(const dtrain_state_tensor *a,
+                                         const dtrain_state_tensor *b);

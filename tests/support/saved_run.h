@@ -228,25 +228,23 @@ static inline dtrain_result saved_create(dtrain_world *world, saved_rank *s)
     state.loader = s->loader;
     state.model = r->model;
     state.settings = r->settings;
+    dtrain_state_item items[3];
+    memset(items, 0, sizeof items);
+    items[0].name = "counter";
+    items[0].dtype = DTRAIN_DTYPE_I64;
+    items[0].count = 1;
+    items[0].memory = &s->counter;
+    items[1].name = "blob";
+    items[1].dtype = DTRAIN_STATE_BYTES;
+    items[1].count = 5;
+    items[1].memory = s->blob;
+    items[2].name = "mine";
+    items[2].count = r->mine ? r->mine : 3;
+    items[2].memory = s->mine;
+    items[2].own = true;
+    state.items = items;
+    state.item_count = r->mine >= 0 ? 3 : 2;
     SAVED_TRY(dtrain_state_create(world, &state, &s->state));
-    const struct {
-        const char *name;
-        uint32_t dtype;
-        int64_t count;
-        void *memory;
-    } items[] = {{"counter", DTRAIN_DTYPE_I64, 1, &s->counter},
-                 {"mine", DTRAIN_DTYPE_F32, r->mine ? r->mine : 3, s->mine},
-                 {"blob", DTRAIN_STATE_BYTES, 5, s->blob}};
-    for (int i = 0; i < 3; i++) {
-        dtrain_state_item item;
-        memset(&item, 0, sizeof item);
-        item.name = items[i].name;
-        item.dtype = items[i].dtype;
-        item.count = items[i].count;
-        item.memory = items[i].memory;
-        item.own = i == 1;
-        if (i != 1 || r->mine >= 0) SAVED_TRY(dtrain_state_add(s->state, &item));
-    }
     return DTRAIN_OK;
 }
 

@@ -5,7 +5,7 @@
 #include "dtrain.h"
 #include "ranks.h"
 
-enum { LAYERS = 7, ARRAYS = 3, PIECES = 48 };
+enum { LAYERS = 7, ARRAYS = 3, ITEMS = 512 };
 
 typedef struct run {
     int ranks, stages;
@@ -70,10 +70,11 @@ static dtrain_result walk(dtrain_world *world, dtrain_state *state, bool compare
     return result;
 }
 
-/* Add this rank's pieces of the arrays. Every rank cuts all of them in the same way. */
-static dtrain_result add_arrays(dtrain_state *state, const run *r, int rank, float *memory)
+/* List this rank's pieces of the arrays. Every rank cuts all of them in the same way. */
+static size_t list_arrays(const run *r, int rank, float *memory, dtrain_state_item *items)
 {
     uint64_t random = r->seed;
+    size_t count = 0;
     int number = 0;
     for (int a = 0; a < ARRAYS; a++) {
         const int dims = shapes[a][3] ? 4 : shapes[a][2] ? 3 : 2;
@@ -101,22 +102,23 @@ static dtrain_result add_arrays(dtrain_state *state, const run *r, int rank, flo
                 if (rank != owner && rank != other) continue;
                 memory += item.count;
                 if (r->bad == 2 && a == 2 && !done && !first) continue;
-                TRY(dtrain_state_add(state, &item));
+                if (CHECK(count + 2 < ITEMS)) items[count++] = item;
                 if (r->bad != 3 || a != 0 || done || first || item.count < 2) continue;
                 dtrain_state_item again = item;
                 again.piece.offset++;
                 again.piece.count = --again.count;
-                TRY(dtrain_state_add(state, &again));
+                items[count++] = again;
             }
         }
     }
-    return DTRAIN_OK;
+    return count;
 }
 
 typedef struct rank_of {
     dtrain_param params[LAYERS];
     char names[LAYERS][16];
     float memory[4096];
+    dtrain_state_item items[ITEMS];
     dtrain_comm *comm;
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
@@ -154,8 +156,9 @@ static dtrain_result rank_run(dtrain_world *world, run *r, rank_of *s)
     state.strategy = s->strategy;
     state.optimizer = s->optimizer;
     state.comm = dtrain_world_comm(world);
+    state.items = s->items;
+    state.item_count = list_arrays(r, rank, s->memory, s->items);
     TRY(dtrain_state_create(world, &state, &s->state));
-    TRY(add_arrays(s->state, r, rank, s->memory));
     if (r->load) {
         dtrain_load_info loaded;
         TRY(dtrain_checkpoint_load(s->state, r->directory, NULL, &loaded));
@@ -315,12 +318,13 @@ static int old_main(dtrain_world *world, void *user)
     TRY(dtrain_optimizer_create(world, strategy, &adam, &optimizer));
     desc.strategy = strategy;
     desc.optimizer = optimizer;
-    TRY(dtrain_state_create(world, &desc, &state));
     item.name = "counter";
     item.dtype = DTRAIN_DTYPE_I64;
     item.count = 1;
     item.memory = &counter;
-    TRY(dtrain_state_add(state, &item));
+    desc.items = &item;
+    desc.item_count = 1;
+    TRY(dtrain_state_create(world, &desc, &state));
     const dtrain_result result = dtrain_checkpoint_load(state, path, NULL, &info);
     CHECK_MSG(result == DTRAIN_OK && !info.note[0] && info.step == 7 && info.ranks == 2, "%s, %s",
               result == DTRAIN_OK ? "loaded" : dtrain_last_error(), info.note);
