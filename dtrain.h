@@ -118,8 +118,8 @@
        src/strategy/offload.c               Offload: shards in host memory
        src/strategy/levels.c                Levels of ranks: which ranks share a copy of the model, and which communicators that takes
        src/strategy/settings.c              Settings: zeros become defaults, and fields that contradict each other are refused
-       src/strategy/count.c                 What a step sends
-       src/strategy/create.c                Creation and end of a strategy
+       src/strategy/create.c                Making and destroying a strategy
+       src/strategy/count.c                 dtrain_strategy_create: make a strategy, and count what a step of it sends
        src/strategy/query.c                 Queries: what a strategy is, and the values of its parameters
        src/strategy/view.c                  Answers to the rooms above: see strategy/view_internal.h
        src/strategy/plan.c                  Planning, and AUTO
@@ -7720,7 +7720,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, cons
 /* comm/counting.c */
 DTRAIN__PRIVATE dtrain_result dtrain__counting_create(dtrain_world *world, int node_ranks,
                                                       dtrain_comm **out);
-DTRAIN__PRIVATE bool dtrain__is_counting(const dtrain_comm *comm);
 
 /* comm/reduce.c */
 DTRAIN__PRIVATE const dtrain__kind *dtrain__kind_of(uint32_t kind);
@@ -9507,11 +9506,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__counting_create(dtrain_world *world, int n
                                                       dtrain_comm **out)
 {
     return dtrain__counting_group(world, 0, 1, world->size, world->rank, node_ranks, out);
-}
-
-DTRAIN__PRIVATE bool dtrain__is_counting(const dtrain_comm *comm)
-{
-    return comm->ops == dtrain__counting_ops();
 }
 
 /* Be done at once: no handle is needed. */
@@ -12779,7 +12773,7 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
  *     ways.c                  chooses the steps; the only file that knows all of them
  *     join.c                  passes without samples
  *     levels.c, settings.c    who shares a copy of the model; checks of the desc
- *     create.c, count.c       creation, and what a step sends, counted by running one
+ *     create.c, count.c       making one; dtrain_strategy_create, which counts what a step sends
  *     query.c, view.c, plan.c answers to the host, to the rooms above, before anything is made */
 
 /* ================================================================================================
@@ -13147,12 +13141,6 @@ typedef struct dtrain__offload {
     uint32_t next_bounce; /* buffer to be used next */
 } dtrain__offload;
 
-/* Bytes that this rank sends, and collectives that it makes: in a step of one micro-batch, and by
- * each further one. */
-typedef struct dtrain__step_counts {
-    uint64_t bytes, calls, micro_bytes, micro_calls;
-} dtrain__step_counts;
-
 struct dtrain_strategy {
     const dtrain__kind_row *kind;
     dtrain_world *world;
@@ -13204,8 +13192,7 @@ struct dtrain_strategy {
     dtrain_compression_state *states; /* (portion_count), state_count in use */
     size_t state_count;
     dtrain__offload offload;
-    dtrain__step_counts counts; /* of a step without warm-up of compression */
-    char reason[400];
+    dtrain_strategy_info info; /* filled by create, except sync_count */
 };
 
 /* strategy/road.c */
@@ -13291,8 +13278,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
                                                    const dtrain__kind_row *kind);
 DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy);
 
-/* strategy/count.c */
-DTRAIN__PRIVATE dtrain_result dtrain__count_step(dtrain_strategy *strategy);
+/* strategy/create.c */
+DTRAIN__PRIVATE dtrain_result dtrain__strategy_make(dtrain_world *world, dtrain_param *params,
+                                                    size_t param_count,
+                                                    const dtrain_strategy_desc *desc,
+                                                    dtrain_strategy **out);
 
 /* strategy/plan.c */
 DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
@@ -17111,116 +17101,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
 }
 
 /* ================================================================================================
- * src/strategy/count.c
- * ==============================================================================================*/
-
-/* What a step sends
- *
- * No formula says it: a twin of the strategy takes steps on the plan device, where kernels do
- * nothing, with a counting communicator (comm/counting.c), and its books are read. So the answer
- * follows every change of the road. It doubles the time of creation: 9 ms become 18 for a model of
- * 1000 parameters, 16 become 47 where tensors have owners. */
-
-/* A strategy with the same parameters and settings in a world of its own, so that no record of the
- * real world shows what it does. */
-typedef struct dtrain__twin {
-    dtrain_world world;
-    uint32_t here; /* what world.mine points to */
-    dtrain_param *params;
-    dtrain_strategy *strategy;
-} dtrain__twin;
-
-/* Make a twin; dtrain__twin_destroy frees it, also after an error. Values and gradients that the
- * strategy has lent are NULL again. Its steps are late ones, after all warm-up of compression.
- * Nothing is offloaded, which changes no collective. */
-static dtrain_result dtrain__twin_create(const dtrain_strategy *strategy, dtrain__twin *twin)
-{
-    const size_t count = strategy->param_count;
-    dtrain_strategy_desc desc = strategy->desc;
-    const bool nodes = desc.hierarchical || strategy->kind->replicas;
-    dtrain_device_desc plan;
-    memset(&plan, 0, sizeof plan);
-    plan.allocator = strategy->allocator;
-    twin->here = 1;
-    twin->world.mine = &twin->here;
-    twin->world.allocator = strategy->allocator;
-    twin->world.rank = strategy->layout.all_rank;
-    twin->world.size = strategy->layout.all;
-    DTRAIN__TRY(dtrain_device_create(dtrain_plan_device_ops(), &plan, &twin->world.device));
-    DTRAIN__TRY(
-        dtrain__counting_create(&twin->world, nodes ? (int)desc.node_size : 1, &twin->world.comm));
-    twin->params = (dtrain_param *)dtrain__alloc(&strategy->allocator, count, sizeof *twin->params,
-                                                 "parameters to count with");
-    if (!twin->params) return DTRAIN_ERROR_MEMORY;
-    for (size_t i = 0; i < count; i++) {
-        const dtrain_param *p = &strategy->params[i];
-        const dtrain__entry *entry = &strategy->layout.entries[i];
-        twin->params[i] = *p;
-        twin->params[i].init = DTRAIN_INIT_ZERO;
-        if (p->alias_of) twin->params[i].alias_of = twin->params + (p->alias_of - strategy->params);
-        if (entry->lends_value) twin->params[i].value = NULL;
-        if (entry->lends_grad) twin->params[i].grad = NULL;
-    }
-    desc.comm = NULL;
-    desc.offload = 0;
-    DTRAIN__TRY(dtrain_strategy_create(&twin->world, twin->params, count, &desc, &twin->strategy));
-    twin->strategy->sync_count = UINT64_MAX / 2; /* behind every warm-up */
-    return DTRAIN_OK;
-}
-
-static void dtrain__twin_destroy(const dtrain_strategy *strategy, dtrain__twin *twin)
-{
-    dtrain_strategy_destroy(twin->strategy);
-    dtrain__free(&strategy->allocator, twin->params, strategy->param_count, sizeof *twin->params);
-    if (twin->world.comm) (void)twin->world.comm->ops->destroy(twin->world.comm);
-    dtrain_device_destroy(twin->world.device);
-    dtrain__free(&strategy->allocator, twin, 1, sizeof *twin);
-}
-
-/* Count what a twin sends in a step, without samples: a rank that has none takes part in all
- * collectives of the others. */
-static dtrain_result dtrain__twin_step(dtrain_strategy *twin, int micro_batches, uint64_t *bytes,
-                                       uint64_t *calls)
-{
-    dtrain_comm_info before, after;
-    bool over;
-    dtrain__strategy_comm_info(twin, &before);
-    for (int micro = 1; micro <= micro_batches; micro++) {
-        DTRAIN__TRY(dtrain_strategy_accumulate(twin, micro < micro_batches));
-        DTRAIN__TRY(dtrain_strategy_join(twin, &over));
-    }
-    DTRAIN__TRY(dtrain_strategy_publish(twin));
-    dtrain__strategy_comm_info(twin, &after);
-    *bytes = after.wire_bytes - before.wire_bytes;
-    *calls = after.operation_count - before.operation_count;
-    return DTRAIN_OK;
-}
-
-/* Count what a step sends, by running one: of one micro-batch, and of two, from which follows what
- * each further one adds. */
-DTRAIN__PRIVATE dtrain_result dtrain__count_step(dtrain_strategy *strategy)
-{
-    dtrain__step_counts *counts = &strategy->counts;
-    if (strategy->layout.all == 1 || dtrain__is_counting(strategy->comm)) return DTRAIN_OK;
-    dtrain__twin *twin =
-        (dtrain__twin *)dtrain__alloc(&strategy->allocator, 1, sizeof *twin, "a step to count");
-    if (!twin) return DTRAIN_ERROR_MEMORY;
-    dtrain_result result = dtrain__twin_create(strategy, twin);
-    if (result == DTRAIN_OK)
-        result = dtrain__twin_step(twin->strategy, 1, &counts->bytes, &counts->calls);
-    if (result == DTRAIN_OK)
-        result = dtrain__twin_step(twin->strategy, 2, &counts->micro_bytes, &counts->micro_calls);
-    counts->micro_bytes -= counts->bytes;
-    counts->micro_calls -= counts->calls;
-    dtrain__twin_destroy(strategy, twin);
-    return result;
-}
-
-/* ================================================================================================
  * src/strategy/create.c
  * ==============================================================================================*/
 
-/* Creation and end of a strategy
+/* Making and destroying a strategy
  *
  * 1. local: check the array and the desc                        -> agree
  * 2. compare the registration of all ranks
@@ -17413,6 +17297,34 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
+/* Fill in what dtrain_strategy_query answers, except the desc and what count.c counts. */
+static void dtrain__fill_info(dtrain_strategy *strategy)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    dtrain_strategy_info *info = &strategy->info;
+    info->name = strategy->kind->name;
+    info->comm = strategy->comm;
+    info->param_count = strategy->param_count;
+    info->bucket_count = layout->bucket_count;
+    info->unit_count = layout->unit_count;
+    info->shard_ranks = layout->ranks;
+    info->replicas = layout->all / layout->ranks;
+    info->value_bytes = layout->value_bytes;
+    info->grad_bytes = layout->grad_bytes;
+    info->host_bytes = layout->bytes[DTRAIN__HOST];
+    info->buffer_bytes = layout->bytes[DTRAIN__BUFFERS];
+    info->state_bytes = layout->state_bytes;
+    for (size_t b = 0; b < layout->bucket_count; b++)
+        if (layout->buckets[b].trainable)
+            info->bucket_bytes += (uint64_t)layout->buckets[b].count * sizeof(float);
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        if (p->state.storage != p) continue;
+        info->total_elements += (uint64_t)p->count;
+        if (layout->entries[i].trainable) info->trainable_elements += (uint64_t)p->count;
+    }
+}
+
 /* Go on with 2 to 5, after all ranks have agreed that the arguments are good. */
 static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
 {
@@ -17421,9 +17333,7 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
     strategy->kind = dtrain__row_of(strategy->desc.kind);
     DTRAIN__TRY(dtrain__resolve_kind(&strategy->desc, strategy->kind));
     DTRAIN__TRY(dtrain__split_levels(strategy));
-    dtrain_result mine = dtrain__strategy_prepare(strategy);
-    if (mine == DTRAIN_OK) mine = dtrain__count_step(strategy);
-    DTRAIN__TRY(dtrain__agree(strategy->comm, mine));
+    DTRAIN__TRY(dtrain__agree(strategy->comm, dtrain__strategy_prepare(strategy)));
     for (size_t i = 0; i < strategy->param_count && strategy->layout.all > 1; i++) {
         const dtrain_param *p = &strategy->params[i];
         if (p->state.storage != p || strategy->layout.entries[i].lends_value) continue;
@@ -17431,17 +17341,14 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
                                      0, NULL));
     }
     DTRAIN__TRY(dtrain__copy_host_values(strategy, false));
-    strategy->desc.kept_units = NULL; /* memory of the caller, who may free it now */
-    strategy->desc.kept_unit_count = 0;
-    strategy->desc.group_states = NULL;
-    strategy->desc.group_count = 0;
+    dtrain__fill_info(strategy);
     return dtrain_strategy_publish(strategy);
 }
 
-DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_param *params,
-                                                size_t param_count,
-                                                const dtrain_strategy_desc *desc,
-                                                dtrain_strategy **out)
+DTRAIN__PRIVATE dtrain_result dtrain__strategy_make(dtrain_world *world, dtrain_param *params,
+                                                    size_t param_count,
+                                                    const dtrain_strategy_desc *desc,
+                                                    dtrain_strategy **out)
 {
     if (out) *out = NULL;
     if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: world is NULL");
@@ -17519,6 +17426,131 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
 }
 
 /* ================================================================================================
+ * src/strategy/count.c
+ * ==============================================================================================*/
+
+/* dtrain_strategy_create: make a strategy, and count what a step of it sends
+ *
+ * There is no formula: a twin of the strategy takes steps on the plan device, where kernels do
+ * nothing, with a counting communicator (comm/counting.c), whose counters are read. So the answer
+ * follows every change of the road. It doubles the time of creation: 9 ms become 18 for a model of
+ * 1000 parameters, 16 become 47 where tensors have owners. */
+
+/* A strategy with the same parameters and settings in a world of its own, so that no record of the
+ * real world shows what it does. */
+typedef struct dtrain__twin {
+    dtrain_world world;
+    uint32_t here; /* what world.mine points to */
+    dtrain_param *params;
+    dtrain_strategy *strategy;
+} dtrain__twin;
+
+/* Make a twin; dtrain__twin_destroy frees it, also after an error. Values and gradients that the
+ * strategy has lent are NULL again. Its steps are late ones, after all warm-up of compression.
+ * Nothing is offloaded, which changes no collective. */
+static dtrain_result dtrain__twin_create(const dtrain_strategy *strategy, dtrain__twin *twin)
+{
+    const size_t count = strategy->param_count;
+    dtrain_strategy_desc desc = strategy->desc;
+    const bool nodes = desc.hierarchical || strategy->kind->replicas;
+    dtrain_device_desc plan;
+    memset(&plan, 0, sizeof plan);
+    plan.allocator = strategy->allocator;
+    twin->here = 1;
+    twin->world.mine = &twin->here;
+    twin->world.allocator = strategy->allocator;
+    twin->world.rank = strategy->layout.all_rank;
+    twin->world.size = strategy->layout.all;
+    DTRAIN__TRY(dtrain_device_create(dtrain_plan_device_ops(), &plan, &twin->world.device));
+    DTRAIN__TRY(
+        dtrain__counting_create(&twin->world, nodes ? (int)desc.node_size : 1, &twin->world.comm));
+    twin->params = (dtrain_param *)dtrain__alloc(&strategy->allocator, count, sizeof *twin->params,
+                                                 "parameters to count with");
+    if (!twin->params) return DTRAIN_ERROR_MEMORY;
+    for (size_t i = 0; i < count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        const dtrain__entry *entry = &strategy->layout.entries[i];
+        twin->params[i] = *p;
+        twin->params[i].init = DTRAIN_INIT_ZERO;
+        if (p->alias_of) twin->params[i].alias_of = twin->params + (p->alias_of - strategy->params);
+        if (entry->lends_value) twin->params[i].value = NULL;
+        if (entry->lends_grad) twin->params[i].grad = NULL;
+    }
+    desc.comm = NULL;
+    desc.offload = 0;
+    DTRAIN__TRY(dtrain__strategy_make(&twin->world, twin->params, count, &desc, &twin->strategy));
+    twin->strategy->sync_count = UINT64_MAX / 2; /* behind every warm-up */
+    return DTRAIN_OK;
+}
+
+static void dtrain__twin_destroy(const dtrain_strategy *strategy, dtrain__twin *twin)
+{
+    dtrain_strategy_destroy(twin->strategy);
+    dtrain__free(&strategy->allocator, twin->params, strategy->param_count, sizeof *twin->params);
+    if (twin->world.comm) (void)twin->world.comm->ops->destroy(twin->world.comm);
+    dtrain_device_destroy(twin->world.device);
+    dtrain__free(&strategy->allocator, twin, 1, sizeof *twin);
+}
+
+/* Count what a twin sends in a step, without samples: a rank that has none takes part in all
+ * collectives of the others. */
+static dtrain_result dtrain__twin_step(dtrain_strategy *twin, int micro_batches, uint64_t *bytes,
+                                       uint64_t *calls)
+{
+    dtrain_comm_info before, after;
+    bool over;
+    dtrain__strategy_comm_info(twin, &before);
+    for (int micro = 1; micro <= micro_batches; micro++) {
+        DTRAIN__TRY(dtrain_strategy_accumulate(twin, micro < micro_batches));
+        DTRAIN__TRY(dtrain_strategy_join(twin, &over));
+    }
+    DTRAIN__TRY(dtrain_strategy_publish(twin));
+    dtrain__strategy_comm_info(twin, &after);
+    *bytes = after.wire_bytes - before.wire_bytes;
+    *calls = after.operation_count - before.operation_count;
+    return DTRAIN_OK;
+}
+
+/* Count what a step sends, by running one: of one micro-batch, and of two, from which follows what
+ * each further one adds. */
+static dtrain_result dtrain__count_step(dtrain_strategy *strategy)
+{
+    dtrain_strategy_info *info = &strategy->info;
+    if (strategy->layout.all == 1) return DTRAIN_OK;
+    dtrain__twin *twin =
+        (dtrain__twin *)dtrain__alloc(&strategy->allocator, 1, sizeof *twin, "a step to count");
+    if (!twin) return DTRAIN_ERROR_MEMORY;
+    dtrain_result result = dtrain__twin_create(strategy, twin);
+    if (result == DTRAIN_OK)
+        result = dtrain__twin_step(twin->strategy, 1, &info->step_bytes, &info->step_calls);
+    if (result == DTRAIN_OK)
+        result = dtrain__twin_step(twin->strategy, 2, &info->micro_bytes, &info->micro_calls);
+    info->micro_bytes -= info->step_bytes;
+    info->micro_calls -= info->step_calls;
+    dtrain__twin_destroy(strategy, twin);
+    return result;
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_param *params,
+                                                size_t param_count,
+                                                const dtrain_strategy_desc *desc,
+                                                dtrain_strategy **out)
+{
+    DTRAIN__TRY(dtrain__strategy_make(world, params, param_count, desc, out));
+    dtrain_strategy *strategy = *out;
+    const dtrain_result result = dtrain__agree(strategy->comm, dtrain__count_step(strategy));
+    strategy->desc.kept_units = NULL; /* memory of the caller, who may free it now */
+    strategy->desc.kept_unit_count = 0;
+    strategy->desc.group_states = NULL;
+    strategy->desc.group_count = 0;
+    strategy->info.desc = strategy->desc;
+    if (result == DTRAIN_OK) return DTRAIN_OK;
+    dtrain_strategy_destroy(strategy);
+    *out = NULL;
+    return result;
+}
+
+/* ================================================================================================
  * src/strategy/query.c
  * ==============================================================================================*/
 
@@ -17529,35 +17561,8 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
     if (!info) return;
     memset(info, 0, sizeof *info);
     if (!strategy) return;
-    const dtrain__layout *layout = &strategy->layout;
-    info->desc = strategy->desc;
-    info->comm = strategy->comm;
-    info->name = strategy->kind->name;
-    info->param_count = strategy->param_count;
-    info->bucket_count = layout->bucket_count;
-    info->unit_count = layout->unit_count;
-    info->shard_ranks = layout->ranks;
-    info->replicas = layout->all / layout->ranks;
+    *info = strategy->info;
     info->sync_count = strategy->sync_count;
-    info->buffer_bytes = layout->bytes[DTRAIN__BUFFERS];
-    info->host_bytes = layout->bytes[DTRAIN__HOST];
-    info->step_bytes = strategy->counts.bytes;
-    info->step_calls = strategy->counts.calls;
-    info->micro_bytes = strategy->counts.micro_bytes;
-    info->micro_calls = strategy->counts.micro_calls;
-    info->state_bytes = layout->state_bytes;
-    info->value_bytes = layout->value_bytes;
-    info->grad_bytes = layout->grad_bytes;
-    for (size_t b = 0; b < layout->bucket_count; b++)
-        if (layout->buckets[b].trainable)
-            info->bucket_bytes += (uint64_t)layout->buckets[b].count * sizeof(float);
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        const dtrain_param *p = &strategy->params[i];
-        if (p->state.storage != p) continue;
-        info->total_elements += (uint64_t)p->count;
-        if (layout->entries[i].trainable) info->trainable_elements += (uint64_t)p->count;
-    }
-    memcpy(info->reason, strategy->reason, sizeof info->reason);
 }
 
 /* Add up the counters of all communicators of a strategy. */
@@ -18020,7 +18025,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
             dtrain__mib((uint64_t)least), dtrain__mib(limit),
             dtrain__mib(strategy->desc.other_bytes), dtrain__mib((uint64_t)(least - left)));
     const dtrain_memory *memory = &all.memory[i];
-    snprintf(strategy->reason, sizeof strategy->reason,
+    snprintf(strategy->info.reason, sizeof strategy->info.reason,
              "%s: %.1f MiB a rank (parameters %.1f, gradients %.1f, optimizer %.1f, buffers "
              "%.1f) of %.1f MiB%s",
              dtrain__row_of(all.descs[i].kind)->name, dtrain__mib((uint64_t)all.totals[i]),

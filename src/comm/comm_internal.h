@@ -37,7 +37,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, cons
 /* comm/counting.c */
 DTRAIN__PRIVATE dtrain_result dtrain__counting_create(dtrain_world *world, int node_ranks,
                                                       dtrain_comm **out);
-DTRAIN__PRIVATE bool dtrain__is_counting(const dtrain_comm *comm);
 
 /* comm/reduce.c */
 DTRAIN__PRIVATE const dtrain__kind *dtrain__kind_of(uint32_t kind);

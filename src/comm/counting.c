@@ -58,11 +58,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__counting_create(dtrain_world *world, int n
     return dtrain__counting_group(world, 0, 1, world->size, world->rank, node_ranks, out);
 }
 
-DTRAIN__PRIVATE bool dtrain__is_counting(const dtrain_comm *comm)
-{
-    return comm->ops == dtrain__counting_ops();
-}
-
 /* Be done at once: no handle is needed. */
 static dtrain_result dtrain__counting_start(dtrain_comm *comm, const dtrain_collective *what,
                                             dtrain_work **out)

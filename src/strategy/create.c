@@ -1,4 +1,4 @@
-/* Creation and end of a strategy
+/* Making and destroying a strategy
  *
  * 1. local: check the array and the desc                        -> agree
  * 2. compare the registration of all ranks
@@ -194,6 +194,34 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
+/* Fill in what dtrain_strategy_query answers, except the desc and what count.c counts. */
+static void dtrain__fill_info(dtrain_strategy *strategy)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    dtrain_strategy_info *info = &strategy->info;
+    info->name = strategy->kind->name;
+    info->comm = strategy->comm;
+    info->param_count = strategy->param_count;
+    info->bucket_count = layout->bucket_count;
+    info->unit_count = layout->unit_count;
+    info->shard_ranks = layout->ranks;
+    info->replicas = layout->all / layout->ranks;
+    info->value_bytes = layout->value_bytes;
+    info->grad_bytes = layout->grad_bytes;
+    info->host_bytes = layout->bytes[DTRAIN__HOST];
+    info->buffer_bytes = layout->bytes[DTRAIN__BUFFERS];
+    info->state_bytes = layout->state_bytes;
+    for (size_t b = 0; b < layout->bucket_count; b++)
+        if (layout->buckets[b].trainable)
+            info->bucket_bytes += (uint64_t)layout->buckets[b].count * sizeof(float);
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        if (p->state.storage != p) continue;
+        info->total_elements += (uint64_t)p->count;
+        if (layout->entries[i].trainable) info->trainable_elements += (uint64_t)p->count;
+    }
+}
+
 /* Go on with 2 to 5, after all ranks have agreed that the arguments are good. */
 static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
 {
@@ -202,9 +230,7 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
     strategy->kind = dtrain__row_of(strategy->desc.kind);
     DTRAIN__TRY(dtrain__resolve_kind(&strategy->desc, strategy->kind));
     DTRAIN__TRY(dtrain__split_levels(strategy));
-    dtrain_result mine = dtrain__strategy_prepare(strategy);
-    if (mine == DTRAIN_OK) mine = dtrain__count_step(strategy);
-    DTRAIN__TRY(dtrain__agree(strategy->comm, mine));
+    DTRAIN__TRY(dtrain__agree(strategy->comm, dtrain__strategy_prepare(strategy)));
     for (size_t i = 0; i < strategy->param_count && strategy->layout.all > 1; i++) {
         const dtrain_param *p = &strategy->params[i];
         if (p->state.storage != p || strategy->layout.entries[i].lends_value) continue;
@@ -212,17 +238,14 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
                                      0, NULL));
     }
     DTRAIN__TRY(dtrain__copy_host_values(strategy, false));
-    strategy->desc.kept_units = NULL; /* memory of the caller, who may free it now */
-    strategy->desc.kept_unit_count = 0;
-    strategy->desc.group_states = NULL;
-    strategy->desc.group_count = 0;
+    dtrain__fill_info(strategy);
     return dtrain_strategy_publish(strategy);
 }
 
-DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_param *params,
-                                                size_t param_count,
-                                                const dtrain_strategy_desc *desc,
-                                                dtrain_strategy **out)
+DTRAIN__PRIVATE dtrain_result dtrain__strategy_make(dtrain_world *world, dtrain_param *params,
+                                                    size_t param_count,
+                                                    const dtrain_strategy_desc *desc,
+                                                    dtrain_strategy **out)
 {
     if (out) *out = NULL;
     if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: world is NULL");

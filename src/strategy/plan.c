@@ -278,7 +278,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
             dtrain__mib((uint64_t)least), dtrain__mib(limit),
             dtrain__mib(strategy->desc.other_bytes), dtrain__mib((uint64_t)(least - left)));
     const dtrain_memory *memory = &all.memory[i];
-    snprintf(strategy->reason, sizeof strategy->reason,
+    snprintf(strategy->info.reason, sizeof strategy->info.reason,
              "%s: %.1f MiB a rank (parameters %.1f, gradients %.1f, optimizer %.1f, buffers "
              "%.1f) of %.1f MiB%s",
              dtrain__row_of(all.descs[i].kind)->name, dtrain__mib((uint64_t)all.totals[i]),

@@ -9,35 +9,8 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
     if (!info) return;
     memset(info, 0, sizeof *info);
     if (!strategy) return;
-    const dtrain__layout *layout = &strategy->layout;
-    info->desc = strategy->desc;
-    info->comm = strategy->comm;
-    info->name = strategy->kind->name;
-    info->param_count = strategy->param_count;
-    info->bucket_count = layout->bucket_count;
-    info->unit_count = layout->unit_count;
-    info->shard_ranks = layout->ranks;
-    info->replicas = layout->all / layout->ranks;
+    *info = strategy->info;
     info->sync_count = strategy->sync_count;
-    info->buffer_bytes = layout->bytes[DTRAIN__BUFFERS];
-    info->host_bytes = layout->bytes[DTRAIN__HOST];
-    info->step_bytes = strategy->counts.bytes;
-    info->step_calls = strategy->counts.calls;
-    info->micro_bytes = strategy->counts.micro_bytes;
-    info->micro_calls = strategy->counts.micro_calls;
-    info->state_bytes = layout->state_bytes;
-    info->value_bytes = layout->value_bytes;
-    info->grad_bytes = layout->grad_bytes;
-    for (size_t b = 0; b < layout->bucket_count; b++)
-        if (layout->buckets[b].trainable)
-            info->bucket_bytes += (uint64_t)layout->buckets[b].count * sizeof(float);
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        const dtrain_param *p = &strategy->params[i];
-        if (p->state.storage != p) continue;
-        info->total_elements += (uint64_t)p->count;
-        if (layout->entries[i].trainable) info->trainable_elements += (uint64_t)p->count;
-    }
-    memcpy(info->reason, strategy->reason, sizeof info->reason);
 }
 
 /* Add up the counters of all communicators of a strategy. */

@@ -16,7 +16,7 @@
  *     ways.c                  chooses the steps; the only file that knows all of them
  *     join.c                  passes without samples
  *     levels.c, settings.c    who shares a copy of the model; checks of the desc
- *     create.c, count.c       creation, and what a step sends, counted by running one
+ *     create.c, count.c       making one; dtrain_strategy_create, which counts what a step sends
  *     query.c, view.c, plan.c answers to the host, to the rooms above, before anything is made */
 
 #pragma once
@@ -74,12 +74,6 @@ typedef struct dtrain__offload {
     uint32_t next_bounce; /* buffer to be used next */
 } dtrain__offload;
 
-/* Bytes that this rank sends, and collectives that it makes: in a step of one micro-batch, and by
- * each further one. */
-typedef struct dtrain__step_counts {
-    uint64_t bytes, calls, micro_bytes, micro_calls;
-} dtrain__step_counts;
-
 struct dtrain_strategy {
     const dtrain__kind_row *kind;
     dtrain_world *world;
@@ -131,8 +125,7 @@ struct dtrain_strategy {
     dtrain_compression_state *states; /* (portion_count), state_count in use */
     size_t state_count;
     dtrain__offload offload;
-    dtrain__step_counts counts; /* of a step without warm-up of compression */
-    char reason[400];
+    dtrain_strategy_info info; /* filled by create, except sync_count */
 };
 
 /* strategy/road.c */
@@ -218,8 +211,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
                                                    const dtrain__kind_row *kind);
 DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy);
 
-/* strategy/count.c */
-DTRAIN__PRIVATE dtrain_result dtrain__count_step(dtrain_strategy *strategy);
+/* strategy/create.c */
+DTRAIN__PRIVATE dtrain_result dtrain__strategy_make(dtrain_world *world, dtrain_param *params,
+                                                    size_t param_count,
+                                                    const dtrain_strategy_desc *desc,
+                                                    dtrain_strategy **out);
 
 /* strategy/plan.c */
 DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
