@@ -13087,12 +13087,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__hash_param(dtrain_device *device, const dt
 /* strategy/layout.c */
 DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const dtrain_allocator *a,
                                                   const dtrain_param *params, size_t count,
-                                                  const dtrain_strategy_desc *desc, int ranks,
-                                                  int rank, int all, int all_rank);
-DTRAIN__PRIVATE void dtrain__layout_turn(dtrain__layout *layout, int rank);
+                                                  const dtrain_strategy_desc *desc, int all,
+                                                  int all_rank);
+DTRAIN__PRIVATE void dtrain__layout_turn(dtrain__layout *layout, int all_rank);
 DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a);
-DTRAIN__PRIVATE bool dtrain__value_is_whole(const dtrain__layout *layout,
-                                            const dtrain__entry *entry);
+DTRAIN__PRIVATE dtrain__bucket *dtrain__bucket_of(const dtrain__layout *layout, size_t i);
+DTRAIN__PRIVATE dtrain__bucket *dtrain__shard_bucket(const dtrain__layout *layout, size_t i);
 DTRAIN__PRIVATE float *dtrain__carve(dtrain__layout *layout, int block, int64_t count);
 DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout);
 DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtrain__bucket *bucket,
@@ -13744,34 +13744,40 @@ static void dtrain__bucket_add(dtrain__layout *layout, dtrain__bucket *bucket, s
     bucket->count += dtrain__padded(layout->params[index].count);
 }
 
-/* Close a bucket and cut it: shards of equal length, or (ZERO3) from owner to owner. With several
+/* Close a bucket: pad it, so that its shards, or with several nodes its slices, are of equal
+ * length. */
+static void dtrain__bucket_close(dtrain__layout *layout, dtrain__bucket *bucket)
+{
+    const int64_t parts = bucket->cuts ? 1 : bucket->sharded ? layout->ranks : layout->node_ranks;
+    bucket->count = parts * dtrain__padded((bucket->count + parts - 1) / parts);
+    layout->bucket_count++;
+}
+
+/* Cut all buckets for a rank: shards of equal length, or (ZERO3) from owner to owner. With several
  * nodes, rank l of each node exchanges slice l of a bucket with the ranks l of the other nodes;
  * where buckets are sharded, the one in node m keeps part m of the slice:
  *
  *     2 nodes of 2 ranks    | slice 0 . . . . . . . . | slice 1 . . . . . . . . |
  *     shards of ranks       | rank 0     | rank 2     | rank 1     | rank 3     | */
-static void dtrain__bucket_close(dtrain__layout *layout, dtrain__bucket *bucket)
+DTRAIN__PRIVATE void dtrain__layout_turn(dtrain__layout *layout, int all_rank)
 {
-    const int64_t ranks = layout->ranks, node = layout->node_ranks, nodes = layout->slice_ranks;
-    bucket->shard_count = bucket->count;
-    if (bucket->cuts) {
+    const int64_t node = layout->node_ranks;
+    layout->all_rank = all_rank;
+    layout->rank = all_rank % layout->ranks;
+    layout->slice_rank = all_rank / layout->node_ranks;
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        dtrain__bucket *bucket = &layout->buckets[b];
+        bucket->slice_count = bucket->count / node;
+        bucket->slice_first = bucket->slice_count * (all_rank % node);
+        bucket->shard_count = bucket->count;
+        if (!bucket->sharded) continue;
+        bucket->shard_count = bucket->count / layout->ranks;
+        bucket->shard_first =
+            bucket->slice_first + bucket->shard_count * (layout->slice_rank % layout->ranks);
+        if (!bucket->cuts) continue;
         bucket->shard_first = bucket->cuts[layout->rank];
         bucket->shard_count = bucket->cuts[layout->rank + 1] - bucket->shard_first;
-    } else if (bucket->sharded) {
-        bucket->shard_count = dtrain__padded((bucket->count + ranks - 1) / ranks);
-        bucket->count = bucket->shard_count * ranks;
-        bucket->shard_first = bucket->shard_count * layout->rank;
     }
-    bucket->slice_count = bucket->count;
-    if (node > 1) {
-        bucket->slice_count = bucket->sharded ? bucket->shard_count * nodes
-                                              : dtrain__padded((bucket->count + node - 1) / node);
-        bucket->slice_first = bucket->slice_count * (layout->all_rank % node);
-        if (bucket->sharded)
-            bucket->shard_first = bucket->slice_first + bucket->shard_count * layout->slice_rank;
-        else bucket->count = bucket->shard_count = bucket->slice_count * node;
-    }
-    layout->bucket_count++;
 }
 
 /* Make the bucket of a unit's trainable or frozen tensors (unit NONE: of tensors that several units
@@ -13846,8 +13852,8 @@ static void dtrain__lay_out(dtrain__layout *layout)
         dtrain__entry *entry = &layout->entries[i],
                       *storage = &layout->entries[p->state.storage->state.index];
         entry->bucket = storage->bucket;
-        if (entry->bucket == DTRAIN__NONE) continue;
-        dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+        dtrain__bucket *bucket = dtrain__bucket_of(layout, i);
+        if (!bucket) continue;
         if (i < bucket->first_param) bucket->first_param = (uint32_t)i;
         bucket->last_param = (uint32_t)i;
         if (!entry->trainable) continue;
@@ -13856,68 +13862,58 @@ static void dtrain__lay_out(dtrain__layout *layout)
     }
 }
 
+/* Decide what is really sharded, and among how many of `all` ranks. On one rank nothing is, unless
+ * its shard is in host memory. Gradients that are reduced in the last micro-batch alone (LAST) are
+ * whole until then. */
+static void dtrain__lay_classes(dtrain__layout *layout, int all)
+{
+    const dtrain_strategy_desc *desc = layout->desc;
+    const dtrain__classes *kind = &layout->kind->shards;
+    const int size = (int)desc->node_size;
+    const bool nodes = desc->hierarchical && size > 1 && size < all;
+    layout->all = all;
+    layout->ranks = !kind->state ? 1 : layout->kind->replicas && size ? size : all;
+    layout->node_ranks = nodes ? size : 1;
+    layout->slice_ranks = all / layout->node_ranks;
+    layout->compression = all > 1 ? desc->compression : NULL;
+    layout->values_on_host = kind->params && (desc->offload & DTRAIN_OFFLOAD_PARAMS);
+    layout->grads_on_host = kind->grads && (desc->offload & DTRAIN_OFFLOAD_GRADS);
+    layout->shards.params = kind->params && (layout->ranks > 1 || layout->values_on_host);
+    layout->shards.grads = kind->grads && (layout->ranks > 1 || layout->grads_on_host) &&
+                           desc->accumulation != DTRAIN_ACCUMULATION_LAST;
+    layout->shards.state = layout->ranks > 1 || layout->shards.params || layout->shards.grads;
+}
+
 /* Make the tables of a layout; dtrain__layout_free frees them, also after an error. The memory is
  * laid out by dtrain__lay_memory. The table of buckets has one more than there can be: a bucket is
  * tried before it is known to have members. */
 DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const dtrain_allocator *a,
                                                   const dtrain_param *params, size_t count,
-                                                  const dtrain_strategy_desc *desc, int ranks,
-                                                  int rank, int all, int all_rank)
+                                                  const dtrain_strategy_desc *desc, int all,
+                                                  int all_rank)
 {
-    const dtrain__kind_row *row = dtrain__row_of(desc->kind);
-    const dtrain__classes *kind = &row->shards;
-    const size_t cuts = (size_t)ranks + 1;
-    const int size = desc->hierarchical ? (int)desc->node_size : 0;
-    const bool nodes = size > 1 && size < all;
-    const bool many = ranks > 1;
     memset(layout, 0, sizeof *layout);
     layout->params = params;
     layout->count = count;
     layout->desc = desc;
-    layout->kind = row;
-    layout->ranks = ranks;
-    layout->rank = rank;
-    layout->all = all;
-    layout->all_rank = all_rank;
-    layout->node_ranks = nodes ? size : 1;
-    layout->slice_ranks = nodes ? all / size : all;
-    layout->slice_rank = nodes ? all_rank / size : all_rank;
-    layout->compression = all > 1 ? desc->compression : NULL;
-    /* On one rank nothing is sharded, unless its shard is in host memory. Gradients that are
-     * reduced in the last micro-batch alone (LAST) are whole until then. */
-    layout->values_on_host = kind->params && (desc->offload & DTRAIN_OFFLOAD_PARAMS);
-    layout->grads_on_host = kind->grads && (desc->offload & DTRAIN_OFFLOAD_GRADS);
-    layout->shards.params = kind->params && (many || layout->values_on_host);
-    layout->shards.grads = kind->grads && (many || layout->grads_on_host) &&
-                           desc->accumulation != DTRAIN_ACCUMULATION_LAST;
-    layout->shards.state = kind->state && (many || layout->shards.params || layout->shards.grads);
+    layout->kind = dtrain__row_of(desc->kind);
+    dtrain__lay_classes(layout, all);
+    const size_t cuts = (size_t)layout->ranks + 1;
     layout->entries =
         (dtrain__entry *)dtrain__alloc(a, count, sizeof *layout->entries, "parameter entries");
     layout->buckets =
         (dtrain__bucket *)dtrain__alloc(a, count + 1, sizeof *layout->buckets, "buckets");
     layout->units = (dtrain__unit *)dtrain__alloc(a, count, sizeof *layout->units, "units");
     if (!layout->entries || !layout->buckets || !layout->units) return DTRAIN_ERROR_MEMORY;
-    if (layout->shards.state && row->owners) {
+    if (layout->shards.state && layout->kind->owners) {
         layout->owners =
             (uint32_t *)dtrain__alloc(a, count, sizeof *layout->owners, "owners of parameters");
         layout->cuts = (int64_t *)dtrain__alloc(a, count + 1, cuts * sizeof *layout->cuts, "cuts");
         if (!layout->owners || !layout->cuts) return DTRAIN_ERROR_MEMORY;
     }
     dtrain__lay_out(layout);
+    dtrain__layout_turn(layout, all_rank);
     return DTRAIN_OK;
-}
-
-/* Turn a planned layout of ZERO3 into that of another rank: only its shards differ. */
-DTRAIN__PRIVATE void dtrain__layout_turn(dtrain__layout *layout, int rank)
-{
-    layout->rank = rank;
-    for (size_t b = 0; b < layout->bucket_count; b++) {
-        dtrain__bucket *bucket = &layout->buckets[b];
-        if (!bucket->cuts) continue;
-        bucket->shard_first = bucket->cuts[rank];
-        bucket->shard_count = bucket->cuts[rank + 1] - bucket->shard_first;
-    }
-    dtrain__lay_memory(layout);
 }
 
 DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a)
@@ -13930,11 +13926,17 @@ DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_al
     dtrain__free(a, layout->entries, count, sizeof *layout->entries);
 }
 
-/* Tell whether every rank has all of a tensor's value. */
-DTRAIN__PRIVATE bool dtrain__value_is_whole(const dtrain__layout *layout,
-                                            const dtrain__entry *entry)
+/* Return the bucket of a parameter; NULL: it is in none, or (shard_bucket) not sharded. */
+DTRAIN__PRIVATE dtrain__bucket *dtrain__bucket_of(const dtrain__layout *layout, size_t i)
 {
-    return entry->bucket == DTRAIN__NONE || !layout->buckets[entry->bucket].sharded;
+    const uint32_t bucket = layout->entries[i].bucket;
+    return bucket == DTRAIN__NONE ? NULL : &layout->buckets[bucket];
+}
+
+DTRAIN__PRIVATE dtrain__bucket *dtrain__shard_bucket(const dtrain__layout *layout, size_t i)
+{
+    dtrain__bucket *bucket = dtrain__bucket_of(layout, i);
+    return bucket && bucket->sharded ? bucket : NULL;
 }
 
 /* ---- Memory of a layout
@@ -14053,7 +14055,7 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
         const dtrain_param *p = &layout->params[i];
         dtrain__entry *entry = &layout->entries[i];
         if (p->state.storage != p) continue;
-        const bool whole = dtrain__value_is_whole(layout, entry);
+        const bool whole = !dtrain__shard_bucket(layout, i);
         if (whole && !p->value) entry->own_value = dtrain__carve(layout, DTRAIN__VALUES, p->count);
         if (whole || p->value) layout->value_bytes += 4 * (uint64_t)p->count;
         if (entry->trainable && p->grad) layout->grad_bytes += 4 * (uint64_t)p->count;
@@ -14078,14 +14080,13 @@ DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtra
 DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
                                    int64_t *count)
 {
-    const dtrain__entry *entry = &layout->entries[i];
+    const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
     *offset = 0;
     *count = layout->params[i].count;
     if (layout->params[i].state.storage != &layout->params[i]) return false;
-    if (dtrain__value_is_whole(layout, entry)) return true;
-    const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+    if (!bucket) return true;
     *count = dtrain__overlap(layout, bucket, i, bucket->shard_first, bucket->shard_count, offset);
-    *offset -= entry->offset;
+    *offset -= layout->entries[i].offset;
     return *count > 0;
 }
 
@@ -14203,8 +14204,7 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
     dtrain__layout *layout = &strategy->layout;
     for (size_t i = 0; i < strategy->param_count; i++) {
         dtrain__entry *entry = &layout->entries[i];
-        const dtrain__bucket *bucket =
-            entry->bucket == DTRAIN__NONE ? NULL : &layout->buckets[entry->bucket];
+        const dtrain__bucket *bucket = dtrain__bucket_of(layout, i);
         entry->marked = false;
         if (step_done) entry->seen = false;
         entry->pending = entry->uses;
@@ -14254,7 +14254,7 @@ static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
     dtrain__layout *layout = &strategy->layout;
     dtrain_param *storage = strategy->params[index].state.storage;
     dtrain__entry *shared = &layout->entries[storage->state.index];
-    dtrain__bucket *bucket = &layout->buckets[shared->bucket];
+    dtrain__bucket *bucket = dtrain__bucket_of(layout, index);
     layout->entries[index].marked = true;
     strategy->marked_count++;
     bucket->pending--;
@@ -14271,9 +14271,9 @@ static dtrain_result dtrain__check_mark(const dtrain_strategy *strategy, size_t 
 {
     const dtrain__layout *layout = &strategy->layout;
     const dtrain__entry *entry = &layout->entries[index];
-    const dtrain__bucket *bucket = entry->trainable ? &layout->buckets[entry->bucket] : NULL;
+    const dtrain__bucket *bucket = dtrain__bucket_of(layout, index);
     const char *why = NULL;
-    if (!bucket) why = "is frozen";
+    if (!entry->trainable) why = "is frozen";
     else if (entry->marked)
         why = "is marked twice in one backward; call dtrain_strategy_finish between two";
     else if (entry->bucket < strategy->launched)
@@ -15116,8 +15116,7 @@ static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host
     dtrain_device *device = on_host ? strategy->offload.cpu : strategy->device;
     for (size_t i = 0; i < strategy->shard_count; i++) {
         const dtrain_shard *shard = &strategy->shards[i];
-        const dtrain__bucket *bucket =
-            &layout->buckets[layout->entries[shard->param->state.index].bucket];
+        const dtrain__bucket *bucket = dtrain__bucket_of(layout, shard->param->state.index);
         dtrain_sum_args args;
         if (bucket->grad_on_host != on_host || shard->count == 0) continue;
         if (!bucket->sharded && layout->rank) continue;
@@ -15403,14 +15402,13 @@ DTRAIN__PRIVATE bool dtrain__gathered_as(const dtrain__layout *layout, const dtr
 {
     const size_t i = storage->state.index;
     *passing = false;
-    if (!layout || !layout->shards.params || i >= layout->count || storage != &layout->params[i] ||
-        dtrain__value_is_whole(layout, &layout->entries[i]))
+    if (!layout || !layout->shards.params || i >= layout->count || storage != &layout->params[i])
         return false;
-    const dtrain__entry *entry = &layout->entries[i];
-    const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+    const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
+    if (!bucket) return false;
     *passing = bucket->unit != DTRAIN__NONE && !layout->units[bucket->unit].own_memory;
     if (layout->desc->param_dtype != dtype) return false;
-    *low = bucket->low_values ? bucket->low_values + entry->offset : NULL;
+    *low = bucket->low_values ? bucket->low_values + layout->entries[i].offset : NULL;
     return true;
 }
 
@@ -15424,9 +15422,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy
     for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
         const dtrain__entry *entry = &layout->entries[i];
-        if (p->state.storage != p || entry->lends_value || dtrain__value_is_whole(layout, entry))
-            continue;
-        float *place = layout->buckets[entry->bucket].values + entry->offset;
+        const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
+        if (p->state.storage != p || entry->lends_value || !bucket) continue;
+        float *place = bucket->values + entry->offset;
         DTRAIN__TRY(dtrain_device_copy(strategy->device, to_host ? p->value : place,
                                        to_host ? place : p->value,
                                        (size_t)p->count * sizeof(float)));
@@ -15458,12 +15456,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, siz
                                                   dtrain_param *whole)
 {
     const dtrain__layout *layout = &strategy->layout;
-    const dtrain__entry *entry = &layout->entries[i];
+    dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
     *whole = strategy->params[i];
-    if (!layout->shards.params || dtrain__value_is_whole(layout, entry)) return DTRAIN_OK;
-    dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+    if (!layout->shards.params || !bucket) return DTRAIN_OK;
     dtrain__unit *unit = dtrain__unit_at(strategy, bucket->unit);
-    whole->value = bucket->values + entry->offset;
+    whole->value = bucket->values + layout->entries[i].offset;
     if (strategy->desc.param_dtype == DTRAIN_DTYPE_F32) return dtrain__unit_need(strategy, unit);
     DTRAIN__TRY(dtrain__unit_evict(strategy, unit));
     DTRAIN__TRY(dtrain__claim_slot(strategy, unit));
@@ -16779,7 +16776,7 @@ DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size
     const bool offload = layout->desc->offload != 0;
     int64_t offset, count;
     if (!layout->entries[i].trainable || !dtrain__piece(layout, i, &offset, &count)) return 0;
-    const dtrain__bucket *bucket = &layout->buckets[layout->entries[i].bucket];
+    const dtrain__bucket *bucket = dtrain__bucket_of(layout, i);
     const bool master = offload && !bucket->value_on_host;
     const int64_t padded = dtrain__padded(count);
     if (offload && !bucket->grad_on_host)
@@ -17165,7 +17162,7 @@ static dtrain_result dtrain__check_layout(const dtrain_strategy *strategy)
     }
     for (size_t i = 0; i < strategy->param_count && layout->shards.params; i++) {
         const dtrain_param *p = &strategy->params[i];
-        if (p->value && !dtrain__value_is_whole(layout, &layout->entries[i]))
+        if (p->value && dtrain__shard_bucket(layout, i))
             return dtrain__param_fail(p, i,
                                       "its value is the host's, but %s shards parameters and has "
                                       "to own them: leave value NULL and give it an init",
@@ -17178,19 +17175,18 @@ DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
                                       dtrain_shard *shard)
 {
     const dtrain__layout *layout = &strategy->layout;
-    const dtrain__entry *entry = &layout->entries[i];
+    const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
     const dtrain_param *p = &strategy->params[i];
-    const dtrain_shard none = {p, 0, 0, NULL, NULL};
-    *shard = none;
-    if (!dtrain__piece(layout, i, &shard->offset, &shard->count)) {
-        *shard = none;
-        return false;
-    }
+    memset(shard, 0, sizeof *shard);
+    shard->param = p;
+    int64_t offset, count;
+    if (!dtrain__piece(layout, i, &offset, &count)) return false;
+    shard->offset = offset;
+    shard->count = count;
     shard->value = p->value;
     shard->grad = p->grad;
-    if (dtrain__value_is_whole(layout, entry)) return true;
-    const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
-    const int64_t at = entry->offset + shard->offset - bucket->shard_first;
+    if (!bucket) return true;
+    const int64_t at = layout->entries[i].offset + offset - bucket->shard_first;
     shard->value = bucket->value_shard + at;
     shard->grad = dtrain__after(bucket->grad_shard, at);
     return true;
@@ -17205,14 +17201,12 @@ static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
     for (size_t i = 0; i < strategy->param_count; i++) {
         dtrain_param *p = &strategy->params[i], *storage = p->state.storage;
         dtrain__entry *entry = &layout->entries[i];
-        const dtrain__bucket *bucket =
-            entry->bucket == DTRAIN__NONE ? NULL : &layout->buckets[entry->bucket];
-        const bool whole = dtrain__value_is_whole(layout, entry);
+        const dtrain__bucket *bucket = dtrain__bucket_of(layout, i);
         if (p->flags & DTRAIN_PARAM_BUFFER) strategy->has_buffers = true;
         if (!p->value) {
             entry->lends_value = true;
             if (storage != p) p->value = storage->value;
-            else if (whole) p->value = entry->own_value;
+            else if (!dtrain__shard_bucket(layout, i)) p->value = entry->own_value;
             else if (!layout->shards.params) p->value = bucket->values + entry->offset;
         }
         if (!p->grad && entry->trainable) {
@@ -17252,12 +17246,10 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     const dtrain_device_ops *ops = strategy->device->ops;
     const size_t count = strategy->param_count;
     dtrain__layout *layout = &strategy->layout;
-    dtrain_comm *shared = strategy->shard_comm;
     void *memory;
-    DTRAIN__TRY(dtrain__layout_make(
-        layout, a, strategy->params, count, &strategy->desc, shared ? dtrain_comm_size(shared) : 1,
-        shared ? dtrain_comm_rank(shared) : 0, dtrain_comm_size(strategy->comm),
-        dtrain_comm_rank(strategy->comm)));
+    DTRAIN__TRY(dtrain__layout_make(layout, a, strategy->params, count, &strategy->desc,
+                                    dtrain_comm_size(strategy->comm),
+                                    dtrain_comm_rank(strategy->comm)));
     DTRAIN__TRY(dtrain__ways_layout(layout, a));
     const size_t each = layout->owners ? (size_t)layout->ranks : layout->compression ? 2 : 1;
     strategy->works_per_bucket = each;
@@ -17693,15 +17685,14 @@ DTRAIN__PRIVATE bool dtrain__is_updated(const dtrain_param *param)
 DTRAIN__PRIVATE int dtrain__holders(const dtrain_strategy *strategy, size_t i, int *count)
 {
     const dtrain__layout *layout = &strategy->layout;
-    const int sharers = dtrain__value_is_whole(layout, &layout->entries[i]) ? 1 : layout->ranks;
+    const int sharers = dtrain__shard_bucket(layout, i) ? layout->ranks : 1;
     *count = layout->all / sharers;
     return layout->all_rank / sharers;
 }
 
 DTRAIN__PRIVATE bool dtrain__is_sliced(const dtrain_strategy *strategy, size_t i)
 {
-    const dtrain__layout *layout = &strategy->layout;
-    return !layout->owners && !dtrain__value_is_whole(layout, &layout->entries[i]);
+    return !strategy->layout.owners && dtrain__shard_bucket(&strategy->layout, i);
 }
 
 DTRAIN__PRIVATE bool dtrain__had_no_gradient(const dtrain_strategy *strategy, size_t i)
@@ -17756,23 +17747,13 @@ DTRAIN__PRIVATE void dtrain__strategy_plan_free(dtrain_world *world, dtrain__str
 
 DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes) { return (double)bytes / 1048576.0; }
 
-/* Count how many ranks share one copy of the model. */
-static int dtrain__plan_sharers(const dtrain_strategy_desc *desc, int ranks)
-{
-    const dtrain__kind_row *kind = dtrain__row_of(desc->kind);
-    if (!kind->shards.state) return 1;
-    return kind->replicas && desc->node_size ? (int)desc->node_size : ranks;
-}
-
 /* Make the layout of a rank without its memory; the caller frees it, after an error too. params and
  * *desc are resolved. */
 static dtrain_result dtrain__plan_layout(const dtrain_allocator *a, const dtrain_param *params,
                                          size_t count, const dtrain_strategy_desc *desc, int ranks,
                                          int rank, dtrain__layout *layout)
 {
-    const int sharers = dtrain__plan_sharers(desc, ranks);
-    DTRAIN__TRY(
-        dtrain__layout_make(layout, a, params, count, desc, sharers, rank % sharers, ranks, rank));
+    DTRAIN__TRY(dtrain__layout_make(layout, a, params, count, desc, ranks, rank));
     DTRAIN__TRY(dtrain__ways_layout(layout, a));
     dtrain__ways_memory(layout);
     return DTRAIN_OK;
@@ -17817,23 +17798,27 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
                                        dtrain_memory *memory)
 {
     dtrain_strategy_desc desc = *given;
-    const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
+    dtrain__layout layout;
     dtrain__resolve_levels(&desc, ranks);
     memset(memory, 0, sizeof *memory);
+    dtrain_result result = dtrain__plan_layout(a, params, count, &desc, ranks, 0, &layout);
     /* Equal shards need the same memory on every rank. Owned tensors, groups with other numbers of
      * states and compression's states of a slice do not. */
-    const int differ = desc.compression                   ? ranks
-                       : kind->owners || desc.group_count ? dtrain__plan_sharers(&desc, ranks)
-                                                          : 1;
-    dtrain_result result = DTRAIN_OK;
-    dtrain__layout layout;
-    for (int rank = 0; rank < differ && result == DTRAIN_OK; rank++) {
-        if (rank && kind->owners) dtrain__layout_turn(&layout, rank);
-        else result = dtrain__plan_layout(a, params, count, &desc, ranks, rank, &layout);
-        if (result == DTRAIN_OK) dtrain__plan_count(&layout, memory);
-        if (!kind->owners || result != DTRAIN_OK || rank == differ - 1)
+    const int differ = desc.compression                          ? ranks
+                       : layout.kind->owners || desc.group_count ? layout.ranks
+                                                                 : 1;
+    for (int rank = 1; result == DTRAIN_OK; rank++) {
+        dtrain__plan_count(&layout, memory);
+        if (rank == differ) break;
+        if (desc.compression) {
             dtrain__ways_free(&layout, a);
+            result = dtrain__plan_layout(a, params, count, &desc, ranks, rank, &layout);
+        } else {
+            dtrain__layout_turn(&layout, rank);
+            dtrain__lay_memory(&layout);
+        }
     }
+    dtrain__ways_free(&layout, a);
     return result;
 }
 

@@ -62,7 +62,7 @@ static dtrain_result dtrain__check_layout(const dtrain_strategy *strategy)
     }
     for (size_t i = 0; i < strategy->param_count && layout->shards.params; i++) {
         const dtrain_param *p = &strategy->params[i];
-        if (p->value && !dtrain__value_is_whole(layout, &layout->entries[i]))
+        if (p->value && dtrain__shard_bucket(layout, i))
             return dtrain__param_fail(p, i,
                                       "its value is the host's, but %s shards parameters and has "
                                       "to own them: leave value NULL and give it an init",
@@ -75,19 +75,18 @@ DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
                                       dtrain_shard *shard)
 {
     const dtrain__layout *layout = &strategy->layout;
-    const dtrain__entry *entry = &layout->entries[i];
+    const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
     const dtrain_param *p = &strategy->params[i];
-    const dtrain_shard none = {p, 0, 0, NULL, NULL};
-    *shard = none;
-    if (!dtrain__piece(layout, i, &shard->offset, &shard->count)) {
-        *shard = none;
-        return false;
-    }
+    memset(shard, 0, sizeof *shard);
+    shard->param = p;
+    int64_t offset, count;
+    if (!dtrain__piece(layout, i, &offset, &count)) return false;
+    shard->offset = offset;
+    shard->count = count;
     shard->value = p->value;
     shard->grad = p->grad;
-    if (dtrain__value_is_whole(layout, entry)) return true;
-    const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
-    const int64_t at = entry->offset + shard->offset - bucket->shard_first;
+    if (!bucket) return true;
+    const int64_t at = layout->entries[i].offset + offset - bucket->shard_first;
     shard->value = bucket->value_shard + at;
     shard->grad = dtrain__after(bucket->grad_shard, at);
     return true;
@@ -102,14 +101,12 @@ static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
     for (size_t i = 0; i < strategy->param_count; i++) {
         dtrain_param *p = &strategy->params[i], *storage = p->state.storage;
         dtrain__entry *entry = &layout->entries[i];
-        const dtrain__bucket *bucket =
-            entry->bucket == DTRAIN__NONE ? NULL : &layout->buckets[entry->bucket];
-        const bool whole = dtrain__value_is_whole(layout, entry);
+        const dtrain__bucket *bucket = dtrain__bucket_of(layout, i);
         if (p->flags & DTRAIN_PARAM_BUFFER) strategy->has_buffers = true;
         if (!p->value) {
             entry->lends_value = true;
             if (storage != p) p->value = storage->value;
-            else if (whole) p->value = entry->own_value;
+            else if (!dtrain__shard_bucket(layout, i)) p->value = entry->own_value;
             else if (!layout->shards.params) p->value = bucket->values + entry->offset;
         }
         if (!p->grad && entry->trainable) {
@@ -149,12 +146,10 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     const dtrain_device_ops *ops = strategy->device->ops;
     const size_t count = strategy->param_count;
     dtrain__layout *layout = &strategy->layout;
-    dtrain_comm *shared = strategy->shard_comm;
     void *memory;
-    DTRAIN__TRY(dtrain__layout_make(
-        layout, a, strategy->params, count, &strategy->desc, shared ? dtrain_comm_size(shared) : 1,
-        shared ? dtrain_comm_rank(shared) : 0, dtrain_comm_size(strategy->comm),
-        dtrain_comm_rank(strategy->comm)));
+    DTRAIN__TRY(dtrain__layout_make(layout, a, strategy->params, count, &strategy->desc,
+                                    dtrain_comm_size(strategy->comm),
+                                    dtrain_comm_rank(strategy->comm)));
     DTRAIN__TRY(dtrain__ways_layout(layout, a));
     const size_t each = layout->owners ? (size_t)layout->ranks : layout->compression ? 2 : 1;
     strategy->works_per_bucket = each;

@@ -229,14 +229,13 @@ DTRAIN__PRIVATE bool dtrain__gathered_as(const dtrain__layout *layout, const dtr
 {
     const size_t i = storage->state.index;
     *passing = false;
-    if (!layout || !layout->shards.params || i >= layout->count || storage != &layout->params[i] ||
-        dtrain__value_is_whole(layout, &layout->entries[i]))
+    if (!layout || !layout->shards.params || i >= layout->count || storage != &layout->params[i])
         return false;
-    const dtrain__entry *entry = &layout->entries[i];
-    const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+    const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
+    if (!bucket) return false;
     *passing = bucket->unit != DTRAIN__NONE && !layout->units[bucket->unit].own_memory;
     if (layout->desc->param_dtype != dtype) return false;
-    *low = bucket->low_values ? bucket->low_values + entry->offset : NULL;
+    *low = bucket->low_values ? bucket->low_values + layout->entries[i].offset : NULL;
     return true;
 }
 
@@ -250,9 +249,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy
     for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
         const dtrain__entry *entry = &layout->entries[i];
-        if (p->state.storage != p || entry->lends_value || dtrain__value_is_whole(layout, entry))
-            continue;
-        float *place = layout->buckets[entry->bucket].values + entry->offset;
+        const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
+        if (p->state.storage != p || entry->lends_value || !bucket) continue;
+        float *place = bucket->values + entry->offset;
         DTRAIN__TRY(dtrain_device_copy(strategy->device, to_host ? p->value : place,
                                        to_host ? place : p->value,
                                        (size_t)p->count * sizeof(float)));
@@ -284,12 +283,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, siz
                                                   dtrain_param *whole)
 {
     const dtrain__layout *layout = &strategy->layout;
-    const dtrain__entry *entry = &layout->entries[i];
+    dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
     *whole = strategy->params[i];
-    if (!layout->shards.params || dtrain__value_is_whole(layout, entry)) return DTRAIN_OK;
-    dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+    if (!layout->shards.params || !bucket) return DTRAIN_OK;
     dtrain__unit *unit = dtrain__unit_at(strategy, bucket->unit);
-    whole->value = bucket->values + entry->offset;
+    whole->value = bucket->values + layout->entries[i].offset;
     if (strategy->desc.param_dtype == DTRAIN_DTYPE_F32) return dtrain__unit_need(strategy, unit);
     DTRAIN__TRY(dtrain__unit_evict(strategy, unit));
     DTRAIN__TRY(dtrain__claim_slot(strategy, unit));

@@ -108,34 +108,40 @@ static void dtrain__bucket_add(dtrain__layout *layout, dtrain__bucket *bucket, s
     bucket->count += dtrain__padded(layout->params[index].count);
 }
 
-/* Close a bucket and cut it: shards of equal length, or (ZERO3) from owner to owner. With several
+/* Close a bucket: pad it, so that its shards, or with several nodes its slices, are of equal
+ * length. */
+static void dtrain__bucket_close(dtrain__layout *layout, dtrain__bucket *bucket)
+{
+    const int64_t parts = bucket->cuts ? 1 : bucket->sharded ? layout->ranks : layout->node_ranks;
+    bucket->count = parts * dtrain__padded((bucket->count + parts - 1) / parts);
+    layout->bucket_count++;
+}
+
+/* Cut all buckets for a rank: shards of equal length, or (ZERO3) from owner to owner. With several
  * nodes, rank l of each node exchanges slice l of a bucket with the ranks l of the other nodes;
  * where buckets are sharded, the one in node m keeps part m of the slice:
  *
  *     2 nodes of 2 ranks    | slice 0 . . . . . . . . | slice 1 . . . . . . . . |
  *     shards of ranks       | rank 0     | rank 2     | rank 1     | rank 3     | */
-static void dtrain__bucket_close(dtrain__layout *layout, dtrain__bucket *bucket)
+DTRAIN__PRIVATE void dtrain__layout_turn(dtrain__layout *layout, int all_rank)
 {
-    const int64_t ranks = layout->ranks, node = layout->node_ranks, nodes = layout->slice_ranks;
-    bucket->shard_count = bucket->count;
-    if (bucket->cuts) {
+    const int64_t node = layout->node_ranks;
+    layout->all_rank = all_rank;
+    layout->rank = all_rank % layout->ranks;
+    layout->slice_rank = all_rank / layout->node_ranks;
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        dtrain__bucket *bucket = &layout->buckets[b];
+        bucket->slice_count = bucket->count / node;
+        bucket->slice_first = bucket->slice_count * (all_rank % node);
+        bucket->shard_count = bucket->count;
+        if (!bucket->sharded) continue;
+        bucket->shard_count = bucket->count / layout->ranks;
+        bucket->shard_first =
+            bucket->slice_first + bucket->shard_count * (layout->slice_rank % layout->ranks);
+        if (!bucket->cuts) continue;
         bucket->shard_first = bucket->cuts[layout->rank];
         bucket->shard_count = bucket->cuts[layout->rank + 1] - bucket->shard_first;
-    } else if (bucket->sharded) {
-        bucket->shard_count = dtrain__padded((bucket->count + ranks - 1) / ranks);
-        bucket->count = bucket->shard_count * ranks;
-        bucket->shard_first = bucket->shard_count * layout->rank;
     }
-    bucket->slice_count = bucket->count;
-    if (node > 1) {
-        bucket->slice_count = bucket->sharded ? bucket->shard_count * nodes
-                                              : dtrain__padded((bucket->count + node - 1) / node);
-        bucket->slice_first = bucket->slice_count * (layout->all_rank % node);
-        if (bucket->sharded)
-            bucket->shard_first = bucket->slice_first + bucket->shard_count * layout->slice_rank;
-        else bucket->count = bucket->shard_count = bucket->slice_count * node;
-    }
-    layout->bucket_count++;
 }
 
 /* Make the bucket of a unit's trainable or frozen tensors (unit NONE: of tensors that several units
@@ -210,8 +216,8 @@ static void dtrain__lay_out(dtrain__layout *layout)
         dtrain__entry *entry = &layout->entries[i],
                       *storage = &layout->entries[p->state.storage->state.index];
         entry->bucket = storage->bucket;
-        if (entry->bucket == DTRAIN__NONE) continue;
-        dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+        dtrain__bucket *bucket = dtrain__bucket_of(layout, i);
+        if (!bucket) continue;
         if (i < bucket->first_param) bucket->first_param = (uint32_t)i;
         bucket->last_param = (uint32_t)i;
         if (!entry->trainable) continue;
@@ -220,68 +226,58 @@ static void dtrain__lay_out(dtrain__layout *layout)
     }
 }
 
+/* Decide what is really sharded, and among how many of `all` ranks. On one rank nothing is, unless
+ * its shard is in host memory. Gradients that are reduced in the last micro-batch alone (LAST) are
+ * whole until then. */
+static void dtrain__lay_classes(dtrain__layout *layout, int all)
+{
+    const dtrain_strategy_desc *desc = layout->desc;
+    const dtrain__classes *kind = &layout->kind->shards;
+    const int size = (int)desc->node_size;
+    const bool nodes = desc->hierarchical && size > 1 && size < all;
+    layout->all = all;
+    layout->ranks = !kind->state ? 1 : layout->kind->replicas && size ? size : all;
+    layout->node_ranks = nodes ? size : 1;
+    layout->slice_ranks = all / layout->node_ranks;
+    layout->compression = all > 1 ? desc->compression : NULL;
+    layout->values_on_host = kind->params && (desc->offload & DTRAIN_OFFLOAD_PARAMS);
+    layout->grads_on_host = kind->grads && (desc->offload & DTRAIN_OFFLOAD_GRADS);
+    layout->shards.params = kind->params && (layout->ranks > 1 || layout->values_on_host);
+    layout->shards.grads = kind->grads && (layout->ranks > 1 || layout->grads_on_host) &&
+                           desc->accumulation != DTRAIN_ACCUMULATION_LAST;
+    layout->shards.state = layout->ranks > 1 || layout->shards.params || layout->shards.grads;
+}
+
 /* Make the tables of a layout; dtrain__layout_free frees them, also after an error. The memory is
  * laid out by dtrain__lay_memory. The table of buckets has one more than there can be: a bucket is
  * tried before it is known to have members. */
 DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const dtrain_allocator *a,
                                                   const dtrain_param *params, size_t count,
-                                                  const dtrain_strategy_desc *desc, int ranks,
-                                                  int rank, int all, int all_rank)
+                                                  const dtrain_strategy_desc *desc, int all,
+                                                  int all_rank)
 {
-    const dtrain__kind_row *row = dtrain__row_of(desc->kind);
-    const dtrain__classes *kind = &row->shards;
-    const size_t cuts = (size_t)ranks + 1;
-    const int size = desc->hierarchical ? (int)desc->node_size : 0;
-    const bool nodes = size > 1 && size < all;
-    const bool many = ranks > 1;
     memset(layout, 0, sizeof *layout);
     layout->params = params;
     layout->count = count;
     layout->desc = desc;
-    layout->kind = row;
-    layout->ranks = ranks;
-    layout->rank = rank;
-    layout->all = all;
-    layout->all_rank = all_rank;
-    layout->node_ranks = nodes ? size : 1;
-    layout->slice_ranks = nodes ? all / size : all;
-    layout->slice_rank = nodes ? all_rank / size : all_rank;
-    layout->compression = all > 1 ? desc->compression : NULL;
-    /* On one rank nothing is sharded, unless its shard is in host memory. Gradients that are
-     * reduced in the last micro-batch alone (LAST) are whole until then. */
-    layout->values_on_host = kind->params && (desc->offload & DTRAIN_OFFLOAD_PARAMS);
-    layout->grads_on_host = kind->grads && (desc->offload & DTRAIN_OFFLOAD_GRADS);
-    layout->shards.params = kind->params && (many || layout->values_on_host);
-    layout->shards.grads = kind->grads && (many || layout->grads_on_host) &&
-                           desc->accumulation != DTRAIN_ACCUMULATION_LAST;
-    layout->shards.state = kind->state && (many || layout->shards.params || layout->shards.grads);
+    layout->kind = dtrain__row_of(desc->kind);
+    dtrain__lay_classes(layout, all);
+    const size_t cuts = (size_t)layout->ranks + 1;
     layout->entries =
         (dtrain__entry *)dtrain__alloc(a, count, sizeof *layout->entries, "parameter entries");
     layout->buckets =
         (dtrain__bucket *)dtrain__alloc(a, count + 1, sizeof *layout->buckets, "buckets");
     layout->units = (dtrain__unit *)dtrain__alloc(a, count, sizeof *layout->units, "units");
     if (!layout->entries || !layout->buckets || !layout->units) return DTRAIN_ERROR_MEMORY;
-    if (layout->shards.state && row->owners) {
+    if (layout->shards.state && layout->kind->owners) {
         layout->owners =
             (uint32_t *)dtrain__alloc(a, count, sizeof *layout->owners, "owners of parameters");
         layout->cuts = (int64_t *)dtrain__alloc(a, count + 1, cuts * sizeof *layout->cuts, "cuts");
         if (!layout->owners || !layout->cuts) return DTRAIN_ERROR_MEMORY;
     }
     dtrain__lay_out(layout);
+    dtrain__layout_turn(layout, all_rank);
     return DTRAIN_OK;
-}
-
-/* Turn a planned layout of ZERO3 into that of another rank: only its shards differ. */
-DTRAIN__PRIVATE void dtrain__layout_turn(dtrain__layout *layout, int rank)
-{
-    layout->rank = rank;
-    for (size_t b = 0; b < layout->bucket_count; b++) {
-        dtrain__bucket *bucket = &layout->buckets[b];
-        if (!bucket->cuts) continue;
-        bucket->shard_first = bucket->cuts[rank];
-        bucket->shard_count = bucket->cuts[rank + 1] - bucket->shard_first;
-    }
-    dtrain__lay_memory(layout);
 }
 
 DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a)
@@ -294,11 +290,17 @@ DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_al
     dtrain__free(a, layout->entries, count, sizeof *layout->entries);
 }
 
-/* Tell whether every rank has all of a tensor's value. */
-DTRAIN__PRIVATE bool dtrain__value_is_whole(const dtrain__layout *layout,
-                                            const dtrain__entry *entry)
+/* Return the bucket of a parameter; NULL: it is in none, or (shard_bucket) not sharded. */
+DTRAIN__PRIVATE dtrain__bucket *dtrain__bucket_of(const dtrain__layout *layout, size_t i)
 {
-    return entry->bucket == DTRAIN__NONE || !layout->buckets[entry->bucket].sharded;
+    const uint32_t bucket = layout->entries[i].bucket;
+    return bucket == DTRAIN__NONE ? NULL : &layout->buckets[bucket];
+}
+
+DTRAIN__PRIVATE dtrain__bucket *dtrain__shard_bucket(const dtrain__layout *layout, size_t i)
+{
+    dtrain__bucket *bucket = dtrain__bucket_of(layout, i);
+    return bucket && bucket->sharded ? bucket : NULL;
 }
 
 /* ---- Memory of a layout
@@ -417,7 +419,7 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
         const dtrain_param *p = &layout->params[i];
         dtrain__entry *entry = &layout->entries[i];
         if (p->state.storage != p) continue;
-        const bool whole = dtrain__value_is_whole(layout, entry);
+        const bool whole = !dtrain__shard_bucket(layout, i);
         if (whole && !p->value) entry->own_value = dtrain__carve(layout, DTRAIN__VALUES, p->count);
         if (whole || p->value) layout->value_bytes += 4 * (uint64_t)p->count;
         if (entry->trainable && p->grad) layout->grad_bytes += 4 * (uint64_t)p->count;
@@ -442,13 +444,12 @@ DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtra
 DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
                                    int64_t *count)
 {
-    const dtrain__entry *entry = &layout->entries[i];
+    const dtrain__bucket *bucket = dtrain__shard_bucket(layout, i);
     *offset = 0;
     *count = layout->params[i].count;
     if (layout->params[i].state.storage != &layout->params[i]) return false;
-    if (dtrain__value_is_whole(layout, entry)) return true;
-    const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+    if (!bucket) return true;
     *count = dtrain__overlap(layout, bucket, i, bucket->shard_first, bucket->shard_count, offset);
-    *offset -= entry->offset;
+    *offset -= layout->entries[i].offset;
     return *count > 0;
 }

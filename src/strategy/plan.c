@@ -9,23 +9,13 @@
 
 DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes) { return (double)bytes / 1048576.0; }
 
-/* Count how many ranks share one copy of the model. */
-static int dtrain__plan_sharers(const dtrain_strategy_desc *desc, int ranks)
-{
-    const dtrain__kind_row *kind = dtrain__row_of(desc->kind);
-    if (!kind->shards.state) return 1;
-    return kind->replicas && desc->node_size ? (int)desc->node_size : ranks;
-}
-
 /* Make the layout of a rank without its memory; the caller frees it, after an error too. params and
  * *desc are resolved. */
 static dtrain_result dtrain__plan_layout(const dtrain_allocator *a, const dtrain_param *params,
                                          size_t count, const dtrain_strategy_desc *desc, int ranks,
                                          int rank, dtrain__layout *layout)
 {
-    const int sharers = dtrain__plan_sharers(desc, ranks);
-    DTRAIN__TRY(
-        dtrain__layout_make(layout, a, params, count, desc, sharers, rank % sharers, ranks, rank));
+    DTRAIN__TRY(dtrain__layout_make(layout, a, params, count, desc, ranks, rank));
     DTRAIN__TRY(dtrain__ways_layout(layout, a));
     dtrain__ways_memory(layout);
     return DTRAIN_OK;
@@ -70,23 +60,27 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
                                        dtrain_memory *memory)
 {
     dtrain_strategy_desc desc = *given;
-    const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
+    dtrain__layout layout;
     dtrain__resolve_levels(&desc, ranks);
     memset(memory, 0, sizeof *memory);
+    dtrain_result result = dtrain__plan_layout(a, params, count, &desc, ranks, 0, &layout);
     /* Equal shards need the same memory on every rank. Owned tensors, groups with other numbers of
      * states and compression's states of a slice do not. */
-    const int differ = desc.compression                   ? ranks
-                       : kind->owners || desc.group_count ? dtrain__plan_sharers(&desc, ranks)
-                                                          : 1;
-    dtrain_result result = DTRAIN_OK;
-    dtrain__layout layout;
-    for (int rank = 0; rank < differ && result == DTRAIN_OK; rank++) {
-        if (rank && kind->owners) dtrain__layout_turn(&layout, rank);
-        else result = dtrain__plan_layout(a, params, count, &desc, ranks, rank, &layout);
-        if (result == DTRAIN_OK) dtrain__plan_count(&layout, memory);
-        if (!kind->owners || result != DTRAIN_OK || rank == differ - 1)
+    const int differ = desc.compression                          ? ranks
+                       : layout.kind->owners || desc.group_count ? layout.ranks
+                                                                 : 1;
+    for (int rank = 1; result == DTRAIN_OK; rank++) {
+        dtrain__plan_count(&layout, memory);
+        if (rank == differ) break;
+        if (desc.compression) {
             dtrain__ways_free(&layout, a);
+            result = dtrain__plan_layout(a, params, count, &desc, ranks, rank, &layout);
+        } else {
+            dtrain__layout_turn(&layout, rank);
+            dtrain__lay_memory(&layout);
+        }
     }
+    dtrain__ways_free(&layout, a);
     return result;
 }
 

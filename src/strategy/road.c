@@ -53,8 +53,7 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
     dtrain__layout *layout = &strategy->layout;
     for (size_t i = 0; i < strategy->param_count; i++) {
         dtrain__entry *entry = &layout->entries[i];
-        const dtrain__bucket *bucket =
-            entry->bucket == DTRAIN__NONE ? NULL : &layout->buckets[entry->bucket];
+        const dtrain__bucket *bucket = dtrain__bucket_of(layout, i);
         entry->marked = false;
         if (step_done) entry->seen = false;
         entry->pending = entry->uses;
@@ -104,7 +103,7 @@ static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
     dtrain__layout *layout = &strategy->layout;
     dtrain_param *storage = strategy->params[index].state.storage;
     dtrain__entry *shared = &layout->entries[storage->state.index];
-    dtrain__bucket *bucket = &layout->buckets[shared->bucket];
+    dtrain__bucket *bucket = dtrain__bucket_of(layout, index);
     layout->entries[index].marked = true;
     strategy->marked_count++;
     bucket->pending--;
@@ -121,9 +120,9 @@ static dtrain_result dtrain__check_mark(const dtrain_strategy *strategy, size_t 
 {
     const dtrain__layout *layout = &strategy->layout;
     const dtrain__entry *entry = &layout->entries[index];
-    const dtrain__bucket *bucket = entry->trainable ? &layout->buckets[entry->bucket] : NULL;
+    const dtrain__bucket *bucket = dtrain__bucket_of(layout, index);
     const char *why = NULL;
-    if (!bucket) why = "is frozen";
+    if (!entry->trainable) why = "is frozen";
     else if (entry->marked)
         why = "is marked twice in one backward; call dtrain_strategy_finish between two";
     else if (entry->bucket < strategy->launched)

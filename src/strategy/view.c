@@ -53,15 +53,14 @@ DTRAIN__PRIVATE bool dtrain__is_updated(const dtrain_param *param)
 DTRAIN__PRIVATE int dtrain__holders(const dtrain_strategy *strategy, size_t i, int *count)
 {
     const dtrain__layout *layout = &strategy->layout;
-    const int sharers = dtrain__value_is_whole(layout, &layout->entries[i]) ? 1 : layout->ranks;
+    const int sharers = dtrain__shard_bucket(layout, i) ? layout->ranks : 1;
     *count = layout->all / sharers;
     return layout->all_rank / sharers;
 }
 
 DTRAIN__PRIVATE bool dtrain__is_sliced(const dtrain_strategy *strategy, size_t i)
 {
-    const dtrain__layout *layout = &strategy->layout;
-    return !layout->owners && !dtrain__value_is_whole(layout, &layout->entries[i]);
+    return !strategy->layout.owners && dtrain__shard_bucket(&strategy->layout, i);
 }
 
 DTRAIN__PRIVATE bool dtrain__had_no_gradient(const dtrain_strategy *strategy, size_t i)

@@ -34,7 +34,7 @@ static void test_bucket_plan(void)
             p[i].count = counts[i];
         }
         p[3].flags = DTRAIN_PARAM_FROZEN;
-        CHECK(dtrain__layout_make(&layout, &allocator, p, N, &desc, 1, 0, 1, 0) == DTRAIN_OK);
+        CHECK(dtrain__layout_make(&layout, &allocator, p, N, &desc, 1, 0) == DTRAIN_OK);
         for (size_t i = N; i-- > 0;) {
             const dtrain__entry *entry = &layout.entries[i];
             if (i == 3) continue;
