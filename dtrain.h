@@ -50,6 +50,7 @@
        src/state/checkpoint.h               Checkpoints
        src/state/export.h                   Whole weights
        src/monitor/metrics.h                Metrics
+       src/strategy/hook.h                  Communication hooks: how the gradients of a bucket travel, in a way of one's own
        src/tape/op.h                        Operations of one's own
        src/device/backend.h                 For authors of devices and operations: kernel arguments, table
        src/comm/backend.h                   For authors of communicators: the communicator table
@@ -110,9 +111,9 @@
        src/strategy/calls.c                 Calls of device and communicator that every file of the room makes, and how an error stands
        src/strategy/ways/shards.c           Steps of sharded buckets: each rank gets its shard of the mean
        src/strategy/ways/hierarchy.c        Steps between two levels of ranks
-       src/strategy/ways/compression.c      Gradient compression: what top-k and PowerSGD have in common
-       src/strategy/ways/topk.c             Top-k: select the largest elements, exchange them, add them up
-       src/strategy/ways/powersgd.c         PowerSGD
+       src/strategy/ways/compression.c      Gradient compression: how hooks travel on the road
+       src/strategy/ways/topk.c             Top-k: a hook that selects the largest elements, exchanges them and adds them up
+       src/strategy/ways/powersgd.c         PowerSGD: a hook that sends two factors of every matrix
        src/strategy/ways.c                  The ways of a bucket
        src/strategy/join.c                  Passes without samples
        src/strategy/offload.c               Offload: shards in host memory
@@ -1559,6 +1560,7 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
  *     reduce_dtype        as bf16 or fp16: half the bytes, sums in fp32
  *     top-k               of every tensor the topk_ratio of largest magnitude: values and indices
  *     PowerSGD            every matrix (m, n) as P (m, r) times Q (n, r) transposed
+ *     hook                as a program wants it: strategy/hook.h
  *     hierarchical        reduce-scatter inside a node of G ranks, all-reduce of 1/G across nodes,
  *                         all-gather inside. With it reduce_dtype and top-k apply between nodes
  *                         alone; PowerSGD needs whole matrices and is refused
@@ -1566,7 +1568,7 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
  *                        DDP   ZERO1   SHARD_GRAD_OP   FULL_SHARD   ZERO3   HYBRID_SHARD
  *     reduce_dtype        x      x          x              x          x          x
  *     hierarchical        x      x          x              x                  by itself
- *     top-k, PowerSGD     x
+ *     top-k, PowerSGD     x      and hooks
  *
  * Error feedback: what this rank did not send stays in its residual, and is added to its next
  * gradient (Seide et al., "1-bit SGD", 2014; Stich et al., "Sparsified SGD with Memory", 2018).
@@ -1607,6 +1609,8 @@ typedef enum dtrain_sparse_exchange {
 
 #define DTRAIN_DENSE_STEPS_NONE UINT64_MAX
 
+typedef struct dtrain_comm_hook_desc dtrain_comm_hook_desc; /* strategy/hook.h */
+
 /* Every zero is the default written beside the field. */
 typedef struct dtrain_compression_desc {
     uint32_t kind;            /* dtrain_compression; 0 = none */
@@ -1622,6 +1626,8 @@ typedef struct dtrain_compression_desc {
                                  DTRAIN_DENSE_STEPS_NONE */
     uint64_t warmup_steps;    /* steps after those, in which the share falls to topk_ratio; 0 = no
                                  warm-up */
+    const dtrain_comm_hook_desc *hook; /* in place of a kind, or NULL; stays there as long as the
+                                          strategy */
 } dtrain_compression_desc;
 
 /* The state that compression keeps of a parameter from step to step, in memory of the device. Every
@@ -1633,8 +1639,8 @@ typedef struct dtrain_compression_state {
     int64_t offset, count; /* the piece: first element, elements */
     float *residual;       /* (count), or NULL without error feedback */
     float *velocity;       /* (count), or NULL without topk_momentum */
-    float *q;              /* (q_rows, powersgd_rank), or NULL */
-    int64_t q_rows;
+    float *q;              /* (q_rows, q_columns), or NULL */
+    int64_t q_rows, q_columns;
 } dtrain_compression_state;
 
 /* List the states of all parameters that are compressed; count 0 without compression. Local. They
@@ -3048,6 +3054,89 @@ DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics);
 DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics);
 
 /* What an author of an operation or a backend needs besides. */
+
+/* ================================================================================================
+ * src/strategy/hook.h
+ * ==============================================================================================*/
+
+/* Communication hooks: how the gradients of a bucket travel, in a way of one's own
+ *
+ * A hook is a constant dtrain_comm_hook_desc, given in dtrain_compression_desc.hook; the built-in
+ * ones (ways/topk.c, ways/powersgd.c) are made of the same, and examples/sign_sgd.c is a complete
+ * program. PyTorch's DDP has them by the same name. A hook has one or two rounds; the library calls
+ *
+ *     plan         when memory is laid out, on every rank, also for forecasts, which have no memory
+ *     init         once, when memory is there
+ *     compress     when the gradients of the bucket are final; and at once
+ *     exchange     to start one collective
+ *     decompress   when that is done; then compress of the second round
+ *
+ * in steps from dense_steps on; before, buckets are all-reduced. Buckets are on their way together,
+ * in the same order on all ranks: what compress leaves for decompress is in the bucket's memory.
+ *
+ * All addresses are device memory, for loops in C or kernels as in tape/op.h. */
+
+#define DTRAIN_HOOK_ROUNDS 2
+
+/* A parameter in a bucket; with takes_slices it may be a part of one. */
+typedef struct dtrain_hook_tensor {
+    const dtrain_param *param;
+    int64_t offset, count; /* first element in the parameter, elements */
+    bool dense;          /* set in plan: it travels whole, and the hook does not see it again. So do
+                              1-D tensors and those below dense_below */
+    bool keeps_residual; /* set in plan: what there is from step to step. Checkpoints hold it */
+    bool keeps_velocity;
+    int64_t q_rows, q_columns;
+    float *grad;     /* (count) compress: of this rank, or the sum of its node; after the last
+ decompress: the mean over all ranks */
+    float *residual; /* (count) or NULL: this rank's own, zero at first */
+    float *velocity; /* (count) or NULL: the same */
+    float *q;        /* (q_rows, q_columns) or NULL: the same on all ranks; filled by init */
+} dtrain_hook_tensor;
+
+typedef struct dtrain_hook_bucket {
+    dtrain_device *device;
+    dtrain_comm *comm; /* the ranks that exchange the bucket; the second round has one of its own */
+    int ranks, rank;   /* size of comm, and this rank there */
+    dtrain_dtype dtype;          /* reduce_dtype, for what is sent */
+    uint64_t seed;               /* the same on all ranks and in every run */
+    uint64_t step;               /* steps since compression began */
+    float factor;                /* a rank's gradient counts so often in the mean: 1 / all ranks */
+    dtrain_hook_tensor *tensors; /* (tensor_count) without dense ones, but for plan */
+    size_t tensor_count;
+    float *grads; /* (count) the gradients of all tensors, dense ones too, and padding */
+    int64_t count;
+    float *q; /* (q_count) of all tensors, one after another */
+    int64_t q_count;
+    int64_t averaged_count; /* set in plan: fp32 elements that the first compress makes, and
+                               whose mean over ranks decompress finds; they travel with dense tensors */
+    float *averaged;        /* (averaged_count) */
+    int64_t scratch_count;  /* set in plan */
+    float *scratch;         /* (scratch_count) for the hook; keeps what is in it */
+} dtrain_hook_bucket;
+
+/* `how` is the resolved desc that was given to the strategy; for a hook of one's own how->hook->user
+ * is what the program wants it to be. */
+struct dtrain_comm_hook_desc {
+    const char *name;  /* what error sentences and traces say; the same on all ranks */
+    uint32_t rounds;   /* 1 or 2 */
+    bool takes_slices; /* works on parts of parameters, as hierarchical cuts them; false: refused */
+    bool takes_low;    /* rounds what it sends to `dtype`; false: a reduce_dtype is refused */
+    /* Mark tensors as dense, ask for memory of the others. May depend on its arguments alone. */
+    void (*plan)(const dtrain_compression_desc *how, dtrain_hook_bucket *bucket);
+    dtrain_result (*init)(const dtrain_compression_desc *how, dtrain_hook_bucket *bucket); /* or
+                                                                                             NULL */
+    /* An error of these ends the strategy, on all ranks when they miss this one's collective. */
+    dtrain_result (*compress)(const dtrain_compression_desc *how, dtrain_hook_bucket *bucket,
+                              uint32_t round);
+    /* Start a collective on bucket->comm that all ranks start, and hand out its *work; or none.
+     * What a step sends is counted by calls of exchange alone, without memory: it reads none. */
+    dtrain_result (*exchange)(const dtrain_compression_desc *how, const dtrain_hook_bucket *bucket,
+                              uint32_t round, dtrain_work **work);
+    dtrain_result (*decompress)(const dtrain_compression_desc *how, dtrain_hook_bucket *bucket,
+                                uint32_t round);
+    void *user;
+};
 
 /* ================================================================================================
  * src/tape/op.h
@@ -12977,9 +13066,9 @@ typedef struct dtrain__bucket {
     uint32_t uses, pending;           /* as in dtrain__entry, summed over all members */
     uint32_t stage;                   /* of its gradients on their way: DTRAIN__REDUCE_IDLE ... */
     dtrain_work **reduces, **gathers; /* (works_per_bucket) collectives under way, or NULL */
-    struct dtrain__sparse *sparse;    /* what compression keeps (ways_internal.h), or NULL */
-    float *values, *grads;            /* (count) */
-    float *value_shard, *grad_shard;  /* (shard_count); in host memory if: */
+    struct dtrain__compressed *compressed; /* what compression keeps (ways_internal.h), or NULL */
+    float *values, *grads;                 /* (count) */
+    float *value_shard, *grad_shard;       /* (shard_count); in host memory if: */
     bool value_on_host, grad_on_host;
     uint16_t *low_values, *low_grads; /* (count) in param_dtype, reduce_dtype; NULL for fp32 */
 } dtrain__bucket;
@@ -13034,8 +13123,8 @@ typedef struct dtrain__layout {
     dtrain__classes shards;
     bool values_on_host, grads_on_host;         /* shards of units are in host memory */
     const dtrain_compression_desc *compression; /* NULL: none, or one rank alone */
-    struct dtrain__portion *portions;           /* (count + 1) of compression, or NULL */
-    struct dtrain__sparse *sparse;              /* (count), one a bucket */
+    struct dtrain_hook_tensor *tensors;         /* (count) of compression, or NULL */
+    struct dtrain__compressed *compressed;      /* (count), one a bucket */
     uint64_t state_bytes;                       /* residuals, velocities and Q */
     float *bounce[2]; /* buffers in host memory: what is to be added to a shard arrives here */
     dtrain__entry *entries;  /* (count) */
@@ -13189,7 +13278,7 @@ struct dtrain_strategy {
     dtrain_work *tally_work;
     const float *device_weight; /* `weights` of a recorded step, in device memory; or NULL */
     size_t works_per_bucket, shard_count;
-    dtrain_compression_state *states; /* (portion_count), state_count in use */
+    dtrain_compression_state *states; /* (param_count), state_count in use */
     size_t state_count;
     dtrain__offload offload;
     dtrain_strategy_info info; /* filled by create, except sync_count */
@@ -13223,8 +13312,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, dtrain_result code,
                                                     const char *text);
 
+/* strategy/ways/compression.c */
+DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__hook_of(const dtrain_compression_desc *how);
+
 /* strategy/ways.c */
-DTRAIN__PRIVATE bool dtrain__takes_two_rounds(const dtrain_compression_desc *how);
 DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout,
                                                   const dtrain_allocator *a);
 DTRAIN__PRIVATE void dtrain__ways_memory(dtrain__layout *layout);
@@ -14131,60 +14222,34 @@ DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64
  * src/strategy/ways_internal.h
  * ==============================================================================================*/
 
-/* The steps of ways, for strategy/ways.c, which chooses them; and what files of ways/ share
- *
- *     dtrain__portion   the part of a parameter that compression treats by itself
- *     dtrain__sparse    what compression keeps of a bucket */
+/* The steps of ways, for strategy/ways.c, which chooses them; and what files of ways/ share */
 
-/* The part of a parameter that compression treats by itself: strategy/ways/compression.c. */
-typedef struct dtrain__portion {
-    uint32_t param;
-    int64_t first, count;  /* within the bucket */
-    int64_t region;        /* top-k: elements of a region; without regions = count */
-    int64_t quota;         /* elements that this step selects from a region */
-    int64_t at;            /* first element in a block of this step; dense: in `packed` */
-    int64_t rows, columns; /* PowerSGD: of the matrix */
-    int64_t p_at, q_at;    /* first element of its factors among those of the bucket */
-    float *p, *q;          /* (rows, rank), (columns, rank) */
-} dtrain__portion;
-
-typedef struct dtrain__sparse {
-    dtrain__portion *portions, *dense, *end; /* of the bucket: compressed ones, then dense ones */
-    int64_t dense_count, p_count, q_count;   /* elements */
-    int64_t room;                            /* most elements of a block in any step */
-    int64_t largest;                         /* most elements that are selected from one portion */
-    int64_t selected;                        /* elements of a block in this step */
-    bool masked;                             /* this step sends zeros for what is not selected */
-    float *residual, *velocity;              /* (slice_count), or NULL */
-    float *packed;      /* (dense_count + p_count); rounded gradients need half of it */
-    float *q, *q_seed;  /* (q_count) each */
-    uint32_t *out, *in; /* (slice_ranks blocks) each */
-    float *values;      /* (largest) scratch: selected values, in fp32 */
-    int32_t *indices;   /* (largest) */
-} dtrain__sparse;
+/* What compression keeps of a bucket. */
+typedef struct dtrain__compressed {
+    dtrain_hook_bucket hook;
+    size_t tensor_count; /* in hook.tensors, the dense ones behind the others */
+    int64_t dense_count; /* elements of dense tensors */
+    float *packed;       /* (dense_count + hook.averaged_count) of reduce_dtype */
+    char label[48];      /* of its collectives in traces */
+} dtrain__compressed;
 
 /* road.c: the all-reduce; ways/: the others. */
 DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end,
     dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end, dtrain__shard_add,
     dtrain__replicas_begin, dtrain__replicas_end, dtrain__node_scatter_begin,
-    dtrain__node_gather_begin, dtrain__topk_begin, dtrain__topk_end, dtrain__topk_publish_begin,
-    dtrain__topk_publish_end, dtrain__p_begin, dtrain__p_end, dtrain__q_begin, dtrain__q_end;
+    dtrain__node_gather_begin, dtrain__round_1_begin, dtrain__round_1_end, dtrain__round_2_begin,
+    dtrain__round_2_end;
 
 /* strategy/ways/compression.c */
-DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_compression_desc *how);
-DTRAIN__PRIVATE uint64_t dtrain__dense_steps(const dtrain_compression_desc *how);
-DTRAIN__PRIVATE int64_t dtrain__quota(double ratio, int64_t count);
-DTRAIN__PRIVATE int64_t dtrain__value_words(const dtrain__layout *layout, int64_t selected);
-DTRAIN__PRIVATE int64_t dtrain__block_words(const dtrain__layout *layout, int64_t selected);
-DTRAIN__PRIVATE double dtrain__masked_share(const dtrain__layout *layout);
-DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
-                                                      const dtrain_allocator *a);
-DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout);
-DTRAIN__PRIVATE void dtrain__portions_free(dtrain__layout *layout, const dtrain_allocator *a);
+DTRAIN__PRIVATE dtrain_result dtrain__layout_hooks(dtrain__layout *layout,
+                                                   const dtrain_allocator *a);
+DTRAIN__PRIVATE void dtrain__lay_hooks(dtrain__layout *layout);
+DTRAIN__PRIVATE void dtrain__hooks_free(dtrain__layout *layout, const dtrain_allocator *a);
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__dense_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                  int64_t more, dtrain_work **work);
-DTRAIN__PRIVATE dtrain_result dtrain__dense_end(dtrain_strategy *strategy, dtrain__bucket *bucket);
+
+/* strategy/ways/topk.c, powersgd.c */
+DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__topk_hook(bool balanced);
+DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__powersgd_hook(void);
 
 /* The road, station by station. */
 static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t end);
@@ -15758,34 +15823,19 @@ DTRAIN__PRIVATE dtrain_result dtrain__node_gather_begin(dtrain_strategy *strateg
  * src/strategy/ways/compression.c
  * ==============================================================================================*/
 
-/* Gradient compression: what top-k and PowerSGD have in common
+/* Gradient compression: how hooks travel on the road
  *
- * Their steps take the place of a whole bucket's all-reduce (dtrain__choose_ways):
- *
- *     top-k       ALL_GATHER   TOPK                          strategy/ways/topk.c
- *                 BALANCED     TOPK, TOPK_PUBLISH
- *     PowerSGD                 P,  Q                         strategy/ways/powersgd.c
- *
- * A rank compresses its slice of a bucket: with several nodes a part of it, otherwise all. The part
- * of one parameter in the slice is a portion. Each portion is compressed by itself, so that on one
- * level the result does not depend on how parameters are put into buckets:
+ * The one or two rounds of a hook (strategy/hook.h) take the place of a whole bucket's all-reduce
+ * (dtrain__choose_ways). A rank compresses its slice of a bucket: with several nodes a part of it,
+ * otherwise all. Each tensor, the part of one parameter in the slice, is compressed by itself, so
+ * that on one level the result does not depend on how parameters are put into buckets:
  *
  *     bucket, 2 nodes of 2 ranks   | a . . . . . . . | b . . . . . . . . | c . |
  *     slice of ranks 0 and 2       | a               | b    |
  *     slice of ranks 1 and 3                                | b          | c   |
  *
- * Portions that are not worth compressing (1-D, few elements) are dense: packed together and
- * all-reduced. In the table of portions they follow the compressed ones of their bucket.
- *
- * K selected elements travel as a block, in which each portion has its own range of both lists:
- *
- *     block   | values: K fp32, or K of 16 bits, padded | indices in the portion or region: K i32 |
- *
- * The quota, the number of elements that are selected of count, is ratio * count, rounded to
- * nearest, at least 1. BALANCED cuts every portion in N regions of ceil(count / N), the last one
- * shorter, and selects the quota of a whole region from each. Where blocks would be larger than the
- * bucket (the beginning of a warm-up), the bucket is masked: all of it is all-reduced, with zeros
- * for elements that are not selected, and the same sums.
+ * Tensors that are not worth compressing (1-D, few elements, or as the hook says) are dense: packed
+ * together and all-reduced. In a bucket's list they follow the compressed ones.
  *
  * Error feedback is exact: a rank subtracts from gradient plus residual what it sends, after
  * rounding, and keeps the rest as its new residual. So at any time, to rounding,
@@ -15794,261 +15844,149 @@ DTRAIN__PRIVATE dtrain_result dtrain__node_gather_begin(dtrain_strategy *strateg
  *
  * (With nodes and fp16 residuals are of means over a node, and count G times.) */
 
-/* ---- How much is selected ---------------------------------------------------------------------*/
-
-DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_compression_desc *how)
+DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__hook_of(const dtrain_compression_desc *how)
 {
-    return how->kind == DTRAIN_COMPRESSION_TOPK &&
-           how->sparse_exchange == DTRAIN_SPARSE_EXCHANGE_BALANCED;
+    if (how->hook) return how->hook;
+    if (how->kind == DTRAIN_COMPRESSION_POWERSGD) return dtrain__powersgd_hook();
+    return dtrain__topk_hook(how->sparse_exchange == DTRAIN_SPARSE_EXCHANGE_BALANCED);
 }
 
-/* Return the number of steps at the beginning that are not compressed. */
-DTRAIN__PRIVATE uint64_t dtrain__dense_steps(const dtrain_compression_desc *how)
+/* Tell whether steps are only counted (count.c): addresses have no memory behind them. */
+static bool dtrain__is_planned(const dtrain_strategy *strategy)
 {
-    return how->dense_steps == DTRAIN_DENSE_STEPS_NONE ? 0 : how->dense_steps;
-}
-
-/* Return the largest selection ratio of any step; buffers are sized for it. */
-static double dtrain__largest_ratio(const dtrain_compression_desc *how)
-{
-    return (double)(how->warmup_steps ? how->warmup_ratio : how->topk_ratio);
-}
-
-/* Return how many of count elements are selected. */
-DTRAIN__PRIVATE int64_t dtrain__quota(double ratio, int64_t count)
-{
-    const int64_t k = (int64_t)(ratio * (double)count + 0.5);
-    return k < 1 ? 1 : k < count ? k : count;
-}
-
-/* Count the elements of a block, over all portions. */
-static int64_t dtrain__selection(const dtrain__sparse *sparse, double ratio)
-{
-    int64_t count = 0;
-    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++)
-        count += dtrain__quota(ratio, at->region);
-    return count;
-}
-
-/* Count the 32-bit words of a block's values. */
-DTRAIN__PRIVATE int64_t dtrain__value_words(const dtrain__layout *layout, int64_t selected)
-{
-    return layout->desc->reduce_dtype == DTRAIN_DTYPE_F32 ? selected : (selected + 1) / 2;
-}
-
-/* Count the 32-bit words of a block: values, then indices. */
-DTRAIN__PRIVATE int64_t dtrain__block_words(const dtrain__layout *layout, int64_t selected)
-{
-    return dtrain__value_words(layout, selected) + selected;
-}
-
-/* Return the ratio from which on blocks are larger than the bucket. An all-reduce sends 8 bytes an
- * element, times (N - 1) / N; a block goes to N - 1 ranks, or when balanced one of 1/N of its
- * length, twice. The ratio is the same for all buckets, so that bits do not depend on how buckets
- * are cut. */
-DTRAIN__PRIVATE double dtrain__masked_share(const dtrain__layout *layout)
-{
-    const double item = layout->desc->reduce_dtype == DTRAIN_DTYPE_F32 ? 8 : 6;
-    return dtrain__is_balanced(layout->compression) ? 8 / (2 * item)
-                                                    : 8 / (item * layout->slice_ranks);
+    return strategy->device->ops == dtrain_plan_device_ops();
 }
 
 /* ---- Layout -----------------------------------------------------------------------------------*/
 
-/* Fill in how a portion is compressed; return true when it stays dense. */
-static bool dtrain__portion_is_dense(const dtrain__layout *layout, dtrain__portion *portion)
+/* List the parts of a bucket's parameters that lie in this rank's slice, and let the hook plan for
+ * them; the dense ones move behind the others. */
+static void dtrain__lay_tensors(dtrain__layout *layout, dtrain__bucket *bucket,
+                                dtrain_hook_tensor *tensors)
 {
     const dtrain_compression_desc *how = layout->compression;
-    const dtrain_param *p = &layout->params[portion->param];
-    const int64_t rank = (int64_t)how->powersgd_rank, regions = layout->slice_ranks;
-    portion->region = portion->count;
-    if (dtrain__param_dims(p) < 2 || p->count < how->dense_below) return true;
-    if (how->kind == DTRAIN_COMPRESSION_POWERSGD) {
-        portion->rows = p->shape[0];
-        portion->columns = p->count / p->shape[0];
-        return 2 * (portion->rows + portion->columns) * rank >= p->count;
-    }
-    if (portion->count > INT32_MAX) return true; /* indices have 32 bits */
-    if (!dtrain__is_balanced(how)) return false;
-    portion->region = (portion->count + regions - 1) / regions;
-    const int64_t last = portion->count - (regions - 1) * portion->region;
-    return last < dtrain__quota(dtrain__largest_ratio(how), portion->region);
-}
-
-/* Append the dense portions of a bucket, or the others: parts of its parameters that lie in this
- * rank's slice. */
-static void dtrain__lay_portions(dtrain__layout *layout, const dtrain__bucket *bucket, bool dense)
-{
-    dtrain__sparse *sparse = bucket->sparse;
-    const int64_t rank = (int64_t)layout->compression->powersgd_rank;
+    dtrain__compressed *c = bucket->compressed;
+    size_t count = 0, first_dense = 0;
     for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
-        dtrain__portion *portion = sparse->end;
-        memset(portion, 0, sizeof *portion);
-        portion->param = i;
-        portion->count = dtrain__overlap(layout, bucket, i, bucket->slice_first,
-                                         bucket->slice_count, &portion->first);
-        if (portion->count <= 0 || dtrain__portion_is_dense(layout, portion) != dense) continue;
-        sparse->end++;
-        if (dense) {
-            portion->at = sparse->dense_count;
-            sparse->dense_count += portion->count;
-        } else if (portion->rows) {
-            portion->p_at = sparse->p_count;
-            portion->q_at = sparse->q_count;
-            sparse->p_count += portion->rows * rank;
-            sparse->q_count += portion->columns * rank;
-        } else {
-            const double ratio = dtrain__largest_ratio(layout->compression);
-            sparse->largest = dtrain__max(sparse->largest, dtrain__quota(ratio, portion->count));
-        }
+        const dtrain_param *p = &layout->params[i];
+        int64_t first;
+        const int64_t length =
+            dtrain__overlap(layout, bucket, i, bucket->slice_first, bucket->slice_count, &first);
+        if (length <= 0) continue;
+        dtrain_hook_tensor *tensor = &tensors[count++];
+        tensor->param = p;
+        tensor->offset = first - layout->entries[i].offset;
+        tensor->count = length;
+        tensor->dense = dtrain__param_dims(p) < 2 || p->count < how->dense_below;
     }
+    c->hook.tensors = tensors;
+    c->hook.tensor_count = c->tensor_count = count;
+    dtrain__hook_of(how)->plan(how, &c->hook);
+    for (size_t i = 0; i < count; i++) {
+        const dtrain_hook_tensor tensor = tensors[i];
+        if (tensor.dense) c->dense_count += tensor.count;
+        else c->hook.q_count += tensor.q_rows * tensor.q_columns;
+        if (tensor.dense) continue;
+        memmove(&tensors[first_dense + 1], &tensors[first_dense],
+                (i - first_dense) * sizeof tensor);
+        tensors[first_dense++] = tensor;
+    }
+    c->hook.tensor_count = first_dense;
 }
 
-/* Cut all buckets of a layout into portions. */
-DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
-                                                      const dtrain_allocator *a)
+/* Cut all buckets of a layout into tensors. */
+DTRAIN__PRIVATE dtrain_result dtrain__layout_hooks(dtrain__layout *layout,
+                                                   const dtrain_allocator *a)
 {
-    /* one more than can be: a portion is written before it is known to be needed */
-    layout->portions = (dtrain__portion *)dtrain__alloc(
-        a, layout->count + 1, sizeof *layout->portions, "portions of parameters");
-    layout->sparse = (dtrain__sparse *)dtrain__alloc(a, layout->count, sizeof *layout->sparse,
-                                                     "compressed buckets");
-    if (!layout->portions || !layout->sparse) return DTRAIN_ERROR_MEMORY;
-    const double largest = dtrain__largest_ratio(layout->compression);
-    const double masked = dtrain__masked_share(layout);
-    dtrain__portion *next = layout->portions;
+    const dtrain_dtype dtype = (dtrain_dtype)layout->desc->reduce_dtype;
+    const bool means = dtype == DTRAIN_DTYPE_F16; /* of a node, not sums: dtrain__sums_first */
+    layout->tensors = (dtrain_hook_tensor *)dtrain__alloc(a, layout->count, sizeof *layout->tensors,
+                                                          "tensors of buckets");
+    layout->compressed = (dtrain__compressed *)dtrain__alloc(
+        a, layout->count, sizeof *layout->compressed, "compressed buckets");
+    if (!layout->tensors || !layout->compressed) return DTRAIN_ERROR_MEMORY;
+    dtrain_hook_tensor *next = layout->tensors;
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__bucket *bucket = &layout->buckets[b];
-        dtrain__sparse *sparse = bucket->sparse = &layout->sparse[b];
-        sparse->portions = sparse->end = next;
-        dtrain__lay_portions(layout, bucket, false);
-        sparse->dense = sparse->end;
-        dtrain__lay_portions(layout, bucket, true);
-        next = sparse->end;
-        sparse->room = dtrain__selection(sparse, largest < masked ? largest : masked);
+        dtrain__compressed *c = bucket->compressed = &layout->compressed[b];
+        dtrain_hook_bucket *hook = &c->hook;
+        hook->ranks = layout->slice_ranks;
+        hook->rank = layout->slice_rank;
+        hook->dtype = dtype;
+        hook->seed = ~layout->desc->init_seed;
+        hook->factor = 1.0f / (float)(means ? layout->slice_ranks : layout->all);
+        hook->count = bucket->slice_count;
+        dtrain__lay_tensors(layout, bucket, next);
+        next += c->tensor_count;
     }
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE void dtrain__portions_free(dtrain__layout *layout, const dtrain_allocator *a)
+DTRAIN__PRIVATE void dtrain__hooks_free(dtrain__layout *layout, const dtrain_allocator *a)
 {
-    dtrain__free(a, layout->sparse, layout->count, sizeof *layout->sparse);
-    dtrain__free(a, layout->portions, layout->count + 1, sizeof *layout->portions);
+    dtrain__free(a, layout->compressed, layout->count, sizeof *layout->compressed);
+    dtrain__free(a, layout->tensors, layout->count, sizeof *layout->tensors);
 }
 
 /* Carve the memory of all buckets out of the buffers. */
-DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout)
+DTRAIN__PRIVATE void dtrain__lay_hooks(dtrain__layout *layout)
 {
-    const dtrain_compression_desc *how = layout->compression;
-    const bool topk = how->kind == DTRAIN_COMPRESSION_TOPK;
-    const bool scratch = layout->desc->reduce_dtype != DTRAIN_DTYPE_F32 ||
-                         dtrain__largest_ratio(how) >= dtrain__masked_share(layout);
     layout->state_bytes = 0;
     for (size_t b = 0; b < layout->bucket_count; b++) {
-        dtrain__sparse *sparse = layout->buckets[b].sparse;
-        const int64_t blocks = layout->slice_ranks * dtrain__block_words(layout, sparse->room);
-        const int64_t picks = topk && scratch ? sparse->largest : 0;
-        const int64_t kept =
-            sparse->largest || sparse->q_count ? layout->buckets[b].slice_count : 0;
-        if (!how->no_error_feedback)
-            sparse->residual = dtrain__carve(layout, DTRAIN__BUFFERS, kept);
-        if (how->topk_momentum > 0) sparse->velocity = dtrain__carve(layout, DTRAIN__BUFFERS, kept);
-        layout->state_bytes +=
-            4 * (uint64_t)(kept * (!how->no_error_feedback + (how->topk_momentum > 0)) +
-                           sparse->q_count);
-        sparse->packed =
-            dtrain__carve(layout, DTRAIN__BUFFERS, sparse->dense_count + sparse->p_count);
-        sparse->q = dtrain__carve(layout, DTRAIN__BUFFERS, sparse->q_count);
-        sparse->q_seed = dtrain__carve(layout, DTRAIN__BUFFERS, sparse->q_count);
-        if (topk) sparse->in = (uint32_t *)(void *)dtrain__carve(layout, DTRAIN__BUFFERS, blocks);
-        if (dtrain__is_balanced(how))
-            sparse->out = (uint32_t *)(void *)dtrain__carve(layout, DTRAIN__BUFFERS, blocks);
-        sparse->values = dtrain__carve(layout, DTRAIN__BUFFERS, picks);
-        sparse->indices = (int32_t *)(void *)dtrain__carve(layout, DTRAIN__BUFFERS, picks);
-        for (dtrain__portion *at = sparse->portions; at < sparse->dense && !topk; at++) {
-            at->p = dtrain__after(sparse->packed, sparse->dense_count + at->p_at);
-            at->q = dtrain__after(sparse->q, at->q_at);
+        dtrain__compressed *c = layout->buckets[b].compressed;
+        dtrain_hook_bucket *hook = &c->hook;
+        int64_t kept = hook->q_count, q_at = 0;
+        c->packed = dtrain__carve(layout, DTRAIN__BUFFERS, c->dense_count + hook->averaged_count);
+        hook->averaged = hook->dtype == DTRAIN_DTYPE_F32
+                             ? dtrain__after(c->packed, c->dense_count)
+                             : dtrain__carve(layout, DTRAIN__BUFFERS, hook->averaged_count);
+        hook->q = dtrain__carve(layout, DTRAIN__BUFFERS, hook->q_count);
+        hook->scratch = dtrain__carve(layout, DTRAIN__BUFFERS, hook->scratch_count);
+        for (size_t i = 0; i < hook->tensor_count; i++) {
+            dtrain_hook_tensor *tensor = &hook->tensors[i];
+            const int64_t q_count = tensor->q_rows * tensor->q_columns;
+            if (tensor->keeps_residual)
+                tensor->residual = dtrain__carve(layout, DTRAIN__BUFFERS, tensor->count);
+            if (tensor->keeps_velocity)
+                tensor->velocity = dtrain__carve(layout, DTRAIN__BUFFERS, tensor->count);
+            if (q_count) tensor->q = dtrain__after(hook->q, q_at);
+            q_at += q_count;
+            kept += tensor->count * (tensor->keeps_residual + tensor->keeps_velocity);
         }
+        layout->state_bytes += 4 * (uint64_t)kept;
     }
-}
-
-/* ---- Dense portions ---------------------------------------------------------------------------*/
-
-/* Pack the dense portions of a bucket and start their all-reduce, together with `more` elements
- * that the caller has packed behind them. */
-DTRAIN__PRIVATE dtrain_result dtrain__dense_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                  int64_t more, dtrain_work **work)
-{
-    const dtrain__sparse *sparse = bucket->sparse;
-    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.reduce_dtype;
-    for (const dtrain__portion *at = sparse->dense; at < sparse->end; at++)
-        DTRAIN__TRY(dtrain__convert(
-            strategy, at->count, bucket->grads + at->first, DTRAIN_DTYPE_F32,
-            (char *)sparse->packed + (size_t)at->at * dtrain_dtype_bytes(dtype), dtype));
-    if (sparse->dense_count + more == 0) return DTRAIN_OK;
-    dtrain__label(strategy, bucket, "dense part of bucket");
-    return dtrain_all_reduce(bucket->comm, sparse->packed, sparse->packed,
-                             (size_t)(sparse->dense_count + more), dtype,
-                             dtrain__level_op(strategy, bucket), work);
-}
-
-/* Copy the means of dense portions back into the bucket. */
-DTRAIN__PRIVATE dtrain_result dtrain__dense_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    const dtrain__sparse *sparse = bucket->sparse;
-    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.reduce_dtype;
-    for (const dtrain__portion *at = sparse->dense; at < sparse->end; at++) {
-        float *grad = bucket->grads + at->first;
-        DTRAIN__TRY(
-            dtrain__convert(strategy, at->count,
-                            (char *)sparse->packed + (size_t)at->at * dtrain_dtype_bytes(dtype),
-                            dtype, grad, DTRAIN_DTYPE_F32));
-        DTRAIN__TRY(dtrain__scale(strategy, bucket, grad, at->count));
-    }
-    return DTRAIN_OK;
 }
 
 /* ---- State ------------------------------------------------------------------------------------*/
 
-/* Set a portion's Q to random orthonormal columns, the same on every rank. */
-static dtrain_result dtrain__q_init(dtrain_strategy *strategy, const dtrain__sparse *sparse,
-                                    const dtrain__portion *portion)
-{
-    const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
-    const int64_t count = portion->columns * rank;
-    dtrain_orthogonalize_args args = {portion->columns, rank, sparse->q_seed + portion->q_at};
-    dtrain_param q = strategy->params[portion->param];
-    q.init = DTRAIN_INIT_NORMAL;
-    q.init_scale = 1;
-    q.init_count = 0;
-    DTRAIN__TRY(
-        dtrain__init_param(strategy->device, &q, ~strategy->desc.init_seed, 0, count, args.x));
-    DTRAIN__TRY(strategy->device->ops->orthogonalize(strategy->device, &args));
-    return dtrain_device_copy(strategy->device, portion->q, args.x, (size_t)count * sizeof(float));
-}
-
-/* List the states of compression, for dtrain_strategy_compression, and initialise them. */
+/* Point the tensors at their gradients, let the hook fill its memory, and list what it keeps, for
+ * dtrain_strategy_compression. */
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
+    const dtrain_comm_hook_desc *desc = dtrain__hook_of(layout->compression);
     strategy->states = (dtrain_compression_state *)dtrain__alloc(
         &strategy->allocator, strategy->param_count, sizeof *strategy->states,
         "states of compression");
     if (!strategy->states) return DTRAIN_ERROR_MEMORY;
     for (size_t b = 0; b < layout->bucket_count; b++) {
         const dtrain__bucket *bucket = &layout->buckets[b];
-        const dtrain__sparse *sparse = bucket->sparse;
-        for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
-            dtrain_compression_state *state = &strategy->states[strategy->state_count++];
-            state->param = &strategy->params[at->param];
-            state->offset = at->first - layout->entries[at->param].offset;
-            state->count = at->count;
-            state->residual = dtrain__after(sparse->residual, at->first - bucket->slice_first);
-            state->velocity = dtrain__after(sparse->velocity, at->first - bucket->slice_first);
-            state->q = at->q;
-            state->q_rows = at->columns;
-            if (at->q) DTRAIN__TRY(dtrain__q_init(strategy, sparse, at));
+        dtrain__compressed *c = bucket->compressed;
+        snprintf(c->label, sizeof c->label, "%s of bucket", desc->name);
+        c->hook.device = strategy->device;
+        c->hook.grads = bucket->grads + bucket->slice_first;
+        for (size_t i = 0; i < c->tensor_count; i++) {
+            dtrain_hook_tensor *tensor = &c->hook.tensors[i];
+            tensor->grad = bucket->grads + tensor->offset +
+                           layout->entries[tensor->param - layout->params].offset;
+            if (tensor->dense) continue;
+            const dtrain_compression_state state = {
+                tensor->param,    tensor->offset, tensor->count,  tensor->residual,
+                tensor->velocity, tensor->q,      tensor->q_rows, tensor->q_columns};
+            strategy->states[strategy->state_count++] = state;
         }
+        if (desc->init && !dtrain__is_planned(strategy))
+            DTRAIN__TRY(desc->init(layout->compression, &c->hook));
     }
     return DTRAIN_OK;
 }
@@ -16067,242 +16005,443 @@ DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
     return DTRAIN_OK;
 }
 
+/* ---- Steps ------------------------------------------------------------------------------------*/
+
+/* Convert dense tensors to what they travel as, in `packed`; or back to the bucket, as means. */
+static dtrain_result dtrain__pack_dense(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                        bool back)
+{
+    const dtrain__compressed *c = bucket->compressed;
+    const dtrain_dtype dtype = c->hook.dtype;
+    char *packed = (char *)c->packed;
+    for (size_t i = c->hook.tensor_count; i < c->tensor_count; i++) {
+        const dtrain_hook_tensor *tensor = &c->hook.tensors[i];
+        if (back) {
+            DTRAIN__TRY(dtrain__convert(strategy, tensor->count, packed, dtype, tensor->grad,
+                                        DTRAIN_DTYPE_F32));
+            DTRAIN__TRY(dtrain__scale(strategy, bucket, tensor->grad, tensor->count));
+        } else {
+            DTRAIN__TRY(dtrain__convert(strategy, tensor->count, tensor->grad, DTRAIN_DTYPE_F32,
+                                        packed, dtype));
+        }
+        packed += (size_t)tensor->count * dtrain_dtype_bytes(dtype);
+    }
+    return DTRAIN_OK;
+}
+
+/* Compress a bucket and start its exchange. */
+static dtrain_result dtrain__hook_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                        uint32_t round)
+{
+    const dtrain_compression_desc *how = strategy->layout.compression;
+    const dtrain_comm_hook_desc *desc = dtrain__hook_of(how);
+    dtrain_hook_bucket *hook = &bucket->compressed->hook;
+    hook->comm = round == 0 ? bucket->comm : strategy->groups[DTRAIN__SECOND];
+    hook->step = strategy->sync_count - strategy->compressed_from;
+    if (!dtrain__is_planned(strategy)) DTRAIN__TRY(desc->compress(how, hook, round));
+    dtrain__label(strategy, bucket, bucket->compressed->label);
+    return desc->exchange(how, hook, round, bucket->reduces);
+}
+
+static dtrain_result dtrain__hook_end(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                      uint32_t round)
+{
+    const dtrain_compression_desc *how = strategy->layout.compression;
+    if (dtrain__is_planned(strategy)) return DTRAIN_OK;
+    return dtrain__hook_of(how)->decompress(how, &bucket->compressed->hook, round);
+}
+
+/* Find what the hook wants averaged, as it travels: behind the dense tensors. */
+static void *dtrain__averaged(const dtrain__compressed *c)
+{
+    return (char *)c->packed + (size_t)c->dense_count * dtrain_dtype_bytes(c->hook.dtype);
+}
+
+/* Begin the first round, and send dense tensors and what the hook wants averaged. */
+DTRAIN__PRIVATE dtrain_result dtrain__round_1_begin(dtrain_strategy *strategy,
+                                                    dtrain__bucket *bucket)
+{
+    const dtrain__compressed *c = bucket->compressed;
+    const dtrain_hook_bucket *hook = &c->hook;
+    const int64_t count = c->dense_count + hook->averaged_count;
+    DTRAIN__TRY(dtrain__pack_dense(strategy, bucket, false));
+    DTRAIN__TRY(dtrain__hook_begin(strategy, bucket, 0));
+    if (hook->dtype != DTRAIN_DTYPE_F32)
+        DTRAIN__TRY(dtrain__convert(strategy, hook->averaged_count, hook->averaged,
+                                    DTRAIN_DTYPE_F32, dtrain__averaged(c), hook->dtype));
+    if (count == 0) return DTRAIN_OK;
+    dtrain__label(strategy, bucket, "dense part of bucket");
+    return dtrain_all_reduce(bucket->comm, c->packed, c->packed, (size_t)count, hook->dtype,
+                             dtrain__level_op(strategy, bucket), &bucket->reduces[1]);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__round_1_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    const dtrain__compressed *c = bucket->compressed;
+    const dtrain_hook_bucket *hook = &c->hook;
+    if (hook->dtype != DTRAIN_DTYPE_F32)
+        DTRAIN__TRY(dtrain__convert(strategy, hook->averaged_count, dtrain__averaged(c),
+                                    hook->dtype, hook->averaged, DTRAIN_DTYPE_F32));
+    DTRAIN__TRY(dtrain__scale(strategy, bucket, hook->averaged, hook->averaged_count));
+    DTRAIN__TRY(dtrain__hook_end(strategy, bucket, 0));
+    return dtrain__pack_dense(strategy, bucket, true);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__round_2_begin(dtrain_strategy *strategy,
+                                                    dtrain__bucket *bucket)
+{
+    return dtrain__hook_begin(strategy, bucket, 1);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__round_2_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    return dtrain__hook_end(strategy, bucket, 1);
+}
+
 /* ================================================================================================
  * src/strategy/ways/topk.c
  * ==============================================================================================*/
 
-/* Top-k: select the largest elements, exchange them, add them up
- *
- * dtrain_device_ops.topk leaves in the residual what is not selected.
+/* Top-k: a hook that selects the largest elements, exchanges them and adds them up
  *
  *     ALL_GATHER   select of everything     all-gather         add all ranks' blocks
  *     BALANCED     select of each region    all-to-all         the owner adds its region's blocks
- *                  select of the sum        all-gather         add all regions' blocks */
+ *                  select of the sum        all-gather         add all regions' blocks
+ *
+ * dtrain_device_ops.topk leaves in the residual what is not selected. The quota, the number of
+ * elements that are selected of count, is ratio * count, rounded to nearest, at least 1. BALANCED
+ * cuts every tensor in N regions of ceil(count / N), the last one shorter, and selects the quota of
+ * a whole region from each. K selected elements of a bucket travel as a block, in which each tensor
+ * has its own range of both lists:
+ *
+ *     block   | values: K fp32, or K of 16 bits, padded | indices in the tensor or region: K i32 |
+ *
+ * Where blocks would be larger than the bucket (the beginning of a warm-up), the bucket is masked:
+ * all of it is all-reduced, with zeros for elements that are not selected, and the same sums. */
 
-/* Set how many elements of each portion are selected in this step, and their place in a block.
- * After the dense steps the ratio falls geometrically from warmup_ratio to topk_ratio. */
-static void dtrain__plan_selection(dtrain_strategy *strategy, const dtrain__bucket *bucket)
+/* The exchange of one bucket in one step. */
+typedef struct dtrain__topk {
+    const dtrain_compression_desc *how;
+    const dtrain_hook_bucket *bucket;
+    bool balanced;
+    bool low;                /* values are rounded */
+    bool masked;             /* zeros travel for what is not selected */
+    double ratio;            /* of this step */
+    int64_t selected, words; /* of a block: elements, words of 32 bits */
+    uint32_t *in, *out;      /* (ranks blocks) each */
+    float *values;         /* (largest quota) values in fp32, where they travel as something else */
+    int32_t *indices;      /* (largest quota) where no block is sent */
+    uint16_t *low_values;  /* the same */
+    int64_t scratch_count; /* of all five */
+} dtrain__topk;
+
+/* ---- How much is selected ---------------------------------------------------------------------*/
+
+/* Return the ratio of the step after the dense ones: in a warm-up it falls geometrically from
+ * warmup_ratio to topk_ratio. */
+static double dtrain__ratio_at(const dtrain_compression_desc *how, uint64_t step)
 {
-    const dtrain__layout *layout = &strategy->layout;
-    const dtrain_compression_desc *how = layout->compression;
-    const uint64_t step = strategy->sync_count - dtrain__dense_steps(how);
-    double ratio = (double)how->topk_ratio;
-    dtrain__sparse *sparse = bucket->sparse;
-    if (step < how->warmup_steps) {
-        const double begin = (double)how->warmup_ratio;
-        ratio = begin * pow(ratio / begin, (double)step / (double)how->warmup_steps);
-    }
-    sparse->masked = ratio >= dtrain__masked_share(layout);
-    sparse->selected = 0;
-    for (dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
-        at->quota = dtrain__quota(ratio, sparse->masked ? at->count : at->region);
-        at->at = sparse->selected;
-        sparse->selected += at->quota;
-    }
+    const double begin = (double)how->warmup_ratio, usual = (double)how->topk_ratio;
+    if (step >= how->warmup_steps) return usual;
+    return begin * pow(usual / begin, (double)step / (double)how->warmup_steps);
 }
 
-/* The memory of one selection: a range of a block. */
+/* Return how many of count elements are selected. */
+static int64_t dtrain__quota(double ratio, int64_t count)
+{
+    const int64_t k = (int64_t)(ratio * (double)count + 0.5);
+    return k < 1 ? 1 : k < count ? k : count;
+}
+
+/* Count the elements of region r of a tensor, or of all of it. */
+static int64_t dtrain__region_of(const dtrain__topk *t, const dtrain_hook_tensor *tensor, int r,
+                                 int64_t *first)
+{
+    const int64_t ranks = t->bucket->ranks, whole = (tensor->count + ranks - 1) / ranks;
+    *first = 0;
+    if (!t->balanced) return tensor->count;
+    *first = r * whole;
+    return dtrain__min(whole, tensor->count - *first);
+}
+
+/* Count the elements that are selected from each region of a tensor; masked, from all of it. */
+static int64_t dtrain__quota_of(const dtrain__topk *t, const dtrain_hook_tensor *tensor)
+{
+    int64_t first;
+    return dtrain__quota(t->ratio,
+                         t->masked ? tensor->count : dtrain__region_of(t, tensor, 0, &first));
+}
+
+/* Return the ratio from which on blocks are larger than the bucket. An all-reduce sends 8 bytes an
+ * element, times (N - 1) / N; a block goes to N - 1 ranks, or when balanced one of 1/N of its
+ * length, twice. The ratio is the same for all buckets, so that bits do not depend on how buckets
+ * are cut. */
+static double dtrain__masked_share(const dtrain__topk *t)
+{
+    const double item = t->low ? 6 : 8;
+    return t->balanced ? 8 / (2 * item) : 8 / (item * t->bucket->ranks);
+}
+
+/* Count the words of the values of a block. */
+static int64_t dtrain__value_words(const dtrain__topk *t)
+{
+    return t->low ? (t->selected + 1) / 2 : t->selected;
+}
+
+/* Set the size of blocks of this ratio. */
+static void dtrain__topk_size(dtrain__topk *t, double ratio)
+{
+    t->ratio = ratio;
+    t->selected = 0;
+    for (size_t i = 0; i < t->bucket->tensor_count; i++)
+        if (!t->bucket->tensors[i].dense)
+            t->selected += dtrain__quota_of(t, &t->bucket->tensors[i]);
+    t->words = dtrain__value_words(t) + t->selected;
+}
+
+/* Cut a piece of count words from the scratch memory, if there is any. */
+static void *dtrain__topk_cut(dtrain__topk *t, int64_t count)
+{
+    float *piece = dtrain__after(t->bucket->scratch, t->scratch_count);
+    t->scratch_count += (count + 15) / 16 * 16; /* of whole cache lines */
+    return piece;
+}
+
+/* Describe the exchange of a bucket in this step. Its memory is for the largest ratio of any. */
+static dtrain__topk dtrain__topk_of(const dtrain_compression_desc *how,
+                                    const dtrain_hook_bucket *bucket)
+{
+    const double largest = (double)(how->warmup_steps ? how->warmup_ratio : how->topk_ratio);
+    dtrain__topk t;
+    memset(&t, 0, sizeof t);
+    t.how = how;
+    t.bucket = bucket;
+    t.balanced = how->sparse_exchange == DTRAIN_SPARSE_EXCHANGE_BALANCED;
+    t.low = bucket->dtype != DTRAIN_DTYPE_F32;
+    const double masked = dtrain__masked_share(&t);
+    dtrain__topk_size(&t, largest < masked ? largest : masked);
+    const int64_t blocks = bucket->ranks * t.words;
+    int64_t most = 0;
+    for (size_t i = 0; i < bucket->tensor_count && (t.low || largest >= masked); i++)
+        if (!bucket->tensors[i].dense)
+            most = dtrain__max(most, dtrain__quota(largest, bucket->tensors[i].count));
+    t.in = (uint32_t *)dtrain__topk_cut(&t, blocks);
+    if (t.balanced) t.out = (uint32_t *)dtrain__topk_cut(&t, blocks);
+    t.values = (float *)dtrain__topk_cut(&t, most);
+    t.indices = (int32_t *)dtrain__topk_cut(&t, most);
+    if (t.low) t.low_values = (uint16_t *)dtrain__topk_cut(&t, (most + 1) / 2);
+    t.masked = dtrain__ratio_at(how, bucket->step) >= masked;
+    dtrain__topk_size(&t, dtrain__ratio_at(how, bucket->step));
+    return t;
+}
+
+static void dtrain__topk_plan(const dtrain_compression_desc *how, dtrain_hook_bucket *bucket)
+{
+    dtrain__topk t = dtrain__topk_of(how, bucket);
+    t.masked = false;
+    t.ratio = (double)(how->warmup_steps ? how->warmup_ratio : how->topk_ratio);
+    for (size_t i = 0; i < bucket->tensor_count; i++) {
+        dtrain_hook_tensor *tensor = &bucket->tensors[i];
+        int64_t first;
+        const int64_t last = dtrain__region_of(&t, tensor, bucket->ranks - 1, &first);
+        tensor->dense = tensor->dense || tensor->count > INT32_MAX || /* indices have 32 bits */
+                        last < dtrain__quota_of(&t, tensor);
+        tensor->keeps_residual = !how->no_error_feedback;
+        tensor->keeps_velocity = how->topk_momentum > 0;
+    }
+    bucket->scratch_count = dtrain__topk_of(how, bucket).scratch_count;
+}
+
+/* ---- Selecting and adding ---------------------------------------------------------------------*/
+
+/* The memory of one selection. */
 typedef struct dtrain__picks {
     float *values; /* fp32 */
     uint16_t *low; /* the values as they travel, rounded; or NULL */
     int32_t *indices;
 } dtrain__picks;
 
-/* Find the memory of a portion's selection in the block at `words`. */
-static dtrain__picks dtrain__picks_at(const dtrain_strategy *strategy, const dtrain__sparse *sparse,
-                                      const dtrain__portion *portion, uint32_t *words)
+/* Find the memory of a tensor's selection, which begins at element `at` of the block at `words`. */
+static dtrain__picks dtrain__picks_at(const dtrain__topk *t, int64_t at, uint32_t *words)
 {
-    const bool low = dtrain__reduces_low(strategy);
-    uint32_t *indices = words + dtrain__value_words(&strategy->layout, sparse->selected);
     dtrain__picks picks;
-    picks.values = low ? sparse->values : (float *)(void *)words + portion->at;
-    picks.low = low ? (uint16_t *)(void *)words + portion->at : NULL;
-    picks.indices = (int32_t *)(void *)indices + portion->at;
+    picks.values = t->low ? t->values : (float *)(void *)words + at;
+    picks.low = t->low ? (uint16_t *)(void *)words + at : NULL;
+    picks.indices = (int32_t *)(void *)words + dtrain__value_words(t) + at;
     return picks;
 }
 
-static dtrain_result dtrain__scatter(dtrain_strategy *strategy, int64_t count, int64_t k,
-                                     float scale, const dtrain__picks *picks, float *out)
+static dtrain_result dtrain__scatter(const dtrain__topk *t, int64_t count, int64_t k, float scale,
+                                     const dtrain__picks *picks, float *out)
 {
+    dtrain_device *device = t->bucket->device;
     dtrain_scatter_add_args args = {count, k, scale, picks->values, picks->indices, out};
-    return strategy->device->ops->scatter_add(strategy->device, &args);
+    return device->ops->scatter_add(device, &args);
 }
 
-/* Select the quota from elements [offset, offset + count) of gradient plus residual of a portion,
- * and round the values to reduce_dtype; add the rounding errors to the residual. */
-static dtrain_result dtrain__select(dtrain_strategy *strategy, const dtrain__bucket *bucket,
-                                    const dtrain__portion *portion, int64_t offset, int64_t count,
-                                    bool with_velocity, const dtrain__picks *picks)
+/* Convert k selected values to the type in which they travel, or back. */
+static dtrain_result dtrain__round(const dtrain__topk *t, int64_t k, const dtrain__picks *picks,
+                                   bool back)
 {
-    const dtrain__sparse *sparse = bucket->sparse;
-    const int64_t at = portion->first - bucket->slice_first + offset, k = portion->quota;
-    const uint32_t f32 = DTRAIN_DTYPE_F32, dtype = strategy->desc.reduce_dtype;
-    float *residual = dtrain__after(sparse->residual, at);
-    float *velocity = with_velocity ? dtrain__after(sparse->velocity, at) : NULL;
+    dtrain_device *device = t->bucket->device;
+    dtrain_convert_args args = {k, picks->values, picks->low, DTRAIN_DTYPE_F32, t->bucket->dtype};
+    if (back) {
+        args.x = picks->low;
+        args.y = picks->values;
+        args.x_dtype = t->bucket->dtype;
+        args.y_dtype = DTRAIN_DTYPE_F32;
+    }
+    return device->ops->convert(device, &args);
+}
+
+/* Select the quota from elements [first, first + count) of gradient plus residual of a tensor, and
+ * round the values; add the rounding errors to the residual. */
+static dtrain_result dtrain__select(const dtrain__topk *t, const dtrain_hook_tensor *tensor,
+                                    int64_t first, int64_t count, bool with_velocity,
+                                    const dtrain__picks *picks)
+{
+    dtrain_device *device = t->bucket->device;
+    const int64_t k = dtrain__quota_of(t, tensor);
+    float *residual = dtrain__after(tensor->residual, first);
     dtrain_topk_args args;
     memset(&args, 0, sizeof args);
     args.count = count;
     args.k = k;
-    args.x = bucket->grads + portion->first + offset;
+    args.x = tensor->grad + first;
     args.residual = residual;
     args.values = picks->values;
     args.indices = picks->indices;
-    args.velocity = velocity;
-    args.momentum = strategy->layout.compression->topk_momentum;
-    DTRAIN__TRY(strategy->device->ops->topk(strategy->device, &args));
+    args.velocity = with_velocity ? dtrain__after(tensor->velocity, first) : NULL;
+    args.momentum = t->how->topk_momentum;
+    DTRAIN__TRY(device->ops->topk(device, &args));
     if (!picks->low) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__convert(strategy, k, picks->values, f32, picks->low, dtype));
-    if (residual) DTRAIN__TRY(dtrain__scatter(strategy, count, k, 1, picks, residual));
-    DTRAIN__TRY(dtrain__convert(strategy, k, picks->low, dtype, picks->values, f32));
-    return residual ? dtrain__scatter(strategy, count, k, -1, picks, residual) : DTRAIN_OK;
+    DTRAIN__TRY(dtrain__round(t, k, picks, false));
+    if (residual) DTRAIN__TRY(dtrain__scatter(t, count, k, 1, picks, residual));
+    DTRAIN__TRY(dtrain__round(t, k, picks, true));
+    return residual ? dtrain__scatter(t, count, k, -1, picks, residual) : DTRAIN_OK;
 }
 
-/* Count the elements of region r; without regions those of the portion. */
-static int64_t dtrain__region_count(const dtrain__portion *portion, int r)
+/* Clear the gradient of a tensor, before selections are added to it. */
+static dtrain_result dtrain__clear(const dtrain__topk *t, const dtrain_hook_tensor *tensor)
 {
-    return dtrain__min(portion->region, portion->count - r * portion->region);
+    dtrain_device *device = t->bucket->device;
+    return device->ops->zero(device, tensor->grad, (size_t)tensor->count * sizeof(float));
 }
 
-/* Clear the gradients of a portion, before selections are added to them. */
-static dtrain_result dtrain__portion_zero(dtrain_strategy *strategy, const dtrain__bucket *bucket,
-                                          const dtrain__portion *portion)
+/* Select from region r of each tensor (without regions: from all of it) into a block. */
+static dtrain_result dtrain__select_block(const dtrain__topk *t, int r, bool with_velocity,
+                                          uint32_t *words)
 {
-    return strategy->device->ops->zero(strategy->device, bucket->grads + portion->first,
-                                       (size_t)portion->count * sizeof(float));
-}
-
-/* Return the factor by which a selected value counts in the mean. */
-static float dtrain__term(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    return 1.0f / (float)(dtrain__sums_first(strategy, bucket) ? layout->all : layout->slice_ranks);
-}
-
-/* Send a masked bucket: keep the selected elements of the slice, times 1/N, clear the others, and
- * all-reduce the slice. */
-static dtrain_result dtrain__masked_start(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    dtrain__sparse *sparse = bucket->sparse;
-    float *slice = bucket->grads + bucket->slice_first;
-    const dtrain__picks picks = {
-        sparse->values, dtrain__reduces_low(strategy) ? bucket->low_grads : NULL, sparse->indices};
-    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
-        DTRAIN__TRY(dtrain__select(strategy, bucket, at, 0, at->count, true, &picks));
-        DTRAIN__TRY(dtrain__portion_zero(strategy, bucket, at));
-        DTRAIN__TRY(dtrain__scatter(strategy, at->count, at->quota, dtrain__term(strategy, bucket),
-                                    &picks, bucket->grads + at->first));
-    }
-    dtrain__label(strategy, bucket, "top-k of bucket");
-    return dtrain_all_reduce(bucket->comm, slice, slice, (size_t)bucket->slice_count,
-                             DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, bucket->reduces);
-}
-
-/* ---- Exchanging ------------------------------------------------------------------------*/
-
-/* Select from region r of each portion (without regions: from all of it) into a block. */
-static dtrain_result dtrain__select_block(dtrain_strategy *strategy, dtrain__bucket *bucket, int r,
-                                          bool with_velocity, uint32_t *words)
-{
-    const dtrain__sparse *sparse = bucket->sparse;
-    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
-        const dtrain__picks picks = dtrain__picks_at(strategy, sparse, at, words);
-        DTRAIN__TRY(dtrain__select(strategy, bucket, at, r * at->region,
-                                   dtrain__region_count(at, r), with_velocity, &picks));
+    int64_t at = 0;
+    for (size_t i = 0; i < t->bucket->tensor_count; i++) {
+        const dtrain_hook_tensor *tensor = &t->bucket->tensors[i];
+        const dtrain__picks picks = dtrain__picks_at(t, at, words);
+        int64_t first;
+        const int64_t count = dtrain__region_of(t, tensor, r, &first);
+        DTRAIN__TRY(dtrain__select(t, tensor, first, count, with_velocity, &picks));
+        at += dtrain__quota_of(t, tensor);
     }
     return DTRAIN_OK;
 }
 
 /* Clear the gradients and add all blocks to them, in rank order: each block to region `region`, or
  * if that is negative block r to region r. */
-static dtrain_result dtrain__add_blocks(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                        int region, float scale, uint32_t *blocks)
+static dtrain_result dtrain__add_blocks(const dtrain__topk *t, int region, float scale,
+                                        uint32_t *blocks)
 {
-    const dtrain__sparse *sparse = bucket->sparse;
-    const int64_t words = dtrain__block_words(&strategy->layout, sparse->selected);
-    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
-        DTRAIN__TRY(dtrain__portion_zero(strategy, bucket, at));
-        for (int r = 0; r < strategy->layout.slice_ranks; r++) {
-            const int to = region < 0 ? r : region;
-            const dtrain__picks picks = dtrain__picks_at(strategy, sparse, at, blocks + r * words);
-            if (picks.low)
-                DTRAIN__TRY(dtrain__convert(strategy, at->quota, picks.low,
-                                            strategy->desc.reduce_dtype, picks.values,
-                                            DTRAIN_DTYPE_F32));
-            DTRAIN__TRY(dtrain__scatter(strategy, dtrain__region_count(at, to), at->quota, scale,
-                                        &picks, bucket->grads + at->first + to * at->region));
+    int64_t at = 0;
+    for (size_t i = 0; i < t->bucket->tensor_count; i++) {
+        const dtrain_hook_tensor *tensor = &t->bucket->tensors[i];
+        const int64_t k = dtrain__quota_of(t, tensor);
+        DTRAIN__TRY(dtrain__clear(t, tensor));
+        for (int r = 0; r < t->bucket->ranks; r++) {
+            const dtrain__picks picks = dtrain__picks_at(t, at, blocks + r * t->words);
+            int64_t first;
+            const int64_t count = dtrain__region_of(t, tensor, region < 0 ? r : region, &first);
+            if (picks.low) DTRAIN__TRY(dtrain__round(t, k, &picks, true));
+            DTRAIN__TRY(dtrain__scatter(t, count, k, scale, &picks, tensor->grad + first));
         }
+        at += k;
     }
     return DTRAIN_OK;
 }
 
-/* ALL_GATHER: send this rank's selection to all ranks. BALANCED: send the selection from each
- * region to the owner of the region. */
-DTRAIN__PRIVATE dtrain_result dtrain__topk_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
+/* ---- The hook ---------------------------------------------------------------------------------*/
+
+/* Keep the selected elements of a masked bucket, times 1/N, and clear the others. */
+static dtrain_result dtrain__mask(const dtrain__topk *t)
 {
-    const dtrain__layout *layout = &strategy->layout;
-    const dtrain__sparse *sparse = bucket->sparse;
-    dtrain_comm *comm = bucket->comm;
-    dtrain__plan_selection(strategy, bucket);
-    DTRAIN__TRY(dtrain__dense_begin(strategy, bucket, 0, &bucket->reduces[1]));
-    if (sparse->masked) return dtrain__masked_start(strategy, bucket);
-    const int64_t words = dtrain__block_words(layout, sparse->selected);
-    if (words == 0) return DTRAIN_OK;
-    if (dtrain__is_balanced(layout->compression)) {
-        for (int r = 0; r < layout->slice_ranks; r++)
-            DTRAIN__TRY(dtrain__select_block(strategy, bucket, r, true, sparse->out + r * words));
-        dtrain__label(strategy, bucket, "top-k of bucket");
-        return dtrain_all_to_all(comm, sparse->out, sparse->in, (size_t)words, DTRAIN_DTYPE_I32,
-                                 bucket->reduces);
+    const dtrain_hook_bucket *bucket = t->bucket;
+    const dtrain__picks picks = {t->values, t->low_values, t->indices};
+    for (size_t i = 0; i < bucket->tensor_count; i++) {
+        const dtrain_hook_tensor *tensor = &bucket->tensors[i];
+        DTRAIN__TRY(dtrain__select(t, tensor, 0, tensor->count, true, &picks));
+        DTRAIN__TRY(dtrain__clear(t, tensor));
+        DTRAIN__TRY(dtrain__scatter(t, tensor->count, dtrain__quota_of(t, tensor), bucket->factor,
+                                    &picks, tensor->grad));
     }
-    uint32_t *own = sparse->in + layout->slice_rank * words;
-    DTRAIN__TRY(dtrain__select_block(strategy, bucket, 0, true, own));
-    dtrain__label(strategy, bucket, "top-k of bucket");
-    return dtrain_all_gather(comm, own, sparse->in, (size_t)words, DTRAIN_DTYPE_I32,
-                             bucket->reduces);
+    return DTRAIN_OK;
+}
+
+/* ALL_GATHER: select for all ranks. BALANCED: select from each region for its owner; in the second
+ * round select from the sum of this rank's region plus its residual: the rest is the new residual
+ * of the region's owner. */
+static dtrain_result dtrain__topk_compress(const dtrain_compression_desc *how,
+                                           dtrain_hook_bucket *bucket, uint32_t round)
+{
+    const dtrain__topk t = dtrain__topk_of(how, bucket);
+    if (t.masked) return round == 0 ? dtrain__mask(&t) : DTRAIN_OK;
+    if (round == 1)
+        return dtrain__select_block(&t, bucket->rank, false, t.out + bucket->rank * t.words);
+    if (!t.balanced) return dtrain__select_block(&t, 0, true, t.in + bucket->rank * t.words);
+    for (int r = 0; r < bucket->ranks; r++)
+        DTRAIN__TRY(dtrain__select_block(&t, r, true, t.out + r * t.words));
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__topk_exchange(const dtrain_compression_desc *how,
+                                           const dtrain_hook_bucket *bucket, uint32_t round,
+                                           dtrain_work **work)
+{
+    const dtrain__topk t = dtrain__topk_of(how, bucket);
+    const size_t words = (size_t)t.words;
+    uint32_t *blocks = t.balanced ? t.out : t.in;
+    if (t.masked && round == 0)
+        return dtrain_all_reduce(bucket->comm, bucket->grads, bucket->grads, (size_t)bucket->count,
+                                 DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, work);
+    if (t.masked || words == 0) return DTRAIN_OK;
+    if (t.balanced && round == 0)
+        return dtrain_all_to_all(bucket->comm, t.out, t.in, words, DTRAIN_DTYPE_I32, work);
+    return dtrain_all_gather(bucket->comm, blocks + bucket->rank * t.words, blocks, words,
+                             DTRAIN_DTYPE_I32, work);
 }
 
 /* ALL_GATHER: add all blocks up to the mean. BALANCED: add the blocks of this rank's region up, in
- * rank order. */
-DTRAIN__PRIVATE dtrain_result dtrain__topk_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
+ * rank order; in the second round, all regions' blocks. */
+static dtrain_result dtrain__topk_decompress(const dtrain_compression_desc *how,
+                                             dtrain_hook_bucket *bucket, uint32_t round)
 {
-    const dtrain__layout *layout = &strategy->layout;
-    const bool balanced = dtrain__is_balanced(layout->compression);
-    if (!bucket->sparse->masked)
-        DTRAIN__TRY(dtrain__add_blocks(strategy, bucket, balanced ? layout->slice_rank : 0,
-                                       balanced ? 1 : dtrain__term(strategy, bucket),
-                                       bucket->sparse->in));
-    return dtrain__dense_end(strategy, bucket);
+    const dtrain__topk t = dtrain__topk_of(how, bucket);
+    if (t.masked) return DTRAIN_OK;
+    if (round == 1) return dtrain__add_blocks(&t, -1, bucket->factor, t.out);
+    return dtrain__add_blocks(&t, bucket->rank, t.balanced ? 1 : bucket->factor, t.in);
 }
 
-/* BALANCED, second round: select from the sum of this rank's region plus its residual, and send
- * that to all ranks; the rest is the new residual of the region's owner. */
-DTRAIN__PRIVATE dtrain_result dtrain__topk_publish_begin(dtrain_strategy *strategy,
-                                                         dtrain__bucket *bucket)
+DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__topk_hook(bool balanced)
 {
-    const int rank = strategy->layout.slice_rank;
-    const dtrain__sparse *sparse = bucket->sparse;
-    const int64_t words = dtrain__block_words(&strategy->layout, sparse->selected);
-    uint32_t *own = sparse->out + rank * words;
-    if (sparse->masked || words == 0) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__select_block(strategy, bucket, rank, false, own));
-    dtrain__label(strategy, bucket, "top-k of bucket");
-    return dtrain_all_gather(strategy->groups[DTRAIN__SECOND], own, sparse->out, (size_t)words,
-                             DTRAIN_DTYPE_I32, bucket->reduces);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__topk_publish_end(dtrain_strategy *strategy,
-                                                       dtrain__bucket *bucket)
-{
-    if (bucket->sparse->masked) return DTRAIN_OK;
-    return dtrain__add_blocks(strategy, bucket, -1, dtrain__term(strategy, bucket),
-                              bucket->sparse->out);
+    static const dtrain_comm_hook_desc hooks[] = {
+        {"top-k", 1, true, true, dtrain__topk_plan, NULL, dtrain__topk_compress,
+         dtrain__topk_exchange, dtrain__topk_decompress, NULL},
+        {"balanced top-k", 2, true, true, dtrain__topk_plan, NULL, dtrain__topk_compress,
+         dtrain__topk_exchange, dtrain__topk_decompress, NULL}};
+    return &hooks[balanced];
 }
 
 /* ================================================================================================
  * src/strategy/ways/powersgd.c
  * ==============================================================================================*/
 
-/* PowerSGD
+/* PowerSGD: a hook that sends two factors of every matrix
  *
  *     M = gradient + residual      P = M Q, mean over ranks, orthonormal columns
  *     Q = M^T P, mean over ranks   gradient = P Q^T,  residual = M - gradient
@@ -16310,13 +16449,79 @@ DTRAIN__PRIVATE dtrain_result dtrain__topk_publish_end(dtrain_strategy *strategy
  * All ranks orthogonalise the same P to the same bits. A column of P that depends on the others
  * becomes zero, and so do its Q and, in the next step, its P: after one gradient of zeros nothing
  * would be sent any more. So 1e-20 times the initial Q is added to every Q: it gives a column of
- * zeros a direction, and is too small to change any other one. */
+ * zeros a direction, and is too small to change any other one.
+ *
+ * P travels with the dense tensors; the scratch memory holds the initial Q. */
 
 #define DTRAIN__TRACE 1e-20f
 
+/* A matrix of a bucket with its factors. */
+typedef struct dtrain__factors {
+    int64_t rows, columns, rank;
+    float *m; /* (rows, columns) the residual, to which the gradient is added, or without error
+                 feedback the gradient itself */
+    float *p; /* (rows, rank) */
+    float *q; /* (columns, rank) */
+} dtrain__factors;
+
+/* Return the factors of a tensor, whose P begins at element *p_at of those of the bucket; move
+ * *p_at on to the next one's. */
+static dtrain__factors dtrain__factors_of(const dtrain_hook_bucket *bucket,
+                                          const dtrain_hook_tensor *tensor, int64_t *p_at)
+{
+    dtrain__factors f;
+    f.rows = tensor->param->shape[0];
+    f.columns = tensor->q_rows;
+    f.rank = tensor->q_columns;
+    f.m = tensor->residual ? tensor->residual : tensor->grad;
+    f.p = bucket->averaged + *p_at;
+    f.q = tensor->q;
+    *p_at += f.rows * f.rank;
+    return f;
+}
+
+static void dtrain__powersgd_plan(const dtrain_compression_desc *how, dtrain_hook_bucket *bucket)
+{
+    const int64_t rank = (int64_t)how->powersgd_rank;
+    for (size_t i = 0; i < bucket->tensor_count; i++) {
+        dtrain_hook_tensor *tensor = &bucket->tensors[i];
+        const int64_t rows = tensor->param->shape[0], columns = tensor->count / rows;
+        if (2 * (rows + columns) * rank >= tensor->count) tensor->dense = true;
+        if (tensor->dense) continue;
+        tensor->keeps_residual = !how->no_error_feedback;
+        tensor->q_rows = columns;
+        tensor->q_columns = rank;
+        bucket->averaged_count += rows * rank;
+        bucket->scratch_count += columns * rank;
+    }
+}
+
+/* Set every Q to random orthonormal columns, the same on every rank. */
+static dtrain_result dtrain__powersgd_init(const dtrain_compression_desc *how,
+                                           dtrain_hook_bucket *bucket)
+{
+    dtrain_device *device = bucket->device;
+    float *seed = bucket->scratch;
+    (void)how;
+    for (size_t i = 0; i < bucket->tensor_count; i++) {
+        const dtrain_hook_tensor *tensor = &bucket->tensors[i];
+        const int64_t count = tensor->q_rows * tensor->q_columns;
+        dtrain_orthogonalize_args args = {tensor->q_rows, tensor->q_columns, seed};
+        dtrain_param q = *tensor->param;
+        q.init = DTRAIN_INIT_NORMAL;
+        q.init_scale = 1;
+        q.init_count = 0;
+        DTRAIN__TRY(dtrain__init_param(device, &q, bucket->seed, 0, count, seed));
+        DTRAIN__TRY(device->ops->orthogonalize(device, &args));
+        seed += count;
+    }
+    return dtrain_device_copy(device, bucket->q, bucket->scratch,
+                              (size_t)bucket->q_count * sizeof(float));
+}
+
 /* Compute the rows of c (m, n) = a b, all three packed. */
-static dtrain_result dtrain__product(dtrain_strategy *strategy, uint32_t flags, int64_t m,
-                                     int64_t n, int64_t k, const float *a, const float *b, float *c)
+static dtrain_result dtrain__product(dtrain_device *device, uint32_t flags, int64_t m, int64_t n,
+                                     int64_t k, const float *a, const float *b, float *c)
 {
     dtrain_gemm_args args;
     memset(&args, 0, sizeof args);
@@ -16332,11 +16537,11 @@ static dtrain_result dtrain__product(dtrain_strategy *strategy, uint32_t flags, 
     args.ldb = flags & DTRAIN_GEMM_TRANS_B ? k : n;
     args.ldc = n;
     args.a_dtype = args.b_dtype = args.c_dtype = DTRAIN_DTYPE_F32;
-    return strategy->device->ops->gemm(strategy->device, &args);
+    return device->ops->gemm(device, &args);
 }
 
 /* Add factor * x to y (count elements each). */
-static dtrain_result dtrain__add_scaled(dtrain_strategy *strategy, int64_t count, float factor,
+static dtrain_result dtrain__add_scaled(dtrain_device *device, int64_t count, float factor,
                                         const float *x, float *y)
 {
     dtrain_axpby_args args;
@@ -16348,75 +16553,83 @@ static dtrain_result dtrain__add_scaled(dtrain_strategy *strategy, int64_t count
     args.x = x;
     args.y = y;
     args.dtype = DTRAIN_DTYPE_F32;
-    return strategy->device->ops->axpby(strategy->device, &args);
+    return device->ops->axpby(device, &args);
 }
 
-/* Return M (rows, columns): the residual, to which the gradient is added, or without error feedback
- * the gradient itself. */
-static float *dtrain__matrix(const dtrain__bucket *bucket, const dtrain__portion *portion)
+/* First round: make P = M Q of every matrix, for the mean. Second round: make Q = M^T P. */
+static dtrain_result dtrain__powersgd_compress(const dtrain_compression_desc *how,
+                                               dtrain_hook_bucket *bucket, uint32_t round)
 {
-    if (!bucket->sparse->residual) return bucket->grads + portion->first;
-    return bucket->sparse->residual + portion->first - bucket->slice_first;
-}
-
-/* Make P = M Q of every matrix; they travel with the dense portions, in one all-reduce. */
-DTRAIN__PRIVATE dtrain_result dtrain__p_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    const dtrain__sparse *sparse = bucket->sparse;
-    const dtrain_device_ops *ops = strategy->device->ops;
-    const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
-    if (sparse->q_count)
-        DTRAIN__TRY(dtrain__add_scaled(strategy, sparse->q_count, DTRAIN__TRACE, sparse->q_seed,
-                                       sparse->q));
-    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
-        float *m = dtrain__matrix(bucket, at);
-        dtrain_add_args add = {at->count, bucket->grads + at->first, m,
-                               m,         DTRAIN_DTYPE_F32,          DTRAIN_DTYPE_F32};
-        if (sparse->residual) DTRAIN__TRY(ops->add(strategy->device, &add));
-        DTRAIN__TRY(dtrain__product(strategy, 0, at->rows, rank, at->columns, m, at->q, at->p));
-    }
-    return dtrain__dense_begin(strategy, bucket, sparse->p_count, bucket->reduces);
-}
-
-/* Orthonormalise the columns of the mean P. */
-DTRAIN__PRIVATE dtrain_result dtrain__p_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    const dtrain__sparse *sparse = bucket->sparse;
-    const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
-    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
-        dtrain_orthogonalize_args args = {at->rows, rank, at->p};
-        DTRAIN__TRY(strategy->device->ops->orthogonalize(strategy->device, &args));
-    }
-    return dtrain__dense_end(strategy, bucket);
-}
-
-/* Make Q = M^T P. */
-DTRAIN__PRIVATE dtrain_result dtrain__q_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    const dtrain__sparse *sparse = bucket->sparse;
-    const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
-    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++)
-        DTRAIN__TRY(dtrain__product(strategy, DTRAIN_GEMM_TRANS_A, at->columns, rank, at->rows,
-                                    dtrain__matrix(bucket, at), at->p, at->q));
-    if (sparse->q_count == 0) return DTRAIN_OK;
-    dtrain__label(strategy, bucket, "PowerSGD of bucket");
-    return dtrain_all_reduce(strategy->groups[DTRAIN__SECOND], sparse->q, sparse->q,
-                             (size_t)sparse->q_count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN,
-                             bucket->reduces);
-}
-
-/* Set the gradient to P Q^T of the mean Q, and the residual to the rest of M. */
-DTRAIN__PRIVATE dtrain_result dtrain__q_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    const dtrain__sparse *sparse = bucket->sparse;
-    const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
-    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
-        float *grad = bucket->grads + at->first, *m = dtrain__matrix(bucket, at);
-        DTRAIN__TRY(dtrain__product(strategy, DTRAIN_GEMM_TRANS_B, at->rows, at->columns, rank,
-                                    at->p, at->q, grad));
-        if (sparse->residual) DTRAIN__TRY(dtrain__add_scaled(strategy, at->count, -1, grad, m));
+    dtrain_device *device = bucket->device;
+    int64_t p_at = 0;
+    (void)how;
+    if (round == 0 && bucket->q_count)
+        DTRAIN__TRY(
+            dtrain__add_scaled(device, bucket->q_count, DTRAIN__TRACE, bucket->scratch, bucket->q));
+    for (size_t i = 0; i < bucket->tensor_count; i++) {
+        const dtrain_hook_tensor *tensor = &bucket->tensors[i];
+        const dtrain__factors f = dtrain__factors_of(bucket, tensor, &p_at);
+        dtrain_add_args add = {tensor->count, tensor->grad,     f.m,
+                               f.m,           DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32};
+        if (round == 1) {
+            DTRAIN__TRY(dtrain__product(device, DTRAIN_GEMM_TRANS_A, f.columns, f.rank, f.rows, f.m,
+                                        f.p, f.q));
+            continue;
+        }
+        if (tensor->residual) DTRAIN__TRY(device->ops->add(device, &add));
+        DTRAIN__TRY(dtrain__product(device, 0, f.rows, f.rank, f.columns, f.m, f.q, f.p));
     }
     return DTRAIN_OK;
+}
+
+/* Second round: average Q. */
+static dtrain_result dtrain__powersgd_exchange(const dtrain_compression_desc *how,
+                                               const dtrain_hook_bucket *bucket, uint32_t round,
+                                               dtrain_work **work)
+{
+    (void)how;
+    if (round == 0 || bucket->q_count == 0) return DTRAIN_OK;
+    return dtrain_all_reduce(bucket->comm, bucket->q, bucket->q, (size_t)bucket->q_count,
+                             DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN, work);
+}
+
+/* First round: orthonormalise the columns of the mean P. Second round: set the gradient to P Q^T of
+ * the mean Q, and the residual to the rest of M. */
+static dtrain_result dtrain__powersgd_decompress(const dtrain_compression_desc *how,
+                                                 dtrain_hook_bucket *bucket, uint32_t round)
+{
+    dtrain_device *device = bucket->device;
+    int64_t p_at = 0;
+    (void)how;
+    for (size_t i = 0; i < bucket->tensor_count; i++) {
+        const dtrain_hook_tensor *tensor = &bucket->tensors[i];
+        const dtrain__factors f = dtrain__factors_of(bucket, tensor, &p_at);
+        dtrain_orthogonalize_args args = {f.rows, f.rank, f.p};
+        if (round == 0) {
+            DTRAIN__TRY(device->ops->orthogonalize(device, &args));
+            continue;
+        }
+        DTRAIN__TRY(dtrain__product(device, DTRAIN_GEMM_TRANS_B, f.rows, f.columns, f.rank, f.p,
+                                    f.q, tensor->grad));
+        if (tensor->residual)
+            DTRAIN__TRY(dtrain__add_scaled(device, tensor->count, -1, tensor->grad, f.m));
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__powersgd_hook(void)
+{
+    static const dtrain_comm_hook_desc hook = {"PowerSGD",
+                                               2,
+                                               false,
+                                               false,
+                                               dtrain__powersgd_plan,
+                                               dtrain__powersgd_init,
+                                               dtrain__powersgd_compress,
+                                               dtrain__powersgd_exchange,
+                                               dtrain__powersgd_decompress,
+                                               NULL};
+    return &hook;
 }
 
 /* ================================================================================================
@@ -16441,11 +16654,10 @@ static const dtrain__step dtrain__by_replicas[] = {
 };
 static const dtrain__step dtrain__by_node_scatter = {dtrain__node_scatter_begin, NULL, false};
 static const dtrain__step dtrain__by_node_gather = {dtrain__node_gather_begin, NULL, false};
-static const dtrain__step dtrain__by_topk = {dtrain__topk_begin, dtrain__topk_end, false};
-static const dtrain__step dtrain__by_topk_publish = {dtrain__topk_publish_begin,
-                                                     dtrain__topk_publish_end, false};
-static const dtrain__step dtrain__by_p = {dtrain__p_begin, dtrain__p_end, false};
-static const dtrain__step dtrain__by_q = {dtrain__q_begin, dtrain__q_end, false};
+static const dtrain__step dtrain__by_hook[] = {
+    {dtrain__round_1_begin, dtrain__round_1_end, false},
+    {dtrain__round_2_begin, dtrain__round_2_end, false},
+};
 
 /* Choose the ways, and the ranks that exchange each bucket:
  *
@@ -16463,7 +16675,9 @@ static void dtrain__choose_ways(dtrain_strategy *strategy)
     const dtrain_compression_desc *how = layout->compression;
     const bool nodes = layout->node_ranks > 1;
     const bool at_last = strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
-    strategy->compressed_from = how ? dtrain__dense_steps(how) : UINT64_MAX;
+    strategy->compressed_from = !how                                          ? UINT64_MAX
+                                : how->dense_steps == DTRAIN_DENSE_STEPS_NONE ? 0
+                                                                              : how->dense_steps;
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__bucket *bucket = &layout->buckets[b];
         bucket->comm = nodes             ? strategy->groups[DTRAIN__ACROSS]
@@ -16477,21 +16691,11 @@ static void dtrain__choose_ways(dtrain_strategy *strategy)
     }
     if (nodes) *whole++ = *compressed++ = *sharded++ = &dtrain__by_node_scatter;
     *whole++ = &dtrain__by_all_reduce;
-    if (how && how->kind == DTRAIN_COMPRESSION_POWERSGD) {
-        *compressed++ = &dtrain__by_p;
-        *compressed++ = &dtrain__by_q;
-    } else if (how) {
-        *compressed++ = &dtrain__by_topk;
-        if (dtrain__is_balanced(how)) *compressed++ = &dtrain__by_topk_publish;
-    }
+    for (uint32_t round = 0; how && round < dtrain__hook_of(how)->rounds; round++)
+        *compressed++ = &dtrain__by_hook[round];
     if (nodes) *whole++ = *compressed++ = &dtrain__by_node_gather;
     *sharded++ = &dtrain__by_reduce_scatter;
     if (strategy->kind->replicas) *sharded++ = &dtrain__by_replicas[at_last];
-}
-
-DTRAIN__PRIVATE bool dtrain__takes_two_rounds(const dtrain_compression_desc *how)
-{
-    return how && (how->kind == DTRAIN_COMPRESSION_POWERSGD || dtrain__is_balanced(how));
 }
 
 /* Choose the ways and initialise what they keep. */
@@ -16506,20 +16710,20 @@ DTRAIN__PRIVATE dtrain_result dtrain__ways_open(dtrain_strategy *strategy)
 /* Add the tables of its ways to a layout. */
 DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout, const dtrain_allocator *a)
 {
-    return layout->compression ? dtrain__layout_portions(layout, a) : DTRAIN_OK;
+    return layout->compression ? dtrain__layout_hooks(layout, a) : DTRAIN_OK;
 }
 
 /* Lay out all memory, that of its ways too. */
 DTRAIN__PRIVATE void dtrain__ways_memory(dtrain__layout *layout)
 {
     dtrain__lay_memory(layout);
-    if (layout->compression) dtrain__lay_compression(layout);
+    if (layout->compression) dtrain__lay_hooks(layout);
 }
 
 /* Free a layout with the tables of its ways. */
 DTRAIN__PRIVATE void dtrain__ways_free(dtrain__layout *layout, const dtrain_allocator *a)
 {
-    dtrain__portions_free(layout, a);
+    dtrain__hooks_free(layout, a);
     dtrain__layout_free(layout, a);
 }
 
@@ -16862,6 +17066,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
     dtrain__resolve_levels(desc, ranks);
     const int size = desc->hierarchical || replicas ? (int)desc->node_size : 1;
     const bool nodes = !replicas && size > 1 && size < ranks;
+    const bool two_rounds = desc->compression && dtrain__hook_of(desc->compression)->rounds == 2;
     const struct {
         int group;
         bool wanted, across; /* across nodes, or inside one */
@@ -16871,7 +17076,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
         {DTRAIN__BACK, nodes && (!sharded || desc->whole_below), false},
         {DTRAIN__FETCH_ACROSS, nodes && sharded, true},
         {DTRAIN__FETCH, nodes && sharded, false},
-        {DTRAIN__SECOND, dtrain__takes_two_rounds(desc->compression) && ranks > 1, true},
+        {DTRAIN__SECOND, two_rounds && ranks > 1, true},
     };
     for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++)
         if (groups[i].wanted)
@@ -16946,14 +17151,23 @@ static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc,
          "0: the kind of compression is not DTRAIN_COMPRESSION_TOPK"},
         {!topk && how->warmup_steps, "warmup_steps", (double)how->warmup_steps,
          "0: the kind of compression is not DTRAIN_COMPRESSION_TOPK"},
-        {!how->kind && how->no_error_feedback, "no_error_feedback", 1,
+        {!how->kind && !how->hook && how->no_error_feedback, "no_error_feedback", 1,
          "false: there is no compression"},
+        {how->kind && how->hook, "compression", (double)how->kind,
+         "0, for hook is set, or no hook"},
+        {how->hook && how->hook->rounds - 1 >= DTRAIN_HOOK_ROUNDS, "hook->rounds",
+         how->hook ? (double)how->hook->rounds : 0, "1 or 2"},
         {how->dense_below < 0, "dense_below", (double)how->dense_below, "a number of elements"},
     };
     for (size_t i = 0; i < sizeof bounds / sizeof bounds[0]; i++)
         if (bounds[i].wrong)
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is %.9g; expected %s", call,
                                bounds[i].field, bounds[i].value, bounds[i].expected);
+    if (how->hook && (!how->hook->name || !how->hook->plan || !how->hook->compress ||
+                      !how->hook->exchange || !how->hook->decompress))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: name, plan, compress, exchange or decompress of the hook is NULL",
+                           call);
     if (dtrain__is_float_dtype(desc->param_dtype) && dtrain__is_float_dtype(desc->reduce_dtype))
         return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -16986,7 +17200,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *g
     if (how->warmup_ratio == 0) how->warmup_ratio = 0.25f;
     if (!how->dense_below) how->dense_below = 1024;
     if (!how->dense_steps) how->dense_steps = 10;
-    desc->compression = how->kind ? how : NULL;
+    desc->compression = how->kind || how->hook ? how : NULL;
     return dtrain__check_fields(desc, how);
 }
 
@@ -17005,7 +17219,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
     const dtrain__classes *shards = &kind->shards;
     const bool last = desc->accumulation == DTRAIN_ACCUMULATION_LAST;
     const bool every = desc->accumulation == DTRAIN_ACCUMULATION_EVERY;
-    const bool powersgd = how && how->kind == DTRAIN_COMPRESSION_POWERSGD;
+    const dtrain_comm_hook_desc *hook = how ? dtrain__hook_of(how) : NULL;
     const bool host_grads = (desc->offload & DTRAIN_OFFLOAD_GRADS) != 0;
     const bool host_params = (desc->offload & DTRAIN_OFFLOAD_PARAMS) != 0;
     const struct {
@@ -17027,9 +17241,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
          "what another needs; use DTRAIN_STRATEGY_DDP, or reduce_dtype"},
         {how && how->topk_momentum > 0 && how->no_error_feedback,
          "topk_momentum gathers velocity in the residual, and no_error_feedback is set"},
-        {powersgd && (desc->hierarchical || desc->reduce_dtype != DTRAIN_DTYPE_F32),
-         "PowerSGD needs whole matrices, and its factors travel as fp32: use "
-         "DTRAIN_COMPRESSION_TOPK with hierarchical or reduce_dtype"},
+        {hook && ((desc->hierarchical && !hook->takes_slices) ||
+                  (desc->reduce_dtype != DTRAIN_DTYPE_F32 && !hook->takes_low)),
+         "hierarchical cuts parameters and reduce_dtype rounds, and PowerSGD, or a hook that does "
+         "not say that it takes slices or rounds by itself, takes whole tensors in fp32: use "
+         "DTRAIN_COMPRESSION_TOPK with them"},
         {desc->hierarchical && (kind->owners || kind->replicas),
          "hierarchical: %s sends whole tensors to their owners (zero3), or goes node by node by "
          "itself (hybrid_shard); leave it out"},
@@ -17072,7 +17288,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
     const size_t kept_bytes = (size_t)desc->kept_unit_count * sizeof *desc->kept_units;
     const dtrain_compression_desc *how = &strategy->compression;
     const bool ahead = (!kind || kind->shards.params) && !desc->no_overlap;
-    static const char *const methods[] = {"none", "top-k", "PowerSGD"};
     char text[720];
     snprintf(
         text, sizeof text,
@@ -17089,11 +17304,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
         (unsigned)desc->node_size, desc->keep_after_forward,
         (unsigned)dtrain__fnv1a(DTRAIN__FNV_BASIS, desc->kept_units, kept_bytes),
         (long long)desc->whole_below, desc->first_bucket_bytes, desc->bucket_bytes,
-        (unsigned long long)desc->init_seed, ahead, methods[how->kind],
-        (unsigned)how->sparse_exchange, (unsigned)how->powersgd_rank, desc->hierarchical,
-        how->no_error_feedback, (double)how->topk_ratio, (double)how->topk_momentum,
-        (double)how->warmup_ratio, (long long)how->dense_below,
-        (unsigned long long)how->dense_steps, (unsigned long long)how->warmup_steps);
+        (unsigned long long)desc->init_seed, ahead,
+        desc->compression ? dtrain__hook_of(how)->name : "none", (unsigned)how->sparse_exchange,
+        (unsigned)how->powersgd_rank, desc->hierarchical, how->no_error_feedback,
+        (double)how->topk_ratio, (double)how->topk_momentum, (double)how->warmup_ratio,
+        (long long)how->dense_below, (unsigned long long)how->dense_steps,
+        (unsigned long long)how->warmup_steps);
     return dtrain__registration_compare(strategy, text);
 }
 
@@ -25399,23 +25615,23 @@ static dtrain_result dtrain__state_params(dtrain_state *state)
     return DTRAIN_OK;
 }
 
-/* Append what compression keeps of a parameter; kept: NULL on a rank that has no piece of it. */
+/* Append what compression keeps of a parameter; where this rank keeps nothing of it, no elements of
+ * what it keeps of others. */
 static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_param *param,
-                                              const dtrain_compression_state *kept)
+                                              const dtrain_compression_state *kept,
+                                              const bool *keeps)
 {
-    const dtrain_compression_desc *how = dtrain__settings_of(state->desc.strategy)->compression;
-    dtrain_shard piece = {param, 0, 0, NULL, NULL};
-    if (kept) piece.offset = kept->offset;
-    if (kept) piece.count = kept->count;
-    for (uint32_t kind = DTRAIN_STATE_RESIDUAL; kind <= DTRAIN_STATE_VELOCITY; kind++) {
-        const bool residual = kind == DTRAIN_STATE_RESIDUAL;
-        if (residual ? how->no_error_feedback : !(how->topk_momentum > 0)) continue;
-        float *memory = !kept ? NULL : residual ? kept->residual : kept->velocity;
-        DTRAIN__TRY(dtrain__state_like(state, &piece, (dtrain_state_kind)kind, memory, NULL));
+    dtrain_shard piece = {param, kept ? kept->offset : 0, kept ? kept->count : 0, NULL, NULL};
+    float *const memory[] = {kept ? kept->residual : NULL, kept ? kept->velocity : NULL};
+    for (int i = 0; i < 2; i++) {
+        if (!keeps[i]) continue;
+        if (!memory[i]) piece.count = 0;
+        DTRAIN__TRY(dtrain__state_like(
+            state, &piece, (dtrain_state_kind)(DTRAIN_STATE_RESIDUAL + i), memory[i], NULL));
         state->tensors[state->tensor_count - 1].own = true;
     }
     if (!kept || !kept->q) return DTRAIN_OK;
-    const int64_t shape[4] = {kept->q_rows, (int64_t)how->powersgd_rank, 0, 0};
+    const int64_t shape[4] = {kept->q_rows, kept->q_columns, 0, 0};
     return dtrain__state_append(state, DTRAIN_STATE_Q, param->name, DTRAIN_DTYPE_F32, shape,
                                 kept->q)
                ? DTRAIN_OK
@@ -25424,19 +25640,21 @@ static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_
 
 static dtrain_result dtrain__state_compression(dtrain_state *state)
 {
-    dtrain_strategy *strategy = state->desc.strategy;
     const dtrain_compression_state *states;
     size_t count, state_count;
-    const dtrain_param *params = dtrain__params_of(strategy, &count);
-    if (!dtrain__settings_of(strategy)->compression || dtrain_comm_size(state->comm) == 1)
-        return DTRAIN_OK; /* with nobody to send to, nothing is kept */
-    DTRAIN__TRY(dtrain_strategy_compression(strategy, &states, &state_count));
-    for (size_t i = 0; i < count; i++) {
+    bool keeps[2] = {false, false}; /* residuals, velocities */
+    const dtrain_param *params = dtrain__params_of(state->desc.strategy, &count);
+    DTRAIN__TRY(dtrain_strategy_compression(state->desc.strategy, &states, &state_count));
+    for (size_t k = 0; k < state_count; k++) {
+        keeps[0] |= states[k].residual != NULL;
+        keeps[1] |= states[k].velocity != NULL;
+    }
+    for (size_t i = 0; i < count && state_count; i++) {
         const dtrain_compression_state *kept = NULL;
         if (!dtrain__is_updated(&params[i])) continue;
         for (size_t k = 0; k < state_count && !kept; k++)
             if (states[k].param == &params[i]) kept = &states[k];
-        DTRAIN__TRY(dtrain__state_compressed(state, &params[i], kept));
+        DTRAIN__TRY(dtrain__state_compressed(state, &params[i], kept, keeps));
     }
     return DTRAIN_OK;
 }

@@ -40,6 +40,7 @@ extern "C" {
 #include "monitor/metrics.h"
 
 /* What an author of an operation or a backend needs besides. */
+#include "strategy/hook.h"
 #include "tape/op.h"
 #include "device/backend.h"
 #include "comm/backend.h"

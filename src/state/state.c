@@ -126,23 +126,23 @@ static dtrain_result dtrain__state_params(dtrain_state *state)
     return DTRAIN_OK;
 }
 
-/* Append what compression keeps of a parameter; kept: NULL on a rank that has no piece of it. */
+/* Append what compression keeps of a parameter; where this rank keeps nothing of it, no elements of
+ * what it keeps of others. */
 static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_param *param,
-                                              const dtrain_compression_state *kept)
+                                              const dtrain_compression_state *kept,
+                                              const bool *keeps)
 {
-    const dtrain_compression_desc *how = dtrain__settings_of(state->desc.strategy)->compression;
-    dtrain_shard piece = {param, 0, 0, NULL, NULL};
-    if (kept) piece.offset = kept->offset;
-    if (kept) piece.count = kept->count;
-    for (uint32_t kind = DTRAIN_STATE_RESIDUAL; kind <= DTRAIN_STATE_VELOCITY; kind++) {
-        const bool residual = kind == DTRAIN_STATE_RESIDUAL;
-        if (residual ? how->no_error_feedback : !(how->topk_momentum > 0)) continue;
-        float *memory = !kept ? NULL : residual ? kept->residual : kept->velocity;
-        DTRAIN__TRY(dtrain__state_like(state, &piece, (dtrain_state_kind)kind, memory, NULL));
+    dtrain_shard piece = {param, kept ? kept->offset : 0, kept ? kept->count : 0, NULL, NULL};
+    float *const memory[] = {kept ? kept->residual : NULL, kept ? kept->velocity : NULL};
+    for (int i = 0; i < 2; i++) {
+        if (!keeps[i]) continue;
+        if (!memory[i]) piece.count = 0;
+        DTRAIN__TRY(dtrain__state_like(
+            state, &piece, (dtrain_state_kind)(DTRAIN_STATE_RESIDUAL + i), memory[i], NULL));
         state->tensors[state->tensor_count - 1].own = true;
     }
     if (!kept || !kept->q) return DTRAIN_OK;
-    const int64_t shape[4] = {kept->q_rows, (int64_t)how->powersgd_rank, 0, 0};
+    const int64_t shape[4] = {kept->q_rows, kept->q_columns, 0, 0};
     return dtrain__state_append(state, DTRAIN_STATE_Q, param->name, DTRAIN_DTYPE_F32, shape,
                                 kept->q)
                ? DTRAIN_OK
@@ -151,19 +151,21 @@ static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_
 
 static dtrain_result dtrain__state_compression(dtrain_state *state)
 {
-    dtrain_strategy *strategy = state->desc.strategy;
     const dtrain_compression_state *states;
     size_t count, state_count;
-    const dtrain_param *params = dtrain__params_of(strategy, &count);
-    if (!dtrain__settings_of(strategy)->compression || dtrain_comm_size(state->comm) == 1)
-        return DTRAIN_OK; /* with nobody to send to, nothing is kept */
-    DTRAIN__TRY(dtrain_strategy_compression(strategy, &states, &state_count));
-    for (size_t i = 0; i < count; i++) {
+    bool keeps[2] = {false, false}; /* residuals, velocities */
+    const dtrain_param *params = dtrain__params_of(state->desc.strategy, &count);
+    DTRAIN__TRY(dtrain_strategy_compression(state->desc.strategy, &states, &state_count));
+    for (size_t k = 0; k < state_count; k++) {
+        keeps[0] |= states[k].residual != NULL;
+        keeps[1] |= states[k].velocity != NULL;
+    }
+    for (size_t i = 0; i < count && state_count; i++) {
         const dtrain_compression_state *kept = NULL;
         if (!dtrain__is_updated(&params[i])) continue;
         for (size_t k = 0; k < state_count && !kept; k++)
             if (states[k].param == &params[i]) kept = &states[k];
-        DTRAIN__TRY(dtrain__state_compressed(state, &params[i], kept));
+        DTRAIN__TRY(dtrain__state_compressed(state, &params[i], kept, keeps));
     }
     return DTRAIN_OK;
 }

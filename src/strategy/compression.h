@@ -6,6 +6,7 @@
  *     reduce_dtype        as bf16 or fp16: half the bytes, sums in fp32
  *     top-k               of every tensor the topk_ratio of largest magnitude: values and indices
  *     PowerSGD            every matrix (m, n) as P (m, r) times Q (n, r) transposed
+ *     hook                as a program wants it: strategy/hook.h
  *     hierarchical        reduce-scatter inside a node of G ranks, all-reduce of 1/G across nodes,
  *                         all-gather inside. With it reduce_dtype and top-k apply between nodes
  *                         alone; PowerSGD needs whole matrices and is refused
@@ -13,7 +14,7 @@
  *                        DDP   ZERO1   SHARD_GRAD_OP   FULL_SHARD   ZERO3   HYBRID_SHARD
  *     reduce_dtype        x      x          x              x          x          x
  *     hierarchical        x      x          x              x                  by itself
- *     top-k, PowerSGD     x
+ *     top-k, PowerSGD     x      and hooks
  *
  * Error feedback: what this rank did not send stays in its residual, and is added to its next
  * gradient (Seide et al., "1-bit SGD", 2014; Stich et al., "Sparsified SGD with Memory", 2018).
@@ -61,6 +62,8 @@ typedef enum dtrain_sparse_exchange {
 
 #define DTRAIN_DENSE_STEPS_NONE UINT64_MAX
 
+typedef struct dtrain_comm_hook_desc dtrain_comm_hook_desc; /* strategy/hook.h */
+
 /* Every zero is the default written beside the field. */
 typedef struct dtrain_compression_desc {
     uint32_t kind;            /* dtrain_compression; 0 = none */
@@ -76,6 +79,8 @@ typedef struct dtrain_compression_desc {
                                  DTRAIN_DENSE_STEPS_NONE */
     uint64_t warmup_steps;    /* steps after those, in which the share falls to topk_ratio; 0 = no
                                  warm-up */
+    const dtrain_comm_hook_desc *hook; /* in place of a kind, or NULL; stays there as long as the
+                                          strategy */
 } dtrain_compression_desc;
 
 /* The state that compression keeps of a parameter from step to step, in memory of the device. Every
@@ -87,8 +92,8 @@ typedef struct dtrain_compression_state {
     int64_t offset, count; /* the piece: first element, elements */
     float *residual;       /* (count), or NULL without error feedback */
     float *velocity;       /* (count), or NULL without topk_momentum */
-    float *q;              /* (q_rows, powersgd_rank), or NULL */
-    int64_t q_rows;
+    float *q;              /* (q_rows, q_columns), or NULL */
+    int64_t q_rows, q_columns;
 } dtrain_compression_state;
 
 /* List the states of all parameters that are compressed; count 0 without compression. Local. They

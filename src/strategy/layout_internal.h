@@ -14,6 +14,7 @@
 #include "core/result.h"
 #include "comm/backend.h"
 #include "strategy/compression.h"
+#include "strategy/hook.h"
 #include "strategy/params.h"
 #include "strategy/strategy.h"
 #include "strategy/view_internal.h"
@@ -68,9 +69,9 @@ typedef struct dtrain__bucket {
     uint32_t uses, pending;           /* as in dtrain__entry, summed over all members */
     uint32_t stage;                   /* of its gradients on their way: DTRAIN__REDUCE_IDLE ... */
     dtrain_work **reduces, **gathers; /* (works_per_bucket) collectives under way, or NULL */
-    struct dtrain__sparse *sparse;    /* what compression keeps (ways_internal.h), or NULL */
-    float *values, *grads;            /* (count) */
-    float *value_shard, *grad_shard;  /* (shard_count); in host memory if: */
+    struct dtrain__compressed *compressed; /* what compression keeps (ways_internal.h), or NULL */
+    float *values, *grads;                 /* (count) */
+    float *value_shard, *grad_shard;       /* (shard_count); in host memory if: */
     bool value_on_host, grad_on_host;
     uint16_t *low_values, *low_grads; /* (count) in param_dtype, reduce_dtype; NULL for fp32 */
 } dtrain__bucket;
@@ -125,8 +126,8 @@ typedef struct dtrain__layout {
     dtrain__classes shards;
     bool values_on_host, grads_on_host;         /* shards of units are in host memory */
     const dtrain_compression_desc *compression; /* NULL: none, or one rank alone */
-    struct dtrain__portion *portions;           /* (count + 1) of compression, or NULL */
-    struct dtrain__sparse *sparse;              /* (count), one a bucket */
+    struct dtrain_hook_tensor *tensors;         /* (count) of compression, or NULL */
+    struct dtrain__compressed *compressed;      /* (count), one a bucket */
     uint64_t state_bytes;                       /* residuals, velocities and Q */
     float *bounce[2]; /* buffers in host memory: what is to be added to a shard arrives here */
     dtrain__entry *entries;  /* (count) */

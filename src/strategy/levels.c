@@ -75,6 +75,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
     dtrain__resolve_levels(desc, ranks);
     const int size = desc->hierarchical || replicas ? (int)desc->node_size : 1;
     const bool nodes = !replicas && size > 1 && size < ranks;
+    const bool two_rounds = desc->compression && dtrain__hook_of(desc->compression)->rounds == 2;
     const struct {
         int group;
         bool wanted, across; /* across nodes, or inside one */
@@ -84,7 +85,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
         {DTRAIN__BACK, nodes && (!sharded || desc->whole_below), false},
         {DTRAIN__FETCH_ACROSS, nodes && sharded, true},
         {DTRAIN__FETCH, nodes && sharded, false},
-        {DTRAIN__SECOND, dtrain__takes_two_rounds(desc->compression) && ranks > 1, true},
+        {DTRAIN__SECOND, two_rounds && ranks > 1, true},
     };
     for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++)
         if (groups[i].wanted)

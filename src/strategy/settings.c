@@ -59,14 +59,23 @@ static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc,
          "0: the kind of compression is not DTRAIN_COMPRESSION_TOPK"},
         {!topk && how->warmup_steps, "warmup_steps", (double)how->warmup_steps,
          "0: the kind of compression is not DTRAIN_COMPRESSION_TOPK"},
-        {!how->kind && how->no_error_feedback, "no_error_feedback", 1,
+        {!how->kind && !how->hook && how->no_error_feedback, "no_error_feedback", 1,
          "false: there is no compression"},
+        {how->kind && how->hook, "compression", (double)how->kind,
+         "0, for hook is set, or no hook"},
+        {how->hook && how->hook->rounds - 1 >= DTRAIN_HOOK_ROUNDS, "hook->rounds",
+         how->hook ? (double)how->hook->rounds : 0, "1 or 2"},
         {how->dense_below < 0, "dense_below", (double)how->dense_below, "a number of elements"},
     };
     for (size_t i = 0; i < sizeof bounds / sizeof bounds[0]; i++)
         if (bounds[i].wrong)
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is %.9g; expected %s", call,
                                bounds[i].field, bounds[i].value, bounds[i].expected);
+    if (how->hook && (!how->hook->name || !how->hook->plan || !how->hook->compress ||
+                      !how->hook->exchange || !how->hook->decompress))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: name, plan, compress, exchange or decompress of the hook is NULL",
+                           call);
     if (dtrain__is_float_dtype(desc->param_dtype) && dtrain__is_float_dtype(desc->reduce_dtype))
         return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -99,7 +108,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *g
     if (how->warmup_ratio == 0) how->warmup_ratio = 0.25f;
     if (!how->dense_below) how->dense_below = 1024;
     if (!how->dense_steps) how->dense_steps = 10;
-    desc->compression = how->kind ? how : NULL;
+    desc->compression = how->kind || how->hook ? how : NULL;
     return dtrain__check_fields(desc, how);
 }
 
@@ -118,7 +127,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
     const dtrain__classes *shards = &kind->shards;
     const bool last = desc->accumulation == DTRAIN_ACCUMULATION_LAST;
     const bool every = desc->accumulation == DTRAIN_ACCUMULATION_EVERY;
-    const bool powersgd = how && how->kind == DTRAIN_COMPRESSION_POWERSGD;
+    const dtrain_comm_hook_desc *hook = how ? dtrain__hook_of(how) : NULL;
     const bool host_grads = (desc->offload & DTRAIN_OFFLOAD_GRADS) != 0;
     const bool host_params = (desc->offload & DTRAIN_OFFLOAD_PARAMS) != 0;
     const struct {
@@ -140,9 +149,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
          "what another needs; use DTRAIN_STRATEGY_DDP, or reduce_dtype"},
         {how && how->topk_momentum > 0 && how->no_error_feedback,
          "topk_momentum gathers velocity in the residual, and no_error_feedback is set"},
-        {powersgd && (desc->hierarchical || desc->reduce_dtype != DTRAIN_DTYPE_F32),
-         "PowerSGD needs whole matrices, and its factors travel as fp32: use "
-         "DTRAIN_COMPRESSION_TOPK with hierarchical or reduce_dtype"},
+        {hook && ((desc->hierarchical && !hook->takes_slices) ||
+                  (desc->reduce_dtype != DTRAIN_DTYPE_F32 && !hook->takes_low)),
+         "hierarchical cuts parameters and reduce_dtype rounds, and PowerSGD, or a hook that does "
+         "not say that it takes slices or rounds by itself, takes whole tensors in fp32: use "
+         "DTRAIN_COMPRESSION_TOPK with them"},
         {desc->hierarchical && (kind->owners || kind->replicas),
          "hierarchical: %s sends whole tensors to their owners (zero3), or goes node by node by "
          "itself (hybrid_shard); leave it out"},
@@ -185,7 +196,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
     const size_t kept_bytes = (size_t)desc->kept_unit_count * sizeof *desc->kept_units;
     const dtrain_compression_desc *how = &strategy->compression;
     const bool ahead = (!kind || kind->shards.params) && !desc->no_overlap;
-    static const char *const methods[] = {"none", "top-k", "PowerSGD"};
     char text[720];
     snprintf(
         text, sizeof text,
@@ -202,10 +212,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
         (unsigned)desc->node_size, desc->keep_after_forward,
         (unsigned)dtrain__fnv1a(DTRAIN__FNV_BASIS, desc->kept_units, kept_bytes),
         (long long)desc->whole_below, desc->first_bucket_bytes, desc->bucket_bytes,
-        (unsigned long long)desc->init_seed, ahead, methods[how->kind],
-        (unsigned)how->sparse_exchange, (unsigned)how->powersgd_rank, desc->hierarchical,
-        how->no_error_feedback, (double)how->topk_ratio, (double)how->topk_momentum,
-        (double)how->warmup_ratio, (long long)how->dense_below,
-        (unsigned long long)how->dense_steps, (unsigned long long)how->warmup_steps);
+        (unsigned long long)desc->init_seed, ahead,
+        desc->compression ? dtrain__hook_of(how)->name : "none", (unsigned)how->sparse_exchange,
+        (unsigned)how->powersgd_rank, desc->hierarchical, how->no_error_feedback,
+        (double)how->topk_ratio, (double)how->topk_momentum, (double)how->warmup_ratio,
+        (long long)how->dense_below, (unsigned long long)how->dense_steps,
+        (unsigned long long)how->warmup_steps);
     return dtrain__registration_compare(strategy, text);
 }

@@ -122,7 +122,7 @@ struct dtrain_strategy {
     dtrain_work *tally_work;
     const float *device_weight; /* `weights` of a recorded step, in device memory; or NULL */
     size_t works_per_bucket, shard_count;
-    dtrain_compression_state *states; /* (portion_count), state_count in use */
+    dtrain_compression_state *states; /* (param_count), state_count in use */
     size_t state_count;
     dtrain__offload offload;
     dtrain_strategy_info info; /* filled by create, except sync_count */
@@ -156,8 +156,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, dtrain_result code,
                                                     const char *text);
 
+/* strategy/ways/compression.c */
+DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__hook_of(const dtrain_compression_desc *how);
+
 /* strategy/ways.c */
-DTRAIN__PRIVATE bool dtrain__takes_two_rounds(const dtrain_compression_desc *how);
 DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout,
                                                   const dtrain_allocator *a);
 DTRAIN__PRIVATE void dtrain__ways_memory(dtrain__layout *layout);

@@ -20,11 +20,10 @@ static const dtrain__step dtrain__by_replicas[] = {
 };
 static const dtrain__step dtrain__by_node_scatter = {dtrain__node_scatter_begin, NULL, false};
 static const dtrain__step dtrain__by_node_gather = {dtrain__node_gather_begin, NULL, false};
-static const dtrain__step dtrain__by_topk = {dtrain__topk_begin, dtrain__topk_end, false};
-static const dtrain__step dtrain__by_topk_publish = {dtrain__topk_publish_begin,
-                                                     dtrain__topk_publish_end, false};
-static const dtrain__step dtrain__by_p = {dtrain__p_begin, dtrain__p_end, false};
-static const dtrain__step dtrain__by_q = {dtrain__q_begin, dtrain__q_end, false};
+static const dtrain__step dtrain__by_hook[] = {
+    {dtrain__round_1_begin, dtrain__round_1_end, false},
+    {dtrain__round_2_begin, dtrain__round_2_end, false},
+};
 
 /* Choose the ways, and the ranks that exchange each bucket:
  *
@@ -42,7 +41,9 @@ static void dtrain__choose_ways(dtrain_strategy *strategy)
     const dtrain_compression_desc *how = layout->compression;
     const bool nodes = layout->node_ranks > 1;
     const bool at_last = strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
-    strategy->compressed_from = how ? dtrain__dense_steps(how) : UINT64_MAX;
+    strategy->compressed_from = !how                                          ? UINT64_MAX
+                                : how->dense_steps == DTRAIN_DENSE_STEPS_NONE ? 0
+                                                                              : how->dense_steps;
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__bucket *bucket = &layout->buckets[b];
         bucket->comm = nodes             ? strategy->groups[DTRAIN__ACROSS]
@@ -56,21 +57,11 @@ static void dtrain__choose_ways(dtrain_strategy *strategy)
     }
     if (nodes) *whole++ = *compressed++ = *sharded++ = &dtrain__by_node_scatter;
     *whole++ = &dtrain__by_all_reduce;
-    if (how && how->kind == DTRAIN_COMPRESSION_POWERSGD) {
-        *compressed++ = &dtrain__by_p;
-        *compressed++ = &dtrain__by_q;
-    } else if (how) {
-        *compressed++ = &dtrain__by_topk;
-        if (dtrain__is_balanced(how)) *compressed++ = &dtrain__by_topk_publish;
-    }
+    for (uint32_t round = 0; how && round < dtrain__hook_of(how)->rounds; round++)
+        *compressed++ = &dtrain__by_hook[round];
     if (nodes) *whole++ = *compressed++ = &dtrain__by_node_gather;
     *sharded++ = &dtrain__by_reduce_scatter;
     if (strategy->kind->replicas) *sharded++ = &dtrain__by_replicas[at_last];
-}
-
-DTRAIN__PRIVATE bool dtrain__takes_two_rounds(const dtrain_compression_desc *how)
-{
-    return how && (how->kind == DTRAIN_COMPRESSION_POWERSGD || dtrain__is_balanced(how));
 }
 
 /* Choose the ways and initialise what they keep. */
@@ -85,19 +76,19 @@ DTRAIN__PRIVATE dtrain_result dtrain__ways_open(dtrain_strategy *strategy)
 /* Add the tables of its ways to a layout. */
 DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout, const dtrain_allocator *a)
 {
-    return layout->compression ? dtrain__layout_portions(layout, a) : DTRAIN_OK;
+    return layout->compression ? dtrain__layout_hooks(layout, a) : DTRAIN_OK;
 }
 
 /* Lay out all memory, that of its ways too. */
 DTRAIN__PRIVATE void dtrain__ways_memory(dtrain__layout *layout)
 {
     dtrain__lay_memory(layout);
-    if (layout->compression) dtrain__lay_compression(layout);
+    if (layout->compression) dtrain__lay_hooks(layout);
 }
 
 /* Free a layout with the tables of its ways. */
 DTRAIN__PRIVATE void dtrain__ways_free(dtrain__layout *layout, const dtrain_allocator *a)
 {
-    dtrain__portions_free(layout, a);
+    dtrain__hooks_free(layout, a);
     dtrain__layout_free(layout, a);
 }

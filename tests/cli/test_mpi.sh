@@ -205,7 +205,7 @@ for mpi in openmpi mpich; do
         result "$mpi: train_gpt, $strategy: the bits of forked ranks" $status "$tmp/log"
     done
     start 3 $gpt --tune --comm mpi --batch 2
-    [ $? -eq 0 ] && [ "$(grep -c 'tuned: ' "$tmp/log")" -eq 1 ] && grep -q '^# zero3 .* rate' "$tmp/log" && ! grep -q 'failed: ' "$tmp/log"
+    [ $? -eq 0 ] && [ "$(grep -c 'tuned: ' "$tmp/log")" -eq 1 ] && grep -qE '^# zero3 .* (rate|chosen)' "$tmp/log" && ! grep -q 'failed: ' "$tmp/log"
     result "$mpi: train_gpt --tune: every candidate is measured, and one rank tells" $? "$tmp/log"
     # What ranks of MPI save, they and forked ones go on from; $tmp/a is the end of full_shard.
     status=0 saved=$tmp/saved_$mpi

@@ -519,7 +519,10 @@ static int asked_by_signal(dtrain_world *world, plan *p)
     if (dtrain_world_rank(world) == p->culprit) {
         ranks_sleep_us(200000);   /* rank 0 waits by then */
         kill(getppid(), SIGUSR2); /* the launcher passes it on */
-        for (int i = 0; i < 100 && !has_file(p, 0); i++) ranks_sleep_us(10000);
+        for (int i = 0; i < 100 && !(has_file(p, 0) && has_file(p, 1)); i++) {
+            ranks_sleep_us(10000); /* the launcher may be late with its signal to this rank */
+            dtrain_world_poll(world);
+        }
     }
     return (int)all_reduce(world, 100);
 }
