@@ -107,9 +107,6 @@ extern "C" {
 #include "launch/environment.c"
 #include "launch/explain.c"
 #include "launch/restart.c"
-#if DTRAIN__COLD
-#pragma GCC pop_options
-#endif
 #include "strategy/params.c"
 #include "strategy/kinds.c"
 #include "strategy/layout.c"
@@ -155,10 +152,6 @@ extern "C" {
 #include "optim/muon.c"
 #include "optim/schedule.c"
 #if DTRAIN__LAYERS
-#if DTRAIN__COLD
-#pragma GCC push_options
-#pragma GCC optimize("O1")
-#endif
 #include "train/shuffle.c"
 #include "train/dataset.c"
 #include "train/loader.c"
@@ -195,9 +188,9 @@ extern "C" {
 #include "monitor/tensorboard.c"
 #include "monitor/histogram.c"
 #include "monitor/nvml.c"
+#endif
 #if DTRAIN__COLD
 #pragma GCC pop_options
-#endif
 #endif
 #include "device/device.c"
 #include "device/plan.c"

@@ -66,8 +66,8 @@
 #pragma GCC optimize("fp-contract=off")
 #endif
 
-/* Rooms that no step waits for (world, launch, train, state, monitor) are compiled with -O1 in
- * dtrain.h: some 7 % less of the compiler's time, 2 % less text. */
+/* Rooms that compute nothing themselves (all but communicator and device) are compiled with -O1 in
+ * dtrain.h: some 13 % less of the time of gcc -O2, 3 % less text. */
 #if defined(__OPTIMIZE__) && !defined(__OPTIMIZE_SIZE__) && !defined(__clang__)
 #define DTRAIN__COLD 1
 #else
