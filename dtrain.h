@@ -5136,7 +5136,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, v
                                                  dtrain__region *region);
 DTRAIN__PRIVATE char *dtrain__arena(const dtrain__control *control, int rank);
 DTRAIN__PRIVATE bool dtrain__is_shared(const dtrain_world *world, const void *memory, size_t bytes);
-DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain__control *control, size_t bytes);
+DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain_world *world, size_t bytes);
+DTRAIN__PRIVATE void dtrain__unpromise(dtrain_world *world, size_t bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t bytes, void **out);
 DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory);
 
@@ -6504,28 +6505,41 @@ DTRAIN__PRIVATE bool dtrain__is_shared(const dtrain_world *world, const void *me
     return at >= begin && at - begin <= all && bytes <= all - (at - begin);
 }
 
+/* Return the device to which communicator memory is charged: the CPU. NULL with a GPU, whose ranks
+ * only keep copies there. */
+static dtrain_device *dtrain__charged_device(const dtrain_world *world)
+{
+    return world->device && world->device->ops->host_memory ? world->device : NULL;
+}
+
 /* Count bytes as handed out, or fail. Pages are committed when touched, so all promises together
  * must fit in what was free at the start (or is free now, if that is more): otherwise a rank would
  * be killed later. */
-DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain__control *control, size_t bytes)
+DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain_world *world, size_t bytes)
 {
-    const uint64_t now = dtrain__free_memory();
-    const uint64_t free_bytes = now > control->free_at_start ? now : control->free_at_start;
-    const uint64_t promised = dtrain__fetch_add(&control->promised, (uint64_t)bytes);
-    if (bytes <= now && promised + bytes <= free_bytes) return DTRAIN_OK;
-    __atomic_fetch_sub(&control->promised, (uint64_t)bytes, __ATOMIC_ACQ_REL);
-    return dtrain_fail(
-        DTRAIN_ERROR_MEMORY,
-        "shared memory: %zu bytes needed, %llu free (%llu promised to ranks so far); "
-        "use a smaller model, more accumulation steps or another machine",
-        bytes, (unsigned long long)now, (unsigned long long)promised);
+    dtrain_device *device = dtrain__charged_device(world);
+    if (device) DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
+    const uint64_t now = dtrain__free_memory(), start = world->control->free_at_start;
+    const uint64_t free_bytes = now > start ? now : start;
+    const uint64_t promised = dtrain__fetch_add(&world->control->promised, (uint64_t)bytes);
+    if (bytes > now || promised + bytes > free_bytes) {
+        __atomic_fetch_sub(&world->control->promised, (uint64_t)bytes, __ATOMIC_ACQ_REL);
+        return dtrain_fail(
+            DTRAIN_ERROR_MEMORY,
+            "shared memory: %zu bytes needed, %llu free (%llu promised to ranks so far); "
+            "use a smaller model, more accumulation steps or another machine",
+            bytes, (unsigned long long)now, (unsigned long long)promised);
+    }
+    if (device) dtrain_device_account(device, &device->comm_bytes, bytes);
+    return DTRAIN_OK;
 }
 
-/* Return the device to which the arena's memory is charged: the CPU. NULL with a GPU, whose ranks
- * only keep copies in the arena. */
-static dtrain_device *dtrain__arena_device(const dtrain_world *world)
+/* Take a promise back. */
+DTRAIN__PRIVATE void dtrain__unpromise(dtrain_world *world, size_t bytes)
 {
-    return world->device && world->device->ops->host_memory ? world->device : NULL;
+    dtrain_device *device = dtrain__charged_device(world);
+    __atomic_fetch_sub(&world->control->promised, (uint64_t)bytes, __ATOMIC_ACQ_REL);
+    if (device) device->comm_bytes -= bytes;
 }
 
 /* Hand out zeroed whole pages of this rank's arena, first fit. */
@@ -6534,8 +6548,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t b
     const size_t asked = bytes, page = dtrain__page_bytes(), all = world->control->arena_bytes;
     *out = NULL;
     bytes = asked > all ? all + 1 : dtrain__round_up(asked ? asked : 1, page);
-    dtrain_device *device = dtrain__arena_device(world);
-    if (device) DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
     if (world->range_count == world->range_room) {
         const size_t room = world->range_room ? 2 * world->range_room : 64;
         dtrain__range *grown = (dtrain__range *)dtrain__alloc(
@@ -6554,13 +6566,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t b
                            "shared memory: no %zu bytes left of the %zu reserved per rank; raise "
                            "reserve_bytes of dtrain_launch_desc",
                            asked, all);
-    DTRAIN__TRY(dtrain__promise(world->control, bytes));
+    DTRAIN__TRY(dtrain__promise(world, bytes));
     memmove(world->ranges + i + 1, world->ranges + i,
             (world->range_count - i) * sizeof *world->ranges);
     world->ranges[i].begin = at;
     world->ranges[i].end = at + bytes;
     world->range_count++;
-    if (device) dtrain_device_account(device, &device->comm_bytes, bytes);
     *out = dtrain__arena(world->control, world->rank) + at;
     return DTRAIN_OK;
 }
@@ -6575,9 +6586,7 @@ DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory)
         if (arena + range.begin != memory) continue;
         if (madvise(memory, range.end - range.begin, MADV_REMOVE) != 0)
             memset(memory, 0, range.end - range.begin);
-        __atomic_fetch_sub(&world->control->promised, (uint64_t)(range.end - range.begin),
-                           __ATOMIC_ACQ_REL);
-        if (dtrain__arena_device(world)) world->device->comm_bytes -= range.end - range.begin;
+        dtrain__unpromise(world, range.end - range.begin);
         world->range_count--;
         memmove(world->ranges + i, world->ranges + i + 1,
                 (world->range_count - i) * sizeof *world->ranges);
@@ -7793,6 +7802,12 @@ typedef struct dtrain__shown {
     int32_t root;
 } dtrain__shown;
 
+/* Bytes that one rank sends to another: from this offset of its send buffer or, results that were
+ * computed, of its receive buffer; to that offset of the other's receive buffer. */
+typedef struct dtrain__transfer {
+    size_t source, target, bytes;
+} dtrain__transfer;
+
 /* comm/backend.c: the world's communicator, which a rank's life makes and ends */
 DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world);
@@ -7801,7 +7816,7 @@ DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world);
 /* comm/comm.c */
 DTRAIN__PRIVATE uint64_t dtrain__wire_bytes(const dtrain_collective *what, int size);
 DTRAIN__PRIVATE int dtrain__world_rank(const dtrain_comm *comm, int rank);
-DTRAIN__PRIVATE void dtrain__comm_landed(dtrain_comm *comm, uint64_t now);
+DTRAIN__PRIVATE void dtrain__comm_idle(dtrain_comm *comm, uint64_t now);
 DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, const void *send,
                                           void *recv, size_t count, dtrain_dtype dtype, uint32_t op,
                                           int root, dtrain_work **work);
@@ -7822,6 +7837,8 @@ DTRAIN__PRIVATE void dtrain__pull(const dtrain_comm *comm, const dtrain_collecti
                                   const char *const *in, size_t first, size_t count);
 DTRAIN__PRIVATE void dtrain__slice(const dtrain_collective *what, int size, int rank, size_t *first,
                                    size_t *length);
+DTRAIN__PRIVATE bool dtrain__transfer_of(const dtrain_collective *what, int size, bool results,
+                                         int from, int to, dtrain__transfer *transfer);
 
 /* comm/flight.c */
 DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char *directory);
@@ -7931,18 +7948,8 @@ DTRAIN__PRIVATE uint64_t dtrain__wire_bytes(const dtrain_collective *what, int s
            (bytes / n * (n - 1) + bytes % n * (n - 1) / n);
 }
 
-static void dtrain__count_operation(dtrain_comm *comm, const dtrain_collective *what, uint64_t now)
-{
-    comm->info.operation_count++;
-    comm->info.payload_bytes += dtrain__send_bytes(what, comm->size);
-    const uint64_t bytes = dtrain__wire_bytes(what, comm->size);
-    comm->info.wire_bytes += bytes;
-    comm->info.kind_bytes[what->kind] += bytes;
-    if (!comm->flight_since) comm->flight_since = now;
-}
-
 /* End the time in flight at `now`, if nothing is in flight any more. */
-DTRAIN__PRIVATE void dtrain__comm_landed(dtrain_comm *comm, uint64_t now)
+DTRAIN__PRIVATE void dtrain__comm_idle(dtrain_comm *comm, uint64_t now)
 {
     if (comm->in_flight || !comm->flight_since) return;
     comm->flight_ns += now - comm->flight_since;
@@ -7954,15 +7961,16 @@ static dtrain_result dtrain__comm_leave(dtrain_comm *comm, uint64_t entered, dtr
 {
     const uint64_t now = dtrain__leave(comm->world, result);
     comm->inside_ns += now - entered;
-    dtrain__comm_landed(comm, now);
+    dtrain__comm_idle(comm, now);
     return result;
 }
 
-/* Record the begin of an operation, and return the number of its event. */
-static uint64_t dtrain__comm_record(dtrain_comm *comm, const dtrain_collective *what)
+/* Count an operation, record its begin, and return the number of its event. */
+static uint64_t dtrain__comm_record(dtrain_comm *comm, const dtrain_collective *what, uint64_t now)
 {
     const bool message =
         what->kind == DTRAIN_COLLECTIVE_SEND || what->kind == DTRAIN_COLLECTIVE_RECV;
+    const uint64_t bytes = dtrain__wire_bytes(what, comm->size);
     const dtrain__comm_call call = {dtrain__kind_of(what->kind)->name,
                                     message ? 0 : ++comm->started,
                                     what->count,
@@ -7972,6 +7980,11 @@ static uint64_t dtrain__comm_record(dtrain_comm *comm, const dtrain_collective *
                                     what->root,
                                     (uint8_t)what->dtype,
                                     (uint8_t)what->op};
+    comm->info.operation_count++;
+    comm->info.payload_bytes += dtrain__send_bytes(what, comm->size);
+    comm->info.wire_bytes += bytes;
+    comm->info.kind_bytes[what->kind] += bytes;
+    if (!comm->flight_since) comm->flight_since = now;
     return dtrain__call_queued(comm->world, &call);
 }
 
@@ -8013,8 +8026,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, cons
     if (result != DTRAIN_OK) {
         result = comm->ops->fail(comm, result, dtrain_last_error());
     } else {
-        dtrain__count_operation(comm, &what, entered);
-        const uint64_t event = dtrain__comm_record(comm, &what);
+        const uint64_t event = dtrain__comm_record(comm, &what, entered);
         result = comm->ops->start(comm, &what, &started);
         if (started) started->event = event;
         if (result == DTRAIN_OK && work) *work = started;
@@ -8261,14 +8273,13 @@ typedef struct dtrain__engine dtrain__engine;
 typedef struct dtrain__work dtrain__work;
 typedef struct dtrain__bounce dtrain__bounce; /* comm/staged.c */
 
-/* A transport. No function waits. Each step of an operation that the engine does not see is counted
- * in world->moves, because waits sleep longer while nothing moves. Functions that can fail report
- * it through dtrain__engine_fail, after which comm->failed is set and the engine calls none but
- * unmap and release. */
+/* A transport. No function waits. Each one that moves an operation on counts that in world->moves,
+ * because waits sleep longer while nothing moves. Functions that can fail report it through
+ * dtrain__engine_fail; then comm->failed is set, and the engine calls none but unmap and release. */
 typedef struct dtrain__transport {
     size_t comm_bytes, work_bytes; /* of its own structs, which begin with those of the engine */
-    uint64_t grace_ns;             /* how much later than the news that a rank has left the data
-                                      may come that this rank sent before */
+    uint64_t grace_ns;             /* data that a rank sent before it left may arrive so much later
+                                      than the news that it has left */
 
     /* Show all ranks what this rank calls: dtrain__write_shown in memory that reaches them. */
     void (*show)(dtrain__engine *comm, dtrain__work *work);
@@ -8287,20 +8298,20 @@ typedef struct dtrain__transport {
     dtrain_result (*map)(dtrain__engine *comm, size_t bytes, void **out);
     void (*unmap)(dtrain__engine *comm, void *memory, size_t bytes);
 
-    /* Set up this rank's half of a communicator. *address is what the other ranks need to know of
-     * it, not 0; join gets those of all ranks, in rank order, and sets comm->report. release frees
-     * what make has made, as far as other ranks do not use it; without join it was known to nobody.
-     * The world's communicator has number 0, is made first and released last. */
+    /* Set up this rank's half of a communicator. *address, not 0, is sent to the other ranks; join
+     * gets the addresses of all ranks, in rank order, and sets comm->report. release frees what make
+     * has made and other ranks do not use; before join none of them can. The world's communicator
+     * has number 0, is made first and released last. */
     dtrain_result (*make)(dtrain__engine *comm, int64_t *address);
     void (*join)(dtrain__engine *comm, const int64_t *addresses);
     void (*release)(dtrain__engine *comm);
 
-    /* Optional: take in what has arrived. False: nothing has, and the queue need not be visited. */
-    bool (*poll)(dtrain__engine *comm);
+    /* Optional: take in what has arrived. */
+    void (*poll)(dtrain__engine *comm);
     /* Optional, for emulated links: say that this rank's transfer is over; true when all are. */
     bool (*meet)(dtrain__engine *comm, dtrain__work *work);
-    /* Optional: make the failure known to all ranks, unless one is known already, so that
-     * comm->report is filled on every rank. NULL: the report is in memory that they share. */
+    /* Optional: fill comm->report on every rank, unless a failure is known already. NULL: the report
+     * is in memory that ranks share. */
     void (*publish)(dtrain__engine *comm, dtrain_result code, const char *text);
 } dtrain__transport;
 
@@ -8319,7 +8330,7 @@ struct dtrain__work {
     dtrain_collective what;   /* as the transport moves it: its buffers are host memory */
     dtrain__shown shown;
     uint64_t sequence; /* collectives: from 1, the same on all ranks; messages: 0 */
-    int heard;         /* ranks below it have been heard, and call the same */
+    int heard;         /* all ranks below this one have been heard, and call the same */
     dtrain__state state;
     bool small, done;
     uint64_t last_started_ns; /* of the rank that started it last; emulated links only */
@@ -8331,7 +8342,6 @@ struct dtrain__engine {
     const dtrain__transport *transport;
     dtrain__engine *next;             /* in world->comms */
     bool failed;                      /* comm->report says why */
-    bool stirred;                     /* the queue must be visited whatever poll says */
     dtrain__abort_record *report;     /* the first failure; who shares it fails together */
     uint64_t sequence;                /* of the collective started last */
     uint64_t agreed;                  /* of the collective agreed on last */
@@ -8533,8 +8543,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char
  *         all-gather                               all                  count elements each
  *         all-to-all      all, not added                                count elements each
  *
- * In terms of the table below: parts come from those who give, unless a call only joins; results go
- * to those who get, unless a call cuts. */
+ * dtrain__transfer_of says the same of two ranks; the transports move what it says. */
 
 /* ================================================================================================
  * src/device/device_internal.h
@@ -8674,6 +8683,24 @@ DTRAIN__PRIVATE void dtrain__slice(const dtrain_collective *what, int size, int 
     *length = (end < count ? end : count) - *first;
 }
 
+/* Describe what rank `from` sends to rank `to` in one phase of a large collective: parts or, second,
+ * results. Return false if that is nothing. A part that is added has no target of its own. */
+DTRAIN__PRIVATE bool dtrain__transfer_of(const dtrain_collective *what, int size, bool results,
+                                         int from, int to, dtrain__transfer *transfer)
+{
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const size_t unit = dtrain_dtype_bytes(what->dtype);
+    size_t first, length;
+    if (results ? kind->cuts || !dtrain__gets(what, to)
+                : (kind->joins && !kind->cuts) || !dtrain__gives(what, from))
+        return false;
+    dtrain__slice(what, size, results ? from : to, &first, &length);
+    transfer->bytes = length * unit;
+    transfer->source = kind->joins && !kind->cuts ? 0 : first * unit;
+    transfer->target = (kind->joins ? (size_t)from * length : first) * unit;
+    return true;
+}
+
 /* ================================================================================================
  * src/comm/engine.c
  * ==============================================================================================*/
@@ -8682,8 +8709,7 @@ DTRAIN__PRIVATE void dtrain__slice(const dtrain_collective *what, int size, int 
 
 /* ---- What ranks call --------------------------------------------------------------------------*/
 
-/* Write what this rank calls, and its small input behind it, where a transport wants it; return the
- * bytes of both. */
+/* Write what this rank calls, and behind it its input if that is small; return the bytes of both. */
 DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain__engine *comm, const dtrain__work *work,
                                            dtrain__shown *at)
 {
@@ -8742,8 +8768,8 @@ static dtrain_result dtrain__compare(dtrain__engine *comm, const dtrain__work *w
                                 a, comm->base.world_ranks[second], b);
 }
 
-/* Say whether all ranks have been heard and call the same. The first rank that calls something else
- * than the first one of all is named, by whoever finds it. */
+/* Say whether all ranks have been heard and call the same. If not, the sentence names rank 0 and the
+ * first rank that calls something else. */
 static bool dtrain__engine_agree(dtrain__engine *comm, dtrain__work *work)
 {
     for (; work->heard < comm->base.size; work->heard++) {
@@ -8754,14 +8780,13 @@ static bool dtrain__engine_agree(dtrain__engine *comm, dtrain__work *work)
         (void)dtrain__compare(comm, work, 0, work->heard ? work->heard : comm->base.rank);
         return false;
     }
-    /* A rank that gave up has taken its buffers back; a small input was copied and is still
-     * good. */
+    /* After a failure other ranks may have freed their buffers; small inputs are copies. */
     if (!work->small && dtrain__load(&comm->report->state))
         (void)dtrain__engine_fail(&comm->base, DTRAIN_OK, "");
     return !comm->failed;
 }
 
-/* Compute this rank's result from the inputs that came along with the calls. */
+/* Compute this rank's result from the inputs that ranks have shown with their calls. */
 static void dtrain__small_result(const dtrain__engine *comm, const dtrain__work *work)
 {
     const dtrain_collective *what = &work->what;
@@ -8780,8 +8805,8 @@ static void dtrain__small_result(const dtrain__engine *comm, const dtrain__work 
 
 /* ---- Progress ---------------------------------------------------------------------------------*/
 
-/* Move one collective as far as it goes without waiting; true when it is done. Ranks agree in the
- * order of the sequence numbers, because emulated links carry in that order. */
+/* Move one collective as far as it goes without waiting; true when it is done. Ranks agree on
+ * collectives in the order of their numbers, because emulated links carry them in that order. */
 static bool dtrain__collective_advance(dtrain__engine *comm, dtrain__work *work, uint64_t oldest)
 {
     const dtrain__transport *transport = comm->transport;
@@ -8827,15 +8852,12 @@ static void dtrain__engine_advance(dtrain__engine *comm)
     uint64_t oldest = 0; /* sequence of the first collective that is not done */
     dtrain__work **link = &comm->queue;
     if (comm->failed) return;
-    if (comm->transport->poll && !comm->transport->poll(comm) && !comm->stirred) return;
-    comm->stirred = false;
+    if (comm->transport->poll) comm->transport->poll(comm);
     while (!comm->failed && *link) {
         dtrain__work *work = *link;
         if (!oldest) oldest = work->sequence;
-        if (comm->staged && work->state == DTRAIN__QUEUED && !dtrain__copied_in(comm, work)) {
-            comm->stirred = true; /* later ones stand behind it on the copy stream */
-            return;
-        }
+        if (comm->staged && work->state == DTRAIN__QUEUED && !dtrain__copied_in(comm, work))
+            return; /* the copies of later ones come after it on the copy stream */
         const bool done = work->sequence ? dtrain__collective_advance(comm, work, oldest)
                                          : dtrain__message_advance(comm, work);
         if (comm->failed) return;
@@ -8858,27 +8880,27 @@ static void dtrain__engine_advance(dtrain__engine *comm)
     }
 }
 
-/* A rank that waits in one communicator keeps the others going: two ranks may wait for the same two
- * operations in opposite order, each in the communicator that the other one advances last. */
+/* Advance all communicators, `comm` first. Two ranks may wait for two operations in opposite order;
+ * if each advanced only the communicator that it waits in, neither operation would be done. */
 static void dtrain__engine_advance_all(dtrain__engine *comm)
 {
     dtrain__engine_advance(comm);
     for (dtrain__engine *other = comm->base.world->comms; other; other = other->next) {
         if (other == comm || !other->queue) continue;
         dtrain__engine_advance(other);
-        if (!other->queue) dtrain__comm_landed(&other->base, dtrain__now_ns());
+        if (!other->queue) dtrain__comm_idle(&other->base, dtrain__now_ns());
     }
 }
 
 /* ---- Failure
  *
- * The first rank that finds something wrong writes it into a report that all ranks can read;
- * everybody returns that. */
+ * The first rank that finds something wrong writes it into a report that all ranks can read; every
+ * rank returns that error. */
 
-/* Return the failure that stands, after it was published. Nothing in flight will be finished.
+/* Return the published failure, after dropping all operations of the communicators that it is about.
  *
- * The rank that was to write the sentence may have died between its two stores: then the record of
- * deaths, which is some 100 us behind, names it. */
+ * The rank that writes the report may have died before it was complete: then its exit record, which
+ * is written some 100 us later, says so. */
 static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
 {
     const dtrain__abort_record *report = comm->report;
@@ -8900,9 +8922,9 @@ static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
     }
     if (!world->caused_by) world->caused_by = 1 + report->rank;
     const dtrain_result code = (dtrain_result)report->code;
-    const bool everybodys = code == DTRAIN_ERROR_MISMATCH || code == DTRAIN_ERROR_TIMEOUT ||
-                            code == DTRAIN_ERROR_PEER || report->rank == world->rank;
-    if (everybodys) return dtrain_fail(code, "%s", report->text);
+    if (report->rank == world->rank || code == DTRAIN_ERROR_MISMATCH ||
+        code == DTRAIN_ERROR_TIMEOUT || code == DTRAIN_ERROR_PEER)
+        return dtrain_fail(code, "%s", report->text);
     return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d had to give up: %s", report->rank, report->text);
 }
 
@@ -8940,7 +8962,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_failf(dtrain__engine *comm, dtrain_
     return dtrain__engine_fail(&comm->base, code, text);
 }
 
-/* Compare what was sent with what this receiver asks for. */
+/* Fail unless a message has the count and dtype that this receiver asks for. */
 DTRAIN__PRIVATE bool dtrain__message_agrees(dtrain__engine *comm, const dtrain__work *work,
                                             const dtrain__shown *sent)
 {
@@ -8956,10 +8978,10 @@ DTRAIN__PRIVATE bool dtrain__message_agrees(dtrain__engine *comm, const dtrain__
     return false;
 }
 
-/* ---- What a wait is waiting for ---------------------------------------------------------------*/
+/* ---- Which ranks a wait is for ----------------------------------------------------------------*/
 
-/* The sequence number of a rank's latest collective, for messages. All ranks have shown what this
- * one has finished, and nobody is more than a window ahead of anybody. */
+/* Find the sequence number of a rank's latest collective, for error sentences. All ranks have shown
+ * what this one has finished, and no rank is more than a window ahead of another. */
 static uint64_t dtrain__last_sequence(const dtrain__engine *comm, int rank)
 {
     const dtrain__work *work = comm->queue;
@@ -8972,7 +8994,7 @@ static uint64_t dtrain__last_sequence(const dtrain__engine *comm, int rank)
     return last;
 }
 
-/* What keeps `work` from being done: an older collective, maybe. */
+/* Find the operation that must be done before `work` can be: the oldest collective, or itself. */
 static const dtrain__work *dtrain__blocking(const dtrain__engine *comm, const dtrain__work *work)
 {
     const dtrain__work *first = work->sequence ? comm->queue : work;
@@ -8988,7 +9010,7 @@ static bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *wo
     return !comm->transport->heard(comm, work->sequence, rank);
 }
 
-/* "collective #17 (all-reduce sum f32 count 4)"; sequence 0: a message. */
+/* Name an operation: "collective #17 (all-reduce sum f32 count 4)", "send f32 count 4 peer 1". */
 static void dtrain__name_work(const dtrain__work *work, char *text, size_t room)
 {
     char name[80];
@@ -8997,14 +9019,14 @@ static void dtrain__name_work(const dtrain__work *work, char *text, size_t room)
     else snprintf(text, room, "collective #%llu (%s)", (unsigned long long)work->sequence, name);
 }
 
-/* The rarer checks of a wait: has another rank failed the communicator, called something else,
- * left? How a rank ended is read before its progress: what it did before leaving counts. */
+/* Make the rarer checks of a wait: has another rank failed the communicator, called something else,
+ * left? Read whether a rank has left before reading its progress, as what it did before counts. */
 static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__work *waited)
 {
     const dtrain__work *work = dtrain__blocking(comm, waited);
     const int *world = comm->base.world_ranks, rank = comm->base.rank;
     const uint64_t now = dtrain__now_ns();
-    int waits = -1; /* for this rank of the world: if there is one, for one that does not wait */
+    int waits = -1; /* for this rank of the world, if possible for one that waits for none itself */
     char name[128];
     if (dtrain__load(&comm->report->state)) return dtrain__engine_standing(comm);
     for (int i = 0; i < comm->base.size; i++) {
@@ -9030,7 +9052,7 @@ static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__
     return DTRAIN_OK;
 }
 
-/* List the ranks that are behind, where `work` waits for them or for ranks that do:
+/* List the ranks that `work` waits for, and where these wait themselves, for whom:
  * "rank 2 (its last was #16)", "rank 3, which waits for rank 2 (its last was #16)". */
 static void dtrain__list_behind(const dtrain__engine *comm, const dtrain__work *work, char *list,
                                 size_t room)
@@ -9038,7 +9060,7 @@ static void dtrain__list_behind(const dtrain__engine *comm, const dtrain__work *
     const int size = comm->base.size, *world = comm->base.world_ranks;
     bool listed[DTRAIN_MAX_RANKS] = {false};
     size_t used = 0;
-    for (int k = 0; k < 2 * size && used + 96 < room; k++) { /* first those it waits for itself */
+    for (int k = 0; k < 2 * size && used + 96 < room; k++) { /* first those that do not wait */
         const int i = k % size;
         if (!dtrain__waits_for(comm, work, i)) continue;
         const int end = dtrain__behind(comm->base.world, world[i]),
@@ -9103,7 +9125,7 @@ static dtrain__work *dtrain__work_at(const dtrain__engine *comm, dtrain__work *b
     return (dtrain__work *)(void *)((char *)block + i * comm->transport->work_bytes);
 }
 
-/* Make a block of works: one is enough, unless very many handles are kept open. */
+/* Make a block of works; one is enough, unless more handles than a window are kept. */
 static dtrain_result dtrain__more_works(dtrain__engine *comm)
 {
     dtrain__work *block =
@@ -9121,7 +9143,7 @@ static dtrain_result dtrain__more_works(dtrain__engine *comm)
     return DTRAIN_OK;
 }
 
-/* Take a work that is idle and fill it. */
+/* Take an idle work and fill it. */
 static dtrain_result dtrain__work_take(dtrain__engine *comm, const dtrain_collective *what,
                                        dtrain__work **out)
 {
@@ -9176,7 +9198,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
     *comm->queue_end = work;
     comm->queue_end = &work->next;
     base->in_flight++;
-    comm->stirred = true;
     dtrain__engine_advance(comm);
     if (comm->failed && !work->done) {
         dtrain__recycle(comm, work);
@@ -9186,10 +9207,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
     return DTRAIN_OK;
 }
 
-/* The rarer half of a wait, after dtrain__wait_poll said `turn`. The sentence of a peer's death
- * becomes that of the communicator. Before anything is given up, what the others did until they
- * failed or left is looked at once more: it may be all that was needed. */
-static void dtrain__engine_look(dtrain__engine *comm, const dtrain__work *work, dtrain_result turn)
+/* Make the rarer checks of a wait, after dtrain__wait_poll returned `turn`, and fail the communicator
+ * if they say so. Before that, advance once more: what other ranks did until they failed or left may
+ * be all that was needed. */
+static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *work, dtrain_result turn)
 {
     char text[DTRAIN__ERROR_BYTES] = "";
     if (turn == DTRAIN_ERROR_PEER) snprintf(text, sizeof text, "%s", dtrain_last_error());
@@ -9211,7 +9232,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
         if (work->done || comm->failed) break;
         const dtrain_result turn = dtrain__node_ranks(world) ? dtrain__emulated_turn(world, &wait)
                                                              : dtrain__wait_turn(world, &wait);
-        if (wait.polled) dtrain__engine_look(comm, work, turn); /* may set failed */
+        if (wait.polled) dtrain__engine_check(comm, work, turn); /* may set failed */
     }
     dtrain_result result = work->done ? DTRAIN_OK : dtrain__engine_standing(comm);
     if (work->done && comm->staged) {
@@ -9220,7 +9241,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
             result = dtrain__engine_fail(&comm->base, result, dtrain_last_error());
     }
     dtrain__recycle(comm, work);
-    dtrain__failed(world, result); /* while it can be read for whom this rank waits */
     if (result == DTRAIN_OK && wait.last_ns) dtrain__set_waits(world, -1);
     return result;
 }
@@ -9232,7 +9252,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_test(dtrain_work *base, bool *done)
     dtrain__wait wait = dtrain__wait_begin();
     if (!work->done) dtrain__engine_advance_all(comm);
     if (!work->done && !comm->failed)
-        dtrain__engine_look(comm, work, dtrain__wait_poll(comm->base.world, &wait));
+        dtrain__engine_check(comm, work, dtrain__wait_poll(comm->base.world, &wait));
     *done = work->done || comm->failed;
     return work->done || !comm->failed ? DTRAIN_OK : dtrain__engine_standing(comm);
 }
@@ -9259,8 +9279,7 @@ DTRAIN__PRIVATE void dtrain__engine_free(dtrain_comm *base, void *memory, size_t
     else comm->transport->unmap(comm, memory, bytes);
 }
 
-/* Give back private memory; operations in flight are dropped, because nobody here waits for them
- * any more. */
+/* Free this rank's half of a communicator. Operations in flight are dropped. */
 DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base)
 {
     dtrain__engine *comm = (dtrain__engine *)base;
@@ -9284,8 +9303,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base)
     return DTRAIN_OK;
 }
 
-/* Make this rank's half of a communicator; NULL and an address of 0 when that fails. The other
- * ranks are not known to it until `join`. */
+/* Make this rank's half of a communicator; NULL and an address of 0 when that fails. It does not
+ * know the other ranks until `join`. */
 static dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_ops *ops,
                                          const dtrain__transport *transport, int size, int rank,
                                          dtrain__engine **out, int64_t *address)
@@ -9343,11 +9362,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, const d
     return DTRAIN_OK;
 }
 
-/* Split in two exchanges: colors and keys; then the address of each rank's half, or that it has
- * none, in which case no rank gets a communicator: half a group would wait for ever.
+/* Split in two exchanges: colors and keys; then the address of each rank's half, 0 where it could not
+ * be made. Then no rank gets a communicator: a group without one of its ranks would wait for ever.
  *
- * The new communicator has a number that no member has given to another one; groups of one split
- * have no pair of ranks in common and may share it. */
+ * The new communicator has a number that no member has used; the groups of one split share it, as no
+ * two ranks are in two of them. */
 DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color, int key,
                                                    dtrain_comm **out)
 {
@@ -9676,32 +9695,32 @@ static const dtrain_comm_ops *dtrain__counting_ops(void)
 
 /* Buffers in device memory: two hooks of the engine
  *
- * Ranks that share a GPU, or have GPUs and no NCCL, use a transport that moves host memory: what is
- * in device memory is copied through page-locked memory on the way in and out.
+ * Ranks that share a GPU, or have GPUs and no NCCL, use a transport that moves host memory. Buffers
+ * in device memory are copied to an image, which is page-locked host memory, and back:
  *
  *     compute stream  ..kernels | event            event wait | kernels..
  *     copy stream                 \ device -> image           / image -> device
  *     host                           copied_in: transport ..  copy_out
  *
- * A work keeps its images and events for the operations that use it later, so in the steady state
- * nothing is allocated. Operations are shown to other ranks in the order they were started, each
- * when its copy has ended. */
+ * A work keeps its image and events for the operations that use it later, so in the steady state
+ * nothing is allocated. Operations are shown to other ranks in the order in which they were started,
+ * each when its copy has ended. */
 
 struct dtrain__bounce {
-    dtrain_collective called; /* the host's buffers; work->what has the images */
+    dtrain_collective called; /* the program's buffers; those of work->what are in the image */
     dtrain_event *computed, *copied;
-    char *image[2]; /* of send, recv: page-locked, and mapped by the transport; they grow */
-    size_t image_bytes[2];
+    char *image; /* page-locked, and mapped by the transport; it grows */
+    size_t bytes;
 };
 
-static void dtrain__image_free(dtrain__engine *comm, dtrain__bounce *bounce, int which)
+static void dtrain__image_free(dtrain__engine *comm, dtrain__bounce *bounce)
 {
     dtrain_device *device = comm->base.world->device;
-    if (!bounce->image[which]) return;
-    if (device->ops->host_unregister) device->ops->host_unregister(device, bounce->image[which]);
-    comm->transport->unmap(comm, bounce->image[which], bounce->image_bytes[which]);
-    bounce->image[which] = NULL;
-    bounce->image_bytes[which] = 0;
+    if (!bounce->image) return;
+    if (device->ops->host_unregister) device->ops->host_unregister(device, bounce->image);
+    comm->transport->unmap(comm, bounce->image, bounce->bytes);
+    bounce->image = NULL;
+    bounce->bytes = 0;
 }
 
 /* Free what a work has for device memory. Nothing on the copy stream uses it any more. */
@@ -9710,7 +9729,7 @@ DTRAIN__PRIVATE void dtrain__bounce_free(dtrain__engine *comm, dtrain__work *wor
     dtrain_device *device = comm->base.world->device;
     dtrain__bounce *bounce = work->bounce;
     if (!bounce) return;
-    for (int i = 0; i < 2; i++) dtrain__image_free(comm, bounce, i);
+    dtrain__image_free(comm, bounce);
     if (bounce->computed) device->ops->event_destroy(device, bounce->computed);
     if (bounce->copied) device->ops->event_destroy(device, bounce->copied);
     dtrain__free(&comm->base.world->allocator, bounce, 1, sizeof *bounce);
@@ -9729,54 +9748,51 @@ static dtrain_result dtrain__bounce_make(dtrain__engine *comm, dtrain__work *wor
     return result;
 }
 
-/* Find the image of a buffer. Host memory is its own one. */
-static dtrain_result dtrain__image_of(dtrain__engine *comm, dtrain__bounce *bounce, int which,
-                                      const void *memory, size_t bytes, char **out)
+/* Make the image larger, if it has to be. */
+static dtrain_result dtrain__image_grow(dtrain__engine *comm, dtrain__bounce *bounce, size_t bytes)
 {
     dtrain_device *device = comm->base.world->device;
-    *out = (char *)(uintptr_t)memory;
-    if (!memory || dtrain__on_host(device, memory)) return DTRAIN_OK;
-    if (bytes > bounce->image_bytes[which]) {
-        void *image;
-        /* a copy out of the smaller one may still be queued */
-        DTRAIN__TRY(device->ops->synchronize(device));
-        dtrain__image_free(comm, bounce, which);
-        DTRAIN__TRY(comm->transport->map(comm, bytes, &image));
-        const dtrain_result locked = DTRAIN__ORDER(device, host_register, image,
-                                                   dtrain__round_up(bytes, dtrain__page_bytes()));
-        if (locked != DTRAIN_OK) {
-            comm->transport->unmap(comm, image, bytes);
-            return locked;
-        }
-        bounce->image[which] = (char *)image;
-        bounce->image_bytes[which] = bytes;
+    void *image;
+    if (bytes <= bounce->bytes) return DTRAIN_OK;
+    DTRAIN__TRY(device->ops->synchronize(device)); /* a copy from the old one may be queued */
+    dtrain__image_free(comm, bounce);
+    DTRAIN__TRY(comm->transport->map(comm, bytes, &image));
+    const dtrain_result locked =
+        DTRAIN__ORDER(device, host_register, image, dtrain__round_up(bytes, dtrain__page_bytes()));
+    if (locked != DTRAIN_OK) {
+        comm->transport->unmap(comm, image, bytes);
+        return locked;
     }
-    *out = bounce->image[which];
+    bounce->image = (char *)image;
+    bounce->bytes = bytes;
     return DTRAIN_OK;
 }
 
-/* Replace the buffers of an operation by their images. In place, the smaller buffer lies inside the
- * larger one: so must its image. */
-static dtrain_result dtrain__images(dtrain__engine *comm, dtrain__work *work)
+/* Replace the buffers of an operation that are in device memory by places in the image. Buffers that
+ * overlap, in place, do so there too. */
+static dtrain_result dtrain__image_take(dtrain__engine *comm, dtrain__work *work)
 {
-    const dtrain_collective *what = &work->bounce->called;
-    const size_t send_bytes = dtrain__send_bytes(what, comm->base.size);
-    const size_t recv_bytes = dtrain__recv_bytes(what, comm->base.size);
+    dtrain_device *device = comm->base.world->device;
+    dtrain_collective *what = &work->what;
     const uintptr_t from = (uintptr_t)what->send, to = (uintptr_t)what->recv;
-    const bool send_inside = to && from >= to && from + send_bytes <= to + recv_bytes;
-    const bool recv_inside = from && to >= from && to + recv_bytes <= from + send_bytes;
-    char *send = NULL, *recv = NULL;
-    if (!what->count) return DTRAIN_OK;
-    if (!send_inside)
-        DTRAIN__TRY(dtrain__image_of(comm, work->bounce, 0, what->send, send_bytes, &send));
-    if (send_inside || !recv_inside)
-        DTRAIN__TRY(dtrain__image_of(comm, work->bounce, 1, what->recv, recv_bytes, &recv));
-    work->what.send = send_inside ? recv + (from - to) : send;
-    work->what.recv = recv_inside && !send_inside ? send + (to - from) : recv;
+    size_t send_bytes = 0, recv_bytes = 0, send_at = 0;
+    if (what->send && !dtrain__on_host(device, what->send))
+        send_bytes = dtrain__send_bytes(what, comm->base.size);
+    if (what->recv && !dtrain__on_host(device, what->recv))
+        recv_bytes = dtrain__recv_bytes(what, comm->base.size);
+    size_t recv_at = dtrain__round_up(send_bytes, DTRAIN__CACHE_LINE);
+    if (from < to + recv_bytes && to < from + send_bytes) {
+        send_at = from > to ? from - to : 0;
+        recv_at = to > from ? to - from : 0;
+    }
+    const size_t send_end = send_at + send_bytes, recv_end = recv_at + recv_bytes;
+    DTRAIN__TRY(dtrain__image_grow(comm, work->bounce, send_end > recv_end ? send_end : recv_end));
+    if (send_bytes) what->send = work->bounce->image + send_at;
+    if (recv_bytes) what->recv = work->bounce->image + recv_at;
     return DTRAIN_OK;
 }
 
-/* Copy between a buffer and its image, in the order of the copy stream; `copied` is the end. */
+/* Copy between a buffer and the image, in the order of the copy stream; record `copied` behind it. */
 static dtrain_result dtrain__copy(dtrain__engine *comm, dtrain__bounce *bounce, void *to,
                                   const void *from, size_t bytes, dtrain_copy_kind kind)
 {
@@ -9788,8 +9804,7 @@ static dtrain_result dtrain__copy(dtrain__engine *comm, dtrain__bounce *bounce, 
     return DTRAIN__ORDER(device, event_record, bounce->copied, comm->stream);
 }
 
-/* Start the way in. The copy stream takes its turn after everything that compute has queued so
- * far. */
+/* Start the copy into the image, after everything that the compute stream has queued so far. */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work *work)
 {
     dtrain_device *device = comm->base.world->device;
@@ -9797,7 +9812,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work
     if (!work->bounce) DTRAIN__TRY(dtrain__bounce_make(comm, work));
     dtrain__bounce *bounce = work->bounce;
     bounce->called = *what;
-    DTRAIN__TRY(dtrain__images(comm, work));
+    DTRAIN__TRY(dtrain__image_take(comm, work));
     DTRAIN__TRY(DTRAIN__ORDER(device, event_record, bounce->computed, NULL));
     DTRAIN__TRY(DTRAIN__ORDER(device, event_wait, bounce->computed, comm->stream));
     const bool gives = dtrain__gives(what, comm->base.rank);
@@ -9806,6 +9821,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work
                         dtrain__send_bytes(what, comm->base.size), DTRAIN_COPY_DEVICE_TO_HOST);
 }
 
+/* Say whether the copy into the image has ended. */
 DTRAIN__PRIVATE bool dtrain__copied_in(dtrain__engine *comm, const dtrain__work *work)
 {
     dtrain_device *device = comm->base.world->device;
@@ -9815,7 +9831,7 @@ DTRAIN__PRIVATE bool dtrain__copied_in(dtrain__engine *comm, const dtrain__work 
     return done;
 }
 
-/* Start the way out, when the transport is done. */
+/* Start the copy out of the image, when the transport is done. */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_out(dtrain__engine *comm, dtrain__work *work)
 {
     const dtrain_collective *what = &work->what;
@@ -9825,7 +9841,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_out(dtrain__engine *comm, dtrain__wor
                         DTRAIN_COPY_HOST_TO_DEVICE);
 }
 
-/* Let what compute queues from now on come after the way out. */
+/* Let what the compute stream gets from now on wait for the copy out of the image. */
 DTRAIN__PRIVATE dtrain_result dtrain__after_copy_out(dtrain__engine *comm, dtrain__work *work)
 {
     dtrain_device *device = comm->base.world->device;
@@ -9841,22 +9857,22 @@ DTRAIN__PRIVATE dtrain_result dtrain__after_copy_out(dtrain__engine *comm, dtrai
  * Each rank owns one "part" of a communicator in shared memory and is the only one to write it:
  *
  *     part of rank r   | report | stage, channels | slot 0 | slot 1 | ... | slot Q-1 |
- *     slot s % Q       | progress = (s, stage) | call and pointers of operation s | payload |
+ *     slot s % Q       | progress = (s, stage) | call and buffers of operation s | small data |
  *
- * An operation is a ladder of stages. "To reach" a stage is to store it in one's slot (release); to
- * go on, a rank looks until all ranks have reached it (acquire). Stage 1 says what is being called;
- * when all are there and agree, one of four paths is taken, the same on every rank:
+ * An operation has numbered stages. A rank that has done its share of a stage "reaches" it: it stores
+ * the number in its slot (release). It goes on when all ranks have reached the stage (acquire). At
+ * stage 1 a rank shows its call. When all have, and agree, all of them take the same path:
  *
- *     small    the data came along in the slots: every rank computes its own result, done
- *     direct   all buffers are in shared memory: rank r computes slice r of everybody's result and
- *              reaches stage 2; when all have, done. No copy, no temporary
- *     read     large buffers of the host's own, where the kernel lets ranks read each other's
- *              memory: rank r computes slice r of its own result and reaches stage 2; when all
- *              have, it reads the other slices from the ranks that computed them: stage 3, done
- *     copied   otherwise: chunk c goes into half c % 2 of one's stage, stage c + 2 is reached; when
- *              all have, every rank computes its own result from the stages
+ *     small    the data came with the calls: every rank computes its own result, done
+ *     direct   all buffers are in shared memory: rank r computes slice r of every rank's result, or
+ *              takes what belongs to its own: stage 2, done. No temporary memory
+ *     read     large buffers in private memory, where the kernel lets ranks read each other's: rank r
+ *              computes slice r of its own result: stage 2. All-reduce: it takes the other slices
+ *              from the ranks that computed them: stage 3, done
+ *     copied   otherwise: chunk c goes into half c % 2 of this rank's stage buffer: stage c + 2.
+ *              When all have reached it, every rank computes its own result from the buffers
  *
- * All of them add in rank order in fp32 and round once, so the bits do not tell which one ran. With
+ * All paths add in rank order in fp32 and round once, so results have the same bits on each. With
  * emulated links there is one more stage, which a rank reaches when its transfer is due.
  *
  * Q = 2 W slots are enough, see comm/engine_internal.h. */
@@ -9876,8 +9892,7 @@ typedef struct dtrain__slot {
     char data[DTRAIN__SMALL_BYTES];
     const char *send;
     char *recv;
-    uint64_t direct;   /* the other ranks can reach these buffers */
-    uint64_t readable; /* this rank can read everybody's, and they can read these */
+    uint64_t paths; /* bits of dtrain__path that its rank and these buffers allow */
 } dtrain__slot;
 
 /* Messages of one ordered pair of ranks, cut in cells. head - tail cells are filled. */
@@ -9895,15 +9910,14 @@ typedef struct dtrain__channel {
     dtrain__cell cells[DTRAIN__CELLS];
 } dtrain__channel;
 
-/* What one rank shows the others; all zero is the valid beginning. */
+/* The memory that one rank shows to the others; all zero is its valid beginning. */
 struct dtrain__part {
     dtrain__abort_record report; /* of the first part only: the communicator's failure */
-    uint32_t departed;           /* atomic: ranks that have destroyed the communicator ... */
-    uint32_t size;               /* ... out of so many */
+    uint32_t departed, size;     /* atomic: ranks that have destroyed the communicator; all */
     char *stage;                 /* 2 chunks, made when first needed */
-    int64_t pid;                 /* of its rank, in whose private memory */
-    const uint64_t *proof;       /* ... this address holds */
-    uint64_t proof_value;        /* ... this number */
+    int64_t pid;                 /* of its rank, which has in private memory, */
+    const uint64_t *proof;       /* at this address, */
+    uint64_t proof_value;        /* this number: others read it to see that they can */
     dtrain__part *next;          /* among this rank's retired parts */
     dtrain__channel *channels[DTRAIN_MAX_RANKS]; /* atomic; to each rank, made by the first send */
     dtrain__slot slots[DTRAIN__SLOTS];
@@ -9913,11 +9927,11 @@ typedef struct dtrain__local_comm {
     dtrain__engine base;
     dtrain__part **parts; /* (size) */
     char *scratch;        /* made when first needed */
-    uint64_t proof;       /* what others read to see that they can */
+    uint64_t proof;       /* see dtrain__part */
     bool reads;           /* this rank can read every rank's memory */
 } dtrain__local_comm;
 
-typedef enum dtrain__path { DTRAIN__DIRECT, DTRAIN__READ, DTRAIN__COPIED } dtrain__path;
+typedef enum dtrain__path { DTRAIN__COPIED = 0, DTRAIN__READ = 1, DTRAIN__DIRECT = 2 } dtrain__path;
 
 typedef struct dtrain__local_work {
     dtrain__work base;
@@ -9934,7 +9948,7 @@ static dtrain__slot *dtrain__slot_of(const dtrain__engine *base, int rank, uint6
     return &comm->parts[rank]->slots[sequence % DTRAIN__SLOTS];
 }
 
-/* ---- The ladder -------------------------------------------------------------------------------*/
+/* ---- Stages -----------------------------------------------------------------------------------*/
 
 static bool dtrain__reached(const dtrain__engine *comm, uint64_t sequence, uint32_t stage, int rank)
 {
@@ -9979,7 +9993,7 @@ static bool dtrain__read_memory(int64_t pid, const void *from, void *to, size_t 
     return true;
 }
 
-/* Say whether the kernel can read these bytes of this rank: not those that a driver has mapped. */
+/* Say whether the kernel can read these bytes of this rank; it cannot where a driver mapped them. */
 static bool dtrain__is_readable(const void *memory, size_t bytes)
 {
     char byte;
@@ -9988,8 +10002,8 @@ static bool dtrain__is_readable(const void *memory, size_t bytes)
             dtrain__read_memory(getpid(), (const char *)memory + bytes - 1, &byte, 1));
 }
 
-/* Read a number at an address that every rank has published, and compare. A kernel can forbid it
- * (yama, seccomp), a rank in another namespace has another process under this number. */
+/* Say whether this rank can read the memory of all: read each rank's proof, and compare. A kernel can
+ * forbid it (yama, seccomp), and in another namespace the pid is that of another process. */
 static bool dtrain__reads_all(const dtrain__local_comm *comm)
 {
     for (int i = 0; i < comm->base.base.size; i++) {
@@ -10002,7 +10016,7 @@ static bool dtrain__reads_all(const dtrain__local_comm *comm)
     return true;
 }
 
-/* Take bytes that another rank has. False: that rank has ended, which the wait will report, or the
+/* Read another rank's bytes. False: that rank has ended, which the wait will report, or the
  * communicator has failed. */
 static bool dtrain__fetch(dtrain__engine *comm, int rank, const char *from, char *to, size_t bytes)
 {
@@ -10017,28 +10031,33 @@ static bool dtrain__fetch(dtrain__engine *comm, int rank, const char *from, char
     return false;
 }
 
-static void dtrain__local_show(dtrain__engine *comm, dtrain__work *work)
+/* ---- Showing a call ---------------------------------------------------------------------------*/
+
+/* Say which paths this rank's buffers allow. On the direct path other ranks read `send`; they write
+ * `recv` where slices of a result are computed by different ranks. */
+static uint64_t dtrain__allowed_paths(const dtrain__engine *comm, const dtrain_collective *what)
 {
-    const dtrain_collective *what = &work->what;
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
     const dtrain_world *world = comm->base.world;
+    const size_t send_bytes = dtrain__send_bytes(what, comm->base.size);
+    const size_t recv_bytes = dtrain__recv_bytes(what, comm->base.size);
+    const bool written = !kind->cuts && !kind->joins && dtrain__gets(what, comm->base.rank);
+    const bool direct = dtrain__is_shared(world, what->send, send_bytes) &&
+                        (!written || dtrain__is_shared(world, what->recv, recv_bytes));
+    const bool read = ((const dtrain__local_comm *)comm)->reads &&
+                      send_bytes >= DTRAIN__READ_BYTES &&
+                      (direct || (dtrain__is_readable(what->send, send_bytes) &&
+                                  dtrain__is_readable(what->recv, recv_bytes)));
+    return (direct ? (uint64_t)DTRAIN__DIRECT : 0) | (read ? (uint64_t)DTRAIN__READ : 0);
+}
+
+static void dtrain__local_show(dtrain__engine *comm, dtrain__work *work)
+{
     dtrain__slot *slot = dtrain__slot_of(comm, comm->base.rank, work->sequence);
     (void)dtrain__write_shown(comm, work, &slot->shown);
-    slot->send = (const char *)what->send;
-    slot->recv = (char *)what->recv;
-    /* what other ranks would touch on the direct path: results of a slice are written to all */
-    slot->readable = !work->small && ((const dtrain__local_comm *)comm)->reads &&
-                     dtrain__send_bytes(what, comm->base.size) >= DTRAIN__READ_BYTES;
-    slot->direct =
-        !work->small &&
-        dtrain__is_shared(world, what->send, dtrain__send_bytes(what, comm->base.size)) &&
-        (kind->cuts || kind->joins ||
-         (what->kind == DTRAIN_COLLECTIVE_REDUCE && what->root != comm->base.rank) ||
-         dtrain__is_shared(world, what->recv, dtrain__recv_bytes(what, comm->base.size)));
-    if (slot->readable && !slot->direct)
-        slot->readable =
-            dtrain__is_readable(what->send, dtrain__send_bytes(what, comm->base.size)) &&
-            dtrain__is_readable(what->recv, dtrain__recv_bytes(what, comm->base.size));
+    slot->send = (const char *)work->what.send;
+    slot->recv = (char *)work->what.recv;
+    slot->paths = work->small ? 0 : dtrain__allowed_paths(comm, &work->what);
     dtrain__reach(comm, (dtrain__local_work *)work, 1);
 }
 
@@ -10051,96 +10070,81 @@ static const dtrain__shown *dtrain__local_heard(const dtrain__engine *comm, uint
 
 /* ---- The paths --------------------------------------------------------------------------------*/
 
-static void dtrain__direct_path(const dtrain__engine *comm, const dtrain__work *work)
-{
-    const dtrain_collective *what = &work->what;
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const bool whole = kind->cuts || kind->joins; /* all of this rank's own result, or a slice */
-    const char *in[DTRAIN_MAX_RANKS];
-    char *out[DTRAIN_MAX_RANKS];
-    size_t first, length;
-    int outs = 0;
-    dtrain__slice(what, comm->base.size, comm->base.rank, &first, &length);
-    if (!kind->cuts && kind->joins) first = 0; /* all-gather: of what each one gives */
-    for (int i = 0; i < comm->base.size; i++) {
-        const dtrain__slot *slot = dtrain__slot_of(comm, i, work->sequence);
-        in[i] = slot->send + first * unit;
-        if (!whole && dtrain__gets(what, i)) out[outs++] = slot->recv + first * unit;
-    }
-    if (whole) dtrain__pull(&comm->base, what, in, 0, length);
-    else if (kind->reduces) dtrain__combine(what, in, comm->base.size, out, outs, length);
-    else dtrain__combine(what, in + what->root, 1, out, outs, length);
-}
-
-/* The read path, first half of a sum: compute slice `rank` of this rank's own result (the root of a
- * reduce computes everything) from blocks of the others' parts. A block of all of them stays in a
- * cache. An all-reduce in place overwrites a slice that no other rank reads. */
-static bool dtrain__read_sum(dtrain__engine *comm, const dtrain__work *work)
+/* Compute this rank's slice of a sum or broadcast from the inputs of all: on the direct path in every
+ * rank's result, on the read path in its own, where the root of a reduce computes everything. What
+ * is read comes in blocks that stay in a cache. In place, an all-reduce overwrites a slice that no
+ * other rank reads. */
+static bool dtrain__compute_slice(dtrain__engine *comm, const dtrain__local_work *work)
 {
     dtrain__local_comm *local = (dtrain__local_comm *)comm;
-    const dtrain_collective *what = &work->what;
+    const dtrain_collective *what = &work->base.what;
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const bool direct = work->path == DTRAIN__DIRECT;
+    const int size = comm->base.size, rank = comm->base.rank;
     const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const size_t block = DTRAIN__SCRATCH_BYTES / (size_t)comm->base.size / DTRAIN__CACHE_LINE *
-                         DTRAIN__CACHE_LINE / unit;
     const char *in[DTRAIN_MAX_RANKS];
-    size_t first, length;
-    dtrain__slice(what, comm->base.size, comm->base.rank, &first, &length);
-    if (what->kind == DTRAIN_COLLECTIVE_REDUCE) {
+    char *out[DTRAIN_MAX_RANKS];
+    size_t first, length, block, count;
+    int outs = 0;
+    dtrain__slice(what, size, rank, &first, &length);
+    if (kind->rooted && !direct) {
         first = 0;
-        length = dtrain__gets(what, comm->base.rank) ? what->count : 0;
+        length = what->root == rank ? what->count : 0;
     }
     if (!length) return true; /* and recv may be NULL */
-    if (!local->scratch) {
+    if (!direct && !local->scratch) {
         local->scratch = (char *)dtrain__alloc(&comm->base.world->allocator, DTRAIN__SCRATCH_BYTES,
                                                1, "blocks of other ranks");
-        if (!local->scratch) {
-            (void)dtrain__engine_fail(&comm->base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
-            return false;
-        }
+        if (!local->scratch)
+            return dtrain__engine_fail(&comm->base, DTRAIN_ERROR_MEMORY, dtrain_last_error()) ==
+                   DTRAIN_OK;
     }
-    char *out = (char *)what->recv + (dtrain__kind_of(what->kind)->cuts ? 0 : first * unit);
-    for (size_t at = 0, count; at < length; at += count, out += count * unit) {
+    block = direct ? length
+                   : DTRAIN__SCRATCH_BYTES / (size_t)size / DTRAIN__CACHE_LINE *
+                         DTRAIN__CACHE_LINE / unit;
+    for (int i = 0; i < size; i++)
+        if (direct && !kind->cuts ? dtrain__gets(what, i) : i == rank)
+            out[outs++] = dtrain__slot_of(comm, i, work->base.sequence)->recv +
+                          (kind->cuts ? 0 : first * unit);
+    for (size_t at = 0; at < length; at += count) {
         count = length - at < block ? length - at : block;
-        for (int i = 0; i < comm->base.size; i++) {
-            const char *part = dtrain__slot_of(comm, i, work->sequence)->send + (first + at) * unit;
+        for (int i = 0; i < size; i++) {
+            in[i] = dtrain__slot_of(comm, i, work->base.sequence)->send + (first + at) * unit;
+            if (direct || i == rank) continue;
             char *copy = local->scratch + (size_t)i * block * unit;
-            in[i] = i == comm->base.rank ? part : copy;
-            if (i != comm->base.rank && !dtrain__fetch(comm, i, part, copy, count * unit))
-                return false;
+            if (!dtrain__fetch(comm, i, in[i], copy, count * unit)) return false;
+            in[i] = copy;
         }
-        dtrain__combine(what, in, comm->base.size, &out, 1, count);
+        dtrain__combine(what, kind->reduces ? in : in + what->root, kind->reduces ? size : 1, out,
+                        outs, count);
+        for (int i = 0; i < outs; i++) out[i] += count * unit;
     }
     return true;
 }
 
-/* The read path, what is not added: read the pieces that others have to where they belong, the next
- * rank's first, so that not all read the same rank. */
-static bool dtrain__read_pieces(dtrain__engine *comm, const dtrain__work *work)
+/* Take from each rank what belongs into this rank's result as it is, the next rank's first, so that
+ * not all read the same rank. */
+static bool dtrain__take_pieces(dtrain__engine *comm, const dtrain__local_work *work)
 {
-    const dtrain_collective *what = &work->what;
+    const dtrain_collective *what = &work->base.what;
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const size_t unit = dtrain_dtype_bytes(what->dtype);
     const int size = comm->base.size, own = comm->base.rank;
-    if (!dtrain__gets(what, own)) return true;
     for (int turn = 1; turn <= size; turn++) {
         const int i = (own + turn) % size;
-        const dtrain__slot *slot = dtrain__slot_of(comm, i, work->sequence);
-        size_t first, length;
-        if (!dtrain__gives(what, i)) continue;
-        dtrain__slice(what, size, i, &first, &length);
-        if (kind->rooted) { /* broadcast */
-            first = 0;
-            length = what->count;
+        const dtrain__slot *slot = dtrain__slot_of(comm, i, work->base.sequence);
+        dtrain__transfer piece;
+        if (!dtrain__transfer_of(what, size, !kind->cuts, i, own, &piece)) continue;
+        if (kind->rooted) { /* a broadcast is read from the root alone */
+            if (i != what->root) continue;
+            piece.source = piece.target = 0;
+            piece.bytes = dtrain__send_bytes(what, size);
         }
-        const char *from = kind->reduces ? slot->recv + first * unit
-                           : kind->cuts  ? slot->send + (size_t)own * what->count * unit
-                                         : slot->send;
-        char *to = (char *)what->recv + first * unit;
-        if (i != own) {
-            if (!dtrain__fetch(comm, i, from, to, length * unit)) return false;
+        const char *from = (kind->reduces ? slot->recv : slot->send) + piece.source;
+        char *to = (char *)what->recv + piece.target;
+        if (i != own && work->path == DTRAIN__READ) {
+            if (!dtrain__fetch(comm, i, from, to, piece.bytes)) return false;
         } else if (from != to) {
-            memcpy(to, from, length * unit);
+            memcpy(to, from, piece.bytes);
         }
     }
     return true;
@@ -10202,33 +10206,25 @@ static void dtrain__chunk_out(dtrain__engine *comm, const dtrain_collective *wha
 static void dtrain__choose_path(const dtrain__engine *comm, dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->base.what;
-    bool direct = true, readable = true;
-    for (int i = 0; i < comm->base.size; i++) {
-        const dtrain__slot *slot = dtrain__slot_of(comm, i, work->base.sequence);
-        direct = direct && slot->direct;
-        readable = readable && slot->readable;
-    }
+    const size_t chunk = dtrain__chunk_count(comm, what);
+    uint64_t paths = DTRAIN__DIRECT | DTRAIN__READ;
+    for (int i = 0; i < comm->base.size; i++)
+        paths &= dtrain__slot_of(comm, i, work->base.sequence)->paths;
     work->seen = comm->base.size;
-    work->path = direct ? DTRAIN__DIRECT : readable ? DTRAIN__READ : DTRAIN__COPIED;
+    work->path = paths & DTRAIN__DIRECT ? DTRAIN__DIRECT : paths ? DTRAIN__READ : DTRAIN__COPIED;
     work->final = work->path == DTRAIN__READ && what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ? 3 : 2;
-    if (work->path == DTRAIN__COPIED) {
-        const size_t chunk = dtrain__chunk_count(comm, what);
-        work->final += (uint32_t)((what->count + chunk - 1) / chunk);
-    }
+    if (work->path == DTRAIN__COPIED) work->final += (uint32_t)((what->count + chunk - 1) / chunk);
 }
 
 /* Do what follows the stage that all ranks have reached; false: it cannot be done now. */
-static bool dtrain__climb(dtrain__engine *comm, dtrain__local_work *work, bool oldest)
+static bool dtrain__next_stage(dtrain__engine *comm, dtrain__local_work *work, bool oldest)
 {
     const dtrain_collective *what = &work->base.what;
-    if (work->path == DTRAIN__DIRECT) {
-        dtrain__direct_path(comm, &work->base);
-        return true;
-    }
-    if (work->path == DTRAIN__READ)
-        return work->stage == 1 && dtrain__kind_of(what->kind)->reduces
-                   ? dtrain__read_sum(comm, &work->base)
-                   : dtrain__read_pieces(comm, &work->base);
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    if (work->path != DTRAIN__COPIED)
+        return work->stage == 1 && (kind->reduces || (work->path == DTRAIN__DIRECT && !kind->joins))
+                   ? dtrain__compute_slice(comm, work)
+                   : dtrain__take_pieces(comm, work);
     if (!oldest) return false;
     if (work->stage > 1) dtrain__chunk_out(comm, what, work->stage - 2);
     return work->stage + 1 >= work->final ||
@@ -10242,13 +10238,13 @@ static bool dtrain__local_move(dtrain__engine *comm, dtrain__work *base, bool ol
     if (!work->final) dtrain__choose_path(comm, work);
     while (dtrain__all_reached(comm, work)) {
         if (work->stage >= work->final) return true;
-        if (!dtrain__climb(comm, work, oldest)) return false;
+        if (!dtrain__next_stage(comm, work, oldest)) return false;
         dtrain__reach(comm, work, work->stage + 1);
     }
     return false;
 }
 
-/* One stage more; a small operation was at its last one when it was shown. */
+/* Reach the additional stage of emulated links. A small operation has only stage 1 before it. */
 static bool dtrain__local_meet(dtrain__engine *comm, dtrain__work *base)
 {
     dtrain__local_work *work = (dtrain__local_work *)base;
@@ -10267,29 +10263,18 @@ static dtrain__channel *dtrain__channel_of(const dtrain__engine *comm,
     return dtrain__load(&((const dtrain__local_comm *)comm)->parts[from]->channels[to]);
 }
 
-/* The other side has to do something first. */
+/* Say whether the other side has to act first. */
 static bool dtrain__message_stuck(const dtrain__engine *comm, const dtrain__local_work *work)
 {
-    const dtrain_collective *what = &work->base.what;
-    dtrain__channel *channel = dtrain__channel_of(comm, what);
-    if (!channel) return what->kind == DTRAIN_COLLECTIVE_RECV;
+    const bool sends = work->base.what.kind == DTRAIN_COLLECTIVE_SEND;
+    const dtrain__channel *channel = dtrain__channel_of(comm, &work->base.what);
+    if (!channel) return !sends;
     const uint64_t filled = dtrain__load(&channel->head) - dtrain__load(&channel->tail);
-    if (work->sent) return filled != 0;
-    return filled == (what->kind == DTRAIN_COLLECTIVE_SEND ? DTRAIN__CELLS : 0u);
+    return work->sent ? filled != 0 : filled == (sends ? DTRAIN__CELLS : 0u);
 }
 
-static dtrain_result dtrain__channel_make(dtrain__engine *comm, int to)
-{
-    void *memory;
-    if (dtrain__shared_alloc(comm->base.world, sizeof(dtrain__channel), &memory) != DTRAIN_OK)
-        return dtrain__engine_fail(&comm->base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
-    dtrain__store(&((dtrain__local_comm *)comm)->parts[comm->base.rank]->channels[to],
-                  (dtrain__channel *)memory);
-    return DTRAIN_OK;
-}
-
-/* One cell further; an empty message is one empty cell. Returns false when it has to wait for an
- * emulated link, or has failed. */
+/* Fill or empty one cell; an empty message is one empty cell. False: it has to wait for an emulated
+ * link, or the communicator has failed. */
 static bool dtrain__message_cell(dtrain__engine *comm, dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->base.what;
@@ -10322,9 +10307,14 @@ static bool dtrain__local_message(dtrain__engine *comm, dtrain__work *base)
     dtrain__local_work *work = (dtrain__local_work *)base;
     const dtrain_collective *what = &base->what;
     const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
-    if (what->kind == DTRAIN_COLLECTIVE_SEND && !dtrain__channel_of(comm, what) &&
-        dtrain__channel_make(comm, what->root) != DTRAIN_OK)
-        return false;
+    void *channel;
+    if (what->kind == DTRAIN_COLLECTIVE_SEND && !dtrain__channel_of(comm, what)) {
+        if (dtrain__shared_alloc(comm->base.world, sizeof(dtrain__channel), &channel) != DTRAIN_OK)
+            return dtrain__engine_fail(&comm->base, DTRAIN_ERROR_MEMORY, dtrain_last_error()) ==
+                   DTRAIN_OK;
+        dtrain__store(&((dtrain__local_comm *)comm)->parts[comm->base.rank]->channels[what->root],
+                      (dtrain__channel *)channel);
+    }
     while (!dtrain__message_stuck(comm, work)) {
         if (work->sent) return true;
         if (!dtrain__message_cell(comm, work)) return false;
@@ -10352,7 +10342,7 @@ static void dtrain__local_unmap(dtrain__engine *comm, void *memory, size_t bytes
     dtrain__shared_free(comm->base.world, memory);
 }
 
-/* A part outlives its rank's communicator while another member may still read its payloads. */
+/* Free retired parts: those of destroyed communicators that all members have left. */
 static void dtrain__sweep_retired(dtrain_world *world)
 {
     dtrain__part **link = &world->retired;
@@ -10369,7 +10359,6 @@ static void dtrain__sweep_retired(dtrain_world *world)
     }
 }
 
-/* The address of a half is that of its part. */
 static dtrain_result dtrain__local_make(dtrain__engine *base, int64_t *address)
 {
     dtrain__local_comm *comm = (dtrain__local_comm *)base;
@@ -10385,7 +10374,7 @@ static dtrain_result dtrain__local_make(dtrain__engine *base, int64_t *address)
     own->pid = getpid();
     own->proof = &comm->proof;
     own->proof_value = comm->proof = dtrain__now_ns() ^ (uint64_t)(uintptr_t)part;
-#ifdef PR_SET_PTRACER /* where yama guards memory: the launcher's processes may read this one's */
+#ifdef PR_SET_PTRACER /* where yama guards memory, let the launcher's processes read this one's */
     if (getppid() > 1) prctl(PR_SET_PTRACER, (unsigned long)getppid(), 0, 0, 0);
 #endif
     *address = (int64_t)(intptr_t)part;
@@ -10401,7 +10390,8 @@ static void dtrain__local_join(dtrain__engine *base, const int64_t *addresses)
     base->report = &comm->parts[0]->report;
 }
 
-/* Free private memory; a part that others know is left to those who may still read it. */
+/* Free this rank's private memory. Its part stays until every member has left, because others may
+ * still read it. */
 static void dtrain__local_release(dtrain__engine *base)
 {
     dtrain__local_comm *comm = (dtrain__local_comm *)base;
@@ -10633,22 +10623,22 @@ static uint64_t *dtrain__mpi_heard_at(const dtrain__mpi_comm *comm, uint64_t seq
 
 /* Remove completed requests. With none in flight, call MPI anyway: it may still have data of
  * completed sends to move. */
-static bool dtrain__mpi_poll(dtrain__engine *base)
+static void dtrain__mpi_poll(dtrain__engine *base)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
     int count = 0, kept = 0, class_of = MPI_SUCCESS;
     if (!comm->active && !base->queue)
         MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, comm->hub->mpi, &count, MPI_STATUS_IGNORE);
-    if (!comm->active) return false;
+    if (!comm->active) return;
     int code = MPI_Testsome(comm->active, comm->requests, &count, comm->indices, comm->statuses);
     if (code != MPI_SUCCESS) {
         MPI_Error_class(code, &class_of);
         for (int i = 0; class_of == MPI_ERR_IN_STATUS && i < count; i++)
             if (comm->statuses[i].MPI_ERROR != MPI_SUCCESS) code = comm->statuses[i].MPI_ERROR;
         dtrain__mpi_refused(comm, code, "MPI_Testsome");
-        return false;
+        return;
     }
-    if (count == MPI_UNDEFINED || count == 0) return false;
+    if (count == MPI_UNDEFINED || count == 0) return;
     for (int i = 0; i < count; i++) {
         const dtrain__mpi_token *token = &comm->tokens[comm->indices[i]];
         const uint64_t sequence = token->work->base.sequence;
@@ -10662,7 +10652,6 @@ static bool dtrain__mpi_poll(dtrain__engine *base)
     }
     comm->active = kept;
     base->base.world->moves++;
-    return true;
 }
 
 /* ---- Records ----------------------------------------------------------------------------------*/
@@ -10713,27 +10702,28 @@ static size_t dtrain__mpi_chunk(const dtrain__mpi_comm *comm, const dtrain_colle
     return kind->joins ? DTRAIN__MPI_MESSAGE_BYTES : comm->chunk_bytes;
 }
 
-/* Find chunk c of the slice that `owner` reduces: *first is the slice's offset, *at the chunk's in
- * it. Return its bytes; 0: the slice has fewer chunks. */
-static size_t dtrain__mpi_cut(const dtrain__mpi_comm *comm, const dtrain_collective *what,
-                              int owner, size_t c, size_t *first, size_t *at)
+/* Find chunk c of a transfer; false: it is nothing, or has fewer chunks. */
+static bool dtrain__mpi_chunk_of(const dtrain__mpi_comm *comm, const dtrain_collective *what,
+                                 bool results, int from, int to, size_t c, dtrain__transfer *chunk)
 {
-    const size_t unit = dtrain_dtype_bytes(what->dtype), each = dtrain__mpi_chunk(comm, what);
-    size_t length;
-    dtrain__slice(what, comm->base.base.size, owner, first, &length);
-    *first *= unit;
-    *at = c * each;
-    length *= unit;
-    return *at >= length ? 0 : length - *at < each ? length - *at : each;
+    const size_t each = dtrain__mpi_chunk(comm, what), at = c * each;
+    if (!dtrain__transfer_of(what, comm->base.base.size, results, from, to, chunk)) return false;
+    if (at >= chunk->bytes) return false;
+    chunk->source += at;
+    chunk->target += at;
+    chunk->bytes = chunk->bytes - at < each ? chunk->bytes - at : each;
+    return true;
 }
 
-/* Return the address of a chunk's sum: in recv, if this rank receives it, else in temporary. */
-static char *dtrain__mpi_sum(const dtrain__mpi_comm *comm, const dtrain_collective *what,
-                             size_t first, size_t at)
+/* Return the address of chunk c of this rank's sum: in recv, if this rank receives it, else in
+ * temporary. */
+static char *dtrain__mpi_sum(const dtrain__mpi_comm *comm, const dtrain_collective *what, size_t c,
+                             size_t offset)
 {
     const int rank = comm->base.base.rank;
     if (!dtrain__gets(what, rank)) return comm->temporary + (size_t)rank * comm->chunk_bytes;
-    return (char *)what->recv + (dtrain__kind_of(what->kind)->cuts ? 0 : first) + at;
+    return (char *)what->recv +
+           (dtrain__kind_of(what->kind)->cuts ? c * comm->chunk_bytes : offset);
 }
 
 /* Post the send or the receive of chunk c between `from` and `to`, one of which is this rank;
@@ -10742,28 +10732,20 @@ static void dtrain__mpi_post_chunk(dtrain__mpi_comm *comm, dtrain__mpi_work *wor
                                    int from, int to, size_t c)
 {
     const dtrain_collective *what = &work->base.what;
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const bool sends = from == comm->base.base.rank;
-    const int peer = sends ? to : from;
-    char *send = (char *)(uintptr_t)what->send, *recv = (char *)what->recv, *place;
-    size_t first, at;
-    if (results ? kind->cuts || !dtrain__gets(what, to)
-                : (kind->joins && !kind->cuts) || !dtrain__gives(what, from))
-        return;
-    const size_t bytes = dtrain__mpi_cut(comm, what, results ? from : to, c, &first, &at);
-    if (!bytes) return;
-    if (sends && !results) place = send + first + at;
-    else if (sends && kind->joins) place = send + at;
-    else if (sends && kind->reduces) place = dtrain__mpi_sum(comm, what, first, at);
-    else if (!results && kind->reduces) place = comm->temporary + (size_t)peer * comm->chunk_bytes;
-    else if (!results && kind->joins)
-        place = recv + (size_t)peer * what->count * dtrain_dtype_bytes(what->dtype) + at;
-    else place = recv + first + at;
-    dtrain__mpi_post(comm, work,
-                     sends     ? DTRAIN__SENT
-                     : results ? DTRAIN__RESULT_IN
-                               : DTRAIN__PART_IN,
-                     DTRAIN__TAG_ROUND, peer, place, bytes);
+    const bool reduces = dtrain__kind_of(what->kind)->reduces;
+    dtrain__transfer chunk;
+    if (!dtrain__mpi_chunk_of(comm, what, results, from, to, c, &chunk)) return;
+    if (from == comm->base.base.rank)
+        dtrain__mpi_post(comm, work, DTRAIN__SENT, DTRAIN__TAG_ROUND, to,
+                         results && reduces ? dtrain__mpi_sum(comm, what, c, chunk.source)
+                                            : (char *)(uintptr_t)what->send + chunk.source,
+                         chunk.bytes);
+    else
+        dtrain__mpi_post(comm, work, results ? DTRAIN__RESULT_IN : DTRAIN__PART_IN,
+                         DTRAIN__TAG_ROUND, from,
+                         !results && reduces ? comm->temporary + (size_t)from * comm->chunk_bytes
+                                             : (char *)what->recv + chunk.target,
+                         chunk.bytes);
 }
 
 /* Add up chunk c of this rank's slice, after all its parts have arrived. */
@@ -10772,15 +10754,14 @@ static void dtrain__mpi_combine(const dtrain__mpi_comm *comm, const dtrain_colle
 {
     const int rank = comm->base.base.rank;
     const char *in[DTRAIN_MAX_RANKS];
-    size_t first, at;
-    const size_t bytes = dtrain__mpi_cut(comm, what, rank, c, &first, &at);
-    if (!bytes) return;
+    dtrain__transfer chunk;
+    if (!dtrain__mpi_chunk_of(comm, what, false, rank, rank, c, &chunk)) return;
     for (int i = 0; i < comm->base.base.size; i++)
         in[i] = comm->temporary + (size_t)i * comm->chunk_bytes;
-    in[rank] = (const char *)what->send + first + at;
-    char *out = dtrain__mpi_sum(comm, what, first, at);
+    in[rank] = (const char *)what->send + chunk.source;
+    char *out = dtrain__mpi_sum(comm, what, c, chunk.source);
     dtrain__combine(what, in, comm->base.base.size, &out, 1,
-                    bytes / dtrain_dtype_bytes(what->dtype));
+                    chunk.bytes / dtrain_dtype_bytes(what->dtype));
 }
 
 /* Copy this rank's own part of an all-gather or all-to-all. */
@@ -10874,24 +10855,24 @@ static bool dtrain__mpi_message(dtrain__engine *base, dtrain__work *work)
 
 /* ---- Memory, failure, life --------------------------------------------------------------------*/
 
+static size_t dtrain__mpi_pages(size_t bytes)
+{
+    const size_t most = SIZE_MAX / 2;
+    return dtrain__round_up(bytes < 1 ? 1 : bytes < most ? bytes : most, dtrain__page_bytes());
+}
+
 static dtrain_result dtrain__mpi_map(dtrain__engine *comm, size_t asked, void **out)
 {
-    dtrain_world *world = comm->base.world;
-    const size_t most = SIZE_MAX / 2, bytes = dtrain__round_up(asked < 1      ? 1
-                                                               : asked < most ? asked
-                                                                              : most,
-                                                               dtrain__page_bytes());
+    const size_t bytes = dtrain__mpi_pages(asked);
     *out = NULL;
-    DTRAIN__TRY(dtrain_device_check_limit(world->device, bytes));
-    DTRAIN__TRY(dtrain__promise(world->control, bytes));
+    DTRAIN__TRY(dtrain__promise(comm->base.world, bytes));
     void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) {
-        __atomic_fetch_sub(&world->control->promised, (uint64_t)bytes, __ATOMIC_ACQ_REL);
+        dtrain__unpromise(comm->base.world, bytes);
         return dtrain_fail(DTRAIN_ERROR_MEMORY, "communicator memory: no %zu bytes: %s", bytes,
                            strerror(errno));
     }
-    dtrain_device_account(world->device, &world->device->comm_bytes, bytes);
     *out = memory;
     return DTRAIN_OK;
 }
@@ -10899,11 +10880,9 @@ static dtrain_result dtrain__mpi_map(dtrain__engine *comm, size_t asked, void **
 /* Unmap memory, except after a failure: MPI may still write to it. */
 static void dtrain__mpi_unmap(dtrain__engine *comm, void *memory, size_t asked)
 {
-    dtrain_world *world = comm->base.world;
-    const size_t bytes = dtrain__round_up(asked ? asked : 1, dtrain__page_bytes());
+    const size_t bytes = dtrain__mpi_pages(asked);
     if (!((dtrain__mpi_comm *)comm)->hub->failed) munmap(memory, bytes);
-    __atomic_fetch_sub(&world->control->promised, (uint64_t)bytes, __ATOMIC_ACQ_REL);
-    world->device->comm_bytes -= bytes;
+    dtrain__unpromise(comm->base.world, bytes);
 }
 
 /* Report a failure to the world. The first report is kept, and fails all communicators. */
@@ -11086,10 +11065,8 @@ static dtrain_result dtrain__mpi_thread_start(dtrain__mpi_hub *hub)
 /* Tell whether that many calls of the thread have returned; if not, sleep a moment. */
 static bool dtrain__mpi_returned(const dtrain__mpi_hub *hub, uint32_t calls)
 {
-    struct timespec nap;
+    const struct timespec nap = {0, 1000000};
     if (dtrain__load(&hub->thread->returned) >= calls) return true;
-    nap.tv_sec = 0;
-    nap.tv_nsec = 1000000;
     nanosleep(&nap, NULL);
     return false;
 }
@@ -11202,15 +11179,6 @@ static dtrain_result dtrain__mpi_verdict(const dtrain__mpi_hello *all, int size)
     return DTRAIN_OK;
 }
 
-/* Duplicate MPI_COMM_WORLD, which keeps the host's messages apart from these, without blocking. */
-static dtrain_result dtrain__mpi_duplicate(dtrain_world *world, dtrain__mpi_hub *hub)
-{
-    hub->code = MPI_Comm_idup(MPI_COMM_WORLD, &hub->mpi, &hub->request);
-    DTRAIN__TRY(dtrain__mpi_await(world, hub, "MPI_Comm_idup", dtrain__mpi_request_done));
-    MPI_Comm_set_errhandler(hub->mpi, MPI_ERRORS_RETURN);
-    return DTRAIN_OK;
-}
-
 DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_hub *hub)
 {
     dtrain__mpi_hello mine, all[DTRAIN_MAX_RANKS];
@@ -11221,7 +11189,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_
     DTRAIN__TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
     DTRAIN__TRY(dtrain__mpi_verdict(all, world->size));
     for (int i = 0; i < world->size; i++) hub->ranks[i] = all[i].rank;
-    return dtrain__mpi_duplicate(world, hub);
+    /* A duplicate keeps the program's messages apart from these. */
+    hub->code = MPI_Comm_idup(MPI_COMM_WORLD, &hub->mpi, &hub->request);
+    DTRAIN__TRY(dtrain__mpi_await(world, hub, "MPI_Comm_idup", dtrain__mpi_request_done));
+    MPI_Comm_set_errhandler(hub->mpi, MPI_ERRORS_RETURN);
+    return DTRAIN_OK;
 }
 
 /* Tell whether all ranks have ended without an error: only then can MPI be finalized. */

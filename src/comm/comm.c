@@ -88,18 +88,8 @@ DTRAIN__PRIVATE uint64_t dtrain__wire_bytes(const dtrain_collective *what, int s
            (bytes / n * (n - 1) + bytes % n * (n - 1) / n);
 }
 
-static void dtrain__count_operation(dtrain_comm *comm, const dtrain_collective *what, uint64_t now)
-{
-    comm->info.operation_count++;
-    comm->info.payload_bytes += dtrain__send_bytes(what, comm->size);
-    const uint64_t bytes = dtrain__wire_bytes(what, comm->size);
-    comm->info.wire_bytes += bytes;
-    comm->info.kind_bytes[what->kind] += bytes;
-    if (!comm->flight_since) comm->flight_since = now;
-}
-
 /* End the time in flight at `now`, if nothing is in flight any more. */
-DTRAIN__PRIVATE void dtrain__comm_landed(dtrain_comm *comm, uint64_t now)
+DTRAIN__PRIVATE void dtrain__comm_idle(dtrain_comm *comm, uint64_t now)
 {
     if (comm->in_flight || !comm->flight_since) return;
     comm->flight_ns += now - comm->flight_since;
@@ -111,15 +101,16 @@ static dtrain_result dtrain__comm_leave(dtrain_comm *comm, uint64_t entered, dtr
 {
     const uint64_t now = dtrain__leave(comm->world, result);
     comm->inside_ns += now - entered;
-    dtrain__comm_landed(comm, now);
+    dtrain__comm_idle(comm, now);
     return result;
 }
 
-/* Record the begin of an operation, and return the number of its event. */
-static uint64_t dtrain__comm_record(dtrain_comm *comm, const dtrain_collective *what)
+/* Count an operation, record its begin, and return the number of its event. */
+static uint64_t dtrain__comm_record(dtrain_comm *comm, const dtrain_collective *what, uint64_t now)
 {
     const bool message =
         what->kind == DTRAIN_COLLECTIVE_SEND || what->kind == DTRAIN_COLLECTIVE_RECV;
+    const uint64_t bytes = dtrain__wire_bytes(what, comm->size);
     const dtrain__comm_call call = {dtrain__kind_of(what->kind)->name,
                                     message ? 0 : ++comm->started,
                                     what->count,
@@ -129,6 +120,11 @@ static uint64_t dtrain__comm_record(dtrain_comm *comm, const dtrain_collective *
                                     what->root,
                                     (uint8_t)what->dtype,
                                     (uint8_t)what->op};
+    comm->info.operation_count++;
+    comm->info.payload_bytes += dtrain__send_bytes(what, comm->size);
+    comm->info.wire_bytes += bytes;
+    comm->info.kind_bytes[what->kind] += bytes;
+    if (!comm->flight_since) comm->flight_since = now;
     return dtrain__call_queued(comm->world, &call);
 }
 
@@ -170,8 +166,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, cons
     if (result != DTRAIN_OK) {
         result = comm->ops->fail(comm, result, dtrain_last_error());
     } else {
-        dtrain__count_operation(comm, &what, entered);
-        const uint64_t event = dtrain__comm_record(comm, &what);
+        const uint64_t event = dtrain__comm_record(comm, &what, entered);
         result = comm->ops->start(comm, &what, &started);
         if (started) started->event = event;
         if (result == DTRAIN_OK && work) *work = started;

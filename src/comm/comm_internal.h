@@ -21,6 +21,12 @@ typedef struct dtrain__shown {
     int32_t root;
 } dtrain__shown;
 
+/* Bytes that one rank sends to another: from this offset of its send buffer or, results that were
+ * computed, of its receive buffer; to that offset of the other's receive buffer. */
+typedef struct dtrain__transfer {
+    size_t source, target, bytes;
+} dtrain__transfer;
+
 /* comm/backend.c: the world's communicator, which a rank's life makes and ends */
 DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world);
@@ -29,7 +35,7 @@ DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world);
 /* comm/comm.c */
 DTRAIN__PRIVATE uint64_t dtrain__wire_bytes(const dtrain_collective *what, int size);
 DTRAIN__PRIVATE int dtrain__world_rank(const dtrain_comm *comm, int rank);
-DTRAIN__PRIVATE void dtrain__comm_landed(dtrain_comm *comm, uint64_t now);
+DTRAIN__PRIVATE void dtrain__comm_idle(dtrain_comm *comm, uint64_t now);
 DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, const void *send,
                                           void *recv, size_t count, dtrain_dtype dtype, uint32_t op,
                                           int root, dtrain_work **work);
@@ -50,6 +56,8 @@ DTRAIN__PRIVATE void dtrain__pull(const dtrain_comm *comm, const dtrain_collecti
                                   const char *const *in, size_t first, size_t count);
 DTRAIN__PRIVATE void dtrain__slice(const dtrain_collective *what, int size, int rank, size_t *first,
                                    size_t *length);
+DTRAIN__PRIVATE bool dtrain__transfer_of(const dtrain_collective *what, int size, bool results,
+                                         int from, int to, dtrain__transfer *transfer);
 
 /* comm/flight.c */
 DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char *directory);

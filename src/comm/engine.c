@@ -17,8 +17,7 @@
 
 /* ---- What ranks call --------------------------------------------------------------------------*/
 
-/* Write what this rank calls, and its small input behind it, where a transport wants it; return the
- * bytes of both. */
+/* Write what this rank calls, and behind it its input if that is small; return the bytes of both. */
 DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain__engine *comm, const dtrain__work *work,
                                            dtrain__shown *at)
 {
@@ -77,8 +76,8 @@ static dtrain_result dtrain__compare(dtrain__engine *comm, const dtrain__work *w
                                 a, comm->base.world_ranks[second], b);
 }
 
-/* Say whether all ranks have been heard and call the same. The first rank that calls something else
- * than the first one of all is named, by whoever finds it. */
+/* Say whether all ranks have been heard and call the same. If not, the sentence names rank 0 and the
+ * first rank that calls something else. */
 static bool dtrain__engine_agree(dtrain__engine *comm, dtrain__work *work)
 {
     for (; work->heard < comm->base.size; work->heard++) {
@@ -89,14 +88,13 @@ static bool dtrain__engine_agree(dtrain__engine *comm, dtrain__work *work)
         (void)dtrain__compare(comm, work, 0, work->heard ? work->heard : comm->base.rank);
         return false;
     }
-    /* A rank that gave up has taken its buffers back; a small input was copied and is still
-     * good. */
+    /* After a failure other ranks may have freed their buffers; small inputs are copies. */
     if (!work->small && dtrain__load(&comm->report->state))
         (void)dtrain__engine_fail(&comm->base, DTRAIN_OK, "");
     return !comm->failed;
 }
 
-/* Compute this rank's result from the inputs that came along with the calls. */
+/* Compute this rank's result from the inputs that ranks have shown with their calls. */
 static void dtrain__small_result(const dtrain__engine *comm, const dtrain__work *work)
 {
     const dtrain_collective *what = &work->what;
@@ -115,8 +113,8 @@ static void dtrain__small_result(const dtrain__engine *comm, const dtrain__work 
 
 /* ---- Progress ---------------------------------------------------------------------------------*/
 
-/* Move one collective as far as it goes without waiting; true when it is done. Ranks agree in the
- * order of the sequence numbers, because emulated links carry in that order. */
+/* Move one collective as far as it goes without waiting; true when it is done. Ranks agree on
+ * collectives in the order of their numbers, because emulated links carry them in that order. */
 static bool dtrain__collective_advance(dtrain__engine *comm, dtrain__work *work, uint64_t oldest)
 {
     const dtrain__transport *transport = comm->transport;
@@ -162,15 +160,12 @@ static void dtrain__engine_advance(dtrain__engine *comm)
     uint64_t oldest = 0; /* sequence of the first collective that is not done */
     dtrain__work **link = &comm->queue;
     if (comm->failed) return;
-    if (comm->transport->poll && !comm->transport->poll(comm) && !comm->stirred) return;
-    comm->stirred = false;
+    if (comm->transport->poll) comm->transport->poll(comm);
     while (!comm->failed && *link) {
         dtrain__work *work = *link;
         if (!oldest) oldest = work->sequence;
-        if (comm->staged && work->state == DTRAIN__QUEUED && !dtrain__copied_in(comm, work)) {
-            comm->stirred = true; /* later ones stand behind it on the copy stream */
-            return;
-        }
+        if (comm->staged && work->state == DTRAIN__QUEUED && !dtrain__copied_in(comm, work))
+            return; /* the copies of later ones come after it on the copy stream */
         const bool done = work->sequence ? dtrain__collective_advance(comm, work, oldest)
                                          : dtrain__message_advance(comm, work);
         if (comm->failed) return;
@@ -193,27 +188,27 @@ static void dtrain__engine_advance(dtrain__engine *comm)
     }
 }
 
-/* A rank that waits in one communicator keeps the others going: two ranks may wait for the same two
- * operations in opposite order, each in the communicator that the other one advances last. */
+/* Advance all communicators, `comm` first. Two ranks may wait for two operations in opposite order;
+ * if each advanced only the communicator that it waits in, neither operation would be done. */
 static void dtrain__engine_advance_all(dtrain__engine *comm)
 {
     dtrain__engine_advance(comm);
     for (dtrain__engine *other = comm->base.world->comms; other; other = other->next) {
         if (other == comm || !other->queue) continue;
         dtrain__engine_advance(other);
-        if (!other->queue) dtrain__comm_landed(&other->base, dtrain__now_ns());
+        if (!other->queue) dtrain__comm_idle(&other->base, dtrain__now_ns());
     }
 }
 
 /* ---- Failure
  *
- * The first rank that finds something wrong writes it into a report that all ranks can read;
- * everybody returns that. */
+ * The first rank that finds something wrong writes it into a report that all ranks can read; every
+ * rank returns that error. */
 
-/* Return the failure that stands, after it was published. Nothing in flight will be finished.
+/* Return the published failure, after dropping all operations of the communicators that it is about.
  *
- * The rank that was to write the sentence may have died between its two stores: then the record of
- * deaths, which is some 100 us behind, names it. */
+ * The rank that writes the report may have died before it was complete: then its exit record, which
+ * is written some 100 us later, says so. */
 static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
 {
     const dtrain__abort_record *report = comm->report;
@@ -235,9 +230,9 @@ static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
     }
     if (!world->caused_by) world->caused_by = 1 + report->rank;
     const dtrain_result code = (dtrain_result)report->code;
-    const bool everybodys = code == DTRAIN_ERROR_MISMATCH || code == DTRAIN_ERROR_TIMEOUT ||
-                            code == DTRAIN_ERROR_PEER || report->rank == world->rank;
-    if (everybodys) return dtrain_fail(code, "%s", report->text);
+    if (report->rank == world->rank || code == DTRAIN_ERROR_MISMATCH ||
+        code == DTRAIN_ERROR_TIMEOUT || code == DTRAIN_ERROR_PEER)
+        return dtrain_fail(code, "%s", report->text);
     return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d had to give up: %s", report->rank, report->text);
 }
 
@@ -275,7 +270,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_failf(dtrain__engine *comm, dtrain_
     return dtrain__engine_fail(&comm->base, code, text);
 }
 
-/* Compare what was sent with what this receiver asks for. */
+/* Fail unless a message has the count and dtype that this receiver asks for. */
 DTRAIN__PRIVATE bool dtrain__message_agrees(dtrain__engine *comm, const dtrain__work *work,
                                             const dtrain__shown *sent)
 {
@@ -291,10 +286,10 @@ DTRAIN__PRIVATE bool dtrain__message_agrees(dtrain__engine *comm, const dtrain__
     return false;
 }
 
-/* ---- What a wait is waiting for ---------------------------------------------------------------*/
+/* ---- Which ranks a wait is for ----------------------------------------------------------------*/
 
-/* The sequence number of a rank's latest collective, for messages. All ranks have shown what this
- * one has finished, and nobody is more than a window ahead of anybody. */
+/* Find the sequence number of a rank's latest collective, for error sentences. All ranks have shown
+ * what this one has finished, and no rank is more than a window ahead of another. */
 static uint64_t dtrain__last_sequence(const dtrain__engine *comm, int rank)
 {
     const dtrain__work *work = comm->queue;
@@ -307,7 +302,7 @@ static uint64_t dtrain__last_sequence(const dtrain__engine *comm, int rank)
     return last;
 }
 
-/* What keeps `work` from being done: an older collective, maybe. */
+/* Find the operation that must be done before `work` can be: the oldest collective, or itself. */
 static const dtrain__work *dtrain__blocking(const dtrain__engine *comm, const dtrain__work *work)
 {
     const dtrain__work *first = work->sequence ? comm->queue : work;
@@ -323,7 +318,7 @@ static bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *wo
     return !comm->transport->heard(comm, work->sequence, rank);
 }
 
-/* "collective #17 (all-reduce sum f32 count 4)"; sequence 0: a message. */
+/* Name an operation: "collective #17 (all-reduce sum f32 count 4)", "send f32 count 4 peer 1". */
 static void dtrain__name_work(const dtrain__work *work, char *text, size_t room)
 {
     char name[80];
@@ -332,14 +327,14 @@ static void dtrain__name_work(const dtrain__work *work, char *text, size_t room)
     else snprintf(text, room, "collective #%llu (%s)", (unsigned long long)work->sequence, name);
 }
 
-/* The rarer checks of a wait: has another rank failed the communicator, called something else,
- * left? How a rank ended is read before its progress: what it did before leaving counts. */
+/* Make the rarer checks of a wait: has another rank failed the communicator, called something else,
+ * left? Read whether a rank has left before reading its progress, as what it did before counts. */
 static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__work *waited)
 {
     const dtrain__work *work = dtrain__blocking(comm, waited);
     const int *world = comm->base.world_ranks, rank = comm->base.rank;
     const uint64_t now = dtrain__now_ns();
-    int waits = -1; /* for this rank of the world: if there is one, for one that does not wait */
+    int waits = -1; /* for this rank of the world, if possible for one that waits for none itself */
     char name[128];
     if (dtrain__load(&comm->report->state)) return dtrain__engine_standing(comm);
     for (int i = 0; i < comm->base.size; i++) {
@@ -365,7 +360,7 @@ static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__
     return DTRAIN_OK;
 }
 
-/* List the ranks that are behind, where `work` waits for them or for ranks that do:
+/* List the ranks that `work` waits for, and where these wait themselves, for whom:
  * "rank 2 (its last was #16)", "rank 3, which waits for rank 2 (its last was #16)". */
 static void dtrain__list_behind(const dtrain__engine *comm, const dtrain__work *work, char *list,
                                 size_t room)
@@ -373,7 +368,7 @@ static void dtrain__list_behind(const dtrain__engine *comm, const dtrain__work *
     const int size = comm->base.size, *world = comm->base.world_ranks;
     bool listed[DTRAIN_MAX_RANKS] = {false};
     size_t used = 0;
-    for (int k = 0; k < 2 * size && used + 96 < room; k++) { /* first those it waits for itself */
+    for (int k = 0; k < 2 * size && used + 96 < room; k++) { /* first those that do not wait */
         const int i = k % size;
         if (!dtrain__waits_for(comm, work, i)) continue;
         const int end = dtrain__behind(comm->base.world, world[i]),
@@ -438,7 +433,7 @@ static dtrain__work *dtrain__work_at(const dtrain__engine *comm, dtrain__work *b
     return (dtrain__work *)(void *)((char *)block + i * comm->transport->work_bytes);
 }
 
-/* Make a block of works: one is enough, unless very many handles are kept open. */
+/* Make a block of works; one is enough, unless more handles than a window are kept. */
 static dtrain_result dtrain__more_works(dtrain__engine *comm)
 {
     dtrain__work *block =
@@ -456,7 +451,7 @@ static dtrain_result dtrain__more_works(dtrain__engine *comm)
     return DTRAIN_OK;
 }
 
-/* Take a work that is idle and fill it. */
+/* Take an idle work and fill it. */
 static dtrain_result dtrain__work_take(dtrain__engine *comm, const dtrain_collective *what,
                                        dtrain__work **out)
 {
@@ -511,7 +506,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
     *comm->queue_end = work;
     comm->queue_end = &work->next;
     base->in_flight++;
-    comm->stirred = true;
     dtrain__engine_advance(comm);
     if (comm->failed && !work->done) {
         dtrain__recycle(comm, work);
@@ -521,10 +515,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
     return DTRAIN_OK;
 }
 
-/* The rarer half of a wait, after dtrain__wait_poll said `turn`. The sentence of a peer's death
- * becomes that of the communicator. Before anything is given up, what the others did until they
- * failed or left is looked at once more: it may be all that was needed. */
-static void dtrain__engine_look(dtrain__engine *comm, const dtrain__work *work, dtrain_result turn)
+/* Make the rarer checks of a wait, after dtrain__wait_poll returned `turn`, and fail the communicator
+ * if they say so. Before that, advance once more: what other ranks did until they failed or left may
+ * be all that was needed. */
+static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *work, dtrain_result turn)
 {
     char text[DTRAIN__ERROR_BYTES] = "";
     if (turn == DTRAIN_ERROR_PEER) snprintf(text, sizeof text, "%s", dtrain_last_error());
@@ -546,7 +540,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
         if (work->done || comm->failed) break;
         const dtrain_result turn = dtrain__node_ranks(world) ? dtrain__emulated_turn(world, &wait)
                                                              : dtrain__wait_turn(world, &wait);
-        if (wait.polled) dtrain__engine_look(comm, work, turn); /* may set failed */
+        if (wait.polled) dtrain__engine_check(comm, work, turn); /* may set failed */
     }
     dtrain_result result = work->done ? DTRAIN_OK : dtrain__engine_standing(comm);
     if (work->done && comm->staged) {
@@ -555,7 +549,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
             result = dtrain__engine_fail(&comm->base, result, dtrain_last_error());
     }
     dtrain__recycle(comm, work);
-    dtrain__failed(world, result); /* while it can be read for whom this rank waits */
     if (result == DTRAIN_OK && wait.last_ns) dtrain__set_waits(world, -1);
     return result;
 }
@@ -567,7 +560,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_test(dtrain_work *base, bool *done)
     dtrain__wait wait = dtrain__wait_begin();
     if (!work->done) dtrain__engine_advance_all(comm);
     if (!work->done && !comm->failed)
-        dtrain__engine_look(comm, work, dtrain__wait_poll(comm->base.world, &wait));
+        dtrain__engine_check(comm, work, dtrain__wait_poll(comm->base.world, &wait));
     *done = work->done || comm->failed;
     return work->done || !comm->failed ? DTRAIN_OK : dtrain__engine_standing(comm);
 }
@@ -594,8 +587,7 @@ DTRAIN__PRIVATE void dtrain__engine_free(dtrain_comm *base, void *memory, size_t
     else comm->transport->unmap(comm, memory, bytes);
 }
 
-/* Give back private memory; operations in flight are dropped, because nobody here waits for them
- * any more. */
+/* Free this rank's half of a communicator. Operations in flight are dropped. */
 DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base)
 {
     dtrain__engine *comm = (dtrain__engine *)base;
@@ -619,8 +611,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base)
     return DTRAIN_OK;
 }
 
-/* Make this rank's half of a communicator; NULL and an address of 0 when that fails. The other
- * ranks are not known to it until `join`. */
+/* Make this rank's half of a communicator; NULL and an address of 0 when that fails. It does not
+ * know the other ranks until `join`. */
 static dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_ops *ops,
                                          const dtrain__transport *transport, int size, int rank,
                                          dtrain__engine **out, int64_t *address)
@@ -678,11 +670,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, const d
     return DTRAIN_OK;
 }
 
-/* Split in two exchanges: colors and keys; then the address of each rank's half, or that it has
- * none, in which case no rank gets a communicator: half a group would wait for ever.
+/* Split in two exchanges: colors and keys; then the address of each rank's half, 0 where it could not
+ * be made. Then no rank gets a communicator: a group without one of its ranks would wait for ever.
  *
- * The new communicator has a number that no member has given to another one; groups of one split
- * have no pair of ranks in common and may share it. */
+ * The new communicator has a number that no member has used; the groups of one split share it, as no
+ * two ranks are in two of them. */
 DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color, int key,
                                                    dtrain_comm **out)
 {

@@ -48,14 +48,13 @@ typedef struct dtrain__engine dtrain__engine;
 typedef struct dtrain__work dtrain__work;
 typedef struct dtrain__bounce dtrain__bounce; /* comm/staged.c */
 
-/* A transport. No function waits. Each step of an operation that the engine does not see is counted
- * in world->moves, because waits sleep longer while nothing moves. Functions that can fail report
- * it through dtrain__engine_fail, after which comm->failed is set and the engine calls none but
- * unmap and release. */
+/* A transport. No function waits. Each one that moves an operation on counts that in world->moves,
+ * because waits sleep longer while nothing moves. Functions that can fail report it through
+ * dtrain__engine_fail; then comm->failed is set, and the engine calls none but unmap and release. */
 typedef struct dtrain__transport {
     size_t comm_bytes, work_bytes; /* of its own structs, which begin with those of the engine */
-    uint64_t grace_ns;             /* how much later than the news that a rank has left the data
-                                      may come that this rank sent before */
+    uint64_t grace_ns;             /* data that a rank sent before it left may arrive so much later
+                                      than the news that it has left */
 
     /* Show all ranks what this rank calls: dtrain__write_shown in memory that reaches them. */
     void (*show)(dtrain__engine *comm, dtrain__work *work);
@@ -74,20 +73,20 @@ typedef struct dtrain__transport {
     dtrain_result (*map)(dtrain__engine *comm, size_t bytes, void **out);
     void (*unmap)(dtrain__engine *comm, void *memory, size_t bytes);
 
-    /* Set up this rank's half of a communicator. *address is what the other ranks need to know of
-     * it, not 0; join gets those of all ranks, in rank order, and sets comm->report. release frees
-     * what make has made, as far as other ranks do not use it; without join it was known to nobody.
-     * The world's communicator has number 0, is made first and released last. */
+    /* Set up this rank's half of a communicator. *address, not 0, is sent to the other ranks; join
+     * gets the addresses of all ranks, in rank order, and sets comm->report. release frees what make
+     * has made and other ranks do not use; before join none of them can. The world's communicator
+     * has number 0, is made first and released last. */
     dtrain_result (*make)(dtrain__engine *comm, int64_t *address);
     void (*join)(dtrain__engine *comm, const int64_t *addresses);
     void (*release)(dtrain__engine *comm);
 
-    /* Optional: take in what has arrived. False: nothing has, and the queue need not be visited. */
-    bool (*poll)(dtrain__engine *comm);
+    /* Optional: take in what has arrived. */
+    void (*poll)(dtrain__engine *comm);
     /* Optional, for emulated links: say that this rank's transfer is over; true when all are. */
     bool (*meet)(dtrain__engine *comm, dtrain__work *work);
-    /* Optional: make the failure known to all ranks, unless one is known already, so that
-     * comm->report is filled on every rank. NULL: the report is in memory that they share. */
+    /* Optional: fill comm->report on every rank, unless a failure is known already. NULL: the report
+     * is in memory that ranks share. */
     void (*publish)(dtrain__engine *comm, dtrain_result code, const char *text);
 } dtrain__transport;
 
@@ -106,7 +105,7 @@ struct dtrain__work {
     dtrain_collective what;   /* as the transport moves it: its buffers are host memory */
     dtrain__shown shown;
     uint64_t sequence; /* collectives: from 1, the same on all ranks; messages: 0 */
-    int heard;         /* ranks below it have been heard, and call the same */
+    int heard;         /* all ranks below this one have been heard, and call the same */
     dtrain__state state;
     bool small, done;
     uint64_t last_started_ns; /* of the rank that started it last; emulated links only */
@@ -118,7 +117,6 @@ struct dtrain__engine {
     const dtrain__transport *transport;
     dtrain__engine *next;             /* in world->comms */
     bool failed;                      /* comm->report says why */
-    bool stirred;                     /* the queue must be visited whatever poll says */
     dtrain__abort_record *report;     /* the first failure; who shares it fails together */
     uint64_t sequence;                /* of the collective started last */
     uint64_t agreed;                  /* of the collective agreed on last */

@@ -3,22 +3,22 @@
  * Each rank owns one "part" of a communicator in shared memory and is the only one to write it:
  *
  *     part of rank r   | report | stage, channels | slot 0 | slot 1 | ... | slot Q-1 |
- *     slot s % Q       | progress = (s, stage) | call and pointers of operation s | payload |
+ *     slot s % Q       | progress = (s, stage) | call and buffers of operation s | small data |
  *
- * An operation is a ladder of stages. "To reach" a stage is to store it in one's slot (release); to
- * go on, a rank looks until all ranks have reached it (acquire). Stage 1 says what is being called;
- * when all are there and agree, one of four paths is taken, the same on every rank:
+ * An operation has numbered stages. A rank that has done its share of a stage "reaches" it: it stores
+ * the number in its slot (release). It goes on when all ranks have reached the stage (acquire). At
+ * stage 1 a rank shows its call. When all have, and agree, all of them take the same path:
  *
- *     small    the data came along in the slots: every rank computes its own result, done
- *     direct   all buffers are in shared memory: rank r computes slice r of everybody's result and
- *              reaches stage 2; when all have, done. No copy, no temporary
- *     read     large buffers of the host's own, where the kernel lets ranks read each other's
- *              memory: rank r computes slice r of its own result and reaches stage 2; when all
- *              have, it reads the other slices from the ranks that computed them: stage 3, done
- *     copied   otherwise: chunk c goes into half c % 2 of one's stage, stage c + 2 is reached; when
- *              all have, every rank computes its own result from the stages
+ *     small    the data came with the calls: every rank computes its own result, done
+ *     direct   all buffers are in shared memory: rank r computes slice r of every rank's result, or
+ *              takes what belongs to its own: stage 2, done. No temporary memory
+ *     read     large buffers in private memory, where the kernel lets ranks read each other's: rank r
+ *              computes slice r of its own result: stage 2. All-reduce: it takes the other slices
+ *              from the ranks that computed them: stage 3, done
+ *     copied   otherwise: chunk c goes into half c % 2 of this rank's stage buffer: stage c + 2.
+ *              When all have reached it, every rank computes its own result from the buffers
  *
- * All of them add in rank order in fp32 and round once, so the bits do not tell which one ran. With
+ * All paths add in rank order in fp32 and round once, so results have the same bits on each. With
  * emulated links there is one more stage, which a rank reaches when its transfer is due.
  *
  * Q = 2 W slots are enough, see comm/engine_internal.h. */
@@ -50,8 +50,7 @@ typedef struct dtrain__slot {
     char data[DTRAIN__SMALL_BYTES];
     const char *send;
     char *recv;
-    uint64_t direct;   /* the other ranks can reach these buffers */
-    uint64_t readable; /* this rank can read everybody's, and they can read these */
+    uint64_t paths; /* bits of dtrain__path that its rank and these buffers allow */
 } dtrain__slot;
 
 /* Messages of one ordered pair of ranks, cut in cells. head - tail cells are filled. */
@@ -69,15 +68,14 @@ typedef struct dtrain__channel {
     dtrain__cell cells[DTRAIN__CELLS];
 } dtrain__channel;
 
-/* What one rank shows the others; all zero is the valid beginning. */
+/* The memory that one rank shows to the others; all zero is its valid beginning. */
 struct dtrain__part {
     dtrain__abort_record report; /* of the first part only: the communicator's failure */
-    uint32_t departed;           /* atomic: ranks that have destroyed the communicator ... */
-    uint32_t size;               /* ... out of so many */
+    uint32_t departed, size;     /* atomic: ranks that have destroyed the communicator; all */
     char *stage;                 /* 2 chunks, made when first needed */
-    int64_t pid;                 /* of its rank, in whose private memory */
-    const uint64_t *proof;       /* ... this address holds */
-    uint64_t proof_value;        /* ... this number */
+    int64_t pid;                 /* of its rank, which has in private memory, */
+    const uint64_t *proof;       /* at this address, */
+    uint64_t proof_value;        /* this number: others read it to see that they can */
     dtrain__part *next;          /* among this rank's retired parts */
     dtrain__channel *channels[DTRAIN_MAX_RANKS]; /* atomic; to each rank, made by the first send */
     dtrain__slot slots[DTRAIN__SLOTS];
@@ -87,11 +85,11 @@ typedef struct dtrain__local_comm {
     dtrain__engine base;
     dtrain__part **parts; /* (size) */
     char *scratch;        /* made when first needed */
-    uint64_t proof;       /* what others read to see that they can */
+    uint64_t proof;       /* see dtrain__part */
     bool reads;           /* this rank can read every rank's memory */
 } dtrain__local_comm;
 
-typedef enum dtrain__path { DTRAIN__DIRECT, DTRAIN__READ, DTRAIN__COPIED } dtrain__path;
+typedef enum dtrain__path { DTRAIN__COPIED = 0, DTRAIN__READ = 1, DTRAIN__DIRECT = 2 } dtrain__path;
 
 typedef struct dtrain__local_work {
     dtrain__work base;
@@ -108,7 +106,7 @@ static dtrain__slot *dtrain__slot_of(const dtrain__engine *base, int rank, uint6
     return &comm->parts[rank]->slots[sequence % DTRAIN__SLOTS];
 }
 
-/* ---- The ladder -------------------------------------------------------------------------------*/
+/* ---- Stages -----------------------------------------------------------------------------------*/
 
 static bool dtrain__reached(const dtrain__engine *comm, uint64_t sequence, uint32_t stage, int rank)
 {
@@ -153,7 +151,7 @@ static bool dtrain__read_memory(int64_t pid, const void *from, void *to, size_t 
     return true;
 }
 
-/* Say whether the kernel can read these bytes of this rank: not those that a driver has mapped. */
+/* Say whether the kernel can read these bytes of this rank; it cannot where a driver mapped them. */
 static bool dtrain__is_readable(const void *memory, size_t bytes)
 {
     char byte;
@@ -162,8 +160,8 @@ static bool dtrain__is_readable(const void *memory, size_t bytes)
             dtrain__read_memory(getpid(), (const char *)memory + bytes - 1, &byte, 1));
 }
 
-/* Read a number at an address that every rank has published, and compare. A kernel can forbid it
- * (yama, seccomp), a rank in another namespace has another process under this number. */
+/* Say whether this rank can read the memory of all: read each rank's proof, and compare. A kernel can
+ * forbid it (yama, seccomp), and in another namespace the pid is that of another process. */
 static bool dtrain__reads_all(const dtrain__local_comm *comm)
 {
     for (int i = 0; i < comm->base.base.size; i++) {
@@ -176,7 +174,7 @@ static bool dtrain__reads_all(const dtrain__local_comm *comm)
     return true;
 }
 
-/* Take bytes that another rank has. False: that rank has ended, which the wait will report, or the
+/* Read another rank's bytes. False: that rank has ended, which the wait will report, or the
  * communicator has failed. */
 static bool dtrain__fetch(dtrain__engine *comm, int rank, const char *from, char *to, size_t bytes)
 {
@@ -191,28 +189,33 @@ static bool dtrain__fetch(dtrain__engine *comm, int rank, const char *from, char
     return false;
 }
 
-static void dtrain__local_show(dtrain__engine *comm, dtrain__work *work)
+/* ---- Showing a call ---------------------------------------------------------------------------*/
+
+/* Say which paths this rank's buffers allow. On the direct path other ranks read `send`; they write
+ * `recv` where slices of a result are computed by different ranks. */
+static uint64_t dtrain__allowed_paths(const dtrain__engine *comm, const dtrain_collective *what)
 {
-    const dtrain_collective *what = &work->what;
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
     const dtrain_world *world = comm->base.world;
+    const size_t send_bytes = dtrain__send_bytes(what, comm->base.size);
+    const size_t recv_bytes = dtrain__recv_bytes(what, comm->base.size);
+    const bool written = !kind->cuts && !kind->joins && dtrain__gets(what, comm->base.rank);
+    const bool direct = dtrain__is_shared(world, what->send, send_bytes) &&
+                        (!written || dtrain__is_shared(world, what->recv, recv_bytes));
+    const bool read = ((const dtrain__local_comm *)comm)->reads &&
+                      send_bytes >= DTRAIN__READ_BYTES &&
+                      (direct || (dtrain__is_readable(what->send, send_bytes) &&
+                                  dtrain__is_readable(what->recv, recv_bytes)));
+    return (direct ? (uint64_t)DTRAIN__DIRECT : 0) | (read ? (uint64_t)DTRAIN__READ : 0);
+}
+
+static void dtrain__local_show(dtrain__engine *comm, dtrain__work *work)
+{
     dtrain__slot *slot = dtrain__slot_of(comm, comm->base.rank, work->sequence);
     (void)dtrain__write_shown(comm, work, &slot->shown);
-    slot->send = (const char *)what->send;
-    slot->recv = (char *)what->recv;
-    /* what other ranks would touch on the direct path: results of a slice are written to all */
-    slot->readable = !work->small && ((const dtrain__local_comm *)comm)->reads &&
-                     dtrain__send_bytes(what, comm->base.size) >= DTRAIN__READ_BYTES;
-    slot->direct =
-        !work->small &&
-        dtrain__is_shared(world, what->send, dtrain__send_bytes(what, comm->base.size)) &&
-        (kind->cuts || kind->joins ||
-         (what->kind == DTRAIN_COLLECTIVE_REDUCE && what->root != comm->base.rank) ||
-         dtrain__is_shared(world, what->recv, dtrain__recv_bytes(what, comm->base.size)));
-    if (slot->readable && !slot->direct)
-        slot->readable =
-            dtrain__is_readable(what->send, dtrain__send_bytes(what, comm->base.size)) &&
-            dtrain__is_readable(what->recv, dtrain__recv_bytes(what, comm->base.size));
+    slot->send = (const char *)work->what.send;
+    slot->recv = (char *)work->what.recv;
+    slot->paths = work->small ? 0 : dtrain__allowed_paths(comm, &work->what);
     dtrain__reach(comm, (dtrain__local_work *)work, 1);
 }
 
@@ -225,96 +228,81 @@ static const dtrain__shown *dtrain__local_heard(const dtrain__engine *comm, uint
 
 /* ---- The paths --------------------------------------------------------------------------------*/
 
-static void dtrain__direct_path(const dtrain__engine *comm, const dtrain__work *work)
-{
-    const dtrain_collective *what = &work->what;
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const bool whole = kind->cuts || kind->joins; /* all of this rank's own result, or a slice */
-    const char *in[DTRAIN_MAX_RANKS];
-    char *out[DTRAIN_MAX_RANKS];
-    size_t first, length;
-    int outs = 0;
-    dtrain__slice(what, comm->base.size, comm->base.rank, &first, &length);
-    if (!kind->cuts && kind->joins) first = 0; /* all-gather: of what each one gives */
-    for (int i = 0; i < comm->base.size; i++) {
-        const dtrain__slot *slot = dtrain__slot_of(comm, i, work->sequence);
-        in[i] = slot->send + first * unit;
-        if (!whole && dtrain__gets(what, i)) out[outs++] = slot->recv + first * unit;
-    }
-    if (whole) dtrain__pull(&comm->base, what, in, 0, length);
-    else if (kind->reduces) dtrain__combine(what, in, comm->base.size, out, outs, length);
-    else dtrain__combine(what, in + what->root, 1, out, outs, length);
-}
-
-/* The read path, first half of a sum: compute slice `rank` of this rank's own result (the root of a
- * reduce computes everything) from blocks of the others' parts. A block of all of them stays in a
- * cache. An all-reduce in place overwrites a slice that no other rank reads. */
-static bool dtrain__read_sum(dtrain__engine *comm, const dtrain__work *work)
+/* Compute this rank's slice of a sum or broadcast from the inputs of all: on the direct path in every
+ * rank's result, on the read path in its own, where the root of a reduce computes everything. What
+ * is read comes in blocks that stay in a cache. In place, an all-reduce overwrites a slice that no
+ * other rank reads. */
+static bool dtrain__compute_slice(dtrain__engine *comm, const dtrain__local_work *work)
 {
     dtrain__local_comm *local = (dtrain__local_comm *)comm;
-    const dtrain_collective *what = &work->what;
+    const dtrain_collective *what = &work->base.what;
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const bool direct = work->path == DTRAIN__DIRECT;
+    const int size = comm->base.size, rank = comm->base.rank;
     const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const size_t block = DTRAIN__SCRATCH_BYTES / (size_t)comm->base.size / DTRAIN__CACHE_LINE *
-                         DTRAIN__CACHE_LINE / unit;
     const char *in[DTRAIN_MAX_RANKS];
-    size_t first, length;
-    dtrain__slice(what, comm->base.size, comm->base.rank, &first, &length);
-    if (what->kind == DTRAIN_COLLECTIVE_REDUCE) {
+    char *out[DTRAIN_MAX_RANKS];
+    size_t first, length, block, count;
+    int outs = 0;
+    dtrain__slice(what, size, rank, &first, &length);
+    if (kind->rooted && !direct) {
         first = 0;
-        length = dtrain__gets(what, comm->base.rank) ? what->count : 0;
+        length = what->root == rank ? what->count : 0;
     }
     if (!length) return true; /* and recv may be NULL */
-    if (!local->scratch) {
+    if (!direct && !local->scratch) {
         local->scratch = (char *)dtrain__alloc(&comm->base.world->allocator, DTRAIN__SCRATCH_BYTES,
                                                1, "blocks of other ranks");
-        if (!local->scratch) {
-            (void)dtrain__engine_fail(&comm->base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
-            return false;
-        }
+        if (!local->scratch)
+            return dtrain__engine_fail(&comm->base, DTRAIN_ERROR_MEMORY, dtrain_last_error()) ==
+                   DTRAIN_OK;
     }
-    char *out = (char *)what->recv + (dtrain__kind_of(what->kind)->cuts ? 0 : first * unit);
-    for (size_t at = 0, count; at < length; at += count, out += count * unit) {
+    block = direct ? length
+                   : DTRAIN__SCRATCH_BYTES / (size_t)size / DTRAIN__CACHE_LINE *
+                         DTRAIN__CACHE_LINE / unit;
+    for (int i = 0; i < size; i++)
+        if (direct && !kind->cuts ? dtrain__gets(what, i) : i == rank)
+            out[outs++] = dtrain__slot_of(comm, i, work->base.sequence)->recv +
+                          (kind->cuts ? 0 : first * unit);
+    for (size_t at = 0; at < length; at += count) {
         count = length - at < block ? length - at : block;
-        for (int i = 0; i < comm->base.size; i++) {
-            const char *part = dtrain__slot_of(comm, i, work->sequence)->send + (first + at) * unit;
+        for (int i = 0; i < size; i++) {
+            in[i] = dtrain__slot_of(comm, i, work->base.sequence)->send + (first + at) * unit;
+            if (direct || i == rank) continue;
             char *copy = local->scratch + (size_t)i * block * unit;
-            in[i] = i == comm->base.rank ? part : copy;
-            if (i != comm->base.rank && !dtrain__fetch(comm, i, part, copy, count * unit))
-                return false;
+            if (!dtrain__fetch(comm, i, in[i], copy, count * unit)) return false;
+            in[i] = copy;
         }
-        dtrain__combine(what, in, comm->base.size, &out, 1, count);
+        dtrain__combine(what, kind->reduces ? in : in + what->root, kind->reduces ? size : 1, out,
+                        outs, count);
+        for (int i = 0; i < outs; i++) out[i] += count * unit;
     }
     return true;
 }
 
-/* The read path, what is not added: read the pieces that others have to where they belong, the next
- * rank's first, so that not all read the same rank. */
-static bool dtrain__read_pieces(dtrain__engine *comm, const dtrain__work *work)
+/* Take from each rank what belongs into this rank's result as it is, the next rank's first, so that
+ * not all read the same rank. */
+static bool dtrain__take_pieces(dtrain__engine *comm, const dtrain__local_work *work)
 {
-    const dtrain_collective *what = &work->what;
+    const dtrain_collective *what = &work->base.what;
     const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const size_t unit = dtrain_dtype_bytes(what->dtype);
     const int size = comm->base.size, own = comm->base.rank;
-    if (!dtrain__gets(what, own)) return true;
     for (int turn = 1; turn <= size; turn++) {
         const int i = (own + turn) % size;
-        const dtrain__slot *slot = dtrain__slot_of(comm, i, work->sequence);
-        size_t first, length;
-        if (!dtrain__gives(what, i)) continue;
-        dtrain__slice(what, size, i, &first, &length);
-        if (kind->rooted) { /* broadcast */
-            first = 0;
-            length = what->count;
+        const dtrain__slot *slot = dtrain__slot_of(comm, i, work->base.sequence);
+        dtrain__transfer piece;
+        if (!dtrain__transfer_of(what, size, !kind->cuts, i, own, &piece)) continue;
+        if (kind->rooted) { /* a broadcast is read from the root alone */
+            if (i != what->root) continue;
+            piece.source = piece.target = 0;
+            piece.bytes = dtrain__send_bytes(what, size);
         }
-        const char *from = kind->reduces ? slot->recv + first * unit
-                           : kind->cuts  ? slot->send + (size_t)own * what->count * unit
-                                         : slot->send;
-        char *to = (char *)what->recv + first * unit;
-        if (i != own) {
-            if (!dtrain__fetch(comm, i, from, to, length * unit)) return false;
+        const char *from = (kind->reduces ? slot->recv : slot->send) + piece.source;
+        char *to = (char *)what->recv + piece.target;
+        if (i != own && work->path == DTRAIN__READ) {
+            if (!dtrain__fetch(comm, i, from, to, piece.bytes)) return false;
         } else if (from != to) {
-            memcpy(to, from, length * unit);
+            memcpy(to, from, piece.bytes);
         }
     }
     return true;
@@ -376,33 +364,25 @@ static void dtrain__chunk_out(dtrain__engine *comm, const dtrain_collective *wha
 static void dtrain__choose_path(const dtrain__engine *comm, dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->base.what;
-    bool direct = true, readable = true;
-    for (int i = 0; i < comm->base.size; i++) {
-        const dtrain__slot *slot = dtrain__slot_of(comm, i, work->base.sequence);
-        direct = direct && slot->direct;
-        readable = readable && slot->readable;
-    }
+    const size_t chunk = dtrain__chunk_count(comm, what);
+    uint64_t paths = DTRAIN__DIRECT | DTRAIN__READ;
+    for (int i = 0; i < comm->base.size; i++)
+        paths &= dtrain__slot_of(comm, i, work->base.sequence)->paths;
     work->seen = comm->base.size;
-    work->path = direct ? DTRAIN__DIRECT : readable ? DTRAIN__READ : DTRAIN__COPIED;
+    work->path = paths & DTRAIN__DIRECT ? DTRAIN__DIRECT : paths ? DTRAIN__READ : DTRAIN__COPIED;
     work->final = work->path == DTRAIN__READ && what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ? 3 : 2;
-    if (work->path == DTRAIN__COPIED) {
-        const size_t chunk = dtrain__chunk_count(comm, what);
-        work->final += (uint32_t)((what->count + chunk - 1) / chunk);
-    }
+    if (work->path == DTRAIN__COPIED) work->final += (uint32_t)((what->count + chunk - 1) / chunk);
 }
 
 /* Do what follows the stage that all ranks have reached; false: it cannot be done now. */
-static bool dtrain__climb(dtrain__engine *comm, dtrain__local_work *work, bool oldest)
+static bool dtrain__next_stage(dtrain__engine *comm, dtrain__local_work *work, bool oldest)
 {
     const dtrain_collective *what = &work->base.what;
-    if (work->path == DTRAIN__DIRECT) {
-        dtrain__direct_path(comm, &work->base);
-        return true;
-    }
-    if (work->path == DTRAIN__READ)
-        return work->stage == 1 && dtrain__kind_of(what->kind)->reduces
-                   ? dtrain__read_sum(comm, &work->base)
-                   : dtrain__read_pieces(comm, &work->base);
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    if (work->path != DTRAIN__COPIED)
+        return work->stage == 1 && (kind->reduces || (work->path == DTRAIN__DIRECT && !kind->joins))
+                   ? dtrain__compute_slice(comm, work)
+                   : dtrain__take_pieces(comm, work);
     if (!oldest) return false;
     if (work->stage > 1) dtrain__chunk_out(comm, what, work->stage - 2);
     return work->stage + 1 >= work->final ||
@@ -416,13 +396,13 @@ static bool dtrain__local_move(dtrain__engine *comm, dtrain__work *base, bool ol
     if (!work->final) dtrain__choose_path(comm, work);
     while (dtrain__all_reached(comm, work)) {
         if (work->stage >= work->final) return true;
-        if (!dtrain__climb(comm, work, oldest)) return false;
+        if (!dtrain__next_stage(comm, work, oldest)) return false;
         dtrain__reach(comm, work, work->stage + 1);
     }
     return false;
 }
 
-/* One stage more; a small operation was at its last one when it was shown. */
+/* Reach the additional stage of emulated links. A small operation has only stage 1 before it. */
 static bool dtrain__local_meet(dtrain__engine *comm, dtrain__work *base)
 {
     dtrain__local_work *work = (dtrain__local_work *)base;
@@ -441,29 +421,18 @@ static dtrain__channel *dtrain__channel_of(const dtrain__engine *comm,
     return dtrain__load(&((const dtrain__local_comm *)comm)->parts[from]->channels[to]);
 }
 
-/* The other side has to do something first. */
+/* Say whether the other side has to act first. */
 static bool dtrain__message_stuck(const dtrain__engine *comm, const dtrain__local_work *work)
 {
-    const dtrain_collective *what = &work->base.what;
-    dtrain__channel *channel = dtrain__channel_of(comm, what);
-    if (!channel) return what->kind == DTRAIN_COLLECTIVE_RECV;
+    const bool sends = work->base.what.kind == DTRAIN_COLLECTIVE_SEND;
+    const dtrain__channel *channel = dtrain__channel_of(comm, &work->base.what);
+    if (!channel) return !sends;
     const uint64_t filled = dtrain__load(&channel->head) - dtrain__load(&channel->tail);
-    if (work->sent) return filled != 0;
-    return filled == (what->kind == DTRAIN_COLLECTIVE_SEND ? DTRAIN__CELLS : 0u);
+    return work->sent ? filled != 0 : filled == (sends ? DTRAIN__CELLS : 0u);
 }
 
-static dtrain_result dtrain__channel_make(dtrain__engine *comm, int to)
-{
-    void *memory;
-    if (dtrain__shared_alloc(comm->base.world, sizeof(dtrain__channel), &memory) != DTRAIN_OK)
-        return dtrain__engine_fail(&comm->base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
-    dtrain__store(&((dtrain__local_comm *)comm)->parts[comm->base.rank]->channels[to],
-                  (dtrain__channel *)memory);
-    return DTRAIN_OK;
-}
-
-/* One cell further; an empty message is one empty cell. Returns false when it has to wait for an
- * emulated link, or has failed. */
+/* Fill or empty one cell; an empty message is one empty cell. False: it has to wait for an emulated
+ * link, or the communicator has failed. */
 static bool dtrain__message_cell(dtrain__engine *comm, dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->base.what;
@@ -496,9 +465,14 @@ static bool dtrain__local_message(dtrain__engine *comm, dtrain__work *base)
     dtrain__local_work *work = (dtrain__local_work *)base;
     const dtrain_collective *what = &base->what;
     const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
-    if (what->kind == DTRAIN_COLLECTIVE_SEND && !dtrain__channel_of(comm, what) &&
-        dtrain__channel_make(comm, what->root) != DTRAIN_OK)
-        return false;
+    void *channel;
+    if (what->kind == DTRAIN_COLLECTIVE_SEND && !dtrain__channel_of(comm, what)) {
+        if (dtrain__shared_alloc(comm->base.world, sizeof(dtrain__channel), &channel) != DTRAIN_OK)
+            return dtrain__engine_fail(&comm->base, DTRAIN_ERROR_MEMORY, dtrain_last_error()) ==
+                   DTRAIN_OK;
+        dtrain__store(&((dtrain__local_comm *)comm)->parts[comm->base.rank]->channels[what->root],
+                      (dtrain__channel *)channel);
+    }
     while (!dtrain__message_stuck(comm, work)) {
         if (work->sent) return true;
         if (!dtrain__message_cell(comm, work)) return false;
@@ -526,7 +500,7 @@ static void dtrain__local_unmap(dtrain__engine *comm, void *memory, size_t bytes
     dtrain__shared_free(comm->base.world, memory);
 }
 
-/* A part outlives its rank's communicator while another member may still read its payloads. */
+/* Free retired parts: those of destroyed communicators that all members have left. */
 static void dtrain__sweep_retired(dtrain_world *world)
 {
     dtrain__part **link = &world->retired;
@@ -543,7 +517,6 @@ static void dtrain__sweep_retired(dtrain_world *world)
     }
 }
 
-/* The address of a half is that of its part. */
 static dtrain_result dtrain__local_make(dtrain__engine *base, int64_t *address)
 {
     dtrain__local_comm *comm = (dtrain__local_comm *)base;
@@ -559,7 +532,7 @@ static dtrain_result dtrain__local_make(dtrain__engine *base, int64_t *address)
     own->pid = getpid();
     own->proof = &comm->proof;
     own->proof_value = comm->proof = dtrain__now_ns() ^ (uint64_t)(uintptr_t)part;
-#ifdef PR_SET_PTRACER /* where yama guards memory: the launcher's processes may read this one's */
+#ifdef PR_SET_PTRACER /* where yama guards memory, let the launcher's processes read this one's */
     if (getppid() > 1) prctl(PR_SET_PTRACER, (unsigned long)getppid(), 0, 0, 0);
 #endif
     *address = (int64_t)(intptr_t)part;
@@ -575,7 +548,8 @@ static void dtrain__local_join(dtrain__engine *base, const int64_t *addresses)
     base->report = &comm->parts[0]->report;
 }
 
-/* Free private memory; a part that others know is left to those who may still read it. */
+/* Free this rank's private memory. Its part stays until every member has left, because others may
+ * still read it. */
 static void dtrain__local_release(dtrain__engine *base)
 {
     dtrain__local_comm *comm = (dtrain__local_comm *)base;

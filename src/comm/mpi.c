@@ -137,22 +137,22 @@ static uint64_t *dtrain__mpi_heard_at(const dtrain__mpi_comm *comm, uint64_t seq
 
 /* Remove completed requests. With none in flight, call MPI anyway: it may still have data of
  * completed sends to move. */
-static bool dtrain__mpi_poll(dtrain__engine *base)
+static void dtrain__mpi_poll(dtrain__engine *base)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
     int count = 0, kept = 0, class_of = MPI_SUCCESS;
     if (!comm->active && !base->queue)
         MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, comm->hub->mpi, &count, MPI_STATUS_IGNORE);
-    if (!comm->active) return false;
+    if (!comm->active) return;
     int code = MPI_Testsome(comm->active, comm->requests, &count, comm->indices, comm->statuses);
     if (code != MPI_SUCCESS) {
         MPI_Error_class(code, &class_of);
         for (int i = 0; class_of == MPI_ERR_IN_STATUS && i < count; i++)
             if (comm->statuses[i].MPI_ERROR != MPI_SUCCESS) code = comm->statuses[i].MPI_ERROR;
         dtrain__mpi_refused(comm, code, "MPI_Testsome");
-        return false;
+        return;
     }
-    if (count == MPI_UNDEFINED || count == 0) return false;
+    if (count == MPI_UNDEFINED || count == 0) return;
     for (int i = 0; i < count; i++) {
         const dtrain__mpi_token *token = &comm->tokens[comm->indices[i]];
         const uint64_t sequence = token->work->base.sequence;
@@ -166,7 +166,6 @@ static bool dtrain__mpi_poll(dtrain__engine *base)
     }
     comm->active = kept;
     base->base.world->moves++;
-    return true;
 }
 
 /* ---- Records ----------------------------------------------------------------------------------*/
@@ -217,27 +216,28 @@ static size_t dtrain__mpi_chunk(const dtrain__mpi_comm *comm, const dtrain_colle
     return kind->joins ? DTRAIN__MPI_MESSAGE_BYTES : comm->chunk_bytes;
 }
 
-/* Find chunk c of the slice that `owner` reduces: *first is the slice's offset, *at the chunk's in
- * it. Return its bytes; 0: the slice has fewer chunks. */
-static size_t dtrain__mpi_cut(const dtrain__mpi_comm *comm, const dtrain_collective *what,
-                              int owner, size_t c, size_t *first, size_t *at)
+/* Find chunk c of a transfer; false: it is nothing, or has fewer chunks. */
+static bool dtrain__mpi_chunk_of(const dtrain__mpi_comm *comm, const dtrain_collective *what,
+                                 bool results, int from, int to, size_t c, dtrain__transfer *chunk)
 {
-    const size_t unit = dtrain_dtype_bytes(what->dtype), each = dtrain__mpi_chunk(comm, what);
-    size_t length;
-    dtrain__slice(what, comm->base.base.size, owner, first, &length);
-    *first *= unit;
-    *at = c * each;
-    length *= unit;
-    return *at >= length ? 0 : length - *at < each ? length - *at : each;
+    const size_t each = dtrain__mpi_chunk(comm, what), at = c * each;
+    if (!dtrain__transfer_of(what, comm->base.base.size, results, from, to, chunk)) return false;
+    if (at >= chunk->bytes) return false;
+    chunk->source += at;
+    chunk->target += at;
+    chunk->bytes = chunk->bytes - at < each ? chunk->bytes - at : each;
+    return true;
 }
 
-/* Return the address of a chunk's sum: in recv, if this rank receives it, else in temporary. */
-static char *dtrain__mpi_sum(const dtrain__mpi_comm *comm, const dtrain_collective *what,
-                             size_t first, size_t at)
+/* Return the address of chunk c of this rank's sum: in recv, if this rank receives it, else in
+ * temporary. */
+static char *dtrain__mpi_sum(const dtrain__mpi_comm *comm, const dtrain_collective *what, size_t c,
+                             size_t offset)
 {
     const int rank = comm->base.base.rank;
     if (!dtrain__gets(what, rank)) return comm->temporary + (size_t)rank * comm->chunk_bytes;
-    return (char *)what->recv + (dtrain__kind_of(what->kind)->cuts ? 0 : first) + at;
+    return (char *)what->recv +
+           (dtrain__kind_of(what->kind)->cuts ? c * comm->chunk_bytes : offset);
 }
 
 /* Post the send or the receive of chunk c between `from` and `to`, one of which is this rank;
@@ -246,28 +246,20 @@ static void dtrain__mpi_post_chunk(dtrain__mpi_comm *comm, dtrain__mpi_work *wor
                                    int from, int to, size_t c)
 {
     const dtrain_collective *what = &work->base.what;
-    const dtrain__kind *kind = dtrain__kind_of(what->kind);
-    const bool sends = from == comm->base.base.rank;
-    const int peer = sends ? to : from;
-    char *send = (char *)(uintptr_t)what->send, *recv = (char *)what->recv, *place;
-    size_t first, at;
-    if (results ? kind->cuts || !dtrain__gets(what, to)
-                : (kind->joins && !kind->cuts) || !dtrain__gives(what, from))
-        return;
-    const size_t bytes = dtrain__mpi_cut(comm, what, results ? from : to, c, &first, &at);
-    if (!bytes) return;
-    if (sends && !results) place = send + first + at;
-    else if (sends && kind->joins) place = send + at;
-    else if (sends && kind->reduces) place = dtrain__mpi_sum(comm, what, first, at);
-    else if (!results && kind->reduces) place = comm->temporary + (size_t)peer * comm->chunk_bytes;
-    else if (!results && kind->joins)
-        place = recv + (size_t)peer * what->count * dtrain_dtype_bytes(what->dtype) + at;
-    else place = recv + first + at;
-    dtrain__mpi_post(comm, work,
-                     sends     ? DTRAIN__SENT
-                     : results ? DTRAIN__RESULT_IN
-                               : DTRAIN__PART_IN,
-                     DTRAIN__TAG_ROUND, peer, place, bytes);
+    const bool reduces = dtrain__kind_of(what->kind)->reduces;
+    dtrain__transfer chunk;
+    if (!dtrain__mpi_chunk_of(comm, what, results, from, to, c, &chunk)) return;
+    if (from == comm->base.base.rank)
+        dtrain__mpi_post(comm, work, DTRAIN__SENT, DTRAIN__TAG_ROUND, to,
+                         results && reduces ? dtrain__mpi_sum(comm, what, c, chunk.source)
+                                            : (char *)(uintptr_t)what->send + chunk.source,
+                         chunk.bytes);
+    else
+        dtrain__mpi_post(comm, work, results ? DTRAIN__RESULT_IN : DTRAIN__PART_IN,
+                         DTRAIN__TAG_ROUND, from,
+                         !results && reduces ? comm->temporary + (size_t)from * comm->chunk_bytes
+                                             : (char *)what->recv + chunk.target,
+                         chunk.bytes);
 }
 
 /* Add up chunk c of this rank's slice, after all its parts have arrived. */
@@ -276,15 +268,14 @@ static void dtrain__mpi_combine(const dtrain__mpi_comm *comm, const dtrain_colle
 {
     const int rank = comm->base.base.rank;
     const char *in[DTRAIN_MAX_RANKS];
-    size_t first, at;
-    const size_t bytes = dtrain__mpi_cut(comm, what, rank, c, &first, &at);
-    if (!bytes) return;
+    dtrain__transfer chunk;
+    if (!dtrain__mpi_chunk_of(comm, what, false, rank, rank, c, &chunk)) return;
     for (int i = 0; i < comm->base.base.size; i++)
         in[i] = comm->temporary + (size_t)i * comm->chunk_bytes;
-    in[rank] = (const char *)what->send + first + at;
-    char *out = dtrain__mpi_sum(comm, what, first, at);
+    in[rank] = (const char *)what->send + chunk.source;
+    char *out = dtrain__mpi_sum(comm, what, c, chunk.source);
     dtrain__combine(what, in, comm->base.base.size, &out, 1,
-                    bytes / dtrain_dtype_bytes(what->dtype));
+                    chunk.bytes / dtrain_dtype_bytes(what->dtype));
 }
 
 /* Copy this rank's own part of an all-gather or all-to-all. */
@@ -378,24 +369,24 @@ static bool dtrain__mpi_message(dtrain__engine *base, dtrain__work *work)
 
 /* ---- Memory, failure, life --------------------------------------------------------------------*/
 
+static size_t dtrain__mpi_pages(size_t bytes)
+{
+    const size_t most = SIZE_MAX / 2;
+    return dtrain__round_up(bytes < 1 ? 1 : bytes < most ? bytes : most, dtrain__page_bytes());
+}
+
 static dtrain_result dtrain__mpi_map(dtrain__engine *comm, size_t asked, void **out)
 {
-    dtrain_world *world = comm->base.world;
-    const size_t most = SIZE_MAX / 2, bytes = dtrain__round_up(asked < 1      ? 1
-                                                               : asked < most ? asked
-                                                                              : most,
-                                                               dtrain__page_bytes());
+    const size_t bytes = dtrain__mpi_pages(asked);
     *out = NULL;
-    DTRAIN__TRY(dtrain_device_check_limit(world->device, bytes));
-    DTRAIN__TRY(dtrain__promise(world->control, bytes));
+    DTRAIN__TRY(dtrain__promise(comm->base.world, bytes));
     void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) {
-        __atomic_fetch_sub(&world->control->promised, (uint64_t)bytes, __ATOMIC_ACQ_REL);
+        dtrain__unpromise(comm->base.world, bytes);
         return dtrain_fail(DTRAIN_ERROR_MEMORY, "communicator memory: no %zu bytes: %s", bytes,
                            strerror(errno));
     }
-    dtrain_device_account(world->device, &world->device->comm_bytes, bytes);
     *out = memory;
     return DTRAIN_OK;
 }
@@ -403,11 +394,9 @@ static dtrain_result dtrain__mpi_map(dtrain__engine *comm, size_t asked, void **
 /* Unmap memory, except after a failure: MPI may still write to it. */
 static void dtrain__mpi_unmap(dtrain__engine *comm, void *memory, size_t asked)
 {
-    dtrain_world *world = comm->base.world;
-    const size_t bytes = dtrain__round_up(asked ? asked : 1, dtrain__page_bytes());
+    const size_t bytes = dtrain__mpi_pages(asked);
     if (!((dtrain__mpi_comm *)comm)->hub->failed) munmap(memory, bytes);
-    __atomic_fetch_sub(&world->control->promised, (uint64_t)bytes, __ATOMIC_ACQ_REL);
-    world->device->comm_bytes -= bytes;
+    dtrain__unpromise(comm->base.world, bytes);
 }
 
 /* Report a failure to the world. The first report is kept, and fails all communicators. */

@@ -82,10 +82,8 @@ static dtrain_result dtrain__mpi_thread_start(dtrain__mpi_hub *hub)
 /* Tell whether that many calls of the thread have returned; if not, sleep a moment. */
 static bool dtrain__mpi_returned(const dtrain__mpi_hub *hub, uint32_t calls)
 {
-    struct timespec nap;
+    const struct timespec nap = {0, 1000000};
     if (dtrain__load(&hub->thread->returned) >= calls) return true;
-    nap.tv_sec = 0;
-    nap.tv_nsec = 1000000;
     nanosleep(&nap, NULL);
     return false;
 }
@@ -198,15 +196,6 @@ static dtrain_result dtrain__mpi_verdict(const dtrain__mpi_hello *all, int size)
     return DTRAIN_OK;
 }
 
-/* Duplicate MPI_COMM_WORLD, which keeps the host's messages apart from these, without blocking. */
-static dtrain_result dtrain__mpi_duplicate(dtrain_world *world, dtrain__mpi_hub *hub)
-{
-    hub->code = MPI_Comm_idup(MPI_COMM_WORLD, &hub->mpi, &hub->request);
-    DTRAIN__TRY(dtrain__mpi_await(world, hub, "MPI_Comm_idup", dtrain__mpi_request_done));
-    MPI_Comm_set_errhandler(hub->mpi, MPI_ERRORS_RETURN);
-    return DTRAIN_OK;
-}
-
 DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_hub *hub)
 {
     dtrain__mpi_hello mine, all[DTRAIN_MAX_RANKS];
@@ -217,7 +206,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_
     DTRAIN__TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
     DTRAIN__TRY(dtrain__mpi_verdict(all, world->size));
     for (int i = 0; i < world->size; i++) hub->ranks[i] = all[i].rank;
-    return dtrain__mpi_duplicate(world, hub);
+    /* A duplicate keeps the program's messages apart from these. */
+    hub->code = MPI_Comm_idup(MPI_COMM_WORLD, &hub->mpi, &hub->request);
+    DTRAIN__TRY(dtrain__mpi_await(world, hub, "MPI_Comm_idup", dtrain__mpi_request_done));
+    MPI_Comm_set_errhandler(hub->mpi, MPI_ERRORS_RETURN);
+    return DTRAIN_OK;
 }
 
 /* Tell whether all ranks have ended without an error: only then can MPI be finalized. */

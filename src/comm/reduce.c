@@ -11,8 +11,7 @@
  *         all-gather                               all                  count elements each
  *         all-to-all      all, not added                                count elements each
  *
- * In terms of the table below: parts come from those who give, unless a call only joins; results go
- * to those who get, unless a call cuts. */
+ * dtrain__transfer_of says the same of two ranks; the transports move what it says. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -113,4 +112,22 @@ DTRAIN__PRIVATE void dtrain__slice(const dtrain_collective *what, int size, int 
     const size_t end = begin + (each + (r < more)) * step;
     *first = begin < count ? begin : count;
     *length = (end < count ? end : count) - *first;
+}
+
+/* Describe what rank `from` sends to rank `to` in one phase of a large collective: parts or, second,
+ * results. Return false if that is nothing. A part that is added has no target of its own. */
+DTRAIN__PRIVATE bool dtrain__transfer_of(const dtrain_collective *what, int size, bool results,
+                                         int from, int to, dtrain__transfer *transfer)
+{
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const size_t unit = dtrain_dtype_bytes(what->dtype);
+    size_t first, length;
+    if (results ? kind->cuts || !dtrain__gets(what, to)
+                : (kind->joins && !kind->cuts) || !dtrain__gives(what, from))
+        return false;
+    dtrain__slice(what, size, results ? from : to, &first, &length);
+    transfer->bytes = length * unit;
+    transfer->source = kind->joins && !kind->cuts ? 0 : first * unit;
+    transfer->target = (kind->joins ? (size_t)from * length : first) * unit;
+    return true;
 }

@@ -1,15 +1,15 @@
 /* Buffers in device memory: two hooks of the engine
  *
- * Ranks that share a GPU, or have GPUs and no NCCL, use a transport that moves host memory: what is
- * in device memory is copied through page-locked memory on the way in and out.
+ * Ranks that share a GPU, or have GPUs and no NCCL, use a transport that moves host memory. Buffers
+ * in device memory are copied to an image, which is page-locked host memory, and back:
  *
  *     compute stream  ..kernels | event            event wait | kernels..
  *     copy stream                 \ device -> image           / image -> device
  *     host                           copied_in: transport ..  copy_out
  *
- * A work keeps its images and events for the operations that use it later, so in the steady state
- * nothing is allocated. Operations are shown to other ranks in the order they were started, each
- * when its copy has ended. */
+ * A work keeps its image and events for the operations that use it later, so in the steady state
+ * nothing is allocated. Operations are shown to other ranks in the order in which they were started,
+ * each when its copy has ended. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -25,20 +25,20 @@
 #include "device/device_internal.h"
 
 struct dtrain__bounce {
-    dtrain_collective called; /* the host's buffers; work->what has the images */
+    dtrain_collective called; /* the program's buffers; those of work->what are in the image */
     dtrain_event *computed, *copied;
-    char *image[2]; /* of send, recv: page-locked, and mapped by the transport; they grow */
-    size_t image_bytes[2];
+    char *image; /* page-locked, and mapped by the transport; it grows */
+    size_t bytes;
 };
 
-static void dtrain__image_free(dtrain__engine *comm, dtrain__bounce *bounce, int which)
+static void dtrain__image_free(dtrain__engine *comm, dtrain__bounce *bounce)
 {
     dtrain_device *device = comm->base.world->device;
-    if (!bounce->image[which]) return;
-    if (device->ops->host_unregister) device->ops->host_unregister(device, bounce->image[which]);
-    comm->transport->unmap(comm, bounce->image[which], bounce->image_bytes[which]);
-    bounce->image[which] = NULL;
-    bounce->image_bytes[which] = 0;
+    if (!bounce->image) return;
+    if (device->ops->host_unregister) device->ops->host_unregister(device, bounce->image);
+    comm->transport->unmap(comm, bounce->image, bounce->bytes);
+    bounce->image = NULL;
+    bounce->bytes = 0;
 }
 
 /* Free what a work has for device memory. Nothing on the copy stream uses it any more. */
@@ -47,7 +47,7 @@ DTRAIN__PRIVATE void dtrain__bounce_free(dtrain__engine *comm, dtrain__work *wor
     dtrain_device *device = comm->base.world->device;
     dtrain__bounce *bounce = work->bounce;
     if (!bounce) return;
-    for (int i = 0; i < 2; i++) dtrain__image_free(comm, bounce, i);
+    dtrain__image_free(comm, bounce);
     if (bounce->computed) device->ops->event_destroy(device, bounce->computed);
     if (bounce->copied) device->ops->event_destroy(device, bounce->copied);
     dtrain__free(&comm->base.world->allocator, bounce, 1, sizeof *bounce);
@@ -66,54 +66,51 @@ static dtrain_result dtrain__bounce_make(dtrain__engine *comm, dtrain__work *wor
     return result;
 }
 
-/* Find the image of a buffer. Host memory is its own one. */
-static dtrain_result dtrain__image_of(dtrain__engine *comm, dtrain__bounce *bounce, int which,
-                                      const void *memory, size_t bytes, char **out)
+/* Make the image larger, if it has to be. */
+static dtrain_result dtrain__image_grow(dtrain__engine *comm, dtrain__bounce *bounce, size_t bytes)
 {
     dtrain_device *device = comm->base.world->device;
-    *out = (char *)(uintptr_t)memory;
-    if (!memory || dtrain__on_host(device, memory)) return DTRAIN_OK;
-    if (bytes > bounce->image_bytes[which]) {
-        void *image;
-        /* a copy out of the smaller one may still be queued */
-        DTRAIN__TRY(device->ops->synchronize(device));
-        dtrain__image_free(comm, bounce, which);
-        DTRAIN__TRY(comm->transport->map(comm, bytes, &image));
-        const dtrain_result locked = DTRAIN__ORDER(device, host_register, image,
-                                                   dtrain__round_up(bytes, dtrain__page_bytes()));
-        if (locked != DTRAIN_OK) {
-            comm->transport->unmap(comm, image, bytes);
-            return locked;
-        }
-        bounce->image[which] = (char *)image;
-        bounce->image_bytes[which] = bytes;
+    void *image;
+    if (bytes <= bounce->bytes) return DTRAIN_OK;
+    DTRAIN__TRY(device->ops->synchronize(device)); /* a copy from the old one may be queued */
+    dtrain__image_free(comm, bounce);
+    DTRAIN__TRY(comm->transport->map(comm, bytes, &image));
+    const dtrain_result locked =
+        DTRAIN__ORDER(device, host_register, image, dtrain__round_up(bytes, dtrain__page_bytes()));
+    if (locked != DTRAIN_OK) {
+        comm->transport->unmap(comm, image, bytes);
+        return locked;
     }
-    *out = bounce->image[which];
+    bounce->image = (char *)image;
+    bounce->bytes = bytes;
     return DTRAIN_OK;
 }
 
-/* Replace the buffers of an operation by their images. In place, the smaller buffer lies inside the
- * larger one: so must its image. */
-static dtrain_result dtrain__images(dtrain__engine *comm, dtrain__work *work)
+/* Replace the buffers of an operation that are in device memory by places in the image. Buffers that
+ * overlap, in place, do so there too. */
+static dtrain_result dtrain__image_take(dtrain__engine *comm, dtrain__work *work)
 {
-    const dtrain_collective *what = &work->bounce->called;
-    const size_t send_bytes = dtrain__send_bytes(what, comm->base.size);
-    const size_t recv_bytes = dtrain__recv_bytes(what, comm->base.size);
+    dtrain_device *device = comm->base.world->device;
+    dtrain_collective *what = &work->what;
     const uintptr_t from = (uintptr_t)what->send, to = (uintptr_t)what->recv;
-    const bool send_inside = to && from >= to && from + send_bytes <= to + recv_bytes;
-    const bool recv_inside = from && to >= from && to + recv_bytes <= from + send_bytes;
-    char *send = NULL, *recv = NULL;
-    if (!what->count) return DTRAIN_OK;
-    if (!send_inside)
-        DTRAIN__TRY(dtrain__image_of(comm, work->bounce, 0, what->send, send_bytes, &send));
-    if (send_inside || !recv_inside)
-        DTRAIN__TRY(dtrain__image_of(comm, work->bounce, 1, what->recv, recv_bytes, &recv));
-    work->what.send = send_inside ? recv + (from - to) : send;
-    work->what.recv = recv_inside && !send_inside ? send + (to - from) : recv;
+    size_t send_bytes = 0, recv_bytes = 0, send_at = 0;
+    if (what->send && !dtrain__on_host(device, what->send))
+        send_bytes = dtrain__send_bytes(what, comm->base.size);
+    if (what->recv && !dtrain__on_host(device, what->recv))
+        recv_bytes = dtrain__recv_bytes(what, comm->base.size);
+    size_t recv_at = dtrain__round_up(send_bytes, DTRAIN__CACHE_LINE);
+    if (from < to + recv_bytes && to < from + send_bytes) {
+        send_at = from > to ? from - to : 0;
+        recv_at = to > from ? to - from : 0;
+    }
+    const size_t send_end = send_at + send_bytes, recv_end = recv_at + recv_bytes;
+    DTRAIN__TRY(dtrain__image_grow(comm, work->bounce, send_end > recv_end ? send_end : recv_end));
+    if (send_bytes) what->send = work->bounce->image + send_at;
+    if (recv_bytes) what->recv = work->bounce->image + recv_at;
     return DTRAIN_OK;
 }
 
-/* Copy between a buffer and its image, in the order of the copy stream; `copied` is the end. */
+/* Copy between a buffer and the image, in the order of the copy stream; record `copied` behind it. */
 static dtrain_result dtrain__copy(dtrain__engine *comm, dtrain__bounce *bounce, void *to,
                                   const void *from, size_t bytes, dtrain_copy_kind kind)
 {
@@ -125,8 +122,7 @@ static dtrain_result dtrain__copy(dtrain__engine *comm, dtrain__bounce *bounce, 
     return DTRAIN__ORDER(device, event_record, bounce->copied, comm->stream);
 }
 
-/* Start the way in. The copy stream takes its turn after everything that compute has queued so
- * far. */
+/* Start the copy into the image, after everything that the compute stream has queued so far. */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work *work)
 {
     dtrain_device *device = comm->base.world->device;
@@ -134,7 +130,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work
     if (!work->bounce) DTRAIN__TRY(dtrain__bounce_make(comm, work));
     dtrain__bounce *bounce = work->bounce;
     bounce->called = *what;
-    DTRAIN__TRY(dtrain__images(comm, work));
+    DTRAIN__TRY(dtrain__image_take(comm, work));
     DTRAIN__TRY(DTRAIN__ORDER(device, event_record, bounce->computed, NULL));
     DTRAIN__TRY(DTRAIN__ORDER(device, event_wait, bounce->computed, comm->stream));
     const bool gives = dtrain__gives(what, comm->base.rank);
@@ -143,6 +139,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work
                         dtrain__send_bytes(what, comm->base.size), DTRAIN_COPY_DEVICE_TO_HOST);
 }
 
+/* Say whether the copy into the image has ended. */
 DTRAIN__PRIVATE bool dtrain__copied_in(dtrain__engine *comm, const dtrain__work *work)
 {
     dtrain_device *device = comm->base.world->device;
@@ -152,7 +149,7 @@ DTRAIN__PRIVATE bool dtrain__copied_in(dtrain__engine *comm, const dtrain__work 
     return done;
 }
 
-/* Start the way out, when the transport is done. */
+/* Start the copy out of the image, when the transport is done. */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_out(dtrain__engine *comm, dtrain__work *work)
 {
     const dtrain_collective *what = &work->what;
@@ -162,7 +159,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_out(dtrain__engine *comm, dtrain__wor
                         DTRAIN_COPY_HOST_TO_DEVICE);
 }
 
-/* Let what compute queues from now on come after the way out. */
+/* Let what the compute stream gets from now on wait for the copy out of the image. */
 DTRAIN__PRIVATE dtrain_result dtrain__after_copy_out(dtrain__engine *comm, dtrain__work *work)
 {
     dtrain_device *device = comm->base.world->device;

@@ -78,28 +78,41 @@ DTRAIN__PRIVATE bool dtrain__is_shared(const dtrain_world *world, const void *me
     return at >= begin && at - begin <= all && bytes <= all - (at - begin);
 }
 
+/* Return the device to which communicator memory is charged: the CPU. NULL with a GPU, whose ranks
+ * only keep copies there. */
+static dtrain_device *dtrain__charged_device(const dtrain_world *world)
+{
+    return world->device && world->device->ops->host_memory ? world->device : NULL;
+}
+
 /* Count bytes as handed out, or fail. Pages are committed when touched, so all promises together
  * must fit in what was free at the start (or is free now, if that is more): otherwise a rank would
  * be killed later. */
-DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain__control *control, size_t bytes)
+DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain_world *world, size_t bytes)
 {
-    const uint64_t now = dtrain__free_memory();
-    const uint64_t free_bytes = now > control->free_at_start ? now : control->free_at_start;
-    const uint64_t promised = dtrain__fetch_add(&control->promised, (uint64_t)bytes);
-    if (bytes <= now && promised + bytes <= free_bytes) return DTRAIN_OK;
-    __atomic_fetch_sub(&control->promised, (uint64_t)bytes, __ATOMIC_ACQ_REL);
-    return dtrain_fail(
-        DTRAIN_ERROR_MEMORY,
-        "shared memory: %zu bytes needed, %llu free (%llu promised to ranks so far); "
-        "use a smaller model, more accumulation steps or another machine",
-        bytes, (unsigned long long)now, (unsigned long long)promised);
+    dtrain_device *device = dtrain__charged_device(world);
+    if (device) DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
+    const uint64_t now = dtrain__free_memory(), start = world->control->free_at_start;
+    const uint64_t free_bytes = now > start ? now : start;
+    const uint64_t promised = dtrain__fetch_add(&world->control->promised, (uint64_t)bytes);
+    if (bytes > now || promised + bytes > free_bytes) {
+        __atomic_fetch_sub(&world->control->promised, (uint64_t)bytes, __ATOMIC_ACQ_REL);
+        return dtrain_fail(
+            DTRAIN_ERROR_MEMORY,
+            "shared memory: %zu bytes needed, %llu free (%llu promised to ranks so far); "
+            "use a smaller model, more accumulation steps or another machine",
+            bytes, (unsigned long long)now, (unsigned long long)promised);
+    }
+    if (device) dtrain_device_account(device, &device->comm_bytes, bytes);
+    return DTRAIN_OK;
 }
 
-/* Return the device to which the arena's memory is charged: the CPU. NULL with a GPU, whose ranks
- * only keep copies in the arena. */
-static dtrain_device *dtrain__arena_device(const dtrain_world *world)
+/* Take a promise back. */
+DTRAIN__PRIVATE void dtrain__unpromise(dtrain_world *world, size_t bytes)
 {
-    return world->device && world->device->ops->host_memory ? world->device : NULL;
+    dtrain_device *device = dtrain__charged_device(world);
+    __atomic_fetch_sub(&world->control->promised, (uint64_t)bytes, __ATOMIC_ACQ_REL);
+    if (device) device->comm_bytes -= bytes;
 }
 
 /* Hand out zeroed whole pages of this rank's arena, first fit. */
@@ -108,8 +121,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t b
     const size_t asked = bytes, page = dtrain__page_bytes(), all = world->control->arena_bytes;
     *out = NULL;
     bytes = asked > all ? all + 1 : dtrain__round_up(asked ? asked : 1, page);
-    dtrain_device *device = dtrain__arena_device(world);
-    if (device) DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
     if (world->range_count == world->range_room) {
         const size_t room = world->range_room ? 2 * world->range_room : 64;
         dtrain__range *grown = (dtrain__range *)dtrain__alloc(
@@ -128,13 +139,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t b
                            "shared memory: no %zu bytes left of the %zu reserved per rank; raise "
                            "reserve_bytes of dtrain_launch_desc",
                            asked, all);
-    DTRAIN__TRY(dtrain__promise(world->control, bytes));
+    DTRAIN__TRY(dtrain__promise(world, bytes));
     memmove(world->ranges + i + 1, world->ranges + i,
             (world->range_count - i) * sizeof *world->ranges);
     world->ranges[i].begin = at;
     world->ranges[i].end = at + bytes;
     world->range_count++;
-    if (device) dtrain_device_account(device, &device->comm_bytes, bytes);
     *out = dtrain__arena(world->control, world->rank) + at;
     return DTRAIN_OK;
 }
@@ -149,9 +159,7 @@ DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory)
         if (arena + range.begin != memory) continue;
         if (madvise(memory, range.end - range.begin, MADV_REMOVE) != 0)
             memset(memory, 0, range.end - range.begin);
-        __atomic_fetch_sub(&world->control->promised, (uint64_t)(range.end - range.begin),
-                           __ATOMIC_ACQ_REL);
-        if (dtrain__arena_device(world)) world->device->comm_bytes -= range.end - range.begin;
+        dtrain__unpromise(world, range.end - range.begin);
         world->range_count--;
         memmove(world->ranges + i, world->ranges + i + 1,
                 (world->range_count - i) * sizeof *world->ranges);

@@ -198,7 +198,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, v
                                                  dtrain__region *region);
 DTRAIN__PRIVATE char *dtrain__arena(const dtrain__control *control, int rank);
 DTRAIN__PRIVATE bool dtrain__is_shared(const dtrain_world *world, const void *memory, size_t bytes);
-DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain__control *control, size_t bytes);
+DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain_world *world, size_t bytes);
+DTRAIN__PRIVATE void dtrain__unpromise(dtrain_world *world, size_t bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t bytes, void **out);
 DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory);
 
