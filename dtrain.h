@@ -8226,10 +8226,10 @@ DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain__groups *groups)
 
 /* Dumps: the flight record of a rank
  *
- * A reader of the timeline's events (world/timeline.c): the newest collectives and messages of this
- * rank, its communicators, and what the control page shows of every other rank. build/flight reads
- * the dumps of all ranks and says who is behind, in which call. A dump is written without
- * allocating: it is also made when there is no memory. */
+ * A dump has the newest collectives and messages of this rank, from the timeline's events
+ * (world/timeline.c), its communicators, and what the control page shows of every other rank.
+ * build/flight reads the dumps of all ranks and says which rank is behind, in which call. A dump is
+ * written without allocating, because it is also made when there is no memory. */
 
 /* ================================================================================================
  * src/comm/engine_internal.h
@@ -8364,6 +8364,7 @@ DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain__engine *comm, const dtr
                                            dtrain__shown *at);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_result code,
                                                   const char *text);
+DTRAIN__PRIVATE bool dtrain__engine_give_up(dtrain__engine *comm, dtrain_result code);
 DTRAIN__PRINTF(3, 4)
 DTRAIN__PRIVATE dtrain_result dtrain__engine_failf(dtrain__engine *comm, dtrain_result code,
                                                    const char *format, ...);
@@ -8453,7 +8454,7 @@ static void dtrain__dump_communicator(dtrain__writer *out, const dtrain_comm *co
     dtrain__writer_add(out, "]}");
 }
 
-/* Write the communicators: those of the engine, and the world's; others are the host's to know. */
+/* Write the communicators of the engine, and the world's; others are not listed anywhere. */
 static void dtrain__dump_communicators(dtrain__writer *out, const dtrain_world *world)
 {
     bool first = true, listed = !world->comm;
@@ -8867,7 +8868,7 @@ static void dtrain__engine_advance(dtrain__engine *comm)
         }
         const dtrain_result copied = comm->staged ? dtrain__copy_out(comm, work) : DTRAIN_OK;
         if (copied != DTRAIN_OK) {
-            (void)dtrain__engine_fail(&comm->base, copied, dtrain_last_error());
+            (void)dtrain__engine_give_up(comm, copied);
             return;
         }
         work->done = true;
@@ -8948,6 +8949,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_resu
         dtrain__store(&report->state, 2);
     }
     return dtrain__engine_standing(comm);
+}
+
+/* Fail with the last error as the sentence; return false. */
+DTRAIN__PRIVATE bool dtrain__engine_give_up(dtrain__engine *comm, dtrain_result code)
+{
+    (void)dtrain__engine_fail(&comm->base, code, dtrain_last_error());
+    return false;
 }
 
 DTRAIN__PRINTF(3, 4)
@@ -9414,9 +9422,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color,
  * ==============================================================================================*/
 
 /* Emulated links
-*
- * Data moves as ever; what is emulated is when an operation is done. What one rank sends to and
- * gets from other nodes: n ranks, a of them elsewhere, N nodes, B bytes of `count` elements:
+ *
+ * Data moves as without emulation; an operation is only done later. This is what a rank sends to and
+ * receives from other nodes: n ranks, a of them on other nodes, N nodes, B bytes of `count` elements:
  *
  *                                  out           in            rounds
  *     all-reduce                   2 a B / n     2 a B / n     2     slices to owners, results back
@@ -9433,12 +9441,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color,
  *     barrier                                                  log2 N, rounded up
  *     send                         B             B (peer)      1     booked when both are there
  *
- * When all ranks have shown an operation each books its bytes on the two lanes of its node, for the
- * operations of one communicator in the order in which they were started: a lane is a time until
- * which it is busy, and a booking moves it on. The transfer began when the last rank started the
- * operation, not when somebody looked: so links work while ranks compute. The invariant: a rank
- * reaches the last stage, one more than without emulation, after its own transfers are due; all
- * have reached it when every transfer is over. */
+ * A node has two lanes, out and in; a lane is the time until which it is busy. When all ranks have
+ * shown an operation, each rank books its bytes on the lanes of its node, which moves that time on;
+ * operations of one communicator are booked in the order in which they were started. A transfer
+ * begins when the last rank has started the operation, not when a rank advances it: so links work
+ * while ranks compute. There is one stage more than without emulation, which a rank reaches when its
+ * own transfers are due; when all have reached it, every transfer is over. */
 
 /* Find the node that a rank of the communicator is on. */
 static int dtrain__emulated_node(const dtrain__engine *comm, int rank)
@@ -9446,8 +9454,8 @@ static int dtrain__emulated_node(const dtrain__engine *comm, int rank)
     return comm->base.world_ranks[rank] / dtrain__node_ranks(comm->base.world);
 }
 
-/* Count the bytes that a rank of another node is sent, but for a broadcast: parts and results, or
- * the inputs of a small operation. */
+/* Count the bytes that a rank of another node is sent, in anything but a broadcast: parts and
+ * results, or the inputs of a small operation. */
 static double dtrain__bytes_to(const dtrain__engine *comm, const dtrain__work *work, int to)
 {
     const dtrain_collective *what = &work->what;
@@ -9457,8 +9465,8 @@ static double dtrain__bytes_to(const dtrain__engine *comm, const dtrain__work *w
     return (dtrain__gets(what, to) ? 2 : 1) * bytes / comm->base.size;
 }
 
-/* Book bytes on a lane, out of a node (0) or into it (1), behind what is booked already; return
- * when they are through. */
+/* Book bytes on a lane, out of a node (0) or into it (1), after those that are booked; return the
+ * time at which they have passed. */
 static uint64_t dtrain__book_lane(const dtrain_world *world, int node, int lane, uint64_t start,
                                   double bytes)
 {
@@ -9475,8 +9483,8 @@ static uint64_t dtrain__book_lane(const dtrain_world *world, int node, int lane,
     return end;
 }
 
-/* Book on the lane out of one node and the lane into another one, and return when the later
- * transfer is over. */
+/* Book on the lane out of one node and the lane into another; return the time at which both
+ * transfers are over. */
 static uint64_t dtrain__book_both(const dtrain_world *world, int out_node, double out, int in_node,
                                   double in, uint64_t start, uint32_t rounds)
 {
@@ -9525,9 +9533,8 @@ DTRAIN__PRIVATE bool dtrain__message_crosses(const dtrain__engine *comm, const d
 }
 
 /* Say whether a receiver may take the end of a message that was sent at `sent_ns`. The receiver
- * knows when both sides were there and books for both. A sender whose message does not fit into the
- * channel waits for the receiver; shorter messages are copied and forgotten, as MPI's eager
- * messages are. */
+ * knows when both sides had started and books for both. A sender waits for the receiver if its
+ * message does not fit into the channel; a shorter send is done at once, as MPI's eager ones are. */
 DTRAIN__PRIVATE bool dtrain__message_due(const dtrain__engine *comm, dtrain__work *work,
                                          uint64_t sent_ns)
 {
@@ -9542,9 +9549,8 @@ DTRAIN__PRIVATE bool dtrain__message_due(const dtrain__engine *comm, dtrain__wor
 }
 
 /* Take a turn of a wait in an emulated world. Ranks that have moved something lately yield, as
- * ever. When nothing moves they sleep, 0.1 ms at most: an operation may end that much late, and
- * less than 0.1 ms ahead of a due time they yield again, for the kernel's timers come some 50 us
- * late. */
+ * without emulation. When nothing moves they sleep, 0.1 ms at most, by which an operation may end
+ * late; less than 0.08 ms before a due time they yield, as the kernel wakes them some 50 us late. */
 DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain__wait *wait)
 {
     const uint64_t now = dtrain__now_ns(), longest = 100000, early = 60000;
@@ -9569,13 +9575,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain_
 
 /* The counting communicator
  *
- * One rank of N, and none of the others. The books that every communicator keeps (dtrain_comm_info)
- * count operations and bytes; nothing is moved and nobody is waited for. As the plan device counts
- * the memory of a step, this counts what it sends, by running the strategy that would send it.
+ * It is one rank of N, and the other ranks do not exist. dtrain_comm_info counts its operations and
+ * bytes, as for every communicator; nothing is moved and no rank is waited for. As the plan device
+ * counts the memory of a step, this counts what it sends, by running the strategy that sends it.
  *
- * The other ranks are taken to do at each moment what this one does. So what they would send is
- * what this rank sends: in host memory, where ranks compare settings and agree on results, a copy
- * of it arrives; on the plan device there is nothing to copy. */
+ * The other ranks are assumed to do what this one does, so they would send the same. In host memory,
+ * where ranks compare settings and agree on results, a copy of it arrives; on the plan device there
+ * is nothing to copy. */
 
 typedef struct dtrain__counting {
     dtrain_comm base;
@@ -9644,8 +9650,8 @@ static void dtrain__counting_free(dtrain_comm *comm, void *memory, size_t bytes)
     comm->world->device->ops->free(comm->world->device, memory, bytes);
 }
 
-/* Others cannot be asked for their colors, but those of dtrain__split_levels say which group they
- * mean: below node_ranks it is a place in the node, from there on a node. */
+/* Find the group from this rank's color alone. Colors are those of dtrain__split_levels: below
+ * node_ranks a place in each node, from there on a node. */
 static dtrain_result dtrain__counting_split(dtrain_comm *comm, int color, int key,
                                             dtrain_comm **out)
 {
@@ -9914,7 +9920,7 @@ typedef struct dtrain__channel {
 struct dtrain__part {
     dtrain__abort_record report; /* of the first part only: the communicator's failure */
     uint32_t departed, size;     /* atomic: ranks that have destroyed the communicator; all */
-    char *stage;                 /* 2 chunks, made when first needed */
+    char *stage;                 /* buffer of 2 chunks, made when first needed */
     int64_t pid;                 /* of its rank, which has in private memory, */
     const uint64_t *proof;       /* at this address, */
     uint64_t proof_value;        /* this number: others read it to see that they can */
@@ -9942,10 +9948,14 @@ typedef struct dtrain__local_work {
     bool sent;    /* a long message to another node: all of it is in the channel */
 } dtrain__local_work;
 
-static dtrain__slot *dtrain__slot_of(const dtrain__engine *base, int rank, uint64_t sequence)
+static dtrain__part *dtrain__part_of(const dtrain__engine *comm, int rank)
 {
-    const dtrain__local_comm *comm = (const dtrain__local_comm *)base;
-    return &comm->parts[rank]->slots[sequence % DTRAIN__SLOTS];
+    return ((const dtrain__local_comm *)comm)->parts[rank];
+}
+
+static dtrain__slot *dtrain__slot_of(const dtrain__engine *comm, int rank, uint64_t sequence)
+{
+    return &dtrain__part_of(comm, rank)->slots[sequence % DTRAIN__SLOTS];
 }
 
 /* ---- Stages -----------------------------------------------------------------------------------*/
@@ -10021,8 +10031,7 @@ static bool dtrain__reads_all(const dtrain__local_comm *comm)
 static bool dtrain__fetch(dtrain__engine *comm, int rank, const char *from, char *to, size_t bytes)
 {
     comm->base.info.staged_bytes += bytes;
-    if (dtrain__read_memory(((dtrain__local_comm *)comm)->parts[rank]->pid, from, to, bytes))
-        return true;
+    if (dtrain__read_memory(dtrain__part_of(comm, rank)->pid, from, to, bytes)) return true;
     if (errno != ESRCH)
         dtrain__engine_failf(comm, DTRAIN_ERROR_PEER,
                              "rank %d's buffer of %zu bytes cannot be read: %s; was it freed while "
@@ -10095,9 +10104,7 @@ static bool dtrain__compute_slice(dtrain__engine *comm, const dtrain__local_work
     if (!direct && !local->scratch) {
         local->scratch = (char *)dtrain__alloc(&comm->base.world->allocator, DTRAIN__SCRATCH_BYTES,
                                                1, "blocks of other ranks");
-        if (!local->scratch)
-            return dtrain__engine_fail(&comm->base, DTRAIN_ERROR_MEMORY, dtrain_last_error()) ==
-                   DTRAIN_OK;
+        if (!local->scratch) return dtrain__engine_give_up(comm, DTRAIN_ERROR_MEMORY);
     }
     block = direct ? length
                    : DTRAIN__SCRATCH_BYTES / (size_t)size / DTRAIN__CACHE_LINE *
@@ -10154,10 +10161,9 @@ static bool dtrain__take_pieces(dtrain__engine *comm, const dtrain__local_work *
  *
  *     chunk c    copy in -> reach c + 2 -> all there -> pull -> copy c + 1 in -> reach c + 3
  *
- * Chunk c + 1 goes into the half that held chunk c - 1. All ranks have pulled that one: they
- * reached stage c + 2, which comes after their pull of c - 1. The last stage, chunks + 2, says that
- * all have pulled everything and the stages are free for the next operation, so only the oldest one
- * in flight uses them. */
+ * Chunk c + 1 goes into the half that held chunk c - 1, which all ranks have pulled: they did so
+ * before they reached stage c + 2. After the last stage, chunks + 2, all have pulled everything and
+ * the next operation may use the buffers; so only the oldest one in flight uses them. */
 
 static size_t dtrain__chunk_count(const dtrain__engine *comm, const dtrain_collective *what)
 {
@@ -10165,18 +10171,18 @@ static size_t dtrain__chunk_count(const dtrain__engine *comm, const dtrain_colle
     return DTRAIN__CHUNK_BYTES / dtrain_dtype_bytes(what->dtype) / pieces;
 }
 
-/* Copy chunk c of this rank's input into its stage: one piece, or one for each rank's slice. */
-static dtrain_result dtrain__chunk_in(dtrain__engine *comm, const dtrain_collective *what, size_t c)
+/* Copy chunk c of this rank's input into its buffer: one piece, or one for each rank's slice. */
+static bool dtrain__chunk_in(dtrain__engine *comm, const dtrain_collective *what, size_t c)
 {
-    dtrain__part *part = ((dtrain__local_comm *)comm)->parts[comm->base.rank];
+    dtrain__part *part = dtrain__part_of(comm, comm->base.rank);
     const size_t unit = dtrain_dtype_bytes(what->dtype), chunk = dtrain__chunk_count(comm, what);
     const size_t rest = what->count - c * chunk, length = rest < chunk ? rest : chunk;
     const size_t pieces = dtrain__kind_of(what->kind)->cuts ? (size_t)comm->base.size : 1;
-    if (!dtrain__gives(what, comm->base.rank)) return DTRAIN_OK;
+    void *stage;
+    if (!dtrain__gives(what, comm->base.rank)) return true;
     if (!part->stage) {
-        void *stage;
         if (dtrain__shared_alloc(comm->base.world, 2 * DTRAIN__CHUNK_BYTES, &stage) != DTRAIN_OK)
-            return dtrain__engine_fail(&comm->base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
+            return dtrain__engine_give_up(comm, DTRAIN_ERROR_MEMORY);
         part->stage = (char *)stage;
     }
     char *half = part->stage + c % 2 * DTRAIN__CHUNK_BYTES;
@@ -10184,10 +10190,11 @@ static dtrain_result dtrain__chunk_in(dtrain__engine *comm, const dtrain_collect
         memcpy(half + i * chunk * unit,
                (const char *)what->send + (i * what->count + c * chunk) * unit, length * unit);
     comm->base.info.staged_bytes += pieces * length * unit;
-    return DTRAIN_OK;
+    return true;
 }
 
-/* Compute chunk c of this rank's result from everybody's stage. */
+/* Compute chunk c of this rank's result from the buffers of all; ranks that give nothing may have
+ * none. */
 static void dtrain__chunk_out(dtrain__engine *comm, const dtrain_collective *what, size_t c)
 {
     const char *in[DTRAIN_MAX_RANKS];
@@ -10195,8 +10202,7 @@ static void dtrain__chunk_out(dtrain__engine *comm, const dtrain_collective *wha
     const size_t rest = what->count - c * chunk, length = rest < chunk ? rest : chunk;
     const size_t slice = dtrain__kind_of(what->kind)->cuts ? (size_t)comm->base.rank * chunk : 0;
     for (int i = 0; i < comm->base.size; i++) {
-        /* NULL on ranks that give nothing */
-        const char *stage = ((dtrain__local_comm *)comm)->parts[i]->stage;
+        const char *stage = dtrain__part_of(comm, i)->stage;
         in[i] = stage ? stage + c % 2 * DTRAIN__CHUNK_BYTES + slice * unit : NULL;
     }
     dtrain__pull(&comm->base, what, in, c * chunk, length);
@@ -10227,8 +10233,7 @@ static bool dtrain__next_stage(dtrain__engine *comm, dtrain__local_work *work, b
                    : dtrain__take_pieces(comm, work);
     if (!oldest) return false;
     if (work->stage > 1) dtrain__chunk_out(comm, what, work->stage - 2);
-    return work->stage + 1 >= work->final ||
-           dtrain__chunk_in(comm, what, work->stage - 1) == DTRAIN_OK;
+    return work->stage + 1 >= work->final || dtrain__chunk_in(comm, what, work->stage - 1);
 }
 
 static bool dtrain__local_move(dtrain__engine *comm, dtrain__work *base, bool oldest)
@@ -10260,7 +10265,7 @@ static dtrain__channel *dtrain__channel_of(const dtrain__engine *comm,
 {
     const int from = what->kind == DTRAIN_COLLECTIVE_SEND ? comm->base.rank : what->root;
     const int to = what->kind == DTRAIN_COLLECTIVE_SEND ? what->root : comm->base.rank;
-    return dtrain__load(&((const dtrain__local_comm *)comm)->parts[from]->channels[to]);
+    return dtrain__load(&dtrain__part_of(comm, from)->channels[to]);
 }
 
 /* Say whether the other side has to act first. */
@@ -10310,9 +10315,8 @@ static bool dtrain__local_message(dtrain__engine *comm, dtrain__work *base)
     void *channel;
     if (what->kind == DTRAIN_COLLECTIVE_SEND && !dtrain__channel_of(comm, what)) {
         if (dtrain__shared_alloc(comm->base.world, sizeof(dtrain__channel), &channel) != DTRAIN_OK)
-            return dtrain__engine_fail(&comm->base, DTRAIN_ERROR_MEMORY, dtrain_last_error()) ==
-                   DTRAIN_OK;
-        dtrain__store(&((dtrain__local_comm *)comm)->parts[comm->base.rank]->channels[what->root],
+            return dtrain__engine_give_up(comm, DTRAIN_ERROR_MEMORY);
+        dtrain__store(&dtrain__part_of(comm, comm->base.rank)->channels[what->root],
                       (dtrain__channel *)channel);
     }
     while (!dtrain__message_stuck(comm, work)) {
@@ -10994,42 +10998,12 @@ DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__mpi_comm_ops(void) { return NULL;
  *
  * MPI_Init waits without a deadline for every rank. So all ranks first agree to call it, and a
  * thread calls it, for which the rank waits with a deadline: a rank may be stopped in between. Then
- * the ranks compare MPI's size and ranks with those of the world. A rank that cannot go on fails,
- * and the others read that where they wait for it. */
+ * the ranks compare MPI's size and ranks with those of the world. A rank that cannot go on fails, and
+ * the others find its exit record where they wait for it. */
 
 #ifdef DTRAIN_USE_MPI
 
 #define DTRAIN__MPI_PATIENCE_NS 30000000000u /* for MPI's own calls; timeout_ms if longer */
-
-typedef struct dtrain__mpi_hello {
-    int32_t size, rank; /* in MPI */
-} dtrain__mpi_hello;
-
-static dtrain_result dtrain__mpi_can_meet(const dtrain_world *world)
-{
-    int finalized = 0;
-    MPI_Finalized(&finalized);
-    if (finalized)
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "MPI has been ended, by an earlier world or by the program; for several "
-                           "worlds call MPI_Init before the first and MPI_Finalize after the last");
-    if (world->size > 1 && (!world->link || world->launcher))
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "the communicator over MPI needs ranks that MPI's launcher has started, "
-                           "and these %d were started by dtrain_launch itself; run: mpirun -n %d, "
-                           "or leave comm_ops NULL for the local communicator",
-                           world->size, world->size);
-    return DTRAIN_OK;
-}
-
-/* Ignore SIGPIPE, unless the program handles it: Open MPI writes to sockets of ranks that have
- * died, and the signal would kill this rank before it can report which one. */
-static void dtrain__mpi_quiet_pipes(dtrain__mpi_hub *hub)
-{
-    struct sigaction now;
-    if (sigaction(SIGPIPE, NULL, &now) != 0 || now.sa_handler != SIG_DFL) return;
-    hub->quiet_pipes = signal(SIGPIPE, SIG_IGN) != SIG_ERR;
-}
 
 static void *dtrain__mpi_thread_main(void *argument)
 {
@@ -11138,11 +11112,47 @@ static bool dtrain__mpi_request_done(dtrain__mpi_hub *hub)
     return done || hub->code != MPI_SUCCESS;
 }
 
-static dtrain_result dtrain__mpi_init(dtrain_world *world, dtrain__mpi_hub *hub,
-                                      dtrain__mpi_hello *mine)
+/* Check that MPI's world is this one, with the same result on all ranks: `all` has MPI's size and
+ * rank as each rank sees them. */
+static dtrain_result dtrain__mpi_compare(int32_t (*all)[2], int size)
 {
-    int ready = 0, found = 0;
+    int alone = 0;
+    for (int i = 0; i < size; i++) alone += all[i][0] == 1;
+    if (alone == size && size > 1)
+        return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                           "MPI: each of the %d ranks is alone in an MPI of its own; start them "
+                           "with this MPI's launcher: mpirun -n %d, or srun with --mpi=pmix or "
+                           "pmi2",
+                           size, size);
+    for (int i = 0; i < size; i++)
+        if (all[i][0] != size)
+            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                               "MPI: rank %d of the world's %d sees %d in MPI; start as many with "
+                               "mpirun as the environment announces",
+                               i, size, (int)all[i][0]);
+    return DTRAIN_OK;
+}
+
+/* Start MPI, unless the program has, and find the ranks of the world in it. */
+DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_hub *hub)
+{
+    int32_t mine[2], all[DTRAIN_MAX_RANKS][2];
+    int finalized = 0, ready = 0, size, rank, found = 0;
     void *highest = NULL;
+    struct sigaction pipes;
+    if (!world->control->free_at_start) world->control->free_at_start = dtrain__free_memory();
+    MPI_Finalized(&finalized);
+    if (finalized)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "MPI has been ended, by an earlier world or by the program; for several "
+                           "worlds call MPI_Init before the first and MPI_Finalize after the last");
+    if (world->size > 1 && (!world->link || world->launcher))
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "the communicator over MPI needs ranks that MPI's launcher has started, "
+                           "and these %d were started by dtrain_launch itself; run: mpirun -n %d, "
+                           "or leave comm_ops NULL for the local communicator",
+                           world->size, world->size);
+    DTRAIN__TRY(dtrain_world_all_gather(world, NULL, 0, NULL)); /* all ranks will call it */
     MPI_Initialized(&ready);
     if (!ready) DTRAIN__TRY(dtrain__mpi_thread_start(hub));
     DTRAIN__TRY(dtrain__mpi_await(world, hub, "MPI_Init_thread", dtrain__mpi_init_done));
@@ -11151,44 +11161,22 @@ static dtrain_result dtrain__mpi_init(dtrain_world *world, dtrain__mpi_hub *hub,
                            "this MPI gives no MPI_THREAD_SERIALIZED; call MPI_Init before "
                            "dtrain_launch and MPI_Finalize after it");
     if (hub->thread) MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
-    dtrain__mpi_quiet_pipes(hub);
-    MPI_Comm_size(MPI_COMM_WORLD, &mine->size);
-    MPI_Comm_rank(MPI_COMM_WORLD, &mine->rank);
+
+    /* Open MPI writes to sockets of ranks that have died, and SIGPIPE would kill this rank before it
+     * can report which one: ignore it, unless the program handles it. */
+    if (sigaction(SIGPIPE, NULL, &pipes) == 0 && pipes.sa_handler == SIG_DFL)
+        hub->quiet_pipes = signal(SIGPIPE, SIG_IGN) != SIG_ERR;
+
+    MPI_Comm_size(MPI_COMM_WORLD, &size);
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &highest, &found);
     hub->number_limit = (found ? *(int *)highest : 32767) / DTRAIN__MPI_TAGS;
-    return DTRAIN_OK;
-}
+    mine[0] = size;
+    mine[1] = rank;
+    DTRAIN__TRY(dtrain_world_all_gather(world, mine, sizeof mine, all));
+    DTRAIN__TRY(dtrain__mpi_compare(all, world->size));
+    for (int i = 0; i < world->size; i++) hub->ranks[i] = all[i][1];
 
-/* Check that MPI's world is this one, with the same result on all ranks. */
-static dtrain_result dtrain__mpi_verdict(const dtrain__mpi_hello *all, int size)
-{
-    int alone = 0;
-    for (int i = 0; i < size; i++) alone += all[i].size == 1;
-    if (alone == size && size > 1)
-        return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                           "MPI: each of the %d ranks is alone in an MPI of its own; start them "
-                           "with this MPI's launcher: mpirun -n %d, or srun with --mpi=pmix or "
-                           "pmi2",
-                           size, size);
-    for (int i = 0; i < size; i++)
-        if (all[i].size != size)
-            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                               "MPI: rank %d of the world's %d sees %d in MPI; start as many with "
-                               "mpirun as the environment announces",
-                               i, size, all[i].size);
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_hub *hub)
-{
-    dtrain__mpi_hello mine, all[DTRAIN_MAX_RANKS];
-    if (!world->control->free_at_start) world->control->free_at_start = dtrain__free_memory();
-    DTRAIN__TRY(dtrain__mpi_can_meet(world));
-    DTRAIN__TRY(dtrain_world_all_gather(world, NULL, 0, NULL));
-    DTRAIN__TRY(dtrain__mpi_init(world, hub, &mine));
-    DTRAIN__TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
-    DTRAIN__TRY(dtrain__mpi_verdict(all, world->size));
-    for (int i = 0; i < world->size; i++) hub->ranks[i] = all[i].rank;
     /* A duplicate keeps the program's messages apart from these. */
     hub->code = MPI_Comm_idup(MPI_COMM_WORLD, &hub->mpi, &hub->request);
     DTRAIN__TRY(dtrain__mpi_await(world, hub, "MPI_Comm_idup", dtrain__mpi_request_done));
@@ -11236,7 +11224,7 @@ DTRAIN__PRIVATE void dtrain__mpi_part(dtrain_world *world, dtrain__mpi_hub *hub)
 
 /* Choosing a communicator
  *
- *     memory of the device is the host's        local, or the one that was asked for
+ *     the device's memory is the host's         the one that was asked for, else local or MPI
  *     one device a rank, backend asked for      that one
  *     otherwise, on one machine                 staged, with a line in the log that says why */
 

@@ -1,6 +1,6 @@
 /* Choosing a communicator
  *
- *     memory of the device is the host's        local, or the one that was asked for
+ *     the device's memory is the host's         the one that was asked for, else local or MPI
  *     one device a rank, backend asked for      that one
  *     otherwise, on one machine                 staged, with a line in the log that says why */
 

@@ -1,12 +1,12 @@
 /* The counting communicator
  *
- * One rank of N, and none of the others. The books that every communicator keeps (dtrain_comm_info)
- * count operations and bytes; nothing is moved and nobody is waited for. As the plan device counts
- * the memory of a step, this counts what it sends, by running the strategy that would send it.
+ * It is one rank of N, and the other ranks do not exist. dtrain_comm_info counts its operations and
+ * bytes, as for every communicator; nothing is moved and no rank is waited for. As the plan device
+ * counts the memory of a step, this counts what it sends, by running the strategy that sends it.
  *
- * The other ranks are taken to do at each moment what this one does. So what they would send is
- * what this rank sends: in host memory, where ranks compare settings and agree on results, a copy
- * of it arrives; on the plan device there is nothing to copy. */
+ * The other ranks are assumed to do what this one does, so they would send the same. In host memory,
+ * where ranks compare settings and agree on results, a copy of it arrives; on the plan device there
+ * is nothing to copy. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -86,8 +86,8 @@ static void dtrain__counting_free(dtrain_comm *comm, void *memory, size_t bytes)
     comm->world->device->ops->free(comm->world->device, memory, bytes);
 }
 
-/* Others cannot be asked for their colors, but those of dtrain__split_levels say which group they
- * mean: below node_ranks it is a place in the node, from there on a node. */
+/* Find the group from this rank's color alone. Colors are those of dtrain__split_levels: below
+ * node_ranks a place in each node, from there on a node. */
 static dtrain_result dtrain__counting_split(dtrain_comm *comm, int color, int key,
                                             dtrain_comm **out)
 {

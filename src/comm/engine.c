@@ -175,7 +175,7 @@ static void dtrain__engine_advance(dtrain__engine *comm)
         }
         const dtrain_result copied = comm->staged ? dtrain__copy_out(comm, work) : DTRAIN_OK;
         if (copied != DTRAIN_OK) {
-            (void)dtrain__engine_fail(&comm->base, copied, dtrain_last_error());
+            (void)dtrain__engine_give_up(comm, copied);
             return;
         }
         work->done = true;
@@ -256,6 +256,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_resu
         dtrain__store(&report->state, 2);
     }
     return dtrain__engine_standing(comm);
+}
+
+/* Fail with the last error as the sentence; return false. */
+DTRAIN__PRIVATE bool dtrain__engine_give_up(dtrain__engine *comm, dtrain_result code)
+{
+    (void)dtrain__engine_fail(&comm->base, code, dtrain_last_error());
+    return false;
 }
 
 DTRAIN__PRINTF(3, 4)

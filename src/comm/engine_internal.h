@@ -139,6 +139,7 @@ DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain__engine *comm, const dtr
                                            dtrain__shown *at);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_result code,
                                                   const char *text);
+DTRAIN__PRIVATE bool dtrain__engine_give_up(dtrain__engine *comm, dtrain_result code);
 DTRAIN__PRINTF(3, 4)
 DTRAIN__PRIVATE dtrain_result dtrain__engine_failf(dtrain__engine *comm, dtrain_result code,
                                                    const char *format, ...);

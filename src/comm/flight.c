@@ -1,9 +1,9 @@
 /* Dumps: the flight record of a rank
  *
- * A reader of the timeline's events (world/timeline.c): the newest collectives and messages of this
- * rank, its communicators, and what the control page shows of every other rank. build/flight reads
- * the dumps of all ranks and says who is behind, in which call. A dump is written without
- * allocating: it is also made when there is no memory. */
+ * A dump has the newest collectives and messages of this rank, from the timeline's events
+ * (world/timeline.c), its communicators, and what the control page shows of every other rank.
+ * build/flight reads the dumps of all ranks and says which rank is behind, in which call. A dump is
+ * written without allocating, because it is also made when there is no memory. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -68,7 +68,7 @@ static void dtrain__dump_communicator(dtrain__writer *out, const dtrain_comm *co
     dtrain__writer_add(out, "]}");
 }
 
-/* Write the communicators: those of the engine, and the world's; others are the host's to know. */
+/* Write the communicators of the engine, and the world's; others are not listed anywhere. */
 static void dtrain__dump_communicators(dtrain__writer *out, const dtrain_world *world)
 {
     bool first = true, listed = !world->comm;

@@ -1,7 +1,7 @@
 /* Emulated links
-*
- * Data moves as ever; what is emulated is when an operation is done. What one rank sends to and
- * gets from other nodes: n ranks, a of them elsewhere, N nodes, B bytes of `count` elements:
+ *
+ * Data moves as without emulation; an operation is only done later. This is what a rank sends to and
+ * receives from other nodes: n ranks, a of them on other nodes, N nodes, B bytes of `count` elements:
  *
  *                                  out           in            rounds
  *     all-reduce                   2 a B / n     2 a B / n     2     slices to owners, results back
@@ -18,12 +18,12 @@
  *     barrier                                                  log2 N, rounded up
  *     send                         B             B (peer)      1     booked when both are there
  *
- * When all ranks have shown an operation each books its bytes on the two lanes of its node, for the
- * operations of one communicator in the order in which they were started: a lane is a time until
- * which it is busy, and a booking moves it on. The transfer began when the last rank started the
- * operation, not when somebody looked: so links work while ranks compute. The invariant: a rank
- * reaches the last stage, one more than without emulation, after its own transfers are due; all
- * have reached it when every transfer is over. */
+ * A node has two lanes, out and in; a lane is the time until which it is busy. When all ranks have
+ * shown an operation, each rank books its bytes on the lanes of its node, which moves that time on;
+ * operations of one communicator are booked in the order in which they were started. A transfer
+ * begins when the last rank has started the operation, not when a rank advances it: so links work
+ * while ranks compute. There is one stage more than without emulation, which a rank reaches when its
+ * own transfers are due; when all have reached it, every transfer is over. */
 
 #include "core/platform_internal.h"
 #include "core/dtype.h"
@@ -41,8 +41,8 @@ static int dtrain__emulated_node(const dtrain__engine *comm, int rank)
     return comm->base.world_ranks[rank] / dtrain__node_ranks(comm->base.world);
 }
 
-/* Count the bytes that a rank of another node is sent, but for a broadcast: parts and results, or
- * the inputs of a small operation. */
+/* Count the bytes that a rank of another node is sent, in anything but a broadcast: parts and
+ * results, or the inputs of a small operation. */
 static double dtrain__bytes_to(const dtrain__engine *comm, const dtrain__work *work, int to)
 {
     const dtrain_collective *what = &work->what;
@@ -52,8 +52,8 @@ static double dtrain__bytes_to(const dtrain__engine *comm, const dtrain__work *w
     return (dtrain__gets(what, to) ? 2 : 1) * bytes / comm->base.size;
 }
 
-/* Book bytes on a lane, out of a node (0) or into it (1), behind what is booked already; return
- * when they are through. */
+/* Book bytes on a lane, out of a node (0) or into it (1), after those that are booked; return the
+ * time at which they have passed. */
 static uint64_t dtrain__book_lane(const dtrain_world *world, int node, int lane, uint64_t start,
                                   double bytes)
 {
@@ -70,8 +70,8 @@ static uint64_t dtrain__book_lane(const dtrain_world *world, int node, int lane,
     return end;
 }
 
-/* Book on the lane out of one node and the lane into another one, and return when the later
- * transfer is over. */
+/* Book on the lane out of one node and the lane into another; return the time at which both
+ * transfers are over. */
 static uint64_t dtrain__book_both(const dtrain_world *world, int out_node, double out, int in_node,
                                   double in, uint64_t start, uint32_t rounds)
 {
@@ -120,9 +120,8 @@ DTRAIN__PRIVATE bool dtrain__message_crosses(const dtrain__engine *comm, const d
 }
 
 /* Say whether a receiver may take the end of a message that was sent at `sent_ns`. The receiver
- * knows when both sides were there and books for both. A sender whose message does not fit into the
- * channel waits for the receiver; shorter messages are copied and forgotten, as MPI's eager
- * messages are. */
+ * knows when both sides had started and books for both. A sender waits for the receiver if its
+ * message does not fit into the channel; a shorter send is done at once, as MPI's eager ones are. */
 DTRAIN__PRIVATE bool dtrain__message_due(const dtrain__engine *comm, dtrain__work *work,
                                          uint64_t sent_ns)
 {
@@ -137,9 +136,8 @@ DTRAIN__PRIVATE bool dtrain__message_due(const dtrain__engine *comm, dtrain__wor
 }
 
 /* Take a turn of a wait in an emulated world. Ranks that have moved something lately yield, as
- * ever. When nothing moves they sleep, 0.1 ms at most: an operation may end that much late, and
- * less than 0.1 ms ahead of a due time they yield again, for the kernel's timers come some 50 us
- * late. */
+ * without emulation. When nothing moves they sleep, 0.1 ms at most, by which an operation may end
+ * late; less than 0.08 ms before a due time they yield, as the kernel wakes them some 50 us late. */
 DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain__wait *wait)
 {
     const uint64_t now = dtrain__now_ns(), longest = 100000, early = 60000;

@@ -72,7 +72,7 @@ typedef struct dtrain__channel {
 struct dtrain__part {
     dtrain__abort_record report; /* of the first part only: the communicator's failure */
     uint32_t departed, size;     /* atomic: ranks that have destroyed the communicator; all */
-    char *stage;                 /* 2 chunks, made when first needed */
+    char *stage;                 /* buffer of 2 chunks, made when first needed */
     int64_t pid;                 /* of its rank, which has in private memory, */
     const uint64_t *proof;       /* at this address, */
     uint64_t proof_value;        /* this number: others read it to see that they can */
@@ -100,10 +100,14 @@ typedef struct dtrain__local_work {
     bool sent;    /* a long message to another node: all of it is in the channel */
 } dtrain__local_work;
 
-static dtrain__slot *dtrain__slot_of(const dtrain__engine *base, int rank, uint64_t sequence)
+static dtrain__part *dtrain__part_of(const dtrain__engine *comm, int rank)
 {
-    const dtrain__local_comm *comm = (const dtrain__local_comm *)base;
-    return &comm->parts[rank]->slots[sequence % DTRAIN__SLOTS];
+    return ((const dtrain__local_comm *)comm)->parts[rank];
+}
+
+static dtrain__slot *dtrain__slot_of(const dtrain__engine *comm, int rank, uint64_t sequence)
+{
+    return &dtrain__part_of(comm, rank)->slots[sequence % DTRAIN__SLOTS];
 }
 
 /* ---- Stages -----------------------------------------------------------------------------------*/
@@ -179,8 +183,7 @@ static bool dtrain__reads_all(const dtrain__local_comm *comm)
 static bool dtrain__fetch(dtrain__engine *comm, int rank, const char *from, char *to, size_t bytes)
 {
     comm->base.info.staged_bytes += bytes;
-    if (dtrain__read_memory(((dtrain__local_comm *)comm)->parts[rank]->pid, from, to, bytes))
-        return true;
+    if (dtrain__read_memory(dtrain__part_of(comm, rank)->pid, from, to, bytes)) return true;
     if (errno != ESRCH)
         dtrain__engine_failf(comm, DTRAIN_ERROR_PEER,
                              "rank %d's buffer of %zu bytes cannot be read: %s; was it freed while "
@@ -253,9 +256,7 @@ static bool dtrain__compute_slice(dtrain__engine *comm, const dtrain__local_work
     if (!direct && !local->scratch) {
         local->scratch = (char *)dtrain__alloc(&comm->base.world->allocator, DTRAIN__SCRATCH_BYTES,
                                                1, "blocks of other ranks");
-        if (!local->scratch)
-            return dtrain__engine_fail(&comm->base, DTRAIN_ERROR_MEMORY, dtrain_last_error()) ==
-                   DTRAIN_OK;
+        if (!local->scratch) return dtrain__engine_give_up(comm, DTRAIN_ERROR_MEMORY);
     }
     block = direct ? length
                    : DTRAIN__SCRATCH_BYTES / (size_t)size / DTRAIN__CACHE_LINE *
@@ -312,10 +313,9 @@ static bool dtrain__take_pieces(dtrain__engine *comm, const dtrain__local_work *
  *
  *     chunk c    copy in -> reach c + 2 -> all there -> pull -> copy c + 1 in -> reach c + 3
  *
- * Chunk c + 1 goes into the half that held chunk c - 1. All ranks have pulled that one: they
- * reached stage c + 2, which comes after their pull of c - 1. The last stage, chunks + 2, says that
- * all have pulled everything and the stages are free for the next operation, so only the oldest one
- * in flight uses them. */
+ * Chunk c + 1 goes into the half that held chunk c - 1, which all ranks have pulled: they did so
+ * before they reached stage c + 2. After the last stage, chunks + 2, all have pulled everything and
+ * the next operation may use the buffers; so only the oldest one in flight uses them. */
 
 static size_t dtrain__chunk_count(const dtrain__engine *comm, const dtrain_collective *what)
 {
@@ -323,18 +323,18 @@ static size_t dtrain__chunk_count(const dtrain__engine *comm, const dtrain_colle
     return DTRAIN__CHUNK_BYTES / dtrain_dtype_bytes(what->dtype) / pieces;
 }
 
-/* Copy chunk c of this rank's input into its stage: one piece, or one for each rank's slice. */
-static dtrain_result dtrain__chunk_in(dtrain__engine *comm, const dtrain_collective *what, size_t c)
+/* Copy chunk c of this rank's input into its buffer: one piece, or one for each rank's slice. */
+static bool dtrain__chunk_in(dtrain__engine *comm, const dtrain_collective *what, size_t c)
 {
-    dtrain__part *part = ((dtrain__local_comm *)comm)->parts[comm->base.rank];
+    dtrain__part *part = dtrain__part_of(comm, comm->base.rank);
     const size_t unit = dtrain_dtype_bytes(what->dtype), chunk = dtrain__chunk_count(comm, what);
     const size_t rest = what->count - c * chunk, length = rest < chunk ? rest : chunk;
     const size_t pieces = dtrain__kind_of(what->kind)->cuts ? (size_t)comm->base.size : 1;
-    if (!dtrain__gives(what, comm->base.rank)) return DTRAIN_OK;
+    void *stage;
+    if (!dtrain__gives(what, comm->base.rank)) return true;
     if (!part->stage) {
-        void *stage;
         if (dtrain__shared_alloc(comm->base.world, 2 * DTRAIN__CHUNK_BYTES, &stage) != DTRAIN_OK)
-            return dtrain__engine_fail(&comm->base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
+            return dtrain__engine_give_up(comm, DTRAIN_ERROR_MEMORY);
         part->stage = (char *)stage;
     }
     char *half = part->stage + c % 2 * DTRAIN__CHUNK_BYTES;
@@ -342,10 +342,11 @@ static dtrain_result dtrain__chunk_in(dtrain__engine *comm, const dtrain_collect
         memcpy(half + i * chunk * unit,
                (const char *)what->send + (i * what->count + c * chunk) * unit, length * unit);
     comm->base.info.staged_bytes += pieces * length * unit;
-    return DTRAIN_OK;
+    return true;
 }
 
-/* Compute chunk c of this rank's result from everybody's stage. */
+/* Compute chunk c of this rank's result from the buffers of all; ranks that give nothing may have
+ * none. */
 static void dtrain__chunk_out(dtrain__engine *comm, const dtrain_collective *what, size_t c)
 {
     const char *in[DTRAIN_MAX_RANKS];
@@ -353,8 +354,7 @@ static void dtrain__chunk_out(dtrain__engine *comm, const dtrain_collective *wha
     const size_t rest = what->count - c * chunk, length = rest < chunk ? rest : chunk;
     const size_t slice = dtrain__kind_of(what->kind)->cuts ? (size_t)comm->base.rank * chunk : 0;
     for (int i = 0; i < comm->base.size; i++) {
-        /* NULL on ranks that give nothing */
-        const char *stage = ((dtrain__local_comm *)comm)->parts[i]->stage;
+        const char *stage = dtrain__part_of(comm, i)->stage;
         in[i] = stage ? stage + c % 2 * DTRAIN__CHUNK_BYTES + slice * unit : NULL;
     }
     dtrain__pull(&comm->base, what, in, c * chunk, length);
@@ -385,8 +385,7 @@ static bool dtrain__next_stage(dtrain__engine *comm, dtrain__local_work *work, b
                    : dtrain__take_pieces(comm, work);
     if (!oldest) return false;
     if (work->stage > 1) dtrain__chunk_out(comm, what, work->stage - 2);
-    return work->stage + 1 >= work->final ||
-           dtrain__chunk_in(comm, what, work->stage - 1) == DTRAIN_OK;
+    return work->stage + 1 >= work->final || dtrain__chunk_in(comm, what, work->stage - 1);
 }
 
 static bool dtrain__local_move(dtrain__engine *comm, dtrain__work *base, bool oldest)
@@ -418,7 +417,7 @@ static dtrain__channel *dtrain__channel_of(const dtrain__engine *comm,
 {
     const int from = what->kind == DTRAIN_COLLECTIVE_SEND ? comm->base.rank : what->root;
     const int to = what->kind == DTRAIN_COLLECTIVE_SEND ? what->root : comm->base.rank;
-    return dtrain__load(&((const dtrain__local_comm *)comm)->parts[from]->channels[to]);
+    return dtrain__load(&dtrain__part_of(comm, from)->channels[to]);
 }
 
 /* Say whether the other side has to act first. */
@@ -468,9 +467,8 @@ static bool dtrain__local_message(dtrain__engine *comm, dtrain__work *base)
     void *channel;
     if (what->kind == DTRAIN_COLLECTIVE_SEND && !dtrain__channel_of(comm, what)) {
         if (dtrain__shared_alloc(comm->base.world, sizeof(dtrain__channel), &channel) != DTRAIN_OK)
-            return dtrain__engine_fail(&comm->base, DTRAIN_ERROR_MEMORY, dtrain_last_error()) ==
-                   DTRAIN_OK;
-        dtrain__store(&((dtrain__local_comm *)comm)->parts[comm->base.rank]->channels[what->root],
+            return dtrain__engine_give_up(comm, DTRAIN_ERROR_MEMORY);
+        dtrain__store(&dtrain__part_of(comm, comm->base.rank)->channels[what->root],
                       (dtrain__channel *)channel);
     }
     while (!dtrain__message_stuck(comm, work)) {

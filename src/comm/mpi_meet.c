@@ -2,8 +2,8 @@
  *
  * MPI_Init waits without a deadline for every rank. So all ranks first agree to call it, and a
  * thread calls it, for which the rank waits with a deadline: a rank may be stopped in between. Then
- * the ranks compare MPI's size and ranks with those of the world. A rank that cannot go on fails,
- * and the others read that where they wait for it. */
+ * the ranks compare MPI's size and ranks with those of the world. A rank that cannot go on fails, and
+ * the others find its exit record where they wait for it. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -17,36 +17,6 @@
 #ifdef DTRAIN_USE_MPI
 
 #define DTRAIN__MPI_PATIENCE_NS 30000000000u /* for MPI's own calls; timeout_ms if longer */
-
-typedef struct dtrain__mpi_hello {
-    int32_t size, rank; /* in MPI */
-} dtrain__mpi_hello;
-
-static dtrain_result dtrain__mpi_can_meet(const dtrain_world *world)
-{
-    int finalized = 0;
-    MPI_Finalized(&finalized);
-    if (finalized)
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "MPI has been ended, by an earlier world or by the program; for several "
-                           "worlds call MPI_Init before the first and MPI_Finalize after the last");
-    if (world->size > 1 && (!world->link || world->launcher))
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "the communicator over MPI needs ranks that MPI's launcher has started, "
-                           "and these %d were started by dtrain_launch itself; run: mpirun -n %d, "
-                           "or leave comm_ops NULL for the local communicator",
-                           world->size, world->size);
-    return DTRAIN_OK;
-}
-
-/* Ignore SIGPIPE, unless the program handles it: Open MPI writes to sockets of ranks that have
- * died, and the signal would kill this rank before it can report which one. */
-static void dtrain__mpi_quiet_pipes(dtrain__mpi_hub *hub)
-{
-    struct sigaction now;
-    if (sigaction(SIGPIPE, NULL, &now) != 0 || now.sa_handler != SIG_DFL) return;
-    hub->quiet_pipes = signal(SIGPIPE, SIG_IGN) != SIG_ERR;
-}
 
 static void *dtrain__mpi_thread_main(void *argument)
 {
@@ -155,11 +125,47 @@ static bool dtrain__mpi_request_done(dtrain__mpi_hub *hub)
     return done || hub->code != MPI_SUCCESS;
 }
 
-static dtrain_result dtrain__mpi_init(dtrain_world *world, dtrain__mpi_hub *hub,
-                                      dtrain__mpi_hello *mine)
+/* Check that MPI's world is this one, with the same result on all ranks: `all` has MPI's size and
+ * rank as each rank sees them. */
+static dtrain_result dtrain__mpi_compare(int32_t (*all)[2], int size)
 {
-    int ready = 0, found = 0;
+    int alone = 0;
+    for (int i = 0; i < size; i++) alone += all[i][0] == 1;
+    if (alone == size && size > 1)
+        return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                           "MPI: each of the %d ranks is alone in an MPI of its own; start them "
+                           "with this MPI's launcher: mpirun -n %d, or srun with --mpi=pmix or "
+                           "pmi2",
+                           size, size);
+    for (int i = 0; i < size; i++)
+        if (all[i][0] != size)
+            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                               "MPI: rank %d of the world's %d sees %d in MPI; start as many with "
+                               "mpirun as the environment announces",
+                               i, size, (int)all[i][0]);
+    return DTRAIN_OK;
+}
+
+/* Start MPI, unless the program has, and find the ranks of the world in it. */
+DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_hub *hub)
+{
+    int32_t mine[2], all[DTRAIN_MAX_RANKS][2];
+    int finalized = 0, ready = 0, size, rank, found = 0;
     void *highest = NULL;
+    struct sigaction pipes;
+    if (!world->control->free_at_start) world->control->free_at_start = dtrain__free_memory();
+    MPI_Finalized(&finalized);
+    if (finalized)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "MPI has been ended, by an earlier world or by the program; for several "
+                           "worlds call MPI_Init before the first and MPI_Finalize after the last");
+    if (world->size > 1 && (!world->link || world->launcher))
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "the communicator over MPI needs ranks that MPI's launcher has started, "
+                           "and these %d were started by dtrain_launch itself; run: mpirun -n %d, "
+                           "or leave comm_ops NULL for the local communicator",
+                           world->size, world->size);
+    DTRAIN__TRY(dtrain_world_all_gather(world, NULL, 0, NULL)); /* all ranks will call it */
     MPI_Initialized(&ready);
     if (!ready) DTRAIN__TRY(dtrain__mpi_thread_start(hub));
     DTRAIN__TRY(dtrain__mpi_await(world, hub, "MPI_Init_thread", dtrain__mpi_init_done));
@@ -168,44 +174,22 @@ static dtrain_result dtrain__mpi_init(dtrain_world *world, dtrain__mpi_hub *hub,
                            "this MPI gives no MPI_THREAD_SERIALIZED; call MPI_Init before "
                            "dtrain_launch and MPI_Finalize after it");
     if (hub->thread) MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
-    dtrain__mpi_quiet_pipes(hub);
-    MPI_Comm_size(MPI_COMM_WORLD, &mine->size);
-    MPI_Comm_rank(MPI_COMM_WORLD, &mine->rank);
+
+    /* Open MPI writes to sockets of ranks that have died, and SIGPIPE would kill this rank before it
+     * can report which one: ignore it, unless the program handles it. */
+    if (sigaction(SIGPIPE, NULL, &pipes) == 0 && pipes.sa_handler == SIG_DFL)
+        hub->quiet_pipes = signal(SIGPIPE, SIG_IGN) != SIG_ERR;
+
+    MPI_Comm_size(MPI_COMM_WORLD, &size);
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &highest, &found);
     hub->number_limit = (found ? *(int *)highest : 32767) / DTRAIN__MPI_TAGS;
-    return DTRAIN_OK;
-}
+    mine[0] = size;
+    mine[1] = rank;
+    DTRAIN__TRY(dtrain_world_all_gather(world, mine, sizeof mine, all));
+    DTRAIN__TRY(dtrain__mpi_compare(all, world->size));
+    for (int i = 0; i < world->size; i++) hub->ranks[i] = all[i][1];
 
-/* Check that MPI's world is this one, with the same result on all ranks. */
-static dtrain_result dtrain__mpi_verdict(const dtrain__mpi_hello *all, int size)
-{
-    int alone = 0;
-    for (int i = 0; i < size; i++) alone += all[i].size == 1;
-    if (alone == size && size > 1)
-        return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                           "MPI: each of the %d ranks is alone in an MPI of its own; start them "
-                           "with this MPI's launcher: mpirun -n %d, or srun with --mpi=pmix or "
-                           "pmi2",
-                           size, size);
-    for (int i = 0; i < size; i++)
-        if (all[i].size != size)
-            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                               "MPI: rank %d of the world's %d sees %d in MPI; start as many with "
-                               "mpirun as the environment announces",
-                               i, size, all[i].size);
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_hub *hub)
-{
-    dtrain__mpi_hello mine, all[DTRAIN_MAX_RANKS];
-    if (!world->control->free_at_start) world->control->free_at_start = dtrain__free_memory();
-    DTRAIN__TRY(dtrain__mpi_can_meet(world));
-    DTRAIN__TRY(dtrain_world_all_gather(world, NULL, 0, NULL));
-    DTRAIN__TRY(dtrain__mpi_init(world, hub, &mine));
-    DTRAIN__TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
-    DTRAIN__TRY(dtrain__mpi_verdict(all, world->size));
-    for (int i = 0; i < world->size; i++) hub->ranks[i] = all[i].rank;
     /* A duplicate keeps the program's messages apart from these. */
     hub->code = MPI_Comm_idup(MPI_COMM_WORLD, &hub->mpi, &hub->request);
     DTRAIN__TRY(dtrain__mpi_await(world, hub, "MPI_Comm_idup", dtrain__mpi_request_done));
