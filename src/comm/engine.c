@@ -29,22 +29,24 @@ DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain__engine *comm, const dtr
     return sizeof *at + bytes;
 }
 
-/* Describe a call for a message: "all-reduce sum f32 count 100". */
-static void dtrain__describe(const dtrain__shown *shown, char *text, size_t room)
+/* Describe a call for a message: "all-reduce sum f32 count 100"; with its sequence number, if not 0:
+ * "collective #17 (all-reduce sum f32 count 100)". */
+static void dtrain__describe(const dtrain__shown *shown, uint64_t sequence, char *text, size_t room)
 {
     static const char *const ops[] = {"", " sum", " mean", " min", " max", " prod"};
-    char root[32] = "";
     const dtrain__kind *kind = dtrain__kind_of(shown->kind);
+    char root[32] = "", call[80];
     if (kind->rooted)
         snprintf(root, sizeof root, " %s %d",
                  shown->kind < DTRAIN_COLLECTIVE_SEND ? "root" : "peer", (int)shown->root);
     if (shown->kind == DTRAIN_COLLECTIVE_BARRIER || shown->kind == DTRAIN_COLLECTIVE_SPLIT)
-        snprintf(text, room, "%s", kind->name);
+        snprintf(call, sizeof call, "%s", kind->name);
     else
-        snprintf(text, room, "%s%s %s count %llu%s", kind->name,
-                 ops[shown->op <= DTRAIN_REDUCE_PROD ? shown->op : 0],
+        snprintf(call, sizeof call, "%s%s %s count %llu%s", kind->name, ops[shown->op],
                  dtrain_dtype_name((dtrain_dtype)shown->dtype), (unsigned long long)shown->count,
                  root);
+    if (!sequence) snprintf(text, room, "%s", call);
+    else snprintf(text, room, "collective #%llu (%s)", (unsigned long long)sequence, call);
 }
 
 static bool dtrain__same_call(const dtrain__shown *a, const dtrain__shown *b)
@@ -68,8 +70,8 @@ static dtrain_result dtrain__compare(dtrain__engine *comm, const dtrain__work *w
     const dtrain__shown *y = dtrain__shown_by(comm, work, second);
     char a[80], b[80];
     if (dtrain__same_call(x, y)) return DTRAIN_OK;
-    dtrain__describe(x, a, sizeof a);
-    dtrain__describe(y, b, sizeof b);
+    dtrain__describe(x, 0, a, sizeof a);
+    dtrain__describe(y, 0, b, sizeof b);
     return dtrain__engine_failf(comm, DTRAIN_ERROR_MISMATCH,
                                 "collective #%llu differs: rank %d called %s, rank %d called %s",
                                 (unsigned long long)work->sequence, comm->base.world_ranks[first],
@@ -325,15 +327,6 @@ static bool dtrain__waits_for(const dtrain__engine *comm, const dtrain__work *wo
     return !comm->transport->heard(comm, work->sequence, rank);
 }
 
-/* Name an operation: "collective #17 (all-reduce sum f32 count 4)", "send f32 count 4 peer 1". */
-static void dtrain__name_work(const dtrain__work *work, char *text, size_t room)
-{
-    char name[80];
-    dtrain__describe(&work->shown, name, sizeof name);
-    if (!work->sequence) snprintf(text, room, "%s", name);
-    else snprintf(text, room, "collective #%llu (%s)", (unsigned long long)work->sequence, name);
-}
-
 /* Make the rarer checks of a wait: has another rank failed the communicator, called something else,
  * left? Read whether a rank has left before reading its progress, as what it did before counts. */
 static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__work *waited)
@@ -357,7 +350,7 @@ static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__
                           dtrain__waits(comm->base.world, world[i]) < 0))
             waits = world[i];
         if (!left) continue;
-        dtrain__name_work(work, name, sizeof name);
+        dtrain__describe(&work->shown, work->sequence, name, sizeof name);
         return dtrain__engine_failf(
             comm, DTRAIN_ERROR_PEER,
             "rank %d left (returned 0) after its collective #%llu while rank %d waits in %s",
@@ -378,24 +371,24 @@ static void dtrain__list_behind(const dtrain__engine *comm, const dtrain__work *
     for (int k = 0; k < 2 * size && used + 96 < room; k++) { /* first those that do not wait */
         const int i = k % size;
         if (!dtrain__waits_for(comm, work, i)) continue;
-        const int end = dtrain__behind(comm->base.world, world[i]),
-                  behind = end < 0 ? world[i] : end;
-        int at = 0; /* of the rank that is behind, here; size: it is no member */
-        while (at < size && world[at] != behind) at++;
+        const int end = dtrain__behind(comm->base.world, world[i]);
+        const int behind = end < 0 ? world[i] : end;
         if (listed[behind] || (behind == world[i]) != (k < size)) continue;
         listed[behind] = true;
         used += (size_t)snprintf(list + used, room - used, "%srank %d", used ? ", " : "", world[i]);
         if (behind != world[i])
             used += (size_t)snprintf(list + used, room - used, ", which waits for rank %d", behind);
-        const unsigned long long last =
-            at < size ? (unsigned long long)dtrain__last_sequence(comm, at) : 0;
         if (end < 0)
             used += (size_t)snprintf(list + used, room - used,
                                      ", which waits for ranks that wait for each other");
-        else if (at < size)
-            used += (size_t)snprintf(
-                list + used, room - used, " (%s #%llu)",
-                work->sequence && last >= work->sequence ? "stuck in" : "its last was", last);
+        for (int at = 0; at < size && end >= 0; at++) {
+            if (world[at] != behind) continue;
+            const uint64_t last = dtrain__last_sequence(comm, at);
+            used += (size_t)snprintf(list + used, room - used, " (%s #%llu)",
+                                     work->sequence && last >= work->sequence ? "stuck in"
+                                                                              : "its last was",
+                                     (unsigned long long)last);
+        }
     }
 }
 
@@ -406,7 +399,7 @@ static dtrain_result dtrain__engine_timeout(dtrain__engine *comm, const dtrain__
     const dtrain_world *world = comm->base.world;
     const double seconds = 1e-9 * (double)world->timeout_ns;
     const uint64_t now = dtrain__now_ns();
-    dtrain__name_work(work, name, sizeof name);
+    dtrain__describe(&work->shown, work->sequence, name, sizeof name);
     if (comm->staged && waited->state == DTRAIN__QUEUED && !dtrain__copied_in(comm, waited))
         return dtrain__engine_failf(
             comm, DTRAIN_ERROR_TIMEOUT,

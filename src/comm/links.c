@@ -142,7 +142,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain_
 {
     const uint64_t now = dtrain__now_ns(), longest = 100000, early = 60000;
     uint64_t nearest = UINT64_MAX;
-    struct timespec nap;
     for (const dtrain__engine *comm = world->comms; comm; comm = comm->next)
         for (const dtrain__work *work = comm->queue; work; work = work->next)
             if (work->due_ns > now && work->due_ns < nearest) nearest = work->due_ns;
@@ -150,8 +149,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain_
     const uint64_t left = nearest == UINT64_MAX ? longest : nearest - now;
     if (wait->yields < 2 * DTRAIN__YIELDS_PER_POLL || left < early + 20000)
         return dtrain__wait_turn(world, wait);
-    nap.tv_sec = 0;
-    nap.tv_nsec = (long)(left - early < longest ? left - early : longest);
+    const struct timespec nap = {0, (long)(left - early < longest ? left - early : longest)};
     nanosleep(&nap, NULL);
     return dtrain__wait_poll(world, wait);
 }
