@@ -582,16 +582,11 @@ DTRAIN_API size_t dtrain_dtype_bytes(dtrain_dtype dtype);
 /* Return the name of a type, "f32" for example, or "?" for an unknown one. */
 DTRAIN_API const char *dtrain_dtype_name(dtrain_dtype dtype);
 
-/* Convert between fp32 and a 16-bit type, rounding to nearest, ties to even. NaN stays NaN and
- * keeps its sign, a finite number that overflows becomes infinite, denormals are exact. */
-DTRAIN_API uint16_t dtrain_f32_to_bf16(float value);
-DTRAIN_API float dtrain_bf16_to_f32(uint16_t bits);
-DTRAIN_API uint16_t dtrain_f32_to_f16(float value);
-DTRAIN_API float dtrain_f16_to_f32(uint16_t bits);
-
-/* Return false for NaN and infinity. The test reads the exponent bits, so that -ffast-math cannot
- * remove it. */
-DTRAIN_API bool dtrain_is_finite(float value);
+/* Convert fp32 to BF16 or F16, rounding to nearest, ties to even. NaN stays NaN and keeps its sign,
+ * a finite number that overflows becomes infinite, denormals are exact. */
+DTRAIN_API uint16_t dtrain_half_from_f32(dtrain_dtype dtype, float value);
+/* Convert BF16 or F16 to fp32, which is exact. */
+DTRAIN_API float dtrain_half_to_f32(dtrain_dtype dtype, uint16_t bits);
 
 /* Draw element `index` of a stream of numbers that are uniform in [0, 1). Random numbers are
  * counter-based (Philox4x32-10): a pure function of the three arguments, so any rank can draw any
@@ -766,9 +761,12 @@ typedef struct dtrain_world_info {
     dtrain_allocator allocator;
     uint32_t restart_count; /* how often this run was started again: by dtrain_launch, and by what
                                is around it (TORCHELASTIC_RESTART_COUNT, SLURM_RESTART_COUNT) */
+    bool stop_requested;    /* a signal has asked this rank to stop: see Signals in
+                               launch/launch.h */
 } dtrain_world_info;
 
-/* Fill info with where this rank stands; with zeros when world is NULL. */
+/* Fill info with where this rank stands; with zeros when world is NULL. Local and cheap enough for
+ * every step. */
 DTRAIN_API void dtrain_world_query(const dtrain_world *world, dtrain_world_info *info);
 
 #define DTRAIN_WORLD_ALL_GATHER_BYTES 4096
@@ -800,21 +798,6 @@ DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world);
  * too, through DTRAIN_PROGRESS_FILE. Without desc.restarts, or under another launcher, nothing is
  * done with it. */
 DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step);
-
-/* Say whether SIGTERM, SIGINT, SIGHUP or SIGUSR1 has come to this rank, with desc.catch_signals;
- * false without it. A SIGHUP that is ignored when the run begins, as under nohup, stays ignored.
- * Local and cheap enough for every step. The signal may come to one rank alone, or to each between
- * other steps: ranks may act on it only when they agree: a trainer does that with each step's
- * record, a loop of one's own by dtrain_world_all_gather.
- *
- * The handlers only note the signal, whatever they interrupt: waits and collectives go on. A second
- * one, more than a second after the first and no SIGUSR1, ends the process at once; until then it
- * may be the same one, sent to the process group and forwarded; the launcher's log says so. The
- * host's handlers are back when dtrain_launch returns. Processes: in ranks alone, the launcher
- * forwards what it gets. Threads: the signal is the process's, so it comes to all ranks. A run
- * whose ranks then return 0 has succeeded, and info.signal tells of the signal; one that fails is
- * not restarted. */
-DTRAIN_API bool dtrain_world_stop_requested(const dtrain_world *world);
 
 /* Send one formatted line to the log. */
 #if defined(__GNUC__)
@@ -906,7 +889,18 @@ DTRAIN_API void dtrain_span_end(dtrain_world *world);
  * another rank), or when rank_main returns another value than 0; the first failure's dump stands. A
  * restarted rank replaces it at its next failure; give each run a directory of its own. With
  * catch_signals, SIGUSR2 makes each rank dump at its next call or wait, and the run goes on: for a
- * run that seems to hang. With a trace, the collectives are those among its last events. */
+ * run that seems to hang. With a trace, the collectives are those among its last events.
+ *
+ * Signals: with catch_signals, handlers in the ranks note SIGTERM, SIGINT, SIGHUP and SIGUSR1, and
+ * waits and collectives go on. dtrain_world_info.stop_requested tells a rank of the signal, which
+ * may have come to this rank alone, or to each between other steps. So ranks may act on it only
+ * when they agree: a trainer exchanges it in each step's record, a loop of one's own by
+ * dtrain_world_all_gather. A run whose ranks then return 0 has succeeded, and info.signal has the
+ * number; a run that fails is not restarted. A second signal but SIGUSR1, more than a second after
+ * the first (until then it may be the same one, sent to the process group and forwarded), ends the
+ * process at once. A SIGHUP that is ignored when the run begins, as under nohup, stays ignored. A
+ * signal comes to all ranks that are threads. The host's handlers are back when dtrain_launch
+ * returns. */
 
 typedef enum dtrain_launch_mode {
     DTRAIN_LAUNCH_PROCESSES = 0, /* fork: one process a rank */
@@ -945,7 +939,7 @@ typedef struct dtrain_launch_desc {
     uint32_t min_ranks;  /* a restart in which the system refuses to start some ranks goes on with
                             those that it has started, if they are as many; 0 = all are needed */
     bool catch_signals; /* SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask ranks to stop, instead of killing
-                            them: see dtrain_world_stop_requested; SIGUSR2 asks for a dump */
+                            them: see Signals; SIGUSR2 asks for a dump */
     const char *flight_directory; /* of dumps, see Dumps; NULL = DTRAIN_FLIGHT_DIRECTORY of the
                                      environment, and without that there are none */
     dtrain_trace_desc trace;      /* all zero = none */
@@ -4197,6 +4191,7 @@ DTRAIN__PRIVATE void dtrain__log_to(const dtrain__log_sink *sink, dtrain_log_lev
 /* core/dtype.c */
 DTRAIN__PRIVATE uint32_t dtrain__f32_bits(float value);
 DTRAIN__PRIVATE float dtrain__f32_from_bits(uint32_t bits);
+DTRAIN__PRIVATE bool dtrain__is_finite(float value);
 
 /* core/random.c */
 DTRAIN__PRIVATE void dtrain__philox(uint64_t seed, uint64_t stream, uint64_t counter,
@@ -4502,7 +4497,9 @@ DTRAIN__PRIVATE float dtrain__f32_from_bits(uint32_t bits)
     return value;
 }
 
-DTRAIN_API bool dtrain_is_finite(float value)
+/* Return false for NaN and infinity. The test reads the exponent bits, so that -ffast-math cannot
+ * remove it. */
+DTRAIN__PRIVATE bool dtrain__is_finite(float value)
 {
     return (dtrain__f32_bits(value) & 0x7f800000u) != 0x7f800000u;
 }
@@ -4512,18 +4509,6 @@ DTRAIN_API bool dtrain_is_finite(float value)
  * less one when that place is even, and cut; a carry out of the mantissa raises the exponent as it
  * should. NaNs become quiet and keep the upper bits of their payload, as x86 and ARM hardware does:
  * the bulk conversions of device/ give the same bits by other means. */
-
-DTRAIN_API uint16_t dtrain_f32_to_bf16(float value)
-{
-    const uint32_t bits = dtrain__f32_bits(value);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40u);
-    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
-}
-
-DTRAIN_API float dtrain_bf16_to_f32(uint16_t bits)
-{
-    return dtrain__f32_from_bits((uint32_t)bits << 16);
-}
 
 /* A denormal result counts units of 2^-24: the mantissa (with its hidden bit) is shifted down by
  * 126 - exponent. Below 2^-25 everything rounds to zero. */
@@ -4536,9 +4521,13 @@ static uint32_t dtrain__f16_denormal(uint32_t magnitude)
     return (mantissa + half - 1u + (mantissa >> shift & 1u)) >> shift;
 }
 
-DTRAIN_API uint16_t dtrain_f32_to_f16(float value)
+DTRAIN_API uint16_t dtrain_half_from_f32(dtrain_dtype dtype, float value)
 {
     const uint32_t bits = dtrain__f32_bits(value);
+    if (dtype == DTRAIN_DTYPE_BF16) {
+        if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40u);
+        return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+    }
     const uint32_t sign = bits >> 16 & 0x8000u;
     const uint32_t magnitude = bits & 0x7fffffffu;
     if (magnitude > 0x7f800000u) return (uint16_t)(sign | 0x7e00u | (magnitude >> 13 & 0x3ffu));
@@ -4548,8 +4537,9 @@ DTRAIN_API uint16_t dtrain_f32_to_f16(float value)
     return (uint16_t)(sign | (rounded - 0x38000000u) >> 13); /* exponent bias 127 -> 15 */
 }
 
-DTRAIN_API float dtrain_f16_to_f32(uint16_t bits)
+DTRAIN_API float dtrain_half_to_f32(dtrain_dtype dtype, uint16_t bits)
 {
+    if (dtype == DTRAIN_DTYPE_BF16) return dtrain__f32_from_bits((uint32_t)bits << 16);
     const uint32_t sign = (uint32_t)(bits & 0x8000u) << 16;
     uint32_t exponent = bits >> 10 & 0x1fu, mantissa = bits & 0x3ffu;
     if (exponent == 0x1fu) {
@@ -5147,6 +5137,7 @@ DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t *mask);
 DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(bool dumps, sigset_t *old_mask);
 DTRAIN__PRIVATE void dtrain__signals_end(const sigset_t *old_mask);
 DTRAIN__PRIVATE int dtrain__signal_caught(void);
+DTRAIN__PRIVATE bool dtrain__stop_requested(const dtrain_world *world);
 DTRAIN__PRIVATE uint32_t dtrain__dumps_asked(void);
 
 DTRAIN_API int dtrain_world_rank(const dtrain_world *world) { return world ? world->rank : -1; }
@@ -5182,6 +5173,7 @@ DTRAIN_API void dtrain_world_query(const dtrain_world *world, dtrain_world_info 
     info->threads = world->threads;
     info->timeout_ms = (uint32_t)(world->timeout_ns / 1000000u);
     info->restart_count = world->restart_count;
+    info->stop_requested = dtrain__stop_requested(world);
     info->allocator = world->allocator;
 }
 
@@ -7658,7 +7650,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
  * this library, a checkpoint that is being written.
  *
  *     SIGTERM, SIGINT, SIGHUP, SIGUSR1
- *                        --> the handler notes it --> dtrain_world_stop_requested, on this rank
+ *                        --> the handler notes it --> stop_requested of dtrain_world_query, on this rank
  *                                                           |
  *                        the ranks exchange it (a trainer does): all stop after the same step
  *     again, not SIGUSR1 --> the default action: the process ends at once
@@ -7760,11 +7752,12 @@ DTRAIN__PRIVATE uint32_t dtrain__dumps_asked(void) { return dtrain__load(&dtrain
 /* Return the signal that this process has caught, 0 for none. */
 DTRAIN__PRIVATE int dtrain__signal_caught(void) { return dtrain__load(&dtrain__signal_seen); }
 
-/* Note the signal in the control page too: a run that was asked to stop is not restarted, and the
- * launcher has not seen a signal that was sent to one rank alone. */
-DTRAIN_API bool dtrain_world_stop_requested(const dtrain_world *world)
+/* Say whether a signal has asked this rank to stop. Note the signal in the control page too: a run
+ * that was asked to stop is not restarted, and the launcher has not seen a signal that was sent to
+ * one rank alone. */
+DTRAIN__PRIVATE bool dtrain__stop_requested(const dtrain_world *world)
 {
-    const int number = world && world->catches ? dtrain__signal_caught() : 0;
+    const int number = world->catches ? dtrain__signal_caught() : 0;
     if (number && *world->mine) dtrain__store(&world->control->caught, number);
     return number != 0;
 }
@@ -14980,7 +14973,7 @@ DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float
 {
     const char *const call = "dtrain_strategy_weight";
     DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
-    if (!dtrain_is_finite(weight) || weight < 0)
+    if (!dtrain__is_finite(weight) || weight < 0)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: weight is %g, expected 0 or more", call,
                            (double)weight);
     strategy->weight = weight > 0 && strategy->desc.average == DTRAIN_AVERAGE_MEANS ? 1 : weight;
@@ -18746,8 +18739,7 @@ DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tens
         for (int64_t i = tensor->count; i-- > 0 && tensor->dtype != DTRAIN_DTYPE_F32;) {
             uint16_t bits; /* converted in place, from the last on */
             memcpy(&bits, (const char *)values + (size_t)i * sizeof bits, sizeof bits);
-            values[i] = tensor->dtype == DTRAIN_DTYPE_BF16 ? dtrain_bf16_to_f32(bits)
-                                                           : dtrain_f16_to_f32(bits);
+            values[i] = dtrain_half_to_f32(tensor->dtype, bits);
         }
     }
     if (!grad) return DTRAIN_OK;
@@ -21805,8 +21797,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__scaler_fill(dtrain_loss_scaler *scaler, co
 {
     if (!scaler) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: scaler is NULL", call);
     const bool finite =
-        dtrain_is_finite(scaler->scale) && dtrain_is_finite(scaler->growth_factor) &&
-        dtrain_is_finite(scaler->backoff_factor) && dtrain_is_finite(scaler->minimum_scale);
+        dtrain__is_finite(scaler->scale) && dtrain__is_finite(scaler->growth_factor) &&
+        dtrain__is_finite(scaler->backoff_factor) && dtrain__is_finite(scaler->minimum_scale);
     if (scaler->growth_factor == 0) scaler->growth_factor = 2;
     if (scaler->backoff_factor == 0) scaler->backoff_factor = 0.5f;
     if (scaler->minimum_scale == 0) scaler->minimum_scale = 1;
@@ -21856,7 +21848,7 @@ DTRAIN_API dtrain_result dtrain_grad_norm(dtrain_strategy *strategy, dtrain_loss
     dtrain__span_end(world, span);
     DTRAIN__TRY(result);
     *norm = (float)(sqrt(total) / (double)loss_scale);
-    if (dtrain_is_finite(*norm) && max_norm > 0) clip = max_norm / (*norm + 1e-6f);
+    if (dtrain__is_finite(*norm) && max_norm > 0) clip = max_norm / (*norm + 1e-6f);
     *grad_scale = (clip < 1 ? clip : 1) / loss_scale; /* torch clamps the factor too */
     return DTRAIN_OK;
 }
@@ -21868,7 +21860,7 @@ DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, b
         scaler->bad_steps = 0;
         if (++scaler->good_steps < scaler->growth_interval) return DTRAIN_OK;
         const float grown = scaler->scale * scaler->growth_factor;
-        if (dtrain_is_finite(grown)) scaler->scale = grown;
+        if (dtrain__is_finite(grown)) scaler->scale = grown;
         scaler->good_steps = 0;
         scaler->bad_left = scaler->hysteresis;
         return DTRAIN_OK;
@@ -21941,7 +21933,7 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
 {
     if (!optimizer)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_step: optimizer is NULL");
-    if (!dtrain_is_finite(lr) || lr < 0 || !dtrain_is_finite(grad_scale))
+    if (!dtrain__is_finite(lr) || lr < 0 || !dtrain__is_finite(grad_scale))
         return dtrain_fail(
             DTRAIN_ERROR_ARGUMENT,
             "dtrain_optimizer_step: expected a finite lr >= 0 and a finite grad_scale, found "
@@ -22471,7 +22463,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__groups_make(dtrain_optimizer *optimizer,
 
 static bool dtrain__not_below(float value, float least)
 {
-    return dtrain_is_finite(value) && value >= least;
+    return dtrain__is_finite(value) && value >= least;
 }
 
 static bool dtrain__is_beta(float value) { return dtrain__not_below(value, 0) && value < 1; }
@@ -24437,7 +24429,7 @@ DTRAIN__PRIVATE void dtrain__trainer_add(dtrain_trainer *trainer, uint32_t micro
                                          float weight)
 {
     if (micro == 0) trainer->loss = trainer->weight = 0;
-    trainer->loss += dtrain_is_finite(loss) ? (double)loss * (double)weight : (double)loss;
+    trainer->loss += dtrain__is_finite(loss) ? (double)loss * (double)weight : (double)loss;
     trainer->weight += (double)weight;
 }
 
@@ -24503,6 +24495,7 @@ static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_r
     dtrain_step_record full;
     dtrain__step_mark before, after;
     float own[DTRAIN__WORD_COUNT];
+    dtrain_world_info world;
     memset(&full, 0, sizeof full);
     full.step = trainer->step + 1;
     full.lr = (double)dtrain_schedule_lr(&trainer->desc.schedule, trainer->step);
@@ -24516,7 +24509,8 @@ static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_r
     dtrain__trainer_figures(trainer, &before, &after, own);
     dtrain__put_loss(trainer, trainer->loss, trainer->weight, trainer->desc.micro_batches, own);
     own[DTRAIN__WORD_ENDED] = (float)trainer->joined / (float)trainer->desc.micro_batches;
-    own[DTRAIN__WORD_STOP] = dtrain_world_stop_requested(trainer->world) ? 1.0f : 0.0f;
+    dtrain_world_query(trainer->world, &world);
+    own[DTRAIN__WORD_STOP] = world.stop_requested ? 1.0f : 0.0f;
     const uint32_t span =
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "record", DTRAIN__UNNUMBERED);
     const dtrain_result recorded = dtrain__trainer_record(trainer, own, &full);
@@ -24575,7 +24569,7 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
     DTRAIN__TRY(dtrain_grad_norm(desc->strategy, trainer->scaling ? &trainer->scaler : NULL,
                                  desc->clip, &norm, &scale));
     record->grad_norm = (double)norm;
-    if (!dtrain_is_finite(norm)) return DTRAIN_OK;
+    if (!dtrain__is_finite(norm)) return DTRAIN_OK;
     return dtrain_optimizer_step(desc->optimizer, (float)record->lr, scale);
 }
 
@@ -24600,7 +24594,7 @@ static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_
     }
     for (int r = 0; r < trainer->ranks; r++) {
         const float loss = trainer->words[r * DTRAIN__WORD_COUNT + DTRAIN__WORD_LOSS];
-        if (!dtrain_is_finite(loss))
+        if (!dtrain__is_finite(loss))
             return dtrain_fail(DTRAIN_ERROR_NUMERIC,
                                "dtrain_trainer_step: at step %lld the loss of rank %d is %g: %s",
                                (long long)record->step, dtrain__world_rank(trainer->groups.all, r),
@@ -24671,7 +24665,7 @@ static dtrain_spread dtrain__trainer_spread(const dtrain_trainer *trainer, int f
     for (int r = 0; r < trainer->ranks; r++) {
         const float word = trainer->words[r * DTRAIN__WORD_COUNT + figure];
         const double value = (double)word;
-        if (!dtrain_is_finite(word)) continue;
+        if (!dtrain__is_finite(word)) continue;
         if (known == 0 || value < all.min) {
             all.min = value;
             all.min_rank = dtrain__world_rank(trainer->groups.all, r);
@@ -24693,7 +24687,7 @@ static dtrain_spread dtrain__trainer_spread(const dtrain_trainer *trainer, int f
 static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float *own,
                                             dtrain_step_record *record)
 {
-    const bool overflow = !dtrain_is_finite((float)record->grad_norm);
+    const bool overflow = !dtrain__is_finite((float)record->grad_norm);
     dtrain_loss_scaler *scaler = &trainer->scaler;
     double mean[DTRAIN__WORD_COUNT];
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
@@ -24807,7 +24801,7 @@ static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_
     const dtrain__samples *samples = &((const dtrain__tape_tensor *)tensor)->samples;
     DTRAIN__TRY(dtrain__agree_unit(trainer->desc.strategy, samples->terms));
     const double weight = (double)dtrain__weight_of(trainer->desc.strategy, samples);
-    *sum += dtrain_is_finite(loss) ? (double)loss * weight : (double)loss;
+    *sum += dtrain__is_finite(loss) ? (double)loss * weight : (double)loss;
     *weights += weight;
     return DTRAIN_OK;
 }
@@ -24997,7 +24991,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
         dtrain__trainer_add(trainer, micro, queue->results[micro],
                             dtrain__queue_weight(trainer, micro));
     record->grad_norm = (double)*norm;
-    if (dtrain_is_finite(*norm) && norm[1] > 0) dtrain__optimizer_count(desc->optimizer);
+    if (dtrain__is_finite(*norm) && norm[1] > 0) dtrain__optimizer_count(desc->optimizer);
     return DTRAIN_OK;
 }
 
@@ -27586,8 +27580,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader,
     for (int64_t i = 0; i < count && from > to; i++) {
         uint16_t low;
         memcpy(&low, from + (size_t)i * sizeof low, sizeof low);
-        const float x =
-            source->dtype == DTRAIN_DTYPE_BF16 ? dtrain_bf16_to_f32(low) : dtrain_f16_to_f32(low);
+        const float x = dtrain_half_to_f32((dtrain_dtype)source->dtype, low);
         memcpy(to + (size_t)i * sizeof x, &x, sizeof x);
     }
     return DTRAIN_OK;
@@ -28494,9 +28487,7 @@ static void dtrain__export_block(const dtrain__export *e, const dtrain__weight *
     int64_t column = weight->transpose ? first / weight->rows : first;
     for (int64_t i = 0; i < count; i++) {
         const float x = e->value[row * weight->columns + column];
-        const uint16_t low = e->desc.dtype == DTRAIN_DTYPE_BF16  ? dtrain_f32_to_bf16(x)
-                             : e->desc.dtype == DTRAIN_DTYPE_F16 ? dtrain_f32_to_f16(x)
-                                                                 : 0;
+        const uint16_t low = dtrain_half_from_f32((dtrain_dtype)e->desc.dtype, x);
         if (e->desc.dtype == DTRAIN_DTYPE_F32)
             memcpy(e->block + (size_t)i * sizeof x, &x, sizeof x);
         else memcpy(e->block + (size_t)i * sizeof low, &low, sizeof low);
@@ -33079,7 +33070,7 @@ static void dtrain__histogram_add(int64_t *counts, dtrain__moments *m, float val
 {
     const uint32_t bits = dtrain__f32_bits(value);
     const int magnitude = (int)(bits >> 21 & 0x3ff) - DTRAIN__LOWEST;
-    if (!dtrain_is_finite(value)) {
+    if (!dtrain__is_finite(value)) {
         m->nonfinite++;
         return;
     }
@@ -34656,7 +34647,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_clip(dtrain_device *device, const dtra
     const float factor = args->max_norm / (norm + 1e-6f); /* as dtrain_grad_norm rounds it */
     (void)device;
     args->norm[0] = norm;
-    if (!dtrain_is_finite(norm) || (args->weight && args->weight[0] == 0)) args->scalars->skip = 1;
+    if (!dtrain__is_finite(norm) || (args->weight && args->weight[0] == 0)) args->scalars->skip = 1;
     else if (args->max_norm > 0 && factor < 1) args->scalars->grad_scale *= factor;
     return DTRAIN_OK;
 }
@@ -34774,9 +34765,8 @@ static void dtrain__row_sums(const dtrain_gemm_args *args)
     for (int64_t i = 0; i < args->m; i++) {
         float sum = args->accumulate_bias_grad ? args->bias_grad[i] : 0;
         for (int64_t at = i * args->lda; at < i * args->lda + args->k; at++)
-            sum += args->a_dtype == DTRAIN_DTYPE_BF16  ? dtrain_bf16_to_f32(half[at])
-                   : args->a_dtype == DTRAIN_DTYPE_F16 ? dtrain_f16_to_f32(half[at])
-                                                       : a[at];
+            sum += args->a_dtype == DTRAIN_DTYPE_F32 ? a[at]
+                                                     : dtrain_half_to_f32(args->a_dtype, half[at]);
         args->bias_grad[i] = sum;
     }
 }
@@ -37138,7 +37128,7 @@ DTRAIN__HELPER void DTRAIN__K(to_f16)(uint16_t *to, dtrain__v v)
     _mm_storeu_si128((__m128i *)(void *)to, _mm256_cvtps_ph(v, nearest));
 #else
     uint16_t half[DTRAIN__W]; /* `to` may be at an odd address */
-    for (int i = 0; i < DTRAIN__W; i++) half[i] = dtrain_f32_to_f16(v[i]);
+    for (int i = 0; i < DTRAIN__W; i++) half[i] = dtrain_half_from_f32(DTRAIN_DTYPE_F16, v[i]);
     memcpy(to, half, sizeof half);
 #endif
 }
@@ -37154,7 +37144,7 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(from_f16)(const uint16_t *from)
     uint16_t half[DTRAIN__W];
     dtrain__v v = {0};
     memcpy(half, from, sizeof half);
-    for (int i = 0; i < DTRAIN__W; i++) v[i] = dtrain_f16_to_f32(half[i]);
+    for (int i = 0; i < DTRAIN__W; i++) v[i] = dtrain_half_to_f32(DTRAIN_DTYPE_F16, half[i]);
     return v;
 #endif
 }

@@ -59,7 +59,7 @@ static size_t width_of(const trial *t) { return t->dtype == DTRAIN_DTYPE_F32 ? 4
 static double get(const trial *t, const void *data, int64_t i)
 {
     if (t->dtype == DTRAIN_DTYPE_F32) return (double)((const float *)data)[i];
-    return (double)dtrain_bf16_to_f32(((const uint16_t *)data)[i]);
+    return (double)dtrain_half_to_f32(DTRAIN_DTYPE_BF16, ((const uint16_t *)data)[i]);
 }
 
 static void *noise(const trial *t, int64_t count, uint32_t seed)
@@ -69,7 +69,7 @@ static void *noise(const trial *t, int64_t count, uint32_t seed)
         seed = seed * 1664525u + 1013904223u;
         const float value = (float)(seed >> 8) / 8388608.0f - 1.0f;
         if (t->dtype == DTRAIN_DTYPE_F32) ((float *)(void *)data)[i] = value;
-        else ((uint16_t *)(void *)data)[i] = dtrain_f32_to_bf16(value);
+        else ((uint16_t *)(void *)data)[i] = dtrain_half_from_f32(DTRAIN_DTYPE_BF16, value);
     }
     return data;
 }

@@ -204,8 +204,8 @@ static uint16_t *round_to_bf16(float *x, size_t count)
 {
     uint16_t *half = (uint16_t *)bench_alloc(count * sizeof *half);
     for (size_t i = 0; i < count; i++) {
-        half[i] = dtrain_f32_to_bf16(x[i]);
-        x[i] = dtrain_bf16_to_f32(half[i]);
+        half[i] = dtrain_half_from_f32(DTRAIN_DTYPE_BF16, x[i]);
+        x[i] = dtrain_half_to_f32(DTRAIN_DTYPE_BF16, half[i]);
     }
     return half;
 }
@@ -279,7 +279,8 @@ static int element_is_right(const trial *t, int runner, int64_t i, int64_t j)
 {
     const dtrain_gemm_args *g = &t->args;
     const int half = runner == OURS && g->c_dtype == DTRAIN_DTYPE_BF16;
-    const float c = half ? dtrain_bf16_to_f32(t->half_c[i * g->ldc + j]) : t->c[i * g->ldc + j];
+    const float c = half ? dtrain_half_to_f32(DTRAIN_DTYPE_BF16, t->half_c[i * g->ldc + j])
+                         : t->c[i * g->ldc + j];
     double sum = 0, size = 0;
     for (int64_t p = 0; p < g->k; p++) {
         double a = (double)t->a[g->flags & DTRAIN_GEMM_TRANS_A ? p * g->lda + i : i * g->lda + p];

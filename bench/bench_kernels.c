@@ -648,10 +648,12 @@ static void fill_host(const kernel *k, int a, int64_t count, void *memory)
     for (int64_t i = 0; i < count; i++) switch (k->arrays[a].dtype) {
         case DTRAIN_DTYPE_F32: ((float *)memory)[i] = float_element(k, a, i); break;
         case DTRAIN_DTYPE_BF16:
-            ((uint16_t *)memory)[i] = dtrain_f32_to_bf16(float_element(k, a, i));
+            ((uint16_t *)memory)[i] =
+                dtrain_half_from_f32(DTRAIN_DTYPE_BF16, float_element(k, a, i));
             break;
         case DTRAIN_DTYPE_F16:
-            ((uint16_t *)memory)[i] = dtrain_f32_to_f16(float_element(k, a, i));
+            ((uint16_t *)memory)[i] =
+                dtrain_half_from_f32(DTRAIN_DTYPE_F16, float_element(k, a, i));
             break;
         case DTRAIN_DTYPE_I64: ((int64_t *)memory)[i] = integer_element(k, a, i); break;
         default: ((int32_t *)memory)[i] = (int32_t)integer_element(k, a, i); break;
@@ -711,8 +713,8 @@ static dtrain_result fill_arrays(dtrain_device *device, const kernel *k, void *c
 static double element(const array *x, const void *memory, int64_t i)
 {
     if (x->dtype == DTRAIN_DTYPE_F32) return ((const float *)memory)[i];
-    if (x->dtype == DTRAIN_DTYPE_BF16) return dtrain_bf16_to_f32(((const uint16_t *)memory)[i]);
-    if (x->dtype == DTRAIN_DTYPE_F16) return dtrain_f16_to_f32(((const uint16_t *)memory)[i]);
+    if (x->dtype == DTRAIN_DTYPE_BF16 || x->dtype == DTRAIN_DTYPE_F16)
+        return dtrain_half_to_f32(x->dtype, ((const uint16_t *)memory)[i]);
     return ((const int32_t *)memory)[i];
 }
 

@@ -87,7 +87,7 @@ static dtrain_result fill(dtrain_device *device, void *x, size_t count, bool hal
     char *host = (char *)bench_alloc(count * size);
     for (size_t i = 0; i < count; i++) {
         float value = (float)(i * 2654435761u % 8191) / 4096 - 1;
-        if (half) ((uint16_t *)(void *)host)[i] = dtrain_f32_to_bf16(value);
+        if (half) ((uint16_t *)(void *)host)[i] = dtrain_half_from_f32(DTRAIN_DTYPE_BF16, value);
         else ((float *)(void *)host)[i] = value;
     }
     const dtrain_result result =

@@ -66,6 +66,7 @@ DTRAIN__PRIVATE void dtrain__log_to(const dtrain__log_sink *sink, dtrain_log_lev
 /* core/dtype.c */
 DTRAIN__PRIVATE uint32_t dtrain__f32_bits(float value);
 DTRAIN__PRIVATE float dtrain__f32_from_bits(uint32_t bits);
+DTRAIN__PRIVATE bool dtrain__is_finite(float value);
 
 /* core/random.c */
 DTRAIN__PRIVATE void dtrain__philox(uint64_t seed, uint64_t stream, uint64_t counter,

@@ -40,7 +40,9 @@ DTRAIN__PRIVATE float dtrain__f32_from_bits(uint32_t bits)
     return value;
 }
 
-DTRAIN_API bool dtrain_is_finite(float value)
+/* Return false for NaN and infinity. The test reads the exponent bits, so that -ffast-math cannot
+ * remove it. */
+DTRAIN__PRIVATE bool dtrain__is_finite(float value)
 {
     return (dtrain__f32_bits(value) & 0x7f800000u) != 0x7f800000u;
 }
@@ -50,18 +52,6 @@ DTRAIN_API bool dtrain_is_finite(float value)
  * less one when that place is even, and cut; a carry out of the mantissa raises the exponent as it
  * should. NaNs become quiet and keep the upper bits of their payload, as x86 and ARM hardware does:
  * the bulk conversions of device/ give the same bits by other means. */
-
-DTRAIN_API uint16_t dtrain_f32_to_bf16(float value)
-{
-    const uint32_t bits = dtrain__f32_bits(value);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40u);
-    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
-}
-
-DTRAIN_API float dtrain_bf16_to_f32(uint16_t bits)
-{
-    return dtrain__f32_from_bits((uint32_t)bits << 16);
-}
 
 /* A denormal result counts units of 2^-24: the mantissa (with its hidden bit) is shifted down by
  * 126 - exponent. Below 2^-25 everything rounds to zero. */
@@ -74,9 +64,13 @@ static uint32_t dtrain__f16_denormal(uint32_t magnitude)
     return (mantissa + half - 1u + (mantissa >> shift & 1u)) >> shift;
 }
 
-DTRAIN_API uint16_t dtrain_f32_to_f16(float value)
+DTRAIN_API uint16_t dtrain_half_from_f32(dtrain_dtype dtype, float value)
 {
     const uint32_t bits = dtrain__f32_bits(value);
+    if (dtype == DTRAIN_DTYPE_BF16) {
+        if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40u);
+        return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+    }
     const uint32_t sign = bits >> 16 & 0x8000u;
     const uint32_t magnitude = bits & 0x7fffffffu;
     if (magnitude > 0x7f800000u) return (uint16_t)(sign | 0x7e00u | (magnitude >> 13 & 0x3ffu));
@@ -86,8 +80,9 @@ DTRAIN_API uint16_t dtrain_f32_to_f16(float value)
     return (uint16_t)(sign | (rounded - 0x38000000u) >> 13); /* exponent bias 127 -> 15 */
 }
 
-DTRAIN_API float dtrain_f16_to_f32(uint16_t bits)
+DTRAIN_API float dtrain_half_to_f32(dtrain_dtype dtype, uint16_t bits)
 {
+    if (dtype == DTRAIN_DTYPE_BF16) return dtrain__f32_from_bits((uint32_t)bits << 16);
     const uint32_t sign = (uint32_t)(bits & 0x8000u) << 16;
     uint32_t exponent = bits >> 10 & 0x1fu, mantissa = bits & 0x3ffu;
     if (exponent == 0x1fu) {

@@ -27,16 +27,11 @@ DTRAIN_API size_t dtrain_dtype_bytes(dtrain_dtype dtype);
 /* Return the name of a type, "f32" for example, or "?" for an unknown one. */
 DTRAIN_API const char *dtrain_dtype_name(dtrain_dtype dtype);
 
-/* Convert between fp32 and a 16-bit type, rounding to nearest, ties to even. NaN stays NaN and
- * keeps its sign, a finite number that overflows becomes infinite, denormals are exact. */
-DTRAIN_API uint16_t dtrain_f32_to_bf16(float value);
-DTRAIN_API float dtrain_bf16_to_f32(uint16_t bits);
-DTRAIN_API uint16_t dtrain_f32_to_f16(float value);
-DTRAIN_API float dtrain_f16_to_f32(uint16_t bits);
-
-/* Return false for NaN and infinity. The test reads the exponent bits, so that -ffast-math cannot
- * remove it. */
-DTRAIN_API bool dtrain_is_finite(float value);
+/* Convert fp32 to BF16 or F16, rounding to nearest, ties to even. NaN stays NaN and keeps its sign,
+ * a finite number that overflows becomes infinite, denormals are exact. */
+DTRAIN_API uint16_t dtrain_half_from_f32(dtrain_dtype dtype, float value);
+/* Convert BF16 or F16 to fp32, which is exact. */
+DTRAIN_API float dtrain_half_to_f32(dtrain_dtype dtype, uint16_t bits);
 
 /* Draw element `index` of a stream of numbers that are uniform in [0, 1). Random numbers are
  * counter-based (Philox4x32-10): a pure function of the three arguments, so any rank can draw any

@@ -38,7 +38,18 @@
  * another rank), or when rank_main returns another value than 0; the first failure's dump stands. A
  * restarted rank replaces it at its next failure; give each run a directory of its own. With
  * catch_signals, SIGUSR2 makes each rank dump at its next call or wait, and the run goes on: for a
- * run that seems to hang. With a trace, the collectives are those among its last events. */
+ * run that seems to hang. With a trace, the collectives are those among its last events.
+ *
+ * Signals: with catch_signals, handlers in the ranks note SIGTERM, SIGINT, SIGHUP and SIGUSR1, and
+ * waits and collectives go on. dtrain_world_info.stop_requested tells a rank of the signal, which
+ * may have come to this rank alone, or to each between other steps. So ranks may act on it only
+ * when they agree: a trainer exchanges it in each step's record, a loop of one's own by
+ * dtrain_world_all_gather. A run whose ranks then return 0 has succeeded, and info.signal has the
+ * number; a run that fails is not restarted. A second signal but SIGUSR1, more than a second after
+ * the first (until then it may be the same one, sent to the process group and forwarded), ends the
+ * process at once. A SIGHUP that is ignored when the run begins, as under nohup, stays ignored. A
+ * signal comes to all ranks that are threads. The host's handlers are back when dtrain_launch
+ * returns. */
 
 #pragma once
 
@@ -85,7 +96,7 @@ typedef struct dtrain_launch_desc {
     uint32_t min_ranks;  /* a restart in which the system refuses to start some ranks goes on with
                             those that it has started, if they are as many; 0 = all are needed */
     bool catch_signals; /* SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask ranks to stop, instead of killing
-                            them: see dtrain_world_stop_requested; SIGUSR2 asks for a dump */
+                            them: see Signals; SIGUSR2 asks for a dump */
     const char *flight_directory; /* of dumps, see Dumps; NULL = DTRAIN_FLIGHT_DIRECTORY of the
                                      environment, and without that there are none */
     dtrain_trace_desc trace;      /* all zero = none */

@@ -65,7 +65,7 @@ static void dtrain__histogram_add(int64_t *counts, dtrain__moments *m, float val
 {
     const uint32_t bits = dtrain__f32_bits(value);
     const int magnitude = (int)(bits >> 21 & 0x3ff) - DTRAIN__LOWEST;
-    if (!dtrain_is_finite(value)) {
+    if (!dtrain__is_finite(value)) {
         m->nonfinite++;
         return;
     }

@@ -88,7 +88,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__groups_make(dtrain_optimizer *optimizer,
 
 static bool dtrain__not_below(float value, float least)
 {
-    return dtrain_is_finite(value) && value >= least;
+    return dtrain__is_finite(value) && value >= least;
 }
 
 static bool dtrain__is_beta(float value) { return dtrain__not_below(value, 0) && value < 1; }

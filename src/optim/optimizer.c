@@ -59,7 +59,7 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
 {
     if (!optimizer)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_step: optimizer is NULL");
-    if (!dtrain_is_finite(lr) || lr < 0 || !dtrain_is_finite(grad_scale))
+    if (!dtrain__is_finite(lr) || lr < 0 || !dtrain__is_finite(grad_scale))
         return dtrain_fail(
             DTRAIN_ERROR_ARGUMENT,
             "dtrain_optimizer_step: expected a finite lr >= 0 and a finite grad_scale, found "

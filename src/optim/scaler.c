@@ -39,8 +39,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__scaler_fill(dtrain_loss_scaler *scaler, co
 {
     if (!scaler) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: scaler is NULL", call);
     const bool finite =
-        dtrain_is_finite(scaler->scale) && dtrain_is_finite(scaler->growth_factor) &&
-        dtrain_is_finite(scaler->backoff_factor) && dtrain_is_finite(scaler->minimum_scale);
+        dtrain__is_finite(scaler->scale) && dtrain__is_finite(scaler->growth_factor) &&
+        dtrain__is_finite(scaler->backoff_factor) && dtrain__is_finite(scaler->minimum_scale);
     if (scaler->growth_factor == 0) scaler->growth_factor = 2;
     if (scaler->backoff_factor == 0) scaler->backoff_factor = 0.5f;
     if (scaler->minimum_scale == 0) scaler->minimum_scale = 1;
@@ -90,7 +90,7 @@ DTRAIN_API dtrain_result dtrain_grad_norm(dtrain_strategy *strategy, dtrain_loss
     dtrain__span_end(world, span);
     DTRAIN__TRY(result);
     *norm = (float)(sqrt(total) / (double)loss_scale);
-    if (dtrain_is_finite(*norm) && max_norm > 0) clip = max_norm / (*norm + 1e-6f);
+    if (dtrain__is_finite(*norm) && max_norm > 0) clip = max_norm / (*norm + 1e-6f);
     *grad_scale = (clip < 1 ? clip : 1) / loss_scale; /* torch clamps the factor too */
     return DTRAIN_OK;
 }
@@ -102,7 +102,7 @@ DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, b
         scaler->bad_steps = 0;
         if (++scaler->good_steps < scaler->growth_interval) return DTRAIN_OK;
         const float grown = scaler->scale * scaler->growth_factor;
-        if (dtrain_is_finite(grown)) scaler->scale = grown;
+        if (dtrain__is_finite(grown)) scaler->scale = grown;
         scaler->good_steps = 0;
         scaler->bad_left = scaler->hysteresis;
         return DTRAIN_OK;

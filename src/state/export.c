@@ -273,9 +273,7 @@ static void dtrain__export_block(const dtrain__export *e, const dtrain__weight *
     int64_t column = weight->transpose ? first / weight->rows : first;
     for (int64_t i = 0; i < count; i++) {
         const float x = e->value[row * weight->columns + column];
-        const uint16_t low = e->desc.dtype == DTRAIN_DTYPE_BF16  ? dtrain_f32_to_bf16(x)
-                             : e->desc.dtype == DTRAIN_DTYPE_F16 ? dtrain_f32_to_f16(x)
-                                                                 : 0;
+        const uint16_t low = dtrain_half_from_f32((dtrain_dtype)e->desc.dtype, x);
         if (e->desc.dtype == DTRAIN_DTYPE_F32)
             memcpy(e->block + (size_t)i * sizeof x, &x, sizeof x);
         else memcpy(e->block + (size_t)i * sizeof low, &low, sizeof low);

@@ -87,8 +87,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__elements_read(dtrain__reader *reader,
     for (int64_t i = 0; i < count && from > to; i++) {
         uint16_t low;
         memcpy(&low, from + (size_t)i * sizeof low, sizeof low);
-        const float x =
-            source->dtype == DTRAIN_DTYPE_BF16 ? dtrain_bf16_to_f32(low) : dtrain_f16_to_f32(low);
+        const float x = dtrain_half_to_f32((dtrain_dtype)source->dtype, low);
         memcpy(to + (size_t)i * sizeof x, &x, sizeof x);
     }
     return DTRAIN_OK;

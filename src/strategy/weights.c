@@ -103,7 +103,7 @@ DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float
 {
     const char *const call = "dtrain_strategy_weight";
     DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
-    if (!dtrain_is_finite(weight) || weight < 0)
+    if (!dtrain__is_finite(weight) || weight < 0)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: weight is %g, expected 0 or more", call,
                            (double)weight);
     strategy->weight = weight > 0 && strategy->desc.average == DTRAIN_AVERAGE_MEANS ? 1 : weight;

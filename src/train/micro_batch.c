@@ -118,6 +118,6 @@ DTRAIN__PRIVATE void dtrain__trainer_add(dtrain_trainer *trainer, uint32_t micro
                                          float weight)
 {
     if (micro == 0) trainer->loss = trainer->weight = 0;
-    trainer->loss += dtrain_is_finite(loss) ? (double)loss * (double)weight : (double)loss;
+    trainer->loss += dtrain__is_finite(loss) ? (double)loss * (double)weight : (double)loss;
     trainer->weight += (double)weight;
 }

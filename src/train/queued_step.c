@@ -61,7 +61,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
         dtrain__trainer_add(trainer, micro, queue->results[micro],
                             dtrain__queue_weight(trainer, micro));
     record->grad_norm = (double)*norm;
-    if (dtrain_is_finite(*norm) && norm[1] > 0) dtrain__optimizer_count(desc->optimizer);
+    if (dtrain__is_finite(*norm) && norm[1] > 0) dtrain__optimizer_count(desc->optimizer);
     return DTRAIN_OK;
 }
 

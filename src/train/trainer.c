@@ -77,6 +77,7 @@ static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_r
     dtrain_step_record full;
     dtrain__step_mark before, after;
     float own[DTRAIN__WORD_COUNT];
+    dtrain_world_info world;
     memset(&full, 0, sizeof full);
     full.step = trainer->step + 1;
     full.lr = (double)dtrain_schedule_lr(&trainer->desc.schedule, trainer->step);
@@ -90,7 +91,8 @@ static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_r
     dtrain__trainer_figures(trainer, &before, &after, own);
     dtrain__put_loss(trainer, trainer->loss, trainer->weight, trainer->desc.micro_batches, own);
     own[DTRAIN__WORD_ENDED] = (float)trainer->joined / (float)trainer->desc.micro_batches;
-    own[DTRAIN__WORD_STOP] = dtrain_world_stop_requested(trainer->world) ? 1.0f : 0.0f;
+    dtrain_world_query(trainer->world, &world);
+    own[DTRAIN__WORD_STOP] = world.stop_requested ? 1.0f : 0.0f;
     const uint32_t span =
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "record", DTRAIN__UNNUMBERED);
     const dtrain_result recorded = dtrain__trainer_record(trainer, own, &full);
@@ -149,7 +151,7 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
     DTRAIN__TRY(dtrain_grad_norm(desc->strategy, trainer->scaling ? &trainer->scaler : NULL,
                                  desc->clip, &norm, &scale));
     record->grad_norm = (double)norm;
-    if (!dtrain_is_finite(norm)) return DTRAIN_OK;
+    if (!dtrain__is_finite(norm)) return DTRAIN_OK;
     return dtrain_optimizer_step(desc->optimizer, (float)record->lr, scale);
 }
 
@@ -174,7 +176,7 @@ static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_
     }
     for (int r = 0; r < trainer->ranks; r++) {
         const float loss = trainer->words[r * DTRAIN__WORD_COUNT + DTRAIN__WORD_LOSS];
-        if (!dtrain_is_finite(loss))
+        if (!dtrain__is_finite(loss))
             return dtrain_fail(DTRAIN_ERROR_NUMERIC,
                                "dtrain_trainer_step: at step %lld the loss of rank %d is %g: %s",
                                (long long)record->step, dtrain__world_rank(trainer->groups.all, r),
@@ -245,7 +247,7 @@ static dtrain_spread dtrain__trainer_spread(const dtrain_trainer *trainer, int f
     for (int r = 0; r < trainer->ranks; r++) {
         const float word = trainer->words[r * DTRAIN__WORD_COUNT + figure];
         const double value = (double)word;
-        if (!dtrain_is_finite(word)) continue;
+        if (!dtrain__is_finite(word)) continue;
         if (known == 0 || value < all.min) {
             all.min = value;
             all.min_rank = dtrain__world_rank(trainer->groups.all, r);
@@ -267,7 +269,7 @@ static dtrain_spread dtrain__trainer_spread(const dtrain_trainer *trainer, int f
 static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float *own,
                                             dtrain_step_record *record)
 {
-    const bool overflow = !dtrain_is_finite((float)record->grad_norm);
+    const bool overflow = !dtrain__is_finite((float)record->grad_norm);
     dtrain_loss_scaler *scaler = &trainer->scaler;
     double mean[DTRAIN__WORD_COUNT];
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
@@ -381,7 +383,7 @@ static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_
     const dtrain__samples *samples = &((const dtrain__tape_tensor *)tensor)->samples;
     DTRAIN__TRY(dtrain__agree_unit(trainer->desc.strategy, samples->terms));
     const double weight = (double)dtrain__weight_of(trainer->desc.strategy, samples);
-    *sum += dtrain_is_finite(loss) ? (double)loss * weight : (double)loss;
+    *sum += dtrain__is_finite(loss) ? (double)loss * weight : (double)loss;
     *weights += weight;
     return DTRAIN_OK;
 }

@@ -7,7 +7,7 @@
  * this library, a checkpoint that is being written.
  *
  *     SIGTERM, SIGINT, SIGHUP, SIGUSR1
- *                        --> the handler notes it --> dtrain_world_stop_requested, on this rank
+ *                        --> the handler notes it --> stop_requested of dtrain_world_query, on this rank
  *                                                           |
  *                        the ranks exchange it (a trainer does): all stop after the same step
  *     again, not SIGUSR1 --> the default action: the process ends at once
@@ -18,7 +18,6 @@
  * of this library that is no world's. */
 
 #include "core/platform_internal.h"
-#include "core/api.h"
 #include "core/core_internal.h"
 #include "core/result.h"
 #include "world/world.h"
@@ -116,11 +115,12 @@ DTRAIN__PRIVATE uint32_t dtrain__dumps_asked(void) { return dtrain__load(&dtrain
 /* Return the signal that this process has caught, 0 for none. */
 DTRAIN__PRIVATE int dtrain__signal_caught(void) { return dtrain__load(&dtrain__signal_seen); }
 
-/* Note the signal in the control page too: a run that was asked to stop is not restarted, and the
- * launcher has not seen a signal that was sent to one rank alone. */
-DTRAIN_API bool dtrain_world_stop_requested(const dtrain_world *world)
+/* Say whether a signal has asked this rank to stop. Note the signal in the control page too: a run
+ * that was asked to stop is not restarted, and the launcher has not seen a signal that was sent to
+ * one rank alone. */
+DTRAIN__PRIVATE bool dtrain__stop_requested(const dtrain_world *world)
 {
-    const int number = world && world->catches ? dtrain__signal_caught() : 0;
+    const int number = world->catches ? dtrain__signal_caught() : 0;
     if (number && *world->mine) dtrain__store(&world->control->caught, number);
     return number != 0;
 }

@@ -65,6 +65,7 @@ DTRAIN_API void dtrain_world_query(const dtrain_world *world, dtrain_world_info 
     info->threads = world->threads;
     info->timeout_ms = (uint32_t)(world->timeout_ns / 1000000u);
     info->restart_count = world->restart_count;
+    info->stop_requested = dtrain__stop_requested(world);
     info->allocator = world->allocator;
 }
 

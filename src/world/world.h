@@ -72,9 +72,12 @@ typedef struct dtrain_world_info {
     dtrain_allocator allocator;
     uint32_t restart_count; /* how often this run was started again: by dtrain_launch, and by what
                                is around it (TORCHELASTIC_RESTART_COUNT, SLURM_RESTART_COUNT) */
+    bool stop_requested;    /* a signal has asked this rank to stop: see Signals in
+                               launch/launch.h */
 } dtrain_world_info;
 
-/* Fill info with where this rank stands; with zeros when world is NULL. */
+/* Fill info with where this rank stands; with zeros when world is NULL. Local and cheap enough for
+ * every step. */
 DTRAIN_API void dtrain_world_query(const dtrain_world *world, dtrain_world_info *info);
 
 #define DTRAIN_WORLD_ALL_GATHER_BYTES 4096
@@ -106,21 +109,6 @@ DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world);
  * too, through DTRAIN_PROGRESS_FILE. Without desc.restarts, or under another launcher, nothing is
  * done with it. */
 DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step);
-
-/* Say whether SIGTERM, SIGINT, SIGHUP or SIGUSR1 has come to this rank, with desc.catch_signals;
- * false without it. A SIGHUP that is ignored when the run begins, as under nohup, stays ignored.
- * Local and cheap enough for every step. The signal may come to one rank alone, or to each between
- * other steps: ranks may act on it only when they agree: a trainer does that with each step's
- * record, a loop of one's own by dtrain_world_all_gather.
- *
- * The handlers only note the signal, whatever they interrupt: waits and collectives go on. A second
- * one, more than a second after the first and no SIGUSR1, ends the process at once; until then it
- * may be the same one, sent to the process group and forwarded; the launcher's log says so. The
- * host's handlers are back when dtrain_launch returns. Processes: in ranks alone, the launcher
- * forwards what it gets. Threads: the signal is the process's, so it comes to all ranks. A run
- * whose ranks then return 0 has succeeded, and info.signal tells of the signal; one that fails is
- * not restarted. */
-DTRAIN_API bool dtrain_world_stop_requested(const dtrain_world *world);
 
 /* Send one formatted line to the log. */
 #if defined(__GNUC__)

@@ -209,4 +209,5 @@ DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t *mask);
 DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(bool dumps, sigset_t *old_mask);
 DTRAIN__PRIVATE void dtrain__signals_end(const sigset_t *old_mask);
 DTRAIN__PRIVATE int dtrain__signal_caught(void);
+DTRAIN__PRIVATE bool dtrain__stop_requested(const dtrain_world *world);
 DTRAIN__PRIVATE uint32_t dtrain__dumps_asked(void);

@@ -117,15 +117,15 @@ static inline const char *gpu_missing(void)
 
 static inline double gpu_get(const void *x, int64_t i, dtrain_dtype dtype)
 {
-    if (dtype == DTRAIN_DTYPE_BF16) return (double)dtrain_bf16_to_f32(((const uint16_t *)x)[i]);
-    if (dtype == DTRAIN_DTYPE_F16) return (double)dtrain_f16_to_f32(((const uint16_t *)x)[i]);
+    if (dtype == DTRAIN_DTYPE_BF16 || dtype == DTRAIN_DTYPE_F16)
+        return (double)dtrain_half_to_f32(dtype, ((const uint16_t *)x)[i]);
     return (double)((const float *)x)[i];
 }
 
 static inline void gpu_set(void *x, int64_t i, dtrain_dtype dtype, float value)
 {
-    if (dtype == DTRAIN_DTYPE_BF16) ((uint16_t *)x)[i] = dtrain_f32_to_bf16(value);
-    else if (dtype == DTRAIN_DTYPE_F16) ((uint16_t *)x)[i] = dtrain_f32_to_f16(value);
+    if (dtype == DTRAIN_DTYPE_BF16 || dtype == DTRAIN_DTYPE_F16)
+        ((uint16_t *)x)[i] = dtrain_half_from_f32(dtype, value);
     else ((float *)x)[i] = value;
 }
 

@@ -50,8 +50,7 @@ static void set_at(void *x, dtrain_dtype dtype, int64_t i, double value)
     const int32_t i32 = (int32_t)value;
     const int64_t i64 = (int64_t)value;
     const float f32 = (float)value;
-    const uint16_t half =
-        dtype == DTRAIN_DTYPE_BF16 ? dtrain_f32_to_bf16(f32) : dtrain_f32_to_f16(f32);
+    const uint16_t half = dtrain_half_from_f32(dtype, f32);
     const size_t unit = dtrain_dtype_bytes(dtype);
     const void *from = dtype == DTRAIN_DTYPE_I32   ? (const void *)&i32
                        : dtype == DTRAIN_DTYPE_I64 ? (const void *)&i64
@@ -71,8 +70,12 @@ static double get_at(const void *x, dtrain_dtype dtype, int64_t i)
     case DTRAIN_DTYPE_I32: memcpy(&i32, at, sizeof i32); return (double)i32;
     case DTRAIN_DTYPE_I64: memcpy(&i64, at, sizeof i64); return (double)i64;
     case DTRAIN_DTYPE_F32: memcpy(&f32, at, sizeof f32); return (double)f32;
-    case DTRAIN_DTYPE_BF16: memcpy(&half, at, sizeof half); return (double)dtrain_bf16_to_f32(half);
-    default: memcpy(&half, at, sizeof half); return (double)dtrain_f16_to_f32(half);
+    case DTRAIN_DTYPE_BF16:
+        memcpy(&half, at, sizeof half);
+        return (double)dtrain_half_to_f32(DTRAIN_DTYPE_BF16, half);
+    default:
+        memcpy(&half, at, sizeof half);
+        return (double)dtrain_half_to_f32(DTRAIN_DTYPE_F16, half);
     }
 }
 
@@ -165,9 +168,11 @@ static int try_collective(buffers *b, uint32_t kind, dtrain_dtype dtype, dtrain_
                           ? input_at(root, i)
                           : reduced(ranks, scatter ? rank * count + i : i, op);
         if (op == DTRAIN_REDUCE_MEAN && dtype == DTRAIN_DTYPE_BF16)
-            want = (double)dtrain_bf16_to_f32(dtrain_f32_to_bf16((float)want));
+            want = (double)dtrain_half_to_f32(DTRAIN_DTYPE_BF16,
+                                              dtrain_half_from_f32(DTRAIN_DTYPE_BF16, (float)want));
         if (op == DTRAIN_REDUCE_MEAN && dtype == DTRAIN_DTYPE_F16)
-            want = (double)dtrain_f16_to_f32(dtrain_f32_to_f16((float)want));
+            want = (double)dtrain_half_to_f32(DTRAIN_DTYPE_F16,
+                                              dtrain_half_from_f32(DTRAIN_DTYPE_F16, (float)want));
         const double found = get_at(b->host, dtype, i);
         if (fabs(found - want) <= (op == DTRAIN_REDUCE_MEAN ? 1e-7 : 0)) continue;
         CHECK_MSG(0, "kind %u %s op %d count %lld places %d %d in place %d: [%lld] is %g, not %g",

@@ -30,7 +30,10 @@ static double *doubles(int64_t count)
 /* The number as the tensor cores see it. */
 static double as_half(double x, dtrain_dtype dtype)
 {
-    return dtype == DTRAIN_DTYPE_F32 ? (double)dtrain_bf16_to_f32(dtrain_f32_to_bf16((float)x)) : x;
+    return dtype == DTRAIN_DTYPE_F32
+               ? (double)dtrain_half_to_f32(DTRAIN_DTYPE_BF16,
+                                            dtrain_half_from_f32(DTRAIN_DTYPE_BF16, (float)x))
+               : x;
 }
 
 static dtrain_dtype half_of(dtrain_dtype dtype)

@@ -82,7 +82,8 @@ static double slope(uint32_t activation, double x)
 static double operand(double x, dtrain_dtype a, dtrain_dtype b, uint32_t math)
 {
     if (a != DTRAIN_DTYPE_F32 || b != DTRAIN_DTYPE_F32 || math != DTRAIN_MATH_BF16) return x;
-    return (double)dtrain_bf16_to_f32(dtrain_f32_to_bf16((float)x));
+    return (double)dtrain_half_to_f32(DTRAIN_DTYPE_BF16,
+                                      dtrain_half_from_f32(DTRAIN_DTYPE_BF16, (float)x));
 }
 
 /* All that a product has to do with. */
@@ -755,7 +756,7 @@ static void try_aside(uint32_t flags)
     dtrain_gemm_args args;
     gpu_open();
     memset(&args, 0, sizeof args);
-    for (int64_t i = 0; i < m; i++) a[i] = dtrain_f32_to_f16((float)(i + 1));
+    for (int64_t i = 0; i < m; i++) a[i] = dtrain_half_from_f32(DTRAIN_DTYPE_F16, (float)(i + 1));
     for (int64_t j = 0; j < n; j++) b[j] = (float)(j % 5);
     args.m = m, args.n = n, args.k = 1, args.lda = 1, args.ldb = n, args.ldc = n;
     args.flags = flags;
@@ -769,7 +770,8 @@ static void try_aside(uint32_t flags)
     gpu_read(got, args.c, (size_t)(m * n) * 2);
     int64_t wrong = 0;
     for (int64_t i = 0; i < m * n; i++)
-        wrong += got[i] != dtrain_f32_to_f16((float)((i / n + 1) * (i % n % 5)));
+        wrong +=
+            got[i] != dtrain_half_from_f32(DTRAIN_DTYPE_F16, (float)((i / n + 1) * (i % n % 5)));
     CHECK_MSG(wrong == 0, "%lld elements are wrong", (long long)wrong);
     gpu_close();
     free(a);

@@ -107,8 +107,12 @@ static void put(void *to, size_t i, dtrain_dtype dtype, double value)
 {
     switch (dtype) {
     case DTRAIN_DTYPE_F32: ((float *)to)[i] = (float)value; break;
-    case DTRAIN_DTYPE_BF16: ((uint16_t *)to)[i] = dtrain_f32_to_bf16((float)value); break;
-    case DTRAIN_DTYPE_F16: ((uint16_t *)to)[i] = dtrain_f32_to_f16((float)value); break;
+    case DTRAIN_DTYPE_BF16:
+        ((uint16_t *)to)[i] = dtrain_half_from_f32(DTRAIN_DTYPE_BF16, (float)value);
+        break;
+    case DTRAIN_DTYPE_F16:
+        ((uint16_t *)to)[i] = dtrain_half_from_f32(DTRAIN_DTYPE_F16, (float)value);
+        break;
     case DTRAIN_DTYPE_I32: ((int32_t *)to)[i] = (int32_t)value; break;
     default: ((int64_t *)to)[i] = (int64_t)value; break;
     }
@@ -118,8 +122,9 @@ static double get(const void *from, size_t i, dtrain_dtype dtype)
 {
     switch (dtype) {
     case DTRAIN_DTYPE_F32: return ((const float *)from)[i];
-    case DTRAIN_DTYPE_BF16: return dtrain_bf16_to_f32(((const uint16_t *)from)[i]);
-    case DTRAIN_DTYPE_F16: return dtrain_f16_to_f32(((const uint16_t *)from)[i]);
+    case DTRAIN_DTYPE_BF16:
+        return dtrain_half_to_f32(DTRAIN_DTYPE_BF16, ((const uint16_t *)from)[i]);
+    case DTRAIN_DTYPE_F16: return dtrain_half_to_f32(DTRAIN_DTYPE_F16, ((const uint16_t *)from)[i]);
     case DTRAIN_DTYPE_I32: return ((const int32_t *)from)[i];
     default: return (double)((const int64_t *)from)[i];
     }

@@ -79,10 +79,8 @@ fi
 # The mock as a library that is opened at run time; its device and its arithmetic are not needed here.
 cat >"$out/library.c" <<'END'
 #include "nccl/mock/nccl_mock.c"
-float dtrain_bf16_to_f32(uint16_t bits) { return bits; }
-float dtrain_f16_to_f32(uint16_t bits) { return bits; }
-uint16_t dtrain_f32_to_bf16(float value) { return (uint16_t)value; }
-uint16_t dtrain_f32_to_f16(float value) { return (uint16_t)value; }
+float dtrain_half_to_f32(dtrain_dtype dtype, uint16_t bits) { return dtype ? bits : 0; }
+uint16_t dtrain_half_from_f32(dtrain_dtype dtype, float value) { return dtype ? (uint16_t)value : 0; }
 cudaError_t cudaGetDevice(int *device) { *device = 0; return cudaSuccess; }
 bool nccl_mock_enqueue(cudaStream_t stream, bool (*step)(void *), const void *state, size_t bytes) { return stream && step && state && bytes; }
 bool nccl_mock_retain(cudaStream_t stream, void (*release)(void *), void *user) { return stream && release && !user; }

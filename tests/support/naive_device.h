@@ -56,8 +56,7 @@ static double naive_get(const void *x, dtrain_dtype dtype, int64_t i)
     uint16_t bits = 0;
     if (dtype == DTRAIN_DTYPE_BF16 || dtype == DTRAIN_DTYPE_F16) {
         memcpy(&bits, (const char *)x + i * 2, 2);
-        return (double)(dtype == DTRAIN_DTYPE_BF16 ? dtrain_bf16_to_f32(bits)
-                                                   : dtrain_f16_to_f32(bits));
+        return (double)dtrain_half_to_f32(dtype, bits);
     }
     memcpy(&wide, (const char *)x + i * 4, 4);
     return (double)wide;
@@ -65,7 +64,7 @@ static double naive_get(const void *x, dtrain_dtype dtype, int64_t i)
 static void naive_put(void *x, dtrain_dtype dtype, int64_t i, double value)
 {
     float wide = (float)value;
-    uint16_t bits = dtype == DTRAIN_DTYPE_BF16 ? dtrain_f32_to_bf16(wide) : dtrain_f32_to_f16(wide);
+    uint16_t bits = dtrain_half_from_f32(dtype, wide);
     if (dtype == DTRAIN_DTYPE_BF16 || dtype == DTRAIN_DTYPE_F16)
         memcpy((char *)x + i * 2, &bits, 2);
     else memcpy((char *)x + i * 4, &wide, 4);

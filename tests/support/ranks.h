@@ -184,11 +184,18 @@ static inline void ranks_count(int32_t *count) { __atomic_fetch_add(count, 1, __
 
 /* ---- launching ---- */
 
+static inline bool ranks_stop_requested(const dtrain_world *world)
+{
+    dtrain_world_info info;
+    dtrain_world_query(world, &info);
+    return info.stop_requested;
+}
+
 /* Agree on whether any rank has been asked to stop, as a training loop of one's own does. */
 static inline dtrain_result ranks_agree_stop(dtrain_world *world, bool *stop)
 {
     char all[DTRAIN_MAX_RANKS];
-    const char mine = dtrain_world_stop_requested(world);
+    const char mine = ranks_stop_requested(world);
     const dtrain_result result = dtrain_world_all_gather(world, &mine, 1, all);
     *stop = false;
     for (int i = 0; i < dtrain_world_size(world) && result == DTRAIN_OK; i++)

@@ -665,8 +665,11 @@ static void test_allocation_failures(void)
 
 static float through(float x, dtrain_dtype dtype)
 {
-    if (dtype == DTRAIN_DTYPE_BF16) return dtrain_bf16_to_f32(dtrain_f32_to_bf16(x));
-    return dtype == DTRAIN_DTYPE_F16 ? dtrain_f16_to_f32(dtrain_f32_to_f16(x)) : x;
+    if (dtype == DTRAIN_DTYPE_BF16)
+        return dtrain_half_to_f32(DTRAIN_DTYPE_BF16, dtrain_half_from_f32(DTRAIN_DTYPE_BF16, x));
+    return dtype == DTRAIN_DTYPE_F16
+               ? dtrain_half_to_f32(DTRAIN_DTYPE_F16, dtrain_half_from_f32(DTRAIN_DTYPE_F16, x))
+               : x;
 }
 
 /* x -> first -> second; the loss is the sum of its elements, each with the gradient `scale`, which

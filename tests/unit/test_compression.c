@@ -165,8 +165,10 @@ static bool field_trained(int p) { return p != STILL && p != TIED_TOO; }
 /* As it travels. */
 static float rounded(uint32_t dtype, float x)
 {
-    if (dtype == DTRAIN_DTYPE_BF16) return dtrain_bf16_to_f32(dtrain_f32_to_bf16(x));
-    if (dtype == DTRAIN_DTYPE_F16) return dtrain_f16_to_f32(dtrain_f32_to_f16(x));
+    if (dtype == DTRAIN_DTYPE_BF16)
+        return dtrain_half_to_f32(DTRAIN_DTYPE_BF16, dtrain_half_from_f32(DTRAIN_DTYPE_BF16, x));
+    if (dtype == DTRAIN_DTYPE_F16)
+        return dtrain_half_to_f32(DTRAIN_DTYPE_F16, dtrain_half_from_f32(DTRAIN_DTYPE_F16, x));
     return x;
 }
 
@@ -269,7 +271,7 @@ static void oracle_all_gather(const field_case *c, field_seen *t, int p, int ste
             volatile float part = share * sent;
             mean[places[i]] += part;
             residual[places[i]] -= sent;
-            if (!dtrain_is_finite(sent)) residual[places[i]] = 0;
+            if (!isfinite(sent)) residual[places[i]] = 0;
             velocity[places[i]] = 0;
         }
         for (i = 0; i < count && c->how.no_error_feedback; i++) residual[i] = 0;
@@ -682,12 +684,10 @@ static void test_poison(void)
         seen = field_train(&c);
         for (r = 0; r < 4; r++) {
             CHECK(isnan(seen->mean[r][1][field_at(WIDE) + 77]));
-            CHECK(!dtrain_is_finite(seen->mean[r][1][field_at(DEEP) + 78]));
-            CHECK(dtrain_is_finite(seen->mean[r][0][field_at(WIDE) + 77]));
+            CHECK(!isfinite(seen->mean[r][1][field_at(DEEP) + 78]));
+            CHECK(isfinite(seen->mean[r][0][field_at(WIDE) + 77]));
             for (i = 0; i < FIELD_TOTAL && method < 2; i++)
-                if (!dtrain_is_finite(seen->mean[r][2][i]) ||
-                    !dtrain_is_finite(seen->residual[r][i]))
-                    break;
+                if (!isfinite(seen->mean[r][2][i]) || !isfinite(seen->residual[r][i])) break;
             CHECK_MSG(method == 2 || i == FIELD_TOTAL, "rank %d: element %lld stays poisoned", r,
                       (long long)i);
         }
@@ -1260,7 +1260,7 @@ static void test_nodes_in_range(void)
         seen = field_train(&c);
         for (step = 0; step < c.steps; step++) {
             for (k = 0; k < FIELD_TOTAL; k++)
-                if (!dtrain_is_finite(seen->mean[0][step][k])) break;
+                if (!isfinite(seen->mean[0][step][k])) break;
             CHECK_MSG(k == FIELD_TOTAL, "%s: a mean of finite gradients is %g",
                       i ? "nodes" : "flat", (double)seen->mean[0][step][k % FIELD_TOTAL]);
         }

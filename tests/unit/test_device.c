@@ -48,7 +48,7 @@ static bool same(const void *a, const void *b, int64_t count)
 static bool close_to(const float *got, const double *want, int64_t count, double tolerance)
 {
     for (int64_t i = 0; i < count; i++)
-        if (!dtrain_is_finite(got[i]) || fabs(got[i] - want[i]) > tolerance * (1 + fabs(want[i]))) {
+        if (!isfinite(got[i]) || fabs(got[i] - want[i]) > tolerance * (1 + fabs(want[i]))) {
             if (test_shared->failed_checks < 20)
                 fprintf(stderr, "  element %lld of %lld: got %.9g want %.9g\n", (long long)i,
                         (long long)count, (double)got[i], want[i]);
@@ -67,10 +67,11 @@ static void test_bf16_all(void)
 {
     bool same_bits = true, nan = true;
     for (uint32_t b = 0; b < 65536; b++) {
-        const float f = dtrain_bf16_to_f32((uint16_t)b);
+        const float f = dtrain_half_to_f32(DTRAIN_DTYPE_BF16, (uint16_t)b);
         const bool is_nan = (b & 0x7f80) == 0x7f80 && (b & 0x7f);
-        if (is_nan) nan = nan && !dtrain_is_finite(f) && dtrain_f32_to_bf16(f) == (b | 0x40);
-        else same_bits = same_bits && dtrain_f32_to_bf16(f) == b;
+        if (is_nan)
+            nan = nan && !isfinite(f) && dtrain_half_from_f32(DTRAIN_DTYPE_BF16, f) == (b | 0x40);
+        else same_bits = same_bits && dtrain_half_from_f32(DTRAIN_DTYPE_BF16, f) == b;
     }
     CHECK(same_bits);
     CHECK(nan);
@@ -88,19 +89,20 @@ static void test_f16_all(void)
 {
     bool exact = true, back = true, nan = true;
     for (uint32_t b = 0; b < 65536; b++) {
-        const float f = dtrain_f16_to_f32((uint16_t)b);
+        const float f = dtrain_half_to_f32(DTRAIN_DTYPE_F16, (uint16_t)b);
         if ((b & 0x7c00) == 0x7c00 && (b & 0x3ff)) {
             nan = nan && (dtrain__f32_bits(f) & 0x7fffffffu) > 0x7f800000u &&
-                  (dtrain__f32_bits(f) >> 31) == (b >> 15) && dtrain_f32_to_f16(f) == (b | 0x200);
+                  (dtrain__f32_bits(f) >> 31) == (b >> 15) &&
+                  dtrain_half_from_f32(DTRAIN_DTYPE_F16, f) == (b | 0x200);
             continue;
         }
         if ((b & 0x7c00) != 0x7c00) exact = exact && (double)f == half_value(b);
-        back = back && dtrain_f32_to_f16(f) == b;
+        back = back && dtrain_half_from_f32(DTRAIN_DTYPE_F16, f) == b;
     }
     CHECK(exact);
     CHECK(back);
     CHECK(nan);
-    CHECK(dtrain__f32_bits(dtrain_f16_to_f32(0xfc00)) == 0xff800000u);
+    CHECK(dtrain__f32_bits(dtrain_half_to_f32(DTRAIN_DTYPE_F16, 0xfc00)) == 0xff800000u);
 }
 
 /* Nearest, ties to even, by search: `low` is the largest half (or bf16) not above |x|. */
@@ -112,13 +114,16 @@ static uint16_t round_oracle(float x, bool bf16)
     uint32_t low = 0, high = infinity;
     while (high - low > 1) {
         const uint32_t mid = (low + high) / 2;
-        const double m = bf16 ? (double)dtrain_bf16_to_f32((uint16_t)mid) : half_value(mid);
+        const double m =
+            bf16 ? (double)dtrain_half_to_f32(DTRAIN_DTYPE_BF16, (uint16_t)mid) : half_value(mid);
         if (m <= v) low = mid;
         else high = mid;
     }
-    const double a = bf16 ? (double)dtrain_bf16_to_f32((uint16_t)low) : half_value(low);
+    const double a =
+        bf16 ? (double)dtrain_half_to_f32(DTRAIN_DTYPE_BF16, (uint16_t)low) : half_value(low);
     const double b =
-        bf16 ? (high == infinity ? ldexp(1, 128) : (double)dtrain_bf16_to_f32((uint16_t)high))
+        bf16 ? (high == infinity ? ldexp(1, 128)
+                                 : (double)dtrain_half_to_f32(DTRAIN_DTYPE_BF16, (uint16_t)high))
              : (high == infinity ? 65536 : half_value(high));
     if (v >= b) return (uint16_t)(sign | high);
     const bool up = v - a > b - v || (v - a == b - v && (low & 1));
@@ -136,20 +141,21 @@ static void test_rounding(void)
         if (i % 4 == 2) bits = (bits & 0xffff0000u) | 0x8000u; /* bf16 ties */
         if (i % 4 == 3) bits = (bits & 0x87ffffffu) | 0x30000000u | (words[1] & 0x08000000u);
         const float x = dtrain__f32_from_bits(bits);
-        if (!dtrain_is_finite(x)) continue;
+        if (!isfinite(x)) continue;
 #ifdef __FAST_MATH__
         if (!(bits & 0x7f800000u)) continue; /* the oracle's (double)x flushes denormals */
 #endif
-        bf16 = bf16 && dtrain_f32_to_bf16(x) == round_oracle(x, true);
-        f16 = f16 && dtrain_f32_to_f16(x) == round_oracle(x, false);
+        bf16 = bf16 && dtrain_half_from_f32(DTRAIN_DTYPE_BF16, x) == round_oracle(x, true);
+        f16 = f16 && dtrain_half_from_f32(DTRAIN_DTYPE_F16, x) == round_oracle(x, false);
     }
     CHECK(bf16);
     CHECK(f16);
-    CHECK(dtrain_f32_to_f16(65519.996f) == 0x7bff && dtrain_f32_to_f16(65520) == 0x7c00);
-    CHECK(dtrain_f32_to_bf16(FLT_MAX) == 0x7f80);
-    CHECK(dtrain_f32_to_f16(-1e-30f) == 0x8000);
-    CHECK(dtrain_is_finite(FLT_MAX) && !dtrain_is_finite(dtrain__f32_from_bits(0xff800000u)) &&
-          !dtrain_is_finite(dtrain__f32_from_bits(0x7f800001u)));
+    CHECK(dtrain_half_from_f32(DTRAIN_DTYPE_F16, 65519.996f) == 0x7bff &&
+          dtrain_half_from_f32(DTRAIN_DTYPE_F16, 65520) == 0x7c00);
+    CHECK(dtrain_half_from_f32(DTRAIN_DTYPE_BF16, FLT_MAX) == 0x7f80);
+    CHECK(dtrain_half_from_f32(DTRAIN_DTYPE_F16, -1e-30f) == 0x8000);
+    CHECK(dtrain__is_finite(FLT_MAX) && !dtrain__is_finite(dtrain__f32_from_bits(0xff800000u)) &&
+          !dtrain__is_finite(dtrain__f32_from_bits(0x7f800001u)));
     CHECK(dtrain_dtype_bytes(DTRAIN_DTYPE_BF16) == 2 && dtrain_dtype_bytes((dtrain_dtype)99) == 0);
     CHECK(!strcmp(dtrain_dtype_name(DTRAIN_DTYPE_I64), "i64") &&
           !strcmp(dtrain_dtype_name((dtrain_dtype)9), "?"));
@@ -186,7 +192,7 @@ static void test_random(void)
         fourth += z * z * z * z;
         product += z * last;
         last = x[i];
-        finite = finite && dtrain_is_finite(x[i]);
+        finite = finite && isfinite(x[i]);
         if (fabsf(x[i]) > top) top = fabsf(x[i]);
         usum += u[i];
         usquare += (double)u[i] * u[i];
@@ -278,13 +284,15 @@ static void test_convert(void)
             bool ok = true;
             CHECK(!d->ops->convert(d, &down));
             for (int64_t i = 0; i < n; i++)
-                ok = ok && h[i] == (which ? dtrain_f32_to_f16(x[i]) : dtrain_f32_to_bf16(x[i]));
+                ok = ok && h[i] == (which ? dtrain_half_from_f32(DTRAIN_DTYPE_F16, x[i])
+                                          : dtrain_half_from_f32(DTRAIN_DTYPE_BF16, x[i]));
             CHECK(ok);
             for (int64_t i = 0; i < n; i++) g[i] = (uint16_t)i;
             const dtrain_convert_args up = {n, g, f, half, DTRAIN_DTYPE_F32};
             CHECK(!d->ops->convert(d, &up));
             for (int64_t i = 0; i < n; i++) {
-                const float want = which ? dtrain_f16_to_f32(g[i]) : dtrain_bf16_to_f32(g[i]);
+                const float want = which ? dtrain_half_to_f32(DTRAIN_DTYPE_F16, g[i])
+                                         : dtrain_half_to_f32(DTRAIN_DTYPE_BF16, g[i]);
                 ok = ok && same(&want, &f[i], 1);
             }
             CHECK(ok);
@@ -292,7 +300,8 @@ static void test_convert(void)
             const dtrain_convert_args cross = {n, g, h, half, other};
             CHECK(!d->ops->convert(d, &cross));
             for (int64_t i = 0; i < n; i++)
-                ok = ok && h[i] == (which ? dtrain_f32_to_bf16(f[i]) : dtrain_f32_to_f16(f[i]));
+                ok = ok && h[i] == (which ? dtrain_half_from_f32(DTRAIN_DTYPE_BF16, f[i])
+                                          : dtrain_half_from_f32(DTRAIN_DTYPE_F16, f[i]));
             CHECK(ok);
         }
     const dtrain_convert_args wrong = {n, x, h, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_I32};
@@ -332,7 +341,7 @@ static void test_sum(void)
             x[n - 1] = dtrain__f32_from_bits(0x7f800000u);
             double out;
             const dtrain_sum_args a = {n, true, false, 1, x, &out, NULL, DTRAIN_DTYPE_F32, NULL};
-            CHECK(!devices[2]->ops->sum(devices[2], &a) && !dtrain_is_finite((float)out));
+            CHECK(!devices[2]->ops->sum(devices[2], &a) && !isfinite((float)out));
         }
         free(x);
     }
@@ -592,8 +601,7 @@ static void test_activation(void)
 static float half_at(const void *x, dtrain_dtype type, int64_t i)
 {
     if (type == DTRAIN_DTYPE_F32) return ((const float *)x)[i];
-    return type == DTRAIN_DTYPE_BF16 ? dtrain_bf16_to_f32(((const uint16_t *)x)[i])
-                                     : dtrain_f16_to_f32(((const uint16_t *)x)[i]);
+    return dtrain_half_to_f32(type, ((const uint16_t *)x)[i]);
 }
 
 static void *as_type(const float *x, int64_t n, dtrain_dtype type)
@@ -918,7 +926,7 @@ static void test_cross_entropy(void)
     x[8] = dtrain__f32_from_bits(0x7fc00000u);
     const dtrain_cross_entropy_args a = {1, 9, x, &target, &loss, &lse, NULL, 0, DTRAIN_DTYPE_F32,
                                          0, 0};
-    CHECK(!devices[1]->ops->cross_entropy(devices[1], &a) && !dtrain_is_finite(loss));
+    CHECK(!devices[1]->ops->cross_entropy(devices[1], &a) && !isfinite(loss));
 }
 
 /* ---- Attention ---- */
@@ -1010,7 +1018,7 @@ static void attention_case(shape s, float scale, bool differences)
         if (scale < 10) CHECK(close_to(g, d, count, 1e-5 * (double)(1 + scale * scale)));
         else
             for (int64_t i = 0; i < count; i++)
-                if (!dtrain_is_finite(g[i])) {
+                if (!isfinite(g[i])) {
                     CHECK_MSG(false, "element %lld is not finite", (long long)i);
                     break;
                 }

@@ -193,8 +193,10 @@ static void test_gemm_in_threads(void)
     pthread_t threads[RANKS];
     for (int r = 0; r < RANKS; r++)
         for (int i = 0; i < SIDE * SIDE; i++) {
-            work[r].a[i] = dtrain_f32_to_bf16((float)(i % 13 - 6) * (float)(r + 1));
-            work[r].b[i] = dtrain_f32_to_bf16(i % (SIDE + 1) == 0 ? 2.0f : 0.0f);
+            work[r].a[i] =
+                dtrain_half_from_f32(DTRAIN_DTYPE_BF16, (float)(i % 13 - 6) * (float)(r + 1));
+            work[r].b[i] =
+                dtrain_half_from_f32(DTRAIN_DTYPE_BF16, i % (SIDE + 1) == 0 ? 2.0f : 0.0f);
         }
     for (int r = 0; r < RANKS; r++)
         CHECK(pthread_create(&threads[r], NULL, rank_multiply, &work[r]) == 0);
@@ -202,7 +204,7 @@ static void test_gemm_in_threads(void)
         int64_t wrong = 0;
         CHECK(pthread_join(threads[r], NULL) == 0);
         for (int i = 0; i < SIDE * SIDE; i++)
-            wrong += work[r].c[i] != 2 * dtrain_bf16_to_f32(work[r].a[i]);
+            wrong += work[r].c[i] != 2 * dtrain_half_to_f32(DTRAIN_DTYPE_BF16, work[r].a[i]);
         CHECK_MSG(work[r].wrong == 0 && wrong == 0, "rank %d: %d failures, %lld elements wrong", r,
                   work[r].wrong, (long long)wrong);
     }

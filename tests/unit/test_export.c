@@ -315,14 +315,13 @@ static float stored_at(const unsigned char *bytes, uint32_t dtype, int64_t i)
         return x;
     }
     memcpy(&low, bytes + 2 * i, 2);
-    return dtype == DTRAIN_DTYPE_BF16 ? dtrain_bf16_to_f32(low) : dtrain_f16_to_f32(low);
+    return dtrain_half_to_f32(dtype, low);
 }
 
 static float rounded(float x, uint32_t dtype)
 {
     if (dtype == DTRAIN_DTYPE_F32) return x;
-    return dtype == DTRAIN_DTYPE_BF16 ? dtrain_bf16_to_f32(dtrain_f32_to_bf16(x))
-                                      : dtrain_f16_to_f32(dtrain_f32_to_f16(x));
+    return dtrain_half_to_f32(dtype, dtrain_half_from_f32(dtype, x));
 }
 
 static bool same_bits(float a, float b) { return memcmp(&a, &b, sizeof a) == 0; }

@@ -384,9 +384,11 @@ static dtrain_result product_forward(dtrain_op *op)
     uint16_t *y = (uint16_t *)op->output_data[0];
     CHECK(op->cast == DTRAIN_DTYPE_BF16);
     for (int i = 0; i < ROWS * N; i++) {
-        CHECK(x[i] == dtrain_f32_to_bf16(full[i]));
-        y[i] =
-            dtrain_f32_to_bf16(dtrain_bf16_to_f32(x[i]) * dtrain_bf16_to_f32(m[i % N]) + v[i % N]);
+        CHECK(x[i] == dtrain_half_from_f32(DTRAIN_DTYPE_BF16, full[i]));
+        y[i] = dtrain_half_from_f32(DTRAIN_DTYPE_BF16,
+                                    dtrain_half_to_f32(DTRAIN_DTYPE_BF16, x[i]) *
+                                            dtrain_half_to_f32(DTRAIN_DTYPE_BF16, m[i % N]) +
+                                        v[i % N]);
     }
     return DTRAIN_OK;
 }
@@ -396,7 +398,7 @@ static dtrain_result product_backward(dtrain_op *op)
     const uint16_t *d_y = (const uint16_t *)op->outputs[0]->grad;
     bool add;
     float *d_x = (float *)dtrain_op_input_grad(op, 0, &add); /* fp32, as the input is */
-    for (int i = 0; i < ROWS * N; i++) d_x[i] = dtrain_bf16_to_f32(d_y[i]);
+    for (int i = 0; i < ROWS * N; i++) d_x[i] = dtrain_half_to_f32(DTRAIN_DTYPE_BF16, d_y[i]);
     CHECK(op->outputs[0]->dtype == DTRAIN_DTYPE_BF16 && !add);
     return DTRAIN_OK;
 }

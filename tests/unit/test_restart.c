@@ -297,7 +297,7 @@ static int rank_misuses_progress(dtrain_world *world, void *user)
     child = fork();
     if (child == 0) { /* is not the rank: its progress is none */
         dtrain_world_progress(world, (uint64_t)before + 100);
-        CHECK(!dtrain_world_stop_requested(world));
+        CHECK(!ranks_stop_requested(world));
         _exit(0);
     }
     waitpid(child, &status, 0);
@@ -645,7 +645,7 @@ static int rank_under_nohup(dtrain_world *world, void *user)
     d->pid[dtrain_world_rank(world)] = (int32_t)getpid();
     ranks_count(&d->ready);
     ranks_await(&d->told, 1);
-    return dtrain_world_stop_requested(world);
+    return ranks_stop_requested(world);
 }
 static void test_nohup(void)
 {
@@ -717,7 +717,7 @@ static int rank_waits(dtrain_world *world, void *user)
 {
     drill *d = (drill *)user;
     bool stop = true;
-    CHECK(!dtrain_world_stop_requested(world));
+    CHECK(!ranks_stop_requested(world));
     CHECK(ranks_agree_stop(world, &stop) == DTRAIN_OK && !stop);
     d->pid[dtrain_world_rank(world)] = (int32_t)getpid();
     ranks_count(&d->ready);
@@ -758,7 +758,7 @@ static int rank_is_told_twice(dtrain_world *world, void *user)
     int32_t *reached = (int32_t *)user;
     const int number = reached[1];
     raise(number);
-    CHECK(dtrain_world_stop_requested(world));
+    CHECK(ranks_stop_requested(world));
     raise(number);
     raise(SIGUSR1);
     *reached = 1;
@@ -813,7 +813,7 @@ static int rank_hears_both(dtrain_world *world, void *user)
 {
     int32_t *heard = (int32_t *)user;
     struct sigaction action;
-    CHECK(!dtrain_world_stop_requested(world));
+    CHECK(!ranks_stop_requested(world));
     RANKS_TRY(dtrain_world_all_gather(world, NULL, 0, NULL));
     if (dtrain_world_rank(world) == 0) kill(getpid(), *heard ? SIGUSR1 : SIGTERM);
     const double end = test_seconds() + RANKS_SOON;
@@ -931,14 +931,6 @@ static void test_two_runs_catch(void)
     CHECK(result == DTRAIN_OK);
 }
 
-static int rank_misuses_stop(dtrain_world *world, void *user)
-{
-    (void)world, (void)user;
-    CHECK(!dtrain_world_stop_requested(NULL));
-    return 0;
-}
-static void test_stop_misuse(void) { ranks_run(1, PROCESSES, rank_misuses_stop, NULL); }
-
 /* ---- launchers around this one ---- */
 
 static int rank_tells_count(dtrain_world *world, void *user)
@@ -1050,7 +1042,6 @@ int main(int argc, char **argv)
     RUN(test_second_request);
     RUN(test_host_handlers);
     RUN(test_two_runs_catch);
-    RUN(test_stop_misuse);
     RUN(test_outer_restarts);
     RUN(test_nodes_are_not_restarted);
     return test_summary();

@@ -262,16 +262,16 @@ static int overflow_main(dtrain_world *world, void *user)
             g.grad[step % 4 / 2][7 * step % COUNT] = float_of(not_finite[step / 2]);
         RANKS_TRY(grads_reduce(&g));
         RANKS_TRY(dtrain_grad_norm(g.ddp, &scaler, 1, &norm, &scale));
-        CHECK_MSG(dtrain_is_finite(norm) == !bad, "step %d: rank %d finds %g", step, rank,
+        CHECK_MSG(isfinite(norm) == !bad, "step %d: rank %d finds %g", step, rank,
                   (double)norm);
-        CHECK(dtrain_is_finite(scale));
+        CHECK(isfinite(scale));
         CHECK(dtrain_loss_scaler_update(&scaler, bad) == DTRAIN_OK);
     }
     CHECK(scaler.skipped_steps == 4 && scaler.scale == 4096);
     grads_fill(&g, FLT_MAX); /* only the sum overflows */
     RANKS_TRY(grads_reduce(&g));
     RANKS_TRY(dtrain_grad_norm(g.ddp, &scaler, 1, &norm, &scale));
-    CHECK(dtrain_is_finite(norm) == (last == 0));
+    CHECK(isfinite(norm) == (last == 0));
     dtrain_strategy_destroy(g.ddp);
     return 0;
 }
@@ -315,7 +315,7 @@ static int sharded_main(dtrain_world *world, void *user)
             norms[rank] = norm;
         }
         RANKS_TRY(dtrain_grad_norm(strategy, &scaler, 1, &norm, &scale));
-        CHECK(dtrain_is_finite(norm) == !spoilt);
+        CHECK(isfinite(norm) == !spoilt);
     }
     dtrain_strategy_destroy(strategy);
     return 0;
@@ -569,7 +569,7 @@ static run *check_spiky(uint32_t kind, uint32_t ranks, uint32_t accumulation, ui
             CHECK(now->step == step + 1 &&
                   now->skipped_steps == (uint64_t)(skipped ? step + 1 : skips));
             CHECK(now->loss_scale == 65536 / exp2(skipped ? step : skips));
-            CHECK(dtrain_is_finite((float)now->grad_norm) == !skipped);
+            CHECK(isfinite((float)now->grad_norm) == !skipped);
             CHECK(same_bits(r->params[rank][step], r->params[rank][step + 1],
                             sizeof r->params[0][0]) == skipped);
             CHECK(same_bits(r->state[rank][step], r->state[rank][step + 1],

@@ -183,7 +183,7 @@ static inline void llmc__widen(float *block, int64_t count)
     for (int64_t i = count - 1; i >= 0; i--) {
         uint16_t low;
         memcpy(&low, (const char *)block + (size_t)i * sizeof low, sizeof low);
-        block[i] = dtrain_bf16_to_f32(low);
+        block[i] = dtrain_half_to_f32(DTRAIN_DTYPE_BF16, low);
     }
 }
 
@@ -269,7 +269,7 @@ static inline dtrain_result llmc__put(llmc_file *f, const float *values, int64_t
         const int64_t some = count - done < LLMC_BLOCK ? count - done : LLMC_BLOCK;
         memset(block, 0, LLMC_BLOCK * sizeof *block);
         for (int64_t i = 0; i < some && values; i++) {
-            const uint16_t low = dtrain_f32_to_bf16(values[done + i]);
+            const uint16_t low = dtrain_half_from_f32(DTRAIN_DTYPE_BF16, values[done + i]);
             if (bf16) memcpy((char *)block + (size_t)i * sizeof low, &low, sizeof low);
             else block[i] = values[done + i];
         }

@@ -384,9 +384,9 @@ static void dtrain_nccl__scale_host(const dtrain_collective *what, float scale)
         float *wide = (float *)what->recv + i;
         uint16_t *half = (uint16_t *)what->recv + i;
         if (what->dtype == DTRAIN_DTYPE_F32) *wide *= scale;
-        else if (what->dtype == DTRAIN_DTYPE_BF16)
-            *half = dtrain_f32_to_bf16(dtrain_bf16_to_f32(*half) * scale);
-        else *half = dtrain_f32_to_f16(dtrain_f16_to_f32(*half) * scale);
+        else
+            *half =
+                dtrain_half_from_f32(what->dtype, dtrain_half_to_f32(what->dtype, *half) * scale);
     }
 }
 

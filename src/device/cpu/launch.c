@@ -116,7 +116,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_clip(dtrain_device *device, const dtra
     const float factor = args->max_norm / (norm + 1e-6f); /* as dtrain_grad_norm rounds it */
     (void)device;
     args->norm[0] = norm;
-    if (!dtrain_is_finite(norm) || (args->weight && args->weight[0] == 0)) args->scalars->skip = 1;
+    if (!dtrain__is_finite(norm) || (args->weight && args->weight[0] == 0)) args->scalars->skip = 1;
     else if (args->max_norm > 0 && factor < 1) args->scalars->grad_scale *= factor;
     return DTRAIN_OK;
 }

@@ -43,9 +43,8 @@ static void dtrain__row_sums(const dtrain_gemm_args *args)
     for (int64_t i = 0; i < args->m; i++) {
         float sum = args->accumulate_bias_grad ? args->bias_grad[i] : 0;
         for (int64_t at = i * args->lda; at < i * args->lda + args->k; at++)
-            sum += args->a_dtype == DTRAIN_DTYPE_BF16  ? dtrain_bf16_to_f32(half[at])
-                   : args->a_dtype == DTRAIN_DTYPE_F16 ? dtrain_f16_to_f32(half[at])
-                                                       : a[at];
+            sum += args->a_dtype == DTRAIN_DTYPE_F32 ? a[at]
+                                                     : dtrain_half_to_f32(args->a_dtype, half[at]);
         args->bias_grad[i] = sum;
     }
 }

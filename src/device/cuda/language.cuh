@@ -87,13 +87,13 @@ static __device__ __forceinline__ float dtrain_cuda_widen(dtrain_cuda_f16 x)
     asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
     return wide;
 #else
-    return dtrain_f16_to_f32(x.bits);
+    return dtrain_half_to_f32(DTRAIN_DTYPE_F16, x.bits);
 #endif
 }
 
 static __device__ __forceinline__ void dtrain_cuda_narrow(float x, float &to) { to = x; }
 
-/* Round to nearest, ties to even: the bits of dtrain_f32_to_bf16 and dtrain_f32_to_f16, except that
+/* Round to nearest, ties to even: the bits of dtrain_half_from_f32, except that
  * every NaN becomes 0x7fff. That is what the instructions give, so the code that stands in for them
  * does the same. */
 static __device__ __forceinline__ void dtrain_cuda_narrow(float x, dtrain_cuda_bf16 &to)
@@ -112,7 +112,9 @@ static __device__ __forceinline__ void dtrain_cuda_narrow(float x, dtrain_cuda_f
 #ifdef __CUDA_ARCH__
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(x));
 #else
-    to.bits = (__float_as_uint(x) & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : dtrain_f32_to_f16(x);
+    to.bits = (__float_as_uint(x) & 0x7fffffffu) > 0x7f800000u
+                  ? 0x7fffu
+                  : dtrain_half_from_f32(DTRAIN_DTYPE_F16, x);
 #endif
 }
 

@@ -443,10 +443,9 @@ static bool late_step_axpby(void *state)
     const dtrain_axpby_args *args = (const dtrain_axpby_args *)state;
     for (int64_t i = 0; i < args->count; i++) {
         const uint16_t *half = (const uint16_t *)args->x + i;
-        if (args->dtype == DTRAIN_DTYPE_BF16)
-            ((uint16_t *)args->y)[i] = dtrain_f32_to_bf16(args->a * dtrain_bf16_to_f32(*half));
-        else if (args->dtype == DTRAIN_DTYPE_F16)
-            ((uint16_t *)args->y)[i] = dtrain_f32_to_f16(args->a * dtrain_f16_to_f32(*half));
+        if (args->dtype == DTRAIN_DTYPE_BF16 || args->dtype == DTRAIN_DTYPE_F16)
+            ((uint16_t *)args->y)[i] =
+                dtrain_half_from_f32(args->dtype, args->a * dtrain_half_to_f32(args->dtype, *half));
         else ((float *)args->y)[i] = args->a * ((const float *)args->x)[i];
     }
     return true;

@@ -202,15 +202,17 @@ static size_t type_bytes(ncclDataType_t type)
 static float get_float(const void *from, size_t i, ncclDataType_t type)
 {
     if (type == ncclFloat32) return ((const float *)from)[i];
-    if (type == ncclBfloat16) return dtrain_bf16_to_f32(((const uint16_t *)from)[i]);
-    return dtrain_f16_to_f32(((const uint16_t *)from)[i]);
+    if (type == ncclBfloat16)
+        return dtrain_half_to_f32(DTRAIN_DTYPE_BF16, ((const uint16_t *)from)[i]);
+    return dtrain_half_to_f32(DTRAIN_DTYPE_F16, ((const uint16_t *)from)[i]);
 }
 
 static void put_float(void *to, size_t i, ncclDataType_t type, float value)
 {
     if (type == ncclFloat32) ((float *)to)[i] = value;
-    else if (type == ncclBfloat16) ((uint16_t *)to)[i] = dtrain_f32_to_bf16(value);
-    else ((uint16_t *)to)[i] = dtrain_f32_to_f16(value);
+    else if (type == ncclBfloat16)
+        ((uint16_t *)to)[i] = dtrain_half_from_f32(DTRAIN_DTYPE_BF16, value);
+    else ((uint16_t *)to)[i] = dtrain_half_from_f32(DTRAIN_DTYPE_F16, value);
 }
 
 static int64_t get_integer(const void *from, size_t i, ncclDataType_t type)

@@ -419,7 +419,7 @@ DTRAIN__HELPER void DTRAIN__K(to_f16)(uint16_t *to, dtrain__v v)
     _mm_storeu_si128((__m128i *)(void *)to, _mm256_cvtps_ph(v, nearest));
 #else
     uint16_t half[DTRAIN__W]; /* `to` may be at an odd address */
-    for (int i = 0; i < DTRAIN__W; i++) half[i] = dtrain_f32_to_f16(v[i]);
+    for (int i = 0; i < DTRAIN__W; i++) half[i] = dtrain_half_from_f32(DTRAIN_DTYPE_F16, v[i]);
     memcpy(to, half, sizeof half);
 #endif
 }
@@ -435,7 +435,7 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(from_f16)(const uint16_t *from)
     uint16_t half[DTRAIN__W];
     dtrain__v v = {0};
     memcpy(half, from, sizeof half);
-    for (int i = 0; i < DTRAIN__W; i++) v[i] = dtrain_f16_to_f32(half[i]);
+    for (int i = 0; i < DTRAIN__W; i++) v[i] = dtrain_half_to_f32(DTRAIN_DTYPE_F16, half[i]);
     return v;
 #endif
 }
