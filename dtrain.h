@@ -936,8 +936,6 @@ typedef struct dtrain_launch_desc {
                             no progress; see Restarts. 0 = never */
     uint32_t backoff_ms; /* before a restart; doubled for each in a row, up to 64 times as long;
                             0 = 1000 */
-    uint32_t min_ranks;  /* a restart in which the system refuses to start some ranks goes on with
-                            those that it has started, if they are as many; 0 = all are needed */
     bool catch_signals; /* SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask ranks to stop, instead of killing
                             them: see Signals; SIGUSR2 asks for a dump */
     const char *flight_directory; /* of dumps, see Dumps; NULL = DTRAIN_FLIGHT_DIRECTORY of the
@@ -988,9 +986,8 @@ typedef int (*dtrain_rank_fn)(dtrain_world *world, void *user);
  * count in a row and the wait begin anew. After desc->restarts in a row without progress the call
  * returns DTRAIN_ERROR_RANK_FAILED, and the sentence tells of the crash loop and the last failure.
  * A run that was asked to stop by a signal is not restarted; a signal during the wait ends the run,
- * with 128 + signal as exit code. Each restart tries to start all ranks, also after one that went
- * on with fewer (min_ranks). Ranks that are threads are restarted too, but what they have not freed
- * stays.
+ * with 128 + signal as exit code. Ranks that are threads are restarted too, but what they have not
+ * freed stays.
  *
  * Ranks of another launcher, and those that this call forks on one node of several (TrainJob), are
  * not restarted by this call, because one node cannot start again without the others: restarts is
@@ -11400,9 +11397,7 @@ typedef struct dtrain__launch {
     uint32_t gate; /* atomic, of ranks that are threads: 0 wait, 1 run, 2 return */
 
     /* Attempts. */
-    int rank_count;         /* of a world with all its ranks */
     uint64_t attempt_ns;    /* when this attempt began */
-    int started;            /* by this attempt; fewer than desc.rank_count: one was refused */
     uint32_t restart_count; /* of this call */
     dtrain__restarts restarts;
     uint64_t announced; /* the furthest step of this attempt, plus 1; 0: none */
@@ -11556,7 +11551,6 @@ static dtrain_result dtrain__fork_all(dtrain__launch *launch)
         launch->live += pid > 0;
     }
     if (error) launch->kill_ns = 1;
-    launch->started = i;
     dtrain__watch(launch);
     if (!error) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_SYSTEM,
@@ -11645,7 +11639,6 @@ static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
         error =
             pthread_create(&threads[started].thread, NULL, dtrain__thread_main, &threads[started]);
     }
-    launch->started = started;
     dtrain__store(&launch->gate, error ? 2u : 1u);
     for (int i = 0; i < started; i++) pthread_join(threads[i].thread, NULL);
     if (!error) return DTRAIN_OK;
@@ -11733,13 +11726,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
     if (!place->family) place->size = most ? (int)most : 1;
     desc->rank_count = (uint32_t)(place->forks ? place->forks : launch->joins ? 1 : place->size);
     DTRAIN__TRY(dtrain__check_emulation(launch));
-    if (!launch->joins && (int64_t)desc->min_ranks > place->size)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: min_ranks is %d, and the world has %d ranks; set it to "
-                           "at most that, or to 0: then all of them are needed",
-                           (int)desc->min_ranks, place->size);
     DTRAIN__TRY(dtrain__resolve_flight(desc));
-    launch->rank_count = place->size;
     launch->cores = dtrain__cores();
     if (!desc->timeout_ms) desc->timeout_ms = 600000;
     const uint32_t most_ms = 300000;
@@ -11813,7 +11800,6 @@ static dtrain_result dtrain__attempt(dtrain__launch *launch, dtrain_launch_info 
     launch->kill_ns = 0;
     launch->announced = 0;
     launch->passed_on = 0;
-    launch->started = (int)launch->desc.rank_count;
     info->first_failed_rank = -1;
     info->exit_code = 1;
     info->signal = 0;
@@ -12680,27 +12666,6 @@ static bool dtrain__was_stopped(const dtrain__launch *launch, const dtrain_launc
            (launch->passed_on && info->signal == launch->passed_on);
 }
 
-/* Set the number of ranks of the next attempt. */
-static void dtrain__set_ranks(dtrain__launch *launch, int count)
-{
-    launch->place.size = count;
-    launch->desc.rank_count = (uint32_t)count;
-}
-
-/* Go on with the ranks that could be started, where the system refuses some in a restart; false
- * when they are too few. Each such attempt has fewer ranks than the one before, so this ends. */
-static bool dtrain__go_on_with_fewer(dtrain__launch *launch)
-{
-    const int nodes = (int)launch->desc.emulation.node_ranks;
-    int count = launch->started;
-    if (nodes) count -= count % nodes;
-    if (!launch->desc.min_ranks || count < (int)launch->desc.min_ranks) return false;
-    dtrain__log_to(&launch->log, DTRAIN_LOG_WARNING, "%s; going on with %d rank%s",
-                   dtrain_last_error(), count, count > 1 ? "s" : "");
-    dtrain__set_ranks(launch, count);
-    return true;
-}
-
 /* Wait before a restart, and return the signal that asks the run to stop meanwhile, or 0. Signals
  * that are forwarded are blocked and come from sigtimedwait; with threads they are the host's,
  * unless they are caught. */
@@ -12731,13 +12696,11 @@ static int dtrain__back_off(const dtrain__launch *launch, uint64_t wait_ns)
 DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *result,
                                      dtrain_launch_info *info)
 {
-    const bool refused = launch->started < (int)launch->desc.rank_count;
     char last[DTRAIN__ERROR_BYTES], what[DTRAIN__RESTART_TEXT];
     uint64_t wait_ns;
     if (*result == DTRAIN_OK || launch->joins || !launch->restarts.most) return false;
     if (dtrain__was_stopped(launch, info)) return false;
     if (!launch->restart_count && *result != DTRAIN_ERROR_RANK_FAILED) return false;
-    if (launch->restart_count && refused && dtrain__go_on_with_fewer(launch)) return true;
     snprintf(last, sizeof last, "%s", dtrain_last_error());
     if (!dtrain__restarts_next(&launch->restarts, launch->announced, &wait_ns, what)) {
         *result = dtrain_fail(*result, "%s; the last failure: %s", what, last);
@@ -12755,7 +12718,6 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
         return false;
     }
     launch->restart_count++;
-    dtrain__set_ranks(launch, launch->rank_count);
     return true;
 }
 

@@ -152,7 +152,6 @@ static dtrain_result dtrain__fork_all(dtrain__launch *launch)
         launch->live += pid > 0;
     }
     if (error) launch->kill_ns = 1;
-    launch->started = i;
     dtrain__watch(launch);
     if (!error) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_SYSTEM,
@@ -241,7 +240,6 @@ static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
         error =
             pthread_create(&threads[started].thread, NULL, dtrain__thread_main, &threads[started]);
     }
-    launch->started = started;
     dtrain__store(&launch->gate, error ? 2u : 1u);
     for (int i = 0; i < started; i++) pthread_join(threads[i].thread, NULL);
     if (!error) return DTRAIN_OK;
@@ -329,13 +327,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
     if (!place->family) place->size = most ? (int)most : 1;
     desc->rank_count = (uint32_t)(place->forks ? place->forks : launch->joins ? 1 : place->size);
     DTRAIN__TRY(dtrain__check_emulation(launch));
-    if (!launch->joins && (int64_t)desc->min_ranks > place->size)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: min_ranks is %d, and the world has %d ranks; set it to "
-                           "at most that, or to 0: then all of them are needed",
-                           (int)desc->min_ranks, place->size);
     DTRAIN__TRY(dtrain__resolve_flight(desc));
-    launch->rank_count = place->size;
     launch->cores = dtrain__cores();
     if (!desc->timeout_ms) desc->timeout_ms = 600000;
     const uint32_t most_ms = 300000;
@@ -409,7 +401,6 @@ static dtrain_result dtrain__attempt(dtrain__launch *launch, dtrain_launch_info 
     launch->kill_ns = 0;
     launch->announced = 0;
     launch->passed_on = 0;
-    launch->started = (int)launch->desc.rank_count;
     info->first_failed_rank = -1;
     info->exit_code = 1;
     info->signal = 0;

@@ -93,8 +93,6 @@ typedef struct dtrain_launch_desc {
                             no progress; see Restarts. 0 = never */
     uint32_t backoff_ms; /* before a restart; doubled for each in a row, up to 64 times as long;
                             0 = 1000 */
-    uint32_t min_ranks;  /* a restart in which the system refuses to start some ranks goes on with
-                            those that it has started, if they are as many; 0 = all are needed */
     bool catch_signals; /* SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask ranks to stop, instead of killing
                             them: see Signals; SIGUSR2 asks for a dump */
     const char *flight_directory; /* of dumps, see Dumps; NULL = DTRAIN_FLIGHT_DIRECTORY of the
@@ -145,9 +143,8 @@ typedef int (*dtrain_rank_fn)(dtrain_world *world, void *user);
  * count in a row and the wait begin anew. After desc->restarts in a row without progress the call
  * returns DTRAIN_ERROR_RANK_FAILED, and the sentence tells of the crash loop and the last failure.
  * A run that was asked to stop by a signal is not restarted; a signal during the wait ends the run,
- * with 128 + signal as exit code. Each restart tries to start all ranks, also after one that went
- * on with fewer (min_ranks). Ranks that are threads are restarted too, but what they have not freed
- * stays.
+ * with 128 + signal as exit code. Ranks that are threads are restarted too, but what they have not
+ * freed stays.
  *
  * Ranks of another launcher, and those that this call forks on one node of several (TrainJob), are
  * not restarted by this call, because one node cannot start again without the others: restarts is

@@ -49,9 +49,7 @@ typedef struct dtrain__launch {
     uint32_t gate; /* atomic, of ranks that are threads: 0 wait, 1 run, 2 return */
 
     /* Attempts. */
-    int rank_count;         /* of a world with all its ranks */
     uint64_t attempt_ns;    /* when this attempt began */
-    int started;            /* by this attempt; fewer than desc.rank_count: one was refused */
     uint32_t restart_count; /* of this call */
     dtrain__restarts restarts;
     uint64_t announced; /* the furthest step of this attempt, plus 1; 0: none */

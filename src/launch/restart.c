@@ -60,27 +60,6 @@ static bool dtrain__was_stopped(const dtrain__launch *launch, const dtrain_launc
            (launch->passed_on && info->signal == launch->passed_on);
 }
 
-/* Set the number of ranks of the next attempt. */
-static void dtrain__set_ranks(dtrain__launch *launch, int count)
-{
-    launch->place.size = count;
-    launch->desc.rank_count = (uint32_t)count;
-}
-
-/* Go on with the ranks that could be started, where the system refuses some in a restart; false
- * when they are too few. Each such attempt has fewer ranks than the one before, so this ends. */
-static bool dtrain__go_on_with_fewer(dtrain__launch *launch)
-{
-    const int nodes = (int)launch->desc.emulation.node_ranks;
-    int count = launch->started;
-    if (nodes) count -= count % nodes;
-    if (!launch->desc.min_ranks || count < (int)launch->desc.min_ranks) return false;
-    dtrain__log_to(&launch->log, DTRAIN_LOG_WARNING, "%s; going on with %d rank%s",
-                   dtrain_last_error(), count, count > 1 ? "s" : "");
-    dtrain__set_ranks(launch, count);
-    return true;
-}
-
 /* Wait before a restart, and return the signal that asks the run to stop meanwhile, or 0. Signals
  * that are forwarded are blocked and come from sigtimedwait; with threads they are the host's,
  * unless they are caught. */
@@ -111,13 +90,11 @@ static int dtrain__back_off(const dtrain__launch *launch, uint64_t wait_ns)
 DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *result,
                                      dtrain_launch_info *info)
 {
-    const bool refused = launch->started < (int)launch->desc.rank_count;
     char last[DTRAIN__ERROR_BYTES], what[DTRAIN__RESTART_TEXT];
     uint64_t wait_ns;
     if (*result == DTRAIN_OK || launch->joins || !launch->restarts.most) return false;
     if (dtrain__was_stopped(launch, info)) return false;
     if (!launch->restart_count && *result != DTRAIN_ERROR_RANK_FAILED) return false;
-    if (launch->restart_count && refused && dtrain__go_on_with_fewer(launch)) return true;
     snprintf(last, sizeof last, "%s", dtrain_last_error());
     if (!dtrain__restarts_next(&launch->restarts, launch->announced, &wait_ns, what)) {
         *result = dtrain_fail(*result, "%s; the last failure: %s", what, last);
@@ -135,6 +112,5 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
         return false;
     }
     launch->restart_count++;
-    dtrain__set_ranks(launch, launch->rank_count);
     return true;
 }

@@ -456,72 +456,40 @@ static void refuse(int from, int to, int allowed)
     refusal.allowed = allowed;
 }
 
-/* A rank that can be one of those that are started in vain waits for the others before it counts itself. */
-static int rank_of_fewer(dtrain_world *world, void *user)
+/* A restart that the system refuses some ranks has failed; it is tried again until all ranks are there. */
+static int rank_of_refused(dtrain_world *world, void *user)
 {
     plan *p = (plan *)user;
     dtrain_world_info info;
     dtrain_world_query(world, &info);
     RANKS_TRY(dtrain_world_all_gather(world, NULL, 0, NULL));
-    __atomic_fetch_add(&p->came[info.restart_count][info.rank], 1, __ATOMIC_ACQ_REL);
-    if (info.rank == 0) p->size[info.restart_count] = info.size;
     return p->acts[info.restart_count] == WELL ? 0 : 5;
 }
 
-static void test_fewer_ranks(void)
+static void test_refused_ranks(void)
 {
     plan *p = new_plan(0, 4);
     dtrain_launch_desc desc = restart_desc(4, PROCESSES, 3, p);
     dtrain_launch_info info;
     desc.log = count_attempts;
-    desc.min_ranks = 2;
-    p->acts[0] = p->acts[1] = p->acts[2] = RETURNS;
-    refuse(1, 1, 3); /* 4 ranks, 3 of them, then 4 again, and so on */
-    CHECK_MSG(ranks_launch(&desc, rank_of_fewer, p, &info) == DTRAIN_OK, "%s", dtrain_last_error());
-    CHECK_MSG(p->size[0] == 4 && p->size[1] == 3 && p->size[2] == 4 && p->size[3] == 4,
-              "sizes %d %d %d %d", p->size[0], p->size[1], p->size[2], p->size[3]);
-    CHECK(info.restart_count == 3 && info.rank_count == 4 && p->warnings == 4);
-    words_in(p->warning[1], "rank 3 of 4 could not be forked");
-    words_in(p->warning[1], "going on with 3 ranks");
-
-    memset(p->came, 0, sizeof p->came);
-    p->acts[1] = WELL;
-    refuse(1, 9, 2); /* as many as are needed: with two it ends well */
-    CHECK_MSG(ranks_launch(&desc, rank_of_fewer, p, &info) == DTRAIN_OK, "%s", dtrain_last_error());
-    CHECK(info.restart_count == 1 && info.rank_count == 2 && p->size[1] == 2);
-    CHECK(p->came[1][0] == 1 && p->came[1][1] == 1 && p->came[1][2] == 0);
-
-    memset(p->came, 0, sizeof p->came);
-    desc.emulation.node_ranks = 2; /* whole nodes */
-    desc.emulation.gigabits_per_second = 100;
-    refuse(1, 9, 3);
-    CHECK_MSG(ranks_launch(&desc, rank_of_fewer, p, &info) == DTRAIN_OK, "%s", dtrain_last_error());
-    CHECK(info.rank_count == 2 && p->size[1] == 2);
-    memset(&desc.emulation, 0, sizeof desc.emulation);
-
-    p->warnings = 0;
-    desc.min_ranks = 3; /* too few: such a restart has failed */
+    p->acts[0] = RETURNS;
     refuse(1, 9, 2);
-    CHECK(ranks_launch(&desc, rank_of_fewer, p, &info) == DTRAIN_ERROR_SYSTEM);
+    CHECK(ranks_launch(&desc, rank_of_refused, p, &info) == DTRAIN_ERROR_SYSTEM);
     CHECK(info.restart_count == 3 && info.exit_code == 1 && info.first_failed_rank == -1);
     words_in(dtrain_last_error(), "crash loop: 3 restarts");
     words_in(dtrain_last_error(), "rank 2 of 4 could not be forked");
 
-    desc.min_ranks = 0; /* all are needed; the third time they are there */
-    p->acts[3] = WELL;
+    p->acts[3] = WELL; /* the third time they are there */
     refuse(1, 2, 3);
-    CHECK_MSG(ranks_launch(&desc, rank_of_fewer, p, &info) == DTRAIN_OK, "%s", dtrain_last_error());
+    CHECK_MSG(ranks_launch(&desc, rank_of_refused, p, &info) == DTRAIN_OK, "%s",
+              dtrain_last_error());
     CHECK(info.restart_count == 3 && info.rank_count == 4);
 
-    desc.min_ranks = 2; /* never in the first attempt */
-    refuse(0, 9, 3);
+    refuse(0, 9, 3); /* a first attempt is not repeated */
     p->warnings = 0;
-    CHECK(ranks_launch(&desc, rank_of_fewer, p, &info) == DTRAIN_ERROR_SYSTEM);
+    CHECK(ranks_launch(&desc, rank_of_refused, p, &info) == DTRAIN_ERROR_SYSTEM);
     CHECK(info.restart_count == 0 && p->warnings == 0 && !says("crash loop"));
     refusal.on = false;
-    desc.min_ranks = 5;
-    CHECK(ranks_launch(&desc, rank_of_fewer, p, &info) == DTRAIN_ERROR_ARGUMENT);
-    CHECK_MSG(says("min_ranks is 5") && says("4 ranks"), "%s", dtrain_last_error());
     forget(p);
 }
 
@@ -976,7 +944,6 @@ static void test_outer_restarts(void)
             dtrain_launch_desc joined = ranks_desc(0, PROCESSES);
             set_environment(r, 2, port);
             joined.restarts = 5;
-            joined.min_ranks = 9;
             CHECK(dtrain_launch(&joined, rank_tells_count, counts, &info) ==
                   DTRAIN_ERROR_RANK_FAILED);
             CHECK(info.restart_count == 3);
@@ -1032,7 +999,7 @@ int main(int argc, char **argv)
     RUN(test_backoff);
     RUN(test_stopped_in_wait);
     RUN(test_signal_from_outside_in_wait);
-    RUN(test_fewer_ranks);
+    RUN(test_refused_ranks);
     RUN(test_stop_after_the_same_step);
     RUN(test_stop_doubled);
     RUN(test_stop_in_a_collective);
