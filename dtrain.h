@@ -5906,8 +5906,7 @@ DTRAIN__PRIVATE void dtrain__trace_destroy(dtrain_world *world)
  *     GATHER     the rank's next record of dtrain_world_all_gather, at most 4096 bytes
  *     EXIT       its dtrain__exit_record
  *     ABORT      its dtrain__abort_record
- *     WAIT       the rank for which it has been waiting long: int32
- *     CLOCK      dtrain__clock_frame: to rank 0 a question, from it the answer */
+ *     WAIT       the rank for which it has been waiting long: int32 */
 
 /* Which rank this process is, or which ranks it starts, as the environment says. */
 typedef struct dtrain__placement {
@@ -5926,21 +5925,13 @@ typedef enum dtrain__frame_kind {
     DTRAIN__FRAME_GATHER = 1,
     DTRAIN__FRAME_EXIT = 2,
     DTRAIN__FRAME_ABORT = 3,
-    DTRAIN__FRAME_WAIT = 4,
-    DTRAIN__FRAME_CLOCK = 5
+    DTRAIN__FRAME_WAIT = 4
 } dtrain__frame_kind;
 
 typedef struct dtrain__frame {
     uint32_t kind, bytes; /* of data that follow */
     int32_t rank;         /* the rank that the frame is about */
 } dtrain__frame;
-
-/* Of CLOCK: when the question was asked on the clock of that rank, and rank 0's answer. */
-typedef struct dtrain__clock_frame {
-    uint64_t asked_ns, answered_ns;
-} dtrain__clock_frame;
-
-#define DTRAIN__CLOCK_ROUNDS 8
 
 #define DTRAIN__FRAME_ROOM (sizeof(dtrain__frame) + DTRAIN_WORLD_ALL_GATHER_BYTES)
 
@@ -5949,7 +5940,6 @@ typedef struct dtrain__connection {
     char name[96];      /* of the other end, for messages */
     size_t sent;        /* bytes of link->out that this end has been sent */
     uint64_t unread_ns; /* since when reads fail for want of memory; 0: they do not */
-    int clock_rounds;   /* rank 0: questions answered; other ranks: answers received */
     size_t in_bytes;
     char in[DTRAIN__FRAME_ROOM]; /* received and not yet a whole frame */
 } dtrain__connection;
@@ -6612,6 +6602,8 @@ DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory)
  * abort: less than three frames of full size per rank. So a rank that does not read makes the
  * all-gather time out. A wait is dropped while the buffer holds more than 1 KiB a rank. */
 
+#define DTRAIN__CLOCK_ROUNDS 8
+
 DTRAIN__PRIVATE void dtrain__socket_close(int *socket)
 {
     if (*socket >= 0) close(*socket);
@@ -6740,32 +6732,6 @@ DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank)
 
 /* ---- Receiving --------------------------------------------------------------------------------*/
 
-/* Handle a frame about clocks: rank 0 answers a question, the rank that asked uses the answer, and
- * others drop it. Of several answers the one with the shortest round trip counts: rank 0 read its
- * clock somewhere on the way, so half of the round trip bounds the error (Cristian, "Probabilistic
- * Clock Synchronization", 1989). */
-static bool dtrain__clock_apply(dtrain_world *world, int from, int rank, const char *data,
-                                size_t bytes)
-{
-    dtrain__connection *end = &world->link->ends[from];
-    const uint64_t now = dtrain__now_ns();
-    dtrain__clock_frame clock;
-    if (bytes != sizeof clock) return false;
-    if (world->rank && rank != world->rank) return true;
-    memcpy(&clock, data, sizeof clock);
-    if (end->clock_rounds++ == DTRAIN__CLOCK_ROUNDS) return false;
-    if (world->rank == 0) {
-        clock.answered_ns = now;
-        dtrain__link_append(world, DTRAIN__FRAME_CLOCK, rank, &clock, sizeof clock);
-        return true;
-    }
-    const uint64_t half = (now - clock.asked_ns) / 2;
-    if (end->clock_rounds > 1 && half >= world->clock_error_ns) return true;
-    world->clock_error_ns = half;
-    world->clock_offset_ns = (int64_t)(clock.answered_ns - (clock.asked_ns + half));
-    return true;
-}
-
 /* Write a frame from rank `from` into the control page and, on rank 0, forward it; false when the
  * frame is malformed. */
 static bool dtrain__frame_apply(dtrain_world *world, int from, const dtrain__frame *frame,
@@ -6775,8 +6741,6 @@ static bool dtrain__frame_apply(dtrain_world *world, int from, const dtrain__fra
     const int rank = frame->rank;
     bool news = true;
     if (world->rank == 0 ? rank != from : rank < 0 || rank >= world->size) return false;
-    if (frame->kind == DTRAIN__FRAME_CLOCK)
-        return dtrain__clock_apply(world, from, rank, data, frame->bytes);
     if (rank == world->rank) return true; /* rank 0 sends it to all */
     if (frame->kind == DTRAIN__FRAME_GATHER) {
         dtrain__gather_slot *slot = &control->slots[rank];
@@ -6866,35 +6830,24 @@ DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms)
     dtrain__link_flush(link);
 }
 
-/* Measure the offset of every rank's clock to rank 0's, once, after the rendezvous, so that tools
- * can lay traces beside each other. Every rank asks DTRAIN__CLOCK_ROUNDS times, one question after
- * the other, and rank 0 only answers meanwhile. */
+/* Measure the offset of this rank's clock to rank 0's, once, after the rendezvous, so that tools
+ * can lay traces beside each other. Rank 0 reads its clock for a round after it has this rank's
+ * reading of the round before: so half of the time between that reading and the end of the round
+ * bounds the error (Cristian, "Probabilistic Clock Synchronization", 1989). The shortest round
+ * counts. */
 DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world)
 {
-    dtrain__link *link = world->link;
-    dtrain__wait wait = dtrain__wait_begin();
-    dtrain__clock_frame clock = {0, 0};
-    int asked = 0;
-    for (;;) {
-        int behind = 0; /* the first rank with which this one has not finished */
-        while (behind < link->count &&
-               (behind == world->rank || link->ends[behind].clock_rounds == DTRAIN__CLOCK_ROUNDS))
-            behind++;
-        dtrain__set_waits(world, behind < link->count ? behind : -1);
-        if (behind == link->count) return DTRAIN_OK;
-        if (world->rank && asked == link->ends[0].clock_rounds) {
-            asked++;
-            clock.asked_ns = dtrain__now_ns();
-            dtrain__link_send(world, DTRAIN__FRAME_CLOCK, world->rank, &clock, sizeof clock);
-        }
-        dtrain__link_pump(world, 20);
-        const dtrain_result result = dtrain__wait_poll(world, &wait);
-        if (result == DTRAIN_ERROR_TIMEOUT)
-            return dtrain__abort_with(
-                world, result, "dtrain_launch: rank %d (%s) does not %s what time it is", behind,
-                link->ends[behind].name, world->rank ? "answer" : "ask");
-        DTRAIN__TRY(result);
+    uint64_t mine = 0, all[DTRAIN_MAX_RANKS];
+    for (int round = 0; round <= DTRAIN__CLOCK_ROUNDS; round++) {
+        const uint64_t before = mine;
+        mine = dtrain__now_ns();
+        DTRAIN__TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
+        const uint64_t half = (dtrain__now_ns() - before) / 2;
+        if (!world->rank || !round || (round > 1 && half >= world->clock_error_ns)) continue;
+        world->clock_error_ns = half;
+        world->clock_offset_ns = (int64_t)(all[0] - (before + half));
     }
+    return DTRAIN_OK;
 }
 
 /* Send and receive from inside a wait. It costs some microseconds, so at most once a
@@ -6935,7 +6888,7 @@ DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world)
  * It does not protect from a reader of the traffic: nothing is encrypted, and a recorded hello is
  * as good as the key. The network must keep such readers away. */
 
-#define DTRAIN__HELLO_MAGIC 0x344b5444u /* "DTK4": the fourth protocol */
+#define DTRAIN__HELLO_MAGIC 0x354b5444u /* "DTK5": the fifth protocol */
 #define DTRAIN__PENDING_MOST 64u
 #define DTRAIN__ANSWER_NS 10000000000u  /* for connecting and for the first reply */
 #define DTRAIN__PATIENCE_NS 5000000000u /* for another run at the port to end */

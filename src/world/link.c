@@ -31,6 +31,8 @@
 #include "world/world.h"
 #include "world/world_internal.h"
 
+#define DTRAIN__CLOCK_ROUNDS 8
+
 DTRAIN__PRIVATE void dtrain__socket_close(int *socket)
 {
     if (*socket >= 0) close(*socket);
@@ -159,32 +161,6 @@ DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank)
 
 /* ---- Receiving --------------------------------------------------------------------------------*/
 
-/* Handle a frame about clocks: rank 0 answers a question, the rank that asked uses the answer, and
- * others drop it. Of several answers the one with the shortest round trip counts: rank 0 read its
- * clock somewhere on the way, so half of the round trip bounds the error (Cristian, "Probabilistic
- * Clock Synchronization", 1989). */
-static bool dtrain__clock_apply(dtrain_world *world, int from, int rank, const char *data,
-                                size_t bytes)
-{
-    dtrain__connection *end = &world->link->ends[from];
-    const uint64_t now = dtrain__now_ns();
-    dtrain__clock_frame clock;
-    if (bytes != sizeof clock) return false;
-    if (world->rank && rank != world->rank) return true;
-    memcpy(&clock, data, sizeof clock);
-    if (end->clock_rounds++ == DTRAIN__CLOCK_ROUNDS) return false;
-    if (world->rank == 0) {
-        clock.answered_ns = now;
-        dtrain__link_append(world, DTRAIN__FRAME_CLOCK, rank, &clock, sizeof clock);
-        return true;
-    }
-    const uint64_t half = (now - clock.asked_ns) / 2;
-    if (end->clock_rounds > 1 && half >= world->clock_error_ns) return true;
-    world->clock_error_ns = half;
-    world->clock_offset_ns = (int64_t)(clock.answered_ns - (clock.asked_ns + half));
-    return true;
-}
-
 /* Write a frame from rank `from` into the control page and, on rank 0, forward it; false when the
  * frame is malformed. */
 static bool dtrain__frame_apply(dtrain_world *world, int from, const dtrain__frame *frame,
@@ -194,8 +170,6 @@ static bool dtrain__frame_apply(dtrain_world *world, int from, const dtrain__fra
     const int rank = frame->rank;
     bool news = true;
     if (world->rank == 0 ? rank != from : rank < 0 || rank >= world->size) return false;
-    if (frame->kind == DTRAIN__FRAME_CLOCK)
-        return dtrain__clock_apply(world, from, rank, data, frame->bytes);
     if (rank == world->rank) return true; /* rank 0 sends it to all */
     if (frame->kind == DTRAIN__FRAME_GATHER) {
         dtrain__gather_slot *slot = &control->slots[rank];
@@ -285,35 +259,24 @@ DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms)
     dtrain__link_flush(link);
 }
 
-/* Measure the offset of every rank's clock to rank 0's, once, after the rendezvous, so that tools
- * can lay traces beside each other. Every rank asks DTRAIN__CLOCK_ROUNDS times, one question after
- * the other, and rank 0 only answers meanwhile. */
+/* Measure the offset of this rank's clock to rank 0's, once, after the rendezvous, so that tools
+ * can lay traces beside each other. Rank 0 reads its clock for a round after it has this rank's
+ * reading of the round before: so half of the time between that reading and the end of the round
+ * bounds the error (Cristian, "Probabilistic Clock Synchronization", 1989). The shortest round
+ * counts. */
 DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world)
 {
-    dtrain__link *link = world->link;
-    dtrain__wait wait = dtrain__wait_begin();
-    dtrain__clock_frame clock = {0, 0};
-    int asked = 0;
-    for (;;) {
-        int behind = 0; /* the first rank with which this one has not finished */
-        while (behind < link->count &&
-               (behind == world->rank || link->ends[behind].clock_rounds == DTRAIN__CLOCK_ROUNDS))
-            behind++;
-        dtrain__set_waits(world, behind < link->count ? behind : -1);
-        if (behind == link->count) return DTRAIN_OK;
-        if (world->rank && asked == link->ends[0].clock_rounds) {
-            asked++;
-            clock.asked_ns = dtrain__now_ns();
-            dtrain__link_send(world, DTRAIN__FRAME_CLOCK, world->rank, &clock, sizeof clock);
-        }
-        dtrain__link_pump(world, 20);
-        const dtrain_result result = dtrain__wait_poll(world, &wait);
-        if (result == DTRAIN_ERROR_TIMEOUT)
-            return dtrain__abort_with(
-                world, result, "dtrain_launch: rank %d (%s) does not %s what time it is", behind,
-                link->ends[behind].name, world->rank ? "answer" : "ask");
-        DTRAIN__TRY(result);
+    uint64_t mine = 0, all[DTRAIN_MAX_RANKS];
+    for (int round = 0; round <= DTRAIN__CLOCK_ROUNDS; round++) {
+        const uint64_t before = mine;
+        mine = dtrain__now_ns();
+        DTRAIN__TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
+        const uint64_t half = (dtrain__now_ns() - before) / 2;
+        if (!world->rank || !round || (round > 1 && half >= world->clock_error_ns)) continue;
+        world->clock_error_ns = half;
+        world->clock_offset_ns = (int64_t)(all[0] - (before + half));
     }
+    return DTRAIN_OK;
 }
 
 /* Send and receive from inside a wait. It costs some microseconds, so at most once a

@@ -11,8 +11,7 @@
  *     GATHER     the rank's next record of dtrain_world_all_gather, at most 4096 bytes
  *     EXIT       its dtrain__exit_record
  *     ABORT      its dtrain__abort_record
- *     WAIT       the rank for which it has been waiting long: int32
- *     CLOCK      dtrain__clock_frame: to rank 0 a question, from it the answer */
+ *     WAIT       the rank for which it has been waiting long: int32 */
 
 #pragma once
 
@@ -38,21 +37,13 @@ typedef enum dtrain__frame_kind {
     DTRAIN__FRAME_GATHER = 1,
     DTRAIN__FRAME_EXIT = 2,
     DTRAIN__FRAME_ABORT = 3,
-    DTRAIN__FRAME_WAIT = 4,
-    DTRAIN__FRAME_CLOCK = 5
+    DTRAIN__FRAME_WAIT = 4
 } dtrain__frame_kind;
 
 typedef struct dtrain__frame {
     uint32_t kind, bytes; /* of data that follow */
     int32_t rank;         /* the rank that the frame is about */
 } dtrain__frame;
-
-/* Of CLOCK: when the question was asked on the clock of that rank, and rank 0's answer. */
-typedef struct dtrain__clock_frame {
-    uint64_t asked_ns, answered_ns;
-} dtrain__clock_frame;
-
-#define DTRAIN__CLOCK_ROUNDS 8
 
 #define DTRAIN__FRAME_ROOM (sizeof(dtrain__frame) + DTRAIN_WORLD_ALL_GATHER_BYTES)
 
@@ -61,7 +52,6 @@ typedef struct dtrain__connection {
     char name[96];      /* of the other end, for messages */
     size_t sent;        /* bytes of link->out that this end has been sent */
     uint64_t unread_ns; /* since when reads fail for want of memory; 0: they do not */
-    int clock_rounds;   /* rank 0: questions answered; other ranks: answers received */
     size_t in_bytes;
     char in[DTRAIN__FRAME_ROOM]; /* received and not yet a whole frame */
 } dtrain__connection;

@@ -31,7 +31,7 @@
 #include "world/world.h"
 #include "world/world_internal.h"
 
-#define DTRAIN__HELLO_MAGIC 0x344b5444u /* "DTK4": the fourth protocol */
+#define DTRAIN__HELLO_MAGIC 0x354b5444u /* "DTK5": the fifth protocol */
 #define DTRAIN__PENDING_MOST 64u
 #define DTRAIN__ANSWER_NS 10000000000u  /* for connecting and for the first reply */
 #define DTRAIN__PATIENCE_NS 5000000000u /* for another run at the port to end */
