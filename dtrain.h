@@ -4193,10 +4193,8 @@ DTRAIN__PRIVATE bool dtrain__is_finite(float value);
 /* core/random.c */
 DTRAIN__PRIVATE void dtrain__philox(uint64_t seed, uint64_t stream, uint64_t counter,
                                     uint32_t out[4]);
-DTRAIN__PRIVATE void dtrain__random_normal_fill(uint64_t seed, uint64_t stream, uint64_t first,
-                                                int64_t count, float scale, float *out);
-DTRAIN__PRIVATE void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream, uint64_t first,
-                                                 int64_t count, float low, float width, float *out);
+DTRAIN__PRIVATE void dtrain__random_fill(uint64_t seed, uint64_t stream, uint64_t first,
+                                         int64_t count, bool normal, float scale, float *out);
 
 #if !defined(CLOCK_MONOTONIC) || !defined(MAP_ANONYMOUS)
 #error "dtrain.h must come before any system header where DTRAIN_IMPLEMENTATION is defined"
@@ -4675,32 +4673,22 @@ DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t stream, uint64_t i
     return pair[index & 1];
 }
 
-/* out[i] = scale * normal(seed, stream, first + i): the same bits as one by one, but each block of
- * four is made once (about 15 ns an element). */
-DTRAIN__PRIVATE void dtrain__random_normal_fill(uint64_t seed, uint64_t stream, uint64_t first,
-                                                int64_t count, float scale, float *out)
+/* Fill out (count) with elements of a stream from `first` on: of N(0, scale^2), or uniform in
+ * [-scale, scale). The bits are those of drawing one by one, but each block of four is made once
+ * (about 15 ns an element). */
+DTRAIN__PRIVATE void dtrain__random_fill(uint64_t seed, uint64_t stream, uint64_t first,
+                                         int64_t count, bool normal, float scale, float *out)
 {
     uint32_t block[4];
     float four[4];
     for (int64_t i = 0; i < count;) {
         const uint64_t index = first + (uint64_t)i;
         dtrain__philox(seed, stream, index / 4, block);
-        dtrain__normal_pair(block[0], block[1], four);
-        dtrain__normal_pair(block[2], block[3], four + 2);
+        if (normal) dtrain__normal_pair(block[0], block[1], four);
+        if (normal) dtrain__normal_pair(block[2], block[3], four + 2);
         for (uint64_t word = index % 4; word < 4 && i < count; word++)
-            out[i++] = scale * four[word];
-    }
-}
-
-DTRAIN__PRIVATE void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream, uint64_t first,
-                                                 int64_t count, float low, float width, float *out)
-{
-    uint32_t block[4];
-    for (int64_t i = 0; i < count;) {
-        const uint64_t index = first + (uint64_t)i;
-        dtrain__philox(seed, stream, index / 4, block);
-        for (uint64_t word = index % 4; word < 4 && i < count; word++)
-            out[i++] = low + width * dtrain__uniform_from_bits(block[word]);
+            out[i++] = normal ? scale * four[word]
+                              : -scale + 2 * scale * dtrain__uniform_from_bits(block[word]);
     }
 }
 
@@ -5451,6 +5439,14 @@ DTRAIN__PRIVATE void dtrain__call_done(dtrain_world *world, uint64_t number)
 
 /* ---- Signs of life ----------------------------------------------------------------------------*/
 
+/* Write a dump, if the launch desc says where. */
+static void dtrain__dump_now(dtrain_world *world)
+{
+    const dtrain__ring *ring = world->timeline.ring;
+    if (ring->directory[0] && ring->dump(world, ring->directory) != DTRAIN_OK)
+        dtrain_log(world, DTRAIN_LOG_WARNING, "%s", dtrain__bare(dtrain_last_error()));
+}
+
 /* Show that this rank is inside the library, and dump if a signal has asked for it. */
 static void dtrain__show_beat(dtrain_world *world, uint64_t now)
 {
@@ -5460,9 +5456,7 @@ static void dtrain__show_beat(dtrain_world *world, uint64_t now)
     const uint32_t asked = dtrain__dumps_asked();
     if (asked == ring->asked) return;
     ring->asked = asked;
-    if (!ring->directory[0] || !world->catches || ring->code != DTRAIN_OK) return;
-    if (ring->dump(world, ring->directory) != DTRAIN_OK)
-        dtrain_log(world, DTRAIN_LOG_WARNING, "%s", dtrain__bare(dtrain_last_error()));
+    if (world->catches && ring->code == DTRAIN_OK) dtrain__dump_now(world);
 }
 
 /* Show it from inside a wait. */
@@ -5514,9 +5508,7 @@ DTRAIN__PRIVATE void dtrain__failed(dtrain_world *world, dtrain_result code)
         event->state = DTRAIN__CALL_FAILED;
         event->end_ns = now;
     }
-    if (!ring->directory[0]) return;
-    if (ring->dump(world, ring->directory) != DTRAIN_OK)
-        dtrain_log(world, DTRAIN_LOG_WARNING, "%s", dtrain__bare(dtrain_last_error()));
+    dtrain__dump_now(world);
     dtrain__set_last_error(found);
 }
 
@@ -5970,7 +5962,6 @@ DTRAIN__PRIVATE void dtrain__link_send(dtrain_world *world, dtrain__frame_kind k
 DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank);
 DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms);
 DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world);
-DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world);
 DTRAIN__PRIVATE int dtrain__link_unsent(const dtrain_world *world);
 DTRAIN__PRIVATE bool dtrain__is_remote(const dtrain_world *world);
 DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world);
@@ -6309,7 +6300,7 @@ static dtrain_result dtrain__gather_turn(dtrain_world *world, dtrain__wait *wait
  * long time to send the rest. */
 static bool dtrain__has_record(const dtrain_world *world, int rank, uint64_t sequence)
 {
-    if (rank == world->rank) return dtrain__link_all_sent(world);
+    if (rank == world->rank) return dtrain__link_unsent(world) < 0;
     return dtrain__load(&world->control->slots[rank].sequence) >= sequence;
 }
 
@@ -6527,16 +6518,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t b
     const size_t asked = bytes, page = dtrain__page_bytes(), all = world->control->arena_bytes;
     *out = NULL;
     bytes = asked > all ? all + 1 : dtrain__round_up(asked ? asked : 1, page);
-    if (world->range_count == world->range_room) {
-        const size_t room = world->range_room ? 2 * world->range_room : 64;
-        dtrain__range *grown = (dtrain__range *)dtrain__alloc(
-            &world->allocator, room, sizeof *grown, "the book of shared memory");
-        if (!grown) return DTRAIN_ERROR_MEMORY;
-        if (world->range_count) memcpy(grown, world->ranges, world->range_count * sizeof *grown);
-        dtrain__free(&world->allocator, world->ranges, world->range_room, sizeof *grown);
-        world->ranges = grown;
-        world->range_room = room;
-    }
+    if (!dtrain__grow(&world->allocator, (void **)&world->ranges, world->range_count,
+                      &world->range_room, sizeof *world->ranges, "a list of shared memory"))
+        return DTRAIN_ERROR_MEMORY;
     size_t at = 0, i = 0;
     for (; i < world->range_count && world->ranges[i].begin - at < bytes; i++)
         at = world->ranges[i].end;
@@ -6697,12 +6681,7 @@ DTRAIN__PRIVATE void dtrain__link_send(dtrain_world *world, dtrain__frame_kind k
     if (world->link) dtrain__link_flush(world->link);
 }
 
-DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world)
-{
-    return !dtrain__is_remote(world) || world->link->out_bytes == 0;
-}
-
-/* Return the first rank that has not been sent all of the buffer; -1: the buffer is empty. */
+/* Return the first rank that has not been sent all of the buffer; -1: all has been sent. */
 DTRAIN__PRIVATE int dtrain__link_unsent(const dtrain_world *world)
 {
     const dtrain__link *link = world->link;
@@ -7507,18 +7486,15 @@ static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__r
     const size_t bytes = (size_t)offer->bytes;
     snprintf(path, sizeof path, "/proc/%d/fd/%d", offer->pid, offer->file);
     const int file = dtrain__open(path, O_RDWR);
-    if (file < 0 || fstat(file, &status) != 0) {
-        (void)dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s: %s", path, strerror(errno));
-        if (file >= 0) close(file);
-        return DTRAIN_ERROR_SYSTEM;
-    }
-    if ((uint64_t)status.st_ino != offer->inode || (uint64_t)status.st_size != offer->bytes) {
-        close(file);
-        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s is not the file that rank 0 has made", path);
-    }
-    void *memory = dtrain__map_bytes(wanted, bytes, file);
+    const bool there = file >= 0 && fstat(file, &status) == 0;
+    const bool same = there && (uint64_t)status.st_ino == offer->inode &&
+                      (uint64_t)status.st_size == offer->bytes;
+    void *memory = same ? dtrain__map_bytes(wanted, bytes, file) : MAP_FAILED;
     const int error = memory == MAP_FAILED ? errno : EEXIST;
-    close(file);
+    if (file >= 0) close(file);
+    if (!there) return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s: %s", path, strerror(error));
+    if (!same)
+        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s is not the file that rank 0 has made", path);
     if (memory != MAP_FAILED && memory != wanted) munmap(memory, bytes);
     if (memory != wanted)
         return dtrain_fail(DTRAIN_ERROR_MEMORY, "%zu bytes at %p are not free here: %s", bytes,
@@ -11512,6 +11488,16 @@ static dtrain_result dtrain__fork_all(dtrain__launch *launch)
                        launch->place.rank + i, launch->place.size, strerror(error));
 }
 
+/* Take a pending SIGCHLD from the queue; false: none is pending. */
+static bool dtrain__take_child_signal(void)
+{
+    const struct timespec no_time = {0, 0};
+    sigset_t only_child;
+    sigemptyset(&only_child);
+    sigaddset(&only_child, SIGCHLD);
+    return sigtimedwait(&only_child, NULL, &no_time) == SIGCHLD;
+}
+
 /* Say whether the host ignores SIGCHLD: then there are no exit statuses to wait for. */
 static bool dtrain__ignores_children(const dtrain__launch *launch)
 {
@@ -11523,24 +11509,16 @@ static bool dtrain__ignores_children(const dtrain__launch *launch)
  * after the last restart. Where the host ignores SIGCHLD, set the default action meanwhile. */
 static void dtrain__signals_block(dtrain__launch *launch)
 {
-    struct sigaction plain;
-    struct timespec no_time;
-    sigset_t only_child;
-    siginfo_t what;
-    memset(&plain, 0, sizeof plain);
-    memset(&no_time, 0, sizeof no_time);
-    plain.sa_handler = SIG_DFL;
-    sigemptyset(&only_child);
-    sigaddset(&only_child, SIGCHLD);
-    launch->watched = only_child;
+    sigemptyset(&launch->watched);
+    sigaddset(&launch->watched, SIGCHLD);
     for (size_t i = 0; i < DTRAIN__FORWARDED; i++)
         if (dtrain__forwarded_signals[i] != SIGHUP || !dtrain__hangup_ignored())
             sigaddset(&launch->watched, dtrain__forwarded_signals[i]);
     sigaction(SIGCHLD, NULL, &launch->child_action);
     pthread_sigmask(SIG_BLOCK, &launch->watched, &launch->old_mask);
     launch->waits_for_signals = true;
-    launch->child_was_pending = sigtimedwait(&only_child, &what, &no_time) == SIGCHLD;
-    if (dtrain__ignores_children(launch)) sigaction(SIGCHLD, &plain, NULL);
+    launch->child_was_pending = dtrain__take_child_signal();
+    if (dtrain__ignores_children(launch)) signal(SIGCHLD, SIG_DFL);
 }
 
 /* Give signals back to the host. Remove the last SIGCHLD of a rank from the queue: a handler of the
@@ -11548,14 +11526,8 @@ static void dtrain__signals_block(dtrain__launch *launch)
  * raised again. */
 static void dtrain__signals_restore(dtrain__launch *launch)
 {
-    struct timespec no_time;
-    sigset_t only_child;
-    siginfo_t what;
     if (!launch->waits_for_signals) return;
-    memset(&no_time, 0, sizeof no_time);
-    sigemptyset(&only_child);
-    sigaddset(&only_child, SIGCHLD);
-    while (sigtimedwait(&only_child, &what, &no_time) == SIGCHLD) continue;
+    while (dtrain__take_child_signal()) continue;
     if (dtrain__ignores_children(launch)) sigaction(SIGCHLD, &launch->child_action, NULL);
     if (launch->child_was_pending) kill(getpid(), SIGCHLD);
     pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
@@ -11730,19 +11702,16 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
 static void dtrain__write_error_file(const char *text)
 {
     const char *path = getenv("TORCHELASTIC_ERROR_FILE");
-    const int made = path && path[0] ? dtrain__open(path, O_WRONLY | O_CREAT | O_TRUNC) : -1;
-    FILE *file = made < 0 ? NULL : fdopen(made, "w");
-    if (made >= 0 && !file) close(made);
-    if (!file) return;
-    fprintf(file, "{\"message\": {\"message\": \"");
-    for (; *text; text++) {
-        const unsigned char c = (unsigned char)*text;
-        if (c == '"' || c == '\\') fprintf(file, "\\%c", c);
-        else if (c < 32 || c > 126) fprintf(file, "\\u%04x", c);
-        else fputc(c, file);
-    }
-    fprintf(file, "\", \"extraInfo\": {\"timestamp\": \"%lld\"}}}\n", (long long)time(NULL));
-    fclose(file);
+    const int file = path && path[0] ? dtrain__open(path, O_WRONLY | O_CREAT | O_TRUNC) : -1;
+    char room[2 * DTRAIN__WRITER_PIECE];
+    dtrain__writer out = {file, 0, 0, sizeof room, 0, room};
+    if (file < 0) return;
+    dtrain__writer_add(&out, "{\"message\": {");
+    dtrain__writer_string(&out, "message", text);
+    dtrain__writer_add(&out, ", \"extraInfo\": {\"timestamp\": \"%lld\"}}}\n",
+                       (long long)time(NULL));
+    dtrain__writer_flush(&out);
+    close(file);
 }
 
 /* Run one attempt: start all ranks, wait until they have ended, and make the result. */
@@ -11991,7 +11960,7 @@ static void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
         now = dtrain__now_ns();
         if (!end_ns && (world->rank || dtrain__trouble(world) != DTRAIN_OK))
             end_ns = now + (uint64_t)grace_ms * 1000000u;
-        all = dtrain__link_all_sent(world);
+        all = dtrain__link_unsent(world) < 0;
         for (int i = 0; i < world->size && world->rank == 0; i++)
             all = all && dtrain__load(&world->control->exits[i].how) != DTRAIN__RUNNING;
         if (end_ns && now >= end_ns) break;
@@ -13520,11 +13489,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dt
     for (int64_t at = 0; at < count; at += DTRAIN__STAGING_COUNT) {
         const int64_t some = dtrain__min(DTRAIN__STAGING_COUNT, count - at);
         const uint64_t from = (uint64_t)(first + at);
-        if (p->init == DTRAIN_INIT_NORMAL)
-            dtrain__random_normal_fill(seed, p->state.index, from, some, scale, staging);
-        else if (p->init == DTRAIN_INIT_UNIFORM)
-            dtrain__random_uniform_fill(seed, p->state.index, from, some, -scale, 2 * scale,
-                                        staging);
+        if (p->init == DTRAIN_INIT_NORMAL || p->init == DTRAIN_INIT_UNIFORM)
+            dtrain__random_fill(seed, p->state.index, from, some, p->init == DTRAIN_INIT_NORMAL,
+                                scale, staging);
         else
             for (int64_t i = 0; i < some; i++) staging[i] = scale;
         const int64_t left = p->init_count ? dtrain__max(p->init_count - first - at, 0) : some;

@@ -71,7 +71,5 @@ DTRAIN__PRIVATE bool dtrain__is_finite(float value);
 /* core/random.c */
 DTRAIN__PRIVATE void dtrain__philox(uint64_t seed, uint64_t stream, uint64_t counter,
                                     uint32_t out[4]);
-DTRAIN__PRIVATE void dtrain__random_normal_fill(uint64_t seed, uint64_t stream, uint64_t first,
-                                                int64_t count, float scale, float *out);
-DTRAIN__PRIVATE void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream, uint64_t first,
-                                                 int64_t count, float low, float width, float *out);
+DTRAIN__PRIVATE void dtrain__random_fill(uint64_t seed, uint64_t stream, uint64_t first,
+                                         int64_t count, bool normal, float scale, float *out);

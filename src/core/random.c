@@ -123,31 +123,21 @@ DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t stream, uint64_t i
     return pair[index & 1];
 }
 
-/* out[i] = scale * normal(seed, stream, first + i): the same bits as one by one, but each block of
- * four is made once (about 15 ns an element). */
-DTRAIN__PRIVATE void dtrain__random_normal_fill(uint64_t seed, uint64_t stream, uint64_t first,
-                                                int64_t count, float scale, float *out)
+/* Fill out (count) with elements of a stream from `first` on: of N(0, scale^2), or uniform in
+ * [-scale, scale). The bits are those of drawing one by one, but each block of four is made once
+ * (about 15 ns an element). */
+DTRAIN__PRIVATE void dtrain__random_fill(uint64_t seed, uint64_t stream, uint64_t first,
+                                         int64_t count, bool normal, float scale, float *out)
 {
     uint32_t block[4];
     float four[4];
     for (int64_t i = 0; i < count;) {
         const uint64_t index = first + (uint64_t)i;
         dtrain__philox(seed, stream, index / 4, block);
-        dtrain__normal_pair(block[0], block[1], four);
-        dtrain__normal_pair(block[2], block[3], four + 2);
+        if (normal) dtrain__normal_pair(block[0], block[1], four);
+        if (normal) dtrain__normal_pair(block[2], block[3], four + 2);
         for (uint64_t word = index % 4; word < 4 && i < count; word++)
-            out[i++] = scale * four[word];
-    }
-}
-
-DTRAIN__PRIVATE void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream, uint64_t first,
-                                                 int64_t count, float low, float width, float *out)
-{
-    uint32_t block[4];
-    for (int64_t i = 0; i < count;) {
-        const uint64_t index = first + (uint64_t)i;
-        dtrain__philox(seed, stream, index / 4, block);
-        for (uint64_t word = index % 4; word < 4 && i < count; word++)
-            out[i++] = low + width * dtrain__uniform_from_bits(block[word]);
+            out[i++] = normal ? scale * four[word]
+                              : -scale + 2 * scale * dtrain__uniform_from_bits(block[word]);
     }
 }

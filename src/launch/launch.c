@@ -12,6 +12,7 @@
 #include "core/core_internal.h"
 #include "core/log.h"
 #include "core/result.h"
+#include "world/timeline_internal.h"
 #include "world/world.h"
 #include "world/world_internal.h"
 #include "comm/backend.h"
@@ -160,6 +161,16 @@ static dtrain_result dtrain__fork_all(dtrain__launch *launch)
                        launch->place.rank + i, launch->place.size, strerror(error));
 }
 
+/* Take a pending SIGCHLD from the queue; false: none is pending. */
+static bool dtrain__take_child_signal(void)
+{
+    const struct timespec no_time = {0, 0};
+    sigset_t only_child;
+    sigemptyset(&only_child);
+    sigaddset(&only_child, SIGCHLD);
+    return sigtimedwait(&only_child, NULL, &no_time) == SIGCHLD;
+}
+
 /* Say whether the host ignores SIGCHLD: then there are no exit statuses to wait for. */
 static bool dtrain__ignores_children(const dtrain__launch *launch)
 {
@@ -171,24 +182,16 @@ static bool dtrain__ignores_children(const dtrain__launch *launch)
  * after the last restart. Where the host ignores SIGCHLD, set the default action meanwhile. */
 static void dtrain__signals_block(dtrain__launch *launch)
 {
-    struct sigaction plain;
-    struct timespec no_time;
-    sigset_t only_child;
-    siginfo_t what;
-    memset(&plain, 0, sizeof plain);
-    memset(&no_time, 0, sizeof no_time);
-    plain.sa_handler = SIG_DFL;
-    sigemptyset(&only_child);
-    sigaddset(&only_child, SIGCHLD);
-    launch->watched = only_child;
+    sigemptyset(&launch->watched);
+    sigaddset(&launch->watched, SIGCHLD);
     for (size_t i = 0; i < DTRAIN__FORWARDED; i++)
         if (dtrain__forwarded_signals[i] != SIGHUP || !dtrain__hangup_ignored())
             sigaddset(&launch->watched, dtrain__forwarded_signals[i]);
     sigaction(SIGCHLD, NULL, &launch->child_action);
     pthread_sigmask(SIG_BLOCK, &launch->watched, &launch->old_mask);
     launch->waits_for_signals = true;
-    launch->child_was_pending = sigtimedwait(&only_child, &what, &no_time) == SIGCHLD;
-    if (dtrain__ignores_children(launch)) sigaction(SIGCHLD, &plain, NULL);
+    launch->child_was_pending = dtrain__take_child_signal();
+    if (dtrain__ignores_children(launch)) signal(SIGCHLD, SIG_DFL);
 }
 
 /* Give signals back to the host. Remove the last SIGCHLD of a rank from the queue: a handler of the
@@ -196,14 +199,8 @@ static void dtrain__signals_block(dtrain__launch *launch)
  * raised again. */
 static void dtrain__signals_restore(dtrain__launch *launch)
 {
-    struct timespec no_time;
-    sigset_t only_child;
-    siginfo_t what;
     if (!launch->waits_for_signals) return;
-    memset(&no_time, 0, sizeof no_time);
-    sigemptyset(&only_child);
-    sigaddset(&only_child, SIGCHLD);
-    while (sigtimedwait(&only_child, &what, &no_time) == SIGCHLD) continue;
+    while (dtrain__take_child_signal()) continue;
     if (dtrain__ignores_children(launch)) sigaction(SIGCHLD, &launch->child_action, NULL);
     if (launch->child_was_pending) kill(getpid(), SIGCHLD);
     pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
@@ -378,19 +375,16 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
 static void dtrain__write_error_file(const char *text)
 {
     const char *path = getenv("TORCHELASTIC_ERROR_FILE");
-    const int made = path && path[0] ? dtrain__open(path, O_WRONLY | O_CREAT | O_TRUNC) : -1;
-    FILE *file = made < 0 ? NULL : fdopen(made, "w");
-    if (made >= 0 && !file) close(made);
-    if (!file) return;
-    fprintf(file, "{\"message\": {\"message\": \"");
-    for (; *text; text++) {
-        const unsigned char c = (unsigned char)*text;
-        if (c == '"' || c == '\\') fprintf(file, "\\%c", c);
-        else if (c < 32 || c > 126) fprintf(file, "\\u%04x", c);
-        else fputc(c, file);
-    }
-    fprintf(file, "\", \"extraInfo\": {\"timestamp\": \"%lld\"}}}\n", (long long)time(NULL));
-    fclose(file);
+    const int file = path && path[0] ? dtrain__open(path, O_WRONLY | O_CREAT | O_TRUNC) : -1;
+    char room[2 * DTRAIN__WRITER_PIECE];
+    dtrain__writer out = {file, 0, 0, sizeof room, 0, room};
+    if (file < 0) return;
+    dtrain__writer_add(&out, "{\"message\": {");
+    dtrain__writer_string(&out, "message", text);
+    dtrain__writer_add(&out, ", \"extraInfo\": {\"timestamp\": \"%lld\"}}}\n",
+                       (long long)time(NULL));
+    dtrain__writer_flush(&out);
+    close(file);
 }
 
 /* Run one attempt: start all ranks, wait until they have ended, and make the result. */

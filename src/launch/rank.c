@@ -160,7 +160,7 @@ static void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
         now = dtrain__now_ns();
         if (!end_ns && (world->rank || dtrain__trouble(world) != DTRAIN_OK))
             end_ns = now + (uint64_t)grace_ms * 1000000u;
-        all = dtrain__link_all_sent(world);
+        all = dtrain__link_unsent(world) < 0;
         for (int i = 0; i < world->size && world->rank == 0; i++)
             all = all && dtrain__load(&world->control->exits[i].how) != DTRAIN__RUNNING;
         if (end_ns && now >= end_ns) break;

@@ -299,11 +299,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dt
     for (int64_t at = 0; at < count; at += DTRAIN__STAGING_COUNT) {
         const int64_t some = dtrain__min(DTRAIN__STAGING_COUNT, count - at);
         const uint64_t from = (uint64_t)(first + at);
-        if (p->init == DTRAIN_INIT_NORMAL)
-            dtrain__random_normal_fill(seed, p->state.index, from, some, scale, staging);
-        else if (p->init == DTRAIN_INIT_UNIFORM)
-            dtrain__random_uniform_fill(seed, p->state.index, from, some, -scale, 2 * scale,
-                                        staging);
+        if (p->init == DTRAIN_INIT_NORMAL || p->init == DTRAIN_INIT_UNIFORM)
+            dtrain__random_fill(seed, p->state.index, from, some, p->init == DTRAIN_INIT_NORMAL,
+                                scale, staging);
         else
             for (int64_t i = 0; i < some; i++) staging[i] = scale;
         const int64_t left = p->init_count ? dtrain__max(p->init_count - first - at, 0) : some;

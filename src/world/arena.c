@@ -121,16 +121,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t b
     const size_t asked = bytes, page = dtrain__page_bytes(), all = world->control->arena_bytes;
     *out = NULL;
     bytes = asked > all ? all + 1 : dtrain__round_up(asked ? asked : 1, page);
-    if (world->range_count == world->range_room) {
-        const size_t room = world->range_room ? 2 * world->range_room : 64;
-        dtrain__range *grown = (dtrain__range *)dtrain__alloc(
-            &world->allocator, room, sizeof *grown, "the book of shared memory");
-        if (!grown) return DTRAIN_ERROR_MEMORY;
-        if (world->range_count) memcpy(grown, world->ranges, world->range_count * sizeof *grown);
-        dtrain__free(&world->allocator, world->ranges, world->range_room, sizeof *grown);
-        world->ranges = grown;
-        world->range_room = room;
-    }
+    if (!dtrain__grow(&world->allocator, (void **)&world->ranges, world->range_count,
+                      &world->range_room, sizeof *world->ranges, "a list of shared memory"))
+        return DTRAIN_ERROR_MEMORY;
     size_t at = 0, i = 0;
     for (; i < world->range_count && world->ranges[i].begin - at < bytes; i++)
         at = world->ranges[i].end;

@@ -337,7 +337,7 @@ static dtrain_result dtrain__gather_turn(dtrain_world *world, dtrain__wait *wait
  * long time to send the rest. */
 static bool dtrain__has_record(const dtrain_world *world, int rank, uint64_t sequence)
 {
-    if (rank == world->rank) return dtrain__link_all_sent(world);
+    if (rank == world->rank) return dtrain__link_unsent(world) < 0;
     return dtrain__load(&world->control->slots[rank].sequence) >= sequence;
 }
 

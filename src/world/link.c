@@ -126,12 +126,7 @@ DTRAIN__PRIVATE void dtrain__link_send(dtrain_world *world, dtrain__frame_kind k
     if (world->link) dtrain__link_flush(world->link);
 }
 
-DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world)
-{
-    return !dtrain__is_remote(world) || world->link->out_bytes == 0;
-}
-
-/* Return the first rank that has not been sent all of the buffer; -1: the buffer is empty. */
+/* Return the first rank that has not been sent all of the buffer; -1: all has been sent. */
 DTRAIN__PRIVATE int dtrain__link_unsent(const dtrain_world *world)
 {
     const dtrain__link *link = world->link;

@@ -82,7 +82,6 @@ DTRAIN__PRIVATE void dtrain__link_send(dtrain_world *world, dtrain__frame_kind k
 DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank);
 DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms);
 DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world);
-DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world);
 DTRAIN__PRIVATE int dtrain__link_unsent(const dtrain_world *world);
 DTRAIN__PRIVATE bool dtrain__is_remote(const dtrain_world *world);
 DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world);

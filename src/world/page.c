@@ -137,18 +137,15 @@ static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__r
     const size_t bytes = (size_t)offer->bytes;
     snprintf(path, sizeof path, "/proc/%d/fd/%d", offer->pid, offer->file);
     const int file = dtrain__open(path, O_RDWR);
-    if (file < 0 || fstat(file, &status) != 0) {
-        (void)dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s: %s", path, strerror(errno));
-        if (file >= 0) close(file);
-        return DTRAIN_ERROR_SYSTEM;
-    }
-    if ((uint64_t)status.st_ino != offer->inode || (uint64_t)status.st_size != offer->bytes) {
-        close(file);
-        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s is not the file that rank 0 has made", path);
-    }
-    void *memory = dtrain__map_bytes(wanted, bytes, file);
+    const bool there = file >= 0 && fstat(file, &status) == 0;
+    const bool same = there && (uint64_t)status.st_ino == offer->inode &&
+                      (uint64_t)status.st_size == offer->bytes;
+    void *memory = same ? dtrain__map_bytes(wanted, bytes, file) : MAP_FAILED;
     const int error = memory == MAP_FAILED ? errno : EEXIST;
-    close(file);
+    if (file >= 0) close(file);
+    if (!there) return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s: %s", path, strerror(error));
+    if (!same)
+        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s is not the file that rank 0 has made", path);
     if (memory != MAP_FAILED && memory != wanted) munmap(memory, bytes);
     if (memory != wanted)
         return dtrain_fail(DTRAIN_ERROR_MEMORY, "%zu bytes at %p are not free here: %s", bytes,

@@ -274,6 +274,14 @@ DTRAIN__PRIVATE void dtrain__call_done(dtrain_world *world, uint64_t number)
 
 /* ---- Signs of life ----------------------------------------------------------------------------*/
 
+/* Write a dump, if the launch desc says where. */
+static void dtrain__dump_now(dtrain_world *world)
+{
+    const dtrain__ring *ring = world->timeline.ring;
+    if (ring->directory[0] && ring->dump(world, ring->directory) != DTRAIN_OK)
+        dtrain_log(world, DTRAIN_LOG_WARNING, "%s", dtrain__bare(dtrain_last_error()));
+}
+
 /* Show that this rank is inside the library, and dump if a signal has asked for it. */
 static void dtrain__show_beat(dtrain_world *world, uint64_t now)
 {
@@ -283,9 +291,7 @@ static void dtrain__show_beat(dtrain_world *world, uint64_t now)
     const uint32_t asked = dtrain__dumps_asked();
     if (asked == ring->asked) return;
     ring->asked = asked;
-    if (!ring->directory[0] || !world->catches || ring->code != DTRAIN_OK) return;
-    if (ring->dump(world, ring->directory) != DTRAIN_OK)
-        dtrain_log(world, DTRAIN_LOG_WARNING, "%s", dtrain__bare(dtrain_last_error()));
+    if (world->catches && ring->code == DTRAIN_OK) dtrain__dump_now(world);
 }
 
 /* Show it from inside a wait. */
@@ -337,9 +343,7 @@ DTRAIN__PRIVATE void dtrain__failed(dtrain_world *world, dtrain_result code)
         event->state = DTRAIN__CALL_FAILED;
         event->end_ns = now;
     }
-    if (!ring->directory[0]) return;
-    if (ring->dump(world, ring->directory) != DTRAIN_OK)
-        dtrain_log(world, DTRAIN_LOG_WARNING, "%s", dtrain__bare(dtrain_last_error()));
+    dtrain__dump_now(world);
     dtrain__set_last_error(found);
 }
 

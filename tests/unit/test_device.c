@@ -35,7 +35,7 @@ static uint64_t noise_stream;
 static float *noise(int64_t count, float scale)
 {
     float *x = floats(count);
-    dtrain__random_normal_fill(7, ++noise_stream, 0, count, scale, x);
+    dtrain__random_fill(7, ++noise_stream, 0, count, true, scale, x);
     return x;
 }
 
@@ -182,9 +182,10 @@ static void test_random(void)
     float last = 0, top = 0, utop = 0, ubottom = 1;
     bool finite = true, fill = true;
     float *x = floats(n), *u = floats(n);
-    dtrain__random_normal_fill(42, 3, 5, n, 1, x);
-    dtrain__random_uniform_fill(42, 3, 5, n, 0, 1, u);
+    dtrain__random_fill(42, 3, 5, n, true, 1, x);
+    dtrain__random_fill(42, 3, 5, n, false, 1, u);
     for (int64_t i = 0; i < n; i++) {
+        u[i] = (u[i] + 1) / 2; /* from [-1, 1) to [0, 1), exactly */
         const double z = x[i];
         sum += z;
         square += z * z;

@@ -1832,7 +1832,7 @@ static int rank_fails_loudly(dtrain_world *world, void *user)
 
 static void test_error_file(void)
 {
-    static const char start[] = "{\"message\": {\"message\": \"";
+    static const char start[] = "{\"message\": {\"message\":\"";
     char path[64], text[2000];
     crew c = make_crew(2, rank_fails_loudly, NULL);
     char words[128];
@@ -1850,7 +1850,7 @@ static void test_error_file(void)
     text[got > 0 ? got : 0] = 0;
     CHECK_MSG(strncmp(text, start, sizeof start - 1) == 0 && has(text, "rank 1 returned 4"), "%s",
               text);
-    CHECK_MSG(has(text, "file \\\"a\\\\b\\\"\\u000a\\u0001 is bad"), "%s", text);
+    CHECK_MSG(has(text, "file \\\"a\\\\b\\\"?? is bad"), "%s", text);
     CHECK_MSG(has(text, "\", \"extraInfo\": {\"timestamp\": \"") && has(text, "\"}}}\n"), "%s",
               text);
     close(fd);
