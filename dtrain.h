@@ -97,7 +97,7 @@
        src/launch/environment.c             The launch environment
        src/launch/explain.c                 What a launch makes of its environment, in words and in numbers
        src/launch/restart.c                 Restarts
-       src/strategy/params.c                Parameters, units, buckets
+       src/strategy/params.c                Parameters: checks and completes what the host registers
        src/strategy/strategy_internal.h     The strategy, and what its files call of one another
        src/strategy/layout_internal.h       The tables of a strategy: kinds, parameters, buckets, units, and the memory behind them
        src/strategy/view_internal.h         A strategy as the rooms above it see it
@@ -118,10 +118,11 @@
        src/strategy/join.c                  Passes without samples
        src/strategy/offload.c               Offload: shards in host memory
        src/strategy/levels.c                Levels of ranks: which ranks share a copy of the model, and which communicators that takes
+       src/strategy/compare.c               Do all ranks have the same?
        src/strategy/settings.c              Settings: zeros become defaults, and fields that contradict each other are refused
        src/strategy/create.c                Making and destroying a strategy
        src/strategy/count.c                 dtrain_strategy_create: make a strategy, and count what a step of it sends
-       src/strategy/query.c                 Queries: what a strategy is, and the values of its parameters
+       src/strategy/query.c                 Queries: what a strategy is, and the value of a parameter
        src/strategy/view.c                  Answers to the rooms above: see strategy/view_internal.h
        src/strategy/plan.c                  Planning, and AUTO
        src/tape/tape.c                      Tape and tensors
@@ -12647,11 +12648,9 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
  * src/strategy/params.c
  * ==============================================================================================*/
 
-/* Parameters, units, buckets
+/* Parameters: checks and completes what the host registers
  *
- * Registration checks the host's array and compares it with that of the other ranks (a line of text
- * per parameter, by hash). layout.c makes two tables of it: entries, and buckets of gradients that
- * travel together.
+ * layout.c makes two tables of it: entries, and buckets of gradients that travel together.
  *
  *     params    0 wte    1 w1     2 b1     3 head          registration = forward order
  *     storage   0        1        2        0               head is an alias of wte
@@ -12687,6 +12686,7 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
  *     ways.c                  chooses the steps; the only file that knows all of them
  *     join.c                  passes without samples
  *     levels.c, settings.c    who shares a copy of the model; checks of the desc
+ *     compare.c               have all ranks registered the same, and have they the same values?
  *     create.c, count.c       making one; dtrain_strategy_create, which counts what a step sends
  *     query.c, view.c, plan.c answers to the host, to the rooms above, before anything is made */
 
@@ -12972,15 +12972,6 @@ typedef struct dtrain__planned {
     dtrain__layout layout; /* all zero: none */
 } dtrain__planned;
 
-/* Hash an item, on every rank, for dtrain__compare_items; 0: there is nothing to compare. */
-typedef dtrain_result (*dtrain__hash_fn)(void *user, size_t item, uint64_t *hash);
-
-/* The first item that is not the same on all ranks; odd is -1 when there is none. */
-typedef struct dtrain__difference {
-    size_t item;
-    int usual, odd; /* ranks */
-} dtrain__difference;
-
 /* strategy/kinds.c */
 DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind);
 
@@ -12989,14 +12980,10 @@ DTRAIN__PRINTF(3, 4)
 DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t index,
                                                  const char *format, ...);
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count);
-DTRAIN__PRIVATE dtrain_result dtrain__compare_items(dtrain_comm *comm, dtrain__hash_fn hash_of,
-                                                    void *user, size_t count, int64_t *gathered,
-                                                    uint64_t *all, dtrain__difference *found);
 DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
                                                  uint64_t seed, int64_t first, int64_t count,
                                                  float *value);
-DTRAIN__PRIVATE dtrain_result dtrain__hash_param(dtrain_device *device, const dtrain_param *p,
-                                                 uint64_t *hash);
+#define DTRAIN__STAGING_COUNT 4096 /* elements that go through the stack: no call can fail */
 
 /* strategy/layout.c */
 DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const dtrain_allocator *a,
@@ -13152,7 +13139,7 @@ DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, siz
 DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy);
 
-/* strategy/params.c */
+/* strategy/compare.c */
 DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *strategy,
                                                            const char *settings);
 
@@ -13337,139 +13324,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
     return DTRAIN_OK;
 }
 
-/* ---- All ranks must have the same -------------------------------------------------------------*/
-
-/* Tell whether all ranks have the same value. One small all-reduce is enough, without memory for
- * all of them: since ~ reverses the order, the maximum of the complements is the complement of the
- * minimum. */
-static dtrain_result dtrain__is_common(dtrain_comm *comm, uint64_t value, bool *common)
-{
-    int64_t pair[2] = {(int64_t)value, (int64_t)~value};
-    *common = true;
-    if (dtrain_comm_size(comm) == 1) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain_all_reduce(comm, pair, pair, 2, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
-    *common = pair[0] == ~pair[1];
-    return DTRAIN_OK;
-}
-
-/* Compare items by their hashes: first one hash over all items, *all; if ranks differ in that, item
- * by item up to the first that differs. All ranks see the same outcome of each comparison, so they
- * make the same collectives. found->usual is the first rank that has the most frequent value of the
- * item (a tie goes to the lower rank), found->odd the first with another value; -1: nothing
- * differs. gathered (size) is scratch. */
-DTRAIN__PRIVATE dtrain_result dtrain__compare_items(dtrain_comm *comm, dtrain__hash_fn hash_of,
-                                                    void *user, size_t count, int64_t *gathered,
-                                                    uint64_t *all, dtrain__difference *found)
-{
-    const int size = dtrain_comm_size(comm);
-    int64_t longest = (int64_t)count;
-    int most = 0;
-    uint64_t hash;
-    bool common;
-    *all = DTRAIN__FNV_BASIS;
-    found->odd = -1;
-    found->usual = 0;
-    for (size_t item = 0; item < count; item++) {
-        DTRAIN__TRY(hash_of(user, item, &hash));
-        if (hash) *all = dtrain__fnv1a(*all, &hash, sizeof hash);
-    }
-    DTRAIN__TRY(dtrain__is_common(comm, *all, &common));
-    if (common) return DTRAIN_OK;
-    DTRAIN__TRY(
-        dtrain_all_reduce(comm, &longest, &longest, 1, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
-    found->item = 0;
-    do {
-        DTRAIN__TRY(hash_of(user, found->item, &hash));
-        DTRAIN__TRY(dtrain__is_common(comm, hash, &common));
-    } while (common && ++found->item < (size_t)longest);
-    const int64_t mine = (int64_t)hash;
-    DTRAIN__TRY(dtrain_all_gather(comm, &mine, gathered, 1, DTRAIN_DTYPE_I64, NULL));
-    for (int i = 0; i < size; i++) {
-        int same = 0;
-        for (int k = 0; k < size; k++) same += gathered[k] == gathered[i];
-        if (same > most) found->usual = i;
-        if (same > most) most = same;
-    }
-    for (found->odd = 0; found->odd < size - 1; found->odd++)
-        if (gathered[found->odd] != gathered[found->usual]) break;
-    return DTRAIN_OK;
-}
-
-#define DTRAIN__LINE_BYTES 768
-
-typedef struct dtrain__registration {
-    const dtrain_param *params;
-    size_t count;
-    const char *settings; /* of the strategy */
-} dtrain__registration;
-
-/* Write line 0, the settings, or line i + 1, parameter i: compared by hash, and shown in errors. */
-static void dtrain__registration_line(const dtrain__registration *mine, size_t line, char *text)
-{
-    const size_t room = DTRAIN__LINE_BYTES;
-    char origin[64] = "values from the host";
-    memset(text, 0, room);
-    if (line == 0 || line > mine->count) {
-        if (line == 0) snprintf(text, room, "%s", mine->settings);
-        else snprintf(text, room, "only %zu parameters", mine->count);
-        return;
-    }
-    const dtrain_param *p = &mine->params[line - 1];
-    if (p->alias_of)
-        snprintf(origin, sizeof origin, "alias of %zu", (size_t)(p->alias_of - mine->params));
-    else if (!p->value)
-        snprintf(origin, sizeof origin, "init %u scale %.9g of %lld", (unsigned)p->init,
-                 (double)p->init_scale, (long long)(p->init_count ? p->init_count : p->count));
-    snprintf(text, room,
-             "\"%.150s\" shape (%lld, %lld, %lld, %lld) unit %u flags 0x%x "
-             "group %u, %s",
-             p->name, (long long)p->shape[0], (long long)p->shape[1], (long long)p->shape[2],
-             (long long)p->shape[3], (unsigned)p->unit, (unsigned)p->flags, (unsigned)p->group,
-             origin);
-}
-
-/* Hash a line, and the whole name, which the line may have cut. */
-static dtrain_result dtrain__registration_hash(void *user, size_t line, uint64_t *hash)
-{
-    const dtrain__registration *mine = (const dtrain__registration *)user;
-    char text[DTRAIN__LINE_BYTES];
-    dtrain__registration_line(mine, line, text);
-    const char *name = line && line <= mine->count ? mine->params[line - 1].name : "";
-    *hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, text, strlen(text));
-    *hash = dtrain__fnv1a(*hash, name, strlen(name));
-    return DTRAIN_OK;
-}
-
-/* Fail on all ranks if they have registered different parameters or settings; the sentence has the
- * line of the usual rank and of the odd one. */
-DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *strategy,
-                                                           const char *settings)
-{
-    dtrain__registration mine = {strategy->params, strategy->param_count, settings};
-    dtrain_comm *comm = strategy->comm;
-    char texts[2][DTRAIN__LINE_BYTES], what[48] = "the desc";
-    dtrain__difference found;
-    uint64_t all;
-    DTRAIN__TRY(dtrain__compare_items(comm, dtrain__registration_hash, &mine, mine.count + 1,
-                                      strategy->gathered, &all, &found));
-    if (found.odd < 0) return DTRAIN_OK;
-    for (int i = 0; i < 2; i++) {
-        dtrain__registration_line(&mine, found.item, texts[i]);
-        DTRAIN__TRY(dtrain_broadcast(comm, texts[i], DTRAIN__LINE_BYTES / 4, DTRAIN_DTYPE_I32,
-                                     i ? found.odd : found.usual, NULL));
-    }
-    if (found.item) snprintf(what, sizeof what, "parameter %zu", found.item - 1);
-    return dtrain_fail(
-        DTRAIN_ERROR_MISMATCH,
-        "dtrain_strategy_create: %s differs: rank %d has %s; rank %d has %s; register "
-        "the same on every rank",
-        what, dtrain__world_rank(comm, found.usual), texts[0], dtrain__world_rank(comm, found.odd),
-        texts[1]);
-}
-
 /* ---- Values -----------------------------------------------------------------------------------*/
-
-#define DTRAIN__STAGING_COUNT 4096 /* elements; on the stack, so that nothing can fail */
 
 /* Initialise value (count; host or device memory) as elements [first, first + count) of parameter
  * p. An element is a function of (seed, parameter, element) only: the same on every rank, however
@@ -13497,28 +13352,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dt
         const int64_t left = p->init_count ? dtrain__max(p->init_count - first - at, 0) : some;
         for (int64_t i = left; i < some; i++) staging[i] = 0;
         DTRAIN__TRY(dtrain_device_copy(device, value + at, staging, (size_t)some * sizeof(float)));
-    }
-    return DTRAIN_OK;
-}
-
-/* Hash the bits of a parameter's value. A step of the hash takes eight bytes and is a bijection, so
- * one changed word always changes the result; the shift brings the upper half down, where a product
- * alone would never carry it. */
-DTRAIN__PRIVATE dtrain_result dtrain__hash_param(dtrain_device *device, const dtrain_param *p,
-                                                 uint64_t *hash)
-{
-    float staging[DTRAIN__STAGING_COUNT];
-    *hash = DTRAIN__FNV_BASIS;
-    for (int64_t at = 0; at < p->count; at += DTRAIN__STAGING_COUNT) {
-        const int64_t count = dtrain__min(DTRAIN__STAGING_COUNT, p->count - at);
-        DTRAIN__TRY(
-            dtrain_device_copy(device, staging, p->value + at, (size_t)count * sizeof(float)));
-        for (int64_t i = 0; i < count; i += 2) {
-            uint64_t word = 0;
-            memcpy(&word, staging + i, (size_t)dtrain__min(2, count - i) * sizeof(float));
-            *hash = (*hash ^ word) * 0x9e3779b97f4a7c15u;
-            *hash ^= *hash >> 32;
-        }
     }
     return DTRAIN_OK;
 }
@@ -16913,6 +16746,186 @@ DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
 }
 
 /* ================================================================================================
+ * src/strategy/compare.c
+ * ==============================================================================================*/
+
+/* Do all ranks have the same?
+ *
+ * What they registered is compared in create, a line of text per parameter, and values in verify:
+ * first one hash over all items; if ranks differ in that, item by item up to the first that
+ * differs. All ranks see the same outcome of each comparison, so they make the same collectives. */
+
+/* Hash an item, on every rank; 0: there is nothing to compare. */
+typedef dtrain_result dtrain__hash_fn(dtrain_strategy *strategy, const char *settings, size_t item,
+                                      uint64_t *hash);
+
+/* The first item that is not the same on all ranks. */
+typedef struct dtrain__difference {
+    size_t item;
+    int usual, odd; /* the first rank that has the most frequent value of it (a tie goes to the
+                       lower rank), and the first with another value; -1: nothing differs */
+} dtrain__difference;
+
+/* Find the usual and the odd value of an item among those of all ranks. */
+static void dtrain__find_odd(const int64_t *values, int ranks, dtrain__difference *found)
+{
+    int most = 0;
+    for (int i = 0; i < ranks; i++) {
+        int same = 0;
+        for (int k = 0; k < ranks; k++) same += values[k] == values[i];
+        if (same == ranks) return;
+        if (same > most) found->usual = i;
+        if (same > most) most = same;
+    }
+    for (found->odd = 0; values[found->odd] == values[found->usual];) found->odd++;
+}
+
+/* Compare `count` items of this rank with those of the others; *all is the hash over all. That is
+ * common where the largest and the smallest are equal: since ~ reverses the order, the maximum of
+ * the complements is the complement of the minimum. */
+static dtrain_result dtrain__compare_items(dtrain_strategy *strategy, dtrain__hash_fn *hash_of,
+                                           const char *settings, size_t count, uint64_t *all,
+                                           dtrain__difference *found)
+{
+    dtrain_comm *comm = strategy->comm;
+    uint64_t hash;
+    *all = DTRAIN__FNV_BASIS;
+    found->odd = -1;
+    found->item = 0;
+    for (size_t item = 0; item < count; item++) {
+        DTRAIN__TRY(hash_of(strategy, settings, item, &hash));
+        if (hash) *all = dtrain__fnv1a(*all, &hash, sizeof hash);
+    }
+    int64_t most[] = {(int64_t)*all, (int64_t) ~*all, (int64_t)count};
+    DTRAIN__TRY(dtrain_all_reduce(comm, most, most, 3, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
+    if (most[0] == ~most[1]) return DTRAIN_OK;
+    for (;; found->item++) {
+        DTRAIN__TRY(hash_of(strategy, settings, found->item, &hash));
+        DTRAIN__TRY(dtrain_all_gather(comm, &hash, strategy->gathered, 1, DTRAIN_DTYPE_I64, NULL));
+        dtrain__find_odd(strategy->gathered, dtrain_comm_size(comm), found);
+        if (found->odd >= 0 || (int64_t)found->item + 1 == most[2]) return DTRAIN_OK;
+    }
+}
+
+/* ---- What the host registered -----------------------------------------------------------------*/
+
+#define DTRAIN__LINE_BYTES 768
+
+/* Write line 0, the settings, or line i + 1, parameter i: compared by hash, and shown in errors. */
+static void dtrain__registration_line(const dtrain_strategy *strategy, const char *settings,
+                                      size_t line, char *text)
+{
+    const size_t room = DTRAIN__LINE_BYTES;
+    char origin[64] = "values from the host";
+    memset(text, 0, room);
+    if (line == 0 || line > strategy->param_count) {
+        if (line == 0) snprintf(text, room, "%s", settings);
+        else snprintf(text, room, "only %zu parameters", strategy->param_count);
+        return;
+    }
+    const dtrain_param *p = &strategy->params[line - 1];
+    if (p->alias_of)
+        snprintf(origin, sizeof origin, "alias of %zu", (size_t)(p->alias_of - strategy->params));
+    else if (!p->value)
+        snprintf(origin, sizeof origin, "init %u scale %.9g of %lld", (unsigned)p->init,
+                 (double)p->init_scale, (long long)(p->init_count ? p->init_count : p->count));
+    snprintf(
+        text, room, "\"%.150s\" shape (%lld, %lld, %lld, %lld) unit %u flags 0x%x group %u, %s",
+        p->name, (long long)p->shape[0], (long long)p->shape[1], (long long)p->shape[2],
+        (long long)p->shape[3], (unsigned)p->unit, (unsigned)p->flags, (unsigned)p->group, origin);
+}
+
+/* Hash a line, and the whole name, which the line may have cut. */
+static dtrain_result dtrain__registration_hash(dtrain_strategy *strategy, const char *settings,
+                                               size_t line, uint64_t *hash)
+{
+    char text[DTRAIN__LINE_BYTES];
+    dtrain__registration_line(strategy, settings, line, text);
+    *hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, text, strlen(text));
+    if (line == 0 || line > strategy->param_count) return DTRAIN_OK;
+    const char *name = strategy->params[line - 1].name;
+    *hash = dtrain__fnv1a(*hash, name, strlen(name));
+    return DTRAIN_OK;
+}
+
+/* Fail on all ranks if they have registered different parameters or settings; the sentence has the
+ * line of the usual rank and of the odd one. */
+DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *strategy,
+                                                           const char *settings)
+{
+    dtrain_comm *comm = strategy->comm;
+    char texts[2][DTRAIN__LINE_BYTES], what[48] = "the desc";
+    dtrain__difference found;
+    uint64_t all;
+    DTRAIN__TRY(dtrain__compare_items(strategy, dtrain__registration_hash, settings,
+                                      strategy->param_count + 1, &all, &found));
+    if (found.odd < 0) return DTRAIN_OK;
+    for (int i = 0; i < 2; i++) {
+        dtrain__registration_line(strategy, settings, found.item, texts[i]);
+        DTRAIN__TRY(dtrain_broadcast(comm, texts[i], DTRAIN__LINE_BYTES / 4, DTRAIN_DTYPE_I32,
+                                     i ? found.odd : found.usual, NULL));
+    }
+    if (found.item) snprintf(what, sizeof what, "parameter %zu", found.item - 1);
+    return dtrain_fail(
+        DTRAIN_ERROR_MISMATCH,
+        "dtrain_strategy_create: %s differs: rank %d has %s; rank %d has %s; register "
+        "the same on every rank",
+        what, dtrain__world_rank(comm, found.usual), texts[0], dtrain__world_rank(comm, found.odd),
+        texts[1]);
+}
+
+/* ---- Values -----------------------------------------------------------------------------------*/
+
+/* Hash the bits of a parameter's whole value, on every rank; 0 for an alias. A step of the hash
+ * takes eight bytes and is a bijection, so one changed word always changes the result; the shift
+ * brings the upper half down, where a product alone would never carry it. */
+static dtrain_result dtrain__value_hash(dtrain_strategy *strategy, const char *settings, size_t i,
+                                        uint64_t *hash)
+{
+    float staging[DTRAIN__STAGING_COUNT];
+    dtrain_param whole;
+    (void)settings;
+    *hash = 0;
+    if (strategy->params[i].state.storage != &strategy->params[i]) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, i, &whole)));
+    *hash = DTRAIN__FNV_BASIS;
+    for (int64_t at = 0; at < whole.count; at += DTRAIN__STAGING_COUNT) {
+        const int64_t count = dtrain__min(DTRAIN__STAGING_COUNT, whole.count - at);
+        DTRAIN__TRY(dtrain_device_copy(strategy->device, staging, whole.value + at,
+                                       (size_t)count * sizeof(float)));
+        for (int64_t k = 0; k < count; k += 2) {
+            uint64_t word = 0;
+            memcpy(&word, staging + k, (size_t)dtrain__min(2, count - k) * sizeof(float));
+            *hash = (*hash ^ word) * 0x9e3779b97f4a7c15u;
+            *hash ^= *hash >> 32;
+        }
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash)
+{
+    dtrain__difference found;
+    uint64_t all;
+    if (hash) *hash = 0;
+    DTRAIN__TRY(dtrain__between_backwards(strategy, "dtrain_strategy_verify"));
+    dtrain__note_units(strategy);
+    DTRAIN__TRY(dtrain__compare_items(strategy, dtrain__value_hash, NULL, strategy->param_count,
+                                      &all, &found));
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__restore_units(strategy)));
+    if (found.odd >= 0)
+        return dtrain_fail(
+            DTRAIN_ERROR_MISMATCH,
+            "dtrain_strategy_verify: the values of parameter %zu (\"%.100s\") on rank %d "
+            "are not those of rank %d; every rank must make the same updates",
+            found.item, strategy->params[found.item].name,
+            dtrain__world_rank(strategy->comm, found.odd),
+            dtrain__world_rank(strategy->comm, found.usual));
+    if (hash) *hash = all;
+    return DTRAIN_OK;
+}
+
+/* ================================================================================================
  * src/strategy/settings.c
  * ==============================================================================================*/
 
@@ -17585,7 +17598,7 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
  * src/strategy/query.c
  * ==============================================================================================*/
 
-/* Queries: what a strategy is, and the values of its parameters */
+/* Queries: what a strategy is, and the value of a parameter */
 
 DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info)
 {
@@ -17633,39 +17646,6 @@ DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t 
                                                     (size_t)whole.count * sizeof(float));
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__restore_units(strategy)));
     return result;
-}
-
-/* Hash the whole value of a parameter, on every rank; 0 for an alias. */
-static dtrain_result dtrain__value_hash(void *user, size_t i, uint64_t *hash)
-{
-    dtrain_strategy *strategy = (dtrain_strategy *)user;
-    dtrain_param whole;
-    *hash = 0;
-    if (strategy->params[i].state.storage != &strategy->params[i]) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, i, &whole)));
-    return dtrain__hash_param(strategy->device, &whole, hash);
-}
-
-DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash)
-{
-    dtrain__difference found;
-    uint64_t all;
-    if (hash) *hash = 0;
-    DTRAIN__TRY(dtrain__between_backwards(strategy, "dtrain_strategy_verify"));
-    dtrain__note_units(strategy);
-    DTRAIN__TRY(dtrain__compare_items(strategy->comm, dtrain__value_hash, strategy,
-                                      strategy->param_count, strategy->gathered, &all, &found));
-    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__restore_units(strategy)));
-    if (found.odd >= 0)
-        return dtrain_fail(
-            DTRAIN_ERROR_MISMATCH,
-            "dtrain_strategy_verify: the values of parameter %zu (\"%.100s\") on rank %d "
-            "are not those of rank %d; every rank must make the same updates",
-            found.item, strategy->params[found.item].name,
-            dtrain__world_rank(strategy->comm, found.odd),
-            dtrain__world_rank(strategy->comm, found.usual));
-    if (hash) *hash = all;
-    return DTRAIN_OK;
 }
 
 /* ================================================================================================

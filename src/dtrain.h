@@ -124,6 +124,7 @@ extern "C" {
 #include "strategy/join.c"
 #include "strategy/offload.c"
 #include "strategy/levels.c"
+#include "strategy/compare.c"
 #include "strategy/settings.c"
 #include "strategy/create.c"
 #include "strategy/count.c"

@@ -150,15 +150,6 @@ typedef struct dtrain__planned {
     dtrain__layout layout; /* all zero: none */
 } dtrain__planned;
 
-/* Hash an item, on every rank, for dtrain__compare_items; 0: there is nothing to compare. */
-typedef dtrain_result (*dtrain__hash_fn)(void *user, size_t item, uint64_t *hash);
-
-/* The first item that is not the same on all ranks; odd is -1 when there is none. */
-typedef struct dtrain__difference {
-    size_t item;
-    int usual, odd; /* ranks */
-} dtrain__difference;
-
 /* strategy/kinds.c */
 DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind);
 
@@ -167,14 +158,10 @@ DTRAIN__PRINTF(3, 4)
 DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t index,
                                                  const char *format, ...);
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count);
-DTRAIN__PRIVATE dtrain_result dtrain__compare_items(dtrain_comm *comm, dtrain__hash_fn hash_of,
-                                                    void *user, size_t count, int64_t *gathered,
-                                                    uint64_t *all, dtrain__difference *found);
 DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
                                                  uint64_t seed, int64_t first, int64_t count,
                                                  float *value);
-DTRAIN__PRIVATE dtrain_result dtrain__hash_param(dtrain_device *device, const dtrain_param *p,
-                                                 uint64_t *hash);
+#define DTRAIN__STAGING_COUNT 4096 /* elements that go through the stack: no call can fail */
 
 /* strategy/layout.c */
 DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const dtrain_allocator *a,

@@ -1,8 +1,6 @@
-/* Parameters, units, buckets
+/* Parameters: checks and completes what the host registers
  *
- * Registration checks the host's array and compares it with that of the other ranks (a line of text
- * per parameter, by hash). layout.c makes two tables of it: entries, and buckets of gradients that
- * travel together.
+ * layout.c makes two tables of it: entries, and buckets of gradients that travel together.
  *
  *     params    0 wte    1 w1     2 b1     3 head          registration = forward order
  *     storage   0        1        2        0               head is an alias of wte
@@ -17,7 +15,6 @@
  * stays zero under the mean, so that it changes no bits. */
 
 #include "core/platform_internal.h"
-#include "comm/comm_internal.h"
 #include "strategy/strategy_internal.h"
 #include "device/device_internal.h"
 
@@ -147,139 +144,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
     return DTRAIN_OK;
 }
 
-/* ---- All ranks must have the same -------------------------------------------------------------*/
-
-/* Tell whether all ranks have the same value. One small all-reduce is enough, without memory for
- * all of them: since ~ reverses the order, the maximum of the complements is the complement of the
- * minimum. */
-static dtrain_result dtrain__is_common(dtrain_comm *comm, uint64_t value, bool *common)
-{
-    int64_t pair[2] = {(int64_t)value, (int64_t)~value};
-    *common = true;
-    if (dtrain_comm_size(comm) == 1) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain_all_reduce(comm, pair, pair, 2, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
-    *common = pair[0] == ~pair[1];
-    return DTRAIN_OK;
-}
-
-/* Compare items by their hashes: first one hash over all items, *all; if ranks differ in that, item
- * by item up to the first that differs. All ranks see the same outcome of each comparison, so they
- * make the same collectives. found->usual is the first rank that has the most frequent value of the
- * item (a tie goes to the lower rank), found->odd the first with another value; -1: nothing
- * differs. gathered (size) is scratch. */
-DTRAIN__PRIVATE dtrain_result dtrain__compare_items(dtrain_comm *comm, dtrain__hash_fn hash_of,
-                                                    void *user, size_t count, int64_t *gathered,
-                                                    uint64_t *all, dtrain__difference *found)
-{
-    const int size = dtrain_comm_size(comm);
-    int64_t longest = (int64_t)count;
-    int most = 0;
-    uint64_t hash;
-    bool common;
-    *all = DTRAIN__FNV_BASIS;
-    found->odd = -1;
-    found->usual = 0;
-    for (size_t item = 0; item < count; item++) {
-        DTRAIN__TRY(hash_of(user, item, &hash));
-        if (hash) *all = dtrain__fnv1a(*all, &hash, sizeof hash);
-    }
-    DTRAIN__TRY(dtrain__is_common(comm, *all, &common));
-    if (common) return DTRAIN_OK;
-    DTRAIN__TRY(
-        dtrain_all_reduce(comm, &longest, &longest, 1, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
-    found->item = 0;
-    do {
-        DTRAIN__TRY(hash_of(user, found->item, &hash));
-        DTRAIN__TRY(dtrain__is_common(comm, hash, &common));
-    } while (common && ++found->item < (size_t)longest);
-    const int64_t mine = (int64_t)hash;
-    DTRAIN__TRY(dtrain_all_gather(comm, &mine, gathered, 1, DTRAIN_DTYPE_I64, NULL));
-    for (int i = 0; i < size; i++) {
-        int same = 0;
-        for (int k = 0; k < size; k++) same += gathered[k] == gathered[i];
-        if (same > most) found->usual = i;
-        if (same > most) most = same;
-    }
-    for (found->odd = 0; found->odd < size - 1; found->odd++)
-        if (gathered[found->odd] != gathered[found->usual]) break;
-    return DTRAIN_OK;
-}
-
-#define DTRAIN__LINE_BYTES 768
-
-typedef struct dtrain__registration {
-    const dtrain_param *params;
-    size_t count;
-    const char *settings; /* of the strategy */
-} dtrain__registration;
-
-/* Write line 0, the settings, or line i + 1, parameter i: compared by hash, and shown in errors. */
-static void dtrain__registration_line(const dtrain__registration *mine, size_t line, char *text)
-{
-    const size_t room = DTRAIN__LINE_BYTES;
-    char origin[64] = "values from the host";
-    memset(text, 0, room);
-    if (line == 0 || line > mine->count) {
-        if (line == 0) snprintf(text, room, "%s", mine->settings);
-        else snprintf(text, room, "only %zu parameters", mine->count);
-        return;
-    }
-    const dtrain_param *p = &mine->params[line - 1];
-    if (p->alias_of)
-        snprintf(origin, sizeof origin, "alias of %zu", (size_t)(p->alias_of - mine->params));
-    else if (!p->value)
-        snprintf(origin, sizeof origin, "init %u scale %.9g of %lld", (unsigned)p->init,
-                 (double)p->init_scale, (long long)(p->init_count ? p->init_count : p->count));
-    snprintf(text, room,
-             "\"%.150s\" shape (%lld, %lld, %lld, %lld) unit %u flags 0x%x "
-             "group %u, %s",
-             p->name, (long long)p->shape[0], (long long)p->shape[1], (long long)p->shape[2],
-             (long long)p->shape[3], (unsigned)p->unit, (unsigned)p->flags, (unsigned)p->group,
-             origin);
-}
-
-/* Hash a line, and the whole name, which the line may have cut. */
-static dtrain_result dtrain__registration_hash(void *user, size_t line, uint64_t *hash)
-{
-    const dtrain__registration *mine = (const dtrain__registration *)user;
-    char text[DTRAIN__LINE_BYTES];
-    dtrain__registration_line(mine, line, text);
-    const char *name = line && line <= mine->count ? mine->params[line - 1].name : "";
-    *hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, text, strlen(text));
-    *hash = dtrain__fnv1a(*hash, name, strlen(name));
-    return DTRAIN_OK;
-}
-
-/* Fail on all ranks if they have registered different parameters or settings; the sentence has the
- * line of the usual rank and of the odd one. */
-DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *strategy,
-                                                           const char *settings)
-{
-    dtrain__registration mine = {strategy->params, strategy->param_count, settings};
-    dtrain_comm *comm = strategy->comm;
-    char texts[2][DTRAIN__LINE_BYTES], what[48] = "the desc";
-    dtrain__difference found;
-    uint64_t all;
-    DTRAIN__TRY(dtrain__compare_items(comm, dtrain__registration_hash, &mine, mine.count + 1,
-                                      strategy->gathered, &all, &found));
-    if (found.odd < 0) return DTRAIN_OK;
-    for (int i = 0; i < 2; i++) {
-        dtrain__registration_line(&mine, found.item, texts[i]);
-        DTRAIN__TRY(dtrain_broadcast(comm, texts[i], DTRAIN__LINE_BYTES / 4, DTRAIN_DTYPE_I32,
-                                     i ? found.odd : found.usual, NULL));
-    }
-    if (found.item) snprintf(what, sizeof what, "parameter %zu", found.item - 1);
-    return dtrain_fail(
-        DTRAIN_ERROR_MISMATCH,
-        "dtrain_strategy_create: %s differs: rank %d has %s; rank %d has %s; register "
-        "the same on every rank",
-        what, dtrain__world_rank(comm, found.usual), texts[0], dtrain__world_rank(comm, found.odd),
-        texts[1]);
-}
-
 /* ---- Values -----------------------------------------------------------------------------------*/
-
-#define DTRAIN__STAGING_COUNT 4096 /* elements; on the stack, so that nothing can fail */
 
 /* Initialise value (count; host or device memory) as elements [first, first + count) of parameter
  * p. An element is a function of (seed, parameter, element) only: the same on every rank, however
@@ -307,28 +172,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dt
         const int64_t left = p->init_count ? dtrain__max(p->init_count - first - at, 0) : some;
         for (int64_t i = left; i < some; i++) staging[i] = 0;
         DTRAIN__TRY(dtrain_device_copy(device, value + at, staging, (size_t)some * sizeof(float)));
-    }
-    return DTRAIN_OK;
-}
-
-/* Hash the bits of a parameter's value. A step of the hash takes eight bytes and is a bijection, so
- * one changed word always changes the result; the shift brings the upper half down, where a product
- * alone would never carry it. */
-DTRAIN__PRIVATE dtrain_result dtrain__hash_param(dtrain_device *device, const dtrain_param *p,
-                                                 uint64_t *hash)
-{
-    float staging[DTRAIN__STAGING_COUNT];
-    *hash = DTRAIN__FNV_BASIS;
-    for (int64_t at = 0; at < p->count; at += DTRAIN__STAGING_COUNT) {
-        const int64_t count = dtrain__min(DTRAIN__STAGING_COUNT, p->count - at);
-        DTRAIN__TRY(
-            dtrain_device_copy(device, staging, p->value + at, (size_t)count * sizeof(float)));
-        for (int64_t i = 0; i < count; i += 2) {
-            uint64_t word = 0;
-            memcpy(&word, staging + i, (size_t)dtrain__min(2, count - i) * sizeof(float));
-            *hash = (*hash ^ word) * 0x9e3779b97f4a7c15u;
-            *hash ^= *hash >> 32;
-        }
     }
     return DTRAIN_OK;
 }

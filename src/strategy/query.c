@@ -1,7 +1,6 @@
-/* Queries: what a strategy is, and the values of its parameters */
+/* Queries: what a strategy is, and the value of a parameter */
 
 #include "core/platform_internal.h"
-#include "comm/comm_internal.h"
 #include "strategy/strategy_internal.h"
 
 DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info)
@@ -50,37 +49,4 @@ DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t 
                                                     (size_t)whole.count * sizeof(float));
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__restore_units(strategy)));
     return result;
-}
-
-/* Hash the whole value of a parameter, on every rank; 0 for an alias. */
-static dtrain_result dtrain__value_hash(void *user, size_t i, uint64_t *hash)
-{
-    dtrain_strategy *strategy = (dtrain_strategy *)user;
-    dtrain_param whole;
-    *hash = 0;
-    if (strategy->params[i].state.storage != &strategy->params[i]) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, i, &whole)));
-    return dtrain__hash_param(strategy->device, &whole, hash);
-}
-
-DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash)
-{
-    dtrain__difference found;
-    uint64_t all;
-    if (hash) *hash = 0;
-    DTRAIN__TRY(dtrain__between_backwards(strategy, "dtrain_strategy_verify"));
-    dtrain__note_units(strategy);
-    DTRAIN__TRY(dtrain__compare_items(strategy->comm, dtrain__value_hash, strategy,
-                                      strategy->param_count, strategy->gathered, &all, &found));
-    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__restore_units(strategy)));
-    if (found.odd >= 0)
-        return dtrain_fail(
-            DTRAIN_ERROR_MISMATCH,
-            "dtrain_strategy_verify: the values of parameter %zu (\"%.100s\") on rank %d "
-            "are not those of rank %d; every rank must make the same updates",
-            found.item, strategy->params[found.item].name,
-            dtrain__world_rank(strategy->comm, found.odd),
-            dtrain__world_rank(strategy->comm, found.usual));
-    if (hash) *hash = all;
-    return DTRAIN_OK;
 }

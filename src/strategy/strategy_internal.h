@@ -16,6 +16,7 @@
  *     ways.c                  chooses the steps; the only file that knows all of them
  *     join.c                  passes without samples
  *     levels.c, settings.c    who shares a copy of the model; checks of the desc
+ *     compare.c               have all ranks registered the same, and have they the same values?
  *     create.c, count.c       making one; dtrain_strategy_create, which counts what a step sends
  *     query.c, view.c, plan.c answers to the host, to the rooms above, before anything is made */
 
@@ -171,7 +172,7 @@ DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, siz
 DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy);
 
-/* strategy/params.c */
+/* strategy/compare.c */
 DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *strategy,
                                                            const char *settings);
 

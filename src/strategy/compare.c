@@ -1,0 +1,179 @@
+/* Do all ranks have the same?
+ *
+ * What they registered is compared in create, a line of text per parameter, and values in verify:
+ * first one hash over all items; if ranks differ in that, item by item up to the first that
+ * differs. All ranks see the same outcome of each comparison, so they make the same collectives. */
+
+#include "core/platform_internal.h"
+#include "comm/comm_internal.h"
+#include "strategy/strategy_internal.h"
+
+/* Hash an item, on every rank; 0: there is nothing to compare. */
+typedef dtrain_result dtrain__hash_fn(dtrain_strategy *strategy, const char *settings, size_t item,
+                                      uint64_t *hash);
+
+/* The first item that is not the same on all ranks. */
+typedef struct dtrain__difference {
+    size_t item;
+    int usual, odd; /* the first rank that has the most frequent value of it (a tie goes to the
+                       lower rank), and the first with another value; -1: nothing differs */
+} dtrain__difference;
+
+/* Find the usual and the odd value of an item among those of all ranks. */
+static void dtrain__find_odd(const int64_t *values, int ranks, dtrain__difference *found)
+{
+    int most = 0;
+    for (int i = 0; i < ranks; i++) {
+        int same = 0;
+        for (int k = 0; k < ranks; k++) same += values[k] == values[i];
+        if (same == ranks) return;
+        if (same > most) found->usual = i;
+        if (same > most) most = same;
+    }
+    for (found->odd = 0; values[found->odd] == values[found->usual];) found->odd++;
+}
+
+/* Compare `count` items of this rank with those of the others; *all is the hash over all. That is
+ * common where the largest and the smallest are equal: since ~ reverses the order, the maximum of
+ * the complements is the complement of the minimum. */
+static dtrain_result dtrain__compare_items(dtrain_strategy *strategy, dtrain__hash_fn *hash_of,
+                                           const char *settings, size_t count, uint64_t *all,
+                                           dtrain__difference *found)
+{
+    dtrain_comm *comm = strategy->comm;
+    uint64_t hash;
+    *all = DTRAIN__FNV_BASIS;
+    found->odd = -1;
+    found->item = 0;
+    for (size_t item = 0; item < count; item++) {
+        DTRAIN__TRY(hash_of(strategy, settings, item, &hash));
+        if (hash) *all = dtrain__fnv1a(*all, &hash, sizeof hash);
+    }
+    int64_t most[] = {(int64_t)*all, (int64_t) ~*all, (int64_t)count};
+    DTRAIN__TRY(dtrain_all_reduce(comm, most, most, 3, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
+    if (most[0] == ~most[1]) return DTRAIN_OK;
+    for (;; found->item++) {
+        DTRAIN__TRY(hash_of(strategy, settings, found->item, &hash));
+        DTRAIN__TRY(dtrain_all_gather(comm, &hash, strategy->gathered, 1, DTRAIN_DTYPE_I64, NULL));
+        dtrain__find_odd(strategy->gathered, dtrain_comm_size(comm), found);
+        if (found->odd >= 0 || (int64_t)found->item + 1 == most[2]) return DTRAIN_OK;
+    }
+}
+
+/* ---- What the host registered -----------------------------------------------------------------*/
+
+#define DTRAIN__LINE_BYTES 768
+
+/* Write line 0, the settings, or line i + 1, parameter i: compared by hash, and shown in errors. */
+static void dtrain__registration_line(const dtrain_strategy *strategy, const char *settings,
+                                      size_t line, char *text)
+{
+    const size_t room = DTRAIN__LINE_BYTES;
+    char origin[64] = "values from the host";
+    memset(text, 0, room);
+    if (line == 0 || line > strategy->param_count) {
+        if (line == 0) snprintf(text, room, "%s", settings);
+        else snprintf(text, room, "only %zu parameters", strategy->param_count);
+        return;
+    }
+    const dtrain_param *p = &strategy->params[line - 1];
+    if (p->alias_of)
+        snprintf(origin, sizeof origin, "alias of %zu", (size_t)(p->alias_of - strategy->params));
+    else if (!p->value)
+        snprintf(origin, sizeof origin, "init %u scale %.9g of %lld", (unsigned)p->init,
+                 (double)p->init_scale, (long long)(p->init_count ? p->init_count : p->count));
+    snprintf(
+        text, room, "\"%.150s\" shape (%lld, %lld, %lld, %lld) unit %u flags 0x%x group %u, %s",
+        p->name, (long long)p->shape[0], (long long)p->shape[1], (long long)p->shape[2],
+        (long long)p->shape[3], (unsigned)p->unit, (unsigned)p->flags, (unsigned)p->group, origin);
+}
+
+/* Hash a line, and the whole name, which the line may have cut. */
+static dtrain_result dtrain__registration_hash(dtrain_strategy *strategy, const char *settings,
+                                               size_t line, uint64_t *hash)
+{
+    char text[DTRAIN__LINE_BYTES];
+    dtrain__registration_line(strategy, settings, line, text);
+    *hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, text, strlen(text));
+    if (line == 0 || line > strategy->param_count) return DTRAIN_OK;
+    const char *name = strategy->params[line - 1].name;
+    *hash = dtrain__fnv1a(*hash, name, strlen(name));
+    return DTRAIN_OK;
+}
+
+/* Fail on all ranks if they have registered different parameters or settings; the sentence has the
+ * line of the usual rank and of the odd one. */
+DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *strategy,
+                                                           const char *settings)
+{
+    dtrain_comm *comm = strategy->comm;
+    char texts[2][DTRAIN__LINE_BYTES], what[48] = "the desc";
+    dtrain__difference found;
+    uint64_t all;
+    DTRAIN__TRY(dtrain__compare_items(strategy, dtrain__registration_hash, settings,
+                                      strategy->param_count + 1, &all, &found));
+    if (found.odd < 0) return DTRAIN_OK;
+    for (int i = 0; i < 2; i++) {
+        dtrain__registration_line(strategy, settings, found.item, texts[i]);
+        DTRAIN__TRY(dtrain_broadcast(comm, texts[i], DTRAIN__LINE_BYTES / 4, DTRAIN_DTYPE_I32,
+                                     i ? found.odd : found.usual, NULL));
+    }
+    if (found.item) snprintf(what, sizeof what, "parameter %zu", found.item - 1);
+    return dtrain_fail(
+        DTRAIN_ERROR_MISMATCH,
+        "dtrain_strategy_create: %s differs: rank %d has %s; rank %d has %s; register "
+        "the same on every rank",
+        what, dtrain__world_rank(comm, found.usual), texts[0], dtrain__world_rank(comm, found.odd),
+        texts[1]);
+}
+
+/* ---- Values -----------------------------------------------------------------------------------*/
+
+/* Hash the bits of a parameter's whole value, on every rank; 0 for an alias. A step of the hash
+ * takes eight bytes and is a bijection, so one changed word always changes the result; the shift
+ * brings the upper half down, where a product alone would never carry it. */
+static dtrain_result dtrain__value_hash(dtrain_strategy *strategy, const char *settings, size_t i,
+                                        uint64_t *hash)
+{
+    float staging[DTRAIN__STAGING_COUNT];
+    dtrain_param whole;
+    (void)settings;
+    *hash = 0;
+    if (strategy->params[i].state.storage != &strategy->params[i]) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, i, &whole)));
+    *hash = DTRAIN__FNV_BASIS;
+    for (int64_t at = 0; at < whole.count; at += DTRAIN__STAGING_COUNT) {
+        const int64_t count = dtrain__min(DTRAIN__STAGING_COUNT, whole.count - at);
+        DTRAIN__TRY(dtrain_device_copy(strategy->device, staging, whole.value + at,
+                                       (size_t)count * sizeof(float)));
+        for (int64_t k = 0; k < count; k += 2) {
+            uint64_t word = 0;
+            memcpy(&word, staging + k, (size_t)dtrain__min(2, count - k) * sizeof(float));
+            *hash = (*hash ^ word) * 0x9e3779b97f4a7c15u;
+            *hash ^= *hash >> 32;
+        }
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash)
+{
+    dtrain__difference found;
+    uint64_t all;
+    if (hash) *hash = 0;
+    DTRAIN__TRY(dtrain__between_backwards(strategy, "dtrain_strategy_verify"));
+    dtrain__note_units(strategy);
+    DTRAIN__TRY(dtrain__compare_items(strategy, dtrain__value_hash, NULL, strategy->param_count,
+                                      &all, &found));
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__restore_units(strategy)));
+    if (found.odd >= 0)
+        return dtrain_fail(
+            DTRAIN_ERROR_MISMATCH,
+            "dtrain_strategy_verify: the values of parameter %zu (\"%.100s\") on rank %d "
+            "are not those of rank %d; every rank must make the same updates",
+            found.item, strategy->params[found.item].name,
+            dtrain__world_rank(strategy->comm, found.odd),
+            dtrain__world_rank(strategy->comm, found.usual));
+    if (hash) *hash = all;
+    return DTRAIN_OK;
+}
