@@ -143,13 +143,6 @@ typedef struct dtrain__layout {
     uint64_t value_bytes, grad_bytes; /* on the device, whoever allocated them */
 } dtrain__layout;
 
-/* A strategy that has not been made. */
-typedef struct dtrain__planned {
-    dtrain_strategy_desc desc; /* resolved */
-    dtrain_compression_desc compression;
-    dtrain__layout layout; /* all zero: none */
-} dtrain__planned;
-
 /* strategy/kinds.c */
 DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind);
 

@@ -9,6 +9,13 @@
 
 DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes) { return (double)bytes / 1048576.0; }
 
+/* A strategy that is not made. */
+typedef struct dtrain__planned {
+    dtrain_strategy_desc desc; /* resolved */
+    dtrain_compression_desc compression;
+    dtrain__layout layout; /* all zero: none */
+} dtrain__planned;
+
 /* Make the layout of a rank without its memory; the caller frees it, after an error too. params and
  * *desc are resolved. */
 static dtrain_result dtrain__plan_layout(const dtrain_allocator *a, const dtrain_param *params,
@@ -126,9 +133,8 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
 /* Set *left to the bytes that a strategy may use: what this rank may still allocate, less
  * other_bytes; below zero if those are more. The minimum over the ranks, so that all make the same
  * choice. Where no limit is set a sixteenth stays free, for kernels' scratch and other programs. */
-DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
-                                                 const dtrain_strategy_desc *desc,
-                                                 dtrain_comm *comm, int64_t *left)
+static dtrain_result dtrain__auto_limit(dtrain_world *world, const dtrain_strategy_desc *desc,
+                                        dtrain_comm *comm, int64_t *left)
 {
     dtrain_device *device = world->device;
     const uint64_t used = (uint64_t)device->allocated_bytes + device->comm_bytes;
@@ -205,36 +211,6 @@ static dtrain_result dtrain__plan_candidates(const dtrain_allocator *a, const dt
                        ranks);
 }
 
-/* Count the bytes that a rank would allocate for a strategy; with AUTO the least of all candidates.
- * For a named kind *planned keeps the layout of rank 0, which the caller frees, after an error too:
- * it tells which values are gathered. Local. */
-DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(const dtrain_allocator *a,
-                                                     dtrain_param *params, size_t count,
-                                                     const dtrain_strategy_desc *given, int ranks,
-                                                     uint32_t node_ranks, uint64_t *bytes,
-                                                     dtrain__planned *planned)
-{
-    dtrain_strategy_desc desc = *given;
-    const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
-    dtrain__candidates all;
-    dtrain_memory memory;
-    if (desc.kind != DTRAIN_STRATEGY_AUTO) {
-        if (kind && kind->replicas && !desc.node_size) desc.node_size = node_ranks;
-        DTRAIN__TRY(dtrain__plan_resolve(params, count, &desc, ranks, planned));
-        DTRAIN__TRY(dtrain__plan_kind(a, params, count, &planned->desc, ranks, &memory));
-        *bytes = memory.total;
-        dtrain__resolve_levels(&planned->desc, ranks);
-        return dtrain__plan_layout(a, params, count, &planned->desc, ranks, 0, &planned->layout);
-    }
-    DTRAIN__TRY(dtrain__resolve_desc(given, &planned->desc, &planned->compression));
-    DTRAIN__TRY(dtrain__resolve_params(params, count));
-    DTRAIN__TRY(dtrain__plan_candidates(a, params, count, &planned->desc, ranks, node_ranks, &all));
-    *bytes = UINT64_MAX;
-    for (size_t i = 0; i < DTRAIN__CANDIDATES; i++)
-        if ((uint64_t)all.totals[i] < *bytes) *bytes = (uint64_t)all.totals[i];
-    return DTRAIN_OK;
-}
-
 /* Resolve AUTO: take the first candidate that fits on every rank. The reason says how much the
  * candidate before it would have needed. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
@@ -282,4 +258,61 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
     strategy->desc.kind = all.descs[i].kind;
     strategy->desc.node_size = all.descs[i].node_size;
     return DTRAIN_OK;
+}
+
+/* ---- A strategy that is not made --------------------------------------------------------------*/
+
+/* Count the bytes that a rank would allocate for a strategy; with AUTO the least of all candidates.
+ * For a named kind make the layout of rank 0, which tells what values are gathered. Local. */
+static dtrain_result dtrain__plan_needs(const dtrain_allocator *a, dtrain_param *params,
+                                        size_t count, const dtrain_strategy_desc *given,
+                                        uint32_t node_ranks, dtrain__strategy_plan *plan)
+{
+    const int ranks = dtrain_comm_size(plan->comm);
+    dtrain__planned *planned = plan->planned;
+    dtrain_strategy_desc desc = *given;
+    const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
+    dtrain__candidates all;
+    dtrain_memory memory;
+    if (desc.kind != DTRAIN_STRATEGY_AUTO) {
+        if (kind && kind->replicas && !desc.node_size) desc.node_size = node_ranks;
+        DTRAIN__TRY(dtrain__plan_resolve(params, count, &desc, ranks, planned));
+        DTRAIN__TRY(dtrain__plan_kind(a, params, count, &planned->desc, ranks, &memory));
+        plan->needs = memory.total;
+        dtrain__resolve_levels(&planned->desc, ranks);
+        return dtrain__plan_layout(a, params, count, &planned->desc, ranks, 0, &planned->layout);
+    }
+    DTRAIN__TRY(dtrain__resolve_desc(given, &planned->desc, &planned->compression));
+    DTRAIN__TRY(dtrain__resolve_params(params, count));
+    DTRAIN__TRY(dtrain__plan_candidates(a, params, count, &planned->desc, ranks, node_ranks, &all));
+    plan->needs = UINT64_MAX;
+    for (size_t i = 0; i < DTRAIN__CANDIDATES; i++)
+        if ((uint64_t)all.totals[i] < plan->needs) plan->needs = (uint64_t)all.totals[i];
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_param *params,
+                                                    size_t count, const dtrain_strategy_desc *desc,
+                                                    dtrain__strategy_plan *plan)
+{
+    uint32_t node_ranks;
+    dtrain_result mine = DTRAIN_ERROR_MEMORY;
+    memset(plan, 0, sizeof *plan);
+    plan->comm = dtrain__world_groups(world, desc->comm).data;
+    DTRAIN__TRY(dtrain__even_nodes(world, plan->comm, &node_ranks));
+    plan->planned =
+        (dtrain__planned *)dtrain__alloc(&world->allocator, 1, sizeof *plan->planned, "a plan");
+    if (plan->planned) {
+        plan->layout = &plan->planned->layout;
+        mine = dtrain__plan_needs(&world->allocator, params, count, desc, node_ranks, plan);
+    }
+    DTRAIN__TRY(dtrain__agree(plan->comm, mine));
+    return dtrain__auto_limit(world, desc, plan->comm, &plan->limit);
+}
+
+DTRAIN__PRIVATE void dtrain__strategy_plan_free(dtrain_world *world, dtrain__strategy_plan *plan)
+{
+    if (!plan->planned) return;
+    dtrain__ways_free(&plan->planned->layout, &world->allocator);
+    dtrain__free(&world->allocator, plan->planned, 1, sizeof *plan->planned);
 }

@@ -221,12 +221,4 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_make(dtrain_world *world, dtrain_
                                                     dtrain_strategy **out);
 
 /* strategy/plan.c */
-DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
-                                                 const dtrain_strategy_desc *desc,
-                                                 dtrain_comm *comm, int64_t *left);
-DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(const dtrain_allocator *a,
-                                                     dtrain_param *params, size_t count,
-                                                     const dtrain_strategy_desc *given, int ranks,
-                                                     uint32_t node_ranks, uint64_t *bytes,
-                                                     dtrain__planned *planned);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy);

@@ -72,33 +72,3 @@ DTRAIN__PRIVATE const struct dtrain__layout *dtrain__layout_of(const dtrain_stra
 {
     return &strategy->layout;
 }
-
-/* ---- A strategy that is not made --------------------------------------------------------------*/
-
-DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_param *params,
-                                                    size_t count, const dtrain_strategy_desc *desc,
-                                                    dtrain__strategy_plan *plan)
-{
-    dtrain_comm *comm = dtrain__world_groups(world, desc->comm).data;
-    uint32_t node_ranks;
-    memset(plan, 0, sizeof *plan);
-    plan->comm = comm;
-    DTRAIN__TRY(dtrain__even_nodes(world, comm, &node_ranks));
-    dtrain__planned *planned = plan->planned =
-        (dtrain__planned *)dtrain__alloc(&world->allocator, 1, sizeof *planned, "a plan");
-    dtrain_result mine = DTRAIN_ERROR_MEMORY;
-    if (planned) {
-        plan->layout = &planned->layout;
-        mine = dtrain__strategy_needs(&world->allocator, params, count, desc,
-                                      dtrain_comm_size(comm), node_ranks, &plan->needs, planned);
-    }
-    DTRAIN__TRY(dtrain__agree(comm, mine));
-    return dtrain__auto_limit(world, desc, comm, &plan->limit);
-}
-
-DTRAIN__PRIVATE void dtrain__strategy_plan_free(dtrain_world *world, dtrain__strategy_plan *plan)
-{
-    if (!plan->planned) return;
-    dtrain__ways_free(&plan->planned->layout, &world->allocator);
-    dtrain__free(&world->allocator, plan->planned, 1, sizeof *plan->planned);
-}
