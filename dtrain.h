@@ -12842,7 +12842,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_
 DTRAIN__PRIVATE void dtrain__strategy_plan_free(dtrain_world *world, dtrain__strategy_plan *plan);
 DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes);
 
-#define DTRAIN__NONE UINT32_MAX /* no bucket, no unit */
+#define DTRAIN__NONE UINT32_MAX /* no unit, no owner */
 
 /* The classes of memory that are sharded: optimizer state, gradients, parameters. */
 typedef struct dtrain__classes {
@@ -12857,12 +12857,12 @@ typedef struct dtrain__kind_row {
 } dtrain__kind_row;
 
 typedef struct dtrain__entry {
-    uint32_t bucket;  /* of its storage, or NONE */
-    bool trainable;   /* it gets a gradient: neither it nor its storage is frozen */
-    bool whole;       /* its value and gradient are never sharded */
-    bool marked;      /* ready was called in this backward */
-    bool seen;        /* ready was called in this step */
-    bool warned;      /* its missing gradient has been reported */
+    struct dtrain__bucket *bucket; /* of its storage, or NULL */
+    bool trainable;                /* it gets a gradient: neither it nor its storage is frozen */
+    bool whole;                    /* its value and gradient are never sharded */
+    bool marked;                   /* ready was called in this backward */
+    bool seen;                     /* ready was called in this step */
+    bool warned;                   /* its missing gradient has been reported */
     bool lends_value; /* value points to memory of the library, and becomes NULL in destroy */
     bool lends_grad;  /* grad does */
     /* Of storages alone: */
@@ -12918,9 +12918,9 @@ typedef enum dtrain__unit_state {
 
 /* Units stand in registration order of their first parameters. */
 typedef struct dtrain__unit {
-    uint32_t id;                /* dtrain_param.unit */
-    uint32_t trainable, frozen; /* its buckets, or NONE */
-    bool own_memory;            /* no slot: stays from its first gather to publish */
+    uint32_t id;                        /* dtrain_param.unit */
+    dtrain__bucket *trainable, *frozen; /* its buckets, or NULL */
+    bool own_memory;                    /* no slot: stays from its first gather to publish */
     dtrain__unit_state state;
     dtrain__unit_state before; /* a read of whole parameters, which come through the same slots */
 } dtrain__unit;
@@ -12985,7 +12985,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
                                                   int all_rank);
 DTRAIN__PRIVATE void dtrain__layout_turn(dtrain__layout *layout, int all_rank);
 DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a);
-DTRAIN__PRIVATE dtrain__bucket *dtrain__bucket_of(const dtrain__layout *layout, size_t i);
 DTRAIN__PRIVATE dtrain__bucket *dtrain__shard_bucket(const dtrain__layout *layout, size_t i);
 DTRAIN__PRIVATE float *dtrain__carve(dtrain__layout *layout, int block, int64_t count);
 DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout);
@@ -13406,7 +13405,6 @@ static uint32_t dtrain__unit_index(dtrain__layout *layout, uint32_t id)
         if (layout->units[i].id == id) return (uint32_t)i;
     dtrain__unit *unit = &layout->units[layout->unit_count];
     unit->id = id;
-    unit->trainable = unit->frozen = DTRAIN__NONE;
     unit->own_memory = layout->desc->keep_after_forward;
     for (uint32_t i = 0; i < layout->desc->kept_unit_count; i++)
         if (layout->desc->kept_units[i] == id) unit->own_memory = true;
@@ -13423,7 +13421,6 @@ static void dtrain__lay_units(dtrain__layout *layout)
                       *storage = &layout->entries[p->state.storage->state.index];
         const uint32_t unit = dtrain__unit_index(layout, p->unit);
         entry->trainable = !((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN);
-        entry->bucket = DTRAIN__NONE;
         if (p->state.storage == p) entry->unit = unit;
         else if (storage->unit != unit) storage->unit = DTRAIN__NONE;
         entry->whole = !layout->shards.state || p->count < layout->desc->whole_below ||
@@ -13471,7 +13468,7 @@ static dtrain__bucket *dtrain__bucket_new(dtrain__layout *layout, uint32_t unit,
 static void dtrain__bucket_add(dtrain__layout *layout, dtrain__bucket *bucket, size_t index)
 {
     dtrain__entry *entry = &layout->entries[index];
-    entry->bucket = (uint32_t)(bucket - layout->buckets);
+    entry->bucket = bucket;
     entry->offset = bucket->count;
     bucket->count += dtrain__padded(layout->params[index].count);
 }
@@ -13513,8 +13510,8 @@ DTRAIN__PRIVATE void dtrain__layout_turn(dtrain__layout *layout, int all_rank)
 }
 
 /* Make the bucket of a unit's trainable or frozen tensors (unit NONE: of tensors that several units
- * use), owner by owner; return NONE if there are none. */
-static uint32_t dtrain__lay_bucket(dtrain__layout *layout, uint32_t unit, bool trainable)
+ * use), owner by owner; return NULL if there are none. */
+static dtrain__bucket *dtrain__lay_bucket(dtrain__layout *layout, uint32_t unit, bool trainable)
 {
     const int runs = layout->owners ? layout->ranks : 1;
     dtrain__bucket *bucket = dtrain__bucket_new(layout, unit, trainable, true);
@@ -13530,10 +13527,10 @@ static uint32_t dtrain__lay_bucket(dtrain__layout *layout, uint32_t unit, bool t
             members++;
         }
     }
-    if (!members) return DTRAIN__NONE;
+    if (!members) return NULL;
     if (bucket->cuts) bucket->cuts[runs] = bucket->count;
     dtrain__bucket_close(layout, bucket);
-    return (uint32_t)(bucket - layout->buckets);
+    return bucket;
 }
 
 /* Fill buckets from the last parameter on, up to a cap, which only a single large gradient may
@@ -13569,7 +13566,6 @@ static void dtrain__lay_unit(dtrain__layout *layout, dtrain__unit *unit, uint32_
 /* Fill entries, buckets and units, which are zero. */
 static void dtrain__lay_out(dtrain__layout *layout)
 {
-    layout->shared.trainable = layout->shared.frozen = DTRAIN__NONE;
     layout->shared.own_memory = true;
     dtrain__lay_units(layout);
     if (layout->owners) dtrain__lay_owners(layout, layout->cuts); /* not yet filled */
@@ -13584,7 +13580,7 @@ static void dtrain__lay_out(dtrain__layout *layout)
         dtrain__entry *entry = &layout->entries[i],
                       *storage = &layout->entries[p->state.storage->state.index];
         entry->bucket = storage->bucket;
-        dtrain__bucket *bucket = dtrain__bucket_of(layout, i);
+        dtrain__bucket *bucket = entry->bucket;
         if (!bucket) continue;
         if (i < bucket->first_param) bucket->first_param = (uint32_t)i;
         bucket->last_param = (uint32_t)i;
@@ -13658,16 +13654,10 @@ DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_al
     dtrain__free(a, layout->entries, count, sizeof *layout->entries);
 }
 
-/* Return the bucket of a parameter; NULL: it is in none, or (shard_bucket) not sharded. */
-DTRAIN__PRIVATE dtrain__bucket *dtrain__bucket_of(const dtrain__layout *layout, size_t i)
-{
-    const uint32_t bucket = layout->entries[i].bucket;
-    return bucket == DTRAIN__NONE ? NULL : &layout->buckets[bucket];
-}
-
+/* Return the bucket of a parameter if it is sharded; NULL: every rank has the whole value. */
 DTRAIN__PRIVATE dtrain__bucket *dtrain__shard_bucket(const dtrain__layout *layout, size_t i)
 {
-    dtrain__bucket *bucket = dtrain__bucket_of(layout, i);
+    dtrain__bucket *bucket = layout->entries[i].bucket;
     return bucket && bucket->sharded ? bucket : NULL;
 }
 
@@ -13697,9 +13687,9 @@ static float *dtrain__carve_both(dtrain__layout *layout, int block, int64_t coun
 
 DTRAIN__PRIVATE float *dtrain__after(float *at, int64_t count) { return at ? at + count : NULL; }
 
-static int64_t dtrain__bucket_length(const dtrain__layout *layout, uint32_t bucket)
+static int64_t dtrain__bucket_length(const dtrain__bucket *bucket)
 {
-    return bucket == DTRAIN__NONE ? 0 : layout->buckets[bucket].count;
+    return bucket ? bucket->count : 0;
 }
 
 /* Lay out a bucket's values: whole ones in one piece, or a shard and memory to gather them in. */
@@ -13721,7 +13711,7 @@ static void dtrain__lay_values(dtrain__layout *layout, dtrain__bucket *bucket)
         return;
     }
     const dtrain__unit *unit = &layout->units[bucket->unit];
-    const int64_t first = bucket->trainable ? 0 : dtrain__bucket_length(layout, unit->trainable);
+    const int64_t first = bucket->trainable ? 0 : dtrain__bucket_length(unit->trainable);
     uint16_t *low = turns->low_values[bucket->unit & 1];
     bucket->values = dtrain__after(turns->values[bucket->unit & 1], first);
     bucket->low_values = low ? low + first : NULL;
@@ -13760,8 +13750,8 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
     layout->value_bytes = layout->grad_bytes = 0;
     for (size_t u = 0; u < layout->unit_count; u++) {
         const dtrain__unit *unit = &layout->units[u];
-        const int64_t trainable = dtrain__bucket_length(layout, unit->trainable);
-        const int64_t both = trainable + dtrain__bucket_length(layout, unit->frozen);
+        const int64_t trainable = dtrain__bucket_length(unit->trainable);
+        const int64_t both = trainable + dtrain__bucket_length(unit->frozen);
         if (layout->shards.params && !unit->own_memory) values = dtrain__max(values, both);
         if (layout->shards.grads) grads = dtrain__max(grads, trainable);
     }
@@ -13803,7 +13793,7 @@ DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtra
     const dtrain_param *p = &layout->params[i];
     const dtrain__entry *entry = &layout->entries[i];
     *low = dtrain__max(entry->offset, first);
-    if (p->state.storage != p || entry->bucket != (uint32_t)(bucket - layout->buckets)) return 0;
+    if (p->state.storage != p || entry->bucket != bucket) return 0;
     return dtrain__min(entry->offset + p->count, first + count) - *low;
 }
 
@@ -13910,11 +13900,10 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
     dtrain__layout *layout = &strategy->layout;
     for (size_t i = 0; i < strategy->param_count; i++) {
         dtrain__entry *entry = &layout->entries[i];
-        const dtrain__bucket *bucket = dtrain__bucket_of(layout, i);
         entry->marked = false;
         if (step_done) entry->seen = false;
         entry->pending = entry->uses;
-        if (step_done || (bucket && bucket->shards_grads))
+        if (step_done || (entry->bucket && entry->bucket->shards_grads))
             strategy->params[i].state.grad_written = false;
     }
     for (size_t b = 0; b < layout->bucket_count; b++) {
@@ -13946,7 +13935,7 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
                                        bool back)
 {
     const dtrain__entry *entry = &strategy->layout.entries[storage->state.index];
-    float *inside = strategy->layout.buckets[entry->bucket].grads + entry->offset;
+    float *inside = entry->bucket->grads + entry->offset;
     const size_t bytes = (size_t)storage->count * sizeof(float);
     if (storage->grad == inside || bytes == 0) return DTRAIN_OK;
     return dtrain_device_copy(strategy->device, back ? storage->grad : inside,
@@ -13960,7 +13949,7 @@ static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
     dtrain__layout *layout = &strategy->layout;
     dtrain_param *storage = strategy->params[index].state.storage;
     dtrain__entry *shared = &layout->entries[storage->state.index];
-    dtrain__bucket *bucket = dtrain__bucket_of(layout, index);
+    dtrain__bucket *bucket = shared->bucket;
     layout->entries[index].marked = true;
     strategy->marked_count++;
     bucket->pending--;
@@ -13977,12 +13966,12 @@ static dtrain_result dtrain__check_mark(const dtrain_strategy *strategy, size_t 
 {
     const dtrain__layout *layout = &strategy->layout;
     const dtrain__entry *entry = &layout->entries[index];
-    const dtrain__bucket *bucket = dtrain__bucket_of(layout, index);
+    const dtrain__bucket *bucket = entry->bucket;
     const char *why = NULL;
     if (!entry->trainable) why = "is frozen";
     else if (entry->marked)
         why = "is marked twice in one backward; call dtrain_strategy_finish between two";
-    else if (entry->bucket < strategy->launched)
+    else if (bucket < layout->buckets + strategy->launched)
         why = "is marked after another unit was gathered, which ended its own unit's backward";
     else if (bucket->shards_grads && bucket->unit != DTRAIN__NONE &&
              bucket->unit != strategy->backward)
@@ -14230,13 +14219,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_end(dtrain_strategy *strategy,
 static dtrain_result dtrain__close_bucket(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     dtrain__layout *layout = &strategy->layout;
-    const uint32_t index = (uint32_t)(bucket - layout->buckets);
     const bool waits = bucket->pending && dtrain__travels(strategy, bucket);
     bucket->pending = 0;
     for (uint32_t i = bucket->first_param; waits && i <= bucket->last_param; i++) {
         const dtrain__entry *entry = &layout->entries[i];
         const dtrain_param *p = &strategy->params[i];
-        if (!entry->pending || entry->bucket != index) continue;
+        if (!entry->pending || entry->bucket != bucket) continue;
         if (p->state.grad_written) DTRAIN__TRY(dtrain__move_grad(strategy, p, false));
         else
             DTRAIN__TRY(strategy->device->ops->zero(strategy->device, bucket->grads + entry->offset,
@@ -14298,7 +14286,7 @@ static dtrain_result dtrain__return_grads(dtrain_strategy *strategy)
     const dtrain__layout *layout = &strategy->layout;
     for (size_t i = 0; i < strategy->shard_count; i++) {
         const dtrain_param *p = strategy->shards[i].param;
-        if (layout->buckets[layout->entries[p->state.index].bucket].sharded) continue;
+        if (dtrain__shard_bucket(layout, p->state.index)) continue;
         DTRAIN__TRY(dtrain__move_grad(strategy, p, true));
     }
     return DTRAIN_OK;
@@ -14436,10 +14424,11 @@ static dtrain_result dtrain__claim_buffer(dtrain_strategy *strategy, uint32_t un
 {
     const dtrain__unit *units = strategy->layout.units;
     const uint32_t before = strategy->in_buffer[unit & 1];
-    if (!strategy->layout.shards.grads || units[unit].trainable == DTRAIN__NONE) return DTRAIN_OK;
+    if (!strategy->layout.shards.grads || !units[unit].trainable) return DTRAIN_OK;
     strategy->in_buffer[unit & 1] = unit;
     if (before == unit || before == DTRAIN__NONE) return DTRAIN_OK;
-    return dtrain__vacate_buffer(strategy, units[before].trainable);
+    return dtrain__vacate_buffer(strategy,
+                                 (size_t)(units[before].trainable - strategy->layout.buckets));
 }
 
 /* Close and launch the gradients of units from `first` on: their backward is over. */
@@ -14822,7 +14811,7 @@ static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host
     dtrain_device *device = on_host ? strategy->offload.cpu : strategy->device;
     for (size_t i = 0; i < strategy->shard_count; i++) {
         const dtrain_shard *shard = &strategy->shards[i];
-        const dtrain__bucket *bucket = dtrain__bucket_of(layout, shard->param->state.index);
+        const dtrain__bucket *bucket = layout->entries[shard->param->state.index].bucket;
         dtrain_sum_args args;
         if (bucket->grad_on_host != on_host || shard->count == 0) continue;
         if (!bucket->sharded && layout->rank) continue;
@@ -14967,15 +14956,14 @@ static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, dtrain__buck
 }
 
 /* Point the parameters of a bucket at its values, or at nothing. */
-static void dtrain__show_values(dtrain_strategy *strategy, uint32_t b, bool shown)
+static void dtrain__show_values(dtrain_strategy *strategy, const dtrain__bucket *bucket, bool shown)
 {
     const dtrain__layout *layout = &strategy->layout;
-    if (b == DTRAIN__NONE) return;
-    const dtrain__bucket *bucket = &layout->buckets[b];
+    if (!bucket) return;
     for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
         dtrain_param *p = &strategy->params[i];
         const dtrain__entry *storage = &layout->entries[p->state.storage->state.index];
-        if (storage->bucket == b) p->value = shown ? bucket->values + storage->offset : NULL;
+        if (storage->bucket == bucket) p->value = shown ? bucket->values + storage->offset : NULL;
     }
 }
 
@@ -14992,11 +14980,11 @@ static dtrain__unit *dtrain__unit_at(dtrain_strategy *strategy, size_t u)
 static dtrain_result dtrain__unit_wait(dtrain_strategy *strategy, dtrain__unit *unit)
 {
     const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
-    const uint32_t buckets[] = {unit->trainable, unit->frozen};
+    dtrain__bucket *const buckets[] = {unit->trainable, unit->frozen};
     if (unit->state != DTRAIN__UNIT_COMING) return DTRAIN_OK;
     for (int i = 0; i < 2; i++) {
-        if (buckets[i] == DTRAIN__NONE) continue;
-        dtrain__bucket *bucket = &strategy->layout.buckets[buckets[i]];
+        dtrain__bucket *bucket = buckets[i];
+        if (!bucket) continue;
         DTRAIN__TRY(dtrain__gather_wait(strategy, bucket, dtype));
         if (dtype != DTRAIN_DTYPE_F32)
             DTRAIN__TRY(dtrain__convert(strategy, bucket->count, bucket->low_values, dtype,
@@ -15039,16 +15027,12 @@ static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, const dtrain_
 static dtrain_result dtrain__unit_fetch(dtrain_strategy *strategy, dtrain__unit *unit)
 {
     const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
-    const uint32_t buckets[] = {unit->trainable, unit->frozen};
     if (unit->state != DTRAIN__UNIT_ABSENT) return DTRAIN_OK;
-    if (buckets[0] == DTRAIN__NONE && buckets[1] == DTRAIN__NONE) return DTRAIN_OK;
+    if (!unit->trainable && !unit->frozen) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__claim_slot(strategy, unit));
     unit->state = DTRAIN__UNIT_COMING;
-    for (int i = 0; i < 2; i++)
-        if (buckets[i] != DTRAIN__NONE)
-            DTRAIN__TRY(
-                dtrain__gather_start(strategy, &strategy->layout.buckets[buckets[i]], dtype));
-    return DTRAIN_OK;
+    if (unit->trainable) DTRAIN__TRY(dtrain__gather_start(strategy, unit->trainable, dtype));
+    return unit->frozen ? dtrain__gather_start(strategy, unit->frozen, dtype) : DTRAIN_OK;
 }
 
 /* ABSENT -> COMING -> HERE: both buckets are under way before either is waited for. */
@@ -16621,7 +16605,7 @@ DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size
     const bool offload = layout->desc->offload != 0;
     int64_t offset, count;
     if (!layout->entries[i].trainable || !dtrain__piece(layout, i, &offset, &count)) return 0;
-    const dtrain__bucket *bucket = dtrain__bucket_of(layout, i);
+    const dtrain__bucket *bucket = layout->entries[i].bucket;
     const bool master = offload && !bucket->value_on_host;
     const int64_t padded = dtrain__padded(count);
     if (offload && !bucket->grad_on_host)
@@ -17238,7 +17222,7 @@ static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
     for (size_t i = 0; i < strategy->param_count; i++) {
         dtrain_param *p = &strategy->params[i], *storage = p->state.storage;
         dtrain__entry *entry = &layout->entries[i];
-        const dtrain__bucket *bucket = dtrain__bucket_of(layout, i);
+        const dtrain__bucket *bucket = layout->entries[i].bucket;
         if (p->flags & DTRAIN_PARAM_BUFFER) strategy->has_buffers = true;
         if (!p->value) {
             entry->lends_value = true;

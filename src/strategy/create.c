@@ -101,7 +101,7 @@ static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
     for (size_t i = 0; i < strategy->param_count; i++) {
         dtrain_param *p = &strategy->params[i], *storage = p->state.storage;
         dtrain__entry *entry = &layout->entries[i];
-        const dtrain__bucket *bucket = dtrain__bucket_of(layout, i);
+        const dtrain__bucket *bucket = layout->entries[i].bucket;
         if (p->flags & DTRAIN_PARAM_BUFFER) strategy->has_buffers = true;
         if (!p->value) {
             entry->lends_value = true;

@@ -88,15 +88,14 @@ static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, dtrain__buck
 }
 
 /* Point the parameters of a bucket at its values, or at nothing. */
-static void dtrain__show_values(dtrain_strategy *strategy, uint32_t b, bool shown)
+static void dtrain__show_values(dtrain_strategy *strategy, const dtrain__bucket *bucket, bool shown)
 {
     const dtrain__layout *layout = &strategy->layout;
-    if (b == DTRAIN__NONE) return;
-    const dtrain__bucket *bucket = &layout->buckets[b];
+    if (!bucket) return;
     for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
         dtrain_param *p = &strategy->params[i];
         const dtrain__entry *storage = &layout->entries[p->state.storage->state.index];
-        if (storage->bucket == b) p->value = shown ? bucket->values + storage->offset : NULL;
+        if (storage->bucket == bucket) p->value = shown ? bucket->values + storage->offset : NULL;
     }
 }
 
@@ -113,11 +112,11 @@ static dtrain__unit *dtrain__unit_at(dtrain_strategy *strategy, size_t u)
 static dtrain_result dtrain__unit_wait(dtrain_strategy *strategy, dtrain__unit *unit)
 {
     const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
-    const uint32_t buckets[] = {unit->trainable, unit->frozen};
+    dtrain__bucket *const buckets[] = {unit->trainable, unit->frozen};
     if (unit->state != DTRAIN__UNIT_COMING) return DTRAIN_OK;
     for (int i = 0; i < 2; i++) {
-        if (buckets[i] == DTRAIN__NONE) continue;
-        dtrain__bucket *bucket = &strategy->layout.buckets[buckets[i]];
+        dtrain__bucket *bucket = buckets[i];
+        if (!bucket) continue;
         DTRAIN__TRY(dtrain__gather_wait(strategy, bucket, dtype));
         if (dtype != DTRAIN_DTYPE_F32)
             DTRAIN__TRY(dtrain__convert(strategy, bucket->count, bucket->low_values, dtype,
@@ -160,16 +159,12 @@ static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, const dtrain_
 static dtrain_result dtrain__unit_fetch(dtrain_strategy *strategy, dtrain__unit *unit)
 {
     const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
-    const uint32_t buckets[] = {unit->trainable, unit->frozen};
     if (unit->state != DTRAIN__UNIT_ABSENT) return DTRAIN_OK;
-    if (buckets[0] == DTRAIN__NONE && buckets[1] == DTRAIN__NONE) return DTRAIN_OK;
+    if (!unit->trainable && !unit->frozen) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__claim_slot(strategy, unit));
     unit->state = DTRAIN__UNIT_COMING;
-    for (int i = 0; i < 2; i++)
-        if (buckets[i] != DTRAIN__NONE)
-            DTRAIN__TRY(
-                dtrain__gather_start(strategy, &strategy->layout.buckets[buckets[i]], dtype));
-    return DTRAIN_OK;
+    if (unit->trainable) DTRAIN__TRY(dtrain__gather_start(strategy, unit->trainable, dtype));
+    return unit->frozen ? dtrain__gather_start(strategy, unit->frozen, dtype) : DTRAIN_OK;
 }
 
 /* ABSENT -> COMING -> HERE: both buckets are under way before either is waited for. */

@@ -38,7 +38,6 @@ static uint32_t dtrain__unit_index(dtrain__layout *layout, uint32_t id)
         if (layout->units[i].id == id) return (uint32_t)i;
     dtrain__unit *unit = &layout->units[layout->unit_count];
     unit->id = id;
-    unit->trainable = unit->frozen = DTRAIN__NONE;
     unit->own_memory = layout->desc->keep_after_forward;
     for (uint32_t i = 0; i < layout->desc->kept_unit_count; i++)
         if (layout->desc->kept_units[i] == id) unit->own_memory = true;
@@ -55,7 +54,6 @@ static void dtrain__lay_units(dtrain__layout *layout)
                       *storage = &layout->entries[p->state.storage->state.index];
         const uint32_t unit = dtrain__unit_index(layout, p->unit);
         entry->trainable = !((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN);
-        entry->bucket = DTRAIN__NONE;
         if (p->state.storage == p) entry->unit = unit;
         else if (storage->unit != unit) storage->unit = DTRAIN__NONE;
         entry->whole = !layout->shards.state || p->count < layout->desc->whole_below ||
@@ -103,7 +101,7 @@ static dtrain__bucket *dtrain__bucket_new(dtrain__layout *layout, uint32_t unit,
 static void dtrain__bucket_add(dtrain__layout *layout, dtrain__bucket *bucket, size_t index)
 {
     dtrain__entry *entry = &layout->entries[index];
-    entry->bucket = (uint32_t)(bucket - layout->buckets);
+    entry->bucket = bucket;
     entry->offset = bucket->count;
     bucket->count += dtrain__padded(layout->params[index].count);
 }
@@ -145,8 +143,8 @@ DTRAIN__PRIVATE void dtrain__layout_turn(dtrain__layout *layout, int all_rank)
 }
 
 /* Make the bucket of a unit's trainable or frozen tensors (unit NONE: of tensors that several units
- * use), owner by owner; return NONE if there are none. */
-static uint32_t dtrain__lay_bucket(dtrain__layout *layout, uint32_t unit, bool trainable)
+ * use), owner by owner; return NULL if there are none. */
+static dtrain__bucket *dtrain__lay_bucket(dtrain__layout *layout, uint32_t unit, bool trainable)
 {
     const int runs = layout->owners ? layout->ranks : 1;
     dtrain__bucket *bucket = dtrain__bucket_new(layout, unit, trainable, true);
@@ -162,10 +160,10 @@ static uint32_t dtrain__lay_bucket(dtrain__layout *layout, uint32_t unit, bool t
             members++;
         }
     }
-    if (!members) return DTRAIN__NONE;
+    if (!members) return NULL;
     if (bucket->cuts) bucket->cuts[runs] = bucket->count;
     dtrain__bucket_close(layout, bucket);
-    return (uint32_t)(bucket - layout->buckets);
+    return bucket;
 }
 
 /* Fill buckets from the last parameter on, up to a cap, which only a single large gradient may
@@ -201,7 +199,6 @@ static void dtrain__lay_unit(dtrain__layout *layout, dtrain__unit *unit, uint32_
 /* Fill entries, buckets and units, which are zero. */
 static void dtrain__lay_out(dtrain__layout *layout)
 {
-    layout->shared.trainable = layout->shared.frozen = DTRAIN__NONE;
     layout->shared.own_memory = true;
     dtrain__lay_units(layout);
     if (layout->owners) dtrain__lay_owners(layout, layout->cuts); /* not yet filled */
@@ -216,7 +213,7 @@ static void dtrain__lay_out(dtrain__layout *layout)
         dtrain__entry *entry = &layout->entries[i],
                       *storage = &layout->entries[p->state.storage->state.index];
         entry->bucket = storage->bucket;
-        dtrain__bucket *bucket = dtrain__bucket_of(layout, i);
+        dtrain__bucket *bucket = entry->bucket;
         if (!bucket) continue;
         if (i < bucket->first_param) bucket->first_param = (uint32_t)i;
         bucket->last_param = (uint32_t)i;
@@ -290,16 +287,10 @@ DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_al
     dtrain__free(a, layout->entries, count, sizeof *layout->entries);
 }
 
-/* Return the bucket of a parameter; NULL: it is in none, or (shard_bucket) not sharded. */
-DTRAIN__PRIVATE dtrain__bucket *dtrain__bucket_of(const dtrain__layout *layout, size_t i)
-{
-    const uint32_t bucket = layout->entries[i].bucket;
-    return bucket == DTRAIN__NONE ? NULL : &layout->buckets[bucket];
-}
-
+/* Return the bucket of a parameter if it is sharded; NULL: every rank has the whole value. */
 DTRAIN__PRIVATE dtrain__bucket *dtrain__shard_bucket(const dtrain__layout *layout, size_t i)
 {
-    dtrain__bucket *bucket = dtrain__bucket_of(layout, i);
+    dtrain__bucket *bucket = layout->entries[i].bucket;
     return bucket && bucket->sharded ? bucket : NULL;
 }
 
@@ -329,9 +320,9 @@ static float *dtrain__carve_both(dtrain__layout *layout, int block, int64_t coun
 
 DTRAIN__PRIVATE float *dtrain__after(float *at, int64_t count) { return at ? at + count : NULL; }
 
-static int64_t dtrain__bucket_length(const dtrain__layout *layout, uint32_t bucket)
+static int64_t dtrain__bucket_length(const dtrain__bucket *bucket)
 {
-    return bucket == DTRAIN__NONE ? 0 : layout->buckets[bucket].count;
+    return bucket ? bucket->count : 0;
 }
 
 /* Lay out a bucket's values: whole ones in one piece, or a shard and memory to gather them in. */
@@ -353,7 +344,7 @@ static void dtrain__lay_values(dtrain__layout *layout, dtrain__bucket *bucket)
         return;
     }
     const dtrain__unit *unit = &layout->units[bucket->unit];
-    const int64_t first = bucket->trainable ? 0 : dtrain__bucket_length(layout, unit->trainable);
+    const int64_t first = bucket->trainable ? 0 : dtrain__bucket_length(unit->trainable);
     uint16_t *low = turns->low_values[bucket->unit & 1];
     bucket->values = dtrain__after(turns->values[bucket->unit & 1], first);
     bucket->low_values = low ? low + first : NULL;
@@ -392,8 +383,8 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
     layout->value_bytes = layout->grad_bytes = 0;
     for (size_t u = 0; u < layout->unit_count; u++) {
         const dtrain__unit *unit = &layout->units[u];
-        const int64_t trainable = dtrain__bucket_length(layout, unit->trainable);
-        const int64_t both = trainable + dtrain__bucket_length(layout, unit->frozen);
+        const int64_t trainable = dtrain__bucket_length(unit->trainable);
+        const int64_t both = trainable + dtrain__bucket_length(unit->frozen);
         if (layout->shards.params && !unit->own_memory) values = dtrain__max(values, both);
         if (layout->shards.grads) grads = dtrain__max(grads, trainable);
     }
@@ -435,7 +426,7 @@ DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtra
     const dtrain_param *p = &layout->params[i];
     const dtrain__entry *entry = &layout->entries[i];
     *low = dtrain__max(entry->offset, first);
-    if (p->state.storage != p || entry->bucket != (uint32_t)(bucket - layout->buckets)) return 0;
+    if (p->state.storage != p || entry->bucket != bucket) return 0;
     return dtrain__min(entry->offset + p->count, first + count) - *low;
 }
 

@@ -20,7 +20,7 @@
 #include "strategy/view_internal.h"
 #include "device/device.h"
 
-#define DTRAIN__NONE UINT32_MAX /* no bucket, no unit */
+#define DTRAIN__NONE UINT32_MAX /* no unit, no owner */
 
 /* The classes of memory that are sharded: optimizer state, gradients, parameters. */
 typedef struct dtrain__classes {
@@ -35,12 +35,12 @@ typedef struct dtrain__kind_row {
 } dtrain__kind_row;
 
 typedef struct dtrain__entry {
-    uint32_t bucket;  /* of its storage, or NONE */
-    bool trainable;   /* it gets a gradient: neither it nor its storage is frozen */
-    bool whole;       /* its value and gradient are never sharded */
-    bool marked;      /* ready was called in this backward */
-    bool seen;        /* ready was called in this step */
-    bool warned;      /* its missing gradient has been reported */
+    struct dtrain__bucket *bucket; /* of its storage, or NULL */
+    bool trainable;                /* it gets a gradient: neither it nor its storage is frozen */
+    bool whole;                    /* its value and gradient are never sharded */
+    bool marked;                   /* ready was called in this backward */
+    bool seen;                     /* ready was called in this step */
+    bool warned;                   /* its missing gradient has been reported */
     bool lends_value; /* value points to memory of the library, and becomes NULL in destroy */
     bool lends_grad;  /* grad does */
     /* Of storages alone: */
@@ -96,9 +96,9 @@ typedef enum dtrain__unit_state {
 
 /* Units stand in registration order of their first parameters. */
 typedef struct dtrain__unit {
-    uint32_t id;                /* dtrain_param.unit */
-    uint32_t trainable, frozen; /* its buckets, or NONE */
-    bool own_memory;            /* no slot: stays from its first gather to publish */
+    uint32_t id;                        /* dtrain_param.unit */
+    dtrain__bucket *trainable, *frozen; /* its buckets, or NULL */
+    bool own_memory;                    /* no slot: stays from its first gather to publish */
     dtrain__unit_state state;
     dtrain__unit_state before; /* a read of whole parameters, which come through the same slots */
 } dtrain__unit;
@@ -163,7 +163,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
                                                   int all_rank);
 DTRAIN__PRIVATE void dtrain__layout_turn(dtrain__layout *layout, int all_rank);
 DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a);
-DTRAIN__PRIVATE dtrain__bucket *dtrain__bucket_of(const dtrain__layout *layout, size_t i);
 DTRAIN__PRIVATE dtrain__bucket *dtrain__shard_bucket(const dtrain__layout *layout, size_t i);
 DTRAIN__PRIVATE float *dtrain__carve(dtrain__layout *layout, int block, int64_t count);
 DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout);

@@ -23,7 +23,7 @@ static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host
     dtrain_device *device = on_host ? strategy->offload.cpu : strategy->device;
     for (size_t i = 0; i < strategy->shard_count; i++) {
         const dtrain_shard *shard = &strategy->shards[i];
-        const dtrain__bucket *bucket = dtrain__bucket_of(layout, shard->param->state.index);
+        const dtrain__bucket *bucket = layout->entries[shard->param->state.index].bucket;
         dtrain_sum_args args;
         if (bucket->grad_on_host != on_host || shard->count == 0) continue;
         if (!bucket->sharded && layout->rank) continue;

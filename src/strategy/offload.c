@@ -208,7 +208,7 @@ DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size
     const bool offload = layout->desc->offload != 0;
     int64_t offset, count;
     if (!layout->entries[i].trainable || !dtrain__piece(layout, i, &offset, &count)) return 0;
-    const dtrain__bucket *bucket = dtrain__bucket_of(layout, i);
+    const dtrain__bucket *bucket = layout->entries[i].bucket;
     const bool master = offload && !bucket->value_on_host;
     const int64_t padded = dtrain__padded(count);
     if (offload && !bucket->grad_on_host)

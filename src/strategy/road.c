@@ -53,11 +53,10 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
     dtrain__layout *layout = &strategy->layout;
     for (size_t i = 0; i < strategy->param_count; i++) {
         dtrain__entry *entry = &layout->entries[i];
-        const dtrain__bucket *bucket = dtrain__bucket_of(layout, i);
         entry->marked = false;
         if (step_done) entry->seen = false;
         entry->pending = entry->uses;
-        if (step_done || (bucket && bucket->shards_grads))
+        if (step_done || (entry->bucket && entry->bucket->shards_grads))
             strategy->params[i].state.grad_written = false;
     }
     for (size_t b = 0; b < layout->bucket_count; b++) {
@@ -89,7 +88,7 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
                                        bool back)
 {
     const dtrain__entry *entry = &strategy->layout.entries[storage->state.index];
-    float *inside = strategy->layout.buckets[entry->bucket].grads + entry->offset;
+    float *inside = entry->bucket->grads + entry->offset;
     const size_t bytes = (size_t)storage->count * sizeof(float);
     if (storage->grad == inside || bytes == 0) return DTRAIN_OK;
     return dtrain_device_copy(strategy->device, back ? storage->grad : inside,
@@ -103,7 +102,7 @@ static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
     dtrain__layout *layout = &strategy->layout;
     dtrain_param *storage = strategy->params[index].state.storage;
     dtrain__entry *shared = &layout->entries[storage->state.index];
-    dtrain__bucket *bucket = dtrain__bucket_of(layout, index);
+    dtrain__bucket *bucket = shared->bucket;
     layout->entries[index].marked = true;
     strategy->marked_count++;
     bucket->pending--;
@@ -120,12 +119,12 @@ static dtrain_result dtrain__check_mark(const dtrain_strategy *strategy, size_t 
 {
     const dtrain__layout *layout = &strategy->layout;
     const dtrain__entry *entry = &layout->entries[index];
-    const dtrain__bucket *bucket = dtrain__bucket_of(layout, index);
+    const dtrain__bucket *bucket = entry->bucket;
     const char *why = NULL;
     if (!entry->trainable) why = "is frozen";
     else if (entry->marked)
         why = "is marked twice in one backward; call dtrain_strategy_finish between two";
-    else if (entry->bucket < strategy->launched)
+    else if (bucket < layout->buckets + strategy->launched)
         why = "is marked after another unit was gathered, which ended its own unit's backward";
     else if (bucket->shards_grads && bucket->unit != DTRAIN__NONE &&
              bucket->unit != strategy->backward)
@@ -373,13 +372,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_end(dtrain_strategy *strategy,
 static dtrain_result dtrain__close_bucket(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     dtrain__layout *layout = &strategy->layout;
-    const uint32_t index = (uint32_t)(bucket - layout->buckets);
     const bool waits = bucket->pending && dtrain__travels(strategy, bucket);
     bucket->pending = 0;
     for (uint32_t i = bucket->first_param; waits && i <= bucket->last_param; i++) {
         const dtrain__entry *entry = &layout->entries[i];
         const dtrain_param *p = &strategy->params[i];
-        if (!entry->pending || entry->bucket != index) continue;
+        if (!entry->pending || entry->bucket != bucket) continue;
         if (p->state.grad_written) DTRAIN__TRY(dtrain__move_grad(strategy, p, false));
         else
             DTRAIN__TRY(strategy->device->ops->zero(strategy->device, bucket->grads + entry->offset,
@@ -441,7 +439,7 @@ static dtrain_result dtrain__return_grads(dtrain_strategy *strategy)
     const dtrain__layout *layout = &strategy->layout;
     for (size_t i = 0; i < strategy->shard_count; i++) {
         const dtrain_param *p = strategy->shards[i].param;
-        if (layout->buckets[layout->entries[p->state.index].bucket].sharded) continue;
+        if (dtrain__shard_bucket(layout, p->state.index)) continue;
         DTRAIN__TRY(dtrain__move_grad(strategy, p, true));
     }
     return DTRAIN_OK;
@@ -579,10 +577,11 @@ static dtrain_result dtrain__claim_buffer(dtrain_strategy *strategy, uint32_t un
 {
     const dtrain__unit *units = strategy->layout.units;
     const uint32_t before = strategy->in_buffer[unit & 1];
-    if (!strategy->layout.shards.grads || units[unit].trainable == DTRAIN__NONE) return DTRAIN_OK;
+    if (!strategy->layout.shards.grads || !units[unit].trainable) return DTRAIN_OK;
     strategy->in_buffer[unit & 1] = unit;
     if (before == unit || before == DTRAIN__NONE) return DTRAIN_OK;
-    return dtrain__vacate_buffer(strategy, units[before].trainable);
+    return dtrain__vacate_buffer(strategy,
+                                 (size_t)(units[before].trainable - strategy->layout.buckets));
 }
 
 /* Close and launch the gradients of units from `first` on: their backward is over. */

@@ -23,7 +23,7 @@ static void test_bucket_plan(void)
         dtrain__layout layout;
         dtrain_strategy_desc desc = {0};
         int64_t next = 0, total = 0;
-        uint32_t bucket = 0;
+        size_t bucket = 0;
         desc.kind = DTRAIN_STRATEGY_DDP;
         desc.first_bucket_bytes = cap / 2;
         desc.bucket_bytes = cap;
@@ -38,17 +38,18 @@ static void test_bucket_plan(void)
         for (size_t i = N; i-- > 0;) {
             const dtrain__entry *entry = &layout.entries[i];
             if (i == 3) continue;
-            if (entry->bucket != bucket) next = 0;
-            CHECK(entry->bucket == bucket || entry->bucket == bucket + 1);
+            const size_t own = (size_t)(entry->bucket - layout.buckets);
+            if (own != bucket) next = 0;
+            CHECK(own == bucket || own == bucket + 1);
             CHECK(entry->offset == next && next % 16 == 0);
-            bucket = entry->bucket;
+            bucket = own;
             next += (counts[i] + 15) / 16 * 16;
         }
         for (size_t b = 0; b < layout.bucket_count; b++) {
             const size_t limit = b == 0 ? cap / 2 : cap;
             size_t inside = 0;
             for (size_t k = 0; k < N; k++)
-                inside += k != 3 && counts[k] && layout.entries[k].bucket == b;
+                inside += k != 3 && counts[k] && layout.entries[k].bucket == &layout.buckets[b];
             CHECK((size_t)layout.buckets[b].count * 4 <= limit || inside == 1);
             total += layout.buckets[b].count;
         }
