@@ -12702,7 +12702,8 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
  *     dtrain__unit      the buckets that are gathered and released together
  *     dtrain__layout    all of them, for this rank; made by strategy/layout.c
  *
- * "Storage": the entry whose value and gradient an alias shares; of other entries, themselves. */
+ * The storage of an alias is the entry whose value and gradient it shares; every other entry is its
+ * own storage. */
 
 /* ================================================================================================
  * src/strategy/view_internal.h
@@ -12863,24 +12864,23 @@ typedef struct dtrain__entry {
     bool marked;                   /* ready was called in this backward */
     bool seen;                     /* ready was called in this step */
     bool warned;                   /* its missing gradient has been reported */
-    bool lends_value; /* value points to memory of the library, and becomes NULL in destroy */
-    bool lends_grad;  /* grad does */
+    bool lends_value; /* value points to memory of the library; destroy makes it NULL */
+    bool lends_grad;  /* the same of grad */
     /* Of storages alone: */
     uint32_t unit;    /* index of their unit, NONE when several units use them */
     uint32_t uses;    /* trainable entries that share this gradient, set by dtrain__lay_out */
-    uint32_t pending; /* those not yet marked in this backward: = uses in dtrain__rewind, then each
-                         dtrain__mark counts one down */
+    uint32_t pending; /* those not yet marked in this backward */
     int64_t offset;   /* first element within the bucket */
     float *own_value; /* memory of the library for a value that is whole, or NULL */
-    bool absent;      /* no rank is known to have had a gradient of it in the last step */
+    bool absent;      /* as far as is known, no rank had a gradient of it in the last step */
 } dtrain__entry;
 
 typedef struct dtrain__bucket {
     uint32_t unit;     /* index of its unit, or NONE: several units use it, or it is cut by size */
     bool trainable;    /* false: frozen values of a unit, which are gathered and never reduced */
     bool sharded;      /* each rank updates a shard of it */
-    bool shards_grads; /* its gradients are made whole in a buffer, and what is reduced of them is
-                          kept elsewhere, as a shard: so it travels in every backward */
+    bool shards_grads; /* its gradients are made whole in a buffer, and the reduced shard is kept
+                          elsewhere: so it travels in every backward */
     int64_t count;     /* elements, padding included */
     int64_t shard_first, shard_count; /* this rank's shard; of whole buckets everything */
     int64_t slice_first, slice_count; /* the elements that this rank exchanges with `comm`: all of
@@ -12889,7 +12889,7 @@ typedef struct dtrain__bucket {
     uint32_t first_param, last_param; /* range of indices that contains every member */
     int64_t *cuts;                    /* (ranks + 1) ZERO3: first element of each rank's shard */
     uint32_t uses, pending;           /* as in dtrain__entry, summed over all members */
-    uint32_t stage;                   /* of its gradients on their way: DTRAIN__REDUCE_IDLE ... */
+    uint32_t stage;                   /* how far its gradients are: DTRAIN__REDUCE_IDLE ... */
     dtrain_work **reduces, **gathers; /* (works_per_bucket) collectives under way, or NULL */
     struct dtrain__compressed *compressed; /* what compression keeps (ways_internal.h), or NULL */
     float *values, *grads;                 /* (count) */
@@ -12925,7 +12925,7 @@ typedef struct dtrain__unit {
     dtrain__unit_state before; /* a read of whole parameters, which come through the same slots */
 } dtrain__unit;
 
-/* Buffers that units use in turns, unit u number u % 2; as long as the largest unit needs. */
+/* Two buffers that units use in turns, unit u number u % 2; as long as the largest unit needs. */
 typedef struct dtrain__turns {
     float *values[2], *grads[2];
     uint16_t *low_values[2], *low_grads[2]; /* NULL for fp32 */
@@ -13046,7 +13046,6 @@ struct dtrain_strategy {
     dtrain_compression_desc compression; /* what desc.compression points to, if it is not NULL */
     dtrain_param *params;                /* the host's */
     size_t param_count;
-    bool has_buffers; /* a parameter is a DTRAIN_PARAM_BUFFER */
     dtrain__layout layout;
 
     /* The step under way. */
@@ -13060,15 +13059,15 @@ struct dtrain_strategy {
     uint32_t passes;          /* backwards that were finished in this step */
     int64_t unit;             /* samples that weigh 1 (weights.c); 0: not agreed on yet */
     bool taped;               /* a tape was made for this strategy */
-    bool unsure;              /* only the tally says whether `empty` and `absent` are right */
     bool empty;               /* the last step had no samples */
+    bool unsure;              /* `empty` and `absent` are of this rank: the tally must be read */
     uint64_t sync_count;      /* steps that were reduced */
     uint32_t in_buffer[2];    /* unit whose gradients are in the alternating buffer, or NONE */
     uint32_t slots[2];        /* unit whose values are in the slot, or NONE */
     uint32_t position;        /* unit gathered last, NONE before a pass */
     uint32_t backward;        /* unit that this backward has come to, NONE before it */
     bool entered;             /* that unit was gathered for this backward, and not yet released */
-    dtrain_result failure;    /* error of communicator or device: every later call returns it */
+    dtrain_result failure;    /* of communicator or device: every later call returns it */
     char failure_text[DTRAIN__ERROR_BYTES];
     const char *torn; /* the call that failed while it replaced values; NULL: none */
 
@@ -13450,7 +13449,7 @@ static void dtrain__lay_owners(dtrain__layout *layout, int64_t *load)
     }
 }
 
-/* Prepare the next bucket of the table; dtrain__bucket_close counts it when it has members. */
+/* Begin the next bucket of the table; dtrain__bucket_close counts it, if it has members. */
 static dtrain__bucket *dtrain__bucket_new(dtrain__layout *layout, uint32_t unit, bool trainable,
                                           bool sharded)
 {
@@ -13785,8 +13784,8 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
     for (int i = 0; i < 2; i++) layout->bounce[i] = dtrain__carve(layout, DTRAIN__HOST, longest);
 }
 
-/* Count the elements of parameter i that lie in [first, first + count) of a bucket; *low is where
- * they begin there. 0 or less: none, or it is an alias or elsewhere. */
+/* Count the elements of parameter i that lie in [first, first + count) of a bucket, and set *low to
+ * where they begin in it. 0 or less: there are none, or i is an alias or in another bucket. */
 DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtrain__bucket *bucket,
                                         size_t i, int64_t first, int64_t count, int64_t *low)
 {
@@ -13840,10 +13839,11 @@ DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64
  *     5 dtrain_strategy_publish     DDP: nothing to do                   all-gather of shards
  *
  * Why it cannot deadlock: every rank starts the collectives of a backward in the order of buckets
- * 0, 1, 2, ..., in whatever order it calls ready, and starting one never waits. A bucket that is
- * complete early waits for those before it. In DDP a bucket has one collective. Where its way has
- * several, a later one starts when the one before happens to be done, which differs between ranks:
- * so each step has a communicator of its own, on which all buckets go in their order.
+ * 0, 1, 2, ..., whatever the order in which it calls ready, and starting one never waits. A bucket
+ * that is complete early waits for those before it. In DDP a bucket has one collective. Where it
+ * has several in a row, the next one starts when the one before is done, at a moment that differs
+ * between ranks: so each step of a way has a communicator of its own, on which all buckets go in
+ * their order.
  *
  * Why the bits depend neither on the kind nor on overlap, bucket size or copying: each element is
  * the sum over the ranks, in rank order, times 1/N, wherever it lies. (Where nodes are summed first
@@ -13891,17 +13891,17 @@ static dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to);
 
 /* ---- Before a backward ------------------------------------------------------------------------*/
 
-/* Set the counters for a new backward, or a new step: `pending` counts what mark will count down,
- * of each gradient and of each bucket. grad_written tells the next backward to add to a gradient:
- * cleared in every backward where the reduced shard is kept elsewhere, for whole gradients when the
- * step ends. */
+/* Prepare a new backward, or (step_done) a new step. `pending`, of each gradient and each bucket,
+ * is the number of calls of ready to come; dtrain__mark counts it down. grad_written tells the next
+ * backward to add to a gradient: it is cleared in every backward where the reduced shard is kept
+ * elsewhere, and for whole gradients when the step ends. */
 DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
 {
     dtrain__layout *layout = &strategy->layout;
     for (size_t i = 0; i < strategy->param_count; i++) {
         dtrain__entry *entry = &layout->entries[i];
         entry->marked = false;
-        if (step_done) entry->seen = false;
+        entry->seen = entry->seen && !step_done;
         entry->pending = entry->uses;
         if (step_done || (entry->bucket && entry->bucket->shards_grads))
             strategy->params[i].state.grad_written = false;
@@ -13915,22 +13915,23 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
     strategy->accumulated = !step_done;
     strategy->entered = false;
     strategy->weight = 1;
-    if (step_done) strategy->weights = 0;
-    if (step_done) strategy->passes = 0;
+    if (!step_done) return;
+    strategy->weights = 0;
+    strategy->passes = 0;
 }
 
 /* ---- 1. Ready ---------------------------------------------------------------------------------*/
 
-/* Tell whether a bucket travels in this backward. Whole gradients add up on each rank until the
- * last micro-batch of a step, and travel in that alone; gradients of which a rank keeps only a
- * shard travel in every backward. */
+/* Tell whether a bucket is reduced in this backward. Whole gradients add up on each rank until the
+ * last micro-batch of a step; gradients of which a rank keeps only a shard are reduced in every
+ * backward. */
 static bool dtrain__travels(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     return bucket->trainable && (bucket->shards_grads || !strategy->more);
 }
 
-/* Copy a gradient from an array of the host's own into its bucket, or back; do nothing for one that
- * lives in the bucket. */
+/* Copy a gradient from an array of the host's own into its bucket, or back. One that lives in the
+ * bucket stays there. */
 static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_param *storage,
                                        bool back)
 {
@@ -13942,8 +13943,8 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
                               back ? inside : storage->grad, bytes);
 }
 
-/* Count a final gradient: constant time, no list is searched. It moves into its bucket when the
- * last of the aliases that share it is marked. */
+/* Count a final gradient, in constant time. It moves into its bucket when the last of the aliases
+ * that share it is marked; then every bucket that is complete may be launched. */
 static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -14007,7 +14008,7 @@ DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, b
 
 /* ---- 2. Launch --------------------------------------------------------------------------------*/
 
-/* Launch complete buckets below `end` in their order, up to the first that waits for a gradient. */
+/* Launch buckets below `end` in their order, up to the first that is not complete. */
 static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t end)
 {
     for (; strategy->launched < end; strategy->launched++) {
@@ -14021,8 +14022,8 @@ static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t en
 
 /* ---- 3. Reduce --------------------------------------------------------------------------------*/
 
-/* Return the steps of the way of whole or of sharded buckets, as ways.c has chosen them: in DDP the
- * all-reduce below and nothing else. */
+/* Return the way of whole or of sharded buckets: its steps, as ways.c has chosen them, and a NULL.
+ * In DDP the only step is the all-reduce below. */
 static const dtrain__step *const *dtrain__way_of(const dtrain_strategy *strategy, bool sharded)
 {
     const bool compressed = strategy->sync_count >= strategy->compressed_from;
@@ -14031,7 +14032,7 @@ static const dtrain__step *const *dtrain__way_of(const dtrain_strategy *strategy
                                        : DTRAIN__WHOLE];
 }
 
-/* Return step number `stage` of a bucket's way, from 1; NULL: it has no such step. */
+/* Return step number `stage` of a bucket's way, counted from 1; NULL: there are fewer. */
 static const dtrain__step *dtrain__step_of(const dtrain_strategy *strategy,
                                            const dtrain__bucket *bucket, uint32_t stage)
 {
@@ -14039,7 +14040,8 @@ static const dtrain__step *dtrain__step_of(const dtrain_strategy *strategy,
     return step && step->last_only && strategy->more ? NULL : step;
 }
 
-/* Wait for the collectives of a bucket's step, end the step and begin the next one, if any. */
+/* Wait for the collectives of a bucket's step, end the step and begin the next one, if any. In DDP:
+ * wait for the all-reduce. */
 static dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     if (bucket->stage == DTRAIN__REDUCED) return DTRAIN_OK;
@@ -14051,17 +14053,17 @@ static dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, dtrain__buc
     return next ? next->begin(strategy, bucket) : DTRAIN_OK;
 }
 
-/* Tell whether the second and later steps of ways start in lockstep: at launches and in finish
- * only, which come in the same order on every rank. NCCL runs collectives in the order in which
- * they were started: if that depended on which of them happen to be done, ranks would wait for each
- * other in a circle. */
+/* Tell whether second and later steps start in lockstep: only at launches and in finish, which come
+ * in the same order on every rank. NCCL runs collectives in the order in which they were started:
+ * if ranks started a step whenever the one before is done, their orders would differ, and they
+ * would wait for each other in a circle. */
 static bool dtrain__in_lockstep(const dtrain_strategy *strategy)
 {
     return strategy->comm->ops->launch_ordered &&
            (dtrain__way_of(strategy, false)[1] || dtrain__way_of(strategy, true)[1]);
 }
 
-/* Take all buckets under way, below `end`, one step further, waiting for those that they make. */
+/* Take the buckets under way below `end` one step further, waiting for the step that each is at. */
 static dtrain_result dtrain__advance(dtrain_strategy *strategy, size_t end)
 {
     for (size_t b = strategy->oldest; b < end; b++)
@@ -14069,7 +14071,8 @@ static dtrain_result dtrain__advance(dtrain_strategy *strategy, size_t end)
     return DTRAIN_OK;
 }
 
-/* Begin the first step of a bucket's way; in lockstep, after the buckets under way. */
+/* Begin the first step of a bucket's way; in lockstep, first take the buckets under way a step
+ * further. */
 static dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     if (dtrain__in_lockstep(strategy)) DTRAIN__TRY(dtrain__advance(strategy, strategy->launched));
@@ -14078,9 +14081,9 @@ static dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, dtrain__buc
     return first->begin ? first->begin(strategy, bucket) : DTRAIN_OK;
 }
 
-/* Test the buckets under way, and take those whose collectives are done one step further. Never
- * waits. Without a progress thread collectives move only in such calls; each costs two readings of
- * the clock and one cache line per rank, at every ready, which are a layer's backward apart. A
+/* Test the buckets under way, and take those whose collectives are done one step further, without
+ * waiting. There is no progress thread: collectives move only in such calls, one at every ready,
+ * which are a layer's backward apart; each reads the clock twice and one cache line per rank. A
  * bucket begins a step only after all buckets before it have. */
 static dtrain_result dtrain__progress(dtrain_strategy *strategy)
 {
@@ -14150,12 +14153,11 @@ DTRAIN__PRIVATE dtrain_reduce_op dtrain__level_op(const dtrain_strategy *strateg
 DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                             float *x, int64_t count)
 {
-    const float factor = 1.0f / (float)strategy->layout.all;
     dtrain_axpby_args mean;
     if (count == 0 || !dtrain__sums_first(strategy, bucket)) return DTRAIN_OK;
     memset(&mean, 0, sizeof mean);
     mean.count = count;
-    mean.a = factor;
+    mean.a = 1.0f / (float)strategy->layout.all;
     mean.x = mean.y = x;
     mean.dtype = DTRAIN_DTYPE_F32;
     return strategy->device->ops->axpby(strategy->device, &mean);
@@ -14214,8 +14216,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_end(dtrain_strategy *strategy,
 
 /* ---- 4. Finish --------------------------------------------------------------------------------*/
 
-/* Complete a bucket that waits for marks: a gradient that an earlier micro-batch or another use has
- * written counts as it is, any other one is zero. */
+/* Complete a bucket in which not all gradients were marked: one that an earlier micro-batch or
+ * another use has written counts as it is, any other one is zero. */
 static dtrain_result dtrain__close_bucket(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -14233,8 +14235,8 @@ static dtrain_result dtrain__close_bucket(dtrain_strategy *strategy, dtrain__buc
     return DTRAIN_OK;
 }
 
-/* Close and launch buckets up to `end`, one by one: two buckets may share a buffer, which may be
- * zeroed for the second one only after the first one has been launched. */
+/* Complete and launch the buckets below `end`, one by one: two buckets may share a buffer, which
+ * may be zeroed for the second only after the first has been launched. */
 static dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end)
 {
     while (strategy->launched < end) {
@@ -14245,8 +14247,8 @@ static dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end
 }
 
 /* Report parameters for which ready was not called in this step, at most eight by name. A warning
- * names a parameter once; a rank without samples misses nothing. All buckets have been launched
- * before, so no other rank waits for this one. */
+ * names a parameter once; on a rank without samples nothing is missing. All buckets have been
+ * launched, so no other rank waits for this one. */
 static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
 {
     const char *const call = "dtrain_strategy_finish";
@@ -14292,11 +14294,11 @@ static dtrain_result dtrain__return_grads(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Average the model's buffers (DTRAIN_PARAM_BUFFER) over the ranks: running averages are linear, so
- * that the mean of the ranks' own averages is the average over all their batches. */
+/* Average the model's buffers (DTRAIN_PARAM_BUFFER) over the ranks. Running averages are linear:
+ * the mean of the ranks' averages is the average over all their batches. */
 static dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
 {
-    for (size_t i = 0; strategy->has_buffers && i < strategy->param_count; i++) {
+    for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
         dtrain_work *work = NULL;
         if (!(p->flags & DTRAIN_PARAM_BUFFER) || p->state.storage != p) continue;
@@ -14307,12 +14309,12 @@ static dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* End a backward. The order of these calls matters: units that this rank's backward has stepped
- * over are walked, and all buckets launched, before ranks exchange which gradients are missing; all
- * are waited for before a missing one is reported. So a step that fails for a missing gradient has
- * made the same collectives as one that succeeds, and the next step finds all ranks at the same
- * place. Units that were fetched ahead are waited for, because the update overwrites the shards
- * that their collectives read. */
+/* End a backward. The order of these calls matters. Ranks exchange which gradients are missing
+ * after each has walked the units that its backward has stepped over and launched all buckets, and
+ * an error for a missing one is returned after all buckets were waited for. So a step that fails
+ * for a missing gradient has made the same collectives as one that succeeds, and the next step
+ * finds all ranks at the same place. Units that were fetched ahead are waited for, because the
+ * update overwrites the shards that their collectives read. */
 static dtrain_result dtrain__finish(dtrain_strategy *strategy)
 {
     dtrain_result missing = DTRAIN_OK;
@@ -14363,8 +14365,8 @@ DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
 
 /* ---- 5. Publish -------------------------------------------------------------------------------*/
 
-/* Gather whole values of which each rank has updated a shard (ZERO1, SHARD_GRAD_OP). Values that
- * are kept in shards are only evicted from their slots: the next gather brings the new ones. */
+/* Gather values that are kept whole and were updated in shards (ZERO1, SHARD_GRAD_OP). Where values
+ * are kept in shards, evict the old ones from their slots: the next gather brings the new ones. */
 DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
 {
     DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_strategy_publish"));
@@ -14386,22 +14388,21 @@ DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
  *     shards                                     3             2             1, 0
  *
  * A forward inside a backward (activation checkpointing) does not say where it will end, and a rank
- * that has stepped over units cannot know how far the others have come. So on every rank it walks
- * back to the unit behind the first that it gathers: both are in their slots then. A forward of
- * more than two units needs the last of them to be gathered for backward before. */
+ * that has stepped over units cannot know how far the others have come. So on every rank the walk
+ * goes to the unit behind the first one that this forward gathers: both are in their slots then. A
+ * forward of more than two units needs the last of them to be gathered for backward before. */
 
 /* Tell whether the kind walks units (not DDP, not ZERO1). Then a unit's gradients are launched when
- * backward comes to the next unit, and those of no unit in finish: a rank that launched a bucket as
- * soon as it is complete would be ahead of a rank that lacks a gradient and has to close it. */
+ * backward comes to the next unit, and those of no unit in finish. If a rank launched a bucket as
+ * soon as it is complete, it would be ahead of a rank that lacks a gradient of it. */
 static bool dtrain__walks(const dtrain_strategy *strategy)
 {
     return strategy->layout.shards.params || strategy->layout.shards.grads;
 }
 
-/* Wait until the gradients of bucket b have left the buffer in which they were made. Usually they
- * have when the bucket is reduced. With replicas, the step between nodes works on the shard, not on
- * the buffer, unless this result is yet to be added to the shard, rounded or copied to the host:
- * then the first step is enough. */
+/* Wait until the gradients of bucket b have left the buffer in which they were made: until the
+ * bucket is reduced. With replicas the first step is enough where the step between nodes works on
+ * the shard, that is, unless the result has yet to be added to it, rounded or copied to the host. */
 static dtrain_result dtrain__vacate_buffer(dtrain_strategy *strategy, size_t b)
 {
     const bool on_host = strategy->layout.grads_on_host;
@@ -14418,8 +14419,8 @@ static dtrain_result dtrain__vacate_buffer(dtrain_strategy *strategy, size_t b)
     return DTRAIN_OK;
 }
 
-/* Give the alternating buffer to a unit: wait until the gradients of the unit that had it, two
- * units later in the model, have left it. A unit without gradients needs no buffer. */
+/* Give a unit its alternating buffer: wait until the gradients of the unit that had it, two units
+ * later in the model, have left it. A unit without gradients needs no buffer. */
 static dtrain_result dtrain__claim_buffer(dtrain_strategy *strategy, uint32_t unit)
 {
     const dtrain__unit *units = strategy->layout.units;
@@ -14431,7 +14432,7 @@ static dtrain_result dtrain__claim_buffer(dtrain_strategy *strategy, uint32_t un
                                  (size_t)(units[before].trainable - strategy->layout.buckets));
 }
 
-/* Close and launch the gradients of units from `first` on: their backward is over. */
+/* Complete and launch the gradients of units from `first` on, whose backward is over. */
 static dtrain_result dtrain__close_units(dtrain_strategy *strategy, uint32_t first)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -14445,9 +14446,8 @@ static dtrain_result dtrain__close_units(dtrain_strategy *strategy, uint32_t fir
 /* Walk backward down to the unit `to`. Each unit on the way starts the same collectives on every
  * rank, whatever gradients a rank has or lacks: the gradients of the units behind it are reduced,
  * its values gathered, those of the next one fetched. So a rank may step over units, or end early:
- * its next gather, or finish, makes up for them. A forward inside this backward may have taken the
- * slot of the unit that backward has come to: then it did so on all ranks, and the unit is brought
- * again. */
+ * its next gather, or finish, walks them. If a forward inside this backward has taken the slot of
+ * the unit that backward has come to, it did so on all ranks, and the unit is brought again. */
 static dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)
 {
     uint32_t at = strategy->backward;
@@ -14465,8 +14465,8 @@ static dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)
     return DTRAIN_OK;
 }
 
-/* Find the index of a unit. A host walks from one neighbour to the next: searching from there makes
- * it constant time. */
+/* Find the index of a unit. The search begins at the unit gathered last and its neighbours, so that
+ * it takes constant time in a pass. */
 static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -14480,9 +14480,9 @@ static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
     return DTRAIN__NONE;
 }
 
-/* Check that a unit is due: a forward pass begins with the first and goes on to the next or, to
- * make activations again, to an earlier one; backward goes back, and may step over units. Once it
- * has begun, no unit behind the one that it has come to is due. */
+/* Check that a unit is due. A forward begins with the first unit and goes on to the next one or, to
+ * recompute activations, to an earlier one. Backward goes to earlier units, and may step over some;
+ * once it has begun, no unit behind the one that it has come to is due. */
 static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id,
                                          dtrain_pass pass)
 {
@@ -14581,8 +14581,8 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
  *     | sum of weights | of each parameter: how many ranks had a gradient of it |
  *
  * The tally stays in device memory, where the correction reads it. A rank with samples and all
- * gradients knows that the step has samples and that no gradient is absent; on other ranks the host
- * waits for the tally and reads it. */
+ * gradients knows without it that the step has samples and that no gradient is absent; on other
+ * ranks the host waits for the tally and reads it. */
 
 /* Count the elements of a tally. */
 DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, size_t param_count)
@@ -14592,8 +14592,7 @@ DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, siz
 
 /* ---- Weights ----------------------------------------------------------------------------------*/
 
-/* Tell whether the next backward has others in its step, here or on other ranks, to be weighed
- * with. */
+/* Tell whether the step has further backwards, here or on other ranks, so that weights matter. */
 static bool dtrain__weighs(const dtrain_strategy *strategy)
 {
     return strategy->desc.average == DTRAIN_AVERAGE_SAMPLES &&
@@ -14629,8 +14628,8 @@ DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
     return (float)(dtrain__samples_count(samples) / (double)strategy->unit);
 }
 
-/* Give the backward under way the weight of its loss, which is a mean over samples. The gradient of
- * the loss is to be their number over the unit, which is returned; 0: 1, as it is. */
+/* Give the backward under way the weight of its loss, which is a mean over samples. Return the unit
+ * by which the tape divides the number of samples to get the gradient of the loss; 0: it is 1. */
 DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
                                            const dtrain__samples *samples)
 {
@@ -14671,8 +14670,8 @@ DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float
 
 /* ---- The tally --------------------------------------------------------------------------------*/
 
-/* Set count elements of the tally. The value travels in the kernel's arguments: a copy would read
- * host memory later. */
+/* Set count elements of the tally by a kernel, which has the value in its arguments: a queued copy
+ * would read host memory later. */
 static dtrain_result dtrain__tally_set(dtrain_strategy *strategy, size_t first, size_t count,
                                        float value)
 {
@@ -14685,7 +14684,7 @@ static dtrain_result dtrain__tally_set(dtrain_strategy *strategy, size_t first, 
     return strategy->device->ops->axpby(strategy->device, &fill);
 }
 
-/* Note the storages of which no entry had a gradient on this rank in this step. */
+/* Note which storages had no gradient on this rank in this step, by none of their entries. */
 static void dtrain__note_absent(dtrain_strategy *strategy)
 {
     dtrain__entry *entries = strategy->layout.entries;
@@ -14708,7 +14707,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
     const dtrain_device_ops *ops = strategy->device->ops;
     const dtrain__entry *entries = strategy->layout.entries;
     const size_t count = dtrain__tally_count(&strategy->desc, strategy->param_count);
-    if (strategy->device_weight) { /* absent gradients are the same in every replay */
+    if (strategy->device_weight) { /* a replayed step: absent gradients are always the same */
         DTRAIN__TRY(ops->copy(strategy->device, strategy->tally, strategy->device_weight,
                               sizeof(float), DTRAIN_COPY_DEVICE_TO_DEVICE));
     } else {
@@ -14770,7 +14769,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
 
 /* Find out whether the last step had no samples (*empty), and of which parameters no rank had a
  * gradient (dtrain__entry.absent). The host waits for the tally where this rank alone cannot know.
- * In a step that is being recorded nothing changes: it is like those before it. */
+ * A step that is being recorded has the answers of the step before it. */
 DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy, bool *empty)
 {
     const size_t count = dtrain__tally_count(&strategy->desc, strategy->param_count);
@@ -14802,9 +14801,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy, bo
  * bits, and ranks with different shards exchange their sums: so all ranks get the same norm without
  * further communication. */
 
-/* Add the squares of the shards in host memory, or of the others, to total (1), which is in the
- * same memory as they are. All ranks that share a copy of the model have what is not sharded: the
- * first of them counts it. */
+/* Add the squares of the shards in host memory, or of those on the device, to total (1), which is
+ * in the same memory. Gradients that are not sharded are on all ranks that share a copy of the
+ * model: the first of these ranks counts them. */
 static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host, double *total)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -14976,7 +14975,7 @@ static dtrain__unit *dtrain__unit_at(dtrain_strategy *strategy, size_t u)
     return u < layout->unit_count ? &layout->units[u] : &layout->shared;
 }
 
-/* COMING -> HERE. */
+/* COMING -> HERE: wait for the collectives, and convert what travelled rounded. */
 static dtrain_result dtrain__unit_wait(dtrain_strategy *strategy, dtrain__unit *unit)
 {
     const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
@@ -14994,7 +14993,7 @@ static dtrain_result dtrain__unit_wait(dtrain_strategy *strategy, dtrain__unit *
     return DTRAIN_OK;
 }
 
-/* HERE -> SHOWN, or back. */
+/* HERE -> SHOWN, or back: set the parameters' pointers. */
 static void dtrain__unit_show(dtrain_strategy *strategy, dtrain__unit *unit, bool shown)
 {
     dtrain__show_values(strategy, unit->trainable, shown);
@@ -15003,7 +15002,7 @@ static void dtrain__unit_show(dtrain_strategy *strategy, dtrain__unit *unit, boo
         unit->state = shown ? DTRAIN__UNIT_SHOWN : DTRAIN__UNIT_HERE;
 }
 
-/* Any state -> ABSENT. */
+/* Any state -> ABSENT, after the collectives under way. */
 static dtrain_result dtrain__unit_evict(dtrain_strategy *strategy, dtrain__unit *unit)
 {
     DTRAIN__TRY(dtrain__unit_wait(strategy, unit));
@@ -15023,7 +15022,7 @@ static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, const dtrain_
     return dtrain__unit_evict(strategy, &strategy->layout.units[before]);
 }
 
-/* ABSENT -> COMING. A unit without sharded values takes no slot. */
+/* ABSENT -> COMING: start the collectives. A unit without sharded values takes no slot. */
 static dtrain_result dtrain__unit_fetch(dtrain_strategy *strategy, dtrain__unit *unit)
 {
     const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
@@ -15058,8 +15057,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint
     return dtrain__unit_fetch(strategy, &layout->units[next]);
 }
 
-/* Show unit number `at`, which has been brought, or take its pointers away. Its values stay in the
- * slot until that is wanted; a use after release is noticed by the NULL. */
+/* Show unit number `at`, which has been brought, or set its pointers to NULL, so that a use after
+ * release is noticed; its values stay in the slot until another unit takes it. */
 DTRAIN__PRIVATE void dtrain__show_unit(dtrain_strategy *strategy, uint32_t at, bool shown)
 {
     if (!strategy->layout.shards.params) return;
@@ -15084,9 +15083,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Tell where the tape finds a parameter's value of the type `dtype`: true, and *low is its address
- * (NULL in a plan), where a gather brings it so. *passing: the value is there only while its unit
- * is gathered. */
+/* Tell whether gathers bring a parameter's value as `dtype`; *low is then its address (NULL in a
+ * plan). *passing: the value is there only while its unit is gathered. */
 DTRAIN__PRIVATE bool dtrain__gathered_as(const dtrain__layout *layout, const dtrain_param *storage,
                                          uint32_t dtype, const void **low, bool *passing)
 {
@@ -15188,7 +15186,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy)
 
 /* ---- Calls ------------------------------------------------------------------------------------*/
 
-/* Name a bucket and its first parameter as who asks for the collective that comes next. */
+/* Name a bucket and its first parameter in the record of the next collective. */
 DTRAIN__PRIVATE void dtrain__label(const dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                    const char *part)
 {
@@ -15205,8 +15203,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t
     return strategy->device->ops->convert(strategy->device, &args);
 }
 
-/* Wait for all handles: every one goes back, also after an error: waiting on a failed communicator
- * returns at once. */
+/* Wait for all handles, also after an error: every one must be given back, and waiting on a failed
+ * communicator returns at once. */
 DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy,
                                                  dtrain_work **works)
 {
@@ -15241,8 +15239,8 @@ DTRAIN__PRIVATE bool dtrain__in_backward(const dtrain_strategy *strategy)
     return strategy->marked_count || strategy->backward != DTRAIN__NONE;
 }
 
-/* Check that no backward is under way: what it starts comes from each rank at its own time, and a
- * collective of another sort would get in between. */
+/* Check that no backward is under way: each rank starts its collectives at its own time, and other
+ * collectives would get in between. */
 DTRAIN__PRIVATE dtrain_result dtrain__between_backwards(const dtrain_strategy *strategy,
                                                         const char *call)
 {
@@ -15252,8 +15250,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__between_backwards(const dtrain_strategy *s
                        "%s: a backward is under way; call dtrain_strategy_finish before", call);
 }
 
-/* Check that gradients are the mean of a whole step, or none at all: not the sum of a few of its
- * micro-batches, on this rank alone where they are whole. */
+/* Check that no step is half done: gradients are the mean of a whole one, or there are none. */
 DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strategy,
                                                     const char *call)
 {
@@ -15280,9 +15277,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, d
     return strategy->comm->ops->fail(strategy->comm, code, kept);
 }
 
-/* Communicator and device do not recover, and some gradients are averaged while others are not:
- * the error stands. The communicator fails with it, for the other ranks count on this one; when the
- * error came from there, it is what fail returns. */
+/* Make an error stand: communicator and device do not recover, and some gradients are averaged while
+ * others are not. The communicators fail with it, because the other ranks count on this one. If the
+ * error came from a communicator, its fail returns that error. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy, dtrain_result result)
 {
     if (result == DTRAIN_OK || strategy->failure != DTRAIN_OK) return result;
@@ -16401,8 +16398,9 @@ DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *o
 
 /* Offload: shards in host memory
  *
- * The roads of gradients and values know five calls of it: put and get of a gradient shard, vacate
- * and settle of what was put, bring of a value shard.
+ * Five calls serve road.c, gather.c and ways/: host_put and host_get copy a gradient shard to and
+ * from host memory, host_vacate and host_settle wait for copies to it, host_bring copies a value
+ * shard to the device.
  *
  *     compute   .. backward 2 . reduce . backward 1 . reduce . backward 0 .... | finish
  *     down                            | put shard of 2       | put shard of 1 ...
@@ -16424,8 +16422,8 @@ static dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, dtrain_str
     return DTRAIN__ORDER(device, event_wait, strategy->offload.order, later);
 }
 
-/* Hold the host up until the event has happened, at most until the deadline. A dead rank is the
- * communicator's to report. */
+/* Let the host wait until the event has happened, at most until the deadline. The communicator
+ * reports dead ranks. */
 static dtrain_result dtrain__event_await(const dtrain_strategy *strategy, dtrain_event *event)
 {
     dtrain_device *device = strategy->device;
@@ -16479,7 +16477,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__host_put(dtrain_strategy *strategy, dtrain
     return DTRAIN__ORDER(device, event_record, offload->arrived[i], offload->down);
 }
 
-/* Queue sum (device memory) = grad_shard, with everything that was put there. */
+/* Queue a copy of grad_shard, with everything that was put there, to sum (device memory). */
 DTRAIN__PRIVATE dtrain_result dtrain__host_get(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                                float *sum)
 {
@@ -16496,7 +16494,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__host_vacate(dtrain_strategy *strategy)
     return dtrain__stream_follow(strategy, NULL, strategy->offload.down);
 }
 
-/* End a backward: all buffers are free, and after the last one the shards are complete. */
+/* End a backward: make all buffers free and, after the last one of a step, wait until the shards
+ * are complete. */
 DTRAIN__PRIVATE dtrain_result dtrain__host_settle(dtrain_strategy *strategy)
 {
     dtrain__offload *offload = &strategy->offload;
@@ -16509,7 +16508,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__host_settle(dtrain_strategy *strategy)
 }
 
 /* Queue a copy of a value shard to its place among the gathered values: behind the kernels that use
- * the unit before in the slot, and ahead of the collective. */
+ * the unit that had the slot, and ahead of the collective. */
 DTRAIN__PRIVATE dtrain_result dtrain__host_bring(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     return strategy->device->ops->copy_async(
@@ -16596,9 +16595,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__update_up(dtrain_strategy *strategy, float
                                    DTRAIN_COPY_HOST_TO_DEVICE, strategy->offload.up);
 }
 
-/* Count the bytes of an optimizer's states of parameter i, where it works. In host memory that
- * includes a master copy of values that are on the device, and *stage grows to what one of the two
- * stages needs for gradients that are: a piece of them, or with `whole` all. */
+/* Count the bytes of an optimizer's states of parameter i. With offload that includes a master copy
+ * of values that are on the device, and for gradients that are on the device *stage grows to the
+ * elements that one of the two stages holds: a piece of them, or with `whole` all. */
 DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size_t i, size_t states,
                                               bool whole, int64_t *stage)
 {
@@ -17222,8 +17221,7 @@ static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
     for (size_t i = 0; i < strategy->param_count; i++) {
         dtrain_param *p = &strategy->params[i], *storage = p->state.storage;
         dtrain__entry *entry = &layout->entries[i];
-        const dtrain__bucket *bucket = layout->entries[i].bucket;
-        if (p->flags & DTRAIN_PARAM_BUFFER) strategy->has_buffers = true;
+        const dtrain__bucket *bucket = entry->bucket;
         if (!p->value) {
             entry->lends_value = true;
             if (storage != p) p->value = storage->value;
@@ -17273,9 +17271,11 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
                                     dtrain_comm_rank(strategy->comm)));
     DTRAIN__TRY(dtrain__ways_layout(layout, a));
     const size_t each = layout->owners ? (size_t)layout->ranks : layout->compression ? 2 : 1;
+    const size_t tally = dtrain__tally_count(&strategy->desc, count);
     strategy->works_per_bucket = each;
     strategy->shards = (dtrain_shard *)dtrain__alloc(a, count, sizeof *strategy->shards, "shards");
-    if (!strategy->shards) return DTRAIN_ERROR_MEMORY;
+    strategy->sums = (float *)dtrain__alloc(a, tally, sizeof *strategy->sums, "sums of weights");
+    if (!strategy->shards || !strategy->sums) return DTRAIN_ERROR_MEMORY;
     strategy->works =
         (dtrain_work **)dtrain__alloc(a, count, 2 * each * sizeof *strategy->works, "handles");
     if (!strategy->works) return DTRAIN_ERROR_MEMORY;
@@ -17296,9 +17296,6 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
         if (block == DTRAIN__HOST) memset(memory, 0, bytes);
         layout->memory[block] = (char *)memory;
     }
-    const size_t tally = dtrain__tally_count(&strategy->desc, count);
-    strategy->sums = (float *)dtrain__alloc(a, tally, sizeof *strategy->sums, "sums of weights");
-    if (!strategy->sums) return DTRAIN_ERROR_MEMORY;
     DTRAIN__TRY(dtrain_comm_alloc(strategy->comm, sizeof(double) + tally * sizeof(float), &memory));
     strategy->sum_squares = (double *)memory;
     strategy->tally = (float *)(void *)(strategy->sum_squares + 1);

@@ -5,7 +5,7 @@
 
 /* ---- Calls ------------------------------------------------------------------------------------*/
 
-/* Name a bucket and its first parameter as who asks for the collective that comes next. */
+/* Name a bucket and its first parameter in the record of the next collective. */
 DTRAIN__PRIVATE void dtrain__label(const dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                    const char *part)
 {
@@ -22,8 +22,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t
     return strategy->device->ops->convert(strategy->device, &args);
 }
 
-/* Wait for all handles: every one goes back, also after an error: waiting on a failed communicator
- * returns at once. */
+/* Wait for all handles, also after an error: every one must be given back, and waiting on a failed
+ * communicator returns at once. */
 DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy,
                                                  dtrain_work **works)
 {
@@ -58,8 +58,8 @@ DTRAIN__PRIVATE bool dtrain__in_backward(const dtrain_strategy *strategy)
     return strategy->marked_count || strategy->backward != DTRAIN__NONE;
 }
 
-/* Check that no backward is under way: what it starts comes from each rank at its own time, and a
- * collective of another sort would get in between. */
+/* Check that no backward is under way: each rank starts its collectives at its own time, and other
+ * collectives would get in between. */
 DTRAIN__PRIVATE dtrain_result dtrain__between_backwards(const dtrain_strategy *strategy,
                                                         const char *call)
 {
@@ -69,8 +69,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__between_backwards(const dtrain_strategy *s
                        "%s: a backward is under way; call dtrain_strategy_finish before", call);
 }
 
-/* Check that gradients are the mean of a whole step, or none at all: not the sum of a few of its
- * micro-batches, on this rank alone where they are whole. */
+/* Check that no step is half done: gradients are the mean of a whole one, or there are none. */
 DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strategy,
                                                     const char *call)
 {
@@ -97,9 +96,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, d
     return strategy->comm->ops->fail(strategy->comm, code, kept);
 }
 
-/* Communicator and device do not recover, and some gradients are averaged while others are not:
- * the error stands. The communicator fails with it, for the other ranks count on this one; when the
- * error came from there, it is what fail returns. */
+/* Make an error stand: communicator and device do not recover, and some gradients are averaged while
+ * others are not. The communicators fail with it, because the other ranks count on this one. If the
+ * error came from a communicator, its fail returns that error. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy, dtrain_result result)
 {
     if (result == DTRAIN_OK || strategy->failure != DTRAIN_OK) return result;

@@ -101,8 +101,7 @@ static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
     for (size_t i = 0; i < strategy->param_count; i++) {
         dtrain_param *p = &strategy->params[i], *storage = p->state.storage;
         dtrain__entry *entry = &layout->entries[i];
-        const dtrain__bucket *bucket = layout->entries[i].bucket;
-        if (p->flags & DTRAIN_PARAM_BUFFER) strategy->has_buffers = true;
+        const dtrain__bucket *bucket = entry->bucket;
         if (!p->value) {
             entry->lends_value = true;
             if (storage != p) p->value = storage->value;
@@ -152,9 +151,11 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
                                     dtrain_comm_rank(strategy->comm)));
     DTRAIN__TRY(dtrain__ways_layout(layout, a));
     const size_t each = layout->owners ? (size_t)layout->ranks : layout->compression ? 2 : 1;
+    const size_t tally = dtrain__tally_count(&strategy->desc, count);
     strategy->works_per_bucket = each;
     strategy->shards = (dtrain_shard *)dtrain__alloc(a, count, sizeof *strategy->shards, "shards");
-    if (!strategy->shards) return DTRAIN_ERROR_MEMORY;
+    strategy->sums = (float *)dtrain__alloc(a, tally, sizeof *strategy->sums, "sums of weights");
+    if (!strategy->shards || !strategy->sums) return DTRAIN_ERROR_MEMORY;
     strategy->works =
         (dtrain_work **)dtrain__alloc(a, count, 2 * each * sizeof *strategy->works, "handles");
     if (!strategy->works) return DTRAIN_ERROR_MEMORY;
@@ -175,9 +176,6 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
         if (block == DTRAIN__HOST) memset(memory, 0, bytes);
         layout->memory[block] = (char *)memory;
     }
-    const size_t tally = dtrain__tally_count(&strategy->desc, count);
-    strategy->sums = (float *)dtrain__alloc(a, tally, sizeof *strategy->sums, "sums of weights");
-    if (!strategy->sums) return DTRAIN_ERROR_MEMORY;
     DTRAIN__TRY(dtrain_comm_alloc(strategy->comm, sizeof(double) + tally * sizeof(float), &memory));
     strategy->sum_squares = (double *)memory;
     strategy->tally = (float *)(void *)(strategy->sum_squares + 1);

@@ -108,7 +108,7 @@ static dtrain__unit *dtrain__unit_at(dtrain_strategy *strategy, size_t u)
     return u < layout->unit_count ? &layout->units[u] : &layout->shared;
 }
 
-/* COMING -> HERE. */
+/* COMING -> HERE: wait for the collectives, and convert what travelled rounded. */
 static dtrain_result dtrain__unit_wait(dtrain_strategy *strategy, dtrain__unit *unit)
 {
     const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
@@ -126,7 +126,7 @@ static dtrain_result dtrain__unit_wait(dtrain_strategy *strategy, dtrain__unit *
     return DTRAIN_OK;
 }
 
-/* HERE -> SHOWN, or back. */
+/* HERE -> SHOWN, or back: set the parameters' pointers. */
 static void dtrain__unit_show(dtrain_strategy *strategy, dtrain__unit *unit, bool shown)
 {
     dtrain__show_values(strategy, unit->trainable, shown);
@@ -135,7 +135,7 @@ static void dtrain__unit_show(dtrain_strategy *strategy, dtrain__unit *unit, boo
         unit->state = shown ? DTRAIN__UNIT_SHOWN : DTRAIN__UNIT_HERE;
 }
 
-/* Any state -> ABSENT. */
+/* Any state -> ABSENT, after the collectives under way. */
 static dtrain_result dtrain__unit_evict(dtrain_strategy *strategy, dtrain__unit *unit)
 {
     DTRAIN__TRY(dtrain__unit_wait(strategy, unit));
@@ -155,7 +155,7 @@ static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, const dtrain_
     return dtrain__unit_evict(strategy, &strategy->layout.units[before]);
 }
 
-/* ABSENT -> COMING. A unit without sharded values takes no slot. */
+/* ABSENT -> COMING: start the collectives. A unit without sharded values takes no slot. */
 static dtrain_result dtrain__unit_fetch(dtrain_strategy *strategy, dtrain__unit *unit)
 {
     const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
@@ -190,8 +190,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint
     return dtrain__unit_fetch(strategy, &layout->units[next]);
 }
 
-/* Show unit number `at`, which has been brought, or take its pointers away. Its values stay in the
- * slot until that is wanted; a use after release is noticed by the NULL. */
+/* Show unit number `at`, which has been brought, or set its pointers to NULL, so that a use after
+ * release is noticed; its values stay in the slot until another unit takes it. */
 DTRAIN__PRIVATE void dtrain__show_unit(dtrain_strategy *strategy, uint32_t at, bool shown)
 {
     if (!strategy->layout.shards.params) return;
@@ -216,9 +216,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Tell where the tape finds a parameter's value of the type `dtype`: true, and *low is its address
- * (NULL in a plan), where a gather brings it so. *passing: the value is there only while its unit
- * is gathered. */
+/* Tell whether gathers bring a parameter's value as `dtype`; *low is then its address (NULL in a
+ * plan). *passing: the value is there only while its unit is gathered. */
 DTRAIN__PRIVATE bool dtrain__gathered_as(const dtrain__layout *layout, const dtrain_param *storage,
                                          uint32_t dtype, const void **low, bool *passing)
 {

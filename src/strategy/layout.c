@@ -83,7 +83,7 @@ static void dtrain__lay_owners(dtrain__layout *layout, int64_t *load)
     }
 }
 
-/* Prepare the next bucket of the table; dtrain__bucket_close counts it when it has members. */
+/* Begin the next bucket of the table; dtrain__bucket_close counts it, if it has members. */
 static dtrain__bucket *dtrain__bucket_new(dtrain__layout *layout, uint32_t unit, bool trainable,
                                           bool sharded)
 {
@@ -418,8 +418,8 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
     for (int i = 0; i < 2; i++) layout->bounce[i] = dtrain__carve(layout, DTRAIN__HOST, longest);
 }
 
-/* Count the elements of parameter i that lie in [first, first + count) of a bucket; *low is where
- * they begin there. 0 or less: none, or it is an alias or elsewhere. */
+/* Count the elements of parameter i that lie in [first, first + count) of a bucket, and set *low to
+ * where they begin in it. 0 or less: there are none, or i is an alias or in another bucket. */
 DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtrain__bucket *bucket,
                                         size_t i, int64_t first, int64_t count, int64_t *low)
 {

@@ -6,7 +6,8 @@
  *     dtrain__unit      the buckets that are gathered and released together
  *     dtrain__layout    all of them, for this rank; made by strategy/layout.c
  *
- * "Storage": the entry whose value and gradient an alias shares; of other entries, themselves. */
+ * The storage of an alias is the entry whose value and gradient it shares; every other entry is its
+ * own storage. */
 
 #pragma once
 
@@ -41,24 +42,23 @@ typedef struct dtrain__entry {
     bool marked;                   /* ready was called in this backward */
     bool seen;                     /* ready was called in this step */
     bool warned;                   /* its missing gradient has been reported */
-    bool lends_value; /* value points to memory of the library, and becomes NULL in destroy */
-    bool lends_grad;  /* grad does */
+    bool lends_value; /* value points to memory of the library; destroy makes it NULL */
+    bool lends_grad;  /* the same of grad */
     /* Of storages alone: */
     uint32_t unit;    /* index of their unit, NONE when several units use them */
     uint32_t uses;    /* trainable entries that share this gradient, set by dtrain__lay_out */
-    uint32_t pending; /* those not yet marked in this backward: = uses in dtrain__rewind, then each
-                         dtrain__mark counts one down */
+    uint32_t pending; /* those not yet marked in this backward */
     int64_t offset;   /* first element within the bucket */
     float *own_value; /* memory of the library for a value that is whole, or NULL */
-    bool absent;      /* no rank is known to have had a gradient of it in the last step */
+    bool absent;      /* as far as is known, no rank had a gradient of it in the last step */
 } dtrain__entry;
 
 typedef struct dtrain__bucket {
     uint32_t unit;     /* index of its unit, or NONE: several units use it, or it is cut by size */
     bool trainable;    /* false: frozen values of a unit, which are gathered and never reduced */
     bool sharded;      /* each rank updates a shard of it */
-    bool shards_grads; /* its gradients are made whole in a buffer, and what is reduced of them is
-                          kept elsewhere, as a shard: so it travels in every backward */
+    bool shards_grads; /* its gradients are made whole in a buffer, and the reduced shard is kept
+                          elsewhere: so it travels in every backward */
     int64_t count;     /* elements, padding included */
     int64_t shard_first, shard_count; /* this rank's shard; of whole buckets everything */
     int64_t slice_first, slice_count; /* the elements that this rank exchanges with `comm`: all of
@@ -67,7 +67,7 @@ typedef struct dtrain__bucket {
     uint32_t first_param, last_param; /* range of indices that contains every member */
     int64_t *cuts;                    /* (ranks + 1) ZERO3: first element of each rank's shard */
     uint32_t uses, pending;           /* as in dtrain__entry, summed over all members */
-    uint32_t stage;                   /* of its gradients on their way: DTRAIN__REDUCE_IDLE ... */
+    uint32_t stage;                   /* how far its gradients are: DTRAIN__REDUCE_IDLE ... */
     dtrain_work **reduces, **gathers; /* (works_per_bucket) collectives under way, or NULL */
     struct dtrain__compressed *compressed; /* what compression keeps (ways_internal.h), or NULL */
     float *values, *grads;                 /* (count) */
@@ -103,7 +103,7 @@ typedef struct dtrain__unit {
     dtrain__unit_state before; /* a read of whole parameters, which come through the same slots */
 } dtrain__unit;
 
-/* Buffers that units use in turns, unit u number u % 2; as long as the largest unit needs. */
+/* Two buffers that units use in turns, unit u number u % 2; as long as the largest unit needs. */
 typedef struct dtrain__turns {
     float *values[2], *grads[2];
     uint16_t *low_values[2], *low_grads[2]; /* NULL for fp32 */

@@ -14,9 +14,9 @@
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
-/* Add the squares of the shards in host memory, or of the others, to total (1), which is in the
- * same memory as they are. All ranks that share a copy of the model have what is not sharded: the
- * first of them counts it. */
+/* Add the squares of the shards in host memory, or of those on the device, to total (1), which is
+ * in the same memory. Gradients that are not sharded are on all ranks that share a copy of the
+ * model: the first of these ranks counts them. */
 static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host, double *total)
 {
     const dtrain__layout *layout = &strategy->layout;

@@ -1,7 +1,8 @@
 /* Offload: shards in host memory
  *
- * The roads of gradients and values know five calls of it: put and get of a gradient shard, vacate
- * and settle of what was put, bring of a value shard.
+ * Five calls serve road.c, gather.c and ways/: host_put and host_get copy a gradient shard to and
+ * from host memory, host_vacate and host_settle wait for copies to it, host_bring copies a value
+ * shard to the device.
  *
  *     compute   .. backward 2 . reduce . backward 1 . reduce . backward 0 .... | finish
  *     down                            | put shard of 2       | put shard of 1 ...
@@ -27,8 +28,8 @@ static dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, dtrain_str
     return DTRAIN__ORDER(device, event_wait, strategy->offload.order, later);
 }
 
-/* Hold the host up until the event has happened, at most until the deadline. A dead rank is the
- * communicator's to report. */
+/* Let the host wait until the event has happened, at most until the deadline. The communicator
+ * reports dead ranks. */
 static dtrain_result dtrain__event_await(const dtrain_strategy *strategy, dtrain_event *event)
 {
     dtrain_device *device = strategy->device;
@@ -82,7 +83,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__host_put(dtrain_strategy *strategy, dtrain
     return DTRAIN__ORDER(device, event_record, offload->arrived[i], offload->down);
 }
 
-/* Queue sum (device memory) = grad_shard, with everything that was put there. */
+/* Queue a copy of grad_shard, with everything that was put there, to sum (device memory). */
 DTRAIN__PRIVATE dtrain_result dtrain__host_get(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                                float *sum)
 {
@@ -99,7 +100,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__host_vacate(dtrain_strategy *strategy)
     return dtrain__stream_follow(strategy, NULL, strategy->offload.down);
 }
 
-/* End a backward: all buffers are free, and after the last one the shards are complete. */
+/* End a backward: make all buffers free and, after the last one of a step, wait until the shards
+ * are complete. */
 DTRAIN__PRIVATE dtrain_result dtrain__host_settle(dtrain_strategy *strategy)
 {
     dtrain__offload *offload = &strategy->offload;
@@ -112,7 +114,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__host_settle(dtrain_strategy *strategy)
 }
 
 /* Queue a copy of a value shard to its place among the gathered values: behind the kernels that use
- * the unit before in the slot, and ahead of the collective. */
+ * the unit that had the slot, and ahead of the collective. */
 DTRAIN__PRIVATE dtrain_result dtrain__host_bring(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     return strategy->device->ops->copy_async(
@@ -199,9 +201,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__update_up(dtrain_strategy *strategy, float
                                    DTRAIN_COPY_HOST_TO_DEVICE, strategy->offload.up);
 }
 
-/* Count the bytes of an optimizer's states of parameter i, where it works. In host memory that
- * includes a master copy of values that are on the device, and *stage grows to what one of the two
- * stages needs for gradients that are: a piece of them, or with `whole` all. */
+/* Count the bytes of an optimizer's states of parameter i. With offload that includes a master copy
+ * of values that are on the device, and for gradients that are on the device *stage grows to the
+ * elements that one of the two stages holds: a piece of them, or with `whole` all. */
 DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size_t i, size_t states,
                                               bool whole, int64_t *stage)
 {

@@ -22,10 +22,11 @@
  *     5 dtrain_strategy_publish     DDP: nothing to do                   all-gather of shards
  *
  * Why it cannot deadlock: every rank starts the collectives of a backward in the order of buckets
- * 0, 1, 2, ..., in whatever order it calls ready, and starting one never waits. A bucket that is
- * complete early waits for those before it. In DDP a bucket has one collective. Where its way has
- * several, a later one starts when the one before happens to be done, which differs between ranks:
- * so each step has a communicator of its own, on which all buckets go in their order.
+ * 0, 1, 2, ..., whatever the order in which it calls ready, and starting one never waits. A bucket
+ * that is complete early waits for those before it. In DDP a bucket has one collective. Where it
+ * has several in a row, the next one starts when the one before is done, at a moment that differs
+ * between ranks: so each step of a way has a communicator of its own, on which all buckets go in
+ * their order.
  *
  * Why the bits depend neither on the kind nor on overlap, bucket size or copying: each element is
  * the sum over the ranks, in rank order, times 1/N, wherever it lies. (Where nodes are summed first
@@ -44,17 +45,17 @@ static dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to);
 
 /* ---- Before a backward ------------------------------------------------------------------------*/
 
-/* Set the counters for a new backward, or a new step: `pending` counts what mark will count down,
- * of each gradient and of each bucket. grad_written tells the next backward to add to a gradient:
- * cleared in every backward where the reduced shard is kept elsewhere, for whole gradients when the
- * step ends. */
+/* Prepare a new backward, or (step_done) a new step. `pending`, of each gradient and each bucket,
+ * is the number of calls of ready to come; dtrain__mark counts it down. grad_written tells the next
+ * backward to add to a gradient: it is cleared in every backward where the reduced shard is kept
+ * elsewhere, and for whole gradients when the step ends. */
 DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
 {
     dtrain__layout *layout = &strategy->layout;
     for (size_t i = 0; i < strategy->param_count; i++) {
         dtrain__entry *entry = &layout->entries[i];
         entry->marked = false;
-        if (step_done) entry->seen = false;
+        entry->seen = entry->seen && !step_done;
         entry->pending = entry->uses;
         if (step_done || (entry->bucket && entry->bucket->shards_grads))
             strategy->params[i].state.grad_written = false;
@@ -68,22 +69,23 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
     strategy->accumulated = !step_done;
     strategy->entered = false;
     strategy->weight = 1;
-    if (step_done) strategy->weights = 0;
-    if (step_done) strategy->passes = 0;
+    if (!step_done) return;
+    strategy->weights = 0;
+    strategy->passes = 0;
 }
 
 /* ---- 1. Ready ---------------------------------------------------------------------------------*/
 
-/* Tell whether a bucket travels in this backward. Whole gradients add up on each rank until the
- * last micro-batch of a step, and travel in that alone; gradients of which a rank keeps only a
- * shard travel in every backward. */
+/* Tell whether a bucket is reduced in this backward. Whole gradients add up on each rank until the
+ * last micro-batch of a step; gradients of which a rank keeps only a shard are reduced in every
+ * backward. */
 static bool dtrain__travels(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     return bucket->trainable && (bucket->shards_grads || !strategy->more);
 }
 
-/* Copy a gradient from an array of the host's own into its bucket, or back; do nothing for one that
- * lives in the bucket. */
+/* Copy a gradient from an array of the host's own into its bucket, or back. One that lives in the
+ * bucket stays there. */
 static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_param *storage,
                                        bool back)
 {
@@ -95,8 +97,8 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
                               back ? inside : storage->grad, bytes);
 }
 
-/* Count a final gradient: constant time, no list is searched. It moves into its bucket when the
- * last of the aliases that share it is marked. */
+/* Count a final gradient, in constant time. It moves into its bucket when the last of the aliases
+ * that share it is marked; then every bucket that is complete may be launched. */
 static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -160,7 +162,7 @@ DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, b
 
 /* ---- 2. Launch --------------------------------------------------------------------------------*/
 
-/* Launch complete buckets below `end` in their order, up to the first that waits for a gradient. */
+/* Launch buckets below `end` in their order, up to the first that is not complete. */
 static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t end)
 {
     for (; strategy->launched < end; strategy->launched++) {
@@ -174,8 +176,8 @@ static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t en
 
 /* ---- 3. Reduce --------------------------------------------------------------------------------*/
 
-/* Return the steps of the way of whole or of sharded buckets, as ways.c has chosen them: in DDP the
- * all-reduce below and nothing else. */
+/* Return the way of whole or of sharded buckets: its steps, as ways.c has chosen them, and a NULL.
+ * In DDP the only step is the all-reduce below. */
 static const dtrain__step *const *dtrain__way_of(const dtrain_strategy *strategy, bool sharded)
 {
     const bool compressed = strategy->sync_count >= strategy->compressed_from;
@@ -184,7 +186,7 @@ static const dtrain__step *const *dtrain__way_of(const dtrain_strategy *strategy
                                        : DTRAIN__WHOLE];
 }
 
-/* Return step number `stage` of a bucket's way, from 1; NULL: it has no such step. */
+/* Return step number `stage` of a bucket's way, counted from 1; NULL: there are fewer. */
 static const dtrain__step *dtrain__step_of(const dtrain_strategy *strategy,
                                            const dtrain__bucket *bucket, uint32_t stage)
 {
@@ -192,7 +194,8 @@ static const dtrain__step *dtrain__step_of(const dtrain_strategy *strategy,
     return step && step->last_only && strategy->more ? NULL : step;
 }
 
-/* Wait for the collectives of a bucket's step, end the step and begin the next one, if any. */
+/* Wait for the collectives of a bucket's step, end the step and begin the next one, if any. In DDP:
+ * wait for the all-reduce. */
 static dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     if (bucket->stage == DTRAIN__REDUCED) return DTRAIN_OK;
@@ -204,17 +207,17 @@ static dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, dtrain__buc
     return next ? next->begin(strategy, bucket) : DTRAIN_OK;
 }
 
-/* Tell whether the second and later steps of ways start in lockstep: at launches and in finish
- * only, which come in the same order on every rank. NCCL runs collectives in the order in which
- * they were started: if that depended on which of them happen to be done, ranks would wait for each
- * other in a circle. */
+/* Tell whether second and later steps start in lockstep: only at launches and in finish, which come
+ * in the same order on every rank. NCCL runs collectives in the order in which they were started:
+ * if ranks started a step whenever the one before is done, their orders would differ, and they
+ * would wait for each other in a circle. */
 static bool dtrain__in_lockstep(const dtrain_strategy *strategy)
 {
     return strategy->comm->ops->launch_ordered &&
            (dtrain__way_of(strategy, false)[1] || dtrain__way_of(strategy, true)[1]);
 }
 
-/* Take all buckets under way, below `end`, one step further, waiting for those that they make. */
+/* Take the buckets under way below `end` one step further, waiting for the step that each is at. */
 static dtrain_result dtrain__advance(dtrain_strategy *strategy, size_t end)
 {
     for (size_t b = strategy->oldest; b < end; b++)
@@ -222,7 +225,8 @@ static dtrain_result dtrain__advance(dtrain_strategy *strategy, size_t end)
     return DTRAIN_OK;
 }
 
-/* Begin the first step of a bucket's way; in lockstep, after the buckets under way. */
+/* Begin the first step of a bucket's way; in lockstep, first take the buckets under way a step
+ * further. */
 static dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     if (dtrain__in_lockstep(strategy)) DTRAIN__TRY(dtrain__advance(strategy, strategy->launched));
@@ -231,9 +235,9 @@ static dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, dtrain__buc
     return first->begin ? first->begin(strategy, bucket) : DTRAIN_OK;
 }
 
-/* Test the buckets under way, and take those whose collectives are done one step further. Never
- * waits. Without a progress thread collectives move only in such calls; each costs two readings of
- * the clock and one cache line per rank, at every ready, which are a layer's backward apart. A
+/* Test the buckets under way, and take those whose collectives are done one step further, without
+ * waiting. There is no progress thread: collectives move only in such calls, one at every ready,
+ * which are a layer's backward apart; each reads the clock twice and one cache line per rank. A
  * bucket begins a step only after all buckets before it have. */
 static dtrain_result dtrain__progress(dtrain_strategy *strategy)
 {
@@ -303,12 +307,11 @@ DTRAIN__PRIVATE dtrain_reduce_op dtrain__level_op(const dtrain_strategy *strateg
 DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                             float *x, int64_t count)
 {
-    const float factor = 1.0f / (float)strategy->layout.all;
     dtrain_axpby_args mean;
     if (count == 0 || !dtrain__sums_first(strategy, bucket)) return DTRAIN_OK;
     memset(&mean, 0, sizeof mean);
     mean.count = count;
-    mean.a = factor;
+    mean.a = 1.0f / (float)strategy->layout.all;
     mean.x = mean.y = x;
     mean.dtype = DTRAIN_DTYPE_F32;
     return strategy->device->ops->axpby(strategy->device, &mean);
@@ -367,8 +370,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_end(dtrain_strategy *strategy,
 
 /* ---- 4. Finish --------------------------------------------------------------------------------*/
 
-/* Complete a bucket that waits for marks: a gradient that an earlier micro-batch or another use has
- * written counts as it is, any other one is zero. */
+/* Complete a bucket in which not all gradients were marked: one that an earlier micro-batch or
+ * another use has written counts as it is, any other one is zero. */
 static dtrain_result dtrain__close_bucket(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -386,8 +389,8 @@ static dtrain_result dtrain__close_bucket(dtrain_strategy *strategy, dtrain__buc
     return DTRAIN_OK;
 }
 
-/* Close and launch buckets up to `end`, one by one: two buckets may share a buffer, which may be
- * zeroed for the second one only after the first one has been launched. */
+/* Complete and launch the buckets below `end`, one by one: two buckets may share a buffer, which
+ * may be zeroed for the second only after the first has been launched. */
 static dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end)
 {
     while (strategy->launched < end) {
@@ -398,8 +401,8 @@ static dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end
 }
 
 /* Report parameters for which ready was not called in this step, at most eight by name. A warning
- * names a parameter once; a rank without samples misses nothing. All buckets have been launched
- * before, so no other rank waits for this one. */
+ * names a parameter once; on a rank without samples nothing is missing. All buckets have been
+ * launched, so no other rank waits for this one. */
 static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
 {
     const char *const call = "dtrain_strategy_finish";
@@ -445,11 +448,11 @@ static dtrain_result dtrain__return_grads(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Average the model's buffers (DTRAIN_PARAM_BUFFER) over the ranks: running averages are linear, so
- * that the mean of the ranks' own averages is the average over all their batches. */
+/* Average the model's buffers (DTRAIN_PARAM_BUFFER) over the ranks. Running averages are linear:
+ * the mean of the ranks' averages is the average over all their batches. */
 static dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
 {
-    for (size_t i = 0; strategy->has_buffers && i < strategy->param_count; i++) {
+    for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
         dtrain_work *work = NULL;
         if (!(p->flags & DTRAIN_PARAM_BUFFER) || p->state.storage != p) continue;
@@ -460,12 +463,12 @@ static dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* End a backward. The order of these calls matters: units that this rank's backward has stepped
- * over are walked, and all buckets launched, before ranks exchange which gradients are missing; all
- * are waited for before a missing one is reported. So a step that fails for a missing gradient has
- * made the same collectives as one that succeeds, and the next step finds all ranks at the same
- * place. Units that were fetched ahead are waited for, because the update overwrites the shards
- * that their collectives read. */
+/* End a backward. The order of these calls matters. Ranks exchange which gradients are missing
+ * after each has walked the units that its backward has stepped over and launched all buckets, and
+ * an error for a missing one is returned after all buckets were waited for. So a step that fails
+ * for a missing gradient has made the same collectives as one that succeeds, and the next step
+ * finds all ranks at the same place. Units that were fetched ahead are waited for, because the
+ * update overwrites the shards that their collectives read. */
 static dtrain_result dtrain__finish(dtrain_strategy *strategy)
 {
     dtrain_result missing = DTRAIN_OK;
@@ -516,8 +519,8 @@ DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
 
 /* ---- 5. Publish -------------------------------------------------------------------------------*/
 
-/* Gather whole values of which each rank has updated a shard (ZERO1, SHARD_GRAD_OP). Values that
- * are kept in shards are only evicted from their slots: the next gather brings the new ones. */
+/* Gather values that are kept whole and were updated in shards (ZERO1, SHARD_GRAD_OP). Where values
+ * are kept in shards, evict the old ones from their slots: the next gather brings the new ones. */
 DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
 {
     DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_strategy_publish"));
@@ -539,22 +542,21 @@ DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
  *     shards                                     3             2             1, 0
  *
  * A forward inside a backward (activation checkpointing) does not say where it will end, and a rank
- * that has stepped over units cannot know how far the others have come. So on every rank it walks
- * back to the unit behind the first that it gathers: both are in their slots then. A forward of
- * more than two units needs the last of them to be gathered for backward before. */
+ * that has stepped over units cannot know how far the others have come. So on every rank the walk
+ * goes to the unit behind the first one that this forward gathers: both are in their slots then. A
+ * forward of more than two units needs the last of them to be gathered for backward before. */
 
 /* Tell whether the kind walks units (not DDP, not ZERO1). Then a unit's gradients are launched when
- * backward comes to the next unit, and those of no unit in finish: a rank that launched a bucket as
- * soon as it is complete would be ahead of a rank that lacks a gradient and has to close it. */
+ * backward comes to the next unit, and those of no unit in finish. If a rank launched a bucket as
+ * soon as it is complete, it would be ahead of a rank that lacks a gradient of it. */
 static bool dtrain__walks(const dtrain_strategy *strategy)
 {
     return strategy->layout.shards.params || strategy->layout.shards.grads;
 }
 
-/* Wait until the gradients of bucket b have left the buffer in which they were made. Usually they
- * have when the bucket is reduced. With replicas, the step between nodes works on the shard, not on
- * the buffer, unless this result is yet to be added to the shard, rounded or copied to the host:
- * then the first step is enough. */
+/* Wait until the gradients of bucket b have left the buffer in which they were made: until the
+ * bucket is reduced. With replicas the first step is enough where the step between nodes works on
+ * the shard, that is, unless the result has yet to be added to it, rounded or copied to the host. */
 static dtrain_result dtrain__vacate_buffer(dtrain_strategy *strategy, size_t b)
 {
     const bool on_host = strategy->layout.grads_on_host;
@@ -571,8 +573,8 @@ static dtrain_result dtrain__vacate_buffer(dtrain_strategy *strategy, size_t b)
     return DTRAIN_OK;
 }
 
-/* Give the alternating buffer to a unit: wait until the gradients of the unit that had it, two
- * units later in the model, have left it. A unit without gradients needs no buffer. */
+/* Give a unit its alternating buffer: wait until the gradients of the unit that had it, two units
+ * later in the model, have left it. A unit without gradients needs no buffer. */
 static dtrain_result dtrain__claim_buffer(dtrain_strategy *strategy, uint32_t unit)
 {
     const dtrain__unit *units = strategy->layout.units;
@@ -584,7 +586,7 @@ static dtrain_result dtrain__claim_buffer(dtrain_strategy *strategy, uint32_t un
                                  (size_t)(units[before].trainable - strategy->layout.buckets));
 }
 
-/* Close and launch the gradients of units from `first` on: their backward is over. */
+/* Complete and launch the gradients of units from `first` on, whose backward is over. */
 static dtrain_result dtrain__close_units(dtrain_strategy *strategy, uint32_t first)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -598,9 +600,8 @@ static dtrain_result dtrain__close_units(dtrain_strategy *strategy, uint32_t fir
 /* Walk backward down to the unit `to`. Each unit on the way starts the same collectives on every
  * rank, whatever gradients a rank has or lacks: the gradients of the units behind it are reduced,
  * its values gathered, those of the next one fetched. So a rank may step over units, or end early:
- * its next gather, or finish, makes up for them. A forward inside this backward may have taken the
- * slot of the unit that backward has come to: then it did so on all ranks, and the unit is brought
- * again. */
+ * its next gather, or finish, walks them. If a forward inside this backward has taken the slot of
+ * the unit that backward has come to, it did so on all ranks, and the unit is brought again. */
 static dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)
 {
     uint32_t at = strategy->backward;
@@ -618,8 +619,8 @@ static dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)
     return DTRAIN_OK;
 }
 
-/* Find the index of a unit. A host walks from one neighbour to the next: searching from there makes
- * it constant time. */
+/* Find the index of a unit. The search begins at the unit gathered last and its neighbours, so that
+ * it takes constant time in a pass. */
 static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -633,9 +634,9 @@ static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
     return DTRAIN__NONE;
 }
 
-/* Check that a unit is due: a forward pass begins with the first and goes on to the next or, to
- * make activations again, to an earlier one; backward goes back, and may step over units. Once it
- * has begun, no unit behind the one that it has come to is due. */
+/* Check that a unit is due. A forward begins with the first unit and goes on to the next one or, to
+ * recompute activations, to an earlier one. Backward goes to earlier units, and may step over some;
+ * once it has begun, no unit behind the one that it has come to is due. */
 static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id,
                                          dtrain_pass pass)
 {

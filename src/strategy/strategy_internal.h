@@ -87,7 +87,6 @@ struct dtrain_strategy {
     dtrain_compression_desc compression; /* what desc.compression points to, if it is not NULL */
     dtrain_param *params;                /* the host's */
     size_t param_count;
-    bool has_buffers; /* a parameter is a DTRAIN_PARAM_BUFFER */
     dtrain__layout layout;
 
     /* The step under way. */
@@ -101,15 +100,15 @@ struct dtrain_strategy {
     uint32_t passes;          /* backwards that were finished in this step */
     int64_t unit;             /* samples that weigh 1 (weights.c); 0: not agreed on yet */
     bool taped;               /* a tape was made for this strategy */
-    bool unsure;              /* only the tally says whether `empty` and `absent` are right */
     bool empty;               /* the last step had no samples */
+    bool unsure;              /* `empty` and `absent` are of this rank: the tally must be read */
     uint64_t sync_count;      /* steps that were reduced */
     uint32_t in_buffer[2];    /* unit whose gradients are in the alternating buffer, or NONE */
     uint32_t slots[2];        /* unit whose values are in the slot, or NONE */
     uint32_t position;        /* unit gathered last, NONE before a pass */
     uint32_t backward;        /* unit that this backward has come to, NONE before it */
     bool entered;             /* that unit was gathered for this backward, and not yet released */
-    dtrain_result failure;    /* error of communicator or device: every later call returns it */
+    dtrain_result failure;    /* of communicator or device: every later call returns it */
     char failure_text[DTRAIN__ERROR_BYTES];
     const char *torn; /* the call that failed while it replaced values; NULL: none */
 

@@ -19,8 +19,8 @@
  *     | sum of weights | of each parameter: how many ranks had a gradient of it |
  *
  * The tally stays in device memory, where the correction reads it. A rank with samples and all
- * gradients knows that the step has samples and that no gradient is absent; on other ranks the host
- * waits for the tally and reads it. */
+ * gradients knows without it that the step has samples and that no gradient is absent; on other
+ * ranks the host waits for the tally and reads it. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
@@ -33,8 +33,7 @@ DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, siz
 
 /* ---- Weights ----------------------------------------------------------------------------------*/
 
-/* Tell whether the next backward has others in its step, here or on other ranks, to be weighed
- * with. */
+/* Tell whether the step has further backwards, here or on other ranks, so that weights matter. */
 static bool dtrain__weighs(const dtrain_strategy *strategy)
 {
     return strategy->desc.average == DTRAIN_AVERAGE_SAMPLES &&
@@ -70,8 +69,8 @@ DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
     return (float)(dtrain__samples_count(samples) / (double)strategy->unit);
 }
 
-/* Give the backward under way the weight of its loss, which is a mean over samples. The gradient of
- * the loss is to be their number over the unit, which is returned; 0: 1, as it is. */
+/* Give the backward under way the weight of its loss, which is a mean over samples. Return the unit
+ * by which the tape divides the number of samples to get the gradient of the loss; 0: it is 1. */
 DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
                                            const dtrain__samples *samples)
 {
@@ -112,8 +111,8 @@ DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float
 
 /* ---- The tally --------------------------------------------------------------------------------*/
 
-/* Set count elements of the tally. The value travels in the kernel's arguments: a copy would read
- * host memory later. */
+/* Set count elements of the tally by a kernel, which has the value in its arguments: a queued copy
+ * would read host memory later. */
 static dtrain_result dtrain__tally_set(dtrain_strategy *strategy, size_t first, size_t count,
                                        float value)
 {
@@ -126,7 +125,7 @@ static dtrain_result dtrain__tally_set(dtrain_strategy *strategy, size_t first, 
     return strategy->device->ops->axpby(strategy->device, &fill);
 }
 
-/* Note the storages of which no entry had a gradient on this rank in this step. */
+/* Note which storages had no gradient on this rank in this step, by none of their entries. */
 static void dtrain__note_absent(dtrain_strategy *strategy)
 {
     dtrain__entry *entries = strategy->layout.entries;
@@ -149,7 +148,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
     const dtrain_device_ops *ops = strategy->device->ops;
     const dtrain__entry *entries = strategy->layout.entries;
     const size_t count = dtrain__tally_count(&strategy->desc, strategy->param_count);
-    if (strategy->device_weight) { /* absent gradients are the same in every replay */
+    if (strategy->device_weight) { /* a replayed step: absent gradients are always the same */
         DTRAIN__TRY(ops->copy(strategy->device, strategy->tally, strategy->device_weight,
                               sizeof(float), DTRAIN_COPY_DEVICE_TO_DEVICE));
     } else {
@@ -211,7 +210,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
 
 /* Find out whether the last step had no samples (*empty), and of which parameters no rank had a
  * gradient (dtrain__entry.absent). The host waits for the tally where this rank alone cannot know.
- * In a step that is being recorded nothing changes: it is like those before it. */
+ * A step that is being recorded has the answers of the step before it. */
 DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy, bool *empty)
 {
     const size_t count = dtrain__tally_count(&strategy->desc, strategy->param_count);
