@@ -3561,43 +3561,29 @@ typedef struct dtrain_optimizer_tensor {
                      is 0, and of Muon */
 } dtrain_optimizer_tensor;
 
-/* AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019), one fused pass over
- * all tensors:
- *   g = grad * grad_scale; m = b1 m + (1-b1) g; v = b2 v + (1-b2) g g
+/* One fused pass over all tensors, with g = grad * grad_scale:
+ *
+ * AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019)
+ *   m = b1 m + (1-b1) g; v = b2 v + (1-b2) g g
  *   value = value (1 - lr*weight_decay) - lr (m / correction1) / (sqrt(v / correction2) + epsilon)
- * with correction_i = 1 - b_i^step given by the caller. scalars, if given, replace lr (by theirs
- * times lr_scale), the corrections and grad_scale, and can skip the step. */
-typedef struct dtrain_adamw_args {
+ *   with correction_i = 1 - b_i^step given by the caller
+ * SGD as PyTorch defines it
+ *   g += weight_decay*value; m = momentum*m + g (m = g on the first step)
+ *   value = value - lr * (nesterov ? g + momentum*m : m)
+ * Lion (Chen et al., 2023); the sign of 0, and of NaN, is 0
+ *   value = value (1 - lr*weight_decay) - lr sign(b1 m + (1-b1) g); m = b2 m + (1-b2) g
+ *
+ * scalars, if given, replace lr (by theirs times lr_scale), the corrections and grad_scale, and can
+ * skip the step. */
+typedef struct dtrain_optimizer_args {
     size_t tensor_count;
     const dtrain_optimizer_tensor *tensors; /* host memory */
-    float lr, beta1, beta2, epsilon, correction1, correction2, grad_scale;
+    float lr, beta1, beta2, epsilon, correction1, correction2, momentum, grad_scale;
+    bool nesterov, first;
     const dtrain_step_scalars *scalars; /* device memory, or NULL */
     float lr_scale;                     /* of the rate in scalars */
-} dtrain_adamw_args;
-
-/* SGD as PyTorch defines it:
- *   g = grad * grad_scale + weight_decay*value; buf = momentum*buf + g (buf = g on the first step)
- *   value = value - lr * (nesterov ? g + momentum*buf : buf) */
-typedef struct dtrain_sgd_args {
-    size_t tensor_count;
-    const dtrain_optimizer_tensor *tensors; /* host memory */
-    float lr, momentum, grad_scale;
-    bool nesterov, first;
-    const dtrain_step_scalars *scalars; /* as in dtrain_adamw_args */
-    float lr_scale;
-} dtrain_sgd_args;
-
-/* Lion (Chen et al., 2023):
- *   g = grad * grad_scale
- *   value = value (1 - lr*weight_decay) - lr sign(b1 m + (1-b1) g); m = b2 m + (1-b2) g
- * The sign of 0, and of NaN, is 0. */
-typedef struct dtrain_lion_args {
-    size_t tensor_count;
-    const dtrain_optimizer_tensor *tensors; /* host memory */
-    float lr, beta1, beta2, grad_scale;
-    const dtrain_step_scalars *scalars; /* as in dtrain_adamw_args */
-    float lr_scale;
-} dtrain_lion_args;
+} dtrain_optimizer_args;
+typedef dtrain_optimizer_args dtrain_adamw_args, dtrain_sgd_args, dtrain_lion_args;
 
 /* The elementwise stages of Muon, each a call; optim/muon.c has all of it, with gemm between them:
  *   MOMENTUM    g = grad * grad_scale; m = momentum*m + g; x = nesterov ? g + momentum*m : m
@@ -3616,7 +3602,7 @@ typedef struct dtrain_muon_args {
     float lr, momentum, grad_scale, scale, epsilon;
     bool nesterov;
     const double *sum_squares;          /* (1) device memory */
-    const dtrain_step_scalars *scalars; /* as in dtrain_adamw_args */
+    const dtrain_step_scalars *scalars; /* as in dtrain_optimizer_args */
     float lr_scale;
 } dtrain_muon_args;
 
@@ -8474,6 +8460,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char
 
 /* device/device.c */
 DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
+DTRAIN__PRIVATE dtrain_result dtrain__product(dtrain_device *device, uint32_t flags, int64_t m,
+                                              int64_t n, int64_t k, float alpha, const float *a,
+                                              const float *b, float beta, float *c);
 
 /* The kernels in the order of dtrain_device_ops. L: of layers, which DTRAIN_PARTS leaves out. */
 /* clang-format off */
@@ -16141,27 +16130,6 @@ static dtrain_result dtrain__powersgd_init(const dtrain_compression_desc *how,
                               (size_t)bucket->q_count * sizeof(float));
 }
 
-/* Compute the rows of c (m, n) = a b, all three packed. */
-static dtrain_result dtrain__product(dtrain_device *device, uint32_t flags, int64_t m, int64_t n,
-                                     int64_t k, const float *a, const float *b, float *c)
-{
-    dtrain_gemm_args args;
-    memset(&args, 0, sizeof args);
-    args.flags = flags;
-    args.m = m;
-    args.n = n;
-    args.k = k;
-    args.alpha = 1;
-    args.a = a;
-    args.b = b;
-    args.c = c;
-    args.lda = flags & DTRAIN_GEMM_TRANS_A ? m : k;
-    args.ldb = flags & DTRAIN_GEMM_TRANS_B ? k : n;
-    args.ldc = n;
-    args.a_dtype = args.b_dtype = args.c_dtype = DTRAIN_DTYPE_F32;
-    return device->ops->gemm(device, &args);
-}
-
 /* Add factor * x to y (count elements each). */
 static dtrain_result dtrain__add_scaled(dtrain_device *device, int64_t count, float factor,
                                         const float *x, float *y)
@@ -16194,12 +16162,12 @@ static dtrain_result dtrain__powersgd_compress(const dtrain_compression_desc *ho
         dtrain_add_args add = {tensor->count, tensor->grad,     f.m,
                                f.m,           DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32};
         if (round == 1) {
-            DTRAIN__TRY(dtrain__product(device, DTRAIN_GEMM_TRANS_A, f.columns, f.rank, f.rows, f.m,
-                                        f.p, f.q));
+            DTRAIN__TRY(dtrain__product(device, DTRAIN_GEMM_TRANS_A, f.columns, f.rank, f.rows, 1,
+                                        f.m, f.p, 0, f.q));
             continue;
         }
         if (tensor->residual) DTRAIN__TRY(device->ops->add(device, &add));
-        DTRAIN__TRY(dtrain__product(device, 0, f.rows, f.rank, f.columns, f.m, f.q, f.p));
+        DTRAIN__TRY(dtrain__product(device, 0, f.rows, f.rank, f.columns, 1, f.m, f.q, 0, f.p));
     }
     return DTRAIN_OK;
 }
@@ -16231,8 +16199,8 @@ static dtrain_result dtrain__powersgd_decompress(const dtrain_compression_desc *
             DTRAIN__TRY(device->ops->orthogonalize(device, &args));
             continue;
         }
-        DTRAIN__TRY(dtrain__product(device, DTRAIN_GEMM_TRANS_B, f.rows, f.columns, f.rank, f.p,
-                                    f.q, tensor->grad));
+        DTRAIN__TRY(dtrain__product(device, DTRAIN_GEMM_TRANS_B, f.rows, f.columns, f.rank, 1, f.p,
+                                    f.q, 0, tensor->grad));
         if (tensor->residual)
             DTRAIN__TRY(dtrain__add_scaled(device, tensor->count, -1, tensor->grad, f.m));
     }
@@ -21565,21 +21533,6 @@ struct dtrain_optimizer {
     int64_t *missed;    /* (param_count) steps in which nobody had a gradient of a parameter */
 };
 
-/* Arguments of one optimizer call: all tensors of a group or, with offload, one piece of one tensor
- * on the CPU. */
-typedef struct dtrain__group_step {
-    dtrain_device *device;
-    const dtrain_optimizer_desc *desc;
-    const dtrain_optimizer_tensor *tensors; /* (count) */
-    const dtrain_shard *const *sources;     /* (count) */
-    size_t count;
-    dtrain_step_scalars now; /* the numbers of this step, or ... */
-    const dtrain_step_scalars
-        *device_scalars; /* ... where they are when the kernel runs, or NULL */
-    const dtrain__muon *muon;
-    uint64_t step; /* how many updates these tensors have had */
-} dtrain__group_step;
-
 /* optim/scaler.c */
 DTRAIN__PRIVATE dtrain_result dtrain__scaler_fill(dtrain_loss_scaler *scaler, const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__check_scalable(const dtrain_strategy *strategy,
@@ -21608,7 +21561,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__groups_make(dtrain_optimizer *optimizer,
 /* optim/muon.c */
 DTRAIN__PRIVATE size_t dtrain__muon_layout(const dtrain_optimizer *optimizer, float *memory,
                                            dtrain__muon *muon);
-DTRAIN__PRIVATE dtrain_result dtrain__step_muon(const dtrain__group_step *step);
+DTRAIN__PRIVATE dtrain_result dtrain__step_muon(dtrain_device *device, const dtrain__muon *muon,
+                                                const dtrain_shard *const *sources,
+                                                const dtrain_optimizer_args *step);
 
 /* ---- loss scaling
  *
@@ -21827,58 +21782,6 @@ static dtrain_step_scalars dtrain__group_scalars(const dtrain_optimizer_desc *de
     return scalars;
 }
 
-/* Call AdamW's kernel. A beta2 of 1 leaves second moments as they are. */
-static dtrain_result dtrain__step_adamw(const dtrain__group_step *step)
-{
-    const dtrain_optimizer_desc *desc = step->desc;
-    dtrain_adamw_args args;
-    memset(&args, 0, sizeof args);
-    args.tensor_count = step->count;
-    args.tensors = step->tensors;
-    args.lr = step->now.lr;
-    args.beta1 = desc->beta1;
-    args.beta2 = desc->variance_steps > 0 && step->step >= desc->variance_steps ? 1 : desc->beta2;
-    args.epsilon = desc->epsilon;
-    args.correction1 = step->now.correction1;
-    args.correction2 = step->now.correction2;
-    args.grad_scale = step->now.grad_scale;
-    args.scalars = step->device_scalars;
-    args.lr_scale = desc->lr_scale;
-    return step->device->ops->adamw(step->device, &args);
-}
-
-/* Call SGD's kernel. The first step fills the buffer with the gradient itself, as torch does. */
-static dtrain_result dtrain__step_sgd(const dtrain__group_step *step)
-{
-    dtrain_sgd_args args;
-    memset(&args, 0, sizeof args);
-    args.tensor_count = step->count;
-    args.tensors = step->tensors;
-    args.lr = step->now.lr;
-    args.momentum = step->desc->momentum;
-    args.grad_scale = step->now.grad_scale;
-    args.nesterov = step->desc->nesterov;
-    args.first = step->step == 0;
-    args.scalars = step->device_scalars;
-    args.lr_scale = step->desc->lr_scale;
-    return step->device->ops->sgd(step->device, &args);
-}
-
-static dtrain_result dtrain__step_lion(const dtrain__group_step *step)
-{
-    dtrain_lion_args args;
-    memset(&args, 0, sizeof args);
-    args.tensor_count = step->count;
-    args.tensors = step->tensors;
-    args.lr = step->now.lr;
-    args.beta1 = step->desc->beta1;
-    args.beta2 = step->desc->beta2;
-    args.grad_scale = step->now.grad_scale;
-    args.scalars = step->device_scalars;
-    args.lr_scale = step->desc->lr_scale;
-    return step->device->ops->lion(step->device, &args);
-}
-
 /* Update `count` tensors of a group from number `at` on, all of which have had the same number of
  * updates; with `piece`, which stands for a part of tensor `at`, update that part on the CPU. */
 static dtrain_result dtrain__group_update(const dtrain_optimizer *optimizer,
@@ -21887,21 +21790,32 @@ static dtrain_result dtrain__group_update(const dtrain_optimizer *optimizer,
                                           const dtrain_optimizer_tensor *piece, size_t at,
                                           size_t count)
 {
-    dtrain__group_step step;
-    step.device = piece ? dtrain__update_device(optimizer->strategy) : optimizer->device;
-    step.desc = &group->desc;
-    step.tensors = piece ? piece : optimizer->tensors + at;
-    step.sources = optimizer->sources + at;
-    step.count = count;
-    step.step = dtrain__updates_of(optimizer, at);
-    step.now = dtrain__group_scalars(&group->desc, step.step, lr, grad_scale);
-    step.device_scalars = device_scalars;
-    step.muon = &optimizer->muon;
-    switch (group->desc.kind) {
-    case DTRAIN_OPTIMIZER_ADAMW: return dtrain__step_adamw(&step);
-    case DTRAIN_OPTIMIZER_SGD: return dtrain__step_sgd(&step);
-    case DTRAIN_OPTIMIZER_LION: return dtrain__step_lion(&step);
-    default: return dtrain__step_muon(&step);
+    const dtrain_optimizer_desc *desc = &group->desc;
+    const uint64_t updates = dtrain__updates_of(optimizer, at);
+    const dtrain_step_scalars now = dtrain__group_scalars(desc, updates, lr, grad_scale);
+    dtrain_device *device = piece ? dtrain__update_device(optimizer->strategy) : optimizer->device;
+    dtrain_optimizer_args args;
+    memset(&args, 0, sizeof args);
+    args.tensor_count = count;
+    args.tensors = piece ? piece : optimizer->tensors + at;
+    args.lr = now.lr;
+    args.beta1 = desc->beta1;
+    /* a beta2 of 1 leaves second moments as they are */
+    args.beta2 = desc->variance_steps && updates >= desc->variance_steps ? 1 : desc->beta2;
+    args.epsilon = desc->epsilon;
+    args.correction1 = now.correction1;
+    args.correction2 = now.correction2;
+    args.momentum = desc->momentum;
+    args.grad_scale = grad_scale;
+    args.nesterov = desc->nesterov;
+    args.first = updates == 0; /* SGD's buffer begins as the gradient itself, as in torch */
+    args.scalars = device_scalars;
+    args.lr_scale = desc->lr_scale;
+    switch (desc->kind) {
+    case DTRAIN_OPTIMIZER_ADAMW: return device->ops->adamw(device, &args);
+    case DTRAIN_OPTIMIZER_SGD: return device->ops->sgd(device, &args);
+    case DTRAIN_OPTIMIZER_LION: return device->ops->lion(device, &args);
+    default: return dtrain__step_muon(device, &optimizer->muon, optimizer->sources + at, &args);
     }
 }
 
@@ -22455,30 +22369,6 @@ DTRAIN__PRIVATE size_t dtrain__muon_layout(const dtrain_optimizer *optimizer, fl
     return (size_t)(sum + 2 * square + 2 * most);
 }
 
-/* Compute c (rows, columns) = alpha op(a) b + beta c in fp32; a, b and c are stored without gaps,
- * and op transposes a, or b, if the flags say so. */
-static dtrain_result dtrain__muon_product(dtrain_device *device, uint32_t flags, int64_t rows,
-                                          int64_t columns, int64_t inner, float alpha,
-                                          const float *a, const float *b, float beta, float *c)
-{
-    dtrain_gemm_args args;
-    memset(&args, 0, sizeof args);
-    args.flags = flags;
-    args.m = rows;
-    args.n = columns;
-    args.k = inner;
-    args.alpha = alpha;
-    args.beta = beta;
-    args.a = a;
-    args.b = b;
-    args.c = c;
-    args.lda = flags & DTRAIN_GEMM_TRANS_A ? rows : inner;
-    args.ldb = flags & DTRAIN_GEMM_TRANS_B ? inner : columns;
-    args.ldc = columns;
-    args.a_dtype = args.b_dtype = args.c_dtype = DTRAIN_DTYPE_F32;
-    return device->ops->gemm(device, &args);
-}
-
 /* Make muon->x (rows, columns), of norm 1, nearly orthogonal. Each iteration reads x and writes y,
  * and they change places. */
 static dtrain_result dtrain__orthogonal(dtrain_device *device, dtrain__muon *muon, int64_t rows,
@@ -22491,13 +22381,13 @@ static dtrain_result dtrain__orthogonal(dtrain_device *device, dtrain__muon *muo
     const uint32_t flags = wide ? DTRAIN_GEMM_TRANS_B : DTRAIN_GEMM_TRANS_A;
     for (int i = 0; i < DTRAIN__MUON_ITERATIONS; i++) {
         float *x = muon->x, *y = muon->y, *gram = muon->gram, *square = muon->square;
-        DTRAIN__TRY(dtrain__muon_product(device, flags, k, k, other, 1, x, x, 0, gram));
+        DTRAIN__TRY(dtrain__product(device, flags, k, k, other, 1, x, x, 0, gram));
         DTRAIN__TRY(device->ops->copy(device, square, gram, (size_t)(k * k) * sizeof(float),
                                       DTRAIN_COPY_DEVICE_TO_DEVICE));
-        DTRAIN__TRY(dtrain__muon_product(device, 0, k, k, k, c, gram, gram, b, square));
+        DTRAIN__TRY(dtrain__product(device, 0, k, k, k, c, gram, gram, b, square));
         DTRAIN__TRY(device->ops->copy(device, y, x, bytes, DTRAIN_COPY_DEVICE_TO_DEVICE));
-        DTRAIN__TRY(dtrain__muon_product(device, 0, rows, columns, k, 1, wide ? square : x,
-                                         wide ? x : square, a, y));
+        DTRAIN__TRY(dtrain__product(device, 0, rows, columns, k, 1, wide ? square : x,
+                                    wide ? x : square, a, y));
         muon->x = y;
         muon->y = x;
     }
@@ -22506,28 +22396,27 @@ static dtrain_result dtrain__orthogonal(dtrain_device *device, dtrain__muon *muo
 
 /* Update one matrix. A step that a number in device memory tells to skip leaves momentum and value
  * as they are. */
-static dtrain_result dtrain__muon_matrix(const dtrain__group_step *step, size_t i)
+static dtrain_result dtrain__muon_matrix(dtrain_device *device, dtrain__muon muon,
+                                         const dtrain_param *param,
+                                         const dtrain_optimizer_tensor *tensor,
+                                         const dtrain_optimizer_args *step)
 {
-    const dtrain_optimizer_tensor *tensor = &step->tensors[i];
-    const dtrain_param *param = step->sources[i]->param;
     const int64_t rows = param->shape[0], columns = param->count / rows;
-    dtrain_device *device = step->device;
-    dtrain__muon muon = *step->muon;
     dtrain_muon_args args;
     dtrain_sum_args sum;
     memset(&args, 0, sizeof args);
     args.stage = DTRAIN_MUON_MOMENTUM;
     args.tensor = tensor;
     args.x = muon.x;
-    args.lr = step->now.lr;
-    args.momentum = step->desc->momentum;
-    args.grad_scale = step->now.grad_scale;
+    args.lr = step->lr;
+    args.momentum = step->momentum;
+    args.grad_scale = step->grad_scale;
     args.scale = (float)sqrt(rows > columns ? (double)rows / (double)columns : 1);
-    args.epsilon = step->desc->epsilon;
-    args.nesterov = step->desc->nesterov;
+    args.epsilon = step->epsilon;
+    args.nesterov = step->nesterov;
     args.sum_squares = muon.sum;
-    args.scalars = step->device_scalars;
-    args.lr_scale = step->desc->lr_scale;
+    args.scalars = step->scalars;
+    args.lr_scale = step->lr_scale;
     DTRAIN__TRY(device->ops->muon(device, &args));
     memset(&sum, 0, sizeof sum);
     sum.count = tensor->count;
@@ -22545,9 +22434,13 @@ static dtrain_result dtrain__muon_matrix(const dtrain__group_step *step, size_t 
     return device->ops->muon(device, &args);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__step_muon(const dtrain__group_step *step)
+/* Update the matrices of one call; sources are the shards of the tensors. */
+DTRAIN__PRIVATE dtrain_result dtrain__step_muon(dtrain_device *device, const dtrain__muon *muon,
+                                                const dtrain_shard *const *sources,
+                                                const dtrain_optimizer_args *step)
 {
-    for (size_t i = 0; i < step->count; i++) DTRAIN__TRY(dtrain__muon_matrix(step, i));
+    for (size_t i = 0; i < step->tensor_count; i++)
+        DTRAIN__TRY(dtrain__muon_matrix(device, *muon, sources[i]->param, &step->tensors[i], step));
     return DTRAIN_OK;
 }
 
@@ -33323,6 +33216,25 @@ DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory)
            !device->ops->is_device_memory(device, memory);
 }
 
+/* Compute c (m, n) = alpha op(a) op(b) + beta c in fp32. All three are stored without gaps, and op
+ * transposes a or b if the flags, those of dtrain_gemm_args, say so. */
+DTRAIN__PRIVATE dtrain_result dtrain__product(dtrain_device *device, uint32_t flags, int64_t m,
+                                              int64_t n, int64_t k, float alpha, const float *a,
+                                              const float *b, float beta, float *c)
+{
+    dtrain_gemm_args args;
+    memset(&args, 0, sizeof args);
+    args.flags = flags;
+    args.m = m, args.n = n, args.k = k;
+    args.alpha = alpha, args.beta = beta;
+    args.a = a, args.b = b, args.c = c;
+    args.lda = flags & DTRAIN_GEMM_TRANS_A ? m : k;
+    args.ldb = flags & DTRAIN_GEMM_TRANS_B ? k : n;
+    args.ldc = n;
+    args.a_dtype = args.b_dtype = args.c_dtype = DTRAIN_DTYPE_F32;
+    return device->ops->gemm(device, &args);
+}
+
 DTRAIN_API dtrain_result dtrain_device_query(dtrain_device *device, dtrain_device_info *info)
 {
     if (!device || !info)
@@ -33618,11 +33530,9 @@ typedef struct dtrain__kernels {
     DTRAIN__RANGES(DTRAIN__RANGE, DTRAIN__RANGE, DTRAIN__RANGE)
 } dtrain__kernels;
 
-/* One tensor of an optimizer step, and the numbers of this step. One of the first four is set. */
+/* One tensor of an optimizer step, and the numbers of this step. One of the first two is set. */
 typedef struct dtrain__update {
-    const dtrain_adamw_args *adamw;
-    const dtrain_sgd_args *sgd;
-    const dtrain_lion_args *lion;
+    const dtrain_optimizer_args *args;
     const dtrain_muon_args *muon;
     const dtrain_optimizer_tensor *tensor;
     dtrain_step_scalars now;
@@ -34508,40 +34418,34 @@ static dtrain_result dtrain__cpu_update(dtrain_device *device, dtrain__update *u
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_adamw(dtrain_device *device,
-                                                const dtrain_adamw_args *args)
+static dtrain_result dtrain__cpu_optimizer(dtrain_device *device, const dtrain_optimizer_args *args,
+                                           dtrain__range_fn range)
 {
     dtrain__update update;
     memset(&update, 0, sizeof update);
-    update.adamw = args;
+    update.args = args;
     update.now.lr = args->lr;
     update.now.correction1 = args->correction1;
     update.now.correction2 = args->correction2;
     update.now.grad_scale = args->grad_scale;
     return dtrain__cpu_update(device, &update, args->tensor_count, args->tensors, args->scalars,
-                              args->lr_scale, dtrain__cpu_kernels(device)->adamw);
+                              args->lr_scale, range);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_adamw(dtrain_device *device,
+                                                const dtrain_adamw_args *args)
+{
+    return dtrain__cpu_optimizer(device, args, dtrain__cpu_kernels(device)->adamw);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_sgd(dtrain_device *device, const dtrain_sgd_args *args)
 {
-    dtrain__update update;
-    memset(&update, 0, sizeof update);
-    update.sgd = args;
-    update.now.lr = args->lr;
-    update.now.grad_scale = args->grad_scale;
-    return dtrain__cpu_update(device, &update, args->tensor_count, args->tensors, args->scalars,
-                              args->lr_scale, dtrain__cpu_kernels(device)->sgd);
+    return dtrain__cpu_optimizer(device, args, dtrain__cpu_kernels(device)->sgd);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_lion(dtrain_device *device, const dtrain_lion_args *args)
 {
-    dtrain__update update;
-    memset(&update, 0, sizeof update);
-    update.lion = args;
-    update.now.lr = args->lr;
-    update.now.grad_scale = args->grad_scale;
-    return dtrain__cpu_update(device, &update, args->tensor_count, args->tensors, args->scalars,
-                              args->lr_scale, dtrain__cpu_kernels(device)->lion);
+    return dtrain__cpu_optimizer(device, args, dtrain__cpu_kernels(device)->lion);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_muon(dtrain_device *device, const dtrain_muon_args *args)
@@ -37145,7 +37049,7 @@ DTRAIN__KERNEL_AS(axpby)
 DTRAIN__KERNEL(adamw)
 {
     const dtrain__update *update = (const dtrain__update *)job->args;
-    const dtrain_adamw_args *a = update->adamw;
+    const dtrain_adamw_args *a = update->args;
     const dtrain_optimizer_tensor *t = update->tensor;
     const dtrain__v grad_scale = dtrain__vset(update->now.grad_scale);
     const dtrain__v epsilon = dtrain__vset(a->epsilon);
@@ -37170,7 +37074,7 @@ DTRAIN__KERNEL(adamw)
 DTRAIN__KERNEL(sgd)
 {
     const dtrain__update *update = (const dtrain__update *)job->args;
-    const dtrain_sgd_args *a = update->sgd;
+    const dtrain_sgd_args *a = update->args;
     const dtrain_optimizer_tensor *t = update->tensor;
     const dtrain__v grad_scale = dtrain__vset(update->now.grad_scale);
     const dtrain__v momentum = dtrain__vset(a->momentum), lr = dtrain__vset(-update->now.lr);
@@ -37193,7 +37097,7 @@ DTRAIN__KERNEL(sgd)
 DTRAIN__KERNEL(lion)
 {
     const dtrain__update *update = (const dtrain__update *)job->args;
-    const dtrain_lion_args *a = update->lion;
+    const dtrain_lion_args *a = update->args;
     const dtrain_optimizer_tensor *t = update->tensor;
     const dtrain__v grad_scale = dtrain__vset(update->now.grad_scale), zero = dtrain__vset(0);
     const dtrain__v beta1 = dtrain__vset(a->beta1), rest1 = dtrain__vset(1 - a->beta1);

@@ -333,43 +333,29 @@ typedef struct dtrain_optimizer_tensor {
                      is 0, and of Muon */
 } dtrain_optimizer_tensor;
 
-/* AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019), one fused pass over
- * all tensors:
- *   g = grad * grad_scale; m = b1 m + (1-b1) g; v = b2 v + (1-b2) g g
+/* One fused pass over all tensors, with g = grad * grad_scale:
+ *
+ * AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019)
+ *   m = b1 m + (1-b1) g; v = b2 v + (1-b2) g g
  *   value = value (1 - lr*weight_decay) - lr (m / correction1) / (sqrt(v / correction2) + epsilon)
- * with correction_i = 1 - b_i^step given by the caller. scalars, if given, replace lr (by theirs
- * times lr_scale), the corrections and grad_scale, and can skip the step. */
-typedef struct dtrain_adamw_args {
+ *   with correction_i = 1 - b_i^step given by the caller
+ * SGD as PyTorch defines it
+ *   g += weight_decay*value; m = momentum*m + g (m = g on the first step)
+ *   value = value - lr * (nesterov ? g + momentum*m : m)
+ * Lion (Chen et al., 2023); the sign of 0, and of NaN, is 0
+ *   value = value (1 - lr*weight_decay) - lr sign(b1 m + (1-b1) g); m = b2 m + (1-b2) g
+ *
+ * scalars, if given, replace lr (by theirs times lr_scale), the corrections and grad_scale, and can
+ * skip the step. */
+typedef struct dtrain_optimizer_args {
     size_t tensor_count;
     const dtrain_optimizer_tensor *tensors; /* host memory */
-    float lr, beta1, beta2, epsilon, correction1, correction2, grad_scale;
+    float lr, beta1, beta2, epsilon, correction1, correction2, momentum, grad_scale;
+    bool nesterov, first;
     const dtrain_step_scalars *scalars; /* device memory, or NULL */
     float lr_scale;                     /* of the rate in scalars */
-} dtrain_adamw_args;
-
-/* SGD as PyTorch defines it:
- *   g = grad * grad_scale + weight_decay*value; buf = momentum*buf + g (buf = g on the first step)
- *   value = value - lr * (nesterov ? g + momentum*buf : buf) */
-typedef struct dtrain_sgd_args {
-    size_t tensor_count;
-    const dtrain_optimizer_tensor *tensors; /* host memory */
-    float lr, momentum, grad_scale;
-    bool nesterov, first;
-    const dtrain_step_scalars *scalars; /* as in dtrain_adamw_args */
-    float lr_scale;
-} dtrain_sgd_args;
-
-/* Lion (Chen et al., 2023):
- *   g = grad * grad_scale
- *   value = value (1 - lr*weight_decay) - lr sign(b1 m + (1-b1) g); m = b2 m + (1-b2) g
- * The sign of 0, and of NaN, is 0. */
-typedef struct dtrain_lion_args {
-    size_t tensor_count;
-    const dtrain_optimizer_tensor *tensors; /* host memory */
-    float lr, beta1, beta2, grad_scale;
-    const dtrain_step_scalars *scalars; /* as in dtrain_adamw_args */
-    float lr_scale;
-} dtrain_lion_args;
+} dtrain_optimizer_args;
+typedef dtrain_optimizer_args dtrain_adamw_args, dtrain_sgd_args, dtrain_lion_args;
 
 /* The elementwise stages of Muon, each a call; optim/muon.c has all of it, with gemm between them:
  *   MOMENTUM    g = grad * grad_scale; m = momentum*m + g; x = nesterov ? g + momentum*m : m
@@ -388,7 +374,7 @@ typedef struct dtrain_muon_args {
     float lr, momentum, grad_scale, scale, epsilon;
     bool nesterov;
     const double *sum_squares;          /* (1) device memory */
-    const dtrain_step_scalars *scalars; /* as in dtrain_adamw_args */
+    const dtrain_step_scalars *scalars; /* as in dtrain_optimizer_args */
     float lr_scale;
 } dtrain_muon_args;
 

@@ -7,6 +7,9 @@
 
 /* device/device.c */
 DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
+DTRAIN__PRIVATE dtrain_result dtrain__product(dtrain_device *device, uint32_t flags, int64_t m,
+                                              int64_t n, int64_t k, float alpha, const float *a,
+                                              const float *b, float beta, float *c);
 
 /* The kernels in the order of dtrain_device_ops. L: of layers, which DTRAIN_PARTS leaves out. */
 /* clang-format off */

@@ -33,6 +33,7 @@
 #include "optim/optimizer.h"
 #include "device/backend.h"
 #include "device/device.h"
+#include "device/device_internal.h"
 
 #define DTRAIN__MUON_ITERATIONS 5
 
@@ -62,30 +63,6 @@ DTRAIN__PRIVATE size_t dtrain__muon_layout(const dtrain_optimizer *optimizer, fl
     return (size_t)(sum + 2 * square + 2 * most);
 }
 
-/* Compute c (rows, columns) = alpha op(a) b + beta c in fp32; a, b and c are stored without gaps,
- * and op transposes a, or b, if the flags say so. */
-static dtrain_result dtrain__muon_product(dtrain_device *device, uint32_t flags, int64_t rows,
-                                          int64_t columns, int64_t inner, float alpha,
-                                          const float *a, const float *b, float beta, float *c)
-{
-    dtrain_gemm_args args;
-    memset(&args, 0, sizeof args);
-    args.flags = flags;
-    args.m = rows;
-    args.n = columns;
-    args.k = inner;
-    args.alpha = alpha;
-    args.beta = beta;
-    args.a = a;
-    args.b = b;
-    args.c = c;
-    args.lda = flags & DTRAIN_GEMM_TRANS_A ? rows : inner;
-    args.ldb = flags & DTRAIN_GEMM_TRANS_B ? inner : columns;
-    args.ldc = columns;
-    args.a_dtype = args.b_dtype = args.c_dtype = DTRAIN_DTYPE_F32;
-    return device->ops->gemm(device, &args);
-}
-
 /* Make muon->x (rows, columns), of norm 1, nearly orthogonal. Each iteration reads x and writes y,
  * and they change places. */
 static dtrain_result dtrain__orthogonal(dtrain_device *device, dtrain__muon *muon, int64_t rows,
@@ -98,13 +75,13 @@ static dtrain_result dtrain__orthogonal(dtrain_device *device, dtrain__muon *muo
     const uint32_t flags = wide ? DTRAIN_GEMM_TRANS_B : DTRAIN_GEMM_TRANS_A;
     for (int i = 0; i < DTRAIN__MUON_ITERATIONS; i++) {
         float *x = muon->x, *y = muon->y, *gram = muon->gram, *square = muon->square;
-        DTRAIN__TRY(dtrain__muon_product(device, flags, k, k, other, 1, x, x, 0, gram));
+        DTRAIN__TRY(dtrain__product(device, flags, k, k, other, 1, x, x, 0, gram));
         DTRAIN__TRY(device->ops->copy(device, square, gram, (size_t)(k * k) * sizeof(float),
                                       DTRAIN_COPY_DEVICE_TO_DEVICE));
-        DTRAIN__TRY(dtrain__muon_product(device, 0, k, k, k, c, gram, gram, b, square));
+        DTRAIN__TRY(dtrain__product(device, 0, k, k, k, c, gram, gram, b, square));
         DTRAIN__TRY(device->ops->copy(device, y, x, bytes, DTRAIN_COPY_DEVICE_TO_DEVICE));
-        DTRAIN__TRY(dtrain__muon_product(device, 0, rows, columns, k, 1, wide ? square : x,
-                                         wide ? x : square, a, y));
+        DTRAIN__TRY(dtrain__product(device, 0, rows, columns, k, 1, wide ? square : x,
+                                    wide ? x : square, a, y));
         muon->x = y;
         muon->y = x;
     }
@@ -113,28 +90,27 @@ static dtrain_result dtrain__orthogonal(dtrain_device *device, dtrain__muon *muo
 
 /* Update one matrix. A step that a number in device memory tells to skip leaves momentum and value
  * as they are. */
-static dtrain_result dtrain__muon_matrix(const dtrain__group_step *step, size_t i)
+static dtrain_result dtrain__muon_matrix(dtrain_device *device, dtrain__muon muon,
+                                         const dtrain_param *param,
+                                         const dtrain_optimizer_tensor *tensor,
+                                         const dtrain_optimizer_args *step)
 {
-    const dtrain_optimizer_tensor *tensor = &step->tensors[i];
-    const dtrain_param *param = step->sources[i]->param;
     const int64_t rows = param->shape[0], columns = param->count / rows;
-    dtrain_device *device = step->device;
-    dtrain__muon muon = *step->muon;
     dtrain_muon_args args;
     dtrain_sum_args sum;
     memset(&args, 0, sizeof args);
     args.stage = DTRAIN_MUON_MOMENTUM;
     args.tensor = tensor;
     args.x = muon.x;
-    args.lr = step->now.lr;
-    args.momentum = step->desc->momentum;
-    args.grad_scale = step->now.grad_scale;
+    args.lr = step->lr;
+    args.momentum = step->momentum;
+    args.grad_scale = step->grad_scale;
     args.scale = (float)sqrt(rows > columns ? (double)rows / (double)columns : 1);
-    args.epsilon = step->desc->epsilon;
-    args.nesterov = step->desc->nesterov;
+    args.epsilon = step->epsilon;
+    args.nesterov = step->nesterov;
     args.sum_squares = muon.sum;
-    args.scalars = step->device_scalars;
-    args.lr_scale = step->desc->lr_scale;
+    args.scalars = step->scalars;
+    args.lr_scale = step->lr_scale;
     DTRAIN__TRY(device->ops->muon(device, &args));
     memset(&sum, 0, sizeof sum);
     sum.count = tensor->count;
@@ -152,8 +128,12 @@ static dtrain_result dtrain__muon_matrix(const dtrain__group_step *step, size_t 
     return device->ops->muon(device, &args);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__step_muon(const dtrain__group_step *step)
+/* Update the matrices of one call; sources are the shards of the tensors. */
+DTRAIN__PRIVATE dtrain_result dtrain__step_muon(dtrain_device *device, const dtrain__muon *muon,
+                                                const dtrain_shard *const *sources,
+                                                const dtrain_optimizer_args *step)
 {
-    for (size_t i = 0; i < step->count; i++) DTRAIN__TRY(dtrain__muon_matrix(step, i));
+    for (size_t i = 0; i < step->tensor_count; i++)
+        DTRAIN__TRY(dtrain__muon_matrix(device, *muon, sources[i]->param, &step->tensors[i], step));
     return DTRAIN_OK;
 }

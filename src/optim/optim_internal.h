@@ -52,21 +52,6 @@ struct dtrain_optimizer {
     int64_t *missed;    /* (param_count) steps in which nobody had a gradient of a parameter */
 };
 
-/* Arguments of one optimizer call: all tensors of a group or, with offload, one piece of one tensor
- * on the CPU. */
-typedef struct dtrain__group_step {
-    dtrain_device *device;
-    const dtrain_optimizer_desc *desc;
-    const dtrain_optimizer_tensor *tensors; /* (count) */
-    const dtrain_shard *const *sources;     /* (count) */
-    size_t count;
-    dtrain_step_scalars now; /* the numbers of this step, or ... */
-    const dtrain_step_scalars
-        *device_scalars; /* ... where they are when the kernel runs, or NULL */
-    const dtrain__muon *muon;
-    uint64_t step; /* how many updates these tensors have had */
-} dtrain__group_step;
-
 /* optim/scaler.c */
 DTRAIN__PRIVATE dtrain_result dtrain__scaler_fill(dtrain_loss_scaler *scaler, const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__check_scalable(const dtrain_strategy *strategy,
@@ -95,4 +80,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__groups_make(dtrain_optimizer *optimizer,
 /* optim/muon.c */
 DTRAIN__PRIVATE size_t dtrain__muon_layout(const dtrain_optimizer *optimizer, float *memory,
                                            dtrain__muon *muon);
-DTRAIN__PRIVATE dtrain_result dtrain__step_muon(const dtrain__group_step *step);
+DTRAIN__PRIVATE dtrain_result dtrain__step_muon(dtrain_device *device, const dtrain__muon *muon,
+                                                const dtrain_shard *const *sources,
+                                                const dtrain_optimizer_args *step);

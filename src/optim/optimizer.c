@@ -122,58 +122,6 @@ static dtrain_step_scalars dtrain__group_scalars(const dtrain_optimizer_desc *de
     return scalars;
 }
 
-/* Call AdamW's kernel. A beta2 of 1 leaves second moments as they are. */
-static dtrain_result dtrain__step_adamw(const dtrain__group_step *step)
-{
-    const dtrain_optimizer_desc *desc = step->desc;
-    dtrain_adamw_args args;
-    memset(&args, 0, sizeof args);
-    args.tensor_count = step->count;
-    args.tensors = step->tensors;
-    args.lr = step->now.lr;
-    args.beta1 = desc->beta1;
-    args.beta2 = desc->variance_steps > 0 && step->step >= desc->variance_steps ? 1 : desc->beta2;
-    args.epsilon = desc->epsilon;
-    args.correction1 = step->now.correction1;
-    args.correction2 = step->now.correction2;
-    args.grad_scale = step->now.grad_scale;
-    args.scalars = step->device_scalars;
-    args.lr_scale = desc->lr_scale;
-    return step->device->ops->adamw(step->device, &args);
-}
-
-/* Call SGD's kernel. The first step fills the buffer with the gradient itself, as torch does. */
-static dtrain_result dtrain__step_sgd(const dtrain__group_step *step)
-{
-    dtrain_sgd_args args;
-    memset(&args, 0, sizeof args);
-    args.tensor_count = step->count;
-    args.tensors = step->tensors;
-    args.lr = step->now.lr;
-    args.momentum = step->desc->momentum;
-    args.grad_scale = step->now.grad_scale;
-    args.nesterov = step->desc->nesterov;
-    args.first = step->step == 0;
-    args.scalars = step->device_scalars;
-    args.lr_scale = step->desc->lr_scale;
-    return step->device->ops->sgd(step->device, &args);
-}
-
-static dtrain_result dtrain__step_lion(const dtrain__group_step *step)
-{
-    dtrain_lion_args args;
-    memset(&args, 0, sizeof args);
-    args.tensor_count = step->count;
-    args.tensors = step->tensors;
-    args.lr = step->now.lr;
-    args.beta1 = step->desc->beta1;
-    args.beta2 = step->desc->beta2;
-    args.grad_scale = step->now.grad_scale;
-    args.scalars = step->device_scalars;
-    args.lr_scale = step->desc->lr_scale;
-    return step->device->ops->lion(step->device, &args);
-}
-
 /* Update `count` tensors of a group from number `at` on, all of which have had the same number of
  * updates; with `piece`, which stands for a part of tensor `at`, update that part on the CPU. */
 static dtrain_result dtrain__group_update(const dtrain_optimizer *optimizer,
@@ -182,21 +130,32 @@ static dtrain_result dtrain__group_update(const dtrain_optimizer *optimizer,
                                           const dtrain_optimizer_tensor *piece, size_t at,
                                           size_t count)
 {
-    dtrain__group_step step;
-    step.device = piece ? dtrain__update_device(optimizer->strategy) : optimizer->device;
-    step.desc = &group->desc;
-    step.tensors = piece ? piece : optimizer->tensors + at;
-    step.sources = optimizer->sources + at;
-    step.count = count;
-    step.step = dtrain__updates_of(optimizer, at);
-    step.now = dtrain__group_scalars(&group->desc, step.step, lr, grad_scale);
-    step.device_scalars = device_scalars;
-    step.muon = &optimizer->muon;
-    switch (group->desc.kind) {
-    case DTRAIN_OPTIMIZER_ADAMW: return dtrain__step_adamw(&step);
-    case DTRAIN_OPTIMIZER_SGD: return dtrain__step_sgd(&step);
-    case DTRAIN_OPTIMIZER_LION: return dtrain__step_lion(&step);
-    default: return dtrain__step_muon(&step);
+    const dtrain_optimizer_desc *desc = &group->desc;
+    const uint64_t updates = dtrain__updates_of(optimizer, at);
+    const dtrain_step_scalars now = dtrain__group_scalars(desc, updates, lr, grad_scale);
+    dtrain_device *device = piece ? dtrain__update_device(optimizer->strategy) : optimizer->device;
+    dtrain_optimizer_args args;
+    memset(&args, 0, sizeof args);
+    args.tensor_count = count;
+    args.tensors = piece ? piece : optimizer->tensors + at;
+    args.lr = now.lr;
+    args.beta1 = desc->beta1;
+    /* a beta2 of 1 leaves second moments as they are */
+    args.beta2 = desc->variance_steps && updates >= desc->variance_steps ? 1 : desc->beta2;
+    args.epsilon = desc->epsilon;
+    args.correction1 = now.correction1;
+    args.correction2 = now.correction2;
+    args.momentum = desc->momentum;
+    args.grad_scale = grad_scale;
+    args.nesterov = desc->nesterov;
+    args.first = updates == 0; /* SGD's buffer begins as the gradient itself, as in torch */
+    args.scalars = device_scalars;
+    args.lr_scale = desc->lr_scale;
+    switch (desc->kind) {
+    case DTRAIN_OPTIMIZER_ADAMW: return device->ops->adamw(device, &args);
+    case DTRAIN_OPTIMIZER_SGD: return device->ops->sgd(device, &args);
+    case DTRAIN_OPTIMIZER_LION: return device->ops->lion(device, &args);
+    default: return dtrain__step_muon(device, &optimizer->muon, optimizer->sources + at, &args);
     }
 }
 

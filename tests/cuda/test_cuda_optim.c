@@ -136,13 +136,21 @@ static void check_model(model *m, const oracle *o)
     CHECK(m->tensor_count > 0);
 }
 
-static dtrain_adamw_args adamw_args(const model *m)
+static dtrain_optimizer_args adamw_args(const model *m)
 {
-    dtrain_adamw_args args = {m->tensor_count, m->device, 0.01f, 0.9f, 0.99f, 1e-8f,
-                              0.19f,           0.0199f,   0.5f,  NULL, 1};
+    dtrain_optimizer_args args = {.tensor_count = m->tensor_count,
+                                  .tensors = m->device,
+                                  .lr = 0.01f,
+                                  .beta1 = 0.9f,
+                                  .beta2 = 0.99f,
+                                  .epsilon = 1e-8f,
+                                  .correction1 = 0.19f,
+                                  .correction2 = 0.0199f,
+                                  .grad_scale = 0.5f,
+                                  .lr_scale = 1};
     return args;
 }
-static oracle adamw_oracle(const dtrain_adamw_args *a)
+static oracle adamw_oracle(const dtrain_optimizer_args *a)
 {
     oracle o = {(double)a->lr,
                 (double)a->beta1,
@@ -165,7 +173,7 @@ static const int64_t large[] = {8191, 8192, 8193, 40003};
 
 static void check_adamw(model *m)
 {
-    dtrain_adamw_args args = adamw_args(m);
+    dtrain_optimizer_args args = adamw_args(m);
     const oracle o = adamw_oracle(&args);
     CHECK(gpu->ops->adamw(gpu, &args) == DTRAIN_OK);
     check_model(m, &o);
@@ -203,7 +211,7 @@ static void test_one_unaligned(void)
         if (which == 1) m->device[0].grad = moved;
         if (which == 2) m->device[0].m = moved;
         if (which == 3) m->device[0].v = moved;
-        dtrain_adamw_args args = adamw_args(m);
+        dtrain_optimizer_args args = adamw_args(m);
         const oracle o = adamw_oracle(&args);
         CHECK(gpu->ops->adamw(gpu, &args) == DTRAIN_OK);
         CHECK(gpu->ops->copy(gpu, from[which], moved, 8191 * sizeof(float),
@@ -216,8 +224,14 @@ static void test_one_unaligned(void)
 
 static void check_sgd(model *m, float momentum, bool nesterov, bool first)
 {
-    dtrain_sgd_args args = {m->tensor_count, m->device, 0.01f, momentum, 0.5f,
-                            nesterov,        first,     NULL,  1};
+    dtrain_optimizer_args args = {.tensor_count = m->tensor_count,
+                                  .tensors = m->device,
+                                  .lr = 0.01f,
+                                  .momentum = momentum,
+                                  .grad_scale = 0.5f,
+                                  .nesterov = nesterov,
+                                  .first = first,
+                                  .lr_scale = 1};
     const oracle o = {(double)args.lr,  0,    0,        0,     0,    0, (double)args.grad_scale,
                       (double)momentum, true, nesterov, first, false};
     for (size_t i = 0; i < m->tensor_count; i++) {
@@ -242,7 +256,8 @@ static void test_sgd(void)
         }
     /* without momentum there is no buffer to be first in */
     model *m = make(3, sizes, COUNT_OF(sizes), 0);
-    dtrain_sgd_args args = {3, m->device, 0.01f, 0, 0.5f, false, false, NULL, 1};
+    dtrain_optimizer_args args = {
+        .tensor_count = 3, .tensors = m->device, .lr = 0.01f, .grad_scale = 0.5f, .lr_scale = 1};
     const oracle o = {0.01, 0, 0, 0, 0, 0, 0.5, 0, true, false, true, false};
     for (int i = 0; i < 3; i++) m->host[i].m = m->device[i].m = m->device[i].v = NULL;
     CHECK(gpu->ops->sgd(gpu, &args) == DTRAIN_OK);
@@ -253,7 +268,13 @@ static void test_sgd(void)
 
 static void check_lion(model *m)
 {
-    const dtrain_lion_args args = {m->tensor_count, m->device, 0.01f, 0.9f, 0.99f, 0.5f, NULL, 1};
+    const dtrain_optimizer_args args = {.tensor_count = m->tensor_count,
+                                        .tensors = m->device,
+                                        .lr = 0.01f,
+                                        .beta1 = 0.9f,
+                                        .beta2 = 0.99f,
+                                        .grad_scale = 0.5f,
+                                        .lr_scale = 1};
     oracle o = {(double)args.lr,
                 (double)args.beta1,
                 (double)args.beta2,
@@ -281,7 +302,13 @@ static void test_lion(void)
     }
     model *m = make(2, sizes, COUNT_OF(sizes), 0);
     m->device[1].m = NULL;
-    const dtrain_lion_args args = {2, m->device, 0.01f, 0.9f, 0.99f, 0.5f, NULL, 1};
+    const dtrain_optimizer_args args = {.tensor_count = 2,
+                                        .tensors = m->device,
+                                        .lr = 0.01f,
+                                        .beta1 = 0.9f,
+                                        .beta2 = 0.99f,
+                                        .grad_scale = 0.5f,
+                                        .lr_scale = 1};
     CHECK(gpu->ops->lion(gpu, &args) == DTRAIN_ERROR_ARGUMENT);
     drop(m);
     gpu_close();
@@ -345,7 +372,7 @@ static void test_scalars(void)
     gpu_open();
     model *m = make(61, sizes, COUNT_OF(sizes), 0);
     dtrain_step_scalars *on = (dtrain_step_scalars *)gpu_give(&scalars, sizeof scalars, 0);
-    dtrain_adamw_args args = adamw_args(m);
+    dtrain_optimizer_args args = adamw_args(m);
     oracle o = adamw_oracle(&args);
     args.scalars = on;
     o.lr = 0.5, o.correction1 = 0.25, o.correction2 = 0.125, o.grad_scale = 2;
@@ -361,7 +388,13 @@ static void test_scalars(void)
     drop(m);
     m = make(61, sizes, COUNT_OF(sizes), 0);
     on = (dtrain_step_scalars *)gpu_give(&scalars, sizeof scalars, 0);
-    dtrain_sgd_args sgd = {61, m->device, 0.01f, 0.9f, 0.5f, false, false, on, 0.5f};
+    dtrain_optimizer_args sgd = {.tensor_count = 61,
+                                 .tensors = m->device,
+                                 .lr = 0.01f,
+                                 .momentum = 0.9f,
+                                 .grad_scale = 0.5f,
+                                 .scalars = on,
+                                 .lr_scale = 0.5f};
     const oracle sgd_o = {0.25, 0, 0, 0, 0, 0, 2, (double)0.9f, true, false, false, false};
     CHECK(gpu->ops->sgd(gpu, &sgd) == DTRAIN_OK);
     check_model(m, &sgd_o);
@@ -377,7 +410,7 @@ static void test_graph(void)
     gpu_open();
     model *m = make(130, sizes, COUNT_OF(sizes), 1);
     dtrain_step_scalars *on = (dtrain_step_scalars *)gpu_give(&scalars, sizeof scalars, 0);
-    dtrain_adamw_args args = adamw_args(m);
+    dtrain_optimizer_args args = adamw_args(m);
     oracle o = adamw_oracle(&args);
     args.scalars = on;
     CHECK(gpu->ops->graph_begin(gpu) == DTRAIN_OK);
@@ -404,7 +437,7 @@ static void check_cpu_bits(int shift, bool with_scalars)
     dtrain_step_scalars scalars = {0xfffffffffff0u, 0.01f, 0.19f, 0.0199f, 0.5f, 0, 0};
     dtrain_device *cpu;
     model *m = make(130, sizes, COUNT_OF(sizes), shift);
-    dtrain_adamw_args args = adamw_args(m);
+    dtrain_optimizer_args args = adamw_args(m);
     int64_t values = 0, different = 0;
     CHECK(dtrain_device_create(NULL, NULL, &cpu) == DTRAIN_OK);
     if (with_scalars)
@@ -444,7 +477,7 @@ static void test_errors(void)
 {
     gpu_open();
     model *m = make(3, sizes, COUNT_OF(sizes), 0);
-    dtrain_adamw_args args = adamw_args(m);
+    dtrain_optimizer_args args = adamw_args(m);
     m->device[1].v = NULL;
     CHECK(gpu->ops->adamw(gpu, &args) == DTRAIN_ERROR_ARGUMENT);
     CHECK(strstr(dtrain_last_error(), "tensor 1") != NULL);

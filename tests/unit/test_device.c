@@ -412,7 +412,7 @@ static void test_adamw(void)
         memset(fv, 0, (size_t)n * 4);
         for (int s = 0; s < 3; s++) {
             const dtrain_optimizer_tensor one = {n, 0.1f, w, grad[s], fm, fv};
-            dtrain_adamw_args a;
+            dtrain_optimizer_args a;
             memset(&a, 0, sizeof a);
             a.tensor_count = 1;
             a.tensors = &one;
@@ -452,7 +452,7 @@ static void test_sgd(void)
             memcpy(x, w0, (size_t)n * 4);
             for (int s = 0; s < 2; s++) {
                 const dtrain_optimizer_tensor one = {n, 0.01f, x, g[s], mode ? buffer : NULL, NULL};
-                dtrain_sgd_args a;
+                dtrain_optimizer_args a;
                 memset(&a, 0, sizeof a);
                 a.tensor_count = 1;
                 a.tensors = &one;
@@ -483,7 +483,13 @@ static void test_lion(void)
         memcpy(x, w0, (size_t)n * 4);
         memcpy(moment, m0, (size_t)n * 4);
         const dtrain_optimizer_tensor one = {n, 0.01f, x, g, moment, NULL};
-        const dtrain_lion_args a = {1, &one, 0.1f, 0.9f, 0.99f, 2, NULL, 1};
+        const dtrain_optimizer_args a = {.tensor_count = 1,
+                                         .tensors = &one,
+                                         .lr = 0.1f,
+                                         .beta1 = 0.9f,
+                                         .beta2 = 0.99f,
+                                         .grad_scale = 2,
+                                         .lr_scale = 1};
         CHECK(!devices[t]->ops->lion(devices[t], &a));
         CHECK(close_to(x, w, n, 1e-6) && close_to(moment, m, n, 1e-6));
         if (t == 1) memcpy(first, x, (size_t)n * 4);

@@ -564,14 +564,22 @@ static void test_optimizers(void)
                     {N, 0.1f, f32(value, side), f32(grad, side), f32(m, side), f32(v, side)},
                     {SMALL, 0, f32(one, side), f32(one_grad, side), f32(one_m, side),
                      f32(one_v, side)}};
-                const dtrain_adamw_args adamw = {2,    tensors, 0.01f, 0.9f,    0.99f, 1e-8f,
-                                                 0.1f, 0.01f,   0.5f,  scalars, 0.5f};
-                const dtrain_sgd_args sgd = {2,         tensors, 0.01f,   0.9f, 0.5f,
-                                             kind == 1, false,   scalars, 0.5f};
-                const dtrain_lion_args lion = {2, tensors, 0.01f, 0.9f, 0.99f, 0.5f, scalars, 0.5f};
-                CHECK((kind == 3   ? device->ops->lion(device, &lion)
-                       : kind == 2 ? device->ops->adamw(device, &adamw)
-                                   : device->ops->sgd(device, &sgd)) == DTRAIN_OK);
+                const dtrain_optimizer_args args = {.tensor_count = 2,
+                                                    .tensors = tensors,
+                                                    .lr = 0.01f,
+                                                    .beta1 = 0.9f,
+                                                    .beta2 = 0.99f,
+                                                    .epsilon = 1e-8f,
+                                                    .correction1 = 0.1f,
+                                                    .correction2 = 0.01f,
+                                                    .momentum = 0.9f,
+                                                    .grad_scale = 0.5f,
+                                                    .nesterov = kind == 1,
+                                                    .scalars = scalars,
+                                                    .lr_scale = 0.5f};
+                CHECK((kind == 3   ? device->ops->lion(device, &args)
+                       : kind == 2 ? device->ops->adamw(device, &args)
+                                   : device->ops->sgd(device, &args)) == DTRAIN_OK);
             }
             same(value, 2e-6, "value");
             same(m, 2e-6, "m");

@@ -146,40 +146,34 @@ static dtrain_result dtrain__cpu_update(dtrain_device *device, dtrain__update *u
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_adamw(dtrain_device *device,
-                                                const dtrain_adamw_args *args)
+static dtrain_result dtrain__cpu_optimizer(dtrain_device *device, const dtrain_optimizer_args *args,
+                                           dtrain__range_fn range)
 {
     dtrain__update update;
     memset(&update, 0, sizeof update);
-    update.adamw = args;
+    update.args = args;
     update.now.lr = args->lr;
     update.now.correction1 = args->correction1;
     update.now.correction2 = args->correction2;
     update.now.grad_scale = args->grad_scale;
     return dtrain__cpu_update(device, &update, args->tensor_count, args->tensors, args->scalars,
-                              args->lr_scale, dtrain__cpu_kernels(device)->adamw);
+                              args->lr_scale, range);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_adamw(dtrain_device *device,
+                                                const dtrain_adamw_args *args)
+{
+    return dtrain__cpu_optimizer(device, args, dtrain__cpu_kernels(device)->adamw);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_sgd(dtrain_device *device, const dtrain_sgd_args *args)
 {
-    dtrain__update update;
-    memset(&update, 0, sizeof update);
-    update.sgd = args;
-    update.now.lr = args->lr;
-    update.now.grad_scale = args->grad_scale;
-    return dtrain__cpu_update(device, &update, args->tensor_count, args->tensors, args->scalars,
-                              args->lr_scale, dtrain__cpu_kernels(device)->sgd);
+    return dtrain__cpu_optimizer(device, args, dtrain__cpu_kernels(device)->sgd);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_lion(dtrain_device *device, const dtrain_lion_args *args)
 {
-    dtrain__update update;
-    memset(&update, 0, sizeof update);
-    update.lion = args;
-    update.now.lr = args->lr;
-    update.now.grad_scale = args->grad_scale;
-    return dtrain__cpu_update(device, &update, args->tensor_count, args->tensors, args->scalars,
-                              args->lr_scale, dtrain__cpu_kernels(device)->lion);
+    return dtrain__cpu_optimizer(device, args, dtrain__cpu_kernels(device)->lion);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_muon(dtrain_device *device, const dtrain_muon_args *args)

@@ -13,6 +13,7 @@
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 #include "strategy/ways_internal.h"
+#include "device/device_internal.h"
 
 #define DTRAIN__TRACE 1e-20f
 
@@ -80,27 +81,6 @@ static dtrain_result dtrain__powersgd_init(const dtrain_compression_desc *how,
                               (size_t)bucket->q_count * sizeof(float));
 }
 
-/* Compute the rows of c (m, n) = a b, all three packed. */
-static dtrain_result dtrain__product(dtrain_device *device, uint32_t flags, int64_t m, int64_t n,
-                                     int64_t k, const float *a, const float *b, float *c)
-{
-    dtrain_gemm_args args;
-    memset(&args, 0, sizeof args);
-    args.flags = flags;
-    args.m = m;
-    args.n = n;
-    args.k = k;
-    args.alpha = 1;
-    args.a = a;
-    args.b = b;
-    args.c = c;
-    args.lda = flags & DTRAIN_GEMM_TRANS_A ? m : k;
-    args.ldb = flags & DTRAIN_GEMM_TRANS_B ? k : n;
-    args.ldc = n;
-    args.a_dtype = args.b_dtype = args.c_dtype = DTRAIN_DTYPE_F32;
-    return device->ops->gemm(device, &args);
-}
-
 /* Add factor * x to y (count elements each). */
 static dtrain_result dtrain__add_scaled(dtrain_device *device, int64_t count, float factor,
                                         const float *x, float *y)
@@ -133,12 +113,12 @@ static dtrain_result dtrain__powersgd_compress(const dtrain_compression_desc *ho
         dtrain_add_args add = {tensor->count, tensor->grad,     f.m,
                                f.m,           DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32};
         if (round == 1) {
-            DTRAIN__TRY(dtrain__product(device, DTRAIN_GEMM_TRANS_A, f.columns, f.rank, f.rows, f.m,
-                                        f.p, f.q));
+            DTRAIN__TRY(dtrain__product(device, DTRAIN_GEMM_TRANS_A, f.columns, f.rank, f.rows, 1,
+                                        f.m, f.p, 0, f.q));
             continue;
         }
         if (tensor->residual) DTRAIN__TRY(device->ops->add(device, &add));
-        DTRAIN__TRY(dtrain__product(device, 0, f.rows, f.rank, f.columns, f.m, f.q, f.p));
+        DTRAIN__TRY(dtrain__product(device, 0, f.rows, f.rank, f.columns, 1, f.m, f.q, 0, f.p));
     }
     return DTRAIN_OK;
 }
@@ -170,8 +150,8 @@ static dtrain_result dtrain__powersgd_decompress(const dtrain_compression_desc *
             DTRAIN__TRY(device->ops->orthogonalize(device, &args));
             continue;
         }
-        DTRAIN__TRY(dtrain__product(device, DTRAIN_GEMM_TRANS_B, f.rows, f.columns, f.rank, f.p,
-                                    f.q, tensor->grad));
+        DTRAIN__TRY(dtrain__product(device, DTRAIN_GEMM_TRANS_B, f.rows, f.columns, f.rank, 1, f.p,
+                                    f.q, 0, tensor->grad));
         if (tensor->residual)
             DTRAIN__TRY(dtrain__add_scaled(device, tensor->count, -1, tensor->grad, f.m));
     }

@@ -38,7 +38,7 @@ DTRAIN__KERNEL_AS(axpby)
 DTRAIN__KERNEL(adamw)
 {
     const dtrain__update *update = (const dtrain__update *)job->args;
-    const dtrain_adamw_args *a = update->adamw;
+    const dtrain_adamw_args *a = update->args;
     const dtrain_optimizer_tensor *t = update->tensor;
     const dtrain__v grad_scale = dtrain__vset(update->now.grad_scale);
     const dtrain__v epsilon = dtrain__vset(a->epsilon);
@@ -63,7 +63,7 @@ DTRAIN__KERNEL(adamw)
 DTRAIN__KERNEL(sgd)
 {
     const dtrain__update *update = (const dtrain__update *)job->args;
-    const dtrain_sgd_args *a = update->sgd;
+    const dtrain_sgd_args *a = update->args;
     const dtrain_optimizer_tensor *t = update->tensor;
     const dtrain__v grad_scale = dtrain__vset(update->now.grad_scale);
     const dtrain__v momentum = dtrain__vset(a->momentum), lr = dtrain__vset(-update->now.lr);
@@ -86,7 +86,7 @@ DTRAIN__KERNEL(sgd)
 DTRAIN__KERNEL(lion)
 {
     const dtrain__update *update = (const dtrain__update *)job->args;
-    const dtrain_lion_args *a = update->lion;
+    const dtrain_lion_args *a = update->args;
     const dtrain_optimizer_tensor *t = update->tensor;
     const dtrain__v grad_scale = dtrain__vset(update->now.grad_scale), zero = dtrain__vset(0);
     const dtrain__v beta1 = dtrain__vset(a->beta1), rest1 = dtrain__vset(1 - a->beta1);
