@@ -129,7 +129,6 @@
        src/tape/tape_internal.h             The tape's structures
        src/tape/staging.c                   Page-locked staging of inputs
        src/tape/op.c                        Running an operation
-       src/tape/launch.c                    Launches that are counted
        src/tape/backward.c                  Backward
        src/tape/layers.c                    Layers: linear, normalisation, embedding
        src/tape/attention.c                 Attention, and what belongs to it: rotary position embedding, softmax
@@ -1770,7 +1769,10 @@ typedef struct dtrain_tape_info {
     uint64_t gradient_bytes;    /* pool of activation gradients */
     uint64_t block_allocations; /* device allocations so far: constant in the steady state */
     double flops; /* floating-point operations that it has launched so far, in matrix products,
-                     attention and convolutions; not those of operations of a program's own */
+                     attention and convolutions; not those of operations of a program's own. A
+                     multiplication and an addition are two, and what is computed again counts
+                     again. Keys that a mask or key_lengths hide count, and taps outside of an image;
+                     keys behind the query of causal attention do not */
     dtrain_result error; /* that sticks to this pass; dtrain_last_error then has its sentence */
 } dtrain_tape_info;
 /* Count the operations and the memory of a tape; all zero for a tape of NULL. */
@@ -18134,7 +18136,7 @@ struct dtrain_tape {
     dtrain_allocator allocator;
     uint64_t unit_begin_ns, unit_end_ns; /* for a trace: of the unit, of its last operation */
     bool planning; /* on the plan device: params and strategy are left alone */
-    double flops;  /* see tape/launch.c */
+    double flops;  /* see dtrain_tape_info */
     dtrain__bump arenas[DTRAIN__ARENAS];
     struct { /* dtrain_tape_begin sets all of it to zero */
         uint32_t state, flags;
@@ -18174,6 +18176,7 @@ DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x);
 /* tape/op.c */
 #define DTRAIN__SHAPE_TEXT 96 /* 4 axes of 19 digits fit */
 DTRAIN__PRIVATE const char *dtrain__shape_text(const int64_t shape[4], char *text);
+DTRAIN__PRIVATE const char *dtrain__param_name(const dtrain_param *p);
 DTRAIN__PRIVATE uint32_t dtrain__op_span(const dtrain_op *op);
 DTRAIN__PRIVATE void dtrain__op_span_end(const dtrain_op *op, uint32_t span);
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node);
@@ -18185,17 +18188,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_add(dtrain_device *device, int64_t co
                                                uint32_t x_dtype, const void *y, uint32_t y_dtype,
                                                void *out);
 
-/* tape/launch.c */
-DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__counted_attention(dtrain_op *op,
-                                                        const dtrain_attention_args *args);
-DTRAIN__PRIVATE dtrain_result
-dtrain__counted_attention_backward(dtrain_op *op, const dtrain_attention_backward_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__counted_conv2d(dtrain_op *op, const dtrain_conv2d_args *args);
-DTRAIN__PRIVATE dtrain_result
-dtrain__counted_conv2d_backward(dtrain_op *op, const dtrain_conv2d_backward_args *args);
-
 /* tape/layers.c */
+DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args);
 DTRAIN__PRIVATE void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, int64_t n,
                                          dtrain_dtype dtype);
 
@@ -18205,18 +18199,19 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, c
                                              uint32_t dtype, int64_t count, double scale,
                                              const float *factor);
 
-/* The descriptor of the built-in operation dtrain_<op>, made of dtrain__<functions>_prepare,
+/* The descriptor dtrain__<op>_op of a built-in operation, made of dtrain__<functions>_prepare,
  * _forward and _backward. The macro names the fields: C++17 has no designators. Ends with its last
  * use, in elementwise.c. */
-#define DTRAIN__OP(op, functions, reads, recompute, integer_inputs, autocast)       \
-    static const dtrain_op_desc dtrain__##op##_op = {reads,                         \
-                                                     recompute,                     \
-                                                     integer_inputs,                \
-                                                     autocast,                      \
-                                                     "dtrain_" #op,                 \
-                                                     dtrain__##functions##_prepare, \
-                                                     dtrain__##functions##_forward, \
+#define DTRAIN__OP_NAMED(op, name, functions, reads, recompute, integer_inputs, autocast) \
+    static const dtrain_op_desc dtrain__##op##_op = {reads,                               \
+                                                     recompute,                           \
+                                                     integer_inputs,                      \
+                                                     autocast,                            \
+                                                     name,                                \
+                                                     dtrain__##functions##_prepare,       \
+                                                     dtrain__##functions##_forward,       \
                                                      dtrain__##functions##_backward};
+#define DTRAIN__OP(op, ...) DTRAIN__OP_NAMED(op, "dtrain_" #op, __VA_ARGS__)
 
 /* tape/backward.c */
 DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_tensor *x,
@@ -18787,13 +18782,18 @@ static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x)
  *
  * A tied weight is declared once in each unit that uses it, and stored once. */
 
+DTRAIN__PRIVATE const char *dtrain__param_name(const dtrain_param *p)
+{
+    return p->name ? p->name : "?";
+}
+
 /* Check that a parameter's values are in memory: a sharded strategy has only those of the gathered
  * unit. */
 static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param *p,
                                          const dtrain_param *storage)
 {
     const dtrain_tape *tape = op->tape;
-    const char *call = op->desc->name, *name = p->name ? p->name : "?";
+    const char *call = op->desc->name, *name = dtrain__param_name(p);
     const bool foreign = tape->strategy && !p->state.storage;
     if (tape->planning || (storage->value && !foreign)) return DTRAIN_OK;
     if (foreign || !tape->strategy)
@@ -19018,75 +19018,9 @@ DTRAIN_API dtrain_result dtrain_op_check_param(const dtrain_op *op, uint32_t i, 
     if (same) return DTRAIN_OK;
     return dtrain_fail(
         DTRAIN_ERROR_ARGUMENT, "%s: parameter %s is %s where input %s needs %s", op->desc->name,
-        op->params[i]->name ? op->params[i]->name : "?", dtrain__shape_text(found, found_text),
+        dtrain__param_name(op->params[i]), dtrain__shape_text(found, found_text),
         op->input_count ? dtrain__shape_text(op->inputs[0]->shape, input_text) : "(none)",
         dtrain__shape_text(expected, expected_text));
-}
-
-/* ================================================================================================
- * src/tape/launch.c
- * ==============================================================================================*/
-
-/* Launches that are counted
- *
- * Nearly all arithmetic of a step is in matrix products, attention and convolutions. Operations of
- * the tape launch them here, where their floating-point operations are counted: a multiplication
- * and an addition are two. What activation checkpointing computes again counts again. Of attention,
- * keys that a mask or key_lengths hide count, and those behind the query of a causal one do not. */
-
-DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args)
-{
-    op->tape->flops += 2.0 * (double)args->m * (double)args->n * (double)args->k;
-    return op->device->ops->gemm(op->device, args);
-}
-
-/* Count two products of d elements for each pair of a query and a key that it sees: scores,
- * values. */
-static double dtrain__attention_flops(const dtrain_attention_args *args)
-{
-    const double keys = (double)args->keys, queries = (double)args->queries;
-    double pairs = queries * keys;
-    if (args->causal && queries <= keys) pairs = queries * (queries + 1) / 2;
-    else if (args->causal) pairs = keys * (keys + 1) / 2 + (queries - keys) * keys;
-    return 4.0 * (double)args->batch * (double)args->heads * (double)args->d * pairs;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__counted_attention(dtrain_op *op,
-                                                        const dtrain_attention_args *args)
-{
-    op->tape->flops += dtrain__attention_flops(args);
-    return op->device->ops->attention(op->device, args);
-}
-
-/* Count five products: scores again, d_v, d_scores, d_q, d_k. */
-DTRAIN__PRIVATE dtrain_result
-dtrain__counted_attention_backward(dtrain_op *op, const dtrain_attention_backward_args *args)
-{
-    op->tape->flops += 2.5 * dtrain__attention_flops(&args->forward);
-    return op->device->ops->attention_backward(op->device, args);
-}
-
-/* Count a product of a tap and a weight for each output; the taps outside of the image count. */
-static double dtrain__conv2d_flops(const dtrain_windows2d *w, int64_t out_channels, int64_t groups)
-{
-    const double taps = (double)(w->kernel[0] * w->kernel[1]) * (double)(w->channels / groups);
-    const double windows = (double)w->batch * (double)w->out_height * (double)w->out_width;
-    return 2.0 * windows * taps * (double)out_channels;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__counted_conv2d(dtrain_op *op, const dtrain_conv2d_args *args)
-{
-    op->tape->flops += dtrain__conv2d_flops(&args->windows, args->out_channels, args->groups);
-    return op->device->ops->conv2d(op->device, args);
-}
-
-DTRAIN__PRIVATE dtrain_result
-dtrain__counted_conv2d_backward(dtrain_op *op, const dtrain_conv2d_backward_args *args)
-{
-    const int products = (args->d_x != NULL) + (args->d_weight != NULL);
-    op->tape->flops +=
-        products * dtrain__conv2d_flops(&args->windows, args->out_channels, args->groups);
-    return op->device->ops->conv2d_backward(op->device, args);
 }
 
 /* ================================================================================================
@@ -19384,6 +19318,12 @@ static dtrain_result dtrain__linear_prepare(dtrain_op *op)
     return DTRAIN_OK;
 }
 
+DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args)
+{
+    op->tape->flops += 2.0 * (double)args->m * (double)args->n * (double)args->k;
+    return op->device->ops->gemm(op->device, args);
+}
+
 static dtrain_result dtrain__linear_forward(dtrain_op *op)
 {
     return dtrain__counted_gemm(op, &((const dtrain__linear *)op->args)->forward);
@@ -19638,7 +19578,7 @@ static dtrain_result dtrain__embedding_prepare(dtrain_op *op)
     if (op->param_count > 1 && positions < args->sequence)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_embedding: parameter %s has %lld positions, the tokens %lld",
-                           op->params[1]->name ? op->params[1]->name : "?", (long long)positions,
+                           dtrain__param_name(op->params[1]), (long long)positions,
                            (long long)args->sequence);
     const int64_t shape[2] = {args->rows, args->n};
     dtrain_op_output(op, DTRAIN_DTYPE_F32, 2, shape);
@@ -19845,9 +19785,22 @@ static dtrain_result dtrain__attention_prepare(dtrain_op *op)
     return DTRAIN_OK;
 }
 
+/* Count two products of d elements for each pair of a query and a key that it sees: scores,
+ * values. */
+static double dtrain__attention_flops(const dtrain_attention_args *args)
+{
+    const double keys = (double)args->keys, queries = (double)args->queries;
+    double pairs = queries * keys;
+    if (args->causal && queries <= keys) pairs = queries * (queries + 1) / 2;
+    else if (args->causal) pairs = keys * (keys + 1) / 2 + (queries - keys) * keys;
+    return 4.0 * (double)args->batch * (double)args->heads * (double)args->d * pairs;
+}
+
 static dtrain_result dtrain__attention_forward(dtrain_op *op)
 {
-    return dtrain__counted_attention(op, &((const dtrain__attention *)op->args)->args);
+    const dtrain_attention_args *args = &((const dtrain__attention *)op->args)->args;
+    op->tape->flops += dtrain__attention_flops(args);
+    return op->device->ops->attention(op->device, args);
 }
 
 /* Run the backward kernel. It writes all gradients at once and can only overwrite: where two of
@@ -19869,7 +19822,9 @@ static dtrain_result dtrain__attention_backward(dtrain_op *op)
     args.forward = x->args;
     args.d_y = op->outputs[0]->grad;
     args.d_q = d[0], args.d_k = d[1], args.d_v = d[2];
-    DTRAIN__TRY(dtrain__counted_attention_backward(op, &args));
+    /* five products: scores again, d_v, d_scores, d_q, d_k */
+    op->tape->flops += 2.5 * dtrain__attention_flops(&x->args);
+    DTRAIN__TRY(op->device->ops->attention_backward(op->device, &args));
     for (int i = 1; i < 3; i++) {
         bool accumulate;
         if (!x->aside[i]) continue;
@@ -19886,16 +19841,10 @@ static dtrain_result dtrain__attention_backward(dtrain_op *op)
 DTRAIN__OP(attention, attention, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS,
            DTRAIN_RECOMPUTE_ATTENTION, 0, false)
 
-/* Run backward where key lengths are input 1. */
-static const dtrain_op_desc dtrain__attention_lengths_op = {DTRAIN_OP_READS_INPUTS |
-                                                                DTRAIN_OP_READS_OUTPUTS,
-                                                            DTRAIN_RECOMPUTE_ATTENTION,
-                                                            1u << 1,
-                                                            false,
-                                                            "dtrain_attention",
-                                                            dtrain__attention_prepare,
-                                                            dtrain__attention_forward,
-                                                            dtrain__attention_backward};
+/* The same, where input 1 has the key lengths. */
+DTRAIN__OP_NAMED(attention_lengths, "dtrain_attention", attention,
+                 DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS, DTRAIN_RECOMPUTE_ATTENTION,
+                 1u << 1, false)
 
 DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, dtrain_tensor *k,
                                            dtrain_tensor *v, const dtrain_attention_desc *desc)
@@ -19904,21 +19853,16 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, 
     dtrain_tensor *inputs[5] = {q};
     uint32_t count = 1;
     memset(&args, 0, sizeof args);
-    if (dtrain__tape_check(tape, "dtrain_attention") != DTRAIN_OK) return NULL;
-    if (!desc || !k != !v) {
-        dtrain__tape_stick(
-            tape, dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_attention: %s",
-                              desc ? "k and v are given together or not at all" : "desc is NULL"));
-        return NULL;
+    if (desc) args.desc = *desc; /* otherwise prepare refuses its number of heads */
+    if (args.desc.key_lengths) inputs[args.lengths = count++] = args.desc.key_lengths;
+    if (k || v) { /* one alone is refused: its neighbour is NULL */
+        inputs[args.k = count++] = k;
+        inputs[args.v = count++] = v;
     }
-    args.desc = *desc;
-    if (desc->key_lengths) inputs[args.lengths = count++] = desc->key_lengths;
-    if (k) inputs[args.k = count++] = k;
-    if (k) inputs[args.v = count++] = v;
-    if (desc->mask) inputs[args.mask = count++] = desc->mask;
-    return dtrain_tape_apply(
-        tape, desc->key_lengths ? &dtrain__attention_lengths_op : &dtrain__attention_op, inputs,
-        count, NULL, 0, &args, sizeof args);
+    if (args.desc.mask) inputs[args.mask = count++] = args.desc.mask;
+    return dtrain_tape_apply(tape,
+                             args.lengths ? &dtrain__attention_lengths_op : &dtrain__attention_op,
+                             inputs, count, NULL, 0, &args, sizeof args);
 }
 
 /* ---- Rotary position embedding
@@ -20048,7 +19992,6 @@ static dtrain_result dtrain__matmul_prepare(dtrain_op *op)
     dtrain__matmul *product = (dtrain__matmul *)op->args;
     const dtrain_tensor *a = op->inputs[0], *b = op->inputs[1];
     char left[DTRAIN__SHAPE_TEXT], right[DTRAIN__SHAPE_TEXT];
-    int64_t shape[4];
     bool match = a->ndim >= 2 && b->ndim >= 2 && a->shape[a->ndim - 1] == b->shape[b->ndim - 2] &&
                  (b->ndim == 2 || b->ndim == a->ndim);
     for (uint32_t axis = 0; match && axis + 2 < b->ndim; axis++)
@@ -20063,9 +20006,7 @@ static dtrain_result dtrain__matmul_prepare(dtrain_op *op)
     product->n = b->shape[b->ndim - 1];
     product->batch = b->count / product->k / product->n;
     product->m = a->count / product->batch / product->k;
-    memcpy(shape, a->shape, sizeof shape);
-    shape[a->ndim - 1] = product->n;
-    dtrain_op_output(op, op->cast, a->ndim, shape);
+    dtrain__output_like(op, a, product->n, op->cast);
     return DTRAIN_OK;
 }
 
@@ -20326,7 +20267,7 @@ static dtrain_result dtrain__batch_norm_check(const dtrain_op *op, const dtrain_
         if (!(op->params[i]->flags & DTRAIN_PARAM_BUFFER))
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                                "%s: parameter %s is a running average without DTRAIN_PARAM_BUFFER",
-                               name, op->params[i]->name ? op->params[i]->name : "?");
+                               name, dtrain__param_name(op->params[i]));
     for (uint32_t i = 0; i < op->param_count; i++)
         DTRAIN__TRY(dtrain_op_check_param(op, i, layer->forward.n, 0));
     if (strategy && desc->comm && desc->comm == dtrain__groups_of(strategy).data)
@@ -20562,31 +20503,21 @@ static dtrain_result dtrain__conv2d_prepare(dtrain_op *op)
     const dtrain_tensor *x = op->inputs[0];
     const int64_t *weight = op->param_shape[0];
     char image[DTRAIN__SHAPE_TEXT], found[DTRAIN__SHAPE_TEXT];
-    for (int axis = 0; axis < 2; axis++) {
-        w->kernel[axis] = weight[2 + axis];
-        if (weight[3] < 1)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "dtrain_conv2d: parameter %s is %s, expected (out_channels, "
-                               "in_channels / groups, kernel_height, kernel_width)",
-                               op->params[0]->name ? op->params[0]->name : "?",
-                               dtrain__shape_text(weight, found));
-        if (w->kernel[axis] > DTRAIN_CONV2D_KERNEL)
-            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                               "dtrain_conv2d: parameter %s is %s, expected a kernel of at most "
-                               "%d x %d",
-                               op->params[0]->name ? op->params[0]->name : "?",
-                               dtrain__shape_text(weight, found), DTRAIN_CONV2D_KERNEL,
-                               DTRAIN_CONV2D_KERNEL);
-    }
+    for (int axis = 0; axis < 2; axis++) w->kernel[axis] = weight[2 + axis];
+    if (dtrain__max(weight[2], weight[3]) > DTRAIN_CONV2D_KERNEL)
+        return dtrain_fail(
+            DTRAIN_ERROR_UNSUPPORTED,
+            "dtrain_conv2d: parameter %s is %s, expected a kernel of at most %d x %d",
+            dtrain__param_name(op->params[0]), dtrain__shape_text(weight, found),
+            DTRAIN_CONV2D_KERNEL, DTRAIN_CONV2D_KERNEL);
     DTRAIN__TRY(dtrain__windows_over(op, w));
-    if (args->groups < 1 || x->shape[3] % args->groups || weight[0] % args->groups ||
-        x->shape[3] / args->groups != weight[1])
+    if (weight[3] < 1 || args->groups < 1 || x->shape[3] % args->groups ||
+        weight[0] % args->groups || x->shape[3] / args->groups != weight[1])
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_conv2d: parameter %s is %s where input %s in %lld groups needs "
                            "(out_channels, in_channels / groups, kernel_height, kernel_width)",
-                           op->params[0]->name ? op->params[0]->name : "?",
-                           dtrain__shape_text(weight, found), dtrain__shape_text(x->shape, image),
-                           (long long)args->groups);
+                           dtrain__param_name(op->params[0]), dtrain__shape_text(weight, found),
+                           dtrain__shape_text(x->shape, image), (long long)args->groups);
     if (op->param_count > 1) DTRAIN__TRY(dtrain_op_check_param(op, 1, weight[0], 0));
     const int64_t shape[4] = {w->batch, w->out_height, w->out_width, weight[0]};
     dtrain_op_output(op, op->cast, 4, shape);
@@ -20599,9 +20530,21 @@ static dtrain_result dtrain__conv2d_prepare(dtrain_op *op)
     return DTRAIN_OK;
 }
 
+/* Count a product of a tap and a weight for each output. */
+static double dtrain__conv2d_flops(const dtrain_conv2d_args *args)
+{
+    const dtrain_windows2d *w = &args->windows;
+    const double taps =
+        (double)(w->kernel[0] * w->kernel[1]) * (double)(w->channels / args->groups);
+    const double windows = (double)w->batch * (double)w->out_height * (double)w->out_width;
+    return 2.0 * windows * taps * (double)args->out_channels;
+}
+
 static dtrain_result dtrain__conv2d_forward(dtrain_op *op)
 {
-    return dtrain__counted_conv2d(op, (const dtrain_conv2d_args *)op->args);
+    const dtrain_conv2d_args *args = (const dtrain_conv2d_args *)op->args;
+    op->tape->flops += dtrain__conv2d_flops(args);
+    return op->device->ops->conv2d(op->device, args);
 }
 
 static dtrain_result dtrain__conv2d_backward(dtrain_op *op)
@@ -20621,7 +20564,9 @@ static dtrain_result dtrain__conv2d_backward(dtrain_op *op)
     args.d_bias = dtrain_op_param_grad(op, 1, &args.accumulate_bias);
     args.d_x = dtrain_op_input_grad(op, 0, &args.accumulate_x);
     DTRAIN__TRY(op->tape->error);
-    return dtrain__counted_conv2d_backward(op, &args);
+    const int products = (args.d_x != NULL) + (args.d_weight != NULL);
+    op->tape->flops += products * dtrain__conv2d_flops(forward);
+    return op->device->ops->conv2d_backward(op->device, &args);
 }
 
 DTRAIN__OP(conv2d, conv2d, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LINEAR, 0, true)
@@ -21217,6 +21162,7 @@ DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor 
 }
 
 #undef DTRAIN__OP
+#undef DTRAIN__OP_NAMED
 
 /* ================================================================================================
  * src/tape/recompute.c

@@ -135,7 +135,6 @@ extern "C" {
 #include "tape/tape.c"
 #include "tape/staging.c"
 #include "tape/op.c"
-#include "tape/launch.c"
 #include "tape/backward.c"
 #include "tape/layers.c"
 #include "tape/attention.c"

@@ -153,9 +153,22 @@ static dtrain_result dtrain__attention_prepare(dtrain_op *op)
     return DTRAIN_OK;
 }
 
+/* Count two products of d elements for each pair of a query and a key that it sees: scores,
+ * values. */
+static double dtrain__attention_flops(const dtrain_attention_args *args)
+{
+    const double keys = (double)args->keys, queries = (double)args->queries;
+    double pairs = queries * keys;
+    if (args->causal && queries <= keys) pairs = queries * (queries + 1) / 2;
+    else if (args->causal) pairs = keys * (keys + 1) / 2 + (queries - keys) * keys;
+    return 4.0 * (double)args->batch * (double)args->heads * (double)args->d * pairs;
+}
+
 static dtrain_result dtrain__attention_forward(dtrain_op *op)
 {
-    return dtrain__counted_attention(op, &((const dtrain__attention *)op->args)->args);
+    const dtrain_attention_args *args = &((const dtrain__attention *)op->args)->args;
+    op->tape->flops += dtrain__attention_flops(args);
+    return op->device->ops->attention(op->device, args);
 }
 
 /* Run the backward kernel. It writes all gradients at once and can only overwrite: where two of
@@ -177,7 +190,9 @@ static dtrain_result dtrain__attention_backward(dtrain_op *op)
     args.forward = x->args;
     args.d_y = op->outputs[0]->grad;
     args.d_q = d[0], args.d_k = d[1], args.d_v = d[2];
-    DTRAIN__TRY(dtrain__counted_attention_backward(op, &args));
+    /* five products: scores again, d_v, d_scores, d_q, d_k */
+    op->tape->flops += 2.5 * dtrain__attention_flops(&x->args);
+    DTRAIN__TRY(op->device->ops->attention_backward(op->device, &args));
     for (int i = 1; i < 3; i++) {
         bool accumulate;
         if (!x->aside[i]) continue;
@@ -194,16 +209,10 @@ static dtrain_result dtrain__attention_backward(dtrain_op *op)
 DTRAIN__OP(attention, attention, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS,
            DTRAIN_RECOMPUTE_ATTENTION, 0, false)
 
-/* Run backward where key lengths are input 1. */
-static const dtrain_op_desc dtrain__attention_lengths_op = {DTRAIN_OP_READS_INPUTS |
-                                                                DTRAIN_OP_READS_OUTPUTS,
-                                                            DTRAIN_RECOMPUTE_ATTENTION,
-                                                            1u << 1,
-                                                            false,
-                                                            "dtrain_attention",
-                                                            dtrain__attention_prepare,
-                                                            dtrain__attention_forward,
-                                                            dtrain__attention_backward};
+/* The same, where input 1 has the key lengths. */
+DTRAIN__OP_NAMED(attention_lengths, "dtrain_attention", attention,
+                 DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS, DTRAIN_RECOMPUTE_ATTENTION,
+                 1u << 1, false)
 
 DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, dtrain_tensor *k,
                                            dtrain_tensor *v, const dtrain_attention_desc *desc)
@@ -212,21 +221,16 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, 
     dtrain_tensor *inputs[5] = {q};
     uint32_t count = 1;
     memset(&args, 0, sizeof args);
-    if (dtrain__tape_check(tape, "dtrain_attention") != DTRAIN_OK) return NULL;
-    if (!desc || !k != !v) {
-        dtrain__tape_stick(
-            tape, dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_attention: %s",
-                              desc ? "k and v are given together or not at all" : "desc is NULL"));
-        return NULL;
+    if (desc) args.desc = *desc; /* otherwise prepare refuses its number of heads */
+    if (args.desc.key_lengths) inputs[args.lengths = count++] = args.desc.key_lengths;
+    if (k || v) { /* one alone is refused: its neighbour is NULL */
+        inputs[args.k = count++] = k;
+        inputs[args.v = count++] = v;
     }
-    args.desc = *desc;
-    if (desc->key_lengths) inputs[args.lengths = count++] = desc->key_lengths;
-    if (k) inputs[args.k = count++] = k;
-    if (k) inputs[args.v = count++] = v;
-    if (desc->mask) inputs[args.mask = count++] = desc->mask;
-    return dtrain_tape_apply(
-        tape, desc->key_lengths ? &dtrain__attention_lengths_op : &dtrain__attention_op, inputs,
-        count, NULL, 0, &args, sizeof args);
+    if (args.desc.mask) inputs[args.mask = count++] = args.desc.mask;
+    return dtrain_tape_apply(tape,
+                             args.lengths ? &dtrain__attention_lengths_op : &dtrain__attention_op,
+                             inputs, count, NULL, 0, &args, sizeof args);
 }
 
 /* ---- Rotary position embedding

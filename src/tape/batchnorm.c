@@ -49,7 +49,7 @@ static dtrain_result dtrain__batch_norm_check(const dtrain_op *op, const dtrain_
         if (!(op->params[i]->flags & DTRAIN_PARAM_BUFFER))
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                                "%s: parameter %s is a running average without DTRAIN_PARAM_BUFFER",
-                               name, op->params[i]->name ? op->params[i]->name : "?");
+                               name, dtrain__param_name(op->params[i]));
     for (uint32_t i = 0; i < op->param_count; i++)
         DTRAIN__TRY(dtrain_op_check_param(op, i, layer->forward.n, 0));
     if (strategy && desc->comm && desc->comm == dtrain__groups_of(strategy).data)

@@ -60,31 +60,21 @@ static dtrain_result dtrain__conv2d_prepare(dtrain_op *op)
     const dtrain_tensor *x = op->inputs[0];
     const int64_t *weight = op->param_shape[0];
     char image[DTRAIN__SHAPE_TEXT], found[DTRAIN__SHAPE_TEXT];
-    for (int axis = 0; axis < 2; axis++) {
-        w->kernel[axis] = weight[2 + axis];
-        if (weight[3] < 1)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "dtrain_conv2d: parameter %s is %s, expected (out_channels, "
-                               "in_channels / groups, kernel_height, kernel_width)",
-                               op->params[0]->name ? op->params[0]->name : "?",
-                               dtrain__shape_text(weight, found));
-        if (w->kernel[axis] > DTRAIN_CONV2D_KERNEL)
-            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                               "dtrain_conv2d: parameter %s is %s, expected a kernel of at most "
-                               "%d x %d",
-                               op->params[0]->name ? op->params[0]->name : "?",
-                               dtrain__shape_text(weight, found), DTRAIN_CONV2D_KERNEL,
-                               DTRAIN_CONV2D_KERNEL);
-    }
+    for (int axis = 0; axis < 2; axis++) w->kernel[axis] = weight[2 + axis];
+    if (dtrain__max(weight[2], weight[3]) > DTRAIN_CONV2D_KERNEL)
+        return dtrain_fail(
+            DTRAIN_ERROR_UNSUPPORTED,
+            "dtrain_conv2d: parameter %s is %s, expected a kernel of at most %d x %d",
+            dtrain__param_name(op->params[0]), dtrain__shape_text(weight, found),
+            DTRAIN_CONV2D_KERNEL, DTRAIN_CONV2D_KERNEL);
     DTRAIN__TRY(dtrain__windows_over(op, w));
-    if (args->groups < 1 || x->shape[3] % args->groups || weight[0] % args->groups ||
-        x->shape[3] / args->groups != weight[1])
+    if (weight[3] < 1 || args->groups < 1 || x->shape[3] % args->groups ||
+        weight[0] % args->groups || x->shape[3] / args->groups != weight[1])
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_conv2d: parameter %s is %s where input %s in %lld groups needs "
                            "(out_channels, in_channels / groups, kernel_height, kernel_width)",
-                           op->params[0]->name ? op->params[0]->name : "?",
-                           dtrain__shape_text(weight, found), dtrain__shape_text(x->shape, image),
-                           (long long)args->groups);
+                           dtrain__param_name(op->params[0]), dtrain__shape_text(weight, found),
+                           dtrain__shape_text(x->shape, image), (long long)args->groups);
     if (op->param_count > 1) DTRAIN__TRY(dtrain_op_check_param(op, 1, weight[0], 0));
     const int64_t shape[4] = {w->batch, w->out_height, w->out_width, weight[0]};
     dtrain_op_output(op, op->cast, 4, shape);
@@ -97,9 +87,21 @@ static dtrain_result dtrain__conv2d_prepare(dtrain_op *op)
     return DTRAIN_OK;
 }
 
+/* Count a product of a tap and a weight for each output. */
+static double dtrain__conv2d_flops(const dtrain_conv2d_args *args)
+{
+    const dtrain_windows2d *w = &args->windows;
+    const double taps =
+        (double)(w->kernel[0] * w->kernel[1]) * (double)(w->channels / args->groups);
+    const double windows = (double)w->batch * (double)w->out_height * (double)w->out_width;
+    return 2.0 * windows * taps * (double)args->out_channels;
+}
+
 static dtrain_result dtrain__conv2d_forward(dtrain_op *op)
 {
-    return dtrain__counted_conv2d(op, (const dtrain_conv2d_args *)op->args);
+    const dtrain_conv2d_args *args = (const dtrain_conv2d_args *)op->args;
+    op->tape->flops += dtrain__conv2d_flops(args);
+    return op->device->ops->conv2d(op->device, args);
 }
 
 static dtrain_result dtrain__conv2d_backward(dtrain_op *op)
@@ -119,7 +121,9 @@ static dtrain_result dtrain__conv2d_backward(dtrain_op *op)
     args.d_bias = dtrain_op_param_grad(op, 1, &args.accumulate_bias);
     args.d_x = dtrain_op_input_grad(op, 0, &args.accumulate_x);
     DTRAIN__TRY(op->tape->error);
-    return dtrain__counted_conv2d_backward(op, &args);
+    const int products = (args.d_x != NULL) + (args.d_weight != NULL);
+    op->tape->flops += products * dtrain__conv2d_flops(forward);
+    return op->device->ops->conv2d_backward(op->device, &args);
 }
 
 DTRAIN__OP(conv2d, conv2d, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LINEAR, 0, true)

@@ -375,3 +375,4 @@ DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor 
 }
 
 #undef DTRAIN__OP
+#undef DTRAIN__OP_NAMED

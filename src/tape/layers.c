@@ -65,6 +65,12 @@ static dtrain_result dtrain__linear_prepare(dtrain_op *op)
     return DTRAIN_OK;
 }
 
+DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args)
+{
+    op->tape->flops += 2.0 * (double)args->m * (double)args->n * (double)args->k;
+    return op->device->ops->gemm(op->device, args);
+}
+
 static dtrain_result dtrain__linear_forward(dtrain_op *op)
 {
     return dtrain__counted_gemm(op, &((const dtrain__linear *)op->args)->forward);
@@ -319,7 +325,7 @@ static dtrain_result dtrain__embedding_prepare(dtrain_op *op)
     if (op->param_count > 1 && positions < args->sequence)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_embedding: parameter %s has %lld positions, the tokens %lld",
-                           op->params[1]->name ? op->params[1]->name : "?", (long long)positions,
+                           dtrain__param_name(op->params[1]), (long long)positions,
                            (long long)args->sequence);
     const int64_t shape[2] = {args->rows, args->n};
     dtrain_op_output(op, DTRAIN_DTYPE_F32, 2, shape);

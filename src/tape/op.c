@@ -120,13 +120,18 @@ static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x)
  *
  * A tied weight is declared once in each unit that uses it, and stored once. */
 
+DTRAIN__PRIVATE const char *dtrain__param_name(const dtrain_param *p)
+{
+    return p->name ? p->name : "?";
+}
+
 /* Check that a parameter's values are in memory: a sharded strategy has only those of the gathered
  * unit. */
 static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param *p,
                                          const dtrain_param *storage)
 {
     const dtrain_tape *tape = op->tape;
-    const char *call = op->desc->name, *name = p->name ? p->name : "?";
+    const char *call = op->desc->name, *name = dtrain__param_name(p);
     const bool foreign = tape->strategy && !p->state.storage;
     if (tape->planning || (storage->value && !foreign)) return DTRAIN_OK;
     if (foreign || !tape->strategy)
@@ -351,7 +356,7 @@ DTRAIN_API dtrain_result dtrain_op_check_param(const dtrain_op *op, uint32_t i, 
     if (same) return DTRAIN_OK;
     return dtrain_fail(
         DTRAIN_ERROR_ARGUMENT, "%s: parameter %s is %s where input %s needs %s", op->desc->name,
-        op->params[i]->name ? op->params[i]->name : "?", dtrain__shape_text(found, found_text),
+        dtrain__param_name(op->params[i]), dtrain__shape_text(found, found_text),
         op->input_count ? dtrain__shape_text(op->inputs[0]->shape, input_text) : "(none)",
         dtrain__shape_text(expected, expected_text));
 }

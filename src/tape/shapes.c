@@ -21,7 +21,6 @@ static dtrain_result dtrain__matmul_prepare(dtrain_op *op)
     dtrain__matmul *product = (dtrain__matmul *)op->args;
     const dtrain_tensor *a = op->inputs[0], *b = op->inputs[1];
     char left[DTRAIN__SHAPE_TEXT], right[DTRAIN__SHAPE_TEXT];
-    int64_t shape[4];
     bool match = a->ndim >= 2 && b->ndim >= 2 && a->shape[a->ndim - 1] == b->shape[b->ndim - 2] &&
                  (b->ndim == 2 || b->ndim == a->ndim);
     for (uint32_t axis = 0; match && axis + 2 < b->ndim; axis++)
@@ -36,9 +35,7 @@ static dtrain_result dtrain__matmul_prepare(dtrain_op *op)
     product->n = b->shape[b->ndim - 1];
     product->batch = b->count / product->k / product->n;
     product->m = a->count / product->batch / product->k;
-    memcpy(shape, a->shape, sizeof shape);
-    shape[a->ndim - 1] = product->n;
-    dtrain_op_output(op, op->cast, a->ndim, shape);
+    dtrain__output_like(op, a, product->n, op->cast);
     return DTRAIN_OK;
 }
 

@@ -132,7 +132,10 @@ typedef struct dtrain_tape_info {
     uint64_t gradient_bytes;    /* pool of activation gradients */
     uint64_t block_allocations; /* device allocations so far: constant in the steady state */
     double flops; /* floating-point operations that it has launched so far, in matrix products,
-                     attention and convolutions; not those of operations of a program's own */
+                     attention and convolutions; not those of operations of a program's own. A
+                     multiplication and an addition are two, and what is computed again counts
+                     again. Keys that a mask or key_lengths hide count, and taps outside of an image;
+                     keys behind the query of causal attention do not */
     dtrain_result error; /* that sticks to this pass; dtrain_last_error then has its sentence */
 } dtrain_tape_info;
 /* Count the operations and the memory of a tape; all zero for a tape of NULL. */

@@ -154,7 +154,7 @@ struct dtrain_tape {
     dtrain_allocator allocator;
     uint64_t unit_begin_ns, unit_end_ns; /* for a trace: of the unit, of its last operation */
     bool planning; /* on the plan device: params and strategy are left alone */
-    double flops;  /* see tape/launch.c */
+    double flops;  /* see dtrain_tape_info */
     dtrain__bump arenas[DTRAIN__ARENAS];
     struct { /* dtrain_tape_begin sets all of it to zero */
         uint32_t state, flags;
@@ -194,6 +194,7 @@ DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x);
 /* tape/op.c */
 #define DTRAIN__SHAPE_TEXT 96 /* 4 axes of 19 digits fit */
 DTRAIN__PRIVATE const char *dtrain__shape_text(const int64_t shape[4], char *text);
+DTRAIN__PRIVATE const char *dtrain__param_name(const dtrain_param *p);
 DTRAIN__PRIVATE uint32_t dtrain__op_span(const dtrain_op *op);
 DTRAIN__PRIVATE void dtrain__op_span_end(const dtrain_op *op, uint32_t span);
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node);
@@ -205,17 +206,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_add(dtrain_device *device, int64_t co
                                                uint32_t x_dtype, const void *y, uint32_t y_dtype,
                                                void *out);
 
-/* tape/launch.c */
-DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__counted_attention(dtrain_op *op,
-                                                        const dtrain_attention_args *args);
-DTRAIN__PRIVATE dtrain_result
-dtrain__counted_attention_backward(dtrain_op *op, const dtrain_attention_backward_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__counted_conv2d(dtrain_op *op, const dtrain_conv2d_args *args);
-DTRAIN__PRIVATE dtrain_result
-dtrain__counted_conv2d_backward(dtrain_op *op, const dtrain_conv2d_backward_args *args);
-
 /* tape/layers.c */
+DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args);
 DTRAIN__PRIVATE void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, int64_t n,
                                          dtrain_dtype dtype);
 
@@ -225,18 +217,19 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, c
                                              uint32_t dtype, int64_t count, double scale,
                                              const float *factor);
 
-/* The descriptor of the built-in operation dtrain_<op>, made of dtrain__<functions>_prepare,
+/* The descriptor dtrain__<op>_op of a built-in operation, made of dtrain__<functions>_prepare,
  * _forward and _backward. The macro names the fields: C++17 has no designators. Ends with its last
  * use, in elementwise.c. */
-#define DTRAIN__OP(op, functions, reads, recompute, integer_inputs, autocast)       \
-    static const dtrain_op_desc dtrain__##op##_op = {reads,                         \
-                                                     recompute,                     \
-                                                     integer_inputs,                \
-                                                     autocast,                      \
-                                                     "dtrain_" #op,                 \
-                                                     dtrain__##functions##_prepare, \
-                                                     dtrain__##functions##_forward, \
+#define DTRAIN__OP_NAMED(op, name, functions, reads, recompute, integer_inputs, autocast) \
+    static const dtrain_op_desc dtrain__##op##_op = {reads,                               \
+                                                     recompute,                           \
+                                                     integer_inputs,                      \
+                                                     autocast,                            \
+                                                     name,                                \
+                                                     dtrain__##functions##_prepare,       \
+                                                     dtrain__##functions##_forward,       \
                                                      dtrain__##functions##_backward};
+#define DTRAIN__OP(op, ...) DTRAIN__OP_NAMED(op, "dtrain_" #op, __VA_ARGS__)
 
 /* tape/backward.c */
 DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_tensor *x,

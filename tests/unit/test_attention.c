@@ -372,7 +372,7 @@ static void test_errors(void)
     REFUSED(a, NULL, NULL, "3 + 2 x 3 heads", .sequence = 3, .heads = 3);
     REFUSED(a, NULL, NULL, "as many keys (found 6)", .sequence = 3, .heads = 4, .kv_heads = 2,
             .key_sequence = 6);
-    REFUSED(a, b, NULL, "k and v are given together or not at all", .sequence = 3, .heads = 4);
+    REFUSED(a, b, NULL, "dtrain_attention: input 3 is NULL", .sequence = 3, .heads = 4);
     REFUSED(a, b, b, "q (6, 32), k (10, 8) and v (10, 8) do not divide", .sequence = 3, .heads = 4,
             .key_sequence = 5);
     REFUSED(a, b, b, "4 rows of 1 heads of k and v", .sequence = 3, .heads = 4, .kv_heads = 1,
@@ -399,7 +399,7 @@ static void test_errors(void)
 #undef REFUSED
     dtrain_tape_begin(tape, 0, 0);
     CHECK(!dtrain_attention(tape, INPUT(2, wide, true), NULL, NULL, NULL));
-    CHECK(strstr(dtrain_last_error(), "dtrain_attention: desc is NULL") != NULL);
+    CHECK(strstr(dtrain_last_error(), "dtrain_attention: 0 heads of queries") != NULL);
     dtrain_tape_begin(tape, 0, 0);
     const dtrain_attention_desc bad = {
         .sequence = 3,

@@ -466,7 +466,8 @@ static void test_errors(void)
     refuses(dtrain_conv2d(tape, dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, flat, floats, false),
                           &weight, NULL, NULL),
             "x is (9, 8), expected (batch, height, width, channels)");
-    refuses(dtrain_conv2d(tape, X, &matrix, NULL, NULL), "parameter m is (6, 3), expected (out");
+    refuses(dtrain_conv2d(tape, X, &matrix, NULL, NULL),
+            "parameter m is (6, 3) where input (2, 9, 8, 3) in");
     refuses(dtrain_conv2d(tape, X, &large, NULL, NULL), "at most 64 x 64");
     refuses(dtrain_conv2d(tape, X, &weight, &bias, NULL), "parameter b is (5)");
     conv.groups = 3;
