@@ -142,7 +142,7 @@
        src/optim/scaler.c                   Clipping, loss scaling
        src/optim/optim_internal.h           The optimizer's structure
        src/optim/optimizer.c                Optimizers: AdamW, SGD, Lion
-       src/optim/groups.c                   Parameter groups: defaults, checks, who is in which
+       src/optim/groups.c                   Parameter groups: defaults, membership, checks
        src/optim/muon.c                     Muon
        src/optim/schedule.c                 Learning rates
        src/train/shuffle.c                  The shuffle
@@ -19652,32 +19652,10 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
  * operation: q or packed rows, key lengths if there are any, k and v unless packed, a mask. */
 
 typedef struct dtrain__attention {
-    dtrain_attention_desc desc;
     dtrain_attention_args args;
     uint32_t lengths, k, v, mask; /* numbers of these inputs of the node; 0: the call has none */
     void *aside[3]; /* memory for the gradient of q, k or v, where two of them are one tensor */
 } dtrain__attention;
-
-static dtrain_result dtrain__attention_heads(const dtrain_op *op, dtrain__attention *x)
-{
-    const dtrain_attention_desc *desc = &x->desc;
-    const int64_t heads = desc->heads, kv_heads = desc->kv_heads ? desc->kv_heads : heads;
-    if (heads < 1 || kv_heads < 1 || heads % kv_heads)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: %lld heads of queries cannot share %lld of keys equally",
-                           op->desc->name, (long long)heads, (long long)kv_heads);
-    if (desc->sequence < 1 || desc->key_sequence < 0)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: a sequence of %lld queries and %lld keys, expected at least one",
-                           op->desc->name, (long long)desc->sequence,
-                           (long long)desc->key_sequence);
-    x->args.causal = desc->causal;
-    x->args.heads = heads;
-    x->args.kv_heads = kv_heads;
-    x->args.queries = desc->sequence;
-    x->args.keys = desc->key_sequence ? desc->key_sequence : desc->sequence;
-    return DTRAIN_OK;
-}
 
 /* Take q, k and v from rows that hold them side by side. */
 static dtrain_result dtrain__attention_packed(const dtrain_op *op, dtrain_attention_args *args)
@@ -19773,8 +19751,16 @@ static dtrain_result dtrain__attention_prepare(dtrain_op *op)
 {
     dtrain__attention *x = (dtrain__attention *)op->args;
     dtrain_attention_args *args = &x->args;
+    const int64_t heads = args->heads, kv_heads = args->kv_heads;
+    if (heads < 1 || kv_heads < 1 || heads % kv_heads)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: %lld heads of queries cannot share %lld of keys equally",
+                           op->desc->name, (long long)heads, (long long)kv_heads);
+    if (args->queries < 1 || args->keys < 1)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: a sequence of %lld queries and %lld keys, expected at least one",
+                           op->desc->name, (long long)args->queries, (long long)args->keys);
     args->dtype = (dtrain_dtype)op->inputs[0]->dtype;
-    DTRAIN__TRY(dtrain__attention_heads(op, x));
     if (x->k) DTRAIN__TRY(dtrain__attention_separate(op, x));
     else DTRAIN__TRY(dtrain__attention_packed(op, args));
     DTRAIN__TRY(dtrain__attention_hidden(op, x));
@@ -19853,13 +19839,19 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, 
     dtrain_tensor *inputs[5] = {q};
     uint32_t count = 1;
     memset(&args, 0, sizeof args);
-    if (desc) args.desc = *desc; /* otherwise prepare refuses its number of heads */
-    if (args.desc.key_lengths) inputs[args.lengths = count++] = args.desc.key_lengths;
-    if (k || v) { /* one alone is refused: its neighbour is NULL */
+    if (desc) { /* otherwise prepare refuses the number of heads */
+        args.args.causal = desc->causal;
+        args.args.heads = desc->heads;
+        args.args.kv_heads = desc->kv_heads ? desc->kv_heads : desc->heads;
+        args.args.queries = desc->sequence;
+        args.args.keys = desc->key_sequence ? desc->key_sequence : desc->sequence;
+    }
+    if (desc && desc->key_lengths) inputs[args.lengths = count++] = desc->key_lengths;
+    if (k || v) { /* the operation refuses one alone: the other is NULL */
         inputs[args.k = count++] = k;
         inputs[args.v = count++] = v;
     }
-    if (args.desc.mask) inputs[args.mask = count++] = args.desc.mask;
+    if (desc && desc->mask) inputs[args.mask = count++] = desc->mask;
     return dtrain_tape_apply(tape,
                              args.lengths ? &dtrain__attention_lengths_op : &dtrain__attention_op,
                              inputs, count, NULL, 0, &args, sizeof args);
@@ -21654,41 +21646,7 @@ DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, b
  *
  * Values and gradients that are in host memory themselves are used where they are. */
 
-static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float lr,
-                                            float grad_scale);
-static dtrain_result dtrain__optimizer_memory(dtrain_optimizer *optimizer);
-
-/* Update the parameters and publish them. A rate or scale that is not finite would destroy every
- * parameter in one pass: it is refused before the first is touched. */
-DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
-                                               float grad_scale)
-{
-    if (!optimizer)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_step: optimizer is NULL");
-    if (!dtrain__is_finite(lr) || lr < 0 || !dtrain__is_finite(grad_scale))
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT,
-            "dtrain_optimizer_step: expected a finite lr >= 0 and a finite grad_scale, found "
-            "%g and %g; the parameters are as they were",
-            (double)lr, (double)grad_scale);
-    dtrain_strategy *strategy = optimizer->strategy;
-    dtrain_world *world = dtrain__world_of(strategy);
-    DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_optimizer_step"));
-    const uint32_t span =
-        dtrain__span_begin(world, DTRAIN_SPAN_OPTIMIZER, "update", DTRAIN__UNNUMBERED);
-    bool empty = false;
-    dtrain_result result = dtrain__tally_settle(strategy, &empty);
-    if (result == DTRAIN_OK && !empty)
-        result = optimizer->offloaded ? dtrain__update_on_host(optimizer, lr, grad_scale)
-                                      : dtrain__optimizer_update(optimizer, lr, grad_scale, NULL);
-    result = dtrain__strategy_keep(strategy, result); /* others would wait for the new values */
-    if (result == DTRAIN_OK && !empty) {
-        dtrain__optimizer_count(optimizer);
-        result = dtrain_strategy_publish(strategy);
-    }
-    dtrain__span_end(world, span);
-    return result;
-}
+/* ---- The numbers of a step --------------------------------------------------------------------*/
 
 /* Count a step, and for each parameter whether it was left out of it. */
 DTRAIN__PRIVATE void dtrain__optimizer_count(dtrain_optimizer *optimizer)
@@ -21698,12 +21656,13 @@ DTRAIN__PRIVATE void dtrain__optimizer_count(dtrain_optimizer *optimizer)
         optimizer->missed[i] += dtrain__had_no_gradient(optimizer->strategy, i);
 }
 
-/* Tell whether tensor `at` is left out of this step, because no rank had a gradient of it; and
- * below, count the updates that it has had: torch counts them for each parameter. */
+/* Tell whether tensor `at` is left out of this step, because no rank had a gradient of it. */
 static bool dtrain__is_left_out(const dtrain_optimizer *optimizer, size_t at)
 {
     return dtrain__had_no_gradient(optimizer->strategy, optimizer->sources[at]->param->state.index);
 }
+
+/* Count the updates that tensor `at` has had. As in torch each parameter has a count of its own. */
 static uint64_t dtrain__updates_of(const dtrain_optimizer *optimizer, size_t at)
 {
     return optimizer->step_count -
@@ -21797,6 +21756,124 @@ DTRAIN__PRIVATE dtrain_result dtrain__optimizer_update(const dtrain_optimizer *o
     return DTRAIN_OK;
 }
 
+/* ---- The update in host memory ----------------------------------------------------------------*/
+
+typedef struct dtrain__update_piece {
+    const dtrain__group *group;
+    size_t at;                    /* number of the tensor */
+    dtrain_optimizer_tensor part; /* the piece of it, in host memory */
+    float *value;                 /* address of the piece's values in the strategy's memory */
+} dtrain__update_piece;
+
+/* Queue the copy of a piece's gradient to a stage, unless the gradient is in host memory, and the
+ * event at the end of the copy. */
+static dtrain_result dtrain__piece_down(const dtrain_optimizer *optimizer,
+                                        dtrain__update_piece *piece, size_t slot)
+{
+    const float *grad = piece->part.grad;
+    float *stage = NULL;
+    if (!dtrain__on_host(optimizer->device, grad))
+        piece->part.grad = stage = optimizer->block + slot * (size_t)optimizer->stage;
+    return dtrain__update_down(optimizer->strategy, slot, stage, grad, piece->part.count);
+}
+
+/* Wait for a piece's gradient, update the piece, and queue the copy of its new values to the
+ * device. Values that the strategy keeps in host memory need no copy: the next gather reads
+ * them. */
+static dtrain_result dtrain__piece_done(const dtrain_optimizer *optimizer,
+                                        const dtrain__update_piece *piece, size_t slot, float lr,
+                                        float grad_scale)
+{
+    DTRAIN__TRY(dtrain__update_await(optimizer->strategy, slot));
+    DTRAIN__TRY(dtrain__group_update(optimizer, piece->group, lr, grad_scale, NULL, &piece->part,
+                                     piece->at, 1));
+    if (piece->value == piece->part.value) return DTRAIN_OK;
+    return dtrain__update_up(optimizer->strategy, piece->value, piece->part.value,
+                             piece->part.count);
+}
+
+/* Set *piece to the part of tensor `at` that starts at element `first`, at most DTRAIN__PIECE
+ * elements; of Muon to the whole matrix. */
+static void dtrain__piece_make(const dtrain_optimizer *optimizer, const dtrain__group *group,
+                               size_t at, int64_t first, dtrain__update_piece *piece)
+{
+    const dtrain_optimizer_tensor *tensor = &optimizer->tensors[at];
+    piece->group = group;
+    piece->at = at;
+    piece->part = *tensor;
+    if (group->desc.kind != DTRAIN_OPTIMIZER_MUON)
+        piece->part.count = dtrain__min(tensor->count - first, DTRAIN__PIECE);
+    piece->part.grad += first;
+    piece->part.value += first;
+    piece->part.m = dtrain__after(tensor->m, first);
+    piece->part.v = dtrain__after(tensor->v, first);
+    piece->value = optimizer->sources[at]->value + first;
+}
+
+/* Update everything on the CPU, piece by piece. Copies down are queued behind what compute had
+ * queued: once the first has arrived, nothing reads old values any more, neither on the device nor
+ * in the master copies. While one piece is updated the next is copied down; a stage is filled again
+ * after the piece that it held was updated. */
+static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float lr, float grad_scale)
+{
+    dtrain_strategy *strategy = optimizer->strategy;
+    dtrain__update_piece pieces[2];
+    size_t count = 0; /* pieces whose copy down is queued */
+    DTRAIN__TRY(dtrain__update_begin(strategy));
+    for (size_t g = 0; g < optimizer->group_count; g++) {
+        const dtrain__group *group = &optimizer->groups[g];
+        for (size_t at = group->first; at < group->first + group->count; at++) {
+            const int64_t all = optimizer->tensors[at].count;
+            for (int64_t first = dtrain__is_left_out(optimizer, at) ? all : 0; first < all;) {
+                const size_t slot = count & 1;
+                dtrain__piece_make(optimizer, group, at, first, &pieces[slot]);
+                first += pieces[slot].part.count;
+                DTRAIN__TRY(dtrain__piece_down(optimizer, &pieces[slot], slot));
+                if (count++)
+                    DTRAIN__TRY(
+                        dtrain__piece_done(optimizer, &pieces[1 - slot], 1 - slot, lr, grad_scale));
+            }
+        }
+    }
+    const size_t last = (count - 1) & 1;
+    if (count) DTRAIN__TRY(dtrain__piece_done(optimizer, &pieces[last], last, lr, grad_scale));
+    return dtrain__update_end(strategy);
+}
+
+/* ---- A step -----------------------------------------------------------------------------------*/
+
+/* Update the parameters and publish them. A rate or scale that is not finite would destroy every
+ * parameter in one pass: it is refused before the first is touched. */
+DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
+                                               float grad_scale)
+{
+    if (!optimizer)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_step: optimizer is NULL");
+    if (!dtrain__is_finite(lr) || lr < 0 || !dtrain__is_finite(grad_scale))
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_optimizer_step: expected a finite lr >= 0 and a finite grad_scale, found "
+            "%g and %g; the parameters are as they were",
+            (double)lr, (double)grad_scale);
+    dtrain_strategy *strategy = optimizer->strategy;
+    dtrain_world *world = dtrain__world_of(strategy);
+    DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_optimizer_step"));
+    const uint32_t span =
+        dtrain__span_begin(world, DTRAIN_SPAN_OPTIMIZER, "update", DTRAIN__UNNUMBERED);
+    bool empty = false;
+    dtrain_result result = dtrain__tally_settle(strategy, &empty);
+    if (result == DTRAIN_OK && !empty)
+        result = optimizer->offloaded ? dtrain__update_on_host(optimizer, lr, grad_scale)
+                                      : dtrain__optimizer_update(optimizer, lr, grad_scale, NULL);
+    result = dtrain__strategy_keep(strategy, result); /* others would wait for the new values */
+    if (result == DTRAIN_OK && !empty) {
+        dtrain__optimizer_count(optimizer);
+        result = dtrain_strategy_publish(strategy);
+    }
+    dtrain__span_end(world, span);
+    return result;
+}
+
 /* ---- A recorded step --------------------------------------------------------------------------*/
 
 /* Return the group whose corrections a recorded step has: the first of AdamW. */
@@ -21834,46 +21911,7 @@ DTRAIN__PRIVATE const char *dtrain__not_recordable(const dtrain_optimizer *optim
     return NULL;
 }
 
-DTRAIN_API void dtrain_optimizer_query(const dtrain_optimizer *optimizer,
-                                       dtrain_optimizer_info *info)
-{
-    if (!info) return;
-    memset(info, 0, sizeof *info);
-    if (!optimizer) return;
-    info->kind = optimizer->groups[0].desc.kind;
-    info->step_count = optimizer->step_count;
-    info->state_bytes = optimizer->state_bytes;
-    info->scratch_bytes = optimizer->scratch_bytes;
-}
-
-/* ---- creation ---------------------------------------------------------------------------------*/
-
-DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_strategy *strategy,
-                                                 const dtrain_optimizer_desc *desc,
-                                                 dtrain_optimizer **out)
-{
-    if (out) *out = NULL;
-    if (!world || !strategy || !desc || !out)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_optimizer_create: world, strategy, desc or out is NULL");
-    DTRAIN__TRY(dtrain__check_optimizer(desc, strategy));
-    const dtrain_allocator *allocator = &world->allocator;
-    dtrain_optimizer *optimizer =
-        (dtrain_optimizer *)dtrain__alloc(allocator, 1, sizeof *optimizer, "an optimizer");
-    if (!optimizer) return DTRAIN_ERROR_MEMORY;
-    optimizer->allocator = *allocator;
-    optimizer->device = dtrain_world_device(world);
-    optimizer->strategy = strategy;
-    optimizer->offloaded = dtrain__update_device(strategy) != NULL;
-    (void)dtrain__params_of(strategy, &optimizer->param_count);
-    dtrain_result result =
-        dtrain_strategy_shards(strategy, &optimizer->shards, &optimizer->shard_count);
-    if (result == DTRAIN_OK) result = dtrain__groups_make(optimizer, desc);
-    if (result == DTRAIN_OK) result = dtrain__optimizer_memory(optimizer);
-    if (result == DTRAIN_OK) *out = optimizer;
-    else dtrain_optimizer_destroy(optimizer);
-    return result;
-}
+/* ---- Creation ---------------------------------------------------------------------------------*/
 
 /* Count the bytes of the block. The sums cannot overflow: the layout allows values at most a
  * quarter of the address space. */
@@ -21968,6 +22006,33 @@ static dtrain_result dtrain__optimizer_memory(dtrain_optimizer *optimizer)
     return DTRAIN_OK;
 }
 
+DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_strategy *strategy,
+                                                 const dtrain_optimizer_desc *desc,
+                                                 dtrain_optimizer **out)
+{
+    if (out) *out = NULL;
+    if (!world || !strategy || !desc || !out)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_optimizer_create: world, strategy, desc or out is NULL");
+    DTRAIN__TRY(dtrain__check_optimizer(desc, strategy));
+    const dtrain_allocator *allocator = &world->allocator;
+    dtrain_optimizer *optimizer =
+        (dtrain_optimizer *)dtrain__alloc(allocator, 1, sizeof *optimizer, "an optimizer");
+    if (!optimizer) return DTRAIN_ERROR_MEMORY;
+    optimizer->allocator = *allocator;
+    optimizer->device = dtrain_world_device(world);
+    optimizer->strategy = strategy;
+    optimizer->offloaded = dtrain__update_device(strategy) != NULL;
+    (void)dtrain__params_of(strategy, &optimizer->param_count);
+    dtrain_result result =
+        dtrain_strategy_shards(strategy, &optimizer->shards, &optimizer->shard_count);
+    if (result == DTRAIN_OK) result = dtrain__groups_make(optimizer, desc);
+    if (result == DTRAIN_OK) result = dtrain__optimizer_memory(optimizer);
+    if (result == DTRAIN_OK) *out = optimizer;
+    else dtrain_optimizer_destroy(optimizer);
+    return result;
+}
+
 DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
 {
     if (!optimizer) return;
@@ -21987,95 +22052,23 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
     dtrain__free(&allocator, optimizer, 1, sizeof *optimizer);
 }
 
-/* ---- the update in host memory ----------------------------------------------------------------*/
-
-typedef struct dtrain__update_piece {
-    const dtrain__group *group;
-    size_t at;                    /* number of the tensor */
-    dtrain_optimizer_tensor part; /* the piece of it, in host memory */
-    float *value;                 /* address of the piece's values in the strategy's memory */
-} dtrain__update_piece;
-
-/* Queue the copy of a piece's gradient to a stage, unless the gradient is in host memory, and the
- * event at the end of the copy. */
-static dtrain_result dtrain__piece_down(const dtrain_optimizer *optimizer,
-                                        dtrain__update_piece *piece, size_t slot)
+DTRAIN_API void dtrain_optimizer_query(const dtrain_optimizer *optimizer,
+                                       dtrain_optimizer_info *info)
 {
-    const float *grad = piece->part.grad;
-    float *stage = NULL;
-    if (!dtrain__on_host(optimizer->device, grad))
-        piece->part.grad = stage = optimizer->block + slot * (size_t)optimizer->stage;
-    return dtrain__update_down(optimizer->strategy, slot, stage, grad, piece->part.count);
-}
-
-/* Wait for a piece's gradient, update the piece, and queue the copy of its new values to the
- * device. Values that the strategy keeps in host memory need no copy: the next gather reads
- * them. */
-static dtrain_result dtrain__piece_done(const dtrain_optimizer *optimizer,
-                                        const dtrain__update_piece *piece, size_t slot, float lr,
-                                        float grad_scale)
-{
-    DTRAIN__TRY(dtrain__update_await(optimizer->strategy, slot));
-    DTRAIN__TRY(dtrain__group_update(optimizer, piece->group, lr, grad_scale, NULL, &piece->part,
-                                     piece->at, 1));
-    if (piece->value == piece->part.value) return DTRAIN_OK;
-    return dtrain__update_up(optimizer->strategy, piece->value, piece->part.value,
-                             piece->part.count);
-}
-
-/* Set *piece to the part of tensor `at` that starts at element `first`, at most DTRAIN__PIECE
- * elements; of Muon to the whole matrix. */
-static void dtrain__piece_make(const dtrain_optimizer *optimizer, const dtrain__group *group,
-                               size_t at, int64_t first, dtrain__update_piece *piece)
-{
-    const dtrain_optimizer_tensor *tensor = &optimizer->tensors[at];
-    piece->group = group;
-    piece->at = at;
-    piece->part = *tensor;
-    if (group->desc.kind != DTRAIN_OPTIMIZER_MUON)
-        piece->part.count = dtrain__min(tensor->count - first, DTRAIN__PIECE);
-    piece->part.grad += first;
-    piece->part.value += first;
-    piece->part.m = dtrain__after(tensor->m, first);
-    piece->part.v = dtrain__after(tensor->v, first);
-    piece->value = optimizer->sources[at]->value + first;
-}
-
-/* Update everything on the CPU, piece by piece. Copies down are queued behind what compute had
- * queued: once the first has arrived, nothing reads old values any more, neither on the device nor
- * in the master copies. While one piece is updated the next is copied down; a stage is filled again
- * after the piece that it held was updated. */
-static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float lr, float grad_scale)
-{
-    dtrain_strategy *strategy = optimizer->strategy;
-    dtrain__update_piece pieces[2];
-    size_t count = 0; /* pieces whose copy down is queued */
-    DTRAIN__TRY(dtrain__update_begin(strategy));
-    for (size_t g = 0; g < optimizer->group_count; g++) {
-        const dtrain__group *group = &optimizer->groups[g];
-        for (size_t at = group->first; at < group->first + group->count; at++) {
-            const int64_t all = optimizer->tensors[at].count;
-            for (int64_t first = dtrain__is_left_out(optimizer, at) ? all : 0; first < all;) {
-                const size_t slot = count & 1;
-                dtrain__piece_make(optimizer, group, at, first, &pieces[slot]);
-                first += pieces[slot].part.count;
-                DTRAIN__TRY(dtrain__piece_down(optimizer, &pieces[slot], slot));
-                if (count++)
-                    DTRAIN__TRY(
-                        dtrain__piece_done(optimizer, &pieces[1 - slot], 1 - slot, lr, grad_scale));
-            }
-        }
-    }
-    const size_t last = (count - 1) & 1;
-    if (count) DTRAIN__TRY(dtrain__piece_done(optimizer, &pieces[last], last, lr, grad_scale));
-    return dtrain__update_end(strategy);
+    if (!info) return;
+    memset(info, 0, sizeof *info);
+    if (!optimizer) return;
+    info->kind = optimizer->groups[0].desc.kind;
+    info->step_count = optimizer->step_count;
+    info->state_bytes = optimizer->state_bytes;
+    info->scratch_bytes = optimizer->scratch_bytes;
 }
 
 /* ================================================================================================
  * src/optim/groups.c
  * ==============================================================================================*/
 
-/* Parameter groups: defaults, checks, who is in which
+/* Parameter groups: defaults, membership, checks
  *
  * The desc of an optimizer is group 0, and its groups are 1, 2, ...; a parameter says in which it
  * is. An optimizer lists its tensors group by group, so that each group is one call of its kernel:
@@ -22087,27 +22080,21 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float l
 
 DTRAIN_API dtrain_optimizer_desc dtrain_optimizer_defaults(dtrain_optimizer_kind kind)
 {
-    dtrain_optimizer_desc desc;
+    static const dtrain_optimizer_desc kinds[] = {
+        /* kind, beta1, beta2, epsilon, weight_decay, momentum, nesterov, variance_steps, lr_scale */
+        {DTRAIN_OPTIMIZER_ADAMW, 0.9f, 0.999f, 1e-8f, 0.01f, 0, false, 0, 1, NULL, 0},
+        {DTRAIN_OPTIMIZER_SGD, 0, 0, 0, 0, 0, false, 0, 1, NULL, 0},
+        {DTRAIN_OPTIMIZER_LION, 0.9f, 0.99f, 0, 0, 0, false, 0, 1, NULL, 0},
+        {DTRAIN_OPTIMIZER_MUON, 0, 0, 1e-7f, 0, 0.95f, true, 0, 1, NULL, 0},
+    };
+    dtrain_optimizer_desc desc; /* of no kind: dtrain_optimizer_create refuses it */
     memset(&desc, 0, sizeof desc);
-    desc.kind = (uint32_t)kind;
-    desc.lr_scale = 1;
-    if (kind == DTRAIN_OPTIMIZER_ADAMW) {
-        desc.beta1 = 0.9f;
-        desc.beta2 = 0.999f;
-        desc.epsilon = 1e-8f;
-        desc.weight_decay = 0.01f;
-    } else if (kind == DTRAIN_OPTIMIZER_LION) {
-        desc.beta1 = 0.9f;
-        desc.beta2 = 0.99f;
-    } else if (kind == DTRAIN_OPTIMIZER_MUON) {
-        desc.momentum = 0.95f;
-        desc.nesterov = true;
-        desc.epsilon = 1e-7f;
-    }
+    for (size_t i = 0; i < sizeof kinds / sizeof kinds[0]; i++)
+        if (kinds[i].kind == (uint32_t)kind) desc = kinds[i];
     return desc;
 }
 
-/* ---- Who is in which --------------------------------------------------------------------------*/
+/* ---- Membership -------------------------------------------------------------------------------*/
 
 /* Count the fp32 tensors that a kind keeps of a parameter. */
 DTRAIN__PRIVATE size_t dtrain__states_of(const dtrain_optimizer_desc *desc)

@@ -1,4 +1,4 @@
-/* Parameter groups: defaults, checks, who is in which
+/* Parameter groups: defaults, membership, checks
  *
  * The desc of an optimizer is group 0, and its groups are 1, 2, ...; a parameter says in which it
  * is. An optimizer lists its tensors group by group, so that each group is one call of its kernel:
@@ -21,27 +21,21 @@
 
 DTRAIN_API dtrain_optimizer_desc dtrain_optimizer_defaults(dtrain_optimizer_kind kind)
 {
-    dtrain_optimizer_desc desc;
+    static const dtrain_optimizer_desc kinds[] = {
+        /* kind, beta1, beta2, epsilon, weight_decay, momentum, nesterov, variance_steps, lr_scale */
+        {DTRAIN_OPTIMIZER_ADAMW, 0.9f, 0.999f, 1e-8f, 0.01f, 0, false, 0, 1, NULL, 0},
+        {DTRAIN_OPTIMIZER_SGD, 0, 0, 0, 0, 0, false, 0, 1, NULL, 0},
+        {DTRAIN_OPTIMIZER_LION, 0.9f, 0.99f, 0, 0, 0, false, 0, 1, NULL, 0},
+        {DTRAIN_OPTIMIZER_MUON, 0, 0, 1e-7f, 0, 0.95f, true, 0, 1, NULL, 0},
+    };
+    dtrain_optimizer_desc desc; /* of no kind: dtrain_optimizer_create refuses it */
     memset(&desc, 0, sizeof desc);
-    desc.kind = (uint32_t)kind;
-    desc.lr_scale = 1;
-    if (kind == DTRAIN_OPTIMIZER_ADAMW) {
-        desc.beta1 = 0.9f;
-        desc.beta2 = 0.999f;
-        desc.epsilon = 1e-8f;
-        desc.weight_decay = 0.01f;
-    } else if (kind == DTRAIN_OPTIMIZER_LION) {
-        desc.beta1 = 0.9f;
-        desc.beta2 = 0.99f;
-    } else if (kind == DTRAIN_OPTIMIZER_MUON) {
-        desc.momentum = 0.95f;
-        desc.nesterov = true;
-        desc.epsilon = 1e-7f;
-    }
+    for (size_t i = 0; i < sizeof kinds / sizeof kinds[0]; i++)
+        if (kinds[i].kind == (uint32_t)kind) desc = kinds[i];
     return desc;
 }
 
-/* ---- Who is in which --------------------------------------------------------------------------*/
+/* ---- Membership -------------------------------------------------------------------------------*/
 
 /* Count the fp32 tensors that a kind keeps of a parameter. */
 DTRAIN__PRIVATE size_t dtrain__states_of(const dtrain_optimizer_desc *desc)

@@ -48,41 +48,7 @@
 #include "device/device.h"
 #include "device/device_internal.h"
 
-static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float lr,
-                                            float grad_scale);
-static dtrain_result dtrain__optimizer_memory(dtrain_optimizer *optimizer);
-
-/* Update the parameters and publish them. A rate or scale that is not finite would destroy every
- * parameter in one pass: it is refused before the first is touched. */
-DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
-                                               float grad_scale)
-{
-    if (!optimizer)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_step: optimizer is NULL");
-    if (!dtrain__is_finite(lr) || lr < 0 || !dtrain__is_finite(grad_scale))
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT,
-            "dtrain_optimizer_step: expected a finite lr >= 0 and a finite grad_scale, found "
-            "%g and %g; the parameters are as they were",
-            (double)lr, (double)grad_scale);
-    dtrain_strategy *strategy = optimizer->strategy;
-    dtrain_world *world = dtrain__world_of(strategy);
-    DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_optimizer_step"));
-    const uint32_t span =
-        dtrain__span_begin(world, DTRAIN_SPAN_OPTIMIZER, "update", DTRAIN__UNNUMBERED);
-    bool empty = false;
-    dtrain_result result = dtrain__tally_settle(strategy, &empty);
-    if (result == DTRAIN_OK && !empty)
-        result = optimizer->offloaded ? dtrain__update_on_host(optimizer, lr, grad_scale)
-                                      : dtrain__optimizer_update(optimizer, lr, grad_scale, NULL);
-    result = dtrain__strategy_keep(strategy, result); /* others would wait for the new values */
-    if (result == DTRAIN_OK && !empty) {
-        dtrain__optimizer_count(optimizer);
-        result = dtrain_strategy_publish(strategy);
-    }
-    dtrain__span_end(world, span);
-    return result;
-}
+/* ---- The numbers of a step --------------------------------------------------------------------*/
 
 /* Count a step, and for each parameter whether it was left out of it. */
 DTRAIN__PRIVATE void dtrain__optimizer_count(dtrain_optimizer *optimizer)
@@ -92,12 +58,13 @@ DTRAIN__PRIVATE void dtrain__optimizer_count(dtrain_optimizer *optimizer)
         optimizer->missed[i] += dtrain__had_no_gradient(optimizer->strategy, i);
 }
 
-/* Tell whether tensor `at` is left out of this step, because no rank had a gradient of it; and
- * below, count the updates that it has had: torch counts them for each parameter. */
+/* Tell whether tensor `at` is left out of this step, because no rank had a gradient of it. */
 static bool dtrain__is_left_out(const dtrain_optimizer *optimizer, size_t at)
 {
     return dtrain__had_no_gradient(optimizer->strategy, optimizer->sources[at]->param->state.index);
 }
+
+/* Count the updates that tensor `at` has had. As in torch each parameter has a count of its own. */
 static uint64_t dtrain__updates_of(const dtrain_optimizer *optimizer, size_t at)
 {
     return optimizer->step_count -
@@ -191,6 +158,124 @@ DTRAIN__PRIVATE dtrain_result dtrain__optimizer_update(const dtrain_optimizer *o
     return DTRAIN_OK;
 }
 
+/* ---- The update in host memory ----------------------------------------------------------------*/
+
+typedef struct dtrain__update_piece {
+    const dtrain__group *group;
+    size_t at;                    /* number of the tensor */
+    dtrain_optimizer_tensor part; /* the piece of it, in host memory */
+    float *value;                 /* address of the piece's values in the strategy's memory */
+} dtrain__update_piece;
+
+/* Queue the copy of a piece's gradient to a stage, unless the gradient is in host memory, and the
+ * event at the end of the copy. */
+static dtrain_result dtrain__piece_down(const dtrain_optimizer *optimizer,
+                                        dtrain__update_piece *piece, size_t slot)
+{
+    const float *grad = piece->part.grad;
+    float *stage = NULL;
+    if (!dtrain__on_host(optimizer->device, grad))
+        piece->part.grad = stage = optimizer->block + slot * (size_t)optimizer->stage;
+    return dtrain__update_down(optimizer->strategy, slot, stage, grad, piece->part.count);
+}
+
+/* Wait for a piece's gradient, update the piece, and queue the copy of its new values to the
+ * device. Values that the strategy keeps in host memory need no copy: the next gather reads
+ * them. */
+static dtrain_result dtrain__piece_done(const dtrain_optimizer *optimizer,
+                                        const dtrain__update_piece *piece, size_t slot, float lr,
+                                        float grad_scale)
+{
+    DTRAIN__TRY(dtrain__update_await(optimizer->strategy, slot));
+    DTRAIN__TRY(dtrain__group_update(optimizer, piece->group, lr, grad_scale, NULL, &piece->part,
+                                     piece->at, 1));
+    if (piece->value == piece->part.value) return DTRAIN_OK;
+    return dtrain__update_up(optimizer->strategy, piece->value, piece->part.value,
+                             piece->part.count);
+}
+
+/* Set *piece to the part of tensor `at` that starts at element `first`, at most DTRAIN__PIECE
+ * elements; of Muon to the whole matrix. */
+static void dtrain__piece_make(const dtrain_optimizer *optimizer, const dtrain__group *group,
+                               size_t at, int64_t first, dtrain__update_piece *piece)
+{
+    const dtrain_optimizer_tensor *tensor = &optimizer->tensors[at];
+    piece->group = group;
+    piece->at = at;
+    piece->part = *tensor;
+    if (group->desc.kind != DTRAIN_OPTIMIZER_MUON)
+        piece->part.count = dtrain__min(tensor->count - first, DTRAIN__PIECE);
+    piece->part.grad += first;
+    piece->part.value += first;
+    piece->part.m = dtrain__after(tensor->m, first);
+    piece->part.v = dtrain__after(tensor->v, first);
+    piece->value = optimizer->sources[at]->value + first;
+}
+
+/* Update everything on the CPU, piece by piece. Copies down are queued behind what compute had
+ * queued: once the first has arrived, nothing reads old values any more, neither on the device nor
+ * in the master copies. While one piece is updated the next is copied down; a stage is filled again
+ * after the piece that it held was updated. */
+static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float lr, float grad_scale)
+{
+    dtrain_strategy *strategy = optimizer->strategy;
+    dtrain__update_piece pieces[2];
+    size_t count = 0; /* pieces whose copy down is queued */
+    DTRAIN__TRY(dtrain__update_begin(strategy));
+    for (size_t g = 0; g < optimizer->group_count; g++) {
+        const dtrain__group *group = &optimizer->groups[g];
+        for (size_t at = group->first; at < group->first + group->count; at++) {
+            const int64_t all = optimizer->tensors[at].count;
+            for (int64_t first = dtrain__is_left_out(optimizer, at) ? all : 0; first < all;) {
+                const size_t slot = count & 1;
+                dtrain__piece_make(optimizer, group, at, first, &pieces[slot]);
+                first += pieces[slot].part.count;
+                DTRAIN__TRY(dtrain__piece_down(optimizer, &pieces[slot], slot));
+                if (count++)
+                    DTRAIN__TRY(
+                        dtrain__piece_done(optimizer, &pieces[1 - slot], 1 - slot, lr, grad_scale));
+            }
+        }
+    }
+    const size_t last = (count - 1) & 1;
+    if (count) DTRAIN__TRY(dtrain__piece_done(optimizer, &pieces[last], last, lr, grad_scale));
+    return dtrain__update_end(strategy);
+}
+
+/* ---- A step -----------------------------------------------------------------------------------*/
+
+/* Update the parameters and publish them. A rate or scale that is not finite would destroy every
+ * parameter in one pass: it is refused before the first is touched. */
+DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
+                                               float grad_scale)
+{
+    if (!optimizer)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_step: optimizer is NULL");
+    if (!dtrain__is_finite(lr) || lr < 0 || !dtrain__is_finite(grad_scale))
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_optimizer_step: expected a finite lr >= 0 and a finite grad_scale, found "
+            "%g and %g; the parameters are as they were",
+            (double)lr, (double)grad_scale);
+    dtrain_strategy *strategy = optimizer->strategy;
+    dtrain_world *world = dtrain__world_of(strategy);
+    DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_optimizer_step"));
+    const uint32_t span =
+        dtrain__span_begin(world, DTRAIN_SPAN_OPTIMIZER, "update", DTRAIN__UNNUMBERED);
+    bool empty = false;
+    dtrain_result result = dtrain__tally_settle(strategy, &empty);
+    if (result == DTRAIN_OK && !empty)
+        result = optimizer->offloaded ? dtrain__update_on_host(optimizer, lr, grad_scale)
+                                      : dtrain__optimizer_update(optimizer, lr, grad_scale, NULL);
+    result = dtrain__strategy_keep(strategy, result); /* others would wait for the new values */
+    if (result == DTRAIN_OK && !empty) {
+        dtrain__optimizer_count(optimizer);
+        result = dtrain_strategy_publish(strategy);
+    }
+    dtrain__span_end(world, span);
+    return result;
+}
+
 /* ---- A recorded step --------------------------------------------------------------------------*/
 
 /* Return the group whose corrections a recorded step has: the first of AdamW. */
@@ -228,46 +313,7 @@ DTRAIN__PRIVATE const char *dtrain__not_recordable(const dtrain_optimizer *optim
     return NULL;
 }
 
-DTRAIN_API void dtrain_optimizer_query(const dtrain_optimizer *optimizer,
-                                       dtrain_optimizer_info *info)
-{
-    if (!info) return;
-    memset(info, 0, sizeof *info);
-    if (!optimizer) return;
-    info->kind = optimizer->groups[0].desc.kind;
-    info->step_count = optimizer->step_count;
-    info->state_bytes = optimizer->state_bytes;
-    info->scratch_bytes = optimizer->scratch_bytes;
-}
-
-/* ---- creation ---------------------------------------------------------------------------------*/
-
-DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_strategy *strategy,
-                                                 const dtrain_optimizer_desc *desc,
-                                                 dtrain_optimizer **out)
-{
-    if (out) *out = NULL;
-    if (!world || !strategy || !desc || !out)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_optimizer_create: world, strategy, desc or out is NULL");
-    DTRAIN__TRY(dtrain__check_optimizer(desc, strategy));
-    const dtrain_allocator *allocator = &world->allocator;
-    dtrain_optimizer *optimizer =
-        (dtrain_optimizer *)dtrain__alloc(allocator, 1, sizeof *optimizer, "an optimizer");
-    if (!optimizer) return DTRAIN_ERROR_MEMORY;
-    optimizer->allocator = *allocator;
-    optimizer->device = dtrain_world_device(world);
-    optimizer->strategy = strategy;
-    optimizer->offloaded = dtrain__update_device(strategy) != NULL;
-    (void)dtrain__params_of(strategy, &optimizer->param_count);
-    dtrain_result result =
-        dtrain_strategy_shards(strategy, &optimizer->shards, &optimizer->shard_count);
-    if (result == DTRAIN_OK) result = dtrain__groups_make(optimizer, desc);
-    if (result == DTRAIN_OK) result = dtrain__optimizer_memory(optimizer);
-    if (result == DTRAIN_OK) *out = optimizer;
-    else dtrain_optimizer_destroy(optimizer);
-    return result;
-}
+/* ---- Creation ---------------------------------------------------------------------------------*/
 
 /* Count the bytes of the block. The sums cannot overflow: the layout allows values at most a
  * quarter of the address space. */
@@ -362,6 +408,33 @@ static dtrain_result dtrain__optimizer_memory(dtrain_optimizer *optimizer)
     return DTRAIN_OK;
 }
 
+DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_strategy *strategy,
+                                                 const dtrain_optimizer_desc *desc,
+                                                 dtrain_optimizer **out)
+{
+    if (out) *out = NULL;
+    if (!world || !strategy || !desc || !out)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_optimizer_create: world, strategy, desc or out is NULL");
+    DTRAIN__TRY(dtrain__check_optimizer(desc, strategy));
+    const dtrain_allocator *allocator = &world->allocator;
+    dtrain_optimizer *optimizer =
+        (dtrain_optimizer *)dtrain__alloc(allocator, 1, sizeof *optimizer, "an optimizer");
+    if (!optimizer) return DTRAIN_ERROR_MEMORY;
+    optimizer->allocator = *allocator;
+    optimizer->device = dtrain_world_device(world);
+    optimizer->strategy = strategy;
+    optimizer->offloaded = dtrain__update_device(strategy) != NULL;
+    (void)dtrain__params_of(strategy, &optimizer->param_count);
+    dtrain_result result =
+        dtrain_strategy_shards(strategy, &optimizer->shards, &optimizer->shard_count);
+    if (result == DTRAIN_OK) result = dtrain__groups_make(optimizer, desc);
+    if (result == DTRAIN_OK) result = dtrain__optimizer_memory(optimizer);
+    if (result == DTRAIN_OK) *out = optimizer;
+    else dtrain_optimizer_destroy(optimizer);
+    return result;
+}
+
 DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
 {
     if (!optimizer) return;
@@ -381,86 +454,14 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
     dtrain__free(&allocator, optimizer, 1, sizeof *optimizer);
 }
 
-/* ---- the update in host memory ----------------------------------------------------------------*/
-
-typedef struct dtrain__update_piece {
-    const dtrain__group *group;
-    size_t at;                    /* number of the tensor */
-    dtrain_optimizer_tensor part; /* the piece of it, in host memory */
-    float *value;                 /* address of the piece's values in the strategy's memory */
-} dtrain__update_piece;
-
-/* Queue the copy of a piece's gradient to a stage, unless the gradient is in host memory, and the
- * event at the end of the copy. */
-static dtrain_result dtrain__piece_down(const dtrain_optimizer *optimizer,
-                                        dtrain__update_piece *piece, size_t slot)
+DTRAIN_API void dtrain_optimizer_query(const dtrain_optimizer *optimizer,
+                                       dtrain_optimizer_info *info)
 {
-    const float *grad = piece->part.grad;
-    float *stage = NULL;
-    if (!dtrain__on_host(optimizer->device, grad))
-        piece->part.grad = stage = optimizer->block + slot * (size_t)optimizer->stage;
-    return dtrain__update_down(optimizer->strategy, slot, stage, grad, piece->part.count);
-}
-
-/* Wait for a piece's gradient, update the piece, and queue the copy of its new values to the
- * device. Values that the strategy keeps in host memory need no copy: the next gather reads
- * them. */
-static dtrain_result dtrain__piece_done(const dtrain_optimizer *optimizer,
-                                        const dtrain__update_piece *piece, size_t slot, float lr,
-                                        float grad_scale)
-{
-    DTRAIN__TRY(dtrain__update_await(optimizer->strategy, slot));
-    DTRAIN__TRY(dtrain__group_update(optimizer, piece->group, lr, grad_scale, NULL, &piece->part,
-                                     piece->at, 1));
-    if (piece->value == piece->part.value) return DTRAIN_OK;
-    return dtrain__update_up(optimizer->strategy, piece->value, piece->part.value,
-                             piece->part.count);
-}
-
-/* Set *piece to the part of tensor `at` that starts at element `first`, at most DTRAIN__PIECE
- * elements; of Muon to the whole matrix. */
-static void dtrain__piece_make(const dtrain_optimizer *optimizer, const dtrain__group *group,
-                               size_t at, int64_t first, dtrain__update_piece *piece)
-{
-    const dtrain_optimizer_tensor *tensor = &optimizer->tensors[at];
-    piece->group = group;
-    piece->at = at;
-    piece->part = *tensor;
-    if (group->desc.kind != DTRAIN_OPTIMIZER_MUON)
-        piece->part.count = dtrain__min(tensor->count - first, DTRAIN__PIECE);
-    piece->part.grad += first;
-    piece->part.value += first;
-    piece->part.m = dtrain__after(tensor->m, first);
-    piece->part.v = dtrain__after(tensor->v, first);
-    piece->value = optimizer->sources[at]->value + first;
-}
-
-/* Update everything on the CPU, piece by piece. Copies down are queued behind what compute had
- * queued: once the first has arrived, nothing reads old values any more, neither on the device nor
- * in the master copies. While one piece is updated the next is copied down; a stage is filled again
- * after the piece that it held was updated. */
-static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float lr, float grad_scale)
-{
-    dtrain_strategy *strategy = optimizer->strategy;
-    dtrain__update_piece pieces[2];
-    size_t count = 0; /* pieces whose copy down is queued */
-    DTRAIN__TRY(dtrain__update_begin(strategy));
-    for (size_t g = 0; g < optimizer->group_count; g++) {
-        const dtrain__group *group = &optimizer->groups[g];
-        for (size_t at = group->first; at < group->first + group->count; at++) {
-            const int64_t all = optimizer->tensors[at].count;
-            for (int64_t first = dtrain__is_left_out(optimizer, at) ? all : 0; first < all;) {
-                const size_t slot = count & 1;
-                dtrain__piece_make(optimizer, group, at, first, &pieces[slot]);
-                first += pieces[slot].part.count;
-                DTRAIN__TRY(dtrain__piece_down(optimizer, &pieces[slot], slot));
-                if (count++)
-                    DTRAIN__TRY(
-                        dtrain__piece_done(optimizer, &pieces[1 - slot], 1 - slot, lr, grad_scale));
-            }
-        }
-    }
-    const size_t last = (count - 1) & 1;
-    if (count) DTRAIN__TRY(dtrain__piece_done(optimizer, &pieces[last], last, lr, grad_scale));
-    return dtrain__update_end(strategy);
+    if (!info) return;
+    memset(info, 0, sizeof *info);
+    if (!optimizer) return;
+    info->kind = optimizer->groups[0].desc.kind;
+    info->step_count = optimizer->step_count;
+    info->state_bytes = optimizer->state_bytes;
+    info->scratch_bytes = optimizer->scratch_bytes;
 }

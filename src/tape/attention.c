@@ -20,32 +20,10 @@
  * operation: q or packed rows, key lengths if there are any, k and v unless packed, a mask. */
 
 typedef struct dtrain__attention {
-    dtrain_attention_desc desc;
     dtrain_attention_args args;
     uint32_t lengths, k, v, mask; /* numbers of these inputs of the node; 0: the call has none */
     void *aside[3]; /* memory for the gradient of q, k or v, where two of them are one tensor */
 } dtrain__attention;
-
-static dtrain_result dtrain__attention_heads(const dtrain_op *op, dtrain__attention *x)
-{
-    const dtrain_attention_desc *desc = &x->desc;
-    const int64_t heads = desc->heads, kv_heads = desc->kv_heads ? desc->kv_heads : heads;
-    if (heads < 1 || kv_heads < 1 || heads % kv_heads)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: %lld heads of queries cannot share %lld of keys equally",
-                           op->desc->name, (long long)heads, (long long)kv_heads);
-    if (desc->sequence < 1 || desc->key_sequence < 0)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: a sequence of %lld queries and %lld keys, expected at least one",
-                           op->desc->name, (long long)desc->sequence,
-                           (long long)desc->key_sequence);
-    x->args.causal = desc->causal;
-    x->args.heads = heads;
-    x->args.kv_heads = kv_heads;
-    x->args.queries = desc->sequence;
-    x->args.keys = desc->key_sequence ? desc->key_sequence : desc->sequence;
-    return DTRAIN_OK;
-}
 
 /* Take q, k and v from rows that hold them side by side. */
 static dtrain_result dtrain__attention_packed(const dtrain_op *op, dtrain_attention_args *args)
@@ -141,8 +119,16 @@ static dtrain_result dtrain__attention_prepare(dtrain_op *op)
 {
     dtrain__attention *x = (dtrain__attention *)op->args;
     dtrain_attention_args *args = &x->args;
+    const int64_t heads = args->heads, kv_heads = args->kv_heads;
+    if (heads < 1 || kv_heads < 1 || heads % kv_heads)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: %lld heads of queries cannot share %lld of keys equally",
+                           op->desc->name, (long long)heads, (long long)kv_heads);
+    if (args->queries < 1 || args->keys < 1)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: a sequence of %lld queries and %lld keys, expected at least one",
+                           op->desc->name, (long long)args->queries, (long long)args->keys);
     args->dtype = (dtrain_dtype)op->inputs[0]->dtype;
-    DTRAIN__TRY(dtrain__attention_heads(op, x));
     if (x->k) DTRAIN__TRY(dtrain__attention_separate(op, x));
     else DTRAIN__TRY(dtrain__attention_packed(op, args));
     DTRAIN__TRY(dtrain__attention_hidden(op, x));
@@ -221,13 +207,19 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, 
     dtrain_tensor *inputs[5] = {q};
     uint32_t count = 1;
     memset(&args, 0, sizeof args);
-    if (desc) args.desc = *desc; /* otherwise prepare refuses its number of heads */
-    if (args.desc.key_lengths) inputs[args.lengths = count++] = args.desc.key_lengths;
-    if (k || v) { /* one alone is refused: its neighbour is NULL */
+    if (desc) { /* otherwise prepare refuses the number of heads */
+        args.args.causal = desc->causal;
+        args.args.heads = desc->heads;
+        args.args.kv_heads = desc->kv_heads ? desc->kv_heads : desc->heads;
+        args.args.queries = desc->sequence;
+        args.args.keys = desc->key_sequence ? desc->key_sequence : desc->sequence;
+    }
+    if (desc && desc->key_lengths) inputs[args.lengths = count++] = desc->key_lengths;
+    if (k || v) { /* the operation refuses one alone: the other is NULL */
         inputs[args.k = count++] = k;
         inputs[args.v = count++] = v;
     }
-    if (args.desc.mask) inputs[args.mask = count++] = args.desc.mask;
+    if (desc && desc->mask) inputs[args.mask = count++] = desc->mask;
     return dtrain_tape_apply(tape,
                              args.lengths ? &dtrain__attention_lengths_op : &dtrain__attention_op,
                              inputs, count, NULL, 0, &args, sizeof args);
