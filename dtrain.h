@@ -132,7 +132,7 @@
        src/tape/backward.c                  Backward
        src/tape/layers.c                    Layers: linear, normalisation, embedding
        src/tape/attention.c                 Attention, and what belongs to it: rotary position embedding, softmax
-       src/tape/shapes.c                    Shapes: products of two tensors, reshaped and permuted tensors
+       src/tape/shapes.c                    Products of matrices, copies in another type or shape, permuted axes
        src/tape/batchnorm.c                 Batch normalisation
        src/tape/convolution.c               Convolution and pooling
        src/tape/pointwise.c                 Activations, products of elements, losses
@@ -19654,7 +19654,6 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
 typedef struct dtrain__attention {
     dtrain_attention_args args;
     uint32_t lengths, k, v, mask; /* numbers of these inputs of the node; 0: the call has none */
-    void *aside[3]; /* memory for the gradient of q, k or v, where two of them are one tensor */
 } dtrain__attention;
 
 /* Take q, k and v from rows that hold them side by side. */
@@ -19709,8 +19708,6 @@ static dtrain_result dtrain__attention_separate(dtrain_op *op, dtrain__attention
             DTRAIN_ERROR_ARGUMENT, "%s: q is %s, k %s and v %s, expected one type: see dtrain_cast",
             op->desc->name, dtrain_dtype_name((dtrain_dtype)q->dtype),
             dtrain_dtype_name((dtrain_dtype)k->dtype), dtrain_dtype_name((dtrain_dtype)v->dtype));
-    if (op->needs_grad && k == q) x->aside[1] = dtrain_op_save(op, args->dtype, count);
-    if (op->needs_grad && (v == q || v == k)) x->aside[2] = dtrain_op_save(op, args->dtype, count);
     return DTRAIN_OK;
 }
 
@@ -19789,39 +19786,27 @@ static dtrain_result dtrain__attention_forward(dtrain_op *op)
     return op->device->ops->attention(op->device, args);
 }
 
-/* Run the backward kernel. It writes all gradients at once and can only overwrite: where two of
- * them belong to one tensor, the later one is written to memory of its own and then added. */
+/* Run the backward kernel, which can only overwrite. */
 static dtrain_result dtrain__attention_backward(dtrain_op *op)
 {
     const dtrain__attention *x = (const dtrain__attention *)op->args;
-    const uint32_t inputs[3] = {0, x->k, x->v};
     dtrain_attention_backward_args args;
-    void *d[3] = {NULL, NULL, NULL};
-    for (int i = 0; i < (x->k ? 3 : 1); i++)
-        d[i] = x->aside[i] ? x->aside[i] : dtrain_op_input_grad(op, inputs[i], NULL);
-    DTRAIN__TRY(op->tape->error);
-    if (!x->k) {
-        d[1] = (char *)d[0] + ((const char *)x->args.k - (const char *)x->args.q);
-        d[2] = (char *)d[0] + ((const char *)x->args.v - (const char *)x->args.q);
-    }
     memset(&args, 0, sizeof args);
     args.forward = x->args;
     args.d_y = op->outputs[0]->grad;
-    args.d_q = d[0], args.d_k = d[1], args.d_v = d[2];
+    args.d_q = dtrain_op_input_grad(op, 0, NULL);
+    if (x->k) {
+        args.d_k = dtrain_op_input_grad(op, x->k, NULL);
+        args.d_v = dtrain_op_input_grad(op, x->v, NULL);
+    }
+    DTRAIN__TRY(op->tape->error);
+    if (!x->k) {
+        args.d_k = (char *)args.d_q + ((const char *)x->args.k - (const char *)x->args.q);
+        args.d_v = (char *)args.d_q + ((const char *)x->args.v - (const char *)x->args.q);
+    }
     /* five products: scores again, d_v, d_scores, d_q, d_k */
     op->tape->flops += 2.5 * dtrain__attention_flops(&x->args);
-    DTRAIN__TRY(op->device->ops->attention_backward(op->device, &args));
-    for (int i = 1; i < 3; i++) {
-        bool accumulate;
-        if (!x->aside[i]) continue;
-        const dtrain_tensor *to = op->inputs[inputs[i]];
-        void *grad = dtrain_op_input_grad(op, inputs[i], &accumulate); /* adds to what is there */
-        DTRAIN__TRY(op->tape->error);
-        if (grad)
-            DTRAIN__TRY(dtrain__tape_add(op->device, to->count, grad, to->dtype, x->aside[i],
-                                         to->dtype, grad));
-    }
-    return DTRAIN_OK;
+    return op->device->ops->attention_backward(op->device, &args);
 }
 
 DTRAIN__OP(attention, attention, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS,
@@ -19847,6 +19832,10 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, 
         args.args.keys = desc->key_sequence ? desc->key_sequence : desc->sequence;
     }
     if (desc && desc->key_lengths) inputs[args.lengths = count++] = desc->key_lengths;
+    /* The backward kernel writes three gradients at once: a tensor that comes twice is copied, v first,
+     * so that its gradients are added up in the order q, k, v. */
+    if (v && v->needs_grad && (v == q || v == k)) v = dtrain_scale(tape, v, 1);
+    if (k && k->needs_grad && k == q) k = dtrain_scale(tape, k, 1);
     if (k || v) { /* the operation refuses one alone: the other is NULL */
         inputs[args.k = count++] = k;
         inputs[args.v = count++] = v;
@@ -19965,7 +19954,7 @@ DTRAIN_API dtrain_tensor *dtrain_softmax(dtrain_tape *tape, dtrain_tensor *x)
  * src/tape/shapes.c
  * ==============================================================================================*/
 
-/* Shapes: products of two tensors, reshaped and permuted tensors
+/* Products of matrices, copies in another type or shape, permuted axes
  *
  * A product keeps both inputs alive until its backward, the others nothing. */
 
@@ -20067,23 +20056,28 @@ DTRAIN_API dtrain_tensor *dtrain_matmul(dtrain_tape *tape, dtrain_tensor *a, dtr
                              sizeof(dtrain__matmul));
 }
 
-/* ---- Reshape
+/* ---- Copies to another type or shape
  *
- * A copy forward, because activation checkpointing and in-place gradients know one owner of each
- * value; backward the gradient is handed on as it is. */
+ * A reshaped tensor is a copy too, because activation checkpointing and in-place gradients know one
+ * owner of each value; backward the gradient is handed on as it is, or converted. */
 
 typedef struct dtrain__reshape {
+    dtrain_dtype dtype;
     uint32_t ndim;
     int64_t shape[4];
 } dtrain__reshape;
 
-static dtrain_result dtrain__reshape_prepare(dtrain_op *op)
+static dtrain_result dtrain__copy_prepare(dtrain_op *op)
 {
     dtrain__reshape *to = (dtrain__reshape *)op->args;
     const dtrain_tensor *x = op->inputs[0];
     char from_text[DTRAIN__SHAPE_TEXT], to_text[DTRAIN__SHAPE_TEXT];
     int64_t known = 1, *open = NULL;
     bool good = to->ndim >= 1;
+    if (to->dtype != DTRAIN_DTYPE_F32 && to->dtype != DTRAIN_DTYPE_BF16 &&
+        to->dtype != DTRAIN_DTYPE_F16)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: dtype is %s, expected f32, bf16 or f16",
+                           op->desc->name, dtrain_dtype_name(to->dtype));
     for (uint32_t axis = 0; axis < to->ndim; axis++) {
         const int64_t length = to->shape[axis];
         if (length == -1 && !open) open = &to->shape[axis];
@@ -20092,37 +20086,53 @@ static dtrain_result dtrain__reshape_prepare(dtrain_op *op)
     }
     if (good && open && x->count % known == 0) *open = x->count / known, known = x->count;
     if (!good || known != x->count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_reshape: %s cannot become %s",
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s cannot become %s", op->desc->name,
                            dtrain__shape_text(x->shape, from_text),
                            dtrain__shape_text(to->shape, to_text));
-    dtrain_op_output(op, (dtrain_dtype)x->dtype, to->ndim, to->shape);
+    dtrain_op_output(op, to->dtype, to->ndim, to->shape);
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__reshape_forward(dtrain_op *op)
+static dtrain_result dtrain__copy_forward(dtrain_op *op)
 {
-    const dtrain_tensor *x = op->inputs[0];
+    const dtrain_tensor *x = op->inputs[0], *y = op->outputs[0];
     return dtrain__tape_convert(op->device, x->count, op->input_data[0], x->dtype,
-                                op->output_data[0], x->dtype);
+                                op->output_data[0], y->dtype);
 }
 
-static dtrain_result dtrain__reshape_backward(dtrain_op *op)
+static dtrain_result dtrain__copy_backward(dtrain_op *op)
 {
     return dtrain__gradient_pass(op, 0, 0);
 }
 
-DTRAIN__OP(reshape, reshape, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(cast, copy, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(reshape, copy, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
 
-DTRAIN_API dtrain_tensor *dtrain_reshape(dtrain_tape *tape, dtrain_tensor *x, uint32_t ndim,
+static dtrain_tensor *dtrain__copy_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
+                                         dtrain_tensor *x, uint32_t dtype, uint32_t ndim,
                                          const int64_t *shape)
 {
     dtrain__reshape args;
     memset(&args, 0, sizeof args);
+    args.dtype = (dtrain_dtype)dtype;
     if (shape && ndim <= 4) { /* otherwise ndim stays 0, which prepare refuses */
         args.ndim = ndim;
         memcpy(args.shape, shape, ndim * sizeof *shape);
     }
-    return dtrain_tape_apply(tape, &dtrain__reshape_op, &x, 1, NULL, 0, &args, sizeof args);
+    return dtrain_tape_apply(tape, desc, &x, 1, NULL, 0, &args, sizeof args);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrain_dtype dtype)
+{
+    if (x && dtrain__is_float(x) && x->dtype == (uint32_t)dtype) return x;
+    return dtrain__copy_apply(tape, &dtrain__cast_op, x, dtype, x ? x->ndim : 0,
+                              x ? x->shape : NULL);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_reshape(dtrain_tape *tape, dtrain_tensor *x, uint32_t ndim,
+                                         const int64_t *shape)
+{
+    return dtrain__copy_apply(tape, &dtrain__reshape_op, x, x ? x->dtype : 0, ndim, shape);
 }
 
 /* ---- Permuted axes
@@ -20832,40 +20842,6 @@ DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain
     return dtrain_tape_apply(tape, &dtrain__add_op, inputs, 2, NULL, 0, NULL, 0);
 }
 
-/* ---- Cast -------------------------------------------------------------------------------------*/
-
-static dtrain_result dtrain__cast_prepare(dtrain_op *op)
-{
-    const dtrain_tensor *x = op->inputs[0];
-    const dtrain_dtype dtype = *(const dtrain_dtype *)op->args;
-    if (dtype != DTRAIN_DTYPE_F32 && dtype != DTRAIN_DTYPE_BF16 && dtype != DTRAIN_DTYPE_F16)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_cast: dtype is %s, expected f32, bf16 or f16",
-                           dtrain_dtype_name(dtype));
-    dtrain_op_output(op, dtype, x->ndim, x->shape);
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__cast_forward(dtrain_op *op)
-{
-    const dtrain_tensor *x = op->inputs[0], *y = op->outputs[0];
-    return dtrain__tape_convert(op->device, x->count, op->input_data[0], x->dtype,
-                                op->output_data[0], y->dtype);
-}
-
-static dtrain_result dtrain__cast_backward(dtrain_op *op)
-{
-    return dtrain__gradient_pass(op, 0, 0);
-}
-
-DTRAIN__OP(cast, cast, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
-
-DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrain_dtype dtype)
-{
-    if (x && dtrain__is_float(x) && x->dtype == (uint32_t)dtype) return x;
-    return dtrain_tape_apply(tape, &dtrain__cast_op, &x, 1, NULL, 0, &dtype, sizeof dtype);
-}
-
 /* ---- Scale and dropout
  *
  * Both are linear in x and keep nothing: the kernel that makes y of x makes d_x of d_y. Whether
@@ -20880,6 +20856,10 @@ typedef struct dtrain__map {
 static dtrain_result dtrain__map_prepare(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0];
+    const float probability = ((const dtrain__map *)op->args)->dropout.probability;
+    if (!(probability >= 0 && probability < 1)) /* so written that NaN is refused */
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: probability is %g, not in [0, 1)",
+                           op->desc->name, (double)probability);
     dtrain_op_output(op, (dtrain_dtype)x->dtype, x->ndim, x->shape);
     return DTRAIN_OK;
 }
@@ -20937,13 +20917,10 @@ static dtrain_result dtrain__dropout_run(dtrain_op *op, const void *x, void *y, 
 DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, float probability)
 {
     dtrain__map args;
+    const bool valid = probability >= 0 && probability < 1; /* otherwise prepare refuses it */
     if (dtrain__tape_check(tape, "dtrain_dropout") != DTRAIN_OK) return NULL;
-    if (!(probability >= 0 && probability < 1)) /* so written that NaN is refused */
-        dtrain__tape_stick(tape, dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                                             "dtrain_dropout: probability is %g, not in [0, 1)",
-                                             (double)probability));
-    else if (x && dtrain__is_float(x) &&
-             (probability == 0 || (tape->pass.flags & DTRAIN_TAPE_NO_GRAD)))
+    if (x && dtrain__is_float(x) && valid &&
+        (probability == 0 || (tape->pass.flags & DTRAIN_TAPE_NO_GRAD)))
         return x;
     memset(&args, 0, sizeof args);
     args.run = dtrain__dropout_run;

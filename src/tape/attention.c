@@ -22,7 +22,6 @@
 typedef struct dtrain__attention {
     dtrain_attention_args args;
     uint32_t lengths, k, v, mask; /* numbers of these inputs of the node; 0: the call has none */
-    void *aside[3]; /* memory for the gradient of q, k or v, where two of them are one tensor */
 } dtrain__attention;
 
 /* Take q, k and v from rows that hold them side by side. */
@@ -77,8 +76,6 @@ static dtrain_result dtrain__attention_separate(dtrain_op *op, dtrain__attention
             DTRAIN_ERROR_ARGUMENT, "%s: q is %s, k %s and v %s, expected one type: see dtrain_cast",
             op->desc->name, dtrain_dtype_name((dtrain_dtype)q->dtype),
             dtrain_dtype_name((dtrain_dtype)k->dtype), dtrain_dtype_name((dtrain_dtype)v->dtype));
-    if (op->needs_grad && k == q) x->aside[1] = dtrain_op_save(op, args->dtype, count);
-    if (op->needs_grad && (v == q || v == k)) x->aside[2] = dtrain_op_save(op, args->dtype, count);
     return DTRAIN_OK;
 }
 
@@ -157,39 +154,27 @@ static dtrain_result dtrain__attention_forward(dtrain_op *op)
     return op->device->ops->attention(op->device, args);
 }
 
-/* Run the backward kernel. It writes all gradients at once and can only overwrite: where two of
- * them belong to one tensor, the later one is written to memory of its own and then added. */
+/* Run the backward kernel, which can only overwrite. */
 static dtrain_result dtrain__attention_backward(dtrain_op *op)
 {
     const dtrain__attention *x = (const dtrain__attention *)op->args;
-    const uint32_t inputs[3] = {0, x->k, x->v};
     dtrain_attention_backward_args args;
-    void *d[3] = {NULL, NULL, NULL};
-    for (int i = 0; i < (x->k ? 3 : 1); i++)
-        d[i] = x->aside[i] ? x->aside[i] : dtrain_op_input_grad(op, inputs[i], NULL);
-    DTRAIN__TRY(op->tape->error);
-    if (!x->k) {
-        d[1] = (char *)d[0] + ((const char *)x->args.k - (const char *)x->args.q);
-        d[2] = (char *)d[0] + ((const char *)x->args.v - (const char *)x->args.q);
-    }
     memset(&args, 0, sizeof args);
     args.forward = x->args;
     args.d_y = op->outputs[0]->grad;
-    args.d_q = d[0], args.d_k = d[1], args.d_v = d[2];
+    args.d_q = dtrain_op_input_grad(op, 0, NULL);
+    if (x->k) {
+        args.d_k = dtrain_op_input_grad(op, x->k, NULL);
+        args.d_v = dtrain_op_input_grad(op, x->v, NULL);
+    }
+    DTRAIN__TRY(op->tape->error);
+    if (!x->k) {
+        args.d_k = (char *)args.d_q + ((const char *)x->args.k - (const char *)x->args.q);
+        args.d_v = (char *)args.d_q + ((const char *)x->args.v - (const char *)x->args.q);
+    }
     /* five products: scores again, d_v, d_scores, d_q, d_k */
     op->tape->flops += 2.5 * dtrain__attention_flops(&x->args);
-    DTRAIN__TRY(op->device->ops->attention_backward(op->device, &args));
-    for (int i = 1; i < 3; i++) {
-        bool accumulate;
-        if (!x->aside[i]) continue;
-        const dtrain_tensor *to = op->inputs[inputs[i]];
-        void *grad = dtrain_op_input_grad(op, inputs[i], &accumulate); /* adds to what is there */
-        DTRAIN__TRY(op->tape->error);
-        if (grad)
-            DTRAIN__TRY(dtrain__tape_add(op->device, to->count, grad, to->dtype, x->aside[i],
-                                         to->dtype, grad));
-    }
-    return DTRAIN_OK;
+    return op->device->ops->attention_backward(op->device, &args);
 }
 
 DTRAIN__OP(attention, attention, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS,
@@ -215,6 +200,10 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, 
         args.args.keys = desc->key_sequence ? desc->key_sequence : desc->sequence;
     }
     if (desc && desc->key_lengths) inputs[args.lengths = count++] = desc->key_lengths;
+    /* The backward kernel writes three gradients at once: a tensor that comes twice is copied, v first,
+     * so that its gradients are added up in the order q, k, v. */
+    if (v && v->needs_grad && (v == q || v == k)) v = dtrain_scale(tape, v, 1);
+    if (k && k->needs_grad && k == q) k = dtrain_scale(tape, k, 1);
     if (k || v) { /* the operation refuses one alone: the other is NULL */
         inputs[args.k = count++] = k;
         inputs[args.v = count++] = v;

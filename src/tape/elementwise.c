@@ -53,40 +53,6 @@ DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain
     return dtrain_tape_apply(tape, &dtrain__add_op, inputs, 2, NULL, 0, NULL, 0);
 }
 
-/* ---- Cast -------------------------------------------------------------------------------------*/
-
-static dtrain_result dtrain__cast_prepare(dtrain_op *op)
-{
-    const dtrain_tensor *x = op->inputs[0];
-    const dtrain_dtype dtype = *(const dtrain_dtype *)op->args;
-    if (dtype != DTRAIN_DTYPE_F32 && dtype != DTRAIN_DTYPE_BF16 && dtype != DTRAIN_DTYPE_F16)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_cast: dtype is %s, expected f32, bf16 or f16",
-                           dtrain_dtype_name(dtype));
-    dtrain_op_output(op, dtype, x->ndim, x->shape);
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__cast_forward(dtrain_op *op)
-{
-    const dtrain_tensor *x = op->inputs[0], *y = op->outputs[0];
-    return dtrain__tape_convert(op->device, x->count, op->input_data[0], x->dtype,
-                                op->output_data[0], y->dtype);
-}
-
-static dtrain_result dtrain__cast_backward(dtrain_op *op)
-{
-    return dtrain__gradient_pass(op, 0, 0);
-}
-
-DTRAIN__OP(cast, cast, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
-
-DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrain_dtype dtype)
-{
-    if (x && dtrain__is_float(x) && x->dtype == (uint32_t)dtype) return x;
-    return dtrain_tape_apply(tape, &dtrain__cast_op, &x, 1, NULL, 0, &dtype, sizeof dtype);
-}
-
 /* ---- Scale and dropout
  *
  * Both are linear in x and keep nothing: the kernel that makes y of x makes d_x of d_y. Whether
@@ -101,6 +67,10 @@ typedef struct dtrain__map {
 static dtrain_result dtrain__map_prepare(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0];
+    const float probability = ((const dtrain__map *)op->args)->dropout.probability;
+    if (!(probability >= 0 && probability < 1)) /* so written that NaN is refused */
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: probability is %g, not in [0, 1)",
+                           op->desc->name, (double)probability);
     dtrain_op_output(op, (dtrain_dtype)x->dtype, x->ndim, x->shape);
     return DTRAIN_OK;
 }
@@ -158,13 +128,10 @@ static dtrain_result dtrain__dropout_run(dtrain_op *op, const void *x, void *y, 
 DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, float probability)
 {
     dtrain__map args;
+    const bool valid = probability >= 0 && probability < 1; /* otherwise prepare refuses it */
     if (dtrain__tape_check(tape, "dtrain_dropout") != DTRAIN_OK) return NULL;
-    if (!(probability >= 0 && probability < 1)) /* so written that NaN is refused */
-        dtrain__tape_stick(tape, dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                                             "dtrain_dropout: probability is %g, not in [0, 1)",
-                                             (double)probability));
-    else if (x && dtrain__is_float(x) &&
-             (probability == 0 || (tape->pass.flags & DTRAIN_TAPE_NO_GRAD)))
+    if (x && dtrain__is_float(x) && valid &&
+        (probability == 0 || (tape->pass.flags & DTRAIN_TAPE_NO_GRAD)))
         return x;
     memset(&args, 0, sizeof args);
     args.run = dtrain__dropout_run;

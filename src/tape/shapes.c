@@ -1,4 +1,4 @@
-/* Shapes: products of two tensors, reshaped and permuted tensors
+/* Products of matrices, copies in another type or shape, permuted axes
  *
  * A product keeps both inputs alive until its backward, the others nothing. */
 
@@ -104,23 +104,28 @@ DTRAIN_API dtrain_tensor *dtrain_matmul(dtrain_tape *tape, dtrain_tensor *a, dtr
                              sizeof(dtrain__matmul));
 }
 
-/* ---- Reshape
+/* ---- Copies to another type or shape
  *
- * A copy forward, because activation checkpointing and in-place gradients know one owner of each
- * value; backward the gradient is handed on as it is. */
+ * A reshaped tensor is a copy too, because activation checkpointing and in-place gradients know one
+ * owner of each value; backward the gradient is handed on as it is, or converted. */
 
 typedef struct dtrain__reshape {
+    dtrain_dtype dtype;
     uint32_t ndim;
     int64_t shape[4];
 } dtrain__reshape;
 
-static dtrain_result dtrain__reshape_prepare(dtrain_op *op)
+static dtrain_result dtrain__copy_prepare(dtrain_op *op)
 {
     dtrain__reshape *to = (dtrain__reshape *)op->args;
     const dtrain_tensor *x = op->inputs[0];
     char from_text[DTRAIN__SHAPE_TEXT], to_text[DTRAIN__SHAPE_TEXT];
     int64_t known = 1, *open = NULL;
     bool good = to->ndim >= 1;
+    if (to->dtype != DTRAIN_DTYPE_F32 && to->dtype != DTRAIN_DTYPE_BF16 &&
+        to->dtype != DTRAIN_DTYPE_F16)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: dtype is %s, expected f32, bf16 or f16",
+                           op->desc->name, dtrain_dtype_name(to->dtype));
     for (uint32_t axis = 0; axis < to->ndim; axis++) {
         const int64_t length = to->shape[axis];
         if (length == -1 && !open) open = &to->shape[axis];
@@ -129,37 +134,53 @@ static dtrain_result dtrain__reshape_prepare(dtrain_op *op)
     }
     if (good && open && x->count % known == 0) *open = x->count / known, known = x->count;
     if (!good || known != x->count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_reshape: %s cannot become %s",
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s cannot become %s", op->desc->name,
                            dtrain__shape_text(x->shape, from_text),
                            dtrain__shape_text(to->shape, to_text));
-    dtrain_op_output(op, (dtrain_dtype)x->dtype, to->ndim, to->shape);
+    dtrain_op_output(op, to->dtype, to->ndim, to->shape);
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__reshape_forward(dtrain_op *op)
+static dtrain_result dtrain__copy_forward(dtrain_op *op)
 {
-    const dtrain_tensor *x = op->inputs[0];
+    const dtrain_tensor *x = op->inputs[0], *y = op->outputs[0];
     return dtrain__tape_convert(op->device, x->count, op->input_data[0], x->dtype,
-                                op->output_data[0], x->dtype);
+                                op->output_data[0], y->dtype);
 }
 
-static dtrain_result dtrain__reshape_backward(dtrain_op *op)
+static dtrain_result dtrain__copy_backward(dtrain_op *op)
 {
     return dtrain__gradient_pass(op, 0, 0);
 }
 
-DTRAIN__OP(reshape, reshape, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(cast, copy, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(reshape, copy, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
 
-DTRAIN_API dtrain_tensor *dtrain_reshape(dtrain_tape *tape, dtrain_tensor *x, uint32_t ndim,
+static dtrain_tensor *dtrain__copy_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
+                                         dtrain_tensor *x, uint32_t dtype, uint32_t ndim,
                                          const int64_t *shape)
 {
     dtrain__reshape args;
     memset(&args, 0, sizeof args);
+    args.dtype = (dtrain_dtype)dtype;
     if (shape && ndim <= 4) { /* otherwise ndim stays 0, which prepare refuses */
         args.ndim = ndim;
         memcpy(args.shape, shape, ndim * sizeof *shape);
     }
-    return dtrain_tape_apply(tape, &dtrain__reshape_op, &x, 1, NULL, 0, &args, sizeof args);
+    return dtrain_tape_apply(tape, desc, &x, 1, NULL, 0, &args, sizeof args);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrain_dtype dtype)
+{
+    if (x && dtrain__is_float(x) && x->dtype == (uint32_t)dtype) return x;
+    return dtrain__copy_apply(tape, &dtrain__cast_op, x, dtype, x ? x->ndim : 0,
+                              x ? x->shape : NULL);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_reshape(dtrain_tape *tape, dtrain_tensor *x, uint32_t ndim,
+                                         const int64_t *shape)
+{
+    return dtrain__copy_apply(tape, &dtrain__reshape_op, x, x ? x->dtype : 0, ndim, shape);
 }
 
 /* ---- Permuted axes
