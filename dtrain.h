@@ -187,8 +187,7 @@
        src/monitor/table.c                  The values of a step
        src/monitor/file.c                   Text, and files that cannot stop a training
        src/monitor/console.c                Progress for people
-       src/monitor/jsonl.c                  JSON lines
-       src/monitor/csv.c                    CSV by RFC 4180
+       src/monitor/lines.c                  A line a step: JSON, and CSV by RFC 4180
        src/monitor/prometheus.c             A text file for Prometheus
        src/monitor/tensorboard.c            Event files for TensorBoard
        src/monitor/histogram.c              Histograms of weights and gradients
@@ -30583,9 +30582,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
 
 /* The stream of metrics
  *
- * A record becomes values (table.c), which go to every sink in turn, and into the summary. Nothing
- * here may stop a training: only creation can fail. What a sink loses is counted, the first loss is
- * a warning, and dtrain_metrics_finish tells how much it was.
+ * A record becomes values (table.c), which every sink gets in turn, and is added to the summary.
+ * Nothing here may stop a training: only creation can fail. What a sink loses is counted, the first
+ * loss is a warning, and dtrain_metrics_finish says how much was lost.
  *
  * The library's writers are sinks like the host's, through the same table of functions. Medians are
  * over the last 1024 steps: fixed memory, however long the run. */
@@ -30597,7 +30596,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
 /* The stream of metrics and its writers
  *
  * The order of reading is that of a step: metrics.c (the stream), table.c (the values of a step),
- * file.c (text, and writing that nothing can stop), console.c, jsonl.c, csv.c, prometheus.c,
+ * file.c (text, and files that cannot stop a training), console.c, lines.c, prometheus.c,
  * tensorboard.c (the writers), histogram.c and nvml.c (what is measured here). */
 
 /* ---- The table --------------------------------------------------------------------------------*/
@@ -30840,12 +30839,11 @@ typedef struct dtrain__nvml {
 
 /* One of the sinks. */
 typedef struct dtrain__sink {
-    dtrain_metrics_sink table;
     const char *unit; /* what is lost: "lines of the log file" */
-    bool opened;
+    dtrain_metrics_sink table;
 } dtrain__sink;
 
-#define DTRAIN__OWN_SINKS 5
+#define DTRAIN__WRITERS 5
 
 struct dtrain_metrics {
     dtrain_allocator allocator;
@@ -30857,7 +30855,8 @@ struct dtrain_metrics {
     dtrain__sink *sinks;             /* (sink_room), sink_count in use */
     dtrain_metrics_sink_info *infos; /* likewise */
     size_t sink_count, sink_room;
-    bool busy; /* a sink is being called: it must not call back */
+    size_t opened; /* the first of them, which are to be finished */
+    bool busy;     /* a sink is being called: it must not call back */
     bool finished;
     char scratch[DTRAIN__LINE_SPACE]; /* for the text of one sink at a time */
 
@@ -30889,7 +30888,9 @@ DTRAIN__PRIVATE double dtrain__rank_value(const dtrain_metrics *metrics, int id,
 /* monitor/file.c */
 DTRAIN__PRIVATE DTRAIN__PRINTF(2, 3) void dtrain__line_add(dtrain__line *text, const char *format,
                                                            ...);
-DTRAIN__PRIVATE void dtrain__line_number(dtrain__line *text, double value, uint32_t flags);
+DTRAIN__PRIVATE void dtrain__line_number(dtrain__line *text, double value, uint32_t flags,
+                                         const char *nan, const char *inf, const char *minus_inf);
+DTRAIN__PRIVATE dtrain_result dtrain__file_fail(const char *path, const char *done);
 DTRAIN__PRIVATE void dtrain__quiet_begin(dtrain__quiet *quiet);
 DTRAIN__PRIVATE void dtrain__quiet_end(const dtrain__quiet *quiet);
 DTRAIN__PRIVATE dtrain_result dtrain__write_all(int fd, const char *path, const void *data,
@@ -30900,12 +30901,20 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_append(dtrain__records *file, cons
                                                      size_t bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__records_close(dtrain__records *file);
 
-/* The writers, whose user is the dtrain_metrics. */
-DTRAIN__PRIVATE dtrain__sink dtrain__console_sink(void);
-DTRAIN__PRIVATE dtrain__sink dtrain__jsonl_sink(void);
-DTRAIN__PRIVATE dtrain__sink dtrain__csv_sink(void);
-DTRAIN__PRIVATE dtrain__sink dtrain__prometheus_sink(void);
-DTRAIN__PRIVATE dtrain__sink dtrain__tensorboard_sink(void);
+/* The functions of a writer's sink, whose user is the dtrain_metrics. */
+#define DTRAIN__WRITER(name)                                                                  \
+    DTRAIN__PRIVATE dtrain_result dtrain__##name##_open(                                      \
+        void *user, const dtrain_metrics_desc *desc, const dtrain_metrics_sample *sample);    \
+    DTRAIN__PRIVATE dtrain_result dtrain__##name##_step(void *user,                           \
+                                                        const dtrain_metrics_sample *sample); \
+    DTRAIN__PRIVATE dtrain_result dtrain__##name##_finish(void *user, const dtrain_summary *s)
+DTRAIN__WRITER(console);
+DTRAIN__WRITER(jsonl);
+DTRAIN__WRITER(csv);
+DTRAIN__WRITER(prometheus);
+DTRAIN__WRITER(tensorboard);
+DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_histogram(void *user,
+                                                            const dtrain_histogram *histogram);
 DTRAIN__PRIVATE void dtrain__prometheus_free(dtrain_metrics *metrics);
 DTRAIN__PRIVATE void dtrain__tensorboard_free(dtrain_metrics *metrics);
 
@@ -30925,14 +30934,24 @@ DTRAIN__PRIVATE void dtrain__nvml_close(dtrain_metrics *metrics);
 
 /* ---- Sinks ------------------------------------------------------------------------------------*/
 
-/* Return what a person knows a sink by: its file, or its name. */
-static const char *dtrain__sink_name(const dtrain_metrics *metrics, size_t i)
-{
-    const dtrain_metrics_sink_info *info = &metrics->infos[i];
-    return info->path[0] ? info->path : info->name;
-}
+/* The library's writers; each one's user is the dtrain_metrics. */
+static const dtrain__sink dtrain__writers[DTRAIN__WRITERS] = {
+    {"lines",
+     {false, "progress", dtrain__console_open, dtrain__console_step, NULL, dtrain__console_finish,
+      NULL}},
+    {"lines of the log file",
+     {false, "json lines", dtrain__jsonl_open, dtrain__jsonl_step, NULL, dtrain__jsonl_finish,
+      NULL}},
+    {"rows of the table",
+     {false, "csv", dtrain__csv_open, dtrain__csv_step, NULL, dtrain__csv_finish, NULL}},
+    {"versions of the file",
+     {false, "prometheus", dtrain__prometheus_open, dtrain__prometheus_step, NULL,
+      dtrain__prometheus_finish, NULL}},
+    {"records of the event file",
+     {false, "tensorboard", dtrain__tensorboard_open, dtrain__tensorboard_step,
+      dtrain__tensorboard_histogram, dtrain__tensorboard_finish, NULL}}};
 
-/* Count how a call of a sink went. The sentence of the first failure is a warning. */
+/* Count the result of a sink's call. The sentence of the first failure is a warning. */
 static void dtrain__sink_count(dtrain_metrics *metrics, size_t i, dtrain_result result)
 {
     const char *why = dtrain_last_error();
@@ -30945,7 +30964,7 @@ static void dtrain__sink_count(dtrain_metrics *metrics, size_t i, dtrain_result 
                    metrics->sinks[i].unit);
 }
 
-/* Say that a sink is about to be called: its error, if any, is its own. */
+/* Prepare for the call of a sink: an error that stands afterwards is the sink's. */
 static void dtrain__sink_enter(dtrain_metrics *metrics)
 {
     metrics->busy = true;
@@ -30964,20 +30983,13 @@ DTRAIN__PRIVATE void dtrain__sinks_histogram(dtrain_metrics *metrics,
     }
 }
 
-/* Add one of the host's sinks, or refuse it. */
-static dtrain_result dtrain__sink_take(dtrain_metrics *metrics, const dtrain_metrics_sink *given)
+static void dtrain__sink_add(dtrain_metrics *metrics, const dtrain_metrics_sink *table,
+                             const char *unit, const char *path)
 {
-    if (!given->name)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_metrics_create: sink %zu of desc has no name",
-                           (size_t)(given - metrics->desc.sinks));
-    if (!given->every_rank && dtrain_comm_rank(metrics->comm) != 0) return DTRAIN_OK;
-    dtrain__sink *sink = &metrics->sinks[metrics->sink_count];
-    sink->table = *given;
-    sink->unit = "calls";
-    metrics->infos[metrics->sink_count].name = given->name;
-    metrics->infos[metrics->sink_count++].path = "";
-    return DTRAIN_OK;
+    metrics->sinks[metrics->sink_count].table = *table;
+    metrics->sinks[metrics->sink_count].unit = unit;
+    metrics->infos[metrics->sink_count].name = table->name;
+    metrics->infos[metrics->sink_count++].path = path;
 }
 
 /* List the sinks of this rank: on rank 0 the library's writers that the desc asks for, then the
@@ -30985,22 +30997,22 @@ static dtrain_result dtrain__sink_take(dtrain_metrics *metrics, const dtrain_met
 static dtrain_result dtrain__sinks_list(dtrain_metrics *metrics)
 {
     const dtrain_metrics_desc *desc = &metrics->desc;
-    const char *const paths[DTRAIN__OWN_SINKS] = {desc->progress ? "" : NULL, desc->jsonl_path,
-                                                  desc->csv_path, desc->prometheus_path,
-                                                  desc->tensorboard_dir};
-    dtrain__sink (*const writers[DTRAIN__OWN_SINKS])(void) = {
-        dtrain__console_sink, dtrain__jsonl_sink, dtrain__csv_sink, dtrain__prometheus_sink,
-        dtrain__tensorboard_sink};
-    for (size_t i = 0; dtrain_comm_rank(metrics->comm) == 0 && i < DTRAIN__OWN_SINKS; i++) {
-        dtrain__sink *sink = &metrics->sinks[metrics->sink_count];
-        if (!paths[i]) continue;
-        *sink = writers[i]();
-        sink->table.user = metrics;
-        metrics->infos[metrics->sink_count].name = sink->table.name;
-        metrics->infos[metrics->sink_count++].path = paths[i];
+    const bool first = dtrain_comm_rank(metrics->comm) == 0;
+    const char *const paths[DTRAIN__WRITERS] = {desc->progress ? "" : NULL, desc->jsonl_path,
+                                                desc->csv_path, desc->prometheus_path,
+                                                desc->tensorboard_dir};
+    for (size_t i = 0; first && i < DTRAIN__WRITERS; i++) {
+        dtrain_metrics_sink table = dtrain__writers[i].table;
+        table.user = metrics;
+        if (paths[i]) dtrain__sink_add(metrics, &table, dtrain__writers[i].unit, paths[i]);
     }
-    for (size_t i = 0; i < desc->sink_count; i++)
-        DTRAIN__TRY(dtrain__sink_take(metrics, &desc->sinks[i]));
+    for (size_t i = 0; i < desc->sink_count; i++) {
+        if (!desc->sinks[i].name)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "dtrain_metrics_create: sink %zu of desc has no name", i);
+        if (first || desc->sinks[i].every_rank)
+            dtrain__sink_add(metrics, &desc->sinks[i], "calls", "");
+    }
     return DTRAIN_OK;
 }
 
@@ -31008,14 +31020,15 @@ static dtrain_result dtrain__sinks_list(dtrain_metrics *metrics)
 static dtrain_result dtrain__sinks_open(dtrain_metrics *metrics)
 {
     for (size_t i = 0; i < metrics->sink_count; i++) {
-        dtrain__sink *sink = &metrics->sinks[i];
+        const dtrain_metrics_sink *sink = &metrics->sinks[i].table;
         dtrain__sink_enter(metrics);
         const dtrain_result result =
-            sink->table.open ? sink->table.open(sink->table.user, &metrics->desc, &metrics->sample)
-                             : DTRAIN_OK;
+            sink->open ? sink->open(sink->user, &metrics->desc, &metrics->sample) : DTRAIN_OK;
         metrics->busy = false;
-        sink->opened = result == DTRAIN_OK;
-        if (sink->opened) continue;
+        if (result == DTRAIN_OK) {
+            metrics->opened++;
+            continue;
+        }
         if (!dtrain_last_error()[0])
             (void)dtrain_fail(result, "dtrain_metrics_create: the sink %s cannot be opened: %s",
                               metrics->infos[i].name, dtrain_result_text(result));
@@ -31026,17 +31039,8 @@ static dtrain_result dtrain__sinks_open(dtrain_metrics *metrics)
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
 
-/* Move a text of desc behind the texts copied so far, or count its bytes while there is no memory.
- */
-static void dtrain__string_keep(dtrain_metrics *metrics, char *memory, const char **text)
-{
-    if (*text && !**text) *text = NULL; /* an empty one is none */
-    if (!*text) return;
-    const size_t bytes = strlen(*text) + 1;
-    if (memory) *text = (char *)memcpy(memory + metrics->texts_bytes, *text, bytes);
-    metrics->texts_bytes += bytes;
-}
-
+/* Copy the texts of desc into memory, one behind the other; NULL: count their bytes. An empty text
+ * is none. */
 static void dtrain__strings_keep(dtrain_metrics *metrics, char *memory)
 {
     dtrain_metrics_desc *desc = &metrics->desc;
@@ -31044,11 +31048,17 @@ static void dtrain__strings_keep(dtrain_metrics *metrics, char *memory)
                                   &desc->tensorboard_dir, &desc->nvml_path, &desc->run_name,
                                   &desc->config,          &desc->hparams};
     metrics->texts_bytes = 0;
-    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++)
-        dtrain__string_keep(metrics, memory, texts[i]);
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
+        const char **text = texts[i];
+        if (*text && !**text) *text = NULL;
+        if (!*text) continue;
+        const size_t bytes = strlen(*text) + 1;
+        if (memory) *text = (char *)memcpy(memory + metrics->texts_bytes, *text, bytes);
+        metrics->texts_bytes += bytes;
+    }
 }
 
-/* Make everything that can fail. */
+/* Do everything of creation that can fail. */
 static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
 {
     const dtrain_allocator *a = &metrics->allocator;
@@ -31072,7 +31082,6 @@ static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
     return dtrain__sinks_open(metrics);
 }
 
-/* Create the stream. Ranks other than 0 have no writers but the host's with every_rank. */
 DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
                                                dtrain_metrics **out)
 {
@@ -31090,7 +31099,7 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     metrics->world = world;
     metrics->comm = desc->trainer ? desc->trainer->groups.all : dtrain_world_comm(world);
     metrics->desc = *desc;
-    metrics->sink_room = DTRAIN__OWN_SINKS + desc->sink_count;
+    metrics->sink_room = DTRAIN__WRITERS + desc->sink_count;
     metrics->jsonl.fd = metrics->csv.fd = metrics->tensorboard.file.fd = -1;
     if (metrics->desc.progress_every == 0) metrics->desc.progress_every = 10;
     if (metrics->desc.gpu_every_ms == 0) metrics->desc.gpu_every_ms = 5000;
@@ -31107,19 +31116,16 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
         *out = metrics;
         return DTRAIN_OK;
     }
-    char text[DTRAIN__ERROR_BYTES]; /* what stands is why it could not be created */
-    snprintf(text, sizeof text, "%s", dtrain_last_error());
-    for (size_t i = 0; i < metrics->sink_count; i++) /* ours have nothing to say of this run */
-        if (metrics->sinks[i].table.user == metrics) metrics->sinks[i].opened = false;
+    for (size_t i = 0; i < metrics->sink_count; i++) /* ours write no end of this run */
+        if (metrics->sinks[i].table.user == metrics) metrics->sinks[i].table.finish = NULL;
     dtrain_metrics_destroy(metrics);
-    dtrain__set_last_error(text);
     return result;
 }
 
 /* ---- The run ----------------------------------------------------------------------------------*/
 
-/* Keep the books. The clock starts one step before the first record: that step has been paid for as
- * well. */
+/* Add a step to the summary. Its seconds begin with the first step, which took step_ms before it
+ * was reported. */
 static void dtrain__summary_add(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
     const size_t at = (size_t)(metrics->summary.steps % DTRAIN__RECENT);
@@ -31172,7 +31178,7 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
     return every && record->step % every == 0 ? dtrain__histograms_step(metrics) : DTRAIN_OK;
 }
 
-/* ---- What a program can ask -------------------------------------------------------------------*/
+/* ---- Queries ----------------------------------------------------------------------------------*/
 
 /* Order doubles for qsort; none of them is NaN. */
 static int dtrain__compare_doubles(const void *a, const void *b)
@@ -31220,7 +31226,7 @@ DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metri
 
 /* ---- The end ----------------------------------------------------------------------------------*/
 
-/* Tell what was lost, sink by sink, in one sentence. */
+/* Say in one sentence what each sink has lost, if any has. */
 static dtrain_result dtrain__metrics_losses(dtrain_metrics *metrics)
 {
     char lost[DTRAIN__ERROR_BYTES] = "";
@@ -31231,14 +31237,14 @@ static dtrain_result dtrain__metrics_losses(dtrain_metrics *metrics)
             dtrain__line_add(&text, "%s%llu of %llu %s of %s", text.used ? "; " : "",
                              (unsigned long long)info->lost,
                              (unsigned long long)(info->lost + info->written),
-                             metrics->sinks[i].unit, dtrain__sink_name(metrics, i));
+                             metrics->sinks[i].unit, info->path[0] ? info->path : info->name);
     }
     if (!text.used) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_metrics_finish: what could not be written: %s",
                        lost);
 }
 
-/* End the stream; a second call finds nothing left to do. Losses are told here, where the training
+/* End the stream; a second call does nothing. What was lost is an error here, because the training
  * is over and an error stops nothing. */
 DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
 {
@@ -31247,11 +31253,11 @@ DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
     DTRAIN__TRY(dtrain__metrics_usable(metrics, metrics, "dtrain_metrics_finish"));
     metrics->finished = true;
     dtrain_metrics_query(metrics, &info);
-    for (size_t i = 0; i < metrics->sink_count; i++) {
-        const dtrain__sink *sink = &metrics->sinks[i];
-        if (!sink->opened || !sink->table.finish) continue;
+    for (size_t i = 0; i < metrics->opened; i++) {
+        const dtrain_metrics_sink *sink = &metrics->sinks[i].table;
+        if (!sink->finish) continue;
         dtrain__sink_enter(metrics);
-        dtrain__sink_count(metrics, i, sink->table.finish(sink->table.user, &info.summary));
+        dtrain__sink_count(metrics, i, sink->finish(sink->user, &info.summary));
     }
     return dtrain__metrics_losses(metrics);
 }
@@ -31265,8 +31271,7 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
                    "dtrain_metrics_destroy: a sink must not destroy the metrics that call it");
         return;
     }
-    char
-        text[DTRAIN__ERROR_BYTES]; /* a run that has failed ends here: why is what the host reads */
+    char text[DTRAIN__ERROR_BYTES]; /* the host reads why its run has failed, not what is lost */
     snprintf(text, sizeof text, "%s", dtrain_last_error());
     (void)dtrain_metrics_finish(metrics);
     dtrain__set_last_error(text);
@@ -31488,10 +31493,10 @@ DTRAIN__PRIVATE void dtrain__metrics_plan(dtrain_metrics *metrics)
 
 /* Text, and files that cannot stop a training
  *
- * Writing is quiet: a reader that has gone (SIGPIPE) or a limit on the size of files (SIGXFSZ) is
- * an error here, not the end of the process. A record that was written in part is cut off again, so
- * that a disk that is full for a while costs whole records and no reader stumbles; a pipe cannot be
- * cut, and the next record then begins with a line end. */
+ * A pipe without a reader (SIGPIPE) or a limit on the size of files (SIGXFSZ) is an error of the
+ * write here, not the end of the process. A record that was written in part is cut off again, so
+ * that a disk that is full for a while costs whole records, and readers never see half of one. A
+ * pipe cannot be cut: there the next record begins with a line end. */
 
 DTRAIN__PRIVATE void dtrain__line_add(dtrain__line *text, const char *format, ...)
 {
@@ -31504,11 +31509,16 @@ DTRAIN__PRIVATE void dtrain__line_add(dtrain__line *text, const char *format, ..
     text->used += (size_t)dtrain__min(length, (int64_t)room - 1);
 }
 
-/* Add a finite number with nine digits, which give an fp32 back exactly, or an integer whole. The
- * host's locale may have another decimal point, of several bytes even: what no number contains
- * becomes a point. */
-DTRAIN__PRIVATE void dtrain__line_number(dtrain__line *text, double value, uint32_t flags)
+/* Add a number with nine digits, which give an fp32 back exactly, or an integer whole; or the
+ * format's word for NaN, for infinity or for minus infinity. The decimal point of the host's locale,
+ * of several bytes even, becomes a point. */
+DTRAIN__PRIVATE void dtrain__line_number(dtrain__line *text, double value, uint32_t flags,
+                                         const char *nan, const char *inf, const char *minus_inf)
 {
+    if (!dtrain__finite(value)) {
+        dtrain__line_add(text, "%s", value > 0 ? inf : value < 0 ? minus_inf : nan);
+        return;
+    }
     char number[64];
     bool other = false;
     const char *format = !(flags & DTRAIN_METRIC_INTEGER) ? "%.9g"
@@ -31520,6 +31530,12 @@ DTRAIN__PRIVATE void dtrain__line_number(dtrain__line *text, double value, uint3
         if (usual || !other) dtrain__line_add(text, "%c", usual ? *at : '.');
         other = !usual;
     }
+}
+
+/* Leave the error of a file: what could not be done, and why by errno. */
+DTRAIN__PRIVATE dtrain_result dtrain__file_fail(const char *path, const char *done)
+{
+    return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be %s: %s", path, done, strerror(errno));
 }
 
 /* Block the signals of a failed write in this thread ... */
@@ -31534,7 +31550,7 @@ DTRAIN__PRIVATE void dtrain__quiet_begin(dtrain__quiet *quiet)
     pthread_sigmask(SIG_BLOCK, &set, &quiet->before);
 }
 
-/* ... and take one that the write has caused; one that waited before is left alone. errno stays. */
+/* ... and accept one that the write has caused, unless one was pending before. errno stays. */
 DTRAIN__PRIVATE void dtrain__quiet_end(const dtrain__quiet *quiet)
 {
     const struct timespec at_once = {0, 0};
@@ -31548,7 +31564,7 @@ DTRAIN__PRIVATE void dtrain__quiet_end(const dtrain__quiet *quiet)
     errno = error;
 }
 
-/* Write all bytes; *written says how many came to be. */
+/* Write all bytes, or *written of them. */
 static bool dtrain__write_some(int fd, const void *data, size_t bytes, size_t *written)
 {
     dtrain__quiet quiet;
@@ -31568,13 +31584,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__write_all(int fd, const char *path, const 
                                                 size_t bytes)
 {
     size_t written;
-    if (dtrain__write_some(fd, data, bytes, &written)) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be written: %s", path, strerror(errno));
+    const bool all = dtrain__write_some(fd, data, bytes, &written);
+    return all ? DTRAIN_OK : dtrain__file_fail(path, "written");
 }
 
 /* Cut what follows the last line end off a file that is to be appended to: the run before may have
  * been killed while it wrote a line. */
-static dtrain_result dtrain__records_mend(dtrain__records *file)
+static void dtrain__records_cut(dtrain__records *file)
 {
     char block[4096];
     const int reader = dtrain__open(file->path, O_RDONLY);
@@ -31587,14 +31603,13 @@ static dtrain_result dtrain__records_mend(dtrain__records *file)
         if (end > first) break;
     }
     if (reader >= 0) close(reader);
-    if (end == file->size) return DTRAIN_OK;
+    if (end == file->size) return;
     if (reader < 0 || ftruncate(file->fd, (off_t)end) != 0) file->torn = true;
     else file->size = end;
-    return DTRAIN_OK;
 }
 
-/* Open a file to append records to. Not blocking: a pipe that nobody reads must not hold training
- * up. */
+/* Open a file to append records to. It does not block: training must not wait for the reader of a
+ * pipe. */
 DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const char *path,
                                                    bool append)
 {
@@ -31609,27 +31624,28 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const 
                            "dtrain_metrics_create: the file %s cannot be opened: %s", path,
                            errno == ENXIO ? "nobody reads this pipe" : strerror(errno));
     if (fstat(file->fd, &status) == 0 && S_ISREG(status.st_mode)) file->size = status.st_size;
-    return file->size > 0 ? dtrain__records_mend(file) : DTRAIN_OK;
+    if (file->size > 0) dtrain__records_cut(file);
+    return DTRAIN_OK;
 }
 
-/* Append a record; on failure nothing of it stays, or the file is torn. */
+/* Append a record. After a failure nothing of it is left, or the file is torn. */
 DTRAIN__PRIVATE dtrain_result dtrain__records_append(dtrain__records *file, const void *data,
                                                      size_t bytes)
 {
     size_t written = 0;
     if (file->fd < 0) return dtrain_fail(DTRAIN_ERROR_FILE, "%s is not open", file->path);
-    if (file->torn && !dtrain__write_some(file->fd, "\n", 1, &written))
-        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be written: %s", file->path,
-                           strerror(errno));
-    if (file->torn && file->size >= 0) file->size++;
-    file->torn = false;
+    if (file->torn) {
+        DTRAIN__TRY(dtrain__write_all(file->fd, file->path, "\n", 1));
+        if (file->size >= 0) file->size++;
+        file->torn = false;
+    }
     if (dtrain__write_some(file->fd, data, bytes, &written)) {
         if (file->size >= 0) file->size += (int64_t)bytes;
         return DTRAIN_OK;
     }
-    const int error = errno;
+    const dtrain_result failed = dtrain__file_fail(file->path, "written");
     if (written > 0) file->torn = file->size < 0 || ftruncate(file->fd, (off_t)file->size) != 0;
-    return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be written: %s", file->path, strerror(error));
+    return failed;
 }
 
 /* Close the file; network file systems report a failed write here. */
@@ -31638,8 +31654,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_close(dtrain__records *file)
     if (file->fd < 0) return DTRAIN_OK;
     const bool closed = close(file->fd) == 0 || errno == EINTR;
     file->fd = -1;
-    if (closed) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be closed: %s", file->path, strerror(errno));
+    return closed ? DTRAIN_OK : dtrain__file_fail(file->path, "closed");
 }
 
 /* ================================================================================================
@@ -31792,7 +31807,7 @@ static dtrain_result dtrain__console_table(dtrain_metrics *metrics)
     return result == DTRAIN_OK ? row : result;
 }
 
-static dtrain_result dtrain__console_step(void *user, const dtrain_metrics_sample *sample)
+DTRAIN__PRIVATE dtrain_result dtrain__console_step(void *user, const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     (void)sample;
@@ -31801,7 +31816,7 @@ static dtrain_result dtrain__console_step(void *user, const dtrain_metrics_sampl
 }
 
 /* End the live line; the rate limit may have kept the last step back. */
-static dtrain_result dtrain__console_finish(void *user, const dtrain_summary *summary)
+DTRAIN__PRIVATE dtrain_result dtrain__console_finish(void *user, const dtrain_summary *summary)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     if (!metrics->console.terminal || summary->steps == 0) return DTRAIN_OK;
@@ -31811,8 +31826,8 @@ static dtrain_result dtrain__console_finish(void *user, const dtrain_summary *su
 }
 
 /* Find out whether the file is a terminal, where the live line is redrawn, and may have colors. */
-static dtrain_result dtrain__console_open(void *user, const dtrain_metrics_desc *desc,
-                                          const dtrain_metrics_sample *sample)
+DTRAIN__PRIVATE dtrain_result dtrain__console_open(void *user, const dtrain_metrics_desc *desc,
+                                                   const dtrain_metrics_sample *sample)
 {
     dtrain__console *console = &((dtrain_metrics *)user)->console;
     FILE *file = desc->progress;
@@ -31825,62 +31840,59 @@ static dtrain_result dtrain__console_open(void *user, const dtrain_metrics_desc 
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE dtrain__sink dtrain__console_sink(void)
-{
-    const dtrain__sink sink = {{false, "progress", dtrain__console_open, dtrain__console_step, NULL,
-                                dtrain__console_finish, NULL},
-                               "lines",
-                               false};
-    return sink;
-}
-
 /* ================================================================================================
- * src/monitor/jsonl.c
+ * src/monitor/lines.c
  * ==============================================================================================*/
 
-/* JSON lines
+/* A line a step: JSON, and CSV by RFC 4180
  *
- * One object a step, in one write. What was not measured is left out, what is not finite is null.
- * The last line has the summary and "final": true: a script reads it with `tail -n 1`. */
+ * A JSON line is an object in which what was not measured is left out, and what is not finite is
+ * null. The last line has the summary and "final": true: a script reads it with `tail -n 1`.
+ *
+ * A CSV file has a header and a column for every metric that is not DTRAIN_METRIC_FIXED: what is
+ * measured changes within a run, and columns may not. What was not measured is an empty field; what
+ * is not finite is nan, inf or -inf, which Python, R and pandas read. Names and numbers need no
+ * quotes. */
+
+/* ---- JSON -------------------------------------------------------------------------------------*/
 
 /* Add `, "key": value`. */
 static void dtrain__json_add(dtrain__line *text, const char *key, double value, uint32_t flags)
 {
     dtrain__line_add(text, ", \"%s\": ", key);
-    if (dtrain__finite(value)) dtrain__line_number(text, value, flags);
-    else dtrain__line_add(text, "null");
+    dtrain__line_number(text, value, flags, "null", "null", "null");
 }
 
-static dtrain_result dtrain__jsonl_write(dtrain_metrics *metrics, dtrain__line *text)
+/* Add the metrics of which DTRAIN_METRIC_FIXED is set, or not. */
+static void dtrain__json_add_known(dtrain__line *text, const dtrain_metrics_sample *sample,
+                                   uint32_t fixed)
 {
+    for (size_t i = 0; i < sample->count; i++)
+        if (sample->known[i] && (sample->metrics[i].flags & DTRAIN_METRIC_FIXED) == fixed)
+            dtrain__json_add(text, sample->metrics[i].name, sample->values[i],
+                             sample->metrics[i].flags);
     dtrain__line_add(text, "}\n");
-    return dtrain__records_append(&metrics->jsonl, text->text, text->used);
 }
 
-static dtrain_result dtrain__jsonl_open(void *user, const dtrain_metrics_desc *desc,
-                                        const dtrain_metrics_sample *sample)
+DTRAIN__PRIVATE dtrain_result dtrain__jsonl_open(void *user, const dtrain_metrics_desc *desc,
+                                                 const dtrain_metrics_sample *sample)
 {
-    dtrain_metrics *metrics = (dtrain_metrics *)user;
     (void)sample;
-    return dtrain__records_open(&metrics->jsonl, desc->jsonl_path, desc->append);
+    return dtrain__records_open(&((dtrain_metrics *)user)->jsonl, desc->jsonl_path, desc->append);
 }
 
-static dtrain_result dtrain__jsonl_step(void *user, const dtrain_metrics_sample *sample)
+DTRAIN__PRIVATE dtrain_result dtrain__jsonl_step(void *user, const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
     dtrain__line_add(&text, "{\"step\": %lld", (long long)sample->step);
-    for (size_t i = 0; i < sample->count; i++)
-        if (sample->known[i] && !(sample->metrics[i].flags & DTRAIN_METRIC_FIXED))
-            dtrain__json_add(&text, sample->metrics[i].name, sample->values[i],
-                             sample->metrics[i].flags);
-    return dtrain__jsonl_write(metrics, &text);
+    dtrain__json_add_known(&text, sample, 0);
+    return dtrain__records_append(&metrics->jsonl, text.text, text.used);
 }
 
-static dtrain_result dtrain__jsonl_finish(void *user, const dtrain_summary *s)
+DTRAIN__PRIVATE dtrain_result dtrain__jsonl_finish(void *user, const dtrain_summary *s)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
-    const dtrain_metric *table = dtrain__metric_table();
     const uint32_t integer = DTRAIN_METRIC_INTEGER;
     dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
     dtrain__line_add(&text, "{\"final\": true");
@@ -31900,42 +31912,13 @@ static dtrain_result dtrain__jsonl_finish(void *user, const dtrain_summary *s)
     dtrain__json_add(&text, "data_ms", s->data_ms, 0);
     dtrain__json_add(&text, "scaling", s->scaling, 0);
     dtrain__json_add(&text, "comm_bytes", (double)s->comm_bytes, integer);
-    for (int i = 0; i < DTRAIN__METRIC_COUNT; i++)
-        if (metrics->known[i] && (table[i].flags & DTRAIN_METRIC_FIXED))
-            dtrain__json_add(&text, table[i].name, metrics->values[i], table[i].flags);
-    const dtrain_result result = dtrain__jsonl_write(metrics, &text);
+    dtrain__json_add_known(&text, &metrics->sample, DTRAIN_METRIC_FIXED);
+    const dtrain_result result = dtrain__records_append(&metrics->jsonl, text.text, text.used);
     const dtrain_result closed = dtrain__records_close(&metrics->jsonl);
     return result == DTRAIN_OK ? closed : result;
 }
 
-DTRAIN__PRIVATE dtrain__sink dtrain__jsonl_sink(void)
-{
-    const dtrain__sink sink = {{false, "json lines", dtrain__jsonl_open, dtrain__jsonl_step, NULL,
-                                dtrain__jsonl_finish, NULL},
-                               "lines of the log file",
-                               false};
-    return sink;
-}
-
-/* ================================================================================================
- * src/monitor/csv.c
- * ==============================================================================================*/
-
-/* CSV by RFC 4180
- *
- * A header and one row a step, with a column for every metric that is not DTRAIN_METRIC_FIXED:
- * which ones were measured changes within a run, and columns may not. What was not measured is an
- * empty field; what is not finite is nan, inf or -inf, which Python, R and pandas read. Names and
- * numbers need no quotes. */
-
-static void dtrain__csv_header(dtrain__line *text)
-{
-    const dtrain_metric *table = dtrain__metric_table();
-    dtrain__line_add(text, "step");
-    for (int i = 0; i < DTRAIN__METRIC_COUNT; i++)
-        if (!(table[i].flags & DTRAIN_METRIC_FIXED)) dtrain__line_add(text, ",%s", table[i].name);
-    dtrain__line_add(text, "\r\n");
-}
+/* ---- CSV --------------------------------------------------------------------------------------*/
 
 /* Compare the first line of a file with the header. */
 static dtrain_result dtrain__csv_same(const char *path, const dtrain__line *header)
@@ -31952,19 +31935,22 @@ static dtrain_result dtrain__csv_same(const char *path, const dtrain__line *head
                        path);
 }
 
-static dtrain_result dtrain__csv_open(void *user, const dtrain_metrics_desc *desc,
-                                      const dtrain_metrics_sample *sample)
+DTRAIN__PRIVATE dtrain_result dtrain__csv_open(void *user, const dtrain_metrics_desc *desc,
+                                               const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
-    dtrain__csv_header(&text);
-    (void)sample;
+    dtrain__line_add(&text, "step");
+    for (size_t i = 0; i < sample->count; i++)
+        if (!(sample->metrics[i].flags & DTRAIN_METRIC_FIXED))
+            dtrain__line_add(&text, ",%s", sample->metrics[i].name);
+    dtrain__line_add(&text, "\r\n");
     DTRAIN__TRY(dtrain__records_open(&metrics->csv, desc->csv_path, desc->append));
     if (desc->append && metrics->csv.size > 0) return dtrain__csv_same(desc->csv_path, &text);
     return dtrain__records_append(&metrics->csv, text.text, text.used);
 }
 
-static dtrain_result dtrain__csv_step(void *user, const dtrain_metrics_sample *sample)
+DTRAIN__PRIVATE dtrain_result dtrain__csv_step(void *user, const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
@@ -31972,32 +31958,18 @@ static dtrain_result dtrain__csv_step(void *user, const dtrain_metrics_sample *s
     for (size_t i = 0; i < sample->count; i++) {
         if (sample->metrics[i].flags & DTRAIN_METRIC_FIXED) continue;
         dtrain__line_add(&text, ",");
-        if (!sample->known[i]) continue;
-        if (dtrain__finite(sample->values[i]))
-            dtrain__line_number(&text, sample->values[i], sample->metrics[i].flags);
-        else
-            dtrain__line_add(&text, "%s",
-                             sample->values[i] > 0   ? "inf"
-                             : sample->values[i] < 0 ? "-inf"
-                                                     : "nan");
+        if (sample->known[i])
+            dtrain__line_number(&text, sample->values[i], sample->metrics[i].flags, "nan", "inf",
+                                "-inf");
     }
     dtrain__line_add(&text, "\r\n");
     return dtrain__records_append(&metrics->csv, text.text, text.used);
 }
 
-static dtrain_result dtrain__csv_finish(void *user, const dtrain_summary *summary)
+DTRAIN__PRIVATE dtrain_result dtrain__csv_finish(void *user, const dtrain_summary *summary)
 {
     (void)summary;
     return dtrain__records_close(&((dtrain_metrics *)user)->csv);
-}
-
-DTRAIN__PRIVATE dtrain__sink dtrain__csv_sink(void)
-{
-    const dtrain__sink sink = {
-        {false, "csv", dtrain__csv_open, dtrain__csv_step, NULL, dtrain__csv_finish, NULL},
-        "rows of the table",
-        false};
-    return sink;
 }
 
 /* ================================================================================================
@@ -32008,20 +31980,27 @@ DTRAIN__PRIVATE dtrain__sink dtrain__csv_sink(void)
  *
  * node_exporter's textfile collector reads DIRECTORY/NAME.prom whenever it is asked, so the file is
  * replaced as a whole: the next version is written beside it, as NAME.prom.next, which the
- * collector does not read, and renamed. At most once a second, and once at the end: Prometheus asks
- * every 15 seconds or so, and a step has better things to do. Format: text 0.0.4, no time stamps
- * (the collector drops a file that has them).
+ * collector does not read,and renamed. That is done at most once a second, because Prometheus asks every 15
+ * seconds or so, and at the end. The format is text 0.0.4, without time stamps (the collector drops
+ * a file that has them).
  *
  *     # HELP dtrain_step_seconds Time of a step, slowest rank.
  *     # TYPE dtrain_step_seconds gauge
  *     dtrain_step_seconds{run="a"} 0.0125
- *     # HELP dtrain_rank_step_seconds Time of a step, slowest rank: of each rank.
+ *     # HELP dtrain_rank_step_seconds Time of a step, slowest rank. Here: of each rank.
  *     # TYPE dtrain_rank_step_seconds gauge
  *     dtrain_rank_step_seconds{run="a",rank="0"} 0.0125
  *
  * Values that are not finite are NaN, +Inf and -Inf. */
 
-/* Send what has gathered to the next version. */
+/* A metric of the file, which begins with its first sample. */
+typedef struct dtrain__metric_family {
+    const char *prefix, *name; /* dtrain_PREFIXNAME */
+    const char *help, *more;   /* its sentences */
+    bool counter, begun;
+} dtrain__metric_family;
+
+/* Write the text so far to the next version. */
 static void dtrain__prometheus_flush(dtrain__prometheus *p)
 {
     if (p->result == DTRAIN_OK)
@@ -32029,115 +32008,93 @@ static void dtrain__prometheus_flush(dtrain__prometheus *p)
     p->text.used = 0;
 }
 
-static void dtrain__prometheus_number(dtrain__prometheus *p, double value)
+/* Add a sample, with labels besides that of the run, whose name is escaped. */
+static void dtrain__prometheus_add(dtrain_metrics *metrics, dtrain__metric_family *f, const char *labels,
+                                   double value)
 {
+    dtrain__prometheus *p = &metrics->prometheus;
     const bool whole = value == floor(value) && fabs(value) < 9e15;
-    if (dtrain__finite(value))
-        dtrain__line_number(&p->text, value, whole ? DTRAIN_METRIC_INTEGER : 0);
-    else dtrain__line_add(&p->text, "%s", value > 0 ? "+Inf" : value < 0 ? "-Inf" : "NaN");
-    dtrain__line_add(&p->text, "\n");
-    if (p->text.used > sizeof((dtrain_metrics *)0)->scratch / 2) dtrain__prometheus_flush(p);
-}
-
-/* Begin a metric; of "dtrain_" and both names. */
-static void dtrain__prometheus_head(dtrain__prometheus *p, const char *first, const char *name,
-                                    const char *help, bool counter)
-{
-    dtrain__line_add(&p->text, "# HELP dtrain_%s%s %s\n# TYPE dtrain_%s%s %s\n", first, name, help,
-                     first, name, counter ? "counter" : "gauge");
-}
-
-/* Begin a sample: the name and the labels of the run, escaped, without the closing brace. */
-static void dtrain__prometheus_sample(const dtrain_metrics *metrics, dtrain__prometheus *p,
-                                      const char *first, const char *name)
-{
-    dtrain__line_add(&p->text, "dtrain_%s%s{run=\"", first, name);
+    if (!f->begun)
+        dtrain__line_add(&p->text, "# HELP dtrain_%s%s %s%s\n# TYPE dtrain_%s%s %s\n", f->prefix,
+                         f->name, f->help, f->more, f->prefix, f->name,
+                         f->counter ? "counter" : "gauge");
+    f->begun = true;
+    dtrain__line_add(&p->text, "dtrain_%s%s{run=\"", f->prefix, f->name);
     for (const char *at = metrics->desc.run_name; *at; at++)
         if (*at == '\n') dtrain__line_add(&p->text, "\\n");
         else dtrain__line_add(&p->text, *at == '\\' || *at == '"' ? "\\%c" : "%c", *at);
-    dtrain__line_add(&p->text, "\"");
+    dtrain__line_add(&p->text, "\"%s} ", labels);
+    dtrain__line_number(&p->text, value, whole ? DTRAIN_METRIC_INTEGER : 0, "NaN", "+Inf", "-Inf");
+    dtrain__line_add(&p->text, "\n");
+    if (p->text.used > sizeof metrics->scratch / 2) dtrain__prometheus_flush(p);
 }
 
 /* Write one number of the whole run. */
-static void dtrain__prometheus_one(const dtrain_metrics *metrics, dtrain__prometheus *p,
-                                   const char *name, const char *help, bool counter, double value)
+static void dtrain__prometheus_one(dtrain_metrics *metrics, const char *name, const char *help,
+                                   bool counter, double value)
 {
-    dtrain__prometheus_head(p, "", name, help, counter);
-    dtrain__prometheus_sample(metrics, p, "", name);
-    dtrain__line_add(&p->text, "} ");
-    dtrain__prometheus_number(p, value);
+    dtrain__metric_family family = {"", name, help, "", counter, false};
+    dtrain__prometheus_add(metrics, &family, "", value);
 }
 
-/* Write a metric of each rank that has measured it, if it says anything in this step. */
-static void dtrain__prometheus_ranks(const dtrain_metrics *metrics, dtrain__prometheus *p, int id)
+/* Write a metric of each rank that has measured it, if it was measured in this step. */
+static void dtrain__prometheus_ranks(dtrain_metrics *metrics, int id)
 {
     const dtrain_metric *row = &dtrain__metric_table()[id];
-    const int ranks = metrics->last.ranks;
-    bool begun = false;
-    for (int r = 0; metrics->known[id] && r < ranks; r++) {
+    dtrain__metric_family family = {"rank_", row->base, row->help, " Here: of each rank.", false, false};
+    for (int r = 0; metrics->known[id] && r < metrics->last.ranks; r++) {
         const double value = dtrain__rank_value(metrics, id, r);
-        if (!dtrain__finite(value)) continue;
-        if (!begun) {
-            dtrain__line_add(&p->text,
-                             "# HELP dtrain_rank_%s %s Here: of each rank.\n"
-                             "# TYPE dtrain_rank_%s gauge\n",
-                             row->base, row->help, row->base);
-            begun = true;
-        }
-        dtrain__prometheus_sample(metrics, p, "rank_", row->base);
-        dtrain__line_add(&p->text, ",rank=\"%d\"} ", dtrain__world_rank(metrics->comm, r));
-        dtrain__prometheus_number(p, value * row->base_scale);
+        char label[32];
+        snprintf(label, sizeof label, ",rank=\"%d\"", dtrain__world_rank(metrics->comm, r));
+        if (dtrain__finite(value))
+            dtrain__prometheus_add(metrics, &family, label, value * row->base_scale);
     }
 }
 
 /* Write the bytes sent so far, by kind of collective. */
-static void dtrain__prometheus_kinds(const dtrain_metrics *metrics, dtrain__prometheus *p)
+static void dtrain__prometheus_kinds(dtrain_metrics *metrics)
 {
-    bool begun = false;
+    dtrain__metric_family family = {
+        "", "sent_bytes_total", "Bytes that rank 0 sent, by kind of collective.", "", true, false};
     for (int id = DTRAIN__METRIC_ALL_REDUCE; id <= DTRAIN__METRIC_ALL_TO_ALL; id++) {
-        const char *name = dtrain__metric_table()[id].name;
-        if (!(p->kind_bytes[id] > 0)) continue;
-        if (!begun)
-            dtrain__prometheus_head(p, "", "sent_bytes_total",
-                                    "Bytes that rank 0 sent, by kind of collective.", true);
-        begun = true;
-        dtrain__prometheus_sample(metrics, p, "", "sent_bytes_total");
-        dtrain__line_add(&p->text, ",op=\"%.*s\"} ", (int)(strlen(name) - strlen("_bytes")), name);
-        dtrain__prometheus_number(p, p->kind_bytes[id]);
+        const char *name = dtrain__metric_table()[id].name; /* KIND_bytes */
+        const double bytes = metrics->prometheus.kind_bytes[id];
+        char label[64];
+        snprintf(label, sizeof label, ",op=\"%.*s\"", (int)(strlen(name) - strlen("_bytes")), name);
+        if (bytes > 0) dtrain__prometheus_add(metrics, &family, label, bytes);
     }
 }
 
-/* Write all of a version. */
+/* Write all metrics of a version. */
 static void dtrain__prometheus_version(dtrain_metrics *metrics, bool finished)
 {
     dtrain__prometheus *p = &metrics->prometheus;
     const dtrain_metric *table = dtrain__metric_table();
-    dtrain__prometheus_one(metrics, p, "finished", "1 when the run is over.", false, finished);
-    dtrain__prometheus_one(metrics, p, "steps_total", "Steps that this run has made.", true,
-                           p->steps);
+    dtrain__prometheus_one(metrics, "finished", "1 when the run is over.", false, finished);
+    dtrain__prometheus_one(metrics, "steps_total", "Steps that this run has made.", true, p->steps);
     if (p->steps > 0) {
-        dtrain__prometheus_one(metrics, p, "step", "Number of the last step, from 1.", false,
+        dtrain__prometheus_one(metrics, "step", "Number of the last step, from 1.", false,
                                (double)metrics->last.step);
-        dtrain__prometheus_one(metrics, p, "last_step_timestamp_seconds",
+        dtrain__prometheus_one(metrics, "last_step_timestamp_seconds",
                                "When the last step was reported, in whole seconds.", false,
                                floor(p->wall_time)); /* nine digits would be tens of them */
     }
     for (int id = 0; id < DTRAIN__METRIC_COUNT; id++) {
         if (id == DTRAIN__METRIC_VAL_LOSS) { /* of the last evaluation, not just in its second */
             if (dtrain__finite(metrics->summary.val_loss))
-                dtrain__prometheus_one(metrics, p, table[id].base, table[id].help, false,
+                dtrain__prometheus_one(metrics, table[id].base, table[id].help, false,
                                        metrics->summary.val_loss);
         } else if (metrics->known[id])
-            dtrain__prometheus_one(metrics, p, table[id].base, table[id].help,
+            dtrain__prometheus_one(metrics, table[id].base, table[id].help,
                                    (table[id].flags & DTRAIN_METRIC_COUNTER) != 0,
                                    metrics->values[id] * table[id].base_scale);
-        if (table[id].flags & DTRAIN_METRIC_RANKS) dtrain__prometheus_ranks(metrics, p, id);
+        if (table[id].flags & DTRAIN_METRIC_RANKS) dtrain__prometheus_ranks(metrics, id);
     }
-    dtrain__prometheus_kinds(metrics, p);
+    dtrain__prometheus_kinds(metrics);
     dtrain__prometheus_flush(p);
 }
 
-/* Replace the file. On failure the last version stays. */
+/* Replace the file; after a failure the version before is still there. */
 static dtrain_result dtrain__prometheus_replace(dtrain_metrics *metrics, bool finished)
 {
     dtrain__prometheus *p = &metrics->prometheus;
@@ -32146,19 +32103,17 @@ static dtrain_result dtrain__prometheus_replace(dtrain_metrics *metrics, bool fi
     p->text = text;
     p->result = DTRAIN_OK;
     p->fd = dtrain__open(p->next, O_WRONLY | O_CREAT | O_TRUNC | O_NOCTTY | O_NONBLOCK);
-    if (p->fd < 0)
-        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be opened: %s", p->next, strerror(errno));
+    if (p->fd < 0) return dtrain__file_fail(p->next, "opened");
     dtrain__prometheus_version(metrics, finished);
     const bool closed = close(p->fd) == 0 || errno == EINTR;
     if (p->result == DTRAIN_OK && (!closed || rename(p->next, path) != 0))
-        p->result =
-            dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be replaced: %s", path, strerror(errno));
+        p->result = dtrain__file_fail(path, "replaced");
     if (p->result != DTRAIN_OK) unlink(p->next);
     return p->result;
 }
 
-static dtrain_result dtrain__prometheus_open(void *user, const dtrain_metrics_desc *desc,
-                                             const dtrain_metrics_sample *sample)
+DTRAIN__PRIVATE dtrain_result dtrain__prometheus_open(void *user, const dtrain_metrics_desc *desc,
+                                                      const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     dtrain__prometheus *p = &metrics->prometheus;
@@ -32177,7 +32132,8 @@ static dtrain_result dtrain__prometheus_open(void *user, const dtrain_metrics_de
     return dtrain__prometheus_replace(metrics, false);
 }
 
-static dtrain_result dtrain__prometheus_step(void *user, const dtrain_metrics_sample *sample)
+DTRAIN__PRIVATE dtrain_result dtrain__prometheus_step(void *user,
+                                                      const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     dtrain__prometheus *p = &metrics->prometheus;
@@ -32191,20 +32147,10 @@ static dtrain_result dtrain__prometheus_step(void *user, const dtrain_metrics_sa
     return dtrain__prometheus_replace(metrics, false);
 }
 
-static dtrain_result dtrain__prometheus_finish(void *user, const dtrain_summary *summary)
+DTRAIN__PRIVATE dtrain_result dtrain__prometheus_finish(void *user, const dtrain_summary *summary)
 {
-    dtrain_metrics *metrics = (dtrain_metrics *)user;
     (void)summary;
-    return metrics->prometheus.next ? dtrain__prometheus_replace(metrics, true) : DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE dtrain__sink dtrain__prometheus_sink(void)
-{
-    const dtrain__sink sink = {{false, "prometheus", dtrain__prometheus_open,
-                                dtrain__prometheus_step, NULL, dtrain__prometheus_finish, NULL},
-                               "versions of the file",
-                               false};
-    return sink;
+    return dtrain__prometheus_replace((dtrain_metrics *)user, true);
 }
 
 DTRAIN__PRIVATE void dtrain__prometheus_free(dtrain_metrics *metrics)
@@ -32569,8 +32515,8 @@ static dtrain_result dtrain__event_open(dtrain__tensorboard *t, const char *dire
 
 /* Write what comes before the first step: the version, where this session begins, its
  * configuration and its hyper-parameters. */
-static dtrain_result dtrain__tensorboard_open(void *user, const dtrain_metrics_desc *desc,
-                                              const dtrain_metrics_sample *sample)
+DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_open(void *user, const dtrain_metrics_desc *desc,
+                                                       const dtrain_metrics_sample *sample)
 {
     dtrain__tensorboard *t = &((dtrain_metrics *)user)->tensorboard;
     const double now = (double)time(NULL);
@@ -32592,7 +32538,8 @@ static dtrain_result dtrain__tensorboard_open(void *user, const dtrain_metrics_d
 }
 
 /* Write all scalars of a step in one record. Those that are fixed come with the first. */
-static dtrain_result dtrain__tensorboard_step(void *user, const dtrain_metrics_sample *sample)
+DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_step(void *user,
+                                                       const dtrain_metrics_sample *sample)
 {
     dtrain__tensorboard *t = &((dtrain_metrics *)user)->tensorboard;
     const bool first = ((dtrain_metrics *)user)->summary.steps == 1;
@@ -32603,7 +32550,8 @@ static dtrain_result dtrain__tensorboard_step(void *user, const dtrain_metrics_s
     return dtrain__event_end(t);
 }
 
-static dtrain_result dtrain__tensorboard_histogram(void *user, const dtrain_histogram *histogram)
+DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_histogram(void *user,
+                                                            const dtrain_histogram *histogram)
 {
     dtrain__tensorboard *t = &((dtrain_metrics *)user)->tensorboard;
     dtrain__event_begin(t, histogram->wall_time, histogram->step, DTRAIN__EVENT_SUMMARY);
@@ -32612,7 +32560,7 @@ static dtrain_result dtrain__tensorboard_histogram(void *user, const dtrain_hist
 }
 
 /* Say that the session has ended well, where the HPARAMS tab has it, and close the file. */
-static dtrain_result dtrain__tensorboard_finish(void *user, const dtrain_summary *summary)
+DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_finish(void *user, const dtrain_summary *summary)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     dtrain__tensorboard *t = &metrics->tensorboard;
@@ -32628,16 +32576,6 @@ static dtrain_result dtrain__tensorboard_finish(void *user, const dtrain_summary
     }
     const dtrain_result closed = dtrain__records_close(&t->file);
     return result == DTRAIN_OK ? closed : result;
-}
-
-DTRAIN__PRIVATE dtrain__sink dtrain__tensorboard_sink(void)
-{
-    const dtrain__sink sink = {{false, "tensorboard", dtrain__tensorboard_open,
-                                dtrain__tensorboard_step, dtrain__tensorboard_histogram,
-                                dtrain__tensorboard_finish, NULL},
-                               "records of the event file",
-                               false};
-    return sink;
 }
 
 DTRAIN__PRIVATE void dtrain__tensorboard_free(dtrain_metrics *metrics)

@@ -153,7 +153,7 @@ static dtrain_result dtrain__console_table(dtrain_metrics *metrics)
     return result == DTRAIN_OK ? row : result;
 }
 
-static dtrain_result dtrain__console_step(void *user, const dtrain_metrics_sample *sample)
+DTRAIN__PRIVATE dtrain_result dtrain__console_step(void *user, const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     (void)sample;
@@ -162,7 +162,7 @@ static dtrain_result dtrain__console_step(void *user, const dtrain_metrics_sampl
 }
 
 /* End the live line; the rate limit may have kept the last step back. */
-static dtrain_result dtrain__console_finish(void *user, const dtrain_summary *summary)
+DTRAIN__PRIVATE dtrain_result dtrain__console_finish(void *user, const dtrain_summary *summary)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     if (!metrics->console.terminal || summary->steps == 0) return DTRAIN_OK;
@@ -172,8 +172,8 @@ static dtrain_result dtrain__console_finish(void *user, const dtrain_summary *su
 }
 
 /* Find out whether the file is a terminal, where the live line is redrawn, and may have colors. */
-static dtrain_result dtrain__console_open(void *user, const dtrain_metrics_desc *desc,
-                                          const dtrain_metrics_sample *sample)
+DTRAIN__PRIVATE dtrain_result dtrain__console_open(void *user, const dtrain_metrics_desc *desc,
+                                                   const dtrain_metrics_sample *sample)
 {
     dtrain__console *console = &((dtrain_metrics *)user)->console;
     FILE *file = desc->progress;
@@ -184,13 +184,4 @@ static dtrain_result dtrain__console_open(void *user, const dtrain_metrics_desc 
         fileno(file) >= 0 && isatty(fileno(file)) && term && term[0] && strcmp(term, "dumb") != 0;
     console->color = !no_color || !no_color[0];
     return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE dtrain__sink dtrain__console_sink(void)
-{
-    const dtrain__sink sink = {{false, "progress", dtrain__console_open, dtrain__console_step, NULL,
-                                dtrain__console_finish, NULL},
-                               "lines",
-                               false};
-    return sink;
 }

@@ -1,9 +1,9 @@
 /* Text, and files that cannot stop a training
  *
- * Writing is quiet: a reader that has gone (SIGPIPE) or a limit on the size of files (SIGXFSZ) is
- * an error here, not the end of the process. A record that was written in part is cut off again, so
- * that a disk that is full for a while costs whole records and no reader stumbles; a pipe cannot be
- * cut, and the next record then begins with a line end. */
+ * A pipe without a reader (SIGPIPE) or a limit on the size of files (SIGXFSZ) is an error of the
+ * write here, not the end of the process. A record that was written in part is cut off again, so
+ * that a disk that is full for a while costs whole records, and readers never see half of one. A
+ * pipe cannot be cut: there the next record begins with a line end. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -22,11 +22,16 @@ DTRAIN__PRIVATE void dtrain__line_add(dtrain__line *text, const char *format, ..
     text->used += (size_t)dtrain__min(length, (int64_t)room - 1);
 }
 
-/* Add a finite number with nine digits, which give an fp32 back exactly, or an integer whole. The
- * host's locale may have another decimal point, of several bytes even: what no number contains
- * becomes a point. */
-DTRAIN__PRIVATE void dtrain__line_number(dtrain__line *text, double value, uint32_t flags)
+/* Add a number with nine digits, which give an fp32 back exactly, or an integer whole; or the
+ * format's word for NaN, for infinity or for minus infinity. The decimal point of the host's locale,
+ * of several bytes even, becomes a point. */
+DTRAIN__PRIVATE void dtrain__line_number(dtrain__line *text, double value, uint32_t flags,
+                                         const char *nan, const char *inf, const char *minus_inf)
 {
+    if (!dtrain__finite(value)) {
+        dtrain__line_add(text, "%s", value > 0 ? inf : value < 0 ? minus_inf : nan);
+        return;
+    }
     char number[64];
     bool other = false;
     const char *format = !(flags & DTRAIN_METRIC_INTEGER) ? "%.9g"
@@ -38,6 +43,12 @@ DTRAIN__PRIVATE void dtrain__line_number(dtrain__line *text, double value, uint3
         if (usual || !other) dtrain__line_add(text, "%c", usual ? *at : '.');
         other = !usual;
     }
+}
+
+/* Leave the error of a file: what could not be done, and why by errno. */
+DTRAIN__PRIVATE dtrain_result dtrain__file_fail(const char *path, const char *done)
+{
+    return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be %s: %s", path, done, strerror(errno));
 }
 
 /* Block the signals of a failed write in this thread ... */
@@ -52,7 +63,7 @@ DTRAIN__PRIVATE void dtrain__quiet_begin(dtrain__quiet *quiet)
     pthread_sigmask(SIG_BLOCK, &set, &quiet->before);
 }
 
-/* ... and take one that the write has caused; one that waited before is left alone. errno stays. */
+/* ... and accept one that the write has caused, unless one was pending before. errno stays. */
 DTRAIN__PRIVATE void dtrain__quiet_end(const dtrain__quiet *quiet)
 {
     const struct timespec at_once = {0, 0};
@@ -66,7 +77,7 @@ DTRAIN__PRIVATE void dtrain__quiet_end(const dtrain__quiet *quiet)
     errno = error;
 }
 
-/* Write all bytes; *written says how many came to be. */
+/* Write all bytes, or *written of them. */
 static bool dtrain__write_some(int fd, const void *data, size_t bytes, size_t *written)
 {
     dtrain__quiet quiet;
@@ -86,13 +97,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__write_all(int fd, const char *path, const 
                                                 size_t bytes)
 {
     size_t written;
-    if (dtrain__write_some(fd, data, bytes, &written)) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be written: %s", path, strerror(errno));
+    const bool all = dtrain__write_some(fd, data, bytes, &written);
+    return all ? DTRAIN_OK : dtrain__file_fail(path, "written");
 }
 
 /* Cut what follows the last line end off a file that is to be appended to: the run before may have
  * been killed while it wrote a line. */
-static dtrain_result dtrain__records_mend(dtrain__records *file)
+static void dtrain__records_cut(dtrain__records *file)
 {
     char block[4096];
     const int reader = dtrain__open(file->path, O_RDONLY);
@@ -105,14 +116,13 @@ static dtrain_result dtrain__records_mend(dtrain__records *file)
         if (end > first) break;
     }
     if (reader >= 0) close(reader);
-    if (end == file->size) return DTRAIN_OK;
+    if (end == file->size) return;
     if (reader < 0 || ftruncate(file->fd, (off_t)end) != 0) file->torn = true;
     else file->size = end;
-    return DTRAIN_OK;
 }
 
-/* Open a file to append records to. Not blocking: a pipe that nobody reads must not hold training
- * up. */
+/* Open a file to append records to. It does not block: training must not wait for the reader of a
+ * pipe. */
 DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const char *path,
                                                    bool append)
 {
@@ -127,27 +137,28 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const 
                            "dtrain_metrics_create: the file %s cannot be opened: %s", path,
                            errno == ENXIO ? "nobody reads this pipe" : strerror(errno));
     if (fstat(file->fd, &status) == 0 && S_ISREG(status.st_mode)) file->size = status.st_size;
-    return file->size > 0 ? dtrain__records_mend(file) : DTRAIN_OK;
+    if (file->size > 0) dtrain__records_cut(file);
+    return DTRAIN_OK;
 }
 
-/* Append a record; on failure nothing of it stays, or the file is torn. */
+/* Append a record. After a failure nothing of it is left, or the file is torn. */
 DTRAIN__PRIVATE dtrain_result dtrain__records_append(dtrain__records *file, const void *data,
                                                      size_t bytes)
 {
     size_t written = 0;
     if (file->fd < 0) return dtrain_fail(DTRAIN_ERROR_FILE, "%s is not open", file->path);
-    if (file->torn && !dtrain__write_some(file->fd, "\n", 1, &written))
-        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be written: %s", file->path,
-                           strerror(errno));
-    if (file->torn && file->size >= 0) file->size++;
-    file->torn = false;
+    if (file->torn) {
+        DTRAIN__TRY(dtrain__write_all(file->fd, file->path, "\n", 1));
+        if (file->size >= 0) file->size++;
+        file->torn = false;
+    }
     if (dtrain__write_some(file->fd, data, bytes, &written)) {
         if (file->size >= 0) file->size += (int64_t)bytes;
         return DTRAIN_OK;
     }
-    const int error = errno;
+    const dtrain_result failed = dtrain__file_fail(file->path, "written");
     if (written > 0) file->torn = file->size < 0 || ftruncate(file->fd, (off_t)file->size) != 0;
-    return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be written: %s", file->path, strerror(error));
+    return failed;
 }
 
 /* Close the file; network file systems report a failed write here. */
@@ -156,6 +167,5 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_close(dtrain__records *file)
     if (file->fd < 0) return DTRAIN_OK;
     const bool closed = close(file->fd) == 0 || errno == EINTR;
     file->fd = -1;
-    if (closed) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be closed: %s", file->path, strerror(errno));
+    return closed ? DTRAIN_OK : dtrain__file_fail(file->path, "closed");
 }

@@ -1,8 +1,8 @@
 /* The stream of metrics
  *
- * A record becomes values (table.c), which go to every sink in turn, and into the summary. Nothing
- * here may stop a training: only creation can fail. What a sink loses is counted, the first loss is
- * a warning, and dtrain_metrics_finish tells how much it was.
+ * A record becomes values (table.c), which every sink gets in turn, and is added to the summary.
+ * Nothing here may stop a training: only creation can fail. What a sink loses is counted, the first
+ * loss is a warning, and dtrain_metrics_finish says how much was lost.
  *
  * The library's writers are sinks like the host's, through the same table of functions. Medians are
  * over the last 1024 steps: fixed memory, however long the run. */
@@ -22,14 +22,24 @@
 
 /* ---- Sinks ------------------------------------------------------------------------------------*/
 
-/* Return what a person knows a sink by: its file, or its name. */
-static const char *dtrain__sink_name(const dtrain_metrics *metrics, size_t i)
-{
-    const dtrain_metrics_sink_info *info = &metrics->infos[i];
-    return info->path[0] ? info->path : info->name;
-}
+/* The library's writers; each one's user is the dtrain_metrics. */
+static const dtrain__sink dtrain__writers[DTRAIN__WRITERS] = {
+    {"lines",
+     {false, "progress", dtrain__console_open, dtrain__console_step, NULL, dtrain__console_finish,
+      NULL}},
+    {"lines of the log file",
+     {false, "json lines", dtrain__jsonl_open, dtrain__jsonl_step, NULL, dtrain__jsonl_finish,
+      NULL}},
+    {"rows of the table",
+     {false, "csv", dtrain__csv_open, dtrain__csv_step, NULL, dtrain__csv_finish, NULL}},
+    {"versions of the file",
+     {false, "prometheus", dtrain__prometheus_open, dtrain__prometheus_step, NULL,
+      dtrain__prometheus_finish, NULL}},
+    {"records of the event file",
+     {false, "tensorboard", dtrain__tensorboard_open, dtrain__tensorboard_step,
+      dtrain__tensorboard_histogram, dtrain__tensorboard_finish, NULL}}};
 
-/* Count how a call of a sink went. The sentence of the first failure is a warning. */
+/* Count the result of a sink's call. The sentence of the first failure is a warning. */
 static void dtrain__sink_count(dtrain_metrics *metrics, size_t i, dtrain_result result)
 {
     const char *why = dtrain_last_error();
@@ -42,7 +52,7 @@ static void dtrain__sink_count(dtrain_metrics *metrics, size_t i, dtrain_result 
                    metrics->sinks[i].unit);
 }
 
-/* Say that a sink is about to be called: its error, if any, is its own. */
+/* Prepare for the call of a sink: an error that stands afterwards is the sink's. */
 static void dtrain__sink_enter(dtrain_metrics *metrics)
 {
     metrics->busy = true;
@@ -61,20 +71,13 @@ DTRAIN__PRIVATE void dtrain__sinks_histogram(dtrain_metrics *metrics,
     }
 }
 
-/* Add one of the host's sinks, or refuse it. */
-static dtrain_result dtrain__sink_take(dtrain_metrics *metrics, const dtrain_metrics_sink *given)
+static void dtrain__sink_add(dtrain_metrics *metrics, const dtrain_metrics_sink *table,
+                             const char *unit, const char *path)
 {
-    if (!given->name)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_metrics_create: sink %zu of desc has no name",
-                           (size_t)(given - metrics->desc.sinks));
-    if (!given->every_rank && dtrain_comm_rank(metrics->comm) != 0) return DTRAIN_OK;
-    dtrain__sink *sink = &metrics->sinks[metrics->sink_count];
-    sink->table = *given;
-    sink->unit = "calls";
-    metrics->infos[metrics->sink_count].name = given->name;
-    metrics->infos[metrics->sink_count++].path = "";
-    return DTRAIN_OK;
+    metrics->sinks[metrics->sink_count].table = *table;
+    metrics->sinks[metrics->sink_count].unit = unit;
+    metrics->infos[metrics->sink_count].name = table->name;
+    metrics->infos[metrics->sink_count++].path = path;
 }
 
 /* List the sinks of this rank: on rank 0 the library's writers that the desc asks for, then the
@@ -82,22 +85,22 @@ static dtrain_result dtrain__sink_take(dtrain_metrics *metrics, const dtrain_met
 static dtrain_result dtrain__sinks_list(dtrain_metrics *metrics)
 {
     const dtrain_metrics_desc *desc = &metrics->desc;
-    const char *const paths[DTRAIN__OWN_SINKS] = {desc->progress ? "" : NULL, desc->jsonl_path,
-                                                  desc->csv_path, desc->prometheus_path,
-                                                  desc->tensorboard_dir};
-    dtrain__sink (*const writers[DTRAIN__OWN_SINKS])(void) = {
-        dtrain__console_sink, dtrain__jsonl_sink, dtrain__csv_sink, dtrain__prometheus_sink,
-        dtrain__tensorboard_sink};
-    for (size_t i = 0; dtrain_comm_rank(metrics->comm) == 0 && i < DTRAIN__OWN_SINKS; i++) {
-        dtrain__sink *sink = &metrics->sinks[metrics->sink_count];
-        if (!paths[i]) continue;
-        *sink = writers[i]();
-        sink->table.user = metrics;
-        metrics->infos[metrics->sink_count].name = sink->table.name;
-        metrics->infos[metrics->sink_count++].path = paths[i];
+    const bool first = dtrain_comm_rank(metrics->comm) == 0;
+    const char *const paths[DTRAIN__WRITERS] = {desc->progress ? "" : NULL, desc->jsonl_path,
+                                                desc->csv_path, desc->prometheus_path,
+                                                desc->tensorboard_dir};
+    for (size_t i = 0; first && i < DTRAIN__WRITERS; i++) {
+        dtrain_metrics_sink table = dtrain__writers[i].table;
+        table.user = metrics;
+        if (paths[i]) dtrain__sink_add(metrics, &table, dtrain__writers[i].unit, paths[i]);
     }
-    for (size_t i = 0; i < desc->sink_count; i++)
-        DTRAIN__TRY(dtrain__sink_take(metrics, &desc->sinks[i]));
+    for (size_t i = 0; i < desc->sink_count; i++) {
+        if (!desc->sinks[i].name)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "dtrain_metrics_create: sink %zu of desc has no name", i);
+        if (first || desc->sinks[i].every_rank)
+            dtrain__sink_add(metrics, &desc->sinks[i], "calls", "");
+    }
     return DTRAIN_OK;
 }
 
@@ -105,14 +108,15 @@ static dtrain_result dtrain__sinks_list(dtrain_metrics *metrics)
 static dtrain_result dtrain__sinks_open(dtrain_metrics *metrics)
 {
     for (size_t i = 0; i < metrics->sink_count; i++) {
-        dtrain__sink *sink = &metrics->sinks[i];
+        const dtrain_metrics_sink *sink = &metrics->sinks[i].table;
         dtrain__sink_enter(metrics);
         const dtrain_result result =
-            sink->table.open ? sink->table.open(sink->table.user, &metrics->desc, &metrics->sample)
-                             : DTRAIN_OK;
+            sink->open ? sink->open(sink->user, &metrics->desc, &metrics->sample) : DTRAIN_OK;
         metrics->busy = false;
-        sink->opened = result == DTRAIN_OK;
-        if (sink->opened) continue;
+        if (result == DTRAIN_OK) {
+            metrics->opened++;
+            continue;
+        }
         if (!dtrain_last_error()[0])
             (void)dtrain_fail(result, "dtrain_metrics_create: the sink %s cannot be opened: %s",
                               metrics->infos[i].name, dtrain_result_text(result));
@@ -123,17 +127,8 @@ static dtrain_result dtrain__sinks_open(dtrain_metrics *metrics)
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
 
-/* Move a text of desc behind the texts copied so far, or count its bytes while there is no memory.
- */
-static void dtrain__string_keep(dtrain_metrics *metrics, char *memory, const char **text)
-{
-    if (*text && !**text) *text = NULL; /* an empty one is none */
-    if (!*text) return;
-    const size_t bytes = strlen(*text) + 1;
-    if (memory) *text = (char *)memcpy(memory + metrics->texts_bytes, *text, bytes);
-    metrics->texts_bytes += bytes;
-}
-
+/* Copy the texts of desc into memory, one behind the other; NULL: count their bytes. An empty text
+ * is none. */
 static void dtrain__strings_keep(dtrain_metrics *metrics, char *memory)
 {
     dtrain_metrics_desc *desc = &metrics->desc;
@@ -141,11 +136,17 @@ static void dtrain__strings_keep(dtrain_metrics *metrics, char *memory)
                                   &desc->tensorboard_dir, &desc->nvml_path, &desc->run_name,
                                   &desc->config,          &desc->hparams};
     metrics->texts_bytes = 0;
-    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++)
-        dtrain__string_keep(metrics, memory, texts[i]);
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
+        const char **text = texts[i];
+        if (*text && !**text) *text = NULL;
+        if (!*text) continue;
+        const size_t bytes = strlen(*text) + 1;
+        if (memory) *text = (char *)memcpy(memory + metrics->texts_bytes, *text, bytes);
+        metrics->texts_bytes += bytes;
+    }
 }
 
-/* Make everything that can fail. */
+/* Do everything of creation that can fail. */
 static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
 {
     const dtrain_allocator *a = &metrics->allocator;
@@ -169,7 +170,6 @@ static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
     return dtrain__sinks_open(metrics);
 }
 
-/* Create the stream. Ranks other than 0 have no writers but the host's with every_rank. */
 DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
                                                dtrain_metrics **out)
 {
@@ -187,7 +187,7 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     metrics->world = world;
     metrics->comm = desc->trainer ? desc->trainer->groups.all : dtrain_world_comm(world);
     metrics->desc = *desc;
-    metrics->sink_room = DTRAIN__OWN_SINKS + desc->sink_count;
+    metrics->sink_room = DTRAIN__WRITERS + desc->sink_count;
     metrics->jsonl.fd = metrics->csv.fd = metrics->tensorboard.file.fd = -1;
     if (metrics->desc.progress_every == 0) metrics->desc.progress_every = 10;
     if (metrics->desc.gpu_every_ms == 0) metrics->desc.gpu_every_ms = 5000;
@@ -204,19 +204,16 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
         *out = metrics;
         return DTRAIN_OK;
     }
-    char text[DTRAIN__ERROR_BYTES]; /* what stands is why it could not be created */
-    snprintf(text, sizeof text, "%s", dtrain_last_error());
-    for (size_t i = 0; i < metrics->sink_count; i++) /* ours have nothing to say of this run */
-        if (metrics->sinks[i].table.user == metrics) metrics->sinks[i].opened = false;
+    for (size_t i = 0; i < metrics->sink_count; i++) /* ours write no end of this run */
+        if (metrics->sinks[i].table.user == metrics) metrics->sinks[i].table.finish = NULL;
     dtrain_metrics_destroy(metrics);
-    dtrain__set_last_error(text);
     return result;
 }
 
 /* ---- The run ----------------------------------------------------------------------------------*/
 
-/* Keep the books. The clock starts one step before the first record: that step has been paid for as
- * well. */
+/* Add a step to the summary. Its seconds begin with the first step, which took step_ms before it
+ * was reported. */
 static void dtrain__summary_add(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
     const size_t at = (size_t)(metrics->summary.steps % DTRAIN__RECENT);
@@ -269,7 +266,7 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
     return every && record->step % every == 0 ? dtrain__histograms_step(metrics) : DTRAIN_OK;
 }
 
-/* ---- What a program can ask -------------------------------------------------------------------*/
+/* ---- Queries ----------------------------------------------------------------------------------*/
 
 /* Order doubles for qsort; none of them is NaN. */
 static int dtrain__compare_doubles(const void *a, const void *b)
@@ -317,7 +314,7 @@ DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metri
 
 /* ---- The end ----------------------------------------------------------------------------------*/
 
-/* Tell what was lost, sink by sink, in one sentence. */
+/* Say in one sentence what each sink has lost, if any has. */
 static dtrain_result dtrain__metrics_losses(dtrain_metrics *metrics)
 {
     char lost[DTRAIN__ERROR_BYTES] = "";
@@ -328,14 +325,14 @@ static dtrain_result dtrain__metrics_losses(dtrain_metrics *metrics)
             dtrain__line_add(&text, "%s%llu of %llu %s of %s", text.used ? "; " : "",
                              (unsigned long long)info->lost,
                              (unsigned long long)(info->lost + info->written),
-                             metrics->sinks[i].unit, dtrain__sink_name(metrics, i));
+                             metrics->sinks[i].unit, info->path[0] ? info->path : info->name);
     }
     if (!text.used) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_metrics_finish: what could not be written: %s",
                        lost);
 }
 
-/* End the stream; a second call finds nothing left to do. Losses are told here, where the training
+/* End the stream; a second call does nothing. What was lost is an error here, because the training
  * is over and an error stops nothing. */
 DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
 {
@@ -344,11 +341,11 @@ DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
     DTRAIN__TRY(dtrain__metrics_usable(metrics, metrics, "dtrain_metrics_finish"));
     metrics->finished = true;
     dtrain_metrics_query(metrics, &info);
-    for (size_t i = 0; i < metrics->sink_count; i++) {
-        const dtrain__sink *sink = &metrics->sinks[i];
-        if (!sink->opened || !sink->table.finish) continue;
+    for (size_t i = 0; i < metrics->opened; i++) {
+        const dtrain_metrics_sink *sink = &metrics->sinks[i].table;
+        if (!sink->finish) continue;
         dtrain__sink_enter(metrics);
-        dtrain__sink_count(metrics, i, sink->table.finish(sink->table.user, &info.summary));
+        dtrain__sink_count(metrics, i, sink->finish(sink->user, &info.summary));
     }
     return dtrain__metrics_losses(metrics);
 }
@@ -362,8 +359,7 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
                    "dtrain_metrics_destroy: a sink must not destroy the metrics that call it");
         return;
     }
-    char
-        text[DTRAIN__ERROR_BYTES]; /* a run that has failed ends here: why is what the host reads */
+    char text[DTRAIN__ERROR_BYTES]; /* the host reads why its run has failed, not what is lost */
     snprintf(text, sizeof text, "%s", dtrain_last_error());
     (void)dtrain_metrics_finish(metrics);
     dtrain__set_last_error(text);

@@ -1,7 +1,7 @@
 /* The stream of metrics and its writers
  *
  * The order of reading is that of a step: metrics.c (the stream), table.c (the values of a step),
- * file.c (text, and writing that nothing can stop), console.c, jsonl.c, csv.c, prometheus.c,
+ * file.c (text, and files that cannot stop a training), console.c, lines.c, prometheus.c,
  * tensorboard.c (the writers), histogram.c and nvml.c (what is measured here). */
 
 #pragma once
@@ -258,12 +258,11 @@ typedef struct dtrain__nvml {
 
 /* One of the sinks. */
 typedef struct dtrain__sink {
-    dtrain_metrics_sink table;
     const char *unit; /* what is lost: "lines of the log file" */
-    bool opened;
+    dtrain_metrics_sink table;
 } dtrain__sink;
 
-#define DTRAIN__OWN_SINKS 5
+#define DTRAIN__WRITERS 5
 
 struct dtrain_metrics {
     dtrain_allocator allocator;
@@ -275,7 +274,8 @@ struct dtrain_metrics {
     dtrain__sink *sinks;             /* (sink_room), sink_count in use */
     dtrain_metrics_sink_info *infos; /* likewise */
     size_t sink_count, sink_room;
-    bool busy; /* a sink is being called: it must not call back */
+    size_t opened; /* the first of them, which are to be finished */
+    bool busy;     /* a sink is being called: it must not call back */
     bool finished;
     char scratch[DTRAIN__LINE_SPACE]; /* for the text of one sink at a time */
 
@@ -307,7 +307,9 @@ DTRAIN__PRIVATE double dtrain__rank_value(const dtrain_metrics *metrics, int id,
 /* monitor/file.c */
 DTRAIN__PRIVATE DTRAIN__PRINTF(2, 3) void dtrain__line_add(dtrain__line *text, const char *format,
                                                            ...);
-DTRAIN__PRIVATE void dtrain__line_number(dtrain__line *text, double value, uint32_t flags);
+DTRAIN__PRIVATE void dtrain__line_number(dtrain__line *text, double value, uint32_t flags,
+                                         const char *nan, const char *inf, const char *minus_inf);
+DTRAIN__PRIVATE dtrain_result dtrain__file_fail(const char *path, const char *done);
 DTRAIN__PRIVATE void dtrain__quiet_begin(dtrain__quiet *quiet);
 DTRAIN__PRIVATE void dtrain__quiet_end(const dtrain__quiet *quiet);
 DTRAIN__PRIVATE dtrain_result dtrain__write_all(int fd, const char *path, const void *data,
@@ -318,12 +320,20 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_append(dtrain__records *file, cons
                                                      size_t bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__records_close(dtrain__records *file);
 
-/* The writers, whose user is the dtrain_metrics. */
-DTRAIN__PRIVATE dtrain__sink dtrain__console_sink(void);
-DTRAIN__PRIVATE dtrain__sink dtrain__jsonl_sink(void);
-DTRAIN__PRIVATE dtrain__sink dtrain__csv_sink(void);
-DTRAIN__PRIVATE dtrain__sink dtrain__prometheus_sink(void);
-DTRAIN__PRIVATE dtrain__sink dtrain__tensorboard_sink(void);
+/* The functions of a writer's sink, whose user is the dtrain_metrics. */
+#define DTRAIN__WRITER(name)                                                                  \
+    DTRAIN__PRIVATE dtrain_result dtrain__##name##_open(                                      \
+        void *user, const dtrain_metrics_desc *desc, const dtrain_metrics_sample *sample);    \
+    DTRAIN__PRIVATE dtrain_result dtrain__##name##_step(void *user,                           \
+                                                        const dtrain_metrics_sample *sample); \
+    DTRAIN__PRIVATE dtrain_result dtrain__##name##_finish(void *user, const dtrain_summary *s)
+DTRAIN__WRITER(console);
+DTRAIN__WRITER(jsonl);
+DTRAIN__WRITER(csv);
+DTRAIN__WRITER(prometheus);
+DTRAIN__WRITER(tensorboard);
+DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_histogram(void *user,
+                                                            const dtrain_histogram *histogram);
 DTRAIN__PRIVATE void dtrain__prometheus_free(dtrain_metrics *metrics);
 DTRAIN__PRIVATE void dtrain__tensorboard_free(dtrain_metrics *metrics);
 

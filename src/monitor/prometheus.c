@@ -2,14 +2,14 @@
  *
  * node_exporter's textfile collector reads DIRECTORY/NAME.prom whenever it is asked, so the file is
  * replaced as a whole: the next version is written beside it, as NAME.prom.next, which the
- * collector does not read, and renamed. At most once a second, and once at the end: Prometheus asks
- * every 15 seconds or so, and a step has better things to do. Format: text 0.0.4, no time stamps
- * (the collector drops a file that has them).
+ * collector does not read,and renamed. That is done at most once a second, because Prometheus asks every 15
+ * seconds or so, and at the end. The format is text 0.0.4, without time stamps (the collector drops
+ * a file that has them).
  *
  *     # HELP dtrain_step_seconds Time of a step, slowest rank.
  *     # TYPE dtrain_step_seconds gauge
  *     dtrain_step_seconds{run="a"} 0.0125
- *     # HELP dtrain_rank_step_seconds Time of a step, slowest rank: of each rank.
+ *     # HELP dtrain_rank_step_seconds Time of a step, slowest rank. Here: of each rank.
  *     # TYPE dtrain_rank_step_seconds gauge
  *     dtrain_rank_step_seconds{run="a",rank="0"} 0.0125
  *
@@ -24,7 +24,14 @@
 #include "monitor/metrics.h"
 #include "monitor/monitor_internal.h"
 
-/* Send what has gathered to the next version. */
+/* A metric of the file, which begins with its first sample. */
+typedef struct dtrain__metric_family {
+    const char *prefix, *name; /* dtrain_PREFIXNAME */
+    const char *help, *more;   /* its sentences */
+    bool counter, begun;
+} dtrain__metric_family;
+
+/* Write the text so far to the next version. */
 static void dtrain__prometheus_flush(dtrain__prometheus *p)
 {
     if (p->result == DTRAIN_OK)
@@ -32,115 +39,93 @@ static void dtrain__prometheus_flush(dtrain__prometheus *p)
     p->text.used = 0;
 }
 
-static void dtrain__prometheus_number(dtrain__prometheus *p, double value)
+/* Add a sample, with labels besides that of the run, whose name is escaped. */
+static void dtrain__prometheus_add(dtrain_metrics *metrics, dtrain__metric_family *f, const char *labels,
+                                   double value)
 {
+    dtrain__prometheus *p = &metrics->prometheus;
     const bool whole = value == floor(value) && fabs(value) < 9e15;
-    if (dtrain__finite(value))
-        dtrain__line_number(&p->text, value, whole ? DTRAIN_METRIC_INTEGER : 0);
-    else dtrain__line_add(&p->text, "%s", value > 0 ? "+Inf" : value < 0 ? "-Inf" : "NaN");
-    dtrain__line_add(&p->text, "\n");
-    if (p->text.used > sizeof((dtrain_metrics *)0)->scratch / 2) dtrain__prometheus_flush(p);
-}
-
-/* Begin a metric; of "dtrain_" and both names. */
-static void dtrain__prometheus_head(dtrain__prometheus *p, const char *first, const char *name,
-                                    const char *help, bool counter)
-{
-    dtrain__line_add(&p->text, "# HELP dtrain_%s%s %s\n# TYPE dtrain_%s%s %s\n", first, name, help,
-                     first, name, counter ? "counter" : "gauge");
-}
-
-/* Begin a sample: the name and the labels of the run, escaped, without the closing brace. */
-static void dtrain__prometheus_sample(const dtrain_metrics *metrics, dtrain__prometheus *p,
-                                      const char *first, const char *name)
-{
-    dtrain__line_add(&p->text, "dtrain_%s%s{run=\"", first, name);
+    if (!f->begun)
+        dtrain__line_add(&p->text, "# HELP dtrain_%s%s %s%s\n# TYPE dtrain_%s%s %s\n", f->prefix,
+                         f->name, f->help, f->more, f->prefix, f->name,
+                         f->counter ? "counter" : "gauge");
+    f->begun = true;
+    dtrain__line_add(&p->text, "dtrain_%s%s{run=\"", f->prefix, f->name);
     for (const char *at = metrics->desc.run_name; *at; at++)
         if (*at == '\n') dtrain__line_add(&p->text, "\\n");
         else dtrain__line_add(&p->text, *at == '\\' || *at == '"' ? "\\%c" : "%c", *at);
-    dtrain__line_add(&p->text, "\"");
+    dtrain__line_add(&p->text, "\"%s} ", labels);
+    dtrain__line_number(&p->text, value, whole ? DTRAIN_METRIC_INTEGER : 0, "NaN", "+Inf", "-Inf");
+    dtrain__line_add(&p->text, "\n");
+    if (p->text.used > sizeof metrics->scratch / 2) dtrain__prometheus_flush(p);
 }
 
 /* Write one number of the whole run. */
-static void dtrain__prometheus_one(const dtrain_metrics *metrics, dtrain__prometheus *p,
-                                   const char *name, const char *help, bool counter, double value)
+static void dtrain__prometheus_one(dtrain_metrics *metrics, const char *name, const char *help,
+                                   bool counter, double value)
 {
-    dtrain__prometheus_head(p, "", name, help, counter);
-    dtrain__prometheus_sample(metrics, p, "", name);
-    dtrain__line_add(&p->text, "} ");
-    dtrain__prometheus_number(p, value);
+    dtrain__metric_family family = {"", name, help, "", counter, false};
+    dtrain__prometheus_add(metrics, &family, "", value);
 }
 
-/* Write a metric of each rank that has measured it, if it says anything in this step. */
-static void dtrain__prometheus_ranks(const dtrain_metrics *metrics, dtrain__prometheus *p, int id)
+/* Write a metric of each rank that has measured it, if it was measured in this step. */
+static void dtrain__prometheus_ranks(dtrain_metrics *metrics, int id)
 {
     const dtrain_metric *row = &dtrain__metric_table()[id];
-    const int ranks = metrics->last.ranks;
-    bool begun = false;
-    for (int r = 0; metrics->known[id] && r < ranks; r++) {
+    dtrain__metric_family family = {"rank_", row->base, row->help, " Here: of each rank.", false, false};
+    for (int r = 0; metrics->known[id] && r < metrics->last.ranks; r++) {
         const double value = dtrain__rank_value(metrics, id, r);
-        if (!dtrain__finite(value)) continue;
-        if (!begun) {
-            dtrain__line_add(&p->text,
-                             "# HELP dtrain_rank_%s %s Here: of each rank.\n"
-                             "# TYPE dtrain_rank_%s gauge\n",
-                             row->base, row->help, row->base);
-            begun = true;
-        }
-        dtrain__prometheus_sample(metrics, p, "rank_", row->base);
-        dtrain__line_add(&p->text, ",rank=\"%d\"} ", dtrain__world_rank(metrics->comm, r));
-        dtrain__prometheus_number(p, value * row->base_scale);
+        char label[32];
+        snprintf(label, sizeof label, ",rank=\"%d\"", dtrain__world_rank(metrics->comm, r));
+        if (dtrain__finite(value))
+            dtrain__prometheus_add(metrics, &family, label, value * row->base_scale);
     }
 }
 
 /* Write the bytes sent so far, by kind of collective. */
-static void dtrain__prometheus_kinds(const dtrain_metrics *metrics, dtrain__prometheus *p)
+static void dtrain__prometheus_kinds(dtrain_metrics *metrics)
 {
-    bool begun = false;
+    dtrain__metric_family family = {
+        "", "sent_bytes_total", "Bytes that rank 0 sent, by kind of collective.", "", true, false};
     for (int id = DTRAIN__METRIC_ALL_REDUCE; id <= DTRAIN__METRIC_ALL_TO_ALL; id++) {
-        const char *name = dtrain__metric_table()[id].name;
-        if (!(p->kind_bytes[id] > 0)) continue;
-        if (!begun)
-            dtrain__prometheus_head(p, "", "sent_bytes_total",
-                                    "Bytes that rank 0 sent, by kind of collective.", true);
-        begun = true;
-        dtrain__prometheus_sample(metrics, p, "", "sent_bytes_total");
-        dtrain__line_add(&p->text, ",op=\"%.*s\"} ", (int)(strlen(name) - strlen("_bytes")), name);
-        dtrain__prometheus_number(p, p->kind_bytes[id]);
+        const char *name = dtrain__metric_table()[id].name; /* KIND_bytes */
+        const double bytes = metrics->prometheus.kind_bytes[id];
+        char label[64];
+        snprintf(label, sizeof label, ",op=\"%.*s\"", (int)(strlen(name) - strlen("_bytes")), name);
+        if (bytes > 0) dtrain__prometheus_add(metrics, &family, label, bytes);
     }
 }
 
-/* Write all of a version. */
+/* Write all metrics of a version. */
 static void dtrain__prometheus_version(dtrain_metrics *metrics, bool finished)
 {
     dtrain__prometheus *p = &metrics->prometheus;
     const dtrain_metric *table = dtrain__metric_table();
-    dtrain__prometheus_one(metrics, p, "finished", "1 when the run is over.", false, finished);
-    dtrain__prometheus_one(metrics, p, "steps_total", "Steps that this run has made.", true,
-                           p->steps);
+    dtrain__prometheus_one(metrics, "finished", "1 when the run is over.", false, finished);
+    dtrain__prometheus_one(metrics, "steps_total", "Steps that this run has made.", true, p->steps);
     if (p->steps > 0) {
-        dtrain__prometheus_one(metrics, p, "step", "Number of the last step, from 1.", false,
+        dtrain__prometheus_one(metrics, "step", "Number of the last step, from 1.", false,
                                (double)metrics->last.step);
-        dtrain__prometheus_one(metrics, p, "last_step_timestamp_seconds",
+        dtrain__prometheus_one(metrics, "last_step_timestamp_seconds",
                                "When the last step was reported, in whole seconds.", false,
                                floor(p->wall_time)); /* nine digits would be tens of them */
     }
     for (int id = 0; id < DTRAIN__METRIC_COUNT; id++) {
         if (id == DTRAIN__METRIC_VAL_LOSS) { /* of the last evaluation, not just in its second */
             if (dtrain__finite(metrics->summary.val_loss))
-                dtrain__prometheus_one(metrics, p, table[id].base, table[id].help, false,
+                dtrain__prometheus_one(metrics, table[id].base, table[id].help, false,
                                        metrics->summary.val_loss);
         } else if (metrics->known[id])
-            dtrain__prometheus_one(metrics, p, table[id].base, table[id].help,
+            dtrain__prometheus_one(metrics, table[id].base, table[id].help,
                                    (table[id].flags & DTRAIN_METRIC_COUNTER) != 0,
                                    metrics->values[id] * table[id].base_scale);
-        if (table[id].flags & DTRAIN_METRIC_RANKS) dtrain__prometheus_ranks(metrics, p, id);
+        if (table[id].flags & DTRAIN_METRIC_RANKS) dtrain__prometheus_ranks(metrics, id);
     }
-    dtrain__prometheus_kinds(metrics, p);
+    dtrain__prometheus_kinds(metrics);
     dtrain__prometheus_flush(p);
 }
 
-/* Replace the file. On failure the last version stays. */
+/* Replace the file; after a failure the version before is still there. */
 static dtrain_result dtrain__prometheus_replace(dtrain_metrics *metrics, bool finished)
 {
     dtrain__prometheus *p = &metrics->prometheus;
@@ -149,19 +134,17 @@ static dtrain_result dtrain__prometheus_replace(dtrain_metrics *metrics, bool fi
     p->text = text;
     p->result = DTRAIN_OK;
     p->fd = dtrain__open(p->next, O_WRONLY | O_CREAT | O_TRUNC | O_NOCTTY | O_NONBLOCK);
-    if (p->fd < 0)
-        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be opened: %s", p->next, strerror(errno));
+    if (p->fd < 0) return dtrain__file_fail(p->next, "opened");
     dtrain__prometheus_version(metrics, finished);
     const bool closed = close(p->fd) == 0 || errno == EINTR;
     if (p->result == DTRAIN_OK && (!closed || rename(p->next, path) != 0))
-        p->result =
-            dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be replaced: %s", path, strerror(errno));
+        p->result = dtrain__file_fail(path, "replaced");
     if (p->result != DTRAIN_OK) unlink(p->next);
     return p->result;
 }
 
-static dtrain_result dtrain__prometheus_open(void *user, const dtrain_metrics_desc *desc,
-                                             const dtrain_metrics_sample *sample)
+DTRAIN__PRIVATE dtrain_result dtrain__prometheus_open(void *user, const dtrain_metrics_desc *desc,
+                                                      const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     dtrain__prometheus *p = &metrics->prometheus;
@@ -180,7 +163,8 @@ static dtrain_result dtrain__prometheus_open(void *user, const dtrain_metrics_de
     return dtrain__prometheus_replace(metrics, false);
 }
 
-static dtrain_result dtrain__prometheus_step(void *user, const dtrain_metrics_sample *sample)
+DTRAIN__PRIVATE dtrain_result dtrain__prometheus_step(void *user,
+                                                      const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     dtrain__prometheus *p = &metrics->prometheus;
@@ -194,20 +178,10 @@ static dtrain_result dtrain__prometheus_step(void *user, const dtrain_metrics_sa
     return dtrain__prometheus_replace(metrics, false);
 }
 
-static dtrain_result dtrain__prometheus_finish(void *user, const dtrain_summary *summary)
+DTRAIN__PRIVATE dtrain_result dtrain__prometheus_finish(void *user, const dtrain_summary *summary)
 {
-    dtrain_metrics *metrics = (dtrain_metrics *)user;
     (void)summary;
-    return metrics->prometheus.next ? dtrain__prometheus_replace(metrics, true) : DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE dtrain__sink dtrain__prometheus_sink(void)
-{
-    const dtrain__sink sink = {{false, "prometheus", dtrain__prometheus_open,
-                                dtrain__prometheus_step, NULL, dtrain__prometheus_finish, NULL},
-                               "versions of the file",
-                               false};
-    return sink;
+    return dtrain__prometheus_replace((dtrain_metrics *)user, true);
 }
 
 DTRAIN__PRIVATE void dtrain__prometheus_free(dtrain_metrics *metrics)

@@ -359,8 +359,8 @@ static dtrain_result dtrain__event_open(dtrain__tensorboard *t, const char *dire
 
 /* Write what comes before the first step: the version, where this session begins, its
  * configuration and its hyper-parameters. */
-static dtrain_result dtrain__tensorboard_open(void *user, const dtrain_metrics_desc *desc,
-                                              const dtrain_metrics_sample *sample)
+DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_open(void *user, const dtrain_metrics_desc *desc,
+                                                       const dtrain_metrics_sample *sample)
 {
     dtrain__tensorboard *t = &((dtrain_metrics *)user)->tensorboard;
     const double now = (double)time(NULL);
@@ -382,7 +382,8 @@ static dtrain_result dtrain__tensorboard_open(void *user, const dtrain_metrics_d
 }
 
 /* Write all scalars of a step in one record. Those that are fixed come with the first. */
-static dtrain_result dtrain__tensorboard_step(void *user, const dtrain_metrics_sample *sample)
+DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_step(void *user,
+                                                       const dtrain_metrics_sample *sample)
 {
     dtrain__tensorboard *t = &((dtrain_metrics *)user)->tensorboard;
     const bool first = ((dtrain_metrics *)user)->summary.steps == 1;
@@ -393,7 +394,8 @@ static dtrain_result dtrain__tensorboard_step(void *user, const dtrain_metrics_s
     return dtrain__event_end(t);
 }
 
-static dtrain_result dtrain__tensorboard_histogram(void *user, const dtrain_histogram *histogram)
+DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_histogram(void *user,
+                                                            const dtrain_histogram *histogram)
 {
     dtrain__tensorboard *t = &((dtrain_metrics *)user)->tensorboard;
     dtrain__event_begin(t, histogram->wall_time, histogram->step, DTRAIN__EVENT_SUMMARY);
@@ -402,7 +404,7 @@ static dtrain_result dtrain__tensorboard_histogram(void *user, const dtrain_hist
 }
 
 /* Say that the session has ended well, where the HPARAMS tab has it, and close the file. */
-static dtrain_result dtrain__tensorboard_finish(void *user, const dtrain_summary *summary)
+DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_finish(void *user, const dtrain_summary *summary)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     dtrain__tensorboard *t = &metrics->tensorboard;
@@ -418,16 +420,6 @@ static dtrain_result dtrain__tensorboard_finish(void *user, const dtrain_summary
     }
     const dtrain_result closed = dtrain__records_close(&t->file);
     return result == DTRAIN_OK ? closed : result;
-}
-
-DTRAIN__PRIVATE dtrain__sink dtrain__tensorboard_sink(void)
-{
-    const dtrain__sink sink = {{false, "tensorboard", dtrain__tensorboard_open,
-                                dtrain__tensorboard_step, dtrain__tensorboard_histogram,
-                                dtrain__tensorboard_finish, NULL},
-                               "records of the event file",
-                               false};
-    return sink;
 }
 
 DTRAIN__PRIVATE void dtrain__tensorboard_free(dtrain_metrics *metrics)
