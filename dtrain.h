@@ -30602,7 +30602,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
 /* ---- The table --------------------------------------------------------------------------------*/
 
 /* X(ID, name, group, flags, from, base name, base scale, help). from: the dtrain_figure that the
- * metric is made of, and how, see dtrain__fill_figures; 0: of none */
+ * metric is made of, and how; 0: it is set from the record */
 /* clang-format off */
 #define DTRAIN__METRIC_LIST(X)                                                                     \
     X(LOSS, "loss", "train", 0, 0, "loss", 1, "Mean loss over micro-batches and ranks.")           \
@@ -30735,8 +30735,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
 #define DTRAIN__FIXED (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_FIXED)
 /* clang-format on */
 
-/* Each rank has the figure, but the metric is set elsewhere; it is the mean or the maximum of all
- * ranks; or it is one of the four of a spread. */
+/* How a metric is made of a figure: it is set from the record, but each rank has the figure too; it
+ * is the mean or the largest of all ranks; or it is one of the four of a spread. */
 enum {
     DTRAIN__TAKE_RANKS = 1,
     DTRAIN__TAKE_MEAN,
@@ -30767,7 +30767,7 @@ static inline bool dtrain__finite(double value)
 
 /* ---- Text and files ---------------------------------------------------------------------------*/
 
-/* Text in memory that does not grow: what does not fit is cut, which no line here comes near. */
+/* Text of a fixed room, which is larger than any line here: what did not fit would be cut. */
 typedef struct dtrain__line {
     char *text;
     size_t used, room;
@@ -30775,16 +30775,18 @@ typedef struct dtrain__line {
 
 #define DTRAIN__LINE_SPACE 16384 /* all metrics of a step, as JSON or CSV: 5 KB */
 
-/* A file that records are appended to: all of a record, or nothing where the file can be cut. */
+/* A file that records are appended to: the whole of a record, or nothing of it if the file can be
+ * cut. */
 typedef struct dtrain__records {
     int fd;       /* -1: none */
-    int64_t size; /* up to the end of the last whole record; -1: it cannot be cut (a pipe) */
-    bool torn;    /* it ends inside a record */
+    int64_t size; /* of the whole records; -1: it cannot be cut (a pipe) */
+    bool torn;    /* it ends with a part of a record */
     const char *path;
 } dtrain__records;
 
+/* The signals that this thread had blocked, and those that were pending, before a write. */
 typedef struct dtrain__quiet {
-    sigset_t before, waiting;
+    sigset_t blocked, pending;
 } dtrain__quiet;
 
 /* ---- Writers ----------------------------------------------------------------------------------*/
@@ -30792,11 +30794,11 @@ typedef struct dtrain__quiet {
 typedef struct dtrain__console {
     FILE *file;
     bool terminal, color;
-    double redraw_at; /* the live line rests until then */
+    double redraw_at; /* the live line is drawn again from then on */
 } dtrain__console;
 
 typedef struct dtrain__prometheus {
-    double write_at;                         /* not before */
+    double write_at;                         /* when the file may be replaced again */
     double steps;                            /* so far */
     double kind_bytes[DTRAIN__METRIC_COUNT]; /* so far, of KIND_bytes */
     double wall_time;                        /* of the last step */
@@ -30816,7 +30818,7 @@ typedef struct dtrain__tensorboard {
     int depth;
 } dtrain__tensorboard;
 
-/* Steps that medians look back on, of: */
+/* Medians are over so many steps, of: */
 #define DTRAIN__RECENT 1024
 enum {
     DTRAIN__RECENT_RATE,
@@ -30827,17 +30829,14 @@ enum {
     DTRAIN__RECENT_COUNT
 };
 
-/* NVML, as far as it is there: see nvml.c. */
 typedef struct dtrain__nvml {
     void *library, *device;
-    void *calls[12]; /* addresses of functions; NULL: this version has none */
     bool started;
     double ask_at;
-    float figures[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* the last answers */
+    float figures[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN: no answer */
     char reason[200]; /* why there is nothing; "" */
 } dtrain__nvml;
 
-/* One of the sinks. */
 typedef struct dtrain__sink {
     const char *unit; /* what is lost: "lines of the log file" */
     dtrain_metrics_sink table;
@@ -30848,7 +30847,7 @@ typedef struct dtrain__sink {
 struct dtrain_metrics {
     dtrain_allocator allocator;
     dtrain_world *world;
-    dtrain_comm *comm;        /* whose run it is: the ranks of the trainer, or all */
+    dtrain_comm *comm;        /* the ranks of the run: those of the trainer, or all */
     dtrain_metrics_desc desc; /* resolved; texts are in `texts` */
     char *texts;              /* (texts_bytes) */
     size_t texts_bytes;
@@ -31294,8 +31293,9 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
 
 /* The values of a step
  *
- * The table of metrics is DTRAIN__METRIC_LIST in monitor_internal.h. Here a step's record becomes
- * values. A value that was not measured is unknown, and no writer shows it. */
+ * The table of metrics is DTRAIN__METRIC_LIST in monitor_internal.h. Here the values of a step are
+ * set from its record and from the figures of all ranks in it. A value that was not measured is
+ * unknown, and no writer shows it. */
 
 DTRAIN__PRIVATE const dtrain_metric *dtrain__metric_table(void)
 {
@@ -31308,7 +31308,9 @@ DTRAIN__PRIVATE const dtrain_metric *dtrain__metric_table(void)
     return table;
 }
 
-/* How metrics are made of figures: take + 8 figure; 0: of none. */
+/* The `from` of each metric, and its two parts. */
+#define DTRAIN__TAKE_OF(id) (dtrain__metric_from[id] % 8)
+#define DTRAIN__FIGURE_OF(id) (dtrain__metric_from[id] / 8)
 static const int dtrain__metric_from[] = {
 #define DTRAIN__METRIC_SOURCE(ID, name, group, flags, from, base, scale, help) from,
     DTRAIN__METRIC_LIST(DTRAIN__METRIC_SOURCE)
@@ -31338,18 +31340,16 @@ static void dtrain__set_measured(dtrain_metrics *metrics, int id, double value)
  * none. */
 DTRAIN__PRIVATE double dtrain__rank_value(const dtrain_metrics *metrics, int id, int rank)
 {
-    const int from = dtrain__metric_from[id];
     const dtrain_metrics_sample *sample = &metrics->sample;
-    const bool spread = from % 8 >= DTRAIN__TAKE_SPREAD_MIN;
-    if (!from || spread || !sample->figures) return DTRAIN__NAN;
-    return dtrain__metric_unit(id) *
-           (double)sample->figures[(size_t)rank * sample->figure_stride + (size_t)from / 8];
+    const int take = DTRAIN__TAKE_OF(id), at = rank * DTRAIN__WORD_COUNT + DTRAIN__FIGURE_OF(id);
+    if (!take || take >= DTRAIN__TAKE_SPREAD_MIN || !sample->figures) return DTRAIN__NAN;
+    return dtrain__metric_unit(id) * (double)sample->figures[at];
 }
 
-/* Set the GPU metrics of which a mean or maximum would say nothing: throttle reasons are the union
- * of all ranks' bits, ECC errors the sum. Ranks exchange figures as fp32, which is exact for both
- * below 2^24; NVML has bits up to 2^9. */
-static void dtrain__fill_bits(dtrain_metrics *metrics, const dtrain_step_record *record)
+/* Set the two GPU metrics that are neither a mean nor a maximum: throttle reasons are the union of
+ * all ranks' bits, ECC errors the sum. Figures are fp32, which is exact below 2^24; NVML's reasons
+ * are bits up to 2^9. */
+static void dtrain__fill_gpu_sums(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
     const bool each = metrics->sample.figures != NULL;
     const dtrain_spread *throttle = &record->figures[DTRAIN_FIGURE_GPU_THROTTLE];
@@ -31367,22 +31367,21 @@ static void dtrain__fill_bits(dtrain_metrics *metrics, const dtrain_step_record 
     if (ecc->max_rank >= 0) dtrain__set(metrics, DTRAIN__METRIC_GPU_ECC, each ? errors : ecc->max);
 }
 
-/* Set the figures of this rank's GPU, for a run without a trainer, which would exchange them. */
+/* Set the figures of this rank's GPU, in a run without a trainer that would exchange them. */
 static void dtrain__fill_own_gpu(dtrain_metrics *metrics)
 {
+    const float *figures = metrics->nvml.figures;
     for (int id = DTRAIN__METRIC_GPU_UTILIZATION; id <= DTRAIN__METRIC_GPU_ECC; id++)
         dtrain__set_measured(
-            metrics, id,
-            (double)
-                metrics->nvml.figures[dtrain__metric_from[id] / 8 - DTRAIN_FIGURE_GPU_UTILIZATION]);
+            metrics, id, (double)figures[DTRAIN__FIGURE_OF(id) - DTRAIN_FIGURE_GPU_UTILIZATION]);
 }
 
 /* Set the metrics that are made of the figures of all ranks; spreads need at least two. */
 static void dtrain__fill_figures(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
     for (int id = 0; id < DTRAIN__METRIC_COUNT; id++) {
-        const int take = dtrain__metric_from[id] % 8;
-        const dtrain_spread *all = &record->figures[dtrain__metric_from[id] / 8];
+        const int take = DTRAIN__TAKE_OF(id);
+        const dtrain_spread *all = &record->figures[DTRAIN__FIGURE_OF(id)];
         const bool spread = take >= DTRAIN__TAKE_SPREAD_MIN;
         if (take <= DTRAIN__TAKE_RANKS || all->max_rank < 0 || (spread && record->ranks < 2))
             continue;
@@ -31394,14 +31393,14 @@ static void dtrain__fill_figures(dtrain_metrics *metrics, const dtrain_step_reco
                              : mean                            ? unit * all->mean
                                                                : unit * all->max);
     }
-    dtrain__fill_bits(metrics, record);
+    dtrain__fill_gpu_sums(metrics, record);
 }
 
 /* Set the bytes sent by each kind of collective that any rank has used. */
 static void dtrain__fill_kinds(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
     for (int id = DTRAIN__METRIC_ALL_REDUCE; id <= DTRAIN__METRIC_ALL_TO_ALL; id++) {
-        const int figure = dtrain__metric_from[id] / 8;
+        const int figure = DTRAIN__FIGURE_OF(id);
         const dtrain_spread *all = &record->figures[figure];
         const uint64_t own = record->kind_bytes[figure - DTRAIN_FIGURE_COMM_BYTES];
         const bool others = record->ranks > 0 && all->max_rank >= 0 && all->max > 0;
@@ -31409,7 +31408,7 @@ static void dtrain__fill_kinds(dtrain_metrics *metrics, const dtrain_step_record
     }
 }
 
-/* Set the values of a step. Those with DTRAIN_METRIC_FIXED stay from the start. */
+/* Set the values of a step, but for those with DTRAIN_METRIC_FIXED, which are set once. */
 DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
     const dtrain_trainer *trainer = metrics->desc.trainer;
@@ -31453,8 +31452,8 @@ DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_
                     rate / (record->ranks * metrics->desc.peak_flops));
 }
 
-/* Set the bytes that the rank holds, and those that a plan predicts. If the loss cannot be planned,
- * only the prediction is missing. */
+/* Set the bytes that the rank holds, and those that a plan predicts. A loss that cannot be planned
+ * has no prediction, and a reason in no_plan. */
 DTRAIN__PRIVATE void dtrain__metrics_plan(dtrain_metrics *metrics)
 {
     const dtrain_trainer *trainer = metrics->desc.trainer;
@@ -31542,12 +31541,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__file_fail(const char *path, const char *do
 DTRAIN__PRIVATE void dtrain__quiet_begin(dtrain__quiet *quiet)
 {
     sigset_t set;
-    sigemptyset(&quiet->waiting);
+    sigemptyset(&quiet->pending);
     sigemptyset(&set);
     sigaddset(&set, SIGPIPE);
     sigaddset(&set, SIGXFSZ);
-    sigpending(&quiet->waiting);
-    pthread_sigmask(SIG_BLOCK, &set, &quiet->before);
+    sigpending(&quiet->pending);
+    pthread_sigmask(SIG_BLOCK, &set, &quiet->blocked);
 }
 
 /* ... and accept one that the write has caused, unless one was pending before. errno stays. */
@@ -31557,10 +31556,10 @@ DTRAIN__PRIVATE void dtrain__quiet_end(const dtrain__quiet *quiet)
     const int error = errno;
     sigset_t set;
     sigemptyset(&set);
-    if (error == EPIPE && sigismember(&quiet->waiting, SIGPIPE) != 1) sigaddset(&set, SIGPIPE);
-    if (error == EFBIG && sigismember(&quiet->waiting, SIGXFSZ) != 1) sigaddset(&set, SIGXFSZ);
+    if (error == EPIPE && sigismember(&quiet->pending, SIGPIPE) != 1) sigaddset(&set, SIGPIPE);
+    if (error == EFBIG && sigismember(&quiet->pending, SIGXFSZ) != 1) sigaddset(&set, SIGXFSZ);
     if (error == EPIPE || error == EFBIG) sigtimedwait(&set, NULL, &at_once);
-    pthread_sigmask(SIG_SETMASK, &quiet->before, NULL);
+    pthread_sigmask(SIG_SETMASK, &quiet->blocked, NULL);
     errno = error;
 }
 
@@ -31669,8 +31668,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_close(dtrain__records *file)
  *     elsewhere      step      loss  val_loss grad_norm        lr    tok/s ...
  *                     120    3.4121         -     0.914  9.80e-04    41.2k ...
  *
- * The live line moves the cursor, so a terminal that cannot (TERM=dumb, or none) gets the table. It
- * is drawn at most ten times a second. The bar is green, unless NO_COLOR is set (no-color.org). */
+ * The live line moves the cursor, so a terminal that cannot move it (TERM=dumb, or no TERM) gets the
+ * table. The line is drawn at most ten times a second. The bar is green, unless NO_COLOR is set
+ * (no-color.org). */
 
 #include <sys/ioctl.h> /* TIOCGWINSZ: the width of the terminal */
 
@@ -31701,7 +31701,6 @@ static void dtrain__line_time_left(dtrain__line *text, const dtrain_metrics *met
                      whole % 60);
 }
 
-/* Write to the host's stream, and say if that failed. */
 static dtrain_result dtrain__console_write(dtrain__console *console, const char *format, ...)
     DTRAIN__PRINTF(2, 3);
 static dtrain_result dtrain__console_write(dtrain__console *console, const char *format, ...)
@@ -31719,8 +31718,8 @@ static dtrain_result dtrain__console_write(dtrain__console *console, const char 
     return dtrain_fail(DTRAIN_ERROR_FILE, "the progress cannot be written: %s", strerror(errno));
 }
 
-/* Draw the live line over itself. The most wanted comes first: a line wider than the terminal would
- * wrap, and '\r' comes back over one row only, so it is cut. */
+/* Draw the live line over itself. It is cut at the width of the terminal, because '\r' goes back
+ * over one row only; so the most important figures come first. */
 static dtrain_result dtrain__console_draw(dtrain_metrics *metrics)
 {
     const dtrain_step_record *r = &metrics->last;
@@ -31762,7 +31761,7 @@ static dtrain_result dtrain__console_draw(dtrain_metrics *metrics)
                                  (int)(line.used - bar_end), line.text + bar_end);
 }
 
-/* Show the step on a terminal. An evaluation stays on the screen, the live line goes on below. */
+/* Show the step on a terminal. An evaluation is a line that stays, with the live line below it. */
 static dtrain_result dtrain__console_live(dtrain_metrics *metrics)
 {
     const dtrain_step_record *r = &metrics->last;
@@ -31815,7 +31814,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__console_step(void *user, const dtrain_metr
                                      : dtrain__console_table(metrics);
 }
 
-/* End the live line; the rate limit may have kept the last step back. */
+/* Draw the last step, which may have come too soon after another one, and end the live line. */
 DTRAIN__PRIVATE dtrain_result dtrain__console_finish(void *user, const dtrain_summary *summary)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
@@ -31825,7 +31824,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__console_finish(void *user, const dtrain_su
     return drawn == DTRAIN_OK ? ended : drawn;
 }
 
-/* Find out whether the file is a terminal, where the live line is redrawn, and may have colors. */
+/* Ask whether the file is a terminal that can redraw the live line, and may have colors. */
 DTRAIN__PRIVATE dtrain_result dtrain__console_open(void *user, const dtrain_metrics_desc *desc,
                                                    const dtrain_metrics_sample *sample)
 {
@@ -32591,9 +32590,9 @@ DTRAIN__PRIVATE void dtrain__tensorboard_free(dtrain_metrics *metrics)
 
 /* Histograms of weights and gradients
  *
- * Each rank counts what it alone holds: its shard, a slice of a shard that other nodes hold too, or
- * a slice of what every rank holds. The sum over ranks is the histogram of the whole tensor, under
- * every strategy, without any rank ever seeing the whole.
+ * Each element of a tensor is counted by one rank: ranks that hold the same shard, or all of the
+ * tensor, divide it among themselves. The sum over ranks is the histogram of the whole tensor,
+ * under every strategy, although no rank may hold the whole.
  *
  * Buckets are those of the floating-point format: four to a power of two, the same for all tensors
  * and ranks, so that counts can be added and a value's bucket is a shift of its bits:
@@ -32613,7 +32612,7 @@ DTRAIN__PRIVATE void dtrain__tensorboard_free(dtrain_metrics *metrics)
 #define DTRAIN__TOGETHER 16                    /* histograms in one reduce */
 #define DTRAIN__CHUNK 16384                    /* values of one copy to the host */
 
-/* What a rank knows beside the buckets; it travels as words of 8 bytes. */
+/* What a rank counts beside the buckets; it is gathered as words of 8 bytes. */
 typedef struct dtrain__moments {
     double min, max, sum, sum_squares, count, nonfinite;
 } dtrain__moments;
@@ -32665,7 +32664,7 @@ static double dtrain__histogram_limit(int bucket)
     return bucket < DTRAIN__SIDE ? -limit : limit;
 }
 
-/* Count values of the device's memory or the host's, times a scale. */
+/* Count values, times a scale, of the device's memory or the host's. */
 static dtrain_result dtrain__histogram_fill(dtrain__histograms *h, int slot, const float *values,
                                             int64_t count, float scale)
 {
@@ -32698,7 +32697,7 @@ static void dtrain__histogram_part(const dtrain__histograms *h, size_t i, dtrain
     part->count = count;
 }
 
-/* Write a histogram that all ranks have added to. Runs of empty buckets become one. */
+/* Hand the sum of all ranks' counts in a slot to the sinks. A run of empty buckets becomes one. */
 static void dtrain__histogram_write(dtrain_metrics *metrics, int slot, const char *what,
                                     const char *name)
 {
@@ -32733,7 +32732,8 @@ static void dtrain__histogram_write(dtrain_metrics *metrics, int slot, const cha
     dtrain__sinks_histogram(metrics, &whole);
 }
 
-/* Add the histograms in slots [0, used) up and write them; parameters[slot / 2] are theirs. */
+/* Add up the histograms of all ranks in slots [0, used), and write them. Slots 2 i and 2 i + 1 are
+ * the weights and gradients of parameters[i]. */
 static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const size_t *parameters,
                                                int used)
 {
@@ -32755,8 +32755,8 @@ static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const si
     return DTRAIN_OK;
 }
 
-/* Make the histograms of this step. All ranks walk through the same parameters in the same order.
- * Gradients are those of the step that is over, before clipping and without the loss scale. */
+/* Make the histograms of this step. Gradients are those of the step that has ended, before clipping
+ * and without the loss scale. */
 DTRAIN__PRIVATE dtrain_result dtrain__histograms_step(dtrain_metrics *metrics)
 {
     dtrain__histograms *h = metrics->histograms;
@@ -32816,11 +32816,10 @@ DTRAIN__PRIVATE void dtrain__histograms_destroy(dtrain_metrics *metrics)
  * nothing needs its header or links with it, and a machine without it has no such metrics. The few
  * functions below have kept their numbers and layouts since 2013.
  *
- * Every rank asks about its own GPU: which one that is, it knows; and the answers travel with the
- * words that a step gathers anyway, so that rank 0 sees the GPUs of all nodes. Asking takes the
- * driver's lock and up to milliseconds: it is done every gpu_every_ms, not in every step, and words
- * repeat the last answer in between. What this GPU cannot tell (NOT_SUPPORTED) stays unknown; a
- * lost GPU is one warning, and is not asked again. */
+ * Every rank asks about its own GPU. The answers are figures, which the ranks exchange in each step
+ * anyway: so rank 0 sees the GPUs of all nodes. Asking takes the driver's lock and up to
+ * milliseconds: it is done every gpu_every_ms, and steps in between repeat the last answers. What a
+ * GPU does not support stays unknown. A lost GPU is one warning, and is not asked again. */
 
 #include <dlfcn.h>
 
@@ -32833,72 +32832,67 @@ DTRAIN__PRIVATE void dtrain__histograms_destroy(dtrain_metrics *metrics)
 
 enum { DTRAIN__NVML_OK = 0, DTRAIN__NVML_NOT_SUPPORTED = 3, DTRAIN__NVML_GPU_IS_LOST = 15 };
 
-enum {
-    DTRAIN__NVML_INIT,
-    DTRAIN__NVML_SHUTDOWN,
-    DTRAIN__NVML_BY_UUID,
-    DTRAIN__NVML_BY_INDEX,
-    DTRAIN__NVML_UTILIZATION,
-    DTRAIN__NVML_MEMORY,
-    DTRAIN__NVML_CLOCK,
-    DTRAIN__NVML_POWER,
-    DTRAIN__NVML_TEMPERATURE,
-    DTRAIN__NVML_REASONS,
-    DTRAIN__NVML_REASONS_BEFORE, /* its name before driver 535 */
-    DTRAIN__NVML_ECC,
-    DTRAIN__NVML_CALLS
+/* A function of the library by its type; dlsym has addresses of objects, which are copied. */
+typedef union dtrain__nvml_call {
+    int (*plain)(void);
+    int (*by_uuid)(const char *uuid, void **device);
+    int (*by_index)(unsigned index, void **device);
+    int (*get)(void *device, void *answer);
+    int (*get_one)(void *device, unsigned which, void *answer);
+    int (*get_errors)(void *device, unsigned type, unsigned counter, void *answer);
+} dtrain__nvml_call;
+
+static bool dtrain__nvml_find(const dtrain__nvml *nvml, const char *name, dtrain__nvml_call *call)
+{
+    void *address = dlsym(nvml->library, name);
+    memcpy(call, &address, sizeof address);
+    return address != NULL;
+}
+
+/* What is asked of a GPU: a figure, the function that answers, and where in its answer the number
+ * is that makes the figure, times the scale. */
+typedef struct dtrain__nvml_question {
+    dtrain_figure figure;
+    const char *function;
+    int arguments;  /* before the answer: none, `which`, or `which` and 0 */
+    unsigned which; /* sensor, clock or kind of errors */
+    size_t at, bytes;
+    double scale;
+} dtrain__nvml_question;
+
+static const dtrain__nvml_question dtrain__nvml_questions[] = {
+    {DTRAIN_FIGURE_GPU_UTILIZATION, "nvmlDeviceGetUtilizationRates", 0, 0, 0, 4, 0.01},
+    {DTRAIN_FIGURE_GPU_MEMORY, "nvmlDeviceGetMemoryInfo", 0, 0, 16, 8, 1}, /* total, free, used */
+    {DTRAIN_FIGURE_GPU_CLOCK, "nvmlDeviceGetClockInfo", 1, 1, 0, 4, 1e6},  /* multiprocessors */
+    {DTRAIN_FIGURE_GPU_POWER, "nvmlDeviceGetPowerUsage", 0, 0, 0, 4, 1e-3},
+    {DTRAIN_FIGURE_GPU_TEMPERATURE, "nvmlDeviceGetTemperature", 1, 0, 0, 4, 1},
+    {DTRAIN_FIGURE_GPU_THROTTLE, "nvmlDeviceGetCurrentClocksEventReasons", 0, 0, 0, 8, 1},
+    /* its name before driver 535 */
+    {DTRAIN_FIGURE_GPU_THROTTLE, "nvmlDeviceGetCurrentClocksThrottleReasons", 0, 0, 0, 8, 1},
+    {DTRAIN_FIGURE_GPU_ECC, "nvmlDeviceGetTotalEccErrors", 2, 1, 0, 8, 1}, /* uncorrected */
 };
-
-/* Calls of the library; a function's address is an object's in dlsym, and is copied. */
-typedef int (*dtrain__nvml_plain_fn)(void);
-typedef int (*dtrain__nvml_find_fn)(const char *uuid, void **device);
-typedef int (*dtrain__nvml_index_fn)(unsigned index, void **device);
-typedef int (*dtrain__nvml_out_fn)(void *device, void *out);
-typedef int (*dtrain__nvml_which_fn)(void *device, unsigned which, unsigned *out);
-typedef int (*dtrain__nvml_ecc_fn)(void *device, unsigned type, unsigned counter,
-                                   unsigned long long *out);
-
-static int dtrain__nvml_plain(const dtrain__nvml *nvml, int call)
-{
-    dtrain__nvml_plain_fn function;
-    memcpy(&function, &nvml->calls[call], sizeof function);
-    return function ? function() : DTRAIN__NVML_NOT_SUPPORTED;
-}
-
-static int dtrain__nvml_out(const dtrain__nvml *nvml, int call, void *out)
-{
-    dtrain__nvml_out_fn function;
-    memcpy(&function, &nvml->calls[call], sizeof function);
-    return function ? function(nvml->device, out) : DTRAIN__NVML_NOT_SUPPORTED;
-}
-
-static int dtrain__nvml_which(const dtrain__nvml *nvml, int call, unsigned which, unsigned *out)
-{
-    dtrain__nvml_which_fn function;
-    memcpy(&function, &nvml->calls[call], sizeof function);
-    return function ? function(nvml->device, which, out) : DTRAIN__NVML_NOT_SUPPORTED;
-}
 
 /* Find this rank's GPU: by the id that the device has, and where ranks compute on a CPU and NVML
  * was asked for by its path, the GPU with the rank's number on this host. */
-static int dtrain__nvml_find(dtrain_metrics *metrics, bool gpu)
+static int dtrain__nvml_device(dtrain_metrics *metrics, bool gpu)
 {
     dtrain__nvml *nvml = &metrics->nvml;
     dtrain_device_info info;
     dtrain_world_info world;
+    dtrain__nvml_call call;
     if (gpu && dtrain_device_query(dtrain_world_device(metrics->world), &info) == DTRAIN_OK &&
         strlen(info.id) == 36) {
-        dtrain__nvml_find_fn find;
         char uuid[48];
         snprintf(uuid, sizeof uuid, "%.12s-%.4s-%.4s-%.4s-%.12s", info.id, info.id + 12,
                  info.id + 16, info.id + 20, info.id + 24); /* "GPU-" and 32 digits */
-        memcpy(&find, &nvml->calls[DTRAIN__NVML_BY_UUID], sizeof find);
-        return find ? find(uuid, &nvml->device) : DTRAIN__NVML_NOT_SUPPORTED;
+        return dtrain__nvml_find(nvml, "nvmlDeviceGetHandleByUUID", &call)
+                   ? call.by_uuid(uuid, &nvml->device)
+                   : DTRAIN__NVML_NOT_SUPPORTED;
     }
-    dtrain__nvml_index_fn at;
     dtrain_world_query(metrics->world, &world);
-    memcpy(&at, &nvml->calls[DTRAIN__NVML_BY_INDEX], sizeof at);
-    return at ? at((unsigned)world.local_rank, &nvml->device) : DTRAIN__NVML_NOT_SUPPORTED;
+    return dtrain__nvml_find(nvml, "nvmlDeviceGetHandleByIndex_v2", &call)
+               ? call.by_index((unsigned)world.local_rank, &nvml->device)
+               : DTRAIN__NVML_NOT_SUPPORTED;
 }
 
 static void dtrain__nvml_reason(dtrain__nvml *nvml, const char *format, ...) DTRAIN__PRINTF(2, 3);
@@ -32910,28 +32904,20 @@ static void dtrain__nvml_reason(dtrain__nvml *nvml, const char *format, ...)
     va_end(args);
 }
 
-/* Load the library and find the GPU. Whatever is missing, the reason says it and nothing fails. */
+static void dtrain__nvml_forget(dtrain__nvml *nvml)
+{
+    for (size_t i = 0; i < sizeof nvml->figures / sizeof *nvml->figures; i++)
+        nvml->figures[i] = (float)DTRAIN__NAN;
+}
+
+/* Load the library and find the GPU. Nothing fails: the reason says what is missing. */
 DTRAIN__PRIVATE void dtrain__nvml_open(dtrain_metrics *metrics)
 {
-    static const char *const names[DTRAIN__NVML_CALLS] = {
-        "nvmlInit_v2",
-        "nvmlShutdown",
-        "nvmlDeviceGetHandleByUUID",
-        "nvmlDeviceGetHandleByIndex_v2",
-        "nvmlDeviceGetUtilizationRates",
-        "nvmlDeviceGetMemoryInfo",
-        "nvmlDeviceGetClockInfo",
-        "nvmlDeviceGetPowerUsage",
-        "nvmlDeviceGetTemperature",
-        "nvmlDeviceGetCurrentClocksEventReasons",
-        "nvmlDeviceGetCurrentClocksThrottleReasons",
-        "nvmlDeviceGetTotalEccErrors"};
     dtrain__nvml *nvml = &metrics->nvml;
     const char *asked = metrics->desc.nvml_path ? metrics->desc.nvml_path : getenv("DTRAIN_NVML");
     const char *path = asked && asked[0] ? asked : "libnvidia-ml.so.1";
     const bool gpu = !dtrain_world_device(metrics->world)->ops->host_memory;
-    for (size_t i = 0; i < sizeof nvml->figures / sizeof *nvml->figures; i++)
-        nvml->figures[i] = (float)DTRAIN__NAN;
+    dtrain__nvml_forget(nvml);
     if (metrics->desc.no_gpu) dtrain__nvml_reason(nvml, "desc's no_gpu is set");
     else if (!gpu && (!asked || !asked[0]))
         dtrain__nvml_reason(nvml, "the ranks compute on the CPU");
@@ -32944,23 +32930,34 @@ DTRAIN__PRIVATE void dtrain__nvml_open(dtrain_metrics *metrics)
         dtrain__nvml_reason(nvml, "%.190s", why ? why : "the library cannot be loaded");
         return;
     }
-    for (int i = 0; i < DTRAIN__NVML_CALLS; i++) nvml->calls[i] = dlsym(nvml->library, names[i]);
-    int code = nvml->calls[DTRAIN__NVML_INIT] ? dtrain__nvml_plain(nvml, DTRAIN__NVML_INIT)
-                                              : (int)DTRAIN__NVML_NOT_SUPPORTED;
+    dtrain__nvml_call call;
+    int code = dtrain__nvml_find(nvml, "nvmlInit_v2", &call) ? call.plain()
+                                                             : (int)DTRAIN__NVML_NOT_SUPPORTED;
     nvml->started = code == DTRAIN__NVML_OK;
-    if (nvml->started) {
-        code = dtrain__nvml_find(metrics, gpu);
-        if (code != DTRAIN__NVML_OK)
-            dtrain__nvml_reason(nvml, "NVML does not know this rank's GPU (its error %d)", code);
-    } else dtrain__nvml_reason(nvml, "%.140s cannot be started (its error %d)", path, code);
+    if (!nvml->started) {
+        dtrain__nvml_reason(nvml, "%.140s cannot be started (its error %d)", path, code);
+        return;
+    }
+    code = dtrain__nvml_device(metrics, gpu);
+    if (code != DTRAIN__NVML_OK)
+        dtrain__nvml_reason(nvml, "NVML does not know this rank's GPU (its error %d)", code);
 }
 
-/* Note an answer; a lost GPU ends the questions. */
-static void dtrain__nvml_note(dtrain_metrics *metrics, int code, dtrain_figure figure, double value)
+/* Ask a question and store the answer. A lost GPU is a reason not to ask again. */
+static void dtrain__nvml_ask(dtrain_metrics *metrics, const dtrain__nvml_question *question)
 {
     dtrain__nvml *nvml = &metrics->nvml;
-    const int at = (int)figure - (int)DTRAIN_FIGURE_GPU_UTILIZATION;
-    nvml->figures[at] = code == DTRAIN__NVML_OK ? (float)value : (float)DTRAIN__NAN;
+    dtrain__nvml_call call;
+    uint64_t answer[3] = {0, 0, 0}, number = 0;
+    int code = DTRAIN__NVML_NOT_SUPPORTED;
+    if (!dtrain__nvml_find(nvml, question->function, &call)) return;
+    if (question->arguments == 0) code = call.get(nvml->device, answer);
+    if (question->arguments == 1) code = call.get_one(nvml->device, question->which, answer);
+    if (question->arguments == 2) code = call.get_errors(nvml->device, question->which, 0, answer);
+    memcpy(&number, (const char *)answer + question->at, question->bytes);
+    if (code == DTRAIN__NVML_OK)
+        nvml->figures[(int)question->figure - (int)DTRAIN_FIGURE_GPU_UTILIZATION] =
+            (float)(question->scale * (double)number);
     if (code != DTRAIN__NVML_GPU_IS_LOST || nvml->reason[0]) return;
     dtrain__nvml_reason(nvml, "NVML says that the GPU is lost");
     dtrain_log(metrics->world, DTRAIN_LOG_WARNING, "the GPU of rank %d is lost, says NVML",
@@ -32972,34 +32969,11 @@ DTRAIN__PRIVATE void dtrain__nvml_sample(dtrain_metrics *metrics)
 {
     dtrain__nvml *nvml = &metrics->nvml;
     const double now = dtrain_seconds();
-    struct {
-        unsigned gpu, memory;
-    } utilization = {0, 0};
-    struct {
-        unsigned long long total, free, used;
-    } memory = {0, 0, 0};
-    unsigned clock = 0, power = 0, temperature = 0;
-    unsigned long long reasons = 0, errors = 0;
-    dtrain__nvml_ecc_fn ecc;
     if (!nvml->device || nvml->reason[0] || now < nvml->ask_at) return;
     nvml->ask_at = now + 1e-3 * metrics->desc.gpu_every_ms;
-    int code = dtrain__nvml_out(nvml, DTRAIN__NVML_UTILIZATION, &utilization);
-    dtrain__nvml_note(metrics, code, DTRAIN_FIGURE_GPU_UTILIZATION, 0.01 * utilization.gpu);
-    code = dtrain__nvml_out(nvml, DTRAIN__NVML_MEMORY, &memory);
-    dtrain__nvml_note(metrics, code, DTRAIN_FIGURE_GPU_MEMORY, (double)memory.used);
-    code = dtrain__nvml_which(nvml, DTRAIN__NVML_CLOCK, 1, &clock); /* multiprocessors, MHz */
-    dtrain__nvml_note(metrics, code, DTRAIN_FIGURE_GPU_CLOCK, 1e6 * clock);
-    code = dtrain__nvml_out(nvml, DTRAIN__NVML_POWER, &power); /* mW */
-    dtrain__nvml_note(metrics, code, DTRAIN_FIGURE_GPU_POWER, 1e-3 * power);
-    code = dtrain__nvml_which(nvml, DTRAIN__NVML_TEMPERATURE, 0, &temperature);
-    dtrain__nvml_note(metrics, code, DTRAIN_FIGURE_GPU_TEMPERATURE, temperature);
-    const int call =
-        nvml->calls[DTRAIN__NVML_REASONS] ? DTRAIN__NVML_REASONS : DTRAIN__NVML_REASONS_BEFORE;
-    code = dtrain__nvml_out(nvml, call, &reasons);
-    dtrain__nvml_note(metrics, code, DTRAIN_FIGURE_GPU_THROTTLE, (double)reasons);
-    memcpy(&ecc, &nvml->calls[DTRAIN__NVML_ECC], sizeof ecc);
-    code = ecc ? ecc(nvml->device, 1, 0, &errors) : DTRAIN__NVML_NOT_SUPPORTED;
-    dtrain__nvml_note(metrics, code, DTRAIN_FIGURE_GPU_ECC, (double)errors);
+    dtrain__nvml_forget(nvml);
+    for (size_t i = 0; i < sizeof dtrain__nvml_questions / sizeof *dtrain__nvml_questions; i++)
+        dtrain__nvml_ask(metrics, &dtrain__nvml_questions[i]);
     if (metrics->desc.trainer)
         memcpy(metrics->desc.trainer->gpu, nvml->figures, sizeof nvml->figures);
 }
@@ -33007,7 +32981,8 @@ DTRAIN__PRIVATE void dtrain__nvml_sample(dtrain_metrics *metrics)
 DTRAIN__PRIVATE void dtrain__nvml_close(dtrain_metrics *metrics)
 {
     dtrain__nvml *nvml = &metrics->nvml;
-    if (nvml->started) (void)dtrain__nvml_plain(nvml, DTRAIN__NVML_SHUTDOWN);
+    dtrain__nvml_call call;
+    if (nvml->started && dtrain__nvml_find(nvml, "nvmlShutdown", &call)) (void)call.plain();
     if (nvml->library) dlclose(nvml->library);
     memset(nvml, 0, sizeof *nvml);
 }

@@ -6,8 +6,9 @@
  *     elsewhere      step      loss  val_loss grad_norm        lr    tok/s ...
  *                     120    3.4121         -     0.914  9.80e-04    41.2k ...
  *
- * The live line moves the cursor, so a terminal that cannot (TERM=dumb, or none) gets the table. It
- * is drawn at most ten times a second. The bar is green, unless NO_COLOR is set (no-color.org). */
+ * The live line moves the cursor, so a terminal that cannot move it (TERM=dumb, or no TERM) gets the
+ * table. The line is drawn at most ten times a second. The bar is green, unless NO_COLOR is set
+ * (no-color.org). */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -47,7 +48,6 @@ static void dtrain__line_time_left(dtrain__line *text, const dtrain_metrics *met
                      whole % 60);
 }
 
-/* Write to the host's stream, and say if that failed. */
 static dtrain_result dtrain__console_write(dtrain__console *console, const char *format, ...)
     DTRAIN__PRINTF(2, 3);
 static dtrain_result dtrain__console_write(dtrain__console *console, const char *format, ...)
@@ -65,8 +65,8 @@ static dtrain_result dtrain__console_write(dtrain__console *console, const char 
     return dtrain_fail(DTRAIN_ERROR_FILE, "the progress cannot be written: %s", strerror(errno));
 }
 
-/* Draw the live line over itself. The most wanted comes first: a line wider than the terminal would
- * wrap, and '\r' comes back over one row only, so it is cut. */
+/* Draw the live line over itself. It is cut at the width of the terminal, because '\r' goes back
+ * over one row only; so the most important figures come first. */
 static dtrain_result dtrain__console_draw(dtrain_metrics *metrics)
 {
     const dtrain_step_record *r = &metrics->last;
@@ -108,7 +108,7 @@ static dtrain_result dtrain__console_draw(dtrain_metrics *metrics)
                                  (int)(line.used - bar_end), line.text + bar_end);
 }
 
-/* Show the step on a terminal. An evaluation stays on the screen, the live line goes on below. */
+/* Show the step on a terminal. An evaluation is a line that stays, with the live line below it. */
 static dtrain_result dtrain__console_live(dtrain_metrics *metrics)
 {
     const dtrain_step_record *r = &metrics->last;
@@ -161,7 +161,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__console_step(void *user, const dtrain_metr
                                      : dtrain__console_table(metrics);
 }
 
-/* End the live line; the rate limit may have kept the last step back. */
+/* Draw the last step, which may have come too soon after another one, and end the live line. */
 DTRAIN__PRIVATE dtrain_result dtrain__console_finish(void *user, const dtrain_summary *summary)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
@@ -171,7 +171,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__console_finish(void *user, const dtrain_su
     return drawn == DTRAIN_OK ? ended : drawn;
 }
 
-/* Find out whether the file is a terminal, where the live line is redrawn, and may have colors. */
+/* Ask whether the file is a terminal that can redraw the live line, and may have colors. */
 DTRAIN__PRIVATE dtrain_result dtrain__console_open(void *user, const dtrain_metrics_desc *desc,
                                                    const dtrain_metrics_sample *sample)
 {

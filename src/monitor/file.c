@@ -55,12 +55,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__file_fail(const char *path, const char *do
 DTRAIN__PRIVATE void dtrain__quiet_begin(dtrain__quiet *quiet)
 {
     sigset_t set;
-    sigemptyset(&quiet->waiting);
+    sigemptyset(&quiet->pending);
     sigemptyset(&set);
     sigaddset(&set, SIGPIPE);
     sigaddset(&set, SIGXFSZ);
-    sigpending(&quiet->waiting);
-    pthread_sigmask(SIG_BLOCK, &set, &quiet->before);
+    sigpending(&quiet->pending);
+    pthread_sigmask(SIG_BLOCK, &set, &quiet->blocked);
 }
 
 /* ... and accept one that the write has caused, unless one was pending before. errno stays. */
@@ -70,10 +70,10 @@ DTRAIN__PRIVATE void dtrain__quiet_end(const dtrain__quiet *quiet)
     const int error = errno;
     sigset_t set;
     sigemptyset(&set);
-    if (error == EPIPE && sigismember(&quiet->waiting, SIGPIPE) != 1) sigaddset(&set, SIGPIPE);
-    if (error == EFBIG && sigismember(&quiet->waiting, SIGXFSZ) != 1) sigaddset(&set, SIGXFSZ);
+    if (error == EPIPE && sigismember(&quiet->pending, SIGPIPE) != 1) sigaddset(&set, SIGPIPE);
+    if (error == EFBIG && sigismember(&quiet->pending, SIGXFSZ) != 1) sigaddset(&set, SIGXFSZ);
     if (error == EPIPE || error == EFBIG) sigtimedwait(&set, NULL, &at_once);
-    pthread_sigmask(SIG_SETMASK, &quiet->before, NULL);
+    pthread_sigmask(SIG_SETMASK, &quiet->blocked, NULL);
     errno = error;
 }
 

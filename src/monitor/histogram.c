@@ -1,8 +1,8 @@
 /* Histograms of weights and gradients
  *
- * Each rank counts what it alone holds: its shard, a slice of a shard that other nodes hold too, or
- * a slice of what every rank holds. The sum over ranks is the histogram of the whole tensor, under
- * every strategy, without any rank ever seeing the whole.
+ * Each element of a tensor is counted by one rank: ranks that hold the same shard, or all of the
+ * tensor, divide it among themselves. The sum over ranks is the histogram of the whole tensor,
+ * under every strategy, although no rank may hold the whole.
  *
  * Buckets are those of the floating-point format: four to a power of two, the same for all tensors
  * and ranks, so that counts can be added and a value's bucket is a shift of its bits:
@@ -36,7 +36,7 @@
 #define DTRAIN__TOGETHER 16                    /* histograms in one reduce */
 #define DTRAIN__CHUNK 16384                    /* values of one copy to the host */
 
-/* What a rank knows beside the buckets; it travels as words of 8 bytes. */
+/* What a rank counts beside the buckets; it is gathered as words of 8 bytes. */
 typedef struct dtrain__moments {
     double min, max, sum, sum_squares, count, nonfinite;
 } dtrain__moments;
@@ -88,7 +88,7 @@ static double dtrain__histogram_limit(int bucket)
     return bucket < DTRAIN__SIDE ? -limit : limit;
 }
 
-/* Count values of the device's memory or the host's, times a scale. */
+/* Count values, times a scale, of the device's memory or the host's. */
 static dtrain_result dtrain__histogram_fill(dtrain__histograms *h, int slot, const float *values,
                                             int64_t count, float scale)
 {
@@ -121,7 +121,7 @@ static void dtrain__histogram_part(const dtrain__histograms *h, size_t i, dtrain
     part->count = count;
 }
 
-/* Write a histogram that all ranks have added to. Runs of empty buckets become one. */
+/* Hand the sum of all ranks' counts in a slot to the sinks. A run of empty buckets becomes one. */
 static void dtrain__histogram_write(dtrain_metrics *metrics, int slot, const char *what,
                                     const char *name)
 {
@@ -156,7 +156,8 @@ static void dtrain__histogram_write(dtrain_metrics *metrics, int slot, const cha
     dtrain__sinks_histogram(metrics, &whole);
 }
 
-/* Add the histograms in slots [0, used) up and write them; parameters[slot / 2] are theirs. */
+/* Add up the histograms of all ranks in slots [0, used), and write them. Slots 2 i and 2 i + 1 are
+ * the weights and gradients of parameters[i]. */
 static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const size_t *parameters,
                                                int used)
 {
@@ -178,8 +179,8 @@ static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const si
     return DTRAIN_OK;
 }
 
-/* Make the histograms of this step. All ranks walk through the same parameters in the same order.
- * Gradients are those of the step that is over, before clipping and without the loss scale. */
+/* Make the histograms of this step. Gradients are those of the step that has ended, before clipping
+ * and without the loss scale. */
 DTRAIN__PRIVATE dtrain_result dtrain__histograms_step(dtrain_metrics *metrics)
 {
     dtrain__histograms *h = metrics->histograms;

@@ -21,7 +21,7 @@
 /* ---- The table --------------------------------------------------------------------------------*/
 
 /* X(ID, name, group, flags, from, base name, base scale, help). from: the dtrain_figure that the
- * metric is made of, and how, see dtrain__fill_figures; 0: of none */
+ * metric is made of, and how; 0: it is set from the record */
 /* clang-format off */
 #define DTRAIN__METRIC_LIST(X)                                                                     \
     X(LOSS, "loss", "train", 0, 0, "loss", 1, "Mean loss over micro-batches and ranks.")           \
@@ -154,8 +154,8 @@
 #define DTRAIN__FIXED (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_FIXED)
 /* clang-format on */
 
-/* Each rank has the figure, but the metric is set elsewhere; it is the mean or the maximum of all
- * ranks; or it is one of the four of a spread. */
+/* How a metric is made of a figure: it is set from the record, but each rank has the figure too; it
+ * is the mean or the largest of all ranks; or it is one of the four of a spread. */
 enum {
     DTRAIN__TAKE_RANKS = 1,
     DTRAIN__TAKE_MEAN,
@@ -186,7 +186,7 @@ static inline bool dtrain__finite(double value)
 
 /* ---- Text and files ---------------------------------------------------------------------------*/
 
-/* Text in memory that does not grow: what does not fit is cut, which no line here comes near. */
+/* Text of a fixed room, which is larger than any line here: what did not fit would be cut. */
 typedef struct dtrain__line {
     char *text;
     size_t used, room;
@@ -194,16 +194,18 @@ typedef struct dtrain__line {
 
 #define DTRAIN__LINE_SPACE 16384 /* all metrics of a step, as JSON or CSV: 5 KB */
 
-/* A file that records are appended to: all of a record, or nothing where the file can be cut. */
+/* A file that records are appended to: the whole of a record, or nothing of it if the file can be
+ * cut. */
 typedef struct dtrain__records {
     int fd;       /* -1: none */
-    int64_t size; /* up to the end of the last whole record; -1: it cannot be cut (a pipe) */
-    bool torn;    /* it ends inside a record */
+    int64_t size; /* of the whole records; -1: it cannot be cut (a pipe) */
+    bool torn;    /* it ends with a part of a record */
     const char *path;
 } dtrain__records;
 
+/* The signals that this thread had blocked, and those that were pending, before a write. */
 typedef struct dtrain__quiet {
-    sigset_t before, waiting;
+    sigset_t blocked, pending;
 } dtrain__quiet;
 
 /* ---- Writers ----------------------------------------------------------------------------------*/
@@ -211,11 +213,11 @@ typedef struct dtrain__quiet {
 typedef struct dtrain__console {
     FILE *file;
     bool terminal, color;
-    double redraw_at; /* the live line rests until then */
+    double redraw_at; /* the live line is drawn again from then on */
 } dtrain__console;
 
 typedef struct dtrain__prometheus {
-    double write_at;                         /* not before */
+    double write_at;                         /* when the file may be replaced again */
     double steps;                            /* so far */
     double kind_bytes[DTRAIN__METRIC_COUNT]; /* so far, of KIND_bytes */
     double wall_time;                        /* of the last step */
@@ -235,7 +237,7 @@ typedef struct dtrain__tensorboard {
     int depth;
 } dtrain__tensorboard;
 
-/* Steps that medians look back on, of: */
+/* Medians are over so many steps, of: */
 #define DTRAIN__RECENT 1024
 enum {
     DTRAIN__RECENT_RATE,
@@ -246,17 +248,14 @@ enum {
     DTRAIN__RECENT_COUNT
 };
 
-/* NVML, as far as it is there: see nvml.c. */
 typedef struct dtrain__nvml {
     void *library, *device;
-    void *calls[12]; /* addresses of functions; NULL: this version has none */
     bool started;
     double ask_at;
-    float figures[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* the last answers */
+    float figures[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN: no answer */
     char reason[200]; /* why there is nothing; "" */
 } dtrain__nvml;
 
-/* One of the sinks. */
 typedef struct dtrain__sink {
     const char *unit; /* what is lost: "lines of the log file" */
     dtrain_metrics_sink table;
@@ -267,7 +266,7 @@ typedef struct dtrain__sink {
 struct dtrain_metrics {
     dtrain_allocator allocator;
     dtrain_world *world;
-    dtrain_comm *comm;        /* whose run it is: the ranks of the trainer, or all */
+    dtrain_comm *comm;        /* the ranks of the run: those of the trainer, or all */
     dtrain_metrics_desc desc; /* resolved; texts are in `texts` */
     char *texts;              /* (texts_bytes) */
     size_t texts_bytes;

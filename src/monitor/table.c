@@ -1,7 +1,8 @@
 /* The values of a step
  *
- * The table of metrics is DTRAIN__METRIC_LIST in monitor_internal.h. Here a step's record becomes
- * values. A value that was not measured is unknown, and no writer shows it. */
+ * The table of metrics is DTRAIN__METRIC_LIST in monitor_internal.h. Here the values of a step are
+ * set from its record and from the figures of all ranks in it. A value that was not measured is
+ * unknown, and no writer shows it. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -30,7 +31,9 @@ DTRAIN__PRIVATE const dtrain_metric *dtrain__metric_table(void)
     return table;
 }
 
-/* How metrics are made of figures: take + 8 figure; 0: of none. */
+/* The `from` of each metric, and its two parts. */
+#define DTRAIN__TAKE_OF(id) (dtrain__metric_from[id] % 8)
+#define DTRAIN__FIGURE_OF(id) (dtrain__metric_from[id] / 8)
 static const int dtrain__metric_from[] = {
 #define DTRAIN__METRIC_SOURCE(ID, name, group, flags, from, base, scale, help) from,
     DTRAIN__METRIC_LIST(DTRAIN__METRIC_SOURCE)
@@ -60,18 +63,16 @@ static void dtrain__set_measured(dtrain_metrics *metrics, int id, double value)
  * none. */
 DTRAIN__PRIVATE double dtrain__rank_value(const dtrain_metrics *metrics, int id, int rank)
 {
-    const int from = dtrain__metric_from[id];
     const dtrain_metrics_sample *sample = &metrics->sample;
-    const bool spread = from % 8 >= DTRAIN__TAKE_SPREAD_MIN;
-    if (!from || spread || !sample->figures) return DTRAIN__NAN;
-    return dtrain__metric_unit(id) *
-           (double)sample->figures[(size_t)rank * sample->figure_stride + (size_t)from / 8];
+    const int take = DTRAIN__TAKE_OF(id), at = rank * DTRAIN__WORD_COUNT + DTRAIN__FIGURE_OF(id);
+    if (!take || take >= DTRAIN__TAKE_SPREAD_MIN || !sample->figures) return DTRAIN__NAN;
+    return dtrain__metric_unit(id) * (double)sample->figures[at];
 }
 
-/* Set the GPU metrics of which a mean or maximum would say nothing: throttle reasons are the union
- * of all ranks' bits, ECC errors the sum. Ranks exchange figures as fp32, which is exact for both
- * below 2^24; NVML has bits up to 2^9. */
-static void dtrain__fill_bits(dtrain_metrics *metrics, const dtrain_step_record *record)
+/* Set the two GPU metrics that are neither a mean nor a maximum: throttle reasons are the union of
+ * all ranks' bits, ECC errors the sum. Figures are fp32, which is exact below 2^24; NVML's reasons
+ * are bits up to 2^9. */
+static void dtrain__fill_gpu_sums(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
     const bool each = metrics->sample.figures != NULL;
     const dtrain_spread *throttle = &record->figures[DTRAIN_FIGURE_GPU_THROTTLE];
@@ -89,22 +90,21 @@ static void dtrain__fill_bits(dtrain_metrics *metrics, const dtrain_step_record 
     if (ecc->max_rank >= 0) dtrain__set(metrics, DTRAIN__METRIC_GPU_ECC, each ? errors : ecc->max);
 }
 
-/* Set the figures of this rank's GPU, for a run without a trainer, which would exchange them. */
+/* Set the figures of this rank's GPU, in a run without a trainer that would exchange them. */
 static void dtrain__fill_own_gpu(dtrain_metrics *metrics)
 {
+    const float *figures = metrics->nvml.figures;
     for (int id = DTRAIN__METRIC_GPU_UTILIZATION; id <= DTRAIN__METRIC_GPU_ECC; id++)
         dtrain__set_measured(
-            metrics, id,
-            (double)
-                metrics->nvml.figures[dtrain__metric_from[id] / 8 - DTRAIN_FIGURE_GPU_UTILIZATION]);
+            metrics, id, (double)figures[DTRAIN__FIGURE_OF(id) - DTRAIN_FIGURE_GPU_UTILIZATION]);
 }
 
 /* Set the metrics that are made of the figures of all ranks; spreads need at least two. */
 static void dtrain__fill_figures(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
     for (int id = 0; id < DTRAIN__METRIC_COUNT; id++) {
-        const int take = dtrain__metric_from[id] % 8;
-        const dtrain_spread *all = &record->figures[dtrain__metric_from[id] / 8];
+        const int take = DTRAIN__TAKE_OF(id);
+        const dtrain_spread *all = &record->figures[DTRAIN__FIGURE_OF(id)];
         const bool spread = take >= DTRAIN__TAKE_SPREAD_MIN;
         if (take <= DTRAIN__TAKE_RANKS || all->max_rank < 0 || (spread && record->ranks < 2))
             continue;
@@ -116,14 +116,14 @@ static void dtrain__fill_figures(dtrain_metrics *metrics, const dtrain_step_reco
                              : mean                            ? unit * all->mean
                                                                : unit * all->max);
     }
-    dtrain__fill_bits(metrics, record);
+    dtrain__fill_gpu_sums(metrics, record);
 }
 
 /* Set the bytes sent by each kind of collective that any rank has used. */
 static void dtrain__fill_kinds(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
     for (int id = DTRAIN__METRIC_ALL_REDUCE; id <= DTRAIN__METRIC_ALL_TO_ALL; id++) {
-        const int figure = dtrain__metric_from[id] / 8;
+        const int figure = DTRAIN__FIGURE_OF(id);
         const dtrain_spread *all = &record->figures[figure];
         const uint64_t own = record->kind_bytes[figure - DTRAIN_FIGURE_COMM_BYTES];
         const bool others = record->ranks > 0 && all->max_rank >= 0 && all->max > 0;
@@ -131,7 +131,7 @@ static void dtrain__fill_kinds(dtrain_metrics *metrics, const dtrain_step_record
     }
 }
 
-/* Set the values of a step. Those with DTRAIN_METRIC_FIXED stay from the start. */
+/* Set the values of a step, but for those with DTRAIN_METRIC_FIXED, which are set once. */
 DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
     const dtrain_trainer *trainer = metrics->desc.trainer;
@@ -175,8 +175,8 @@ DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_
                     rate / (record->ranks * metrics->desc.peak_flops));
 }
 
-/* Set the bytes that the rank holds, and those that a plan predicts. If the loss cannot be planned,
- * only the prediction is missing. */
+/* Set the bytes that the rank holds, and those that a plan predicts. A loss that cannot be planned
+ * has no prediction, and a reason in no_plan. */
 DTRAIN__PRIVATE void dtrain__metrics_plan(dtrain_metrics *metrics)
 {
     const dtrain_trainer *trainer = metrics->desc.trainer;
