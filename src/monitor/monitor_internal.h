@@ -100,7 +100,11 @@
       "gpu_throttle_reasons", 1, "NVML's bits of why clocks are low, of any rank.")                \
     X(GPU_ECC, "gpu_ecc_errors", "gpu", DTRAIN__EACH, DTRAIN__FROM(RANKS, GPU_ECC),                \
       "gpu_ecc_errors", 1, "Uncorrected ECC errors of all ranks' GPUs.")                           \
-    DTRAIN__HELD_LIST(X)
+    DTRAIN__HELD_LIST(X, MEMORY_, "memory_", "held")                                               \
+    DTRAIN__HELD_LIST(X, PREDICTED_, "predicted_", "predicted")                                    \
+    DTRAIN__HELD_ROW(X, PREDICTED_ACTIVATION, "predicted_activation_bytes",                        \
+      "predicted for activations and their gradients")                                             \
+    DTRAIN__HELD_ROW(X, PREDICTED, "predicted_bytes", "that were predicted")
 
 #define DTRAIN__COUNTS (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_COUNTER)
 #define DTRAIN__EACH (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_RANKS)
@@ -131,26 +135,14 @@
     X(ID, kind "_bytes", "comm", DTRAIN__EACH, DTRAIN__SENT_BY(ID), kind "_bytes", 1,              \
       "Bytes that rank 0 sent in the step by " kind ".")
 
-#define DTRAIN__HELD_LIST(X)                                                                       \
-    DTRAIN__HELD_ROW(X, MEMORY_, "memory_", PARAM, "param", "held for parameters")                 \
-    DTRAIN__HELD_ROW(X, MEMORY_, "memory_", GRAD, "grad", "held for gradients")                    \
-    DTRAIN__HELD_ROW(X, MEMORY_, "memory_", OPTIMIZER, "optimizer", "held for optimizer state")    \
-    DTRAIN__HELD_ROW(X, MEMORY_, "memory_", BUFFER, "buffer", "held to gather and reduce")         \
-    DTRAIN__HELD_ROW(X, MEMORY_, "memory_", HOST, "host", "held in host memory")                   \
-    DTRAIN__HELD_ROW(X, PREDICTED_, "predicted_", PARAM, "param", "predicted for parameters")      \
-    DTRAIN__HELD_ROW(X, PREDICTED_, "predicted_", GRAD, "grad", "predicted for gradients")         \
-    DTRAIN__HELD_ROW(X, PREDICTED_, "predicted_", OPTIMIZER, "optimizer",                          \
-      "predicted for optimizer state")                                                             \
-    DTRAIN__HELD_ROW(X, PREDICTED_, "predicted_", BUFFER, "buffer",                                \
-      "predicted to gather and reduce")                                                            \
-    DTRAIN__HELD_ROW(X, PREDICTED_, "predicted_", HOST, "host", "predicted in host memory")        \
-    DTRAIN__HELD_ROW(X, PREDICTED_, "predicted_", ACTIVATION, "activation",                        \
-      "predicted for activations and their gradients")                                             \
-    X(PREDICTED, "predicted_bytes", "memory", DTRAIN__FIXED, 0, "predicted_bytes", 1,              \
-      "Bytes of rank 0 that were predicted.")
-#define DTRAIN__HELD_ROW(X, WHAT, what, ID, name, text)                                            \
-    X(WHAT##ID, what name "_bytes", "memory", DTRAIN__FIXED, 0, what name "_bytes", 1,             \
-      "Bytes of rank 0 " text ".")
+#define DTRAIN__HELD_LIST(X, WHAT, what, verb)                                                     \
+    DTRAIN__HELD_ROW(X, WHAT##PARAM, what "param_bytes", verb " for parameters")                   \
+    DTRAIN__HELD_ROW(X, WHAT##GRAD, what "grad_bytes", verb " for gradients")                      \
+    DTRAIN__HELD_ROW(X, WHAT##OPTIMIZER, what "optimizer_bytes", verb " for optimizer state")      \
+    DTRAIN__HELD_ROW(X, WHAT##BUFFER, what "buffer_bytes", verb " to gather and reduce")           \
+    DTRAIN__HELD_ROW(X, WHAT##HOST, what "host_bytes", verb " in host memory")
+#define DTRAIN__HELD_ROW(X, ID, name, text)                                                        \
+    X(ID, name, "memory", DTRAIN__FIXED, 0, name, 1, "Bytes of rank 0 " text ".")
 #define DTRAIN__FIXED (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_FIXED)
 /* clang-format on */
 

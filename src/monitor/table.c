@@ -186,25 +186,21 @@ DTRAIN__PRIVATE void dtrain__metrics_plan(dtrain_metrics *metrics)
     if (!trainer) return;
     const dtrain_trainer_desc *desc = &trainer->desc;
     const dtrain_optimizer *optimizer = desc->optimizer;
-    const double state = optimizer ? (double)optimizer->block_bytes : 0;
+    const uint64_t state = optimizer ? optimizer->block_bytes : 0;
     const bool offloaded = optimizer && optimizer->offloaded;
     dtrain_strategy_query(desc->strategy, &held);
-    dtrain__set(metrics, DTRAIN__METRIC_MEMORY_PARAM, (double)held.value_bytes);
-    dtrain__set(metrics, DTRAIN__METRIC_MEMORY_GRAD, (double)held.grad_bytes);
-    dtrain__set(metrics, DTRAIN__METRIC_MEMORY_BUFFER, (double)held.buffer_bytes);
-    dtrain__set(metrics, DTRAIN__METRIC_MEMORY_OPTIMIZER, offloaded ? 0 : state);
-    dtrain__set(metrics, DTRAIN__METRIC_MEMORY_HOST,
-                (double)held.host_bytes + (offloaded ? state : 0));
+    const uint64_t bytes[] = {held.value_bytes, held.grad_bytes, offloaded ? 0 : state,
+                              held.buffer_bytes, held.host_bytes + (offloaded ? state : 0)};
+    for (int i = 0; i < (int)(sizeof bytes / sizeof *bytes); i++) /* in the order of the table */
+        dtrain__set(metrics, DTRAIN__METRIC_MEMORY_PARAM + i, (double)bytes[i]);
     const dtrain_result planned = dtrain_trainer_plan(metrics->world, desc, NULL, &plan);
     snprintf(metrics->no_plan, sizeof metrics->no_plan, "%s",
              planned == DTRAIN_OK ? "" : dtrain_last_error());
     if (planned != DTRAIN_OK) return;
-    dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_PARAM, (double)plan.params);
-    dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_GRAD, (double)plan.grads);
-    dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_OPTIMIZER, (double)plan.optimizer);
-    dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_BUFFER, (double)plan.buffers);
-    dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_HOST, (double)plan.host);
-    dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_ACTIVATION,
-                (double)(plan.activations + plan.activation_grads));
-    dtrain__set(metrics, DTRAIN__METRIC_PREDICTED, (double)plan.total);
+    const uint64_t predicted[] = {plan.params,    plan.grads,
+                                  plan.optimizer, plan.buffers,
+                                  plan.host,      plan.activations + plan.activation_grads,
+                                  plan.total};
+    for (int i = 0; i < (int)(sizeof predicted / sizeof *predicted); i++)
+        dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_PARAM + i, (double)predicted[i]);
 }

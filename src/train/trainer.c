@@ -40,22 +40,16 @@
 #include "train/trainer.h"
 #include "train/trainer_internal.h"
 
-/* The clock and all counters, before a step and behind it. */
-typedef struct dtrain__step_mark {
-    double seconds, flops, spans[DTRAIN_SPAN_KINDS];
-    dtrain_comm_info comm;
-} dtrain__step_mark;
-
 #define DTRAIN__WORDS_BYTES (DTRAIN__WORD_COUNT * sizeof(float))
 
 static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record);
-static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float *own,
+static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const double *own,
                                             dtrain_step_record *record);
-static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own,
+static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const double *own,
                                               double *mean);
-static void dtrain__trainer_mark(const dtrain_trainer *trainer, dtrain__step_mark *mark);
-static void dtrain__trainer_figures(const dtrain_trainer *trainer, const dtrain__step_mark *before,
-                                    const dtrain__step_mark *after, float *own);
+static void dtrain__trainer_counters(const dtrain_trainer *trainer, double *words);
+static void dtrain__trainer_figures(const dtrain_trainer *trainer, const double *before,
+                                    double *own);
 static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *record);
 static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc);
 
@@ -63,11 +57,11 @@ static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc);
  * each times its weight, and the sum of weights: nothing where another rank's loss counts for this
  * model. */
 static void dtrain__put_loss(const dtrain_trainer *trainer, double sum, double weights,
-                             int64_t batches, float *own)
+                             int64_t batches, double *own)
 {
     if (!trainer->loss_counts) sum = weights = 0;
-    own[DTRAIN__WORD_LOSS] = (float)(weights > 0 ? sum / weights : sum);
-    own[DTRAIN__WORD_WEIGHT] = (float)(weights / (double)batches);
+    own[DTRAIN__WORD_LOSS] = weights > 0 ? sum / weights : sum;
+    own[DTRAIN__WORD_WEIGHT] = weights / (double)batches;
 }
 
 /* Run micro-batches and update, either with the host in the middle or queued as a whole, and then
@@ -75,41 +69,41 @@ static void dtrain__put_loss(const dtrain_trainer *trainer, double sum, double w
 static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
 {
     dtrain_step_record full;
-    dtrain__step_mark before, after;
-    float own[DTRAIN__WORD_COUNT];
+    double before[DTRAIN__WORD_COUNT], own[DTRAIN__WORD_COUNT];
     dtrain_world_info world;
     memset(&full, 0, sizeof full);
     full.step = trainer->step + 1;
     full.lr = (double)dtrain_schedule_lr(&trainer->desc.schedule, trainer->step);
-    dtrain__trainer_mark(trainer, &before);
+    dtrain__trainer_counters(trainer, before);
+    before[DTRAIN_FIGURE_CHECKPOINT] = trainer->saving; /* saved between two steps */
     if (trainer->queue) DTRAIN__TRY(dtrain__queue_step(trainer, &full));
     else DTRAIN__TRY(dtrain__trainer_run(trainer, &full));
-    dtrain__trainer_mark(trainer, &after);
-    full.comm_bytes = after.comm.wire_bytes - before.comm.wire_bytes;
-    for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
-        full.kind_bytes[kind] = after.comm.kind_bytes[kind] - before.comm.kind_bytes[kind];
-    dtrain__trainer_figures(trainer, &before, &after, own);
+    dtrain__trainer_counters(trainer, own);
+    const double saving = own[DTRAIN_FIGURE_CHECKPOINT];
+    dtrain__trainer_figures(trainer, before, own);
+    full.comm_bytes = (uint64_t)own[DTRAIN_FIGURE_COMM_BYTES];
+    for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
+        full.kind_bytes[kind] = (uint64_t)own[DTRAIN_FIGURE_COMM_BYTES + kind];
     dtrain__put_loss(trainer, trainer->loss, trainer->weight, trainer->desc.micro_batches, own);
-    own[DTRAIN__WORD_ENDED] = (float)trainer->joined / (float)trainer->desc.micro_batches;
+    own[DTRAIN__WORD_ENDED] = (double)trainer->joined / (double)trainer->desc.micro_batches;
     dtrain_world_query(trainer->world, &world);
-    own[DTRAIN__WORD_STOP] = world.stop_requested ? 1.0f : 0.0f;
+    own[DTRAIN__WORD_STOP] = world.stop_requested;
     const uint32_t span =
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "record", DTRAIN__UNNUMBERED);
     const dtrain_result recorded = dtrain__trainer_record(trainer, own, &full);
     dtrain__span_end(trainer->world, span);
     DTRAIN__TRY(recorded);
-    trainer->saving = after.spans[DTRAIN_SPAN_CHECKPOINT];
+    trainer->saving = saving;
+    const uint32_t every = trainer->desc.verify_every;
     if (full.ended) {
         trainer->ended = false; /* the next step begins another epoch */
         full.step = trainer->step;
-        if (record) *record = full;
-        return DTRAIN_OK;
+    } else {
+        trainer->step++;
+        trainer->tokens = full.tokens;
+        if (every && trainer->step % every == 0)
+            DTRAIN__TRY(dtrain_strategy_verify(trainer->desc.strategy, NULL));
     }
-    trainer->step++;
-    trainer->tokens = full.tokens;
-    const uint32_t every = trainer->desc.verify_every;
-    if (every && trainer->step % every == 0)
-        DTRAIN__TRY(dtrain_strategy_verify(trainer->desc.strategy, NULL));
     if (record) *record = full;
     return DTRAIN_OK;
 }
@@ -189,21 +183,9 @@ static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_
                        (long long)record->step, record->grad_norm, advice);
 }
 
-/* Read the clock, and the counters of communicators, spans and tape. */
-static void dtrain__trainer_mark(const dtrain_trainer *trainer, dtrain__step_mark *mark)
-{
-    dtrain__strategy_comm_info(trainer->desc.strategy, &mark->comm);
-    for (int kind = 0; kind < DTRAIN_SPAN_KINDS; kind++)
-        mark->spans[kind] = dtrain__span_seconds(trainer->world, (dtrain_span_kind)kind);
-    mark->flops = trainer->tape->flops;
-    mark->seconds = dtrain_seconds();
-}
-
-/* Fill in this rank's figures. Seconds inside of calls can exceed those in flight, by the cost of
- * the calls themselves: then flight is raised to them, so that exposed is never more than all.
- * Bandwidth is unknown when nothing was sent, or in no time. */
-static void dtrain__trainer_figures(const dtrain_trainer *trainer, const dtrain__step_mark *before,
-                                    const dtrain__step_mark *after, float *own)
+/* Read the clock and the counters of communicators, spans and tape, each into the word that it
+ * measures. */
+static void dtrain__trainer_counters(const dtrain_trainer *trainer, double *words)
 {
     static const struct {
         dtrain_figure figure;
@@ -212,30 +194,42 @@ static void dtrain__trainer_figures(const dtrain_trainer *trainer, const dtrain_
                  {DTRAIN_FIGURE_FORWARD, DTRAIN_SPAN_FORWARD},
                  {DTRAIN_FIGURE_BACKWARD, DTRAIN_SPAN_BACKWARD},
                  {DTRAIN_FIGURE_EXPOSED_COMM, DTRAIN_SPAN_COMM},
-                 {DTRAIN_FIGURE_OPTIMIZER, DTRAIN_SPAN_OPTIMIZER}};
+                 {DTRAIN_FIGURE_OPTIMIZER, DTRAIN_SPAN_OPTIMIZER},
+                 {DTRAIN_FIGURE_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT}};
+    dtrain_comm_info comm;
+    dtrain__strategy_comm_info(trainer->desc.strategy, &comm);
+    memset(words, 0, DTRAIN__WORD_COUNT * sizeof *words);
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+        words[parts[i].figure] = dtrain__span_seconds(trainer->world, parts[i].kind);
+    for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
+        words[DTRAIN_FIGURE_COMM_BYTES + kind] = (double)comm.kind_bytes[kind];
+    words[DTRAIN_FIGURE_COMM_BYTES] = (double)comm.wire_bytes;
+    words[DTRAIN__WORD_COMM] = comm.flight_seconds;
+    words[DTRAIN_FIGURE_FLOPS] = trainer->tape->flops;
+    words[DTRAIN_FIGURE_STEP] = dtrain_seconds();
+}
+
+/* Turn the counters behind a step into this rank's figures of it. Seconds inside of calls can
+ * exceed those in flight, by the cost of the calls themselves: then flight is raised to them, so
+ * that exposed is never more than all. Bandwidth is unknown when nothing was sent, or in no
+ * time. */
+static void dtrain__trainer_figures(const dtrain_trainer *trainer, const double *before,
+                                    double *own)
+{
     const dtrain_device *device = dtrain_world_device(trainer->world);
-    const uint64_t bytes = after->comm.wire_bytes - before->comm.wire_bytes;
-    const double exposed = after->spans[DTRAIN_SPAN_COMM] - before->spans[DTRAIN_SPAN_COMM];
-    double flight = after->comm.flight_seconds - before->comm.flight_seconds;
     dtrain_tape_info tape;
     dtrain_tape_query(trainer->tape, &tape);
-    if (flight < exposed) flight = exposed;
-    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
-        own[parts[i].figure] = (float)(after->spans[parts[i].kind] - before->spans[parts[i].kind]);
-    own[DTRAIN_FIGURE_STEP] = (float)(after->seconds - before->seconds);
-    own[DTRAIN_FIGURE_HIDDEN_COMM] = (float)(flight - exposed);
-    own[DTRAIN_FIGURE_CHECKPOINT] = (float)(after->spans[DTRAIN_SPAN_CHECKPOINT] - trainer->saving);
-    own[DTRAIN__WORD_COMM] = (float)flight;
-    own[DTRAIN_FIGURE_BUS] = (float)(bytes && flight > 0 ? (double)bytes / flight : DTRAIN__NAN);
-    own[DTRAIN_FIGURE_MEMORY] = (float)(device->allocated_bytes + device->comm_bytes);
-    own[DTRAIN_FIGURE_MEMORY_PEAK] = (float)device->peak_bytes;
-    own[DTRAIN_FIGURE_ACTIVATIONS] = (float)(tape.activation_bytes + tape.gradient_bytes);
-    own[DTRAIN_FIGURE_FLOPS] = (float)(after->flops - before->flops);
-    own[DTRAIN_FIGURE_COMM_BYTES] = (float)bytes;
-    for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
-        own[DTRAIN_FIGURE_COMM_BYTES + kind] =
-            (float)(after->comm.kind_bytes[kind] - before->comm.kind_bytes[kind]);
-    memcpy(own + DTRAIN_FIGURE_GPU_UTILIZATION, trainer->gpu, sizeof trainer->gpu);
+    for (int word = 0; word < DTRAIN__WORD_COUNT; word++) own[word] -= before[word];
+    const double exposed = own[DTRAIN_FIGURE_EXPOSED_COMM], bytes = own[DTRAIN_FIGURE_COMM_BYTES];
+    const double flight = fmax(own[DTRAIN__WORD_COMM], exposed);
+    own[DTRAIN__WORD_COMM] = flight;
+    own[DTRAIN_FIGURE_HIDDEN_COMM] = flight - exposed;
+    own[DTRAIN_FIGURE_BUS] = bytes > 0 && flight > 0 ? bytes / flight : DTRAIN__NAN;
+    own[DTRAIN_FIGURE_MEMORY] = (double)(device->allocated_bytes + device->comm_bytes);
+    own[DTRAIN_FIGURE_MEMORY_PEAK] = (double)device->peak_bytes;
+    own[DTRAIN_FIGURE_ACTIVATIONS] = (double)(tape.activation_bytes + tape.gradient_bytes);
+    for (int figure = DTRAIN_FIGURE_GPU_UTILIZATION; figure < DTRAIN_FIGURE_COUNT; figure++)
+        own[figure] = (double)trainer->gpu[figure - DTRAIN_FIGURE_GPU_UTILIZATION];
 }
 
 /* Reduce a figure over the ranks that know it, in rank order. */
@@ -266,7 +260,7 @@ static dtrain_spread dtrain__trainer_spread(const dtrain_trainer *trainer, int f
 /* Complete the record from the words of all ranks. All of them read the same words, so they decide
  * alike: all losses and the norm are finite, or the same error on each; and how the loss scale
  * moves. */
-static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float *own,
+static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const double *own,
                                             dtrain_step_record *record)
 {
     const bool overflow = !dtrain__is_finite((float)record->grad_norm);
@@ -304,11 +298,11 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
 /* Gather the words of all ranks, in place, and take their means in rank order, of losses by their
  * weights: the same bits everywhere. Without any weight the mean loss is 0, or not finite as a
  * rank's is. Nothing is allocated per step. */
-static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own,
+static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const double *own,
                                               double *mean)
 {
     float *slot = trainer->words + trainer->rank * DTRAIN__WORD_COUNT;
-    memcpy(slot, own, DTRAIN__WORDS_BYTES);
+    for (int word = 0; word < DTRAIN__WORD_COUNT; word++) slot[word] = (float)own[word];
     DTRAIN__TRY(dtrain_all_gather(trainer->groups.all, slot, trainer->words, DTRAIN__WORD_COUNT,
                                   DTRAIN_DTYPE_F32, NULL));
     for (int word = 0; word < DTRAIN__WORD_COUNT; word++) {
@@ -403,9 +397,9 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
             dtrain__evaluate_one(trainer, next_batch, user, &sum, &weights);
         DTRAIN__TRY(dtrain__strategy_keep(trainer->desc.strategy, result));
     }
-    float own[DTRAIN__WORD_COUNT]; /* a copy: the figures of the last step stay as they are */
-    double mean[DTRAIN__WORD_COUNT];
-    memcpy(own, trainer->words + trainer->rank * DTRAIN__WORD_COUNT, DTRAIN__WORDS_BYTES);
+    double own[DTRAIN__WORD_COUNT], mean[DTRAIN__WORD_COUNT];
+    for (int word = 0; word < DTRAIN__WORD_COUNT; word++) /* the last step's figures stay */
+        own[word] = (double)trainer->words[trainer->rank * DTRAIN__WORD_COUNT + word];
     dtrain__put_loss(trainer, sum, weights, batches, own);
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
     *loss = mean[DTRAIN__WORD_LOSS];

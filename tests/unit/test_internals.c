@@ -344,8 +344,8 @@ static void test_straggler_counting(void)
 static int rank_of_a_model(dtrain_world *world, void *user)
 {
     const int rank = dtrain_world_rank(world), size = dtrain_world_size(world);
-    float words[4 * DTRAIN__WORD_COUNT] = {0}, own[DTRAIN__WORD_COUNT] = {0};
-    double compute[4];
+    float words[4 * DTRAIN__WORD_COUNT] = {0};
+    double own[DTRAIN__WORD_COUNT] = {0}, compute[4];
     bool named[4] = {false, false, false, false};
     dtrain_step_record record;
     dtrain_trainer t;
