@@ -30823,11 +30823,6 @@ typedef struct dtrain__nvml {
     char reason[200]; /* why there is nothing; "" */
 } dtrain__nvml;
 
-typedef struct dtrain__sink {
-    const char *unit; /* what is lost: "lines of the log file" */
-    dtrain_metrics_sink table;
-} dtrain__sink;
-
 #define DTRAIN__WRITERS 5
 
 struct dtrain_metrics {
@@ -30837,7 +30832,7 @@ struct dtrain_metrics {
     dtrain_metrics_desc desc; /* resolved; texts are in `texts` */
     char *texts;              /* (texts_bytes) */
     size_t texts_bytes;
-    dtrain__sink *sinks;             /* (sink_room), sink_count in use */
+    dtrain_metrics_sink *sinks;      /* (sink_room), sink_count in use */
     dtrain_metrics_sink_info *infos; /* likewise */
     size_t sink_count, sink_room;
     size_t opened; /* the first of them, which are to be finished */
@@ -30920,21 +30915,15 @@ DTRAIN__PRIVATE void dtrain__nvml_close(dtrain_metrics *metrics);
 /* ---- Sinks ------------------------------------------------------------------------------------*/
 
 /* The library's writers; each one's user is the dtrain_metrics. */
-static const dtrain__sink dtrain__writers[DTRAIN__WRITERS] = {
-    {"lines",
-     {false, "progress", dtrain__console_open, dtrain__console_step, NULL, dtrain__console_finish,
-      NULL}},
-    {"lines of the log file",
-     {false, "json lines", dtrain__jsonl_open, dtrain__jsonl_step, NULL, dtrain__jsonl_finish,
-      NULL}},
-    {"rows of the table",
-     {false, "csv", dtrain__csv_open, dtrain__csv_step, NULL, dtrain__csv_finish, NULL}},
-    {"versions of the file",
-     {false, "prometheus", dtrain__prometheus_open, dtrain__prometheus_step, NULL,
-      dtrain__prometheus_finish, NULL}},
-    {"records of the event file",
-     {false, "tensorboard", dtrain__tensorboard_open, dtrain__tensorboard_step,
-      dtrain__tensorboard_histogram, dtrain__tensorboard_finish, NULL}}};
+static const dtrain_metrics_sink dtrain__writers[DTRAIN__WRITERS] = {
+    {false, "progress", dtrain__console_open, dtrain__console_step, NULL, dtrain__console_finish,
+     NULL},
+    {false, "json lines", dtrain__jsonl_open, dtrain__jsonl_step, NULL, dtrain__jsonl_finish, NULL},
+    {false, "csv", dtrain__csv_open, dtrain__csv_step, NULL, dtrain__csv_finish, NULL},
+    {false, "prometheus", dtrain__prometheus_open, dtrain__prometheus_step, NULL,
+     dtrain__prometheus_finish, NULL},
+    {false, "tensorboard", dtrain__tensorboard_open, dtrain__tensorboard_step,
+     dtrain__tensorboard_histogram, dtrain__tensorboard_finish, NULL}};
 
 /* Count the result of a sink's call. The sentence of the first failure is a warning. */
 static void dtrain__sink_count(dtrain_metrics *metrics, size_t i, dtrain_result result)
@@ -30944,9 +30933,8 @@ static void dtrain__sink_count(dtrain_metrics *metrics, size_t i, dtrain_result 
     if (result == DTRAIN_OK) metrics->infos[i].written++;
     else if (metrics->infos[i].lost++ == 0)
         dtrain_log(metrics->world, DTRAIN_LOG_WARNING,
-                   "metrics, %s: %s; training goes on without the %s that are lost",
-                   metrics->infos[i].name, why[0] ? why : dtrain_result_text(result),
-                   metrics->sinks[i].unit);
+                   "metrics, %s: %s; training goes on without the records that are lost",
+                   metrics->infos[i].name, why[0] ? why : dtrain_result_text(result));
 }
 
 /* Prepare for the call of a sink: an error that stands afterwards is the sink's. */
@@ -30961,19 +30949,18 @@ DTRAIN__PRIVATE void dtrain__sinks_histogram(dtrain_metrics *metrics,
                                              const dtrain_histogram *histogram)
 {
     for (size_t i = 0; i < metrics->sink_count; i++) {
-        const dtrain_metrics_sink *sink = &metrics->sinks[i].table;
+        const dtrain_metrics_sink *sink = &metrics->sinks[i];
         if (!sink->histogram) continue;
         dtrain__sink_enter(metrics);
         dtrain__sink_count(metrics, i, sink->histogram(sink->user, histogram));
     }
 }
 
-static void dtrain__sink_add(dtrain_metrics *metrics, const dtrain_metrics_sink *table,
-                             const char *unit, const char *path)
+static void dtrain__sink_add(dtrain_metrics *metrics, const dtrain_metrics_sink *sink,
+                             const char *path)
 {
-    metrics->sinks[metrics->sink_count].table = *table;
-    metrics->sinks[metrics->sink_count].unit = unit;
-    metrics->infos[metrics->sink_count].name = table->name;
+    metrics->sinks[metrics->sink_count] = *sink;
+    metrics->infos[metrics->sink_count].name = sink->name;
     metrics->infos[metrics->sink_count++].path = path;
 }
 
@@ -30987,16 +30974,15 @@ static dtrain_result dtrain__sinks_list(dtrain_metrics *metrics)
                                                 desc->csv_path, desc->prometheus_path,
                                                 desc->tensorboard_dir};
     for (size_t i = 0; first && i < DTRAIN__WRITERS; i++) {
-        dtrain_metrics_sink table = dtrain__writers[i].table;
-        table.user = metrics;
-        if (paths[i]) dtrain__sink_add(metrics, &table, dtrain__writers[i].unit, paths[i]);
+        dtrain_metrics_sink sink = dtrain__writers[i];
+        sink.user = metrics;
+        if (paths[i]) dtrain__sink_add(metrics, &sink, paths[i]);
     }
     for (size_t i = 0; i < desc->sink_count; i++) {
         if (!desc->sinks[i].name)
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                                "dtrain_metrics_create: sink %zu of desc has no name", i);
-        if (first || desc->sinks[i].every_rank)
-            dtrain__sink_add(metrics, &desc->sinks[i], "calls", "");
+        if (first || desc->sinks[i].every_rank) dtrain__sink_add(metrics, &desc->sinks[i], "");
     }
     return DTRAIN_OK;
 }
@@ -31005,7 +30991,7 @@ static dtrain_result dtrain__sinks_list(dtrain_metrics *metrics)
 static dtrain_result dtrain__sinks_open(dtrain_metrics *metrics)
 {
     for (size_t i = 0; i < metrics->sink_count; i++) {
-        const dtrain_metrics_sink *sink = &metrics->sinks[i].table;
+        const dtrain_metrics_sink *sink = &metrics->sinks[i];
         dtrain__sink_enter(metrics);
         const dtrain_result result =
             sink->open ? sink->open(sink->user, &metrics->desc, &metrics->sample) : DTRAIN_OK;
@@ -31056,7 +31042,7 @@ static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
         return DTRAIN_ERROR_MEMORY;
     }
     dtrain__strings_keep(metrics, metrics->texts);
-    metrics->sinks = (dtrain__sink *)dtrain__alloc(a, room, sizeof *metrics->sinks, "sinks");
+    metrics->sinks = (dtrain_metrics_sink *)dtrain__alloc(a, room, sizeof *metrics->sinks, "sinks");
     metrics->infos =
         (dtrain_metrics_sink_info *)dtrain__alloc(a, room, sizeof *metrics->infos, "sinks");
     if (!metrics->sinks || !metrics->infos) return DTRAIN_ERROR_MEMORY;
@@ -31102,7 +31088,7 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
         return DTRAIN_OK;
     }
     for (size_t i = 0; i < metrics->sink_count; i++) /* ours write no end of this run */
-        if (metrics->sinks[i].table.user == metrics) metrics->sinks[i].table.finish = NULL;
+        if (metrics->sinks[i].user == metrics) metrics->sinks[i].finish = NULL;
     dtrain_metrics_destroy(metrics);
     return result;
 }
@@ -31154,7 +31140,7 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
     dtrain__nvml_sample(metrics);
     dtrain__metrics_fill(metrics, record);
     for (size_t i = 0; i < metrics->sink_count; i++) {
-        const dtrain_metrics_sink *sink = &metrics->sinks[i].table;
+        const dtrain_metrics_sink *sink = &metrics->sinks[i];
         if (!sink->step) continue;
         dtrain__sink_enter(metrics);
         dtrain__sink_count(metrics, i, sink->step(sink->user, &metrics->sample));
@@ -31219,10 +31205,10 @@ static dtrain_result dtrain__metrics_losses(dtrain_metrics *metrics)
     for (size_t i = 0; i < metrics->sink_count; i++) {
         const dtrain_metrics_sink_info *info = &metrics->infos[i];
         if (info->lost)
-            dtrain__line_add(&text, "%s%llu of %llu %s of %s", text.used ? "; " : "",
+            dtrain__line_add(&text, "%s%llu of %llu records of %s", text.used ? "; " : "",
                              (unsigned long long)info->lost,
                              (unsigned long long)(info->lost + info->written),
-                             metrics->sinks[i].unit, info->path[0] ? info->path : info->name);
+                             info->path[0] ? info->path : info->name);
     }
     if (!text.used) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_metrics_finish: what could not be written: %s",
@@ -31239,7 +31225,7 @@ DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
     metrics->finished = true;
     dtrain_metrics_query(metrics, &info);
     for (size_t i = 0; i < metrics->opened; i++) {
-        const dtrain_metrics_sink *sink = &metrics->sinks[i].table;
+        const dtrain_metrics_sink *sink = &metrics->sinks[i];
         if (!sink->finish) continue;
         dtrain__sink_enter(metrics);
         dtrain__sink_count(metrics, i, sink->finish(sink->user, &info.summary));
@@ -32877,15 +32863,6 @@ static int dtrain__nvml_device(dtrain_metrics *metrics, bool gpu)
                : DTRAIN__NVML_NOT_SUPPORTED;
 }
 
-static void dtrain__nvml_reason(dtrain__nvml *nvml, const char *format, ...) DTRAIN__PRINTF(2, 3);
-static void dtrain__nvml_reason(dtrain__nvml *nvml, const char *format, ...)
-{
-    va_list args;
-    va_start(args, format);
-    vsnprintf(nvml->reason, sizeof nvml->reason, format, args);
-    va_end(args);
-}
-
 static void dtrain__nvml_forget(dtrain__nvml *nvml)
 {
     for (size_t i = 0; i < sizeof nvml->figures / sizeof *nvml->figures; i++)
@@ -32900,16 +32877,18 @@ DTRAIN__PRIVATE void dtrain__nvml_open(dtrain_metrics *metrics)
     const char *path = asked && asked[0] ? asked : "libnvidia-ml.so.1";
     const bool gpu = !dtrain_world_device(metrics->world)->ops->host_memory;
     dtrain__nvml_forget(nvml);
-    if (metrics->desc.no_gpu) dtrain__nvml_reason(nvml, "desc's no_gpu is set");
+    if (metrics->desc.no_gpu) snprintf(nvml->reason, sizeof nvml->reason, "desc's no_gpu is set");
     else if (!gpu && (!asked || !asked[0]))
-        dtrain__nvml_reason(nvml, "the ranks compute on the CPU");
+        snprintf(nvml->reason, sizeof nvml->reason, "the ranks compute on the CPU");
     else if (!dlopen || !dlsym || !dlclose)
-        dtrain__nvml_reason(nvml, "this program is linked without dlopen (add -ldl)");
+        snprintf(nvml->reason, sizeof nvml->reason,
+                 "this program is linked without dlopen (add -ldl)");
     if (nvml->reason[0]) return;
     nvml->library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (!nvml->library) {
         const char *why = dlerror ? dlerror() : NULL;
-        dtrain__nvml_reason(nvml, "%.190s", why ? why : "the library cannot be loaded");
+        snprintf(nvml->reason, sizeof nvml->reason, "%.190s",
+                 why ? why : "the library cannot be loaded");
         return;
     }
     dtrain__nvml_call call;
@@ -32917,12 +32896,14 @@ DTRAIN__PRIVATE void dtrain__nvml_open(dtrain_metrics *metrics)
                                                              : (int)DTRAIN__NVML_NOT_SUPPORTED;
     nvml->started = code == DTRAIN__NVML_OK;
     if (!nvml->started) {
-        dtrain__nvml_reason(nvml, "%.140s cannot be started (its error %d)", path, code);
+        snprintf(nvml->reason, sizeof nvml->reason, "%.140s cannot be started (its error %d)", path,
+                 code);
         return;
     }
     code = dtrain__nvml_device(metrics, gpu);
     if (code != DTRAIN__NVML_OK)
-        dtrain__nvml_reason(nvml, "NVML does not know this rank's GPU (its error %d)", code);
+        snprintf(nvml->reason, sizeof nvml->reason,
+                 "NVML does not know this rank's GPU (its error %d)", code);
 }
 
 /* Ask a question and store the answer. A lost GPU is a reason not to ask again. */
@@ -32941,7 +32922,7 @@ static void dtrain__nvml_ask(dtrain_metrics *metrics, const dtrain__nvml_questio
         nvml->figures[(int)question->figure - (int)DTRAIN_FIGURE_GPU_UTILIZATION] =
             (float)(question->scale * (double)number);
     if (code != DTRAIN__NVML_GPU_IS_LOST || nvml->reason[0]) return;
-    dtrain__nvml_reason(nvml, "NVML says that the GPU is lost");
+    snprintf(nvml->reason, sizeof nvml->reason, "NVML says that the GPU is lost");
     dtrain_log(metrics->world, DTRAIN_LOG_WARNING, "the GPU of rank %d is lost, says NVML",
                dtrain_world_rank(metrics->world));
 }

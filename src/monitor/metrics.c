@@ -23,21 +23,15 @@
 /* ---- Sinks ------------------------------------------------------------------------------------*/
 
 /* The library's writers; each one's user is the dtrain_metrics. */
-static const dtrain__sink dtrain__writers[DTRAIN__WRITERS] = {
-    {"lines",
-     {false, "progress", dtrain__console_open, dtrain__console_step, NULL, dtrain__console_finish,
-      NULL}},
-    {"lines of the log file",
-     {false, "json lines", dtrain__jsonl_open, dtrain__jsonl_step, NULL, dtrain__jsonl_finish,
-      NULL}},
-    {"rows of the table",
-     {false, "csv", dtrain__csv_open, dtrain__csv_step, NULL, dtrain__csv_finish, NULL}},
-    {"versions of the file",
-     {false, "prometheus", dtrain__prometheus_open, dtrain__prometheus_step, NULL,
-      dtrain__prometheus_finish, NULL}},
-    {"records of the event file",
-     {false, "tensorboard", dtrain__tensorboard_open, dtrain__tensorboard_step,
-      dtrain__tensorboard_histogram, dtrain__tensorboard_finish, NULL}}};
+static const dtrain_metrics_sink dtrain__writers[DTRAIN__WRITERS] = {
+    {false, "progress", dtrain__console_open, dtrain__console_step, NULL, dtrain__console_finish,
+     NULL},
+    {false, "json lines", dtrain__jsonl_open, dtrain__jsonl_step, NULL, dtrain__jsonl_finish, NULL},
+    {false, "csv", dtrain__csv_open, dtrain__csv_step, NULL, dtrain__csv_finish, NULL},
+    {false, "prometheus", dtrain__prometheus_open, dtrain__prometheus_step, NULL,
+     dtrain__prometheus_finish, NULL},
+    {false, "tensorboard", dtrain__tensorboard_open, dtrain__tensorboard_step,
+     dtrain__tensorboard_histogram, dtrain__tensorboard_finish, NULL}};
 
 /* Count the result of a sink's call. The sentence of the first failure is a warning. */
 static void dtrain__sink_count(dtrain_metrics *metrics, size_t i, dtrain_result result)
@@ -47,9 +41,8 @@ static void dtrain__sink_count(dtrain_metrics *metrics, size_t i, dtrain_result 
     if (result == DTRAIN_OK) metrics->infos[i].written++;
     else if (metrics->infos[i].lost++ == 0)
         dtrain_log(metrics->world, DTRAIN_LOG_WARNING,
-                   "metrics, %s: %s; training goes on without the %s that are lost",
-                   metrics->infos[i].name, why[0] ? why : dtrain_result_text(result),
-                   metrics->sinks[i].unit);
+                   "metrics, %s: %s; training goes on without the records that are lost",
+                   metrics->infos[i].name, why[0] ? why : dtrain_result_text(result));
 }
 
 /* Prepare for the call of a sink: an error that stands afterwards is the sink's. */
@@ -64,19 +57,18 @@ DTRAIN__PRIVATE void dtrain__sinks_histogram(dtrain_metrics *metrics,
                                              const dtrain_histogram *histogram)
 {
     for (size_t i = 0; i < metrics->sink_count; i++) {
-        const dtrain_metrics_sink *sink = &metrics->sinks[i].table;
+        const dtrain_metrics_sink *sink = &metrics->sinks[i];
         if (!sink->histogram) continue;
         dtrain__sink_enter(metrics);
         dtrain__sink_count(metrics, i, sink->histogram(sink->user, histogram));
     }
 }
 
-static void dtrain__sink_add(dtrain_metrics *metrics, const dtrain_metrics_sink *table,
-                             const char *unit, const char *path)
+static void dtrain__sink_add(dtrain_metrics *metrics, const dtrain_metrics_sink *sink,
+                             const char *path)
 {
-    metrics->sinks[metrics->sink_count].table = *table;
-    metrics->sinks[metrics->sink_count].unit = unit;
-    metrics->infos[metrics->sink_count].name = table->name;
+    metrics->sinks[metrics->sink_count] = *sink;
+    metrics->infos[metrics->sink_count].name = sink->name;
     metrics->infos[metrics->sink_count++].path = path;
 }
 
@@ -90,16 +82,15 @@ static dtrain_result dtrain__sinks_list(dtrain_metrics *metrics)
                                                 desc->csv_path, desc->prometheus_path,
                                                 desc->tensorboard_dir};
     for (size_t i = 0; first && i < DTRAIN__WRITERS; i++) {
-        dtrain_metrics_sink table = dtrain__writers[i].table;
-        table.user = metrics;
-        if (paths[i]) dtrain__sink_add(metrics, &table, dtrain__writers[i].unit, paths[i]);
+        dtrain_metrics_sink sink = dtrain__writers[i];
+        sink.user = metrics;
+        if (paths[i]) dtrain__sink_add(metrics, &sink, paths[i]);
     }
     for (size_t i = 0; i < desc->sink_count; i++) {
         if (!desc->sinks[i].name)
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                                "dtrain_metrics_create: sink %zu of desc has no name", i);
-        if (first || desc->sinks[i].every_rank)
-            dtrain__sink_add(metrics, &desc->sinks[i], "calls", "");
+        if (first || desc->sinks[i].every_rank) dtrain__sink_add(metrics, &desc->sinks[i], "");
     }
     return DTRAIN_OK;
 }
@@ -108,7 +99,7 @@ static dtrain_result dtrain__sinks_list(dtrain_metrics *metrics)
 static dtrain_result dtrain__sinks_open(dtrain_metrics *metrics)
 {
     for (size_t i = 0; i < metrics->sink_count; i++) {
-        const dtrain_metrics_sink *sink = &metrics->sinks[i].table;
+        const dtrain_metrics_sink *sink = &metrics->sinks[i];
         dtrain__sink_enter(metrics);
         const dtrain_result result =
             sink->open ? sink->open(sink->user, &metrics->desc, &metrics->sample) : DTRAIN_OK;
@@ -159,7 +150,7 @@ static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
         return DTRAIN_ERROR_MEMORY;
     }
     dtrain__strings_keep(metrics, metrics->texts);
-    metrics->sinks = (dtrain__sink *)dtrain__alloc(a, room, sizeof *metrics->sinks, "sinks");
+    metrics->sinks = (dtrain_metrics_sink *)dtrain__alloc(a, room, sizeof *metrics->sinks, "sinks");
     metrics->infos =
         (dtrain_metrics_sink_info *)dtrain__alloc(a, room, sizeof *metrics->infos, "sinks");
     if (!metrics->sinks || !metrics->infos) return DTRAIN_ERROR_MEMORY;
@@ -205,7 +196,7 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
         return DTRAIN_OK;
     }
     for (size_t i = 0; i < metrics->sink_count; i++) /* ours write no end of this run */
-        if (metrics->sinks[i].table.user == metrics) metrics->sinks[i].table.finish = NULL;
+        if (metrics->sinks[i].user == metrics) metrics->sinks[i].finish = NULL;
     dtrain_metrics_destroy(metrics);
     return result;
 }
@@ -257,7 +248,7 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
     dtrain__nvml_sample(metrics);
     dtrain__metrics_fill(metrics, record);
     for (size_t i = 0; i < metrics->sink_count; i++) {
-        const dtrain_metrics_sink *sink = &metrics->sinks[i].table;
+        const dtrain_metrics_sink *sink = &metrics->sinks[i];
         if (!sink->step) continue;
         dtrain__sink_enter(metrics);
         dtrain__sink_count(metrics, i, sink->step(sink->user, &metrics->sample));
@@ -322,10 +313,10 @@ static dtrain_result dtrain__metrics_losses(dtrain_metrics *metrics)
     for (size_t i = 0; i < metrics->sink_count; i++) {
         const dtrain_metrics_sink_info *info = &metrics->infos[i];
         if (info->lost)
-            dtrain__line_add(&text, "%s%llu of %llu %s of %s", text.used ? "; " : "",
+            dtrain__line_add(&text, "%s%llu of %llu records of %s", text.used ? "; " : "",
                              (unsigned long long)info->lost,
                              (unsigned long long)(info->lost + info->written),
-                             metrics->sinks[i].unit, info->path[0] ? info->path : info->name);
+                             info->path[0] ? info->path : info->name);
     }
     if (!text.used) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_metrics_finish: what could not be written: %s",
@@ -342,7 +333,7 @@ DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
     metrics->finished = true;
     dtrain_metrics_query(metrics, &info);
     for (size_t i = 0; i < metrics->opened; i++) {
-        const dtrain_metrics_sink *sink = &metrics->sinks[i].table;
+        const dtrain_metrics_sink *sink = &metrics->sinks[i];
         if (!sink->finish) continue;
         dtrain__sink_enter(metrics);
         dtrain__sink_count(metrics, i, sink->finish(sink->user, &info.summary));

@@ -248,11 +248,6 @@ typedef struct dtrain__nvml {
     char reason[200]; /* why there is nothing; "" */
 } dtrain__nvml;
 
-typedef struct dtrain__sink {
-    const char *unit; /* what is lost: "lines of the log file" */
-    dtrain_metrics_sink table;
-} dtrain__sink;
-
 #define DTRAIN__WRITERS 5
 
 struct dtrain_metrics {
@@ -262,7 +257,7 @@ struct dtrain_metrics {
     dtrain_metrics_desc desc; /* resolved; texts are in `texts` */
     char *texts;              /* (texts_bytes) */
     size_t texts_bytes;
-    dtrain__sink *sinks;             /* (sink_room), sink_count in use */
+    dtrain_metrics_sink *sinks;      /* (sink_room), sink_count in use */
     dtrain_metrics_sink_info *infos; /* likewise */
     size_t sink_count, sink_room;
     size_t opened; /* the first of them, which are to be finished */

@@ -94,15 +94,6 @@ static int dtrain__nvml_device(dtrain_metrics *metrics, bool gpu)
                : DTRAIN__NVML_NOT_SUPPORTED;
 }
 
-static void dtrain__nvml_reason(dtrain__nvml *nvml, const char *format, ...) DTRAIN__PRINTF(2, 3);
-static void dtrain__nvml_reason(dtrain__nvml *nvml, const char *format, ...)
-{
-    va_list args;
-    va_start(args, format);
-    vsnprintf(nvml->reason, sizeof nvml->reason, format, args);
-    va_end(args);
-}
-
 static void dtrain__nvml_forget(dtrain__nvml *nvml)
 {
     for (size_t i = 0; i < sizeof nvml->figures / sizeof *nvml->figures; i++)
@@ -117,16 +108,18 @@ DTRAIN__PRIVATE void dtrain__nvml_open(dtrain_metrics *metrics)
     const char *path = asked && asked[0] ? asked : "libnvidia-ml.so.1";
     const bool gpu = !dtrain_world_device(metrics->world)->ops->host_memory;
     dtrain__nvml_forget(nvml);
-    if (metrics->desc.no_gpu) dtrain__nvml_reason(nvml, "desc's no_gpu is set");
+    if (metrics->desc.no_gpu) snprintf(nvml->reason, sizeof nvml->reason, "desc's no_gpu is set");
     else if (!gpu && (!asked || !asked[0]))
-        dtrain__nvml_reason(nvml, "the ranks compute on the CPU");
+        snprintf(nvml->reason, sizeof nvml->reason, "the ranks compute on the CPU");
     else if (!dlopen || !dlsym || !dlclose)
-        dtrain__nvml_reason(nvml, "this program is linked without dlopen (add -ldl)");
+        snprintf(nvml->reason, sizeof nvml->reason,
+                 "this program is linked without dlopen (add -ldl)");
     if (nvml->reason[0]) return;
     nvml->library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (!nvml->library) {
         const char *why = dlerror ? dlerror() : NULL;
-        dtrain__nvml_reason(nvml, "%.190s", why ? why : "the library cannot be loaded");
+        snprintf(nvml->reason, sizeof nvml->reason, "%.190s",
+                 why ? why : "the library cannot be loaded");
         return;
     }
     dtrain__nvml_call call;
@@ -134,12 +127,14 @@ DTRAIN__PRIVATE void dtrain__nvml_open(dtrain_metrics *metrics)
                                                              : (int)DTRAIN__NVML_NOT_SUPPORTED;
     nvml->started = code == DTRAIN__NVML_OK;
     if (!nvml->started) {
-        dtrain__nvml_reason(nvml, "%.140s cannot be started (its error %d)", path, code);
+        snprintf(nvml->reason, sizeof nvml->reason, "%.140s cannot be started (its error %d)", path,
+                 code);
         return;
     }
     code = dtrain__nvml_device(metrics, gpu);
     if (code != DTRAIN__NVML_OK)
-        dtrain__nvml_reason(nvml, "NVML does not know this rank's GPU (its error %d)", code);
+        snprintf(nvml->reason, sizeof nvml->reason,
+                 "NVML does not know this rank's GPU (its error %d)", code);
 }
 
 /* Ask a question and store the answer. A lost GPU is a reason not to ask again. */
@@ -158,7 +153,7 @@ static void dtrain__nvml_ask(dtrain_metrics *metrics, const dtrain__nvml_questio
         nvml->figures[(int)question->figure - (int)DTRAIN_FIGURE_GPU_UTILIZATION] =
             (float)(question->scale * (double)number);
     if (code != DTRAIN__NVML_GPU_IS_LOST || nvml->reason[0]) return;
-    dtrain__nvml_reason(nvml, "NVML says that the GPU is lost");
+    snprintf(nvml->reason, sizeof nvml->reason, "NVML says that the GPU is lost");
     dtrain_log(metrics->world, DTRAIN_LOG_WARNING, "the GPU of rank %d is lost, says NVML",
                dtrain_world_rank(metrics->world));
 }

@@ -242,7 +242,7 @@ static int full_rank(dtrain_world *world, void *user)
     CHECK(dtrain_metrics_finish(metrics) == DTRAIN_ERROR_FILE);
     CHECK(dtrain_metrics_finish(metrics) == DTRAIN_OK); /* it has been done and reported */
     dtrain_metrics_destroy(metrics);
-    CHECK_MSG(strstr(dtrain_last_error(), "6 of 6 lines of the log file of /dev/full"), "%s",
+    CHECK_MSG(strstr(dtrain_last_error(), "6 of 6 records of /dev/full"), "%s",
               dtrain_last_error());
     return 0;
 }
@@ -278,7 +278,7 @@ static int limited_rank(dtrain_world *world, void *user)
     }
     CHECK(dtrain_metrics_finish(metrics) == DTRAIN_ERROR_FILE);
     dtrain_metrics_destroy(metrics);
-    CHECK(strstr(dtrain_last_error(), "2 of 7 lines") != NULL);
+    CHECK(strstr(dtrain_last_error(), "2 of 7 records") != NULL);
     return 0;
 }
 
