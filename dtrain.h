@@ -30753,14 +30753,6 @@ static inline bool dtrain__finite(double value)
 
 /* ---- Text and files ---------------------------------------------------------------------------*/
 
-/* Text of a fixed room, which is larger than any line here: what did not fit would be cut. */
-typedef struct dtrain__line {
-    char *text;
-    size_t used, room;
-} dtrain__line;
-
-#define DTRAIN__LINE_SPACE 16384 /* all metrics of a step, as JSON or CSV: 5 KB */
-
 /* A file that records are appended to: the whole of a record, or nothing of it if the file can be
  * cut. */
 typedef struct dtrain__records {
@@ -30790,17 +30782,14 @@ typedef struct dtrain__prometheus {
     double wall_time;                        /* of the last step */
     char *next;                              /* (next_bytes) path of the next version */
     size_t next_bytes;
-    int fd; /* the next version, while it is written */
-    dtrain_result result;
-    dtrain__line text;
 } dtrain__prometheus;
 
 typedef struct dtrain__tensorboard {
     dtrain__records file;
     char *path; /* of the file; owned */
     size_t path_bytes;
-    dtrain__text record; /* under way */
-    size_t open[8];      /* (depth) offsets in it where its open messages begin */
+    dtrain__text *record; /* under way: metrics->text */
+    size_t open[8];       /* (depth) offsets in it where its open messages begin */
     int depth;
 } dtrain__tensorboard;
 
@@ -30838,7 +30827,7 @@ struct dtrain_metrics {
     size_t opened; /* the first of them, which are to be finished */
     bool busy;     /* a sink is being called: it must not call back */
     bool finished;
-    char scratch[DTRAIN__LINE_SPACE]; /* for the text of one sink at a time */
+    dtrain__text text; /* the record that a writer is making */
 
     dtrain__console console;
     dtrain__records jsonl, csv;
@@ -30866,9 +30855,8 @@ DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics,
 DTRAIN__PRIVATE double dtrain__rank_value(const dtrain_metrics *metrics, int id, int rank);
 
 /* monitor/file.c */
-DTRAIN__PRIVATE DTRAIN__PRINTF(2, 3) void dtrain__line_add(dtrain__line *text, const char *format,
-                                                           ...);
-DTRAIN__PRIVATE void dtrain__line_number(dtrain__line *text, double value, uint32_t flags,
+DTRAIN__PRIVATE dtrain__text *dtrain__record_begin(dtrain_metrics *metrics);
+DTRAIN__PRIVATE void dtrain__text_number(dtrain__text *text, double value, uint32_t flags,
                                          const char *nan, const char *inf, const char *minus_inf);
 DTRAIN__PRIVATE dtrain_result dtrain__file_fail(const char *path, const char *done);
 DTRAIN__PRIVATE void dtrain__quiet_begin(dtrain__quiet *quiet);
@@ -30877,8 +30865,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__write_all(int fd, const char *path, const 
                                                 size_t bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const char *path,
                                                    bool append);
-DTRAIN__PRIVATE dtrain_result dtrain__records_append(dtrain__records *file, const void *data,
-                                                     size_t bytes);
+DTRAIN__PRIVATE dtrain_result dtrain__records_append(dtrain__records *file,
+                                                     const dtrain__text *record);
 DTRAIN__PRIVATE dtrain_result dtrain__records_close(dtrain__records *file);
 
 /* The functions of a writer's sink, whose user is the dtrain_metrics. */
@@ -30895,8 +30883,6 @@ DTRAIN__WRITER(prometheus);
 DTRAIN__WRITER(tensorboard);
 DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_histogram(void *user,
                                                             const dtrain_histogram *histogram);
-DTRAIN__PRIVATE void dtrain__prometheus_free(dtrain_metrics *metrics);
-DTRAIN__PRIVATE void dtrain__tensorboard_free(dtrain_metrics *metrics);
 
 /* monitor/metrics.c */
 DTRAIN__PRIVATE void dtrain__sinks_histogram(dtrain_metrics *metrics,
@@ -31067,6 +31053,7 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
         (dtrain_metrics *)dtrain__alloc(&world->allocator, 1, sizeof *metrics, "metrics");
     if (!metrics) return DTRAIN_ERROR_MEMORY;
     metrics->allocator = world->allocator;
+    metrics->text.allocator = &metrics->allocator;
     metrics->world = world;
     metrics->comm = desc->trainer ? desc->trainer->groups.all : dtrain_world_comm(world);
     metrics->desc = *desc;
@@ -31200,19 +31187,18 @@ DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metri
 /* Say in one sentence what each sink has lost, if any has. */
 static dtrain_result dtrain__metrics_losses(dtrain_metrics *metrics)
 {
-    char lost[DTRAIN__ERROR_BYTES] = "";
-    dtrain__line text = {lost, 0, sizeof lost};
+    dtrain__text *text = dtrain__record_begin(metrics);
     for (size_t i = 0; i < metrics->sink_count; i++) {
         const dtrain_metrics_sink_info *info = &metrics->infos[i];
         if (info->lost)
-            dtrain__line_add(&text, "%s%llu of %llu records of %s", text.used ? "; " : "",
+            dtrain__text_add(text, "%s%llu of %llu records of %s", text->bytes ? "; " : "",
                              (unsigned long long)info->lost,
                              (unsigned long long)(info->lost + info->written),
                              info->path[0] ? info->path : info->name);
     }
-    if (!text.used) return DTRAIN_OK;
+    if (!text->bytes && !text->failed) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_metrics_finish: what could not be written: %s",
-                       lost);
+                       text->bytes ? text->at : "records");
 }
 
 /* End the stream; a second call does nothing. What was lost is an error here, because the training
@@ -31251,8 +31237,9 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
     (void)dtrain__records_close(&metrics->tensorboard.file);
     dtrain__nvml_close(metrics);
     dtrain__histograms_destroy(metrics);
-    dtrain__prometheus_free(metrics);
-    dtrain__tensorboard_free(metrics);
+    dtrain__text_free(&metrics->text);
+    dtrain__free(&allocator, metrics->prometheus.next, metrics->prometheus.next_bytes, 1);
+    dtrain__free(&allocator, metrics->tensorboard.path, metrics->tensorboard.path_bytes, 1);
     dtrain__free(&allocator, metrics->texts, metrics->texts_bytes, 1);
     dtrain__free(&allocator, metrics->sinks, metrics->sink_room, sizeof *metrics->sinks);
     dtrain__free(&allocator, metrics->infos, metrics->sink_room, sizeof *metrics->infos);
@@ -31465,38 +31452,37 @@ DTRAIN__PRIVATE void dtrain__metrics_plan(dtrain_metrics *metrics)
  * that a disk that is full for a while costs whole records, and readers never see half of one. A
  * pipe cannot be cut: there the next record begins with a line end. */
 
-DTRAIN__PRIVATE void dtrain__line_add(dtrain__line *text, const char *format, ...)
+/* Begin a record in the text that all writers share. */
+DTRAIN__PRIVATE dtrain__text *dtrain__record_begin(dtrain_metrics *metrics)
 {
-    va_list args;
-    va_start(args, format);
-    const size_t room = text->room - text->used;
-    const int length = vsnprintf(text->text + text->used, room, format, args);
-    va_end(args);
-    if (length < 0) return;
-    text->used += (size_t)dtrain__min(length, (int64_t)room - 1);
+    metrics->text.bytes = 0;
+    metrics->text.failed = false;
+    return &metrics->text;
 }
 
 /* Add a number with nine digits, which give an fp32 back exactly, or an integer whole; or the
  * format's word for NaN, for infinity or for minus infinity. The decimal point of the host's locale,
  * of several bytes even, becomes a point. */
-DTRAIN__PRIVATE void dtrain__line_number(dtrain__line *text, double value, uint32_t flags,
+DTRAIN__PRIVATE void dtrain__text_number(dtrain__text *text, double value, uint32_t flags,
                                          const char *nan, const char *inf, const char *minus_inf)
 {
+    char number[64];
+    size_t bytes = 0;
+    bool other = false;
     if (!dtrain__finite(value)) {
-        dtrain__line_add(text, "%s", value > 0 ? inf : value < 0 ? minus_inf : nan);
+        dtrain__text_add(text, "%s", value > 0 ? inf : value < 0 ? minus_inf : nan);
         return;
     }
-    char number[64];
-    bool other = false;
     const char *format = !(flags & DTRAIN_METRIC_INTEGER) ? "%.9g"
                          : fabs(value) < 1e18             ? "%.0f"
                                                           : "%.17g";
     snprintf(number, sizeof number, format, value);
     for (const char *at = number; *at; at++) {
         const bool usual = (*at >= '0' && *at <= '9') || strchr("+-e", *at);
-        if (usual || !other) dtrain__line_add(text, "%c", usual ? *at : '.');
+        if (usual || !other) number[bytes++] = usual ? *at : '.';
         other = !usual;
     }
+    dtrain__text_append(text, number, bytes);
 }
 
 /* Leave the error of a file: what could not be done, and why by errno. */
@@ -31596,18 +31582,19 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const 
 }
 
 /* Append a record. After a failure nothing of it is left, or the file is torn. */
-DTRAIN__PRIVATE dtrain_result dtrain__records_append(dtrain__records *file, const void *data,
-                                                     size_t bytes)
+DTRAIN__PRIVATE dtrain_result dtrain__records_append(dtrain__records *file,
+                                                     const dtrain__text *record)
 {
     size_t written = 0;
+    if (record->failed) return DTRAIN_ERROR_MEMORY;
     if (file->fd < 0) return dtrain_fail(DTRAIN_ERROR_FILE, "%s is not open", file->path);
     if (file->torn) {
         DTRAIN__TRY(dtrain__write_all(file->fd, file->path, "\n", 1));
         if (file->size >= 0) file->size++;
         file->torn = false;
     }
-    if (dtrain__write_some(file->fd, data, bytes, &written)) {
-        if (file->size >= 0) file->size += (int64_t)bytes;
+    if (dtrain__write_some(file->fd, record->at, record->bytes, &written)) {
+        if (file->size >= 0) file->size += (int64_t)record->bytes;
         return DTRAIN_OK;
     }
     const dtrain_result failed = dtrain__file_fail(file->path, "written");
@@ -31642,31 +31629,31 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_close(dtrain__records *file)
 
 #include <sys/ioctl.h> /* TIOCGWINSZ: the width of the terminal */
 
-#define DTRAIN__LINE_ROOM 512
+#define DTRAIN__CONSOLE_WORD 32 /* bytes of a word of a line, its 0 included */
 
-/* Add "950", "41.2k", "1.30M". */
-static void dtrain__line_rate(dtrain__line *text, double value)
+/* Write "950", "41.2k", "1.30M". */
+static const char *dtrain__console_rate(double value, char *word)
 {
-    if (value < 1e3) dtrain__line_add(text, "%.0f", value);
-    else if (value < 1e6) dtrain__line_add(text, "%.1fk", value * 1e-3);
-    else if (value < 1e9) dtrain__line_add(text, "%.2fM", value * 1e-6);
-    else dtrain__line_add(text, "%.2fG", value * 1e-9);
+    const int power = value < 1e3 ? 0 : value < 1e6 ? 1 : value < 1e9 ? 2 : 3;
+    static const char *const formats[] = {"%.0f", "%.1fk", "%.2fM", "%.2fG"};
+    static const double units[] = {1, 1e-3, 1e-6, 1e-9};
+    snprintf(word, DTRAIN__CONSOLE_WORD, formats[power], value * units[power]);
+    return word;
 }
 
-/* Add the time until total_steps at the pace so far: "0:12", "1:02:03", "-" when unknown. */
-static void dtrain__line_time_left(dtrain__line *text, const dtrain_metrics *metrics)
+/* Write the time until total_steps at the pace so far: "0:12", "1:02:03", "-" when unknown. */
+static const char *dtrain__console_time_left(const dtrain_metrics *metrics, char *word)
 {
     const int64_t steps = metrics->desc.total_steps - metrics->last.step;
     const double seconds =
         metrics->summary.seconds / (double)metrics->summary.steps * (double)steps;
-    if (steps < 0 || metrics->desc.total_steps <= 0 || !(seconds <= 1e9)) {
-        dtrain__line_add(text, "-");
-        return;
-    }
-    const long long whole = (long long)(seconds + 0.5);
-    if (whole >= 3600) dtrain__line_add(text, "%lld:", whole / 3600);
-    dtrain__line_add(text, whole >= 3600 ? "%02lld:%02lld" : "%lld:%02lld", whole / 60 % 60,
-                     whole % 60);
+    if (steps < 0 || metrics->desc.total_steps <= 0 || !(seconds <= 1e9)) return "-";
+    const long long whole = (long long)(seconds + 0.5), minutes = whole / 60 % 60;
+    if (whole < 3600) snprintf(word, DTRAIN__CONSOLE_WORD, "%lld:%02lld", minutes, whole % 60);
+    else
+        snprintf(word, DTRAIN__CONSOLE_WORD, "%lld:%02lld:%02lld", whole / 3600, minutes,
+                 whole % 60);
+    return word;
 }
 
 static dtrain_result dtrain__console_write(dtrain__console *console, const char *format, ...)
@@ -31693,11 +31680,11 @@ static dtrain_result dtrain__console_draw(dtrain_metrics *metrics)
     const dtrain_step_record *r = &metrics->last;
     const int64_t done = r->step, total = metrics->desc.total_steps;
     dtrain__console *console = &metrics->console;
-    char bytes[DTRAIN__LINE_ROOM];
-    dtrain__line line = {bytes, 0, sizeof bytes};
+    char rate[DTRAIN__CONSOLE_WORD], left[DTRAIN__CONSOLE_WORD];
+    dtrain__text *line = dtrain__record_begin(metrics);
     size_t bar_at = 0, bar_end = 0;
     struct winsize size;
-    dtrain__line_add(&line, "step %lld", (long long)done);
+    dtrain__text_add(line, "step %lld", (long long)done);
     if (total > 0) {
         char bar[] = "[          ]";
         const int64_t width = (int64_t)sizeof bar - 3;
@@ -31705,28 +31692,26 @@ static dtrain_result dtrain__console_draw(dtrain_metrics *metrics)
             done < total ? (int64_t)((double)done / (double)total * (double)width) : width;
         memset(bar + 1, '=', (size_t)filled);
         if (filled < width) bar[1 + filled] = '>';
-        dtrain__line_add(&line, "/%lld ", (long long)total);
-        bar_at = line.used;
-        dtrain__line_add(&line, "%s", bar);
-        bar_end = line.used;
+        dtrain__text_add(line, "/%lld ", (long long)total);
+        bar_at = line->bytes;
+        dtrain__text_add(line, "%s", bar);
+        bar_end = line->bytes;
     }
-    dtrain__line_add(&line, " loss %.4f  |g| %.3g  lr %.1e  ", r->loss, r->grad_norm, r->lr);
-    dtrain__line_rate(&line, r->tokens_per_second);
-    dtrain__line_add(&line, " tok/s  %.1f ms", r->step_ms);
-    if (total > 0) {
-        dtrain__line_add(&line, "  eta ");
-        dtrain__line_time_left(&line, metrics);
-    }
+    dtrain__text_add(line, " loss %.4f  |g| %.3g  lr %.1e  %s tok/s  %.1f ms", r->loss,
+                     r->grad_norm, r->lr, dtrain__console_rate(r->tokens_per_second, rate),
+                     r->step_ms);
+    if (total > 0) dtrain__text_add(line, "  eta %s", dtrain__console_time_left(metrics, left));
     if (dtrain_comm_size(metrics->comm) > 1)
-        dtrain__line_add(&line, "  comm %.1f ms (%.1f exposed)", r->comm_ms, r->exposed_comm_ms);
-    if (r->data_ms > 0.01 * r->step_ms) dtrain__line_add(&line, "  data %.1f ms", r->data_ms);
+        dtrain__text_add(line, "  comm %.1f ms (%.1f exposed)", r->comm_ms, r->exposed_comm_ms);
+    if (r->data_ms > 0.01 * r->step_ms) dtrain__text_add(line, "  data %.1f ms", r->data_ms);
+    if (line->failed) return DTRAIN_ERROR_MEMORY;
     if (ioctl(fileno(console->file), TIOCGWINSZ, &size) == 0 && size.ws_col > 1)
-        line.used = (size_t)dtrain__min((int64_t)line.used, size.ws_col - 1);
-    if (!console->color || bar_end > line.used) bar_at = bar_end = 0;
-    return dtrain__console_write(console, "\r%.*s%s%.*s%s%.*s\033[K", (int)bar_at, line.text,
+        line->bytes = (size_t)dtrain__min((int64_t)line->bytes, size.ws_col - 1);
+    if (!console->color || bar_end > line->bytes) bar_at = bar_end = 0;
+    return dtrain__console_write(console, "\r%.*s%s%.*s%s%.*s\033[K", (int)bar_at, line->at,
                                  bar_end ? "\033[32m" : "", (int)(bar_end - bar_at),
-                                 line.text + bar_at, bar_end ? "\033[0m" : "",
-                                 (int)(line.used - bar_end), line.text + bar_end);
+                                 line->at + bar_at, bar_end ? "\033[0m" : "",
+                                 (int)(line->bytes - bar_end), line->at + bar_end);
 }
 
 /* Show the step on a terminal. An evaluation is a line that stays, with the live line below it. */
@@ -31752,16 +31737,12 @@ static dtrain_result dtrain__console_table(dtrain_metrics *metrics)
     const dtrain_step_record *r = &metrics->last;
     const int64_t done = r->step;
     const bool first = metrics->summary.steps == 1, evaluated = dtrain__finite(r->val_loss);
-    char words[3][64];
-    dtrain__line rate = {words[0], 0, sizeof words[0]}, left = {words[1], 0, sizeof words[1]},
-                 val = {words[2], 0, sizeof words[2]};
+    char rate[DTRAIN__CONSOLE_WORD], left[DTRAIN__CONSOLE_WORD], val[DTRAIN__CONSOLE_WORD] = "-";
     dtrain_result result = DTRAIN_OK;
     if (!first && !evaluated && done % metrics->desc.progress_every != 0 &&
         done != metrics->desc.total_steps)
         return DTRAIN_OK;
-    dtrain__line_rate(&rate, r->tokens_per_second);
-    dtrain__line_time_left(&left, metrics);
-    if (evaluated) dtrain__line_add(&val, "%.4f", r->val_loss);
+    if (evaluated) snprintf(val, sizeof val, "%.4f", r->val_loss);
     if (first)
         result = dtrain__console_write(&metrics->console,
                                        "%8s %9s %9s %9s %9s %8s %9s %8s %8s %8s %8s\n", "step",
@@ -31769,8 +31750,9 @@ static dtrain_result dtrain__console_table(dtrain_metrics *metrics)
                                        "comm_ms", "exposed", "data_ms", "eta");
     const dtrain_result row = dtrain__console_write(
         &metrics->console, "%8lld %9.4f %9s %9.3g %9.2e %8s %9.2f %8.2f %8.2f %8.3f %8s\n",
-        (long long)done, r->loss, evaluated ? val.text : "-", r->grad_norm, r->lr, rate.text,
-        r->step_ms, r->comm_ms, r->exposed_comm_ms, r->data_ms, left.text);
+        (long long)done, r->loss, val, r->grad_norm, r->lr,
+        dtrain__console_rate(r->tokens_per_second, rate), r->step_ms, r->comm_ms,
+        r->exposed_comm_ms, r->data_ms, dtrain__console_time_left(metrics, left));
     return result == DTRAIN_OK ? row : result;
 }
 
@@ -31824,21 +31806,21 @@ DTRAIN__PRIVATE dtrain_result dtrain__console_open(void *user, const dtrain_metr
 /* ---- JSON -------------------------------------------------------------------------------------*/
 
 /* Add `, "key": value`. */
-static void dtrain__json_add(dtrain__line *text, const char *key, double value, uint32_t flags)
+static void dtrain__json_add(dtrain__text *text, const char *key, double value, uint32_t flags)
 {
-    dtrain__line_add(text, ", \"%s\": ", key);
-    dtrain__line_number(text, value, flags, "null", "null", "null");
+    dtrain__text_add(text, ", \"%s\": ", key);
+    dtrain__text_number(text, value, flags, "null", "null", "null");
 }
 
 /* Add the metrics of which DTRAIN_METRIC_FIXED is set, or not. */
-static void dtrain__json_add_known(dtrain__line *text, const dtrain_metrics_sample *sample,
+static void dtrain__json_add_known(dtrain__text *text, const dtrain_metrics_sample *sample,
                                    uint32_t fixed)
 {
     for (size_t i = 0; i < sample->count; i++)
         if (sample->known[i] && (sample->metrics[i].flags & DTRAIN_METRIC_FIXED) == fixed)
             dtrain__json_add(text, sample->metrics[i].name, sample->values[i],
                              sample->metrics[i].flags);
-    dtrain__line_add(text, "}\n");
+    dtrain__text_add(text, "}\n");
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__jsonl_open(void *user, const dtrain_metrics_desc *desc,
@@ -31851,36 +31833,36 @@ DTRAIN__PRIVATE dtrain_result dtrain__jsonl_open(void *user, const dtrain_metric
 DTRAIN__PRIVATE dtrain_result dtrain__jsonl_step(void *user, const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
-    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
-    dtrain__line_add(&text, "{\"step\": %lld", (long long)sample->step);
-    dtrain__json_add_known(&text, sample, 0);
-    return dtrain__records_append(&metrics->jsonl, text.text, text.used);
+    dtrain__text *text = dtrain__record_begin(metrics);
+    dtrain__text_add(text, "{\"step\": %lld", (long long)sample->step);
+    dtrain__json_add_known(text, sample, 0);
+    return dtrain__records_append(&metrics->jsonl, text);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__jsonl_finish(void *user, const dtrain_summary *s)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     const uint32_t integer = DTRAIN_METRIC_INTEGER;
-    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
-    dtrain__line_add(&text, "{\"final\": true");
-    dtrain__json_add(&text, "step", s->steps ? (double)metrics->last.step : DTRAIN__NAN, integer);
-    dtrain__json_add(&text, "loss", s->last_loss, 0);
-    if (dtrain__finite(s->val_loss)) dtrain__json_add(&text, "val_loss", s->val_loss, 0);
-    dtrain__json_add(&text, "ranks", dtrain_comm_size(metrics->comm), integer);
-    dtrain__json_add(&text, "steps", (double)s->steps, integer);
-    dtrain__json_add(&text, "tokens", (double)s->tokens, integer);
-    dtrain__json_add(&text, "first_loss", s->first_loss, 0);
-    dtrain__json_add(&text, "last_loss", s->last_loss, 0);
-    dtrain__json_add(&text, "seconds", s->seconds, 0);
-    dtrain__json_add(&text, "tokens_per_second", s->tokens_per_second, 0);
-    dtrain__json_add(&text, "step_ms", s->step_ms, 0);
-    dtrain__json_add(&text, "comm_ms", s->comm_ms, 0);
-    dtrain__json_add(&text, "exposed_comm_ms", s->exposed_comm_ms, 0);
-    dtrain__json_add(&text, "data_ms", s->data_ms, 0);
-    dtrain__json_add(&text, "scaling", s->scaling, 0);
-    dtrain__json_add(&text, "comm_bytes", (double)s->comm_bytes, integer);
-    dtrain__json_add_known(&text, &metrics->sample, DTRAIN_METRIC_FIXED);
-    const dtrain_result result = dtrain__records_append(&metrics->jsonl, text.text, text.used);
+    dtrain__text *text = dtrain__record_begin(metrics);
+    dtrain__text_add(text, "{\"final\": true");
+    dtrain__json_add(text, "step", s->steps ? (double)metrics->last.step : DTRAIN__NAN, integer);
+    dtrain__json_add(text, "loss", s->last_loss, 0);
+    if (dtrain__finite(s->val_loss)) dtrain__json_add(text, "val_loss", s->val_loss, 0);
+    dtrain__json_add(text, "ranks", dtrain_comm_size(metrics->comm), integer);
+    dtrain__json_add(text, "steps", (double)s->steps, integer);
+    dtrain__json_add(text, "tokens", (double)s->tokens, integer);
+    dtrain__json_add(text, "first_loss", s->first_loss, 0);
+    dtrain__json_add(text, "last_loss", s->last_loss, 0);
+    dtrain__json_add(text, "seconds", s->seconds, 0);
+    dtrain__json_add(text, "tokens_per_second", s->tokens_per_second, 0);
+    dtrain__json_add(text, "step_ms", s->step_ms, 0);
+    dtrain__json_add(text, "comm_ms", s->comm_ms, 0);
+    dtrain__json_add(text, "exposed_comm_ms", s->exposed_comm_ms, 0);
+    dtrain__json_add(text, "data_ms", s->data_ms, 0);
+    dtrain__json_add(text, "scaling", s->scaling, 0);
+    dtrain__json_add(text, "comm_bytes", (double)s->comm_bytes, integer);
+    dtrain__json_add_known(text, &metrics->sample, DTRAIN_METRIC_FIXED);
+    const dtrain_result result = dtrain__records_append(&metrics->jsonl, text);
     const dtrain_result closed = dtrain__records_close(&metrics->jsonl);
     return result == DTRAIN_OK ? closed : result;
 }
@@ -31888,14 +31870,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__jsonl_finish(void *user, const dtrain_summ
 /* ---- CSV --------------------------------------------------------------------------------------*/
 
 /* Compare the first line of a file with the header. */
-static dtrain_result dtrain__csv_same(const char *path, const dtrain__line *header)
+static dtrain_result dtrain__csv_same(const char *path, const dtrain__text *header)
 {
-    char line[DTRAIN__LINE_SPACE];
+    char line[16384]; /* the header is shorter */
+    const size_t bytes = header->failed || header->bytes > sizeof line ? 0 : header->bytes;
     const int reader = dtrain__open(path, O_RDONLY);
-    const ssize_t got = reader < 0 ? -1 : pread(reader, line, header->used, 0);
+    const ssize_t got = reader < 0 ? -1 : pread(reader, line, bytes, 0);
     if (reader >= 0) close(reader);
-    if (got == (ssize_t)header->used && memcmp(line, header->text, header->used) == 0)
-        return DTRAIN_OK;
+    if (bytes && got == (ssize_t)bytes && memcmp(line, header->at, bytes) == 0) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_FILE,
                        "dtrain_metrics_create: the table %s has other columns than this run would "
                        "append (its first line differs, or cannot be read); use another file",
@@ -31906,31 +31888,31 @@ DTRAIN__PRIVATE dtrain_result dtrain__csv_open(void *user, const dtrain_metrics_
                                                const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
-    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
-    dtrain__line_add(&text, "step");
+    dtrain__text *text = dtrain__record_begin(metrics);
+    dtrain__text_add(text, "step");
     for (size_t i = 0; i < sample->count; i++)
         if (!(sample->metrics[i].flags & DTRAIN_METRIC_FIXED))
-            dtrain__line_add(&text, ",%s", sample->metrics[i].name);
-    dtrain__line_add(&text, "\r\n");
+            dtrain__text_add(text, ",%s", sample->metrics[i].name);
+    dtrain__text_add(text, "\r\n");
     DTRAIN__TRY(dtrain__records_open(&metrics->csv, desc->csv_path, desc->append));
-    if (desc->append && metrics->csv.size > 0) return dtrain__csv_same(desc->csv_path, &text);
-    return dtrain__records_append(&metrics->csv, text.text, text.used);
+    if (desc->append && metrics->csv.size > 0) return dtrain__csv_same(desc->csv_path, text);
+    return dtrain__records_append(&metrics->csv, text);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__csv_step(void *user, const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
-    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
-    dtrain__line_add(&text, "%lld", (long long)sample->step);
+    dtrain__text *text = dtrain__record_begin(metrics);
+    dtrain__text_add(text, "%lld", (long long)sample->step);
     for (size_t i = 0; i < sample->count; i++) {
         if (sample->metrics[i].flags & DTRAIN_METRIC_FIXED) continue;
-        dtrain__line_add(&text, ",");
+        dtrain__text_add(text, ",");
         if (sample->known[i])
-            dtrain__line_number(&text, sample->values[i], sample->metrics[i].flags, "nan", "inf",
+            dtrain__text_number(text, sample->values[i], sample->metrics[i].flags, "nan", "inf",
                                 "-inf");
     }
-    dtrain__line_add(&text, "\r\n");
-    return dtrain__records_append(&metrics->csv, text.text, text.used);
+    dtrain__text_add(text, "\r\n");
+    return dtrain__records_append(&metrics->csv, text);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__csv_finish(void *user, const dtrain_summary *summary)
@@ -31967,33 +31949,24 @@ typedef struct dtrain__metric_family {
     bool counter, begun;
 } dtrain__metric_family;
 
-/* Write the text so far to the next version. */
-static void dtrain__prometheus_flush(dtrain__prometheus *p)
-{
-    if (p->result == DTRAIN_OK)
-        p->result = dtrain__write_all(p->fd, p->next, p->text.text, p->text.used);
-    p->text.used = 0;
-}
-
 /* Add a sample, with labels besides that of the run, whose name is escaped. */
-static void dtrain__prometheus_add(dtrain_metrics *metrics, dtrain__metric_family *f, const char *labels,
-                                   double value)
+static void dtrain__prometheus_add(dtrain_metrics *metrics, dtrain__metric_family *f,
+                                   const char *labels, double value)
 {
-    dtrain__prometheus *p = &metrics->prometheus;
+    dtrain__text *text = &metrics->text;
     const bool whole = value == floor(value) && fabs(value) < 9e15;
     if (!f->begun)
-        dtrain__line_add(&p->text, "# HELP dtrain_%s%s %s%s\n# TYPE dtrain_%s%s %s\n", f->prefix,
+        dtrain__text_add(text, "# HELP dtrain_%s%s %s%s\n# TYPE dtrain_%s%s %s\n", f->prefix,
                          f->name, f->help, f->more, f->prefix, f->name,
                          f->counter ? "counter" : "gauge");
     f->begun = true;
-    dtrain__line_add(&p->text, "dtrain_%s%s{run=\"", f->prefix, f->name);
+    dtrain__text_add(text, "dtrain_%s%s{run=\"", f->prefix, f->name);
     for (const char *at = metrics->desc.run_name; *at; at++)
-        if (*at == '\n') dtrain__line_add(&p->text, "\\n");
-        else dtrain__line_add(&p->text, *at == '\\' || *at == '"' ? "\\%c" : "%c", *at);
-    dtrain__line_add(&p->text, "\"%s} ", labels);
-    dtrain__line_number(&p->text, value, whole ? DTRAIN_METRIC_INTEGER : 0, "NaN", "+Inf", "-Inf");
-    dtrain__line_add(&p->text, "\n");
-    if (p->text.used > sizeof metrics->scratch / 2) dtrain__prometheus_flush(p);
+        if (*at == '\n') dtrain__text_add(text, "\\n");
+        else dtrain__text_add(text, *at == '\\' || *at == '"' ? "\\%c" : "%c", *at);
+    dtrain__text_add(text, "\"%s} ", labels);
+    dtrain__text_number(text, value, whole ? DTRAIN_METRIC_INTEGER : 0, "NaN", "+Inf", "-Inf");
+    dtrain__text_add(text, "\n");
 }
 
 /* Write one number of the whole run. */
@@ -32008,7 +31981,8 @@ static void dtrain__prometheus_one(dtrain_metrics *metrics, const char *name, co
 static void dtrain__prometheus_ranks(dtrain_metrics *metrics, int id)
 {
     const dtrain_metric *row = &dtrain__metric_table()[id];
-    dtrain__metric_family family = {"rank_", row->base, row->help, " Here: of each rank.", false, false};
+    dtrain__metric_family family = {"rank_", row->base, row->help, " Here: of each rank.",
+                                    false,   false};
     for (int r = 0; metrics->known[id] && r < metrics->last.ranks; r++) {
         const double value = dtrain__rank_value(metrics, id, r);
         char label[32];
@@ -32058,7 +32032,6 @@ static void dtrain__prometheus_version(dtrain_metrics *metrics, bool finished)
         if (table[id].flags & DTRAIN_METRIC_RANKS) dtrain__prometheus_ranks(metrics, id);
     }
     dtrain__prometheus_kinds(metrics);
-    dtrain__prometheus_flush(p);
 }
 
 /* Replace the file; after a failure the version before is still there. */
@@ -32066,17 +32039,17 @@ static dtrain_result dtrain__prometheus_replace(dtrain_metrics *metrics, bool fi
 {
     dtrain__prometheus *p = &metrics->prometheus;
     const char *path = metrics->desc.prometheus_path;
-    const dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
-    p->text = text;
-    p->result = DTRAIN_OK;
-    p->fd = dtrain__open(p->next, O_WRONLY | O_CREAT | O_TRUNC | O_NOCTTY | O_NONBLOCK);
-    if (p->fd < 0) return dtrain__file_fail(p->next, "opened");
+    const dtrain__text *text = dtrain__record_begin(metrics);
     dtrain__prometheus_version(metrics, finished);
-    const bool closed = close(p->fd) == 0 || errno == EINTR;
-    if (p->result == DTRAIN_OK && (!closed || rename(p->next, path) != 0))
-        p->result = dtrain__file_fail(path, "replaced");
-    if (p->result != DTRAIN_OK) unlink(p->next);
-    return p->result;
+    if (text->failed) return DTRAIN_ERROR_MEMORY;
+    const int file = dtrain__open(p->next, O_WRONLY | O_CREAT | O_TRUNC | O_NOCTTY | O_NONBLOCK);
+    if (file < 0) return dtrain__file_fail(p->next, "opened");
+    dtrain_result result = dtrain__write_all(file, p->next, text->at, text->bytes);
+    const bool closed = close(file) == 0 || errno == EINTR;
+    if (result == DTRAIN_OK && (!closed || rename(p->next, path) != 0))
+        result = dtrain__file_fail(path, "replaced");
+    if (result != DTRAIN_OK) unlink(p->next);
+    return result;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__prometheus_open(void *user, const dtrain_metrics_desc *desc,
@@ -32120,13 +32093,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__prometheus_finish(void *user, const dtrain
     return dtrain__prometheus_replace((dtrain_metrics *)user, true);
 }
 
-DTRAIN__PRIVATE void dtrain__prometheus_free(dtrain_metrics *metrics)
-{
-    dtrain__prometheus *p = &metrics->prometheus;
-    dtrain__free(&metrics->allocator, p->next, p->next_bytes, 1);
-    p->next = NULL;
-}
-
 /* ================================================================================================
  * src/monitor/tensorboard.c
  * ==============================================================================================*/
@@ -32163,7 +32129,7 @@ static void dtrain__pb_varint(dtrain__tensorboard *t, uint64_t value)
     size_t n = 0;
     for (; value >= 128; value >>= 7) text[n++] = (unsigned char)(value | 128);
     text[n++] = (unsigned char)value;
-    dtrain__text_append(&t->record, text, n);
+    dtrain__text_append(t->record, text, n);
 }
 
 static void dtrain__pb_integer(dtrain__tensorboard *t, uint32_t field, int64_t value)
@@ -32175,7 +32141,7 @@ static void dtrain__pb_integer(dtrain__tensorboard *t, uint32_t field, int64_t v
 static void dtrain__pb_double(dtrain__tensorboard *t, uint32_t field, double value)
 {
     dtrain__pb_varint(t, field << 3 | DTRAIN__PB_64);
-    dtrain__text_append(&t->record, &value, sizeof value);
+    dtrain__text_append(t->record, &value, sizeof value);
 }
 
 static void dtrain__pb_float(dtrain__tensorboard *t, uint32_t field, double value)
@@ -32185,7 +32151,7 @@ static void dtrain__pb_float(dtrain__tensorboard *t, uint32_t field, double valu
                           : value < -(double)FLT_MAX ? -most
                                                      : (float)value;
     dtrain__pb_varint(t, field << 3 | DTRAIN__PB_32);
-    dtrain__text_append(&t->record, &rounded, sizeof rounded);
+    dtrain__text_append(t->record, &rounded, sizeof rounded);
 }
 
 /* Add a string, or an array of doubles. */
@@ -32193,7 +32159,7 @@ static void dtrain__pb_bytes(dtrain__tensorboard *t, uint32_t field, const void 
 {
     dtrain__pb_varint(t, field << 3 | DTRAIN__PB_BYTES);
     dtrain__pb_varint(t, bytes);
-    dtrain__text_append(&t->record, data, bytes);
+    dtrain__text_append(t->record, data, bytes);
 }
 
 static void dtrain__pb_text(dtrain__tensorboard *t, uint32_t field, const char *text)
@@ -32206,8 +32172,8 @@ static void dtrain__pb_begin(dtrain__tensorboard *t, uint32_t field)
 {
     const char zeros[DTRAIN__PB_LENGTH] = {0};
     dtrain__pb_varint(t, field << 3 | DTRAIN__PB_BYTES);
-    dtrain__text_append(&t->record, zeros, sizeof zeros);
-    t->open[t->depth++] = t->record.bytes;
+    dtrain__text_append(t->record, zeros, sizeof zeros);
+    t->open[t->depth++] = t->record->bytes;
 }
 
 /* End the innermost messages, `count` of them, and fill in their lengths. */
@@ -32215,9 +32181,9 @@ static void dtrain__pb_end(dtrain__tensorboard *t, int count)
 {
     for (; count > 0; count--) {
         const size_t begin = t->open[--t->depth];
-        if (t->record.failed) continue;
-        uint64_t length = t->record.bytes - begin;
-        unsigned char *at = (unsigned char *)t->record.at + begin - DTRAIN__PB_LENGTH;
+        if (t->record->failed) continue;
+        uint64_t length = t->record->bytes - begin;
+        unsigned char *at = (unsigned char *)t->record->at + begin - DTRAIN__PB_LENGTH;
         for (int i = 0; i < DTRAIN__PB_LENGTH; i++, length >>= 7)
             at[i] = (unsigned char)((length & 127) | (i + 1 < DTRAIN__PB_LENGTH ? 128 : 0));
     }
@@ -32242,9 +32208,9 @@ static void dtrain__event_begin(dtrain__tensorboard *t, double wall_time, int64_
 {
     const char zeros[DTRAIN__RECORD_HEAD] = {0};
     t->depth = 0;
-    t->record.bytes = 0;
-    t->record.failed = false;
-    dtrain__text_append(&t->record, zeros, sizeof zeros);
+    t->record->bytes = 0;
+    t->record->failed = false;
+    dtrain__text_append(t->record, zeros, sizeof zeros);
     dtrain__pb_double(t, 1, wall_time);
     dtrain__pb_integer(t, 2, step);
     dtrain__pb_begin(t, message);
@@ -32254,19 +32220,18 @@ static void dtrain__event_begin(dtrain__tensorboard *t, double wall_time, int64_
 static dtrain_result dtrain__event_end(dtrain__tensorboard *t)
 {
     dtrain__pb_end(t, t->depth);
-    if (t->record.failed) return DTRAIN_ERROR_MEMORY;
-    char *head = t->record.at;
-    const uint64_t length = t->record.bytes - DTRAIN__RECORD_HEAD;
+    if (t->record->failed) return DTRAIN_ERROR_MEMORY;
+    char *head = t->record->at;
+    const uint64_t length = t->record->bytes - DTRAIN__RECORD_HEAD;
     const uint32_t crc = dtrain__masked_crc(head + DTRAIN__RECORD_HEAD, (size_t)length);
     memcpy(head, &length, sizeof length);
     const uint32_t head_crc = dtrain__masked_crc(head, sizeof length);
     memcpy(head + sizeof length, &head_crc, sizeof head_crc);
-    dtrain__text_append(&t->record, &crc, sizeof crc);
-    if (t->record.failed) return DTRAIN_ERROR_MEMORY;
+    dtrain__text_append(t->record, &crc, sizeof crc);
     if (t->file.torn)
         return dtrain_fail(DTRAIN_ERROR_FILE, "%s ends in a broken record that cannot be removed",
                            t->path);
-    return dtrain__records_append(&t->file, t->record.at, t->record.bytes);
+    return dtrain__records_append(&t->file, t->record);
 }
 
 static void dtrain__value_scalar(dtrain__tensorboard *t, const dtrain_metric *metric, double value)
@@ -32469,7 +32434,7 @@ static dtrain_result dtrain__event_open(dtrain__tensorboard *t, const char *dire
     char host[65] = "host";
     (void)gethostname(host, sizeof host - 1);
     t->path_bytes = strlen(directory) + 160;
-    t->path = (char *)dtrain__alloc(t->record.allocator, t->path_bytes, 1, "a path");
+    t->path = (char *)dtrain__alloc(t->record->allocator, t->path_bytes, 1, "a path");
     if (!t->path) return DTRAIN_ERROR_MEMORY;
     snprintf(t->path, t->path_bytes, "%s", directory);
     DTRAIN__TRY(dtrain__make_directories(t->path));
@@ -32488,10 +32453,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_open(void *user, const dtrain_
     dtrain__tensorboard *t = &((dtrain_metrics *)user)->tensorboard;
     const double now = (double)time(NULL);
     (void)sample;
-    t->record.allocator = &((dtrain_metrics *)user)->allocator;
+    t->record = &((dtrain_metrics *)user)->text;
     DTRAIN__TRY(dtrain__event_open(t, desc->tensorboard_dir));
     dtrain__event_begin(t, now, 0, DTRAIN__EVENT_VERSION);
-    dtrain__text_add(&t->record, "brain.Event:2"); /* no message, but a string: both are bytes */
+    dtrain__text_add(t->record, "brain.Event:2"); /* no message, but a string: both are bytes */
     DTRAIN__TRY(dtrain__event_end(t));
     dtrain__event_begin(t, now, desc->first_step, DTRAIN__EVENT_SESSION);
     dtrain__pb_integer(t, 1, 1); /* START */
@@ -32543,13 +32508,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_finish(void *user, const dtrai
     }
     const dtrain_result closed = dtrain__records_close(&t->file);
     return result == DTRAIN_OK ? closed : result;
-}
-
-DTRAIN__PRIVATE void dtrain__tensorboard_free(dtrain_metrics *metrics)
-{
-    dtrain__tensorboard *t = &metrics->tensorboard;
-    dtrain__free(&metrics->allocator, t->path, t->path_bytes, 1);
-    if (t->record.allocator) dtrain__text_free(&t->record);
 }
 
 /* ================================================================================================

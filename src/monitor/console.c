@@ -16,36 +16,37 @@
 #include "core/result.h"
 #include "world/world.h"
 #include "train/trainer.h"
+#include "state/json_internal.h"
 #include "monitor/metrics.h"
 #include "monitor/monitor_internal.h"
 
 #include <sys/ioctl.h> /* TIOCGWINSZ: the width of the terminal */
 
-#define DTRAIN__LINE_ROOM 512
+#define DTRAIN__CONSOLE_WORD 32 /* bytes of a word of a line, its 0 included */
 
-/* Add "950", "41.2k", "1.30M". */
-static void dtrain__line_rate(dtrain__line *text, double value)
+/* Write "950", "41.2k", "1.30M". */
+static const char *dtrain__console_rate(double value, char *word)
 {
-    if (value < 1e3) dtrain__line_add(text, "%.0f", value);
-    else if (value < 1e6) dtrain__line_add(text, "%.1fk", value * 1e-3);
-    else if (value < 1e9) dtrain__line_add(text, "%.2fM", value * 1e-6);
-    else dtrain__line_add(text, "%.2fG", value * 1e-9);
+    const int power = value < 1e3 ? 0 : value < 1e6 ? 1 : value < 1e9 ? 2 : 3;
+    static const char *const formats[] = {"%.0f", "%.1fk", "%.2fM", "%.2fG"};
+    static const double units[] = {1, 1e-3, 1e-6, 1e-9};
+    snprintf(word, DTRAIN__CONSOLE_WORD, formats[power], value * units[power]);
+    return word;
 }
 
-/* Add the time until total_steps at the pace so far: "0:12", "1:02:03", "-" when unknown. */
-static void dtrain__line_time_left(dtrain__line *text, const dtrain_metrics *metrics)
+/* Write the time until total_steps at the pace so far: "0:12", "1:02:03", "-" when unknown. */
+static const char *dtrain__console_time_left(const dtrain_metrics *metrics, char *word)
 {
     const int64_t steps = metrics->desc.total_steps - metrics->last.step;
     const double seconds =
         metrics->summary.seconds / (double)metrics->summary.steps * (double)steps;
-    if (steps < 0 || metrics->desc.total_steps <= 0 || !(seconds <= 1e9)) {
-        dtrain__line_add(text, "-");
-        return;
-    }
-    const long long whole = (long long)(seconds + 0.5);
-    if (whole >= 3600) dtrain__line_add(text, "%lld:", whole / 3600);
-    dtrain__line_add(text, whole >= 3600 ? "%02lld:%02lld" : "%lld:%02lld", whole / 60 % 60,
-                     whole % 60);
+    if (steps < 0 || metrics->desc.total_steps <= 0 || !(seconds <= 1e9)) return "-";
+    const long long whole = (long long)(seconds + 0.5), minutes = whole / 60 % 60;
+    if (whole < 3600) snprintf(word, DTRAIN__CONSOLE_WORD, "%lld:%02lld", minutes, whole % 60);
+    else
+        snprintf(word, DTRAIN__CONSOLE_WORD, "%lld:%02lld:%02lld", whole / 3600, minutes,
+                 whole % 60);
+    return word;
 }
 
 static dtrain_result dtrain__console_write(dtrain__console *console, const char *format, ...)
@@ -72,11 +73,11 @@ static dtrain_result dtrain__console_draw(dtrain_metrics *metrics)
     const dtrain_step_record *r = &metrics->last;
     const int64_t done = r->step, total = metrics->desc.total_steps;
     dtrain__console *console = &metrics->console;
-    char bytes[DTRAIN__LINE_ROOM];
-    dtrain__line line = {bytes, 0, sizeof bytes};
+    char rate[DTRAIN__CONSOLE_WORD], left[DTRAIN__CONSOLE_WORD];
+    dtrain__text *line = dtrain__record_begin(metrics);
     size_t bar_at = 0, bar_end = 0;
     struct winsize size;
-    dtrain__line_add(&line, "step %lld", (long long)done);
+    dtrain__text_add(line, "step %lld", (long long)done);
     if (total > 0) {
         char bar[] = "[          ]";
         const int64_t width = (int64_t)sizeof bar - 3;
@@ -84,28 +85,26 @@ static dtrain_result dtrain__console_draw(dtrain_metrics *metrics)
             done < total ? (int64_t)((double)done / (double)total * (double)width) : width;
         memset(bar + 1, '=', (size_t)filled);
         if (filled < width) bar[1 + filled] = '>';
-        dtrain__line_add(&line, "/%lld ", (long long)total);
-        bar_at = line.used;
-        dtrain__line_add(&line, "%s", bar);
-        bar_end = line.used;
+        dtrain__text_add(line, "/%lld ", (long long)total);
+        bar_at = line->bytes;
+        dtrain__text_add(line, "%s", bar);
+        bar_end = line->bytes;
     }
-    dtrain__line_add(&line, " loss %.4f  |g| %.3g  lr %.1e  ", r->loss, r->grad_norm, r->lr);
-    dtrain__line_rate(&line, r->tokens_per_second);
-    dtrain__line_add(&line, " tok/s  %.1f ms", r->step_ms);
-    if (total > 0) {
-        dtrain__line_add(&line, "  eta ");
-        dtrain__line_time_left(&line, metrics);
-    }
+    dtrain__text_add(line, " loss %.4f  |g| %.3g  lr %.1e  %s tok/s  %.1f ms", r->loss,
+                     r->grad_norm, r->lr, dtrain__console_rate(r->tokens_per_second, rate),
+                     r->step_ms);
+    if (total > 0) dtrain__text_add(line, "  eta %s", dtrain__console_time_left(metrics, left));
     if (dtrain_comm_size(metrics->comm) > 1)
-        dtrain__line_add(&line, "  comm %.1f ms (%.1f exposed)", r->comm_ms, r->exposed_comm_ms);
-    if (r->data_ms > 0.01 * r->step_ms) dtrain__line_add(&line, "  data %.1f ms", r->data_ms);
+        dtrain__text_add(line, "  comm %.1f ms (%.1f exposed)", r->comm_ms, r->exposed_comm_ms);
+    if (r->data_ms > 0.01 * r->step_ms) dtrain__text_add(line, "  data %.1f ms", r->data_ms);
+    if (line->failed) return DTRAIN_ERROR_MEMORY;
     if (ioctl(fileno(console->file), TIOCGWINSZ, &size) == 0 && size.ws_col > 1)
-        line.used = (size_t)dtrain__min((int64_t)line.used, size.ws_col - 1);
-    if (!console->color || bar_end > line.used) bar_at = bar_end = 0;
-    return dtrain__console_write(console, "\r%.*s%s%.*s%s%.*s\033[K", (int)bar_at, line.text,
+        line->bytes = (size_t)dtrain__min((int64_t)line->bytes, size.ws_col - 1);
+    if (!console->color || bar_end > line->bytes) bar_at = bar_end = 0;
+    return dtrain__console_write(console, "\r%.*s%s%.*s%s%.*s\033[K", (int)bar_at, line->at,
                                  bar_end ? "\033[32m" : "", (int)(bar_end - bar_at),
-                                 line.text + bar_at, bar_end ? "\033[0m" : "",
-                                 (int)(line.used - bar_end), line.text + bar_end);
+                                 line->at + bar_at, bar_end ? "\033[0m" : "",
+                                 (int)(line->bytes - bar_end), line->at + bar_end);
 }
 
 /* Show the step on a terminal. An evaluation is a line that stays, with the live line below it. */
@@ -131,16 +130,12 @@ static dtrain_result dtrain__console_table(dtrain_metrics *metrics)
     const dtrain_step_record *r = &metrics->last;
     const int64_t done = r->step;
     const bool first = metrics->summary.steps == 1, evaluated = dtrain__finite(r->val_loss);
-    char words[3][64];
-    dtrain__line rate = {words[0], 0, sizeof words[0]}, left = {words[1], 0, sizeof words[1]},
-                 val = {words[2], 0, sizeof words[2]};
+    char rate[DTRAIN__CONSOLE_WORD], left[DTRAIN__CONSOLE_WORD], val[DTRAIN__CONSOLE_WORD] = "-";
     dtrain_result result = DTRAIN_OK;
     if (!first && !evaluated && done % metrics->desc.progress_every != 0 &&
         done != metrics->desc.total_steps)
         return DTRAIN_OK;
-    dtrain__line_rate(&rate, r->tokens_per_second);
-    dtrain__line_time_left(&left, metrics);
-    if (evaluated) dtrain__line_add(&val, "%.4f", r->val_loss);
+    if (evaluated) snprintf(val, sizeof val, "%.4f", r->val_loss);
     if (first)
         result = dtrain__console_write(&metrics->console,
                                        "%8s %9s %9s %9s %9s %8s %9s %8s %8s %8s %8s\n", "step",
@@ -148,8 +143,9 @@ static dtrain_result dtrain__console_table(dtrain_metrics *metrics)
                                        "comm_ms", "exposed", "data_ms", "eta");
     const dtrain_result row = dtrain__console_write(
         &metrics->console, "%8lld %9.4f %9s %9.3g %9.2e %8s %9.2f %8.2f %8.2f %8.3f %8s\n",
-        (long long)done, r->loss, evaluated ? val.text : "-", r->grad_norm, r->lr, rate.text,
-        r->step_ms, r->comm_ms, r->exposed_comm_ms, r->data_ms, left.text);
+        (long long)done, r->loss, val, r->grad_norm, r->lr,
+        dtrain__console_rate(r->tokens_per_second, rate), r->step_ms, r->comm_ms,
+        r->exposed_comm_ms, r->data_ms, dtrain__console_time_left(metrics, left));
     return result == DTRAIN_OK ? row : result;
 }
 

@@ -9,40 +9,40 @@
 #include "core/core_internal.h"
 #include "core/dtype.h"
 #include "core/result.h"
+#include "state/json_internal.h"
 #include "monitor/monitor_internal.h"
 
-DTRAIN__PRIVATE void dtrain__line_add(dtrain__line *text, const char *format, ...)
+/* Begin a record in the text that all writers share. */
+DTRAIN__PRIVATE dtrain__text *dtrain__record_begin(dtrain_metrics *metrics)
 {
-    va_list args;
-    va_start(args, format);
-    const size_t room = text->room - text->used;
-    const int length = vsnprintf(text->text + text->used, room, format, args);
-    va_end(args);
-    if (length < 0) return;
-    text->used += (size_t)dtrain__min(length, (int64_t)room - 1);
+    metrics->text.bytes = 0;
+    metrics->text.failed = false;
+    return &metrics->text;
 }
 
 /* Add a number with nine digits, which give an fp32 back exactly, or an integer whole; or the
  * format's word for NaN, for infinity or for minus infinity. The decimal point of the host's locale,
  * of several bytes even, becomes a point. */
-DTRAIN__PRIVATE void dtrain__line_number(dtrain__line *text, double value, uint32_t flags,
+DTRAIN__PRIVATE void dtrain__text_number(dtrain__text *text, double value, uint32_t flags,
                                          const char *nan, const char *inf, const char *minus_inf)
 {
+    char number[64];
+    size_t bytes = 0;
+    bool other = false;
     if (!dtrain__finite(value)) {
-        dtrain__line_add(text, "%s", value > 0 ? inf : value < 0 ? minus_inf : nan);
+        dtrain__text_add(text, "%s", value > 0 ? inf : value < 0 ? minus_inf : nan);
         return;
     }
-    char number[64];
-    bool other = false;
     const char *format = !(flags & DTRAIN_METRIC_INTEGER) ? "%.9g"
                          : fabs(value) < 1e18             ? "%.0f"
                                                           : "%.17g";
     snprintf(number, sizeof number, format, value);
     for (const char *at = number; *at; at++) {
         const bool usual = (*at >= '0' && *at <= '9') || strchr("+-e", *at);
-        if (usual || !other) dtrain__line_add(text, "%c", usual ? *at : '.');
+        if (usual || !other) number[bytes++] = usual ? *at : '.';
         other = !usual;
     }
+    dtrain__text_append(text, number, bytes);
 }
 
 /* Leave the error of a file: what could not be done, and why by errno. */
@@ -142,18 +142,19 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const 
 }
 
 /* Append a record. After a failure nothing of it is left, or the file is torn. */
-DTRAIN__PRIVATE dtrain_result dtrain__records_append(dtrain__records *file, const void *data,
-                                                     size_t bytes)
+DTRAIN__PRIVATE dtrain_result dtrain__records_append(dtrain__records *file,
+                                                     const dtrain__text *record)
 {
     size_t written = 0;
+    if (record->failed) return DTRAIN_ERROR_MEMORY;
     if (file->fd < 0) return dtrain_fail(DTRAIN_ERROR_FILE, "%s is not open", file->path);
     if (file->torn) {
         DTRAIN__TRY(dtrain__write_all(file->fd, file->path, "\n", 1));
         if (file->size >= 0) file->size++;
         file->torn = false;
     }
-    if (dtrain__write_some(file->fd, data, bytes, &written)) {
-        if (file->size >= 0) file->size += (int64_t)bytes;
+    if (dtrain__write_some(file->fd, record->at, record->bytes, &written)) {
+        if (file->size >= 0) file->size += (int64_t)record->bytes;
         return DTRAIN_OK;
     }
     const dtrain_result failed = dtrain__file_fail(file->path, "written");

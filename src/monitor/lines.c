@@ -13,27 +13,28 @@
 #include "core/dtype.h"
 #include "core/result.h"
 #include "world/world.h"
+#include "state/json_internal.h"
 #include "monitor/metrics.h"
 #include "monitor/monitor_internal.h"
 
 /* ---- JSON -------------------------------------------------------------------------------------*/
 
 /* Add `, "key": value`. */
-static void dtrain__json_add(dtrain__line *text, const char *key, double value, uint32_t flags)
+static void dtrain__json_add(dtrain__text *text, const char *key, double value, uint32_t flags)
 {
-    dtrain__line_add(text, ", \"%s\": ", key);
-    dtrain__line_number(text, value, flags, "null", "null", "null");
+    dtrain__text_add(text, ", \"%s\": ", key);
+    dtrain__text_number(text, value, flags, "null", "null", "null");
 }
 
 /* Add the metrics of which DTRAIN_METRIC_FIXED is set, or not. */
-static void dtrain__json_add_known(dtrain__line *text, const dtrain_metrics_sample *sample,
+static void dtrain__json_add_known(dtrain__text *text, const dtrain_metrics_sample *sample,
                                    uint32_t fixed)
 {
     for (size_t i = 0; i < sample->count; i++)
         if (sample->known[i] && (sample->metrics[i].flags & DTRAIN_METRIC_FIXED) == fixed)
             dtrain__json_add(text, sample->metrics[i].name, sample->values[i],
                              sample->metrics[i].flags);
-    dtrain__line_add(text, "}\n");
+    dtrain__text_add(text, "}\n");
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__jsonl_open(void *user, const dtrain_metrics_desc *desc,
@@ -46,36 +47,36 @@ DTRAIN__PRIVATE dtrain_result dtrain__jsonl_open(void *user, const dtrain_metric
 DTRAIN__PRIVATE dtrain_result dtrain__jsonl_step(void *user, const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
-    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
-    dtrain__line_add(&text, "{\"step\": %lld", (long long)sample->step);
-    dtrain__json_add_known(&text, sample, 0);
-    return dtrain__records_append(&metrics->jsonl, text.text, text.used);
+    dtrain__text *text = dtrain__record_begin(metrics);
+    dtrain__text_add(text, "{\"step\": %lld", (long long)sample->step);
+    dtrain__json_add_known(text, sample, 0);
+    return dtrain__records_append(&metrics->jsonl, text);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__jsonl_finish(void *user, const dtrain_summary *s)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     const uint32_t integer = DTRAIN_METRIC_INTEGER;
-    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
-    dtrain__line_add(&text, "{\"final\": true");
-    dtrain__json_add(&text, "step", s->steps ? (double)metrics->last.step : DTRAIN__NAN, integer);
-    dtrain__json_add(&text, "loss", s->last_loss, 0);
-    if (dtrain__finite(s->val_loss)) dtrain__json_add(&text, "val_loss", s->val_loss, 0);
-    dtrain__json_add(&text, "ranks", dtrain_comm_size(metrics->comm), integer);
-    dtrain__json_add(&text, "steps", (double)s->steps, integer);
-    dtrain__json_add(&text, "tokens", (double)s->tokens, integer);
-    dtrain__json_add(&text, "first_loss", s->first_loss, 0);
-    dtrain__json_add(&text, "last_loss", s->last_loss, 0);
-    dtrain__json_add(&text, "seconds", s->seconds, 0);
-    dtrain__json_add(&text, "tokens_per_second", s->tokens_per_second, 0);
-    dtrain__json_add(&text, "step_ms", s->step_ms, 0);
-    dtrain__json_add(&text, "comm_ms", s->comm_ms, 0);
-    dtrain__json_add(&text, "exposed_comm_ms", s->exposed_comm_ms, 0);
-    dtrain__json_add(&text, "data_ms", s->data_ms, 0);
-    dtrain__json_add(&text, "scaling", s->scaling, 0);
-    dtrain__json_add(&text, "comm_bytes", (double)s->comm_bytes, integer);
-    dtrain__json_add_known(&text, &metrics->sample, DTRAIN_METRIC_FIXED);
-    const dtrain_result result = dtrain__records_append(&metrics->jsonl, text.text, text.used);
+    dtrain__text *text = dtrain__record_begin(metrics);
+    dtrain__text_add(text, "{\"final\": true");
+    dtrain__json_add(text, "step", s->steps ? (double)metrics->last.step : DTRAIN__NAN, integer);
+    dtrain__json_add(text, "loss", s->last_loss, 0);
+    if (dtrain__finite(s->val_loss)) dtrain__json_add(text, "val_loss", s->val_loss, 0);
+    dtrain__json_add(text, "ranks", dtrain_comm_size(metrics->comm), integer);
+    dtrain__json_add(text, "steps", (double)s->steps, integer);
+    dtrain__json_add(text, "tokens", (double)s->tokens, integer);
+    dtrain__json_add(text, "first_loss", s->first_loss, 0);
+    dtrain__json_add(text, "last_loss", s->last_loss, 0);
+    dtrain__json_add(text, "seconds", s->seconds, 0);
+    dtrain__json_add(text, "tokens_per_second", s->tokens_per_second, 0);
+    dtrain__json_add(text, "step_ms", s->step_ms, 0);
+    dtrain__json_add(text, "comm_ms", s->comm_ms, 0);
+    dtrain__json_add(text, "exposed_comm_ms", s->exposed_comm_ms, 0);
+    dtrain__json_add(text, "data_ms", s->data_ms, 0);
+    dtrain__json_add(text, "scaling", s->scaling, 0);
+    dtrain__json_add(text, "comm_bytes", (double)s->comm_bytes, integer);
+    dtrain__json_add_known(text, &metrics->sample, DTRAIN_METRIC_FIXED);
+    const dtrain_result result = dtrain__records_append(&metrics->jsonl, text);
     const dtrain_result closed = dtrain__records_close(&metrics->jsonl);
     return result == DTRAIN_OK ? closed : result;
 }
@@ -83,14 +84,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__jsonl_finish(void *user, const dtrain_summ
 /* ---- CSV --------------------------------------------------------------------------------------*/
 
 /* Compare the first line of a file with the header. */
-static dtrain_result dtrain__csv_same(const char *path, const dtrain__line *header)
+static dtrain_result dtrain__csv_same(const char *path, const dtrain__text *header)
 {
-    char line[DTRAIN__LINE_SPACE];
+    char line[16384]; /* the header is shorter */
+    const size_t bytes = header->failed || header->bytes > sizeof line ? 0 : header->bytes;
     const int reader = dtrain__open(path, O_RDONLY);
-    const ssize_t got = reader < 0 ? -1 : pread(reader, line, header->used, 0);
+    const ssize_t got = reader < 0 ? -1 : pread(reader, line, bytes, 0);
     if (reader >= 0) close(reader);
-    if (got == (ssize_t)header->used && memcmp(line, header->text, header->used) == 0)
-        return DTRAIN_OK;
+    if (bytes && got == (ssize_t)bytes && memcmp(line, header->at, bytes) == 0) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_FILE,
                        "dtrain_metrics_create: the table %s has other columns than this run would "
                        "append (its first line differs, or cannot be read); use another file",
@@ -101,31 +102,31 @@ DTRAIN__PRIVATE dtrain_result dtrain__csv_open(void *user, const dtrain_metrics_
                                                const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
-    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
-    dtrain__line_add(&text, "step");
+    dtrain__text *text = dtrain__record_begin(metrics);
+    dtrain__text_add(text, "step");
     for (size_t i = 0; i < sample->count; i++)
         if (!(sample->metrics[i].flags & DTRAIN_METRIC_FIXED))
-            dtrain__line_add(&text, ",%s", sample->metrics[i].name);
-    dtrain__line_add(&text, "\r\n");
+            dtrain__text_add(text, ",%s", sample->metrics[i].name);
+    dtrain__text_add(text, "\r\n");
     DTRAIN__TRY(dtrain__records_open(&metrics->csv, desc->csv_path, desc->append));
-    if (desc->append && metrics->csv.size > 0) return dtrain__csv_same(desc->csv_path, &text);
-    return dtrain__records_append(&metrics->csv, text.text, text.used);
+    if (desc->append && metrics->csv.size > 0) return dtrain__csv_same(desc->csv_path, text);
+    return dtrain__records_append(&metrics->csv, text);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__csv_step(void *user, const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
-    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
-    dtrain__line_add(&text, "%lld", (long long)sample->step);
+    dtrain__text *text = dtrain__record_begin(metrics);
+    dtrain__text_add(text, "%lld", (long long)sample->step);
     for (size_t i = 0; i < sample->count; i++) {
         if (sample->metrics[i].flags & DTRAIN_METRIC_FIXED) continue;
-        dtrain__line_add(&text, ",");
+        dtrain__text_add(text, ",");
         if (sample->known[i])
-            dtrain__line_number(&text, sample->values[i], sample->metrics[i].flags, "nan", "inf",
+            dtrain__text_number(text, sample->values[i], sample->metrics[i].flags, "nan", "inf",
                                 "-inf");
     }
-    dtrain__line_add(&text, "\r\n");
-    return dtrain__records_append(&metrics->csv, text.text, text.used);
+    dtrain__text_add(text, "\r\n");
+    return dtrain__records_append(&metrics->csv, text);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__csv_finish(void *user, const dtrain_summary *summary)

@@ -17,6 +17,7 @@
 #include "world/world_internal.h"
 #include "train/trainer.h"
 #include "train/trainer_internal.h"
+#include "state/json_internal.h"
 #include "monitor/metrics.h"
 #include "monitor/monitor_internal.h"
 
@@ -175,6 +176,7 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
         (dtrain_metrics *)dtrain__alloc(&world->allocator, 1, sizeof *metrics, "metrics");
     if (!metrics) return DTRAIN_ERROR_MEMORY;
     metrics->allocator = world->allocator;
+    metrics->text.allocator = &metrics->allocator;
     metrics->world = world;
     metrics->comm = desc->trainer ? desc->trainer->groups.all : dtrain_world_comm(world);
     metrics->desc = *desc;
@@ -308,19 +310,18 @@ DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metri
 /* Say in one sentence what each sink has lost, if any has. */
 static dtrain_result dtrain__metrics_losses(dtrain_metrics *metrics)
 {
-    char lost[DTRAIN__ERROR_BYTES] = "";
-    dtrain__line text = {lost, 0, sizeof lost};
+    dtrain__text *text = dtrain__record_begin(metrics);
     for (size_t i = 0; i < metrics->sink_count; i++) {
         const dtrain_metrics_sink_info *info = &metrics->infos[i];
         if (info->lost)
-            dtrain__line_add(&text, "%s%llu of %llu records of %s", text.used ? "; " : "",
+            dtrain__text_add(text, "%s%llu of %llu records of %s", text->bytes ? "; " : "",
                              (unsigned long long)info->lost,
                              (unsigned long long)(info->lost + info->written),
                              info->path[0] ? info->path : info->name);
     }
-    if (!text.used) return DTRAIN_OK;
+    if (!text->bytes && !text->failed) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_metrics_finish: what could not be written: %s",
-                       lost);
+                       text->bytes ? text->at : "records");
 }
 
 /* End the stream; a second call does nothing. What was lost is an error here, because the training
@@ -359,8 +360,9 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
     (void)dtrain__records_close(&metrics->tensorboard.file);
     dtrain__nvml_close(metrics);
     dtrain__histograms_destroy(metrics);
-    dtrain__prometheus_free(metrics);
-    dtrain__tensorboard_free(metrics);
+    dtrain__text_free(&metrics->text);
+    dtrain__free(&allocator, metrics->prometheus.next, metrics->prometheus.next_bytes, 1);
+    dtrain__free(&allocator, metrics->tensorboard.path, metrics->tensorboard.path_bytes, 1);
     dtrain__free(&allocator, metrics->texts, metrics->texts_bytes, 1);
     dtrain__free(&allocator, metrics->sinks, metrics->sink_room, sizeof *metrics->sinks);
     dtrain__free(&allocator, metrics->infos, metrics->sink_room, sizeof *metrics->infos);

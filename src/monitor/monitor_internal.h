@@ -178,14 +178,6 @@ static inline bool dtrain__finite(double value)
 
 /* ---- Text and files ---------------------------------------------------------------------------*/
 
-/* Text of a fixed room, which is larger than any line here: what did not fit would be cut. */
-typedef struct dtrain__line {
-    char *text;
-    size_t used, room;
-} dtrain__line;
-
-#define DTRAIN__LINE_SPACE 16384 /* all metrics of a step, as JSON or CSV: 5 KB */
-
 /* A file that records are appended to: the whole of a record, or nothing of it if the file can be
  * cut. */
 typedef struct dtrain__records {
@@ -215,17 +207,14 @@ typedef struct dtrain__prometheus {
     double wall_time;                        /* of the last step */
     char *next;                              /* (next_bytes) path of the next version */
     size_t next_bytes;
-    int fd; /* the next version, while it is written */
-    dtrain_result result;
-    dtrain__line text;
 } dtrain__prometheus;
 
 typedef struct dtrain__tensorboard {
     dtrain__records file;
     char *path; /* of the file; owned */
     size_t path_bytes;
-    dtrain__text record; /* under way */
-    size_t open[8];      /* (depth) offsets in it where its open messages begin */
+    dtrain__text *record; /* under way: metrics->text */
+    size_t open[8];       /* (depth) offsets in it where its open messages begin */
     int depth;
 } dtrain__tensorboard;
 
@@ -263,7 +252,7 @@ struct dtrain_metrics {
     size_t opened; /* the first of them, which are to be finished */
     bool busy;     /* a sink is being called: it must not call back */
     bool finished;
-    char scratch[DTRAIN__LINE_SPACE]; /* for the text of one sink at a time */
+    dtrain__text text; /* the record that a writer is making */
 
     dtrain__console console;
     dtrain__records jsonl, csv;
@@ -291,9 +280,8 @@ DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics,
 DTRAIN__PRIVATE double dtrain__rank_value(const dtrain_metrics *metrics, int id, int rank);
 
 /* monitor/file.c */
-DTRAIN__PRIVATE DTRAIN__PRINTF(2, 3) void dtrain__line_add(dtrain__line *text, const char *format,
-                                                           ...);
-DTRAIN__PRIVATE void dtrain__line_number(dtrain__line *text, double value, uint32_t flags,
+DTRAIN__PRIVATE dtrain__text *dtrain__record_begin(dtrain_metrics *metrics);
+DTRAIN__PRIVATE void dtrain__text_number(dtrain__text *text, double value, uint32_t flags,
                                          const char *nan, const char *inf, const char *minus_inf);
 DTRAIN__PRIVATE dtrain_result dtrain__file_fail(const char *path, const char *done);
 DTRAIN__PRIVATE void dtrain__quiet_begin(dtrain__quiet *quiet);
@@ -302,8 +290,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__write_all(int fd, const char *path, const 
                                                 size_t bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const char *path,
                                                    bool append);
-DTRAIN__PRIVATE dtrain_result dtrain__records_append(dtrain__records *file, const void *data,
-                                                     size_t bytes);
+DTRAIN__PRIVATE dtrain_result dtrain__records_append(dtrain__records *file,
+                                                     const dtrain__text *record);
 DTRAIN__PRIVATE dtrain_result dtrain__records_close(dtrain__records *file);
 
 /* The functions of a writer's sink, whose user is the dtrain_metrics. */
@@ -320,8 +308,6 @@ DTRAIN__WRITER(prometheus);
 DTRAIN__WRITER(tensorboard);
 DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_histogram(void *user,
                                                             const dtrain_histogram *histogram);
-DTRAIN__PRIVATE void dtrain__prometheus_free(dtrain_metrics *metrics);
-DTRAIN__PRIVATE void dtrain__tensorboard_free(dtrain_metrics *metrics);
 
 /* monitor/metrics.c */
 DTRAIN__PRIVATE void dtrain__sinks_histogram(dtrain_metrics *metrics,

@@ -21,6 +21,7 @@
 #include "core/result.h"
 #include "world/world.h"
 #include "comm/comm_internal.h"
+#include "state/json_internal.h"
 #include "monitor/metrics.h"
 #include "monitor/monitor_internal.h"
 
@@ -31,33 +32,24 @@ typedef struct dtrain__metric_family {
     bool counter, begun;
 } dtrain__metric_family;
 
-/* Write the text so far to the next version. */
-static void dtrain__prometheus_flush(dtrain__prometheus *p)
-{
-    if (p->result == DTRAIN_OK)
-        p->result = dtrain__write_all(p->fd, p->next, p->text.text, p->text.used);
-    p->text.used = 0;
-}
-
 /* Add a sample, with labels besides that of the run, whose name is escaped. */
-static void dtrain__prometheus_add(dtrain_metrics *metrics, dtrain__metric_family *f, const char *labels,
-                                   double value)
+static void dtrain__prometheus_add(dtrain_metrics *metrics, dtrain__metric_family *f,
+                                   const char *labels, double value)
 {
-    dtrain__prometheus *p = &metrics->prometheus;
+    dtrain__text *text = &metrics->text;
     const bool whole = value == floor(value) && fabs(value) < 9e15;
     if (!f->begun)
-        dtrain__line_add(&p->text, "# HELP dtrain_%s%s %s%s\n# TYPE dtrain_%s%s %s\n", f->prefix,
+        dtrain__text_add(text, "# HELP dtrain_%s%s %s%s\n# TYPE dtrain_%s%s %s\n", f->prefix,
                          f->name, f->help, f->more, f->prefix, f->name,
                          f->counter ? "counter" : "gauge");
     f->begun = true;
-    dtrain__line_add(&p->text, "dtrain_%s%s{run=\"", f->prefix, f->name);
+    dtrain__text_add(text, "dtrain_%s%s{run=\"", f->prefix, f->name);
     for (const char *at = metrics->desc.run_name; *at; at++)
-        if (*at == '\n') dtrain__line_add(&p->text, "\\n");
-        else dtrain__line_add(&p->text, *at == '\\' || *at == '"' ? "\\%c" : "%c", *at);
-    dtrain__line_add(&p->text, "\"%s} ", labels);
-    dtrain__line_number(&p->text, value, whole ? DTRAIN_METRIC_INTEGER : 0, "NaN", "+Inf", "-Inf");
-    dtrain__line_add(&p->text, "\n");
-    if (p->text.used > sizeof metrics->scratch / 2) dtrain__prometheus_flush(p);
+        if (*at == '\n') dtrain__text_add(text, "\\n");
+        else dtrain__text_add(text, *at == '\\' || *at == '"' ? "\\%c" : "%c", *at);
+    dtrain__text_add(text, "\"%s} ", labels);
+    dtrain__text_number(text, value, whole ? DTRAIN_METRIC_INTEGER : 0, "NaN", "+Inf", "-Inf");
+    dtrain__text_add(text, "\n");
 }
 
 /* Write one number of the whole run. */
@@ -72,7 +64,8 @@ static void dtrain__prometheus_one(dtrain_metrics *metrics, const char *name, co
 static void dtrain__prometheus_ranks(dtrain_metrics *metrics, int id)
 {
     const dtrain_metric *row = &dtrain__metric_table()[id];
-    dtrain__metric_family family = {"rank_", row->base, row->help, " Here: of each rank.", false, false};
+    dtrain__metric_family family = {"rank_", row->base, row->help, " Here: of each rank.",
+                                    false,   false};
     for (int r = 0; metrics->known[id] && r < metrics->last.ranks; r++) {
         const double value = dtrain__rank_value(metrics, id, r);
         char label[32];
@@ -122,7 +115,6 @@ static void dtrain__prometheus_version(dtrain_metrics *metrics, bool finished)
         if (table[id].flags & DTRAIN_METRIC_RANKS) dtrain__prometheus_ranks(metrics, id);
     }
     dtrain__prometheus_kinds(metrics);
-    dtrain__prometheus_flush(p);
 }
 
 /* Replace the file; after a failure the version before is still there. */
@@ -130,17 +122,17 @@ static dtrain_result dtrain__prometheus_replace(dtrain_metrics *metrics, bool fi
 {
     dtrain__prometheus *p = &metrics->prometheus;
     const char *path = metrics->desc.prometheus_path;
-    const dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
-    p->text = text;
-    p->result = DTRAIN_OK;
-    p->fd = dtrain__open(p->next, O_WRONLY | O_CREAT | O_TRUNC | O_NOCTTY | O_NONBLOCK);
-    if (p->fd < 0) return dtrain__file_fail(p->next, "opened");
+    const dtrain__text *text = dtrain__record_begin(metrics);
     dtrain__prometheus_version(metrics, finished);
-    const bool closed = close(p->fd) == 0 || errno == EINTR;
-    if (p->result == DTRAIN_OK && (!closed || rename(p->next, path) != 0))
-        p->result = dtrain__file_fail(path, "replaced");
-    if (p->result != DTRAIN_OK) unlink(p->next);
-    return p->result;
+    if (text->failed) return DTRAIN_ERROR_MEMORY;
+    const int file = dtrain__open(p->next, O_WRONLY | O_CREAT | O_TRUNC | O_NOCTTY | O_NONBLOCK);
+    if (file < 0) return dtrain__file_fail(p->next, "opened");
+    dtrain_result result = dtrain__write_all(file, p->next, text->at, text->bytes);
+    const bool closed = close(file) == 0 || errno == EINTR;
+    if (result == DTRAIN_OK && (!closed || rename(p->next, path) != 0))
+        result = dtrain__file_fail(path, "replaced");
+    if (result != DTRAIN_OK) unlink(p->next);
+    return result;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__prometheus_open(void *user, const dtrain_metrics_desc *desc,
@@ -182,11 +174,4 @@ DTRAIN__PRIVATE dtrain_result dtrain__prometheus_finish(void *user, const dtrain
 {
     (void)summary;
     return dtrain__prometheus_replace((dtrain_metrics *)user, true);
-}
-
-DTRAIN__PRIVATE void dtrain__prometheus_free(dtrain_metrics *metrics)
-{
-    dtrain__prometheus *p = &metrics->prometheus;
-    dtrain__free(&metrics->allocator, p->next, p->next_bytes, 1);
-    p->next = NULL;
 }

@@ -40,7 +40,7 @@ static void dtrain__pb_varint(dtrain__tensorboard *t, uint64_t value)
     size_t n = 0;
     for (; value >= 128; value >>= 7) text[n++] = (unsigned char)(value | 128);
     text[n++] = (unsigned char)value;
-    dtrain__text_append(&t->record, text, n);
+    dtrain__text_append(t->record, text, n);
 }
 
 static void dtrain__pb_integer(dtrain__tensorboard *t, uint32_t field, int64_t value)
@@ -52,7 +52,7 @@ static void dtrain__pb_integer(dtrain__tensorboard *t, uint32_t field, int64_t v
 static void dtrain__pb_double(dtrain__tensorboard *t, uint32_t field, double value)
 {
     dtrain__pb_varint(t, field << 3 | DTRAIN__PB_64);
-    dtrain__text_append(&t->record, &value, sizeof value);
+    dtrain__text_append(t->record, &value, sizeof value);
 }
 
 static void dtrain__pb_float(dtrain__tensorboard *t, uint32_t field, double value)
@@ -62,7 +62,7 @@ static void dtrain__pb_float(dtrain__tensorboard *t, uint32_t field, double valu
                           : value < -(double)FLT_MAX ? -most
                                                      : (float)value;
     dtrain__pb_varint(t, field << 3 | DTRAIN__PB_32);
-    dtrain__text_append(&t->record, &rounded, sizeof rounded);
+    dtrain__text_append(t->record, &rounded, sizeof rounded);
 }
 
 /* Add a string, or an array of doubles. */
@@ -70,7 +70,7 @@ static void dtrain__pb_bytes(dtrain__tensorboard *t, uint32_t field, const void 
 {
     dtrain__pb_varint(t, field << 3 | DTRAIN__PB_BYTES);
     dtrain__pb_varint(t, bytes);
-    dtrain__text_append(&t->record, data, bytes);
+    dtrain__text_append(t->record, data, bytes);
 }
 
 static void dtrain__pb_text(dtrain__tensorboard *t, uint32_t field, const char *text)
@@ -83,8 +83,8 @@ static void dtrain__pb_begin(dtrain__tensorboard *t, uint32_t field)
 {
     const char zeros[DTRAIN__PB_LENGTH] = {0};
     dtrain__pb_varint(t, field << 3 | DTRAIN__PB_BYTES);
-    dtrain__text_append(&t->record, zeros, sizeof zeros);
-    t->open[t->depth++] = t->record.bytes;
+    dtrain__text_append(t->record, zeros, sizeof zeros);
+    t->open[t->depth++] = t->record->bytes;
 }
 
 /* End the innermost messages, `count` of them, and fill in their lengths. */
@@ -92,9 +92,9 @@ static void dtrain__pb_end(dtrain__tensorboard *t, int count)
 {
     for (; count > 0; count--) {
         const size_t begin = t->open[--t->depth];
-        if (t->record.failed) continue;
-        uint64_t length = t->record.bytes - begin;
-        unsigned char *at = (unsigned char *)t->record.at + begin - DTRAIN__PB_LENGTH;
+        if (t->record->failed) continue;
+        uint64_t length = t->record->bytes - begin;
+        unsigned char *at = (unsigned char *)t->record->at + begin - DTRAIN__PB_LENGTH;
         for (int i = 0; i < DTRAIN__PB_LENGTH; i++, length >>= 7)
             at[i] = (unsigned char)((length & 127) | (i + 1 < DTRAIN__PB_LENGTH ? 128 : 0));
     }
@@ -119,9 +119,9 @@ static void dtrain__event_begin(dtrain__tensorboard *t, double wall_time, int64_
 {
     const char zeros[DTRAIN__RECORD_HEAD] = {0};
     t->depth = 0;
-    t->record.bytes = 0;
-    t->record.failed = false;
-    dtrain__text_append(&t->record, zeros, sizeof zeros);
+    t->record->bytes = 0;
+    t->record->failed = false;
+    dtrain__text_append(t->record, zeros, sizeof zeros);
     dtrain__pb_double(t, 1, wall_time);
     dtrain__pb_integer(t, 2, step);
     dtrain__pb_begin(t, message);
@@ -131,19 +131,18 @@ static void dtrain__event_begin(dtrain__tensorboard *t, double wall_time, int64_
 static dtrain_result dtrain__event_end(dtrain__tensorboard *t)
 {
     dtrain__pb_end(t, t->depth);
-    if (t->record.failed) return DTRAIN_ERROR_MEMORY;
-    char *head = t->record.at;
-    const uint64_t length = t->record.bytes - DTRAIN__RECORD_HEAD;
+    if (t->record->failed) return DTRAIN_ERROR_MEMORY;
+    char *head = t->record->at;
+    const uint64_t length = t->record->bytes - DTRAIN__RECORD_HEAD;
     const uint32_t crc = dtrain__masked_crc(head + DTRAIN__RECORD_HEAD, (size_t)length);
     memcpy(head, &length, sizeof length);
     const uint32_t head_crc = dtrain__masked_crc(head, sizeof length);
     memcpy(head + sizeof length, &head_crc, sizeof head_crc);
-    dtrain__text_append(&t->record, &crc, sizeof crc);
-    if (t->record.failed) return DTRAIN_ERROR_MEMORY;
+    dtrain__text_append(t->record, &crc, sizeof crc);
     if (t->file.torn)
         return dtrain_fail(DTRAIN_ERROR_FILE, "%s ends in a broken record that cannot be removed",
                            t->path);
-    return dtrain__records_append(&t->file, t->record.at, t->record.bytes);
+    return dtrain__records_append(&t->file, t->record);
 }
 
 static void dtrain__value_scalar(dtrain__tensorboard *t, const dtrain_metric *metric, double value)
@@ -346,7 +345,7 @@ static dtrain_result dtrain__event_open(dtrain__tensorboard *t, const char *dire
     char host[65] = "host";
     (void)gethostname(host, sizeof host - 1);
     t->path_bytes = strlen(directory) + 160;
-    t->path = (char *)dtrain__alloc(t->record.allocator, t->path_bytes, 1, "a path");
+    t->path = (char *)dtrain__alloc(t->record->allocator, t->path_bytes, 1, "a path");
     if (!t->path) return DTRAIN_ERROR_MEMORY;
     snprintf(t->path, t->path_bytes, "%s", directory);
     DTRAIN__TRY(dtrain__make_directories(t->path));
@@ -365,10 +364,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_open(void *user, const dtrain_
     dtrain__tensorboard *t = &((dtrain_metrics *)user)->tensorboard;
     const double now = (double)time(NULL);
     (void)sample;
-    t->record.allocator = &((dtrain_metrics *)user)->allocator;
+    t->record = &((dtrain_metrics *)user)->text;
     DTRAIN__TRY(dtrain__event_open(t, desc->tensorboard_dir));
     dtrain__event_begin(t, now, 0, DTRAIN__EVENT_VERSION);
-    dtrain__text_add(&t->record, "brain.Event:2"); /* no message, but a string: both are bytes */
+    dtrain__text_add(t->record, "brain.Event:2"); /* no message, but a string: both are bytes */
     DTRAIN__TRY(dtrain__event_end(t));
     dtrain__event_begin(t, now, desc->first_step, DTRAIN__EVENT_SESSION);
     dtrain__pb_integer(t, 1, 1); /* START */
@@ -420,11 +419,4 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_finish(void *user, const dtrai
     }
     const dtrain_result closed = dtrain__records_close(&t->file);
     return result == DTRAIN_OK ? closed : result;
-}
-
-DTRAIN__PRIVATE void dtrain__tensorboard_free(dtrain_metrics *metrics)
-{
-    dtrain__tensorboard *t = &metrics->tensorboard;
-    dtrain__free(&metrics->allocator, t->path, t->path_bytes, 1);
-    if (t->record.allocator) dtrain__text_free(&t->record);
 }
