@@ -2144,7 +2144,7 @@ DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule
 
 typedef struct dtrain_dataset dtrain_dataset;
 
-/* What the files of a dataset are. Their items are tokens, or samples: an image and its label. */
+/* The format of a dataset's files. Their items are tokens, or samples: an image and its label. */
 typedef enum dtrain_data_format {
     /* By magic BIN, otherwise BYTES, but not of what is no text under a larger vocabulary, or
      * another file of llm.c */
@@ -2210,8 +2210,8 @@ typedef struct dtrain_sample {
  * time. */
 typedef dtrain_result (*dtrain_transform_fn)(void *user, const dtrain_sample *sample, void *output);
 
-/* A loader deals samples out, in the order of torch.randperm(seed + epoch). Of tokens it cuts n =
- * item_count from first_item on into windows of sequence + 1: (n - 1) / sequence of them an epoch
+/* A loader deals samples out, in the order of torch.randperm(seed + epoch). It cuts tokens, n =
+ * item_count from first_item on, into windows of sequence + 1: (n - 1) / sequence of them an epoch
  * in order, or max(1, n / sequence - 1) shuffled ones, whose borders move from epoch to epoch. The
  * whole state is one number: samples handed out so far by all ranks together. Sample k is the same
  * for every world size and number of workers, so one seed and global batch see the same data. */
@@ -2237,12 +2237,12 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
                                               dtrain_loader **out);
 /* Free a loader, after the reads that its workers are in; NULL is ignored. */
 DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader);
-/* Read the next batch of this rank. Of tokens: inputs and targets (batch, sequence) as int32_t,
- * targets being inputs one token later. Of samples: inputs (batch, item_bytes or output_bytes) and
- * labels in targets (batch), which may be NULL. With workers that is a copy of what is there, or a
- * wait of at most the world's timeout. A worker's error comes with the batch it belongs to; a call
- * that failed can be repeated. A file that was changed or cut since it was opened is
- * DTRAIN_ERROR_FILE, which names it; one that was replaced or deleted is read on. */
+/* Read the next batch of this rank. A batch of tokens is inputs and targets (batch, sequence) as
+ * int32_t, targets being inputs one token later; one of samples is inputs (batch, item_bytes or
+ * output_bytes) and labels in targets (batch), which may be NULL. With workers the call copies what
+ * they have read, after a wait of at most the world's timeout. A worker's error comes with the
+ * batch it belongs to; a call that failed can be repeated. A file that was changed or cut since it
+ * was opened is DTRAIN_ERROR_FILE, which names it; one that was replaced or deleted is read on. */
 DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs, int32_t *targets);
 
 typedef struct dtrain_loader_info {
@@ -2281,7 +2281,7 @@ typedef dtrain_result (*dtrain_batch_fn)(void *user);
  * device, where nothing is computed. */
 typedef dtrain_tensor *(*dtrain_loss_fn)(dtrain_tape *tape, void *user);
 
-/* What becomes of a step whose gradients are not finite, on some rank, without loss scaling. */
+/* Choose what a step without loss scaling does when gradients of some rank are not finite. */
 typedef enum dtrain_nonfinite {
     DTRAIN_NONFINITE_STOP = 0, /* DTRAIN_ERROR_NUMERIC; a program may load a checkpoint and go on */
     DTRAIN_NONFINITE_SKIP = 1  /* all ranks skip it, with a warning for the first in a row; refused
@@ -2312,10 +2312,10 @@ typedef struct dtrain_trainer_desc {
     void *user;
 } dtrain_trainer_desc;
 
-/* What every rank measures in a step and tells all others. The parts of its time are those of spans
- * (world/timeline.h), which do not overlap: forward has no communication in it, and data + forward
- * + backward + exposed_comm + optimizer is the step without what the trainer itself takes. On a
- * GPU, where calls queue work, they say where the host was; a graph has only the step. */
+/* A figure that every rank measures in a step and sends to all others. The parts of its time are
+ * those of spans (world/timeline.h), which do not overlap: forward has no communication in it, and
+ * data + forward + backward + exposed_comm + optimizer is the step without what the trainer itself
+ * takes. On a GPU, where calls queue work, times are the host's; a graph has only the step. */
 typedef enum dtrain_figure {
     DTRAIN_FIGURE_STEP = 0,         /* seconds from the first batch to the end of the update */
     DTRAIN_FIGURE_DATA = 1,         /* in next_batch */
@@ -2336,7 +2336,7 @@ typedef enum dtrain_figure {
     /* Bytes that the rank sent: comm_bytes of its record, to 24 bits, as all figures. At
      * DTRAIN_FIGURE_COMM_BYTES + kind are those that went by that dtrain_collective_kind. */
     DTRAIN_FIGURE_COMM_BYTES = 13,
-    /* Of the rank's GPU, by NVML: see dtrain_metrics_desc. */
+    /* By NVML, of the rank's GPU: see dtrain_metrics_desc. */
     DTRAIN_FIGURE_GPU_UTILIZATION = 13 + DTRAIN_COLLECTIVE_KINDS, /* 0 to 1 */
     DTRAIN_FIGURE_GPU_MEMORY,      /* bytes in use, by all processes */
     DTRAIN_FIGURE_GPU_CLOCK,       /* Hz */
@@ -2418,8 +2418,8 @@ DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
 /* A search for the largest micro-batch whose step fits. */
 typedef struct dtrain_batch_search {
     uint32_t max_batch; /* 0 = 65536 */
-    /* Called with the desc's user and a batch: from here on the loss builds micro-batches of so many
-     * samples, with buffers of that size. */
+    /* Called with the desc's user and a batch: from here on the loss builds micro-batches of so
+     * many samples, with buffers of that size. */
     dtrain_result (*set_batch)(void *user, uint32_t batch);
     dtrain_param *params;
     size_t param_count;
@@ -2445,8 +2445,8 @@ typedef struct dtrain_batch_search {
  * them. For AUTO itself the kind that needs least counts, with all copies, and
  * dtrain_strategy_create then takes the first that leaves room for the batch. The prediction is
  * tried: every rank allocates and touches that much at the same time, and where one cannot, all try
- * an eighth less. Leaves set_batch called with search->batch, whose memory is predicted. Collective.
- * When not even one sample fits, DTRAIN_ERROR_MEMORY says how much is missing. */
+ * an eighth less. Leaves set_batch called with search->batch, whose memory is predicted.
+ * Collective. When not even one sample fits, DTRAIN_ERROR_MEMORY says how much is missing. */
 DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
                                              dtrain_batch_search *search, dtrain_memory *memory);
 
@@ -2991,7 +2991,7 @@ typedef struct dtrain_metrics_desc {
                                      collector, replaced at most once a second; NULL = none */
     const char *tensorboard_dir; /* one run: events.out.tfevents.* is made in it; NULL = none */
     uint32_t histogram_every;    /* steps between histograms of weights and gradients, for
-                                     TensorBoard and for sinks with histogram; needs trainer, and the
+                                     TensorBoard and sinks with histogram; needs trainer, and the
                                      same number on all ranks: dtrain_metrics_step is collective
                                      in these steps. 0 = never */
     uint32_t gpu_every_ms;       /* between two questions to NVML; 0 = 5000 */
@@ -3022,11 +3022,11 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
 DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
                                              const dtrain_step_record *record);
 
-/* What a sink has written and lost. */
+/* The records that a sink has written and lost. */
 typedef struct dtrain_metrics_sink_info {
     const char *name;       /* "json lines" */
     const char *path;       /* "" for the host's sinks */
-    uint64_t written, lost; /* calls that succeeded and failed */
+    uint64_t written, lost; /* calls of it that succeeded and failed */
 } dtrain_metrics_sink_info;
 
 typedef struct dtrain_metrics_info {
@@ -22774,7 +22774,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int6
 
 /* Loaders
  *
- * Of tokens a loader cuts windows that share one border token (target of one, input of the next).
+ * A loader cuts tokens into windows that share one border token (target of one, input of the next).
  * When shuffling, the grid moves by a new shift every epoch, so that a token is not always seen
  * behind the same context:
  *
@@ -23921,7 +23921,7 @@ struct dtrain_trainer {
     struct dtrain__queue *queue; /* NULL: the host waits in the middle of a step */
 };
 
-/* What a queued step keeps of a micro-batch: its inputs, and the samples that its loss is a mean
+/* A micro-batch of a queued step: its inputs, and the samples that its loss is a mean
  * over, or its weight where samples are not counted. */
 typedef struct dtrain__queued {
     dtrain__feed feed;
@@ -24087,9 +24087,9 @@ DTRAIN__PRIVATE void dtrain__trainer_add(dtrain_trainer *trainer, uint32_t micro
  *
  * Time is accounted to ranks as follows. A rank computes, or it is inside the communicator. A fast
  * rank waits there for a slow one, so a straggler shows in the others' exposed time, and in its own
- * compute time (step - exposed): that is what ranks are compared by. What ranks wait for each other
- * in the record's own all-gather is in no figure. Waiting for data counts as compute time, so that
- * a rank with a slow disk is found; how much of it that was is a figure of its own. */
+ * compute time (step - exposed): that is what ranks are compared by. The wait of ranks for each
+ * other in the record's own all-gather is in no figure. Waiting for data counts as compute time, so
+ * that a rank with a slow disk is found, and is a figure of its own as well. */
 
 #define DTRAIN__WORDS_BYTES (DTRAIN__WORD_COUNT * sizeof(float))
 
@@ -24582,9 +24582,10 @@ DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer)
  *     inputs, scalars -> passes -> collectives -> norm -> clip, skip -> optimizer -> losses, norm
  *
  * Every number that changes from step to step is in `scalars`; every input comes through a feed,
- * and with targets what their loss is divided by. So a step is recorded once, in the same step on
- * all ranks: recording a collective is something that all of them must do together. The
- * micro-batches are those of every step (micro_batch.c); only what reads a result is different. */
+ * and a feed of targets carries the count that their loss is divided by. So a step is recorded
+ * once, in the same step on all ranks: recording a collective is something that all of them must do
+ * together. The micro-batches are those of every step (micro_batch.c); only what reads a result is
+ * different. */
 
 static float dtrain__queue_weight(const dtrain_trainer *trainer, uint32_t micro);
 static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer);
@@ -30721,8 +30722,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
 #define DTRAIN__FIXED (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_FIXED)
 /* clang-format on */
 
-/* How a metric is made of a figure: it is set from the record, but each rank has the figure too; it
- * is the mean or the largest of all ranks; or it is one of the four of a spread. */
+/* The ways to make a metric of a figure: the metric is set from the record, and each rank has the
+ * figure too; it is the mean or the largest of all ranks; or it is one of the four of a spread. */
 enum {
     DTRAIN__TAKE_RANKS = 1,
     DTRAIN__TAKE_MEAN,
@@ -31461,8 +31462,8 @@ DTRAIN__PRIVATE dtrain__text *dtrain__record_begin(dtrain_metrics *metrics)
 }
 
 /* Add a number with nine digits, which give an fp32 back exactly, or an integer whole; or the
- * format's word for NaN, for infinity or for minus infinity. The decimal point of the host's locale,
- * of several bytes even, becomes a point. */
+ * format's word for NaN, for infinity or for minus infinity. The decimal point of the host's
+ * locale, of several bytes even, becomes a point. */
 DTRAIN__PRIVATE void dtrain__text_number(dtrain__text *text, double value, uint32_t flags,
                                          const char *nan, const char *inf, const char *minus_inf)
 {
@@ -31623,8 +31624,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_close(dtrain__records *file)
  *     elsewhere      step      loss  val_loss grad_norm        lr    tok/s ...
  *                     120    3.4121         -     0.914  9.80e-04    41.2k ...
  *
- * The live line moves the cursor, so a terminal that cannot move it (TERM=dumb, or no TERM) gets the
- * table. The line is drawn at most ten times a second. The bar is green, unless NO_COLOR is set
+ * The live line moves the cursor, so a terminal that cannot move it (TERM=dumb, or no TERM) gets
+ * the table. The line is drawn at most ten times a second. The bar is green, unless NO_COLOR is set
  * (no-color.org). */
 
 #include <sys/ioctl.h> /* TIOCGWINSZ: the width of the terminal */
@@ -31929,9 +31930,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__csv_finish(void *user, const dtrain_summar
  *
  * node_exporter's textfile collector reads DIRECTORY/NAME.prom whenever it is asked, so the file is
  * replaced as a whole: the next version is written beside it, as NAME.prom.next, which the
- * collector does not read,and renamed. That is done at most once a second, because Prometheus asks every 15
- * seconds or so, and at the end. The format is text 0.0.4, without time stamps (the collector drops
- * a file that has them).
+ * collector does not read, and renamed. That is done at most once a second, because Prometheus asks
+ * every 15 seconds or so, and at the end. The format is text 0.0.4, without time stamps (the
+ * collector drops a file that has them).
  *
  *     # HELP dtrain_step_seconds Time of a step, slowest rank.
  *     # TYPE dtrain_step_seconds gauge
@@ -32112,8 +32113,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__prometheus_finish(void *user, const dtrain
  * on.
  *
  * A run that is resumed begins with a SessionLog of status START at its first step: readers drop
- * what the run before wrote from there on. Each step is one write; a record that a full disk has cut
- * is removed again, because readers give up a file at its first broken record. */
+ * what the run before wrote from there on. Each step is one write; a record that a full disk has
+ * cut is removed again, because readers give up a file at its first broken record. */
 
 #include <locale.h>
 
@@ -32538,7 +32539,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_finish(void *user, const dtrai
 #define DTRAIN__TOGETHER 16                    /* histograms in one reduce */
 #define DTRAIN__CHUNK 16384                    /* values of one copy to the host */
 
-/* What a rank counts beside the buckets; it is gathered as words of 8 bytes. */
+/* The figures of a histogram beside its buckets; ranks gather them as words of 8 bytes. */
 typedef struct dtrain__moments {
     double min, max, sum, sum_squares, count, nonfinite;
 } dtrain__moments;
@@ -32775,8 +32776,8 @@ static bool dtrain__nvml_find(const dtrain__nvml *nvml, const char *name, dtrain
     return address != NULL;
 }
 
-/* What is asked of a GPU: a figure, the function that answers, and where in its answer the number
- * is that makes the figure, times the scale. */
+/* A question to NVML: the figure, the function that answers, and where in its answer the number is
+ * that makes the figure, times the scale. */
 typedef struct dtrain__nvml_question {
     dtrain_figure figure;
     const char *function;

@@ -6,8 +6,8 @@
  *     elsewhere      step      loss  val_loss grad_norm        lr    tok/s ...
  *                     120    3.4121         -     0.914  9.80e-04    41.2k ...
  *
- * The live line moves the cursor, so a terminal that cannot move it (TERM=dumb, or no TERM) gets the
- * table. The line is drawn at most ten times a second. The bar is green, unless NO_COLOR is set
+ * The live line moves the cursor, so a terminal that cannot move it (TERM=dumb, or no TERM) gets
+ * the table. The line is drawn at most ten times a second. The bar is green, unless NO_COLOR is set
  * (no-color.org). */
 
 #include "core/platform_internal.h"

@@ -21,8 +21,8 @@ DTRAIN__PRIVATE dtrain__text *dtrain__record_begin(dtrain_metrics *metrics)
 }
 
 /* Add a number with nine digits, which give an fp32 back exactly, or an integer whole; or the
- * format's word for NaN, for infinity or for minus infinity. The decimal point of the host's locale,
- * of several bytes even, becomes a point. */
+ * format's word for NaN, for infinity or for minus infinity. The decimal point of the host's
+ * locale, of several bytes even, becomes a point. */
 DTRAIN__PRIVATE void dtrain__text_number(dtrain__text *text, double value, uint32_t flags,
                                          const char *nan, const char *inf, const char *minus_inf)
 {

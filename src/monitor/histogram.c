@@ -36,7 +36,7 @@
 #define DTRAIN__TOGETHER 16                    /* histograms in one reduce */
 #define DTRAIN__CHUNK 16384                    /* values of one copy to the host */
 
-/* What a rank counts beside the buckets; it is gathered as words of 8 bytes. */
+/* The figures of a histogram beside its buckets; ranks gather them as words of 8 bytes. */
 typedef struct dtrain__moments {
     double min, max, sum, sum_squares, count, nonfinite;
 } dtrain__moments;

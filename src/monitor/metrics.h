@@ -148,7 +148,7 @@ typedef struct dtrain_metrics_desc {
                                      collector, replaced at most once a second; NULL = none */
     const char *tensorboard_dir; /* one run: events.out.tfevents.* is made in it; NULL = none */
     uint32_t histogram_every;    /* steps between histograms of weights and gradients, for
-                                     TensorBoard and for sinks with histogram; needs trainer, and the
+                                     TensorBoard and sinks with histogram; needs trainer, and the
                                      same number on all ranks: dtrain_metrics_step is collective
                                      in these steps. 0 = never */
     uint32_t gpu_every_ms;       /* between two questions to NVML; 0 = 5000 */
@@ -179,11 +179,11 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
 DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
                                              const dtrain_step_record *record);
 
-/* What a sink has written and lost. */
+/* The records that a sink has written and lost. */
 typedef struct dtrain_metrics_sink_info {
     const char *name;       /* "json lines" */
     const char *path;       /* "" for the host's sinks */
-    uint64_t written, lost; /* calls that succeeded and failed */
+    uint64_t written, lost; /* calls of it that succeeded and failed */
 } dtrain_metrics_sink_info;
 
 typedef struct dtrain_metrics_info {

@@ -146,8 +146,8 @@
 #define DTRAIN__FIXED (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_FIXED)
 /* clang-format on */
 
-/* How a metric is made of a figure: it is set from the record, but each rank has the figure too; it
- * is the mean or the largest of all ranks; or it is one of the four of a spread. */
+/* The ways to make a metric of a figure: the metric is set from the record, and each rank has the
+ * figure too; it is the mean or the largest of all ranks; or it is one of the four of a spread. */
 enum {
     DTRAIN__TAKE_RANKS = 1,
     DTRAIN__TAKE_MEAN,

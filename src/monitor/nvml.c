@@ -48,8 +48,8 @@ static bool dtrain__nvml_find(const dtrain__nvml *nvml, const char *name, dtrain
     return address != NULL;
 }
 
-/* What is asked of a GPU: a figure, the function that answers, and where in its answer the number
- * is that makes the figure, times the scale. */
+/* A question to NVML: the figure, the function that answers, and where in its answer the number is
+ * that makes the figure, times the scale. */
 typedef struct dtrain__nvml_question {
     dtrain_figure figure;
     const char *function;

@@ -2,9 +2,9 @@
  *
  * node_exporter's textfile collector reads DIRECTORY/NAME.prom whenever it is asked, so the file is
  * replaced as a whole: the next version is written beside it, as NAME.prom.next, which the
- * collector does not read,and renamed. That is done at most once a second, because Prometheus asks every 15
- * seconds or so, and at the end. The format is text 0.0.4, without time stamps (the collector drops
- * a file that has them).
+ * collector does not read, and renamed. That is done at most once a second, because Prometheus asks
+ * every 15 seconds or so, and at the end. The format is text 0.0.4, without time stamps (the
+ * collector drops a file that has them).
  *
  *     # HELP dtrain_step_seconds Time of a step, slowest rank.
  *     # TYPE dtrain_step_seconds gauge

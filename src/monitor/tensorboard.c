@@ -13,8 +13,8 @@
  * on.
  *
  * A run that is resumed begins with a SessionLog of status START at its first step: readers drop
- * what the run before wrote from there on. Each step is one write; a record that a full disk has cut
- * is removed again, because readers give up a file at its first broken record. */
+ * what the run before wrote from there on. Each step is one write; a record that a full disk has
+ * cut is removed again, because readers give up a file at its first broken record. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"

@@ -12,7 +12,7 @@
 
 typedef struct dtrain_dataset dtrain_dataset;
 
-/* What the files of a dataset are. Their items are tokens, or samples: an image and its label. */
+/* The format of a dataset's files. Their items are tokens, or samples: an image and its label. */
 typedef enum dtrain_data_format {
     /* By magic BIN, otherwise BYTES, but not of what is no text under a larger vocabulary, or
      * another file of llm.c */
@@ -78,8 +78,8 @@ typedef struct dtrain_sample {
  * time. */
 typedef dtrain_result (*dtrain_transform_fn)(void *user, const dtrain_sample *sample, void *output);
 
-/* A loader deals samples out, in the order of torch.randperm(seed + epoch). Of tokens it cuts n =
- * item_count from first_item on into windows of sequence + 1: (n - 1) / sequence of them an epoch
+/* A loader deals samples out, in the order of torch.randperm(seed + epoch). It cuts tokens, n =
+ * item_count from first_item on, into windows of sequence + 1: (n - 1) / sequence of them an epoch
  * in order, or max(1, n / sequence - 1) shuffled ones, whose borders move from epoch to epoch. The
  * whole state is one number: samples handed out so far by all ranks together. Sample k is the same
  * for every world size and number of workers, so one seed and global batch see the same data. */
@@ -105,12 +105,12 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
                                               dtrain_loader **out);
 /* Free a loader, after the reads that its workers are in; NULL is ignored. */
 DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader);
-/* Read the next batch of this rank. Of tokens: inputs and targets (batch, sequence) as int32_t,
- * targets being inputs one token later. Of samples: inputs (batch, item_bytes or output_bytes) and
- * labels in targets (batch), which may be NULL. With workers that is a copy of what is there, or a
- * wait of at most the world's timeout. A worker's error comes with the batch it belongs to; a call
- * that failed can be repeated. A file that was changed or cut since it was opened is
- * DTRAIN_ERROR_FILE, which names it; one that was replaced or deleted is read on. */
+/* Read the next batch of this rank. A batch of tokens is inputs and targets (batch, sequence) as
+ * int32_t, targets being inputs one token later; one of samples is inputs (batch, item_bytes or
+ * output_bytes) and labels in targets (batch), which may be NULL. With workers the call copies what
+ * they have read, after a wait of at most the world's timeout. A worker's error comes with the
+ * batch it belongs to; a call that failed can be repeated. A file that was changed or cut since it
+ * was opened is DTRAIN_ERROR_FILE, which names it; one that was replaced or deleted is read on. */
 DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs, int32_t *targets);
 
 typedef struct dtrain_loader_info {

@@ -1,6 +1,6 @@
 /* Loaders
  *
- * Of tokens a loader cuts windows that share one border token (target of one, input of the next).
+ * A loader cuts tokens into windows that share one border token (target of one, input of the next).
  * When shuffling, the grid moves by a new shift every epoch, so that a token is not always seen
  * behind the same context:
  *

@@ -7,9 +7,10 @@
  *     inputs, scalars -> passes -> collectives -> norm -> clip, skip -> optimizer -> losses, norm
  *
  * Every number that changes from step to step is in `scalars`; every input comes through a feed,
- * and with targets what their loss is divided by. So a step is recorded once, in the same step on
- * all ranks: recording a collective is something that all of them must do together. The
- * micro-batches are those of every step (micro_batch.c); only what reads a result is different. */
+ * and a feed of targets carries the count that their loss is divided by. So a step is recorded
+ * once, in the same step on all ranks: recording a collective is something that all of them must do
+ * together. The micro-batches are those of every step (micro_batch.c); only what reads a result is
+ * different. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"

@@ -15,9 +15,9 @@
  *
  * Time is accounted to ranks as follows. A rank computes, or it is inside the communicator. A fast
  * rank waits there for a slow one, so a straggler shows in the others' exposed time, and in its own
- * compute time (step - exposed): that is what ranks are compared by. What ranks wait for each other
- * in the record's own all-gather is in no figure. Waiting for data counts as compute time, so that
- * a rank with a slow disk is found; how much of it that was is a figure of its own. */
+ * compute time (step - exposed): that is what ranks are compared by. The wait of ranks for each
+ * other in the record's own all-gather is in no figure. Waiting for data counts as compute time, so
+ * that a rank with a slow disk is found, and is a figure of its own as well. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"

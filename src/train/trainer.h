@@ -32,7 +32,7 @@ typedef dtrain_result (*dtrain_batch_fn)(void *user);
  * device, where nothing is computed. */
 typedef dtrain_tensor *(*dtrain_loss_fn)(dtrain_tape *tape, void *user);
 
-/* What becomes of a step whose gradients are not finite, on some rank, without loss scaling. */
+/* Choose what a step without loss scaling does when gradients of some rank are not finite. */
 typedef enum dtrain_nonfinite {
     DTRAIN_NONFINITE_STOP = 0, /* DTRAIN_ERROR_NUMERIC; a program may load a checkpoint and go on */
     DTRAIN_NONFINITE_SKIP = 1  /* all ranks skip it, with a warning for the first in a row; refused
@@ -63,10 +63,10 @@ typedef struct dtrain_trainer_desc {
     void *user;
 } dtrain_trainer_desc;
 
-/* What every rank measures in a step and tells all others. The parts of its time are those of spans
- * (world/timeline.h), which do not overlap: forward has no communication in it, and data + forward
- * + backward + exposed_comm + optimizer is the step without what the trainer itself takes. On a
- * GPU, where calls queue work, they say where the host was; a graph has only the step. */
+/* A figure that every rank measures in a step and sends to all others. The parts of its time are
+ * those of spans (world/timeline.h), which do not overlap: forward has no communication in it, and
+ * data + forward + backward + exposed_comm + optimizer is the step without what the trainer itself
+ * takes. On a GPU, where calls queue work, times are the host's; a graph has only the step. */
 typedef enum dtrain_figure {
     DTRAIN_FIGURE_STEP = 0,         /* seconds from the first batch to the end of the update */
     DTRAIN_FIGURE_DATA = 1,         /* in next_batch */
@@ -87,7 +87,7 @@ typedef enum dtrain_figure {
     /* Bytes that the rank sent: comm_bytes of its record, to 24 bits, as all figures. At
      * DTRAIN_FIGURE_COMM_BYTES + kind are those that went by that dtrain_collective_kind. */
     DTRAIN_FIGURE_COMM_BYTES = 13,
-    /* Of the rank's GPU, by NVML: see dtrain_metrics_desc. */
+    /* By NVML, of the rank's GPU: see dtrain_metrics_desc. */
     DTRAIN_FIGURE_GPU_UTILIZATION = 13 + DTRAIN_COLLECTIVE_KINDS, /* 0 to 1 */
     DTRAIN_FIGURE_GPU_MEMORY,      /* bytes in use, by all processes */
     DTRAIN_FIGURE_GPU_CLOCK,       /* Hz */
@@ -169,8 +169,8 @@ DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
 /* A search for the largest micro-batch whose step fits. */
 typedef struct dtrain_batch_search {
     uint32_t max_batch; /* 0 = 65536 */
-    /* Called with the desc's user and a batch: from here on the loss builds micro-batches of so many
-     * samples, with buffers of that size. */
+    /* Called with the desc's user and a batch: from here on the loss builds micro-batches of so
+     * many samples, with buffers of that size. */
     dtrain_result (*set_batch)(void *user, uint32_t batch);
     dtrain_param *params;
     size_t param_count;
@@ -196,7 +196,7 @@ typedef struct dtrain_batch_search {
  * them. For AUTO itself the kind that needs least counts, with all copies, and
  * dtrain_strategy_create then takes the first that leaves room for the batch. The prediction is
  * tried: every rank allocates and touches that much at the same time, and where one cannot, all try
- * an eighth less. Leaves set_batch called with search->batch, whose memory is predicted. Collective.
- * When not even one sample fits, DTRAIN_ERROR_MEMORY says how much is missing. */
+ * an eighth less. Leaves set_batch called with search->batch, whose memory is predicted.
+ * Collective. When not even one sample fits, DTRAIN_ERROR_MEMORY says how much is missing. */
 DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
                                              dtrain_batch_search *search, dtrain_memory *memory);

@@ -59,7 +59,7 @@ struct dtrain_trainer {
     struct dtrain__queue *queue; /* NULL: the host waits in the middle of a step */
 };
 
-/* What a queued step keeps of a micro-batch: its inputs, and the samples that its loss is a mean
+/* A micro-batch of a queued step: its inputs, and the samples that its loss is a mean
  * over, or its weight where samples are not counted. */
 typedef struct dtrain__queued {
     dtrain__feed feed;
