@@ -120,7 +120,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__csv_step(void *user, const dtrain_metrics_
     dtrain__text_add(text, "%lld", (long long)sample->step);
     for (size_t i = 0; i < sample->count; i++) {
         if (sample->metrics[i].flags & DTRAIN_METRIC_FIXED) continue;
-        dtrain__text_add(text, ",");
+        dtrain__text_append(text, ",", 1);
         if (sample->known[i])
             dtrain__text_number(text, sample->values[i], sample->metrics[i].flags, "nan", "inf",
                                 "-inf");

@@ -44,12 +44,13 @@ static void dtrain__prometheus_add(dtrain_metrics *metrics, dtrain__metric_famil
                          f->counter ? "counter" : "gauge");
     f->begun = true;
     dtrain__text_add(text, "dtrain_%s%s{run=\"", f->prefix, f->name);
-    for (const char *at = metrics->desc.run_name; *at; at++)
-        if (*at == '\n') dtrain__text_add(text, "\\n");
-        else dtrain__text_add(text, *at == '\\' || *at == '"' ? "\\%c" : "%c", *at);
+    for (const char *at = metrics->desc.run_name; *at; at++) {
+        if (strchr("\n\\\"", *at)) dtrain__text_append(text, "\\", 1);
+        dtrain__text_append(text, *at == '\n' ? "n" : at, 1);
+    }
     dtrain__text_add(text, "\"%s} ", labels);
     dtrain__text_number(text, value, whole ? DTRAIN_METRIC_INTEGER : 0, "NaN", "+Inf", "-Inf");
-    dtrain__text_add(text, "\n");
+    dtrain__text_append(text, "\n", 1);
 }
 
 /* Write one number of the whole run. */
