@@ -23962,6 +23962,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__micro_backward(dtrain_trainer *trainer, dt
 DTRAIN__PRIVATE void dtrain__trainer_add(dtrain_trainer *trainer, uint32_t micro, float loss,
                                          float weight);
 
+/* train/plan.c */
+DTRAIN__PRIVATE void dtrain__memory_held(const dtrain_trainer_desc *desc, dtrain_memory *memory);
+
 /* train/queued_step.c */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer);
 DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer);
@@ -24959,6 +24962,19 @@ static dtrain_result dtrain__batch_find(dtrain__batch_plan *plan)
 
 /* ---- the plan ---------------------------------------------------------------------------------*/
 
+/* Count what the strategy and the optimizer of a desc hold. */
+DTRAIN__PRIVATE void dtrain__memory_held(const dtrain_trainer_desc *desc, dtrain_memory *memory)
+{
+    dtrain_strategy_info strategy;
+    dtrain_strategy_query(desc->strategy, &strategy); /* zeros without one */
+    memory->params = strategy.value_bytes;
+    memory->grads = strategy.grad_bytes;
+    memory->buffers = strategy.buffer_bytes;
+    memory->host = strategy.host_bytes;
+    if (desc->optimizer && desc->optimizer->offloaded) memory->host += desc->optimizer->block_bytes;
+    else if (desc->optimizer) memory->optimizer = desc->optimizer->block_bytes;
+}
+
 DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
                                              dtrain_batch_search *search, dtrain_memory *memory)
 {
@@ -24981,17 +24997,8 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
     }
     DTRAIN__TRY(dtrain__plan_activations(
         world, desc, desc->strategy ? dtrain__layout_of(desc->strategy) : NULL, memory));
-    if (desc->strategy) {
-        dtrain_strategy_info strategy;
-        dtrain_strategy_query(desc->strategy, &strategy);
-        memory->params = strategy.value_bytes;
-        memory->grads = strategy.grad_bytes;
-        memory->buffers = strategy.buffer_bytes;
-        memory->host = strategy.host_bytes;
-        if (world->device->ops->host_memory) memory->workspace = world->base_bytes;
-    }
-    if (desc->optimizer && desc->optimizer->offloaded) memory->host += desc->optimizer->block_bytes;
-    else if (desc->optimizer) memory->optimizer = desc->optimizer->block_bytes;
+    dtrain__memory_held(desc, memory);
+    if (desc->strategy && world->device->ops->host_memory) memory->workspace = world->base_bytes;
     memory->total = memory->activations + memory->activation_grads + memory->params +
                     memory->grads + memory->optimizer + memory->buffers + memory->workspace;
     return DTRAIN_OK;
@@ -31412,34 +31419,35 @@ DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_
                     rate / (record->ranks * metrics->desc.peak_flops));
 }
 
+/* Set the metrics of memory that are held or predicted, which begin with `first`. */
+static void dtrain__set_memory(dtrain_metrics *metrics, int first, const dtrain_memory *memory)
+{
+    const uint64_t bytes[] = {memory->params, memory->grads, memory->optimizer, memory->buffers,
+                              memory->host}; /* in the order of DTRAIN__HELD_LIST */
+    for (int i = 0; i < (int)(sizeof bytes / sizeof *bytes); i++)
+        dtrain__set(metrics, first + i, (double)bytes[i]);
+}
+
 /* Set the bytes that the rank holds, and those that a plan predicts. A loss that cannot be planned
  * has no prediction, and a reason in no_plan. */
 DTRAIN__PRIVATE void dtrain__metrics_plan(dtrain_metrics *metrics)
 {
     const dtrain_trainer *trainer = metrics->desc.trainer;
-    dtrain_strategy_info held;
-    dtrain_memory plan;
+    dtrain_memory memory;
+    memset(&memory, 0, sizeof memory);
     snprintf(metrics->no_plan, sizeof metrics->no_plan, "desc has no trainer");
     if (!trainer) return;
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    const dtrain_optimizer *optimizer = desc->optimizer;
-    const uint64_t state = optimizer ? optimizer->block_bytes : 0;
-    const bool offloaded = optimizer && optimizer->offloaded;
-    dtrain_strategy_query(desc->strategy, &held);
-    const uint64_t bytes[] = {held.value_bytes, held.grad_bytes, offloaded ? 0 : state,
-                              held.buffer_bytes, held.host_bytes + (offloaded ? state : 0)};
-    for (int i = 0; i < (int)(sizeof bytes / sizeof *bytes); i++) /* in the order of the table */
-        dtrain__set(metrics, DTRAIN__METRIC_MEMORY_PARAM + i, (double)bytes[i]);
-    const dtrain_result planned = dtrain_trainer_plan(metrics->world, desc, NULL, &plan);
+    dtrain__memory_held(&trainer->desc, &memory);
+    dtrain__set_memory(metrics, DTRAIN__METRIC_MEMORY_PARAM, &memory);
+    const dtrain_result planned =
+        dtrain_trainer_plan(metrics->world, &trainer->desc, NULL, &memory);
     snprintf(metrics->no_plan, sizeof metrics->no_plan, "%s",
              planned == DTRAIN_OK ? "" : dtrain_last_error());
     if (planned != DTRAIN_OK) return;
-    const uint64_t predicted[] = {plan.params,    plan.grads,
-                                  plan.optimizer, plan.buffers,
-                                  plan.host,      plan.activations + plan.activation_grads,
-                                  plan.total};
-    for (int i = 0; i < (int)(sizeof predicted / sizeof *predicted); i++)
-        dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_PARAM + i, (double)predicted[i]);
+    dtrain__set_memory(metrics, DTRAIN__METRIC_PREDICTED_PARAM, &memory);
+    dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_ACTIVATION,
+                (double)(memory.activations + memory.activation_grads));
+    dtrain__set(metrics, DTRAIN__METRIC_PREDICTED, (double)memory.total);
 }
 
 /* ================================================================================================

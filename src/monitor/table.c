@@ -10,11 +10,7 @@
 #include "core/dtype.h"
 #include "core/result.h"
 #include "world/world.h"
-#include "comm/comm.h"
-#include "comm/comm_internal.h"
 #include "strategy/memory.h"
-#include "strategy/strategy.h"
-#include "optim/optim_internal.h"
 #include "train/trainer.h"
 #include "train/trainer_internal.h"
 #include "monitor/metrics.h"
@@ -175,32 +171,33 @@ DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_
                     rate / (record->ranks * metrics->desc.peak_flops));
 }
 
+/* Set the metrics of memory that are held or predicted, which begin with `first`. */
+static void dtrain__set_memory(dtrain_metrics *metrics, int first, const dtrain_memory *memory)
+{
+    const uint64_t bytes[] = {memory->params, memory->grads, memory->optimizer, memory->buffers,
+                              memory->host}; /* in the order of DTRAIN__HELD_LIST */
+    for (int i = 0; i < (int)(sizeof bytes / sizeof *bytes); i++)
+        dtrain__set(metrics, first + i, (double)bytes[i]);
+}
+
 /* Set the bytes that the rank holds, and those that a plan predicts. A loss that cannot be planned
  * has no prediction, and a reason in no_plan. */
 DTRAIN__PRIVATE void dtrain__metrics_plan(dtrain_metrics *metrics)
 {
     const dtrain_trainer *trainer = metrics->desc.trainer;
-    dtrain_strategy_info held;
-    dtrain_memory plan;
+    dtrain_memory memory;
+    memset(&memory, 0, sizeof memory);
     snprintf(metrics->no_plan, sizeof metrics->no_plan, "desc has no trainer");
     if (!trainer) return;
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    const dtrain_optimizer *optimizer = desc->optimizer;
-    const uint64_t state = optimizer ? optimizer->block_bytes : 0;
-    const bool offloaded = optimizer && optimizer->offloaded;
-    dtrain_strategy_query(desc->strategy, &held);
-    const uint64_t bytes[] = {held.value_bytes, held.grad_bytes, offloaded ? 0 : state,
-                              held.buffer_bytes, held.host_bytes + (offloaded ? state : 0)};
-    for (int i = 0; i < (int)(sizeof bytes / sizeof *bytes); i++) /* in the order of the table */
-        dtrain__set(metrics, DTRAIN__METRIC_MEMORY_PARAM + i, (double)bytes[i]);
-    const dtrain_result planned = dtrain_trainer_plan(metrics->world, desc, NULL, &plan);
+    dtrain__memory_held(&trainer->desc, &memory);
+    dtrain__set_memory(metrics, DTRAIN__METRIC_MEMORY_PARAM, &memory);
+    const dtrain_result planned =
+        dtrain_trainer_plan(metrics->world, &trainer->desc, NULL, &memory);
     snprintf(metrics->no_plan, sizeof metrics->no_plan, "%s",
              planned == DTRAIN_OK ? "" : dtrain_last_error());
     if (planned != DTRAIN_OK) return;
-    const uint64_t predicted[] = {plan.params,    plan.grads,
-                                  plan.optimizer, plan.buffers,
-                                  plan.host,      plan.activations + plan.activation_grads,
-                                  plan.total};
-    for (int i = 0; i < (int)(sizeof predicted / sizeof *predicted); i++)
-        dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_PARAM + i, (double)predicted[i]);
+    dtrain__set_memory(metrics, DTRAIN__METRIC_PREDICTED_PARAM, &memory);
+    dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_ACTIVATION,
+                (double)(memory.activations + memory.activation_grads));
+    dtrain__set(metrics, DTRAIN__METRIC_PREDICTED, (double)memory.total);
 }

@@ -177,6 +177,19 @@ static dtrain_result dtrain__batch_find(dtrain__batch_plan *plan)
 
 /* ---- the plan ---------------------------------------------------------------------------------*/
 
+/* Count what the strategy and the optimizer of a desc hold. */
+DTRAIN__PRIVATE void dtrain__memory_held(const dtrain_trainer_desc *desc, dtrain_memory *memory)
+{
+    dtrain_strategy_info strategy;
+    dtrain_strategy_query(desc->strategy, &strategy); /* zeros without one */
+    memory->params = strategy.value_bytes;
+    memory->grads = strategy.grad_bytes;
+    memory->buffers = strategy.buffer_bytes;
+    memory->host = strategy.host_bytes;
+    if (desc->optimizer && desc->optimizer->offloaded) memory->host += desc->optimizer->block_bytes;
+    else if (desc->optimizer) memory->optimizer = desc->optimizer->block_bytes;
+}
+
 DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
                                              dtrain_batch_search *search, dtrain_memory *memory)
 {
@@ -199,17 +212,8 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
     }
     DTRAIN__TRY(dtrain__plan_activations(
         world, desc, desc->strategy ? dtrain__layout_of(desc->strategy) : NULL, memory));
-    if (desc->strategy) {
-        dtrain_strategy_info strategy;
-        dtrain_strategy_query(desc->strategy, &strategy);
-        memory->params = strategy.value_bytes;
-        memory->grads = strategy.grad_bytes;
-        memory->buffers = strategy.buffer_bytes;
-        memory->host = strategy.host_bytes;
-        if (world->device->ops->host_memory) memory->workspace = world->base_bytes;
-    }
-    if (desc->optimizer && desc->optimizer->offloaded) memory->host += desc->optimizer->block_bytes;
-    else if (desc->optimizer) memory->optimizer = desc->optimizer->block_bytes;
+    dtrain__memory_held(desc, memory);
+    if (desc->strategy && world->device->ops->host_memory) memory->workspace = world->base_bytes;
     memory->total = memory->activations + memory->activation_grads + memory->params +
                     memory->grads + memory->optimizer + memory->buffers + memory->workspace;
     return DTRAIN_OK;

@@ -10,6 +10,7 @@
 #include "world/world_internal.h"
 #include "comm/backend.h"
 #include "comm/groups_internal.h"
+#include "strategy/memory.h"
 #include "tape/tape_internal.h"
 #include "optim/scaler.h"
 #include "train/trainer.h"
@@ -99,6 +100,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__micro_forward(dtrain_trainer *trainer, dtr
 DTRAIN__PRIVATE dtrain_result dtrain__micro_backward(dtrain_trainer *trainer, dtrain__micro *micro);
 DTRAIN__PRIVATE void dtrain__trainer_add(dtrain_trainer *trainer, uint32_t micro, float loss,
                                          float weight);
+
+/* train/plan.c */
+DTRAIN__PRIVATE void dtrain__memory_held(const dtrain_trainer_desc *desc, dtrain_memory *memory);
 
 /* train/queued_step.c */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer);
