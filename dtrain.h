@@ -32556,12 +32556,9 @@ typedef struct dtrain__moments {
 #define DTRAIN__MOMENT_WORDS (sizeof(dtrain__moments) / sizeof(int64_t))
 
 typedef struct dtrain__histograms {
-    dtrain_strategy *strategy;
-    dtrain_device *device;
-    dtrain_comm *comm;
-    int ranks, rank; /* in comm, whose rank 0 writes */
+    const dtrain_trainer *trainer; /* rank 0 of whose ranks writes */
     int64_t counts[DTRAIN__TOGETHER][DTRAIN__BUCKETS];
-    dtrain__moments mine[DTRAIN__TOGETHER];
+    dtrain__moments *mine;                                    /* (TOGETHER), this rank's of `all` */
     double limits[DTRAIN__BUCKETS], buckets[DTRAIN__BUCKETS]; /* of the one that is written */
     float chunk[DTRAIN__CHUNK];
     dtrain__moments all[1]; /* (ranks, TOGETHER) */
@@ -32604,7 +32601,7 @@ static double dtrain__histogram_limit(int bucket)
 static dtrain_result dtrain__histogram_fill(dtrain__histograms *h, int slot, const float *values,
                                             int64_t count, float scale)
 {
-    dtrain_device *device = h->device;
+    dtrain_device *device = dtrain_world_device(h->trainer->world);
     for (int64_t first = 0; values && first < count; first += DTRAIN__CHUNK) {
         const int64_t n = dtrain__min(count - first, DTRAIN__CHUNK);
         const float *chunk = values + first;
@@ -32622,9 +32619,10 @@ static dtrain_result dtrain__histogram_fill(dtrain__histograms *h, int slot, con
  * evenly among themselves. */
 static void dtrain__histogram_part(const dtrain__histograms *h, size_t i, dtrain_shard *part)
 {
+    const dtrain_strategy *strategy = h->trainer->desc.strategy;
     int holders;
-    if (!dtrain__shard_of(h->strategy, i, part)) return;
-    const int number = dtrain__holders(h->strategy, i, &holders);
+    if (!dtrain__shard_of(strategy, i, part)) return;
+    const int number = dtrain__holders(strategy, i, &holders);
     const int64_t first =
         part->count / holders * number + dtrain__min(number, part->count % holders);
     const int64_t count = part->count / holders + (number < part->count % holders);
@@ -32642,7 +32640,7 @@ static void dtrain__histogram_write(dtrain_metrics *metrics, int slot, const cha
     char tag[256];
     dtrain_histogram whole;
     memset(&whole, 0, sizeof whole);
-    for (int r = 0; r < h->ranks; r++) {
+    for (int r = 0; r < h->trainer->ranks; r++) {
         const dtrain__moments *m = &h->all[r * DTRAIN__TOGETHER + slot];
         if (m->count > 0 && (whole.count == 0 || m->min < whole.min)) whole.min = m->min;
         if (m->count > 0 && (whole.count == 0 || m->max > whole.max)) whole.max = m->max;
@@ -32676,18 +32674,16 @@ static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const si
     dtrain__histograms *h = metrics->histograms;
     const size_t buckets = (size_t)used * DTRAIN__BUCKETS;
     size_t count;
-    const dtrain_param *params = dtrain__params_of(h->strategy, &count);
-    dtrain__moments *mine = h->all + h->rank * DTRAIN__TOGETHER;
-    memcpy(mine, h->mine, sizeof h->mine);
-    DTRAIN__TRY(dtrain_reduce(h->comm, h->counts, h->counts, buckets, DTRAIN_DTYPE_I64,
+    const dtrain_param *params = dtrain__params_of(h->trainer->desc.strategy, &count);
+    DTRAIN__TRY(dtrain_reduce(metrics->comm, h->counts, h->counts, buckets, DTRAIN_DTYPE_I64,
                               DTRAIN_REDUCE_SUM, 0, NULL));
-    DTRAIN__TRY(dtrain_all_gather(h->comm, mine, h->all, DTRAIN__TOGETHER * DTRAIN__MOMENT_WORDS,
-                                  DTRAIN_DTYPE_I64, NULL));
-    for (int slot = 0; h->rank == 0 && slot < used; slot++)
+    DTRAIN__TRY(dtrain_all_gather(metrics->comm, h->mine, h->all,
+                                  DTRAIN__TOGETHER * DTRAIN__MOMENT_WORDS, DTRAIN_DTYPE_I64, NULL));
+    for (int slot = 0; h->trainer->rank == 0 && slot < used; slot++)
         dtrain__histogram_write(metrics, slot, slot % 2 ? "gradients" : "weights",
                                 params[parameters[slot / 2]].name);
     memset(h->counts, 0, sizeof h->counts);
-    memset(h->mine, 0, sizeof h->mine);
+    memset(h->mine, 0, DTRAIN__TOGETHER * sizeof *h->mine);
     return DTRAIN_OK;
 }
 
@@ -32696,7 +32692,7 @@ static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const si
 DTRAIN__PRIVATE dtrain_result dtrain__histograms_step(dtrain_metrics *metrics)
 {
     dtrain__histograms *h = metrics->histograms;
-    const dtrain_strategy *strategy = h->strategy;
+    const dtrain_strategy *strategy = h->trainer->desc.strategy;
     const double scale = metrics->last.loss_scale;
     const float unscale = scale > 0 ? (float)(1 / scale) : 1;
     size_t parameters[DTRAIN__TOGETHER / 2], count;
@@ -32720,25 +32716,22 @@ DTRAIN__PRIVATE dtrain_result dtrain__histograms_step(dtrain_metrics *metrics)
 
 DTRAIN__PRIVATE dtrain_result dtrain__histograms_create(dtrain_metrics *metrics)
 {
-    dtrain_trainer *trainer = metrics->desc.trainer;
+    const dtrain_trainer *trainer = metrics->desc.trainer;
     if (!trainer)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_metrics_create: histogram_every needs a trainer in desc");
     dtrain__histograms *h = metrics->histograms = (dtrain__histograms *)dtrain__alloc(
         &metrics->allocator, 1, dtrain__histograms_bytes(trainer->ranks), "histograms");
     if (!h) return DTRAIN_ERROR_MEMORY;
-    h->strategy = trainer->desc.strategy;
-    h->device = dtrain_world_device(trainer->world);
-    h->comm = trainer->groups.all;
-    h->ranks = trainer->ranks;
-    h->rank = trainer->rank;
+    h->trainer = trainer;
+    h->mine = h->all + trainer->rank * DTRAIN__TOGETHER;
     return DTRAIN_OK;
 }
 
 DTRAIN__PRIVATE void dtrain__histograms_destroy(dtrain_metrics *metrics)
 {
     dtrain__histograms *h = metrics->histograms;
-    if (h) dtrain__free(&metrics->allocator, h, 1, dtrain__histograms_bytes(h->ranks));
+    if (h) dtrain__free(&metrics->allocator, h, 1, dtrain__histograms_bytes(h->trainer->ranks));
     metrics->histograms = NULL;
 }
 
