@@ -2518,9 +2518,9 @@ typedef struct dtrain_state_tensor {
 } dtrain_state_tensor;
 
 /* An array of the program's own, in host or device memory, which must stay where it is: a random
- * generator, counters, statistics; or a piece of a tensor that ranks share. Ranks may list different
- * arrays; those that list the same one give it the same shape and dtype, and together hold all of
- * its elements: dtrain_checkpoint_open checks both. */
+ * generator, counters, statistics; or a piece of a tensor that ranks share. Ranks may list
+ * different arrays; those that list the same one give it the same shape and dtype, and together
+ * hold all of its elements: dtrain_checkpoint_open checks both. */
 typedef struct dtrain_state_item {
     const char *name; /* kept by pointer */
     uint32_t dtype;   /* dtrain_dtype or DTRAIN_STATE_BYTES */
@@ -25549,7 +25549,7 @@ DTRAIN__PRIVATE int64_t dtrain__piece_span(const dtrain_piece *piece, const dtra
  *     choose    of the ranks that hold the same piece the one that has the least to write
  *
  * All ranks come to the same result from the same lists, so that nothing else has to be agreed on.
- * It is made when a directory is opened. A list of GPT-2 small has 460 entries of 150 bytes. */
+ * It is made when a directory is opened. A list of GPT-2 small has 460 entries of 180 bytes. */
 
 /* ================================================================================================
  * src/state/checkpoint_internal.h
@@ -25557,9 +25557,10 @@ DTRAIN__PRIVATE int64_t dtrain__piece_span(const dtrain_piece *piece, const dtra
 
 /* The tables of checkpoints
  *
- *     dtrain__piece_on_disk   a piece of a tensor, and where it is in which file
- *     dtrain__manifest        what a checkpoint holds; made by state/manifest.c
- *     dtrain_checkpoint       a directory that is saved to; state/save.c */
+ *     dtrain__folder       a directory of checkpoints, and how it is reached; state/directory.c
+ *     dtrain__manifest     what a checkpoint holds; state/manifest.c
+ *     dtrain__held         one rank's piece of a tensor; state/union.c
+ *     dtrain_checkpoint    a directory that is saved to; state/save.c */
 
 /* ================================================================================================
  * src/state/json_internal.h
@@ -25636,18 +25637,27 @@ DTRAIN__PRIVATE dtrain_result dtrain__json_end(dtrain__json *json);
 #define DTRAIN__MANIFEST_MOST ((uint64_t)1 << 30)
 #define DTRAIN__TEXT_MOST 65536 /* bytes of config */
 
-/* A tensor of a checkpoint. */
+/* A path that is long enough for all that a checkpoint names. */
+typedef struct dtrain__path {
+    char text[DTRAIN__PATH];
+} dtrain__path;
+
+/* A result with its sentence, kept from calls that leave others. */
+typedef struct dtrain__outcome {
+    dtrain_result result;
+    char text[DTRAIN__ERROR_BYTES];
+} dtrain__outcome;
+
+/* ---- Manifests --------------------------------------------------------------------------------*/
+
 typedef struct dtrain__saved_tensor {
-    const char *name;
-    uint32_t kind, dtype;
-    int64_t shape[4], total;
-    bool own;
+    dtrain_state_tensor tensor;      /* without piece and memory */
     size_t first_piece, piece_count; /* in dtrain__manifest.pieces */
 } dtrain__saved_tensor;
 
 typedef struct dtrain__saved_piece {
     uint32_t tensor, file;
-    int rank; /* that wrote it; -1: of a tensor that ranks share */
+    int64_t rank; /* that wrote it; -1: of a tensor that ranks share */
     dtrain_piece piece;
     uint64_t at;     /* of the first byte in the file */
     const char *crc; /* CRC_DIGITS hexadecimal digits for each block, in the text */
@@ -25656,35 +25666,37 @@ typedef struct dtrain__saved_piece {
 typedef struct dtrain__saved_file {
     const char *name;
     uint64_t bytes;
+    int64_t rank; /* that wrote it */
 } dtrain__saved_file;
 
 typedef struct dtrain__saved_scalar {
-    char name[64];
+    const char *name;
     uint64_t bits;
 } dtrain__saved_scalar;
 
-/* A manifest that was read. */
+/* An object in the text; NULL: there is none. */
+typedef struct dtrain__object {
+    const char *at;
+    size_t bytes;
+} dtrain__object;
+
+/* A manifest that was read, or whose members are to be written. */
 typedef struct dtrain__manifest {
     const dtrain_allocator *allocator;
     char *text; /* (text_bytes + 1) */
     size_t text_bytes;
-    char *names; /* (text_bytes + 1), names_bytes in use: names of tensors and files */
+    char *names; /* (text_bytes + 1), names_bytes in use: all strings, decoded */
     size_t names_bytes;
-    uint64_t version;
-    int64_t step;
-    int ranks;
-    char strategy[32];
+    const char *format, *library, *strategy, *commit, *config;
+    uint64_t version, block, metric_bits, run, job; /* run, job: 0 = unknown */
+    int64_t step, ranks;
     bool hierarchical;
-    bool has_metric;
-    double metric;
-    const char *model, *settings; /* objects in the text; NULL: none ... */
-    size_t model_bytes, settings_bytes;
-    uint64_t run, job; /* 0: unknown */
+    dtrain__object model, settings;
     dtrain__saved_scalar scalars[32];
     size_t scalar_count;
     dtrain__saved_tensor *tensors;  /* (tensor_room) */
     dtrain__saved_tensor **by_name; /* (tensor_count), sorted by kind and name */
-    dtrain__saved_piece *pieces;    /* (piece_room), by tensor, rank of own ones, offset */
+    dtrain__saved_piece *pieces;    /* (piece_room), by tensor, rank of own ones, place */
     dtrain__saved_file *files;      /* (file_room) */
     size_t tensor_count, tensor_room, piece_count, piece_room, file_count, file_room;
 } dtrain__manifest;
@@ -25692,20 +25704,16 @@ typedef struct dtrain__manifest {
 /* state/crc32c.c */
 DTRAIN__PRIVATE uint32_t dtrain__crc32c(uint32_t crc, const void *data, size_t bytes);
 
-/* state/manifest.c */
-DTRAIN__PRIVATE void dtrain__seal(dtrain__text *text);
-DTRAIN__PRIVATE dtrain_result dtrain__unseal(const char *path, char *text, size_t *bytes);
-DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_checkpoint *c);
-DTRAIN__PRIVATE dtrain_result dtrain__manifest_read(const dtrain_storage *storage,
-                                                    const dtrain_allocator *allocator,
-                                                    const char *directory, dtrain__manifest *out);
-DTRAIN__PRIVATE dtrain_result dtrain__manifest_parse(const char *path, char *text, size_t bytes,
-                                                     dtrain__manifest *out);
-DTRAIN__PRIVATE void dtrain__manifest_free(dtrain__manifest *manifest);
-DTRAIN__PRIVATE const dtrain__saved_tensor *dtrain__manifest_find(const dtrain__manifest *manifest,
-                                                                  uint32_t kind, const char *name);
+/* ---- Directories ------------------------------------------------------------------------------*/
 
-/* The steps of a directory, newest first. */
+/* A directory that has checkpoints in it. */
+typedef struct dtrain__folder {
+    const dtrain_storage *storage;
+    const dtrain_allocator *allocator;
+    const char *path;
+} dtrain__folder;
+
+/* The steps of a folder, newest first. */
 typedef struct dtrain__steps {
     const dtrain_allocator *allocator;
     const char *suffix; /* of their directories */
@@ -25716,45 +25724,50 @@ typedef struct dtrain__steps {
 } dtrain__steps;
 
 /* state/directory.c */
-DTRAIN__PRIVATE void dtrain__step_path(char path[DTRAIN__PATH], const char *directory, int64_t step,
-                                       const char *suffix);
-DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain_storage *storage,
-                                                 const dtrain_allocator *allocator,
-                                                 const char *directory, const char *suffix,
+DTRAIN__PRINTF(2, 3)
+DTRAIN__PRIVATE dtrain__path dtrain__path_in(const char *directory, const char *format, ...);
+DTRAIN__PRIVATE dtrain__path dtrain__step_path(const dtrain__folder *folder, int64_t step,
+                                               const char *suffix);
+DTRAIN__PRIVATE dtrain_result dtrain__directory_make(const dtrain__folder *folder,
+                                                     const char *path);
+DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain__folder *folder, const char *suffix,
                                                  dtrain__steps *out);
 DTRAIN__PRIVATE void dtrain__steps_free(dtrain__steps *steps);
-DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain_storage *storage,
-                                                  const dtrain_allocator *allocator,
-                                                  const char *directory, int64_t step);
-DTRAIN__PRIVATE dtrain_result dtrain__step_is_old(const dtrain_storage *storage,
-                                                  const char *directory, int64_t step, bool *old);
-DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain_storage *storage,
-                                                        const dtrain_allocator *allocator,
-                                                        const char *directory);
-DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain_storage *storage,
-                                                const dtrain_allocator *allocator,
-                                                const char *directory, int64_t above, char *folder);
-DTRAIN__PRIVATE dtrain_result dtrain__directory_publish(const dtrain_storage *storage,
-                                                        const dtrain_allocator *allocator,
-                                                        const char *directory, int64_t step);
+DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain__folder *folder, int64_t step);
+DTRAIN__PRIVATE dtrain_result dtrain__step_is_old(const dtrain__folder *folder, int64_t step,
+                                                  bool *old);
+DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *folder);
+DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain__folder *folder, int64_t above,
+                                                dtrain__path *aside);
+DTRAIN__PRIVATE dtrain_result dtrain__publish_step(const dtrain__folder *folder, int64_t step);
+
+/* state/manifest.c */
+DTRAIN__PRIVATE void dtrain__seal(dtrain__text *text);
+DTRAIN__PRIVATE dtrain_result dtrain__unseal(const char *path, char *text, size_t *bytes);
+DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_checkpoint *c);
+DTRAIN__PRIVATE void dtrain__manifest_file(dtrain__text *text, const dtrain__saved_file *file);
+DTRAIN__PRIVATE dtrain_result dtrain__manifest_read(const dtrain__folder *folder,
+                                                    const char *checkpoint, dtrain__manifest *out);
+DTRAIN__PRIVATE void dtrain__manifest_free(dtrain__manifest *manifest);
+DTRAIN__PRIVATE const dtrain__saved_tensor *dtrain__manifest_find(const dtrain__manifest *manifest,
+                                                                  uint32_t kind, const char *name);
+
+/* ---- Saving -----------------------------------------------------------------------------------*/
 
 /* An entry of a rank's list of state, which all ranks gather as words of 64 bits. */
 typedef struct dtrain__held {
-    int64_t rank, index; /* whose list it is in, and where */
-    int32_t kind, dtype;
-    int64_t own;
-    int64_t shape[4];
-    dtrain_piece piece;
-    int64_t name_at;  /* in the names that come with it */
-    int64_t tensor;   /* its number in the manifest */
-    const char *name; /* not sent */
+    dtrain_state_tensor tensor; /* its memory is that of `rank` */
+    int64_t rank;               /* whose list it is in; -1: none */
+    int64_t name_at;            /* in the names that come with it */
+    int64_t number;             /* of its tensor in the manifest */
 } dtrain__held;
 
 /* One piece that this rank writes. */
 typedef struct dtrain__write_piece {
     const dtrain__held *held;
-    uint64_t at;      /* first byte, from the beginning of the file's data */
-    const void *from; /* the snapshot, or the state's memory */
+    uint64_t bytes;
+    uint64_t at; /* first byte, from the beginning of the file's data */
+    char *copy;  /* in the snapshot; NULL: there is none */
 } dtrain__write_piece;
 
 typedef struct dtrain__write_file {
@@ -25762,13 +25775,9 @@ typedef struct dtrain__write_file {
     uint64_t bytes;      /* of data */
 } dtrain__write_file;
 
-/* The phase of a save, for the thread that writes and the one that trains. */
-enum {
-    DTRAIN__SAVE_IDLE,
-    DTRAIN__SAVE_WRITING,
-    DTRAIN__SAVE_WRITTEN, /* this rank's files are on the disk, or could not be brought there */
-    DTRAIN__SAVE_DONE     /* rank 0: the checkpoint is published, or could not be */
-};
+/* The phases of a save: this rank's files are brought to the disk; rank 0 publishes the checkpoint.
+ * Each ends with an outcome. */
+enum { DTRAIN__SAVE_WRITE, DTRAIN__SAVE_PUBLISH, DTRAIN__SAVE_PHASES };
 
 struct dtrain_checkpoint {
     dtrain_allocator allocator;
@@ -25776,6 +25785,7 @@ struct dtrain_checkpoint {
     dtrain_checkpoint_desc desc; /* resolved; its texts are copies */
     char *texts;                 /* (texts_bytes) */
     size_t texts_bytes;
+    dtrain__folder folder;
     dtrain_comm *comm;
     int rank, ranks;
     int lock;     /* rank 0: the file; -1: none */
@@ -25784,21 +25794,21 @@ struct dtrain_checkpoint {
     dtrain__held *held; /* (held_room) of every piece its writer, by tensor; see union.c */
     char *held_names;   /* (held_names_bytes) */
     size_t held_count, held_room, held_names_bytes;
-
-    /* The save under way. */
-    int64_t step;
-    double metric;
-    bool outstanding; /* begun, and not settled */
-    dtrain__write_piece *pieces;
+    dtrain__write_piece *pieces; /* (piece_room) what this rank writes; see write.c */
     size_t piece_count, piece_room;
     dtrain__write_file files[2]; /* values; all else */
     char *snapshot;              /* page-locked where the device is no CPU */
     size_t snapshot_bytes;
+
+    /* The save under way. */
+    int64_t step;
+    double metric;
+    bool outstanding;  /* begun, and not settled */
     dtrain__text head; /* rank 0: the manifest, up to its list of files */
     double begun;
     uint64_t bytes;        /* that this rank has written ... */
     double written_at;     /* ... until then */
-    uint64_t thread_ns[3]; /* for a trace: its thread began, has written, has published */
+    uint64_t thread_ns[3]; /* for a trace: its thread began, has written, has published; 0: none */
 
     /* Both threads', under the mutex. */
     pthread_t thread;
@@ -25806,24 +25816,26 @@ struct dtrain_checkpoint {
     bool abandoned; /* one did not come to its end: nothing it uses is freed */
     pthread_mutex_t mutex;
     pthread_cond_t moved;
-    uint32_t phase;
+    uint32_t ended;  /* phases that have ended, and their outcomes */
     double deadline; /* for other ranks' lists: nearer when all have written, past when one has
                         failed */
-    dtrain_result written, published;
-    char written_text[DTRAIN__ERROR_BYTES], published_text[DTRAIN__ERROR_BYTES];
+    dtrain__outcome outcomes[DTRAIN__SAVE_PHASES];
 
-    uint32_t failures;  /* in a row */
-    dtrain_result lost; /* of the newest save, where it has failed, and why */
-    char lost_text[DTRAIN__ERROR_BYTES];
+    uint32_t failures;    /* in a row */
+    dtrain__outcome lost; /* of the newest save, where it has failed */
     dtrain_checkpoint_info info;
 };
 
+/* state/save.c */
+DTRAIN__PRIVATE dtrain__outcome dtrain__outcome_of(dtrain_result result);
+DTRAIN__PRIVATE dtrain_result dtrain__outcome_return(const dtrain__outcome *outcome);
+
 /* state/union.c */
 DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c);
-DTRAIN__PRIVATE void dtrain__union_free(dtrain_checkpoint *c);
-DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where, uint32_t kind,
-                                                   const char *name, const dtrain_piece *pieces,
-                                                   size_t stride, size_t count, int64_t total);
+DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where,
+                                                   const dtrain_state_tensor *tensor,
+                                                   const dtrain_piece *pieces, size_t stride,
+                                                   size_t count);
 
 /* state/write.c */
 DTRAIN__PRIVATE dtrain_result dtrain__save_plan(dtrain_checkpoint *c);
@@ -25892,32 +25904,17 @@ DTRAIN__PRIVATE void dtrain__safetensors_free(dtrain__tensor_file *file);
 DTRAIN__PRIVATE size_t dtrain__stored_bytes(uint32_t dtype);
 DTRAIN__PRIVATE const char *dtrain__stored_name(uint32_t dtype);
 
-DTRAIN__PRIVATE void dtrain__union_free(dtrain_checkpoint *c)
-{
-    dtrain__free(&c->allocator, c->held, c->held_room, sizeof *c->held);
-    dtrain__free(&c->allocator, c->held_names, c->held_names_bytes, 1);
-    c->held = NULL;
-    c->held_names = NULL;
-    c->held_room = c->held_count = c->held_names_bytes = 0;
-}
-
 /* Put this rank's list where its part of what is gathered begins. */
 static void dtrain__union_own(const dtrain_checkpoint *c, dtrain__held *list, char *names)
 {
     const dtrain_state *state = c->desc.state;
     size_t at = 0;
     for (size_t i = 0; i < state->tensor_count; i++) {
-        const dtrain_state_tensor *tensor = &state->tensors[i];
-        const size_t bytes = strlen(tensor->name) + 1;
-        memcpy(names + at, tensor->name, bytes);
-        list[i].name_at = (int64_t)at;
-        list[i].index = (int64_t)i;
+        const size_t bytes = strlen(state->tensors[i].name) + 1;
+        memcpy(names + at, state->tensors[i].name, bytes);
+        list[i].tensor = state->tensors[i];
         list[i].rank = c->rank;
-        list[i].kind = (int32_t)tensor->kind;
-        list[i].dtype = (int32_t)tensor->dtype;
-        list[i].own = tensor->own;
-        memcpy(list[i].shape, tensor->shape, sizeof tensor->shape);
-        list[i].piece = tensor->piece;
+        list[i].name_at = (int64_t)at;
         at += bytes;
     }
 }
@@ -25930,7 +25927,6 @@ static dtrain_result dtrain__union_gather(dtrain_checkpoint *c)
     int64_t most[2] = {(int64_t)state->tensor_count, 8};
     for (size_t i = 0; i < state->tensor_count; i++)
         most[1] += (int64_t)strlen(state->tensors[i].name) + 1;
-    dtrain__union_free(c);
     DTRAIN__TRY(
         dtrain_all_reduce(c->comm, most, most, 2, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
     const size_t entries = (size_t)most[0], name_words = (size_t)most[1] / sizeof(int64_t);
@@ -25949,11 +25945,10 @@ static dtrain_result dtrain__union_gather(dtrain_checkpoint *c)
     DTRAIN__TRY(dtrain_all_gather(c->comm, mine, c->held, entries * words, DTRAIN_DTYPE_I64, NULL));
     DTRAIN__TRY(dtrain_all_gather(c->comm, c->held_names + ranks * part, c->held_names, name_words,
                                   DTRAIN_DTYPE_I64, NULL));
-    c->held_count = 0;
     for (size_t i = 0; i < ranks * entries; i++) {
         dtrain__held held = c->held[i];
         if (held.rank < 0) continue;
-        held.name = c->held_names + (size_t)held.rank * part + held.name_at;
+        held.tensor.name = c->held_names + (size_t)held.rank * part + held.name_at;
         c->held[c->held_count++] = held;
     }
     return DTRAIN_OK;
@@ -25964,17 +25959,18 @@ static dtrain_result dtrain__union_gather(dtrain_checkpoint *c)
 static int dtrain__held_order(const void *left, const void *right)
 {
     const dtrain__held *a = (const dtrain__held *)left, *b = (const dtrain__held *)right;
-    if (a->kind != b->kind) return a->kind < b->kind ? -1 : 1;
-    const int names = strcmp(a->name, b->name);
+    const int ranks = (a->rank > b->rank) - (a->rank < b->rank);
+    if (a->tensor.kind != b->tensor.kind) return a->tensor.kind < b->tensor.kind ? -1 : 1;
+    const int names = strcmp(a->tensor.name, b->tensor.name);
     if (names) return names;
-    if (a->own && a->rank != b->rank) return a->rank < b->rank ? -1 : 1;
-    const int pieces = dtrain__piece_order(&a->piece, &b->piece);
-    return pieces ? pieces : (a->rank > b->rank) - (a->rank < b->rank);
+    if (a->tensor.own && ranks) return ranks;
+    const int pieces = dtrain__piece_order(&a->tensor.piece, &b->tensor.piece);
+    return pieces ? pieces : ranks;
 }
 
 static bool dtrain__same_tensor(const dtrain__held *a, const dtrain__held *b)
 {
-    return a->kind == b->kind && strcmp(a->name, b->name) == 0;
+    return a->tensor.kind == b->tensor.kind && strcmp(a->tensor.name, b->tensor.name) == 0;
 }
 
 /* Name a contradiction: two ranks describe one tensor in different ways. */
@@ -25983,59 +25979,66 @@ static dtrain_result dtrain__union_differs(const dtrain__held *a, const dtrain__
     const dtrain__held *const both[2] = {a, b};
     char text[2][120];
     for (int i = 0; i < 2; i++) {
-        const int64_t *shape = both[i]->shape;
+        const dtrain_state_tensor *tensor = &both[i]->tensor;
+        const int64_t *shape = tensor->shape;
         snprintf(text[i], sizeof text[i], "rank %d: %s [%lld, %lld, %lld, %lld]%s",
-                 (int)both[i]->rank, dtrain__stored_name((uint32_t)both[i]->dtype),
-                 (long long)shape[0], (long long)shape[1], (long long)shape[2], (long long)shape[3],
-                 both[i]->own ? ", its own" : "");
+                 (int)both[i]->rank, dtrain__stored_name(tensor->dtype), (long long)shape[0],
+                 (long long)shape[1], (long long)shape[2], (long long)shape[3],
+                 tensor->own ? ", its own" : "");
     }
     return dtrain_fail(DTRAIN_ERROR_MISMATCH,
                        "dtrain_checkpoint_open: ranks list the %s of \"%.100s\" in different ways "
                        "(%s; %s), expected the same dtype and shape from all that list it",
-                       dtrain__state_kind_name((uint32_t)a->kind), a->name, text[0], text[1]);
+                       dtrain__state_kind_name(a->tensor.kind), a->tensor.name, text[0], text[1]);
 }
 
-/* Choose a writer for each piece: of entries that differ in nothing but the rank one stays. */
+/* Number the tensors, and choose a writer for each piece: of entries that differ in nothing but the
+ * rank, that of the rank with the least to write stays. */
 static dtrain_result dtrain__union_choose(dtrain_checkpoint *c)
 {
     uint64_t load[DTRAIN_MAX_RANKS] = {0};
     size_t count = 0, first = 0; /* entries that stay; the first one of the tensor */
+    int64_t number = 0;
     for (size_t i = 0, next; i < c->held_count; i = next) {
+        const dtrain_state_tensor *tensor = &c->held[i].tensor;
         size_t least = i;
-        if (!i || !dtrain__same_tensor(&c->held[i], &c->held[first])) first = i;
-        if (c->held[i].dtype != c->held[first].dtype || c->held[i].own != c->held[first].own ||
-            memcmp(c->held[i].shape, c->held[first].shape, sizeof c->held[i].shape) != 0)
-            return dtrain__union_differs(&c->held[first], &c->held[i]);
-        for (next = i + 1; next < c->held_count; next++) {
-            const dtrain__held *a = &c->held[i], *b = &c->held[next];
-            if (!dtrain__same_tensor(a, b) || dtrain__piece_order(&a->piece, &b->piece) || a->own ||
-                b->own)
-                break;
-            if (a->dtype != b->dtype || memcmp(a->shape, b->shape, sizeof a->shape) != 0)
-                return dtrain__union_differs(a, b);
-            if (load[b->rank] < load[c->held[least].rank]) least = next;
+        if (!dtrain__same_tensor(&c->held[i], &c->held[first])) {
+            first = i;
+            number++;
         }
-        load[c->held[least].rank] += (uint64_t)c->held[least].piece.count *
-                                     dtrain__state_bytes((uint32_t)c->held[least].dtype);
+        for (next = i; next < c->held_count; next++) {
+            const dtrain__held *held = &c->held[next];
+            if (!dtrain__same_tensor(held, &c->held[first]) ||
+                (next > i && tensor->own && held->tensor.own) ||
+                dtrain__piece_order(&tensor->piece, &held->tensor.piece))
+                break;
+            if (!dtrain__state_alike(&held->tensor, &c->held[first].tensor))
+                return dtrain__union_differs(&c->held[first], held);
+            if (load[held->rank] < load[c->held[least].rank]) least = next;
+        }
+        load[c->held[least].rank] +=
+            (uint64_t)tensor->piece.count * dtrain__state_bytes(tensor->dtype);
+        c->held[least].number = number;
         c->held[count++] = c->held[least];
     }
     c->held_count = count;
     return DTRAIN_OK;
 }
 
-/* Check that pieces of one tensor, sorted, do not overlap, and with `all` that they make it up.
- * Pieces lie `stride` bytes apart, as members of a larger struct. A piece
- * is compared with those whose boxes begin before its own ends. */
-DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where, uint32_t kind,
-                                                   const char *name, const dtrain_piece *pieces,
-                                                   size_t stride, size_t count, int64_t total)
+/* Check that pieces of one tensor, sorted, do not overlap, and that together they are all of it.
+ * They lie `stride` bytes apart, as members of a larger struct. A piece is compared with those
+ * whose boxes begin before its own ends. */
+DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where,
+                                                   const dtrain_state_tensor *tensor,
+                                                   const dtrain_piece *pieces, size_t stride,
+                                                   size_t count)
 {
     const char *const base = (const char *)pieces;
     int64_t sum = 0;
     bool overlap = false;
     for (size_t i = 0; i < count && !overlap; i++) {
         const dtrain_piece *a = (const dtrain_piece *)(const void *)(base + i * stride);
-        overlap = a->count > total - sum;
+        overlap = a->count > tensor->total - sum;
         if (!overlap) sum += a->count;
         for (size_t k = i + 1; k < count && !overlap; k++) {
             const dtrain_piece *b = (const dtrain_piece *)(const void *)(base + k * stride);
@@ -26046,12 +26049,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where, uint32_t k
                                               : dtrain__piece_common(a, b, &common));
         }
     }
-    if (!overlap && sum == total) return DTRAIN_OK;
+    if (!overlap && sum == tensor->total) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
                        "%s: the pieces of the %s of \"%.100s\" %s: they have %lld of its %lld "
                        "elements",
-                       where, dtrain__state_kind_name(kind), name,
-                       overlap ? "overlap" : "leave a hole", (long long)sum, (long long)total);
+                       where, dtrain__state_kind_name(tensor->kind), tensor->name,
+                       overlap ? "overlap" : "leave a hole", (long long)sum,
+                       (long long)tensor->total);
 }
 
 /* Make the union. Collective. */
@@ -26061,16 +26065,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c)
     qsort(c->held, c->held_count, sizeof *c->held, dtrain__held_order);
     DTRAIN__TRY(dtrain__union_choose(c));
     for (size_t i = 0, next; i < c->held_count; i = next) {
-        dtrain__held *first = &c->held[i];
-        for (next = i; next < c->held_count && dtrain__same_tensor(first, &c->held[next]);) {
-            c->held[next].tensor = i ? c->held[i - 1].tensor + 1 : 0;
-            next++;
-        }
-        dtrain_piece whole = dtrain__piece_whole(first->shape);
-        if (!first->own)
-            DTRAIN__TRY(dtrain__pieces_check("dtrain_checkpoint_open", (uint32_t)first->kind,
-                                             first->name, &first->piece, sizeof *first, next - i,
-                                             whole.count));
+        const dtrain_state_tensor *tensor = &c->held[i].tensor;
+        for (next = i; next < c->held_count && c->held[next].number == c->held[i].number;) next++;
+        if (!tensor->own)
+            DTRAIN__TRY(dtrain__pieces_check("dtrain_checkpoint_open", tensor, &tensor->piece,
+                                             sizeof *c->held, next - i));
     }
     return DTRAIN_OK;
 }
@@ -26081,8 +26080,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c)
 
 /* Writing a rank's files
  *
- *     plan        where in which of two files each piece goes: values, which are read alone as
- *                 well, are in one of their own
+ *     plan        once: where in which of two files each piece goes. Values have a file of their
+ *                 own, because programs read them alone as well
  *     snapshot    copy these pieces to host memory, for a save in the background
  *     write       files, block by block with their checksums, and the list of what they hold
  *
@@ -26098,6 +26097,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c)
 DTRAIN__PRIVATE const dtrain_storage *dtrain__storage_or_files(const dtrain_storage *given);
 DTRAIN__PRIVATE int dtrain__storage_try(const dtrain_storage *storage, const char *path,
                                         dtrain_storage_mode mode);
+DTRAIN__PRIVATE int dtrain__storage_probe(const dtrain_storage *storage, const char *path,
+                                          dtrain_storage_mode mode);
+DTRAIN__PRIVATE dtrain_result dtrain__storage_fail(const char *path, const char *what,
+                                                   int64_t code);
 DTRAIN__PRIVATE dtrain_result dtrain__storage_open(const dtrain_storage *storage, const char *path,
                                                    dtrain_storage_mode mode, int *file);
 DTRAIN__PRIVATE dtrain_result dtrain__storage_read(const dtrain_storage *storage, int file,
@@ -26123,37 +26126,40 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
 
 /* ---- Plan -------------------------------------------------------------------------------------*/
 
-/* Wide elements come first, so that all are aligned. */
+/* Plan both files, and make the memory of snapshots. Wide elements come first, so that all are
+ * aligned. */
 DTRAIN__PRIVATE dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
 {
-    c->piece_count = 0;
-    memset(c->files, 0, sizeof c->files);
-    for (int f = 0; f < 2; f++) {
-        dtrain__write_file *file = &c->files[f];
-        file->first = c->piece_count;
-        for (size_t n = 0; n < 4 * c->held_count; n++) {
-            const size_t each = (size_t)8 >> n / c->held_count;
-            const dtrain__held *held = &c->held[n % c->held_count];
-            if (held->rank != c->rank || (held->kind != DTRAIN_STATE_VALUE) != (f == 1) ||
-                dtrain__state_bytes((uint32_t)held->dtype) != each || !held->piece.count)
-                continue;
-            if (!dtrain__grow(&c->allocator, (void **)&c->pieces, c->piece_count, &c->piece_room,
-                              sizeof *c->pieces, "the plan of a save"))
-                return DTRAIN_ERROR_MEMORY;
-            dtrain__write_piece *piece = &c->pieces[c->piece_count++];
-            piece->held = held;
-            piece->at = file->bytes;
-            piece->from = c->desc.state->tensors[held->index].memory;
-            file->bytes += (uint64_t)held->piece.count * each;
-            file->count++;
-        }
+    dtrain_device *device = c->desc.state->device;
+    size_t copied = 0;
+    void *memory;
+    for (size_t n = 0; n < 8 * c->held_count; n++) {
+        const size_t round = n / c->held_count, each = (size_t)8 >> round % 4;
+        const dtrain__held *held = &c->held[n % c->held_count];
+        dtrain__write_file *file = &c->files[round / 4];
+        if (held->rank != c->rank || !held->tensor.piece.count ||
+            (held->tensor.kind != DTRAIN_STATE_VALUE) != (round >= 4) ||
+            dtrain__state_bytes(held->tensor.dtype) != each)
+            continue;
+        if (!dtrain__grow(&c->allocator, (void **)&c->pieces, c->piece_count, &c->piece_room,
+                          sizeof *c->pieces, "the plan of a save"))
+            return DTRAIN_ERROR_MEMORY;
+        const uint64_t bytes = (uint64_t)held->tensor.piece.count * each;
+        const dtrain__write_piece piece = {held, bytes, file->bytes, NULL};
+        if (!file->count++) file->first = c->piece_count;
+        c->pieces[c->piece_count++] = piece;
+        file->bytes += bytes;
+        copied += dtrain__round_up((size_t)bytes, DTRAIN__CACHE_LINE);
+    }
+    if (!c->desc.background || !copied) return DTRAIN_OK;
+    DTRAIN__TRY(device->ops->host_alloc(device, copied, &memory));
+    c->snapshot = (char *)memory;
+    c->info.snapshot_bytes = copied;
+    for (size_t i = 0, at = 0; i < c->piece_count; i++) {
+        c->pieces[i].copy = c->snapshot + at;
+        at += dtrain__round_up((size_t)c->pieces[i].bytes, DTRAIN__CACHE_LINE);
     }
     return DTRAIN_OK;
-}
-
-static uint64_t dtrain__piece_bytes(const dtrain__write_piece *piece)
-{
-    return (uint64_t)piece->held->piece.count * dtrain__state_bytes((uint32_t)piece->held->dtype);
 }
 
 /* ---- Snapshot ---------------------------------------------------------------------------------*/
@@ -26180,31 +26186,16 @@ static void dtrain__copy_past_cache(char *to, const char *from, size_t bytes)
     memcpy(to + done, from + done, bytes - done);
 }
 
-/* Copy all pieces to memory that stays as it is: all that a step pays. The memory is kept for the
- * next save. */
+/* Copy all pieces to memory that stays as it is: all that a step pays. */
 DTRAIN__PRIVATE dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c)
 {
     dtrain_device *device = c->desc.state->device;
-    uint64_t bytes = 0;
-    for (size_t i = 0; i < c->piece_count; i++)
-        bytes += dtrain__round_up((size_t)dtrain__piece_bytes(&c->pieces[i]), DTRAIN__CACHE_LINE);
-    if (bytes > c->snapshot_bytes) {
-        void *memory;
-        if (c->snapshot) device->ops->host_free(device, c->snapshot, c->snapshot_bytes);
-        c->snapshot = NULL;
-        c->info.snapshot_bytes = c->snapshot_bytes = 0;
-        DTRAIN__TRY(device->ops->host_alloc(device, (size_t)bytes, &memory));
-        c->snapshot = (char *)memory;
-        c->info.snapshot_bytes = c->snapshot_bytes = (size_t)bytes;
-    }
-    char *next = c->snapshot;
     for (size_t i = 0; i < c->piece_count; i++) {
-        const size_t count = (size_t)dtrain__piece_bytes(&c->pieces[i]);
+        const dtrain__write_piece *piece = &c->pieces[i];
+        const char *from = (const char *)piece->held->tensor.memory;
         if (device->ops->host_memory)
-            dtrain__copy_past_cache(next, (const char *)c->pieces[i].from, count);
-        else DTRAIN__TRY(dtrain_device_copy(device, next, c->pieces[i].from, count));
-        c->pieces[i].from = next;
-        next += dtrain__round_up(count, DTRAIN__CACHE_LINE);
+            dtrain__copy_past_cache(piece->copy, from, (size_t)piece->bytes);
+        else DTRAIN__TRY(dtrain_device_copy(device, piece->copy, from, (size_t)piece->bytes));
     }
     return DTRAIN_OK;
 }
@@ -26214,11 +26205,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c)
 /* Write the name and shape of a piece in its file. A whole tensor has its own name and shape. A box
  * adds its place along each axis, "wte[0:64,0:128]"; a run adds its elements of the tensor or box,
  * "wte[0:16384]". The names of all kinds but values begin with the kind. */
-static dtrain_result dtrain__piece_stored(const dtrain__held *held, char *name,
+static dtrain_result dtrain__piece_stored(const dtrain_state_tensor *tensor, char *name,
                                           dtrain__stored *stored)
 {
-    const dtrain_piece *piece = &held->piece, whole = dtrain__piece_whole(held->shape);
-    const bool boxed = !dtrain__box_same(piece, &whole), value = held->kind == DTRAIN_STATE_VALUE;
+    const dtrain_piece *piece = &tensor->piece, whole = dtrain__piece_whole(tensor->shape);
+    const bool boxed = !dtrain__box_same(piece, &whole), value = tensor->kind == DTRAIN_STATE_VALUE;
     const bool run = piece->count != dtrain__box_count(piece);
     char where[200] = "", range[48] = "";
     stored->dims = run ? 1 : 0;
@@ -26234,13 +26225,13 @@ static dtrain_result dtrain__piece_stored(const dtrain__held *held, char *name,
         snprintf(range, sizeof range, "[%lld:%lld]", (long long)piece->offset,
                  (long long)(piece->offset + piece->count));
     const int length = snprintf(name, DTRAIN__TENSOR_NAME, "%s%s%s%s%s%s",
-                                value ? "" : dtrain__state_kind_name((uint32_t)held->kind),
-                                value ? "" : ".", held->name, where, boxed ? "]" : "", range);
+                                value ? "" : dtrain__state_kind_name(tensor->kind),
+                                value ? "" : ".", tensor->name, where, boxed ? "]" : "", range);
     if (length > 0 && length < DTRAIN__TENSOR_NAME) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                        "the name \"%.100s...\" is too long for a file of tensors, which takes %d "
                        "bytes with what is added here",
-                       held->name, DTRAIN__TENSOR_NAME - 1);
+                       tensor->name, DTRAIN__TENSOR_NAME - 1);
 }
 
 /* Write the header of a file: what it holds, and the metadata by which readers know it. */
@@ -26255,11 +26246,11 @@ static dtrain_result dtrain__file_header(const dtrain_checkpoint *c, const dtrai
     dtrain_result result = stored && names ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
     for (size_t i = 0; i < file->count && result == DTRAIN_OK; i++) {
         const dtrain__write_piece *piece = &c->pieces[file->first + i];
-        result = dtrain__piece_stored(piece->held, names[i], &stored[i]);
+        result = dtrain__piece_stored(&piece->held->tensor, names[i], &stored[i]);
         stored[i].name = names[i];
-        stored[i].dtype = (uint32_t)piece->held->dtype;
+        stored[i].dtype = piece->held->tensor.dtype;
         stored[i].begin = piece->at;
-        stored[i].end = piece->at + dtrain__piece_bytes(piece);
+        stored[i].end = piece->at + piece->bytes;
     }
     if (result == DTRAIN_OK)
         result = dtrain__safetensors_write(text, stored, file->count, metadata);
@@ -26268,24 +26259,32 @@ static dtrain_result dtrain__file_header(const dtrain_checkpoint *c, const dtrai
     return result;
 }
 
-/* Write a piece, block by block, with the checksums into the list. A block that is in a device's
- * memory comes through `bounce`; NULL: none is. */
+/* Write a piece at byte `at` of its file, block by block, and its entry into the list. A block in a
+ * device's memory comes through `bounce`; NULL: none is. */
 static dtrain_result dtrain__piece_write(const dtrain_checkpoint *c, int file, const char *path,
-                                         uint64_t data, const dtrain__write_piece *piece,
+                                         uint64_t at, const dtrain__write_piece *piece,
                                          char *bounce, dtrain__text *list)
 {
-    const uint64_t bytes = dtrain__piece_bytes(piece);
-    for (uint64_t done = 0; done < bytes; done += DTRAIN__BLOCK) {
-        const size_t count = bytes - done < DTRAIN__BLOCK ? (size_t)(bytes - done) : DTRAIN__BLOCK;
-        const char *block = (const char *)piece->from + done;
+    const dtrain_state_tensor *tensor = &piece->held->tensor;
+    const dtrain_piece *box = &tensor->piece, whole = dtrain__piece_whole(tensor->shape);
+    const char *from = piece->copy ? piece->copy : (const char *)tensor->memory;
+    dtrain__text_add(list, "[%lld, %lld, %lld, %llu, \"", (long long)piece->held->number,
+                     (long long)box->offset, (long long)box->count, (unsigned long long)at);
+    for (uint64_t done = 0; done < piece->bytes; done += DTRAIN__BLOCK) {
+        const size_t count =
+            (size_t)dtrain__min((int64_t)(piece->bytes - done), (int64_t)DTRAIN__BLOCK);
+        const char *block = from + done;
         if (bounce) {
             DTRAIN__TRY(dtrain_device_copy(c->desc.state->device, bounce, block, count));
             block = bounce;
         }
         dtrain__text_add(list, "%08x", dtrain__crc32c(0, block, count));
-        DTRAIN__TRY(dtrain__storage_write(c->desc.storage, file, path, block, count,
-                                          data + piece->at + done));
+        DTRAIN__TRY(dtrain__storage_write(c->folder.storage, file, path, block, count, at + done));
     }
+    dtrain__text_add(list, "\"");
+    for (int d = 0; d < 4 && !dtrain__box_same(box, &whole); d++)
+        dtrain__text_add(list, ", %lld, %lld", (long long)box->first[d], (long long)box->length[d]);
+    dtrain__text_add(list, "]");
     return DTRAIN_OK;
 }
 
@@ -26294,70 +26293,61 @@ static dtrain_result dtrain__tensors_write(dtrain_checkpoint *c, const char *dir
                                            const dtrain__write_file *plan, char *bounce,
                                            dtrain__text *list)
 {
-    char path[2 * DTRAIN__PATH], name[64];
+    char name[64];
     dtrain__text header;
     int file;
     memset(&header, 0, sizeof header);
     header.allocator = &c->allocator;
     snprintf(name, sizeof name, "%s-%05d.safetensors", plan == c->files ? "model" : "state",
              c->rank);
-    snprintf(path, sizeof path, "%s/%s", directory, name);
+    const dtrain__path path = dtrain__path_in(directory, "%s", name);
     dtrain_result result = dtrain__file_header(c, plan, &header);
     if (result == DTRAIN_OK)
-        result = dtrain__storage_open(c->desc.storage, path, DTRAIN_STORAGE_CREATE, &file);
+        result = dtrain__storage_open(c->folder.storage, path.text, DTRAIN_STORAGE_CREATE, &file);
     if (result == DTRAIN_OK) {
-        dtrain__text_add(list,
-                         "%s\n  {\"name\": \"%s\", \"bytes\": %llu, \"rank\": %d, "
-                         "\"pieces\": [",
-                         plan == c->files || !c->files[0].count ? "" : ",", name,
-                         (unsigned long long)(header.bytes + plan->bytes), c->rank);
-        result = dtrain__storage_write(c->desc.storage, file, path, header.at, header.bytes, 0);
+        const uint64_t bytes = header.bytes + plan->bytes;
+        const dtrain__saved_file entry = {name, bytes, c->rank};
+        if (plan != c->files && c->files[0].count) dtrain__text_add(list, ",");
+        dtrain__manifest_file(list, &entry);
+        result =
+            dtrain__storage_write(c->folder.storage, file, path.text, header.at, header.bytes, 0);
         for (size_t i = 0; i < plan->count && result == DTRAIN_OK; i++) {
             const dtrain__write_piece *piece = &c->pieces[plan->first + i];
-            const dtrain_piece *box = &piece->held->piece;
-            const dtrain_piece whole = dtrain__piece_whole(piece->held->shape);
-            dtrain__text_add(list, "%s\n   [%lld, %lld, %lld, %llu, \"", i ? "," : "",
-                             (long long)piece->held->tensor, (long long)box->offset,
-                             (long long)box->count, (unsigned long long)(header.bytes + piece->at));
-            result = dtrain__piece_write(c, file, path, header.bytes, piece, bounce, list);
-            dtrain__text_add(list, "\"");
-            for (int d = 0; d < 4 && !dtrain__box_same(box, &whole); d++)
-                dtrain__text_add(list, ", %lld, %lld", (long long)box->first[d],
-                                 (long long)box->length[d]);
-            dtrain__text_add(list, "]");
+            dtrain__text_add(list, "%s\n   ", i ? "," : "");
+            result = dtrain__piece_write(c, file, path.text, header.bytes + piece->at, piece,
+                                         bounce, list);
         }
         dtrain__text_add(list, "]}");
-        result = dtrain__storage_finish(c->desc.storage, file, path, result);
-        c->bytes += header.bytes + plan->bytes;
+        result = dtrain__storage_finish(c->folder.storage, file, path.text, result);
+        c->bytes += bytes;
     }
     dtrain__text_free(&header);
     return result;
 }
 
-/* Put this rank's list of files where rank 0 looks for it, by a rename: what has the name is
+/* Put this rank's list of files where rank 0 polls for it, by a rename: a file of that name is
  * whole. */
 static dtrain_result dtrain__list_write(const dtrain_checkpoint *c, const char *directory,
                                         const dtrain__text *list)
 {
-    char path[2 * DTRAIN__PATH], tmp[2 * DTRAIN__PATH];
+    const dtrain__path path = dtrain__path_in(directory, "rank-%05d.json", c->rank);
+    const dtrain__path tmp = dtrain__path_in(directory, "rank-%05d.tmp", c->rank);
     if (list->failed) return DTRAIN_ERROR_MEMORY;
-    snprintf(path, sizeof path, "%s/rank-%05d.json", directory, c->rank);
-    snprintf(tmp, sizeof tmp, "%s/rank-%05d.tmp", directory, c->rank);
-    DTRAIN__TRY(dtrain__storage_put(c->desc.storage, tmp, list->at, list->bytes));
-    return dtrain__storage_rename(c->desc.storage, tmp, path);
+    DTRAIN__TRY(dtrain__storage_put(c->folder.storage, tmp.text, list->at, list->bytes));
+    return dtrain__storage_rename(c->folder.storage, tmp.text, path.text);
 }
 
 /* Write what was planned to step-N.tmp, which is there. */
 DTRAIN__PRIVATE dtrain_result dtrain__save_write(dtrain_checkpoint *c)
 {
-    char directory[DTRAIN__PATH], *bounce = NULL;
-    dtrain__text list;
+    const dtrain__path directory = dtrain__step_path(&c->folder, c->step, ".tmp");
     const bool direct = c->desc.background || c->desc.state->device->ops->host_memory;
+    char *bounce = NULL;
+    dtrain__text list;
     dtrain_result result = DTRAIN_OK;
     memset(&list, 0, sizeof list);
     list.allocator = &c->allocator;
     c->bytes = 0;
-    dtrain__step_path(directory, c->desc.directory, c->step, ".tmp");
     if (!direct) {
         bounce = (char *)dtrain__alloc(&c->allocator, DTRAIN__BLOCK, 1, "a bounce buffer");
         if (!bounce) return DTRAIN_ERROR_MEMORY;
@@ -26365,10 +26355,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_write(dtrain_checkpoint *c)
     dtrain__text_add(&list, "{\"files\": [");
     for (int i = 0; i < 2 && result == DTRAIN_OK; i++)
         if (c->files[i].count)
-            result = dtrain__tensors_write(c, directory, &c->files[i], bounce, &list);
+            result = dtrain__tensors_write(c, directory.text, &c->files[i], bounce, &list);
     dtrain__text_add(&list, "]");
     dtrain__seal(&list);
-    if (result == DTRAIN_OK) result = dtrain__list_write(c, directory, &list);
+    if (result == DTRAIN_OK) result = dtrain__list_write(c, directory.text, &list);
     dtrain__text_free(&list);
     dtrain__free(&c->allocator, bounce, DTRAIN__BLOCK, 1);
     return result;
@@ -26380,29 +26370,452 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_write(dtrain_checkpoint *c)
 
 /* Saving
  *
- *     every rank       wait for the save before | plan, snapshot |                  agree
- *     its thread                                                 | write | list |
- *     rank 0's thread                                            | write | list | lists of all,
- *                                                                  manifest, rename, old ones go
+ *     every rank       wait for the save before | snapshot |                 agree
+ *     its thread                                           | write | list |
+ *     rank 0's thread                                      | write | list | lists of all, manifest,
+ *                                                            rename, old ones go
  *
  * Without a thread the same steps follow each other. A thread must not call a collective, because
  * its order among those of training would differ from rank to rank: rank 0's thread polls the
  * directory, which all share, for the lists of the others, and the ranks agree at the next call. A
  * rank that failed writes no list; rank 0 stops waiting when that agreement reports the failure. */
 
-#define DTRAIN__LOOK_MS 10     /* between two looks for another rank's list */
+#define DTRAIN__POLL_MS 10     /* between two polls for another rank's file */
 #define DTRAIN__SHARED_MS 5000 /* until what one host has written is seen by another */
 
-static dtrain_result dtrain__save_settle(dtrain_checkpoint *c, bool last);
-static dtrain_result dtrain__save_begin(dtrain_checkpoint *c);
-static void dtrain__save_run(dtrain_checkpoint *c);
-static dtrain_result dtrain__publish(dtrain_checkpoint *c);
-static dtrain_result dtrain__directory_take(dtrain_checkpoint *c);
+DTRAIN__PRIVATE dtrain__outcome dtrain__outcome_of(dtrain_result result)
+{
+    dtrain__outcome outcome;
+    outcome.result = result;
+    snprintf(outcome.text, sizeof outcome.text, "%s", result ? dtrain_last_error() : "");
+    return outcome;
+}
+
+/* Return the result, and make its sentence the last error again. */
+DTRAIN__PRIVATE dtrain_result dtrain__outcome_return(const dtrain__outcome *outcome)
+{
+    if (outcome->result != DTRAIN_OK) dtrain__set_last_error(outcome->text);
+    return outcome->result;
+}
+
+static void dtrain__poll_sleep(void)
+{
+    const struct timespec nap = {0, DTRAIN__POLL_MS * 1000000L};
+    nanosleep(&nap, NULL);
+}
+
+/* ---- The directory ----------------------------------------------------------------------------*/
+
+/* Make the directory, and those above it that are not there, and bring their names to the disk: all
+ * that is saved in it could be gone otherwise after a loss of power. */
+static dtrain_result dtrain__directories_make(const dtrain__folder *folder)
+{
+    const dtrain_storage *storage = folder->storage;
+    char path[DTRAIN__PATH], above[DTRAIN__PATH];
+    const size_t length = strlen(folder->path);
+    snprintf(above, sizeof above, "%s", folder->path[0] == '/' ? "/" : ".");
+    for (size_t end = 1; end <= length; end++) {
+        if (end < length && folder->path[end] != '/') continue;
+        snprintf(path, sizeof path, "%.*s", (int)end, folder->path);
+        const int made = storage->make_directory(storage->user, path);
+        if (made < 0 && made != -EEXIST && (end == length || (made != -EROFS && made != -EACCES)))
+            return dtrain__storage_fail(path, "made", made);
+        if (made >= 0) DTRAIN__TRY(dtrain__storage_sync_directory(storage, above));
+        memcpy(above, path, sizeof above);
+    }
+    return DTRAIN_OK;
+}
+
+/* Rank 0: set aside the checkpoints of later steps than the one that the state comes from, and let
+ * the directory continue the state's run. */
+static dtrain_result dtrain__history_turn(dtrain_checkpoint *c, int64_t next)
+{
+    const dtrain_state *state = c->desc.state;
+    const int64_t above = state->run == c->run ? dtrain__min(state->step, next) : -1;
+    dtrain__path aside;
+    c->run = state->run;
+    DTRAIN__TRY(dtrain__set_aside(&c->folder, above, &aside));
+    if (aside.text[0])
+        dtrain_log(c->world, DTRAIN_LOG_WARNING,
+                   "checkpoints that this run does not go on from were set aside, in %s",
+                   aside.text);
+    return DTRAIN_OK;
+}
+
+/* Rank 0: find out whether the directory has the history of the state's run. A run that begins gets
+ * the number of its job. */
+static dtrain_result dtrain__history_join(dtrain_checkpoint *c)
+{
+    dtrain_state *state = c->desc.state;
+    dtrain__steps list;
+    dtrain__manifest manifest;
+    DTRAIN__TRY(dtrain__steps_list(&c->folder, "", &list));
+    bool ours = list.count == 0;
+    for (size_t i = 0; i < list.count && !ours && state->step >= 0; i++) {
+        const dtrain__path path = dtrain__step_path(&c->folder, list.steps[i], "");
+        if (dtrain__manifest_read(&c->folder, path.text, &manifest) != DTRAIN_OK) continue;
+        ours = manifest.run == state->run;
+        dtrain__manifest_free(&manifest);
+    }
+    const int64_t newest = list.count ? list.steps[0] : -1;
+    dtrain__steps_free(&list);
+    if (!ours && !c->desc.set_aside)
+        return dtrain_fail(
+            DTRAIN_ERROR_DATA,
+            "%s has checkpoints of another run, the newest of step %lld: load it and "
+            "go on, save to another directory, or set them aside",
+            c->folder.path, (long long)newest);
+    if (!state->run) state->run = c->world->job;
+    c->run = ours ? state->run : 0;
+    return dtrain__history_turn(c, INT64_MAX);
+}
+
+/* Rank 0: make the directory, take its lock, and clear away what a crash has left. */
+static dtrain_result dtrain__directory_take(dtrain_checkpoint *c)
+{
+    const dtrain__path lock = dtrain__path_in(c->folder.path, "lock");
+    DTRAIN__TRY(dtrain__directories_make(&c->folder));
+    c->lock = dtrain__storage_try(c->folder.storage, lock.text, DTRAIN_STORAGE_LOCK);
+    if (c->lock == -EAGAIN)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "another run saves checkpoints to %s (its lock is held); end it, or use "
+                           "another directory",
+                           c->folder.path);
+    if (c->lock < 0) return dtrain__storage_fail(lock.text, "opened", c->lock);
+    DTRAIN__TRY(dtrain__remove_unfinished(&c->folder));
+    return dtrain__history_join(c);
+}
+
+/* Rank 0: remove what a failed save has left. If somebody has removed the directory, make it again
+ * and lock it: the lock that is held belongs to the removed directory. */
+static dtrain_result dtrain__directory_ready(dtrain_checkpoint *c)
+{
+    const dtrain_storage *storage = c->folder.storage;
+    const dtrain__path lock = dtrain__path_in(c->folder.path, "lock");
+    if (dtrain__storage_probe(storage, lock.text, DTRAIN_STORAGE_READ) != -ENOENT)
+        return dtrain__remove_unfinished(&c->folder);
+    dtrain_log(c->world, DTRAIN_LOG_WARNING,
+               "%s was removed while the run saves to it; it is made again", c->folder.path);
+    if (c->lock >= 0) (void)storage->close(storage->user, c->lock);
+    return dtrain__directory_take(c);
+}
+
+/* Write a small file, and wait until this rank sees that of rank 0. */
+static dtrain_result dtrain__directory_probe(const dtrain_checkpoint *c, const dtrain__path *mine,
+                                             const dtrain__path *first)
+{
+    const dtrain_storage *storage = c->folder.storage;
+    const double deadline = dtrain_seconds() + 1e-3 * DTRAIN__SHARED_MS;
+    char text[64];
+    snprintf(text, sizeof text, "rank %d can write here\n", c->rank);
+    DTRAIN__TRY(dtrain__storage_put(storage, mine->text, text, strlen(text)));
+    while (dtrain__storage_probe(storage, first->text, DTRAIN_STORAGE_READ) < 0) {
+        if (dtrain_seconds() > deadline)
+            return dtrain_fail(DTRAIN_ERROR_FILE,
+                               "rank %d does not see what rank 0 has written to %s: checkpoints "
+                               "need a directory that all hosts share",
+                               c->rank, c->folder.path);
+        dtrain__poll_sleep();
+    }
+    return DTRAIN_OK;
+}
+
+/* Plan the saves and take the directory: the lock, then every rank's probe. */
+static dtrain_result dtrain__directory_open(dtrain_checkpoint *c)
+{
+    int64_t token = (int64_t)(dtrain__now_ns() ^ ((uint64_t)getpid() << 40));
+    dtrain_result result = dtrain__save_plan(c);
+    if (result == DTRAIN_OK && c->rank == 0) result = dtrain__directory_take(c);
+    DTRAIN__TRY(dtrain__agree(c->comm, result));
+    DTRAIN__TRY(dtrain_broadcast(c->comm, &token, 1, DTRAIN_DTYPE_I64, 0, NULL));
+    const unsigned long long number = (unsigned long long)token;
+    const dtrain__path mine = dtrain__path_in(c->folder.path, "probe-%llx-%05d", number, c->rank);
+    const dtrain__path first = dtrain__path_in(c->folder.path, "probe-%llx-%05d", number, 0);
+    result = dtrain__agree(c->comm, dtrain__directory_probe(c, &mine, &first));
+    (void)c->folder.storage->remove(c->folder.storage->user, mine.text);
+    return result;
+}
+
+/* ---- Publishing -------------------------------------------------------------------------------*/
+
+/* Read the list of a rank's files. It is there when all ranks have written, unless this host sees
+ * it later than the one that has written it. */
+static dtrain_result dtrain__list_await(dtrain_checkpoint *c, const char *path, char **text,
+                                        size_t *bytes, size_t *room)
+{
+    for (;;) {
+        dtrain_result result = dtrain__storage_get(c->folder.storage, &c->allocator, path,
+                                                   DTRAIN__MANIFEST_MOST, text, bytes);
+        *room = *bytes + 1;
+        if (result == DTRAIN_OK) {
+            result = dtrain__unseal(path, *text, bytes);
+            if (result == DTRAIN_OK) return DTRAIN_OK;
+            dtrain__free(&c->allocator, *text, *room, 1);
+        }
+        pthread_mutex_lock(&c->mutex);
+        const double deadline = c->deadline;
+        pthread_mutex_unlock(&c->mutex);
+        if (dtrain_seconds() > deadline) return result;
+        dtrain__poll_sleep();
+    }
+}
+
+/* Append the files of all ranks to the manifest. A rank's list is {"files": [...]}: the text
+ * between the brackets is copied. */
+static dtrain_result dtrain__lists_join(dtrain_checkpoint *c, const char *directory,
+                                        dtrain__text *manifest)
+{
+    const size_t before = sizeof "{\"files\": [" - 1, after = sizeof "]}" - 1;
+    bool any = false;
+    for (int r = 0; r < c->ranks; r++) {
+        const dtrain__path path = dtrain__path_in(directory, "rank-%05d.json", r);
+        char *text;
+        size_t bytes, room;
+        DTRAIN__TRY(dtrain__list_await(c, path.text, &text, &bytes, &room));
+        if (bytes > before + after) {
+            dtrain__text_add(manifest, "%s%.*s", any ? "," : "", (int)(bytes - before - after),
+                             text + before);
+            any = true;
+        }
+        dtrain__free(&c->allocator, text, room, 1);
+        DTRAIN__TRY(dtrain__storage_remove(c->folder.storage, path.text));
+    }
+    return DTRAIN_OK;
+}
+
+/* Read the metric of a checkpoint; DBL_MAX: it is not finite, or cannot be read. The bits say that
+ * even where a compiler takes all numbers to be finite. */
+static double dtrain__metric_of(const dtrain_checkpoint *c, int64_t step)
+{
+    const dtrain__path path = dtrain__step_path(&c->folder, step, "");
+    dtrain__manifest manifest;
+    double metric = DBL_MAX;
+    if (dtrain__manifest_read(&c->folder, path.text, &manifest) != DTRAIN_OK) return metric;
+    if ((manifest.metric_bits >> 52 & 0x7ff) != 0x7ff)
+        memcpy(&metric, &manifest.metric_bits, sizeof metric);
+    dtrain__manifest_free(&manifest);
+    return metric;
+}
+
+/* Tell whether fewer than keep_best checkpoints are better than this one; of equal ones the newer
+ * is better. */
+static bool dtrain__is_best(const dtrain_checkpoint *c, const double *metrics, size_t count,
+                            size_t i)
+{
+    uint32_t better = 0;
+    for (size_t k = 0; k < count; k++)
+        better += metrics[k] < metrics[i] || (k < i && metrics[k] <= metrics[i]);
+    return metrics[i] < DBL_MAX && better < c->desc.keep_best;
+}
+
+/* Remove the checkpoints that no rule keeps. What cannot be removed stays, with a warning: the new
+ * checkpoint is there. */
+static dtrain_result dtrain__retain(dtrain_checkpoint *c)
+{
+    dtrain__steps list;
+    if (c->desc.keep == DTRAIN_KEEP_ALL) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__steps_list(&c->folder, "", &list));
+    double *metrics =
+        (double *)dtrain__alloc(&c->allocator, list.count, sizeof *metrics, "metrics");
+    for (size_t i = 0; i < list.count && metrics && c->desc.keep_best; i++)
+        metrics[i] = dtrain__metric_of(c, list.steps[i]);
+    for (size_t i = c->desc.keep; i < list.count && metrics; i++) {
+        if (list.steps[i] == c->step || dtrain__is_best(c, metrics, list.count, i)) continue;
+        if (dtrain__step_remove(&c->folder, list.steps[i]) != DTRAIN_OK)
+            dtrain_log(c->world, DTRAIN_LOG_WARNING, "an old checkpoint stays: %s",
+                       dtrain__bare(dtrain_last_error()));
+    }
+    dtrain__free(&c->allocator, metrics, list.count, sizeof *metrics);
+    dtrain__steps_free(&list);
+    return DTRAIN_OK;
+}
+
+/* Rank 0: write the manifest when every rank's list is there, and make it a checkpoint. */
+static dtrain_result dtrain__publish(dtrain_checkpoint *c)
+{
+    const dtrain__path directory = dtrain__step_path(&c->folder, c->step, ".tmp");
+    const dtrain__path path = dtrain__path_in(directory.text, "manifest.json");
+    dtrain__text *manifest = &c->head;
+    DTRAIN__TRY(dtrain__lists_join(c, directory.text, manifest));
+    dtrain__text_add(manifest, "]");
+    dtrain__seal(manifest);
+    if (manifest->failed) return DTRAIN_ERROR_MEMORY;
+    DTRAIN__TRY(dtrain__storage_put(c->folder.storage, path.text, manifest->at, manifest->bytes));
+    DTRAIN__TRY(dtrain__publish_step(&c->folder, c->step));
+    return dtrain__retain(c);
+}
+
+/* ---- The thread that writes -------------------------------------------------------------------*/
+
+/* End a phase, with its outcome. */
+static void dtrain__phase_end(dtrain_checkpoint *c, uint32_t phase, dtrain_result result)
+{
+    pthread_mutex_lock(&c->mutex);
+    c->outcomes[phase] = dtrain__outcome_of(result);
+    c->ended = phase + 1;
+    pthread_cond_broadcast(&c->moved);
+    pthread_mutex_unlock(&c->mutex);
+}
+
+static dtrain_result dtrain__write_own(dtrain_checkpoint *c)
+{
+    const dtrain_result result = dtrain__save_write(c);
+    c->written_at = dtrain_seconds();
+    dtrain__phase_end(c, DTRAIN__SAVE_WRITE, result);
+    return result;
+}
+
+static void *dtrain__save_thread(void *argument)
+{
+    dtrain_checkpoint *c = (dtrain_checkpoint *)argument;
+    c->thread_ns[0] = dtrain__now_ns();
+    const dtrain_result result = dtrain__write_own(c);
+    c->thread_ns[1] = dtrain__now_ns();
+    if (c->rank == 0)
+        dtrain__phase_end(c, DTRAIN__SAVE_PUBLISH,
+                          result == DTRAIN_OK ? dtrain__publish(c) : result);
+    c->thread_ns[2] = dtrain__now_ns();
+    return NULL;
+}
+
+/* Write here, or in a thread, in which no signal of the host's is handled. */
+static void dtrain__save_run(dtrain_checkpoint *c)
+{
+    sigset_t all, before;
+    c->ended = 0;
+    c->thread_ns[0] = 0;
+    if (!c->desc.background) {
+        dtrain__write_own(c);
+        return;
+    }
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const int error = pthread_create(&c->thread, NULL, dtrain__save_thread, c);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    c->threaded = error == 0;
+    if (error)
+        dtrain__phase_end(c, DTRAIN__SAVE_WRITE,
+                          dtrain_fail(DTRAIN_ERROR_SYSTEM,
+                                      "a thread that writes the checkpoint could not be made: %s",
+                                      strerror(error)));
+}
+
+/* Wait until a phase has ended, at most until the deadline of all waits. */
+static dtrain_result dtrain__phase_await(dtrain_checkpoint *c, uint32_t phase)
+{
+    struct timespec end;
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    end.tv_sec += (time_t)(c->world->timeout_ns / 1000000000u) + 1;
+    int error = 0;
+    pthread_mutex_lock(&c->mutex);
+    while (c->ended <= phase && error != ETIMEDOUT)
+        error = pthread_cond_timedwait(&c->moved, &c->mutex, &end);
+    const bool ended = c->ended > phase;
+    pthread_mutex_unlock(&c->mutex);
+    if (ended) return dtrain__outcome_return(&c->outcomes[phase]);
+    return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
+                       "checkpoint of step %lld: rank %d has not written its files in %.1f s; "
+                       "is the disk still there?",
+                       (long long)c->step, c->rank, 1e-9 * (double)c->world->timeout_ns);
+}
+
+/* End the thread. A thread that does not come to its end, on a disk that does not answer, is left
+ * alone. */
+static void dtrain__thread_end(dtrain_checkpoint *c, bool ended)
+{
+    if (!c->threaded) return;
+    if (ended) pthread_join(c->thread, NULL);
+    else pthread_detach(c->thread);
+    c->abandoned = !ended;
+    c->threaded = false;
+}
+
+/* Add the spans of the thread, which has been joined, to the trace. */
+static void dtrain__thread_trace(const dtrain_checkpoint *c)
+{
+    const uint64_t *at = c->thread_ns;
+    if (!c->world->timeline.traced || c->abandoned || !at[0]) return;
+    dtrain__span_add(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT, "write", NULL,
+                     c->step, at[0], at[1]);
+    if (c->rank == 0)
+        dtrain__span_add(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT, "publish",
+                         NULL, c->step, at[1], at[2]);
+}
 
 /* ---- Save -------------------------------------------------------------------------------------*/
 
-/* Check that all ranks stand between the same two steps, save the same step, and have all that a
- * save needs. */
+/* Bring the save under way to an end on all ranks: the checkpoint is there, or one error says why
+ * not. */
+static dtrain_result dtrain__save_agree(dtrain_checkpoint *c)
+{
+    const dtrain_result mine = dtrain__phase_await(c, DTRAIN__SAVE_WRITE);
+    const dtrain__outcome all = dtrain__outcome_of(dtrain__agree(c->comm, mine));
+    /* the others wait for rank 0's thread: it must give up before their deadline */
+    const int64_t patience =
+        dtrain__min(DTRAIN__SHARED_MS * (int64_t)1000000, (int64_t)c->world->timeout_ns / 2);
+    dtrain_result published = DTRAIN_OK;
+    pthread_mutex_lock(&c->mutex);
+    c->deadline = dtrain_seconds() + (all.result == DTRAIN_OK ? 1e-9 * (double)patience : 0);
+    pthread_mutex_unlock(&c->mutex);
+    if (c->rank == 0 && c->threaded) published = dtrain__phase_await(c, DTRAIN__SAVE_PUBLISH);
+    else if (c->rank == 0 && all.result == DTRAIN_OK) published = dtrain__publish(c);
+    dtrain__thread_end(c, mine != DTRAIN_ERROR_TIMEOUT && published != DTRAIN_ERROR_TIMEOUT);
+    if (all.result != DTRAIN_OK) return dtrain__outcome_return(&all);
+    return dtrain__agree(c->comm, published);
+}
+
+/* Fail with the reason of the newest save's failure, and say which steps are lost. */
+static dtrain_result dtrain__save_lost(const dtrain_checkpoint *c)
+{
+    char lost[80] = "this run has saved nothing, and what it trained is lost";
+    if (c->info.last_step >= 0)
+        snprintf(lost, sizeof lost, "what was trained after step %lld, the newest saved, is lost",
+                 (long long)c->info.last_step);
+    return dtrain_fail(c->lost.result, "the checkpoint of step %lld was not saved: %s; %s",
+                       (long long)c->step, dtrain__bare(c->lost.text), lost);
+}
+
+/* Count a save that has ended. A failure is a warning, but an error after desc.failures in a row,
+ * before a wait or close (`last`), whose caller relies on the save, and when the communicator has
+ * failed. What a failed save has written is removed: that may be what filled the disk. */
+static dtrain_result dtrain__save_count(dtrain_checkpoint *c, dtrain_result result, bool last)
+{
+    if (result == DTRAIN_OK) {
+        c->info.saved++;
+        c->info.last_step = c->step;
+        c->failures = 0;
+        dtrain_world_progress(c->world, (uint64_t)c->step);
+        return DTRAIN_OK;
+    }
+    c->lost = dtrain__outcome_of(result);
+    c->info.failed++;
+    c->failures++;
+    if (c->rank == 0 && !c->abandoned) (void)dtrain__remove_unfinished(&c->folder);
+    if (result == DTRAIN_ERROR_PEER || result == DTRAIN_ERROR_MISMATCH ||
+        result == DTRAIN_ERROR_TIMEOUT)
+        return dtrain__outcome_return(&c->lost);
+    if (last || c->failures > c->desc.failures) return dtrain__save_lost(c);
+    if (c->rank == 0)
+        dtrain_log(c->world, DTRAIN_LOG_WARNING,
+                   "the checkpoint of step %lld was not saved, failure %u in a row of %u "
+                   "tolerated: %s",
+                   (long long)c->step, c->failures, c->desc.failures, dtrain__bare(c->lost.text));
+    return DTRAIN_OK;
+}
+
+/* Settle the save under way, if there is one. */
+static dtrain_result dtrain__save_settle(dtrain_checkpoint *c, bool last)
+{
+    if (!c->outstanding) return last && c->failures ? dtrain__save_lost(c) : DTRAIN_OK;
+    const dtrain_result result = dtrain__save_agree(c);
+    c->outstanding = false;
+    dtrain__thread_trace(c);
+    c->info.bytes = c->bytes;
+    c->info.write_seconds = c->written_at - c->begun;
+    return dtrain__save_count(c, result, last);
+}
+
+/* Check that this rank stands between two steps. */
 static dtrain_result dtrain__save_check(const dtrain_checkpoint *c, int64_t step)
 {
     const char *const call = "dtrain_checkpoint_save";
@@ -26416,6 +26829,22 @@ static dtrain_result dtrain__save_check(const dtrain_checkpoint *c, int64_t step
     if (step >= 0) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: step is %lld, expected 0 or more", call,
                        (long long)step);
+}
+
+/* Prepare a save: the snapshot, and on rank 0 the directory and the beginning of the manifest. */
+static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
+{
+    if (c->desc.background) DTRAIN__TRY(dtrain__save_snapshot(c));
+    if (c->rank != 0) return DTRAIN_OK;
+    dtrain__text_free(&c->head);
+    c->head.failed = false;
+    dtrain__manifest_head(&c->head, c);
+    if (c->head.failed) return DTRAIN_ERROR_MEMORY;
+    DTRAIN__TRY(dtrain__directory_ready(c));
+    DTRAIN__TRY(dtrain__history_turn(c, c->step));
+    c->desc.state->step = c->step;
+    const dtrain__path path = dtrain__step_path(&c->folder, c->step, ".tmp");
+    return dtrain__directory_make(&c->folder, path.text);
 }
 
 /* Settle the previous save, agree on the step, take a snapshot, and write or begin to write. */
@@ -26435,18 +26864,12 @@ static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double met
     c->step = step;
     c->metric = metric;
     c->begun = start;
-    c->phase = DTRAIN__SAVE_IDLE;
     c->deadline = start + 1e-9 * (double)c->world->timeout_ns;
-    c->outstanding = true;
-    c->written = c->published = DTRAIN_OK;
-    const dtrain_result begun = dtrain__agree(c->comm, dtrain__save_begin(c));
-    if (begun != DTRAIN_OK) { /* nobody writes */
-        c->written = begun;
-        snprintf(c->written_text, sizeof c->written_text, "%s", dtrain_last_error());
-        c->phase = DTRAIN__SAVE_WRITTEN;
-    } else dtrain__save_run(c);
-    const dtrain_result result =
-        c->desc.background && begun == DTRAIN_OK ? DTRAIN_OK : dtrain__save_settle(c, false);
+    dtrain_result result = dtrain__agree(c->comm, dtrain__save_begin(c));
+    c->outstanding = result == DTRAIN_OK;
+    if (c->outstanding) dtrain__save_run(c);
+    else result = dtrain__save_count(c, result, false); /* nobody writes */
+    if (c->outstanding && !c->desc.background) result = dtrain__save_settle(c, false);
     c->info.stall_seconds = dtrain_seconds() - start;
     return result;
 }
@@ -26461,397 +26884,6 @@ DTRAIN_API dtrain_result dtrain_checkpoint_save(dtrain_checkpoint *checkpoint, i
     const dtrain_result result = dtrain__save(checkpoint, step, metric);
     dtrain__span_end(world, span);
     return result;
-}
-
-/* Rank 0: remove what a failed save has left. If somebody has removed the directory, make it again
- * and lock it: the lock that is held belongs to the removed directory. */
-static dtrain_result dtrain__directory_ready(dtrain_checkpoint *c)
-{
-    const dtrain_storage *storage = c->desc.storage;
-    char path[DTRAIN__PATH];
-    snprintf(path, sizeof path, "%s/lock", c->desc.directory);
-    const int file = dtrain__storage_try(storage, path, DTRAIN_STORAGE_READ);
-    if (file >= 0) (void)storage->close(storage->user, file);
-    if (file != -ENOENT)
-        return dtrain__remove_unfinished(storage, &c->allocator, c->desc.directory);
-    dtrain_log(c->world, DTRAIN_LOG_WARNING,
-               "%s was removed while the run saves to it; it is made again", c->desc.directory);
-    if (c->lock >= 0) (void)storage->close(storage->user, c->lock);
-    return dtrain__directory_take(c);
-}
-
-/* Rank 0: set later checkpoints than the one that the state comes from aside, and let the directory
- * continue the state's run. */
-static dtrain_result dtrain__history_turn(dtrain_checkpoint *c, int64_t next)
-{
-    const dtrain_state *state = c->desc.state;
-    const int64_t above = state->run == c->run ? dtrain__min(state->step, next) : -1;
-    char folder[DTRAIN__PATH];
-    c->run = state->run;
-    DTRAIN__TRY(
-        dtrain__set_aside(c->desc.storage, &c->allocator, c->desc.directory, above, folder));
-    if (folder[0])
-        dtrain_log(c->world, DTRAIN_LOG_WARNING,
-                   "checkpoints that this run does not go on from were set aside, in %s", folder);
-    return DTRAIN_OK;
-}
-
-/* Rank 0: find out whether the directory has the history of the state's run; a run that begins is
- * given the number of its job. */
-static dtrain_result dtrain__history_join(dtrain_checkpoint *c)
-{
-    dtrain_state *state = c->desc.state;
-    const char *directory = c->desc.directory;
-    dtrain__steps list;
-    dtrain__manifest manifest;
-    char path[DTRAIN__PATH];
-    DTRAIN__TRY(dtrain__steps_list(c->desc.storage, &c->allocator, directory, "", &list));
-    bool ours = list.count == 0;
-    for (size_t i = 0; i < list.count && !ours && state->step >= 0; i++) {
-        dtrain__step_path(path, directory, list.steps[i], "");
-        if (dtrain__manifest_read(c->desc.storage, &c->allocator, path, &manifest) != DTRAIN_OK)
-            continue;
-        ours = manifest.run == state->run;
-        dtrain__manifest_free(&manifest);
-    }
-    const int64_t newest = list.count ? list.steps[0] : -1;
-    dtrain__steps_free(&list);
-    if (!ours && !c->desc.set_aside)
-        return dtrain_fail(
-            DTRAIN_ERROR_DATA,
-            "%s has checkpoints of another run, the newest of step %lld: load it and "
-            "go on, save to another directory, or set them aside",
-            directory, (long long)newest);
-    if (!state->run) state->run = c->world->job;
-    c->run = ours ? state->run : 0;
-    return dtrain__history_turn(c, INT64_MAX);
-}
-
-/* Prepare a save: plan and snapshot, and on rank 0 the directory and the beginning of the
- * manifest. */
-static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
-{
-    char path[DTRAIN__PATH];
-    DTRAIN__TRY(dtrain__save_plan(c));
-    if (c->desc.background) DTRAIN__TRY(dtrain__save_snapshot(c));
-    if (c->rank != 0) return DTRAIN_OK;
-    dtrain__text_free(&c->head);
-    c->head.failed = false;
-    dtrain__manifest_head(&c->head, c);
-    if (c->head.failed) return DTRAIN_ERROR_MEMORY;
-    DTRAIN__TRY(dtrain__directory_ready(c));
-    DTRAIN__TRY(dtrain__history_turn(c, c->step));
-    c->desc.state->step = c->step;
-    dtrain__step_path(path, c->desc.directory, c->step, ".tmp");
-    const int code = c->desc.storage->make_directory(c->desc.storage->user, path);
-    if (code >= 0) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_FILE, "the directory %s cannot be made: %s", path,
-                       strerror(-code));
-}
-
-/* ---- The thread that writes -------------------------------------------------------------------*/
-
-/* Enter a phase, with a result and its error text. */
-static void dtrain__phase_set(dtrain_checkpoint *c, uint32_t phase, dtrain_result result)
-{
-    char *text = phase == DTRAIN__SAVE_WRITTEN ? c->written_text : c->published_text;
-    pthread_mutex_lock(&c->mutex);
-    if (phase == DTRAIN__SAVE_WRITTEN) c->written = result;
-    else c->published = result;
-    snprintf(text, DTRAIN__ERROR_BYTES, "%s", result == DTRAIN_OK ? "" : dtrain_last_error());
-    c->phase = phase;
-    pthread_cond_broadcast(&c->moved);
-    pthread_mutex_unlock(&c->mutex);
-}
-
-static dtrain_result dtrain__write_own(dtrain_checkpoint *c)
-{
-    const dtrain_result result = dtrain__save_write(c);
-    c->written_at = dtrain_seconds();
-    dtrain__phase_set(c, DTRAIN__SAVE_WRITTEN, result);
-    return result;
-}
-
-static void *dtrain__save_thread(void *argument)
-{
-    dtrain_checkpoint *c = (dtrain_checkpoint *)argument;
-    c->thread_ns[0] = dtrain__now_ns();
-    const dtrain_result result = dtrain__write_own(c);
-    c->thread_ns[1] = dtrain__now_ns();
-    if (c->rank == 0)
-        dtrain__phase_set(c, DTRAIN__SAVE_DONE, result == DTRAIN_OK ? dtrain__publish(c) : result);
-    c->thread_ns[2] = dtrain__now_ns();
-    return NULL;
-}
-
-/* Write in a thread, in which no signal of the host's is handled, or here. */
-static void dtrain__save_run(dtrain_checkpoint *c)
-{
-    sigset_t all, before;
-    c->phase = DTRAIN__SAVE_WRITING;
-    c->thread_ns[0] = 0;
-    if (!c->desc.background) {
-        dtrain__write_own(c);
-        return;
-    }
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    const int error = pthread_create(&c->thread, NULL, dtrain__save_thread, c);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    c->threaded = error == 0;
-    if (error)
-        dtrain__phase_set(c, DTRAIN__SAVE_WRITTEN,
-                          dtrain_fail(DTRAIN_ERROR_SYSTEM,
-                                      "a thread that writes the checkpoint could not be made: %s",
-                                      strerror(error)));
-}
-
-/* Read the list of a rank's files. It is there when all ranks have written, unless this host sees
- * it later than the one that has written it. */
-static dtrain_result dtrain__list_await(dtrain_checkpoint *c, const char *directory, int rank,
-                                        char **text, size_t *bytes, size_t *room)
-{
-    char path[2 * DTRAIN__PATH];
-    snprintf(path, sizeof path, "%s/rank-%05d.json", directory, rank);
-    for (;;) {
-        struct timespec nap = {0, DTRAIN__LOOK_MS * 1000000L};
-        dtrain_result result = dtrain__storage_get(c->desc.storage, &c->allocator, path,
-                                                   DTRAIN__MANIFEST_MOST, text, bytes);
-        *room = *bytes + 1;
-        if (result == DTRAIN_OK) {
-            result = dtrain__unseal(path, *text, bytes);
-            if (result == DTRAIN_OK) return DTRAIN_OK;
-            dtrain__free(&c->allocator, *text, *room, 1);
-        }
-        pthread_mutex_lock(&c->mutex);
-        const double deadline = c->deadline;
-        pthread_mutex_unlock(&c->mutex);
-        if (dtrain_seconds() > deadline) return result;
-        nanosleep(&nap, NULL);
-    }
-}
-
-/* Append the files of all ranks to the manifest. A rank's list is {"files": [...]}: the text
- * between the brackets is copied. */
-static dtrain_result dtrain__lists_join(dtrain_checkpoint *c, const char *directory,
-                                        dtrain__text *manifest)
-{
-    const size_t before = sizeof "{\"files\": [" - 1, after = sizeof "]}" - 1;
-    bool any = false;
-    for (int r = 0; r < c->ranks; r++) {
-        char path[2 * DTRAIN__PATH], *text;
-        size_t bytes, room;
-        DTRAIN__TRY(dtrain__list_await(c, directory, r, &text, &bytes, &room));
-        if (bytes > before + after) {
-            dtrain__text_add(manifest, "%s%.*s", any ? "," : "", (int)(bytes - before - after),
-                             text + before);
-            any = true;
-        }
-        dtrain__free(&c->allocator, text, room, 1);
-        snprintf(path, sizeof path, "%s/rank-%05d.json", directory, r);
-        DTRAIN__TRY(dtrain__storage_remove(c->desc.storage, path));
-    }
-    return DTRAIN_OK;
-}
-
-/* ---- What stays -------------------------------------------------------------------------------*/
-
-/* Read the metric of a checkpoint; false: it has none, or cannot be read. */
-static bool dtrain__metric_of(const dtrain_checkpoint *c, int64_t step, double *metric)
-{
-    char path[DTRAIN__PATH];
-    dtrain__manifest manifest;
-    dtrain__step_path(path, c->desc.directory, step, "");
-    if (dtrain__manifest_read(c->desc.storage, &c->allocator, path, &manifest) != DTRAIN_OK)
-        return false;
-    const bool has = manifest.has_metric;
-    *metric = manifest.metric;
-    dtrain__manifest_free(&manifest);
-    return has;
-}
-
-/* Tell whether fewer than keep_best checkpoints are better than this one; of equal ones the newer
- * is better. */
-static bool dtrain__is_best(const dtrain_checkpoint *c, const double *metrics, const bool *known,
-                            size_t count, size_t i)
-{
-    uint32_t better = 0;
-    if (!known[i]) return false;
-    for (size_t k = 0; k < count; k++) {
-        if (k == i || !known[k]) continue;
-        better += metrics[k] < metrics[i] || (k < i && !(metrics[k] > metrics[i]));
-    }
-    return better < c->desc.keep_best;
-}
-
-/* Remove the checkpoints that no rule keeps. What cannot be removed stays, with a warning: the new
- * checkpoint is there. */
-static dtrain_result dtrain__retain(dtrain_checkpoint *c)
-{
-    dtrain__steps list;
-    if (c->desc.keep == DTRAIN_KEEP_ALL) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__steps_list(c->desc.storage, &c->allocator, c->desc.directory, "", &list));
-    double *metrics =
-        (double *)dtrain__alloc(&c->allocator, list.count, sizeof *metrics, "metrics");
-    bool *known = (bool *)dtrain__alloc(&c->allocator, list.count, sizeof *known, "metrics");
-    if (metrics && known) {
-        for (size_t i = 0; i < list.count && c->desc.keep_best; i++)
-            known[i] = dtrain__metric_of(c, list.steps[i], &metrics[i]);
-        for (size_t i = c->desc.keep; i < list.count; i++) {
-            if (list.steps[i] == c->step || dtrain__is_best(c, metrics, known, list.count, i))
-                continue;
-            if (dtrain__step_remove(c->desc.storage, &c->allocator, c->desc.directory,
-                                    list.steps[i]) != DTRAIN_OK)
-                dtrain_log(c->world, DTRAIN_LOG_WARNING, "an old checkpoint stays: %s",
-                           dtrain__bare(dtrain_last_error()));
-        }
-    }
-    dtrain__free(&c->allocator, known, list.count, sizeof *known);
-    dtrain__free(&c->allocator, metrics, list.count, sizeof *metrics);
-    dtrain__steps_free(&list);
-    return DTRAIN_OK;
-}
-
-/* Rank 0: write the manifest when every rank's list is there, and make it a checkpoint. */
-static dtrain_result dtrain__publish(dtrain_checkpoint *c)
-{
-    char directory[DTRAIN__PATH], path[2 * DTRAIN__PATH];
-    dtrain__text *manifest = &c->head;
-    dtrain__step_path(directory, c->desc.directory, c->step, ".tmp");
-    snprintf(path, sizeof path, "%s/manifest.json", directory);
-    DTRAIN__TRY(dtrain__lists_join(c, directory, manifest));
-    dtrain__text_add(manifest, "]");
-    dtrain__seal(manifest);
-    if (manifest->failed) return DTRAIN_ERROR_MEMORY;
-    DTRAIN__TRY(dtrain__storage_put(c->desc.storage, path, manifest->at, manifest->bytes));
-    DTRAIN__TRY(
-        dtrain__directory_publish(c->desc.storage, &c->allocator, c->desc.directory, c->step));
-    return dtrain__retain(c);
-}
-
-/* ---- Agreement --------------------------------------------------------------------------------*/
-
-/* Wait until the thread has come to a phase, at most until the deadline of all waits. */
-static dtrain_result dtrain__phase_await(dtrain_checkpoint *c, uint32_t phase)
-{
-    struct timespec end;
-    clock_gettime(CLOCK_MONOTONIC, &end);
-    end.tv_sec += (time_t)(c->world->timeout_ns / 1000000000u) + 1;
-    int error = 0;
-    pthread_mutex_lock(&c->mutex);
-    while (c->phase < phase && error != ETIMEDOUT)
-        error = pthread_cond_timedwait(&c->moved, &c->mutex, &end);
-    const bool there = c->phase >= phase;
-    pthread_mutex_unlock(&c->mutex);
-    if (!there)
-        return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
-                           "checkpoint of step %lld: rank %d has not written its files in %.1f s; "
-                           "is the disk still there?",
-                           (long long)c->step, c->rank, 1e-9 * (double)c->world->timeout_ns);
-    const bool written = phase == DTRAIN__SAVE_WRITTEN;
-    const dtrain_result result = written ? c->written : c->published;
-    if (result != DTRAIN_OK) dtrain__set_last_error(written ? c->written_text : c->published_text);
-    return result;
-}
-
-/* End the thread. One that does not come to its end, on a disk that does not answer, is left. */
-static void dtrain__thread_end(dtrain_checkpoint *c, bool ended)
-{
-    if (!c->threaded) return;
-    if (ended) pthread_join(c->thread, NULL);
-    else pthread_detach(c->thread);
-    c->abandoned = !ended;
-    c->threaded = false;
-}
-
-/* Bring the save under way to an end on all ranks: it is there, or one error says why not. */
-static dtrain_result dtrain__save_agree(dtrain_checkpoint *c)
-{
-    const dtrain_result mine = dtrain__phase_await(c, DTRAIN__SAVE_WRITTEN);
-    dtrain_result result = dtrain__agree(c->comm, mine), published = DTRAIN_OK;
-    char text[DTRAIN__ERROR_BYTES];
-    snprintf(text, sizeof text, "%s", dtrain_last_error());
-    /* the others wait for the list's reader: less long than their own deadline */
-    const int64_t patience =
-        dtrain__min(DTRAIN__SHARED_MS * (int64_t)1000000, (int64_t)c->world->timeout_ns / 2);
-    pthread_mutex_lock(&c->mutex);
-    c->deadline = dtrain_seconds() + (result == DTRAIN_OK ? 1e-9 * (double)patience : 0);
-    pthread_mutex_unlock(&c->mutex);
-    if (c->rank == 0 && c->threaded) published = dtrain__phase_await(c, DTRAIN__SAVE_DONE);
-    else if (c->rank == 0 && result == DTRAIN_OK) published = dtrain__publish(c);
-    dtrain__thread_end(c, mine != DTRAIN_ERROR_TIMEOUT && published != DTRAIN_ERROR_TIMEOUT);
-    if (result == DTRAIN_OK) return dtrain__agree(c->comm, published);
-    dtrain__set_last_error(text);
-    return result;
-}
-
-/* Clear away what a save that failed has written: that may be what filled the disk. */
-static void dtrain__save_clear(const dtrain_checkpoint *c)
-{
-    char before[DTRAIN__ERROR_BYTES];
-    if (c->rank != 0 || c->abandoned) return;
-    snprintf(before, sizeof before, "%s", dtrain_last_error());
-    (void)dtrain__remove_unfinished(c->desc.storage, &c->allocator, c->desc.directory);
-    dtrain__set_last_error(before);
-}
-
-/* Add the spans of the thread, which has been joined, to the trace. */
-static void dtrain__thread_trace(const dtrain_checkpoint *c)
-{
-    const uint64_t *at = c->thread_ns;
-    if (!c->world->timeline.traced || c->abandoned || !c->desc.background || !at[0]) return;
-    dtrain__span_add(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT, "write", NULL,
-                     c->step, at[0], at[1]);
-    if (c->rank == 0)
-        dtrain__span_add(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT, "publish",
-                         NULL, c->step, at[1], at[2]);
-}
-
-/* Fail with the reason of the newest save's failure, and say which steps are lost. */
-static dtrain_result dtrain__save_lost(const dtrain_checkpoint *c)
-{
-    char kept[80] = "this run has saved nothing, and what it trained is lost";
-    if (c->info.last_step >= 0)
-        snprintf(kept, sizeof kept, "what was trained after step %lld, the newest saved, is lost",
-                 (long long)c->info.last_step);
-    return dtrain_fail(c->lost, "the checkpoint of step %lld was not saved: %s; %s",
-                       (long long)c->step, c->lost_text, kept);
-}
-
-/* Settle the save under way, if there is one, and count it. A failure is a warning, but an error
- * after desc.failures in a row, before a wait or close (`last`), whose caller relies on the save,
- * and when the communicator has failed. */
-static dtrain_result dtrain__save_settle(dtrain_checkpoint *c, bool last)
-{
-    if (!c->outstanding) return last && c->failures ? dtrain__save_lost(c) : DTRAIN_OK;
-    const dtrain_result result = dtrain__save_agree(c);
-    c->outstanding = false;
-    dtrain__thread_trace(c);
-    c->info.bytes = c->bytes;
-    c->info.write_seconds = c->written_at - c->begun;
-    if (result == DTRAIN_OK) {
-        c->info.saved++;
-        c->info.last_step = c->step;
-        c->failures = 0;
-        dtrain_world_progress(c->world, (uint64_t)c->step);
-        return DTRAIN_OK;
-    }
-    c->info.failed++;
-    dtrain__save_clear(c);
-    c->failures++;
-    c->lost = result;
-    snprintf(c->lost_text, sizeof c->lost_text, "%s", dtrain__bare(dtrain_last_error()));
-    if (result == DTRAIN_ERROR_PEER || result == DTRAIN_ERROR_MISMATCH ||
-        result == DTRAIN_ERROR_TIMEOUT)
-        return result;
-    if (last || c->failures > c->desc.failures) return dtrain__save_lost(c);
-    if (c->rank == 0)
-        dtrain_log(
-            c->world, DTRAIN_LOG_WARNING,
-            "the checkpoint of step %lld was not saved, failure %u in a row of %u tolerated: "
-            "%s",
-            (long long)c->step, c->failures, c->desc.failures, c->lost_text);
-    return DTRAIN_OK;
 }
 
 DTRAIN_API dtrain_result dtrain_checkpoint_wait(dtrain_checkpoint *checkpoint)
@@ -26876,118 +26908,24 @@ DTRAIN_API void dtrain_checkpoint_query(const dtrain_checkpoint *checkpoint,
 
 /* ---- Life -------------------------------------------------------------------------------------*/
 
-/* Make the directory, and those above it that are not there, and bring their names to the disk: all
- * that is saved in it could be gone otherwise after a loss of power. */
-static dtrain_result dtrain__directories_make(const dtrain_checkpoint *c)
+/* Resolve the desc: defaults, and copies of its texts. */
+static dtrain_result dtrain__checkpoint_resolve(dtrain_checkpoint *c)
 {
-    const dtrain_storage *storage = c->desc.storage;
-    char path[DTRAIN__PATH], above[DTRAIN__PATH];
-    const size_t length = strlen(c->desc.directory);
-    snprintf(above, sizeof above, "%s", c->desc.directory[0] == '/' ? "/" : ".");
-    for (size_t end = 1; end <= length; end++) {
-        if (end < length && c->desc.directory[end] != '/') continue;
-        snprintf(path, sizeof path, "%.*s", (int)end, c->desc.directory);
-        const int made = storage->make_directory(storage->user, path);
-        if (made < 0 && made != -EEXIST && (end == length || (made != -EROFS && made != -EACCES)))
-            return dtrain_fail(DTRAIN_ERROR_FILE, "the directory %s cannot be made: %s", path,
-                               strerror(-made));
-        if (made >= 0) DTRAIN__TRY(dtrain__storage_sync_directory(storage, above));
-        snprintf(above, sizeof above, "%.*s", (int)end, c->desc.directory);
-    }
-    return DTRAIN_OK;
-}
-
-/* Rank 0: make the directory, take its lock, and clear away what a crash has left. */
-static dtrain_result dtrain__directory_take(dtrain_checkpoint *c)
-{
-    const dtrain_storage *storage = c->desc.storage;
-    char path[DTRAIN__PATH];
-    DTRAIN__TRY(dtrain__directories_make(c));
-    snprintf(path, sizeof path, "%s/lock", c->desc.directory);
-    c->lock = dtrain__storage_try(storage, path, DTRAIN_STORAGE_LOCK);
-    if (c->lock == -EAGAIN)
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "another run saves checkpoints to %s (its lock is held); end it, or use "
-                           "another directory",
-                           c->desc.directory);
-    if (c->lock < 0)
-        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be opened: %s", path, strerror(-c->lock));
-    DTRAIN__TRY(dtrain__remove_unfinished(storage, &c->allocator, c->desc.directory));
-    return dtrain__history_join(c);
-}
-
-/* Write a small file, look whether rank 0's is there too, and remove it again. */
-static dtrain_result dtrain__directory_probe(const dtrain_checkpoint *c, int64_t token)
-{
-    const dtrain_storage *storage = c->desc.storage;
-    char path[DTRAIN__PATH], text[64];
-    snprintf(path, sizeof path, "%s/probe-%llx-%05d", c->desc.directory, (unsigned long long)token,
-             c->rank);
-    snprintf(text, sizeof text, "rank %d can write here\n", c->rank);
-    dtrain_result result = dtrain__storage_put(storage, path, text, strlen(text));
-    const double deadline = dtrain_seconds() + 1e-3 * DTRAIN__SHARED_MS;
-    int file = -1;
-    if (result == DTRAIN_OK && c->rank) {
-        struct timespec nap = {0, DTRAIN__LOOK_MS * 1000000L};
-        char first[DTRAIN__PATH];
-        snprintf(first, sizeof first, "%s/probe-%llx-%05d", c->desc.directory,
-                 (unsigned long long)token, 0);
-        while ((file = dtrain__storage_try(storage, first, DTRAIN_STORAGE_READ)) < 0 &&
-               dtrain_seconds() < deadline)
-            nanosleep(&nap, NULL);
-        if (file >= 0) (void)storage->close(storage->user, file);
-        else
-            result = dtrain_fail(DTRAIN_ERROR_FILE,
-                                 "rank %d does not see what rank 0 has written to %s: checkpoints "
-                                 "need a directory that all hosts share",
-                                 c->rank, c->desc.directory);
-    }
-    return result;
-}
-
-static void dtrain__probe_remove(const dtrain_checkpoint *c, int64_t token)
-{
-    char path[DTRAIN__PATH];
-    snprintf(path, sizeof path, "%s/probe-%llx-%05d", c->desc.directory, (unsigned long long)token,
-             c->rank);
-    (void)c->desc.storage->remove(c->desc.storage->user, path);
-}
-
-/* Take the directory: the lock, then every rank's probe. */
-static dtrain_result dtrain__directory_open(dtrain_checkpoint *c)
-{
-    int64_t token = (int64_t)(dtrain__now_ns() ^ ((uint64_t)getpid() << 40));
-    const dtrain_result taken = c->rank == 0 ? dtrain__directory_take(c) : DTRAIN_OK;
-    DTRAIN__TRY(dtrain__agree(c->comm, taken));
-    DTRAIN__TRY(dtrain_broadcast(c->comm, &token, 1, DTRAIN_DTYPE_I64, 0, NULL));
-    const dtrain_result result = dtrain__agree(c->comm, dtrain__directory_probe(c, token));
-    dtrain__probe_remove(c, token);
-    return result;
-}
-
-/* Copy a text of the desc behind those before it. */
-static const char *dtrain__keep_text(char **next, const char *text)
-{
-    if (!text) return NULL;
-    char *copy = (char *)memcpy(*next, text, strlen(text) + 1);
-    *next += strlen(text) + 1;
-    return copy;
-}
-
-/* Resolve the desc: defaults, and texts that are kept. */
-static dtrain_result dtrain__checkpoint_resolve(dtrain_checkpoint *c,
-                                                const dtrain_checkpoint_desc *desc)
-{
-    const char *texts[3] = {desc->directory, desc->config, desc->commit};
-    for (int i = 0; i < 3; i++) c->texts_bytes += texts[i] ? strlen(texts[i]) + 1 : 0;
+    const char **const texts[3] = {&c->desc.directory, &c->desc.config, &c->desc.commit};
+    for (int i = 0; i < 3; i++) c->texts_bytes += *texts[i] ? strlen(*texts[i]) + 1 : 0;
     c->texts = (char *)dtrain__alloc(&c->allocator, c->texts_bytes, 1, "texts of checkpoints");
     if (!c->texts) return DTRAIN_ERROR_MEMORY;
     char *next = c->texts;
-    c->desc.directory = dtrain__keep_text(&next, desc->directory);
-    c->desc.config = dtrain__keep_text(&next, desc->config);
-    c->desc.commit = dtrain__keep_text(&next, desc->commit);
+    for (int i = 0; i < 3; i++) {
+        if (!*texts[i]) continue;
+        const size_t bytes = strlen(*texts[i]) + 1;
+        *texts[i] = (const char *)memcpy(next, *texts[i], bytes);
+        next += bytes;
+    }
     if (!c->desc.keep) c->desc.keep = 3;
-    c->desc.storage = dtrain__storage_or_files(c->desc.storage);
+    const dtrain__folder folder = {dtrain__storage_or_files(c->desc.storage), &c->allocator,
+                                   c->desc.directory};
+    c->folder = folder;
     return DTRAIN_OK;
 }
 
@@ -27038,7 +26976,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
         pthread_mutex_init(&c->mutex, NULL);
         pthread_cond_init(&c->moved, &monotonic);
         pthread_condattr_destroy(&monotonic);
-        result = dtrain__checkpoint_resolve(c, desc);
+        result = dtrain__checkpoint_resolve(c);
     }
     result = dtrain__agree(comm, result);
     if (result == DTRAIN_OK) result = dtrain__union_make(c);
@@ -27054,17 +26992,15 @@ DTRAIN_API dtrain_result dtrain_checkpoint_close(dtrain_checkpoint *checkpoint)
     if (!c) return DTRAIN_OK;
     const dtrain_allocator allocator = c->allocator;
     dtrain_device *device = c->desc.state->device;
-    char before[DTRAIN__ERROR_BYTES];
-    snprintf(before, sizeof before, "%s", dtrain_last_error());
     const dtrain_result result = dtrain__save_settle(c, true);
-    if (result == DTRAIN_OK) dtrain__set_last_error(before);
     if (c->abandoned) return result; /* its thread still writes from this memory */
-    if (c->lock >= 0) (void)c->desc.storage->close(c->desc.storage->user, c->lock);
-    if (c->snapshot) device->ops->host_free(device, c->snapshot, c->snapshot_bytes);
+    if (c->lock >= 0) (void)c->folder.storage->close(c->folder.storage->user, c->lock);
+    if (c->snapshot) device->ops->host_free(device, c->snapshot, c->info.snapshot_bytes);
     pthread_cond_destroy(&c->moved);
     pthread_mutex_destroy(&c->mutex);
     dtrain__text_free(&c->head);
-    dtrain__union_free(c);
+    dtrain__free(&allocator, c->held, c->held_room, sizeof *c->held);
+    dtrain__free(&allocator, c->held_names, c->held_names_bytes, 1);
     dtrain__free(&allocator, c->pieces, c->piece_room, sizeof *c->pieces);
     dtrain__free(&allocator, c->texts, c->texts_bytes, 1);
     dtrain__free(&allocator, c, 1, sizeof *c);
@@ -27324,14 +27260,18 @@ static const char dtrain__load_call[] = "dtrain_checkpoint_load";
 typedef struct dtrain__load {
     dtrain_state *state;
     dtrain_load_desc desc; /* resolved */
-    char directory[DTRAIN__PATH];
+    dtrain__folder folder; /* the path that was given */
+    dtrain__steps steps;   /* rank 0: of the checkpoints in it */
+    uint64_t job;          /* rank 0's */
+
+    /* The checkpoint that is being tried. */
+    dtrain__path directory;
     dtrain__manifest manifest;
     dtrain__reader reader;
-    int32_t *wanted; /* (manifest.tensor_count) some rank lists it */
+    int32_t *wanted; /* (manifest.tensor_count) 1: some rank lists it */
     float *sum;      /* (BLOCK) for means, made when there are any */
-    bool same_cuts;  /* own tensors are as this rank has saved them, on all ranks */
+    bool same_cuts;  /* every rank has saved exactly its pieces of own tensors */
     uint64_t values;
-    uint64_t job; /* rank 0's */
     char note[600];
 } dtrain__load;
 
@@ -27339,15 +27279,13 @@ typedef struct dtrain__load {
 DTRAIN__PRINTF(2, 3)
 static void dtrain__load_note(dtrain__load *load, const char *format, ...)
 {
+    char text[sizeof load->note];
     const size_t used = strlen(load->note);
-    const char *const between = used ? "; " : "";
     va_list args;
     va_start(args, format);
-    const int added = snprintf(load->note + used, sizeof load->note - used, "%s", between);
-    if (added >= 0 && used + (size_t)added < sizeof load->note)
-        vsnprintf(load->note + used + (size_t)added, sizeof load->note - used - (size_t)added,
-                  format, args);
+    vsnprintf(text, sizeof text, format, args);
     va_end(args);
+    snprintf(load->note + used, sizeof load->note - used, "%s%s", used ? "; " : "", text);
 }
 
 /* ---- Does it fit? -----------------------------------------------------------------------------*/
@@ -27371,22 +27309,18 @@ static const dtrain__saved_tensor *dtrain__saved_for(const dtrain__load *load,
 {
     const dtrain__saved_tensor *saved =
         dtrain__manifest_find(&load->manifest, tensor->kind, tensor->name);
-    if (!saved || saved->dtype != tensor->dtype || saved->own != tensor->own ||
-        saved->total != tensor->total ||
-        memcmp(saved->shape, tensor->shape, sizeof saved->shape) != 0)
-        return NULL;
-    return saved;
+    return saved && dtrain__state_alike(&saved->tensor, tensor) ? saved : NULL;
 }
 
 /* List the settings whose text in the manifest is another one. Keys of one side alone do not
  * count. */
-static void dtrain__settings_compare(const char *object, size_t bytes, const char *const *pairs,
+static void dtrain__settings_compare(const dtrain__object *object, const char *const *pairs,
                                      char *text, size_t room)
 {
     char key[DTRAIN__SETTING], was[DTRAIN__SETTING];
-    dtrain__json json = dtrain__json_begin("settings", object, bytes);
+    dtrain__json json = dtrain__json_begin("settings", object->at, object->bytes);
     *text = 0;
-    if (!object || !pairs || !dtrain__json_enter(&json, '{')) return;
+    if (!object->at || !pairs || !dtrain__json_enter(&json, '{')) return;
     while (dtrain__json_member(&json, key, sizeof key) &&
            dtrain__json_string(&json, was, sizeof was)) {
         const size_t used = strlen(text);
@@ -27419,21 +27353,25 @@ static dtrain_result dtrain__load_wanted(dtrain__load *load)
 static void dtrain__note_left_out(dtrain__load *load)
 {
     const dtrain__manifest *m = &load->manifest;
-    bool done[DTRAIN_STATE_KINDS] = {false}; /* loaded, or said */
-    done[DTRAIN_STATE_MISSED] = done[DTRAIN_STATE_VELOCITY] = done[DTRAIN_STATE_Q] = true;
-    done[DTRAIN_STATE_VALUE] = done[DTRAIN_STATE_RESIDUAL] = true;
+    bool quiet[DTRAIN_STATE_KINDS] = {false}; /* loaded, said, or for another note */
+    quiet[DTRAIN_STATE_MISSED] = quiet[DTRAIN_STATE_VELOCITY] = quiet[DTRAIN_STATE_Q] = true;
+    quiet[DTRAIN_STATE_VALUE] = quiet[DTRAIN_STATE_RESIDUAL] = true;
     for (size_t i = 0; i < m->tensor_count; i++)
-        if (load->wanted[i]) done[m->tensors[i].kind] = true;
+        if (load->wanted[i]) quiet[m->tensors[i].tensor.kind] = true;
+    quiet[DTRAIN_STATE_HOST] = false;
     for (size_t i = 0; i < m->tensor_count; i++) {
-        const dtrain__saved_tensor *saved = &m->tensors[i];
-        if (saved->kind == DTRAIN_STATE_HOST && !load->wanted[i] &&
-            strcmp(saved->name, DTRAIN__MISSED_OF_ALL) != 0)
+        const dtrain_state_tensor *saved = &m->tensors[i].tensor;
+        const bool array = saved->kind == DTRAIN_STATE_HOST;
+        if (load->wanted[i] || quiet[saved->kind] ||
+            (array && strcmp(saved->name, DTRAIN__MISSED_OF_ALL) == 0))
+            continue;
+        quiet[saved->kind] = !array;
+        if (array)
             dtrain__load_note(load, "\"%.60s\" is left out: this run has no such array",
                               saved->name);
-        if (saved->kind == DTRAIN_STATE_HOST || done[saved->kind]) continue;
-        done[saved->kind] = true;
-        dtrain__load_note(load, "%s was left out: this optimizer keeps none",
-                          dtrain__state_kind_name(saved->kind));
+        else
+            dtrain__load_note(load, "%s was left out: this optimizer keeps none",
+                              dtrain__state_kind_name(saved->kind));
     }
 }
 
@@ -27445,12 +27383,13 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
     dtrain__misfit misfit;
     char model[400], settings[400], text[1024];
     if (load->desc.this_job && m->job != load->job)
-        return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "%s was not saved by this job", load->directory);
-    dtrain__settings_compare(m->model, m->model_bytes, state->desc.model, model, sizeof model);
-    dtrain__settings_compare(m->settings, m->settings_bytes, state->desc.settings, settings,
-                             sizeof settings);
+        return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "%s was not saved by this job",
+                           load->directory.text);
+    dtrain__settings_compare(&m->model, state->desc.model, model, sizeof model);
+    dtrain__settings_compare(&m->settings, state->desc.settings, settings, sizeof settings);
     if (model[0] && !load->desc.partial)
-        return dtrain_fail(DTRAIN_ERROR_DATA, "%s is of another model: %s", load->directory, model);
+        return dtrain_fail(DTRAIN_ERROR_DATA, "%s is of another model: %s", load->directory.text,
+                           model);
     if (model[0]) dtrain__load_note(load, "%s", model);
     if (settings[0] && !load->desc.values_only) dtrain__load_note(load, "%s", settings);
     memset(&misfit, 0, sizeof misfit);
@@ -27463,37 +27402,37 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
                          "%s \"%.60s\"", kind, tensor->name);
     }
     for (size_t i = 0; i < m->tensor_count; i++)
-        if (m->tensors[i].kind == DTRAIN_STATE_VALUE && !load->wanted[i])
-            dtrain__name_add(&misfit.extra, "value \"%.60s\"", m->tensors[i].name);
+        if (m->tensors[i].tensor.kind == DTRAIN_STATE_VALUE && !load->wanted[i])
+            dtrain__name_add(&misfit.extra, "value \"%.60s\"", m->tensors[i].tensor.name);
     if (!dtrain__misfit_text(&misfit, text, sizeof text)) return DTRAIN_OK;
     if (load->desc.partial) return dtrain__load_note(load, "%s", text), DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
                        "%s does not fit this run%s%s%s: %s; build the same model and optimizer, or "
                        "load with `partial` or `values_only`",
-                       load->directory, settings[0] ? " (" : "", settings, settings[0] ? ")" : "",
-                       text);
+                       load->directory.text, settings[0] ? " (" : "", settings,
+                       settings[0] ? ")" : "", text);
 }
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
-/* Read the target's elements of a saved tensor. `rank` chooses between the tensors that ranks have
- * of their own. */
+/* Read the target's elements of a saved tensor. Of tensors that each rank has of its own, `rank`
+ * chooses one. */
 static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved_tensor *saved,
-                                         int rank, dtrain__target *target)
+                                         int64_t rank, dtrain__target *target)
 {
-    char path[2 * DTRAIN__PATH];
-    target->dtype = saved->dtype;
+    const dtrain_state_tensor *tensor = &saved->tensor;
+    target->dtype = tensor->dtype;
     for (size_t i = 0; i < saved->piece_count; i++) {
         const dtrain__saved_piece *piece = &load->manifest.pieces[saved->first_piece + i];
         const dtrain__saved_file *file = &load->manifest.files[piece->file];
         dtrain_piece common;
-        if (piece->rank != (saved->own ? rank : -1) ||
+        if (piece->rank != (tensor->own ? rank : -1) ||
             !dtrain__piece_common(&piece->piece, &target->piece, &common))
             continue;
-        snprintf(path, sizeof path, "%s/%s", load->directory, file->name);
+        const dtrain__path path = dtrain__path_in(load->directory.text, "%s", file->name);
         const dtrain__source source = {
-            path,        piece->at,  file->bytes,  dtrain__state_kind_name(saved->kind),
-            saved->name, piece->crc, saved->dtype, piece->piece};
+            path.text,    piece->at,  file->bytes,   dtrain__state_kind_name(tensor->kind),
+            tensor->name, piece->crc, tensor->dtype, piece->piece};
         DTRAIN__TRY(dtrain__piece_read(&load->reader, &source, target));
     }
     return DTRAIN_OK;
@@ -27501,7 +27440,7 @@ static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved
 
 /* ---- Tensors that each rank has of its own ----------------------------------------------------*/
 
-/* Tell whether a rank has saved exactly this piece of a tensor of its own. */
+/* Tell whether this rank has saved exactly this piece of a tensor of its own. */
 static bool dtrain__own_is_there(const dtrain__load *load, const dtrain_state_tensor *tensor)
 {
     const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
@@ -27550,7 +27489,7 @@ static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_ten
         target.piece.offset += done;
         target.piece.count = dtrain__min(most, tensor->piece.count - done);
         memset(load->sum, 0, DTRAIN__BLOCK);
-        for (int r = 0; r < load->manifest.ranks && flat; r++)
+        for (int64_t r = 0; r < load->manifest.ranks && flat; r++)
             DTRAIN__TRY(dtrain__tensor_read(load, saved, r, &target));
         for (int64_t i = 0; i < target.piece.count; i++) load->sum[i] *= scale;
         DTRAIN__TRY(dtrain_device_copy(state->device, (float *)tensor->memory + done, load->sum,
@@ -27564,17 +27503,16 @@ static void dtrain__note_residuals(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
     const dtrain__manifest *m = &load->manifest;
-    bool wanted = false, there = false;
-    for (size_t i = 0; i < state->tensor_count; i++)
-        wanted |= state->tensors[i].kind == DTRAIN_STATE_RESIDUAL;
-    bool q_differs = false;
-    for (size_t i = 0; i < state->tensor_count; i++)
-        q_differs |= state->tensors[i].kind == DTRAIN_STATE_Q &&
-                     !dtrain__saved_for(load, &state->tensors[i]);
+    bool wanted = false, there = false, q_differs = false;
+    for (size_t i = 0; i < state->tensor_count; i++) {
+        const dtrain_state_tensor *tensor = &state->tensors[i];
+        wanted |= tensor->kind == DTRAIN_STATE_RESIDUAL;
+        q_differs |= tensor->kind == DTRAIN_STATE_Q && !dtrain__saved_for(load, tensor);
+    }
     if (q_differs)
         dtrain__load_note(load, "Q of PowerSGD begins anew: it is not there, or has another rank");
     for (size_t i = 0; i < m->tensor_count; i++)
-        there |= m->tensors[i].kind == DTRAIN_STATE_RESIDUAL && m->tensors[i].piece_count;
+        there |= m->tensors[i].tensor.kind == DTRAIN_STATE_RESIDUAL && m->tensors[i].piece_count;
     if (there && !wanted) dtrain__load_note(load, "residuals were left out: this run keeps none");
     else if (wanted && !there) dtrain__load_note(load, "residuals begin with zeros");
     else if (wanted && !load->same_cuts)
@@ -27587,7 +27525,7 @@ static void dtrain__note_residuals(dtrain__load *load)
 static void dtrain__note_arrays(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
-    const int ranks = dtrain_comm_size(state->comm), before = load->manifest.ranks;
+    const int ranks = dtrain_comm_size(state->comm), before = (int)load->manifest.ranks;
     for (size_t i = 0; i < state->tensor_count; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
         if (tensor->kind != DTRAIN_STATE_HOST || !tensor->own) continue;
@@ -27616,7 +27554,7 @@ static dtrain_result dtrain__tensor_load(dtrain__load *load, const dtrain_state_
     if (!saved && tensor->kind == DTRAIN_STATE_MISSED) {
         saved = dtrain__manifest_find(&load->manifest, DTRAIN_STATE_HOST, DTRAIN__MISSED_OF_ALL);
         target.piece.offset = (int64_t *)tensor->memory - load->state->desc.optimizer->missed;
-        if (saved) memcpy(target.piece.length, saved->shape, sizeof saved->shape);
+        if (saved) memcpy(target.piece.length, saved->tensor.shape, sizeof target.piece.length);
     }
     if (!saved) return DTRAIN_OK;
     if (tensor->own && rank >= load->manifest.ranks) return DTRAIN_OK;
@@ -27651,32 +27589,30 @@ static void dtrain__scalars_load(dtrain__load *load)
  * state; nor will an older one. */
 static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
 {
-    const dtrain_state *state = load->state;
+    dtrain_state *state = load->state;
+    const dtrain__manifest *m = &load->manifest;
     *differs = false;
     load->note[0] = 0;
     load->reader.bytes = load->values = 0;
     load->reader.opened[0] = 0; /* another checkpoint has files of the same names */
-    DTRAIN__TRY(
-        dtrain__agree(state->comm, dtrain__manifest_read(load->desc.storage, &state->allocator,
-                                                         load->directory, &load->manifest)));
+    DTRAIN__TRY(dtrain__agree(
+        state->comm, dtrain__manifest_read(&load->folder, load->directory.text, &load->manifest)));
     DTRAIN__TRY(dtrain__load_wanted(load));
-    dtrain_result result = dtrain__agree(state->comm, dtrain__load_compare(load));
-    *differs = result != DTRAIN_OK;
-    if (result == DTRAIN_OK) result = dtrain__compare_cuts(load);
-    if (result == DTRAIN_OK) {
-        dtrain__set_torn(state->desc.strategy, dtrain__load_call);
-        result = dtrain__agree(state->comm, dtrain__tensors_load(load));
-    }
-    if (result != DTRAIN_OK) return result;
+    const dtrain_result fits = dtrain__agree(state->comm, dtrain__load_compare(load));
+    *differs = fits != DTRAIN_OK;
+    DTRAIN__TRY(fits);
+    DTRAIN__TRY(dtrain__compare_cuts(load));
+    dtrain__set_torn(state->desc.strategy, dtrain__load_call);
+    DTRAIN__TRY(dtrain__agree(state->comm, dtrain__tensors_load(load)));
     dtrain__scalars_load(load);
     if (!load->desc.values_only) {
         dtrain__note_left_out(load);
         dtrain__note_residuals(load);
         dtrain__note_arrays(load);
-        load->state->step = load->manifest.step;
-        if (load->manifest.run) load->state->run = load->manifest.run;
+        state->step = m->step;
+        if (m->run) state->run = m->run;
     }
-    return dtrain_state_changed(load->state);
+    return dtrain_state_changed(state);
 }
 
 /* Free what belongs to one checkpoint. */
@@ -27688,70 +27624,84 @@ static void dtrain__load_free(dtrain__load *load)
     dtrain__manifest_free(&load->manifest);
 }
 
-/* ---- Which checkpoint -------------------------------------------------------------------------*/
+/* ---- Choosing a checkpoint --------------------------------------------------------------------*/
 
 /* Rank 0: find out whether the path is a checkpoint, or list the checkpoints in it. An empty path,
  * a checkpoint without its manifest and a disk that fails are three different errors. */
-static dtrain_result dtrain__find_checkpoints(const dtrain__load *load, const char *path,
-                                              bool *is_one, dtrain__steps *steps)
+static dtrain_result dtrain__find_checkpoints(dtrain__load *load, bool *is_one)
 {
-    const dtrain_storage *storage = load->desc.storage;
-    char manifest[2 * DTRAIN__PATH];
-    memset(steps, 0, sizeof *steps);
-    steps->allocator = &load->state->allocator;
-    snprintf(manifest, sizeof manifest, "%s/manifest.json", path);
-    const int file = dtrain__storage_try(storage, manifest, DTRAIN_STORAGE_READ);
-    *is_one = file >= 0;
-    if (file >= 0) return (void)storage->close(storage->user, file), DTRAIN_OK;
-    if (file != -ENOENT && file != -ENOTDIR)
-        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be opened: %s", manifest, strerror(-file));
-    const int directory = dtrain__storage_try(storage, path, DTRAIN_STORAGE_DIRECTORY);
-    if (directory >= 0) (void)storage->close(storage->user, directory);
-    if (directory != -ENOENT)
-        DTRAIN__TRY(dtrain__steps_list(storage, &load->state->allocator, path, "", steps));
-    if (steps->count) return DTRAIN_OK;
-    if (steps->remains)
+    const dtrain__folder *folder = &load->folder;
+    const dtrain__path manifest = dtrain__path_in(folder->path, "manifest.json");
+    const int code = dtrain__storage_probe(folder->storage, manifest.text, DTRAIN_STORAGE_READ);
+    *is_one = code == 0;
+    if (*is_one) return DTRAIN_OK;
+    if (code != -ENOENT && code != -ENOTDIR)
+        return dtrain__storage_fail(manifest.text, "opened", code);
+    if (dtrain__storage_probe(folder->storage, folder->path, DTRAIN_STORAGE_DIRECTORY) != -ENOENT)
+        DTRAIN__TRY(dtrain__steps_list(folder, "", &load->steps));
+    if (load->steps.count) return DTRAIN_OK;
+    if (load->steps.remains)
         return dtrain_fail(DTRAIN_ERROR_DATA, "%s has files of a checkpoint, and no manifest.json",
-                           path);
-    return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "there is no checkpoint in %s", path);
+                           folder->path);
+    return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "there is no checkpoint in %s", folder->path);
 }
 
 /* Load the newest of the steps that can be read whole. */
-static dtrain_result dtrain__load_newest(dtrain__load *load, const char *path,
-                                         const dtrain__steps *steps)
+static dtrain_result dtrain__load_newest(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
     char passed[256] = "";
     for (size_t i = 0;; i++) {
-        int64_t which[2] = {i < steps->count ? steps->steps[i] : -1, 0}; /* rank 0 knows */
+        int64_t which[2] = {i < load->steps.count ? load->steps.steps[i] : -1, 0}; /* of rank 0 */
         bool differs, old = false;
-        char why[DTRAIN__ERROR_BYTES];
-        if (which[0] >= 0) (void)dtrain__step_is_old(load->desc.storage, path, which[0], &old);
+        if (which[0] >= 0) (void)dtrain__step_is_old(&load->folder, which[0], &old);
         which[1] = old;
         DTRAIN__TRY(dtrain_broadcast(state->comm, which, 2, DTRAIN_DTYPE_I64, 0, NULL));
         if (which[0] < 0)
             return dtrain_fail(DTRAIN_ERROR_DATA,
                                "no checkpoint in %s can be read; the last one "
                                "that was tried: %s",
-                               path, passed);
-        dtrain__step_path(load->directory, path, which[0], which[1] ? ".old" : "");
-        const dtrain_result result = dtrain__load_one(load, &differs);
-        if (result == DTRAIN_OK && passed[0])
+                               load->folder.path, passed);
+        load->directory = dtrain__step_path(&load->folder, which[0], which[1] ? ".old" : "");
+        const dtrain__outcome tried = dtrain__outcome_of(dtrain__load_one(load, &differs));
+        if (tried.result == DTRAIN_OK && passed[0])
             dtrain__load_note(load, "newer ones were passed over: %s", passed);
-        if (result == DTRAIN_OK || differs) return result;
-        snprintf(why, sizeof why, "%s", dtrain_last_error());
-        int32_t damaged = result == DTRAIN_ERROR_DATA || result == DTRAIN_ERROR_FILE;
+        if (tried.result == DTRAIN_OK || differs) return tried.result;
+        int32_t damaged = tried.result == DTRAIN_ERROR_DATA || tried.result == DTRAIN_ERROR_FILE;
         DTRAIN__TRY(dtrain_all_reduce(state->comm, &damaged, &damaged, 1, DTRAIN_DTYPE_I32,
                                       DTRAIN_REDUCE_MIN, NULL));
-        dtrain__set_last_error(why);
-        if (!damaged || (load->desc.partial && dtrain__torn(state->desc.strategy))) return result;
+        if (!damaged || (load->desc.partial && dtrain__torn(state->desc.strategy)))
+            return dtrain__outcome_return(&tried);
         dtrain__load_free(load);
-        snprintf(passed, sizeof passed, "%.250s", dtrain__bare(why));
+        snprintf(passed, sizeof passed, "%.250s", dtrain__bare(tried.text));
         if (dtrain_comm_rank(state->comm) == 0)
             dtrain_log(state->world, DTRAIN_LOG_WARNING,
-                       "%s is passed over, and an older checkpoint is tried: %s", load->directory,
-                       dtrain__bare(why));
+                       "%s is passed over, and an older checkpoint is tried: %s",
+                       load->directory.text, dtrain__bare(tried.text));
     }
+}
+
+/* Find a checkpoint, on rank 0, and load it. */
+static dtrain_result dtrain__load_path(dtrain__load *load)
+{
+    const dtrain_state *state = load->state;
+    const char *path = load->folder.path;
+    bool is_one = false, differs;
+    dtrain_result result = dtrain__between_backwards(state->desc.strategy, dtrain__load_call);
+    if (result == DTRAIN_OK && (!path || !path[0] || strlen(path) > DTRAIN__PATH - 128))
+        result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: path is NULL, empty or longer than %d",
+                             dtrain__load_call, DTRAIN__PATH - 128);
+    if (result == DTRAIN_OK)
+        result = dtrain__reader_begin(&load->reader, state, load->folder.storage);
+    if (result == DTRAIN_OK && dtrain_comm_rank(state->comm) == 0)
+        result = dtrain__find_checkpoints(load, &is_one);
+    int64_t from[2] = {is_one, (int64_t)state->world->job};
+    DTRAIN__TRY(dtrain__agree(state->comm, result));
+    DTRAIN__TRY(dtrain_broadcast(state->comm, from, 2, DTRAIN_DTYPE_I64, 0, NULL));
+    load->job = (uint64_t)from[1];
+    if (!from[0]) return dtrain__load_newest(load);
+    snprintf(load->directory.text, sizeof load->directory.text, "%s", path);
+    return dtrain__load_one(load, &differs);
 }
 
 /* Fill in the caller's info. */
@@ -27759,12 +27709,13 @@ static void dtrain__load_report(const dtrain__load *load, double start, dtrain_l
 {
     const dtrain__manifest *m = &load->manifest;
     info->step = m->step;
-    info->ranks = m->ranks;
-    snprintf(info->strategy, sizeof info->strategy, "%s", m->strategy);
-    snprintf(info->path, sizeof info->path, "%.*s", (int)sizeof info->path - 1, load->directory);
+    info->ranks = (int)m->ranks;
+    snprintf(info->strategy, sizeof info->strategy, "%s", m->strategy ? m->strategy : "");
+    snprintf(info->path, sizeof info->path, "%.*s", (int)sizeof info->path - 1,
+             load->directory.text);
     info->bytes = load->reader.bytes;
     info->values = load->values;
-    info->metric = m->has_metric ? m->metric : DTRAIN__NAN;
+    memcpy(&info->metric, &m->metric_bits, sizeof info->metric);
     info->seconds = dtrain_seconds() - start;
     memcpy(info->note, load->note, sizeof info->note);
 }
@@ -27773,45 +27724,27 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
                                                 const dtrain_load_desc *desc,
                                                 dtrain_load_info *info)
 {
-    const char *const call = dtrain__load_call;
     dtrain_load_info ignored;
     dtrain__load load;
-    dtrain__steps steps;
-    bool is_one = false, differs;
     if (!info) info = &ignored;
     memset(info, 0, sizeof *info);
     info->step = -1;
-    DTRAIN__TRY(dtrain__state_check(state, call));
+    DTRAIN__TRY(dtrain__state_check(state, dtrain__load_call));
     memset(&load, 0, sizeof load);
-    memset(&steps, 0, sizeof steps);
     load.state = state;
-    steps.allocator = &state->allocator;
     if (desc) load.desc = *desc;
-    load.desc.storage = dtrain__storage_or_files(load.desc.storage);
+    load.folder.storage = dtrain__storage_or_files(load.desc.storage);
+    load.folder.allocator = &state->allocator;
+    load.folder.path = path;
     const double start = dtrain_seconds();
     const char *const torn = dtrain__torn(state->desc.strategy); /* mended by a whole load alone */
     if (!load.desc.partial && !load.desc.values_only) dtrain__set_torn(state->desc.strategy, NULL);
-    dtrain_result result = dtrain__between_backwards(state->desc.strategy, call);
-    if (result == DTRAIN_OK && (!path || !path[0] || strlen(path) > DTRAIN__PATH - 128))
-        result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: path is NULL, empty or longer than %d",
-                             call, DTRAIN__PATH - 128);
-    if (result == DTRAIN_OK) result = dtrain__reader_begin(&load.reader, state, load.desc.storage);
-    if (result == DTRAIN_OK && dtrain_comm_rank(state->comm) == 0)
-        result = dtrain__find_checkpoints(&load, path, &is_one, &steps);
-    int64_t from[2] = {is_one, (int64_t)state->world->job};
-    result = dtrain__agree(state->comm, result);
-    if (result == DTRAIN_OK)
-        result = dtrain_broadcast(state->comm, from, 2, DTRAIN_DTYPE_I64, 0, NULL);
-    load.job = (uint64_t)from[1];
-    if (result == DTRAIN_OK && from[0]) {
-        snprintf(load.directory, sizeof load.directory, "%s", path);
-        result = dtrain__load_one(&load, &differs);
-    } else if (result == DTRAIN_OK) result = dtrain__load_newest(&load, path, &steps);
+    const dtrain_result result = dtrain__load_path(&load);
     if (result == DTRAIN_OK) dtrain__load_report(&load, start, info);
     else if (torn && !dtrain__torn(state->desc.strategy))
         dtrain__set_torn(state->desc.strategy, torn);
     dtrain__load_free(&load);
-    dtrain__steps_free(&steps);
+    dtrain__steps_free(&load.steps);
     dtrain__free(&state->allocator, load.sum, DTRAIN__BLOCK, 1);
     dtrain__reader_end(&load.reader, state);
     return result;
@@ -28639,26 +28572,39 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
 /* Directories of checkpoints: names, order, publishing, removal
  *
  *     step-000000001000        a checkpoint
- *     step-000000001000.tmp    one that is being written, or removed: nobody reads it
- *     step-000000001000.old    one that is being replaced: the checkpoint, while there is no other
+ *     step-000000001000.tmp    a checkpoint that is being written or removed; it is never read
+ *     step-000000001000.old    a checkpoint that is being replaced; it counts while the step has no
+ *                              other
  *     latest                   the name of the newest
- *     aside-1                  checkpoints that are not of the history that goes on here
+ *     aside-1                  checkpoints of another history than the directory's
  *
- * The order of a save makes it safe against the loss of power at any moment: a rename is made when
- * all that it leads to is on the disk, and counts when the directory above is. Whatever is removed
- * becomes step-N.tmp first, by one rename. Nothing is removed that has another name than those that
- * are written here. */
+ * The order of a save makes it safe against the loss of power at any moment: a name is given by a
+ * rename, after all files below it are on the disk, and the directory above is brought to the disk
+ * after that. A checkpoint that goes is renamed to step-N.tmp before its files are removed. Nothing
+ * is removed but names that are written here. */
 
 #define DTRAIN__STEP_PREFIX "step-"
 #define DTRAIN__STEP_DIGITS 12 /* at least: names are in the order of their steps */
 
 /* ---- Names ------------------------------------------------------------------------------------*/
 
-DTRAIN__PRIVATE void dtrain__step_path(char path[DTRAIN__PATH], const char *directory, int64_t step,
-                                       const char *suffix)
+/* Return the path of a name in a directory. */
+DTRAIN__PRIVATE dtrain__path dtrain__path_in(const char *directory, const char *format, ...)
 {
-    snprintf(path, DTRAIN__PATH, "%s/" DTRAIN__STEP_PREFIX "%0*lld%s", directory,
-             DTRAIN__STEP_DIGITS, (long long)step, suffix);
+    dtrain__path path;
+    va_list args;
+    const int used = snprintf(path.text, sizeof path.text, "%.*s/", DTRAIN__PATH - 2, directory);
+    va_start(args, format);
+    vsnprintf(path.text + used, sizeof path.text - (size_t)used, format, args);
+    va_end(args);
+    return path;
+}
+
+DTRAIN__PRIVATE dtrain__path dtrain__step_path(const dtrain__folder *folder, int64_t step,
+                                               const char *suffix)
+{
+    return dtrain__path_in(folder->path, DTRAIN__STEP_PREFIX "%0*lld%s", DTRAIN__STEP_DIGITS,
+                           (long long)step, suffix);
 }
 
 /* Read the step out of a name and what follows its digits; -1: the name is another. */
@@ -28676,7 +28622,7 @@ static int64_t dtrain__step_named(const char *name, const char **rest)
     return at - name - (ptrdiff_t)prefix < DTRAIN__STEP_DIGITS ? -1 : step;
 }
 
-/* Tell whether a file of a checkpoint has a name that is given here. */
+/* Tell whether checkpoints have files of this name. */
 static bool dtrain__is_ours(const char *name)
 {
     static const char *const parts[][2] = {{"model-", ".safetensors"},
@@ -28721,26 +28667,23 @@ static int dtrain__newest_first(const void *left, const void *right)
     return a > b ? -1 : a < b;
 }
 
-static dtrain_result dtrain__list(const dtrain_storage *storage, const char *directory,
+static dtrain_result dtrain__list(const dtrain__folder *folder, const char *directory,
                                   void (*name)(void *list, const char *entry), void *list)
 {
+    const dtrain_storage *storage = folder->storage;
     const int code = storage->list(storage->user, directory, name, list);
-    if (code >= 0) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_FILE, "the directory %s cannot be read: %s", directory,
-                       strerror(-code));
+    return code >= 0 ? DTRAIN_OK : dtrain__storage_fail(directory, "read", code);
 }
 
 /* List the steps whose directories have such a suffix, each once: "" for checkpoints, those that
  * are being replaced included. After an error nothing is left to free. */
-DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain_storage *storage,
-                                                 const dtrain_allocator *allocator,
-                                                 const char *directory, const char *suffix,
+DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain__folder *folder, const char *suffix,
                                                  dtrain__steps *out)
 {
     memset(out, 0, sizeof *out);
-    out->allocator = allocator;
+    out->allocator = folder->allocator;
     out->suffix = suffix;
-    dtrain_result result = dtrain__list(storage, directory, dtrain__add_step, out);
+    dtrain_result result = dtrain__list(folder, folder->path, dtrain__add_step, out);
     if (out->failed) result = DTRAIN_ERROR_MEMORY;
     if (result != DTRAIN_OK) dtrain__steps_free(out);
     if (!out->count) return result;
@@ -28752,9 +28695,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain_storage *storage,
     return result;
 }
 
+/* Free a list; one that was never made is empty. */
 DTRAIN__PRIVATE void dtrain__steps_free(dtrain__steps *steps)
 {
-    dtrain__free(steps->allocator, steps->steps, steps->room, sizeof *steps->steps);
+    if (steps->steps)
+        dtrain__free(steps->allocator, steps->steps, steps->room, sizeof *steps->steps);
     steps->steps = NULL;
     steps->count = steps->room = 0;
 }
@@ -28776,13 +28721,12 @@ static void dtrain__add_name(void *list, const char *name)
 
 /* List what is in a checkpoint's directory, or what is left of it, and refuse one in which
  * something is not ours. The caller frees *names in any case. */
-static dtrain_result dtrain__names_list(const dtrain_storage *storage,
-                                        const dtrain_allocator *allocator, const char *path,
+static dtrain_result dtrain__names_list(const dtrain__folder *folder, const char *path,
                                         dtrain__names *names)
 {
     memset(names, 0, sizeof *names);
-    names->text.allocator = allocator;
-    DTRAIN__TRY(dtrain__list(storage, path, dtrain__add_name, names));
+    names->text.allocator = folder->allocator;
+    DTRAIN__TRY(dtrain__list(folder, path, dtrain__add_name, names));
     if (names->text.failed) return DTRAIN_ERROR_MEMORY;
     if (!names->foreign) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_FILE,
@@ -28790,162 +28734,149 @@ static dtrain_result dtrain__names_list(const dtrain_storage *storage,
 }
 
 /* Remove a directory that is no checkpoint any more, or not yet, with all that is in it. */
-static dtrain_result dtrain__leftover_remove(const dtrain_storage *storage,
-                                             const dtrain_allocator *allocator, const char *path)
+static dtrain_result dtrain__leftover_remove(const dtrain__folder *folder, int64_t step,
+                                             const char *suffix)
 {
+    const dtrain__path path = dtrain__step_path(folder, step, suffix);
     dtrain__names names;
-    char file[2 * DTRAIN__PATH];
-    dtrain_result result = dtrain__names_list(storage, allocator, path, &names);
+    dtrain_result result = dtrain__names_list(folder, path.text, &names);
     for (size_t at = 0; result == DTRAIN_OK && at < names.text.bytes;
          at += strlen(names.text.at + at) + 1) {
-        snprintf(file, sizeof file, "%s/%s", path, names.text.at + at);
-        result = dtrain__storage_remove(storage, file);
+        const dtrain__path file = dtrain__path_in(path.text, "%s", names.text.at + at);
+        result = dtrain__storage_remove(folder->storage, file.text);
     }
     dtrain__text_free(&names.text);
-    return result == DTRAIN_OK ? dtrain__storage_remove(storage, path) : result;
+    return result == DTRAIN_OK ? dtrain__storage_remove(folder->storage, path.text) : result;
+}
+
+/* Rename a name of the folder, and bring that to the disk. */
+static dtrain_result dtrain__rename(const dtrain__folder *folder, const dtrain__path *from,
+                                    const dtrain__path *to)
+{
+    DTRAIN__TRY(dtrain__storage_rename(folder->storage, from->text, to->text));
+    return dtrain__storage_sync_directory(folder->storage, folder->path);
 }
 
 /* Remove a checkpoint. A crash in the middle leaves a step-N.tmp. */
-DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain_storage *storage,
-                                                  const dtrain_allocator *allocator,
-                                                  const char *directory, int64_t step)
+DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain__folder *folder, int64_t step)
 {
-    char path[DTRAIN__PATH], tmp[DTRAIN__PATH];
+    const dtrain__path path = dtrain__step_path(folder, step, "");
+    const dtrain__path tmp = dtrain__step_path(folder, step, ".tmp");
     dtrain__names names;
-    dtrain__step_path(path, directory, step, "");
-    dtrain__step_path(tmp, directory, step, ".tmp");
-    const dtrain_result result = dtrain__names_list(storage, allocator, path, &names);
+    const dtrain_result result = dtrain__names_list(folder, path.text, &names);
     dtrain__text_free(&names.text);
     DTRAIN__TRY(result);
-    DTRAIN__TRY(dtrain__storage_rename(storage, path, tmp));
-    DTRAIN__TRY(dtrain__storage_sync_directory(storage, directory)); /* before its files go */
-    return dtrain__leftover_remove(storage, allocator, tmp);
+    DTRAIN__TRY(dtrain__rename(folder, &path, &tmp));
+    return dtrain__leftover_remove(folder, step, ".tmp");
 }
 
 /* Tell whether a step has nothing under its own name but a checkpoint that was being replaced: a
- * crash came between the two renames of dtrain__directory_publish. */
-DTRAIN__PRIVATE dtrain_result dtrain__step_is_old(const dtrain_storage *storage,
-                                                  const char *directory, int64_t step, bool *old)
+ * crash came between the two renames of dtrain__publish_step. */
+DTRAIN__PRIVATE dtrain_result dtrain__step_is_old(const dtrain__folder *folder, int64_t step,
+                                                  bool *old)
 {
-    char path[DTRAIN__PATH];
-    dtrain__step_path(path, directory, step, "");
-    const int file = dtrain__storage_try(storage, path, DTRAIN_STORAGE_DIRECTORY);
-    *old = file == -ENOENT;
-    if (file >= 0) (void)storage->close(storage->user, file);
-    if (file >= 0 || *old) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be opened: %s", path, strerror(-file));
+    const dtrain__path path = dtrain__step_path(folder, step, "");
+    const int code = dtrain__storage_probe(folder->storage, path.text, DTRAIN_STORAGE_DIRECTORY);
+    *old = code == -ENOENT;
+    return !code || *old ? DTRAIN_OK : dtrain__storage_fail(path.text, "opened", code);
 }
 
-/* Give a checkpoint that was being replaced its name back, or remove it after the other one. */
-static dtrain_result dtrain__old_settle(const dtrain_storage *storage,
-                                        const dtrain_allocator *allocator, const char *directory,
-                                        int64_t step)
+/* Give a checkpoint that was being replaced its name back, or remove it if the new one has that. */
+static dtrain_result dtrain__old_settle(const dtrain__folder *folder, int64_t step)
 {
-    char path[DTRAIN__PATH], old[DTRAIN__PATH];
+    const dtrain__path path = dtrain__step_path(folder, step, "");
+    const dtrain__path old = dtrain__step_path(folder, step, ".old");
     bool is_old;
-    dtrain__step_path(path, directory, step, "");
-    dtrain__step_path(old, directory, step, ".old");
-    DTRAIN__TRY(dtrain__step_is_old(storage, directory, step, &is_old));
-    if (!is_old) return dtrain__leftover_remove(storage, allocator, old);
-    DTRAIN__TRY(dtrain__storage_rename(storage, old, path));
-    return dtrain__storage_sync_directory(storage, directory);
+    DTRAIN__TRY(dtrain__step_is_old(folder, step, &is_old));
+    if (is_old) return dtrain__rename(folder, &old, &path);
+    return dtrain__leftover_remove(folder, step, ".old");
 }
 
 /* Clear away what saves, or removals, have left unfinished. */
-DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain_storage *storage,
-                                                        const dtrain_allocator *allocator,
-                                                        const char *directory)
+DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *folder)
 {
     static const char *const suffixes[] = {".tmp", ".old"};
     dtrain_result result = DTRAIN_OK;
     for (int s = 0; s < 2 && result == DTRAIN_OK; s++) {
-        dtrain__steps steps;
-        char path[DTRAIN__PATH];
-        DTRAIN__TRY(dtrain__steps_list(storage, allocator, directory, suffixes[s], &steps));
-        for (size_t i = 0; i < steps.count && result == DTRAIN_OK; i++) {
-            dtrain__step_path(path, directory, steps.steps[i], ".tmp");
-            result = s ? dtrain__old_settle(storage, allocator, directory, steps.steps[i])
-                       : dtrain__leftover_remove(storage, allocator, path);
-        }
-        dtrain__steps_free(&steps);
+        dtrain__steps list;
+        DTRAIN__TRY(dtrain__steps_list(folder, suffixes[s], &list));
+        for (size_t i = 0; i < list.count && result == DTRAIN_OK; i++)
+            result = s ? dtrain__old_settle(folder, list.steps[i])
+                       : dtrain__leftover_remove(folder, list.steps[i], ".tmp");
+        dtrain__steps_free(&list);
     }
     return result;
 }
 
 /* ---- Publishing -------------------------------------------------------------------------------*/
 
-/* Write the name of the newest checkpoint. Nothing here reads it. */
-static dtrain_result dtrain__write_latest(const dtrain_storage *storage, const char *directory,
-                                          int64_t step)
+DTRAIN__PRIVATE dtrain_result dtrain__directory_make(const dtrain__folder *folder, const char *path)
 {
-    char latest[DTRAIN__PATH], tmp[DTRAIN__PATH], path[DTRAIN__PATH];
-    snprintf(latest, sizeof latest, "%s/latest", directory);
-    snprintf(tmp, sizeof tmp, "%s/latest.tmp", directory);
-    dtrain__step_path(path, directory, step, "\n");
-    const char *name = path + strlen(directory) + 1;
-    DTRAIN__TRY(dtrain__storage_remove(storage, tmp)); /* of a save that was cut off */
-    DTRAIN__TRY(dtrain__storage_put(storage, tmp, name, strlen(name)));
-    DTRAIN__TRY(dtrain__storage_rename(storage, tmp, latest));
-    return dtrain__storage_sync_directory(storage, directory);
+    const int code = folder->storage->make_directory(folder->storage->user, path);
+    return code >= 0 ? DTRAIN_OK : dtrain__storage_fail(path, "made", code);
 }
 
-/* Move the checkpoints of later steps than `above`, which a run that goes on from there leaves
- * behind, to a new folder; its path, or "" when there are none. The newest goes last: until then a
- * crash leaves it the newest, and afterwards what is at `above` or before is. */
-DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain_storage *storage,
-                                                const dtrain_allocator *allocator,
-                                                const char *directory, int64_t above, char *folder)
+/* Write the name of the newest checkpoint, for people and scripts: nothing here reads it. */
+static dtrain_result dtrain__write_latest(const dtrain__folder *folder, int64_t step)
 {
-    char path[DTRAIN__PATH], to[2 * DTRAIN__PATH], latest[DTRAIN__PATH];
+    const dtrain__path latest = dtrain__path_in(folder->path, "latest");
+    const dtrain__path tmp = dtrain__path_in(folder->path, "latest.tmp");
+    const dtrain__path path = dtrain__step_path(folder, step, "\n");
+    const char *name = path.text + strlen(folder->path) + 1;
+    DTRAIN__TRY(dtrain__storage_remove(folder->storage, tmp.text)); /* of a save that was cut off */
+    DTRAIN__TRY(dtrain__storage_put(folder->storage, tmp.text, name, strlen(name)));
+    return dtrain__rename(folder, &tmp, &latest);
+}
+
+/* Move the checkpoints of later steps than `above`, from which a run goes on without them, to a new
+ * folder; *aside is its path, or "" when there are none. The newest goes last: a crash before that
+ * leaves it the newest, and a crash after it leaves the one at `above` or before. */
+DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain__folder *folder, int64_t above,
+                                                dtrain__path *aside)
+{
     dtrain__steps list;
     size_t later = 0;
     int code = 0, number = 0;
-    folder[0] = 0;
-    DTRAIN__TRY(dtrain__steps_list(storage, allocator, directory, "", &list));
+    aside->text[0] = 0;
+    DTRAIN__TRY(dtrain__steps_list(folder, "", &list));
     while (later < list.count && list.steps[later] > above) later++;
     const int64_t newest = later < list.count ? list.steps[later] : -1;
     do {
         if (!later) break;
-        snprintf(folder, DTRAIN__PATH, "%s/aside-%d", directory, ++number);
-        code = storage->make_directory(storage->user, folder);
+        *aside = dtrain__path_in(folder->path, "aside-%d", ++number);
+        code = folder->storage->make_directory(folder->storage->user, aside->text);
     } while (code == -EEXIST);
-    dtrain_result result = DTRAIN_OK;
-    if (code < 0)
-        result = dtrain_fail(DTRAIN_ERROR_FILE, "the directory %s cannot be made: %s", folder,
-                             strerror(-code));
+    dtrain_result result = code >= 0 ? DTRAIN_OK : dtrain__storage_fail(aside->text, "made", code);
+    const dtrain__folder there = {folder->storage, folder->allocator, aside->text};
     for (size_t i = later; i-- > 0 && result == DTRAIN_OK;) {
-        dtrain__step_path(path, directory, list.steps[i], "");
-        snprintf(to, sizeof to, "%s%s", folder, path + strlen(directory));
-        result = dtrain__storage_rename(storage, path, to);
+        const dtrain__path from = dtrain__step_path(folder, list.steps[i], "");
+        const dtrain__path to = dtrain__step_path(&there, list.steps[i], "");
+        result = dtrain__storage_rename(folder->storage, from.text, to.text);
     }
     dtrain__steps_free(&list);
     if (result != DTRAIN_OK || !later) return result;
-    DTRAIN__TRY(dtrain__storage_sync_directory(storage, folder));
-    if (newest >= 0) return dtrain__write_latest(storage, directory, newest);
-    snprintf(latest, sizeof latest, "%s/latest", directory);
-    DTRAIN__TRY(dtrain__storage_remove(storage, latest));
-    return dtrain__storage_sync_directory(storage, directory);
+    DTRAIN__TRY(dtrain__storage_sync_directory(folder->storage, aside->text));
+    if (newest >= 0) return dtrain__write_latest(folder, newest);
+    const dtrain__path latest = dtrain__path_in(folder->path, "latest");
+    DTRAIN__TRY(dtrain__storage_remove(folder->storage, latest.text));
+    return dtrain__storage_sync_directory(folder->storage, folder->path);
 }
 
-/* Make step-N.tmp, whose files are on the disk, the checkpoint of its step. One that is there
- * already goes, and comes back when a crash prevents the rename. */
-DTRAIN__PRIVATE dtrain_result dtrain__directory_publish(const dtrain_storage *storage,
-                                                        const dtrain_allocator *allocator,
-                                                        const char *directory, int64_t step)
+/* Make step-N.tmp, whose files are on the disk, the checkpoint of its step. A checkpoint that the
+ * step has already becomes step-N.old, which gets its name back after a crash before the second
+ * rename. */
+DTRAIN__PRIVATE dtrain_result dtrain__publish_step(const dtrain__folder *folder, int64_t step)
 {
-    char path[DTRAIN__PATH], tmp[DTRAIN__PATH], old[DTRAIN__PATH];
-    dtrain__step_path(path, directory, step, "");
-    dtrain__step_path(tmp, directory, step, ".tmp");
-    dtrain__step_path(old, directory, step, ".old");
-    DTRAIN__TRY(dtrain__storage_sync_directory(storage, tmp));
-    const int code = storage->rename(storage->user, path, old);
-    if (code < 0 && code != -ENOENT)
-        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be renamed to %s: %s", path, old,
-                           strerror(-code));
-    DTRAIN__TRY(dtrain__storage_rename(storage, tmp, path));
-    DTRAIN__TRY(dtrain__storage_sync_directory(storage, directory));
-    if (code >= 0) DTRAIN__TRY(dtrain__leftover_remove(storage, allocator, old));
-    return dtrain__write_latest(storage, directory, step);
+    const dtrain_storage *storage = folder->storage;
+    const dtrain__path path = dtrain__step_path(folder, step, "");
+    const dtrain__path tmp = dtrain__step_path(folder, step, ".tmp");
+    const dtrain__path old = dtrain__step_path(folder, step, ".old");
+    DTRAIN__TRY(dtrain__storage_sync_directory(storage, tmp.text));
+    const int code = storage->rename(storage->user, path.text, old.text);
+    if (code < 0 && code != -ENOENT) return dtrain__storage_fail(path.text, "renamed", code);
+    DTRAIN__TRY(dtrain__rename(folder, &tmp, &path));
+    if (code >= 0) DTRAIN__TRY(dtrain__leftover_remove(folder, step, ".old"));
+    return dtrain__write_latest(folder, step);
 }
 
 /* ================================================================================================
@@ -28956,7 +28887,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__directory_publish(const dtrain_storage *st
  *
  *     {"format": "dtrain checkpoint", "version": 2, "library": "0.3.0", "step": 1000, "ranks": 2,
  *      "strategy": "zero1", "hierarchical": false, "metric_bits": 4611686018427387904,
- *      "run": 83, "job": 83, "parent": 900, "commit": "...", "config": "...", "block": 1048576,
+ *      "run": 83, "job": 83, "commit": "...", "config": "...", "block": 1048576,
  *      "model": {"heads": "4", ...}, "settings": {"seed": "1337", ...},
  *      "scalars": [{"name": "optimizer.step", "value": 1000}, ...],
  *      "tensors": [{"name": "wte", "kind": "value", "dtype": "F32", "shape": [256, 128],
@@ -28970,8 +28901,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__directory_publish(const dtrain_storage *st
  * DTRAIN__BLOCK bytes and, where its box is not the whole tensor, a first index and a length for
  * each of four axes. A float is stored as its bits.
  *
- * "run" numbers the history that this checkpoint continues, "parent" is the step that it continues
- * from (-1: none), and "job" numbers one start of a launcher with all its restarts; 0 = unknown.
+ * "run" numbers the history that this checkpoint continues, and "job" one start of a launcher with
+ * all its restarts; 0 = unknown.
  *
  * The last member is the seal: the checksum of all bytes before its comma. Each rank's part of the
  * list of files is sealed in the same way. A text with a correct seal is still checked like any
@@ -29013,78 +28944,28 @@ DTRAIN__PRIVATE dtrain_result dtrain__unseal(const char *path, char *text, size_
                        path);
 }
 
-/* ---- Writing ----------------------------------------------------------------------------------*/
+/* ---- Members ----------------------------------------------------------------------------------*/
 
-static void dtrain__write_scalars(dtrain__text *text, const dtrain_state *state)
-{
-    for (size_t i = 0; i < state->scalar_count; i++) {
-        uint64_t bits = 0;
-        memcpy(&bits, state->scalars[i].memory, state->scalars[i].bytes); /* little-endian */
-        dtrain__text_add(text, "%s\n  {\"name\": \"%s\", \"value\": %llu}", i ? "," : "",
-                         state->scalars[i].name, (unsigned long long)bits);
-    }
-}
+/* The tables of members are those of reader and writer: in the order of writing. A form says what
+ * holds a member. */
+typedef enum dtrain__form {
+    DTRAIN__FORM_U64,
+    DTRAIN__FORM_I64,
+    DTRAIN__FORM_BOOL,
+    DTRAIN__FORM_TEXT,   /* const char *, of the manifest's names */
+    DTRAIN__FORM_KIND,   /* uint32_t */
+    DTRAIN__FORM_DTYPE,  /* uint32_t */
+    DTRAIN__FORM_SHAPE,  /* int64_t[4] */
+    DTRAIN__FORM_OBJECT, /* dtrain__object */
+    DTRAIN__FORM_LIST    /* of what `read` reads one of */
+} dtrain__form;
 
-static void dtrain__write_tensors(dtrain__text *text, const dtrain_checkpoint *c)
-{
-    for (size_t i = 0; i < c->held_count; i++) {
-        const dtrain__held *held = &c->held[i];
-        if (i && held->tensor == held[-1].tensor) continue;
-        dtrain__text_add(text, "%s\n  {\"name\": ", i ? "," : "");
-        dtrain__text_add_string(text, held->name);
-        dtrain__text_add(text, ", \"kind\": \"%s\", \"dtype\": \"%s\", \"shape\": [",
-                         dtrain__state_kind_name((uint32_t)held->kind),
-                         dtrain__stored_name((uint32_t)held->dtype));
-        for (int d = 0; d < 4 && (d == 0 || held->shape[d]); d++)
-            dtrain__text_add(text, "%s%lld", d ? ", " : "", (long long)held->shape[d]);
-        dtrain__text_add(text, "], \"own\": %s}", held->own ? "true" : "false");
-    }
-}
-
-/* Write an object of strings. */
-static void dtrain__write_settings(dtrain__text *text, const char *name, const char *const *pairs)
-{
-    dtrain__text_add(text, ",\n \"%s\": {", name);
-    for (size_t i = 0; pairs && pairs[i]; i++) {
-        if (i) dtrain__text_add(text, i % 2 ? ": " : ", ");
-        dtrain__text_add_string(text, pairs[i]);
-    }
-    dtrain__text_add(text, "}");
-}
-
-/* Write a manifest up to its list of files. */
-DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_checkpoint *c)
-{
-    const dtrain_state *state = c->desc.state;
-    const double metric = c->metric;
-    const bool by_nodes = dtrain__goes_by_nodes(state->desc.strategy);
-    dtrain_strategy_info info;
-    uint64_t bits;
-    dtrain_strategy_query(state->desc.strategy, &info);
-    memcpy(&bits, &metric, sizeof bits);
-    dtrain__text_add(text,
-                     "{\"format\": \"%s\", \"version\": %d, \"library\": \"%s\", \"step\": %lld,"
-                     "\n \"ranks\": %d, \"strategy\": \"%s\", \"hierarchical\": %s, \"block\": %zu",
-                     DTRAIN__MANIFEST_FORMAT, DTRAIN__MANIFEST_VERSION, dtrain_version(),
-                     (long long)c->step, dtrain_comm_size(state->comm), info.name,
-                     by_nodes ? "true" : "false", DTRAIN__BLOCK);
-    if (metric == metric) /* unknown otherwise; -ffast-math only makes one of it */
-        dtrain__text_add(text, ", \"metric_bits\": %llu", (unsigned long long)bits);
-    dtrain__text_add(text, ",\n \"run\": %llu, \"job\": %llu, \"parent\": %lld",
-                     (unsigned long long)state->run, (unsigned long long)state->world->job,
-                     (long long)state->step);
-    dtrain__text_add(text, ",\n \"commit\": ");
-    dtrain__text_add_string(text, c->desc.commit ? c->desc.commit : "");
-    dtrain__text_add(text, ",\n \"config\": ");
-    dtrain__text_add_string(text, c->desc.config ? c->desc.config : "");
-    dtrain__write_settings(text, "model", state->desc.model);
-    dtrain__write_settings(text, "settings", state->desc.settings);
-    dtrain__text_add(text, ",\n \"scalars\": [");
-    dtrain__write_scalars(text, state);
-    dtrain__text_add(text, "],\n \"tensors\": [");
-    dtrain__write_tensors(text, c);
-    dtrain__text_add(text, "],\n \"files\": [");
-}
+typedef struct dtrain__member {
+    const char *name;
+    dtrain__form form;
+    size_t at; /* in the struct */
+    bool (*read)(dtrain__manifest *m, dtrain__json *json);
+} dtrain__member;
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
@@ -29099,16 +28980,6 @@ static bool dtrain__one_more(dtrain__manifest *m, dtrain__json *json, void **arr
     return false;
 }
 
-/* Read a string that stays: decoded it is no longer than in the text. */
-static bool dtrain__read_name(dtrain__manifest *m, dtrain__json *json, const char **name)
-{
-    char *at = m->names + m->names_bytes;
-    *name = at;
-    if (!dtrain__json_string(json, at, DTRAIN__TENSOR_NAME)) return false;
-    m->names_bytes += strlen(at) + 1;
-    return true;
-}
-
 /* Read a string that must be one of a list; *which is its place. */
 static bool dtrain__read_word(dtrain__json *json, const char *what,
                               const char *(*word_of)(uint32_t), uint32_t count, uint32_t *which)
@@ -29120,67 +28991,131 @@ static bool dtrain__read_word(dtrain__json *json, const char *what,
     return dtrain__json_fail(json, "%s \"%s\" is unknown", what, word);
 }
 
-static bool dtrain__read_scalar(dtrain__manifest *m, dtrain__json *json)
-{
-    char name[16];
-    dtrain__saved_scalar *scalar = &m->scalars[m->scalar_count];
-    memset(scalar, 0, sizeof *scalar);
-    if (m->scalar_count + 1 == sizeof m->scalars / sizeof m->scalars[0])
-        return dtrain__json_fail(json, "there are more scalars than any version has");
-    if (!dtrain__json_enter(json, '{')) return false;
-    while (dtrain__json_member(json, name, sizeof name)) {
-        if (strcmp(name, "name") == 0) dtrain__json_string(json, scalar->name, sizeof scalar->name);
-        else if (strcmp(name, "value") == 0) dtrain__json_u64(json, &scalar->bits);
-        else dtrain__json_skip(json);
-    }
-    m->scalar_count++;
-    return json->result == DTRAIN_OK;
-}
-
-/* Read a shape, and multiply it out without overflow. */
-static bool dtrain__read_shape(dtrain__json *json, dtrain__saved_tensor *tensor)
+static bool dtrain__read_shape(dtrain__json *json, int64_t shape[4])
 {
     int dims = 0;
-    tensor->total = 1;
     if (!dtrain__json_enter(json, '[')) return false;
     while (dtrain__json_item(json)) {
-        uint64_t n;
-        if (!dtrain__json_u64(json, &n)) return false;
-        if (dims == 4 || n > INT64_MAX / 8 || (n && tensor->total > INT64_MAX / 8 / (int64_t)n))
-            return dtrain__json_fail(json, "a shape has more than 4 dimensions or is too large");
-        tensor->shape[dims++] = (int64_t)n;
-        tensor->total *= (int64_t)n;
+        if (dims == 4) return dtrain__json_fail(json, "a shape has more than 4 dimensions");
+        if (!dtrain__json_count(json, &shape[dims])) return false;
+        if (shape[dims] < (dims > 0)) return dtrain__json_fail(json, "a dimension is too small");
+        dims++;
     }
     if (json->result == DTRAIN_OK && dims == 0) return dtrain__json_fail(json, "a shape is empty");
     return json->result == DTRAIN_OK;
 }
 
-static bool dtrain__read_tensor(dtrain__manifest *m, dtrain__json *json)
+/* Check what the lists are read by, and which is written before them. */
+static bool dtrain__head_check(const dtrain__manifest *m, dtrain__json *json)
 {
-    char name[16];
-    dtrain__saved_tensor tensor;
-    memset(&tensor, 0, sizeof tensor);
-    tensor.total = -1;
-    if (!dtrain__one_more(m, json, (void **)&m->tensors, m->tensor_count, &m->tensor_room,
-                          sizeof tensor) ||
-        !dtrain__json_enter(json, '{'))
-        return false;
+    if (!m->format || strcmp(m->format, DTRAIN__MANIFEST_FORMAT) != 0)
+        return dtrain__json_fail(json, "the format is \"%.100s\", expected \"%s\"",
+                                 m->format ? m->format : "", DTRAIN__MANIFEST_FORMAT);
+    if (m->version < 1 || m->version > DTRAIN__MANIFEST_VERSION)
+        return dtrain__json_fail(json,
+                                 "it has version %llu of the format, and this is dtrain %s, which "
+                                 "reads versions 1 to %d",
+                                 (unsigned long long)m->version, dtrain_version(),
+                                 DTRAIN__MANIFEST_VERSION);
+    if (m->block == DTRAIN__BLOCK && m->step >= 0 && m->ranks >= 1 && m->ranks <= INT32_MAX)
+        return true;
+    return dtrain__json_fail(json, "step %lld, %lld ranks or blocks of %llu bytes cannot be",
+                             (long long)m->step, (long long)m->ranks, (unsigned long long)m->block);
+}
+
+/* Read a member to its place in the struct. Strings go to the manifest's names: decoded, they are
+ * no longer than in the text. */
+static bool dtrain__read_member(dtrain__manifest *m, dtrain__json *json,
+                                const dtrain__member *member, void *at)
+{
+    char *string = m->names + m->names_bytes;
+    dtrain__object object;
+    switch (member->form) {
+    case DTRAIN__FORM_U64: return dtrain__json_u64(json, (uint64_t *)at);
+    case DTRAIN__FORM_I64: return dtrain__json_count(json, (int64_t *)at);
+    case DTRAIN__FORM_BOOL: return dtrain__json_bool(json, (bool *)at);
+    case DTRAIN__FORM_TEXT:
+        if (!dtrain__json_string(json, string, m->text_bytes + 1 - m->names_bytes)) return false;
+        *(const char **)at = string;
+        m->names_bytes += strlen(string) + 1;
+        return true;
+    case DTRAIN__FORM_KIND:
+        return dtrain__read_word(json, "kind", dtrain__state_kind_name, DTRAIN_STATE_KINDS,
+                                 (uint32_t *)at);
+    case DTRAIN__FORM_DTYPE:
+        return dtrain__read_word(json, "dtype", dtrain__stored_name, DTRAIN_STATE_BYTES + 1,
+                                 (uint32_t *)at);
+    case DTRAIN__FORM_SHAPE: return dtrain__read_shape(json, (int64_t *)at);
+    case DTRAIN__FORM_OBJECT:
+        (void)dtrain__json_peek(json);
+        object.at = json->at;
+        if (!dtrain__json_skip(json)) return false;
+        object.bytes = (size_t)(json->at - object.at);
+        *(dtrain__object *)at = object;
+        return true;
+    case DTRAIN__FORM_LIST: break;
+    }
+    if (!dtrain__head_check(m, json) || !dtrain__json_enter(json, '[')) return false;
+    while (dtrain__json_item(json)) member->read(m, json);
+    return json->result == DTRAIN_OK;
+}
+
+/* Read an object by the table of its members. People, or a later library, may have added others. */
+static bool dtrain__read_members(dtrain__manifest *m, dtrain__json *json,
+                                 const dtrain__member *members, void *object)
+{
+    char name[32];
+    if (!dtrain__json_enter(json, '{')) return false;
     while (dtrain__json_member(json, name, sizeof name)) {
-        if (strcmp(name, "name") == 0) dtrain__read_name(m, json, &tensor.name);
-        else if (strcmp(name, "kind") == 0)
-            dtrain__read_word(json, "kind", dtrain__state_kind_name, DTRAIN_STATE_KINDS,
-                              &tensor.kind);
-        else if (strcmp(name, "dtype") == 0)
-            dtrain__read_word(json, "dtype", dtrain__stored_name, DTRAIN_STATE_BYTES + 1,
-                              &tensor.dtype);
-        else if (strcmp(name, "shape") == 0) dtrain__read_shape(json, &tensor);
-        else if (strcmp(name, "own") == 0) dtrain__json_bool(json, &tensor.own);
+        const dtrain__member *member = members;
+        while (member->name && strcmp(member->name, name) != 0) member++;
+        if (member->name) dtrain__read_member(m, json, member, (char *)object + member->at);
         else dtrain__json_skip(json);
     }
-    if (json->result != DTRAIN_OK) return false;
-    if (!tensor.name || !tensor.name[0] || tensor.total < 0)
+    return json->result == DTRAIN_OK;
+}
+
+static const dtrain__member dtrain__scalar_members[] = {
+    {"name", DTRAIN__FORM_TEXT, offsetof(dtrain__saved_scalar, name), NULL},
+    {"value", DTRAIN__FORM_U64, offsetof(dtrain__saved_scalar, bits), NULL},
+    {NULL, DTRAIN__FORM_U64, 0, NULL}};
+
+static bool dtrain__read_scalar(dtrain__manifest *m, dtrain__json *json)
+{
+    dtrain__saved_scalar *scalar = &m->scalars[m->scalar_count];
+    if (m->scalar_count + 1 == sizeof m->scalars / sizeof m->scalars[0])
+        return dtrain__json_fail(json, "there are more scalars than any version has");
+    if (!dtrain__read_members(m, json, dtrain__scalar_members, scalar)) return false;
+    m->scalar_count++;
+    return scalar->name || dtrain__json_fail(json, "a scalar has no name");
+}
+
+static const dtrain__member dtrain__tensor_members[] = {
+    {"name", DTRAIN__FORM_TEXT, offsetof(dtrain_state_tensor, name), NULL},
+    {"kind", DTRAIN__FORM_KIND, offsetof(dtrain_state_tensor, kind), NULL},
+    {"dtype", DTRAIN__FORM_DTYPE, offsetof(dtrain_state_tensor, dtype), NULL},
+    {"shape", DTRAIN__FORM_SHAPE, offsetof(dtrain_state_tensor, shape), NULL},
+    {"own", DTRAIN__FORM_BOOL, offsetof(dtrain_state_tensor, own), NULL},
+    {NULL, DTRAIN__FORM_U64, 0, NULL}};
+
+/* Read a tensor, and multiply its shape out without overflow. */
+static bool dtrain__read_tensor(dtrain__manifest *m, dtrain__json *json)
+{
+    if (!dtrain__one_more(m, json, (void **)&m->tensors, m->tensor_count, &m->tensor_room,
+                          sizeof *m->tensors))
+        return false;
+    dtrain_state_tensor *tensor = &m->tensors[m->tensor_count].tensor;
+    memset(&m->tensors[m->tensor_count++], 0, sizeof *m->tensors);
+    tensor->shape[0] = -1;
+    tensor->total = 1;
+    if (!dtrain__read_members(m, json, dtrain__tensor_members, tensor)) return false;
+    if (!tensor->name || !tensor->name[0] || tensor->shape[0] < 0)
         return dtrain__json_fail(json, "a tensor has no name or no shape");
-    m->tensors[m->tensor_count++] = tensor;
+    for (int d = 0; d < 4 && (d == 0 || tensor->shape[d]); d++) {
+        if (tensor->shape[d] && tensor->total > INT64_MAX / 8 / tensor->shape[d])
+            return dtrain__json_fail(json, "a shape is too large");
+        tensor->total *= tensor->shape[d];
+    }
     return true;
 }
 
@@ -29209,8 +29144,9 @@ static bool dtrain__read_box(dtrain__json *json, dtrain_piece *piece)
     return !dtrain__json_item(json) || dtrain__json_fail(json, "a piece has too many items");
 }
 
-static bool dtrain__read_piece(dtrain__manifest *m, dtrain__json *json, int rank)
+static bool dtrain__read_piece(dtrain__manifest *m, dtrain__json *json)
 {
+    const dtrain__saved_file *file = &m->files[m->file_count];
     dtrain__saved_piece piece;
     uint64_t number[4] = {0, 0, 0, 0}; /* tensor, offset, count, at */
     if (!dtrain__one_more(m, json, (void **)&m->pieces, m->piece_count, &m->piece_room,
@@ -29220,14 +29156,14 @@ static bool dtrain__read_piece(dtrain__manifest *m, dtrain__json *json, int rank
     for (int i = 0; i < 4; i++)
         if (!dtrain__json_item(json) || !dtrain__json_u64(json, &number[i]))
             return dtrain__json_fail(json, "a piece is not four numbers and checksums");
-    if (number[0] >= m->tensor_count)
-        return dtrain__json_fail(json, "there is no tensor %llu", (unsigned long long)number[0]);
-    const dtrain__saved_tensor *tensor = &m->tensors[number[0]];
+    if (number[0] >= m->tensor_count || file->rank < 0)
+        return dtrain__json_fail(json, "there is no tensor %llu, or no rank that wrote it",
+                                 (unsigned long long)number[0]);
+    const dtrain_state_tensor *tensor = &m->tensors[number[0]].tensor;
     const uint64_t each = dtrain__state_bytes(tensor->dtype), total = (uint64_t)tensor->total;
-    const uint64_t end = m->files[m->file_count].bytes;
     piece.tensor = (uint32_t)number[0];
     piece.file = (uint32_t)m->file_count;
-    piece.rank = tensor->own ? rank : -1;
+    piece.rank = tensor->own ? file->rank : -1;
     piece.piece = dtrain__piece_whole(tensor->shape);
     piece.piece.offset = (int64_t)number[1];
     piece.piece.count = (int64_t)number[2];
@@ -29236,136 +29172,162 @@ static bool dtrain__read_piece(dtrain__manifest *m, dtrain__json *json, int rank
         !dtrain__read_crc(json, number[2] * each, &piece.crc))
         return dtrain__json_fail(json, "a piece is not four numbers and checksums");
     if (!dtrain__read_box(json, &piece.piece)) return false;
-    if (number[2] == 0 || !dtrain__piece_fits(&piece.piece, tensor->shape) || number[3] > end ||
-        number[2] > (end - number[3]) / each)
+    if (number[2] == 0 || !dtrain__piece_fits(&piece.piece, tensor->shape) ||
+        number[3] > file->bytes || number[2] > (file->bytes - number[3]) / each)
         return dtrain__json_fail(json, "a piece of \"%.100s\" is not in it, or not in its file",
                                  tensor->name);
     m->pieces[m->piece_count++] = piece;
     return json->result == DTRAIN_OK;
 }
 
-/* Tell whether a name is one of a file in the directory, and nothing else. */
-static bool dtrain__plain_name(const char *name)
-{
-    return name[0] && name[0] != '.' && !strchr(name, '/') && strlen(name) < 64;
-}
+static const dtrain__member dtrain__file_members[] = {
+    {"name", DTRAIN__FORM_TEXT, offsetof(dtrain__saved_file, name), NULL},
+    {"bytes", DTRAIN__FORM_U64, offsetof(dtrain__saved_file, bytes), NULL},
+    {"rank", DTRAIN__FORM_I64, offsetof(dtrain__saved_file, rank), NULL},
+    {"pieces", DTRAIN__FORM_LIST, 0, dtrain__read_piece},
+    {NULL, DTRAIN__FORM_U64, 0, NULL}};
 
-/* Read a file's entry. Its name, size and rank come before its pieces. */
+/* Read a file's entry. Its size and rank come before its pieces; its name must be one of the
+ * directory's own. */
 static bool dtrain__read_file(dtrain__manifest *m, dtrain__json *json)
 {
-    char name[16];
-    const uint64_t ranks = (uint64_t)m->ranks;
-    uint64_t rank = ranks; /* not known yet */
     if (!dtrain__one_more(m, json, (void **)&m->files, m->file_count, &m->file_room,
-                          sizeof *m->files) ||
-        !dtrain__json_enter(json, '{'))
+                          sizeof *m->files))
         return false;
     dtrain__saved_file *file = &m->files[m->file_count];
     memset(file, 0, sizeof *file);
-    while (dtrain__json_member(json, name, sizeof name)) {
-        if (strcmp(name, "name") == 0) dtrain__read_name(m, json, &file->name);
-        else if (strcmp(name, "bytes") == 0) dtrain__json_u64(json, &file->bytes);
-        else if (strcmp(name, "rank") == 0) dtrain__json_u64(json, &rank);
-        else if (strcmp(name, "pieces") != 0) dtrain__json_skip(json);
-        else if (rank < ranks && dtrain__json_enter(json, '['))
-            while (dtrain__json_item(json)) dtrain__read_piece(m, json, (int)rank);
-        else break;
-    }
-    if (json->result == DTRAIN_OK && (rank >= ranks || file->bytes > INT64_MAX))
+    file->rank = -1;
+    if (!dtrain__read_members(m, json, dtrain__file_members, file)) return false;
+    if (file->rank < 0 || file->rank >= m->ranks || file->bytes > INT64_MAX)
         return dtrain__json_fail(json, "a file comes without the rank that wrote it");
-    if (json->result == DTRAIN_OK && (!file->name || !dtrain__plain_name(file->name)))
+    if (!file->name || !file->name[0] || file->name[0] == '.' || strchr(file->name, '/') ||
+        strlen(file->name) >= 64)
         return dtrain__json_fail(json, "a file has no name, or one that is not in the directory");
     m->file_count++;
-    return json->result == DTRAIN_OK;
-}
-
-/* Keep the place of an object in the text. */
-static bool dtrain__read_object(dtrain__json *json, const char **object, size_t *bytes)
-{
-    (void)dtrain__json_peek(json);
-    *object = json->at;
-    if (!dtrain__json_skip(json)) return false;
-    *bytes = (size_t)(json->at - *object);
     return true;
 }
 
-static bool dtrain__read_version(dtrain__manifest *m, dtrain__json *json)
+#define DTRAIN__HEAD(member) offsetof(dtrain__manifest, member)
+static const dtrain__member dtrain__head_members[] = {
+    {"format", DTRAIN__FORM_TEXT, DTRAIN__HEAD(format), NULL},
+    {"version", DTRAIN__FORM_U64, DTRAIN__HEAD(version), NULL},
+    {"library", DTRAIN__FORM_TEXT, DTRAIN__HEAD(library), NULL},
+    {"step", DTRAIN__FORM_I64, DTRAIN__HEAD(step), NULL},
+    {"ranks", DTRAIN__FORM_I64, DTRAIN__HEAD(ranks), NULL},
+    {"strategy", DTRAIN__FORM_TEXT, DTRAIN__HEAD(strategy), NULL},
+    {"hierarchical", DTRAIN__FORM_BOOL, DTRAIN__HEAD(hierarchical), NULL},
+    {"block", DTRAIN__FORM_U64, DTRAIN__HEAD(block), NULL},
+    {"metric_bits", DTRAIN__FORM_U64, DTRAIN__HEAD(metric_bits), NULL},
+    {"run", DTRAIN__FORM_U64, DTRAIN__HEAD(run), NULL},
+    {"job", DTRAIN__FORM_U64, DTRAIN__HEAD(job), NULL},
+    {"commit", DTRAIN__FORM_TEXT, DTRAIN__HEAD(commit), NULL},
+    {"config", DTRAIN__FORM_TEXT, DTRAIN__HEAD(config), NULL},
+    {"model", DTRAIN__FORM_OBJECT, DTRAIN__HEAD(model), NULL},
+    {"settings", DTRAIN__FORM_OBJECT, DTRAIN__HEAD(settings), NULL},
+    {"scalars", DTRAIN__FORM_LIST, 0, dtrain__read_scalar},
+    {"tensors", DTRAIN__FORM_LIST, 0, dtrain__read_tensor},
+    {"files", DTRAIN__FORM_LIST, 0, dtrain__read_file},
+    {NULL, DTRAIN__FORM_U64, 0, NULL}};
+
+/* ---- Writing ----------------------------------------------------------------------------------*/
+
+/* Write the beginning of an object: its members up to the first list or object, which the caller
+ * writes, as it does the end. */
+static void dtrain__write_members(dtrain__text *text, const dtrain__member *member,
+                                  const void *object)
 {
-    if (!dtrain__json_u64(json, &m->version)) return false;
-    if (m->version >= 1 && m->version <= DTRAIN__MANIFEST_VERSION) return true;
-    return dtrain__json_fail(
-        json,
-        "it has version %llu of the format, and this is dtrain %s, which reads "
-        "versions up to %d",
-        (unsigned long long)m->version, dtrain_version(), DTRAIN__MANIFEST_VERSION);
+    const char *separator = "{";
+    for (; member->name && member->form < DTRAIN__FORM_OBJECT; member++, separator = ", ") {
+        const void *at = (const char *)object + member->at;
+        dtrain__text_add(text, "%s\"%s\": ", separator, member->name);
+        if (member->form == DTRAIN__FORM_U64)
+            dtrain__text_add(text, "%llu", (unsigned long long)*(const uint64_t *)at);
+        else if (member->form == DTRAIN__FORM_I64)
+            dtrain__text_add(text, "%lld", (long long)*(const int64_t *)at);
+        else if (member->form == DTRAIN__FORM_BOOL)
+            dtrain__text_add(text, "%s", *(const bool *)at ? "true" : "false");
+        else if (member->form == DTRAIN__FORM_TEXT)
+            dtrain__text_add_string(text, *(const char *const *)at);
+        else if (member->form == DTRAIN__FORM_KIND)
+            dtrain__text_add(text, "\"%s\"", dtrain__state_kind_name(*(const uint32_t *)at));
+        else if (member->form == DTRAIN__FORM_DTYPE)
+            dtrain__text_add(text, "\"%s\"", dtrain__stored_name(*(const uint32_t *)at));
+        else {
+            const int64_t *shape = (const int64_t *)at;
+            for (int d = 0; d < 4 && (d == 0 || shape[d]); d++)
+                dtrain__text_add(text, "%s%lld", d ? ", " : "[", (long long)shape[d]);
+            dtrain__text_add(text, "]");
+        }
+    }
 }
 
-/* Read a list with one of its items' readers. */
-static bool dtrain__read_list(dtrain__manifest *m, dtrain__json *json,
-                              bool (*item)(dtrain__manifest *, dtrain__json *))
+/* Begin the entry of a file, up to its pieces. */
+DTRAIN__PRIVATE void dtrain__manifest_file(dtrain__text *text, const dtrain__saved_file *file)
 {
-    if (!dtrain__json_enter(json, '[')) return false;
-    while (dtrain__json_item(json)) item(m, json);
-    return json->result == DTRAIN_OK;
+    dtrain__text_add(text, "\n  ");
+    dtrain__write_members(text, dtrain__file_members, file);
+    dtrain__text_add(text, ", \"pieces\": [");
 }
 
-/* Read one member. What is not known here is of people, or of a later library. */
-static bool dtrain__read_member(dtrain__manifest *m, dtrain__json *json, const char *name)
+/* Write an object of strings. */
+static void dtrain__write_settings(dtrain__text *text, const char *name, const char *const *pairs)
 {
-    char word[32];
-    uint64_t number = 0;
-    if (strcmp(name, "format") == 0)
-        return dtrain__json_string(json, word, sizeof word) &&
-               (strcmp(word, DTRAIN__MANIFEST_FORMAT) == 0 ||
-                dtrain__json_fail(json, "the format is \"%s\", expected \"%s\"", word,
-                                  DTRAIN__MANIFEST_FORMAT));
-    if (strcmp(name, "version") == 0) return dtrain__read_version(m, json);
-    if (strcmp(name, "strategy") == 0)
-        return dtrain__json_string(json, m->strategy, sizeof m->strategy);
-    if (strcmp(name, "step") == 0) return dtrain__json_count(json, &m->step);
-    if (strcmp(name, "run") == 0) return dtrain__json_u64(json, &m->run);
-    if (strcmp(name, "job") == 0) return dtrain__json_u64(json, &m->job);
-    if (strcmp(name, "hierarchical") == 0) return dtrain__json_bool(json, &m->hierarchical);
-    if (strcmp(name, "model") == 0) return dtrain__read_object(json, &m->model, &m->model_bytes);
-    if (strcmp(name, "settings") == 0)
-        return dtrain__read_object(json, &m->settings, &m->settings_bytes);
-    if (strcmp(name, "scalars") == 0) return dtrain__read_list(m, json, dtrain__read_scalar);
-    if (strcmp(name, "tensors") == 0) return dtrain__read_list(m, json, dtrain__read_tensor);
-    if (strcmp(name, "files") == 0) return dtrain__read_list(m, json, dtrain__read_file);
-    if (strcmp(name, "metric_bits") == 0) {
-        m->has_metric = dtrain__json_u64(json, &number);
-        memcpy(&m->metric, &number, sizeof number);
-    } else if (strcmp(name, "block") == 0) {
-        if (dtrain__json_u64(json, &number) && number != DTRAIN__BLOCK)
-            dtrain__json_fail(json, "blocks have %llu bytes, expected %zu",
-                              (unsigned long long)number, DTRAIN__BLOCK);
-    } else if (strcmp(name, "ranks") == 0) {
-        if (dtrain__json_u64(json, &number) && (number < 1 || number > INT32_MAX))
-            dtrain__json_fail(json, "ranks is %llu", (unsigned long long)number);
-        m->ranks = (int)number;
-    } else dtrain__json_skip(json);
-    return json->result == DTRAIN_OK;
+    dtrain__text_add(text, ",\n \"%s\": {", name);
+    for (size_t i = 0; pairs && pairs[i]; i++) {
+        if (i) dtrain__text_add(text, i % 2 ? ": " : ", ");
+        dtrain__text_add_string(text, pairs[i]);
+    }
+    dtrain__text_add(text, "}");
 }
 
-/* Read all members. Files need the ranks and the tensors before them; tensors that come twice are
- * found later. */
-static bool dtrain__read_members(dtrain__manifest *m, dtrain__json *json)
+/* Write a manifest up to its list of files. */
+DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_checkpoint *c)
 {
-    char name[32];
-    m->step = -1;
-    if (!dtrain__json_enter(json, '{')) return false;
-    while (dtrain__json_member(json, name, sizeof name)) dtrain__read_member(m, json, name);
-    if (json->result == DTRAIN_OK && (!m->version || !m->ranks || m->step < 0))
-        return dtrain__json_fail(json, "there is no version, number of ranks or step");
-    return json->result == DTRAIN_OK;
+    const dtrain_state *state = c->desc.state;
+    dtrain__manifest m;
+    dtrain_strategy_info info;
+    memset(&m, 0, sizeof m);
+    dtrain_strategy_query(state->desc.strategy, &info);
+    m.format = DTRAIN__MANIFEST_FORMAT;
+    m.version = DTRAIN__MANIFEST_VERSION;
+    m.library = dtrain_version();
+    m.step = c->step;
+    m.ranks = c->ranks;
+    m.strategy = info.name;
+    m.hierarchical = dtrain__goes_by_nodes(state->desc.strategy);
+    m.block = DTRAIN__BLOCK;
+    memcpy(&m.metric_bits, &c->metric, sizeof m.metric_bits);
+    m.run = state->run;
+    m.job = state->world->job;
+    m.commit = c->desc.commit ? c->desc.commit : "";
+    m.config = c->desc.config ? c->desc.config : "";
+    dtrain__write_members(text, dtrain__head_members, &m);
+    dtrain__write_settings(text, "model", state->desc.model);
+    dtrain__write_settings(text, "settings", state->desc.settings);
+    dtrain__text_add(text, ",\n \"scalars\": [");
+    for (size_t i = 0; i < state->scalar_count; i++) {
+        dtrain__saved_scalar scalar = {state->scalars[i].name, 0};
+        memcpy(&scalar.bits, state->scalars[i].memory, state->scalars[i].bytes); /* little-endian */
+        dtrain__text_add(text, "%s\n  ", i ? "," : "");
+        dtrain__write_members(text, dtrain__scalar_members, &scalar);
+        dtrain__text_add(text, "}");
+    }
+    dtrain__text_add(text, "],\n \"tensors\": [");
+    for (size_t i = 0; i < c->held_count; i++) {
+        if (i && c->held[i].number == c->held[i - 1].number) continue;
+        dtrain__text_add(text, "%s\n  ", i ? "," : "");
+        dtrain__write_members(text, dtrain__tensor_members, &c->held[i].tensor);
+        dtrain__text_add(text, "}");
+    }
+    dtrain__text_add(text, "],\n \"files\": [");
 }
 
 /* ---- What has been read, in order -------------------------------------------------------------*/
 
 static int dtrain__by_kind_and_name(const void *left, const void *right)
 {
-    const dtrain__saved_tensor *a = *(const dtrain__saved_tensor *const *)left;
-    const dtrain__saved_tensor *b = *(const dtrain__saved_tensor *const *)right;
+    const dtrain_state_tensor *a = &(*(const dtrain__saved_tensor *const *)left)->tensor;
+    const dtrain_state_tensor *b = &(*(const dtrain__saved_tensor *const *)right)->tensor;
     if (a->kind != b->kind) return a->kind < b->kind ? -1 : 1;
     return strcmp(a->name, b->name);
 }
@@ -29386,8 +29348,8 @@ static dtrain_result dtrain__index(dtrain__manifest *m, const char *path)
 {
     if (m->piece_count) qsort(m->pieces, m->piece_count, sizeof *m->pieces, dtrain__by_place);
     for (size_t i = 0; i < m->piece_count; i++) {
-        dtrain__saved_tensor *tensor = &m->tensors[m->pieces[i].tensor];
-        if (tensor->piece_count++ == 0) tensor->first_piece = i;
+        dtrain__saved_tensor *saved = &m->tensors[m->pieces[i].tensor];
+        if (saved->piece_count++ == 0) saved->first_piece = i;
     }
     m->by_name = (dtrain__saved_tensor **)dtrain__alloc(m->allocator, m->tensor_count,
                                                         sizeof *m->by_name, "names of tensors");
@@ -29396,46 +29358,47 @@ static dtrain_result dtrain__index(dtrain__manifest *m, const char *path)
     if (m->tensor_count)
         qsort(m->by_name, m->tensor_count, sizeof *m->by_name, dtrain__by_kind_and_name);
     for (size_t i = 0; i < m->tensor_count; i++) {
+        const dtrain__saved_tensor *saved = m->by_name[i];
         if (i && dtrain__by_kind_and_name(&m->by_name[i - 1], &m->by_name[i]) == 0)
             return dtrain_fail(DTRAIN_ERROR_DATA, "%s: the %s of \"%.100s\" is there twice", path,
-                               dtrain__state_kind_name(m->by_name[i]->kind), m->by_name[i]->name);
-        const dtrain__saved_tensor *tensor = m->by_name[i];
-        if (!tensor->own)
-            DTRAIN__TRY(dtrain__pieces_check(
-                path, tensor->kind, tensor->name, &m->pieces[tensor->first_piece].piece,
-                sizeof *m->pieces, tensor->piece_count, tensor->total));
+                               dtrain__state_kind_name(saved->tensor.kind), saved->tensor.name);
+        if (!saved->tensor.own)
+            DTRAIN__TRY(dtrain__pieces_check(path, &saved->tensor,
+                                             &m->pieces[saved->first_piece].piece,
+                                             sizeof *m->pieces, saved->piece_count));
     }
     return DTRAIN_OK;
 }
 
-/* Read a manifest from a text, sealed, which goes into the hands of *out in any case. */
-DTRAIN__PRIVATE dtrain_result dtrain__manifest_parse(const char *path, char *text, size_t bytes,
-                                                     dtrain__manifest *out)
+/* Read the text of a manifest. */
+static dtrain_result dtrain__manifest_parse(dtrain__manifest *m, const char *path)
 {
-    out->text = text;
-    out->text_bytes = bytes;
-    out->names = (char *)dtrain__alloc(out->allocator, bytes + 1, 1, "names of a manifest");
-    if (!out->names) return DTRAIN_ERROR_MEMORY;
-    DTRAIN__TRY(dtrain__unseal(path, text, &bytes));
-    dtrain__json json = dtrain__json_begin(path, text, bytes);
-    dtrain__read_members(out, &json);
+    size_t bytes = m->text_bytes;
+    m->step = -1;
+    m->metric_bits = (uint64_t)0x7ff8 << 48; /* NaN: none */
+    m->names = (char *)dtrain__alloc(m->allocator, bytes + 1, 1, "names of a manifest");
+    if (!m->names) return DTRAIN_ERROR_MEMORY;
+    DTRAIN__TRY(dtrain__unseal(path, m->text, &bytes));
+    dtrain__json json = dtrain__json_begin(path, m->text, bytes);
+    if (dtrain__read_members(m, &json, dtrain__head_members, m)) dtrain__head_check(m, &json);
     DTRAIN__TRY(dtrain__json_end(&json));
-    return dtrain__index(out, path);
+    return dtrain__index(m, path);
 }
 
-/* Read the manifest of a checkpoint's directory. After an error nothing is left to free. */
-DTRAIN__PRIVATE dtrain_result dtrain__manifest_read(const dtrain_storage *storage,
-                                                    const dtrain_allocator *allocator,
-                                                    const char *directory, dtrain__manifest *out)
+/* Read the manifest of a checkpoint. After an error nothing is left to free. */
+DTRAIN__PRIVATE dtrain_result dtrain__manifest_read(const dtrain__folder *folder,
+                                                    const char *checkpoint, dtrain__manifest *out)
 {
-    char path[DTRAIN__PATH], *text;
+    const dtrain__path path = dtrain__path_in(checkpoint, "manifest.json");
+    char *text;
     size_t bytes;
     memset(out, 0, sizeof *out);
-    out->allocator = allocator;
-    snprintf(path, sizeof path, "%s/manifest.json", directory);
-    DTRAIN__TRY(
-        dtrain__storage_get(storage, allocator, path, DTRAIN__MANIFEST_MOST, &text, &bytes));
-    const dtrain_result result = dtrain__manifest_parse(path, text, bytes, out);
+    DTRAIN__TRY(dtrain__storage_get(folder->storage, folder->allocator, path.text,
+                                    DTRAIN__MANIFEST_MOST, &text, &bytes));
+    out->allocator = folder->allocator;
+    out->text = text;
+    out->text_bytes = bytes;
+    const dtrain_result result = dtrain__manifest_parse(out, path.text);
     if (result != DTRAIN_OK) dtrain__manifest_free(out);
     return result;
 }
@@ -29456,17 +29419,12 @@ DTRAIN__PRIVATE void dtrain__manifest_free(dtrain__manifest *m)
 DTRAIN__PRIVATE const dtrain__saved_tensor *dtrain__manifest_find(const dtrain__manifest *m,
                                                                   uint32_t kind, const char *name)
 {
-    size_t low = 0, high = m->tensor_count;
-    while (low < high) {
-        const size_t middle = low + (high - low) / 2;
-        const dtrain__saved_tensor *tensor = m->by_name[middle];
-        const int order =
-            tensor->kind != kind ? (tensor->kind < kind ? -1 : 1) : strcmp(tensor->name, name);
-        if (order == 0) return tensor;
-        if (order < 0) low = middle + 1;
-        else high = middle;
-    }
-    return NULL;
+    dtrain__saved_tensor wanted, *key = &wanted;
+    wanted.tensor.kind = kind;
+    wanted.tensor.name = name;
+    dtrain__saved_tensor **found = (dtrain__saved_tensor **)bsearch(
+        &key, m->by_name, m->tensor_count, sizeof key, dtrain__by_kind_and_name);
+    return found ? *found : NULL;
 }
 
 /* ================================================================================================
@@ -30441,7 +30399,8 @@ DTRAIN__PRIVATE const dtrain_storage *dtrain__storage_or_files(const dtrain_stor
 
 /* ---- Over any table ---------------------------------------------------------------------------*/
 
-static dtrain_result dtrain__storage_fail(const char *path, const char *what, int64_t code)
+/* Fail because something could not be done with a path, for the reason of a negated errno. */
+DTRAIN__PRIVATE dtrain_result dtrain__storage_fail(const char *path, const char *what, int64_t code)
 {
     return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be %s: %s", path, what, strerror((int)-code));
 }
@@ -30454,6 +30413,15 @@ DTRAIN__PRIVATE int dtrain__storage_try(const dtrain_storage *storage, const cha
     do file = storage->open(storage->user, path, mode);
     while (file == -EINTR);
     return file;
+}
+
+/* Find out whether something can be opened: 0, or a negated errno. */
+DTRAIN__PRIVATE int dtrain__storage_probe(const dtrain_storage *storage, const char *path,
+                                          dtrain_storage_mode mode)
+{
+    const int file = dtrain__storage_try(storage, path, mode);
+    if (file >= 0) (void)storage->close(storage->user, file);
+    return file < 0 ? file : 0;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__storage_open(const dtrain_storage *storage, const char *path,

@@ -1,8 +1,9 @@
 /* The tables of checkpoints
  *
- *     dtrain__piece_on_disk   a piece of a tensor, and where it is in which file
- *     dtrain__manifest        what a checkpoint holds; made by state/manifest.c
- *     dtrain_checkpoint       a directory that is saved to; state/save.c */
+ *     dtrain__folder       a directory of checkpoints, and how it is reached; state/directory.c
+ *     dtrain__manifest     what a checkpoint holds; state/manifest.c
+ *     dtrain__held         one rank's piece of a tensor; state/union.c
+ *     dtrain_checkpoint    a directory that is saved to; state/save.c */
 
 #pragma once
 
@@ -24,18 +25,27 @@
 #define DTRAIN__MANIFEST_MOST ((uint64_t)1 << 30)
 #define DTRAIN__TEXT_MOST 65536 /* bytes of config */
 
-/* A tensor of a checkpoint. */
+/* A path that is long enough for all that a checkpoint names. */
+typedef struct dtrain__path {
+    char text[DTRAIN__PATH];
+} dtrain__path;
+
+/* A result with its sentence, kept from calls that leave others. */
+typedef struct dtrain__outcome {
+    dtrain_result result;
+    char text[DTRAIN__ERROR_BYTES];
+} dtrain__outcome;
+
+/* ---- Manifests --------------------------------------------------------------------------------*/
+
 typedef struct dtrain__saved_tensor {
-    const char *name;
-    uint32_t kind, dtype;
-    int64_t shape[4], total;
-    bool own;
+    dtrain_state_tensor tensor;      /* without piece and memory */
     size_t first_piece, piece_count; /* in dtrain__manifest.pieces */
 } dtrain__saved_tensor;
 
 typedef struct dtrain__saved_piece {
     uint32_t tensor, file;
-    int rank; /* that wrote it; -1: of a tensor that ranks share */
+    int64_t rank; /* that wrote it; -1: of a tensor that ranks share */
     dtrain_piece piece;
     uint64_t at;     /* of the first byte in the file */
     const char *crc; /* CRC_DIGITS hexadecimal digits for each block, in the text */
@@ -44,35 +54,37 @@ typedef struct dtrain__saved_piece {
 typedef struct dtrain__saved_file {
     const char *name;
     uint64_t bytes;
+    int64_t rank; /* that wrote it */
 } dtrain__saved_file;
 
 typedef struct dtrain__saved_scalar {
-    char name[64];
+    const char *name;
     uint64_t bits;
 } dtrain__saved_scalar;
 
-/* A manifest that was read. */
+/* An object in the text; NULL: there is none. */
+typedef struct dtrain__object {
+    const char *at;
+    size_t bytes;
+} dtrain__object;
+
+/* A manifest that was read, or whose members are to be written. */
 typedef struct dtrain__manifest {
     const dtrain_allocator *allocator;
     char *text; /* (text_bytes + 1) */
     size_t text_bytes;
-    char *names; /* (text_bytes + 1), names_bytes in use: names of tensors and files */
+    char *names; /* (text_bytes + 1), names_bytes in use: all strings, decoded */
     size_t names_bytes;
-    uint64_t version;
-    int64_t step;
-    int ranks;
-    char strategy[32];
+    const char *format, *library, *strategy, *commit, *config;
+    uint64_t version, block, metric_bits, run, job; /* run, job: 0 = unknown */
+    int64_t step, ranks;
     bool hierarchical;
-    bool has_metric;
-    double metric;
-    const char *model, *settings; /* objects in the text; NULL: none ... */
-    size_t model_bytes, settings_bytes;
-    uint64_t run, job; /* 0: unknown */
+    dtrain__object model, settings;
     dtrain__saved_scalar scalars[32];
     size_t scalar_count;
     dtrain__saved_tensor *tensors;  /* (tensor_room) */
     dtrain__saved_tensor **by_name; /* (tensor_count), sorted by kind and name */
-    dtrain__saved_piece *pieces;    /* (piece_room), by tensor, rank of own ones, offset */
+    dtrain__saved_piece *pieces;    /* (piece_room), by tensor, rank of own ones, place */
     dtrain__saved_file *files;      /* (file_room) */
     size_t tensor_count, tensor_room, piece_count, piece_room, file_count, file_room;
 } dtrain__manifest;
@@ -80,20 +92,16 @@ typedef struct dtrain__manifest {
 /* state/crc32c.c */
 DTRAIN__PRIVATE uint32_t dtrain__crc32c(uint32_t crc, const void *data, size_t bytes);
 
-/* state/manifest.c */
-DTRAIN__PRIVATE void dtrain__seal(dtrain__text *text);
-DTRAIN__PRIVATE dtrain_result dtrain__unseal(const char *path, char *text, size_t *bytes);
-DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_checkpoint *c);
-DTRAIN__PRIVATE dtrain_result dtrain__manifest_read(const dtrain_storage *storage,
-                                                    const dtrain_allocator *allocator,
-                                                    const char *directory, dtrain__manifest *out);
-DTRAIN__PRIVATE dtrain_result dtrain__manifest_parse(const char *path, char *text, size_t bytes,
-                                                     dtrain__manifest *out);
-DTRAIN__PRIVATE void dtrain__manifest_free(dtrain__manifest *manifest);
-DTRAIN__PRIVATE const dtrain__saved_tensor *dtrain__manifest_find(const dtrain__manifest *manifest,
-                                                                  uint32_t kind, const char *name);
+/* ---- Directories ------------------------------------------------------------------------------*/
 
-/* The steps of a directory, newest first. */
+/* A directory that has checkpoints in it. */
+typedef struct dtrain__folder {
+    const dtrain_storage *storage;
+    const dtrain_allocator *allocator;
+    const char *path;
+} dtrain__folder;
+
+/* The steps of a folder, newest first. */
 typedef struct dtrain__steps {
     const dtrain_allocator *allocator;
     const char *suffix; /* of their directories */
@@ -104,45 +112,50 @@ typedef struct dtrain__steps {
 } dtrain__steps;
 
 /* state/directory.c */
-DTRAIN__PRIVATE void dtrain__step_path(char path[DTRAIN__PATH], const char *directory, int64_t step,
-                                       const char *suffix);
-DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain_storage *storage,
-                                                 const dtrain_allocator *allocator,
-                                                 const char *directory, const char *suffix,
+DTRAIN__PRINTF(2, 3)
+DTRAIN__PRIVATE dtrain__path dtrain__path_in(const char *directory, const char *format, ...);
+DTRAIN__PRIVATE dtrain__path dtrain__step_path(const dtrain__folder *folder, int64_t step,
+                                               const char *suffix);
+DTRAIN__PRIVATE dtrain_result dtrain__directory_make(const dtrain__folder *folder,
+                                                     const char *path);
+DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain__folder *folder, const char *suffix,
                                                  dtrain__steps *out);
 DTRAIN__PRIVATE void dtrain__steps_free(dtrain__steps *steps);
-DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain_storage *storage,
-                                                  const dtrain_allocator *allocator,
-                                                  const char *directory, int64_t step);
-DTRAIN__PRIVATE dtrain_result dtrain__step_is_old(const dtrain_storage *storage,
-                                                  const char *directory, int64_t step, bool *old);
-DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain_storage *storage,
-                                                        const dtrain_allocator *allocator,
-                                                        const char *directory);
-DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain_storage *storage,
-                                                const dtrain_allocator *allocator,
-                                                const char *directory, int64_t above, char *folder);
-DTRAIN__PRIVATE dtrain_result dtrain__directory_publish(const dtrain_storage *storage,
-                                                        const dtrain_allocator *allocator,
-                                                        const char *directory, int64_t step);
+DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain__folder *folder, int64_t step);
+DTRAIN__PRIVATE dtrain_result dtrain__step_is_old(const dtrain__folder *folder, int64_t step,
+                                                  bool *old);
+DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *folder);
+DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain__folder *folder, int64_t above,
+                                                dtrain__path *aside);
+DTRAIN__PRIVATE dtrain_result dtrain__publish_step(const dtrain__folder *folder, int64_t step);
+
+/* state/manifest.c */
+DTRAIN__PRIVATE void dtrain__seal(dtrain__text *text);
+DTRAIN__PRIVATE dtrain_result dtrain__unseal(const char *path, char *text, size_t *bytes);
+DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_checkpoint *c);
+DTRAIN__PRIVATE void dtrain__manifest_file(dtrain__text *text, const dtrain__saved_file *file);
+DTRAIN__PRIVATE dtrain_result dtrain__manifest_read(const dtrain__folder *folder,
+                                                    const char *checkpoint, dtrain__manifest *out);
+DTRAIN__PRIVATE void dtrain__manifest_free(dtrain__manifest *manifest);
+DTRAIN__PRIVATE const dtrain__saved_tensor *dtrain__manifest_find(const dtrain__manifest *manifest,
+                                                                  uint32_t kind, const char *name);
+
+/* ---- Saving -----------------------------------------------------------------------------------*/
 
 /* An entry of a rank's list of state, which all ranks gather as words of 64 bits. */
 typedef struct dtrain__held {
-    int64_t rank, index; /* whose list it is in, and where */
-    int32_t kind, dtype;
-    int64_t own;
-    int64_t shape[4];
-    dtrain_piece piece;
-    int64_t name_at;  /* in the names that come with it */
-    int64_t tensor;   /* its number in the manifest */
-    const char *name; /* not sent */
+    dtrain_state_tensor tensor; /* its memory is that of `rank` */
+    int64_t rank;               /* whose list it is in; -1: none */
+    int64_t name_at;            /* in the names that come with it */
+    int64_t number;             /* of its tensor in the manifest */
 } dtrain__held;
 
 /* One piece that this rank writes. */
 typedef struct dtrain__write_piece {
     const dtrain__held *held;
-    uint64_t at;      /* first byte, from the beginning of the file's data */
-    const void *from; /* the snapshot, or the state's memory */
+    uint64_t bytes;
+    uint64_t at; /* first byte, from the beginning of the file's data */
+    char *copy;  /* in the snapshot; NULL: there is none */
 } dtrain__write_piece;
 
 typedef struct dtrain__write_file {
@@ -150,13 +163,9 @@ typedef struct dtrain__write_file {
     uint64_t bytes;      /* of data */
 } dtrain__write_file;
 
-/* The phase of a save, for the thread that writes and the one that trains. */
-enum {
-    DTRAIN__SAVE_IDLE,
-    DTRAIN__SAVE_WRITING,
-    DTRAIN__SAVE_WRITTEN, /* this rank's files are on the disk, or could not be brought there */
-    DTRAIN__SAVE_DONE     /* rank 0: the checkpoint is published, or could not be */
-};
+/* The phases of a save: this rank's files are brought to the disk; rank 0 publishes the checkpoint.
+ * Each ends with an outcome. */
+enum { DTRAIN__SAVE_WRITE, DTRAIN__SAVE_PUBLISH, DTRAIN__SAVE_PHASES };
 
 struct dtrain_checkpoint {
     dtrain_allocator allocator;
@@ -164,6 +173,7 @@ struct dtrain_checkpoint {
     dtrain_checkpoint_desc desc; /* resolved; its texts are copies */
     char *texts;                 /* (texts_bytes) */
     size_t texts_bytes;
+    dtrain__folder folder;
     dtrain_comm *comm;
     int rank, ranks;
     int lock;     /* rank 0: the file; -1: none */
@@ -172,21 +182,21 @@ struct dtrain_checkpoint {
     dtrain__held *held; /* (held_room) of every piece its writer, by tensor; see union.c */
     char *held_names;   /* (held_names_bytes) */
     size_t held_count, held_room, held_names_bytes;
-
-    /* The save under way. */
-    int64_t step;
-    double metric;
-    bool outstanding; /* begun, and not settled */
-    dtrain__write_piece *pieces;
+    dtrain__write_piece *pieces; /* (piece_room) what this rank writes; see write.c */
     size_t piece_count, piece_room;
     dtrain__write_file files[2]; /* values; all else */
     char *snapshot;              /* page-locked where the device is no CPU */
     size_t snapshot_bytes;
+
+    /* The save under way. */
+    int64_t step;
+    double metric;
+    bool outstanding;  /* begun, and not settled */
     dtrain__text head; /* rank 0: the manifest, up to its list of files */
     double begun;
     uint64_t bytes;        /* that this rank has written ... */
     double written_at;     /* ... until then */
-    uint64_t thread_ns[3]; /* for a trace: its thread began, has written, has published */
+    uint64_t thread_ns[3]; /* for a trace: its thread began, has written, has published; 0: none */
 
     /* Both threads', under the mutex. */
     pthread_t thread;
@@ -194,24 +204,26 @@ struct dtrain_checkpoint {
     bool abandoned; /* one did not come to its end: nothing it uses is freed */
     pthread_mutex_t mutex;
     pthread_cond_t moved;
-    uint32_t phase;
+    uint32_t ended;  /* phases that have ended, and their outcomes */
     double deadline; /* for other ranks' lists: nearer when all have written, past when one has
                         failed */
-    dtrain_result written, published;
-    char written_text[DTRAIN__ERROR_BYTES], published_text[DTRAIN__ERROR_BYTES];
+    dtrain__outcome outcomes[DTRAIN__SAVE_PHASES];
 
-    uint32_t failures;  /* in a row */
-    dtrain_result lost; /* of the newest save, where it has failed, and why */
-    char lost_text[DTRAIN__ERROR_BYTES];
+    uint32_t failures;    /* in a row */
+    dtrain__outcome lost; /* of the newest save, where it has failed */
     dtrain_checkpoint_info info;
 };
 
+/* state/save.c */
+DTRAIN__PRIVATE dtrain__outcome dtrain__outcome_of(dtrain_result result);
+DTRAIN__PRIVATE dtrain_result dtrain__outcome_return(const dtrain__outcome *outcome);
+
 /* state/union.c */
 DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c);
-DTRAIN__PRIVATE void dtrain__union_free(dtrain_checkpoint *c);
-DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where, uint32_t kind,
-                                                   const char *name, const dtrain_piece *pieces,
-                                                   size_t stride, size_t count, int64_t total);
+DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where,
+                                                   const dtrain_state_tensor *tensor,
+                                                   const dtrain_piece *pieces, size_t stride,
+                                                   size_t count);
 
 /* state/write.c */
 DTRAIN__PRIVATE dtrain_result dtrain__save_plan(dtrain_checkpoint *c);

@@ -1,15 +1,16 @@
 /* Directories of checkpoints: names, order, publishing, removal
  *
  *     step-000000001000        a checkpoint
- *     step-000000001000.tmp    one that is being written, or removed: nobody reads it
- *     step-000000001000.old    one that is being replaced: the checkpoint, while there is no other
+ *     step-000000001000.tmp    a checkpoint that is being written or removed; it is never read
+ *     step-000000001000.old    a checkpoint that is being replaced; it counts while the step has no
+ *                              other
  *     latest                   the name of the newest
- *     aside-1                  checkpoints that are not of the history that goes on here
+ *     aside-1                  checkpoints of another history than the directory's
  *
- * The order of a save makes it safe against the loss of power at any moment: a rename is made when
- * all that it leads to is on the disk, and counts when the directory above is. Whatever is removed
- * becomes step-N.tmp first, by one rename. Nothing is removed that has another name than those that
- * are written here. */
+ * The order of a save makes it safe against the loss of power at any moment: a name is given by a
+ * rename, after all files below it are on the disk, and the directory above is brought to the disk
+ * after that. A checkpoint that goes is renamed to step-N.tmp before its files are removed. Nothing
+ * is removed but names that are written here. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -23,11 +24,23 @@
 
 /* ---- Names ------------------------------------------------------------------------------------*/
 
-DTRAIN__PRIVATE void dtrain__step_path(char path[DTRAIN__PATH], const char *directory, int64_t step,
-                                       const char *suffix)
+/* Return the path of a name in a directory. */
+DTRAIN__PRIVATE dtrain__path dtrain__path_in(const char *directory, const char *format, ...)
 {
-    snprintf(path, DTRAIN__PATH, "%s/" DTRAIN__STEP_PREFIX "%0*lld%s", directory,
-             DTRAIN__STEP_DIGITS, (long long)step, suffix);
+    dtrain__path path;
+    va_list args;
+    const int used = snprintf(path.text, sizeof path.text, "%.*s/", DTRAIN__PATH - 2, directory);
+    va_start(args, format);
+    vsnprintf(path.text + used, sizeof path.text - (size_t)used, format, args);
+    va_end(args);
+    return path;
+}
+
+DTRAIN__PRIVATE dtrain__path dtrain__step_path(const dtrain__folder *folder, int64_t step,
+                                               const char *suffix)
+{
+    return dtrain__path_in(folder->path, DTRAIN__STEP_PREFIX "%0*lld%s", DTRAIN__STEP_DIGITS,
+                           (long long)step, suffix);
 }
 
 /* Read the step out of a name and what follows its digits; -1: the name is another. */
@@ -45,7 +58,7 @@ static int64_t dtrain__step_named(const char *name, const char **rest)
     return at - name - (ptrdiff_t)prefix < DTRAIN__STEP_DIGITS ? -1 : step;
 }
 
-/* Tell whether a file of a checkpoint has a name that is given here. */
+/* Tell whether checkpoints have files of this name. */
 static bool dtrain__is_ours(const char *name)
 {
     static const char *const parts[][2] = {{"model-", ".safetensors"},
@@ -90,26 +103,23 @@ static int dtrain__newest_first(const void *left, const void *right)
     return a > b ? -1 : a < b;
 }
 
-static dtrain_result dtrain__list(const dtrain_storage *storage, const char *directory,
+static dtrain_result dtrain__list(const dtrain__folder *folder, const char *directory,
                                   void (*name)(void *list, const char *entry), void *list)
 {
+    const dtrain_storage *storage = folder->storage;
     const int code = storage->list(storage->user, directory, name, list);
-    if (code >= 0) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_FILE, "the directory %s cannot be read: %s", directory,
-                       strerror(-code));
+    return code >= 0 ? DTRAIN_OK : dtrain__storage_fail(directory, "read", code);
 }
 
 /* List the steps whose directories have such a suffix, each once: "" for checkpoints, those that
  * are being replaced included. After an error nothing is left to free. */
-DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain_storage *storage,
-                                                 const dtrain_allocator *allocator,
-                                                 const char *directory, const char *suffix,
+DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain__folder *folder, const char *suffix,
                                                  dtrain__steps *out)
 {
     memset(out, 0, sizeof *out);
-    out->allocator = allocator;
+    out->allocator = folder->allocator;
     out->suffix = suffix;
-    dtrain_result result = dtrain__list(storage, directory, dtrain__add_step, out);
+    dtrain_result result = dtrain__list(folder, folder->path, dtrain__add_step, out);
     if (out->failed) result = DTRAIN_ERROR_MEMORY;
     if (result != DTRAIN_OK) dtrain__steps_free(out);
     if (!out->count) return result;
@@ -121,9 +131,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain_storage *storage,
     return result;
 }
 
+/* Free a list; one that was never made is empty. */
 DTRAIN__PRIVATE void dtrain__steps_free(dtrain__steps *steps)
 {
-    dtrain__free(steps->allocator, steps->steps, steps->room, sizeof *steps->steps);
+    if (steps->steps)
+        dtrain__free(steps->allocator, steps->steps, steps->room, sizeof *steps->steps);
     steps->steps = NULL;
     steps->count = steps->room = 0;
 }
@@ -145,13 +157,12 @@ static void dtrain__add_name(void *list, const char *name)
 
 /* List what is in a checkpoint's directory, or what is left of it, and refuse one in which
  * something is not ours. The caller frees *names in any case. */
-static dtrain_result dtrain__names_list(const dtrain_storage *storage,
-                                        const dtrain_allocator *allocator, const char *path,
+static dtrain_result dtrain__names_list(const dtrain__folder *folder, const char *path,
                                         dtrain__names *names)
 {
     memset(names, 0, sizeof *names);
-    names->text.allocator = allocator;
-    DTRAIN__TRY(dtrain__list(storage, path, dtrain__add_name, names));
+    names->text.allocator = folder->allocator;
+    DTRAIN__TRY(dtrain__list(folder, path, dtrain__add_name, names));
     if (names->text.failed) return DTRAIN_ERROR_MEMORY;
     if (!names->foreign) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_FILE,
@@ -159,160 +170,147 @@ static dtrain_result dtrain__names_list(const dtrain_storage *storage,
 }
 
 /* Remove a directory that is no checkpoint any more, or not yet, with all that is in it. */
-static dtrain_result dtrain__leftover_remove(const dtrain_storage *storage,
-                                             const dtrain_allocator *allocator, const char *path)
+static dtrain_result dtrain__leftover_remove(const dtrain__folder *folder, int64_t step,
+                                             const char *suffix)
 {
+    const dtrain__path path = dtrain__step_path(folder, step, suffix);
     dtrain__names names;
-    char file[2 * DTRAIN__PATH];
-    dtrain_result result = dtrain__names_list(storage, allocator, path, &names);
+    dtrain_result result = dtrain__names_list(folder, path.text, &names);
     for (size_t at = 0; result == DTRAIN_OK && at < names.text.bytes;
          at += strlen(names.text.at + at) + 1) {
-        snprintf(file, sizeof file, "%s/%s", path, names.text.at + at);
-        result = dtrain__storage_remove(storage, file);
+        const dtrain__path file = dtrain__path_in(path.text, "%s", names.text.at + at);
+        result = dtrain__storage_remove(folder->storage, file.text);
     }
     dtrain__text_free(&names.text);
-    return result == DTRAIN_OK ? dtrain__storage_remove(storage, path) : result;
+    return result == DTRAIN_OK ? dtrain__storage_remove(folder->storage, path.text) : result;
+}
+
+/* Rename a name of the folder, and bring that to the disk. */
+static dtrain_result dtrain__rename(const dtrain__folder *folder, const dtrain__path *from,
+                                    const dtrain__path *to)
+{
+    DTRAIN__TRY(dtrain__storage_rename(folder->storage, from->text, to->text));
+    return dtrain__storage_sync_directory(folder->storage, folder->path);
 }
 
 /* Remove a checkpoint. A crash in the middle leaves a step-N.tmp. */
-DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain_storage *storage,
-                                                  const dtrain_allocator *allocator,
-                                                  const char *directory, int64_t step)
+DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain__folder *folder, int64_t step)
 {
-    char path[DTRAIN__PATH], tmp[DTRAIN__PATH];
+    const dtrain__path path = dtrain__step_path(folder, step, "");
+    const dtrain__path tmp = dtrain__step_path(folder, step, ".tmp");
     dtrain__names names;
-    dtrain__step_path(path, directory, step, "");
-    dtrain__step_path(tmp, directory, step, ".tmp");
-    const dtrain_result result = dtrain__names_list(storage, allocator, path, &names);
+    const dtrain_result result = dtrain__names_list(folder, path.text, &names);
     dtrain__text_free(&names.text);
     DTRAIN__TRY(result);
-    DTRAIN__TRY(dtrain__storage_rename(storage, path, tmp));
-    DTRAIN__TRY(dtrain__storage_sync_directory(storage, directory)); /* before its files go */
-    return dtrain__leftover_remove(storage, allocator, tmp);
+    DTRAIN__TRY(dtrain__rename(folder, &path, &tmp));
+    return dtrain__leftover_remove(folder, step, ".tmp");
 }
 
 /* Tell whether a step has nothing under its own name but a checkpoint that was being replaced: a
- * crash came between the two renames of dtrain__directory_publish. */
-DTRAIN__PRIVATE dtrain_result dtrain__step_is_old(const dtrain_storage *storage,
-                                                  const char *directory, int64_t step, bool *old)
+ * crash came between the two renames of dtrain__publish_step. */
+DTRAIN__PRIVATE dtrain_result dtrain__step_is_old(const dtrain__folder *folder, int64_t step,
+                                                  bool *old)
 {
-    char path[DTRAIN__PATH];
-    dtrain__step_path(path, directory, step, "");
-    const int file = dtrain__storage_try(storage, path, DTRAIN_STORAGE_DIRECTORY);
-    *old = file == -ENOENT;
-    if (file >= 0) (void)storage->close(storage->user, file);
-    if (file >= 0 || *old) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be opened: %s", path, strerror(-file));
+    const dtrain__path path = dtrain__step_path(folder, step, "");
+    const int code = dtrain__storage_probe(folder->storage, path.text, DTRAIN_STORAGE_DIRECTORY);
+    *old = code == -ENOENT;
+    return !code || *old ? DTRAIN_OK : dtrain__storage_fail(path.text, "opened", code);
 }
 
-/* Give a checkpoint that was being replaced its name back, or remove it after the other one. */
-static dtrain_result dtrain__old_settle(const dtrain_storage *storage,
-                                        const dtrain_allocator *allocator, const char *directory,
-                                        int64_t step)
+/* Give a checkpoint that was being replaced its name back, or remove it if the new one has that. */
+static dtrain_result dtrain__old_settle(const dtrain__folder *folder, int64_t step)
 {
-    char path[DTRAIN__PATH], old[DTRAIN__PATH];
+    const dtrain__path path = dtrain__step_path(folder, step, "");
+    const dtrain__path old = dtrain__step_path(folder, step, ".old");
     bool is_old;
-    dtrain__step_path(path, directory, step, "");
-    dtrain__step_path(old, directory, step, ".old");
-    DTRAIN__TRY(dtrain__step_is_old(storage, directory, step, &is_old));
-    if (!is_old) return dtrain__leftover_remove(storage, allocator, old);
-    DTRAIN__TRY(dtrain__storage_rename(storage, old, path));
-    return dtrain__storage_sync_directory(storage, directory);
+    DTRAIN__TRY(dtrain__step_is_old(folder, step, &is_old));
+    if (is_old) return dtrain__rename(folder, &old, &path);
+    return dtrain__leftover_remove(folder, step, ".old");
 }
 
 /* Clear away what saves, or removals, have left unfinished. */
-DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain_storage *storage,
-                                                        const dtrain_allocator *allocator,
-                                                        const char *directory)
+DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *folder)
 {
     static const char *const suffixes[] = {".tmp", ".old"};
     dtrain_result result = DTRAIN_OK;
     for (int s = 0; s < 2 && result == DTRAIN_OK; s++) {
-        dtrain__steps steps;
-        char path[DTRAIN__PATH];
-        DTRAIN__TRY(dtrain__steps_list(storage, allocator, directory, suffixes[s], &steps));
-        for (size_t i = 0; i < steps.count && result == DTRAIN_OK; i++) {
-            dtrain__step_path(path, directory, steps.steps[i], ".tmp");
-            result = s ? dtrain__old_settle(storage, allocator, directory, steps.steps[i])
-                       : dtrain__leftover_remove(storage, allocator, path);
-        }
-        dtrain__steps_free(&steps);
+        dtrain__steps list;
+        DTRAIN__TRY(dtrain__steps_list(folder, suffixes[s], &list));
+        for (size_t i = 0; i < list.count && result == DTRAIN_OK; i++)
+            result = s ? dtrain__old_settle(folder, list.steps[i])
+                       : dtrain__leftover_remove(folder, list.steps[i], ".tmp");
+        dtrain__steps_free(&list);
     }
     return result;
 }
 
 /* ---- Publishing -------------------------------------------------------------------------------*/
 
-/* Write the name of the newest checkpoint. Nothing here reads it. */
-static dtrain_result dtrain__write_latest(const dtrain_storage *storage, const char *directory,
-                                          int64_t step)
+DTRAIN__PRIVATE dtrain_result dtrain__directory_make(const dtrain__folder *folder, const char *path)
 {
-    char latest[DTRAIN__PATH], tmp[DTRAIN__PATH], path[DTRAIN__PATH];
-    snprintf(latest, sizeof latest, "%s/latest", directory);
-    snprintf(tmp, sizeof tmp, "%s/latest.tmp", directory);
-    dtrain__step_path(path, directory, step, "\n");
-    const char *name = path + strlen(directory) + 1;
-    DTRAIN__TRY(dtrain__storage_remove(storage, tmp)); /* of a save that was cut off */
-    DTRAIN__TRY(dtrain__storage_put(storage, tmp, name, strlen(name)));
-    DTRAIN__TRY(dtrain__storage_rename(storage, tmp, latest));
-    return dtrain__storage_sync_directory(storage, directory);
+    const int code = folder->storage->make_directory(folder->storage->user, path);
+    return code >= 0 ? DTRAIN_OK : dtrain__storage_fail(path, "made", code);
 }
 
-/* Move the checkpoints of later steps than `above`, which a run that goes on from there leaves
- * behind, to a new folder; its path, or "" when there are none. The newest goes last: until then a
- * crash leaves it the newest, and afterwards what is at `above` or before is. */
-DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain_storage *storage,
-                                                const dtrain_allocator *allocator,
-                                                const char *directory, int64_t above, char *folder)
+/* Write the name of the newest checkpoint, for people and scripts: nothing here reads it. */
+static dtrain_result dtrain__write_latest(const dtrain__folder *folder, int64_t step)
 {
-    char path[DTRAIN__PATH], to[2 * DTRAIN__PATH], latest[DTRAIN__PATH];
+    const dtrain__path latest = dtrain__path_in(folder->path, "latest");
+    const dtrain__path tmp = dtrain__path_in(folder->path, "latest.tmp");
+    const dtrain__path path = dtrain__step_path(folder, step, "\n");
+    const char *name = path.text + strlen(folder->path) + 1;
+    DTRAIN__TRY(dtrain__storage_remove(folder->storage, tmp.text)); /* of a save that was cut off */
+    DTRAIN__TRY(dtrain__storage_put(folder->storage, tmp.text, name, strlen(name)));
+    return dtrain__rename(folder, &tmp, &latest);
+}
+
+/* Move the checkpoints of later steps than `above`, from which a run goes on without them, to a new
+ * folder; *aside is its path, or "" when there are none. The newest goes last: a crash before that
+ * leaves it the newest, and a crash after it leaves the one at `above` or before. */
+DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain__folder *folder, int64_t above,
+                                                dtrain__path *aside)
+{
     dtrain__steps list;
     size_t later = 0;
     int code = 0, number = 0;
-    folder[0] = 0;
-    DTRAIN__TRY(dtrain__steps_list(storage, allocator, directory, "", &list));
+    aside->text[0] = 0;
+    DTRAIN__TRY(dtrain__steps_list(folder, "", &list));
     while (later < list.count && list.steps[later] > above) later++;
     const int64_t newest = later < list.count ? list.steps[later] : -1;
     do {
         if (!later) break;
-        snprintf(folder, DTRAIN__PATH, "%s/aside-%d", directory, ++number);
-        code = storage->make_directory(storage->user, folder);
+        *aside = dtrain__path_in(folder->path, "aside-%d", ++number);
+        code = folder->storage->make_directory(folder->storage->user, aside->text);
     } while (code == -EEXIST);
-    dtrain_result result = DTRAIN_OK;
-    if (code < 0)
-        result = dtrain_fail(DTRAIN_ERROR_FILE, "the directory %s cannot be made: %s", folder,
-                             strerror(-code));
+    dtrain_result result = code >= 0 ? DTRAIN_OK : dtrain__storage_fail(aside->text, "made", code);
+    const dtrain__folder there = {folder->storage, folder->allocator, aside->text};
     for (size_t i = later; i-- > 0 && result == DTRAIN_OK;) {
-        dtrain__step_path(path, directory, list.steps[i], "");
-        snprintf(to, sizeof to, "%s%s", folder, path + strlen(directory));
-        result = dtrain__storage_rename(storage, path, to);
+        const dtrain__path from = dtrain__step_path(folder, list.steps[i], "");
+        const dtrain__path to = dtrain__step_path(&there, list.steps[i], "");
+        result = dtrain__storage_rename(folder->storage, from.text, to.text);
     }
     dtrain__steps_free(&list);
     if (result != DTRAIN_OK || !later) return result;
-    DTRAIN__TRY(dtrain__storage_sync_directory(storage, folder));
-    if (newest >= 0) return dtrain__write_latest(storage, directory, newest);
-    snprintf(latest, sizeof latest, "%s/latest", directory);
-    DTRAIN__TRY(dtrain__storage_remove(storage, latest));
-    return dtrain__storage_sync_directory(storage, directory);
+    DTRAIN__TRY(dtrain__storage_sync_directory(folder->storage, aside->text));
+    if (newest >= 0) return dtrain__write_latest(folder, newest);
+    const dtrain__path latest = dtrain__path_in(folder->path, "latest");
+    DTRAIN__TRY(dtrain__storage_remove(folder->storage, latest.text));
+    return dtrain__storage_sync_directory(folder->storage, folder->path);
 }
 
-/* Make step-N.tmp, whose files are on the disk, the checkpoint of its step. One that is there
- * already goes, and comes back when a crash prevents the rename. */
-DTRAIN__PRIVATE dtrain_result dtrain__directory_publish(const dtrain_storage *storage,
-                                                        const dtrain_allocator *allocator,
-                                                        const char *directory, int64_t step)
+/* Make step-N.tmp, whose files are on the disk, the checkpoint of its step. A checkpoint that the
+ * step has already becomes step-N.old, which gets its name back after a crash before the second
+ * rename. */
+DTRAIN__PRIVATE dtrain_result dtrain__publish_step(const dtrain__folder *folder, int64_t step)
 {
-    char path[DTRAIN__PATH], tmp[DTRAIN__PATH], old[DTRAIN__PATH];
-    dtrain__step_path(path, directory, step, "");
-    dtrain__step_path(tmp, directory, step, ".tmp");
-    dtrain__step_path(old, directory, step, ".old");
-    DTRAIN__TRY(dtrain__storage_sync_directory(storage, tmp));
-    const int code = storage->rename(storage->user, path, old);
-    if (code < 0 && code != -ENOENT)
-        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be renamed to %s: %s", path, old,
-                           strerror(-code));
-    DTRAIN__TRY(dtrain__storage_rename(storage, tmp, path));
-    DTRAIN__TRY(dtrain__storage_sync_directory(storage, directory));
-    if (code >= 0) DTRAIN__TRY(dtrain__leftover_remove(storage, allocator, old));
-    return dtrain__write_latest(storage, directory, step);
+    const dtrain_storage *storage = folder->storage;
+    const dtrain__path path = dtrain__step_path(folder, step, "");
+    const dtrain__path tmp = dtrain__step_path(folder, step, ".tmp");
+    const dtrain__path old = dtrain__step_path(folder, step, ".old");
+    DTRAIN__TRY(dtrain__storage_sync_directory(storage, tmp.text));
+    const int code = storage->rename(storage->user, path.text, old.text);
+    if (code < 0 && code != -ENOENT) return dtrain__storage_fail(path.text, "renamed", code);
+    DTRAIN__TRY(dtrain__rename(folder, &tmp, &path));
+    if (code >= 0) DTRAIN__TRY(dtrain__leftover_remove(folder, step, ".old"));
+    return dtrain__write_latest(folder, step);
 }

@@ -31,14 +31,18 @@ static const char dtrain__load_call[] = "dtrain_checkpoint_load";
 typedef struct dtrain__load {
     dtrain_state *state;
     dtrain_load_desc desc; /* resolved */
-    char directory[DTRAIN__PATH];
+    dtrain__folder folder; /* the path that was given */
+    dtrain__steps steps;   /* rank 0: of the checkpoints in it */
+    uint64_t job;          /* rank 0's */
+
+    /* The checkpoint that is being tried. */
+    dtrain__path directory;
     dtrain__manifest manifest;
     dtrain__reader reader;
-    int32_t *wanted; /* (manifest.tensor_count) some rank lists it */
+    int32_t *wanted; /* (manifest.tensor_count) 1: some rank lists it */
     float *sum;      /* (BLOCK) for means, made when there are any */
-    bool same_cuts;  /* own tensors are as this rank has saved them, on all ranks */
+    bool same_cuts;  /* every rank has saved exactly its pieces of own tensors */
     uint64_t values;
-    uint64_t job; /* rank 0's */
     char note[600];
 } dtrain__load;
 
@@ -46,15 +50,13 @@ typedef struct dtrain__load {
 DTRAIN__PRINTF(2, 3)
 static void dtrain__load_note(dtrain__load *load, const char *format, ...)
 {
+    char text[sizeof load->note];
     const size_t used = strlen(load->note);
-    const char *const between = used ? "; " : "";
     va_list args;
     va_start(args, format);
-    const int added = snprintf(load->note + used, sizeof load->note - used, "%s", between);
-    if (added >= 0 && used + (size_t)added < sizeof load->note)
-        vsnprintf(load->note + used + (size_t)added, sizeof load->note - used - (size_t)added,
-                  format, args);
+    vsnprintf(text, sizeof text, format, args);
     va_end(args);
+    snprintf(load->note + used, sizeof load->note - used, "%s%s", used ? "; " : "", text);
 }
 
 /* ---- Does it fit? -----------------------------------------------------------------------------*/
@@ -78,22 +80,18 @@ static const dtrain__saved_tensor *dtrain__saved_for(const dtrain__load *load,
 {
     const dtrain__saved_tensor *saved =
         dtrain__manifest_find(&load->manifest, tensor->kind, tensor->name);
-    if (!saved || saved->dtype != tensor->dtype || saved->own != tensor->own ||
-        saved->total != tensor->total ||
-        memcmp(saved->shape, tensor->shape, sizeof saved->shape) != 0)
-        return NULL;
-    return saved;
+    return saved && dtrain__state_alike(&saved->tensor, tensor) ? saved : NULL;
 }
 
 /* List the settings whose text in the manifest is another one. Keys of one side alone do not
  * count. */
-static void dtrain__settings_compare(const char *object, size_t bytes, const char *const *pairs,
+static void dtrain__settings_compare(const dtrain__object *object, const char *const *pairs,
                                      char *text, size_t room)
 {
     char key[DTRAIN__SETTING], was[DTRAIN__SETTING];
-    dtrain__json json = dtrain__json_begin("settings", object, bytes);
+    dtrain__json json = dtrain__json_begin("settings", object->at, object->bytes);
     *text = 0;
-    if (!object || !pairs || !dtrain__json_enter(&json, '{')) return;
+    if (!object->at || !pairs || !dtrain__json_enter(&json, '{')) return;
     while (dtrain__json_member(&json, key, sizeof key) &&
            dtrain__json_string(&json, was, sizeof was)) {
         const size_t used = strlen(text);
@@ -126,21 +124,25 @@ static dtrain_result dtrain__load_wanted(dtrain__load *load)
 static void dtrain__note_left_out(dtrain__load *load)
 {
     const dtrain__manifest *m = &load->manifest;
-    bool done[DTRAIN_STATE_KINDS] = {false}; /* loaded, or said */
-    done[DTRAIN_STATE_MISSED] = done[DTRAIN_STATE_VELOCITY] = done[DTRAIN_STATE_Q] = true;
-    done[DTRAIN_STATE_VALUE] = done[DTRAIN_STATE_RESIDUAL] = true;
+    bool quiet[DTRAIN_STATE_KINDS] = {false}; /* loaded, said, or for another note */
+    quiet[DTRAIN_STATE_MISSED] = quiet[DTRAIN_STATE_VELOCITY] = quiet[DTRAIN_STATE_Q] = true;
+    quiet[DTRAIN_STATE_VALUE] = quiet[DTRAIN_STATE_RESIDUAL] = true;
     for (size_t i = 0; i < m->tensor_count; i++)
-        if (load->wanted[i]) done[m->tensors[i].kind] = true;
+        if (load->wanted[i]) quiet[m->tensors[i].tensor.kind] = true;
+    quiet[DTRAIN_STATE_HOST] = false;
     for (size_t i = 0; i < m->tensor_count; i++) {
-        const dtrain__saved_tensor *saved = &m->tensors[i];
-        if (saved->kind == DTRAIN_STATE_HOST && !load->wanted[i] &&
-            strcmp(saved->name, DTRAIN__MISSED_OF_ALL) != 0)
+        const dtrain_state_tensor *saved = &m->tensors[i].tensor;
+        const bool array = saved->kind == DTRAIN_STATE_HOST;
+        if (load->wanted[i] || quiet[saved->kind] ||
+            (array && strcmp(saved->name, DTRAIN__MISSED_OF_ALL) == 0))
+            continue;
+        quiet[saved->kind] = !array;
+        if (array)
             dtrain__load_note(load, "\"%.60s\" is left out: this run has no such array",
                               saved->name);
-        if (saved->kind == DTRAIN_STATE_HOST || done[saved->kind]) continue;
-        done[saved->kind] = true;
-        dtrain__load_note(load, "%s was left out: this optimizer keeps none",
-                          dtrain__state_kind_name(saved->kind));
+        else
+            dtrain__load_note(load, "%s was left out: this optimizer keeps none",
+                              dtrain__state_kind_name(saved->kind));
     }
 }
 
@@ -152,12 +154,13 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
     dtrain__misfit misfit;
     char model[400], settings[400], text[1024];
     if (load->desc.this_job && m->job != load->job)
-        return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "%s was not saved by this job", load->directory);
-    dtrain__settings_compare(m->model, m->model_bytes, state->desc.model, model, sizeof model);
-    dtrain__settings_compare(m->settings, m->settings_bytes, state->desc.settings, settings,
-                             sizeof settings);
+        return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "%s was not saved by this job",
+                           load->directory.text);
+    dtrain__settings_compare(&m->model, state->desc.model, model, sizeof model);
+    dtrain__settings_compare(&m->settings, state->desc.settings, settings, sizeof settings);
     if (model[0] && !load->desc.partial)
-        return dtrain_fail(DTRAIN_ERROR_DATA, "%s is of another model: %s", load->directory, model);
+        return dtrain_fail(DTRAIN_ERROR_DATA, "%s is of another model: %s", load->directory.text,
+                           model);
     if (model[0]) dtrain__load_note(load, "%s", model);
     if (settings[0] && !load->desc.values_only) dtrain__load_note(load, "%s", settings);
     memset(&misfit, 0, sizeof misfit);
@@ -170,37 +173,37 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
                          "%s \"%.60s\"", kind, tensor->name);
     }
     for (size_t i = 0; i < m->tensor_count; i++)
-        if (m->tensors[i].kind == DTRAIN_STATE_VALUE && !load->wanted[i])
-            dtrain__name_add(&misfit.extra, "value \"%.60s\"", m->tensors[i].name);
+        if (m->tensors[i].tensor.kind == DTRAIN_STATE_VALUE && !load->wanted[i])
+            dtrain__name_add(&misfit.extra, "value \"%.60s\"", m->tensors[i].tensor.name);
     if (!dtrain__misfit_text(&misfit, text, sizeof text)) return DTRAIN_OK;
     if (load->desc.partial) return dtrain__load_note(load, "%s", text), DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
                        "%s does not fit this run%s%s%s: %s; build the same model and optimizer, or "
                        "load with `partial` or `values_only`",
-                       load->directory, settings[0] ? " (" : "", settings, settings[0] ? ")" : "",
-                       text);
+                       load->directory.text, settings[0] ? " (" : "", settings,
+                       settings[0] ? ")" : "", text);
 }
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
-/* Read the target's elements of a saved tensor. `rank` chooses between the tensors that ranks have
- * of their own. */
+/* Read the target's elements of a saved tensor. Of tensors that each rank has of its own, `rank`
+ * chooses one. */
 static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved_tensor *saved,
-                                         int rank, dtrain__target *target)
+                                         int64_t rank, dtrain__target *target)
 {
-    char path[2 * DTRAIN__PATH];
-    target->dtype = saved->dtype;
+    const dtrain_state_tensor *tensor = &saved->tensor;
+    target->dtype = tensor->dtype;
     for (size_t i = 0; i < saved->piece_count; i++) {
         const dtrain__saved_piece *piece = &load->manifest.pieces[saved->first_piece + i];
         const dtrain__saved_file *file = &load->manifest.files[piece->file];
         dtrain_piece common;
-        if (piece->rank != (saved->own ? rank : -1) ||
+        if (piece->rank != (tensor->own ? rank : -1) ||
             !dtrain__piece_common(&piece->piece, &target->piece, &common))
             continue;
-        snprintf(path, sizeof path, "%s/%s", load->directory, file->name);
+        const dtrain__path path = dtrain__path_in(load->directory.text, "%s", file->name);
         const dtrain__source source = {
-            path,        piece->at,  file->bytes,  dtrain__state_kind_name(saved->kind),
-            saved->name, piece->crc, saved->dtype, piece->piece};
+            path.text,    piece->at,  file->bytes,   dtrain__state_kind_name(tensor->kind),
+            tensor->name, piece->crc, tensor->dtype, piece->piece};
         DTRAIN__TRY(dtrain__piece_read(&load->reader, &source, target));
     }
     return DTRAIN_OK;
@@ -208,7 +211,7 @@ static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved
 
 /* ---- Tensors that each rank has of its own ----------------------------------------------------*/
 
-/* Tell whether a rank has saved exactly this piece of a tensor of its own. */
+/* Tell whether this rank has saved exactly this piece of a tensor of its own. */
 static bool dtrain__own_is_there(const dtrain__load *load, const dtrain_state_tensor *tensor)
 {
     const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
@@ -257,7 +260,7 @@ static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_ten
         target.piece.offset += done;
         target.piece.count = dtrain__min(most, tensor->piece.count - done);
         memset(load->sum, 0, DTRAIN__BLOCK);
-        for (int r = 0; r < load->manifest.ranks && flat; r++)
+        for (int64_t r = 0; r < load->manifest.ranks && flat; r++)
             DTRAIN__TRY(dtrain__tensor_read(load, saved, r, &target));
         for (int64_t i = 0; i < target.piece.count; i++) load->sum[i] *= scale;
         DTRAIN__TRY(dtrain_device_copy(state->device, (float *)tensor->memory + done, load->sum,
@@ -271,17 +274,16 @@ static void dtrain__note_residuals(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
     const dtrain__manifest *m = &load->manifest;
-    bool wanted = false, there = false;
-    for (size_t i = 0; i < state->tensor_count; i++)
-        wanted |= state->tensors[i].kind == DTRAIN_STATE_RESIDUAL;
-    bool q_differs = false;
-    for (size_t i = 0; i < state->tensor_count; i++)
-        q_differs |= state->tensors[i].kind == DTRAIN_STATE_Q &&
-                     !dtrain__saved_for(load, &state->tensors[i]);
+    bool wanted = false, there = false, q_differs = false;
+    for (size_t i = 0; i < state->tensor_count; i++) {
+        const dtrain_state_tensor *tensor = &state->tensors[i];
+        wanted |= tensor->kind == DTRAIN_STATE_RESIDUAL;
+        q_differs |= tensor->kind == DTRAIN_STATE_Q && !dtrain__saved_for(load, tensor);
+    }
     if (q_differs)
         dtrain__load_note(load, "Q of PowerSGD begins anew: it is not there, or has another rank");
     for (size_t i = 0; i < m->tensor_count; i++)
-        there |= m->tensors[i].kind == DTRAIN_STATE_RESIDUAL && m->tensors[i].piece_count;
+        there |= m->tensors[i].tensor.kind == DTRAIN_STATE_RESIDUAL && m->tensors[i].piece_count;
     if (there && !wanted) dtrain__load_note(load, "residuals were left out: this run keeps none");
     else if (wanted && !there) dtrain__load_note(load, "residuals begin with zeros");
     else if (wanted && !load->same_cuts)
@@ -294,7 +296,7 @@ static void dtrain__note_residuals(dtrain__load *load)
 static void dtrain__note_arrays(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
-    const int ranks = dtrain_comm_size(state->comm), before = load->manifest.ranks;
+    const int ranks = dtrain_comm_size(state->comm), before = (int)load->manifest.ranks;
     for (size_t i = 0; i < state->tensor_count; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
         if (tensor->kind != DTRAIN_STATE_HOST || !tensor->own) continue;
@@ -323,7 +325,7 @@ static dtrain_result dtrain__tensor_load(dtrain__load *load, const dtrain_state_
     if (!saved && tensor->kind == DTRAIN_STATE_MISSED) {
         saved = dtrain__manifest_find(&load->manifest, DTRAIN_STATE_HOST, DTRAIN__MISSED_OF_ALL);
         target.piece.offset = (int64_t *)tensor->memory - load->state->desc.optimizer->missed;
-        if (saved) memcpy(target.piece.length, saved->shape, sizeof saved->shape);
+        if (saved) memcpy(target.piece.length, saved->tensor.shape, sizeof target.piece.length);
     }
     if (!saved) return DTRAIN_OK;
     if (tensor->own && rank >= load->manifest.ranks) return DTRAIN_OK;
@@ -358,32 +360,30 @@ static void dtrain__scalars_load(dtrain__load *load)
  * state; nor will an older one. */
 static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
 {
-    const dtrain_state *state = load->state;
+    dtrain_state *state = load->state;
+    const dtrain__manifest *m = &load->manifest;
     *differs = false;
     load->note[0] = 0;
     load->reader.bytes = load->values = 0;
     load->reader.opened[0] = 0; /* another checkpoint has files of the same names */
-    DTRAIN__TRY(
-        dtrain__agree(state->comm, dtrain__manifest_read(load->desc.storage, &state->allocator,
-                                                         load->directory, &load->manifest)));
+    DTRAIN__TRY(dtrain__agree(
+        state->comm, dtrain__manifest_read(&load->folder, load->directory.text, &load->manifest)));
     DTRAIN__TRY(dtrain__load_wanted(load));
-    dtrain_result result = dtrain__agree(state->comm, dtrain__load_compare(load));
-    *differs = result != DTRAIN_OK;
-    if (result == DTRAIN_OK) result = dtrain__compare_cuts(load);
-    if (result == DTRAIN_OK) {
-        dtrain__set_torn(state->desc.strategy, dtrain__load_call);
-        result = dtrain__agree(state->comm, dtrain__tensors_load(load));
-    }
-    if (result != DTRAIN_OK) return result;
+    const dtrain_result fits = dtrain__agree(state->comm, dtrain__load_compare(load));
+    *differs = fits != DTRAIN_OK;
+    DTRAIN__TRY(fits);
+    DTRAIN__TRY(dtrain__compare_cuts(load));
+    dtrain__set_torn(state->desc.strategy, dtrain__load_call);
+    DTRAIN__TRY(dtrain__agree(state->comm, dtrain__tensors_load(load)));
     dtrain__scalars_load(load);
     if (!load->desc.values_only) {
         dtrain__note_left_out(load);
         dtrain__note_residuals(load);
         dtrain__note_arrays(load);
-        load->state->step = load->manifest.step;
-        if (load->manifest.run) load->state->run = load->manifest.run;
+        state->step = m->step;
+        if (m->run) state->run = m->run;
     }
-    return dtrain_state_changed(load->state);
+    return dtrain_state_changed(state);
 }
 
 /* Free what belongs to one checkpoint. */
@@ -395,70 +395,84 @@ static void dtrain__load_free(dtrain__load *load)
     dtrain__manifest_free(&load->manifest);
 }
 
-/* ---- Which checkpoint -------------------------------------------------------------------------*/
+/* ---- Choosing a checkpoint --------------------------------------------------------------------*/
 
 /* Rank 0: find out whether the path is a checkpoint, or list the checkpoints in it. An empty path,
  * a checkpoint without its manifest and a disk that fails are three different errors. */
-static dtrain_result dtrain__find_checkpoints(const dtrain__load *load, const char *path,
-                                              bool *is_one, dtrain__steps *steps)
+static dtrain_result dtrain__find_checkpoints(dtrain__load *load, bool *is_one)
 {
-    const dtrain_storage *storage = load->desc.storage;
-    char manifest[2 * DTRAIN__PATH];
-    memset(steps, 0, sizeof *steps);
-    steps->allocator = &load->state->allocator;
-    snprintf(manifest, sizeof manifest, "%s/manifest.json", path);
-    const int file = dtrain__storage_try(storage, manifest, DTRAIN_STORAGE_READ);
-    *is_one = file >= 0;
-    if (file >= 0) return (void)storage->close(storage->user, file), DTRAIN_OK;
-    if (file != -ENOENT && file != -ENOTDIR)
-        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be opened: %s", manifest, strerror(-file));
-    const int directory = dtrain__storage_try(storage, path, DTRAIN_STORAGE_DIRECTORY);
-    if (directory >= 0) (void)storage->close(storage->user, directory);
-    if (directory != -ENOENT)
-        DTRAIN__TRY(dtrain__steps_list(storage, &load->state->allocator, path, "", steps));
-    if (steps->count) return DTRAIN_OK;
-    if (steps->remains)
+    const dtrain__folder *folder = &load->folder;
+    const dtrain__path manifest = dtrain__path_in(folder->path, "manifest.json");
+    const int code = dtrain__storage_probe(folder->storage, manifest.text, DTRAIN_STORAGE_READ);
+    *is_one = code == 0;
+    if (*is_one) return DTRAIN_OK;
+    if (code != -ENOENT && code != -ENOTDIR)
+        return dtrain__storage_fail(manifest.text, "opened", code);
+    if (dtrain__storage_probe(folder->storage, folder->path, DTRAIN_STORAGE_DIRECTORY) != -ENOENT)
+        DTRAIN__TRY(dtrain__steps_list(folder, "", &load->steps));
+    if (load->steps.count) return DTRAIN_OK;
+    if (load->steps.remains)
         return dtrain_fail(DTRAIN_ERROR_DATA, "%s has files of a checkpoint, and no manifest.json",
-                           path);
-    return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "there is no checkpoint in %s", path);
+                           folder->path);
+    return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "there is no checkpoint in %s", folder->path);
 }
 
 /* Load the newest of the steps that can be read whole. */
-static dtrain_result dtrain__load_newest(dtrain__load *load, const char *path,
-                                         const dtrain__steps *steps)
+static dtrain_result dtrain__load_newest(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
     char passed[256] = "";
     for (size_t i = 0;; i++) {
-        int64_t which[2] = {i < steps->count ? steps->steps[i] : -1, 0}; /* rank 0 knows */
+        int64_t which[2] = {i < load->steps.count ? load->steps.steps[i] : -1, 0}; /* of rank 0 */
         bool differs, old = false;
-        char why[DTRAIN__ERROR_BYTES];
-        if (which[0] >= 0) (void)dtrain__step_is_old(load->desc.storage, path, which[0], &old);
+        if (which[0] >= 0) (void)dtrain__step_is_old(&load->folder, which[0], &old);
         which[1] = old;
         DTRAIN__TRY(dtrain_broadcast(state->comm, which, 2, DTRAIN_DTYPE_I64, 0, NULL));
         if (which[0] < 0)
             return dtrain_fail(DTRAIN_ERROR_DATA,
                                "no checkpoint in %s can be read; the last one "
                                "that was tried: %s",
-                               path, passed);
-        dtrain__step_path(load->directory, path, which[0], which[1] ? ".old" : "");
-        const dtrain_result result = dtrain__load_one(load, &differs);
-        if (result == DTRAIN_OK && passed[0])
+                               load->folder.path, passed);
+        load->directory = dtrain__step_path(&load->folder, which[0], which[1] ? ".old" : "");
+        const dtrain__outcome tried = dtrain__outcome_of(dtrain__load_one(load, &differs));
+        if (tried.result == DTRAIN_OK && passed[0])
             dtrain__load_note(load, "newer ones were passed over: %s", passed);
-        if (result == DTRAIN_OK || differs) return result;
-        snprintf(why, sizeof why, "%s", dtrain_last_error());
-        int32_t damaged = result == DTRAIN_ERROR_DATA || result == DTRAIN_ERROR_FILE;
+        if (tried.result == DTRAIN_OK || differs) return tried.result;
+        int32_t damaged = tried.result == DTRAIN_ERROR_DATA || tried.result == DTRAIN_ERROR_FILE;
         DTRAIN__TRY(dtrain_all_reduce(state->comm, &damaged, &damaged, 1, DTRAIN_DTYPE_I32,
                                       DTRAIN_REDUCE_MIN, NULL));
-        dtrain__set_last_error(why);
-        if (!damaged || (load->desc.partial && dtrain__torn(state->desc.strategy))) return result;
+        if (!damaged || (load->desc.partial && dtrain__torn(state->desc.strategy)))
+            return dtrain__outcome_return(&tried);
         dtrain__load_free(load);
-        snprintf(passed, sizeof passed, "%.250s", dtrain__bare(why));
+        snprintf(passed, sizeof passed, "%.250s", dtrain__bare(tried.text));
         if (dtrain_comm_rank(state->comm) == 0)
             dtrain_log(state->world, DTRAIN_LOG_WARNING,
-                       "%s is passed over, and an older checkpoint is tried: %s", load->directory,
-                       dtrain__bare(why));
+                       "%s is passed over, and an older checkpoint is tried: %s",
+                       load->directory.text, dtrain__bare(tried.text));
     }
+}
+
+/* Find a checkpoint, on rank 0, and load it. */
+static dtrain_result dtrain__load_path(dtrain__load *load)
+{
+    const dtrain_state *state = load->state;
+    const char *path = load->folder.path;
+    bool is_one = false, differs;
+    dtrain_result result = dtrain__between_backwards(state->desc.strategy, dtrain__load_call);
+    if (result == DTRAIN_OK && (!path || !path[0] || strlen(path) > DTRAIN__PATH - 128))
+        result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: path is NULL, empty or longer than %d",
+                             dtrain__load_call, DTRAIN__PATH - 128);
+    if (result == DTRAIN_OK)
+        result = dtrain__reader_begin(&load->reader, state, load->folder.storage);
+    if (result == DTRAIN_OK && dtrain_comm_rank(state->comm) == 0)
+        result = dtrain__find_checkpoints(load, &is_one);
+    int64_t from[2] = {is_one, (int64_t)state->world->job};
+    DTRAIN__TRY(dtrain__agree(state->comm, result));
+    DTRAIN__TRY(dtrain_broadcast(state->comm, from, 2, DTRAIN_DTYPE_I64, 0, NULL));
+    load->job = (uint64_t)from[1];
+    if (!from[0]) return dtrain__load_newest(load);
+    snprintf(load->directory.text, sizeof load->directory.text, "%s", path);
+    return dtrain__load_one(load, &differs);
 }
 
 /* Fill in the caller's info. */
@@ -466,12 +480,13 @@ static void dtrain__load_report(const dtrain__load *load, double start, dtrain_l
 {
     const dtrain__manifest *m = &load->manifest;
     info->step = m->step;
-    info->ranks = m->ranks;
-    snprintf(info->strategy, sizeof info->strategy, "%s", m->strategy);
-    snprintf(info->path, sizeof info->path, "%.*s", (int)sizeof info->path - 1, load->directory);
+    info->ranks = (int)m->ranks;
+    snprintf(info->strategy, sizeof info->strategy, "%s", m->strategy ? m->strategy : "");
+    snprintf(info->path, sizeof info->path, "%.*s", (int)sizeof info->path - 1,
+             load->directory.text);
     info->bytes = load->reader.bytes;
     info->values = load->values;
-    info->metric = m->has_metric ? m->metric : DTRAIN__NAN;
+    memcpy(&info->metric, &m->metric_bits, sizeof info->metric);
     info->seconds = dtrain_seconds() - start;
     memcpy(info->note, load->note, sizeof info->note);
 }
@@ -480,45 +495,27 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
                                                 const dtrain_load_desc *desc,
                                                 dtrain_load_info *info)
 {
-    const char *const call = dtrain__load_call;
     dtrain_load_info ignored;
     dtrain__load load;
-    dtrain__steps steps;
-    bool is_one = false, differs;
     if (!info) info = &ignored;
     memset(info, 0, sizeof *info);
     info->step = -1;
-    DTRAIN__TRY(dtrain__state_check(state, call));
+    DTRAIN__TRY(dtrain__state_check(state, dtrain__load_call));
     memset(&load, 0, sizeof load);
-    memset(&steps, 0, sizeof steps);
     load.state = state;
-    steps.allocator = &state->allocator;
     if (desc) load.desc = *desc;
-    load.desc.storage = dtrain__storage_or_files(load.desc.storage);
+    load.folder.storage = dtrain__storage_or_files(load.desc.storage);
+    load.folder.allocator = &state->allocator;
+    load.folder.path = path;
     const double start = dtrain_seconds();
     const char *const torn = dtrain__torn(state->desc.strategy); /* mended by a whole load alone */
     if (!load.desc.partial && !load.desc.values_only) dtrain__set_torn(state->desc.strategy, NULL);
-    dtrain_result result = dtrain__between_backwards(state->desc.strategy, call);
-    if (result == DTRAIN_OK && (!path || !path[0] || strlen(path) > DTRAIN__PATH - 128))
-        result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: path is NULL, empty or longer than %d",
-                             call, DTRAIN__PATH - 128);
-    if (result == DTRAIN_OK) result = dtrain__reader_begin(&load.reader, state, load.desc.storage);
-    if (result == DTRAIN_OK && dtrain_comm_rank(state->comm) == 0)
-        result = dtrain__find_checkpoints(&load, path, &is_one, &steps);
-    int64_t from[2] = {is_one, (int64_t)state->world->job};
-    result = dtrain__agree(state->comm, result);
-    if (result == DTRAIN_OK)
-        result = dtrain_broadcast(state->comm, from, 2, DTRAIN_DTYPE_I64, 0, NULL);
-    load.job = (uint64_t)from[1];
-    if (result == DTRAIN_OK && from[0]) {
-        snprintf(load.directory, sizeof load.directory, "%s", path);
-        result = dtrain__load_one(&load, &differs);
-    } else if (result == DTRAIN_OK) result = dtrain__load_newest(&load, path, &steps);
+    const dtrain_result result = dtrain__load_path(&load);
     if (result == DTRAIN_OK) dtrain__load_report(&load, start, info);
     else if (torn && !dtrain__torn(state->desc.strategy))
         dtrain__set_torn(state->desc.strategy, torn);
     dtrain__load_free(&load);
-    dtrain__steps_free(&steps);
+    dtrain__steps_free(&load.steps);
     dtrain__free(&state->allocator, load.sum, DTRAIN__BLOCK, 1);
     dtrain__reader_end(&load.reader, state);
     return result;

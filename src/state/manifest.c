@@ -2,7 +2,7 @@
  *
  *     {"format": "dtrain checkpoint", "version": 2, "library": "0.3.0", "step": 1000, "ranks": 2,
  *      "strategy": "zero1", "hierarchical": false, "metric_bits": 4611686018427387904,
- *      "run": 83, "job": 83, "parent": 900, "commit": "...", "config": "...", "block": 1048576,
+ *      "run": 83, "job": 83, "commit": "...", "config": "...", "block": 1048576,
  *      "model": {"heads": "4", ...}, "settings": {"seed": "1337", ...},
  *      "scalars": [{"name": "optimizer.step", "value": 1000}, ...],
  *      "tensors": [{"name": "wte", "kind": "value", "dtype": "F32", "shape": [256, 128],
@@ -16,8 +16,8 @@
  * DTRAIN__BLOCK bytes and, where its box is not the whole tensor, a first index and a length for
  * each of four axes. A float is stored as its bits.
  *
- * "run" numbers the history that this checkpoint continues, "parent" is the step that it continues
- * from (-1: none), and "job" numbers one start of a launcher with all its restarts; 0 = unknown.
+ * "run" numbers the history that this checkpoint continues, and "job" one start of a launcher with
+ * all its restarts; 0 = unknown.
  *
  * The last member is the seal: the checksum of all bytes before its comma. Each rank's part of the
  * list of files is sealed in the same way. A text with a correct seal is still checked like any
@@ -74,78 +74,28 @@ DTRAIN__PRIVATE dtrain_result dtrain__unseal(const char *path, char *text, size_
                        path);
 }
 
-/* ---- Writing ----------------------------------------------------------------------------------*/
+/* ---- Members ----------------------------------------------------------------------------------*/
 
-static void dtrain__write_scalars(dtrain__text *text, const dtrain_state *state)
-{
-    for (size_t i = 0; i < state->scalar_count; i++) {
-        uint64_t bits = 0;
-        memcpy(&bits, state->scalars[i].memory, state->scalars[i].bytes); /* little-endian */
-        dtrain__text_add(text, "%s\n  {\"name\": \"%s\", \"value\": %llu}", i ? "," : "",
-                         state->scalars[i].name, (unsigned long long)bits);
-    }
-}
+/* The tables of members are those of reader and writer: in the order of writing. A form says what
+ * holds a member. */
+typedef enum dtrain__form {
+    DTRAIN__FORM_U64,
+    DTRAIN__FORM_I64,
+    DTRAIN__FORM_BOOL,
+    DTRAIN__FORM_TEXT,   /* const char *, of the manifest's names */
+    DTRAIN__FORM_KIND,   /* uint32_t */
+    DTRAIN__FORM_DTYPE,  /* uint32_t */
+    DTRAIN__FORM_SHAPE,  /* int64_t[4] */
+    DTRAIN__FORM_OBJECT, /* dtrain__object */
+    DTRAIN__FORM_LIST    /* of what `read` reads one of */
+} dtrain__form;
 
-static void dtrain__write_tensors(dtrain__text *text, const dtrain_checkpoint *c)
-{
-    for (size_t i = 0; i < c->held_count; i++) {
-        const dtrain__held *held = &c->held[i];
-        if (i && held->tensor == held[-1].tensor) continue;
-        dtrain__text_add(text, "%s\n  {\"name\": ", i ? "," : "");
-        dtrain__text_add_string(text, held->name);
-        dtrain__text_add(text, ", \"kind\": \"%s\", \"dtype\": \"%s\", \"shape\": [",
-                         dtrain__state_kind_name((uint32_t)held->kind),
-                         dtrain__stored_name((uint32_t)held->dtype));
-        for (int d = 0; d < 4 && (d == 0 || held->shape[d]); d++)
-            dtrain__text_add(text, "%s%lld", d ? ", " : "", (long long)held->shape[d]);
-        dtrain__text_add(text, "], \"own\": %s}", held->own ? "true" : "false");
-    }
-}
-
-/* Write an object of strings. */
-static void dtrain__write_settings(dtrain__text *text, const char *name, const char *const *pairs)
-{
-    dtrain__text_add(text, ",\n \"%s\": {", name);
-    for (size_t i = 0; pairs && pairs[i]; i++) {
-        if (i) dtrain__text_add(text, i % 2 ? ": " : ", ");
-        dtrain__text_add_string(text, pairs[i]);
-    }
-    dtrain__text_add(text, "}");
-}
-
-/* Write a manifest up to its list of files. */
-DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_checkpoint *c)
-{
-    const dtrain_state *state = c->desc.state;
-    const double metric = c->metric;
-    const bool by_nodes = dtrain__goes_by_nodes(state->desc.strategy);
-    dtrain_strategy_info info;
-    uint64_t bits;
-    dtrain_strategy_query(state->desc.strategy, &info);
-    memcpy(&bits, &metric, sizeof bits);
-    dtrain__text_add(text,
-                     "{\"format\": \"%s\", \"version\": %d, \"library\": \"%s\", \"step\": %lld,"
-                     "\n \"ranks\": %d, \"strategy\": \"%s\", \"hierarchical\": %s, \"block\": %zu",
-                     DTRAIN__MANIFEST_FORMAT, DTRAIN__MANIFEST_VERSION, dtrain_version(),
-                     (long long)c->step, dtrain_comm_size(state->comm), info.name,
-                     by_nodes ? "true" : "false", DTRAIN__BLOCK);
-    if (metric == metric) /* unknown otherwise; -ffast-math only makes one of it */
-        dtrain__text_add(text, ", \"metric_bits\": %llu", (unsigned long long)bits);
-    dtrain__text_add(text, ",\n \"run\": %llu, \"job\": %llu, \"parent\": %lld",
-                     (unsigned long long)state->run, (unsigned long long)state->world->job,
-                     (long long)state->step);
-    dtrain__text_add(text, ",\n \"commit\": ");
-    dtrain__text_add_string(text, c->desc.commit ? c->desc.commit : "");
-    dtrain__text_add(text, ",\n \"config\": ");
-    dtrain__text_add_string(text, c->desc.config ? c->desc.config : "");
-    dtrain__write_settings(text, "model", state->desc.model);
-    dtrain__write_settings(text, "settings", state->desc.settings);
-    dtrain__text_add(text, ",\n \"scalars\": [");
-    dtrain__write_scalars(text, state);
-    dtrain__text_add(text, "],\n \"tensors\": [");
-    dtrain__write_tensors(text, c);
-    dtrain__text_add(text, "],\n \"files\": [");
-}
+typedef struct dtrain__member {
+    const char *name;
+    dtrain__form form;
+    size_t at; /* in the struct */
+    bool (*read)(dtrain__manifest *m, dtrain__json *json);
+} dtrain__member;
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
@@ -160,16 +110,6 @@ static bool dtrain__one_more(dtrain__manifest *m, dtrain__json *json, void **arr
     return false;
 }
 
-/* Read a string that stays: decoded it is no longer than in the text. */
-static bool dtrain__read_name(dtrain__manifest *m, dtrain__json *json, const char **name)
-{
-    char *at = m->names + m->names_bytes;
-    *name = at;
-    if (!dtrain__json_string(json, at, DTRAIN__TENSOR_NAME)) return false;
-    m->names_bytes += strlen(at) + 1;
-    return true;
-}
-
 /* Read a string that must be one of a list; *which is its place. */
 static bool dtrain__read_word(dtrain__json *json, const char *what,
                               const char *(*word_of)(uint32_t), uint32_t count, uint32_t *which)
@@ -181,67 +121,131 @@ static bool dtrain__read_word(dtrain__json *json, const char *what,
     return dtrain__json_fail(json, "%s \"%s\" is unknown", what, word);
 }
 
-static bool dtrain__read_scalar(dtrain__manifest *m, dtrain__json *json)
-{
-    char name[16];
-    dtrain__saved_scalar *scalar = &m->scalars[m->scalar_count];
-    memset(scalar, 0, sizeof *scalar);
-    if (m->scalar_count + 1 == sizeof m->scalars / sizeof m->scalars[0])
-        return dtrain__json_fail(json, "there are more scalars than any version has");
-    if (!dtrain__json_enter(json, '{')) return false;
-    while (dtrain__json_member(json, name, sizeof name)) {
-        if (strcmp(name, "name") == 0) dtrain__json_string(json, scalar->name, sizeof scalar->name);
-        else if (strcmp(name, "value") == 0) dtrain__json_u64(json, &scalar->bits);
-        else dtrain__json_skip(json);
-    }
-    m->scalar_count++;
-    return json->result == DTRAIN_OK;
-}
-
-/* Read a shape, and multiply it out without overflow. */
-static bool dtrain__read_shape(dtrain__json *json, dtrain__saved_tensor *tensor)
+static bool dtrain__read_shape(dtrain__json *json, int64_t shape[4])
 {
     int dims = 0;
-    tensor->total = 1;
     if (!dtrain__json_enter(json, '[')) return false;
     while (dtrain__json_item(json)) {
-        uint64_t n;
-        if (!dtrain__json_u64(json, &n)) return false;
-        if (dims == 4 || n > INT64_MAX / 8 || (n && tensor->total > INT64_MAX / 8 / (int64_t)n))
-            return dtrain__json_fail(json, "a shape has more than 4 dimensions or is too large");
-        tensor->shape[dims++] = (int64_t)n;
-        tensor->total *= (int64_t)n;
+        if (dims == 4) return dtrain__json_fail(json, "a shape has more than 4 dimensions");
+        if (!dtrain__json_count(json, &shape[dims])) return false;
+        if (shape[dims] < (dims > 0)) return dtrain__json_fail(json, "a dimension is too small");
+        dims++;
     }
     if (json->result == DTRAIN_OK && dims == 0) return dtrain__json_fail(json, "a shape is empty");
     return json->result == DTRAIN_OK;
 }
 
-static bool dtrain__read_tensor(dtrain__manifest *m, dtrain__json *json)
+/* Check what the lists are read by, and which is written before them. */
+static bool dtrain__head_check(const dtrain__manifest *m, dtrain__json *json)
 {
-    char name[16];
-    dtrain__saved_tensor tensor;
-    memset(&tensor, 0, sizeof tensor);
-    tensor.total = -1;
-    if (!dtrain__one_more(m, json, (void **)&m->tensors, m->tensor_count, &m->tensor_room,
-                          sizeof tensor) ||
-        !dtrain__json_enter(json, '{'))
-        return false;
+    if (!m->format || strcmp(m->format, DTRAIN__MANIFEST_FORMAT) != 0)
+        return dtrain__json_fail(json, "the format is \"%.100s\", expected \"%s\"",
+                                 m->format ? m->format : "", DTRAIN__MANIFEST_FORMAT);
+    if (m->version < 1 || m->version > DTRAIN__MANIFEST_VERSION)
+        return dtrain__json_fail(json,
+                                 "it has version %llu of the format, and this is dtrain %s, which "
+                                 "reads versions 1 to %d",
+                                 (unsigned long long)m->version, dtrain_version(),
+                                 DTRAIN__MANIFEST_VERSION);
+    if (m->block == DTRAIN__BLOCK && m->step >= 0 && m->ranks >= 1 && m->ranks <= INT32_MAX)
+        return true;
+    return dtrain__json_fail(json, "step %lld, %lld ranks or blocks of %llu bytes cannot be",
+                             (long long)m->step, (long long)m->ranks, (unsigned long long)m->block);
+}
+
+/* Read a member to its place in the struct. Strings go to the manifest's names: decoded, they are
+ * no longer than in the text. */
+static bool dtrain__read_member(dtrain__manifest *m, dtrain__json *json,
+                                const dtrain__member *member, void *at)
+{
+    char *string = m->names + m->names_bytes;
+    dtrain__object object;
+    switch (member->form) {
+    case DTRAIN__FORM_U64: return dtrain__json_u64(json, (uint64_t *)at);
+    case DTRAIN__FORM_I64: return dtrain__json_count(json, (int64_t *)at);
+    case DTRAIN__FORM_BOOL: return dtrain__json_bool(json, (bool *)at);
+    case DTRAIN__FORM_TEXT:
+        if (!dtrain__json_string(json, string, m->text_bytes + 1 - m->names_bytes)) return false;
+        *(const char **)at = string;
+        m->names_bytes += strlen(string) + 1;
+        return true;
+    case DTRAIN__FORM_KIND:
+        return dtrain__read_word(json, "kind", dtrain__state_kind_name, DTRAIN_STATE_KINDS,
+                                 (uint32_t *)at);
+    case DTRAIN__FORM_DTYPE:
+        return dtrain__read_word(json, "dtype", dtrain__stored_name, DTRAIN_STATE_BYTES + 1,
+                                 (uint32_t *)at);
+    case DTRAIN__FORM_SHAPE: return dtrain__read_shape(json, (int64_t *)at);
+    case DTRAIN__FORM_OBJECT:
+        (void)dtrain__json_peek(json);
+        object.at = json->at;
+        if (!dtrain__json_skip(json)) return false;
+        object.bytes = (size_t)(json->at - object.at);
+        *(dtrain__object *)at = object;
+        return true;
+    case DTRAIN__FORM_LIST: break;
+    }
+    if (!dtrain__head_check(m, json) || !dtrain__json_enter(json, '[')) return false;
+    while (dtrain__json_item(json)) member->read(m, json);
+    return json->result == DTRAIN_OK;
+}
+
+/* Read an object by the table of its members. People, or a later library, may have added others. */
+static bool dtrain__read_members(dtrain__manifest *m, dtrain__json *json,
+                                 const dtrain__member *members, void *object)
+{
+    char name[32];
+    if (!dtrain__json_enter(json, '{')) return false;
     while (dtrain__json_member(json, name, sizeof name)) {
-        if (strcmp(name, "name") == 0) dtrain__read_name(m, json, &tensor.name);
-        else if (strcmp(name, "kind") == 0)
-            dtrain__read_word(json, "kind", dtrain__state_kind_name, DTRAIN_STATE_KINDS,
-                              &tensor.kind);
-        else if (strcmp(name, "dtype") == 0)
-            dtrain__read_word(json, "dtype", dtrain__stored_name, DTRAIN_STATE_BYTES + 1,
-                              &tensor.dtype);
-        else if (strcmp(name, "shape") == 0) dtrain__read_shape(json, &tensor);
-        else if (strcmp(name, "own") == 0) dtrain__json_bool(json, &tensor.own);
+        const dtrain__member *member = members;
+        while (member->name && strcmp(member->name, name) != 0) member++;
+        if (member->name) dtrain__read_member(m, json, member, (char *)object + member->at);
         else dtrain__json_skip(json);
     }
-    if (json->result != DTRAIN_OK) return false;
-    if (!tensor.name || !tensor.name[0] || tensor.total < 0)
+    return json->result == DTRAIN_OK;
+}
+
+static const dtrain__member dtrain__scalar_members[] = {
+    {"name", DTRAIN__FORM_TEXT, offsetof(dtrain__saved_scalar, name), NULL},
+    {"value", DTRAIN__FORM_U64, offsetof(dtrain__saved_scalar, bits), NULL},
+    {NULL, DTRAIN__FORM_U64, 0, NULL}};
+
+static bool dtrain__read_scalar(dtrain__manifest *m, dtrain__json *json)
+{
+    dtrain__saved_scalar *scalar = &m->scalars[m->scalar_count];
+    if (m->scalar_count + 1 == sizeof m->scalars / sizeof m->scalars[0])
+        return dtrain__json_fail(json, "there are more scalars than any version has");
+    if (!dtrain__read_members(m, json, dtrain__scalar_members, scalar)) return false;
+    m->scalar_count++;
+    return scalar->name || dtrain__json_fail(json, "a scalar has no name");
+}
+
+static const dtrain__member dtrain__tensor_members[] = {
+    {"name", DTRAIN__FORM_TEXT, offsetof(dtrain_state_tensor, name), NULL},
+    {"kind", DTRAIN__FORM_KIND, offsetof(dtrain_state_tensor, kind), NULL},
+    {"dtype", DTRAIN__FORM_DTYPE, offsetof(dtrain_state_tensor, dtype), NULL},
+    {"shape", DTRAIN__FORM_SHAPE, offsetof(dtrain_state_tensor, shape), NULL},
+    {"own", DTRAIN__FORM_BOOL, offsetof(dtrain_state_tensor, own), NULL},
+    {NULL, DTRAIN__FORM_U64, 0, NULL}};
+
+/* Read a tensor, and multiply its shape out without overflow. */
+static bool dtrain__read_tensor(dtrain__manifest *m, dtrain__json *json)
+{
+    if (!dtrain__one_more(m, json, (void **)&m->tensors, m->tensor_count, &m->tensor_room,
+                          sizeof *m->tensors))
+        return false;
+    dtrain_state_tensor *tensor = &m->tensors[m->tensor_count].tensor;
+    memset(&m->tensors[m->tensor_count++], 0, sizeof *m->tensors);
+    tensor->shape[0] = -1;
+    tensor->total = 1;
+    if (!dtrain__read_members(m, json, dtrain__tensor_members, tensor)) return false;
+    if (!tensor->name || !tensor->name[0] || tensor->shape[0] < 0)
         return dtrain__json_fail(json, "a tensor has no name or no shape");
-    m->tensors[m->tensor_count++] = tensor;
+    for (int d = 0; d < 4 && (d == 0 || tensor->shape[d]); d++) {
+        if (tensor->shape[d] && tensor->total > INT64_MAX / 8 / tensor->shape[d])
+            return dtrain__json_fail(json, "a shape is too large");
+        tensor->total *= tensor->shape[d];
+    }
     return true;
 }
 
@@ -270,8 +274,9 @@ static bool dtrain__read_box(dtrain__json *json, dtrain_piece *piece)
     return !dtrain__json_item(json) || dtrain__json_fail(json, "a piece has too many items");
 }
 
-static bool dtrain__read_piece(dtrain__manifest *m, dtrain__json *json, int rank)
+static bool dtrain__read_piece(dtrain__manifest *m, dtrain__json *json)
 {
+    const dtrain__saved_file *file = &m->files[m->file_count];
     dtrain__saved_piece piece;
     uint64_t number[4] = {0, 0, 0, 0}; /* tensor, offset, count, at */
     if (!dtrain__one_more(m, json, (void **)&m->pieces, m->piece_count, &m->piece_room,
@@ -281,14 +286,14 @@ static bool dtrain__read_piece(dtrain__manifest *m, dtrain__json *json, int rank
     for (int i = 0; i < 4; i++)
         if (!dtrain__json_item(json) || !dtrain__json_u64(json, &number[i]))
             return dtrain__json_fail(json, "a piece is not four numbers and checksums");
-    if (number[0] >= m->tensor_count)
-        return dtrain__json_fail(json, "there is no tensor %llu", (unsigned long long)number[0]);
-    const dtrain__saved_tensor *tensor = &m->tensors[number[0]];
+    if (number[0] >= m->tensor_count || file->rank < 0)
+        return dtrain__json_fail(json, "there is no tensor %llu, or no rank that wrote it",
+                                 (unsigned long long)number[0]);
+    const dtrain_state_tensor *tensor = &m->tensors[number[0]].tensor;
     const uint64_t each = dtrain__state_bytes(tensor->dtype), total = (uint64_t)tensor->total;
-    const uint64_t end = m->files[m->file_count].bytes;
     piece.tensor = (uint32_t)number[0];
     piece.file = (uint32_t)m->file_count;
-    piece.rank = tensor->own ? rank : -1;
+    piece.rank = tensor->own ? file->rank : -1;
     piece.piece = dtrain__piece_whole(tensor->shape);
     piece.piece.offset = (int64_t)number[1];
     piece.piece.count = (int64_t)number[2];
@@ -297,136 +302,162 @@ static bool dtrain__read_piece(dtrain__manifest *m, dtrain__json *json, int rank
         !dtrain__read_crc(json, number[2] * each, &piece.crc))
         return dtrain__json_fail(json, "a piece is not four numbers and checksums");
     if (!dtrain__read_box(json, &piece.piece)) return false;
-    if (number[2] == 0 || !dtrain__piece_fits(&piece.piece, tensor->shape) || number[3] > end ||
-        number[2] > (end - number[3]) / each)
+    if (number[2] == 0 || !dtrain__piece_fits(&piece.piece, tensor->shape) ||
+        number[3] > file->bytes || number[2] > (file->bytes - number[3]) / each)
         return dtrain__json_fail(json, "a piece of \"%.100s\" is not in it, or not in its file",
                                  tensor->name);
     m->pieces[m->piece_count++] = piece;
     return json->result == DTRAIN_OK;
 }
 
-/* Tell whether a name is one of a file in the directory, and nothing else. */
-static bool dtrain__plain_name(const char *name)
-{
-    return name[0] && name[0] != '.' && !strchr(name, '/') && strlen(name) < 64;
-}
+static const dtrain__member dtrain__file_members[] = {
+    {"name", DTRAIN__FORM_TEXT, offsetof(dtrain__saved_file, name), NULL},
+    {"bytes", DTRAIN__FORM_U64, offsetof(dtrain__saved_file, bytes), NULL},
+    {"rank", DTRAIN__FORM_I64, offsetof(dtrain__saved_file, rank), NULL},
+    {"pieces", DTRAIN__FORM_LIST, 0, dtrain__read_piece},
+    {NULL, DTRAIN__FORM_U64, 0, NULL}};
 
-/* Read a file's entry. Its name, size and rank come before its pieces. */
+/* Read a file's entry. Its size and rank come before its pieces; its name must be one of the
+ * directory's own. */
 static bool dtrain__read_file(dtrain__manifest *m, dtrain__json *json)
 {
-    char name[16];
-    const uint64_t ranks = (uint64_t)m->ranks;
-    uint64_t rank = ranks; /* not known yet */
     if (!dtrain__one_more(m, json, (void **)&m->files, m->file_count, &m->file_room,
-                          sizeof *m->files) ||
-        !dtrain__json_enter(json, '{'))
+                          sizeof *m->files))
         return false;
     dtrain__saved_file *file = &m->files[m->file_count];
     memset(file, 0, sizeof *file);
-    while (dtrain__json_member(json, name, sizeof name)) {
-        if (strcmp(name, "name") == 0) dtrain__read_name(m, json, &file->name);
-        else if (strcmp(name, "bytes") == 0) dtrain__json_u64(json, &file->bytes);
-        else if (strcmp(name, "rank") == 0) dtrain__json_u64(json, &rank);
-        else if (strcmp(name, "pieces") != 0) dtrain__json_skip(json);
-        else if (rank < ranks && dtrain__json_enter(json, '['))
-            while (dtrain__json_item(json)) dtrain__read_piece(m, json, (int)rank);
-        else break;
-    }
-    if (json->result == DTRAIN_OK && (rank >= ranks || file->bytes > INT64_MAX))
+    file->rank = -1;
+    if (!dtrain__read_members(m, json, dtrain__file_members, file)) return false;
+    if (file->rank < 0 || file->rank >= m->ranks || file->bytes > INT64_MAX)
         return dtrain__json_fail(json, "a file comes without the rank that wrote it");
-    if (json->result == DTRAIN_OK && (!file->name || !dtrain__plain_name(file->name)))
+    if (!file->name || !file->name[0] || file->name[0] == '.' || strchr(file->name, '/') ||
+        strlen(file->name) >= 64)
         return dtrain__json_fail(json, "a file has no name, or one that is not in the directory");
     m->file_count++;
-    return json->result == DTRAIN_OK;
-}
-
-/* Keep the place of an object in the text. */
-static bool dtrain__read_object(dtrain__json *json, const char **object, size_t *bytes)
-{
-    (void)dtrain__json_peek(json);
-    *object = json->at;
-    if (!dtrain__json_skip(json)) return false;
-    *bytes = (size_t)(json->at - *object);
     return true;
 }
 
-static bool dtrain__read_version(dtrain__manifest *m, dtrain__json *json)
+#define DTRAIN__HEAD(member) offsetof(dtrain__manifest, member)
+static const dtrain__member dtrain__head_members[] = {
+    {"format", DTRAIN__FORM_TEXT, DTRAIN__HEAD(format), NULL},
+    {"version", DTRAIN__FORM_U64, DTRAIN__HEAD(version), NULL},
+    {"library", DTRAIN__FORM_TEXT, DTRAIN__HEAD(library), NULL},
+    {"step", DTRAIN__FORM_I64, DTRAIN__HEAD(step), NULL},
+    {"ranks", DTRAIN__FORM_I64, DTRAIN__HEAD(ranks), NULL},
+    {"strategy", DTRAIN__FORM_TEXT, DTRAIN__HEAD(strategy), NULL},
+    {"hierarchical", DTRAIN__FORM_BOOL, DTRAIN__HEAD(hierarchical), NULL},
+    {"block", DTRAIN__FORM_U64, DTRAIN__HEAD(block), NULL},
+    {"metric_bits", DTRAIN__FORM_U64, DTRAIN__HEAD(metric_bits), NULL},
+    {"run", DTRAIN__FORM_U64, DTRAIN__HEAD(run), NULL},
+    {"job", DTRAIN__FORM_U64, DTRAIN__HEAD(job), NULL},
+    {"commit", DTRAIN__FORM_TEXT, DTRAIN__HEAD(commit), NULL},
+    {"config", DTRAIN__FORM_TEXT, DTRAIN__HEAD(config), NULL},
+    {"model", DTRAIN__FORM_OBJECT, DTRAIN__HEAD(model), NULL},
+    {"settings", DTRAIN__FORM_OBJECT, DTRAIN__HEAD(settings), NULL},
+    {"scalars", DTRAIN__FORM_LIST, 0, dtrain__read_scalar},
+    {"tensors", DTRAIN__FORM_LIST, 0, dtrain__read_tensor},
+    {"files", DTRAIN__FORM_LIST, 0, dtrain__read_file},
+    {NULL, DTRAIN__FORM_U64, 0, NULL}};
+
+/* ---- Writing ----------------------------------------------------------------------------------*/
+
+/* Write the beginning of an object: its members up to the first list or object, which the caller
+ * writes, as it does the end. */
+static void dtrain__write_members(dtrain__text *text, const dtrain__member *member,
+                                  const void *object)
 {
-    if (!dtrain__json_u64(json, &m->version)) return false;
-    if (m->version >= 1 && m->version <= DTRAIN__MANIFEST_VERSION) return true;
-    return dtrain__json_fail(
-        json,
-        "it has version %llu of the format, and this is dtrain %s, which reads "
-        "versions up to %d",
-        (unsigned long long)m->version, dtrain_version(), DTRAIN__MANIFEST_VERSION);
+    const char *separator = "{";
+    for (; member->name && member->form < DTRAIN__FORM_OBJECT; member++, separator = ", ") {
+        const void *at = (const char *)object + member->at;
+        dtrain__text_add(text, "%s\"%s\": ", separator, member->name);
+        if (member->form == DTRAIN__FORM_U64)
+            dtrain__text_add(text, "%llu", (unsigned long long)*(const uint64_t *)at);
+        else if (member->form == DTRAIN__FORM_I64)
+            dtrain__text_add(text, "%lld", (long long)*(const int64_t *)at);
+        else if (member->form == DTRAIN__FORM_BOOL)
+            dtrain__text_add(text, "%s", *(const bool *)at ? "true" : "false");
+        else if (member->form == DTRAIN__FORM_TEXT)
+            dtrain__text_add_string(text, *(const char *const *)at);
+        else if (member->form == DTRAIN__FORM_KIND)
+            dtrain__text_add(text, "\"%s\"", dtrain__state_kind_name(*(const uint32_t *)at));
+        else if (member->form == DTRAIN__FORM_DTYPE)
+            dtrain__text_add(text, "\"%s\"", dtrain__stored_name(*(const uint32_t *)at));
+        else {
+            const int64_t *shape = (const int64_t *)at;
+            for (int d = 0; d < 4 && (d == 0 || shape[d]); d++)
+                dtrain__text_add(text, "%s%lld", d ? ", " : "[", (long long)shape[d]);
+            dtrain__text_add(text, "]");
+        }
+    }
 }
 
-/* Read a list with one of its items' readers. */
-static bool dtrain__read_list(dtrain__manifest *m, dtrain__json *json,
-                              bool (*item)(dtrain__manifest *, dtrain__json *))
+/* Begin the entry of a file, up to its pieces. */
+DTRAIN__PRIVATE void dtrain__manifest_file(dtrain__text *text, const dtrain__saved_file *file)
 {
-    if (!dtrain__json_enter(json, '[')) return false;
-    while (dtrain__json_item(json)) item(m, json);
-    return json->result == DTRAIN_OK;
+    dtrain__text_add(text, "\n  ");
+    dtrain__write_members(text, dtrain__file_members, file);
+    dtrain__text_add(text, ", \"pieces\": [");
 }
 
-/* Read one member. What is not known here is of people, or of a later library. */
-static bool dtrain__read_member(dtrain__manifest *m, dtrain__json *json, const char *name)
+/* Write an object of strings. */
+static void dtrain__write_settings(dtrain__text *text, const char *name, const char *const *pairs)
 {
-    char word[32];
-    uint64_t number = 0;
-    if (strcmp(name, "format") == 0)
-        return dtrain__json_string(json, word, sizeof word) &&
-               (strcmp(word, DTRAIN__MANIFEST_FORMAT) == 0 ||
-                dtrain__json_fail(json, "the format is \"%s\", expected \"%s\"", word,
-                                  DTRAIN__MANIFEST_FORMAT));
-    if (strcmp(name, "version") == 0) return dtrain__read_version(m, json);
-    if (strcmp(name, "strategy") == 0)
-        return dtrain__json_string(json, m->strategy, sizeof m->strategy);
-    if (strcmp(name, "step") == 0) return dtrain__json_count(json, &m->step);
-    if (strcmp(name, "run") == 0) return dtrain__json_u64(json, &m->run);
-    if (strcmp(name, "job") == 0) return dtrain__json_u64(json, &m->job);
-    if (strcmp(name, "hierarchical") == 0) return dtrain__json_bool(json, &m->hierarchical);
-    if (strcmp(name, "model") == 0) return dtrain__read_object(json, &m->model, &m->model_bytes);
-    if (strcmp(name, "settings") == 0)
-        return dtrain__read_object(json, &m->settings, &m->settings_bytes);
-    if (strcmp(name, "scalars") == 0) return dtrain__read_list(m, json, dtrain__read_scalar);
-    if (strcmp(name, "tensors") == 0) return dtrain__read_list(m, json, dtrain__read_tensor);
-    if (strcmp(name, "files") == 0) return dtrain__read_list(m, json, dtrain__read_file);
-    if (strcmp(name, "metric_bits") == 0) {
-        m->has_metric = dtrain__json_u64(json, &number);
-        memcpy(&m->metric, &number, sizeof number);
-    } else if (strcmp(name, "block") == 0) {
-        if (dtrain__json_u64(json, &number) && number != DTRAIN__BLOCK)
-            dtrain__json_fail(json, "blocks have %llu bytes, expected %zu",
-                              (unsigned long long)number, DTRAIN__BLOCK);
-    } else if (strcmp(name, "ranks") == 0) {
-        if (dtrain__json_u64(json, &number) && (number < 1 || number > INT32_MAX))
-            dtrain__json_fail(json, "ranks is %llu", (unsigned long long)number);
-        m->ranks = (int)number;
-    } else dtrain__json_skip(json);
-    return json->result == DTRAIN_OK;
+    dtrain__text_add(text, ",\n \"%s\": {", name);
+    for (size_t i = 0; pairs && pairs[i]; i++) {
+        if (i) dtrain__text_add(text, i % 2 ? ": " : ", ");
+        dtrain__text_add_string(text, pairs[i]);
+    }
+    dtrain__text_add(text, "}");
 }
 
-/* Read all members. Files need the ranks and the tensors before them; tensors that come twice are
- * found later. */
-static bool dtrain__read_members(dtrain__manifest *m, dtrain__json *json)
+/* Write a manifest up to its list of files. */
+DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_checkpoint *c)
 {
-    char name[32];
-    m->step = -1;
-    if (!dtrain__json_enter(json, '{')) return false;
-    while (dtrain__json_member(json, name, sizeof name)) dtrain__read_member(m, json, name);
-    if (json->result == DTRAIN_OK && (!m->version || !m->ranks || m->step < 0))
-        return dtrain__json_fail(json, "there is no version, number of ranks or step");
-    return json->result == DTRAIN_OK;
+    const dtrain_state *state = c->desc.state;
+    dtrain__manifest m;
+    dtrain_strategy_info info;
+    memset(&m, 0, sizeof m);
+    dtrain_strategy_query(state->desc.strategy, &info);
+    m.format = DTRAIN__MANIFEST_FORMAT;
+    m.version = DTRAIN__MANIFEST_VERSION;
+    m.library = dtrain_version();
+    m.step = c->step;
+    m.ranks = c->ranks;
+    m.strategy = info.name;
+    m.hierarchical = dtrain__goes_by_nodes(state->desc.strategy);
+    m.block = DTRAIN__BLOCK;
+    memcpy(&m.metric_bits, &c->metric, sizeof m.metric_bits);
+    m.run = state->run;
+    m.job = state->world->job;
+    m.commit = c->desc.commit ? c->desc.commit : "";
+    m.config = c->desc.config ? c->desc.config : "";
+    dtrain__write_members(text, dtrain__head_members, &m);
+    dtrain__write_settings(text, "model", state->desc.model);
+    dtrain__write_settings(text, "settings", state->desc.settings);
+    dtrain__text_add(text, ",\n \"scalars\": [");
+    for (size_t i = 0; i < state->scalar_count; i++) {
+        dtrain__saved_scalar scalar = {state->scalars[i].name, 0};
+        memcpy(&scalar.bits, state->scalars[i].memory, state->scalars[i].bytes); /* little-endian */
+        dtrain__text_add(text, "%s\n  ", i ? "," : "");
+        dtrain__write_members(text, dtrain__scalar_members, &scalar);
+        dtrain__text_add(text, "}");
+    }
+    dtrain__text_add(text, "],\n \"tensors\": [");
+    for (size_t i = 0; i < c->held_count; i++) {
+        if (i && c->held[i].number == c->held[i - 1].number) continue;
+        dtrain__text_add(text, "%s\n  ", i ? "," : "");
+        dtrain__write_members(text, dtrain__tensor_members, &c->held[i].tensor);
+        dtrain__text_add(text, "}");
+    }
+    dtrain__text_add(text, "],\n \"files\": [");
 }
 
 /* ---- What has been read, in order -------------------------------------------------------------*/
 
 static int dtrain__by_kind_and_name(const void *left, const void *right)
 {
-    const dtrain__saved_tensor *a = *(const dtrain__saved_tensor *const *)left;
-    const dtrain__saved_tensor *b = *(const dtrain__saved_tensor *const *)right;
+    const dtrain_state_tensor *a = &(*(const dtrain__saved_tensor *const *)left)->tensor;
+    const dtrain_state_tensor *b = &(*(const dtrain__saved_tensor *const *)right)->tensor;
     if (a->kind != b->kind) return a->kind < b->kind ? -1 : 1;
     return strcmp(a->name, b->name);
 }
@@ -447,8 +478,8 @@ static dtrain_result dtrain__index(dtrain__manifest *m, const char *path)
 {
     if (m->piece_count) qsort(m->pieces, m->piece_count, sizeof *m->pieces, dtrain__by_place);
     for (size_t i = 0; i < m->piece_count; i++) {
-        dtrain__saved_tensor *tensor = &m->tensors[m->pieces[i].tensor];
-        if (tensor->piece_count++ == 0) tensor->first_piece = i;
+        dtrain__saved_tensor *saved = &m->tensors[m->pieces[i].tensor];
+        if (saved->piece_count++ == 0) saved->first_piece = i;
     }
     m->by_name = (dtrain__saved_tensor **)dtrain__alloc(m->allocator, m->tensor_count,
                                                         sizeof *m->by_name, "names of tensors");
@@ -457,46 +488,47 @@ static dtrain_result dtrain__index(dtrain__manifest *m, const char *path)
     if (m->tensor_count)
         qsort(m->by_name, m->tensor_count, sizeof *m->by_name, dtrain__by_kind_and_name);
     for (size_t i = 0; i < m->tensor_count; i++) {
+        const dtrain__saved_tensor *saved = m->by_name[i];
         if (i && dtrain__by_kind_and_name(&m->by_name[i - 1], &m->by_name[i]) == 0)
             return dtrain_fail(DTRAIN_ERROR_DATA, "%s: the %s of \"%.100s\" is there twice", path,
-                               dtrain__state_kind_name(m->by_name[i]->kind), m->by_name[i]->name);
-        const dtrain__saved_tensor *tensor = m->by_name[i];
-        if (!tensor->own)
-            DTRAIN__TRY(dtrain__pieces_check(
-                path, tensor->kind, tensor->name, &m->pieces[tensor->first_piece].piece,
-                sizeof *m->pieces, tensor->piece_count, tensor->total));
+                               dtrain__state_kind_name(saved->tensor.kind), saved->tensor.name);
+        if (!saved->tensor.own)
+            DTRAIN__TRY(dtrain__pieces_check(path, &saved->tensor,
+                                             &m->pieces[saved->first_piece].piece,
+                                             sizeof *m->pieces, saved->piece_count));
     }
     return DTRAIN_OK;
 }
 
-/* Read a manifest from a text, sealed, which goes into the hands of *out in any case. */
-DTRAIN__PRIVATE dtrain_result dtrain__manifest_parse(const char *path, char *text, size_t bytes,
-                                                     dtrain__manifest *out)
+/* Read the text of a manifest. */
+static dtrain_result dtrain__manifest_parse(dtrain__manifest *m, const char *path)
 {
-    out->text = text;
-    out->text_bytes = bytes;
-    out->names = (char *)dtrain__alloc(out->allocator, bytes + 1, 1, "names of a manifest");
-    if (!out->names) return DTRAIN_ERROR_MEMORY;
-    DTRAIN__TRY(dtrain__unseal(path, text, &bytes));
-    dtrain__json json = dtrain__json_begin(path, text, bytes);
-    dtrain__read_members(out, &json);
+    size_t bytes = m->text_bytes;
+    m->step = -1;
+    m->metric_bits = (uint64_t)0x7ff8 << 48; /* NaN: none */
+    m->names = (char *)dtrain__alloc(m->allocator, bytes + 1, 1, "names of a manifest");
+    if (!m->names) return DTRAIN_ERROR_MEMORY;
+    DTRAIN__TRY(dtrain__unseal(path, m->text, &bytes));
+    dtrain__json json = dtrain__json_begin(path, m->text, bytes);
+    if (dtrain__read_members(m, &json, dtrain__head_members, m)) dtrain__head_check(m, &json);
     DTRAIN__TRY(dtrain__json_end(&json));
-    return dtrain__index(out, path);
+    return dtrain__index(m, path);
 }
 
-/* Read the manifest of a checkpoint's directory. After an error nothing is left to free. */
-DTRAIN__PRIVATE dtrain_result dtrain__manifest_read(const dtrain_storage *storage,
-                                                    const dtrain_allocator *allocator,
-                                                    const char *directory, dtrain__manifest *out)
+/* Read the manifest of a checkpoint. After an error nothing is left to free. */
+DTRAIN__PRIVATE dtrain_result dtrain__manifest_read(const dtrain__folder *folder,
+                                                    const char *checkpoint, dtrain__manifest *out)
 {
-    char path[DTRAIN__PATH], *text;
+    const dtrain__path path = dtrain__path_in(checkpoint, "manifest.json");
+    char *text;
     size_t bytes;
     memset(out, 0, sizeof *out);
-    out->allocator = allocator;
-    snprintf(path, sizeof path, "%s/manifest.json", directory);
-    DTRAIN__TRY(
-        dtrain__storage_get(storage, allocator, path, DTRAIN__MANIFEST_MOST, &text, &bytes));
-    const dtrain_result result = dtrain__manifest_parse(path, text, bytes, out);
+    DTRAIN__TRY(dtrain__storage_get(folder->storage, folder->allocator, path.text,
+                                    DTRAIN__MANIFEST_MOST, &text, &bytes));
+    out->allocator = folder->allocator;
+    out->text = text;
+    out->text_bytes = bytes;
+    const dtrain_result result = dtrain__manifest_parse(out, path.text);
     if (result != DTRAIN_OK) dtrain__manifest_free(out);
     return result;
 }
@@ -517,15 +549,10 @@ DTRAIN__PRIVATE void dtrain__manifest_free(dtrain__manifest *m)
 DTRAIN__PRIVATE const dtrain__saved_tensor *dtrain__manifest_find(const dtrain__manifest *m,
                                                                   uint32_t kind, const char *name)
 {
-    size_t low = 0, high = m->tensor_count;
-    while (low < high) {
-        const size_t middle = low + (high - low) / 2;
-        const dtrain__saved_tensor *tensor = m->by_name[middle];
-        const int order =
-            tensor->kind != kind ? (tensor->kind < kind ? -1 : 1) : strcmp(tensor->name, name);
-        if (order == 0) return tensor;
-        if (order < 0) low = middle + 1;
-        else high = middle;
-    }
-    return NULL;
+    dtrain__saved_tensor wanted, *key = &wanted;
+    wanted.tensor.kind = kind;
+    wanted.tensor.name = name;
+    dtrain__saved_tensor **found = (dtrain__saved_tensor **)bsearch(
+        &key, m->by_name, m->tensor_count, sizeof key, dtrain__by_kind_and_name);
+    return found ? *found : NULL;
 }

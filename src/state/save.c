@@ -1,9 +1,9 @@
 /* Saving
  *
- *     every rank       wait for the save before | plan, snapshot |                  agree
- *     its thread                                                 | write | list |
- *     rank 0's thread                                            | write | list | lists of all,
- *                                                                  manifest, rename, old ones go
+ *     every rank       wait for the save before | snapshot |                 agree
+ *     its thread                                           | write | list |
+ *     rank 0's thread                                      | write | list | lists of all, manifest,
+ *                                                            rename, old ones go
  *
  * Without a thread the same steps follow each other. A thread must not call a collective, because
  * its order among those of training would differ from rank to rank: rank 0's thread polls the
@@ -25,19 +25,442 @@
 #include "state/state_internal.h"
 #include "state/storage_internal.h"
 
-#define DTRAIN__LOOK_MS 10     /* between two looks for another rank's list */
+#define DTRAIN__POLL_MS 10     /* between two polls for another rank's file */
 #define DTRAIN__SHARED_MS 5000 /* until what one host has written is seen by another */
 
-static dtrain_result dtrain__save_settle(dtrain_checkpoint *c, bool last);
-static dtrain_result dtrain__save_begin(dtrain_checkpoint *c);
-static void dtrain__save_run(dtrain_checkpoint *c);
-static dtrain_result dtrain__publish(dtrain_checkpoint *c);
-static dtrain_result dtrain__directory_take(dtrain_checkpoint *c);
+DTRAIN__PRIVATE dtrain__outcome dtrain__outcome_of(dtrain_result result)
+{
+    dtrain__outcome outcome;
+    outcome.result = result;
+    snprintf(outcome.text, sizeof outcome.text, "%s", result ? dtrain_last_error() : "");
+    return outcome;
+}
+
+/* Return the result, and make its sentence the last error again. */
+DTRAIN__PRIVATE dtrain_result dtrain__outcome_return(const dtrain__outcome *outcome)
+{
+    if (outcome->result != DTRAIN_OK) dtrain__set_last_error(outcome->text);
+    return outcome->result;
+}
+
+static void dtrain__poll_sleep(void)
+{
+    const struct timespec nap = {0, DTRAIN__POLL_MS * 1000000L};
+    nanosleep(&nap, NULL);
+}
+
+/* ---- The directory ----------------------------------------------------------------------------*/
+
+/* Make the directory, and those above it that are not there, and bring their names to the disk: all
+ * that is saved in it could be gone otherwise after a loss of power. */
+static dtrain_result dtrain__directories_make(const dtrain__folder *folder)
+{
+    const dtrain_storage *storage = folder->storage;
+    char path[DTRAIN__PATH], above[DTRAIN__PATH];
+    const size_t length = strlen(folder->path);
+    snprintf(above, sizeof above, "%s", folder->path[0] == '/' ? "/" : ".");
+    for (size_t end = 1; end <= length; end++) {
+        if (end < length && folder->path[end] != '/') continue;
+        snprintf(path, sizeof path, "%.*s", (int)end, folder->path);
+        const int made = storage->make_directory(storage->user, path);
+        if (made < 0 && made != -EEXIST && (end == length || (made != -EROFS && made != -EACCES)))
+            return dtrain__storage_fail(path, "made", made);
+        if (made >= 0) DTRAIN__TRY(dtrain__storage_sync_directory(storage, above));
+        memcpy(above, path, sizeof above);
+    }
+    return DTRAIN_OK;
+}
+
+/* Rank 0: set aside the checkpoints of later steps than the one that the state comes from, and let
+ * the directory continue the state's run. */
+static dtrain_result dtrain__history_turn(dtrain_checkpoint *c, int64_t next)
+{
+    const dtrain_state *state = c->desc.state;
+    const int64_t above = state->run == c->run ? dtrain__min(state->step, next) : -1;
+    dtrain__path aside;
+    c->run = state->run;
+    DTRAIN__TRY(dtrain__set_aside(&c->folder, above, &aside));
+    if (aside.text[0])
+        dtrain_log(c->world, DTRAIN_LOG_WARNING,
+                   "checkpoints that this run does not go on from were set aside, in %s",
+                   aside.text);
+    return DTRAIN_OK;
+}
+
+/* Rank 0: find out whether the directory has the history of the state's run. A run that begins gets
+ * the number of its job. */
+static dtrain_result dtrain__history_join(dtrain_checkpoint *c)
+{
+    dtrain_state *state = c->desc.state;
+    dtrain__steps list;
+    dtrain__manifest manifest;
+    DTRAIN__TRY(dtrain__steps_list(&c->folder, "", &list));
+    bool ours = list.count == 0;
+    for (size_t i = 0; i < list.count && !ours && state->step >= 0; i++) {
+        const dtrain__path path = dtrain__step_path(&c->folder, list.steps[i], "");
+        if (dtrain__manifest_read(&c->folder, path.text, &manifest) != DTRAIN_OK) continue;
+        ours = manifest.run == state->run;
+        dtrain__manifest_free(&manifest);
+    }
+    const int64_t newest = list.count ? list.steps[0] : -1;
+    dtrain__steps_free(&list);
+    if (!ours && !c->desc.set_aside)
+        return dtrain_fail(
+            DTRAIN_ERROR_DATA,
+            "%s has checkpoints of another run, the newest of step %lld: load it and "
+            "go on, save to another directory, or set them aside",
+            c->folder.path, (long long)newest);
+    if (!state->run) state->run = c->world->job;
+    c->run = ours ? state->run : 0;
+    return dtrain__history_turn(c, INT64_MAX);
+}
+
+/* Rank 0: make the directory, take its lock, and clear away what a crash has left. */
+static dtrain_result dtrain__directory_take(dtrain_checkpoint *c)
+{
+    const dtrain__path lock = dtrain__path_in(c->folder.path, "lock");
+    DTRAIN__TRY(dtrain__directories_make(&c->folder));
+    c->lock = dtrain__storage_try(c->folder.storage, lock.text, DTRAIN_STORAGE_LOCK);
+    if (c->lock == -EAGAIN)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "another run saves checkpoints to %s (its lock is held); end it, or use "
+                           "another directory",
+                           c->folder.path);
+    if (c->lock < 0) return dtrain__storage_fail(lock.text, "opened", c->lock);
+    DTRAIN__TRY(dtrain__remove_unfinished(&c->folder));
+    return dtrain__history_join(c);
+}
+
+/* Rank 0: remove what a failed save has left. If somebody has removed the directory, make it again
+ * and lock it: the lock that is held belongs to the removed directory. */
+static dtrain_result dtrain__directory_ready(dtrain_checkpoint *c)
+{
+    const dtrain_storage *storage = c->folder.storage;
+    const dtrain__path lock = dtrain__path_in(c->folder.path, "lock");
+    if (dtrain__storage_probe(storage, lock.text, DTRAIN_STORAGE_READ) != -ENOENT)
+        return dtrain__remove_unfinished(&c->folder);
+    dtrain_log(c->world, DTRAIN_LOG_WARNING,
+               "%s was removed while the run saves to it; it is made again", c->folder.path);
+    if (c->lock >= 0) (void)storage->close(storage->user, c->lock);
+    return dtrain__directory_take(c);
+}
+
+/* Write a small file, and wait until this rank sees that of rank 0. */
+static dtrain_result dtrain__directory_probe(const dtrain_checkpoint *c, const dtrain__path *mine,
+                                             const dtrain__path *first)
+{
+    const dtrain_storage *storage = c->folder.storage;
+    const double deadline = dtrain_seconds() + 1e-3 * DTRAIN__SHARED_MS;
+    char text[64];
+    snprintf(text, sizeof text, "rank %d can write here\n", c->rank);
+    DTRAIN__TRY(dtrain__storage_put(storage, mine->text, text, strlen(text)));
+    while (dtrain__storage_probe(storage, first->text, DTRAIN_STORAGE_READ) < 0) {
+        if (dtrain_seconds() > deadline)
+            return dtrain_fail(DTRAIN_ERROR_FILE,
+                               "rank %d does not see what rank 0 has written to %s: checkpoints "
+                               "need a directory that all hosts share",
+                               c->rank, c->folder.path);
+        dtrain__poll_sleep();
+    }
+    return DTRAIN_OK;
+}
+
+/* Plan the saves and take the directory: the lock, then every rank's probe. */
+static dtrain_result dtrain__directory_open(dtrain_checkpoint *c)
+{
+    int64_t token = (int64_t)(dtrain__now_ns() ^ ((uint64_t)getpid() << 40));
+    dtrain_result result = dtrain__save_plan(c);
+    if (result == DTRAIN_OK && c->rank == 0) result = dtrain__directory_take(c);
+    DTRAIN__TRY(dtrain__agree(c->comm, result));
+    DTRAIN__TRY(dtrain_broadcast(c->comm, &token, 1, DTRAIN_DTYPE_I64, 0, NULL));
+    const unsigned long long number = (unsigned long long)token;
+    const dtrain__path mine = dtrain__path_in(c->folder.path, "probe-%llx-%05d", number, c->rank);
+    const dtrain__path first = dtrain__path_in(c->folder.path, "probe-%llx-%05d", number, 0);
+    result = dtrain__agree(c->comm, dtrain__directory_probe(c, &mine, &first));
+    (void)c->folder.storage->remove(c->folder.storage->user, mine.text);
+    return result;
+}
+
+/* ---- Publishing -------------------------------------------------------------------------------*/
+
+/* Read the list of a rank's files. It is there when all ranks have written, unless this host sees
+ * it later than the one that has written it. */
+static dtrain_result dtrain__list_await(dtrain_checkpoint *c, const char *path, char **text,
+                                        size_t *bytes, size_t *room)
+{
+    for (;;) {
+        dtrain_result result = dtrain__storage_get(c->folder.storage, &c->allocator, path,
+                                                   DTRAIN__MANIFEST_MOST, text, bytes);
+        *room = *bytes + 1;
+        if (result == DTRAIN_OK) {
+            result = dtrain__unseal(path, *text, bytes);
+            if (result == DTRAIN_OK) return DTRAIN_OK;
+            dtrain__free(&c->allocator, *text, *room, 1);
+        }
+        pthread_mutex_lock(&c->mutex);
+        const double deadline = c->deadline;
+        pthread_mutex_unlock(&c->mutex);
+        if (dtrain_seconds() > deadline) return result;
+        dtrain__poll_sleep();
+    }
+}
+
+/* Append the files of all ranks to the manifest. A rank's list is {"files": [...]}: the text
+ * between the brackets is copied. */
+static dtrain_result dtrain__lists_join(dtrain_checkpoint *c, const char *directory,
+                                        dtrain__text *manifest)
+{
+    const size_t before = sizeof "{\"files\": [" - 1, after = sizeof "]}" - 1;
+    bool any = false;
+    for (int r = 0; r < c->ranks; r++) {
+        const dtrain__path path = dtrain__path_in(directory, "rank-%05d.json", r);
+        char *text;
+        size_t bytes, room;
+        DTRAIN__TRY(dtrain__list_await(c, path.text, &text, &bytes, &room));
+        if (bytes > before + after) {
+            dtrain__text_add(manifest, "%s%.*s", any ? "," : "", (int)(bytes - before - after),
+                             text + before);
+            any = true;
+        }
+        dtrain__free(&c->allocator, text, room, 1);
+        DTRAIN__TRY(dtrain__storage_remove(c->folder.storage, path.text));
+    }
+    return DTRAIN_OK;
+}
+
+/* Read the metric of a checkpoint; DBL_MAX: it is not finite, or cannot be read. The bits say that
+ * even where a compiler takes all numbers to be finite. */
+static double dtrain__metric_of(const dtrain_checkpoint *c, int64_t step)
+{
+    const dtrain__path path = dtrain__step_path(&c->folder, step, "");
+    dtrain__manifest manifest;
+    double metric = DBL_MAX;
+    if (dtrain__manifest_read(&c->folder, path.text, &manifest) != DTRAIN_OK) return metric;
+    if ((manifest.metric_bits >> 52 & 0x7ff) != 0x7ff)
+        memcpy(&metric, &manifest.metric_bits, sizeof metric);
+    dtrain__manifest_free(&manifest);
+    return metric;
+}
+
+/* Tell whether fewer than keep_best checkpoints are better than this one; of equal ones the newer
+ * is better. */
+static bool dtrain__is_best(const dtrain_checkpoint *c, const double *metrics, size_t count,
+                            size_t i)
+{
+    uint32_t better = 0;
+    for (size_t k = 0; k < count; k++)
+        better += metrics[k] < metrics[i] || (k < i && metrics[k] <= metrics[i]);
+    return metrics[i] < DBL_MAX && better < c->desc.keep_best;
+}
+
+/* Remove the checkpoints that no rule keeps. What cannot be removed stays, with a warning: the new
+ * checkpoint is there. */
+static dtrain_result dtrain__retain(dtrain_checkpoint *c)
+{
+    dtrain__steps list;
+    if (c->desc.keep == DTRAIN_KEEP_ALL) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__steps_list(&c->folder, "", &list));
+    double *metrics =
+        (double *)dtrain__alloc(&c->allocator, list.count, sizeof *metrics, "metrics");
+    for (size_t i = 0; i < list.count && metrics && c->desc.keep_best; i++)
+        metrics[i] = dtrain__metric_of(c, list.steps[i]);
+    for (size_t i = c->desc.keep; i < list.count && metrics; i++) {
+        if (list.steps[i] == c->step || dtrain__is_best(c, metrics, list.count, i)) continue;
+        if (dtrain__step_remove(&c->folder, list.steps[i]) != DTRAIN_OK)
+            dtrain_log(c->world, DTRAIN_LOG_WARNING, "an old checkpoint stays: %s",
+                       dtrain__bare(dtrain_last_error()));
+    }
+    dtrain__free(&c->allocator, metrics, list.count, sizeof *metrics);
+    dtrain__steps_free(&list);
+    return DTRAIN_OK;
+}
+
+/* Rank 0: write the manifest when every rank's list is there, and make it a checkpoint. */
+static dtrain_result dtrain__publish(dtrain_checkpoint *c)
+{
+    const dtrain__path directory = dtrain__step_path(&c->folder, c->step, ".tmp");
+    const dtrain__path path = dtrain__path_in(directory.text, "manifest.json");
+    dtrain__text *manifest = &c->head;
+    DTRAIN__TRY(dtrain__lists_join(c, directory.text, manifest));
+    dtrain__text_add(manifest, "]");
+    dtrain__seal(manifest);
+    if (manifest->failed) return DTRAIN_ERROR_MEMORY;
+    DTRAIN__TRY(dtrain__storage_put(c->folder.storage, path.text, manifest->at, manifest->bytes));
+    DTRAIN__TRY(dtrain__publish_step(&c->folder, c->step));
+    return dtrain__retain(c);
+}
+
+/* ---- The thread that writes -------------------------------------------------------------------*/
+
+/* End a phase, with its outcome. */
+static void dtrain__phase_end(dtrain_checkpoint *c, uint32_t phase, dtrain_result result)
+{
+    pthread_mutex_lock(&c->mutex);
+    c->outcomes[phase] = dtrain__outcome_of(result);
+    c->ended = phase + 1;
+    pthread_cond_broadcast(&c->moved);
+    pthread_mutex_unlock(&c->mutex);
+}
+
+static dtrain_result dtrain__write_own(dtrain_checkpoint *c)
+{
+    const dtrain_result result = dtrain__save_write(c);
+    c->written_at = dtrain_seconds();
+    dtrain__phase_end(c, DTRAIN__SAVE_WRITE, result);
+    return result;
+}
+
+static void *dtrain__save_thread(void *argument)
+{
+    dtrain_checkpoint *c = (dtrain_checkpoint *)argument;
+    c->thread_ns[0] = dtrain__now_ns();
+    const dtrain_result result = dtrain__write_own(c);
+    c->thread_ns[1] = dtrain__now_ns();
+    if (c->rank == 0)
+        dtrain__phase_end(c, DTRAIN__SAVE_PUBLISH,
+                          result == DTRAIN_OK ? dtrain__publish(c) : result);
+    c->thread_ns[2] = dtrain__now_ns();
+    return NULL;
+}
+
+/* Write here, or in a thread, in which no signal of the host's is handled. */
+static void dtrain__save_run(dtrain_checkpoint *c)
+{
+    sigset_t all, before;
+    c->ended = 0;
+    c->thread_ns[0] = 0;
+    if (!c->desc.background) {
+        dtrain__write_own(c);
+        return;
+    }
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const int error = pthread_create(&c->thread, NULL, dtrain__save_thread, c);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    c->threaded = error == 0;
+    if (error)
+        dtrain__phase_end(c, DTRAIN__SAVE_WRITE,
+                          dtrain_fail(DTRAIN_ERROR_SYSTEM,
+                                      "a thread that writes the checkpoint could not be made: %s",
+                                      strerror(error)));
+}
+
+/* Wait until a phase has ended, at most until the deadline of all waits. */
+static dtrain_result dtrain__phase_await(dtrain_checkpoint *c, uint32_t phase)
+{
+    struct timespec end;
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    end.tv_sec += (time_t)(c->world->timeout_ns / 1000000000u) + 1;
+    int error = 0;
+    pthread_mutex_lock(&c->mutex);
+    while (c->ended <= phase && error != ETIMEDOUT)
+        error = pthread_cond_timedwait(&c->moved, &c->mutex, &end);
+    const bool ended = c->ended > phase;
+    pthread_mutex_unlock(&c->mutex);
+    if (ended) return dtrain__outcome_return(&c->outcomes[phase]);
+    return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
+                       "checkpoint of step %lld: rank %d has not written its files in %.1f s; "
+                       "is the disk still there?",
+                       (long long)c->step, c->rank, 1e-9 * (double)c->world->timeout_ns);
+}
+
+/* End the thread. A thread that does not come to its end, on a disk that does not answer, is left
+ * alone. */
+static void dtrain__thread_end(dtrain_checkpoint *c, bool ended)
+{
+    if (!c->threaded) return;
+    if (ended) pthread_join(c->thread, NULL);
+    else pthread_detach(c->thread);
+    c->abandoned = !ended;
+    c->threaded = false;
+}
+
+/* Add the spans of the thread, which has been joined, to the trace. */
+static void dtrain__thread_trace(const dtrain_checkpoint *c)
+{
+    const uint64_t *at = c->thread_ns;
+    if (!c->world->timeline.traced || c->abandoned || !at[0]) return;
+    dtrain__span_add(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT, "write", NULL,
+                     c->step, at[0], at[1]);
+    if (c->rank == 0)
+        dtrain__span_add(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT, "publish",
+                         NULL, c->step, at[1], at[2]);
+}
 
 /* ---- Save -------------------------------------------------------------------------------------*/
 
-/* Check that all ranks stand between the same two steps, save the same step, and have all that a
- * save needs. */
+/* Bring the save under way to an end on all ranks: the checkpoint is there, or one error says why
+ * not. */
+static dtrain_result dtrain__save_agree(dtrain_checkpoint *c)
+{
+    const dtrain_result mine = dtrain__phase_await(c, DTRAIN__SAVE_WRITE);
+    const dtrain__outcome all = dtrain__outcome_of(dtrain__agree(c->comm, mine));
+    /* the others wait for rank 0's thread: it must give up before their deadline */
+    const int64_t patience =
+        dtrain__min(DTRAIN__SHARED_MS * (int64_t)1000000, (int64_t)c->world->timeout_ns / 2);
+    dtrain_result published = DTRAIN_OK;
+    pthread_mutex_lock(&c->mutex);
+    c->deadline = dtrain_seconds() + (all.result == DTRAIN_OK ? 1e-9 * (double)patience : 0);
+    pthread_mutex_unlock(&c->mutex);
+    if (c->rank == 0 && c->threaded) published = dtrain__phase_await(c, DTRAIN__SAVE_PUBLISH);
+    else if (c->rank == 0 && all.result == DTRAIN_OK) published = dtrain__publish(c);
+    dtrain__thread_end(c, mine != DTRAIN_ERROR_TIMEOUT && published != DTRAIN_ERROR_TIMEOUT);
+    if (all.result != DTRAIN_OK) return dtrain__outcome_return(&all);
+    return dtrain__agree(c->comm, published);
+}
+
+/* Fail with the reason of the newest save's failure, and say which steps are lost. */
+static dtrain_result dtrain__save_lost(const dtrain_checkpoint *c)
+{
+    char lost[80] = "this run has saved nothing, and what it trained is lost";
+    if (c->info.last_step >= 0)
+        snprintf(lost, sizeof lost, "what was trained after step %lld, the newest saved, is lost",
+                 (long long)c->info.last_step);
+    return dtrain_fail(c->lost.result, "the checkpoint of step %lld was not saved: %s; %s",
+                       (long long)c->step, dtrain__bare(c->lost.text), lost);
+}
+
+/* Count a save that has ended. A failure is a warning, but an error after desc.failures in a row,
+ * before a wait or close (`last`), whose caller relies on the save, and when the communicator has
+ * failed. What a failed save has written is removed: that may be what filled the disk. */
+static dtrain_result dtrain__save_count(dtrain_checkpoint *c, dtrain_result result, bool last)
+{
+    if (result == DTRAIN_OK) {
+        c->info.saved++;
+        c->info.last_step = c->step;
+        c->failures = 0;
+        dtrain_world_progress(c->world, (uint64_t)c->step);
+        return DTRAIN_OK;
+    }
+    c->lost = dtrain__outcome_of(result);
+    c->info.failed++;
+    c->failures++;
+    if (c->rank == 0 && !c->abandoned) (void)dtrain__remove_unfinished(&c->folder);
+    if (result == DTRAIN_ERROR_PEER || result == DTRAIN_ERROR_MISMATCH ||
+        result == DTRAIN_ERROR_TIMEOUT)
+        return dtrain__outcome_return(&c->lost);
+    if (last || c->failures > c->desc.failures) return dtrain__save_lost(c);
+    if (c->rank == 0)
+        dtrain_log(c->world, DTRAIN_LOG_WARNING,
+                   "the checkpoint of step %lld was not saved, failure %u in a row of %u "
+                   "tolerated: %s",
+                   (long long)c->step, c->failures, c->desc.failures, dtrain__bare(c->lost.text));
+    return DTRAIN_OK;
+}
+
+/* Settle the save under way, if there is one. */
+static dtrain_result dtrain__save_settle(dtrain_checkpoint *c, bool last)
+{
+    if (!c->outstanding) return last && c->failures ? dtrain__save_lost(c) : DTRAIN_OK;
+    const dtrain_result result = dtrain__save_agree(c);
+    c->outstanding = false;
+    dtrain__thread_trace(c);
+    c->info.bytes = c->bytes;
+    c->info.write_seconds = c->written_at - c->begun;
+    return dtrain__save_count(c, result, last);
+}
+
+/* Check that this rank stands between two steps. */
 static dtrain_result dtrain__save_check(const dtrain_checkpoint *c, int64_t step)
 {
     const char *const call = "dtrain_checkpoint_save";
@@ -51,6 +474,22 @@ static dtrain_result dtrain__save_check(const dtrain_checkpoint *c, int64_t step
     if (step >= 0) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: step is %lld, expected 0 or more", call,
                        (long long)step);
+}
+
+/* Prepare a save: the snapshot, and on rank 0 the directory and the beginning of the manifest. */
+static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
+{
+    if (c->desc.background) DTRAIN__TRY(dtrain__save_snapshot(c));
+    if (c->rank != 0) return DTRAIN_OK;
+    dtrain__text_free(&c->head);
+    c->head.failed = false;
+    dtrain__manifest_head(&c->head, c);
+    if (c->head.failed) return DTRAIN_ERROR_MEMORY;
+    DTRAIN__TRY(dtrain__directory_ready(c));
+    DTRAIN__TRY(dtrain__history_turn(c, c->step));
+    c->desc.state->step = c->step;
+    const dtrain__path path = dtrain__step_path(&c->folder, c->step, ".tmp");
+    return dtrain__directory_make(&c->folder, path.text);
 }
 
 /* Settle the previous save, agree on the step, take a snapshot, and write or begin to write. */
@@ -70,18 +509,12 @@ static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double met
     c->step = step;
     c->metric = metric;
     c->begun = start;
-    c->phase = DTRAIN__SAVE_IDLE;
     c->deadline = start + 1e-9 * (double)c->world->timeout_ns;
-    c->outstanding = true;
-    c->written = c->published = DTRAIN_OK;
-    const dtrain_result begun = dtrain__agree(c->comm, dtrain__save_begin(c));
-    if (begun != DTRAIN_OK) { /* nobody writes */
-        c->written = begun;
-        snprintf(c->written_text, sizeof c->written_text, "%s", dtrain_last_error());
-        c->phase = DTRAIN__SAVE_WRITTEN;
-    } else dtrain__save_run(c);
-    const dtrain_result result =
-        c->desc.background && begun == DTRAIN_OK ? DTRAIN_OK : dtrain__save_settle(c, false);
+    dtrain_result result = dtrain__agree(c->comm, dtrain__save_begin(c));
+    c->outstanding = result == DTRAIN_OK;
+    if (c->outstanding) dtrain__save_run(c);
+    else result = dtrain__save_count(c, result, false); /* nobody writes */
+    if (c->outstanding && !c->desc.background) result = dtrain__save_settle(c, false);
     c->info.stall_seconds = dtrain_seconds() - start;
     return result;
 }
@@ -96,397 +529,6 @@ DTRAIN_API dtrain_result dtrain_checkpoint_save(dtrain_checkpoint *checkpoint, i
     const dtrain_result result = dtrain__save(checkpoint, step, metric);
     dtrain__span_end(world, span);
     return result;
-}
-
-/* Rank 0: remove what a failed save has left. If somebody has removed the directory, make it again
- * and lock it: the lock that is held belongs to the removed directory. */
-static dtrain_result dtrain__directory_ready(dtrain_checkpoint *c)
-{
-    const dtrain_storage *storage = c->desc.storage;
-    char path[DTRAIN__PATH];
-    snprintf(path, sizeof path, "%s/lock", c->desc.directory);
-    const int file = dtrain__storage_try(storage, path, DTRAIN_STORAGE_READ);
-    if (file >= 0) (void)storage->close(storage->user, file);
-    if (file != -ENOENT)
-        return dtrain__remove_unfinished(storage, &c->allocator, c->desc.directory);
-    dtrain_log(c->world, DTRAIN_LOG_WARNING,
-               "%s was removed while the run saves to it; it is made again", c->desc.directory);
-    if (c->lock >= 0) (void)storage->close(storage->user, c->lock);
-    return dtrain__directory_take(c);
-}
-
-/* Rank 0: set later checkpoints than the one that the state comes from aside, and let the directory
- * continue the state's run. */
-static dtrain_result dtrain__history_turn(dtrain_checkpoint *c, int64_t next)
-{
-    const dtrain_state *state = c->desc.state;
-    const int64_t above = state->run == c->run ? dtrain__min(state->step, next) : -1;
-    char folder[DTRAIN__PATH];
-    c->run = state->run;
-    DTRAIN__TRY(
-        dtrain__set_aside(c->desc.storage, &c->allocator, c->desc.directory, above, folder));
-    if (folder[0])
-        dtrain_log(c->world, DTRAIN_LOG_WARNING,
-                   "checkpoints that this run does not go on from were set aside, in %s", folder);
-    return DTRAIN_OK;
-}
-
-/* Rank 0: find out whether the directory has the history of the state's run; a run that begins is
- * given the number of its job. */
-static dtrain_result dtrain__history_join(dtrain_checkpoint *c)
-{
-    dtrain_state *state = c->desc.state;
-    const char *directory = c->desc.directory;
-    dtrain__steps list;
-    dtrain__manifest manifest;
-    char path[DTRAIN__PATH];
-    DTRAIN__TRY(dtrain__steps_list(c->desc.storage, &c->allocator, directory, "", &list));
-    bool ours = list.count == 0;
-    for (size_t i = 0; i < list.count && !ours && state->step >= 0; i++) {
-        dtrain__step_path(path, directory, list.steps[i], "");
-        if (dtrain__manifest_read(c->desc.storage, &c->allocator, path, &manifest) != DTRAIN_OK)
-            continue;
-        ours = manifest.run == state->run;
-        dtrain__manifest_free(&manifest);
-    }
-    const int64_t newest = list.count ? list.steps[0] : -1;
-    dtrain__steps_free(&list);
-    if (!ours && !c->desc.set_aside)
-        return dtrain_fail(
-            DTRAIN_ERROR_DATA,
-            "%s has checkpoints of another run, the newest of step %lld: load it and "
-            "go on, save to another directory, or set them aside",
-            directory, (long long)newest);
-    if (!state->run) state->run = c->world->job;
-    c->run = ours ? state->run : 0;
-    return dtrain__history_turn(c, INT64_MAX);
-}
-
-/* Prepare a save: plan and snapshot, and on rank 0 the directory and the beginning of the
- * manifest. */
-static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
-{
-    char path[DTRAIN__PATH];
-    DTRAIN__TRY(dtrain__save_plan(c));
-    if (c->desc.background) DTRAIN__TRY(dtrain__save_snapshot(c));
-    if (c->rank != 0) return DTRAIN_OK;
-    dtrain__text_free(&c->head);
-    c->head.failed = false;
-    dtrain__manifest_head(&c->head, c);
-    if (c->head.failed) return DTRAIN_ERROR_MEMORY;
-    DTRAIN__TRY(dtrain__directory_ready(c));
-    DTRAIN__TRY(dtrain__history_turn(c, c->step));
-    c->desc.state->step = c->step;
-    dtrain__step_path(path, c->desc.directory, c->step, ".tmp");
-    const int code = c->desc.storage->make_directory(c->desc.storage->user, path);
-    if (code >= 0) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_FILE, "the directory %s cannot be made: %s", path,
-                       strerror(-code));
-}
-
-/* ---- The thread that writes -------------------------------------------------------------------*/
-
-/* Enter a phase, with a result and its error text. */
-static void dtrain__phase_set(dtrain_checkpoint *c, uint32_t phase, dtrain_result result)
-{
-    char *text = phase == DTRAIN__SAVE_WRITTEN ? c->written_text : c->published_text;
-    pthread_mutex_lock(&c->mutex);
-    if (phase == DTRAIN__SAVE_WRITTEN) c->written = result;
-    else c->published = result;
-    snprintf(text, DTRAIN__ERROR_BYTES, "%s", result == DTRAIN_OK ? "" : dtrain_last_error());
-    c->phase = phase;
-    pthread_cond_broadcast(&c->moved);
-    pthread_mutex_unlock(&c->mutex);
-}
-
-static dtrain_result dtrain__write_own(dtrain_checkpoint *c)
-{
-    const dtrain_result result = dtrain__save_write(c);
-    c->written_at = dtrain_seconds();
-    dtrain__phase_set(c, DTRAIN__SAVE_WRITTEN, result);
-    return result;
-}
-
-static void *dtrain__save_thread(void *argument)
-{
-    dtrain_checkpoint *c = (dtrain_checkpoint *)argument;
-    c->thread_ns[0] = dtrain__now_ns();
-    const dtrain_result result = dtrain__write_own(c);
-    c->thread_ns[1] = dtrain__now_ns();
-    if (c->rank == 0)
-        dtrain__phase_set(c, DTRAIN__SAVE_DONE, result == DTRAIN_OK ? dtrain__publish(c) : result);
-    c->thread_ns[2] = dtrain__now_ns();
-    return NULL;
-}
-
-/* Write in a thread, in which no signal of the host's is handled, or here. */
-static void dtrain__save_run(dtrain_checkpoint *c)
-{
-    sigset_t all, before;
-    c->phase = DTRAIN__SAVE_WRITING;
-    c->thread_ns[0] = 0;
-    if (!c->desc.background) {
-        dtrain__write_own(c);
-        return;
-    }
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    const int error = pthread_create(&c->thread, NULL, dtrain__save_thread, c);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    c->threaded = error == 0;
-    if (error)
-        dtrain__phase_set(c, DTRAIN__SAVE_WRITTEN,
-                          dtrain_fail(DTRAIN_ERROR_SYSTEM,
-                                      "a thread that writes the checkpoint could not be made: %s",
-                                      strerror(error)));
-}
-
-/* Read the list of a rank's files. It is there when all ranks have written, unless this host sees
- * it later than the one that has written it. */
-static dtrain_result dtrain__list_await(dtrain_checkpoint *c, const char *directory, int rank,
-                                        char **text, size_t *bytes, size_t *room)
-{
-    char path[2 * DTRAIN__PATH];
-    snprintf(path, sizeof path, "%s/rank-%05d.json", directory, rank);
-    for (;;) {
-        struct timespec nap = {0, DTRAIN__LOOK_MS * 1000000L};
-        dtrain_result result = dtrain__storage_get(c->desc.storage, &c->allocator, path,
-                                                   DTRAIN__MANIFEST_MOST, text, bytes);
-        *room = *bytes + 1;
-        if (result == DTRAIN_OK) {
-            result = dtrain__unseal(path, *text, bytes);
-            if (result == DTRAIN_OK) return DTRAIN_OK;
-            dtrain__free(&c->allocator, *text, *room, 1);
-        }
-        pthread_mutex_lock(&c->mutex);
-        const double deadline = c->deadline;
-        pthread_mutex_unlock(&c->mutex);
-        if (dtrain_seconds() > deadline) return result;
-        nanosleep(&nap, NULL);
-    }
-}
-
-/* Append the files of all ranks to the manifest. A rank's list is {"files": [...]}: the text
- * between the brackets is copied. */
-static dtrain_result dtrain__lists_join(dtrain_checkpoint *c, const char *directory,
-                                        dtrain__text *manifest)
-{
-    const size_t before = sizeof "{\"files\": [" - 1, after = sizeof "]}" - 1;
-    bool any = false;
-    for (int r = 0; r < c->ranks; r++) {
-        char path[2 * DTRAIN__PATH], *text;
-        size_t bytes, room;
-        DTRAIN__TRY(dtrain__list_await(c, directory, r, &text, &bytes, &room));
-        if (bytes > before + after) {
-            dtrain__text_add(manifest, "%s%.*s", any ? "," : "", (int)(bytes - before - after),
-                             text + before);
-            any = true;
-        }
-        dtrain__free(&c->allocator, text, room, 1);
-        snprintf(path, sizeof path, "%s/rank-%05d.json", directory, r);
-        DTRAIN__TRY(dtrain__storage_remove(c->desc.storage, path));
-    }
-    return DTRAIN_OK;
-}
-
-/* ---- What stays -------------------------------------------------------------------------------*/
-
-/* Read the metric of a checkpoint; false: it has none, or cannot be read. */
-static bool dtrain__metric_of(const dtrain_checkpoint *c, int64_t step, double *metric)
-{
-    char path[DTRAIN__PATH];
-    dtrain__manifest manifest;
-    dtrain__step_path(path, c->desc.directory, step, "");
-    if (dtrain__manifest_read(c->desc.storage, &c->allocator, path, &manifest) != DTRAIN_OK)
-        return false;
-    const bool has = manifest.has_metric;
-    *metric = manifest.metric;
-    dtrain__manifest_free(&manifest);
-    return has;
-}
-
-/* Tell whether fewer than keep_best checkpoints are better than this one; of equal ones the newer
- * is better. */
-static bool dtrain__is_best(const dtrain_checkpoint *c, const double *metrics, const bool *known,
-                            size_t count, size_t i)
-{
-    uint32_t better = 0;
-    if (!known[i]) return false;
-    for (size_t k = 0; k < count; k++) {
-        if (k == i || !known[k]) continue;
-        better += metrics[k] < metrics[i] || (k < i && !(metrics[k] > metrics[i]));
-    }
-    return better < c->desc.keep_best;
-}
-
-/* Remove the checkpoints that no rule keeps. What cannot be removed stays, with a warning: the new
- * checkpoint is there. */
-static dtrain_result dtrain__retain(dtrain_checkpoint *c)
-{
-    dtrain__steps list;
-    if (c->desc.keep == DTRAIN_KEEP_ALL) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__steps_list(c->desc.storage, &c->allocator, c->desc.directory, "", &list));
-    double *metrics =
-        (double *)dtrain__alloc(&c->allocator, list.count, sizeof *metrics, "metrics");
-    bool *known = (bool *)dtrain__alloc(&c->allocator, list.count, sizeof *known, "metrics");
-    if (metrics && known) {
-        for (size_t i = 0; i < list.count && c->desc.keep_best; i++)
-            known[i] = dtrain__metric_of(c, list.steps[i], &metrics[i]);
-        for (size_t i = c->desc.keep; i < list.count; i++) {
-            if (list.steps[i] == c->step || dtrain__is_best(c, metrics, known, list.count, i))
-                continue;
-            if (dtrain__step_remove(c->desc.storage, &c->allocator, c->desc.directory,
-                                    list.steps[i]) != DTRAIN_OK)
-                dtrain_log(c->world, DTRAIN_LOG_WARNING, "an old checkpoint stays: %s",
-                           dtrain__bare(dtrain_last_error()));
-        }
-    }
-    dtrain__free(&c->allocator, known, list.count, sizeof *known);
-    dtrain__free(&c->allocator, metrics, list.count, sizeof *metrics);
-    dtrain__steps_free(&list);
-    return DTRAIN_OK;
-}
-
-/* Rank 0: write the manifest when every rank's list is there, and make it a checkpoint. */
-static dtrain_result dtrain__publish(dtrain_checkpoint *c)
-{
-    char directory[DTRAIN__PATH], path[2 * DTRAIN__PATH];
-    dtrain__text *manifest = &c->head;
-    dtrain__step_path(directory, c->desc.directory, c->step, ".tmp");
-    snprintf(path, sizeof path, "%s/manifest.json", directory);
-    DTRAIN__TRY(dtrain__lists_join(c, directory, manifest));
-    dtrain__text_add(manifest, "]");
-    dtrain__seal(manifest);
-    if (manifest->failed) return DTRAIN_ERROR_MEMORY;
-    DTRAIN__TRY(dtrain__storage_put(c->desc.storage, path, manifest->at, manifest->bytes));
-    DTRAIN__TRY(
-        dtrain__directory_publish(c->desc.storage, &c->allocator, c->desc.directory, c->step));
-    return dtrain__retain(c);
-}
-
-/* ---- Agreement --------------------------------------------------------------------------------*/
-
-/* Wait until the thread has come to a phase, at most until the deadline of all waits. */
-static dtrain_result dtrain__phase_await(dtrain_checkpoint *c, uint32_t phase)
-{
-    struct timespec end;
-    clock_gettime(CLOCK_MONOTONIC, &end);
-    end.tv_sec += (time_t)(c->world->timeout_ns / 1000000000u) + 1;
-    int error = 0;
-    pthread_mutex_lock(&c->mutex);
-    while (c->phase < phase && error != ETIMEDOUT)
-        error = pthread_cond_timedwait(&c->moved, &c->mutex, &end);
-    const bool there = c->phase >= phase;
-    pthread_mutex_unlock(&c->mutex);
-    if (!there)
-        return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
-                           "checkpoint of step %lld: rank %d has not written its files in %.1f s; "
-                           "is the disk still there?",
-                           (long long)c->step, c->rank, 1e-9 * (double)c->world->timeout_ns);
-    const bool written = phase == DTRAIN__SAVE_WRITTEN;
-    const dtrain_result result = written ? c->written : c->published;
-    if (result != DTRAIN_OK) dtrain__set_last_error(written ? c->written_text : c->published_text);
-    return result;
-}
-
-/* End the thread. One that does not come to its end, on a disk that does not answer, is left. */
-static void dtrain__thread_end(dtrain_checkpoint *c, bool ended)
-{
-    if (!c->threaded) return;
-    if (ended) pthread_join(c->thread, NULL);
-    else pthread_detach(c->thread);
-    c->abandoned = !ended;
-    c->threaded = false;
-}
-
-/* Bring the save under way to an end on all ranks: it is there, or one error says why not. */
-static dtrain_result dtrain__save_agree(dtrain_checkpoint *c)
-{
-    const dtrain_result mine = dtrain__phase_await(c, DTRAIN__SAVE_WRITTEN);
-    dtrain_result result = dtrain__agree(c->comm, mine), published = DTRAIN_OK;
-    char text[DTRAIN__ERROR_BYTES];
-    snprintf(text, sizeof text, "%s", dtrain_last_error());
-    /* the others wait for the list's reader: less long than their own deadline */
-    const int64_t patience =
-        dtrain__min(DTRAIN__SHARED_MS * (int64_t)1000000, (int64_t)c->world->timeout_ns / 2);
-    pthread_mutex_lock(&c->mutex);
-    c->deadline = dtrain_seconds() + (result == DTRAIN_OK ? 1e-9 * (double)patience : 0);
-    pthread_mutex_unlock(&c->mutex);
-    if (c->rank == 0 && c->threaded) published = dtrain__phase_await(c, DTRAIN__SAVE_DONE);
-    else if (c->rank == 0 && result == DTRAIN_OK) published = dtrain__publish(c);
-    dtrain__thread_end(c, mine != DTRAIN_ERROR_TIMEOUT && published != DTRAIN_ERROR_TIMEOUT);
-    if (result == DTRAIN_OK) return dtrain__agree(c->comm, published);
-    dtrain__set_last_error(text);
-    return result;
-}
-
-/* Clear away what a save that failed has written: that may be what filled the disk. */
-static void dtrain__save_clear(const dtrain_checkpoint *c)
-{
-    char before[DTRAIN__ERROR_BYTES];
-    if (c->rank != 0 || c->abandoned) return;
-    snprintf(before, sizeof before, "%s", dtrain_last_error());
-    (void)dtrain__remove_unfinished(c->desc.storage, &c->allocator, c->desc.directory);
-    dtrain__set_last_error(before);
-}
-
-/* Add the spans of the thread, which has been joined, to the trace. */
-static void dtrain__thread_trace(const dtrain_checkpoint *c)
-{
-    const uint64_t *at = c->thread_ns;
-    if (!c->world->timeline.traced || c->abandoned || !c->desc.background || !at[0]) return;
-    dtrain__span_add(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT, "write", NULL,
-                     c->step, at[0], at[1]);
-    if (c->rank == 0)
-        dtrain__span_add(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT, "publish",
-                         NULL, c->step, at[1], at[2]);
-}
-
-/* Fail with the reason of the newest save's failure, and say which steps are lost. */
-static dtrain_result dtrain__save_lost(const dtrain_checkpoint *c)
-{
-    char kept[80] = "this run has saved nothing, and what it trained is lost";
-    if (c->info.last_step >= 0)
-        snprintf(kept, sizeof kept, "what was trained after step %lld, the newest saved, is lost",
-                 (long long)c->info.last_step);
-    return dtrain_fail(c->lost, "the checkpoint of step %lld was not saved: %s; %s",
-                       (long long)c->step, c->lost_text, kept);
-}
-
-/* Settle the save under way, if there is one, and count it. A failure is a warning, but an error
- * after desc.failures in a row, before a wait or close (`last`), whose caller relies on the save,
- * and when the communicator has failed. */
-static dtrain_result dtrain__save_settle(dtrain_checkpoint *c, bool last)
-{
-    if (!c->outstanding) return last && c->failures ? dtrain__save_lost(c) : DTRAIN_OK;
-    const dtrain_result result = dtrain__save_agree(c);
-    c->outstanding = false;
-    dtrain__thread_trace(c);
-    c->info.bytes = c->bytes;
-    c->info.write_seconds = c->written_at - c->begun;
-    if (result == DTRAIN_OK) {
-        c->info.saved++;
-        c->info.last_step = c->step;
-        c->failures = 0;
-        dtrain_world_progress(c->world, (uint64_t)c->step);
-        return DTRAIN_OK;
-    }
-    c->info.failed++;
-    dtrain__save_clear(c);
-    c->failures++;
-    c->lost = result;
-    snprintf(c->lost_text, sizeof c->lost_text, "%s", dtrain__bare(dtrain_last_error()));
-    if (result == DTRAIN_ERROR_PEER || result == DTRAIN_ERROR_MISMATCH ||
-        result == DTRAIN_ERROR_TIMEOUT)
-        return result;
-    if (last || c->failures > c->desc.failures) return dtrain__save_lost(c);
-    if (c->rank == 0)
-        dtrain_log(
-            c->world, DTRAIN_LOG_WARNING,
-            "the checkpoint of step %lld was not saved, failure %u in a row of %u tolerated: "
-            "%s",
-            (long long)c->step, c->failures, c->desc.failures, c->lost_text);
-    return DTRAIN_OK;
 }
 
 DTRAIN_API dtrain_result dtrain_checkpoint_wait(dtrain_checkpoint *checkpoint)
@@ -511,118 +553,24 @@ DTRAIN_API void dtrain_checkpoint_query(const dtrain_checkpoint *checkpoint,
 
 /* ---- Life -------------------------------------------------------------------------------------*/
 
-/* Make the directory, and those above it that are not there, and bring their names to the disk: all
- * that is saved in it could be gone otherwise after a loss of power. */
-static dtrain_result dtrain__directories_make(const dtrain_checkpoint *c)
+/* Resolve the desc: defaults, and copies of its texts. */
+static dtrain_result dtrain__checkpoint_resolve(dtrain_checkpoint *c)
 {
-    const dtrain_storage *storage = c->desc.storage;
-    char path[DTRAIN__PATH], above[DTRAIN__PATH];
-    const size_t length = strlen(c->desc.directory);
-    snprintf(above, sizeof above, "%s", c->desc.directory[0] == '/' ? "/" : ".");
-    for (size_t end = 1; end <= length; end++) {
-        if (end < length && c->desc.directory[end] != '/') continue;
-        snprintf(path, sizeof path, "%.*s", (int)end, c->desc.directory);
-        const int made = storage->make_directory(storage->user, path);
-        if (made < 0 && made != -EEXIST && (end == length || (made != -EROFS && made != -EACCES)))
-            return dtrain_fail(DTRAIN_ERROR_FILE, "the directory %s cannot be made: %s", path,
-                               strerror(-made));
-        if (made >= 0) DTRAIN__TRY(dtrain__storage_sync_directory(storage, above));
-        snprintf(above, sizeof above, "%.*s", (int)end, c->desc.directory);
-    }
-    return DTRAIN_OK;
-}
-
-/* Rank 0: make the directory, take its lock, and clear away what a crash has left. */
-static dtrain_result dtrain__directory_take(dtrain_checkpoint *c)
-{
-    const dtrain_storage *storage = c->desc.storage;
-    char path[DTRAIN__PATH];
-    DTRAIN__TRY(dtrain__directories_make(c));
-    snprintf(path, sizeof path, "%s/lock", c->desc.directory);
-    c->lock = dtrain__storage_try(storage, path, DTRAIN_STORAGE_LOCK);
-    if (c->lock == -EAGAIN)
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "another run saves checkpoints to %s (its lock is held); end it, or use "
-                           "another directory",
-                           c->desc.directory);
-    if (c->lock < 0)
-        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be opened: %s", path, strerror(-c->lock));
-    DTRAIN__TRY(dtrain__remove_unfinished(storage, &c->allocator, c->desc.directory));
-    return dtrain__history_join(c);
-}
-
-/* Write a small file, look whether rank 0's is there too, and remove it again. */
-static dtrain_result dtrain__directory_probe(const dtrain_checkpoint *c, int64_t token)
-{
-    const dtrain_storage *storage = c->desc.storage;
-    char path[DTRAIN__PATH], text[64];
-    snprintf(path, sizeof path, "%s/probe-%llx-%05d", c->desc.directory, (unsigned long long)token,
-             c->rank);
-    snprintf(text, sizeof text, "rank %d can write here\n", c->rank);
-    dtrain_result result = dtrain__storage_put(storage, path, text, strlen(text));
-    const double deadline = dtrain_seconds() + 1e-3 * DTRAIN__SHARED_MS;
-    int file = -1;
-    if (result == DTRAIN_OK && c->rank) {
-        struct timespec nap = {0, DTRAIN__LOOK_MS * 1000000L};
-        char first[DTRAIN__PATH];
-        snprintf(first, sizeof first, "%s/probe-%llx-%05d", c->desc.directory,
-                 (unsigned long long)token, 0);
-        while ((file = dtrain__storage_try(storage, first, DTRAIN_STORAGE_READ)) < 0 &&
-               dtrain_seconds() < deadline)
-            nanosleep(&nap, NULL);
-        if (file >= 0) (void)storage->close(storage->user, file);
-        else
-            result = dtrain_fail(DTRAIN_ERROR_FILE,
-                                 "rank %d does not see what rank 0 has written to %s: checkpoints "
-                                 "need a directory that all hosts share",
-                                 c->rank, c->desc.directory);
-    }
-    return result;
-}
-
-static void dtrain__probe_remove(const dtrain_checkpoint *c, int64_t token)
-{
-    char path[DTRAIN__PATH];
-    snprintf(path, sizeof path, "%s/probe-%llx-%05d", c->desc.directory, (unsigned long long)token,
-             c->rank);
-    (void)c->desc.storage->remove(c->desc.storage->user, path);
-}
-
-/* Take the directory: the lock, then every rank's probe. */
-static dtrain_result dtrain__directory_open(dtrain_checkpoint *c)
-{
-    int64_t token = (int64_t)(dtrain__now_ns() ^ ((uint64_t)getpid() << 40));
-    const dtrain_result taken = c->rank == 0 ? dtrain__directory_take(c) : DTRAIN_OK;
-    DTRAIN__TRY(dtrain__agree(c->comm, taken));
-    DTRAIN__TRY(dtrain_broadcast(c->comm, &token, 1, DTRAIN_DTYPE_I64, 0, NULL));
-    const dtrain_result result = dtrain__agree(c->comm, dtrain__directory_probe(c, token));
-    dtrain__probe_remove(c, token);
-    return result;
-}
-
-/* Copy a text of the desc behind those before it. */
-static const char *dtrain__keep_text(char **next, const char *text)
-{
-    if (!text) return NULL;
-    char *copy = (char *)memcpy(*next, text, strlen(text) + 1);
-    *next += strlen(text) + 1;
-    return copy;
-}
-
-/* Resolve the desc: defaults, and texts that are kept. */
-static dtrain_result dtrain__checkpoint_resolve(dtrain_checkpoint *c,
-                                                const dtrain_checkpoint_desc *desc)
-{
-    const char *texts[3] = {desc->directory, desc->config, desc->commit};
-    for (int i = 0; i < 3; i++) c->texts_bytes += texts[i] ? strlen(texts[i]) + 1 : 0;
+    const char **const texts[3] = {&c->desc.directory, &c->desc.config, &c->desc.commit};
+    for (int i = 0; i < 3; i++) c->texts_bytes += *texts[i] ? strlen(*texts[i]) + 1 : 0;
     c->texts = (char *)dtrain__alloc(&c->allocator, c->texts_bytes, 1, "texts of checkpoints");
     if (!c->texts) return DTRAIN_ERROR_MEMORY;
     char *next = c->texts;
-    c->desc.directory = dtrain__keep_text(&next, desc->directory);
-    c->desc.config = dtrain__keep_text(&next, desc->config);
-    c->desc.commit = dtrain__keep_text(&next, desc->commit);
+    for (int i = 0; i < 3; i++) {
+        if (!*texts[i]) continue;
+        const size_t bytes = strlen(*texts[i]) + 1;
+        *texts[i] = (const char *)memcpy(next, *texts[i], bytes);
+        next += bytes;
+    }
     if (!c->desc.keep) c->desc.keep = 3;
-    c->desc.storage = dtrain__storage_or_files(c->desc.storage);
+    const dtrain__folder folder = {dtrain__storage_or_files(c->desc.storage), &c->allocator,
+                                   c->desc.directory};
+    c->folder = folder;
     return DTRAIN_OK;
 }
 
@@ -673,7 +621,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
         pthread_mutex_init(&c->mutex, NULL);
         pthread_cond_init(&c->moved, &monotonic);
         pthread_condattr_destroy(&monotonic);
-        result = dtrain__checkpoint_resolve(c, desc);
+        result = dtrain__checkpoint_resolve(c);
     }
     result = dtrain__agree(comm, result);
     if (result == DTRAIN_OK) result = dtrain__union_make(c);
@@ -689,17 +637,15 @@ DTRAIN_API dtrain_result dtrain_checkpoint_close(dtrain_checkpoint *checkpoint)
     if (!c) return DTRAIN_OK;
     const dtrain_allocator allocator = c->allocator;
     dtrain_device *device = c->desc.state->device;
-    char before[DTRAIN__ERROR_BYTES];
-    snprintf(before, sizeof before, "%s", dtrain_last_error());
     const dtrain_result result = dtrain__save_settle(c, true);
-    if (result == DTRAIN_OK) dtrain__set_last_error(before);
     if (c->abandoned) return result; /* its thread still writes from this memory */
-    if (c->lock >= 0) (void)c->desc.storage->close(c->desc.storage->user, c->lock);
-    if (c->snapshot) device->ops->host_free(device, c->snapshot, c->snapshot_bytes);
+    if (c->lock >= 0) (void)c->folder.storage->close(c->folder.storage->user, c->lock);
+    if (c->snapshot) device->ops->host_free(device, c->snapshot, c->info.snapshot_bytes);
     pthread_cond_destroy(&c->moved);
     pthread_mutex_destroy(&c->mutex);
     dtrain__text_free(&c->head);
-    dtrain__union_free(c);
+    dtrain__free(&allocator, c->held, c->held_room, sizeof *c->held);
+    dtrain__free(&allocator, c->held_names, c->held_names_bytes, 1);
     dtrain__free(&allocator, c->pieces, c->piece_room, sizeof *c->pieces);
     dtrain__free(&allocator, c->texts, c->texts_bytes, 1);
     dtrain__free(&allocator, c, 1, sizeof *c);

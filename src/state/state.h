@@ -74,9 +74,9 @@ typedef struct dtrain_state_tensor {
 } dtrain_state_tensor;
 
 /* An array of the program's own, in host or device memory, which must stay where it is: a random
- * generator, counters, statistics; or a piece of a tensor that ranks share. Ranks may list different
- * arrays; those that list the same one give it the same shape and dtype, and together hold all of
- * its elements: dtrain_checkpoint_open checks both. */
+ * generator, counters, statistics; or a piece of a tensor that ranks share. Ranks may list
+ * different arrays; those that list the same one give it the same shape and dtype, and together
+ * hold all of its elements: dtrain_checkpoint_open checks both. */
 typedef struct dtrain_state_item {
     const char *name; /* kept by pointer */
     uint32_t dtype;   /* dtrain_dtype or DTRAIN_STATE_BYTES */

@@ -141,7 +141,8 @@ DTRAIN__PRIVATE const dtrain_storage *dtrain__storage_or_files(const dtrain_stor
 
 /* ---- Over any table ---------------------------------------------------------------------------*/
 
-static dtrain_result dtrain__storage_fail(const char *path, const char *what, int64_t code)
+/* Fail because something could not be done with a path, for the reason of a negated errno. */
+DTRAIN__PRIVATE dtrain_result dtrain__storage_fail(const char *path, const char *what, int64_t code)
 {
     return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be %s: %s", path, what, strerror((int)-code));
 }
@@ -154,6 +155,15 @@ DTRAIN__PRIVATE int dtrain__storage_try(const dtrain_storage *storage, const cha
     do file = storage->open(storage->user, path, mode);
     while (file == -EINTR);
     return file;
+}
+
+/* Find out whether something can be opened: 0, or a negated errno. */
+DTRAIN__PRIVATE int dtrain__storage_probe(const dtrain_storage *storage, const char *path,
+                                          dtrain_storage_mode mode)
+{
+    const int file = dtrain__storage_try(storage, path, mode);
+    if (file >= 0) (void)storage->close(storage->user, file);
+    return file < 0 ? file : 0;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__storage_open(const dtrain_storage *storage, const char *path,

@@ -9,6 +9,10 @@
 DTRAIN__PRIVATE const dtrain_storage *dtrain__storage_or_files(const dtrain_storage *given);
 DTRAIN__PRIVATE int dtrain__storage_try(const dtrain_storage *storage, const char *path,
                                         dtrain_storage_mode mode);
+DTRAIN__PRIVATE int dtrain__storage_probe(const dtrain_storage *storage, const char *path,
+                                          dtrain_storage_mode mode);
+DTRAIN__PRIVATE dtrain_result dtrain__storage_fail(const char *path, const char *what,
+                                                   int64_t code);
 DTRAIN__PRIVATE dtrain_result dtrain__storage_open(const dtrain_storage *storage, const char *path,
                                                    dtrain_storage_mode mode, int *file);
 DTRAIN__PRIVATE dtrain_result dtrain__storage_read(const dtrain_storage *storage, int file,

@@ -1,7 +1,7 @@
 /* Writing a rank's files
  *
- *     plan        where in which of two files each piece goes: values, which are read alone as
- *                 well, are in one of their own
+ *     plan        once: where in which of two files each piece goes. Values have a file of their
+ *                 own, because programs read them alone as well
  *     snapshot    copy these pieces to host memory, for a save in the background
  *     write       files, block by block with their checksums, and the list of what they hold
  *
@@ -20,37 +20,40 @@
 
 /* ---- Plan -------------------------------------------------------------------------------------*/
 
-/* Wide elements come first, so that all are aligned. */
+/* Plan both files, and make the memory of snapshots. Wide elements come first, so that all are
+ * aligned. */
 DTRAIN__PRIVATE dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
 {
-    c->piece_count = 0;
-    memset(c->files, 0, sizeof c->files);
-    for (int f = 0; f < 2; f++) {
-        dtrain__write_file *file = &c->files[f];
-        file->first = c->piece_count;
-        for (size_t n = 0; n < 4 * c->held_count; n++) {
-            const size_t each = (size_t)8 >> n / c->held_count;
-            const dtrain__held *held = &c->held[n % c->held_count];
-            if (held->rank != c->rank || (held->kind != DTRAIN_STATE_VALUE) != (f == 1) ||
-                dtrain__state_bytes((uint32_t)held->dtype) != each || !held->piece.count)
-                continue;
-            if (!dtrain__grow(&c->allocator, (void **)&c->pieces, c->piece_count, &c->piece_room,
-                              sizeof *c->pieces, "the plan of a save"))
-                return DTRAIN_ERROR_MEMORY;
-            dtrain__write_piece *piece = &c->pieces[c->piece_count++];
-            piece->held = held;
-            piece->at = file->bytes;
-            piece->from = c->desc.state->tensors[held->index].memory;
-            file->bytes += (uint64_t)held->piece.count * each;
-            file->count++;
-        }
+    dtrain_device *device = c->desc.state->device;
+    size_t copied = 0;
+    void *memory;
+    for (size_t n = 0; n < 8 * c->held_count; n++) {
+        const size_t round = n / c->held_count, each = (size_t)8 >> round % 4;
+        const dtrain__held *held = &c->held[n % c->held_count];
+        dtrain__write_file *file = &c->files[round / 4];
+        if (held->rank != c->rank || !held->tensor.piece.count ||
+            (held->tensor.kind != DTRAIN_STATE_VALUE) != (round >= 4) ||
+            dtrain__state_bytes(held->tensor.dtype) != each)
+            continue;
+        if (!dtrain__grow(&c->allocator, (void **)&c->pieces, c->piece_count, &c->piece_room,
+                          sizeof *c->pieces, "the plan of a save"))
+            return DTRAIN_ERROR_MEMORY;
+        const uint64_t bytes = (uint64_t)held->tensor.piece.count * each;
+        const dtrain__write_piece piece = {held, bytes, file->bytes, NULL};
+        if (!file->count++) file->first = c->piece_count;
+        c->pieces[c->piece_count++] = piece;
+        file->bytes += bytes;
+        copied += dtrain__round_up((size_t)bytes, DTRAIN__CACHE_LINE);
+    }
+    if (!c->desc.background || !copied) return DTRAIN_OK;
+    DTRAIN__TRY(device->ops->host_alloc(device, copied, &memory));
+    c->snapshot = (char *)memory;
+    c->info.snapshot_bytes = copied;
+    for (size_t i = 0, at = 0; i < c->piece_count; i++) {
+        c->pieces[i].copy = c->snapshot + at;
+        at += dtrain__round_up((size_t)c->pieces[i].bytes, DTRAIN__CACHE_LINE);
     }
     return DTRAIN_OK;
-}
-
-static uint64_t dtrain__piece_bytes(const dtrain__write_piece *piece)
-{
-    return (uint64_t)piece->held->piece.count * dtrain__state_bytes((uint32_t)piece->held->dtype);
 }
 
 /* ---- Snapshot ---------------------------------------------------------------------------------*/
@@ -77,31 +80,16 @@ static void dtrain__copy_past_cache(char *to, const char *from, size_t bytes)
     memcpy(to + done, from + done, bytes - done);
 }
 
-/* Copy all pieces to memory that stays as it is: all that a step pays. The memory is kept for the
- * next save. */
+/* Copy all pieces to memory that stays as it is: all that a step pays. */
 DTRAIN__PRIVATE dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c)
 {
     dtrain_device *device = c->desc.state->device;
-    uint64_t bytes = 0;
-    for (size_t i = 0; i < c->piece_count; i++)
-        bytes += dtrain__round_up((size_t)dtrain__piece_bytes(&c->pieces[i]), DTRAIN__CACHE_LINE);
-    if (bytes > c->snapshot_bytes) {
-        void *memory;
-        if (c->snapshot) device->ops->host_free(device, c->snapshot, c->snapshot_bytes);
-        c->snapshot = NULL;
-        c->info.snapshot_bytes = c->snapshot_bytes = 0;
-        DTRAIN__TRY(device->ops->host_alloc(device, (size_t)bytes, &memory));
-        c->snapshot = (char *)memory;
-        c->info.snapshot_bytes = c->snapshot_bytes = (size_t)bytes;
-    }
-    char *next = c->snapshot;
     for (size_t i = 0; i < c->piece_count; i++) {
-        const size_t count = (size_t)dtrain__piece_bytes(&c->pieces[i]);
+        const dtrain__write_piece *piece = &c->pieces[i];
+        const char *from = (const char *)piece->held->tensor.memory;
         if (device->ops->host_memory)
-            dtrain__copy_past_cache(next, (const char *)c->pieces[i].from, count);
-        else DTRAIN__TRY(dtrain_device_copy(device, next, c->pieces[i].from, count));
-        c->pieces[i].from = next;
-        next += dtrain__round_up(count, DTRAIN__CACHE_LINE);
+            dtrain__copy_past_cache(piece->copy, from, (size_t)piece->bytes);
+        else DTRAIN__TRY(dtrain_device_copy(device, piece->copy, from, (size_t)piece->bytes));
     }
     return DTRAIN_OK;
 }
@@ -111,11 +99,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c)
 /* Write the name and shape of a piece in its file. A whole tensor has its own name and shape. A box
  * adds its place along each axis, "wte[0:64,0:128]"; a run adds its elements of the tensor or box,
  * "wte[0:16384]". The names of all kinds but values begin with the kind. */
-static dtrain_result dtrain__piece_stored(const dtrain__held *held, char *name,
+static dtrain_result dtrain__piece_stored(const dtrain_state_tensor *tensor, char *name,
                                           dtrain__stored *stored)
 {
-    const dtrain_piece *piece = &held->piece, whole = dtrain__piece_whole(held->shape);
-    const bool boxed = !dtrain__box_same(piece, &whole), value = held->kind == DTRAIN_STATE_VALUE;
+    const dtrain_piece *piece = &tensor->piece, whole = dtrain__piece_whole(tensor->shape);
+    const bool boxed = !dtrain__box_same(piece, &whole), value = tensor->kind == DTRAIN_STATE_VALUE;
     const bool run = piece->count != dtrain__box_count(piece);
     char where[200] = "", range[48] = "";
     stored->dims = run ? 1 : 0;
@@ -131,13 +119,13 @@ static dtrain_result dtrain__piece_stored(const dtrain__held *held, char *name,
         snprintf(range, sizeof range, "[%lld:%lld]", (long long)piece->offset,
                  (long long)(piece->offset + piece->count));
     const int length = snprintf(name, DTRAIN__TENSOR_NAME, "%s%s%s%s%s%s",
-                                value ? "" : dtrain__state_kind_name((uint32_t)held->kind),
-                                value ? "" : ".", held->name, where, boxed ? "]" : "", range);
+                                value ? "" : dtrain__state_kind_name(tensor->kind),
+                                value ? "" : ".", tensor->name, where, boxed ? "]" : "", range);
     if (length > 0 && length < DTRAIN__TENSOR_NAME) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                        "the name \"%.100s...\" is too long for a file of tensors, which takes %d "
                        "bytes with what is added here",
-                       held->name, DTRAIN__TENSOR_NAME - 1);
+                       tensor->name, DTRAIN__TENSOR_NAME - 1);
 }
 
 /* Write the header of a file: what it holds, and the metadata by which readers know it. */
@@ -152,11 +140,11 @@ static dtrain_result dtrain__file_header(const dtrain_checkpoint *c, const dtrai
     dtrain_result result = stored && names ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
     for (size_t i = 0; i < file->count && result == DTRAIN_OK; i++) {
         const dtrain__write_piece *piece = &c->pieces[file->first + i];
-        result = dtrain__piece_stored(piece->held, names[i], &stored[i]);
+        result = dtrain__piece_stored(&piece->held->tensor, names[i], &stored[i]);
         stored[i].name = names[i];
-        stored[i].dtype = (uint32_t)piece->held->dtype;
+        stored[i].dtype = piece->held->tensor.dtype;
         stored[i].begin = piece->at;
-        stored[i].end = piece->at + dtrain__piece_bytes(piece);
+        stored[i].end = piece->at + piece->bytes;
     }
     if (result == DTRAIN_OK)
         result = dtrain__safetensors_write(text, stored, file->count, metadata);
@@ -165,24 +153,32 @@ static dtrain_result dtrain__file_header(const dtrain_checkpoint *c, const dtrai
     return result;
 }
 
-/* Write a piece, block by block, with the checksums into the list. A block that is in a device's
- * memory comes through `bounce`; NULL: none is. */
+/* Write a piece at byte `at` of its file, block by block, and its entry into the list. A block in a
+ * device's memory comes through `bounce`; NULL: none is. */
 static dtrain_result dtrain__piece_write(const dtrain_checkpoint *c, int file, const char *path,
-                                         uint64_t data, const dtrain__write_piece *piece,
+                                         uint64_t at, const dtrain__write_piece *piece,
                                          char *bounce, dtrain__text *list)
 {
-    const uint64_t bytes = dtrain__piece_bytes(piece);
-    for (uint64_t done = 0; done < bytes; done += DTRAIN__BLOCK) {
-        const size_t count = bytes - done < DTRAIN__BLOCK ? (size_t)(bytes - done) : DTRAIN__BLOCK;
-        const char *block = (const char *)piece->from + done;
+    const dtrain_state_tensor *tensor = &piece->held->tensor;
+    const dtrain_piece *box = &tensor->piece, whole = dtrain__piece_whole(tensor->shape);
+    const char *from = piece->copy ? piece->copy : (const char *)tensor->memory;
+    dtrain__text_add(list, "[%lld, %lld, %lld, %llu, \"", (long long)piece->held->number,
+                     (long long)box->offset, (long long)box->count, (unsigned long long)at);
+    for (uint64_t done = 0; done < piece->bytes; done += DTRAIN__BLOCK) {
+        const size_t count =
+            (size_t)dtrain__min((int64_t)(piece->bytes - done), (int64_t)DTRAIN__BLOCK);
+        const char *block = from + done;
         if (bounce) {
             DTRAIN__TRY(dtrain_device_copy(c->desc.state->device, bounce, block, count));
             block = bounce;
         }
         dtrain__text_add(list, "%08x", dtrain__crc32c(0, block, count));
-        DTRAIN__TRY(dtrain__storage_write(c->desc.storage, file, path, block, count,
-                                          data + piece->at + done));
+        DTRAIN__TRY(dtrain__storage_write(c->folder.storage, file, path, block, count, at + done));
     }
+    dtrain__text_add(list, "\"");
+    for (int d = 0; d < 4 && !dtrain__box_same(box, &whole); d++)
+        dtrain__text_add(list, ", %lld, %lld", (long long)box->first[d], (long long)box->length[d]);
+    dtrain__text_add(list, "]");
     return DTRAIN_OK;
 }
 
@@ -191,70 +187,61 @@ static dtrain_result dtrain__tensors_write(dtrain_checkpoint *c, const char *dir
                                            const dtrain__write_file *plan, char *bounce,
                                            dtrain__text *list)
 {
-    char path[2 * DTRAIN__PATH], name[64];
+    char name[64];
     dtrain__text header;
     int file;
     memset(&header, 0, sizeof header);
     header.allocator = &c->allocator;
     snprintf(name, sizeof name, "%s-%05d.safetensors", plan == c->files ? "model" : "state",
              c->rank);
-    snprintf(path, sizeof path, "%s/%s", directory, name);
+    const dtrain__path path = dtrain__path_in(directory, "%s", name);
     dtrain_result result = dtrain__file_header(c, plan, &header);
     if (result == DTRAIN_OK)
-        result = dtrain__storage_open(c->desc.storage, path, DTRAIN_STORAGE_CREATE, &file);
+        result = dtrain__storage_open(c->folder.storage, path.text, DTRAIN_STORAGE_CREATE, &file);
     if (result == DTRAIN_OK) {
-        dtrain__text_add(list,
-                         "%s\n  {\"name\": \"%s\", \"bytes\": %llu, \"rank\": %d, "
-                         "\"pieces\": [",
-                         plan == c->files || !c->files[0].count ? "" : ",", name,
-                         (unsigned long long)(header.bytes + plan->bytes), c->rank);
-        result = dtrain__storage_write(c->desc.storage, file, path, header.at, header.bytes, 0);
+        const uint64_t bytes = header.bytes + plan->bytes;
+        const dtrain__saved_file entry = {name, bytes, c->rank};
+        if (plan != c->files && c->files[0].count) dtrain__text_add(list, ",");
+        dtrain__manifest_file(list, &entry);
+        result =
+            dtrain__storage_write(c->folder.storage, file, path.text, header.at, header.bytes, 0);
         for (size_t i = 0; i < plan->count && result == DTRAIN_OK; i++) {
             const dtrain__write_piece *piece = &c->pieces[plan->first + i];
-            const dtrain_piece *box = &piece->held->piece;
-            const dtrain_piece whole = dtrain__piece_whole(piece->held->shape);
-            dtrain__text_add(list, "%s\n   [%lld, %lld, %lld, %llu, \"", i ? "," : "",
-                             (long long)piece->held->tensor, (long long)box->offset,
-                             (long long)box->count, (unsigned long long)(header.bytes + piece->at));
-            result = dtrain__piece_write(c, file, path, header.bytes, piece, bounce, list);
-            dtrain__text_add(list, "\"");
-            for (int d = 0; d < 4 && !dtrain__box_same(box, &whole); d++)
-                dtrain__text_add(list, ", %lld, %lld", (long long)box->first[d],
-                                 (long long)box->length[d]);
-            dtrain__text_add(list, "]");
+            dtrain__text_add(list, "%s\n   ", i ? "," : "");
+            result = dtrain__piece_write(c, file, path.text, header.bytes + piece->at, piece,
+                                         bounce, list);
         }
         dtrain__text_add(list, "]}");
-        result = dtrain__storage_finish(c->desc.storage, file, path, result);
-        c->bytes += header.bytes + plan->bytes;
+        result = dtrain__storage_finish(c->folder.storage, file, path.text, result);
+        c->bytes += bytes;
     }
     dtrain__text_free(&header);
     return result;
 }
 
-/* Put this rank's list of files where rank 0 looks for it, by a rename: what has the name is
+/* Put this rank's list of files where rank 0 polls for it, by a rename: a file of that name is
  * whole. */
 static dtrain_result dtrain__list_write(const dtrain_checkpoint *c, const char *directory,
                                         const dtrain__text *list)
 {
-    char path[2 * DTRAIN__PATH], tmp[2 * DTRAIN__PATH];
+    const dtrain__path path = dtrain__path_in(directory, "rank-%05d.json", c->rank);
+    const dtrain__path tmp = dtrain__path_in(directory, "rank-%05d.tmp", c->rank);
     if (list->failed) return DTRAIN_ERROR_MEMORY;
-    snprintf(path, sizeof path, "%s/rank-%05d.json", directory, c->rank);
-    snprintf(tmp, sizeof tmp, "%s/rank-%05d.tmp", directory, c->rank);
-    DTRAIN__TRY(dtrain__storage_put(c->desc.storage, tmp, list->at, list->bytes));
-    return dtrain__storage_rename(c->desc.storage, tmp, path);
+    DTRAIN__TRY(dtrain__storage_put(c->folder.storage, tmp.text, list->at, list->bytes));
+    return dtrain__storage_rename(c->folder.storage, tmp.text, path.text);
 }
 
 /* Write what was planned to step-N.tmp, which is there. */
 DTRAIN__PRIVATE dtrain_result dtrain__save_write(dtrain_checkpoint *c)
 {
-    char directory[DTRAIN__PATH], *bounce = NULL;
-    dtrain__text list;
+    const dtrain__path directory = dtrain__step_path(&c->folder, c->step, ".tmp");
     const bool direct = c->desc.background || c->desc.state->device->ops->host_memory;
+    char *bounce = NULL;
+    dtrain__text list;
     dtrain_result result = DTRAIN_OK;
     memset(&list, 0, sizeof list);
     list.allocator = &c->allocator;
     c->bytes = 0;
-    dtrain__step_path(directory, c->desc.directory, c->step, ".tmp");
     if (!direct) {
         bounce = (char *)dtrain__alloc(&c->allocator, DTRAIN__BLOCK, 1, "a bounce buffer");
         if (!bounce) return DTRAIN_ERROR_MEMORY;
@@ -262,10 +249,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_write(dtrain_checkpoint *c)
     dtrain__text_add(&list, "{\"files\": [");
     for (int i = 0; i < 2 && result == DTRAIN_OK; i++)
         if (c->files[i].count)
-            result = dtrain__tensors_write(c, directory, &c->files[i], bounce, &list);
+            result = dtrain__tensors_write(c, directory.text, &c->files[i], bounce, &list);
     dtrain__text_add(&list, "]");
     dtrain__seal(&list);
-    if (result == DTRAIN_OK) result = dtrain__list_write(c, directory, &list);
+    if (result == DTRAIN_OK) result = dtrain__list_write(c, directory.text, &list);
     dtrain__text_free(&list);
     dtrain__free(&c->allocator, bounce, DTRAIN__BLOCK, 1);
     return result;
