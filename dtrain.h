@@ -2648,7 +2648,7 @@ typedef struct dtrain_checkpoint dtrain_checkpoint;
 
 #define DTRAIN_KEEP_ALL UINT32_MAX
 
-/* Every zero is the default written beside the field. */
+/* Every zero is the default written beside the field; texts are kept by pointer. */
 typedef struct dtrain_checkpoint_desc {
     uint32_t keep;         /* the newest n stay; 0 = 3, or DTRAIN_KEEP_ALL */
     uint32_t keep_best;    /* besides, the n with the least metric given to save, which is a loss;
@@ -25274,41 +25274,31 @@ static dtrain_result dtrain__state_item(dtrain_state *state, const dtrain_state_
 
 /* ---- Scalars ----------------------------------------------------------------------------------*/
 
-static void dtrain__scalar_add(dtrain_state *state, const char *name, void *memory, size_t bytes)
-{
-    dtrain__scalar *scalar = &state->scalars[state->scalar_count++];
-    scalar->name = name;
-    scalar->memory = memory;
-    scalar->bytes = bytes;
-}
-
-/* List the numbers. Compression depends on the strategy's step; a schedule and the seeds of dropout
- * depend on the trainer's. */
+/* List the numbers of those objects that there are. Compression depends on the strategy's step; a
+ * schedule and the seeds of dropout depend on the trainer's. */
 static void dtrain__state_scalars(dtrain_state *state)
 {
     const dtrain_state_desc *desc = &state->desc;
+    dtrain_optimizer *optimizer = desc->optimizer;
     dtrain_trainer *trainer = desc->trainer;
+    dtrain_loader *loader = desc->loader;
     dtrain_loss_scaler *scaler = trainer && trainer->scaling ? &trainer->scaler : desc->scaler;
-    dtrain__scalar_add(state, "strategy.step", dtrain__step_count_of(desc->strategy), 8);
-    if (desc->optimizer)
-        dtrain__scalar_add(state, "optimizer.step", &desc->optimizer->step_count, 8);
-    if (trainer) {
-        dtrain__scalar_add(state, "trainer.step", &trainer->step, 8);
-        dtrain__scalar_add(state, "trainer.tokens", &trainer->tokens, 8);
-        dtrain__scalar_add(state, "trainer.seed", &trainer->desc.seed, 8);
-        dtrain__scalar_add(state, "trainer.skipped", &trainer->skipped, 8);
-    }
-    if (scaler) {
-        dtrain__scalar_add(state, "scaler.scale", &scaler->scale, 4);
-        dtrain__scalar_add(state, "scaler.good_steps", &scaler->good_steps, 4);
-        dtrain__scalar_add(state, "scaler.bad_left", &scaler->bad_left, 4);
-        dtrain__scalar_add(state, "scaler.bad_steps", &scaler->bad_steps, 4);
-        dtrain__scalar_add(state, "scaler.skipped_steps", &scaler->skipped_steps, 8);
-    }
-    if (desc->loader) {
-        dtrain__scalar_add(state, "loader.position", &desc->loader->position, 8);
-        dtrain__scalar_add(state, "loader.seed", &desc->loader->desc.seed, 8);
-    }
+    const dtrain__scalar all[] = {
+        {"strategy.step", dtrain__step_count_of(desc->strategy), 8},
+        {"optimizer.step", optimizer ? &optimizer->step_count : NULL, 8},
+        {"trainer.step", trainer ? &trainer->step : NULL, 8},
+        {"trainer.tokens", trainer ? &trainer->tokens : NULL, 8},
+        {"trainer.seed", trainer ? &trainer->desc.seed : NULL, 8},
+        {"trainer.skipped", trainer ? &trainer->skipped : NULL, 8},
+        {"scaler.scale", scaler ? &scaler->scale : NULL, 4},
+        {"scaler.good_steps", scaler ? &scaler->good_steps : NULL, 4},
+        {"scaler.bad_left", scaler ? &scaler->bad_left : NULL, 4},
+        {"scaler.bad_steps", scaler ? &scaler->bad_steps : NULL, 4},
+        {"scaler.skipped_steps", scaler ? &scaler->skipped_steps : NULL, 8},
+        {"loader.position", loader ? &loader->position : NULL, 8},
+        {"loader.seed", loader ? &loader->desc.seed : NULL, 8}};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)
+        if (all[i].memory) state->scalars[state->scalar_count++] = all[i];
 }
 
 /* Refuse settings that are no pairs, or that no manifest could give back. */
@@ -25635,7 +25625,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__json_end(dtrain__json *json);
 #define DTRAIN__PATH 768
 #define DTRAIN__MANIFEST_VERSION 2 /* 1, of version 0.2, had no boxes; it is read as well */
 #define DTRAIN__MANIFEST_MOST ((uint64_t)1 << 30)
-#define DTRAIN__TEXT_MOST 65536 /* bytes of config */
+#define DTRAIN__TEXT_MOST 65536 /* bytes of config, and of commit */
 
 /* A path that is long enough for all that a checkpoint names. */
 typedef struct dtrain__path {
@@ -25683,10 +25673,8 @@ typedef struct dtrain__object {
 /* A manifest that was read, or whose members are to be written. */
 typedef struct dtrain__manifest {
     const dtrain_allocator *allocator;
-    char *text; /* (text_bytes + 1) */
+    char *text; /* (text_bytes + 1), in which strings have been decoded */
     size_t text_bytes;
-    char *names; /* (text_bytes + 1), names_bytes in use: all strings, decoded */
-    size_t names_bytes;
     const char *format, *library, *strategy, *commit, *config;
     uint64_t version, block, metric_bits, run, job; /* run, job: 0 = unknown */
     int64_t step, ranks;
@@ -25716,11 +25704,9 @@ typedef struct dtrain__folder {
 /* The steps of a folder, newest first. */
 typedef struct dtrain__steps {
     const dtrain_allocator *allocator;
-    const char *suffix; /* of their directories */
-    int64_t *steps;     /* (room), count in use */
+    int64_t *steps; /* (room), count in use */
     size_t count, room;
     bool remains; /* there are files of a checkpoint beside them */
-    bool failed;  /* no memory */
 } dtrain__steps;
 
 /* state/directory.c */
@@ -25773,6 +25759,7 @@ typedef struct dtrain__write_piece {
 typedef struct dtrain__write_file {
     size_t first, count; /* pieces */
     uint64_t bytes;      /* of data */
+    dtrain__text header;
 } dtrain__write_file;
 
 /* The phases of a save: this rank's files are brought to the disk; rank 0 publishes the checkpoint.
@@ -25782,9 +25769,7 @@ enum { DTRAIN__SAVE_WRITE, DTRAIN__SAVE_PUBLISH, DTRAIN__SAVE_PHASES };
 struct dtrain_checkpoint {
     dtrain_allocator allocator;
     dtrain_world *world;
-    dtrain_checkpoint_desc desc; /* resolved; its texts are copies */
-    char *texts;                 /* (texts_bytes) */
-    size_t texts_bytes;
+    dtrain_checkpoint_desc desc; /* resolved */
     dtrain__folder folder;
     dtrain_comm *comm;
     int rank, ranks;
@@ -25797,8 +25782,8 @@ struct dtrain_checkpoint {
     dtrain__write_piece *pieces; /* (piece_room) what this rank writes; see write.c */
     size_t piece_count, piece_room;
     dtrain__write_file files[2]; /* values; all else */
-    char *snapshot;              /* page-locked where the device is no CPU */
-    size_t snapshot_bytes;
+    char *snapshot;              /* page-locked where the device is no CPU; NULL: there is none */
+    char *bounce;                /* (BLOCK) for what is not in host memory; NULL: there is none */
 
     /* The save under way. */
     int64_t step;
@@ -26080,8 +26065,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c)
 
 /* Writing a rank's files
  *
- *     plan        once: where in which of two files each piece goes. Values have a file of their
- *                 own, because programs read them alone as well
+ *     plan        once: where in which of two files each piece goes, and their headers. Values
+ *                 have a file of their own, because programs read them alone as well
  *     snapshot    copy these pieces to host memory, for a save in the background
  *     write       files, block by block with their checksums, and the list of what they hold
  *
@@ -26126,13 +26111,89 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
 
 /* ---- Plan -------------------------------------------------------------------------------------*/
 
-/* Plan both files, and make the memory of snapshots. Wide elements come first, so that all are
- * aligned. */
-DTRAIN__PRIVATE dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
+/* Write the name and shape of a piece in its file. A whole tensor has its own name and shape. A box
+ * adds its place along each axis, "wte[0:64,0:128]"; a run adds its elements of the tensor or box,
+ * "wte[0:16384]". The names of all kinds but values begin with the kind. */
+static dtrain_result dtrain__piece_stored(const dtrain_state_tensor *tensor, char *name,
+                                          dtrain__stored *stored)
+{
+    const dtrain_piece *piece = &tensor->piece, whole = dtrain__piece_whole(tensor->shape);
+    const bool boxed = !dtrain__box_same(piece, &whole), value = tensor->kind == DTRAIN_STATE_VALUE;
+    const bool run = piece->count != dtrain__box_count(piece);
+    char where[200] = "", range[48] = "";
+    stored->dims = run ? 1 : 0;
+    stored->shape[0] = piece->count;
+    for (int d = 0; d < 4 && (d == 0 || piece->length[d]); d++) {
+        const size_t used = strlen(where);
+        if (!run) stored->shape[stored->dims++] = piece->length[d];
+        if (boxed)
+            snprintf(where + used, sizeof where - used, "%s%lld:%lld", d ? "," : "[",
+                     (long long)piece->first[d], (long long)(piece->first[d] + piece->length[d]));
+    }
+    if (run)
+        snprintf(range, sizeof range, "[%lld:%lld]", (long long)piece->offset,
+                 (long long)(piece->offset + piece->count));
+    const int length = snprintf(name, DTRAIN__TENSOR_NAME, "%s%s%s%s%s%s",
+                                value ? "" : dtrain__state_kind_name(tensor->kind),
+                                value ? "" : ".", tensor->name, where, boxed ? "]" : "", range);
+    if (length > 0 && length < DTRAIN__TENSOR_NAME) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "the name \"%.100s...\" is too long for a file of tensors, which takes %d "
+                       "bytes with what is added here",
+                       tensor->name, DTRAIN__TENSOR_NAME - 1);
+}
+
+/* Make the header of a file: what it holds, and the metadata by which readers know it. */
+static dtrain_result dtrain__file_header(const dtrain_checkpoint *c, dtrain__write_file *file)
+{
+    static const char metadata[] = "{\"format\":\"pt\",\"writer\":\"dtrain checkpoint\"}";
+    dtrain__stored *stored = (dtrain__stored *)dtrain__alloc(
+        &c->allocator, file->count, sizeof *stored, "the header of a file");
+    char(*names)[DTRAIN__TENSOR_NAME] = (char(*)[DTRAIN__TENSOR_NAME])dtrain__alloc(
+        &c->allocator, file->count, sizeof *names, "the header of a file");
+    dtrain_result result = stored && names ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    file->header.allocator = &c->allocator;
+    for (size_t i = 0; i < file->count && result == DTRAIN_OK; i++) {
+        const dtrain__write_piece *piece = &c->pieces[file->first + i];
+        result = dtrain__piece_stored(&piece->held->tensor, names[i], &stored[i]);
+        stored[i].name = names[i];
+        stored[i].dtype = piece->held->tensor.dtype;
+        stored[i].begin = piece->at;
+        stored[i].end = piece->at + piece->bytes;
+    }
+    if (result == DTRAIN_OK)
+        result = dtrain__safetensors_write(&file->header, stored, file->count, metadata);
+    dtrain__free(&c->allocator, names, file->count, sizeof *names);
+    dtrain__free(&c->allocator, stored, file->count, sizeof *stored);
+    return result;
+}
+
+/* Make the memory that blocks and snapshots are copied to. */
+static dtrain_result dtrain__copies_make(dtrain_checkpoint *c)
 {
     dtrain_device *device = c->desc.state->device;
-    size_t copied = 0;
+    size_t bytes = 0;
     void *memory;
+    if (!c->desc.background && !device->ops->host_memory) {
+        c->bounce = (char *)dtrain__alloc(&c->allocator, DTRAIN__BLOCK, 1, "a bounce buffer");
+        return c->bounce ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    }
+    for (size_t i = 0; i < c->piece_count; i++)
+        bytes += dtrain__round_up((size_t)c->pieces[i].bytes, DTRAIN__CACHE_LINE);
+    if (!c->desc.background || !bytes) return DTRAIN_OK;
+    DTRAIN__TRY(device->ops->host_alloc(device, bytes, &memory));
+    c->snapshot = (char *)memory;
+    c->info.snapshot_bytes = bytes;
+    for (size_t i = 0, at = 0; i < c->piece_count; i++) {
+        c->pieces[i].copy = c->snapshot + at;
+        at += dtrain__round_up((size_t)c->pieces[i].bytes, DTRAIN__CACHE_LINE);
+    }
+    return DTRAIN_OK;
+}
+
+/* Plan both files. Wide elements come first, so that all are aligned. */
+DTRAIN__PRIVATE dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
+{
     for (size_t n = 0; n < 8 * c->held_count; n++) {
         const size_t round = n / c->held_count, each = (size_t)8 >> round % 4;
         const dtrain__held *held = &c->held[n % c->held_count];
@@ -26149,17 +26210,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
         if (!file->count++) file->first = c->piece_count;
         c->pieces[c->piece_count++] = piece;
         file->bytes += bytes;
-        copied += dtrain__round_up((size_t)bytes, DTRAIN__CACHE_LINE);
     }
-    if (!c->desc.background || !copied) return DTRAIN_OK;
-    DTRAIN__TRY(device->ops->host_alloc(device, copied, &memory));
-    c->snapshot = (char *)memory;
-    c->info.snapshot_bytes = copied;
-    for (size_t i = 0, at = 0; i < c->piece_count; i++) {
-        c->pieces[i].copy = c->snapshot + at;
-        at += dtrain__round_up((size_t)c->pieces[i].bytes, DTRAIN__CACHE_LINE);
-    }
-    return DTRAIN_OK;
+    for (int f = 0; f < 2; f++)
+        if (c->files[f].count) DTRAIN__TRY(dtrain__file_header(c, &c->files[f]));
+    return dtrain__copies_make(c);
 }
 
 /* ---- Snapshot ---------------------------------------------------------------------------------*/
@@ -26202,68 +26256,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c)
 
 /* ---- Write ------------------------------------------------------------------------------------*/
 
-/* Write the name and shape of a piece in its file. A whole tensor has its own name and shape. A box
- * adds its place along each axis, "wte[0:64,0:128]"; a run adds its elements of the tensor or box,
- * "wte[0:16384]". The names of all kinds but values begin with the kind. */
-static dtrain_result dtrain__piece_stored(const dtrain_state_tensor *tensor, char *name,
-                                          dtrain__stored *stored)
-{
-    const dtrain_piece *piece = &tensor->piece, whole = dtrain__piece_whole(tensor->shape);
-    const bool boxed = !dtrain__box_same(piece, &whole), value = tensor->kind == DTRAIN_STATE_VALUE;
-    const bool run = piece->count != dtrain__box_count(piece);
-    char where[200] = "", range[48] = "";
-    stored->dims = run ? 1 : 0;
-    stored->shape[0] = piece->count;
-    for (int d = 0; d < 4 && (d == 0 || piece->length[d]); d++) {
-        const size_t used = strlen(where);
-        if (!run) stored->shape[stored->dims++] = piece->length[d];
-        if (boxed)
-            snprintf(where + used, sizeof where - used, "%s%lld:%lld", d ? "," : "[",
-                     (long long)piece->first[d], (long long)(piece->first[d] + piece->length[d]));
-    }
-    if (run)
-        snprintf(range, sizeof range, "[%lld:%lld]", (long long)piece->offset,
-                 (long long)(piece->offset + piece->count));
-    const int length = snprintf(name, DTRAIN__TENSOR_NAME, "%s%s%s%s%s%s",
-                                value ? "" : dtrain__state_kind_name(tensor->kind),
-                                value ? "" : ".", tensor->name, where, boxed ? "]" : "", range);
-    if (length > 0 && length < DTRAIN__TENSOR_NAME) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "the name \"%.100s...\" is too long for a file of tensors, which takes %d "
-                       "bytes with what is added here",
-                       tensor->name, DTRAIN__TENSOR_NAME - 1);
-}
-
-/* Write the header of a file: what it holds, and the metadata by which readers know it. */
-static dtrain_result dtrain__file_header(const dtrain_checkpoint *c, const dtrain__write_file *file,
-                                         dtrain__text *text)
-{
-    static const char metadata[] = "{\"format\":\"pt\",\"writer\":\"dtrain checkpoint\"}";
-    dtrain__stored *stored = (dtrain__stored *)dtrain__alloc(
-        &c->allocator, file->count, sizeof *stored, "the header of a file");
-    char(*names)[DTRAIN__TENSOR_NAME] = (char(*)[DTRAIN__TENSOR_NAME])dtrain__alloc(
-        &c->allocator, file->count, sizeof *names, "the header of a file");
-    dtrain_result result = stored && names ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-    for (size_t i = 0; i < file->count && result == DTRAIN_OK; i++) {
-        const dtrain__write_piece *piece = &c->pieces[file->first + i];
-        result = dtrain__piece_stored(&piece->held->tensor, names[i], &stored[i]);
-        stored[i].name = names[i];
-        stored[i].dtype = piece->held->tensor.dtype;
-        stored[i].begin = piece->at;
-        stored[i].end = piece->at + piece->bytes;
-    }
-    if (result == DTRAIN_OK)
-        result = dtrain__safetensors_write(text, stored, file->count, metadata);
-    dtrain__free(&c->allocator, names, file->count, sizeof *names);
-    dtrain__free(&c->allocator, stored, file->count, sizeof *stored);
-    return result;
-}
-
-/* Write a piece at byte `at` of its file, block by block, and its entry into the list. A block in a
- * device's memory comes through `bounce`; NULL: none is. */
+/* Write a piece at byte `at` of its file, block by block, and its entry into the list. */
 static dtrain_result dtrain__piece_write(const dtrain_checkpoint *c, int file, const char *path,
                                          uint64_t at, const dtrain__write_piece *piece,
-                                         char *bounce, dtrain__text *list)
+                                         dtrain__text *list)
 {
     const dtrain_state_tensor *tensor = &piece->held->tensor;
     const dtrain_piece *box = &tensor->piece, whole = dtrain__piece_whole(tensor->shape);
@@ -26274,9 +26270,9 @@ static dtrain_result dtrain__piece_write(const dtrain_checkpoint *c, int file, c
         const size_t count =
             (size_t)dtrain__min((int64_t)(piece->bytes - done), (int64_t)DTRAIN__BLOCK);
         const char *block = from + done;
-        if (bounce) {
-            DTRAIN__TRY(dtrain_device_copy(c->desc.state->device, bounce, block, count));
-            block = bounce;
+        if (c->bounce) {
+            DTRAIN__TRY(dtrain_device_copy(c->desc.state->device, c->bounce, block, count));
+            block = c->bounce;
         }
         dtrain__text_add(list, "%08x", dtrain__crc32c(0, block, count));
         DTRAIN__TRY(dtrain__storage_write(c->folder.storage, file, path, block, count, at + done));
@@ -26290,39 +26286,29 @@ static dtrain_result dtrain__piece_write(const dtrain_checkpoint *c, int file, c
 
 /* Write a file, bring it to the disk, and add it to the list. */
 static dtrain_result dtrain__tensors_write(dtrain_checkpoint *c, const char *directory,
-                                           const dtrain__write_file *plan, char *bounce,
-                                           dtrain__text *list)
+                                           const dtrain__write_file *plan, dtrain__text *list)
 {
+    const dtrain_storage *storage = c->folder.storage;
+    const uint64_t data = plan->header.bytes; /* where it begins */
     char name[64];
-    dtrain__text header;
     int file;
-    memset(&header, 0, sizeof header);
-    header.allocator = &c->allocator;
     snprintf(name, sizeof name, "%s-%05d.safetensors", plan == c->files ? "model" : "state",
              c->rank);
     const dtrain__path path = dtrain__path_in(directory, "%s", name);
-    dtrain_result result = dtrain__file_header(c, plan, &header);
-    if (result == DTRAIN_OK)
-        result = dtrain__storage_open(c->folder.storage, path.text, DTRAIN_STORAGE_CREATE, &file);
-    if (result == DTRAIN_OK) {
-        const uint64_t bytes = header.bytes + plan->bytes;
-        const dtrain__saved_file entry = {name, bytes, c->rank};
-        if (plan != c->files && c->files[0].count) dtrain__text_add(list, ",");
-        dtrain__manifest_file(list, &entry);
-        result =
-            dtrain__storage_write(c->folder.storage, file, path.text, header.at, header.bytes, 0);
-        for (size_t i = 0; i < plan->count && result == DTRAIN_OK; i++) {
-            const dtrain__write_piece *piece = &c->pieces[plan->first + i];
-            dtrain__text_add(list, "%s\n   ", i ? "," : "");
-            result = dtrain__piece_write(c, file, path.text, header.bytes + piece->at, piece,
-                                         bounce, list);
-        }
-        dtrain__text_add(list, "]}");
-        result = dtrain__storage_finish(c->folder.storage, file, path.text, result);
-        c->bytes += bytes;
+    const dtrain__saved_file entry = {name, data + plan->bytes, c->rank};
+    DTRAIN__TRY(dtrain__storage_open(storage, path.text, DTRAIN_STORAGE_CREATE, &file));
+    if (plan != c->files && c->files[0].count) dtrain__text_add(list, ",");
+    dtrain__manifest_file(list, &entry);
+    dtrain_result result =
+        dtrain__storage_write(storage, file, path.text, plan->header.at, (size_t)data, 0);
+    for (size_t i = 0; i < plan->count && result == DTRAIN_OK; i++) {
+        const dtrain__write_piece *piece = &c->pieces[plan->first + i];
+        dtrain__text_add(list, "%s\n   ", i ? "," : "");
+        result = dtrain__piece_write(c, file, path.text, data + piece->at, piece, list);
     }
-    dtrain__text_free(&header);
-    return result;
+    dtrain__text_add(list, "]}");
+    c->bytes += entry.bytes;
+    return dtrain__storage_finish(storage, file, path.text, result);
 }
 
 /* Put this rank's list of files where rank 0 polls for it, by a rename: a file of that name is
@@ -26341,26 +26327,19 @@ static dtrain_result dtrain__list_write(const dtrain_checkpoint *c, const char *
 DTRAIN__PRIVATE dtrain_result dtrain__save_write(dtrain_checkpoint *c)
 {
     const dtrain__path directory = dtrain__step_path(&c->folder, c->step, ".tmp");
-    const bool direct = c->desc.background || c->desc.state->device->ops->host_memory;
-    char *bounce = NULL;
     dtrain__text list;
     dtrain_result result = DTRAIN_OK;
     memset(&list, 0, sizeof list);
     list.allocator = &c->allocator;
     c->bytes = 0;
-    if (!direct) {
-        bounce = (char *)dtrain__alloc(&c->allocator, DTRAIN__BLOCK, 1, "a bounce buffer");
-        if (!bounce) return DTRAIN_ERROR_MEMORY;
-    }
     dtrain__text_add(&list, "{\"files\": [");
-    for (int i = 0; i < 2 && result == DTRAIN_OK; i++)
-        if (c->files[i].count)
-            result = dtrain__tensors_write(c, directory.text, &c->files[i], bounce, &list);
+    for (int f = 0; f < 2 && result == DTRAIN_OK; f++)
+        if (c->files[f].count)
+            result = dtrain__tensors_write(c, directory.text, &c->files[f], &list);
     dtrain__text_add(&list, "]");
     dtrain__seal(&list);
     if (result == DTRAIN_OK) result = dtrain__list_write(c, directory.text, &list);
     dtrain__text_free(&list);
-    dtrain__free(&c->allocator, bounce, DTRAIN__BLOCK, 1);
     return result;
 }
 
@@ -26908,27 +26887,6 @@ DTRAIN_API void dtrain_checkpoint_query(const dtrain_checkpoint *checkpoint,
 
 /* ---- Life -------------------------------------------------------------------------------------*/
 
-/* Resolve the desc: defaults, and copies of its texts. */
-static dtrain_result dtrain__checkpoint_resolve(dtrain_checkpoint *c)
-{
-    const char **const texts[3] = {&c->desc.directory, &c->desc.config, &c->desc.commit};
-    for (int i = 0; i < 3; i++) c->texts_bytes += *texts[i] ? strlen(*texts[i]) + 1 : 0;
-    c->texts = (char *)dtrain__alloc(&c->allocator, c->texts_bytes, 1, "texts of checkpoints");
-    if (!c->texts) return DTRAIN_ERROR_MEMORY;
-    char *next = c->texts;
-    for (int i = 0; i < 3; i++) {
-        if (!*texts[i]) continue;
-        const size_t bytes = strlen(*texts[i]) + 1;
-        *texts[i] = (const char *)memcpy(next, *texts[i], bytes);
-        next += bytes;
-    }
-    if (!c->desc.keep) c->desc.keep = 3;
-    const dtrain__folder folder = {dtrain__storage_or_files(c->desc.storage), &c->allocator,
-                                   c->desc.directory};
-    c->folder = folder;
-    return DTRAIN_OK;
-}
-
 static dtrain_result dtrain__checkpoint_check(dtrain_world *world,
                                               const dtrain_checkpoint_desc *desc,
                                               dtrain_checkpoint **out)
@@ -26967,6 +26925,10 @@ DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
         c->comm = comm;
         c->rank = dtrain_comm_rank(comm);
         c->ranks = dtrain_comm_size(comm);
+        c->desc.keep = desc->keep ? desc->keep : 3;
+        c->folder.storage = dtrain__storage_or_files(desc->storage);
+        c->folder.allocator = &c->allocator;
+        c->folder.path = desc->directory;
         c->lock = -1;
         c->info.last_step = -1;
         c->head.allocator = &c->allocator;
@@ -26976,7 +26938,6 @@ DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
         pthread_mutex_init(&c->mutex, NULL);
         pthread_cond_init(&c->moved, &monotonic);
         pthread_condattr_destroy(&monotonic);
-        result = dtrain__checkpoint_resolve(c);
     }
     result = dtrain__agree(comm, result);
     if (result == DTRAIN_OK) result = dtrain__union_make(c);
@@ -26999,10 +26960,11 @@ DTRAIN_API dtrain_result dtrain_checkpoint_close(dtrain_checkpoint *checkpoint)
     pthread_cond_destroy(&c->moved);
     pthread_mutex_destroy(&c->mutex);
     dtrain__text_free(&c->head);
+    for (int f = 0; f < 2; f++) dtrain__text_free(&c->files[f].header);
+    dtrain__free(&allocator, c->bounce, DTRAIN__BLOCK, 1);
     dtrain__free(&allocator, c->held, c->held_room, sizeof *c->held);
     dtrain__free(&allocator, c->held_names, c->held_names_bytes, 1);
     dtrain__free(&allocator, c->pieces, c->piece_room, sizeof *c->pieces);
-    dtrain__free(&allocator, c->texts, c->texts_bytes, 1);
     dtrain__free(&allocator, c, 1, sizeof *c);
     return result;
 }
@@ -28642,23 +28604,28 @@ static bool dtrain__is_ours(const char *name)
 
 /* ---- Lists ------------------------------------------------------------------------------------*/
 
-static void dtrain__steps_add(dtrain__steps *steps, int64_t step)
+static void dtrain__add_name(void *list, const char *name)
 {
-    if (dtrain__grow(steps->allocator, (void **)&steps->steps, steps->count, &steps->room,
-                     sizeof *steps->steps, "a list of steps"))
-        steps->steps[steps->count++] = step;
-    else steps->failed = true;
+    dtrain__text_append((dtrain__text *)list, name, strlen(name) + 1);
 }
 
-static void dtrain__add_step(void *list, const char *name)
+/* List the names in a directory, each with a 0 behind it. The caller frees *names in any case. */
+static dtrain_result dtrain__names_list(const dtrain__folder *folder, const char *path,
+                                        dtrain__text *names)
 {
-    dtrain__steps *steps = (dtrain__steps *)list;
-    const char *rest;
-    const int64_t step = dtrain__step_named(name, &rest);
-    steps->remains |= dtrain__is_ours(name);
-    if (step < 0) return;
-    if (strcmp(rest, steps->suffix) == 0 || (!steps->suffix[0] && strcmp(rest, ".old") == 0))
-        dtrain__steps_add(steps, step);
+    const dtrain_storage *storage = folder->storage;
+    memset(names, 0, sizeof *names);
+    names->allocator = folder->allocator;
+    const int code = storage->list(storage->user, path, dtrain__add_name, names);
+    if (code < 0) return dtrain__storage_fail(path, "read", code);
+    return names->failed ? DTRAIN_ERROR_MEMORY : DTRAIN_OK;
+}
+
+/* Return the name behind one of a list, or behind NULL the first; NULL: that was the last. */
+static const char *dtrain__next_name(const dtrain__text *names, const char *name)
+{
+    const char *next = name ? name + strlen(name) + 1 : names->at;
+    return next == names->at + names->bytes ? NULL : next;
 }
 
 static int dtrain__newest_first(const void *left, const void *right)
@@ -28667,24 +28634,28 @@ static int dtrain__newest_first(const void *left, const void *right)
     return a > b ? -1 : a < b;
 }
 
-static dtrain_result dtrain__list(const dtrain__folder *folder, const char *directory,
-                                  void (*name)(void *list, const char *entry), void *list)
-{
-    const dtrain_storage *storage = folder->storage;
-    const int code = storage->list(storage->user, directory, name, list);
-    return code >= 0 ? DTRAIN_OK : dtrain__storage_fail(directory, "read", code);
-}
-
 /* List the steps whose directories have such a suffix, each once: "" for checkpoints, those that
  * are being replaced included. After an error nothing is left to free. */
 DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain__folder *folder, const char *suffix,
                                                  dtrain__steps *out)
 {
+    const char *rest;
+    dtrain__text names;
     memset(out, 0, sizeof *out);
     out->allocator = folder->allocator;
-    out->suffix = suffix;
-    dtrain_result result = dtrain__list(folder, folder->path, dtrain__add_step, out);
-    if (out->failed) result = DTRAIN_ERROR_MEMORY;
+    dtrain_result result = dtrain__names_list(folder, folder->path, &names);
+    for (const char *name = NULL;
+         result == DTRAIN_OK && (name = dtrain__next_name(&names, name)) != NULL;) {
+        const int64_t step = dtrain__step_named(name, &rest);
+        out->remains |= dtrain__is_ours(name);
+        if (step < 0 || (strcmp(rest, suffix) != 0 && (*suffix || strcmp(rest, ".old") != 0)))
+            continue;
+        if (!dtrain__grow(out->allocator, (void **)&out->steps, out->count, &out->room,
+                          sizeof *out->steps, "a list of steps"))
+            result = DTRAIN_ERROR_MEMORY;
+        else out->steps[out->count++] = step;
+    }
+    dtrain__text_free(&names);
     if (result != DTRAIN_OK) dtrain__steps_free(out);
     if (!out->count) return result;
     size_t count = 1;
@@ -28698,39 +28669,25 @@ DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain__folder *folder, c
 /* Free a list; one that was never made is empty. */
 DTRAIN__PRIVATE void dtrain__steps_free(dtrain__steps *steps)
 {
-    if (steps->steps)
-        dtrain__free(steps->allocator, steps->steps, steps->room, sizeof *steps->steps);
+    dtrain__free(steps->allocator, steps->steps, steps->room, sizeof *steps->steps);
     steps->steps = NULL;
     steps->count = steps->room = 0;
 }
 
 /* ---- Removal ----------------------------------------------------------------------------------*/
 
-/* The names in a directory, one behind the other, each with a 0 behind it. */
-typedef struct dtrain__names {
-    dtrain__text text;
-    bool foreign; /* one of them is not ours */
-} dtrain__names;
-
-static void dtrain__add_name(void *list, const char *name)
-{
-    dtrain__names *names = (dtrain__names *)list;
-    if (!dtrain__is_ours(name)) names->foreign = true;
-    dtrain__text_add(&names->text, "%s%c", name, 0);
-}
-
 /* List what is in a checkpoint's directory, or what is left of it, and refuse one in which
  * something is not ours. The caller frees *names in any case. */
-static dtrain_result dtrain__names_list(const dtrain__folder *folder, const char *path,
-                                        dtrain__names *names)
+static dtrain_result dtrain__ours_list(const dtrain__folder *folder, const char *path,
+                                       dtrain__text *names)
 {
-    memset(names, 0, sizeof *names);
-    names->text.allocator = folder->allocator;
-    DTRAIN__TRY(dtrain__list(folder, path, dtrain__add_name, names));
-    if (names->text.failed) return DTRAIN_ERROR_MEMORY;
-    if (!names->foreign) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_FILE,
-                       "%s is not removed: there are files in it that no checkpoint has", path);
+    DTRAIN__TRY(dtrain__names_list(folder, path, names));
+    for (const char *name = NULL; (name = dtrain__next_name(names, name)) != NULL;)
+        if (!dtrain__is_ours(name))
+            return dtrain_fail(DTRAIN_ERROR_FILE,
+                               "%s is not removed: there are files in it that no checkpoint has",
+                               path);
+    return DTRAIN_OK;
 }
 
 /* Remove a directory that is no checkpoint any more, or not yet, with all that is in it. */
@@ -28738,14 +28695,14 @@ static dtrain_result dtrain__leftover_remove(const dtrain__folder *folder, int64
                                              const char *suffix)
 {
     const dtrain__path path = dtrain__step_path(folder, step, suffix);
-    dtrain__names names;
-    dtrain_result result = dtrain__names_list(folder, path.text, &names);
-    for (size_t at = 0; result == DTRAIN_OK && at < names.text.bytes;
-         at += strlen(names.text.at + at) + 1) {
-        const dtrain__path file = dtrain__path_in(path.text, "%s", names.text.at + at);
+    dtrain__text names;
+    dtrain_result result = dtrain__ours_list(folder, path.text, &names);
+    for (const char *name = NULL;
+         result == DTRAIN_OK && (name = dtrain__next_name(&names, name)) != NULL;) {
+        const dtrain__path file = dtrain__path_in(path.text, "%s", name);
         result = dtrain__storage_remove(folder->storage, file.text);
     }
-    dtrain__text_free(&names.text);
+    dtrain__text_free(&names);
     return result == DTRAIN_OK ? dtrain__storage_remove(folder->storage, path.text) : result;
 }
 
@@ -28762,9 +28719,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain__folder *folder, 
 {
     const dtrain__path path = dtrain__step_path(folder, step, "");
     const dtrain__path tmp = dtrain__step_path(folder, step, ".tmp");
-    dtrain__names names;
-    const dtrain_result result = dtrain__names_list(folder, path.text, &names);
-    dtrain__text_free(&names.text);
+    dtrain__text names;
+    const dtrain_result result = dtrain__ours_list(folder, path.text, &names);
+    dtrain__text_free(&names);
     DTRAIN__TRY(result);
     DTRAIN__TRY(dtrain__rename(folder, &path, &tmp));
     return dtrain__leftover_remove(folder, step, ".tmp");
@@ -28952,7 +28909,7 @@ typedef enum dtrain__form {
     DTRAIN__FORM_U64,
     DTRAIN__FORM_I64,
     DTRAIN__FORM_BOOL,
-    DTRAIN__FORM_TEXT,   /* const char *, of the manifest's names */
+    DTRAIN__FORM_TEXT,   /* const char * */
     DTRAIN__FORM_KIND,   /* uint32_t */
     DTRAIN__FORM_DTYPE,  /* uint32_t */
     DTRAIN__FORM_SHAPE,  /* int64_t[4] */
@@ -29023,21 +28980,22 @@ static bool dtrain__head_check(const dtrain__manifest *m, dtrain__json *json)
                              (long long)m->step, (long long)m->ranks, (unsigned long long)m->block);
 }
 
-/* Read a member to its place in the struct. Strings go to the manifest's names: decoded, they are
- * no longer than in the text. */
+/* Read a member to its place in the struct. A string is decoded where it is in the text: it becomes
+ * no longer by that. */
 static bool dtrain__read_member(dtrain__manifest *m, dtrain__json *json,
                                 const dtrain__member *member, void *at)
 {
-    char *string = m->names + m->names_bytes;
     dtrain__object object;
+    char *string;
     switch (member->form) {
     case DTRAIN__FORM_U64: return dtrain__json_u64(json, (uint64_t *)at);
     case DTRAIN__FORM_I64: return dtrain__json_count(json, (int64_t *)at);
     case DTRAIN__FORM_BOOL: return dtrain__json_bool(json, (bool *)at);
     case DTRAIN__FORM_TEXT:
-        if (!dtrain__json_string(json, string, m->text_bytes + 1 - m->names_bytes)) return false;
+        (void)dtrain__json_peek(json);
+        string = m->text + (json->at - json->text);
+        if (!dtrain__json_string(json, string, (size_t)(json->end - json->at))) return false;
         *(const char **)at = string;
-        m->names_bytes += strlen(string) + 1;
         return true;
     case DTRAIN__FORM_KIND:
         return dtrain__read_word(json, "kind", dtrain__state_kind_name, DTRAIN_STATE_KINDS,
@@ -29376,8 +29334,6 @@ static dtrain_result dtrain__manifest_parse(dtrain__manifest *m, const char *pat
     size_t bytes = m->text_bytes;
     m->step = -1;
     m->metric_bits = (uint64_t)0x7ff8 << 48; /* NaN: none */
-    m->names = (char *)dtrain__alloc(m->allocator, bytes + 1, 1, "names of a manifest");
-    if (!m->names) return DTRAIN_ERROR_MEMORY;
     DTRAIN__TRY(dtrain__unseal(path, m->text, &bytes));
     dtrain__json json = dtrain__json_begin(path, m->text, bytes);
     if (dtrain__read_members(m, &json, dtrain__head_members, m)) dtrain__head_check(m, &json);
@@ -29410,7 +29366,6 @@ DTRAIN__PRIVATE void dtrain__manifest_free(dtrain__manifest *m)
     dtrain__free(m->allocator, m->tensors, m->tensor_room, sizeof *m->tensors);
     dtrain__free(m->allocator, m->pieces, m->piece_room, sizeof *m->pieces);
     dtrain__free(m->allocator, m->files, m->file_room, sizeof *m->files);
-    dtrain__free(m->allocator, m->names, m->text_bytes + 1, 1);
     dtrain__free(m->allocator, m->text, m->text_bytes + 1, 1);
     memset(m, 0, sizeof *m);
 }

@@ -42,7 +42,7 @@ typedef struct dtrain_checkpoint dtrain_checkpoint;
 
 #define DTRAIN_KEEP_ALL UINT32_MAX
 
-/* Every zero is the default written beside the field. */
+/* Every zero is the default written beside the field; texts are kept by pointer. */
 typedef struct dtrain_checkpoint_desc {
     uint32_t keep;         /* the newest n stay; 0 = 3, or DTRAIN_KEEP_ALL */
     uint32_t keep_best;    /* besides, the n with the least metric given to save, which is a loss;

@@ -23,7 +23,7 @@
 #define DTRAIN__PATH 768
 #define DTRAIN__MANIFEST_VERSION 2 /* 1, of version 0.2, had no boxes; it is read as well */
 #define DTRAIN__MANIFEST_MOST ((uint64_t)1 << 30)
-#define DTRAIN__TEXT_MOST 65536 /* bytes of config */
+#define DTRAIN__TEXT_MOST 65536 /* bytes of config, and of commit */
 
 /* A path that is long enough for all that a checkpoint names. */
 typedef struct dtrain__path {
@@ -71,10 +71,8 @@ typedef struct dtrain__object {
 /* A manifest that was read, or whose members are to be written. */
 typedef struct dtrain__manifest {
     const dtrain_allocator *allocator;
-    char *text; /* (text_bytes + 1) */
+    char *text; /* (text_bytes + 1), in which strings have been decoded */
     size_t text_bytes;
-    char *names; /* (text_bytes + 1), names_bytes in use: all strings, decoded */
-    size_t names_bytes;
     const char *format, *library, *strategy, *commit, *config;
     uint64_t version, block, metric_bits, run, job; /* run, job: 0 = unknown */
     int64_t step, ranks;
@@ -104,11 +102,9 @@ typedef struct dtrain__folder {
 /* The steps of a folder, newest first. */
 typedef struct dtrain__steps {
     const dtrain_allocator *allocator;
-    const char *suffix; /* of their directories */
-    int64_t *steps;     /* (room), count in use */
+    int64_t *steps; /* (room), count in use */
     size_t count, room;
     bool remains; /* there are files of a checkpoint beside them */
-    bool failed;  /* no memory */
 } dtrain__steps;
 
 /* state/directory.c */
@@ -161,6 +157,7 @@ typedef struct dtrain__write_piece {
 typedef struct dtrain__write_file {
     size_t first, count; /* pieces */
     uint64_t bytes;      /* of data */
+    dtrain__text header;
 } dtrain__write_file;
 
 /* The phases of a save: this rank's files are brought to the disk; rank 0 publishes the checkpoint.
@@ -170,9 +167,7 @@ enum { DTRAIN__SAVE_WRITE, DTRAIN__SAVE_PUBLISH, DTRAIN__SAVE_PHASES };
 struct dtrain_checkpoint {
     dtrain_allocator allocator;
     dtrain_world *world;
-    dtrain_checkpoint_desc desc; /* resolved; its texts are copies */
-    char *texts;                 /* (texts_bytes) */
-    size_t texts_bytes;
+    dtrain_checkpoint_desc desc; /* resolved */
     dtrain__folder folder;
     dtrain_comm *comm;
     int rank, ranks;
@@ -185,8 +180,8 @@ struct dtrain_checkpoint {
     dtrain__write_piece *pieces; /* (piece_room) what this rank writes; see write.c */
     size_t piece_count, piece_room;
     dtrain__write_file files[2]; /* values; all else */
-    char *snapshot;              /* page-locked where the device is no CPU */
-    size_t snapshot_bytes;
+    char *snapshot;              /* page-locked where the device is no CPU; NULL: there is none */
+    char *bounce;                /* (BLOCK) for what is not in host memory; NULL: there is none */
 
     /* The save under way. */
     int64_t step;

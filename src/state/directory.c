@@ -78,23 +78,28 @@ static bool dtrain__is_ours(const char *name)
 
 /* ---- Lists ------------------------------------------------------------------------------------*/
 
-static void dtrain__steps_add(dtrain__steps *steps, int64_t step)
+static void dtrain__add_name(void *list, const char *name)
 {
-    if (dtrain__grow(steps->allocator, (void **)&steps->steps, steps->count, &steps->room,
-                     sizeof *steps->steps, "a list of steps"))
-        steps->steps[steps->count++] = step;
-    else steps->failed = true;
+    dtrain__text_append((dtrain__text *)list, name, strlen(name) + 1);
 }
 
-static void dtrain__add_step(void *list, const char *name)
+/* List the names in a directory, each with a 0 behind it. The caller frees *names in any case. */
+static dtrain_result dtrain__names_list(const dtrain__folder *folder, const char *path,
+                                        dtrain__text *names)
 {
-    dtrain__steps *steps = (dtrain__steps *)list;
-    const char *rest;
-    const int64_t step = dtrain__step_named(name, &rest);
-    steps->remains |= dtrain__is_ours(name);
-    if (step < 0) return;
-    if (strcmp(rest, steps->suffix) == 0 || (!steps->suffix[0] && strcmp(rest, ".old") == 0))
-        dtrain__steps_add(steps, step);
+    const dtrain_storage *storage = folder->storage;
+    memset(names, 0, sizeof *names);
+    names->allocator = folder->allocator;
+    const int code = storage->list(storage->user, path, dtrain__add_name, names);
+    if (code < 0) return dtrain__storage_fail(path, "read", code);
+    return names->failed ? DTRAIN_ERROR_MEMORY : DTRAIN_OK;
+}
+
+/* Return the name behind one of a list, or behind NULL the first; NULL: that was the last. */
+static const char *dtrain__next_name(const dtrain__text *names, const char *name)
+{
+    const char *next = name ? name + strlen(name) + 1 : names->at;
+    return next == names->at + names->bytes ? NULL : next;
 }
 
 static int dtrain__newest_first(const void *left, const void *right)
@@ -103,24 +108,28 @@ static int dtrain__newest_first(const void *left, const void *right)
     return a > b ? -1 : a < b;
 }
 
-static dtrain_result dtrain__list(const dtrain__folder *folder, const char *directory,
-                                  void (*name)(void *list, const char *entry), void *list)
-{
-    const dtrain_storage *storage = folder->storage;
-    const int code = storage->list(storage->user, directory, name, list);
-    return code >= 0 ? DTRAIN_OK : dtrain__storage_fail(directory, "read", code);
-}
-
 /* List the steps whose directories have such a suffix, each once: "" for checkpoints, those that
  * are being replaced included. After an error nothing is left to free. */
 DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain__folder *folder, const char *suffix,
                                                  dtrain__steps *out)
 {
+    const char *rest;
+    dtrain__text names;
     memset(out, 0, sizeof *out);
     out->allocator = folder->allocator;
-    out->suffix = suffix;
-    dtrain_result result = dtrain__list(folder, folder->path, dtrain__add_step, out);
-    if (out->failed) result = DTRAIN_ERROR_MEMORY;
+    dtrain_result result = dtrain__names_list(folder, folder->path, &names);
+    for (const char *name = NULL;
+         result == DTRAIN_OK && (name = dtrain__next_name(&names, name)) != NULL;) {
+        const int64_t step = dtrain__step_named(name, &rest);
+        out->remains |= dtrain__is_ours(name);
+        if (step < 0 || (strcmp(rest, suffix) != 0 && (*suffix || strcmp(rest, ".old") != 0)))
+            continue;
+        if (!dtrain__grow(out->allocator, (void **)&out->steps, out->count, &out->room,
+                          sizeof *out->steps, "a list of steps"))
+            result = DTRAIN_ERROR_MEMORY;
+        else out->steps[out->count++] = step;
+    }
+    dtrain__text_free(&names);
     if (result != DTRAIN_OK) dtrain__steps_free(out);
     if (!out->count) return result;
     size_t count = 1;
@@ -134,39 +143,25 @@ DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain__folder *folder, c
 /* Free a list; one that was never made is empty. */
 DTRAIN__PRIVATE void dtrain__steps_free(dtrain__steps *steps)
 {
-    if (steps->steps)
-        dtrain__free(steps->allocator, steps->steps, steps->room, sizeof *steps->steps);
+    dtrain__free(steps->allocator, steps->steps, steps->room, sizeof *steps->steps);
     steps->steps = NULL;
     steps->count = steps->room = 0;
 }
 
 /* ---- Removal ----------------------------------------------------------------------------------*/
 
-/* The names in a directory, one behind the other, each with a 0 behind it. */
-typedef struct dtrain__names {
-    dtrain__text text;
-    bool foreign; /* one of them is not ours */
-} dtrain__names;
-
-static void dtrain__add_name(void *list, const char *name)
-{
-    dtrain__names *names = (dtrain__names *)list;
-    if (!dtrain__is_ours(name)) names->foreign = true;
-    dtrain__text_add(&names->text, "%s%c", name, 0);
-}
-
 /* List what is in a checkpoint's directory, or what is left of it, and refuse one in which
  * something is not ours. The caller frees *names in any case. */
-static dtrain_result dtrain__names_list(const dtrain__folder *folder, const char *path,
-                                        dtrain__names *names)
+static dtrain_result dtrain__ours_list(const dtrain__folder *folder, const char *path,
+                                       dtrain__text *names)
 {
-    memset(names, 0, sizeof *names);
-    names->text.allocator = folder->allocator;
-    DTRAIN__TRY(dtrain__list(folder, path, dtrain__add_name, names));
-    if (names->text.failed) return DTRAIN_ERROR_MEMORY;
-    if (!names->foreign) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_FILE,
-                       "%s is not removed: there are files in it that no checkpoint has", path);
+    DTRAIN__TRY(dtrain__names_list(folder, path, names));
+    for (const char *name = NULL; (name = dtrain__next_name(names, name)) != NULL;)
+        if (!dtrain__is_ours(name))
+            return dtrain_fail(DTRAIN_ERROR_FILE,
+                               "%s is not removed: there are files in it that no checkpoint has",
+                               path);
+    return DTRAIN_OK;
 }
 
 /* Remove a directory that is no checkpoint any more, or not yet, with all that is in it. */
@@ -174,14 +169,14 @@ static dtrain_result dtrain__leftover_remove(const dtrain__folder *folder, int64
                                              const char *suffix)
 {
     const dtrain__path path = dtrain__step_path(folder, step, suffix);
-    dtrain__names names;
-    dtrain_result result = dtrain__names_list(folder, path.text, &names);
-    for (size_t at = 0; result == DTRAIN_OK && at < names.text.bytes;
-         at += strlen(names.text.at + at) + 1) {
-        const dtrain__path file = dtrain__path_in(path.text, "%s", names.text.at + at);
+    dtrain__text names;
+    dtrain_result result = dtrain__ours_list(folder, path.text, &names);
+    for (const char *name = NULL;
+         result == DTRAIN_OK && (name = dtrain__next_name(&names, name)) != NULL;) {
+        const dtrain__path file = dtrain__path_in(path.text, "%s", name);
         result = dtrain__storage_remove(folder->storage, file.text);
     }
-    dtrain__text_free(&names.text);
+    dtrain__text_free(&names);
     return result == DTRAIN_OK ? dtrain__storage_remove(folder->storage, path.text) : result;
 }
 
@@ -198,9 +193,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain__folder *folder, 
 {
     const dtrain__path path = dtrain__step_path(folder, step, "");
     const dtrain__path tmp = dtrain__step_path(folder, step, ".tmp");
-    dtrain__names names;
-    const dtrain_result result = dtrain__names_list(folder, path.text, &names);
-    dtrain__text_free(&names.text);
+    dtrain__text names;
+    const dtrain_result result = dtrain__ours_list(folder, path.text, &names);
+    dtrain__text_free(&names);
     DTRAIN__TRY(result);
     DTRAIN__TRY(dtrain__rename(folder, &path, &tmp));
     return dtrain__leftover_remove(folder, step, ".tmp");

@@ -82,7 +82,7 @@ typedef enum dtrain__form {
     DTRAIN__FORM_U64,
     DTRAIN__FORM_I64,
     DTRAIN__FORM_BOOL,
-    DTRAIN__FORM_TEXT,   /* const char *, of the manifest's names */
+    DTRAIN__FORM_TEXT,   /* const char * */
     DTRAIN__FORM_KIND,   /* uint32_t */
     DTRAIN__FORM_DTYPE,  /* uint32_t */
     DTRAIN__FORM_SHAPE,  /* int64_t[4] */
@@ -153,21 +153,22 @@ static bool dtrain__head_check(const dtrain__manifest *m, dtrain__json *json)
                              (long long)m->step, (long long)m->ranks, (unsigned long long)m->block);
 }
 
-/* Read a member to its place in the struct. Strings go to the manifest's names: decoded, they are
- * no longer than in the text. */
+/* Read a member to its place in the struct. A string is decoded where it is in the text: it becomes
+ * no longer by that. */
 static bool dtrain__read_member(dtrain__manifest *m, dtrain__json *json,
                                 const dtrain__member *member, void *at)
 {
-    char *string = m->names + m->names_bytes;
     dtrain__object object;
+    char *string;
     switch (member->form) {
     case DTRAIN__FORM_U64: return dtrain__json_u64(json, (uint64_t *)at);
     case DTRAIN__FORM_I64: return dtrain__json_count(json, (int64_t *)at);
     case DTRAIN__FORM_BOOL: return dtrain__json_bool(json, (bool *)at);
     case DTRAIN__FORM_TEXT:
-        if (!dtrain__json_string(json, string, m->text_bytes + 1 - m->names_bytes)) return false;
+        (void)dtrain__json_peek(json);
+        string = m->text + (json->at - json->text);
+        if (!dtrain__json_string(json, string, (size_t)(json->end - json->at))) return false;
         *(const char **)at = string;
-        m->names_bytes += strlen(string) + 1;
         return true;
     case DTRAIN__FORM_KIND:
         return dtrain__read_word(json, "kind", dtrain__state_kind_name, DTRAIN_STATE_KINDS,
@@ -506,8 +507,6 @@ static dtrain_result dtrain__manifest_parse(dtrain__manifest *m, const char *pat
     size_t bytes = m->text_bytes;
     m->step = -1;
     m->metric_bits = (uint64_t)0x7ff8 << 48; /* NaN: none */
-    m->names = (char *)dtrain__alloc(m->allocator, bytes + 1, 1, "names of a manifest");
-    if (!m->names) return DTRAIN_ERROR_MEMORY;
     DTRAIN__TRY(dtrain__unseal(path, m->text, &bytes));
     dtrain__json json = dtrain__json_begin(path, m->text, bytes);
     if (dtrain__read_members(m, &json, dtrain__head_members, m)) dtrain__head_check(m, &json);
@@ -540,7 +539,6 @@ DTRAIN__PRIVATE void dtrain__manifest_free(dtrain__manifest *m)
     dtrain__free(m->allocator, m->tensors, m->tensor_room, sizeof *m->tensors);
     dtrain__free(m->allocator, m->pieces, m->piece_room, sizeof *m->pieces);
     dtrain__free(m->allocator, m->files, m->file_room, sizeof *m->files);
-    dtrain__free(m->allocator, m->names, m->text_bytes + 1, 1);
     dtrain__free(m->allocator, m->text, m->text_bytes + 1, 1);
     memset(m, 0, sizeof *m);
 }

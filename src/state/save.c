@@ -553,27 +553,6 @@ DTRAIN_API void dtrain_checkpoint_query(const dtrain_checkpoint *checkpoint,
 
 /* ---- Life -------------------------------------------------------------------------------------*/
 
-/* Resolve the desc: defaults, and copies of its texts. */
-static dtrain_result dtrain__checkpoint_resolve(dtrain_checkpoint *c)
-{
-    const char **const texts[3] = {&c->desc.directory, &c->desc.config, &c->desc.commit};
-    for (int i = 0; i < 3; i++) c->texts_bytes += *texts[i] ? strlen(*texts[i]) + 1 : 0;
-    c->texts = (char *)dtrain__alloc(&c->allocator, c->texts_bytes, 1, "texts of checkpoints");
-    if (!c->texts) return DTRAIN_ERROR_MEMORY;
-    char *next = c->texts;
-    for (int i = 0; i < 3; i++) {
-        if (!*texts[i]) continue;
-        const size_t bytes = strlen(*texts[i]) + 1;
-        *texts[i] = (const char *)memcpy(next, *texts[i], bytes);
-        next += bytes;
-    }
-    if (!c->desc.keep) c->desc.keep = 3;
-    const dtrain__folder folder = {dtrain__storage_or_files(c->desc.storage), &c->allocator,
-                                   c->desc.directory};
-    c->folder = folder;
-    return DTRAIN_OK;
-}
-
 static dtrain_result dtrain__checkpoint_check(dtrain_world *world,
                                               const dtrain_checkpoint_desc *desc,
                                               dtrain_checkpoint **out)
@@ -612,6 +591,10 @@ DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
         c->comm = comm;
         c->rank = dtrain_comm_rank(comm);
         c->ranks = dtrain_comm_size(comm);
+        c->desc.keep = desc->keep ? desc->keep : 3;
+        c->folder.storage = dtrain__storage_or_files(desc->storage);
+        c->folder.allocator = &c->allocator;
+        c->folder.path = desc->directory;
         c->lock = -1;
         c->info.last_step = -1;
         c->head.allocator = &c->allocator;
@@ -621,7 +604,6 @@ DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
         pthread_mutex_init(&c->mutex, NULL);
         pthread_cond_init(&c->moved, &monotonic);
         pthread_condattr_destroy(&monotonic);
-        result = dtrain__checkpoint_resolve(c);
     }
     result = dtrain__agree(comm, result);
     if (result == DTRAIN_OK) result = dtrain__union_make(c);
@@ -644,10 +626,11 @@ DTRAIN_API dtrain_result dtrain_checkpoint_close(dtrain_checkpoint *checkpoint)
     pthread_cond_destroy(&c->moved);
     pthread_mutex_destroy(&c->mutex);
     dtrain__text_free(&c->head);
+    for (int f = 0; f < 2; f++) dtrain__text_free(&c->files[f].header);
+    dtrain__free(&allocator, c->bounce, DTRAIN__BLOCK, 1);
     dtrain__free(&allocator, c->held, c->held_room, sizeof *c->held);
     dtrain__free(&allocator, c->held_names, c->held_names_bytes, 1);
     dtrain__free(&allocator, c->pieces, c->piece_room, sizeof *c->pieces);
-    dtrain__free(&allocator, c->texts, c->texts_bytes, 1);
     dtrain__free(&allocator, c, 1, sizeof *c);
     return result;
 }

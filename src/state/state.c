@@ -212,41 +212,31 @@ static dtrain_result dtrain__state_item(dtrain_state *state, const dtrain_state_
 
 /* ---- Scalars ----------------------------------------------------------------------------------*/
 
-static void dtrain__scalar_add(dtrain_state *state, const char *name, void *memory, size_t bytes)
-{
-    dtrain__scalar *scalar = &state->scalars[state->scalar_count++];
-    scalar->name = name;
-    scalar->memory = memory;
-    scalar->bytes = bytes;
-}
-
-/* List the numbers. Compression depends on the strategy's step; a schedule and the seeds of dropout
- * depend on the trainer's. */
+/* List the numbers of those objects that there are. Compression depends on the strategy's step; a
+ * schedule and the seeds of dropout depend on the trainer's. */
 static void dtrain__state_scalars(dtrain_state *state)
 {
     const dtrain_state_desc *desc = &state->desc;
+    dtrain_optimizer *optimizer = desc->optimizer;
     dtrain_trainer *trainer = desc->trainer;
+    dtrain_loader *loader = desc->loader;
     dtrain_loss_scaler *scaler = trainer && trainer->scaling ? &trainer->scaler : desc->scaler;
-    dtrain__scalar_add(state, "strategy.step", dtrain__step_count_of(desc->strategy), 8);
-    if (desc->optimizer)
-        dtrain__scalar_add(state, "optimizer.step", &desc->optimizer->step_count, 8);
-    if (trainer) {
-        dtrain__scalar_add(state, "trainer.step", &trainer->step, 8);
-        dtrain__scalar_add(state, "trainer.tokens", &trainer->tokens, 8);
-        dtrain__scalar_add(state, "trainer.seed", &trainer->desc.seed, 8);
-        dtrain__scalar_add(state, "trainer.skipped", &trainer->skipped, 8);
-    }
-    if (scaler) {
-        dtrain__scalar_add(state, "scaler.scale", &scaler->scale, 4);
-        dtrain__scalar_add(state, "scaler.good_steps", &scaler->good_steps, 4);
-        dtrain__scalar_add(state, "scaler.bad_left", &scaler->bad_left, 4);
-        dtrain__scalar_add(state, "scaler.bad_steps", &scaler->bad_steps, 4);
-        dtrain__scalar_add(state, "scaler.skipped_steps", &scaler->skipped_steps, 8);
-    }
-    if (desc->loader) {
-        dtrain__scalar_add(state, "loader.position", &desc->loader->position, 8);
-        dtrain__scalar_add(state, "loader.seed", &desc->loader->desc.seed, 8);
-    }
+    const dtrain__scalar all[] = {
+        {"strategy.step", dtrain__step_count_of(desc->strategy), 8},
+        {"optimizer.step", optimizer ? &optimizer->step_count : NULL, 8},
+        {"trainer.step", trainer ? &trainer->step : NULL, 8},
+        {"trainer.tokens", trainer ? &trainer->tokens : NULL, 8},
+        {"trainer.seed", trainer ? &trainer->desc.seed : NULL, 8},
+        {"trainer.skipped", trainer ? &trainer->skipped : NULL, 8},
+        {"scaler.scale", scaler ? &scaler->scale : NULL, 4},
+        {"scaler.good_steps", scaler ? &scaler->good_steps : NULL, 4},
+        {"scaler.bad_left", scaler ? &scaler->bad_left : NULL, 4},
+        {"scaler.bad_steps", scaler ? &scaler->bad_steps : NULL, 4},
+        {"scaler.skipped_steps", scaler ? &scaler->skipped_steps : NULL, 8},
+        {"loader.position", loader ? &loader->position : NULL, 8},
+        {"loader.seed", loader ? &loader->desc.seed : NULL, 8}};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)
+        if (all[i].memory) state->scalars[state->scalar_count++] = all[i];
 }
 
 /* Refuse settings that are no pairs, or that no manifest could give back. */
