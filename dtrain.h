@@ -2632,8 +2632,8 @@ typedef struct dtrain_storage {
  * then one rename makes it a checkpoint: what has a manifest is whole. A crash at any moment leaves
  * the checkpoints before it as they were.
  *
- * Loading looks at the manifest and reads what this rank needs, under any other number of ranks,
- * strategy, node size, precision, offload. What can be carried over:
+ * Loading reads the manifest and those pieces that this rank needs. Number of ranks, strategy, node
+ * size, precision and offload may be others than those of the run that saved. What is carried over:
  *
  *     values, moments, momentum, Q, scalars    exactly
  *     residuals, velocities    exactly by as many ranks that cut buckets in the same way; otherwise
@@ -2657,12 +2657,11 @@ typedef struct dtrain_checkpoint_desc {
                                 aside-1; false: they are an error of open */
     bool background;       /* save copies to host memory, and a thread writes while training goes
                                 on; false: save returns when the checkpoint is there */
-    uint32_t failures;     /* saves in a row that may fail with a warning; the next one is the
-                                error of dtrain_checkpoint_save, and one that no later save has made
-                                good that of dtrain_checkpoint_wait and _close. 0 = none */
+    uint32_t failures;     /* saves in a row that may fail with a warning; dtrain_checkpoint_save
+                                returns the error of the next one. If the newest save has failed,
+                                dtrain_checkpoint_wait and _close return its error. 0 = none */
     const char *directory; /* shared by all ranks; made if it is not there */
     const char *config;    /* text for the manifest, such as the command line; NULL = none */
-    const char *commit;    /* of the program that writes; NULL = none */
     const dtrain_storage *storage; /* must outlive the checkpoints; NULL = the file system */
     dtrain_state *state;           /* must outlive them too */
 } dtrain_checkpoint_desc;
@@ -2675,9 +2674,9 @@ typedef struct dtrain_checkpoint_desc {
  * A directory has one history: one run, from its first checkpoint to the newest. A state that was
  * loaded from one of its checkpoints goes on with it; those of later steps, if it was not the
  * newest, are moved to a directory aside-N, out of which nothing is removed and nothing is loaded
- * unless it is named. So they are before a save, when the state has gone back since. Where others
- * were saved than the state's run has, it is DTRAIN_ERROR_DATA: load the newest of them before and
- * go on, save elsewhere, or set them aside. */
+ * unless it is named. A save does the same, if an older checkpoint has been loaded since. A
+ * directory with checkpoints of another run is DTRAIN_ERROR_DATA: load the newest of them before
+ * and go on, save elsewhere, or set them aside. */
 DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
                                                 const dtrain_checkpoint_desc *desc,
                                                 dtrain_checkpoint **out);
@@ -2740,8 +2739,9 @@ typedef struct dtrain_load_info {
  * Whatever else goes wrong is another error, after which it must not.
  *
  * Nothing is changed before the manifest has been checked against the state. An error after that
- * leaves values of both: every call of the strategy then fails, until a checkpoint was loaded
- * whole, or dtrain_state_changed says that the program has set all values itself. */
+ * leaves a mixture of old and loaded values: every call of the strategy then fails, until a
+ * checkpoint has been loaded whole, or the program has set all values and calls
+ * dtrain_state_changed. */
 DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char *path,
                                                 const dtrain_load_desc *desc,
                                                 dtrain_load_info *info);
@@ -25625,7 +25625,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__json_end(dtrain__json *json);
 #define DTRAIN__PATH 768
 #define DTRAIN__MANIFEST_VERSION 2 /* 1, of version 0.2, had no boxes; it is read as well */
 #define DTRAIN__MANIFEST_MOST ((uint64_t)1 << 30)
-#define DTRAIN__TEXT_MOST 65536 /* bytes of config, and of commit */
+#define DTRAIN__TEXT_MOST 65536 /* bytes of config */
 
 /* A path that is long enough for all that a checkpoint names. */
 typedef struct dtrain__path {
@@ -25675,7 +25675,7 @@ typedef struct dtrain__manifest {
     const dtrain_allocator *allocator;
     char *text; /* (text_bytes + 1), in which strings have been decoded */
     size_t text_bytes;
-    const char *format, *library, *strategy, *commit, *config;
+    const char *format, *library, *strategy, *config;
     uint64_t version, block, metric_bits, run, job; /* run, job: 0 = unknown */
     int64_t step, ranks;
     bool hierarchical;
@@ -25714,8 +25714,6 @@ DTRAIN__PRINTF(2, 3)
 DTRAIN__PRIVATE dtrain__path dtrain__path_in(const char *directory, const char *format, ...);
 DTRAIN__PRIVATE dtrain__path dtrain__step_path(const dtrain__folder *folder, int64_t step,
                                                const char *suffix);
-DTRAIN__PRIVATE dtrain_result dtrain__directory_make(const dtrain__folder *folder,
-                                                     const char *path);
 DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain__folder *folder, const char *suffix,
                                                  dtrain__steps *out);
 DTRAIN__PRIVATE void dtrain__steps_free(dtrain__steps *steps);
@@ -26823,7 +26821,8 @@ static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
     DTRAIN__TRY(dtrain__history_turn(c, c->step));
     c->desc.state->step = c->step;
     const dtrain__path path = dtrain__step_path(&c->folder, c->step, ".tmp");
-    return dtrain__directory_make(&c->folder, path.text);
+    const int code = c->folder.storage->make_directory(c->folder.storage->user, path.text);
+    return code >= 0 ? DTRAIN_OK : dtrain__storage_fail(path.text, "made", code);
 }
 
 /* Settle the previous save, agree on the step, take a snapshot, and write or begin to write. */
@@ -26895,14 +26894,12 @@ static dtrain_result dtrain__checkpoint_check(dtrain_world *world,
     if (!world || !desc || !out || !desc->state || !desc->directory || !desc->directory[0])
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: world, desc, out, or the desc's state or directory is NULL", call);
-    if (strlen(desc->directory) > DTRAIN__PATH - 128 ||
-        (desc->config && strlen(desc->config) > DTRAIN__TEXT_MOST) ||
-        (desc->commit && strlen(desc->commit) > DTRAIN__TEXT_MOST))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: the directory has more than %d bytes, or config or commit more "
-                           "than %d",
-                           call, DTRAIN__PATH - 128, DTRAIN__TEXT_MOST);
-    return DTRAIN_OK;
+    if (strlen(desc->directory) <= DTRAIN__PATH - 128 &&
+        (!desc->config || strlen(desc->config) <= DTRAIN__TEXT_MOST))
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "%s: the directory has more than %d bytes, or config more than %d", call,
+                       DTRAIN__PATH - 128, DTRAIN__TEXT_MOST);
 }
 
 DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
@@ -28767,12 +28764,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *fo
 
 /* ---- Publishing -------------------------------------------------------------------------------*/
 
-DTRAIN__PRIVATE dtrain_result dtrain__directory_make(const dtrain__folder *folder, const char *path)
-{
-    const int code = folder->storage->make_directory(folder->storage->user, path);
-    return code >= 0 ? DTRAIN_OK : dtrain__storage_fail(path, "made", code);
-}
-
 /* Write the name of the newest checkpoint, for people and scripts: nothing here reads it. */
 static dtrain_result dtrain__write_latest(const dtrain__folder *folder, int64_t step)
 {
@@ -28844,7 +28835,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__publish_step(const dtrain__folder *folder,
  *
  *     {"format": "dtrain checkpoint", "version": 2, "library": "0.3.0", "step": 1000, "ranks": 2,
  *      "strategy": "zero1", "hierarchical": false, "metric_bits": 4611686018427387904,
- *      "run": 83, "job": 83, "commit": "...", "config": "...", "block": 1048576,
+ *      "run": 83, "job": 83, "config": "...", "block": 1048576,
  *      "model": {"heads": "4", ...}, "settings": {"seed": "1337", ...},
  *      "scalars": [{"name": "optimizer.step", "value": 1000}, ...],
  *      "tensors": [{"name": "wte", "kind": "value", "dtype": "F32", "shape": [256, 128],
@@ -28903,8 +28894,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__unseal(const char *path, char *text, size_
 
 /* ---- Members ----------------------------------------------------------------------------------*/
 
-/* The tables of members are those of reader and writer: in the order of writing. A form says what
- * holds a member. */
+/* Reader and writer go through the same tables of members, which are in the order of writing. The
+ * form of a member says what type holds it. */
 typedef enum dtrain__form {
     DTRAIN__FORM_U64,
     DTRAIN__FORM_I64,
@@ -28962,7 +28953,7 @@ static bool dtrain__read_shape(dtrain__json *json, int64_t shape[4])
     return json->result == DTRAIN_OK;
 }
 
-/* Check what the lists are read by, and which is written before them. */
+/* Check those members on which the reading of lists depends: they are written before the lists. */
 static bool dtrain__head_check(const dtrain__manifest *m, dtrain__json *json)
 {
     if (!m->format || strcmp(m->format, DTRAIN__MANIFEST_FORMAT) != 0)
@@ -29018,7 +29009,8 @@ static bool dtrain__read_member(dtrain__manifest *m, dtrain__json *json,
     return json->result == DTRAIN_OK;
 }
 
-/* Read an object by the table of its members. People, or a later library, may have added others. */
+/* Read an object by the table of its members, and skip others: people, or a later library, may have
+ * added some. */
 static bool dtrain__read_members(dtrain__manifest *m, dtrain__json *json,
                                  const dtrain__member *members, void *object)
 {
@@ -29077,7 +29069,7 @@ static bool dtrain__read_tensor(dtrain__manifest *m, dtrain__json *json)
     return true;
 }
 
-/* Read the checksums of a piece: they stay where they are in the text. */
+/* Find the checksums of a piece, which stay in the text. */
 static bool dtrain__read_crc(dtrain__json *json, uint64_t bytes, const char **crc)
 {
     const uint64_t blocks = bytes / DTRAIN__BLOCK + (bytes % DTRAIN__BLOCK != 0);
@@ -29178,7 +29170,6 @@ static const dtrain__member dtrain__head_members[] = {
     {"metric_bits", DTRAIN__FORM_U64, DTRAIN__HEAD(metric_bits), NULL},
     {"run", DTRAIN__FORM_U64, DTRAIN__HEAD(run), NULL},
     {"job", DTRAIN__FORM_U64, DTRAIN__HEAD(job), NULL},
-    {"commit", DTRAIN__FORM_TEXT, DTRAIN__HEAD(commit), NULL},
     {"config", DTRAIN__FORM_TEXT, DTRAIN__HEAD(config), NULL},
     {"model", DTRAIN__FORM_OBJECT, DTRAIN__HEAD(model), NULL},
     {"settings", DTRAIN__FORM_OBJECT, DTRAIN__HEAD(settings), NULL},
@@ -29257,7 +29248,6 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_chec
     memcpy(&m.metric_bits, &c->metric, sizeof m.metric_bits);
     m.run = state->run;
     m.job = state->world->job;
-    m.commit = c->desc.commit ? c->desc.commit : "";
     m.config = c->desc.config ? c->desc.config : "";
     dtrain__write_members(text, dtrain__head_members, &m);
     dtrain__write_settings(text, "model", state->desc.model);
@@ -29280,7 +29270,7 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_chec
     dtrain__text_add(text, "],\n \"files\": [");
 }
 
-/* ---- What has been read, in order -------------------------------------------------------------*/
+/* ---- Sorting and checking ---------------------------------------------------------------------*/
 
 static int dtrain__by_kind_and_name(const void *left, const void *right)
 {

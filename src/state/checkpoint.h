@@ -18,8 +18,8 @@
  * then one rename makes it a checkpoint: what has a manifest is whole. A crash at any moment leaves
  * the checkpoints before it as they were.
  *
- * Loading looks at the manifest and reads what this rank needs, under any other number of ranks,
- * strategy, node size, precision, offload. What can be carried over:
+ * Loading reads the manifest and those pieces that this rank needs. Number of ranks, strategy, node
+ * size, precision and offload may be others than those of the run that saved. What is carried over:
  *
  *     values, moments, momentum, Q, scalars    exactly
  *     residuals, velocities    exactly by as many ranks that cut buckets in the same way; otherwise
@@ -51,12 +51,11 @@ typedef struct dtrain_checkpoint_desc {
                                 aside-1; false: they are an error of open */
     bool background;       /* save copies to host memory, and a thread writes while training goes
                                 on; false: save returns when the checkpoint is there */
-    uint32_t failures;     /* saves in a row that may fail with a warning; the next one is the
-                                error of dtrain_checkpoint_save, and one that no later save has made
-                                good that of dtrain_checkpoint_wait and _close. 0 = none */
+    uint32_t failures;     /* saves in a row that may fail with a warning; dtrain_checkpoint_save
+                                returns the error of the next one. If the newest save has failed,
+                                dtrain_checkpoint_wait and _close return its error. 0 = none */
     const char *directory; /* shared by all ranks; made if it is not there */
     const char *config;    /* text for the manifest, such as the command line; NULL = none */
-    const char *commit;    /* of the program that writes; NULL = none */
     const dtrain_storage *storage; /* must outlive the checkpoints; NULL = the file system */
     dtrain_state *state;           /* must outlive them too */
 } dtrain_checkpoint_desc;
@@ -69,9 +68,9 @@ typedef struct dtrain_checkpoint_desc {
  * A directory has one history: one run, from its first checkpoint to the newest. A state that was
  * loaded from one of its checkpoints goes on with it; those of later steps, if it was not the
  * newest, are moved to a directory aside-N, out of which nothing is removed and nothing is loaded
- * unless it is named. So they are before a save, when the state has gone back since. Where others
- * were saved than the state's run has, it is DTRAIN_ERROR_DATA: load the newest of them before and
- * go on, save elsewhere, or set them aside. */
+ * unless it is named. A save does the same, if an older checkpoint has been loaded since. A
+ * directory with checkpoints of another run is DTRAIN_ERROR_DATA: load the newest of them before
+ * and go on, save elsewhere, or set them aside. */
 DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
                                                 const dtrain_checkpoint_desc *desc,
                                                 dtrain_checkpoint **out);
@@ -134,8 +133,9 @@ typedef struct dtrain_load_info {
  * Whatever else goes wrong is another error, after which it must not.
  *
  * Nothing is changed before the manifest has been checked against the state. An error after that
- * leaves values of both: every call of the strategy then fails, until a checkpoint was loaded
- * whole, or dtrain_state_changed says that the program has set all values itself. */
+ * leaves a mixture of old and loaded values: every call of the strategy then fails, until a
+ * checkpoint has been loaded whole, or the program has set all values and calls
+ * dtrain_state_changed. */
 DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char *path,
                                                 const dtrain_load_desc *desc,
                                                 dtrain_load_info *info);

@@ -23,7 +23,7 @@
 #define DTRAIN__PATH 768
 #define DTRAIN__MANIFEST_VERSION 2 /* 1, of version 0.2, had no boxes; it is read as well */
 #define DTRAIN__MANIFEST_MOST ((uint64_t)1 << 30)
-#define DTRAIN__TEXT_MOST 65536 /* bytes of config, and of commit */
+#define DTRAIN__TEXT_MOST 65536 /* bytes of config */
 
 /* A path that is long enough for all that a checkpoint names. */
 typedef struct dtrain__path {
@@ -73,7 +73,7 @@ typedef struct dtrain__manifest {
     const dtrain_allocator *allocator;
     char *text; /* (text_bytes + 1), in which strings have been decoded */
     size_t text_bytes;
-    const char *format, *library, *strategy, *commit, *config;
+    const char *format, *library, *strategy, *config;
     uint64_t version, block, metric_bits, run, job; /* run, job: 0 = unknown */
     int64_t step, ranks;
     bool hierarchical;
@@ -112,8 +112,6 @@ DTRAIN__PRINTF(2, 3)
 DTRAIN__PRIVATE dtrain__path dtrain__path_in(const char *directory, const char *format, ...);
 DTRAIN__PRIVATE dtrain__path dtrain__step_path(const dtrain__folder *folder, int64_t step,
                                                const char *suffix);
-DTRAIN__PRIVATE dtrain_result dtrain__directory_make(const dtrain__folder *folder,
-                                                     const char *path);
 DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain__folder *folder, const char *suffix,
                                                  dtrain__steps *out);
 DTRAIN__PRIVATE void dtrain__steps_free(dtrain__steps *steps);

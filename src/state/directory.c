@@ -241,12 +241,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *fo
 
 /* ---- Publishing -------------------------------------------------------------------------------*/
 
-DTRAIN__PRIVATE dtrain_result dtrain__directory_make(const dtrain__folder *folder, const char *path)
-{
-    const int code = folder->storage->make_directory(folder->storage->user, path);
-    return code >= 0 ? DTRAIN_OK : dtrain__storage_fail(path, "made", code);
-}
-
 /* Write the name of the newest checkpoint, for people and scripts: nothing here reads it. */
 static dtrain_result dtrain__write_latest(const dtrain__folder *folder, int64_t step)
 {

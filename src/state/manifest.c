@@ -2,7 +2,7 @@
  *
  *     {"format": "dtrain checkpoint", "version": 2, "library": "0.3.0", "step": 1000, "ranks": 2,
  *      "strategy": "zero1", "hierarchical": false, "metric_bits": 4611686018427387904,
- *      "run": 83, "job": 83, "commit": "...", "config": "...", "block": 1048576,
+ *      "run": 83, "job": 83, "config": "...", "block": 1048576,
  *      "model": {"heads": "4", ...}, "settings": {"seed": "1337", ...},
  *      "scalars": [{"name": "optimizer.step", "value": 1000}, ...],
  *      "tensors": [{"name": "wte", "kind": "value", "dtype": "F32", "shape": [256, 128],
@@ -76,8 +76,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__unseal(const char *path, char *text, size_
 
 /* ---- Members ----------------------------------------------------------------------------------*/
 
-/* The tables of members are those of reader and writer: in the order of writing. A form says what
- * holds a member. */
+/* Reader and writer go through the same tables of members, which are in the order of writing. The
+ * form of a member says what type holds it. */
 typedef enum dtrain__form {
     DTRAIN__FORM_U64,
     DTRAIN__FORM_I64,
@@ -135,7 +135,7 @@ static bool dtrain__read_shape(dtrain__json *json, int64_t shape[4])
     return json->result == DTRAIN_OK;
 }
 
-/* Check what the lists are read by, and which is written before them. */
+/* Check those members on which the reading of lists depends: they are written before the lists. */
 static bool dtrain__head_check(const dtrain__manifest *m, dtrain__json *json)
 {
     if (!m->format || strcmp(m->format, DTRAIN__MANIFEST_FORMAT) != 0)
@@ -191,7 +191,8 @@ static bool dtrain__read_member(dtrain__manifest *m, dtrain__json *json,
     return json->result == DTRAIN_OK;
 }
 
-/* Read an object by the table of its members. People, or a later library, may have added others. */
+/* Read an object by the table of its members, and skip others: people, or a later library, may have
+ * added some. */
 static bool dtrain__read_members(dtrain__manifest *m, dtrain__json *json,
                                  const dtrain__member *members, void *object)
 {
@@ -250,7 +251,7 @@ static bool dtrain__read_tensor(dtrain__manifest *m, dtrain__json *json)
     return true;
 }
 
-/* Read the checksums of a piece: they stay where they are in the text. */
+/* Find the checksums of a piece, which stay in the text. */
 static bool dtrain__read_crc(dtrain__json *json, uint64_t bytes, const char **crc)
 {
     const uint64_t blocks = bytes / DTRAIN__BLOCK + (bytes % DTRAIN__BLOCK != 0);
@@ -351,7 +352,6 @@ static const dtrain__member dtrain__head_members[] = {
     {"metric_bits", DTRAIN__FORM_U64, DTRAIN__HEAD(metric_bits), NULL},
     {"run", DTRAIN__FORM_U64, DTRAIN__HEAD(run), NULL},
     {"job", DTRAIN__FORM_U64, DTRAIN__HEAD(job), NULL},
-    {"commit", DTRAIN__FORM_TEXT, DTRAIN__HEAD(commit), NULL},
     {"config", DTRAIN__FORM_TEXT, DTRAIN__HEAD(config), NULL},
     {"model", DTRAIN__FORM_OBJECT, DTRAIN__HEAD(model), NULL},
     {"settings", DTRAIN__FORM_OBJECT, DTRAIN__HEAD(settings), NULL},
@@ -430,7 +430,6 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_chec
     memcpy(&m.metric_bits, &c->metric, sizeof m.metric_bits);
     m.run = state->run;
     m.job = state->world->job;
-    m.commit = c->desc.commit ? c->desc.commit : "";
     m.config = c->desc.config ? c->desc.config : "";
     dtrain__write_members(text, dtrain__head_members, &m);
     dtrain__write_settings(text, "model", state->desc.model);
@@ -453,7 +452,7 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_chec
     dtrain__text_add(text, "],\n \"files\": [");
 }
 
-/* ---- What has been read, in order -------------------------------------------------------------*/
+/* ---- Sorting and checking ---------------------------------------------------------------------*/
 
 static int dtrain__by_kind_and_name(const void *left, const void *right)
 {

@@ -489,7 +489,8 @@ static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
     DTRAIN__TRY(dtrain__history_turn(c, c->step));
     c->desc.state->step = c->step;
     const dtrain__path path = dtrain__step_path(&c->folder, c->step, ".tmp");
-    return dtrain__directory_make(&c->folder, path.text);
+    const int code = c->folder.storage->make_directory(c->folder.storage->user, path.text);
+    return code >= 0 ? DTRAIN_OK : dtrain__storage_fail(path.text, "made", code);
 }
 
 /* Settle the previous save, agree on the step, take a snapshot, and write or begin to write. */
@@ -561,14 +562,12 @@ static dtrain_result dtrain__checkpoint_check(dtrain_world *world,
     if (!world || !desc || !out || !desc->state || !desc->directory || !desc->directory[0])
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: world, desc, out, or the desc's state or directory is NULL", call);
-    if (strlen(desc->directory) > DTRAIN__PATH - 128 ||
-        (desc->config && strlen(desc->config) > DTRAIN__TEXT_MOST) ||
-        (desc->commit && strlen(desc->commit) > DTRAIN__TEXT_MOST))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: the directory has more than %d bytes, or config or commit more "
-                           "than %d",
-                           call, DTRAIN__PATH - 128, DTRAIN__TEXT_MOST);
-    return DTRAIN_OK;
+    if (strlen(desc->directory) <= DTRAIN__PATH - 128 &&
+        (!desc->config || strlen(desc->config) <= DTRAIN__TEXT_MOST))
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "%s: the directory has more than %d bytes, or config more than %d", call,
+                       DTRAIN__PATH - 128, DTRAIN__TEXT_MOST);
 }
 
 DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,

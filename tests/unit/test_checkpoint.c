@@ -527,7 +527,7 @@ static void forget_run(void)
     if (!CHECK(file != NULL)) return;
     size_t bytes = fread(text, 1, sizeof text - 1, file);
     fclose(file);
-    char *from = strstr(text, ", \"run\""), *to = strstr(text, ", \"commit\"");
+    char *from = strstr(text, ", \"run\""), *to = strstr(text, ", \"config\"");
     if (!CHECK(from && to && bytes > 24)) return;
     memmove(from, to, (size_t)(text + bytes - to));
     bytes -= (size_t)(to - from) + 24; /* of the seal */
