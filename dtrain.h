@@ -25835,16 +25835,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_write(dtrain_checkpoint *c);
 #define DTRAIN__TENSOR_NAME 512 /* bytes of a name, its 0 included */
 
 /* Types of the format: those of dtrain_dtype have the same numbers, others follow. */
-enum {
-    DTRAIN__STORED_U8 = 5,
-    DTRAIN__STORED_F64 = 6,
-    DTRAIN__STORED_OTHER = 7 /* known to the format, and nothing that we read */
-};
+enum { DTRAIN__STORED_U8 = 5, DTRAIN__STORED_F64 = 6, DTRAIN__STORED_TYPES = 22 };
 
 /* One tensor of a file. */
 typedef struct dtrain__stored {
     const char *name;
-    uint32_t dtype; /* dtrain_dtype or DTRAIN__STORED_* */
+    uint32_t dtype; /* its number among the types of the format */
     int dims;
     int64_t shape[DTRAIN__TENSOR_DIMS];
     uint64_t begin, end; /* bytes, from the beginning of the data */
@@ -25883,7 +25879,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__safetensors_parse(const char *path, const 
 DTRAIN__PRIVATE dtrain__stored *dtrain__safetensors_find(const dtrain__tensor_file *file,
                                                          const char *name);
 DTRAIN__PRIVATE void dtrain__safetensors_free(dtrain__tensor_file *file);
-/* Bytes of an element of a stored type, 0 for OTHER; and its name in the format ("F32"). */
+/* Return the bytes of an element of a type, 0 if it is smaller than one; and the type's name in the
+ * format ("F32"). */
 DTRAIN__PRIVATE size_t dtrain__stored_bytes(uint32_t dtype);
 DTRAIN__PRIVATE const char *dtrain__stored_name(uint32_t dtype);
 
@@ -29396,26 +29393,25 @@ DTRAIN__PRIVATE const dtrain__saved_tensor *dtrain__manifest_find(const dtrain__
 /* The shortest entry of a tensor: "":{"dtype":"U8","shape":[],"data_offsets":[0,1]} and a comma. */
 #define DTRAIN__ENTRY_BYTES 50u
 
-/* Types of the format, ours first, in the order of their numbers. */
+/* Types of the format, in the order of their numbers: those of dtrain_dtype first. */
 static const struct {
     const char *name;
     uint32_t bits;
-} dtrain__stored_types[] = {{"F32", 32},        {"BF16", 16},      {"F16", 16},    {"I32", 32},
-                            {"I64", 64},        {"U8", 8},         {"F64", 64},    {"BOOL", 8},
-                            {"I8", 8},          {"I16", 16},       {"U16", 16},    {"U32", 32},
-                            {"U64", 64},        {"C64", 64},       {"F8_E4M3", 8}, {"F8_E5M2", 8},
-                            {"F8_E8M0", 8},     {"F6_E2M3", 6},    {"F6_E3M2", 6}, {"F4", 4},
-                            {"F8_E4M3FNUZ", 8}, {"F8_E5M2FNUZ", 8}};
-#define DTRAIN__STORED_TYPES (sizeof dtrain__stored_types / sizeof *dtrain__stored_types)
+} dtrain__stored_types[DTRAIN__STORED_TYPES] = {
+    {"F32", 32},        {"BF16", 16},      {"F16", 16},    {"I32", 32},    {"I64", 64},
+    {"U8", 8},          {"F64", 64},       {"BOOL", 8},    {"I8", 8},      {"I16", 16},
+    {"U16", 16},        {"U32", 32},       {"U64", 64},    {"C64", 64},    {"F8_E4M3", 8},
+    {"F8_E5M2", 8},     {"F8_E8M0", 8},    {"F6_E2M3", 6}, {"F6_E3M2", 6}, {"F4", 4},
+    {"F8_E4M3FNUZ", 8}, {"F8_E5M2FNUZ", 8}};
 
 DTRAIN__PRIVATE size_t dtrain__stored_bytes(uint32_t dtype)
 {
-    return dtype < DTRAIN__STORED_OTHER ? dtrain__stored_types[dtype].bits / 8 : 0;
+    return dtrain__stored_types[dtype].bits / 8;
 }
 
 DTRAIN__PRIVATE const char *dtrain__stored_name(uint32_t dtype)
 {
-    return dtype < DTRAIN__STORED_OTHER ? dtrain__stored_types[dtype].name : "?";
+    return dtype < DTRAIN__STORED_TYPES ? dtrain__stored_types[dtype].name : "?";
 }
 
 /* ---- Writing ----------------------------------------------------------------------------------*/
@@ -29456,88 +29452,71 @@ DTRAIN__PRIVATE dtrain_result dtrain__safetensors_write(dtrain__text *text,
 
 /* ---- Reading: one tensor ----------------------------------------------------------------------*/
 
-/* Read the type: its row of the table. */
-static size_t dtrain__header_dtype(dtrain__json *json, dtrain__stored *tensor)
+static void dtrain__header_dtype(dtrain__json *json, uint32_t *dtype)
 {
     char name[32];
-    size_t row = 0;
-    if (!dtrain__json_string(json, name, sizeof name)) return 0;
-    while (row < DTRAIN__STORED_TYPES && strcmp(name, dtrain__stored_types[row].name) != 0) row++;
-    if (row == DTRAIN__STORED_TYPES)
-        return dtrain__json_fail(json, "its dtype \"%s\" is not one of the format", name), 0;
-    tensor->dtype = row < DTRAIN__STORED_OTHER ? (uint32_t)row : (uint32_t)DTRAIN__STORED_OTHER;
-    return row;
+    if (!dtrain__json_string(json, name, sizeof name)) return;
+    for (*dtype = 0; *dtype < DTRAIN__STORED_TYPES; ++*dtype)
+        if (strcmp(name, dtrain__stored_types[*dtype].name) == 0) return;
+    dtrain__json_fail(json, "its dtype \"%s\" is not one of the format", name);
 }
 
-static void dtrain__header_shape(dtrain__json *json, dtrain__stored *tensor)
+/* Read an array of at most `room` numbers, and return how many it has. */
+static int dtrain__header_numbers(dtrain__json *json, int64_t *numbers, int room)
 {
-    if (!dtrain__json_enter(json, '[')) return;
+    int count = 0;
+    (void)dtrain__json_enter(json, '[');
     while (dtrain__json_item(json))
-        if (tensor->dims == DTRAIN__TENSOR_DIMS)
-            dtrain__json_fail(json, "more than %d dimensions", DTRAIN__TENSOR_DIMS);
-        else (void)dtrain__json_count(json, &tensor->shape[tensor->dims++]);
+        if (count == room) dtrain__json_fail(json, "more than %d numbers", room);
+        else (void)dtrain__json_count(json, &numbers[count++]);
+    return count;
 }
 
-static void dtrain__header_offsets(dtrain__json *json, dtrain__stored *tensor)
+/* Compare the size of a tensor with what its shape and type say. */
+static bool dtrain__header_check(dtrain__json *json, const dtrain__stored *tensor)
 {
-    uint64_t *const offsets[2] = {&tensor->begin, &tensor->end};
-    if (!dtrain__json_enter(json, '[')) return;
-    for (int i = 0; i < 2; i++)
-        if (!dtrain__json_item(json) || !dtrain__json_u64(json, offsets[i])) {
-            dtrain__json_fail(json, "data_offsets has %d of 2 numbers", i);
-            return;
-        }
-    if (dtrain__json_item(json)) dtrain__json_fail(json, "data_offsets has a third number");
-}
-
-/* Compare the place of a tensor with what shape and type say, and with the file. */
-static bool dtrain__header_check(dtrain__json *json, const dtrain__stored *tensor, uint32_t bits,
-                                 uint64_t data_bytes)
-{
+    const int64_t found = (int64_t)(tensor->end - tensor->begin);
     size_t size = 1;
     bool fits = true;
     for (int d = 0; d < tensor->dims; d++)
         fits = fits && dtrain__size_mul(size, (size_t)tensor->shape[d], &size);
-    if (!fits || !dtrain__size_mul(size, bits, &size))
+    if (!fits || !dtrain__size_mul(size, dtrain__stored_types[tensor->dtype].bits, &size))
         return dtrain__json_fail(json, "its shape has more elements than fit any memory");
     if (size % 8) return dtrain__json_fail(json, "its %zu bits are not whole bytes", size);
-    if (tensor->begin > tensor->end)
-        return dtrain__json_fail(json, "it ends at %llu, before it begins at %llu",
-                                 (unsigned long long)tensor->end,
-                                 (unsigned long long)tensor->begin);
-    if (tensor->end - tensor->begin != size / 8)
-        return dtrain__json_fail(json, "data_offsets leave it %llu bytes, expected %zu",
-                                 (unsigned long long)(tensor->end - tensor->begin), size / 8);
-    if (tensor->end > data_bytes)
-        return dtrain__json_fail(json,
-                                 "it ends at byte %llu of the data, and the file has %llu: it was "
-                                 "truncated",
-                                 (unsigned long long)tensor->end, (unsigned long long)data_bytes);
-    return true;
+    if (found >= 0 && (uint64_t)found == size / 8) return true;
+    return dtrain__json_fail(json, "data_offsets leave it %lld bytes, expected %zu",
+                             (long long)found, size / 8);
 }
 
-/* Read what stands behind a tensor's name. Members that the format does not have are stepped over,
- * as the reference reader does. */
-static bool dtrain__header_tensor(dtrain__json *json, dtrain__stored *tensor, uint64_t data_bytes)
+/* Read the entry of a tensor. Step over members that the format does not have, as the reference
+ * reader does. */
+static bool dtrain__header_tensor(dtrain__json *json, dtrain__stored *tensor)
 {
     static const char *const fields[3] = {"dtype", "shape", "data_offsets"};
     bool seen[3] = {false, false, false};
     char key[DTRAIN__TENSOR_NAME];
-    size_t row = 0;
+    int64_t offsets[2] = {0, 0};
+    int offset_count = 0;
     if (!dtrain__json_enter(json, '{')) return false;
     while (dtrain__json_member(json, key, sizeof key)) {
         int field = 0;
         while (field < 3 && strcmp(key, fields[field]) != 0) field++;
         if (field < 3 && seen[field]) return dtrain__json_fail(json, "a second \"%s\"", key);
-        if (field == 0) row = dtrain__header_dtype(json, tensor);
-        else if (field == 1) dtrain__header_shape(json, tensor);
-        else if (field == 2) dtrain__header_offsets(json, tensor);
-        else (void)dtrain__json_skip(json);
         if (field < 3) seen[field] = true;
+        if (field == 0) dtrain__header_dtype(json, &tensor->dtype);
+        else if (field == 1)
+            tensor->dims = dtrain__header_numbers(json, tensor->shape, DTRAIN__TENSOR_DIMS);
+        else if (field == 2) offset_count = dtrain__header_numbers(json, offsets, 2);
+        else (void)dtrain__json_skip(json);
     }
+    if (json->result != DTRAIN_OK) return false;
     for (int field = 0; field < 3; field++)
         if (!seen[field]) return dtrain__json_fail(json, "it has no \"%s\"", fields[field]);
-    return dtrain__header_check(json, tensor, dtrain__stored_types[row].bits, data_bytes);
+    if (offset_count < 2)
+        return dtrain__json_fail(json, "data_offsets has %d of 2 numbers", offset_count);
+    tensor->begin = (uint64_t)offsets[0];
+    tensor->end = (uint64_t)offsets[1];
+    return dtrain__header_check(json, tensor);
 }
 
 /* ---- Reading: all of them ---------------------------------------------------------------------*/
@@ -29559,8 +29538,7 @@ static dtrain_result dtrain__header_fits(const char *path, uint64_t bytes, uint6
 
 /* Read the entries of a header, and the names into memory that is as long as the header: decoded, a
  * string is never longer than its text between quotes. */
-static dtrain_result dtrain__header_read(dtrain__json *json, uint64_t data_bytes,
-                                         dtrain__tensor_file *out)
+static dtrain_result dtrain__header_read(dtrain__json *json, dtrain__tensor_file *out)
 {
     char *name = out->names;
     bool metadata = false;
@@ -29576,7 +29554,7 @@ static dtrain_result dtrain__header_read(dtrain__json *json, uint64_t data_bytes
             metadata = true;
             (void)dtrain__json_enter(json, '{');
             while (dtrain__json_member(json, NULL, 0)) (void)dtrain__json_string(json, NULL, 0);
-        } else if (dtrain__header_tensor(json, tensor, data_bytes)) {
+        } else if (dtrain__header_tensor(json, tensor)) {
             tensor->name = name;
             name += strlen(name) + 1;
             out->count++;
@@ -29600,30 +29578,31 @@ static int dtrain__stored_by_name(const void *a, const void *b)
     return strcmp(((const dtrain__stored *)a)->name, ((const dtrain__stored *)b)->name);
 }
 
-/* Check what single tensors cannot show: that they cover the data, and have names of their own. */
+/* Check that the tensors cover the data, and that no two have one name; leave them sorted by
+ * name. */
 static dtrain_result dtrain__header_check_all(const char *path, uint64_t data_bytes,
                                               dtrain__tensor_file *file)
 {
+    dtrain__stored *const tensors = file->tensors;
     uint64_t end = 0;
-    qsort(file->tensors, file->count, sizeof *file->tensors, dtrain__stored_by_name);
-    for (size_t i = 1; i < file->count; i++)
-        if (strcmp(file->tensors[i - 1].name, file->tensors[i].name) == 0)
-            return dtrain_fail(DTRAIN_ERROR_DATA, "%s has two tensors \"%.200s\"", path,
-                               file->tensors[i].name);
-    qsort(file->tensors, file->count, sizeof *file->tensors, dtrain__stored_by_place);
-    for (size_t i = 0; i < file->count; end = file->tensors[i++].end)
-        if (file->tensors[i].begin != end)
+    qsort(tensors, file->count, sizeof *tensors, dtrain__stored_by_place);
+    for (size_t i = 0; i < file->count; end = tensors[i++].end)
+        if (tensors[i].begin != end)
             return dtrain_fail(DTRAIN_ERROR_DATA,
                                "%s: \"%.200s\" begins at byte %llu of the data, expected %llu: %s",
-                               path, file->tensors[i].name,
-                               (unsigned long long)file->tensors[i].begin, (unsigned long long)end,
-                               file->tensors[i].begin < end ? "it overlaps another tensor"
-                                                            : "no tensor has the bytes between");
+                               path, tensors[i].name, (unsigned long long)tensors[i].begin,
+                               (unsigned long long)end,
+                               tensors[i].begin < end ? "it overlaps another tensor"
+                                                      : "no tensor has the bytes between");
     if (end != data_bytes)
-        return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "%s has %llu bytes of data, expected %llu: nothing else may follow",
-                           path, (unsigned long long)data_bytes, (unsigned long long)end);
-    qsort(file->tensors, file->count, sizeof *file->tensors, dtrain__stored_by_name);
+        return dtrain_fail(DTRAIN_ERROR_DATA, "%s has %llu bytes of data, expected %llu: %s", path,
+                           (unsigned long long)data_bytes, (unsigned long long)end,
+                           end > data_bytes ? "it was truncated" : "nothing else may follow");
+    qsort(tensors, file->count, sizeof *tensors, dtrain__stored_by_name);
+    for (size_t i = 1; i < file->count; i++)
+        if (strcmp(tensors[i - 1].name, tensors[i].name) == 0)
+            return dtrain_fail(DTRAIN_ERROR_DATA, "%s has two tensors \"%.200s\"", path,
+                               tensors[i].name);
     return DTRAIN_OK;
 }
 
@@ -29644,7 +29623,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__safetensors_parse(const char *path, const 
     dtrain_result result = DTRAIN_ERROR_MEMORY;
     if (out->tensors && out->names) {
         dtrain__json json = dtrain__json_begin(path, header, bytes);
-        result = dtrain__header_read(&json, file_bytes - out->data, out);
+        result = dtrain__header_read(&json, out);
     }
     if (result == DTRAIN_OK) result = dtrain__header_check_all(path, file_bytes - out->data, out);
     if (result != DTRAIN_OK) dtrain__safetensors_free(out);
@@ -30297,8 +30276,7 @@ static int dtrain__file_rename(void *user, const char *from, const char *to)
 static int dtrain__file_remove(void *user, const char *path)
 {
     (void)user;
-    if (unlink(path) == 0) return 0;
-    return errno == EISDIR || errno == EPERM ? dtrain__or_errno(rmdir(path)) : -errno;
+    return dtrain__or_errno(remove(path));
 }
 
 static int dtrain__file_make_directory(void *user, const char *path)

@@ -11,16 +11,12 @@
 #define DTRAIN__TENSOR_NAME 512 /* bytes of a name, its 0 included */
 
 /* Types of the format: those of dtrain_dtype have the same numbers, others follow. */
-enum {
-    DTRAIN__STORED_U8 = 5,
-    DTRAIN__STORED_F64 = 6,
-    DTRAIN__STORED_OTHER = 7 /* known to the format, and nothing that we read */
-};
+enum { DTRAIN__STORED_U8 = 5, DTRAIN__STORED_F64 = 6, DTRAIN__STORED_TYPES = 22 };
 
 /* One tensor of a file. */
 typedef struct dtrain__stored {
     const char *name;
-    uint32_t dtype; /* dtrain_dtype or DTRAIN__STORED_* */
+    uint32_t dtype; /* its number among the types of the format */
     int dims;
     int64_t shape[DTRAIN__TENSOR_DIMS];
     uint64_t begin, end; /* bytes, from the beginning of the data */
@@ -59,6 +55,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__safetensors_parse(const char *path, const 
 DTRAIN__PRIVATE dtrain__stored *dtrain__safetensors_find(const dtrain__tensor_file *file,
                                                          const char *name);
 DTRAIN__PRIVATE void dtrain__safetensors_free(dtrain__tensor_file *file);
-/* Bytes of an element of a stored type, 0 for OTHER; and its name in the format ("F32"). */
+/* Return the bytes of an element of a type, 0 if it is smaller than one; and the type's name in the
+ * format ("F32"). */
 DTRAIN__PRIVATE size_t dtrain__stored_bytes(uint32_t dtype);
 DTRAIN__PRIVATE const char *dtrain__stored_name(uint32_t dtype);

@@ -94,8 +94,7 @@ static int dtrain__file_rename(void *user, const char *from, const char *to)
 static int dtrain__file_remove(void *user, const char *path)
 {
     (void)user;
-    if (unlink(path) == 0) return 0;
-    return errno == EISDIR || errno == EPERM ? dtrain__or_errno(rmdir(path)) : -errno;
+    return dtrain__or_errno(remove(path));
 }
 
 static int dtrain__file_make_directory(void *user, const char *path)

@@ -627,7 +627,7 @@ static void test_fit(void)
          NULL},
         {"{" HEADER_WTE "," HEADER_REST
          ",\"norm\":{\"dtype\":\"I16\",\"shape\":[10],\"data_offsets\":[3464,3484]}}",
-         3484, "\"norm\" is ? [10], expected F32, BF16 or F16 [10]", "\"norm\" is ? [10]", NULL,
+         3484, "\"norm\" is I16 [10], expected F32, BF16 or F16 [10]", "\"norm\" is I16 [10]", NULL,
          NULL},
         {"{" HEADER_WTE "," HEADER_REST HEADER_NORM
          ",\"h.0.mask\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[3504,3508]}}",
