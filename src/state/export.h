@@ -34,7 +34,6 @@ typedef struct dtrain_export_name {
 /* Every zero is the default written beside the field; the same on every rank. */
 typedef struct dtrain_export_desc {
     uint32_t dtype;                  /* of the file: 0 = F32, or BF16, F16, rounded to nearest */
-    uint64_t file_bytes;             /* of values in a file; 0 = one file. See below */
     const dtrain_export_name *names; /* (param_count), those of aliases are not looked at;
                                         NULL = zeros */
     const dtrain_storage *storage;   /* NULL = the file system */
@@ -46,12 +45,6 @@ typedef struct dtrain_export_desc {
  *
  * The file is written as path.tmp, brought to the disk, and renamed: what has the name is whole,
  * and an error leaves a file that was there before as it was.
- *
- * With file_bytes, path is "DIR/model.safetensors", and values that need more go to
- * DIR/model-00001-of-00003.safetensors and so on, and DIR/model.safetensors.index.json says which
- * is where, as Hugging Face has it; a parameter is not cut. The index is renamed last. Of an
- * earlier export to the same path, the single file, or the index, is removed when it is not
- * replaced: readers prefer the one to the other.
  *
  * DTRAIN_ERROR_ARGUMENT on all ranks for a desc that cannot be followed (a name that occurs twice,
  * a transpose of what is not 2-D, more rows than there are), DTRAIN_ERROR_FILE for a disk that

@@ -9,10 +9,6 @@
 #include "state/export.h"
 #include "state/safetensors_internal.h"
 
-#define DTRAIN__WEIGHTS_END ".safetensors"
-#define DTRAIN__INDEX_END ".index.json"
-#define DTRAIN__WEIGHT_FILES 1024u
-
 /* A parameter as a file has it. rows x columns is what is stored of it, as it lies here. */
 typedef struct dtrain__weight {
     const char *name;
@@ -22,9 +18,8 @@ typedef struct dtrain__weight {
     int dims;
     int64_t shape[4]; /* in the file */
     int64_t rows, columns, total;
-    uint32_t file;                /* its number, from 0 */
-    const dtrain__stored *stored; /* import: the tensor there; NULL: there is none, or it does not
-                                     fit */
+    const dtrain__stored *stored; /* import: what it is read from; NULL: nothing that fits ... */
+    uint32_t file;                /* ... and the number of the file */
 } dtrain__weight;
 
 typedef struct dtrain__weights {

@@ -25,7 +25,8 @@
 #include "device/backend.h"
 
 #define DTRAIN__INDEX_MOST ((uint64_t)64 << 20) /* bytes; those of the largest models have ten */
-#define DTRAIN__WEIGHT_FILE_NAME 256            /* bytes, the 0 included */
+#define DTRAIN__WEIGHT_FILES 1024u
+#define DTRAIN__WEIGHT_FILE_NAME 256 /* bytes, the 0 included */
 
 /* ---- Files ------------------------------------------------------------------------------------*/
 
@@ -144,7 +145,7 @@ static dtrain_result dtrain__import_headers(dtrain__import *im)
 {
     const bool is_index = dtrain__ends_with(im->path, ".json");
     if (!is_index && dtrain__import_exists(im, im->path)) return dtrain__import_file(im, im->path);
-    snprintf(im->index, sizeof im->index, "%s%s", im->path, is_index ? "" : DTRAIN__INDEX_END);
+    snprintf(im->index, sizeof im->index, "%s%s", im->path, is_index ? "" : ".index.json");
     if (dtrain__import_exists(im, im->index)) return dtrain__import_index(im);
     return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "%s cannot be opened: No such file%s", im->path,
                        is_index ? "" : ", nor an index of it");

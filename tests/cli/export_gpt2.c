@@ -1,7 +1,7 @@
 /* export_gpt2.c: a small random GPT for test_weights.sh and test_models.sh, which compare it with transformers' GPT-2.
  *
  *     export_gpt2 RANKS STRATEGY [seed=N] [import=PATH] [train=STEPS] [checkpoint=FOLDER] [export=PATH] [dtype=bf16]
- *                 [file_bytes=N] [names=own] [values=FILE] [logits=FILE]
+ *                 [names=own] [values=FILE] [logits=FILE]
  *
  * import, train, checkpoint, export, values and logits happen in this order. train: AdamW with a rate of 1e-3, betas
  * of 0.9 and 0.95 and a decay of 0.1 of matrices, on one batch, the tokens of the logits, each predicting the next in
@@ -17,8 +17,7 @@ enum { LAYERS = 2, HEADS = 4, CHANNELS = 32, SEQ = 16, POSITIONS = 24, VOCAB = 3
 
 typedef struct job {
     int ranks;
-    const char *strategy, *seed, *import, *checkpoint, *export, *dtype, *file_bytes, *names,
-        *values;
+    const char *strategy, *seed, *import, *checkpoint, *export, *dtype, *names, *values;
     const char *logits, *train;
 } job;
 
@@ -133,7 +132,6 @@ static dtrain_result run(dtrain_world *world, const job *j, gpt *m, dtrain_strat
     to.dtype = !j->dtype                       ? DTRAIN_DTYPE_F32
                : strcmp(j->dtype, "bf16") == 0 ? DTRAIN_DTYPE_BF16
                                                : DTRAIN_DTYPE_F16;
-    to.file_bytes = j->file_bytes ? (uint64_t)atoll(j->file_bytes) : 0;
     const bool llmc = j->import && llmc_is_model(j->import);
     if (llmc) result = llmc_import(world, state, m, j->import);
     else if (j->import) result = dtrain_checkpoint_import(state, j->import, &from, &info);
@@ -220,7 +218,6 @@ int main(int argc, char **argv)
         take(argv[i], "checkpoint", &j.checkpoint);
         take(argv[i], "export", &j.export);
         take(argv[i], "dtype", &j.dtype);
-        take(argv[i], "file_bytes", &j.file_bytes);
         take(argv[i], "names", &j.names);
         take(argv[i], "values", &j.values);
         take(argv[i], "logits", &j.logits);

@@ -7,10 +7,9 @@ program=$build/export_gpt2
 [ -x "$program" ] || make -s BUILD="$build" "$program" || exit 1
 
 # ---- C alone: it runs without Python ----
-good "export, three files, then import under another strategy" 'imported 28 of 28 parameters' sh -c "
-    '$program' 3 full_shard export='$tmp/c.safetensors' file_bytes=60000 values='$tmp/c.values' logits='$tmp/c.logits' >/dev/null &&
-    test -f '$tmp/c-00003-of-00003.safetensors' &&
-    '$program' 2 zero3 seed=2 import='$tmp/c.safetensors.index.json' values='$tmp/d.values' logits='$tmp/d.logits'"
+good "export, then import under another strategy" 'imported 28 of 28 parameters' sh -c "
+    '$program' 3 full_shard export='$tmp/c.safetensors' values='$tmp/c.values' logits='$tmp/c.logits' >/dev/null &&
+    '$program' 2 zero3 seed=2 import='$tmp/c.safetensors' values='$tmp/d.values' logits='$tmp/d.logits'"
 # The padding of a GPT is zero, and import makes it zero again.
 try "values after import are those before export" cmp "$tmp/c.values" "$tmp/d.values"
 bad "import of what is not there" "none cannot be opened: No such file" "$program" 2 ddp import="$tmp/none"
@@ -18,7 +17,7 @@ bad "import of what is not there" "none cannot be opened: No such file" "$progra
 # ---- Python ----
 python=$(BUILD=$build sh tests/scripts/python.sh 2>"$tmp/why")
 if [ -z "$python" ]; then
-    skip "safetensors, torch and transformers" "$(cat "$tmp/why")" 28
+    skip "safetensors, torch and transformers" "$(cat "$tmp/why")" 26
     finish
 fi
 cat >"$tmp/weights.py" <<'PYTHON'
@@ -159,13 +158,10 @@ for dtype in f32/float32 bf16/bfloat16 f16/float16; do
 done
 
 # ---- GPT-2 ----
-mkdir "$tmp/hf" "$tmp/hf_shards"
+mkdir "$tmp/hf"
 "$program" 2 full_shard export="$tmp/hf/model.safetensors" logits="$tmp/hf.logits"
 result "a GPT under the names of Hugging Face" $?
 good "transformers has the same logits" 'differ by at most' "$python" "$tmp/weights.py" gpt2 "$tmp/hf" "$tmp/hf.logits"
-"$program" 2 ddp export="$tmp/hf_shards/model.safetensors" file_bytes=50000 logits="$tmp/hf.logits"
-result "in several files" $?
-good "transformers has the same logits" 'differ by at most' "$python" "$tmp/weights.py" gpt2 "$tmp/hf_shards" "$tmp/hf.logits"
 for size in 10MB 50KB; do
     file=model.safetensors
     good "transformers saves a GPT-2, files of $size" 'safetensors' "$python" "$tmp/weights.py" saved "$tmp/$size" "$size"
