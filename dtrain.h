@@ -2753,8 +2753,8 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
 /* Whole weights
  *
  * The model as other programs know it: a safetensors file with the whole value of every parameter
- * and nothing else, whatever the number of ranks and the strategy. What trains elsewhere (PyTorch,
- * transformers) reads it, and what was trained there can be read here.
+ * and nothing else, whatever the number of ranks and the strategy. PyTorch and transformers read
+ * it, and what they write can be read here.
  *
  *     dtrain_export_desc how = {0};
  *     how.names = names;                 as Hugging Face calls them; NULL: as they are called here
@@ -2764,12 +2764,12 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
  *     from.names = names;                the same table, read the other way round
  *     dtrain_checkpoint_import(state, "model.safetensors", &from, NULL);
  *
- * A run is continued from a checkpoint, which has the optimizer's state besides: this is none. */
+ * These files do not continue a run: a checkpoint does, which has the optimizer's state as well. */
 
 /* The name and layout of a parameter in a file. Every zero is the default. */
 typedef struct dtrain_export_name {
-    int64_t rows;     /* the first rows alone are in the file, as of a padded vocabulary: import
-                         sets the others to zero; 0 = all. Of 1-D ones: elements */
+    int64_t rows;     /* the file has the first rows alone, as of a padded vocabulary, and import
+                         sets the others to zero; 0 = all. Elements of a 1-D parameter */
     const char *name; /* NULL = the parameter's own; "" = it is not in the file */
     bool transpose;   /* 2-D: (rows, columns) here is (columns, rows) there, as in GPT-2's Conv1D */
 } dtrain_export_name;
@@ -2777,8 +2777,7 @@ typedef struct dtrain_export_name {
 /* Every zero is the default written beside the field; the same on every rank. */
 typedef struct dtrain_export_desc {
     uint32_t dtype;                  /* of the file: 0 = F32, or BF16, F16, rounded to nearest */
-    const dtrain_export_name *names; /* (param_count), those of aliases are not looked at;
-                                        NULL = zeros */
+    const dtrain_export_name *names; /* (param_count), unused for aliases; NULL = zeros */
     const dtrain_storage *storage;   /* NULL = the file system */
 } dtrain_export_desc;
 
@@ -2802,10 +2801,10 @@ typedef struct dtrain_import_desc {
                      them */
     const dtrain_export_name *names; /* (param_count), as in dtrain_export_desc, and of aliases the
                                         name; NULL = zeros */
-    const char *prefix;        /* a name that is not in the file is looked for behind this as well:
+    const char *prefix;              /* a name that is not in the file is tried with this before it:
                                   "transformer."; NULL = none */
-    const char *const *ignore; /* ends of names, and NULL: tensors that are called so are no extra
-                                  ones: ".attn.bias"; NULL = none */
+    const char *const *ignore; /* ends of names, then NULL: tensors that have one do not count as
+                                  extra: ".attn.bias"; NULL = none */
     const dtrain_storage *storage; /* NULL = the file system */
 } dtrain_import_desc;
 
@@ -2822,16 +2821,16 @@ typedef struct dtrain_import_info {
  * copies set, as dtrain_state_changed does: the state's desc has the optimizer whose copies these
  * are. Its moments and steps stay. desc and info may be NULL.
  *
- * path: a safetensors file, an index (a name that ends with ".json") beside its files, or a name
- * that only "path.index.json" is there for. Every rank opens it. Symbolic links are followed, as
- * the cache of Hugging Face consists of them; a name in an index that leads out of its directory
- * is refused.
+ * path: a safetensors file, or an index (a name that ends with ".json") beside its files; where
+ * there is no such file, "path.index.json" is tried. Every rank opens it. Symbolic links are
+ * followed, as the cache of Hugging Face consists of them; a name in an index that leads out of its
+ * directory is refused.
  *
  * A parameter with aliases may be there under the name of any of them; where several are there,
  * they must have the same bytes.
  *
- * Nothing is changed before everything in the headers was compared with the parameters. An error
- * after that, of the disk, leaves values of both, as one of dtrain_checkpoint_load does.
+ * Nothing is changed before everything in the headers was compared with the parameters. An error of
+ * the disk after that leaves old and new values, as in dtrain_checkpoint_load.
  * DTRAIN_ERROR_NOT_FOUND: neither the file nor an index of it is there. */
 DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const char *path,
                                                   const dtrain_import_desc *desc,
@@ -27739,7 +27738,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__weights_list(const char *call,
                                                    const dtrain_strategy *strategy,
                                                    const dtrain_export_name *names,
                                                    dtrain__weights *weights);
-DTRAIN__PRIVATE void dtrain__weights_free(dtrain__weights *weights);
 DTRAIN__PRIVATE bool dtrain__ends_with(const char *text, const char *end);
 DTRAIN__PRIVATE void dtrain__directory_of(char directory[DTRAIN__PATH], const char *path);
 DTRAIN__PRIVATE dtrain_result dtrain__weight_path_check(const char *call, const char *path);
@@ -27801,12 +27799,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__weights_list(const char *call,
         weights->count++;
     }
     return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE void dtrain__weights_free(dtrain__weights *weights)
-{
-    if (weights->allocator)
-        dtrain__free(weights->allocator, weights->list, weights->room, sizeof *weights->list);
 }
 
 DTRAIN__PRIVATE bool dtrain__ends_with(const char *text, const char *end)
@@ -27990,7 +27982,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_export(dtrain_strategy *strategy, con
     dtrain__text_free(&e.header);
     dtrain__free(e.header.allocator, e.block, DTRAIN__BLOCK, 1);
     dtrain__free(e.header.allocator, e.value, e.most, sizeof(float));
-    dtrain__weights_free(&e.weights);
+    dtrain__free(e.header.allocator, e.weights.list, e.weights.room, sizeof *e.weights.list);
     return result;
 }
 
@@ -28007,8 +27999,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_export(dtrain_strategy *strategy, con
  * block. */
 
 #define DTRAIN__INDEX_MOST ((uint64_t)64 << 20) /* bytes; those of the largest models have ten */
-#define DTRAIN__WEIGHT_FILES 1024u
-#define DTRAIN__WEIGHT_FILE_NAME 256 /* bytes, the 0 included */
+#define DTRAIN__WEIGHT_FILE_NAME 256            /* bytes, the 0 included */
 
 /* ---- Files ------------------------------------------------------------------------------------*/
 
@@ -28040,9 +28031,6 @@ static dtrain_result dtrain__import_file(dtrain__import *im, const char *path)
     const dtrain_allocator *allocator = &im->state->allocator;
     for (uint32_t i = im->file_count; i-- > 0;)
         if (strcmp(im->files[i].path, path) == 0) return DTRAIN_OK;
-    if (im->file_count == DTRAIN__WEIGHT_FILES)
-        return dtrain_fail(DTRAIN_ERROR_DATA, "%s names more than %u files", im->index,
-                           DTRAIN__WEIGHT_FILES);
     if (!dtrain__grow(allocator, (void **)&im->files, im->file_count, &im->file_room,
                       sizeof *im->files, "a list of files"))
         return DTRAIN_ERROR_MEMORY;
@@ -28360,7 +28348,8 @@ static void dtrain__import_free(dtrain__import *im)
     dtrain__reader_end(&im->reader, im->state);
     for (uint32_t i = 0; i < im->file_count; i++) dtrain__safetensors_free(&im->files[i].header);
     dtrain__free(&im->state->allocator, im->files, im->file_room, sizeof *im->files);
-    dtrain__weights_free(&im->weights);
+    dtrain__free(im->weights.allocator, im->weights.list, im->weights.room,
+                 sizeof *im->weights.list);
 }
 
 DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const char *path,
@@ -29615,11 +29604,7 @@ DTRAIN__PRIVATE void dtrain__text_add(dtrain__text *text, const char *format, ..
     if (length >= 0 && dtrain__text_grow(text, (size_t)length)) {
         vsnprintf(text->at + text->bytes, (size_t)length + 1, format, again);
         text->bytes += (size_t)length;
-    }
-    if (length < 0) {
-        dtrain_fail(DTRAIN_ERROR_INTERNAL, "\"%s\" cannot be formatted", format);
-        text->failed = true;
-    }
+    } else text->failed = true;
     va_end(again);
     va_end(args);
 }

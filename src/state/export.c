@@ -77,12 +77,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__weights_list(const char *call,
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE void dtrain__weights_free(dtrain__weights *weights)
-{
-    if (weights->allocator)
-        dtrain__free(weights->allocator, weights->list, weights->room, sizeof *weights->list);
-}
-
 DTRAIN__PRIVATE bool dtrain__ends_with(const char *text, const char *end)
 {
     const size_t bytes = strlen(text), end_bytes = strlen(end);
@@ -264,6 +258,6 @@ DTRAIN_API dtrain_result dtrain_checkpoint_export(dtrain_strategy *strategy, con
     dtrain__text_free(&e.header);
     dtrain__free(e.header.allocator, e.block, DTRAIN__BLOCK, 1);
     dtrain__free(e.header.allocator, e.value, e.most, sizeof(float));
-    dtrain__weights_free(&e.weights);
+    dtrain__free(e.header.allocator, e.weights.list, e.weights.room, sizeof *e.weights.list);
     return result;
 }

@@ -1,8 +1,8 @@
 /* Whole weights
  *
  * The model as other programs know it: a safetensors file with the whole value of every parameter
- * and nothing else, whatever the number of ranks and the strategy. What trains elsewhere (PyTorch,
- * transformers) reads it, and what was trained there can be read here.
+ * and nothing else, whatever the number of ranks and the strategy. PyTorch and transformers read
+ * it, and what they write can be read here.
  *
  *     dtrain_export_desc how = {0};
  *     how.names = names;                 as Hugging Face calls them; NULL: as they are called here
@@ -12,7 +12,7 @@
  *     from.names = names;                the same table, read the other way round
  *     dtrain_checkpoint_import(state, "model.safetensors", &from, NULL);
  *
- * A run is continued from a checkpoint, which has the optimizer's state besides: this is none. */
+ * These files do not continue a run: a checkpoint does, which has the optimizer's state as well. */
 
 #pragma once
 
@@ -25,8 +25,8 @@
 
 /* The name and layout of a parameter in a file. Every zero is the default. */
 typedef struct dtrain_export_name {
-    int64_t rows;     /* the first rows alone are in the file, as of a padded vocabulary: import
-                         sets the others to zero; 0 = all. Of 1-D ones: elements */
+    int64_t rows;     /* the file has the first rows alone, as of a padded vocabulary, and import
+                         sets the others to zero; 0 = all. Elements of a 1-D parameter */
     const char *name; /* NULL = the parameter's own; "" = it is not in the file */
     bool transpose;   /* 2-D: (rows, columns) here is (columns, rows) there, as in GPT-2's Conv1D */
 } dtrain_export_name;
@@ -34,8 +34,7 @@ typedef struct dtrain_export_name {
 /* Every zero is the default written beside the field; the same on every rank. */
 typedef struct dtrain_export_desc {
     uint32_t dtype;                  /* of the file: 0 = F32, or BF16, F16, rounded to nearest */
-    const dtrain_export_name *names; /* (param_count), those of aliases are not looked at;
-                                        NULL = zeros */
+    const dtrain_export_name *names; /* (param_count), unused for aliases; NULL = zeros */
     const dtrain_storage *storage;   /* NULL = the file system */
 } dtrain_export_desc;
 
@@ -59,10 +58,10 @@ typedef struct dtrain_import_desc {
                      them */
     const dtrain_export_name *names; /* (param_count), as in dtrain_export_desc, and of aliases the
                                         name; NULL = zeros */
-    const char *prefix;        /* a name that is not in the file is looked for behind this as well:
+    const char *prefix;              /* a name that is not in the file is tried with this before it:
                                   "transformer."; NULL = none */
-    const char *const *ignore; /* ends of names, and NULL: tensors that are called so are no extra
-                                  ones: ".attn.bias"; NULL = none */
+    const char *const *ignore; /* ends of names, then NULL: tensors that have one do not count as
+                                  extra: ".attn.bias"; NULL = none */
     const dtrain_storage *storage; /* NULL = the file system */
 } dtrain_import_desc;
 
@@ -79,16 +78,16 @@ typedef struct dtrain_import_info {
  * copies set, as dtrain_state_changed does: the state's desc has the optimizer whose copies these
  * are. Its moments and steps stay. desc and info may be NULL.
  *
- * path: a safetensors file, an index (a name that ends with ".json") beside its files, or a name
- * that only "path.index.json" is there for. Every rank opens it. Symbolic links are followed, as
- * the cache of Hugging Face consists of them; a name in an index that leads out of its directory
- * is refused.
+ * path: a safetensors file, or an index (a name that ends with ".json") beside its files; where
+ * there is no such file, "path.index.json" is tried. Every rank opens it. Symbolic links are
+ * followed, as the cache of Hugging Face consists of them; a name in an index that leads out of its
+ * directory is refused.
  *
  * A parameter with aliases may be there under the name of any of them; where several are there,
  * they must have the same bytes.
  *
- * Nothing is changed before everything in the headers was compared with the parameters. An error
- * after that, of the disk, leaves values of both, as one of dtrain_checkpoint_load does.
+ * Nothing is changed before everything in the headers was compared with the parameters. An error of
+ * the disk after that leaves old and new values, as in dtrain_checkpoint_load.
  * DTRAIN_ERROR_NOT_FOUND: neither the file nor an index of it is there. */
 DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const char *path,
                                                   const dtrain_import_desc *desc,

@@ -34,7 +34,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__weights_list(const char *call,
                                                    const dtrain_strategy *strategy,
                                                    const dtrain_export_name *names,
                                                    dtrain__weights *weights);
-DTRAIN__PRIVATE void dtrain__weights_free(dtrain__weights *weights);
 DTRAIN__PRIVATE bool dtrain__ends_with(const char *text, const char *end);
 DTRAIN__PRIVATE void dtrain__directory_of(char directory[DTRAIN__PATH], const char *path);
 DTRAIN__PRIVATE dtrain_result dtrain__weight_path_check(const char *call, const char *path);

@@ -25,8 +25,7 @@
 #include "device/backend.h"
 
 #define DTRAIN__INDEX_MOST ((uint64_t)64 << 20) /* bytes; those of the largest models have ten */
-#define DTRAIN__WEIGHT_FILES 1024u
-#define DTRAIN__WEIGHT_FILE_NAME 256 /* bytes, the 0 included */
+#define DTRAIN__WEIGHT_FILE_NAME 256            /* bytes, the 0 included */
 
 /* ---- Files ------------------------------------------------------------------------------------*/
 
@@ -58,9 +57,6 @@ static dtrain_result dtrain__import_file(dtrain__import *im, const char *path)
     const dtrain_allocator *allocator = &im->state->allocator;
     for (uint32_t i = im->file_count; i-- > 0;)
         if (strcmp(im->files[i].path, path) == 0) return DTRAIN_OK;
-    if (im->file_count == DTRAIN__WEIGHT_FILES)
-        return dtrain_fail(DTRAIN_ERROR_DATA, "%s names more than %u files", im->index,
-                           DTRAIN__WEIGHT_FILES);
     if (!dtrain__grow(allocator, (void **)&im->files, im->file_count, &im->file_room,
                       sizeof *im->files, "a list of files"))
         return DTRAIN_ERROR_MEMORY;
@@ -378,7 +374,8 @@ static void dtrain__import_free(dtrain__import *im)
     dtrain__reader_end(&im->reader, im->state);
     for (uint32_t i = 0; i < im->file_count; i++) dtrain__safetensors_free(&im->files[i].header);
     dtrain__free(&im->state->allocator, im->files, im->file_room, sizeof *im->files);
-    dtrain__weights_free(&im->weights);
+    dtrain__free(im->weights.allocator, im->weights.list, im->weights.room,
+                 sizeof *im->weights.list);
 }
 
 DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const char *path,

@@ -69,11 +69,7 @@ DTRAIN__PRIVATE void dtrain__text_add(dtrain__text *text, const char *format, ..
     if (length >= 0 && dtrain__text_grow(text, (size_t)length)) {
         vsnprintf(text->at + text->bytes, (size_t)length + 1, format, again);
         text->bytes += (size_t)length;
-    }
-    if (length < 0) {
-        dtrain_fail(DTRAIN_ERROR_INTERNAL, "\"%s\" cannot be formatted", format);
-        text->failed = true;
-    }
+    } else text->failed = true;
     va_end(again);
     va_end(args);
 }

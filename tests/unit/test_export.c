@@ -3,10 +3,11 @@
  * fit; refusals; memory and disks that fail at every call; damaged files.
  *
  * Seen to fail for each of these, broken on purpose. Export: one element for all; a transpose that is none; bf16 by
- * truncation; rows of padding in the file; a .tmp left behind; a file or a directory that is not synced; no agreement in the end. Import: nothing published; rows of padding left as they were,
- * or not zero; 16-bit values read to the wrong half, or widened from above; a piece that begins at 0; rows for columns;
- * files outside the directory of an index, tensors that are not where it says, or in two files; tied weights not
- * compared; links not followed; names of aliases that count as extra; a file in which nothing fits; leaks. */
+ * truncation; rows of padding in the file; a .tmp left behind; a file or a directory that is not synced; no agreement
+ * in the end. Import: nothing published; rows of padding left as they were, or not zero; 16-bit values read to the
+ * wrong half, or widened from above; a piece that begins at 0; rows for columns; files outside the directory of an
+ * index, tensors that are not where it says, or in two files; tied weights not compared; links not followed; names of
+ * aliases that count as extra; a file in which nothing fits; leaks. */
 #include "strategy/strategy_internal.h"
 #include "state/safetensors_internal.h"
 #include "state/storage_internal.h"
