@@ -340,7 +340,7 @@ static dtrain_result dtrain__import_weight(dtrain__import *im, const dtrain__wei
     if (!tensor->piece.count) return DTRAIN_OK;
     if (weight->transpose) return dtrain__import_transposed(im, weight, &source, tensor);
     const int64_t stored = dtrain__piece_place(&tensor->piece, &source.piece, weight->total);
-    memset(im->reader.block, 0, DTRAIN__BLOCK);
+    if (stored < tensor->piece.count) memset(im->reader.block, 0, DTRAIN__BLOCK);
     for (int64_t at = dtrain__max(0, stored), count; at < tensor->piece.count; at += count) {
         count = dtrain__min(tensor->piece.count - at, (int64_t)(DTRAIN__BLOCK / sizeof(float)));
         DTRAIN__TRY(dtrain_device_copy(im->state->device, (float *)tensor->memory + at,
