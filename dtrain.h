@@ -513,9 +513,6 @@ __attribute__((format(printf, 2, 3)))
 DTRAIN_API dtrain_result
 dtrain_fail(dtrain_result code, const char *format, ...);
 
-/* Return the version that the implementation was compiled from, "0.2.0" for example. */
-DTRAIN_API const char *dtrain_version(void);
-
 /* ================================================================================================
  * src/core/log.h
  * ==============================================================================================*/
@@ -2114,7 +2111,10 @@ typedef enum dtrain_schedule_kind {
 
 /* Learning rates of a run. Warm-up: lr * (step + 1) / warmup_steps. Then from lr at warmup_steps to
  * min_lr at total_steps, along a line or half a cosine; min_lr after that. STEPS multiplies lr by
- * gamma at each milestone, and needs neither min_lr nor total_steps (MultiStepLR of PyTorch). */
+ * gamma at each milestone, and needs neither min_lr nor total_steps (MultiStepLR of PyTorch).
+ *
+ * A rate found on one rank is often multiplied by the number of ranks, whose batch is so much
+ * larger, for SGD (Goyal et al., 2017), or by its square root, for Adam (Malladi et al., 2022). */
 typedef struct dtrain_schedule {
     uint32_t kind;
     float lr, min_lr;
@@ -2124,14 +2124,6 @@ typedef struct dtrain_schedule {
 } dtrain_schedule;
 /* Return the learning rate of a step, counted from 0. */
 DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t step);
-
-typedef enum dtrain_lr_scaling {
-    DTRAIN_LR_SCALING_NONE = 0,
-    DTRAIN_LR_SCALING_LINEAR = 1, /* lr * ranks (Goyal et al., 2017) */
-    DTRAIN_LR_SCALING_SQRT = 2    /* lr * sqrt(ranks): for Adam (Malladi et al., 2022) */
-} dtrain_lr_scaling;
-/* Adapt a rate found on one rank to `ranks` of them, whose batch is so much larger. */
-DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule);
 
 /* ================================================================================================
  * src/train/data.h
@@ -4285,7 +4277,6 @@ DTRAIN__PRIVATE void dtrain__set_last_error(const char *text)
     snprintf(dtrain__error_text, sizeof dtrain__error_text, "%s", text);
 }
 
-DTRAIN_API const char *dtrain_version(void) { return DTRAIN_VERSION_STRING; }
 DTRAIN_API const char *dtrain_last_error(void) { return dtrain__error_text; }
 
 DTRAIN_API const char *dtrain_result_text(dtrain_result result)
@@ -22380,14 +22371,6 @@ DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t ste
     if (schedule->kind == DTRAIN_SCHEDULE_LINEAR) return (float)(lr + (low - lr) * done);
     return (float)(low + (lr - low) * 0.5 * (1 + cos(3.14159265358979323846 * done)));
 }
-
-DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule)
-{
-    if (ranks < 1) ranks = 1;
-    if (rule == DTRAIN_LR_SCALING_LINEAR) return lr * (float)ranks;
-    if (rule == DTRAIN_LR_SCALING_SQRT) return (float)((double)lr * sqrt((double)ranks));
-    return lr;
-}
 #if DTRAIN__LAYERS
 
 /* ================================================================================================
@@ -28821,7 +28804,7 @@ static bool dtrain__head_check(const dtrain__manifest *m, dtrain__json *json)
         return dtrain__json_fail(json,
                                  "it has version %llu of the format, and this is dtrain %s, which "
                                  "reads versions 1 to %d",
-                                 (unsigned long long)m->version, dtrain_version(),
+                                 (unsigned long long)m->version, DTRAIN_VERSION_STRING,
                                  DTRAIN__MANIFEST_VERSION);
     if (m->block == DTRAIN__BLOCK && m->step >= 0 && m->ranks >= 1 && m->ranks <= INT32_MAX)
         return true;
@@ -29097,7 +29080,7 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_chec
     dtrain_strategy_query(state->desc.strategy, &info);
     m.format = DTRAIN__MANIFEST_FORMAT;
     m.version = DTRAIN__MANIFEST_VERSION;
-    m.library = dtrain_version();
+    m.library = DTRAIN_VERSION_STRING;
     m.step = c->step;
     m.ranks = c->ranks;
     m.strategy = info.name;

@@ -471,7 +471,7 @@ static void make_table(void)
 
 static int print_help(void)
 {
-    printf("resnet_cifar: trains ResNet-20 on CIFAR-10 (dtrain %s)\n\n", dtrain_version());
+    printf("resnet_cifar: trains ResNet-20 on CIFAR-10 (dtrain %s)\n\n", DTRAIN_VERSION_STRING);
     flags_help(flag_table, flag_count);
     return 0;
 }

@@ -20,7 +20,6 @@ DTRAIN__PRIVATE void dtrain__set_last_error(const char *text)
     snprintf(dtrain__error_text, sizeof dtrain__error_text, "%s", text);
 }
 
-DTRAIN_API const char *dtrain_version(void) { return DTRAIN_VERSION_STRING; }
 DTRAIN_API const char *dtrain_last_error(void) { return dtrain__error_text; }
 
 DTRAIN_API const char *dtrain_result_text(dtrain_result result)

@@ -48,5 +48,3 @@ __attribute__((format(printf, 2, 3)))
 DTRAIN_API dtrain_result
 dtrain_fail(dtrain_result code, const char *format, ...);
 
-/* Return the version that the implementation was compiled from, "0.2.0" for example. */
-DTRAIN_API const char *dtrain_version(void);

@@ -100,7 +100,10 @@ typedef enum dtrain_schedule_kind {
 
 /* Learning rates of a run. Warm-up: lr * (step + 1) / warmup_steps. Then from lr at warmup_steps to
  * min_lr at total_steps, along a line or half a cosine; min_lr after that. STEPS multiplies lr by
- * gamma at each milestone, and needs neither min_lr nor total_steps (MultiStepLR of PyTorch). */
+ * gamma at each milestone, and needs neither min_lr nor total_steps (MultiStepLR of PyTorch).
+ *
+ * A rate found on one rank is often multiplied by the number of ranks, whose batch is so much
+ * larger, for SGD (Goyal et al., 2017), or by its square root, for Adam (Malladi et al., 2022). */
 typedef struct dtrain_schedule {
     uint32_t kind;
     float lr, min_lr;
@@ -110,11 +113,3 @@ typedef struct dtrain_schedule {
 } dtrain_schedule;
 /* Return the learning rate of a step, counted from 0. */
 DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t step);
-
-typedef enum dtrain_lr_scaling {
-    DTRAIN_LR_SCALING_NONE = 0,
-    DTRAIN_LR_SCALING_LINEAR = 1, /* lr * ranks (Goyal et al., 2017) */
-    DTRAIN_LR_SCALING_SQRT = 2    /* lr * sqrt(ranks): for Adam (Malladi et al., 2022) */
-} dtrain_lr_scaling;
-/* Adapt a rate found on one rank to `ranks` of them, whose batch is so much larger. */
-DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule);

@@ -34,11 +34,3 @@ DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t ste
     if (schedule->kind == DTRAIN_SCHEDULE_LINEAR) return (float)(lr + (low - lr) * done);
     return (float)(low + (lr - low) * 0.5 * (1 + cos(3.14159265358979323846 * done)));
 }
-
-DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule)
-{
-    if (ranks < 1) ranks = 1;
-    if (rule == DTRAIN_LR_SCALING_LINEAR) return lr * (float)ranks;
-    if (rule == DTRAIN_LR_SCALING_SQRT) return (float)((double)lr * sqrt((double)ranks));
-    return lr;
-}

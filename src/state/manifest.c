@@ -145,7 +145,7 @@ static bool dtrain__head_check(const dtrain__manifest *m, dtrain__json *json)
         return dtrain__json_fail(json,
                                  "it has version %llu of the format, and this is dtrain %s, which "
                                  "reads versions 1 to %d",
-                                 (unsigned long long)m->version, dtrain_version(),
+                                 (unsigned long long)m->version, DTRAIN_VERSION_STRING,
                                  DTRAIN__MANIFEST_VERSION);
     if (m->block == DTRAIN__BLOCK && m->step >= 0 && m->ranks >= 1 && m->ranks <= INT32_MAX)
         return true;
@@ -421,7 +421,7 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_chec
     dtrain_strategy_query(state->desc.strategy, &info);
     m.format = DTRAIN__MANIFEST_FORMAT;
     m.version = DTRAIN__MANIFEST_VERSION;
-    m.library = dtrain_version();
+    m.library = DTRAIN_VERSION_STRING;
     m.step = c->step;
     m.ranks = c->ranks;
     m.strategy = info.name;

@@ -34,7 +34,7 @@ cat >"$build/late.c" <<'END'
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 END
-{ echo '#define DTRAIN_STATIC'; cat "$build/impl.c"; echo 'int main(void) { return dtrain_version()[0] == 0; }'; } >"$build/static.c"
+{ echo '#define DTRAIN_STATIC'; cat "$build/impl.c"; echo 'int main(void) { return dtrain_last_error()[0] != 0; }'; } >"$build/static.c"
 
 warn="-I. -Wall -Wextra -Wconversion -Werror"
 libs="-lm -lpthread"

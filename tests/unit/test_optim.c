@@ -700,16 +700,6 @@ static void test_schedules(void)
     CHECK(dtrain_schedule_lr(NULL, 1) == 0);
 }
 
-static void test_lr_scaling(void)
-{
-    CHECK(dtrain_lr_for_ranks(0.1f, 8, DTRAIN_LR_SCALING_NONE) == 0.1f);
-    CHECK(dtrain_lr_for_ranks(0.1f, 8, DTRAIN_LR_SCALING_LINEAR) == 0.8f);
-    CHECK(dtrain_lr_for_ranks(0.1f, 4, DTRAIN_LR_SCALING_SQRT) == 0.2f);
-    CHECK(dtrain_lr_for_ranks(0.1f, 1, DTRAIN_LR_SCALING_SQRT) == 0.1f);
-    CHECK_CLOSE(dtrain_lr_for_ranks(0.1f, 2, DTRAIN_LR_SCALING_SQRT), 0.1 * sqrt(2.0), 1e-7);
-    CHECK(dtrain_lr_for_ranks(0.1f, 0, DTRAIN_LR_SCALING_LINEAR) == 0.1f);
-}
-
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -725,6 +715,5 @@ int main(int argc, char **argv)
     RUN(test_clipping);
     RUN(test_arguments);
     RUN(test_schedules);
-    RUN(test_lr_scaling);
     return test_summary();
 }

@@ -268,7 +268,7 @@ static int print_forecast(dtrain_world *world, void *user)
     if (forecast_ranks(world, f, &own) != DTRAIN_OK) return 1;
     snprintf(about, sizeof about, "%d ranks, %u samples a rank and micro-batch, %u of these a step",
              own.ranks, own.batch, own.accum);
-    printf("# " RUN_NAME " of dtrain %s: %s\n", dtrain_version(), about);
+    printf("# " RUN_NAME " of dtrain %s: %s\n", DTRAIN_VERSION_STRING, about);
     config_write(stdout, flag_table, flag_count);
     printf("\n");
     print_memory(f, &own);

@@ -174,10 +174,11 @@ static int job_ranks(dtrain_world *world, const run_job *j)
 
 static dtrain_schedule schedule_desc(const run_settings *s, int64_t steps, int ranks)
 {
+    const double factors[] = {1, ranks, sqrt((double)ranks)}; /* --lr-scaling: none, linear, sqrt */
     dtrain_schedule schedule;
     memset(&schedule, 0, sizeof schedule);
     schedule.kind = (uint32_t)s->schedule;
-    schedule.lr = dtrain_lr_for_ranks((float)s->lr, ranks, (dtrain_lr_scaling)s->lr_scaling);
+    schedule.lr = (float)(s->lr * factors[s->lr_scaling]);
     schedule.min_lr = s->min_lr > 0 ? (float)s->min_lr : 0;
     schedule.warmup_steps = s->warmup;
     schedule.total_steps = steps;

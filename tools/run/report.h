@@ -16,7 +16,7 @@ static void show_device(const run_settings *s, dtrain_world *world)
     dtrain_world_info info;
     dtrain_world_query(world, &info);
     uint32_t threads = info.threads;
-    printf("dtrain %s    %d rank%s ", dtrain_version(), ranks, ranks == 1 ? "" : "s");
+    printf("dtrain %s    %d rank%s ", DTRAIN_VERSION_STRING, ranks, ranks == 1 ? "" : "s");
     if (dtrain_device_query(device, &gpu) != DTRAIN_OK) return;
     if (device->ops->host_memory) {
         printf("x %u thread%s on the cpu (%s kernels)\n", threads, threads == 1 ? "" : "s",

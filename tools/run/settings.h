@@ -62,7 +62,7 @@ static run_settings run_flags = {
 typedef const char *const words[8];                                 /* ends with NULL */
 static words optimizers = {"adamw", "sgd", "lion", "muon"};         /* dtrain_optimizer_kind - 1 */
 static words schedules = {"constant", "linear", "cosine", "steps"}; /* dtrain_schedule_kind */
-static words scalings = {"none", "linear", "sqrt"};                 /* dtrain_lr_scaling */
+static words scalings = {"none", "linear", "sqrt"};                 /* schedule_desc in job.h */
 static words precisions = {"fp32", "tf32", "bf16", "fp16"};
 static words dtypes = {"fp32", "bf16", "fp16"};
 static words strategies = {"ddp",   "zero1",        "shard_grad_op", "full_shard", /* kind - 1 */
@@ -371,7 +371,7 @@ static dtrain_result write_config(const char *path, const char *about)
     snprintf(tmp, sizeof tmp, "%s.tmp", path);
     FILE *file = fopen(tmp, "w");
     if (file) {
-        fprintf(file, "# " RUN_NAME " of dtrain %s: %s\n", dtrain_version(), about);
+        fprintf(file, "# " RUN_NAME " of dtrain %s: %s\n", DTRAIN_VERSION_STRING, about);
         config_write(file, flag_table, flag_count);
     }
     const bool written = file && !ferror(file);

@@ -331,7 +331,7 @@ static dtrain_result print_choice(tuner *t)
     apply_candidate(t->s, c);
     snprintf(about, sizeof about, "tuned: --strategy %s --batch %ld --bucket-kib %ld",
              strategies[c->strategy], c->batch, c->bucket_kib);
-    printf("# " RUN_NAME " of dtrain %s: %s\n", dtrain_version(), about);
+    printf("# " RUN_NAME " of dtrain %s: %s\n", DTRAIN_VERSION_STRING, about);
     config_write(stdout, flag_table, flag_count);
     snprintf(path, sizeof path, "%s/config", t->s->checkpoints ? t->s->checkpoints : "");
     if (t->s->checkpoints && mkdir(t->s->checkpoints, 0777) != 0 && errno != EEXIST)

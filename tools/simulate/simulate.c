@@ -636,7 +636,7 @@ static int run_table(dtrain_world *world)
 static void print_help(void)
 {
     printf("simulate: how fast a model would train on 1 to 1024 GPUs (dtrain %s)\n\n",
-           dtrain_version());
+           DTRAIN_VERSION_STRING);
     flags_help(flag_table, FLAG_COUNT);
     printf("\nmodels\n");
     for (int i = 0; i < TRANSFORMERS; i++)

@@ -145,7 +145,7 @@ static void print_help(void)
     const gpt_preset *p;
     printf("train_gpt: trains a GPT on text, data-parallel or sharded, over CPU ranks or GPUs "
            "(dtrain %s)\n\n",
-           dtrain_version());
+           DTRAIN_VERSION_STRING);
     flags_help(flag_table, flag_count);
     printf("\n  %-12s layers heads channels  seq   vocab  batch  lr\n", "--model");
     for (size_t i = 0; (p = gpt_preset_at(i)) != NULL; i++)
