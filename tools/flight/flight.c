@@ -12,6 +12,7 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "tools/descriptors.h"
+#include "tools/integers.h"
 
 #include <dirent.h>
 #include <stdio.h>
@@ -63,7 +64,7 @@ static void flight_read(dtrain__json *json, const flight_field *fields, flight_d
         const flight_field *field = fields;
         while (field->name && strcmp(field->name, name) != 0) field++;
         if (!field->name) (void)dtrain__json_skip(json);
-        else if (field->number) (void)dtrain__json_i64(json, field->number);
+        else if (field->number) (void)json_i64(json, field->number);
         else if (field->flag) (void)dtrain__json_bool(json, field->flag);
         else if (field->text) (void)dtrain__json_string(json, field->text, field->room);
         else if (dtrain__json_enter(json, '['))
@@ -130,7 +131,7 @@ static void flight_read_member(dtrain__json *json, flight_dump *dump)
         (void)dtrain__json_fail(json, "too many ranks");
         return;
     }
-    if (!dtrain__json_i64(json, &group->ranks[group->size])) return;
+    if (!json_i64(json, &group->ranks[group->size])) return;
     if (group->ranks[group->size] < 0 || group->ranks[group->size] >= DTRAIN_MAX_RANKS)
         (void)dtrain__json_fail(json, "there is no such rank");
     group->size++;

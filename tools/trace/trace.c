@@ -17,6 +17,7 @@
 
 #include "draw.h"
 #include "tools/descriptors.h"
+#include "tools/integers.h"
 
 /* ---- Reading ------------------------------------------------------------------------------------------------ */
 
@@ -37,11 +38,11 @@ static void read_args(dtrain__json *json, trace_event *event, trace_file *file)
     if (!dtrain__json_enter(json, '{')) return;
     while (dtrain__json_member(json, name, sizeof name)) {
         if (strcmp(name, "of") == 0) (void)dtrain__json_string(json, event->of, sizeof event->of);
-        else if (strcmp(name, "bytes") == 0) (void)dtrain__json_i64(json, &event->bytes);
-        else if (strcmp(name, "number") == 0) (void)dtrain__json_i64(json, &event->number);
-        else if (strcmp(name, "clock_offset_ns") == 0) (void)dtrain__json_i64(json, &file->offset);
-        else if (strcmp(name, "clock_error_ns") == 0) (void)dtrain__json_i64(json, &file->error);
-        else if (strcmp(name, "restart") == 0 && dtrain__json_i64(json, &number)) {
+        else if (strcmp(name, "bytes") == 0) (void)json_i64(json, &event->bytes);
+        else if (strcmp(name, "number") == 0) (void)json_i64(json, &event->number);
+        else if (strcmp(name, "clock_offset_ns") == 0) (void)json_i64(json, &file->offset);
+        else if (strcmp(name, "clock_error_ns") == 0) (void)json_i64(json, &file->error);
+        else if (strcmp(name, "restart") == 0 && json_i64(json, &number)) {
             if (event->pid < 1000) file->restart = (int)number; /* else merge has seen to it */
         } else (void)dtrain__json_skip(json);
     }
@@ -67,9 +68,9 @@ static bool read_event(trace_file *file, const char *line, size_t length, trace_
             (void)dtrain__json_string(&json, event->kind, sizeof event->kind);
         else if (strcmp(name, "ts") == 0) event->begin = read_ns(&json);
         else if (strcmp(name, "dur") == 0) event->end = read_ns(&json);
-        else if (strcmp(name, "pid") == 0 && dtrain__json_i64(&json, &number))
+        else if (strcmp(name, "pid") == 0 && json_i64(&json, &number))
             event->pid = (int)number;
-        else if (strcmp(name, "tid") == 0 && dtrain__json_i64(&json, &number))
+        else if (strcmp(name, "tid") == 0 && json_i64(&json, &number))
             event->tid = (int)number;
         else if (strcmp(name, "args") == 0) read_args(&json, event, file);
         else (void)dtrain__json_skip(&json);
