@@ -745,8 +745,8 @@ DTRAIN_API int dtrain_world_size(const dtrain_world *world);
 DTRAIN_API dtrain_device *dtrain_world_device(dtrain_world *world);
 /* Return the communicator of all ranks, which the world owns. */
 DTRAIN_API dtrain_comm *dtrain_world_comm(dtrain_world *world);
-/* Where a rank stands, and what its launch desc has come to. Under emulation a node stands for a
- * host. */
+/* A rank's place in the world, and the settings of its launch with defaults filled in. Under
+ * emulation a node counts as a host. */
 typedef struct dtrain_world_info {
     int rank, size;
     int local_rank,
@@ -4392,24 +4392,18 @@ DTRAIN__PRIVATE bool dtrain__grow(const dtrain_allocator *allocator, void **arra
     return true;
 }
 
-static void dtrain__log_stderr(void *user, dtrain_log_level level, int rank, const char *text)
-{
-    static const char *const names[] = {"", "error", "warning", "info", "debug"};
-    (void)user;
-    if (level >= DTRAIN_LOG_INFO && rank > 0) return;
-    if (rank < 0) fprintf(stderr, "dtrain %s: %s\n", names[level], text);
-    else fprintf(stderr, "dtrain %s (rank %d): %s\n", names[level], rank, text);
-}
-
 DTRAIN__PRIVATE void dtrain__log_va(const dtrain__log_sink *sink, dtrain_log_level level,
                                     const char *format, va_list args)
 {
+    static const char *const names[] = {"", "error", "warning", "info", "debug"};
     char text[1024];
     dtrain_log_level limit = sink->level == DTRAIN_LOG_DEFAULT ? DTRAIN_LOG_INFO : sink->level;
     if (level > limit || level < DTRAIN_LOG_ERROR) return;
     vsnprintf(text, sizeof text, format, args);
     if (sink->write) sink->write(sink->user, level, sink->rank, text);
-    else dtrain__log_stderr(NULL, level, sink->rank, text);
+    else if (sink->rank < 0) fprintf(stderr, "dtrain %s: %s\n", names[level], text);
+    else if (sink->rank == 0 || level < DTRAIN_LOG_INFO)
+        fprintf(stderr, "dtrain %s (rank %d): %s\n", names[level], sink->rank, text);
 }
 
 DTRAIN__PRINTF(3, 4)
@@ -4875,7 +4869,6 @@ DTRAIN__PRIVATE uint32_t dtrain__span_begin(dtrain_world *world, uint32_t kind, 
 DTRAIN__PRIVATE void dtrain__span_end(dtrain_world *world, uint32_t mark);
 DTRAIN__PRIVATE uint32_t dtrain__detail_begin(dtrain_world *world, const char *name,
                                               const char *text);
-DTRAIN__PRIVATE void dtrain__detail_end(dtrain_world *world, uint32_t mark);
 DTRAIN__PRIVATE void dtrain__span_add(dtrain_world *world, uint32_t track, uint32_t kind,
                                       const char *name, const char *text, int64_t number,
                                       uint64_t begin_ns, uint64_t end_ns);
@@ -5004,11 +4997,11 @@ struct dtrain_world {
     int rank, size;
     int local_rank, local_size, node, node_count; /* the machine's, also under emulation */
     dtrain_emulation emulation;
-    uint64_t moves; /* steps of this rank's collectives so far; each makes naps short again */
+    uint64_t moves; /* steps of this rank's collectives so far: a new one makes naps short again */
     uint32_t threads;
     bool oversubscribed; /* more threads than cores: waiting must not spin */
-    uint32_t naps;       /* turns of waits to sleep through: another program wants this core */
-    bool catches;        /* SIGTERM and the like are noted as requests to stop, see signals.c */
+    uint32_t naps; /* so many of the next waiting turns sleep: another program wants the core */
+    bool catches;  /* SIGTERM and the like are noted as requests to stop, see signals.c */
     uint32_t restart_count;
     uint64_t job;        /* a number that all attempts of this run have, and no other run */
     pid_t launcher;      /* the process that forked this rank, or 0 */
@@ -5019,7 +5012,7 @@ struct dtrain_world {
     struct dtrain__link *link; /* to ranks that a launcher has started, see world/link.c; or NULL */
     dtrain__region page;       /* with a link: where control is */
     char no_region[200];       /* with a link: why the ranks of one host share no memory */
-    uint32_t *mine;            /* reads 0 in a process forked by a rank */
+    uint32_t *mine;            /* 1 in this process, 0 in a process that a rank has forked */
     dtrain__range *ranges;     /* (range_count), sorted */
     size_t range_count, range_room;
     dtrain_allocator allocator;
@@ -5302,11 +5295,11 @@ DTRAIN__PRIVATE uint32_t dtrain__span_begin(dtrain_world *world, uint32_t kind, 
 
 DTRAIN__PRIVATE void dtrain__span_end(dtrain_world *world, uint32_t mark)
 {
-    if (world) dtrain__span_end_at(world, mark, dtrain__now_ns());
+    if (world && mark != DTRAIN__NO_SPAN) dtrain__span_end_at(world, mark, dtrain__now_ns());
 }
 
 /* Open a span that is only of interest in a trace, and of the kind of the one around it; without a
- * trace nothing happens, and the clock is not read. */
+ * trace do nothing: the clock is not read, then and at the end. */
 DTRAIN__PRIVATE uint32_t dtrain__detail_begin(dtrain_world *world, const char *name,
                                               const char *text)
 {
@@ -5314,11 +5307,6 @@ DTRAIN__PRIVATE uint32_t dtrain__detail_begin(dtrain_world *world, const char *n
     const uint32_t mark = dtrain__span_begin(world, world->timeline.kind, name, DTRAIN__UNNUMBERED);
     if (mark < DTRAIN__SPAN_DEPTH) world->timeline.open[mark].text = text;
     return mark;
-}
-
-DTRAIN__PRIVATE void dtrain__detail_end(dtrain_world *world, uint32_t mark)
-{
-    if (mark != DTRAIN__NO_SPAN) dtrain__span_end(world, mark);
 }
 
 /* Record a span that is over, for the trace. */
@@ -6191,11 +6179,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_turn(dtrain_world *world, dtrain__wai
         return DTRAIN_OK;
     }
     if (world->naps) {
-        const uint64_t share = (wait->waited_ns - wait->moved_ns) / 8, least = 10000,
-                       most = 1000000;
-        const struct timespec nap = {0, (long)(share < least  ? least
-                                               : share > most ? most
-                                                              : share)};
+        const int64_t share = (int64_t)(wait->waited_ns - wait->moved_ns) / 8;
+        const struct timespec nap = {0, (long)dtrain__min(dtrain__max(share, 10000), 1000000)};
         world->naps--;
         nanosleep(&nap, NULL);
         return dtrain__wait_poll(world, wait);
@@ -6840,10 +6825,11 @@ DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world)
 
 #define DTRAIN__HELLO_MAGIC 0x354b5444u /* "DTK5": the fifth protocol */
 #define DTRAIN__PENDING_MOST 64u
-#define DTRAIN__ANSWER_NS 10000000000u  /* for connecting and for the first reply */
-#define DTRAIN__PATIENCE_NS 5000000000u /* for another run at the port to end */
-#define DTRAIN__REFUSAL_NS 3000000000u  /* after a failure, to tell it to ranks that come late */
-#define DTRAIN__REPLY_WAIT 1            /* the result of a first reply: another one follows */
+#define DTRAIN__ANSWER_NS 10000000000u  /* limit of connecting and of the first reply */
+#define DTRAIN__PATIENCE_NS 5000000000u /* wait so long for another run at the port to end */
+#define DTRAIN__REFUSAL_NS \
+    3000000000u              /* after a failure, send it so long to ranks that come late */
+#define DTRAIN__REPLY_WAIT 1 /* result of a first reply: a second reply follows */
 
 typedef struct dtrain__hello {
     uint32_t magic;
@@ -6871,13 +6857,16 @@ typedef struct dtrain__rendezvous {
     const dtrain__placement *place;
     uint64_t start_ns, deadline_ns, logged_ns;
     dtrain_result result;
-    char why[400];      /* the sentence of result */
-    char problem[200];  /* rank 0: the last stranger; other ranks: why the last call failed */
-    bool stranger;      /* other ranks: rank 0 of another run has answered */
-    int listener, came; /* rank 0: ranks that joined or were refused */
-    dtrain__pending pending[DTRAIN__PENDING_MOST]; /* number n is at n % PENDING_MOST */
-    uint32_t accepted;
-    uint64_t proofs[DTRAIN_MAX_RANKS]; /* of the first hello of each rank; 0: none came */
+    char why[400];     /* the sentence of result */
+    char problem[200]; /* rank 0: the last stranger; other ranks: why the last call failed */
+    bool stranger;     /* other ranks: rank 0 of another run has answered */
+
+    /* Rank 0. */
+    int listener;
+    int came;                                      /* ranks whose hello has been answered */
+    dtrain__pending pending[DTRAIN__PENDING_MOST]; /* connection n is at n % PENDING_MOST */
+    uint32_t accepted;                             /* connections so far */
+    uint64_t proofs[DTRAIN_MAX_RANKS];             /* of each rank's first hello; 0: none came */
 } dtrain__rendezvous;
 
 /* Hash a message without the proof at its end, under the key of the run. `challenge` is the proof
@@ -6892,7 +6881,7 @@ static uint64_t dtrain__proof(const dtrain__rendezvous *r, uint64_t challenge, c
 
 static dtrain__hello dtrain__hello_make(const dtrain__rendezvous *r)
 {
-    /* these must be equal for ranks to share memory and frames */
+    /* structs that ranks share in memory or send: their sizes must be equal */
     const uint64_t none[2] = {0, 0};
     const uint64_t sizes[4] = {sizeof(dtrain__control), sizeof(dtrain__exit_record),
                                sizeof(dtrain__hello), sizeof(void *)};
@@ -7137,8 +7126,8 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
     const int error = errno;
     if (polls[0].revents && socket < 0 && error != EAGAIN && error != EINTR &&
         error != ECONNABORTED) {
-        snprintf(r->problem, sizeof r->problem, "nobody can be let in: %s%s", strerror(error),
-                 error == EMFILE || error == ENFILE ? "; raise ulimit -n" : "");
+        snprintf(r->problem, sizeof r->problem, "no connection can be accepted: %s%s",
+                 strerror(error), error == EMFILE || error == ENFILE ? "; raise ulimit -n" : "");
         dtrain__socket_close(&r->pending[r->accepted++ % DTRAIN__PENDING_MOST].socket);
         (void)poll(NULL, 0, 50);
     }
@@ -7541,18 +7530,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
 /* Requests to stop
  *
  * A scheduler that needs the machine sends SIGTERM, and some send SIGUSR1 some time before; a user
- * sends SIGINT; a terminal that is closed sends SIGHUP, which nohup makes ignored. With
- * dtrain_launch_desc.catch_signals a handler notes the signal, and the training loop asks for it at
- * the end of each step. The handler does nothing else, because it may interrupt anything: a wait of
- * this library, a checkpoint that is being written.
+ * sends SIGINT; a terminal that is closed sends SIGHUP. With catch_signals (launch/launch.h) a
+ * handler notes the signal, and nothing else, because it may interrupt anything: a wait of this
+ * library, a checkpoint that is being written.
  *
- *     SIGTERM, SIGINT, SIGHUP, SIGUSR1
- *                        --> the handler notes it --> stop_requested of dtrain_world_query, on this rank
- *                                                           |
- *                        the ranks exchange it (a trainer does): all stop after the same step
+ *     SIGTERM, SIGINT, SIGHUP, SIGUSR1 --> noted --> stop_requested of this rank --> the ranks
+ *                                     exchange it (a trainer does): all stop after the same step
  *     again, not SIGUSR1 --> the default action: the process ends at once
- *     SIGUSR2            --> with flight_directory: counted, and the next wait or call writes the
- *                            flight record (comm/flight.c)
+ *     SIGUSR2            --> counted; the next wait or call writes a dump (comm/flight.c)
  *
  * A handler is passed only a number, so what it notes belongs to the process: the one mutable state
  * of this library that is no world's. */
@@ -11280,9 +11265,9 @@ typedef struct dtrain__launch {
     dtrain_rank_fn rank_main;
     void *user;
     dtrain__placement place; /* rank: the first one here; size: the world's */
-    bool joins;              /* a world that another launcher has started ... */
-    bool here;               /* ... of which this process is one rank */
-    dtrain_result joined;    /* here: the result of making its world */
+    bool joins;              /* ranks meet by TCP, because another launcher has started them ... */
+    bool is_rank;            /* ... and this process is one of them; false: it forks its node's */
+    dtrain_result joined;    /* with is_rank: the result of making its world */
     dtrain__region region;
     uint32_t cores;
     uint64_t job;                 /* see dtrain_world */
@@ -11616,7 +11601,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
                            "%d ranks; set rank_count to 0 or to the launcher's number",
                            desc->rank_count, place->family, place->size);
     launch->joins = place->family && place->forks != place->size;
-    launch->here = launch->joins && !place->forks;
+    launch->is_rank = launch->joins && !place->forks;
     if (launch->joins && desc->mode == DTRAIN_LAUNCH_THREADS)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_launch: mode is DTRAIN_LAUNCH_THREADS, and the environment (%s) "
@@ -11635,7 +11620,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
     launch->restarts.most = desc->restarts;
     launch->restarts.backoff_ms = desc->backoff_ms;
     desc->allocator = dtrain__resolve_allocator(&desc->allocator);
-    launch->launcher = desc->mode == DTRAIN_LAUNCH_PROCESSES && !launch->here ? getpid() : 0;
+    launch->launcher = desc->mode == DTRAIN_LAUNCH_PROCESSES && !launch->is_rank ? getpid() : 0;
     return DTRAIN_OK;
 }
 
@@ -11651,10 +11636,9 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
     if (first < 0) return DTRAIN_OK;
     const dtrain__exit_record *end = &control->exits[first];
     const bool killed = end->how == DTRAIN__SIGNALED || end->how == DTRAIN__STOPPED;
-    double when = 1e-9 * (double)(dtrain__now_ns() - launch->attempt_ns);
-    if (end->ended_ns > launch->attempt_ns)
-        when = 1e-9 * (double)(end->ended_ns - launch->attempt_ns);
-    const dtrain__exit_record *own = &control->exits[launch->here ? launch->place.rank : first];
+    const uint64_t ended_ns = end->ended_ns > launch->attempt_ns ? end->ended_ns : dtrain__now_ns();
+    const double when = 1e-9 * (double)(ended_ns - launch->attempt_ns);
+    const dtrain__exit_record *own = &control->exits[launch->is_rank ? launch->place.rank : first];
     for (int i = 0; i < launch->place.size; i++)
         others += i != first && control->exits[i].how > DTRAIN__LEFT;
     info->first_failed_rank = first;
@@ -11704,7 +11688,7 @@ static dtrain_result dtrain__attempt(dtrain__launch *launch, dtrain_launch_info 
     if (result != DTRAIN_OK) return result;
     dtrain__control *control = launch->region.control;
     info->rank_count = (uint32_t)launch->place.size;
-    if (launch->here) (void)dtrain__rank_run(launch, 0);
+    if (launch->is_rank) (void)dtrain__rank_run(launch, 0);
     else if (launch->launcher) result = dtrain__fork_all(launch);
     else result = dtrain__launch_threads(launch);
     launch->announced = dtrain__load(&control->progress);
@@ -11952,11 +11936,12 @@ static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int ra
     const bool met = launch->joins && world && world->link;
     if (world && code) dtrain__failed(world, DTRAIN_ERROR_RANK_FAILED);
     if (world) world->control->exits[rank].after = world->caused_by;
-    if (!met || !launch->here) dtrain__record_end(launch->region.control, rank, how, code, error);
+    if (!met || !launch->is_rank)
+        dtrain__record_end(launch->region.control, rank, how, code, error);
     if (!met) return;
     dtrain__record_end(world->control, rank, how, code, error);
     dtrain__world_leave(world, launch->desc.grace_ms);
-    if (!launch->here || (rank && !code)) return;
+    if (!launch->is_rank || (rank && !code)) return;
     memcpy(launch->region.control->exits, world->control->exits, sizeof world->control->exits);
     launch->region.control->first_failed = dtrain__load(&world->control->first_failed);
 }
@@ -11975,7 +11960,7 @@ DTRAIN__PRIVATE int dtrain__rank_run(dtrain__launch *launch, int index)
         code = launch->rank_main(world, launch->user);
         how = code ? DTRAIN__RETURNED : DTRAIN__LEFT;
     }
-    if (launch->here) launch->joined = created;
+    if (launch->is_rank) launch->joined = created;
     dtrain__rank_end(launch, world, rank, how, code);
     dtrain__world_destroy(world);
     dtrain__set_thread_rank(-1);
@@ -12440,7 +12425,7 @@ static void dtrain__explain_ranks(dtrain__lines *e, const dtrain__launch *launch
     if (place->local_rank >= 0) snprintf(local, sizeof local, "local rank %d", place->local_rank);
     if (place->local_rank >= 0 && place->local_size > 0)
         snprintf(local, sizeof local, "local rank %d of %d", place->local_rank, place->local_size);
-    if (launch->here)
+    if (launch->is_rank)
         dtrain__say(e, "ranks", "this process is rank %d of %d, %s", place->rank, place->size,
                     local);
     else if (launch->joins)
@@ -12480,7 +12465,7 @@ DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain
     dtrain__lines e = {text, sizeof text, 0};
     if (!launch->desc.explain && !all && (!asked || strcmp(asked, "1") != 0)) return;
     dtrain__explain(&e, launch, result);
-    if (launch->here && !all) log.rank = launch->place.rank; /* the info of -1 is always shown */
+    if (launch->is_rank && !all) log.rank = launch->place.rank; /* the info of -1 is always shown */
     for (char *end; (end = strchr(line, '\n')) != NULL; line = end + 1)
         dtrain__log_to(&log, DTRAIN_LOG_INFO, "launch: %.*s", (int)(end - line), line);
 }
@@ -12502,7 +12487,7 @@ DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, c
     place->rank_count = launch.place.size;
     place->first_rank = launch.place.rank;
     place->started_count = (int)launch.desc.rank_count;
-    place->host_rank_count = launch.here ? launch.place.local_size : place->started_count;
+    place->host_rank_count = launch.is_rank ? launch.place.local_size : place->started_count;
     return DTRAIN_OK;
 }
 
@@ -18515,7 +18500,7 @@ DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tens
         for (int64_t i = tensor->count; i-- > 0 && tensor->dtype != DTRAIN_DTYPE_F32;) {
             uint16_t bits; /* converted in place, from the last on */
             memcpy(&bits, (const char *)values + (size_t)i * sizeof bits, sizeof bits);
-            values[i] = dtrain_half_to_f32(tensor->dtype, bits);
+            values[i] = dtrain_half_to_f32((dtrain_dtype)tensor->dtype, bits);
         }
     }
     if (!grad) return DTRAIN_OK;
@@ -18891,7 +18876,7 @@ DTRAIN__PRIVATE uint32_t dtrain__op_span(const dtrain_op *op)
 DTRAIN__PRIVATE void dtrain__op_span_end(const dtrain_op *op, uint32_t span)
 {
     if (span == DTRAIN__NO_SPAN) return;
-    dtrain__detail_end(op->tape->world, span);
+    dtrain__span_end(op->tape->world, span);
     op->tape->unit_end_ns = op->tape->world->timeline.since_ns;
 }
 

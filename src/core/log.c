@@ -84,24 +84,18 @@ DTRAIN__PRIVATE bool dtrain__grow(const dtrain_allocator *allocator, void **arra
     return true;
 }
 
-static void dtrain__log_stderr(void *user, dtrain_log_level level, int rank, const char *text)
-{
-    static const char *const names[] = {"", "error", "warning", "info", "debug"};
-    (void)user;
-    if (level >= DTRAIN_LOG_INFO && rank > 0) return;
-    if (rank < 0) fprintf(stderr, "dtrain %s: %s\n", names[level], text);
-    else fprintf(stderr, "dtrain %s (rank %d): %s\n", names[level], rank, text);
-}
-
 DTRAIN__PRIVATE void dtrain__log_va(const dtrain__log_sink *sink, dtrain_log_level level,
                                     const char *format, va_list args)
 {
+    static const char *const names[] = {"", "error", "warning", "info", "debug"};
     char text[1024];
     dtrain_log_level limit = sink->level == DTRAIN_LOG_DEFAULT ? DTRAIN_LOG_INFO : sink->level;
     if (level > limit || level < DTRAIN_LOG_ERROR) return;
     vsnprintf(text, sizeof text, format, args);
     if (sink->write) sink->write(sink->user, level, sink->rank, text);
-    else dtrain__log_stderr(NULL, level, sink->rank, text);
+    else if (sink->rank < 0) fprintf(stderr, "dtrain %s: %s\n", names[level], text);
+    else if (sink->rank == 0 || level < DTRAIN_LOG_INFO)
+        fprintf(stderr, "dtrain %s (rank %d): %s\n", names[level], sink->rank, text);
 }
 
 DTRAIN__PRINTF(3, 4)

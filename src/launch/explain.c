@@ -90,7 +90,7 @@ static void dtrain__explain_ranks(dtrain__lines *e, const dtrain__launch *launch
     if (place->local_rank >= 0) snprintf(local, sizeof local, "local rank %d", place->local_rank);
     if (place->local_rank >= 0 && place->local_size > 0)
         snprintf(local, sizeof local, "local rank %d of %d", place->local_rank, place->local_size);
-    if (launch->here)
+    if (launch->is_rank)
         dtrain__say(e, "ranks", "this process is rank %d of %d, %s", place->rank, place->size,
                     local);
     else if (launch->joins)
@@ -130,7 +130,7 @@ DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain
     dtrain__lines e = {text, sizeof text, 0};
     if (!launch->desc.explain && !all && (!asked || strcmp(asked, "1") != 0)) return;
     dtrain__explain(&e, launch, result);
-    if (launch->here && !all) log.rank = launch->place.rank; /* the info of -1 is always shown */
+    if (launch->is_rank && !all) log.rank = launch->place.rank; /* the info of -1 is always shown */
     for (char *end; (end = strchr(line, '\n')) != NULL; line = end + 1)
         dtrain__log_to(&log, DTRAIN_LOG_INFO, "launch: %.*s", (int)(end - line), line);
 }
@@ -152,6 +152,6 @@ DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, c
     place->rank_count = launch.place.size;
     place->first_rank = launch.place.rank;
     place->started_count = (int)launch.desc.rank_count;
-    place->host_rank_count = launch.here ? launch.place.local_size : place->started_count;
+    place->host_rank_count = launch.is_rank ? launch.place.local_size : place->started_count;
     return DTRAIN_OK;
 }

@@ -315,7 +315,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
                            "%d ranks; set rank_count to 0 or to the launcher's number",
                            desc->rank_count, place->family, place->size);
     launch->joins = place->family && place->forks != place->size;
-    launch->here = launch->joins && !place->forks;
+    launch->is_rank = launch->joins && !place->forks;
     if (launch->joins && desc->mode == DTRAIN_LAUNCH_THREADS)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_launch: mode is DTRAIN_LAUNCH_THREADS, and the environment (%s) "
@@ -334,7 +334,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
     launch->restarts.most = desc->restarts;
     launch->restarts.backoff_ms = desc->backoff_ms;
     desc->allocator = dtrain__resolve_allocator(&desc->allocator);
-    launch->launcher = desc->mode == DTRAIN_LAUNCH_PROCESSES && !launch->here ? getpid() : 0;
+    launch->launcher = desc->mode == DTRAIN_LAUNCH_PROCESSES && !launch->is_rank ? getpid() : 0;
     return DTRAIN_OK;
 }
 
@@ -350,10 +350,9 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
     if (first < 0) return DTRAIN_OK;
     const dtrain__exit_record *end = &control->exits[first];
     const bool killed = end->how == DTRAIN__SIGNALED || end->how == DTRAIN__STOPPED;
-    double when = 1e-9 * (double)(dtrain__now_ns() - launch->attempt_ns);
-    if (end->ended_ns > launch->attempt_ns)
-        when = 1e-9 * (double)(end->ended_ns - launch->attempt_ns);
-    const dtrain__exit_record *own = &control->exits[launch->here ? launch->place.rank : first];
+    const uint64_t ended_ns = end->ended_ns > launch->attempt_ns ? end->ended_ns : dtrain__now_ns();
+    const double when = 1e-9 * (double)(ended_ns - launch->attempt_ns);
+    const dtrain__exit_record *own = &control->exits[launch->is_rank ? launch->place.rank : first];
     for (int i = 0; i < launch->place.size; i++)
         others += i != first && control->exits[i].how > DTRAIN__LEFT;
     info->first_failed_rank = first;
@@ -403,7 +402,7 @@ static dtrain_result dtrain__attempt(dtrain__launch *launch, dtrain_launch_info 
     if (result != DTRAIN_OK) return result;
     dtrain__control *control = launch->region.control;
     info->rank_count = (uint32_t)launch->place.size;
-    if (launch->here) (void)dtrain__rank_run(launch, 0);
+    if (launch->is_rank) (void)dtrain__rank_run(launch, 0);
     else if (launch->launcher) result = dtrain__fork_all(launch);
     else result = dtrain__launch_threads(launch);
     launch->announced = dtrain__load(&control->progress);

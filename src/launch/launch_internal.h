@@ -29,9 +29,9 @@ typedef struct dtrain__launch {
     dtrain_rank_fn rank_main;
     void *user;
     dtrain__placement place; /* rank: the first one here; size: the world's */
-    bool joins;              /* a world that another launcher has started ... */
-    bool here;               /* ... of which this process is one rank */
-    dtrain_result joined;    /* here: the result of making its world */
+    bool joins;              /* ranks meet by TCP, because another launcher has started them ... */
+    bool is_rank;            /* ... and this process is one of them; false: it forks its node's */
+    dtrain_result joined;    /* with is_rank: the result of making its world */
     dtrain__region region;
     uint32_t cores;
     uint64_t job;                 /* see dtrain_world */

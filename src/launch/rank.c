@@ -178,11 +178,12 @@ static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int ra
     const bool met = launch->joins && world && world->link;
     if (world && code) dtrain__failed(world, DTRAIN_ERROR_RANK_FAILED);
     if (world) world->control->exits[rank].after = world->caused_by;
-    if (!met || !launch->here) dtrain__record_end(launch->region.control, rank, how, code, error);
+    if (!met || !launch->is_rank)
+        dtrain__record_end(launch->region.control, rank, how, code, error);
     if (!met) return;
     dtrain__record_end(world->control, rank, how, code, error);
     dtrain__world_leave(world, launch->desc.grace_ms);
-    if (!launch->here || (rank && !code)) return;
+    if (!launch->is_rank || (rank && !code)) return;
     memcpy(launch->region.control->exits, world->control->exits, sizeof world->control->exits);
     launch->region.control->first_failed = dtrain__load(&world->control->first_failed);
 }
@@ -201,7 +202,7 @@ DTRAIN__PRIVATE int dtrain__rank_run(dtrain__launch *launch, int index)
         code = launch->rank_main(world, launch->user);
         how = code ? DTRAIN__RETURNED : DTRAIN__LEFT;
     }
-    if (launch->here) launch->joined = created;
+    if (launch->is_rank) launch->joined = created;
     dtrain__rank_end(launch, world, rank, how, code);
     dtrain__world_destroy(world);
     dtrain__set_thread_rank(-1);

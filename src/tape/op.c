@@ -247,7 +247,7 @@ DTRAIN__PRIVATE uint32_t dtrain__op_span(const dtrain_op *op)
 DTRAIN__PRIVATE void dtrain__op_span_end(const dtrain_op *op, uint32_t span)
 {
     if (span == DTRAIN__NO_SPAN) return;
-    dtrain__detail_end(op->tape->world, span);
+    dtrain__span_end(op->tape->world, span);
     op->tape->unit_end_ns = op->tape->world->timeline.since_ns;
 }
 

@@ -303,7 +303,7 @@ DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tens
         for (int64_t i = tensor->count; i-- > 0 && tensor->dtype != DTRAIN_DTYPE_F32;) {
             uint16_t bits; /* converted in place, from the last on */
             memcpy(&bits, (const char *)values + (size_t)i * sizeof bits, sizeof bits);
-            values[i] = dtrain_half_to_f32(tensor->dtype, bits);
+            values[i] = dtrain_half_to_f32((dtrain_dtype)tensor->dtype, bits);
         }
     }
     if (!grad) return DTRAIN_OK;

@@ -257,11 +257,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_turn(dtrain_world *world, dtrain__wai
         return DTRAIN_OK;
     }
     if (world->naps) {
-        const uint64_t share = (wait->waited_ns - wait->moved_ns) / 8, least = 10000,
-                       most = 1000000;
-        const struct timespec nap = {0, (long)(share < least  ? least
-                                               : share > most ? most
-                                                              : share)};
+        const int64_t share = (int64_t)(wait->waited_ns - wait->moved_ns) / 8;
+        const struct timespec nap = {0, (long)dtrain__min(dtrain__max(share, 10000), 1000000)};
         world->naps--;
         nanosleep(&nap, NULL);
         return dtrain__wait_poll(world, wait);

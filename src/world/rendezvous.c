@@ -33,10 +33,11 @@
 
 #define DTRAIN__HELLO_MAGIC 0x354b5444u /* "DTK5": the fifth protocol */
 #define DTRAIN__PENDING_MOST 64u
-#define DTRAIN__ANSWER_NS 10000000000u  /* for connecting and for the first reply */
-#define DTRAIN__PATIENCE_NS 5000000000u /* for another run at the port to end */
-#define DTRAIN__REFUSAL_NS 3000000000u  /* after a failure, to tell it to ranks that come late */
-#define DTRAIN__REPLY_WAIT 1            /* the result of a first reply: another one follows */
+#define DTRAIN__ANSWER_NS 10000000000u  /* limit of connecting and of the first reply */
+#define DTRAIN__PATIENCE_NS 5000000000u /* wait so long for another run at the port to end */
+#define DTRAIN__REFUSAL_NS \
+    3000000000u              /* after a failure, send it so long to ranks that come late */
+#define DTRAIN__REPLY_WAIT 1 /* result of a first reply: a second reply follows */
 
 typedef struct dtrain__hello {
     uint32_t magic;
@@ -64,13 +65,16 @@ typedef struct dtrain__rendezvous {
     const dtrain__placement *place;
     uint64_t start_ns, deadline_ns, logged_ns;
     dtrain_result result;
-    char why[400];      /* the sentence of result */
-    char problem[200];  /* rank 0: the last stranger; other ranks: why the last call failed */
-    bool stranger;      /* other ranks: rank 0 of another run has answered */
-    int listener, came; /* rank 0: ranks that joined or were refused */
-    dtrain__pending pending[DTRAIN__PENDING_MOST]; /* number n is at n % PENDING_MOST */
-    uint32_t accepted;
-    uint64_t proofs[DTRAIN_MAX_RANKS]; /* of the first hello of each rank; 0: none came */
+    char why[400];     /* the sentence of result */
+    char problem[200]; /* rank 0: the last stranger; other ranks: why the last call failed */
+    bool stranger;     /* other ranks: rank 0 of another run has answered */
+
+    /* Rank 0. */
+    int listener;
+    int came;                                      /* ranks whose hello has been answered */
+    dtrain__pending pending[DTRAIN__PENDING_MOST]; /* connection n is at n % PENDING_MOST */
+    uint32_t accepted;                             /* connections so far */
+    uint64_t proofs[DTRAIN_MAX_RANKS];             /* of each rank's first hello; 0: none came */
 } dtrain__rendezvous;
 
 /* Hash a message without the proof at its end, under the key of the run. `challenge` is the proof
@@ -85,7 +89,7 @@ static uint64_t dtrain__proof(const dtrain__rendezvous *r, uint64_t challenge, c
 
 static dtrain__hello dtrain__hello_make(const dtrain__rendezvous *r)
 {
-    /* these must be equal for ranks to share memory and frames */
+    /* structs that ranks share in memory or send: their sizes must be equal */
     const uint64_t none[2] = {0, 0};
     const uint64_t sizes[4] = {sizeof(dtrain__control), sizeof(dtrain__exit_record),
                                sizeof(dtrain__hello), sizeof(void *)};
@@ -330,8 +334,8 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
     const int error = errno;
     if (polls[0].revents && socket < 0 && error != EAGAIN && error != EINTR &&
         error != ECONNABORTED) {
-        snprintf(r->problem, sizeof r->problem, "nobody can be let in: %s%s", strerror(error),
-                 error == EMFILE || error == ENFILE ? "; raise ulimit -n" : "");
+        snprintf(r->problem, sizeof r->problem, "no connection can be accepted: %s%s",
+                 strerror(error), error == EMFILE || error == ENFILE ? "; raise ulimit -n" : "");
         dtrain__socket_close(&r->pending[r->accepted++ % DTRAIN__PENDING_MOST].socket);
         (void)poll(NULL, 0, 50);
     }

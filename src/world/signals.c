@@ -1,18 +1,14 @@
 /* Requests to stop
  *
  * A scheduler that needs the machine sends SIGTERM, and some send SIGUSR1 some time before; a user
- * sends SIGINT; a terminal that is closed sends SIGHUP, which nohup makes ignored. With
- * dtrain_launch_desc.catch_signals a handler notes the signal, and the training loop asks for it at
- * the end of each step. The handler does nothing else, because it may interrupt anything: a wait of
- * this library, a checkpoint that is being written.
+ * sends SIGINT; a terminal that is closed sends SIGHUP. With catch_signals (launch/launch.h) a
+ * handler notes the signal, and nothing else, because it may interrupt anything: a wait of this
+ * library, a checkpoint that is being written.
  *
- *     SIGTERM, SIGINT, SIGHUP, SIGUSR1
- *                        --> the handler notes it --> stop_requested of dtrain_world_query, on this rank
- *                                                           |
- *                        the ranks exchange it (a trainer does): all stop after the same step
+ *     SIGTERM, SIGINT, SIGHUP, SIGUSR1 --> noted --> stop_requested of this rank --> the ranks
+ *                                     exchange it (a trainer does): all stop after the same step
  *     again, not SIGUSR1 --> the default action: the process ends at once
- *     SIGUSR2            --> with flight_directory: counted, and the next wait or call writes the
- *                            flight record (comm/flight.c)
+ *     SIGUSR2            --> counted; the next wait or call writes a dump (comm/flight.c)
  *
  * A handler is passed only a number, so what it notes belongs to the process: the one mutable state
  * of this library that is no world's. */

@@ -166,11 +166,11 @@ DTRAIN__PRIVATE uint32_t dtrain__span_begin(dtrain_world *world, uint32_t kind, 
 
 DTRAIN__PRIVATE void dtrain__span_end(dtrain_world *world, uint32_t mark)
 {
-    if (world) dtrain__span_end_at(world, mark, dtrain__now_ns());
+    if (world && mark != DTRAIN__NO_SPAN) dtrain__span_end_at(world, mark, dtrain__now_ns());
 }
 
 /* Open a span that is only of interest in a trace, and of the kind of the one around it; without a
- * trace nothing happens, and the clock is not read. */
+ * trace do nothing: the clock is not read, then and at the end. */
 DTRAIN__PRIVATE uint32_t dtrain__detail_begin(dtrain_world *world, const char *name,
                                               const char *text)
 {
@@ -178,11 +178,6 @@ DTRAIN__PRIVATE uint32_t dtrain__detail_begin(dtrain_world *world, const char *n
     const uint32_t mark = dtrain__span_begin(world, world->timeline.kind, name, DTRAIN__UNNUMBERED);
     if (mark < DTRAIN__SPAN_DEPTH) world->timeline.open[mark].text = text;
     return mark;
-}
-
-DTRAIN__PRIVATE void dtrain__detail_end(dtrain_world *world, uint32_t mark)
-{
-    if (mark != DTRAIN__NO_SPAN) dtrain__span_end(world, mark);
 }
 
 /* Record a span that is over, for the trace. */

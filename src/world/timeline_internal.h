@@ -116,7 +116,6 @@ DTRAIN__PRIVATE uint32_t dtrain__span_begin(dtrain_world *world, uint32_t kind, 
 DTRAIN__PRIVATE void dtrain__span_end(dtrain_world *world, uint32_t mark);
 DTRAIN__PRIVATE uint32_t dtrain__detail_begin(dtrain_world *world, const char *name,
                                               const char *text);
-DTRAIN__PRIVATE void dtrain__detail_end(dtrain_world *world, uint32_t mark);
 DTRAIN__PRIVATE void dtrain__span_add(dtrain_world *world, uint32_t track, uint32_t kind,
                                       const char *name, const char *text, int64_t number,
                                       uint64_t begin_ns, uint64_t end_ns);

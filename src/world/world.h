@@ -60,8 +60,8 @@ DTRAIN_API int dtrain_world_size(const dtrain_world *world);
 DTRAIN_API dtrain_device *dtrain_world_device(dtrain_world *world);
 /* Return the communicator of all ranks, which the world owns. */
 DTRAIN_API dtrain_comm *dtrain_world_comm(dtrain_world *world);
-/* Where a rank stands, and what its launch desc has come to. Under emulation a node stands for a
- * host. */
+/* A rank's place in the world, and the settings of its launch with defaults filled in. Under
+ * emulation a node counts as a host. */
 typedef struct dtrain_world_info {
     int rank, size;
     int local_rank,

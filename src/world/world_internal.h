@@ -120,11 +120,11 @@ struct dtrain_world {
     int rank, size;
     int local_rank, local_size, node, node_count; /* the machine's, also under emulation */
     dtrain_emulation emulation;
-    uint64_t moves; /* steps of this rank's collectives so far; each makes naps short again */
+    uint64_t moves; /* steps of this rank's collectives so far: a new one makes naps short again */
     uint32_t threads;
     bool oversubscribed; /* more threads than cores: waiting must not spin */
-    uint32_t naps;       /* turns of waits to sleep through: another program wants this core */
-    bool catches;        /* SIGTERM and the like are noted as requests to stop, see signals.c */
+    uint32_t naps; /* so many of the next waiting turns sleep: another program wants the core */
+    bool catches;  /* SIGTERM and the like are noted as requests to stop, see signals.c */
     uint32_t restart_count;
     uint64_t job;        /* a number that all attempts of this run have, and no other run */
     pid_t launcher;      /* the process that forked this rank, or 0 */
@@ -135,7 +135,7 @@ struct dtrain_world {
     struct dtrain__link *link; /* to ranks that a launcher has started, see world/link.c; or NULL */
     dtrain__region page;       /* with a link: where control is */
     char no_region[200];       /* with a link: why the ranks of one host share no memory */
-    uint32_t *mine;            /* reads 0 in a process forked by a rank */
+    uint32_t *mine;            /* 1 in this process, 0 in a process that a rank has forked */
     dtrain__range *ranges;     /* (range_count), sorted */
     size_t range_count, range_room;
     dtrain_allocator allocator;

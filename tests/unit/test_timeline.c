@@ -303,7 +303,7 @@ static int steps_of_a_host(dtrain_world *world, void *user)
         dtrain__trace_step(world, step);
         const uint32_t span = dtrain__span_begin(world, DTRAIN_SPAN_OTHER, "step", step);
         const uint32_t detail = dtrain__detail_begin(world, "detail", "of a layer");
-        dtrain__detail_end(world, detail);
+        dtrain__span_end(world, detail);
         dtrain__span_end(world, span);
     }
     return 0;
