@@ -13077,9 +13077,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, d
 DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__hook_of(const dtrain_compression_desc *how);
 
 /* strategy/ways.c */
-DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout,
-                                                  const dtrain_allocator *a);
 DTRAIN__PRIVATE void dtrain__ways_memory(dtrain__layout *layout);
+DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout, const dtrain_allocator *a,
+                                                  const dtrain_param *params, size_t count,
+                                                  const dtrain_strategy_desc *desc, int ranks,
+                                                  int rank);
 DTRAIN__PRIVATE void dtrain__ways_free(dtrain__layout *layout, const dtrain_allocator *a);
 DTRAIN__PRIVATE dtrain_result dtrain__ways_open(dtrain_strategy *strategy);
 
@@ -13923,19 +13925,16 @@ static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
  * a unit that is walked have theirs from its gather to the gather of another unit. */
 static dtrain_result dtrain__check_mark(const dtrain_strategy *strategy, size_t index)
 {
-    const dtrain__layout *layout = &strategy->layout;
-    const dtrain__entry *entry = &layout->entries[index];
+    const dtrain__entry *entry = &strategy->layout.entries[index];
     const dtrain__bucket *bucket = entry->bucket;
     const char *why = NULL;
     if (!entry->trainable) why = "is frozen";
     else if (entry->marked)
         why = "is marked twice in one backward; call dtrain_strategy_finish between two";
-    else if (bucket < layout->buckets + strategy->launched)
-        why = "is marked after another unit was gathered, which ended its own unit's backward";
     else if (bucket->shards_grads && bucket->unit != DTRAIN__NONE &&
              bucket->unit != strategy->backward)
-        why = "is marked outside its unit's backward; call dtrain_strategy_gather with "
-              "DTRAIN_PASS_BACKWARD before";
+        why = "is marked outside its unit's backward, which begins with dtrain_strategy_gather for "
+              "DTRAIN_PASS_BACKWARD and ends with that of another unit";
     if (!why) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_strategy_ready: parameter %zu (\"%.100s\") %s",
                        index, strategy->params[index].name, why);
@@ -16266,17 +16265,24 @@ DTRAIN__PRIVATE dtrain_result dtrain__ways_open(dtrain_strategy *strategy)
 
 /* ---- What ways add to a layout ----------------------------------------------------------------*/
 
-/* Add the tables of its ways to a layout. */
-DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout, const dtrain_allocator *a)
-{
-    return layout->compression ? dtrain__layout_hooks(layout, a) : DTRAIN_OK;
-}
-
 /* Lay out all memory, that of its ways too. */
 DTRAIN__PRIVATE void dtrain__ways_memory(dtrain__layout *layout)
 {
     dtrain__lay_memory(layout);
     if (layout->compression) dtrain__lay_hooks(layout);
+}
+
+/* Make a layout with the tables of its ways, and count its memory; dtrain__ways_free frees it, also
+ * after an error. params and *desc are resolved. */
+DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout, const dtrain_allocator *a,
+                                                  const dtrain_param *params, size_t count,
+                                                  const dtrain_strategy_desc *desc, int ranks,
+                                                  int rank)
+{
+    DTRAIN__TRY(dtrain__layout_make(layout, a, params, count, desc, ranks, rank));
+    if (layout->compression) DTRAIN__TRY(dtrain__layout_hooks(layout, a));
+    dtrain__ways_memory(layout);
+    return DTRAIN_OK;
 }
 
 /* Free a layout with the tables of its ways. */
@@ -17203,10 +17209,9 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     const size_t count = strategy->param_count;
     dtrain__layout *layout = &strategy->layout;
     void *memory;
-    DTRAIN__TRY(dtrain__layout_make(layout, a, strategy->params, count, &strategy->desc,
+    DTRAIN__TRY(dtrain__ways_layout(layout, a, strategy->params, count, &strategy->desc,
                                     dtrain_comm_size(strategy->comm),
                                     dtrain_comm_rank(strategy->comm)));
-    DTRAIN__TRY(dtrain__ways_layout(layout, a));
     const size_t each = layout->owners ? (size_t)layout->ranks : layout->compression ? 2 : 1;
     const size_t tally = dtrain__tally_count(&strategy->desc, count);
     strategy->works_per_bucket = each;
@@ -17222,7 +17227,6 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     }
     DTRAIN__TRY(dtrain__check_layout(strategy));
     DTRAIN__TRY(dtrain__offload_open(strategy));
-    dtrain__ways_memory(layout);
     for (int block = 0; block < DTRAIN__CLASSES; block++) {
         const size_t bytes = dtrain__block_bytes(layout, block);
         if (block >= DTRAIN__BUFFERS && !layout->bytes[block]) continue;
@@ -17646,18 +17650,6 @@ typedef struct dtrain__planned {
     dtrain__layout layout; /* all zero: none */
 } dtrain__planned;
 
-/* Make the layout of a rank without its memory; the caller frees it, after an error too. params and
- * *desc are resolved. */
-static dtrain_result dtrain__plan_layout(const dtrain_allocator *a, const dtrain_param *params,
-                                         size_t count, const dtrain_strategy_desc *desc, int ranks,
-                                         int rank, dtrain__layout *layout)
-{
-    DTRAIN__TRY(dtrain__layout_make(layout, a, params, count, desc, ranks, rank));
-    DTRAIN__TRY(dtrain__ways_layout(layout, a));
-    dtrain__ways_memory(layout);
-    return DTRAIN_OK;
-}
-
 /* Return how many tensors of optimizer state a parameter will have. */
 static uint32_t dtrain__planned_states(const dtrain_strategy_desc *desc, const dtrain_param *param)
 {
@@ -17700,7 +17692,7 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
     dtrain__layout layout;
     dtrain__resolve_levels(&desc, ranks);
     memset(memory, 0, sizeof *memory);
-    dtrain_result result = dtrain__plan_layout(a, params, count, &desc, ranks, 0, &layout);
+    dtrain_result result = dtrain__ways_layout(&layout, a, params, count, &desc, ranks, 0);
     /* Equal shards need the same memory on every rank. Owned tensors, groups with other numbers of
      * states and compression's states of a slice do not. */
     const int differ = desc.compression                          ? ranks
@@ -17711,7 +17703,7 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
         if (rank == differ) break;
         if (desc.compression) {
             dtrain__ways_free(&layout, a);
-            result = dtrain__plan_layout(a, params, count, &desc, ranks, rank, &layout);
+            result = dtrain__ways_layout(&layout, a, params, count, &desc, ranks, rank);
         } else {
             dtrain__layout_turn(&layout, rank);
             dtrain__lay_memory(&layout);
@@ -17910,7 +17902,7 @@ static dtrain_result dtrain__plan_needs(const dtrain_allocator *a, dtrain_param 
         DTRAIN__TRY(dtrain__plan_kind(a, params, count, &planned->desc, ranks, &memory));
         plan->needs = memory.total;
         dtrain__resolve_levels(&planned->desc, ranks);
-        return dtrain__plan_layout(a, params, count, &planned->desc, ranks, 0, &planned->layout);
+        return dtrain__ways_layout(&planned->layout, a, params, count, &planned->desc, ranks, 0);
     }
     DTRAIN__TRY(dtrain__resolve_desc(given, &planned->desc, &planned->compression));
     DTRAIN__TRY(dtrain__resolve_params(params, count));

@@ -146,10 +146,9 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     const size_t count = strategy->param_count;
     dtrain__layout *layout = &strategy->layout;
     void *memory;
-    DTRAIN__TRY(dtrain__layout_make(layout, a, strategy->params, count, &strategy->desc,
+    DTRAIN__TRY(dtrain__ways_layout(layout, a, strategy->params, count, &strategy->desc,
                                     dtrain_comm_size(strategy->comm),
                                     dtrain_comm_rank(strategy->comm)));
-    DTRAIN__TRY(dtrain__ways_layout(layout, a));
     const size_t each = layout->owners ? (size_t)layout->ranks : layout->compression ? 2 : 1;
     const size_t tally = dtrain__tally_count(&strategy->desc, count);
     strategy->works_per_bucket = each;
@@ -165,7 +164,6 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     }
     DTRAIN__TRY(dtrain__check_layout(strategy));
     DTRAIN__TRY(dtrain__offload_open(strategy));
-    dtrain__ways_memory(layout);
     for (int block = 0; block < DTRAIN__CLASSES; block++) {
         const size_t bytes = dtrain__block_bytes(layout, block);
         if (block >= DTRAIN__BUFFERS && !layout->bytes[block]) continue;

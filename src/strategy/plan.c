@@ -16,18 +16,6 @@ typedef struct dtrain__planned {
     dtrain__layout layout; /* all zero: none */
 } dtrain__planned;
 
-/* Make the layout of a rank without its memory; the caller frees it, after an error too. params and
- * *desc are resolved. */
-static dtrain_result dtrain__plan_layout(const dtrain_allocator *a, const dtrain_param *params,
-                                         size_t count, const dtrain_strategy_desc *desc, int ranks,
-                                         int rank, dtrain__layout *layout)
-{
-    DTRAIN__TRY(dtrain__layout_make(layout, a, params, count, desc, ranks, rank));
-    DTRAIN__TRY(dtrain__ways_layout(layout, a));
-    dtrain__ways_memory(layout);
-    return DTRAIN_OK;
-}
-
 /* Return how many tensors of optimizer state a parameter will have. */
 static uint32_t dtrain__planned_states(const dtrain_strategy_desc *desc, const dtrain_param *param)
 {
@@ -70,7 +58,7 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
     dtrain__layout layout;
     dtrain__resolve_levels(&desc, ranks);
     memset(memory, 0, sizeof *memory);
-    dtrain_result result = dtrain__plan_layout(a, params, count, &desc, ranks, 0, &layout);
+    dtrain_result result = dtrain__ways_layout(&layout, a, params, count, &desc, ranks, 0);
     /* Equal shards need the same memory on every rank. Owned tensors, groups with other numbers of
      * states and compression's states of a slice do not. */
     const int differ = desc.compression                          ? ranks
@@ -81,7 +69,7 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
         if (rank == differ) break;
         if (desc.compression) {
             dtrain__ways_free(&layout, a);
-            result = dtrain__plan_layout(a, params, count, &desc, ranks, rank, &layout);
+            result = dtrain__ways_layout(&layout, a, params, count, &desc, ranks, rank);
         } else {
             dtrain__layout_turn(&layout, rank);
             dtrain__lay_memory(&layout);
@@ -280,7 +268,7 @@ static dtrain_result dtrain__plan_needs(const dtrain_allocator *a, dtrain_param 
         DTRAIN__TRY(dtrain__plan_kind(a, params, count, &planned->desc, ranks, &memory));
         plan->needs = memory.total;
         dtrain__resolve_levels(&planned->desc, ranks);
-        return dtrain__plan_layout(a, params, count, &planned->desc, ranks, 0, &planned->layout);
+        return dtrain__ways_layout(&planned->layout, a, params, count, &planned->desc, ranks, 0);
     }
     DTRAIN__TRY(dtrain__resolve_desc(given, &planned->desc, &planned->compression));
     DTRAIN__TRY(dtrain__resolve_params(params, count));

@@ -119,19 +119,16 @@ static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
  * a unit that is walked have theirs from its gather to the gather of another unit. */
 static dtrain_result dtrain__check_mark(const dtrain_strategy *strategy, size_t index)
 {
-    const dtrain__layout *layout = &strategy->layout;
-    const dtrain__entry *entry = &layout->entries[index];
+    const dtrain__entry *entry = &strategy->layout.entries[index];
     const dtrain__bucket *bucket = entry->bucket;
     const char *why = NULL;
     if (!entry->trainable) why = "is frozen";
     else if (entry->marked)
         why = "is marked twice in one backward; call dtrain_strategy_finish between two";
-    else if (bucket < layout->buckets + strategy->launched)
-        why = "is marked after another unit was gathered, which ended its own unit's backward";
     else if (bucket->shards_grads && bucket->unit != DTRAIN__NONE &&
              bucket->unit != strategy->backward)
-        why = "is marked outside its unit's backward; call dtrain_strategy_gather with "
-              "DTRAIN_PASS_BACKWARD before";
+        why = "is marked outside its unit's backward, which begins with dtrain_strategy_gather for "
+              "DTRAIN_PASS_BACKWARD and ends with that of another unit";
     if (!why) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_strategy_ready: parameter %zu (\"%.100s\") %s",
                        index, strategy->params[index].name, why);

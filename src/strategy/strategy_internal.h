@@ -160,9 +160,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, d
 DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__hook_of(const dtrain_compression_desc *how);
 
 /* strategy/ways.c */
-DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout,
-                                                  const dtrain_allocator *a);
 DTRAIN__PRIVATE void dtrain__ways_memory(dtrain__layout *layout);
+DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout, const dtrain_allocator *a,
+                                                  const dtrain_param *params, size_t count,
+                                                  const dtrain_strategy_desc *desc, int ranks,
+                                                  int rank);
 DTRAIN__PRIVATE void dtrain__ways_free(dtrain__layout *layout, const dtrain_allocator *a);
 DTRAIN__PRIVATE dtrain_result dtrain__ways_open(dtrain_strategy *strategy);
 

@@ -73,17 +73,24 @@ DTRAIN__PRIVATE dtrain_result dtrain__ways_open(dtrain_strategy *strategy)
 
 /* ---- What ways add to a layout ----------------------------------------------------------------*/
 
-/* Add the tables of its ways to a layout. */
-DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout, const dtrain_allocator *a)
-{
-    return layout->compression ? dtrain__layout_hooks(layout, a) : DTRAIN_OK;
-}
-
 /* Lay out all memory, that of its ways too. */
 DTRAIN__PRIVATE void dtrain__ways_memory(dtrain__layout *layout)
 {
     dtrain__lay_memory(layout);
     if (layout->compression) dtrain__lay_hooks(layout);
+}
+
+/* Make a layout with the tables of its ways, and count its memory; dtrain__ways_free frees it, also
+ * after an error. params and *desc are resolved. */
+DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout, const dtrain_allocator *a,
+                                                  const dtrain_param *params, size_t count,
+                                                  const dtrain_strategy_desc *desc, int ranks,
+                                                  int rank)
+{
+    DTRAIN__TRY(dtrain__layout_make(layout, a, params, count, desc, ranks, rank));
+    if (layout->compression) DTRAIN__TRY(dtrain__layout_hooks(layout, a));
+    dtrain__ways_memory(layout);
+    return DTRAIN_OK;
 }
 
 /* Free a layout with the tables of its ways. */
