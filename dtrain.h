@@ -12977,7 +12977,7 @@ enum {
     DTRAIN__FETCH_ACROSS, /* the ranks of ACROSS, to gather values ... */
     DTRAIN__FETCH,        /* ... and those of NODE, for the second collective of a gather */
     DTRAIN__SECOND,       /* the ranks that exchange compressed gradients, for a second round */
-    DTRAIN__GROUPS
+    DTRAIN__EXTRAS
 };
 
 /* Streams and events between a GPU and host memory. `arrived` is for gradients: those of a backward
@@ -12996,10 +12996,8 @@ struct dtrain_strategy {
     const dtrain__kind_row *kind;
     dtrain_world *world;
     dtrain_device *device;
-    dtrain_comm *comm;                   /* all ranks */
-    dtrain_comm *groups[DTRAIN__GROUPS]; /* NULL: not needed */
-    dtrain_comm *shard_comm; /* ranks that share one copy of the model: comm or a group; NULL: each
-                                has a copy */
+    dtrain__groups groups;               /* of create; the kind decides which ranks are `copy` */
+    dtrain_comm *extra[DTRAIN__EXTRAS];  /* NULL: not needed */
     dtrain_strategy_desc desc;           /* resolved */
     dtrain_compression_desc compression; /* what desc.compression points to, if it is not NULL */
     dtrain_param *params;                /* the host's */
@@ -14016,7 +14014,7 @@ static dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, dtrain__buc
  * would wait for each other in a circle. */
 static bool dtrain__in_lockstep(const dtrain_strategy *strategy)
 {
-    return strategy->comm->ops->launch_ordered &&
+    return strategy->groups.data->ops->launch_ordered &&
            (dtrain__way_of(strategy, false)[1] || dtrain__way_of(strategy, true)[1]);
 }
 
@@ -14236,7 +14234,7 @@ static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
                              "%s: no gradient from this backward: %s; mark them with "
                              "dtrain_strategy_ready, or set DTRAIN_PARAM_FROZEN",
                              call, names);
-    return dtrain__agree(strategy->comm, result);
+    return dtrain__agree(strategy->groups.data, result);
 }
 
 /* Copy whole gradients back to the arrays of a host that has its own. */
@@ -14259,7 +14257,7 @@ static dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
         const dtrain_param *p = &strategy->params[i];
         dtrain_work *work = NULL;
         if (!(p->flags & DTRAIN_PARAM_BUFFER) || p->state.storage != p) continue;
-        DTRAIN__TRY(dtrain_all_reduce(strategy->comm, p->value, p->value, (size_t)p->count,
+        DTRAIN__TRY(dtrain_all_reduce(strategy->groups.data, p->value, p->value, (size_t)p->count,
                                       DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN, &work));
         DTRAIN__TRY(dtrain_work_wait(work));
     }
@@ -14563,7 +14561,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__agree_unit(dtrain_strategy *strategy, int6
     if (strategy->unit || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES) return DTRAIN_OK;
     if (strategy->layout.all > 1) {
         dtrain__call_label(strategy->world, "unit of weights", 0, "");
-        DTRAIN__TRY(dtrain_all_reduce(strategy->comm, &terms, &terms, 1, DTRAIN_DTYPE_I64,
+        DTRAIN__TRY(dtrain_all_reduce(strategy->groups.data, &terms, &terms, 1, DTRAIN_DTYPE_I64,
                                       DTRAIN_REDUCE_MAX, NULL));
         terms = dtrain__max(terms, 1);
     }
@@ -14680,7 +14678,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
         DTRAIN__TRY(dtrain__tally_set(strategy, i, end - i, entries[i - 1].absent ? 0 : 1));
     }
     dtrain__call_label(strategy->world, "weights of step", (int64_t)strategy->sync_count, "");
-    return dtrain_all_reduce(strategy->comm, strategy->tally, strategy->tally, count,
+    return dtrain_all_reduce(strategy->groups.data, strategy->tally, strategy->tally, count,
                              DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &strategy->tally_work);
 }
 
@@ -14796,7 +14794,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_squares(dtrain_strategy *strategy,
  * communicator would not be exact. */
 static dtrain_result dtrain__global_sum(dtrain_strategy *strategy, double *total)
 {
-    dtrain_comm *comm = strategy->shard_comm;
+    dtrain_comm *comm = strategy->groups.copy;
     int64_t bits;
     memcpy(&bits, total, sizeof bits);
     DTRAIN__TRY(dtrain_all_gather(comm, &bits, strategy->gathered, 1, DTRAIN_DTYPE_I64, NULL));
@@ -14817,7 +14815,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, dou
     DTRAIN__TRY(
         device->ops->copy(device, total, squares, sizeof *total, DTRAIN_COPY_DEVICE_TO_HOST));
     if (strategy->layout.grads_on_host) DTRAIN__TRY(dtrain__add_squares(strategy, true, total));
-    if (!strategy->shard_comm) return DTRAIN_OK;
+    if (!strategy->groups.copy) return DTRAIN_OK;
     return dtrain__strategy_keep(strategy, dtrain__global_sum(strategy, total));
 }
 
@@ -14875,15 +14873,15 @@ static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, dtrain__buc
     }
     if (!bucket->cuts) dtrain__label(strategy, bucket, "values of bucket");
     if (!bucket->cuts)
-        return dtrain_all_gather(nodes ? strategy->groups[DTRAIN__FETCH_ACROSS]
-                                       : strategy->shard_comm,
+        return dtrain_all_gather(nodes ? strategy->extra[DTRAIN__FETCH_ACROSS]
+                                       : strategy->groups.copy,
                                  shard, nodes ? whole + (size_t)bucket->slice_first * unit : whole,
                                  (size_t)bucket->shard_count, dtype, bucket->gathers);
     for (int r = 0; r < strategy->layout.ranks; r++) {
         const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
         if (count == 0) continue;
         dtrain__label(strategy, bucket, "values of bucket");
-        DTRAIN__TRY(dtrain_broadcast(strategy->shard_comm, whole + (size_t)first * unit,
+        DTRAIN__TRY(dtrain_broadcast(strategy->groups.copy, whole + (size_t)first * unit,
                                      (size_t)count, dtype, r, &bucket->gathers[r]));
     }
     return DTRAIN_OK;
@@ -14898,7 +14896,7 @@ static dtrain_result dtrain__gather_inside(dtrain_strategy *strategy, dtrain__bu
     if (strategy->layout.node_ranks == 1) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__wait_works(strategy, bucket->gathers));
     dtrain__label(strategy, bucket, "values of bucket");
-    return dtrain_all_gather(strategy->groups[DTRAIN__FETCH],
+    return dtrain_all_gather(strategy->extra[DTRAIN__FETCH],
                              whole + (size_t)bucket->slice_first * dtrain_dtype_bytes(dtype), whole,
                              (size_t)bucket->slice_count, dtype, bucket->gathers);
 }
@@ -15227,11 +15225,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, d
 {
     char kept[DTRAIN__ERROR_BYTES];
     snprintf(kept, sizeof kept, "%s", text);
-    for (int i = 0; i < DTRAIN__GROUPS; i++) {
-        dtrain_comm *group = strategy->groups[i];
-        if (group) group->ops->fail(group, code, kept);
+    for (int i = 0; i < DTRAIN__EXTRAS; i++) {
+        dtrain_comm *extra = strategy->extra[i];
+        if (extra) extra->ops->fail(extra, code, kept);
     }
-    return strategy->comm->ops->fail(strategy->comm, code, kept);
+    dtrain_comm *all = strategy->groups.data;
+    return all->ops->fail(all, code, kept);
 }
 
 /* Make an error stand: communicator and device do not recover, and some gradients are averaged while
@@ -15289,7 +15288,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *stra
         const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
         if (count == 0) continue;
         dtrain__label(strategy, bucket, "bucket");
-        DTRAIN__TRY(dtrain_reduce(strategy->shard_comm, (char *)wire + (size_t)first * unit,
+        DTRAIN__TRY(dtrain_reduce(strategy->groups.copy, (char *)wire + (size_t)first * unit,
                                   r == strategy->layout.rank ? own : NULL, (size_t)count, dtype, op,
                                   r, &works[r]));
     }
@@ -15345,7 +15344,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__replicas_begin(dtrain_strategy *strategy,
         DTRAIN__TRY(dtrain__shard_add(strategy, bucket));
         if (bucket->grad_on_host) DTRAIN__TRY(dtrain__host_get(strategy, bucket, sum));
     }
-    return dtrain__reduce_all(strategy, bucket, strategy->groups[DTRAIN__ACROSS], sum,
+    return dtrain__reduce_all(strategy, bucket, strategy->extra[DTRAIN__ACROSS], sum,
                               bucket->shard_first, bucket->shard_count);
 }
 
@@ -15382,7 +15381,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__node_scatter_begin(dtrain_strategy *strate
                                                          dtrain__bucket *bucket)
 {
     dtrain__label(strategy, bucket, "bucket");
-    return dtrain_reduce_scatter(strategy->groups[DTRAIN__NODE], bucket->grads,
+    return dtrain_reduce_scatter(strategy->extra[DTRAIN__NODE], bucket->grads,
                                  bucket->grads + bucket->slice_first, (size_t)bucket->slice_count,
                                  DTRAIN_DTYPE_F32, dtrain__level_op(strategy, bucket),
                                  bucket->reduces);
@@ -15393,7 +15392,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__node_gather_begin(dtrain_strategy *strateg
                                                         dtrain__bucket *bucket)
 {
     dtrain__label(strategy, bucket, "bucket");
-    return dtrain_all_gather(strategy->groups[DTRAIN__BACK], bucket->grads + bucket->slice_first,
+    return dtrain_all_gather(strategy->extra[DTRAIN__BACK], bucket->grads + bucket->slice_first,
                              bucket->grads, (size_t)bucket->slice_count, DTRAIN_DTYPE_F32,
                              bucket->reduces);
 }
@@ -15615,7 +15614,7 @@ static dtrain_result dtrain__hook_begin(dtrain_strategy *strategy, dtrain__bucke
     const dtrain_compression_desc *how = strategy->layout.compression;
     const dtrain_comm_hook_desc *desc = dtrain__hook_of(how);
     dtrain_hook_bucket *hook = &bucket->compressed->hook;
-    hook->comm = round == 0 ? bucket->comm : strategy->groups[DTRAIN__SECOND];
+    hook->comm = round == 0 ? bucket->comm : strategy->extra[DTRAIN__SECOND];
     hook->step = strategy->sync_count - strategy->compressed_from;
     if (!dtrain__is_planned(strategy)) DTRAIN__TRY(desc->compress(how, hook, round));
     dtrain__label(strategy, bucket, bucket->compressed->label);
@@ -16238,9 +16237,9 @@ static void dtrain__choose_ways(dtrain_strategy *strategy)
                                                                               : how->dense_steps;
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__bucket *bucket = &layout->buckets[b];
-        bucket->comm = nodes             ? strategy->groups[DTRAIN__ACROSS]
-                       : bucket->sharded ? strategy->shard_comm
-                                         : strategy->comm;
+        bucket->comm = nodes             ? strategy->extra[DTRAIN__ACROSS]
+                       : bucket->sharded ? strategy->groups.copy
+                                         : strategy->groups.data;
     }
     if (layout->all == 1) {
         *whole = &dtrain__by_nothing;
@@ -16598,7 +16597,7 @@ static dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ra
     if (!desc->hierarchical && !strategy->kind->replicas) return DTRAIN_OK;
     if (!desc->node_size) {
         uint32_t size;
-        DTRAIN__TRY(dtrain__even_nodes(strategy->world, strategy->comm, &size));
+        DTRAIN__TRY(dtrain__even_nodes(strategy->world, strategy->groups.data, &size));
         if (size == 0)
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                                "%s: node_size is 0, and the nodes of these %d ranks do not have as "
@@ -16626,7 +16625,8 @@ static dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ra
  * node is below its size, a node is not. */
 DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
 {
-    const int ranks = dtrain_comm_size(strategy->comm), rank = dtrain_comm_rank(strategy->comm);
+    const int ranks = dtrain_comm_size(strategy->groups.data),
+              rank = dtrain_comm_rank(strategy->groups.data);
     const bool sharded = strategy->kind->shards.state, replicas = strategy->kind->replicas;
     dtrain_strategy_desc *desc = &strategy->desc;
     DTRAIN__TRY(dtrain__resolve_node_size(strategy, ranks)); /* the same on every rank */
@@ -16635,9 +16635,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
     const bool nodes = !replicas && size > 1 && size < ranks;
     const bool two_rounds = desc->compression && dtrain__hook_of(desc->compression)->rounds == 2;
     const struct {
-        int group;
+        int which;
         bool wanted, across; /* across nodes, or inside one */
-    } groups[] = {
+    } extras[] = {
         {DTRAIN__NODE, nodes || replicas, false},
         {DTRAIN__ACROSS, nodes || replicas, true},
         {DTRAIN__BACK, nodes && (!sharded || desc->whole_below), false},
@@ -16645,14 +16645,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
         {DTRAIN__FETCH, nodes && sharded, false},
         {DTRAIN__SECOND, two_rounds && ranks > 1, true},
     };
-    for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++)
-        if (groups[i].wanted)
-            DTRAIN__TRY(dtrain_comm_split(strategy->comm,
-                                          groups[i].across ? rank % size : size + rank / size, rank,
-                                          &strategy->groups[groups[i].group]));
-    if (replicas) strategy->shard_comm = strategy->groups[DTRAIN__NODE];
+    for (size_t i = 0; i < sizeof extras / sizeof extras[0]; i++)
+        if (extras[i].wanted)
+            DTRAIN__TRY(dtrain_comm_split(strategy->groups.data,
+                                          extras[i].across ? rank % size : size + rank / size, rank,
+                                          &strategy->extra[extras[i].which]));
+    if (replicas) strategy->groups.copy = strategy->extra[DTRAIN__NODE];
     else if (sharded && (ranks > 1 || desc->offload > DTRAIN_OFFLOAD_OPTIMIZER))
-        strategy->shard_comm = strategy->comm;
+        strategy->groups.copy = strategy->groups.data;
     return DTRAIN_OK;
 }
 
@@ -16698,7 +16698,7 @@ static dtrain_result dtrain__compare_items(dtrain_strategy *strategy, dtrain__ha
                                            const char *settings, size_t count, uint64_t *all,
                                            dtrain__difference *found)
 {
-    dtrain_comm *comm = strategy->comm;
+    dtrain_comm *comm = strategy->groups.data;
     uint64_t hash;
     *all = DTRAIN__FNV_BASIS;
     found->odd = -1;
@@ -16764,7 +16764,7 @@ static dtrain_result dtrain__registration_hash(dtrain_strategy *strategy, const 
 DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *strategy,
                                                            const char *settings)
 {
-    dtrain_comm *comm = strategy->comm;
+    dtrain_comm *comm = strategy->groups.data;
     char texts[2][DTRAIN__LINE_BYTES], what[48] = "the desc";
     dtrain__difference found;
     uint64_t all;
@@ -16830,8 +16830,8 @@ DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint6
             "dtrain_strategy_verify: the values of parameter %zu (\"%.100s\") on rank %d "
             "are not those of rank %d; every rank must make the same updates",
             found.item, strategy->params[found.item].name,
-            dtrain__world_rank(strategy->comm, found.odd),
-            dtrain__world_rank(strategy->comm, found.usual));
+            dtrain__world_rank(strategy->groups.data, found.odd),
+            dtrain__world_rank(strategy->groups.data, found.usual));
     if (hash) *hash = all;
     return DTRAIN_OK;
 }
@@ -17075,8 +17075,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
 /* 1. Check what the host gave, and complete the parameters' shapes. *out is set as soon as there is
  * a strategy; the caller destroys it after an error. */
 static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *params, size_t count,
-                                            const dtrain_strategy_desc *desc, dtrain_comm *comm,
-                                            dtrain_strategy **out)
+                                            const dtrain_strategy_desc *desc,
+                                            const dtrain__groups *groups, dtrain_strategy **out)
 {
     const char *const call = "dtrain_strategy_create";
     const dtrain_allocator *allocator = &world->allocator;
@@ -17091,18 +17091,18 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
     strategy->backward = DTRAIN__NONE;
     strategy->world = world;
     strategy->device = dtrain_world_device(world);
-    strategy->comm = comm;
+    strategy->groups = *groups;
     strategy->allocator = *allocator;
     strategy->params = params;
     strategy->param_count = count;
     DTRAIN__TRY(dtrain__resolve_desc(desc, &strategy->desc, &strategy->compression));
-    strategy->desc.comm = comm;
+    strategy->desc.comm = groups->data;
     if (strategy->desc.offload && strategy->device->ops->host_memory)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: offload is 0x%x, but the memory of the %s device is the host's: "
                            "what a GPU would be relieved of is on the CPU already; use 0",
                            call, (unsigned)strategy->desc.offload, strategy->device->ops->name);
-    strategy->gathered = (int64_t *)dtrain__alloc(allocator, (size_t)dtrain_comm_size(comm),
+    strategy->gathered = (int64_t *)dtrain__alloc(allocator, (size_t)dtrain_comm_size(groups->data),
                                                   sizeof *strategy->gathered, "gathered hashes");
     if (!strategy->gathered) return DTRAIN_ERROR_MEMORY;
     return dtrain__resolve_params(params, count);
@@ -17210,8 +17210,8 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     dtrain__layout *layout = &strategy->layout;
     void *memory;
     DTRAIN__TRY(dtrain__ways_layout(layout, a, strategy->params, count, &strategy->desc,
-                                    dtrain_comm_size(strategy->comm),
-                                    dtrain_comm_rank(strategy->comm)));
+                                    dtrain_comm_size(strategy->groups.data),
+                                    dtrain_comm_rank(strategy->groups.data)));
     const size_t each = layout->owners ? (size_t)layout->ranks : layout->compression ? 2 : 1;
     const size_t tally = dtrain__tally_count(&strategy->desc, count);
     strategy->works_per_bucket = each;
@@ -17232,12 +17232,13 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
         if (block >= DTRAIN__BUFFERS && !layout->bytes[block]) continue;
         if (block == DTRAIN__HOST) DTRAIN__TRY(ops->host_alloc(strategy->device, bytes, &memory));
         else if (dtrain__block_is_read(layout, block))
-            DTRAIN__TRY(dtrain_comm_alloc(strategy->comm, bytes, &memory));
+            DTRAIN__TRY(dtrain_comm_alloc(strategy->groups.data, bytes, &memory));
         else DTRAIN__TRY(ops->alloc(strategy->device, bytes, &memory));
         if (block == DTRAIN__HOST) memset(memory, 0, bytes);
         layout->memory[block] = (char *)memory;
     }
-    DTRAIN__TRY(dtrain_comm_alloc(strategy->comm, sizeof(double) + tally * sizeof(float), &memory));
+    DTRAIN__TRY(
+        dtrain_comm_alloc(strategy->groups.data, sizeof(double) + tally * sizeof(float), &memory));
     strategy->sum_squares = (double *)memory;
     strategy->tally = (float *)(void *)(strategy->sum_squares + 1);
     dtrain__ways_memory(layout);
@@ -17254,7 +17255,7 @@ static void dtrain__fill_info(dtrain_strategy *strategy)
     const dtrain__layout *layout = &strategy->layout;
     dtrain_strategy_info *info = &strategy->info;
     info->name = strategy->kind->name;
-    info->comm = strategy->comm;
+    info->comm = strategy->groups.data;
     info->param_count = strategy->param_count;
     info->bucket_count = layout->bucket_count;
     info->unit_count = layout->unit_count;
@@ -17284,12 +17285,12 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
     strategy->kind = dtrain__row_of(strategy->desc.kind);
     DTRAIN__TRY(dtrain__resolve_kind(&strategy->desc, strategy->kind));
     DTRAIN__TRY(dtrain__split_levels(strategy));
-    DTRAIN__TRY(dtrain__agree(strategy->comm, dtrain__strategy_prepare(strategy)));
+    DTRAIN__TRY(dtrain__agree(strategy->groups.data, dtrain__strategy_prepare(strategy)));
     for (size_t i = 0; i < strategy->param_count && strategy->layout.all > 1; i++) {
         const dtrain_param *p = &strategy->params[i];
         if (p->state.storage != p || strategy->layout.entries[i].lends_value) continue;
-        DTRAIN__TRY(dtrain_broadcast(strategy->comm, p->value, (size_t)p->count, DTRAIN_DTYPE_F32,
-                                     0, NULL));
+        DTRAIN__TRY(dtrain_broadcast(strategy->groups.data, p->value, (size_t)p->count,
+                                     DTRAIN_DTYPE_F32, 0, NULL));
     }
     DTRAIN__TRY(dtrain__copy_host_values(strategy, false));
     dtrain__fill_info(strategy);
@@ -17303,9 +17304,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_make(dtrain_world *world, dtrain_
 {
     if (out) *out = NULL;
     if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: world is NULL");
-    dtrain_comm *comm = dtrain__world_groups(world, desc ? desc->comm : NULL).data;
-    dtrain_result result = dtrain__strategy_begin(world, params, param_count, desc, comm, out);
-    result = dtrain__agree(comm, result);
+    const dtrain__groups groups = dtrain__world_groups(world, desc ? desc->comm : NULL);
+    dtrain_result result = dtrain__strategy_begin(world, params, param_count, desc, &groups, out);
+    result = dtrain__agree(groups.data, result);
     if (result == DTRAIN_OK) result = dtrain__strategy_complete(*out);
     if (result == DTRAIN_OK || !out) return result;
     dtrain_strategy_destroy(*out);
@@ -17356,23 +17357,23 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
         if (!layout->memory[block]) continue;
         if (block == DTRAIN__HOST) device->ops->host_free(device, layout->memory[block], bytes);
         else if (dtrain__block_is_read(layout, block))
-            dtrain_comm_free(strategy->comm, layout->memory[block], bytes);
+            dtrain_comm_free(strategy->groups.data, layout->memory[block], bytes);
         else device->ops->free(device, layout->memory[block], bytes);
     }
     const size_t tally = dtrain__tally_count(&strategy->desc, count);
     if (strategy->sum_squares)
-        dtrain_comm_free(strategy->comm, strategy->sum_squares,
+        dtrain_comm_free(strategy->groups.data, strategy->sum_squares,
                          sizeof(double) + tally * sizeof(float));
     dtrain__free(&a, strategy->sums, tally, sizeof *strategy->sums);
-    dtrain__free(&a, strategy->gathered, (size_t)dtrain_comm_size(strategy->comm),
+    dtrain__free(&a, strategy->gathered, (size_t)dtrain_comm_size(strategy->groups.data),
                  sizeof *strategy->gathered);
     dtrain__free(&a, strategy->states, count, sizeof *strategy->states);
     dtrain__free(&a, strategy->shards, count, sizeof *strategy->shards);
     dtrain__free(&a, strategy->works, count,
                  2 * strategy->works_per_bucket * sizeof *strategy->works);
     dtrain__ways_free(layout, &a);
-    for (int i = 0; i < DTRAIN__GROUPS; i++)
-        if (strategy->groups[i]) dtrain_comm_destroy(strategy->groups[i]);
+    for (int i = 0; i < DTRAIN__EXTRAS; i++)
+        if (strategy->extra[i]) dtrain_comm_destroy(strategy->extra[i]);
     dtrain__free(&a, strategy, 1, sizeof *strategy);
 }
 
@@ -17489,7 +17490,7 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
 {
     DTRAIN__TRY(dtrain__strategy_make(world, params, param_count, desc, out));
     dtrain_strategy *strategy = *out;
-    const dtrain_result result = dtrain__agree(strategy->comm, dtrain__count_step(strategy));
+    const dtrain_result result = dtrain__agree(strategy->groups.data, dtrain__count_step(strategy));
     strategy->desc.kept_units = NULL; /* memory of the caller, who may free it now */
     strategy->desc.kept_unit_count = 0;
     strategy->desc.group_states = NULL;
@@ -17520,11 +17521,11 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
 DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
                                                 dtrain_comm_info *info)
 {
-    dtrain_comm_query(strategy->comm, info);
-    for (int i = 0; i < DTRAIN__GROUPS; i++) {
+    dtrain_comm_query(strategy->groups.data, info);
+    for (int i = 0; i < DTRAIN__EXTRAS; i++) {
         dtrain_comm_info one;
-        if (!strategy->groups[i]) continue;
-        dtrain_comm_query(strategy->groups[i], &one);
+        if (!strategy->extra[i]) continue;
+        dtrain_comm_query(strategy->extra[i], &one);
         info->operation_count += one.operation_count;
         info->payload_bytes += one.payload_bytes;
         info->wire_bytes += one.wire_bytes;
@@ -17566,12 +17567,9 @@ DTRAIN__PRIVATE dtrain_world *dtrain__world_of(const dtrain_strategy *strategy)
     return strategy->world;
 }
 
-/* Return the groups that create was given; the kind decides which ranks share a copy. */
 DTRAIN__PRIVATE dtrain__groups dtrain__groups_of(const dtrain_strategy *strategy)
 {
-    dtrain__groups groups = dtrain__world_groups(strategy->world, strategy->comm);
-    groups.copy = strategy->shard_comm;
-    return groups;
+    return strategy->groups;
 }
 
 DTRAIN__PRIVATE const dtrain_strategy_desc *dtrain__settings_of(const dtrain_strategy *strategy)
@@ -17837,20 +17835,20 @@ static dtrain_result dtrain__plan_candidates(const dtrain_allocator *a, const dt
  * candidate before it would have needed. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
 {
-    const int ranks = dtrain_comm_size(strategy->comm);
+    const int ranks = dtrain_comm_size(strategy->groups.data);
     dtrain__candidates all;
     uint32_t node_ranks;
     int64_t left, least = INT64_MAX;
     char before[160] = "";
     size_t i;
     if (strategy->desc.kind != DTRAIN_STRATEGY_AUTO) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__auto_limit(strategy->world, &strategy->desc, strategy->comm, &left));
-    DTRAIN__TRY(dtrain__even_nodes(strategy->world, strategy->comm, &node_ranks));
-    DTRAIN__TRY(dtrain__agree(strategy->comm,
+    DTRAIN__TRY(dtrain__auto_limit(strategy->world, &strategy->desc, strategy->groups.data, &left));
+    DTRAIN__TRY(dtrain__even_nodes(strategy->world, strategy->groups.data, &node_ranks));
+    DTRAIN__TRY(dtrain__agree(strategy->groups.data,
                               dtrain__plan_candidates(&strategy->allocator, strategy->params,
                                                       strategy->param_count, &strategy->desc, ranks,
                                                       node_ranks, &all)));
-    DTRAIN__TRY(dtrain_all_reduce(strategy->comm, all.totals, all.totals, DTRAIN__CANDIDATES,
+    DTRAIN__TRY(dtrain_all_reduce(strategy->groups.data, all.totals, all.totals, DTRAIN__CANDIDATES,
                                   DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
     const uint64_t limit = left > 0 ? (uint64_t)left : 0;
     for (i = 0; i < DTRAIN__CANDIDATES; i++) {

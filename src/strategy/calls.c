@@ -89,11 +89,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, d
 {
     char kept[DTRAIN__ERROR_BYTES];
     snprintf(kept, sizeof kept, "%s", text);
-    for (int i = 0; i < DTRAIN__GROUPS; i++) {
-        dtrain_comm *group = strategy->groups[i];
-        if (group) group->ops->fail(group, code, kept);
+    for (int i = 0; i < DTRAIN__EXTRAS; i++) {
+        dtrain_comm *extra = strategy->extra[i];
+        if (extra) extra->ops->fail(extra, code, kept);
     }
-    return strategy->comm->ops->fail(strategy->comm, code, kept);
+    dtrain_comm *all = strategy->groups.data;
+    return all->ops->fail(all, code, kept);
 }
 
 /* Make an error stand: communicator and device do not recover, and some gradients are averaged while

@@ -40,7 +40,7 @@ static dtrain_result dtrain__compare_items(dtrain_strategy *strategy, dtrain__ha
                                            const char *settings, size_t count, uint64_t *all,
                                            dtrain__difference *found)
 {
-    dtrain_comm *comm = strategy->comm;
+    dtrain_comm *comm = strategy->groups.data;
     uint64_t hash;
     *all = DTRAIN__FNV_BASIS;
     found->odd = -1;
@@ -106,7 +106,7 @@ static dtrain_result dtrain__registration_hash(dtrain_strategy *strategy, const 
 DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *strategy,
                                                            const char *settings)
 {
-    dtrain_comm *comm = strategy->comm;
+    dtrain_comm *comm = strategy->groups.data;
     char texts[2][DTRAIN__LINE_BYTES], what[48] = "the desc";
     dtrain__difference found;
     uint64_t all;
@@ -172,8 +172,8 @@ DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint6
             "dtrain_strategy_verify: the values of parameter %zu (\"%.100s\") on rank %d "
             "are not those of rank %d; every rank must make the same updates",
             found.item, strategy->params[found.item].name,
-            dtrain__world_rank(strategy->comm, found.odd),
-            dtrain__world_rank(strategy->comm, found.usual));
+            dtrain__world_rank(strategy->groups.data, found.odd),
+            dtrain__world_rank(strategy->groups.data, found.usual));
     if (hash) *hash = all;
     return DTRAIN_OK;
 }

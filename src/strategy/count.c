@@ -114,7 +114,7 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
 {
     DTRAIN__TRY(dtrain__strategy_make(world, params, param_count, desc, out));
     dtrain_strategy *strategy = *out;
-    const dtrain_result result = dtrain__agree(strategy->comm, dtrain__count_step(strategy));
+    const dtrain_result result = dtrain__agree(strategy->groups.data, dtrain__count_step(strategy));
     strategy->desc.kept_units = NULL; /* memory of the caller, who may free it now */
     strategy->desc.kept_unit_count = 0;
     strategy->desc.group_states = NULL;

@@ -12,8 +12,8 @@
 /* 1. Check what the host gave, and complete the parameters' shapes. *out is set as soon as there is
  * a strategy; the caller destroys it after an error. */
 static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *params, size_t count,
-                                            const dtrain_strategy_desc *desc, dtrain_comm *comm,
-                                            dtrain_strategy **out)
+                                            const dtrain_strategy_desc *desc,
+                                            const dtrain__groups *groups, dtrain_strategy **out)
 {
     const char *const call = "dtrain_strategy_create";
     const dtrain_allocator *allocator = &world->allocator;
@@ -28,18 +28,18 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
     strategy->backward = DTRAIN__NONE;
     strategy->world = world;
     strategy->device = dtrain_world_device(world);
-    strategy->comm = comm;
+    strategy->groups = *groups;
     strategy->allocator = *allocator;
     strategy->params = params;
     strategy->param_count = count;
     DTRAIN__TRY(dtrain__resolve_desc(desc, &strategy->desc, &strategy->compression));
-    strategy->desc.comm = comm;
+    strategy->desc.comm = groups->data;
     if (strategy->desc.offload && strategy->device->ops->host_memory)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: offload is 0x%x, but the memory of the %s device is the host's: "
                            "what a GPU would be relieved of is on the CPU already; use 0",
                            call, (unsigned)strategy->desc.offload, strategy->device->ops->name);
-    strategy->gathered = (int64_t *)dtrain__alloc(allocator, (size_t)dtrain_comm_size(comm),
+    strategy->gathered = (int64_t *)dtrain__alloc(allocator, (size_t)dtrain_comm_size(groups->data),
                                                   sizeof *strategy->gathered, "gathered hashes");
     if (!strategy->gathered) return DTRAIN_ERROR_MEMORY;
     return dtrain__resolve_params(params, count);
@@ -147,8 +147,8 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     dtrain__layout *layout = &strategy->layout;
     void *memory;
     DTRAIN__TRY(dtrain__ways_layout(layout, a, strategy->params, count, &strategy->desc,
-                                    dtrain_comm_size(strategy->comm),
-                                    dtrain_comm_rank(strategy->comm)));
+                                    dtrain_comm_size(strategy->groups.data),
+                                    dtrain_comm_rank(strategy->groups.data)));
     const size_t each = layout->owners ? (size_t)layout->ranks : layout->compression ? 2 : 1;
     const size_t tally = dtrain__tally_count(&strategy->desc, count);
     strategy->works_per_bucket = each;
@@ -169,12 +169,13 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
         if (block >= DTRAIN__BUFFERS && !layout->bytes[block]) continue;
         if (block == DTRAIN__HOST) DTRAIN__TRY(ops->host_alloc(strategy->device, bytes, &memory));
         else if (dtrain__block_is_read(layout, block))
-            DTRAIN__TRY(dtrain_comm_alloc(strategy->comm, bytes, &memory));
+            DTRAIN__TRY(dtrain_comm_alloc(strategy->groups.data, bytes, &memory));
         else DTRAIN__TRY(ops->alloc(strategy->device, bytes, &memory));
         if (block == DTRAIN__HOST) memset(memory, 0, bytes);
         layout->memory[block] = (char *)memory;
     }
-    DTRAIN__TRY(dtrain_comm_alloc(strategy->comm, sizeof(double) + tally * sizeof(float), &memory));
+    DTRAIN__TRY(
+        dtrain_comm_alloc(strategy->groups.data, sizeof(double) + tally * sizeof(float), &memory));
     strategy->sum_squares = (double *)memory;
     strategy->tally = (float *)(void *)(strategy->sum_squares + 1);
     dtrain__ways_memory(layout);
@@ -191,7 +192,7 @@ static void dtrain__fill_info(dtrain_strategy *strategy)
     const dtrain__layout *layout = &strategy->layout;
     dtrain_strategy_info *info = &strategy->info;
     info->name = strategy->kind->name;
-    info->comm = strategy->comm;
+    info->comm = strategy->groups.data;
     info->param_count = strategy->param_count;
     info->bucket_count = layout->bucket_count;
     info->unit_count = layout->unit_count;
@@ -221,12 +222,12 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
     strategy->kind = dtrain__row_of(strategy->desc.kind);
     DTRAIN__TRY(dtrain__resolve_kind(&strategy->desc, strategy->kind));
     DTRAIN__TRY(dtrain__split_levels(strategy));
-    DTRAIN__TRY(dtrain__agree(strategy->comm, dtrain__strategy_prepare(strategy)));
+    DTRAIN__TRY(dtrain__agree(strategy->groups.data, dtrain__strategy_prepare(strategy)));
     for (size_t i = 0; i < strategy->param_count && strategy->layout.all > 1; i++) {
         const dtrain_param *p = &strategy->params[i];
         if (p->state.storage != p || strategy->layout.entries[i].lends_value) continue;
-        DTRAIN__TRY(dtrain_broadcast(strategy->comm, p->value, (size_t)p->count, DTRAIN_DTYPE_F32,
-                                     0, NULL));
+        DTRAIN__TRY(dtrain_broadcast(strategy->groups.data, p->value, (size_t)p->count,
+                                     DTRAIN_DTYPE_F32, 0, NULL));
     }
     DTRAIN__TRY(dtrain__copy_host_values(strategy, false));
     dtrain__fill_info(strategy);
@@ -240,9 +241,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_make(dtrain_world *world, dtrain_
 {
     if (out) *out = NULL;
     if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: world is NULL");
-    dtrain_comm *comm = dtrain__world_groups(world, desc ? desc->comm : NULL).data;
-    dtrain_result result = dtrain__strategy_begin(world, params, param_count, desc, comm, out);
-    result = dtrain__agree(comm, result);
+    const dtrain__groups groups = dtrain__world_groups(world, desc ? desc->comm : NULL);
+    dtrain_result result = dtrain__strategy_begin(world, params, param_count, desc, &groups, out);
+    result = dtrain__agree(groups.data, result);
     if (result == DTRAIN_OK) result = dtrain__strategy_complete(*out);
     if (result == DTRAIN_OK || !out) return result;
     dtrain_strategy_destroy(*out);
@@ -293,22 +294,22 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
         if (!layout->memory[block]) continue;
         if (block == DTRAIN__HOST) device->ops->host_free(device, layout->memory[block], bytes);
         else if (dtrain__block_is_read(layout, block))
-            dtrain_comm_free(strategy->comm, layout->memory[block], bytes);
+            dtrain_comm_free(strategy->groups.data, layout->memory[block], bytes);
         else device->ops->free(device, layout->memory[block], bytes);
     }
     const size_t tally = dtrain__tally_count(&strategy->desc, count);
     if (strategy->sum_squares)
-        dtrain_comm_free(strategy->comm, strategy->sum_squares,
+        dtrain_comm_free(strategy->groups.data, strategy->sum_squares,
                          sizeof(double) + tally * sizeof(float));
     dtrain__free(&a, strategy->sums, tally, sizeof *strategy->sums);
-    dtrain__free(&a, strategy->gathered, (size_t)dtrain_comm_size(strategy->comm),
+    dtrain__free(&a, strategy->gathered, (size_t)dtrain_comm_size(strategy->groups.data),
                  sizeof *strategy->gathered);
     dtrain__free(&a, strategy->states, count, sizeof *strategy->states);
     dtrain__free(&a, strategy->shards, count, sizeof *strategy->shards);
     dtrain__free(&a, strategy->works, count,
                  2 * strategy->works_per_bucket * sizeof *strategy->works);
     dtrain__ways_free(layout, &a);
-    for (int i = 0; i < DTRAIN__GROUPS; i++)
-        if (strategy->groups[i]) dtrain_comm_destroy(strategy->groups[i]);
+    for (int i = 0; i < DTRAIN__EXTRAS; i++)
+        if (strategy->extra[i]) dtrain_comm_destroy(strategy->extra[i]);
     dtrain__free(&a, strategy, 1, sizeof *strategy);
 }

@@ -51,15 +51,15 @@ static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, dtrain__buc
     }
     if (!bucket->cuts) dtrain__label(strategy, bucket, "values of bucket");
     if (!bucket->cuts)
-        return dtrain_all_gather(nodes ? strategy->groups[DTRAIN__FETCH_ACROSS]
-                                       : strategy->shard_comm,
+        return dtrain_all_gather(nodes ? strategy->extra[DTRAIN__FETCH_ACROSS]
+                                       : strategy->groups.copy,
                                  shard, nodes ? whole + (size_t)bucket->slice_first * unit : whole,
                                  (size_t)bucket->shard_count, dtype, bucket->gathers);
     for (int r = 0; r < strategy->layout.ranks; r++) {
         const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
         if (count == 0) continue;
         dtrain__label(strategy, bucket, "values of bucket");
-        DTRAIN__TRY(dtrain_broadcast(strategy->shard_comm, whole + (size_t)first * unit,
+        DTRAIN__TRY(dtrain_broadcast(strategy->groups.copy, whole + (size_t)first * unit,
                                      (size_t)count, dtype, r, &bucket->gathers[r]));
     }
     return DTRAIN_OK;
@@ -74,7 +74,7 @@ static dtrain_result dtrain__gather_inside(dtrain_strategy *strategy, dtrain__bu
     if (strategy->layout.node_ranks == 1) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__wait_works(strategy, bucket->gathers));
     dtrain__label(strategy, bucket, "values of bucket");
-    return dtrain_all_gather(strategy->groups[DTRAIN__FETCH],
+    return dtrain_all_gather(strategy->extra[DTRAIN__FETCH],
                              whole + (size_t)bucket->slice_first * dtrain_dtype_bytes(dtype), whole,
                              (size_t)bucket->slice_count, dtype, bucket->gathers);
 }

@@ -40,7 +40,7 @@ static dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ra
     if (!desc->hierarchical && !strategy->kind->replicas) return DTRAIN_OK;
     if (!desc->node_size) {
         uint32_t size;
-        DTRAIN__TRY(dtrain__even_nodes(strategy->world, strategy->comm, &size));
+        DTRAIN__TRY(dtrain__even_nodes(strategy->world, strategy->groups.data, &size));
         if (size == 0)
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                                "%s: node_size is 0, and the nodes of these %d ranks do not have as "
@@ -68,7 +68,8 @@ static dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ra
  * node is below its size, a node is not. */
 DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
 {
-    const int ranks = dtrain_comm_size(strategy->comm), rank = dtrain_comm_rank(strategy->comm);
+    const int ranks = dtrain_comm_size(strategy->groups.data),
+              rank = dtrain_comm_rank(strategy->groups.data);
     const bool sharded = strategy->kind->shards.state, replicas = strategy->kind->replicas;
     dtrain_strategy_desc *desc = &strategy->desc;
     DTRAIN__TRY(dtrain__resolve_node_size(strategy, ranks)); /* the same on every rank */
@@ -77,9 +78,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
     const bool nodes = !replicas && size > 1 && size < ranks;
     const bool two_rounds = desc->compression && dtrain__hook_of(desc->compression)->rounds == 2;
     const struct {
-        int group;
+        int which;
         bool wanted, across; /* across nodes, or inside one */
-    } groups[] = {
+    } extras[] = {
         {DTRAIN__NODE, nodes || replicas, false},
         {DTRAIN__ACROSS, nodes || replicas, true},
         {DTRAIN__BACK, nodes && (!sharded || desc->whole_below), false},
@@ -87,13 +88,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
         {DTRAIN__FETCH, nodes && sharded, false},
         {DTRAIN__SECOND, two_rounds && ranks > 1, true},
     };
-    for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++)
-        if (groups[i].wanted)
-            DTRAIN__TRY(dtrain_comm_split(strategy->comm,
-                                          groups[i].across ? rank % size : size + rank / size, rank,
-                                          &strategy->groups[groups[i].group]));
-    if (replicas) strategy->shard_comm = strategy->groups[DTRAIN__NODE];
+    for (size_t i = 0; i < sizeof extras / sizeof extras[0]; i++)
+        if (extras[i].wanted)
+            DTRAIN__TRY(dtrain_comm_split(strategy->groups.data,
+                                          extras[i].across ? rank % size : size + rank / size, rank,
+                                          &strategy->extra[extras[i].which]));
+    if (replicas) strategy->groups.copy = strategy->extra[DTRAIN__NODE];
     else if (sharded && (ranks > 1 || desc->offload > DTRAIN_OFFLOAD_OPTIMIZER))
-        strategy->shard_comm = strategy->comm;
+        strategy->groups.copy = strategy->groups.data;
     return DTRAIN_OK;
 }

@@ -52,7 +52,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_squares(dtrain_strategy *strategy,
  * communicator would not be exact. */
 static dtrain_result dtrain__global_sum(dtrain_strategy *strategy, double *total)
 {
-    dtrain_comm *comm = strategy->shard_comm;
+    dtrain_comm *comm = strategy->groups.copy;
     int64_t bits;
     memcpy(&bits, total, sizeof bits);
     DTRAIN__TRY(dtrain_all_gather(comm, &bits, strategy->gathered, 1, DTRAIN_DTYPE_I64, NULL));
@@ -73,6 +73,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, dou
     DTRAIN__TRY(
         device->ops->copy(device, total, squares, sizeof *total, DTRAIN_COPY_DEVICE_TO_HOST));
     if (strategy->layout.grads_on_host) DTRAIN__TRY(dtrain__add_squares(strategy, true, total));
-    if (!strategy->shard_comm) return DTRAIN_OK;
+    if (!strategy->groups.copy) return DTRAIN_OK;
     return dtrain__strategy_keep(strategy, dtrain__global_sum(strategy, total));
 }

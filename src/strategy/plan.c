@@ -203,20 +203,20 @@ static dtrain_result dtrain__plan_candidates(const dtrain_allocator *a, const dt
  * candidate before it would have needed. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
 {
-    const int ranks = dtrain_comm_size(strategy->comm);
+    const int ranks = dtrain_comm_size(strategy->groups.data);
     dtrain__candidates all;
     uint32_t node_ranks;
     int64_t left, least = INT64_MAX;
     char before[160] = "";
     size_t i;
     if (strategy->desc.kind != DTRAIN_STRATEGY_AUTO) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__auto_limit(strategy->world, &strategy->desc, strategy->comm, &left));
-    DTRAIN__TRY(dtrain__even_nodes(strategy->world, strategy->comm, &node_ranks));
-    DTRAIN__TRY(dtrain__agree(strategy->comm,
+    DTRAIN__TRY(dtrain__auto_limit(strategy->world, &strategy->desc, strategy->groups.data, &left));
+    DTRAIN__TRY(dtrain__even_nodes(strategy->world, strategy->groups.data, &node_ranks));
+    DTRAIN__TRY(dtrain__agree(strategy->groups.data,
                               dtrain__plan_candidates(&strategy->allocator, strategy->params,
                                                       strategy->param_count, &strategy->desc, ranks,
                                                       node_ranks, &all)));
-    DTRAIN__TRY(dtrain_all_reduce(strategy->comm, all.totals, all.totals, DTRAIN__CANDIDATES,
+    DTRAIN__TRY(dtrain_all_reduce(strategy->groups.data, all.totals, all.totals, DTRAIN__CANDIDATES,
                                   DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
     const uint64_t limit = left > 0 ? (uint64_t)left : 0;
     for (i = 0; i < DTRAIN__CANDIDATES; i++) {

@@ -16,11 +16,11 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
 DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
                                                 dtrain_comm_info *info)
 {
-    dtrain_comm_query(strategy->comm, info);
-    for (int i = 0; i < DTRAIN__GROUPS; i++) {
+    dtrain_comm_query(strategy->groups.data, info);
+    for (int i = 0; i < DTRAIN__EXTRAS; i++) {
         dtrain_comm_info one;
-        if (!strategy->groups[i]) continue;
-        dtrain_comm_query(strategy->groups[i], &one);
+        if (!strategy->extra[i]) continue;
+        dtrain_comm_query(strategy->extra[i], &one);
         info->operation_count += one.operation_count;
         info->payload_bytes += one.payload_bytes;
         info->wire_bytes += one.wire_bytes;

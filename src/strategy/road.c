@@ -210,7 +210,7 @@ static dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, dtrain__buc
  * would wait for each other in a circle. */
 static bool dtrain__in_lockstep(const dtrain_strategy *strategy)
 {
-    return strategy->comm->ops->launch_ordered &&
+    return strategy->groups.data->ops->launch_ordered &&
            (dtrain__way_of(strategy, false)[1] || dtrain__way_of(strategy, true)[1]);
 }
 
@@ -430,7 +430,7 @@ static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
                              "%s: no gradient from this backward: %s; mark them with "
                              "dtrain_strategy_ready, or set DTRAIN_PARAM_FROZEN",
                              call, names);
-    return dtrain__agree(strategy->comm, result);
+    return dtrain__agree(strategy->groups.data, result);
 }
 
 /* Copy whole gradients back to the arrays of a host that has its own. */
@@ -453,7 +453,7 @@ static dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
         const dtrain_param *p = &strategy->params[i];
         dtrain_work *work = NULL;
         if (!(p->flags & DTRAIN_PARAM_BUFFER) || p->state.storage != p) continue;
-        DTRAIN__TRY(dtrain_all_reduce(strategy->comm, p->value, p->value, (size_t)p->count,
+        DTRAIN__TRY(dtrain_all_reduce(strategy->groups.data, p->value, p->value, (size_t)p->count,
                                       DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN, &work));
         DTRAIN__TRY(dtrain_work_wait(work));
     }

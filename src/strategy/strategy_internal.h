@@ -60,7 +60,7 @@ enum {
     DTRAIN__FETCH_ACROSS, /* the ranks of ACROSS, to gather values ... */
     DTRAIN__FETCH,        /* ... and those of NODE, for the second collective of a gather */
     DTRAIN__SECOND,       /* the ranks that exchange compressed gradients, for a second round */
-    DTRAIN__GROUPS
+    DTRAIN__EXTRAS
 };
 
 /* Streams and events between a GPU and host memory. `arrived` is for gradients: those of a backward
@@ -79,10 +79,8 @@ struct dtrain_strategy {
     const dtrain__kind_row *kind;
     dtrain_world *world;
     dtrain_device *device;
-    dtrain_comm *comm;                   /* all ranks */
-    dtrain_comm *groups[DTRAIN__GROUPS]; /* NULL: not needed */
-    dtrain_comm *shard_comm; /* ranks that share one copy of the model: comm or a group; NULL: each
-                                has a copy */
+    dtrain__groups groups;               /* of create; the kind decides which ranks are `copy` */
+    dtrain_comm *extra[DTRAIN__EXTRAS];  /* NULL: not needed */
     dtrain_strategy_desc desc;           /* resolved */
     dtrain_compression_desc compression; /* what desc.compression points to, if it is not NULL */
     dtrain_param *params;                /* the host's */

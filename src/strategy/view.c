@@ -8,12 +8,9 @@ DTRAIN__PRIVATE dtrain_world *dtrain__world_of(const dtrain_strategy *strategy)
     return strategy->world;
 }
 
-/* Return the groups that create was given; the kind decides which ranks share a copy. */
 DTRAIN__PRIVATE dtrain__groups dtrain__groups_of(const dtrain_strategy *strategy)
 {
-    dtrain__groups groups = dtrain__world_groups(strategy->world, strategy->comm);
-    groups.copy = strategy->shard_comm;
-    return groups;
+    return strategy->groups;
 }
 
 DTRAIN__PRIVATE const dtrain_strategy_desc *dtrain__settings_of(const dtrain_strategy *strategy)

@@ -46,9 +46,9 @@ static void dtrain__choose_ways(dtrain_strategy *strategy)
                                                                               : how->dense_steps;
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__bucket *bucket = &layout->buckets[b];
-        bucket->comm = nodes             ? strategy->groups[DTRAIN__ACROSS]
-                       : bucket->sharded ? strategy->shard_comm
-                                         : strategy->comm;
+        bucket->comm = nodes             ? strategy->extra[DTRAIN__ACROSS]
+                       : bucket->sharded ? strategy->groups.copy
+                                         : strategy->groups.data;
     }
     if (layout->all == 1) {
         *whole = &dtrain__by_nothing;

@@ -47,7 +47,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__agree_unit(dtrain_strategy *strategy, int6
     if (strategy->unit || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES) return DTRAIN_OK;
     if (strategy->layout.all > 1) {
         dtrain__call_label(strategy->world, "unit of weights", 0, "");
-        DTRAIN__TRY(dtrain_all_reduce(strategy->comm, &terms, &terms, 1, DTRAIN_DTYPE_I64,
+        DTRAIN__TRY(dtrain_all_reduce(strategy->groups.data, &terms, &terms, 1, DTRAIN_DTYPE_I64,
                                       DTRAIN_REDUCE_MAX, NULL));
         terms = dtrain__max(terms, 1);
     }
@@ -164,7 +164,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
         DTRAIN__TRY(dtrain__tally_set(strategy, i, end - i, entries[i - 1].absent ? 0 : 1));
     }
     dtrain__call_label(strategy->world, "weights of step", (int64_t)strategy->sync_count, "");
-    return dtrain_all_reduce(strategy->comm, strategy->tally, strategy->tally, count,
+    return dtrain_all_reduce(strategy->groups.data, strategy->tally, strategy->tally, count,
                              DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &strategy->tally_work);
 }
 

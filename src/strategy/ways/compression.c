@@ -215,7 +215,7 @@ static dtrain_result dtrain__hook_begin(dtrain_strategy *strategy, dtrain__bucke
     const dtrain_compression_desc *how = strategy->layout.compression;
     const dtrain_comm_hook_desc *desc = dtrain__hook_of(how);
     dtrain_hook_bucket *hook = &bucket->compressed->hook;
-    hook->comm = round == 0 ? bucket->comm : strategy->groups[DTRAIN__SECOND];
+    hook->comm = round == 0 ? bucket->comm : strategy->extra[DTRAIN__SECOND];
     hook->step = strategy->sync_count - strategy->compressed_from;
     if (!dtrain__is_planned(strategy)) DTRAIN__TRY(desc->compress(how, hook, round));
     dtrain__label(strategy, bucket, bucket->compressed->label);

@@ -20,7 +20,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__node_scatter_begin(dtrain_strategy *strate
                                                          dtrain__bucket *bucket)
 {
     dtrain__label(strategy, bucket, "bucket");
-    return dtrain_reduce_scatter(strategy->groups[DTRAIN__NODE], bucket->grads,
+    return dtrain_reduce_scatter(strategy->extra[DTRAIN__NODE], bucket->grads,
                                  bucket->grads + bucket->slice_first, (size_t)bucket->slice_count,
                                  DTRAIN_DTYPE_F32, dtrain__level_op(strategy, bucket),
                                  bucket->reduces);
@@ -31,7 +31,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__node_gather_begin(dtrain_strategy *strateg
                                                         dtrain__bucket *bucket)
 {
     dtrain__label(strategy, bucket, "bucket");
-    return dtrain_all_gather(strategy->groups[DTRAIN__BACK], bucket->grads + bucket->slice_first,
+    return dtrain_all_gather(strategy->extra[DTRAIN__BACK], bucket->grads + bucket->slice_first,
                              bucket->grads, (size_t)bucket->slice_count, DTRAIN_DTYPE_F32,
                              bucket->reduces);
 }
