@@ -3271,58 +3271,48 @@ typedef struct dtrain_activation_backward_args {
     dtrain_dtype dtype;    /* of x, d_out, d_in */
 } dtrain_activation_backward_args;
 
+/* Layers whose forward and backward share a struct: the fields behind the blank line are of backward
+ * alone, which reads those before but for the outputs that it does not name. A gradient of NULL is
+ * not wanted. */
+
 /* s = x + residual (s = x without residual); y = (s - mean) * rstd * weight + bias over the last
  * axis (Ba et al., 2016). Without `mean` (NULL) the mean counts as 0: the root mean square norm of
  * Zhang and Sennrich, 2019. bias may be NULL. sum keeps s for backward and for the next residual;
- * it may be x, and is NULL exactly when residual is. */
+ * it may be x, and is NULL exactly when residual is. In backward x is s. */
 typedef struct dtrain_layernorm_args {
     int64_t rows, n;
     float epsilon;
     const void *x;              /* (rows,n) */
     const float *weight, *bias; /* (n) */
     void *y;                    /* (rows,n) */
-    float *mean, *rstd;         /* (rows); mean may be NULL */
+    float *mean, *rstd;         /* (rows), backward reads them; mean may be NULL */
     const void *residual;       /* (rows,n) or NULL */
     void *sum;                  /* (rows,n) or NULL */
-    dtrain_dtype x_dtype;       /* of x and sum */
-    dtrain_dtype y_dtype;       /* of y and residual */
-} dtrain_layernorm_args;
+    dtrain_dtype x_dtype;       /* of x, sum and d_x */
+    dtrain_dtype y_dtype;       /* of y, residual, d_y and d_residual */
 
-/* x is what was normalised: s above. mean is NULL where it was in the forward pass. d_residual
- * receives the final d_x once more, as y_dtype. */
-typedef struct dtrain_layernorm_backward_args {
-    int64_t rows, n;
-    bool accumulate_params, accumulate_x;
-    const void *x;
-    const float *weight, *mean, *rstd;
     const void *d_y;
-    void *d_x;                /* (rows,n) or NULL: not wanted */
-    float *d_weight, *d_bias; /* (n) or NULL: not wanted */
-    void *d_residual;         /* (rows,n) or NULL; needs d_x */
-    dtrain_dtype x_dtype;     /* of x and d_x */
-    dtrain_dtype y_dtype;     /* of d_y and d_residual */
-} dtrain_layernorm_backward_args;
+    void *d_x;                /* (rows,n) or NULL */
+    float *d_weight, *d_bias; /* (n) or NULL */
+    void *d_residual;         /* (rows,n) or NULL; receives the final d_x once more; needs d_x */
+    bool accumulate_params, accumulate_x;
+} dtrain_layernorm_args, dtrain_layernorm_backward_args;
 
 /* y[row] = wte[token[row]] + wpe[row % sequence]; wpe may be NULL. A token outside [0, vocab) is
- * an error that names it; a device that learns of it late uses token 0 meanwhile. */
+ * an error that names it; a device that learns of it late uses token 0 meanwhile.
+ *
+ * Backward adds into d_wte and d_wpe: the caller zeroes them before the first use in a step. Sums
+ * run in row order, so the result depends neither on the number of threads nor on timing. */
 typedef struct dtrain_embedding_args {
     int64_t rows, sequence, n, vocab;
     const int32_t *tokens;  /* (rows) */
     const float *wte, *wpe; /* (vocab,n), (sequence or more,n) */
     void *y;                /* (rows,n) */
-    dtrain_dtype dtype;     /* of y */
-} dtrain_embedding_args;
+    dtrain_dtype dtype;     /* of y and d_y */
 
-/* Adds into d_wte and d_wpe: the caller zeroes them before the first use in a step. Either may be
- * NULL. Sums run in row order, so the result depends neither on the number of threads nor on
- * timing. */
-typedef struct dtrain_embedding_backward_args {
-    int64_t rows, sequence, n, vocab;
-    const int32_t *tokens;
     const void *d_y;
-    float *d_wte, *d_wpe;
-    dtrain_dtype dtype; /* of d_y */
-} dtrain_embedding_backward_args;
+    float *d_wte, *d_wpe; /* like wte and wpe, or NULL */
+} dtrain_embedding_args, dtrain_embedding_backward_args;
 
 /* Multi-head attention, y = softmax(q k^T / sqrt(d) + mask) v for each head, without a matrix of
  * scores in memory: blocks of keys, online softmax (Milakov and Gimelshein 2018; Dao et al.,
@@ -3360,7 +3350,11 @@ typedef struct dtrain_attention_backward_args {
  * A target of -1 is ignored: loss and lse 0, no gradient. Other targets outside [0, classes) are an
  * error; a device that learns of it late ignores the row meanwhile. With d_logits (it may be
  * logits) the gradient times scale is written in the same pass: logits are read once. Columns from
- * `classes` on are padding: whatever they hold, they take no part, and their gradient is 0. */
+ * `classes` on are padding: whatever they hold, they take no part, and their gradient is 0.
+ *
+ * Backward: d_logits = (softmax(logits) - (1 - smoothing) onehot(target) - smoothing / classes) *
+ * scale * upstream[0], where softmax is made of lse; d_logits may be logits itself, which is how
+ * logits are stored once. */
 typedef struct dtrain_cross_entropy_args {
     int64_t rows, n;
     const void *logits;     /* (rows,n) */
@@ -3371,40 +3365,21 @@ typedef struct dtrain_cross_entropy_args {
     dtrain_dtype dtype; /* of logits and d_logits */
     int64_t classes;    /* columns that count, the first ones; 0 = n */
     float smoothing;    /* in [0, 1] */
-} dtrain_cross_entropy_args;
 
-/* d_logits = (softmax(logits) - (1 - smoothing) onehot(target) - smoothing / classes) * scale *
- * upstream[0]; d_logits may be logits
- * itself, which is how logits are stored once. upstream NULL = 1. */
-typedef struct dtrain_cross_entropy_backward_args {
-    int64_t rows, n;
-    float scale;
-    const void *logits;
-    const int32_t *targets;
-    const float *lse;
-    void *d_logits;
-    const float *upstream; /* (1) device memory, or NULL */
-    dtrain_dtype dtype;    /* of logits and d_logits */
-    int64_t classes;       /* as above */
-    float smoothing;       /* as above */
-} dtrain_cross_entropy_backward_args;
+    const float *upstream; /* (1) device memory, or NULL = 1 */
+} dtrain_cross_entropy_args, dtrain_cross_entropy_backward_args;
 
-/* Softmax over the last axis. */
+/* Softmax over the last axis; d_x = y (d_y - sum of d_y y over the row). */
 typedef struct dtrain_softmax_args {
     int64_t rows, n;
     const void *x;
-    void *y;            /* (rows,n), not x */
-    dtrain_dtype dtype; /* of x and y */
-} dtrain_softmax_args;
+    void *y;            /* (rows,n), not x; backward reads it */
+    dtrain_dtype dtype; /* of x, y, d_y, d_x */
 
-/* d_x = y (d_y - sum of d_y y over the row). */
-typedef struct dtrain_softmax_backward_args {
-    int64_t rows, n;
     bool accumulate;
-    const void *y, *d_y;
-    void *d_x;          /* (rows,n), none of the others */
-    dtrain_dtype dtype; /* of y, d_y, d_x */
-} dtrain_softmax_backward_args;
+    const void *d_y;
+    void *d_x; /* (rows,n), none of the others */
+} dtrain_softmax_args, dtrain_softmax_backward_args;
 
 /* Rotary position embedding (Su et al., "RoFormer", 2021) in the form of Llama: element i of the
  * first half of a head and element i of its second half are turned as a pair,
@@ -3459,28 +3434,19 @@ typedef enum dtrain_pointwise {
     DTRAIN_POINTWISE_LOGISTIC_LOSS = 7  /* max(x, 0) - x other + log(1 + e^-|x|) */
 } dtrain_pointwise;
 
-/* y[i] = kind(x[i], other[i]). */
+/* y[i] = kind(x[i], other[i]). Backward: d_x = d_y times the derivative by x, and d_other that by
+ * other; no two pointers are equal but x and other. The slope of ReLU at 0 is 0. */
 typedef struct dtrain_pointwise_args {
     uint32_t kind; /* dtrain_pointwise */
     int64_t count;
     const void *x, *other; /* (count); other is NULL where the function has one argument */
     void *y;               /* (count) */
-    dtrain_dtype x_dtype, other_dtype, y_dtype;
-} dtrain_pointwise_args;
+    dtrain_dtype x_dtype, other_dtype, y_dtype; /* and of the gradients of the three */
 
-/* d_x = d_y times the derivative by x, and d_other that by other; each may be NULL, and no two
- * pointers are equal but x and other. The slope of ReLU at 0 is 0. */
-typedef struct dtrain_pointwise_backward_args {
-    uint32_t kind;
+    const void *d_y;
+    void *d_x, *d_other; /* (count) or NULL */
     bool accumulate_x, accumulate_other;
-    int64_t count;
-    const void *x, *other;    /* (count) */
-    const void *d_y;          /* (count) */
-    void *d_x, *d_other;      /* (count) or NULL: not wanted */
-    dtrain_dtype x_dtype;     /* of x and d_x */
-    dtrain_dtype other_dtype; /* of other and d_other */
-    dtrain_dtype y_dtype;     /* of d_y */
-} dtrain_pointwise_backward_args;
+} dtrain_pointwise_args, dtrain_pointwise_backward_args;
 
 /* out = x + y elementwise; out may be either of them if it has its dtype. */
 typedef struct dtrain_add_args {
@@ -3659,40 +3625,28 @@ typedef struct dtrain_batchnorm_statistics_args {
 } dtrain_batchnorm_statistics_args;
 
 /* y = act((x - mean) rstd weight + bias + residual); the activation is none or ReLU. y may be x or
- * residual. */
+ * residual. Backward, with d = d_y act' and h = (x - mean) rstd:
+ *
+ *     sums       sum of d, sum of d h over these rows; d is the gradient of the residual too
+ *     backward   d_x = weight rstd (d - (sum of d + h sum of d h) / rows), with sums over the rows
+ *                of all ranks
+ *
+ * y is read for ReLU only. */
 typedef struct dtrain_batchnorm_args {
     int64_t rows, n;
     uint32_t activation;
     const void *x, *residual; /* (rows, n); residual may be NULL */
     const float *mean, *rstd, *weight, *bias;
     void *y;
-    dtrain_dtype dtype; /* of x, residual and y */
-} dtrain_batchnorm_args;
+    dtrain_dtype dtype; /* of x, residual, y and their gradients */
 
-/* With d = d_y act' and h = (x - mean) rstd: sums (2 n) = sum of d, sum of d h over these rows; d
- * is the gradient of the residual too. y is read for ReLU only. */
-typedef struct dtrain_batchnorm_sums_args {
-    int64_t rows, n;
-    uint32_t activation;
-    const void *x, *y, *d_y;
-    const float *mean, *rstd;
-    float *sums;
-    void *d_residual; /* or NULL */
-    bool accumulate;  /* to d_residual */
-    dtrain_dtype dtype;
-} dtrain_batchnorm_sums_args;
-
-/* d_x = weight rstd (d - (sum of d + h sum of d h) / rows), with sums over all ranks' rows. */
-typedef struct dtrain_batchnorm_backward_args {
-    int64_t rows, n;
-    uint32_t activation;
-    const void *x, *y, *d_y;
-    const float *mean, *rstd, *weight;
-    const float *sums, *inverse_count; /* (2 n), (1) */
-    void *d_x;
-    bool accumulate;
-    dtrain_dtype dtype;
-} dtrain_batchnorm_backward_args;
+    const void *d_y;
+    float *sums;                /* (2 n), written by sums */
+    const float *inverse_count; /* (1) */
+    void *d_residual;           /* written by sums; or NULL */
+    void *d_x;                  /* written by backward */
+    bool accumulate;            /* to d_residual, or to d_x */
+} dtrain_batchnorm_args, dtrain_batchnorm_sums_args, dtrain_batchnorm_backward_args;
 
 /* Windows over images (batch, height, width, channels); axis 0 is vertical. Window (i, j) of an
  * image has its tap (a, b) at row i*stride[0] - padding[0] + a*dilation[0], and at the column of
@@ -3707,7 +3661,8 @@ typedef struct dtrain_windows2d {
 
 /* y (batch, out_height, out_width, out_channels) = the sum over taps of x times weight, plus bias;
  * a tap outside the image is 0. Group g of `groups` takes its share of the channels of x to its
- * share of those of y. */
+ * share of those of y. In backward sums over pixels are taken in shares that follow from the shapes
+ * alone, and in order. */
 typedef struct dtrain_conv2d_args {
     dtrain_windows2d windows;
     int64_t out_channels, groups;
@@ -3715,21 +3670,14 @@ typedef struct dtrain_conv2d_args {
     const void *weight; /* (out_channels, channels / groups, kernel[0], kernel[1]) */
     const float *bias;  /* (out_channels) or NULL */
     void *y;
-    dtrain_dtype dtype; /* of x, weight, y */
-} dtrain_conv2d_args;
+    dtrain_dtype dtype; /* of x, weight, y, d_y */
 
-/* The gradients of such a call; each of d_x, d_weight and d_bias may be NULL: not wanted. Sums over
- * pixels are taken in shares that follow from the shapes alone, and in order. */
-typedef struct dtrain_conv2d_backward_args {
-    dtrain_windows2d windows;
-    int64_t out_channels, groups;
-    const void *x, *weight, *d_y;
+    const void *d_y;
     void *d_x;
     float *d_weight, *d_bias;
     bool accumulate_x, accumulate_weight, accumulate_bias;
-    dtrain_dtype dtype;   /* of x, weight, d_y */
     dtrain_dtype x_dtype; /* of d_x */
-} dtrain_conv2d_backward_args;
+} dtrain_conv2d_args, dtrain_conv2d_backward_args;
 
 /* y (batch, out_height, out_width, channels) = the largest element of each window, or the sum over
  * its taps divided by kernel[0]*kernel[1] (taps outside the image are 0 and count). index, if
@@ -3740,18 +3688,13 @@ typedef struct dtrain_pool2d_args {
     bool maximum;
     const void *x;
     void *y;
-    int32_t *index;     /* like y, or NULL; of maxima only */
-    dtrain_dtype dtype; /* of x and y */
-} dtrain_pool2d_args;
+    int32_t *index;     /* like y, or NULL; of maxima only; backward reads it */
+    dtrain_dtype dtype; /* of x, y, d_y, d_x */
 
-typedef struct dtrain_pool2d_backward_args {
-    dtrain_windows2d windows;
-    bool maximum, accumulate;
-    const int32_t *index; /* of maxima; NULL otherwise */
+    bool accumulate;
     const void *d_y;
     void *d_x;
-    dtrain_dtype dtype; /* of d_y and d_x */
-} dtrain_pool2d_backward_args;
+} dtrain_pool2d_args, dtrain_pool2d_backward_args;
 
 typedef enum dtrain_copy_kind {
     DTRAIN_COPY_HOST_TO_DEVICE = 1,
@@ -19437,22 +19380,13 @@ static dtrain_result dtrain__layernorm_forward(dtrain_op *op)
 
 static dtrain_result dtrain__layernorm_backward(dtrain_op *op)
 {
-    const dtrain_layernorm_args *forward = &((const dtrain__layernorm *)op->args)->forward;
+    dtrain_layernorm_args args = ((const dtrain__layernorm *)op->args)->forward;
     dtrain_tensor *residual = op->inputs[1]; /* NULL: no residual */
     dtrain_tensor *x = residual ? op->outputs[1] : op->inputs[0];
     const bool rounded = residual && residual->dtype != x->dtype && !residual->grad;
     bool add_weight, add_bias, add_residual;
-    dtrain_layernorm_backward_args args;
-    memset(&args, 0, sizeof args);
-    args.rows = forward->rows;
-    args.n = forward->n;
-    args.x = residual ? forward->sum : forward->x;
-    args.weight = forward->weight;
-    args.mean = forward->mean;
-    args.rstd = forward->rstd;
+    if (residual) args.x = args.sum;
     args.d_y = op->outputs[0]->grad;
-    args.x_dtype = forward->x_dtype;
-    args.y_dtype = forward->y_dtype;
     args.d_weight = dtrain_op_param_grad(op, 0, &add_weight);
     args.d_bias = dtrain_op_param_grad(op, 1, &add_bias);
     args.accumulate_params = add_weight || add_bias;
@@ -19554,26 +19488,18 @@ static dtrain_result dtrain__embedding_forward(dtrain_op *op)
 
 static dtrain_result dtrain__embedding_backward(dtrain_op *op)
 {
-    const dtrain_embedding_args *forward = (const dtrain_embedding_args *)op->args;
-    dtrain_embedding_backward_args args;
+    dtrain_embedding_args args = *(const dtrain_embedding_args *)op->args;
     float *grad[2];
     for (uint32_t i = 0; i < 2; i++) {
         bool add;
         grad[i] = dtrain_op_param_grad(op, i, &add);
         if (!grad[i] || add) continue;
-        const size_t count = (size_t)op->param_shape[i][0] * (size_t)forward->n;
+        const size_t count = (size_t)op->param_shape[i][0] * (size_t)args.n;
         DTRAIN__TRY(op->device->ops->zero(op->device, grad[i], count * sizeof(float)));
     }
-    memset(&args, 0, sizeof args);
-    args.rows = forward->rows;
-    args.sequence = forward->sequence;
-    args.n = forward->n;
-    args.vocab = forward->vocab;
-    args.tokens = forward->tokens;
     args.d_y = op->outputs[0]->grad;
     args.d_wte = grad[0];
     args.d_wpe = grad[1];
-    args.dtype = DTRAIN_DTYPE_F32;
     return op->device->ops->embedding_backward(op->device, &args);
 }
 
@@ -19886,16 +19812,10 @@ static dtrain_result dtrain__softmax_forward(dtrain_op *op)
 
 static dtrain_result dtrain__softmax_backward(dtrain_op *op)
 {
-    const dtrain_softmax_args *forward = (const dtrain_softmax_args *)op->args;
-    dtrain_softmax_backward_args args;
-    memset(&args, 0, sizeof args);
+    dtrain_softmax_args args = *(const dtrain_softmax_args *)op->args;
     args.d_x = dtrain_op_input_grad(op, 0, &args.accumulate);
     if (!args.d_x) return op->tape->error;
-    args.rows = forward->rows;
-    args.n = forward->n;
-    args.y = forward->y;
     args.d_y = op->outputs[0]->grad;
-    args.dtype = forward->dtype;
     return op->device->ops->softmax_backward(op->device, &args);
 }
 
@@ -20290,7 +20210,6 @@ static dtrain_result dtrain__batch_norm_prepare(dtrain_op *op)
     forward->bias = (const float *)op->param_data[1];
     forward->y = op->output_data[0];
     forward->dtype = (dtrain_dtype)x->dtype;
-    op->reads = DTRAIN_OP_READS_INPUTS;
     if (forward->activation != DTRAIN_ACTIVATION_NONE) op->reads |= DTRAIN_OP_READS_OUTPUTS;
     return DTRAIN_OK;
 }
@@ -20340,44 +20259,28 @@ static dtrain_result dtrain__batch_norm_params(dtrain_op *op, const float *sums,
 static dtrain_result dtrain__batch_norm_backward(dtrain_op *op)
 {
     const dtrain__batch_norm *layer = (const dtrain__batch_norm *)op->args;
-    const dtrain_batchnorm_args *forward = &layer->forward;
     const dtrain_device_ops *ops = op->device->ops;
-    const int64_t n = forward->n;
-    dtrain_batchnorm_sums_args sums;
-    dtrain_batchnorm_backward_args slope;
-    memset(&sums, 0, sizeof sums);
-    memset(&slope, 0, sizeof slope);
-    float *both = dtrain__batch_norm_floats(op, 2 * n);
-    sums.rows = slope.rows = forward->rows;
-    sums.n = slope.n = n;
-    sums.activation = slope.activation = forward->activation;
-    sums.x = slope.x = forward->x;
-    sums.y = slope.y = forward->y;
-    sums.d_y = slope.d_y = op->outputs[0]->grad;
-    sums.mean = slope.mean = forward->mean;
-    sums.rstd = slope.rstd = forward->rstd;
-    sums.dtype = slope.dtype = forward->dtype;
-    sums.sums = both;
-    if (op->input_count > 1) sums.d_residual = dtrain_op_input_grad(op, 1, &sums.accumulate);
+    dtrain_batchnorm_args args = layer->forward;
+    const int64_t n = args.n;
+    args.d_y = op->outputs[0]->grad;
+    args.sums = dtrain__batch_norm_floats(op, 2 * n);
+    args.inverse_count = layer->statistics.inverse_count;
+    if (op->input_count > 1) args.d_residual = dtrain_op_input_grad(op, 1, &args.accumulate);
     DTRAIN__TRY(op->tape->error);
-    DTRAIN__TRY(ops->batchnorm_sums(op->device, &sums));
-    DTRAIN__TRY(dtrain__batch_norm_params(op, both, n));
+    DTRAIN__TRY(ops->batchnorm_sums(op->device, &args));
+    DTRAIN__TRY(dtrain__batch_norm_params(op, args.sums, n));
     if (dtrain__batch_ranks(layer) > 1 && !op->planning) {
         dtrain_work *work = NULL;
-        DTRAIN__TRY(dtrain_all_reduce(layer->desc.comm, both, both, (size_t)(2 * n),
+        DTRAIN__TRY(dtrain_all_reduce(layer->desc.comm, args.sums, args.sums, (size_t)(2 * n),
                                       DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &work));
         DTRAIN__TRY(dtrain_work_wait(work));
     }
-    slope.weight = forward->weight;
-    slope.sums = both;
-    slope.inverse_count = layer->statistics.inverse_count;
-    slope.d_x = dtrain_op_input_grad(op, 0, &slope.accumulate);
-    if (!slope.d_x) return op->tape->error;
-    return ops->batchnorm_backward(op->device, &slope);
+    args.d_x = dtrain_op_input_grad(op, 0, &args.accumulate);
+    if (!args.d_x) return op->tape->error;
+    return ops->batchnorm_backward(op->device, &args);
 }
 
-DTRAIN__OP(batch_norm, batch_norm, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS,
-           DTRAIN_RECOMPUTE_LAYERNORM, 0, false)
+DTRAIN__OP(batch_norm, batch_norm, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LAYERNORM, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_batch_norm(dtrain_tape *tape, dtrain_tensor *x,
                                             dtrain_param *weight, dtrain_param *bias,
@@ -20508,23 +20411,15 @@ static dtrain_result dtrain__conv2d_forward(dtrain_op *op)
 
 static dtrain_result dtrain__conv2d_backward(dtrain_op *op)
 {
-    const dtrain_conv2d_args *forward = (const dtrain_conv2d_args *)op->args;
-    dtrain_conv2d_backward_args args;
-    memset(&args, 0, sizeof args);
-    args.windows = forward->windows;
-    args.out_channels = forward->out_channels;
-    args.groups = forward->groups;
-    args.x = forward->x;
-    args.weight = forward->weight;
+    dtrain_conv2d_args args = *(const dtrain_conv2d_args *)op->args;
     args.d_y = op->outputs[0]->grad;
-    args.dtype = forward->dtype;
     args.x_dtype = (dtrain_dtype)op->inputs[0]->dtype;
     args.d_weight = dtrain_op_param_grad(op, 0, &args.accumulate_weight);
     args.d_bias = dtrain_op_param_grad(op, 1, &args.accumulate_bias);
     args.d_x = dtrain_op_input_grad(op, 0, &args.accumulate_x);
     DTRAIN__TRY(op->tape->error);
     const int products = (args.d_x != NULL) + (args.d_weight != NULL);
-    op->tape->flops += products * dtrain__conv2d_flops(forward);
+    op->tape->flops += products * dtrain__conv2d_flops(&args);
     return op->device->ops->conv2d_backward(op->device, &args);
 }
 
@@ -20600,14 +20495,8 @@ static dtrain_result dtrain__pool2d_forward(dtrain_op *op)
 
 static dtrain_result dtrain__pool2d_backward(dtrain_op *op)
 {
-    const dtrain_pool2d_args *forward = &((const dtrain__pool2d *)op->args)->forward;
-    dtrain_pool2d_backward_args args;
-    memset(&args, 0, sizeof args);
-    args.windows = forward->windows;
-    args.maximum = forward->maximum;
-    args.index = forward->index;
+    dtrain_pool2d_args args = ((const dtrain__pool2d *)op->args)->forward;
     args.d_y = op->outputs[0]->grad;
-    args.dtype = forward->dtype;
     args.d_x = dtrain_op_input_grad(op, 0, &args.accumulate);
     if (!args.d_x) return op->tape->error;
     return op->device->ops->pool2d_backward(op->device, &args);
@@ -20639,33 +20528,29 @@ DTRAIN_API dtrain_tensor *dtrain_pool2d(dtrain_tape *tape, dtrain_tensor *x,
 static dtrain_result dtrain__pointwise_prepare(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0], *other = op->inputs[1];
-    const uint32_t kind = *(const uint32_t *)op->args;
-    uint32_t dtype = x->dtype;
+    dtrain_pointwise_args *args = (dtrain_pointwise_args *)op->args;
+    const uint32_t kind = args->kind;
     if (kind > DTRAIN_POINTWISE_LOGISTIC_LOSS || kind == DTRAIN_ACTIVATION_NONE ||
         (!other && kind > (uint32_t)DTRAIN_ACTIVATION_SILU))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: activation is %u, which is not a dtrain_activation", op->desc->name,
                            kind);
     if (other) DTRAIN__TRY(dtrain__check_same(op));
+    args->x_dtype = args->y_dtype = (dtrain_dtype)x->dtype;
+    if (other) args->other_dtype = (dtrain_dtype)other->dtype;
     if ((other && other->dtype == DTRAIN_DTYPE_F32) || kind >= DTRAIN_POINTWISE_SQUARED_ERROR)
-        dtype = DTRAIN_DTYPE_F32;
-    dtrain_op_output(op, (dtrain_dtype)dtype, x->ndim, x->shape);
+        args->y_dtype = DTRAIN_DTYPE_F32;
+    dtrain_op_output(op, args->y_dtype, x->ndim, x->shape);
+    args->count = x->count;
+    args->x = op->input_data[0];
+    args->other = op->input_data[1];
+    args->y = op->output_data[0];
     return DTRAIN_OK;
 }
 
 static dtrain_result dtrain__pointwise_forward(dtrain_op *op)
 {
-    dtrain_pointwise_args args;
-    memset(&args, 0, sizeof args);
-    args.kind = *(const uint32_t *)op->args;
-    args.count = op->inputs[0]->count;
-    args.x = op->input_data[0];
-    args.other = op->input_data[1];
-    args.y = op->output_data[0];
-    args.x_dtype = (dtrain_dtype)op->inputs[0]->dtype;
-    if (op->input_count > 1) args.other_dtype = (dtrain_dtype)op->inputs[1]->dtype;
-    args.y_dtype = (dtrain_dtype)op->outputs[0]->dtype;
-    return op->device->ops->pointwise(op->device, &args);
+    return op->device->ops->pointwise(op->device, (const dtrain_pointwise_args *)op->args);
 }
 
 /* Compute both gradients in one pass over memory, or in two where both inputs are one tensor,
@@ -20673,16 +20558,8 @@ static dtrain_result dtrain__pointwise_forward(dtrain_op *op)
 static dtrain_result dtrain__pointwise_backward(dtrain_op *op)
 {
     const dtrain_device_ops *ops = op->device->ops;
-    dtrain_pointwise_backward_args args;
-    memset(&args, 0, sizeof args);
-    args.kind = *(const uint32_t *)op->args;
-    args.count = op->inputs[0]->count;
-    args.x = op->input_data[0];
-    args.other = op->input_data[1];
+    dtrain_pointwise_args args = *(const dtrain_pointwise_args *)op->args;
     args.d_y = op->outputs[0]->grad;
-    args.x_dtype = (dtrain_dtype)op->inputs[0]->dtype;
-    if (op->input_count > 1) args.other_dtype = (dtrain_dtype)op->inputs[1]->dtype;
-    args.y_dtype = (dtrain_dtype)op->outputs[0]->dtype;
     args.d_x = dtrain_op_input_grad(op, 0, &args.accumulate_x);
     if (args.d_x && op->inputs[0] == op->inputs[1]) {
         DTRAIN__TRY(op->tape->error);
@@ -20702,21 +20579,23 @@ DTRAIN__OP(mse_loss, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_ELEMENT
 DTRAIN__OP(bce_with_logits_loss, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0,
            false)
 
+/* Apply a function of one element, or of two. */
 static dtrain_tensor *dtrain__pointwise_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
-                                              dtrain_pointwise kind, dtrain_tensor *x,
-                                              dtrain_tensor *other)
+                                              uint32_t kind, dtrain_tensor *x, dtrain_tensor *other)
 {
     dtrain_tensor *const inputs[2] = {x, other};
-    const uint32_t args = kind;
-    return dtrain_tape_apply(tape, desc, inputs, 2, NULL, 0, &args, sizeof args);
+    dtrain_pointwise_args args;
+    memset(&args, 0, sizeof args);
+    args.kind = kind;
+    return dtrain_tape_apply(tape, desc, inputs, desc == &dtrain__activate_op ? 1 : 2, NULL, 0,
+                             &args, sizeof args);
 }
 
 DTRAIN_API dtrain_tensor *dtrain_activate(dtrain_tape *tape, dtrain_tensor *x,
                                           dtrain_activation activation)
 {
-    const uint32_t kind = activation;
-    if (x && dtrain__is_float(x) && kind == DTRAIN_ACTIVATION_NONE) return x;
-    return dtrain_tape_apply(tape, &dtrain__activate_op, &x, 1, NULL, 0, &kind, sizeof kind);
+    if (x && dtrain__is_float(x) && activation == DTRAIN_ACTIVATION_NONE) return x;
+    return dtrain__pointwise_apply(tape, &dtrain__activate_op, activation, x, NULL);
 }
 
 DTRAIN_API dtrain_tensor *dtrain_multiply(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y)
@@ -21049,19 +20928,10 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
     } else if (!dtrain_op_input_grad(op, 0, NULL)) {
         return op->tape->error;
     }
-    dtrain_cross_entropy_backward_args args;
-    memset(&args, 0, sizeof args);
-    args.rows = loss->forward.rows;
-    args.n = loss->forward.n;
+    dtrain_cross_entropy_args args = loss->forward;
     args.scale = loss->factor;
-    args.logits = loss->forward.logits;
-    args.targets = loss->forward.targets;
-    args.lse = loss->forward.lse;
     args.d_logits = logits->grad;
     args.upstream = (const float *)op->outputs[0]->grad;
-    args.dtype = loss->forward.dtype;
-    args.classes = loss->forward.classes;
-    args.smoothing = loss->forward.smoothing;
     if (loss->device_factor) { /* their product, as a sum of one element: rounded once */
         void *product = dtrain__take_data(op->tape, NULL, 1, DTRAIN_DTYPE_F32);
         DTRAIN__TRY(op->tape->error);

@@ -250,8 +250,15 @@ static void describe_embedding(kernel *k) /* counts the rows it picks, not the w
 }
 static dtrain_result call_embedding(dtrain_device *device, const kernel *k, void *const *m)
 {
-    dtrain_embedding_args a = {k->rows, gpt.sequence, k->n, gpt.vocab, m[0],
-                               m[1],    m[2],         m[3], k->dtype};
+    dtrain_embedding_args a = {.rows = k->rows,
+                               .sequence = gpt.sequence,
+                               .n = k->n,
+                               .vocab = gpt.vocab,
+                               .tokens = m[0],
+                               .wte = m[1],
+                               .wpe = m[2],
+                               .y = m[3],
+                               .dtype = k->dtype};
     return device->ops->embedding(device, &a);
 }
 
@@ -270,8 +277,15 @@ describe_embedding_backward(kernel *k) /* d_y once for each table; the table's r
 }
 static dtrain_result call_embedding_backward(dtrain_device *device, const kernel *k, void *const *m)
 {
-    dtrain_embedding_backward_args a = {k->rows, gpt.sequence, k->n, gpt.vocab, m[0],
-                                        m[1],    m[2],         m[3], k->dtype};
+    dtrain_embedding_backward_args a = {.rows = k->rows,
+                                        .sequence = gpt.sequence,
+                                        .n = k->n,
+                                        .vocab = gpt.vocab,
+                                        .tokens = m[0],
+                                        .d_y = m[1],
+                                        .d_wte = m[2],
+                                        .d_wpe = m[3],
+                                        .dtype = k->dtype};
     return device->ops->embedding_backward(device, &a);
 }
 
@@ -286,8 +300,15 @@ static void describe_cross_entropy(kernel *k) /* with the gradient, in place */
 }
 static dtrain_result call_cross_entropy(dtrain_device *device, const kernel *k, void *const *m)
 {
-    dtrain_cross_entropy_args a = {k->rows, k->n, m[0],     m[1], m[2], m[3],
-                                   m[0],    1.0f, k->dtype, 0,    0};
+    dtrain_cross_entropy_args a = {.rows = k->rows,
+                                   .n = k->n,
+                                   .logits = m[0],
+                                   .targets = m[1],
+                                   .loss = m[2],
+                                   .lse = m[3],
+                                   .d_logits = m[0],
+                                   .scale = 1.0f,
+                                   .dtype = k->dtype};
     return device->ops->cross_entropy(device, &a);
 }
 
@@ -303,8 +324,14 @@ static void describe_cross_entropy_backward(kernel *k)
 static dtrain_result call_cross_entropy_backward(dtrain_device *device, const kernel *k,
                                                  void *const *m)
 {
-    dtrain_cross_entropy_backward_args a = {k->rows, k->n, 1.0f,     m[0], m[1], m[2],
-                                            m[3],    NULL, k->dtype, 0,    0};
+    dtrain_cross_entropy_backward_args a = {.rows = k->rows,
+                                            .n = k->n,
+                                            .scale = 1.0f,
+                                            .logits = m[0],
+                                            .targets = m[1],
+                                            .lse = m[2],
+                                            .d_logits = m[3],
+                                            .dtype = k->dtype};
     return device->ops->cross_entropy_backward(device, &a);
 }
 

@@ -58,58 +58,48 @@ typedef struct dtrain_activation_backward_args {
     dtrain_dtype dtype;    /* of x, d_out, d_in */
 } dtrain_activation_backward_args;
 
+/* Layers whose forward and backward share a struct: the fields behind the blank line are of backward
+ * alone, which reads those before but for the outputs that it does not name. A gradient of NULL is
+ * not wanted. */
+
 /* s = x + residual (s = x without residual); y = (s - mean) * rstd * weight + bias over the last
  * axis (Ba et al., 2016). Without `mean` (NULL) the mean counts as 0: the root mean square norm of
  * Zhang and Sennrich, 2019. bias may be NULL. sum keeps s for backward and for the next residual;
- * it may be x, and is NULL exactly when residual is. */
+ * it may be x, and is NULL exactly when residual is. In backward x is s. */
 typedef struct dtrain_layernorm_args {
     int64_t rows, n;
     float epsilon;
     const void *x;              /* (rows,n) */
     const float *weight, *bias; /* (n) */
     void *y;                    /* (rows,n) */
-    float *mean, *rstd;         /* (rows); mean may be NULL */
+    float *mean, *rstd;         /* (rows), backward reads them; mean may be NULL */
     const void *residual;       /* (rows,n) or NULL */
     void *sum;                  /* (rows,n) or NULL */
-    dtrain_dtype x_dtype;       /* of x and sum */
-    dtrain_dtype y_dtype;       /* of y and residual */
-} dtrain_layernorm_args;
+    dtrain_dtype x_dtype;       /* of x, sum and d_x */
+    dtrain_dtype y_dtype;       /* of y, residual, d_y and d_residual */
 
-/* x is what was normalised: s above. mean is NULL where it was in the forward pass. d_residual
- * receives the final d_x once more, as y_dtype. */
-typedef struct dtrain_layernorm_backward_args {
-    int64_t rows, n;
-    bool accumulate_params, accumulate_x;
-    const void *x;
-    const float *weight, *mean, *rstd;
     const void *d_y;
-    void *d_x;                /* (rows,n) or NULL: not wanted */
-    float *d_weight, *d_bias; /* (n) or NULL: not wanted */
-    void *d_residual;         /* (rows,n) or NULL; needs d_x */
-    dtrain_dtype x_dtype;     /* of x and d_x */
-    dtrain_dtype y_dtype;     /* of d_y and d_residual */
-} dtrain_layernorm_backward_args;
+    void *d_x;                /* (rows,n) or NULL */
+    float *d_weight, *d_bias; /* (n) or NULL */
+    void *d_residual;         /* (rows,n) or NULL; receives the final d_x once more; needs d_x */
+    bool accumulate_params, accumulate_x;
+} dtrain_layernorm_args, dtrain_layernorm_backward_args;
 
 /* y[row] = wte[token[row]] + wpe[row % sequence]; wpe may be NULL. A token outside [0, vocab) is
- * an error that names it; a device that learns of it late uses token 0 meanwhile. */
+ * an error that names it; a device that learns of it late uses token 0 meanwhile.
+ *
+ * Backward adds into d_wte and d_wpe: the caller zeroes them before the first use in a step. Sums
+ * run in row order, so the result depends neither on the number of threads nor on timing. */
 typedef struct dtrain_embedding_args {
     int64_t rows, sequence, n, vocab;
     const int32_t *tokens;  /* (rows) */
     const float *wte, *wpe; /* (vocab,n), (sequence or more,n) */
     void *y;                /* (rows,n) */
-    dtrain_dtype dtype;     /* of y */
-} dtrain_embedding_args;
+    dtrain_dtype dtype;     /* of y and d_y */
 
-/* Adds into d_wte and d_wpe: the caller zeroes them before the first use in a step. Either may be
- * NULL. Sums run in row order, so the result depends neither on the number of threads nor on
- * timing. */
-typedef struct dtrain_embedding_backward_args {
-    int64_t rows, sequence, n, vocab;
-    const int32_t *tokens;
     const void *d_y;
-    float *d_wte, *d_wpe;
-    dtrain_dtype dtype; /* of d_y */
-} dtrain_embedding_backward_args;
+    float *d_wte, *d_wpe; /* like wte and wpe, or NULL */
+} dtrain_embedding_args, dtrain_embedding_backward_args;
 
 /* Multi-head attention, y = softmax(q k^T / sqrt(d) + mask) v for each head, without a matrix of
  * scores in memory: blocks of keys, online softmax (Milakov and Gimelshein 2018; Dao et al.,
@@ -147,7 +137,11 @@ typedef struct dtrain_attention_backward_args {
  * A target of -1 is ignored: loss and lse 0, no gradient. Other targets outside [0, classes) are an
  * error; a device that learns of it late ignores the row meanwhile. With d_logits (it may be
  * logits) the gradient times scale is written in the same pass: logits are read once. Columns from
- * `classes` on are padding: whatever they hold, they take no part, and their gradient is 0. */
+ * `classes` on are padding: whatever they hold, they take no part, and their gradient is 0.
+ *
+ * Backward: d_logits = (softmax(logits) - (1 - smoothing) onehot(target) - smoothing / classes) *
+ * scale * upstream[0], where softmax is made of lse; d_logits may be logits itself, which is how
+ * logits are stored once. */
 typedef struct dtrain_cross_entropy_args {
     int64_t rows, n;
     const void *logits;     /* (rows,n) */
@@ -158,40 +152,21 @@ typedef struct dtrain_cross_entropy_args {
     dtrain_dtype dtype; /* of logits and d_logits */
     int64_t classes;    /* columns that count, the first ones; 0 = n */
     float smoothing;    /* in [0, 1] */
-} dtrain_cross_entropy_args;
 
-/* d_logits = (softmax(logits) - (1 - smoothing) onehot(target) - smoothing / classes) * scale *
- * upstream[0]; d_logits may be logits
- * itself, which is how logits are stored once. upstream NULL = 1. */
-typedef struct dtrain_cross_entropy_backward_args {
-    int64_t rows, n;
-    float scale;
-    const void *logits;
-    const int32_t *targets;
-    const float *lse;
-    void *d_logits;
-    const float *upstream; /* (1) device memory, or NULL */
-    dtrain_dtype dtype;    /* of logits and d_logits */
-    int64_t classes;       /* as above */
-    float smoothing;       /* as above */
-} dtrain_cross_entropy_backward_args;
+    const float *upstream; /* (1) device memory, or NULL = 1 */
+} dtrain_cross_entropy_args, dtrain_cross_entropy_backward_args;
 
-/* Softmax over the last axis. */
+/* Softmax over the last axis; d_x = y (d_y - sum of d_y y over the row). */
 typedef struct dtrain_softmax_args {
     int64_t rows, n;
     const void *x;
-    void *y;            /* (rows,n), not x */
-    dtrain_dtype dtype; /* of x and y */
-} dtrain_softmax_args;
+    void *y;            /* (rows,n), not x; backward reads it */
+    dtrain_dtype dtype; /* of x, y, d_y, d_x */
 
-/* d_x = y (d_y - sum of d_y y over the row). */
-typedef struct dtrain_softmax_backward_args {
-    int64_t rows, n;
     bool accumulate;
-    const void *y, *d_y;
-    void *d_x;          /* (rows,n), none of the others */
-    dtrain_dtype dtype; /* of y, d_y, d_x */
-} dtrain_softmax_backward_args;
+    const void *d_y;
+    void *d_x; /* (rows,n), none of the others */
+} dtrain_softmax_args, dtrain_softmax_backward_args;
 
 /* Rotary position embedding (Su et al., "RoFormer", 2021) in the form of Llama: element i of the
  * first half of a head and element i of its second half are turned as a pair,
@@ -246,28 +221,19 @@ typedef enum dtrain_pointwise {
     DTRAIN_POINTWISE_LOGISTIC_LOSS = 7  /* max(x, 0) - x other + log(1 + e^-|x|) */
 } dtrain_pointwise;
 
-/* y[i] = kind(x[i], other[i]). */
+/* y[i] = kind(x[i], other[i]). Backward: d_x = d_y times the derivative by x, and d_other that by
+ * other; no two pointers are equal but x and other. The slope of ReLU at 0 is 0. */
 typedef struct dtrain_pointwise_args {
     uint32_t kind; /* dtrain_pointwise */
     int64_t count;
     const void *x, *other; /* (count); other is NULL where the function has one argument */
     void *y;               /* (count) */
-    dtrain_dtype x_dtype, other_dtype, y_dtype;
-} dtrain_pointwise_args;
+    dtrain_dtype x_dtype, other_dtype, y_dtype; /* and of the gradients of the three */
 
-/* d_x = d_y times the derivative by x, and d_other that by other; each may be NULL, and no two
- * pointers are equal but x and other. The slope of ReLU at 0 is 0. */
-typedef struct dtrain_pointwise_backward_args {
-    uint32_t kind;
+    const void *d_y;
+    void *d_x, *d_other; /* (count) or NULL */
     bool accumulate_x, accumulate_other;
-    int64_t count;
-    const void *x, *other;    /* (count) */
-    const void *d_y;          /* (count) */
-    void *d_x, *d_other;      /* (count) or NULL: not wanted */
-    dtrain_dtype x_dtype;     /* of x and d_x */
-    dtrain_dtype other_dtype; /* of other and d_other */
-    dtrain_dtype y_dtype;     /* of d_y */
-} dtrain_pointwise_backward_args;
+} dtrain_pointwise_args, dtrain_pointwise_backward_args;
 
 /* out = x + y elementwise; out may be either of them if it has its dtype. */
 typedef struct dtrain_add_args {
@@ -446,40 +412,28 @@ typedef struct dtrain_batchnorm_statistics_args {
 } dtrain_batchnorm_statistics_args;
 
 /* y = act((x - mean) rstd weight + bias + residual); the activation is none or ReLU. y may be x or
- * residual. */
+ * residual. Backward, with d = d_y act' and h = (x - mean) rstd:
+ *
+ *     sums       sum of d, sum of d h over these rows; d is the gradient of the residual too
+ *     backward   d_x = weight rstd (d - (sum of d + h sum of d h) / rows), with sums over the rows
+ *                of all ranks
+ *
+ * y is read for ReLU only. */
 typedef struct dtrain_batchnorm_args {
     int64_t rows, n;
     uint32_t activation;
     const void *x, *residual; /* (rows, n); residual may be NULL */
     const float *mean, *rstd, *weight, *bias;
     void *y;
-    dtrain_dtype dtype; /* of x, residual and y */
-} dtrain_batchnorm_args;
+    dtrain_dtype dtype; /* of x, residual, y and their gradients */
 
-/* With d = d_y act' and h = (x - mean) rstd: sums (2 n) = sum of d, sum of d h over these rows; d
- * is the gradient of the residual too. y is read for ReLU only. */
-typedef struct dtrain_batchnorm_sums_args {
-    int64_t rows, n;
-    uint32_t activation;
-    const void *x, *y, *d_y;
-    const float *mean, *rstd;
-    float *sums;
-    void *d_residual; /* or NULL */
-    bool accumulate;  /* to d_residual */
-    dtrain_dtype dtype;
-} dtrain_batchnorm_sums_args;
-
-/* d_x = weight rstd (d - (sum of d + h sum of d h) / rows), with sums over all ranks' rows. */
-typedef struct dtrain_batchnorm_backward_args {
-    int64_t rows, n;
-    uint32_t activation;
-    const void *x, *y, *d_y;
-    const float *mean, *rstd, *weight;
-    const float *sums, *inverse_count; /* (2 n), (1) */
-    void *d_x;
-    bool accumulate;
-    dtrain_dtype dtype;
-} dtrain_batchnorm_backward_args;
+    const void *d_y;
+    float *sums;                /* (2 n), written by sums */
+    const float *inverse_count; /* (1) */
+    void *d_residual;           /* written by sums; or NULL */
+    void *d_x;                  /* written by backward */
+    bool accumulate;            /* to d_residual, or to d_x */
+} dtrain_batchnorm_args, dtrain_batchnorm_sums_args, dtrain_batchnorm_backward_args;
 
 /* Windows over images (batch, height, width, channels); axis 0 is vertical. Window (i, j) of an
  * image has its tap (a, b) at row i*stride[0] - padding[0] + a*dilation[0], and at the column of
@@ -494,7 +448,8 @@ typedef struct dtrain_windows2d {
 
 /* y (batch, out_height, out_width, out_channels) = the sum over taps of x times weight, plus bias;
  * a tap outside the image is 0. Group g of `groups` takes its share of the channels of x to its
- * share of those of y. */
+ * share of those of y. In backward sums over pixels are taken in shares that follow from the shapes
+ * alone, and in order. */
 typedef struct dtrain_conv2d_args {
     dtrain_windows2d windows;
     int64_t out_channels, groups;
@@ -502,21 +457,14 @@ typedef struct dtrain_conv2d_args {
     const void *weight; /* (out_channels, channels / groups, kernel[0], kernel[1]) */
     const float *bias;  /* (out_channels) or NULL */
     void *y;
-    dtrain_dtype dtype; /* of x, weight, y */
-} dtrain_conv2d_args;
+    dtrain_dtype dtype; /* of x, weight, y, d_y */
 
-/* The gradients of such a call; each of d_x, d_weight and d_bias may be NULL: not wanted. Sums over
- * pixels are taken in shares that follow from the shapes alone, and in order. */
-typedef struct dtrain_conv2d_backward_args {
-    dtrain_windows2d windows;
-    int64_t out_channels, groups;
-    const void *x, *weight, *d_y;
+    const void *d_y;
     void *d_x;
     float *d_weight, *d_bias;
     bool accumulate_x, accumulate_weight, accumulate_bias;
-    dtrain_dtype dtype;   /* of x, weight, d_y */
     dtrain_dtype x_dtype; /* of d_x */
-} dtrain_conv2d_backward_args;
+} dtrain_conv2d_args, dtrain_conv2d_backward_args;
 
 /* y (batch, out_height, out_width, channels) = the largest element of each window, or the sum over
  * its taps divided by kernel[0]*kernel[1] (taps outside the image are 0 and count). index, if
@@ -527,18 +475,13 @@ typedef struct dtrain_pool2d_args {
     bool maximum;
     const void *x;
     void *y;
-    int32_t *index;     /* like y, or NULL; of maxima only */
-    dtrain_dtype dtype; /* of x and y */
-} dtrain_pool2d_args;
+    int32_t *index;     /* like y, or NULL; of maxima only; backward reads it */
+    dtrain_dtype dtype; /* of x, y, d_y, d_x */
 
-typedef struct dtrain_pool2d_backward_args {
-    dtrain_windows2d windows;
-    bool maximum, accumulate;
-    const int32_t *index; /* of maxima; NULL otherwise */
+    bool accumulate;
     const void *d_y;
     void *d_x;
-    dtrain_dtype dtype; /* of d_y and d_x */
-} dtrain_pool2d_backward_args;
+} dtrain_pool2d_args, dtrain_pool2d_backward_args;
 
 typedef enum dtrain_copy_kind {
     DTRAIN_COPY_HOST_TO_DEVICE = 1,

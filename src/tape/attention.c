@@ -297,16 +297,10 @@ static dtrain_result dtrain__softmax_forward(dtrain_op *op)
 
 static dtrain_result dtrain__softmax_backward(dtrain_op *op)
 {
-    const dtrain_softmax_args *forward = (const dtrain_softmax_args *)op->args;
-    dtrain_softmax_backward_args args;
-    memset(&args, 0, sizeof args);
+    dtrain_softmax_args args = *(const dtrain_softmax_args *)op->args;
     args.d_x = dtrain_op_input_grad(op, 0, &args.accumulate);
     if (!args.d_x) return op->tape->error;
-    args.rows = forward->rows;
-    args.n = forward->n;
-    args.y = forward->y;
     args.d_y = op->outputs[0]->grad;
-    args.dtype = forward->dtype;
     return op->device->ops->softmax_backward(op->device, &args);
 }
 

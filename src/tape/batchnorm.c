@@ -113,7 +113,6 @@ static dtrain_result dtrain__batch_norm_prepare(dtrain_op *op)
     forward->bias = (const float *)op->param_data[1];
     forward->y = op->output_data[0];
     forward->dtype = (dtrain_dtype)x->dtype;
-    op->reads = DTRAIN_OP_READS_INPUTS;
     if (forward->activation != DTRAIN_ACTIVATION_NONE) op->reads |= DTRAIN_OP_READS_OUTPUTS;
     return DTRAIN_OK;
 }
@@ -163,44 +162,28 @@ static dtrain_result dtrain__batch_norm_params(dtrain_op *op, const float *sums,
 static dtrain_result dtrain__batch_norm_backward(dtrain_op *op)
 {
     const dtrain__batch_norm *layer = (const dtrain__batch_norm *)op->args;
-    const dtrain_batchnorm_args *forward = &layer->forward;
     const dtrain_device_ops *ops = op->device->ops;
-    const int64_t n = forward->n;
-    dtrain_batchnorm_sums_args sums;
-    dtrain_batchnorm_backward_args slope;
-    memset(&sums, 0, sizeof sums);
-    memset(&slope, 0, sizeof slope);
-    float *both = dtrain__batch_norm_floats(op, 2 * n);
-    sums.rows = slope.rows = forward->rows;
-    sums.n = slope.n = n;
-    sums.activation = slope.activation = forward->activation;
-    sums.x = slope.x = forward->x;
-    sums.y = slope.y = forward->y;
-    sums.d_y = slope.d_y = op->outputs[0]->grad;
-    sums.mean = slope.mean = forward->mean;
-    sums.rstd = slope.rstd = forward->rstd;
-    sums.dtype = slope.dtype = forward->dtype;
-    sums.sums = both;
-    if (op->input_count > 1) sums.d_residual = dtrain_op_input_grad(op, 1, &sums.accumulate);
+    dtrain_batchnorm_args args = layer->forward;
+    const int64_t n = args.n;
+    args.d_y = op->outputs[0]->grad;
+    args.sums = dtrain__batch_norm_floats(op, 2 * n);
+    args.inverse_count = layer->statistics.inverse_count;
+    if (op->input_count > 1) args.d_residual = dtrain_op_input_grad(op, 1, &args.accumulate);
     DTRAIN__TRY(op->tape->error);
-    DTRAIN__TRY(ops->batchnorm_sums(op->device, &sums));
-    DTRAIN__TRY(dtrain__batch_norm_params(op, both, n));
+    DTRAIN__TRY(ops->batchnorm_sums(op->device, &args));
+    DTRAIN__TRY(dtrain__batch_norm_params(op, args.sums, n));
     if (dtrain__batch_ranks(layer) > 1 && !op->planning) {
         dtrain_work *work = NULL;
-        DTRAIN__TRY(dtrain_all_reduce(layer->desc.comm, both, both, (size_t)(2 * n),
+        DTRAIN__TRY(dtrain_all_reduce(layer->desc.comm, args.sums, args.sums, (size_t)(2 * n),
                                       DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &work));
         DTRAIN__TRY(dtrain_work_wait(work));
     }
-    slope.weight = forward->weight;
-    slope.sums = both;
-    slope.inverse_count = layer->statistics.inverse_count;
-    slope.d_x = dtrain_op_input_grad(op, 0, &slope.accumulate);
-    if (!slope.d_x) return op->tape->error;
-    return ops->batchnorm_backward(op->device, &slope);
+    args.d_x = dtrain_op_input_grad(op, 0, &args.accumulate);
+    if (!args.d_x) return op->tape->error;
+    return ops->batchnorm_backward(op->device, &args);
 }
 
-DTRAIN__OP(batch_norm, batch_norm, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS,
-           DTRAIN_RECOMPUTE_LAYERNORM, 0, false)
+DTRAIN__OP(batch_norm, batch_norm, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LAYERNORM, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_batch_norm(dtrain_tape *tape, dtrain_tensor *x,
                                             dtrain_param *weight, dtrain_param *bias,

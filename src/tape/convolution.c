@@ -106,23 +106,15 @@ static dtrain_result dtrain__conv2d_forward(dtrain_op *op)
 
 static dtrain_result dtrain__conv2d_backward(dtrain_op *op)
 {
-    const dtrain_conv2d_args *forward = (const dtrain_conv2d_args *)op->args;
-    dtrain_conv2d_backward_args args;
-    memset(&args, 0, sizeof args);
-    args.windows = forward->windows;
-    args.out_channels = forward->out_channels;
-    args.groups = forward->groups;
-    args.x = forward->x;
-    args.weight = forward->weight;
+    dtrain_conv2d_args args = *(const dtrain_conv2d_args *)op->args;
     args.d_y = op->outputs[0]->grad;
-    args.dtype = forward->dtype;
     args.x_dtype = (dtrain_dtype)op->inputs[0]->dtype;
     args.d_weight = dtrain_op_param_grad(op, 0, &args.accumulate_weight);
     args.d_bias = dtrain_op_param_grad(op, 1, &args.accumulate_bias);
     args.d_x = dtrain_op_input_grad(op, 0, &args.accumulate_x);
     DTRAIN__TRY(op->tape->error);
     const int products = (args.d_x != NULL) + (args.d_weight != NULL);
-    op->tape->flops += products * dtrain__conv2d_flops(forward);
+    op->tape->flops += products * dtrain__conv2d_flops(&args);
     return op->device->ops->conv2d_backward(op->device, &args);
 }
 
@@ -198,14 +190,8 @@ static dtrain_result dtrain__pool2d_forward(dtrain_op *op)
 
 static dtrain_result dtrain__pool2d_backward(dtrain_op *op)
 {
-    const dtrain_pool2d_args *forward = &((const dtrain__pool2d *)op->args)->forward;
-    dtrain_pool2d_backward_args args;
-    memset(&args, 0, sizeof args);
-    args.windows = forward->windows;
-    args.maximum = forward->maximum;
-    args.index = forward->index;
+    dtrain_pool2d_args args = ((const dtrain__pool2d *)op->args)->forward;
     args.d_y = op->outputs[0]->grad;
-    args.dtype = forward->dtype;
     args.d_x = dtrain_op_input_grad(op, 0, &args.accumulate);
     if (!args.d_x) return op->tape->error;
     return op->device->ops->pool2d_backward(op->device, &args);

@@ -303,19 +303,10 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
     } else if (!dtrain_op_input_grad(op, 0, NULL)) {
         return op->tape->error;
     }
-    dtrain_cross_entropy_backward_args args;
-    memset(&args, 0, sizeof args);
-    args.rows = loss->forward.rows;
-    args.n = loss->forward.n;
+    dtrain_cross_entropy_args args = loss->forward;
     args.scale = loss->factor;
-    args.logits = loss->forward.logits;
-    args.targets = loss->forward.targets;
-    args.lse = loss->forward.lse;
     args.d_logits = logits->grad;
     args.upstream = (const float *)op->outputs[0]->grad;
-    args.dtype = loss->forward.dtype;
-    args.classes = loss->forward.classes;
-    args.smoothing = loss->forward.smoothing;
     if (loss->device_factor) { /* their product, as a sum of one element: rounded once */
         void *product = dtrain__take_data(op->tape, NULL, 1, DTRAIN_DTYPE_F32);
         DTRAIN__TRY(op->tape->error);

@@ -227,22 +227,13 @@ static dtrain_result dtrain__layernorm_forward(dtrain_op *op)
 
 static dtrain_result dtrain__layernorm_backward(dtrain_op *op)
 {
-    const dtrain_layernorm_args *forward = &((const dtrain__layernorm *)op->args)->forward;
+    dtrain_layernorm_args args = ((const dtrain__layernorm *)op->args)->forward;
     dtrain_tensor *residual = op->inputs[1]; /* NULL: no residual */
     dtrain_tensor *x = residual ? op->outputs[1] : op->inputs[0];
     const bool rounded = residual && residual->dtype != x->dtype && !residual->grad;
     bool add_weight, add_bias, add_residual;
-    dtrain_layernorm_backward_args args;
-    memset(&args, 0, sizeof args);
-    args.rows = forward->rows;
-    args.n = forward->n;
-    args.x = residual ? forward->sum : forward->x;
-    args.weight = forward->weight;
-    args.mean = forward->mean;
-    args.rstd = forward->rstd;
+    if (residual) args.x = args.sum;
     args.d_y = op->outputs[0]->grad;
-    args.x_dtype = forward->x_dtype;
-    args.y_dtype = forward->y_dtype;
     args.d_weight = dtrain_op_param_grad(op, 0, &add_weight);
     args.d_bias = dtrain_op_param_grad(op, 1, &add_bias);
     args.accumulate_params = add_weight || add_bias;
@@ -344,26 +335,18 @@ static dtrain_result dtrain__embedding_forward(dtrain_op *op)
 
 static dtrain_result dtrain__embedding_backward(dtrain_op *op)
 {
-    const dtrain_embedding_args *forward = (const dtrain_embedding_args *)op->args;
-    dtrain_embedding_backward_args args;
+    dtrain_embedding_args args = *(const dtrain_embedding_args *)op->args;
     float *grad[2];
     for (uint32_t i = 0; i < 2; i++) {
         bool add;
         grad[i] = dtrain_op_param_grad(op, i, &add);
         if (!grad[i] || add) continue;
-        const size_t count = (size_t)op->param_shape[i][0] * (size_t)forward->n;
+        const size_t count = (size_t)op->param_shape[i][0] * (size_t)args.n;
         DTRAIN__TRY(op->device->ops->zero(op->device, grad[i], count * sizeof(float)));
     }
-    memset(&args, 0, sizeof args);
-    args.rows = forward->rows;
-    args.sequence = forward->sequence;
-    args.n = forward->n;
-    args.vocab = forward->vocab;
-    args.tokens = forward->tokens;
     args.d_y = op->outputs[0]->grad;
     args.d_wte = grad[0];
     args.d_wpe = grad[1];
-    args.dtype = DTRAIN_DTYPE_F32;
     return op->device->ops->embedding_backward(op->device, &args);
 }
 

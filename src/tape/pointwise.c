@@ -13,33 +13,29 @@
 static dtrain_result dtrain__pointwise_prepare(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0], *other = op->inputs[1];
-    const uint32_t kind = *(const uint32_t *)op->args;
-    uint32_t dtype = x->dtype;
+    dtrain_pointwise_args *args = (dtrain_pointwise_args *)op->args;
+    const uint32_t kind = args->kind;
     if (kind > DTRAIN_POINTWISE_LOGISTIC_LOSS || kind == DTRAIN_ACTIVATION_NONE ||
         (!other && kind > (uint32_t)DTRAIN_ACTIVATION_SILU))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: activation is %u, which is not a dtrain_activation", op->desc->name,
                            kind);
     if (other) DTRAIN__TRY(dtrain__check_same(op));
+    args->x_dtype = args->y_dtype = (dtrain_dtype)x->dtype;
+    if (other) args->other_dtype = (dtrain_dtype)other->dtype;
     if ((other && other->dtype == DTRAIN_DTYPE_F32) || kind >= DTRAIN_POINTWISE_SQUARED_ERROR)
-        dtype = DTRAIN_DTYPE_F32;
-    dtrain_op_output(op, (dtrain_dtype)dtype, x->ndim, x->shape);
+        args->y_dtype = DTRAIN_DTYPE_F32;
+    dtrain_op_output(op, args->y_dtype, x->ndim, x->shape);
+    args->count = x->count;
+    args->x = op->input_data[0];
+    args->other = op->input_data[1];
+    args->y = op->output_data[0];
     return DTRAIN_OK;
 }
 
 static dtrain_result dtrain__pointwise_forward(dtrain_op *op)
 {
-    dtrain_pointwise_args args;
-    memset(&args, 0, sizeof args);
-    args.kind = *(const uint32_t *)op->args;
-    args.count = op->inputs[0]->count;
-    args.x = op->input_data[0];
-    args.other = op->input_data[1];
-    args.y = op->output_data[0];
-    args.x_dtype = (dtrain_dtype)op->inputs[0]->dtype;
-    if (op->input_count > 1) args.other_dtype = (dtrain_dtype)op->inputs[1]->dtype;
-    args.y_dtype = (dtrain_dtype)op->outputs[0]->dtype;
-    return op->device->ops->pointwise(op->device, &args);
+    return op->device->ops->pointwise(op->device, (const dtrain_pointwise_args *)op->args);
 }
 
 /* Compute both gradients in one pass over memory, or in two where both inputs are one tensor,
@@ -47,16 +43,8 @@ static dtrain_result dtrain__pointwise_forward(dtrain_op *op)
 static dtrain_result dtrain__pointwise_backward(dtrain_op *op)
 {
     const dtrain_device_ops *ops = op->device->ops;
-    dtrain_pointwise_backward_args args;
-    memset(&args, 0, sizeof args);
-    args.kind = *(const uint32_t *)op->args;
-    args.count = op->inputs[0]->count;
-    args.x = op->input_data[0];
-    args.other = op->input_data[1];
+    dtrain_pointwise_args args = *(const dtrain_pointwise_args *)op->args;
     args.d_y = op->outputs[0]->grad;
-    args.x_dtype = (dtrain_dtype)op->inputs[0]->dtype;
-    if (op->input_count > 1) args.other_dtype = (dtrain_dtype)op->inputs[1]->dtype;
-    args.y_dtype = (dtrain_dtype)op->outputs[0]->dtype;
     args.d_x = dtrain_op_input_grad(op, 0, &args.accumulate_x);
     if (args.d_x && op->inputs[0] == op->inputs[1]) {
         DTRAIN__TRY(op->tape->error);
@@ -76,21 +64,23 @@ DTRAIN__OP(mse_loss, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_ELEMENT
 DTRAIN__OP(bce_with_logits_loss, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0,
            false)
 
+/* Apply a function of one element, or of two. */
 static dtrain_tensor *dtrain__pointwise_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
-                                              dtrain_pointwise kind, dtrain_tensor *x,
-                                              dtrain_tensor *other)
+                                              uint32_t kind, dtrain_tensor *x, dtrain_tensor *other)
 {
     dtrain_tensor *const inputs[2] = {x, other};
-    const uint32_t args = kind;
-    return dtrain_tape_apply(tape, desc, inputs, 2, NULL, 0, &args, sizeof args);
+    dtrain_pointwise_args args;
+    memset(&args, 0, sizeof args);
+    args.kind = kind;
+    return dtrain_tape_apply(tape, desc, inputs, desc == &dtrain__activate_op ? 1 : 2, NULL, 0,
+                             &args, sizeof args);
 }
 
 DTRAIN_API dtrain_tensor *dtrain_activate(dtrain_tape *tape, dtrain_tensor *x,
                                           dtrain_activation activation)
 {
-    const uint32_t kind = activation;
-    if (x && dtrain__is_float(x) && kind == DTRAIN_ACTIVATION_NONE) return x;
-    return dtrain_tape_apply(tape, &dtrain__activate_op, &x, 1, NULL, 0, &kind, sizeof kind);
+    if (x && dtrain__is_float(x) && activation == DTRAIN_ACTIVATION_NONE) return x;
+    return dtrain__pointwise_apply(tape, &dtrain__activate_op, activation, x, NULL);
 }
 
 DTRAIN_API dtrain_tensor *dtrain_multiply(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y)

@@ -87,19 +87,58 @@ static void check_case(int64_t rows, int64_t n, dtrain_dtype dtype, bool relu, b
         put_back(outs[out]);
     }
     STEP(batchnorm, y, 1e-4,
-         {rows, n, activation, AT(x), residual ? AT(r) : NULL, FLOATS(mean), FLOATS(rstd),
-          FLOATS(weight), FLOATS(bias), AT(y), dtype});
+         {.rows = rows,
+          .n = n,
+          .activation = activation,
+          .x = AT(x),
+          .y = AT(y),
+          .mean = FLOATS(mean),
+          .rstd = FLOATS(rstd),
+          .dtype = dtype,
+          .residual = residual ? AT(r) : NULL,
+          .weight = FLOATS(weight),
+          .bias = FLOATS(bias)});
     STEP(batchnorm_sums, sums, 1e-4 * sqrt((double)rows) + 1e-4,
-         {rows, n, activation, AT(x), AT(y), AT(d_y), FLOATS(mean), FLOATS(rstd), FLOATS(sums),
-          NULL, false, dtype});
+         {.rows = rows,
+          .n = n,
+          .activation = activation,
+          .x = AT(x),
+          .y = AT(y),
+          .mean = FLOATS(mean),
+          .rstd = FLOATS(rstd),
+          .dtype = dtype,
+          .d_y = AT(d_y),
+          .sums = FLOATS(sums)});
     if (residual)
         STEP(batchnorm_sums, d_r, 1e-5,
-             {rows, n, activation, AT(x), AT(y), AT(d_y), FLOATS(mean), FLOATS(rstd), FLOATS(sums),
-              AT(d_r), accumulate, dtype});
+             {.rows = rows,
+              .n = n,
+              .activation = activation,
+              .x = AT(x),
+              .y = AT(y),
+              .mean = FLOATS(mean),
+              .rstd = FLOATS(rstd),
+              .dtype = dtype,
+              .d_y = AT(d_y),
+              .sums = FLOATS(sums),
+              .d_residual = AT(d_r),
+              .accumulate = accumulate});
     put_back(&sums);
     STEP(batchnorm_backward, d_x, 1e-4,
-         {rows, n, activation, AT(x), AT(y), AT(d_y), FLOATS(mean), FLOATS(rstd), FLOATS(weight),
-          FLOATS(sums), FLOATS(share), AT(d_x), accumulate, dtype});
+         {.rows = rows,
+          .n = n,
+          .activation = activation,
+          .x = AT(x),
+          .y = AT(y),
+          .mean = FLOATS(mean),
+          .rstd = FLOATS(rstd),
+          .dtype = dtype,
+          .d_y = AT(d_y),
+          .weight = FLOATS(weight),
+          .sums = FLOATS(sums),
+          .inverse_count = FLOATS(share),
+          .d_x = AT(d_x),
+          .accumulate = accumulate});
     array *const arrays[] = {&x,    &y,    &r,     &d_y,     &d_x,  &d_r,    &all,
                              &mean, &rstd, &share, &running, &sums, &weight, &bias};
     EACH(i, arrays) free(arrays[i]->host), free(arrays[i]->first);

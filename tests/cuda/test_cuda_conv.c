@@ -82,23 +82,28 @@ static void check_conv(const shape *s, dtrain_dtype dtype, dtrain_dtype x_dtype,
     tensor bias = take(s->out, DTRAIN_DTYPE_F32), y = take(pixels * s->out, dtype);
     tensor d_y = take(pixels * s->out, dtype), d_x = take(x.count, x_dtype);
     tensor d_weight = take(weight.count, DTRAIN_DTYPE_F32), d_bias = take(s->out, DTRAIN_DTYPE_F32);
-    dtrain_conv2d_args forward = {w,        s->out,        s->groups,
-                                  x.before, weight.before, accumulate ? NULL : (float *)bias.before,
-                                  y.want,   dtype};
-    dtrain_conv2d_backward_args backward = {w,
-                                            s->out,
-                                            s->groups,
-                                            x.before,
-                                            weight.before,
-                                            d_y.before,
-                                            d_x.want,
-                                            (float *)d_weight.want,
-                                            (float *)d_bias.want,
-                                            accumulate,
-                                            accumulate,
-                                            accumulate,
-                                            dtype,
-                                            x_dtype};
+    dtrain_conv2d_args forward = {.windows = w,
+                                  .out_channels = s->out,
+                                  .groups = s->groups,
+                                  .x = x.before,
+                                  .weight = weight.before,
+                                  .bias = accumulate ? NULL : (float *)bias.before,
+                                  .y = y.want,
+                                  .dtype = dtype};
+    dtrain_conv2d_backward_args backward = {.windows = w,
+                                            .out_channels = s->out,
+                                            .groups = s->groups,
+                                            .x = x.before,
+                                            .weight = weight.before,
+                                            .d_y = d_y.before,
+                                            .d_x = d_x.want,
+                                            .d_weight = (float *)d_weight.want,
+                                            .d_bias = (float *)d_bias.want,
+                                            .accumulate_x = accumulate,
+                                            .accumulate_weight = accumulate,
+                                            .accumulate_bias = accumulate,
+                                            .dtype = dtype,
+                                            .x_dtype = x_dtype};
     naive_conv2d(gpu, &forward);
     naive_conv2d_backward(gpu, &backward);
     forward.x = backward.x = x.device;
@@ -157,9 +162,19 @@ static void check_pool(const shape *s, dtrain_dtype dtype, bool maximum, bool sp
                   : i % 13 == 0 ? -INFINITY
                                 : (double)(i % 3));
     gpu_write(x.device, x.before, bytes_of(&x));
-    dtrain_pool2d_args forward = {w, maximum, x.before, y.want, (int32_t *)index.want, dtype};
-    dtrain_pool2d_backward_args backward = {
-        w, maximum, maximum, (const int32_t *)index.want, d_y.before, d_x.want, dtype};
+    dtrain_pool2d_args forward = {.windows = w,
+                                  .maximum = maximum,
+                                  .x = x.before,
+                                  .y = y.want,
+                                  .index = (int32_t *)index.want,
+                                  .dtype = dtype};
+    dtrain_pool2d_backward_args backward = {.windows = w,
+                                            .maximum = maximum,
+                                            .accumulate = maximum,
+                                            .index = (int32_t *)index.want,
+                                            .d_y = d_y.before,
+                                            .d_x = d_x.want,
+                                            .dtype = dtype};
     naive_pool2d(gpu, &forward);
     naive_pool2d_backward(gpu, &backward);
     forward.x = x.device, forward.y = y.device, forward.index = (int32_t *)index.device;

@@ -767,7 +767,14 @@ static void test_faults(void)
     tokens = (int32_t *)gpu_give(bad, sizeof bad, 0);
     wte = zeros(5 * 8);
     y = zeros(3 * 8);
-    dtrain_embedding_args args = {3, 3, 8, 5, tokens, wte, NULL, y, DTRAIN_DTYPE_F32};
+    dtrain_embedding_args args = {.rows = 3,
+                                  .sequence = 3,
+                                  .n = 8,
+                                  .vocab = 5,
+                                  .tokens = tokens,
+                                  .wte = wte,
+                                  .y = y,
+                                  .dtype = DTRAIN_DTYPE_F32};
     CHECK(gpu->ops->embedding(gpu, &args) == DTRAIN_OK);
     CHECK(gpu->ops->synchronize(gpu) == DTRAIN_ERROR_DATA);
     CHECK_MSG(says("token 7 at row 1 is outside [0, 5)") ||
@@ -783,8 +790,14 @@ static void test_faults(void)
     logits = zeros(2 * 8);
     loss = zeros(4);
     gpu_write(tokens, targets, sizeof targets);
-    dtrain_cross_entropy_args entropy = {2,    8, logits,           tokens, loss, loss + 2,
-                                         NULL, 1, DTRAIN_DTYPE_F32, 0,      0};
+    dtrain_cross_entropy_args entropy = {.rows = 2,
+                                         .n = 8,
+                                         .logits = logits,
+                                         .targets = tokens,
+                                         .loss = loss,
+                                         .lse = loss + 2,
+                                         .scale = 1,
+                                         .dtype = DTRAIN_DTYPE_F32};
     CHECK(gpu->ops->cross_entropy(gpu, &entropy) == DTRAIN_OK);
     CHECK(gpu->ops->synchronize(gpu) == DTRAIN_ERROR_DATA);
     CHECK_SAYS("target 9 at row 1 is outside [0, 8) and not -1 (ignored)");

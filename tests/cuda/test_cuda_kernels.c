@@ -46,7 +46,8 @@ static void test_errors(void)
     gpu_open();
     x = (float *)gpu_take(64 * sizeof *x, 0);
     const dtrain_dtype f32 = DTRAIN_DTYPE_F32;
-    dtrain_pointwise_args one = {0, 4, x, NULL, x, f32, f32, f32};
+    dtrain_pointwise_args one = {
+        .count = 4, .x = x, .y = x, .x_dtype = f32, .other_dtype = f32, .y_dtype = f32};
     for (one.kind = 0; one.kind < 9; one.kind++) {
         one.other = one.kind < DTRAIN_POINTWISE_MULTIPLY ? x : NULL;
         CHECK(gpu->ops->pointwise(gpu, &one) == DTRAIN_ERROR_ARGUMENT);
@@ -54,8 +55,15 @@ static void test_errors(void)
     }
     one.kind = 1, one.x_dtype = DTRAIN_DTYPE_I32;
     CHECK(gpu->ops->pointwise(gpu, &one) == DTRAIN_ERROR_UNSUPPORTED);
-    const dtrain_pointwise_backward_args back = {
-        DTRAIN_POINTWISE_SILU, false, false, 4, x, NULL, x, x, x, f32, f32, f32};
+    const dtrain_pointwise_backward_args back = {.kind = DTRAIN_POINTWISE_SILU,
+                                                 .count = 4,
+                                                 .x = x,
+                                                 .d_y = x,
+                                                 .d_x = x,
+                                                 .d_other = x,
+                                                 .x_dtype = f32,
+                                                 .other_dtype = f32,
+                                                 .y_dtype = f32};
     CHECK(gpu->ops->pointwise_backward(gpu, &back) == DTRAIN_ERROR_ARGUMENT);
     CHECK(strstr(dtrain_last_error(), "no second argument") != NULL);
     dtrain_rotary_args turn = {1, 1, 2, 3, 4, 100, false, false, x, x, f32};

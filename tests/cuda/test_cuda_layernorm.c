@@ -92,8 +92,11 @@ static void check_forward(const norm_case *c)
     }
     EACH_ORDER(order)
     {
-        dtrain_layernorm_args args = {c->rows, c->n, epsilon, NULL, NULL,       NULL,      NULL,
-                                      NULL,    NULL, NULL,    NULL, c->x_dtype, c->y_dtype};
+        dtrain_layernorm_args args = {.rows = c->rows,
+                                      .n = c->n,
+                                      .epsilon = epsilon,
+                                      .x_dtype = c->x_dtype,
+                                      .y_dtype = c->y_dtype};
         args.x = gpu_give(x, x_bytes, c->shift);
         args.weight = (float *)gpu_give(weight, bytes_of(c->n, DTRAIN_DTYPE_F32), c->shift * 2);
         if (c->bias)
@@ -188,19 +191,12 @@ static void test_forward_nan(void)
     x[3 * N + 5] = NAN;
     x[11 * N + 70] = INFINITY;
     float *weight = (float *)gpu_give(ones, sizeof ones, 0);
-    dtrain_layernorm_args args = {ROWS,
-                                  N,
-                                  1e-5f,
-                                  NULL,
-                                  weight,
-                                  NULL,
-                                  NULL,
-                                  NULL,
-                                  NULL,
-                                  NULL,
-                                  NULL,
-                                  DTRAIN_DTYPE_F32,
-                                  DTRAIN_DTYPE_F32};
+    dtrain_layernorm_args args = {.rows = ROWS,
+                                  .n = N,
+                                  .epsilon = 1e-5f,
+                                  .weight = weight,
+                                  .x_dtype = DTRAIN_DTYPE_F32,
+                                  .y_dtype = DTRAIN_DTYPE_F32};
     args.x = gpu_give(x, sizeof y, 0);
     args.y = gpu_take(sizeof y, 0);
     args.mean = (float *)gpu_take(ROWS * 4, 0);
@@ -394,9 +390,15 @@ static void test_errors(void)
     float *memory;
     gpu_open();
     memory = (float *)gpu_take(64, 0);
-    dtrain_layernorm_args forward = {
-        1,      1,    0,    memory,           memory,          NULL, memory, memory,
-        memory, NULL, NULL, DTRAIN_DTYPE_I32, DTRAIN_DTYPE_F32};
+    dtrain_layernorm_args forward = {.rows = 1,
+                                     .n = 1,
+                                     .x = memory,
+                                     .weight = memory,
+                                     .y = memory,
+                                     .mean = memory,
+                                     .rstd = memory,
+                                     .x_dtype = DTRAIN_DTYPE_I32,
+                                     .y_dtype = DTRAIN_DTYPE_F32};
     CHECK(gpu->ops->layernorm(gpu, &forward) == DTRAIN_ERROR_UNSUPPORTED);
     CHECK_MSG(strstr(dtrain_last_error(), "i32") != NULL, "%s", dtrain_last_error());
     forward.x_dtype = DTRAIN_DTYPE_F32, forward.y_dtype = (dtrain_dtype)7;

@@ -73,8 +73,11 @@ static void check_embedding(const words_case *c, bool positions)
     }
     EACH_ORDER(order)
     {
-        dtrain_embedding_args args = {
-            c->rows, positions ? c->sequence : 0, c->n, c->vocab, NULL, NULL, NULL, NULL, c->dtype};
+        dtrain_embedding_args args = {.rows = c->rows,
+                                      .sequence = positions ? c->sequence : 0,
+                                      .n = c->n,
+                                      .vocab = c->vocab,
+                                      .dtype = c->dtype};
         args.tokens = (int32_t *)gpu_give(tokens, bytes_of(c->rows, DTRAIN_DTYPE_I32), 0);
         args.wte =
             (float *)gpu_give(wte, bytes_of(c->vocab * c->n, DTRAIN_DTYPE_F32), c->shift * 2);
@@ -129,8 +132,11 @@ static void check_embedding_backward(const words_case *c, spread kind)
     add_rows(c, tokens, d_y, d_wte, d_wpe);
     EACH_ORDER(order)
     {
-        dtrain_embedding_backward_args args = {c->rows, c->sequence, c->n, c->vocab, NULL,
-                                               NULL,    NULL,        NULL, c->dtype};
+        dtrain_embedding_backward_args args = {.rows = c->rows,
+                                               .sequence = c->sequence,
+                                               .n = c->n,
+                                               .vocab = c->vocab,
+                                               .dtype = c->dtype};
         args.tokens = (int32_t *)gpu_give(tokens, bytes_of(c->rows, DTRAIN_DTYPE_I32), 0);
         args.d_y = gpu_give(d_y, y_bytes, c->shift);
         float *words = (float *)gpu_give(old_wte, wte_bytes, c->shift * 2),
@@ -197,7 +203,13 @@ static void check_bad_token(int32_t bad)
     float *words = (float *)gpu_take(sizeof d_wte, 0);
     CHECK(gpu->ops->zero(gpu, words, sizeof d_wte) == DTRAIN_OK);
     int32_t *ids = (int32_t *)gpu_give(tokens, sizeof tokens, 0);
-    dtrain_embedding_backward_args back = {6, 6, 4, 5, ids, NULL, words, NULL, DTRAIN_DTYPE_F32};
+    dtrain_embedding_backward_args back = {.rows = 6,
+                                           .sequence = 6,
+                                           .n = 4,
+                                           .vocab = 5,
+                                           .tokens = ids,
+                                           .d_wte = words,
+                                           .dtype = DTRAIN_DTYPE_F32};
     back.d_y = gpu_give(d_y, 24 * sizeof *d_y, 0);
     CHECK(gpu->ops->embedding_backward(gpu, &back) == DTRAIN_OK);
     CHECK(gpu->ops->synchronize(gpu) == DTRAIN_ERROR_DATA);
@@ -205,7 +217,8 @@ static void check_bad_token(int32_t bad)
     CHECK(holds(words, d_wte, sizeof d_wte));
     for (int i = 0; i < 20; i++) wte[i] = (float)i;
     for (int i = 0; i < 24; i++) y[i] = wte[used[i / 4] * 4 + i % 4];
-    dtrain_embedding_args args = {6, 6, 4, 5, ids, NULL, NULL, NULL, DTRAIN_DTYPE_F32};
+    dtrain_embedding_args args = {
+        .rows = 6, .sequence = 6, .n = 4, .vocab = 5, .tokens = ids, .dtype = DTRAIN_DTYPE_F32};
     args.wte = (float *)gpu_give(wte, sizeof wte, 0);
     args.y = gpu_take(sizeof y, 0);
     CHECK(gpu->ops->embedding(gpu, &args) == DTRAIN_OK);
@@ -330,8 +343,8 @@ static void check_cross_entropy(const loss_case *c)
     const loss_want want = want_loss(c, logits, targets, (double)scale);
     EACH_ORDER(order)
     {
-        dtrain_cross_entropy_args args = {c->rows, c->n,  NULL,     NULL,    NULL, NULL,
-                                          NULL,    scale, c->dtype, classes, 0};
+        dtrain_cross_entropy_args args = {
+            .rows = c->rows, .n = c->n, .scale = scale, .dtype = c->dtype, .classes = classes};
         args.logits = gpu_give(logits, bytes, shift);
         args.targets = (int32_t *)gpu_give(targets, (size_t)c->rows * 4, 0);
         args.loss = (float *)gpu_take((size_t)c->rows * 4, 0);
@@ -342,17 +355,14 @@ static void check_cross_entropy(const loss_case *c)
         CHECK_MSG(holds(args.logits, logits, bytes), "%s: logits changed", loss_name(c));
 
         /* Backward on its own, with upstream folded out of scale again. */
-        dtrain_cross_entropy_backward_args back = {c->rows,
-                                                   c->n,
-                                                   scale / upstream,
-                                                   args.logits,
-                                                   args.targets,
-                                                   args.lse,
-                                                   NULL,
-                                                   NULL,
-                                                   c->dtype,
-                                                   classes,
-                                                   0};
+        dtrain_cross_entropy_backward_args back = {.rows = c->rows,
+                                                   .n = c->n,
+                                                   .scale = scale / upstream,
+                                                   .logits = args.logits,
+                                                   .targets = args.targets,
+                                                   .lse = args.lse,
+                                                   .dtype = c->dtype,
+                                                   .classes = classes};
         back.upstream = (float *)gpu_give(&upstream, sizeof upstream, 0);
         back.d_logits = gpu_take(bytes, c->d_shift < 0 ? shift : d_shift);
         CHECK_MSG(gpu->ops->cross_entropy_backward(gpu, &back) == DTRAIN_OK, "%s",
@@ -431,8 +441,7 @@ static void test_cross_entropy_nan(void)
     logits[1 * N + 33] = NAN;
     logits[2 * N + 1] = NAN;
     for (int j = 0; j < N; j++) logits[4 * N + j] = -INFINITY;
-    dtrain_cross_entropy_args args = {ROWS, N, NULL, NULL, NULL, NULL, NULL, 1, DTRAIN_DTYPE_F32,
-                                      0,    0};
+    dtrain_cross_entropy_args args = {.rows = ROWS, .n = N, .scale = 1, .dtype = DTRAIN_DTYPE_F32};
     args.logits = gpu_give(logits, sizeof d_logits, 0);
     args.targets = (int32_t *)gpu_give(targets, sizeof targets, 0);
     args.loss = (float *)gpu_take(sizeof loss, 0);
@@ -462,23 +471,21 @@ static void test_bad_targets(void)
     gpu_open();
     for (int bad = 0; bad < 3; bad++) {
         dtrain_cross_entropy_args args = {
-            3, 4, NULL, NULL, NULL, NULL, NULL, 1, DTRAIN_DTYPE_F32, bad == 2 ? 3 : 0, 0};
+            .rows = 3, .n = 4, .scale = 1, .dtype = DTRAIN_DTYPE_F32, .classes = bad == 2 ? 3 : 0};
         args.logits = gpu_give(logits, sizeof d_logits, 0);
         args.targets = (int32_t *)gpu_give(targets[bad], sizeof targets[bad], 0);
         args.loss = (float *)gpu_take(sizeof loss, 0);
         args.lse = (float *)gpu_give(loss, sizeof loss, 0);
         args.d_logits = gpu_take(sizeof d_logits, 0);
-        dtrain_cross_entropy_backward_args back = {3,
-                                                   4,
-                                                   1,
-                                                   args.logits,
-                                                   args.targets,
-                                                   args.lse,
-                                                   args.d_logits,
-                                                   NULL,
-                                                   DTRAIN_DTYPE_F32,
-                                                   args.classes,
-                                                   0};
+        dtrain_cross_entropy_backward_args back = {.rows = 3,
+                                                   .n = 4,
+                                                   .scale = 1,
+                                                   .logits = args.logits,
+                                                   .targets = args.targets,
+                                                   .lse = args.lse,
+                                                   .d_logits = args.d_logits,
+                                                   .dtype = DTRAIN_DTYPE_F32,
+                                                   .classes = args.classes};
         for (int pass = 0; pass < 2; pass++) {
             CHECK((pass ? gpu->ops->cross_entropy_backward(gpu, &back)
                         : gpu->ops->cross_entropy(gpu, &args)) == DTRAIN_OK);
@@ -503,7 +510,13 @@ static void test_errors(void)
     gpu_open();
     int32_t *ids = (int32_t *)gpu_take(64, 0);
     float *memory = (float *)gpu_take(64, 0);
-    dtrain_embedding_args words = {1, 1, 1, 0, ids, memory, NULL, memory, DTRAIN_DTYPE_F32};
+    dtrain_embedding_args words = {.rows = 1,
+                                   .sequence = 1,
+                                   .n = 1,
+                                   .tokens = ids,
+                                   .wte = memory,
+                                   .y = memory,
+                                   .dtype = DTRAIN_DTYPE_F32};
     CHECK(gpu->ops->embedding(gpu, &words) == DTRAIN_ERROR_ARGUMENT);
     words.vocab = 1, words.sequence = 0, words.wpe = memory;
     CHECK(gpu->ops->embedding(gpu, &words) == DTRAIN_ERROR_ARGUMENT);
@@ -511,8 +524,14 @@ static void test_errors(void)
     CHECK(gpu->ops->embedding(gpu, &words) == DTRAIN_ERROR_UNSUPPORTED);
     words.rows = 0, words.dtype = DTRAIN_DTYPE_F32;
     CHECK(gpu->ops->embedding(gpu, &words) == DTRAIN_OK);
-    dtrain_embedding_backward_args back = {(int64_t)1 << 31, 1, 1, 1, ids, memory, memory, NULL,
-                                           DTRAIN_DTYPE_F32};
+    dtrain_embedding_backward_args back = {.rows = (int64_t)1 << 31,
+                                           .sequence = 1,
+                                           .n = 1,
+                                           .vocab = 1,
+                                           .tokens = ids,
+                                           .d_y = memory,
+                                           .d_wte = memory,
+                                           .dtype = DTRAIN_DTYPE_F32};
     CHECK(gpu->ops->embedding_backward(gpu, &back) == DTRAIN_ERROR_UNSUPPORTED);
     CHECK_MSG(strstr(dtrain_last_error(), "2147483648 rows") != NULL, "%s", dtrain_last_error());
     back.rows = 1, back.vocab = ((int64_t)1 << 31) + 1;
@@ -523,13 +542,25 @@ static void test_errors(void)
     CHECK(gpu->ops->embedding_backward(gpu, &back) == DTRAIN_ERROR_ARGUMENT);
     back.sequence = 1, back.dtype = DTRAIN_DTYPE_I64;
     CHECK(gpu->ops->embedding_backward(gpu, &back) == DTRAIN_ERROR_UNSUPPORTED);
-    dtrain_cross_entropy_args loss = {1,    1, memory,           ids, memory, memory,
-                                      NULL, 1, DTRAIN_DTYPE_I32, 0,   0};
+    dtrain_cross_entropy_args loss = {.rows = 1,
+                                      .n = 1,
+                                      .logits = memory,
+                                      .targets = ids,
+                                      .loss = memory,
+                                      .lse = memory,
+                                      .scale = 1,
+                                      .dtype = DTRAIN_DTYPE_I32};
     CHECK(gpu->ops->cross_entropy(gpu, &loss) == DTRAIN_ERROR_UNSUPPORTED);
     loss.dtype = DTRAIN_DTYPE_F32, loss.rows = 0;
     CHECK(gpu->ops->cross_entropy(gpu, &loss) == DTRAIN_OK);
-    dtrain_cross_entropy_backward_args d_loss = {
-        1, 1, 1, memory, ids, memory, memory, NULL, DTRAIN_DTYPE_I64, 0, 0};
+    dtrain_cross_entropy_backward_args d_loss = {.rows = 1,
+                                                 .n = 1,
+                                                 .scale = 1,
+                                                 .logits = memory,
+                                                 .targets = ids,
+                                                 .lse = memory,
+                                                 .d_logits = memory,
+                                                 .dtype = DTRAIN_DTYPE_I64};
     CHECK(gpu->ops->cross_entropy_backward(gpu, &d_loss) == DTRAIN_ERROR_UNSUPPORTED);
     CHECK(gpu->ops->synchronize(gpu) == DTRAIN_OK);
     gpu_close();

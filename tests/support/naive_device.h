@@ -444,9 +444,16 @@ static dtrain_result naive_cross_entropy(dtrain_device *device, const dtrain_cro
         a->loss[i] = (float)(top + log(sum) - (1 - s) * of_target - s * mean);
     }
     if (!a->d_logits) return DTRAIN_OK;
-    const dtrain_cross_entropy_backward_args backward = {
-        a->rows,     a->n, a->scale, a->logits,  a->targets,  a->lse,
-        a->d_logits, NULL, a->dtype, a->classes, a->smoothing};
+    const dtrain_cross_entropy_backward_args backward = {.rows = a->rows,
+                                                         .n = a->n,
+                                                         .scale = a->scale,
+                                                         .logits = a->logits,
+                                                         .targets = a->targets,
+                                                         .lse = a->lse,
+                                                         .d_logits = a->d_logits,
+                                                         .dtype = a->dtype,
+                                                         .classes = a->classes,
+                                                         .smoothing = a->smoothing};
     return naive_cross_entropy_backward(device, &backward);
 }
 

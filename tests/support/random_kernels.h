@@ -134,10 +134,27 @@ static void case_pointwise(void)
     kernel_data *y = kernel_make(n, yt, 1), *d_y = kernel_make(n, yt, 1);
     kernel_data *d_x = kernel_maybe(kernel_draw(4) > 0, n, xt);
     kernel_data *d_other = kernel_maybe(two && kernel_draw(4) > 0, n, ot);
-    ON_EACH(pointwise, {kind, n, AT(x), AT(other), AT(y), xt, ot, yt})
+    ON_EACH(pointwise, {.kind = kind,
+                        .count = n,
+                        .x = AT(x),
+                        .other = AT(other),
+                        .y = AT(y),
+                        .x_dtype = xt,
+                        .other_dtype = ot,
+                        .y_dtype = yt})
     kernel_same(y, 1e-5, "y");
-    ON_EACH(pointwise_backward,
-            {kind, add_x, add, n, AT(x), AT(other), AT(d_y), AT(d_x), AT(d_other), xt, ot, yt})
+    ON_EACH(pointwise_backward, {.kind = kind,
+                                 .accumulate_x = add_x,
+                                 .accumulate_other = add,
+                                 .count = n,
+                                 .x = AT(x),
+                                 .other = AT(other),
+                                 .d_y = AT(d_y),
+                                 .d_x = AT(d_x),
+                                 .d_other = AT(d_other),
+                                 .x_dtype = xt,
+                                 .other_dtype = ot,
+                                 .y_dtype = yt})
     kernel_same(d_x, 1e-5, "d_x");
     kernel_same(d_other, 1e-5, "d_other");
 }
@@ -156,8 +173,19 @@ static void case_norm(void)
     kernel_data *sum = kernel_maybe(fused, rows * n, xt);
     /* a mean or a variance of a sum that is rounded to the type before, on a GPU, or after */
     const double loose = fused && xt != f32 ? (xt == DTRAIN_DTYPE_BF16 ? 3e-2 : 4e-3) : 3e-5;
-    ON_EACH(layernorm, {rows, n, n == 1 ? 1.0f : 1e-2f, AT(x), F32(weight), F32(bias), AT(y),
-                        F32(mean), F32(rstd), AT(residual), AT(sum), xt, yt})
+    ON_EACH(layernorm, {.rows = rows,
+                        .n = n,
+                        .epsilon = n == 1 ? 1.0f : 1e-2f,
+                        .x = AT(x),
+                        .weight = F32(weight),
+                        .bias = F32(bias),
+                        .y = AT(y),
+                        .mean = F32(mean),
+                        .rstd = F32(rstd),
+                        .residual = AT(residual),
+                        .sum = AT(sum),
+                        .x_dtype = xt,
+                        .y_dtype = yt})
     kernel_same(y, loose, "y");
     kernel_same(mean, loose, "mean");
     kernel_same(rstd, loose, "rstd");
@@ -165,9 +193,20 @@ static void case_norm(void)
     kernel_data *d_y = kernel_make(rows * n, yt, 1), *d_x = kernel_make(rows * n, xt, 1);
     kernel_data *d_weight = kernel_maybe(kernel_draw(4) > 0, n, f32);
     kernel_data *d_bias = kernel_maybe(bias && kernel_flag(), n, f32);
-    ON_EACH(layernorm_backward,
-            {rows, n, add, add_x, AT(fused ? sum : x), F32(weight), F32(mean), F32(rstd), AT(d_y),
-             AT(d_x), F32(d_weight), F32(d_bias), NULL, xt, yt})
+    ON_EACH(layernorm_backward, {.rows = rows,
+                                 .n = n,
+                                 .accumulate_params = add,
+                                 .accumulate_x = add_x,
+                                 .x = AT(fused ? sum : x),
+                                 .weight = F32(weight),
+                                 .mean = F32(mean),
+                                 .rstd = F32(rstd),
+                                 .d_y = AT(d_y),
+                                 .d_x = AT(d_x),
+                                 .d_weight = F32(d_weight),
+                                 .d_bias = F32(d_bias),
+                                 .x_dtype = xt,
+                                 .y_dtype = yt})
     kernel_same(d_x, 1e-4, "d_x");
     kernel_same(d_weight, 3e-4, "d_weight");
     kernel_same(d_bias, 3e-4, "d_bias");
@@ -189,13 +228,31 @@ static void case_cross_entropy(void)
         ((int32_t *)targets->of[1])[i] = kernel_draw(5) ? (int32_t)kernel_draw(below) : -1;
     }
     kernel_copy(targets, DTRAIN_COPY_HOST_TO_DEVICE);
-    ON_EACH(cross_entropy, {rows, n, AT(logits), (const int32_t *)AT(targets), F32(loss), F32(lse),
-                            fused ? AT(d) : NULL, 0.7f, type, classes, smoothing})
+    ON_EACH(cross_entropy, {.rows = rows,
+                            .n = n,
+                            .logits = AT(logits),
+                            .targets = (const int32_t *)AT(targets),
+                            .loss = F32(loss),
+                            .lse = F32(lse),
+                            .d_logits = fused ? AT(d) : NULL,
+                            .scale = 0.7f,
+                            .dtype = type,
+                            .classes = classes,
+                            .smoothing = smoothing})
     kernel_same(loss, 1e-4, "loss");
     kernel_same(lse, 3e-5, "lse");
     if (!fused)
-        ON_EACH(cross_entropy_backward, {rows, n, 0.7f, AT(logits), (const int32_t *)AT(targets),
-                                         F32(lse), AT(d), F32(up), type, classes, smoothing})
+        ON_EACH(cross_entropy_backward, {.rows = rows,
+                                         .n = n,
+                                         .scale = 0.7f,
+                                         .logits = AT(logits),
+                                         .targets = (const int32_t *)AT(targets),
+                                         .lse = F32(lse),
+                                         .d_logits = AT(d),
+                                         .upstream = F32(up),
+                                         .dtype = type,
+                                         .classes = classes,
+                                         .smoothing = smoothing})
     kernel_same(d, 3e-5, "d_logits");
 }
 
@@ -207,9 +264,15 @@ static void case_softmax(void)
     kernels.what = "softmax";
     kernel_data *x = kernel_make(rows * n, type, 4), *y = kernel_make(rows * n, type, 1);
     kernel_data *d_y = kernel_make(rows * n, type, 1), *d_x = kernel_make(rows * n, type, 1);
-    ON_EACH(softmax, {rows, n, AT(x), AT(y), type})
+    ON_EACH(softmax, {.rows = rows, .n = n, .x = AT(x), .y = AT(y), .dtype = type})
     kernel_same(y, 2e-6 + 4e-9 * (double)n, "y"); /* n terms, in a single lane at worst */
-    ON_EACH(softmax_backward, {rows, n, add, AT(y), AT(d_y), AT(d_x), type})
+    ON_EACH(softmax_backward, {.rows = rows,
+                               .n = n,
+                               .accumulate = add,
+                               .y = AT(y),
+                               .d_y = AT(d_y),
+                               .d_x = AT(d_x),
+                               .dtype = type})
     kernel_same(d_x, 1e-5 + 1e-8 * (double)n, "d_x");
 }
 

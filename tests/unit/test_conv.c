@@ -179,24 +179,28 @@ static bool problem_run(const problem *p, dtrain_device *device, values result[R
 {
     const shape *s = p->s;
     for (int r = 0; r < RESULTS; r++) result[r] = copy_of(&p->before[r]);
-    const dtrain_conv2d_args forward = {
-        p->w,           s->out,         s->groups,
-        p->x.data,      p->weight.data, s->bias ? (const float *)p->bias.data : NULL,
-        result[Y].data, types[s->dtype]};
-    const dtrain_conv2d_backward_args backward = {p->w,
-                                                  s->out,
-                                                  s->groups,
-                                                  p->x.data,
-                                                  p->weight.data,
-                                                  p->d_y.data,
-                                                  result[D_X].data,
-                                                  (float *)result[D_WEIGHT].data,
-                                                  (float *)result[D_BIAS].data,
-                                                  s->accumulate,
-                                                  s->accumulate,
-                                                  s->accumulate,
-                                                  types[s->dtype],
-                                                  types[s->x_dtype]};
+    const dtrain_conv2d_args forward = {.windows = p->w,
+                                        .out_channels = s->out,
+                                        .groups = s->groups,
+                                        .x = p->x.data,
+                                        .weight = p->weight.data,
+                                        .bias = s->bias ? (const float *)p->bias.data : NULL,
+                                        .y = result[Y].data,
+                                        .dtype = types[s->dtype]};
+    const dtrain_conv2d_backward_args backward = {.windows = p->w,
+                                                  .out_channels = s->out,
+                                                  .groups = s->groups,
+                                                  .x = p->x.data,
+                                                  .weight = p->weight.data,
+                                                  .d_y = p->d_y.data,
+                                                  .d_x = result[D_X].data,
+                                                  .d_weight = (float *)result[D_WEIGHT].data,
+                                                  .d_bias = (float *)result[D_BIAS].data,
+                                                  .accumulate_x = s->accumulate,
+                                                  .accumulate_weight = s->accumulate,
+                                                  .accumulate_bias = s->accumulate,
+                                                  .dtype = types[s->dtype],
+                                                  .x_dtype = types[s->x_dtype]};
     return device->ops->conv2d(device, &forward) == DTRAIN_OK &&
            device->ops->conv2d_backward(device, &backward) == DTRAIN_OK;
 }
@@ -351,18 +355,26 @@ static void check_pool(const shape *s, bool maximum, bool special, int which)
                   up_to(20) == 1   ? NAN
                   : up_to(20) == 1 ? -INFINITY
                                    : (double)up_to(2));
-    dtrain_pool2d_args forward = {w,    maximum, x.data, want_y.data, (int32_t *)want_index.data,
-                                  dtype};
-    dtrain_pool2d_backward_args backward = {
-        w,        maximum,       s->accumulate, (const int32_t *)want_index.data,
-        d_y.data, want_d_x.data, dtype};
+    dtrain_pool2d_args forward = {.windows = w,
+                                  .maximum = maximum,
+                                  .x = x.data,
+                                  .y = want_y.data,
+                                  .index = (int32_t *)want_index.data,
+                                  .dtype = dtype};
+    dtrain_pool2d_backward_args backward = {.windows = w,
+                                            .maximum = maximum,
+                                            .accumulate = s->accumulate,
+                                            .index = (int32_t *)want_index.data,
+                                            .d_y = d_y.data,
+                                            .d_x = want_d_x.data,
+                                            .dtype = dtype};
     naive->ops->pool2d(naive, &forward);
     naive->ops->pool2d_backward(naive, &backward);
     use_kernels(which);
     for (int t = 0; t < THREADS; t++) {
         values y = noise(count, dtype), d = copy_of(&d_x);
         forward.y = y.data, forward.index = (int32_t *)index.data;
-        backward.index = (const int32_t *)index.data, backward.d_x = d.data;
+        backward.index = (int32_t *)index.data, backward.d_x = d.data;
         CHECK(devices[t]->ops->pool2d(devices[t], &forward) == DTRAIN_OK);
         CHECK(devices[t]->ops->pool2d_backward(devices[t], &backward) == DTRAIN_OK);
         CHECK_MSG(near(&y, &want_y, terms), "[%s] pool %s", kernels[which]->name, shape_text(s));

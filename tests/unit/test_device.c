@@ -717,25 +717,31 @@ static void layernorm_case(int64_t rows, int64_t n)
         dtrain_device *d = devices[t];
         float *fy = floats(count), *fm = floats(rows), *fr = floats(rows);
         float *gx = floats(count), *gw = floats(n), *gb = floats(n);
-        dtrain_layernorm_args a = {
-            rows, n, 1e-5f, x, w, b, fy, fm, fr, NULL, NULL, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32};
+        dtrain_layernorm_args a = {.rows = rows,
+                                   .n = n,
+                                   .epsilon = 1e-5f,
+                                   .x = x,
+                                   .weight = w,
+                                   .bias = b,
+                                   .y = fy,
+                                   .mean = fm,
+                                   .rstd = fr,
+                                   .x_dtype = DTRAIN_DTYPE_F32,
+                                   .y_dtype = DTRAIN_DTYPE_F32};
         CHECK(!d->ops->layernorm(d, &a) && close_to(fy, y, count, 1e-5));
         CHECK(close_to(fm, mean, rows, 1e-6) && close_to(fr, rstd, rows, 2e-5));
-        dtrain_layernorm_backward_args g = {rows,
-                                            n,
-                                            false,
-                                            false,
-                                            x,
-                                            w,
-                                            fm,
-                                            fr,
-                                            d_y,
-                                            gx,
-                                            gw,
-                                            gb,
-                                            NULL,
-                                            DTRAIN_DTYPE_F32,
-                                            DTRAIN_DTYPE_F32};
+        dtrain_layernorm_backward_args g = {.rows = rows,
+                                            .n = n,
+                                            .x = x,
+                                            .weight = w,
+                                            .mean = fm,
+                                            .rstd = fr,
+                                            .d_y = d_y,
+                                            .d_x = gx,
+                                            .d_weight = gw,
+                                            .d_bias = gb,
+                                            .x_dtype = DTRAIN_DTYPE_F32,
+                                            .y_dtype = DTRAIN_DTYPE_F32};
         CHECK(!d->ops->layernorm_backward(d, &g) && close_to(gx, d_x, count, tolerance));
         CHECK(close_to(gw, d_w, n, tolerance) && close_to(gb, d_b, n, 2e-5));
         if (t == 1) {
@@ -788,13 +794,27 @@ static void test_embedding(void)
         for (int t = 1; t <= THREADS; t++) {
             dtrain_device *d = devices[t];
             float *fy = floats(rows * n), *gt = floats(vocab * n), *gp = floats(sequence * n);
-            const dtrain_embedding_args a = {rows, sequence, n,  vocab,           tokens,
-                                             wte,  wpe,      fy, DTRAIN_DTYPE_F32};
+            const dtrain_embedding_args a = {.rows = rows,
+                                             .sequence = sequence,
+                                             .n = n,
+                                             .vocab = vocab,
+                                             .tokens = tokens,
+                                             .wte = wte,
+                                             .wpe = wpe,
+                                             .y = fy,
+                                             .dtype = DTRAIN_DTYPE_F32};
             CHECK(!d->ops->embedding(d, &a) && close_to(fy, y, rows * n, 1e-6));
             memset(gt, 0, (size_t)(vocab * n) * 4);
             memset(gp, 0, (size_t)(sequence * n) * 4);
-            const dtrain_embedding_backward_args g = {rows, sequence, n,  vocab,           tokens,
-                                                      d_y,  gt,       gp, DTRAIN_DTYPE_F32};
+            const dtrain_embedding_backward_args g = {.rows = rows,
+                                                      .sequence = sequence,
+                                                      .n = n,
+                                                      .vocab = vocab,
+                                                      .tokens = tokens,
+                                                      .d_y = d_y,
+                                                      .d_wte = gt,
+                                                      .d_wpe = gp,
+                                                      .dtype = DTRAIN_DTYPE_F32};
             CHECK(!d->ops->embedding_backward(d, &g));
             CHECK(close_to(gt, dt, vocab * n, 1e-5) && close_to(gp, dp, sequence * n, 1e-5));
             if (t == 1) memcpy(first, gt, (size_t)(vocab * n) * 4);
@@ -803,8 +823,14 @@ static void test_embedding(void)
         }
         tokens[rows - 1] = 11;
         float *fy = floats(rows * n);
-        const dtrain_embedding_args bad = {rows, sequence, n,  vocab,           tokens,
-                                           wte,  NULL,     fy, DTRAIN_DTYPE_F32};
+        const dtrain_embedding_args bad = {.rows = rows,
+                                           .sequence = sequence,
+                                           .n = n,
+                                           .vocab = vocab,
+                                           .tokens = tokens,
+                                           .wte = wte,
+                                           .y = fy,
+                                           .dtype = DTRAIN_DTYPE_F32};
         CHECK(devices[2]->ops->embedding(devices[2], &bad) == DTRAIN_ERROR_DATA);
         CHECK(strstr(dtrain__error_text, "token 11 at row") != NULL);
         free(wte), free(wpe), free(d_y), free(tokens), free(y), free(dt), free(dp), free(first),
@@ -837,13 +863,39 @@ static void batchnorm_case(int64_t rows, int64_t n)
         const dtrain_batchnorm_moments_args moments = {rows, n, x, got[0], DTRAIN_DTYPE_F32};
         const dtrain_batchnorm_statistics_args statistics = {1,    n,    1e-3f,  0.1f, got[0],
                                                              mean, rstd, &share, NULL, NULL};
-        const dtrain_batchnorm_args forward = {
-            rows, n, relu, x, NULL, mean, rstd, weight, bias, got[1], DTRAIN_DTYPE_F32};
-        const dtrain_batchnorm_sums_args sums = {
-            rows, n, relu, x, got[1], d_y, mean, rstd, got[2], NULL, false, DTRAIN_DTYPE_F32};
-        const dtrain_batchnorm_backward_args backward = {
-            rows, n,      relu,   x,      got[1], d_y,   mean,
-            rstd, weight, got[2], &share, got[3], false, DTRAIN_DTYPE_F32};
+        const dtrain_batchnorm_args forward = {.rows = rows,
+                                               .n = n,
+                                               .activation = relu,
+                                               .x = x,
+                                               .mean = mean,
+                                               .rstd = rstd,
+                                               .weight = weight,
+                                               .bias = bias,
+                                               .y = got[1],
+                                               .dtype = DTRAIN_DTYPE_F32};
+        const dtrain_batchnorm_sums_args sums = {.rows = rows,
+                                                 .n = n,
+                                                 .activation = relu,
+                                                 .x = x,
+                                                 .y = got[1],
+                                                 .d_y = d_y,
+                                                 .mean = mean,
+                                                 .rstd = rstd,
+                                                 .sums = got[2],
+                                                 .dtype = DTRAIN_DTYPE_F32};
+        const dtrain_batchnorm_backward_args backward = {.rows = rows,
+                                                         .n = n,
+                                                         .activation = relu,
+                                                         .x = x,
+                                                         .y = got[1],
+                                                         .d_y = d_y,
+                                                         .mean = mean,
+                                                         .rstd = rstd,
+                                                         .weight = weight,
+                                                         .sums = got[2],
+                                                         .inverse_count = &share,
+                                                         .d_x = got[3],
+                                                         .dtype = DTRAIN_DTYPE_F32};
         CHECK(!d->ops->batchnorm_moments(d, &moments));
         CHECK(!d->ops->batchnorm_statistics(d, &statistics));
         CHECK(!d->ops->batchnorm(d, &forward) && close_to(got[1], want, rows * n, 1e-4));
@@ -891,12 +943,25 @@ static void cross_entropy_case(int64_t rows, int64_t classes, int64_t n, float s
         dtrain_device *dev = devices[t];
         float *fl = floats(rows), *fs = floats(rows), *g = floats(rows * n);
         const int64_t given = classes == n && t == 1 ? 0 : classes;
-        const dtrain_cross_entropy_args a = {rows,  n, x, target, fl, fs, NULL, 0, DTRAIN_DTYPE_F32,
-                                             given, 0};
+        const dtrain_cross_entropy_args a = {.rows = rows,
+                                             .n = n,
+                                             .logits = x,
+                                             .targets = target,
+                                             .loss = fl,
+                                             .lse = fs,
+                                             .dtype = DTRAIN_DTYPE_F32,
+                                             .classes = given};
         CHECK(!dev->ops->cross_entropy(dev, &a) && close_to(fs, lse, rows, 2e-6));
         CHECK(close_to(fl, loss, rows, 2e-6 * (1 + (double)scale)));
-        dtrain_cross_entropy_backward_args b = {
-            rows, n, 0.25f, x, target, fs, g, NULL, DTRAIN_DTYPE_F32, given, 0};
+        dtrain_cross_entropy_backward_args b = {.rows = rows,
+                                                .n = n,
+                                                .scale = 0.25f,
+                                                .logits = x,
+                                                .targets = target,
+                                                .lse = fs,
+                                                .d_logits = g,
+                                                .dtype = DTRAIN_DTYPE_F32,
+                                                .classes = given};
         /* lse near 1e4 has an ulp of 1e-3, which is what the softmax of such logits loses */
         CHECK(!dev->ops->cross_entropy_backward(dev, &b) &&
               close_to(g, d, rows * n, 1e-6 + 2e-7 * (double)scale));
@@ -913,8 +978,14 @@ static void cross_entropy_case(int64_t rows, int64_t classes, int64_t n, float s
         free(fl), free(fs), free(g);
     }
     target[rows - 1] = (int32_t)classes;
-    const dtrain_cross_entropy_args bad = {
-        rows, n, x, target, first, first, NULL, 0, DTRAIN_DTYPE_F32, classes, 0};
+    const dtrain_cross_entropy_args bad = {.rows = rows,
+                                           .n = n,
+                                           .logits = x,
+                                           .targets = target,
+                                           .loss = first,
+                                           .lse = first,
+                                           .dtype = DTRAIN_DTYPE_F32,
+                                           .classes = classes};
     CHECK(devices[1]->ops->cross_entropy(devices[1], &bad) == DTRAIN_ERROR_DATA);
     free(x), free(first), free(target), free(loss), free(lse), free(d);
 }
@@ -931,8 +1002,13 @@ static void test_cross_entropy(void)
     float x[9] = {0}, loss, lse;
     const int32_t target = 0;
     x[8] = dtrain__f32_from_bits(0x7fc00000u);
-    const dtrain_cross_entropy_args a = {1, 9, x, &target, &loss, &lse, NULL, 0, DTRAIN_DTYPE_F32,
-                                         0, 0};
+    const dtrain_cross_entropy_args a = {.rows = 1,
+                                         .n = 9,
+                                         .logits = x,
+                                         .targets = &target,
+                                         .loss = &loss,
+                                         .lse = &lse,
+                                         .dtype = DTRAIN_DTYPE_F32};
     CHECK(!devices[1]->ops->cross_entropy(devices[1], &a) && !isfinite(loss));
 }
 
@@ -1078,21 +1154,18 @@ static void test_device_memory(void)
             if (!result) result = d->ops->alloc(d, 200, &b);
             if (!result) {
                 float *f = (float *)b;
-                dtrain_layernorm_backward_args g = {1,
-                                                    4,
-                                                    false,
-                                                    false,
-                                                    f,
-                                                    f,
-                                                    f,
-                                                    f,
-                                                    f,
-                                                    f + 8,
-                                                    f + 16,
-                                                    f + 24,
-                                                    NULL,
-                                                    DTRAIN_DTYPE_F32,
-                                                    DTRAIN_DTYPE_F32};
+                dtrain_layernorm_backward_args g = {.rows = 1,
+                                                    .n = 4,
+                                                    .x = f,
+                                                    .weight = f,
+                                                    .mean = f,
+                                                    .rstd = f,
+                                                    .d_y = f,
+                                                    .d_x = f + 8,
+                                                    .d_weight = f + 16,
+                                                    .d_bias = f + 24,
+                                                    .x_dtype = DTRAIN_DTYPE_F32,
+                                                    .y_dtype = DTRAIN_DTYPE_F32};
                 CHECK(!d->ops->zero(d, b, 200));
                 CHECK(d->allocated_bytes == 300 && d->peak_bytes == 300);
                 result = d->ops->layernorm_backward(d, &g);

@@ -281,9 +281,19 @@ static void test_layernorm(void)
                 pair *residual = fused ? noise(ROWS * N, types[yt], 1) : NULL;
                 pair *sum = fused ? noise(ROWS * N, types[xt], 1) : NULL;
                 ON_BOTH(layernorm, args,
-                        {ROWS, N, 1e-5f, any(x, side), f32(weight, side), f32(bias, side),
-                         any(y, side), f32(mean, side), f32(rstd, side), any(residual, side),
-                         any(sum, side), types[xt], types[yt]})
+                        {.rows = ROWS,
+                         .n = N,
+                         .epsilon = 1e-5f,
+                         .x = any(x, side),
+                         .weight = f32(weight, side),
+                         .bias = f32(bias, side),
+                         .y = any(y, side),
+                         .mean = f32(mean, side),
+                         .rstd = f32(rstd, side),
+                         .residual = any(residual, side),
+                         .sum = any(sum, side),
+                         .x_dtype = types[xt],
+                         .y_dtype = types[yt]})
                 same(y, 2e-5, "layernorm"); /* of the sum before it is rounded */
                 if (mean) same(mean, 2e-5, "mean");
                 same(rstd, 2e-5, "rstd");
@@ -295,28 +305,33 @@ static void test_layernorm(void)
                 if (mean) memcpy(f32(mean, 0), f32(mean, 1), ROWS * 4); /* the same statistics */
                 memcpy(f32(rstd, 0), f32(rstd, 1), ROWS * 4);
                 ON_BOTH(layernorm_backward, args,
-                        {ROWS, N, add_params, add, any(x, side), f32(weight, side), f32(mean, side),
-                         f32(rstd, side), any(d_y, side), any(d_x, side), f32(d_weight, side),
-                         f32(d_bias, side), any(copy, side), types[xt], types[yt]})
+                        {.rows = ROWS,
+                         .n = N,
+                         .accumulate_params = add_params,
+                         .accumulate_x = add,
+                         .x = any(x, side),
+                         .weight = f32(weight, side),
+                         .mean = f32(mean, side),
+                         .rstd = f32(rstd, side),
+                         .d_y = any(d_y, side),
+                         .d_x = any(d_x, side),
+                         .d_weight = f32(d_weight, side),
+                         .d_bias = f32(d_bias, side),
+                         .d_residual = any(copy, side),
+                         .x_dtype = types[xt],
+                         .y_dtype = types[yt]})
                 same(d_x, 1e-4, "d_x");
                 same(d_weight, 2e-4, "d_weight");
                 same(d_bias, 1e-4, "d_bias");
                 if (fused) same(copy, loose, "d_residual");
                 release();
             }
-    dtrain_layernorm_args half = {1,
-                                  1,
-                                  0,
-                                  &half,
-                                  NULL,
-                                  NULL,
-                                  NULL,
-                                  NULL,
-                                  NULL,
-                                  &half,
-                                  NULL,
-                                  DTRAIN_DTYPE_F32,
-                                  DTRAIN_DTYPE_F32};
+    dtrain_layernorm_args half = {.rows = 1,
+                                  .n = 1,
+                                  .x = &half,
+                                  .residual = &half,
+                                  .x_dtype = DTRAIN_DTYPE_F32,
+                                  .y_dtype = DTRAIN_DTYPE_F32};
     CHECK(cpu->ops->layernorm(cpu, &half) == DTRAIN_ERROR_ARGUMENT);
 }
 
@@ -335,18 +350,39 @@ static void test_pointwise(void)
                 pair *d_x = options & 2 ? noise(N, xt, 1) : NULL;
                 pair *d_other = two && options & 4 ? noise(N, ot, 1) : NULL;
                 ON_BOTH(pointwise, args,
-                        {kind, N, any(x, side), any(other, side), any(y, side), xt, ot, yt})
+                        {.kind = kind,
+                         .count = N,
+                         .x = any(x, side),
+                         .other = any(other, side),
+                         .y = any(y, side),
+                         .x_dtype = xt,
+                         .other_dtype = ot,
+                         .y_dtype = yt})
                 same(y, 1e-5, "pointwise");
                 ON_BOTH(pointwise_backward, args,
-                        {kind, add, add, N, any(x, side), any(other, side), any(d_y, side),
-                         any(d_x, side), any(d_other, side), xt, ot, yt})
+                        {.kind = kind,
+                         .accumulate_x = add,
+                         .accumulate_other = add,
+                         .count = N,
+                         .x = any(x, side),
+                         .other = any(other, side),
+                         .d_y = any(d_y, side),
+                         .d_x = any(d_x, side),
+                         .d_other = any(d_other, side),
+                         .x_dtype = xt,
+                         .other_dtype = ot,
+                         .y_dtype = yt})
                 if (d_x) same(d_x, 1e-5, "d_x");
                 if (d_other) same(d_other, 1e-5, "d_other");
                 release();
             }
     float x[4] = {0};
-    dtrain_pointwise_args bad = {
-        0, 4, x, NULL, x, (dtrain_dtype)0, (dtrain_dtype)0, (dtrain_dtype)0};
+    dtrain_pointwise_args bad = {.count = 4,
+                                 .x = x,
+                                 .y = x,
+                                 .x_dtype = (dtrain_dtype)0,
+                                 .other_dtype = (dtrain_dtype)0,
+                                 .y_dtype = (dtrain_dtype)0};
     for (bad.kind = 0; bad.kind < 9; bad.kind++) {
         bad.other = bad.kind < 4 ? x : NULL;
         CHECK(cpu->ops->pointwise(cpu, &bad) == DTRAIN_ERROR_ARGUMENT);
@@ -364,12 +400,26 @@ static void test_embedding(void)
             pair *wte = noise(VOCAB * N, DTRAIN_DTYPE_F32, 1), *y = noise(ROWS * N, types[t], 1);
             pair *wpe = options ? noise(SEQUENCE * N, DTRAIN_DTYPE_F32, 1) : NULL;
             ON_BOTH(embedding, args,
-                    {ROWS, SEQUENCE, N, VOCAB, tokens, f32(wte, side), f32(wpe, side), any(y, side),
-                     types[t]})
+                    {.rows = ROWS,
+                     .sequence = SEQUENCE,
+                     .n = N,
+                     .vocab = VOCAB,
+                     .tokens = tokens,
+                     .wte = f32(wte, side),
+                     .wpe = f32(wpe, side),
+                     .y = any(y, side),
+                     .dtype = types[t]})
             same(y, 1e-6, "embedding");
             ON_BOTH(embedding_backward, back,
-                    {ROWS, SEQUENCE, N, VOCAB, tokens, any(y, side), f32(wte, side), f32(wpe, side),
-                     types[t]})
+                    {.rows = ROWS,
+                     .sequence = SEQUENCE,
+                     .n = N,
+                     .vocab = VOCAB,
+                     .tokens = tokens,
+                     .d_y = any(y, side),
+                     .d_wte = f32(wte, side),
+                     .d_wpe = f32(wpe, side),
+                     .dtype = types[t]})
             same(wte, types[t] > DTRAIN_DTYPE_F32 ? 2e-2 : 1e-5, "d_wte");
             if (wpe) same(wpe, types[t] > DTRAIN_DTYPE_F32 ? 2e-2 : 1e-5, "d_wpe");
             release();
@@ -414,12 +464,19 @@ static void test_rows(void)
             const bool add = options & 1, inverse = options & 2;
             pair *x = noise(ROWS * N, types[t], 2), *y = noise(ROWS * N, types[t], 1);
             pair *d = noise(ROWS * N, types[t], 1);
-            ON_BOTH(softmax, args, {ROWS, N, any(x, side), any(y, side), types[t]})
+            ON_BOTH(softmax, args,
+                    {.rows = ROWS, .n = N, .x = any(x, side), .y = any(y, side), .dtype = types[t]})
             same(y, 1e-6, "softmax");
             memcpy(any(y, 0), any(y, 1),
                    (size_t)(ROWS * N * (types[t] > DTRAIN_DTYPE_F32 ? 2 : 4)));
             ON_BOTH(softmax_backward, back,
-                    {ROWS, N, add, any(y, side), any(x, side), any(d, side), types[t]})
+                    {.rows = ROWS,
+                     .n = N,
+                     .accumulate = add,
+                     .y = any(y, side),
+                     .d_y = any(x, side),
+                     .d_x = any(d, side),
+                     .dtype = types[t]})
             same(d, 2e-6, "softmax backward");
             ON_BOTH(rotary, turn,
                     {ROWS, options & 4 ? 3 : 30, HEADS, options & 4 ? 4 : HEADS, SIZE, 500, inverse,
@@ -463,14 +520,32 @@ static void test_cross_entropy(void)
                 if (classes && i / 2 % N >= classes)
                     naive_put(any(logits, i % 2), types[t], i / 2, NAN);
             ON_BOTH(cross_entropy, args,
-                    {ROWS, N, any(logits, side), targets, f32(loss, side), f32(lse, side),
-                     fused ? any(d, side) : NULL, 0.7f, types[t], classes, smoothing})
+                    {.rows = ROWS,
+                     .n = N,
+                     .logits = any(logits, side),
+                     .targets = targets,
+                     .loss = f32(loss, side),
+                     .lse = f32(lse, side),
+                     .d_logits = fused ? any(d, side) : NULL,
+                     .scale = 0.7f,
+                     .dtype = types[t],
+                     .classes = classes,
+                     .smoothing = smoothing})
             same(loss, 2e-5, "loss");
             same(lse, 2e-5, "log-sum-exp");
             if (!fused)
                 ON_BOTH(cross_entropy_backward, back,
-                        {ROWS, N, 0.7f, any(logits, side), targets, f32(lse, side), any(d, side),
-                         f32(upstream, side), types[t], classes, smoothing})
+                        {.rows = ROWS,
+                         .n = N,
+                         .scale = 0.7f,
+                         .logits = any(logits, side),
+                         .targets = targets,
+                         .lse = f32(lse, side),
+                         .d_logits = any(d, side),
+                         .upstream = f32(upstream, side),
+                         .dtype = types[t],
+                         .classes = classes,
+                         .smoothing = smoothing})
             same(d, 2e-5, "d_logits");
             for (int64_t i = 0; i < ROWS * N && classes; i++)
                 CHECK(i % N < classes || naive_get(any(d, 0), types[t], i) == 0);
@@ -693,19 +768,49 @@ static void batchnorm_case(int64_t rows, int64_t n, dtrain_dtype type, bool relu
     same(mean, 1e-5, "mean"), same(rstd, 1e-5, "rstd"), same(share, 1e-6, "1 / rows");
     same(running, 1e-5, "running averages");
     ON_BOTH(batchnorm, forward,
-            {rows, n, activation, any(x, side), any(r, side), f32(mean, side), f32(rstd, side),
-             f32(weight, side), f32(bias, side), any(y, side), type})
+            {.rows = rows,
+             .n = n,
+             .activation = activation,
+             .x = any(x, side),
+             .residual = any(r, side),
+             .mean = f32(mean, side),
+             .rstd = f32(rstd, side),
+             .weight = f32(weight, side),
+             .bias = f32(bias, side),
+             .y = any(y, side),
+             .dtype = type})
     same(y, 2e-4, "batch normalisation");
     memcpy(y->of[1], y->of[0], (size_t)(rows * n) * dtrain_dtype_bytes(type)); /* which are 0 */
     ON_BOTH(batchnorm_sums, add,
-            {rows, n, activation, any(x, side), any(y, side), any(d_y, side), f32(mean, side),
-             f32(rstd, side), f32(sums, side), any(d_r, side), accumulate, type})
+            {.rows = rows,
+             .n = n,
+             .activation = activation,
+             .x = any(x, side),
+             .y = any(y, side),
+             .d_y = any(d_y, side),
+             .mean = f32(mean, side),
+             .rstd = f32(rstd, side),
+             .sums = f32(sums, side),
+             .d_residual = any(d_r, side),
+             .accumulate = accumulate,
+             .dtype = type})
     same(sums, 1e-4 * sqrt((double)rows) + 1e-4, "sums");
     if (d_r) same(d_r, 1e-5, "gradient of the residual");
     ON_BOTH(batchnorm_backward, backward,
-            {rows, n, activation, any(x, side), any(y, side), any(d_y, side), f32(mean, side),
-             f32(rstd, side), f32(weight, side), f32(sums, side), f32(share, side), any(d_x, side),
-             accumulate, type})
+            {.rows = rows,
+             .n = n,
+             .activation = activation,
+             .x = any(x, side),
+             .y = any(y, side),
+             .d_y = any(d_y, side),
+             .mean = f32(mean, side),
+             .rstd = f32(rstd, side),
+             .weight = f32(weight, side),
+             .sums = f32(sums, side),
+             .inverse_count = f32(share, side),
+             .d_x = any(d_x, side),
+             .accumulate = accumulate,
+             .dtype = type})
     same(d_x, 1e-3, "gradient of x");
     release();
 }
