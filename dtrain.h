@@ -22335,7 +22335,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__prefetch_create(dtrain_loader *loader);
 DTRAIN__PRIVATE void dtrain__prefetch_destroy(dtrain_loader *loader);
 DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void *inputs,
                                                     int32_t *targets);
-DTRAIN__PRIVATE void dtrain__prefetch_rest(dtrain_loader *loader);
+DTRAIN__PRIVATE void dtrain__prefetch_pause(dtrain_loader *loader);
 
 /* train/files.c */
 DTRAIN__PRIVATE dtrain_result dtrain__data_files_open(const dtrain_allocator *allocator,
@@ -22724,7 +22724,7 @@ DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_i
 DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
 {
     if (!loader) return;
-    dtrain__prefetch_rest(loader);
+    dtrain__prefetch_pause(loader);
     loader->position = position;
 }
 
@@ -23005,8 +23005,8 @@ static void dtrain__prefetch_trace(const dtrain_loader *loader, const dtrain__ba
                      batch->read_ns[1]);
 }
 
-/* Copy the next batch out of the ring. After a batch that failed the workers rest, to begin with it
- * again. */
+/* Copy the next batch out of the ring. After a batch that failed the workers pause, and the next
+ * call starts them at that batch. */
 DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void *inputs,
                                                     int32_t *targets)
 {
@@ -23036,7 +23036,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void 
     if (batch->result != DTRAIN_OK) {
         const dtrain_result result = batch->result;
         dtrain__set_last_error(batch->error);
-        dtrain__prefetch_rest(loader);
+        dtrain__prefetch_pause(loader);
         return result;
     }
     dtrain__prefetch_trace(loader, batch);
@@ -23051,7 +23051,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void 
 }
 
 /* Wait for the reads that are under way, and drop all batches of the ring. */
-DTRAIN__PRIVATE void dtrain__prefetch_rest(dtrain_loader *loader)
+DTRAIN__PRIVATE void dtrain__prefetch_pause(dtrain_loader *loader)
 {
     dtrain__prefetch *p = loader->prefetch;
     if (!p || p->process != getpid()) return;
@@ -25213,7 +25213,7 @@ DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
             result = dtrain_device_copy(state->device, tensor->mirror, tensor->memory,
                                         (size_t)tensor->piece.count * sizeof(float));
     }
-    if (state->desc.loader) dtrain__prefetch_rest(state->desc.loader);
+    if (state->desc.loader) dtrain__prefetch_pause(state->desc.loader);
     if (state->desc.trainer) state->desc.trainer->micro = 0;
     dtrain__rewind(strategy, true);
     DTRAIN__TRY(dtrain__strategy_keep(strategy, result));
@@ -32464,7 +32464,8 @@ static void dtrain__nvml_ask(dtrain_metrics *metrics, const dtrain__nvml_questio
                dtrain_world_rank(metrics->world));
 }
 
-/* Ask, if it is time to, and hand the answers to the trainer, whose next step tells all ranks. */
+/* Ask, if it is time to, and hand the answers to the trainer, whose next step sends them to all
+ * ranks. */
 DTRAIN__PRIVATE void dtrain__nvml_sample(dtrain_metrics *metrics)
 {
     dtrain__nvml *nvml = &metrics->nvml;

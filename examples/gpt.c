@@ -243,13 +243,13 @@ static int train(dtrain_world *world, void *user)
             CHECK(dtrain_trainer_evaluate(trainer, next_batch, &held_out, 20, &record.val_loss));
         CHECK(dtrain_metrics_step(metrics, &record));
     }
-    dtrain_metrics_info told;
-    dtrain_metrics_query(metrics, &told);
+    dtrain_metrics_info run;
+    dtrain_metrics_query(metrics, &run);
     CHECK(dtrain_metrics_finish(metrics));
     dtrain_metrics_destroy(metrics);
     if (first)
-        printf("\nheld-out loss %.3f, %.0f tokens/s; a sample:\n", told.summary.val_loss,
-               told.summary.tokens_per_second);
+        printf("\nheld-out loss %.3f, %.0f tokens/s; a sample:\n", run.summary.val_loss,
+               run.summary.tokens_per_second);
     if (sample(dtrain_trainer_tape(trainer), &m, s->tape_flags, first)) return 1;
 
     dtrain_trainer_destroy(trainer);

@@ -158,7 +158,8 @@ static void dtrain__nvml_ask(dtrain_metrics *metrics, const dtrain__nvml_questio
                dtrain_world_rank(metrics->world));
 }
 
-/* Ask, if it is time to, and hand the answers to the trainer, whose next step tells all ranks. */
+/* Ask, if it is time to, and hand the answers to the trainer, whose next step sends them to all
+ * ranks. */
 DTRAIN__PRIVATE void dtrain__nvml_sample(dtrain_metrics *metrics)
 {
     dtrain__nvml *nvml = &metrics->nvml;

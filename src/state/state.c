@@ -331,7 +331,7 @@ DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
             result = dtrain_device_copy(state->device, tensor->mirror, tensor->memory,
                                         (size_t)tensor->piece.count * sizeof(float));
     }
-    if (state->desc.loader) dtrain__prefetch_rest(state->desc.loader);
+    if (state->desc.loader) dtrain__prefetch_pause(state->desc.loader);
     if (state->desc.trainer) state->desc.trainer->micro = 0;
     dtrain__rewind(strategy, true);
     DTRAIN__TRY(dtrain__strategy_keep(strategy, result));

@@ -109,7 +109,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__prefetch_create(dtrain_loader *loader);
 DTRAIN__PRIVATE void dtrain__prefetch_destroy(dtrain_loader *loader);
 DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void *inputs,
                                                     int32_t *targets);
-DTRAIN__PRIVATE void dtrain__prefetch_rest(dtrain_loader *loader);
+DTRAIN__PRIVATE void dtrain__prefetch_pause(dtrain_loader *loader);
 
 /* train/files.c */
 DTRAIN__PRIVATE dtrain_result dtrain__data_files_open(const dtrain_allocator *allocator,

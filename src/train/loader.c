@@ -143,7 +143,7 @@ DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_i
 DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
 {
     if (!loader) return;
-    dtrain__prefetch_rest(loader);
+    dtrain__prefetch_pause(loader);
     loader->position = position;
 }
 

@@ -115,8 +115,8 @@ static void dtrain__prefetch_trace(const dtrain_loader *loader, const dtrain__ba
                      batch->read_ns[1]);
 }
 
-/* Copy the next batch out of the ring. After a batch that failed the workers rest, to begin with it
- * again. */
+/* Copy the next batch out of the ring. After a batch that failed the workers pause, and the next
+ * call starts them at that batch. */
 DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void *inputs,
                                                     int32_t *targets)
 {
@@ -146,7 +146,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void 
     if (batch->result != DTRAIN_OK) {
         const dtrain_result result = batch->result;
         dtrain__set_last_error(batch->error);
-        dtrain__prefetch_rest(loader);
+        dtrain__prefetch_pause(loader);
         return result;
     }
     dtrain__prefetch_trace(loader, batch);
@@ -161,7 +161,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void 
 }
 
 /* Wait for the reads that are under way, and drop all batches of the ring. */
-DTRAIN__PRIVATE void dtrain__prefetch_rest(dtrain_loader *loader)
+DTRAIN__PRIVATE void dtrain__prefetch_pause(dtrain_loader *loader)
 {
     dtrain__prefetch *p = loader->prefetch;
     if (!p || p->process != getpid()) return;
