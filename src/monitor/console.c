@@ -49,21 +49,22 @@ static const char *dtrain__console_time_left(const dtrain_metrics *metrics, char
     return word;
 }
 
-static dtrain_result dtrain__console_write(dtrain__console *console, const char *format, ...)
+static dtrain_result dtrain__console_write(const dtrain_metrics *metrics, const char *format, ...)
     DTRAIN__PRINTF(2, 3);
-static dtrain_result dtrain__console_write(dtrain__console *console, const char *format, ...)
+static dtrain_result dtrain__console_write(const dtrain_metrics *metrics, const char *format, ...)
 {
+    FILE *file = metrics->desc.progress;
     dtrain__quiet quiet;
     va_list args;
     va_start(args, format);
     dtrain__quiet_begin(&quiet);
     errno = 0;
-    const bool written = vfprintf(console->file, format, args) >= 0 && fflush(console->file) == 0;
+    const bool written = vfprintf(file, format, args) >= 0 && fflush(file) == 0;
     dtrain__quiet_end(&quiet);
     va_end(args);
     if (written) return DTRAIN_OK;
-    clearerr(console->file);
-    return dtrain_fail(DTRAIN_ERROR_FILE, "the progress cannot be written: %s", strerror(errno));
+    clearerr(file);
+    return dtrain__file_fail("the progress", "written");
 }
 
 /* Draw the live line over itself. It is cut at the width of the terminal, because '\r' goes back
@@ -98,10 +99,10 @@ static dtrain_result dtrain__console_draw(dtrain_metrics *metrics)
         dtrain__text_add(line, "  comm %.1f ms (%.1f exposed)", r->comm_ms, r->exposed_comm_ms);
     if (r->data_ms > 0.01 * r->step_ms) dtrain__text_add(line, "  data %.1f ms", r->data_ms);
     if (line->failed) return DTRAIN_ERROR_MEMORY;
-    if (ioctl(fileno(console->file), TIOCGWINSZ, &size) == 0 && size.ws_col > 1)
+    if (ioctl(fileno(metrics->desc.progress), TIOCGWINSZ, &size) == 0 && size.ws_col > 1)
         line->bytes = (size_t)dtrain__min((int64_t)line->bytes, size.ws_col - 1);
     if (!console->color || bar_end > line->bytes) bar_at = bar_end = 0;
-    return dtrain__console_write(console, "\r%.*s%s%.*s%s%.*s\033[K", (int)bar_at, line->at,
+    return dtrain__console_write(metrics, "\r%.*s%s%.*s%s%.*s\033[K", (int)bar_at, line->at,
                                  bar_end ? "\033[32m" : "", (int)(bar_end - bar_at),
                                  line->at + bar_at, bar_end ? "\033[0m" : "",
                                  (int)(line->bytes - bar_end), line->at + bar_end);
@@ -115,7 +116,7 @@ static dtrain_result dtrain__console_live(dtrain_metrics *metrics)
     const double now = dtrain_seconds();
     dtrain_result result = DTRAIN_OK;
     if (dtrain__finite(r->val_loss))
-        result = dtrain__console_write(console, "\r\033[Kstep %lld  loss %.4f  val_loss %.4f\n",
+        result = dtrain__console_write(metrics, "\r\033[Kstep %lld  loss %.4f  val_loss %.4f\n",
                                        (long long)r->step, r->loss, r->val_loss);
     else if (now < console->redraw_at) return DTRAIN_OK;
     console->redraw_at = now + 0.1;
@@ -137,15 +138,14 @@ static dtrain_result dtrain__console_table(dtrain_metrics *metrics)
         return DTRAIN_OK;
     if (evaluated) snprintf(val, sizeof val, "%.4f", r->val_loss);
     if (first)
-        result = dtrain__console_write(&metrics->console,
-                                       "%8s %9s %9s %9s %9s %8s %9s %8s %8s %8s %8s\n", "step",
-                                       "loss", "val_loss", "grad_norm", "lr", "tok/s", "step_ms",
-                                       "comm_ms", "exposed", "data_ms", "eta");
+        result = dtrain__console_write(metrics, "%8s %9s %9s %9s %9s %8s %9s %8s %8s %8s %8s\n",
+                                       "step", "loss", "val_loss", "grad_norm", "lr", "tok/s",
+                                       "step_ms", "comm_ms", "exposed", "data_ms", "eta");
     const dtrain_result row = dtrain__console_write(
-        &metrics->console, "%8lld %9.4f %9s %9.3g %9.2e %8s %9.2f %8.2f %8.2f %8.3f %8s\n",
-        (long long)done, r->loss, val, r->grad_norm, r->lr,
-        dtrain__console_rate(r->tokens_per_second, rate), r->step_ms, r->comm_ms,
-        r->exposed_comm_ms, r->data_ms, dtrain__console_time_left(metrics, left));
+        metrics, "%8lld %9.4f %9s %9.3g %9.2e %8s %9.2f %8.2f %8.2f %8.3f %8s\n", (long long)done,
+        r->loss, val, r->grad_norm, r->lr, dtrain__console_rate(r->tokens_per_second, rate),
+        r->step_ms, r->comm_ms, r->exposed_comm_ms, r->data_ms,
+        dtrain__console_time_left(metrics, left));
     return result == DTRAIN_OK ? row : result;
 }
 
@@ -163,7 +163,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__console_finish(void *user, const dtrain_su
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     if (!metrics->console.terminal || summary->steps == 0) return DTRAIN_OK;
     const dtrain_result drawn = dtrain__console_draw(metrics);
-    const dtrain_result ended = dtrain__console_write(&metrics->console, "\n");
+    const dtrain_result ended = dtrain__console_write(metrics, "\n");
     return drawn == DTRAIN_OK ? ended : drawn;
 }
 
@@ -175,7 +175,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__console_open(void *user, const dtrain_metr
     FILE *file = desc->progress;
     const char *term = getenv("TERM"), *no_color = getenv("NO_COLOR");
     (void)sample;
-    console->file = file;
     console->terminal =
         fileno(file) >= 0 && isatty(fileno(file)) && term && term[0] && strcmp(term, "dumb") != 0;
     console->color = !no_color || !no_color[0];

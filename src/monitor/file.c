@@ -147,7 +147,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_append(dtrain__records *file,
 {
     size_t written = 0;
     if (record->failed) return DTRAIN_ERROR_MEMORY;
-    if (file->fd < 0) return dtrain_fail(DTRAIN_ERROR_FILE, "%s is not open", file->path);
     if (file->torn) {
         DTRAIN__TRY(dtrain__write_all(file->fd, file->path, "\n", 1));
         if (file->size >= 0) file->size++;

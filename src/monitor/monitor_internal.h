@@ -195,7 +195,6 @@ typedef struct dtrain__quiet {
 /* ---- Writers ----------------------------------------------------------------------------------*/
 
 typedef struct dtrain__console {
-    FILE *file;
     bool terminal, color;
     double redraw_at; /* the live line is drawn again from then on */
 } dtrain__console;
