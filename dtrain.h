@@ -25448,9 +25448,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__json_end(dtrain__json *json);
 #define DTRAIN__TEXT_MOST 65536 /* bytes of config */
 
 /* A path that is long enough for all that a checkpoint names. */
-typedef struct dtrain__path {
+typedef struct dtrain__file_path {
     char text[DTRAIN__PATH];
-} dtrain__path;
+} dtrain__file_path;
 
 /* A result with its sentence, kept from calls that leave others. */
 typedef struct dtrain__outcome {
@@ -25531,9 +25531,9 @@ typedef struct dtrain__steps {
 
 /* state/directory.c */
 DTRAIN__PRINTF(2, 3)
-DTRAIN__PRIVATE dtrain__path dtrain__path_in(const char *directory, const char *format, ...);
-DTRAIN__PRIVATE dtrain__path dtrain__step_path(const dtrain__folder *folder, int64_t step,
-                                               const char *suffix);
+DTRAIN__PRIVATE dtrain__file_path dtrain__path_in(const char *directory, const char *format, ...);
+DTRAIN__PRIVATE dtrain__file_path dtrain__step_path(const dtrain__folder *folder, int64_t step,
+                                                    const char *suffix);
 DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain__folder *folder, const char *suffix,
                                                  dtrain__steps *out);
 DTRAIN__PRIVATE void dtrain__steps_free(dtrain__steps *steps);
@@ -25542,7 +25542,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__step_is_old(const dtrain__folder *folder, 
                                                   bool *old);
 DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *folder);
 DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain__folder *folder, int64_t above,
-                                                dtrain__path *aside);
+                                                dtrain__file_path *aside);
 DTRAIN__PRIVATE dtrain_result dtrain__publish_step(const dtrain__folder *folder, int64_t step);
 
 /* state/manifest.c */
@@ -26109,7 +26109,7 @@ static dtrain_result dtrain__tensors_write(dtrain_checkpoint *c, const char *dir
     int file;
     snprintf(name, sizeof name, "%s-%05d.safetensors", plan == c->files ? "model" : "state",
              c->rank);
-    const dtrain__path path = dtrain__path_in(directory, "%s", name);
+    const dtrain__file_path path = dtrain__path_in(directory, "%s", name);
     const dtrain__saved_file entry = {name, data + plan->bytes, c->rank};
     DTRAIN__TRY(dtrain__storage_open(storage, path.text, DTRAIN_STORAGE_CREATE, &file));
     if (plan != c->files && c->files[0].count) dtrain__text_add(list, ",");
@@ -26131,8 +26131,8 @@ static dtrain_result dtrain__tensors_write(dtrain_checkpoint *c, const char *dir
 static dtrain_result dtrain__list_write(const dtrain_checkpoint *c, const char *directory,
                                         const dtrain__text *list)
 {
-    const dtrain__path path = dtrain__path_in(directory, "rank-%05d.json", c->rank);
-    const dtrain__path tmp = dtrain__path_in(directory, "rank-%05d.tmp", c->rank);
+    const dtrain__file_path path = dtrain__path_in(directory, "rank-%05d.json", c->rank);
+    const dtrain__file_path tmp = dtrain__path_in(directory, "rank-%05d.tmp", c->rank);
     if (list->failed) return DTRAIN_ERROR_MEMORY;
     DTRAIN__TRY(dtrain__storage_put(c->folder.storage, tmp.text, list->at, list->bytes));
     return dtrain__storage_rename(c->folder.storage, tmp.text, path.text);
@@ -26141,7 +26141,7 @@ static dtrain_result dtrain__list_write(const dtrain_checkpoint *c, const char *
 /* Write what was planned to step-N.tmp, which is there. */
 DTRAIN__PRIVATE dtrain_result dtrain__save_write(dtrain_checkpoint *c)
 {
-    const dtrain__path directory = dtrain__step_path(&c->folder, c->step, ".tmp");
+    const dtrain__file_path directory = dtrain__step_path(&c->folder, c->step, ".tmp");
     dtrain__text list;
     dtrain_result result = DTRAIN_OK;
     memset(&list, 0, sizeof list);
@@ -26226,7 +26226,7 @@ static dtrain_result dtrain__history_turn(dtrain_checkpoint *c, int64_t next)
 {
     const dtrain_state *state = c->desc.state;
     const int64_t above = state->run == c->run ? dtrain__min(state->step, next) : -1;
-    dtrain__path aside;
+    dtrain__file_path aside;
     c->run = state->run;
     DTRAIN__TRY(dtrain__set_aside(&c->folder, above, &aside));
     if (aside.text[0])
@@ -26246,7 +26246,7 @@ static dtrain_result dtrain__history_join(dtrain_checkpoint *c)
     DTRAIN__TRY(dtrain__steps_list(&c->folder, "", &list));
     bool ours = list.count == 0;
     for (size_t i = 0; i < list.count && !ours && state->step >= 0; i++) {
-        const dtrain__path path = dtrain__step_path(&c->folder, list.steps[i], "");
+        const dtrain__file_path path = dtrain__step_path(&c->folder, list.steps[i], "");
         if (dtrain__manifest_read(&c->folder, path.text, &manifest) != DTRAIN_OK) continue;
         ours = manifest.run == state->run;
         dtrain__manifest_free(&manifest);
@@ -26267,7 +26267,7 @@ static dtrain_result dtrain__history_join(dtrain_checkpoint *c)
 /* Rank 0: make the directory, take its lock, and clear away what a crash has left. */
 static dtrain_result dtrain__directory_take(dtrain_checkpoint *c)
 {
-    const dtrain__path lock = dtrain__path_in(c->folder.path, "lock");
+    const dtrain__file_path lock = dtrain__path_in(c->folder.path, "lock");
     DTRAIN__TRY(dtrain__directories_make(&c->folder));
     c->lock = dtrain__storage_try(c->folder.storage, lock.text, DTRAIN_STORAGE_LOCK);
     if (c->lock == -EAGAIN)
@@ -26285,7 +26285,7 @@ static dtrain_result dtrain__directory_take(dtrain_checkpoint *c)
 static dtrain_result dtrain__directory_ready(dtrain_checkpoint *c)
 {
     const dtrain_storage *storage = c->folder.storage;
-    const dtrain__path lock = dtrain__path_in(c->folder.path, "lock");
+    const dtrain__file_path lock = dtrain__path_in(c->folder.path, "lock");
     if (dtrain__storage_probe(storage, lock.text, DTRAIN_STORAGE_READ) != -ENOENT)
         return dtrain__remove_unfinished(&c->folder);
     dtrain_log(c->world, DTRAIN_LOG_WARNING,
@@ -26295,8 +26295,9 @@ static dtrain_result dtrain__directory_ready(dtrain_checkpoint *c)
 }
 
 /* Write a small file, and wait until this rank sees that of rank 0. */
-static dtrain_result dtrain__directory_probe(const dtrain_checkpoint *c, const dtrain__path *mine,
-                                             const dtrain__path *first)
+static dtrain_result dtrain__directory_probe(const dtrain_checkpoint *c,
+                                             const dtrain__file_path *mine,
+                                             const dtrain__file_path *first)
 {
     const dtrain_storage *storage = c->folder.storage;
     const double deadline = dtrain_seconds() + 1e-3 * DTRAIN__SHARED_MS;
@@ -26323,8 +26324,9 @@ static dtrain_result dtrain__directory_open(dtrain_checkpoint *c)
     DTRAIN__TRY(dtrain__agree(c->comm, result));
     DTRAIN__TRY(dtrain_broadcast(c->comm, &token, 1, DTRAIN_DTYPE_I64, 0, NULL));
     const unsigned long long number = (unsigned long long)token;
-    const dtrain__path mine = dtrain__path_in(c->folder.path, "probe-%llx-%05d", number, c->rank);
-    const dtrain__path first = dtrain__path_in(c->folder.path, "probe-%llx-%05d", number, 0);
+    const dtrain__file_path mine =
+        dtrain__path_in(c->folder.path, "probe-%llx-%05d", number, c->rank);
+    const dtrain__file_path first = dtrain__path_in(c->folder.path, "probe-%llx-%05d", number, 0);
     result = dtrain__agree(c->comm, dtrain__directory_probe(c, &mine, &first));
     (void)c->folder.storage->remove(c->folder.storage->user, mine.text);
     return result;
@@ -26362,7 +26364,7 @@ static dtrain_result dtrain__lists_join(dtrain_checkpoint *c, const char *direct
     const size_t before = sizeof "{\"files\": [" - 1, after = sizeof "]}" - 1;
     bool any = false;
     for (int r = 0; r < c->ranks; r++) {
-        const dtrain__path path = dtrain__path_in(directory, "rank-%05d.json", r);
+        const dtrain__file_path path = dtrain__path_in(directory, "rank-%05d.json", r);
         char *text;
         size_t bytes, room;
         DTRAIN__TRY(dtrain__list_await(c, path.text, &text, &bytes, &room));
@@ -26381,7 +26383,7 @@ static dtrain_result dtrain__lists_join(dtrain_checkpoint *c, const char *direct
  * even where a compiler takes all numbers to be finite. */
 static double dtrain__metric_of(const dtrain_checkpoint *c, int64_t step)
 {
-    const dtrain__path path = dtrain__step_path(&c->folder, step, "");
+    const dtrain__file_path path = dtrain__step_path(&c->folder, step, "");
     dtrain__manifest manifest;
     double metric = DBL_MAX;
     if (dtrain__manifest_read(&c->folder, path.text, &manifest) != DTRAIN_OK) return metric;
@@ -26427,8 +26429,8 @@ static dtrain_result dtrain__retain(dtrain_checkpoint *c)
 /* Rank 0: write the manifest when every rank's list is there, and make it a checkpoint. */
 static dtrain_result dtrain__publish(dtrain_checkpoint *c)
 {
-    const dtrain__path directory = dtrain__step_path(&c->folder, c->step, ".tmp");
-    const dtrain__path path = dtrain__path_in(directory.text, "manifest.json");
+    const dtrain__file_path directory = dtrain__step_path(&c->folder, c->step, ".tmp");
+    const dtrain__file_path path = dtrain__path_in(directory.text, "manifest.json");
     dtrain__text *manifest = &c->head;
     DTRAIN__TRY(dtrain__lists_join(c, directory.text, manifest));
     dtrain__text_add(manifest, "]");
@@ -26637,7 +26639,7 @@ static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
     DTRAIN__TRY(dtrain__directory_ready(c));
     DTRAIN__TRY(dtrain__history_turn(c, c->step));
     c->desc.state->step = c->step;
-    const dtrain__path path = dtrain__step_path(&c->folder, c->step, ".tmp");
+    const dtrain__file_path path = dtrain__step_path(&c->folder, c->step, ".tmp");
     const int code = c->folder.storage->make_directory(c->folder.storage->user, path.text);
     return code >= 0 ? DTRAIN_OK : dtrain__storage_fail(path.text, "made", code);
 }
@@ -27041,7 +27043,7 @@ typedef struct dtrain__load {
     uint64_t job;          /* rank 0's */
 
     /* The checkpoint that is being tried. */
-    dtrain__path directory;
+    dtrain__file_path directory;
     dtrain__manifest manifest;
     dtrain__reader reader;
     int32_t *wanted; /* (manifest.tensor_count) 1: some rank lists it */
@@ -27205,7 +27207,7 @@ static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved
         if (piece->rank != (tensor->own ? rank : -1) ||
             !dtrain__piece_common(&piece->piece, &target->piece, &common))
             continue;
-        const dtrain__path path = dtrain__path_in(load->directory.text, "%s", file->name);
+        const dtrain__file_path path = dtrain__path_in(load->directory.text, "%s", file->name);
         const dtrain__source source = {
             path.text,    piece->at,  file->bytes,   dtrain__state_kind_name(tensor->kind),
             tensor->name, piece->crc, tensor->dtype, piece->piece};
@@ -27407,7 +27409,7 @@ static void dtrain__load_free(dtrain__load *load)
 static dtrain_result dtrain__find_checkpoints(dtrain__load *load, bool *is_one)
 {
     const dtrain__folder *folder = &load->folder;
-    const dtrain__path manifest = dtrain__path_in(folder->path, "manifest.json");
+    const dtrain__file_path manifest = dtrain__path_in(folder->path, "manifest.json");
     const int code = dtrain__storage_probe(folder->storage, manifest.text, DTRAIN_STORAGE_READ);
     *is_one = code == 0;
     if (*is_one) return DTRAIN_OK;
@@ -28234,9 +28236,9 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
 /* ---- Names ------------------------------------------------------------------------------------*/
 
 /* Return the path of a name in a directory. */
-DTRAIN__PRIVATE dtrain__path dtrain__path_in(const char *directory, const char *format, ...)
+DTRAIN__PRIVATE dtrain__file_path dtrain__path_in(const char *directory, const char *format, ...)
 {
-    dtrain__path path;
+    dtrain__file_path path;
     va_list args;
     const int used = snprintf(path.text, sizeof path.text, "%.*s/", DTRAIN__PATH - 2, directory);
     va_start(args, format);
@@ -28245,8 +28247,8 @@ DTRAIN__PRIVATE dtrain__path dtrain__path_in(const char *directory, const char *
     return path;
 }
 
-DTRAIN__PRIVATE dtrain__path dtrain__step_path(const dtrain__folder *folder, int64_t step,
-                                               const char *suffix)
+DTRAIN__PRIVATE dtrain__file_path dtrain__step_path(const dtrain__folder *folder, int64_t step,
+                                                    const char *suffix)
 {
     return dtrain__path_in(folder->path, DTRAIN__STEP_PREFIX "%0*lld%s", DTRAIN__STEP_DIGITS,
                            (long long)step, suffix);
@@ -28377,12 +28379,12 @@ static dtrain_result dtrain__ours_list(const dtrain__folder *folder, const char 
 static dtrain_result dtrain__leftover_remove(const dtrain__folder *folder, int64_t step,
                                              const char *suffix)
 {
-    const dtrain__path path = dtrain__step_path(folder, step, suffix);
+    const dtrain__file_path path = dtrain__step_path(folder, step, suffix);
     dtrain__text names;
     dtrain_result result = dtrain__ours_list(folder, path.text, &names);
     for (const char *name = NULL;
          result == DTRAIN_OK && (name = dtrain__next_name(&names, name)) != NULL;) {
-        const dtrain__path file = dtrain__path_in(path.text, "%s", name);
+        const dtrain__file_path file = dtrain__path_in(path.text, "%s", name);
         result = dtrain__storage_remove(folder->storage, file.text);
     }
     dtrain__text_free(&names);
@@ -28390,8 +28392,8 @@ static dtrain_result dtrain__leftover_remove(const dtrain__folder *folder, int64
 }
 
 /* Rename a name of the folder, and bring that to the disk. */
-static dtrain_result dtrain__rename(const dtrain__folder *folder, const dtrain__path *from,
-                                    const dtrain__path *to)
+static dtrain_result dtrain__rename(const dtrain__folder *folder, const dtrain__file_path *from,
+                                    const dtrain__file_path *to)
 {
     DTRAIN__TRY(dtrain__storage_rename(folder->storage, from->text, to->text));
     return dtrain__storage_sync_directory(folder->storage, folder->path);
@@ -28400,8 +28402,8 @@ static dtrain_result dtrain__rename(const dtrain__folder *folder, const dtrain__
 /* Remove a checkpoint. A crash in the middle leaves a step-N.tmp. */
 DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain__folder *folder, int64_t step)
 {
-    const dtrain__path path = dtrain__step_path(folder, step, "");
-    const dtrain__path tmp = dtrain__step_path(folder, step, ".tmp");
+    const dtrain__file_path path = dtrain__step_path(folder, step, "");
+    const dtrain__file_path tmp = dtrain__step_path(folder, step, ".tmp");
     dtrain__text names;
     const dtrain_result result = dtrain__ours_list(folder, path.text, &names);
     dtrain__text_free(&names);
@@ -28415,7 +28417,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain__folder *folder, 
 DTRAIN__PRIVATE dtrain_result dtrain__step_is_old(const dtrain__folder *folder, int64_t step,
                                                   bool *old)
 {
-    const dtrain__path path = dtrain__step_path(folder, step, "");
+    const dtrain__file_path path = dtrain__step_path(folder, step, "");
     const int code = dtrain__storage_probe(folder->storage, path.text, DTRAIN_STORAGE_DIRECTORY);
     *old = code == -ENOENT;
     return !code || *old ? DTRAIN_OK : dtrain__storage_fail(path.text, "opened", code);
@@ -28424,8 +28426,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__step_is_old(const dtrain__folder *folder, 
 /* Give a checkpoint that was being replaced its name back, or remove it if the new one has that. */
 static dtrain_result dtrain__old_settle(const dtrain__folder *folder, int64_t step)
 {
-    const dtrain__path path = dtrain__step_path(folder, step, "");
-    const dtrain__path old = dtrain__step_path(folder, step, ".old");
+    const dtrain__file_path path = dtrain__step_path(folder, step, "");
+    const dtrain__file_path old = dtrain__step_path(folder, step, ".old");
     bool is_old;
     DTRAIN__TRY(dtrain__step_is_old(folder, step, &is_old));
     if (is_old) return dtrain__rename(folder, &old, &path);
@@ -28453,9 +28455,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *fo
 /* Write the name of the newest checkpoint, for people and scripts: nothing here reads it. */
 static dtrain_result dtrain__write_latest(const dtrain__folder *folder, int64_t step)
 {
-    const dtrain__path latest = dtrain__path_in(folder->path, "latest");
-    const dtrain__path tmp = dtrain__path_in(folder->path, "latest.tmp");
-    const dtrain__path path = dtrain__step_path(folder, step, "\n");
+    const dtrain__file_path latest = dtrain__path_in(folder->path, "latest");
+    const dtrain__file_path tmp = dtrain__path_in(folder->path, "latest.tmp");
+    const dtrain__file_path path = dtrain__step_path(folder, step, "\n");
     const char *name = path.text + strlen(folder->path) + 1;
     DTRAIN__TRY(dtrain__storage_remove(folder->storage, tmp.text)); /* of a save that was cut off */
     DTRAIN__TRY(dtrain__storage_put(folder->storage, tmp.text, name, strlen(name)));
@@ -28466,7 +28468,7 @@ static dtrain_result dtrain__write_latest(const dtrain__folder *folder, int64_t 
  * folder; *aside is its path, or "" when there are none. The newest goes last: a crash before that
  * leaves it the newest, and a crash after it leaves the one at `above` or before. */
 DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain__folder *folder, int64_t above,
-                                                dtrain__path *aside)
+                                                dtrain__file_path *aside)
 {
     dtrain__steps list;
     size_t later = 0;
@@ -28483,15 +28485,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain__folder *folder, in
     dtrain_result result = code >= 0 ? DTRAIN_OK : dtrain__storage_fail(aside->text, "made", code);
     const dtrain__folder there = {folder->storage, folder->allocator, aside->text};
     for (size_t i = later; i-- > 0 && result == DTRAIN_OK;) {
-        const dtrain__path from = dtrain__step_path(folder, list.steps[i], "");
-        const dtrain__path to = dtrain__step_path(&there, list.steps[i], "");
+        const dtrain__file_path from = dtrain__step_path(folder, list.steps[i], "");
+        const dtrain__file_path to = dtrain__step_path(&there, list.steps[i], "");
         result = dtrain__storage_rename(folder->storage, from.text, to.text);
     }
     dtrain__steps_free(&list);
     if (result != DTRAIN_OK || !later) return result;
     DTRAIN__TRY(dtrain__storage_sync_directory(folder->storage, aside->text));
     if (newest >= 0) return dtrain__write_latest(folder, newest);
-    const dtrain__path latest = dtrain__path_in(folder->path, "latest");
+    const dtrain__file_path latest = dtrain__path_in(folder->path, "latest");
     DTRAIN__TRY(dtrain__storage_remove(folder->storage, latest.text));
     return dtrain__storage_sync_directory(folder->storage, folder->path);
 }
@@ -28502,9 +28504,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain__folder *folder, in
 DTRAIN__PRIVATE dtrain_result dtrain__publish_step(const dtrain__folder *folder, int64_t step)
 {
     const dtrain_storage *storage = folder->storage;
-    const dtrain__path path = dtrain__step_path(folder, step, "");
-    const dtrain__path tmp = dtrain__step_path(folder, step, ".tmp");
-    const dtrain__path old = dtrain__step_path(folder, step, ".old");
+    const dtrain__file_path path = dtrain__step_path(folder, step, "");
+    const dtrain__file_path tmp = dtrain__step_path(folder, step, ".tmp");
+    const dtrain__file_path old = dtrain__step_path(folder, step, ".old");
     DTRAIN__TRY(dtrain__storage_sync_directory(storage, tmp.text));
     const int code = storage->rename(storage->user, path.text, old.text);
     if (code < 0 && code != -ENOENT) return dtrain__storage_fail(path.text, "renamed", code);
@@ -29021,7 +29023,7 @@ static dtrain_result dtrain__manifest_parse(dtrain__manifest *m, const char *pat
 DTRAIN__PRIVATE dtrain_result dtrain__manifest_read(const dtrain__folder *folder,
                                                     const char *checkpoint, dtrain__manifest *out)
 {
-    const dtrain__path path = dtrain__path_in(checkpoint, "manifest.json");
+    const dtrain__file_path path = dtrain__path_in(checkpoint, "manifest.json");
     char *text;
     size_t bytes;
     memset(out, 0, sizeof *out);

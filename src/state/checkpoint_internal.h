@@ -26,9 +26,9 @@
 #define DTRAIN__TEXT_MOST 65536 /* bytes of config */
 
 /* A path that is long enough for all that a checkpoint names. */
-typedef struct dtrain__path {
+typedef struct dtrain__file_path {
     char text[DTRAIN__PATH];
-} dtrain__path;
+} dtrain__file_path;
 
 /* A result with its sentence, kept from calls that leave others. */
 typedef struct dtrain__outcome {
@@ -109,9 +109,9 @@ typedef struct dtrain__steps {
 
 /* state/directory.c */
 DTRAIN__PRINTF(2, 3)
-DTRAIN__PRIVATE dtrain__path dtrain__path_in(const char *directory, const char *format, ...);
-DTRAIN__PRIVATE dtrain__path dtrain__step_path(const dtrain__folder *folder, int64_t step,
-                                               const char *suffix);
+DTRAIN__PRIVATE dtrain__file_path dtrain__path_in(const char *directory, const char *format, ...);
+DTRAIN__PRIVATE dtrain__file_path dtrain__step_path(const dtrain__folder *folder, int64_t step,
+                                                    const char *suffix);
 DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain__folder *folder, const char *suffix,
                                                  dtrain__steps *out);
 DTRAIN__PRIVATE void dtrain__steps_free(dtrain__steps *steps);
@@ -120,7 +120,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__step_is_old(const dtrain__folder *folder, 
                                                   bool *old);
 DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *folder);
 DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain__folder *folder, int64_t above,
-                                                dtrain__path *aside);
+                                                dtrain__file_path *aside);
 DTRAIN__PRIVATE dtrain_result dtrain__publish_step(const dtrain__folder *folder, int64_t step);
 
 /* state/manifest.c */

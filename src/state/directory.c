@@ -25,9 +25,9 @@
 /* ---- Names ------------------------------------------------------------------------------------*/
 
 /* Return the path of a name in a directory. */
-DTRAIN__PRIVATE dtrain__path dtrain__path_in(const char *directory, const char *format, ...)
+DTRAIN__PRIVATE dtrain__file_path dtrain__path_in(const char *directory, const char *format, ...)
 {
-    dtrain__path path;
+    dtrain__file_path path;
     va_list args;
     const int used = snprintf(path.text, sizeof path.text, "%.*s/", DTRAIN__PATH - 2, directory);
     va_start(args, format);
@@ -36,8 +36,8 @@ DTRAIN__PRIVATE dtrain__path dtrain__path_in(const char *directory, const char *
     return path;
 }
 
-DTRAIN__PRIVATE dtrain__path dtrain__step_path(const dtrain__folder *folder, int64_t step,
-                                               const char *suffix)
+DTRAIN__PRIVATE dtrain__file_path dtrain__step_path(const dtrain__folder *folder, int64_t step,
+                                                    const char *suffix)
 {
     return dtrain__path_in(folder->path, DTRAIN__STEP_PREFIX "%0*lld%s", DTRAIN__STEP_DIGITS,
                            (long long)step, suffix);
@@ -168,12 +168,12 @@ static dtrain_result dtrain__ours_list(const dtrain__folder *folder, const char 
 static dtrain_result dtrain__leftover_remove(const dtrain__folder *folder, int64_t step,
                                              const char *suffix)
 {
-    const dtrain__path path = dtrain__step_path(folder, step, suffix);
+    const dtrain__file_path path = dtrain__step_path(folder, step, suffix);
     dtrain__text names;
     dtrain_result result = dtrain__ours_list(folder, path.text, &names);
     for (const char *name = NULL;
          result == DTRAIN_OK && (name = dtrain__next_name(&names, name)) != NULL;) {
-        const dtrain__path file = dtrain__path_in(path.text, "%s", name);
+        const dtrain__file_path file = dtrain__path_in(path.text, "%s", name);
         result = dtrain__storage_remove(folder->storage, file.text);
     }
     dtrain__text_free(&names);
@@ -181,8 +181,8 @@ static dtrain_result dtrain__leftover_remove(const dtrain__folder *folder, int64
 }
 
 /* Rename a name of the folder, and bring that to the disk. */
-static dtrain_result dtrain__rename(const dtrain__folder *folder, const dtrain__path *from,
-                                    const dtrain__path *to)
+static dtrain_result dtrain__rename(const dtrain__folder *folder, const dtrain__file_path *from,
+                                    const dtrain__file_path *to)
 {
     DTRAIN__TRY(dtrain__storage_rename(folder->storage, from->text, to->text));
     return dtrain__storage_sync_directory(folder->storage, folder->path);
@@ -191,8 +191,8 @@ static dtrain_result dtrain__rename(const dtrain__folder *folder, const dtrain__
 /* Remove a checkpoint. A crash in the middle leaves a step-N.tmp. */
 DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain__folder *folder, int64_t step)
 {
-    const dtrain__path path = dtrain__step_path(folder, step, "");
-    const dtrain__path tmp = dtrain__step_path(folder, step, ".tmp");
+    const dtrain__file_path path = dtrain__step_path(folder, step, "");
+    const dtrain__file_path tmp = dtrain__step_path(folder, step, ".tmp");
     dtrain__text names;
     const dtrain_result result = dtrain__ours_list(folder, path.text, &names);
     dtrain__text_free(&names);
@@ -206,7 +206,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain__folder *folder, 
 DTRAIN__PRIVATE dtrain_result dtrain__step_is_old(const dtrain__folder *folder, int64_t step,
                                                   bool *old)
 {
-    const dtrain__path path = dtrain__step_path(folder, step, "");
+    const dtrain__file_path path = dtrain__step_path(folder, step, "");
     const int code = dtrain__storage_probe(folder->storage, path.text, DTRAIN_STORAGE_DIRECTORY);
     *old = code == -ENOENT;
     return !code || *old ? DTRAIN_OK : dtrain__storage_fail(path.text, "opened", code);
@@ -215,8 +215,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__step_is_old(const dtrain__folder *folder, 
 /* Give a checkpoint that was being replaced its name back, or remove it if the new one has that. */
 static dtrain_result dtrain__old_settle(const dtrain__folder *folder, int64_t step)
 {
-    const dtrain__path path = dtrain__step_path(folder, step, "");
-    const dtrain__path old = dtrain__step_path(folder, step, ".old");
+    const dtrain__file_path path = dtrain__step_path(folder, step, "");
+    const dtrain__file_path old = dtrain__step_path(folder, step, ".old");
     bool is_old;
     DTRAIN__TRY(dtrain__step_is_old(folder, step, &is_old));
     if (is_old) return dtrain__rename(folder, &old, &path);
@@ -244,9 +244,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain__folder *fo
 /* Write the name of the newest checkpoint, for people and scripts: nothing here reads it. */
 static dtrain_result dtrain__write_latest(const dtrain__folder *folder, int64_t step)
 {
-    const dtrain__path latest = dtrain__path_in(folder->path, "latest");
-    const dtrain__path tmp = dtrain__path_in(folder->path, "latest.tmp");
-    const dtrain__path path = dtrain__step_path(folder, step, "\n");
+    const dtrain__file_path latest = dtrain__path_in(folder->path, "latest");
+    const dtrain__file_path tmp = dtrain__path_in(folder->path, "latest.tmp");
+    const dtrain__file_path path = dtrain__step_path(folder, step, "\n");
     const char *name = path.text + strlen(folder->path) + 1;
     DTRAIN__TRY(dtrain__storage_remove(folder->storage, tmp.text)); /* of a save that was cut off */
     DTRAIN__TRY(dtrain__storage_put(folder->storage, tmp.text, name, strlen(name)));
@@ -257,7 +257,7 @@ static dtrain_result dtrain__write_latest(const dtrain__folder *folder, int64_t 
  * folder; *aside is its path, or "" when there are none. The newest goes last: a crash before that
  * leaves it the newest, and a crash after it leaves the one at `above` or before. */
 DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain__folder *folder, int64_t above,
-                                                dtrain__path *aside)
+                                                dtrain__file_path *aside)
 {
     dtrain__steps list;
     size_t later = 0;
@@ -274,15 +274,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain__folder *folder, in
     dtrain_result result = code >= 0 ? DTRAIN_OK : dtrain__storage_fail(aside->text, "made", code);
     const dtrain__folder there = {folder->storage, folder->allocator, aside->text};
     for (size_t i = later; i-- > 0 && result == DTRAIN_OK;) {
-        const dtrain__path from = dtrain__step_path(folder, list.steps[i], "");
-        const dtrain__path to = dtrain__step_path(&there, list.steps[i], "");
+        const dtrain__file_path from = dtrain__step_path(folder, list.steps[i], "");
+        const dtrain__file_path to = dtrain__step_path(&there, list.steps[i], "");
         result = dtrain__storage_rename(folder->storage, from.text, to.text);
     }
     dtrain__steps_free(&list);
     if (result != DTRAIN_OK || !later) return result;
     DTRAIN__TRY(dtrain__storage_sync_directory(folder->storage, aside->text));
     if (newest >= 0) return dtrain__write_latest(folder, newest);
-    const dtrain__path latest = dtrain__path_in(folder->path, "latest");
+    const dtrain__file_path latest = dtrain__path_in(folder->path, "latest");
     DTRAIN__TRY(dtrain__storage_remove(folder->storage, latest.text));
     return dtrain__storage_sync_directory(folder->storage, folder->path);
 }
@@ -293,9 +293,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain__folder *folder, in
 DTRAIN__PRIVATE dtrain_result dtrain__publish_step(const dtrain__folder *folder, int64_t step)
 {
     const dtrain_storage *storage = folder->storage;
-    const dtrain__path path = dtrain__step_path(folder, step, "");
-    const dtrain__path tmp = dtrain__step_path(folder, step, ".tmp");
-    const dtrain__path old = dtrain__step_path(folder, step, ".old");
+    const dtrain__file_path path = dtrain__step_path(folder, step, "");
+    const dtrain__file_path tmp = dtrain__step_path(folder, step, ".tmp");
+    const dtrain__file_path old = dtrain__step_path(folder, step, ".old");
     DTRAIN__TRY(dtrain__storage_sync_directory(storage, tmp.text));
     const int code = storage->rename(storage->user, path.text, old.text);
     if (code < 0 && code != -ENOENT) return dtrain__storage_fail(path.text, "renamed", code);

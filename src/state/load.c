@@ -36,7 +36,7 @@ typedef struct dtrain__load {
     uint64_t job;          /* rank 0's */
 
     /* The checkpoint that is being tried. */
-    dtrain__path directory;
+    dtrain__file_path directory;
     dtrain__manifest manifest;
     dtrain__reader reader;
     int32_t *wanted; /* (manifest.tensor_count) 1: some rank lists it */
@@ -200,7 +200,7 @@ static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved
         if (piece->rank != (tensor->own ? rank : -1) ||
             !dtrain__piece_common(&piece->piece, &target->piece, &common))
             continue;
-        const dtrain__path path = dtrain__path_in(load->directory.text, "%s", file->name);
+        const dtrain__file_path path = dtrain__path_in(load->directory.text, "%s", file->name);
         const dtrain__source source = {
             path.text,    piece->at,  file->bytes,   dtrain__state_kind_name(tensor->kind),
             tensor->name, piece->crc, tensor->dtype, piece->piece};
@@ -402,7 +402,7 @@ static void dtrain__load_free(dtrain__load *load)
 static dtrain_result dtrain__find_checkpoints(dtrain__load *load, bool *is_one)
 {
     const dtrain__folder *folder = &load->folder;
-    const dtrain__path manifest = dtrain__path_in(folder->path, "manifest.json");
+    const dtrain__file_path manifest = dtrain__path_in(folder->path, "manifest.json");
     const int code = dtrain__storage_probe(folder->storage, manifest.text, DTRAIN_STORAGE_READ);
     *is_one = code == 0;
     if (*is_one) return DTRAIN_OK;

@@ -517,7 +517,7 @@ static dtrain_result dtrain__manifest_parse(dtrain__manifest *m, const char *pat
 DTRAIN__PRIVATE dtrain_result dtrain__manifest_read(const dtrain__folder *folder,
                                                     const char *checkpoint, dtrain__manifest *out)
 {
-    const dtrain__path path = dtrain__path_in(checkpoint, "manifest.json");
+    const dtrain__file_path path = dtrain__path_in(checkpoint, "manifest.json");
     char *text;
     size_t bytes;
     memset(out, 0, sizeof *out);

@@ -77,7 +77,7 @@ static dtrain_result dtrain__history_turn(dtrain_checkpoint *c, int64_t next)
 {
     const dtrain_state *state = c->desc.state;
     const int64_t above = state->run == c->run ? dtrain__min(state->step, next) : -1;
-    dtrain__path aside;
+    dtrain__file_path aside;
     c->run = state->run;
     DTRAIN__TRY(dtrain__set_aside(&c->folder, above, &aside));
     if (aside.text[0])
@@ -97,7 +97,7 @@ static dtrain_result dtrain__history_join(dtrain_checkpoint *c)
     DTRAIN__TRY(dtrain__steps_list(&c->folder, "", &list));
     bool ours = list.count == 0;
     for (size_t i = 0; i < list.count && !ours && state->step >= 0; i++) {
-        const dtrain__path path = dtrain__step_path(&c->folder, list.steps[i], "");
+        const dtrain__file_path path = dtrain__step_path(&c->folder, list.steps[i], "");
         if (dtrain__manifest_read(&c->folder, path.text, &manifest) != DTRAIN_OK) continue;
         ours = manifest.run == state->run;
         dtrain__manifest_free(&manifest);
@@ -118,7 +118,7 @@ static dtrain_result dtrain__history_join(dtrain_checkpoint *c)
 /* Rank 0: make the directory, take its lock, and clear away what a crash has left. */
 static dtrain_result dtrain__directory_take(dtrain_checkpoint *c)
 {
-    const dtrain__path lock = dtrain__path_in(c->folder.path, "lock");
+    const dtrain__file_path lock = dtrain__path_in(c->folder.path, "lock");
     DTRAIN__TRY(dtrain__directories_make(&c->folder));
     c->lock = dtrain__storage_try(c->folder.storage, lock.text, DTRAIN_STORAGE_LOCK);
     if (c->lock == -EAGAIN)
@@ -136,7 +136,7 @@ static dtrain_result dtrain__directory_take(dtrain_checkpoint *c)
 static dtrain_result dtrain__directory_ready(dtrain_checkpoint *c)
 {
     const dtrain_storage *storage = c->folder.storage;
-    const dtrain__path lock = dtrain__path_in(c->folder.path, "lock");
+    const dtrain__file_path lock = dtrain__path_in(c->folder.path, "lock");
     if (dtrain__storage_probe(storage, lock.text, DTRAIN_STORAGE_READ) != -ENOENT)
         return dtrain__remove_unfinished(&c->folder);
     dtrain_log(c->world, DTRAIN_LOG_WARNING,
@@ -146,8 +146,9 @@ static dtrain_result dtrain__directory_ready(dtrain_checkpoint *c)
 }
 
 /* Write a small file, and wait until this rank sees that of rank 0. */
-static dtrain_result dtrain__directory_probe(const dtrain_checkpoint *c, const dtrain__path *mine,
-                                             const dtrain__path *first)
+static dtrain_result dtrain__directory_probe(const dtrain_checkpoint *c,
+                                             const dtrain__file_path *mine,
+                                             const dtrain__file_path *first)
 {
     const dtrain_storage *storage = c->folder.storage;
     const double deadline = dtrain_seconds() + 1e-3 * DTRAIN__SHARED_MS;
@@ -174,8 +175,9 @@ static dtrain_result dtrain__directory_open(dtrain_checkpoint *c)
     DTRAIN__TRY(dtrain__agree(c->comm, result));
     DTRAIN__TRY(dtrain_broadcast(c->comm, &token, 1, DTRAIN_DTYPE_I64, 0, NULL));
     const unsigned long long number = (unsigned long long)token;
-    const dtrain__path mine = dtrain__path_in(c->folder.path, "probe-%llx-%05d", number, c->rank);
-    const dtrain__path first = dtrain__path_in(c->folder.path, "probe-%llx-%05d", number, 0);
+    const dtrain__file_path mine =
+        dtrain__path_in(c->folder.path, "probe-%llx-%05d", number, c->rank);
+    const dtrain__file_path first = dtrain__path_in(c->folder.path, "probe-%llx-%05d", number, 0);
     result = dtrain__agree(c->comm, dtrain__directory_probe(c, &mine, &first));
     (void)c->folder.storage->remove(c->folder.storage->user, mine.text);
     return result;
@@ -213,7 +215,7 @@ static dtrain_result dtrain__lists_join(dtrain_checkpoint *c, const char *direct
     const size_t before = sizeof "{\"files\": [" - 1, after = sizeof "]}" - 1;
     bool any = false;
     for (int r = 0; r < c->ranks; r++) {
-        const dtrain__path path = dtrain__path_in(directory, "rank-%05d.json", r);
+        const dtrain__file_path path = dtrain__path_in(directory, "rank-%05d.json", r);
         char *text;
         size_t bytes, room;
         DTRAIN__TRY(dtrain__list_await(c, path.text, &text, &bytes, &room));
@@ -232,7 +234,7 @@ static dtrain_result dtrain__lists_join(dtrain_checkpoint *c, const char *direct
  * even where a compiler takes all numbers to be finite. */
 static double dtrain__metric_of(const dtrain_checkpoint *c, int64_t step)
 {
-    const dtrain__path path = dtrain__step_path(&c->folder, step, "");
+    const dtrain__file_path path = dtrain__step_path(&c->folder, step, "");
     dtrain__manifest manifest;
     double metric = DBL_MAX;
     if (dtrain__manifest_read(&c->folder, path.text, &manifest) != DTRAIN_OK) return metric;
@@ -278,8 +280,8 @@ static dtrain_result dtrain__retain(dtrain_checkpoint *c)
 /* Rank 0: write the manifest when every rank's list is there, and make it a checkpoint. */
 static dtrain_result dtrain__publish(dtrain_checkpoint *c)
 {
-    const dtrain__path directory = dtrain__step_path(&c->folder, c->step, ".tmp");
-    const dtrain__path path = dtrain__path_in(directory.text, "manifest.json");
+    const dtrain__file_path directory = dtrain__step_path(&c->folder, c->step, ".tmp");
+    const dtrain__file_path path = dtrain__path_in(directory.text, "manifest.json");
     dtrain__text *manifest = &c->head;
     DTRAIN__TRY(dtrain__lists_join(c, directory.text, manifest));
     dtrain__text_add(manifest, "]");
@@ -488,7 +490,7 @@ static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
     DTRAIN__TRY(dtrain__directory_ready(c));
     DTRAIN__TRY(dtrain__history_turn(c, c->step));
     c->desc.state->step = c->step;
-    const dtrain__path path = dtrain__step_path(&c->folder, c->step, ".tmp");
+    const dtrain__file_path path = dtrain__step_path(&c->folder, c->step, ".tmp");
     const int code = c->folder.storage->make_directory(c->folder.storage->user, path.text);
     return code >= 0 ? DTRAIN_OK : dtrain__storage_fail(path.text, "made", code);
 }

@@ -203,7 +203,7 @@ static dtrain_result dtrain__tensors_write(dtrain_checkpoint *c, const char *dir
     int file;
     snprintf(name, sizeof name, "%s-%05d.safetensors", plan == c->files ? "model" : "state",
              c->rank);
-    const dtrain__path path = dtrain__path_in(directory, "%s", name);
+    const dtrain__file_path path = dtrain__path_in(directory, "%s", name);
     const dtrain__saved_file entry = {name, data + plan->bytes, c->rank};
     DTRAIN__TRY(dtrain__storage_open(storage, path.text, DTRAIN_STORAGE_CREATE, &file));
     if (plan != c->files && c->files[0].count) dtrain__text_add(list, ",");
@@ -225,8 +225,8 @@ static dtrain_result dtrain__tensors_write(dtrain_checkpoint *c, const char *dir
 static dtrain_result dtrain__list_write(const dtrain_checkpoint *c, const char *directory,
                                         const dtrain__text *list)
 {
-    const dtrain__path path = dtrain__path_in(directory, "rank-%05d.json", c->rank);
-    const dtrain__path tmp = dtrain__path_in(directory, "rank-%05d.tmp", c->rank);
+    const dtrain__file_path path = dtrain__path_in(directory, "rank-%05d.json", c->rank);
+    const dtrain__file_path tmp = dtrain__path_in(directory, "rank-%05d.tmp", c->rank);
     if (list->failed) return DTRAIN_ERROR_MEMORY;
     DTRAIN__TRY(dtrain__storage_put(c->folder.storage, tmp.text, list->at, list->bytes));
     return dtrain__storage_rename(c->folder.storage, tmp.text, path.text);
@@ -235,7 +235,7 @@ static dtrain_result dtrain__list_write(const dtrain_checkpoint *c, const char *
 /* Write what was planned to step-N.tmp, which is there. */
 DTRAIN__PRIVATE dtrain_result dtrain__save_write(dtrain_checkpoint *c)
 {
-    const dtrain__path directory = dtrain__step_path(&c->folder, c->step, ".tmp");
+    const dtrain__file_path directory = dtrain__step_path(&c->folder, c->step, ".tmp");
     dtrain__text list;
     dtrain_result result = DTRAIN_OK;
     memset(&list, 0, sizeof list);
