@@ -27203,10 +27203,7 @@ static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved
     for (size_t i = 0; i < saved->piece_count; i++) {
         const dtrain__saved_piece *piece = &load->manifest.pieces[saved->first_piece + i];
         const dtrain__saved_file *file = &load->manifest.files[piece->file];
-        dtrain_piece common;
-        if (piece->rank != (tensor->own ? rank : -1) ||
-            !dtrain__piece_common(&piece->piece, &target->piece, &common))
-            continue;
+        if (piece->rank != (tensor->own ? rank : -1)) continue;
         const dtrain__file_path path = dtrain__path_in(load->directory.text, "%s", file->name);
         const dtrain__source source = {
             path.text,    piece->at,  file->bytes,   dtrain__state_kind_name(tensor->kind),
@@ -27934,10 +27931,7 @@ static dtrain_result dtrain__import_index(dtrain__import *im)
 
 static bool dtrain__import_exists(const dtrain__import *im, const char *path)
 {
-    const dtrain_storage *storage = im->desc.storage;
-    const int file = dtrain__storage_try(storage, path, DTRAIN_STORAGE_READ);
-    if (file >= 0) (void)storage->close(storage->user, file);
-    return file != -ENOENT;
+    return dtrain__storage_probe(im->desc.storage, path, DTRAIN_STORAGE_READ) != -ENOENT;
 }
 
 /* Read all headers, of the file or of the files of the index that the path leads to. */
@@ -29330,8 +29324,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__safetensors_read(const dtrain_storage *sto
     uint64_t bytes = 0;
     memset(out, 0, sizeof *out);
     const int64_t size = storage->size(storage->user, file);
-    if (size < 0)
-        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be read: %s", path, strerror((int)-size));
+    if (size < 0) return dtrain__storage_fail(path, "read", size);
     const size_t shown = (size_t)dtrain__min(size, (int64_t)sizeof head);
     DTRAIN__TRY(dtrain__storage_read(storage, file, path, head, shown, 0));
     for (size_t i = 0; i < DTRAIN__LENGTH_BYTES && i < shown; i++)

@@ -130,10 +130,7 @@ static dtrain_result dtrain__import_index(dtrain__import *im)
 
 static bool dtrain__import_exists(const dtrain__import *im, const char *path)
 {
-    const dtrain_storage *storage = im->desc.storage;
-    const int file = dtrain__storage_try(storage, path, DTRAIN_STORAGE_READ);
-    if (file >= 0) (void)storage->close(storage->user, file);
-    return file != -ENOENT;
+    return dtrain__storage_probe(im->desc.storage, path, DTRAIN_STORAGE_READ) != -ENOENT;
 }
 
 /* Read all headers, of the file or of the files of the index that the path leads to. */

@@ -196,10 +196,7 @@ static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved
     for (size_t i = 0; i < saved->piece_count; i++) {
         const dtrain__saved_piece *piece = &load->manifest.pieces[saved->first_piece + i];
         const dtrain__saved_file *file = &load->manifest.files[piece->file];
-        dtrain_piece common;
-        if (piece->rank != (tensor->own ? rank : -1) ||
-            !dtrain__piece_common(&piece->piece, &target->piece, &common))
-            continue;
+        if (piece->rank != (tensor->own ? rank : -1)) continue;
         const dtrain__file_path path = dtrain__path_in(load->directory.text, "%s", file->name);
         const dtrain__source source = {
             path.text,    piece->at,  file->bytes,   dtrain__state_kind_name(tensor->kind),

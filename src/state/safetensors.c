@@ -275,8 +275,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__safetensors_read(const dtrain_storage *sto
     uint64_t bytes = 0;
     memset(out, 0, sizeof *out);
     const int64_t size = storage->size(storage->user, file);
-    if (size < 0)
-        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be read: %s", path, strerror((int)-size));
+    if (size < 0) return dtrain__storage_fail(path, "read", size);
     const size_t shown = (size_t)dtrain__min(size, (int64_t)sizeof head);
     DTRAIN__TRY(dtrain__storage_read(storage, file, path, head, shown, 0));
     for (size_t i = 0; i < DTRAIN__LENGTH_BYTES && i < shown; i++)

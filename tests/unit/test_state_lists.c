@@ -278,11 +278,61 @@ static void test_contradictions(void)
         for (int i = 0; i < 3; i++)
             for (int word = 0; word < 3; word++)
                 CHECK_MSG(r->ended[i] == cases[bad - 1].result &&
+                              strstr(r->error[i], "dtrain_checkpoint_open: ") &&
                               strstr(r->error[i], cases[bad - 1].words[word]),
                           "case %d, rank %d: %d, %s", bad, i, (int)r->ended[i], r->error[i]);
         directory_remove(r);
     }
 }
+
+/* Items that a state refuses, and an array of two pieces that it takes. */
+static int items_main(dtrain_world *world, void *user)
+{
+    static const char *const says[] = {
+        "items",          "with a name",    "and memory", "a dtype (found 99)",
+        "no other piece", "no other piece", "expected 4", NULL};
+    float values[4];
+    dtrain_param p;
+    dtrain_strategy *strategy;
+    dtrain_strategy_desc how;
+    (void)user;
+    memset(&p, 0, sizeof p);
+    memset(&how, 0, sizeof how);
+    p.name = "w";
+    p.shape[0] = 2;
+    TRY(dtrain_strategy_create(world, &p, 1, &how, &strategy));
+    for (int bad = 0; bad < 8; bad++) {
+        dtrain_state_desc desc;
+        dtrain_state_item items[2];
+        dtrain_state *state;
+        memset(&desc, 0, sizeof desc);
+        memset(items, 0, sizeof items);
+        desc.strategy = strategy;
+        desc.items = bad == 0 ? NULL : items;
+        desc.item_count = 2;
+        for (int i = 0; i < 2; i++) { /* rows 2 i and 2 i + 1 of four */
+            items[i].name = bad == 1 ? "" : "a";
+            items[i].dtype = bad == 3 ? 99 : DTRAIN_DTYPE_F32;
+            items[i].count = bad == 6 ? 4 : 2;
+            items[i].memory = bad == 2 ? NULL : &values[2 * i];
+            items[i].own = bad == 5 && i;
+            items[i].shape[0] = 4;
+            items[i].piece.first[0] = 2 * i;
+            items[i].piece.length[0] = items[i].piece.count = bad == 4 ? 0 : 2;
+        }
+        if (bad == 4) items[0].count = items[1].count = 4;
+        const dtrain_result result = dtrain_state_create(world, &desc, &state);
+        CHECK_MSG(says[bad] ? result == DTRAIN_ERROR_ARGUMENT && !state &&
+                                  strstr(dtrain_last_error(), says[bad])
+                            : result == DTRAIN_OK,
+                  "case %d: %d, %s", bad, (int)result, dtrain_last_error());
+        dtrain_state_destroy(state);
+    }
+    dtrain_strategy_destroy(strategy);
+    return 0;
+}
+
+static void test_items(void) { ranks_run(1, DTRAIN_LAUNCH_THREADS, items_main, NULL); }
 
 /* ---- version 0.2 ---- */
 
@@ -360,6 +410,7 @@ int main(int argc, char **argv)
     RUN(test_lists_differ);
     RUN(test_writers_are_balanced);
     RUN(test_contradictions);
+    RUN(test_items);
     RUN(test_version_0_2);
     return test_summary();
 }
