@@ -2503,7 +2503,7 @@ typedef struct dtrain_state_tensor {
     uint32_t dtype;     /* dtrain_dtype or DTRAIN_STATE_BYTES */
     int64_t shape[4];   /* of the whole tensor; leading non-zero entries, all zero = no element */
     int64_t total;      /* its elements */
-    dtrain_piece piece; /* this rank's; one that has several lists the tensor as often */
+    dtrain_piece piece; /* this rank's; the tensor is listed once for each piece of it */
     void *memory; /* (piece.count) the host's or the device's: dtrain_device_copy reaches both */
     void *mirror; /* a second place that must have the same values, or NULL */
     bool own;     /* every rank has a tensor of its own by this name */
@@ -24959,7 +24959,7 @@ static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard 
     return DTRAIN_OK;
 }
 
-/* What is listed of parameters, class by class. */
+/* The classes of tensors that parameters have, in the order of the list. */
 enum { DTRAIN__CLASS_VALUE, DTRAIN__CLASS_FIRST, DTRAIN__CLASS_SECOND, DTRAIN__CLASS_MISSED };
 
 /* Return the kind of a parameter's first or second optimizer state; KINDS: there is none. */
@@ -25008,8 +25008,8 @@ static dtrain_result dtrain__state_params(dtrain_state *state)
     return DTRAIN_OK;
 }
 
-/* Append what compression keeps of a parameter; where this rank keeps nothing of it, no elements of
- * what it keeps of others. */
+/* Append a parameter's residual and velocity, if this rank keeps such of any parameter, and Q. A
+ * rank that keeps nothing of this one lists a piece of no elements. */
 static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_param *param,
                                               const dtrain_compression_state *kept,
                                               const bool *keeps)
@@ -25238,7 +25238,7 @@ DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
 
 enum { DTRAIN__AXES = 4 };
 
-/* Return the length of a box along an axis; 1 behind the last axis that the tensor has. */
+/* Return the length of a box along an axis; 1 after the last axis that the tensor has. */
 static int64_t dtrain__box_length(const dtrain_piece *piece, int axis)
 {
     return piece->length[axis] || axis == 0 ? piece->length[axis] : 1;
@@ -25336,7 +25336,7 @@ DTRAIN__PRIVATE int64_t dtrain__piece_place(const dtrain_piece *piece, const dtr
 }
 
 /* A row of the part follows the row before it where the part is as long as the piece in all axes
- * behind the one that is counted. */
+ * after the one that is counted. */
 DTRAIN__PRIVATE int64_t dtrain__piece_span(const dtrain_piece *piece, const dtrain_piece *part,
                                            int64_t i)
 {
@@ -26797,8 +26797,8 @@ DTRAIN_API dtrain_result dtrain_checkpoint_close(dtrain_checkpoint *checkpoint)
  * What both have in common is read block by block, each with its checksum where there is one, and
  * placed where it belongs. A block that is wanted whole goes straight to its place, if that is host
  * memory: no rank ever has more of a tensor in memory than its own pieces and one block. 16-bit
- * elements that become fp32 are read to the upper half of their room and widened from below:
- * element i is written over what was read before it. */
+ * elements that become fp32 are read to the upper half of their room and widened from the first one
+ * on: a widened element covers only bytes of elements that have been widened already. */
 
 /* ================================================================================================
  * src/state/read_internal.h
@@ -27076,11 +27076,6 @@ static bool dtrain__is_needed(const dtrain__load *load, const dtrain_state_tenso
            tensor->kind != DTRAIN_STATE_MISSED;
 }
 
-static bool dtrain__is_loaded(const dtrain__load *load, uint32_t kind)
-{
-    return kind == DTRAIN_STATE_VALUE || !load->desc.values_only;
-}
-
 /* Find a tensor in the checkpoint; NULL: it is missing, or has another shape or type. */
 static const dtrain__saved_tensor *dtrain__saved_for(const dtrain__load *load,
                                                      const dtrain_state_tensor *tensor)
@@ -27341,7 +27336,7 @@ static dtrain_result dtrain__tensors_load(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
     for (size_t i = 0; i < state->tensor_count; i++)
-        if (dtrain__is_loaded(load, state->tensors[i].kind))
+        if (state->tensors[i].kind == DTRAIN_STATE_VALUE || !load->desc.values_only)
             DTRAIN__TRY(dtrain__tensor_load(load, &state->tensors[i]));
     return DTRAIN_OK;
 }
@@ -27360,8 +27355,8 @@ static void dtrain__scalars_load(dtrain__load *load)
     }
 }
 
-/* Load the checkpoint of a directory. *differs: its manifest could be read, and does not fit the
- * state; nor will an older one. */
+/* Load the checkpoint of a directory. *differs: its manifest was read and does not fit the state:
+ * nor will an older checkpoint. */
 static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
 {
     dtrain_state *state = load->state;
@@ -28300,7 +28295,7 @@ static dtrain_result dtrain__names_list(const dtrain__folder *folder, const char
     return names->failed ? DTRAIN_ERROR_MEMORY : DTRAIN_OK;
 }
 
-/* Return the name behind one of a list, or behind NULL the first; NULL: that was the last. */
+/* Return the name after `name`, or the first one if that is NULL; NULL: there is no other. */
 static const char *dtrain__next_name(const dtrain__text *names, const char *name)
 {
     const char *next = name ? name + strlen(name) + 1 : names->at;

@@ -16,7 +16,7 @@
 
 enum { DTRAIN__AXES = 4 };
 
-/* Return the length of a box along an axis; 1 behind the last axis that the tensor has. */
+/* Return the length of a box along an axis; 1 after the last axis that the tensor has. */
 static int64_t dtrain__box_length(const dtrain_piece *piece, int axis)
 {
     return piece->length[axis] || axis == 0 ? piece->length[axis] : 1;
@@ -114,7 +114,7 @@ DTRAIN__PRIVATE int64_t dtrain__piece_place(const dtrain_piece *piece, const dtr
 }
 
 /* A row of the part follows the row before it where the part is as long as the piece in all axes
- * behind the one that is counted. */
+ * after the one that is counted. */
 DTRAIN__PRIVATE int64_t dtrain__piece_span(const dtrain_piece *piece, const dtrain_piece *part,
                                            int64_t i)
 {

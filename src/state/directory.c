@@ -95,7 +95,7 @@ static dtrain_result dtrain__names_list(const dtrain__folder *folder, const char
     return names->failed ? DTRAIN_ERROR_MEMORY : DTRAIN_OK;
 }
 
-/* Return the name behind one of a list, or behind NULL the first; NULL: that was the last. */
+/* Return the name after `name`, or the first one if that is NULL; NULL: there is no other. */
 static const char *dtrain__next_name(const dtrain__text *names, const char *name)
 {
     const char *next = name ? name + strlen(name) + 1 : names->at;

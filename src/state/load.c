@@ -69,11 +69,6 @@ static bool dtrain__is_needed(const dtrain__load *load, const dtrain_state_tenso
            tensor->kind != DTRAIN_STATE_MISSED;
 }
 
-static bool dtrain__is_loaded(const dtrain__load *load, uint32_t kind)
-{
-    return kind == DTRAIN_STATE_VALUE || !load->desc.values_only;
-}
-
 /* Find a tensor in the checkpoint; NULL: it is missing, or has another shape or type. */
 static const dtrain__saved_tensor *dtrain__saved_for(const dtrain__load *load,
                                                      const dtrain_state_tensor *tensor)
@@ -334,7 +329,7 @@ static dtrain_result dtrain__tensors_load(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
     for (size_t i = 0; i < state->tensor_count; i++)
-        if (dtrain__is_loaded(load, state->tensors[i].kind))
+        if (state->tensors[i].kind == DTRAIN_STATE_VALUE || !load->desc.values_only)
             DTRAIN__TRY(dtrain__tensor_load(load, &state->tensors[i]));
     return DTRAIN_OK;
 }
@@ -353,8 +348,8 @@ static void dtrain__scalars_load(dtrain__load *load)
     }
 }
 
-/* Load the checkpoint of a directory. *differs: its manifest could be read, and does not fit the
- * state; nor will an older one. */
+/* Load the checkpoint of a directory. *differs: its manifest was read and does not fit the state:
+ * nor will an older checkpoint. */
 static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
 {
     dtrain_state *state = load->state;

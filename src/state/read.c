@@ -6,8 +6,8 @@
  * What both have in common is read block by block, each with its checksum where there is one, and
  * placed where it belongs. A block that is wanted whole goes straight to its place, if that is host
  * memory: no rank ever has more of a tensor in memory than its own pieces and one block. 16-bit
- * elements that become fp32 are read to the upper half of their room and widened from below:
- * element i is written over what was read before it. */
+ * elements that become fp32 are read to the upper half of their room and widened from the first one
+ * on: a widened element covers only bytes of elements that have been widened already. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"

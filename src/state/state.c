@@ -77,7 +77,7 @@ static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard 
     return DTRAIN_OK;
 }
 
-/* What is listed of parameters, class by class. */
+/* The classes of tensors that parameters have, in the order of the list. */
 enum { DTRAIN__CLASS_VALUE, DTRAIN__CLASS_FIRST, DTRAIN__CLASS_SECOND, DTRAIN__CLASS_MISSED };
 
 /* Return the kind of a parameter's first or second optimizer state; KINDS: there is none. */
@@ -126,8 +126,8 @@ static dtrain_result dtrain__state_params(dtrain_state *state)
     return DTRAIN_OK;
 }
 
-/* Append what compression keeps of a parameter; where this rank keeps nothing of it, no elements of
- * what it keeps of others. */
+/* Append a parameter's residual and velocity, if this rank keeps such of any parameter, and Q. A
+ * rank that keeps nothing of this one lists a piece of no elements. */
 static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_param *param,
                                               const dtrain_compression_state *kept,
                                               const bool *keeps)

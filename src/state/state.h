@@ -67,7 +67,7 @@ typedef struct dtrain_state_tensor {
     uint32_t dtype;     /* dtrain_dtype or DTRAIN_STATE_BYTES */
     int64_t shape[4];   /* of the whole tensor; leading non-zero entries, all zero = no element */
     int64_t total;      /* its elements */
-    dtrain_piece piece; /* this rank's; one that has several lists the tensor as often */
+    dtrain_piece piece; /* this rank's; the tensor is listed once for each piece of it */
     void *memory; /* (piece.count) the host's or the device's: dtrain_device_copy reaches both */
     void *mirror; /* a second place that must have the same values, or NULL */
     bool own;     /* every rank has a tensor of its own by this name */
