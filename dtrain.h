@@ -32744,23 +32744,21 @@ typedef struct dtrain__rectangle {
     int rows, cols;
 } dtrain__rectangle;
 
-/* What follows the last step of k, on a tile with nr floats a row. finish: bias and activation on
- * `rows` rows. slope: c *= activation'(z), both (mr, nr). load, store: between a rectangle and the
- * tile. */
+/* What follows the last step of k, on a tile with n floats a row, which is nr. finish: bias and
+ * activation on `rows` rows. slope: c *= activation'(z), both (mr, nr). load, store: between a
+ * rectangle and the tile. */
 typedef struct dtrain__tile_ops {
-    void (*finish)(float *c, int64_t ldc, int rows, const float *bias, float *aux,
+    void (*finish)(float *c, int64_t ldc, int n, int rows, const float *bias, float *aux,
                    uint32_t activation);
     void (*slope)(float *c, const float *z, int count, uint32_t activation);
-    void (*load)(float *tile, const dtrain__rectangle *from);
-    void (*store)(const dtrain__rectangle *to, const float *tile);
+    void (*load)(float *tile, int n, const dtrain__rectangle *from);
+    void (*store)(const dtrain__rectangle *to, const float *tile, int n);
 } dtrain__tile_ops;
 
 /* What an instruction set offers. A panel holds cells of 32 bits: an fp32 number, or two bf16 that
  * are neighbours in k. kernel: c (mr, nr) = alpha * a * b + beta * c over `cells`, a packed, b with
  * ldb cells from one k to the next. pack: `count` <= width indices from `index`, k steps from p.
- * finish: bias and activation on `rows` rows of nr elements. slope: c *= activation'(z), both
- * (mr, nr). load, store: between a rectangle and a tile with nr floats a row. begin, end: around
- * the work of a thread; may be NULL. */
+ * begin, end: around the work of a thread; may be NULL. */
 typedef struct dtrain__isa {
     const char *name;
     int mr, nr;
@@ -32905,6 +32903,19 @@ typedef struct dtrain__winograd {
 static inline int64_t dtrain__winograd_place(int64_t vectors, int64_t block, int64_t lanes)
 {
     return (vectors * block + 1) * lanes;
+}
+
+/* Return one element as fp32. */
+static inline float dtrain__element(const void *p, dtrain_dtype dtype, int64_t at)
+{
+    uint16_t half;
+    float x;
+    if (dtype <= DTRAIN_DTYPE_F32) {
+        memcpy(&x, (const char *)p + at * 4, sizeof x);
+        return x;
+    }
+    memcpy(&half, (const char *)p + at * 2, sizeof half);
+    return dtrain_half_to_f32(dtype, half);
 }
 
 #define DTRAIN__TOPK_BLOCK 1024    /* elements between two looks at the room that is left */
@@ -33806,13 +33817,10 @@ static dtrain_result dtrain__cpu_product(dtrain_device *device, const dtrain_gem
 
 static void dtrain__row_sums(const dtrain_gemm_args *args)
 {
-    const float *a = (const float *)args->a;
-    const uint16_t *half = (const uint16_t *)args->a;
     for (int64_t i = 0; i < args->m; i++) {
         float sum = args->accumulate_bias_grad ? args->bias_grad[i] : 0;
         for (int64_t at = i * args->lda; at < i * args->lda + args->k; at++)
-            sum += args->a_dtype == DTRAIN_DTYPE_F32 ? a[at]
-                                                     : dtrain_half_to_f32(args->a_dtype, half[at]);
+            sum += dtrain__element(args->a, args->a_dtype, at);
         args->bias_grad[i] = sum;
     }
 }
@@ -34240,8 +34248,8 @@ static void dtrain__gemm_move(const dtrain__gemm_pass *pass, int64_t i, int64_t 
         const int now = (int)dtrain__gemm_min(rows.count, count);
         void *at = (void *)(uintptr_t)dtrain__gemm_at(x->c, x->c_dtype, rows.at + j);
         const dtrain__rectangle c = dtrain__rectangle_at(at, x->c_dtype, rows.ld, now, cols);
-        if (load) job->isa->tile->load(tile, &c);
-        else job->isa->tile->store(&c, tile);
+        if (load) job->isa->tile->load(tile, job->isa->nr, &c);
+        else job->isa->tile->store(&c, tile, job->isa->nr);
         tile += now * job->isa->nr;
         count -= now;
         i += now;
@@ -34255,14 +34263,14 @@ static void dtrain__gemm_finish_copied(const dtrain__isa *isa, const dtrain_gemm
     float other[DTRAIN__MR_MAX * DTRAIN__NR_MAX], bias[DTRAIN__NR_MAX] = {0};
     if (x->flags & DTRAIN_GEMM_ACT_BACKWARD) {
         memset(other, 0, (size_t)(isa->mr * isa->nr) * sizeof *other);
-        isa->tile->load(other, aux);
+        isa->tile->load(other, isa->nr, aux);
         isa->tile->slope(tile, other, isa->mr * isa->nr, x->activation);
         return;
     }
     if (x->bias) memcpy(bias, x->bias + j, (size_t)aux->cols * sizeof *bias);
-    isa->tile->finish(tile, isa->nr, aux->rows, x->bias ? bias : NULL, x->aux ? other : NULL,
-                      x->activation);
-    if (x->aux) isa->tile->store(aux, other);
+    isa->tile->finish(tile, isa->nr, isa->nr, aux->rows, x->bias ? bias : NULL,
+                      x->aux ? other : NULL, x->activation);
+    if (x->aux) isa->tile->store(aux, other, isa->nr);
 }
 
 /* A tile that is cut off by the edge, or that C stores in half precision, is computed in `tile`.
@@ -34284,7 +34292,7 @@ static void dtrain__gemm_copied_tile(const dtrain__gemm_pass *pass, int64_t i, i
 
     if (beta != 0) {
         memset(tile, 0, (size_t)(isa->mr * isa->nr) * sizeof *tile);
-        if (job->needs_partial && !pass->first) isa->tile->load(tile, &partial);
+        if (job->needs_partial && !pass->first) isa->tile->load(tile, isa->nr, &partial);
         else dtrain__gemm_move(pass, i, j, rows, cols, tile, true);
     }
     isa->kernel(pass->cells, a, b, ldb, x->alpha, beta, tile, isa->nr);
@@ -34294,7 +34302,7 @@ static void dtrain__gemm_copied_tile(const dtrain__gemm_pass *pass, int64_t i, i
         const dtrain__rectangle aux = dtrain__rectangle_at(at, x->c_dtype, x->ldc, rows, cols);
         dtrain__gemm_finish_copied(isa, x, j, &aux, tile);
     }
-    if (job->needs_partial && !pass->last) isa->tile->store(&partial, tile);
+    if (job->needs_partial && !pass->last) isa->tile->store(&partial, tile, isa->nr);
     else dtrain__gemm_move(pass, i, j, rows, cols, tile, false);
 }
 
@@ -34314,7 +34322,7 @@ static void dtrain__gemm_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t 
     float *c = (float *)x->c + at;
     isa->kernel(pass->cells, a, b, ldb, x->alpha, pass->first ? x->beta : 1, c, rows.ld);
     if (pass->last && (x->bias || x->aux || x->activation))
-        isa->tile->finish(c, rows.ld, isa->mr, x->bias ? x->bias + j : NULL,
+        isa->tile->finish(c, rows.ld, isa->nr, isa->mr, x->bias ? x->bias + j : NULL,
                           x->aux ? (float *)x->aux + at : NULL, x->activation);
 }
 
@@ -35761,7 +35769,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__winograd_weight_grad(const dtrain__conv *c
  * suffix:
  *
  *     DTRAIN__KERNEL(add) { ... }      defines dtrain__add_avx2, a range function
- *     DTRAIN__HELPER float DTRAIN__K(row_sum)(...)     inlined into its callers
+ *     DTRAIN__VECTOR dtrain__v dtrain__vset(float x)   an operation on vectors, always inlined
+ *     DTRAIN__HELPER float DTRAIN__K(row_sum)(...)     inlined into its callers but by scalars
  *     DTRAIN__ROUTINE void DTRAIN__K(product)(...)     called by them
  *
  * The vocabulary of vectors below, which every kernel uses, is spelled without DTRAIN__K: each name
@@ -35807,13 +35816,20 @@ DTRAIN__PRIVATE dtrain_result dtrain__winograd_weight_grad(const dtrain__conv *c
 #define DTRAIN__GLUE2(name, suffix) dtrain__##name##_##suffix
 #define DTRAIN__GLUE(name, suffix) DTRAIN__GLUE2(name, suffix)
 #define DTRAIN__K(name) DTRAIN__GLUE(name, DTRAIN__SUFFIX)
-#define DTRAIN__HELPER static inline __attribute__((always_inline, unused)) DTRAIN__ON
+#define DTRAIN__VECTOR static inline __attribute__((always_inline, unused)) DTRAIN__ON
 #define DTRAIN__ROUTINE static __attribute__((unused)) DTRAIN__ON
+#define DTRAIN__APART static __attribute__((noinline, cold, unused)) DTRAIN__ON
+#if DTRAIN__FAST
+#define DTRAIN__HELPER DTRAIN__VECTOR
+#else /* a call costs less than the compiler's work on another copy */
+#define DTRAIN__HELPER DTRAIN__ROUTINE
+#endif
 #define DTRAIN__KERNEL(name)                                                            \
     DTRAIN__ROUTINE void DTRAIN__K(name)(dtrain__job * job, int64_t begin, int64_t end, \
                                          DTRAIN__UNUSED int index)
 /* Open a kernel that is compiled twice: with f32 true, where all activations of the job are fp32,
- * the test of their type costs nothing; where memory is fast it costs as much as the arithmetic. */
+ * the test of their type costs nothing. Only kernels that gain a tenth and more by it, on arrays in
+ * L2, are worth the compiler's work. */
 #define DTRAIN__KERNEL_AS(name)                                                             \
     DTRAIN__HELPER void DTRAIN__K(name##_as)(dtrain__job * job, int64_t begin, int64_t end, \
                                              int index, bool f32);                          \
@@ -35856,47 +35872,47 @@ typedef float dtrain__v __attribute__((vector_size(4 * DTRAIN__W)));
 typedef int32_t dtrain__vi __attribute__((vector_size(4 * DTRAIN__W)));
 typedef float DTRAIN__K(vu) __attribute__((vector_size(4 * DTRAIN__W), aligned(1), may_alias));
 
-DTRAIN__HELPER dtrain__v dtrain__vload(const float *p)
+DTRAIN__VECTOR dtrain__v dtrain__vload(const float *p)
 {
     return (dtrain__v) * (const DTRAIN__K(vu) *)p;
 }
-DTRAIN__HELPER void dtrain__vstore(float *p, dtrain__v v)
+DTRAIN__VECTOR void dtrain__vstore(float *p, dtrain__v v)
 {
     *(DTRAIN__K(vu) *)p = (DTRAIN__K(vu))v;
 }
-DTRAIN__HELPER dtrain__vi dtrain__vbits(dtrain__v v) { return (dtrain__vi)v; }
-DTRAIN__HELPER dtrain__v dtrain__vfrombits(dtrain__vi v) { return (dtrain__v)v; }
-DTRAIN__HELPER dtrain__vi DTRAIN__K(vless)(dtrain__v a, dtrain__v b) { return (dtrain__vi)(a < b); }
-DTRAIN__HELPER dtrain__vi dtrain__viless(dtrain__vi a, dtrain__vi b) { return (dtrain__vi)(a < b); }
-DTRAIN__HELPER dtrain__v DTRAIN__K(vtofloat)(dtrain__vi v)
+DTRAIN__VECTOR dtrain__vi dtrain__vbits(dtrain__v v) { return (dtrain__vi)v; }
+DTRAIN__VECTOR dtrain__v dtrain__vfrombits(dtrain__vi v) { return (dtrain__v)v; }
+DTRAIN__VECTOR dtrain__vi DTRAIN__K(vless)(dtrain__v a, dtrain__v b) { return (dtrain__vi)(a < b); }
+DTRAIN__VECTOR dtrain__vi dtrain__viless(dtrain__vi a, dtrain__vi b) { return (dtrain__vi)(a < b); }
+DTRAIN__VECTOR dtrain__v DTRAIN__K(vtofloat)(dtrain__vi v)
 {
     return __builtin_convertvector(v, dtrain__v);
 }
 
 /* The scalar goes into every lane; x - 0 is x, of both zeros too. */
-DTRAIN__HELPER dtrain__v dtrain__vset(float x)
+DTRAIN__VECTOR dtrain__v dtrain__vset(float x)
 {
     const dtrain__v zero = {0};
     return x - zero;
 }
-DTRAIN__HELPER dtrain__vi dtrain__viset(int32_t x)
+DTRAIN__VECTOR dtrain__vi dtrain__viset(int32_t x)
 {
     const dtrain__vi zero = {0};
     return x + zero;
 }
 
 /* Masks are all ones or all zeros per lane. */
-DTRAIN__HELPER dtrain__v dtrain__vkeep(dtrain__v v, dtrain__vi mask)
+DTRAIN__VECTOR dtrain__v dtrain__vkeep(dtrain__v v, dtrain__vi mask)
 {
     return dtrain__vfrombits(dtrain__vbits(v) & mask);
 }
 
-DTRAIN__HELPER dtrain__v DTRAIN__K(vselect)(dtrain__vi mask, dtrain__v yes, dtrain__v no)
+DTRAIN__VECTOR dtrain__v DTRAIN__K(vselect)(dtrain__vi mask, dtrain__v yes, dtrain__v no)
 {
     return dtrain__vfrombits((dtrain__vbits(yes) & mask) | (dtrain__vbits(no) & ~mask));
 }
 
-DTRAIN__HELPER dtrain__vi dtrain__viota(void)
+DTRAIN__VECTOR dtrain__vi dtrain__viota(void)
 {
     static const int32_t lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     dtrain__vi v;
@@ -35909,55 +35925,55 @@ DTRAIN__HELPER dtrain__vi dtrain__viota(void)
  * elements. AVX-512 has full zero-masks where the plain intrinsic starts from an undefined value,
  * because g++ warns about those. */
 #if DTRAIN__ISA == 3
-DTRAIN__HELPER dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
+DTRAIN__VECTOR dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
 {
     return _mm512_fmadd_ps(a, b, c);
 }
-DTRAIN__HELPER dtrain__v dtrain__vmax(dtrain__v a, dtrain__v b)
+DTRAIN__VECTOR dtrain__v dtrain__vmax(dtrain__v a, dtrain__v b)
 {
     return _mm512_maskz_max_ps(0xffff, a, b);
 }
-DTRAIN__HELPER dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b)
+DTRAIN__VECTOR dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b)
 {
     return _mm512_maskz_min_ps(0xffff, a, b);
 }
-DTRAIN__HELPER dtrain__v DTRAIN__K(vsqrt)(dtrain__v a) { return _mm512_maskz_sqrt_ps(0xffff, a); }
-DTRAIN__HELPER dtrain__vi DTRAIN__K(vround)(dtrain__v a)
+DTRAIN__VECTOR dtrain__v DTRAIN__K(vsqrt)(dtrain__v a) { return _mm512_maskz_sqrt_ps(0xffff, a); }
+DTRAIN__VECTOR dtrain__vi DTRAIN__K(vround)(dtrain__v a)
 {
     return (dtrain__vi)_mm512_maskz_cvtps_epi32(0xffff, a);
 }
-DTRAIN__HELPER dtrain__v DTRAIN__K(vpart_load)(const float *p, int64_t n)
+DTRAIN__VECTOR dtrain__v DTRAIN__K(vpart_load)(const float *p, int64_t n)
 {
     return _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1u), p);
 }
-DTRAIN__HELPER void DTRAIN__K(vpart_store)(float *p, dtrain__v v, int64_t n)
+DTRAIN__VECTOR void DTRAIN__K(vpart_store)(float *p, dtrain__v v, int64_t n)
 {
     _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1u), v);
 }
 #elif DTRAIN__ISA == 2
-DTRAIN__HELPER dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
+DTRAIN__VECTOR dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
 {
     return _mm256_fmadd_ps(a, b, c);
 }
-DTRAIN__HELPER dtrain__v dtrain__vmax(dtrain__v a, dtrain__v b) { return _mm256_max_ps(a, b); }
-DTRAIN__HELPER dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b) { return _mm256_min_ps(a, b); }
-DTRAIN__HELPER dtrain__v DTRAIN__K(vsqrt)(dtrain__v a) { return _mm256_sqrt_ps(a); }
-DTRAIN__HELPER dtrain__vi DTRAIN__K(vround)(dtrain__v a)
+DTRAIN__VECTOR dtrain__v dtrain__vmax(dtrain__v a, dtrain__v b) { return _mm256_max_ps(a, b); }
+DTRAIN__VECTOR dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b) { return _mm256_min_ps(a, b); }
+DTRAIN__VECTOR dtrain__v DTRAIN__K(vsqrt)(dtrain__v a) { return _mm256_sqrt_ps(a); }
+DTRAIN__VECTOR dtrain__vi DTRAIN__K(vround)(dtrain__v a)
 {
     return (dtrain__vi)_mm256_cvtps_epi32(a);
 }
-DTRAIN__HELPER dtrain__v DTRAIN__K(vpart_load)(const float *p, int64_t n)
+DTRAIN__VECTOR dtrain__v DTRAIN__K(vpart_load)(const float *p, int64_t n)
 {
     const dtrain__vi mask = dtrain__viless(dtrain__viota(), dtrain__viset((int32_t)n));
     return _mm256_maskload_ps(p, (__m256i)mask);
 }
-DTRAIN__HELPER void DTRAIN__K(vpart_store)(float *p, dtrain__v v, int64_t n)
+DTRAIN__VECTOR void DTRAIN__K(vpart_store)(float *p, dtrain__v v, int64_t n)
 {
     const dtrain__vi mask = dtrain__viless(dtrain__viota(), dtrain__viset((int32_t)n));
     _mm256_maskstore_ps(p, (__m256i)mask, v);
 }
 #else
-DTRAIN__HELPER dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
+DTRAIN__VECTOR dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
 {
 #if defined(__aarch64__) && DTRAIN__W == 4
     return (dtrain__v)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
@@ -35965,22 +35981,22 @@ DTRAIN__HELPER dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
     return a * b + c;
 #endif
 }
-DTRAIN__HELPER dtrain__v dtrain__vmax(dtrain__v a, dtrain__v b)
+DTRAIN__VECTOR dtrain__v dtrain__vmax(dtrain__v a, dtrain__v b)
 {
     return DTRAIN__K(vselect)(DTRAIN__K(vless)(b, a), a, b);
 }
-DTRAIN__HELPER dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b)
+DTRAIN__VECTOR dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b)
 {
     return DTRAIN__K(vselect)(DTRAIN__K(vless)(a, b), a, b);
 }
-DTRAIN__HELPER dtrain__v DTRAIN__K(vsqrt)(dtrain__v a)
+DTRAIN__VECTOR dtrain__v DTRAIN__K(vsqrt)(dtrain__v a)
 {
     for (int i = 0; i < DTRAIN__W; i++) a[i] = sqrtf(a[i]);
     return a;
 }
 /* Halves go away from zero here: any of the two neighbours is good enough for exp. C does not say
  * which integer a NaN becomes, so it is 0. */
-DTRAIN__HELPER dtrain__vi DTRAIN__K(vround)(dtrain__v a)
+DTRAIN__VECTOR dtrain__vi DTRAIN__K(vround)(dtrain__v a)
 {
     const dtrain__vi sign = dtrain__vbits(a) & dtrain__viset(INT32_MIN);
     const dtrain__v half = dtrain__vfrombits(dtrain__vbits(dtrain__vset(0.5f)) | sign);
@@ -35988,31 +36004,31 @@ DTRAIN__HELPER dtrain__vi DTRAIN__K(vround)(dtrain__v a)
     const dtrain__vi number = dtrain__viless(magnitude, dtrain__viset(0x7f800001));
     return __builtin_convertvector(dtrain__vkeep(a + half, number), dtrain__vi);
 }
-DTRAIN__HELPER dtrain__v DTRAIN__K(vpart_load)(const float *p, int64_t n)
+DTRAIN__VECTOR dtrain__v DTRAIN__K(vpart_load)(const float *p, int64_t n)
 {
     float lanes[DTRAIN__W] = {0};
     for (int64_t i = 0; i < n && i < DTRAIN__W; i++) lanes[i] = p[i];
     return dtrain__vload(lanes);
 }
-DTRAIN__HELPER void DTRAIN__K(vpart_store)(float *p, dtrain__v v, int64_t n)
+DTRAIN__VECTOR void DTRAIN__K(vpart_store)(float *p, dtrain__v v, int64_t n)
 {
     for (int64_t i = 0; i < n && i < DTRAIN__W; i++) p[i] = v[i];
 }
 #endif
 
-DTRAIN__HELPER dtrain__v dtrain__vload_n(const float *p, int64_t n)
+DTRAIN__VECTOR dtrain__v dtrain__vload_n(const float *p, int64_t n)
 {
     return n >= DTRAIN__W ? dtrain__vload(p) : DTRAIN__K(vpart_load)(p, n);
 }
 
-DTRAIN__HELPER void dtrain__vstore_n(float *p, dtrain__v v, int64_t n)
+DTRAIN__VECTOR void dtrain__vstore_n(float *p, dtrain__v v, int64_t n)
 {
     if (n >= DTRAIN__W) dtrain__vstore(p, v);
     else DTRAIN__K(vpart_store)(p, v, n);
 }
 
 /* The first n lanes of v, 0 in the others. */
-DTRAIN__HELPER dtrain__v DTRAIN__K(vfirst)(dtrain__v v, int64_t n)
+DTRAIN__VECTOR dtrain__v DTRAIN__K(vfirst)(dtrain__v v, int64_t n)
 {
     if (n >= DTRAIN__W) return v;
     return dtrain__vkeep(v, dtrain__viless(dtrain__viota(), dtrain__viset((int32_t)n)));
@@ -36143,11 +36159,18 @@ typedef uint32_t DTRAIN__K(vwords) __attribute__((vector_size(4 * DTRAIN__W)));
 DTRAIN__HELPER void DTRAIN__K(to_bf16)(uint16_t *to, dtrain__v v)
 {
     const DTRAIN__K(vwords) x = (DTRAIN__K(vwords))v;
-    const DTRAIN__K(vwords) rounded = x + 0x7fffu + ((x >> 16) & 1u);
-    const DTRAIN__K(vwords) nan = (DTRAIN__K(vwords))((x & 0x7fffffffu) > 0x7f800000u);
-    const DTRAIN__K(vwords) bits = ((rounded & ~nan) | ((x | 0x400000u) & nan)) >> 16;
-#if DTRAIN__ISA == 3 /* gcc 12 makes several instructions of a conversion to or from 512 bits */
+    const DTRAIN__K(vwords) rounded = x + 0x7fffu + (x << 15 >> 31);
+    const dtrain__vi magnitude = dtrain__vbits(v) & dtrain__viset(INT32_MAX);
+    const dtrain__vi nan = dtrain__viless(dtrain__viset(0x7f800000), magnitude);
+    const dtrain__v quiet = (dtrain__v)(x | 0x400000u);
+    const DTRAIN__K(vwords) bits =
+        (DTRAIN__K(vwords))DTRAIN__K(vselect)(nan, quiet, (dtrain__v)rounded) >> 16;
+#if DTRAIN__ISA == 3 /* gcc 12 makes many instructions of a conversion to halves */
     _mm256_storeu_si256((__m256i *)(void *)to, _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)bits));
+#elif DTRAIN__ISA == 2
+    const __m128i low = _mm256_castsi256_si128((__m256i)bits);
+    const __m128i high = _mm256_extracti128_si256((__m256i)bits, 1);
+    _mm_storeu_si128((__m128i *)(void *)to, _mm_packus_epi32(low, high));
 #else
     *(DTRAIN__K(vhalves) *)to = __builtin_convertvector(bits, DTRAIN__K(vhalves));
 #endif
@@ -36195,37 +36218,52 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(from_f16)(const uint16_t *from)
 #endif
 }
 
-/* vload_n and vstore_n of elements from `at` on, of fp32 (also dtype 0), bf16 or fp16: the way in
- * which every kernel reads and writes activations. Arithmetic is fp32, and a result is rounded
- * once. A tail of halves goes through a buffer of full width. */
-DTRAIN__HELPER dtrain__v dtrain__vload_as(const void *p, dtrain_dtype dtype, int64_t at, int64_t n)
+/* Load or store the first min(n, lanes) elements in half precision. Every kernel has the
+ * instructions for full vectors of bf16; fp16 and tails, which take many more, are calls. */
+DTRAIN__APART dtrain__v DTRAIN__K(vload_half)(const uint16_t *half, dtrain_dtype dtype, int64_t n)
 {
-    if (dtype <= DTRAIN_DTYPE_F32) return dtrain__vload_n((const float *)p + at, n);
-    const uint16_t *half = (const uint16_t *)p + at;
     uint16_t tail[DTRAIN__W] = {0};
     if (n < DTRAIN__W) {
 #if DTRAIN__ISA == 3
         const __mmask16 there = n > 0 ? (__mmask16)((1u << n) - 1u) : 0;
         _mm256_storeu_si256((__m256i *)(void *)tail, _mm256_maskz_loadu_epi16(there, half));
 #else
-        if (n > 0) memcpy(tail, half, (size_t)n * sizeof *half);
+        for (int64_t i = 0; i < n; i++) memcpy(tail + i, half + i, sizeof *half);
 #endif
         half = tail;
     }
     return dtype == DTRAIN_DTYPE_BF16 ? DTRAIN__K(from_bf16)(half) : DTRAIN__K(from_f16)(half);
 }
 
+DTRAIN__APART void DTRAIN__K(vstore_half)(uint16_t *half, dtrain_dtype dtype, dtrain__v v,
+                                          int64_t n)
+{
+    uint16_t tail[DTRAIN__W], *to = n < DTRAIN__W ? tail : half;
+    if (dtype == DTRAIN_DTYPE_BF16) DTRAIN__K(to_bf16)(to, v);
+    else DTRAIN__K(to_f16)(to, v);
+    for (int64_t i = 0; i < n && n < DTRAIN__W; i++) memcpy(half + i, tail + i, sizeof *half);
+}
+
+/* vload_n and vstore_n of elements from `at` on, of fp32 (also dtype 0), bf16 or fp16: the way in
+ * which every kernel reads and writes activations. Arithmetic is fp32, and a result is rounded
+ * once. */
+DTRAIN__HELPER dtrain__v dtrain__vload_as(const void *p, dtrain_dtype dtype, int64_t at, int64_t n)
+{
+    if (dtype <= DTRAIN_DTYPE_F32) return dtrain__vload_n((const float *)p + at, n);
+    const uint16_t *half = (const uint16_t *)p + at;
+    if (dtype != DTRAIN_DTYPE_BF16) return DTRAIN__K(vload_half)(half, DTRAIN_DTYPE_F16, n);
+    return n >= DTRAIN__W ? DTRAIN__K(from_bf16)(half)
+                          : DTRAIN__K(vload_half)(half, DTRAIN_DTYPE_BF16, n);
+}
+
 DTRAIN__HELPER void dtrain__vstore_as(void *p, dtrain_dtype dtype, int64_t at, dtrain__v v,
                                       int64_t n)
 {
-    if (dtype <= DTRAIN_DTYPE_F32) {
-        dtrain__vstore_n((float *)p + at, v, n);
-        return;
-    }
-    uint16_t tail[DTRAIN__W], *half = (uint16_t *)p + at, *to = n < DTRAIN__W ? tail : half;
-    if (dtype == DTRAIN_DTYPE_BF16) DTRAIN__K(to_bf16)(to, v);
-    else DTRAIN__K(to_f16)(to, v);
-    if (n < DTRAIN__W) memcpy(half, tail, (size_t)n * sizeof *half);
+    uint16_t *half = (uint16_t *)p + at;
+    if (dtype <= DTRAIN_DTYPE_F32) dtrain__vstore_n((float *)p + at, v, n);
+    else if (dtype != DTRAIN_DTYPE_BF16) DTRAIN__K(vstore_half)(half, DTRAIN_DTYPE_F16, v, n);
+    else if (n >= DTRAIN__W) DTRAIN__K(to_bf16)(half, v);
+    else DTRAIN__K(vstore_half)(half, DTRAIN_DTYPE_BF16, v, n);
 }
 
 /* `count` elements from `at` on as fp32: in place, or widened into `buffer`, which has room for
@@ -36281,10 +36319,10 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vdeactivate)(uint32_t activation, dtrain__v x
 
 /* Range: columns, so that each column's sum is one chain over all rows. Row by row, with the sums
  * in L1: several rows at once would save a few loads but walk addresses that share a cache set. */
-DTRAIN__KERNEL_AS(activation_backward)
+DTRAIN__KERNEL(activation_backward)
 {
     const dtrain_activation_backward_args *a = (const dtrain_activation_backward_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
+    const dtrain_dtype dtype = a->dtype;
     const bool store = a->activation != DTRAIN_ACTIVATION_NONE || a->d_in != a->d_out;
     if (a->d_bias && !a->accumulate)
         memset(a->d_bias + begin, 0, (size_t)(end - begin) * sizeof *a->d_bias);
@@ -36342,7 +36380,7 @@ DTRAIN__KERNEL_AS(axpby)
     const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : args->dtype;
     const bool constant = args->broadcast || !args->x;
     float value = args->a;
-    if (constant && args->x) value *= dtrain__vload_as(args->x, dtype, 0, 1)[0];
+    if (constant && args->x) value *= dtrain__element(args->x, dtype, 0);
     const dtrain__v a = dtrain__vset(value), b = dtrain__vset(args->b);
     for (int64_t i = begin; i < end; i += DTRAIN__W) {
         const int64_t n = end - i;
@@ -36482,7 +36520,7 @@ DTRAIN__HELPER double DTRAIN__K(sum_chunk)(const dtrain_sum_args *a, int64_t beg
     even += odd;
     for (int lane = 0; lane < DTRAIN__H; lane++) total += even[lane];
     for (; i < end; i++) {
-        const double x = (double)DTRAIN__K(widened)(a->x, dtype, i, 1, buffer)[0];
+        const double x = (double)dtrain__element(a->x, dtype, i);
         total += squares ? x * x : x;
     }
     return total;
@@ -36504,8 +36542,17 @@ DTRAIN__KERNEL_AS(sum)
 DTRAIN__HELPER void DTRAIN__K(convert_as)(const dtrain_convert_args *a, int64_t begin, int64_t end,
                                           dtrain_dtype from, dtrain_dtype to)
 {
-    for (int64_t i = begin; i < end; i += DTRAIN__W)
-        dtrain__vstore_as(a->y, to, i, dtrain__vload_as(a->x, from, i, end - i), end - i);
+    int64_t i = begin;
+    for (; i + DTRAIN__W <= end; i += DTRAIN__W) {
+        const uint16_t *half = (const uint16_t *)a->x + i;
+        const dtrain__v x = from <= DTRAIN_DTYPE_F32    ? dtrain__vload((const float *)a->x + i)
+                            : from == DTRAIN_DTYPE_BF16 ? DTRAIN__K(from_bf16)(half)
+                                                        : DTRAIN__K(from_f16)(half);
+        if (to <= DTRAIN_DTYPE_F32) dtrain__vstore((float *)a->y + i, x);
+        else if (to == DTRAIN_DTYPE_BF16) DTRAIN__K(to_bf16)((uint16_t *)a->y + i, x);
+        else DTRAIN__K(to_f16)((uint16_t *)a->y + i, x);
+    }
+    if (i < end) dtrain__vstore_as(a->y, to, i, dtrain__vload_as(a->x, from, i, end - i), end - i);
 }
 
 DTRAIN__KERNEL(convert)
@@ -36906,8 +36953,7 @@ DTRAIN__ROUTINE void DTRAIN__K(pack_b)(float *panel, const dtrain__operand *x, i
 
 /* ---- What follows the last step of k, while the tile is in L1 */
 
-/* Tiles have n floats a row: a constant, two vectors here and one in convolution.h. */
-DTRAIN__HELPER void DTRAIN__K(load_tile_of)(int n, float *tile, const dtrain__rectangle *from)
+DTRAIN__ROUTINE void DTRAIN__K(load_tile)(float *tile, int n, const dtrain__rectangle *from)
 {
     for (int r = 0; r < from->rows; r++, tile += n)
         for (int j = 0; j < from->cols; j += DTRAIN__W)
@@ -36915,7 +36961,7 @@ DTRAIN__HELPER void DTRAIN__K(load_tile_of)(int n, float *tile, const dtrain__re
                                                       from->cols - j));
 }
 
-DTRAIN__HELPER void DTRAIN__K(store_tile_of)(int n, const dtrain__rectangle *to, const float *tile)
+DTRAIN__ROUTINE void DTRAIN__K(store_tile)(const dtrain__rectangle *to, const float *tile, int n)
 {
     for (int r = 0; r < to->rows; r++, tile += n)
         for (int j = 0; j < to->cols; j += DTRAIN__W)
@@ -36923,8 +36969,8 @@ DTRAIN__HELPER void DTRAIN__K(store_tile_of)(int n, const dtrain__rectangle *to,
                               to->cols - j);
 }
 
-DTRAIN__HELPER void DTRAIN__K(finish_tile_of)(int n, float *c, int64_t ldc, int rows,
-                                              const float *bias, float *aux, uint32_t activation)
+DTRAIN__ROUTINE void DTRAIN__K(finish_tile)(float *c, int64_t ldc, int n, int rows,
+                                            const float *bias, float *aux, uint32_t activation)
 {
     for (int r = 0; r < rows; r++)
         for (int j = 0; j < n; j += DTRAIN__W) {
@@ -36944,22 +36990,6 @@ DTRAIN__ROUTINE void DTRAIN__K(slope_tile)(float *c, const float *z, int count, 
             dtrain__vstore(c + i, d * DTRAIN__K(vgelu_slope_low)(x));
         else dtrain__vstore(c + i, DTRAIN__K(vdeactivate)(activation, x, d));
     }
-}
-
-DTRAIN__ROUTINE void DTRAIN__K(load_tile)(float *tile, const dtrain__rectangle *from)
-{
-    DTRAIN__K(load_tile_of)(DTRAIN__N, tile, from);
-}
-
-DTRAIN__ROUTINE void DTRAIN__K(store_tile)(const dtrain__rectangle *to, const float *tile)
-{
-    DTRAIN__K(store_tile_of)(DTRAIN__N, to, tile);
-}
-
-DTRAIN__ROUTINE void DTRAIN__K(finish_tile)(float *c, int64_t ldc, int rows, const float *bias,
-                                            float *aux, uint32_t activation)
-{
-    DTRAIN__K(finish_tile_of)(DTRAIN__N, c, ldc, rows, bias, aux, activation);
 }
 
 static const dtrain__tile_ops DTRAIN__K(tile_ops) = {DTRAIN__K(finish_tile), DTRAIN__K(slope_tile),
@@ -37300,10 +37330,10 @@ DTRAIN__ROUTINE const float *DTRAIN__K(row_open)(const dtrain_layernorm_args *a,
     return buffer;
 }
 
-DTRAIN__KERNEL_AS(layernorm)
+DTRAIN__KERNEL(layernorm)
 {
     const dtrain_layernorm_args *a = (const dtrain_layernorm_args *)job->args;
-    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
+    const dtrain_dtype y_dtype = a->y_dtype;
     for (int64_t row = begin; row < end; row++) {
         const float *x = DTRAIN__K(row_open)(a, row, job->scratch + index * job->slot);
         const float mean = a->mean ? DTRAIN__K(row_sum)(x, a->n) / (float)a->n : 0;
@@ -37439,22 +37469,24 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vlogistic_loss)(dtrain__v x, dtrain__v other)
 
 DTRAIN__HELPER dtrain__v DTRAIN__K(vpointwise)(uint32_t kind, dtrain__v x, dtrain__v other)
 {
+    const bool gated = kind == DTRAIN_POINTWISE_SWIGLU;
     if (kind == DTRAIN_POINTWISE_MULTIPLY) return x * other;
-    if (kind == DTRAIN_POINTWISE_SWIGLU) return DTRAIN__K(vgated)(x, x) * other;
     if (kind == DTRAIN_POINTWISE_SQUARED_ERROR) return (x - other) * (x - other);
     if (kind == DTRAIN_POINTWISE_LOGISTIC_LOSS) return DTRAIN__K(vlogistic_loss)(x, other);
-    return DTRAIN__K(vactivate)(kind, x);
+    const dtrain__v y = DTRAIN__K(vactivate)(gated ? (uint32_t)DTRAIN_ACTIVATION_SILU : kind, x);
+    return gated ? y * other : y;
 }
 
 DTRAIN__HELPER dtrain__v DTRAIN__K(vslope_x)(uint32_t kind, dtrain__v x, dtrain__v other,
                                              dtrain__v d_y)
 {
-    if (kind == DTRAIN_POINTWISE_MULTIPLY) return d_y * other;
-    if (kind == DTRAIN_POINTWISE_SWIGLU) return d_y * other * DTRAIN__K(vsilu_slope)(x);
+    const bool gated = kind == DTRAIN_POINTWISE_SWIGLU;
+    if (gated || kind == DTRAIN_POINTWISE_MULTIPLY) d_y *= other;
+    if (kind == DTRAIN_POINTWISE_MULTIPLY) return d_y;
     if (kind == DTRAIN_POINTWISE_SQUARED_ERROR) return d_y * (dtrain__vset(2) * (x - other));
     if (kind == DTRAIN_POINTWISE_LOGISTIC_LOSS)
         return d_y * (DTRAIN__K(vgated)(dtrain__vset(1), x) - other);
-    return DTRAIN__K(vdeactivate)(kind, x, d_y);
+    return DTRAIN__K(vdeactivate)(gated ? (uint32_t)DTRAIN_ACTIVATION_SILU : kind, x, d_y);
 }
 
 DTRAIN__HELPER dtrain__v DTRAIN__K(vslope_other)(uint32_t kind, dtrain__v x, dtrain__v other,
@@ -37466,12 +37498,12 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vslope_other)(uint32_t kind, dtrain__v x, dtr
     return -d_y * x;
 }
 
-DTRAIN__KERNEL_AS(pointwise)
+DTRAIN__KERNEL(pointwise)
 {
     const dtrain_pointwise_args *a = (const dtrain_pointwise_args *)job->args;
-    const dtrain_dtype x_dtype = f32 ? DTRAIN_DTYPE_F32 : a->x_dtype;
-    const dtrain_dtype other_dtype = f32 ? DTRAIN_DTYPE_F32 : a->other_dtype;
-    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
+    const dtrain_dtype x_dtype = a->x_dtype;
+    const dtrain_dtype other_dtype = a->other_dtype;
+    const dtrain_dtype y_dtype = a->y_dtype;
     for (int64_t i = begin; i < end; i += DTRAIN__W) {
         const int64_t n = end - i;
         const dtrain__v x = dtrain__vload_as(a->x, x_dtype, i, n);
@@ -37607,18 +37639,18 @@ DTRAIN__KERNEL(cross_entropy)
         const double lse = (double)top + log(sum);
         a->lse[row] = (float)lse;
         const int64_t at = row * a->n + a->targets[row];
-        const double wanted = (double)DTRAIN__K(widened)(a->logits, a->dtype, at, 1, buffer)[0];
+        const double wanted = (double)dtrain__element(a->logits, a->dtype, at);
         const double smoothing = (double)a->smoothing;
         a->loss[row] =
             (float)(lse - (1 - smoothing) * wanted - smoothing * logits_sum / (double)classes);
     }
 }
 
-DTRAIN__KERNEL_AS(cross_entropy_backward)
+DTRAIN__KERNEL(cross_entropy_backward)
 {
     const dtrain_cross_entropy_backward_args *a =
         (const dtrain_cross_entropy_backward_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
+    const dtrain_dtype dtype = a->dtype;
     const float factor = a->upstream ? a->scale * a->upstream[0] : a->scale;
     const int64_t classes = a->classes ? a->classes : a->n;
     const dtrain__v scale = dtrain__vset(factor);
@@ -37748,7 +37780,7 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vgather)(const dtrain_permute_args *a, int64_
     float lanes[DTRAIN__W] = {0};
     if (step == 1) return dtrain__vload_as(a->x, a->dtype, at, n);
     for (int64_t lane = 0; lane < n && lane < DTRAIN__W; lane++)
-        lanes[lane] = dtrain__vload_as(a->x, a->dtype, at + lane * step, 1)[0];
+        lanes[lane] = dtrain__element(a->x, a->dtype, at + lane * step);
     return dtrain__vload(lanes);
 }
 
@@ -37812,10 +37844,10 @@ DTRAIN__KERNEL_AS(batchnorm_moments)
 }
 
 /* Range: rows. */
-DTRAIN__KERNEL_AS(batchnorm)
+DTRAIN__KERNEL(batchnorm)
 {
     const dtrain_batchnorm_args *a = (const dtrain_batchnorm_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : job->dtype;
+    const dtrain_dtype dtype = job->dtype;
     for (int64_t first = begin; first < end; first += DTRAIN__BATCHNORM_ROWS)
         for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
             const int64_t n = a->n - i, past = first + DTRAIN__BATCHNORM_ROWS;
@@ -37845,10 +37877,10 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(batchnorm_slope)(uint32_t activation, const v
 }
 
 /* Range: chunks. Sums of d and of d h. */
-DTRAIN__KERNEL_AS(batchnorm_sums)
+DTRAIN__KERNEL(batchnorm_sums)
 {
     const dtrain_batchnorm_sums_args *a = (const dtrain_batchnorm_sums_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : job->dtype;
+    const dtrain_dtype dtype = job->dtype;
     for (int64_t chunk = begin; chunk < end; chunk++) {
         const int64_t first = chunk * job->chunk, past = first + job->chunk;
         const int64_t last = past < a->rows ? past : a->rows;
@@ -38120,11 +38152,12 @@ DTRAIN__HELPER void DTRAIN__K(pack_columns_as)(float *panel, int width, const dt
     }
 }
 
-DTRAIN__HELPER void DTRAIN__K(pack_columns_of)(float *panel, int width, const dtrain__operand *x,
-                                               int64_t index, int count, int64_t p, int k)
+/* Both widths share this: it is too long to be compiled for each. */
+DTRAIN__ROUTINE void DTRAIN__K(pack_window_columns)(float *panel, int width,
+                                                    const dtrain__operand *x, int64_t index,
+                                                    int count, int64_t p, int k)
 {
-    if (!x->windows) DTRAIN__K(pack_steps)(panel, width, x, index, count, p, k);
-    else if (x->dtype == DTRAIN_DTYPE_F32)
+    if (x->dtype == DTRAIN_DTYPE_F32)
         DTRAIN__K(pack_columns_as)(panel, width, x, DTRAIN_DTYPE_F32, index, count, p, k);
     else DTRAIN__K(pack_columns_as)(panel, width, x, x->dtype, index, count, p, k);
 }
@@ -38132,13 +38165,15 @@ DTRAIN__HELPER void DTRAIN__K(pack_columns_of)(float *panel, int width, const dt
 DTRAIN__ROUTINE void DTRAIN__K(pack_columns)(float *panel, const dtrain__operand *x, int64_t index,
                                              int count, int64_t p, int k)
 {
-    DTRAIN__K(pack_columns_of)(panel, DTRAIN__MR, x, index, count, p, k);
+    if (!x->windows) DTRAIN__K(pack_a)(panel, x, index, count, p, k);
+    else DTRAIN__K(pack_window_columns)(panel, DTRAIN__MR, x, index, count, p, k);
 }
 
 DTRAIN__ROUTINE void DTRAIN__K(pack_narrow_columns)(float *panel, const dtrain__operand *x,
                                                     int64_t index, int count, int64_t p, int k)
 {
-    DTRAIN__K(pack_columns_of)(panel, DTRAIN__NARROW_MR, x, index, count, p, k);
+    if (!x->windows) DTRAIN__K(pack_steps)(panel, DTRAIN__NARROW_MR, x, index, count, p, k);
+    else DTRAIN__K(pack_window_columns)(panel, DTRAIN__NARROW_MR, x, index, count, p, k);
 }
 
 DTRAIN__ROUTINE void DTRAIN__K(pack_narrow_b)(float *panel, const dtrain__operand *x, int64_t index,
@@ -38147,41 +38182,19 @@ DTRAIN__ROUTINE void DTRAIN__K(pack_narrow_b)(float *panel, const dtrain__operan
     DTRAIN__K(pack_steps)(panel, DTRAIN__W, x, index, count, p, k);
 }
 
-DTRAIN__ROUTINE void DTRAIN__K(load_narrow_tile)(float *tile, const dtrain__rectangle *from)
-{
-    DTRAIN__K(load_tile_of)(DTRAIN__W, tile, from);
-}
-
-DTRAIN__ROUTINE void DTRAIN__K(store_narrow_tile)(const dtrain__rectangle *to, const float *tile)
-{
-    DTRAIN__K(store_tile_of)(DTRAIN__W, to, tile);
-}
-
-DTRAIN__ROUTINE void DTRAIN__K(finish_narrow_tile)(float *c, int64_t ldc, int rows,
-                                                   const float *bias, float *aux,
-                                                   uint32_t activation)
-{
-    DTRAIN__K(finish_tile_of)(DTRAIN__W, c, ldc, rows, bias, aux, activation);
-}
-
-static const dtrain__tile_ops DTRAIN__K(narrow_tile_ops) = {
-    DTRAIN__K(finish_narrow_tile), DTRAIN__K(slope_tile), DTRAIN__K(load_narrow_tile),
-    DTRAIN__K(store_narrow_tile)};
-
-/* pair, unit, packing: as in gemm.h, but rows are packed for half of the price. */
-#define DTRAIN__CONV_ISA(mr, nr, pair, packing, pitch, kernel, pack_a, pack_b, tile_ops)    \
-    {                                                                                       \
-        DTRAIN__STRING(DTRAIN__SUFFIX), mr, nr, pair, 1, packing, pitch, DTRAIN__K(kernel), \
-            DTRAIN__K(pack_a), DTRAIN__K(pack_b), &DTRAIN__K(tile_ops), NULL, NULL          \
+/* packing: copying runs as rows takes half of the time of spreading them over columns. */
+#define DTRAIN__CONV_ISA(mr, nr, packing, pitch, kernel, pack_a, pack_b)                 \
+    {                                                                                    \
+        DTRAIN__STRING(DTRAIN__SUFFIX), mr, nr, 1, 1, packing, pitch, DTRAIN__K(kernel), \
+            DTRAIN__K(pack_a), DTRAIN__K(pack_b), &DTRAIN__K(tile_ops), NULL, NULL       \
     }
 static const dtrain__conv_tiles DTRAIN__K(convolutions) = {
-    DTRAIN__CONV_ISA(DTRAIN__MR, DTRAIN__N, 1, 2, DTRAIN__PITCH, rows_tile, pack_window_rows,
-                     pack_b, tile_ops),
-    DTRAIN__CONV_ISA(DTRAIN__NARROW_MR, DTRAIN__W, 1, 2, DTRAIN__PITCH, narrow_rows_tile,
-                     pack_window_rows, pack_narrow_b, narrow_tile_ops),
-    DTRAIN__CONV_ISA(DTRAIN__MR, DTRAIN__N, 1, 4, 0, gemm_tile, pack_columns, pack_b, tile_ops),
-    DTRAIN__CONV_ISA(DTRAIN__NARROW_MR, DTRAIN__W, 1, 4, 0, narrow_tile, pack_narrow_columns,
-                     pack_narrow_b, narrow_tile_ops)};
+    DTRAIN__CONV_ISA(DTRAIN__MR, DTRAIN__N, 2, DTRAIN__PITCH, rows_tile, pack_window_rows, pack_b),
+    DTRAIN__CONV_ISA(DTRAIN__NARROW_MR, DTRAIN__W, 2, DTRAIN__PITCH, narrow_rows_tile,
+                     pack_window_rows, pack_narrow_b),
+    DTRAIN__CONV_ISA(DTRAIN__MR, DTRAIN__N, 4, 0, gemm_tile, pack_columns, pack_b),
+    DTRAIN__CONV_ISA(DTRAIN__NARROW_MR, DTRAIN__W, 4, 0, narrow_tile, pack_narrow_columns,
+                     pack_narrow_b)};
 
 /* ---- Weights */
 
@@ -38194,7 +38207,7 @@ DTRAIN__KERNEL(conv_weight)
             const int64_t from = o * a->outer_stride + i * a->inner_stride;
             for (int64_t t = 0; t < a->taps; t++)
                 a->packed[(t * a->outer + o) * a->inner + i] =
-                    dtrain__vload_as(a->weight, a->dtype, from + a->order[t], 1)[0];
+                    dtrain__element(a->weight, a->dtype, from + a->order[t]);
         }
 }
 
@@ -38501,24 +38514,17 @@ DTRAIN__HELPER void DTRAIN__K(patch_prefetch)(const dtrain__patches *images, con
     }
 }
 
-/* Load `count` channels, a vector at most, of a pixel; zeros outside. */
-DTRAIN__HELPER dtrain__v DTRAIN__K(patch_load)(const dtrain__patches *images, dtrain_dtype dtype,
-                                               int64_t pixel, int64_t channel, int64_t count)
-{
-    if (pixel < 0) return dtrain__vset(0);
-    return dtrain__vload_as(images->data, dtype, pixel + channel, count);
-}
-
-/* Transform `count` channels, a vector at most, of a patch of 6 x 6 pixels of x or 4 x 4 of d_y. */
-DTRAIN__HELPER void DTRAIN__K(patch_read)(float *to, int64_t place, const dtrain__patches *images,
-                                          dtrain_dtype dtype, int side, const int64_t at[36],
-                                          int64_t channel, int64_t count)
+/* Transform `count` channels, a vector at most, of a patch of 6 x 6 pixels of x or 4 x 4 of d_y;
+ * pixel i lies at[i] floats from `from` on, and is 0 where that is negative. */
+DTRAIN__HELPER void DTRAIN__K(patch_read)(float *to, int64_t place, int side, const float *from,
+                                          const int64_t at[36], int64_t count)
 {
     float middle[36 * DTRAIN__W] __attribute__((aligned(64)));
     const int64_t row = side * DTRAIN__W;
     for (int j = 0; j < side; j++) {
         float *column = middle + j * DTRAIN__W;
-#define DTRAIN__PIXEL(i) DTRAIN__K(patch_load)(images, dtype, at[(i)*side + j], channel, count)
+#define DTRAIN__PIXEL(i) \
+    (at[(i)*side + j] < 0 ? dtrain__vset(0) : dtrain__vload_n(from + at[(i)*side + j], count))
         if (side == 4) DTRAIN__K(line_slope)
         (column, row, DTRAIN__PIXEL(0), DTRAIN__PIXEL(1), DTRAIN__PIXEL(2), DTRAIN__PIXEL(3));
         else DTRAIN__K(line_input)(column, row, DTRAIN__PIXEL(0), DTRAIN__PIXEL(1),
@@ -38533,22 +38539,38 @@ DTRAIN__HELPER void DTRAIN__K(patch_read)(float *to, int64_t place, const dtrain
     }
 }
 
+/* Widen the pixels of a patch of halves, one vector each. */
+DTRAIN__ROUTINE void DTRAIN__K(patch_widen)(float *to, const dtrain__patches *images,
+                                            const int64_t at[36], int pixels, int64_t channel,
+                                            int64_t count)
+{
+    for (int i = 0; i < pixels; i++, to += DTRAIN__W)
+        dtrain__vstore(
+            to, at[i] < 0 ? dtrain__vset(0)
+                          : dtrain__vload_as(images->data, images->dtype, at[i] + channel, count));
+}
+
 DTRAIN__HELPER void DTRAIN__K(patches_read_as)(float *to, const dtrain__winograd *a,
-                                               const dtrain__patches *images, dtrain_dtype dtype,
-                                               int side, int64_t first, int64_t count)
+                                               const dtrain__patches *images, int side,
+                                               int64_t first, int64_t count)
 {
     const dtrain__windows *w = &images->windows;
     const int64_t vectors = (w->depth + DTRAIN__W - 1) / DTRAIN__W;
     const int64_t place = dtrain__winograd_place(vectors, a->block, DTRAIN__W);
+    const bool f32 = images->dtype <= DTRAIN_DTYPE_F32;
     dtrain__corner corner = dtrain__window_corner(w, first);
-    int64_t at[36];
+    float wide[36 * DTRAIN__W];
+    int64_t at[36], wide_at[36];
+    for (int i = 0; i < 36; i++) wide_at[i] = i * DTRAIN__W;
     for (int64_t t = 0; t < count; t++, dtrain__window_next(w, &corner)) {
         DTRAIN__K(patch_pixels)(at, w, side, &corner);
         DTRAIN__K(patch_prefetch)(images, at, side, 2);
         for (int64_t v = 0; v < vectors; v++) {
             float *out = to + (v * a->block + t) * DTRAIN__W;
             const int64_t channel = v * DTRAIN__W, rest = w->depth - channel;
-            DTRAIN__K(patch_read)(out, place, images, dtype, side, at, channel, rest);
+            const float *from = (const float *)images->data + channel;
+            if (!f32) DTRAIN__K(patch_widen)(wide, images, at, side * side, channel, rest);
+            DTRAIN__K(patch_read)(out, place, side, f32 ? from : wide, f32 ? at : wide_at, rest);
         }
     }
 }
@@ -38557,26 +38579,22 @@ DTRAIN__HELPER void DTRAIN__K(patches_read_as)(float *to, const dtrain__winograd
 DTRAIN__ROUTINE void DTRAIN__K(patches_read)(float *to, const dtrain__winograd *a, int64_t first,
                                              int64_t count)
 {
-    const dtrain__patches *x = &a->from;
-    if (x->dtype <= DTRAIN_DTYPE_F32)
-        DTRAIN__K(patches_read_as)(to, a, x, DTRAIN_DTYPE_F32, 6, first, count);
-    else DTRAIN__K(patches_read_as)(to, a, x, x->dtype, 6, first, count);
+    DTRAIN__K(patches_read_as)(to, a, &a->from, 6, first, count);
 }
 
 /* The same of d_y. */
 DTRAIN__ROUTINE void DTRAIN__K(patches_read_slope)(float *to, const dtrain__winograd *a,
                                                    int64_t first, int64_t count)
 {
-    const dtrain__patches *d_y = &a->to;
-    if (d_y->dtype <= DTRAIN_DTYPE_F32)
-        DTRAIN__K(patches_read_as)(to, a, d_y, DTRAIN_DTYPE_F32, 4, first, count);
-    else DTRAIN__K(patches_read_as)(to, a, d_y, d_y->dtype, 4, first, count);
+    DTRAIN__K(patches_read_as)(to, a, &a->to, 4, first, count);
 }
 
-DTRAIN__HELPER void DTRAIN__K(patches_write_as)(const dtrain__winograd *a, dtrain_dtype dtype,
-                                                int64_t first, int64_t count, const float *from)
+/* Transform `count` patches of y from `first` on back, and store the pixels that there are. */
+DTRAIN__ROUTINE void DTRAIN__K(patches_write)(const dtrain__winograd *a, int64_t first,
+                                              int64_t count, const float *from)
 {
     const dtrain__windows *w = &a->to.windows;
+    const dtrain_dtype dtype = a->to.dtype;
     const int64_t vectors = (w->depth + DTRAIN__W - 1) / DTRAIN__W;
     const int64_t place = dtrain__winograd_place(vectors, a->block, DTRAIN__W);
     dtrain__corner corner = dtrain__window_corner(w, first);
@@ -38607,15 +38625,6 @@ DTRAIN__HELPER void DTRAIN__K(patches_write_as)(const dtrain__winograd *a, dtrai
             }
         }
     }
-}
-
-/* Transform `count` patches of y from `first` on back, and store the pixels that there are. */
-DTRAIN__ROUTINE void DTRAIN__K(patches_write)(const dtrain__winograd *a, int64_t first,
-                                              int64_t count, const float *from)
-{
-    if (a->to.dtype <= DTRAIN_DTYPE_F32)
-        DTRAIN__K(patches_write_as)(a, DTRAIN_DTYPE_F32, first, count, from);
-    else DTRAIN__K(patches_write_as)(a, a->to.dtype, first, count, from);
 }
 
 /* The products of one place: rows of `a`, W floats apart, with `blocks` vectors of channels. */
@@ -38726,7 +38735,7 @@ DTRAIN__KERNEL(winograd_filter)
                 const int64_t at = o * a->outer_stride + (v * DTRAIN__W + lane) * a->inner_stride;
                 for (int t = 0; t < 9; t++)
                     w[t * DTRAIN__W + lane] =
-                        dtrain__vload_as(a->weight, a->dtype, at + a->order[t], 1)[0];
+                        dtrain__element(a->weight, a->dtype, at + a->order[t]);
             }
             for (int j = 0; j < 3; j++) {
                 const float *column = w + j * DTRAIN__W;
@@ -38829,11 +38838,11 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(window_sum)(const dtrain_pool2d_args *a, dtra
 }
 
 /* Range: rows of y, batch * out_height. */
-DTRAIN__KERNEL_AS(pool2d)
+DTRAIN__KERNEL(pool2d)
 {
     const dtrain_pool2d_args *a = (const dtrain_pool2d_args *)job->args;
     const dtrain_windows2d *w = &a->windows;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
+    const dtrain_dtype dtype = a->dtype;
     const dtrain__v taps = dtrain__vset((float)(w->kernel[0] * w->kernel[1]));
     for (int64_t row = begin; row < end; row++)
         for (int64_t j = 0; j < w->out_width; j++)
@@ -38869,11 +38878,11 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(pool_share)(const dtrain_pool2d_backward_args
 }
 
 /* Range: rows of x, batch * height. */
-DTRAIN__KERNEL_AS(pool2d_backward)
+DTRAIN__KERNEL(pool2d_backward)
 {
     const dtrain_pool2d_backward_args *a = (const dtrain_pool2d_backward_args *)job->args;
     const dtrain_windows2d *w = &a->windows;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
+    const dtrain_dtype dtype = a->dtype;
     const dtrain__v taps = dtrain__vset(a->maximum ? 1 : (float)(w->kernel[0] * w->kernel[1]));
     for (int64_t at = begin * w->width; at < end * w->width; at++) {
         const int64_t row = at / w->width, image = row / w->height * w->out_height;
@@ -39325,6 +39334,7 @@ static const dtrain__kernels DTRAIN__K(kernels) = {DTRAIN__STRING(DTRAIN__SUFFIX
 #undef DTRAIN__SUFFIX
 #undef DTRAIN__W
 #undef DTRAIN__ON
+#undef DTRAIN__HELPER
 #undef DTRAIN__MR
 #undef DTRAIN__ROWS
 #undef DTRAIN__NARROW_MR

@@ -1,6 +1,6 @@
 /* instances.c: see instances.h. The text of the kernels once more, for what the library does not compile. */
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wpsabi" /* wide vectors are arguments of inlined functions only */
+#pragma GCC diagnostic ignored "-Wpsabi" /* wide vectors are arguments of static functions only */
 #endif
 #if defined(__x86_64__)
 #include "emulated_tiles.h"

@@ -113,8 +113,8 @@ static void dtrain__gemm_move(const dtrain__gemm_pass *pass, int64_t i, int64_t 
         const int now = (int)dtrain__gemm_min(rows.count, count);
         void *at = (void *)(uintptr_t)dtrain__gemm_at(x->c, x->c_dtype, rows.at + j);
         const dtrain__rectangle c = dtrain__rectangle_at(at, x->c_dtype, rows.ld, now, cols);
-        if (load) job->isa->tile->load(tile, &c);
-        else job->isa->tile->store(&c, tile);
+        if (load) job->isa->tile->load(tile, job->isa->nr, &c);
+        else job->isa->tile->store(&c, tile, job->isa->nr);
         tile += now * job->isa->nr;
         count -= now;
         i += now;
@@ -128,14 +128,14 @@ static void dtrain__gemm_finish_copied(const dtrain__isa *isa, const dtrain_gemm
     float other[DTRAIN__MR_MAX * DTRAIN__NR_MAX], bias[DTRAIN__NR_MAX] = {0};
     if (x->flags & DTRAIN_GEMM_ACT_BACKWARD) {
         memset(other, 0, (size_t)(isa->mr * isa->nr) * sizeof *other);
-        isa->tile->load(other, aux);
+        isa->tile->load(other, isa->nr, aux);
         isa->tile->slope(tile, other, isa->mr * isa->nr, x->activation);
         return;
     }
     if (x->bias) memcpy(bias, x->bias + j, (size_t)aux->cols * sizeof *bias);
-    isa->tile->finish(tile, isa->nr, aux->rows, x->bias ? bias : NULL, x->aux ? other : NULL,
-                      x->activation);
-    if (x->aux) isa->tile->store(aux, other);
+    isa->tile->finish(tile, isa->nr, isa->nr, aux->rows, x->bias ? bias : NULL,
+                      x->aux ? other : NULL, x->activation);
+    if (x->aux) isa->tile->store(aux, other, isa->nr);
 }
 
 /* A tile that is cut off by the edge, or that C stores in half precision, is computed in `tile`.
@@ -157,7 +157,7 @@ static void dtrain__gemm_copied_tile(const dtrain__gemm_pass *pass, int64_t i, i
 
     if (beta != 0) {
         memset(tile, 0, (size_t)(isa->mr * isa->nr) * sizeof *tile);
-        if (job->needs_partial && !pass->first) isa->tile->load(tile, &partial);
+        if (job->needs_partial && !pass->first) isa->tile->load(tile, isa->nr, &partial);
         else dtrain__gemm_move(pass, i, j, rows, cols, tile, true);
     }
     isa->kernel(pass->cells, a, b, ldb, x->alpha, beta, tile, isa->nr);
@@ -167,7 +167,7 @@ static void dtrain__gemm_copied_tile(const dtrain__gemm_pass *pass, int64_t i, i
         const dtrain__rectangle aux = dtrain__rectangle_at(at, x->c_dtype, x->ldc, rows, cols);
         dtrain__gemm_finish_copied(isa, x, j, &aux, tile);
     }
-    if (job->needs_partial && !pass->last) isa->tile->store(&partial, tile);
+    if (job->needs_partial && !pass->last) isa->tile->store(&partial, tile, isa->nr);
     else dtrain__gemm_move(pass, i, j, rows, cols, tile, false);
 }
 
@@ -187,7 +187,7 @@ static void dtrain__gemm_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t 
     float *c = (float *)x->c + at;
     isa->kernel(pass->cells, a, b, ldb, x->alpha, pass->first ? x->beta : 1, c, rows.ld);
     if (pass->last && (x->bias || x->aux || x->activation))
-        isa->tile->finish(c, rows.ld, isa->mr, x->bias ? x->bias + j : NULL,
+        isa->tile->finish(c, rows.ld, isa->nr, isa->mr, x->bias ? x->bias + j : NULL,
                           x->aux ? (float *)x->aux + at : NULL, x->activation);
 }
 

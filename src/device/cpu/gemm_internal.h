@@ -107,23 +107,21 @@ typedef struct dtrain__rectangle {
     int rows, cols;
 } dtrain__rectangle;
 
-/* What follows the last step of k, on a tile with nr floats a row. finish: bias and activation on
- * `rows` rows. slope: c *= activation'(z), both (mr, nr). load, store: between a rectangle and the
- * tile. */
+/* What follows the last step of k, on a tile with n floats a row, which is nr. finish: bias and
+ * activation on `rows` rows. slope: c *= activation'(z), both (mr, nr). load, store: between a
+ * rectangle and the tile. */
 typedef struct dtrain__tile_ops {
-    void (*finish)(float *c, int64_t ldc, int rows, const float *bias, float *aux,
+    void (*finish)(float *c, int64_t ldc, int n, int rows, const float *bias, float *aux,
                    uint32_t activation);
     void (*slope)(float *c, const float *z, int count, uint32_t activation);
-    void (*load)(float *tile, const dtrain__rectangle *from);
-    void (*store)(const dtrain__rectangle *to, const float *tile);
+    void (*load)(float *tile, int n, const dtrain__rectangle *from);
+    void (*store)(const dtrain__rectangle *to, const float *tile, int n);
 } dtrain__tile_ops;
 
 /* What an instruction set offers. A panel holds cells of 32 bits: an fp32 number, or two bf16 that
  * are neighbours in k. kernel: c (mr, nr) = alpha * a * b + beta * c over `cells`, a packed, b with
  * ldb cells from one k to the next. pack: `count` <= width indices from `index`, k steps from p.
- * finish: bias and activation on `rows` rows of nr elements. slope: c *= activation'(z), both
- * (mr, nr). load, store: between a rectangle and a tile with nr floats a row. begin, end: around
- * the work of a thread; may be NULL. */
+ * begin, end: around the work of a thread; may be NULL. */
 typedef struct dtrain__isa {
     const char *name;
     int mr, nr;

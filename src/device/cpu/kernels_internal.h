@@ -5,6 +5,7 @@
 #pragma once
 
 #include "core/platform_internal.h"
+#include "core/dtype.h"
 #include "device/backend.h"
 #include "device/cpu/gemm_internal.h"
 #include "device/device_internal.h"
@@ -119,6 +120,19 @@ typedef struct dtrain__winograd {
 static inline int64_t dtrain__winograd_place(int64_t vectors, int64_t block, int64_t lanes)
 {
     return (vectors * block + 1) * lanes;
+}
+
+/* Return one element as fp32. */
+static inline float dtrain__element(const void *p, dtrain_dtype dtype, int64_t at)
+{
+    uint16_t half;
+    float x;
+    if (dtype <= DTRAIN_DTYPE_F32) {
+        memcpy(&x, (const char *)p + at * 4, sizeof x);
+        return x;
+    }
+    memcpy(&half, (const char *)p + at * 2, sizeof half);
+    return dtrain_half_to_f32(dtype, half);
 }
 
 #define DTRAIN__TOPK_BLOCK 1024    /* elements between two looks at the room that is left */

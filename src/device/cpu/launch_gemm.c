@@ -38,13 +38,10 @@ static dtrain_result dtrain__cpu_product(dtrain_device *device, const dtrain_gem
 
 static void dtrain__row_sums(const dtrain_gemm_args *args)
 {
-    const float *a = (const float *)args->a;
-    const uint16_t *half = (const uint16_t *)args->a;
     for (int64_t i = 0; i < args->m; i++) {
         float sum = args->accumulate_bias_grad ? args->bias_grad[i] : 0;
         for (int64_t at = i * args->lda; at < i * args->lda + args->k; at++)
-            sum += args->a_dtype == DTRAIN_DTYPE_F32 ? a[at]
-                                                     : dtrain_half_to_f32(args->a_dtype, half[at]);
+            sum += dtrain__element(args->a, args->a_dtype, at);
         args->bias_grad[i] = sum;
     }
 }

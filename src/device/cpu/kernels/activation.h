@@ -36,10 +36,10 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vdeactivate)(uint32_t activation, dtrain__v x
 
 /* Range: columns, so that each column's sum is one chain over all rows. Row by row, with the sums
  * in L1: several rows at once would save a few loads but walk addresses that share a cache set. */
-DTRAIN__KERNEL_AS(activation_backward)
+DTRAIN__KERNEL(activation_backward)
 {
     const dtrain_activation_backward_args *a = (const dtrain_activation_backward_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
+    const dtrain_dtype dtype = a->dtype;
     const bool store = a->activation != DTRAIN_ACTIVATION_NONE || a->d_in != a->d_out;
     if (a->d_bias && !a->accumulate)
         memset(a->d_bias + begin, 0, (size_t)(end - begin) * sizeof *a->d_bias);

@@ -37,10 +37,10 @@ DTRAIN__KERNEL_AS(batchnorm_moments)
 }
 
 /* Range: rows. */
-DTRAIN__KERNEL_AS(batchnorm)
+DTRAIN__KERNEL(batchnorm)
 {
     const dtrain_batchnorm_args *a = (const dtrain_batchnorm_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : job->dtype;
+    const dtrain_dtype dtype = job->dtype;
     for (int64_t first = begin; first < end; first += DTRAIN__BATCHNORM_ROWS)
         for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
             const int64_t n = a->n - i, past = first + DTRAIN__BATCHNORM_ROWS;
@@ -70,10 +70,10 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(batchnorm_slope)(uint32_t activation, const v
 }
 
 /* Range: chunks. Sums of d and of d h. */
-DTRAIN__KERNEL_AS(batchnorm_sums)
+DTRAIN__KERNEL(batchnorm_sums)
 {
     const dtrain_batchnorm_sums_args *a = (const dtrain_batchnorm_sums_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : job->dtype;
+    const dtrain_dtype dtype = job->dtype;
     for (int64_t chunk = begin; chunk < end; chunk++) {
         const int64_t first = chunk * job->chunk, past = first + job->chunk;
         const int64_t last = past < a->rows ? past : a->rows;

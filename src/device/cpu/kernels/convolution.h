@@ -212,11 +212,12 @@ DTRAIN__HELPER void DTRAIN__K(pack_columns_as)(float *panel, int width, const dt
     }
 }
 
-DTRAIN__HELPER void DTRAIN__K(pack_columns_of)(float *panel, int width, const dtrain__operand *x,
-                                               int64_t index, int count, int64_t p, int k)
+/* Both widths share this: it is too long to be compiled for each. */
+DTRAIN__ROUTINE void DTRAIN__K(pack_window_columns)(float *panel, int width,
+                                                    const dtrain__operand *x, int64_t index,
+                                                    int count, int64_t p, int k)
 {
-    if (!x->windows) DTRAIN__K(pack_steps)(panel, width, x, index, count, p, k);
-    else if (x->dtype == DTRAIN_DTYPE_F32)
+    if (x->dtype == DTRAIN_DTYPE_F32)
         DTRAIN__K(pack_columns_as)(panel, width, x, DTRAIN_DTYPE_F32, index, count, p, k);
     else DTRAIN__K(pack_columns_as)(panel, width, x, x->dtype, index, count, p, k);
 }
@@ -224,13 +225,15 @@ DTRAIN__HELPER void DTRAIN__K(pack_columns_of)(float *panel, int width, const dt
 DTRAIN__ROUTINE void DTRAIN__K(pack_columns)(float *panel, const dtrain__operand *x, int64_t index,
                                              int count, int64_t p, int k)
 {
-    DTRAIN__K(pack_columns_of)(panel, DTRAIN__MR, x, index, count, p, k);
+    if (!x->windows) DTRAIN__K(pack_a)(panel, x, index, count, p, k);
+    else DTRAIN__K(pack_window_columns)(panel, DTRAIN__MR, x, index, count, p, k);
 }
 
 DTRAIN__ROUTINE void DTRAIN__K(pack_narrow_columns)(float *panel, const dtrain__operand *x,
                                                     int64_t index, int count, int64_t p, int k)
 {
-    DTRAIN__K(pack_columns_of)(panel, DTRAIN__NARROW_MR, x, index, count, p, k);
+    if (!x->windows) DTRAIN__K(pack_steps)(panel, DTRAIN__NARROW_MR, x, index, count, p, k);
+    else DTRAIN__K(pack_window_columns)(panel, DTRAIN__NARROW_MR, x, index, count, p, k);
 }
 
 DTRAIN__ROUTINE void DTRAIN__K(pack_narrow_b)(float *panel, const dtrain__operand *x, int64_t index,
@@ -239,41 +242,19 @@ DTRAIN__ROUTINE void DTRAIN__K(pack_narrow_b)(float *panel, const dtrain__operan
     DTRAIN__K(pack_steps)(panel, DTRAIN__W, x, index, count, p, k);
 }
 
-DTRAIN__ROUTINE void DTRAIN__K(load_narrow_tile)(float *tile, const dtrain__rectangle *from)
-{
-    DTRAIN__K(load_tile_of)(DTRAIN__W, tile, from);
-}
-
-DTRAIN__ROUTINE void DTRAIN__K(store_narrow_tile)(const dtrain__rectangle *to, const float *tile)
-{
-    DTRAIN__K(store_tile_of)(DTRAIN__W, to, tile);
-}
-
-DTRAIN__ROUTINE void DTRAIN__K(finish_narrow_tile)(float *c, int64_t ldc, int rows,
-                                                   const float *bias, float *aux,
-                                                   uint32_t activation)
-{
-    DTRAIN__K(finish_tile_of)(DTRAIN__W, c, ldc, rows, bias, aux, activation);
-}
-
-static const dtrain__tile_ops DTRAIN__K(narrow_tile_ops) = {
-    DTRAIN__K(finish_narrow_tile), DTRAIN__K(slope_tile), DTRAIN__K(load_narrow_tile),
-    DTRAIN__K(store_narrow_tile)};
-
-/* pair, unit, packing: as in gemm.h, but rows are packed for half of the price. */
-#define DTRAIN__CONV_ISA(mr, nr, pair, packing, pitch, kernel, pack_a, pack_b, tile_ops)    \
-    {                                                                                       \
-        DTRAIN__STRING(DTRAIN__SUFFIX), mr, nr, pair, 1, packing, pitch, DTRAIN__K(kernel), \
-            DTRAIN__K(pack_a), DTRAIN__K(pack_b), &DTRAIN__K(tile_ops), NULL, NULL          \
+/* packing: copying runs as rows takes half of the time of spreading them over columns. */
+#define DTRAIN__CONV_ISA(mr, nr, packing, pitch, kernel, pack_a, pack_b)                 \
+    {                                                                                    \
+        DTRAIN__STRING(DTRAIN__SUFFIX), mr, nr, 1, 1, packing, pitch, DTRAIN__K(kernel), \
+            DTRAIN__K(pack_a), DTRAIN__K(pack_b), &DTRAIN__K(tile_ops), NULL, NULL       \
     }
 static const dtrain__conv_tiles DTRAIN__K(convolutions) = {
-    DTRAIN__CONV_ISA(DTRAIN__MR, DTRAIN__N, 1, 2, DTRAIN__PITCH, rows_tile, pack_window_rows,
-                     pack_b, tile_ops),
-    DTRAIN__CONV_ISA(DTRAIN__NARROW_MR, DTRAIN__W, 1, 2, DTRAIN__PITCH, narrow_rows_tile,
-                     pack_window_rows, pack_narrow_b, narrow_tile_ops),
-    DTRAIN__CONV_ISA(DTRAIN__MR, DTRAIN__N, 1, 4, 0, gemm_tile, pack_columns, pack_b, tile_ops),
-    DTRAIN__CONV_ISA(DTRAIN__NARROW_MR, DTRAIN__W, 1, 4, 0, narrow_tile, pack_narrow_columns,
-                     pack_narrow_b, narrow_tile_ops)};
+    DTRAIN__CONV_ISA(DTRAIN__MR, DTRAIN__N, 2, DTRAIN__PITCH, rows_tile, pack_window_rows, pack_b),
+    DTRAIN__CONV_ISA(DTRAIN__NARROW_MR, DTRAIN__W, 2, DTRAIN__PITCH, narrow_rows_tile,
+                     pack_window_rows, pack_narrow_b),
+    DTRAIN__CONV_ISA(DTRAIN__MR, DTRAIN__N, 4, 0, gemm_tile, pack_columns, pack_b),
+    DTRAIN__CONV_ISA(DTRAIN__NARROW_MR, DTRAIN__W, 4, 0, narrow_tile, pack_narrow_columns,
+                     pack_narrow_b)};
 
 /* ---- Weights */
 
@@ -286,7 +267,7 @@ DTRAIN__KERNEL(conv_weight)
             const int64_t from = o * a->outer_stride + i * a->inner_stride;
             for (int64_t t = 0; t < a->taps; t++)
                 a->packed[(t * a->outer + o) * a->inner + i] =
-                    dtrain__vload_as(a->weight, a->dtype, from + a->order[t], 1)[0];
+                    dtrain__element(a->weight, a->dtype, from + a->order[t]);
         }
 }
 

@@ -20,7 +20,7 @@ DTRAIN__KERNEL_AS(axpby)
     const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : args->dtype;
     const bool constant = args->broadcast || !args->x;
     float value = args->a;
-    if (constant && args->x) value *= dtrain__vload_as(args->x, dtype, 0, 1)[0];
+    if (constant && args->x) value *= dtrain__element(args->x, dtype, 0);
     const dtrain__v a = dtrain__vset(value), b = dtrain__vset(args->b);
     for (int64_t i = begin; i < end; i += DTRAIN__W) {
         const int64_t n = end - i;
@@ -160,7 +160,7 @@ DTRAIN__HELPER double DTRAIN__K(sum_chunk)(const dtrain_sum_args *a, int64_t beg
     even += odd;
     for (int lane = 0; lane < DTRAIN__H; lane++) total += even[lane];
     for (; i < end; i++) {
-        const double x = (double)DTRAIN__K(widened)(a->x, dtype, i, 1, buffer)[0];
+        const double x = (double)dtrain__element(a->x, dtype, i);
         total += squares ? x * x : x;
     }
     return total;
@@ -182,8 +182,17 @@ DTRAIN__KERNEL_AS(sum)
 DTRAIN__HELPER void DTRAIN__K(convert_as)(const dtrain_convert_args *a, int64_t begin, int64_t end,
                                           dtrain_dtype from, dtrain_dtype to)
 {
-    for (int64_t i = begin; i < end; i += DTRAIN__W)
-        dtrain__vstore_as(a->y, to, i, dtrain__vload_as(a->x, from, i, end - i), end - i);
+    int64_t i = begin;
+    for (; i + DTRAIN__W <= end; i += DTRAIN__W) {
+        const uint16_t *half = (const uint16_t *)a->x + i;
+        const dtrain__v x = from <= DTRAIN_DTYPE_F32    ? dtrain__vload((const float *)a->x + i)
+                            : from == DTRAIN_DTYPE_BF16 ? DTRAIN__K(from_bf16)(half)
+                                                        : DTRAIN__K(from_f16)(half);
+        if (to <= DTRAIN_DTYPE_F32) dtrain__vstore((float *)a->y + i, x);
+        else if (to == DTRAIN_DTYPE_BF16) DTRAIN__K(to_bf16)((uint16_t *)a->y + i, x);
+        else DTRAIN__K(to_f16)((uint16_t *)a->y + i, x);
+    }
+    if (i < end) dtrain__vstore_as(a->y, to, i, dtrain__vload_as(a->x, from, i, end - i), end - i);
 }
 
 DTRAIN__KERNEL(convert)

@@ -184,8 +184,7 @@ DTRAIN__ROUTINE void DTRAIN__K(pack_b)(float *panel, const dtrain__operand *x, i
 
 /* ---- What follows the last step of k, while the tile is in L1 */
 
-/* Tiles have n floats a row: a constant, two vectors here and one in convolution.h. */
-DTRAIN__HELPER void DTRAIN__K(load_tile_of)(int n, float *tile, const dtrain__rectangle *from)
+DTRAIN__ROUTINE void DTRAIN__K(load_tile)(float *tile, int n, const dtrain__rectangle *from)
 {
     for (int r = 0; r < from->rows; r++, tile += n)
         for (int j = 0; j < from->cols; j += DTRAIN__W)
@@ -193,7 +192,7 @@ DTRAIN__HELPER void DTRAIN__K(load_tile_of)(int n, float *tile, const dtrain__re
                                                       from->cols - j));
 }
 
-DTRAIN__HELPER void DTRAIN__K(store_tile_of)(int n, const dtrain__rectangle *to, const float *tile)
+DTRAIN__ROUTINE void DTRAIN__K(store_tile)(const dtrain__rectangle *to, const float *tile, int n)
 {
     for (int r = 0; r < to->rows; r++, tile += n)
         for (int j = 0; j < to->cols; j += DTRAIN__W)
@@ -201,8 +200,8 @@ DTRAIN__HELPER void DTRAIN__K(store_tile_of)(int n, const dtrain__rectangle *to,
                               to->cols - j);
 }
 
-DTRAIN__HELPER void DTRAIN__K(finish_tile_of)(int n, float *c, int64_t ldc, int rows,
-                                              const float *bias, float *aux, uint32_t activation)
+DTRAIN__ROUTINE void DTRAIN__K(finish_tile)(float *c, int64_t ldc, int n, int rows,
+                                            const float *bias, float *aux, uint32_t activation)
 {
     for (int r = 0; r < rows; r++)
         for (int j = 0; j < n; j += DTRAIN__W) {
@@ -222,22 +221,6 @@ DTRAIN__ROUTINE void DTRAIN__K(slope_tile)(float *c, const float *z, int count, 
             dtrain__vstore(c + i, d * DTRAIN__K(vgelu_slope_low)(x));
         else dtrain__vstore(c + i, DTRAIN__K(vdeactivate)(activation, x, d));
     }
-}
-
-DTRAIN__ROUTINE void DTRAIN__K(load_tile)(float *tile, const dtrain__rectangle *from)
-{
-    DTRAIN__K(load_tile_of)(DTRAIN__N, tile, from);
-}
-
-DTRAIN__ROUTINE void DTRAIN__K(store_tile)(const dtrain__rectangle *to, const float *tile)
-{
-    DTRAIN__K(store_tile_of)(DTRAIN__N, to, tile);
-}
-
-DTRAIN__ROUTINE void DTRAIN__K(finish_tile)(float *c, int64_t ldc, int rows, const float *bias,
-                                            float *aux, uint32_t activation)
-{
-    DTRAIN__K(finish_tile_of)(DTRAIN__N, c, ldc, rows, bias, aux, activation);
 }
 
 static const dtrain__tile_ops DTRAIN__K(tile_ops) = {DTRAIN__K(finish_tile), DTRAIN__K(slope_tile),

@@ -56,10 +56,10 @@ DTRAIN__ROUTINE const float *DTRAIN__K(row_open)(const dtrain_layernorm_args *a,
     return buffer;
 }
 
-DTRAIN__KERNEL_AS(layernorm)
+DTRAIN__KERNEL(layernorm)
 {
     const dtrain_layernorm_args *a = (const dtrain_layernorm_args *)job->args;
-    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
+    const dtrain_dtype y_dtype = a->y_dtype;
     for (int64_t row = begin; row < end; row++) {
         const float *x = DTRAIN__K(row_open)(a, row, job->scratch + index * job->slot);
         const float mean = a->mean ? DTRAIN__K(row_sum)(x, a->n) / (float)a->n : 0;

@@ -21,22 +21,24 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vlogistic_loss)(dtrain__v x, dtrain__v other)
 
 DTRAIN__HELPER dtrain__v DTRAIN__K(vpointwise)(uint32_t kind, dtrain__v x, dtrain__v other)
 {
+    const bool gated = kind == DTRAIN_POINTWISE_SWIGLU;
     if (kind == DTRAIN_POINTWISE_MULTIPLY) return x * other;
-    if (kind == DTRAIN_POINTWISE_SWIGLU) return DTRAIN__K(vgated)(x, x) * other;
     if (kind == DTRAIN_POINTWISE_SQUARED_ERROR) return (x - other) * (x - other);
     if (kind == DTRAIN_POINTWISE_LOGISTIC_LOSS) return DTRAIN__K(vlogistic_loss)(x, other);
-    return DTRAIN__K(vactivate)(kind, x);
+    const dtrain__v y = DTRAIN__K(vactivate)(gated ? (uint32_t)DTRAIN_ACTIVATION_SILU : kind, x);
+    return gated ? y * other : y;
 }
 
 DTRAIN__HELPER dtrain__v DTRAIN__K(vslope_x)(uint32_t kind, dtrain__v x, dtrain__v other,
                                              dtrain__v d_y)
 {
-    if (kind == DTRAIN_POINTWISE_MULTIPLY) return d_y * other;
-    if (kind == DTRAIN_POINTWISE_SWIGLU) return d_y * other * DTRAIN__K(vsilu_slope)(x);
+    const bool gated = kind == DTRAIN_POINTWISE_SWIGLU;
+    if (gated || kind == DTRAIN_POINTWISE_MULTIPLY) d_y *= other;
+    if (kind == DTRAIN_POINTWISE_MULTIPLY) return d_y;
     if (kind == DTRAIN_POINTWISE_SQUARED_ERROR) return d_y * (dtrain__vset(2) * (x - other));
     if (kind == DTRAIN_POINTWISE_LOGISTIC_LOSS)
         return d_y * (DTRAIN__K(vgated)(dtrain__vset(1), x) - other);
-    return DTRAIN__K(vdeactivate)(kind, x, d_y);
+    return DTRAIN__K(vdeactivate)(gated ? (uint32_t)DTRAIN_ACTIVATION_SILU : kind, x, d_y);
 }
 
 DTRAIN__HELPER dtrain__v DTRAIN__K(vslope_other)(uint32_t kind, dtrain__v x, dtrain__v other,
@@ -48,12 +50,12 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vslope_other)(uint32_t kind, dtrain__v x, dtr
     return -d_y * x;
 }
 
-DTRAIN__KERNEL_AS(pointwise)
+DTRAIN__KERNEL(pointwise)
 {
     const dtrain_pointwise_args *a = (const dtrain_pointwise_args *)job->args;
-    const dtrain_dtype x_dtype = f32 ? DTRAIN_DTYPE_F32 : a->x_dtype;
-    const dtrain_dtype other_dtype = f32 ? DTRAIN_DTYPE_F32 : a->other_dtype;
-    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
+    const dtrain_dtype x_dtype = a->x_dtype;
+    const dtrain_dtype other_dtype = a->other_dtype;
+    const dtrain_dtype y_dtype = a->y_dtype;
     for (int64_t i = begin; i < end; i += DTRAIN__W) {
         const int64_t n = end - i;
         const dtrain__v x = dtrain__vload_as(a->x, x_dtype, i, n);

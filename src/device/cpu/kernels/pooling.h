@@ -44,11 +44,11 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(window_sum)(const dtrain_pool2d_args *a, dtra
 }
 
 /* Range: rows of y, batch * out_height. */
-DTRAIN__KERNEL_AS(pool2d)
+DTRAIN__KERNEL(pool2d)
 {
     const dtrain_pool2d_args *a = (const dtrain_pool2d_args *)job->args;
     const dtrain_windows2d *w = &a->windows;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
+    const dtrain_dtype dtype = a->dtype;
     const dtrain__v taps = dtrain__vset((float)(w->kernel[0] * w->kernel[1]));
     for (int64_t row = begin; row < end; row++)
         for (int64_t j = 0; j < w->out_width; j++)
@@ -84,11 +84,11 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(pool_share)(const dtrain_pool2d_backward_args
 }
 
 /* Range: rows of x, batch * height. */
-DTRAIN__KERNEL_AS(pool2d_backward)
+DTRAIN__KERNEL(pool2d_backward)
 {
     const dtrain_pool2d_backward_args *a = (const dtrain_pool2d_backward_args *)job->args;
     const dtrain_windows2d *w = &a->windows;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
+    const dtrain_dtype dtype = a->dtype;
     const dtrain__v taps = dtrain__vset(a->maximum ? 1 : (float)(w->kernel[0] * w->kernel[1]));
     for (int64_t at = begin * w->width; at < end * w->width; at++) {
         const int64_t row = at / w->width, image = row / w->height * w->out_height;

@@ -98,7 +98,7 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vgather)(const dtrain_permute_args *a, int64_
     float lanes[DTRAIN__W] = {0};
     if (step == 1) return dtrain__vload_as(a->x, a->dtype, at, n);
     for (int64_t lane = 0; lane < n && lane < DTRAIN__W; lane++)
-        lanes[lane] = dtrain__vload_as(a->x, a->dtype, at + lane * step, 1)[0];
+        lanes[lane] = dtrain__element(a->x, a->dtype, at + lane * step);
     return dtrain__vload(lanes);
 }
 

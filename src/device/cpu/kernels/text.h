@@ -24,6 +24,7 @@
 #undef DTRAIN__SUFFIX
 #undef DTRAIN__W
 #undef DTRAIN__ON
+#undef DTRAIN__HELPER
 #undef DTRAIN__MR
 #undef DTRAIN__ROWS
 #undef DTRAIN__NARROW_MR

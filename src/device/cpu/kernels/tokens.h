@@ -95,18 +95,18 @@ DTRAIN__KERNEL(cross_entropy)
         const double lse = (double)top + log(sum);
         a->lse[row] = (float)lse;
         const int64_t at = row * a->n + a->targets[row];
-        const double wanted = (double)DTRAIN__K(widened)(a->logits, a->dtype, at, 1, buffer)[0];
+        const double wanted = (double)dtrain__element(a->logits, a->dtype, at);
         const double smoothing = (double)a->smoothing;
         a->loss[row] =
             (float)(lse - (1 - smoothing) * wanted - smoothing * logits_sum / (double)classes);
     }
 }
 
-DTRAIN__KERNEL_AS(cross_entropy_backward)
+DTRAIN__KERNEL(cross_entropy_backward)
 {
     const dtrain_cross_entropy_backward_args *a =
         (const dtrain_cross_entropy_backward_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
+    const dtrain_dtype dtype = a->dtype;
     const float factor = a->upstream ? a->scale * a->upstream[0] : a->scale;
     const int64_t classes = a->classes ? a->classes : a->n;
     const dtrain__v scale = dtrain__vset(factor);

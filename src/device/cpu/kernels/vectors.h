@@ -6,7 +6,8 @@
  * suffix:
  *
  *     DTRAIN__KERNEL(add) { ... }      defines dtrain__add_avx2, a range function
- *     DTRAIN__HELPER float DTRAIN__K(row_sum)(...)     inlined into its callers
+ *     DTRAIN__VECTOR dtrain__v dtrain__vset(float x)   an operation on vectors, always inlined
+ *     DTRAIN__HELPER float DTRAIN__K(row_sum)(...)     inlined into its callers but by scalars
  *     DTRAIN__ROUTINE void DTRAIN__K(product)(...)     called by them
  *
  * The vocabulary of vectors below, which every kernel uses, is spelled without DTRAIN__K: each name
@@ -52,13 +53,20 @@
 #define DTRAIN__GLUE2(name, suffix) dtrain__##name##_##suffix
 #define DTRAIN__GLUE(name, suffix) DTRAIN__GLUE2(name, suffix)
 #define DTRAIN__K(name) DTRAIN__GLUE(name, DTRAIN__SUFFIX)
-#define DTRAIN__HELPER static inline __attribute__((always_inline, unused)) DTRAIN__ON
+#define DTRAIN__VECTOR static inline __attribute__((always_inline, unused)) DTRAIN__ON
 #define DTRAIN__ROUTINE static __attribute__((unused)) DTRAIN__ON
+#define DTRAIN__APART static __attribute__((noinline, cold, unused)) DTRAIN__ON
+#if DTRAIN__FAST
+#define DTRAIN__HELPER DTRAIN__VECTOR
+#else /* a call costs less than the compiler's work on another copy */
+#define DTRAIN__HELPER DTRAIN__ROUTINE
+#endif
 #define DTRAIN__KERNEL(name)                                                            \
     DTRAIN__ROUTINE void DTRAIN__K(name)(dtrain__job * job, int64_t begin, int64_t end, \
                                          DTRAIN__UNUSED int index)
 /* Open a kernel that is compiled twice: with f32 true, where all activations of the job are fp32,
- * the test of their type costs nothing; where memory is fast it costs as much as the arithmetic. */
+ * the test of their type costs nothing. Only kernels that gain a tenth and more by it, on arrays in
+ * L2, are worth the compiler's work. */
 #define DTRAIN__KERNEL_AS(name)                                                             \
     DTRAIN__HELPER void DTRAIN__K(name##_as)(dtrain__job * job, int64_t begin, int64_t end, \
                                              int index, bool f32);                          \
@@ -101,47 +109,47 @@ typedef float dtrain__v __attribute__((vector_size(4 * DTRAIN__W)));
 typedef int32_t dtrain__vi __attribute__((vector_size(4 * DTRAIN__W)));
 typedef float DTRAIN__K(vu) __attribute__((vector_size(4 * DTRAIN__W), aligned(1), may_alias));
 
-DTRAIN__HELPER dtrain__v dtrain__vload(const float *p)
+DTRAIN__VECTOR dtrain__v dtrain__vload(const float *p)
 {
     return (dtrain__v) * (const DTRAIN__K(vu) *)p;
 }
-DTRAIN__HELPER void dtrain__vstore(float *p, dtrain__v v)
+DTRAIN__VECTOR void dtrain__vstore(float *p, dtrain__v v)
 {
     *(DTRAIN__K(vu) *)p = (DTRAIN__K(vu))v;
 }
-DTRAIN__HELPER dtrain__vi dtrain__vbits(dtrain__v v) { return (dtrain__vi)v; }
-DTRAIN__HELPER dtrain__v dtrain__vfrombits(dtrain__vi v) { return (dtrain__v)v; }
-DTRAIN__HELPER dtrain__vi DTRAIN__K(vless)(dtrain__v a, dtrain__v b) { return (dtrain__vi)(a < b); }
-DTRAIN__HELPER dtrain__vi dtrain__viless(dtrain__vi a, dtrain__vi b) { return (dtrain__vi)(a < b); }
-DTRAIN__HELPER dtrain__v DTRAIN__K(vtofloat)(dtrain__vi v)
+DTRAIN__VECTOR dtrain__vi dtrain__vbits(dtrain__v v) { return (dtrain__vi)v; }
+DTRAIN__VECTOR dtrain__v dtrain__vfrombits(dtrain__vi v) { return (dtrain__v)v; }
+DTRAIN__VECTOR dtrain__vi DTRAIN__K(vless)(dtrain__v a, dtrain__v b) { return (dtrain__vi)(a < b); }
+DTRAIN__VECTOR dtrain__vi dtrain__viless(dtrain__vi a, dtrain__vi b) { return (dtrain__vi)(a < b); }
+DTRAIN__VECTOR dtrain__v DTRAIN__K(vtofloat)(dtrain__vi v)
 {
     return __builtin_convertvector(v, dtrain__v);
 }
 
 /* The scalar goes into every lane; x - 0 is x, of both zeros too. */
-DTRAIN__HELPER dtrain__v dtrain__vset(float x)
+DTRAIN__VECTOR dtrain__v dtrain__vset(float x)
 {
     const dtrain__v zero = {0};
     return x - zero;
 }
-DTRAIN__HELPER dtrain__vi dtrain__viset(int32_t x)
+DTRAIN__VECTOR dtrain__vi dtrain__viset(int32_t x)
 {
     const dtrain__vi zero = {0};
     return x + zero;
 }
 
 /* Masks are all ones or all zeros per lane. */
-DTRAIN__HELPER dtrain__v dtrain__vkeep(dtrain__v v, dtrain__vi mask)
+DTRAIN__VECTOR dtrain__v dtrain__vkeep(dtrain__v v, dtrain__vi mask)
 {
     return dtrain__vfrombits(dtrain__vbits(v) & mask);
 }
 
-DTRAIN__HELPER dtrain__v DTRAIN__K(vselect)(dtrain__vi mask, dtrain__v yes, dtrain__v no)
+DTRAIN__VECTOR dtrain__v DTRAIN__K(vselect)(dtrain__vi mask, dtrain__v yes, dtrain__v no)
 {
     return dtrain__vfrombits((dtrain__vbits(yes) & mask) | (dtrain__vbits(no) & ~mask));
 }
 
-DTRAIN__HELPER dtrain__vi dtrain__viota(void)
+DTRAIN__VECTOR dtrain__vi dtrain__viota(void)
 {
     static const int32_t lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     dtrain__vi v;
@@ -154,55 +162,55 @@ DTRAIN__HELPER dtrain__vi dtrain__viota(void)
  * elements. AVX-512 has full zero-masks where the plain intrinsic starts from an undefined value,
  * because g++ warns about those. */
 #if DTRAIN__ISA == 3
-DTRAIN__HELPER dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
+DTRAIN__VECTOR dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
 {
     return _mm512_fmadd_ps(a, b, c);
 }
-DTRAIN__HELPER dtrain__v dtrain__vmax(dtrain__v a, dtrain__v b)
+DTRAIN__VECTOR dtrain__v dtrain__vmax(dtrain__v a, dtrain__v b)
 {
     return _mm512_maskz_max_ps(0xffff, a, b);
 }
-DTRAIN__HELPER dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b)
+DTRAIN__VECTOR dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b)
 {
     return _mm512_maskz_min_ps(0xffff, a, b);
 }
-DTRAIN__HELPER dtrain__v DTRAIN__K(vsqrt)(dtrain__v a) { return _mm512_maskz_sqrt_ps(0xffff, a); }
-DTRAIN__HELPER dtrain__vi DTRAIN__K(vround)(dtrain__v a)
+DTRAIN__VECTOR dtrain__v DTRAIN__K(vsqrt)(dtrain__v a) { return _mm512_maskz_sqrt_ps(0xffff, a); }
+DTRAIN__VECTOR dtrain__vi DTRAIN__K(vround)(dtrain__v a)
 {
     return (dtrain__vi)_mm512_maskz_cvtps_epi32(0xffff, a);
 }
-DTRAIN__HELPER dtrain__v DTRAIN__K(vpart_load)(const float *p, int64_t n)
+DTRAIN__VECTOR dtrain__v DTRAIN__K(vpart_load)(const float *p, int64_t n)
 {
     return _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1u), p);
 }
-DTRAIN__HELPER void DTRAIN__K(vpart_store)(float *p, dtrain__v v, int64_t n)
+DTRAIN__VECTOR void DTRAIN__K(vpart_store)(float *p, dtrain__v v, int64_t n)
 {
     _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1u), v);
 }
 #elif DTRAIN__ISA == 2
-DTRAIN__HELPER dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
+DTRAIN__VECTOR dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
 {
     return _mm256_fmadd_ps(a, b, c);
 }
-DTRAIN__HELPER dtrain__v dtrain__vmax(dtrain__v a, dtrain__v b) { return _mm256_max_ps(a, b); }
-DTRAIN__HELPER dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b) { return _mm256_min_ps(a, b); }
-DTRAIN__HELPER dtrain__v DTRAIN__K(vsqrt)(dtrain__v a) { return _mm256_sqrt_ps(a); }
-DTRAIN__HELPER dtrain__vi DTRAIN__K(vround)(dtrain__v a)
+DTRAIN__VECTOR dtrain__v dtrain__vmax(dtrain__v a, dtrain__v b) { return _mm256_max_ps(a, b); }
+DTRAIN__VECTOR dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b) { return _mm256_min_ps(a, b); }
+DTRAIN__VECTOR dtrain__v DTRAIN__K(vsqrt)(dtrain__v a) { return _mm256_sqrt_ps(a); }
+DTRAIN__VECTOR dtrain__vi DTRAIN__K(vround)(dtrain__v a)
 {
     return (dtrain__vi)_mm256_cvtps_epi32(a);
 }
-DTRAIN__HELPER dtrain__v DTRAIN__K(vpart_load)(const float *p, int64_t n)
+DTRAIN__VECTOR dtrain__v DTRAIN__K(vpart_load)(const float *p, int64_t n)
 {
     const dtrain__vi mask = dtrain__viless(dtrain__viota(), dtrain__viset((int32_t)n));
     return _mm256_maskload_ps(p, (__m256i)mask);
 }
-DTRAIN__HELPER void DTRAIN__K(vpart_store)(float *p, dtrain__v v, int64_t n)
+DTRAIN__VECTOR void DTRAIN__K(vpart_store)(float *p, dtrain__v v, int64_t n)
 {
     const dtrain__vi mask = dtrain__viless(dtrain__viota(), dtrain__viset((int32_t)n));
     _mm256_maskstore_ps(p, (__m256i)mask, v);
 }
 #else
-DTRAIN__HELPER dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
+DTRAIN__VECTOR dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
 {
 #if defined(__aarch64__) && DTRAIN__W == 4
     return (dtrain__v)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
@@ -210,22 +218,22 @@ DTRAIN__HELPER dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
     return a * b + c;
 #endif
 }
-DTRAIN__HELPER dtrain__v dtrain__vmax(dtrain__v a, dtrain__v b)
+DTRAIN__VECTOR dtrain__v dtrain__vmax(dtrain__v a, dtrain__v b)
 {
     return DTRAIN__K(vselect)(DTRAIN__K(vless)(b, a), a, b);
 }
-DTRAIN__HELPER dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b)
+DTRAIN__VECTOR dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b)
 {
     return DTRAIN__K(vselect)(DTRAIN__K(vless)(a, b), a, b);
 }
-DTRAIN__HELPER dtrain__v DTRAIN__K(vsqrt)(dtrain__v a)
+DTRAIN__VECTOR dtrain__v DTRAIN__K(vsqrt)(dtrain__v a)
 {
     for (int i = 0; i < DTRAIN__W; i++) a[i] = sqrtf(a[i]);
     return a;
 }
 /* Halves go away from zero here: any of the two neighbours is good enough for exp. C does not say
  * which integer a NaN becomes, so it is 0. */
-DTRAIN__HELPER dtrain__vi DTRAIN__K(vround)(dtrain__v a)
+DTRAIN__VECTOR dtrain__vi DTRAIN__K(vround)(dtrain__v a)
 {
     const dtrain__vi sign = dtrain__vbits(a) & dtrain__viset(INT32_MIN);
     const dtrain__v half = dtrain__vfrombits(dtrain__vbits(dtrain__vset(0.5f)) | sign);
@@ -233,31 +241,31 @@ DTRAIN__HELPER dtrain__vi DTRAIN__K(vround)(dtrain__v a)
     const dtrain__vi number = dtrain__viless(magnitude, dtrain__viset(0x7f800001));
     return __builtin_convertvector(dtrain__vkeep(a + half, number), dtrain__vi);
 }
-DTRAIN__HELPER dtrain__v DTRAIN__K(vpart_load)(const float *p, int64_t n)
+DTRAIN__VECTOR dtrain__v DTRAIN__K(vpart_load)(const float *p, int64_t n)
 {
     float lanes[DTRAIN__W] = {0};
     for (int64_t i = 0; i < n && i < DTRAIN__W; i++) lanes[i] = p[i];
     return dtrain__vload(lanes);
 }
-DTRAIN__HELPER void DTRAIN__K(vpart_store)(float *p, dtrain__v v, int64_t n)
+DTRAIN__VECTOR void DTRAIN__K(vpart_store)(float *p, dtrain__v v, int64_t n)
 {
     for (int64_t i = 0; i < n && i < DTRAIN__W; i++) p[i] = v[i];
 }
 #endif
 
-DTRAIN__HELPER dtrain__v dtrain__vload_n(const float *p, int64_t n)
+DTRAIN__VECTOR dtrain__v dtrain__vload_n(const float *p, int64_t n)
 {
     return n >= DTRAIN__W ? dtrain__vload(p) : DTRAIN__K(vpart_load)(p, n);
 }
 
-DTRAIN__HELPER void dtrain__vstore_n(float *p, dtrain__v v, int64_t n)
+DTRAIN__VECTOR void dtrain__vstore_n(float *p, dtrain__v v, int64_t n)
 {
     if (n >= DTRAIN__W) dtrain__vstore(p, v);
     else DTRAIN__K(vpart_store)(p, v, n);
 }
 
 /* The first n lanes of v, 0 in the others. */
-DTRAIN__HELPER dtrain__v DTRAIN__K(vfirst)(dtrain__v v, int64_t n)
+DTRAIN__VECTOR dtrain__v DTRAIN__K(vfirst)(dtrain__v v, int64_t n)
 {
     if (n >= DTRAIN__W) return v;
     return dtrain__vkeep(v, dtrain__viless(dtrain__viota(), dtrain__viset((int32_t)n)));
@@ -388,11 +396,18 @@ typedef uint32_t DTRAIN__K(vwords) __attribute__((vector_size(4 * DTRAIN__W)));
 DTRAIN__HELPER void DTRAIN__K(to_bf16)(uint16_t *to, dtrain__v v)
 {
     const DTRAIN__K(vwords) x = (DTRAIN__K(vwords))v;
-    const DTRAIN__K(vwords) rounded = x + 0x7fffu + ((x >> 16) & 1u);
-    const DTRAIN__K(vwords) nan = (DTRAIN__K(vwords))((x & 0x7fffffffu) > 0x7f800000u);
-    const DTRAIN__K(vwords) bits = ((rounded & ~nan) | ((x | 0x400000u) & nan)) >> 16;
-#if DTRAIN__ISA == 3 /* gcc 12 makes several instructions of a conversion to or from 512 bits */
+    const DTRAIN__K(vwords) rounded = x + 0x7fffu + (x << 15 >> 31);
+    const dtrain__vi magnitude = dtrain__vbits(v) & dtrain__viset(INT32_MAX);
+    const dtrain__vi nan = dtrain__viless(dtrain__viset(0x7f800000), magnitude);
+    const dtrain__v quiet = (dtrain__v)(x | 0x400000u);
+    const DTRAIN__K(vwords) bits =
+        (DTRAIN__K(vwords))DTRAIN__K(vselect)(nan, quiet, (dtrain__v)rounded) >> 16;
+#if DTRAIN__ISA == 3 /* gcc 12 makes many instructions of a conversion to halves */
     _mm256_storeu_si256((__m256i *)(void *)to, _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)bits));
+#elif DTRAIN__ISA == 2
+    const __m128i low = _mm256_castsi256_si128((__m256i)bits);
+    const __m128i high = _mm256_extracti128_si256((__m256i)bits, 1);
+    _mm_storeu_si128((__m128i *)(void *)to, _mm_packus_epi32(low, high));
 #else
     *(DTRAIN__K(vhalves) *)to = __builtin_convertvector(bits, DTRAIN__K(vhalves));
 #endif
@@ -440,37 +455,52 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(from_f16)(const uint16_t *from)
 #endif
 }
 
-/* vload_n and vstore_n of elements from `at` on, of fp32 (also dtype 0), bf16 or fp16: the way in
- * which every kernel reads and writes activations. Arithmetic is fp32, and a result is rounded
- * once. A tail of halves goes through a buffer of full width. */
-DTRAIN__HELPER dtrain__v dtrain__vload_as(const void *p, dtrain_dtype dtype, int64_t at, int64_t n)
+/* Load or store the first min(n, lanes) elements in half precision. Every kernel has the
+ * instructions for full vectors of bf16; fp16 and tails, which take many more, are calls. */
+DTRAIN__APART dtrain__v DTRAIN__K(vload_half)(const uint16_t *half, dtrain_dtype dtype, int64_t n)
 {
-    if (dtype <= DTRAIN_DTYPE_F32) return dtrain__vload_n((const float *)p + at, n);
-    const uint16_t *half = (const uint16_t *)p + at;
     uint16_t tail[DTRAIN__W] = {0};
     if (n < DTRAIN__W) {
 #if DTRAIN__ISA == 3
         const __mmask16 there = n > 0 ? (__mmask16)((1u << n) - 1u) : 0;
         _mm256_storeu_si256((__m256i *)(void *)tail, _mm256_maskz_loadu_epi16(there, half));
 #else
-        if (n > 0) memcpy(tail, half, (size_t)n * sizeof *half);
+        for (int64_t i = 0; i < n; i++) memcpy(tail + i, half + i, sizeof *half);
 #endif
         half = tail;
     }
     return dtype == DTRAIN_DTYPE_BF16 ? DTRAIN__K(from_bf16)(half) : DTRAIN__K(from_f16)(half);
 }
 
+DTRAIN__APART void DTRAIN__K(vstore_half)(uint16_t *half, dtrain_dtype dtype, dtrain__v v,
+                                          int64_t n)
+{
+    uint16_t tail[DTRAIN__W], *to = n < DTRAIN__W ? tail : half;
+    if (dtype == DTRAIN_DTYPE_BF16) DTRAIN__K(to_bf16)(to, v);
+    else DTRAIN__K(to_f16)(to, v);
+    for (int64_t i = 0; i < n && n < DTRAIN__W; i++) memcpy(half + i, tail + i, sizeof *half);
+}
+
+/* vload_n and vstore_n of elements from `at` on, of fp32 (also dtype 0), bf16 or fp16: the way in
+ * which every kernel reads and writes activations. Arithmetic is fp32, and a result is rounded
+ * once. */
+DTRAIN__HELPER dtrain__v dtrain__vload_as(const void *p, dtrain_dtype dtype, int64_t at, int64_t n)
+{
+    if (dtype <= DTRAIN_DTYPE_F32) return dtrain__vload_n((const float *)p + at, n);
+    const uint16_t *half = (const uint16_t *)p + at;
+    if (dtype != DTRAIN_DTYPE_BF16) return DTRAIN__K(vload_half)(half, DTRAIN_DTYPE_F16, n);
+    return n >= DTRAIN__W ? DTRAIN__K(from_bf16)(half)
+                          : DTRAIN__K(vload_half)(half, DTRAIN_DTYPE_BF16, n);
+}
+
 DTRAIN__HELPER void dtrain__vstore_as(void *p, dtrain_dtype dtype, int64_t at, dtrain__v v,
                                       int64_t n)
 {
-    if (dtype <= DTRAIN_DTYPE_F32) {
-        dtrain__vstore_n((float *)p + at, v, n);
-        return;
-    }
-    uint16_t tail[DTRAIN__W], *half = (uint16_t *)p + at, *to = n < DTRAIN__W ? tail : half;
-    if (dtype == DTRAIN_DTYPE_BF16) DTRAIN__K(to_bf16)(to, v);
-    else DTRAIN__K(to_f16)(to, v);
-    if (n < DTRAIN__W) memcpy(half, tail, (size_t)n * sizeof *half);
+    uint16_t *half = (uint16_t *)p + at;
+    if (dtype <= DTRAIN_DTYPE_F32) dtrain__vstore_n((float *)p + at, v, n);
+    else if (dtype != DTRAIN_DTYPE_BF16) DTRAIN__K(vstore_half)(half, DTRAIN_DTYPE_F16, v, n);
+    else if (n >= DTRAIN__W) DTRAIN__K(to_bf16)(half, v);
+    else DTRAIN__K(vstore_half)(half, DTRAIN_DTYPE_BF16, v, n);
 }
 
 /* `count` elements from `at` on as fp32: in place, or widened into `buffer`, which has room for

@@ -154,24 +154,17 @@ DTRAIN__HELPER void DTRAIN__K(patch_prefetch)(const dtrain__patches *images, con
     }
 }
 
-/* Load `count` channels, a vector at most, of a pixel; zeros outside. */
-DTRAIN__HELPER dtrain__v DTRAIN__K(patch_load)(const dtrain__patches *images, dtrain_dtype dtype,
-                                               int64_t pixel, int64_t channel, int64_t count)
-{
-    if (pixel < 0) return dtrain__vset(0);
-    return dtrain__vload_as(images->data, dtype, pixel + channel, count);
-}
-
-/* Transform `count` channels, a vector at most, of a patch of 6 x 6 pixels of x or 4 x 4 of d_y. */
-DTRAIN__HELPER void DTRAIN__K(patch_read)(float *to, int64_t place, const dtrain__patches *images,
-                                          dtrain_dtype dtype, int side, const int64_t at[36],
-                                          int64_t channel, int64_t count)
+/* Transform `count` channels, a vector at most, of a patch of 6 x 6 pixels of x or 4 x 4 of d_y;
+ * pixel i lies at[i] floats from `from` on, and is 0 where that is negative. */
+DTRAIN__HELPER void DTRAIN__K(patch_read)(float *to, int64_t place, int side, const float *from,
+                                          const int64_t at[36], int64_t count)
 {
     float middle[36 * DTRAIN__W] __attribute__((aligned(64)));
     const int64_t row = side * DTRAIN__W;
     for (int j = 0; j < side; j++) {
         float *column = middle + j * DTRAIN__W;
-#define DTRAIN__PIXEL(i) DTRAIN__K(patch_load)(images, dtype, at[(i)*side + j], channel, count)
+#define DTRAIN__PIXEL(i) \
+    (at[(i)*side + j] < 0 ? dtrain__vset(0) : dtrain__vload_n(from + at[(i)*side + j], count))
         if (side == 4) DTRAIN__K(line_slope)
         (column, row, DTRAIN__PIXEL(0), DTRAIN__PIXEL(1), DTRAIN__PIXEL(2), DTRAIN__PIXEL(3));
         else DTRAIN__K(line_input)(column, row, DTRAIN__PIXEL(0), DTRAIN__PIXEL(1),
@@ -186,22 +179,38 @@ DTRAIN__HELPER void DTRAIN__K(patch_read)(float *to, int64_t place, const dtrain
     }
 }
 
+/* Widen the pixels of a patch of halves, one vector each. */
+DTRAIN__ROUTINE void DTRAIN__K(patch_widen)(float *to, const dtrain__patches *images,
+                                            const int64_t at[36], int pixels, int64_t channel,
+                                            int64_t count)
+{
+    for (int i = 0; i < pixels; i++, to += DTRAIN__W)
+        dtrain__vstore(
+            to, at[i] < 0 ? dtrain__vset(0)
+                          : dtrain__vload_as(images->data, images->dtype, at[i] + channel, count));
+}
+
 DTRAIN__HELPER void DTRAIN__K(patches_read_as)(float *to, const dtrain__winograd *a,
-                                               const dtrain__patches *images, dtrain_dtype dtype,
-                                               int side, int64_t first, int64_t count)
+                                               const dtrain__patches *images, int side,
+                                               int64_t first, int64_t count)
 {
     const dtrain__windows *w = &images->windows;
     const int64_t vectors = (w->depth + DTRAIN__W - 1) / DTRAIN__W;
     const int64_t place = dtrain__winograd_place(vectors, a->block, DTRAIN__W);
+    const bool f32 = images->dtype <= DTRAIN_DTYPE_F32;
     dtrain__corner corner = dtrain__window_corner(w, first);
-    int64_t at[36];
+    float wide[36 * DTRAIN__W];
+    int64_t at[36], wide_at[36];
+    for (int i = 0; i < 36; i++) wide_at[i] = i * DTRAIN__W;
     for (int64_t t = 0; t < count; t++, dtrain__window_next(w, &corner)) {
         DTRAIN__K(patch_pixels)(at, w, side, &corner);
         DTRAIN__K(patch_prefetch)(images, at, side, 2);
         for (int64_t v = 0; v < vectors; v++) {
             float *out = to + (v * a->block + t) * DTRAIN__W;
             const int64_t channel = v * DTRAIN__W, rest = w->depth - channel;
-            DTRAIN__K(patch_read)(out, place, images, dtype, side, at, channel, rest);
+            const float *from = (const float *)images->data + channel;
+            if (!f32) DTRAIN__K(patch_widen)(wide, images, at, side * side, channel, rest);
+            DTRAIN__K(patch_read)(out, place, side, f32 ? from : wide, f32 ? at : wide_at, rest);
         }
     }
 }
@@ -210,26 +219,22 @@ DTRAIN__HELPER void DTRAIN__K(patches_read_as)(float *to, const dtrain__winograd
 DTRAIN__ROUTINE void DTRAIN__K(patches_read)(float *to, const dtrain__winograd *a, int64_t first,
                                              int64_t count)
 {
-    const dtrain__patches *x = &a->from;
-    if (x->dtype <= DTRAIN_DTYPE_F32)
-        DTRAIN__K(patches_read_as)(to, a, x, DTRAIN_DTYPE_F32, 6, first, count);
-    else DTRAIN__K(patches_read_as)(to, a, x, x->dtype, 6, first, count);
+    DTRAIN__K(patches_read_as)(to, a, &a->from, 6, first, count);
 }
 
 /* The same of d_y. */
 DTRAIN__ROUTINE void DTRAIN__K(patches_read_slope)(float *to, const dtrain__winograd *a,
                                                    int64_t first, int64_t count)
 {
-    const dtrain__patches *d_y = &a->to;
-    if (d_y->dtype <= DTRAIN_DTYPE_F32)
-        DTRAIN__K(patches_read_as)(to, a, d_y, DTRAIN_DTYPE_F32, 4, first, count);
-    else DTRAIN__K(patches_read_as)(to, a, d_y, d_y->dtype, 4, first, count);
+    DTRAIN__K(patches_read_as)(to, a, &a->to, 4, first, count);
 }
 
-DTRAIN__HELPER void DTRAIN__K(patches_write_as)(const dtrain__winograd *a, dtrain_dtype dtype,
-                                                int64_t first, int64_t count, const float *from)
+/* Transform `count` patches of y from `first` on back, and store the pixels that there are. */
+DTRAIN__ROUTINE void DTRAIN__K(patches_write)(const dtrain__winograd *a, int64_t first,
+                                              int64_t count, const float *from)
 {
     const dtrain__windows *w = &a->to.windows;
+    const dtrain_dtype dtype = a->to.dtype;
     const int64_t vectors = (w->depth + DTRAIN__W - 1) / DTRAIN__W;
     const int64_t place = dtrain__winograd_place(vectors, a->block, DTRAIN__W);
     dtrain__corner corner = dtrain__window_corner(w, first);
@@ -260,15 +265,6 @@ DTRAIN__HELPER void DTRAIN__K(patches_write_as)(const dtrain__winograd *a, dtrai
             }
         }
     }
-}
-
-/* Transform `count` patches of y from `first` on back, and store the pixels that there are. */
-DTRAIN__ROUTINE void DTRAIN__K(patches_write)(const dtrain__winograd *a, int64_t first,
-                                              int64_t count, const float *from)
-{
-    if (a->to.dtype <= DTRAIN_DTYPE_F32)
-        DTRAIN__K(patches_write_as)(a, DTRAIN_DTYPE_F32, first, count, from);
-    else DTRAIN__K(patches_write_as)(a, a->to.dtype, first, count, from);
 }
 
 /* The products of one place: rows of `a`, W floats apart, with `blocks` vectors of channels. */
@@ -379,7 +375,7 @@ DTRAIN__KERNEL(winograd_filter)
                 const int64_t at = o * a->outer_stride + (v * DTRAIN__W + lane) * a->inner_stride;
                 for (int t = 0; t < 9; t++)
                     w[t * DTRAIN__W + lane] =
-                        dtrain__vload_as(a->weight, a->dtype, at + a->order[t], 1)[0];
+                        dtrain__element(a->weight, a->dtype, at + a->order[t]);
             }
             for (int j = 0; j < 3; j++) {
                 const float *column = w + j * DTRAIN__W;
