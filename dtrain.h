@@ -1149,18 +1149,18 @@ DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *inf
  * "local": ranks share memory; the default where they do.
  *
  * "mpi", in a program that is compiled with DTRAIN_USE_MPI (mpicc): for CPU ranks on several hosts,
- * and the default there. It moves bytes with MPI and adds in rank order in fp32, so results have the
- * bits of the local communicator. Reductions of large buffers are an all-to-all of slices, a sum,
- * and an all-gather of the results. Ranks are processes of MPI's launcher: mpirun, or srun
+ * and the default there. It moves bytes with MPI and adds in rank order in fp32, so results have
+ * the bits of the local communicator. Reductions of large buffers are an all-to-all of slices, a
+ * sum, and an all-gather of the results. Ranks are processes of MPI's launcher: mpirun, or srun
  * --mpi=pmix or pmi2. MPI_Init_thread is called if the program has not done it, for
  * MPI_THREAD_SERIALIZED, and then MPI_Finalize when all ranks have returned 0: both by a thread of
  * their own, because they have no deadline and a rank does; where one of them does not return, that
  * thread ends with the process. Any failure fails all communicators of the world, and MPI is not
  * called again: its launcher may say that a rank ended without MPI_Finalize, and what was under way
- * may still be written to. SIGPIPE is ignored in such a world unless the program has a handler: Open
- * MPI writes to sockets of ranks that have died. Over TCP it may then, rarely, not return from a
- * call at all; mpirun, unless told to keep a job going without a rank, ends such a process with the
- * job. */
+ * may still be written to. SIGPIPE is ignored in such a world unless the program has a handler:
+ * Open MPI writes to sockets of ranks that have died. Over TCP it may then, rarely, not return from
+ * a call at all; mpirun, unless told to keep a job going without a rank, ends such a process with
+ * the job. */
 DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_comm_ops **out);
 
 /* ================================================================================================
@@ -8093,7 +8093,7 @@ typedef struct dtrain__bounce dtrain__bounce; /* comm/staged.c */
 
 /* A transport. No function waits. Each one that moves an operation on counts that in world->moves,
  * because waits sleep longer while nothing moves. Functions that can fail report it through
- * dtrain__engine_fail; then comm->failed is set, and the engine calls none but unmap and release. */
+ * dtrain__engine_fail; then comm->failed is set, and only unmap and release are called. */
 typedef struct dtrain__transport {
     size_t comm_bytes, work_bytes; /* of its own structs, which begin with those of the engine */
     uint64_t grace_ns;             /* data that a rank sent before it left may arrive so much later
@@ -8117,9 +8117,9 @@ typedef struct dtrain__transport {
     void (*unmap)(dtrain__engine *comm, void *memory, size_t bytes);
 
     /* Set up this rank's half of a communicator. *address, not 0, is sent to the other ranks; join
-     * gets the addresses of all ranks, in rank order, and sets comm->report. release frees what make
-     * has made and other ranks do not use; before join none of them can. The world's communicator
-     * has number 0, is made first and released last. */
+     * gets the addresses of all ranks, in rank order, and sets comm->report. release frees what
+     * make has made and other ranks do not use; before join none of them can. The world's
+     * communicator has number 0, is made first and released last. */
     dtrain_result (*make)(dtrain__engine *comm, int64_t *address);
     void (*join)(dtrain__engine *comm, const int64_t *addresses);
     void (*release)(dtrain__engine *comm);
@@ -8128,8 +8128,8 @@ typedef struct dtrain__transport {
     void (*poll)(dtrain__engine *comm);
     /* Optional, for emulated links: say that this rank's transfer is over; true when all are. */
     bool (*meet)(dtrain__engine *comm, dtrain__work *work);
-    /* Optional: fill comm->report on every rank, unless a failure is known already. NULL: the report
-     * is in memory that ranks share. */
+    /* Optional: fill comm->report on every rank, unless a failure is known already. NULL: the
+     * report is in memory that ranks share. */
     void (*publish)(dtrain__engine *comm, dtrain_result code, const char *text);
 } dtrain__transport;
 
@@ -8505,8 +8505,8 @@ DTRAIN__PRIVATE void dtrain__slice(const dtrain_collective *what, int size, int 
     *length = (end < count ? end : count) - *first;
 }
 
-/* Describe what rank `from` sends to rank `to` in one phase of a large collective: parts or, second,
- * results. Return false if that is nothing. A part that is added has no target of its own. */
+/* Describe what rank `from` sends to rank `to` in one phase of a large collective: parts or,
+ * second, results. Return false if that is nothing. A part that is added has no target. */
 DTRAIN__PRIVATE bool dtrain__transfer_of(const dtrain_collective *what, int size, bool results,
                                          int from, int to, dtrain__transfer *transfer)
 {
@@ -8531,7 +8531,7 @@ DTRAIN__PRIVATE bool dtrain__transfer_of(const dtrain_collective *what, int size
 
 /* ---- What ranks call --------------------------------------------------------------------------*/
 
-/* Write what this rank calls, and behind it its input if that is small; return the bytes of both. */
+/* Write what this rank calls and, behind it, its input if that is small; return their bytes. */
 DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain__engine *comm, const dtrain__work *work,
                                            dtrain__shown *at)
 {
@@ -8543,8 +8543,8 @@ DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain__engine *comm, const dtr
     return sizeof *at + bytes;
 }
 
-/* Describe a call for a message: "all-reduce sum f32 count 100"; with its sequence number, if not 0:
- * "collective #17 (all-reduce sum f32 count 100)". */
+/* Describe a call for a message: "all-reduce sum f32 count 100"; with its sequence number, if not
+ * 0: "collective #17 (all-reduce sum f32 count 100)". */
 static void dtrain__describe(const dtrain__shown *shown, uint64_t sequence, char *text, size_t room)
 {
     static const char *const ops[] = {"", " sum", " mean", " min", " max", " prod"};
@@ -8592,8 +8592,8 @@ static dtrain_result dtrain__compare(dtrain__engine *comm, const dtrain__work *w
                                 a, comm->base.world_ranks[second], b);
 }
 
-/* Say whether all ranks have been heard and call the same. If not, the sentence names rank 0 and the
- * first rank that calls something else. */
+/* Say whether all ranks have been heard and call the same. If not, the sentence names rank 0 and
+ * the first rank that calls something else. */
 static bool dtrain__engine_agree(dtrain__engine *comm, dtrain__work *work)
 {
     for (; work->heard < comm->base.size; work->heard++) {
@@ -8721,7 +8721,7 @@ static void dtrain__engine_advance_all(dtrain__engine *comm)
  * The first rank that finds something wrong writes it into a report that all ranks can read; every
  * rank returns that error. */
 
-/* Return the published failure, after dropping all operations of the communicators that it is about.
+/* Drop all operations of the communicators that have failed, and return the published failure.
  *
  * The rank that writes the report may have died before it was complete: then its exit record, which
  * is written some 100 us later, says so. */
@@ -9029,9 +9029,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
     return DTRAIN_OK;
 }
 
-/* Make the rarer checks of a wait, after dtrain__wait_poll returned `turn`, and fail the communicator
- * if they say so. Before that, advance once more: what other ranks did until they failed or left may
- * be all that was needed. */
+/* Make the rarer checks of a wait, after dtrain__wait_poll returned `turn`, and fail the
+ * communicator if they say so. Before that, advance once more: what other ranks did until they
+ * failed or left may be all that was needed. */
 static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *work, dtrain_result turn)
 {
     char text[DTRAIN__ERROR_BYTES] = "";
@@ -9184,11 +9184,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, const d
     return DTRAIN_OK;
 }
 
-/* Split in two exchanges: colors and keys; then the address of each rank's half, 0 where it could not
- * be made. Then no rank gets a communicator: a group without one of its ranks would wait for ever.
+/* Split in two exchanges: colors and keys; then the address of each rank's half, 0 where it could
+ * not be made. Then no rank gets a communicator: a group that lacks a rank would wait for ever.
  *
- * The new communicator has a number that no member has used; the groups of one split share it, as no
- * two ranks are in two of them. */
+ * The new communicator has a number that no member has used; the groups of one split share it, as
+ * no two ranks are in two of them. */
 DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color, int key,
                                                    dtrain_comm **out)
 {
@@ -9237,8 +9237,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color,
 
 /* Emulated links
  *
- * Data moves as without emulation; an operation is only done later. This is what a rank sends to and
- * receives from other nodes: n ranks, a of them on other nodes, N nodes, B bytes of `count` elements:
+ * Data moves as without emulation; an operation is only done later. This is what a rank sends to
+ * and receives from other nodes: n ranks, a of them on other nodes, N nodes, B bytes:
  *
  *                                  out           in            rounds
  *     all-reduce                   2 a B / n     2 a B / n     2     slices to owners, results back
@@ -9259,8 +9259,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color,
  * shown an operation, each rank books its bytes on the lanes of its node, which moves that time on;
  * operations of one communicator are booked in the order in which they were started. A transfer
  * begins when the last rank has started the operation, not when a rank advances it: so links work
- * while ranks compute. There is one stage more than without emulation, which a rank reaches when its
- * own transfers are due; when all have reached it, every transfer is over. */
+ * while ranks compute. There is one stage more than without emulation, which a rank reaches when
+ * its own transfers are due; when all have reached it, every transfer is over. */
 
 /* Find the node that a rank of the communicator is on. */
 static int dtrain__emulated_node(const dtrain__engine *comm, int rank)
@@ -9348,7 +9348,7 @@ DTRAIN__PRIVATE bool dtrain__message_crosses(const dtrain__engine *comm, const d
 
 /* Say whether a receiver may take the end of a message that was sent at `sent_ns`. The receiver
  * knows when both sides had started and books for both. A sender waits for the receiver if its
- * message does not fit into the channel; a shorter send is done at once, as MPI's eager ones are. */
+ * message does not fit into the channel; a shorter send is done at once, as in MPI. */
 DTRAIN__PRIVATE bool dtrain__message_due(const dtrain__engine *comm, dtrain__work *work,
                                          uint64_t sent_ns)
 {
@@ -9364,7 +9364,7 @@ DTRAIN__PRIVATE bool dtrain__message_due(const dtrain__engine *comm, dtrain__wor
 
 /* Take a turn of a wait in an emulated world. Ranks that have moved something lately yield, as
  * without emulation. When nothing moves they sleep, 0.1 ms at most, by which an operation may end
- * late; less than 0.08 ms before a due time they yield, as the kernel wakes them some 50 us late. */
+ * late; less than 0.08 ms before a due time they yield, as the kernel is some 50 us late. */
 DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain__wait *wait)
 {
     const uint64_t now = dtrain__now_ns(), longest = 100000, early = 60000;
@@ -9391,9 +9391,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain_
  * bytes, as for every communicator; nothing is moved and no rank is waited for. As the plan device
  * counts the memory of a step, this counts what it sends, by running the strategy that sends it.
  *
- * The other ranks are assumed to do what this one does, so they would send the same. In host memory,
- * where ranks compare settings and agree on results, a copy of it arrives; on the plan device there
- * is nothing to copy. */
+ * The other ranks are assumed to do what this one does, so they would send the same. In host
+ * memory, where ranks compare settings and agree on results, a copy of it arrives; on the plan
+ * device there is nothing to copy. */
 
 typedef struct dtrain__counting {
     dtrain_comm base;
@@ -9521,8 +9521,8 @@ static const dtrain_comm_ops *dtrain__counting_ops(void)
  *     host                           copied_in: transport ..  copy_out
  *
  * A work keeps its image and events for the operations that use it later, so in the steady state
- * nothing is allocated. Operations are shown to other ranks in the order in which they were started,
- * each when its copy has ended. */
+ * nothing is allocated. Operations are shown to other ranks in the order in which they were
+ * started, each when its copy has ended. */
 
 struct dtrain__bounce {
     dtrain_collective called; /* the program's buffers; those of work->what are in the image */
@@ -9586,8 +9586,8 @@ static dtrain_result dtrain__image_grow(dtrain__engine *comm, dtrain__bounce *bo
     return DTRAIN_OK;
 }
 
-/* Replace the buffers of an operation that are in device memory by places in the image. Buffers that
- * overlap, in place, do so there too. */
+/* Replace the buffers of an operation that are in device memory by places in the image. Buffers
+ * that overlap, in place, do so there too. */
 static dtrain_result dtrain__image_take(dtrain__engine *comm, dtrain__work *work)
 {
     dtrain_device *device = comm->base.world->device;
@@ -9610,7 +9610,7 @@ static dtrain_result dtrain__image_take(dtrain__engine *comm, dtrain__work *work
     return DTRAIN_OK;
 }
 
-/* Copy between a buffer and the image, in the order of the copy stream; record `copied` behind it. */
+/* Copy between a buffer and the image, on the copy stream, and then record `copied`. */
 static dtrain_result dtrain__copy(dtrain__engine *comm, dtrain__bounce *bounce, void *to,
                                   const void *from, size_t bytes, dtrain_copy_kind kind)
 {
@@ -9677,15 +9677,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__after_copy_out(dtrain__engine *comm, dtrai
  *     part of rank r   | report | stage, channels | slot 0 | slot 1 | ... | slot Q-1 |
  *     slot s % Q       | progress = (s, stage) | call and buffers of operation s | small data |
  *
- * An operation has numbered stages. A rank that has done its share of a stage "reaches" it: it stores
- * the number in its slot (release). It goes on when all ranks have reached the stage (acquire). At
- * stage 1 a rank shows its call. When all have, and agree, all of them take the same path:
+ * An operation has numbered stages. A rank that has done its share of a stage "reaches" it: it
+ * stores the number in its slot (release). It goes on when all ranks have reached the stage
+ * (acquire). At stage 1 a rank shows its call. When all have, and agree, all of them take the same
+ * path:
  *
  *     small    the data came with the calls: every rank computes its own result, done
  *     direct   all buffers are in shared memory: rank r computes slice r of every rank's result, or
  *              takes what belongs to its own: stage 2, done. No temporary memory
- *     read     large buffers in private memory, where the kernel lets ranks read each other's: rank r
- *              computes slice r of its own result: stage 2. All-reduce: it takes the other slices
+ *     read     large buffers in private memory, where the kernel lets ranks read each other's: rank
+ *              r computes slice r of its own result: stage 2. All-reduce: it takes the other slices
  *              from the ranks that computed them: stage 3, done
  *     copied   otherwise: chunk c goes into half c % 2 of this rank's stage buffer: stage c + 2.
  *              When all have reached it, every rank computes its own result from the buffers
@@ -9815,7 +9816,7 @@ static bool dtrain__read_memory(int64_t pid, const void *from, void *to, size_t 
     return true;
 }
 
-/* Say whether the kernel can read these bytes of this rank; it cannot where a driver mapped them. */
+/* Say whether the kernel can read these bytes of this rank: not where a driver mapped them. */
 static bool dtrain__is_readable(const void *memory, size_t bytes)
 {
     char byte;
@@ -9824,8 +9825,8 @@ static bool dtrain__is_readable(const void *memory, size_t bytes)
             dtrain__read_memory(getpid(), (const char *)memory + bytes - 1, &byte, 1));
 }
 
-/* Say whether this rank can read the memory of all: read each rank's proof, and compare. A kernel can
- * forbid it (yama, seccomp), and in another namespace the pid is that of another process. */
+/* Say whether this rank can read the memory of all: read each rank's proof, and compare. A kernel
+ * can forbid it (yama, seccomp), and in another namespace the pid is that of another process. */
 static bool dtrain__reads_all(const dtrain__local_comm *comm)
 {
     for (int i = 0; i < comm->base.base.size; i++) {
@@ -9891,10 +9892,10 @@ static const dtrain__shown *dtrain__local_heard(const dtrain__engine *comm, uint
 
 /* ---- The paths --------------------------------------------------------------------------------*/
 
-/* Compute this rank's slice of a sum or broadcast from the inputs of all: on the direct path in every
- * rank's result, on the read path in its own, where the root of a reduce computes everything. What
- * is read comes in blocks that stay in a cache. In place, an all-reduce overwrites a slice that no
- * other rank reads. */
+/* Compute this rank's slice of a sum or broadcast from the inputs of all: on the direct path in
+ * every rank's result, on the read path in its own, where the root of a reduce computes everything.
+ * What is read comes in blocks that stay in a cache. In place, an all-reduce overwrites a slice
+ * that no other rank reads. */
 static bool dtrain__compute_slice(dtrain__engine *comm, const dtrain__local_work *work)
 {
     dtrain__local_comm *local = (dtrain__local_comm *)comm;
@@ -10810,8 +10811,8 @@ DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__mpi_comm_ops(void) { return NULL;
  *
  * MPI_Init waits without a deadline for every rank. So all ranks first agree to call it, and a
  * thread calls it, for which the rank waits with a deadline: a rank may be stopped in between. Then
- * the ranks compare MPI's size and ranks with those of the world. A rank that cannot go on fails, and
- * the others find its exit record where they wait for it. */
+ * the ranks compare MPI's size and ranks with those of the world. A rank that cannot go on fails,
+ * and the others find its exit record where they wait for it. */
 
 #ifdef DTRAIN_USE_MPI
 
@@ -10974,8 +10975,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_
                            "dtrain_launch and MPI_Finalize after it");
     if (hub->thread) MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
 
-    /* Open MPI writes to sockets of ranks that have died, and SIGPIPE would kill this rank before it
-     * can report which one: ignore it, unless the program handles it. */
+    /* Open MPI writes to sockets of ranks that have died, and SIGPIPE would kill this rank before
+     * it can report which one: ignore it, unless the program handles it. */
     if (sigaction(SIGPIPE, NULL, &pipes) == 0 && pipes.sa_handler == SIG_DFL)
         hub->quiet_pipes = signal(SIGPIPE, SIG_IGN) != SIG_ERR;
 
@@ -11087,17 +11088,18 @@ DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_
 /* Choose and make the world's communicator: nobody else decides which backend it is. */
 DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
 {
-    const dtrain_comm_ops *const local = dtrain__local_comm_ops(), *const mpi =
-                                                                       dtrain__mpi_comm_ops();
+    const dtrain_comm_ops *const mpi = dtrain__mpi_comm_ops();
+    const dtrain_comm_ops *const local = dtrain__local_comm_ops();
     const dtrain_comm_ops *ops = world->comm_ops                  ? world->comm_ops
                                  : world->control->arenas || !mpi ? local
                                                                   : mpi;
+    const bool over_mpi = mpi && ops == mpi; /* it stages device memory itself */
     bool shared = false;
     if (ops->abi != DTRAIN_COMM_ABI)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "communicator table has ABI %u, this dtrain.h expects %u: rebuild it",
                            (unsigned)ops->abi, (unsigned)DTRAIN_COMM_ABI);
-    if (world->device->ops->host_memory || ops == mpi) return ops->create(world, &world->comm);
+    if (world->device->ops->host_memory || over_mpi) return ops->create(world, &world->comm);
     if (ops != local) {
         DTRAIN__TRY(dtrain__shared_device(world, &shared));
         if (shared) ops = local;
@@ -11110,8 +11112,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
     return ops->create(world, &world->comm);
 }
 
-/* End the world's communicator, whatever is in flight, and all others of the engine; the world's own
- * was made first and ends last. The program has to destroy those of other backends. */
+/* End the world's communicator, whatever is in flight, and all others of the engine; the world's
+ * own was made first and ends last. The program has to destroy those of other backends. */
 DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world)
 {
     if (world->comm && world->comm->ops->start != dtrain__engine_start)

@@ -65,17 +65,18 @@ DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_
 /* Choose and make the world's communicator: nobody else decides which backend it is. */
 DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
 {
-    const dtrain_comm_ops *const local = dtrain__local_comm_ops(), *const mpi =
-                                                                       dtrain__mpi_comm_ops();
+    const dtrain_comm_ops *const mpi = dtrain__mpi_comm_ops();
+    const dtrain_comm_ops *const local = dtrain__local_comm_ops();
     const dtrain_comm_ops *ops = world->comm_ops                  ? world->comm_ops
                                  : world->control->arenas || !mpi ? local
                                                                   : mpi;
+    const bool over_mpi = mpi && ops == mpi; /* it stages device memory itself */
     bool shared = false;
     if (ops->abi != DTRAIN_COMM_ABI)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "communicator table has ABI %u, this dtrain.h expects %u: rebuild it",
                            (unsigned)ops->abi, (unsigned)DTRAIN_COMM_ABI);
-    if (world->device->ops->host_memory || ops == mpi) return ops->create(world, &world->comm);
+    if (world->device->ops->host_memory || over_mpi) return ops->create(world, &world->comm);
     if (ops != local) {
         DTRAIN__TRY(dtrain__shared_device(world, &shared));
         if (shared) ops = local;
@@ -88,8 +89,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
     return ops->create(world, &world->comm);
 }
 
-/* End the world's communicator, whatever is in flight, and all others of the engine; the world's own
- * was made first and ends last. The program has to destroy those of other backends. */
+/* End the world's communicator, whatever is in flight, and all others of the engine; the world's
+ * own was made first and ends last. The program has to destroy those of other backends. */
 DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world)
 {
     if (world->comm && world->comm->ops->start != dtrain__engine_start)

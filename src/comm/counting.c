@@ -4,9 +4,9 @@
  * bytes, as for every communicator; nothing is moved and no rank is waited for. As the plan device
  * counts the memory of a step, this counts what it sends, by running the strategy that sends it.
  *
- * The other ranks are assumed to do what this one does, so they would send the same. In host memory,
- * where ranks compare settings and agree on results, a copy of it arrives; on the plan device there
- * is nothing to copy. */
+ * The other ranks are assumed to do what this one does, so they would send the same. In host
+ * memory, where ranks compare settings and agree on results, a copy of it arrives; on the plan
+ * device there is nothing to copy. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"

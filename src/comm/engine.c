@@ -17,7 +17,7 @@
 
 /* ---- What ranks call --------------------------------------------------------------------------*/
 
-/* Write what this rank calls, and behind it its input if that is small; return the bytes of both. */
+/* Write what this rank calls and, behind it, its input if that is small; return their bytes. */
 DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain__engine *comm, const dtrain__work *work,
                                            dtrain__shown *at)
 {
@@ -29,8 +29,8 @@ DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain__engine *comm, const dtr
     return sizeof *at + bytes;
 }
 
-/* Describe a call for a message: "all-reduce sum f32 count 100"; with its sequence number, if not 0:
- * "collective #17 (all-reduce sum f32 count 100)". */
+/* Describe a call for a message: "all-reduce sum f32 count 100"; with its sequence number, if not
+ * 0: "collective #17 (all-reduce sum f32 count 100)". */
 static void dtrain__describe(const dtrain__shown *shown, uint64_t sequence, char *text, size_t room)
 {
     static const char *const ops[] = {"", " sum", " mean", " min", " max", " prod"};
@@ -78,8 +78,8 @@ static dtrain_result dtrain__compare(dtrain__engine *comm, const dtrain__work *w
                                 a, comm->base.world_ranks[second], b);
 }
 
-/* Say whether all ranks have been heard and call the same. If not, the sentence names rank 0 and the
- * first rank that calls something else. */
+/* Say whether all ranks have been heard and call the same. If not, the sentence names rank 0 and
+ * the first rank that calls something else. */
 static bool dtrain__engine_agree(dtrain__engine *comm, dtrain__work *work)
 {
     for (; work->heard < comm->base.size; work->heard++) {
@@ -207,7 +207,7 @@ static void dtrain__engine_advance_all(dtrain__engine *comm)
  * The first rank that finds something wrong writes it into a report that all ranks can read; every
  * rank returns that error. */
 
-/* Return the published failure, after dropping all operations of the communicators that it is about.
+/* Drop all operations of the communicators that have failed, and return the published failure.
  *
  * The rank that writes the report may have died before it was complete: then its exit record, which
  * is written some 100 us later, says so. */
@@ -515,9 +515,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
     return DTRAIN_OK;
 }
 
-/* Make the rarer checks of a wait, after dtrain__wait_poll returned `turn`, and fail the communicator
- * if they say so. Before that, advance once more: what other ranks did until they failed or left may
- * be all that was needed. */
+/* Make the rarer checks of a wait, after dtrain__wait_poll returned `turn`, and fail the
+ * communicator if they say so. Before that, advance once more: what other ranks did until they
+ * failed or left may be all that was needed. */
 static void dtrain__engine_check(dtrain__engine *comm, const dtrain__work *work, dtrain_result turn)
 {
     char text[DTRAIN__ERROR_BYTES] = "";
@@ -670,11 +670,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, const d
     return DTRAIN_OK;
 }
 
-/* Split in two exchanges: colors and keys; then the address of each rank's half, 0 where it could not
- * be made. Then no rank gets a communicator: a group without one of its ranks would wait for ever.
+/* Split in two exchanges: colors and keys; then the address of each rank's half, 0 where it could
+ * not be made. Then no rank gets a communicator: a group that lacks a rank would wait for ever.
  *
- * The new communicator has a number that no member has used; the groups of one split share it, as no
- * two ranks are in two of them. */
+ * The new communicator has a number that no member has used; the groups of one split share it, as
+ * no two ranks are in two of them. */
 DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color, int key,
                                                    dtrain_comm **out)
 {

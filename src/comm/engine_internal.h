@@ -50,7 +50,7 @@ typedef struct dtrain__bounce dtrain__bounce; /* comm/staged.c */
 
 /* A transport. No function waits. Each one that moves an operation on counts that in world->moves,
  * because waits sleep longer while nothing moves. Functions that can fail report it through
- * dtrain__engine_fail; then comm->failed is set, and the engine calls none but unmap and release. */
+ * dtrain__engine_fail; then comm->failed is set, and only unmap and release are called. */
 typedef struct dtrain__transport {
     size_t comm_bytes, work_bytes; /* of its own structs, which begin with those of the engine */
     uint64_t grace_ns;             /* data that a rank sent before it left may arrive so much later
@@ -74,9 +74,9 @@ typedef struct dtrain__transport {
     void (*unmap)(dtrain__engine *comm, void *memory, size_t bytes);
 
     /* Set up this rank's half of a communicator. *address, not 0, is sent to the other ranks; join
-     * gets the addresses of all ranks, in rank order, and sets comm->report. release frees what make
-     * has made and other ranks do not use; before join none of them can. The world's communicator
-     * has number 0, is made first and released last. */
+     * gets the addresses of all ranks, in rank order, and sets comm->report. release frees what
+     * make has made and other ranks do not use; before join none of them can. The world's
+     * communicator has number 0, is made first and released last. */
     dtrain_result (*make)(dtrain__engine *comm, int64_t *address);
     void (*join)(dtrain__engine *comm, const int64_t *addresses);
     void (*release)(dtrain__engine *comm);
@@ -85,8 +85,8 @@ typedef struct dtrain__transport {
     void (*poll)(dtrain__engine *comm);
     /* Optional, for emulated links: say that this rank's transfer is over; true when all are. */
     bool (*meet)(dtrain__engine *comm, dtrain__work *work);
-    /* Optional: fill comm->report on every rank, unless a failure is known already. NULL: the report
-     * is in memory that ranks share. */
+    /* Optional: fill comm->report on every rank, unless a failure is known already. NULL: the
+     * report is in memory that ranks share. */
     void (*publish)(dtrain__engine *comm, dtrain_result code, const char *text);
 } dtrain__transport;
 

@@ -1,7 +1,7 @@
 /* Emulated links
  *
- * Data moves as without emulation; an operation is only done later. This is what a rank sends to and
- * receives from other nodes: n ranks, a of them on other nodes, N nodes, B bytes of `count` elements:
+ * Data moves as without emulation; an operation is only done later. This is what a rank sends to
+ * and receives from other nodes: n ranks, a of them on other nodes, N nodes, B bytes:
  *
  *                                  out           in            rounds
  *     all-reduce                   2 a B / n     2 a B / n     2     slices to owners, results back
@@ -22,8 +22,8 @@
  * shown an operation, each rank books its bytes on the lanes of its node, which moves that time on;
  * operations of one communicator are booked in the order in which they were started. A transfer
  * begins when the last rank has started the operation, not when a rank advances it: so links work
- * while ranks compute. There is one stage more than without emulation, which a rank reaches when its
- * own transfers are due; when all have reached it, every transfer is over. */
+ * while ranks compute. There is one stage more than without emulation, which a rank reaches when
+ * its own transfers are due; when all have reached it, every transfer is over. */
 
 #include "core/platform_internal.h"
 #include "core/dtype.h"
@@ -121,7 +121,7 @@ DTRAIN__PRIVATE bool dtrain__message_crosses(const dtrain__engine *comm, const d
 
 /* Say whether a receiver may take the end of a message that was sent at `sent_ns`. The receiver
  * knows when both sides had started and books for both. A sender waits for the receiver if its
- * message does not fit into the channel; a shorter send is done at once, as MPI's eager ones are. */
+ * message does not fit into the channel; a shorter send is done at once, as in MPI. */
 DTRAIN__PRIVATE bool dtrain__message_due(const dtrain__engine *comm, dtrain__work *work,
                                          uint64_t sent_ns)
 {
@@ -137,7 +137,7 @@ DTRAIN__PRIVATE bool dtrain__message_due(const dtrain__engine *comm, dtrain__wor
 
 /* Take a turn of a wait in an emulated world. Ranks that have moved something lately yield, as
  * without emulation. When nothing moves they sleep, 0.1 ms at most, by which an operation may end
- * late; less than 0.08 ms before a due time they yield, as the kernel wakes them some 50 us late. */
+ * late; less than 0.08 ms before a due time they yield, as the kernel is some 50 us late. */
 DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain__wait *wait)
 {
     const uint64_t now = dtrain__now_ns(), longest = 100000, early = 60000;

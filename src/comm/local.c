@@ -5,15 +5,16 @@
  *     part of rank r   | report | stage, channels | slot 0 | slot 1 | ... | slot Q-1 |
  *     slot s % Q       | progress = (s, stage) | call and buffers of operation s | small data |
  *
- * An operation has numbered stages. A rank that has done its share of a stage "reaches" it: it stores
- * the number in its slot (release). It goes on when all ranks have reached the stage (acquire). At
- * stage 1 a rank shows its call. When all have, and agree, all of them take the same path:
+ * An operation has numbered stages. A rank that has done its share of a stage "reaches" it: it
+ * stores the number in its slot (release). It goes on when all ranks have reached the stage
+ * (acquire). At stage 1 a rank shows its call. When all have, and agree, all of them take the same
+ * path:
  *
  *     small    the data came with the calls: every rank computes its own result, done
  *     direct   all buffers are in shared memory: rank r computes slice r of every rank's result, or
  *              takes what belongs to its own: stage 2, done. No temporary memory
- *     read     large buffers in private memory, where the kernel lets ranks read each other's: rank r
- *              computes slice r of its own result: stage 2. All-reduce: it takes the other slices
+ *     read     large buffers in private memory, where the kernel lets ranks read each other's: rank
+ *              r computes slice r of its own result: stage 2. All-reduce: it takes the other slices
  *              from the ranks that computed them: stage 3, done
  *     copied   otherwise: chunk c goes into half c % 2 of this rank's stage buffer: stage c + 2.
  *              When all have reached it, every rank computes its own result from the buffers
@@ -155,7 +156,7 @@ static bool dtrain__read_memory(int64_t pid, const void *from, void *to, size_t 
     return true;
 }
 
-/* Say whether the kernel can read these bytes of this rank; it cannot where a driver mapped them. */
+/* Say whether the kernel can read these bytes of this rank: not where a driver mapped them. */
 static bool dtrain__is_readable(const void *memory, size_t bytes)
 {
     char byte;
@@ -164,8 +165,8 @@ static bool dtrain__is_readable(const void *memory, size_t bytes)
             dtrain__read_memory(getpid(), (const char *)memory + bytes - 1, &byte, 1));
 }
 
-/* Say whether this rank can read the memory of all: read each rank's proof, and compare. A kernel can
- * forbid it (yama, seccomp), and in another namespace the pid is that of another process. */
+/* Say whether this rank can read the memory of all: read each rank's proof, and compare. A kernel
+ * can forbid it (yama, seccomp), and in another namespace the pid is that of another process. */
 static bool dtrain__reads_all(const dtrain__local_comm *comm)
 {
     for (int i = 0; i < comm->base.base.size; i++) {
@@ -231,10 +232,10 @@ static const dtrain__shown *dtrain__local_heard(const dtrain__engine *comm, uint
 
 /* ---- The paths --------------------------------------------------------------------------------*/
 
-/* Compute this rank's slice of a sum or broadcast from the inputs of all: on the direct path in every
- * rank's result, on the read path in its own, where the root of a reduce computes everything. What
- * is read comes in blocks that stay in a cache. In place, an all-reduce overwrites a slice that no
- * other rank reads. */
+/* Compute this rank's slice of a sum or broadcast from the inputs of all: on the direct path in
+ * every rank's result, on the read path in its own, where the root of a reduce computes everything.
+ * What is read comes in blocks that stay in a cache. In place, an all-reduce overwrites a slice
+ * that no other rank reads. */
 static bool dtrain__compute_slice(dtrain__engine *comm, const dtrain__local_work *work)
 {
     dtrain__local_comm *local = (dtrain__local_comm *)comm;

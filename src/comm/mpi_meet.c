@@ -2,8 +2,8 @@
  *
  * MPI_Init waits without a deadline for every rank. So all ranks first agree to call it, and a
  * thread calls it, for which the rank waits with a deadline: a rank may be stopped in between. Then
- * the ranks compare MPI's size and ranks with those of the world. A rank that cannot go on fails, and
- * the others find its exit record where they wait for it. */
+ * the ranks compare MPI's size and ranks with those of the world. A rank that cannot go on fails,
+ * and the others find its exit record where they wait for it. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -175,8 +175,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_
                            "dtrain_launch and MPI_Finalize after it");
     if (hub->thread) MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
 
-    /* Open MPI writes to sockets of ranks that have died, and SIGPIPE would kill this rank before it
-     * can report which one: ignore it, unless the program handles it. */
+    /* Open MPI writes to sockets of ranks that have died, and SIGPIPE would kill this rank before
+     * it can report which one: ignore it, unless the program handles it. */
     if (sigaction(SIGPIPE, NULL, &pipes) == 0 && pipes.sa_handler == SIG_DFL)
         hub->quiet_pipes = signal(SIGPIPE, SIG_IGN) != SIG_ERR;
 

@@ -114,8 +114,8 @@ DTRAIN__PRIVATE void dtrain__slice(const dtrain_collective *what, int size, int 
     *length = (end < count ? end : count) - *first;
 }
 
-/* Describe what rank `from` sends to rank `to` in one phase of a large collective: parts or, second,
- * results. Return false if that is nothing. A part that is added has no target of its own. */
+/* Describe what rank `from` sends to rank `to` in one phase of a large collective: parts or,
+ * second, results. Return false if that is nothing. A part that is added has no target. */
 DTRAIN__PRIVATE bool dtrain__transfer_of(const dtrain_collective *what, int size, bool results,
                                          int from, int to, dtrain__transfer *transfer)
 {

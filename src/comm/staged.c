@@ -8,8 +8,8 @@
  *     host                           copied_in: transport ..  copy_out
  *
  * A work keeps its image and events for the operations that use it later, so in the steady state
- * nothing is allocated. Operations are shown to other ranks in the order in which they were started,
- * each when its copy has ended. */
+ * nothing is allocated. Operations are shown to other ranks in the order in which they were
+ * started, each when its copy has ended. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -86,8 +86,8 @@ static dtrain_result dtrain__image_grow(dtrain__engine *comm, dtrain__bounce *bo
     return DTRAIN_OK;
 }
 
-/* Replace the buffers of an operation that are in device memory by places in the image. Buffers that
- * overlap, in place, do so there too. */
+/* Replace the buffers of an operation that are in device memory by places in the image. Buffers
+ * that overlap, in place, do so there too. */
 static dtrain_result dtrain__image_take(dtrain__engine *comm, dtrain__work *work)
 {
     dtrain_device *device = comm->base.world->device;
@@ -110,7 +110,7 @@ static dtrain_result dtrain__image_take(dtrain__engine *comm, dtrain__work *work
     return DTRAIN_OK;
 }
 
-/* Copy between a buffer and the image, in the order of the copy stream; record `copied` behind it. */
+/* Copy between a buffer and the image, on the copy stream, and then record `copied`. */
 static dtrain_result dtrain__copy(dtrain__engine *comm, dtrain__bounce *bounce, void *to,
                                   const void *from, size_t bytes, dtrain_copy_kind kind)
 {

@@ -68,10 +68,8 @@ static bool read_event(trace_file *file, const char *line, size_t length, trace_
             (void)dtrain__json_string(&json, event->kind, sizeof event->kind);
         else if (strcmp(name, "ts") == 0) event->begin = read_ns(&json);
         else if (strcmp(name, "dur") == 0) event->end = read_ns(&json);
-        else if (strcmp(name, "pid") == 0 && json_i64(&json, &number))
-            event->pid = (int)number;
-        else if (strcmp(name, "tid") == 0 && json_i64(&json, &number))
-            event->tid = (int)number;
+        else if (strcmp(name, "pid") == 0 && json_i64(&json, &number)) event->pid = (int)number;
+        else if (strcmp(name, "tid") == 0 && json_i64(&json, &number)) event->tid = (int)number;
         else if (strcmp(name, "args") == 0) read_args(&json, event, file);
         else (void)dtrain__json_skip(&json);
     }
