@@ -91,7 +91,7 @@
        src/comm/mpi_meet.c                  The MPI transport: how ranks meet in MPI, and how they leave it
        src/comm/backend.c                   Choosing a communicator
        src/launch/launch.c                  dtrain_launch
-       src/launch/environment_internal.h    The result of reading the environment
+       src/launch/environment_internal.h    Reading the environment
        src/launch/launch_internal.h         A launch: what the files of this room share
        src/launch/rank.c                    A rank's life: make its world, run its main function, record how it ended
        src/launch/environment.c             The launch environment
@@ -731,8 +731,8 @@ typedef struct dtrain_emulation {
  * is an error of the rank, and one that later cannot be written a warning: training goes on. */
 typedef struct dtrain_trace_desc {
     const char *path;     /* NULL = no trace */
-    uint64_t first_step;  /* of a trainer, from 1: what is before it is left out; 0 = all counts */
-    uint64_t step_count;  /* so many of a trainer's steps; 0 = all */
+    uint64_t first_step;  /* first step of a trainer to trace, from 1; 0 = from the start */
+    uint64_t step_count;  /* how many steps to trace; 0 = all */
     uint64_t file_bytes;  /* a rank's file ends when it has so many; 0 = 256 MiB */
     uint32_t event_count; /* held in memory until they are written; 0 = 8192 */
 } dtrain_trace_desc;
@@ -751,7 +751,7 @@ typedef struct dtrain_world_info {
     int rank, size;
     int local_rank,
         local_size;       /* among the ranks of this host: which GPU is its own, of how many */
-    int node, node_count; /* of this host; numbered in the order of their lowest ranks */
+    int node, node_count; /* number of this host, in the order of lowest ranks; number of hosts */
     uint32_t threads;     /* compute threads of this rank */
     uint32_t timeout_ms;  /* deadline of every wait for other ranks */
     dtrain_allocator allocator;
@@ -922,7 +922,7 @@ typedef struct dtrain_launch_desc {
                                                GPU local through host memory */
     uint32_t math;                          /* dtrain_math, for the device */
     uint32_t default_rank_count;            /* see rank_count; 0 = 1 */
-    bool tune;                              /* for the device: its desc says what it does */
+    bool tune;                              /* see dtrain_device_desc */
     uint64_t memory_limit; /* bytes of a rank's device, communicator memory included: what would
                               go beyond is DTRAIN_ERROR_MEMORY, and what AUTO and automatic
                               batches keep to. 0 = none. Not in it: the process itself and scratch
@@ -948,8 +948,8 @@ typedef struct dtrain_launch_info {
     uint32_t rank_count;
     int first_failed_rank; /* -1: none failed */
     int exit_code;         /* for main(): 0, the failed rank's return value, or 128 + signal */
-    int signal;            /* that ended the first failed rank, or 0; or that was forwarded, or
-                              caught by a rank */
+    int signal;            /* the signal that ended the first failed rank, else the one that asked
+                              the run to stop; 0: none */
     double seconds;
     uint32_t restart_count; /* see dtrain_world_info */
 } dtrain_launch_info;
@@ -3968,7 +3968,7 @@ struct dtrain_comm_ops {
 #include <mpi.h>
 #endif
 
-/* Whether the rooms above strategy and optimizer are compiled: tape, trainer, state, monitor. */
+/* 1 where the rooms above strategy and optimizer are compiled: tape, trainer, state, monitor. */
 #ifdef DTRAIN_PARTS
 #define DTRAIN__LAYERS 0
 #else
@@ -4017,7 +4017,7 @@ struct dtrain_comm_ops {
 #define dtrain__store(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
 #define dtrain__fetch_add(p, v) __atomic_fetch_add((p), (v), __ATOMIC_ACQ_REL)
 
-/* What a waiting core does between two looks at memory. */
+/* Pause a waiting core between two reads of memory. */
 static inline void dtrain__pause(void)
 {
 #if defined(__x86_64__)
@@ -4964,7 +4964,7 @@ struct dtrain_world {
     const struct dtrain_comm_ops *comm_ops; /* from the launch desc; NULL: local */
     dtrain_comm *comm;                      /* all ranks */
     uint64_t gather_count;
-    int64_t clock_offset_ns;      /* to add to this rank's clock for rank 0's, see link.c ... */
+    int64_t clock_offset_ns;      /* rank 0's clock less this rank's, see link.c ... */
     uint64_t clock_error_ns;      /* ... and by how much that may be wrong */
     int caused_by;                /* 1 + the rank whose failure ended a call of this one; 0: none */
     struct dtrain__engine *comms; /* this rank's communicators, newest first */
@@ -5802,17 +5802,17 @@ DTRAIN__PRIVATE void dtrain__trace_destroy(dtrain_world *world)
  *     ABORT      its dtrain__abort_record
  *     WAIT       the rank for which it has been waiting long: int32 */
 
-/* Which rank this process is, or which ranks it starts, as the environment says. */
+/* The rank that this process is, or the ranks that it starts, as the environment says. */
 typedef struct dtrain__placement {
     const char *family;         /* NULL: no launcher, or one that started a world of one */
     int rank, size;             /* forks > 0: of the node's first rank */
     int local_rank, local_size; /* -1, 0: not said */
     int forks;                  /* ranks this process has to start; 0: it is a rank itself */
-    char address[256];          /* of rank 0; "": the world is on one node that we fork */
-    uint32_t port;              /* of the control plane */
-    uint32_t restart_count;     /* by the launcher around this process, so far */
-    uint64_t key[2];            /* tells this run from others, see world/rendezvous.c */
-    bool complete; /* a launcher has said which rank this is, be it of a world of one */
+    char address[256];          /* rank 0's host; "": this process forks all ranks */
+    uint32_t port;              /* where rank 0 listens */
+    uint32_t restart_count;     /* restarts so far by the launcher around this process */
+    uint64_t key[2];            /* the key of this run, see world/rendezvous.c */
+    bool complete; /* a launcher has said which rank this is, if only the one of a world of one */
 } dtrain__placement;
 
 typedef enum dtrain__frame_kind {
@@ -11149,17 +11149,17 @@ DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world)
  * src/launch/environment_internal.h
  * ==============================================================================================*/
 
-/* The result of reading the environment
+/* Reading the environment
  *
- * What a launcher has said: the result of reading the environment, which launch.c acts on and the
- * rendezvous meets by. It is a pure function of the variables, so that tests can hand it any. */
+ * The result is a dtrain__placement, from which launch.c starts ranks and the rendezvous finds rank
+ * 0. It is a pure function of the variables, so that tests can pass any. */
 
 typedef char *(*dtrain__lookup_fn)(const char *name); /* getenv */
 
-/* The variables of a family that have a meaning in all of them; what its reader looks at besides
- * stands behind these. */
+/* Columns that have the same meaning in every family; behind them stand the variables that only the
+ * family's own reader uses. */
 enum {
-    DTRAIN__ADDRESS, /* of rank 0's host; not of the family alone, as the port */
+    DTRAIN__ADDRESS, /* of rank 0's host; this one and the port may belong to several families */
     DTRAIN__PORT,
     DTRAIN__RANK,
     DTRAIN__SIZE,
@@ -11174,8 +11174,8 @@ enum { DTRAIN__INDEXED = 5, DTRAIN__FAMILIES = 7 }; /* rows of the table */
 /* The variables by which launchers of one kind say which rank a process is. */
 typedef struct dtrain__family {
     const char *name;
-    /* Reads rank and size into *out; *why, if not NULL: the family does not apply. NULL: two plain
-     * numbers. */
+    /* Reads rank and size into *out. *why becomes NULL, or says why the family does not apply. A
+     * family without a reader has two plain numbers. */
     dtrain_result (*read)(dtrain__lookup_fn env, const char **why, dtrain__placement *out);
     const char *variables[DTRAIN__VARIABLES]; /* NULL: it has none */
 } dtrain__family;
@@ -11217,7 +11217,7 @@ typedef struct dtrain__launch {
     uint32_t cores;
     uint64_t job;                 /* see dtrain_world */
     uint64_t start_ns, kill_ns;   /* kill_ns: the end of the grace period, 0 = no failure yet */
-    pid_t launcher;               /* that forks; 0 when nobody does */
+    pid_t launcher;               /* this process, if it forks ranks; else 0 */
     pid_t pids[DTRAIN_MAX_RANKS]; /* 0: not started, or reaped */
     int live;                     /* processes to reap */
     int forwarded, stop_count;    /* last request to stop that was forwarded; how many came */
@@ -11231,7 +11231,7 @@ typedef struct dtrain__launch {
 
     /* Attempts. */
     uint64_t attempt_ns;    /* when this attempt began */
-    uint32_t restart_count; /* of this call */
+    uint32_t restart_count; /* restarts by this call */
     dtrain__restarts restarts;
     uint64_t announced; /* the furthest step of this attempt, plus 1; 0: none */
     int caught;         /* signal that a rank of this attempt has seen, see signals.c */
@@ -12261,16 +12261,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
         if (!why) DTRAIN__TRY(dtrain__env_local(env, family, out));
         else said[last] = why;
     }
-    if (why || out->size == 1) {
-        memset(out, 0, sizeof *out);
-        out->size = 1;
-        out->complete = !why;
-        DTRAIN__TRY(dtrain__env_restarts(env, out));
-        if (!why) said[last] = "ignored, one rank is as without a launcher";
-        return DTRAIN_OK;
-    }
-    out->complete = true;
+    const bool found = !why, alone = why || out->size == 1;
+    if (alone) memset(out, 0, sizeof *out), out->size = 1;
+    out->complete = found;
     DTRAIN__TRY(dtrain__env_restarts(env, out));
+    if (alone && found) said[last] = "ignored, one rank is as without a launcher";
+    if (alone) return DTRAIN_OK;
     if (out->size > DTRAIN_MAX_RANKS)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_launch: %s=%d in the environment, at most %d ranks are possible",

@@ -48,7 +48,7 @@
 
 #include "core/api.h"
 
-/* Whether the rooms above strategy and optimizer are compiled: tape, trainer, state, monitor. */
+/* 1 where the rooms above strategy and optimizer are compiled: tape, trainer, state, monitor. */
 #ifdef DTRAIN_PARTS
 #define DTRAIN__LAYERS 0
 #else
@@ -97,7 +97,7 @@
 #define dtrain__store(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
 #define dtrain__fetch_add(p, v) __atomic_fetch_add((p), (v), __ATOMIC_ACQ_REL)
 
-/* What a waiting core does between two looks at memory. */
+/* Pause a waiting core between two reads of memory. */
 static inline void dtrain__pause(void)
 {
 #if defined(__x86_64__)

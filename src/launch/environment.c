@@ -351,16 +351,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
         if (!why) DTRAIN__TRY(dtrain__env_local(env, family, out));
         else said[last] = why;
     }
-    if (why || out->size == 1) {
-        memset(out, 0, sizeof *out);
-        out->size = 1;
-        out->complete = !why;
-        DTRAIN__TRY(dtrain__env_restarts(env, out));
-        if (!why) said[last] = "ignored, one rank is as without a launcher";
-        return DTRAIN_OK;
-    }
-    out->complete = true;
+    const bool found = !why, alone = why || out->size == 1;
+    if (alone) memset(out, 0, sizeof *out), out->size = 1;
+    out->complete = found;
     DTRAIN__TRY(dtrain__env_restarts(env, out));
+    if (alone && found) said[last] = "ignored, one rank is as without a launcher";
+    if (alone) return DTRAIN_OK;
     if (out->size > DTRAIN_MAX_RANKS)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_launch: %s=%d in the environment, at most %d ranks are possible",

@@ -1,7 +1,7 @@
-/* The result of reading the environment
+/* Reading the environment
  *
- * What a launcher has said: the result of reading the environment, which launch.c acts on and the
- * rendezvous meets by. It is a pure function of the variables, so that tests can hand it any. */
+ * The result is a dtrain__placement, from which launch.c starts ranks and the rendezvous finds rank
+ * 0. It is a pure function of the variables, so that tests can pass any. */
 
 #pragma once
 
@@ -11,10 +11,10 @@
 
 typedef char *(*dtrain__lookup_fn)(const char *name); /* getenv */
 
-/* The variables of a family that have a meaning in all of them; what its reader looks at besides
- * stands behind these. */
+/* Columns that have the same meaning in every family; behind them stand the variables that only the
+ * family's own reader uses. */
 enum {
-    DTRAIN__ADDRESS, /* of rank 0's host; not of the family alone, as the port */
+    DTRAIN__ADDRESS, /* of rank 0's host; this one and the port may belong to several families */
     DTRAIN__PORT,
     DTRAIN__RANK,
     DTRAIN__SIZE,
@@ -29,8 +29,8 @@ enum { DTRAIN__INDEXED = 5, DTRAIN__FAMILIES = 7 }; /* rows of the table */
 /* The variables by which launchers of one kind say which rank a process is. */
 typedef struct dtrain__family {
     const char *name;
-    /* Reads rank and size into *out; *why, if not NULL: the family does not apply. NULL: two plain
-     * numbers. */
+    /* Reads rank and size into *out. *why becomes NULL, or says why the family does not apply. A
+     * family without a reader has two plain numbers. */
     dtrain_result (*read)(dtrain__lookup_fn env, const char **why, dtrain__placement *out);
     const char *variables[DTRAIN__VARIABLES]; /* NULL: it has none */
 } dtrain__family;

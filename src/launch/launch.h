@@ -83,7 +83,7 @@ typedef struct dtrain_launch_desc {
                                                GPU local through host memory */
     uint32_t math;                          /* dtrain_math, for the device */
     uint32_t default_rank_count;            /* see rank_count; 0 = 1 */
-    bool tune;                              /* for the device: its desc says what it does */
+    bool tune;                              /* see dtrain_device_desc */
     uint64_t memory_limit; /* bytes of a rank's device, communicator memory included: what would
                               go beyond is DTRAIN_ERROR_MEMORY, and what AUTO and automatic
                               batches keep to. 0 = none. Not in it: the process itself and scratch
@@ -109,8 +109,8 @@ typedef struct dtrain_launch_info {
     uint32_t rank_count;
     int first_failed_rank; /* -1: none failed */
     int exit_code;         /* for main(): 0, the failed rank's return value, or 128 + signal */
-    int signal;            /* that ended the first failed rank, or 0; or that was forwarded, or
-                              caught by a rank */
+    int signal;            /* the signal that ended the first failed rank, else the one that asked
+                              the run to stop; 0: none */
     double seconds;
     uint32_t restart_count; /* see dtrain_world_info */
 } dtrain_launch_info;

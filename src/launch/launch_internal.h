@@ -36,7 +36,7 @@ typedef struct dtrain__launch {
     uint32_t cores;
     uint64_t job;                 /* see dtrain_world */
     uint64_t start_ns, kill_ns;   /* kill_ns: the end of the grace period, 0 = no failure yet */
-    pid_t launcher;               /* that forks; 0 when nobody does */
+    pid_t launcher;               /* this process, if it forks ranks; else 0 */
     pid_t pids[DTRAIN_MAX_RANKS]; /* 0: not started, or reaped */
     int live;                     /* processes to reap */
     int forwarded, stop_count;    /* last request to stop that was forwarded; how many came */
@@ -50,7 +50,7 @@ typedef struct dtrain__launch {
 
     /* Attempts. */
     uint64_t attempt_ns;    /* when this attempt began */
-    uint32_t restart_count; /* of this call */
+    uint32_t restart_count; /* restarts by this call */
     dtrain__restarts restarts;
     uint64_t announced; /* the furthest step of this attempt, plus 1; 0: none */
     int caught;         /* signal that a rank of this attempt has seen, see signals.c */

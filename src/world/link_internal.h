@@ -20,17 +20,17 @@
 #include "world/world.h"
 #include "world/world_internal.h"
 
-/* Which rank this process is, or which ranks it starts, as the environment says. */
+/* The rank that this process is, or the ranks that it starts, as the environment says. */
 typedef struct dtrain__placement {
     const char *family;         /* NULL: no launcher, or one that started a world of one */
     int rank, size;             /* forks > 0: of the node's first rank */
     int local_rank, local_size; /* -1, 0: not said */
     int forks;                  /* ranks this process has to start; 0: it is a rank itself */
-    char address[256];          /* of rank 0; "": the world is on one node that we fork */
-    uint32_t port;              /* of the control plane */
-    uint32_t restart_count;     /* by the launcher around this process, so far */
-    uint64_t key[2];            /* tells this run from others, see world/rendezvous.c */
-    bool complete; /* a launcher has said which rank this is, be it of a world of one */
+    char address[256];          /* rank 0's host; "": this process forks all ranks */
+    uint32_t port;              /* where rank 0 listens */
+    uint32_t restart_count;     /* restarts so far by the launcher around this process */
+    uint64_t key[2];            /* the key of this run, see world/rendezvous.c */
+    bool complete; /* a launcher has said which rank this is, if only the one of a world of one */
 } dtrain__placement;
 
 typedef enum dtrain__frame_kind {

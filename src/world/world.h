@@ -46,8 +46,8 @@ typedef struct dtrain_emulation {
  * is an error of the rank, and one that later cannot be written a warning: training goes on. */
 typedef struct dtrain_trace_desc {
     const char *path;     /* NULL = no trace */
-    uint64_t first_step;  /* of a trainer, from 1: what is before it is left out; 0 = all counts */
-    uint64_t step_count;  /* so many of a trainer's steps; 0 = all */
+    uint64_t first_step;  /* first step of a trainer to trace, from 1; 0 = from the start */
+    uint64_t step_count;  /* how many steps to trace; 0 = all */
     uint64_t file_bytes;  /* a rank's file ends when it has so many; 0 = 256 MiB */
     uint32_t event_count; /* held in memory until they are written; 0 = 8192 */
 } dtrain_trace_desc;
@@ -66,7 +66,7 @@ typedef struct dtrain_world_info {
     int rank, size;
     int local_rank,
         local_size;       /* among the ranks of this host: which GPU is its own, of how many */
-    int node, node_count; /* of this host; numbered in the order of their lowest ranks */
+    int node, node_count; /* number of this host, in the order of lowest ranks; number of hosts */
     uint32_t threads;     /* compute threads of this rank */
     uint32_t timeout_ms;  /* deadline of every wait for other ranks */
     dtrain_allocator allocator;

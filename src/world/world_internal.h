@@ -144,7 +144,7 @@ struct dtrain_world {
     const struct dtrain_comm_ops *comm_ops; /* from the launch desc; NULL: local */
     dtrain_comm *comm;                      /* all ranks */
     uint64_t gather_count;
-    int64_t clock_offset_ns;      /* to add to this rank's clock for rank 0's, see link.c ... */
+    int64_t clock_offset_ns;      /* rank 0's clock less this rank's, see link.c ... */
     uint64_t clock_error_ns;      /* ... and by how much that may be wrong */
     int caused_by;                /* 1 + the rank whose failure ended a call of this one; 0: none */
     struct dtrain__engine *comms; /* this rank's communicators, newest first */
