@@ -1277,18 +1277,18 @@ typedef enum dtrain_strategy_kind {
 } dtrain_strategy_kind;
 
 typedef enum dtrain_missing_gradient {
-    /* A rank that has none brings zeros. Where no rank has one in the whole step, optimizers leave
-     * the parameter, its moments and its count of steps alone, as torch does without a .grad */
+    /* counts as zeros on that rank. If no rank has one in the whole step, optimizers leave the
+     * parameter, its moments and its count of steps alone, as torch does without a .grad */
     DTRAIN_MISSING_GRADIENT_SKIP = 0,
     DTRAIN_MISSING_GRADIENT_ERROR = 1, /* finish fails and names it */
     DTRAIN_MISSING_GRADIENT_ZERO =
-        2 /* is one of zeros: old moments and weight decay still move it */
+        2 /* counts as zeros: old moments and weight decay still move it */
 } dtrain_missing_gradient;
 
 /* What a step's loss and gradient are the mean of. */
 typedef enum dtrain_average {
-    DTRAIN_AVERAGE_SAMPLES = 0, /* all its samples, however they lie: dtrain_strategy_weight */
-    DTRAIN_AVERAGE_MEANS = 1    /* the means of all micro-batches and ranks, whatever they are of */
+    DTRAIN_AVERAGE_SAMPLES = 0, /* all its samples, on whatever rank: dtrain_strategy_weight */
+    DTRAIN_AVERAGE_MEANS = 1    /* the means of its micro-batches, large and small ones alike */
 } dtrain_average;
 
 /* When sharded gradients are reduced in a step of several micro-batches; whole ones always are in
@@ -1338,7 +1338,7 @@ typedef struct dtrain_strategy_desc {
     uint32_t offload;          /* DTRAIN_OFFLOAD_*; 0 = nothing */
     uint32_t node_size;        /* ranks of a node, for HYBRID_SHARD and hierarchical; 0 = those of a
                                    host */
-    bool no_overlap;           /* communicate in finish and gather only; the bits are the same */
+    bool no_overlap;           /* communicate in finish and gather only; with the same bits */
     bool keep_after_forward;   /* kinds that shard parameters: units stay gathered from their first
                                    gather to the update. More memory, one gather less; false:
                                    release frees a unit between forward and backward too */
@@ -1423,15 +1423,16 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy);
  * in the middle of a backward is an error. */
 DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, bool more);
 
-/* Say how many samples the backward under way, or the next one, is of; 1 where nobody says. Its
- * gradients are the sum over them divided by a unit that is the same on every rank and in every
- * micro-batch, and weight is their number divided by that unit: of `rows` targets, `valid` of which
- * count, (sum over valid) / rows and valid / rows. The step's last finish makes the mean over all
- * samples of it. A step whose weights are all 0 changes no parameter.
+/* Set the weight of the backward under way, or of the next one; it is 1 if this is not called. The
+ * backward's gradients are the sum over its samples divided by a unit, which is the same on every
+ * rank and in every micro-batch; its weight is the number of its samples divided by that unit. With
+ * `rows` targets of which `valid` count: (sum over valid) / rows, and valid / rows. The step's last
+ * finish makes the mean over all samples of the step. If all weights are 0, no parameter changes.
  *
- * dtrain_tape_backward does that for losses of the tape that are means: of cross-entropy the
- * targets that are not ignored count, of others the elements; a sum, or a loss of the program's
- * own, leaves the weight as it is. With DTRAIN_AVERAGE_MEANS every weight above 0 is 1. Local. */
+ * dtrain_tape_backward sets it for losses of the tape that are means: it counts the targets of
+ * cross-entropy that are not ignored, and the elements of other losses; a sum, or a loss of the
+ * program's own, leaves the weight as it is. With DTRAIN_AVERAGE_MEANS every weight above 0 is 1.
+ * Local. */
 DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float weight);
 
 /* Take part in the others' micro-batch without a batch, on a rank whose data has ended before
@@ -16501,7 +16502,7 @@ DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size
 
 /* Levels of ranks: which ranks share a copy of the model, and which communicators that takes */
 
-/* Drop lossy settings of hierarchical when there is one node: they are for between nodes. */
+/* With hierarchical and one node, drop the lossy settings: they apply between nodes. */
 DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int ranks)
 {
     if (!desc->hierarchical || (desc->node_size && (int)desc->node_size != ranks)) return;
@@ -16509,9 +16510,8 @@ DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int rank
     desc->compression = NULL;
 }
 
-/* Count the consecutive ranks of a communicator that are a node, when every node has as many; set
- * *node_ranks to 0 when nodes differ in size or their ranks are mixed. Collective: a rank knows its
- * own node only. */
+/* Set *node_ranks to the number of consecutive ranks that are a node, or to 0 when nodes differ in
+ * size or their ranks are mixed. Collective: a rank knows its own node only. */
 DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world, dtrain_comm *comm,
                                                  uint32_t *node_ranks)
 {
@@ -16560,10 +16560,9 @@ static dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ra
                        call, desc->node_size, ranks);
 }
 
-/* Decide who shares one copy of the model, and make the communicators. Each kind of step that
- * starts when another happens to be done has one of its own: in one, ranks could start them in
- * different orders. The color alone says which group is meant (comm/counting.c): a place in the
- * node is below its size, a node is not. */
+/* Decide who shares one copy of the model, and make the extra communicators. The color alone says
+ * which ranks are meant, for comm/counting.c: a place within the node is below the node's size, and
+ * the number of a node is added to it. */
 DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
 {
     const int ranks = dtrain_comm_size(strategy->groups.data),
@@ -17132,8 +17131,8 @@ static bool dtrain__block_is_read(const dtrain__layout *layout, int block)
     return block != DTRAIN__VALUES || layout->shards.state;
 }
 
-/* Return the size of a block. A cache line more than it needs gives an empty tensor an address
- * inside it. */
+/* Return the size of a block: a cache line more than its contents, so that an empty tensor at the
+ * end has an address inside it. */
 static size_t dtrain__block_bytes(const dtrain__layout *layout, int block)
 {
     return layout->bytes[block] + DTRAIN__CACHE_LINE;
@@ -17142,7 +17141,7 @@ static size_t dtrain__block_bytes(const dtrain__layout *layout, int block)
 /* 4. Do everything local that can fail, so that ranks agree on the outcome once: make the layout
  * and the tables beside it, allocate its blocks, zeroed, point everything at them, initialise. A
  * bucket has as many handles as it has collectives under way at once: with ZERO3 one an owner, with
- * compression two, of dense portions and of the others. */
+ * compression two, of tensors that are compressed and of the others. */
 static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
 {
     const dtrain_allocator *a = &strategy->allocator;
@@ -17258,9 +17257,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_make(dtrain_world *world, dtrain_
 /* ---- Life -------------------------------------------------------------------------------------*/
 
 /* Wait for the collectives under way. In the middle of a backward other ranks wait for the rest of
- * it: then the communicator fails, and the others get this rank's last error, the likely reason why
- * it gave up. On this rank that stays the last error. A unit that is being fetched ahead is no
- * reason to fail: its collectives complete. */
+ * it: then fail the communicators with this rank's last error, the likely reason why it gave up,
+ * which stays its last error. A unit that is being fetched ahead is no reason to fail: its
+ * collectives complete. */
 static void dtrain__strategy_abandon(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;

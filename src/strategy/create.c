@@ -128,8 +128,8 @@ static bool dtrain__block_is_read(const dtrain__layout *layout, int block)
     return block != DTRAIN__VALUES || layout->shards.state;
 }
 
-/* Return the size of a block. A cache line more than it needs gives an empty tensor an address
- * inside it. */
+/* Return the size of a block: a cache line more than its contents, so that an empty tensor at the
+ * end has an address inside it. */
 static size_t dtrain__block_bytes(const dtrain__layout *layout, int block)
 {
     return layout->bytes[block] + DTRAIN__CACHE_LINE;
@@ -138,7 +138,7 @@ static size_t dtrain__block_bytes(const dtrain__layout *layout, int block)
 /* 4. Do everything local that can fail, so that ranks agree on the outcome once: make the layout
  * and the tables beside it, allocate its blocks, zeroed, point everything at them, initialise. A
  * bucket has as many handles as it has collectives under way at once: with ZERO3 one an owner, with
- * compression two, of dense portions and of the others. */
+ * compression two, of tensors that are compressed and of the others. */
 static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
 {
     const dtrain_allocator *a = &strategy->allocator;
@@ -254,9 +254,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_make(dtrain_world *world, dtrain_
 /* ---- Life -------------------------------------------------------------------------------------*/
 
 /* Wait for the collectives under way. In the middle of a backward other ranks wait for the rest of
- * it: then the communicator fails, and the others get this rank's last error, the likely reason why
- * it gave up. On this rank that stays the last error. A unit that is being fetched ahead is no
- * reason to fail: its collectives complete. */
+ * it: then fail the communicators with this rank's last error, the likely reason why it gave up,
+ * which stays its last error. A unit that is being fetched ahead is no reason to fail: its
+ * collectives complete. */
 static void dtrain__strategy_abandon(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;

@@ -3,7 +3,7 @@
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
-/* Drop lossy settings of hierarchical when there is one node: they are for between nodes. */
+/* With hierarchical and one node, drop the lossy settings: they apply between nodes. */
 DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int ranks)
 {
     if (!desc->hierarchical || (desc->node_size && (int)desc->node_size != ranks)) return;
@@ -11,9 +11,8 @@ DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int rank
     desc->compression = NULL;
 }
 
-/* Count the consecutive ranks of a communicator that are a node, when every node has as many; set
- * *node_ranks to 0 when nodes differ in size or their ranks are mixed. Collective: a rank knows its
- * own node only. */
+/* Set *node_ranks to the number of consecutive ranks that are a node, or to 0 when nodes differ in
+ * size or their ranks are mixed. Collective: a rank knows its own node only. */
 DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world, dtrain_comm *comm,
                                                  uint32_t *node_ranks)
 {
@@ -62,10 +61,9 @@ static dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ra
                        call, desc->node_size, ranks);
 }
 
-/* Decide who shares one copy of the model, and make the communicators. Each kind of step that
- * starts when another happens to be done has one of its own: in one, ranks could start them in
- * different orders. The color alone says which group is meant (comm/counting.c): a place in the
- * node is below its size, a node is not. */
+/* Decide who shares one copy of the model, and make the extra communicators. The color alone says
+ * which ranks are meant, for comm/counting.c: a place within the node is below the node's size, and
+ * the number of a node is added to it. */
 DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
 {
     const int ranks = dtrain_comm_size(strategy->groups.data),

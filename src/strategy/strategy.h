@@ -60,18 +60,18 @@ typedef enum dtrain_strategy_kind {
 } dtrain_strategy_kind;
 
 typedef enum dtrain_missing_gradient {
-    /* A rank that has none brings zeros. Where no rank has one in the whole step, optimizers leave
-     * the parameter, its moments and its count of steps alone, as torch does without a .grad */
+    /* counts as zeros on that rank. If no rank has one in the whole step, optimizers leave the
+     * parameter, its moments and its count of steps alone, as torch does without a .grad */
     DTRAIN_MISSING_GRADIENT_SKIP = 0,
     DTRAIN_MISSING_GRADIENT_ERROR = 1, /* finish fails and names it */
     DTRAIN_MISSING_GRADIENT_ZERO =
-        2 /* is one of zeros: old moments and weight decay still move it */
+        2 /* counts as zeros: old moments and weight decay still move it */
 } dtrain_missing_gradient;
 
 /* What a step's loss and gradient are the mean of. */
 typedef enum dtrain_average {
-    DTRAIN_AVERAGE_SAMPLES = 0, /* all its samples, however they lie: dtrain_strategy_weight */
-    DTRAIN_AVERAGE_MEANS = 1    /* the means of all micro-batches and ranks, whatever they are of */
+    DTRAIN_AVERAGE_SAMPLES = 0, /* all its samples, on whatever rank: dtrain_strategy_weight */
+    DTRAIN_AVERAGE_MEANS = 1    /* the means of its micro-batches, large and small ones alike */
 } dtrain_average;
 
 /* When sharded gradients are reduced in a step of several micro-batches; whole ones always are in
@@ -121,7 +121,7 @@ typedef struct dtrain_strategy_desc {
     uint32_t offload;          /* DTRAIN_OFFLOAD_*; 0 = nothing */
     uint32_t node_size;        /* ranks of a node, for HYBRID_SHARD and hierarchical; 0 = those of a
                                    host */
-    bool no_overlap;           /* communicate in finish and gather only; the bits are the same */
+    bool no_overlap;           /* communicate in finish and gather only; with the same bits */
     bool keep_after_forward;   /* kinds that shard parameters: units stay gathered from their first
                                    gather to the update. More memory, one gather less; false:
                                    release frees a unit between forward and backward too */
@@ -206,15 +206,16 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy);
  * in the middle of a backward is an error. */
 DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, bool more);
 
-/* Say how many samples the backward under way, or the next one, is of; 1 where nobody says. Its
- * gradients are the sum over them divided by a unit that is the same on every rank and in every
- * micro-batch, and weight is their number divided by that unit: of `rows` targets, `valid` of which
- * count, (sum over valid) / rows and valid / rows. The step's last finish makes the mean over all
- * samples of it. A step whose weights are all 0 changes no parameter.
+/* Set the weight of the backward under way, or of the next one; it is 1 if this is not called. The
+ * backward's gradients are the sum over its samples divided by a unit, which is the same on every
+ * rank and in every micro-batch; its weight is the number of its samples divided by that unit. With
+ * `rows` targets of which `valid` count: (sum over valid) / rows, and valid / rows. The step's last
+ * finish makes the mean over all samples of the step. If all weights are 0, no parameter changes.
  *
- * dtrain_tape_backward does that for losses of the tape that are means: of cross-entropy the
- * targets that are not ignored count, of others the elements; a sum, or a loss of the program's
- * own, leaves the weight as it is. With DTRAIN_AVERAGE_MEANS every weight above 0 is 1. Local. */
+ * dtrain_tape_backward sets it for losses of the tape that are means: it counts the targets of
+ * cross-entropy that are not ignored, and the elements of other losses; a sum, or a loss of the
+ * program's own, leaves the weight as it is. With DTRAIN_AVERAGE_MEANS every weight above 0 is 1.
+ * Local. */
 DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float weight);
 
 /* Take part in the others' micro-batch without a batch, on a rank whose data has ended before
