@@ -661,24 +661,23 @@ typedef struct dtrain_device_info {
 /* Return the table of dtrain_cuda.cu: link that file to use it. */
 extern const dtrain_device_ops *dtrain_cuda_device_ops(void);
 
-/* Return the table for a name: "cpu", or "cuda" in a program that is compiled with DTRAIN_USE_CUDA
- * and links dtrain_cuda.cu. Any other is an error that says what to do. */
+/* Return the table for a name; any other is an error that says what to do.
+ *
+ *     "cpu"    Its kernels' scratch (GEMM packing, attention blocks) is allocated in the first step,
+ *              less than 2 MiB a thread for usual shapes, and not counted in allocated_bytes.
+ *     "cuda"   In a program that is compiled with DTRAIN_USE_CUDA and links dtrain_cuda.cu.
+ *     "plan"   Runs no kernel, copies nothing and hands out addresses without memory: a model that
+ *              is run on it reports through peak_bytes what it would need. Ranks cannot be launched
+ *              on it. */
 DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrain_device_ops **out);
-
-/* Return the table of the CPU device. Its kernels' scratch (GEMM packing, attention blocks) is
- * allocated in the first step, less than 2 MiB a thread for usual shapes, and not counted in
- * allocated_bytes. */
-DTRAIN_API const dtrain_device_ops *dtrain_cpu_device_ops(void);
-/* Return the table of the plan device, which runs no kernel, copies nothing and hands out addresses
- * without memory: a model that is run on it reports through peak_bytes what it would need. */
-DTRAIN_API const dtrain_device_ops *dtrain_plan_device_ops(void);
 
 /* Create a device of one's own, without a world (tests, tools). ops NULL = CPU. */
 DTRAIN_API dtrain_result dtrain_device_create(const dtrain_device_ops *ops,
                                               const dtrain_device_desc *desc, dtrain_device **out);
 /* Free a device and what it has allocated for itself; memory from alloc is the caller's to free. */
 DTRAIN_API void dtrain_device_destroy(dtrain_device *device);
-/* Describe a device: name, memory, kernels. A device that says nothing has the table's name. */
+/* Describe a device: name, memory, kernels. A device that says nothing has the table's name. A GPU
+ * is asked for its free memory, which fails where the GPU is lost or a kernel has failed on it. */
 DTRAIN_API dtrain_result dtrain_device_query(dtrain_device *device, dtrain_device_info *info);
 
 /* Copy bytes between two arrays that do not overlap, each in the host's memory or the device's,
@@ -8371,6 +8370,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char
 
 /* What other rooms use of a device. */
 
+/* device/cpu/cpu.c, device/plan.c: the tables */
+DTRAIN__PRIVATE const dtrain_device_ops *dtrain__cpu_device_ops(void);
+DTRAIN__PRIVATE const dtrain_device_ops *dtrain__plan_device_ops(void);
+
 /* device/device.c */
 DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
 DTRAIN__PRIVATE dtrain_result dtrain__product(dtrain_device *device, uint32_t flags, int64_t m,
@@ -11539,6 +11542,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
             "or 1, threads), log_level is %u (0 to 4), threads_per_rank is %d (0 to "
             "4096)", /* %d: a negative number is what a program was given */
             (int)most, DTRAIN_MAX_RANKS, desc->mode, desc->log_level, (int)desc->threads_per_rank);
+    if (desc->device_ops == dtrain__plan_device_ops())
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: the plan device runs no kernel: expected cpu or cuda");
     const char *said[DTRAIN__FAMILIES];
     DTRAIN__TRY(dtrain__recognise(getenv, place, said));
     if (place->family && desc->rank_count && (int)desc->rank_count != place->size)
@@ -15374,7 +15380,7 @@ DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__hook_of(const dtrain_compre
 /* Tell whether steps are only counted (count.c): addresses have no memory behind them. */
 static bool dtrain__is_planned(const dtrain_strategy *strategy)
 {
-    return strategy->device->ops == dtrain_plan_device_ops();
+    return strategy->device->ops == dtrain__plan_device_ops();
 }
 
 /* ---- Layout -----------------------------------------------------------------------------------*/
@@ -16413,7 +16419,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy)
     cpu.thread_count = strategy->world->threads;
     cpu.oversubscribed = strategy->world->oversubscribed;
     cpu.allocator = strategy->allocator;
-    DTRAIN__TRY(dtrain_device_create(dtrain_cpu_device_ops(), &cpu, &offload->cpu));
+    DTRAIN__TRY(dtrain_device_create(dtrain__cpu_device_ops(), &cpu, &offload->cpu));
     DTRAIN__TRY(DTRAIN__ORDER(device, stream_create, false, &offload->down));
     DTRAIN__TRY(DTRAIN__ORDER(device, stream_create, false, &offload->up));
     DTRAIN__TRY(DTRAIN__ORDER(device, event_create, &offload->order));
@@ -17353,7 +17359,7 @@ static dtrain_result dtrain__twin_create(const dtrain_strategy *strategy, dtrain
     twin->world.allocator = strategy->allocator;
     twin->world.rank = strategy->layout.all_rank;
     twin->world.size = strategy->layout.all;
-    DTRAIN__TRY(dtrain_device_create(dtrain_plan_device_ops(), &plan, &twin->world.device));
+    DTRAIN__TRY(dtrain_device_create(dtrain__plan_device_ops(), &plan, &twin->world.device));
     DTRAIN__TRY(
         dtrain__counting_create(&twin->world, nodes ? (int)desc.node_size : 1, &twin->world.comm));
     twin->params = (dtrain_param *)dtrain__alloc(&strategy->allocator, count, sizeof *twin->params,
@@ -18150,7 +18156,7 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
     tape->strategy = strategy;
     tape->layout = strategy ? dtrain__layout_of(strategy) : NULL;
     tape->device = device ? device : dtrain_world_device(world);
-    tape->planning = tape->device->ops == dtrain_plan_device_ops();
+    tape->planning = tape->device->ops == dtrain__plan_device_ops();
     if (!world && strategy) world = dtrain__world_of(strategy);
     if (!tape->planning) tape->world = world;
     for (int i = 0; i < DTRAIN__ARENAS; i++)
@@ -24653,7 +24659,7 @@ static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_
     memset(memory, 0, sizeof *memory);
     memset(&plan, 0, sizeof plan);
     plan.allocator = world->allocator;
-    DTRAIN__TRY(dtrain_device_create(dtrain_plan_device_ops(), &plan, &device));
+    DTRAIN__TRY(dtrain_device_create(dtrain__plan_device_ops(), &plan, &device));
     /* Without a strategy: its `ready` would start communication, and a plan is local. */
     dtrain_result result = dtrain_tape_create(world, NULL, device, &tape);
     if (result == DTRAIN_OK) {
@@ -32496,7 +32502,7 @@ DTRAIN_API dtrain_result dtrain_device_create(const dtrain_device_ops *ops,
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_device_create: out is NULL");
     *out = NULL;
     if (!desc) desc = &defaults;
-    if (!ops) ops = dtrain_cpu_device_ops();
+    if (!ops) ops = dtrain__cpu_device_ops();
     if (ops->abi != DTRAIN_DEVICE_ABI)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "device table has ABI %u, this dtrain.h expects %u: rebuild the backend",
@@ -32605,7 +32611,9 @@ DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrai
     if (!name || !out)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_device_ops_by_name: %s is NULL",
                            name ? "out" : "name");
-    *out = strcmp(name, "cpu") == 0 ? dtrain_cpu_device_ops() : NULL;
+    *out = strcmp(name, "cpu") == 0    ? dtrain__cpu_device_ops()
+           : strcmp(name, "plan") == 0 ? dtrain__plan_device_ops()
+                                       : NULL;
 #ifdef DTRAIN_USE_CUDA
     if (strcmp(name, "cuda") == 0) *out = dtrain_cuda_device_ops();
 #else
@@ -32615,7 +32623,7 @@ DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrai
                            "-DDTRAIN_USE_CUDA and link dtrain_cuda.cu (make cuda)");
 #endif
     if (*out) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "\"%s\" is no device; expected cpu or cuda", name);
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "\"%s\" is no device; expected cpu, cuda or plan", name);
 }
 
 /* ================================================================================================
@@ -33118,7 +33126,7 @@ static dtrain_result dtrain__plan_host_alloc(dtrain_device *device, size_t bytes
 DTRAIN__KERNEL_LIST(DTRAIN__PLAN_KERNEL, DTRAIN__PLAN_KERNEL)
 #undef DTRAIN__PLAN_KERNEL
 
-DTRAIN_API const dtrain_device_ops *dtrain_plan_device_ops(void)
+DTRAIN__PRIVATE const dtrain_device_ops *dtrain__plan_device_ops(void)
 {
 #define DTRAIN__PLAN_ENTRY(op) dtrain__plan_##op,
     static const dtrain_device_ops ops = {
@@ -33524,7 +33532,7 @@ DTRAIN__KERNEL_LIST(DTRAIN__CPU_BASE, DTRAIN__CPU_LAYER)
 #endif
 
 /* Streams, events and pinned memory: all work is done when a call returns. */
-DTRAIN_API const dtrain_device_ops *dtrain_cpu_device_ops(void)
+DTRAIN__PRIVATE const dtrain_device_ops *dtrain__cpu_device_ops(void)
 {
 #define DTRAIN__CPU_ENTRY(op) dtrain__cpu_##op,
     static const dtrain_device_ops ops = {

@@ -23,7 +23,7 @@ DTRAIN_API dtrain_result dtrain_device_create(const dtrain_device_ops *ops,
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_device_create: out is NULL");
     *out = NULL;
     if (!desc) desc = &defaults;
-    if (!ops) ops = dtrain_cpu_device_ops();
+    if (!ops) ops = dtrain__cpu_device_ops();
     if (ops->abi != DTRAIN_DEVICE_ABI)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "device table has ABI %u, this dtrain.h expects %u: rebuild the backend",
@@ -132,7 +132,9 @@ DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrai
     if (!name || !out)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_device_ops_by_name: %s is NULL",
                            name ? "out" : "name");
-    *out = strcmp(name, "cpu") == 0 ? dtrain_cpu_device_ops() : NULL;
+    *out = strcmp(name, "cpu") == 0    ? dtrain__cpu_device_ops()
+           : strcmp(name, "plan") == 0 ? dtrain__plan_device_ops()
+                                       : NULL;
 #ifdef DTRAIN_USE_CUDA
     if (strcmp(name, "cuda") == 0) *out = dtrain_cuda_device_ops();
 #else
@@ -142,5 +144,5 @@ DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrai
                            "-DDTRAIN_USE_CUDA and link dtrain_cuda.cu (make cuda)");
 #endif
     if (*out) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "\"%s\" is no device; expected cpu or cuda", name);
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "\"%s\" is no device; expected cpu, cuda or plan", name);
 }

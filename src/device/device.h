@@ -69,24 +69,23 @@ typedef struct dtrain_device_info {
 /* Return the table of dtrain_cuda.cu: link that file to use it. */
 extern const dtrain_device_ops *dtrain_cuda_device_ops(void);
 
-/* Return the table for a name: "cpu", or "cuda" in a program that is compiled with DTRAIN_USE_CUDA
- * and links dtrain_cuda.cu. Any other is an error that says what to do. */
+/* Return the table for a name; any other is an error that says what to do.
+ *
+ *     "cpu"    Its kernels' scratch (GEMM packing, attention blocks) is allocated in the first step,
+ *              less than 2 MiB a thread for usual shapes, and not counted in allocated_bytes.
+ *     "cuda"   In a program that is compiled with DTRAIN_USE_CUDA and links dtrain_cuda.cu.
+ *     "plan"   Runs no kernel, copies nothing and hands out addresses without memory: a model that
+ *              is run on it reports through peak_bytes what it would need. Ranks cannot be launched
+ *              on it. */
 DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrain_device_ops **out);
-
-/* Return the table of the CPU device. Its kernels' scratch (GEMM packing, attention blocks) is
- * allocated in the first step, less than 2 MiB a thread for usual shapes, and not counted in
- * allocated_bytes. */
-DTRAIN_API const dtrain_device_ops *dtrain_cpu_device_ops(void);
-/* Return the table of the plan device, which runs no kernel, copies nothing and hands out addresses
- * without memory: a model that is run on it reports through peak_bytes what it would need. */
-DTRAIN_API const dtrain_device_ops *dtrain_plan_device_ops(void);
 
 /* Create a device of one's own, without a world (tests, tools). ops NULL = CPU. */
 DTRAIN_API dtrain_result dtrain_device_create(const dtrain_device_ops *ops,
                                               const dtrain_device_desc *desc, dtrain_device **out);
 /* Free a device and what it has allocated for itself; memory from alloc is the caller's to free. */
 DTRAIN_API void dtrain_device_destroy(dtrain_device *device);
-/* Describe a device: name, memory, kernels. A device that says nothing has the table's name. */
+/* Describe a device: name, memory, kernels. A device that says nothing has the table's name. A GPU
+ * is asked for its free memory, which fails where the GPU is lost or a kernel has failed on it. */
 DTRAIN_API dtrain_result dtrain_device_query(dtrain_device *device, dtrain_device_info *info);
 
 /* Copy bytes between two arrays that do not overlap, each in the host's memory or the device's,

@@ -5,6 +5,10 @@
 #include "core/platform_internal.h"
 #include "device/backend.h"
 
+/* device/cpu/cpu.c, device/plan.c: the tables */
+DTRAIN__PRIVATE const dtrain_device_ops *dtrain__cpu_device_ops(void);
+DTRAIN__PRIVATE const dtrain_device_ops *dtrain__plan_device_ops(void);
+
 /* device/device.c */
 DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
 DTRAIN__PRIVATE dtrain_result dtrain__product(dtrain_device *device, uint32_t flags, int64_t m,

@@ -83,7 +83,7 @@ static dtrain_result dtrain__plan_host_alloc(dtrain_device *device, size_t bytes
 DTRAIN__KERNEL_LIST(DTRAIN__PLAN_KERNEL, DTRAIN__PLAN_KERNEL)
 #undef DTRAIN__PLAN_KERNEL
 
-DTRAIN_API const dtrain_device_ops *dtrain_plan_device_ops(void)
+DTRAIN__PRIVATE const dtrain_device_ops *dtrain__plan_device_ops(void)
 {
 #define DTRAIN__PLAN_ENTRY(op) dtrain__plan_##op,
     static const dtrain_device_ops ops = {

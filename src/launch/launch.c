@@ -21,6 +21,7 @@
 #include "launch/launch.h"
 #include "launch/launch_internal.h"
 #include "device/device.h"
+#include "device/device_internal.h"
 
 static uint32_t dtrain__cores(void)
 {
@@ -307,6 +308,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
             "or 1, threads), log_level is %u (0 to 4), threads_per_rank is %d (0 to "
             "4096)", /* %d: a negative number is what a program was given */
             (int)most, DTRAIN_MAX_RANKS, desc->mode, desc->log_level, (int)desc->threads_per_rank);
+    if (desc->device_ops == dtrain__plan_device_ops())
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: the plan device runs no kernel: expected cpu or cuda");
     const char *said[DTRAIN__FAMILIES];
     DTRAIN__TRY(dtrain__recognise(getenv, place, said));
     if (place->family && desc->rank_count && (int)desc->rank_count != place->size)

@@ -11,6 +11,7 @@
 #include "comm/comm_internal.h"
 #include "strategy/strategy_internal.h"
 #include "device/device.h"
+#include "device/device_internal.h"
 
 /* A strategy with the same parameters and settings in a world of its own, so that no record of the
  * real world shows what it does. */
@@ -37,7 +38,7 @@ static dtrain_result dtrain__twin_create(const dtrain_strategy *strategy, dtrain
     twin->world.allocator = strategy->allocator;
     twin->world.rank = strategy->layout.all_rank;
     twin->world.size = strategy->layout.all;
-    DTRAIN__TRY(dtrain_device_create(dtrain_plan_device_ops(), &plan, &twin->world.device));
+    DTRAIN__TRY(dtrain_device_create(dtrain__plan_device_ops(), &plan, &twin->world.device));
     DTRAIN__TRY(
         dtrain__counting_create(&twin->world, nodes ? (int)desc.node_size : 1, &twin->world.comm));
     twin->params = (dtrain_param *)dtrain__alloc(&strategy->allocator, count, sizeof *twin->params,

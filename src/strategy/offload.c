@@ -135,7 +135,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy)
     cpu.thread_count = strategy->world->threads;
     cpu.oversubscribed = strategy->world->oversubscribed;
     cpu.allocator = strategy->allocator;
-    DTRAIN__TRY(dtrain_device_create(dtrain_cpu_device_ops(), &cpu, &offload->cpu));
+    DTRAIN__TRY(dtrain_device_create(dtrain__cpu_device_ops(), &cpu, &offload->cpu));
     DTRAIN__TRY(DTRAIN__ORDER(device, stream_create, false, &offload->down));
     DTRAIN__TRY(DTRAIN__ORDER(device, stream_create, false, &offload->up));
     DTRAIN__TRY(DTRAIN__ORDER(device, event_create, &offload->order));

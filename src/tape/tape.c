@@ -4,6 +4,7 @@
  * back in tape/backward.c. What a pass leaves behind, and for how long, is in tape_internal.h. */
 
 #include "core/platform_internal.h"
+#include "device/device_internal.h"
 #include "world/timeline_internal.h"
 #include "world/world_internal.h"
 #include "tape/tape_internal.h"
@@ -23,7 +24,7 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
     tape->strategy = strategy;
     tape->layout = strategy ? dtrain__layout_of(strategy) : NULL;
     tape->device = device ? device : dtrain_world_device(world);
-    tape->planning = tape->device->ops == dtrain_plan_device_ops();
+    tape->planning = tape->device->ops == dtrain__plan_device_ops();
     if (!world && strategy) world = dtrain__world_of(strategy);
     if (!tape->planning) tape->world = world;
     for (int i = 0; i < DTRAIN__ARENAS; i++)

@@ -30,6 +30,7 @@
 #include "train/trainer.h"
 #include "train/trainer_internal.h"
 #include "device/device.h"
+#include "device/device_internal.h"
 
 /* Count the memory of activations, with a strategy's layout or without. On the plan device the tape
  * leaves the parameters' bookkeeping alone, so a plan can be made at any time, between two steps as
@@ -51,7 +52,7 @@ static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_
     memset(memory, 0, sizeof *memory);
     memset(&plan, 0, sizeof plan);
     plan.allocator = world->allocator;
-    DTRAIN__TRY(dtrain_device_create(dtrain_plan_device_ops(), &plan, &device));
+    DTRAIN__TRY(dtrain_device_create(dtrain__plan_device_ops(), &plan, &device));
     /* Without a strategy: its `ready` would start communication, and a plan is local. */
     dtrain_result result = dtrain_tape_create(world, NULL, device, &tape);
     if (result == DTRAIN_OK) {

@@ -8,6 +8,7 @@
 #define DTRAIN_IMPLEMENTATION
 #define main test_comm_main
 #include "unit/test_comm.c"
+#include "device_table.h"
 #undef main
 
 /* ---- what test_comm.c does ---- */
@@ -455,7 +456,7 @@ static dtrain_result counted_copy(dtrain_device *at, void *to, const void *from,
                                   dtrain_copy_kind kind, dtrain_stream *stream)
 {
     copies++;
-    return dtrain_cpu_device_ops()->copy_async(at, to, from, bytes, kind, stream);
+    return device_table("cpu")->copy_async(at, to, from, bytes, kind, stream);
 }
 
 static bool always(dtrain_device *at, const void *address)
@@ -482,7 +483,7 @@ int main(int argc, char **argv)
     for (i = 0; i < 65536; i++) half_values[i] = slow_half_value(i);
     if (ranks) desc.rank_count = (uint32_t)atoi(ranks);
     if (mode) desc.mode = (uint32_t)atoi(mode);
-    device = *dtrain_cpu_device_ops();
+    device = *device_table("cpu");
     device.host_memory = false;
     device.is_device_memory = always;
     device.copy_async = counted_copy;

@@ -4,6 +4,7 @@
  * number. */
 #include "test.h"
 #include "dtrain.h"
+#include "device_table.h"
 #include "ranks.h"
 #include "saved_run.h"
 
@@ -37,7 +38,7 @@ static saved_run *case_run(const gpu_case *c, bool gpu)
 {
     saved_run *r = saved_new(c->ranks, c->kind);
     r->mode = DTRAIN_LAUNCH_PROCESSES;
-    r->device = gpu ? dtrain_cuda_device_ops() : dtrain_cpu_device_ops();
+    r->device = gpu ? dtrain_cuda_device_ops() : device_table("cpu");
     r->strategy.offload = gpu ? c->offload : 0;
     r->tape_flags = c->tape_flags;
     r->compression.kind = c->compression;

@@ -155,7 +155,7 @@ static inline void case_check(op_case *c)
     for (int kind = 0; kind < 2; kind++) {
         dtrain_device *device = NULL;
         dtrain_tape *tape = NULL;
-        const dtrain_device_ops *ops = kind ? dtrain_cpu_device_ops() : naive_device_ops();
+        const dtrain_device_ops *ops = kind ? device_table("cpu") : naive_device_ops();
         CHECK(dtrain_device_create(ops, NULL, &device) == DTRAIN_OK);
         CHECK(dtrain_tape_create(NULL, NULL, device, &tape) == DTRAIN_OK);
         case_check_on(tape, c);
@@ -194,7 +194,7 @@ static inline void golden_run(op_case *c, const float *y, const float *dy,
     for (int kind = 0; kind < 2; kind++) {
         dtrain_device *device = NULL;
         dtrain_tape *tape = NULL;
-        const dtrain_device_ops *ops = kind ? dtrain_cpu_device_ops() : naive_device_ops();
+        const dtrain_device_ops *ops = kind ? device_table("cpu") : naive_device_ops();
         float got[512];
         CHECK(dtrain_device_create(ops, NULL, &device) == DTRAIN_OK);
         CHECK(dtrain_tape_create(NULL, NULL, device, &tape) == DTRAIN_OK);

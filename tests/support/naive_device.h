@@ -5,6 +5,8 @@
 #ifndef NAIVE_DEVICE_H
 #define NAIVE_DEVICE_H
 
+#include "device_table.h"
+
 static dtrain_result naive_create(const dtrain_device_desc *desc, dtrain_device *device)
 {
     (void)desc, (void)device;
@@ -852,7 +854,7 @@ static dtrain_result naive_batchnorm_backward(dtrain_device *device,
 static inline const dtrain_device_ops *naive_device_ops(void)
 {
     static dtrain_device_ops ops;
-    ops = *dtrain_plan_device_ops();
+    ops = *device_table("plan");
     ops.name = "naive";
     ops.host_memory = true;
     ops.create = naive_create;

@@ -238,7 +238,7 @@ static void check_bits(uint32_t threads, bool mean)
 {
     const uint32_t flags[3] = {0, DTRAIN_TAPE_BF16, DTRAIN_TAPE_F16};
     gpt m = gpt_create(5, 32, 8);
-    dtrain_device *device = open_device(dtrain_cpu_device_ops(), threads);
+    dtrain_device *device = open_device(device_table("cpu"), threads);
     m.mean = mean;
     for (int i = 0; i < 3; i++) check_settings(&m, device, flags[i]);
     CHECK(device->allocated_bytes == 0);
@@ -268,7 +268,7 @@ static void test_recomputed(void)
                  {1, 2, 4 * 1}, {1, 4, 4 * 2}, {1, 8, 0},      {1, 9, 4 * 2},
                  {1, 3, 4 * 3}, {1, 6, 4 * 3}, {1, 12, 4 * 3}, {0, 15, 0}};
     gpt m = gpt_create(5, 32, 8);
-    dtrain_device *device = open_device(dtrain_cpu_device_ops(), 1);
+    dtrain_device *device = open_device(device_table("cpu"), 1);
     dtrain_tape *tape = open_tape(device);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         CHECK(dtrain_tape_recompute(tape, cases[i].every, cases[i].ops) == DTRAIN_OK);
@@ -287,7 +287,7 @@ static void test_recomputed(void)
 
 static uint64_t planned_bytes(gpt *m, uint32_t flags, uint32_t every, uint32_t ops)
 {
-    dtrain_device *plan = open_device(dtrain_plan_device_ops(), 1);
+    dtrain_device *plan = open_device(device_table("plan"), 1);
     dtrain_tape *tape = open_tape(plan);
     CHECK(dtrain_tape_recompute(tape, every, ops) == DTRAIN_OK);
     dtrain_tape_begin(tape, flags, 1);
@@ -305,7 +305,7 @@ static void test_memory_as_planned(void)
 {
     const uint32_t flags[3] = {0, DTRAIN_TAPE_BF16, DTRAIN_TAPE_F16};
     gpt m = gpt_create(5, 32, 8);
-    dtrain_device *device = open_device(dtrain_cpu_device_ops(), 1);
+    dtrain_device *device = open_device(device_table("cpu"), 1);
     for (int i = 0; i < 3; i++)
         for (uint32_t every = 0; every <= 3; every++)
             for (uint32_t ops = 0; ops <= 15; ops += every ? 3 : 15) {
@@ -493,7 +493,7 @@ static void check_chain(const char *what, chain_fn build, uint32_t flags)
                                            {2, 0}, {2, 1}, {3, 0}, {0, 0}};
     static float expected[6][WIDTH * WIDTH], x_expected[ROWS * WIDTH], x_grad[ROWS * WIDTH];
     static chain c;
-    dtrain_device *device = open_device(dtrain_cpu_device_ops(), 1);
+    dtrain_device *device = open_device(device_table("cpu"), 1);
     dtrain_tape *tape = open_tape(device);
     float loss = 0, loss_expected = 0;
     chain_create(&c);
@@ -544,7 +544,7 @@ static void test_errors(void)
 {
     static chain c;
     static float host[ROWS * WIDTH], before[ROWS * WIDTH];
-    dtrain_device *device = open_device(dtrain_cpu_device_ops(), 1);
+    dtrain_device *device = open_device(device_table("cpu"), 1);
     dtrain_tape *tape = open_tape(device);
     const dtrain_result usage = DTRAIN_ERROR_USAGE, argument = DTRAIN_ERROR_ARGUMENT;
     chain_create(&c);
@@ -708,7 +708,7 @@ static void test_cast(void)
     const float x[4] = {1, 2, 3, 4};
     const int32_t ids[4] = {0};
     float got[4];
-    dtrain_device *device = open_device(dtrain_cpu_device_ops(), 1);
+    dtrain_device *device = open_device(device_table("cpu"), 1);
     dtrain_tape *tape = open_tape(device);
     for (int i = 0; i < 9; i++) check_cast(tape, types[i / 3], types[i % 3]);
     for (int i = 0; i < 9; i++) { /* sums of types: the wider, or the first */
@@ -761,7 +761,7 @@ static float scaled_step(dtrain_tape *tape, gpt *m, uint32_t flags, float scale,
 static void test_f16(void)
 {
     gpt m = gpt_create(3, 32, 8);
-    dtrain_device *device = open_device(dtrain_cpu_device_ops(), 1);
+    dtrain_device *device = open_device(device_table("cpu"), 1);
     dtrain_tape *tape = open_tape(device);
     float *exact = (float *)malloc((size_t)m.count * 3 * sizeof(float));
     float *half = exact + m.count, *brain = half + m.count, loss, loss_half;
@@ -791,7 +791,7 @@ static dtrain_result watching_gemm(dtrain_device *device, const dtrain_gemm_args
 {
     seen_weights[1] = seen_weights[0];
     seen_weights[0] = args->b;
-    return dtrain_cpu_device_ops()->gemm(device, args);
+    return device_table("cpu")->gemm(device, args);
 }
 
 /* Two weights that are at one address in turn, as a strategy that gathers units has them. */
@@ -799,7 +799,7 @@ static void test_weights_in_turn(void)
 {
     static chain c;
     float shared[WIDTH * WIDTH], apart[ROWS * WIDTH], in_turn[ROWS * WIDTH];
-    dtrain_device_ops ops = *dtrain_cpu_device_ops();
+    dtrain_device_ops ops = *device_table("cpu");
     ops.gemm = watching_gemm;
     dtrain_device *device = open_device(&ops, 1);
     dtrain_tape *tape = open_tape(device);

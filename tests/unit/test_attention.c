@@ -172,7 +172,7 @@ static void run(setting s, outcome *out)
     const dtrain_dtype type = s.flags & DTRAIN_TAPE_BF16  ? DTRAIN_DTYPE_BF16
                               : s.flags & DTRAIN_TAPE_F16 ? DTRAIN_DTYPE_F16
                                                           : DTRAIN_DTYPE_F32;
-    const bool plan = s.ops == dtrain_plan_device_ops();
+    const bool plan = s.ops == device_table("plan");
     static float packed[ROWS * 3 * N];
     dtrain_tensor *in[3] = {NULL, NULL, NULL}, *x[3] = {NULL, NULL, NULL};
     memset(&desc, 0, sizeof desc);
@@ -332,7 +332,7 @@ static void test_bits(void)
             CHECK_MSG(memcmp(first.y, other.y, sizeof first.y + sizeof first.slope) == 0,
                       "run %d, %u threads: other bits", run_of, threads);
         }
-        const setting plan = {dtrain_plan_device_ops(), 1, flags, 0, false};
+        const setting plan = {device_table("plan"), 1, flags, 0, false};
         run(plan, &planned);
         CHECK(planned.bytes == first.bytes);
     }

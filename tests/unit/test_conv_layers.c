@@ -24,7 +24,7 @@ static void close_all(void)
 
 static const dtrain_device_ops *device_of(int kind)
 {
-    return kind ? dtrain_cpu_device_ops() : naive_device_ops();
+    return kind ? device_table("cpu") : naive_device_ops();
 }
 
 static dtrain_tensor *image_on(dtrain_tape *t, const int64_t shape[4], const float *values)
@@ -429,7 +429,7 @@ static void test_plan(void)
     dtrain_tape_info info[2];
     for (int kind = 0; kind < 2; kind++) {
         net *n = net_create();
-        open_on(kind ? dtrain_plan_device_ops() : dtrain_cpu_device_ops());
+        open_on(kind ? device_table("plan") : device_table("cpu"));
         dtrain_tape_begin(tape, 0, 1);
         CHECK(dtrain_tape_backward(tape, net_loss(tape, n), 1) == DTRAIN_OK);
         dtrain_tape_query(tape, &info[kind]);

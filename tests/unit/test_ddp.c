@@ -2,6 +2,7 @@
  * own backward; one rank on the whole batch is the oracle. */
 #include "test.h"
 #include "dtrain.h"
+#include "device_table.h"
 #include "ranks.h"
 
 /* ---- The model: y = s W^T tanh(W x + b1) + b2 + f, loss = |y - x|^2 / 2 + 0.0005 x0^2 |big|^2 ---- */
@@ -1097,7 +1098,7 @@ static void test_staged_values(void)
     dtrain_launch_desc desc = ranks_desc(2, DTRAIN_LAUNCH_THREADS);
     float *a = (float *)ranks_shared(2 * BIG * sizeof(float)), *b = a + BIG;
     ranks_run(2, DTRAIN_LAUNCH_THREADS, owned_main, a);
-    ops = *dtrain_cpu_device_ops();
+    ops = *device_table("cpu");
     ops.host_memory = false;
     desc.device_ops = &ops;
     CHECK_MSG(ranks_launch(&desc, owned_main, b, NULL) == DTRAIN_OK, "%s", dtrain_last_error());
@@ -1109,7 +1110,7 @@ static dtrain_result broken_copy(dtrain_device *device, void *to, const void *fr
 {
     if (bytes == IN * HID * sizeof(float))
         return dtrain_fail(DTRAIN_ERROR_SYSTEM, "the copy engine is on fire");
-    return dtrain_cpu_device_ops()->copy(device, to, from, bytes, kind);
+    return device_table("cpu")->copy(device, to, from, bytes, kind);
 }
 
 /* Rank 1 copies, and its device breaks while it does; the others are told, not left to the deadline. */
@@ -1144,7 +1145,7 @@ static void test_broken_device(void)
 {
     static dtrain_device_ops ops;
     dtrain_launch_desc desc = ranks_desc(3, DTRAIN_LAUNCH_THREADS);
-    ops = *dtrain_cpu_device_ops();
+    ops = *device_table("cpu");
     ops.copy = broken_copy;
     desc.device_ops = &ops;
     CHECK_MSG(ranks_launch(&desc, broken_main, ranks_shared(64), NULL) == DTRAIN_OK, "%s",

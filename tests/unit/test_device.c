@@ -9,6 +9,7 @@
 #include "dtrain.h"
 
 #include "test.h"
+#include "device_table.h"
 #include "packed_attention.h"
 #include "allocator.h"
 
@@ -1183,7 +1184,7 @@ static void test_device_memory(void)
 /* What would go beyond the limit is refused with the three numbers, on the plan device too. */
 static void test_memory_limit(void)
 {
-    const dtrain_device_ops *const tables[] = {dtrain_cpu_device_ops(), dtrain_plan_device_ops()};
+    const dtrain_device_ops *const tables[] = {device_table("cpu"), device_table("plan")};
     for (int i = 0; i < 2; i++) {
         dtrain_device_desc desc;
         dtrain_device *d;
@@ -1211,7 +1212,7 @@ static void test_plan_device(void)
     dtrain_device *d;
     void *a = NULL, *b = NULL, *c = NULL;
     double sum = 1; /* stays: no kernel runs */
-    CHECK(!dtrain_device_create(dtrain_plan_device_ops(), NULL, &d));
+    CHECK(!dtrain_device_create(device_table("plan"), NULL, &d));
     CHECK(!d->ops->alloc(d, 0, &a) && !d->ops->alloc(d, (size_t)1 << 40, &b) &&
           !d->ops->alloc(d, 1, &c));
     CHECK(a && b && c && a != b && b != c && ((uintptr_t)b & 63) == 0 && ((uintptr_t)c & 63) == 0);
@@ -1223,10 +1224,10 @@ static void test_plan_device(void)
     d->ops->free(d, b, (size_t)1 << 40);
     CHECK(d->allocated_bytes == 1);
     dtrain_device_destroy(d);
-    dtrain_device_ops old = *dtrain_plan_device_ops();
+    dtrain_device_ops old = *device_table("plan");
     old.abi = 0;
     CHECK(dtrain_device_create(&old, NULL, &d) == DTRAIN_ERROR_UNSUPPORTED && !d);
-    const dtrain_device_ops *ops[2] = {dtrain_plan_device_ops(), dtrain_cpu_device_ops()};
+    const dtrain_device_ops *ops[2] = {device_table("plan"), device_table("cpu")};
     for (int i = 0; i < 2; i++) /* no hole among the kernels */
         CHECK(ops[i]->create && ops[i]->sgd && ops[i]->gemm && ops[i]->adamw && ops[i]->convert &&
               ops[i]->sum);

@@ -148,7 +148,7 @@ static dtrain_device *open_device(int kind)
     dtrain_device_desc desc;
     dtrain_device *device = NULL;
     memset(&desc, 0, sizeof desc);
-    CHECK(dtrain_device_create(kind ? dtrain_cpu_device_ops() : naive_device_ops(), &desc,
+    CHECK(dtrain_device_create(kind ? device_table("cpu") : naive_device_ops(), &desc,
                                &device) == DTRAIN_OK);
     return device;
 }
@@ -319,7 +319,6 @@ static run run_of(uint32_t ranks, uint32_t mode)
     memset(&r, 0, sizeof r);
     r.ranks = ranks;
     r.mode = mode;
-    r.device = dtrain_cpu_device_ops() ? NULL : naive_device_ops();
     return r;
 }
 
@@ -538,7 +537,7 @@ int main(int argc, char **argv)
 {
     test_begin(argc, argv);
     RUN(test_naive_device);
-    if (dtrain_cpu_device_ops()) RUN(test_cpu_device);
+    RUN(test_cpu_device);
     RUN(test_ddp_threads);
     RUN(test_ddp_processes);
     RUN(test_ddp_padded);

@@ -105,6 +105,10 @@ static void test_bad_arguments(void)
     desc.log_level = 9;
     CHECK(dtrain_launch(&desc, rank_answers, all, NULL) == DTRAIN_ERROR_ARGUMENT);
     CHECK_MSG(says("log_level is 9"), "%s", dtrain_last_error());
+    desc = ranks_desc(2, PROCESSES);
+    CHECK(dtrain_device_ops_by_name("plan", &desc.device_ops) == DTRAIN_OK);
+    CHECK(dtrain_launch(&desc, rank_answers, all, NULL) == DTRAIN_ERROR_ARGUMENT);
+    CHECK_MSG(says("plan device"), "%s", dtrain_last_error());
     CHECK(all->came[0] == 0);
 }
 

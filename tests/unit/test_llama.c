@@ -386,7 +386,7 @@ static void test_llama_plan(void)
         dtrain_device *device = NULL;
         dtrain_tape *tape = NULL;
         dtrain_tape_info info;
-        const dtrain_device_ops *ops = kind ? dtrain_plan_device_ops() : NULL;
+        const dtrain_device_ops *ops = kind ? device_table("plan") : NULL;
         CHECK(dtrain_device_create(ops, NULL, &device) == DTRAIN_OK);
         CHECK(dtrain_tape_create(NULL, NULL, device, &tape) == DTRAIN_OK);
         for (int i = 0; i < PARAMS; i++) m.params[i].state.grad_written = false;

@@ -11,6 +11,7 @@
 #include "device/cpu/kernels_internal.h"
 #include "device/cpu/pool_internal.h"
 #include "device/device.h"
+#include "device/device_internal.h"
 
 DTRAIN__PRIVATE int64_t dtrain__multiple(int64_t value, int64_t unit)
 {
@@ -216,7 +217,7 @@ DTRAIN__KERNEL_LIST(DTRAIN__CPU_BASE, DTRAIN__CPU_LAYER)
 #endif
 
 /* Streams, events and pinned memory: all work is done when a call returns. */
-DTRAIN_API const dtrain_device_ops *dtrain_cpu_device_ops(void)
+DTRAIN__PRIVATE const dtrain_device_ops *dtrain__cpu_device_ops(void)
 {
 #define DTRAIN__CPU_ENTRY(op) dtrain__cpu_##op,
     static const dtrain_device_ops ops = {

@@ -20,6 +20,7 @@
  * (With nodes and fp16 residuals are of means over a node, and count G times.) */
 
 #include "core/platform_internal.h"
+#include "device/device_internal.h"
 #include "strategy/strategy_internal.h"
 #include "strategy/ways_internal.h"
 
@@ -33,7 +34,7 @@ DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__hook_of(const dtrain_compre
 /* Tell whether steps are only counted (count.c): addresses have no memory behind them. */
 static bool dtrain__is_planned(const dtrain_strategy *strategy)
 {
-    return strategy->device->ops == dtrain_plan_device_ops();
+    return strategy->device->ops == dtrain__plan_device_ops();
 }
 
 /* ---- Layout -----------------------------------------------------------------------------------*/
