@@ -144,5 +144,6 @@ DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrai
                            "-DDTRAIN_USE_CUDA and link dtrain_cuda.cu (make cuda)");
 #endif
     if (*out) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "\"%s\" is no device; expected cpu, cuda or plan", name);
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "\"%s\" is no device; expected cpu, cuda or plan",
+                       name);
 }
