@@ -1731,8 +1731,8 @@ DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit);
  * unit of weights by a small all-reduce. */
 DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale);
 
-/* Copy a tensor's values to host memory (count floats) as fp32, and after backward the gradient of a
- * requires_grad input; either address may be NULL. Waits for the device. */
+/* Copy a tensor's values to host memory (count floats) as fp32, and after backward the gradient of
+ * a requires_grad input; either address may be NULL. Waits for the device. */
 DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tensor *tensor,
                                             float *values, float *grad);
 
@@ -1767,8 +1767,8 @@ typedef struct dtrain_tape_info {
     double flops; /* floating-point operations that it has launched so far, in matrix products,
                      attention and convolutions; not those of operations of a program's own. A
                      multiplication and an addition are two, and what is computed again counts
-                     again. Keys that a mask or key_lengths hide count, and taps outside of an image;
-                     keys behind the query of causal attention do not */
+                     again. Keys that a mask or key_lengths hide count, and taps outside of an
+                     image; keys behind the query of causal attention do not */
     dtrain_result error; /* that sticks to this pass; dtrain_last_error then has its sentence */
 } dtrain_tape_info;
 /* Count the operations and the memory of a tape; all zero for a tape of NULL. */
@@ -3271,9 +3271,9 @@ typedef struct dtrain_activation_backward_args {
     dtrain_dtype dtype;    /* of x, d_out, d_in */
 } dtrain_activation_backward_args;
 
-/* Layers whose forward and backward share a struct: the fields behind the blank line are of backward
- * alone, which reads those before but for the outputs that it does not name. A gradient of NULL is
- * not wanted. */
+/* Layers whose forward and backward share a struct: forward ignores the fields behind the blank
+ * line; backward reads the inputs before it, and what forward left for it (mean, rstd, lse, index,
+ * and y where a comment says so). A gradient of NULL is not wanted. */
 
 /* s = x + residual (s = x without residual); y = (s - mean) * rstd * weight + bias over the last
  * axis (Ba et al., 2016). Without `mean` (NULL) the mean counts as 0: the root mean square norm of
@@ -19335,10 +19335,10 @@ DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtr
  *     d_x += rstd (d_h - mean(d_h) - h mean(d_h h))
  *
  * The root mean square norm is the same with a mean of 0, which is not saved: mean(d_h) drops out.
- * With a residual stream, input 0, and the branch that is added to it, input 1, x is the sum of both
- * and the operation's second output. Its gradient, complete with this d_x, becomes that of both
- * inputs; where the branch has a narrower type the kernel writes the rounded copy while the values
- * are at hand. */
+ * With a residual stream, input 0, and the branch that is added to it, input 1, x is the sum of
+ * both and the operation's second output. Its gradient, complete with this d_x, becomes that of
+ * both inputs; where the branch has a narrower type the kernel writes the rounded copy while the
+ * values are at hand. */
 
 typedef struct dtrain__layernorm {
     dtrain_layernorm_args forward;
@@ -19718,7 +19718,7 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, 
         args.args.keys = desc->key_sequence ? desc->key_sequence : desc->sequence;
     }
     if (desc && desc->key_lengths) inputs[args.lengths = count++] = desc->key_lengths;
-    /* The backward kernel writes three gradients at once: a tensor that comes twice is copied, v first,
+    /* The backward kernel writes three gradients at once: copy a tensor that comes twice, v first,
      * so that its gradients are added up in the order q, k, v. */
     if (v && v->needs_grad && (v == q || v == k)) v = dtrain_scale(tape, v, 1);
     if (k && k->needs_grad && k == q) k = dtrain_scale(tape, k, 1);
@@ -21888,7 +21888,7 @@ DTRAIN_API void dtrain_optimizer_query(const dtrain_optimizer *optimizer,
 DTRAIN_API dtrain_optimizer_desc dtrain_optimizer_defaults(dtrain_optimizer_kind kind)
 {
     static const dtrain_optimizer_desc kinds[] = {
-        /* kind, beta1, beta2, epsilon, weight_decay, momentum, nesterov, variance_steps, lr_scale */
+        /* kind, betas, epsilon, weight_decay, momentum, nesterov, variance_steps, lr_scale */
         {DTRAIN_OPTIMIZER_ADAMW, 0.9f, 0.999f, 1e-8f, 0.01f, 0, false, 0, 1, NULL, 0},
         {DTRAIN_OPTIMIZER_SGD, 0, 0, 0, 0, 0, false, 0, 1, NULL, 0},
         {DTRAIN_OPTIMIZER_LION, 0.9f, 0.99f, 0, 0, 0, false, 0, 1, NULL, 0},

@@ -58,9 +58,9 @@ typedef struct dtrain_activation_backward_args {
     dtrain_dtype dtype;    /* of x, d_out, d_in */
 } dtrain_activation_backward_args;
 
-/* Layers whose forward and backward share a struct: the fields behind the blank line are of backward
- * alone, which reads those before but for the outputs that it does not name. A gradient of NULL is
- * not wanted. */
+/* Layers whose forward and backward share a struct: forward ignores the fields behind the blank
+ * line; backward reads the inputs before it, and what forward left for it (mean, rstd, lse, index,
+ * and y where a comment says so). A gradient of NULL is not wanted. */
 
 /* s = x + residual (s = x without residual); y = (s - mean) * rstd * weight + bias over the last
  * axis (Ba et al., 2016). Without `mean` (NULL) the mean counts as 0: the root mean square norm of

@@ -22,7 +22,7 @@
 DTRAIN_API dtrain_optimizer_desc dtrain_optimizer_defaults(dtrain_optimizer_kind kind)
 {
     static const dtrain_optimizer_desc kinds[] = {
-        /* kind, beta1, beta2, epsilon, weight_decay, momentum, nesterov, variance_steps, lr_scale */
+        /* kind, betas, epsilon, weight_decay, momentum, nesterov, variance_steps, lr_scale */
         {DTRAIN_OPTIMIZER_ADAMW, 0.9f, 0.999f, 1e-8f, 0.01f, 0, false, 0, 1, NULL, 0},
         {DTRAIN_OPTIMIZER_SGD, 0, 0, 0, 0, 0, false, 0, 1, NULL, 0},
         {DTRAIN_OPTIMIZER_LION, 0.9f, 0.99f, 0, 0, 0, false, 0, 1, NULL, 0},

@@ -200,7 +200,7 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, 
         args.args.keys = desc->key_sequence ? desc->key_sequence : desc->sequence;
     }
     if (desc && desc->key_lengths) inputs[args.lengths = count++] = desc->key_lengths;
-    /* The backward kernel writes three gradients at once: a tensor that comes twice is copied, v first,
+    /* The backward kernel writes three gradients at once: copy a tensor that comes twice, v first,
      * so that its gradients are added up in the order q, k, v. */
     if (v && v->needs_grad && (v == q || v == k)) v = dtrain_scale(tape, v, 1);
     if (k && k->needs_grad && k == q) k = dtrain_scale(tape, k, 1);

@@ -179,10 +179,10 @@ DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtr
  *     d_x += rstd (d_h - mean(d_h) - h mean(d_h h))
  *
  * The root mean square norm is the same with a mean of 0, which is not saved: mean(d_h) drops out.
- * With a residual stream, input 0, and the branch that is added to it, input 1, x is the sum of both
- * and the operation's second output. Its gradient, complete with this d_x, becomes that of both
- * inputs; where the branch has a narrower type the kernel writes the rounded copy while the values
- * are at hand. */
+ * With a residual stream, input 0, and the branch that is added to it, input 1, x is the sum of
+ * both and the operation's second output. Its gradient, complete with this d_x, becomes that of
+ * both inputs; where the branch has a narrower type the kernel writes the rounded copy while the
+ * values are at hand. */
 
 typedef struct dtrain__layernorm {
     dtrain_layernorm_args forward;

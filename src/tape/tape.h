@@ -98,8 +98,8 @@ DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit);
  * unit of weights by a small all-reduce. */
 DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale);
 
-/* Copy a tensor's values to host memory (count floats) as fp32, and after backward the gradient of a
- * requires_grad input; either address may be NULL. Waits for the device. */
+/* Copy a tensor's values to host memory (count floats) as fp32, and after backward the gradient of
+ * a requires_grad input; either address may be NULL. Waits for the device. */
 DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tensor *tensor,
                                             float *values, float *grad);
 
@@ -134,8 +134,8 @@ typedef struct dtrain_tape_info {
     double flops; /* floating-point operations that it has launched so far, in matrix products,
                      attention and convolutions; not those of operations of a program's own. A
                      multiplication and an addition are two, and what is computed again counts
-                     again. Keys that a mask or key_lengths hide count, and taps outside of an image;
-                     keys behind the query of causal attention do not */
+                     again. Keys that a mask or key_lengths hide count, and taps outside of an
+                     image; keys behind the query of causal attention do not */
     dtrain_result error; /* that sticks to this pass; dtrain_last_error then has its sentence */
 } dtrain_tape_info;
 /* Count the operations and the memory of a tape; all zero for a tape of NULL. */

@@ -262,8 +262,7 @@ static int overflow_main(dtrain_world *world, void *user)
             g.grad[step % 4 / 2][7 * step % COUNT] = float_of(not_finite[step / 2]);
         RANKS_TRY(grads_reduce(&g));
         RANKS_TRY(dtrain_grad_norm(g.ddp, &scaler, 1, &norm, &scale));
-        CHECK_MSG(isfinite(norm) == !bad, "step %d: rank %d finds %g", step, rank,
-                  (double)norm);
+        CHECK_MSG(isfinite(norm) == !bad, "step %d: rank %d finds %g", step, rank, (double)norm);
         CHECK(isfinite(scale));
         CHECK(dtrain_loss_scaler_update(&scaler, bad) == DTRAIN_OK);
     }
