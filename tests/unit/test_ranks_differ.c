@@ -233,13 +233,17 @@ static int misplaced_calls(const scene *c, dtrain_world *world, dtrain_strategy 
                   "%s: %s", c->name, dtrain_last_error());
         CHECK(p[2].state.grad_written && p[3].state.grad_written);
         fill(&p[3], 1);
-        RANKS_TRY(dtrain_strategy_ready(s, 3));
+        if (!sharded || micro == 0) RANKS_TRY(dtrain_strategy_ready(s, 3));
         RANKS_TRY(dtrain_strategy_gather(s, 0, DTRAIN_PASS_BACKWARD));
         if (sharded) {
             const dtrain_result late = dtrain_strategy_gather(s, 1, DTRAIN_PASS_BACKWARD);
             CHECK_MSG(late == DTRAIN_ERROR_USAGE && strstr(dtrain_last_error(), "unit 1"), "%s: %s",
                       c->name, dtrain_last_error());
         }
+        if (sharded && micro == 1) /* its bucket has left */
+            CHECK_MSG(dtrain_strategy_ready(s, 3) == DTRAIN_ERROR_USAGE &&
+                          strstr(dtrain_last_error(), "ends with that of another unit"),
+                      "%s: %s", c->name, dtrain_last_error());
         fill(&p[1], 3);
         RANKS_TRY(dtrain_strategy_ready(s, 1));
         RANKS_TRY(dtrain_strategy_finish(s));
