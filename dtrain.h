@@ -14305,7 +14305,7 @@ static bool dtrain__walks(const dtrain_strategy *strategy)
 
 /* Wait until the gradients of bucket b have left the buffer in which they were made: until the
  * bucket is reduced. With replicas the first step is enough where the step between nodes works on
- * the shard, that is, unless the result has yet to be added to it, rounded or copied to the host. */
+ * the shard: unless the result has yet to be added to it, rounded or copied to the host. */
 static dtrain_result dtrain__vacate_buffer(dtrain_strategy *strategy, size_t b)
 {
     const bool on_host = strategy->layout.grads_on_host;
@@ -15181,9 +15181,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, d
     return all->ops->fail(all, code, kept);
 }
 
-/* Make an error stand: communicator and device do not recover, and some gradients are averaged while
- * others are not. The communicators fail with it, because the other ranks count on this one. If the
- * error came from a communicator, its fail returns that error. */
+/* Make an error stand: communicator and device do not recover, and some gradients are averaged
+ * while others are not. The communicators fail with it, because the other ranks count on this one.
+ * If the error came from a communicator, its fail returns that error. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy, dtrain_result result)
 {
     if (result == DTRAIN_OK || strategy->failure != DTRAIN_OK) return result;

@@ -97,9 +97,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, d
     return all->ops->fail(all, code, kept);
 }
 
-/* Make an error stand: communicator and device do not recover, and some gradients are averaged while
- * others are not. The communicators fail with it, because the other ranks count on this one. If the
- * error came from a communicator, its fail returns that error. */
+/* Make an error stand: communicator and device do not recover, and some gradients are averaged
+ * while others are not. The communicators fail with it, because the other ranks count on this one.
+ * If the error came from a communicator, its fail returns that error. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy, dtrain_result result)
 {
     if (result == DTRAIN_OK || strategy->failure != DTRAIN_OK) return result;

@@ -553,7 +553,7 @@ static bool dtrain__walks(const dtrain_strategy *strategy)
 
 /* Wait until the gradients of bucket b have left the buffer in which they were made: until the
  * bucket is reduced. With replicas the first step is enough where the step between nodes works on
- * the shard, that is, unless the result has yet to be added to it, rounded or copied to the host. */
+ * the shard: unless the result has yet to be added to it, rounded or copied to the host. */
 static dtrain_result dtrain__vacate_buffer(dtrain_strategy *strategy, size_t b)
 {
     const bool on_host = strategy->layout.grads_on_host;
