@@ -99,7 +99,7 @@ static dtrain_result dtrain__names_list(const dtrain__folder *folder, const char
 static const char *dtrain__next_name(const dtrain__text *names, const char *name)
 {
     const char *next = name ? name + strlen(name) + 1 : names->at;
-    return next == names->at + names->bytes ? NULL : next;
+    return names->bytes && next < names->at + names->bytes ? next : NULL;
 }
 
 static int dtrain__newest_first(const void *left, const void *right)

@@ -492,10 +492,10 @@ static dtrain_result dtrain__index(dtrain__manifest *m, const char *path)
         if (i && dtrain__by_kind_and_name(&m->by_name[i - 1], &m->by_name[i]) == 0)
             return dtrain_fail(DTRAIN_ERROR_DATA, "%s: the %s of \"%.100s\" is there twice", path,
                                dtrain__state_kind_name(saved->tensor.kind), saved->tensor.name);
+        const dtrain_piece *first = m->pieces ? &m->pieces[saved->first_piece].piece : NULL;
         if (!saved->tensor.own)
-            DTRAIN__TRY(dtrain__pieces_check(path, &saved->tensor,
-                                             &m->pieces[saved->first_piece].piece,
-                                             sizeof *m->pieces, saved->piece_count));
+            DTRAIN__TRY(dtrain__pieces_check(path, &saved->tensor, first, sizeof *m->pieces,
+                                             saved->piece_count));
     }
     return DTRAIN_OK;
 }
