@@ -1,6 +1,6 @@
 #!/bin/sh
 # The files that users copy are enough: dtrain.h compiles alone in every dialect, links from two translation units,
-# leaves only dtrain_ symbols, trains with the same bits whoever compiled it, and reaches other builds by make install
+# leaves only dtrain_ symbols, trains with the same bits whoever compiled it, DTRAIN_NATIVE too, and reaches other builds by make install
 # and CMake. One full compilation by each of gcc, clang and g++ (that of make counts for its compiler; g++ with -O2,
 # where it would fuse a * b + c); other dialects are checked, not compiled. DTRAIN_TEST_DIALECTS=1 compiles them all.
 # Compilers that are not installed are skipped by name.
@@ -131,6 +131,9 @@ if [ "$full" != 0 ]; then
         try "$flags" $flags $warn -c "$build/impl.c" -o "$build/impl_$(echo $flags | tr -c 'a-z0-9\n' _).o"
     done
 fi
+if grep -q '^flags.* avx2 ' /proc/cpuinfo 2>/dev/null; then # the kernels that are chosen at run time, and no others
+    try "native" $cc -std=gnu17 -O2 -DDTRAIN_NATIVE -march=native $warn -c "$build/impl.c" -o "$build/impl_native.o"
+else skip "the bits of DTRAIN_NATIVE" "no AVX2"; fi
 asking="-DDTRAIN__IMPLEMENTED -D_GNU_SOURCE"
 for header in errno float limits math stdlib string time unistd; do asking="$asking -include $header.h"; done
 try "train_gpt, compiled once" $cc -std=c99 -O1 -I. $asking -c tools/train_gpt/train_gpt.c -o "$build/train_gpt.o"
