@@ -7893,7 +7893,7 @@ static dtrain_result dtrain_cuda_pool2d_backward(dtrain_device *device,
 
 /* The table of device operations */
 
-static_assert(DTRAIN_DEVICE_ABI == 9,
+static_assert(DTRAIN_DEVICE_ABI == 10,
               "the table below is that of ABI 9: compare with device/backend.h");
 
 extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)

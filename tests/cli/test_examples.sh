@@ -310,7 +310,7 @@ bad "a setting without its warm-up" "--compression-warmup" $gpt $topk --warmup-r
 bad "a setting without compression" "--dense-steps does nothing without" $gpt --dense-steps 5
 bad "a setting of another compression" "--powersgd-rank does nothing without" $gpt $topk --powersgd-rank 2
 bad "compression and loss scaling" "bf16" $gpt $topk --precision fp16
-bad "PowerSGD node by node" "whole matrices" $gpt --compression powersgd --hierarchical
+bad "PowerSGD node by node" "takes whole tensors in fp32" $gpt --compression powersgd --hierarchical
 bad "PowerSGD as bf16" "fp32" $gpt --compression powersgd --reduce-dtype bf16
 bad "momentum without a residual" "topk_momentum" $gpt $topk --topk-momentum 0.9 --no-error-feedback
 bad "compression of every micro-batch" "DTRAIN_ACCUMULATION_LAST" $gpt $topk --accum 2 --accum-mode every

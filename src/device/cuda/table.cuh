@@ -19,7 +19,7 @@
 #include "device/cuda/convolution.cuh"
 #include "device/cuda/pooling.cuh"
 
-static_assert(DTRAIN_DEVICE_ABI == 9,
+static_assert(DTRAIN_DEVICE_ABI == 10,
               "the table below is that of ABI 9: compare with device/backend.h");
 
 extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
