@@ -1,9 +1,9 @@
 #!/bin/sh
 # The files that users copy are enough: dtrain.h compiles alone in every dialect, links from two translation units,
-# leaves only dtrain_ symbols, trains with the same bits whoever compiled it, DTRAIN_NATIVE too, and reaches other builds by make install
-# and CMake. One full compilation by each of gcc, clang and g++ (that of make counts for its compiler; g++ with -O2,
-# where it would fuse a * b + c); other dialects are checked, not compiled. DTRAIN_TEST_DIALECTS=1 compiles them all.
-# Compilers that are not installed are skipped by name.
+# leaves only dtrain_ symbols, trains with the same bits whoever compiled it, with DTRAIN_NATIVE too, and reaches other
+# builds by make install and CMake. One full compilation by each of gcc, clang and g++ (that of make counts for its
+# compiler; g++ with -O2, where it would fuse a * b + c); other dialects are checked, not compiled.
+# DTRAIN_TEST_DIALECTS=1 compiles them all. Compilers that are not installed are skipped by name.
 . tests/support/shell.sh
 cc=${CC:-cc}
 full=${DTRAIN_TEST_DIALECTS:-0}
