@@ -663,8 +663,8 @@ extern const dtrain_device_ops *dtrain_cuda_device_ops(void);
 
 /* Return the table for a name; any other is an error that says what to do.
  *
- *     "cpu"    Its kernels' scratch (GEMM packing, attention blocks) is allocated in the first step,
- *              less than 2 MiB a thread for usual shapes, and not counted in allocated_bytes.
+ *     "cpu"    Its kernels' scratch (GEMM packing, attention blocks) is allocated in the first
+ *              step, less than 2 MiB a thread for usual shapes, and not in allocated_bytes.
  *     "cuda"   In a program that is compiled with DTRAIN_USE_CUDA and links dtrain_cuda.cu.
  *     "plan"   Runs no kernel, copies nothing and hands out addresses without memory: a model that
  *              is run on it reports through peak_bytes what it would need. Ranks cannot be launched
@@ -3085,15 +3085,15 @@ typedef struct dtrain_hook_bucket {
     int64_t count;
     float *q; /* (q_count) of all tensors, one after another */
     int64_t q_count;
-    int64_t averaged_count; /* set in plan: fp32 elements that the first compress makes, and
-                               whose mean over ranks decompress finds; they travel with dense tensors */
+    int64_t averaged_count; /* set in plan: fp32 elements that the first compress makes, and whose
+                               mean over ranks decompress finds; they travel with dense ones */
     float *averaged;        /* (averaged_count) */
     int64_t scratch_count;  /* set in plan */
     float *scratch;         /* (scratch_count) for the hook; keeps what is in it */
 } dtrain_hook_bucket;
 
-/* `how` is the resolved desc that was given to the strategy; for a hook of one's own how->hook->user
- * is what the program wants it to be. */
+/* `how` is the resolved desc that was given to the strategy; for a hook of one's own
+ * how->hook->user is what the program wants it to be. */
 struct dtrain_comm_hook_desc {
     const char *name;  /* what error sentences and traces say; the same on all ranks */
     uint32_t rounds;   /* 1 or 2 */

@@ -47,4 +47,3 @@ __attribute__((format(printf, 2, 3)))
 #endif
 DTRAIN_API dtrain_result
 dtrain_fail(dtrain_result code, const char *format, ...);
-

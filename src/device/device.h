@@ -71,8 +71,8 @@ extern const dtrain_device_ops *dtrain_cuda_device_ops(void);
 
 /* Return the table for a name; any other is an error that says what to do.
  *
- *     "cpu"    Its kernels' scratch (GEMM packing, attention blocks) is allocated in the first step,
- *              less than 2 MiB a thread for usual shapes, and not counted in allocated_bytes.
+ *     "cpu"    Its kernels' scratch (GEMM packing, attention blocks) is allocated in the first
+ *              step, less than 2 MiB a thread for usual shapes, and not in allocated_bytes.
  *     "cuda"   In a program that is compiled with DTRAIN_USE_CUDA and links dtrain_cuda.cu.
  *     "plan"   Runs no kernel, copies nothing and hands out addresses without memory: a model that
  *              is run on it reports through peak_bytes what it would need. Ranks cannot be launched

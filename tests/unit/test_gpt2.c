@@ -148,8 +148,8 @@ static dtrain_device *open_device(int kind)
     dtrain_device_desc desc;
     dtrain_device *device = NULL;
     memset(&desc, 0, sizeof desc);
-    CHECK(dtrain_device_create(kind ? device_table("cpu") : naive_device_ops(), &desc,
-                               &device) == DTRAIN_OK);
+    CHECK(dtrain_device_create(kind ? device_table("cpu") : naive_device_ops(), &desc, &device) ==
+          DTRAIN_OK);
     return device;
 }
 
