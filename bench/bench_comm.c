@@ -325,9 +325,9 @@ static void add_comm(const job *j, const dtrain_comm *comm, books *sum)
 static books books_of(const job *j)
 {
     books sum = {0, 0, 0};
-    add_comm(j, j->strategy->comm, &sum);
-    for (int i = 0; i < DTRAIN__GROUPS; i++)
-        if (j->strategy->groups[i]) add_comm(j, j->strategy->groups[i], &sum);
+    add_comm(j, j->strategy->groups.data, &sum);
+    for (int i = 0; i < DTRAIN__EXTRAS; i++)
+        if (j->strategy->extra[i]) add_comm(j, j->strategy->extra[i], &sum);
     return sum;
 }
 
@@ -476,7 +476,7 @@ static double overlapped_seconds(const job *j, double backward, double seconds_e
         double share = 0, ready = 0;
         for (size_t i = j->model.param_count; i-- > 0;) {
             share += j->work[i];
-            if (layout->entries[i].bucket == (uint32_t)b) ready = share * backward;
+            if (layout->entries[i].bucket == &layout->buckets[b]) ready = share * backward;
         }
         end = fmax(end, ready) + (double)layout->buckets[b].count * seconds_each;
     }
