@@ -3271,32 +3271,42 @@ typedef struct dtrain_activation_backward_args {
     dtrain_dtype dtype;    /* of x, d_out, d_in */
 } dtrain_activation_backward_args;
 
-/* Layers whose forward and backward share a struct: forward ignores the fields behind the blank
- * line; backward reads the inputs before it, and what forward left for it (mean, rstd, lse, index,
- * and y where a comment says so). A gradient of NULL is not wanted. */
-
 /* s = x + residual (s = x without residual); y = (s - mean) * rstd * weight + bias over the last
  * axis (Ba et al., 2016). Without `mean` (NULL) the mean counts as 0: the root mean square norm of
  * Zhang and Sennrich, 2019. bias may be NULL. sum keeps s for backward and for the next residual;
- * it may be x, and is NULL exactly when residual is. In backward x is s. */
+ * it may be x, and is NULL exactly when residual is. */
 typedef struct dtrain_layernorm_args {
     int64_t rows, n;
     float epsilon;
     const void *x;              /* (rows,n) */
     const float *weight, *bias; /* (n) */
     void *y;                    /* (rows,n) */
-    float *mean, *rstd;         /* (rows), backward reads them; mean may be NULL */
+    float *mean, *rstd;         /* (rows); mean may be NULL */
     const void *residual;       /* (rows,n) or NULL */
     void *sum;                  /* (rows,n) or NULL */
-    dtrain_dtype x_dtype;       /* of x, sum and d_x */
-    dtrain_dtype y_dtype;       /* of y, residual, d_y and d_residual */
+    dtrain_dtype x_dtype;       /* of x and sum */
+    dtrain_dtype y_dtype;       /* of y and residual */
+} dtrain_layernorm_args;
 
-    const void *d_y;
-    void *d_x;                /* (rows,n) or NULL */
-    float *d_weight, *d_bias; /* (n) or NULL */
-    void *d_residual;         /* (rows,n) or NULL; receives the final d_x once more; needs d_x */
+/* x is what was normalised: s above. mean is NULL where it was in the forward pass. d_residual
+ * receives the final d_x once more, as y_dtype. The one layer with a struct of its own for
+ * backward: kernels that hold a row in registers spill where they are handed more. */
+typedef struct dtrain_layernorm_backward_args {
+    int64_t rows, n;
     bool accumulate_params, accumulate_x;
-} dtrain_layernorm_args, dtrain_layernorm_backward_args;
+    const void *x;
+    const float *weight, *mean, *rstd;
+    const void *d_y;
+    void *d_x;                /* (rows,n) or NULL: not wanted */
+    float *d_weight, *d_bias; /* (n) or NULL: not wanted */
+    void *d_residual;         /* (rows,n) or NULL; needs d_x */
+    dtrain_dtype x_dtype;     /* of x and d_x */
+    dtrain_dtype y_dtype;     /* of d_y and d_residual */
+} dtrain_layernorm_backward_args;
+
+/* Layers whose forward and backward share a struct: forward ignores the fields behind the blank
+ * line; backward reads the inputs before it, and what forward left for it (mean, rstd, lse, index,
+ * and y where a comment says so). A gradient of NULL is not wanted. */
 
 /* y[row] = wte[token[row]] + wpe[row % sequence]; wpe may be NULL. A token outside [0, vocab) is
  * an error that names it; a device that learns of it late uses token 0 meanwhile.
@@ -19383,13 +19393,22 @@ static dtrain_result dtrain__layernorm_forward(dtrain_op *op)
 
 static dtrain_result dtrain__layernorm_backward(dtrain_op *op)
 {
-    dtrain_layernorm_args args = ((const dtrain__layernorm *)op->args)->forward;
+    const dtrain_layernorm_args *forward = &((const dtrain__layernorm *)op->args)->forward;
     dtrain_tensor *residual = op->inputs[1]; /* NULL: no residual */
     dtrain_tensor *x = residual ? op->outputs[1] : op->inputs[0];
     const bool rounded = residual && residual->dtype != x->dtype && !residual->grad;
     bool add_weight, add_bias, add_residual;
-    if (residual) args.x = args.sum;
+    dtrain_layernorm_backward_args args;
+    memset(&args, 0, sizeof args);
+    args.rows = forward->rows;
+    args.n = forward->n;
+    args.x = residual ? forward->sum : forward->x;
+    args.weight = forward->weight;
+    args.mean = forward->mean;
+    args.rstd = forward->rstd;
     args.d_y = op->outputs[0]->grad;
+    args.x_dtype = forward->x_dtype;
+    args.y_dtype = forward->y_dtype;
     args.d_weight = dtrain_op_param_grad(op, 0, &add_weight);
     args.d_bias = dtrain_op_param_grad(op, 1, &add_bias);
     args.accumulate_params = add_weight || add_bias;
@@ -28025,7 +28044,7 @@ static dtrain_result dtrain__import_place(dtrain__import *im, dtrain__weight *we
 {
     const dtrain_param *first = &im->weights.params[weight->param], *param = first;
     do {
-        uint32_t file;
+        uint32_t file = 0;
         const char *name = im->desc.names ? im->desc.names[param->state.index].name : NULL;
         if (!name) name = param->name;
         dtrain__stored *stored = name[0] ? dtrain__import_find(im, name, &file) : NULL;

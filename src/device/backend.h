@@ -58,32 +58,42 @@ typedef struct dtrain_activation_backward_args {
     dtrain_dtype dtype;    /* of x, d_out, d_in */
 } dtrain_activation_backward_args;
 
-/* Layers whose forward and backward share a struct: forward ignores the fields behind the blank
- * line; backward reads the inputs before it, and what forward left for it (mean, rstd, lse, index,
- * and y where a comment says so). A gradient of NULL is not wanted. */
-
 /* s = x + residual (s = x without residual); y = (s - mean) * rstd * weight + bias over the last
  * axis (Ba et al., 2016). Without `mean` (NULL) the mean counts as 0: the root mean square norm of
  * Zhang and Sennrich, 2019. bias may be NULL. sum keeps s for backward and for the next residual;
- * it may be x, and is NULL exactly when residual is. In backward x is s. */
+ * it may be x, and is NULL exactly when residual is. */
 typedef struct dtrain_layernorm_args {
     int64_t rows, n;
     float epsilon;
     const void *x;              /* (rows,n) */
     const float *weight, *bias; /* (n) */
     void *y;                    /* (rows,n) */
-    float *mean, *rstd;         /* (rows), backward reads them; mean may be NULL */
+    float *mean, *rstd;         /* (rows); mean may be NULL */
     const void *residual;       /* (rows,n) or NULL */
     void *sum;                  /* (rows,n) or NULL */
-    dtrain_dtype x_dtype;       /* of x, sum and d_x */
-    dtrain_dtype y_dtype;       /* of y, residual, d_y and d_residual */
+    dtrain_dtype x_dtype;       /* of x and sum */
+    dtrain_dtype y_dtype;       /* of y and residual */
+} dtrain_layernorm_args;
 
-    const void *d_y;
-    void *d_x;                /* (rows,n) or NULL */
-    float *d_weight, *d_bias; /* (n) or NULL */
-    void *d_residual;         /* (rows,n) or NULL; receives the final d_x once more; needs d_x */
+/* x is what was normalised: s above. mean is NULL where it was in the forward pass. d_residual
+ * receives the final d_x once more, as y_dtype. The one layer with a struct of its own for
+ * backward: kernels that hold a row in registers spill where they are handed more. */
+typedef struct dtrain_layernorm_backward_args {
+    int64_t rows, n;
     bool accumulate_params, accumulate_x;
-} dtrain_layernorm_args, dtrain_layernorm_backward_args;
+    const void *x;
+    const float *weight, *mean, *rstd;
+    const void *d_y;
+    void *d_x;                /* (rows,n) or NULL: not wanted */
+    float *d_weight, *d_bias; /* (n) or NULL: not wanted */
+    void *d_residual;         /* (rows,n) or NULL; needs d_x */
+    dtrain_dtype x_dtype;     /* of x and d_x */
+    dtrain_dtype y_dtype;     /* of d_y and d_residual */
+} dtrain_layernorm_backward_args;
+
+/* Layers whose forward and backward share a struct: forward ignores the fields behind the blank
+ * line; backward reads the inputs before it, and what forward left for it (mean, rstd, lse, index,
+ * and y where a comment says so). A gradient of NULL is not wanted. */
 
 /* y[row] = wte[token[row]] + wpe[row % sequence]; wpe may be NULL. A token outside [0, vocab) is
  * an error that names it; a device that learns of it late uses token 0 meanwhile.

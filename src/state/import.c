@@ -226,7 +226,7 @@ static dtrain_result dtrain__import_place(dtrain__import *im, dtrain__weight *we
 {
     const dtrain_param *first = &im->weights.params[weight->param], *param = first;
     do {
-        uint32_t file;
+        uint32_t file = 0;
         const char *name = im->desc.names ? im->desc.names[param->state.index].name : NULL;
         if (!name) name = param->name;
         dtrain__stored *stored = name[0] ? dtrain__import_find(im, name, &file) : NULL;

@@ -227,13 +227,22 @@ static dtrain_result dtrain__layernorm_forward(dtrain_op *op)
 
 static dtrain_result dtrain__layernorm_backward(dtrain_op *op)
 {
-    dtrain_layernorm_args args = ((const dtrain__layernorm *)op->args)->forward;
+    const dtrain_layernorm_args *forward = &((const dtrain__layernorm *)op->args)->forward;
     dtrain_tensor *residual = op->inputs[1]; /* NULL: no residual */
     dtrain_tensor *x = residual ? op->outputs[1] : op->inputs[0];
     const bool rounded = residual && residual->dtype != x->dtype && !residual->grad;
     bool add_weight, add_bias, add_residual;
-    if (residual) args.x = args.sum;
+    dtrain_layernorm_backward_args args;
+    memset(&args, 0, sizeof args);
+    args.rows = forward->rows;
+    args.n = forward->n;
+    args.x = residual ? forward->sum : forward->x;
+    args.weight = forward->weight;
+    args.mean = forward->mean;
+    args.rstd = forward->rstd;
     args.d_y = op->outputs[0]->grad;
+    args.x_dtype = forward->x_dtype;
+    args.y_dtype = forward->y_dtype;
     args.d_weight = dtrain_op_param_grad(op, 0, &add_weight);
     args.d_bias = dtrain_op_param_grad(op, 1, &add_bias);
     args.accumulate_params = add_weight || add_bias;
