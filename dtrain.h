@@ -1671,11 +1671,11 @@ typedef struct dtrain_tensor {
     int64_t count;
     void *data; /* device memory; activation checkpointing may move it */
     void *grad; /* of data's dtype; inside backward only, and afterwards of requires_grad inputs */
-    double
-        samples; /* that a loss is the mean of: of cross-entropy the targets that are not ignored,
-                       of dtrain_mean and the losses made of it the elements, also after operations
-                       on that one element; 1 of anything else. Losses of several passes or ranks
-                       have the mean sum(loss * samples) / sum(samples) */
+    /* What a loss is the mean of: of cross-entropy the targets that are not ignored, of dtrain_mean
+     * and the losses made of it the elements, also after operations on that one element; 1 of
+     * anything else. Losses of several passes or ranks have the mean
+     * sum(loss * samples) / sum(samples). */
+    double samples;
 
     /* Private to the tape. */
     struct dtrain_node *producer; /* NULL for inputs */
@@ -3059,13 +3059,13 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics);
 typedef struct dtrain_hook_tensor {
     const dtrain_param *param;
     int64_t offset, count; /* first element in the parameter, elements */
-    bool dense;          /* set in plan: it travels whole, and the hook does not see it again. So do
-                              1-D tensors and those below dense_below */
-    bool keeps_residual; /* set in plan: what there is from step to step. Checkpoints hold it */
+    bool dense;            /* set in plan: it travels whole, and the hook does not see it again; so
+                            do 1-D tensors and those below dense_below, which are marked before */
+    bool keeps_residual;   /* set in plan: what there is from step to step. Checkpoints hold it */
     bool keeps_velocity;
     int64_t q_rows, q_columns;
-    float *grad;     /* (count) compress: of this rank, or the sum of its node; after the last
- decompress: the mean over all ranks */
+    float *grad;     /* (count) compress finds this rank's, or the sum of its node's; after the last
+                        decompress it is the mean over all ranks */
     float *residual; /* (count) or NULL: this rank's own, zero at first */
     float *velocity; /* (count) or NULL: the same */
     float *q;        /* (q_rows, q_columns) or NULL: the same on all ranks; filled by init */
@@ -3075,10 +3075,10 @@ typedef struct dtrain_hook_bucket {
     dtrain_device *device;
     dtrain_comm *comm; /* the ranks that exchange the bucket; the second round has one of its own */
     int ranks, rank;   /* size of comm, and this rank there */
-    dtrain_dtype dtype;          /* reduce_dtype, for what is sent */
-    uint64_t seed;               /* the same on all ranks and in every run */
-    uint64_t step;               /* steps since compression began */
-    float factor;                /* a rank's gradient counts so often in the mean: 1 / all ranks */
+    dtrain_dtype dtype; /* reduce_dtype, for what is sent */
+    uint64_t seed;      /* the same on all ranks and in every run */
+    uint64_t step;      /* steps since compression began */
+    float factor;       /* of this rank's gradient, or of its node's, in the mean over all ranks */
     dtrain_hook_tensor *tensors; /* (tensor_count) without dense ones, but for plan */
     size_t tensor_count;
     float *grads; /* (count) the gradients of all tensors, dense ones too, and padding */
@@ -3095,14 +3095,15 @@ typedef struct dtrain_hook_bucket {
 /* `how` is the resolved desc that was given to the strategy; for a hook of one's own
  * how->hook->user is what the program wants it to be. */
 struct dtrain_comm_hook_desc {
-    const char *name;  /* what error sentences and traces say; the same on all ranks */
-    uint32_t rounds;   /* 1 or 2 */
+    const char
+        *name;       /* in errors and traces, where 40 bytes of it stand; all ranks have the same */
+    uint32_t rounds; /* 1 or 2 */
     bool takes_slices; /* works on parts of parameters, as hierarchical cuts them; false: refused */
     bool takes_low;    /* rounds what it sends to `dtype`; false: a reduce_dtype is refused */
     /* Mark tensors as dense, ask for memory of the others. May depend on its arguments alone. */
     void (*plan)(const dtrain_compression_desc *how, dtrain_hook_bucket *bucket);
-    dtrain_result (*init)(const dtrain_compression_desc *how, dtrain_hook_bucket *bucket); /* or
-                                                                                             NULL */
+    /* Fill q and scratch, or NULL: they stay zero. */
+    dtrain_result (*init)(const dtrain_compression_desc *how, dtrain_hook_bucket *bucket);
     /* An error of these ends the strategy, on all ranks when they miss this one's collective. */
     dtrain_result (*compress)(const dtrain_compression_desc *how, dtrain_hook_bucket *bucket,
                               uint32_t round);
@@ -15420,9 +15421,11 @@ static void dtrain__lay_tensors(dtrain__layout *layout, dtrain__bucket *bucket,
     dtrain__hook_of(how)->plan(how, &c->hook);
     for (size_t i = 0; i < count; i++) {
         const dtrain_hook_tensor tensor = tensors[i];
-        if (tensor.dense) c->dense_count += tensor.count;
-        else c->hook.q_count += tensor.q_rows * tensor.q_columns;
-        if (tensor.dense) continue;
+        if (tensor.dense) {
+            c->dense_count += tensor.count;
+            continue;
+        }
+        c->hook.q_count += tensor.q_rows * tensor.q_columns;
         memmove(&tensors[first_dense + 1], &tensors[first_dense],
                 (i - first_dense) * sizeof tensor);
         tensors[first_dense++] = tensor;
@@ -16991,13 +16994,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
     const size_t kept_bytes = (size_t)desc->kept_unit_count * sizeof *desc->kept_units;
     const dtrain_compression_desc *how = &strategy->compression;
     const bool ahead = (!kind || kind->shards.params) && !desc->no_overlap;
+    const dtrain_comm_hook_desc *hook = desc->compression ? dtrain__hook_of(how) : NULL;
     char text[720];
     snprintf(
         text, sizeof text,
         "kind %s, missing_gradient %u, average %u, accumulation %u, param_dtype %s, reduce_dtype "
         "%s, "
         "offload %u, node_size %u, keep_after_forward %d, kept units %08x, whole_below "
-        "%lld, buckets of %zu and %zu bytes, init_seed %llu, fetches ahead %d, compression %s, "
+        "%lld, buckets of %zu and %zu bytes, init_seed %llu, fetches ahead %d, compression %.40s "
+        "in %u rounds, "
         "sparse_exchange %u, powersgd_rank %u, hierarchical %d, no_error_feedback %d, "
         "topk_ratio %.9g, topk_momentum %.9g, warmup_ratio %.9g, dense_below %lld, dense_steps "
         "%llu, warmup_steps %llu",
@@ -17007,8 +17012,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
         (unsigned)desc->node_size, desc->keep_after_forward,
         (unsigned)dtrain__fnv1a(DTRAIN__FNV_BASIS, desc->kept_units, kept_bytes),
         (long long)desc->whole_below, desc->first_bucket_bytes, desc->bucket_bytes,
-        (unsigned long long)desc->init_seed, ahead,
-        desc->compression ? dtrain__hook_of(how)->name : "none", (unsigned)how->sparse_exchange,
+        (unsigned long long)desc->init_seed, ahead, hook ? hook->name : "none",
+        hook ? (unsigned)hook->rounds : 0, (unsigned)how->sparse_exchange,
         (unsigned)how->powersgd_rank, desc->hierarchical, how->no_error_feedback,
         (double)how->topk_ratio, (double)how->topk_momentum, (double)how->warmup_ratio,
         (long long)how->dense_below, (unsigned long long)how->dense_steps,

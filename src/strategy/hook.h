@@ -31,13 +31,13 @@
 typedef struct dtrain_hook_tensor {
     const dtrain_param *param;
     int64_t offset, count; /* first element in the parameter, elements */
-    bool dense;          /* set in plan: it travels whole, and the hook does not see it again. So do
-                              1-D tensors and those below dense_below */
-    bool keeps_residual; /* set in plan: what there is from step to step. Checkpoints hold it */
+    bool dense;            /* set in plan: it travels whole, and the hook does not see it again; so
+                            do 1-D tensors and those below dense_below, which are marked before */
+    bool keeps_residual;   /* set in plan: what there is from step to step. Checkpoints hold it */
     bool keeps_velocity;
     int64_t q_rows, q_columns;
-    float *grad;     /* (count) compress: of this rank, or the sum of its node; after the last
- decompress: the mean over all ranks */
+    float *grad;     /* (count) compress finds this rank's, or the sum of its node's; after the last
+                        decompress it is the mean over all ranks */
     float *residual; /* (count) or NULL: this rank's own, zero at first */
     float *velocity; /* (count) or NULL: the same */
     float *q;        /* (q_rows, q_columns) or NULL: the same on all ranks; filled by init */
@@ -47,10 +47,10 @@ typedef struct dtrain_hook_bucket {
     dtrain_device *device;
     dtrain_comm *comm; /* the ranks that exchange the bucket; the second round has one of its own */
     int ranks, rank;   /* size of comm, and this rank there */
-    dtrain_dtype dtype;          /* reduce_dtype, for what is sent */
-    uint64_t seed;               /* the same on all ranks and in every run */
-    uint64_t step;               /* steps since compression began */
-    float factor;                /* a rank's gradient counts so often in the mean: 1 / all ranks */
+    dtrain_dtype dtype; /* reduce_dtype, for what is sent */
+    uint64_t seed;      /* the same on all ranks and in every run */
+    uint64_t step;      /* steps since compression began */
+    float factor;       /* of this rank's gradient, or of its node's, in the mean over all ranks */
     dtrain_hook_tensor *tensors; /* (tensor_count) without dense ones, but for plan */
     size_t tensor_count;
     float *grads; /* (count) the gradients of all tensors, dense ones too, and padding */
@@ -67,14 +67,15 @@ typedef struct dtrain_hook_bucket {
 /* `how` is the resolved desc that was given to the strategy; for a hook of one's own
  * how->hook->user is what the program wants it to be. */
 struct dtrain_comm_hook_desc {
-    const char *name;  /* what error sentences and traces say; the same on all ranks */
-    uint32_t rounds;   /* 1 or 2 */
+    const char
+        *name;       /* in errors and traces, where 40 bytes of it stand; all ranks have the same */
+    uint32_t rounds; /* 1 or 2 */
     bool takes_slices; /* works on parts of parameters, as hierarchical cuts them; false: refused */
     bool takes_low;    /* rounds what it sends to `dtype`; false: a reduce_dtype is refused */
     /* Mark tensors as dense, ask for memory of the others. May depend on its arguments alone. */
     void (*plan)(const dtrain_compression_desc *how, dtrain_hook_bucket *bucket);
-    dtrain_result (*init)(const dtrain_compression_desc *how, dtrain_hook_bucket *bucket); /* or
-                                                                                             NULL */
+    /* Fill q and scratch, or NULL: they stay zero. */
+    dtrain_result (*init)(const dtrain_compression_desc *how, dtrain_hook_bucket *bucket);
     /* An error of these ends the strategy, on all ranks when they miss this one's collective. */
     dtrain_result (*compress)(const dtrain_compression_desc *how, dtrain_hook_bucket *bucket,
                               uint32_t round);

@@ -196,13 +196,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
     const size_t kept_bytes = (size_t)desc->kept_unit_count * sizeof *desc->kept_units;
     const dtrain_compression_desc *how = &strategy->compression;
     const bool ahead = (!kind || kind->shards.params) && !desc->no_overlap;
+    const dtrain_comm_hook_desc *hook = desc->compression ? dtrain__hook_of(how) : NULL;
     char text[720];
     snprintf(
         text, sizeof text,
         "kind %s, missing_gradient %u, average %u, accumulation %u, param_dtype %s, reduce_dtype "
         "%s, "
         "offload %u, node_size %u, keep_after_forward %d, kept units %08x, whole_below "
-        "%lld, buckets of %zu and %zu bytes, init_seed %llu, fetches ahead %d, compression %s, "
+        "%lld, buckets of %zu and %zu bytes, init_seed %llu, fetches ahead %d, compression %.40s "
+        "in %u rounds, "
         "sparse_exchange %u, powersgd_rank %u, hierarchical %d, no_error_feedback %d, "
         "topk_ratio %.9g, topk_momentum %.9g, warmup_ratio %.9g, dense_below %lld, dense_steps "
         "%llu, warmup_steps %llu",
@@ -212,8 +214,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
         (unsigned)desc->node_size, desc->keep_after_forward,
         (unsigned)dtrain__fnv1a(DTRAIN__FNV_BASIS, desc->kept_units, kept_bytes),
         (long long)desc->whole_below, desc->first_bucket_bytes, desc->bucket_bytes,
-        (unsigned long long)desc->init_seed, ahead,
-        desc->compression ? dtrain__hook_of(how)->name : "none", (unsigned)how->sparse_exchange,
+        (unsigned long long)desc->init_seed, ahead, hook ? hook->name : "none",
+        hook ? (unsigned)hook->rounds : 0, (unsigned)how->sparse_exchange,
         (unsigned)how->powersgd_rank, desc->hierarchical, how->no_error_feedback,
         (double)how->topk_ratio, (double)how->topk_momentum, (double)how->warmup_ratio,
         (long long)how->dense_below, (unsigned long long)how->dense_steps,

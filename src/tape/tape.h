@@ -38,11 +38,11 @@ typedef struct dtrain_tensor {
     int64_t count;
     void *data; /* device memory; activation checkpointing may move it */
     void *grad; /* of data's dtype; inside backward only, and afterwards of requires_grad inputs */
-    double
-        samples; /* that a loss is the mean of: of cross-entropy the targets that are not ignored,
-                       of dtrain_mean and the losses made of it the elements, also after operations
-                       on that one element; 1 of anything else. Losses of several passes or ranks
-                       have the mean sum(loss * samples) / sum(samples) */
+    /* What a loss is the mean of: of cross-entropy the targets that are not ignored, of dtrain_mean
+     * and the losses made of it the elements, also after operations on that one element; 1 of
+     * anything else. Losses of several passes or ranks have the mean
+     * sum(loss * samples) / sum(samples). */
+    double samples;
 
     /* Private to the tape. */
     struct dtrain_node *producer; /* NULL for inputs */

@@ -64,9 +64,11 @@ static void dtrain__lay_tensors(dtrain__layout *layout, dtrain__bucket *bucket,
     dtrain__hook_of(how)->plan(how, &c->hook);
     for (size_t i = 0; i < count; i++) {
         const dtrain_hook_tensor tensor = tensors[i];
-        if (tensor.dense) c->dense_count += tensor.count;
-        else c->hook.q_count += tensor.q_rows * tensor.q_columns;
-        if (tensor.dense) continue;
+        if (tensor.dense) {
+            c->dense_count += tensor.count;
+            continue;
+        }
+        c->hook.q_count += tensor.q_rows * tensor.q_columns;
         memmove(&tensors[first_dense + 1], &tensors[first_dense],
                 (i - first_dense) * sizeof tensor);
         tensors[first_dense++] = tensor;
