@@ -141,7 +141,12 @@ static float backward(int rank, int step, const float *weight, const float *bias
     return loss;
 }
 
-static int train_once(dtrain_world *world, const dtrain_comm_hook_desc *hook, float *losses)
+typedef struct outcome {
+    float loss[STEPS / 50];
+    double bytes; /* that a rank sends a step */
+} outcome;
+
+static int train_once(dtrain_world *world, const dtrain_comm_hook_desc *hook, outcome *of)
 {
     float weight[OUT * IN] = {0}, weight_grad[OUT * IN], bias[OUT] = {0}, bias_grad[OUT];
     dtrain_param params[] = {
@@ -162,33 +167,36 @@ static int train_once(dtrain_world *world, const dtrain_comm_hook_desc *hook, fl
         if (step % 50) continue;
         CHECK(dtrain_all_reduce(dtrain_world_comm(world), &loss, &loss, 1, DTRAIN_DTYPE_F32,
                                 DTRAIN_REDUCE_MEAN, NULL));
-        losses[step / 50 - 1] = loss;
+        of->loss[step / 50 - 1] = loss;
     }
     CHECK(dtrain_strategy_verify(ddp, NULL)); /* all ranks have the same bits */
     dtrain_strategy_info info;
     dtrain_strategy_query(ddp, &info);
-    losses[STEPS / 50] = (float)info.step_bytes;
+    of->bytes = (double)info.step_bytes;
     dtrain_strategy_destroy(ddp);
     return 0;
 }
 
 static int train(dtrain_world *world, void *user)
 {
-    float whole[STEPS / 50 + 1], signs[STEPS / 50 + 1];
+    outcome whole, signs;
     (void)user;
-    if (train_once(world, NULL, whole) || train_once(world, &sign_hook, signs)) return 1;
+    if (train_once(world, NULL, &whole) || train_once(world, &sign_hook, &signs)) return 1;
     if (dtrain_world_rank(world)) return 0;
     printf("              whole gradients      signs\n");
     for (int i = 0; i < STEPS / 50; i++)
-        printf("step %3d loss %15.6f %10.6f\n", 50 * (i + 1), whole[i], signs[i]);
-    printf("bytes sent a step %11.0f %10.0f\n", whole[STEPS / 50], signs[STEPS / 50]);
+        printf("step %3d loss %15.6f %10.6f\n", 50 * (i + 1), whole.loss[i], signs.loss[i]);
+    printf("bytes sent a step %11.0f %10.0f\n", whole.bytes, signs.bytes);
     return 0;
 }
 
 int main(int argc, char **argv)
 {
     dtrain_launch_desc desc = {.default_rank_count = 2};
-    if (argc > 1) desc.rank_count = (uint32_t)strtoul(argv[1], NULL, 10);
+    if (argc > 1 && (desc.rank_count = (uint32_t)strtoul(argv[1], NULL, 10)) == 0) {
+        fprintf(stderr, "usage: sign_sgd [RANKS], not \"%s\"\n", argv[1]);
+        return 2;
+    }
     if (dtrain_launch(&desc, train, NULL, NULL) == DTRAIN_OK) return 0;
     fprintf(stderr, "sign_sgd: %s\n", dtrain_last_error());
     return 1;

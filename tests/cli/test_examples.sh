@@ -15,6 +15,7 @@ good "ddp, 2 ranks" "learned +\+1.00 -2.00 \+0.50" "$build/ddp"
 good "ddp, 5 ranks" "learned +\+1.00 -2.00 \+0.50" "$build/ddp" 5
 bad "ddp, ranks that are no number" "usage: ddp" "$build/ddp" two
 good "sign_sgd, 2 ranks" "^bytes sent a step +8332 +400" "$build/sign_sgd"
+bad "sign_sgd, ranks that are no number" "usage: sign_sgd" "$build/sign_sgd" two
 good "sign_sgd, 5 ranks" "^step 200 loss +0\.0000[0-9]+ +0\.0[0-9]+" "$build/sign_sgd" 5
 for ranks in 1 2 3; do
     good "full_shard, $ranks ranks" "500 losses and the parameters are equal, bit for bit" "$build/full_shard" $ranks
