@@ -4091,6 +4091,7 @@ DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data
 
 /* core/result.c */
 DTRAIN__PRIVATE int dtrain__rank_of_thread(void);
+DTRAIN__PRIVATE const char *dtrain__bare(const char *text);
 DTRAIN__PRIVATE void dtrain__set_thread_rank(int rank);
 DTRAIN__PRIVATE void dtrain__set_last_error(const char *text);
 
@@ -4259,6 +4260,14 @@ DTRAIN_API dtrain_result dtrain_fail(dtrain_result code, const char *format, ...
     va_end(args);
     memcpy(dtrain__error_text, text, sizeof text);
     return code;
+}
+
+/* Skip the "rank 3: " of an error sentence, because dtrain_fail puts it in front again. */
+DTRAIN__PRIVATE const char *dtrain__bare(const char *text)
+{
+    char prefix[32];
+    snprintf(prefix, sizeof prefix, "rank %d: ", dtrain__thread_rank);
+    return strncmp(text, prefix, strlen(prefix)) == 0 ? text + strlen(prefix) : text;
 }
 
 /* ================================================================================================
@@ -5004,7 +5013,6 @@ DTRAIN__PRIVATE int dtrain__node_ranks(const dtrain_world *world);
 DTRAIN__PRIVATE const char *dtrain__signal_name(int number);
 DTRAIN__PRIVATE void dtrain__describe_end(const dtrain__control *control, int rank, char *text,
                                           size_t room);
-DTRAIN__PRIVATE const char *dtrain__bare(const char *text);
 DTRAIN__PRIVATE void dtrain__record_end(dtrain__control *control, int rank, dtrain__end how,
                                         int value, const char *error);
 DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank);
@@ -5933,14 +5941,6 @@ DTRAIN__PRIVATE void dtrain__describe_end(const dtrain__control *control, int ra
     if (how == DTRAIN__SIGNALED)
         snprintf(text + used, room - (size_t)used, " %d (%s)", end->value,
                  dtrain__signal_name(end->value));
-}
-
-/* Skip the "rank 3: " of an error sentence, because dtrain_fail puts it in front again. */
-DTRAIN__PRIVATE const char *dtrain__bare(const char *text)
-{
-    char prefix[32];
-    snprintf(prefix, sizeof prefix, "rank %d: ", dtrain__rank_of_thread());
-    return strncmp(text, prefix, strlen(prefix)) == 0 ? text + strlen(prefix) : text;
 }
 
 /* Return the rank that failed first, -1 for none. The first exit record may be that of a rank that
@@ -8221,7 +8221,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain_
 
 /* comm/staged.c */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work *work);
-DTRAIN__PRIVATE bool dtrain__copied_in(dtrain__engine *comm, const dtrain__work *work);
+DTRAIN__PRIVATE dtrain_result dtrain__copied_in(dtrain__engine *comm, const dtrain__work *work,
+                                                bool *done);
 DTRAIN__PRIVATE dtrain_result dtrain__copy_out(dtrain__engine *comm, dtrain__work *work);
 DTRAIN__PRIVATE dtrain_result dtrain__after_copy_out(dtrain__engine *comm, dtrain__work *work);
 DTRAIN__PRIVATE void dtrain__bounce_free(dtrain__engine *comm, dtrain__work *work);
@@ -8685,6 +8686,16 @@ static bool dtrain__message_advance(dtrain__engine *comm, dtrain__work *work)
     return comm->transport->message(comm, work);
 }
 
+/* Say whether an operation waits for the copy into its image; a copy that failed ends the wait. */
+static bool dtrain__copying_in(dtrain__engine *comm, const dtrain__work *work)
+{
+    bool done;
+    if (!comm->staged || work->state != DTRAIN__QUEUED) return false;
+    const dtrain_result result = dtrain__copied_in(comm, work, &done);
+    if (result != DTRAIN_OK) (void)dtrain__engine_give_up(comm, result);
+    return !done;
+}
+
 /* Move everything in flight, oldest first. */
 static void dtrain__engine_advance(dtrain__engine *comm)
 {
@@ -8695,7 +8706,7 @@ static void dtrain__engine_advance(dtrain__engine *comm)
     while (!comm->failed && *link) {
         dtrain__work *work = *link;
         if (!oldest) oldest = work->sequence;
-        if (comm->staged && work->state == DTRAIN__QUEUED && !dtrain__copied_in(comm, work))
+        if (dtrain__copying_in(comm, work))
             return; /* the copies of later ones come after it on the copy stream */
         const bool done = work->sequence ? dtrain__collective_advance(comm, work, oldest)
                                          : dtrain__message_advance(comm, work);
@@ -8929,7 +8940,7 @@ static dtrain_result dtrain__engine_timeout(dtrain__engine *comm, const dtrain__
     const double seconds = 1e-9 * (double)world->timeout_ns;
     const uint64_t now = dtrain__now_ns();
     dtrain__describe(&work->shown, work->sequence, name, sizeof name);
-    if (comm->staged && waited->state == DTRAIN__QUEUED && !dtrain__copied_in(comm, waited))
+    if (dtrain__copying_in(comm, waited))
         return dtrain__engine_failf(
             comm, DTRAIN_ERROR_TIMEOUT,
             "the device did not finish the work before a collective in %.1f s", seconds);
@@ -9654,14 +9665,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work
                         dtrain__send_bytes(what, comm->base.size), DTRAIN_COPY_DEVICE_TO_HOST);
 }
 
-/* Say whether the copy into the image has ended. */
-DTRAIN__PRIVATE bool dtrain__copied_in(dtrain__engine *comm, const dtrain__work *work)
+/* Set *done to whether the copy into the image has ended. */
+DTRAIN__PRIVATE dtrain_result dtrain__copied_in(dtrain__engine *comm, const dtrain__work *work,
+                                                bool *done)
 {
     dtrain_device *device = comm->base.world->device;
-    bool done = true;
-    const dtrain_result result = DTRAIN__ORDER(device, event_query, work->bounce->copied, &done);
-    if (result != DTRAIN_OK) (void)dtrain__engine_fail(&comm->base, result, dtrain_last_error());
-    return done;
+    *done = true;
+    return DTRAIN__ORDER(device, event_query, work->bounce->copied, done);
 }
 
 /* Start the copy out of the image, when the transport is done. */
@@ -11261,6 +11271,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
 
 /* launch/explain.c */
 DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain_result result);
+DTRAIN__PRIVATE void dtrain__explain_text(const dtrain__launch *launch, dtrain_result result,
+                                          char *text, size_t room);
 
 /* launch/restart.c */
 DTRAIN__PRIVATE bool dtrain__restarts_next(dtrain__restarts *r, uint64_t announced,
@@ -11728,6 +11740,26 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     }
     if (result != DTRAIN_OK) dtrain__write_error_file(dtrain_last_error());
     return result;
+}
+
+DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, char *text,
+                                               size_t room, dtrain_launch_place *place)
+{
+    dtrain__launch launch;
+    if (place) memset(place, 0, sizeof *place);
+    if (!text != !room)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch_explain: text is %s",
+                           text ? "0 bytes" : "NULL");
+    memset(&launch, 0, sizeof launch);
+    if (text) text[0] = 0;
+    const dtrain_result result = dtrain__resolve_launch(&launch, desc);
+    if (text) dtrain__explain_text(&launch, result, text, room);
+    if (!place || result != DTRAIN_OK) return result;
+    place->rank_count = launch.place.size;
+    place->first_rank = launch.place.rank;
+    place->started_count = (int)launch.desc.rank_count;
+    place->host_rank_count = launch.is_rank ? launch.place.local_size : place->started_count;
+    return DTRAIN_OK;
 }
 
 /* ================================================================================================
@@ -12429,25 +12461,12 @@ DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain
         dtrain__log_to(&log, DTRAIN_LOG_INFO, "launch: %.*s", (int)(end - line), line);
 }
 
-DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, char *text,
-                                               size_t room, dtrain_launch_place *place)
+/* Write what a launch makes of its environment into text (room). */
+DTRAIN__PRIVATE void dtrain__explain_text(const dtrain__launch *launch, dtrain_result result,
+                                          char *text, size_t room)
 {
     dtrain__lines e = {text, room, 0};
-    dtrain__launch launch;
-    if (place) memset(place, 0, sizeof *place);
-    if (!text != !room)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch_explain: text is %s",
-                           text ? "0 bytes" : "NULL");
-    memset(&launch, 0, sizeof launch);
-    if (text) text[0] = 0;
-    const dtrain_result result = dtrain__resolve_launch(&launch, desc);
-    if (text) dtrain__explain(&e, &launch, result);
-    if (!place || result != DTRAIN_OK) return result;
-    place->rank_count = launch.place.size;
-    place->first_rank = launch.place.rank;
-    place->started_count = (int)launch.desc.rank_count;
-    place->host_rank_count = launch.is_rank ? launch.place.local_size : place->started_count;
-    return DTRAIN_OK;
+    dtrain__explain(&e, launch, result);
 }
 
 /* ================================================================================================
@@ -18105,6 +18124,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_convert(dtrain_device *device, int64_
 DTRAIN__PRIVATE dtrain_result dtrain__tape_add(dtrain_device *device, int64_t count, const void *x,
                                                uint32_t x_dtype, const void *y, uint32_t y_dtype,
                                                void *out);
+DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, const void *x,
+                                             uint32_t dtype, int64_t count, double scale,
+                                             const float *factor);
 
 /* tape/layers.c */
 DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args);
@@ -18113,9 +18135,6 @@ DTRAIN__PRIVATE void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, 
 
 /* tape/elementwise.c */
 DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op);
-DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, const void *x,
-                                             uint32_t dtype, int64_t count, double scale,
-                                             const float *factor);
 
 /* The descriptor dtrain__<op>_op of a built-in operation, made of dtrain__<functions>_prepare,
  * _forward and _backward. The macro names the fields: C++17 has no designators. Ends with its last
@@ -18903,6 +18922,23 @@ DTRAIN_API void *dtrain_op_save(dtrain_op *op, dtrain_dtype dtype, int64_t count
     dtrain_node *node = (dtrain_node *)op;
     node->saves = true;
     return dtrain__take_data(op->tape, node, count, dtype);
+}
+
+/* Set out (1) to scale * sum of x (count), times factor[0] where there is a factor. Added up in
+ * double: a float sum over many rows would lose digits of the loss. */
+DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, const void *x,
+                                             uint32_t dtype, int64_t count, double scale,
+                                             const float *factor)
+{
+    dtrain_sum_args args;
+    memset(&args, 0, sizeof args);
+    args.count = count;
+    args.scale = scale;
+    args.x = x;
+    args.out = (float *)out;
+    args.dtype = (dtrain_dtype)dtype;
+    args.factor = factor;
+    return device->ops->sum(device, &args);
 }
 
 /* Write a shape, "(6, 16)", with "any" for -1, to a text of the caller's, so that one sentence can
@@ -20797,23 +20833,6 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
 /* ---- Sum and mean
  *
  * y = factor * sum of x, with factor 1 or one over the count. */
-
-/* Set out (1) to scale * sum of x (count), times factor[0] where there is a factor. Added up in
- * double: a float sum over many rows would lose digits of the loss. */
-DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, const void *x,
-                                             uint32_t dtype, int64_t count, double scale,
-                                             const float *factor)
-{
-    dtrain_sum_args args;
-    memset(&args, 0, sizeof args);
-    args.count = count;
-    args.scale = scale;
-    args.x = x;
-    args.out = (float *)out;
-    args.dtype = (dtrain_dtype)dtype;
-    args.factor = factor;
-    return device->ops->sum(device, &args);
-}
 
 static dtrain_result dtrain__sum_prepare(dtrain_op *op)
 {
@@ -35076,18 +35095,16 @@ typedef struct dtrain__conv {
     int32_t *order; /* (2, taps) of scratch: as they are, and of a class */
 } dtrain__conv;
 
-/* device/cpu/launch_convolution.c */
-DTRAIN__PRIVATE dtrain__conv_weight dtrain__conv_weights(const dtrain__conv *conv, bool out_first);
-DTRAIN__PRIVATE void dtrain__conv_images(const dtrain__conv *conv, bool input,
-                                         dtrain__patches *from, dtrain__patches *to);
-
 /* device/cpu/launch_winograd.c */
 DTRAIN__PRIVATE bool dtrain__winograd_fits(const dtrain__conv *conv);
 DTRAIN__PRIVATE int64_t dtrain__winograd_floats(const dtrain__conv *conv);
-DTRAIN__PRIVATE dtrain_result dtrain__winograd_forward(const dtrain__conv *conv);
-DTRAIN__PRIVATE dtrain_result dtrain__winograd_input_grad(const dtrain__conv *conv, void *d_x,
+DTRAIN__PRIVATE dtrain_result dtrain__winograd_forward(const dtrain__conv *conv,
+                                                       const dtrain__conv_weight *weight);
+DTRAIN__PRIVATE dtrain_result dtrain__winograd_input_grad(const dtrain__conv *conv,
+                                                          dtrain__conv_weight weight, void *d_x,
                                                           dtrain_dtype x_dtype, bool accumulate);
 DTRAIN__PRIVATE dtrain_result dtrain__winograd_weight_grad(const dtrain__conv *conv,
+                                                           dtrain__conv_weight weight,
                                                            float *d_weight, bool accumulate);
 
 static size_t dtrain__conv_bytes(dtrain_dtype dtype) { return dtype == DTRAIN_DTYPE_F32 ? 4 : 2; }
@@ -35192,7 +35209,7 @@ static dtrain_result dtrain__conv_scratch(dtrain__conv *conv, int64_t floats, in
 }
 
 /* Describe a weight (out, in, taps) as (outer, inner): (in, out), or (out, in). */
-DTRAIN__PRIVATE dtrain__conv_weight dtrain__conv_weights(const dtrain__conv *conv, bool out_first)
+static dtrain__conv_weight dtrain__conv_weights(const dtrain__conv *conv, bool out_first)
 {
     dtrain__conv_weight weight;
     memset(&weight, 0, sizeof weight);
@@ -35206,27 +35223,6 @@ DTRAIN__PRIVATE dtrain__conv_weight dtrain__conv_weights(const dtrain__conv *con
     weight.outer_stride = conv->taps * (out_first ? conv->in : 1);
     weight.inner_stride = conv->taps * (out_first ? 1 : conv->in);
     return weight;
-}
-
-/* Describe the images that patches read and make; input: of the input gradient, which
- * reads images like y and makes images like x. */
-DTRAIN__PRIVATE void dtrain__conv_images(const dtrain__conv *conv, bool input,
-                                         dtrain__patches *from, dtrain__patches *to)
-{
-    const dtrain_windows2d *w = &conv->windows;
-    dtrain__windows *x = input ? &to->windows : &from->windows;
-    dtrain__windows *y = input ? &from->windows : &to->windows;
-    x->height = w->height;
-    x->width = w->width;
-    x->channels = conv->in_all;
-    x->depth = conv->in;
-    y->height = w->out_height;
-    y->width = w->out_width;
-    y->channels = conv->out_all;
-    y->depth = conv->out;
-    from->data = (void *)(uintptr_t)(input ? conv->d_y : conv->x);
-    to->data = (void *)(uintptr_t)conv->d_y;
-    from->dtype = to->dtype = conv->dtype;
 }
 
 static dtrain_result dtrain__conv_pack(const dtrain__conv *conv, const dtrain__conv_weight *weight)
@@ -35303,7 +35299,7 @@ static dtrain_result dtrain__conv_forward(const dtrain__conv *conv, int64_t rese
     const dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
     dtrain_gemm_args args;
     dtrain__gemm_call product;
-    if (conv->patches) return dtrain__winograd_forward(conv);
+    if (conv->patches) return dtrain__winograd_forward(conv, &weight);
     DTRAIN__TRY(dtrain__conv_pack(conv, &weight));
     memset(&args, 0, sizeof args);
     args.m = conv->pixels;
@@ -35333,7 +35329,7 @@ static dtrain_result dtrain__conv_weight_grad(const dtrain__conv *conv, int64_t 
     dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
     dtrain_gemm_args args;
     dtrain__gemm_call product;
-    if (conv->patches) return dtrain__winograd_weight_grad(conv, d_weight, accumulate);
+    if (conv->patches) return dtrain__winograd_weight_grad(conv, weight, d_weight, accumulate);
     memset(&args, 0, sizeof args);
     args.m = conv->taps * conv->in;
     args.n = args.ldc = conv->out;
@@ -35528,7 +35524,8 @@ static dtrain_result dtrain__group_backward(const dtrain__conv *conv, int64_t re
             dtrain__conv_weight_grad(conv, reserve, args->d_weight, args->accumulate_weight));
     if (!args->d_x) return DTRAIN_OK;
     if (conv->patches)
-        return dtrain__winograd_input_grad(conv, args->d_x, args->x_dtype, args->accumulate_x);
+        return dtrain__winograd_input_grad(conv, dtrain__conv_weights(conv, true), args->d_x,
+                                           args->x_dtype, args->accumulate_x);
     const int64_t height = conv->windows.height, width = conv->windows.width;
     for (rest[0] = 0; rest[0] < conv->windows.stride[0] && rest[0] < height; rest[0]++)
         for (rest[1] = 0; rest[1] < conv->windows.stride[1] && rest[1] < width; rest[1]++)
@@ -35688,6 +35685,27 @@ static void dtrain__patches_describe(dtrain__windows *w, int side, const int64_t
     }
 }
 
+/* Describe the images that patches read and make; input: of the input gradient, which
+ * reads images like y and makes images like x. */
+static void dtrain__conv_images(const dtrain__conv *conv, bool input, dtrain__patches *from,
+                                dtrain__patches *to)
+{
+    const dtrain_windows2d *w = &conv->windows;
+    dtrain__windows *x = input ? &to->windows : &from->windows;
+    dtrain__windows *y = input ? &from->windows : &to->windows;
+    x->height = w->height;
+    x->width = w->width;
+    x->channels = conv->in_all;
+    x->depth = conv->in;
+    y->height = w->out_height;
+    y->width = w->out_width;
+    y->channels = conv->out_all;
+    y->depth = conv->out;
+    from->data = (void *)(uintptr_t)(input ? conv->d_y : conv->x);
+    to->data = (void *)(uintptr_t)conv->d_y;
+    from->dtype = to->dtype = conv->dtype;
+}
+
 /* Describe what forward and weight gradient have in common; input: the input gradient, which reads
  * images like y and makes images like x. */
 static dtrain__winograd dtrain__winograd_make(const dtrain__conv *conv, bool input)
@@ -35726,19 +35744,19 @@ static dtrain_result dtrain__winograd_run(const dtrain__conv *conv, const dtrain
     return dtrain__job_run(conv->cpu, &job, kernels->winograd, conv->pixels * conv->in * conv->out);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__winograd_forward(const dtrain__conv *conv)
+DTRAIN__PRIVATE dtrain_result dtrain__winograd_forward(const dtrain__conv *conv,
+                                                       const dtrain__conv_weight *weight)
 {
-    const dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
     dtrain__winograd a = dtrain__winograd_make(conv, false);
     a.bias = conv->bias;
-    return dtrain__winograd_run(conv, &a, &weight);
+    return dtrain__winograd_run(conv, &a, weight);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__winograd_input_grad(const dtrain__conv *conv, void *d_x,
+DTRAIN__PRIVATE dtrain_result dtrain__winograd_input_grad(const dtrain__conv *conv,
+                                                          dtrain__conv_weight weight, void *d_x,
                                                           dtrain_dtype x_dtype, bool accumulate)
 {
     static const int32_t reverse[9] = {8, 7, 6, 5, 4, 3, 2, 1, 0};
-    dtrain__conv_weight weight = dtrain__conv_weights(conv, true);
     dtrain__winograd a = dtrain__winograd_make(conv, true);
     weight.order = reverse;
     a.to.data = (char *)d_x + dtrain_dtype_bytes(x_dtype) * (size_t)(conv->group * conv->in);
@@ -35748,10 +35766,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__winograd_input_grad(const dtrain__conv *co
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__winograd_weight_grad(const dtrain__conv *conv,
+                                                           dtrain__conv_weight weight,
                                                            float *d_weight, bool accumulate)
 {
     const dtrain__kernels *kernels = conv->cpu->kernels;
-    dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
     dtrain__winograd a = dtrain__winograd_make(conv, false);
     dtrain__job job = dtrain__job_make(&a, 0, 1, conv->dtype);
     job.chunk = dtrain__winograd_chunk(conv, &weight.parts);

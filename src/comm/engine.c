@@ -156,6 +156,16 @@ static bool dtrain__message_advance(dtrain__engine *comm, dtrain__work *work)
     return comm->transport->message(comm, work);
 }
 
+/* Say whether an operation waits for the copy into its image; a copy that failed ends the wait. */
+static bool dtrain__copying_in(dtrain__engine *comm, const dtrain__work *work)
+{
+    bool done;
+    if (!comm->staged || work->state != DTRAIN__QUEUED) return false;
+    const dtrain_result result = dtrain__copied_in(comm, work, &done);
+    if (result != DTRAIN_OK) (void)dtrain__engine_give_up(comm, result);
+    return !done;
+}
+
 /* Move everything in flight, oldest first. */
 static void dtrain__engine_advance(dtrain__engine *comm)
 {
@@ -166,7 +176,7 @@ static void dtrain__engine_advance(dtrain__engine *comm)
     while (!comm->failed && *link) {
         dtrain__work *work = *link;
         if (!oldest) oldest = work->sequence;
-        if (comm->staged && work->state == DTRAIN__QUEUED && !dtrain__copied_in(comm, work))
+        if (dtrain__copying_in(comm, work))
             return; /* the copies of later ones come after it on the copy stream */
         const bool done = work->sequence ? dtrain__collective_advance(comm, work, oldest)
                                          : dtrain__message_advance(comm, work);
@@ -400,7 +410,7 @@ static dtrain_result dtrain__engine_timeout(dtrain__engine *comm, const dtrain__
     const double seconds = 1e-9 * (double)world->timeout_ns;
     const uint64_t now = dtrain__now_ns();
     dtrain__describe(&work->shown, work->sequence, name, sizeof name);
-    if (comm->staged && waited->state == DTRAIN__QUEUED && !dtrain__copied_in(comm, waited))
+    if (dtrain__copying_in(comm, waited))
         return dtrain__engine_failf(
             comm, DTRAIN_ERROR_TIMEOUT,
             "the device did not finish the work before a collective in %.1f s", seconds);

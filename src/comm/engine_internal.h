@@ -167,7 +167,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain_
 
 /* comm/staged.c */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work *work);
-DTRAIN__PRIVATE bool dtrain__copied_in(dtrain__engine *comm, const dtrain__work *work);
+DTRAIN__PRIVATE dtrain_result dtrain__copied_in(dtrain__engine *comm, const dtrain__work *work,
+                                                bool *done);
 DTRAIN__PRIVATE dtrain_result dtrain__copy_out(dtrain__engine *comm, dtrain__work *work);
 DTRAIN__PRIVATE dtrain_result dtrain__after_copy_out(dtrain__engine *comm, dtrain__work *work);
 DTRAIN__PRIVATE void dtrain__bounce_free(dtrain__engine *comm, dtrain__work *work);

@@ -139,14 +139,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work
                         dtrain__send_bytes(what, comm->base.size), DTRAIN_COPY_DEVICE_TO_HOST);
 }
 
-/* Say whether the copy into the image has ended. */
-DTRAIN__PRIVATE bool dtrain__copied_in(dtrain__engine *comm, const dtrain__work *work)
+/* Set *done to whether the copy into the image has ended. */
+DTRAIN__PRIVATE dtrain_result dtrain__copied_in(dtrain__engine *comm, const dtrain__work *work,
+                                                bool *done)
 {
     dtrain_device *device = comm->base.world->device;
-    bool done = true;
-    const dtrain_result result = DTRAIN__ORDER(device, event_query, work->bounce->copied, &done);
-    if (result != DTRAIN_OK) (void)dtrain__engine_fail(&comm->base, result, dtrain_last_error());
-    return done;
+    *done = true;
+    return DTRAIN__ORDER(device, event_query, work->bounce->copied, done);
 }
 
 /* Start the copy out of the image, when the transport is done. */

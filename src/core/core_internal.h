@@ -43,6 +43,7 @@ DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data
 
 /* core/result.c */
 DTRAIN__PRIVATE int dtrain__rank_of_thread(void);
+DTRAIN__PRIVATE const char *dtrain__bare(const char *text);
 DTRAIN__PRIVATE void dtrain__set_thread_rank(int rank);
 DTRAIN__PRIVATE void dtrain__set_last_error(const char *text);
 

@@ -49,3 +49,11 @@ DTRAIN_API dtrain_result dtrain_fail(dtrain_result code, const char *format, ...
     memcpy(dtrain__error_text, text, sizeof text);
     return code;
 }
+
+/* Skip the "rank 3: " of an error sentence, because dtrain_fail puts it in front again. */
+DTRAIN__PRIVATE const char *dtrain__bare(const char *text)
+{
+    char prefix[32];
+    snprintf(prefix, sizeof prefix, "rank %d: ", dtrain__thread_rank);
+    return strncmp(text, prefix, strlen(prefix)) == 0 ? text + strlen(prefix) : text;
+}

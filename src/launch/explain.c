@@ -135,23 +135,10 @@ DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain
         dtrain__log_to(&log, DTRAIN_LOG_INFO, "launch: %.*s", (int)(end - line), line);
 }
 
-DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, char *text,
-                                               size_t room, dtrain_launch_place *place)
+/* Write what a launch makes of its environment into text (room). */
+DTRAIN__PRIVATE void dtrain__explain_text(const dtrain__launch *launch, dtrain_result result,
+                                          char *text, size_t room)
 {
     dtrain__lines e = {text, room, 0};
-    dtrain__launch launch;
-    if (place) memset(place, 0, sizeof *place);
-    if (!text != !room)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch_explain: text is %s",
-                           text ? "0 bytes" : "NULL");
-    memset(&launch, 0, sizeof launch);
-    if (text) text[0] = 0;
-    const dtrain_result result = dtrain__resolve_launch(&launch, desc);
-    if (text) dtrain__explain(&e, &launch, result);
-    if (!place || result != DTRAIN_OK) return result;
-    place->rank_count = launch.place.size;
-    place->first_rank = launch.place.rank;
-    place->started_count = (int)launch.desc.rank_count;
-    place->host_rank_count = launch.is_rank ? launch.place.local_size : place->started_count;
-    return DTRAIN_OK;
+    dtrain__explain(&e, launch, result);
 }

@@ -484,3 +484,23 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     if (result != DTRAIN_OK) dtrain__write_error_file(dtrain_last_error());
     return result;
 }
+
+DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, char *text,
+                                               size_t room, dtrain_launch_place *place)
+{
+    dtrain__launch launch;
+    if (place) memset(place, 0, sizeof *place);
+    if (!text != !room)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch_explain: text is %s",
+                           text ? "0 bytes" : "NULL");
+    memset(&launch, 0, sizeof launch);
+    if (text) text[0] = 0;
+    const dtrain_result result = dtrain__resolve_launch(&launch, desc);
+    if (text) dtrain__explain_text(&launch, result, text, room);
+    if (!place || result != DTRAIN_OK) return result;
+    place->rank_count = launch.place.size;
+    place->first_rank = launch.place.rank;
+    place->started_count = (int)launch.desc.rank_count;
+    place->host_rank_count = launch.is_rank ? launch.place.local_size : place->started_count;
+    return DTRAIN_OK;
+}

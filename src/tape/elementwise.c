@@ -146,23 +146,6 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
  *
  * y = factor * sum of x, with factor 1 or one over the count. */
 
-/* Set out (1) to scale * sum of x (count), times factor[0] where there is a factor. Added up in
- * double: a float sum over many rows would lose digits of the loss. */
-DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, const void *x,
-                                             uint32_t dtype, int64_t count, double scale,
-                                             const float *factor)
-{
-    dtrain_sum_args args;
-    memset(&args, 0, sizeof args);
-    args.count = count;
-    args.scale = scale;
-    args.x = x;
-    args.out = (float *)out;
-    args.dtype = (dtrain_dtype)dtype;
-    args.factor = factor;
-    return device->ops->sum(device, &args);
-}
-
 static dtrain_result dtrain__sum_prepare(dtrain_op *op)
 {
     const int64_t shape[1] = {1};

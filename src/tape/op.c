@@ -325,6 +325,23 @@ DTRAIN_API void *dtrain_op_save(dtrain_op *op, dtrain_dtype dtype, int64_t count
     return dtrain__take_data(op->tape, node, count, dtype);
 }
 
+/* Set out (1) to scale * sum of x (count), times factor[0] where there is a factor. Added up in
+ * double: a float sum over many rows would lose digits of the loss. */
+DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, const void *x,
+                                             uint32_t dtype, int64_t count, double scale,
+                                             const float *factor)
+{
+    dtrain_sum_args args;
+    memset(&args, 0, sizeof args);
+    args.count = count;
+    args.scale = scale;
+    args.x = x;
+    args.out = (float *)out;
+    args.dtype = (dtrain_dtype)dtype;
+    args.factor = factor;
+    return device->ops->sum(device, &args);
+}
+
 /* Write a shape, "(6, 16)", with "any" for -1, to a text of the caller's, so that one sentence can
  * have several. */
 DTRAIN__PRIVATE const char *dtrain__shape_text(const int64_t shape[4], char *text)

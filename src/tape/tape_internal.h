@@ -205,6 +205,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_convert(dtrain_device *device, int64_
 DTRAIN__PRIVATE dtrain_result dtrain__tape_add(dtrain_device *device, int64_t count, const void *x,
                                                uint32_t x_dtype, const void *y, uint32_t y_dtype,
                                                void *out);
+DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, const void *x,
+                                             uint32_t dtype, int64_t count, double scale,
+                                             const float *factor);
 
 /* tape/layers.c */
 DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args);
@@ -213,9 +216,6 @@ DTRAIN__PRIVATE void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, 
 
 /* tape/elementwise.c */
 DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op);
-DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, const void *x,
-                                             uint32_t dtype, int64_t count, double scale,
-                                             const float *factor);
 
 /* The descriptor dtrain__<op>_op of a built-in operation, made of dtrain__<functions>_prepare,
  * _forward and _backward. The macro names the fields: C++17 has no designators. Ends with its last

@@ -59,14 +59,6 @@ DTRAIN__PRIVATE void dtrain__describe_end(const dtrain__control *control, int ra
                  dtrain__signal_name(end->value));
 }
 
-/* Skip the "rank 3: " of an error sentence, because dtrain_fail puts it in front again. */
-DTRAIN__PRIVATE const char *dtrain__bare(const char *text)
-{
-    char prefix[32];
-    snprintf(prefix, sizeof prefix, "rank %d: ", dtrain__rank_of_thread());
-    return strncmp(text, prefix, strlen(prefix)) == 0 ? text + strlen(prefix) : text;
-}
-
 /* Return the rank that failed first, -1 for none. The first exit record may be that of a rank that
  * failed because another one had failed and only ended earlier: its `after` names the cause. */
 DTRAIN__PRIVATE int dtrain__first_failure(const dtrain__control *control)

@@ -173,7 +173,6 @@ DTRAIN__PRIVATE int dtrain__node_ranks(const dtrain_world *world);
 DTRAIN__PRIVATE const char *dtrain__signal_name(int number);
 DTRAIN__PRIVATE void dtrain__describe_end(const dtrain__control *control, int rank, char *text,
                                           size_t room);
-DTRAIN__PRIVATE const char *dtrain__bare(const char *text);
 DTRAIN__PRIVATE void dtrain__record_end(dtrain__control *control, int rank, dtrain__end how,
                                         int value, const char *error);
 DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank);

@@ -23,16 +23,14 @@ typedef struct dtrain__conv {
     int32_t *order; /* (2, taps) of scratch: as they are, and of a class */
 } dtrain__conv;
 
-/* device/cpu/launch_convolution.c */
-DTRAIN__PRIVATE dtrain__conv_weight dtrain__conv_weights(const dtrain__conv *conv, bool out_first);
-DTRAIN__PRIVATE void dtrain__conv_images(const dtrain__conv *conv, bool input,
-                                         dtrain__patches *from, dtrain__patches *to);
-
 /* device/cpu/launch_winograd.c */
 DTRAIN__PRIVATE bool dtrain__winograd_fits(const dtrain__conv *conv);
 DTRAIN__PRIVATE int64_t dtrain__winograd_floats(const dtrain__conv *conv);
-DTRAIN__PRIVATE dtrain_result dtrain__winograd_forward(const dtrain__conv *conv);
-DTRAIN__PRIVATE dtrain_result dtrain__winograd_input_grad(const dtrain__conv *conv, void *d_x,
+DTRAIN__PRIVATE dtrain_result dtrain__winograd_forward(const dtrain__conv *conv,
+                                                       const dtrain__conv_weight *weight);
+DTRAIN__PRIVATE dtrain_result dtrain__winograd_input_grad(const dtrain__conv *conv,
+                                                          dtrain__conv_weight weight, void *d_x,
                                                           dtrain_dtype x_dtype, bool accumulate);
 DTRAIN__PRIVATE dtrain_result dtrain__winograd_weight_grad(const dtrain__conv *conv,
+                                                           dtrain__conv_weight weight,
                                                            float *d_weight, bool accumulate);

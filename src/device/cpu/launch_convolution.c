@@ -130,7 +130,7 @@ static dtrain_result dtrain__conv_scratch(dtrain__conv *conv, int64_t floats, in
 }
 
 /* Describe a weight (out, in, taps) as (outer, inner): (in, out), or (out, in). */
-DTRAIN__PRIVATE dtrain__conv_weight dtrain__conv_weights(const dtrain__conv *conv, bool out_first)
+static dtrain__conv_weight dtrain__conv_weights(const dtrain__conv *conv, bool out_first)
 {
     dtrain__conv_weight weight;
     memset(&weight, 0, sizeof weight);
@@ -144,27 +144,6 @@ DTRAIN__PRIVATE dtrain__conv_weight dtrain__conv_weights(const dtrain__conv *con
     weight.outer_stride = conv->taps * (out_first ? conv->in : 1);
     weight.inner_stride = conv->taps * (out_first ? 1 : conv->in);
     return weight;
-}
-
-/* Describe the images that patches read and make; input: of the input gradient, which
- * reads images like y and makes images like x. */
-DTRAIN__PRIVATE void dtrain__conv_images(const dtrain__conv *conv, bool input,
-                                         dtrain__patches *from, dtrain__patches *to)
-{
-    const dtrain_windows2d *w = &conv->windows;
-    dtrain__windows *x = input ? &to->windows : &from->windows;
-    dtrain__windows *y = input ? &from->windows : &to->windows;
-    x->height = w->height;
-    x->width = w->width;
-    x->channels = conv->in_all;
-    x->depth = conv->in;
-    y->height = w->out_height;
-    y->width = w->out_width;
-    y->channels = conv->out_all;
-    y->depth = conv->out;
-    from->data = (void *)(uintptr_t)(input ? conv->d_y : conv->x);
-    to->data = (void *)(uintptr_t)conv->d_y;
-    from->dtype = to->dtype = conv->dtype;
 }
 
 static dtrain_result dtrain__conv_pack(const dtrain__conv *conv, const dtrain__conv_weight *weight)
@@ -241,7 +220,7 @@ static dtrain_result dtrain__conv_forward(const dtrain__conv *conv, int64_t rese
     const dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
     dtrain_gemm_args args;
     dtrain__gemm_call product;
-    if (conv->patches) return dtrain__winograd_forward(conv);
+    if (conv->patches) return dtrain__winograd_forward(conv, &weight);
     DTRAIN__TRY(dtrain__conv_pack(conv, &weight));
     memset(&args, 0, sizeof args);
     args.m = conv->pixels;
@@ -271,7 +250,7 @@ static dtrain_result dtrain__conv_weight_grad(const dtrain__conv *conv, int64_t 
     dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
     dtrain_gemm_args args;
     dtrain__gemm_call product;
-    if (conv->patches) return dtrain__winograd_weight_grad(conv, d_weight, accumulate);
+    if (conv->patches) return dtrain__winograd_weight_grad(conv, weight, d_weight, accumulate);
     memset(&args, 0, sizeof args);
     args.m = conv->taps * conv->in;
     args.n = args.ldc = conv->out;
@@ -466,7 +445,8 @@ static dtrain_result dtrain__group_backward(const dtrain__conv *conv, int64_t re
             dtrain__conv_weight_grad(conv, reserve, args->d_weight, args->accumulate_weight));
     if (!args->d_x) return DTRAIN_OK;
     if (conv->patches)
-        return dtrain__winograd_input_grad(conv, args->d_x, args->x_dtype, args->accumulate_x);
+        return dtrain__winograd_input_grad(conv, dtrain__conv_weights(conv, true), args->d_x,
+                                           args->x_dtype, args->accumulate_x);
     const int64_t height = conv->windows.height, width = conv->windows.width;
     for (rest[0] = 0; rest[0] < conv->windows.stride[0] && rest[0] < height; rest[0]++)
         for (rest[1] = 0; rest[1] < conv->windows.stride[1] && rest[1] < width; rest[1]++)

@@ -108,6 +108,27 @@ static void dtrain__patches_describe(dtrain__windows *w, int side, const int64_t
     }
 }
 
+/* Describe the images that patches read and make; input: of the input gradient, which
+ * reads images like y and makes images like x. */
+static void dtrain__conv_images(const dtrain__conv *conv, bool input, dtrain__patches *from,
+                                dtrain__patches *to)
+{
+    const dtrain_windows2d *w = &conv->windows;
+    dtrain__windows *x = input ? &to->windows : &from->windows;
+    dtrain__windows *y = input ? &from->windows : &to->windows;
+    x->height = w->height;
+    x->width = w->width;
+    x->channels = conv->in_all;
+    x->depth = conv->in;
+    y->height = w->out_height;
+    y->width = w->out_width;
+    y->channels = conv->out_all;
+    y->depth = conv->out;
+    from->data = (void *)(uintptr_t)(input ? conv->d_y : conv->x);
+    to->data = (void *)(uintptr_t)conv->d_y;
+    from->dtype = to->dtype = conv->dtype;
+}
+
 /* Describe what forward and weight gradient have in common; input: the input gradient, which reads
  * images like y and makes images like x. */
 static dtrain__winograd dtrain__winograd_make(const dtrain__conv *conv, bool input)
@@ -146,19 +167,19 @@ static dtrain_result dtrain__winograd_run(const dtrain__conv *conv, const dtrain
     return dtrain__job_run(conv->cpu, &job, kernels->winograd, conv->pixels * conv->in * conv->out);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__winograd_forward(const dtrain__conv *conv)
+DTRAIN__PRIVATE dtrain_result dtrain__winograd_forward(const dtrain__conv *conv,
+                                                       const dtrain__conv_weight *weight)
 {
-    const dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
     dtrain__winograd a = dtrain__winograd_make(conv, false);
     a.bias = conv->bias;
-    return dtrain__winograd_run(conv, &a, &weight);
+    return dtrain__winograd_run(conv, &a, weight);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__winograd_input_grad(const dtrain__conv *conv, void *d_x,
+DTRAIN__PRIVATE dtrain_result dtrain__winograd_input_grad(const dtrain__conv *conv,
+                                                          dtrain__conv_weight weight, void *d_x,
                                                           dtrain_dtype x_dtype, bool accumulate)
 {
     static const int32_t reverse[9] = {8, 7, 6, 5, 4, 3, 2, 1, 0};
-    dtrain__conv_weight weight = dtrain__conv_weights(conv, true);
     dtrain__winograd a = dtrain__winograd_make(conv, true);
     weight.order = reverse;
     a.to.data = (char *)d_x + dtrain_dtype_bytes(x_dtype) * (size_t)(conv->group * conv->in);
@@ -168,10 +189,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__winograd_input_grad(const dtrain__conv *co
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__winograd_weight_grad(const dtrain__conv *conv,
+                                                           dtrain__conv_weight weight,
                                                            float *d_weight, bool accumulate)
 {
     const dtrain__kernels *kernels = conv->cpu->kernels;
-    dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
     dtrain__winograd a = dtrain__winograd_make(conv, false);
     dtrain__job job = dtrain__job_make(&a, 0, 1, conv->dtype);
     job.chunk = dtrain__winograd_chunk(conv, &weight.parts);
