@@ -148,6 +148,7 @@
        src/train/shuffle.c                  The shuffle
        src/train/data_internal.h            An open dataset, its files, and a loader of one
        src/train/dataset.c                  Datasets
+       src/train/batch.c                    The samples of a batch
        src/train/loader.c                   Loaders
        src/train/prefetch.c                 Threads that read batches ahead
        src/train/tokens.c                   Token files
@@ -11271,8 +11272,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
 
 /* launch/explain.c */
 DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain_result result);
-DTRAIN__PRIVATE void dtrain__explain_text(const dtrain__launch *launch, dtrain_result result,
-                                          char *text, size_t room);
+DTRAIN__PRIVATE void dtrain__explain(const dtrain__launch *launch, dtrain_result result, char *text,
+                                     size_t room);
 
 /* launch/restart.c */
 DTRAIN__PRIVATE bool dtrain__restarts_next(dtrain__restarts *r, uint64_t announced,
@@ -11753,7 +11754,7 @@ DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, c
     memset(&launch, 0, sizeof launch);
     if (text) text[0] = 0;
     const dtrain_result result = dtrain__resolve_launch(&launch, desc);
-    if (text) dtrain__explain_text(&launch, result, text, room);
+    if (text) dtrain__explain(&launch, result, text, room);
     if (!place || result != DTRAIN_OK) return result;
     place->rank_count = launch.place.size;
     place->first_rank = launch.place.rank;
@@ -12433,16 +12434,19 @@ static void dtrain__explain_ranks(dtrain__lines *e, const dtrain__launch *launch
                                              : "the launcher's name of the run, where it has one");
 }
 
-static void dtrain__explain(dtrain__lines *e, const dtrain__launch *launch, dtrain_result result)
+/* Write what a launch makes of its environment into text (room). */
+DTRAIN__PRIVATE void dtrain__explain(const dtrain__launch *launch, dtrain_result result, char *text,
+                                     size_t room)
 {
+    dtrain__lines e = {text, room, 0};
     const char *said[DTRAIN__FAMILIES];
     char why[DTRAIN__ERROR_BYTES];
     dtrain__placement place;
     snprintf(why, sizeof why, "%s", dtrain_last_error());
     (void)dtrain__recognise(getenv, &place, said);
-    dtrain__explain_families(e, getenv, said);
-    if (result == DTRAIN_OK) dtrain__explain_ranks(e, launch);
-    else dtrain__say(e, "refused", "%s", why);
+    dtrain__explain_families(&e, getenv, said);
+    if (result == DTRAIN_OK) dtrain__explain_ranks(&e, launch);
+    else dtrain__say(&e, "refused", "%s", why);
     dtrain__set_last_error(result == DTRAIN_OK ? "" : why);
 }
 
@@ -12453,20 +12457,11 @@ DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain
     const bool all = asked && strcmp(asked, "all") == 0;
     dtrain__log_sink log = launch->log;
     char text[8192], *line = text;
-    dtrain__lines e = {text, sizeof text, 0};
     if (!launch->desc.explain && !all && (!asked || strcmp(asked, "1") != 0)) return;
-    dtrain__explain(&e, launch, result);
+    dtrain__explain(launch, result, text, sizeof text);
     if (launch->is_rank && !all) log.rank = launch->place.rank; /* the info of -1 is always shown */
     for (char *end; (end = strchr(line, '\n')) != NULL; line = end + 1)
         dtrain__log_to(&log, DTRAIN_LOG_INFO, "launch: %.*s", (int)(end - line), line);
-}
-
-/* Write what a launch makes of its environment into text (room). */
-DTRAIN__PRIVATE void dtrain__explain_text(const dtrain__launch *launch, dtrain_result result,
-                                          char *text, size_t room)
-{
-    dtrain__lines e = {text, room, 0};
-    dtrain__explain(&e, launch, result);
 }
 
 /* ================================================================================================
@@ -22369,7 +22364,7 @@ struct dtrain_loader {
 DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int64_t first,
                                                    int64_t count, void *items, int32_t *labels);
 
-/* train/loader.c */
+/* train/batch.c */
 DTRAIN__PRIVATE void dtrain__loader_deal(dtrain_loader *loader, uint64_t seed, uint64_t position,
                                          dtrain__pick *picks);
 DTRAIN__PRIVATE dtrain_result dtrain__loader_read(const dtrain_loader *loader,
@@ -22635,10 +22630,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int6
 }
 
 /* ================================================================================================
- * src/train/loader.c
+ * src/train/batch.c
  * ==============================================================================================*/
 
-/* Loaders
+/* The samples of a batch
  *
  * A loader cuts tokens into windows that share one border token (target of one, input of the next).
  * When shuffling, the grid moves by a new shift every epoch, so that a token is not always seen
@@ -22654,36 +22649,23 @@ DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int6
  * to save. Windows per epoch: (tokens - 1) / sequence in order; shuffled, one fewer at least, so
  * that every shift in [0, sequence) leaves them room (but never fewer than one). Where items are
  * samples, each is a window of its own, and there is no shift. With drop_last an epoch has the
- * largest number of windows that B R divides.
- *
- * A batch is made in two steps. It is dealt: its samples are looked up, in order, because that may
- * enter an epoch. Then it is read, which changes nothing of the loader. So threads may read batches
- * ahead (prefetch.c), and all batches stay the same. */
+ * largest number of windows that B R divides. */
 
 #define DTRAIN__STREAM_LOADER UINT64_C(0x6c6f61646572) /* Philox stream of the shifts */
-#define DTRAIN__MOST_WORKERS 64
-#define DTRAIN__MOST_PREFETCH 65536
-#define DTRAIN__NEXT_TIMEOUT_NS \
-    UINT64_C(600000000000) /* without a world: ten minutes, as its default */
 
-static void dtrain__loader_enter(dtrain_loader *loader, uint64_t seed, uint64_t epoch);
-static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc);
-static dtrain_result dtrain__loader_plan(dtrain_loader *loader);
-static dtrain_result dtrain__loader_memory(dtrain_loader *loader);
-
-DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs, int32_t *targets)
+/* Set order and shift to those of `epoch`: O(windows), once per epoch. The samples of a batch come
+ * with growing k, so a batch across a border enters each epoch once. */
+static void dtrain__loader_enter(dtrain_loader *loader, uint64_t seed, uint64_t epoch)
 {
-    if (!loader || !inputs || (loader->desc.sequence && !targets))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_loader_next: loader, inputs or targets is NULL");
-    if (loader->prefetch) DTRAIN__TRY(dtrain__prefetch_take(loader, inputs, targets));
-    else {
-        dtrain__loader_deal(loader, loader->desc.seed, loader->position, loader->batches->picks);
-        DTRAIN__TRY(dtrain__loader_read(loader, loader->batches, inputs, targets));
-    }
-    /* only now, so that a call that failed can be repeated */
-    loader->position += loader->desc.batch * loader->ranks;
-    return DTRAIN_OK;
+    uint32_t random[4];
+    if (loader->entered && loader->epoch == epoch && loader->seed == seed) return;
+    dtrain__randperm(seed + epoch, loader->window_count, loader->order);
+    dtrain__philox(seed, DTRAIN__STREAM_LOADER, epoch, random);
+    uint64_t wide = (uint64_t)random[1] << 32 | random[0];
+    loader->shift = (int64_t)(wide % (uint64_t)loader->shift_count);
+    loader->epoch = epoch;
+    loader->seed = seed;
+    loader->entered = true;
 }
 
 /* List the samples of this rank's batch at `position`, entering their epochs. */
@@ -22701,21 +22683,6 @@ DTRAIN__PRIVATE void dtrain__loader_deal(dtrain_loader *loader, uint64_t seed, u
         const int64_t index = desc->in_order ? place : loader->order[place];
         picks[i].item = desc->first_item + loader->shift + index * stride;
     }
-}
-
-/* Set order and shift to those of `epoch`: O(windows), once per epoch. The samples of a batch come
- * with growing k, so a batch across a border enters each epoch once. */
-static void dtrain__loader_enter(dtrain_loader *loader, uint64_t seed, uint64_t epoch)
-{
-    uint32_t random[4];
-    if (loader->entered && loader->epoch == epoch && loader->seed == seed) return;
-    dtrain__randperm(seed + epoch, loader->window_count, loader->order);
-    dtrain__philox(seed, DTRAIN__STREAM_LOADER, epoch, random);
-    uint64_t wide = (uint64_t)random[1] << 32 | random[0];
-    loader->shift = (int64_t)(wide % (uint64_t)loader->shift_count);
-    loader->epoch = epoch;
-    loader->seed = seed;
-    loader->entered = true;
 }
 
 /* Read a sample with its label, and transform it into `output`. */
@@ -22756,6 +22723,42 @@ DTRAIN__PRIVATE dtrain_result dtrain__loader_read(const dtrain_loader *loader,
             DTRAIN__TRY(dtrain__sample_read(loader, pick, batch->scratch, to, label));
         }
     }
+    return DTRAIN_OK;
+}
+
+/* ================================================================================================
+ * src/train/loader.c
+ * ==============================================================================================*/
+
+/* Loaders
+ *
+ * A loader hands out this rank's batches, one after the other, and keeps one number: how many
+ * samples all ranks have taken. Which samples those are follows from it (batch.c). A batch is made
+ * in two steps. It is dealt: its samples are looked up, in order, because that may enter an epoch.
+ * Then it is read, which changes nothing of the loader. So threads may read batches ahead
+ * (prefetch.c), and all batches stay the same. */
+
+#define DTRAIN__MOST_WORKERS 64
+#define DTRAIN__MOST_PREFETCH 65536
+#define DTRAIN__NEXT_TIMEOUT_NS \
+    UINT64_C(600000000000) /* without a world: ten minutes, as its default */
+
+static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc);
+static dtrain_result dtrain__loader_plan(dtrain_loader *loader);
+static dtrain_result dtrain__loader_memory(dtrain_loader *loader);
+
+DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs, int32_t *targets)
+{
+    if (!loader || !inputs || (loader->desc.sequence && !targets))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_loader_next: loader, inputs or targets is NULL");
+    if (loader->prefetch) DTRAIN__TRY(dtrain__prefetch_take(loader, inputs, targets));
+    else {
+        dtrain__loader_deal(loader, loader->desc.seed, loader->position, loader->batches->picks);
+        DTRAIN__TRY(dtrain__loader_read(loader, loader->batches, inputs, targets));
+    }
+    /* only now, so that a call that failed can be repeated */
+    loader->position += loader->desc.batch * loader->ranks;
     return DTRAIN_OK;
 }
 

@@ -154,6 +154,7 @@ extern "C" {
 #if DTRAIN__LAYERS
 #include "train/shuffle.c"
 #include "train/dataset.c"
+#include "train/batch.c"
 #include "train/loader.c"
 #include "train/prefetch.c"
 #include "train/tokens.c"

@@ -107,16 +107,19 @@ static void dtrain__explain_ranks(dtrain__lines *e, const dtrain__launch *launch
                                              : "the launcher's name of the run, where it has one");
 }
 
-static void dtrain__explain(dtrain__lines *e, const dtrain__launch *launch, dtrain_result result)
+/* Write what a launch makes of its environment into text (room). */
+DTRAIN__PRIVATE void dtrain__explain(const dtrain__launch *launch, dtrain_result result, char *text,
+                                     size_t room)
 {
+    dtrain__lines e = {text, room, 0};
     const char *said[DTRAIN__FAMILIES];
     char why[DTRAIN__ERROR_BYTES];
     dtrain__placement place;
     snprintf(why, sizeof why, "%s", dtrain_last_error());
     (void)dtrain__recognise(getenv, &place, said);
-    dtrain__explain_families(e, getenv, said);
-    if (result == DTRAIN_OK) dtrain__explain_ranks(e, launch);
-    else dtrain__say(e, "refused", "%s", why);
+    dtrain__explain_families(&e, getenv, said);
+    if (result == DTRAIN_OK) dtrain__explain_ranks(&e, launch);
+    else dtrain__say(&e, "refused", "%s", why);
     dtrain__set_last_error(result == DTRAIN_OK ? "" : why);
 }
 
@@ -127,18 +130,9 @@ DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain
     const bool all = asked && strcmp(asked, "all") == 0;
     dtrain__log_sink log = launch->log;
     char text[8192], *line = text;
-    dtrain__lines e = {text, sizeof text, 0};
     if (!launch->desc.explain && !all && (!asked || strcmp(asked, "1") != 0)) return;
-    dtrain__explain(&e, launch, result);
+    dtrain__explain(launch, result, text, sizeof text);
     if (launch->is_rank && !all) log.rank = launch->place.rank; /* the info of -1 is always shown */
     for (char *end; (end = strchr(line, '\n')) != NULL; line = end + 1)
         dtrain__log_to(&log, DTRAIN_LOG_INFO, "launch: %.*s", (int)(end - line), line);
-}
-
-/* Write what a launch makes of its environment into text (room). */
-DTRAIN__PRIVATE void dtrain__explain_text(const dtrain__launch *launch, dtrain_result result,
-                                          char *text, size_t room)
-{
-    dtrain__lines e = {text, room, 0};
-    dtrain__explain(&e, launch, result);
 }

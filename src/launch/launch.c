@@ -496,7 +496,7 @@ DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, c
     memset(&launch, 0, sizeof launch);
     if (text) text[0] = 0;
     const dtrain_result result = dtrain__resolve_launch(&launch, desc);
-    if (text) dtrain__explain_text(&launch, result, text, room);
+    if (text) dtrain__explain(&launch, result, text, room);
     if (!place || result != DTRAIN_OK) return result;
     place->rank_count = launch.place.size;
     place->first_rank = launch.place.rank;

@@ -65,8 +65,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
 
 /* launch/explain.c */
 DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain_result result);
-DTRAIN__PRIVATE void dtrain__explain_text(const dtrain__launch *launch, dtrain_result result,
-                                          char *text, size_t room);
+DTRAIN__PRIVATE void dtrain__explain(const dtrain__launch *launch, dtrain_result result, char *text,
+                                     size_t room);
 
 /* launch/restart.c */
 DTRAIN__PRIVATE bool dtrain__restarts_next(dtrain__restarts *r, uint64_t announced,

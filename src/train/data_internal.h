@@ -97,7 +97,7 @@ struct dtrain_loader {
 DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int64_t first,
                                                    int64_t count, void *items, int32_t *labels);
 
-/* train/loader.c */
+/* train/batch.c */
 DTRAIN__PRIVATE void dtrain__loader_deal(dtrain_loader *loader, uint64_t seed, uint64_t position,
                                          dtrain__pick *picks);
 DTRAIN__PRIVATE dtrain_result dtrain__loader_read(const dtrain_loader *loader,
