@@ -5,6 +5,7 @@
 #   make mpi      the examples for CPUs of several hosts
 # Variables: CC, CXX, CFLAGS, BUILD (folder), CBLAS=1 (OpenBLAS instead of the built-in GEMM), MPICC, NVCC,
 # CUDA_ARCH ("90", "80 90", ...; default: the GPU of this machine, without one 80 and 90), NVCCFLAGS, PREFIX, DESTDIR,
+# V=1 (the commands in place of one short line for each; make -s prints neither),
 # LESS (tests that make test leaves out: "tests/test_comm emu/test_cuda_nccl"), FROM=src (programs are linked with the
 # objects of src/, which fewer and parallel compilations make, in place of dtrain.h as it is shipped).
 
@@ -17,6 +18,9 @@ STRICT  := -std=c99 -pedantic -Wall -Wextra -Wconversion -Werror
 LIBS    := -lm -lpthread $(if $(CBLAS),-lopenblas)
 DEFINES := $(if $(CBLAS),-DDTRAIN_USE_CBLAS)
 
+# A line of a recipe begins with $(call quiet,WORD,FILE): what is printed for it in place of its command.
+quiet = $(if $(filter-out 0,$(V)),,@$(if $(findstring s,$(firstword -$(MAKEFLAGS))),,$(info $()  $(1)  $(2))))
+
 # One job for each core; -j on the command line goes before.
 ifeq ($(MAKELEVEL),0)
 MAKEFLAGS += -j$(shell nproc 2>/dev/null || echo 1)
@@ -25,6 +29,7 @@ endif
 PROGRAMS  := $(wildcard examples/*.c) $(addprefix tools/,train_gpt/train_gpt.c simulate/simulate.c flight/flight.c trace/trace.c \
              report/report.c dtrain-run/dtrain-run.c)
 EXAMPLES  := $(patsubst %.c,$(BUILD)/%,$(notdir $(PROGRAMS)))
+TRAINING  := $(filter-out $(addprefix $(BUILD)/,simulate flight trace report dtrain-run),$(EXAMPLES))
 UNIT      := $(wildcard tests/unit/test_*.c) tests/nccl/test_nccl.c $(wildcard tests/fuzz/test_*.c)
 GPU       := $(wildcard tests/cuda/test_cuda_*.c)
 SOURCES   := $(shell find src -name '*.c' 2>/dev/null)
@@ -32,6 +37,7 @@ TESTS     := $(patsubst %.c,$(BUILD)/tests/%,$(notdir $(UNIT)))
 BENCHES   := $(patsubst bench/%.c,$(BUILD)/bench/%,$(wildcard bench/bench_*.c))
 
 examples: $(EXAMPLES)
+	@echo "$(words $(EXAMPLES)) programs are in $(BUILD)/. Try: make run, $(BUILD)/mlp, $(BUILD)/train_gpt --help, make help"
 
 help:
 	@echo "make            the examples, in $(BUILD)/"
@@ -62,6 +68,7 @@ help:
 	@echo "make dtrain.h dtrain_cuda.cu dtrain_nccl.h   joins them from src/"
 	@echo "make lint       formatting, walls between folders, joined files, warnings of other tools"
 	@echo "make clean      removes $(BUILD)/"
+	@echo "V=1             prints whole commands: make V=1"
 
 run: $(BUILD)/train_gpt
 	$(BUILD)/train_gpt $(ARGS)
@@ -117,11 +124,11 @@ bench-scaling: $(BUILD)/train_gpt $(BUILD)/bench/bench_scaling
 # sanitizer knows of a stack must not move to its own heap.
 asan: export ASAN_OPTIONS = detect_leaks=1:detect_stack_use_after_return=0
 asan:
-	$(MAKE) test FROM=src BUILD=$(BUILD)/asan SCRIPTS=tests/cli/test_examples.sh \
+	@$(MAKE) --no-print-directory test FROM=src BUILD=$(BUILD)/asan SCRIPTS=tests/cli/test_examples.sh \
 	  CFLAGS="-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
 # Ranks that are threads, and the threads of a rank, are what there is to look at; emulated kernels run on one thread.
 tsan:
-	$(MAKE) test FROM=src BUILD=$(BUILD)/tsan SCRIPTS= EXAMPLES= CFLAGS="-O1 -g1 -fsanitize=thread" \
+	@$(MAKE) --no-print-directory test FROM=src BUILD=$(BUILD)/tsan SCRIPTS= EXAMPLES= CFLAGS="-O1 -g1 -fsanitize=thread" \
 	  EMU_TESTS="$(addprefix $(BUILD)/tsan/emu/,test_cuda_ddp test_cuda_nccl)" \
 	  TESTS="$(addprefix $(BUILD)/tsan/tests/test_,comm faults flight calls launch restart restarts links nccl ddp strategies compression hook programs ranks_differ timeline \
 	    trainer loader gemm device sparse)"
@@ -133,7 +140,7 @@ valgrind: $(TESTS)
 FUZZERS := $(if $(shell command -v clang),$(patsubst %.c,$(BUILD)/fuzz/%,$(notdir $(wildcard tests/fuzz/fuzz_*.c))))
 FUZZED  := -O1 -g1 -DDTRAIN_NO_SIMD -fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=all
 fuzzers:
-	$(if $(FUZZERS),$(MAKE) FROM=src BUILD=$(BUILD)/fuzz CC=clang CFLAGS="$(FUZZED)" $(FUZZERS))
+	@$(if $(FUZZERS),$(MAKE) --no-print-directory FROM=src BUILD=$(BUILD)/fuzz CC=clang CFLAGS="$(FUZZED)" $(FUZZERS))
 fuzz: fuzzers
 	@BUILD=$(BUILD) sh tests/scripts/fuzz.sh
 # N random programs of a kind: make fuzz-programs N=10000
@@ -173,7 +180,8 @@ CUDA_ARCH ?= $(if $(shell nvidia-smi -L 2>/dev/null | grep ^GPU),native,80 90)
 ARCH = $(foreach a,$(CUDA_ARCH),$(if $(filter native,$a),-arch=native,-gencode=arch=compute_$a,code=sm_$a))
 NCCL = $(if $(shell echo '\#include <nccl.h>' | $(NVCC) $(NVCCFLAGS) -E -x cu - >/dev/null 2>&1 && echo yes),-DDTRAIN_USE_NCCL -ldl)
 
-cuda: $(patsubst $(BUILD)/%,$(BUILD)/cuda/%,$(EXAMPLES))
+cuda: $(TRAINING:$(BUILD)/%=$(BUILD)/cuda/%)
+	@echo "$(words $(TRAINING)) programs are in $(BUILD)/cuda/. Try: $(BUILD)/cuda/train_gpt --device cuda, make gpu-check"
 gpu-programs: cuda $(patsubst tests/cuda/%.c,$(BUILD)/cuda/%,$(filter-out tests/cuda/test_cuda_nccl.c,$(GPU))) \
               $(BUILD)/cuda/bench_kernels $(BUILD)/cuda/bench_train
 gpu-check gpu-bench:
@@ -181,7 +189,8 @@ gpu-check gpu-bench:
 
 # ---- MPI ------------------------------------------------------------------------------------------
 MPICC ?= mpicc
-mpi: $(patsubst $(BUILD)/%,$(BUILD)/mpi/%,$(EXAMPLES))
+mpi: $(TRAINING:$(BUILD)/%=$(BUILD)/mpi/%)
+	@echo "$(words $(TRAINING)) programs are in $(BUILD)/mpi/. Try: mpirun -n 4 $(BUILD)/mpi/train_gpt --comm mpi"
 # What the tests start under each MPI that is installed, in a folder of its own.
 openmpi mpich:
 	@$(MAKE) --no-print-directory BUILD=$(BUILD)/$@ MPICC=mpicc.$@ $(addprefix $(BUILD)/$@/mpi/,test_mpi small_mpi test_programs train_gpt)
@@ -207,7 +216,9 @@ FORCE:
 # The implementation is compiled once, for everything that calls the public API alone. Examples and tools are linked
 # with it too, although their text asks for an implementation of their own (and for its includes): it is written for
 # whoever compiles them by one line. Tests that look inside include what they want of src/, internal headers or a
-# whole file, and are linked with all of src/, where private functions can be called.
+# whole file, and are linked with all of src/, where private functions can be called; benchmarks that use these too. The
+# tools that read files of a run need a few objects of it, and dtrain-run an implementation of its own, without layers:
+# whoever builds the programs alone compiles the library once.
 LINKED  := -DDTRAIN__IMPLEMENTED \
            $(addprefix -include ,errno.h float.h limits.h math.h stdlib.h string.h time.h unistd.h) -D_GNU_SOURCE
 PRIVATE := $(shell grep -l 'dtrain__\|DTRAIN__' $(PROGRAMS) $(wildcard bench/*.c) 2>/dev/null)
@@ -219,9 +230,10 @@ KERNELS := $(patsubst tests/unit/%.c,$(BUILD)/tests/%,$(shell grep -l '^\#includ
 # The library as objects of src/, which tests that look inside, the emulated GPU and sanitized programs are linked with: it
 # is compiled once for all of them, by as many jobs as there are.
 PARTS          = $(patsubst %.c,$(BUILD)/%.o,$(filter-out src/comm/nccl/%,$(SOURCES)))
-IMPLEMENTATION = printf '\#define DTRAIN_IMPLEMENTATION\n\#include "dtrain.h"\n' | $(CC) $(STRICT) $(OPTIONS) -x c -c - -o $@
-ARCHIVE        = rm -f $@ && $(AR) rc $@ $^
-PROGRAM        = $(CC) $(STRICT) $(OPTIONS)
+IMPLEMENTATION = $(call quiet,CC,$< (the whole library once: 10 to 20 seconds))printf '\#define DTRAIN_IMPLEMENTATION\n\#include "dtrain.h"\n' | $(CC) $(STRICT) $(OPTIONS) -x c -c - -o $@
+ARCHIVE        = $(call quiet,AR,$@)rm -f $@ && $(AR) rc $@ $^
+OBJECT         = $(call quiet,CC,$<)$(CC) $(STRICT) $(OPTIONS) -c $< -o $@
+PROGRAM        = $(call quiet,LD,$@)$(CC) $(STRICT) $(OPTIONS)
 
 $(BUILD)/dtrain.o: dtrain.h $(BUILD)/flags
 	$(IMPLEMENTATION)
@@ -230,10 +242,12 @@ $(BUILD)/dtrain.a: $(if $(filter src,$(FROM)),$(PARTS),$(BUILD)/dtrain.o)
 $(BUILD)/%: %.c $(BUILD)/dtrain.a
 	@mkdir -p $(@D)
 	$(PROGRAM) $(ASKING) $< $(BUILD)/dtrain.a -o $@ $(LIBS)
-# Programs that use private functions are linked with the objects of src/, where these can be called.
-PRIVATE_PROGRAMS = $(addprefix $(BUILD)/,$(notdir $(basename $(filter-out bench/%,$(PRIVATE)))))
-PRIVATE_BENCHES  = $(addprefix $(BUILD)/,$(basename $(filter bench/%,$(PRIVATE))))
-$(PRIVATE_PROGRAMS) $(PRIVATE_BENCHES): $(BUILD)/%: %.c $(BUILD)/sources.a
+READING = $(addprefix $(BUILD)/,flight trace report)
+$(READING): $(BUILD)/%: %.c $(patsubst %.c,$(BUILD)/%.o,$(wildcard src/core/*.c)) $(BUILD)/src/state/json.o
+	$(PROGRAM) $(INTERNAL) $< $(filter %.o,$^) -o $@ $(LIBS)
+$(BUILD)/dtrain-run: dtrain-run.c $(BUILD)/flags
+	$(PROGRAM) -DDTRAIN_PARTS $< -o $@ $(LIBS)
+$(patsubst %.c,$(BUILD)/%,$(filter bench/%,$(PRIVATE))): $(BUILD)/%: %.c $(BUILD)/sources.a
 	@mkdir -p $(@D)
 	$(PROGRAM) $(INTERNAL) -Ibench $< $(BUILD)/sources.a -o $@ $(LIBS) -ldl
 $(BUILD)/tests/%: %.c $(BUILD)/dtrain.a
@@ -248,7 +262,7 @@ $(BUILD)/tests/nvml_stub.so: OLD :=
 $(BUILD)/tests/nvml_old.so: OLD := -DNVML_OLD
 $(BUILD)/tests/nvml_%.so: tests/support/nvml_stub.c
 	@mkdir -p $(@D)
-	$(CC) -std=c99 -O1 -Wall -Wextra -Wconversion -Werror -shared -fPIC $(OLD) $< -o $@
+	$(call quiet,LD,$@)$(CC) -std=c99 -O1 -Wall -Wextra -Wconversion -Werror -shared -fPIC $(OLD) $< -o $@
 $(BUILD)/tests/test_figures: $(BUILD)/tests/nvml_stub.so $(BUILD)/tests/nvml_old.so
 $(INSIDE): $(BUILD)/tests/%: %.c $(BUILD)/sources.a
 	@mkdir -p $(@D)
@@ -258,12 +272,12 @@ $(BUILD)/fuzz_%: fuzz_%.c $(BUILD)/sources.a
 $(KERNELS): $(BUILD)/tests/instances.o
 $(BUILD)/tests/instances.o: tests/support/instances.c $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(PROGRAM) -Wno-psabi -iquote src $(TEST_INCLUDES) -c $< -o $@
+	$(OBJECT) -Wno-psabi -iquote src $(TEST_INCLUDES)
 $(BUILD)/bench/%: bench/%.c $(BUILD)/dtrain.a
 	@mkdir -p $(@D)
 	$(PROGRAM) $(ASKING) -Ibench $< $(BUILD)/dtrain.a -o $@ $(LIBS) -ldl
 
-$(BUILD)/mpi/%: private CC = $(MPICC) -DDTRAIN_USE_MPI
+$(BUILD)/mpi/%: private override CC = $(MPICC) -DDTRAIN_USE_MPI
 $(BUILD)/mpi/dtrain.o: dtrain.h $(BUILD)/mpi/flags
 	$(IMPLEMENTATION)
 $(BUILD)/mpi/dtrain.a: $(BUILD)/mpi/dtrain.o
@@ -279,32 +293,32 @@ $(BUILD)/mpi/small_mpi: test_mpi.c $(BUILD)/mpi/flags
 $(BUILD)/emu/%: private DEFINES += -DDTRAIN_CUDA_EMULATION -DDTRAIN_USE_CUDA -Itests/cuda/emulation
 $(BUILD)/emu/device.o: src/device/device.c $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(PROGRAM) -Isrc -c $< -o $@
+	$(OBJECT) -Isrc
 $(BUILD)/emu/dtrain_cuda.o: dtrain_cuda.cu $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(CXX) $(STRICT_CXX) $(OPTIONS) -x c++ -c $< -o $@
+	$(call quiet,CXX,$<)$(CXX) $(STRICT_CXX) $(OPTIONS) -x c++ -c $< -o $@
 $(BUILD)/emu/%.o: %.cpp $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(CXX) $(STRICT_CXX) $(OPTIONS) $(TEST_INCLUDES) -c $< -o $@
+	$(call quiet,CXX,$<)$(CXX) $(STRICT_CXX) $(OPTIONS) $(TEST_INCLUDES) -c $< -o $@
 $(BUILD)/emu/%.o: %.c $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(PROGRAM) $(ASKING) $(TEST_INCLUDES) -c $< -o $@
+	$(OBJECT) $(ASKING) $(TEST_INCLUDES)
 $(BUILD)/emu/emulated.a: $(filter-out %/device/device.o,$(PARTS)) $(addprefix $(BUILD)/emu/,device.o dtrain_cuda.o cuda_emulation.o)
 	$(ARCHIVE)
 $(BUILD)/emu/%: $(BUILD)/emu/%.o $(BUILD)/emu/emulated.a
-	$(CXX) $(CFLAGS) $^ -o $@ $(LIBS)
+	$(call quiet,LD,$@)$(CXX) $(CFLAGS) $^ -o $@ $(LIBS)
 
 $(BUILD)/cuda/%: private DEFINES += -DDTRAIN_USE_CUDA
 $(BUILD)/cuda/dtrain.o: dtrain.h $(BUILD)/cuda/flags
 	$(IMPLEMENTATION)
 $(BUILD)/cuda/dtrain_cuda.o: dtrain_cuda.cu $(BUILD)/cuda/flags
-	$(NVCC) -O3 -std=c++17 $(ARCH) $(NVCCFLAGS) -I. -MMD -MF $@.d -MT $@ -c $< -o $@
+	$(call quiet,NVCC,$<)$(NVCC) -O3 -std=c++17 $(ARCH) $(NVCCFLAGS) -I. -MMD -MF $@.d -MT $@ -c $< -o $@
 $(BUILD)/cuda/dtrain.a: $(addprefix $(BUILD)/cuda/,dtrain.o dtrain_cuda.o)
 	$(ARCHIVE)
 $(BUILD)/cuda/%.o: %.c $(BUILD)/cuda/flags
-	$(NVCC) -O3 $(ARCH) $(NVCCFLAGS) $(DEFINES) $(ASKING) -I. $(filter-out -Itests/nccl/mock,$(TEST_INCLUDES)) $(NCCL) -MMD -MF $@.d -MT $@ -c $< -o $@
+	$(call quiet,NVCC,$<)$(NVCC) -O3 $(ARCH) $(NVCCFLAGS) $(DEFINES) $(ASKING) -I. $(filter-out -Itests/nccl/mock,$(TEST_INCLUDES)) $(NCCL) -MMD -MF $@.d -MT $@ -c $< -o $@
 $(BUILD)/cuda/%: $(BUILD)/cuda/%.o $(BUILD)/cuda/dtrain.a
-	$(NVCC) $(ARCH) $(NVCCFLAGS) $^ -o $@ -lcublasLt $(LIBS) $(NCCL)
+	$(call quiet,LD,$@)$(NVCC) $(ARCH) $(NVCCFLAGS) $^ -o $@ -lcublasLt $(LIBS) $(NCCL)
 
 # ---- The sources one by one -----------------------------------------------------------------------
 # The product files are joined from src/; src compiles each file of it alone, and links all of them.
@@ -313,12 +327,12 @@ $(BUILD)/sources.a: $(PARTS)
 	$(ARCHIVE)
 $(BUILD)/src/%.o: src/%.c $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(CC) $(STRICT) $(OPTIONS) -Isrc -Itests/nccl/mock -c $< -o $@
+	$(OBJECT) -Isrc -Itests/nccl/mock
 dtrain.h dtrain_cuda.cu dtrain_nccl.h: %: src/% tools/join.sh $(shell find src -type f)
-	sh tools/join.sh $< >$@.new && mv $@.new $@
+	$(call quiet,JOIN,$@)sh tools/join.sh $< >$@.new && mv $@.new $@
 docs:
-	sh tools/house.sh >docs/house.svg
-	sh tools/api_index.sh >docs/api.md
+	$(call quiet,DRAW,docs/house.svg)sh tools/house.sh >docs/house.svg
+	$(call quiet,LIST,docs/api.md)sh tools/api_index.sh >docs/api.md
 
 # ---- For other builds -----------------------------------------------------------------------------
 VERSION = $(shell sed -n 's/.*DTRAIN_VERSION_STRING "\(.*\)"/\1/p' dtrain.h)
