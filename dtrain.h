@@ -2842,9 +2842,15 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
  * Every metric has a row in one table (dtrain_metrics_query shows it): the name is the JSON key and
  * the CSV column, group/name is TensorBoard's tag, and Prometheus has dtrain_ and the name in base
  * units. What was not measured is left out, and what is measured and not finite is null in JSON,
- * nan or inf elsewhere. The keys of a JSON line, in this order:
+ * nan or inf elsewhere.
+ *
+ * The first JSON line says what runs: "start": true, wall_time, dtrain (the version), first_step (0
+ * unless desc has one), ranks, nodes, threads, and of desc.trainer, else 0 or "": shard_ranks,
+ * replicas, parameters; run (desc.run_name), host, device, strategy and config. A run that appends
+ * writes another one: steps behind it replace earlier lines of the same step. The keys of a step:
  *
  *     step             from 1
+ *     wall_time        seconds since 1970, with milliseconds
  *     loss             mean over micro-batches and ranks
  *     val_loss         of the steps in which the host has evaluated
  *     grad_norm, lr
@@ -2879,10 +2885,9 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
  *     gpu_throttle     bits of NVML's clocks event reasons, of any rank's GPU
  *     gpu_ecc_errors   uncorrected since the driver was loaded, of all ranks' GPUs
  *
- * The last line has "final": true, step, loss, val_loss, ranks, steps, tokens, first_loss,
- * last_loss, seconds, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, data_ms, scaling,
- * comm_bytes, and with desc.trainer what a rank holds and what was predicted
- * (dtrain_trainer_plan):
+ * The last line has "final": true, wall_time, step, loss, val_loss, ranks, steps, tokens,
+ * first_loss, last_loss, seconds, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, data_ms,
+ * scaling, comm_bytes, and of desc.trainer what a rank holds and what dtrain_trainer_plan says:
  *
  *     memory_param_bytes, memory_grad_bytes, memory_optimizer_bytes, memory_buffer_bytes,
  *     memory_host_bytes, and predicted_ with each of them, predicted_activation_bytes,
@@ -2984,7 +2989,8 @@ typedef struct dtrain_metrics_desc {
     const char *nvml_path;       /* NULL = DTRAIN_NVML of the environment, else
                                      libnvidia-ml.so.1 */
     const char *run_name;        /* a label; NULL = "dtrain" */
-    const char *config;          /* text for TensorBoard, such as the configuration file; NULL */
+    const char *config;          /* text for TensorBoard and the first JSON line, such as the
+                                    configuration file; NULL = none */
     const char *hparams;         /* lines of NAME=VALUE for its HPARAMS tab; NULL = none */
     int64_t first_step;          /* that a run that goes on will report: TensorBoard drops what
                                      the run before has of it and of later ones; 0 = all */
@@ -29484,6 +29490,7 @@ DTRAIN__PRIVATE void dtrain__text_add_string(dtrain__text *text, const char *str
         const size_t bytes = dtrain__utf8_bytes(string, (size_t)(end - string));
         if (bytes == 0) dtrain__text_append(text, "\xef\xbf\xbd", 3);
         else if (*string == '"' || *string == '\\') dtrain__text_add(text, "\\%c", *string);
+        else if (*string == '\n') dtrain__text_append(text, "\\n", 2);
         else if (bytes == 1 && *string < 0x20) dtrain__text_add(text, "\\u%04x", *string);
         else dtrain__text_append(text, string, bytes);
         string += bytes ? bytes : 1;
@@ -30374,6 +30381,13 @@ static inline bool dtrain__finite(double value)
     return (bits >> 52 & 0x7ff) != 0x7ff;
 }
 
+static inline double dtrain__wall_time(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
 /* ---- Text and files ---------------------------------------------------------------------------*/
 
 /* A file that records are appended to: the whole of a record, or nothing of it if the file can be
@@ -30691,6 +30705,7 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     metrics->sample.values = metrics->values;
     metrics->sample.known = metrics->known;
     metrics->sample.record = &metrics->last;
+    metrics->sample.wall_time = dtrain__wall_time();
     const dtrain_result result = dtrain__metrics_open(metrics);
     if (result == DTRAIN_OK) {
         *out = metrics;
@@ -30993,10 +31008,8 @@ static void dtrain__fill_kinds(dtrain_metrics *metrics, const dtrain_step_record
 DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
     const dtrain_trainer *trainer = metrics->desc.trainer;
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
     metrics->sample.step = record->step;
-    metrics->sample.wall_time = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+    metrics->sample.wall_time = dtrain__wall_time();
     metrics->sample.figures = trainer && record->ranks == trainer->ranks ? trainer->words : NULL;
     metrics->sample.figure_stride = DTRAIN__WORD_COUNT;
     for (int id = 0; id < DTRAIN__METRIC_COUNT; id++)
@@ -31083,9 +31096,10 @@ DTRAIN__PRIVATE dtrain__text *dtrain__record_begin(dtrain_metrics *metrics)
     return &metrics->text;
 }
 
-/* Add a number with nine digits, which give an fp32 back exactly, or an integer whole; or the
- * format's word for NaN, for infinity or for minus infinity. The decimal point of the host's
- * locale, of several bytes even, becomes a point. */
+/* Add a number, rounded to fp32, with the fewest digits that give it back (0.1, and not
+ * 0.100000001; nine are always enough), or an integer whole; or the format's word for NaN, for
+ * infinity or for minus infinity. The decimal point of the host's locale, of several bytes even,
+ * becomes a point. */
 DTRAIN__PRIVATE void dtrain__text_number(dtrain__text *text, double value, uint32_t flags,
                                          const char *nan, const char *inf, const char *minus_inf)
 {
@@ -31096,10 +31110,15 @@ DTRAIN__PRIVATE void dtrain__text_number(dtrain__text *text, double value, uint3
         dtrain__text_add(text, "%s", value > 0 ? inf : value < 0 ? minus_inf : nan);
         return;
     }
-    const char *format = !(flags & DTRAIN_METRIC_INTEGER) ? "%.9g"
-                         : fabs(value) < 1e18             ? "%.0f"
-                                                          : "%.17g";
-    snprintf(number, sizeof number, format, value);
+    if (flags & DTRAIN_METRIC_INTEGER)
+        snprintf(number, sizeof number, fabs(value) < 1e18 ? "%.0f" : "%.17g", value);
+    else {
+        const double rounded = fabs(value) > (double)FLT_MAX ? value : (double)(float)value;
+        for (int digits = 6; digits <= 9; digits++) { /* %g drops the zeros of fewer than 6 */
+            snprintf(number, sizeof number, "%.*g", digits, rounded);
+            if ((float)strtod(number, NULL) == (float)rounded) break;
+        }
+    }
     for (const char *at = number; *at; at++) {
         const bool usual = (*at >= '0' && *at <= '9') || strchr("+-e", *at);
         if (usual || !other) number[bytes++] = usual ? *at : '.';
@@ -31416,13 +31435,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__console_open(void *user, const dtrain_metr
 
 /* A line a step: JSON, and CSV by RFC 4180
  *
- * A JSON line is an object in which what was not measured is left out, and what is not finite is
- * null. The last line has the summary and "final": true: a script reads it with `tail -n 1`.
- *
- * A CSV file has a header and a column for every metric that is not DTRAIN_METRIC_FIXED: what is
- * measured changes within a run, and columns may not. What was not measured is an empty field; what
- * is not finite is nan, inf or -inf, which Python, R and pandas read. Names and numbers need no
- * quotes. */
+ * monitor/metrics.h has the keys of a JSON line. A CSV file has a column for every metric that is
+ * not DTRAIN_METRIC_FIXED, because columns may not change within a run: what was not measured is an
+ * empty field. Names and numbers need no quotes. */
 
 /* ---- JSON -------------------------------------------------------------------------------------*/
 
@@ -31444,18 +31459,55 @@ static void dtrain__json_add_known(dtrain__text *text, const dtrain_metrics_samp
     dtrain__text_add(text, "}\n");
 }
 
+/* Add a time in seconds with milliseconds, whatever the decimal point of the host's locale is. */
+static void dtrain__add_time(dtrain__text *text, double seconds)
+{
+    const long long ms = (long long)(1e3 * seconds);
+    dtrain__text_add(text, "%lld.%03lld", ms / 1000, ms % 1000);
+}
+
+/* Begin with a line that says what runs, how it is divided, and where. */
 DTRAIN__PRIVATE dtrain_result dtrain__jsonl_open(void *user, const dtrain_metrics_desc *desc,
                                                  const dtrain_metrics_sample *sample)
 {
-    (void)sample;
-    return dtrain__records_open(&((dtrain_metrics *)user)->jsonl, desc->jsonl_path, desc->append);
+    dtrain_metrics *metrics = (dtrain_metrics *)user;
+    dtrain__text *text = dtrain__record_begin(metrics);
+    dtrain_device_info device;
+    dtrain_strategy_info how;
+    dtrain_world_info world;
+    char host[65] = "";
+    (void)gethostname(host, sizeof host - 1);
+    dtrain_world_query(metrics->world, &world);
+    dtrain_strategy_query(desc->trainer ? desc->trainer->desc.strategy : NULL, &how);
+    DTRAIN__TRY(dtrain_device_query(dtrain_world_device(metrics->world), &device));
+    const char *const texts[][2] = {{"run", desc->run_name},
+                                    {"host", host},
+                                    {"device", device.name},
+                                    {"strategy", how.name},
+                                    {"config", desc->config}};
+    dtrain__text_add(text, "{\"start\": true, \"wall_time\": ");
+    dtrain__add_time(text, sample->wall_time);
+    dtrain__text_add(text,
+                     ", \"dtrain\": \"%s\", \"first_step\": %lld, \"ranks\": %d, \"nodes\": %d, "
+                     "\"threads\": %u, \"shard_ranks\": %d, \"replicas\": %d, \"parameters\": %llu",
+                     DTRAIN_VERSION_STRING, (long long)desc->first_step,
+                     dtrain_comm_size(metrics->comm), world.node_count, world.threads,
+                     how.shard_ranks, how.replicas, (unsigned long long)how.total_elements);
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
+        dtrain__text_add(text, ", \"%s\": ", texts[i][0]);
+        dtrain__text_add_string(text, texts[i][1] ? texts[i][1] : "");
+    }
+    dtrain__text_add(text, "}\n");
+    DTRAIN__TRY(dtrain__records_open(&metrics->jsonl, desc->jsonl_path, desc->append));
+    return dtrain__records_append(&metrics->jsonl, text);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__jsonl_step(void *user, const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     dtrain__text *text = dtrain__record_begin(metrics);
-    dtrain__text_add(text, "{\"step\": %lld", (long long)sample->step);
+    dtrain__text_add(text, "{\"step\": %lld, \"wall_time\": ", (long long)sample->step);
+    dtrain__add_time(text, sample->wall_time);
     dtrain__json_add_known(text, sample, 0);
     return dtrain__records_append(&metrics->jsonl, text);
 }
@@ -31465,7 +31517,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__jsonl_finish(void *user, const dtrain_summ
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     const uint32_t integer = DTRAIN_METRIC_INTEGER;
     dtrain__text *text = dtrain__record_begin(metrics);
-    dtrain__text_add(text, "{\"final\": true");
+    dtrain__text_add(text, "{\"final\": true, \"wall_time\": ");
+    dtrain__add_time(text, dtrain__wall_time());
     dtrain__json_add(text, "step", s->steps ? (double)metrics->last.step : DTRAIN__NAN, integer);
     dtrain__json_add(text, "loss", s->last_loss, 0);
     if (dtrain__finite(s->val_loss)) dtrain__json_add(text, "val_loss", s->val_loss, 0);
@@ -31510,7 +31563,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__csv_open(void *user, const dtrain_metrics_
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     dtrain__text *text = dtrain__record_begin(metrics);
-    dtrain__text_add(text, "step");
+    dtrain__text_add(text, "step,wall_time");
     for (size_t i = 0; i < sample->count; i++)
         if (!(sample->metrics[i].flags & DTRAIN_METRIC_FIXED))
             dtrain__text_add(text, ",%s", sample->metrics[i].name);
@@ -31524,7 +31577,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__csv_step(void *user, const dtrain_metrics_
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     dtrain__text *text = dtrain__record_begin(metrics);
-    dtrain__text_add(text, "%lld", (long long)sample->step);
+    dtrain__text_add(text, "%lld,", (long long)sample->step);
+    dtrain__add_time(text, sample->wall_time);
     for (size_t i = 0; i < sample->count; i++) {
         if (sample->metrics[i].flags & DTRAIN_METRIC_FIXED) continue;
         dtrain__text_append(text, ",", 1);
@@ -32073,8 +32127,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_open(void *user, const dtrain_
                                                        const dtrain_metrics_sample *sample)
 {
     dtrain__tensorboard *t = &((dtrain_metrics *)user)->tensorboard;
-    const double now = (double)time(NULL);
-    (void)sample;
+    const double now = sample->wall_time;
     t->record = &((dtrain_metrics *)user)->text;
     DTRAIN__TRY(dtrain__event_open(t, desc->tensorboard_dir));
     dtrain__event_begin(t, now, 0, DTRAIN__EVENT_VERSION);

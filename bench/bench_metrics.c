@@ -113,7 +113,7 @@ static bool is_complete(int stream)
 {
     bool good = true;
     if (has(stream, JSON_LINES))
-        good &= count_and_remove(file_of(stream, ".jsonl"), "wc -l <%s") == opt.reps + 1;
+        good &= count_and_remove(file_of(stream, ".jsonl"), "wc -l <%s") == opt.reps + 2;
     if (has(stream, CSV))
         good &= count_and_remove(file_of(stream, ".csv"), "wc -l <%s") == opt.reps + 1;
     if (has(stream, PROMETHEUS))

@@ -20,9 +20,10 @@ DTRAIN__PRIVATE dtrain__text *dtrain__record_begin(dtrain_metrics *metrics)
     return &metrics->text;
 }
 
-/* Add a number with nine digits, which give an fp32 back exactly, or an integer whole; or the
- * format's word for NaN, for infinity or for minus infinity. The decimal point of the host's
- * locale, of several bytes even, becomes a point. */
+/* Add a number, rounded to fp32, with the fewest digits that give it back (0.1, and not
+ * 0.100000001; nine are always enough), or an integer whole; or the format's word for NaN, for
+ * infinity or for minus infinity. The decimal point of the host's locale, of several bytes even,
+ * becomes a point. */
 DTRAIN__PRIVATE void dtrain__text_number(dtrain__text *text, double value, uint32_t flags,
                                          const char *nan, const char *inf, const char *minus_inf)
 {
@@ -33,10 +34,15 @@ DTRAIN__PRIVATE void dtrain__text_number(dtrain__text *text, double value, uint3
         dtrain__text_add(text, "%s", value > 0 ? inf : value < 0 ? minus_inf : nan);
         return;
     }
-    const char *format = !(flags & DTRAIN_METRIC_INTEGER) ? "%.9g"
-                         : fabs(value) < 1e18             ? "%.0f"
-                                                          : "%.17g";
-    snprintf(number, sizeof number, format, value);
+    if (flags & DTRAIN_METRIC_INTEGER)
+        snprintf(number, sizeof number, fabs(value) < 1e18 ? "%.0f" : "%.17g", value);
+    else {
+        const double rounded = fabs(value) > (double)FLT_MAX ? value : (double)(float)value;
+        for (int digits = 6; digits <= 9; digits++) { /* %g drops the zeros of fewer than 6 */
+            snprintf(number, sizeof number, "%.*g", digits, rounded);
+            if ((float)strtod(number, NULL) == (float)rounded) break;
+        }
+    }
     for (const char *at = number; *at; at++) {
         const bool usual = (*at >= '0' && *at <= '9') || strchr("+-e", *at);
         if (usual || !other) number[bytes++] = usual ? *at : '.';

@@ -1,12 +1,8 @@
 /* A line a step: JSON, and CSV by RFC 4180
  *
- * A JSON line is an object in which what was not measured is left out, and what is not finite is
- * null. The last line has the summary and "final": true: a script reads it with `tail -n 1`.
- *
- * A CSV file has a header and a column for every metric that is not DTRAIN_METRIC_FIXED: what is
- * measured changes within a run, and columns may not. What was not measured is an empty field; what
- * is not finite is nan, inf or -inf, which Python, R and pandas read. Names and numbers need no
- * quotes. */
+ * monitor/metrics.h has the keys of a JSON line. A CSV file has a column for every metric that is
+ * not DTRAIN_METRIC_FIXED, because columns may not change within a run: what was not measured is an
+ * empty field. Names and numbers need no quotes. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -37,18 +33,55 @@ static void dtrain__json_add_known(dtrain__text *text, const dtrain_metrics_samp
     dtrain__text_add(text, "}\n");
 }
 
+/* Add a time in seconds with milliseconds, whatever the decimal point of the host's locale is. */
+static void dtrain__add_time(dtrain__text *text, double seconds)
+{
+    const long long ms = (long long)(1e3 * seconds);
+    dtrain__text_add(text, "%lld.%03lld", ms / 1000, ms % 1000);
+}
+
+/* Begin with a line that says what runs, how it is divided, and where. */
 DTRAIN__PRIVATE dtrain_result dtrain__jsonl_open(void *user, const dtrain_metrics_desc *desc,
                                                  const dtrain_metrics_sample *sample)
 {
-    (void)sample;
-    return dtrain__records_open(&((dtrain_metrics *)user)->jsonl, desc->jsonl_path, desc->append);
+    dtrain_metrics *metrics = (dtrain_metrics *)user;
+    dtrain__text *text = dtrain__record_begin(metrics);
+    dtrain_device_info device;
+    dtrain_strategy_info how;
+    dtrain_world_info world;
+    char host[65] = "";
+    (void)gethostname(host, sizeof host - 1);
+    dtrain_world_query(metrics->world, &world);
+    dtrain_strategy_query(desc->trainer ? desc->trainer->desc.strategy : NULL, &how);
+    DTRAIN__TRY(dtrain_device_query(dtrain_world_device(metrics->world), &device));
+    const char *const texts[][2] = {{"run", desc->run_name},
+                                    {"host", host},
+                                    {"device", device.name},
+                                    {"strategy", how.name},
+                                    {"config", desc->config}};
+    dtrain__text_add(text, "{\"start\": true, \"wall_time\": ");
+    dtrain__add_time(text, sample->wall_time);
+    dtrain__text_add(text,
+                     ", \"dtrain\": \"%s\", \"first_step\": %lld, \"ranks\": %d, \"nodes\": %d, "
+                     "\"threads\": %u, \"shard_ranks\": %d, \"replicas\": %d, \"parameters\": %llu",
+                     DTRAIN_VERSION_STRING, (long long)desc->first_step,
+                     dtrain_comm_size(metrics->comm), world.node_count, world.threads,
+                     how.shard_ranks, how.replicas, (unsigned long long)how.total_elements);
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
+        dtrain__text_add(text, ", \"%s\": ", texts[i][0]);
+        dtrain__text_add_string(text, texts[i][1] ? texts[i][1] : "");
+    }
+    dtrain__text_add(text, "}\n");
+    DTRAIN__TRY(dtrain__records_open(&metrics->jsonl, desc->jsonl_path, desc->append));
+    return dtrain__records_append(&metrics->jsonl, text);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__jsonl_step(void *user, const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     dtrain__text *text = dtrain__record_begin(metrics);
-    dtrain__text_add(text, "{\"step\": %lld", (long long)sample->step);
+    dtrain__text_add(text, "{\"step\": %lld, \"wall_time\": ", (long long)sample->step);
+    dtrain__add_time(text, sample->wall_time);
     dtrain__json_add_known(text, sample, 0);
     return dtrain__records_append(&metrics->jsonl, text);
 }
@@ -58,7 +91,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__jsonl_finish(void *user, const dtrain_summ
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     const uint32_t integer = DTRAIN_METRIC_INTEGER;
     dtrain__text *text = dtrain__record_begin(metrics);
-    dtrain__text_add(text, "{\"final\": true");
+    dtrain__text_add(text, "{\"final\": true, \"wall_time\": ");
+    dtrain__add_time(text, dtrain__wall_time());
     dtrain__json_add(text, "step", s->steps ? (double)metrics->last.step : DTRAIN__NAN, integer);
     dtrain__json_add(text, "loss", s->last_loss, 0);
     if (dtrain__finite(s->val_loss)) dtrain__json_add(text, "val_loss", s->val_loss, 0);
@@ -103,7 +137,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__csv_open(void *user, const dtrain_metrics_
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     dtrain__text *text = dtrain__record_begin(metrics);
-    dtrain__text_add(text, "step");
+    dtrain__text_add(text, "step,wall_time");
     for (size_t i = 0; i < sample->count; i++)
         if (!(sample->metrics[i].flags & DTRAIN_METRIC_FIXED))
             dtrain__text_add(text, ",%s", sample->metrics[i].name);
@@ -117,7 +151,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__csv_step(void *user, const dtrain_metrics_
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     dtrain__text *text = dtrain__record_begin(metrics);
-    dtrain__text_add(text, "%lld", (long long)sample->step);
+    dtrain__text_add(text, "%lld,", (long long)sample->step);
+    dtrain__add_time(text, sample->wall_time);
     for (size_t i = 0; i < sample->count; i++) {
         if (sample->metrics[i].flags & DTRAIN_METRIC_FIXED) continue;
         dtrain__text_append(text, ",", 1);

@@ -192,6 +192,7 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     metrics->sample.values = metrics->values;
     metrics->sample.known = metrics->known;
     metrics->sample.record = &metrics->last;
+    metrics->sample.wall_time = dtrain__wall_time();
     const dtrain_result result = dtrain__metrics_open(metrics);
     if (result == DTRAIN_OK) {
         *out = metrics;

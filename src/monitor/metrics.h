@@ -7,9 +7,15 @@
  * Every metric has a row in one table (dtrain_metrics_query shows it): the name is the JSON key and
  * the CSV column, group/name is TensorBoard's tag, and Prometheus has dtrain_ and the name in base
  * units. What was not measured is left out, and what is measured and not finite is null in JSON,
- * nan or inf elsewhere. The keys of a JSON line, in this order:
+ * nan or inf elsewhere.
+ *
+ * The first JSON line says what runs: "start": true, wall_time, dtrain (the version), first_step (0
+ * unless desc has one), ranks, nodes, threads, and of desc.trainer, else 0 or "": shard_ranks,
+ * replicas, parameters; run (desc.run_name), host, device, strategy and config. A run that appends
+ * writes another one: steps behind it replace earlier lines of the same step. The keys of a step:
  *
  *     step             from 1
+ *     wall_time        seconds since 1970, with milliseconds
  *     loss             mean over micro-batches and ranks
  *     val_loss         of the steps in which the host has evaluated
  *     grad_norm, lr
@@ -44,10 +50,9 @@
  *     gpu_throttle     bits of NVML's clocks event reasons, of any rank's GPU
  *     gpu_ecc_errors   uncorrected since the driver was loaded, of all ranks' GPUs
  *
- * The last line has "final": true, step, loss, val_loss, ranks, steps, tokens, first_loss,
- * last_loss, seconds, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, data_ms, scaling,
- * comm_bytes, and with desc.trainer what a rank holds and what was predicted
- * (dtrain_trainer_plan):
+ * The last line has "final": true, wall_time, step, loss, val_loss, ranks, steps, tokens,
+ * first_loss, last_loss, seconds, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, data_ms,
+ * scaling, comm_bytes, and of desc.trainer what a rank holds and what dtrain_trainer_plan says:
  *
  *     memory_param_bytes, memory_grad_bytes, memory_optimizer_bytes, memory_buffer_bytes,
  *     memory_host_bytes, and predicted_ with each of them, predicted_activation_bytes,
@@ -156,7 +161,8 @@ typedef struct dtrain_metrics_desc {
     const char *nvml_path;       /* NULL = DTRAIN_NVML of the environment, else
                                      libnvidia-ml.so.1 */
     const char *run_name;        /* a label; NULL = "dtrain" */
-    const char *config;          /* text for TensorBoard, such as the configuration file; NULL */
+    const char *config;          /* text for TensorBoard and the first JSON line, such as the
+                                    configuration file; NULL = none */
     const char *hparams;         /* lines of NAME=VALUE for its HPARAMS tab; NULL = none */
     int64_t first_step;          /* that a run that goes on will report: TensorBoard drops what
                                      the run before has of it and of later ones; 0 = all */

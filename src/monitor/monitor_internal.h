@@ -176,6 +176,13 @@ static inline bool dtrain__finite(double value)
     return (bits >> 52 & 0x7ff) != 0x7ff;
 }
 
+static inline double dtrain__wall_time(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
 /* ---- Text and files ---------------------------------------------------------------------------*/
 
 /* A file that records are appended to: the whole of a record, or nothing of it if the file can be

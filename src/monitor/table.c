@@ -131,10 +131,8 @@ static void dtrain__fill_kinds(dtrain_metrics *metrics, const dtrain_step_record
 DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
     const dtrain_trainer *trainer = metrics->desc.trainer;
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
     metrics->sample.step = record->step;
-    metrics->sample.wall_time = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+    metrics->sample.wall_time = dtrain__wall_time();
     metrics->sample.figures = trainer && record->ranks == trainer->ranks ? trainer->words : NULL;
     metrics->sample.figure_stride = DTRAIN__WORD_COUNT;
     for (int id = 0; id < DTRAIN__METRIC_COUNT; id++)

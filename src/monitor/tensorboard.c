@@ -362,8 +362,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_open(void *user, const dtrain_
                                                        const dtrain_metrics_sample *sample)
 {
     dtrain__tensorboard *t = &((dtrain_metrics *)user)->tensorboard;
-    const double now = (double)time(NULL);
-    (void)sample;
+    const double now = sample->wall_time;
     t->record = &((dtrain_metrics *)user)->text;
     DTRAIN__TRY(dtrain__event_open(t, desc->tensorboard_dir));
     dtrain__event_begin(t, now, 0, DTRAIN__EVENT_VERSION);

@@ -82,6 +82,7 @@ DTRAIN__PRIVATE void dtrain__text_add_string(dtrain__text *text, const char *str
         const size_t bytes = dtrain__utf8_bytes(string, (size_t)(end - string));
         if (bytes == 0) dtrain__text_append(text, "\xef\xbf\xbd", 3);
         else if (*string == '"' || *string == '\\') dtrain__text_add(text, "\\%c", *string);
+        else if (*string == '\n') dtrain__text_append(text, "\\n", 2);
         else if (bytes == 1 && *string < 0x20) dtrain__text_add(text, "\\u%04x", *string);
         else dtrain__text_append(text, string, bytes);
         string += bytes ? bytes : 1;

@@ -109,7 +109,7 @@ def of_step(events, step):
 
 def exposed(log, *paths):
     lines = [json.loads(line) for line in open(log)]
-    lines = [line for line in lines if not line.get("final")]
+    lines = [line for line in lines if "step" in line and not line.get("final")]
     sums = [0, 0]
     for path in paths:
         events = load(path)
@@ -149,7 +149,7 @@ def together(seconds, path):
 def shown(table, log):
     """What build/trace show prints of each rank, averaged, against the log."""
     rows = [line.split() for line in open(table) if line[:1].isdigit()]
-    lines = [line for line in map(json.loads, open(log)) if not line.get("final")]
+    lines = [line for line in map(json.loads, open(log)) if "step" in line and not line.get("final")]
     need(rows and all(int(row[1]) == len(lines) for row in rows), "steps in", table)
     for column, key in ((3, "comm_ms"), (4, "exposed_comm_ms")):
         ms = sum(float(row[column]) for row in rows) / len(rows)

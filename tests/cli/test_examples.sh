@@ -97,7 +97,7 @@ rm "$tmp/shifted/data_batch_3.bin"
 bad "mlp, a missing file" "data_batch_3.bin cannot be opened" "$build/mlp" "$tmp/shifted"
 # resnet_cifar: losses that do not depend on the strategy; two ranks that normalise together are one with their batch.
 resnet="$build/resnet_cifar --threads 1 --data $cifar"
-first_loss() { sed -n '1s/.*"loss": \([^,]*\),.*/\1/p' "$tmp/resnet.jsonl"; }
+first_loss() { sed -n '2s/.*"loss": \([^,]*\),.*/\1/p' "$tmp/resnet.jsonl"; }
 good "resnet_cifar, one rank" "1       2 .* %" $resnet --ranks 1 --batch 8 --steps 2 --log "$tmp/resnet.jsonl"
 one=$(first_loss)
 good "resnet_cifar, two ranks, together" "1       2 .* %" $resnet --ranks 2 --batch 4 --steps 2 --sync-batchnorm --log "$tmp/resnet.jsonl"
@@ -140,11 +140,12 @@ for optimizer in lion muon; do
 done
 trains "train_gpt --optimizer muon, by owners" "$(validation "$tmp/out")" 0 $gpt --optimizer muon --strategy zero3
 
-# The log: keys as documented, valid JSON where a checker exists, and a last line that says so.
+# The log: a first line that says what ran, keys as documented, valid JSON where a checker exists, and a last line that says so.
 trains "train_gpt --log" "$usual" 0.0002 $gpt --log "$tmp/log.jsonl" --eval-every 6
-{ [ "$(wc -l <"$tmp/log.jsonl")" -eq 13 ] && tail -n 1 "$tmp/log.jsonl" | grep -q '"final": true' &&
-    for key in step loss grad_norm lr tokens tokens_per_second step_ms comm_ms exposed_comm_ms data_ms comm_bytes; do
-        head -n 1 "$tmp/log.jsonl" | grep -q "\"$key\": " || exit 1; done &&
+{ [ "$(wc -l <"$tmp/log.jsonl")" -eq 14 ] && tail -n 1 "$tmp/log.jsonl" | grep -q '"final": true' &&
+    for key in step wall_time loss grad_norm lr tokens tokens_per_second step_ms comm_ms exposed_comm_ms data_ms comm_bytes; do
+        sed -n 2p "$tmp/log.jsonl" | grep -q "\"$key\": " || exit 1; done &&
+    head -n 1 "$tmp/log.jsonl" | grep -q '"start": true.*"ranks": 2,.*"run": "train_gpt".*"strategy": "ddp", "config": ".*\\nlayers = 1\\n' &&
     [ "$(grep -c '"val_loss": [0-9]' "$tmp/log.jsonl")" -ge 2 ]; }
 result "the log has every key" $? "$tmp/log.jsonl"
 if have python3; then
@@ -154,7 +155,7 @@ else skip "the log is JSON" "no python3"; fi
 
 # Losses do not depend on how often it is run, on overlap, buckets, threads or the kind of rank;
 # and hardly on how many ranks share a global batch.
-losses() { "$@" --log "$tmp/l.jsonl" >/dev/null 2>&1; grep -v final "$tmp/l.jsonl" | sed 's/.*"loss": \([^,]*\),.*/\1/'; }
+losses() { "$@" --log "$tmp/l.jsonl" >/dev/null 2>&1; grep -v final "$tmp/l.jsonl" | sed -n 's/.*"loss": \([^,]*\),.*/\1/p'; }
 if $gpt --steps 4 | grep -q "cblas kernels"; then # bits are the BLAS's own affair
     bad "--deterministic with an external BLAS" "external BLAS" $gpt --deterministic
 else

@@ -5,7 +5,7 @@
 . tests/support/shell.sh
 take_ports
 gpt="$build/train_gpt --layers 1 --heads 2 --channels 16 --seq 16 --batch 2 --warmup 2 --eval-batches 2 --sample 0 --threads 1 --timeout 20"
-losses() { grep -v final "$1" | sed 's/.*"loss": \([^,]*\),.*/\1/'; }
+losses() { grep -v final "$1" | sed -n 's/.*"loss": \([^,]*\),.*/\1/p'; }
 
 # rank R N ARGS...: rank R of N as torchrun would start it, in the background
 rank() {

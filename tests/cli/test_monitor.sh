@@ -28,9 +28,17 @@ def fail(text): sys.exit(f"{directory}: {text}")
 
 # ---- JSON lines and CSV are the same numbers ----
 lines = [json.loads(l, parse_constant=lambda x: fail(f"{x} in JSON")) for l in open(f"{directory}/log.jsonl")]
-steps = [l for l in lines if "final" not in l]
+starts = [l for l in lines if "start" in l]
+steps = [l for l in lines if "step" in l and "final" not in l]
 finals = [l for l in lines if "final" in l]
 if [l["step"] for l in steps] != list(range(1, end + 1)) or len(finals) != (2 if first else 1): fail("JSON lines have other steps")
+if lines[0] is not starts[0] or [l["first_step"] for l in starts] != ([0, first + 1] if first else [0]): fail(f"starts: {starts}")
+for l in starts:
+    if (l["ranks"], l["parameters"], l["shard_ranks"] * l["replicas"]) != (ranks, 904, ranks): fail(l)
+    if l["run"] != 'a "run" \\ of\ntwo lines' or l["config"] != "# configuration\nlr = 0.01\n" or not l["host"] or "CPU" not in l["device"]: fail(l)
+    if not re.search(f"-{l['strategy']}$", directory): fail(f"strategy {l['strategy']}")
+if any(b["wall_time"] < a["wall_time"] for a, b in zip(lines, lines[1:])): fail("times go back")
+if not 0 <= lines[-1]["wall_time"] - os.stat(f"{directory}/log.jsonl").st_mtime + 1 < 2: fail("the time of the last line")
 with open(f"{directory}/table.csv", newline="") as file:
     raw = file.read()
     if raw.count("\r\n") != end + 1 or raw.count("\n") != end + 1: fail("CSV lines do not all end in CR LF")
@@ -80,10 +88,11 @@ for tag in tags["scalars"]:
     want = {l["step"]: np.float32(l[name]) for l in steps if name in l}
     if got.keys() != want.keys(): fail(f"{tag} has steps {sorted(got)}, not {sorted(want)}")
     for step in got:
-        # JSON has nine digits
-        if abs(got[step] - want[step]) > 2e-7 * abs(want[step]): fail(f"{tag} at {step}: {got[step]}, not {want[step]}")
+        if got[step] != want[step]: fail(f"{tag} at {step}: {got[step]}, not {want[step]}")
 if not {"train/loss", "train/val_loss", "time/step_ms", "memory/memory_bytes", "throughput/tokens_per_second"} <= set(tags["scalars"]): fail(tags)
-for key in set().union(*steps) - {"step"}:
+for event in events.Scalars("train/loss"):
+    if abs(event.wall_time - steps[event.step - 1]["wall_time"]) > 0.0011: fail(f"step {event.step}: another time")
+for key in set().union(*steps) - {"step", "wall_time"}:
     if key not in group: fail(f"{key} is not in TensorBoard")
 def whole(step, what, name):
     paths = sorted(glob.glob(f"{directory}/{what}-{step}-{name}" + ("-*" if what == "gradients" else "")))

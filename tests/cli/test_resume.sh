@@ -174,7 +174,7 @@ for blocking in "" --save-blocking; do
     on_full --steps 6 --checkpoint "$tmp/full" $blocking --save-every 2
     lost "three saves of a run fail $blocking" "this run has saved nothing"
     on_full --steps 100000 --checkpoint "$tmp/full" $blocking --log "$tmp/full/log" --stop-status 7
-    wait_for 20 grep -q -a step "$tmp/full/log"
+    wait_for 20 grep -q -a '^{"step"' "$tmp/full/log"
     kill -TERM $launcher
     lost "the save before a stop fails $blocking" "this run has saved nothing"
     [ $status -ne 7 ]; result "and its status is not that of a stop $blocking" $?
@@ -296,7 +296,7 @@ for closed in '<&-' '>&-' '2>&-' '<&- >&-' '<&- 2>&-' '>&- 2>&-' '<&- >&- 2>&-';
     result "$closed: train_gpt ends well" $? "$tmp/out"
     $small --ranks 2 --steps 4 --checkpoint "$dir/gpt" --resume auto >"$tmp/out" 2>&1
     same "$closed: its checkpoint is whole"
-    [ "$(grep -c '^{"step": .*}$' "$dir/log") $(wc -l <"$dir/log") $(wc -l <"$dir/csv")" = "4 5 5" ] &&
+    [ "$(grep -c '^{"step": .*}$' "$dir/log") $(wc -l <"$dir/log") $(wc -l <"$dir/csv")" = "4 6 5" ] &&
         ! grep -q -v -E '^(# (HELP|TYPE) )?dtrain_' "$dir/run.prom" && ! grep -q -v -E '^(#|$)|^[a-z0-9-]+ = ' "$dir/config" &&
         ! grep -r -q -a 'validation loss' "$dir" && "$build/trace" show "$dir"/trace.rank*.json >/dev/null
     result "$closed: so are log, table, metrics, trace and flags" $? "$dir/log"

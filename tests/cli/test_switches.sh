@@ -52,7 +52,7 @@ for program in train_gpt resnet_cifar; do
         if [ $status -eq 0 ]; then
             made=$((made + 1))
             grep -q 'over 2 steps' "$tmp/out" || why="no two steps"
-            case $line in *--log*) [ "$(wc -l <"$tmp/run.jsonl")" -ge 3 ] || why="no log" ;; esac
+            case $line in *--log*) [ "$(wc -l <"$tmp/run.jsonl")" -ge 4 ] || why="no log" ;; esac
             case $line in *--csv*) [ "$(wc -l <"$tmp/run.csv")" -ge 3 ] || why="no table" ;; esac
             case $line in *--prometheus*) grep -q '^dtrain_loss' "$tmp/run.prom" || why="no metrics" ;; esac
             case $line in *--trace*) grep -q backward "$tmp/run.rank0.json" || why="no trace" ;; esac

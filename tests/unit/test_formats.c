@@ -102,7 +102,7 @@ static void test_text_strings(void)
 {
     check_string("", "\"\"");
     check_string("a \"b\" \\ /", "\"a \\\"b\\\" \\\\ /\"");
-    check_string("\x01\n\x1f\x7f", "\"\\u0001\\u000a\\u001f\x7f\"");
+    check_string("\x01\n\x1f\x7f", "\"\\u0001\\n\\u001f\x7f\"");
     check_string("\xc3\xa9 \xe2\x82\xac \xf0\x9f\x98\x80",
                  "\"\xc3\xa9 \xe2\x82\xac \xf0\x9f\x98\x80\"");
     check_string("\xff", "\"\xef\xbf\xbd\"");

@@ -190,13 +190,25 @@ static bool expected(const dtrain_step_record *r, const char *name, double *valu
 #undef IS
 }
 
-/* Says whether a number that was written as text is the one that was meant: nine digits, integers whole. */
-static bool same(double got, double want, uint32_t flags)
+/* Says whether a number that was written as text is the one that was meant: the same float, in as few digits as that
+ * takes; integers whole. */
+static bool same(const char *text, double want, uint32_t flags)
 {
+    const double got = strtod(text, NULL);
+    char shorter[400];
+    int digits = 0;
     if (isnan(want)) return isnan(got);
     if (isinf(want)) return got == want;
     if (flags & DTRAIN_METRIC_INTEGER) return fabs(got - want) <= 0.5 + 1e-15 * fabs(want);
-    return fabs(got - want) <= 5.1e-9 * fabs(want) + 5e-324;
+    if (fabs(want) > FLT_MAX) return fabs(got - want) <= 5.1e-6 * fabs(want);
+    for (const char *at = text; *at && strchr("-.0123456789", *at); at++)
+        digits += *at >= '0' && *at <= '9' && (digits > 0 || *at != '0');
+    for (int d = 1; d < digits && fabs(want) >= FLT_MIN; d++) {
+        snprintf(shorter, sizeof shorter, "%.*g", d, want);
+        if (strtof(shorter, NULL) == (float)want && strlen(shorter) < strcspn(text, ",}\r"))
+            return false;
+    }
+    return strtof(text, NULL) == (float)want;
 }
 
 static uint32_t naive_crc(const unsigned char *data, size_t bytes)
@@ -400,8 +412,11 @@ static void look_at_scalar(int64_t step, const char *tag, float value, void *use
 static void look_at_texts(const random_run *run, const char *json, const char *csv,
                           const char *header, int step)
 {
-    const char *column = header + strlen("step,"), *cell = csv + strcspn(csv, ",") + 1;
-    CHECK(atoi(csv) == step);
+    const char *column = header + strlen("step,wall_time,"), *cell = strchr(csv, ',') + 1;
+    const char *time = strstr(json, "\"wall_time\": ");
+    CHECK(strncmp(header, "step,wall_time,", 15) == 0 && atoi(csv) == step);
+    CHECK(time && strncmp(time + 13, cell, strcspn(cell, ",") + 1) == 0);
+    cell = strchr(cell, ',') + 1;
     int shown = 0, keys = 0;
     for (const char *c = json; *c != '\n'; c++) keys += *c == ':';
     while (*column != '\r') {
@@ -426,12 +441,10 @@ static void look_at_texts(const random_run *run, const char *json, const char *c
                 CHECK_MSG(strncmp(value, "null", 4) == 0, "step %d: %s is %.20s", step, name,
                           value);
             else
-                CHECK_MSG(same(strtod(value, NULL), want,
-                               flags && !strstr(name, "per_second") ? flags : 0),
+                CHECK_MSG(same(value, want, flags && !strstr(name, "per_second") ? flags : 0),
                           "step %d: %s is %.30s in JSON, not %g", step, name, value, want);
-            CHECK_MSG(
-                same(strtod(cell, NULL), want, flags && !strstr(name, "per_second") ? flags : 0),
-                "step %d: %s is %.30s in CSV, not %g", step, name, cell, want);
+            CHECK_MSG(same(cell, want, flags && !strstr(name, "per_second") ? flags : 0),
+                      "step %d: %s is %.30s in CSV, not %g", step, name, cell, want);
         }
         column += strcspn(column, ",\r");
         cell += strcspn(cell, ",\r");
@@ -441,7 +454,7 @@ static void look_at_texts(const random_run *run, const char *json, const char *c
         }
         if (*column == ',') column++, cell++;
     }
-    CHECK_MSG(keys == shown + 1, "step %d: %d keys, %d values", step, keys, shown);
+    CHECK_MSG(keys == shown + 2, "step %d: %d keys, %d values", step, keys, shown);
 }
 
 static const char *line_of(const char *text, int n)
@@ -484,10 +497,12 @@ static void test_random_records(void)
         char *json = slurp(path_of("log.jsonl"), &bytes),
              *csv = slurp(path_of("table.csv"), &bytes);
         for (int step = 0; step < all; step++)
-            look_at_texts(&run, line_of(json, step + (cut && step >= cut)), line_of(csv, step + 1),
-                          csv, step);
+            look_at_texts(&run, line_of(json, step + (cut && step >= cut ? 3 : 1)),
+                          line_of(csv, step + 1), csv, step);
+        const char *again = line_of(json, cut ? cut + 2 : 0); /* each start says what it begins */
+        CHECK(strncmp(json, "{\"start\": true", 14) == 0 && strncmp(again, json, 14) == 0);
         CHECK(*line_of(csv, all + 1) == 0 &&
-              strncmp(line_of(json, all + (cut > 0)), "{\"final\": true", 14) == 0);
+              strncmp(line_of(json, all + (cut ? 3 : 1)), "{\"final\": true", 14) == 0);
         free(json);
         free(csv);
         run.seen = 0;
