@@ -52,6 +52,15 @@ bad "gpt, missing data" "$tmp/none" $tiny --data "$tmp/none"
 # answer can be right that was not learned from it.
 good "mlp on spirals" "epoch +60 .* (9[5-9]|100)" "$build/mlp" 2
 good "mlp, one rank" "epoch +60 .* (9[5-9]|100)" "$build/mlp" 1
+# cnn: accuracy rises from chance, and one rank learns what two learn together.
+for ranks in 1 2; do
+    good "cnn, $ranks ranks" "step 600 .* accuracy 9[5-9]" "$build/cnn" $ranks
+    cp "$tmp/out" "$tmp/cnn$ranks"
+done
+paste "$tmp/cnn1" "$tmp/cnn2" | awk '{ d = $4 - $12; if (d < 0) d = -d; if (NR == 1) bad = d > 0.02; if ($7 < last) bad = 1; last = $7 }
+    END { exit bad || NR != 6 }'
+result "cnn, the losses of one rank and a rising accuracy" $? "$tmp/cnn2"
+bad "cnn, ranks that are no number" "usage: cnn" "$build/cnn" two
 good "resume, a rank dies" "2 ranks begin at step 50, started again" "$build/resume" "$tmp/resume"
 [ "$(sed -n "s/^2 ranks end.*parameters //p" "$tmp/out" | uniq -c | sed "s/ *\([0-9]*\).*/\1/")" = 2 ]
 result "resume, the bits of a run that nobody disturbed" $? "$tmp/out"
