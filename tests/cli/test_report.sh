@@ -1,6 +1,6 @@
 #!/bin/sh
 # build/report: pages about runs, from real logs and from logs that lack keys, have every key, are cut off or wrong; what a headless
-# browser makes of them.
+# browser draws of them, and the values that it shows under a pointer.
 . tests/support/shell.sh
 python=${PYTHON:-python3}
 gpt="$build/train_gpt --layers 1 --heads 2 --channels 16 --seq 16 --batch 2 --eval-every 5 --eval-batches 2 --sample 0 --threads 1"
@@ -13,6 +13,11 @@ good "a long run that goes on" "^1 run in" "$build/report" "$tmp/all.html" "$tmp
 printf '{"step": 0}\n' >"$tmp/bare.jsonl"
 good "a log that has nothing but steps" "^1 run in" "$build/report" "$tmp/bare.html" "$tmp/bare.jsonl"
 
+# A run that was resumed after step 8 of 12 with another strategy: its later steps count.
+{ cat "$tmp/run1.jsonl"; printf '{"start": true, "wall_time": 1e9, "ranks": 3, "first_step": 9, "strategy": "zero1", "config": "# commit abc\\nseq = 4\\nlr = 0.5\\n"}\n'
+  for n in 9 10 11; do printf '{"step": %d, "loss": 1.25}\n' $n; done; } >"$tmp/again.jsonl"
+good "a resumed run" "^1 run in" "$build/report" "$tmp/again.html" "$tmp/again.jsonl"
+
 bad "no arguments" "report OUT.html LOG" "$build/report"
 bad "no such log" "none.jsonl cannot be read" "$build/report" "$tmp/x.html" "$tmp/none.jsonl"
 printf '{"step": 0}\nloss\n{"step": 1}\n' >"$tmp/wrong.jsonl"
@@ -21,49 +26,118 @@ bad "a line that is no JSON" "wrong.jsonl: line 2" "$build/report" "$tmp/x.html"
 bad "an empty log" "has no steps" "$build/report" "$tmp/x.html" "$tmp/empty.jsonl"
 
 cat >"$tmp/look.py" <<'END'
-import html.parser, sys
-counts, classes, texts, stack = {}, set(), [], []
+"""look.py PAGE SVGS WORD...: the page is whole, asks no network, has so many drawings and these words.
+look.py values PAGE LOG...: the numbers in the page are those of the logs.
+look.py shown PAGE LOG...: the values that the browser has shown at step 6 are those of the logs, smoothed by 0.9."""
+import html.parser, json, re, sys
+void = ("meta", "input", "br")
 class Reader(html.parser.HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.counts, self.texts, self.stack, self.data, self.tips, self.ticks = {}, [], [], "", [], []
+        self.feed(text)
     def handle_starttag(self, tag, attrs):
-        counts[tag] = counts.get(tag, 0) + 1
-        for name, value in attrs:
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+        attrs = dict(attrs)
+        for name in attrs:
             assert name not in ("src", "href") and not name.startswith("on"), (tag, name)
-            if name == "class":
-                classes.update(value.split())
-        if tag not in ("meta", "line", "circle"):
-            stack.append(tag)
-    def handle_startendtag(self, tag, attrs):
-        self.handle_starttag(tag, attrs)
-        if tag not in ("meta", "line", "circle"):
-            stack.pop()
+        if tag not in void: self.stack.append((tag, attrs))
+        if attrs.get("class") == "tip": self.tips.append("")
+        if tag == "svg": self.ticks.append([])
     def handle_endtag(self, tag):
-        if tag not in ("line", "circle"):
-            assert stack.pop() == tag, tag
-    def handle_data(self, data):
-        texts.append(data)
-text = open(sys.argv[1], encoding="utf-8").read()
-Reader().feed(text)
-assert not stack and "script" not in counts and "http" not in text and "url(" not in text and "nan" not in text.replace("and", "")
-assert counts.get("svg", 0) == int(sys.argv[2]), counts
-for word in sys.argv[3:]:
-    assert word in classes or any(word in t for t in texts), word
+        assert self.stack.pop()[0] == tag, tag
+    def handle_data(self, text):
+        tag, attrs = self.stack[-1] if self.stack else ("", {})
+        if attrs.get("id") == "data": self.data += text
+        elif tag not in ("script", "style"): self.texts.append(text)
+        if any(a.get("class") == "tip" for t, a in self.stack): self.tips[-1] += text + " "
+        if attrs.get("class") == "x": self.ticks[-1].append(text)
+def steps_of(path):
+    steps = {}
+    for line in map(json.loads, open(path)):
+        if "step" in line and "final" not in line: steps[line["step"]] = line
+    return [steps[n] for n in sorted(steps)]
+def page(path):
+    text = open(path, encoding="utf-8").read()
+    assert "http" not in text and "url(" not in text
+    reader = Reader(text)
+    assert not reader.stack, reader.stack
+    return reader
+if sys.argv[1] == "values":
+    reader = page(sys.argv[2])
+    data = json.loads(reader.data, parse_constant=lambda x: 1 / 0)
+    assert len(data["runs"]) == len(sys.argv) - 3
+    for run, log in zip(data["runs"], sys.argv[3:]):
+        steps = steps_of(log)
+        assert run["x"] == [s["step"] for s in steps] and run["each"] == 1, run["x"]
+        for key in ("loss", "val_loss", "tokens_per_second", "grad_norm", "lr", "memory_bytes", "memory_peak_bytes"):
+            assert run["values"][key] == [s.get(key) for s in steps], key
+        for n, step in enumerate(steps):
+            parts = [step[k] for k in ("data_ms", "forward_ms", "backward_ms", "optimizer_ms", "exposed_comm_ms")]
+            assert [p[n] for p in run["parts"]][:5] == parts
+            assert abs(sum(p[n] for p in run["parts"]) - max(step["step_ms"], sum(parts))) < 1e-6
+elif sys.argv[1] == "shown":
+    reader = page(sys.argv[2])
+    logs = [steps_of(log) for log in sys.argv[3:]]
+    def smooth(key, log):
+        last = 0
+        for n in range(6): last = 0.9 * last + 0.1 * log[n][key]
+        return last / (1 - 0.9 ** 6)
+    tips = [re.sub(r"\s+", " ", tip) for tip in reader.tips]
+    def shows(tip, *words):
+        for word in words: assert word in tips[tip], (word, tips[tip])
+    for log in logs:
+        six = log[5]
+        shows(0, "step 6 ", "%.4f %.4f" % (smooth("loss", log), six["loss"]))
+        shows(1, "step 6 ", f"{round(smooth('tokens_per_second', log)):,} {round(six['tokens_per_second']):,} ")
+        shows(2, "step 6 ", "%.3f %.3f" % (smooth("grad_norm", log), six["grad_norm"]))
+        shows(3, "%.2fe-" % float(("%.2e" % six["lr"]).split("e")[0]))
+        shows(4, "in use %.1f MiB" % (six["memory_bytes"] / 2**20), "peak %.1f MiB" % (six["memory_peak_bytes"] / 2**20))
+    for tip, log in zip((6, 7), logs):
+        six = log[5]
+        total = max(six["step_ms"], sum(six[k] for k in ("data_ms", "forward_ms", "backward_ms", "optimizer_ms", "exposed_comm_ms")))
+        for part, key in (("forward", "forward_ms"), ("backward", "backward_ms"), ("exposed communication", "exposed_comm_ms")):
+            shows(tip, "%s %.2f ms %.1f %%" % (part, six[key], 100 * six[key] / total))
+    for n in (0, 1, 2, 3, 4, 6, 7): # an axis ends with its last step
+        assert (reader.ticks[n][0], reader.ticks[n][-1]) == ("1", "12"), reader.ticks[n]
+else:
+    reader = page(sys.argv[1])
+    assert reader.counts.get("svg", 0) == int(sys.argv[2]), reader.counts
+    text = " ".join(reader.texts)
+    for word in sys.argv[3:]: assert word in text, word
 END
 look() { "$python" "$tmp/look.py" "$@" >"$tmp/said" 2>&1; }
 if have "$python"; then
-    look "$tmp/page.html" 6 'two <b>ranks</b> & "more"' ideal p0 p4 c1; result "the page of two runs" $? "$tmp/said"
-    look "$tmp/all.html" 4 "(no end)" p0 p1 p2 p3 p4 p5; result "the page of every key" $? "$tmp/said"
+    look "$tmp/page.html" 0 'two <b>ranks</b> & "more"' "What ran" "How it ended" train_gpt "1, 1 thread each; 1 shard x 1 replica" \
+        "2, 1 thread each; 1 shard x 2 replicas" "UTC" "All flags of" "channels = 16" "tokens"; result "the page of two runs" $? "$tmp/said"
+    look values "$tmp/page.html" "$tmp/run1.jsonl" "$tmp/run2.jsonl"; result "its numbers are those of the logs" $? "$tmp/said"
+    look "$tmp/all.html" 0 "it goes on, or was stopped" "tokens or samples"; result "the page of every key" $? "$tmp/said"
     look "$tmp/bare.html" 0 bare.jsonl; result "the page of a bare log" $? "$tmp/said"
-else skip "pages" "no $python" 3; fi
+    look "$tmp/again.html" 0 "2 times; this is of the last" zero1 "2001-09-09 01:46:40 UTC" abc "lr = 0.5" &&
+        grep -q '"x":\[1,2,3,4,5,6,7,8,9,10,11\]' "$tmp/again.html" && grep -q ',1.25,1.25,1.25\]' "$tmp/again.html"
+    result "the page of a resumed run" $? "$tmp/said"
+else skip "pages" "no $python" 5; fi
 
-# A browser, without a network: its DOM has what was written, and there is a picture.
+# A browser, without a network: its DOM has the drawings, a pointer at step 6 shows that step's values, and there are pictures.
 browser=
 for name in chromium chromium-browser google-chrome; do have $name && browser=${browser:-$name}; done
-if [ -n "$browser" ]; then
+if [ -n "$browser" ] && have "$python"; then
     mkdir "$tmp/home"
     show() { HOME=$tmp/home timeout 60 $browser --headless --no-sandbox --disable-gpu --disable-dev-shm-usage --user-data-dir="$tmp/home/data" "$@" 2>"$tmp/err"; }
-    show --dump-dom "file://$tmp/page.html" >"$tmp/dom.html"
-    look "$tmp/dom.html" 6 'two <b>ranks</b> & "more"' ideal p0; result "a browser's reading of it" $? "$tmp/said"
-    show --window-size=1400,1200 --screenshot="$tmp/page.png" "file://$tmp/page.html" >/dev/null
-    [ "$(wc -c <"$tmp/page.png")" -gt 20000 ]; result "a browser's picture of it" $? "$tmp/err"
-else skip "pages in a browser" "no chromium" 2; fi
+    for page in page:8 all:4 bare:0 again:6; do
+        show --dump-dom "file://$tmp/${page%:*}.html" >"$tmp/dom.html"
+        look "$tmp/dom.html" "${page#*:}"; result "a browser draws ${page%:*}.html" $? "$tmp/said"
+    done
+    { cat "$tmp/page.html"
+      echo '<script>slider.value = 0.9; slider.dispatchEvent(new Event("input"));
+        charts.forEach(function (c) { var box = c.host.getBoundingClientRect();
+            c.host.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + c.px(c.x_name === "step" ? 6.3 : 2) * box.width / c.width, clientY: box.top + 9})); });</script>'
+    } >"$tmp/hover.html"
+    show --dump-dom "file://$tmp/hover.html" >"$tmp/dom.html"
+    look shown "$tmp/dom.html" "$tmp/run1.jsonl" "$tmp/run2.jsonl"; result "a pointer shows the values of a step" $? "$tmp/said"
+    for width in 1400 500; do
+        show --window-size=$width,1600 --screenshot="$tmp/page.png" "file://$tmp/page.html" >/dev/null
+        [ "$(wc -c <"$tmp/page.png")" -gt 40000 ]; result "a picture of it, $width wide" $? "$tmp/err"
+    done
+else skip "pages in a browser" "no chromium, or no $python" 7; fi
 finish
