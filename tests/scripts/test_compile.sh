@@ -167,12 +167,12 @@ fi
 try "make uninstall" make -s uninstall PREFIX=/usr DESTDIR="$prefix"
 try "make uninstall leaves nothing" [ -z "$(find "$prefix/usr" -type f)" ]
 
-# CMake: README's first program, with dtrain as a folder, from a repository, and installed. Where it runs it is compiled
+# CMake: README's program, with dtrain as a folder, from a repository, and installed. Where it runs it is compiled
 # quickly; how it is compiled for a user is what CMake writes into compile_commands.json.
 case $build in /*) root=$build/cmake ;; *) root=$PWD/$build/cmake ;; esac
 lines() { # lines NAME TEXT: a project that gets dtrain by TEXT
     mkdir -p "$root/$1"
-    { echo '#include <stdio.h>'; sed -n '/^```c$/,/^```$/p' README.md | grep -v '^```\|define DTRAIN_IMPLEMENTATION'; } >"$root/$1/first.c"
+    readme_program after >"$root/$1/first.c"
     printf 'cmake_minimum_required(VERSION 3.14)\nproject(first C)\n%s\nadd_executable(first first.c)
 target_link_libraries(first dtrain::dtrain)\n' "$2" >"$root/$1/CMakeLists.txt"
 }

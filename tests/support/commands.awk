@@ -12,7 +12,7 @@ function is_program(text,    word) {
     while (text ~ /^[A-Z_]+=[^ ]+ /) sub(/^[^ ]+ +/, "", text) # variables of the environment
     word = text
     sub(/ .*/, "", word)
-    return word ~ /^(make|cc|c\+\+|gcc|g\+\+|clang|clang\+\+|mpicc|nvcc|sh|bash|torchrun|mpirun|srun|docker|kubectl|sbatch|squeue|scancel|scontrol|python3|cmake|git|pip)$/ ||
+    return word ~ /^(make|cc|c\+\+|gcc|g\+\+|clang|clang\+\+|mpicc|nvcc|sh|bash|torchrun|mpirun|srun|docker|kubectl|sbatch|squeue|scancel|scontrol|python3|cmake|git|pip|xdg-open)$/ ||
         word ~ /^(\.\/|build\/)/ || text ~ /^(bench_[a-z]+|simulate|train_gpt) --/
 }
 function first_word(text) { sub(/^ +/, "", text); sub(/ .*/, "", text); return text }

@@ -87,6 +87,12 @@ nothing_left() {
 }
 no_leftovers() { [ -z "$(leftovers)" ]; }
 
+# readme_program before|after: the program that README shows as a diff, without the lines with + or those with -
+readme_program() {
+    case $1 in before) drop=+ ;; *) drop=- ;; esac
+    sed -n '/^```diff$/,/^```$/p' README.md | sed "/^\`\`\`/d; /^$drop/d; s/^.//"
+}
+
 # take_ports: $port is the first of 200 ports that no other test has; ports.h does the same
 take_ports() {
     have flock || { port=$((20000 + $$ % 60 * 200)); return; }
