@@ -332,6 +332,8 @@ dtrain.h dtrain_cuda.cu dtrain_nccl.h: %: src/% tools/join.sh $(shell find src -
 	$(call quiet,JOIN,$@)sh tools/join.sh $< >$@.new && mv $@.new $@
 docs:
 	$(call quiet,DRAW,docs/house.svg)sh tools/house.sh >docs/house.svg
+	$(call quiet,DRAW,docs/zero.svg)sh tools/zero_svg.sh >docs/zero.svg
+	$(call quiet,DRAW,docs/full-shard.svg)sh tools/full_shard_svg.sh >docs/full-shard.svg
 	$(call quiet,LIST,docs/api.md)sh tools/api_index.sh >docs/api.md
 
 # ---- For other builds -----------------------------------------------------------------------------

@@ -135,6 +135,13 @@ written=$(cat "$tmp"/held/step-*/*.safetensors | wc -c)
 awk -v written="$written" '{ kept = $NF * 1048576 * 2; exit !(kept > 0.95 * written && kept < 1.05 * written) }' "$tmp/planned"
 result "dry run, memory: the snapshot is what is written" $? "$tmp/planned"
 memory "$build/resnet_cifar" --steps 1 --batch 4 --ranks 2 --compression topk
+# The table that docs/zero.svg draws.
+for strategy in ddp zero1 shard_grad_op full_shard; do
+    "$build/train_gpt" --model gpt2 --ranks 8 --batch 1 --strategy $strategy --dry-run 2>&1 |
+        sed -n 's/.*: parameters \(.*\), gradients \(.*\), optimizer \(.*\), buffers \(.*\), activations.*/\1 | \2 | \3 | \4/p'
+done >"$tmp/planned"
+sed -n '/^| GPT-2 124M on 8 ranks/,/^$/s/^| [A-Z].*[1)DP] | \([0-9].*\) |$/\1/p' docs/ddp-or-fsdp.md | cmp -s - "$tmp/planned" && [ "$(wc -l <"$tmp/planned")" -eq 4 ]
+result "dry run, memory: docs/ddp-or-fsdp.md has that of GPT-2" $? "$tmp/planned"
 big="$build/train_gpt --model gpt2_xl --ranks 64 --strategy full_shard --dry-run"
 (ulimit -v 4000000; timeout 60 $big) >"$tmp/out" 2>&1
 grep -q '64 ranks here need .* would not fit' "$tmp/out" && grep -q '^# *64 .*<- this run' "$tmp/out" && grep -q '^# *512 ' "$tmp/out"

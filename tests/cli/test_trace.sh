@@ -36,6 +36,13 @@ good "trace svg" "step 3" "$build/trace" svg "$tmp/step.svg" "$tmp/all.json" 3
 "$python" -c 'import sys, xml.dom.minidom; d = xml.dom.minidom.parse(sys.argv[1]); sys.exit(len(d.getElementsByTagName("rect")) < 40)' "$tmp/step.svg"
 result "trace svg: the drawing is XML" $? "$tmp/step.svg"
 
+# What docs/full-shard.svg draws: six units, of which the first has two buckets, 5 and 6. Collectives have numbers; those of the
+# second step lie between its two all-reduces of the weights of ranks.
+traced --ranks 2 --layers 4 --steps 3 --bucket-kib 25600 --strategy full_shard
+order() { sed -n 's/.*"name":"\([a-z-]*\)","args":{"number":[0-9]*,"of":"\(values of \)*\(bucket [0-9]*\|weights\).*"sequence":\([0-9]*\).*/\4 \1 \3/p' "$1" | sort -n; }
+order "$tmp/t.rank0.json" | awk '$3 == "weights" { steps++; next } steps != 1 || $4 == 6 { next } { print $2, $4 == 5 ? 0 : 5 - $4 }' >"$tmp/seen"
+sh tools/full_shard_svg.sh order 6 | cmp -s - "$tmp/seen"; result "units are gathered and reduced in the order that is drawn" $? "$tmp/seen"
+
 # Threads of checkpoints and loaders; the same run without a trace has the same bits.
 traced --ranks 2 --steps 6 --checkpoint "$tmp/saves" --save-every 2 --workers 2
 grep -q '"name":"checkpoint writer"' "$tmp/t.rank0.json" && grep -q '"name":"publish"' "$tmp/t.rank0.json" && grep -q '"name":"read batch"' "$tmp/t.rank1.json" &&
