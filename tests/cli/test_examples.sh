@@ -121,6 +121,8 @@ bad "resnet_cifar, a file that is cut off" "data_batch_2.bin has 100 bytes, no w
     sh -c "mkdir $tmp/cut; cp $cifar/* $tmp/cut; head -c 100 $cifar/data_batch_2.bin >$tmp/cut/data_batch_2.bin; $build/resnet_cifar --data $tmp/cut"
 bad "resnet_cifar, unknown strategy" "strategy is \"zero9\"; it takes one of: ddp" $resnet --strategy zero9
 bad "resnet_cifar, too large a batch" "with drop_last nothing is left" $resnet --ranks 2 --batch 400
+# Images that are drawn: their mirror images are of the same class, so that accuracy is not held below 60 %.
+good "resnet_cifar, drawn images" "^ +2 +186 .* (9[0-9]|100)\.[0-9] %" "$build/resnet_cifar" --ranks 2 --epochs 2 --batch 32
 good "train_gpt --help" "--weight-decay" "$build/train_gpt" --help
 good "train_gpt, sample" "a sample" $gpt --sample 20
 
