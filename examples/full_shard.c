@@ -8,8 +8,8 @@
  *            replace layer_forward, layer_backward and update's loop; all calls stay as they are)
  *   run:     ./full_shard               two ranks; ./full_shard 3 starts three
  *   expect:
- *     DTRAIN_STRATEGY_DDP         rank 0 keeps 5234 of 5234 parameters, their gradients and momentum
- *     DTRAIN_STRATEGY_FULL_SHARD  rank 0 keeps 2656 of 5234 parameters, their gradients and momentum
+ *     ddp                rank 0 keeps 5234 of 5234 parameters, their gradients and momentum
+ *     full_shard         rank 0 keeps 2656 of 5234 parameters, their gradients and momentum
  *     ...
  *           400      0.233737             0.233737
  *           500      0.127015             0.127015

@@ -3,23 +3,19 @@
  *
  *   build:   cc -O2 -I. examples/gpt.c -o gpt -lm -lpthread
  *   GPU:     nvcc -O3 -arch=native -I. -DDTRAIN_USE_CUDA examples/gpt.c dtrain_cuda.cu -lcublasLt -o gpt
- *   run:     ./gpt                                   two ranks learn dtrain.h
+ *   run:     ./gpt                                   two ranks learn lines that the program makes
  *            ./gpt --data shakespeare.txt --ranks 4 --strategy full_shard --precision bf16
  *            ./gpt --device cuda --ranks 1 --precision bf16 --batch 64
  *   flags:   --data FILE  --ranks N  --device cpu|cuda  --steps N  --batch N (samples of a rank)
  *            --lr NUMBER  --precision fp32|bf16|fp16
  *            --strategy ddp|zero1|shard_grad_op|full_shard|zero3
- *   expect  of ./gpt --data tinyshakespeare.txt; 20 seconds of two cores, which this run shared:
- *     step      loss  val_loss grad_norm        lr    tok/s   step_ms  comm_ms  exposed      eta
- *        1    5.5252         -      6.48  5.00e-05     5.2k    148.57    19.55     6.03     1:29
- *       60    2.5516         -      1.24  1.99e-03     4.6k    166.68    17.10     4.92     1:15
+ *   expect, in some ten seconds on two cores of an Intel Xeon:
+ *     step      loss  val_loss grad_norm        lr    tok/s   step_ms  comm_ms  exposed  data_ms      eta
+ *        1    5.5287         -      8.73  1.00e-04     8.5k    107.11    14.92     6.90    0.023     0:31
+ *       30    1.3987         -      1.02  2.00e-03    17.5k     43.80     8.28     1.38    0.004     0:17
  *     ...
- *      600    2.1569    2.1118       1.3  2.00e-04     4.0k    191.86    35.34     4.69     0:00
- *
- *     held-out loss 2.112, 3866 tokens/s; a sample:
- *     VORIO:
- *     Semest a forlak ee roor my,?Norie, dof deew an sise leas.
- *
+ *            and in the end a held-out loss near 0.19 with a sample, in which most lines are right:
+ *            "seventeen comes before eighteen." The last digits depend on the processor's instruction set.
  *
  * --strategy changes where parameters, gradients and AdamW's state live, and nothing else: the
  * losses are the same. tools/train_gpt is the same program with everything that can be set. */
@@ -178,6 +174,37 @@ static int sample(dtrain_tape *t, model *m, uint32_t tape_flags, bool print)
     return 0;
 }
 
+/* The data without --data: lines such as "seven comes before eight.", with numbers drawn at random. */
+typedef struct lines {
+    char text[120000];
+    size_t length;
+} lines;
+
+static void make_lines(lines *made)
+{
+    static const char *const word[] = {"zero",    "one",     "two",       "three",    "four",
+                                       "five",    "six",     "seven",     "eight",    "nine",
+                                       "ten",     "eleven",  "twelve",    "thirteen", "fourteen",
+                                       "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"};
+    made->length = 0;
+    for (uint64_t line = 0; made->length + 40 < sizeof made->text; line++) {
+        const int n = (int)(19 * dtrain_random_uniform(7, 0, line));
+        made->length += (size_t)snprintf(made->text + made->length, 40, "%s comes before %s.\n",
+                                         word[n], word[n + 1]);
+    }
+}
+
+/* A dtrain_read_fn: the bytes are the tokens. */
+static dtrain_result read_lines(void *user, int64_t first, int64_t count, void *items,
+                                int32_t *labels)
+{
+    const lines *made = user;
+    int32_t *tokens = items;
+    (void)labels;
+    for (int64_t i = 0; i < count; i++) tokens[i] = made->text[first + i];
+    return DTRAIN_OK;
+}
+
 /* Every rank runs this function. */
 static int train(dtrain_world *world, void *user)
 {
@@ -192,8 +219,14 @@ static int train(dtrain_world *world, void *user)
     dtrain_trainer *trainer;
     dtrain_metrics *metrics;
 
-    CHECK(dtrain_dataset_open(
-        world, &(dtrain_dataset_desc){.path = s->data, .format = DTRAIN_DATA_BYTES}, &text));
+    static lines made;
+    dtrain_dataset_desc source = {.path = s->data, .format = DTRAIN_DATA_BYTES};
+    if (!s->data) {
+        make_lines(&made);
+        source = (dtrain_dataset_desc){
+            .read = read_lines, .user = &made, .item_count = (int64_t)made.length};
+    }
+    CHECK(dtrain_dataset_open(world, &source, &text));
     dtrain_dataset_info info;
     dtrain_dataset_query(text, &info);
     const int64_t all = info.item_count, part = all - all / 10;
@@ -283,7 +316,7 @@ int main(int argc, char **argv)
     static const uint32_t autocast[] = {0, DTRAIN_TAPE_BF16, DTRAIN_TAPE_F16};
     static const char *const kinds[] = {"ddp",        "zero1", "shard_grad_op",
                                         "full_shard", "zero3", NULL};
-    const char *value[FLAGS] = {"dtrain.h", NULL, "cpu", "600", "6", "2e-3", "fp32", "ddp"};
+    const char *value[FLAGS] = {NULL, NULL, "cpu", "300", "6", "2e-3", "fp32", "ddp"};
     for (int a = 1; a < argc; a += 2) {
         const int i = find("the flag", argv[a], flags);
         if (i < 0) return 2;

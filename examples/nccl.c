@@ -7,7 +7,7 @@
  *            dtrain_cuda.cu -lcublasLt -ldl -o nccl
  *   run:     ./nccl 8                                        eight GPUs of this machine
  *            torchrun --no_python --nproc_per_node 8 ./nccl  the same; --nnodes for several hosts
- *   expect (CPU build; no run on GPUs has been recorded yet):
+ *   expect of ./nccl, built without a GPU (no run on GPUs has been recorded yet):
  *     built without DTRAIN_USE_CUDA and DTRAIN_USE_NCCL: this run is on the CPU
  *     2 ranks on device "cpu", communicator "local"
  *     step  40  loss 0.5159

@@ -1,8 +1,9 @@
 #!/bin/sh
-# Every command and every program that a document or the opening comment of a source prints does what it says.
-# tests/support/commands.awk finds them by rule, so that a new one is covered, or fails here as unknown. They run as
-# printed, in a copy of the tree that is thrown away:
+# test_documents.sh [FILE...]: every command and every program that a document or the opening comment of a source prints
+# does what it says, and prints what the text quotes of it. tests/support/commands.awk finds both by rule, so that a new
+# one is covered, or fails here as unknown. They run as printed, in a copy of the tree that is thrown away:
 #
+#   what is quoted          until it ends, or the quoted lines were printed (tests/support/quoted.awk compares them)
 #   programs, simulators    until they end
 #   training runs           until their first line of progress, then they are told to end
 #   make TARGET             make -n: that it exists and what it needs; make run and the joined files for real
@@ -16,6 +17,7 @@
 # get the implementation that make has compiled (its LINKED), or compile it without optimisation, unless
 # DTRAIN_TEST_FULL=1: the printed line, less time.
 . tests/support/shell.sh
+only=$*
 cc=${CC:-cc}
 full=${DTRAIN_TEST_FULL:-0}
 tree=$tmp/tree
@@ -116,6 +118,28 @@ printed_path=$tmp/bin:$PATH
 in_time() { PATH=$printed_path timeout -k 2 "$1" sh -c "$2" >"$tmp/out" 2>&1 </dev/null; } # in_time SECONDS COMMAND
 
 whole() { how=ran; in_time 300 "$1"; }
+
+# A command of which the text quotes lines: until it ends, or until they are printed, if the text says that it goes on.
+quoted_of() { awk -F'\t' -v command="$1" '$1 == command' "$tmp/quotes" >"$tmp/quoted"; [ -s "$tmp/quoted" ]; }
+as_quoted() { awk -v values="$tmp/values" -f "$root/tests/support/quoted.awk" "$tmp/quoted" "$tmp/out" >"$tmp/missing"; }
+prints() {
+    how="prints what is quoted"
+    cut -f 1 "$tmp/quoted" >>"$tmp/compared"
+    : >"$tmp/out"
+    goes_on=; [ "$(tail -n 1 "$tmp/quoted" | cut -f 6)" != ... ] || goes_on=exec
+    PATH=$printed_path timeout -k 5 300 sh -c "$goes_on $1" >"$tmp/out" 2>&1 </dev/null &
+    id=$!
+    while kill -0 $id 2>/dev/null; do
+        [ -z "$goes_on" ] || ! as_quoted || break
+        sleep 0.2
+    done
+    [ -z "$goes_on" ] || kill $id 2>/dev/null
+    wait $id; ended=$?
+    as_quoted && { [ -n "$goes_on" ] || [ $ended -eq 0 ]; } && return
+    { cat "$tmp/missing"; echo "status $ended"; tail -n 15 "$tmp/out"; } >"$tmp/report"
+    mv "$tmp/report" "$tmp/out"
+    return 1
+}
 
 # A run that prints its progress: until its first line of a step (mpirun is a terminal: "step 1/1000"), which is a later one where it goes on from another run.
 begins() {
@@ -222,6 +246,7 @@ judge() {
             [ "$1" != srun ] || timeout 10 srun -n 1 true >/dev/null 2>&1 || { absent="a Slurm that runs jobs"; return; } ;;
     esac
     case $line in *no_model*) no_model "$line"; return ;; esac
+    [ -z "$quoted" ] || { prints "$line"; return; }
     case $1 in
         make) target "$line" ;;
         cc | c++ | mpicc | nvcc) have "$1" || { absent=$1; return; }; compiled "$line" ;;
@@ -256,19 +281,21 @@ try "the program train.c, strictly" env PATH="$printed_path" cc -std=c99 -I. -Wa
 
 documents="README.md CONTRIBUTING.md CHANGELOG.md tests/README.md bench/README.md examples/deploy/README.md $(ls docs/*.md)"
 sources="src/manual.h src/device/cuda/manual.h src/comm/nccl/manual.h $(ls examples/*.c tools/*.sh tools/*.h tools/*/*.[ch] bench/*.[ch] bench/*.sh bench/*.py)"
+[ -z "$only" ] || { documents=$(echo "$only" | tr ' ' '\n' | grep '\.md$'); sources=$(echo "$only" | tr ' ' '\n' | grep -v '\.md$'); }
 # Without -arch nvcc compiles for the oldest GPU that it knows.
 grep -n 'nvcc .*dtrain_cuda\.cu' $documents $sources | grep -v -e ' -arch=' >"$tmp/no_arch"
 [ ! -s "$tmp/no_arch" ]; result "every line of nvcc says for which GPU" $? "$tmp/no_arch"
 
 mkdir -p "$tmp/found"
-: >"$tmp/done"
+: >"$tmp/done" >"$tmp/compared"
 one() { # one PLACE COMMAND
-    place=$1 command=$2 absent='' unknown='' how=''
+    place=$1 command=$2 absent='' unknown='' how='' quoted=''
     case $command in
         '?first '*) ! have "${command#?first }" || unknown="how to run the block that begins with ${command#?first }" ;;
         '? '*) unknown="how to run this line: ${command#? }" ;;
         *)
-            ! grep -qxF -e "$command" "$tmp/done" || return
+            ! quoted_of "$command" || quoted=yes
+            [ -n "$quoted" ] || ! grep -qxF -e "$command" "$tmp/done" || return
             case $command in cc\ * | ./*) ;; *) echo "$command" >>"$tmp/done" ;; esac # those depend on what is there
             filled=
             set -f
@@ -282,16 +309,20 @@ one() { # one PLACE COMMAND
     elif [ -n "$how" ]; then result "$place: $command ($how)" $status "$tmp/out"; fi
 }
 all() { # all KIND FILE: what is for GPUs comes last, because it overwrites what was built for CPUs
-    awk -v kind="$1" -f tests/support/commands.awk "$2" >"$tmp/found/all"
+    : >"$tmp/quotes"
+    awk -v kind="$1" -v quotes="$tmp/quotes" -f tests/support/commands.awk "$2" >"$tmp/found/all"
     grep -E '	(nvcc|build/cuda/)|--device cuda|dtrain_cuda\.' "$tmp/found/all" >"$tmp/found/gpu"
     grep -v -E '	(nvcc|build/cuda/)|--device cuda|dtrain_cuda\.' "$tmp/found/all" >"$tmp/found/cpu"
     cat "$tmp/found/cpu" "$tmp/found/gpu" >"$tmp/found/list"
     while IFS='	' read -r found_place found_command <&3; do one "$found_place" "$found_command"; done 3<"$tmp/found/list"
+    # What is quoted of a command that no rule runs would be believed.
+    cut -f 1 "$tmp/quotes" | sort -u | grep -v -x -F -f "$tmp/compared" >"$tmp/out"
+    [ ! -s "$tmp/out" ] || result "$2: what it quotes is compared" 1 "$tmp/out"
 }
 for document in $documents; do all text "$document"; done
-all help Makefile
+[ -n "$only" ] || all help Makefile
 for source_file in $sources; do all source "$source_file"; done
-[ "$(wc -l <"$tmp/done")" -gt 80 ]
+[ -n "$only" ] || [ "$(wc -l <"$tmp/done")" -gt 80 ]
 result "the rules find the commands ($(wc -l <"$tmp/done") different ones)" $?
 
 # The rules find what they must, and refuse what they do not know.
@@ -310,7 +341,51 @@ awk -v kind=text -f tests/support/commands.awk "$tmp/new.md" | sed 's/^[^	]*	//'
 printf '%s\n' 'make lint' '?first frobnicate' 'make test' '? frobnicate --all' '?first step' >"$tmp/wanted"
 cmp -s "$tmp/list" "$tmp/wanted"
 result "a line of a block that is no command is found" $? "$tmp/list"
-absent='' unknown=''
+
+# What is quoted and was not printed is found: an integer, a decimal beyond its last place, a word, an order, another hash.
+cat >"$tmp/new.md" <<'END'
+Losses agree within 2 %:
+
+    build/ddp --steps 3
+
+It prints, on two cores of a machine:
+
+    step  loss  tok/s
+       1  5.25    90
+       2  5.10    ...
+    parameters HASH, 3337432 bytes
+    parameters HASH, as before
+
+    build/ddp 1
+    build/ddp 2
+
+| run | bytes | fewer |
+| --- | --- | --- |
+| first | 800 | 1x |
+| second | 200 | 4.0x |
+END
+awk -v kind=text -v quotes="$tmp/quotes" -f tests/support/commands.awk "$tmp/new.md" >"$tmp/out"
+quoted_of "build/ddp --steps 3"
+cat >"$tmp/printed" <<'END'
+step  loss  tok/s
+   1  5.2567  17
+   2  5.09    18 19
+parameters 0123456789abcdef, 3337432 bytes
+parameters 0123456789abcdef, as before
+END
+altered() { rm -f "$tmp/values"; sed "$1" "$tmp/printed" >"$tmp/out"; ! as_quoted; } # altered SED-COMMAND
+! altered ''; result "what was printed is found" $? "$tmp/missing"
+for change in 's/3337432/3337433/' 's/5.2567/5.28/' 's/5.09 /5.12 /' 's/bytes/words/' 's/loss/lost/' '5s/0123/0124/' '2{h;d};3G'; do
+    altered "$change"; result "what is quoted is compared: $change" $?
+done
+quoted_of "build/ddp 2"
+echo "200 bytes" >"$tmp/printed"
+! altered ''; result "a row of a table belongs to its command" $? "$tmp/missing"
+altered 's/200/201/'; result "a number of a row is compared" $?
+sed -i 's/4.0x/5.0x/' "$tmp/new.md" && awk -v kind=text -v quotes="$tmp/quotes" -f tests/support/commands.awk "$tmp/new.md" >"$tmp/out"
+quoted_of "build/ddp 2"
+altered ''; result "a share of the first row is worked out" $?
+absent='' unknown='' quoted=''
 judge "bench_gemm --fast"
 [ $? -ne 0 ]; result "a flag that does not exist fails" $?
 judge "make lintt"
