@@ -286,6 +286,39 @@ sources="src/manual.h src/device/cuda/manual.h src/comm/nccl/manual.h $(ls examp
 grep -n 'nvcc .*dtrain_cuda\.cu' $documents $sources | grep -v -e ' -arch=' >"$tmp/no_arch"
 [ ! -s "$tmp/no_arch" ]; result "every line of nvcc says for which GPU" $? "$tmp/no_arch"
 
+# Figures that a text cites are those of bench/README.md, rounded, or in thousands: the tables of a section, but for the
+# first column, which names the row. (bench/check_figures.sh compares bench/README.md with the recorded results.)
+cites() { # cites FILE HEADING
+    awk -v file="$1" -v heading="$2" '
+        function rounded(a, b) { a -= b; return (a < 0 ? -a : a) <= 0.5001 * 10 ^ -places }
+        { gsub(/`[^`]*`/, "") }
+        FILENAME == "bench/README.md" {
+            gsub(/[^0-9.]+/, " ")
+            n = split($0, numbers, " ")
+            for (i = 1; i <= n; i++) if (numbers[i] ~ /[0-9]/) known[numbers[i]]
+            next
+        }
+        /^#/ { on = $0 == heading }
+        !/^\|/ { rows = 0 }
+        on && /^\|/ && ++rows > 2 {
+            line = $0; sub(/^\|[^|]*\|/, "", line); gsub(/[^0-9.]+/, " ", line)
+            n = split(line, numbers, " ")
+            for (i = 1; i <= n; i++) {
+                cited = numbers[i]
+                if (cited !~ /[0-9]/) continue
+                places = index(cited, ".") ? length(cited) - index(cited, ".") : 0
+                there = 0; checked++
+                for (k in known) if (rounded(k, cited) || rounded(k / 1000, cited)) { there = 1; break }
+                if (!there) { print file ":" FNR ": " cited " is not in bench/README.md"; bad = 1 }
+            }
+        }
+        END { if (!checked) print file " has no figures under " heading; exit bad || !checked }' bench/README.md "$1" >"$tmp/out"
+}
+cites README.md "## Figures"; result "README's figures are those of bench/README.md" $? "$tmp/out"
+for section in "ddp-or-fsdp.md ## What a rank holds and sends" "compression.md ## Time, and what it costs in the end"; do
+    cites "docs/${section%% *}" "${section#* }"; result "docs/$section: its figures are those of bench/README.md" $? "$tmp/out"
+done
+
 mkdir -p "$tmp/found"
 : >"$tmp/done" >"$tmp/compared"
 one() { # one PLACE COMMAND
