@@ -121,7 +121,7 @@ static bool is_complete(int stream)
                                  "sed -n 's/^dtrain_steps_total{.*} //p' %s") == opt.reps;
     if (has(stream, TENSORBOARD))
         good &= count_and_remove(file_of(stream, ".tb"),
-                                 "cat %s/* | grep -a -o train/loss | wc -l") == opt.reps;
+                                 "cat %s/* | grep -a -o loss/loss | wc -l") == opt.reps;
     if (has(stream, CONSOLE))
         good &= count_and_remove(file_of(stream, ".txt"), "wc -l <%s") == opt.reps + 1;
     return good;

@@ -168,7 +168,7 @@ static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const si
     DTRAIN__TRY(dtrain_all_gather(metrics->comm, h->mine, h->all,
                                   DTRAIN__TOGETHER * DTRAIN__MOMENT_WORDS, DTRAIN_DTYPE_I64, NULL));
     for (int slot = 0; h->trainer->rank == 0 && slot < used; slot++)
-        dtrain__histogram_write(metrics, slot, slot % 2 ? "gradients" : "weights",
+        dtrain__histogram_write(metrics, slot, slot % 2 ? "weights.grad" : "weights",
                                 params[parameters[slot / 2]].name);
     memset(h->counts, 0, sizeof h->counts);
     memset(h->mine, 0, DTRAIN__TOGETHER * sizeof *h->mine);

@@ -5,8 +5,9 @@
  * TensorBoard event files, a Prometheus text file, and sinks of the host's own.
  *
  * Every metric has a row in one table (dtrain_metrics_query shows it): the name is the JSON key and
- * the CSV column, group/name is TensorBoard's tag, and Prometheus has dtrain_ and the name in base
- * units. What was not measured is left out, and what is measured and not finite is null in JSON,
+ * the CSV column, and Prometheus has dtrain_ and the name in base units. TensorBoard's tag is
+ * group/name: it opens the first two groups in the order of their names, and the loss has the
+ * first. What was not measured is left out, and what is measured and not finite is null in JSON,
  * nan or inf elsewhere.
  *
  * The first JSON line says what runs: "start": true, wall_time, dtrain (the version), first_step (0
@@ -111,7 +112,7 @@ typedef struct dtrain_metrics_sample {
 typedef struct dtrain_histogram {
     int64_t step;
     double wall_time;
-    const char *tag; /* "gradients/NAME", "weights/NAME" */
+    const char *tag; /* "weights/NAME", "weights.grad/NAME" */
     double min, max, sum, sum_squares;
     uint64_t count, nonfinite;
     size_t bucket_count;

@@ -24,11 +24,11 @@
  * metric is made of, and how; 0: it is set from the record */
 /* clang-format off */
 #define DTRAIN__METRIC_LIST(X)                                                                     \
-    X(LOSS, "loss", "train", 0, 0, "loss", 1, "Mean loss over micro-batches and ranks.")           \
-    X(VAL_LOSS, "val_loss", "train", 0, 0, "val_loss", 1, "Mean loss of the last evaluation.")     \
-    X(GRAD_NORM, "grad_norm", "train", 0, 0, "grad_norm", 1, "Gradient norm before clipping.")     \
-    X(LR, "lr", "train", 0, 0, "learning_rate", 1, "Learning rate.")                               \
-    X(TOKENS, "tokens", "train", DTRAIN__COUNTS, 0, "tokens_total", 1,                             \
+    X(LOSS, "loss", "loss", 0, 0, "loss", 1, "Mean loss over micro-batches and ranks.")            \
+    X(VAL_LOSS, "val_loss", "loss", 0, 0, "val_loss", 1, "Mean loss of the last evaluation.")      \
+    X(GRAD_NORM, "grad_norm", "optimizer", 0, 0, "grad_norm", 1, "Gradient norm before clipping.") \
+    X(LR, "lr", "optimizer", 0, 0, "learning_rate", 1, "Learning rate.")                           \
+    X(TOKENS, "tokens", "throughput", DTRAIN__COUNTS, 0, "tokens_total", 1,                        \
       "Tokens or samples of all ranks.")                                                           \
     X(RATE, "tokens_per_second", "throughput", 0, 0, "tokens_per_second", 1,                       \
       "Tokens or samples of all ranks a second.")                                                  \
@@ -41,14 +41,14 @@
       "Time that ranks waited in communication, mean.")                                            \
     X(DATA, "data_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(RANKS, DATA), "data_seconds",     \
       1e-3, "Time in wait for batches, slowest rank.")                                             \
-    X(COMM_BYTES, "comm_bytes", "comm", DTRAIN__EACH, DTRAIN__FROM(RANKS, COMM_BYTES),             \
+    X(COMM_BYTES, "comm_bytes", "sent", DTRAIN__EACH, DTRAIN__FROM(RANKS, COMM_BYTES),             \
       "comm_bytes", 1, "Bytes that rank 0 sent in the step.")                                      \
-    X(LOSS_SCALE, "loss_scale", "train", 0, 0, "loss_scale", 1, "Loss scale of the step.")         \
-    X(SKIPPED, "skipped_steps", "train", DTRAIN__COUNTS, 0, "skipped_steps_total", 1,              \
+    X(LOSS_SCALE, "loss_scale", "optimizer", 0, 0, "loss_scale", 1, "Loss scale of the step.")     \
+    X(SKIPPED, "skipped_steps", "optimizer", DTRAIN__COUNTS, 0, "skipped_steps_total", 1,          \
       "Steps without an update.")                                                                  \
-    X(STRAGGLER, "straggler_score", "comm", 0, 0, "straggler_ratio", 1,                            \
+    X(STRAGGLER, "straggler_score", "ranks", 0, 0, "straggler_ratio", 1,                           \
       "Slowest rank's compute time by the median's.")                                              \
-    X(SLOWEST, "slowest_rank", "comm", DTRAIN_METRIC_INTEGER, 0, "slowest_rank", 1,                \
+    X(SLOWEST, "slowest_rank", "ranks", DTRAIN_METRIC_INTEGER, 0, "slowest_rank", 1,               \
       "Rank that computed longest.")                                                               \
     X(FORWARD, "forward_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, FORWARD),             \
       "forward_seconds", 1e-3, "Time in the forward pass, mean of ranks.")                         \
@@ -70,7 +70,7 @@
     DTRAIN__TIMES_LIST(X, CHECKPOINT, "checkpoint", "saving")                                      \
     DTRAIN__SPREAD_LIST(X, COMM_BYTES, "comm", "_bytes", "_bytes", DTRAIN_METRIC_INTEGER, 1,       \
       "Bytes sent in the step")                                                                    \
-    X(BUS, "bus_bytes_per_second", "comm", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, BUS),           \
+    X(BUS, "bus_bytes_per_second", "sent", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, BUS),           \
       "bus_bytes_per_second", 1, "Bus bandwidth as nccl-tests have it, mean of ranks.")            \
     DTRAIN__KIND_LIST(X)                                                                           \
     X(FLOPS, "flops_per_second", "throughput", 0, 0, "flops_per_second", 1,                        \
@@ -84,21 +84,21 @@
     X(ACTIVATIONS, "memory_activation_bytes", "memory", DTRAIN__EACH,                              \
       DTRAIN__FROM(MAX, ACTIVATIONS), "memory_activation_bytes", 1,                                \
       "Activations of the largest pass, largest rank.")                                            \
-    X(GPU_UTILIZATION, "gpu_utilization", "gpu", DTRAIN_METRIC_RANKS,                              \
+    X(GPU_UTILIZATION, "gpu_utilization", "nvml", DTRAIN_METRIC_RANKS,                             \
       DTRAIN__FROM(MEAN, GPU_UTILIZATION), "gpu_utilization_ratio", 1,                             \
       "GPU utilization, mean of ranks.")                                                           \
-    X(GPU_MEMORY, "gpu_memory_bytes", "gpu", DTRAIN__EACH, DTRAIN__FROM(MAX, GPU_MEMORY),          \
+    X(GPU_MEMORY, "gpu_memory_bytes", "nvml", DTRAIN__EACH, DTRAIN__FROM(MAX, GPU_MEMORY),         \
       "gpu_memory_bytes", 1, "GPU memory in use, largest rank.")                                   \
-    X(GPU_CLOCK, "gpu_clock_hz", "gpu", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, GPU_CLOCK),        \
+    X(GPU_CLOCK, "gpu_clock_hz", "nvml", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, GPU_CLOCK),       \
       "gpu_clock_hertz", 1, "Clock of the multiprocessors, mean of ranks.")                        \
-    X(GPU_POWER, "gpu_power_watts", "gpu", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, GPU_POWER),     \
+    X(GPU_POWER, "gpu_power_watts", "nvml", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, GPU_POWER),    \
       "gpu_power_watts", 1, "Power, mean of ranks.")                                               \
-    X(GPU_TEMPERATURE, "gpu_temperature_celsius", "gpu", DTRAIN_METRIC_RANKS,                      \
+    X(GPU_TEMPERATURE, "gpu_temperature_celsius", "nvml", DTRAIN_METRIC_RANKS,                     \
       DTRAIN__FROM(MAX, GPU_TEMPERATURE), "gpu_temperature_celsius", 1,                            \
       "Temperature, hottest GPU.")                                                                 \
-    X(GPU_THROTTLE, "gpu_throttle", "gpu", DTRAIN__EACH, DTRAIN__FROM(RANKS, GPU_THROTTLE),        \
+    X(GPU_THROTTLE, "gpu_throttle", "nvml", DTRAIN__EACH, DTRAIN__FROM(RANKS, GPU_THROTTLE),       \
       "gpu_throttle_reasons", 1, "NVML's bits of why clocks are low, of any rank.")                \
-    X(GPU_ECC, "gpu_ecc_errors", "gpu", DTRAIN__EACH, DTRAIN__FROM(RANKS, GPU_ECC),                \
+    X(GPU_ECC, "gpu_ecc_errors", "nvml", DTRAIN__EACH, DTRAIN__FROM(RANKS, GPU_ECC),               \
       "gpu_ecc_errors", 1, "Uncorrected ECC errors of all ranks' GPUs.")                           \
     DTRAIN__HELD_LIST(X, MEMORY_, "memory_", "held")                                               \
     DTRAIN__HELD_LIST(X, PREDICTED_, "predicted_", "predicted")                                    \
@@ -132,7 +132,7 @@
     DTRAIN__KIND_ROW(X, SEND, "send")                                                              \
     DTRAIN__KIND_ROW(X, ALL_TO_ALL, "all_to_all")
 #define DTRAIN__KIND_ROW(X, ID, kind)                                                              \
-    X(ID, kind "_bytes", "comm", DTRAIN__EACH, DTRAIN__SENT_BY(ID), kind "_bytes", 1,              \
+    X(ID, kind "_bytes", "sent", DTRAIN__EACH, DTRAIN__SENT_BY(ID), kind "_bytes", 1,              \
       "Bytes that rank 0 sent in the step by " kind ".")
 
 #define DTRAIN__HELD_LIST(X, WHAT, what, verb)                                                     \

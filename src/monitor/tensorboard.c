@@ -249,7 +249,7 @@ static void dtrain__hparams_begin(dtrain__tensorboard *t, const char *tag, uint3
 /* Say which columns the table of the HPARAMS tab has. */
 static void dtrain__hparams_experiment(dtrain__tensorboard *t, const char *lines, double now)
 {
-    static const char *const shown[] = {"train/loss", "train/val_loss",
+    static const char *const shown[] = {"loss/loss", "loss/val_loss",
                                         "throughput/tokens_per_second", "time/step_ms"};
     dtrain__hparam h;
     dtrain__hparams_begin(t, "_hparams_/experiment", 2);

@@ -89,8 +89,14 @@ for tag in tags["scalars"]:
     if got.keys() != want.keys(): fail(f"{tag} has steps {sorted(got)}, not {sorted(want)}")
     for step in got:
         if got[step] != want[step]: fail(f"{tag} at {step}: {got[step]}, not {want[step]}")
-if not {"train/loss", "train/val_loss", "time/step_ms", "memory/memory_bytes", "throughput/tokens_per_second"} <= set(tags["scalars"]): fail(tags)
-for event in events.Scalars("train/loss"):
+if not {"loss/loss", "loss/val_loss", "time/step_ms", "memory/memory_bytes", "throughput/tokens_per_second"} <= set(tags["scalars"]): fail(tags)
+# TensorBoard shows the tags in this order, and opens the first two groups: the loss comes first, figures of ranks are folded
+shown = sorted(tags["scalars"] + tags["histograms"])
+groups = sorted({tag.split("/")[0] for tag in shown})
+if shown[:2] != ["loss/loss", "loss/val_loss"] or (ranks > 1) != ("ranks" in groups[2:]): fail(f"TensorBoard opens on {shown[0]}: {groups}")
+for tag in shown:
+    if re.search("_(min|mean|max|rank)$|straggler", tag) and not tag.startswith("ranks/"): fail(f"{tag} is not folded")
+for event in events.Scalars("loss/loss"):
     if abs(event.wall_time - steps[event.step - 1]["wall_time"]) > 0.0011: fail(f"step {event.step}: another time")
 for key in set().union(*steps) - {"step", "wall_time"}:
     if key not in group: fail(f"{key} is not in TensorBoard")
@@ -99,8 +105,8 @@ def whole(step, what, name):
     return np.concatenate([np.fromfile(p, np.float32) for p in paths])
 histograms = 0
 for name, count in (("wte", 192), ("up.weight", 288), ("up.bias", 24), ("head.weight", 384), ("head.bias", 16)):
-    for what in ("weights", "gradients"):
-        for e in events.Histograms(f"{what}/{name}"):
+    for what, tag in (("weights", "weights"), ("gradients", "weights.grad")):
+        for e in events.Histograms(f"{tag}/{name}"):
             h, values = e.histogram_value, whole(e.step, what, name)
             histograms += 1
             if len(values) != count or h.num != count: fail(f"{what}/{name} at {e.step}: {h.num} and {len(values)} of {count} values")
