@@ -364,6 +364,7 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
     info->exit_code = killed ? 128 + end->value : dtrain__exit_code(end->value);
     if (end->how == DTRAIN__LOST) info->exit_code = 1;
     if (own->how == DTRAIN__RETURNED) info->exit_code = dtrain__exit_code(own->value);
+    if (launch->stop_count > 1) info->exit_code = 128 + launch->forwarded; /* not that of SIGKILL */
     dtrain__describe_end(control, first, how, sizeof how);
     if (launch->forwarded)
         snprintf(stopped, sizeof stopped, "; the run was stopped by signal %d (%s)",

@@ -91,7 +91,7 @@ static dtrain_result dtrain__console_draw(dtrain_metrics *metrics)
         dtrain__text_add(line, "%s", bar);
         bar_end = line->bytes;
     }
-    dtrain__text_add(line, " loss %.4f  |g| %.3g  lr %.1e  %s tok/s  %.1f ms", r->loss,
+    dtrain__text_add(line, " loss %.4f  |g| %.3f  lr %.1e  %s tok/s  %.1f ms", r->loss,
                      r->grad_norm, r->lr, dtrain__console_rate(r->tokens_per_second, rate),
                      r->step_ms);
     if (total > 0) dtrain__text_add(line, "  eta %s", dtrain__console_time_left(metrics, left));
@@ -142,7 +142,7 @@ static dtrain_result dtrain__console_table(dtrain_metrics *metrics)
                                        "step", "loss", "val_loss", "grad_norm", "lr", "tok/s",
                                        "step_ms", "comm_ms", "exposed", "data_ms", "eta");
     const dtrain_result row = dtrain__console_write(
-        metrics, "%8lld %9.4f %9s %9.3g %9.2e %8s %9.2f %8.2f %8.2f %8.3f %8s\n", (long long)done,
+        metrics, "%8lld %9.4f %9s %9.3f %9.2e %8s %9.2f %8.2f %8.2f %8.3f %8s\n", (long long)done,
         r->loss, val, r->grad_norm, r->lr, dtrain__console_rate(r->tokens_per_second, rate),
         r->step_ms, r->comm_ms, r->exposed_comm_ms, r->data_ms,
         dtrain__console_time_left(metrics, left));

@@ -238,7 +238,7 @@ $gpt >/dev/full 2>"$tmp/err"
 [ $? -eq 1 ] && grep -q "could not be written" "$tmp/err"
 result "a full disk behind stdout" $? "$tmp/err"
 trains "--comm local" "$usual" 0.0002 $gpt --comm local
-good "nodes have a size: one of them, if nobody says how many ranks" "strategy hybrid_shard: 3 shards x 1 replicas" $gpt --strategy hybrid_shard --node-size 3
+good "nodes have a size: one of them, if nobody says how many ranks" "strategy hybrid_shard: 3 shards x 1 replica," $gpt --strategy hybrid_shard --node-size 3
 good "strategy, memory and bytes are shown" "strategy hybrid_shard: 2 shards x 2 replicas" $gpt --ranks 4 --strategy hybrid_shard --node-size 2
 good "auto says why" "auto +zero1: .* MiB a rank" $gpt --strategy auto
 good "memory of accumulation modes" "MiB of gradients: last .* every " $gpt --strategy full_shard --accum 2

@@ -124,7 +124,7 @@ hit() {
 for number in TERM INT HUP; do
     for whom in launcher rank; do
         hit "$number" $number $whom
-        [ $status -eq 0 ] && grep -q 'stopped by a signal: the same command with --resume auto goes on' "$tmp/out" &&
+        [ $status -eq 0 ] && grep -q 'stopped by a signal, as asked, after step [0-9]* of 1500; saved in .*: the same command with --resume auto goes on' "$tmp/out" &&
             { [ $whom = rank ] || grep -q "info: asked to stop by signal .*SIG$number.: ranks end after their step" "$tmp/out"; }
         result "$number to the $whom: saved, and status 0" $? "$tmp/out"
         $long --checkpoint "$tmp/hit" --resume auto >"$tmp/out" 2>&1

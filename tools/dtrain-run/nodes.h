@@ -129,8 +129,12 @@ static void run_agreed(run_job *job, dtrain_world *world)
     job->state.failed = w->failure.any;
     job->state.code = job->code = w->failure.code;
     job->again = w->failure.any && can_be_started && !w->stopped_by && job->state.restarts.most > 0;
-    if (w->failure.any) run_print_failure(node, &w->failure);
-    if (w->stopped_by && w->failure.any)
+    const bool as_asked = w->stopped_by && w->failure.code == 128 + w->stopped_by;
+    if (w->failure.any && as_asked)
+        fprintf(stderr, "dtrain-run: stopped by signal %d (%s), as asked\n", w->stopped_by,
+                dtrain__signal_name(w->stopped_by));
+    else if (w->failure.any) run_print_failure(node, &w->failure);
+    if (w->stopped_by && w->failure.any && !as_asked)
         fprintf(stderr, "dtrain-run: the run was asked to stop by signal %d (%s): no restart\n",
                 w->stopped_by, dtrain__signal_name(w->stopped_by));
 }

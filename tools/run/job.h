@@ -65,6 +65,7 @@ struct run_job {
     dtrain_checkpoint *checkpoint; /* NULL without --checkpoint */
     dtrain_load_info resumed;      /* step -1: the run begins */
     bool stopped;                  /* by a signal, before its last step */
+    int64_t stopped_at;            /* steps made then */
     bool saved;                    /* the state behind the last step, on the disk */
     int64_t rolled_back;           /* the step of the last roll-back, or -1 */
     dtrain_memory memory;          /* its total with the snapshot */

@@ -5,8 +5,6 @@
 #include "tools/run/checks.h"
 #include "tools/run/loop.h"
 
-#include <signal.h>
-
 /* Choose device and communicator. Without --comm the library chooses the communicator: on the cpu
  * local, or the one that joins hosts; for GPUs NCCL. */
 static int choose_backends(const run_settings *s, dtrain_launch_desc *launch)
@@ -52,7 +50,6 @@ static int launch_desc(const run_settings *s, bool trains, dtrain_launch_desc *l
     launch->threads_per_rank = (uint32_t)s->threads;
     launch->timeout_ms = (uint32_t)s->timeout * 1000;
     launch->restarts = (uint32_t)s->restarts;
-    launch->catch_signals = s->checkpoints != NULL;
     launch->log = print_message;
     launch->mode = s->thread_ranks ? DTRAIN_LAUNCH_THREADS : DTRAIN_LAUNCH_PROCESSES;
     return 0;
@@ -63,10 +60,10 @@ static int launch_ranks(const dtrain_launch_desc *launch, dtrain_rank_fn rank, v
 {
     dtrain_launch_info info;
     if (dtrain_launch(launch, rank, user, &info) == DTRAIN_OK)
-        return run_stopped || info.signal ? (int)run_flags.stop_status : 0;
+        return run_stopped || info.signal ? stopped_status(&run_flags, info.signal) : 0;
     if (info.exit_code == 128 + SIGINT)
-        fprintf(stderr, "\n" RUN_NAME ": stopped from the keyboard%s\n",
-                run_flags.checkpoints ? "" : "; with --checkpoint DIR it would have saved first");
+        fprintf(stderr, "\n" RUN_NAME ": stopped at once, as asked%s\n",
+                run_flags.checkpoints ? "; what was saved before is there" : "");
     else fprintf(stderr, RUN_NAME ": %s\n", dtrain_last_error());
     return info.exit_code ? info.exit_code : 1;
 }

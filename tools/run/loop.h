@@ -6,6 +6,8 @@
 #include "tools/run/links.h"
 #include "tools/run/report.h"
 
+#include <signal.h>
+
 /* Tell whether the state after `done` steps is to be saved. */
 static bool save_due(const run_job *j, int64_t done, bool validated, bool stopping)
 {
@@ -64,6 +66,7 @@ static dtrain_result train_steps(dtrain_world *world, run_job *j)
         TRY(result);
         if (j->s->probe_links) forecast_links(world, j, &record);
         stopping = record.stop_requested;
+        if (stopping) j->stopped_at = step + 1;
         TRY(j->program->validate(world, j, step + 1, stopping, &record));
         TRY(dtrain_metrics_step(j->metrics, &record));
         TRY(save(j, step + 1, &record, stopping));
@@ -104,6 +107,14 @@ static int end_rank(dtrain_result result)
 /* Whether a signal to any rank has stopped the run; known to a process that is itself a rank. */
 static bool run_stopped;
 
+/* Return the exit status of a run that was stopped: without a checkpoint it has to be made again, which is told as a
+ * shell tells of a signal. number: 0 if it came to another process. */
+static int stopped_status(const run_settings *s, int number)
+{
+    if (s->checkpoints || s->stop_status) return (int)s->stop_status;
+    return 128 + (number ? number : SIGTERM);
+}
+
 /* Train as the switches say. A rank that fails prints nothing: dtrain_launch quotes the first error. */
 static int run_rank(dtrain_world *world, void *user)
 {
@@ -121,7 +132,7 @@ static int run_rank(dtrain_world *world, void *user)
     TRY(finish_job(world, &j));
     if (j.checkpoint) TRY(dtrain_checkpoint_wait(j.checkpoint)); /* the error of the last save */
     if (j.stopped &&
-        j.s->stop_status) { /* together: launchers kill the others when one has failed */
+        stopped_status(j.s, 0)) { /* together: launchers kill the others when one has failed */
         char all[DTRAIN_MAX_RANKS];
         TRY(dtrain_world_all_gather(world, "", 1, all));
         run_stopped = !j.s->thread_ranks;

@@ -7,6 +7,9 @@
 
 static double mib(uint64_t bytes) { return (double)bytes / 1048576.0; }
 
+/* Return the ending of a noun behind a number. */
+static const char *plural(int64_t count) { return count == 1 ? "" : "s"; }
+
 static void show_device(const run_settings *s, dtrain_world *world)
 {
     dtrain_device *device = dtrain_world_device(world);
@@ -16,11 +19,10 @@ static void show_device(const run_settings *s, dtrain_world *world)
     dtrain_world_info info;
     dtrain_world_query(world, &info);
     uint32_t threads = info.threads;
-    printf("dtrain %s    %d rank%s ", DTRAIN_VERSION_STRING, ranks, ranks == 1 ? "" : "s");
+    printf("dtrain %s    %d rank%s ", DTRAIN_VERSION_STRING, ranks, plural(ranks));
     if (dtrain_device_query(device, &gpu) != DTRAIN_OK) return;
     if (device->ops->host_memory) {
-        printf("x %u thread%s on the cpu (%s kernels)\n", threads, threads == 1 ? "" : "s",
-               gpu.kernels);
+        printf("x %u thread%s on the cpu (%s kernels)\n", threads, plural(threads), gpu.kernels);
         return;
     }
     dtrain_comm_query(dtrain_world_comm(world), &comm);
@@ -86,8 +88,9 @@ static void show_links(const dtrain_emulation *e, const dtrain_strategy_info *in
                mib(info->state_bytes));
     if (*text) printf("\n");
     if (e->node_ranks)
-        printf("cluster emulated: %d nodes x %u ranks, %g Gb/s and %g us between nodes\n",
-               ranks / (int)e->node_ranks, e->node_ranks, e->gigabits_per_second, e->latency_us);
+        printf("cluster emulated: %d node%s x %u rank%s, %g Gb/s and %g us between nodes\n",
+               ranks / (int)e->node_ranks, plural(ranks / (int)e->node_ranks), e->node_ranks,
+               plural(e->node_ranks), e->gigabits_per_second, e->latency_us);
 }
 
 static void show_strategy(const run_job *j, int ranks)
@@ -95,11 +98,12 @@ static void show_strategy(const run_job *j, int ranks)
     const dtrain_memory *m = &j->memory;
     dtrain_strategy_info info;
     dtrain_strategy_query(j->strategy, &info);
-    printf(
-        "strategy %s: %d shards x %d replicas, gradients in %zu buckets; a rank sends %llu bytes "
-        "a step of one micro-batch\n",
-        info.name, info.shard_ranks, info.replicas, info.bucket_count,
-        (unsigned long long)info.step_bytes);
+    printf("strategy %s: %d shard%s x %d replica%s, gradients in %zu bucket%s; a rank sends %llu "
+           "bytes "
+           "a step of one micro-batch\n",
+           info.name, info.shard_ranks, plural(info.shard_ranks), info.replicas,
+           plural(info.replicas), info.bucket_count, plural((int64_t)info.bucket_count),
+           (unsigned long long)info.step_bytes);
     show_links(&j->s->emulation, &info, ranks);
     if (info.reason[0]) printf("auto    %s\n", info.reason);
     if (j->accum > 1) show_accumulation(j, &info, ranks);
@@ -124,8 +128,8 @@ static void show_resumed(const run_job *j, int ranks)
            (long long)from->step, from->path, (unsigned long long)from->values, mib(from->bytes),
            from->seconds);
     if (from->ranks != ranks || strcmp(from->strategy, info.name) != 0)
-        printf("        saved by %d ranks of %s, resharded to %d of %s\n", from->ranks,
-               from->strategy, ranks, info.name);
+        printf("        saved by %d rank%s of %s, resharded to %d of %s\n", from->ranks,
+               plural(from->ranks), from->strategy, ranks, info.name);
     if (from->note[0]) printf("        %s\n", from->note);
     if (strstr(from->note, "--seed was"))
         printf("        the order of data and dropout stay with the old --seed\n");
@@ -159,6 +163,28 @@ static void show_slow_gemms(dtrain_world *world)
            gpu.slow_gemms);
 }
 
+static void show_saved(const run_job *j)
+{
+    dtrain_checkpoint_info saved;
+    dtrain_checkpoint_query(j->checkpoint, &saved);
+    if (!saved.saved) return;
+    printf("  checkpoints          %10llu   the last of step %lld: it held training up for %.0f "
+           "ms, and was written in %.0f ms\n",
+           (unsigned long long)saved.saved, (long long)saved.last_step, 1e3 * saved.stall_seconds,
+           1e3 * saved.write_seconds);
+}
+
+/* Say where a run ends that a signal has stopped, and what becomes of it. */
+static void show_stopped(const run_job *j)
+{
+    printf("\nstopped by a signal, as asked, after step %lld of %lld", (long long)j->stopped_at,
+           (long long)j->steps);
+    if (j->saved)
+        printf("; saved in %s: the same command with --resume auto goes on\n", j->s->checkpoints);
+    else if (j->checkpoint) printf("; it could not be saved\n");
+    else printf("; with --checkpoint DIR it would be saved, to go on from here\n");
+}
+
 static void show_end(dtrain_world *world, const run_job *j, const dtrain_summary *summary)
 {
     const dtrain_device *device = dtrain_world_device(world);
@@ -172,9 +198,9 @@ static void show_end(dtrain_world *world, const run_job *j, const dtrain_summary
                (long long)j->steps);
         return;
     }
-    printf("\n  loss                 %10.4f   from %.4f, over %lld steps and %.2f M %s\n",
+    printf("\n  loss                 %10.4f   from %.4f, over %lld step%s and %.2f M %s\n",
            summary->last_loss, summary->first_loss, (long long)summary->steps,
-           1e-6 * (double)summary->tokens, j->program->things);
+           plural(summary->steps), 1e-6 * (double)summary->tokens, j->program->things);
     if (isfinite(summary->val_loss)) printf("  validation loss      %10.4f", summary->val_loss);
     if (isfinite(summary->val_loss) && strcmp(j->program->things, "tokens") == 0)
         printf("   perplexity %.2f", exp(summary->val_loss));
@@ -188,8 +214,8 @@ static void show_end(dtrain_world *world, const run_job *j, const dtrain_summary
     printf("  data                 %10.3f ms  of a step in wait for batches: %.2f %%\n",
            summary->data_ms, summary->step_ms > 0 ? 100 * summary->data_ms / summary->step_ms : 0);
     show_sent(&j->s->emulation, &info, summary, dtrain_world_size(world));
-    printf("  scaling              %10.1f %%  of %d ranks, counting exposed communication\n",
-           100 * summary->scaling, dtrain_world_size(world));
+    printf("  scaling              %10.1f %%  of %d rank%s, counting exposed communication\n",
+           100 * summary->scaling, dtrain_world_size(world), plural(dtrain_world_size(world)));
     printf("  memory               %10.1f MiB in rank 0, %.1f at its peak, %.1f predicted\n",
            mib(now), mib(peak), mib(m->total));
     if (j->s->memory_limit)
@@ -198,17 +224,8 @@ static void show_end(dtrain_world *world, const run_job *j, const dtrain_summary
                "for the model; program, data and scratch of kernels are not in it\n",
                mib(device->peak_bytes), j->s->memory_limit);
     show_slow_gemms(world);
-    if (!j->checkpoint) return;
-    dtrain_checkpoint_info saved;
-    dtrain_checkpoint_query(j->checkpoint, &saved);
-    if (!saved.saved) return;
-    printf("  checkpoints          %10llu   the last of step %lld: it held training up for %.0f "
-           "ms, and was written "
-           "in %.0f\n",
-           (unsigned long long)saved.saved, (long long)saved.last_step, 1e3 * saved.stall_seconds,
-           1e3 * saved.write_seconds);
-    if (j->stopped && j->saved)
-        printf("  stopped by a signal: the same command with --resume auto goes on\n");
+    if (j->checkpoint) show_saved(j);
+    if (j->stopped) show_stopped(j);
 }
 
 #endif /* RUN_REPORT_H */

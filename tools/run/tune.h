@@ -158,7 +158,6 @@ static void measure(tuner *t, candidate *c)
     launch.log = ignore_log;
     launch.restarts = 0;
     launch.trace.path = NULL;
-    launch.catch_signals = false;
     if (launch.timeout_ms > 1000 * (uint32_t)TUNE_SECONDS) /* a candidate that hangs has failed */
         launch.timeout_ms = 1000 * (uint32_t)TUNE_SECONDS;
     if (dtrain_launch(&launch, tune_rank, t->shared, NULL) != DTRAIN_OK || !t->shared->steps) {
