@@ -147,13 +147,13 @@ big="$build/train_gpt --model gpt2_xl --ranks 64 --strategy full_shard --dry-run
 grep -q '64 ranks here need .* would not fit' "$tmp/out" && grep -q '^# *64 .*<- this run' "$tmp/out" && grep -q '^# *512 ' "$tmp/out"
 result "dry run, 1558 M parameters on 64 ranks in 4 GB of addresses" $? "$tmp/out"
 good "dry run on a cluster" '^# assumed  *all rates, of h100' "$build/train_gpt" --model gpt2 --ranks 16 --dry-run --cluster h100
-good "dry run, a limit" 'memory-limit is 10 MiB a rank: would not fit' "$build/train_gpt" --dry-run --memory-limit 10
+good "dry run, a limit" 'memory-limit is 10 MiB a rank: would not fit' "$build/train_gpt" --model tiny --dry-run --memory-limit 10
 good "dry run, given links" '^# given .* nodes of 2 ranks, 1 Gb/s and 50 us' "$build/train_gpt" --dry-run --emulate 2x2:1:50
 bad "dry run, a refusal" "muon needs whole matrices" "$build/train_gpt" --dry-run --optimizer muon --strategy zero1
 
 # A run with a limit says what the limit covers, and keeps to it.
 good "a limit, in the end" '^  memory limit .* the library holds for the model; program, data and scratch of kernels are not in it' \
-    "$build/train_gpt" --ranks 4 --batch 2 --steps 2 --eval-batches 0 --sample 0 --strategy auto --memory-limit 14
+    "$build/train_gpt" --model tiny --ranks 4 --batch 2 --steps 2 --eval-batches 0 --sample 0 --strategy auto --memory-limit 14
 awk '/^  memory limit/ { held = $3 > 7 && $3 <= 14 && $6 == "14" } END { exit !held }' "$tmp/out"
 result "and is kept to" $? "$tmp/out"
 
@@ -165,7 +165,7 @@ for ranks in 1 2 4; do
 done
 good "tuned, a run with it" "over 4 steps" "$build/train_gpt" --config "$tmp/tuned.conf"
 small="$build/train_gpt --layers 2 --channels 32 --heads 2 --seq 32 --ranks 2 --threads 1"
-good "tune, a limit" 'ddp .* would not fit: 15 MiB a rank are the limit' "$build/train_gpt" --batch 1 --ranks 2 --threads 1 --tune --memory-limit 15
+good "tune, a limit" 'ddp .* would not fit: 15 MiB a rank are the limit' "$build/train_gpt" --model tiny --batch 1 --ranks 2 --threads 1 --tune --memory-limit 15
 awk '/ chosen$/ { fits = $7 < 15 } END { exit !fits }' "$tmp/out"
 result "tune, what is chosen fits" $? "$tmp/out"
 good "tune, a global batch" ' chosen$' $small --tune --global-batch 8 --strategy ddp --bucket-kib 100

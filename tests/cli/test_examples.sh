@@ -245,7 +245,7 @@ good "memory of accumulation modes" "MiB of gradients: last .* every " $gpt --st
 trains "low precision on the wire" "$usual" 0.05 $gpt --strategy full_shard --param-dtype bf16 --reduce-dtype bf16 --precision bf16
 trains "fp16 with loss scaling" "$usual" 0.05 $gpt --precision fp16 --strategy zero1
 good "--global-batch" "2 x 16 tokens x 3 micro-batches x 2 ranks" $gpt --global-batch 12
-good "--global-batch shrinks --batch" "5 x 16 tokens x 1 micro-batches x 2 ranks" $gpt --global-batch 10 --batch 8
+good "--global-batch shrinks --batch" "5 x 16 tokens x 1 micro-batch x 2 ranks" $gpt --global-batch 10 --batch 8
 good "--auto-batch at most --batch" "7 x 16 tokens x 1 micro-batches" $gpt --auto-batch --batch 7
 wide="$gpt --channels 64 --seq 32"
 good "--auto-batch in a limit" "[0-9] x 32 tokens x 1 micro-batches" $wide --batch 512 --auto-batch --memory-limit 8

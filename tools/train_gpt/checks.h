@@ -45,6 +45,21 @@ static bool is_binary(const char *text, size_t bytes)
     return false;
 }
 
+/* Make the sums that are learned without --data. */
+static int make_sums(settings *s)
+{
+    static sums made;
+    if (given("--data-format")) return BAD("--data-format does nothing without --data");
+    if (!s->vocab) s->vocab = 256;
+    if (!s->tokenizer && s->vocab < 256)
+        return BAD("--vocab is %ld, and the sums that are learned without --data are bytes: 256",
+                   s->vocab);
+    if (sums_make(&made, s->tokenizer, s->seq) != DTRAIN_OK)
+        return BAD("--tokenizer: %s", dtrain_last_error());
+    s->sums = &made;
+    return 0;
+}
+
 /* Encode the text of --data once, to a file without a name, which goes with the process; ranks, which
  * are its children or have done the same, read that. Tokens stay what they are. */
 static int encode_data(settings *s)
@@ -56,6 +71,7 @@ static int encode_data(settings *s)
     size_t bytes = 0;
     uint32_t magic = 0;
     FILE *file = NULL;
+    if (!s->data) return make_sums(s);
     if (!s->tokenizer || s->data_format >= (long)DTRAIN_DATA_BIN) return 0; /* tokens already */
     dtrain_result result = read_file(s->data, &text, &bytes);
     if (result != DTRAIN_OK)

@@ -27,12 +27,14 @@ typedef struct gpt_preset {
     double lr;
 } gpt_preset;
 
-#define GPT_PRESETS "tiny, baby, gpt2, gpt2_medium, gpt2_large or gpt2_xl"
+#define GPT_PRESETS "sums, tiny, baby, gpt2, gpt2_medium, gpt2_large or gpt2_xl"
 
 /* Number `index` of them, or NULL after the last. */
 static inline const gpt_preset *gpt_preset_at(size_t index)
 {
     static const gpt_preset presets[] = {
+        /* measured: what learns sums.h in the shortest time on a CPU, and with every seed */
+        {"sums", {2, 4, 96, 40, 0, 0, 0, 0, 0}, 8, 300, 3e-3},
         /* 2 ranks x 6: nanoGPT's configuration for a CPU */
         {"tiny", {4, 4, 128, 64, 0, 0, 0, 0, 0}, 6, 300, 2e-3},
         {"baby", {6, 6, 384, 128, 0, 0, 0, 0, 0}, 8, 300, 1e-3},

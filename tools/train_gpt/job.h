@@ -32,18 +32,35 @@ static dtrain_result create_model(const settings *s, gpt *model)
 typedef struct source {
     gpt_batch batch;
     dtrain_loader *loader;
+    int32_t *samples; /* of sums, as the loader deals them out; otherwise NULL */
 } source;
 
 static dtrain_result next_batch(void *user)
 {
     source *from = (source *)user;
-    return dtrain_loader_next(from->loader, from->batch.inputs, from->batch.targets);
+    const size_t seq = (size_t)from->batch.model->config.seq, bytes = seq * sizeof(int32_t);
+    if (!from->samples)
+        return dtrain_loader_next(from->loader, from->batch.inputs, from->batch.targets);
+    const dtrain_result result = dtrain_loader_next(from->loader, from->samples, NULL);
+    for (size_t i = 0; i < (size_t)from->batch.batch && result == DTRAIN_OK; i++) {
+        memcpy(from->batch.inputs + i * seq, from->samples + 2 * i * seq, bytes);
+        memcpy(from->batch.targets + i * seq, from->samples + (2 * i + 1) * seq, bytes);
+    }
+    return result;
 }
 
 static dtrain_dataset_desc dataset_desc(const settings *s)
 {
     dtrain_dataset_desc desc;
     memset(&desc, 0, sizeof desc);
+    if (s->sums) {
+        desc.vocab_count = s->vocab;
+        desc.item_count = SUMS_COUNT;
+        desc.item_bytes = 2 * (size_t)s->seq * sizeof(int32_t);
+        desc.read = sums_read;
+        desc.user = s->sums;
+        return desc;
+    }
     desc.path = s->tokens ? s->tokens : s->data;
     desc.format = s->tokens ? (uint32_t)DTRAIN_DATA_BIN : (uint32_t)s->data_format;
     desc.vocab_count = s->vocab;
@@ -57,17 +74,18 @@ static dtrain_dataset_info dataset_info(const dtrain_dataset *dataset)
     return info;
 }
 
-/* Train on the first part of the tokens, hold out the last --val-split of them. */
+/* Train on the first part of the tokens or sums, hold out the last --val-split of them. */
 static dtrain_loader_desc loader_desc(const settings *s, dtrain_dataset *dataset, int64_t batch,
                                       bool held_out)
 {
     const int64_t tokens = dataset_info(dataset).item_count;
-    int64_t train = tokens - (int64_t)((double)tokens * s->val_split);
+    const int64_t train = s->sums ? sums_held_out(s->sums, s->val_split)
+                                  : tokens - (int64_t)((double)tokens * s->val_split);
     dtrain_loader_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.dataset = dataset;
     desc.batch = (uint32_t)batch;
-    desc.sequence = s->seq;
+    desc.sequence = s->sums ? 0 : s->seq;
     desc.seed = (uint64_t)s->run->seed;
     desc.workers = (uint32_t)s->run->workers;
     desc.first_item = held_out ? train : 0;
@@ -84,6 +102,7 @@ typedef struct gpt_run {
     const char *settings[9];
     dtrain_dataset *dataset;
     dtrain_tape *tape; /* without a trainer */
+    double right;      /* of the held-out sums, 0 to 1, when they were last measured */
 } gpt_run;
 
 static gpt_run *own_part(const run_job *j) { return (gpt_run *)j->own; }
@@ -101,6 +120,13 @@ static void describe_model(gpt_run *own)
         own->settings[2 * i] = names[i];
         own->settings[2 * i + 1] = own->texts[i];
     }
+}
+
+/* Print a line above the row of this step; on a terminal, over the line that is drawn again. */
+static void show_right(double share, int64_t done)
+{
+    printf("%safter %5lld steps %5.1f %% of the held-out sums are right\n",
+           isatty(1) ? "\r\033[K" : "    ", (long long)done, 100 * share);
 }
 
 static dtrain_result open_gpt(dtrain_world *world, run_job *j)
@@ -123,6 +149,9 @@ static dtrain_result open_source(dtrain_world *world, const gpt_run *own, source
                                  bool held_out)
 {
     dtrain_loader_desc desc = loader_desc(own->s, own->dataset, side->batch.batch, held_out);
+    const size_t bytes = desc.batch * dataset_info(own->dataset).item_bytes;
+    if (own->s->sums && !(side->samples = (int32_t *)malloc(bytes)))
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a batch of sums");
     return dtrain_loader_create(world, &desc, &side->loader);
 }
 
@@ -147,18 +176,74 @@ static dtrain_result import_gpt(dtrain_world *world, run_job *j)
     return import_weights(world, own->s, &own->model, j->state);
 }
 
-/* Compute the validation loss, on the same random windows each time. */
+/* Count the sums of the held-out batch in which the likeliest token is right wherever the answer is asked for: then
+ * greedy generation writes that answer. logits (batch * seq, columns) */
+static int64_t count_right(const gpt_run *own, const float *logits, int64_t samples)
+{
+    const int64_t seq = own->s->seq, columns = gpt_columns(&own->model.config);
+    int64_t right = 0;
+    for (int64_t i = 0; i < samples; i++) {
+        bool good = true;
+        for (int64_t t = i * seq; t < (i + 1) * seq && good; t++) {
+            const int32_t target = own->held_out.batch.targets[t];
+            const float *row = logits + t * columns;
+            for (long c = 0; c < own->s->vocab && target >= 0 && good; c++)
+                good = row[c] <= row[target];
+        }
+        right += good;
+    }
+    return right;
+}
+
+/* Measure the share of the held-out sums that the model answers right, 0 to 1. Each rank takes its part of every
+ * batch; those from the beginning that fill up the last batch do not count. */
+static dtrain_result measure_sums(dtrain_world *world, run_job *j, double *share)
+{
+    gpt_run *own = own_part(j);
+    gpt_batch *b = &own->held_out.batch;
+    dtrain_tape *tape = dtrain_trainer_tape(j->trainer);
+    const int64_t rank = dtrain_world_rank(world), ranks = dtrain_world_size(world);
+    const int64_t count = SUMS_COUNT - sums_held_out(own->s->sums, own->s->val_split);
+    const int64_t rows = b->batch * own->s->seq;
+    float right = 0; /* exact below 2^24 */
+    float *logits =
+        (float *)malloc((size_t)(rows * gpt_columns(&own->model.config)) * sizeof *logits);
+    dtrain_result result = DTRAIN_OK;
+    if (!logits) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for logits");
+    dtrain_loader_seek(own->held_out.loader, 0);
+    for (int64_t first = 0; first < count; first += b->batch * ranks) {
+        const int64_t left = (count - first - rank + ranks - 1) / ranks;
+        TRY(next_batch(&own->held_out));
+        TRY(dtrain_tape_begin(tape, tape_flags(j->s) | DTRAIN_TAPE_NO_GRAD, 0));
+        TRY(dtrain_tensor_read(tape, gpt_forward(tape, &own->model, b->inputs, b->batch), logits,
+                               NULL));
+        right += (float)count_right(own, logits, left < b->batch ? left : b->batch);
+    }
+    TRY(dtrain_all_reduce(dtrain_world_comm(world), &right, &right, 1, DTRAIN_DTYPE_F32,
+                          DTRAIN_REDUCE_SUM, NULL));
+    *share = (double)right / (double)count;
+cleanup:
+    free(logits);
+    return result;
+}
+
+/* Compute the validation loss, on the same random windows each time, and of sums the share that is right. */
 static dtrain_result validate_gpt(dtrain_world *world, run_job *j, int64_t done, bool stopping,
                                   dtrain_step_record *record)
 {
     gpt_run *own = own_part(j);
     const settings *s = own->s;
     const bool due = done == j->steps || (s->eval_every && done % s->eval_every == 0);
-    (void)world;
+    dtrain_result result = DTRAIN_OK;
     if (!due || !s->eval_batches || stopping) return DTRAIN_OK;
     dtrain_loader_seek(own->held_out.loader, 0);
-    return dtrain_trainer_evaluate(j->trainer, next_batch, &own->held_out, s->eval_batches,
-                                   &record->val_loss);
+    TRY(dtrain_trainer_evaluate(j->trainer, next_batch, &own->held_out, s->eval_batches,
+                                &record->val_loss));
+    if (!s->sums || !sums_fit(s->sums, s->seq)) return DTRAIN_OK;
+    TRY(measure_sums(world, j, &own->right));
+    if (dtrain_world_rank(world) == 0) show_right(own->right, done);
+cleanup:
+    return result;
 }
 
 static void close_gpt(run_job *j)
@@ -169,6 +254,8 @@ static void close_gpt(run_job *j)
     dtrain_dataset_close(own->dataset);
     gpt_batch_free(&own->train.batch);
     gpt_batch_free(&own->held_out.batch);
+    free(own->train.samples);
+    free(own->held_out.samples);
     gpt_free(&own->model);
     memset(own, 0, sizeof *own);
 }

@@ -4,8 +4,7 @@
 
 #include "generate.h"
 #include "job.h"
-
-#include <ctype.h>
+#include "shown.h"
 
 static void show_gpt(dtrain_world *world, const run_job *j)
 {
@@ -24,11 +23,18 @@ static void show_gpt(dtrain_world *world, const run_job *j)
            "%.2f M parameters (%llu)\n",
            s->model, s->layers, s->heads, s->channels, s->seq, s->vocab, 1e-6 * (double)elements,
            (unsigned long long)elements);
-    printf("data    %s: %lld tokens", s->data, (long long)tokens);
-    if (data.file_count > 1) printf(" in %zu files", data.file_count);
-    printf(", the last %lld held out\n", (long long)((double)tokens * s->val_split));
-    printf("step    %ld x %ld tokens x %u micro-batches x %d ranks = %ld tokens\n", batch, s->seq,
-           j->accum, ranks, batch * s->seq * (long)j->accum * ranks);
+    if (s->sums)
+        printf(
+            "data    sums: %lld like \"42 plus 17 is fifty-nine.\", of which %lld are held out\n",
+            (long long)tokens, (long long)(tokens - sums_held_out(s->sums, s->val_split)));
+    else {
+        printf("data    %s: %lld tokens", s->data, (long long)tokens);
+        if (data.file_count > 1) printf(" in %zu files", data.file_count);
+        printf(", the last %lld held out\n", (long long)((double)tokens * s->val_split));
+    }
+    printf("step    %ld x %ld tokens x %u micro-batch%s x %d rank%s = %ld tokens\n", batch, s->seq,
+           j->accum, j->accum == 1 ? "" : "es", ranks, plural(ranks),
+           batch * s->seq * (long)j->accum * ranks);
     show_resumed(j, ranks);
     show_strategy(j, ranks);
 }
@@ -67,29 +73,24 @@ typedef struct writer {
     bool prints; /* rank 0 */
     bool raw;    /* as it is, not indented and printable */
     int64_t written;
+    shown_text held;
 } writer;
 
-static void show_byte(unsigned char byte)
-{
-    if (byte == '\n') printf("\n  ");
-    else putchar(isprint(byte) || byte == '\t' || byte >= 128 ? byte : '?');
-}
-
-/* Print a token. False ends the text: GPT-2's own end of it. */
+/* Print a token. False ends the text: the token that means its end. */
 static bool show_token(void *user, int32_t token)
 {
     writer *w = (writer *)user;
     const char byte = (char)token, *text = &byte;
     const tokenizer *t = w->s->tokenizer;
     size_t bytes = 1;
-    if (t && token == t->end_of_text) return false;
+    if (t ? token == t->end_of_text : w->s->end_token && token == w->s->end_token) return false;
     w->written++;
     if (!w->prints) return true;
     if (t) text = tokenizer_text(t, token, &bytes);
     if (!t && w->s->vocab != 256) printf("%d ", (int)token);
     else if (w->raw) fwrite(text, 1, bytes, stdout);
     else
-        for (size_t i = 0; i < bytes; i++) show_byte((unsigned char)text[i]);
+        for (size_t i = 0; i < bytes; i++) show_byte(&w->held, text[i]);
     fflush(stdout);
     return true;
 }
@@ -115,7 +116,7 @@ static dtrain_result write_tokens(dtrain_world *world, const run_job *j, dtrain_
 /* Write --generate tokens behind the prompt, as they are, and to stderr how fast that went. */
 static dtrain_result show_generated(dtrain_world *world, const run_job *j, bool first)
 {
-    writer w = {own_part(j)->s, first, true, 0};
+    writer w = {own_part(j)->s, first, true, 0, {{0}, 0}};
     token_list list = {NULL, 0, 0};
     const double start = dtrain_seconds();
     const dtrain_result result =
@@ -133,13 +134,78 @@ static dtrain_result show_generated(dtrain_world *world, const run_job *j, bool 
 
 static dtrain_result show_sample(dtrain_world *world, const run_job *j, bool first)
 {
-    writer w = {own_part(j)->s, first, false, 0};
+    writer w = {own_part(j)->s, first, false, 0, {{0}, 0}};
     token_list list = {NULL, 0, 0};
     if (first) printf("\na sample, temperature %g:\n  ", own_part(j)->s->temperature);
     const dtrain_result result =
         write_tokens(world, j, dtrain_trainer_tape(j->trainer), own_part(j)->s->sample, &w, &list);
+    show_held(&w.held);
     if (first) printf("\n");
     free(list.at);
+    return result;
+}
+
+/* ---- sums ------------------------------------------------------------------------------------- */
+
+/* An answer as it is written, without the blank before it and the new line behind. */
+typedef struct answer {
+    const settings *s;
+    char text[4 * SUMS_BYTES];
+    size_t bytes;
+} answer;
+
+/* Add a token to an answer. False ends it: a new line does. */
+static bool add_token(void *user, int32_t token)
+{
+    answer *a = (answer *)user;
+    const char byte = (char)token, *text = &byte;
+    size_t bytes = 1;
+    if (a->s->tokenizer) text = tokenizer_text(a->s->tokenizer, token, &bytes);
+    for (size_t i = 0; i < bytes && a->bytes + 1 < sizeof a->text; i++) {
+        if (text[i] == '\n') return false;
+        if (a->bytes || text[i] != ' ') a->text[a->bytes++] = text[i];
+    }
+    return true;
+}
+
+/* Print an answer beside the right one; return nothing of it that a terminal cannot show. */
+static void show_answer(const sum *one, const answer *given)
+{
+    char question[SUMS_BYTES], right[SUMS_BYTES];
+    shown_text held = {{0}, 0};
+    sum_texts(one, question, right);
+    right[strlen(right) - 1] = 0; /* its new line */
+    const bool good =
+        strlen(right + 1) == given->bytes && memcmp(right + 1, given->text, given->bytes) == 0;
+    printf("  %s  %s ", good ? "right" : "WRONG", question);
+    for (size_t i = 0; i < given->bytes; i++) show_byte(&held, given->text[i]);
+    show_held(&held);
+    if (!good) printf("  (it is%s)", right);
+    printf("\n");
+}
+
+/* Let the model answer ten of the sums that were held out, the likeliest token each time. Collective. */
+static dtrain_result show_sums(dtrain_world *world, run_job *j, bool first)
+{
+    const gpt_run *own = own_part(j);
+    const sums *all = own->s->sums;
+    const int64_t held_out = sums_held_out(all, own->s->val_split), count = SUMS_COUNT - held_out;
+    const gpt_sampling greedy = {0, 0, 0, 0, false};
+    dtrain_result result = DTRAIN_OK;
+    if (first) printf("\n");
+    for (int64_t i = 0; i < 10 && i < count && result == DTRAIN_OK; i++) {
+        const sum *one = &all->list[held_out + i * count / 10];
+        int32_t tokens[SUMS_BYTES];
+        answer given = {own->s, {0}, 0};
+        memcpy(tokens, one->tokens, sizeof tokens);
+        result = gpt_generate(dtrain_trainer_tape(j->trainer), dtrain_world_device(world),
+                              &own->model, tape_flags(j->s), &greedy, tokens, one->asked,
+                              SUMS_BYTES - one->asked, add_token, &given);
+        if (first && result == DTRAIN_OK) show_answer(one, &given);
+    }
+    if (first && own->s->eval_batches)
+        printf("\n  %.1f %% of all %lld held-out sums are right\n", 100 * own->right,
+               (long long)count);
     return result;
 }
 

@@ -5,18 +5,21 @@
 
 #include "tools/run/run.h"
 #include "gpt.h"
+#include "sums.h"
 #include "tokenizer_files.h"
 
 typedef struct settings {
-    run_settings *run; /* what all training programs have */
-    const char *model, *data;
+    run_settings *run;        /* what all training programs have */
+    const char *model, *data; /* no data: sums */
     const char *import_from, *export_to;
     const char *tokenizer_path, *prompt;
     const char *tokens; /* the file of what --tokenizer has made of --data; NULL: --data itself */
     const tokenizer *tokenizer; /* NULL without --tokenizer */
+    sums *sums; /* what is learned without --data; NULL with it, and without training */
     long data_format, export_dtype;
     long layers, heads, channels, seq, positions, vocab;
     long eval_every, eval_batches, sample, generate, top_k, no_cache;
+    long end_token;  /* of an imported model of bytes: the one that ends a text; 0: none */
     long activation; /* place in gpt_activations */
     double dropout, epsilon, val_split, temperature, top_p;
     gpt_config found;   /* in the file of --import; zeros: it says nothing */
@@ -27,9 +30,7 @@ typedef struct settings {
  * is why it is not a local of main. */
 static settings flags = {
     .run = &run_flags,
-    .model = "tiny",
-    .data = "dtrain.h",
-    .eval_every = 250,
+    .eval_every = -1,
     .eval_batches = 50,
     .sample = -1,
     .activation = -1,
@@ -43,7 +44,7 @@ static words data_formats = {"auto", "bytes", "bin", "u16"}; /* dtrain_data_form
 static const flag model_flags[] = {
     FLAG_GROUP("model"),
     {"--model", 's', &flags.model, 0, 0,
-     "preset of the sizes below: tiny, baby, gpt2, gpt2_medium, gpt2_large or gpt2_xl", NULL},
+     "preset of the sizes below: " GPT_PRESETS "; default: tiny, or sums to learn them", NULL},
     {"--layers", 'i', &flags.layers, 1, 1e6, "number of transformer blocks", NULL},
     {"--heads", 'i', &flags.heads, 1, 1e6, "attention heads; must divide --channels", NULL},
     {"--channels", 'i', &flags.channels, 1, 1e7, "width of the residual stream", NULL},
@@ -62,7 +63,8 @@ static const flag data_flags[] = {
     FLAG_GROUP("data and batches"),
     {"--data", 's', &flags.data, 0, 0,
      "what to learn: a file, a folder of files, a pattern (\"shards/train_*.bin\"), or several of "
-     "these with commas between",
+     "these with commas between; without it sums are learned, \"42 plus 17 is fifty-nine.\", all "
+     "of two numbers of two digits",
      NULL},
     {"--data-format", 'w', &flags.data_format, 0, 0,
      "any file as bytes, llm.c's .bin, or nanoGPT's .bin (u16); auto: bin by its magic, else bytes",
@@ -80,7 +82,10 @@ static const flag data_flags[] = {
 static const flag step_flags[] = {
     FLAG_GROUP("optimization"),
     {"--steps", 'i', &run_flags.steps, 0, 1e12,
-     "optimizer steps; 0 trains nothing: to --export what --import or --resume has", NULL},
+     "optimizer steps; default 1500, and 4000 for sums; 0 trains nothing: to --export what "
+     "--import "
+     "or --resume has",
+     NULL},
 };
 
 static const flag weight_flags[] = {
@@ -99,11 +104,13 @@ static const flag weight_flags[] = {
 static const flag show_flags[] = {
     FLAG_GROUP("what the run shows"),
     {"--eval-every", 'i', &flags.eval_every, 0, 1e12,
-     "steps between validations; 0 = at the end only", NULL},
+     "steps between validations; default 250, and 400 for sums; 0 = at the end only", NULL},
     {"--eval-batches", 'i', &flags.eval_batches, 0, 1e9,
      "batches per rank and validation; 0 = never validate", NULL},
     {"--sample", 'i', &flags.sample, 0, 1e6,
-     "tokens to write at the end; 0 = none; default: see the models below", NULL},
+     "tokens to write at the end; 0 = none; default: 300, or none for gpt2 and larger; of sums it "
+     "shows ten, unless there is a --prompt",
+     NULL},
     {"--generate", 'i', &flags.generate, 1, 1e9,
      "train nothing, and write so many tokens with the model of --import or --resume", NULL},
     {"--prompt", 's', &flags.prompt, 0, 0,
@@ -124,7 +131,7 @@ static const flag show_flags[] = {
 /* Write what differs from other programs, and make the table in the order of --help. */
 static void make_table(void)
 {
-    run_flags.steps = 1500;
+    run_flags.steps = -1;
     run_flags.warmup = 100;
     run_flags.schedule = DTRAIN_SCHEDULE_COSINE;
     run_flags.clip = 1;
@@ -144,7 +151,9 @@ static void print_help(void)
 {
     const gpt_preset *p;
     printf("train_gpt: trains a GPT on text, data-parallel or sharded, over CPU ranks or GPUs "
-           "(dtrain %s)\n\n",
+           "(dtrain %s)\n\nWithout a flag two ranks learn sums, and keep log and model in "
+           "runs/sums, or runs/sums-2 and so on\nwhere that is there. With flags a run keeps what "
+           "they say.\n\n",
            DTRAIN_VERSION_STRING);
     flags_help(flag_table, flag_count);
     printf("\n  %-12s layers heads channels  seq   vocab  batch  lr\n", "--model");
@@ -155,15 +164,16 @@ static void print_help(void)
 }
 
 /* Whether there is anything to train; if not, a model is exported or writes. */
-static bool trains(const settings *s) { return s->run->steps > 0 && !s->generate; }
+static bool trains(const settings *s) { return s->run->steps != 0 && !s->generate; }
 
 /* Choose the preset for what neither flags nor the file of --import give: that of --model, or the
  * largest that is no wider than the file's model. NULL: there is none of that name. */
 static const gpt_preset *choose_preset(settings *s)
 {
-    const gpt_preset *preset = gpt_preset_at(0), *next;
+    const gpt_preset *preset = gpt_preset_at(1), *next;
+    if (!s->model) s->model = trains(s) && !s->data ? "sums" : "tiny";
     if (given("--model") || !s->positions) return gpt_preset_find(s->model);
-    for (size_t i = 1; (next = gpt_preset_at(i)) != NULL; i++)
+    for (size_t i = 2; (next = gpt_preset_at(i)) != NULL; i++)
         if (next->config.channels <= s->channels) preset = next;
     s->model = s->import_from;
     return preset;
@@ -174,6 +184,8 @@ static int apply_preset(settings *s)
 {
     const gpt_preset *p = choose_preset(s);
     if (!p) return BAD("--model is \"%s\"; it takes " GPT_PRESETS, s->model);
+    if (s->run->steps < 0) s->run->steps = s->data ? 1500 : 4000;
+    if (s->eval_every < 0) s->eval_every = s->data ? 250 : 400;
     const long room = s->positions; /* of the file */
     if (room && s->seq > room)
         return BAD("--seq is %ld, and %s has %ld positions", s->seq, s->import_from, room);

@@ -1,7 +1,7 @@
 /* train_gpt.c: trains a GPT on any text, data-parallel or sharded, over CPU cores or GPUs.
  *
  *   build:   cc -O2 -I. tools/train_gpt/train_gpt.c -o build/train_gpt -lm -lpthread
- *   run:     build/train_gpt                              (two ranks learn dtrain.h, byte by byte)
+ *   run:     build/train_gpt                              (two ranks learn sums, byte by byte)
  *            build/train_gpt --data shakespeare.txt --ranks 2 --steps 2000 --log run.jsonl
  *            build/train_gpt --model gpt2 --seq 64 --data tokens.bin --ranks 1 --threads 2
  *            build/train_gpt --data shards --data-format u16 --workers 2   (a folder of files of nanoGPT)
@@ -12,17 +12,18 @@
  *            (add -DDTRAIN_USE_NCCL -ldl for several GPUs that talk over NCCL)
  *            ./train_gpt --device cuda --precision bf16 --graph --model gpt2 --data tokens.bin
  *
- * What to expect: a progress line, the validation loss now and then, a sample of what the model has
- * learned to write, and a table with loss, speed, communication and memory. --help lists all flags.
+ * What to expect: a progress line, the validation loss now and then, a table with loss, speed,
+ * communication and memory, and a sample of what the model has learned to write. Of sums: how many
+ * that it has not seen it gets right, and ten of them. --help lists all flags.
  *
  * --strategy changes where parameters, gradients and optimizer state live, and nothing else: model,
  * loop and losses are the same.
  *
- * How to read it: gpt.h (the model) -> settings.h (its flags) -> job.h (its part of a run) -> report.h (what rank 0
- * prints) -> checks.h (what is refused before a rank starts) -> here main(). What is the same for every model, the
- * switches, checkpoints, restarts, reports, is in tools/run; begin with run.h. Beside that road: weights.h and llmc.h
- * (a GPT-2 in files of others), tokenizer.h and tokenizer_files.h (its text), cache.h and generate.h (what it
- * writes). */
+ * How to read it: gpt.h (the model) -> sums.h (what it learns without --data) -> settings.h (its flags) -> job.h (its
+ * part of a run) -> report.h and shown.h (what rank 0 prints) -> checks.h (what is refused before a rank starts) ->
+ * plain.h (a run without a flag) -> here main(). What is the same for every model, the switches, checkpoints, restarts,
+ * reports, is in tools/run; begin with run.h. Beside that road: weights.h and llmc.h (a GPT-2 in files of others),
+ * tokenizer.h and tokenizer_files.h (its text), cache.h and generate.h (what it writes). */
 #define RUN_NAME "train_gpt"
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
@@ -32,6 +33,7 @@
 #include "job.h"
 #include "report.h"
 #include "checks.h"
+#include "plain.h"
 
 static dtrain_result finish_gpt(dtrain_world *world, run_job *j)
 {
@@ -42,7 +44,11 @@ static dtrain_result finish_gpt(dtrain_world *world, run_job *j)
         TRY(export_weights(world, own->s, &own->model, j->strategy));
         if (first) printf("  exported             %s\n", own->s->export_to);
     }
-    if (own->s->sample && !j->stopped) TRY(show_sample(world, j, first));
+    if (j->stopped || !own->s->sample) return DTRAIN_OK;
+    if (own->s->sums && sums_fit(own->s->sums, own->s->seq) && !own->s->prompt)
+        TRY(show_sums(world, j, first));
+    else TRY(show_sample(world, j, first));
+    if (first) plain_end();
 cleanup:
     return result;
 }
@@ -94,6 +100,7 @@ int main(int argc, char **argv)
     s->run->command = join_words(argc, argv);
     if (trains(s) ? encode_data(s) || check_data(s) : check_model(s)) return 2;
     if (check_text(s) || check_sizes(s)) return 2;
+    if (argc == 1) plain_begin(s, argv[0]);
     if (trains(s)) return run_training(s->run, &gpt_program);
     if (check_run(s->run, &gpt_program, false) || launch_desc(s->run, false, &launch)) return 2;
     return launch_ranks(&launch, use_model, NULL);

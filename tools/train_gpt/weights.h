@@ -36,6 +36,8 @@ cleanup:
     if (!s->heads) s->heads = found->heads;
     if (!s->channels) s->channels = found->channels;
     if (!s->vocab) s->vocab = found->vocab;
+    if (s->vocab == 256 && !s->tokenizer_path)
+        s->end_token = hf_size(&s->imported, "eos_token_id", 0);
     s->positions = found->positions;
     return 0;
 }
@@ -89,6 +91,9 @@ static dtrain_result export_weights(dtrain_world *world, const settings *s, cons
 {
     dtrain_export_desc to;
     const char *type = s->export_dtype == 1 ? "bfloat16" : s->export_dtype ? "float16" : "float32";
+    const int end_of_text = s->tokenizer ? s->tokenizer->end_of_text
+                            : s->sums    ? s->sums->new_line
+                                         : -1;
     dtrain_result result = DTRAIN_OK;
     if (ends_with(s->export_to, ".bin"))
         return llmc_export(world, strategy, model, s->export_dtype == 1, s->export_to);
@@ -100,9 +105,7 @@ static dtrain_result export_weights(dtrain_world *world, const settings *s, cons
     TRY(dtrain_checkpoint_export(strategy, s->export_to, &to));
     if (dtrain_world_rank(world) || !hf_is_model(s->export_to)) goto cleanup;
     if (s->imported.text) TRY(hf_write(&s->imported, s->export_to, type));
-    else
-        TRY(gpt_write_config(&model->config, s->tokenizer ? s->tokenizer->end_of_text : -1,
-                             s->export_to, type));
+    else TRY(gpt_write_config(&model->config, end_of_text, s->export_to, type));
 cleanup:
     free(names);
     return result;
