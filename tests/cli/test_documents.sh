@@ -36,7 +36,7 @@ for file in "$build"/* "$build"/bench/*; do [ ! -f "$file" ] || cp -p "$file" "$
 cd "$tree" || exit 1
 bytes() { head -c "$1" /dev/zero | tr '\0' "\\$2"; } # bytes COUNT OCTAL
 head -c 300000 dtrain.h >shakespeare.txt
-cp shakespeare.txt tinyshakespeare.txt
+cp shakespeare.txt tinyshakespeare.txt && cp shakespeare.txt my.txt
 { printf '\210\330\064\001\001\000\000\000\000\100\000\000'; bytes 1012 0; head -c 32768 dtrain.h | sed 's/./&\x01/g' | head -c 32768; } >tokens.bin
 mkdir shards && cp shakespeare.txt shards/train_0.bin && cp shakespeare.txt shards/train_1.bin
 for file in 1 2 3 4 5; do head -c $((3073 * 100)) dtrain.h | tr -c '\000\001\002\003' '\004' >cifar/data_batch_$file.bin; done
