@@ -1,8 +1,8 @@
 /* own_operation.c: a layer that dtrain does not have, RMSNorm (Zhang and Sennrich, 2019), with its
  * backward: first checked by finite differences, then trained on two ranks.
  *
- *   build:   cc -O2 -I. examples/own_operation.c -o build/own_operation -lm -lpthread
- *   run:     build/own_operation [ranks, 2 by default]
+ *   build:   cc -O2 -I. examples/own_operation.c -o own_operation -lm -lpthread
+ *   run:     ./own_operation [ranks, 2 by default]
  *   expect:  gradients agree with finite differences to 0.0001
  *            step   0  loss 0.6931
  *            step 100  loss 0.0714

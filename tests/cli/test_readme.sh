@@ -67,6 +67,7 @@ printf '?? %s\n' first.c my.txt serial.c | cmp -s - "$tmp/out"
 result "git sees what the user has written and nothing else" $? "$tmp/out"
 # The -o of every line that compiles, in README and in the opening comments.
 grep -h -o -E '^( \* .*|    |.*`)(cc|mpicc|nvcc) .*' README.md examples/*.c tools/*/*.c | grep -o -e ' -o [A-Za-z0-9_./-]*' | sed 's/ -o //' | sort -u >"$tmp/products"
+! grep / "$tmp/products" >"$tmp/out"; result "the printed lines make files of the root: a new clone has no build/" $? "$tmp/out"
 git check-ignore --no-index --stdin <"$tmp/products" | diff - "$tmp/products" >"$tmp/out" && [ "$(wc -l <"$tmp/products")" -gt 12 ]
 result "git ignores what the $(wc -l <"$tmp/products") printed lines make" $? "$tmp/out"
 git ls-files -c -i --exclude-standard >"$tmp/out"; [ ! -s "$tmp/out" ]

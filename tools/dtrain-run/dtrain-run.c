@@ -1,6 +1,6 @@
 /* dtrain-run.c: starts the ranks of a run, on this node or on each of several, and starts them again after a failure.
  *
- *   build:   cc -O2 -I. tools/dtrain-run/dtrain-run.c -o build/dtrain-run -lm -lpthread
+ *   build:   make build/dtrain-run
  *   run:     build/dtrain-run --nproc 4 --log-dir logs build/train_gpt --steps 20
  *            build/dtrain-run --nproc 2 --restarts 3 build/train_gpt --steps 50 --checkpoint runs/run --resume auto
  *

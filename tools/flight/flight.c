@@ -1,6 +1,6 @@
 /* flight.c: which rank is behind, and in which call: reads what ranks wrote when a run failed or hung.
  *
- *   build:   cc -O2 -I. tools/flight/flight.c -o build/flight -lm -lpthread
+ *   build:   make build/flight
  *   run:     build/flight DIRECTORY        (dtrain_launch_desc.flight_directory, DTRAIN_FLIGHT_DIRECTORY)
  *
  * What to expect: a line for each rank (the last collective that is done, the one it is in, since when), and one

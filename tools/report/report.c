@@ -1,7 +1,7 @@
 /* report.c: a page about one or several runs, made from their logs: one HTML file that needs no network, with a script
  * that draws the curves, for light and dark screens, wide and narrow ones.
  *
- *   build:   cc -O2 -I. tools/report/report.c -o build/report -lm -lpthread
+ *   build:   make build/report
  *   run:     build/report OUT.html LOG...          (build/train_gpt --log LOG)
  *
  * It shows what ran and how it ended, losses, rates, gradient norms, memory, and what the time of a step was spent

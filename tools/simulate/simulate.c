@@ -1,6 +1,6 @@
 /* simulate.c: how fast a model would train on 1 to 1024 GPUs, without one.
  *
- *   build:   cc -O2 -I. tools/simulate/simulate.c -o build/simulate -lm -lpthread
+ *   build:   make build/simulate
  *   run:     build/simulate                                     (gpt2 on 8 to 1024 H100, ddp and full_shard)
  *            build/simulate --model llama8b --cluster h100 --gpus 8,16,32,64,128,256,512,1024
  *                 --strategies full_shard,hybrid_shard --batch-sizes 1,2 --precision bf16 --svg scaling.svg

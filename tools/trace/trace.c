@@ -1,6 +1,6 @@
 /* trace.c: what ranks did when: brings their traces together, sums them up, draws a step.
  *
- *   build:   cc -O2 -I. tools/trace/trace.c -o build/trace -lm -lpthread
+ *   build:   make build/trace
  *   run:     build/trace merge OUT.json IN.json...      one file for ui.perfetto.dev, all ranks on rank 0's clock
  *            build/trace show IN.json...                communication that is hidden and exposed; where time goes
  *            build/trace svg OUT.svg IN.json... [STEP]  a drawing of one step, the one in the middle if none is named

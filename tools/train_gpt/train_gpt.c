@@ -1,6 +1,6 @@
 /* train_gpt.c: trains a GPT on any text, data-parallel or sharded, over CPU cores or GPUs.
  *
- *   build:   cc -O2 -I. tools/train_gpt/train_gpt.c -o build/train_gpt -lm -lpthread
+ *   build:   make build/train_gpt
  *   run:     build/train_gpt                              (two ranks learn sums, byte by byte)
  *            build/train_gpt --data shakespeare.txt --ranks 2 --steps 2000 --log run.jsonl
  *            build/train_gpt --model gpt2 --seq 64 --data tokens.bin --ranks 1 --threads 2
