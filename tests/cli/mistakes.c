@@ -32,7 +32,8 @@ static dtrain_result model(dtrain_world *world, bool larger)
 {
     float w[2] = {1, 2}, dw[2] = {0};
     const int rank = dtrain_world_rank(world);
-    dtrain_param param = {.name = "w", .value = w, .grad = dw, .count = larger && rank == 1 ? 2 : 1};
+    dtrain_param param = {
+        .name = "w", .value = w, .grad = dw, .count = larger && rank == 1 ? 2 : 1};
     dtrain_strategy *ddp;
     dtrain_result result = dtrain_strategy_create(world, &param, 1, NULL, &ddp);
     if (result != DTRAIN_OK) return result;
@@ -47,10 +48,11 @@ static int train(dtrain_world *world, void *user)
     const char *name = (const char *)user;
     const int rank = dtrain_world_rank(world);
     dtrain_comm *comm = dtrain_world_comm(world);
-    const dtrain_result result = strcmp(name, "branch") == 0   ? branch(comm, rank)
-                                 : strcmp(name, "late") == 0   ? late(comm, rank)
-                                 : strcmp(name, "failed") == 0 ? failed(comm, rank)
-                                                               : model(world, strcmp(name, "larger") == 0);
+    dtrain_result result;
+    if (strcmp(name, "branch") == 0) result = branch(comm, rank);
+    else if (strcmp(name, "late") == 0) result = late(comm, rank);
+    else if (strcmp(name, "failed") == 0) result = failed(comm, rank);
+    else result = model(world, strcmp(name, "larger") == 0);
     if (result != DTRAIN_OK) fprintf(stderr, "[rank %d] %s\n", rank, dtrain_last_error());
     return result != DTRAIN_OK;
 }
@@ -59,6 +61,7 @@ int main(int argc, char **argv)
 {
     dtrain_launch_desc desc = {.default_rank_count = 2, .timeout_ms = 1000};
     if (argc == 2 && dtrain_launch(&desc, train, argv[1], NULL) == DTRAIN_OK) return 0;
-    fprintf(stderr, "%s\n", argc == 2 ? dtrain_last_error() : "usage: mistakes branch|late|failed|larger|alone");
+    fprintf(stderr, "%s\n",
+            argc == 2 ? dtrain_last_error() : "usage: mistakes branch|late|failed|larger|alone");
     return 1;
 }
