@@ -3,12 +3,17 @@
  *
  *   build:   cc -O2 -I. examples/cnn.c -o cnn -lm -lpthread
  *   run:     ./cnn                    two ranks learn to read digits that the program draws; ./cnn 1 starts one
- *   expect, in a quarter of a minute on two cores; the last digits are those of one kind of processor:
- *     step 100  loss 2.092  test accuracy 39.8 %           (./cnn 1:  step 100  loss 2.094  test accuracy 40.4 %)
- *     step 600  loss 0.098  test accuracy 97.5 %                      step 600  loss 0.096  test accuracy 97.9 %
+ *   expect of ./cnn, in a quarter of a minute of two cores:
+ *     step 100  loss 2.092  test accuracy 39.8 %
+ *     ...
+ *     step 600  loss 0.098  test accuracy 97.5 %
+ *   and of ./cnn 1:
+ *     step 100  loss 2.094  test accuracy 40.4 %
+ *     ...
+ *     step 600  loss 0.096  test accuracy 97.9 %
  *
  * A step takes 64 images, divided among the ranks, and averages gradients: one rank and two learn the same, but for
- * rounding. For strategies that shard parameters, make each layer a unit, as mlp.c does. */
+ * rounding, which a hundred steps have made visible. For strategies that shard parameters, make each layer a unit, as mlp.c does. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 

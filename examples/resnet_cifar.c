@@ -25,7 +25,7 @@
  * Which image comes when, and how it is cropped and flipped, depends on seed, epoch and image alone. So
  * ranks that share a batch see together what one rank sees; with --sync-batchnorm they normalise over all
  * of it as well, and the curve is that of one rank, but for rounding: a rate of 0.1 makes that one per cent of the loss
- * after twelve steps, with --lr 1e-6 the losses agree to seven digits. Without --sync-batchnorm each rank normalises
+ * after twelve steps and more later, with --lr 1e-6 the losses agree to seven digits. Without --sync-batchnorm each rank normalises
  * over its own images, as PyTorch's DDP does.
  *
  * How to read it: images -> model -> batches -> what tools/run asks of a program. A training loop without tools/run,
