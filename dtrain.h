@@ -1133,6 +1133,7 @@ typedef struct dtrain_comm_info {
     uint64_t operation_count; /* started */
     uint64_t payload_bytes;   /* of the buffers handed in */
     uint64_t wire_bytes;      /* this rank's share by the ring formula: all-reduce 2(n-1)/n, ... */
+    uint64_t node_bytes;      /* of it, by collectives to other nodes of an emulated cluster */
     uint64_t staged_bytes;    /* of extra copies: buffers that are not from
                                  dtrain_comm_alloc, and device memory without NCCL */
     double inside_seconds;  /* this thread spent in communicator calls: cannot compute meanwhile */
@@ -1487,6 +1488,8 @@ typedef struct dtrain_strategy_info {
      * it makes; what each further micro-batch adds. Counted by running such a step without the
      * other ranks; with compression, once it is in full force. */
     uint64_t step_bytes, step_calls, micro_bytes, micro_calls;
+    uint64_t step_node_bytes,
+        micro_node_bytes; /* of these, to other nodes of an emulated cluster */
     uint64_t state_bytes; /* residuals and what else compression keeps from step to step */
     uint64_t sync_count;  /* steps that were reduced */
     char reason[400];     /* AUTO: why this kind; empty otherwise */
@@ -7785,6 +7788,17 @@ DTRAIN__PRIVATE uint64_t dtrain__wire_bytes(const dtrain_collective *what, int s
            (bytes / n * (n - 1) + bytes % n * (n - 1) / n);
 }
 
+/* Return the part of a collective's bytes that goes to other nodes of an emulated cluster: every
+ * rank is sent the same. */
+static uint64_t dtrain__node_bytes(const dtrain_comm *comm, uint64_t bytes)
+{
+    const int node = dtrain__node_ranks(comm->world), *ranks = comm->world_ranks;
+    int away = 0;
+    for (int i = 0; node && i < comm->size; i++)
+        away += ranks[i] / node != ranks[comm->rank] / node;
+    return away ? (uint64_t)((double)bytes * away / (comm->size - 1)) : 0;
+}
+
 /* End the time in flight at `now`, if nothing is in flight any more. */
 DTRAIN__PRIVATE void dtrain__comm_idle(dtrain_comm *comm, uint64_t now)
 {
@@ -7820,6 +7834,7 @@ static uint64_t dtrain__comm_record(dtrain_comm *comm, const dtrain_collective *
     comm->info.operation_count++;
     comm->info.payload_bytes += dtrain__send_bytes(what, comm->size);
     comm->info.wire_bytes += bytes;
+    if (!message) comm->info.node_bytes += dtrain__node_bytes(comm, bytes);
     comm->info.kind_bytes[what->kind] += bytes;
     if (!comm->flight_since) comm->flight_since = now;
     return dtrain__call_queued(comm->world, &call);
@@ -17396,6 +17411,7 @@ static dtrain_result dtrain__twin_create(const dtrain_strategy *strategy, dtrain
     twin->world.allocator = strategy->allocator;
     twin->world.rank = strategy->layout.all_rank;
     twin->world.size = strategy->layout.all;
+    twin->world.emulation = strategy->groups.data->world->emulation;
     DTRAIN__TRY(dtrain_device_create(dtrain__plan_device_ops(), &plan, &twin->world.device));
     DTRAIN__TRY(
         dtrain__counting_create(&twin->world, nodes ? (int)desc.node_size : 1, &twin->world.comm));
@@ -17430,7 +17446,7 @@ static void dtrain__twin_destroy(const dtrain_strategy *strategy, dtrain__twin *
 /* Count what a twin sends in a step, without samples: a rank that has none takes part in all
  * collectives of the others. */
 static dtrain_result dtrain__twin_step(dtrain_strategy *twin, int micro_batches, uint64_t *bytes,
-                                       uint64_t *calls)
+                                       uint64_t *calls, uint64_t *node_bytes)
 {
     dtrain_comm_info before, after;
     bool over;
@@ -17443,6 +17459,7 @@ static dtrain_result dtrain__twin_step(dtrain_strategy *twin, int micro_batches,
     dtrain__strategy_comm_info(twin, &after);
     *bytes = after.wire_bytes - before.wire_bytes;
     *calls = after.operation_count - before.operation_count;
+    *node_bytes = after.node_bytes - before.node_bytes;
     return DTRAIN_OK;
 }
 
@@ -17457,11 +17474,14 @@ static dtrain_result dtrain__count_step(dtrain_strategy *strategy)
     if (!twin) return DTRAIN_ERROR_MEMORY;
     dtrain_result result = dtrain__twin_create(strategy, twin);
     if (result == DTRAIN_OK)
-        result = dtrain__twin_step(twin->strategy, 1, &info->step_bytes, &info->step_calls);
+        result = dtrain__twin_step(twin->strategy, 1, &info->step_bytes, &info->step_calls,
+                                   &info->step_node_bytes);
     if (result == DTRAIN_OK)
-        result = dtrain__twin_step(twin->strategy, 2, &info->micro_bytes, &info->micro_calls);
+        result = dtrain__twin_step(twin->strategy, 2, &info->micro_bytes, &info->micro_calls,
+                                   &info->micro_node_bytes);
     info->micro_bytes -= info->step_bytes;
     info->micro_calls -= info->step_calls;
+    info->micro_node_bytes -= info->step_node_bytes;
     dtrain__twin_destroy(strategy, twin);
     return result;
 }
@@ -17512,6 +17532,7 @@ DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
         info->operation_count += one.operation_count;
         info->payload_bytes += one.payload_bytes;
         info->wire_bytes += one.wire_bytes;
+        info->node_bytes += one.node_bytes;
         info->staged_bytes += one.staged_bytes;
         info->inside_seconds += one.inside_seconds;
         info->flight_seconds += one.flight_seconds;

@@ -88,6 +88,17 @@ DTRAIN__PRIVATE uint64_t dtrain__wire_bytes(const dtrain_collective *what, int s
            (bytes / n * (n - 1) + bytes % n * (n - 1) / n);
 }
 
+/* Return the part of a collective's bytes that goes to other nodes of an emulated cluster: every
+ * rank is sent the same. */
+static uint64_t dtrain__node_bytes(const dtrain_comm *comm, uint64_t bytes)
+{
+    const int node = dtrain__node_ranks(comm->world), *ranks = comm->world_ranks;
+    int away = 0;
+    for (int i = 0; node && i < comm->size; i++)
+        away += ranks[i] / node != ranks[comm->rank] / node;
+    return away ? (uint64_t)((double)bytes * away / (comm->size - 1)) : 0;
+}
+
 /* End the time in flight at `now`, if nothing is in flight any more. */
 DTRAIN__PRIVATE void dtrain__comm_idle(dtrain_comm *comm, uint64_t now)
 {
@@ -123,6 +134,7 @@ static uint64_t dtrain__comm_record(dtrain_comm *comm, const dtrain_collective *
     comm->info.operation_count++;
     comm->info.payload_bytes += dtrain__send_bytes(what, comm->size);
     comm->info.wire_bytes += bytes;
+    if (!message) comm->info.node_bytes += dtrain__node_bytes(comm, bytes);
     comm->info.kind_bytes[what->kind] += bytes;
     if (!comm->flight_since) comm->flight_since = now;
     return dtrain__call_queued(comm->world, &call);

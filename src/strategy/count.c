@@ -38,6 +38,7 @@ static dtrain_result dtrain__twin_create(const dtrain_strategy *strategy, dtrain
     twin->world.allocator = strategy->allocator;
     twin->world.rank = strategy->layout.all_rank;
     twin->world.size = strategy->layout.all;
+    twin->world.emulation = strategy->groups.data->world->emulation;
     DTRAIN__TRY(dtrain_device_create(dtrain__plan_device_ops(), &plan, &twin->world.device));
     DTRAIN__TRY(
         dtrain__counting_create(&twin->world, nodes ? (int)desc.node_size : 1, &twin->world.comm));
@@ -72,7 +73,7 @@ static void dtrain__twin_destroy(const dtrain_strategy *strategy, dtrain__twin *
 /* Count what a twin sends in a step, without samples: a rank that has none takes part in all
  * collectives of the others. */
 static dtrain_result dtrain__twin_step(dtrain_strategy *twin, int micro_batches, uint64_t *bytes,
-                                       uint64_t *calls)
+                                       uint64_t *calls, uint64_t *node_bytes)
 {
     dtrain_comm_info before, after;
     bool over;
@@ -85,6 +86,7 @@ static dtrain_result dtrain__twin_step(dtrain_strategy *twin, int micro_batches,
     dtrain__strategy_comm_info(twin, &after);
     *bytes = after.wire_bytes - before.wire_bytes;
     *calls = after.operation_count - before.operation_count;
+    *node_bytes = after.node_bytes - before.node_bytes;
     return DTRAIN_OK;
 }
 
@@ -99,11 +101,14 @@ static dtrain_result dtrain__count_step(dtrain_strategy *strategy)
     if (!twin) return DTRAIN_ERROR_MEMORY;
     dtrain_result result = dtrain__twin_create(strategy, twin);
     if (result == DTRAIN_OK)
-        result = dtrain__twin_step(twin->strategy, 1, &info->step_bytes, &info->step_calls);
+        result = dtrain__twin_step(twin->strategy, 1, &info->step_bytes, &info->step_calls,
+                                   &info->step_node_bytes);
     if (result == DTRAIN_OK)
-        result = dtrain__twin_step(twin->strategy, 2, &info->micro_bytes, &info->micro_calls);
+        result = dtrain__twin_step(twin->strategy, 2, &info->micro_bytes, &info->micro_calls,
+                                   &info->micro_node_bytes);
     info->micro_bytes -= info->step_bytes;
     info->micro_calls -= info->step_calls;
+    info->micro_node_bytes -= info->step_node_bytes;
     dtrain__twin_destroy(strategy, twin);
     return result;
 }

@@ -24,6 +24,7 @@ DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
         info->operation_count += one.operation_count;
         info->payload_bytes += one.payload_bytes;
         info->wire_bytes += one.wire_bytes;
+        info->node_bytes += one.node_bytes;
         info->staged_bytes += one.staged_bytes;
         info->inside_seconds += one.inside_seconds;
         info->flight_seconds += one.flight_seconds;

@@ -270,6 +270,8 @@ typedef struct dtrain_strategy_info {
      * it makes; what each further micro-batch adds. Counted by running such a step without the
      * other ranks; with compression, once it is in full force. */
     uint64_t step_bytes, step_calls, micro_bytes, micro_calls;
+    uint64_t step_node_bytes,
+        micro_node_bytes; /* of these, to other nodes of an emulated cluster */
     uint64_t state_bytes; /* residuals and what else compression keeps from step to step */
     uint64_t sync_count;  /* steps that were reduced */
     char reason[400];     /* AUTO: why this kind; empty otherwise */

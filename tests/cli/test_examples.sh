@@ -233,6 +233,19 @@ good "PowerSGD" "reduce +PowerSGD rank 2" $gpt --compression powersgd --powersgd
 good "an emulated cluster" "cluster emulated: 2 nodes x 2 ranks, 10 Gb/s and 20 us" $gpt --emulate 2x2:10:20
 grep -q "cluster  *2   emulated nodes of 2 ranks, 10 Gb/s" "$tmp/out"
 result "the emulated cluster is in the table" $? "$tmp/out"
+# Of 2 x 2 ranks with E parameters, 4 E bytes, each sends 3/2 of them: 2/3 to the two ranks of the other node. With levels it sends
+# half of them twice inside of its node, and half of them once between nodes.
+$gpt --emulate 2x2:100:0 --bucket-kib 1000 >"$tmp/flat" 2>&1; $gpt --emulate 2x2:100:0 --bucket-kib 1000 --hierarchical >"$tmp/levels" 2>&1
+elements=$(sed -n 's/^model .* (\([0-9]*\)).*/\1/p' "$tmp/flat")
+for run in "flat 4 2" "levels 2 4"; do
+    awk -v E="$elements" -v of="$run" 'BEGIN { split(of, part, " ") } /^cluster emulated/ { for (i = 1; i < NF; i++) { if ($i == "sends") away = $(i + 1); if ($i == "nodes,") inside = $(i + 1) } }
+        END { exit !(E > 0 && away >= part[2] * E && away <= 1.05 * part[2] * E && inside >= part[3] * E && inside <= 1.05 * part[3] * E) }' "$tmp/${run%% *}"
+    result "bytes to other nodes and inside, ${run%% *}" $? "$tmp/${run%% *}"
+done
+good "compression is counted between nodes" "fewer bytes than fp32, between nodes [1-9][0-9]+[.]" $gpt --emulate 2x2:100:0 --hierarchical --compression topk --dense-steps 0 --dense-below 1
+away=$(sed -n 's/^cluster emulated.* sends \([0-9]*\) bytes a step to other nodes.*/\1/p' "$tmp/out")
+$gpt --emulate 2x2:100:0 --hierarchical --compression topk --dense-steps 0 --dense-below 1 --dry-run >"$tmp/out" 2>&1
+grep -q "MiB a step, $(awk -v n="$away" 'BEGIN { printf "%.3f", n / 1048576 }') MiB of it to other nodes" "$tmp/out"; result "--dry-run counts the same" $? "$tmp/out"
 good "an emulated cluster's nodes" "strategy hybrid_shard: 2 shards x 2 replicas" $gpt --emulate 2x2:100:0 --strategy hybrid_shard
 $gpt >/dev/full 2>"$tmp/err"
 [ $? -eq 1 ] && grep -q "could not be written" "$tmp/err"

@@ -420,6 +420,13 @@ static void check_counted(const field_case *c, const dtrain_strategy_info *info,
               rank, (unsigned long long)bytes, (unsigned long long)calls,
               (unsigned long long)info->step_bytes, (unsigned long long)info->step_calls,
               (unsigned long long)info->micro_bytes, (unsigned long long)info->micro_calls);
+    const uint64_t away = after->node_bytes - before->node_bytes;
+    CHECK_MSG(away == info->step_node_bytes + more * info->micro_node_bytes,
+              "rank %d sent %llu bytes to other nodes, counted: %llu and %llu for each further "
+              "micro-batch",
+              rank, (unsigned long long)away, (unsigned long long)info->step_node_bytes,
+              (unsigned long long)info->micro_node_bytes);
+    CHECK((away > 0) == (c->emulated > 0 && c->emulated < c->ranks));
 }
 
 static int field_rank(dtrain_world *world, void *user)
@@ -1462,22 +1469,33 @@ static void test_node_kinds_bf16(void)
     check_node_kinds(4, 2, DTRAIN_LAUNCH_THREADS, DTRAIN_DTYPE_F16, 1e-3);
 }
 
-/* Whole gradients and one slow link: 2 (R-1)/R of 1/G between nodes is what the wire carries there. */
+/* Whole gradients and one slow link: 2 (R-1)/R of 1/G between nodes is what the wire carries there; without levels
+ * each of 8 ranks sends half of what it has to 4 of its 7 peers. */
 static void test_node_bytes(void)
 {
     field_case c = usual(8, DTRAIN_COMPRESSION_NONE);
     field_seen *seen;
-    double all, expected;
+    double all, expected, away;
     int r;
-    c.desc.hierarchical = true;
-    c.desc.node_size = 4;
-    seen = field_train(&c);
-    all = (double)seen->info[0].bucket_bytes;
-    expected = 2 * 3 / 4.0 * all + 2 * 1 / 2.0 * all / 4; /* inside, and across */
-    for (r = 0; r < 8; r++)
-        CHECK_MSG(fabs((double)seen->info[r].step_bytes / expected - 1) < 0.05,
-                  "%llu bytes a step, %.0f expected", (unsigned long long)seen->info[r].step_bytes,
-                  expected);
+    c.emulated = 4;
+    for (int levels = 0; levels < 2; levels++) {
+        c.desc.hierarchical = levels > 0;
+        c.desc.node_size = levels ? 4 : 0;
+        seen = field_train(&c);
+        all = (double)seen->info[0].bucket_bytes;
+        away = levels ? 2 * 1 / 2.0 * all / 4 : 2 * 4 / 8.0 * all;
+        expected = levels ? 2 * 3 / 4.0 * all + away : 2 * 7 / 8.0 * all; /* inside, and across */
+        for (r = 0; r < 8; r++) {
+            const dtrain_strategy_info *info = &seen->info[r];
+            CHECK_MSG(fabs((double)info->step_bytes / expected - 1) < 0.05,
+                      "%llu bytes a step, %.0f expected", (unsigned long long)info->step_bytes,
+                      expected);
+            CHECK_MSG(fabs((double)info->step_node_bytes / away - 1) < 0.05,
+                      "%llu bytes to other nodes, %.0f expected",
+                      (unsigned long long)info->step_node_bytes, away);
+        }
+        if (!levels) seen_free(seen);
+    }
     seen_free(seen);
 }
 

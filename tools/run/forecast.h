@@ -17,7 +17,7 @@ typedef struct forecast_row {
     int ranks, nodes;
     uint32_t batch, accum;
     double step_ms, products_ms, others_ms, update_ms, comm_ms, exposed_ms, rate;
-    uint64_t sent;
+    uint64_t sent, between;
     int64_t sample_things;
     dtrain_memory memory;
     uint64_t snapshot_bytes;
@@ -74,6 +74,7 @@ static dtrain_result time_step(run_job *j, forecast_row *r)
     r->comm_ms = 1e3 * (sim.communicated - before.communicated);
     r->exposed_ms = 1e3 * (sim.exposed - before.exposed);
     r->sent = sim.sent - before.sent;
+    r->between = sim.between - before.between;
     r->rate = 1e3 * (double)(r->ranks * (int64_t)r->batch * r->accum * j->sample_things) /
               (r->step_ms > 0 ? r->step_ms : 1);
 cleanup:
@@ -173,8 +174,10 @@ static void print_memory(const forecast *f, const forecast_row *r)
 
 static void print_step(const forecast *f, const forecast_row *r)
 {
-    printf("# strategy  %s: %d shards x %d replicas; a rank sends %.3f MiB a step\n",
+    printf("# strategy  %s: %d shards x %d replicas; a rank sends %.3f MiB a step",
            r->strategy.name, r->strategy.shard_ranks, r->strategy.replicas, mib(r->sent));
+    if (r->nodes > 1) printf(", %.3f MiB of it to other nodes", mib(r->between));
+    printf("\n");
     if (r->strategy.reason[0]) printf("#           auto: %s\n", r->strategy.reason);
     printf("# step      %.2f ms predicted: products %.2f, other kernels %.2f, optimizer and sums "
            "%.2f, "

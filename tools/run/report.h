@@ -53,6 +53,12 @@ static double dense_bytes(const dtrain_strategy_info *info, int ranks)
     return 8.0 * (double)info->trainable_elements * (ranks - 1) / ranks;
 }
 
+/* Of these, the bytes to other nodes of `node` ranks: each of the other ranks is sent the same. */
+static double dense_node_bytes(const dtrain_strategy_info *info, int ranks, int node)
+{
+    return ranks > 1 ? dense_bytes(info, ranks) * (ranks - node) / (ranks - 1) : 0;
+}
+
 /* Write "top-k 0.01 (balanced), hierarchical", or nothing for plain DDP. */
 static void describe_compression(const dtrain_strategy_desc *desc, char *text, size_t room)
 {
@@ -77,20 +83,31 @@ static unsigned long long dense_steps(const dtrain_compression_desc *how)
 static void show_links(const dtrain_emulation *e, const dtrain_strategy_info *info, int ranks)
 {
     const dtrain_strategy_desc *desc = &info->desc;
+    const uint64_t away = info->step_node_bytes;
     char text[128];
     describe_compression(desc, text, sizeof text);
     if (*text) printf("reduce  %s", text);
-    if (desc->compression)
+    if (desc->compression) {
         printf(", after %llu dense steps and %llu of warm-up; in force it sends %.1fx fewer bytes "
-               "than fp32 and keeps %.1f MiB of state",
+               "than fp32",
                dense_steps(desc->compression), (unsigned long long)desc->compression->warmup_steps,
-               info->step_bytes ? dense_bytes(info, ranks) / (double)info->step_bytes : 1,
-               mib(info->state_bytes));
+               info->step_bytes ? dense_bytes(info, ranks) / (double)info->step_bytes : 1);
+        if (away)
+            printf(", between nodes %.1fx",
+                   dense_node_bytes(info, ranks, (int)e->node_ranks) / (double)away);
+        printf(", and keeps %.1f MiB of state", mib(info->state_bytes));
+    }
     if (*text) printf("\n");
     if (e->node_ranks)
-        printf("cluster emulated: %d node%s x %u rank%s, %g Gb/s and %g us between nodes\n",
-               ranks / (int)e->node_ranks, plural(ranks / (int)e->node_ranks), e->node_ranks,
-               plural(e->node_ranks), e->gigabits_per_second, e->latency_us);
+        printf("cluster emulated: %d node%s x %u rank%s, %g Gb/s and %g us between nodes; a rank "
+               "sends %llu bytes a step to "
+               "other nodes, %llu inside its own
+               ",
+                   ranks /
+                   (int)e->node_ranks,
+               plural(ranks / (int)e->node_ranks), e->node_ranks, plural(e->node_ranks),
+               e->gigabits_per_second, e->latency_us, (unsigned long long)away,
+               (unsigned long long)(info->step_bytes - away));
 }
 
 static void show_strategy(const run_job *j, int ranks)

@@ -86,7 +86,11 @@ static dtrain_result sim_start(dtrain_comm *comm, const dtrain_collective *what,
     for (int i = 0; i < LINKS; i++)
         if (self->links[i]) sim.free_at[i] = begin + takes.links;
     sim.communicated += takes.links + takes.latency + takes.own;
-    sim.sent += comm->info.wire_bytes - self->seen;
+    const uint64_t sent = comm->info.wire_bytes - self->seen;
+    const int away =
+        comm->size - comm->size / self->who.nodes; /* each other rank is sent the same */
+    sim.sent += sent;
+    if (away) sim.between += (uint64_t)((double)sent * away / (comm->size - 1));
     self->seen = comm->info.wire_bytes;
     sim_deliver(comm, what);
     started->base.comm = comm;

@@ -16,7 +16,7 @@ static struct simulation {
     double now;                     /* of the compute stream */
     double free_at[LINKS], started; /* when links are free; start of the last collective */
     double computed, communicated, exposed;
-    uint64_t sent;
+    uint64_t sent, between; /* bytes; of them to other nodes */
 } sim;
 
 /* Compute runs slower while a collective holds a part of the GPU. What is queued on the links runs
