@@ -25,7 +25,8 @@ static inline int train_run_log(FILE *file, train_run *run)
     if (!file) return 1;
     while (fgets(line, sizeof line, file)) {
         run->val_loss = number_after(line, "\"val_loss\": ", run->val_loss);
-        if (strstr(line, "\"final\"") || run->steps == BENCH_MOST) continue;
+        if (strstr(line, "\"start\": true") || strstr(line, "\"final\": true")) continue;
+        if (run->steps == BENCH_MOST) continue;
         run->losses[run->steps++] = number_after(line, "\"loss\": ", NAN);
         if (run->steps == 1) run->tokens = (int)number_after(line, "\"tokens\": ", 0);
         if (run->steps <= 2) continue;
