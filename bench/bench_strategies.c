@@ -33,7 +33,8 @@
  * are DDP and, where it has fully_shard, FSDP2 (torch_strategies.py), by --python, or PYTHON of the environment, or
  * python3.
  *
- * --svg NAME draws NAME-memory.svg, what a rank holds by class on the most ranks, and NAME-scaling.svg. */
+ * --svg NAME draws NAME-memory.svg, what a rank holds by class on the most ranks (PyTorch's stand beside those that
+ * are kept between steps, which alone are counted of them), and NAME-scaling.svg. */
 #include "bench.h"
 #include "plot.h"
 #include "train_run.h"
@@ -299,7 +300,7 @@ static const struct {
 } classes[] = {{"parameters", "#0072b2"},      {"gradients", "#56b4e9"},
                {"optimizer state", "#009e73"}, {"activations", "#e69f00"},
                {"communication", "#d55e00"},   {"the process itself", "#999999"}};
-enum { CLASSES = sizeof classes / sizeof classes[0] };
+enum { CLASSES = sizeof classes / sizeof classes[0], KEPT = 3 }; /* KEPT: between steps */
 
 /* Return a step of a linear axis up to `most` that makes about five lines: 1, 2 or 5 times a power of ten. */
 static double round_step(double most)
@@ -316,20 +317,21 @@ static void scale_axis(plot *p, double most)
     p->y_high = p->y_step * ceil(most / p->y_step);
 }
 
-static void draw_bar(const plot *p, int place, int places, const config *c)
+/* Draw the first `shown` classes of a run; only with all of them there is something to compare the process with. */
+static void draw_bar(const plot *p, int place, int places, const config *c, int shown)
 {
     const train_run *run = &c->run;
-    const double known = run->params + run->grads + run->optimizer + activations_of(run) +
-                         run->buffers; /* NaN: of PyTorch only the first three are */
+    const double known =
+        run->params + run->grads + run->optimizer + activations_of(run) + run->buffers;
     const double pieces[CLASSES] = {run->params,         run->grads,   run->optimizer,
                                     activations_of(run), run->buffers, run->predicted - known};
     double at = 0;
-    for (int i = 0; i < CLASSES && isfinite(pieces[i]); i++) {
+    for (int i = 0; i < shown; i++) {
         const double piece = fmax(pieces[i], 0);
         plot_bar(p, classes[i].colour, place, places, at, at + piece, classes[i].name);
         at += piece;
     }
-    if (!c->peer) plot_bar_mark(p, place, places, run->resident, "measured");
+    if (shown == CLASSES) plot_bar_mark(p, place, places, run->resident, "measured");
 }
 
 /* Whether a run is one of the bars, and of the curves: the strategies alone. */
@@ -339,12 +341,13 @@ static bool drawn(const config *c, long model)
 }
 
 /* Open NAME-KIND.svg, or end the program. */
-static void open_picture(plot *p, const char *kind, const char *title, const char *x, const char *y)
+static void open_picture(plot *p, const char *kind, const char *title, const char *x, const char *y,
+                         int panels)
 {
     char path[4096];
     snprintf(path, sizeof path, "%s-%s.svg", opt.svg, kind);
     p->own_axes = true;
-    if (plot_open(p, path, title, x, y, (int)opt.models.count)) return;
+    if (plot_open(p, path, title, x, y, panels)) return;
     fprintf(stderr, "bench_strategies: --svg: %s cannot be written: %s\n", path, strerror(errno));
     exit(1);
 }
@@ -356,32 +359,44 @@ static void close_picture(plot *p)
     exit(1);
 }
 
-/* Draw what a rank holds, by class, on the most ranks. */
+/* Draw the first `shown` classes of the runs of a model: of PyTorch's, too, where they are known of both. */
+static void draw_memory_panel(plot *p, long model, long ranks, int shown)
+{
+    const config *bars[MAX_CONFIGS];
+    const char *names[MAX_CONFIGS];
+    char title[128];
+    int count = 0;
+    double most = 0;
+    for (int i = 0; i < config_count; i++) {
+        const config *c = &configs[i];
+        const train_run *run = &c->run;
+        if (!drawn(c, model) || c->ranks != ranks || (c->peer && shown > KEPT)) continue;
+        bars[count] = c;
+        names[count++] = c->name;
+        if (shown > KEPT) most = fmax(most, fmax(run->resident, run->predicted));
+        else most = fmax(most, run->params + run->grads + run->optimizer);
+    }
+    scale_axis(p, most);
+    snprintf(title, sizeof title, "%s, %d samples a rank: %s", models[model], bars[0]->run.batch,
+             shown > KEPT ? "in a step" : "between steps");
+    plot_bar_panel(p, title, names, count);
+    for (int i = 0; i < count; i++) draw_bar(p, i, count, bars[i], shown);
+}
+
+/* Draw what a rank holds, by class, on the most ranks; beside PyTorch's what is kept between steps, as that alone is
+ * counted of it. */
 static void draw_memory(void)
 {
-    plot p = {.y_step = 1, .legend_lines = CLASSES + 1, .below = 96};
     const long ranks = opt.ranks.items[opt.ranks.count - 1];
+    const int panels = (int)opt.models.count * (*peers ? 2 : 1);
+    plot p = {.y_step = 1, .legend_lines = CLASSES + 1, .below = 96};
     char title[128];
     snprintf(title, sizeof title, "Memory of one rank of %ld, by class%s", ranks,
-             *peers ? " (of PyTorch: what it keeps between steps)" : "");
-    open_picture(&p, "memory", title, "", "MiB");
+             *peers ? "; of PyTorch what is kept between steps alone is counted" : "");
+    open_picture(&p, "memory", title, "", "MiB", panels);
     for (long m = 0; m < opt.models.count; m++) {
-        const config *bars[MAX_CONFIGS];
-        const char *names[MAX_CONFIGS];
-        int count = 0;
-        double most = 0;
-        for (int i = 0; i < config_count; i++) {
-            const config *c = &configs[i];
-            if (!drawn(c, opt.models.items[m]) || c->ranks != ranks) continue;
-            bars[count] = c;
-            names[count++] = c->name;
-            if (!c->peer) most = fmax(most, fmax(c->run.resident, c->run.predicted));
-        }
-        scale_axis(&p, most);
-        snprintf(title, sizeof title, "%s, %d samples a rank", models[opt.models.items[m]],
-                 bars[0]->run.batch);
-        plot_bar_panel(&p, title, names, count);
-        for (int i = 0; i < count; i++) draw_bar(&p, i, count, bars[i]);
+        if (*peers) draw_memory_panel(&p, opt.models.items[m], ranks, KEPT);
+        draw_memory_panel(&p, opt.models.items[m], ranks, CLASSES);
     }
     for (int i = CLASSES - 1; i >= 0; i--) plot_bar_legend(&p, classes[i].colour, classes[i].name);
     plot_legend(&p, 6, 0, "held by the process, measured");
@@ -399,7 +414,7 @@ static void draw_scaling(void)
     for (int i = 0; i < count; i++) marks[i] = (double)opt.ranks.items[i];
     plot p = {.x_low = marks[0], .x_high = marks[count - 1], .y_step = 1, .legend_lines = LINES};
     open_picture(&p, "scaling", "Samples a second of all ranks, equal batch a rank", "ranks",
-                 "samples/s");
+                 "samples/s", (int)opt.models.count);
     for (long m = 0; m < opt.models.count; m++) {
         const long model = opt.models.items[m];
         double most = 0;

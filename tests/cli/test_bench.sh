@@ -55,6 +55,16 @@ for picture in memory scaling; do
 done
 [ "$(grep -c '<title>optimizer state: ' "$tmp/strategies-memory.svg")" -eq 5 ] && [ "$(grep -c '<polyline' "$tmp/strategies-scaling.svg")" -eq 7 ]
 verdict $? "bench_strategies draws a bar and a curve for each strategy" "$(tail -n 1 "$tmp/strategies-scaling.svg")"
+# A rival stands beside what is counted of both; what only dtrain's runs know is drawn without it.
+cat >"$tmp/rival" <<'END'
+#!/bin/sh
+case "$*" in *--probe*) echo "torch 2.0 ddp fsdp2" ;; *) printf 'parameters 1e6\nsamples_per_second 10\nstep_ms 9\nsent_mib 1\nparams_mib 3\ngrads_mib 3\noptimizer_mib 6\nheld_mib 99\npeak_mib 99\nloss 5\n' ;; esac
+END
+chmod +x "$tmp/rival"
+"$bench/bench_strategies" $trainer --quick --ranks 2 --steps 4 --flags "--layers 1 --batch 1" --python "$tmp/rival" --svg "$tmp/beside" >"$tmp/out" 2>&1 &&
+    [ "$(grep -c '<title>optimizer state: ' "$tmp/beside-memory.svg") $(grep -c '<title>activations: ' "$tmp/beside-memory.svg")" = "12 5" ] &&
+    [ "$(grep -c -E 'samples a rank: (between steps|in a step)' "$tmp/beside-memory.svg")" -eq 2 ]
+verdict $? "bench_strategies draws PyTorch beside what is counted of both" "$(grep -c '<title>' "$tmp/beside-memory.svg") pieces"
 check "bench_strategies, ResNet-20" "^resnet20 .* FULL_SHARD .* yes" '"model": "resnet20", "ranks": 2, .*"strategy": "ZERO3"' \
     "$bench/bench_strategies" --images "$build/resnet_cifar" --quick --models resnet20 --ranks 2 --batch 8
 if "${PYTHON:-python3}" bench/torch_strategies.py --probe >/dev/null 2>&1; then
