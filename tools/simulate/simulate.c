@@ -477,14 +477,14 @@ static void print_head(const model *m)
                                    (m->params[i].shape[1] ? m->params[i].shape[1] : 1));
     printf("model    %s, %.1f M parameters, %g %s a sample, %s\n", flags.model,
            1e-6 * (double)elements, m->samples, m->things, precisions[flags.precision]);
-    printf("cluster  %s: %ld GPUs a node of %g TFLOPS x %g%%, memory %g GiB at %g GB/s; links %g "
+    printf("cluster  %s: %ld GPUs a node of %g TFLOPS x %g %%, memory %g GiB at %g GB/s; links %g "
            "GB/s inside, %g Gb/s "
            "a node; %g us\n",
            flags.cluster, c->gpus_per_node, c->tflops_bf16, 100 * c->efficiency, c->memory_gib,
            c->hbm_gbs, c->nvlink_gbs, c->network_gbps, c->latency_us);
     printf("%6s %5s  %-13s %6s %6s %10s %12s %6s %10s %10s %9s %9s\n", "GPUs", "nodes", "strategy",
            "batch", "accum", "step ms", m->samples > 1 ? "tokens/s" : "images/s", "eff %",
-           "comm ms", "exposed", "sent MiB", "mem GiB");
+           "comm ms", "exposed ms", "sent MiB", "mem GiB");
 }
 
 /* would: what fits where r does not */

@@ -273,7 +273,7 @@ static int show(trace *all)
     int steps = 0;
     qsort(all->events, all->count, sizeof *all->events, by_place);
     printf("%-6s %6s %12s %14s %12s %12s %8s\n", "rank", "steps", "step ms", "in flight ms",
-           "exposed ms", "hidden ms", "hidden");
+           "exposed ms", "hidden ms", "hidden %");
     for (size_t i = 0, next; i < all->count; i = next) {
         trace_sums sums;
         next = i;
@@ -283,7 +283,7 @@ static int show(trace *all)
         if (!sums.steps) continue;
         const double each = 1e-6 / (double)sums.steps;
         steps += sums.steps;
-        printf("%-6d %6d %12.3f %14.3f %12.3f %12.3f %7.1f%%\n", all->events[i].pid, sums.steps,
+        printf("%-6d %6d %12.3f %14.3f %12.3f %12.3f %8.1f\n", all->events[i].pid, sums.steps,
                each * (double)sums.step, each * (double)sums.flight, each * (double)sums.exposed,
                each * (double)(sums.flight - sums.exposed),
                sums.flight ? 100.0 * (double)(sums.flight - sums.exposed) / (double)sums.flight
