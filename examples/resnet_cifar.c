@@ -19,8 +19,8 @@
  *         2     186  0.0100         0.2597        100.0 %       ...
  *         3     279  0.0010         0.0651        100.0 %       ...
  *
- * In the first steps accuracy lags behind the loss: a test normalises by running averages, and at a rate of 0.1 the
- * weights change faster than these follow. When the rate falls, accuracy catches up.
+ * At a rate of 0.1 accuracy lags behind the loss, and may fall for an epoch: a test normalises by running averages, and
+ * the weights change faster than these follow. When the rate falls, accuracy catches up.
  *
  * Which image comes when, and how it is cropped and flipped, depends on seed, epoch and image alone. So
  * ranks that share a batch see together what one rank sees; with --sync-batchnorm they normalise over all
