@@ -99,11 +99,12 @@ static void show_links(const dtrain_emulation *e, const dtrain_strategy_info *in
     }
     if (*text) printf("\n");
     if (e->node_ranks)
-        printf("cluster emulated: %d node%s x %u rank%s, %g Gb/s and %g us between nodes; a rank sends %llu bytes a "
+        printf("cluster emulated: %d node%s x %u rank%s, %g Gb/s and %g us between nodes; a rank "
+               "sends %llu bytes a "
                "step to other nodes, %llu inside its own\n",
-               ranks / (int)e->node_ranks, plural(ranks / (int)e->node_ranks), e->node_ranks, plural(e->node_ranks),
-               e->gigabits_per_second, e->latency_us, (unsigned long long)away,
-               (unsigned long long)(info->step_bytes - away));
+               ranks / (int)e->node_ranks, plural(ranks / (int)e->node_ranks), e->node_ranks,
+               plural(e->node_ranks), e->gigabits_per_second, e->latency_us,
+               (unsigned long long)away, (unsigned long long)(info->step_bytes - away));
 }
 
 static void show_strategy(const run_job *j, int ranks)
