@@ -439,9 +439,7 @@ extern "C" {
 
 /* What a training program needs. */
 
-/* ================================================================================================
- * src/core/api.h
- * ==============================================================================================*/
+/* ==== src/core/api.h ========================================================================== */
 
 /* Version and linkage. */
 
@@ -464,9 +462,7 @@ extern "C" {
 #endif
 #endif
 
-/* ================================================================================================
- * src/core/result.h
- * ==============================================================================================*/
+/* ==== src/core/result.h ======================================================================= */
 
 /* Results and error sentences
  *
@@ -514,9 +510,7 @@ __attribute__((format(printf, 2, 3)))
 DTRAIN_API dtrain_result
 dtrain_fail(dtrain_result code, const char *format, ...);
 
-/* ================================================================================================
- * src/core/log.h
- * ==============================================================================================*/
+/* ==== src/core/log.h ========================================================================== */
 
 /* Log, allocator, clock, memory of the process. */
 
@@ -550,9 +544,7 @@ DTRAIN_API double dtrain_seconds(void);
  * high-water mark of the resident set size. 0 where it is unknown. */
 DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes);
 
-/* ================================================================================================
- * src/core/dtype.h
- * ==============================================================================================*/
+/* ==== src/core/dtype.h ======================================================================== */
 
 /* Data types and random numbers. */
 
@@ -593,9 +585,7 @@ DTRAIN_API float dtrain_random_uniform(uint64_t seed, uint64_t stream, uint64_t 
  * that the bits do not depend on a libm. */
 DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t stream, uint64_t index);
 
-/* ================================================================================================
- * src/device/device.h
- * ==============================================================================================*/
+/* ==== src/device/device.h ===================================================================== */
 
 /* Devices
  *
@@ -686,9 +676,7 @@ DTRAIN_API dtrain_result dtrain_device_query(dtrain_device *device, dtrain_devic
 DTRAIN_API dtrain_result dtrain_device_copy(dtrain_device *device, void *to, const void *from,
                                             size_t bytes);
 
-/* ================================================================================================
- * src/world/world.h
- * ==============================================================================================*/
+/* ==== src/world/world.h ======================================================================= */
 
 /* World: which rank this is, of how many, and what ranks tell each other
  *
@@ -802,9 +790,7 @@ __attribute__((format(printf, 3, 4)))
 DTRAIN_API void
 dtrain_log(dtrain_world *world, dtrain_log_level level, const char *format, ...);
 
-/* ================================================================================================
- * src/world/timeline.h
- * ==============================================================================================*/
+/* ==== src/world/timeline.h ==================================================================== */
 
 /* Timeline
  *
@@ -841,9 +827,7 @@ DTRAIN_API void dtrain_span_begin(dtrain_world *world, dtrain_span_kind kind, co
 /* Close the innermost span that is open; with none, do nothing. */
 DTRAIN_API void dtrain_span_end(dtrain_world *world);
 
-/* ================================================================================================
- * src/launch/launch.h
- * ==============================================================================================*/
+/* ==== src/launch/launch.h ===================================================================== */
 
 /* Launch
  *
@@ -1017,9 +1001,7 @@ typedef struct dtrain_launch_place {
 DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, char *text,
                                                size_t room, dtrain_launch_place *place);
 
-/* ================================================================================================
- * src/comm/comm.h
- * ==============================================================================================*/
+/* ==== src/comm/comm.h ========================================================================= */
 
 /* Communicators
  *
@@ -1164,9 +1146,7 @@ DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *inf
  * the job. */
 DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_comm_ops **out);
 
-/* ================================================================================================
- * src/strategy/params.h
- * ==============================================================================================*/
+/* ==== src/strategy/params.h =================================================================== */
 
 /* Parameters, units, buckets
  *
@@ -1219,9 +1199,7 @@ typedef struct dtrain_param {
     dtrain_param_state state; /* the library's */
 } dtrain_param;
 
-/* ================================================================================================
- * src/strategy/strategy.h
- * ==============================================================================================*/
+/* ==== src/strategy/strategy.h ================================================================= */
 
 /* Strategies
  *
@@ -1507,9 +1485,7 @@ DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t 
  * the same model under every kind. *hash may be NULL. When to call: as dtrain_strategy_read. */
 DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash);
 
-/* ================================================================================================
- * src/strategy/memory.h
- * ==============================================================================================*/
+/* ==== src/strategy/memory.h =================================================================== */
 
 /* Memory
  *
@@ -1539,9 +1515,7 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
                                               const dtrain_strategy_desc *desc, int rank_count,
                                               dtrain_memory *memory);
 
-/* ================================================================================================
- * src/strategy/compression.h
- * ==============================================================================================*/
+/* ==== src/strategy/compression.h ============================================================== */
 
 /* Gradient compression and hierarchy
  *
@@ -1640,9 +1614,7 @@ DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
                                                      const dtrain_compression_state **states,
                                                      size_t *count);
 
-/* ================================================================================================
- * src/tape/tape.h
- * ==============================================================================================*/
+/* ==== src/tape/tape.h ========================================================================= */
 
 /* Tape and tensors
  *
@@ -1778,9 +1750,7 @@ typedef struct dtrain_tape_info {
 /* Count the operations and the memory of a tape; all zero for a tape of NULL. */
 DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *info);
 
-/* ================================================================================================
- * src/tape/ops.h
- * ==============================================================================================*/
+/* ==== src/tape/ops.h ========================================================================== */
 
 /* Operations
  *
@@ -1963,9 +1933,7 @@ DTRAIN_API dtrain_tensor *dtrain_sum(dtrain_tape *tape, dtrain_tensor *x);
 /* Average all elements; the result has one. */
 DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x);
 
-/* ================================================================================================
- * src/optim/scaler.h
- * ==============================================================================================*/
+/* ==== src/optim/scaler.h ====================================================================== */
 
 /* Loss scaling and clipping
  *
@@ -2016,9 +1984,7 @@ DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, b
 DTRAIN_API dtrain_result dtrain_grad_norm(dtrain_strategy *strategy, dtrain_loss_scaler *scaler,
                                           float max_norm, float *norm, float *grad_scale);
 
-/* ================================================================================================
- * src/optim/optimizer.h
- * ==============================================================================================*/
+/* ==== src/optim/optimizer.h =================================================================== */
 
 /* Optimizers and learning rates
  *
@@ -2129,9 +2095,7 @@ typedef struct dtrain_schedule {
 /* Return the learning rate of a step, counted from 0. */
 DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t step);
 
-/* ================================================================================================
- * src/train/data.h
- * ==============================================================================================*/
+/* ==== src/train/data.h ======================================================================== */
 
 /* Data: datasets, loaders
  *
@@ -2252,9 +2216,7 @@ DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_i
  * under way have ended: what was read ahead is dropped. */
 DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);
 
-/* ================================================================================================
- * src/train/trainer.h
- * ==============================================================================================*/
+/* ==== src/train/trainer.h ===================================================================== */
 
 /* Trainer
  *
@@ -2446,9 +2408,7 @@ typedef struct dtrain_batch_search {
 DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
                                              dtrain_batch_search *search, dtrain_memory *memory);
 
-/* ================================================================================================
- * src/state/state.h
- * ==============================================================================================*/
+/* ==== src/state/state.h ======================================================================= */
 
 /* State
  *
@@ -2565,9 +2525,7 @@ DTRAIN_API dtrain_result dtrain_state_tensors(const dtrain_state *state,
  * scalars. Collective. */
 DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state);
 
-/* ================================================================================================
- * src/state/storage.h
- * ==============================================================================================*/
+/* ==== src/state/storage.h ===================================================================== */
 
 /* Storage
  *
@@ -2604,9 +2562,7 @@ typedef struct dtrain_storage {
                 void *list);
 } dtrain_storage;
 
-/* ================================================================================================
- * src/state/checkpoint.h
- * ==============================================================================================*/
+/* ==== src/state/checkpoint.h ================================================================== */
 
 /* Checkpoints
  *
@@ -2742,9 +2698,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
                                                 const dtrain_load_desc *desc,
                                                 dtrain_load_info *info);
 
-/* ================================================================================================
- * src/state/export.h
- * ==============================================================================================*/
+/* ==== src/state/export.h ====================================================================== */
 
 /* Whole weights
  *
@@ -2832,9 +2786,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
                                                   const dtrain_import_desc *desc,
                                                   dtrain_import_info *info);
 
-/* ================================================================================================
- * src/monitor/metrics.h
- * ==============================================================================================*/
+/* ==== src/monitor/metrics.h =================================================================== */
 
 /* Metrics
  *
@@ -3043,9 +2995,7 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics);
 
 /* What an author of an operation or a backend needs besides. */
 
-/* ================================================================================================
- * src/strategy/hook.h
- * ==============================================================================================*/
+/* ==== src/strategy/hook.h ===================================================================== */
 
 /* Communication hooks: how the gradients of a bucket travel, in a way of one's own
  *
@@ -3127,9 +3077,7 @@ struct dtrain_comm_hook_desc {
     void *user;
 };
 
-/* ================================================================================================
- * src/tape/op.h
- * ==============================================================================================*/
+/* ==== src/tape/op.h =========================================================================== */
 
 /* Operations of one's own
  *
@@ -3226,9 +3174,7 @@ DTRAIN_API void *dtrain_op_input_grad(dtrain_op *op, uint32_t i, bool *accumulat
  * wants it (in backward). */
 DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumulate);
 
-/* ================================================================================================
- * src/device/backend.h
- * ==============================================================================================*/
+/* ==== src/device/backend.h ==================================================================== */
 
 /* For authors of devices and operations: kernel arguments, table. */
 
@@ -3851,9 +3797,7 @@ DTRAIN_API dtrain_result dtrain_device_check_limit(dtrain_device *device, size_t
  * device->peak_bytes. Devices and communicators call it after they have allocated. */
 DTRAIN_API void dtrain_device_account(dtrain_device *device, size_t *counter, size_t bytes);
 
-/* ================================================================================================
- * src/comm/backend.h
- * ==============================================================================================*/
+/* ==== src/comm/backend.h ====================================================================== */
 
 /* For authors of communicators: the communicator table. */
 
@@ -3934,15 +3878,11 @@ struct dtrain_comm_ops {
 #endif
 #define DTRAIN__KERNEL_TEXT "dtrain.h" /* this file includes itself, see device/cpu/kernels.c */
 
-/* ================================================================================================
- * src/core/platform.c
- * ==============================================================================================*/
+/* ==== src/core/platform.c ===================================================================== */
 
 /* The clock, files, and how much memory there is. */
 
-/* ================================================================================================
- * src/core/platform_internal.h
- * ==============================================================================================*/
+/* ==== src/core/platform_internal.h ============================================================ */
 
 /* System headers, atomics, DTRAIN__PRIVATE. */
 
@@ -4059,9 +3999,7 @@ static inline uint64_t dtrain__now_ns(void)
 static inline int64_t dtrain__min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t dtrain__max(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* ================================================================================================
- * src/core/core_internal.h
- * ==============================================================================================*/
+/* ==== src/core/core_internal.h ================================================================ */
 
 /* What every room uses of core. */
 
@@ -4222,9 +4160,7 @@ DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes)
     if (peak_bytes) *peak_bytes = peak == UINT64_MAX ? 0 : peak * 1024;
 }
 
-/* ================================================================================================
- * src/core/result.c
- * ==============================================================================================*/
+/* ==== src/core/result.c ======================================================================= */
 
 /* Results and error sentences
  *
@@ -4281,9 +4217,7 @@ DTRAIN__PRIVATE const char *dtrain__bare(const char *text)
     return strncmp(text, prefix, strlen(prefix)) == 0 ? text + strlen(prefix) : text;
 }
 
-/* ================================================================================================
- * src/core/log.c
- * ==============================================================================================*/
+/* ==== src/core/log.c ========================================================================== */
 
 /* Log, allocator, checked sizes. */
 
@@ -4390,9 +4324,7 @@ DTRAIN__PRIVATE void dtrain__log_to(const dtrain__log_sink *sink, dtrain_log_lev
     va_end(args);
 }
 
-/* ================================================================================================
- * src/core/dtype.c
- * ==============================================================================================*/
+/* ==== src/core/dtype.c ======================================================================== */
 
 /* Data types. */
 
@@ -4488,9 +4420,7 @@ DTRAIN_API float dtrain_half_to_f32(dtrain_dtype dtype, uint16_t bits)
     return dtrain__f32_from_bits(sign | (exponent + 112u) << 23 | mantissa << 13);
 }
 
-/* ================================================================================================
- * src/core/random.c
- * ==============================================================================================*/
+/* ==== src/core/random.c ======================================================================= */
 
 /* Random numbers: Philox4x32-10
  *
@@ -4631,9 +4561,7 @@ DTRAIN__PRIVATE void dtrain__random_fill(uint64_t seed, uint64_t stream, uint64_
     }
 }
 
-/* ================================================================================================
- * src/core/hash.c
- * ==============================================================================================*/
+/* ==== src/core/hash.c ========================================================================= */
 
 /* Hashes of 64 bits: FNV-1a to compare, SipHash under a key */
 
@@ -4683,9 +4611,7 @@ DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data
 #pragma GCC optimize("O1")
 #endif
 
-/* ================================================================================================
- * src/world/world.c
- * ==============================================================================================*/
+/* ==== src/world/world.c ======================================================================= */
 
 /* World
  *
@@ -4713,9 +4639,7 @@ DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data
  * every rank that was started has been reaped when dtrain_launch returns, and before ranks are
  * started again (launch/restart.c). */
 
-/* ================================================================================================
- * src/world/world_internal.h
- * ==============================================================================================*/
+/* ==== src/world/world_internal.h ============================================================== */
 
 /* The world of a rank, and the control page that ranks share
  *
@@ -4729,9 +4653,7 @@ DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data
  *
  * Behind the page come the arenas, one per rank, from which shared memory is handed out. */
 
-/* ================================================================================================
- * src/world/timeline_internal.h
- * ==============================================================================================*/
+/* ==== src/world/timeline_internal.h =========================================================== */
 
 /* The events of a rank as the library records and reads them: see world/timeline.c. */
 
@@ -5108,9 +5030,7 @@ DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const ch
     va_end(args);
 }
 
-/* ================================================================================================
- * src/world/timeline.c
- * ==============================================================================================*/
+/* ==== src/world/timeline.c ==================================================================== */
 
 /* The timeline: what a rank does when
  *
@@ -5458,9 +5378,7 @@ DTRAIN_API void dtrain_span_end(dtrain_world *world)
     if (world && world->timeline.depth) dtrain__span_end(world, world->timeline.depth - 1);
 }
 
-/* ================================================================================================
- * src/world/trace.c
- * ==============================================================================================*/
+/* ==== src/world/trace.c ======================================================================= */
 
 /* Traces: what a rank did when, for Perfetto
  *
@@ -5804,18 +5722,14 @@ DTRAIN__PRIVATE void dtrain__trace_destroy(dtrain_world *world)
     dtrain__free(&world->allocator, trace, 1, sizeof *trace);
 }
 
-/* ================================================================================================
- * src/world/control.c
- * ==============================================================================================*/
+/* ==== src/world/control.c ===================================================================== */
 
 /* The control page: how ranks end, wait for each other and gather
  *
  * A record that another rank may read while it is written ends with one atomic store that makes it
  * valid. So no lock is needed, and a rank that is killed half-way leaves none held. */
 
-/* ================================================================================================
- * src/world/link_internal.h
- * ==============================================================================================*/
+/* ==== src/world/link_internal.h =============================================================== */
 
 /* The link: TCP connections between ranks that another launcher has started
  *
@@ -6321,9 +6235,7 @@ DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step)
     if (world->progress) dtrain__raise(world->progress, mine);
 }
 
-/* ================================================================================================
- * src/world/arena.c
- * ==============================================================================================*/
+/* ==== src/world/arena.c ======================================================================= */
 
 /* Shared memory: the region and its arenas
  *
@@ -6478,9 +6390,7 @@ DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory)
     }
 }
 
-/* ================================================================================================
- * src/world/link.c
- * ==============================================================================================*/
+/* ==== src/world/link.c ======================================================================== */
 
 /* The link between ranks of a launcher
  *
@@ -6760,9 +6670,7 @@ DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world)
     dtrain__link_pump(world, 0);
 }
 
-/* ================================================================================================
- * src/world/rendezvous.c
- * ==============================================================================================*/
+/* ==== src/world/rendezvous.c ================================================================== */
 
 /* The rendezvous: how ranks of a launcher meet
  *
@@ -7275,9 +7183,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__pl
     return dtrain_fail(r.result, "rendezvous: %s", r.why);
 }
 
-/* ================================================================================================
- * src/world/page.c
- * ==============================================================================================*/
+/* ==== src/world/page.c ======================================================================== */
 
 /* One host, one control page
  *
@@ -7488,9 +7394,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
     return DTRAIN_OK;
 }
 
-/* ================================================================================================
- * src/world/signals.c
- * ==============================================================================================*/
+/* ==== src/world/signals.c ===================================================================== */
 
 /* Requests to stop
  *
@@ -7612,9 +7516,7 @@ DTRAIN__PRIVATE bool dtrain__stop_requested(const dtrain_world *world)
 #pragma GCC pop_options
 #endif
 
-/* ================================================================================================
- * src/comm/comm.c
- * ==============================================================================================*/
+/* ==== src/comm/comm.c ========================================================================= */
 
 /* Communicators
  *
@@ -7622,9 +7524,7 @@ DTRAIN__PRIVATE bool dtrain__stop_requested(const dtrain_world *world)
  * of the communicator. Below them: comm/engine.c drives the communicators "local", "staged" and
  * "mpi" (comm/engine_internal.h says how), comm/backend.c chooses between communicators. */
 
-/* ================================================================================================
- * src/comm/comm_internal.h
- * ==============================================================================================*/
+/* ==== src/comm/comm_internal.h ================================================================ */
 
 /* What the files of comm share. */
 
@@ -7683,9 +7583,7 @@ DTRAIN__PRIVATE bool dtrain__transfer_of(const dtrain_collective *what, int size
 /* comm/flight.c */
 DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char *directory);
 
-/* ================================================================================================
- * src/comm/groups_internal.h
- * ==============================================================================================*/
+/* ==== src/comm/groups_internal.h ============================================================== */
 
 /* Groups: who shares what with this rank
  *
@@ -8072,9 +7970,7 @@ DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain__groups *groups)
     return !model || dtrain_comm_rank(model) == dtrain_comm_size(model) - 1;
 }
 
-/* ================================================================================================
- * src/comm/flight.c
- * ==============================================================================================*/
+/* ==== src/comm/flight.c ======================================================================= */
 
 /* Dumps: the flight record of a rank
  *
@@ -8083,9 +7979,7 @@ DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain__groups *groups)
  * build/flight reads the dumps of all ranks and says which rank is behind, in which call. A dump is
  * written without allocating, because it is also made when there is no memory. */
 
-/* ================================================================================================
- * src/comm/engine_internal.h
- * ==============================================================================================*/
+/* ==== src/comm/engine_internal.h ============================================================== */
 
 /* The progress engine
  *
@@ -8380,9 +8274,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char
                        failed, strerror(out.error));
 }
 
-/* ================================================================================================
- * src/comm/reduce.c
- * ==============================================================================================*/
+/* ==== src/comm/reduce.c ======================================================================= */
 
 /* What collectives do: who sends what to whom, and the results on one rank
  *
@@ -8399,9 +8291,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char
  *
  * dtrain__transfer_of says the same of two ranks; the transports move what it says. */
 
-/* ================================================================================================
- * src/device/device_internal.h
- * ==============================================================================================*/
+/* ==== src/device/device_internal.h ============================================================ */
 
 /* What other rooms use of a device. */
 
@@ -8562,9 +8452,7 @@ DTRAIN__PRIVATE bool dtrain__transfer_of(const dtrain_collective *what, int size
     return true;
 }
 
-/* ================================================================================================
- * src/comm/engine.c
- * ==============================================================================================*/
+/* ==== src/comm/engine.c ======================================================================= */
 
 /* The engine: queue, agreement, waiting, failure, split */
 
@@ -9280,9 +9168,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color,
     return DTRAIN_OK;
 }
 
-/* ================================================================================================
- * src/comm/links.c
- * ==============================================================================================*/
+/* ==== src/comm/links.c ======================================================================== */
 
 /* Emulated links
  *
@@ -9430,9 +9316,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain_
     return dtrain__wait_poll(world, wait);
 }
 
-/* ================================================================================================
- * src/comm/counting.c
- * ==============================================================================================*/
+/* ==== src/comm/counting.c ===================================================================== */
 
 /* The counting communicator
  *
@@ -9556,9 +9440,7 @@ static const dtrain_comm_ops *dtrain__counting_ops(void)
     return &ops;
 }
 
-/* ================================================================================================
- * src/comm/staged.c
- * ==============================================================================================*/
+/* ==== src/comm/staged.c ======================================================================= */
 
 /* Buffers in device memory: two hooks of the engine
  *
@@ -9714,9 +9596,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__after_copy_out(dtrain__engine *comm, dtrai
     return DTRAIN__ORDER(device, event_wait, work->bounce->copied, NULL);
 }
 
-/* ================================================================================================
- * src/comm/local.c
- * ==============================================================================================*/
+/* ==== src/comm/local.c ======================================================================== */
 
 /* The local transport: shared memory
  *
@@ -10314,9 +10194,7 @@ static dtrain_result dtrain__local_create(dtrain_world *world, dtrain_comm **out
         &dtrain__local_transport, out);
 }
 
-/* ================================================================================================
- * src/comm/mpi.c
- * ==============================================================================================*/
+/* ==== src/comm/mpi.c ========================================================================== */
 
 /* The MPI transport
  *
@@ -10346,9 +10224,7 @@ static dtrain_result dtrain__local_create(dtrain_world *world, dtrain_comm **out
  * have met, no MPI call that may block is made; after a failure, none at all, and buffers of
  * requests in flight stay mapped until the process ends. */
 
-/* ================================================================================================
- * src/comm/mpi_internal.h
- * ==============================================================================================*/
+/* ==== src/comm/mpi_internal.h ================================================================= */
 
 /* Internals of the MPI transport: mpi.c moves data, mpi_meet.c begins and ends MPI. */
 
@@ -10851,9 +10727,7 @@ DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__mpi_comm_ops(void) { return NULL;
 
 #endif /* DTRAIN_USE_MPI */
 
-/* ================================================================================================
- * src/comm/mpi_meet.c
- * ==============================================================================================*/
+/* ==== src/comm/mpi_meet.c ===================================================================== */
 
 /* The MPI transport: how ranks meet in MPI, and how they leave it
  *
@@ -11079,9 +10953,7 @@ DTRAIN__PRIVATE void dtrain__mpi_part(dtrain_world *world, dtrain__mpi_hub *hub)
 
 #endif /* DTRAIN_USE_MPI */
 
-/* ================================================================================================
- * src/comm/backend.c
- * ==============================================================================================*/
+/* ==== src/comm/backend.c ====================================================================== */
 
 /* Choosing a communicator
  *
@@ -11180,9 +11052,7 @@ DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world)
 #pragma GCC optimize("O1")
 #endif
 
-/* ================================================================================================
- * src/launch/launch.c
- * ==============================================================================================*/
+/* ==== src/launch/launch.c ===================================================================== */
 
 /* dtrain_launch
  *
@@ -11193,9 +11063,7 @@ DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world)
  *         conclude     from the exit records: one result, one sentence, the info
  *         restart      after a failure, from "map" on (restart.c) */
 
-/* ================================================================================================
- * src/launch/environment_internal.h
- * ==============================================================================================*/
+/* ==== src/launch/environment_internal.h ======================================================= */
 
 /* Reading the environment
  *
@@ -11234,9 +11102,7 @@ DTRAIN__PRIVATE const char *dtrain__env_text(dtrain__lookup_fn env, const char *
 DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out,
                                                 const char *said[DTRAIN__FAMILIES]);
 
-/* ================================================================================================
- * src/launch/launch_internal.h
- * ==============================================================================================*/
+/* ==== src/launch/launch_internal.h ============================================================ */
 
 /* A launch: what the files of this room share. */
 
@@ -11786,9 +11652,7 @@ DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, c
     return DTRAIN_OK;
 }
 
-/* ================================================================================================
- * src/launch/rank.c
- * ==============================================================================================*/
+/* ==== src/launch/rank.c ======================================================================= */
 
 /* A rank's life: make its world, run its main function, record how it ended
  *
@@ -11986,9 +11850,7 @@ DTRAIN__PRIVATE int dtrain__rank_run(dtrain__launch *launch, int index)
     return code;
 }
 
-/* ================================================================================================
- * src/launch/environment.c
- * ==============================================================================================*/
+/* ==== src/launch/environment.c ================================================================ */
 
 /* The launch environment
  *
@@ -12355,9 +12217,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
     return DTRAIN_OK;
 }
 
-/* ================================================================================================
- * src/launch/explain.c
- * ==============================================================================================*/
+/* ==== src/launch/explain.c ==================================================================== */
 
 /* What a launch makes of its environment, in words and in numbers
  *
@@ -12487,9 +12347,7 @@ DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain
         dtrain__log_to(&log, DTRAIN_LOG_INFO, "launch: %.*s", (int)(end - line), line);
 }
 
-/* ================================================================================================
- * src/launch/restart.c
- * ==============================================================================================*/
+/* ==== src/launch/restart.c ==================================================================== */
 
 /* Restarts
  *
@@ -12598,9 +12456,7 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
     return true;
 }
 
-/* ================================================================================================
- * src/strategy/params.c
- * ==============================================================================================*/
+/* ==== src/strategy/params.c =================================================================== */
 
 /* Parameters: checks and completes what the host registers
  *
@@ -12618,9 +12474,7 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
  * has its place in the order there. Every gradient starts on a cache line. Padding is zero and
  * stays zero under the mean, so that it changes no bits. */
 
-/* ================================================================================================
- * src/strategy/strategy_internal.h
- * ==============================================================================================*/
+/* ==== src/strategy/strategy_internal.h ======================================================== */
 
 /* The strategy, and what its files call of one another
  *
@@ -12644,9 +12498,7 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
  *     create.c, count.c       making one; dtrain_strategy_create, which counts what a step sends
  *     query.c, view.c, plan.c answers to the host, to the rooms above, before anything is made */
 
-/* ================================================================================================
- * src/strategy/layout_internal.h
- * ==============================================================================================*/
+/* ==== src/strategy/layout_internal.h ========================================================== */
 
 /* The tables of a strategy: kinds, parameters, buckets, units, and the memory behind them
  *
@@ -12659,9 +12511,7 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
  * The storage of an alias is the entry whose value and gradient it shares; every other entry is its
  * own storage. */
 
-/* ================================================================================================
- * src/strategy/view_internal.h
- * ==============================================================================================*/
+/* ==== src/strategy/view_internal.h ============================================================ */
 
 /* A strategy as the rooms above it see it
  *
@@ -13293,9 +13143,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dt
     return DTRAIN_OK;
 }
 
-/* ================================================================================================
- * src/strategy/kinds.c
- * ==============================================================================================*/
+/* ==== src/strategy/kinds.c ==================================================================== */
 
 /* The table of kinds: what each shards */
 
@@ -13317,9 +13165,7 @@ DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind)
     return &dtrain__kind_rows[kind - DTRAIN_STRATEGY_DDP];
 }
 
-/* ================================================================================================
- * src/strategy/layout.c
- * ==============================================================================================*/
+/* ==== src/strategy/layout.c =================================================================== */
 
 /* The layout: which parameters travel together, and which rank keeps which part of them
  *
@@ -13765,9 +13611,7 @@ DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64
     return *count > 0;
 }
 
-/* ================================================================================================
- * src/strategy/road.c
- * ==============================================================================================*/
+/* ==== src/strategy/road.c ===================================================================== */
 
 /* The road of a gradient: ready, launch, reduce, finish, publish
  *
@@ -13803,9 +13647,7 @@ DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64
  * the sum over the ranks, in rank order, times 1/N, wherever it lies. (Where nodes are summed first
  * the order is another: HYBRID_SHARD and hierarchical have bits of their own.) */
 
-/* ================================================================================================
- * src/strategy/ways_internal.h
- * ==============================================================================================*/
+/* ==== src/strategy/ways_internal.h ============================================================ */
 
 /* The steps of ways, for strategy/ways.c, which chooses them; and what files of ways/ share */
 
@@ -14507,9 +14349,7 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
     return DTRAIN_OK;
 }
 
-/* ================================================================================================
- * src/strategy/weights.c
- * ==============================================================================================*/
+/* ==== src/strategy/weights.c ================================================================== */
 
 /* Weights: the mean of a step over all its samples
  *
@@ -14735,9 +14575,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy, bo
     return DTRAIN_OK;
 }
 
-/* ================================================================================================
- * src/strategy/norm.c
- * ==============================================================================================*/
+/* ==== src/strategy/norm.c ===================================================================== */
 
 /* The norm of gradients
  *
@@ -14815,9 +14653,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, dou
     return dtrain__strategy_keep(strategy, dtrain__global_sum(strategy, total));
 }
 
-/* ================================================================================================
- * src/strategy/gather.c
- * ==============================================================================================*/
+/* ==== src/strategy/gather.c =================================================================== */
 
 /* Sharded values: gather, release
  *
@@ -15129,9 +14965,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* ================================================================================================
- * src/strategy/calls.c
- * ==============================================================================================*/
+/* ==== src/strategy/calls.c ==================================================================== */
 
 /* Calls of device and communicator that every file of the room makes, and how an error stands */
 
@@ -15241,9 +15075,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy, d
     return strategy->failure;
 }
 
-/* ================================================================================================
- * src/strategy/ways/shards.c
- * ==============================================================================================*/
+/* ==== src/strategy/ways/shards.c ============================================================== */
 
 /* Steps of sharded buckets: each rank gets its shard of the mean
  *
@@ -15355,9 +15187,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
     return bucket->grad_on_host ? dtrain__host_put(strategy, bucket, sum, false) : DTRAIN_OK;
 }
 
-/* ================================================================================================
- * src/strategy/ways/hierarchy.c
- * ==============================================================================================*/
+/* ==== src/strategy/ways/hierarchy.c =========================================================== */
 
 /* Steps between two levels of ranks
  *
@@ -15393,9 +15223,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__node_gather_begin(dtrain_strategy *strateg
                              bucket->reduces);
 }
 
-/* ================================================================================================
- * src/strategy/ways/compression.c
- * ==============================================================================================*/
+/* ==== src/strategy/ways/compression.c ========================================================= */
 
 /* Gradient compression: how hooks travel on the road
  *
@@ -15674,9 +15502,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__round_2_end(dtrain_strategy *strategy, dtr
     return dtrain__hook_end(strategy, bucket, 1);
 }
 
-/* ================================================================================================
- * src/strategy/ways/topk.c
- * ==============================================================================================*/
+/* ==== src/strategy/ways/topk.c ================================================================ */
 
 /* Top-k: a hook that selects the largest elements, exchanges them and adds them up
  *
@@ -16013,9 +15839,7 @@ DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__topk_hook(bool balanced)
     return &hooks[balanced];
 }
 
-/* ================================================================================================
- * src/strategy/ways/powersgd.c
- * ==============================================================================================*/
+/* ==== src/strategy/ways/powersgd.c ============================================================ */
 
 /* PowerSGD: a hook that sends two factors of every matrix
  *
@@ -16187,9 +16011,7 @@ DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__powersgd_hook(void)
     return &hook;
 }
 
-/* ================================================================================================
- * src/strategy/ways.c
- * ==============================================================================================*/
+/* ==== src/strategy/ways.c ===================================================================== */
 
 /* The ways of a bucket
  *
@@ -16289,9 +16111,7 @@ DTRAIN__PRIVATE void dtrain__ways_free(dtrain__layout *layout, const dtrain_allo
     dtrain__layout_free(layout, a);
 }
 
-/* ================================================================================================
- * src/strategy/join.c
- * ==============================================================================================*/
+/* ==== src/strategy/join.c ===================================================================== */
 
 /* Passes without samples
  *
@@ -16332,9 +16152,7 @@ DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *o
     return dtrain__join_backward(strategy, over);
 }
 
-/* ================================================================================================
- * src/strategy/offload.c
- * ==============================================================================================*/
+/* ==== src/strategy/offload.c ================================================================== */
 
 /* Offload: shards in host memory
  *
@@ -16552,9 +16370,7 @@ DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size
     return (uint64_t)padded * sizeof(float) * (states + (master ? 1 : 0));
 }
 
-/* ================================================================================================
- * src/strategy/levels.c
- * ==============================================================================================*/
+/* ==== src/strategy/levels.c =================================================================== */
 
 /* Levels of ranks: which ranks share a copy of the model, and which communicators that takes */
 
@@ -16652,9 +16468,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* ================================================================================================
- * src/strategy/compare.c
- * ==============================================================================================*/
+/* ==== src/strategy/compare.c ================================================================== */
 
 /* Do all ranks have the same?
  *
@@ -16832,9 +16646,7 @@ DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint6
     return DTRAIN_OK;
 }
 
-/* ================================================================================================
- * src/strategy/settings.c
- * ==============================================================================================*/
+/* ==== src/strategy/settings.c ================================================================= */
 
 /* Settings: zeros become defaults, and fields that contradict each other are refused
  *
@@ -17058,9 +16870,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
     return dtrain__registration_compare(strategy, text);
 }
 
-/* ================================================================================================
- * src/strategy/create.c
- * ==============================================================================================*/
+/* ==== src/strategy/create.c =================================================================== */
 
 /* Making and destroying a strategy
  *
@@ -17375,9 +17185,7 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
     dtrain__free(&a, strategy, 1, sizeof *strategy);
 }
 
-/* ================================================================================================
- * src/strategy/count.c
- * ==============================================================================================*/
+/* ==== src/strategy/count.c ==================================================================== */
 
 /* dtrain_strategy_create: make a strategy, and count what a step of it sends
  *
@@ -17505,9 +17313,7 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
     return result;
 }
 
-/* ================================================================================================
- * src/strategy/query.c
- * ==============================================================================================*/
+/* ==== src/strategy/query.c ==================================================================== */
 
 /* Queries: what a strategy is, and the value of a parameter */
 
@@ -17560,9 +17366,7 @@ DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t 
     return result;
 }
 
-/* ================================================================================================
- * src/strategy/view.c
- * ==============================================================================================*/
+/* ==== src/strategy/view.c ===================================================================== */
 
 /* Answers to the rooms above: see strategy/view_internal.h */
 
@@ -17633,9 +17437,7 @@ DTRAIN__PRIVATE const struct dtrain__layout *dtrain__layout_of(const dtrain_stra
     return &strategy->layout;
 }
 
-/* ================================================================================================
- * src/strategy/plan.c
- * ==============================================================================================*/
+/* ==== src/strategy/plan.c ===================================================================== */
 
 /* Planning, and AUTO
  *
@@ -17942,18 +17744,14 @@ DTRAIN__PRIVATE void dtrain__strategy_plan_free(dtrain_world *world, dtrain__str
 }
 #if DTRAIN__LAYERS
 
-/* ================================================================================================
- * src/tape/tape.c
- * ==============================================================================================*/
+/* ==== src/tape/tape.c ========================================================================= */
 
 /* Tape and tensors
  *
  * A pass from begin to backward: inputs and unit marks are here, operations in tape/op.c, the walk
  * back in tape/backward.c. What a pass leaves behind, and for how long, is in tape_internal.h. */
 
-/* ================================================================================================
- * src/tape/tape_internal.h
- * ==============================================================================================*/
+/* ==== src/tape/tape_internal.h ================================================================ */
 
 /* The tape's structures
  *
@@ -18537,9 +18335,7 @@ DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x)
     return (size_t)x->count * dtrain_dtype_bytes((dtrain_dtype)x->dtype);
 }
 
-/* ================================================================================================
- * src/tape/staging.c
- * ==============================================================================================*/
+/* ==== src/tape/staging.c ====================================================================== */
 
 /* Page-locked staging of inputs
  *
@@ -18621,9 +18417,7 @@ DTRAIN__PRIVATE void dtrain__staging_free(dtrain_tape *tape)
     s->bytes = s->used = 0;
 }
 
-/* ================================================================================================
- * src/tape/op.c
- * ==============================================================================================*/
+/* ==== src/tape/op.c =========================================================================== */
 
 /* Running an operation
  *
@@ -19001,9 +18795,7 @@ DTRAIN_API dtrain_result dtrain_op_check_param(const dtrain_op *op, uint32_t i, 
         dtrain__shape_text(expected, expected_text));
 }
 
-/* ================================================================================================
- * src/tape/backward.c
- * ==============================================================================================*/
+/* ==== src/tape/backward.c ===================================================================== */
 
 /* Backward
  *
@@ -19229,9 +19021,7 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
     return target->grad;
 }
 
-/* ================================================================================================
- * src/tape/layers.c
- * ==============================================================================================*/
+/* ==== src/tape/layers.c ======================================================================= */
 
 /* Layers: linear, normalisation, embedding
  *
@@ -19600,9 +19390,7 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
                              NULL, sizeof(dtrain_embedding_args));
 }
 
-/* ================================================================================================
- * src/tape/attention.c
- * ==============================================================================================*/
+/* ==== src/tape/attention.c ==================================================================== */
 
 /* Attention, and what belongs to it: rotary position embedding, softmax
  *
@@ -19914,9 +19702,7 @@ DTRAIN_API dtrain_tensor *dtrain_softmax(dtrain_tape *tape, dtrain_tensor *x)
                              sizeof(dtrain_softmax_args));
 }
 
-/* ================================================================================================
- * src/tape/shapes.c
- * ==============================================================================================*/
+/* ==== src/tape/shapes.c ======================================================================= */
 
 /* Products of matrices, copies in another type or shape, permuted axes
  *
@@ -20183,9 +19969,7 @@ DTRAIN_API dtrain_tensor *dtrain_permute(dtrain_tape *tape, dtrain_tensor *x, co
     return dtrain_tape_apply(tape, &dtrain__permute_op, &x, 1, NULL, 0, &args, sizeof args);
 }
 
-/* ================================================================================================
- * src/tape/batchnorm.c
- * ==============================================================================================*/
+/* ==== src/tape/batchnorm.c ==================================================================== */
 
 /* Batch normalisation
  *
@@ -20390,9 +20174,7 @@ DTRAIN_API dtrain_tensor *dtrain_batch_norm(dtrain_tape *tape, dtrain_tensor *x,
                              params, running ? 4 : 2, &args, sizeof args);
 }
 
-/* ================================================================================================
- * src/tape/convolution.c
- * ==============================================================================================*/
+/* ==== src/tape/convolution.c ================================================================== */
 
 /* Convolution and pooling
  *
@@ -20600,9 +20382,7 @@ DTRAIN_API dtrain_tensor *dtrain_pool2d(dtrain_tape *tape, dtrain_tensor *x,
     return dtrain_tape_apply(tape, &dtrain__pool2d_op, &x, 1, NULL, 0, &args, sizeof args);
 }
 
-/* ================================================================================================
- * src/tape/pointwise.c
- * ==============================================================================================*/
+/* ==== src/tape/pointwise.c ==================================================================== */
 
 /* Activations, products of elements, losses
  *
@@ -20710,9 +20490,7 @@ DTRAIN_API dtrain_tensor *dtrain_bce_with_logits_loss(dtrain_tape *tape, dtrain_
                                                DTRAIN_POINTWISE_LOGISTIC_LOSS, logits, target));
 }
 
-/* ================================================================================================
- * src/tape/elementwise.c
- * ==============================================================================================*/
+/* ==== src/tape/elementwise.c ================================================================== */
 
 /* Elementwise operations and losses
  *
@@ -21030,9 +20808,7 @@ DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor 
 #undef DTRAIN__OP
 #undef DTRAIN__OP_NAMED
 
-/* ================================================================================================
- * src/tape/recompute.c
- * ==============================================================================================*/
+/* ==== src/tape/recompute.c ==================================================================== */
 
 /* Activation checkpointing
  *
@@ -21163,9 +20939,7 @@ DTRAIN_API dtrain_result dtrain_tape_recompute(dtrain_tape *tape, uint32_t every
     return DTRAIN_OK;
 }
 
-/* ================================================================================================
- * src/tape/arena.c
- * ==============================================================================================*/
+/* ==== src/tape/arena.c ======================================================================== */
 
 /* The tape's memory
  *
@@ -21285,9 +21059,7 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
 }
 #endif
 
-/* ================================================================================================
- * src/optim/scaler.c
- * ==============================================================================================*/
+/* ==== src/optim/scaler.c ====================================================================== */
 
 /* Clipping, loss scaling
  *
@@ -21299,9 +21071,7 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
  * That read finds overflows as well: the norm is not finite exactly when some gradient, on whatever
  * rank, is not. */
 
-/* ================================================================================================
- * src/optim/optim_internal.h
- * ==============================================================================================*/
+/* ==== src/optim/optim_internal.h ============================================================== */
 
 /* The optimizer's structure
  *
@@ -21483,9 +21253,7 @@ DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, b
     return DTRAIN_OK;
 }
 
-/* ================================================================================================
- * src/optim/optimizer.c
- * ==============================================================================================*/
+/* ==== src/optim/optimizer.c =================================================================== */
 
 /* Optimizers: AdamW, SGD, Lion
  *
@@ -21938,9 +21706,7 @@ DTRAIN_API void dtrain_optimizer_query(const dtrain_optimizer *optimizer,
     info->scratch_bytes = optimizer->scratch_bytes;
 }
 
-/* ================================================================================================
- * src/optim/groups.c
- * ==============================================================================================*/
+/* ==== src/optim/groups.c ====================================================================== */
 
 /* Parameter groups: defaults, membership, checks
  *
@@ -22119,9 +21885,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_optimizer(const dtrain_optimizer_des
     return DTRAIN_OK;
 }
 
-/* ================================================================================================
- * src/optim/muon.c
- * ==============================================================================================*/
+/* ==== src/optim/muon.c ======================================================================== */
 
 /* Muon
  *
@@ -22251,9 +22015,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__step_muon(dtrain_device *device, const dtr
     return DTRAIN_OK;
 }
 
-/* ================================================================================================
- * src/optim/schedule.c
- * ==============================================================================================*/
+/* ==== src/optim/schedule.c ==================================================================== */
 
 /* Learning rates */
 
@@ -22288,18 +22050,14 @@ DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t ste
 }
 #if DTRAIN__LAYERS
 
-/* ================================================================================================
- * src/train/shuffle.c
- * ==============================================================================================*/
+/* ==== src/train/shuffle.c ===================================================================== */
 
 /* The shuffle
  *
  * Mersenne Twister (Matsumoto and Nishimura, 1998) plus the swap loop of torch.randperm, its modulo
  * bias included: the order is PyTorch's, number by number. */
 
-/* ================================================================================================
- * src/train/data_internal.h
- * ==============================================================================================*/
+/* ==== src/train/data_internal.h =============================================================== */
 
 /* An open dataset, its files, and a loader of one. */
 
@@ -22472,9 +22230,7 @@ DTRAIN__PRIVATE void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out)
     }
 }
 
-/* ================================================================================================
- * src/train/dataset.c
- * ==============================================================================================*/
+/* ==== src/train/dataset.c ===================================================================== */
 
 /* Datasets
  *
@@ -22658,9 +22414,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int6
     return dtrain__ids_check(dataset, first, count, tokens ? (const int32_t *)items : labels);
 }
 
-/* ================================================================================================
- * src/train/batch.c
- * ==============================================================================================*/
+/* ==== src/train/batch.c ======================================================================= */
 
 /* The samples of a batch
  *
@@ -22755,9 +22509,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__loader_read(const dtrain_loader *loader,
     return DTRAIN_OK;
 }
 
-/* ================================================================================================
- * src/train/loader.c
- * ==============================================================================================*/
+/* ==== src/train/loader.c ====================================================================== */
 
 /* Loaders
  *
@@ -22971,9 +22723,7 @@ DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)
     dtrain__free(&allocator, loader, 1, sizeof *loader);
 }
 
-/* ================================================================================================
- * src/train/prefetch.c
- * ==============================================================================================*/
+/* ==== src/train/prefetch.c ==================================================================== */
 
 /* Threads that read batches ahead
  *
@@ -23201,9 +22951,7 @@ DTRAIN__PRIVATE void dtrain__prefetch_destroy(dtrain_loader *loader)
     loader->prefetch = NULL;
 }
 
-/* ================================================================================================
- * src/train/tokens.c
- * ==============================================================================================*/
+/* ==== src/train/tokens.c ====================================================================== */
 
 /* Token files
  *
@@ -23355,9 +23103,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tokens_read(void *user, int64_t first, int
     return DTRAIN_OK;
 }
 
-/* ================================================================================================
- * src/train/images.c
- * ==============================================================================================*/
+/* ==== src/train/images.c ====================================================================== */
 
 /* Image files
  *
@@ -23499,9 +23245,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__idx_read(void *user, int64_t first, int64_
     return DTRAIN_OK;
 }
 
-/* ================================================================================================
- * src/train/files.c
- * ==============================================================================================*/
+/* ==== src/train/files.c ======================================================================= */
 
 /* Files of a dataset
  *
@@ -23751,9 +23495,7 @@ static dtrain_result dtrain__data_files_find(dtrain__data_search *search, const 
     }
 }
 
-/* ================================================================================================
- * src/train/micro_batch.c
- * ==============================================================================================*/
+/* ==== src/train/micro_batch.c ================================================================= */
 
 /* Micro-batches: a forward and a backward, two calls
  *
@@ -23769,9 +23511,7 @@ static dtrain_result dtrain__data_files_find(dtrain__data_search *search, const 
  * backwards, because the strategy averages behind the last one. All ranks have the same
  * schedule. */
 
-/* ================================================================================================
- * src/train/trainer_internal.h
- * ==============================================================================================*/
+/* ==== src/train/trainer_internal.h ============================================================ */
 
 /* The trainer's structure, shared by its micro-batches (micro_batch.c), the step with the host in
  * the middle (trainer.c) and the queued step (queued_step.c). */
@@ -23967,9 +23707,7 @@ DTRAIN__PRIVATE void dtrain__trainer_add(dtrain_trainer *trainer, uint32_t micro
     trainer->weight += (double)weight;
 }
 
-/* ================================================================================================
- * src/train/trainer.c
- * ==============================================================================================*/
+/* ==== src/train/trainer.c ===================================================================== */
 
 /* Trainer
  *
@@ -24470,9 +24208,7 @@ DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer)
     return trainer ? trainer->tape : NULL;
 }
 
-/* ================================================================================================
- * src/train/queued_step.c
- * ==============================================================================================*/
+/* ==== src/train/queued_step.c ================================================================= */
 
 /* A step without the host: recorded and replayed
  *
@@ -24697,9 +24433,7 @@ DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
     dtrain__free(&trainer->allocator, queue, 1, sizeof *queue);
 }
 
-/* ================================================================================================
- * src/train/plan.c
- * ==============================================================================================*/
+/* ==== src/train/plan.c ======================================================================== */
 
 /* Planning: memory of a step, largest batch
  *
@@ -24902,9 +24636,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
     return DTRAIN_OK;
 }
 
-/* ================================================================================================
- * src/state/state.c
- * ==============================================================================================*/
+/* ==== src/state/state.c ======================================================================= */
 
 /* State: the list of what must survive
  *
@@ -24912,9 +24644,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
  * the list changes during a run. Which of several ranks that hold the same piece writes it is for
  * checkpoints to choose. */
 
-/* ================================================================================================
- * src/state/box_internal.h
- * ==============================================================================================*/
+/* ==== src/state/box_internal.h ================================================================ */
 
 /* Boxes: which elements of a tensor a piece has, and what two pieces have in common. */
 
@@ -24941,9 +24671,7 @@ DTRAIN__PRIVATE int64_t dtrain__piece_place(const dtrain_piece *piece, const dtr
 DTRAIN__PRIVATE int64_t dtrain__piece_span(const dtrain_piece *piece, const dtrain_piece *part,
                                            int64_t i);
 
-/* ================================================================================================
- * src/state/state_internal.h
- * ==============================================================================================*/
+/* ==== src/state/state_internal.h ============================================================== */
 
 /* The structure of a state, for checkpoints. */
 
@@ -25298,9 +25026,7 @@ DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
     return dtrain_strategy_publish(strategy);
 }
 
-/* ================================================================================================
- * src/state/box.c
- * ==============================================================================================*/
+/* ==== src/state/box.c ========================================================================= */
 
 /* Boxes
  *
@@ -25426,9 +25152,7 @@ DTRAIN__PRIVATE int64_t dtrain__piece_span(const dtrain_piece *piece, const dtra
     return span - i % span;
 }
 
-/* ================================================================================================
- * src/state/union.c
- * ==============================================================================================*/
+/* ==== src/state/union.c ======================================================================= */
 
 /* The union of all ranks' lists
  *
@@ -25439,9 +25163,7 @@ DTRAIN__PRIVATE int64_t dtrain__piece_span(const dtrain_piece *piece, const dtra
  * All ranks come to the same result from the same lists, so that nothing else has to be agreed on.
  * It is made when a directory is opened. A list of GPT-2 small has 460 entries of 180 bytes. */
 
-/* ================================================================================================
- * src/state/checkpoint_internal.h
- * ==============================================================================================*/
+/* ==== src/state/checkpoint_internal.h ========================================================= */
 
 /* The tables of checkpoints
  *
@@ -25450,9 +25172,7 @@ DTRAIN__PRIVATE int64_t dtrain__piece_span(const dtrain_piece *piece, const dtra
  *     dtrain__held         one rank's piece of a tensor; state/union.c
  *     dtrain_checkpoint    a directory that is saved to; state/save.c */
 
-/* ================================================================================================
- * src/state/json_internal.h
- * ==============================================================================================*/
+/* ==== src/state/json_internal.h =============================================================== */
 
 /* JSON: a text that is written piece by piece, and a reader for texts from untrusted files. */
 
@@ -25723,9 +25443,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_plan(dtrain_checkpoint *c);
 DTRAIN__PRIVATE dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c);
 DTRAIN__PRIVATE dtrain_result dtrain__save_write(dtrain_checkpoint *c);
 
-/* ================================================================================================
- * src/state/safetensors_internal.h
- * ==============================================================================================*/
+/* ==== src/state/safetensors_internal.h ======================================================== */
 
 /* safetensors: headers of tensor files, written and read. */
 
@@ -25952,9 +25670,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c)
     return DTRAIN_OK;
 }
 
-/* ================================================================================================
- * src/state/write.c
- * ==============================================================================================*/
+/* ==== src/state/write.c ======================================================================= */
 
 /* Writing a rank's files
  *
@@ -25965,9 +25681,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c)
  *
  * Nothing here communicates: state/union.c has chosen who writes which piece. */
 
-/* ================================================================================================
- * src/state/storage_internal.h
- * ==============================================================================================*/
+/* ==== src/state/storage_internal.h ============================================================ */
 
 /* Whole reads and writes over any storage table. */
 
@@ -26236,9 +25950,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_write(dtrain_checkpoint *c)
     return result;
 }
 
-/* ================================================================================================
- * src/state/save.c
- * ==============================================================================================*/
+/* ==== src/state/save.c ======================================================================== */
 
 /* Saving
  *
@@ -26863,9 +26575,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_close(dtrain_checkpoint *checkpoint)
     return result;
 }
 
-/* ================================================================================================
- * src/state/read.c
- * ==============================================================================================*/
+/* ==== src/state/read.c ======================================================================== */
 
 /* Reading pieces
  *
@@ -26878,9 +26588,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_close(dtrain_checkpoint *checkpoint)
  * elements that become fp32 are read to the upper half of their room and widened from the first one
  * on: a widened element covers only bytes of elements that have been widened already. */
 
-/* ================================================================================================
- * src/state/read_internal.h
- * ==============================================================================================*/
+/* ==== src/state/read_internal.h =============================================================== */
 
 /* Reading pieces of tensors from files: what loading a checkpoint and importing weights share. */
 
@@ -27095,9 +26803,7 @@ DTRAIN__PRIVATE bool dtrain__misfit_text(const dtrain__misfit *misfit, char *tex
     return used > 0;
 }
 
-/* ================================================================================================
- * src/state/load.c
- * ==============================================================================================*/
+/* ==== src/state/load.c ======================================================================== */
 
 /* Loading
  *
@@ -27598,18 +27304,14 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
     return result;
 }
 
-/* ================================================================================================
- * src/state/export.c
- * ==============================================================================================*/
+/* ==== src/state/export.c ====================================================================== */
 
 /* Export
  *
  *     a list      which parameters a file has, by which name and in which shape; for import too
  *     export      all ranks gather one parameter after the other, and rank 0 writes it */
 
-/* ================================================================================================
- * src/state/export_internal.h
- * ==============================================================================================*/
+/* ==== src/state/export_internal.h ============================================================= */
 
 /* The list of weights in a file, which export and import share. */
 
@@ -27886,9 +27588,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_export(dtrain_strategy *strategy, con
     return result;
 }
 
-/* ================================================================================================
- * src/state/import.c
- * ==============================================================================================*/
+/* ==== src/state/import.c ====================================================================== */
 
 /* Import
  *
@@ -28279,9 +27979,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
     return result;
 }
 
-/* ================================================================================================
- * src/state/directory.c
- * ==============================================================================================*/
+/* ==== src/state/directory.c =================================================================== */
 
 /* Directories of checkpoints: names, order, publishing, removal
  *
@@ -28582,9 +28280,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__publish_step(const dtrain__folder *folder,
     return dtrain__write_latest(folder, step);
 }
 
-/* ================================================================================================
- * src/state/manifest.c
- * ==============================================================================================*/
+/* ==== src/state/manifest.c ==================================================================== */
 
 /* Manifests: what a checkpoint holds and where, as JSON
  *
@@ -29127,9 +28823,7 @@ DTRAIN__PRIVATE const dtrain__saved_tensor *dtrain__manifest_find(const dtrain__
     return found ? *found : NULL;
 }
 
-/* ================================================================================================
- * src/state/safetensors.c
- * ==============================================================================================*/
+/* ==== src/state/safetensors.c ================================================================= */
 
 /* safetensors
  *
@@ -29432,9 +29126,7 @@ DTRAIN__PRIVATE void dtrain__safetensors_free(dtrain__tensor_file *file)
     memset(file, 0, sizeof *file);
 }
 
-/* ================================================================================================
- * src/state/json.c
- * ==============================================================================================*/
+/* ==== src/state/json.c ======================================================================== */
 
 /* JSON (RFC 8259)
  *
@@ -29816,9 +29508,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__json_end(dtrain__json *json)
     return json->result;
 }
 
-/* ================================================================================================
- * src/state/crc32c.c
- * ==============================================================================================*/
+/* ==== src/state/crc32c.c ====================================================================== */
 
 /* CRC-32C (Castagnoli)
  *
@@ -29828,9 +29518,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__json_end(dtrain__json *json)
  *
  *     after n bytes of data D:   R' = (R x^(8n) + D x^32) mod P */
 
-/* ================================================================================================
- * src/state/crc32c_internal.h
- * ==============================================================================================*/
+/* ==== src/state/crc32c_internal.h ============================================================= */
 
 /* CRC-32C: the checksum of checkpoints. */
 
@@ -29938,9 +29626,7 @@ DTRAIN__PRIVATE uint32_t dtrain__crc32c(uint32_t crc, const void *data, size_t b
 
 #endif
 
-/* ================================================================================================
- * src/state/storage.c
- * ==============================================================================================*/
+/* ==== src/state/storage.c ===================================================================== */
 
 /* Storage: the table of the file system, and whole reads and writes over any table
  *
@@ -30223,9 +29909,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
     return result;
 }
 
-/* ================================================================================================
- * src/monitor/metrics.c
- * ==============================================================================================*/
+/* ==== src/monitor/metrics.c =================================================================== */
 
 /* The stream of metrics
  *
@@ -30236,9 +29920,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
  * The library's writers are sinks like the host's, through the same table of functions. Medians are
  * over the last 1024 steps: fixed memory, however long the run. */
 
-/* ================================================================================================
- * src/monitor/monitor_internal.h
- * ==============================================================================================*/
+/* ==== src/monitor/monitor_internal.h ========================================================== */
 
 /* The stream of metrics and its writers
  *
@@ -30906,9 +30588,7 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
     dtrain__free(&allocator, metrics, 1, sizeof *metrics);
 }
 
-/* ================================================================================================
- * src/monitor/table.c
- * ==============================================================================================*/
+/* ==== src/monitor/table.c ===================================================================== */
 
 /* The values of a step
  *
@@ -31100,9 +30780,7 @@ DTRAIN__PRIVATE void dtrain__metrics_plan(dtrain_metrics *metrics)
     dtrain__set(metrics, DTRAIN__METRIC_PREDICTED, (double)memory.total);
 }
 
-/* ================================================================================================
- * src/monitor/file.c
- * ==============================================================================================*/
+/* ==== src/monitor/file.c ====================================================================== */
 
 /* Text, and files that cannot stop a training
  *
@@ -31275,9 +30953,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_close(dtrain__records *file)
     return closed ? DTRAIN_OK : dtrain__file_fail(file->path, "closed");
 }
 
-/* ================================================================================================
- * src/monitor/console.c
- * ==============================================================================================*/
+/* ==== src/monitor/console.c =================================================================== */
 
 /* Progress for people
  *
@@ -31452,9 +31128,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__console_open(void *user, const dtrain_metr
     return DTRAIN_OK;
 }
 
-/* ================================================================================================
- * src/monitor/lines.c
- * ==============================================================================================*/
+/* ==== src/monitor/lines.c ===================================================================== */
 
 /* A line a step: JSON, and CSV by RFC 4180
  *
@@ -31619,9 +31293,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__csv_finish(void *user, const dtrain_summar
     return dtrain__records_close(&((dtrain_metrics *)user)->csv);
 }
 
-/* ================================================================================================
- * src/monitor/prometheus.c
- * ==============================================================================================*/
+/* ==== src/monitor/prometheus.c ================================================================ */
 
 /* A text file for Prometheus
  *
@@ -31792,9 +31464,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__prometheus_finish(void *user, const dtrain
     return dtrain__prometheus_replace((dtrain_metrics *)user, true);
 }
 
-/* ================================================================================================
- * src/monitor/tensorboard.c
- * ==============================================================================================*/
+/* ==== src/monitor/tensorboard.c =============================================================== */
 
 /* Event files for TensorBoard
  *
@@ -32208,9 +31878,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_finish(void *user, const dtrai
     return result == DTRAIN_OK ? closed : result;
 }
 
-/* ================================================================================================
- * src/monitor/histogram.c
- * ==============================================================================================*/
+/* ==== src/monitor/histogram.c ================================================================= */
 
 /* Histograms of weights and gradients
  *
@@ -32423,9 +32091,7 @@ DTRAIN__PRIVATE void dtrain__histograms_destroy(dtrain_metrics *metrics)
     metrics->histograms = NULL;
 }
 
-/* ================================================================================================
- * src/monitor/nvml.c
- * ==============================================================================================*/
+/* ==== src/monitor/nvml.c ====================================================================== */
 
 /* GPUs, by NVML
  *
@@ -32604,9 +32270,7 @@ DTRAIN__PRIVATE void dtrain__nvml_close(dtrain_metrics *metrics)
 #pragma GCC pop_options
 #endif
 
-/* ================================================================================================
- * src/device/device.c
- * ==============================================================================================*/
+/* ==== src/device/device.c ===================================================================== */
 
 /* Devices: creation, copies, tables by name. */
 
@@ -32749,9 +32413,7 @@ DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrai
                        name);
 }
 
-/* ================================================================================================
- * src/device/plan.c
- * ==============================================================================================*/
+/* ==== src/device/plan.c ======================================================================= */
 
 /* The plan device
  *
@@ -32759,15 +32421,11 @@ DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrai
  * Kernels do nothing, so a model runs at the speed of its bookkeeping, and peak_bytes is the
  * answer. */
 
-/* ================================================================================================
- * src/device/cpu/cpu_internal.h
- * ==============================================================================================*/
+/* ==== src/device/cpu/cpu_internal.h =========================================================== */
 
 /* The CPU device's state, and the functions that its launchers use */
 
-/* ================================================================================================
- * src/device/cpu/gemm_internal.h
- * ==============================================================================================*/
+/* ==== src/device/cpu/gemm_internal.h ========================================================== */
 
 /* Matrix multiplication: what the driver (gemm.c) and the kernels share */
 
@@ -32913,9 +32571,7 @@ typedef struct dtrain__gemm_call {
     int64_t reserve; /* floats at the beginning of scratch that are the caller's */
 } dtrain__gemm_call;
 
-/* ================================================================================================
- * src/device/cpu/kernels_internal.h
- * ==============================================================================================*/
+/* ==== src/device/cpu/kernels_internal.h ======================================================= */
 
 /* What launchers and kernels share
  *
@@ -33094,9 +32750,7 @@ DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void);
 DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_number(int number);
 DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void);
 
-/* ================================================================================================
- * src/device/cpu/pool_internal.h
- * ==============================================================================================*/
+/* ==== src/device/cpu/pool_internal.h ========================================================== */
 
 /* A pool of threads. */
 
@@ -33277,9 +32931,7 @@ DTRAIN__PRIVATE const dtrain_device_ops *dtrain__plan_device_ops(void)
     return &ops;
 }
 
-/* ================================================================================================
- * src/device/cpu/pool.c
- * ==============================================================================================*/
+/* ==== src/device/cpu/pool.c =================================================================== */
 
 /* The threads of one rank
  *
@@ -33445,9 +33097,7 @@ DTRAIN__PRIVATE int dtrain__pool_create(dtrain__pool **out, const dtrain_allocat
     return 0;
 }
 
-/* ================================================================================================
- * src/device/cpu/cpu.c
- * ==============================================================================================*/
+/* ==== src/device/cpu/cpu.c ==================================================================== */
 
 /* The CPU device: state, memory, table. */
 
@@ -33724,9 +33374,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__job_run(dtrain__cpu *cpu, dtrain__job *job
     return DTRAIN_OK;
 }
 
-/* ================================================================================================
- * src/device/cpu/launch.c
- * ==============================================================================================*/
+/* ==== src/device/cpu/launch.c ================================================================= */
 
 /* Launchers of kernels that every program has: element-wise ones, sums, optimizers */
 
@@ -33911,9 +33559,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_muon(dtrain_device *device, const dtra
                               dtrain__cpu_kernels(device)->muon);
 }
 
-/* ================================================================================================
- * src/device/cpu/launch_gemm.c
- * ==============================================================================================*/
+/* ==== src/device/cpu/launch_gemm.c ============================================================ */
 
 /* Launchers of matrix products. */
 
@@ -34022,9 +33668,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_gemm(dtrain_device *device, const dtra
     return args->bias_grad && !of_c ? dtrain__gemm_bias_grad(device, args) : DTRAIN_OK;
 }
 
-/* ================================================================================================
- * src/device/cpu/launch_sparse.c
- * ==============================================================================================*/
+/* ==== src/device/cpu/launch_sparse.c ========================================================== */
 
 /* Sparse gradients
  *
@@ -34267,9 +33911,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_orthogonalize(dtrain_device *device,
     return DTRAIN_OK;
 }
 
-/* ================================================================================================
- * src/device/cpu/gemm.c
- * ==============================================================================================*/
+/* ==== src/device/cpu/gemm.c =================================================================== */
 
 /* The driver of matrix products
  *
@@ -34636,9 +34278,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_a
     return dtrain__gemm_run(cpu, &product);
 }
 
-/* ================================================================================================
- * src/device/cpu/kernels.c
- * ==============================================================================================*/
+/* ==== src/device/cpu/kernels.c ================================================================ */
 
 /* Kernels: how work is cut
  *
@@ -34750,9 +34390,7 @@ DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job)
 }
 #if DTRAIN__LAYERS
 
-/* ================================================================================================
- * src/device/cpu/launch_layers.c
- * ==============================================================================================*/
+/* ==== src/device/cpu/launch_layers.c ========================================================== */
 
 /* Launchers of the kernels of layers */
 
@@ -35003,9 +34641,7 @@ dtrain__cpu_pointwise_backward(dtrain_device *device, const dtrain_pointwise_bac
                                args->count, dtype);
 }
 
-/* ================================================================================================
- * src/device/cpu/launch_batchnorm.c
- * ==============================================================================================*/
+/* ==== src/device/cpu/launch_batchnorm.c ======================================================= */
 
 /* Launchers of batch normalisation
  *
@@ -35130,9 +34766,7 @@ dtrain__cpu_batchnorm_backward(dtrain_device *device, const dtrain_batchnorm_bac
     return dtrain__job_run(cpu, &job, cpu->kernels->batchnorm_backward, args->rows * args->n);
 }
 
-/* ================================================================================================
- * src/device/cpu/launch_convolution.c
- * ==============================================================================================*/
+/* ==== src/device/cpu/launch_convolution.c ===================================================== */
 
 /* Launchers of convolution and pooling
  *
@@ -35153,9 +34787,7 @@ dtrain__cpu_batchnorm_backward(dtrain_device *device, const dtrain_batchnorm_bac
  * in) in fp32, into the beginning of scratch. 3 x 3 taps with stride 1 go by patches, where there
  * are channels enough: launch_winograd.c. */
 
-/* ================================================================================================
- * src/device/cpu/convolution_internal.h
- * ==============================================================================================*/
+/* ==== src/device/cpu/convolution_internal.h =================================================== */
 
 /* What the launchers of convolutions share */
 
@@ -35660,9 +35292,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_pool2d_backward(dtrain_device *device,
                            w->batch * w->height * w->width * w->channels);
 }
 
-/* ================================================================================================
- * src/device/cpu/launch_winograd.c
- * ==============================================================================================*/
+/* ==== src/device/cpu/launch_winograd.c ======================================================== */
 
 /* Launchers of convolutions of 3 x 3 taps by patches
  *
@@ -35878,15 +35508,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__winograd_weight_grad(const dtrain__conv *c
 /* The kernels, once for each instruction set: see device/cpu/kernels.c. */
 #ifdef DTRAIN__ISA
 
-/* ================================================================================================
- * src/device/cpu/kernels/text.h
- * ==============================================================================================*/
+/* ==== src/device/cpu/kernels/text.h =========================================================== */
 
 /* The text compiled once per instruction set. */
 
-/* ================================================================================================
- * src/device/cpu/kernels/vectors.h
- * ==============================================================================================*/
+/* ==== src/device/cpu/kernels/vectors.h ======================================================== */
 
 /* Vectors
  *
@@ -36404,9 +36030,7 @@ DTRAIN__HELPER const float *DTRAIN__K(widened)(const void *p, dtrain_dtype dtype
     return buffer;
 }
 
-/* ================================================================================================
- * src/device/cpu/kernels/activation.h
- * ==============================================================================================*/
+/* ==== src/device/cpu/kernels/activation.h ===================================================== */
 
 /* Activations, and what follows a product: bias, activation, and their gradients */
 
@@ -36481,9 +36105,7 @@ DTRAIN__KERNEL(activate)
     }
 }
 
-/* ================================================================================================
- * src/device/cpu/kernels/elementwise.h
- * ==============================================================================================*/
+/* ==== src/device/cpu/kernels/elementwise.h ==================================================== */
 
 /* Elementwise kernels, sums, conversions, dropout
  *
@@ -36785,9 +36407,7 @@ DTRAIN__KERNEL(dropout)
     }
 }
 
-/* ================================================================================================
- * src/device/cpu/kernels/sparse.h
- * ==============================================================================================*/
+/* ==== src/device/cpu/kernels/sparse.h ========================================================= */
 
 /* Top-k and orthonormal columns
  *
@@ -36890,9 +36510,7 @@ DTRAIN__KERNEL(topk)
     for (; a.residual && at < end; at += DTRAIN__W) DTRAIN__K(topk_fold)(&a, at, end - at);
 }
 
-/* ================================================================================================
- * src/device/cpu/kernels/gemm.h
- * ==============================================================================================*/
+/* ==== src/device/cpu/kernels/gemm.h =========================================================== */
 
 /* Matrix products: packing and register tiles
  *
@@ -37135,9 +36753,7 @@ static const dtrain__isa DTRAIN__K(isa) = {DTRAIN__STRING(DTRAIN__SUFFIX),
                                            NULL,
                                            NULL};
 
-/* ================================================================================================
- * src/device/cpu/kernels/pairs.h
- * ==============================================================================================*/
+/* ==== src/device/cpu/kernels/pairs.h ========================================================== */
 
 /* Matrix products of bf16: AMX
  *
@@ -37325,9 +36941,7 @@ static bool dtrain__has_amx(void)
 #undef DTRAIN__ON_AMX
 #endif
 
-/* ================================================================================================
- * src/device/cpu/kernels/mix.h
- * ==============================================================================================*/
+/* ==== src/device/cpu/kernels/mix.h ============================================================ */
 
 /* Sums over ranks
  *
@@ -37395,9 +37009,7 @@ DTRAIN__ROUTINE void DTRAIN__K(mix)(const dtrain__mix_job *job)
 }
 #if DTRAIN__LAYERS
 
-/* ================================================================================================
- * src/device/cpu/kernels/layernorm.h
- * ==============================================================================================*/
+/* ==== src/device/cpu/kernels/layernorm.h ====================================================== */
 
 /* Layer normalisation, and that by the root mean square, whose mean is 0
  *
@@ -37569,9 +37181,7 @@ DTRAIN__KERNEL(layernorm_params)
     }
 }
 
-/* ================================================================================================
- * src/device/cpu/kernels/pointwise.h
- * ==============================================================================================*/
+/* ==== src/device/cpu/kernels/pointwise.h ====================================================== */
 
 /* Functions of two elements: gated products, losses
  *
@@ -37665,9 +37275,7 @@ DTRAIN__KERNEL_AS(pointwise_backward)
     }
 }
 
-/* ================================================================================================
- * src/device/cpu/kernels/tokens.h
- * ==============================================================================================*/
+/* ==== src/device/cpu/kernels/tokens.h ========================================================= */
 
 /* Embedding, cross-entropy. */
 
@@ -37803,9 +37411,7 @@ DTRAIN__KERNEL(cross_entropy_backward)
     }
 }
 
-/* ================================================================================================
- * src/device/cpu/kernels/rows.h
- * ==============================================================================================*/
+/* ==== src/device/cpu/kernels/rows.h =========================================================== */
 
 /* Rows of activations: softmax, rotary embedding, permuted axes
  *
@@ -37928,9 +37534,7 @@ DTRAIN__KERNEL(permute)
     }
 }
 
-/* ================================================================================================
- * src/device/cpu/kernels/batchnorm.h
- * ==============================================================================================*/
+/* ==== src/device/cpu/kernels/batchnorm.h ====================================================== */
 
 /* Batch normalisation
  *
@@ -38061,9 +37665,7 @@ DTRAIN__KERNEL_AS(batchnorm_backward)
         }
 }
 
-/* ================================================================================================
- * src/device/cpu/kernels/convolution.h
- * ==============================================================================================*/
+/* ==== src/device/cpu/kernels/convolution.h ==================================================== */
 
 /* Convolution: tiles, packing of windows, weights, depthwise
  *
@@ -38481,9 +38083,7 @@ DTRAIN__KERNEL_AS(depthwise_weight)
     }
 }
 
-/* ================================================================================================
- * src/device/cpu/kernels/winograd.h
- * ==============================================================================================*/
+/* ==== src/device/cpu/kernels/winograd.h ======================================================= */
 
 /* Convolution of 3 x 3 taps by patches
  *
@@ -38915,9 +38515,7 @@ DTRAIN__KERNEL(winograd_filter_sum)
 }
 #endif
 
-/* ================================================================================================
- * src/device/cpu/kernels/pooling.h
- * ==============================================================================================*/
+/* ==== src/device/cpu/kernels/pooling.h ======================================================== */
 
 /* Pooling: maximum and average of windows
  *
@@ -39033,9 +38631,7 @@ DTRAIN__KERNEL(pool2d_backward)
     }
 }
 
-/* ================================================================================================
- * src/device/cpu/kernels/attention.h
- * ==============================================================================================*/
+/* ==== src/device/cpu/kernels/attention.h ====================================================== */
 
 /* Attention
  *
@@ -39434,9 +39030,7 @@ DTRAIN__KERNEL(attention_backward)
 }
 #endif
 
-/* ================================================================================================
- * src/device/cpu/kernels/table.h
- * ==============================================================================================*/
+/* ==== src/device/cpu/kernels/table.h ========================================================== */
 
 /* The table of one instruction set. */
 

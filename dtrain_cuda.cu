@@ -68,9 +68,7 @@
    The tensor-core peak of Hopper is that of wgmma; mma.sync, which these kernels use because it
    runs from Ampere on, is said to reach 60 to 65 % of it. */
 
-/* ================================================================================================
- * src/device/cuda/language.cuh
- * ==============================================================================================*/
+/* ==== src/device/cuda/language.cuh ============================================================ */
 
 /* Language: launches, halves, packs, sums
  *
@@ -343,9 +341,7 @@ static __device__ __forceinline__ float dtrain_cuda_block_max(float x, float *sl
     return dtrain_cuda_warp_max(lane < warps ? slots[lane] : -INFINITY);
 }
 
-/* ================================================================================================
- * src/device/cuda/device.cuh
- * ==============================================================================================*/
+/* ==== src/device/cuda/device.cuh ============================================================== */
 
 /* Device: state, errors, waiting, creation
  *
@@ -915,9 +911,7 @@ static dtrain_result dtrain_cuda_query(dtrain_device *device, dtrain_device_info
     return DTRAIN_OK;
 }
 
-/* ================================================================================================
- * src/device/cuda/memory.cuh
- * ==============================================================================================*/
+/* ==== src/device/cuda/memory.cuh ============================================================== */
 
 /* Memory, streams, events and graphs
  *
@@ -1289,9 +1283,7 @@ static void dtrain_cuda_range_end(dtrain_device *device)
 #endif
 }
 
-/* ================================================================================================
- * src/device/cuda/elements.cuh
- * ==============================================================================================*/
+/* ==== src/device/cuda/elements.cuh ============================================================ */
 
 /* Elementwise: the loop of all such kernels
  *
@@ -1347,9 +1339,7 @@ static dtrain_result dtrain_cuda_each(dtrain_device *device, const char *name, c
                            DTRAIN_CUDA_EACH_THREADS, 0, op, groups, count);
 }
 
-/* ================================================================================================
- * src/device/cuda/pointwise.cuh
- * ==============================================================================================*/
+/* ==== src/device/cuda/pointwise.cuh =========================================================== */
 
 /* Functions of single elements: activations, gated products, losses
  *
@@ -1600,9 +1590,7 @@ static dtrain_result dtrain_cuda_pointwise_backward(dtrain_device *device,
     return dtrain_cuda_each(device, "pointwise_backward", op, args->count, aligned);
 }
 
-/* ================================================================================================
- * src/device/cuda/elementwise.cuh
- * ==============================================================================================*/
+/* ==== src/device/cuda/elementwise.cuh ========================================================= */
 
 /* Add, axpby, dropout, convert, activation
  *
@@ -2069,9 +2057,7 @@ static dtrain_result dtrain_cuda_activation_backward(dtrain_device *device,
     return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_activation_backward_as)(device, args);
 }
 
-/* ================================================================================================
- * src/device/cuda/reductions.cuh
- * ==============================================================================================*/
+/* ==== src/device/cuda/reductions.cuh ========================================================== */
 
 /* Reductions: sum, clip, column sums
  *
@@ -2215,9 +2201,7 @@ static dtrain_result dtrain_cuda_column_sums(dtrain_device *device, dtrain_dtype
                                                                    accumulate);
 }
 
-/* ================================================================================================
- * src/device/cuda/optimizers.cuh
- * ==============================================================================================*/
+/* ==== src/device/cuda/optimizers.cuh ========================================================== */
 
 /* Optimizers: AdamW, SGD, Lion, the elementwise stages of Muon; many tensors
  *
@@ -2514,9 +2498,7 @@ static dtrain_result dtrain_cuda_muon(dtrain_device *device, const dtrain_muon_a
     return dtrain_cuda_update(device, "muon", rule, &tensor, 1, 0, tensors);
 }
 
-/* ================================================================================================
- * src/device/cuda/gemm_plan.cuh
- * ==============================================================================================*/
+/* ==== src/device/cuda/gemm_plan.cuh =========================================================== */
 
 /* GEMM 1: cublasLt and the algorithm cache
  *
@@ -3066,9 +3048,7 @@ static dtrain_result dtrain_cuda_gemm_batched(dtrain_device *device,
     return entry->works ? DTRAIN_OK : dtrain_cuda_own_product(device, product, entry);
 }
 
-/* ================================================================================================
- * src/device/cuda/gemm.cuh
- * ==============================================================================================*/
+/* ==== src/device/cuda/gemm.cuh ================================================================ */
 
 /* GEMM 2: epilogues and fallbacks
  *
@@ -3545,9 +3525,7 @@ static dtrain_result dtrain_cuda_gemm(dtrain_device *device, const dtrain_gemm_a
     return DTRAIN_OK;
 }
 
-/* ================================================================================================
- * src/device/cuda/layernorm.cuh
- * ==============================================================================================*/
+/* ==== src/device/cuda/layernorm.cuh =========================================================== */
 
 /* Layer norm, forward and backward
  *
@@ -4052,9 +4030,7 @@ static dtrain_result dtrain_cuda_layernorm_backward(dtrain_device *device,
     return DTRAIN_CUDA_BY_DTYPE(args->x_dtype, dtrain_cuda_layernorm_backward_of)(device, args);
 }
 
-/* ================================================================================================
- * src/device/cuda/tokens.cuh
- * ==============================================================================================*/
+/* ==== src/device/cuda/tokens.cuh ============================================================== */
 
 /* Token ids: embedding and cross-entropy
  *
@@ -4681,9 +4657,7 @@ dtrain_cuda_cross_entropy_backward(dtrain_device *device,
     return DTRAIN_CUDA_BY_DTYPE(args.dtype, dtrain_cuda_cross_entropy_backward_of)(device, &args);
 }
 
-/* ================================================================================================
- * src/device/cuda/rows.cuh
- * ==============================================================================================*/
+/* ==== src/device/cuda/rows.cuh ================================================================ */
 
 /* Rows of activations: softmax, rotary embedding, permuted axes
  *
@@ -4858,9 +4832,7 @@ static dtrain_result dtrain_cuda_permute(dtrain_device *device, const dtrain_per
                             false);
 }
 
-/* ================================================================================================
- * src/device/cuda/attention_gemm.cuh
- * ==============================================================================================*/
+/* ==== src/device/cuda/attention_gemm.cuh ====================================================== */
 
 /* Attention by batched GEMM and softmax
  *
@@ -5390,9 +5362,7 @@ static dtrain_result dtrain_cuda_attention_gemm_backward(dtrain_device *device,
     return DTRAIN_OK;
 }
 
-/* ================================================================================================
- * src/device/cuda/flash_tiles.cuh
- * ==============================================================================================*/
+/* ==== src/device/cuda/flash_tiles.cuh ========================================================= */
 
 /* Tiles of flash attention
  *
@@ -5726,9 +5696,7 @@ static __device__ __forceinline__ void dtrain_cuda_flash_mask(float (&s)[M][N][4
     }
 }
 
-/* ================================================================================================
- * src/device/cuda/flash.cuh
- * ==============================================================================================*/
+/* ==== src/device/cuda/flash.cuh =============================================================== */
 
 /* Flash attention on tensor cores
  *
@@ -6320,9 +6288,7 @@ static dtrain_result dtrain_cuda_attention_backward(dtrain_device *device,
     return dtrain_cuda_flash(device, &pass->forward, pass);
 }
 
-/* ================================================================================================
- * src/device/cuda/sparse.cuh
- * ==============================================================================================*/
+/* ==== src/device/cuda/sparse.cuh ============================================================== */
 
 /* Sparse gradients: top-k and scatter-add
  *
@@ -6855,9 +6821,7 @@ static dtrain_result dtrain_cuda_scatter_add(dtrain_device *device,
                            dtrain_cuda_blocks(state, args->k, 256), 256, 0, *args, state->fault);
 }
 
-/* ================================================================================================
- * src/device/cuda/columns.cuh
- * ==============================================================================================*/
+/* ==== src/device/cuda/columns.cuh ============================================================= */
 
 /* Orthonormal columns, for PowerSGD
  *
@@ -7043,9 +7007,7 @@ static dtrain_result dtrain_cuda_orthogonalize(dtrain_device *device,
     return DTRAIN_OK;
 }
 
-/* ================================================================================================
- * src/device/cuda/batchnorm.cuh
- * ==============================================================================================*/
+/* ==== src/device/cuda/batchnorm.cuh =========================================================== */
 
 /* Batch normalisation
  *
@@ -7360,9 +7322,7 @@ static dtrain_result dtrain_cuda_batchnorm_backward(dtrain_device *device,
     return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_batchnorm_backward_as)(device, args);
 }
 
-/* ================================================================================================
- * src/device/cuda/convolution.cuh
- * ==============================================================================================*/
+/* ==== src/device/cuda/convolution.cuh ========================================================= */
 
 /* Convolution: products with windows
  *
@@ -7792,9 +7752,7 @@ static dtrain_result dtrain_cuda_conv2d_backward(dtrain_device *device,
     return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_conv2d_backward_as)(device, args);
 }
 
-/* ================================================================================================
- * src/device/cuda/pooling.cuh
- * ==============================================================================================*/
+/* ==== src/device/cuda/pooling.cuh ============================================================= */
 
 /* Pooling: maximum and average of windows
  *
@@ -7887,9 +7845,7 @@ static dtrain_result dtrain_cuda_pool2d_backward(dtrain_device *device,
                            *args);
 }
 
-/* ================================================================================================
- * src/device/cuda/table.cuh
- * ==============================================================================================*/
+/* ==== src/device/cuda/table.cuh =============================================================== */
 
 /* The table of device operations */
 

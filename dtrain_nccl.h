@@ -69,9 +69,7 @@
 #define _GNU_SOURCE 1
 #endif
 
-/* ================================================================================================
- * src/comm/nccl/nccl.h
- * ==============================================================================================*/
+/* ==== src/comm/nccl/nccl.h ==================================================================== */
 
 /* The public calls of the NCCL communicator */
 
@@ -130,9 +128,7 @@ DTRAIN_API dtrain_result dtrain_nccl_recreate(dtrain_comm *failed, const dtrain_
 
 #define DTRAIN_NCCL__PRIVATE static
 
-/* ================================================================================================
- * src/comm/nccl/library.c
- * ==============================================================================================*/
+/* ==== src/comm/nccl/library.c ================================================================= */
 
 /* Opening the NCCL library
  *
@@ -140,9 +136,7 @@ DTRAIN_API dtrain_result dtrain_nccl_recreate(dtrain_comm *failed, const dtrain_
  * older than the header is refused before anything else of it is called, so every function in the
  * list exists. NCCL promises that old programs run with new libraries, not the reverse. */
 
-/* ================================================================================================
- * src/comm/nccl/nccl_internal.h
- * ==============================================================================================*/
+/* ==== src/comm/nccl/nccl_internal.h =========================================================== */
 
 /* Structs of a rank, private prototypes
  *
@@ -481,9 +475,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__code(ncclResult_t result)
     }
 }
 
-/* ================================================================================================
- * src/comm/nccl/rank.c
- * ==============================================================================================*/
+/* ==== src/comm/nccl/rank.c ==================================================================== */
 
 /* Objects of a rank, names of operations
  *
@@ -576,9 +568,7 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__describe(const dtrain_nccl__comm *comm,
     if (used >= 0 && (size_t)used < room) snprintf(text + used, room - (size_t)used, "]");
 }
 
-/* ================================================================================================
- * src/comm/nccl/failure.c
- * ==============================================================================================*/
+/* ==== src/comm/nccl/failure.c ================================================================= */
 
 /* Failure: report, abort, repeat
  *
@@ -821,9 +811,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail_call(dtrain_nccl__hub *hub,
                              more ? more : "");
 }
 
-/* ================================================================================================
- * src/comm/nccl/wait.c
- * ==============================================================================================*/
+/* ==== src/comm/nccl/wait.c ==================================================================== */
 
 /* Waiting while watching for failures
  *
@@ -963,9 +951,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__capturing(dtrain_nccl__hub *hub,
                              cudaGetErrorString(error));
 }
 
-/* ================================================================================================
- * src/comm/nccl/operations.c
- * ==============================================================================================*/
+/* ==== src/comm/nccl/operations.c ============================================================== */
 
 /* Starting and waiting for operations
  *
@@ -1437,9 +1423,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__fail_entry(dtrain_comm *base, dt
     return dtrain_nccl__fail(comm->hub, code, "%s", copy);
 }
 
-/* ================================================================================================
- * src/comm/nccl/memory.c
- * ==============================================================================================*/
+/* ==== src/comm/nccl/memory.c ================================================================== */
 
 /* Registered memory, for dtrain_comm_alloc
  *
@@ -1550,9 +1534,7 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__free_entry(dtrain_comm *base, void *point
     }
 }
 
-/* ================================================================================================
- * src/comm/nccl/create.c
- * ==============================================================================================*/
+/* ==== src/comm/nccl/create.c ================================================================== */
 
 /* Create, split, destroy communicators
  *
@@ -2032,9 +2014,7 @@ DTRAIN_API const dtrain_comm_ops *dtrain_nccl_comm_ops(void)
     return &ops;
 }
 
-/* ================================================================================================
- * src/comm/nccl/recreate.c
- * ==============================================================================================*/
+/* ==== src/comm/nccl/recreate.c ================================================================ */
 
 /* Going on with fewer ranks after a failure
  *

@@ -6,9 +6,10 @@ exec awk -v src="$(dirname "$1")" -v entry="$1" '
 function put(line) { if (line != "") last = 1; text[++count] = line }
 function path_of(line) { sub(/^#include "/, "", line); sub(/".*/, "", line); return src "/" line }
 function exists(path,    line) { if ((getline line < path) < 0) return 0; close(path); return 1 }
-function announce(path,    rule) {
-    rule = "================================================================================================"
-    put(""); put("/* " rule); put(" * " path); put(" * " substr(rule, 3) "*/"); put("")
+function announce(path,    line) {
+    line = "/* ==== " path " "
+    while (length(line) < 97) line = line "="
+    put(""); put(line " */"); put("")
     listed[++files] = path
 }
 function expand(path,    line, inner, first) {
