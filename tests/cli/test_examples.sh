@@ -259,9 +259,9 @@ trains "low precision on the wire" "$usual" 0.05 $gpt --strategy full_shard --pa
 trains "fp16 with loss scaling" "$usual" 0.05 $gpt --precision fp16 --strategy zero1
 good "--global-batch" "2 x 16 tokens x 3 micro-batches x 2 ranks" $gpt --global-batch 12
 good "--global-batch shrinks --batch" "5 x 16 tokens x 1 micro-batch x 2 ranks" $gpt --global-batch 10 --batch 8
-good "--auto-batch at most --batch" "7 x 16 tokens x 1 micro-batches" $gpt --auto-batch --batch 7
+good "--auto-batch at most --batch" "7 x 16 tokens x 1 micro-batch " $gpt --auto-batch --batch 7
 wide="$gpt --channels 64 --seq 32"
-good "--auto-batch in a limit" "[0-9] x 32 tokens x 1 micro-batches" $wide --batch 512 --auto-batch --memory-limit 8
+good "--auto-batch in a limit" "[0-9] x 32 tokens x 1 micro-batch " $wide --batch 512 --auto-batch --memory-limit 8
 batch=$(sed -n 's/^step *\([0-9]*\) x.*/\1/p' "$tmp/out")
 [ "${batch:-0}" -gt 2 ] && [ "$batch" -lt 512 ]
 result "that batch is more than a few and less than the most" $? "$tmp/out"
