@@ -28,6 +28,7 @@ bad "an empty log" "has no steps" "$build/report" "$tmp/x.html" "$tmp/empty.json
 cat >"$tmp/look.py" <<'END'
 """look.py PAGE SVGS WORD...: the page is whole, asks no network, has so many drawings and these words.
 look.py values PAGE LOG...: the numbers in the page are those of the logs.
+look.py timed PAGE LOG...: drawn over time, the curves end when the longest run does.
 look.py shown PAGE LOG...: the values that the browser has shown at step 6 are those of the logs, smoothed by 0.9."""
 import html.parser, json, re, sys
 void = ("meta", "input", "br")
@@ -70,6 +71,8 @@ if sys.argv[1] == "values":
     for run, log in zip(data["runs"], sys.argv[3:]):
         steps = steps_of(log)
         assert run["x"] == [s["step"] for s in steps] and run["each"] == 1, run["x"]
+        begin = next(l for l in map(json.loads, open(log)) if "start" in l)["wall_time"]
+        assert all(abs(t - (s["wall_time"] - begin)) < 1e-5 for t, s in zip(run["t"], steps, strict=True)), run["t"]
         for key in ("loss", "val_loss", "tokens_per_second", "grad_norm", "lr", "memory_bytes", "memory_peak_bytes"):
             assert run["values"][key] == [s.get(key) for s in steps], key
         for n, step in enumerate(steps):
@@ -88,9 +91,9 @@ elif sys.argv[1] == "shown":
         for word in words: assert word in tips[tip], (word, tips[tip])
     for log in logs:
         six = log[5]
-        shows(0, "step 6 ", "%.4f %.4f" % (smooth("loss", log), six["loss"]))
-        shows(1, "step 6 ", f"{round(smooth('tokens_per_second', log)):,} {round(six['tokens_per_second']):,} ")
-        shows(2, "step 6 ", "%.3f %.3f" % (smooth("grad_norm", log), six["grad_norm"]))
+        shows(0, "step 6, ", "%.4f %.4f" % (smooth("loss", log), six["loss"]))
+        shows(1, "step 6, ", f"{round(smooth('tokens_per_second', log)):,} {round(six['tokens_per_second']):,} ")
+        shows(2, "step 6, ", "%.3f %.3f" % (smooth("grad_norm", log), six["grad_norm"]))
         shows(3, "%.2fe-" % float(("%.2e" % six["lr"]).split("e")[0]))
         shows(4, "in use %.1f MiB" % (six["memory_bytes"] / 2**20), "peak %.1f MiB" % (six["memory_peak_bytes"] / 2**20))
     for tip, log in zip((6, 7), logs):
@@ -100,6 +103,13 @@ elif sys.argv[1] == "shown":
             shows(tip, "%s %.2f ms %.1f %%" % (part, six[key], 100 * six[key] / total))
     for n in (0, 1, 2, 3, 4, 6, 7): # an axis ends with its last step
         assert (reader.ticks[n][0], reader.ticks[n][-1]) == ("1", "12"), reader.ticks[n]
+elif sys.argv[1] == "timed":
+    ends = []
+    for log in sys.argv[3:]:
+        lines = list(map(json.loads, open(log)))
+        ends.append(next(l["wall_time"] for l in reversed(lines) if "final" not in l) - lines[0]["wall_time"])
+    ticks = page(sys.argv[2]).ticks[0] # of the losses of all runs
+    assert ticks[0] == "0" and abs(float(ticks[-1]) / max(ends) - 1) < 1e-3, (ticks, ends)
 else:
     reader = page(sys.argv[1])
     assert reader.counts.get("svg", 0) == int(sys.argv[2]), reader.counts
@@ -131,13 +141,16 @@ if [ -n "$browser" ] && have "$python"; then
     { cat "$tmp/page.html"
       echo '<script>slider.value = 0.9; slider.dispatchEvent(new Event("input"));
         charts.forEach(function (c) { var box = c.host.getBoundingClientRect();
-            c.host.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + c.px(c.x_name === "step" ? 6.3 : 2) * box.width / c.width, clientY: box.top + 9})); });</script>'
+            c.host.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + c.px(c.x_name ? 2 : 6.3) * box.width / c.width, clientY: box.top + 9})); });</script>'
     } >"$tmp/hover.html"
     show --dump-dom "file://$tmp/hover.html" >"$tmp/dom.html"
     look shown "$tmp/dom.html" "$tmp/run1.jsonl" "$tmp/run2.jsonl"; result "a pointer shows the values of a step" $? "$tmp/said"
+    { cat "$tmp/page.html"; echo '<script>over.value = "time"; over.dispatchEvent(new Event("change"));</script>'; } >"$tmp/timed.html"
+    show --dump-dom "file://$tmp/timed.html" >"$tmp/dom.html"
+    look timed "$tmp/dom.html" "$tmp/run1.jsonl" "$tmp/run2.jsonl"; result "curves over time end with the last step" $? "$tmp/said"
     for width in 1400 500; do
         show --window-size=$width,1600 --screenshot="$tmp/page.png" "file://$tmp/page.html" >/dev/null
         [ "$(wc -c <"$tmp/page.png")" -gt 40000 ]; result "a picture of it, $width wide" $? "$tmp/err"
     done
-else skip "pages in a browser" "no chromium, or no $python" 7; fi
+else skip "pages in a browser" "no chromium, or no $python" 8; fi
 finish

@@ -289,6 +289,7 @@ static void data_of_run(FILE *out, const run *r)
 {
     static const int curves[] = {LOSS, VAL_LOSS, RATE, GRAD_NORM, LR, MEMORY, MEMORY_PEAK};
     const size_t points = points_of(r);
+    const double began = r->starts == 1 ? r->start[WALL_TIME] : r->rows[0][WALL_TIME];
     fprintf(out, "{\"label\":");
     json_string(out, r->label);
     fprintf(out, ",\"each\":%zu,\"first\":", (r->count + points - 1) / points);
@@ -300,6 +301,9 @@ static void data_of_run(FILE *out, const run *r)
     fprintf(out, ",\"x\":[");
     for (size_t p = 0; p < points; p++)
         number(out, r->rows[(p + 1) * r->count / points - 1][STEP], p == 0);
+    if (isfinite(began)) fprintf(out, "],\"t\":[");
+    for (size_t p = 0; p < points && isfinite(began); p++)
+        number(out, r->rows[(p + 1) * r->count / points - 1][WALL_TIME] - began, p == 0);
     fprintf(out, "],\"values\":{");
     for (size_t k = 0, used = 0; k < sizeof curves / sizeof *curves; k++) {
         if (isnan(median_of(r, curves[k]))) continue;
@@ -352,7 +356,7 @@ static void title(FILE *out, const run *runs, int count)
     }
 }
 
-/* Write the slider, and a button for each of several runs. */
+/* Write the slider, what curves are drawn over, and a button for each of several runs. */
 static void controls(FILE *out, const run *runs, int count)
 {
     bool noisy = false;
@@ -360,7 +364,8 @@ static void controls(FILE *out, const run *runs, int count)
     fprintf(out,
             "<div class=\"controls\"><label>Smoothing <input id=\"smoothing\" type=\"range\" "
             "min=\"0\" max=\"0.99\" step=\"0.01\" value=\"%s\"><output id=\"weight\"></output>"
-            "</label>",
+            "</label><label>Over <select id=\"over\"><option>steps</option><option>time</option>"
+            "</select></label>",
             noisy ? "0.6" : "0");
     for (int i = 0; count > 1 && i < count; i++) {
         fprintf(out,

@@ -5,10 +5,10 @@
  *   run:     build/report OUT.html LOG...          (build/train_gpt --log LOG)
  *
  * It shows what ran and how it ended, losses, rates, gradient norms, memory, and what the time of a step was spent
- * with. Point at a curve for its values; the slider smooths; of several runs each can be hidden. The table says in
- * which flags runs differ. Where the numbers of ranks differ, there is a curve of the rate over them: a log has its
- * ranks in its first line; write 4@LOG for one that has not. NAME=LOG (or 4@NAME=LOG) calls a run something else
- * than its file.
+ * with. Point at a curve for its values; the slider smooths; curves are drawn over steps or over time; of several
+ * runs each can be hidden, and the table says in which flags they differ. Where the numbers of ranks differ, there is
+ * a curve of the rate over them: a log has its ranks in its first line; write 4@LOG for one that has not. NAME=LOG
+ * (or 4@NAME=LOG) calls a run something else than its file.
  * Exit status: 0 when the page is written, 1 when the command line is wrong, 2 when a file cannot be read or written.
  *
  * log.h reads the logs by dtrain__json, the reader of the library; page.h writes the page; script.h is what runs in the

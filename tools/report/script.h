@@ -39,6 +39,7 @@ REPORT_TEXT(
 .controls { display: flex; flex-wrap: wrap; gap: 8px 20px; align-items: center; margin: 16px 0; }
 .controls label { display: flex; gap: 8px; align-items: center; }
 .controls input { width: 180px; accent-color: var(--c0); }
+.controls select { font: inherit; } .controls label[hidden] { display: none; }
 .controls button { font: inherit; color: var(--ink); background: none; border: 1px solid var(--line);
     border-radius: 6px; padding: 2px 10px; cursor: pointer; }
 .controls button[aria-pressed=false] { opacity: .4; text-decoration: line-through; }
@@ -73,6 +74,7 @@ REPORT_TEXT(
 "use strict";
 var data = JSON.parse(document.getElementById("data").textContent), runs = data.runs, charts = [];
 var slider = document.getElementById("smoothing"), weight = 0;
+var over = document.getElementById("over"), timed = false;
 
 /* Numbers: three digits and a prefix on axes; for a person who asks, as many as the kind of number needs. */
 function axis_text(v, d) {
@@ -110,9 +112,9 @@ function distance(span, count) {
     var unit = Math.pow(10, Math.floor(Math.log10(span / count))), times = span / count / unit;
     return unit * (times < 1.5 ? 1 : times < 3.5 ? 2 : times < 7.5 ? 5 : 10);
 }
-/* The ticks of steps: both ends, and round numbers between that do not touch them. */
-function step_ticks(low, high, count) {
-    var d = Math.max(1, distance(high - low, count)), ticks = [low];
+/* The ticks of the lower axis: both ends, and round numbers between that do not touch them. */
+function ticks_of(low, high, count, least) {
+    var d = Math.max(least, distance(high - low, count)), ticks = [low];
     for (var v = d * Math.ceil(low / d); v < high; v += d)
         if (v - low > 0.6 * d && high - v > 0.6 * d) ticks.push(v);
     ticks.push(high);
@@ -120,6 +122,9 @@ function step_ticks(low, high, count) {
 }
 ),
 REPORT_TEXT(
+/* The places of a run's points: steps, or seconds since it began. */
+function places(r) { return timed && r.t ? r.t : r.x; }
+
 /* What a chart shows is a list of layers: a line, dots, or the area between two lines. */
 function line_layers(c) {
     var layers = [];
@@ -130,16 +135,16 @@ function line_layers(c) {
             if (!y) return;
             if (c.scale) y = y.map(function (v) { return v === null ? null : v / c.scale; });
             var name = (runs.length > 1 ? r.label : c.name) + (k || c.keys.length > 1 ? ", " + c.names[k] : "");
-            var layer = {run: r, x: r.x, y: y, name: name, style: "c" + n % 8 + (k ? " dash" : ""), kind: "line"};
+            var layer = {run: r, x: places(r), y: y, name: name, kind: "line", style: "c" + n % 8 + (k ? " dash" : "")};
             if (c.smooth && weight > 0) {
-                layers.push({run: r, x: r.x, y: y, style: layer.style + " faint", kind: "line", raw: true});
+                layers.push({run: r, x: layer.x, y: y, style: layer.style + " faint", kind: "line", raw: true});
                 layer.y = smooth(y);
                 layer.under = y;
             }
             layers.push(layer);
         });
         if (c.dots && r.values[c.dots])
-            layers.push({run: r, x: r.x, y: r.values[c.dots], style: "c" + n % 8, kind: "dots",
+            layers.push({run: r, x: places(r), y: r.values[c.dots], style: "c" + n % 8, kind: "dots",
                          name: (runs.length > 1 ? r.label + ", " : "") + "validation"});
     });
     return layers;
@@ -149,7 +154,7 @@ function part_layers(c) {
     return r.hidden ? [] : data.parts.map(function (name, p) {
         var own = r.parts[p], bottom = low;
         low = bottom.map(function (v, i) { return v + own[i]; });
-        return {run: r, x: r.x, y: low, low: bottom, name: name, style: "p" + p, kind: "area",
+        return {run: r, x: places(r), y: low, low: bottom, name: name, style: "p" + p, kind: "area",
                 text: function (i) { return own[i].toFixed(2) + " ms"; },
                 share: function (i) { return (100 * own[i] / Math.max(1e-9, r.total[i])).toFixed(1) + " %"; }};
     });
@@ -170,7 +175,7 @@ function scaling_layers(c) {
 REPORT_TEXT(
 /* The smallest ranges that hold all layers, the second up to a tick. */
 function ranges(c, layers) {
-    var x = [Infinity, -Infinity], y = c.zero ? [0, -Infinity] : [Infinity, -Infinity];
+    var x = [timed && !c.x_name ? 0 : Infinity, -Infinity], y = c.zero ? [0, -Infinity] : [Infinity, -Infinity];
     layers.forEach(function (l) {
         l.y.forEach(function (v, i) {
             if (v === null) return;
@@ -208,10 +213,12 @@ function axes_svg(c, r) {
         text += tag("text", {class: "y", "text-anchor": "end", x: c.left - 7, y: c.py(v) + 4.5},
                     axis_text(Math.abs(v) < r.d / 1e6 ? 0 : v, r.d));
     }
-    step_ticks(r.x[0], r.x[1], Math.max(2, Math.floor(c.width / 90))).forEach(function (v) {
+    var ticks = ticks_of(r.x[0], r.x[1], Math.max(2, Math.floor(c.width / 90)), timed && !c.x_name ? 0 : 1);
+    ticks.forEach(function (v) {
         text += tag("text", {class: "x", "text-anchor": "middle", x: c.px(v), y: c.height - 20}, axis_text(v, 1));
     });
-    return text + tag("text", {"text-anchor": "middle", x: middle, y: c.height - 4}, c.x_name);
+    return text + tag("text", {"text-anchor": "middle", x: middle, y: c.height - 4},
+                      c.x_name || (timed ? "seconds" : "step"));
 }
 ),
 REPORT_TEXT(
@@ -242,9 +249,10 @@ function nearest(c, l, px) {
     return best;
 }
 function place_name(c, l, i) {
-    var x = l.x[i], each = l.run.each;
-    if (c.x_name !== "step") return c.x_name + " " + x;
-    return each > 1 ? "mean of steps " + (i ? l.x[i - 1] + 1 : l.run.first) + " to " + x : "step " + x;
+    var r = l.run, before = i ? r.x[i - 1] + 1 : r.first;
+    if (c.x_name) return c.x_name + " " + l.x[i];
+    return (r.each > 1 ? "mean of steps " + before + " to " : "step ") + r.x[i]
+        + (r.t && r.t[i] !== null ? ", " + r.t[i].toFixed(1) + " s" : "");
 }
 /* The row of a layer's point i: what it is called, and its value, smoothed or not. */
 function row_of(c, l, i) {
@@ -304,6 +312,7 @@ function add(c) {
 }
 function draw_all() {
     weight = Number(slider.value);
+    timed = over.value === "time";
     document.getElementById("weight").textContent = weight.toFixed(2);
     charts.forEach(draw);
 }
@@ -324,12 +333,12 @@ var gib = Math.max(most_of("memory_bytes"), most_of("memory_peak_bytes")) >= 107
     {title: "Memory", note: (gib ? "GiB" : "MiB") + ", the rank that holds most; dashes: peak", name: "memory",
      keys: ["memory_bytes", "memory_peak_bytes"], names: ["in use", "peak"],
      text: fixed(1, gib ? " GiB" : " MiB"), scale: gib ? 1073741824 : 1048576, zero: true}
-].forEach(function (c) { c.layers = line_layers; c.x_name = "step"; add(c); });
+].forEach(function (c) { c.layers = line_layers; add(c); });
 if (data.scaling) add({title: "Scaling", note: "median rate; dashes: in proportion to the ranks",
     layers: scaling_layers, text: whole, zero: true, x_name: "ranks"});
 runs.forEach(function (r) {
     if (r.parts) add({title: "Time of a step" + (runs.length > 1 ? ": " + r.label : ""), note: "ms", run: r,
-        layers: part_layers, text: fixed(2), zero: true, x_name: "step"});
+        layers: part_layers, text: fixed(2), zero: true});
 });
 document.querySelectorAll("button[data-run]").forEach(function (button) {
     button.addEventListener("click", function () {
@@ -340,6 +349,8 @@ document.querySelectorAll("button[data-run]").forEach(function (button) {
     });
 });
 slider.addEventListener("input", draw_all);
+over.addEventListener("change", draw_all);
+over.parentNode.hidden = !runs.every(function (r) { return r.t; });
 window.addEventListener("resize", draw_all);
 draw_all();
 ),
