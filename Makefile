@@ -29,7 +29,6 @@ endif
 PROGRAMS  := $(wildcard examples/*.c) $(addprefix tools/,train_gpt/train_gpt.c simulate/simulate.c flight/flight.c trace/trace.c \
              report/report.c dtrain-run/dtrain-run.c)
 EXAMPLES  := $(patsubst %.c,$(BUILD)/%,$(notdir $(PROGRAMS)))
-TRAINING  := $(filter-out $(addprefix $(BUILD)/,simulate flight trace report dtrain-run),$(EXAMPLES))
 UNIT      := $(wildcard tests/unit/test_*.c) tests/nccl/test_nccl.c $(wildcard tests/fuzz/test_*.c)
 GPU       := $(wildcard tests/cuda/test_cuda_*.c)
 SOURCES   := $(shell find src -name '*.c' 2>/dev/null)
@@ -180,8 +179,8 @@ CUDA_ARCH ?= $(if $(shell nvidia-smi -L 2>/dev/null | grep ^GPU),native,80 90)
 ARCH = $(foreach a,$(CUDA_ARCH),$(if $(filter native,$a),-arch=native,-gencode=arch=compute_$a,code=sm_$a))
 NCCL = $(if $(shell echo '\#include <nccl.h>' | $(NVCC) $(NVCCFLAGS) -E -x cu - >/dev/null 2>&1 && echo yes),-DDTRAIN_USE_NCCL -ldl)
 
-cuda: $(TRAINING:$(BUILD)/%=$(BUILD)/cuda/%)
-	@echo "$(words $(TRAINING)) programs are in $(BUILD)/cuda/. Try: $(BUILD)/cuda/train_gpt --device cuda, make gpu-check"
+cuda: $(EXAMPLES:$(BUILD)/%=$(BUILD)/cuda/%)
+	@echo "$(words $(EXAMPLES)) programs are in $(BUILD)/cuda/. Try: $(BUILD)/cuda/train_gpt --device cuda, make gpu-check"
 gpu-programs: cuda $(patsubst tests/cuda/%.c,$(BUILD)/cuda/%,$(filter-out tests/cuda/test_cuda_nccl.c,$(GPU))) \
               $(BUILD)/cuda/bench_kernels $(BUILD)/cuda/bench_train
 gpu-check gpu-bench:
@@ -189,8 +188,8 @@ gpu-check gpu-bench:
 
 # ---- MPI ------------------------------------------------------------------------------------------
 MPICC ?= mpicc
-mpi: $(TRAINING:$(BUILD)/%=$(BUILD)/mpi/%)
-	@echo "$(words $(TRAINING)) programs are in $(BUILD)/mpi/. Try: mpirun -n 4 $(BUILD)/mpi/train_gpt --comm mpi"
+mpi: $(EXAMPLES:$(BUILD)/%=$(BUILD)/mpi/%)
+	@echo "$(words $(EXAMPLES)) programs are in $(BUILD)/mpi/. Try: mpirun -n 4 $(BUILD)/mpi/train_gpt --comm mpi"
 # What the tests start under each MPI that is installed, in a folder of its own.
 openmpi mpich:
 	@$(MAKE) --no-print-directory BUILD=$(BUILD)/$@ MPICC=mpicc.$@ $(addprefix $(BUILD)/$@/mpi/,test_mpi small_mpi test_programs train_gpt)
@@ -242,11 +241,17 @@ $(BUILD)/dtrain.a: $(if $(filter src,$(FROM)),$(PARTS),$(BUILD)/dtrain.o)
 $(BUILD)/%: %.c $(BUILD)/dtrain.a
 	@mkdir -p $(@D)
 	$(PROGRAM) $(ASKING) $< $(BUILD)/dtrain.a -o $@ $(LIBS)
-READING = $(addprefix $(BUILD)/,flight trace report)
-$(READING): $(BUILD)/%: %.c $(patsubst %.c,$(BUILD)/%.o,$(wildcard src/core/*.c)) $(BUILD)/src/state/json.o
+READING = flight trace report
+$(READING:%=$(BUILD)/%): $(BUILD)/%: %.c $(patsubst %.c,$(BUILD)/%.o,$(wildcard src/core/*.c)) $(BUILD)/src/state/json.o
 	$(PROGRAM) $(INTERNAL) $< $(filter %.o,$^) -o $@ $(LIBS)
 $(BUILD)/dtrain-run: dtrain-run.c $(BUILD)/flags
 	$(PROGRAM) -DDTRAIN_PARTS $< -o $@ $(LIBS)
+# None of them computes: beside the programs for MPI and GPUs they are the same.
+COPY = @mkdir -p $(@D) && cp $< $@
+$(addprefix $(BUILD)/mpi/,$(READING) dtrain-run): $(BUILD)/mpi/%: $(BUILD)/%
+	$(COPY)
+$(addprefix $(BUILD)/cuda/,$(READING) dtrain-run): $(BUILD)/cuda/%: $(BUILD)/%
+	$(COPY)
 $(patsubst %.c,$(BUILD)/%,$(filter bench/%,$(PRIVATE))): $(BUILD)/%: %.c $(BUILD)/sources.a
 	@mkdir -p $(@D)
 	$(PROGRAM) $(INTERNAL) -Ibench $< $(BUILD)/sources.a -o $@ $(LIBS) -ldl
