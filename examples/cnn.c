@@ -13,7 +13,8 @@
  *     step 600  loss 0.096  test accuracy 97.9 %
  *
  * A step takes 64 images, divided among the ranks, and averages gradients: one rank and two learn the same, but for
- * rounding, which a hundred steps have made visible. For strategies that shard parameters, make each layer a unit, as mlp.c does. */
+ * rounding, which a hundred steps have made visible. For strategies that shard parameters, make each layer a unit, as
+ * mlp.c does. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 

@@ -143,13 +143,14 @@ prints() {
 }
 
 # A run that prints its progress: until its first line of a step (mpirun is a terminal: "step 1/1000"), which is a later one where it goes on from another run.
+row='^ +[0-9]+ +([0-9]+ +)?[0-9]+\.[0-9]+ |step [0-9]+/[0-9]+ '
 begins() {
     how="ran until its first step"
     : >"$tmp/out" # what the run before has printed is not of this one
     PATH=$printed_path timeout -k 5 300 sh -c "exec $1" >"$tmp/out" 2>&1 </dev/null &
     id=$!
-    wait_for 280 eval "grep -q -E '^ +[0-9]+ +[0-9]+\.[0-9]+ |step [0-9]+/[0-9]+ ' '$tmp/out' || ! kill -0 $id"
-    grep -q -E '^ +[0-9]+ +[0-9]+\.[0-9]+ |step [0-9]+/[0-9]+ ' "$tmp/out"; begun=$?
+    wait_for 280 eval "grep -q -E '$row' '$tmp/out' || ! kill -0 $id"
+    grep -q -E "$row" "$tmp/out"; begun=$?
     kill $id 2>/dev/null; wait $id 2>/dev/null
     echo "it ended with status $?" >>"$tmp/out"
     [ $begun -eq 0 ]
@@ -263,6 +264,7 @@ judge() {
         xdg-open) how="test_readme.sh opens it" ;;
         build/train_gpt | build/dtrain-run | ./gpt | ./train_gpt)
             case $line in *--dry-run* | *--tune* | *--steps*--trace* | *\ ./first) whole "$line" ;; *) begins "$line" ;; esac ;;
+        ./resnet_cifar) begins "$line" ;;
         build/* | ./*) whole "$line" ;;
         mpirun | torchrun | srun) case $line in *train_gpt*) begins "$line" ;; *) whole "$line" ;; esac ;;
         python3) python3 -c 'import torch' 2>/dev/null || { absent="torch for python3"; return; }; whole "$line" ;;

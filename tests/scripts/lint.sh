@@ -72,7 +72,15 @@ dtrain_tape_(query|recompute) for loops without the trainer
 dtrain_span_(begin|end) for loops without the trainer
 dtrain_work_test for programs that poll
 dtrain_nccl_(query|recreate) for programs with NCCL'
-names=$(sed -n 's/^| `\(dtrain_[a-z0-9_]*\)`.*/\1/p' docs/api.md)
+names=$(sed -n 's/^### //p' docs/api.md)
+# docs/api.md has every function that the headers declare, each with a prototype and a whole sentence.
+sed '/^.. Readers of the API can stop here/q' dtrain.h | cat - src/comm/nccl/nccl.h | tr '\n' ' ' | sed 's/DTRAIN_API\|extern const/\n&/g' |
+    sed -n 's/^\(DTRAIN_API\|extern const\)[^;(]*[ *]\(dtrain_[a-z0-9_]*\)(.*/\2/p' | sort -u >/tmp/dtrain_lint.$$
+echo "$names" | sort -u | diff - /tmp/dtrain_lint.$$ || complain "docs/api.md and the public headers have different functions"
+rm -f /tmp/dtrain_lint.$$
+awk '/^### / { name = $2; prototype = 0 } /^```c$/ { prototype = 1; next } prototype == 1 && index($0, name "(") { prototype = 2 }
+     name && /^[A-Z]/ && !/^Declared/ { if (prototype != 2 || !/\.$/) { print name ": " $0; bad = 1 } name = "" }
+     /^## / && name { print name ": no sentence"; bad = 1; name = "" } END { exit bad || name != "" }' docs/api.md || complain "an entry of docs/api.md lacks its prototype, or its sentence is cut"
 [ "$(echo "$names" | wc -l)" -le $functions ] || complain "docs/api.md has more than $functions public functions"
 echo "$names" | grep -v -x -E "$(echo "$unshown" | sed 's/ .*//' | paste -s -d '|')" | while read -r name; do
     grep -r -q -w "$name" examples tools bench || echo "$name"

@@ -169,7 +169,7 @@ kind == "text" && quotes {
     if (!fence && /^\|/) table($0)
     else if (row_count) end_table()
     if (!fence && /^#/) fresh = 0
-    if (!fence && /^[^ |#]/) intro = (blank ? "" : intro " ") $0
+    if (!fence && /^[^ |#`]|^`[^`]/) intro = (blank ? "" : intro " ") $0
 }
 kind == "help" {
     if (match($0, /@echo "make[^"]*/)) {

@@ -8,6 +8,7 @@
 #   words, and numbers without a point   are the same
 #   numbers with decimals                agree within one in the last place that the text shows, or within the share that the
 #                                        sentence before them states: "within 2 %"
+#   (avx512 kernels)                     is any instruction set
 #   ...                                  stands for anything, alone in its line for any lines
 #   HASH, HASH2                          stand for a value, the same wherever a file has the word (kept in FILE)
 #   columns under tok/s and the like     are not compared if the sentence before them says whose they are ("on two cores of ...")
@@ -19,8 +20,8 @@ BEGIN {
     times = " tok/s step_ms comm_ms exposed data_ms eta images/s seconds "
     if (values) while ((getline line < values) > 0) { split(line, pair, "\t"); bound[pair[1] SUBSEP pair[2]] = pair[3] }
 }
-FILENAME == ARGV[1] { document = $2; sub(/:.*/, "", document); place[++quotes] = $2; share[quotes] = $3; machine[quotes] = $4; kind[quotes] = $5; quoted[quotes] = $6; next }
-{ printed[++lines] = $0 }
+FILENAME == ARGV[1] { document = $2; sub(/:.*/, "", document); place[++quotes] = $2; share[quotes] = $3; machine[quotes] = $4; kind[quotes] = $5; sub(/\([a-z0-9]+ kernels\)/, "(kernels)", $6); quoted[quotes] = $6; next }
+{ sub(/\([a-z0-9]+ kernels\)/, "(kernels)"); printed[++lines] = $0 }
 
 # Split text into its words without decimals (shape) and its numbers with decimals (numbers[1..]); returns how many.
 function decimals(text, numbers,    count, found) {
