@@ -94,6 +94,20 @@ done
 # Queries cannot fail, but for those that ask a driver or load a library.
 grep -n -E '^DTRAIN_API dtrain_result dtrain_[a-z_]*_query\(' $(find src -name '*.h') | grep -v -E 'dtrain_(device|nccl)_query' && complain "a query returns void"
 
+# The sittings of docs/reading-the-source.md: its title, its text, its line of arrows, its table and README count the same, and
+# folders are named in the order of src/dtrain.h, there and in CONTRIBUTING.md.
+reading=docs/reading-the-source.md
+sittings=$(grep -c -E '^\| [0-9]+ [a-z]' $reading)
+word=$(echo "eight nine ten eleven twelve thirteen fourteen" | cut -d ' ' -f $((sittings - 7)))
+head -n 1 $reading | grep -q "in $word sittings" || complain "$reading has $sittings sittings, its title another number"
+tr '\n' ' ' <$reading | grep -q -i "[.)] *$word sittings of about" || complain "$reading has $sittings sittings, its text another number"
+grep -q -- "-> $sittings [a-z]*\$" $reading || complain "$reading has $sittings sittings, its line of arrows another number"
+tr '\n' ' ' <README.md | grep -q "source in $word sittings" || complain "$reading has $sittings sittings, README another number"
+order=$(sed -n 's/^#include "\([a-z]*\)\/.*\.c"$/\1/p' src/dtrain.h | awk '!seen[$0]++' | paste -s -d ' ')
+[ "$(tr '\n' ' ' <$reading | grep -o 'that of `src/dtrain.h`:[^.]*' | grep -o '`[a-z]*`' | tr -d '`' | paste -s -d ' ')" = "$order" ] ||
+    complain "$reading: the order of src/dtrain.h is $order"
+grep -q "rooms above it: $(echo "${order% device}" | sed 's/ /, /g')\." CONTRIBUTING.md || complain "CONTRIBUTING.md: the order of src/dtrain.h is $order"
+
 # Files that the notes name are there: a path of src/, examples/ or tests/.
 for path in $(grep -o -h -E '`(src|examples|tests)/[A-Za-z0-9_/.-]+\.(c|h|cuh|sh)`' docs/*.md | tr -d '`' | sort -u); do
     [ -f "$path" ] || complain "docs/ name $path, which is not there"
