@@ -9,8 +9,7 @@
  *            ./resnet_cifar --epochs 1 --checkpoint run --save-every 5 --restarts 3 --resume auto
  *   flags:   --data, --epochs or --steps in its place, --sync-batchnorm, and the switches of all training programs
  *            (tools/run): --ranks --batch --threads --seed --strategy --precision --log ...; --help lists them
- *   expect   of ./resnet_cifar --ranks 2 --epochs 3 --batch 32, in half a minute of two cores, but losses and accuracies are
- *            of one machine (see below):
+ *   expect   of ./resnet_cifar --ranks 2 --epochs 3 --batch 32, of one machine, in half a minute of two cores:
  *     6000 training images, 500 for the test; 2 ranks x 32 images a step
  *     model   ResNet-20: 272474 parameters
  *     strategy ddp: 1 shard x 2 replicas, gradients in 2 buckets; a rank sends 1096624 bytes a step ...
@@ -26,8 +25,8 @@
  * Which image comes when, and how it is cropped and flipped, depends on seed, epoch and image alone. So
  * ranks that share a batch see together what one rank sees; with --sync-batchnorm they normalise over all
  * of it as well, and the curve is that of one rank, but for rounding: a rate of 0.1 makes that one per cent of the loss
- * after twelve steps and more later, with --lr 1e-6 the losses agree to seven digits. Without --sync-batchnorm each rank normalises
- * over its own images, as PyTorch's DDP does.
+ * after twelve steps and more later, with --lr 1e-6 the losses agree to seven digits. Without --sync-batchnorm each
+ * rank normalises over its own images, as PyTorch's DDP does.
  *
  * How to read it: images -> model -> batches -> what tools/run asks of a program. A training loop without tools/run,
  * in one file, is in mlp.c and gpt.c. */
