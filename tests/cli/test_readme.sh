@@ -36,13 +36,23 @@ type_in() { # type_in SECONDS COMMAND
 typed() { # typed SECONDS TEXT: every command of that block, in order
     block "$2" >"$tmp/commands"
     [ -s "$tmp/commands" ]; result "README has commands behind \"$2\"" $?
-    while IFS= read -r command <&4; do type_in "$1" "$command"; done 4<"$tmp/commands"
+    while IFS= read -r command <&4; do
+        type_in "$1" "$command"
+        cp "$tmp/out" "$tmp/printed_by_${command%% *}"
+    done 4<"$tmp/commands"
 }
 
 begin=$(date +%s)
 typed 600 "## Two minutes"
 grep -q '<svg' "$tmp/page" && grep -q -i 'loss' "$tmp/page"
 result "the page has curves of the loss (after $(($(date +%s) - begin)) seconds)" $? "$tmp/page"
+
+right=$(sed -n 's/^ *after *[0-9]* steps *\([0-9]*\)[.0-9]* % of the held-out sums are right.*/\1/p' "$tmp/printed_by_make" | tail -n 1)
+said=$(sed -n 's/^In the end \([0-9]*\) % of the held-out sums are right.*/\1/p' README.md)
+[ "$right" -ge $((said - 8)) ] # another instruction set rounds otherwise, and ends elsewhere
+result "the share of sums that are right is what README says, but for some" $? "$tmp/printed_by_make"
+grep -q "^ *\(right\|WRONG\) *$(sed -n 's/^In the end .*("\([0-9]* plus [0-9]* is\) .*/\1/p' README.md)" "$tmp/printed_by_make"
+result "the sum that README shows is among the ten" $? "$tmp/printed_by_make"
 
 line=$(grep -o 'build/train_gpt --data my.txt --steps [0-9]*' README.md | head -n 1)
 for number in 1 2 3 4 5 6 7 8 9; do
