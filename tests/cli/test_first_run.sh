@@ -46,7 +46,7 @@ if have python3; then try "right and wrong are what they say" python3 check.py; 
 sed -n '/^What to try next/,$p' run | grep '^    [a-z]' | sed 's/^ *//' >lines
 [ "$(wc -l <lines)" -eq 3 ]; result "it prints three lines to type" $? run
 steps() { [ "$(wc -l <"$1")" -gt "$2" ]; } # steps LOG COUNT
-losses() { sed -n 's/.*"step": *\([0-9]*\), "loss": *\([^,]*\),.*/\1 \2/p' "$1" | head -n 420; }
+losses() { sed -n 's/.*"step": *\([0-9]*\),.*"loss": *\([^,}]*\).*/\1 \2/p' "$1" | head -n 420; }
 while read -r line <&3; do
     case $line in
         *full_shard*) # the first tenth of it, a validation included
@@ -59,7 +59,7 @@ while read -r line <&3; do
     esac
     status=$?
     case $line in
-        *report*) grep -q '<svg' runs/sums-2/page.html || status=1 ;;
+        *report*) grep -q '<title>train_gpt, sums' runs/sums-2/page.html || status=1 ;;
         *--prompt*) grep -qx '12 plus 30 is forty-two.' out || status=1 ;;
         *full_shard*)
             losses runs/sums-2/log.jsonl >one; losses runs/sums-2/full_shard.jsonl >two
@@ -99,7 +99,7 @@ pressed() {
     timeout 150 python3 "$press" "$@" >out 2>&1
     status=$?
     sed -n '/\^C/,$p' out >behind
-    [ $status -eq "$expected" ] && grep -q '\^C$' behind && grep -q -E -e "$pattern" behind &&
+    [ $status -eq "$expected" ] && grep -q -E '^(dtrain info|dtrain-run): asked to stop' behind && grep -q -E -e "$pattern" behind &&
         ! grep -q -i -E 'fail|error|killed' behind && nothing_left
     result "Ctrl-C: $name" $? out
 }
