@@ -87,6 +87,12 @@ yes 'ä€𝄞 ' | head -c 20000 >characters
 good "a sample of other characters is shown as it is" 'ä€𝄞 ' build/train_gpt --layers 1 --channels 32 --steps 150 --warmup 2 --data characters --sample 60 --temperature 0.1
 bad "a format of no data" '--data-format does nothing without --data' build/train_gpt $few --data-format bytes
 bad "a vocabulary without the letters" '--vocab is 100, and .* bytes: 256' build/train_gpt $few --vocab 100
+if [ "$(id -u)" = 0 ] && have setpriv; then
+    mkdir closed && chmod 755 . closed && cp -L build/train_gpt closed/
+    (cd closed && setpriv --reuid 65534 --clear-groups timeout -k 5 4 ./train_gpt >"$tmp/out" 2>&1)
+    grep -q 'no log and no model will be kept: runs: Permission denied' out && grep -q '^data    sums' out
+    result "a folder that cannot be written: it says so, and trains" $? out
+else skip "a folder that cannot be written" "needs root and setpriv"; fi
 [ "$(ls runs)" = "sums
 sums-2" ]; result "a run with flags keeps nothing by itself" $?
 

@@ -527,6 +527,7 @@ good "C encodes and decodes random texts as transformers does" 'are those of tra
 good "training on text through a tokenizer, then text" '1200 symbols' "$gpt" --threads 1 --tokenizer "$tmp/bpe" --data README.md --steps 3 --eval-batches 0 \
     --sample 20 --prompt "The library" --checkpoint "$tmp/run"
 grep -q 'a sample' "$tmp/out"; result "a sample" $?
+good "sums are learned through it too" '% of all 810 held-out sums are right' "$gpt" --threads 1 --tokenizer "$tmp/bpe" --layers 1 --channels 16 --steps 3 --eval-batches 2
 good "and goes on writing" '^The library' "$gpt" --threads 1 --tokenizer "$tmp/bpe" --resume "$tmp/run" --generate 20 --prompt "The library"
 good "with llm.c's file" . "$gpt" --threads 1 --tokenizer "$tmp/bpe/tokenizer.bin" --resume "$tmp/run" --generate 20 --temperature 0
 cp "$tmp/out" "$tmp/one"

@@ -25,15 +25,16 @@ static void plain_begin(settings *s, const char *program)
     char folder[sizeof plain.folder];
     int tried = 0;
     if (place_ranks(s->run, true, &place) || place.started_count != place.rank_count) return;
-    (void)mkdir("runs", 0777);
-    do {
-        if (++tried == 1) snprintf(folder, sizeof folder, "runs/sums");
+    snprintf(folder, sizeof folder, "runs");
+    int error = mkdir(folder, 0777) == 0 ? EEXIST : errno;
+    while (error == EEXIST && tried++ < 10000) {
+        if (tried == 1) snprintf(folder, sizeof folder, "runs/sums");
         else snprintf(folder, sizeof folder, "runs/sums-%d", tried);
-    } while (mkdir(folder, 0777) != 0 && errno == EEXIST && tried < 10000);
-    struct stat made;
-    if (stat(folder, &made) != 0 || !S_ISDIR(made.st_mode) || tried == 10000) {
+        error = mkdir(folder, 0777) == 0 ? 0 : errno;
+    }
+    if (error) {
         fprintf(stderr, RUN_NAME ": no log and no model will be kept: %s: %s\n", folder,
-                strerror(errno));
+                strerror(error));
         return;
     }
     snprintf(plain.folder, sizeof plain.folder, "%s", folder);
