@@ -91,7 +91,7 @@ LONGEST := $(addprefix $(BUILD)/,tests/test_programs emu/test_programs tests/tes
              emu/test_cuda_nccl emu/test_cuda_strategies tests/test_comm tests/test_rendezvous tests/test_nccl) \
            $(addprefix tests/cli/test_,examples.sh resume.sh run.sh launchers.sh)
 LONG    := tests/cuda/cuda_build.sh tests/cuda/test_gpu_suites.sh $(addprefix tests/cli/test_,mpi.sh weights.sh models.sh monitor.sh trace.sh deploy.sh slurm.sh simulator.sh bench.sh \
-           documents.sh readme.sh) tests/nccl/test_nccl.sh tests/scripts/test_compile.sh
+           documents.sh readme.sh first_run.sh) tests/nccl/test_nccl.sh tests/scripts/test_compile.sh
 SCRIPTS := $(filter-out $(LONG),$(wildcard tests/cli/test_*.sh))
 ALL     := $(filter-out $(addprefix $(BUILD)/,$(LESS)),$(TESTS) $(filter $(BUILD)/%,$(EMU_TESTS)) $(SCRIPTS))
 MPIS    := $(foreach m,openmpi mpich,$(if $(shell command -v mpicc.$m),$m))
