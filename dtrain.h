@@ -35978,7 +35978,7 @@ DTRAIN__APART dtrain__v DTRAIN__K(vload_half)(const uint16_t *half, dtrain_dtype
     uint16_t tail[DTRAIN__W] = {0};
     if (n < DTRAIN__W) {
 #if DTRAIN__ISA == 3
-        const __mmask16 there = n > 0 ? (__mmask16)((1u << n) - 1u) : 0;
+        const __mmask16 there = (__mmask16)(n > 0 ? (1u << n) - 1u : 0u);
         _mm256_storeu_si256((__m256i *)(void *)tail, _mm256_maskz_loadu_epi16(there, half));
 #else
         for (int64_t i = 0; i < n; i++) memcpy(tail + i, half + i, sizeof *half);
