@@ -736,7 +736,7 @@ static void test_refusals(void)
         if (i == 5) says = "19 rows of parameter \"up.bias\"", refused[UP_BIAS].rows = 19;
         if (i == 6) says = "a string of more than 511 bytes", refused[ONE].name = name;
         if (i == 7)
-            says = "\"a?b\", at byte 427 of the JSON: a name with control",
+            says = "\"a?b\", at byte 423 of the JSON: a name with control",
             refused[ONE].name = "a\nb";
         if (i == 8) says = "a second \"__metadata__\"", refused[ONE].name = "__metadata__";
         if (i == 9) says = "dtype is 3, expected F32", j->how_to.dtype = DTRAIN_DTYPE_I32;

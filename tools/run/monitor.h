@@ -2,6 +2,7 @@
 #ifndef RUN_MONITOR_H
 #define RUN_MONITOR_H
 
+#include "tools/run/recorded.h"
 #include "tools/run/settings.h"
 
 /* Read a file's first line into text (room); "" where it cannot be read. */
@@ -30,12 +31,6 @@ static void commit_text(char *text, size_t room)
     }
     snprintf(text, room, "%.12s", strspn(head, "0123456789abcdef") >= 40 ? head : "");
 }
-
-/* The flags that TensorBoard's table of hyper-parameters shows. */
-static const char *const hyper_parameters[] = {
-    "--model",       "--optimizer", "--lr",           "--weight-decay", "--schedule",
-    "--batch",       "--accum",     "--global-batch", "--strategy",     "--precision",
-    "--compression", "--ranks",     "--seed"};
 
 enum { MONITOR_TEXT = 16384 };
 

@@ -1,5 +1,5 @@
-/* recorded.h: the switches that checkpoints record: those that change what a run computes. Whoever goes on with other
- * ones is told. Where ranks, strategy and files are does not change it. */
+/* recorded.h: the switches that a run writes down. Checkpoints record those that change what it computes: whoever goes
+ * on with other ones is told. Where ranks, strategy and files are does not change it. */
 #ifndef RUN_RECORDED_H
 #define RUN_RECORDED_H
 
@@ -62,5 +62,11 @@ static void record_settings(run_record *record, int64_t samples)
     }
     record->pairs[2 * count] = NULL;
 }
+
+/* The flags that TensorBoard's table of hyper-parameters shows, of one program or another. */
+static const char *const hyper_parameters[] = {
+    "--model",       "--optimizer", "--lr",           "--weight-decay", "--schedule",
+    "--batch",       "--accum",     "--global-batch", "--strategy",     "--precision",
+    "--compression", "--ranks",     "--seed"};
 
 #endif /* RUN_RECORDED_H */
