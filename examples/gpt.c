@@ -11,11 +11,12 @@
  *            --strategy ddp|zero1|shard_grad_op|full_shard|zero3
  *   expect, in some ten seconds on two cores of an Intel Xeon:
  *     step      loss  val_loss grad_norm        lr    tok/s   step_ms  comm_ms  exposed  data_ms      eta
- *        1    5.5287         -      8.73  1.00e-04     8.5k    107.11    14.92     6.90    0.023     0:31
- *       30    1.3987         -      1.02  2.00e-03    17.5k     43.80     8.28     1.38    0.004     0:17
+ *        1    5.5287         -     8.727  1.00e-04     8.5k    107.11    14.92     6.90    0.023     0:31
+ *       30    1.3987         -     1.025  2.00e-03    17.5k     43.80     8.28     1.38    0.004     0:17
  *     ...
- *            and in the end a held-out loss near 0.19 with a sample, in which most lines are right:
- *            "seventeen comes before eighteen." The last digits depend on the processor's instruction set.
+ *
+ * It ends with a held-out loss near 0.19 and a sample, in which most lines are right: "seventeen comes
+ * before eighteen." The last digits depend on the processor's instruction set.
  *
  * --strategy changes where parameters, gradients and AdamW's state live, and nothing else: the
  * losses are the same. tools/train_gpt is the same program with everything that can be set. */
