@@ -82,10 +82,10 @@
        src/comm/reduce.c                    What collectives do: who sends what to whom, and the results on one rank
        src/device/device_internal.h         What other rooms use of a device
        src/comm/engine.c                    The engine: queue, agreement, waiting, failure, split
+       src/comm/local.c                     The local transport: shared memory
        src/comm/links.c                     Emulated links
        src/comm/counting.c                  The counting communicator
        src/comm/staged.c                    Buffers in device memory: two hooks of the engine
-       src/comm/local.c                     The local transport: shared memory
        src/comm/mpi.c                       The MPI transport
        src/comm/mpi_internal.h              Internals of the MPI transport: mpi.c moves data, mpi_meet.c begins and ends MPI
        src/comm/mpi_meet.c                  The MPI transport: how ranks meet in MPI, and how they leave it
@@ -199,18 +199,18 @@
        src/device/cpu/gemm_internal.h       Matrix multiplication: what the driver (gemm.c) and the kernels share
        src/device/cpu/kernels_internal.h    What launchers and kernels share
        src/device/cpu/pool_internal.h       A pool of threads
-       src/device/cpu/pool.c                The threads of one rank
        src/device/cpu/cpu.c                 The CPU device: state, memory, table
        src/device/cpu/launch.c              Launchers of kernels that every program has: element-wise ones, sums, optimizers
        src/device/cpu/launch_gemm.c         Launchers of matrix products
-       src/device/cpu/launch_sparse.c       Sparse gradients
-       src/device/cpu/gemm.c                The driver of matrix products
-       src/device/cpu/kernels.c             Kernels: how work is cut
        src/device/cpu/launch_layers.c       Launchers of the kernels of layers
        src/device/cpu/launch_batchnorm.c    Launchers of batch normalisation
        src/device/cpu/launch_convolution.c  Launchers of convolution and pooling
        src/device/cpu/convolution_internal.h What the launchers of convolutions share
        src/device/cpu/launch_winograd.c     Launchers of convolutions of 3 x 3 taps by patches
+       src/device/cpu/launch_sparse.c       Sparse gradients
+       src/device/cpu/pool.c                The threads of one rank
+       src/device/cpu/gemm.c                The driver of matrix products
+       src/device/cpu/kernels.c             Kernels: how work is cut
        src/device/cpu/kernels/text.h        The text compiled once per instruction set
        src/device/cpu/kernels/vectors.h     Vectors
        src/device/cpu/kernels/activation.h  Activations, and what follows a product: bias, activation, and their gradients
@@ -7512,9 +7512,6 @@ DTRAIN__PRIVATE bool dtrain__stop_requested(const dtrain_world *world)
     if (number && *world->mine) dtrain__store(&world->control->caught, number);
     return number != 0;
 }
-#if DTRAIN__COLD
-#pragma GCC pop_options
-#endif
 
 /* ==== src/comm/comm.c ========================================================================= */
 
@@ -8273,6 +8270,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char
     return dtrain_fail(DTRAIN_ERROR_SYSTEM, "the flight record %s cannot be written: %s: %s", path,
                        failed, strerror(out.error));
 }
+#if DTRAIN__COLD
+#pragma GCC pop_options
+#endif
 
 /* ==== src/comm/reduce.c ======================================================================= */
 
@@ -9168,434 +9168,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color,
     return DTRAIN_OK;
 }
 
-/* ==== src/comm/links.c ======================================================================== */
-
-/* Emulated links
- *
- * Data moves as without emulation; an operation is only done later. This is what a rank sends to
- * and receives from other nodes: n ranks, a of them on other nodes, N nodes, B bytes:
- *
- *                                  out           in            rounds
- *     all-reduce                   2 a B / n     2 a B / n     2     slices to owners, results back
- *     reduce                       a B / n       a B / n       2     slices to owners ...
- *        rank on another node      + B / n                           ... results to the root
- *        root                                    + a B / n
- *     small all-reduce             a B           a B           1     inputs to everybody
- *     small reduce, elsewhere      B                           1     inputs to the root
- *        root                                    a B
- *     reduce-scatter, all-gather,
- *        all-to-all, split         a B           a B           1
- *     broadcast, root              (N - 1) B                   1     once to each other node, from
- *        first rank of a node                    B                   there on inside: free
- *     barrier                                                  log2 N, rounded up
- *     send                         B             B (peer)      1     booked when both are there
- *
- * A node has two lanes, out and in; a lane is the time until which it is busy. When all ranks have
- * shown an operation, each rank books its bytes on the lanes of its node, which moves that time on;
- * operations of one communicator are booked in the order in which they were started. A transfer
- * begins when the last rank has started the operation, not when a rank advances it: so links work
- * while ranks compute. There is one stage more than without emulation, which a rank reaches when
- * its own transfers are due; when all have reached it, every transfer is over. */
-
-/* Find the node that a rank of the communicator is on. */
-static int dtrain__emulated_node(const dtrain__engine *comm, int rank)
-{
-    return comm->base.world_ranks[rank] / dtrain__node_ranks(comm->base.world);
-}
-
-/* Count the bytes that a rank of another node is sent, in anything but a broadcast: parts and
- * results, or the inputs of a small operation. */
-static double dtrain__bytes_to(const dtrain__engine *comm, const dtrain__work *work, int to)
-{
-    const dtrain_collective *what = &work->what;
-    const double bytes = (double)what->count * (double)dtrain_dtype_bytes(what->dtype);
-    if (!dtrain__kind_of(what->kind)->reduces || dtrain__kind_of(what->kind)->cuts) return bytes;
-    if (work->small) return dtrain__gets(what, to) ? bytes : 0;
-    return (dtrain__gets(what, to) ? 2 : 1) * bytes / comm->base.size;
-}
-
-/* Book bytes on a lane, out of a node (0) or into it (1), after those that are booked; return the
- * time at which they have passed. */
-static uint64_t dtrain__book_lane(const dtrain_world *world, int node, int lane, uint64_t start,
-                                  double bytes)
-{
-    uint64_t *busy = &world->control->lanes[node][lane].busy_until;
-    const double ns = 8 * bytes / world->emulation.gigabits_per_second; /* Gb/s = bits a ns */
-    const uint64_t length = ns < 1e18 ? (uint64_t)ns + 1 : (uint64_t)1000000000000000000u;
-    uint64_t was = dtrain__load(busy), end;
-    if (!(bytes > 0)) return start;
-    do {
-        end = was > start ? was : start;
-        end = end <= UINT64_MAX / 2 ? end + length : end;
-    } while (
-        !__atomic_compare_exchange_n(busy, &was, end, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE));
-    return end;
-}
-
-/* Book on the lane out of one node and the lane into another; return the time at which both
- * transfers are over. */
-static uint64_t dtrain__book_both(const dtrain_world *world, int out_node, double out, int in_node,
-                                  double in, uint64_t start, uint32_t rounds)
-{
-    const uint64_t sent = dtrain__book_lane(world, out_node, 0, start, out);
-    const uint64_t received = dtrain__book_lane(world, in_node, 1, start, in);
-    return (sent > received ? sent : received) +
-           (uint64_t)(1e3 * world->emulation.latency_us * (double)rounds) + 1;
-}
-
-/* Book this rank's transfers of a collective that all ranks have shown. */
-DTRAIN__PRIVATE void dtrain__book_collective(const dtrain__engine *comm, dtrain__work *work)
-{
-    const dtrain_collective *what = &work->what;
-    const int rank = comm->base.rank, own = dtrain__emulated_node(comm, rank);
-    const double bytes = (double)what->count * (double)dtrain_dtype_bytes(what->dtype);
-    bool known[DTRAIN_MAX_RANKS], first = false; /* this rank is the first one of its node */
-    double out = 0, in = 0;
-    int nodes = 0;
-    uint32_t rounds = 1;
-    memset(known, 0, sizeof known);
-    for (int i = 0; i < comm->base.size; i++) {
-        const int node = dtrain__emulated_node(comm, i);
-        if (i == rank) first = !known[node];
-        nodes += !known[node];
-        known[node] = true;
-        if (node == own) continue;
-        out += dtrain__bytes_to(comm, work, i);
-        in += dtrain__bytes_to(comm, work, rank);
-    }
-    if (nodes == 1) return;
-    if (what->kind == DTRAIN_COLLECTIVE_BROADCAST) {
-        out = what->root == rank ? (double)(nodes - 1) * bytes : 0;
-        in = first && own != dtrain__emulated_node(comm, what->root) ? bytes : 0;
-    }
-    if (what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE || what->kind == DTRAIN_COLLECTIVE_REDUCE)
-        rounds = work->small ? 1 : 2;
-    while (what->kind == DTRAIN_COLLECTIVE_BARRIER && 1 << rounds < nodes) rounds++;
-    work->due_ns =
-        dtrain__book_both(comm->base.world, own, out, own, in, work->last_started_ns, rounds);
-}
-
-DTRAIN__PRIVATE bool dtrain__message_crosses(const dtrain__engine *comm, const dtrain__work *work)
-{
-    return dtrain__node_ranks(comm->base.world) && dtrain__emulated_node(comm, work->what.root) !=
-                                                       dtrain__emulated_node(comm, comm->base.rank);
-}
-
-/* Say whether a receiver may take the end of a message that was sent at `sent_ns`. The receiver
- * knows when both sides had started and books for both. A sender waits for the receiver if its
- * message does not fit into the channel; a shorter send is done at once, as in MPI. */
-DTRAIN__PRIVATE bool dtrain__message_due(const dtrain__engine *comm, dtrain__work *work,
-                                         uint64_t sent_ns)
-{
-    const uint64_t start = sent_ns > work->shown.started_ns ? sent_ns : work->shown.started_ns;
-    const double bytes = (double)work->what.count * (double)dtrain_dtype_bytes(work->what.dtype);
-    if (!dtrain__message_crosses(comm, work)) return true;
-    if (!work->due_ns)
-        work->due_ns =
-            dtrain__book_both(comm->base.world, dtrain__emulated_node(comm, work->what.root), bytes,
-                              dtrain__emulated_node(comm, comm->base.rank), bytes, start, 1);
-    return dtrain__now_ns() >= work->due_ns;
-}
-
-/* Take a turn of a wait in an emulated world. Ranks that have moved something lately yield, as
- * without emulation. When nothing moves they sleep, 0.1 ms at most, by which an operation may end
- * late; less than 0.08 ms before a due time they yield, as the kernel is some 50 us late. */
-DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain__wait *wait)
-{
-    const uint64_t now = dtrain__now_ns(), longest = 100000, early = 60000;
-    uint64_t nearest = UINT64_MAX;
-    for (const dtrain__engine *comm = world->comms; comm; comm = comm->next)
-        for (const dtrain__work *work = comm->queue; work; work = work->next)
-            if (work->due_ns > now && work->due_ns < nearest) nearest = work->due_ns;
-    if (world->moves != wait->moves) wait->yields = 0;
-    const uint64_t left = nearest == UINT64_MAX ? longest : nearest - now;
-    if (wait->yields < 2 * DTRAIN__YIELDS_PER_POLL || left < early + 20000)
-        return dtrain__wait_turn(world, wait);
-    const struct timespec nap = {0, (long)(left - early < longest ? left - early : longest)};
-    nanosleep(&nap, NULL);
-    return dtrain__wait_poll(world, wait);
-}
-
-/* ==== src/comm/counting.c ===================================================================== */
-
-/* The counting communicator
- *
- * It is one rank of N, and the other ranks do not exist. dtrain_comm_info counts its operations and
- * bytes, as for every communicator; nothing is moved and no rank is waited for. As the plan device
- * counts the memory of a step, this counts what it sends, by running the strategy that sends it.
- *
- * The other ranks are assumed to do what this one does, so they would send the same. In host
- * memory, where ranks compare settings and agree on results, a copy of it arrives; on the plan
- * device there is nothing to copy. */
-
-typedef struct dtrain__counting {
-    dtrain_comm base;
-    int node_ranks;
-} dtrain__counting;
-
-static const dtrain_comm_ops *dtrain__counting_ops(void);
-
-/* Make one rank of a group: every `stride`-th rank of the world from `first` on. */
-static dtrain_result dtrain__counting_group(dtrain_world *world, int first, int stride, int size,
-                                            int rank, int node_ranks, dtrain_comm **out)
-{
-    const dtrain_allocator *a = &world->allocator;
-    dtrain__counting *self =
-        (dtrain__counting *)dtrain__alloc(a, 1, sizeof *self, "a counting communicator");
-    *out = NULL;
-    if (!self) return DTRAIN_ERROR_MEMORY;
-    self->base.ops = dtrain__counting_ops();
-    self->base.world = world;
-    self->base.rank = rank;
-    self->base.size = size;
-    self->node_ranks = node_ranks;
-    self->base.world_ranks =
-        (int *)dtrain__alloc(a, (size_t)size, sizeof *self->base.world_ranks, "a group's ranks");
-    if (!self->base.world_ranks) {
-        dtrain__free(a, self, 1, sizeof *self);
-        return DTRAIN_ERROR_MEMORY;
-    }
-    for (int i = 0; i < size; i++) self->base.world_ranks[i] = first + stride * i;
-    *out = &self->base;
-    return DTRAIN_OK;
-}
-
-/* Make a communicator of all ranks of a world, of which node_ranks in a row are a node. */
-DTRAIN__PRIVATE dtrain_result dtrain__counting_create(dtrain_world *world, int node_ranks,
-                                                      dtrain_comm **out)
-{
-    return dtrain__counting_group(world, 0, 1, world->size, world->rank, node_ranks, out);
-}
-
-/* Be done at once: no handle is needed. */
-static dtrain_result dtrain__counting_start(dtrain_comm *comm, const dtrain_collective *what,
-                                            dtrain_work **out)
-{
-    dtrain_device *device = comm->world->device;
-    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
-    const int copies = what->kind == DTRAIN_COLLECTIVE_ALL_GATHER ? comm->size : 1;
-    *out = NULL;
-    if (!bytes || !what->send || !what->recv || !dtrain__on_host(device, what->send) ||
-        !dtrain__on_host(device, what->recv))
-        return DTRAIN_OK;
-    for (int i = 0; i < copies; i++) {
-        char *to = (char *)what->recv + (size_t)i * bytes;
-        if (to != what->send) memmove(to, what->send, bytes);
-    }
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__counting_alloc(dtrain_comm *comm, size_t bytes, void **out)
-{
-    return comm->world->device->ops->alloc(comm->world->device, bytes, out);
-}
-
-static void dtrain__counting_free(dtrain_comm *comm, void *memory, size_t bytes)
-{
-    comm->world->device->ops->free(comm->world->device, memory, bytes);
-}
-
-/* Find the group from this rank's color alone. Colors are those of dtrain__split_levels: below
- * node_ranks a place in each node, from there on a node. */
-static dtrain_result dtrain__counting_split(dtrain_comm *comm, int color, int key,
-                                            dtrain_comm **out)
-{
-    const int node = ((dtrain__counting *)(void *)comm)->node_ranks, rank = comm->rank;
-    (void)key;
-    if (color < node)
-        return dtrain__counting_group(comm->world, color, node, comm->size / node, rank / node, 1,
-                                      out);
-    return dtrain__counting_group(comm->world, (color - node) * node, 1, node, rank % node, node,
-                                  out);
-}
-
-static dtrain_result dtrain__counting_fail(dtrain_comm *comm, dtrain_result code, const char *text)
-{
-    (void)comm;
-    return dtrain_fail(code, "%s", text);
-}
-
-static dtrain_result dtrain__counting_destroy(dtrain_comm *comm)
-{
-    const dtrain_allocator a = comm->world->allocator;
-    dtrain__free(&a, comm->world_ranks, (size_t)comm->size, sizeof *comm->world_ranks);
-    dtrain__free(&a, comm, 1, sizeof(dtrain__counting));
-    return DTRAIN_OK;
-}
-
-static const dtrain_comm_ops *dtrain__counting_ops(void)
-{
-    static const dtrain_comm_ops ops = {DTRAIN_COMM_ABI,
-                                        false,
-                                        "counting",
-                                        NULL,
-                                        dtrain__counting_start,
-                                        NULL,
-                                        NULL,
-                                        dtrain__counting_alloc,
-                                        dtrain__counting_free,
-                                        dtrain__counting_split,
-                                        dtrain__counting_fail,
-                                        dtrain__counting_destroy};
-    return &ops;
-}
-
-/* ==== src/comm/staged.c ======================================================================= */
-
-/* Buffers in device memory: two hooks of the engine
- *
- * Ranks that share a GPU, or have GPUs and no NCCL, use a transport that moves host memory. Buffers
- * in device memory are copied to an image, which is page-locked host memory, and back:
- *
- *     compute stream  ..kernels | event            event wait | kernels..
- *     copy stream                 \ device -> image           / image -> device
- *     host                           copied_in: transport ..  copy_out
- *
- * A work keeps its image and events for the operations that use it later, so in the steady state
- * nothing is allocated. Operations are shown to other ranks in the order in which they were
- * started, each when its copy has ended. */
-
-struct dtrain__bounce {
-    dtrain_collective called; /* the program's buffers; those of work->what are in the image */
-    dtrain_event *computed, *copied;
-    char *image; /* page-locked, and mapped by the transport; it grows */
-    size_t bytes;
-};
-
-static void dtrain__image_free(dtrain__engine *comm, dtrain__bounce *bounce)
-{
-    dtrain_device *device = comm->base.world->device;
-    if (!bounce->image) return;
-    if (device->ops->host_unregister) device->ops->host_unregister(device, bounce->image);
-    comm->transport->unmap(comm, bounce->image, bounce->bytes);
-    bounce->image = NULL;
-    bounce->bytes = 0;
-}
-
-/* Free what a work has for device memory. Nothing on the copy stream uses it any more. */
-DTRAIN__PRIVATE void dtrain__bounce_free(dtrain__engine *comm, dtrain__work *work)
-{
-    dtrain_device *device = comm->base.world->device;
-    dtrain__bounce *bounce = work->bounce;
-    if (!bounce) return;
-    dtrain__image_free(comm, bounce);
-    if (bounce->computed) device->ops->event_destroy(device, bounce->computed);
-    if (bounce->copied) device->ops->event_destroy(device, bounce->copied);
-    dtrain__free(&comm->base.world->allocator, bounce, 1, sizeof *bounce);
-    work->bounce = NULL;
-}
-
-static dtrain_result dtrain__bounce_make(dtrain__engine *comm, dtrain__work *work)
-{
-    dtrain_device *device = comm->base.world->device;
-    work->bounce = (dtrain__bounce *)dtrain__alloc(&comm->base.world->allocator, 1,
-                                                   sizeof *work->bounce, "an operation");
-    if (!work->bounce) return DTRAIN_ERROR_MEMORY;
-    dtrain_result result = DTRAIN__ORDER(device, event_create, &work->bounce->computed);
-    if (result == DTRAIN_OK) result = DTRAIN__ORDER(device, event_create, &work->bounce->copied);
-    if (result != DTRAIN_OK) dtrain__bounce_free(comm, work);
-    return result;
-}
-
-/* Make the image larger, if it has to be. */
-static dtrain_result dtrain__image_grow(dtrain__engine *comm, dtrain__bounce *bounce, size_t bytes)
-{
-    dtrain_device *device = comm->base.world->device;
-    void *image;
-    if (bytes <= bounce->bytes) return DTRAIN_OK;
-    DTRAIN__TRY(device->ops->synchronize(device)); /* a copy from the old one may be queued */
-    dtrain__image_free(comm, bounce);
-    DTRAIN__TRY(comm->transport->map(comm, bytes, &image));
-    const dtrain_result locked =
-        DTRAIN__ORDER(device, host_register, image, dtrain__round_up(bytes, dtrain__page_bytes()));
-    if (locked != DTRAIN_OK) {
-        comm->transport->unmap(comm, image, bytes);
-        return locked;
-    }
-    bounce->image = (char *)image;
-    bounce->bytes = bytes;
-    return DTRAIN_OK;
-}
-
-/* Replace the buffers of an operation that are in device memory by places in the image. Buffers
- * that overlap, in place, do so there too. */
-static dtrain_result dtrain__image_take(dtrain__engine *comm, dtrain__work *work)
-{
-    dtrain_device *device = comm->base.world->device;
-    dtrain_collective *what = &work->what;
-    const uintptr_t from = (uintptr_t)what->send, to = (uintptr_t)what->recv;
-    size_t send_bytes = 0, recv_bytes = 0, send_at = 0;
-    if (what->send && !dtrain__on_host(device, what->send))
-        send_bytes = dtrain__send_bytes(what, comm->base.size);
-    if (what->recv && !dtrain__on_host(device, what->recv))
-        recv_bytes = dtrain__recv_bytes(what, comm->base.size);
-    size_t recv_at = dtrain__round_up(send_bytes, DTRAIN__CACHE_LINE);
-    if (from < to + recv_bytes && to < from + send_bytes) {
-        send_at = from > to ? from - to : 0;
-        recv_at = to > from ? to - from : 0;
-    }
-    const size_t send_end = send_at + send_bytes, recv_end = recv_at + recv_bytes;
-    DTRAIN__TRY(dtrain__image_grow(comm, work->bounce, send_end > recv_end ? send_end : recv_end));
-    if (send_bytes) what->send = work->bounce->image + send_at;
-    if (recv_bytes) what->recv = work->bounce->image + recv_at;
-    return DTRAIN_OK;
-}
-
-/* Copy between a buffer and the image, on the copy stream, and then record `copied`. */
-static dtrain_result dtrain__copy(dtrain__engine *comm, dtrain__bounce *bounce, void *to,
-                                  const void *from, size_t bytes, dtrain_copy_kind kind)
-{
-    dtrain_device *device = comm->base.world->device;
-    if (to != from) {
-        comm->base.info.staged_bytes += bytes;
-        DTRAIN__TRY(device->ops->copy_async(device, to, from, bytes, kind, comm->stream));
-    }
-    return DTRAIN__ORDER(device, event_record, bounce->copied, comm->stream);
-}
-
-/* Start the copy into the image, after everything that the compute stream has queued so far. */
-DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work *work)
-{
-    dtrain_device *device = comm->base.world->device;
-    const dtrain_collective *what = &work->what;
-    if (!work->bounce) DTRAIN__TRY(dtrain__bounce_make(comm, work));
-    dtrain__bounce *bounce = work->bounce;
-    bounce->called = *what;
-    DTRAIN__TRY(dtrain__image_take(comm, work));
-    DTRAIN__TRY(DTRAIN__ORDER(device, event_record, bounce->computed, NULL));
-    DTRAIN__TRY(DTRAIN__ORDER(device, event_wait, bounce->computed, comm->stream));
-    const bool gives = dtrain__gives(what, comm->base.rank);
-    return dtrain__copy(comm, bounce, (void *)(uintptr_t)what->send,
-                        gives ? bounce->called.send : what->send,
-                        dtrain__send_bytes(what, comm->base.size), DTRAIN_COPY_DEVICE_TO_HOST);
-}
-
-/* Set *done to whether the copy into the image has ended. */
-DTRAIN__PRIVATE dtrain_result dtrain__copied_in(dtrain__engine *comm, const dtrain__work *work,
-                                                bool *done)
-{
-    dtrain_device *device = comm->base.world->device;
-    *done = true;
-    return DTRAIN__ORDER(device, event_query, work->bounce->copied, done);
-}
-
-/* Start the copy out of the image, when the transport is done. */
-DTRAIN__PRIVATE dtrain_result dtrain__copy_out(dtrain__engine *comm, dtrain__work *work)
-{
-    const dtrain_collective *what = &work->what;
-    const bool gets = dtrain__gets(what, comm->base.rank);
-    return dtrain__copy(comm, work->bounce, gets ? work->bounce->called.recv : what->recv,
-                        what->recv, dtrain__recv_bytes(what, comm->base.size),
-                        DTRAIN_COPY_HOST_TO_DEVICE);
-}
-
-/* Let what the compute stream gets from now on wait for the copy out of the image. */
-DTRAIN__PRIVATE dtrain_result dtrain__after_copy_out(dtrain__engine *comm, dtrain__work *work)
-{
-    dtrain_device *device = comm->base.world->device;
-    return DTRAIN__ORDER(device, event_wait, work->bounce->copied, NULL);
-}
-
 /* ==== src/comm/local.c ======================================================================== */
 
 /* The local transport: shared memory
@@ -10192,6 +9764,438 @@ static dtrain_result dtrain__local_create(dtrain_world *world, dtrain_comm **out
     return dtrain__engine_create(
         world, world->device->ops->host_memory ? &dtrain__local_ops : &dtrain__staged_ops,
         &dtrain__local_transport, out);
+}
+#if DTRAIN__COLD
+#pragma GCC push_options
+#pragma GCC optimize("O1")
+#endif
+
+/* ==== src/comm/links.c ======================================================================== */
+
+/* Emulated links
+ *
+ * Data moves as without emulation; an operation is only done later. This is what a rank sends to
+ * and receives from other nodes: n ranks, a of them on other nodes, N nodes, B bytes:
+ *
+ *                                  out           in            rounds
+ *     all-reduce                   2 a B / n     2 a B / n     2     slices to owners, results back
+ *     reduce                       a B / n       a B / n       2     slices to owners ...
+ *        rank on another node      + B / n                           ... results to the root
+ *        root                                    + a B / n
+ *     small all-reduce             a B           a B           1     inputs to everybody
+ *     small reduce, elsewhere      B                           1     inputs to the root
+ *        root                                    a B
+ *     reduce-scatter, all-gather,
+ *        all-to-all, split         a B           a B           1
+ *     broadcast, root              (N - 1) B                   1     once to each other node, from
+ *        first rank of a node                    B                   there on inside: free
+ *     barrier                                                  log2 N, rounded up
+ *     send                         B             B (peer)      1     booked when both are there
+ *
+ * A node has two lanes, out and in; a lane is the time until which it is busy. When all ranks have
+ * shown an operation, each rank books its bytes on the lanes of its node, which moves that time on;
+ * operations of one communicator are booked in the order in which they were started. A transfer
+ * begins when the last rank has started the operation, not when a rank advances it: so links work
+ * while ranks compute. There is one stage more than without emulation, which a rank reaches when
+ * its own transfers are due; when all have reached it, every transfer is over. */
+
+/* Find the node that a rank of the communicator is on. */
+static int dtrain__emulated_node(const dtrain__engine *comm, int rank)
+{
+    return comm->base.world_ranks[rank] / dtrain__node_ranks(comm->base.world);
+}
+
+/* Count the bytes that a rank of another node is sent, in anything but a broadcast: parts and
+ * results, or the inputs of a small operation. */
+static double dtrain__bytes_to(const dtrain__engine *comm, const dtrain__work *work, int to)
+{
+    const dtrain_collective *what = &work->what;
+    const double bytes = (double)what->count * (double)dtrain_dtype_bytes(what->dtype);
+    if (!dtrain__kind_of(what->kind)->reduces || dtrain__kind_of(what->kind)->cuts) return bytes;
+    if (work->small) return dtrain__gets(what, to) ? bytes : 0;
+    return (dtrain__gets(what, to) ? 2 : 1) * bytes / comm->base.size;
+}
+
+/* Book bytes on a lane, out of a node (0) or into it (1), after those that are booked; return the
+ * time at which they have passed. */
+static uint64_t dtrain__book_lane(const dtrain_world *world, int node, int lane, uint64_t start,
+                                  double bytes)
+{
+    uint64_t *busy = &world->control->lanes[node][lane].busy_until;
+    const double ns = 8 * bytes / world->emulation.gigabits_per_second; /* Gb/s = bits a ns */
+    const uint64_t length = ns < 1e18 ? (uint64_t)ns + 1 : (uint64_t)1000000000000000000u;
+    uint64_t was = dtrain__load(busy), end;
+    if (!(bytes > 0)) return start;
+    do {
+        end = was > start ? was : start;
+        end = end <= UINT64_MAX / 2 ? end + length : end;
+    } while (
+        !__atomic_compare_exchange_n(busy, &was, end, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE));
+    return end;
+}
+
+/* Book on the lane out of one node and the lane into another; return the time at which both
+ * transfers are over. */
+static uint64_t dtrain__book_both(const dtrain_world *world, int out_node, double out, int in_node,
+                                  double in, uint64_t start, uint32_t rounds)
+{
+    const uint64_t sent = dtrain__book_lane(world, out_node, 0, start, out);
+    const uint64_t received = dtrain__book_lane(world, in_node, 1, start, in);
+    return (sent > received ? sent : received) +
+           (uint64_t)(1e3 * world->emulation.latency_us * (double)rounds) + 1;
+}
+
+/* Book this rank's transfers of a collective that all ranks have shown. */
+DTRAIN__PRIVATE void dtrain__book_collective(const dtrain__engine *comm, dtrain__work *work)
+{
+    const dtrain_collective *what = &work->what;
+    const int rank = comm->base.rank, own = dtrain__emulated_node(comm, rank);
+    const double bytes = (double)what->count * (double)dtrain_dtype_bytes(what->dtype);
+    bool known[DTRAIN_MAX_RANKS], first = false; /* this rank is the first one of its node */
+    double out = 0, in = 0;
+    int nodes = 0;
+    uint32_t rounds = 1;
+    memset(known, 0, sizeof known);
+    for (int i = 0; i < comm->base.size; i++) {
+        const int node = dtrain__emulated_node(comm, i);
+        if (i == rank) first = !known[node];
+        nodes += !known[node];
+        known[node] = true;
+        if (node == own) continue;
+        out += dtrain__bytes_to(comm, work, i);
+        in += dtrain__bytes_to(comm, work, rank);
+    }
+    if (nodes == 1) return;
+    if (what->kind == DTRAIN_COLLECTIVE_BROADCAST) {
+        out = what->root == rank ? (double)(nodes - 1) * bytes : 0;
+        in = first && own != dtrain__emulated_node(comm, what->root) ? bytes : 0;
+    }
+    if (what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE || what->kind == DTRAIN_COLLECTIVE_REDUCE)
+        rounds = work->small ? 1 : 2;
+    while (what->kind == DTRAIN_COLLECTIVE_BARRIER && 1 << rounds < nodes) rounds++;
+    work->due_ns =
+        dtrain__book_both(comm->base.world, own, out, own, in, work->last_started_ns, rounds);
+}
+
+DTRAIN__PRIVATE bool dtrain__message_crosses(const dtrain__engine *comm, const dtrain__work *work)
+{
+    return dtrain__node_ranks(comm->base.world) && dtrain__emulated_node(comm, work->what.root) !=
+                                                       dtrain__emulated_node(comm, comm->base.rank);
+}
+
+/* Say whether a receiver may take the end of a message that was sent at `sent_ns`. The receiver
+ * knows when both sides had started and books for both. A sender waits for the receiver if its
+ * message does not fit into the channel; a shorter send is done at once, as in MPI. */
+DTRAIN__PRIVATE bool dtrain__message_due(const dtrain__engine *comm, dtrain__work *work,
+                                         uint64_t sent_ns)
+{
+    const uint64_t start = sent_ns > work->shown.started_ns ? sent_ns : work->shown.started_ns;
+    const double bytes = (double)work->what.count * (double)dtrain_dtype_bytes(work->what.dtype);
+    if (!dtrain__message_crosses(comm, work)) return true;
+    if (!work->due_ns)
+        work->due_ns =
+            dtrain__book_both(comm->base.world, dtrain__emulated_node(comm, work->what.root), bytes,
+                              dtrain__emulated_node(comm, comm->base.rank), bytes, start, 1);
+    return dtrain__now_ns() >= work->due_ns;
+}
+
+/* Take a turn of a wait in an emulated world. Ranks that have moved something lately yield, as
+ * without emulation. When nothing moves they sleep, 0.1 ms at most, by which an operation may end
+ * late; less than 0.08 ms before a due time they yield, as the kernel is some 50 us late. */
+DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain__wait *wait)
+{
+    const uint64_t now = dtrain__now_ns(), longest = 100000, early = 60000;
+    uint64_t nearest = UINT64_MAX;
+    for (const dtrain__engine *comm = world->comms; comm; comm = comm->next)
+        for (const dtrain__work *work = comm->queue; work; work = work->next)
+            if (work->due_ns > now && work->due_ns < nearest) nearest = work->due_ns;
+    if (world->moves != wait->moves) wait->yields = 0;
+    const uint64_t left = nearest == UINT64_MAX ? longest : nearest - now;
+    if (wait->yields < 2 * DTRAIN__YIELDS_PER_POLL || left < early + 20000)
+        return dtrain__wait_turn(world, wait);
+    const struct timespec nap = {0, (long)(left - early < longest ? left - early : longest)};
+    nanosleep(&nap, NULL);
+    return dtrain__wait_poll(world, wait);
+}
+
+/* ==== src/comm/counting.c ===================================================================== */
+
+/* The counting communicator
+ *
+ * It is one rank of N, and the other ranks do not exist. dtrain_comm_info counts its operations and
+ * bytes, as for every communicator; nothing is moved and no rank is waited for. As the plan device
+ * counts the memory of a step, this counts what it sends, by running the strategy that sends it.
+ *
+ * The other ranks are assumed to do what this one does, so they would send the same. In host
+ * memory, where ranks compare settings and agree on results, a copy of it arrives; on the plan
+ * device there is nothing to copy. */
+
+typedef struct dtrain__counting {
+    dtrain_comm base;
+    int node_ranks;
+} dtrain__counting;
+
+static const dtrain_comm_ops *dtrain__counting_ops(void);
+
+/* Make one rank of a group: every `stride`-th rank of the world from `first` on. */
+static dtrain_result dtrain__counting_group(dtrain_world *world, int first, int stride, int size,
+                                            int rank, int node_ranks, dtrain_comm **out)
+{
+    const dtrain_allocator *a = &world->allocator;
+    dtrain__counting *self =
+        (dtrain__counting *)dtrain__alloc(a, 1, sizeof *self, "a counting communicator");
+    *out = NULL;
+    if (!self) return DTRAIN_ERROR_MEMORY;
+    self->base.ops = dtrain__counting_ops();
+    self->base.world = world;
+    self->base.rank = rank;
+    self->base.size = size;
+    self->node_ranks = node_ranks;
+    self->base.world_ranks =
+        (int *)dtrain__alloc(a, (size_t)size, sizeof *self->base.world_ranks, "a group's ranks");
+    if (!self->base.world_ranks) {
+        dtrain__free(a, self, 1, sizeof *self);
+        return DTRAIN_ERROR_MEMORY;
+    }
+    for (int i = 0; i < size; i++) self->base.world_ranks[i] = first + stride * i;
+    *out = &self->base;
+    return DTRAIN_OK;
+}
+
+/* Make a communicator of all ranks of a world, of which node_ranks in a row are a node. */
+DTRAIN__PRIVATE dtrain_result dtrain__counting_create(dtrain_world *world, int node_ranks,
+                                                      dtrain_comm **out)
+{
+    return dtrain__counting_group(world, 0, 1, world->size, world->rank, node_ranks, out);
+}
+
+/* Be done at once: no handle is needed. */
+static dtrain_result dtrain__counting_start(dtrain_comm *comm, const dtrain_collective *what,
+                                            dtrain_work **out)
+{
+    dtrain_device *device = comm->world->device;
+    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
+    const int copies = what->kind == DTRAIN_COLLECTIVE_ALL_GATHER ? comm->size : 1;
+    *out = NULL;
+    if (!bytes || !what->send || !what->recv || !dtrain__on_host(device, what->send) ||
+        !dtrain__on_host(device, what->recv))
+        return DTRAIN_OK;
+    for (int i = 0; i < copies; i++) {
+        char *to = (char *)what->recv + (size_t)i * bytes;
+        if (to != what->send) memmove(to, what->send, bytes);
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__counting_alloc(dtrain_comm *comm, size_t bytes, void **out)
+{
+    return comm->world->device->ops->alloc(comm->world->device, bytes, out);
+}
+
+static void dtrain__counting_free(dtrain_comm *comm, void *memory, size_t bytes)
+{
+    comm->world->device->ops->free(comm->world->device, memory, bytes);
+}
+
+/* Find the group from this rank's color alone. Colors are those of dtrain__split_levels: below
+ * node_ranks a place in each node, from there on a node. */
+static dtrain_result dtrain__counting_split(dtrain_comm *comm, int color, int key,
+                                            dtrain_comm **out)
+{
+    const int node = ((dtrain__counting *)(void *)comm)->node_ranks, rank = comm->rank;
+    (void)key;
+    if (color < node)
+        return dtrain__counting_group(comm->world, color, node, comm->size / node, rank / node, 1,
+                                      out);
+    return dtrain__counting_group(comm->world, (color - node) * node, 1, node, rank % node, node,
+                                  out);
+}
+
+static dtrain_result dtrain__counting_fail(dtrain_comm *comm, dtrain_result code, const char *text)
+{
+    (void)comm;
+    return dtrain_fail(code, "%s", text);
+}
+
+static dtrain_result dtrain__counting_destroy(dtrain_comm *comm)
+{
+    const dtrain_allocator a = comm->world->allocator;
+    dtrain__free(&a, comm->world_ranks, (size_t)comm->size, sizeof *comm->world_ranks);
+    dtrain__free(&a, comm, 1, sizeof(dtrain__counting));
+    return DTRAIN_OK;
+}
+
+static const dtrain_comm_ops *dtrain__counting_ops(void)
+{
+    static const dtrain_comm_ops ops = {DTRAIN_COMM_ABI,
+                                        false,
+                                        "counting",
+                                        NULL,
+                                        dtrain__counting_start,
+                                        NULL,
+                                        NULL,
+                                        dtrain__counting_alloc,
+                                        dtrain__counting_free,
+                                        dtrain__counting_split,
+                                        dtrain__counting_fail,
+                                        dtrain__counting_destroy};
+    return &ops;
+}
+
+/* ==== src/comm/staged.c ======================================================================= */
+
+/* Buffers in device memory: two hooks of the engine
+ *
+ * Ranks that share a GPU, or have GPUs and no NCCL, use a transport that moves host memory. Buffers
+ * in device memory are copied to an image, which is page-locked host memory, and back:
+ *
+ *     compute stream  ..kernels | event            event wait | kernels..
+ *     copy stream                 \ device -> image           / image -> device
+ *     host                           copied_in: transport ..  copy_out
+ *
+ * A work keeps its image and events for the operations that use it later, so in the steady state
+ * nothing is allocated. Operations are shown to other ranks in the order in which they were
+ * started, each when its copy has ended. */
+
+struct dtrain__bounce {
+    dtrain_collective called; /* the program's buffers; those of work->what are in the image */
+    dtrain_event *computed, *copied;
+    char *image; /* page-locked, and mapped by the transport; it grows */
+    size_t bytes;
+};
+
+static void dtrain__image_free(dtrain__engine *comm, dtrain__bounce *bounce)
+{
+    dtrain_device *device = comm->base.world->device;
+    if (!bounce->image) return;
+    if (device->ops->host_unregister) device->ops->host_unregister(device, bounce->image);
+    comm->transport->unmap(comm, bounce->image, bounce->bytes);
+    bounce->image = NULL;
+    bounce->bytes = 0;
+}
+
+/* Free what a work has for device memory. Nothing on the copy stream uses it any more. */
+DTRAIN__PRIVATE void dtrain__bounce_free(dtrain__engine *comm, dtrain__work *work)
+{
+    dtrain_device *device = comm->base.world->device;
+    dtrain__bounce *bounce = work->bounce;
+    if (!bounce) return;
+    dtrain__image_free(comm, bounce);
+    if (bounce->computed) device->ops->event_destroy(device, bounce->computed);
+    if (bounce->copied) device->ops->event_destroy(device, bounce->copied);
+    dtrain__free(&comm->base.world->allocator, bounce, 1, sizeof *bounce);
+    work->bounce = NULL;
+}
+
+static dtrain_result dtrain__bounce_make(dtrain__engine *comm, dtrain__work *work)
+{
+    dtrain_device *device = comm->base.world->device;
+    work->bounce = (dtrain__bounce *)dtrain__alloc(&comm->base.world->allocator, 1,
+                                                   sizeof *work->bounce, "an operation");
+    if (!work->bounce) return DTRAIN_ERROR_MEMORY;
+    dtrain_result result = DTRAIN__ORDER(device, event_create, &work->bounce->computed);
+    if (result == DTRAIN_OK) result = DTRAIN__ORDER(device, event_create, &work->bounce->copied);
+    if (result != DTRAIN_OK) dtrain__bounce_free(comm, work);
+    return result;
+}
+
+/* Make the image larger, if it has to be. */
+static dtrain_result dtrain__image_grow(dtrain__engine *comm, dtrain__bounce *bounce, size_t bytes)
+{
+    dtrain_device *device = comm->base.world->device;
+    void *image;
+    if (bytes <= bounce->bytes) return DTRAIN_OK;
+    DTRAIN__TRY(device->ops->synchronize(device)); /* a copy from the old one may be queued */
+    dtrain__image_free(comm, bounce);
+    DTRAIN__TRY(comm->transport->map(comm, bytes, &image));
+    const dtrain_result locked =
+        DTRAIN__ORDER(device, host_register, image, dtrain__round_up(bytes, dtrain__page_bytes()));
+    if (locked != DTRAIN_OK) {
+        comm->transport->unmap(comm, image, bytes);
+        return locked;
+    }
+    bounce->image = (char *)image;
+    bounce->bytes = bytes;
+    return DTRAIN_OK;
+}
+
+/* Replace the buffers of an operation that are in device memory by places in the image. Buffers
+ * that overlap, in place, do so there too. */
+static dtrain_result dtrain__image_take(dtrain__engine *comm, dtrain__work *work)
+{
+    dtrain_device *device = comm->base.world->device;
+    dtrain_collective *what = &work->what;
+    const uintptr_t from = (uintptr_t)what->send, to = (uintptr_t)what->recv;
+    size_t send_bytes = 0, recv_bytes = 0, send_at = 0;
+    if (what->send && !dtrain__on_host(device, what->send))
+        send_bytes = dtrain__send_bytes(what, comm->base.size);
+    if (what->recv && !dtrain__on_host(device, what->recv))
+        recv_bytes = dtrain__recv_bytes(what, comm->base.size);
+    size_t recv_at = dtrain__round_up(send_bytes, DTRAIN__CACHE_LINE);
+    if (from < to + recv_bytes && to < from + send_bytes) {
+        send_at = from > to ? from - to : 0;
+        recv_at = to > from ? to - from : 0;
+    }
+    const size_t send_end = send_at + send_bytes, recv_end = recv_at + recv_bytes;
+    DTRAIN__TRY(dtrain__image_grow(comm, work->bounce, send_end > recv_end ? send_end : recv_end));
+    if (send_bytes) what->send = work->bounce->image + send_at;
+    if (recv_bytes) what->recv = work->bounce->image + recv_at;
+    return DTRAIN_OK;
+}
+
+/* Copy between a buffer and the image, on the copy stream, and then record `copied`. */
+static dtrain_result dtrain__copy(dtrain__engine *comm, dtrain__bounce *bounce, void *to,
+                                  const void *from, size_t bytes, dtrain_copy_kind kind)
+{
+    dtrain_device *device = comm->base.world->device;
+    if (to != from) {
+        comm->base.info.staged_bytes += bytes;
+        DTRAIN__TRY(device->ops->copy_async(device, to, from, bytes, kind, comm->stream));
+    }
+    return DTRAIN__ORDER(device, event_record, bounce->copied, comm->stream);
+}
+
+/* Start the copy into the image, after everything that the compute stream has queued so far. */
+DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work *work)
+{
+    dtrain_device *device = comm->base.world->device;
+    const dtrain_collective *what = &work->what;
+    if (!work->bounce) DTRAIN__TRY(dtrain__bounce_make(comm, work));
+    dtrain__bounce *bounce = work->bounce;
+    bounce->called = *what;
+    DTRAIN__TRY(dtrain__image_take(comm, work));
+    DTRAIN__TRY(DTRAIN__ORDER(device, event_record, bounce->computed, NULL));
+    DTRAIN__TRY(DTRAIN__ORDER(device, event_wait, bounce->computed, comm->stream));
+    const bool gives = dtrain__gives(what, comm->base.rank);
+    return dtrain__copy(comm, bounce, (void *)(uintptr_t)what->send,
+                        gives ? bounce->called.send : what->send,
+                        dtrain__send_bytes(what, comm->base.size), DTRAIN_COPY_DEVICE_TO_HOST);
+}
+
+/* Set *done to whether the copy into the image has ended. */
+DTRAIN__PRIVATE dtrain_result dtrain__copied_in(dtrain__engine *comm, const dtrain__work *work,
+                                                bool *done)
+{
+    dtrain_device *device = comm->base.world->device;
+    *done = true;
+    return DTRAIN__ORDER(device, event_query, work->bounce->copied, done);
+}
+
+/* Start the copy out of the image, when the transport is done. */
+DTRAIN__PRIVATE dtrain_result dtrain__copy_out(dtrain__engine *comm, dtrain__work *work)
+{
+    const dtrain_collective *what = &work->what;
+    const bool gets = dtrain__gets(what, comm->base.rank);
+    return dtrain__copy(comm, work->bounce, gets ? work->bounce->called.recv : what->recv,
+                        what->recv, dtrain__recv_bytes(what, comm->base.size),
+                        DTRAIN_COPY_HOST_TO_DEVICE);
+}
+
+/* Let what the compute stream gets from now on wait for the copy out of the image. */
+DTRAIN__PRIVATE dtrain_result dtrain__after_copy_out(dtrain__engine *comm, dtrain__work *work)
+{
+    dtrain_device *device = comm->base.world->device;
+    return DTRAIN__ORDER(device, event_wait, work->bounce->copied, NULL);
 }
 
 /* ==== src/comm/mpi.c ========================================================================== */
@@ -11047,10 +11051,6 @@ DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world)
     for (dtrain__engine *comm = world->comms; comm; comm = comm->next)
         if (comm->transport->poll && !comm->failed) (void)comm->transport->poll(comm);
 }
-#if DTRAIN__COLD
-#pragma GCC push_options
-#pragma GCC optimize("O1")
-#endif
 
 /* ==== src/launch/launch.c ===================================================================== */
 
@@ -32266,9 +32266,6 @@ DTRAIN__PRIVATE void dtrain__nvml_close(dtrain_metrics *metrics)
     memset(nvml, 0, sizeof *nvml);
 }
 #endif
-#if DTRAIN__COLD
-#pragma GCC pop_options
-#endif
 
 /* ==== src/device/device.c ===================================================================== */
 
@@ -32931,172 +32928,6 @@ DTRAIN__PRIVATE const dtrain_device_ops *dtrain__plan_device_ops(void)
     return &ops;
 }
 
-/* ==== src/device/cpu/pool.c =================================================================== */
-
-/* The threads of one rank
- *
- * The CPU device: pool.c runs one function on T threads; cpu.c has state, memory and how work is
- * cut; table.c the tables; launch*.c checks arguments and hands them to kernels; gemm.c cuts matrix
- * products into tiles; kernels/ is the arithmetic, one text that kernels.c compiles for each
- * instruction set. */
-
-/* ---- The pool
- *
- * One generation number says which job is current; a worker has run jobs up to its own copy of it.
- *
- *   caller: write task, pending = T - 1, generation + 1 | run task(0) | wait until pending == 0
- *   worker: wait until generation differs from its copy | run task(i) | pending - 1
- *
- * Both waits spin for some 30 us, because training calls follow each other closely, and then sleep
- * on a condition variable. No wake-up is lost: the sleeper announces itself (asleep, caller_asleep)
- * and then looks again; the other side changes the state and then looks for sleepers. All four
- * accesses are sequentially consistent, so at least one of the two sees the other; and the sleeper
- * holds the lock from its announcement into the wait, so the signal, sent under that lock, cannot
- * fall between them.
- *
- * Threads do not survive fork: a rank makes its pool after it was forked. */
-
-static uint32_t dtrain__pool_await_job(dtrain__pool *pool, uint32_t seen)
-{
-    uint32_t now = seen;
-    for (int i = 0; i < pool->spins && now == seen; i++) {
-        dtrain__pause();
-        now = __atomic_load_n(&pool->generation, __ATOMIC_ACQUIRE);
-    }
-    if (now != seen) return now;
-    pthread_mutex_lock(&pool->lock);
-    __atomic_add_fetch(&pool->asleep, 1, __ATOMIC_SEQ_CST);
-    while ((now = __atomic_load_n(&pool->generation, __ATOMIC_SEQ_CST)) == seen)
-        pthread_cond_wait(&pool->work, &pool->lock);
-    __atomic_sub_fetch(&pool->asleep, 1, __ATOMIC_SEQ_CST);
-    pthread_mutex_unlock(&pool->lock);
-    return now;
-}
-
-static void dtrain__pool_publish_job(dtrain__pool *pool)
-{
-    __atomic_store_n(&pool->pending, pool->thread_count - 1, __ATOMIC_RELAXED);
-    __atomic_add_fetch(&pool->generation, 1, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&pool->asleep, __ATOMIC_SEQ_CST) == 0) return;
-    pthread_mutex_lock(&pool->lock);
-    pthread_cond_broadcast(&pool->work);
-    pthread_mutex_unlock(&pool->lock);
-}
-
-static void dtrain__pool_finish_share(dtrain__pool *pool)
-{
-    if (__atomic_sub_fetch(&pool->pending, 1, __ATOMIC_SEQ_CST) != 0) return;
-    if (!__atomic_load_n(&pool->caller_asleep, __ATOMIC_SEQ_CST)) return;
-    pthread_mutex_lock(&pool->lock);
-    pthread_cond_signal(&pool->done);
-    pthread_mutex_unlock(&pool->lock);
-}
-
-static void dtrain__pool_await_workers(dtrain__pool *pool)
-{
-    for (int i = 0; i < pool->spins; i++) {
-        if (__atomic_load_n(&pool->pending, __ATOMIC_ACQUIRE) == 0) return;
-        dtrain__pause();
-    }
-    pthread_mutex_lock(&pool->lock);
-    __atomic_store_n(&pool->caller_asleep, 1, __ATOMIC_SEQ_CST);
-    while (__atomic_load_n(&pool->pending, __ATOMIC_SEQ_CST) != 0)
-        pthread_cond_wait(&pool->done, &pool->lock);
-    __atomic_store_n(&pool->caller_asleep, 0, __ATOMIC_SEQ_CST);
-    pthread_mutex_unlock(&pool->lock);
-}
-
-static void *dtrain__pool_worker(void *arg)
-{
-    dtrain__worker *self = (dtrain__worker *)arg;
-    dtrain__pool *pool = self->pool;
-    uint32_t seen = 0;
-    for (;;) {
-        seen = dtrain__pool_await_job(pool, seen);
-        if (pool->stop) return NULL;
-        pool->task(pool->ctx, self->index, pool->thread_count);
-        dtrain__pool_finish_share(pool);
-    }
-}
-
-/* Runs task(ctx, index, count) once for every index below count and returns when all are done;
- * index 0 is the calling thread. Without a pool, or from inside a task, count is 1. */
-DTRAIN__PRIVATE void dtrain__parallel(dtrain__pool *pool, dtrain__task_fn task, void *ctx)
-{
-    if (!pool || pool->thread_count == 1 || __atomic_exchange_n(&pool->busy, 1, __ATOMIC_ACQUIRE)) {
-        task(ctx, 0, 1);
-        return;
-    }
-    pool->task = task;
-    pool->ctx = ctx;
-    dtrain__pool_publish_job(pool);
-    task(ctx, 0, pool->thread_count);
-    dtrain__pool_await_workers(pool);
-    __atomic_store_n(&pool->busy, 0, __ATOMIC_RELEASE);
-}
-
-DTRAIN__PRIVATE void dtrain__pool_destroy(dtrain__pool *pool)
-{
-    if (!pool) return;
-    pool->stop = 1;
-    dtrain__pool_publish_job(pool);
-    for (int i = 0; i < pool->thread_count - 1; i++) pthread_join(pool->workers[i].thread, NULL);
-    pthread_cond_destroy(&pool->done);
-    pthread_cond_destroy(&pool->work);
-    pthread_mutex_destroy(&pool->lock);
-    dtrain__free(&pool->allocator, pool->workers, (size_t)pool->room, sizeof *pool->workers);
-    dtrain_allocator allocator = pool->allocator;
-    dtrain__free(&allocator, pool, 1, sizeof *pool);
-}
-
-/* Signals stay with the rank's own threads: a worker is created with all of them blocked. */
-static int dtrain__pool_start(dtrain__pool *pool, int index)
-{
-    dtrain__worker *worker = &pool->workers[index - 1];
-    sigset_t all, before;
-    worker->pool = pool;
-    worker->index = index;
-    sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, &before);
-    int error = pthread_create(&worker->thread, NULL, dtrain__pool_worker, worker);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return error;
-}
-
-/* Returns 0, ENOMEM, or what pthread_create said. `oversubscribed`: threads would spin on a core
- * that another one needs, so they sleep at once. */
-DTRAIN__PRIVATE int dtrain__pool_create(dtrain__pool **out, const dtrain_allocator *allocator,
-                                        int thread_count, int oversubscribed)
-{
-    dtrain_allocator memory = dtrain__resolve_allocator(allocator);
-    *out = NULL;
-    dtrain__pool *pool = (dtrain__pool *)dtrain__alloc(&memory, 1, sizeof *pool, "a thread pool");
-    if (!pool) return ENOMEM;
-    pool->allocator = memory;
-    pool->room = thread_count;
-    pool->workers = (dtrain__worker *)dtrain__alloc(&memory, (size_t)thread_count,
-                                                    sizeof *pool->workers, "a thread pool");
-    if (!pool->workers) {
-        dtrain__free(&memory, pool, 1, sizeof *pool);
-        return ENOMEM;
-    }
-    pool->spins = oversubscribed ? 0 : 1000;
-    pool->thread_count = 1;
-    int error = pthread_mutex_init(&pool->lock, NULL);
-    if (!error) error = pthread_cond_init(&pool->work, NULL);
-    if (!error) error = pthread_cond_init(&pool->done, NULL);
-    for (int i = 1; i < thread_count && !error; i++) {
-        error = dtrain__pool_start(pool, i);
-        if (!error) pool->thread_count = i + 1;
-    }
-    if (error) {
-        dtrain__pool_destroy(pool);
-        return error;
-    }
-    *out = pool;
-    return 0;
-}
-
 /* ==== src/device/cpu/cpu.c ==================================================================== */
 
 /* The CPU device: state, memory, table. */
@@ -33666,727 +33497,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_gemm(dtrain_device *device, const dtra
         DTRAIN__TRY(
             dtrain__gemm_after(device, args, args->activation, z, of_c ? args->bias_grad : NULL));
     return args->bias_grad && !of_c ? dtrain__gemm_bias_grad(device, args) : DTRAIN_OK;
-}
-
-/* ==== src/device/cpu/launch_sparse.c ========================================================== */
-
-/* Sparse gradients
- *
- * Top-k reads the elements once. A sample, some thousand elements at places that depend on count
- * only, gives a threshold that lets somewhat more than k through:
- *
- *   1. threshold   of the sample, the magnitude of rank m + 4 sqrt(m) + 8, where m is the number of
- *                  the k largest that a sample of this size has on average: four deviations more
- *   2. pass        velocity, residual; what exceeds the threshold goes to a list, one per thread
- *   3. border      the k-th largest magnitude of the lists, by histograms of its digits
- *   4. take        what lies above the border, and the first of its equals; zeros in their place
- *
- * When the lists hold k elements or more and none was too short, all of the k largest are in them:
- * the result does not depend on the sample, the threads or the instruction set. Else (many equals,
- * or a sample that missed the few that matter) steps 3 and 4 read all elements: four times the
- * reading, the same result. Lists: 8 bytes for each element that may pass, 2 to 4 % of count for k
- * of 1 %, up to four times that for many threads. */
-
-/* Magnitudes order like their bits; every NaN is the largest. */
-static uint32_t dtrain__magnitude(float value)
-{
-    const uint32_t bits = dtrain__f32_bits(value) & 0x7fffffffu;
-    return bits > 0x7f800000u ? 0x7fffffffu : bits;
-}
-
-/* The bin, counted from the top, in which the `wanted`-th largest falls; *wanted becomes its place
- * inside the bin. */
-static uint32_t dtrain__boundary(const uint32_t *bins, uint32_t bin_count, int64_t *wanted)
-{
-    uint32_t bin = bin_count - 1;
-    for (; *wanted > (int64_t)bins[bin]; bin--) *wanted -= bins[bin];
-    return bin;
-}
-
-#define DTRAIN__TOPK_BINS 2048
-#define DTRAIN__TOPK_SAMPLE 16384 /* at most */
-#define DTRAIN__TOPK_FEW 8192     /* so many need no threshold: all are candidates */
-
-/* The magnitude of the `wanted`-th largest of x (count), from digits of 11, 10 and 10 bits; *wanted
- * becomes its place among its equals. */
-static uint32_t dtrain__topk_border(const float *x, int64_t count, int64_t *wanted, uint32_t *bins)
-{
-    memset(bins, 0, DTRAIN__TOPK_BINS * sizeof *bins);
-    for (int64_t i = 0; i < count; i++) bins[dtrain__magnitude(x[i]) >> 20]++;
-    uint32_t prefix = dtrain__boundary(bins, DTRAIN__TOPK_BINS, wanted);
-    for (int shift = 10; shift >= 0; shift -= 10) {
-        memset(bins, 0, 1024 * sizeof *bins);
-        for (int64_t i = 0; i < count; i++) {
-            const uint32_t m = dtrain__magnitude(x[i]);
-            bins[m >> shift & 1023] += m >> (shift + 10) == prefix;
-        }
-        prefix = prefix << 10 | dtrain__boundary(bins, 1024, wanted);
-    }
-    return prefix;
-}
-
-/* A magnitude that of the k largest elements all but surely none falls below; -1 when there is none
- * that would leave out enough. Also the room that a list needs for what exceeds it. */
-static int32_t dtrain__topk_threshold(const dtrain_topk_args *a, float *sample, uint32_t *bins,
-                                      int64_t *room)
-{
-    const int64_t share = a->count / 64, least = share > 512 ? share : 512;
-    const int64_t size = least < DTRAIN__TOPK_SAMPLE ? least : DTRAIN__TOPK_SAMPLE;
-    const double mean = (double)size * (double)a->k / (double)a->count;
-    const int64_t stride = a->count / size;
-    int64_t rank = (int64_t)(mean + 4 * sqrt(mean)) + 8;
-    const double pass = (double)a->count / (double)size * (double)rank;
-    *room = (int64_t)(pass + 4 * pass / sqrt((double)rank)) + DTRAIN__TOPK_BLOCK;
-    if (rank >= size / 2) return -1;
-    for (int64_t i = 0; i < size; i++) { /* not always the same column of a matrix */
-        const uint64_t jitter = ((uint64_t)i * 2654435761u & 0xffffffffu) * (uint64_t)stride >> 32;
-        const int64_t at = i * stride + (int64_t)jitter;
-        float x = a->x[at];
-        if (a->velocity) x += a->momentum * a->velocity[at];
-        sample[i] = a->residual ? a->residual[at] + x : x;
-    }
-    const uint32_t border = dtrain__topk_border(sample, size, &rank, bins);
-    /* Zeros are as good as never wanted; NaNs are above infinity in the bits they have. */
-    if (border == 0) return 0;
-    return border > 0x7f800000u ? 0x7f800000 : (int32_t)border - 1;
-}
-
-/* Steps 3 and 4 on candidates in ascending order; without indices x are the elements themselves.
- * What is written for an element that is not taken is overwritten by the next. */
-static void dtrain__topk_take(const dtrain_topk_args *args, const float *x, const int32_t *indices,
-                              int64_t count, uint32_t *bins)
-{
-    int64_t equals = args->k, taken = 0;
-    const uint32_t border = dtrain__topk_border(x, count, &equals, bins);
-    for (int64_t i = 0; taken < args->k; i++) {
-        const uint32_t m = dtrain__magnitude(x[i]);
-        args->values[taken] = x[i];
-        args->indices[taken] = indices ? indices[i] : (int32_t)i;
-        taken += (m > border) | ((m == border) & (equals > 0));
-        equals -= m == border;
-    }
-    if (args->residual)
-        for (int64_t i = 0; i < args->k; i++) args->residual[args->indices[i]] = 0;
-    if (args->velocity)
-        for (int64_t i = 0; i < args->k; i++) args->velocity[args->indices[i]] = 0;
-}
-
-/* Joins the lists at the first one's; the number of candidates, -1 if a list was too short. */
-static int64_t dtrain__topk_join(const dtrain__topk_pass *pass, int lists)
-{
-    int64_t total = pass->found[0];
-    for (int i = 1; i < lists && total >= 0; i++) {
-        const int64_t found = pass->found[i];
-        if (found < 0) return -1;
-        const size_t bytes = (size_t)found * sizeof(float);
-        memmove(pass->values + total, pass->values + i * pass->room, bytes);
-        memmove(pass->indices + total, pass->indices + i * pass->room, bytes);
-        total += found;
-    }
-    return total;
-}
-
-static dtrain_result dtrain__topk_check(const dtrain_topk_args *args)
-{
-    if (args->count > INT32_MAX || args->k < 1 || args->k > args->count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "topk: k is %lld of %lld; expected 1 to count, below 2^31",
-                           (long long)args->k, (long long)args->count);
-    if (args->velocity && !args->residual)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "topk: velocity needs a residual");
-    return DTRAIN_OK;
-}
-
-/* Scratch: histogram, threshold's sample or what each thread found, lists of values, of indices. */
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_topk(dtrain_device *device, const dtrain_topk_args *args)
-{
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    const bool few = args->count <= DTRAIN__TOPK_FEW;
-    const int lists = few ? 1 : cpu->thread_count;
-    const int64_t head = DTRAIN__TOPK_BINS + DTRAIN__TOPK_SAMPLE;
-    dtrain__topk_pass pass;
-    DTRAIN__TRY(dtrain__topk_check(args));
-    dtrain__job job = dtrain__job_make(&pass, args->count, DTRAIN__LINE, DTRAIN_DTYPE_F32);
-    memset(&pass, 0, sizeof pass);
-    pass.args = args;
-    pass.below = -1;
-    pass.room = args->count + DTRAIN__TOPK_BLOCK;
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, head, &job.scratch));
-    if (!few) {
-        pass.below = dtrain__topk_threshold(args, job.scratch + DTRAIN__TOPK_BINS,
-                                            (uint32_t *)(void *)job.scratch, &pass.room);
-        if (pass.below < 0) pass.room = 0;
-        else if (lists > 4) pass.room = 4 * pass.room / lists + DTRAIN__TOPK_BLOCK;
-    }
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, head + 2 * lists * pass.room, &job.scratch));
-    uint32_t *bins = (uint32_t *)(void *)job.scratch;
-    pass.found = (int64_t *)(void *)(job.scratch + DTRAIN__TOPK_BINS);
-    pass.values = job.scratch + head;
-    pass.indices = (int32_t *)(void *)(pass.values + lists * pass.room);
-    memset(pass.found, 0, (size_t)lists * sizeof *pass.found);
-    if (few) cpu->kernels->topk(&job, 0, args->count, 0);
-    else dtrain__job_run(cpu, &job, cpu->kernels->topk, args->count);
-    const int64_t found = dtrain__topk_join(&pass, lists);
-    if (found >= args->k) dtrain__topk_take(args, pass.values, pass.indices, found, bins);
-    else
-        dtrain__topk_take(args, args->residual ? args->residual : args->x, NULL, args->count, bins);
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_scatter_add(dtrain_device *device,
-                                                      const dtrain_scatter_add_args *args)
-{
-    (void)device;
-    if (args->k < 0)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "scatter_add: k is %lld, expected 0 or more",
-                           (long long)args->k);
-    for (int64_t i = 0; i < args->k; i++)
-        if (args->indices[i] < 0 || args->indices[i] >= args->count)
-            return dtrain_fail(DTRAIN_ERROR_DATA, "index %ld at place %lld is outside [0, %lld)",
-                               (long)args->indices[i], (long long)i, (long long)args->count);
-    for (int64_t i = 0; i < args->k; i++)
-        args->out[args->indices[i]] += args->scale * args->values[i];
-    return DTRAIN_OK;
-}
-
-/* ---- Orthonormal columns ----------------------------------------------------------------------
- *
- * Gram-Schmidt in double, column after column: each is projected twice against those before it
- * ("twice is enough": Giraud et al., 2005), so that it is orthogonal to them to the rounding of a
- * double, and leaves as floats. One thread: a rank has few columns, and the products beside this
- * step cost far more. */
-
-static double dtrain__dot(const double *a, const double *b, int64_t count)
-{
-    double even = 0, odd = 0; /* two chains hide the latency of an addition */
-    int64_t i = 0;
-    for (; i + 2 <= count; i += 2) {
-        even += a[i] * b[i];
-        odd += a[i + 1] * b[i + 1];
-    }
-    if (i < count) even += a[i] * b[i];
-    return even + odd;
-}
-
-/* Make column j of q (columns, rows) orthogonal to the ones before it, of length 1 or 0; false when
- * an element is not finite. Below 1e-6 of the column's length only the rounding of floats is left,
- * and the column counts as zero. */
-static bool dtrain__orthogonalize_column(double *q, int64_t rows, int64_t j)
-{
-    double *x = q + j * rows;
-    const double before = dtrain__dot(x, x, rows);
-    uint64_t bits;
-    memcpy(&bits, &before, sizeof bits);
-    if ((bits >> 52 & 0x7ff) == 0x7ff) return false;
-    for (int64_t round = 0; round < 2; round++)
-        for (int64_t i = 0; i < j; i++) {
-            const double *other = q + i * rows, along = dtrain__dot(other, x, rows);
-            for (int64_t row = 0; row < rows; row++) x[row] -= along * other[row];
-        }
-    const double left = dtrain__dot(x, x, rows);
-    const double factor = left > 1e-12 * before ? 1 / sqrt(left) : 0;
-    for (int64_t row = 0; row < rows; row++) x[row] *= factor;
-    return true;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_orthogonalize(dtrain_device *device,
-                                                        const dtrain_orthogonalize_args *args)
-{
-    const int64_t rows = args->rows, columns = args->columns;
-    if (rows < 0 || columns < 1 || columns > DTRAIN_ORTHOGONALIZE_COLUMNS)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "orthogonalize: %lld rows, %lld columns; expected 1 to %d columns",
-                           (long long)rows, (long long)columns, DTRAIN_ORTHOGONALIZE_COLUMNS);
-    float *scratch;
-    DTRAIN__TRY(dtrain__cpu_scratch((dtrain__cpu *)device->state, 2 * rows * columns, &scratch));
-    double *q = (double *)(void *)scratch;
-    bool finite = true;
-    for (int64_t i = 0; i < rows * columns; i++)
-        q[i % columns * rows + i / columns] = (double)args->x[i];
-    for (int64_t j = 0; j < columns && finite; j++)
-        finite = dtrain__orthogonalize_column(q, rows, j);
-    for (int64_t i = 0; i < rows * columns; i++)
-        args->x[i] = finite ? (float)q[i % columns * rows + i / columns]
-                            : dtrain__f32_from_bits(0x7fc00000u);
-    return DTRAIN_OK;
-}
-
-/* ==== src/device/cpu/gemm.c =================================================================== */
-
-/* The driver of matrix products
- *
- * C is cut into rectangles, handed to the threads one by one. A rectangle is the work of one thread
- * with buffers of its own, over all of k in blocks of DTRAIN__KC (Goto and van de Geijn, "Anatomy
- * of high-performance matrix multiplication", 2008):
- *
- *          B block (kc, n)                for each block of k:
- *         +----+----+----+                  1. pack A (m, kc) into panels of `mr` rows       -> L2
- *      kc |    | j  |    |                  2. for each panel of `nr` columns of B:
- *         +----+----+----+                  3.   pack it                                     -> L1
- *  +----+ +----+----+----+                  4.   for each panel of A: a tile (mr, nr) of C
- *  |    | |    |    |    |                         stays in registers for kc steps,
- *  +----+ +----+----+----+                         C = alpha * tile + beta * C
- *  | i  | |    |tile|    |                  5.   after the last block, while the tile is in L1:
- *  +----+ +----+----+----+                         bias, activation, rounding
- *
- * A packed panel holds its `width` rows (or columns) side by side, k after k: element (r, p) is at
- * [p * width + r], so the kernel reads both panels from front to back.
- *
- * Every element of C is the same chain of operations wherever the rectangles are cut: k is never
- * split between threads and its blocks depend on k alone. So the bits do not depend on the threads.
- *
- * Packing costs a quarter of a cycle per element, more where it waits for memory, and is repeated
- * by each rectangle: 4 / m + 4 / n of the time and up. It pays even where the order in memory is
- * right: rows of B a power of two apart share a few cache sets and throw each other out of L1. */
-
-typedef struct dtrain__gemm_job {
-    const dtrain_gemm_args *args;
-    const dtrain__isa *isa;
-    dtrain__operand a, b;
-    const dtrain__windows *c_rows;
-    int64_t k, k_step;      /* k is 0 when alpha is */
-    int64_t parts, part_k;  /* of k, for which there is a C each */
-    int64_t m_most;         /* rows of a rectangle whose A fits the buffer */
-    int64_t m_step, n_step; /* rectangle; multiples of mr and nr */
-    int64_t rows, cols;     /* rectangles */
-    int64_t next;           /* atomic: rectangles handed out */
-    float *memory;
-    int64_t slot;      /* floats of memory for each thread */
-    int needs_partial; /* C cannot hold sums between blocks of k */
-} dtrain__gemm_job;
-
-/* One block of k in one rectangle of C: where it lies and what the thread works with. */
-typedef struct dtrain__gemm_pass {
-    const dtrain__gemm_job *job;
-    int64_t i0, i1, j0, j1;
-    int64_t p, end; /* along k */
-    int64_t c_at;   /* where this part's C begins, in elements */
-    int k, cells;   /* k in cells of the panels */
-    int first, last;
-    float *a_block, *b_panel, *partial;
-} dtrain__gemm_pass;
-
-static const void *dtrain__gemm_at(const void *data, dtrain_dtype dtype, int64_t index)
-{
-    return (const char *)data + index * (dtype == DTRAIN_DTYPE_F32 ? 4 : 2);
-}
-
-static int64_t dtrain__gemm_min(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t dtrain__gemm_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
-static int64_t dtrain__gemm_round(int64_t a, int64_t b) { return dtrain__gemm_ceil(a, b) * b; }
-
-static dtrain__rectangle dtrain__rectangle_at(void *data, dtrain_dtype dtype, int64_t ld, int rows,
-                                              int cols)
-{
-    dtrain__rectangle x;
-    x.data = data;
-    x.dtype = dtype;
-    x.ld = ld;
-    x.rows = rows;
-    x.cols = cols;
-    return x;
-}
-
-/* Rows of C that are equally far apart: where the first begins, what is between two, in elements,
- * and how many there are. */
-typedef struct dtrain__gemm_rows {
-    int64_t at, ld, count;
-} dtrain__gemm_rows;
-
-/* Return those from row i on. Rows of windows are equally far apart up to the end of a line. */
-static dtrain__gemm_rows dtrain__gemm_rows_at(const dtrain__gemm_pass *pass, int64_t i)
-{
-    const dtrain__windows *windows = pass->job->c_rows;
-    const int64_t ldc = pass->job->args->ldc;
-    dtrain__gemm_rows rows = {pass->c_at + i * ldc, ldc, INT64_MAX};
-    if (!windows) return rows;
-    const dtrain__corner corner = dtrain__window_corner(windows, i);
-    rows.at = dtrain__window_tap(windows, &corner, 0, 0);
-    rows.ld = windows->stride[1] * windows->channels;
-    rows.count = windows->columns - corner.column;
-    return rows;
-}
-
-/* Move a tile from or to C. */
-static void dtrain__gemm_move(const dtrain__gemm_pass *pass, int64_t i, int64_t j, int count,
-                              int cols, float *tile, bool load)
-{
-    const dtrain__gemm_job *job = pass->job;
-    const dtrain_gemm_args *x = job->args;
-    while (count > 0) {
-        const dtrain__gemm_rows rows = dtrain__gemm_rows_at(pass, i);
-        const int now = (int)dtrain__gemm_min(rows.count, count);
-        void *at = (void *)(uintptr_t)dtrain__gemm_at(x->c, x->c_dtype, rows.at + j);
-        const dtrain__rectangle c = dtrain__rectangle_at(at, x->c_dtype, rows.ld, now, cols);
-        if (load) job->isa->tile->load(tile, job->isa->nr, &c);
-        else job->isa->tile->store(&c, tile, job->isa->nr);
-        tile += now * job->isa->nr;
-        count -= now;
-        i += now;
-    }
-}
-
-/* Bias, aux and activation, or the slope of a backward pass, on a tile; aux is a part of x->aux. */
-static void dtrain__gemm_finish_copied(const dtrain__isa *isa, const dtrain_gemm_args *x, int64_t j,
-                                       const dtrain__rectangle *aux, float *tile)
-{
-    float other[DTRAIN__MR_MAX * DTRAIN__NR_MAX], bias[DTRAIN__NR_MAX] = {0};
-    if (x->flags & DTRAIN_GEMM_ACT_BACKWARD) {
-        memset(other, 0, (size_t)(isa->mr * isa->nr) * sizeof *other);
-        isa->tile->load(other, isa->nr, aux);
-        isa->tile->slope(tile, other, isa->mr * isa->nr, x->activation);
-        return;
-    }
-    if (x->bias) memcpy(bias, x->bias + j, (size_t)aux->cols * sizeof *bias);
-    isa->tile->finish(tile, isa->nr, isa->nr, aux->rows, x->bias ? bias : NULL,
-                      x->aux ? other : NULL, x->activation);
-    if (x->aux) isa->tile->store(aux, other, isa->nr);
-}
-
-/* A tile that is cut off by the edge, or that C stores in half precision, is computed in `tile`.
- * Rows of `tile` beyond the edge are computed and dropped. */
-static void dtrain__gemm_copied_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t j,
-                                     const float *a, const float *b, int64_t ldb)
-{
-    const dtrain__gemm_job *job = pass->job;
-    const dtrain_gemm_args *x = job->args;
-    const dtrain__isa *isa = job->isa;
-    const int rows = (int)dtrain__gemm_min(isa->mr, pass->i1 - i);
-    const int cols = (int)dtrain__gemm_min(isa->nr, pass->j1 - j);
-    const float beta = pass->first ? x->beta : 1;
-    float tile[DTRAIN__MR_MAX * DTRAIN__NR_MAX];
-
-    const dtrain__rectangle partial =
-        dtrain__rectangle_at(pass->partial + (i - pass->i0) * job->n_step + (j - pass->j0),
-                             DTRAIN_DTYPE_F32, job->n_step, rows, cols);
-
-    if (beta != 0) {
-        memset(tile, 0, (size_t)(isa->mr * isa->nr) * sizeof *tile);
-        if (job->needs_partial && !pass->first) isa->tile->load(tile, isa->nr, &partial);
-        else dtrain__gemm_move(pass, i, j, rows, cols, tile, true);
-    }
-    isa->kernel(pass->cells, a, b, ldb, x->alpha, beta, tile, isa->nr);
-    if (pass->last) {
-        void *at = x->aux;
-        if (at) at = (void *)(uintptr_t)dtrain__gemm_at(at, x->c_dtype, i * x->ldc + j);
-        const dtrain__rectangle aux = dtrain__rectangle_at(at, x->c_dtype, x->ldc, rows, cols);
-        dtrain__gemm_finish_copied(isa, x, j, &aux, tile);
-    }
-    if (job->needs_partial && !pass->last) isa->tile->store(&partial, tile, isa->nr);
-    else dtrain__gemm_move(pass, i, j, rows, cols, tile, false);
-}
-
-static void dtrain__gemm_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t j, const float *a,
-                              const float *b, int64_t ldb)
-{
-    const dtrain__gemm_job *job = pass->job;
-    const dtrain_gemm_args *x = job->args;
-    const dtrain__isa *isa = job->isa;
-    const dtrain__gemm_rows rows = dtrain__gemm_rows_at(pass, i);
-    if (x->c_dtype != DTRAIN_DTYPE_F32 || rows.count < isa->mr || pass->i1 - i < isa->mr ||
-        pass->j1 - j < isa->nr) {
-        dtrain__gemm_copied_tile(pass, i, j, a, b, ldb);
-        return;
-    }
-    const int64_t at = rows.at + j;
-    float *c = (float *)x->c + at;
-    isa->kernel(pass->cells, a, b, ldb, x->alpha, pass->first ? x->beta : 1, c, rows.ld);
-    if (pass->last && (x->bias || x->aux || x->activation))
-        isa->tile->finish(c, rows.ld, isa->nr, isa->mr, x->bias ? x->bias + j : NULL,
-                          x->aux ? (float *)x->aux + at : NULL, x->activation);
-}
-
-/* Return the floats of a panel of A. */
-static int dtrain__gemm_panel(const dtrain__gemm_pass *pass)
-{
-    const dtrain__isa *isa = pass->job->isa;
-    return isa->mr * (isa->pitch ? isa->pitch : pass->cells);
-}
-
-/* Where A is stored transposed, 16 cells of k at a time: their rows of memory stay in L1 while all
- * the panels take their few elements of each. */
-static void dtrain__gemm_pack_a_block(const dtrain__gemm_pass *pass)
-{
-    const dtrain__gemm_job *job = pass->job;
-    int mr = job->isa->mr;
-    int chunk = job->a.along_k || job->a.windows ? pass->k : 16 * job->isa->pair;
-    for (int p = 0; p < pass->k; p += chunk) {
-        int steps = pass->k - p < chunk ? pass->k - p : chunk;
-        float *panel = pass->a_block + p / job->isa->pair * mr;
-        for (int64_t i = pass->i0; i < pass->i1; i += mr, panel += dtrain__gemm_panel(pass))
-            job->isa->pack_a(panel, &job->a, i, (int)dtrain__gemm_min(mr, pass->i1 - i),
-                             pass->p + p, steps);
-    }
-}
-
-static void dtrain__gemm_block(const dtrain__gemm_pass *pass)
-{
-    const dtrain__gemm_job *job = pass->job;
-    const dtrain__isa *isa = job->isa;
-    int mr = isa->mr, nr = isa->nr;
-    /* Two panels of A do not repay a copy of B that lies in the right order already, and none does
-     * where that is a panel. */
-    int in_place = !job->b.along_k && job->b.dtype == DTRAIN_DTYPE_F32 && isa->pair == 1 &&
-                   (pass->i1 - pass->i0 <= 2 * mr || job->b.ld == nr);
-    dtrain__gemm_pack_a_block(pass);
-    for (int64_t j = pass->j0; j < pass->j1; j += nr) {
-        const float *b = pass->b_panel, *a = pass->a_block;
-        int64_t ldb = nr;
-        if (in_place && pass->j1 - j >= nr) {
-            b = (const float *)job->b.data + pass->p * job->b.ld + j;
-            ldb = job->b.ld;
-        } else {
-            isa->pack_b(pass->b_panel, &job->b, j, (int)dtrain__gemm_min(nr, pass->j1 - j), pass->p,
-                        pass->k);
-        }
-        for (int64_t i = pass->i0; i < pass->i1; i += mr, a += dtrain__gemm_panel(pass))
-            dtrain__gemm_tile(pass, i, j, a, b, ldb);
-    }
-}
-
-static void dtrain__gemm_task(void *ctx, int index, int count)
-{
-    dtrain__gemm_job *job = (dtrain__gemm_job *)ctx;
-    const dtrain_gemm_args *x = job->args;
-    const dtrain__isa *isa = job->isa;
-    dtrain__gemm_pass pass;
-    (void)count;
-    memset(&pass, 0, sizeof pass);
-    pass.job = job;
-    pass.a_block = job->memory + index * job->slot;
-    pass.b_panel = pass.a_block + DTRAIN__MC * DTRAIN__PITCH;
-    pass.partial = pass.b_panel + DTRAIN__NR_MAX * DTRAIN__KC;
-    if (isa->begin) isa->begin();
-    for (;;) {
-        int64_t at = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
-        const int64_t part = at / (job->rows * job->cols);
-        if (part >= job->parts) break;
-        at %= job->rows * job->cols;
-        pass.i0 = at % job->rows * job->m_step;
-        pass.j0 = at / job->rows * job->n_step;
-        pass.i1 = dtrain__gemm_min(pass.i0 + job->m_step, x->m);
-        pass.j1 = dtrain__gemm_min(pass.j0 + job->n_step, x->n);
-        pass.p = part * job->part_k;
-        pass.end = dtrain__gemm_min(pass.p + job->part_k, job->k);
-        pass.c_at = part * x->m * x->ldc;
-        pass.first = 1;
-        do { /* once even for k == 0: beta, bias and activation remain */
-            pass.k = (int)dtrain__gemm_min(job->k_step, pass.end - pass.p);
-            pass.cells = (int)dtrain__gemm_round(dtrain__gemm_ceil(pass.k, isa->pair), isa->unit);
-            pass.last = pass.p + pass.k == pass.end;
-            dtrain__gemm_block(&pass);
-            pass.p += pass.k;
-            pass.first = 0;
-        } while (pass.p < pass.end);
-    }
-    if (isa->end) isa->end();
-}
-
-/* Equal blocks of k, whole cells, and the rows of A that fit the buffer with them. */
-static void dtrain__gemm_cut_k(dtrain__gemm_job *job)
-{
-    const int64_t most = DTRAIN__KC * job->isa->pair, mr = job->isa->mr;
-    const int64_t whole = job->isa->pair * job->isa->unit;
-    const int64_t k = job->part_k;
-    job->k_step = dtrain__gemm_ceil(k, dtrain__gemm_ceil(k, most) + (k == 0));
-    job->k_step = dtrain__gemm_round(job->k_step, whole);
-    job->needs_partial = job->args->c_dtype != DTRAIN_DTYPE_F32 && k > job->k_step;
-    job->m_most = DTRAIN__MC / mr * mr;
-    if (job->isa->pair == 1 || job->isa->pitch || job->needs_partial || k == 0) return;
-    /* Cheap products repay taller blocks, which pack B less often. */
-    job->m_most = DTRAIN__MC * DTRAIN__KC / (job->k_step / job->isa->pair) / mr * mr;
-    if (job->m_most > 4 * DTRAIN__MC / mr * mr) job->m_most = 4 * DTRAIN__MC / mr * mr;
-}
-
-/* Cuts C. Of the grids that fit the buffers and give every thread the same number of rectangles it
- * takes the one with the least work per thread: a rectangle's multiplications and packing. */
-static void dtrain__gemm_cut(dtrain__gemm_job *job, int threads)
-{
-    int64_t m = job->args->m, n = job->args->n, mr = job->isa->mr, nr = job->isa->nr;
-    int64_t best = INT64_MAX, fewest = dtrain__gemm_ceil(m, job->m_most);
-    for (int64_t extra = 0; extra < threads; extra++) {
-        int64_t m_step = dtrain__gemm_round(dtrain__gemm_ceil(m, fewest + extra), mr);
-        int64_t rows = dtrain__gemm_ceil(m, m_step);
-        int64_t cols = dtrain__gemm_ceil(n, DTRAIN__NC);
-        while (rows * cols % threads && rows * cols < 8 * threads) cols++;
-        int64_t n_step = dtrain__gemm_round(dtrain__gemm_ceil(n, cols), nr);
-        cols = dtrain__gemm_ceil(n, n_step);
-        int64_t rounds = dtrain__gemm_ceil(rows * cols, threads);
-        int64_t cost = rounds * (m_step * n_step + job->isa->packing * (m_step + n_step));
-        if (cost >= best) continue;
-        best = cost;
-        job->m_step = m_step;
-        job->n_step = n_step;
-        job->rows = rows;
-        job->cols = cols;
-    }
-}
-
-/* Return the floats of scratch that a thread needs; partial: with sums that C cannot hold. */
-DTRAIN__PRIVATE int64_t dtrain__gemm_slot(bool partial)
-{
-    return DTRAIN__MC * DTRAIN__PITCH + DTRAIN__NR_MAX * DTRAIN__KC +
-           (partial ? DTRAIN__MC * DTRAIN__NC : 0);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__gemm_run(dtrain__cpu *cpu, const dtrain__gemm_call *product)
-{
-    const dtrain_gemm_args *args = product->args;
-    dtrain__gemm_job job;
-    dtrain__pool *pool = cpu->pool;
-    if (args->m <= 0 || args->n <= 0) return DTRAIN_OK;
-    memset(&job, 0, sizeof job);
-    job.args = args;
-    job.isa = product->isa;
-    job.a = product->a;
-    job.b = product->b;
-    job.c_rows = product->c_rows;
-    job.k = args->alpha == 0 || args->k < 0 ? 0 : args->k;
-    job.part_k = dtrain__gemm_ceil(job.k, product->parts);
-    job.parts = job.k ? dtrain__gemm_ceil(job.k, job.part_k) : 1;
-    dtrain__gemm_cut_k(&job);
-
-    /* Waking the others costs more than a quarter of a million multiply-adds. */
-    int64_t tiny = 1 << 18;
-    if (args->m * args->n <= tiny && args->m * args->n * job.k <= tiny) pool = NULL;
-    const int threads = pool ? pool->thread_count : 1;
-    dtrain__gemm_cut(&job, job.parts > 1 ? 1 : threads);
-    job.slot = dtrain__gemm_slot(job.needs_partial);
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, product->reserve + job.slot * threads, &job.memory));
-    job.memory += product->reserve;
-    dtrain__parallel(pool, dtrain__gemm_task, &job);
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_args *args)
-{
-    dtrain__gemm_call product;
-    memset(&product, 0, sizeof product);
-    product.args = args;
-    product.isa = cpu->isa;
-    if (cpu->pairs && args->a_dtype == DTRAIN_DTYPE_BF16 && args->b_dtype == DTRAIN_DTYPE_BF16)
-        product.isa = cpu->pairs;
-    product.a.data = args->a;
-    product.a.dtype = args->a_dtype;
-    product.a.ld = args->lda;
-    product.a.along_k = !(args->flags & DTRAIN_GEMM_TRANS_A);
-    product.b.data = args->b;
-    product.b.dtype = args->b_dtype;
-    product.b.ld = args->ldb;
-    product.b.along_k = (args->flags & DTRAIN_GEMM_TRANS_B) != 0;
-    product.parts = 1;
-    return dtrain__gemm_run(cpu, &product);
-}
-
-/* ==== src/device/cpu/kernels.c ================================================================ */
-
-/* Kernels: how work is cut
- *
- *     launcher              checks what only it can see, cuts the work, wakes the pool
- *       -> dtrain__job        what is common to all threads of one kernel
- *         -> range function     the arithmetic on [begin, end), one per instruction set
- *
- * The bits of a result depend on the instruction set, never on the number of threads: a sum is
- * either taken by one thread alone (rows, columns, heads) or over chunks whose size follows from
- * the arguments, whose sums are then added in order. */
-
-/* The text of the kernels is compiled once per instruction set: the file with it is included with
- * DTRAIN__ISA set. (dtrain.h includes itself, and what such an inclusion sees is its last part.) */
-#ifndef DTRAIN__KERNEL_TEXT
-#define DTRAIN__KERNEL_TEXT "device/cpu/kernels/text.h"
-#endif
-#if defined(__aarch64__)
-#include <arm_neon.h>
-#endif
-#if DTRAIN__HAS_AVX512
-#define DTRAIN__ISA 3
-#include DTRAIN__KERNEL_TEXT
-#undef DTRAIN__ISA
-#endif
-#if DTRAIN__HAS_AVX2
-#define DTRAIN__ISA 2
-#include DTRAIN__KERNEL_TEXT
-#undef DTRAIN__ISA
-#endif
-#if DTRAIN__HAS_GENERIC
-#define DTRAIN__ISA 1
-#include DTRAIN__KERNEL_TEXT
-#undef DTRAIN__ISA
-#endif
-#if DTRAIN__HAS_SCALAR
-#define DTRAIN__ISA 0
-#include DTRAIN__KERNEL_TEXT
-#undef DTRAIN__ISA
-#endif
-
-/* Return an instance that this machine runs, number 0 the best; NULL: there are no more. With
- * DTRAIN_NATIVE the only one is that of the compiler's flags, which the whole program needs. */
-#if defined(DTRAIN_NATIVE)
-#define DTRAIN__RUNS(feature) true
-#else
-#define DTRAIN__RUNS(feature) __builtin_cpu_supports(feature)
-#endif
-DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_number(int number)
-{
-    int found = 0;
-#if DTRAIN__HAS_AVX512
-    if (DTRAIN__RUNS("avx512f") && DTRAIN__RUNS("avx512bw") && DTRAIN__RUNS("avx512vl") &&
-        DTRAIN__RUNS("avx512dq") && found++ == number)
-        return &dtrain__kernels_avx512;
-#endif
-#if DTRAIN__HAS_AVX2
-    if (DTRAIN__RUNS("avx2") && DTRAIN__RUNS("fma") && found++ == number)
-        return &dtrain__kernels_avx2; /* F16C came two generations earlier */
-#endif
-#if DTRAIN__HAS_GENERIC
-    if (found++ == number) return &dtrain__kernels_generic;
-#endif
-#if DTRAIN__HAS_SCALAR
-    if (found++ == number) return &dtrain__kernels_scalar;
-#endif
-    return NULL;
-}
-
-DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void)
-{
-    return dtrain__kernels_number(0);
-}
-
-/* Return NULL where products of bf16 are computed in fp32. */
-DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void)
-{
-#if DTRAIN__PAIRS
-    if (dtrain__kernels_select() == &dtrain__kernels_avx512 && dtrain__has_amx())
-        return &dtrain__isa_amx_avx512;
-#endif
-    return NULL;
-}
-
-/* Unsigned arithmetic: integers wrap, and overflow is defined. */
-#define DTRAIN__MIX_INTEGERS(name, U, S)                                                        \
-    static void name(const dtrain__mix_job *job)                                                \
-    {                                                                                           \
-        for (size_t at = 0; at < job->count; at++) {                                            \
-            U sum, x;                                                                           \
-            memcpy(&sum, job->in[0] + at * sizeof sum, sizeof sum);                             \
-            for (int i = 1; i < job->in_count; i++) {                                           \
-                memcpy(&x, job->in[i] + at * sizeof x, sizeof x);                               \
-                if (job->op == DTRAIN_REDUCE_SUM) sum += x;                                     \
-                else if (job->op == DTRAIN_REDUCE_PROD) sum *= x;                               \
-                else if (job->op == DTRAIN_REDUCE_MIN ? (S)x < (S)sum : (S)x > (S)sum) sum = x; \
-            }                                                                                   \
-            for (int i = 0; i < job->out_count; i++)                                            \
-                memcpy(job->out[i] + at * sizeof sum, &sum, sizeof sum);                        \
-        }                                                                                       \
-    }
-DTRAIN__MIX_INTEGERS(dtrain__mix_i32, uint32_t, int32_t)
-DTRAIN__MIX_INTEGERS(dtrain__mix_i64, uint64_t, int64_t)
-
-DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job)
-{
-    if (job->dtype == DTRAIN_DTYPE_I32) dtrain__mix_i32(job);
-    else if (job->dtype == DTRAIN_DTYPE_I64) dtrain__mix_i64(job);
-    else dtrain__kernels_select()->mix(job);
 }
 #if DTRAIN__LAYERS
 
@@ -35495,6 +34605,896 @@ DTRAIN__PRIVATE dtrain_result dtrain__winograd_weight_grad(const dtrain__conv *c
                            weight.parts * dtrain__winograd_filters(conv));
 }
 #endif
+#if DTRAIN__COLD
+#pragma GCC pop_options
+#endif
+
+/* ==== src/device/cpu/launch_sparse.c ========================================================== */
+
+/* Sparse gradients
+ *
+ * Top-k reads the elements once. A sample, some thousand elements at places that depend on count
+ * only, gives a threshold that lets somewhat more than k through:
+ *
+ *   1. threshold   of the sample, the magnitude of rank m + 4 sqrt(m) + 8, where m is the number of
+ *                  the k largest that a sample of this size has on average: four deviations more
+ *   2. pass        velocity, residual; what exceeds the threshold goes to a list, one per thread
+ *   3. border      the k-th largest magnitude of the lists, by histograms of its digits
+ *   4. take        what lies above the border, and the first of its equals; zeros in their place
+ *
+ * When the lists hold k elements or more and none was too short, all of the k largest are in them:
+ * the result does not depend on the sample, the threads or the instruction set. Else (many equals,
+ * or a sample that missed the few that matter) steps 3 and 4 read all elements: four times the
+ * reading, the same result. Lists: 8 bytes for each element that may pass, 2 to 4 % of count for k
+ * of 1 %, up to four times that for many threads. */
+
+/* Magnitudes order like their bits; every NaN is the largest. */
+static uint32_t dtrain__magnitude(float value)
+{
+    const uint32_t bits = dtrain__f32_bits(value) & 0x7fffffffu;
+    return bits > 0x7f800000u ? 0x7fffffffu : bits;
+}
+
+/* The bin, counted from the top, in which the `wanted`-th largest falls; *wanted becomes its place
+ * inside the bin. */
+static uint32_t dtrain__boundary(const uint32_t *bins, uint32_t bin_count, int64_t *wanted)
+{
+    uint32_t bin = bin_count - 1;
+    for (; *wanted > (int64_t)bins[bin]; bin--) *wanted -= bins[bin];
+    return bin;
+}
+
+#define DTRAIN__TOPK_BINS 2048
+#define DTRAIN__TOPK_SAMPLE 16384 /* at most */
+#define DTRAIN__TOPK_FEW 8192     /* so many need no threshold: all are candidates */
+
+/* The magnitude of the `wanted`-th largest of x (count), from digits of 11, 10 and 10 bits; *wanted
+ * becomes its place among its equals. */
+static uint32_t dtrain__topk_border(const float *x, int64_t count, int64_t *wanted, uint32_t *bins)
+{
+    memset(bins, 0, DTRAIN__TOPK_BINS * sizeof *bins);
+    for (int64_t i = 0; i < count; i++) bins[dtrain__magnitude(x[i]) >> 20]++;
+    uint32_t prefix = dtrain__boundary(bins, DTRAIN__TOPK_BINS, wanted);
+    for (int shift = 10; shift >= 0; shift -= 10) {
+        memset(bins, 0, 1024 * sizeof *bins);
+        for (int64_t i = 0; i < count; i++) {
+            const uint32_t m = dtrain__magnitude(x[i]);
+            bins[m >> shift & 1023] += m >> (shift + 10) == prefix;
+        }
+        prefix = prefix << 10 | dtrain__boundary(bins, 1024, wanted);
+    }
+    return prefix;
+}
+
+/* A magnitude that of the k largest elements all but surely none falls below; -1 when there is none
+ * that would leave out enough. Also the room that a list needs for what exceeds it. */
+static int32_t dtrain__topk_threshold(const dtrain_topk_args *a, float *sample, uint32_t *bins,
+                                      int64_t *room)
+{
+    const int64_t share = a->count / 64, least = share > 512 ? share : 512;
+    const int64_t size = least < DTRAIN__TOPK_SAMPLE ? least : DTRAIN__TOPK_SAMPLE;
+    const double mean = (double)size * (double)a->k / (double)a->count;
+    const int64_t stride = a->count / size;
+    int64_t rank = (int64_t)(mean + 4 * sqrt(mean)) + 8;
+    const double pass = (double)a->count / (double)size * (double)rank;
+    *room = (int64_t)(pass + 4 * pass / sqrt((double)rank)) + DTRAIN__TOPK_BLOCK;
+    if (rank >= size / 2) return -1;
+    for (int64_t i = 0; i < size; i++) { /* not always the same column of a matrix */
+        const uint64_t jitter = ((uint64_t)i * 2654435761u & 0xffffffffu) * (uint64_t)stride >> 32;
+        const int64_t at = i * stride + (int64_t)jitter;
+        float x = a->x[at];
+        if (a->velocity) x += a->momentum * a->velocity[at];
+        sample[i] = a->residual ? a->residual[at] + x : x;
+    }
+    const uint32_t border = dtrain__topk_border(sample, size, &rank, bins);
+    /* Zeros are as good as never wanted; NaNs are above infinity in the bits they have. */
+    if (border == 0) return 0;
+    return border > 0x7f800000u ? 0x7f800000 : (int32_t)border - 1;
+}
+
+/* Steps 3 and 4 on candidates in ascending order; without indices x are the elements themselves.
+ * What is written for an element that is not taken is overwritten by the next. */
+static void dtrain__topk_take(const dtrain_topk_args *args, const float *x, const int32_t *indices,
+                              int64_t count, uint32_t *bins)
+{
+    int64_t equals = args->k, taken = 0;
+    const uint32_t border = dtrain__topk_border(x, count, &equals, bins);
+    for (int64_t i = 0; taken < args->k; i++) {
+        const uint32_t m = dtrain__magnitude(x[i]);
+        args->values[taken] = x[i];
+        args->indices[taken] = indices ? indices[i] : (int32_t)i;
+        taken += (m > border) | ((m == border) & (equals > 0));
+        equals -= m == border;
+    }
+    if (args->residual)
+        for (int64_t i = 0; i < args->k; i++) args->residual[args->indices[i]] = 0;
+    if (args->velocity)
+        for (int64_t i = 0; i < args->k; i++) args->velocity[args->indices[i]] = 0;
+}
+
+/* Joins the lists at the first one's; the number of candidates, -1 if a list was too short. */
+static int64_t dtrain__topk_join(const dtrain__topk_pass *pass, int lists)
+{
+    int64_t total = pass->found[0];
+    for (int i = 1; i < lists && total >= 0; i++) {
+        const int64_t found = pass->found[i];
+        if (found < 0) return -1;
+        const size_t bytes = (size_t)found * sizeof(float);
+        memmove(pass->values + total, pass->values + i * pass->room, bytes);
+        memmove(pass->indices + total, pass->indices + i * pass->room, bytes);
+        total += found;
+    }
+    return total;
+}
+
+static dtrain_result dtrain__topk_check(const dtrain_topk_args *args)
+{
+    if (args->count > INT32_MAX || args->k < 1 || args->k > args->count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "topk: k is %lld of %lld; expected 1 to count, below 2^31",
+                           (long long)args->k, (long long)args->count);
+    if (args->velocity && !args->residual)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "topk: velocity needs a residual");
+    return DTRAIN_OK;
+}
+
+/* Scratch: histogram, threshold's sample or what each thread found, lists of values, of indices. */
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_topk(dtrain_device *device, const dtrain_topk_args *args)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    const bool few = args->count <= DTRAIN__TOPK_FEW;
+    const int lists = few ? 1 : cpu->thread_count;
+    const int64_t head = DTRAIN__TOPK_BINS + DTRAIN__TOPK_SAMPLE;
+    dtrain__topk_pass pass;
+    DTRAIN__TRY(dtrain__topk_check(args));
+    dtrain__job job = dtrain__job_make(&pass, args->count, DTRAIN__LINE, DTRAIN_DTYPE_F32);
+    memset(&pass, 0, sizeof pass);
+    pass.args = args;
+    pass.below = -1;
+    pass.room = args->count + DTRAIN__TOPK_BLOCK;
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, head, &job.scratch));
+    if (!few) {
+        pass.below = dtrain__topk_threshold(args, job.scratch + DTRAIN__TOPK_BINS,
+                                            (uint32_t *)(void *)job.scratch, &pass.room);
+        if (pass.below < 0) pass.room = 0;
+        else if (lists > 4) pass.room = 4 * pass.room / lists + DTRAIN__TOPK_BLOCK;
+    }
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, head + 2 * lists * pass.room, &job.scratch));
+    uint32_t *bins = (uint32_t *)(void *)job.scratch;
+    pass.found = (int64_t *)(void *)(job.scratch + DTRAIN__TOPK_BINS);
+    pass.values = job.scratch + head;
+    pass.indices = (int32_t *)(void *)(pass.values + lists * pass.room);
+    memset(pass.found, 0, (size_t)lists * sizeof *pass.found);
+    if (few) cpu->kernels->topk(&job, 0, args->count, 0);
+    else dtrain__job_run(cpu, &job, cpu->kernels->topk, args->count);
+    const int64_t found = dtrain__topk_join(&pass, lists);
+    if (found >= args->k) dtrain__topk_take(args, pass.values, pass.indices, found, bins);
+    else
+        dtrain__topk_take(args, args->residual ? args->residual : args->x, NULL, args->count, bins);
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_scatter_add(dtrain_device *device,
+                                                      const dtrain_scatter_add_args *args)
+{
+    (void)device;
+    if (args->k < 0)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "scatter_add: k is %lld, expected 0 or more",
+                           (long long)args->k);
+    for (int64_t i = 0; i < args->k; i++)
+        if (args->indices[i] < 0 || args->indices[i] >= args->count)
+            return dtrain_fail(DTRAIN_ERROR_DATA, "index %ld at place %lld is outside [0, %lld)",
+                               (long)args->indices[i], (long long)i, (long long)args->count);
+    for (int64_t i = 0; i < args->k; i++)
+        args->out[args->indices[i]] += args->scale * args->values[i];
+    return DTRAIN_OK;
+}
+
+/* ---- Orthonormal columns ----------------------------------------------------------------------
+ *
+ * Gram-Schmidt in double, column after column: each is projected twice against those before it
+ * ("twice is enough": Giraud et al., 2005), so that it is orthogonal to them to the rounding of a
+ * double, and leaves as floats. One thread: a rank has few columns, and the products beside this
+ * step cost far more. */
+
+static double dtrain__dot(const double *a, const double *b, int64_t count)
+{
+    double even = 0, odd = 0; /* two chains hide the latency of an addition */
+    int64_t i = 0;
+    for (; i + 2 <= count; i += 2) {
+        even += a[i] * b[i];
+        odd += a[i + 1] * b[i + 1];
+    }
+    if (i < count) even += a[i] * b[i];
+    return even + odd;
+}
+
+/* Make column j of q (columns, rows) orthogonal to the ones before it, of length 1 or 0; false when
+ * an element is not finite. Below 1e-6 of the column's length only the rounding of floats is left,
+ * and the column counts as zero. */
+static bool dtrain__orthogonalize_column(double *q, int64_t rows, int64_t j)
+{
+    double *x = q + j * rows;
+    const double before = dtrain__dot(x, x, rows);
+    uint64_t bits;
+    memcpy(&bits, &before, sizeof bits);
+    if ((bits >> 52 & 0x7ff) == 0x7ff) return false;
+    for (int64_t round = 0; round < 2; round++)
+        for (int64_t i = 0; i < j; i++) {
+            const double *other = q + i * rows, along = dtrain__dot(other, x, rows);
+            for (int64_t row = 0; row < rows; row++) x[row] -= along * other[row];
+        }
+    const double left = dtrain__dot(x, x, rows);
+    const double factor = left > 1e-12 * before ? 1 / sqrt(left) : 0;
+    for (int64_t row = 0; row < rows; row++) x[row] *= factor;
+    return true;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_orthogonalize(dtrain_device *device,
+                                                        const dtrain_orthogonalize_args *args)
+{
+    const int64_t rows = args->rows, columns = args->columns;
+    if (rows < 0 || columns < 1 || columns > DTRAIN_ORTHOGONALIZE_COLUMNS)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "orthogonalize: %lld rows, %lld columns; expected 1 to %d columns",
+                           (long long)rows, (long long)columns, DTRAIN_ORTHOGONALIZE_COLUMNS);
+    float *scratch;
+    DTRAIN__TRY(dtrain__cpu_scratch((dtrain__cpu *)device->state, 2 * rows * columns, &scratch));
+    double *q = (double *)(void *)scratch;
+    bool finite = true;
+    for (int64_t i = 0; i < rows * columns; i++)
+        q[i % columns * rows + i / columns] = (double)args->x[i];
+    for (int64_t j = 0; j < columns && finite; j++)
+        finite = dtrain__orthogonalize_column(q, rows, j);
+    for (int64_t i = 0; i < rows * columns; i++)
+        args->x[i] = finite ? (float)q[i % columns * rows + i / columns]
+                            : dtrain__f32_from_bits(0x7fc00000u);
+    return DTRAIN_OK;
+}
+
+/* ==== src/device/cpu/pool.c =================================================================== */
+
+/* The threads of one rank
+ *
+ * The CPU device: pool.c runs one function on T threads; cpu.c has state, memory and how work is
+ * cut; table.c the tables; launch*.c checks arguments and hands them to kernels; gemm.c cuts matrix
+ * products into tiles; kernels/ is the arithmetic, one text that kernels.c compiles for each
+ * instruction set. */
+
+/* ---- The pool
+ *
+ * One generation number says which job is current; a worker has run jobs up to its own copy of it.
+ *
+ *   caller: write task, pending = T - 1, generation + 1 | run task(0) | wait until pending == 0
+ *   worker: wait until generation differs from its copy | run task(i) | pending - 1
+ *
+ * Both waits spin for some 30 us, because training calls follow each other closely, and then sleep
+ * on a condition variable. No wake-up is lost: the sleeper announces itself (asleep, caller_asleep)
+ * and then looks again; the other side changes the state and then looks for sleepers. All four
+ * accesses are sequentially consistent, so at least one of the two sees the other; and the sleeper
+ * holds the lock from its announcement into the wait, so the signal, sent under that lock, cannot
+ * fall between them.
+ *
+ * Threads do not survive fork: a rank makes its pool after it was forked. */
+
+static uint32_t dtrain__pool_await_job(dtrain__pool *pool, uint32_t seen)
+{
+    uint32_t now = seen;
+    for (int i = 0; i < pool->spins && now == seen; i++) {
+        dtrain__pause();
+        now = __atomic_load_n(&pool->generation, __ATOMIC_ACQUIRE);
+    }
+    if (now != seen) return now;
+    pthread_mutex_lock(&pool->lock);
+    __atomic_add_fetch(&pool->asleep, 1, __ATOMIC_SEQ_CST);
+    while ((now = __atomic_load_n(&pool->generation, __ATOMIC_SEQ_CST)) == seen)
+        pthread_cond_wait(&pool->work, &pool->lock);
+    __atomic_sub_fetch(&pool->asleep, 1, __ATOMIC_SEQ_CST);
+    pthread_mutex_unlock(&pool->lock);
+    return now;
+}
+
+static void dtrain__pool_publish_job(dtrain__pool *pool)
+{
+    __atomic_store_n(&pool->pending, pool->thread_count - 1, __ATOMIC_RELAXED);
+    __atomic_add_fetch(&pool->generation, 1, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&pool->asleep, __ATOMIC_SEQ_CST) == 0) return;
+    pthread_mutex_lock(&pool->lock);
+    pthread_cond_broadcast(&pool->work);
+    pthread_mutex_unlock(&pool->lock);
+}
+
+static void dtrain__pool_finish_share(dtrain__pool *pool)
+{
+    if (__atomic_sub_fetch(&pool->pending, 1, __ATOMIC_SEQ_CST) != 0) return;
+    if (!__atomic_load_n(&pool->caller_asleep, __ATOMIC_SEQ_CST)) return;
+    pthread_mutex_lock(&pool->lock);
+    pthread_cond_signal(&pool->done);
+    pthread_mutex_unlock(&pool->lock);
+}
+
+static void dtrain__pool_await_workers(dtrain__pool *pool)
+{
+    for (int i = 0; i < pool->spins; i++) {
+        if (__atomic_load_n(&pool->pending, __ATOMIC_ACQUIRE) == 0) return;
+        dtrain__pause();
+    }
+    pthread_mutex_lock(&pool->lock);
+    __atomic_store_n(&pool->caller_asleep, 1, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(&pool->pending, __ATOMIC_SEQ_CST) != 0)
+        pthread_cond_wait(&pool->done, &pool->lock);
+    __atomic_store_n(&pool->caller_asleep, 0, __ATOMIC_SEQ_CST);
+    pthread_mutex_unlock(&pool->lock);
+}
+
+static void *dtrain__pool_worker(void *arg)
+{
+    dtrain__worker *self = (dtrain__worker *)arg;
+    dtrain__pool *pool = self->pool;
+    uint32_t seen = 0;
+    for (;;) {
+        seen = dtrain__pool_await_job(pool, seen);
+        if (pool->stop) return NULL;
+        pool->task(pool->ctx, self->index, pool->thread_count);
+        dtrain__pool_finish_share(pool);
+    }
+}
+
+/* Runs task(ctx, index, count) once for every index below count and returns when all are done;
+ * index 0 is the calling thread. Without a pool, or from inside a task, count is 1. */
+DTRAIN__PRIVATE void dtrain__parallel(dtrain__pool *pool, dtrain__task_fn task, void *ctx)
+{
+    if (!pool || pool->thread_count == 1 || __atomic_exchange_n(&pool->busy, 1, __ATOMIC_ACQUIRE)) {
+        task(ctx, 0, 1);
+        return;
+    }
+    pool->task = task;
+    pool->ctx = ctx;
+    dtrain__pool_publish_job(pool);
+    task(ctx, 0, pool->thread_count);
+    dtrain__pool_await_workers(pool);
+    __atomic_store_n(&pool->busy, 0, __ATOMIC_RELEASE);
+}
+
+DTRAIN__PRIVATE void dtrain__pool_destroy(dtrain__pool *pool)
+{
+    if (!pool) return;
+    pool->stop = 1;
+    dtrain__pool_publish_job(pool);
+    for (int i = 0; i < pool->thread_count - 1; i++) pthread_join(pool->workers[i].thread, NULL);
+    pthread_cond_destroy(&pool->done);
+    pthread_cond_destroy(&pool->work);
+    pthread_mutex_destroy(&pool->lock);
+    dtrain__free(&pool->allocator, pool->workers, (size_t)pool->room, sizeof *pool->workers);
+    dtrain_allocator allocator = pool->allocator;
+    dtrain__free(&allocator, pool, 1, sizeof *pool);
+}
+
+/* Signals stay with the rank's own threads: a worker is created with all of them blocked. */
+static int dtrain__pool_start(dtrain__pool *pool, int index)
+{
+    dtrain__worker *worker = &pool->workers[index - 1];
+    sigset_t all, before;
+    worker->pool = pool;
+    worker->index = index;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, &before);
+    int error = pthread_create(&worker->thread, NULL, dtrain__pool_worker, worker);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return error;
+}
+
+/* Returns 0, ENOMEM, or what pthread_create said. `oversubscribed`: threads would spin on a core
+ * that another one needs, so they sleep at once. */
+DTRAIN__PRIVATE int dtrain__pool_create(dtrain__pool **out, const dtrain_allocator *allocator,
+                                        int thread_count, int oversubscribed)
+{
+    dtrain_allocator memory = dtrain__resolve_allocator(allocator);
+    *out = NULL;
+    dtrain__pool *pool = (dtrain__pool *)dtrain__alloc(&memory, 1, sizeof *pool, "a thread pool");
+    if (!pool) return ENOMEM;
+    pool->allocator = memory;
+    pool->room = thread_count;
+    pool->workers = (dtrain__worker *)dtrain__alloc(&memory, (size_t)thread_count,
+                                                    sizeof *pool->workers, "a thread pool");
+    if (!pool->workers) {
+        dtrain__free(&memory, pool, 1, sizeof *pool);
+        return ENOMEM;
+    }
+    pool->spins = oversubscribed ? 0 : 1000;
+    pool->thread_count = 1;
+    int error = pthread_mutex_init(&pool->lock, NULL);
+    if (!error) error = pthread_cond_init(&pool->work, NULL);
+    if (!error) error = pthread_cond_init(&pool->done, NULL);
+    for (int i = 1; i < thread_count && !error; i++) {
+        error = dtrain__pool_start(pool, i);
+        if (!error) pool->thread_count = i + 1;
+    }
+    if (error) {
+        dtrain__pool_destroy(pool);
+        return error;
+    }
+    *out = pool;
+    return 0;
+}
+
+/* ==== src/device/cpu/gemm.c =================================================================== */
+
+/* The driver of matrix products
+ *
+ * C is cut into rectangles, handed to the threads one by one. A rectangle is the work of one thread
+ * with buffers of its own, over all of k in blocks of DTRAIN__KC (Goto and van de Geijn, "Anatomy
+ * of high-performance matrix multiplication", 2008):
+ *
+ *          B block (kc, n)                for each block of k:
+ *         +----+----+----+                  1. pack A (m, kc) into panels of `mr` rows       -> L2
+ *      kc |    | j  |    |                  2. for each panel of `nr` columns of B:
+ *         +----+----+----+                  3.   pack it                                     -> L1
+ *  +----+ +----+----+----+                  4.   for each panel of A: a tile (mr, nr) of C
+ *  |    | |    |    |    |                         stays in registers for kc steps,
+ *  +----+ +----+----+----+                         C = alpha * tile + beta * C
+ *  | i  | |    |tile|    |                  5.   after the last block, while the tile is in L1:
+ *  +----+ +----+----+----+                         bias, activation, rounding
+ *
+ * A packed panel holds its `width` rows (or columns) side by side, k after k: element (r, p) is at
+ * [p * width + r], so the kernel reads both panels from front to back.
+ *
+ * Every element of C is the same chain of operations wherever the rectangles are cut: k is never
+ * split between threads and its blocks depend on k alone. So the bits do not depend on the threads.
+ *
+ * Packing costs a quarter of a cycle per element, more where it waits for memory, and is repeated
+ * by each rectangle: 4 / m + 4 / n of the time and up. It pays even where the order in memory is
+ * right: rows of B a power of two apart share a few cache sets and throw each other out of L1. */
+
+typedef struct dtrain__gemm_job {
+    const dtrain_gemm_args *args;
+    const dtrain__isa *isa;
+    dtrain__operand a, b;
+    const dtrain__windows *c_rows;
+    int64_t k, k_step;      /* k is 0 when alpha is */
+    int64_t parts, part_k;  /* of k, for which there is a C each */
+    int64_t m_most;         /* rows of a rectangle whose A fits the buffer */
+    int64_t m_step, n_step; /* rectangle; multiples of mr and nr */
+    int64_t rows, cols;     /* rectangles */
+    int64_t next;           /* atomic: rectangles handed out */
+    float *memory;
+    int64_t slot;      /* floats of memory for each thread */
+    int needs_partial; /* C cannot hold sums between blocks of k */
+} dtrain__gemm_job;
+
+/* One block of k in one rectangle of C: where it lies and what the thread works with. */
+typedef struct dtrain__gemm_pass {
+    const dtrain__gemm_job *job;
+    int64_t i0, i1, j0, j1;
+    int64_t p, end; /* along k */
+    int64_t c_at;   /* where this part's C begins, in elements */
+    int k, cells;   /* k in cells of the panels */
+    int first, last;
+    float *a_block, *b_panel, *partial;
+} dtrain__gemm_pass;
+
+static const void *dtrain__gemm_at(const void *data, dtrain_dtype dtype, int64_t index)
+{
+    return (const char *)data + index * (dtype == DTRAIN_DTYPE_F32 ? 4 : 2);
+}
+
+static int64_t dtrain__gemm_min(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t dtrain__gemm_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static int64_t dtrain__gemm_round(int64_t a, int64_t b) { return dtrain__gemm_ceil(a, b) * b; }
+
+static dtrain__rectangle dtrain__rectangle_at(void *data, dtrain_dtype dtype, int64_t ld, int rows,
+                                              int cols)
+{
+    dtrain__rectangle x;
+    x.data = data;
+    x.dtype = dtype;
+    x.ld = ld;
+    x.rows = rows;
+    x.cols = cols;
+    return x;
+}
+
+/* Rows of C that are equally far apart: where the first begins, what is between two, in elements,
+ * and how many there are. */
+typedef struct dtrain__gemm_rows {
+    int64_t at, ld, count;
+} dtrain__gemm_rows;
+
+/* Return those from row i on. Rows of windows are equally far apart up to the end of a line. */
+static dtrain__gemm_rows dtrain__gemm_rows_at(const dtrain__gemm_pass *pass, int64_t i)
+{
+    const dtrain__windows *windows = pass->job->c_rows;
+    const int64_t ldc = pass->job->args->ldc;
+    dtrain__gemm_rows rows = {pass->c_at + i * ldc, ldc, INT64_MAX};
+    if (!windows) return rows;
+    const dtrain__corner corner = dtrain__window_corner(windows, i);
+    rows.at = dtrain__window_tap(windows, &corner, 0, 0);
+    rows.ld = windows->stride[1] * windows->channels;
+    rows.count = windows->columns - corner.column;
+    return rows;
+}
+
+/* Move a tile from or to C. */
+static void dtrain__gemm_move(const dtrain__gemm_pass *pass, int64_t i, int64_t j, int count,
+                              int cols, float *tile, bool load)
+{
+    const dtrain__gemm_job *job = pass->job;
+    const dtrain_gemm_args *x = job->args;
+    while (count > 0) {
+        const dtrain__gemm_rows rows = dtrain__gemm_rows_at(pass, i);
+        const int now = (int)dtrain__gemm_min(rows.count, count);
+        void *at = (void *)(uintptr_t)dtrain__gemm_at(x->c, x->c_dtype, rows.at + j);
+        const dtrain__rectangle c = dtrain__rectangle_at(at, x->c_dtype, rows.ld, now, cols);
+        if (load) job->isa->tile->load(tile, job->isa->nr, &c);
+        else job->isa->tile->store(&c, tile, job->isa->nr);
+        tile += now * job->isa->nr;
+        count -= now;
+        i += now;
+    }
+}
+
+/* Bias, aux and activation, or the slope of a backward pass, on a tile; aux is a part of x->aux. */
+static void dtrain__gemm_finish_copied(const dtrain__isa *isa, const dtrain_gemm_args *x, int64_t j,
+                                       const dtrain__rectangle *aux, float *tile)
+{
+    float other[DTRAIN__MR_MAX * DTRAIN__NR_MAX], bias[DTRAIN__NR_MAX] = {0};
+    if (x->flags & DTRAIN_GEMM_ACT_BACKWARD) {
+        memset(other, 0, (size_t)(isa->mr * isa->nr) * sizeof *other);
+        isa->tile->load(other, isa->nr, aux);
+        isa->tile->slope(tile, other, isa->mr * isa->nr, x->activation);
+        return;
+    }
+    if (x->bias) memcpy(bias, x->bias + j, (size_t)aux->cols * sizeof *bias);
+    isa->tile->finish(tile, isa->nr, isa->nr, aux->rows, x->bias ? bias : NULL,
+                      x->aux ? other : NULL, x->activation);
+    if (x->aux) isa->tile->store(aux, other, isa->nr);
+}
+
+/* A tile that is cut off by the edge, or that C stores in half precision, is computed in `tile`.
+ * Rows of `tile` beyond the edge are computed and dropped. */
+static void dtrain__gemm_copied_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t j,
+                                     const float *a, const float *b, int64_t ldb)
+{
+    const dtrain__gemm_job *job = pass->job;
+    const dtrain_gemm_args *x = job->args;
+    const dtrain__isa *isa = job->isa;
+    const int rows = (int)dtrain__gemm_min(isa->mr, pass->i1 - i);
+    const int cols = (int)dtrain__gemm_min(isa->nr, pass->j1 - j);
+    const float beta = pass->first ? x->beta : 1;
+    float tile[DTRAIN__MR_MAX * DTRAIN__NR_MAX];
+
+    const dtrain__rectangle partial =
+        dtrain__rectangle_at(pass->partial + (i - pass->i0) * job->n_step + (j - pass->j0),
+                             DTRAIN_DTYPE_F32, job->n_step, rows, cols);
+
+    if (beta != 0) {
+        memset(tile, 0, (size_t)(isa->mr * isa->nr) * sizeof *tile);
+        if (job->needs_partial && !pass->first) isa->tile->load(tile, isa->nr, &partial);
+        else dtrain__gemm_move(pass, i, j, rows, cols, tile, true);
+    }
+    isa->kernel(pass->cells, a, b, ldb, x->alpha, beta, tile, isa->nr);
+    if (pass->last) {
+        void *at = x->aux;
+        if (at) at = (void *)(uintptr_t)dtrain__gemm_at(at, x->c_dtype, i * x->ldc + j);
+        const dtrain__rectangle aux = dtrain__rectangle_at(at, x->c_dtype, x->ldc, rows, cols);
+        dtrain__gemm_finish_copied(isa, x, j, &aux, tile);
+    }
+    if (job->needs_partial && !pass->last) isa->tile->store(&partial, tile, isa->nr);
+    else dtrain__gemm_move(pass, i, j, rows, cols, tile, false);
+}
+
+static void dtrain__gemm_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t j, const float *a,
+                              const float *b, int64_t ldb)
+{
+    const dtrain__gemm_job *job = pass->job;
+    const dtrain_gemm_args *x = job->args;
+    const dtrain__isa *isa = job->isa;
+    const dtrain__gemm_rows rows = dtrain__gemm_rows_at(pass, i);
+    if (x->c_dtype != DTRAIN_DTYPE_F32 || rows.count < isa->mr || pass->i1 - i < isa->mr ||
+        pass->j1 - j < isa->nr) {
+        dtrain__gemm_copied_tile(pass, i, j, a, b, ldb);
+        return;
+    }
+    const int64_t at = rows.at + j;
+    float *c = (float *)x->c + at;
+    isa->kernel(pass->cells, a, b, ldb, x->alpha, pass->first ? x->beta : 1, c, rows.ld);
+    if (pass->last && (x->bias || x->aux || x->activation))
+        isa->tile->finish(c, rows.ld, isa->nr, isa->mr, x->bias ? x->bias + j : NULL,
+                          x->aux ? (float *)x->aux + at : NULL, x->activation);
+}
+
+/* Return the floats of a panel of A. */
+static int dtrain__gemm_panel(const dtrain__gemm_pass *pass)
+{
+    const dtrain__isa *isa = pass->job->isa;
+    return isa->mr * (isa->pitch ? isa->pitch : pass->cells);
+}
+
+/* Where A is stored transposed, 16 cells of k at a time: their rows of memory stay in L1 while all
+ * the panels take their few elements of each. */
+static void dtrain__gemm_pack_a_block(const dtrain__gemm_pass *pass)
+{
+    const dtrain__gemm_job *job = pass->job;
+    int mr = job->isa->mr;
+    int chunk = job->a.along_k || job->a.windows ? pass->k : 16 * job->isa->pair;
+    for (int p = 0; p < pass->k; p += chunk) {
+        int steps = pass->k - p < chunk ? pass->k - p : chunk;
+        float *panel = pass->a_block + p / job->isa->pair * mr;
+        for (int64_t i = pass->i0; i < pass->i1; i += mr, panel += dtrain__gemm_panel(pass))
+            job->isa->pack_a(panel, &job->a, i, (int)dtrain__gemm_min(mr, pass->i1 - i),
+                             pass->p + p, steps);
+    }
+}
+
+static void dtrain__gemm_block(const dtrain__gemm_pass *pass)
+{
+    const dtrain__gemm_job *job = pass->job;
+    const dtrain__isa *isa = job->isa;
+    int mr = isa->mr, nr = isa->nr;
+    /* Two panels of A do not repay a copy of B that lies in the right order already, and none does
+     * where that is a panel. */
+    int in_place = !job->b.along_k && job->b.dtype == DTRAIN_DTYPE_F32 && isa->pair == 1 &&
+                   (pass->i1 - pass->i0 <= 2 * mr || job->b.ld == nr);
+    dtrain__gemm_pack_a_block(pass);
+    for (int64_t j = pass->j0; j < pass->j1; j += nr) {
+        const float *b = pass->b_panel, *a = pass->a_block;
+        int64_t ldb = nr;
+        if (in_place && pass->j1 - j >= nr) {
+            b = (const float *)job->b.data + pass->p * job->b.ld + j;
+            ldb = job->b.ld;
+        } else {
+            isa->pack_b(pass->b_panel, &job->b, j, (int)dtrain__gemm_min(nr, pass->j1 - j), pass->p,
+                        pass->k);
+        }
+        for (int64_t i = pass->i0; i < pass->i1; i += mr, a += dtrain__gemm_panel(pass))
+            dtrain__gemm_tile(pass, i, j, a, b, ldb);
+    }
+}
+
+static void dtrain__gemm_task(void *ctx, int index, int count)
+{
+    dtrain__gemm_job *job = (dtrain__gemm_job *)ctx;
+    const dtrain_gemm_args *x = job->args;
+    const dtrain__isa *isa = job->isa;
+    dtrain__gemm_pass pass;
+    (void)count;
+    memset(&pass, 0, sizeof pass);
+    pass.job = job;
+    pass.a_block = job->memory + index * job->slot;
+    pass.b_panel = pass.a_block + DTRAIN__MC * DTRAIN__PITCH;
+    pass.partial = pass.b_panel + DTRAIN__NR_MAX * DTRAIN__KC;
+    if (isa->begin) isa->begin();
+    for (;;) {
+        int64_t at = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+        const int64_t part = at / (job->rows * job->cols);
+        if (part >= job->parts) break;
+        at %= job->rows * job->cols;
+        pass.i0 = at % job->rows * job->m_step;
+        pass.j0 = at / job->rows * job->n_step;
+        pass.i1 = dtrain__gemm_min(pass.i0 + job->m_step, x->m);
+        pass.j1 = dtrain__gemm_min(pass.j0 + job->n_step, x->n);
+        pass.p = part * job->part_k;
+        pass.end = dtrain__gemm_min(pass.p + job->part_k, job->k);
+        pass.c_at = part * x->m * x->ldc;
+        pass.first = 1;
+        do { /* once even for k == 0: beta, bias and activation remain */
+            pass.k = (int)dtrain__gemm_min(job->k_step, pass.end - pass.p);
+            pass.cells = (int)dtrain__gemm_round(dtrain__gemm_ceil(pass.k, isa->pair), isa->unit);
+            pass.last = pass.p + pass.k == pass.end;
+            dtrain__gemm_block(&pass);
+            pass.p += pass.k;
+            pass.first = 0;
+        } while (pass.p < pass.end);
+    }
+    if (isa->end) isa->end();
+}
+
+/* Equal blocks of k, whole cells, and the rows of A that fit the buffer with them. */
+static void dtrain__gemm_cut_k(dtrain__gemm_job *job)
+{
+    const int64_t most = DTRAIN__KC * job->isa->pair, mr = job->isa->mr;
+    const int64_t whole = job->isa->pair * job->isa->unit;
+    const int64_t k = job->part_k;
+    job->k_step = dtrain__gemm_ceil(k, dtrain__gemm_ceil(k, most) + (k == 0));
+    job->k_step = dtrain__gemm_round(job->k_step, whole);
+    job->needs_partial = job->args->c_dtype != DTRAIN_DTYPE_F32 && k > job->k_step;
+    job->m_most = DTRAIN__MC / mr * mr;
+    if (job->isa->pair == 1 || job->isa->pitch || job->needs_partial || k == 0) return;
+    /* Cheap products repay taller blocks, which pack B less often. */
+    job->m_most = DTRAIN__MC * DTRAIN__KC / (job->k_step / job->isa->pair) / mr * mr;
+    if (job->m_most > 4 * DTRAIN__MC / mr * mr) job->m_most = 4 * DTRAIN__MC / mr * mr;
+}
+
+/* Cuts C. Of the grids that fit the buffers and give every thread the same number of rectangles it
+ * takes the one with the least work per thread: a rectangle's multiplications and packing. */
+static void dtrain__gemm_cut(dtrain__gemm_job *job, int threads)
+{
+    int64_t m = job->args->m, n = job->args->n, mr = job->isa->mr, nr = job->isa->nr;
+    int64_t best = INT64_MAX, fewest = dtrain__gemm_ceil(m, job->m_most);
+    for (int64_t extra = 0; extra < threads; extra++) {
+        int64_t m_step = dtrain__gemm_round(dtrain__gemm_ceil(m, fewest + extra), mr);
+        int64_t rows = dtrain__gemm_ceil(m, m_step);
+        int64_t cols = dtrain__gemm_ceil(n, DTRAIN__NC);
+        while (rows * cols % threads && rows * cols < 8 * threads) cols++;
+        int64_t n_step = dtrain__gemm_round(dtrain__gemm_ceil(n, cols), nr);
+        cols = dtrain__gemm_ceil(n, n_step);
+        int64_t rounds = dtrain__gemm_ceil(rows * cols, threads);
+        int64_t cost = rounds * (m_step * n_step + job->isa->packing * (m_step + n_step));
+        if (cost >= best) continue;
+        best = cost;
+        job->m_step = m_step;
+        job->n_step = n_step;
+        job->rows = rows;
+        job->cols = cols;
+    }
+}
+
+/* Return the floats of scratch that a thread needs; partial: with sums that C cannot hold. */
+DTRAIN__PRIVATE int64_t dtrain__gemm_slot(bool partial)
+{
+    return DTRAIN__MC * DTRAIN__PITCH + DTRAIN__NR_MAX * DTRAIN__KC +
+           (partial ? DTRAIN__MC * DTRAIN__NC : 0);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__gemm_run(dtrain__cpu *cpu, const dtrain__gemm_call *product)
+{
+    const dtrain_gemm_args *args = product->args;
+    dtrain__gemm_job job;
+    dtrain__pool *pool = cpu->pool;
+    if (args->m <= 0 || args->n <= 0) return DTRAIN_OK;
+    memset(&job, 0, sizeof job);
+    job.args = args;
+    job.isa = product->isa;
+    job.a = product->a;
+    job.b = product->b;
+    job.c_rows = product->c_rows;
+    job.k = args->alpha == 0 || args->k < 0 ? 0 : args->k;
+    job.part_k = dtrain__gemm_ceil(job.k, product->parts);
+    job.parts = job.k ? dtrain__gemm_ceil(job.k, job.part_k) : 1;
+    dtrain__gemm_cut_k(&job);
+
+    /* Waking the others costs more than a quarter of a million multiply-adds. */
+    int64_t tiny = 1 << 18;
+    if (args->m * args->n <= tiny && args->m * args->n * job.k <= tiny) pool = NULL;
+    const int threads = pool ? pool->thread_count : 1;
+    dtrain__gemm_cut(&job, job.parts > 1 ? 1 : threads);
+    job.slot = dtrain__gemm_slot(job.needs_partial);
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, product->reserve + job.slot * threads, &job.memory));
+    job.memory += product->reserve;
+    dtrain__parallel(pool, dtrain__gemm_task, &job);
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_args *args)
+{
+    dtrain__gemm_call product;
+    memset(&product, 0, sizeof product);
+    product.args = args;
+    product.isa = cpu->isa;
+    if (cpu->pairs && args->a_dtype == DTRAIN_DTYPE_BF16 && args->b_dtype == DTRAIN_DTYPE_BF16)
+        product.isa = cpu->pairs;
+    product.a.data = args->a;
+    product.a.dtype = args->a_dtype;
+    product.a.ld = args->lda;
+    product.a.along_k = !(args->flags & DTRAIN_GEMM_TRANS_A);
+    product.b.data = args->b;
+    product.b.dtype = args->b_dtype;
+    product.b.ld = args->ldb;
+    product.b.along_k = (args->flags & DTRAIN_GEMM_TRANS_B) != 0;
+    product.parts = 1;
+    return dtrain__gemm_run(cpu, &product);
+}
+
+/* ==== src/device/cpu/kernels.c ================================================================ */
+
+/* Kernels: how work is cut
+ *
+ *     launcher              checks what only it can see, cuts the work, wakes the pool
+ *       -> dtrain__job        what is common to all threads of one kernel
+ *         -> range function     the arithmetic on [begin, end), one per instruction set
+ *
+ * The bits of a result depend on the instruction set, never on the number of threads: a sum is
+ * either taken by one thread alone (rows, columns, heads) or over chunks whose size follows from
+ * the arguments, whose sums are then added in order. */
+
+/* The text of the kernels is compiled once per instruction set: the file with it is included with
+ * DTRAIN__ISA set. (dtrain.h includes itself, and what such an inclusion sees is its last part.) */
+#ifndef DTRAIN__KERNEL_TEXT
+#define DTRAIN__KERNEL_TEXT "device/cpu/kernels/text.h"
+#endif
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+#if DTRAIN__HAS_AVX512
+#define DTRAIN__ISA 3
+#include DTRAIN__KERNEL_TEXT
+#undef DTRAIN__ISA
+#endif
+#if DTRAIN__HAS_AVX2
+#define DTRAIN__ISA 2
+#include DTRAIN__KERNEL_TEXT
+#undef DTRAIN__ISA
+#endif
+#if DTRAIN__HAS_GENERIC
+#define DTRAIN__ISA 1
+#include DTRAIN__KERNEL_TEXT
+#undef DTRAIN__ISA
+#endif
+#if DTRAIN__HAS_SCALAR
+#define DTRAIN__ISA 0
+#include DTRAIN__KERNEL_TEXT
+#undef DTRAIN__ISA
+#endif
+
+/* Return an instance that this machine runs, number 0 the best; NULL: there are no more. With
+ * DTRAIN_NATIVE the only one is that of the compiler's flags, which the whole program needs. */
+#if defined(DTRAIN_NATIVE)
+#define DTRAIN__RUNS(feature) true
+#else
+#define DTRAIN__RUNS(feature) __builtin_cpu_supports(feature)
+#endif
+DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_number(int number)
+{
+    int found = 0;
+#if DTRAIN__HAS_AVX512
+    if (DTRAIN__RUNS("avx512f") && DTRAIN__RUNS("avx512bw") && DTRAIN__RUNS("avx512vl") &&
+        DTRAIN__RUNS("avx512dq") && found++ == number)
+        return &dtrain__kernels_avx512;
+#endif
+#if DTRAIN__HAS_AVX2
+    if (DTRAIN__RUNS("avx2") && DTRAIN__RUNS("fma") && found++ == number)
+        return &dtrain__kernels_avx2; /* F16C came two generations earlier */
+#endif
+#if DTRAIN__HAS_GENERIC
+    if (found++ == number) return &dtrain__kernels_generic;
+#endif
+#if DTRAIN__HAS_SCALAR
+    if (found++ == number) return &dtrain__kernels_scalar;
+#endif
+    return NULL;
+}
+
+DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void)
+{
+    return dtrain__kernels_number(0);
+}
+
+/* Return NULL where products of bf16 are computed in fp32. */
+DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void)
+{
+#if DTRAIN__PAIRS
+    if (dtrain__kernels_select() == &dtrain__kernels_avx512 && dtrain__has_amx())
+        return &dtrain__isa_amx_avx512;
+#endif
+    return NULL;
+}
+
+/* Unsigned arithmetic: integers wrap, and overflow is defined. */
+#define DTRAIN__MIX_INTEGERS(name, U, S)                                                        \
+    static void name(const dtrain__mix_job *job)                                                \
+    {                                                                                           \
+        for (size_t at = 0; at < job->count; at++) {                                            \
+            U sum, x;                                                                           \
+            memcpy(&sum, job->in[0] + at * sizeof sum, sizeof sum);                             \
+            for (int i = 1; i < job->in_count; i++) {                                           \
+                memcpy(&x, job->in[i] + at * sizeof x, sizeof x);                               \
+                if (job->op == DTRAIN_REDUCE_SUM) sum += x;                                     \
+                else if (job->op == DTRAIN_REDUCE_PROD) sum *= x;                               \
+                else if (job->op == DTRAIN_REDUCE_MIN ? (S)x < (S)sum : (S)x > (S)sum) sum = x; \
+            }                                                                                   \
+            for (int i = 0; i < job->out_count; i++)                                            \
+                memcpy(job->out[i] + at * sizeof sum, &sum, sizeof sum);                        \
+        }                                                                                       \
+    }
+DTRAIN__MIX_INTEGERS(dtrain__mix_i32, uint32_t, int32_t)
+DTRAIN__MIX_INTEGERS(dtrain__mix_i64, uint64_t, int64_t)
+
+DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job)
+{
+    if (job->dtype == DTRAIN_DTYPE_I32) dtrain__mix_i32(job);
+    else if (job->dtype == DTRAIN_DTYPE_I64) dtrain__mix_i64(job);
+    else dtrain__kernels_select()->mix(job);
+}
 
 /* Restore how the host rounds a * b + c, see core/platform_internal.h. */
 #if defined(__clang__)

@@ -84,24 +84,24 @@ extern "C" {
 #include "world/rendezvous.c"
 #include "world/page.c"
 #include "world/signals.c"
+#include "comm/comm.c"
+#include "comm/flight.c"
 #if DTRAIN__COLD
 #pragma GCC pop_options
 #endif
-#include "comm/comm.c"
-#include "comm/flight.c"
 #include "comm/reduce.c"
 #include "comm/engine.c"
-#include "comm/links.c"
-#include "comm/counting.c"
-#include "comm/staged.c"
 #include "comm/local.c"
-#include "comm/mpi.c"
-#include "comm/mpi_meet.c"
-#include "comm/backend.c"
 #if DTRAIN__COLD
 #pragma GCC push_options
 #pragma GCC optimize("O1")
 #endif
+#include "comm/links.c"
+#include "comm/counting.c"
+#include "comm/staged.c"
+#include "comm/mpi.c"
+#include "comm/mpi_meet.c"
+#include "comm/backend.c"
 #include "launch/launch.c"
 #include "launch/rank.c"
 #include "launch/environment.c"
@@ -189,24 +189,24 @@ extern "C" {
 #include "monitor/histogram.c"
 #include "monitor/nvml.c"
 #endif
-#if DTRAIN__COLD
-#pragma GCC pop_options
-#endif
 #include "device/device.c"
 #include "device/plan.c"
-#include "device/cpu/pool.c"
 #include "device/cpu/cpu.c"
 #include "device/cpu/launch.c"
 #include "device/cpu/launch_gemm.c"
-#include "device/cpu/launch_sparse.c"
-#include "device/cpu/gemm.c"
-#include "device/cpu/kernels.c"
 #if DTRAIN__LAYERS
 #include "device/cpu/launch_layers.c"
 #include "device/cpu/launch_batchnorm.c"
 #include "device/cpu/launch_convolution.c"
 #include "device/cpu/launch_winograd.c"
 #endif
+#if DTRAIN__COLD
+#pragma GCC pop_options
+#endif
+#include "device/cpu/launch_sparse.c"
+#include "device/cpu/pool.c"
+#include "device/cpu/gemm.c"
+#include "device/cpu/kernels.c"
 
 /* Restore how the host rounds a * b + c, see core/platform_internal.h. */
 #if defined(__clang__)
