@@ -394,7 +394,7 @@ static int write_page(const char *path, const run *runs, int count)
     fprintf(out, "</style></head>\n<body><h1>");
     title(out, runs, count);
     fprintf(out, "</h1>\n<p class=\"about\">Point at a curve for its values.</p>\n");
-    fprintf(out, "<div class=\"tables\">");
+    fprintf(out, "<div class=\"tables%s\">", count > 3 ? " wide" : "");
     table_of_starts(out, runs, count);
     table_of_ends(out, runs, count);
     fprintf(out, "</div>\n");

@@ -26,6 +26,7 @@ p.about { margin: 0 0 16px; color: var(--dim); }
     grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); }
 .card, figure { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 12px 14px;
     margin: 0; min-width: 0; }
+.wide { grid-template-columns: 1fr; }
 .card { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; }
 th, td { padding: 3px 10px 3px 0; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top;

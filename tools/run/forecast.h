@@ -174,8 +174,9 @@ static void print_memory(const forecast *f, const forecast_row *r)
 
 static void print_step(const forecast *f, const forecast_row *r)
 {
-    printf("# strategy  %s: %d shards x %d replicas; a rank sends %.3f MiB a step",
-           r->strategy.name, r->strategy.shard_ranks, r->strategy.replicas, mib(r->sent));
+    printf("# strategy  %s: %d shard%s x %d replica%s; a rank sends %.3f MiB a step",
+           r->strategy.name, r->strategy.shard_ranks, plural(r->strategy.shard_ranks),
+           r->strategy.replicas, plural(r->strategy.replicas), mib(r->sent));
     if (r->nodes > 1) printf(", %.3f MiB of it to other nodes", mib(r->between));
     printf("\n");
     if (r->strategy.reason[0]) printf("#           auto: %s\n", r->strategy.reason);
