@@ -91,11 +91,13 @@ static void dtrain__forward(dtrain__launch *launch, int number, bool from_termin
     launch->passed_on = number;
     if (!stop && !(number == SIGUSR1 && launch->desc.catch_signals)) return;
     dtrain__signal_ranks(launch, SIGCONT); /* a stopped rank gets the signal when it goes on */
-    if (!launch->forwarded && launch->desc.catch_signals && number != SIGQUIT)
+    if (!launch->forwarded && launch->desc.catch_signals && number != SIGQUIT) {
+        if (from_terminal && !launch->log.write) fputc('\n', stderr); /* behind its ^C */
         dtrain__log_to(&launch->log, DTRAIN_LOG_INFO,
                        "asked to stop by signal %d (%s): ranks end after their step; a second "
                        "request ends them at once",
                        number, dtrain__signal_name(number));
+    }
     launch->forwarded = number;
     launch->stop_ns = now;
     if (!stop || ++launch->stop_count < 2) return;

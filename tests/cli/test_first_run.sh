@@ -97,7 +97,7 @@ else skip "a folder that cannot be written" "needs root and setpriv"; fi
 sums-2" ]; result "a run with flags keeps nothing by itself" $?
 
 # ---- Ctrl-C ----
-if ! have python3; then skip "Ctrl-C" "python3 is not here" 5; finish; fi
+if ! have python3; then skip "Ctrl-C" "python3 is not here" 6; finish; fi
 long="build/train_gpt --layers 1 --channels 16 --eval-batches 0 --sample 0 --steps 1000000 --threads 1 --ranks 2"
 # pressed NAME STATUS PATTERN TIMES COMMAND...: the text behind ^C begins a line, no sentence names a failure
 pressed() {
@@ -118,6 +118,30 @@ if [ -x build/dtrain-run ]; then
     pressed "through dtrain-run" 130 '^dtrain-run: stopped by signal 2 \(SIGINT\), as asked$' 0.5 build/dtrain-run --nproc 2 ${long% --ranks 2}
     pressed "through dtrain-run, saved" 0 '; saved in other: ' 0.5 build/dtrain-run --nproc 2 ${long% --ranks 2} --checkpoint other
 else skip "through dtrain-run" "build/dtrain-run is not built" 2; fi
+# A program of its own has the library print its messages.
+cat >own.c <<'END'
+#include "dtrain.h"
+#include <stdio.h>
+#include <unistd.h>
+static int wait_for_stop(dtrain_world *world, void *user)
+{
+    dtrain_world_info info;
+    (void)user;
+    if (dtrain_world_rank(world) == 0) fprintf(stderr, "\rstep 1/2");
+    do {
+        usleep(1000);
+        dtrain_world_query(world, &info);
+    } while (!info.stop_requested);
+    return 0;
+}
+int main(void)
+{
+    dtrain_launch_desc desc = {.default_rank_count = 2, .catch_signals = true};
+    return dtrain_launch(&desc, wait_for_stop, NULL, NULL) != DTRAIN_OK;
+}
+END
+[ -f build/dtrain.a ] && ${CC:-cc} -std=c99 -D_GNU_SOURCE -I"$tree" own.c build/dtrain.a -o own -lm -lpthread
+pressed "through the library's own log" 0 '^dtrain info: asked to stop by signal 2' 0.3 ./own
 # A step of many seconds: the second Ctrl-C does not wait for its end.
 start=$(date +%s)
 timeout 150 python3 "$press" 0,1.5 build/train_gpt --batch 64 --accum 150 --eval-batches 0 --sample 0 --steps 1000 --checkpoint slow >out 2>&1
