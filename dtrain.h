@@ -4907,9 +4907,10 @@ struct dtrain_world {
     dtrain__control *control;
     struct dtrain__link *link; /* to ranks that a launcher has started, see world/link.c; or NULL */
     dtrain__region page;       /* with a link: where control is */
-    char no_region[200];       /* with a link: why the ranks of one host share no memory */
-    uint32_t *mine;            /* 1 in this process, 0 in a process that a rank has forked */
-    dtrain__range *ranges;     /* (range_count), sorted */
+    uint64_t left_ns[DTRAIN_MAX_RANKS]; /* when this rank first saw that each left; 0: not yet */
+    char no_region[200];                /* with a link: why the ranks of one host share no memory */
+    uint32_t *mine;        /* 1 in this process, 0 in a process that a rank has forked */
+    dtrain__range *ranges; /* (range_count), sorted */
     size_t range_count, range_room;
     dtrain_allocator allocator;
     dtrain__log_sink log;
@@ -4949,6 +4950,7 @@ DTRAIN__PRIVATE void dtrain__describe_end(const dtrain__control *control, int ra
 DTRAIN__PRIVATE void dtrain__record_end(dtrain__control *control, int rank, dtrain__end how,
                                         int value, const char *error);
 DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank);
+DTRAIN__PRIVATE bool dtrain__left_for(dtrain_world *world, int rank, uint64_t grace_ns);
 DTRAIN__PRIVATE bool dtrain__record_abort(dtrain__control *control, int rank, dtrain_result code,
                                           const char *text);
 DTRAIN__PRIVATE int dtrain__first_failure(const dtrain__control *control);
@@ -6091,6 +6093,16 @@ DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, cons
                       sizeof world->control->aborted);
 }
 
+/* Say whether this rank has seen for `grace_ns` that another one left. Its own clock counts: that
+ * of a rank on the same page, in another time namespace, may differ. */
+DTRAIN__PRIVATE bool dtrain__left_for(dtrain_world *world, int rank, uint64_t grace_ns)
+{
+    const uint64_t now = dtrain__now_ns();
+    if (dtrain__load(&world->control->exits[rank].how) != DTRAIN__LEFT) return false;
+    if (!world->left_ns[rank]) world->left_ns[rank] = now;
+    return now >= world->left_ns[rank] + grace_ns;
+}
+
 DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world)
 {
     if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_poll: world is NULL");
@@ -6099,11 +6111,9 @@ DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world)
     const dtrain_result trouble = dtrain__trouble(world);
     dtrain__failed(world, trouble);
     DTRAIN__TRY(trouble);
-    const dtrain__exit_record *exits = world->control->exits;
     const int ended = dtrain__load(&world->control->ended_count) ? world->size : 0;
     for (int i = 0; i < ended; i++)
-        if (dtrain__load(&exits[i].how) == DTRAIN__LEFT &&
-            dtrain__now_ns() >= exits[i].ended_ns + 2000000000u)
+        if (dtrain__left_for(world, i, 2000000000u))
             return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d left (returned 0)", i);
     return DTRAIN_OK;
 }
@@ -8784,14 +8794,11 @@ static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__
 {
     const dtrain__work *work = dtrain__blocking(comm, waited);
     const int *world = comm->base.world_ranks, rank = comm->base.rank;
-    const uint64_t now = dtrain__now_ns();
     int waits = -1; /* for this rank of the world, if possible for one that waits for none itself */
     char name[128];
     if (dtrain__load(&comm->report->state)) return dtrain__engine_standing(comm);
     for (int i = 0; i < comm->base.size; i++) {
-        const dtrain__exit_record *record = &comm->base.world->control->exits[world[i]];
-        const bool left = dtrain__load(&record->how) == DTRAIN__LEFT &&
-                          now >= record->ended_ns + comm->transport->grace_ns;
+        const bool left = dtrain__left_for(comm->base.world, world[i], comm->transport->grace_ns);
         if (!dtrain__waits_for(comm, work, i)) {
             if (work->sequence && work->state == DTRAIN__SHOWN)
                 DTRAIN__TRY(dtrain__compare(comm, work, i < rank ? i : rank, i < rank ? rank : i));
@@ -11502,7 +11509,9 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
     if (first < 0) return DTRAIN_OK;
     const dtrain__exit_record *end = &control->exits[first];
     const bool killed = end->how == DTRAIN__SIGNALED || end->how == DTRAIN__STOPPED;
-    const uint64_t ended_ns = end->ended_ns > launch->attempt_ns ? end->ended_ns : dtrain__now_ns();
+    const uint64_t now = dtrain__now_ns(); /* a clock of another time namespace may be elsewhere */
+    const bool known = end->ended_ns > launch->attempt_ns && end->ended_ns < now;
+    const uint64_t ended_ns = known ? end->ended_ns : now;
     const double when = 1e-9 * (double)(ended_ns - launch->attempt_ns);
     const dtrain__exit_record *own = &control->exits[launch->is_rank ? launch->place.rank : first];
     for (int i = 0; i < launch->place.size; i++)

@@ -343,14 +343,11 @@ static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__
 {
     const dtrain__work *work = dtrain__blocking(comm, waited);
     const int *world = comm->base.world_ranks, rank = comm->base.rank;
-    const uint64_t now = dtrain__now_ns();
     int waits = -1; /* for this rank of the world, if possible for one that waits for none itself */
     char name[128];
     if (dtrain__load(&comm->report->state)) return dtrain__engine_standing(comm);
     for (int i = 0; i < comm->base.size; i++) {
-        const dtrain__exit_record *record = &comm->base.world->control->exits[world[i]];
-        const bool left = dtrain__load(&record->how) == DTRAIN__LEFT &&
-                          now >= record->ended_ns + comm->transport->grace_ns;
+        const bool left = dtrain__left_for(comm->base.world, world[i], comm->transport->grace_ns);
         if (!dtrain__waits_for(comm, work, i)) {
             if (work->sequence && work->state == DTRAIN__SHOWN)
                 DTRAIN__TRY(dtrain__compare(comm, work, i < rank ? i : rank, i < rank ? rank : i));

@@ -356,7 +356,9 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
     if (first < 0) return DTRAIN_OK;
     const dtrain__exit_record *end = &control->exits[first];
     const bool killed = end->how == DTRAIN__SIGNALED || end->how == DTRAIN__STOPPED;
-    const uint64_t ended_ns = end->ended_ns > launch->attempt_ns ? end->ended_ns : dtrain__now_ns();
+    const uint64_t now = dtrain__now_ns(); /* a clock of another time namespace may be elsewhere */
+    const bool known = end->ended_ns > launch->attempt_ns && end->ended_ns < now;
+    const uint64_t ended_ns = known ? end->ended_ns : now;
     const double when = 1e-9 * (double)(ended_ns - launch->attempt_ns);
     const dtrain__exit_record *own = &control->exits[launch->is_rank ? launch->place.rank : first];
     for (int i = 0; i < launch->place.size; i++)

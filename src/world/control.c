@@ -282,6 +282,16 @@ DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, cons
                       sizeof world->control->aborted);
 }
 
+/* Say whether this rank has seen for `grace_ns` that another one left. Its own clock counts: that
+ * of a rank on the same page, in another time namespace, may differ. */
+DTRAIN__PRIVATE bool dtrain__left_for(dtrain_world *world, int rank, uint64_t grace_ns)
+{
+    const uint64_t now = dtrain__now_ns();
+    if (dtrain__load(&world->control->exits[rank].how) != DTRAIN__LEFT) return false;
+    if (!world->left_ns[rank]) world->left_ns[rank] = now;
+    return now >= world->left_ns[rank] + grace_ns;
+}
+
 DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world)
 {
     if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_poll: world is NULL");
@@ -290,11 +300,9 @@ DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world)
     const dtrain_result trouble = dtrain__trouble(world);
     dtrain__failed(world, trouble);
     DTRAIN__TRY(trouble);
-    const dtrain__exit_record *exits = world->control->exits;
     const int ended = dtrain__load(&world->control->ended_count) ? world->size : 0;
     for (int i = 0; i < ended; i++)
-        if (dtrain__load(&exits[i].how) == DTRAIN__LEFT &&
-            dtrain__now_ns() >= exits[i].ended_ns + 2000000000u)
+        if (dtrain__left_for(world, i, 2000000000u))
             return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d left (returned 0)", i);
     return DTRAIN_OK;
 }

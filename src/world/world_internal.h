@@ -134,9 +134,10 @@ struct dtrain_world {
     dtrain__control *control;
     struct dtrain__link *link; /* to ranks that a launcher has started, see world/link.c; or NULL */
     dtrain__region page;       /* with a link: where control is */
-    char no_region[200];       /* with a link: why the ranks of one host share no memory */
-    uint32_t *mine;            /* 1 in this process, 0 in a process that a rank has forked */
-    dtrain__range *ranges;     /* (range_count), sorted */
+    uint64_t left_ns[DTRAIN_MAX_RANKS]; /* when this rank first saw that each left; 0: not yet */
+    char no_region[200];                /* with a link: why the ranks of one host share no memory */
+    uint32_t *mine;        /* 1 in this process, 0 in a process that a rank has forked */
+    dtrain__range *ranges; /* (range_count), sorted */
     size_t range_count, range_room;
     dtrain_allocator allocator;
     dtrain__log_sink log;
@@ -176,6 +177,7 @@ DTRAIN__PRIVATE void dtrain__describe_end(const dtrain__control *control, int ra
 DTRAIN__PRIVATE void dtrain__record_end(dtrain__control *control, int rank, dtrain__end how,
                                         int value, const char *error);
 DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank);
+DTRAIN__PRIVATE bool dtrain__left_for(dtrain_world *world, int rank, uint64_t grace_ns);
 DTRAIN__PRIVATE bool dtrain__record_abort(dtrain__control *control, int rank, dtrain_result code,
                                           const char *text);
 DTRAIN__PRIVATE int dtrain__first_failure(const dtrain__control *control);

@@ -1,6 +1,6 @@
 /* test_internals.c: what cannot be seen from outside: the layout of buckets, two reports at one moment, the
- * unit that a kernel runs in, the trainer's seeds, schedules and its books about stragglers. One program, because the
- * implementation has to be compiled into it once more. */
+ * unit that a kernel runs in, the trainer's seeds, schedules and its books about stragglers, clocks that differ. One
+ * program, because the implementation has to be compiled into it once more. */
 #include "train/micro_batch.c"
 #include "train/trainer.c"
 #include "strategy/layout_internal.h"
@@ -377,6 +377,29 @@ static void test_whose_loss_counts(void)
     ranks_run(4, DTRAIN_LAUNCH_THREADS, rank_of_a_model, NULL);
 }
 
+/* ---- clocks ---- */
+
+/* Rank 1 leaves, and its clock turns out to be another one than rank 0's, far behind or ahead: what it has sent is
+ * still waited for. */
+static int rank_sees_the_other_leave(dtrain_world *world, void *user)
+{
+    dtrain__exit_record *record = &world->control->exits[1];
+    (void)user;
+    if (dtrain_world_rank(world) == 1) return 0;
+    for (int i = 0; i < 10000 && dtrain__load(&record->how) != DTRAIN__LEFT; i++)
+        ranks_sleep_us(1000);
+    record->ended_ns -= UINT64_C(5000000000000);
+    CHECK_MSG(dtrain_world_poll(world) == DTRAIN_OK, "%s", dtrain_last_error());
+    record->ended_ns += UINT64_C(10000000000000);
+    CHECK(!dtrain__left_for(world, 1, UINT64_C(60000000000)));
+    CHECK(dtrain__left_for(world, 1, 0) && !dtrain__left_for(world, 0, 0));
+    return 0;
+}
+static void test_clocks_differ(void)
+{
+    ranks_run(2, DTRAIN_LAUNCH_THREADS, rank_sees_the_other_leave, NULL);
+}
+
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -387,5 +410,6 @@ int main(int argc, char **argv)
     RUN(test_schedules);
     RUN(test_straggler_counting);
     RUN(test_whose_loss_counts);
+    RUN(test_clocks_differ);
     return test_summary();
 }
