@@ -1,5 +1,5 @@
 # dtrain needs a C compiler and make; everything else here is optional and says so when it is absent.
-#   make run      trains a GPT on real text, two ranks of this machine's CPU, about a minute
+#   make run      trains a GPT on sums in words, two ranks of this machine's CPU, about a minute
 #   make test     builds and runs the tests, those of the GPU kernels on the CPU, about five minutes
 #   make cuda     the examples for NVIDIA GPUs
 #   make mpi      the examples for CPUs of several hosts

@@ -6097,8 +6097,8 @@ DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, cons
  * of a rank on the same page, in another time namespace, may differ. */
 DTRAIN__PRIVATE bool dtrain__left_for(dtrain_world *world, int rank, uint64_t grace_ns)
 {
-    const uint64_t now = dtrain__now_ns();
     if (dtrain__load(&world->control->exits[rank].how) != DTRAIN__LEFT) return false;
+    const uint64_t now = dtrain__now_ns();
     if (!world->left_ns[rank]) world->left_ns[rank] = now;
     return now >= world->left_ns[rank] + grace_ns;
 }

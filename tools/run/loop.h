@@ -107,8 +107,8 @@ static int end_rank(dtrain_result result)
 /* Whether a signal to any rank has stopped the run; known to a process that is itself a rank. */
 static bool run_stopped;
 
-/* Return the exit status of a run that was stopped: without a checkpoint it has to be made again, which is told as a
- * shell tells of a signal. number: 0 if it came to another process. */
+/* Return the exit status of a run that was stopped. Without a checkpoint the run is lost, so it is a shell's for a
+ * signal: 128 + its number (0: it came to another process, and counts as SIGTERM). */
 static int stopped_status(const run_settings *s, int number)
 {
     if (s->checkpoints || s->stop_status) return (int)s->stop_status;

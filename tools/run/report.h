@@ -100,8 +100,7 @@ static void show_links(const dtrain_emulation *e, const dtrain_strategy_info *in
     if (*text) printf("\n");
     if (e->node_ranks)
         printf("cluster emulated: %d node%s x %u rank%s, %g Gb/s and %g us between nodes; a rank "
-               "sends %llu bytes a "
-               "step to other nodes, %llu inside its own\n",
+               "sends %llu bytes a step to other nodes, %llu inside its own\n",
                ranks / (int)e->node_ranks, plural(ranks / (int)e->node_ranks), e->node_ranks,
                plural(e->node_ranks), e->gigabits_per_second, e->latency_us,
                (unsigned long long)away, (unsigned long long)(info->step_bytes - away));
@@ -113,8 +112,7 @@ static void show_strategy(const run_job *j, int ranks)
     dtrain_strategy_info info;
     dtrain_strategy_query(j->strategy, &info);
     printf("strategy %s: %d shard%s x %d replica%s, gradients in %zu bucket%s; a rank sends %llu "
-           "bytes "
-           "a step of one micro-batch\n",
+           "bytes a step of one micro-batch\n",
            info.name, info.shard_ranks, plural(info.shard_ranks), info.replicas,
            plural(info.replicas), info.bucket_count, plural((int64_t)info.bucket_count),
            (unsigned long long)info.step_bytes);

@@ -168,7 +168,7 @@ static bool add_token(void *user, int32_t token)
     return true;
 }
 
-/* Print an answer beside the right one; return nothing of it that a terminal cannot show. */
+/* Print an answer, and the right one where it is wrong; what a terminal cannot show is made visible. */
 static void show_answer(const sum *one, const answer *given)
 {
     char question[SUMS_BYTES], right[SUMS_BYTES];
