@@ -138,7 +138,9 @@ static int run_rank(dtrain_world *world, void *user)
         run_stopped = !j.s->thread_ranks;
     }
 cleanup:
-    if (result == DTRAIN_ERROR_MEMORY && j.s->memory_limit)
+    /* this rank met the limit, or quotes another that did */
+    if (j.s->memory_limit && result != DTRAIN_OK &&
+        (result == DTRAIN_ERROR_MEMORY || strstr(dtrain_last_error(), "memory limit:")))
         name_error(result, "--memory-limit", "");
     close_job(&j);
     free(own);
