@@ -359,13 +359,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result min
 
 /* ---- Groups -----------------------------------------------------------------------------------*/
 
-DTRAIN__PRIVATE dtrain__groups dtrain__world_groups(dtrain_world *world, dtrain_comm *comm)
-{
-    dtrain__groups groups = {comm, NULL, NULL, comm};
-    if (!comm) groups.data = groups.all = dtrain_world_comm(world);
-    return groups;
-}
-
 DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain__groups *groups)
 {
     const dtrain_comm *model = groups->model;

@@ -6,14 +6,16 @@
  *             reduce over them, dropout draws a stream for each
  *     copy    share one copy of the values, each with a shard of it: norms are summed up over them.
  *             NULL: this rank has everything
+ *     tensor  share every layer of one replica, each with its part of what is cut. NULL: this rank
+ *             has whole layers
  *     model   hold one model between them; the loss that the last of them sees counts. NULL: this
  *             rank alone holds one
  *     all     train together: records, requests to stop, checkpoints and metrics are of them
  *
  * Without a mesh every rank holds a model: data and all are desc.comm or the world's, and a
- * strategy makes copy of data, as its kind wants it. A mesh will cut the world along axes
- * (pipeline, data, tensor): data is then the ranks that differ from this one along the data axis
- * alone, model those that differ along the other axes, and all the whole mesh. */
+ * strategy makes copy of data, as its kind wants it. A mesh (parallel/mesh.h) cuts the ranks along
+ * axes: data is then the ranks that differ from this one along the data axis alone, tensor and
+ * model those that differ along the other axes, and all the whole mesh. */
 
 #pragma once
 
@@ -23,11 +25,10 @@
 #include "comm/comm.h"
 
 typedef struct dtrain__groups {
-    dtrain_comm *data, *copy, *model, *all;
+    dtrain_comm *data, *copy, *tensor, *model, *all;
+    int tensor_ranks, tensor_rank; /* also of a plan, which has no communicators */
+    bool sequence_parallel;        /* rows between shared layers are divided over `tensor` */
 } dtrain__groups;
-
-/* Fill the groups of ranks that hold a whole model each: comm, or where it is NULL the world's. */
-DTRAIN__PRIVATE dtrain__groups dtrain__world_groups(dtrain_world *world, dtrain_comm *comm);
 
 /* Tell whether this rank's loss counts: a pipeline ends in the last rank of a model. */
 DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain__groups *groups);

@@ -42,7 +42,7 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
     strategy->gathered = (int64_t *)dtrain__alloc(allocator, (size_t)dtrain_comm_size(groups->data),
                                                   sizeof *strategy->gathered, "gathered hashes");
     if (!strategy->gathered) return DTRAIN_ERROR_MEMORY;
-    return dtrain__resolve_params(params, count);
+    return dtrain__resolve_params(params, count, groups);
 }
 
 /* Refuse kept_units to which no parameter belongs, and values of the host's own where parameters
@@ -114,8 +114,9 @@ static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
         }
         dtrain_shard shard;
         if (!dtrain__shard_of(strategy, i, &shard)) continue;
+        const dtrain__part part = dtrain__part_here(p, &strategy->groups);
         if (entry->lends_value)
-            DTRAIN__TRY(dtrain__init_param(strategy->device, p, strategy->desc.init_seed,
+            DTRAIN__TRY(dtrain__init_param(strategy->device, p, &part, strategy->desc.init_seed,
                                            shard.offset, shard.count, shard.value));
         if (entry->trainable) strategy->shards[strategy->shard_count++] = shard;
     }
@@ -223,11 +224,15 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
     DTRAIN__TRY(dtrain__resolve_kind(&strategy->desc, strategy->kind));
     DTRAIN__TRY(dtrain__split_levels(strategy));
     DTRAIN__TRY(dtrain__agree(strategy->groups.data, dtrain__strategy_prepare(strategy)));
-    for (size_t i = 0; i < strategy->param_count && strategy->layout.all > 1; i++) {
+    for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
         if (p->state.storage != p || strategy->layout.entries[i].lends_value) continue;
-        DTRAIN__TRY(dtrain_broadcast(strategy->groups.data, p->value, (size_t)p->count,
-                                     DTRAIN_DTYPE_F32, 0, NULL));
+        if (strategy->groups.tensor && !p->cut.axis)
+            DTRAIN__TRY(dtrain_broadcast(strategy->groups.tensor, p->value, (size_t)p->count,
+                                         DTRAIN_DTYPE_F32, 0, NULL));
+        if (strategy->layout.all > 1)
+            DTRAIN__TRY(dtrain_broadcast(strategy->groups.data, p->value, (size_t)p->count,
+                                         DTRAIN_DTYPE_F32, 0, NULL));
     }
     DTRAIN__TRY(dtrain__copy_host_values(strategy, false));
     dtrain__fill_info(strategy);
@@ -241,7 +246,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_make(dtrain_world *world, dtrain_
 {
     if (out) *out = NULL;
     if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: world is NULL");
-    const dtrain__groups groups = dtrain__world_groups(world, desc ? desc->comm : NULL);
+    const dtrain__groups groups =
+        dtrain__groups_make(world, desc ? desc->mesh : NULL, desc ? desc->comm : NULL);
     dtrain_result result = dtrain__strategy_begin(world, params, param_count, desc, &groups, out);
     result = dtrain__agree(groups.data, result);
     if (result == DTRAIN_OK) result = dtrain__strategy_complete(*out);

@@ -150,10 +150,11 @@ DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind);
 DTRAIN__PRINTF(3, 4)
 DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t index,
                                                  const char *format, ...);
-DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count);
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count,
+                                                     const dtrain__groups *groups);
 DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
-                                                 uint64_t seed, int64_t first, int64_t count,
-                                                 float *value);
+                                                 const dtrain__part *part, uint64_t seed,
+                                                 int64_t first, int64_t count, float *value);
 #define DTRAIN__STAGING_COUNT 4096 /* elements that go through the stack: no call can fail */
 
 /* strategy/layout.c */

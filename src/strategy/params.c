@@ -41,8 +41,24 @@ DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t i
                        p->name ? p->name : "", text);
 }
 
-/* Complete count from shape or shape from count, and check that they agree. */
-static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index)
+DTRAIN__PRIVATE int64_t dtrain__whole_count(const dtrain_param *p)
+{
+    int64_t count = p->shape[0] ? 1 : p->count;
+    for (int d = 0; d < 4 && p->shape[d]; d++) count *= p->shape[d];
+    return count;
+}
+
+DTRAIN__PRIVATE dtrain__part dtrain__part_here(const dtrain_param *p, const dtrain__groups *groups)
+{
+    dtrain__part part;
+    dtrain__part_of(&p->cut, p->shape, groups->tensor_ranks, groups->tensor_rank, &part);
+    return part;
+}
+
+/* Complete count from shape or shape from count, and check that they agree. What the tensor axis
+ * cuts must have a shape, and gets the count of this rank's part. */
+static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index,
+                                           const dtrain__groups *groups)
 {
     const int dims = dtrain__param_dims(p);
     size_t product = dims ? 1 : (size_t)p->count, bytes;
@@ -62,8 +78,11 @@ static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index)
     if (!fits || !dtrain__size_mul(product, sizeof(float), &bytes) || bytes > SIZE_MAX / 4)
         return dtrain__param_fail(p, index, "it has more elements than memory can hold");
     if (dims == 0) p->shape[0] = p->count;
-    if (p->count == 0) p->count = (int64_t)product;
-    if ((size_t)p->count == product) return DTRAIN_OK;
+    if (dtrain__cut_check(&p->cut, p->shape, groups->tensor_ranks) != DTRAIN_OK)
+        return dtrain__param_fail(p, index, "%s", dtrain__bare(dtrain_last_error()));
+    if (p->cut.axis && dims) p->count = dtrain__part_here(p, groups).count;
+    else if (p->count == 0) p->count = (int64_t)product;
+    if (p->cut.axis || (size_t)p->count == product) return DTRAIN_OK;
     return dtrain__param_fail(p, index, "count is %lld, its shape has %zu elements",
                               (long long)p->count, product);
 }
@@ -81,6 +100,16 @@ static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
     if (p->count == 0 && p->shape[0] == 0) {
         p->count = storage->count;
         memcpy(p->shape, storage->shape, sizeof p->shape);
+    }
+    if (storage->cut.axis || p->cut.axis) {
+        if (memcmp(p->shape, storage->shape, sizeof p->shape) ||
+            (p->cut.axis && memcmp(&p->cut, &storage->cut, sizeof p->cut)))
+            return dtrain__param_fail(p, index,
+                                      "an alias of \"%.100s\", which has a cut, has the same shape "
+                                      "and the same cut, or zeros",
+                                      storage->name);
+        p->cut = storage->cut;
+        p->count = storage->count;
     }
     if (p->count != storage->count)
         return dtrain__param_fail(
@@ -114,7 +143,8 @@ DTRAIN__PRIVATE void dtrain__set_grad_written(dtrain_param *storage, bool writte
 
 /* Check the array and fill in its shapes, counts and states. Names are compared each with each,
  * once: a thousand parameters take some milliseconds. */
-DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count)
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count,
+                                                     const dtrain__groups *groups)
 {
     size_t total = 0;
     for (size_t i = 0; i < count; i++) {
@@ -129,10 +159,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
                                       (unsigned)p->flags);
         if (p->init > DTRAIN_INIT_UNIFORM)
             return dtrain__param_fail(p, i, "init %u is not a dtrain_init", (unsigned)p->init);
-        DTRAIN__TRY(dtrain__resolve_shape(p, i));
-        if (p->init_count < 0 || p->init_count > p->count)
+        DTRAIN__TRY(dtrain__resolve_shape(p, i, groups));
+        const int64_t whole = dtrain__whole_count(p);
+        if (p->init_count < 0 || p->init_count > whole)
             return dtrain__param_fail(p, i, "init_count is %lld, of %lld elements",
-                                      (long long)p->init_count, (long long)p->count);
+                                      (long long)p->init_count, (long long)whole);
         memset(&p->state, 0, sizeof p->state);
         p->state.storage = p->state.next = p;
         p->state.index = (uint32_t)i;
@@ -146,14 +177,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
 
 /* ---- Values -----------------------------------------------------------------------------------*/
 
-/* Initialise value (count; host or device memory) as elements [first, first + count) of parameter
- * p. An element is a function of (seed, parameter, element) only: the same on every rank, however
- * values are sharded. */
+/* Initialise value (count; host or device memory) as elements [first, first + count) of a part of
+ * parameter p; part NULL: of the whole. An element is a function of (seed, parameter, its place in
+ * the whole) only: the same on every rank, however values are cut and sharded. */
 DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
-                                                 uint64_t seed, int64_t first, int64_t count,
-                                                 float *value)
+                                                 const dtrain__part *part, uint64_t seed,
+                                                 int64_t first, int64_t count, float *value)
 {
-    const float scale = p->init_scale;
+    const bool drawn = p->init == DTRAIN_INIT_NORMAL || p->init == DTRAIN_INIT_UNIFORM;
     const size_t bytes = (size_t)count * sizeof(float);
     float staging[DTRAIN__STAGING_COUNT];
     if (p->init == DTRAIN_INIT_ZERO && count > 0) {
@@ -161,16 +192,21 @@ DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dt
         memset(value, 0, bytes);
         return DTRAIN_OK;
     }
-    for (int64_t at = 0; at < count; at += DTRAIN__STAGING_COUNT) {
+    for (int64_t at = 0, filled = 0; at < count; at += filled, filled = 0) {
         const int64_t some = dtrain__min(DTRAIN__STAGING_COUNT, count - at);
-        const uint64_t from = (uint64_t)(first + at);
-        if (p->init == DTRAIN_INIT_NORMAL || p->init == DTRAIN_INIT_UNIFORM)
-            dtrain__random_fill(seed, p->state.index, from, some, p->init == DTRAIN_INIT_NORMAL,
-                                scale, staging);
-        else
-            for (int64_t i = 0; i < some; i++) staging[i] = scale;
-        const int64_t left = p->init_count ? dtrain__max(p->init_count - first - at, 0) : some;
-        for (int64_t i = left; i < some; i++) staging[i] = 0;
+        while (filled < some) { /* runs that follow one another in the whole */
+            int64_t run = some, from = first + at + filled;
+            if (part) from = dtrain__part_place(part, from, &run);
+            run = dtrain__min(run, some - filled);
+            if (drawn)
+                dtrain__random_fill(seed, p->state.index, (uint64_t)from, run,
+                                    p->init == DTRAIN_INIT_NORMAL, p->init_scale, staging + filled);
+            for (int64_t i = 0; i < run; i++) {
+                if (!drawn) staging[filled + i] = p->init_scale;
+                if (p->init_count && from + i >= p->init_count) staging[filled + i] = 0;
+            }
+            filled += run;
+        }
         DTRAIN__TRY(dtrain_device_copy(device, value + at, staging, (size_t)some * sizeof(float)));
     }
     return DTRAIN_OK;

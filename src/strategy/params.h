@@ -6,6 +6,7 @@
 #pragma once
 
 #include "core/api.h"
+#include "parallel/cut.h"
 
 #define DTRAIN_PARAM_FROZEN 1u   /* no gradient, no optimizer state */
 #define DTRAIN_PARAM_NO_DECAY 2u /* weight decay skips it; 1-D tensors are skipped anyway */
@@ -40,8 +41,9 @@ typedef struct dtrain_param {
     float *grad;      /* (count); NULL: it lives inside a bucket and this becomes its
                                       address; the host's own is copied at ready and back */
     int64_t count;    /* elements; 0 = product of shape. Both are completed in place; where
-                                      neither is given, an alias takes its target's */
-    int64_t shape[4]; /* leading non-zero entries; all zero = 1-D of count */
+                                      neither is given, an alias takes its target's. Of one that a
+                                      tensor axis cuts, the elements of this rank's part */
+    int64_t shape[4]; /* leading non-zero entries; all zero = 1-D of count. Always of the whole */
     uint32_t unit;    /* which unit (transformer block) it belongs to */
     uint32_t flags;   /* DTRAIN_PARAM_* */
     uint32_t group;   /* parameter group of the optimizer; 0 = its desc itself. An alias
@@ -50,5 +52,6 @@ typedef struct dtrain_param {
     uint32_t init;                 /* dtrain_init, used when value is NULL */
     float init_scale;
     int64_t init_count;       /* elements that init is for, the first ones; 0 = all. Others are 0 */
+    dtrain_cut cut;           /* how the tensor axis of a mesh divides it; zeroed = not */
     dtrain_param_state state; /* the library's */
 } dtrain_param;

@@ -94,7 +94,8 @@ static dtrain_result dtrain__plan_resolve(dtrain_param *params, size_t count,
     if (desc->node_size && ranks % (int)desc->node_size)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: node_size %u does not divide %d ranks", call,
                            desc->node_size, ranks);
-    return dtrain__resolve_params(params, count);
+    const dtrain__groups groups = dtrain__groups_make(NULL, desc->mesh, NULL);
+    return dtrain__resolve_params(params, count, &groups);
 }
 
 DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param_count,
@@ -271,7 +272,7 @@ static dtrain_result dtrain__plan_needs(const dtrain_allocator *a, dtrain_param 
         return dtrain__ways_layout(&planned->layout, a, params, count, &planned->desc, ranks, 0);
     }
     DTRAIN__TRY(dtrain__resolve_desc(given, &planned->desc, &planned->compression));
-    DTRAIN__TRY(dtrain__resolve_params(params, count));
+    DTRAIN__TRY(dtrain__resolve_params(params, count, &plan->groups));
     DTRAIN__TRY(dtrain__plan_candidates(a, params, count, &planned->desc, ranks, node_ranks, &all));
     plan->needs = UINT64_MAX;
     for (size_t i = 0; i < DTRAIN__CANDIDATES; i++)
@@ -286,7 +287,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_
     uint32_t node_ranks;
     dtrain_result mine = DTRAIN_ERROR_MEMORY;
     memset(plan, 0, sizeof *plan);
-    plan->comm = dtrain__world_groups(world, desc->comm).data;
+    plan->groups = dtrain__groups_make(world, desc->mesh, desc->comm);
+    plan->comm = plan->groups.data;
     DTRAIN__TRY(dtrain__even_nodes(world, plan->comm, &node_ranks));
     plan->planned =
         (dtrain__planned *)dtrain__alloc(&world->allocator, 1, sizeof *plan->planned, "a plan");

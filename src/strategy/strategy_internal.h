@@ -28,6 +28,8 @@
 #include "core/log.h"
 #include "world/world_internal.h"
 #include "comm/comm.h"
+#include "parallel/cut_internal.h"
+#include "parallel/mesh_internal.h"
 #include "world/timeline_internal.h"
 #include "strategy/layout_internal.h"
 #include "strategy/memory.h"

@@ -11,6 +11,7 @@
 #include "world/world.h"
 #include "comm/comm.h"
 #include "comm/groups_internal.h"
+#include "parallel/cut_internal.h"
 #include "strategy/params.h"
 #include "strategy/strategy.h"
 #include "device/device.h"
@@ -63,6 +64,9 @@ DTRAIN__PRIVATE bool dtrain__is_sliced(const dtrain_strategy *strategy, size_t i
 DTRAIN__PRIVATE bool dtrain__had_no_gradient(const dtrain_strategy *strategy, size_t i);
 DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p);
 DTRAIN__PRIVATE void dtrain__set_grad_written(dtrain_param *storage, bool written);
+/* Count the elements of all parts together; describe the part that this rank has. */
+DTRAIN__PRIVATE int64_t dtrain__whole_count(const dtrain_param *p);
+DTRAIN__PRIVATE dtrain__part dtrain__part_here(const dtrain_param *p, const dtrain__groups *groups);
 /* Round fp32 elements up to a cache line; add to an address that may be NULL. */
 DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count);
 DTRAIN__PRIVATE float *dtrain__after(float *at, int64_t count);
@@ -132,8 +136,9 @@ DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const struct dtrain__layout *layou
 /* A strategy that is not made. Collective; free it after an error too. */
 typedef struct dtrain__strategy_plan {
     dtrain_comm *comm; /* its ranks */
-    uint64_t needs;    /* bytes of a rank for parameters, gradients, optimizer and buffers ... */
-    int64_t limit;     /* ... of those that it may use, for activations too */
+    dtrain__groups groups;
+    uint64_t needs; /* bytes of a rank for parameters, gradients, optimizer and buffers ... */
+    int64_t limit;  /* ... of those that it may use, for activations too */
     const struct dtrain__layout *layout; /* of rank 0 */
     struct dtrain__planned *planned;
 } dtrain__strategy_plan;

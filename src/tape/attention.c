@@ -178,12 +178,12 @@ static dtrain_result dtrain__attention_backward(dtrain_op *op)
 }
 
 DTRAIN__OP(attention, attention, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS,
-           DTRAIN_RECOMPUTE_ATTENTION, 0, false)
+           DTRAIN_RECOMPUTE_ATTENTION, 0, 0, false)
 
 /* The same, where input 1 has the key lengths. */
 DTRAIN__OP_NAMED(attention_lengths, "dtrain_attention", attention,
                  DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS, DTRAIN_RECOMPUTE_ATTENTION,
-                 1u << 1, false)
+                 1u << 1, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, dtrain_tensor *k,
                                            dtrain_tensor *v, const dtrain_attention_desc *desc)
@@ -261,7 +261,7 @@ static dtrain_result dtrain__rotary_backward(dtrain_op *op)
     return op->device->ops->rotary(op->device, &args);
 }
 
-DTRAIN__OP(rotary, rotary, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(rotary, rotary, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_rotary(dtrain_tape *tape, dtrain_tensor *x, int64_t sequence,
                                         int64_t heads, int64_t rotated, float theta)
@@ -304,7 +304,8 @@ static dtrain_result dtrain__softmax_backward(dtrain_op *op)
     return op->device->ops->softmax_backward(op->device, &args);
 }
 
-DTRAIN__OP(softmax, softmax, DTRAIN_OP_READS_OUTPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(softmax, softmax, DTRAIN_OP_READS_OUTPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0,
+           DTRAIN_OP_TAKES_ROWS, false)
 
 DTRAIN_API dtrain_tensor *dtrain_softmax(dtrain_tape *tape, dtrain_tensor *x)
 {

@@ -215,6 +215,27 @@ DTRAIN_API void *dtrain_op_input_grad(dtrain_op *op, uint32_t i, bool *accumulat
     return made->tensor.grad;
 }
 
+/* Tell whether another rank of the tensor axis counts this gradient. Under sequence parallelism the
+ * gradients of whole parameters are sums over the rows of all ranks; of an operation on whole
+ * tensors each rank has all of that sum, and the first one counts it. */
+static bool dtrain__counted_elsewhere(const dtrain_op *op, const dtrain_param *target)
+{
+    const dtrain__groups *groups = &op->tape->groups;
+    return groups->sequence_parallel && groups->tensor_rank && !target->cut.axis &&
+           op->outputs[0]->placement == DTRAIN_PLACEMENT_WHOLE;
+}
+
+/* Return memory for a gradient that does not count, and let the real one be zero or what it was. */
+static float *dtrain__uncounted(dtrain_op *op, const dtrain_param *target, bool *accumulate)
+{
+    const int64_t count = dtrain__part_here(target, &op->tape->groups).count;
+    if (!*accumulate && !op->planning)
+        dtrain__tape_stick(op->tape, op->device->ops->zero(op->device, target->grad,
+                                                           (size_t)count * sizeof(float)));
+    *accumulate = false;
+    return (float *)dtrain__take_data(op->tape, NULL, count, DTRAIN_DTYPE_F32);
+}
+
 /* An operation that asks must write: the gradient counts as written from here on. */
 DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumulate)
 {
@@ -223,5 +244,6 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
     if (!target) return NULL;
     *accumulate = target->state.grad_written;
     if (!op->planning) dtrain__set_grad_written(target, true);
-    return target->grad;
+    return dtrain__counted_elsewhere(op, target) ? dtrain__uncounted(op, target, accumulate)
+                                                 : target->grad;
 }

@@ -183,7 +183,7 @@ static dtrain_result dtrain__batch_norm_backward(dtrain_op *op)
     return ops->batchnorm_backward(op->device, &args);
 }
 
-DTRAIN__OP(batch_norm, batch_norm, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LAYERNORM, 0, false)
+DTRAIN__OP(batch_norm, batch_norm, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LAYERNORM, 0, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_batch_norm(dtrain_tape *tape, dtrain_tensor *x,
                                             dtrain_param *weight, dtrain_param *bias,

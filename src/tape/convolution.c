@@ -118,7 +118,7 @@ static dtrain_result dtrain__conv2d_backward(dtrain_op *op)
     return op->device->ops->conv2d_backward(op->device, &args);
 }
 
-DTRAIN__OP(conv2d, conv2d, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LINEAR, 0, true)
+DTRAIN__OP(conv2d, conv2d, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LINEAR, 0, 0, true)
 
 DTRAIN_API dtrain_tensor *dtrain_conv2d(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
                                         dtrain_param *bias, const dtrain_conv2d_desc *desc)
@@ -197,7 +197,7 @@ static dtrain_result dtrain__pool2d_backward(dtrain_op *op)
     return op->device->ops->pool2d_backward(op->device, &args);
 }
 
-DTRAIN__OP(pool2d, pool2d, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(pool2d, pool2d, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_pool2d(dtrain_tape *tape, dtrain_tensor *x,
                                         const dtrain_pool2d_desc *desc)

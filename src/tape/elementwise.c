@@ -45,7 +45,7 @@ static dtrain_result dtrain__add_backward(dtrain_op *op)
     return DTRAIN_OK;
 }
 
-DTRAIN__OP(add, add, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(add, add, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, DTRAIN__OP_TAKES_ALL, false)
 
 DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y)
 {
@@ -88,8 +88,8 @@ static dtrain_result dtrain__map_backward(dtrain_op *op)
     return ((dtrain__map *)op->args)->run(op, op->outputs[0]->grad, d_x, accumulate);
 }
 
-DTRAIN__OP(scale, map, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
-DTRAIN__OP(dropout, map, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(scale, map, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, DTRAIN__OP_TAKES_ALL, false)
+DTRAIN__OP(dropout, map, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, DTRAIN__OP_TAKES_ALL, false)
 
 static dtrain_result dtrain__scale_run(dtrain_op *op, const void *x, void *y, bool accumulate)
 {
@@ -196,8 +196,8 @@ static dtrain_result dtrain__sum_backward(dtrain_op *op)
     return op->device->ops->axpby(op->device, &args);
 }
 
-DTRAIN__OP(sum, sum, 0, 0, 0, false)
-DTRAIN__OP(mean, sum, 0, 0, 0, false)
+DTRAIN__OP(sum, sum, 0, 0, 0, 0, false)
+DTRAIN__OP(mean, sum, 0, 0, 0, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_sum(dtrain_tape *tape, dtrain_tensor *x)
 {
@@ -300,7 +300,7 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
     return op->device->ops->cross_entropy_backward(op->device, &args);
 }
 
-DTRAIN__OP(cross_entropy, cross_entropy, DTRAIN_OP_READS_INPUTS, 0, 2, false)
+DTRAIN__OP(cross_entropy, cross_entropy, DTRAIN_OP_READS_INPUTS, 0, 2, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
                                                dtrain_tensor *targets, int64_t classes,

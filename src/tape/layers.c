@@ -158,7 +158,7 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
     return dtrain__counted_gemm(op, &gemm);
 }
 
-DTRAIN__OP(linear, linear, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LINEAR, 0, true)
+DTRAIN__OP(linear, linear, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LINEAR, 0, 0, true)
 
 DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
                                         dtrain_param *bias, dtrain_activation activation)
@@ -261,8 +261,10 @@ static dtrain_result dtrain__layernorm_backward(dtrain_op *op)
     return rounded ? DTRAIN_OK : dtrain__gradient_pass(op, 1, 1);
 }
 
-DTRAIN__OP(layernorm, layernorm, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LAYERNORM, 0, false)
-DTRAIN__OP(rms_norm, layernorm, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LAYERNORM, 0, false)
+DTRAIN__OP(layernorm, layernorm, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LAYERNORM, 0,
+           DTRAIN_OP_TAKES_ROWS, false)
+DTRAIN__OP(rms_norm, layernorm, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LAYERNORM, 0,
+           DTRAIN_OP_TAKES_ROWS, false)
 
 /* Add x to the residual stream and apply a norm. The fused kernel takes x only in the type that
  * autocast computes in. */
@@ -359,7 +361,7 @@ static dtrain_result dtrain__embedding_backward(dtrain_op *op)
     return op->device->ops->embedding_backward(op->device, &args);
 }
 
-DTRAIN__OP(embedding, embedding, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 1, false)
+DTRAIN__OP(embedding, embedding, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 1, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
                                            dtrain_param *token, dtrain_param *position)

@@ -20,6 +20,7 @@
 
 static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x);
 static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p);
+static dtrain_result dtrain__check_placements(const dtrain_op *op);
 
 /* step numbers are those of the list above */
 DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
@@ -63,6 +64,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
         result = dtrain__take_input(node, inputs[i]);
     for (uint32_t i = 0; i < param_count && !result; i++)
         result = dtrain__take_param(node, params[i]);
+    if (result == DTRAIN_OK) result = dtrain__check_placements(op);
     if (result == DTRAIN_OK) result = desc->prepare(op);
     if (result == DTRAIN_OK && tape->error == DTRAIN_OK && op->output_count == 0)
         result = dtrain_fail(DTRAIN_ERROR_USAGE, "%s: prepare has made no output", call);
@@ -111,6 +113,70 @@ static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x)
     if (op->desc->autocast && !integer && x->dtype != (uint32_t)op->cast)
         op->input_data[i] = dtrain_op_save(op, op->cast, x->count);
     return op->tape->error;
+}
+
+/* ---- Placements -------------------------------------------------------------------------------*/
+
+static const char *dtrain__placement_name(const dtrain_tensor *x)
+{
+    return x->placement == DTRAIN_PLACEMENT_WHOLE     ? "whole"
+           : x->placement == DTRAIN_PLACEMENT_COLUMNS ? "cut by columns"
+                                                      : "cut by rows";
+}
+
+DTRAIN__PRIVATE const dtrain__part *dtrain__part_of_tensor(const dtrain_tensor *x)
+{
+    return &((const dtrain__tape_tensor *)x)->part;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__placement_fail(const dtrain_op *op, uint32_t i,
+                                                     const char *expected)
+{
+    return dtrain_fail(
+        DTRAIN_ERROR_ARGUMENT,
+        "%s: input %u is %s over the tensor axis, expected %s; dtrain_place converts "
+        "it",
+        op->desc->name, i + 1, dtrain__placement_name(op->inputs[i]), expected);
+}
+
+DTRAIN__PRIVATE void dtrain__place_as(dtrain_tensor *y, uint32_t placement,
+                                      const dtrain__part *part)
+{
+    if (!y) return;
+    y->placement = placement;
+    if (placement != DTRAIN_PLACEMENT_WHOLE) ((dtrain__tape_tensor *)y)->part = *part;
+}
+
+/* Check that all tensors lie as input 0 does, and so that the operation takes it. */
+static dtrain_result dtrain__check_placements(const dtrain_op *op)
+{
+    const uint32_t takes = op->desc->placements;
+    const dtrain_tensor *first = NULL;
+    if (op->tape->groups.tensor_ranks == 1 || takes & DTRAIN__OP_PLACES) return DTRAIN_OK;
+    for (uint32_t i = 0; i < op->input_count; i++) {
+        const dtrain_tensor *x = op->inputs[i];
+        if (x->placement == DTRAIN_PLACEMENT_COLUMNS && !(takes & DTRAIN_OP_TAKES_COLUMNS))
+            return dtrain__placement_fail(op, i,
+                                          takes ? "a whole one, or one cut by rows" : "whole");
+        if (x->placement == DTRAIN_PLACEMENT_ROWS && !(takes & DTRAIN_OP_TAKES_ROWS))
+            return dtrain__placement_fail(op, i,
+                                          takes ? "a whole one, or one cut by columns" : "whole");
+        if (!first) first = x;
+        if (x->placement != first->placement)
+            return dtrain__placement_fail(op, i, dtrain__placement_name(first));
+        if (x->placement != DTRAIN_PLACEMENT_WHOLE &&
+            !dtrain__part_same(dtrain__part_of_tensor(x), dtrain__part_of_tensor(first)))
+            return dtrain__placement_fail(op, i, "the same part of a tensor as input 1");
+    }
+    for (uint32_t i = 0; i < op->param_count; i++)
+        if (op->params[i]->cut.axis)
+            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                               "%s: parameter %s is cut over the tensor axis, and this operation "
+                               "takes whole ones; leave its cut zeroed",
+                               op->desc->name, dtrain__param_name(op->params[i]));
+    if (op->param_count && first && first->placement == DTRAIN_PLACEMENT_COLUMNS)
+        return dtrain__placement_fail(op, 0, "whole, or cut by rows, beside a whole parameter");
+    return DTRAIN_OK;
 }
 
 /* ---- Parameters
@@ -171,8 +237,8 @@ static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *stor
     cast->storage = storage;
     cast->mark = mark;
     cast->passing = passing;
-    cast->count = storage->shape[0] ? 1 : storage->count;
-    for (int a = 0; a < 4 && storage->shape[a]; a++) cast->count *= storage->shape[a];
+    cast->count =
+        storage->shape[0] ? dtrain__part_here(storage, &tape->groups).count : storage->count;
     if (passing && tape->pass.cast_mark != mark) {
         tape->pass.cast_mark = mark;
         dtrain__bump_rewind(&tape->arenas[DTRAIN__ARENA_CASTS]);
@@ -218,7 +284,7 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
     while (storage->alias_of) storage = storage->alias_of;
     DTRAIN__TRY(dtrain__check_value(op, p, storage));
     const dtrain_param *declared = p->shape[0] || p->count ? p : storage;
-    memcpy(shape, declared->shape, sizeof declared->shape);
+    memcpy(shape, dtrain__part_here(declared, &tape->groups).shape, sizeof declared->shape);
     if (shape[0] == 0) shape[0] = declared->count;
     op->params[i] = p;
     op->param_data[i] = storage->value;
@@ -305,6 +371,9 @@ DTRAIN_API dtrain_tensor *dtrain_op_output(dtrain_op *op, dtrain_dtype dtype, ui
     if (op->tape->error != DTRAIN_OK) return NULL;
     op->output_data[i] = op->outputs[i]->data;
     op->output_count++;
+    if (op->input_count && dtrain__is_float(op->inputs[0]))
+        dtrain__place_as(op->outputs[i], op->inputs[0]->placement,
+                         dtrain__part_of_tensor(op->inputs[0]));
     /* Let the output be a mean over the same samples as its inputs; of two losses the one that
      * ignores targets counts. */
     dtrain__samples *samples = &((dtrain__tape_tensor *)op->outputs[i])->samples;

@@ -33,6 +33,12 @@
 #define DTRAIN_OP_READS_INPUTS 1u
 #define DTRAIN_OP_READS_OUTPUTS 2u
 
+/* Placements of inputs over the tensor axis that an operation takes beside whole tensors; its
+ * outputs then lie as input 0 does. One that says nothing is given whole tensors only, and an input
+ * of another placement is an error that names both. Parameters of such operations are not cut. */
+#define DTRAIN_OP_TAKES_COLUMNS 1u
+#define DTRAIN_OP_TAKES_ROWS 2u
+
 typedef struct dtrain_op_desc dtrain_op_desc;
 
 /* One call of an operation. The tensors have shapes and gradients; values are read and written at
@@ -60,6 +66,7 @@ struct dtrain_op_desc {
     uint32_t reads;          /* DTRAIN_OP_READS_* */
     uint32_t recompute;      /* the DTRAIN_RECOMPUTE_* that drops its results; 0: always kept */
     uint32_t integer_inputs; /* bit i: input i is I32; the others are F32, BF16 or F16 */
+    uint32_t placements;     /* DTRAIN_OP_TAKES_*; 0 = whole tensors */
     bool autocast;           /* input_data, and param_data of parameters with two axes or more, are
                                  of the type `cast`. A gradient keeps the type of its tensor */
     const char *name;        /* what error sentences begin with */

@@ -95,7 +95,7 @@ static dtrain_result dtrain__matmul_backward(dtrain_op *op)
     return DTRAIN_OK;
 }
 
-DTRAIN__OP(matmul, matmul, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LINEAR, 0, true)
+DTRAIN__OP(matmul, matmul, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LINEAR, 0, 0, true)
 
 DTRAIN_API dtrain_tensor *dtrain_matmul(dtrain_tape *tape, dtrain_tensor *a, dtrain_tensor *b)
 {
@@ -153,8 +153,8 @@ static dtrain_result dtrain__copy_backward(dtrain_op *op)
     return dtrain__gradient_pass(op, 0, 0);
 }
 
-DTRAIN__OP(cast, copy, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
-DTRAIN__OP(reshape, copy, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(cast, copy, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, DTRAIN__OP_TAKES_ALL, false)
+DTRAIN__OP(reshape, copy, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, 0, false)
 
 static dtrain_tensor *dtrain__copy_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
                                          dtrain_tensor *x, uint32_t dtype, uint32_t ndim,
@@ -254,7 +254,7 @@ static dtrain_result dtrain__permute_backward(dtrain_op *op)
     return op->device->ops->permute(op->device, &args);
 }
 
-DTRAIN__OP(permute, permute, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(permute, permute, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_permute(dtrain_tape *tape, dtrain_tensor *x, const uint32_t *axes)
 {

@@ -23,6 +23,8 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
     tape->allocator = allocator;
     tape->strategy = strategy;
     tape->layout = strategy ? dtrain__layout_of(strategy) : NULL;
+    tape->groups.tensor_ranks = 1;
+    if (strategy) tape->groups = dtrain__groups_of(strategy);
     tape->device = device ? device : dtrain_world_device(world);
     tape->planning = tape->device->ops == dtrain__plan_device_ops();
     if (!world && strategy) world = dtrain__world_of(strategy);

@@ -31,9 +31,18 @@
 
 typedef struct dtrain_tape dtrain_tape;
 
+/* How a tensor lies over the tensor axis of a mesh. Operations carry it on. */
+typedef enum dtrain_placement {
+    DTRAIN_PLACEMENT_WHOLE = 0,   /* every rank has all of it, with the same values */
+    DTRAIN_PLACEMENT_COLUMNS = 1, /* a rank has some elements of the last axis, of all rows */
+    DTRAIN_PLACEMENT_ROWS = 2     /* a rank has some of the rows, all axes but the last one taken as
+                                     one: rank r of t has rows n r / t to n (r + 1) / t */
+} dtrain_placement;
+
 typedef struct dtrain_tensor {
     uint32_t dtype; /* dtrain_dtype: F32, BF16 or F16 (autocast, dtrain_cast), or I32 for tokens */
     uint32_t ndim;
+    uint32_t placement; /* dtrain_placement; shape, count and data are of this rank's part */
     int64_t shape[4];
     int64_t count;
     void *data; /* device memory; activation checkpointing may move it */

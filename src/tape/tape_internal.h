@@ -85,6 +85,8 @@ typedef struct dtrain__tape_tensor {
     dtrain_tensor tensor;
     dtrain__chunk *gradient;              /* tensor.grad's memory; NULL: none, or a value's */
     dtrain__chunk *earlier;               /* from before, to be added to `gradient` */
+    dtrain__part part;                    /* of a row (COLUMNS) or of the rows (ROWS), as if that
+                                             were an axis of a parameter, which is cut by rows */
     dtrain__samples samples;              /* of I32 inputs the entries that are not -1; of losses
                                              the samples that they are a mean over */
     struct dtrain__tape_segment *segment; /* in whose region it was made; NULL: in the data arena */
@@ -150,6 +152,7 @@ struct dtrain_tape {
     dtrain_world *world; /* for the spans of passes; NULL: no world, or a plan */
     dtrain_strategy *strategy;
     const struct dtrain__layout *layout; /* the strategy's, or the planned one; NULL: no strategy */
+    dtrain__groups groups;               /* the same; the tensor axis is of one rank without */
     dtrain_device *device;
     dtrain_allocator allocator;
     uint64_t unit_begin_ns, unit_end_ns; /* for a trace: of the unit, of its last operation */
@@ -195,6 +198,14 @@ DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x);
 #define DTRAIN__SHAPE_TEXT 96 /* 4 axes of 19 digits fit */
 DTRAIN__PRIVATE const char *dtrain__shape_text(const int64_t shape[4], char *text);
 DTRAIN__PRIVATE const char *dtrain__param_name(const dtrain_param *p);
+/* Return the part that this rank has of a tensor which is not whole. */
+DTRAIN__PRIVATE const dtrain__part *dtrain__part_of_tensor(const dtrain_tensor *x);
+/* Say how an output lies, and which part of it is here. */
+DTRAIN__PRIVATE void dtrain__place_as(dtrain_tensor *y, uint32_t placement,
+                                      const dtrain__part *part);
+/* Refuse input i, which does not lie as `expected`. */
+DTRAIN__PRIVATE dtrain_result dtrain__placement_fail(const dtrain_op *op, uint32_t i,
+                                                     const char *expected);
 DTRAIN__PRIVATE uint32_t dtrain__op_span(const dtrain_op *op);
 DTRAIN__PRIVATE void dtrain__op_span_end(const dtrain_op *op, uint32_t span);
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node);
@@ -217,17 +228,24 @@ DTRAIN__PRIVATE void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, 
 /* tape/elementwise.c */
 DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op);
 
+/* Placements of a built-in operation: of each element or row alone; and of one that checks its
+ * inputs and places its outputs itself. */
+#define DTRAIN__OP_TAKES_ALL (DTRAIN_OP_TAKES_COLUMNS | DTRAIN_OP_TAKES_ROWS)
+#define DTRAIN__OP_PLACES 4u
+
 /* The descriptor dtrain__<op>_op of a built-in operation, made of dtrain__<functions>_prepare,
  * _forward and _backward. The macro names the fields: C++17 has no designators. Ends with its last
  * use, in elementwise.c. */
-#define DTRAIN__OP_NAMED(op, name, functions, reads, recompute, integer_inputs, autocast) \
-    static const dtrain_op_desc dtrain__##op##_op = {reads,                               \
-                                                     recompute,                           \
-                                                     integer_inputs,                      \
-                                                     autocast,                            \
-                                                     name,                                \
-                                                     dtrain__##functions##_prepare,       \
-                                                     dtrain__##functions##_forward,       \
+#define DTRAIN__OP_NAMED(op, name, functions, reads, recompute, integer_inputs, placements, \
+                         autocast)                                                          \
+    static const dtrain_op_desc dtrain__##op##_op = {reads,                                 \
+                                                     recompute,                             \
+                                                     integer_inputs,                        \
+                                                     placements,                            \
+                                                     autocast,                              \
+                                                     name,                                  \
+                                                     dtrain__##functions##_prepare,         \
+                                                     dtrain__##functions##_forward,         \
                                                      dtrain__##functions##_backward};
 #define DTRAIN__OP(op, ...) DTRAIN__OP_NAMED(op, "dtrain_" #op, __VA_ARGS__)
 

@@ -75,7 +75,8 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
     loader->allocator = allocator;
     loader->world = world;
     loader->desc = *desc;
-    const dtrain_comm *data = dtrain__world_groups(world, desc->comm).data; /* NULL: one rank */
+    const dtrain_comm *data =
+        desc->comm ? desc->comm : dtrain_world_comm(world); /* NULL: one rank */
     loader->rank = data ? (uint64_t)dtrain_comm_rank(data) : 0;
     loader->ranks = data ? (uint64_t)dtrain_comm_size(data) : 1;
     loader->timeout_ns = world ? world->timeout_ns : DTRAIN__NEXT_TIMEOUT_NS;

@@ -27,6 +27,7 @@
 #include "tape/tape_internal.h"
 #include "optim/optim_internal.h"
 #include "optim/optimizer.h"
+#include "parallel/mesh_internal.h"
 #include "train/trainer.h"
 #include "train/trainer_internal.h"
 #include "device/device.h"
@@ -37,7 +38,7 @@
  * well. */
 static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_trainer_desc *desc,
                                               const struct dtrain__layout *layout,
-                                              dtrain_memory *memory)
+                                              const dtrain__groups *groups, dtrain_memory *memory)
 {
     dtrain_device_desc plan;
     dtrain_device *device;
@@ -57,6 +58,7 @@ static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_
     dtrain_result result = dtrain_tape_create(world, NULL, device, &tape);
     if (result == DTRAIN_OK) {
         tape->layout = layout;
+        tape->groups = *groups;
         result = dtrain_tape_recompute(tape, desc->recompute_every, desc->recompute_ops);
     }
     if (result == DTRAIN_OK) result = dtrain_tape_begin(tape, desc->tape_flags, 0);
@@ -85,8 +87,8 @@ static dtrain_result dtrain__batch_needs(const dtrain__batch_plan *plan, uint32_
 {
     dtrain_memory memory;
     DTRAIN__TRY(plan->search->set_batch(plan->trainer->user, batch));
-    DTRAIN__TRY(
-        dtrain__plan_activations(plan->world, plan->trainer, plan->strategy.layout, &memory));
+    DTRAIN__TRY(dtrain__plan_activations(plan->world, plan->trainer, plan->strategy.layout,
+                                         &plan->strategy.groups, &memory));
     *bytes = memory.activations + memory.activation_grads;
     return DTRAIN_OK;
 }
@@ -211,8 +213,10 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
         dtrain__strategy_plan_free(world, &batch.strategy);
         DTRAIN__TRY(found);
     }
+    const dtrain__groups groups =
+        desc->strategy ? dtrain__groups_of(desc->strategy) : dtrain__groups_make(world, NULL, NULL);
     DTRAIN__TRY(dtrain__plan_activations(
-        world, desc, desc->strategy ? dtrain__layout_of(desc->strategy) : NULL, memory));
+        world, desc, desc->strategy ? dtrain__layout_of(desc->strategy) : NULL, &groups, memory));
     dtrain__memory_held(desc, memory);
     if (desc->strategy && world->device->ops->host_memory) memory->workspace = world->base_bytes;
     memory->total = memory->activations + memory->activation_grads + memory->params +

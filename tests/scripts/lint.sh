@@ -11,8 +11,8 @@ arrows='core:
 world:    core
 comm:     core world
 launch:   core world comm
-strategy: core world comm
-parallel: core world comm strategy
+parallel: core world comm
+strategy: core world comm parallel
 tape:     core world comm strategy parallel
 optim:    core world comm strategy parallel tape
 train:    core world comm strategy parallel tape optim

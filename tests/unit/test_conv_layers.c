@@ -72,7 +72,7 @@ static dtrain_result given_backward(dtrain_op *op)
 }
 
 static const dtrain_op_desc given_op = {
-    0, 0, 0, false, "given", given_prepare, given_forward, given_backward};
+    0, 0, 0, 0, false, "given", given_prepare, given_forward, given_backward};
 
 static void check_golden(const char *what, dtrain_tensor *x, dtrain_tensor *y, const float *want_y,
                          const float *dy, const float *want_dx)

@@ -352,7 +352,7 @@ static int rank_of_a_model(dtrain_world *world, void *user)
     (void)user;
     memset(&t, 0, sizeof t);
     memset(&record, 0, sizeof record);
-    t.groups = dtrain__world_groups(world, NULL);
+    t.groups = dtrain__groups_make(world, NULL, NULL);
     RANKS_TRY(dtrain_comm_split(t.groups.all, rank / 2, 0, &t.groups.model));
     RANKS_TRY(dtrain_comm_split(t.groups.all, rank % 2, 0, &t.groups.data));
     t.loss_counts = dtrain__loss_counts(&t.groups);

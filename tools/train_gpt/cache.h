@@ -109,6 +109,7 @@ static inline dtrain_tensor *gpt_cached_attention(dtrain_tape *t, dtrain_tensor 
     static const dtrain_op_desc desc = {0,
                                         0,
                                         0,
+                                        0,
                                         true,
                                         "cached attention",
                                         gpt__cached_prepare,
@@ -145,7 +146,7 @@ static inline dtrain_result gpt__last_forward(dtrain_op *op)
 static inline dtrain_tensor *gpt_last_row(dtrain_tape *t, dtrain_tensor *x)
 {
     static const dtrain_op_desc desc = {
-        0, 0, 0, false, "last row", gpt__last_prepare, gpt__last_forward, gpt__no_backward};
+        0, 0, 0, 0, false, "last row", gpt__last_prepare, gpt__last_forward, gpt__no_backward};
     return dtrain_tape_apply(t, &desc, &x, 1, NULL, 0, NULL, 1);
 }
 

@@ -73,7 +73,7 @@ static dtrain_result dtrain__powersgd_init(const dtrain_compression_desc *how,
         q.init = DTRAIN_INIT_NORMAL;
         q.init_scale = 1;
         q.init_count = 0;
-        DTRAIN__TRY(dtrain__init_param(device, &q, bucket->seed, 0, count, seed));
+        DTRAIN__TRY(dtrain__init_param(device, &q, NULL, bucket->seed, 0, count, seed));
         DTRAIN__TRY(device->ops->orthogonalize(device, &args));
         seed += count;
     }

@@ -1,0 +1,200 @@
+/* Meshes: the arithmetic of ranks and places, and communicators along the axes
+ *
+ * A communicator is named by the axes along which its ranks differ. Axes of one rank do not count:
+ * with tensor 2, data 4 and no pipeline TENSOR + PIPELINE is TENSOR, and ALL is TENSOR + DATA. */
+
+#include "core/platform_internal.h"
+#include "core/core_internal.h"
+#include "core/log.h"
+#include "world/world_internal.h"
+#include "comm/comm.h"
+#include "parallel/mesh_internal.h"
+
+/* Complete the axes: put what is left where -1, or data's 0, asks for it. */
+static dtrain_result dtrain__mesh_resolve(const dtrain_mesh_desc *desc, dtrain_mesh_info *info)
+{
+    int *const sizes[3] = {&info->tensor, &info->data, &info->pipeline};
+    const int given[3] = {desc->tensor, desc->data, desc->pipeline};
+    int64_t product = 1;
+    int *rest = NULL;
+    for (int i = 0; i < 3; i++) {
+        *sizes[i] = given[i] ? given[i] : 1;
+        if (given[i] < -1 || given[i] > DTRAIN_MAX_RANKS * DTRAIN_MAX_RANKS)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "dtrain_mesh_create: an axis of %d ranks, expected 1 or more, 0 for "
+                               "the default or -1 for the rest",
+                               given[i]);
+        if (given[i] == -1 && rest)
+            return dtrain_fail(
+                DTRAIN_ERROR_ARGUMENT,
+                "dtrain_mesh_create: two axes are -1, and one alone can be the rest");
+        if (given[i] == -1) rest = sizes[i];
+        else product *= *sizes[i];
+    }
+    if (!rest && !desc->data) rest = sizes[1];
+    if (rest && product > 0 && info->ranks % product == 0) {
+        *rest = (int)(info->ranks / product);
+        product = info->ranks;
+    }
+    if (product == info->ranks) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_mesh_create: tensor %d x data %d x pipeline %d (0: the default, -1: "
+                       "the rest) %s %d ranks; the product of the axes is their number",
+                       desc->tensor, desc->data, desc->pipeline,
+                       rest ? "does not divide the" : "are not the", info->ranks);
+}
+
+/* Return the sum of those axes that have several ranks. */
+static uint32_t dtrain__mesh_axes(const dtrain_mesh_info *info, uint32_t axes)
+{
+    if (info->tensor == 1) axes &= ~(uint32_t)DTRAIN_AXIS_TENSOR;
+    if (info->data == 1) axes &= ~(uint32_t)DTRAIN_AXIS_DATA;
+    if (info->pipeline == 1) axes &= ~(uint32_t)DTRAIN_AXIS_PIPELINE;
+    return axes;
+}
+
+/* Refuse descs that differ between ranks. */
+static dtrain_result dtrain__mesh_compare(const dtrain_mesh *mesh, const dtrain_mesh_desc *desc)
+{
+    const int64_t own[4] = {desc->tensor, desc->data, desc->pipeline, desc->sequence_parallel};
+    int64_t most[8];
+    for (int i = 0; i < 4; i++) most[i] = own[i], most[4 + i] = -own[i];
+    DTRAIN__TRY(
+        dtrain_all_reduce(mesh->all, most, most, 8, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
+    for (int i = 0; i < 4; i++)
+        if (most[i] != -most[4 + i])
+            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                               "dtrain_mesh_create: ranks give different descs: %s is %lld on one "
+                               "and %lld on another; give all of them the same",
+                               i == 0   ? "tensor"
+                               : i == 1 ? "data"
+                               : i == 2 ? "pipeline"
+                                        : "sequence_parallel",
+                               (long long)-most[4 + i], (long long)most[i]);
+    return DTRAIN_OK;
+}
+
+/* Split the ranks along every sum of axes; all of them make the same calls. */
+static dtrain_result dtrain__mesh_split(dtrain_mesh *mesh)
+{
+    const dtrain_mesh_info *at = &mesh->info;
+    const uint32_t whole = dtrain__mesh_axes(at, DTRAIN_AXIS_ALL);
+    for (uint32_t axes = 0; axes <= DTRAIN_AXIS_ALL; axes++) {
+        if (axes == whole) mesh->comms[axes] = mesh->all;
+        if (axes == whole || dtrain__mesh_axes(at, axes) != axes) continue;
+        const int fixed = dtrain_mesh_rank(mesh, axes & DTRAIN_AXIS_TENSOR ? 0 : at->tensor_rank,
+                                           axes & DTRAIN_AXIS_DATA ? 0 : at->data_rank,
+                                           axes & DTRAIN_AXIS_PIPELINE ? 0 : at->pipeline_rank);
+        DTRAIN__TRY(dtrain_comm_split(mesh->all, fixed, at->rank, &mesh->comms[axes]));
+    }
+    return DTRAIN_OK;
+}
+
+/* Warn where ranks of one tensor axis are on several nodes: it sends more than all other axes. */
+static dtrain_result dtrain__mesh_warn(const dtrain_mesh *mesh)
+{
+    dtrain_comm *tensor = dtrain_mesh_comm(mesh, DTRAIN_AXIS_TENSOR);
+    const int32_t node = mesh->world->node;
+    int32_t most[2] = {node, -node};
+    DTRAIN__TRY(
+        dtrain_all_reduce(tensor, most, most, 2, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MAX, NULL));
+    int32_t crosses = most[0] != -most[1];
+    DTRAIN__TRY(dtrain_all_reduce(mesh->all, &crosses, &crosses, 1, DTRAIN_DTYPE_I32,
+                                  DTRAIN_REDUCE_MAX, NULL));
+    if (crosses && mesh->info.rank == 0)
+        dtrain_log(mesh->world, DTRAIN_LOG_WARNING,
+                   "dtrain_mesh_create: the tensor axis of %d ranks crosses nodes: it sends more "
+                   "than any other axis, and in the middle of every layer; keep it inside a node",
+                   mesh->info.tensor);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_mesh_desc *desc,
+                                            dtrain_mesh **out)
+{
+    static const dtrain_mesh_desc zeroed;
+    if (!desc) desc = &zeroed;
+    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_mesh_create: out is NULL");
+    *out = NULL;
+    if (!world && (desc->ranks < 1 || desc->rank < 0 || desc->rank >= desc->ranks))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_mesh_create: world is NULL, and rank %d of %d is none to plan "
+                           "for",
+                           desc->rank, desc->ranks);
+    const dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
+    dtrain_mesh *mesh = (dtrain_mesh *)dtrain__alloc(&allocator, 1, sizeof *mesh, "a mesh");
+    dtrain_comm *all = !world ? NULL : desc->comm ? desc->comm : dtrain_world_comm(world);
+    dtrain_result result = DTRAIN_ERROR_MEMORY;
+    if (mesh) {
+        dtrain_mesh_info *info = &mesh->info;
+        mesh->world = world;
+        mesh->allocator = allocator;
+        mesh->all = all;
+        info->ranks = all ? dtrain_comm_size(all) : desc->ranks;
+        info->rank = all ? dtrain_comm_rank(all) : desc->rank;
+        result = dtrain__mesh_resolve(desc, info);
+        if (result == DTRAIN_OK) {
+            info->tensor_rank = info->rank % info->tensor;
+            info->data_rank = info->rank / info->tensor % info->data;
+            info->pipeline_rank = info->rank / info->tensor / info->data;
+            info->sequence_parallel = desc->sequence_parallel && info->tensor > 1;
+        }
+    }
+    if (all) result = dtrain__agree(all, result);
+    if (all && result == DTRAIN_OK) result = dtrain__mesh_compare(mesh, desc);
+    if (all && result == DTRAIN_OK) result = dtrain__mesh_split(mesh);
+    if (all && result == DTRAIN_OK && mesh->info.tensor > 1) result = dtrain__mesh_warn(mesh);
+    if (result == DTRAIN_OK) *out = mesh;
+    else dtrain_mesh_destroy(mesh);
+    return result;
+}
+
+DTRAIN_API void dtrain_mesh_destroy(dtrain_mesh *mesh)
+{
+    if (!mesh) return;
+    const dtrain_allocator allocator = mesh->allocator;
+    for (int axes = DTRAIN_AXIS_ALL; axes >= 0; axes--)
+        if (mesh->comms[axes] != mesh->all) dtrain_comm_destroy(mesh->comms[axes]);
+    dtrain__free(&allocator, mesh, 1, sizeof *mesh);
+}
+
+DTRAIN_API void dtrain_mesh_query(const dtrain_mesh *mesh, dtrain_mesh_info *info)
+{
+    if (!info) return;
+    memset(info, 0, sizeof *info);
+    if (mesh) *info = mesh->info;
+}
+
+DTRAIN_API dtrain_comm *dtrain_mesh_comm(const dtrain_mesh *mesh, uint32_t axes)
+{
+    return mesh ? mesh->comms[dtrain__mesh_axes(&mesh->info, axes & DTRAIN_AXIS_ALL)] : NULL;
+}
+
+DTRAIN_API int dtrain_mesh_rank(const dtrain_mesh *mesh, int tensor, int data, int pipeline)
+{
+    const dtrain_mesh_info *at = mesh ? &mesh->info : NULL;
+    if (!at || tensor < 0 || tensor >= at->tensor || data < 0 || data >= at->data || pipeline < 0 ||
+        pipeline >= at->pipeline)
+        return -1;
+    return tensor + at->tensor * (data + at->data * pipeline);
+}
+
+DTRAIN__PRIVATE dtrain__groups dtrain__groups_make(dtrain_world *world, const dtrain_mesh *mesh,
+                                                   dtrain_comm *comm)
+{
+    dtrain__groups groups;
+    memset(&groups, 0, sizeof groups);
+    groups.data = groups.all = comm || !world ? comm : dtrain_world_comm(world);
+    groups.tensor_ranks = 1;
+    if (!mesh) return groups;
+    const dtrain_mesh_info *at = &mesh->info;
+    groups.data = dtrain_mesh_comm(mesh, DTRAIN_AXIS_DATA);
+    groups.all = dtrain_mesh_comm(mesh, DTRAIN_AXIS_ALL);
+    if (at->tensor > 1) groups.tensor = dtrain_mesh_comm(mesh, DTRAIN_AXIS_TENSOR);
+    if (at->tensor > 1 || at->pipeline > 1)
+        groups.model = dtrain_mesh_comm(mesh, DTRAIN_AXIS_TENSOR + DTRAIN_AXIS_PIPELINE);
+    groups.tensor_ranks = at->tensor;
+    groups.tensor_rank = at->tensor_rank;
+    groups.sequence_parallel = at->sequence_parallel;
+    return groups;
+}

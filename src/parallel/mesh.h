@@ -1,0 +1,68 @@
+/* Meshes
+ *
+ * A mesh cuts the ranks of a communicator along axes, the tensor axis fastest and the pipeline axis
+ * slowest, so that ranks which exchange most are neighbours:
+ *
+ *     rank = tensor + tensor ranks * (data + data ranks * pipeline)
+ *
+ *     8 ranks, tensor 2, data 4     replica      0    1    2    3
+ *                                   tensor 0     0    2    4    6     each row is the data axis
+ *                                   tensor 1     1    3    5    7     of one half of the model
+ *
+ * Along the tensor axis ranks share each layer of one replica and read the same samples (Shoeybi et
+ * al., "Megatron-LM", 2019); along the data axis they hold the same part of the model and average
+ * gradients. A program makes the mesh once and gives it to dtrain_strategy_create; optimizer,
+ * trainer, checkpoints and metrics take it from there, and a loader deals to desc.comm =
+ * dtrain_mesh_comm(mesh, DTRAIN_AXIS_DATA). */
+
+#pragma once
+
+#include "core/api.h"
+#include "core/result.h"
+#include "world/world.h"
+
+typedef struct dtrain_mesh dtrain_mesh;
+
+/* Bits, so that several axes together are their sum. */
+typedef enum dtrain_axis {
+    DTRAIN_AXIS_TENSOR = 1,
+    DTRAIN_AXIS_DATA = 2,
+    DTRAIN_AXIS_PIPELINE = 4,
+    DTRAIN_AXIS_ALL = 7
+} dtrain_axis;
+
+/* Every zero is the default written beside the field: a zeroed desc is data parallelism alone. */
+typedef struct dtrain_mesh_desc {
+    int tensor, data, pipeline; /* ranks along each axis; their product is the number of ranks. 0 =
+                                   1, of data the rest; -1 = the rest, on one axis at most */
+    bool sequence_parallel;     /* between the layers that the tensor axis shares, each of its ranks
+                                   has a part of the rows (batch * sequence) instead of all of them:
+                                   less memory, the same bytes sent (Korthikanti et al., "Reducing
+                                   Activation Recomputation", 2022) */
+    dtrain_comm *comm;          /* the ranks; NULL = all of the world */
+    int ranks, rank;            /* where world is NULL: of how many, and which one, to plan for */
+} dtrain_mesh_desc;
+
+/* Make a mesh. Collective: the ranks compare their descs, and all fail where they differ or where
+ * the product of the axes is not the number of ranks. A tensor axis that crosses nodes is one
+ * warning, by rank 0. With world NULL the mesh is arithmetic for plans: local, without
+ * communicators, for any number of ranks. desc NULL = a zeroed one. */
+DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_mesh_desc *desc,
+                                            dtrain_mesh **out);
+/* Free a mesh and its communicators, after everything that was made with it; NULL is allowed. */
+DTRAIN_API void dtrain_mesh_destroy(dtrain_mesh *mesh);
+
+typedef struct dtrain_mesh_info {
+    int ranks, rank;                           /* of the whole mesh */
+    int tensor, data, pipeline;                /* ranks along each axis */
+    int tensor_rank, data_rank, pipeline_rank; /* this rank's place on it */
+    bool sequence_parallel;
+} dtrain_mesh_info;
+/* Tell the shape of a mesh, and where this rank is in it; all zero for NULL. */
+DTRAIN_API void dtrain_mesh_query(const dtrain_mesh *mesh, dtrain_mesh_info *info);
+/* Return the communicator of the ranks that differ from this one along the given axes alone (a sum
+ * of dtrain_axis), in the order of their ranks: TENSOR + PIPELINE hold one model, ALL is everybody.
+ * It belongs to the mesh. NULL for a mesh of NULL, or one without ranks. */
+DTRAIN_API dtrain_comm *dtrain_mesh_comm(const dtrain_mesh *mesh, uint32_t axes);
+/* Return the rank at a place of the mesh; -1 where there is none. */
+DTRAIN_API int dtrain_mesh_rank(const dtrain_mesh *mesh, int tensor, int data, int pipeline);
