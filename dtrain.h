@@ -35,6 +35,8 @@
        src/world/timeline.h                 Timeline
        src/launch/launch.h                  Launch
        src/comm/comm.h                      Communicators
+       src/parallel/mesh.h                  Meshes
+       src/parallel/cut.h                   Cuts: how the tensor axis of a mesh may divide a parameter
        src/strategy/params.h                Parameters, units, buckets
        src/strategy/strategy.h              Strategies
        src/strategy/memory.h                Memory
@@ -97,6 +99,10 @@
        src/launch/environment.c             The launch environment
        src/launch/explain.c                 What a launch makes of its environment, in words and in numbers
        src/launch/restart.c                 Restarts
+       src/parallel/mesh.c                  Meshes: the arithmetic of ranks and places, and communicators along the axes
+       src/parallel/mesh_internal.h         Who shares what with this rank: groups, made of a mesh or of a world
+       src/parallel/cut.c                   Cuts: which part of a parameter a rank has
+       src/parallel/cut_internal.h          The part of a cut parameter, or of a row whose columns are cut, that a rank has
        src/strategy/params.c                Parameters: checks and completes what the host registers
        src/strategy/strategy_internal.h     The strategy, and what its files call of one another
        src/strategy/layout_internal.h       The tables of a strategy: kinds, parameters, buckets, units, and the memory behind them
@@ -1146,6 +1152,110 @@ DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *inf
  * the job. */
 DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_comm_ops **out);
 
+/* ==== src/parallel/mesh.h ===================================================================== */
+
+/* Meshes
+ *
+ * A mesh cuts the ranks of a communicator along axes, the tensor axis fastest and the pipeline axis
+ * slowest, so that ranks which exchange most are neighbours:
+ *
+ *     rank = tensor + tensor ranks * (data + data ranks * pipeline)
+ *
+ *     8 ranks, tensor 2, data 4     replica      0    1    2    3
+ *                                   tensor 0     0    2    4    6     each row is the data axis
+ *                                   tensor 1     1    3    5    7     of one half of the model
+ *
+ * Along the tensor axis ranks share each layer of one replica and read the same samples (Shoeybi et
+ * al., "Megatron-LM", 2019); along the data axis they hold the same part of the model and average
+ * gradients. A program makes the mesh once and gives it to dtrain_strategy_create; optimizer,
+ * trainer, checkpoints and metrics take it from there, and a loader deals to desc.comm =
+ * dtrain_mesh_comm(mesh, DTRAIN_AXIS_DATA). */
+
+typedef struct dtrain_mesh dtrain_mesh;
+
+/* Bits, so that several axes together are their sum. */
+typedef enum dtrain_axis {
+    DTRAIN_AXIS_TENSOR = 1,
+    DTRAIN_AXIS_DATA = 2,
+    DTRAIN_AXIS_PIPELINE = 4,
+    DTRAIN_AXIS_ALL = 7
+} dtrain_axis;
+
+/* Every zero is the default written beside the field: a zeroed desc is data parallelism alone. */
+typedef struct dtrain_mesh_desc {
+    int tensor, data, pipeline; /* ranks along each axis; their product is the number of ranks. 0 =
+                                   1, of data the rest; -1 = the rest, on one axis at most */
+    bool sequence_parallel;     /* between the layers that the tensor axis shares, each of its ranks
+                                   has a part of the rows (batch * sequence) instead of all of them:
+                                   less memory, the same bytes sent (Korthikanti et al., "Reducing
+                                   Activation Recomputation", 2022) */
+    dtrain_comm *comm;          /* the ranks; NULL = all of the world */
+    int ranks, rank;            /* where world is NULL: of how many, and which one, to plan for */
+} dtrain_mesh_desc;
+
+/* Make a mesh. Collective: the ranks compare their descs, and all fail where they differ or where
+ * the product of the axes is not the number of ranks. A tensor axis that crosses nodes is one
+ * warning, by rank 0. With world NULL the mesh is arithmetic for plans: local, without
+ * communicators, for any number of ranks. desc NULL = a zeroed one. */
+DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_mesh_desc *desc,
+                                            dtrain_mesh **out);
+/* Free a mesh and its communicators, after everything that was made with it; NULL is allowed. */
+DTRAIN_API void dtrain_mesh_destroy(dtrain_mesh *mesh);
+
+typedef struct dtrain_mesh_info {
+    int ranks, rank;                           /* of the whole mesh */
+    int tensor, data, pipeline;                /* ranks along each axis */
+    int tensor_rank, data_rank, pipeline_rank; /* this rank's place on it */
+    bool sequence_parallel;
+} dtrain_mesh_info;
+/* Tell the shape of a mesh, and where this rank is in it; all zero for NULL. */
+DTRAIN_API void dtrain_mesh_query(const dtrain_mesh *mesh, dtrain_mesh_info *info);
+/* Return the communicator of the ranks that differ from this one along the given axes alone (a sum
+ * of dtrain_axis), in the order of their ranks: TENSOR + PIPELINE hold one model, ALL is everybody.
+ * It belongs to the mesh. NULL for a mesh of NULL, or one without ranks. */
+DTRAIN_API dtrain_comm *dtrain_mesh_comm(const dtrain_mesh *mesh, uint32_t axes);
+/* Return the rank at a place of the mesh; -1 where there is none. */
+DTRAIN_API int dtrain_mesh_rank(const dtrain_mesh *mesh, int tensor, int data, int pipeline);
+
+/* ==== src/parallel/cut.h ====================================================================== */
+
+/* Cuts: how the tensor axis of a mesh may divide a parameter
+ *
+ * A model keeps its text and its whole shapes; a mark in a parameter says along which axis ranks of
+ * the tensor axis may share it, and operations do what follows (tape/ops.h):
+ *
+ *     ROWS       axis 0: output features, heads, vocabulary. Weights whose outputs are divided, and
+ *                their biases; token embeddings
+ *     COLUMNS    axis 1: input features. Weights that read what a weight cut by rows has made
+ *
+ *     (Shoeybi et al., "Megatron-LM", 2019, calls them column- and row-parallel, of x W.)
+ *
+ * A matrix that several are packed in is cut component by component, so that each rank has its
+ * heads of all of them; q|k|v of 4 heads over 2 ranks:
+ *
+ *     q0 q1 q2 q3 | k0 k1 k2 k3 | v0 v1 v2 v3      rank 0 has q0 q1 k0 k1 v0 v1
+ *
+ * A length that the ranks do not divide is shared as evenly as can be: rank r of t has the parts
+ * from n r / t to n (r + 1) / t, rounded down. */
+
+#define DTRAIN_CUT_COMPONENTS 4 /* at most */
+
+typedef enum dtrain_cut_axis {
+    DTRAIN_CUT_NONE = 0, /* whole on every rank */
+    DTRAIN_CUT_ROWS = 1,
+    DTRAIN_CUT_COLUMNS = 2
+} dtrain_cut_axis;
+
+/* Every zero is the default written beside the field. */
+typedef struct dtrain_cut {
+    uint32_t axis;       /* dtrain_cut_axis; 0 = not cut */
+    uint32_t components; /* of the axis, each of which is cut: 3 of q|k|v, 2 of gate|up; 0 = 1.
+                            COLUMNS have one */
+    int64_t parts;       /* each component is so many equal parts that stay whole: heads, of grouped
+                            queries the heads of keys; 0 = its rows or columns are the parts */
+    int64_t widths[DTRAIN_CUT_COMPONENTS]; /* (components) their lengths; zeros = equal ones */
+} dtrain_cut;
+
 /* ==== src/strategy/params.h =================================================================== */
 
 /* Parameters, units, buckets
@@ -1186,8 +1296,9 @@ typedef struct dtrain_param {
     float *grad;      /* (count); NULL: it lives inside a bucket and this becomes its
                                       address; the host's own is copied at ready and back */
     int64_t count;    /* elements; 0 = product of shape. Both are completed in place; where
-                                      neither is given, an alias takes its target's */
-    int64_t shape[4]; /* leading non-zero entries; all zero = 1-D of count */
+                                      neither is given, an alias takes its target's. Of one that a
+                                      tensor axis cuts, the elements of this rank's part */
+    int64_t shape[4]; /* leading non-zero entries; all zero = 1-D of count. Always of the whole */
     uint32_t unit;    /* which unit (transformer block) it belongs to */
     uint32_t flags;   /* DTRAIN_PARAM_* */
     uint32_t group;   /* parameter group of the optimizer; 0 = its desc itself. An alias
@@ -1196,6 +1307,7 @@ typedef struct dtrain_param {
     uint32_t init;                 /* dtrain_init, used when value is NULL */
     float init_scale;
     int64_t init_count;       /* elements that init is for, the first ones; 0 = all. Others are 0 */
+    dtrain_cut cut;           /* how the tensor axis of a mesh divides it; zeroed = not */
     dtrain_param_state state; /* the library's */
 } dtrain_param;
 
@@ -1339,8 +1451,11 @@ typedef struct dtrain_strategy_desc {
                                      of an optimizer; of groups behind them it is
                                      optimizer_states. Read in create */
     uint32_t group_count;
-    uint64_t init_seed;                                /* for parameters the library initialises */
-    dtrain_comm *comm;                                 /* NULL = all ranks of the world */
+    uint64_t init_seed;      /* for parameters the library initialises */
+    dtrain_comm *comm;       /* NULL = all ranks of the world, or the mesh's */
+    const dtrain_mesh *mesh; /* what the data axis is, and which axes cut the model; it stays until
+                                the strategy is destroyed. NULL = all ranks of comm are the data
+                                axis */
     const struct dtrain_compression_desc *compression; /* NULL = none; DDP only; read in create */
 } dtrain_strategy_desc;
 
@@ -1640,9 +1755,18 @@ DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
 
 typedef struct dtrain_tape dtrain_tape;
 
+/* How a tensor lies over the tensor axis of a mesh. Operations carry it on. */
+typedef enum dtrain_placement {
+    DTRAIN_PLACEMENT_WHOLE = 0,   /* every rank has all of it, with the same values */
+    DTRAIN_PLACEMENT_COLUMNS = 1, /* a rank has some elements of the last axis, of all rows */
+    DTRAIN_PLACEMENT_ROWS = 2     /* a rank has some of the rows, all axes but the last one taken as
+                                     one: rank r of t has rows n r / t to n (r + 1) / t */
+} dtrain_placement;
+
 typedef struct dtrain_tensor {
     uint32_t dtype; /* dtrain_dtype: F32, BF16 or F16 (autocast, dtrain_cast), or I32 for tokens */
     uint32_t ndim;
+    uint32_t placement; /* dtrain_placement; shape, count and data are of this rank's part */
     int64_t shape[4];
     int64_t count;
     void *data; /* device memory; activation checkpointing may move it */
@@ -3104,6 +3228,12 @@ struct dtrain_comm_hook_desc {
 #define DTRAIN_OP_READS_INPUTS 1u
 #define DTRAIN_OP_READS_OUTPUTS 2u
 
+/* Placements of inputs over the tensor axis that an operation takes beside whole tensors; its
+ * outputs then lie as input 0 does. One that says nothing is given whole tensors only, and an input
+ * of another placement is an error that names both. Parameters of such operations are not cut. */
+#define DTRAIN_OP_TAKES_COLUMNS 1u
+#define DTRAIN_OP_TAKES_ROWS 2u
+
 typedef struct dtrain_op_desc dtrain_op_desc;
 
 /* One call of an operation. The tensors have shapes and gradients; values are read and written at
@@ -3131,6 +3261,7 @@ struct dtrain_op_desc {
     uint32_t reads;          /* DTRAIN_OP_READS_* */
     uint32_t recompute;      /* the DTRAIN_RECOMPUTE_* that drops its results; 0: always kept */
     uint32_t integer_inputs; /* bit i: input i is I32; the others are F32, BF16 or F16 */
+    uint32_t placements;     /* DTRAIN_OP_TAKES_*; 0 = whole tensors */
     bool autocast;           /* input_data, and param_data of parameters with two axes or more, are
                                  of the type `cast`. A gradient keeps the type of its tensor */
     const char *name;        /* what error sentences begin with */
@@ -7599,21 +7730,22 @@ DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char
  *             reduce over them, dropout draws a stream for each
  *     copy    share one copy of the values, each with a shard of it: norms are summed up over them.
  *             NULL: this rank has everything
+ *     tensor  share every layer of one replica, each with its part of what is cut. NULL: this rank
+ *             has whole layers
  *     model   hold one model between them; the loss that the last of them sees counts. NULL: this
  *             rank alone holds one
  *     all     train together: records, requests to stop, checkpoints and metrics are of them
  *
  * Without a mesh every rank holds a model: data and all are desc.comm or the world's, and a
- * strategy makes copy of data, as its kind wants it. A mesh will cut the world along axes
- * (pipeline, data, tensor): data is then the ranks that differ from this one along the data axis
- * alone, model those that differ along the other axes, and all the whole mesh. */
+ * strategy makes copy of data, as its kind wants it. A mesh (parallel/mesh.h) cuts the ranks along
+ * axes: data is then the ranks that differ from this one along the data axis alone, tensor and
+ * model those that differ along the other axes, and all the whole mesh. */
 
 typedef struct dtrain__groups {
-    dtrain_comm *data, *copy, *model, *all;
+    dtrain_comm *data, *copy, *tensor, *model, *all;
+    int tensor_ranks, tensor_rank; /* also of a plan, which has no communicators */
+    bool sequence_parallel;        /* rows between shared layers are divided over `tensor` */
 } dtrain__groups;
-
-/* Fill the groups of ranks that hold a whole model each: comm, or where it is NULL the world's. */
-DTRAIN__PRIVATE dtrain__groups dtrain__world_groups(dtrain_world *world, dtrain_comm *comm);
 
 /* Tell whether this rank's loss counts: a pipeline ends in the last rank of a model. */
 DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain__groups *groups);
@@ -7962,13 +8094,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result min
 }
 
 /* ---- Groups -----------------------------------------------------------------------------------*/
-
-DTRAIN__PRIVATE dtrain__groups dtrain__world_groups(dtrain_world *world, dtrain_comm *comm)
-{
-    dtrain__groups groups = {comm, NULL, NULL, comm};
-    if (!comm) groups.data = groups.all = dtrain_world_comm(world);
-    return groups;
-}
 
 DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain__groups *groups)
 {
@@ -12466,6 +12591,348 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
     return true;
 }
 
+/* ==== src/parallel/mesh.c ===================================================================== */
+
+/* Meshes: the arithmetic of ranks and places, and communicators along the axes
+ *
+ * A communicator is named by the axes along which its ranks differ. Axes of one rank do not count:
+ * with tensor 2, data 4 and no pipeline TENSOR + PIPELINE is TENSOR, and ALL is TENSOR + DATA. */
+
+/* ==== src/parallel/mesh_internal.h ============================================================ */
+
+/* Who shares what with this rank: groups, made of a mesh or of a world. */
+
+struct dtrain_mesh {
+    dtrain_world *world; /* NULL: a plan */
+    dtrain_allocator allocator;
+    dtrain_mesh_info info;
+    dtrain_comm *all;                        /* desc.comm, or the world's */
+    dtrain_comm *comms[DTRAIN_AXIS_ALL + 1]; /* by the sum of the axes that have several ranks */
+};
+
+/* Fill the groups of a mesh; where it is NULL those of ranks that hold a whole model each: comm, or
+ * where that is NULL too the world's. */
+DTRAIN__PRIVATE dtrain__groups dtrain__mesh_groups(dtrain_world *world, const dtrain_mesh *mesh,
+                                                   dtrain_comm *comm);
+
+/* Complete the axes: put what is left where -1, or data's 0, asks for it. */
+static dtrain_result dtrain__mesh_resolve(const dtrain_mesh_desc *desc, dtrain_mesh_info *info)
+{
+    int *const sizes[3] = {&info->tensor, &info->data, &info->pipeline};
+    const int given[3] = {desc->tensor, desc->data, desc->pipeline};
+    int64_t product = 1;
+    int *rest = NULL;
+    for (int i = 0; i < 3; i++) {
+        *sizes[i] = given[i] ? given[i] : 1;
+        if (given[i] < -1 || given[i] > DTRAIN_MAX_RANKS * DTRAIN_MAX_RANKS)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "dtrain_mesh_create: an axis of %d ranks, expected 1 or more, 0 for "
+                               "the default or -1 for the rest",
+                               given[i]);
+        if (given[i] == -1 && rest)
+            return dtrain_fail(
+                DTRAIN_ERROR_ARGUMENT,
+                "dtrain_mesh_create: two axes are -1, and one alone can be the rest");
+        if (given[i] == -1) rest = sizes[i];
+        else product *= *sizes[i];
+    }
+    if (!rest && !desc->data) rest = sizes[1];
+    if (rest && product > 0 && info->ranks % product == 0) {
+        *rest = (int)(info->ranks / product);
+        product = info->ranks;
+    }
+    if (product == info->ranks) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_mesh_create: tensor %d x data %d x pipeline %d (0: the default, -1: "
+                       "the rest) %s %d ranks; the product of the axes is their number",
+                       desc->tensor, desc->data, desc->pipeline,
+                       rest ? "does not divide the" : "are not the", info->ranks);
+}
+
+/* Return the sum of those axes that have several ranks. */
+static uint32_t dtrain__mesh_axes(const dtrain_mesh_info *info, uint32_t axes)
+{
+    if (info->tensor == 1) axes &= ~(uint32_t)DTRAIN_AXIS_TENSOR;
+    if (info->data == 1) axes &= ~(uint32_t)DTRAIN_AXIS_DATA;
+    if (info->pipeline == 1) axes &= ~(uint32_t)DTRAIN_AXIS_PIPELINE;
+    return axes;
+}
+
+/* Refuse descs that differ between ranks. */
+static dtrain_result dtrain__mesh_compare(const dtrain_mesh *mesh, const dtrain_mesh_desc *desc)
+{
+    const int64_t own[4] = {desc->tensor, desc->data, desc->pipeline, desc->sequence_parallel};
+    int64_t most[8];
+    for (int i = 0; i < 4; i++) most[i] = own[i], most[4 + i] = -own[i];
+    DTRAIN__TRY(
+        dtrain_all_reduce(mesh->all, most, most, 8, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
+    for (int i = 0; i < 4; i++)
+        if (most[i] != -most[4 + i])
+            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                               "dtrain_mesh_create: ranks give different descs: %s is %lld on one "
+                               "and %lld on another; give all of them the same",
+                               i == 0   ? "tensor"
+                               : i == 1 ? "data"
+                               : i == 2 ? "pipeline"
+                                        : "sequence_parallel",
+                               (long long)-most[4 + i], (long long)most[i]);
+    return DTRAIN_OK;
+}
+
+/* Split the ranks along every sum of axes; all of them make the same calls. */
+static dtrain_result dtrain__mesh_split(dtrain_mesh *mesh)
+{
+    const dtrain_mesh_info *at = &mesh->info;
+    const uint32_t whole = dtrain__mesh_axes(at, DTRAIN_AXIS_ALL);
+    for (uint32_t axes = 0; axes <= DTRAIN_AXIS_ALL; axes++) {
+        if (axes == whole) mesh->comms[axes] = mesh->all;
+        if (axes == whole || dtrain__mesh_axes(at, axes) != axes) continue;
+        const int fixed = dtrain_mesh_rank(mesh, axes & DTRAIN_AXIS_TENSOR ? 0 : at->tensor_rank,
+                                           axes & DTRAIN_AXIS_DATA ? 0 : at->data_rank,
+                                           axes & DTRAIN_AXIS_PIPELINE ? 0 : at->pipeline_rank);
+        DTRAIN__TRY(dtrain_comm_split(mesh->all, fixed, at->rank, &mesh->comms[axes]));
+    }
+    return DTRAIN_OK;
+}
+
+/* Warn where ranks of one tensor axis are on several nodes: it sends more than all other axes. */
+static dtrain_result dtrain__mesh_warn(const dtrain_mesh *mesh)
+{
+    dtrain_comm *tensor = dtrain_mesh_comm(mesh, DTRAIN_AXIS_TENSOR);
+    const int32_t node = mesh->world->node;
+    int32_t most[2] = {node, -node};
+    DTRAIN__TRY(
+        dtrain_all_reduce(tensor, most, most, 2, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MAX, NULL));
+    int32_t crosses = most[0] != -most[1];
+    DTRAIN__TRY(dtrain_all_reduce(mesh->all, &crosses, &crosses, 1, DTRAIN_DTYPE_I32,
+                                  DTRAIN_REDUCE_MAX, NULL));
+    if (crosses && mesh->info.rank == 0)
+        dtrain_log(mesh->world, DTRAIN_LOG_WARNING,
+                   "dtrain_mesh_create: the tensor axis of %d ranks crosses nodes: it sends more "
+                   "than any other axis, and in the middle of every layer; keep it inside a node",
+                   mesh->info.tensor);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_mesh_desc *desc,
+                                            dtrain_mesh **out)
+{
+    static const dtrain_mesh_desc zeroed;
+    if (!desc) desc = &zeroed;
+    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_mesh_create: out is NULL");
+    *out = NULL;
+    if (!world && (desc->ranks < 1 || desc->rank < 0 || desc->rank >= desc->ranks))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_mesh_create: world is NULL, and rank %d of %d is none to plan "
+                           "for",
+                           desc->rank, desc->ranks);
+    const dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
+    dtrain_mesh *mesh = (dtrain_mesh *)dtrain__alloc(&allocator, 1, sizeof *mesh, "a mesh");
+    dtrain_comm *all = !world ? NULL : desc->comm ? desc->comm : dtrain_world_comm(world);
+    dtrain_result result = DTRAIN_ERROR_MEMORY;
+    if (mesh) {
+        dtrain_mesh_info *info = &mesh->info;
+        mesh->world = world;
+        mesh->allocator = allocator;
+        mesh->all = all;
+        info->ranks = all ? dtrain_comm_size(all) : desc->ranks;
+        info->rank = all ? dtrain_comm_rank(all) : desc->rank;
+        result = dtrain__mesh_resolve(desc, info);
+        if (result == DTRAIN_OK) {
+            info->tensor_rank = info->rank % info->tensor;
+            info->data_rank = info->rank / info->tensor % info->data;
+            info->pipeline_rank = info->rank / info->tensor / info->data;
+            info->sequence_parallel = desc->sequence_parallel && info->tensor > 1;
+        }
+    }
+    if (all) result = dtrain__agree(all, result);
+    if (all && result == DTRAIN_OK) result = dtrain__mesh_compare(mesh, desc);
+    if (all && result == DTRAIN_OK) result = dtrain__mesh_split(mesh);
+    if (all && result == DTRAIN_OK && mesh->info.tensor > 1) result = dtrain__mesh_warn(mesh);
+    if (result == DTRAIN_OK) *out = mesh;
+    else dtrain_mesh_destroy(mesh);
+    return result;
+}
+
+DTRAIN_API void dtrain_mesh_destroy(dtrain_mesh *mesh)
+{
+    if (!mesh) return;
+    const dtrain_allocator allocator = mesh->allocator;
+    for (int axes = DTRAIN_AXIS_ALL; axes >= 0; axes--)
+        if (mesh->comms[axes] != mesh->all) dtrain_comm_destroy(mesh->comms[axes]);
+    dtrain__free(&allocator, mesh, 1, sizeof *mesh);
+}
+
+DTRAIN_API void dtrain_mesh_query(const dtrain_mesh *mesh, dtrain_mesh_info *info)
+{
+    if (!info) return;
+    memset(info, 0, sizeof *info);
+    if (mesh) *info = mesh->info;
+}
+
+DTRAIN_API dtrain_comm *dtrain_mesh_comm(const dtrain_mesh *mesh, uint32_t axes)
+{
+    return mesh ? mesh->comms[dtrain__mesh_axes(&mesh->info, axes & DTRAIN_AXIS_ALL)] : NULL;
+}
+
+DTRAIN_API int dtrain_mesh_rank(const dtrain_mesh *mesh, int tensor, int data, int pipeline)
+{
+    const dtrain_mesh_info *at = mesh ? &mesh->info : NULL;
+    if (!at || tensor < 0 || tensor >= at->tensor || data < 0 || data >= at->data || pipeline < 0 ||
+        pipeline >= at->pipeline)
+        return -1;
+    return tensor + at->tensor * (data + at->data * pipeline);
+}
+
+DTRAIN__PRIVATE dtrain__groups dtrain__mesh_groups(dtrain_world *world, const dtrain_mesh *mesh,
+                                                   dtrain_comm *comm)
+{
+    dtrain__groups groups;
+    memset(&groups, 0, sizeof groups);
+    groups.data = groups.all = comm || !world ? comm : dtrain_world_comm(world);
+    groups.tensor_ranks = 1;
+    if (!mesh) return groups;
+    const dtrain_mesh_info *at = &mesh->info;
+    groups.data = dtrain_mesh_comm(mesh, DTRAIN_AXIS_DATA);
+    groups.all = dtrain_mesh_comm(mesh, DTRAIN_AXIS_ALL);
+    if (at->tensor > 1) groups.tensor = dtrain_mesh_comm(mesh, DTRAIN_AXIS_TENSOR);
+    if (at->tensor > 1 || at->pipeline > 1)
+        groups.model = dtrain_mesh_comm(mesh, DTRAIN_AXIS_TENSOR + DTRAIN_AXIS_PIPELINE);
+    groups.tensor_ranks = at->tensor;
+    groups.tensor_rank = at->tensor_rank;
+    groups.sequence_parallel = at->sequence_parallel;
+    return groups;
+}
+
+/* ==== src/parallel/cut.c ====================================================================== */
+
+/* Cuts: which part of a parameter a rank has */
+
+/* ==== src/parallel/cut_internal.h ============================================================= */
+
+/* The part of a cut parameter, or of a row whose columns are cut, that a rank has. */
+
+/* Along the axis that is cut a part is one run of each component, one after the other. */
+typedef struct dtrain__share {
+    int64_t shape[4]; /* of the part; leading non-zero entries */
+    int64_t count;    /* its elements */
+    int axis;         /* that is cut; -1: none, the part is everything */
+    int64_t whole;    /* length of the axis in the whole */
+    int64_t inner;    /* elements of one step along the axis */
+    uint32_t runs;
+    int64_t first[DTRAIN_CUT_COMPONENTS], length[DTRAIN_CUT_COMPONENTS]; /* (runs) */
+} dtrain__share;
+
+/* parallel/cut.c */
+/* Check that a cut fits a shape and that each of `ranks` gets something; the sentence has no name
+ * of the parameter. */
+DTRAIN__PRIVATE dtrain_result dtrain__cut_check(const dtrain_cut *cut, const int64_t shape[4],
+                                                int ranks);
+/* Describe the part of a rank; the cut has been checked. */
+DTRAIN__PRIVATE void dtrain__share_of(const dtrain_cut *cut, const int64_t shape[4], int ranks,
+                                      int rank, dtrain__share *part);
+/* Return the place in the whole of element i of a part, and in *run how many elements from there on
+ * follow one another in both. */
+DTRAIN__PRIVATE int64_t dtrain__share_place(const dtrain__share *part, int64_t i, int64_t *run);
+/* Tell whether two parts have the same runs of axes of the same length. */
+DTRAIN__PRIVATE bool dtrain__share_same(const dtrain__share *a, const dtrain__share *b);
+
+/* Return the length of a component in the whole. */
+static int64_t dtrain__component(const dtrain_cut *cut, int64_t whole, uint32_t i)
+{
+    const uint32_t count = cut->components ? cut->components : 1;
+    return cut->widths[0] ? cut->widths[i] : whole / (int64_t)count;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cut_check(const dtrain_cut *cut, const int64_t shape[4],
+                                                int ranks)
+{
+    const uint32_t count = cut->components ? cut->components : 1;
+    const bool columns = cut->axis == DTRAIN_CUT_COLUMNS;
+    if (cut->axis == DTRAIN_CUT_NONE) return DTRAIN_OK;
+    if (cut->axis > DTRAIN_CUT_COLUMNS || !shape[0] || (columns && !shape[1]))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "cut.axis is %u, expected rows, or columns of a shape of two axes or "
+                           "more",
+                           (unsigned)cut->axis);
+    if (count > DTRAIN_CUT_COMPONENTS || (columns && count > 1) || cut->parts < 0)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "cut.components is %u and cut.parts %lld, expected at most %d "
+                           "components, of columns one, and parts of 0 or more",
+                           (unsigned)count, (long long)cut->parts,
+                           columns ? 1 : DTRAIN_CUT_COMPONENTS);
+    const int64_t whole = shape[columns ? 1 : 0];
+    int64_t left = whole;
+    for (uint32_t i = 0; i < count; i++) {
+        const int64_t length = dtrain__component(cut, whole, i);
+        const int64_t parts = cut->parts ? cut->parts : length;
+        left -= length;
+        if (length < 1 || length % parts)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "component %u of its cut is %lld long, which does not divide into "
+                               "%lld parts",
+                               i, (long long)length, (long long)parts);
+        if (parts < ranks)
+            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                               "its cut has %lld parts (heads, or %s) to share, and the tensor "
+                               "axis %d ranks: each needs one; take fewer ranks",
+                               (long long)parts, columns ? "columns" : "rows", ranks);
+    }
+    if (left == 0) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "the %u components of its cut have %lld of %lld %s; together they are all "
+                       "of them",
+                       count, (long long)(whole - left), (long long)whole,
+                       columns ? "columns" : "rows");
+}
+
+DTRAIN__PRIVATE void dtrain__share_of(const dtrain_cut *cut, const int64_t shape[4], int ranks,
+                                      int rank, dtrain__share *part)
+{
+    memset(part, 0, sizeof *part);
+    memcpy(part->shape, shape, sizeof part->shape);
+    part->axis = ranks > 1 ? (int)cut->axis - 1 : -1;
+    if (part->axis >= 0) {
+        int64_t *length = &part->shape[part->axis], begin = 0;
+        part->whole = *length;
+        part->runs = cut->components ? cut->components : 1;
+        *length = 0;
+        for (uint32_t i = 0; i < part->runs; i++) {
+            const int64_t component = dtrain__component(cut, part->whole, i);
+            const int64_t parts = cut->parts ? cut->parts : component, each = component / parts;
+            part->first[i] = begin + each * (parts * rank / ranks);
+            part->length[i] = begin + each * (parts * (rank + 1) / ranks) - part->first[i];
+            *length += part->length[i];
+            begin += component;
+        }
+    }
+    part->count = part->inner = 1;
+    for (int axis = 0; axis < 4 && part->shape[axis]; axis++) {
+        part->count *= part->shape[axis];
+        if (axis > part->axis) part->inner *= part->shape[axis];
+    }
+}
+
+DTRAIN__PRIVATE int64_t dtrain__share_place(const dtrain__share *part, int64_t i, int64_t *run)
+{
+    *run = part->count - i;
+    if (part->axis < 0) return i;
+    const int64_t row = part->shape[part->axis] * part->inner, outer = i / row;
+    int64_t at = i % row; /* elements of the runs before are taken off */
+    uint32_t k = 0;
+    while (k + 1 < part->runs && at >= part->length[k] * part->inner)
+        at -= part->length[k++] * part->inner;
+    *run = part->length[k] * part->inner - at;
+    return (outer * part->whole + part->first[k]) * part->inner + at;
+}
+
+DTRAIN__PRIVATE bool dtrain__share_same(const dtrain__share *a, const dtrain__share *b)
+{
+    return a->whole == b->whole && a->runs == b->runs &&
+           memcmp(a->first, b->first, sizeof a->first) == 0 &&
+           memcmp(a->length, b->length, sizeof a->length) == 0;
+}
+
 /* ==== src/strategy/params.c =================================================================== */
 
 /* Parameters: checks and completes what the host registers
@@ -12577,6 +13044,10 @@ DTRAIN__PRIVATE bool dtrain__is_sliced(const dtrain_strategy *strategy, size_t i
 DTRAIN__PRIVATE bool dtrain__had_no_gradient(const dtrain_strategy *strategy, size_t i);
 DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p);
 DTRAIN__PRIVATE void dtrain__set_grad_written(dtrain_param *storage, bool written);
+/* Count the elements of all parts together; describe the part that this rank has. */
+DTRAIN__PRIVATE int64_t dtrain__whole_count(const dtrain_param *p);
+DTRAIN__PRIVATE dtrain__share dtrain__share_here(const dtrain_param *p,
+                                                 const dtrain__groups *groups);
 /* Round fp32 elements up to a cache line; add to an address that may be NULL. */
 DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count);
 DTRAIN__PRIVATE float *dtrain__after(float *at, int64_t count);
@@ -12646,8 +13117,9 @@ DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const struct dtrain__layout *layou
 /* A strategy that is not made. Collective; free it after an error too. */
 typedef struct dtrain__strategy_plan {
     dtrain_comm *comm; /* its ranks */
-    uint64_t needs;    /* bytes of a rank for parameters, gradients, optimizer and buffers ... */
-    int64_t limit;     /* ... of those that it may use, for activations too */
+    dtrain__groups groups;
+    uint64_t needs; /* bytes of a rank for parameters, gradients, optimizer and buffers ... */
+    int64_t limit;  /* ... of those that it may use, for activations too */
     const struct dtrain__layout *layout; /* of rank 0 */
     struct dtrain__planned *planned;
 } dtrain__strategy_plan;
@@ -12786,10 +13258,11 @@ DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind);
 DTRAIN__PRINTF(3, 4)
 DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t index,
                                                  const char *format, ...);
-DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count);
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count,
+                                                     const dtrain__groups *groups);
 DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
-                                                 uint64_t seed, int64_t first, int64_t count,
-                                                 float *value);
+                                                 const dtrain__share *part, uint64_t seed,
+                                                 int64_t first, int64_t count, float *value);
 #define DTRAIN__STAGING_COUNT 4096 /* elements that go through the stack: no call can fail */
 
 /* strategy/layout.c */
@@ -13018,8 +13491,25 @@ DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t i
                        p->name ? p->name : "", text);
 }
 
-/* Complete count from shape or shape from count, and check that they agree. */
-static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index)
+DTRAIN__PRIVATE int64_t dtrain__whole_count(const dtrain_param *p)
+{
+    int64_t count = p->shape[0] ? 1 : p->count;
+    for (int d = 0; d < 4 && p->shape[d]; d++) count *= p->shape[d];
+    return count;
+}
+
+DTRAIN__PRIVATE dtrain__share dtrain__share_here(const dtrain_param *p,
+                                                 const dtrain__groups *groups)
+{
+    dtrain__share part;
+    dtrain__share_of(&p->cut, p->shape, groups->tensor_ranks, groups->tensor_rank, &part);
+    return part;
+}
+
+/* Complete count from shape or shape from count, and check that they agree. What the tensor axis
+ * cuts must have a shape, and gets the count of this rank's part. */
+static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index,
+                                           const dtrain__groups *groups)
 {
     const int dims = dtrain__param_dims(p);
     size_t product = dims ? 1 : (size_t)p->count, bytes;
@@ -13039,8 +13529,11 @@ static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index)
     if (!fits || !dtrain__size_mul(product, sizeof(float), &bytes) || bytes > SIZE_MAX / 4)
         return dtrain__param_fail(p, index, "it has more elements than memory can hold");
     if (dims == 0) p->shape[0] = p->count;
-    if (p->count == 0) p->count = (int64_t)product;
-    if ((size_t)p->count == product) return DTRAIN_OK;
+    if (dtrain__cut_check(&p->cut, p->shape, groups->tensor_ranks) != DTRAIN_OK)
+        return dtrain__param_fail(p, index, "%s", dtrain__bare(dtrain_last_error()));
+    if (p->cut.axis && dims) p->count = dtrain__share_here(p, groups).count;
+    else if (p->count == 0) p->count = (int64_t)product;
+    if (p->cut.axis || (size_t)p->count == product) return DTRAIN_OK;
     return dtrain__param_fail(p, index, "count is %lld, its shape has %zu elements",
                               (long long)p->count, product);
 }
@@ -13058,6 +13551,16 @@ static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
     if (p->count == 0 && p->shape[0] == 0) {
         p->count = storage->count;
         memcpy(p->shape, storage->shape, sizeof p->shape);
+    }
+    if (storage->cut.axis || p->cut.axis) {
+        if (memcmp(p->shape, storage->shape, sizeof p->shape) ||
+            (p->cut.axis && memcmp(&p->cut, &storage->cut, sizeof p->cut)))
+            return dtrain__param_fail(p, index,
+                                      "an alias of \"%.100s\", which has a cut, has the same shape "
+                                      "and the same cut, or zeros",
+                                      storage->name);
+        p->cut = storage->cut;
+        p->count = storage->count;
     }
     if (p->count != storage->count)
         return dtrain__param_fail(
@@ -13091,7 +13594,8 @@ DTRAIN__PRIVATE void dtrain__set_grad_written(dtrain_param *storage, bool writte
 
 /* Check the array and fill in its shapes, counts and states. Names are compared each with each,
  * once: a thousand parameters take some milliseconds. */
-DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count)
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count,
+                                                     const dtrain__groups *groups)
 {
     size_t total = 0;
     for (size_t i = 0; i < count; i++) {
@@ -13106,10 +13610,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
                                       (unsigned)p->flags);
         if (p->init > DTRAIN_INIT_UNIFORM)
             return dtrain__param_fail(p, i, "init %u is not a dtrain_init", (unsigned)p->init);
-        DTRAIN__TRY(dtrain__resolve_shape(p, i));
-        if (p->init_count < 0 || p->init_count > p->count)
+        DTRAIN__TRY(dtrain__resolve_shape(p, i, groups));
+        const int64_t whole = dtrain__whole_count(p);
+        if (p->init_count < 0 || p->init_count > whole)
             return dtrain__param_fail(p, i, "init_count is %lld, of %lld elements",
-                                      (long long)p->init_count, (long long)p->count);
+                                      (long long)p->init_count, (long long)whole);
         memset(&p->state, 0, sizeof p->state);
         p->state.storage = p->state.next = p;
         p->state.index = (uint32_t)i;
@@ -13123,14 +13628,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
 
 /* ---- Values -----------------------------------------------------------------------------------*/
 
-/* Initialise value (count; host or device memory) as elements [first, first + count) of parameter
- * p. An element is a function of (seed, parameter, element) only: the same on every rank, however
- * values are sharded. */
+/* Initialise value (count; host or device memory) as elements [first, first + count) of a part of
+ * parameter p; part NULL: of the whole. An element is a function of (seed, parameter, its place in
+ * the whole) only: the same on every rank, however values are cut and sharded. */
 DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
-                                                 uint64_t seed, int64_t first, int64_t count,
-                                                 float *value)
+                                                 const dtrain__share *part, uint64_t seed,
+                                                 int64_t first, int64_t count, float *value)
 {
-    const float scale = p->init_scale;
+    const bool drawn = p->init == DTRAIN_INIT_NORMAL || p->init == DTRAIN_INIT_UNIFORM;
     const size_t bytes = (size_t)count * sizeof(float);
     float staging[DTRAIN__STAGING_COUNT];
     if (p->init == DTRAIN_INIT_ZERO && count > 0) {
@@ -13138,16 +13643,21 @@ DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dt
         memset(value, 0, bytes);
         return DTRAIN_OK;
     }
-    for (int64_t at = 0; at < count; at += DTRAIN__STAGING_COUNT) {
+    for (int64_t at = 0, filled = 0; at < count; at += filled, filled = 0) {
         const int64_t some = dtrain__min(DTRAIN__STAGING_COUNT, count - at);
-        const uint64_t from = (uint64_t)(first + at);
-        if (p->init == DTRAIN_INIT_NORMAL || p->init == DTRAIN_INIT_UNIFORM)
-            dtrain__random_fill(seed, p->state.index, from, some, p->init == DTRAIN_INIT_NORMAL,
-                                scale, staging);
-        else
-            for (int64_t i = 0; i < some; i++) staging[i] = scale;
-        const int64_t left = p->init_count ? dtrain__max(p->init_count - first - at, 0) : some;
-        for (int64_t i = left; i < some; i++) staging[i] = 0;
+        while (filled < some) { /* runs that follow one another in the whole */
+            int64_t run = some, from = first + at + filled;
+            if (part) from = dtrain__share_place(part, from, &run);
+            run = dtrain__min(run, some - filled);
+            if (drawn)
+                dtrain__random_fill(seed, p->state.index, (uint64_t)from, run,
+                                    p->init == DTRAIN_INIT_NORMAL, p->init_scale, staging + filled);
+            for (int64_t i = 0; i < run; i++) {
+                if (!drawn) staging[filled + i] = p->init_scale;
+                if (p->init_count && from + i >= p->init_count) staging[filled + i] = 0;
+            }
+            filled += run;
+        }
         DTRAIN__TRY(dtrain_device_copy(device, value + at, staging, (size_t)some * sizeof(float)));
     }
     return DTRAIN_OK;
@@ -15921,7 +16431,7 @@ static dtrain_result dtrain__powersgd_init(const dtrain_compression_desc *how,
         q.init = DTRAIN_INIT_NORMAL;
         q.init_scale = 1;
         q.init_count = 0;
-        DTRAIN__TRY(dtrain__init_param(device, &q, bucket->seed, 0, count, seed));
+        DTRAIN__TRY(dtrain__init_param(device, &q, NULL, bucket->seed, 0, count, seed));
         DTRAIN__TRY(device->ops->orthogonalize(device, &args));
         seed += count;
     }
@@ -16923,7 +17433,7 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
     strategy->gathered = (int64_t *)dtrain__alloc(allocator, (size_t)dtrain_comm_size(groups->data),
                                                   sizeof *strategy->gathered, "gathered hashes");
     if (!strategy->gathered) return DTRAIN_ERROR_MEMORY;
-    return dtrain__resolve_params(params, count);
+    return dtrain__resolve_params(params, count, groups);
 }
 
 /* Refuse kept_units to which no parameter belongs, and values of the host's own where parameters
@@ -16995,8 +17505,9 @@ static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
         }
         dtrain_shard shard;
         if (!dtrain__shard_of(strategy, i, &shard)) continue;
+        const dtrain__share part = dtrain__share_here(p, &strategy->groups);
         if (entry->lends_value)
-            DTRAIN__TRY(dtrain__init_param(strategy->device, p, strategy->desc.init_seed,
+            DTRAIN__TRY(dtrain__init_param(strategy->device, p, &part, strategy->desc.init_seed,
                                            shard.offset, shard.count, shard.value));
         if (entry->trainable) strategy->shards[strategy->shard_count++] = shard;
     }
@@ -17104,11 +17615,15 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
     DTRAIN__TRY(dtrain__resolve_kind(&strategy->desc, strategy->kind));
     DTRAIN__TRY(dtrain__split_levels(strategy));
     DTRAIN__TRY(dtrain__agree(strategy->groups.data, dtrain__strategy_prepare(strategy)));
-    for (size_t i = 0; i < strategy->param_count && strategy->layout.all > 1; i++) {
+    for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
         if (p->state.storage != p || strategy->layout.entries[i].lends_value) continue;
-        DTRAIN__TRY(dtrain_broadcast(strategy->groups.data, p->value, (size_t)p->count,
-                                     DTRAIN_DTYPE_F32, 0, NULL));
+        if (strategy->groups.tensor && !p->cut.axis)
+            DTRAIN__TRY(dtrain_broadcast(strategy->groups.tensor, p->value, (size_t)p->count,
+                                         DTRAIN_DTYPE_F32, 0, NULL));
+        if (strategy->layout.all > 1)
+            DTRAIN__TRY(dtrain_broadcast(strategy->groups.data, p->value, (size_t)p->count,
+                                         DTRAIN_DTYPE_F32, 0, NULL));
     }
     DTRAIN__TRY(dtrain__copy_host_values(strategy, false));
     dtrain__fill_info(strategy);
@@ -17122,7 +17637,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_make(dtrain_world *world, dtrain_
 {
     if (out) *out = NULL;
     if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: world is NULL");
-    const dtrain__groups groups = dtrain__world_groups(world, desc ? desc->comm : NULL);
+    const dtrain__groups groups =
+        dtrain__mesh_groups(world, desc ? desc->mesh : NULL, desc ? desc->comm : NULL);
     dtrain_result result = dtrain__strategy_begin(world, params, param_count, desc, &groups, out);
     result = dtrain__agree(groups.data, result);
     if (result == DTRAIN_OK) result = dtrain__strategy_complete(*out);
@@ -17542,7 +18058,8 @@ static dtrain_result dtrain__plan_resolve(dtrain_param *params, size_t count,
     if (desc->node_size && ranks % (int)desc->node_size)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: node_size %u does not divide %d ranks", call,
                            desc->node_size, ranks);
-    return dtrain__resolve_params(params, count);
+    const dtrain__groups groups = dtrain__mesh_groups(NULL, desc->mesh, NULL);
+    return dtrain__resolve_params(params, count, &groups);
 }
 
 DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param_count,
@@ -17719,7 +18236,7 @@ static dtrain_result dtrain__plan_needs(const dtrain_allocator *a, dtrain_param 
         return dtrain__ways_layout(&planned->layout, a, params, count, &planned->desc, ranks, 0);
     }
     DTRAIN__TRY(dtrain__resolve_desc(given, &planned->desc, &planned->compression));
-    DTRAIN__TRY(dtrain__resolve_params(params, count));
+    DTRAIN__TRY(dtrain__resolve_params(params, count, &plan->groups));
     DTRAIN__TRY(dtrain__plan_candidates(a, params, count, &planned->desc, ranks, node_ranks, &all));
     plan->needs = UINT64_MAX;
     for (size_t i = 0; i < DTRAIN__CANDIDATES; i++)
@@ -17734,7 +18251,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_
     uint32_t node_ranks;
     dtrain_result mine = DTRAIN_ERROR_MEMORY;
     memset(plan, 0, sizeof *plan);
-    plan->comm = dtrain__world_groups(world, desc->comm).data;
+    plan->groups = dtrain__mesh_groups(world, desc->mesh, desc->comm);
+    plan->comm = plan->groups.data;
     DTRAIN__TRY(dtrain__even_nodes(world, plan->comm, &node_ranks));
     plan->planned =
         (dtrain__planned *)dtrain__alloc(&world->allocator, 1, sizeof *plan->planned, "a plan");
@@ -17836,6 +18354,8 @@ typedef struct dtrain__tape_tensor {
     dtrain_tensor tensor;
     dtrain__chunk *gradient;              /* tensor.grad's memory; NULL: none, or a value's */
     dtrain__chunk *earlier;               /* from before, to be added to `gradient` */
+    dtrain__share part;                   /* of a row (COLUMNS) or of the rows (ROWS), as if that
+                                             were an axis of a parameter, which is cut by rows */
     dtrain__samples samples;              /* of I32 inputs the entries that are not -1; of losses
                                              the samples that they are a mean over */
     struct dtrain__tape_segment *segment; /* in whose region it was made; NULL: in the data arena */
@@ -17901,6 +18421,7 @@ struct dtrain_tape {
     dtrain_world *world; /* for the spans of passes; NULL: no world, or a plan */
     dtrain_strategy *strategy;
     const struct dtrain__layout *layout; /* the strategy's, or the planned one; NULL: no strategy */
+    dtrain__groups groups;               /* the same; the tensor axis is of one rank without */
     dtrain_device *device;
     dtrain_allocator allocator;
     uint64_t unit_begin_ns, unit_end_ns; /* for a trace: of the unit, of its last operation */
@@ -17946,6 +18467,14 @@ DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x);
 #define DTRAIN__SHAPE_TEXT 96 /* 4 axes of 19 digits fit */
 DTRAIN__PRIVATE const char *dtrain__shape_text(const int64_t shape[4], char *text);
 DTRAIN__PRIVATE const char *dtrain__param_name(const dtrain_param *p);
+/* Return the part that this rank has of a tensor which is not whole. */
+DTRAIN__PRIVATE const dtrain__share *dtrain__tensor_share(const dtrain_tensor *x);
+/* Say how an output lies, and which part of it is here. */
+DTRAIN__PRIVATE void dtrain__place_as(dtrain_tensor *y, uint32_t placement,
+                                      const dtrain__share *part);
+/* Refuse input i, which does not lie as `expected`. */
+DTRAIN__PRIVATE dtrain_result dtrain__placement_fail(const dtrain_op *op, uint32_t i,
+                                                     const char *expected);
 DTRAIN__PRIVATE uint32_t dtrain__op_span(const dtrain_op *op);
 DTRAIN__PRIVATE void dtrain__op_span_end(const dtrain_op *op, uint32_t span);
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node);
@@ -17968,17 +18497,24 @@ DTRAIN__PRIVATE void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, 
 /* tape/elementwise.c */
 DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op);
 
+/* Placements of a built-in operation: of each element or row alone; and of one that checks its
+ * inputs and places its outputs itself. */
+#define DTRAIN__OP_TAKES_ALL (DTRAIN_OP_TAKES_COLUMNS | DTRAIN_OP_TAKES_ROWS)
+#define DTRAIN__OP_PLACES 4u
+
 /* The descriptor dtrain__<op>_op of a built-in operation, made of dtrain__<functions>_prepare,
  * _forward and _backward. The macro names the fields: C++17 has no designators. Ends with its last
  * use, in elementwise.c. */
-#define DTRAIN__OP_NAMED(op, name, functions, reads, recompute, integer_inputs, autocast) \
-    static const dtrain_op_desc dtrain__##op##_op = {reads,                               \
-                                                     recompute,                           \
-                                                     integer_inputs,                      \
-                                                     autocast,                            \
-                                                     name,                                \
-                                                     dtrain__##functions##_prepare,       \
-                                                     dtrain__##functions##_forward,       \
+#define DTRAIN__OP_NAMED(op, name, functions, reads, recompute, integer_inputs, placements, \
+                         autocast)                                                          \
+    static const dtrain_op_desc dtrain__##op##_op = {reads,                                 \
+                                                     recompute,                             \
+                                                     integer_inputs,                        \
+                                                     placements,                            \
+                                                     autocast,                              \
+                                                     name,                                  \
+                                                     dtrain__##functions##_prepare,         \
+                                                     dtrain__##functions##_forward,         \
                                                      dtrain__##functions##_backward};
 #define DTRAIN__OP(op, ...) DTRAIN__OP_NAMED(op, "dtrain_" #op, __VA_ARGS__)
 
@@ -18021,6 +18557,8 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
     tape->allocator = allocator;
     tape->strategy = strategy;
     tape->layout = strategy ? dtrain__layout_of(strategy) : NULL;
+    tape->groups.tensor_ranks = 1;
+    if (strategy) tape->groups = dtrain__groups_of(strategy);
     tape->device = device ? device : dtrain_world_device(world);
     tape->planning = tape->device->ops == dtrain__plan_device_ops();
     if (!world && strategy) world = dtrain__world_of(strategy);
@@ -18447,6 +18985,7 @@ DTRAIN__PRIVATE void dtrain__staging_free(dtrain_tape *tape)
 
 static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x);
 static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p);
+static dtrain_result dtrain__check_placements(const dtrain_op *op);
 
 /* step numbers are those of the list above */
 DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
@@ -18490,6 +19029,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
         result = dtrain__take_input(node, inputs[i]);
     for (uint32_t i = 0; i < param_count && !result; i++)
         result = dtrain__take_param(node, params[i]);
+    if (result == DTRAIN_OK) result = dtrain__check_placements(op);
     if (result == DTRAIN_OK) result = desc->prepare(op);
     if (result == DTRAIN_OK && tape->error == DTRAIN_OK && op->output_count == 0)
         result = dtrain_fail(DTRAIN_ERROR_USAGE, "%s: prepare has made no output", call);
@@ -18538,6 +19078,70 @@ static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x)
     if (op->desc->autocast && !integer && x->dtype != (uint32_t)op->cast)
         op->input_data[i] = dtrain_op_save(op, op->cast, x->count);
     return op->tape->error;
+}
+
+/* ---- Placements -------------------------------------------------------------------------------*/
+
+static const char *dtrain__placement_name(const dtrain_tensor *x)
+{
+    return x->placement == DTRAIN_PLACEMENT_WHOLE     ? "whole"
+           : x->placement == DTRAIN_PLACEMENT_COLUMNS ? "cut by columns"
+                                                      : "cut by rows";
+}
+
+DTRAIN__PRIVATE const dtrain__share *dtrain__tensor_share(const dtrain_tensor *x)
+{
+    return &((const dtrain__tape_tensor *)x)->part;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__placement_fail(const dtrain_op *op, uint32_t i,
+                                                     const char *expected)
+{
+    return dtrain_fail(
+        DTRAIN_ERROR_ARGUMENT,
+        "%s: input %u is %s over the tensor axis, expected %s; dtrain_place converts "
+        "it",
+        op->desc->name, i + 1, dtrain__placement_name(op->inputs[i]), expected);
+}
+
+DTRAIN__PRIVATE void dtrain__place_as(dtrain_tensor *y, uint32_t placement,
+                                      const dtrain__share *part)
+{
+    if (!y) return;
+    y->placement = placement;
+    if (placement != DTRAIN_PLACEMENT_WHOLE) ((dtrain__tape_tensor *)y)->part = *part;
+}
+
+/* Check that all tensors lie as input 0 does, and so that the operation takes it. */
+static dtrain_result dtrain__check_placements(const dtrain_op *op)
+{
+    const uint32_t takes = op->desc->placements;
+    const dtrain_tensor *first = NULL;
+    if (op->tape->groups.tensor_ranks == 1 || takes & DTRAIN__OP_PLACES) return DTRAIN_OK;
+    for (uint32_t i = 0; i < op->input_count; i++) {
+        const dtrain_tensor *x = op->inputs[i];
+        if (x->placement == DTRAIN_PLACEMENT_COLUMNS && !(takes & DTRAIN_OP_TAKES_COLUMNS))
+            return dtrain__placement_fail(op, i,
+                                          takes ? "a whole one, or one cut by rows" : "whole");
+        if (x->placement == DTRAIN_PLACEMENT_ROWS && !(takes & DTRAIN_OP_TAKES_ROWS))
+            return dtrain__placement_fail(op, i,
+                                          takes ? "a whole one, or one cut by columns" : "whole");
+        if (!first) first = x;
+        if (x->placement != first->placement)
+            return dtrain__placement_fail(op, i, dtrain__placement_name(first));
+        if (x->placement != DTRAIN_PLACEMENT_WHOLE &&
+            !dtrain__share_same(dtrain__tensor_share(x), dtrain__tensor_share(first)))
+            return dtrain__placement_fail(op, i, "the same part of a tensor as input 1");
+    }
+    for (uint32_t i = 0; i < op->param_count; i++)
+        if (op->params[i]->cut.axis)
+            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                               "%s: parameter %s is cut over the tensor axis, and this operation "
+                               "takes whole ones; leave its cut zeroed",
+                               op->desc->name, dtrain__param_name(op->params[i]));
+    if (op->param_count && first && first->placement == DTRAIN_PLACEMENT_COLUMNS)
+        return dtrain__placement_fail(op, 0, "whole, or cut by rows, beside a whole parameter");
+    return DTRAIN_OK;
 }
 
 /* ---- Parameters
@@ -18598,8 +19202,8 @@ static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *stor
     cast->storage = storage;
     cast->mark = mark;
     cast->passing = passing;
-    cast->count = storage->shape[0] ? 1 : storage->count;
-    for (int a = 0; a < 4 && storage->shape[a]; a++) cast->count *= storage->shape[a];
+    cast->count =
+        storage->shape[0] ? dtrain__share_here(storage, &tape->groups).count : storage->count;
     if (passing && tape->pass.cast_mark != mark) {
         tape->pass.cast_mark = mark;
         dtrain__bump_rewind(&tape->arenas[DTRAIN__ARENA_CASTS]);
@@ -18645,7 +19249,7 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
     while (storage->alias_of) storage = storage->alias_of;
     DTRAIN__TRY(dtrain__check_value(op, p, storage));
     const dtrain_param *declared = p->shape[0] || p->count ? p : storage;
-    memcpy(shape, declared->shape, sizeof declared->shape);
+    memcpy(shape, dtrain__share_here(declared, &tape->groups).shape, sizeof declared->shape);
     if (shape[0] == 0) shape[0] = declared->count;
     op->params[i] = p;
     op->param_data[i] = storage->value;
@@ -18732,6 +19336,9 @@ DTRAIN_API dtrain_tensor *dtrain_op_output(dtrain_op *op, dtrain_dtype dtype, ui
     if (op->tape->error != DTRAIN_OK) return NULL;
     op->output_data[i] = op->outputs[i]->data;
     op->output_count++;
+    if (op->input_count && dtrain__is_float(op->inputs[0]))
+        dtrain__place_as(op->outputs[i], op->inputs[0]->placement,
+                         dtrain__tensor_share(op->inputs[0]));
     /* Let the output be a mean over the same samples as its inputs; of two losses the one that
      * ignores targets counts. */
     dtrain__samples *samples = &((dtrain__tape_tensor *)op->outputs[i])->samples;
@@ -19020,6 +19627,27 @@ DTRAIN_API void *dtrain_op_input_grad(dtrain_op *op, uint32_t i, bool *accumulat
     return made->tensor.grad;
 }
 
+/* Tell whether another rank of the tensor axis counts this gradient. Under sequence parallelism the
+ * gradients of whole parameters are sums over the rows of all ranks; of an operation on whole
+ * tensors each rank has all of that sum, and the first one counts it. */
+static bool dtrain__counted_elsewhere(const dtrain_op *op, const dtrain_param *target)
+{
+    const dtrain__groups *groups = &op->tape->groups;
+    return groups->sequence_parallel && groups->tensor_rank && !target->cut.axis &&
+           op->outputs[0]->placement == DTRAIN_PLACEMENT_WHOLE;
+}
+
+/* Return memory for a gradient that does not count, and let the real one be zero or what it was. */
+static float *dtrain__uncounted(dtrain_op *op, const dtrain_param *target, bool *accumulate)
+{
+    const int64_t count = dtrain__share_here(target, &op->tape->groups).count;
+    if (!*accumulate && !op->planning)
+        dtrain__tape_stick(op->tape, op->device->ops->zero(op->device, target->grad,
+                                                           (size_t)count * sizeof(float)));
+    *accumulate = false;
+    return (float *)dtrain__take_data(op->tape, NULL, count, DTRAIN_DTYPE_F32);
+}
+
 /* An operation that asks must write: the gradient counts as written from here on. */
 DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumulate)
 {
@@ -19028,7 +19656,8 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
     if (!target) return NULL;
     *accumulate = target->state.grad_written;
     if (!op->planning) dtrain__set_grad_written(target, true);
-    return target->grad;
+    return dtrain__counted_elsewhere(op, target) ? dtrain__uncounted(op, target, accumulate)
+                                                 : target->grad;
 }
 
 /* ==== src/tape/layers.c ======================================================================= */
@@ -19189,7 +19818,7 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
     return dtrain__counted_gemm(op, &gemm);
 }
 
-DTRAIN__OP(linear, linear, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LINEAR, 0, true)
+DTRAIN__OP(linear, linear, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LINEAR, 0, 0, true)
 
 DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
                                         dtrain_param *bias, dtrain_activation activation)
@@ -19292,8 +19921,10 @@ static dtrain_result dtrain__layernorm_backward(dtrain_op *op)
     return rounded ? DTRAIN_OK : dtrain__gradient_pass(op, 1, 1);
 }
 
-DTRAIN__OP(layernorm, layernorm, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LAYERNORM, 0, false)
-DTRAIN__OP(rms_norm, layernorm, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LAYERNORM, 0, false)
+DTRAIN__OP(layernorm, layernorm, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LAYERNORM, 0,
+           DTRAIN_OP_TAKES_ROWS, false)
+DTRAIN__OP(rms_norm, layernorm, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LAYERNORM, 0,
+           DTRAIN_OP_TAKES_ROWS, false)
 
 /* Add x to the residual stream and apply a norm. The fused kernel takes x only in the type that
  * autocast computes in. */
@@ -19390,7 +20021,7 @@ static dtrain_result dtrain__embedding_backward(dtrain_op *op)
     return op->device->ops->embedding_backward(op->device, &args);
 }
 
-DTRAIN__OP(embedding, embedding, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 1, false)
+DTRAIN__OP(embedding, embedding, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 1, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
                                            dtrain_param *token, dtrain_param *position)
@@ -19578,12 +20209,12 @@ static dtrain_result dtrain__attention_backward(dtrain_op *op)
 }
 
 DTRAIN__OP(attention, attention, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS,
-           DTRAIN_RECOMPUTE_ATTENTION, 0, false)
+           DTRAIN_RECOMPUTE_ATTENTION, 0, 0, false)
 
 /* The same, where input 1 has the key lengths. */
 DTRAIN__OP_NAMED(attention_lengths, "dtrain_attention", attention,
                  DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS, DTRAIN_RECOMPUTE_ATTENTION,
-                 1u << 1, false)
+                 1u << 1, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, dtrain_tensor *k,
                                            dtrain_tensor *v, const dtrain_attention_desc *desc)
@@ -19661,7 +20292,7 @@ static dtrain_result dtrain__rotary_backward(dtrain_op *op)
     return op->device->ops->rotary(op->device, &args);
 }
 
-DTRAIN__OP(rotary, rotary, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(rotary, rotary, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_rotary(dtrain_tape *tape, dtrain_tensor *x, int64_t sequence,
                                         int64_t heads, int64_t rotated, float theta)
@@ -19704,7 +20335,8 @@ static dtrain_result dtrain__softmax_backward(dtrain_op *op)
     return op->device->ops->softmax_backward(op->device, &args);
 }
 
-DTRAIN__OP(softmax, softmax, DTRAIN_OP_READS_OUTPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(softmax, softmax, DTRAIN_OP_READS_OUTPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0,
+           DTRAIN_OP_TAKES_ROWS, false)
 
 DTRAIN_API dtrain_tensor *dtrain_softmax(dtrain_tape *tape, dtrain_tensor *x)
 {
@@ -19807,7 +20439,7 @@ static dtrain_result dtrain__matmul_backward(dtrain_op *op)
     return DTRAIN_OK;
 }
 
-DTRAIN__OP(matmul, matmul, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LINEAR, 0, true)
+DTRAIN__OP(matmul, matmul, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LINEAR, 0, 0, true)
 
 DTRAIN_API dtrain_tensor *dtrain_matmul(dtrain_tape *tape, dtrain_tensor *a, dtrain_tensor *b)
 {
@@ -19865,8 +20497,8 @@ static dtrain_result dtrain__copy_backward(dtrain_op *op)
     return dtrain__gradient_pass(op, 0, 0);
 }
 
-DTRAIN__OP(cast, copy, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
-DTRAIN__OP(reshape, copy, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(cast, copy, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, DTRAIN__OP_TAKES_ALL, false)
+DTRAIN__OP(reshape, copy, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, 0, false)
 
 static dtrain_tensor *dtrain__copy_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
                                          dtrain_tensor *x, uint32_t dtype, uint32_t ndim,
@@ -19966,7 +20598,7 @@ static dtrain_result dtrain__permute_backward(dtrain_op *op)
     return op->device->ops->permute(op->device, &args);
 }
 
-DTRAIN__OP(permute, permute, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(permute, permute, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_permute(dtrain_tape *tape, dtrain_tensor *x, const uint32_t *axes)
 {
@@ -20161,7 +20793,7 @@ static dtrain_result dtrain__batch_norm_backward(dtrain_op *op)
     return ops->batchnorm_backward(op->device, &args);
 }
 
-DTRAIN__OP(batch_norm, batch_norm, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LAYERNORM, 0, false)
+DTRAIN__OP(batch_norm, batch_norm, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LAYERNORM, 0, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_batch_norm(dtrain_tape *tape, dtrain_tensor *x,
                                             dtrain_param *weight, dtrain_param *bias,
@@ -20302,7 +20934,7 @@ static dtrain_result dtrain__conv2d_backward(dtrain_op *op)
     return op->device->ops->conv2d_backward(op->device, &args);
 }
 
-DTRAIN__OP(conv2d, conv2d, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LINEAR, 0, true)
+DTRAIN__OP(conv2d, conv2d, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LINEAR, 0, 0, true)
 
 DTRAIN_API dtrain_tensor *dtrain_conv2d(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
                                         dtrain_param *bias, const dtrain_conv2d_desc *desc)
@@ -20381,7 +21013,7 @@ static dtrain_result dtrain__pool2d_backward(dtrain_op *op)
     return op->device->ops->pool2d_backward(op->device, &args);
 }
 
-DTRAIN__OP(pool2d, pool2d, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(pool2d, pool2d, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_pool2d(dtrain_tape *tape, dtrain_tensor *x,
                                         const dtrain_pool2d_desc *desc)
@@ -20449,12 +21081,15 @@ static dtrain_result dtrain__pointwise_backward(dtrain_op *op)
     return ops->pointwise_backward(op->device, &args);
 }
 
-DTRAIN__OP(activate, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
-DTRAIN__OP(multiply, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
-DTRAIN__OP(swiglu, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
-DTRAIN__OP(mse_loss, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(activate, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0,
+           DTRAIN__OP_TAKES_ALL, false)
+DTRAIN__OP(multiply, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0,
+           DTRAIN__OP_TAKES_ALL, false)
+DTRAIN__OP(swiglu, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0,
+           DTRAIN__OP_TAKES_ALL, false)
+DTRAIN__OP(mse_loss, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, 0, false)
 DTRAIN__OP(bce_with_logits_loss, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_ELEMENTWISE, 0,
-           false)
+           0, false)
 
 /* Apply a function of one element, or of two. */
 static dtrain_tensor *dtrain__pointwise_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
@@ -20545,7 +21180,7 @@ static dtrain_result dtrain__add_backward(dtrain_op *op)
     return DTRAIN_OK;
 }
 
-DTRAIN__OP(add, add, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(add, add, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, DTRAIN__OP_TAKES_ALL, false)
 
 DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y)
 {
@@ -20588,8 +21223,8 @@ static dtrain_result dtrain__map_backward(dtrain_op *op)
     return ((dtrain__map *)op->args)->run(op, op->outputs[0]->grad, d_x, accumulate);
 }
 
-DTRAIN__OP(scale, map, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
-DTRAIN__OP(dropout, map, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, false)
+DTRAIN__OP(scale, map, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, DTRAIN__OP_TAKES_ALL, false)
+DTRAIN__OP(dropout, map, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, DTRAIN__OP_TAKES_ALL, false)
 
 static dtrain_result dtrain__scale_run(dtrain_op *op, const void *x, void *y, bool accumulate)
 {
@@ -20696,8 +21331,8 @@ static dtrain_result dtrain__sum_backward(dtrain_op *op)
     return op->device->ops->axpby(op->device, &args);
 }
 
-DTRAIN__OP(sum, sum, 0, 0, 0, false)
-DTRAIN__OP(mean, sum, 0, 0, 0, false)
+DTRAIN__OP(sum, sum, 0, 0, 0, 0, false)
+DTRAIN__OP(mean, sum, 0, 0, 0, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_sum(dtrain_tape *tape, dtrain_tensor *x)
 {
@@ -20800,7 +21435,7 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
     return op->device->ops->cross_entropy_backward(op->device, &args);
 }
 
-DTRAIN__OP(cross_entropy, cross_entropy, DTRAIN_OP_READS_INPUTS, 0, 2, false)
+DTRAIN__OP(cross_entropy, cross_entropy, DTRAIN_OP_READS_INPUTS, 0, 2, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
                                                dtrain_tensor *targets, int64_t classes,
@@ -22585,7 +23220,8 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
     loader->allocator = allocator;
     loader->world = world;
     loader->desc = *desc;
-    const dtrain_comm *data = dtrain__world_groups(world, desc->comm).data; /* NULL: one rank */
+    const dtrain_comm *data =
+        desc->comm ? desc->comm : dtrain_world_comm(world); /* NULL: one rank */
     loader->rank = data ? (uint64_t)dtrain_comm_rank(data) : 0;
     loader->ranks = data ? (uint64_t)dtrain_comm_size(data) : 1;
     loader->timeout_ns = world ? world->timeout_ns : DTRAIN__NEXT_TIMEOUT_NS;
@@ -24463,7 +25099,7 @@ DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
  * well. */
 static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_trainer_desc *desc,
                                               const struct dtrain__layout *layout,
-                                              dtrain_memory *memory)
+                                              const dtrain__groups *groups, dtrain_memory *memory)
 {
     dtrain_device_desc plan;
     dtrain_device *device;
@@ -24483,6 +25119,7 @@ static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_
     dtrain_result result = dtrain_tape_create(world, NULL, device, &tape);
     if (result == DTRAIN_OK) {
         tape->layout = layout;
+        tape->groups = *groups;
         result = dtrain_tape_recompute(tape, desc->recompute_every, desc->recompute_ops);
     }
     if (result == DTRAIN_OK) result = dtrain_tape_begin(tape, desc->tape_flags, 0);
@@ -24511,8 +25148,8 @@ static dtrain_result dtrain__batch_needs(const dtrain__batch_plan *plan, uint32_
 {
     dtrain_memory memory;
     DTRAIN__TRY(plan->search->set_batch(plan->trainer->user, batch));
-    DTRAIN__TRY(
-        dtrain__plan_activations(plan->world, plan->trainer, plan->strategy.layout, &memory));
+    DTRAIN__TRY(dtrain__plan_activations(plan->world, plan->trainer, plan->strategy.layout,
+                                         &plan->strategy.groups, &memory));
     *bytes = memory.activations + memory.activation_grads;
     return DTRAIN_OK;
 }
@@ -24637,8 +25274,10 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
         dtrain__strategy_plan_free(world, &batch.strategy);
         DTRAIN__TRY(found);
     }
+    const dtrain__groups groups =
+        desc->strategy ? dtrain__groups_of(desc->strategy) : dtrain__mesh_groups(world, NULL, NULL);
     DTRAIN__TRY(dtrain__plan_activations(
-        world, desc, desc->strategy ? dtrain__layout_of(desc->strategy) : NULL, memory));
+        world, desc, desc->strategy ? dtrain__layout_of(desc->strategy) : NULL, &groups, memory));
     dtrain__memory_held(desc, memory);
     if (desc->strategy && world->device->ops->host_memory) memory->workspace = world->base_bytes;
     memory->total = memory->activations + memory->activation_grads + memory->params +

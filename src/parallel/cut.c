@@ -54,8 +54,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__cut_check(const dtrain_cut *cut, const int
                        columns ? "columns" : "rows");
 }
 
-DTRAIN__PRIVATE void dtrain__part_of(const dtrain_cut *cut, const int64_t shape[4], int ranks,
-                                     int rank, dtrain__part *part)
+DTRAIN__PRIVATE void dtrain__share_of(const dtrain_cut *cut, const int64_t shape[4], int ranks,
+                                      int rank, dtrain__share *part)
 {
     memset(part, 0, sizeof *part);
     memcpy(part->shape, shape, sizeof part->shape);
@@ -81,7 +81,7 @@ DTRAIN__PRIVATE void dtrain__part_of(const dtrain_cut *cut, const int64_t shape[
     }
 }
 
-DTRAIN__PRIVATE int64_t dtrain__part_place(const dtrain__part *part, int64_t i, int64_t *run)
+DTRAIN__PRIVATE int64_t dtrain__share_place(const dtrain__share *part, int64_t i, int64_t *run)
 {
     *run = part->count - i;
     if (part->axis < 0) return i;
@@ -94,7 +94,7 @@ DTRAIN__PRIVATE int64_t dtrain__part_place(const dtrain__part *part, int64_t i, 
     return (outer * part->whole + part->first[k]) * part->inner + at;
 }
 
-DTRAIN__PRIVATE bool dtrain__part_same(const dtrain__part *a, const dtrain__part *b)
+DTRAIN__PRIVATE bool dtrain__share_same(const dtrain__share *a, const dtrain__share *b)
 {
     return a->whole == b->whole && a->runs == b->runs &&
            memcmp(a->first, b->first, sizeof a->first) == 0 &&

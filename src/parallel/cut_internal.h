@@ -7,7 +7,7 @@
 #include "parallel/cut.h"
 
 /* Along the axis that is cut a part is one run of each component, one after the other. */
-typedef struct dtrain__part {
+typedef struct dtrain__share {
     int64_t shape[4]; /* of the part; leading non-zero entries */
     int64_t count;    /* its elements */
     int axis;         /* that is cut; -1: none, the part is everything */
@@ -15,7 +15,7 @@ typedef struct dtrain__part {
     int64_t inner;    /* elements of one step along the axis */
     uint32_t runs;
     int64_t first[DTRAIN_CUT_COMPONENTS], length[DTRAIN_CUT_COMPONENTS]; /* (runs) */
-} dtrain__part;
+} dtrain__share;
 
 /* parallel/cut.c */
 /* Check that a cut fits a shape and that each of `ranks` gets something; the sentence has no name
@@ -23,10 +23,10 @@ typedef struct dtrain__part {
 DTRAIN__PRIVATE dtrain_result dtrain__cut_check(const dtrain_cut *cut, const int64_t shape[4],
                                                 int ranks);
 /* Describe the part of a rank; the cut has been checked. */
-DTRAIN__PRIVATE void dtrain__part_of(const dtrain_cut *cut, const int64_t shape[4], int ranks,
-                                     int rank, dtrain__part *part);
+DTRAIN__PRIVATE void dtrain__share_of(const dtrain_cut *cut, const int64_t shape[4], int ranks,
+                                      int rank, dtrain__share *part);
 /* Return the place in the whole of element i of a part, and in *run how many elements from there on
  * follow one another in both. */
-DTRAIN__PRIVATE int64_t dtrain__part_place(const dtrain__part *part, int64_t i, int64_t *run);
+DTRAIN__PRIVATE int64_t dtrain__share_place(const dtrain__share *part, int64_t i, int64_t *run);
 /* Tell whether two parts have the same runs of axes of the same length. */
-DTRAIN__PRIVATE bool dtrain__part_same(const dtrain__part *a, const dtrain__part *b);
+DTRAIN__PRIVATE bool dtrain__share_same(const dtrain__share *a, const dtrain__share *b);

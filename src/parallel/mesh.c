@@ -179,7 +179,7 @@ DTRAIN_API int dtrain_mesh_rank(const dtrain_mesh *mesh, int tensor, int data, i
     return tensor + at->tensor * (data + at->data * pipeline);
 }
 
-DTRAIN__PRIVATE dtrain__groups dtrain__groups_make(dtrain_world *world, const dtrain_mesh *mesh,
+DTRAIN__PRIVATE dtrain__groups dtrain__mesh_groups(dtrain_world *world, const dtrain_mesh *mesh,
                                                    dtrain_comm *comm)
 {
     dtrain__groups groups;

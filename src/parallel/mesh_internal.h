@@ -16,5 +16,5 @@ struct dtrain_mesh {
 
 /* Fill the groups of a mesh; where it is NULL those of ranks that hold a whole model each: comm, or
  * where that is NULL too the world's. */
-DTRAIN__PRIVATE dtrain__groups dtrain__groups_make(dtrain_world *world, const dtrain_mesh *mesh,
+DTRAIN__PRIVATE dtrain__groups dtrain__mesh_groups(dtrain_world *world, const dtrain_mesh *mesh,
                                                    dtrain_comm *comm);

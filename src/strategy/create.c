@@ -114,7 +114,7 @@ static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
         }
         dtrain_shard shard;
         if (!dtrain__shard_of(strategy, i, &shard)) continue;
-        const dtrain__part part = dtrain__part_here(p, &strategy->groups);
+        const dtrain__share part = dtrain__share_here(p, &strategy->groups);
         if (entry->lends_value)
             DTRAIN__TRY(dtrain__init_param(strategy->device, p, &part, strategy->desc.init_seed,
                                            shard.offset, shard.count, shard.value));
@@ -247,7 +247,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_make(dtrain_world *world, dtrain_
     if (out) *out = NULL;
     if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: world is NULL");
     const dtrain__groups groups =
-        dtrain__groups_make(world, desc ? desc->mesh : NULL, desc ? desc->comm : NULL);
+        dtrain__mesh_groups(world, desc ? desc->mesh : NULL, desc ? desc->comm : NULL);
     dtrain_result result = dtrain__strategy_begin(world, params, param_count, desc, &groups, out);
     result = dtrain__agree(groups.data, result);
     if (result == DTRAIN_OK) result = dtrain__strategy_complete(*out);

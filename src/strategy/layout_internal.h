@@ -153,7 +153,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t i
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count,
                                                      const dtrain__groups *groups);
 DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
-                                                 const dtrain__part *part, uint64_t seed,
+                                                 const dtrain__share *part, uint64_t seed,
                                                  int64_t first, int64_t count, float *value);
 #define DTRAIN__STAGING_COUNT 4096 /* elements that go through the stack: no call can fail */
 

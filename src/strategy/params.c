@@ -48,10 +48,11 @@ DTRAIN__PRIVATE int64_t dtrain__whole_count(const dtrain_param *p)
     return count;
 }
 
-DTRAIN__PRIVATE dtrain__part dtrain__part_here(const dtrain_param *p, const dtrain__groups *groups)
+DTRAIN__PRIVATE dtrain__share dtrain__share_here(const dtrain_param *p,
+                                                 const dtrain__groups *groups)
 {
-    dtrain__part part;
-    dtrain__part_of(&p->cut, p->shape, groups->tensor_ranks, groups->tensor_rank, &part);
+    dtrain__share part;
+    dtrain__share_of(&p->cut, p->shape, groups->tensor_ranks, groups->tensor_rank, &part);
     return part;
 }
 
@@ -80,7 +81,7 @@ static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index,
     if (dims == 0) p->shape[0] = p->count;
     if (dtrain__cut_check(&p->cut, p->shape, groups->tensor_ranks) != DTRAIN_OK)
         return dtrain__param_fail(p, index, "%s", dtrain__bare(dtrain_last_error()));
-    if (p->cut.axis && dims) p->count = dtrain__part_here(p, groups).count;
+    if (p->cut.axis && dims) p->count = dtrain__share_here(p, groups).count;
     else if (p->count == 0) p->count = (int64_t)product;
     if (p->cut.axis || (size_t)p->count == product) return DTRAIN_OK;
     return dtrain__param_fail(p, index, "count is %lld, its shape has %zu elements",
@@ -181,7 +182,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
  * parameter p; part NULL: of the whole. An element is a function of (seed, parameter, its place in
  * the whole) only: the same on every rank, however values are cut and sharded. */
 DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
-                                                 const dtrain__part *part, uint64_t seed,
+                                                 const dtrain__share *part, uint64_t seed,
                                                  int64_t first, int64_t count, float *value)
 {
     const bool drawn = p->init == DTRAIN_INIT_NORMAL || p->init == DTRAIN_INIT_UNIFORM;
@@ -196,7 +197,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dt
         const int64_t some = dtrain__min(DTRAIN__STAGING_COUNT, count - at);
         while (filled < some) { /* runs that follow one another in the whole */
             int64_t run = some, from = first + at + filled;
-            if (part) from = dtrain__part_place(part, from, &run);
+            if (part) from = dtrain__share_place(part, from, &run);
             run = dtrain__min(run, some - filled);
             if (drawn)
                 dtrain__random_fill(seed, p->state.index, (uint64_t)from, run,

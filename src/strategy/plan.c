@@ -94,7 +94,7 @@ static dtrain_result dtrain__plan_resolve(dtrain_param *params, size_t count,
     if (desc->node_size && ranks % (int)desc->node_size)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: node_size %u does not divide %d ranks", call,
                            desc->node_size, ranks);
-    const dtrain__groups groups = dtrain__groups_make(NULL, desc->mesh, NULL);
+    const dtrain__groups groups = dtrain__mesh_groups(NULL, desc->mesh, NULL);
     return dtrain__resolve_params(params, count, &groups);
 }
 
@@ -287,7 +287,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_
     uint32_t node_ranks;
     dtrain_result mine = DTRAIN_ERROR_MEMORY;
     memset(plan, 0, sizeof *plan);
-    plan->groups = dtrain__groups_make(world, desc->mesh, desc->comm);
+    plan->groups = dtrain__mesh_groups(world, desc->mesh, desc->comm);
     plan->comm = plan->groups.data;
     DTRAIN__TRY(dtrain__even_nodes(world, plan->comm, &node_ranks));
     plan->planned =

@@ -66,7 +66,8 @@ DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p);
 DTRAIN__PRIVATE void dtrain__set_grad_written(dtrain_param *storage, bool written);
 /* Count the elements of all parts together; describe the part that this rank has. */
 DTRAIN__PRIVATE int64_t dtrain__whole_count(const dtrain_param *p);
-DTRAIN__PRIVATE dtrain__part dtrain__part_here(const dtrain_param *p, const dtrain__groups *groups);
+DTRAIN__PRIVATE dtrain__share dtrain__share_here(const dtrain_param *p,
+                                                 const dtrain__groups *groups);
 /* Round fp32 elements up to a cache line; add to an address that may be NULL. */
 DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count);
 DTRAIN__PRIVATE float *dtrain__after(float *at, int64_t count);

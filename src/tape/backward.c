@@ -228,7 +228,7 @@ static bool dtrain__counted_elsewhere(const dtrain_op *op, const dtrain_param *t
 /* Return memory for a gradient that does not count, and let the real one be zero or what it was. */
 static float *dtrain__uncounted(dtrain_op *op, const dtrain_param *target, bool *accumulate)
 {
-    const int64_t count = dtrain__part_here(target, &op->tape->groups).count;
+    const int64_t count = dtrain__share_here(target, &op->tape->groups).count;
     if (!*accumulate && !op->planning)
         dtrain__tape_stick(op->tape, op->device->ops->zero(op->device, target->grad,
                                                            (size_t)count * sizeof(float)));

@@ -124,7 +124,7 @@ static const char *dtrain__placement_name(const dtrain_tensor *x)
                                                       : "cut by rows";
 }
 
-DTRAIN__PRIVATE const dtrain__part *dtrain__part_of_tensor(const dtrain_tensor *x)
+DTRAIN__PRIVATE const dtrain__share *dtrain__tensor_share(const dtrain_tensor *x)
 {
     return &((const dtrain__tape_tensor *)x)->part;
 }
@@ -140,7 +140,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__placement_fail(const dtrain_op *op, uint32
 }
 
 DTRAIN__PRIVATE void dtrain__place_as(dtrain_tensor *y, uint32_t placement,
-                                      const dtrain__part *part)
+                                      const dtrain__share *part)
 {
     if (!y) return;
     y->placement = placement;
@@ -165,7 +165,7 @@ static dtrain_result dtrain__check_placements(const dtrain_op *op)
         if (x->placement != first->placement)
             return dtrain__placement_fail(op, i, dtrain__placement_name(first));
         if (x->placement != DTRAIN_PLACEMENT_WHOLE &&
-            !dtrain__part_same(dtrain__part_of_tensor(x), dtrain__part_of_tensor(first)))
+            !dtrain__share_same(dtrain__tensor_share(x), dtrain__tensor_share(first)))
             return dtrain__placement_fail(op, i, "the same part of a tensor as input 1");
     }
     for (uint32_t i = 0; i < op->param_count; i++)
@@ -238,7 +238,7 @@ static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *stor
     cast->mark = mark;
     cast->passing = passing;
     cast->count =
-        storage->shape[0] ? dtrain__part_here(storage, &tape->groups).count : storage->count;
+        storage->shape[0] ? dtrain__share_here(storage, &tape->groups).count : storage->count;
     if (passing && tape->pass.cast_mark != mark) {
         tape->pass.cast_mark = mark;
         dtrain__bump_rewind(&tape->arenas[DTRAIN__ARENA_CASTS]);
@@ -284,7 +284,7 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
     while (storage->alias_of) storage = storage->alias_of;
     DTRAIN__TRY(dtrain__check_value(op, p, storage));
     const dtrain_param *declared = p->shape[0] || p->count ? p : storage;
-    memcpy(shape, dtrain__part_here(declared, &tape->groups).shape, sizeof declared->shape);
+    memcpy(shape, dtrain__share_here(declared, &tape->groups).shape, sizeof declared->shape);
     if (shape[0] == 0) shape[0] = declared->count;
     op->params[i] = p;
     op->param_data[i] = storage->value;
@@ -373,7 +373,7 @@ DTRAIN_API dtrain_tensor *dtrain_op_output(dtrain_op *op, dtrain_dtype dtype, ui
     op->output_count++;
     if (op->input_count && dtrain__is_float(op->inputs[0]))
         dtrain__place_as(op->outputs[i], op->inputs[0]->placement,
-                         dtrain__part_of_tensor(op->inputs[0]));
+                         dtrain__tensor_share(op->inputs[0]));
     /* Let the output be a mean over the same samples as its inputs; of two losses the one that
      * ignores targets counts. */
     dtrain__samples *samples = &((dtrain__tape_tensor *)op->outputs[i])->samples;

@@ -85,7 +85,7 @@ typedef struct dtrain__tape_tensor {
     dtrain_tensor tensor;
     dtrain__chunk *gradient;              /* tensor.grad's memory; NULL: none, or a value's */
     dtrain__chunk *earlier;               /* from before, to be added to `gradient` */
-    dtrain__part part;                    /* of a row (COLUMNS) or of the rows (ROWS), as if that
+    dtrain__share part;                   /* of a row (COLUMNS) or of the rows (ROWS), as if that
                                              were an axis of a parameter, which is cut by rows */
     dtrain__samples samples;              /* of I32 inputs the entries that are not -1; of losses
                                              the samples that they are a mean over */
@@ -199,10 +199,10 @@ DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x);
 DTRAIN__PRIVATE const char *dtrain__shape_text(const int64_t shape[4], char *text);
 DTRAIN__PRIVATE const char *dtrain__param_name(const dtrain_param *p);
 /* Return the part that this rank has of a tensor which is not whole. */
-DTRAIN__PRIVATE const dtrain__part *dtrain__part_of_tensor(const dtrain_tensor *x);
+DTRAIN__PRIVATE const dtrain__share *dtrain__tensor_share(const dtrain_tensor *x);
 /* Say how an output lies, and which part of it is here. */
 DTRAIN__PRIVATE void dtrain__place_as(dtrain_tensor *y, uint32_t placement,
-                                      const dtrain__part *part);
+                                      const dtrain__share *part);
 /* Refuse input i, which does not lie as `expected`. */
 DTRAIN__PRIVATE dtrain_result dtrain__placement_fail(const dtrain_op *op, uint32_t i,
                                                      const char *expected);

@@ -214,7 +214,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
         DTRAIN__TRY(found);
     }
     const dtrain__groups groups =
-        desc->strategy ? dtrain__groups_of(desc->strategy) : dtrain__groups_make(world, NULL, NULL);
+        desc->strategy ? dtrain__groups_of(desc->strategy) : dtrain__mesh_groups(world, NULL, NULL);
     DTRAIN__TRY(dtrain__plan_activations(
         world, desc, desc->strategy ? dtrain__layout_of(desc->strategy) : NULL, &groups, memory));
     dtrain__memory_held(desc, memory);

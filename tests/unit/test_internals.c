@@ -3,6 +3,7 @@
  * program, because the implementation has to be compiled into it once more. */
 #include "train/micro_batch.c"
 #include "train/trainer.c"
+#include "parallel/mesh_internal.h"
 #include "strategy/layout_internal.h"
 #include "dtrain.h"
 #include "test.h"
@@ -352,7 +353,7 @@ static int rank_of_a_model(dtrain_world *world, void *user)
     (void)user;
     memset(&t, 0, sizeof t);
     memset(&record, 0, sizeof record);
-    t.groups = dtrain__groups_make(world, NULL, NULL);
+    t.groups = dtrain__mesh_groups(world, NULL, NULL);
     RANKS_TRY(dtrain_comm_split(t.groups.all, rank / 2, 0, &t.groups.model));
     RANKS_TRY(dtrain_comm_split(t.groups.all, rank % 2, 0, &t.groups.data));
     t.loss_counts = dtrain__loss_counts(&t.groups);
