@@ -98,14 +98,21 @@ typedef struct dtrain_layernorm_backward_args {
 /* y[row] = wte[token[row]] + wpe[row % sequence]; wpe may be NULL. A token outside [0, vocab) is
  * an error that names it; a device that learns of it late uses token 0 meanwhile.
  *
+ * Of a whole table of whole_vocab rows wte may hold only `vocab`, from first_token on: a token of
+ * the whole one that is not here counts as a row of zeros, which gets no gradient. Likewise rows
+ * may be a part of a batch, whose first one is first_row: row r has position (first_row + r) %
+ * sequence.
+ *
  * Backward adds into d_wte and d_wpe: the caller zeroes them before the first use in a step. Sums
  * run in row order, so the result depends neither on the number of threads nor on timing. */
 typedef struct dtrain_embedding_args {
     int64_t rows, sequence, n, vocab;
-    const int32_t *tokens;  /* (rows) */
-    const float *wte, *wpe; /* (vocab,n), (sequence or more,n) */
-    void *y;                /* (rows,n) */
-    dtrain_dtype dtype;     /* of y and d_y */
+    const int32_t *tokens;            /* (rows) */
+    const float *wte, *wpe;           /* (vocab,n), (sequence or more,n) */
+    void *y;                          /* (rows,n) */
+    dtrain_dtype dtype;               /* of y and d_y */
+    int64_t first_token, whole_vocab; /* whole_vocab 0: vocab */
+    int64_t first_row;
 
     const void *d_y;
     float *d_wte, *d_wpe; /* like wte and wpe, or NULL */

@@ -6,7 +6,7 @@
 #include "packed_attention.h"
 #include "random_kernels.h"
 
-enum { KINDS = 7 }; /* of cases: a seed's is seed % KINDS */
+enum { KINDS = 8 }; /* of cases: a seed's is seed % KINDS */
 
 static void random_cases(uint64_t kind)
 {
@@ -34,10 +34,11 @@ static void random_cases(uint64_t kind)
 static void test_pointwise(void) { random_cases(0); }
 static void test_norms(void) { random_cases(1); }
 static void test_cross_entropy(void) { random_cases(2); }
-static void test_softmax(void) { random_cases(3); }
-static void test_rotary(void) { random_cases(4); }
-static void test_permute(void) { random_cases(5); }
-static void test_attention(void) { random_cases(6); }
+static void test_embedding(void) { random_cases(3); }
+static void test_softmax(void) { random_cases(4); }
+static void test_rotary(void) { random_cases(5); }
+static void test_permute(void) { random_cases(6); }
+static void test_attention(void) { random_cases(7); }
 
 /* What cannot be done is refused in a sentence. */
 static void test_errors(void)
@@ -126,6 +127,7 @@ int main(int argc, char **argv)
     RUN(test_pointwise);
     RUN(test_norms);
     RUN(test_cross_entropy);
+    RUN(test_embedding);
     RUN(test_softmax);
     RUN(test_rotary);
     RUN(test_permute);

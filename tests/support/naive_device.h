@@ -270,11 +270,17 @@ static dtrain_result naive_embedding(dtrain_device *device, const dtrain_embeddi
 {
     (void)device;
     for (int64_t i = 0; i < a->rows; i++) {
-        if (a->tokens[i] < 0 || a->tokens[i] >= a->vocab) return DTRAIN_ERROR_DATA;
-        for (int64_t j = 0; j < a->n; j++)
+        const int64_t token = a->tokens[i], place = (a->first_row + i) % a->sequence;
+        const int64_t past = a->first_token + a->vocab;
+        if (token < 0 || token >= (a->whole_vocab ? a->whole_vocab : past))
+            return DTRAIN_ERROR_DATA;
+        for (int64_t j = 0; j < a->n; j++) {
+            float y = 0;
+            if (token >= a->first_token && token < past)
+                y = a->wte[(token - a->first_token) * a->n + j];
             naive_put(a->y, a->dtype, i * a->n + j,
-                      (double)(a->wte[a->tokens[i] * a->n + j] +
-                               (a->wpe ? a->wpe[i % a->sequence * a->n + j] : 0)));
+                      (double)(y + (a->wpe ? a->wpe[place * a->n + j] : 0)));
+        }
     }
     return DTRAIN_OK;
 }
@@ -285,9 +291,10 @@ static dtrain_result naive_embedding_backward(dtrain_device *device,
     (void)device;
     for (int64_t i = 0; i < a->rows; i++)
         for (int64_t j = 0; j < a->n; j++) {
+            const int64_t token = a->tokens[i] - a->first_token;
             float d_y = (float)naive_get(a->d_y, a->dtype, i * a->n + j);
-            if (a->d_wte) a->d_wte[a->tokens[i] * a->n + j] += d_y;
-            if (a->d_wpe) a->d_wpe[i % a->sequence * a->n + j] += d_y;
+            if (a->d_wte && token >= 0 && token < a->vocab) a->d_wte[token * a->n + j] += d_y;
+            if (a->d_wpe) a->d_wpe[(a->first_row + i) % a->sequence * a->n + j] += d_y;
         }
     return DTRAIN_OK;
 }

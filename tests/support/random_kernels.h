@@ -21,7 +21,7 @@ typedef struct kernel_data {
 
 static struct {
     dtrain_device *device, *naive;
-    kernel_data data[16];
+    kernel_data data[64];
     int count;
     uint64_t seed, drawn, hash;
     const char *what;
@@ -398,13 +398,94 @@ static void case_attention(void)
         kernel_same(slopes[i], 3 * loose, i ? "d_k or d_v" : "d_q or d_qkv");
 }
 
+/* Cut 0 .. count into `parts` runs, some of which may be empty: run i is [at[i], at[i + 1]). */
+static void kernel_cut(int64_t count, int parts, int64_t *at)
+{
+    at[0] = 0;
+    for (int i = 1; i < parts; i++)
+        at[i] = at[i - 1] + (int64_t)kernel_draw((uint64_t)(count - at[i - 1]) + 1);
+    at[parts] = count;
+}
+
+/* A table of which 1 to 8 ranks hold a part each: their outputs add up to that of the whole one, to the bit (positions
+ * are added by one of them), and their gradients stand one behind the other. Rows begin anywhere in a batch. */
+static void case_embedding(void)
+{
+    const int64_t rows = kernel_size(kernel_draw(6) ? 60 : 1500), n = kernel_size(70);
+    const int64_t vocab = kernel_size(kernel_draw(3) ? 40 : 700), sequence = kernel_size(30);
+    const int64_t first_row = kernel_flag() ? (int64_t)kernel_draw(100) : 0;
+    const int ranks = 1 + (int)kernel_draw(8), adds = (int)kernel_draw((uint64_t)ranks);
+    const dtrain_dtype f32 = DTRAIN_DTYPE_F32, type = kernel_type();
+    const bool positions = kernel_flag();
+    int64_t at[9];
+    kernels.what = "embedding";
+    kernel_cut(vocab, ranks, at);
+    kernel_data *tokens = kernel_make(rows, DTRAIN_DTYPE_I32, 1);
+    kernel_data *wte = kernel_make(vocab * n, f32, 1), *y = kernel_make(rows * n, f32, 1);
+    kernel_data *wpe = kernel_maybe(positions, sequence * n, f32);
+    kernel_data *d_y = kernel_make(rows * n, type, 1), *d_wte = kernel_make(vocab * n, f32, 1);
+    kernel_data *d_wpe = kernel_maybe(positions, sequence * n, f32);
+    float *sum = (float *)calloc((size_t)(rows * n), sizeof *sum);
+    for (int64_t i = 0; i < rows; i++)
+        ((int32_t *)tokens->of[1])[i] = (int32_t)kernel_draw((uint64_t)vocab);
+    kernel_copy(tokens, DTRAIN_COPY_HOST_TO_DEVICE);
+    for (int r = 0; r < ranks; r++) {
+        kernel_data part = *y;
+        part.of[1] = malloc(kernel_bytes(y));
+        ON_EACH(embedding, {.rows = rows,
+                            .sequence = sequence,
+                            .n = n,
+                            .vocab = at[r + 1] - at[r],
+                            .tokens = (const int32_t *)AT(tokens),
+                            .wte = F32(wte) + at[r] * n,
+                            .wpe = r == adds ? F32(wpe) : NULL,
+                            .y = AT(y),
+                            .dtype = f32,
+                            .first_token = at[r],
+                            .whole_vocab = vocab,
+                            .first_row = first_row})
+        kernel_copy(&part, DTRAIN_COPY_DEVICE_TO_HOST);
+        for (int64_t i = 0; i < rows * n; i++) sum[i] += ((const float *)part.of[1])[i];
+        free(part.of[1]);
+        kernel_same(y, 0, "y of a part");
+        ON_EACH(embedding_backward, {.rows = rows,
+                                     .sequence = sequence,
+                                     .n = n,
+                                     .vocab = at[r + 1] - at[r],
+                                     .tokens = (const int32_t *)AT(tokens),
+                                     .dtype = type,
+                                     .first_token = at[r],
+                                     .whole_vocab = vocab,
+                                     .first_row = first_row,
+                                     .d_y = AT(d_y),
+                                     .d_wte = F32(d_wte) + at[r] * n,
+                                     .d_wpe = r == adds ? F32(d_wpe) : NULL})
+        kernel_same(d_wte, 0, "d_wte");
+        kernel_same(d_wpe, 0, "d_wpe");
+    }
+    if (first_row == 0) {
+        ON_EACH(embedding, {.rows = rows,
+                            .sequence = sequence,
+                            .n = n,
+                            .vocab = vocab,
+                            .tokens = (const int32_t *)AT(tokens),
+                            .wte = F32(wte),
+                            .wpe = F32(wpe),
+                            .y = AT(y),
+                            .dtype = f32})
+        memcpy(y->of[1], sum, kernel_bytes(y));
+        kernel_same(y, 0, "y of the whole table, beside the sum of its parts");
+    }
+    free(sum);
+}
+
 /* Run the case of a seed on `device`; return the hash of its bits. *good: nothing was wrong. With naive NULL nothing is
  * compared, and a backward pass reads what the device has left before. */
 static uint64_t kernel_case(dtrain_device *device, dtrain_device *naive, uint64_t seed, bool *good)
 {
-    static void (*const cases[])(void) = {case_pointwise, case_norm,   case_cross_entropy,
-                                          case_softmax,   case_rotary, case_permute,
-                                          case_attention};
+    static void (*const cases[])(void) = {case_pointwise, case_norm,     case_cross_entropy,
+                                          case_embedding, case_softmax,  case_rotary,
+                                          case_permute,   case_attention};
     memset(&kernels, 0, sizeof kernels);
     kernels.device = device;
     kernels.naive = naive;

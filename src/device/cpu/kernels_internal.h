@@ -135,6 +135,18 @@ static inline float dtrain__element(const void *p, dtrain_dtype dtype, int64_t a
     return dtrain_half_to_f32(dtype, half);
 }
 
+/* Return the row of wte for a row of tokens, a negative one where the token is in another part. */
+static inline int64_t dtrain__token_row(const dtrain_embedding_args *a, int64_t row)
+{
+    const int64_t at = a->tokens[row] - a->first_token;
+    return at < a->vocab ? at : -1;
+}
+
+static inline int64_t dtrain__position(const dtrain_embedding_args *a, int64_t row)
+{
+    return (a->first_row + row) % a->sequence;
+}
+
 #define DTRAIN__TOPK_BLOCK 1024    /* elements between two looks at the room that is left */
 #define DTRAIN__ATTENTION_BLOCK 64 /* queries and keys of an attention block */
 #define DTRAIN__SUM_CHUNKS 256

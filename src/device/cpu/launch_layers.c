@@ -42,12 +42,13 @@ dtrain__cpu_layernorm_backward(dtrain_device *device, const dtrain_layernorm_bac
     return dtrain__job_run(cpu, &job, cpu->kernels->layernorm_params, chunk_count * 2 * args->n);
 }
 
-static dtrain_result dtrain__check_tokens(const int32_t *tokens, int64_t rows, int64_t vocab)
+static dtrain_result dtrain__check_tokens(const dtrain_embedding_args *args)
 {
-    for (int64_t row = 0; row < rows; row++)
-        if (tokens[row] < 0 || tokens[row] >= vocab)
+    const int64_t vocab = args->whole_vocab ? args->whole_vocab : args->vocab;
+    for (int64_t row = 0; row < args->rows; row++)
+        if (args->tokens[row] < 0 || args->tokens[row] >= vocab)
             return dtrain_fail(DTRAIN_ERROR_DATA, "token %ld at row %lld is outside [0, %lld)",
-                               (long)tokens[row], (long long)row, (long long)vocab);
+                               (long)args->tokens[row], (long long)row, (long long)vocab);
     return DTRAIN_OK;
 }
 
@@ -64,7 +65,7 @@ static dtrain_result dtrain__check_targets(const int32_t *targets, int64_t rows,
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_embedding(dtrain_device *device,
                                                     const dtrain_embedding_args *args)
 {
-    DTRAIN__TRY(dtrain__check_tokens(args->tokens, args->rows, args->vocab));
+    DTRAIN__TRY(dtrain__check_tokens(args));
     return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->embedding, args, args->rows, 1,
                               args->rows * args->n, args->dtype);
 }
@@ -72,7 +73,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_embedding(dtrain_device *device,
 DTRAIN__PRIVATE dtrain_result
 dtrain__cpu_embedding_backward(dtrain_device *device, const dtrain_embedding_backward_args *args)
 {
-    DTRAIN__TRY(dtrain__check_tokens(args->tokens, args->rows, args->vocab));
+    DTRAIN__TRY(dtrain__check_tokens(args));
     return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->embedding_backward, args,
                               args->n, DTRAIN__LINE, args->rows * args->n, args->dtype);
 }

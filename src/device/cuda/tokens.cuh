@@ -23,14 +23,18 @@ static __device__ void dtrain_cuda_set_fault(dtrain_cuda_fault *fault, unsigned 
     fault->limit = limit;
 }
 
-/* Give the token of a row; a bad one is reported and replaced by token 0, which exists. */
-static __device__ int32_t dtrain_cuda_token(const int32_t *tokens, int64_t row, int64_t vocab,
+/* Give the row of the table for a row of tokens, `vocab` where the token is not in this part of the
+ * whole table; a bad token is reported and replaced by token 0, which exists. */
+static __device__ int64_t dtrain_cuda_token(const dtrain_embedding_args &args, int64_t row,
                                             dtrain_cuda_fault *fault)
 {
-    const int32_t token = tokens[row];
-    if (token >= 0 && token < vocab) return token;
-    dtrain_cuda_set_fault(fault, DTRAIN_CUDA_BAD_TOKEN, token, row, vocab);
-    return 0;
+    int64_t token = args.tokens[row];
+    if (token < 0 || token >= args.whole_vocab) {
+        dtrain_cuda_set_fault(fault, DTRAIN_CUDA_BAD_TOKEN, token, row, args.whole_vocab);
+        token = 0;
+    }
+    token -= args.first_token;
+    return token >= 0 && token < args.vocab ? token : args.vocab;
 }
 
 /* ---- Embedding forward --------------------------------------------------------------------------
@@ -46,13 +50,14 @@ static __global__ void __launch_bounds__(256)
     const int64_t warps = (int64_t)gridDim.x * (blockDim.x / DTRAIN_CUDA_WARP);
     for (int64_t row = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / DTRAIN_CUDA_WARP;
          row < args.rows; row += warps) {
-        const float *const word =
-            args.wte + dtrain_cuda_token(args.tokens, row, args.vocab, fault) * args.n;
-        const float *const place = args.wpe ? args.wpe + row % args.sequence * args.n : NULL;
+        const int64_t token = dtrain_cuda_token(args, row, fault);
+        const float *const word = token < args.vocab ? args.wte + token * args.n : NULL;
+        const float *const place =
+            args.wpe ? args.wpe + (args.first_row + row) % args.sequence * args.n : NULL;
         T *const y = (T *)args.y + row * args.n;
         for (int64_t column = lane * WIDTH; column < args.n; column += DTRAIN_CUDA_WARP * WIDTH) {
-            dtrain_cuda_pack<float, WIDTH> a = dtrain_cuda_load<WIDTH>(word + column);
-            dtrain_cuda_pack<float, WIDTH> b = {};
+            dtrain_cuda_pack<float, WIDTH> a = {}, b = {};
+            if (word) a = dtrain_cuda_load<WIDTH>(word + column);
             if (place) b = dtrain_cuda_load<WIDTH>(place + column);
             dtrain_cuda_pack<T, WIDTH> out;
             DTRAIN_CUDA_UNROLL
@@ -63,14 +68,16 @@ static __global__ void __launch_bounds__(256)
     }
 }
 
-/* Check the sizes. `positions` is wpe or d_wpe; where it is NULL, sequence is not used. */
-static dtrain_result dtrain_cuda_check_tokens(const char *what, int64_t vocab, int64_t sequence,
+/* Fill in what 0 stands for and check the sizes. `positions` is wpe or d_wpe; where it is NULL,
+ * sequence is not used. */
+static dtrain_result dtrain_cuda_check_tokens(const char *what, dtrain_embedding_args *args,
                                               const float *positions)
 {
-    if (vocab >= 1 && (sequence >= 1 || !positions)) return DTRAIN_OK;
+    if (!args->whole_vocab) args->whole_vocab = args->vocab;
+    if (args->whole_vocab >= 1 && (args->sequence >= 1 || !positions)) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                        "%s: vocab and sequence are at least 1, found vocab %lld, sequence %lld",
-                       what, (long long)vocab, (long long)sequence);
+                       what, (long long)args->whole_vocab, (long long)args->sequence);
 }
 
 template <typename T>
@@ -88,12 +95,14 @@ static dtrain_result dtrain_cuda_embedding_of(dtrain_device *device,
                            *args, state->fault);
 }
 
-static dtrain_result dtrain_cuda_embedding(dtrain_device *device, const dtrain_embedding_args *args)
+static dtrain_result dtrain_cuda_embedding(dtrain_device *device,
+                                           const dtrain_embedding_args *given)
 {
-    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("embedding", args->dtype));
-    if (args->rows <= 0 || args->n <= 0) return DTRAIN_OK;
-    DTRAIN_CUDA_TRY(dtrain_cuda_check_tokens("embedding", args->vocab, args->sequence, args->wpe));
-    return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_embedding_of)(device, args);
+    dtrain_embedding_args args = *given;
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("embedding", args.dtype));
+    if (args.rows <= 0 || args.n <= 0) return DTRAIN_OK;
+    DTRAIN_CUDA_TRY(dtrain_cuda_check_tokens("embedding", &args, args.wpe));
+    return DTRAIN_CUDA_BY_DTYPE(args.dtype, dtrain_cuda_embedding_of)(device, &args);
 }
 
 /* ---- Embedding backward -------------------------------------------------------------------------
@@ -101,7 +110,7 @@ static dtrain_result dtrain_cuda_embedding(dtrain_device *device, const dtrain_e
  * d_y (rows,n) is added to row token[row] of d_wte (vocab,n) and to row (row % sequence) of d_wpe,
  * in row order. Rows of one token must therefore be found in order:
  *
- *     1. A key (token, row) for each row; a stable radix sort by token, 8 bits a pass, two passes
+ *     1. A key (row of d_wte, row) for each row; a stable radix sort, 8 bits a pass, two passes
  *        for up to 65536 tokens. A pass counts digits in tiles of rows, turns the counts into
  *        positions (one block), and moves the keys; one warp works through a tile in order, which
  *        keeps the sort stable.
@@ -115,11 +124,10 @@ static dtrain_result dtrain_cuda_embedding(dtrain_device *device, const dtrain_e
 #define DTRAIN_CUDA_SORT_TILES 256 /* at most */
 
 struct dtrain_cuda_sort {
-    int64_t rows, tile;    /* rows of a tile: a multiple of 32 */
-    int tiles, shift;      /* of the digit within the key */
-    const int32_t *tokens; /* (rows), or NULL after the first pass */
-    int64_t vocab;
-    const uint64_t *from; /* (rows): token << 32 | row */
+    int64_t rows, tile; /* rows of a tile: a multiple of 32 */
+    int tiles, shift;   /* of the digit within the key */
+    dtrain_embedding_args args;
+    const uint64_t *from; /* (rows): row of d_wte << 32 | row; NULL in the first pass */
     uint64_t *to;
     unsigned *counts; /* (DTRAIN_CUDA_DIGITS, tiles) */
     dtrain_cuda_fault *fault;
@@ -128,9 +136,8 @@ struct dtrain_cuda_sort {
 static __device__ __forceinline__ uint64_t dtrain_cuda_sort_key(const dtrain_cuda_sort &sort,
                                                                 int64_t row)
 {
-    if (!sort.tokens) return sort.from[row];
-    return (uint64_t)dtrain_cuda_token(sort.tokens, row, sort.vocab, sort.fault) << 32 |
-           (uint64_t)row;
+    if (sort.from) return sort.from[row];
+    return (uint64_t)dtrain_cuda_token(sort.args, row, sort.fault) << 32 | (uint64_t)row;
 }
 
 static __global__ void __launch_bounds__(DTRAIN_CUDA_WARP)
@@ -243,6 +250,7 @@ static __global__ void __launch_bounds__(256)
     const int64_t head = warp / slices, column = (warp % slices * DTRAIN_CUDA_WARP + lane) * WIDTH;
     if (head >= args.rows) return; /* whole warps return, here and below */
     const uint64_t token = keys[head] >> 32;
+    if (token == (uint64_t)args.vocab) return; /* of another part of the table */
     if (head > 0 && keys[head - 1] >> 32 == token) return;
 
     const bool exists = column < args.n;
@@ -285,7 +293,8 @@ static __global__ void __launch_bounds__(256)
          item += (int64_t)gridDim.x * blockDim.x) {
         const int64_t place = item / chunks, column = item % chunks * WIDTH;
         const T *const d_y = (const T *)args.d_y + column;
-        float *const out = args.d_wpe + place * args.n + column;
+        float *const out =
+            args.d_wpe + (args.first_row + place) % args.sequence * args.n + column;
         dtrain_cuda_pack<float, WIDTH> sum = dtrain_cuda_load<WIDTH>(out);
         for (int64_t first = place; first < args.rows; first += 4 * args.sequence) {
             dtrain_cuda_pack<T, WIDTH> ahead[4];
@@ -317,11 +326,11 @@ static dtrain_result dtrain_cuda_sort_rows(dtrain_device *device,
                     ? least
                     : (sort.tile + DTRAIN_CUDA_WARP - 1) / DTRAIN_CUDA_WARP * DTRAIN_CUDA_WARP;
     sort.tiles = (int)((rows + sort.tile - 1) / sort.tile);
-    sort.tokens = args->tokens;
-    sort.vocab = args->vocab;
+    sort.args = *args;
     sort.fault = dtrain_cuda_state_of(device)->fault;
 
     const int64_t count = (int64_t)DTRAIN_CUDA_DIGITS * sort.tiles;
+    const int64_t largest = args->vocab < args->whole_vocab ? args->vocab : args->vocab - 1;
     void *scratch;
     DTRAIN_CUDA_TRY(dtrain_cuda_scratch(
         device, (size_t)rows * 16 + (size_t)count * sizeof(unsigned), &scratch));
@@ -339,10 +348,9 @@ static dtrain_result dtrain_cuda_sort_rows(dtrain_device *device,
         DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(device, "embedding_backward, move",
                                         dtrain_cuda_sort_move_kernel, sort.tiles, DTRAIN_CUDA_WARP,
                                         0, sort));
-        sort.tokens = NULL;
         sort.from = sort.to;
         pass++;
-    } while (pass < 4 && (args->vocab - 1) >> (8 * pass) > 0);
+    } while (pass < 4 && largest >> (8 * pass) > 0);
     *keys = sort.from;
     return DTRAIN_OK;
 }
@@ -377,19 +385,19 @@ static dtrain_result dtrain_cuda_embedding_backward_of(dtrain_device *device,
 }
 
 static dtrain_result dtrain_cuda_embedding_backward(dtrain_device *device,
-                                                    const dtrain_embedding_backward_args *args)
+                                                    const dtrain_embedding_backward_args *given)
 {
-    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("embedding_backward", args->dtype));
-    if (args->rows <= 0 || args->n <= 0) return DTRAIN_OK;
-    DTRAIN_CUDA_TRY(
-        dtrain_cuda_check_tokens("embedding_backward", args->vocab, args->sequence, args->d_wpe));
-    if (args->rows > INT32_MAX || args->vocab > (int64_t)INT32_MAX + 1)
+    dtrain_embedding_backward_args args = *given;
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("embedding_backward", args.dtype));
+    if (args.rows <= 0 || args.n <= 0) return DTRAIN_OK;
+    DTRAIN_CUDA_TRY(dtrain_cuda_check_tokens("embedding_backward", &args, args.d_wpe));
+    if (args.rows > INT32_MAX || args.vocab > (int64_t)INT32_MAX + 1)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "embedding_backward: rows and token ids are below 2^31, found %lld rows "
                            "and a vocabulary of %lld: use "
                            "smaller micro-batches",
-                           (long long)args->rows, (long long)args->vocab);
-    return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_embedding_backward_of)(device, args);
+                           (long long)args.rows, (long long)args.vocab);
+    return DTRAIN_CUDA_BY_DTYPE(args.dtype, dtrain_cuda_embedding_backward_of)(device, &args);
 }
 
 /* ---- Cross-entropy ------------------------------------------------------------------------------

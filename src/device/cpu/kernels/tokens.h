@@ -6,11 +6,12 @@ DTRAIN__KERNEL(embedding)
 {
     const dtrain_embedding_args *a = (const dtrain_embedding_args *)job->args;
     for (int64_t row = begin; row < end; row++) {
-        const float *token = a->wte + a->tokens[row] * a->n;
-        const float *place = a->wpe ? a->wpe + row % a->sequence * a->n : NULL;
+        const int64_t at = dtrain__token_row(a, row);
+        const float *token = at >= 0 ? a->wte + at * a->n : NULL;
+        const float *place = a->wpe ? a->wpe + dtrain__position(a, row) * a->n : NULL;
         for (int64_t j = 0; j < a->n; j += DTRAIN__W) {
             const int64_t n = a->n - j;
-            dtrain__v v = dtrain__vload_n(token + j, n);
+            dtrain__v v = token ? dtrain__vload_n(token + j, n) : dtrain__vset(0);
             if (place) v += dtrain__vload_n(place + j, n);
             dtrain__vstore_as(a->y, a->dtype, row * a->n + j, v, n);
         }
@@ -22,8 +23,9 @@ DTRAIN__KERNEL(embedding_backward)
 {
     const dtrain_embedding_backward_args *a = (const dtrain_embedding_backward_args *)job->args;
     for (int64_t row = 0; row < a->rows; row++) {
-        float *token = a->d_wte ? a->d_wte + a->tokens[row] * a->n : NULL;
-        float *place = a->d_wpe ? a->d_wpe + row % a->sequence * a->n : NULL;
+        const int64_t at = dtrain__token_row(a, row);
+        float *token = a->d_wte && at >= 0 ? a->d_wte + at * a->n : NULL;
+        float *place = a->d_wpe ? a->d_wpe + dtrain__position(a, row) * a->n : NULL;
         for (int64_t j = begin; j < end; j += DTRAIN__W) {
             const int64_t n = end - j;
             const dtrain__v d = dtrain__vload_as(a->d_y, a->dtype, row * a->n + j, n);
