@@ -131,7 +131,7 @@ static void describe_dropout(kernel *k)
 }
 static dtrain_result call_dropout(dtrain_device *device, const kernel *k, void *const *m)
 {
-    dtrain_dropout_args a = {k->count, 0.1f, false, 42, 3, m[0], m[1], NULL, k->dtype};
+    dtrain_dropout_args a = {k->count, 0.1f, false, 42, 3, m[0], m[1], NULL, k->dtype, {0}};
     return device->ops->dropout(device, &a);
 }
 

@@ -261,8 +261,22 @@ typedef struct dtrain_add_args {
     dtrain_dtype y_dtype;
 } dtrain_add_args;
 
-/* y[i] = keep(i) ? x[i] / (1 - probability) : 0, keep from Philox (seed, stream, i): running the
- * same kernel on the gradient is the backward pass, so no mask is stored. y may be x. */
+/* Where the elements of a part stand in a whole tensor. Without segments element i has the number
+ * first + i; zeroed, the part is the whole. With segments the columns are cut: a row of n elements
+ * is segments one behind the other, each a run of `length` that begins at `column` of a whole row
+ * of whole_n, and the number is first + row * whole_n + column. Lengths add up to n. */
+typedef struct dtrain_part {
+    int64_t first;
+    int64_t n, whole_n; /* read with segments only */
+    uint32_t segments;
+    struct {
+        int64_t length, column;
+    } segment[4];
+} dtrain_part;
+
+/* y[i] = keep(i) ? x[i] / (1 - probability) : 0, keep from Philox (seed, stream, number of i in the
+ * whole tensor): running the same kernel on the gradient is the backward pass, so no mask is
+ * stored, and the masks of parts are those of the whole. y may be x. */
 typedef struct dtrain_dropout_args {
     int64_t count;
     float probability;
@@ -272,6 +286,7 @@ typedef struct dtrain_dropout_args {
     void *y;
     const dtrain_step_scalars *scalars; /* device memory, or NULL: adds its seed */
     dtrain_dtype dtype;                 /* of x and y */
+    dtrain_part part;
 } dtrain_dropout_args;
 
 /* total = scale * sum of x, or of x*x when squares; accumulated in double over fixed chunks in a

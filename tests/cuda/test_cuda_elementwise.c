@@ -148,8 +148,8 @@ static void check_dropout(int64_t count, dtrain_dtype dtype, size_t shift, float
     double *want = doubles(count);
     const double scale = probability < 1 ? 1 / (1 - (double)probability) : 0;
     dtrain_step_scalars scalars;
-    dtrain_dropout_args args = {count,    probability, accumulate, seed, philox_stream,
-                                x.device, y.device,    NULL,       dtype};
+    dtrain_dropout_args args = {count,    probability, accumulate, seed,  philox_stream,
+                                x.device, y.device,    NULL,       dtype, {0}};
     memset(&scalars, 0, sizeof scalars);
     for (int64_t i = 0; i < count; i++) {
         const bool kept = dtrain_random_uniform(seed, philox_stream, (uint64_t)i) >= probability;
@@ -195,7 +195,7 @@ static void test_dropout_nan(void)
 {
     float x[64], y[64];
     bool good = true;
-    dtrain_dropout_args args = {64, 0.5f, false, 3, 4, NULL, NULL, NULL, DTRAIN_DTYPE_F32};
+    dtrain_dropout_args args = {64, 0.5f, false, 3, 4, NULL, NULL, NULL, DTRAIN_DTYPE_F32, {0}};
     gpu_open();
     for (int i = 0; i < 64; i++) x[i] = NAN;
     args.x = gpu_give(x, sizeof x, 0);
@@ -560,7 +560,7 @@ static void test_nothing(void)
 {
     dtrain_add_args add = {0, NULL, NULL, NULL, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32};
     dtrain_axpby_args axpby = {0, true, 1, 1, NULL, NULL, false, DTRAIN_DTYPE_F32, NULL};
-    dtrain_dropout_args dropout = {0, 0.5f, false, 1, 1, NULL, NULL, NULL, DTRAIN_DTYPE_F32};
+    dtrain_dropout_args dropout = {0, 0.5f, false, 1, 1, NULL, NULL, NULL, DTRAIN_DTYPE_F32, {0}};
     dtrain_convert_args convert = {0, NULL, NULL, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16};
     dtrain_convert_args equal = {0, NULL, NULL, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32};
     dtrain_activation_backward_args columns = {

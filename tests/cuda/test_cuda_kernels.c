@@ -6,7 +6,7 @@
 #include "packed_attention.h"
 #include "random_kernels.h"
 
-enum { KINDS = 8 }; /* of cases: a seed's is seed % KINDS */
+enum { KINDS = 9 }; /* of cases: a seed's is seed % KINDS */
 
 static void random_cases(uint64_t kind)
 {
@@ -39,6 +39,7 @@ static void test_softmax(void) { random_cases(4); }
 static void test_rotary(void) { random_cases(5); }
 static void test_permute(void) { random_cases(6); }
 static void test_attention(void) { random_cases(7); }
+static void test_dropout(void) { random_cases(8); }
 
 /* What cannot be done is refused in a sentence. */
 static void test_errors(void)
@@ -132,6 +133,7 @@ int main(int argc, char **argv)
     RUN(test_rotary);
     RUN(test_permute);
     RUN(test_attention);
+    RUN(test_dropout);
     RUN(test_errors);
     RUN(test_key_lengths);
     return test_summary();

@@ -553,12 +553,23 @@ static dtrain_result naive_axpby(dtrain_device *device, const dtrain_axpby_args 
     }
     return DTRAIN_OK;
 }
+/* The number of element i in the whole tensor: the column is looked for among all of the whole row. */
+static int64_t naive_number(const dtrain_part *p, int64_t i)
+{
+    int64_t here = 0;
+    for (uint32_t s = 0; s < p->segments; s++)
+        for (int64_t j = 0; j < p->segment[s].length; j++)
+            if (here++ == i % p->n)
+                return p->first + i / p->n * p->whole_n + p->segment[s].column + j;
+    return p->first + i;
+}
 static dtrain_result naive_dropout(dtrain_device *device, const dtrain_dropout_args *a)
 {
     const uint64_t seed = a->seed + (a->scalars ? a->scalars->seed : 0);
     (void)device;
     for (int64_t i = 0; i < a->count; i++) {
-        bool keep = dtrain_random_uniform(seed, a->stream, (uint64_t)i) >= a->probability;
+        const uint64_t number = (uint64_t)naive_number(&a->part, i);
+        bool keep = dtrain_random_uniform(seed, a->stream, number) >= a->probability;
         double y = keep ? naive_get(a->x, a->dtype, i) / (1 - (double)a->probability) : 0;
         naive_put(a->y, a->dtype, i, (a->accumulate ? naive_get(a->y, a->dtype, i) : 0) + y);
     }

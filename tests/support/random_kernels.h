@@ -479,13 +479,73 @@ static void case_embedding(void)
     free(sum);
 }
 
+/* Rows of a tensor from any element on, or up to four runs of its columns: what is kept of them is what is kept in the
+ * whole tensor, to the bit. */
+static void case_dropout(void)
+{
+    const int64_t rows = kernel_size(40), n = kernel_size(kernel_draw(4) ? 50 : 400);
+    const int64_t first = (int64_t)kernel_draw((uint64_t)(rows * n)), step = kernel_flag() ? 8 : 1;
+    const dtrain_dtype type = kernel_type();
+    const bool add = kernel_flag(), columns = kernel_flag();
+    const size_t bytes = dtrain_dtype_bytes(type);
+    dtrain_part part = {columns ? first / n * n : first / step * step, 0, n, 0, {{0, 0}}};
+    int64_t at[9], count = rows * n - part.first, from = part.first, to = 0;
+    kernels.what = "dropout";
+    kernel_cut(n, 8, at);
+    for (int i = 0; i < 8 && columns; i += 2) {
+        part.segment[part.segments].column = at[i];
+        part.segment[part.segments++].length = at[i + 1] - at[i];
+        part.n += at[i + 1] - at[i];
+    }
+    if (columns) count = count / n * part.n;
+    kernel_data *x = kernel_make(rows * n, type, 1), *y = kernel_make(rows * n, type, 1);
+    kernel_data *a = kernel_make(count, type, 1), *b = kernel_make(count, type, 1);
+    char *want = (char *)malloc(kernel_bytes(b) + 1), *got = (char *)malloc(kernel_bytes(b) + 1);
+    ON_EACH(dropout, {.count = rows * n,
+                      .probability = 0.4f,
+                      .seed = 7,
+                      .stream = 8,
+                      .x = AT(x),
+                      .y = AT(y),
+                      .dtype = type})
+    kernel_copy(y, DTRAIN_COPY_DEVICE_TO_HOST);
+    for (; from < rows * n; from++) {
+        bool here = !columns;
+        for (uint32_t s = 0; s < part.segments; s++)
+            here = here || (from % n >= part.segment[s].column &&
+                            from % n < part.segment[s].column + part.segment[s].length);
+        if (!here) continue;
+        memcpy((char *)a->of[1] + (size_t)to * bytes, (char *)x->of[1] + (size_t)from * bytes,
+               bytes);
+        memcpy(want + (size_t)to++ * bytes, (char *)y->of[1] + (size_t)from * bytes, bytes);
+    }
+    kernel_copy(a, DTRAIN_COPY_HOST_TO_DEVICE);
+    ON_EACH(dropout, {.count = count,
+                      .probability = 0.4f,
+                      .accumulate = add,
+                      .seed = 7,
+                      .stream = 8,
+                      .x = AT(a),
+                      .y = AT(b),
+                      .dtype = type,
+                      .part = part})
+    kernel_data part_y = *b;
+    part_y.of[1] = got;
+    kernel_copy(&part_y, DTRAIN_COPY_DEVICE_TO_HOST);
+    kernels.good = kernels.good && (add || memcmp(got, want, kernel_bytes(b)) == 0);
+    CHECK_MSG(kernels.good, "seed %llu: a part drops others than the whole",
+              (unsigned long long)kernels.seed);
+    kernel_same(b, 1e-6, "y of a part");
+    free(want), free(got);
+}
+
 /* Run the case of a seed on `device`; return the hash of its bits. *good: nothing was wrong. With naive NULL nothing is
  * compared, and a backward pass reads what the device has left before. */
 static uint64_t kernel_case(dtrain_device *device, dtrain_device *naive, uint64_t seed, bool *good)
 {
-    static void (*const cases[])(void) = {case_pointwise, case_norm,     case_cross_entropy,
-                                          case_embedding, case_softmax,  case_rotary,
-                                          case_permute,   case_attention};
+    static void (*const cases[])(void) = {case_pointwise, case_norm,      case_cross_entropy,
+                                          case_embedding, case_softmax,   case_rotary,
+                                          case_permute,   case_attention, case_dropout};
     memset(&kernels, 0, sizeof kernels);
     kernels.device = device;
     kernels.naive = naive;

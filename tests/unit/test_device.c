@@ -366,7 +366,7 @@ static void test_dropout(void)
         CHECK(n < 3000 || fabs((double)kept / (double)n - 0.7) < 0.05);
         for (int t = 1; t <= THREADS; t++) {
             float *y = floats(n);
-            dtrain_dropout_args a = {n, 0.3f, false, 5, 6, x, y, NULL, DTRAIN_DTYPE_F32};
+            dtrain_dropout_args a = {n, 0.3f, false, 5, 6, x, y, NULL, DTRAIN_DTYPE_F32, {0}};
             CHECK(!devices[t]->ops->dropout(devices[t], &a) && close_to(y, want, n, 1e-6));
             if (t == 1) memcpy(first, y, (size_t)n * 4);
             CHECK(same(first, y, n));

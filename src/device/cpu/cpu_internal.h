@@ -50,6 +50,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__column_sums(dtrain_device *device, int64_t
                                                   const void *x, dtrain_dtype dtype,
                                                   bool accumulate, float *sums);
 
+DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, uint64_t stream,
+                                        int64_t i, int64_t count, uint32_t *words);
+
 /* device/cpu/gemm.c */
 DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_args *args);
 DTRAIN__PRIVATE dtrain_result dtrain__gemm_run(dtrain__cpu *cpu, const dtrain__gemm_call *product);

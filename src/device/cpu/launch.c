@@ -84,6 +84,31 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_axpby(dtrain_device *device,
                                args->dtype);
 }
 
+static uint64_t dtrain__part_number(const dtrain_part *part, int64_t i)
+{
+    uint32_t s = 0;
+    if (!part->segments) return (uint64_t)(part->first + i);
+    int64_t column = i % part->n;
+    while (s + 1 < part->segments && column >= part->segment[s].length)
+        column -= part->segment[s++].length;
+    return (uint64_t)(part->first + i / part->n * part->whole_n + part->segment[s].column + column);
+}
+
+/* Draw the words of elements i .. i + count of a part, whose numbers begin and jump anywhere: a
+ * block of four serves neighbours. */
+DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, uint64_t stream,
+                                        int64_t i, int64_t count, uint32_t *words)
+{
+    uint32_t block[4] = {0};
+    uint64_t drawn = UINT64_MAX;
+    for (int64_t j = 0; j < count; j++) {
+        const uint64_t number = dtrain__part_number(part, i + j);
+        if (number / 4 != drawn) dtrain__philox(seed, stream, number / 4, block);
+        drawn = number / 4;
+        words[j] = block[number % 4];
+    }
+}
+
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_dropout(dtrain_device *device,
                                                   const dtrain_dropout_args *args)
 {

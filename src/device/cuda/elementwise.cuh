@@ -139,7 +139,8 @@ static dtrain_result dtrain_cuda_axpby(dtrain_device *device, const dtrain_axpby
  *
  * One read (two to accumulate) and one write. Element i takes word i % 4 of Philox block i / 4, of
  * which the upper 24 bits are compared as integers: the bits of dtrain_random_uniform, so the mask
- * is the one of the CPU device. */
+ * is the one of the CPU device. In a part i is an element's number in the whole tensor; where these
+ * numbers are not whole packs one behind the other, each element draws a block. */
 
 /* Compute dtrain__philox of core/random.c: four random words of a seed, a stream and a counter. */
 static __device__ __forceinline__ void dtrain_cuda_philox(uint64_t seed, uint64_t stream,
@@ -183,7 +184,19 @@ static __device__ __forceinline__ void dtrain_cuda_random(uint64_t seed, uint64_
     }
 }
 
-template <typename T> struct dtrain_cuda_dropout_op {
+static __device__ __forceinline__ int64_t dtrain_cuda_part_number(const dtrain_part &part,
+                                                                  int64_t i)
+{
+    uint32_t s = 0;
+    if (!part.segments) return part.first + i;
+    int64_t column = i % part.n;
+    while (s + 1 < part.segments && column >= part.segment[s].length)
+        column -= part.segment[s++].length;
+    return part.first + i / part.n * part.whole_n + part.segment[s].column + column;
+}
+
+/* PACKS: part has no segments, and its first number is a multiple of a pack. */
+template <typename T, bool PACKS> struct dtrain_cuda_dropout_op {
     static constexpr int width = dtrain_cuda_width<T, T>();
     const T *x;
     T *y;
@@ -192,6 +205,7 @@ template <typename T> struct dtrain_cuda_dropout_op {
     uint64_t seed, stream;
     const dtrain_step_scalars *scalars;
     bool accumulate;
+    dtrain_part part;
 
     template <int W> struct group {
         dtrain_cuda_pack<T, W> x, y;
@@ -206,7 +220,10 @@ template <typename T> struct dtrain_cuda_dropout_op {
         uint32_t words[W];
         float value[W];
         dtrain_cuda_pack<T, W> out;
-        dtrain_cuda_random<W>(seed + (scalars ? scalars->seed : 0), stream, i, words);
+        const uint64_t now = seed + (scalars ? scalars->seed : 0);
+        if (PACKS) dtrain_cuda_random<W>(now, stream, part.first + i, words);
+        for (int j = 0; j < W && !PACKS; j++)
+            dtrain_cuda_random<1>(now, stream, dtrain_cuda_part_number(part, i + j), words + j);
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++) {
             const bool kept = words[j] >> 8 >= threshold;
@@ -218,20 +235,31 @@ template <typename T> struct dtrain_cuda_dropout_op {
     }
 };
 
+template <typename T, bool PACKS>
+static dtrain_result dtrain_cuda_dropout_by(dtrain_device *device, const dtrain_dropout_args *args)
+{
+    const double least = ceil((double)args->probability * 16777216.0);
+    const dtrain_cuda_dropout_op<T, PACKS> op = {
+        (const T *)args->x,
+        (T *)args->y,
+        args->probability < 1 ? 1 / (1 - args->probability) : 0,
+        least < 16777216.0 ? (uint32_t)least : 16777216u,
+        args->seed,
+        args->stream,
+        args->scalars,
+        args->accumulate,
+        args->part};
+    const bool aligned = dtrain_cuda_aligned(args->x) && dtrain_cuda_aligned(args->y);
+    return dtrain_cuda_each(device, "dropout", op, args->count, aligned);
+}
+
 template <typename T>
 static dtrain_result dtrain_cuda_dropout_as(dtrain_device *device, const dtrain_dropout_args *args)
 {
-    const double least = ceil((double)args->probability * 16777216.0);
-    const dtrain_cuda_dropout_op<T> op = {(const T *)args->x,
-                                          (T *)args->y,
-                                          args->probability < 1 ? 1 / (1 - args->probability) : 0,
-                                          least < 16777216.0 ? (uint32_t)least : 16777216u,
-                                          args->seed,
-                                          args->stream,
-                                          args->scalars,
-                                          args->accumulate};
-    const bool aligned = dtrain_cuda_aligned(args->x) && dtrain_cuda_aligned(args->y);
-    return dtrain_cuda_each(device, "dropout", op, args->count, aligned);
+    const bool packs =
+        !args->part.segments && args->part.first % dtrain_cuda_dropout_op<T, true>::width == 0;
+    return packs ? dtrain_cuda_dropout_by<T, true>(device, args)
+                 : dtrain_cuda_dropout_by<T, false>(device, args);
 }
 
 static dtrain_result dtrain_cuda_dropout(dtrain_device *device, const dtrain_dropout_args *args)

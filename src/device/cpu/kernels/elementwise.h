@@ -281,9 +281,12 @@ DTRAIN__KERNEL(dropout)
     const int32_t threshold = least < 16777216.0 ? (int32_t)least : 16777216;
     const float scale = a->probability < 1 ? 1 / (1 - a->probability) : 0;
     const uint64_t seed = a->seed + (a->scalars ? a->scalars->seed : 0);
+    const bool whole_blocks = !a->part.segments && a->part.first % 4 == 0;
     uint32_t words[4 * DTRAIN__H];
     for (int64_t i = begin; i < end; i += 4 * DTRAIN__H) {
-        DTRAIN__K(vphilox)(seed, a->stream, (uint64_t)i / 4, words);
+        if (whole_blocks)
+            DTRAIN__K(vphilox)(seed, a->stream, (uint64_t)(a->part.first + i) / 4, words);
+        else dtrain__part_words(&a->part, seed, a->stream, i, 4 * DTRAIN__H, words);
         for (int j = 0; j < 4 * DTRAIN__H && i + j < end; j += DTRAIN__W) {
             const int64_t n = end - i - j;
             dtrain__vi u;
