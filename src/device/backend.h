@@ -58,6 +58,17 @@ typedef struct dtrain_activation_backward_args {
     dtrain_dtype dtype;    /* of x, d_out, d_in */
 } dtrain_activation_backward_args;
 
+/* y = act(y + bias), in place: what a GEMM leaves to do whose C is summed over ranks first. aux, if
+ * not NULL, receives y + bias. */
+typedef struct dtrain_bias_args {
+    int64_t rows, n;
+    void *y;           /* (rows,n) */
+    const float *bias; /* (n) or NULL */
+    void *aux;         /* (rows,n) or NULL */
+    uint32_t activation;
+    dtrain_dtype dtype; /* of y and aux: F32, BF16 or F16 */
+} dtrain_bias_args;
+
 /* s = x + residual (s = x without residual); y = (s - mean) * rstd * weight + bias over the last
  * axis (Ba et al., 2016). Without `mean` (NULL) the mean counts as 0: the root mean square norm of
  * Zhang and Sennrich, 2019. bias may be NULL. sum keeps s for backward and for the next residual;
@@ -521,7 +532,7 @@ typedef enum dtrain_copy_kind {
     DTRAIN_COPY_DEVICE_TO_DEVICE = 3
 } dtrain_copy_kind;
 
-#define DTRAIN_DEVICE_ABI 10u
+#define DTRAIN_DEVICE_ABI 11u
 
 /* The entries from create to is_device_memory move data and order work; a stream of NULL is the
  * compute stream. Kernels go to the compute stream.
@@ -587,6 +598,7 @@ struct dtrain_device_ops {
 
     dtrain_result (*gemm)(dtrain_device *, const dtrain_gemm_args *);
     dtrain_result (*activation_backward)(dtrain_device *, const dtrain_activation_backward_args *);
+    dtrain_result (*bias)(dtrain_device *, const dtrain_bias_args *);
     dtrain_result (*layernorm)(dtrain_device *, const dtrain_layernorm_args *);
     dtrain_result (*layernorm_backward)(dtrain_device *, const dtrain_layernorm_backward_args *);
     dtrain_result (*embedding)(dtrain_device *, const dtrain_embedding_args *);

@@ -18,7 +18,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__product(dtrain_device *device, uint32_t fl
 /* The kernels in the order of dtrain_device_ops. L: of layers, which DTRAIN_PARTS leaves out. */
 /* clang-format off */
 #define DTRAIN__KERNEL_LIST(X, L)                                                            \
-    X(gemm) X(activation_backward) L(layernorm) L(layernorm_backward)                        \
+    X(gemm) X(activation_backward) X(bias) L(layernorm) L(layernorm_backward)                \
     L(embedding) L(embedding_backward) L(attention) L(attention_backward)                    \
     L(cross_entropy) L(cross_entropy_backward) L(pointwise) L(pointwise_backward)            \
     L(softmax) L(softmax_backward) L(rotary) L(permute) X(add) X(axpby) X(dropout)           \

@@ -6,7 +6,7 @@
 #include "packed_attention.h"
 #include "random_kernels.h"
 
-enum { KINDS = 9 }; /* of cases: a seed's is seed % KINDS */
+enum { KINDS = 10 }; /* of cases: a seed's is seed % KINDS */
 
 static void random_cases(uint64_t kind)
 {
@@ -40,6 +40,7 @@ static void test_rotary(void) { random_cases(5); }
 static void test_permute(void) { random_cases(6); }
 static void test_attention(void) { random_cases(7); }
 static void test_dropout(void) { random_cases(8); }
+static void test_bias(void) { random_cases(9); }
 
 /* What cannot be done is refused in a sentence. */
 static void test_errors(void)
@@ -68,6 +69,10 @@ static void test_errors(void)
                                                  .y_dtype = f32};
     CHECK(gpu->ops->pointwise_backward(gpu, &back) == DTRAIN_ERROR_ARGUMENT);
     CHECK(strstr(dtrain_last_error(), "no second argument") != NULL);
+    dtrain_bias_args act = {.rows = 1, .n = 1, .y = x, .activation = 4, .dtype = f32};
+    CHECK(gpu->ops->bias(gpu, &act) == DTRAIN_ERROR_ARGUMENT);
+    act.activation = 0, act.dtype = DTRAIN_DTYPE_I32;
+    CHECK(gpu->ops->bias(gpu, &act) == DTRAIN_ERROR_UNSUPPORTED);
     dtrain_rotary_args turn = {1, 1, 2, 3, 4, 100, false, false, x, x, f32};
     CHECK(gpu->ops->rotary(gpu, &turn) == DTRAIN_ERROR_ARGUMENT);
     turn.rotated = 2, turn.d = 3;
@@ -134,6 +139,7 @@ int main(int argc, char **argv)
     RUN(test_permute);
     RUN(test_attention);
     RUN(test_dropout);
+    RUN(test_bias);
     RUN(test_errors);
     RUN(test_key_lengths);
     return test_summary();

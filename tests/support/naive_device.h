@@ -266,6 +266,17 @@ static dtrain_result naive_layernorm_backward(dtrain_device *device,
     return DTRAIN_OK;
 }
 
+static dtrain_result naive_bias(dtrain_device *device, const dtrain_bias_args *a)
+{
+    (void)device;
+    for (int64_t i = 0; i < a->rows * a->n; i++) {
+        const double x = naive_get(a->y, a->dtype, i) + (a->bias ? (double)a->bias[i % a->n] : 0);
+        if (a->aux) naive_put(a->aux, a->dtype, i, x);
+        naive_put(a->y, a->dtype, i, naive_activation(a->activation, x));
+    }
+    return DTRAIN_OK;
+}
+
 static dtrain_result naive_embedding(dtrain_device *device, const dtrain_embedding_args *a)
 {
     (void)device;
@@ -884,6 +895,7 @@ static inline const dtrain_device_ops *naive_device_ops(void)
     ops.zero = naive_zero;
     ops.gemm = naive_gemm;
     ops.activation_backward = naive_activation_backward;
+    ops.bias = naive_bias;
     ops.layernorm = naive_layernorm;
     ops.layernorm_backward = naive_layernorm_backward;
     ops.embedding = naive_embedding;

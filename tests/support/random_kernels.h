@@ -539,13 +539,33 @@ static void case_dropout(void)
     free(want), free(got);
 }
 
+static void case_bias(void)
+{
+    const int64_t rows = kernel_size(20), n = kernel_size(kernel_draw(6) ? 90 : 3000);
+    const uint32_t activation = (uint32_t)kernel_draw(DTRAIN_ACTIVATION_SILU + 1);
+    const dtrain_dtype type = kernel_type();
+    kernels.what = "bias";
+    kernel_data *y = kernel_make(rows * n, type, 3);
+    kernel_data *bias = kernel_maybe(kernel_draw(4) > 0, n, DTRAIN_DTYPE_F32);
+    kernel_data *aux = kernel_maybe(kernel_flag(), rows * n, type);
+    ON_EACH(bias, {.rows = rows,
+                   .n = n,
+                   .y = AT(y),
+                   .bias = F32(bias),
+                   .aux = AT(aux),
+                   .activation = activation,
+                   .dtype = type})
+    kernel_same(y, 1e-5, "y");
+    kernel_same(aux, 1e-6, "aux");
+}
+
 /* Run the case of a seed on `device`; return the hash of its bits. *good: nothing was wrong. With naive NULL nothing is
  * compared, and a backward pass reads what the device has left before. */
 static uint64_t kernel_case(dtrain_device *device, dtrain_device *naive, uint64_t seed, bool *good)
 {
-    static void (*const cases[])(void) = {case_pointwise, case_norm,      case_cross_entropy,
-                                          case_embedding, case_softmax,   case_rotary,
-                                          case_permute,   case_attention, case_dropout};
+    static void (*const cases[])(void) = {
+        case_pointwise, case_norm,    case_cross_entropy, case_embedding, case_softmax,
+        case_rotary,    case_permute, case_attention,     case_dropout,   case_bias};
     memset(&kernels, 0, sizeof kernels);
     kernels.device = device;
     kernels.naive = naive;

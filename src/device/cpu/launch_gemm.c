@@ -114,3 +114,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_gemm(dtrain_device *device, const dtra
             dtrain__gemm_after(device, args, args->activation, z, of_c ? args->bias_grad : NULL));
     return args->bias_grad && !of_c ? dtrain__gemm_bias_grad(device, args) : DTRAIN_OK;
 }
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_bias(dtrain_device *device, const dtrain_bias_args *args)
+{
+    dtrain_gemm_args after;
+    memset(&after, 0, sizeof after);
+    after.activation = args->activation;
+    after.m = args->rows;
+    after.n = after.ldc = args->n;
+    after.c = args->y;
+    after.c_dtype = args->dtype;
+    after.bias = args->bias;
+    after.aux = args->aux;
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->activate, &after, args->rows, 1,
+                              args->rows * args->n, args->dtype);
+}

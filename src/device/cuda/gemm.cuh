@@ -481,3 +481,23 @@ static dtrain_result dtrain_cuda_gemm(dtrain_device *device, const dtrain_gemm_a
     if (!done) DTRAIN_CUDA_TRY(dtrain_cuda_gemm_in_steps(device, &args, true, &done));
     return DTRAIN_OK;
 }
+
+/* ---- bias: y, aux (rows,n), by the epilogue kernel without a product --------------------------*/
+
+static dtrain_result dtrain_cuda_bias(dtrain_device *device, const dtrain_bias_args *args)
+{
+    dtrain_gemm_args all = {};
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("bias", args->dtype));
+    if (args->activation > DTRAIN_ACTIVATION_SILU)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "bias: activation is %u, which is not a dtrain_activation",
+                           (unsigned)args->activation);
+    if (args->rows <= 0 || args->n <= 0) return DTRAIN_OK;
+    all.activation = args->activation;
+    all.n = all.ldc = args->n;
+    all.c = args->y;
+    all.bias = args->bias;
+    all.aux = args->aux;
+    return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_epilogue_as)(device, &all, 0, args->rows,
+                                                                      NULL, args->n, 1.0f);
+}

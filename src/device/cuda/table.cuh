@@ -19,8 +19,8 @@
 #include "device/cuda/convolution.cuh"
 #include "device/cuda/pooling.cuh"
 
-static_assert(DTRAIN_DEVICE_ABI == 10,
-              "the table below is that of ABI 9: compare with device/backend.h");
+static_assert(DTRAIN_DEVICE_ABI == 11,
+              "the table below is that of ABI 11: compare with device/backend.h");
 
 extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
 {
@@ -59,6 +59,7 @@ extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
                                           dtrain_cuda_range_end,
                                           dtrain_cuda_gemm,
                                           dtrain_cuda_activation_backward,
+                                          dtrain_cuda_bias,
                                           dtrain_cuda_layernorm,
                                           dtrain_cuda_layernorm_backward,
                                           dtrain_cuda_embedding,

@@ -55,18 +55,17 @@ DTRAIN__KERNEL(activation_backward)
         }
 }
 
-/* Range: rows of C. What a foreign GEMM leaves to do: bias, aux, activation. */
+/* Range: rows of C. What a GEMM leaves to do, a foreign one or one whose C is summed over ranks:
+ * bias, aux, activation. */
 DTRAIN__KERNEL(activate)
 {
     const dtrain_gemm_args *a = (const dtrain_gemm_args *)job->args;
-    for (int64_t row = begin; row < end; row++) {
-        float *c = (float *)a->c + row * a->ldc;
+    for (int64_t row = begin; row < end; row++)
         for (int64_t j = 0; j < a->n; j += DTRAIN__W) {
-            const int64_t n = a->n - j;
-            dtrain__v x = dtrain__vload_n(c + j, n);
+            const int64_t at = row * a->ldc + j, n = a->n - j;
+            dtrain__v x = dtrain__vload_as(a->c, a->c_dtype, at, n);
             if (a->bias) x += dtrain__vload_n(a->bias + j, n);
-            if (a->aux) dtrain__vstore_n((float *)a->aux + row * a->ldc + j, x, n);
-            dtrain__vstore_n(c + j, DTRAIN__K(vactivate)(a->activation, x), n);
+            if (a->aux) dtrain__vstore_as(a->aux, a->c_dtype, at, x, n);
+            dtrain__vstore_as(a->c, a->c_dtype, at, DTRAIN__K(vactivate)(a->activation, x), n);
         }
-    }
 }
