@@ -169,7 +169,18 @@ typedef struct dtrain_attention_backward_args {
  *
  * Backward: d_logits = (softmax(logits) - (1 - smoothing) onehot(target) - smoothing / classes) *
  * scale * upstream[0], where softmax is made of lse; d_logits may be logits itself, which is how
- * logits are stored once. */
+ * logits are stored once.
+ *
+ * Columns may be cut over ranks: column 0 here is class first_class of whole_classes; `classes` are
+ * those that count here, -1 none; targets are numbers of whole rows. The loss takes four steps:
+ *
+ *     1. cross_entropy with parts: per row the maximum here, the sum of exp(x - maximum), the
+ *        target's logit or 0 where it is not here and, with smoothing, the sum of the logits. No
+ *        column counts, or the target is ignored: -infinity and zeros. loss and lse are not made.
+ *     2. whole_max = maxima, all-reduced; cross_entropy_finish without loss: sums of this rank
+ *        become those of exp(x - whole_max).
+ *     3. parts behind the maxima, all-reduced by one sum.
+ *     4. cross_entropy_finish with loss: loss and lse of whole rows, which backward reads. */
 typedef struct dtrain_cross_entropy_args {
     int64_t rows, n;
     const void *logits;     /* (rows,n) */
@@ -177,12 +188,15 @@ typedef struct dtrain_cross_entropy_args {
     float *loss, *lse;      /* (rows), (rows) */
     void *d_logits;         /* (rows,n) or NULL */
     float scale;
-    dtrain_dtype dtype; /* of logits and d_logits */
-    int64_t classes;    /* columns that count, the first ones; 0 = n */
-    float smoothing;    /* in [0, 1] */
+    dtrain_dtype dtype;                 /* of logits and d_logits */
+    int64_t classes;                    /* columns that count, the first ones; 0 = n */
+    float smoothing;                    /* in [0, 1] */
+    int64_t first_class, whole_classes; /* whole_classes 0: `classes` */
+    float *parts;                       /* (3,rows), with smoothing (4,rows); or NULL */
+    const float *whole_max;             /* (rows): of cross_entropy_finish */
 
     const float *upstream; /* (1) device memory, or NULL = 1 */
-} dtrain_cross_entropy_args, dtrain_cross_entropy_backward_args;
+} dtrain_cross_entropy_args, dtrain_cross_entropy_backward_args, dtrain_cross_entropy_finish_args;
 
 /* Softmax over the last axis; d_x = y (d_y - sum of d_y y over the row). */
 typedef struct dtrain_softmax_args {
@@ -608,6 +622,8 @@ struct dtrain_device_ops {
     dtrain_result (*cross_entropy)(dtrain_device *, const dtrain_cross_entropy_args *);
     dtrain_result (*cross_entropy_backward)(dtrain_device *,
                                             const dtrain_cross_entropy_backward_args *);
+    dtrain_result (*cross_entropy_finish)(dtrain_device *,
+                                          const dtrain_cross_entropy_finish_args *);
     dtrain_result (*pointwise)(dtrain_device *, const dtrain_pointwise_args *);
     dtrain_result (*pointwise_backward)(dtrain_device *, const dtrain_pointwise_backward_args *);
     dtrain_result (*softmax)(dtrain_device *, const dtrain_softmax_args *);

@@ -18,11 +18,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__product(dtrain_device *device, uint32_t fl
 /* The kernels in the order of dtrain_device_ops. L: of layers, which DTRAIN_PARTS leaves out. */
 /* clang-format off */
 #define DTRAIN__KERNEL_LIST(X, L)                                                            \
-    X(gemm) X(activation_backward) X(bias) L(layernorm) L(layernorm_backward)                \
-    L(embedding) L(embedding_backward) L(attention) L(attention_backward)                    \
-    L(cross_entropy) L(cross_entropy_backward) L(pointwise) L(pointwise_backward)            \
-    L(softmax) L(softmax_backward) L(rotary) L(permute) X(add) X(axpby) X(dropout)           \
-    X(sum) X(clip) X(convert) X(adamw) X(sgd) X(lion) X(muon) X(topk) X(scatter_add)         \
+    X(gemm) X(activation_backward) X(bias) L(layernorm) L(layernorm_backward) L(embedding)   \
+    L(embedding_backward) L(attention) L(attention_backward) L(cross_entropy)                \
+    L(cross_entropy_backward) L(cross_entropy_finish) L(pointwise) L(pointwise_backward)     \
+    L(softmax) L(softmax_backward) L(rotary) L(permute) X(add) X(axpby) X(dropout) X(sum)    \
+    X(clip) X(convert) X(adamw) X(sgd) X(lion) X(muon) X(topk) X(scatter_add)                \
     X(orthogonalize) L(batchnorm_moments) L(batchnorm_statistics) L(batchnorm)               \
     L(batchnorm_sums) L(batchnorm_backward) L(conv2d) L(conv2d_backward) L(pool2d)           \
     L(pool2d_backward)

@@ -6,7 +6,7 @@
 #include "packed_attention.h"
 #include "random_kernels.h"
 
-enum { KINDS = 10 }; /* of cases: a seed's is seed % KINDS */
+enum { KINDS = 11 }; /* of cases: a seed's is seed % KINDS */
 
 static void random_cases(uint64_t kind)
 {
@@ -41,6 +41,7 @@ static void test_permute(void) { random_cases(6); }
 static void test_attention(void) { random_cases(7); }
 static void test_dropout(void) { random_cases(8); }
 static void test_bias(void) { random_cases(9); }
+static void test_cut_cross_entropy(void) { random_cases(10); }
 
 /* What cannot be done is refused in a sentence. */
 static void test_errors(void)
@@ -140,6 +141,7 @@ int main(int argc, char **argv)
     RUN(test_attention);
     RUN(test_dropout);
     RUN(test_bias);
+    RUN(test_cut_cross_entropy);
     RUN(test_errors);
     RUN(test_key_lengths);
     return test_summary();

@@ -426,18 +426,27 @@ static dtrain_result naive_attention_backward(dtrain_device *device,
     return DTRAIN_OK;
 }
 
+static int64_t naive_classes(const dtrain_cross_entropy_args *a)
+{
+    return a->classes < 0 ? 0 : a->classes ? a->classes : a->n;
+}
+static int64_t naive_whole_classes(const dtrain_cross_entropy_args *a)
+{
+    return a->whole_classes ? a->whole_classes : naive_classes(a);
+}
+
 static dtrain_result naive_cross_entropy_backward(dtrain_device *device,
                                                   const dtrain_cross_entropy_backward_args *a)
 {
     const double scale = (double)a->scale * (a->upstream ? (double)a->upstream[0] : 1);
-    const int64_t classes = a->classes ? a->classes : a->n;
+    const int64_t classes = naive_classes(a);
     (void)device;
     for (int64_t i = 0; i < a->rows; i++)
         for (int64_t j = 0; j < a->n; j++) {
             const bool counts = a->targets[i] >= 0 && j < classes;
             double p = exp(naive_get(a->logits, a->dtype, i * a->n + j) - (double)a->lse[i]);
-            if (a->targets[i] == j) p -= 1 - (double)a->smoothing;
-            p -= (double)a->smoothing / (double)classes;
+            if (a->targets[i] == a->first_class + j) p -= 1 - (double)a->smoothing;
+            p -= (double)a->smoothing / (double)naive_whole_classes(a);
             naive_put(a->d_logits, a->dtype, i * a->n + j, counts ? p * scale : 0);
         }
     return DTRAIN_OK;
@@ -445,17 +454,27 @@ static dtrain_result naive_cross_entropy_backward(dtrain_device *device,
 
 static dtrain_result naive_cross_entropy(dtrain_device *device, const dtrain_cross_entropy_args *a)
 {
-    const int64_t classes = a->classes ? a->classes : a->n;
+    const int64_t classes = naive_classes(a);
     for (int64_t i = 0; i < a->rows; i++) {
         const double s = (double)a->smoothing;
         double sum = 0, top = -INFINITY, mean = 0;
-        if (a->targets[i] < -1 || a->targets[i] >= classes) return DTRAIN_ERROR_DATA;
+        if (a->targets[i] < -1 || a->targets[i] >= naive_whole_classes(a)) return DTRAIN_ERROR_DATA;
         for (int64_t j = 0; j < classes; j++)
             top = fmax(top, naive_get(a->logits, a->dtype, i * a->n + j));
         for (int64_t j = 0; j < classes; j++) {
             const double x = naive_get(a->logits, a->dtype, i * a->n + j);
             sum += exp(x - top);
             if (a->smoothing > 0) mean += x / (double)classes;
+        }
+        if (a->parts) {
+            const int64_t at = a->targets[i] - a->first_class;
+            a->parts[i] = a->targets[i] < 0 ? -INFINITY : (float)top;
+            a->parts[a->rows + i] = a->targets[i] < 0 ? 0 : (float)sum;
+            a->parts[2 * a->rows + i] = 0;
+            if (a->targets[i] >= 0 && at >= 0 && at < classes)
+                a->parts[2 * a->rows + i] = (float)naive_get(a->logits, a->dtype, i * a->n + at);
+            if (s > 0) a->parts[3 * a->rows + i] = (float)(mean * (double)classes);
+            continue;
         }
         a->lse[i] = a->targets[i] < 0 ? 0 : (float)(top + log(sum));
         a->loss[i] = 0;
@@ -475,6 +494,26 @@ static dtrain_result naive_cross_entropy(dtrain_device *device, const dtrain_cro
                                                          .classes = a->classes,
                                                          .smoothing = a->smoothing};
     return naive_cross_entropy_backward(device, &backward);
+}
+
+static dtrain_result naive_cross_entropy_finish(dtrain_device *device,
+                                                const dtrain_cross_entropy_finish_args *a)
+{
+    const double s = (double)a->smoothing;
+    (void)device;
+    for (int64_t i = 0; i < a->rows; i++) {
+        float *part = a->parts + i;
+        const double top = (double)a->whole_max[i];
+        if (!a->loss && part[0] != -INFINITY)
+            part[a->rows] = (float)((double)part[a->rows] * exp((double)part[0] - top));
+        if (!a->loss) continue;
+        const double lse = a->targets[i] < 0 ? 0 : top + log((double)part[a->rows]);
+        double loss = lse - (1 - s) * (double)part[2 * a->rows];
+        if (s > 0) loss -= s * (double)part[3 * a->rows] / (double)naive_whole_classes(a);
+        a->lse[i] = (float)lse;
+        a->loss[i] = a->targets[i] < 0 ? 0 : (float)loss;
+    }
+    return DTRAIN_OK;
 }
 
 static dtrain_result naive_softmax(dtrain_device *device, const dtrain_softmax_args *a)
@@ -904,6 +943,7 @@ static inline const dtrain_device_ops *naive_device_ops(void)
     ops.attention_backward = naive_attention_backward;
     ops.cross_entropy = naive_cross_entropy;
     ops.cross_entropy_backward = naive_cross_entropy_backward;
+    ops.cross_entropy_finish = naive_cross_entropy_finish;
     ops.pointwise = naive_pointwise;
     ops.pointwise_backward = naive_pointwise_backward;
     ops.softmax = naive_softmax;

@@ -95,7 +95,9 @@ static void kernel_same(kernel_data *x, double tolerance, const char *name)
         kernels.hash = (kernels.hash ^ ((const unsigned char *)got.of[1])[i]) * 0x100000001b3u;
     for (int64_t i = 0; i < x->count && kernels.good && kernels.naive; i++) {
         const double a = naive_get(got.of[1], x->dtype, i), b = naive_get(x->of[1], x->dtype, i);
-        if (a == b || fabs(a - b) <= (step + tolerance) * fabs(b) + tolerance) continue;
+        if (a == b || (isnan(a) && isnan(b)) ||
+            fabs(a - b) <= (step + tolerance) * fabs(b) + tolerance)
+            continue;
         kernels.good = false;
         CHECK_MSG(0, "seed %llu, %s: %s (%s) [%lld] is %.9g, expected %.9g",
                   (unsigned long long)kernels.seed, kernels.what, name, dtrain_dtype_name(x->dtype),
@@ -559,13 +561,107 @@ static void case_bias(void)
     kernel_same(aux, 1e-6, "aux");
 }
 
+/* Give the targets of rows: one in five is ignored. */
+static kernel_data *kernel_targets(int64_t rows, int64_t classes)
+{
+    kernel_data *targets = kernel_make(rows, DTRAIN_DTYPE_I32, 1);
+    for (int64_t i = 0; i < rows; i++)
+        ((int32_t *)targets->of[1])[i] =
+            kernel_draw(5) ? (int32_t)kernel_draw((uint64_t)classes) : -1;
+    kernel_copy(targets, DTRAIN_COPY_HOST_TO_DEVICE);
+    return targets;
+}
+
+/* Columns of one rank's logits, or of their gradients, of the whole rows; behind them padding. */
+static void kernel_columns(kernel_data *to, const kernel_data *whole, int64_t rows, int64_t first,
+                           int64_t width, double padding)
+{
+    const int64_t n = to->count / rows, all = whole->count / rows;
+    for (int64_t i = 0; i < rows * n; i++)
+        naive_put(to->of[1], to->dtype, i,
+                  i % n < width ? naive_get(whole->of[1], to->dtype, i / n * all + first + i % n)
+                                : padding);
+}
+
+/* Logits whose columns are cut over 1 to 8 ranks, of which some have none, or padding alone: what the ranks make
+ * together is the naive loss of the whole rows, with logits up to some 10^4 and a NaN. */
+static void case_cut_cross_entropy(void)
+{
+    const int64_t rows = kernel_size(8), classes = kernel_size(kernel_draw(6) ? 60 : 5000);
+    const float smoothing = kernel_flag() ? (float)kernel_draw(5) / 4 : 0;
+    const dtrain_dtype f32 = DTRAIN_DTYPE_F32, type = kernel_type();
+    const int ranks = 1 + (int)kernel_draw(8);
+    const bool in_place = kernel_flag();
+    dtrain_device *const on = kernels.device;
+    dtrain_cross_entropy_args args[8], whole;
+    kernel_data *local[8], *part[8];
+    int64_t at[9];
+    kernels.what = "cross-entropy of cut columns";
+    kernel_cut(classes, ranks, at);
+    kernel_data *logits = kernel_make(rows * classes, type, kernel_draw(3) ? 3 : 1e4f);
+    kernel_data *loss = kernel_make(rows, f32, 1), *lse = kernel_make(rows, f32, 1);
+    kernel_data *d = kernel_make(rows * classes, type, 1), *top = kernel_make(rows, f32, 1);
+    kernel_data *sums = kernel_make(4 * rows, f32, 1), *targets = kernel_targets(rows, classes);
+    if (kernel_draw(4) == 0)
+        naive_put(logits->of[1], type, (int64_t)kernel_draw((uint64_t)(rows * classes)),
+                  (double)NAN);
+    memset(&whole, 0, sizeof whole);
+    whole.rows = rows, whole.n = classes, whole.dtype = type;
+    whole.smoothing = smoothing, whole.scale = 0.7f, whole.whole_classes = classes;
+    args[0] = whole;
+    whole.logits = logits->of[1], whole.targets = (const int32_t *)targets->of[1];
+    whole.loss = kernel_f32(loss, 1), whole.lse = kernel_f32(lse, 1), whole.d_logits = d->of[1];
+    if (kernels.naive) CHECK(kernels.naive->ops->cross_entropy(kernels.naive, &whole) == DTRAIN_OK);
+    for (int64_t i = 0; i < rows; i++) kernel_f32(top, 1)[i] = -INFINITY;
+    memset(sums->of[1], 0, kernel_bytes(sums));
+    for (int r = 0; r < ranks; r++) {
+        const int64_t width = at[r + 1] - at[r], n = width + (int64_t)kernel_draw(4);
+        local[r] = kernel_make(rows * n, type, 1), part[r] = kernel_make(4 * rows, f32, 1);
+        kernel_columns(local[r], logits, rows, at[r], width, (double)INFINITY);
+        kernel_copy(local[r], DTRAIN_COPY_HOST_TO_DEVICE);
+        if (r) args[r] = args[0];
+        args[r].n = n, args[r].classes = width ? width : -1, args[r].first_class = at[r];
+        args[r].logits = local[r]->of[0], args[r].targets = (const int32_t *)targets->of[0];
+        args[r].parts = kernel_f32(part[r], 0), args[r].whole_max = kernel_f32(top, 0);
+        CHECK(on->ops->cross_entropy(on, &args[r]) == DTRAIN_OK);
+        kernel_copy(part[r], DTRAIN_COPY_DEVICE_TO_HOST);
+        for (int64_t i = 0; i < rows; i++) {
+            const float *of_row = kernel_f32(part[r], 1) + i;
+            kernel_f32(top, 1)[i] = fmaxf(kernel_f32(top, 1)[i], of_row[0]);
+            CHECK(width || (of_row[0] == -INFINITY && of_row[rows] == 0 && of_row[2 * rows] == 0));
+        }
+    }
+    kernel_copy(top, DTRAIN_COPY_HOST_TO_DEVICE);
+    for (int r = 0; r < ranks; r++) {
+        CHECK(on->ops->cross_entropy_finish(on, &args[r]) == DTRAIN_OK);
+        kernel_copy(part[r], DTRAIN_COPY_DEVICE_TO_HOST);
+        for (int64_t i = rows; i < 4 * rows; i++)
+            kernel_f32(sums, 1)[i] += kernel_f32(part[r], 1)[i];
+    }
+    kernel_copy(sums, DTRAIN_COPY_HOST_TO_DEVICE);
+    whole = args[ranks - 1];
+    whole.parts = kernel_f32(sums, 0), whole.loss = kernel_f32(loss, 0);
+    whole.lse = kernel_f32(lse, 0);
+    CHECK(on->ops->cross_entropy_finish(on, &whole) == DTRAIN_OK);
+    kernel_same(loss, 1e-4, "loss");
+    kernel_same(lse, 3e-5, "lse");
+    for (int r = 0; r < ranks; r++) {
+        kernel_data *d_local = in_place ? local[r] : kernel_make(local[r]->count, type, 1);
+        args[r].lse = whole.lse, args[r].d_logits = d_local->of[0];
+        CHECK(on->ops->cross_entropy_backward(on, &args[r]) == DTRAIN_OK);
+        kernel_columns(d_local, d, rows, at[r], at[r + 1] - at[r], 0);
+        kernel_same(d_local, 3e-5, "d_logits");
+    }
+}
+
 /* Run the case of a seed on `device`; return the hash of its bits. *good: nothing was wrong. With naive NULL nothing is
  * compared, and a backward pass reads what the device has left before. */
 static uint64_t kernel_case(dtrain_device *device, dtrain_device *naive, uint64_t seed, bool *good)
 {
     static void (*const cases[])(void) = {
-        case_pointwise, case_norm,    case_cross_entropy, case_embedding, case_softmax,
-        case_rotary,    case_permute, case_attention,     case_dropout,   case_bias};
+        case_pointwise, case_norm,   case_cross_entropy,    case_embedding,
+        case_softmax,   case_rotary, case_permute,          case_attention,
+        case_dropout,   case_bias,   case_cut_cross_entropy};
     memset(&kernels, 0, sizeof kernels);
     kernels.device = device;
     kernels.naive = naive;

@@ -52,13 +52,14 @@ static dtrain_result dtrain__check_tokens(const dtrain_embedding_args *args)
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__check_targets(const int32_t *targets, int64_t rows, int64_t n)
+static dtrain_result dtrain__check_targets(const dtrain_cross_entropy_args *args)
 {
-    for (int64_t row = 0; row < rows; row++)
-        if (targets[row] < -1 || targets[row] >= n)
+    const int64_t classes = dtrain__whole_classes(args);
+    for (int64_t row = 0; row < args->rows; row++)
+        if (args->targets[row] < -1 || args->targets[row] >= classes)
             return dtrain_fail(DTRAIN_ERROR_DATA,
                                "target %ld at row %lld is outside [0, %lld) and not -1 (ignored)",
-                               (long)targets[row], (long long)row, (long long)n);
+                               (long)args->targets[row], (long long)row, (long long)classes);
     return DTRAIN_OK;
 }
 
@@ -144,8 +145,7 @@ dtrain__cpu_attention_backward(dtrain_device *device, const dtrain_attention_bac
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy_backward(
     dtrain_device *device, const dtrain_cross_entropy_backward_args *args)
 {
-    DTRAIN__TRY(
-        dtrain__check_targets(args->targets, args->rows, args->classes ? args->classes : args->n));
+    DTRAIN__TRY(dtrain__check_targets(args));
     return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->cross_entropy_backward, args,
                               args->rows, 1, args->rows * args->n, args->dtype);
 }
@@ -154,8 +154,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
                                                         const dtrain_cross_entropy_args *args)
 {
     dtrain_cross_entropy_backward_args backward;
-    DTRAIN__TRY(
-        dtrain__check_targets(args->targets, args->rows, args->classes ? args->classes : args->n));
+    if (args->parts && args->d_logits)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "cross_entropy: d_logits needs the lse of whole rows, which parts do "
+                           "not give; call cross_entropy_backward after cross_entropy_finish");
+    DTRAIN__TRY(dtrain__check_targets(args));
     DTRAIN__TRY(dtrain__run_kernel(device, dtrain__cpu_kernels(device)->cross_entropy, args,
                                    args->rows, 1, args->rows * args->n, args->dtype));
     if (!args->d_logits) return DTRAIN_OK;
@@ -171,6 +174,36 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
     backward.classes = args->classes;
     backward.smoothing = args->smoothing;
     return dtrain__cpu_cross_entropy_backward(device, &backward);
+}
+
+/* Write the loss and lse of a row, of what was found in it: `sum` is of exp(x - top). */
+DTRAIN__PRIVATE void dtrain__row_loss(const dtrain_cross_entropy_args *args, int64_t row, float top,
+                                      double sum, float wanted, double logits_sum)
+{
+    const bool ignored = args->targets[row] == -1;
+    const double lse = ignored ? 0 : (double)top + log(sum), smoothing = (double)args->smoothing;
+    const double classes = (double)dtrain__whole_classes(args);
+    args->lse[row] = (float)lse;
+    args->loss[row] =
+        ignored
+            ? 0
+            : (float)(lse - (1 - smoothing) * (double)wanted - smoothing * logits_sum / classes);
+}
+
+/* Two functions of four floats a row: one thread does it while others would wake up. */
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy_finish(
+    dtrain_device *device, const dtrain_cross_entropy_finish_args *args)
+{
+    (void)device;
+    for (int64_t row = 0; row < args->rows; row++) {
+        float *part = args->parts + row, *sum = part + args->rows;
+        const float top = args->whole_max[row];
+        if (args->loss)
+            dtrain__row_loss(args, row, top, (double)*sum, part[2 * args->rows],
+                             args->smoothing > 0 ? (double)part[3 * args->rows] : 0);
+        else if (part[0] < top) *sum *= expf(part[0] - top); /* -infinity twice would be NaN */
+    }
+    return DTRAIN_OK;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_softmax(dtrain_device *device,

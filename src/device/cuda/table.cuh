@@ -68,6 +68,7 @@ extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
                                           dtrain_cuda_attention_backward,
                                           dtrain_cuda_cross_entropy,
                                           dtrain_cuda_cross_entropy_backward,
+                                          dtrain_cuda_cross_entropy_finish,
                                           dtrain_cuda_pointwise,
                                           dtrain_cuda_pointwise_backward,
                                           dtrain_cuda_softmax,

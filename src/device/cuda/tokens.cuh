@@ -293,8 +293,7 @@ static __global__ void __launch_bounds__(256)
          item += (int64_t)gridDim.x * blockDim.x) {
         const int64_t place = item / chunks, column = item % chunks * WIDTH;
         const T *const d_y = (const T *)args.d_y + column;
-        float *const out =
-            args.d_wpe + (args.first_row + place) % args.sequence * args.n + column;
+        float *const out = args.d_wpe + (args.first_row + place) % args.sequence * args.n + column;
         dtrain_cuda_pack<float, WIDTH> sum = dtrain_cuda_load<WIDTH>(out);
         for (int64_t first = place; first < args.rows; first += 4 * args.sequence) {
             dtrain_cuda_pack<T, WIDTH> ahead[4];
@@ -458,10 +457,10 @@ static __device__ __forceinline__ void dtrain_cuda_softmax_add(dtrain_cuda_softm
     for (int e = 0; e < WIDTH; e++) softmax.sum += __expf(dtrain_cuda_widen(x.at[e]) - anchor);
 }
 
-/* Compute the log of the sum of exponentials of a row, in every thread. */
+/* Compute the softmax of a row, in every thread. */
 template <typename T>
-static __device__ __forceinline__ float
-dtrain_cuda_row_lse(const T *row, const dtrain_cuda_span &span, int64_t n, float *slots)
+static __device__ __forceinline__ dtrain_cuda_softmax
+dtrain_cuda_row_softmax(const T *row, const dtrain_cuda_span &span, int64_t n, float *slots)
 {
     constexpr int width = dtrain_cuda_pack<T>::width;
     dtrain_cuda_softmax softmax = {-INFINITY, 0};
@@ -472,22 +471,22 @@ dtrain_cuda_row_lse(const T *row, const dtrain_cuda_span &span, int64_t n, float
     for (int64_t j = span.tail + threadIdx.x; j < n; j += blockDim.x)
         dtrain_cuda_softmax_add<1>(softmax, row + j);
 
-    const float anchor = dtrain_cuda_softmax_anchor(dtrain_cuda_block_max(softmax.top, slots));
-    return anchor + logf(dtrain_cuda_block_sum(softmax.sum * __expf(softmax.top - anchor), slots));
+    const float top = dtrain_cuda_block_max(softmax.top, slots);
+    const float factor = __expf(softmax.top - dtrain_cuda_softmax_anchor(top));
+    return {top, dtrain_cuda_block_sum(softmax.sum * factor, slots)};
 }
 
-/* Compute the average of a row, in every thread; the row comes from the caches, where row_lse has
+/* Compute the sum of a row, in every thread; the row comes from the caches, where row_softmax has
  * left it. */
 template <typename T>
-static __device__ __forceinline__ float dtrain_cuda_row_average(const T *row, int64_t n,
-                                                                float *slots)
+static __device__ __forceinline__ float dtrain_cuda_row_sum(const T *row, int64_t n, float *slots)
 {
     float sum = 0;
     for (int64_t j = threadIdx.x; j < n; j += blockDim.x) sum += dtrain_cuda_widen(row[j]);
-    return dtrain_cuda_block_sum(sum, slots) / (float)n;
+    return dtrain_cuda_block_sum(sum, slots);
 }
 
-/* The numbers that a row's gradient is made of; target -1 gives zeros. */
+/* The numbers that a row's gradient is made of; target -1 gives zeros, n is of another rank. */
 struct dtrain_cuda_row_gradient {
     int64_t target;
     float lse, scale;
@@ -531,13 +530,16 @@ dtrain_cuda_row_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *
         dtrain_cuda_gradient_put<1>(gradient, from, to, j);
 }
 
-/* Give the target of a row, -1 for a row to ignore; a bad target is reported and ignored. */
-static __device__ int64_t dtrain_cuda_target(const int32_t *targets, int64_t row, int64_t n,
+/* Give the column of a row's target: -1 for a row to ignore, n where it is not among the columns
+ * here; a bad target is reported and ignored. */
+static __device__ int64_t dtrain_cuda_target(const dtrain_cross_entropy_args &args, int64_t row,
                                              dtrain_cuda_fault *fault)
 {
-    const int64_t target = targets[row];
-    if (target >= -1 && target < n) return target;
-    if (threadIdx.x == 0) dtrain_cuda_set_fault(fault, DTRAIN_CUDA_BAD_TARGET, target, row, n);
+    const int64_t target = args.targets[row], column = target - args.first_class;
+    if (target >= 0 && target < args.whole_classes)
+        return column >= 0 && column < args.classes ? column : args.n;
+    if (target != -1 && threadIdx.x == 0)
+        dtrain_cuda_set_fault(fault, DTRAIN_CUDA_BAD_TARGET, target, row, args.whole_classes);
     return -1;
 }
 
@@ -551,19 +553,29 @@ static __global__ void __launch_bounds__(1024)
         T *const d_logits = args.d_logits ? (T *)args.d_logits + row * args.n : NULL;
         const dtrain_cuda_span span =
             dtrain_cuda_span_of<T>(logits, d_logits ? d_logits : logits, args.classes);
-        dtrain_cuda_row_gradient gradient = {
-            dtrain_cuda_target(args.targets, row, args.classes, fault), 0, args.scale,
-            1 - args.smoothing, args.smoothing / (float)args.classes};
+        dtrain_cuda_row_gradient gradient = {dtrain_cuda_target(args, row, fault), 0, args.scale,
+                                             1 - args.smoothing,
+                                             args.smoothing / (float)args.whole_classes};
+        dtrain_cuda_softmax softmax = {-INFINITY, 0};
+        float of_target = 0, sum = 0;
         if (gradient.target >= 0) { /* the same for the whole block */
-            /* Read before the barriers in row_lse, behind which d_logits may overwrite it. */
-            const float of_target = dtrain_cuda_widen(logits[gradient.target]);
-            gradient.lse = dtrain_cuda_row_lse(logits, span, args.classes, slots);
+            /* Read before the barriers in row_softmax, behind which d_logits may overwrite it. */
+            if (gradient.target < args.n) of_target = dtrain_cuda_widen(logits[gradient.target]);
+            softmax = dtrain_cuda_row_softmax(logits, span, args.classes, slots);
+            if (args.smoothing > 0) sum = dtrain_cuda_row_sum(logits, args.classes, slots);
+            gradient.lse = dtrain_cuda_softmax_anchor(softmax.top) + logf(softmax.sum);
+        }
+        if (threadIdx.x == 0 && args.parts) {
+            float *const part = args.parts + row;
+            part[0] = softmax.top;
+            part[args.rows] = softmax.sum;
+            part[2 * args.rows] = of_target;
+            if (args.smoothing > 0) part[3 * args.rows] = sum;
+        } else if (threadIdx.x == 0) {
             float wanted = (1 - args.smoothing) * of_target;
-            if (args.smoothing > 0)
-                wanted += args.smoothing * dtrain_cuda_row_average(logits, args.classes, slots);
-            if (threadIdx.x == 0)
-                args.loss[row] = gradient.lse - wanted, args.lse[row] = gradient.lse;
-        } else if (threadIdx.x == 0) args.loss[row] = 0, args.lse[row] = 0;
+            if (args.smoothing > 0) wanted += args.smoothing * (sum / (float)args.classes);
+            args.loss[row] = gradient.lse - wanted, args.lse[row] = gradient.lse;
+        }
         if (d_logits)
             dtrain_cuda_row_gradient_put(gradient, logits, d_logits, span, args.classes, args.n);
     }
@@ -578,13 +590,44 @@ static __global__ void __launch_bounds__(1024)
         const T *const logits = (const T *)args.logits + row * args.n;
         T *const d_logits = (T *)args.d_logits + row * args.n;
         const dtrain_cuda_row_gradient gradient = {
-            dtrain_cuda_target(args.targets, row, args.classes, fault), args.lse[row],
+            dtrain_cuda_target(args, row, fault), args.lse[row],
             args.upstream ? args.scale * args.upstream[0] : args.scale, 1 - args.smoothing,
-            args.smoothing / (float)args.classes};
+            args.smoothing / (float)args.whole_classes};
         dtrain_cuda_row_gradient_put(gradient, logits, d_logits,
                                      dtrain_cuda_span_of<T>(logits, d_logits, args.classes),
                                      args.classes, args.n);
     }
+}
+
+/* parts (3 or 4,rows), whole_max, loss, lse (rows): a thread a row, in double, because maximum and
+ * target may be large and close. */
+static __global__ void __launch_bounds__(256)
+    dtrain_cuda_cross_entropy_finish_kernel(dtrain_cross_entropy_finish_args args)
+{
+    const double smoothing = (double)args.smoothing;
+    for (int64_t row = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; row < args.rows;
+         row += (int64_t)gridDim.x * blockDim.x) {
+        float *const part = args.parts + row, *const sum = part + args.rows;
+        const float top = args.whole_max[row];
+        if (!args.loss) {
+            if (part[0] < top) *sum *= expf(part[0] - top); /* -infinity twice would be NaN */
+            continue;
+        }
+        const bool ignored = args.targets[row] < 0 || args.targets[row] >= args.whole_classes;
+        const double lse = ignored ? 0 : (double)top + log((double)*sum);
+        double wanted = (1 - smoothing) * (double)part[2 * args.rows];
+        if (smoothing > 0)
+            wanted += smoothing * ((double)part[3 * args.rows] / (double)args.whole_classes);
+        args.lse[row] = (float)lse;
+        args.loss[row] = ignored ? 0 : (float)(lse - wanted);
+    }
+}
+
+/* Fill in what 0 and -1 stand for. */
+static void dtrain_cuda_count_classes(dtrain_cross_entropy_args *args)
+{
+    args->classes = args->classes < 0 ? 0 : args->classes ? args->classes : args->n;
+    if (!args->whole_classes) args->whole_classes = args->classes;
 }
 
 /* Choose the threads of a row: at least a pack or two for each thread. */
@@ -610,8 +653,12 @@ static dtrain_result dtrain_cuda_cross_entropy(dtrain_device *device,
 {
     dtrain_cross_entropy_args args = *given;
     DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("cross_entropy", args.dtype));
-    if (args.rows <= 0 || args.n <= 0) return DTRAIN_OK;
-    if (!args.classes) args.classes = args.n;
+    if (args.parts && args.d_logits)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "cross_entropy: d_logits needs the lse of whole rows, which parts do "
+                           "not give; call cross_entropy_backward after cross_entropy_finish");
+    if (args.rows <= 0 || (args.n <= 0 && !args.parts)) return DTRAIN_OK;
+    dtrain_cuda_count_classes(&args);
     return DTRAIN_CUDA_BY_DTYPE(args.dtype, dtrain_cuda_cross_entropy_of)(device, &args);
 }
 
@@ -633,6 +680,17 @@ dtrain_cuda_cross_entropy_backward(dtrain_device *device,
     dtrain_cross_entropy_backward_args args = *given;
     DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("cross_entropy_backward", args.dtype));
     if (args.rows <= 0 || args.n <= 0) return DTRAIN_OK;
-    if (!args.classes) args.classes = args.n;
+    dtrain_cuda_count_classes(&args);
     return DTRAIN_CUDA_BY_DTYPE(args.dtype, dtrain_cuda_cross_entropy_backward_of)(device, &args);
+}
+
+static dtrain_result dtrain_cuda_cross_entropy_finish(dtrain_device *device,
+                                                      const dtrain_cross_entropy_finish_args *given)
+{
+    dtrain_cross_entropy_finish_args args = *given;
+    if (args.rows <= 0) return DTRAIN_OK;
+    dtrain_cuda_count_classes(&args);
+    return DTRAIN_CUDA_RUN(device, "cross_entropy_finish", dtrain_cuda_cross_entropy_finish_kernel,
+                           dtrain_cuda_blocks(dtrain_cuda_state_of(device), args.rows, 256), 256, 0,
+                           args);
 }

@@ -76,14 +76,13 @@ DTRAIN__ROUTINE float DTRAIN__K(row_exp_sum)(const float *x, int64_t count, floa
 DTRAIN__KERNEL(cross_entropy)
 {
     const dtrain_cross_entropy_args *a = (const dtrain_cross_entropy_args *)job->args;
-    const int64_t classes = a->classes ? a->classes : a->n;
     for (int64_t row = begin; row < end; row++) {
         double sum = 0, logits_sum = 0;
         float top = -FLT_MAX, buffer[DTRAIN__K(LOGITS)];
-        if (a->targets[row] == -1) {
-            a->loss[row] = a->lse[row] = 0;
-            continue;
-        }
+        const bool ignored = a->targets[row] == -1;
+        const int64_t classes = ignored ? 0 : dtrain__classes(a);
+        const int64_t column = dtrain__target_column(a, row), at = row * a->n + column;
+        const float wanted = column >= 0 ? dtrain__element(a->logits, a->dtype, at) : 0;
         for (int64_t i = 0; i < classes; i += DTRAIN__K(LOGITS)) {
             const int64_t left = classes - i, most = DTRAIN__K(LOGITS);
             const int64_t count = left < most ? left : most;
@@ -94,13 +93,13 @@ DTRAIN__KERNEL(cross_entropy)
             sum += (double)DTRAIN__K(row_exp_sum)(x, count, top);
             if (a->smoothing > 0) logits_sum += (double)DTRAIN__K(row_sum)(x, count);
         }
-        const double lse = (double)top + log(sum);
-        a->lse[row] = (float)lse;
-        const int64_t at = row * a->n + a->targets[row];
-        const double wanted = (double)dtrain__element(a->logits, a->dtype, at);
-        const double smoothing = (double)a->smoothing;
-        a->loss[row] =
-            (float)(lse - (1 - smoothing) * wanted - smoothing * logits_sum / (double)classes);
+        if (a->parts) {
+            float *part = a->parts + row;
+            part[0] = classes > 0 ? top : -INFINITY;
+            part[a->rows] = (float)sum;
+            part[2 * a->rows] = wanted;
+            if (a->smoothing > 0) part[3 * a->rows] = (float)logits_sum;
+        } else dtrain__row_loss(a, row, top, sum, wanted, logits_sum);
     }
 }
 
@@ -110,26 +109,29 @@ DTRAIN__KERNEL(cross_entropy_backward)
         (const dtrain_cross_entropy_backward_args *)job->args;
     const dtrain_dtype dtype = a->dtype;
     const float factor = a->upstream ? a->scale * a->upstream[0] : a->scale;
-    const int64_t classes = a->classes ? a->classes : a->n;
+    const int64_t classes = dtrain__classes(a);
     const dtrain__v scale = dtrain__vset(factor);
     const dtrain__v one_hot = dtrain__vset(factor * (1 - a->smoothing));
-    const dtrain__v uniform = dtrain__vset(factor * a->smoothing / (float)classes);
+    const dtrain__v uniform = dtrain__vset(factor * a->smoothing / (float)dtrain__whole_classes(a));
     for (int64_t row = begin; row < end; row++) {
         const dtrain__v lse = dtrain__vset(a->lse[row]);
-        const int64_t first = row * a->n, target = first + a->targets[row];
+        const int64_t first = row * a->n, column = dtrain__target_column(a, row);
+        const int64_t target = first + column;
         const bool ignored = a->targets[row] == -1;
         for (int64_t i = ignored ? 0 : classes; i < a->n; i += DTRAIN__W)
             dtrain__vstore_as(a->d_logits, dtype, first + i, dtrain__vset(0), a->n - i);
         if (ignored) continue;
         /* The target's element is read before d_logits, which may be logits, is written. */
-        const dtrain__v wanted = dtrain__vload_as(a->logits, dtype, target, 1);
+        const dtrain__v wanted =
+            column >= 0 ? dtrain__vload_as(a->logits, dtype, target, 1) : dtrain__vset(0);
         for (int64_t i = 0; i < classes; i += DTRAIN__W) {
             const int64_t n = classes - i;
             const dtrain__v x = dtrain__vload_as(a->logits, dtype, first + i, n);
             dtrain__vstore_as(a->d_logits, dtype, first + i,
                               dtrain__vexp(x - lse) * scale - uniform, n);
         }
-        dtrain__vstore_as(a->d_logits, dtype, target,
-                          dtrain__vexp(wanted - lse) * scale - uniform - one_hot, 1);
+        if (column >= 0)
+            dtrain__vstore_as(a->d_logits, dtype, target,
+                              dtrain__vexp(wanted - lse) * scale - uniform - one_hot, 1);
     }
 }
