@@ -134,6 +134,23 @@ DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *
  * aside (`earlier`) and added when its backward has returned, or when it asks for the same tensor
  * again. */
 
+/* Take a chunk of the pool that nobody owns, or make one. */
+DTRAIN__PRIVATE dtrain__chunk *dtrain__scratch_take(dtrain_tape *tape, size_t bytes)
+{
+    dtrain__bump *pool = &tape->arenas[DTRAIN__ARENA_GRADIENTS];
+    dtrain__chunk *chunk = pool->first;
+    bytes = dtrain__round_up(bytes, DTRAIN__CACHE_LINE);
+    while (chunk && (chunk->owners || chunk->bytes != bytes)) chunk = chunk->next;
+    if (!chunk) chunk = dtrain__chunk_create(tape, pool, bytes);
+    if (chunk) chunk->owners = 1;
+    return chunk;
+}
+
+DTRAIN__PRIVATE void dtrain__scratch_give(dtrain__chunk *chunk)
+{
+    if (chunk) chunk->owners--;
+}
+
 /* Point x's gradient to a chunk; the caller counts the owners. */
 static void dtrain__gradient_set(dtrain_tensor *x, dtrain__chunk *chunk)
 {
@@ -146,15 +163,11 @@ static void dtrain__gradient_set(dtrain_tensor *x, dtrain__chunk *chunk)
 DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_tensor *x,
                                                     bool *accumulate)
 {
-    dtrain__bump *pool = &tape->arenas[DTRAIN__ARENA_GRADIENTS];
-    dtrain__chunk *shared = ((dtrain__tape_tensor *)x)->gradient, *chunk = pool->first;
-    const size_t bytes = dtrain__round_up(dtrain__tensor_bytes(x), DTRAIN__CACHE_LINE);
+    dtrain__chunk *shared = ((dtrain__tape_tensor *)x)->gradient, *chunk;
     *accumulate = x->grad != NULL;
     if (x->grad && (!shared || shared->owners == 1)) return DTRAIN_OK;
-    while (chunk && (chunk->owners || chunk->bytes != bytes)) chunk = chunk->next;
-    if (!chunk) chunk = dtrain__chunk_create(tape, pool, bytes);
+    chunk = dtrain__scratch_take(tape, dtrain__tensor_bytes(x));
     if (!chunk) return tape->error;
-    chunk->owners = 1;
     dtrain__gradient_set(x, chunk);
     if (!shared) return DTRAIN_OK;
     shared->owners--;

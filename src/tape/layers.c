@@ -1,4 +1,4 @@
-/* Layers: linear, normalisation, embedding
+/* Layers: normalisation, embedding
  *
  * Each is the three functions of a dtrain_op_desc, its DTRAIN__OP line and the public call. The
  * arguments of the forward kernel are filled by prepare and kept with the node: forward passes them
@@ -6,7 +6,6 @@
  *
  * What a node keeps alive until its backward, beside its parameters:
  *
- *     linear          x; with GELU or SiLU the value before it, with ReLU the output
  *     norms           x (or the sum that it normalises), mean and rstd of each row
  *     embedding       tokens */
 
@@ -22,153 +21,6 @@ DTRAIN__PRIVATE void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, 
     memcpy(shape, x->shape, sizeof shape);
     shape[x->ndim - 1] = n;
     dtrain_op_output(op, dtype, x->ndim, shape);
-}
-
-/* ---- Linear
- *
- * With z = x weight^T + bias and y = act(z):
- *
- *     d_z = d_y act'(z)   d_bias += column sums of d_z   d_weight += d_z^T x   d_x += d_z weight
- *
- * d_z overwrites d_y, which nobody needs any more. d_x comes last: it is what the next backward
- * reads, so it should be the freshest in the cache. Where x is itself a linear layer's activated
- * output and has no other use, the product that makes d_x multiplies by that activation's
- * derivative and adds up that layer's bias gradient while it is at it: two passes less there. */
-
-typedef struct dtrain__linear {
-    dtrain_gemm_args forward;
-    bool grad_is_inner; /* y->grad is that of z, before the activation */
-} dtrain__linear;
-
-static dtrain_result dtrain__linear_prepare(dtrain_op *op)
-{
-    dtrain_gemm_args *args = &((dtrain__linear *)op->args)->forward;
-    const dtrain_tensor *x = op->inputs[0];
-    const int64_t in = x->shape[x->ndim - 1], out = op->param_shape[0][0];
-    DTRAIN__TRY(dtrain_op_check_param(op, 0, -1, in));
-    if (op->param_count > 1) DTRAIN__TRY(dtrain_op_check_param(op, 1, out, 0));
-    if (args->activation > DTRAIN_ACTIVATION_SILU)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_linear: unknown activation %u",
-                           args->activation);
-    dtrain__output_like(op, x, out, op->cast);
-    args->flags = DTRAIN_GEMM_TRANS_B;
-    args->m = x->count / in, args->n = out, args->k = in;
-    args->alpha = 1;
-    args->a = op->input_data[0], args->lda = in;
-    args->b = op->param_data[0], args->ldb = in;
-    args->c = op->output_data[0], args->ldc = out;
-    args->a_dtype = args->b_dtype = args->c_dtype = op->cast;
-    args->bias = (const float *)op->param_data[1];
-    if (args->activation >= DTRAIN_ACTIVATION_GELU && op->needs_grad)
-        args->aux = dtrain_op_save(op, op->cast, args->m * out);
-    if (args->activation == DTRAIN_ACTIVATION_RELU) op->reads |= DTRAIN_OP_READS_OUTPUTS;
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args)
-{
-    op->tape->flops += 2.0 * (double)args->m * (double)args->n * (double)args->k;
-    return op->device->ops->gemm(op->device, args);
-}
-
-static dtrain_result dtrain__linear_forward(dtrain_op *op)
-{
-    return dtrain__counted_gemm(op, &((const dtrain__linear *)op->args)->forward);
-}
-
-/* Return the layer that made x, if the product that computes d_x may also finish the backward of
- * its activation. Both must belong to the same visit to a unit: in another visit gradients may not
- * be touched, and values may have been dropped. */
-static dtrain_node *dtrain__inner_layer(const dtrain_op *op)
-{
-    const dtrain_tensor *x = op->inputs[0];
-    dtrain_node *inner = x->producer;
-    if (!inner || inner->op.desc != op->desc || x->pending_uses != 1 || x->grad ||
-        inner->mark != ((const dtrain_node *)op)->mark)
-        return NULL;
-    const dtrain__linear *layer = (const dtrain__linear *)inner->op.args;
-    return layer->forward.aux ? inner : NULL;
-}
-
-static dtrain_result dtrain__linear_backward(dtrain_op *op)
-{
-    const dtrain__linear *layer = (const dtrain__linear *)op->args;
-    const dtrain_gemm_args *forward = &layer->forward;
-    const dtrain_device_ops *ops = op->device->ops;
-    dtrain_tensor *y = op->outputs[0];
-    const bool activated = forward->activation != DTRAIN_ACTIVATION_NONE && !layer->grad_is_inner;
-    bool add_weight, add_bias = false, add_x;
-    float *d_weight = dtrain_op_param_grad(op, 0, &add_weight), *d_bias = NULL;
-    if (!layer->grad_is_inner) d_bias = dtrain_op_param_grad(op, 1, &add_bias);
-
-    if (activated) DTRAIN__TRY(dtrain__gradient_open(op->tape, y, &add_x)); /* written in place */
-    if (activated || (d_bias && !d_weight)) {
-        dtrain_activation_backward_args args;
-        memset(&args, 0, sizeof args);
-        args.activation = activated ? forward->activation : (uint32_t)DTRAIN_ACTIVATION_NONE;
-        args.accumulate = add_bias;
-        args.rows = forward->m;
-        args.n = forward->n;
-        /* max(0, z) is positive where z is: for ReLU the output serves as well as z */
-        args.x = forward->aux ? forward->aux : forward->c;
-        args.d_out = args.d_in = y->grad;
-        args.d_bias = d_bias;
-        args.dtype = forward->c_dtype;
-        DTRAIN__TRY(ops->activation_backward(op->device, &args));
-        d_bias = NULL;
-    }
-
-    dtrain_gemm_args gemm; /* a = d_z; b and c have rows of `in` */
-    memset(&gemm, 0, sizeof gemm);
-    gemm.alpha = 1;
-    gemm.a = y->grad;
-    gemm.lda = forward->n;
-    gemm.n = gemm.ldb = gemm.ldc = forward->k;
-    gemm.a_dtype = gemm.b_dtype = forward->c_dtype;
-    if (d_weight) { /* (out,in) = d_z^T (out,rows) x (rows,in); d_bias: rows of d_z^T added up */
-        gemm.flags = DTRAIN_GEMM_TRANS_A;
-        gemm.m = forward->n, gemm.k = forward->m;
-        gemm.b = forward->a;
-        gemm.c = d_weight;
-        gemm.c_dtype = DTRAIN_DTYPE_F32;
-        gemm.beta = add_weight ? 1.0f : 0.0f;
-        gemm.bias_grad = d_bias;
-        gemm.accumulate_bias_grad = add_bias;
-        DTRAIN__TRY(dtrain__counted_gemm(op, &gemm));
-    }
-
-    /* d_x (rows,in) = d_z (rows,out) weight (out,in) */
-    dtrain_node *inner = dtrain__inner_layer(op);
-    gemm.c = dtrain_op_input_grad(op, 0, &add_x);
-    if (!gemm.c) return op->tape->error;
-    gemm.flags = 0;
-    gemm.m = forward->m, gemm.k = forward->n;
-    gemm.b = forward->b;
-    gemm.c_dtype = (dtrain_dtype)op->inputs[0]->dtype;
-    gemm.beta = add_x ? 1.0f : 0.0f;
-    gemm.bias_grad = NULL;
-    if (inner) {
-        dtrain__linear *before = (dtrain__linear *)inner->op.args;
-        gemm.flags = DTRAIN_GEMM_ACT_BACKWARD | DTRAIN_GEMM_BIAS_GRAD_C;
-        gemm.activation = before->forward.activation;
-        gemm.aux = before->forward.aux;
-        gemm.bias_grad = dtrain_op_param_grad(&inner->op, 1, &gemm.accumulate_bias_grad);
-        before->grad_is_inner = true;
-    }
-    return dtrain__counted_gemm(op, &gemm);
-}
-
-DTRAIN__OP(linear, linear, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LINEAR, 0, 0, true)
-
-DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
-                                        dtrain_param *bias, dtrain_activation activation)
-{
-    dtrain_param *const params[2] = {weight, bias};
-    dtrain__linear args;
-    memset(&args, 0, sizeof args);
-    args.forward.activation = activation;
-    return dtrain_tape_apply(tape, &dtrain__linear_op, &x, 1, params, bias ? 2 : 1, &args,
-                             sizeof args);
 }
 
 /* ---- Layer normalisation

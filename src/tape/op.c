@@ -147,22 +147,62 @@ DTRAIN__PRIVATE void dtrain__place_as(dtrain_tensor *y, uint32_t placement,
     if (placement != DTRAIN_PLACEMENT_WHOLE) ((dtrain__tape_tensor *)y)->part = *part;
 }
 
-/* Check that all tensors lie as input 0 does, and so that the operation takes it. */
+DTRAIN__PRIVATE dtrain_comm *dtrain__axis_comm(const dtrain_op *op)
+{
+    return op->planning ? NULL : op->tape->groups.tensor;
+}
+
+DTRAIN__PRIVATE dtrain__share dtrain__param_share(const dtrain_op *op, uint32_t i)
+{
+    const dtrain_param *p = op->params[i];
+    while (!p->shape[0] && p->alias_of) p = p->alias_of;
+    return dtrain__share_here(p, &op->tape->groups);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__divide_rows(const dtrain_op *op, int64_t rows,
+                                                  uint32_t *placement, dtrain__share *part)
+{
+    const dtrain__groups *groups = &op->tape->groups;
+    const bool even = rows % groups->tensor_ranks == 0;
+    *placement = DTRAIN_PLACEMENT_WHOLE;
+    if (!groups->sequence_parallel || (!even && op->tape->pass.flags & DTRAIN_TAPE_NO_GRAD))
+        return DTRAIN_OK;
+    if (!even)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: sequence parallelism divides rows evenly, and %lld rows (batch * "
+                           "sequence) do not divide by the %d ranks of the tensor axis; change the "
+                           "batch",
+                           op->desc->name, (long long)rows, groups->tensor_ranks);
+    *placement = DTRAIN_PLACEMENT_ROWS;
+    *part = dtrain__rows_share(rows, groups->tensor_ranks, groups->tensor_rank);
+    return DTRAIN_OK;
+}
+
+/* Return the input that the others must lie like; NULL: all are integers. */
+static const dtrain_tensor *dtrain__first_float(const dtrain_op *op)
+{
+    uint32_t i = 0;
+    while (i < op->input_count && !dtrain__is_float(op->inputs[i])) i++;
+    return i < op->input_count ? op->inputs[i] : NULL;
+}
+
+/* Check that all tensors lie as the first one does, and so that the operation takes it. Integers
+ * are always whole: beside columns of all rows they are as they should be. */
 static dtrain_result dtrain__check_placements(const dtrain_op *op)
 {
     const uint32_t takes = op->desc->placements;
-    const dtrain_tensor *first = NULL;
+    const dtrain_tensor *first = dtrain__first_float(op);
     if (op->tape->groups.tensor_ranks == 1 || takes & DTRAIN__OP_PLACES) return DTRAIN_OK;
     for (uint32_t i = 0; i < op->input_count; i++) {
         const dtrain_tensor *x = op->inputs[i];
+        if (!dtrain__is_float(x) && first && first->placement == DTRAIN_PLACEMENT_COLUMNS) continue;
         if (x->placement == DTRAIN_PLACEMENT_COLUMNS && !(takes & DTRAIN_OP_TAKES_COLUMNS))
             return dtrain__placement_fail(op, i,
                                           takes ? "a whole one, or one cut by rows" : "whole");
         if (x->placement == DTRAIN_PLACEMENT_ROWS && !(takes & DTRAIN_OP_TAKES_ROWS))
             return dtrain__placement_fail(op, i,
                                           takes ? "a whole one, or one cut by columns" : "whole");
-        if (!first) first = x;
-        if (x->placement != first->placement)
+        if (first && x->placement != first->placement)
             return dtrain__placement_fail(op, i, dtrain__placement_name(first));
         if (x->placement != DTRAIN_PLACEMENT_WHOLE &&
             !dtrain__share_same(dtrain__tensor_share(x), dtrain__tensor_share(first)))
@@ -317,12 +357,27 @@ DTRAIN__PRIVATE void dtrain__op_span_end(const dtrain_op *op, uint32_t span)
     op->tape->unit_end_ns = op->tape->world->timeline.since_ns;
 }
 
-/* Run the node's kernels, the first time or again: round the inputs that autocast wants narrow,
- * then its forward. */
-DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node)
+DTRAIN__PRIVATE void dtrain__op_borrow(dtrain_op *op, int64_t count, uint32_t dtype)
+{
+    size_t bytes;
+    if (dtrain__size_mul((size_t)count, dtrain_dtype_bytes((dtrain_dtype)dtype), &bytes))
+        ((dtrain_node *)op)->scratch_bytes = bytes;
+    else
+        dtrain__tape_stick(op->tape,
+                           dtrain_fail(DTRAIN_ERROR_MEMORY,
+                                       "%s: %lld elements are more than this machine can address",
+                                       op->desc->name, (long long)count));
+}
+
+DTRAIN__PRIVATE void *dtrain__op_scratch(const dtrain_op *op)
+{
+    return ((const dtrain_node *)op)->scratch;
+}
+
+/* Round the inputs that autocast wants narrow, then run the forward. */
+static dtrain_result dtrain__op_forward(dtrain_node *node)
 {
     dtrain_op *op = &node->op;
-    if (op->planning) return DTRAIN_OK;
     for (uint32_t i = 0; i < op->input_count; i++) {
         const dtrain_tensor *x = op->inputs[i];
         if (op->input_data[i] != node->source[i])
@@ -332,6 +387,23 @@ DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node)
     const uint32_t span = dtrain__op_span(op);
     const dtrain_result result = op->desc->forward(op);
     dtrain__op_span_end(op, span);
+    return result;
+}
+
+/* Run the node's kernels, the first time or again, with the memory that they borrow. A plan takes
+ * that memory and runs nothing. */
+DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node)
+{
+    dtrain_op *op = &node->op;
+    dtrain__chunk *scratch = NULL;
+    if (node->scratch_bytes) {
+        scratch = dtrain__scratch_take(op->tape, node->scratch_bytes);
+        if (!scratch) return op->tape->error;
+        node->scratch = scratch->memory;
+    }
+    const dtrain_result result = op->planning ? DTRAIN_OK : dtrain__op_forward(node);
+    dtrain__scratch_give(scratch);
+    node->scratch = NULL;
     return result;
 }
 
@@ -371,9 +443,8 @@ DTRAIN_API dtrain_tensor *dtrain_op_output(dtrain_op *op, dtrain_dtype dtype, ui
     if (op->tape->error != DTRAIN_OK) return NULL;
     op->output_data[i] = op->outputs[i]->data;
     op->output_count++;
-    if (op->input_count && dtrain__is_float(op->inputs[0]))
-        dtrain__place_as(op->outputs[i], op->inputs[0]->placement,
-                         dtrain__tensor_share(op->inputs[0]));
+    const dtrain_tensor *first = dtrain__first_float(op);
+    if (first) dtrain__place_as(op->outputs[i], first->placement, dtrain__tensor_share(first));
     /* Let the output be a mean over the same samples as its inputs; of two losses the one that
      * ignores targets counts. */
     dtrain__samples *samples = &((dtrain__tape_tensor *)op->outputs[i])->samples;

@@ -34,8 +34,10 @@
 #define DTRAIN_OP_READS_OUTPUTS 2u
 
 /* Placements of inputs over the tensor axis that an operation takes beside whole tensors; its
- * outputs then lie as input 0 does. One that says nothing is given whole tensors only, and an input
- * of another placement is an error that names both. Parameters of such operations are not cut. */
+ * outputs then lie as the first one of them that is not I32. One that says nothing is given whole
+ * tensors only, and an input of another placement is an error that names both. I32 inputs are always
+ * whole: beside columns they are as they should be, beside rows an error. Parameters of such
+ * operations are not cut. */
 #define DTRAIN_OP_TAKES_COLUMNS 1u
 #define DTRAIN_OP_TAKES_ROWS 2u
 

@@ -25,6 +25,7 @@
 #include "strategy/view_internal.h"
 #include "tape/op.h"
 #include "tape/tape.h"
+#include "parallel/exchange_internal.h"
 #include "device/backend.h"
 #include "device/device.h"
 
@@ -78,6 +79,8 @@ typedef struct dtrain_node {
     bool dropped;                           /* its results are in the segment's region */
     bool saves;                             /* it has saved memory, which backward reads */
     bool reached;                           /* the gradient of this backward's loss reaches it */
+    size_t scratch_bytes;                   /* that forward borrows of the gradient pool, each */
+    void *scratch;                          /* time that it runs; and where they are meanwhile */
 } dtrain_node;
 
 /* A tensor and what only the tape knows of it: every dtrain_tensor is the first member of one. */
@@ -206,6 +209,19 @@ DTRAIN__PRIVATE void dtrain__place_as(dtrain_tensor *y, uint32_t placement,
 /* Refuse input i, which does not lie as `expected`. */
 DTRAIN__PRIVATE dtrain_result dtrain__placement_fail(const dtrain_op *op, uint32_t i,
                                                      const char *expected);
+/* Return the communicator of the tensor axis; NULL: an operation sends nothing, in a plan or on an
+ * axis of one rank. */
+DTRAIN__PRIVATE dtrain_comm *dtrain__axis_comm(const dtrain_op *op);
+/* Describe the part of parameter i that this rank has; its axis is -1 where it is not cut. */
+DTRAIN__PRIVATE dtrain__share dtrain__param_share(const dtrain_op *op, uint32_t i);
+/* Find how rows that no weight divides lie behind an operation that puts them together: whole, or
+ * under sequence parallelism cut (in prepare). */
+DTRAIN__PRIVATE dtrain_result dtrain__divide_rows(const dtrain_op *op, int64_t rows,
+                                                  uint32_t *placement, dtrain__share *part);
+/* Let forward borrow memory for `count` values (in prepare, once); return the memory (in forward).
+ * It is of the gradient pool, where every layer finds the same. */
+DTRAIN__PRIVATE void dtrain__op_borrow(dtrain_op *op, int64_t count, uint32_t dtype);
+DTRAIN__PRIVATE void *dtrain__op_scratch(const dtrain_op *op);
 DTRAIN__PRIVATE uint32_t dtrain__op_span(const dtrain_op *op);
 DTRAIN__PRIVATE void dtrain__op_span_end(const dtrain_op *op, uint32_t span);
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node);
@@ -220,8 +236,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, c
                                              uint32_t dtype, int64_t count, double scale,
                                              const float *factor);
 
-/* tape/layers.c */
+/* tape/linear.c */
 DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args);
+
+/* tape/layers.c */
 DTRAIN__PRIVATE void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, int64_t n,
                                          dtrain_dtype dtype);
 
@@ -253,6 +271,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op);
 DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_tensor *x,
                                                     bool *accumulate);
 DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_op *op, uint32_t output, uint32_t input);
+/* Borrow memory of the gradient pool (NULL: the error sticks), and give it back: what is queued
+ * then still reads it, and what is queued later comes behind. */
+DTRAIN__PRIVATE dtrain__chunk *dtrain__scratch_take(dtrain_tape *tape, size_t bytes);
+DTRAIN__PRIVATE void dtrain__scratch_give(dtrain__chunk *chunk);
 
 /* tape/recompute.c */
 DTRAIN__PRIVATE void dtrain__segment_begin(dtrain_tape *tape);

@@ -1,0 +1,429 @@
+/* Linear layers, whole and shared by the ranks of a tensor axis
+ *
+ * With z = x weight^T + bias and y = act(z):
+ *
+ *     d_z = d_y act'(z)   d_bias += column sums of d_z   d_weight += d_z^T x   d_x += d_z weight
+ *
+ * d_z overwrites d_y, which nobody needs any more. A node keeps x alive until its backward; with
+ * GELU or SiLU the value before it, with ReLU the output.
+ *
+ * The weight (out, in) says how t ranks share the layer (parallel/cut.h). Cut by rows, a rank makes
+ * its columns of y alone; cut by columns, it multiplies its columns of x, and y is the sum of all
+ * products. One behind the other, as in an MLP, they send once forward and once backward (the f and
+ * g of Shoeybi et al., "Megatron-LM", 2019, are inside of the layers):
+ *
+ *                 cut by rows                   cut by columns
+ *
+ *     rank 0      +--- W1[0] --> h[0] = columns --- W2[0] --> part --+
+ *              x -+                                                  +- sum, + bias --> y
+ *     rank 1      +--- W1[1] --> h[1] = columns --- W2[1] --> part --+
+ *                    <-- d_x: sum of both                  d_y is there <--
+ *
+ *     weight          x          y          forward sends      backward sends
+ *
+ *     cut by rows     whole      columns    -                  the sum of d_x
+ *     cut by rows     rows       columns    x is gathered      x again; sums of d_x are scattered
+ *     cut by columns  columns    whole      the sum of y       -
+ *     cut by columns  columns    rows       sums scattered     d_y is gathered
+ *     not cut         whole or rows alike   -                  -
+ *
+ * Rows are those of sequence parallelism (Korthikanti et al., 2022), which sends the same bytes and
+ * keeps a part of them. Invariants: no tensor is a partial sum; what is whole has the same bits on
+ * every rank, and so has its gradient; collectives run in the order of the program on every rank.
+ * The bias of a weight cut by rows is cut like it; that of a weight cut by columns is whole, and is
+ * added once, to the sum. */
+
+#include "core/platform_internal.h"
+#include "tape/ops.h"
+#include "tape/tape_internal.h"
+
+typedef struct dtrain__linear {
+    dtrain_gemm_args forward; /* of this rank: m rows, of x gathered and of y before its sum */
+    uint32_t cut;             /* dtrain_cut_axis of the weight, over several ranks */
+    bool gathers;             /* x has a part of the m rows */
+    bool scatters;            /* y has a part of them */
+    bool grad_is_inner;       /* y->grad is that of z, before the activation */
+} dtrain__linear;
+
+DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args)
+{
+    op->tape->flops += 2.0 * (double)args->m * (double)args->n * (double)args->k;
+    return op->device->ops->gemm(op->device, args);
+}
+
+/* ---- How it is shared -------------------------------------------------------------------------*/
+
+/* Refuse a bias that is not there as the outputs of the weight are. */
+static dtrain_result dtrain__linear_bias_check(const dtrain_op *op, uint32_t cut,
+                                               const dtrain__share *weight)
+{
+    char weight_text[DTRAIN__SHARE_TEXT], bias_text[DTRAIN__SHARE_TEXT];
+    const dtrain__share bias = dtrain__param_share(op, 1);
+    const bool rows = cut == DTRAIN_CUT_ROWS;
+    if (rows ? dtrain__share_same(&bias, weight) : bias.axis < 0) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_linear: of bias %s this rank has %s outputs, of parameter %s %s%s; "
+                       "give the bias %s",
+                       dtrain__param_name(op->params[1]), dtrain__share_text(&bias, bias_text),
+                       dtrain__param_name(op->params[0]), rows ? "the rows " : "every output",
+                       rows ? dtrain__share_text(weight, weight_text) : "",
+                       rows ? "the same cut" : "no cut");
+}
+
+/* Check that x lies as the weight needs it. */
+static dtrain_result dtrain__linear_input_check(const dtrain_op *op, uint32_t cut,
+                                                const dtrain__share *weight)
+{
+    static const char *const expected[3] = {
+        "a whole one, or one cut by rows, for a weight that is not cut",
+        "a whole one, or one cut by rows, for a weight that is cut by rows",
+        "cut by columns (DTRAIN_PLACEMENT_COLUMNS) for a weight that is"};
+    const uint32_t placement = op->inputs[0]->placement;
+    char weight_text[DTRAIN__SHARE_TEXT], x_text[DTRAIN__SHARE_TEXT];
+    if ((placement == DTRAIN_PLACEMENT_COLUMNS) != (cut == DTRAIN_CUT_COLUMNS))
+        return dtrain__placement_fail(op, 0, expected[cut]);
+    if (placement != DTRAIN_PLACEMENT_COLUMNS ||
+        dtrain__share_same(dtrain__tensor_share(op->inputs[0]), weight))
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_linear: of input 1 this rank has the columns %s, of parameter %s "
+                       "%s; cut what makes the input, and the parameter, into the same parts",
+                       dtrain__share_text(dtrain__tensor_share(op->inputs[0]), x_text),
+                       dtrain__param_name(op->params[0]), dtrain__share_text(weight, weight_text));
+}
+
+/* Check how inputs and parameters lie; find how y does, and its part. */
+static dtrain_result dtrain__linear_place(const dtrain_op *op, dtrain__linear *layer,
+                                          uint32_t *placement, dtrain__share *part)
+{
+    const dtrain_tensor *x = op->inputs[0];
+    *placement = x->placement;
+    *part = *dtrain__tensor_share(x);
+    if (op->tape->groups.tensor_ranks == 1) return DTRAIN_OK;
+    const dtrain__share weight = dtrain__param_share(op, 0);
+    layer->cut = (uint32_t)(weight.axis + 1);
+    DTRAIN__TRY(dtrain__linear_input_check(op, layer->cut, &weight));
+    if (op->param_count > 1) DTRAIN__TRY(dtrain__linear_bias_check(op, layer->cut, &weight));
+    if (layer->cut == DTRAIN_CUT_COLUMNS) {
+        DTRAIN__TRY(dtrain__divide_rows(op, x->count / x->shape[x->ndim - 1], placement, part));
+        layer->scatters = *placement == DTRAIN_PLACEMENT_ROWS;
+    } else if (layer->cut == DTRAIN_CUT_ROWS) { /* a row of y is cut as the axis of the weight is */
+        const int64_t row[4] = {weight.whole, 0, 0, 0};
+        layer->gathers = x->placement == DTRAIN_PLACEMENT_ROWS;
+        *placement = DTRAIN_PLACEMENT_COLUMNS;
+        dtrain__share_of(&weight.cut, row, op->tape->groups.tensor_ranks,
+                         op->tape->groups.tensor_rank, part);
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- Forward ----------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain__linear_prepare(dtrain_op *op)
+{
+    dtrain__linear *layer = (dtrain__linear *)op->args;
+    dtrain_gemm_args *args = &layer->forward;
+    const dtrain_tensor *x = op->inputs[0];
+    const int64_t in = x->shape[x->ndim - 1], out = op->param_shape[0][0], rows = x->count / in;
+    uint32_t placement;
+    dtrain__share part;
+    DTRAIN__TRY(dtrain__linear_place(op, layer, &placement, &part));
+    DTRAIN__TRY(dtrain_op_check_param(op, 0, -1, in));
+    if (op->param_count > 1) DTRAIN__TRY(dtrain_op_check_param(op, 1, out, 0));
+    if (args->activation > DTRAIN_ACTIVATION_SILU)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_linear: unknown activation %u",
+                           args->activation);
+    args->m = layer->gathers ? dtrain__tensor_share(x)->whole : rows;
+    if (layer->gathers || layer->scatters) {
+        const int64_t shape[2] = {layer->scatters ? part.count : args->m, out};
+        dtrain_op_output(op, op->cast, 2, shape);
+        dtrain__op_borrow(op, args->m * (layer->gathers ? in : out), op->cast);
+    } else {
+        dtrain__output_like(op, x, out, op->cast);
+    }
+    DTRAIN__TRY(op->tape->error);
+    dtrain__place_as(op->outputs[0], placement, &part);
+    args->flags = DTRAIN_GEMM_TRANS_B;
+    args->n = out, args->k = in;
+    args->alpha = 1;
+    args->a = op->input_data[0], args->lda = in;
+    args->b = op->param_data[0], args->ldb = in;
+    args->c = op->output_data[0], args->ldc = out;
+    args->a_dtype = args->b_dtype = args->c_dtype = op->cast;
+    args->bias = (const float *)op->param_data[1];
+    if (args->activation >= DTRAIN_ACTIVATION_GELU && op->needs_grad)
+        args->aux = dtrain_op_save(op, op->cast, op->outputs[0]->count);
+    if (args->activation == DTRAIN_ACTIVATION_RELU) op->reads |= DTRAIN_OP_READS_OUTPUTS;
+    return DTRAIN_OK;
+}
+
+/* Put the rows of x together: all (m, in). They are gathered again in backward, not kept. */
+static dtrain_result dtrain__linear_gather(const dtrain_op *op, const dtrain_gemm_args *forward,
+                                           void *all, dtrain_work **work)
+{
+    return dtrain__gather_rows(dtrain__axis_comm(op), op->device, forward->a, all, forward->m,
+                               forward->k, forward->a_dtype, work);
+}
+
+/* Add the products of all ranks up, then the bias and the activation to the sum. */
+static dtrain_result dtrain__linear_sum(dtrain_op *op, const dtrain__linear *layer)
+{
+    dtrain_gemm_args gemm = layer->forward;
+    dtrain_bias_args bias;
+    dtrain_work *work;
+    gemm.bias = NULL;
+    gemm.aux = NULL;
+    gemm.activation = DTRAIN_ACTIVATION_NONE;
+    if (layer->scatters) gemm.c = dtrain__op_scratch(op);
+    DTRAIN__TRY(dtrain__counted_gemm(op, &gemm));
+    if (layer->scatters)
+        DTRAIN__TRY(dtrain__scatter_rows(dtrain__axis_comm(op), gemm.c, op->output_data[0], gemm.m,
+                                         gemm.n, gemm.c_dtype, &work));
+    else
+        DTRAIN__TRY(dtrain__sum_values(dtrain__axis_comm(op), gemm.c, gemm.m * gemm.n, gemm.c_dtype,
+                                       &work));
+    DTRAIN__TRY(dtrain_work_wait(work));
+    if (!layer->forward.bias && !layer->forward.activation) return DTRAIN_OK;
+    memset(&bias, 0, sizeof bias);
+    bias.rows = op->outputs[0]->count / gemm.n;
+    bias.n = gemm.n;
+    bias.y = op->output_data[0];
+    bias.bias = layer->forward.bias;
+    bias.aux = layer->forward.aux;
+    bias.activation = layer->forward.activation;
+    bias.dtype = gemm.c_dtype;
+    return op->device->ops->bias(op->device, &bias);
+}
+
+static dtrain_result dtrain__linear_forward(dtrain_op *op)
+{
+    const dtrain__linear *layer = (const dtrain__linear *)op->args;
+    dtrain_gemm_args gemm = layer->forward;
+    if (layer->cut == DTRAIN_CUT_COLUMNS) return dtrain__linear_sum(op, layer);
+    if (layer->gathers) {
+        dtrain_work *work;
+        void *all = dtrain__op_scratch(op);
+        DTRAIN__TRY(dtrain__linear_gather(op, &gemm, all, &work));
+        DTRAIN__TRY(dtrain_work_wait(work));
+        gemm.a = all;
+    }
+    return dtrain__counted_gemm(op, &gemm);
+}
+
+/* ---- Backward
+ *
+ * d_x comes last: it is what the next backward reads, so it should be the freshest in the cache.
+ * Where x is itself a linear layer's activated output and has no other use, the product that makes
+ * d_x multiplies by that activation's derivative and adds up that layer's bias gradient while it is
+ * at it: two passes less there.
+ *
+ * Where d_x is a sum over the axis it comes first, because the sum then goes on under the product
+ * that makes d_weight; and nobody may multiply it by anything before it is complete. */
+
+/* Return the layer that made x, if the product that computes d_x may also finish the backward of
+ * its activation. Both must belong to the same visit to a unit: in another visit gradients may not
+ * be touched, and values may have been dropped. */
+static dtrain_node *dtrain__inner_layer(const dtrain_op *op)
+{
+    const dtrain_tensor *x = op->inputs[0];
+    dtrain_node *inner = x->producer;
+    if (!inner || inner->op.desc != op->desc || x->pending_uses != 1 || x->grad ||
+        inner->mark != ((const dtrain_node *)op)->mark)
+        return NULL;
+    const dtrain__linear *layer = (const dtrain__linear *)inner->op.args;
+    return layer->forward.aux ? inner : NULL;
+}
+
+/* A gradient of parameters: where it goes, NULL if nobody wants it, and whether to add. */
+typedef struct dtrain__linear_target {
+    float *grad;
+    bool add;
+} dtrain__linear_target;
+
+/* d_weight (out,in) = d_z^T (out,m) x (m,in); d_bias: rows of d_z^T added up. */
+static dtrain_result dtrain__linear_weight_grad(dtrain_op *op, const void *d_z, const void *x,
+                                                const dtrain__linear_target *weight,
+                                                const dtrain__linear_target *bias)
+{
+    const dtrain_gemm_args *forward = &((const dtrain__linear *)op->args)->forward;
+    dtrain_gemm_args gemm;
+    if (!weight->grad) return DTRAIN_OK;
+    memset(&gemm, 0, sizeof gemm);
+    gemm.flags = DTRAIN_GEMM_TRANS_A;
+    gemm.alpha = 1;
+    gemm.m = gemm.lda = forward->n;
+    gemm.k = forward->m;
+    gemm.n = gemm.ldb = gemm.ldc = forward->k;
+    gemm.a = d_z;
+    gemm.b = x;
+    gemm.c = weight->grad;
+    gemm.a_dtype = gemm.b_dtype = forward->c_dtype;
+    gemm.c_dtype = DTRAIN_DTYPE_F32;
+    gemm.beta = weight->add ? 1.0f : 0.0f;
+    gemm.bias_grad = bias->grad;
+    gemm.accumulate_bias_grad = bias->add;
+    return dtrain__counted_gemm(op, &gemm);
+}
+
+/* d_x (m,in) = d_z (m,out) weight (out,in), in x's type. */
+static dtrain_result dtrain__linear_input_grad(dtrain_op *op, const void *d_z, void *d_x, bool add,
+                                               dtrain_node *inner)
+{
+    const dtrain_gemm_args *forward = &((const dtrain__linear *)op->args)->forward;
+    dtrain_gemm_args gemm;
+    memset(&gemm, 0, sizeof gemm);
+    gemm.alpha = 1;
+    gemm.m = forward->m;
+    gemm.k = gemm.lda = forward->n;
+    gemm.n = gemm.ldb = gemm.ldc = forward->k;
+    gemm.a = d_z;
+    gemm.b = forward->b;
+    gemm.c = d_x;
+    gemm.a_dtype = gemm.b_dtype = forward->c_dtype;
+    gemm.c_dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    gemm.beta = add ? 1.0f : 0.0f;
+    if (inner) {
+        dtrain__linear *before = (dtrain__linear *)inner->op.args;
+        gemm.flags = DTRAIN_GEMM_ACT_BACKWARD | DTRAIN_GEMM_BIAS_GRAD_C;
+        gemm.activation = before->forward.activation;
+        gemm.aux = before->forward.aux;
+        gemm.bias_grad = dtrain_op_param_grad(&inner->op, 1, &gemm.accumulate_bias_grad);
+        before->grad_is_inner = true;
+    }
+    return dtrain__counted_gemm(op, &gemm);
+}
+
+/* Make d_z of d_y, in place, and d_bias where the product that makes d_weight does not: without
+ * that product, or where it has the d_z of all rows and this rank's share of d_bias is of its own.
+ */
+static dtrain_result dtrain__linear_activation(dtrain_op *op, bool weighs,
+                                               dtrain__linear_target *bias)
+{
+    const dtrain__linear *layer = (const dtrain__linear *)op->args;
+    const dtrain_gemm_args *forward = &layer->forward;
+    const bool activated = forward->activation != DTRAIN_ACTIVATION_NONE && !layer->grad_is_inner;
+    dtrain_tensor *y = op->outputs[0];
+    dtrain_activation_backward_args args;
+    bool there;
+    if (activated) DTRAIN__TRY(dtrain__gradient_open(op->tape, y, &there)); /* written in place */
+    if (!activated && (!bias->grad || (weighs && !layer->scatters))) return DTRAIN_OK;
+    memset(&args, 0, sizeof args);
+    args.activation = activated ? forward->activation : (uint32_t)DTRAIN_ACTIVATION_NONE;
+    args.accumulate = bias->add;
+    args.n = forward->n;
+    args.rows = y->count / args.n;
+    /* max(0, z) is positive where z is: for ReLU the output serves as well as z */
+    args.x = forward->aux ? forward->aux : forward->c;
+    args.d_out = args.d_in = y->grad;
+    args.d_bias = bias->grad;
+    args.dtype = forward->c_dtype;
+    bias->grad = NULL;
+    return op->device->ops->activation_backward(op->device, &args);
+}
+
+/* Wait for a collective at once where the strategy wants no overlap: the bits are the same. */
+static dtrain_result dtrain__linear_started(const dtrain_op *op, dtrain_work **work)
+{
+    const dtrain_strategy *strategy = op->tape->strategy;
+    dtrain_work *started = *work;
+    if (!started || !strategy || !dtrain__settings_of(strategy)->no_overlap) return DTRAIN_OK;
+    *work = NULL;
+    return dtrain_work_wait(started);
+}
+
+/* Make both gradients where d_x is a sum over the axis:
+ *
+ *     x of all rows is gathered   |  under the product that makes this rank's d_x
+ *     d_x is added up             |  under the product that makes d_weight
+ */
+static dtrain_result dtrain__linear_shared(dtrain_op *op, const dtrain__linear_target *weight,
+                                           const dtrain__linear_target *bias)
+{
+    const dtrain__linear *layer = (const dtrain__linear *)op->args;
+    const dtrain_gemm_args *forward = &layer->forward;
+    const dtrain_tensor *x = op->inputs[0];
+    dtrain_comm *comm = dtrain__axis_comm(op);
+    dtrain__chunk *all = NULL, *partial = NULL;
+    dtrain_work *gathering = NULL, *summing = NULL;
+    bool add = false;
+    const void *rows = forward->a, *d_z = op->outputs[0]->grad;
+    if (layer->gathers && weight->grad) {
+        all = dtrain__scratch_take(op->tape, (size_t)(forward->m * forward->k) *
+                                                 dtrain_dtype_bytes(forward->a_dtype));
+        if (!all) return op->tape->error;
+        rows = all->memory;
+        DTRAIN__TRY(dtrain__linear_gather(op, forward, all->memory, &gathering));
+        DTRAIN__TRY(dtrain__linear_started(op, &gathering));
+    }
+    char *d_x = (char *)dtrain_op_input_grad(op, 0, &add), *sum = d_x;
+    DTRAIN__TRY(op->tape->error);
+    if (d_x) {
+        const size_t row = (size_t)forward->k * dtrain_dtype_bytes((dtrain_dtype)x->dtype);
+        char *product = d_x;
+        if (add || layer->gathers) {
+            partial = dtrain__scratch_take(op->tape, (size_t)forward->m * row);
+            if (!partial) return op->tape->error;
+            product = partial->memory;
+            if (add) sum = product;
+        }
+        if (add && layer->gathers) sum += (size_t)dtrain__tensor_share(x)->first[0] * row;
+        DTRAIN__TRY(dtrain__linear_input_grad(op, d_z, product, false, NULL));
+        if (layer->gathers)
+            DTRAIN__TRY(dtrain__scatter_rows(comm, product, sum, forward->m, forward->k, x->dtype,
+                                             &summing));
+        else DTRAIN__TRY(dtrain__sum_values(comm, product, x->count, x->dtype, &summing));
+        DTRAIN__TRY(dtrain__linear_started(op, &summing));
+    }
+    DTRAIN__TRY(dtrain_work_wait(gathering));
+    DTRAIN__TRY(dtrain__linear_weight_grad(op, d_z, rows, weight, bias));
+    DTRAIN__TRY(dtrain_work_wait(summing));
+    if (add) DTRAIN__TRY(dtrain__tape_add(op->device, x->count, d_x, x->dtype, sum, x->dtype, d_x));
+    dtrain__scratch_give(all);
+    dtrain__scratch_give(partial);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__linear_backward(dtrain_op *op)
+{
+    const dtrain__linear *layer = (const dtrain__linear *)op->args;
+    const dtrain_gemm_args *forward = &layer->forward;
+    dtrain__linear_target weight, bias = {NULL, false};
+    dtrain__chunk *all = NULL;
+    bool add;
+    weight.grad = dtrain_op_param_grad(op, 0, &weight.add);
+    if (!layer->grad_is_inner) bias.grad = dtrain_op_param_grad(op, 1, &bias.add);
+    DTRAIN__TRY(dtrain__linear_activation(op, weight.grad != NULL, &bias));
+    if (layer->cut == DTRAIN_CUT_ROWS) return dtrain__linear_shared(op, &weight, &bias);
+
+    const void *d_z = op->outputs[0]->grad;
+    if (layer->scatters) {
+        dtrain_work *work;
+        all = dtrain__scratch_take(op->tape, (size_t)(forward->m * forward->n) *
+                                                 dtrain_dtype_bytes(forward->c_dtype));
+        if (!all) return op->tape->error;
+        DTRAIN__TRY(dtrain__gather_rows(dtrain__axis_comm(op), op->device, d_z, all->memory,
+                                        forward->m, forward->n, forward->c_dtype, &work));
+        DTRAIN__TRY(dtrain_work_wait(work));
+        d_z = all->memory;
+    }
+    DTRAIN__TRY(dtrain__linear_weight_grad(op, d_z, forward->a, &weight, &bias));
+    dtrain_node *inner = dtrain__inner_layer(op);
+    void *d_x = dtrain_op_input_grad(op, 0, &add);
+    if (d_x) DTRAIN__TRY(dtrain__linear_input_grad(op, d_z, d_x, add, inner));
+    dtrain__scratch_give(all);
+    return op->tape->error;
+}
+
+DTRAIN__OP(linear, linear, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LINEAR, 0, DTRAIN__OP_PLACES,
+           true)
+
+DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
+                                        dtrain_param *bias, dtrain_activation activation)
+{
+    dtrain_param *const params[2] = {weight, bias};
+    dtrain__linear args;
+    memset(&args, 0, sizeof args);
+    args.forward.activation = activation;
+    return dtrain_tape_apply(tape, &dtrain__linear_op, &x, 1, params, bias ? 2 : 1, &args,
+                             sizeof args);
+}
