@@ -145,6 +145,7 @@ extern "C" {
 #include "tape/layers.c"
 #include "tape/attention.c"
 #include "tape/shapes.c"
+#include "tape/place.c"
 #include "tape/batchnorm.c"
 #include "tape/convolution.c"
 #include "tape/pointwise.c"
