@@ -56,13 +56,29 @@ DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain
 /* ---- Scale and dropout
  *
  * Both are linear in x and keep nothing: the kernel that makes y of x makes d_x of d_y. Whether
- * dropout keeps an element is a function of (seed, stream, i). */
+ * dropout keeps an element is a function of (seed, stream, its place in the whole tensor). */
 
 typedef struct dtrain__map {
     dtrain_result (*run)(dtrain_op *op, const void *x, void *y, bool accumulate);
     float factor;
     dtrain_dropout_args dropout;
 } dtrain__map;
+
+/* Say where x's elements stand in the whole tensor: their random numbers are drawn by that place,
+ * so that the masks of all ranks together are those of one. */
+static void dtrain__map_part(const dtrain_tensor *x, dtrain_part *of)
+{
+    const dtrain__share *part = dtrain__tensor_share(x);
+    of->n = x->shape[x->ndim - 1];
+    if (x->placement == DTRAIN_PLACEMENT_ROWS) of->first = part->first[0] * of->n;
+    if (x->placement != DTRAIN_PLACEMENT_COLUMNS) return;
+    of->whole_n = part->whole;
+    of->segments = part->runs;
+    for (uint32_t i = 0; i < part->runs; i++) {
+        of->segment[i].length = part->length[i];
+        of->segment[i].column = part->first[i];
+    }
+}
 
 static dtrain_result dtrain__map_prepare(dtrain_op *op)
 {
@@ -71,6 +87,7 @@ static dtrain_result dtrain__map_prepare(dtrain_op *op)
     if (!(probability >= 0 && probability < 1)) /* so written that NaN is refused */
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: probability is %g, not in [0, 1)",
                            op->desc->name, (double)probability);
+    dtrain__map_part(x, &((dtrain__map *)op->args)->dropout.part);
     dtrain_op_output(op, (dtrain_dtype)x->dtype, x->ndim, x->shape);
     return DTRAIN_OK;
 }
