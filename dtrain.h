@@ -103,6 +103,8 @@
        src/parallel/mesh_internal.h         Who shares what with this rank: groups, made of a mesh or of a world
        src/parallel/cut.c                   Cuts: which part of a parameter a rank has
        src/parallel/cut_internal.h          The part of a cut parameter, or of a row whose columns are cut, that a rank has
+       src/parallel/exchange.c              Exchanges along the tensor axis
+       src/parallel/exchange_internal.h     Exchanges along the tensor axis: of device memory, rows of n elements
        src/strategy/params.c                Parameters: checks and completes what the host registers
        src/strategy/strategy_internal.h     The strategy, and what its files call of one another
        src/strategy/layout_internal.h       The tables of a strategy: kinds, parameters, buckets, units, and the memory behind them
@@ -136,7 +138,8 @@
        src/tape/staging.c                   Page-locked staging of inputs
        src/tape/op.c                        Running an operation
        src/tape/backward.c                  Backward
-       src/tape/layers.c                    Layers: linear, normalisation, embedding
+       src/tape/linear.c                    Linear layers, whole and shared by the ranks of a tensor axis
+       src/tape/layers.c                    Layers: normalisation, embedding
        src/tape/attention.c                 Attention, and what belongs to it: rotary position embedding, softmax
        src/tape/shapes.c                    Products of matrices, copies in another type or shape, permuted axes
        src/tape/batchnorm.c                 Batch normalisation
@@ -3229,8 +3232,10 @@ struct dtrain_comm_hook_desc {
 #define DTRAIN_OP_READS_OUTPUTS 2u
 
 /* Placements of inputs over the tensor axis that an operation takes beside whole tensors; its
- * outputs then lie as input 0 does. One that says nothing is given whole tensors only, and an input
- * of another placement is an error that names both. Parameters of such operations are not cut. */
+ * outputs then lie as the first one of them that is not I32. One that says nothing is given whole
+ * tensors only, and an input of another placement is an error that names both. I32 inputs are always
+ * whole: beside columns they are as they should be, beside rows an error. Parameters of such
+ * operations are not cut. */
 #define DTRAIN_OP_TAKES_COLUMNS 1u
 #define DTRAIN_OP_TAKES_ROWS 2u
 
@@ -3359,6 +3364,17 @@ typedef struct dtrain_activation_backward_args {
     dtrain_dtype dtype;    /* of x, d_out, d_in */
 } dtrain_activation_backward_args;
 
+/* y = act(y + bias), in place: what a GEMM leaves to do whose C is summed over ranks first. aux, if
+ * not NULL, receives y + bias. */
+typedef struct dtrain_bias_args {
+    int64_t rows, n;
+    void *y;           /* (rows,n) */
+    const float *bias; /* (n) or NULL */
+    void *aux;         /* (rows,n) or NULL */
+    uint32_t activation;
+    dtrain_dtype dtype; /* of y and aux: F32, BF16 or F16 */
+} dtrain_bias_args;
+
 /* s = x + residual (s = x without residual); y = (s - mean) * rstd * weight + bias over the last
  * axis (Ba et al., 2016). Without `mean` (NULL) the mean counts as 0: the root mean square norm of
  * Zhang and Sennrich, 2019. bias may be NULL. sum keeps s for backward and for the next residual;
@@ -3399,14 +3415,21 @@ typedef struct dtrain_layernorm_backward_args {
 /* y[row] = wte[token[row]] + wpe[row % sequence]; wpe may be NULL. A token outside [0, vocab) is
  * an error that names it; a device that learns of it late uses token 0 meanwhile.
  *
+ * Of a whole table of whole_vocab rows wte may hold only `vocab`, from first_token on: a token of
+ * the whole one that is not here counts as a row of zeros, which gets no gradient. Likewise rows
+ * may be a part of a batch, whose first one is first_row: row r has position (first_row + r) %
+ * sequence.
+ *
  * Backward adds into d_wte and d_wpe: the caller zeroes them before the first use in a step. Sums
  * run in row order, so the result depends neither on the number of threads nor on timing. */
 typedef struct dtrain_embedding_args {
     int64_t rows, sequence, n, vocab;
-    const int32_t *tokens;  /* (rows) */
-    const float *wte, *wpe; /* (vocab,n), (sequence or more,n) */
-    void *y;                /* (rows,n) */
-    dtrain_dtype dtype;     /* of y and d_y */
+    const int32_t *tokens;            /* (rows) */
+    const float *wte, *wpe;           /* (vocab,n), (sequence or more,n) */
+    void *y;                          /* (rows,n) */
+    dtrain_dtype dtype;               /* of y and d_y */
+    int64_t first_token, whole_vocab; /* whole_vocab 0: vocab */
+    int64_t first_row;
 
     const void *d_y;
     float *d_wte, *d_wpe; /* like wte and wpe, or NULL */
@@ -3555,8 +3578,22 @@ typedef struct dtrain_add_args {
     dtrain_dtype y_dtype;
 } dtrain_add_args;
 
-/* y[i] = keep(i) ? x[i] / (1 - probability) : 0, keep from Philox (seed, stream, i): running the
- * same kernel on the gradient is the backward pass, so no mask is stored. y may be x. */
+/* Where the elements of a part stand in a whole tensor. Without segments element i has the number
+ * first + i; zeroed, the part is the whole. With segments the columns are cut: a row of n elements
+ * is segments one behind the other, each a run of `length` that begins at `column` of a whole row
+ * of whole_n, and the number is first + row * whole_n + column. Lengths add up to n. */
+typedef struct dtrain_part {
+    int64_t first;
+    int64_t n, whole_n; /* read with segments only */
+    uint32_t segments;
+    struct {
+        int64_t length, column;
+    } segment[4];
+} dtrain_part;
+
+/* y[i] = keep(i) ? x[i] / (1 - probability) : 0, keep from Philox (seed, stream, number of i in the
+ * whole tensor): running the same kernel on the gradient is the backward pass, so no mask is
+ * stored, and the masks of parts are those of the whole. y may be x. */
 typedef struct dtrain_dropout_args {
     int64_t count;
     float probability;
@@ -3566,6 +3603,7 @@ typedef struct dtrain_dropout_args {
     void *y;
     const dtrain_step_scalars *scalars; /* device memory, or NULL: adds its seed */
     dtrain_dtype dtype;                 /* of x and y */
+    dtrain_part part;
 } dtrain_dropout_args;
 
 /* total = scale * sum of x, or of x*x when squares; accumulated in double over fixed chunks in a
@@ -3800,7 +3838,7 @@ typedef enum dtrain_copy_kind {
     DTRAIN_COPY_DEVICE_TO_DEVICE = 3
 } dtrain_copy_kind;
 
-#define DTRAIN_DEVICE_ABI 10u
+#define DTRAIN_DEVICE_ABI 11u
 
 /* The entries from create to is_device_memory move data and order work; a stream of NULL is the
  * compute stream. Kernels go to the compute stream.
@@ -3866,6 +3904,7 @@ struct dtrain_device_ops {
 
     dtrain_result (*gemm)(dtrain_device *, const dtrain_gemm_args *);
     dtrain_result (*activation_backward)(dtrain_device *, const dtrain_activation_backward_args *);
+    dtrain_result (*bias)(dtrain_device *, const dtrain_bias_args *);
     dtrain_result (*layernorm)(dtrain_device *, const dtrain_layernorm_args *);
     dtrain_result (*layernorm_backward)(dtrain_device *, const dtrain_layernorm_backward_args *);
     dtrain_result (*embedding)(dtrain_device *, const dtrain_embedding_args *);
@@ -8442,7 +8481,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__product(dtrain_device *device, uint32_t fl
 /* The kernels in the order of dtrain_device_ops. L: of layers, which DTRAIN_PARTS leaves out. */
 /* clang-format off */
 #define DTRAIN__KERNEL_LIST(X, L)                                                            \
-    X(gemm) X(activation_backward) L(layernorm) L(layernorm_backward)                        \
+    X(gemm) X(activation_backward) X(bias) L(layernorm) L(layernorm_backward)                \
     L(embedding) L(embedding_backward) L(attention) L(attention_backward)                    \
     L(cross_entropy) L(cross_entropy_backward) L(pointwise) L(pointwise_backward)            \
     L(softmax) L(softmax_backward) L(rotary) L(permute) X(add) X(axpby) X(dropout)           \
@@ -12821,6 +12860,7 @@ typedef struct dtrain__share {
     int64_t inner;    /* elements of one step along the axis */
     uint32_t runs;
     int64_t first[DTRAIN_CUT_COMPONENTS], length[DTRAIN_CUT_COMPONENTS]; /* (runs) */
+    dtrain_cut cut; /* that it was made by, which also makes the parts of other ranks */
 } dtrain__share;
 
 /* parallel/cut.c */
@@ -12836,6 +12876,9 @@ DTRAIN__PRIVATE void dtrain__share_of(const dtrain_cut *cut, const int64_t shape
 DTRAIN__PRIVATE int64_t dtrain__share_place(const dtrain__share *part, int64_t i, int64_t *run);
 /* Tell whether two parts have the same runs of axes of the same length. */
 DTRAIN__PRIVATE bool dtrain__share_same(const dtrain__share *a, const dtrain__share *b);
+/* Write the runs of a part, "0-5 and 12-17 of 24", to a text of the caller's. */
+#define DTRAIN__SHARE_TEXT 224 /* 4 runs of two numbers of 19 digits fit */
+DTRAIN__PRIVATE const char *dtrain__share_text(const dtrain__share *part, char *text);
 
 /* Return the length of a component in the whole. */
 static int64_t dtrain__component(const dtrain_cut *cut, int64_t whole, uint32_t i)
@@ -12891,6 +12934,7 @@ DTRAIN__PRIVATE void dtrain__share_of(const dtrain_cut *cut, const int64_t shape
 {
     memset(part, 0, sizeof *part);
     memcpy(part->shape, shape, sizeof part->shape);
+    part->cut = *cut;
     part->axis = ranks > 1 ? (int)cut->axis - 1 : -1;
     if (part->axis >= 0) {
         int64_t *length = &part->shape[part->axis], begin = 0;
@@ -12931,6 +12975,117 @@ DTRAIN__PRIVATE bool dtrain__share_same(const dtrain__share *a, const dtrain__sh
     return a->whole == b->whole && a->runs == b->runs &&
            memcmp(a->first, b->first, sizeof a->first) == 0 &&
            memcmp(a->length, b->length, sizeof a->length) == 0;
+}
+
+DTRAIN__PRIVATE const char *dtrain__share_text(const dtrain__share *part, char *text)
+{
+    size_t used = 0;
+    for (uint32_t i = 0; i < part->runs; i++)
+        used += (size_t)snprintf(text + used, DTRAIN__SHARE_TEXT - used, "%s%lld-%lld",
+                                 i ? " and " : "", (long long)part->first[i],
+                                 (long long)(part->first[i] + part->length[i] - 1));
+    if (part->axis < 0)
+        snprintf(text, DTRAIN__SHARE_TEXT, "all of %lld", (long long)part->shape[0]);
+    else snprintf(text + used, DTRAIN__SHARE_TEXT - used, " of %lld", (long long)part->whole);
+    return text;
+}
+
+/* ==== src/parallel/exchange.c ================================================================= */
+
+/* Exchanges along the tensor axis
+ *
+ * Rows lie one after the other, so that a part is one piece of memory. Where the ranks divide the
+ * rows one collective does; otherwise each rank's piece goes by itself, in rank order, and nothing
+ * goes on behind the host's back. */
+
+/* ==== src/parallel/exchange_internal.h ======================================================== */
+
+/* Exchanges along the tensor axis: of device memory, rows of n elements. */
+
+/* Rank r of t has rows n r / t to n (r + 1) / t of what is cut by rows. Each call is collective,
+ * returns at once and leaves *work to dtrain_work_wait; with comm NULL, in a plan, it does
+ * nothing. Sums are added up in fp32 in the order of the ranks and rounded once. */
+
+/* parallel/exchange.c */
+DTRAIN__PRIVATE dtrain__share dtrain__rows_share(int64_t rows, int ranks, int rank);
+/* Add values (count) up over the axis, in place. */
+DTRAIN__PRIVATE dtrain_result dtrain__sum_values(dtrain_comm *comm, void *values, int64_t count,
+                                                 uint32_t dtype, dtrain_work **work);
+/* Put the parts of all ranks together: whole (rows, n). */
+DTRAIN__PRIVATE dtrain_result dtrain__gather_rows(dtrain_comm *comm, dtrain_device *device,
+                                                  const void *part, void *whole, int64_t rows,
+                                                  int64_t n, uint32_t dtype, dtrain_work **work);
+/* Add whole (rows, n) up over the axis, and keep this rank's rows in part, which may be the place
+ * of those rows in whole. */
+DTRAIN__PRIVATE dtrain_result dtrain__scatter_rows(dtrain_comm *comm, const void *whole, void *part,
+                                                   int64_t rows, int64_t n, uint32_t dtype,
+                                                   dtrain_work **work);
+
+DTRAIN__PRIVATE dtrain__share dtrain__rows_share(int64_t rows, int ranks, int rank)
+{
+    const int64_t shape[4] = {rows, 0, 0, 0};
+    dtrain__share part;
+    dtrain_cut cut;
+    memset(&cut, 0, sizeof cut);
+    cut.axis = DTRAIN_CUT_ROWS;
+    dtrain__share_of(&cut, shape, ranks, rank, &part);
+    return part;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__sum_values(dtrain_comm *comm, void *values, int64_t count,
+                                                 uint32_t dtype, dtrain_work **work)
+{
+    *work = NULL;
+    if (!comm) return DTRAIN_OK;
+    return dtrain_all_reduce(comm, values, values, (size_t)count, (dtrain_dtype)dtype,
+                             DTRAIN_REDUCE_SUM, work);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__gather_rows(dtrain_comm *comm, dtrain_device *device,
+                                                  const void *part, void *whole, int64_t rows,
+                                                  int64_t n, uint32_t dtype, dtrain_work **work)
+{
+    const int ranks = dtrain_comm_size(comm), rank = dtrain_comm_rank(comm);
+    const size_t row = (size_t)n * dtrain_dtype_bytes((dtrain_dtype)dtype);
+    *work = NULL;
+    if (!comm) return DTRAIN_OK;
+    if (rows % ranks == 0)
+        return dtrain_all_gather(comm, part, whole, (size_t)(rows / ranks * n), (dtrain_dtype)dtype,
+                                 work);
+    for (int r = 0; r < ranks; r++) {
+        const dtrain__share of = dtrain__rows_share(rows, ranks, r);
+        char *place = (char *)whole + (size_t)of.first[0] * row;
+        if (r == rank)
+            DTRAIN__TRY(device->ops->copy(device, place, part, (size_t)of.count * row,
+                                          DTRAIN_COPY_DEVICE_TO_DEVICE));
+        DTRAIN__TRY(
+            dtrain_broadcast(comm, place, (size_t)(of.count * n), (dtrain_dtype)dtype, r, work));
+        DTRAIN__TRY(dtrain_work_wait(*work));
+        *work = NULL;
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__scatter_rows(dtrain_comm *comm, const void *whole, void *part,
+                                                   int64_t rows, int64_t n, uint32_t dtype,
+                                                   dtrain_work **work)
+{
+    const int ranks = dtrain_comm_size(comm);
+    const size_t row = (size_t)n * dtrain_dtype_bytes((dtrain_dtype)dtype);
+    *work = NULL;
+    if (!comm) return DTRAIN_OK;
+    if (rows % ranks == 0)
+        return dtrain_reduce_scatter(comm, whole, part, (size_t)(rows / ranks * n),
+                                     (dtrain_dtype)dtype, DTRAIN_REDUCE_SUM, work);
+    for (int r = 0; r < ranks; r++) {
+        const dtrain__share of = dtrain__rows_share(rows, ranks, r);
+        DTRAIN__TRY(dtrain_reduce(comm, (const char *)whole + (size_t)of.first[0] * row, part,
+                                  (size_t)(of.count * n), (dtrain_dtype)dtype, DTRAIN_REDUCE_SUM, r,
+                                  work));
+        DTRAIN__TRY(dtrain_work_wait(*work));
+        *work = NULL;
+    }
+    return DTRAIN_OK;
 }
 
 /* ==== src/strategy/params.c =================================================================== */
@@ -18347,6 +18502,8 @@ typedef struct dtrain_node {
     bool dropped;                           /* its results are in the segment's region */
     bool saves;                             /* it has saved memory, which backward reads */
     bool reached;                           /* the gradient of this backward's loss reaches it */
+    size_t scratch_bytes;                   /* that forward borrows of the gradient pool, each */
+    void *scratch;                          /* time that it runs; and where they are meanwhile */
 } dtrain_node;
 
 /* A tensor and what only the tape knows of it: every dtrain_tensor is the first member of one. */
@@ -18475,6 +18632,19 @@ DTRAIN__PRIVATE void dtrain__place_as(dtrain_tensor *y, uint32_t placement,
 /* Refuse input i, which does not lie as `expected`. */
 DTRAIN__PRIVATE dtrain_result dtrain__placement_fail(const dtrain_op *op, uint32_t i,
                                                      const char *expected);
+/* Return the communicator of the tensor axis; NULL: an operation sends nothing, in a plan or on an
+ * axis of one rank. */
+DTRAIN__PRIVATE dtrain_comm *dtrain__axis_comm(const dtrain_op *op);
+/* Describe the part of parameter i that this rank has; its axis is -1 where it is not cut. */
+DTRAIN__PRIVATE dtrain__share dtrain__param_share(const dtrain_op *op, uint32_t i);
+/* Find how rows that no weight divides lie behind an operation that puts them together: whole, or
+ * under sequence parallelism cut (in prepare). */
+DTRAIN__PRIVATE dtrain_result dtrain__divide_rows(const dtrain_op *op, int64_t rows,
+                                                  uint32_t *placement, dtrain__share *part);
+/* Let forward borrow memory for `count` values (in prepare, once); return the memory (in forward).
+ * It is of the gradient pool, where every layer finds the same. */
+DTRAIN__PRIVATE void dtrain__op_borrow(dtrain_op *op, int64_t count, uint32_t dtype);
+DTRAIN__PRIVATE void *dtrain__op_scratch(const dtrain_op *op);
 DTRAIN__PRIVATE uint32_t dtrain__op_span(const dtrain_op *op);
 DTRAIN__PRIVATE void dtrain__op_span_end(const dtrain_op *op, uint32_t span);
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node);
@@ -18489,8 +18659,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, c
                                              uint32_t dtype, int64_t count, double scale,
                                              const float *factor);
 
-/* tape/layers.c */
+/* tape/linear.c */
 DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args);
+
+/* tape/layers.c */
 DTRAIN__PRIVATE void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, int64_t n,
                                          dtrain_dtype dtype);
 
@@ -18522,6 +18694,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op);
 DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_tensor *x,
                                                     bool *accumulate);
 DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_op *op, uint32_t output, uint32_t input);
+/* Borrow memory of the gradient pool (NULL: the error sticks), and give it back: what is queued
+ * then still reads it, and what is queued later comes behind. */
+DTRAIN__PRIVATE dtrain__chunk *dtrain__scratch_take(dtrain_tape *tape, size_t bytes);
+DTRAIN__PRIVATE void dtrain__scratch_give(dtrain__chunk *chunk);
 
 /* tape/recompute.c */
 DTRAIN__PRIVATE void dtrain__segment_begin(dtrain_tape *tape);
@@ -19112,22 +19288,62 @@ DTRAIN__PRIVATE void dtrain__place_as(dtrain_tensor *y, uint32_t placement,
     if (placement != DTRAIN_PLACEMENT_WHOLE) ((dtrain__tape_tensor *)y)->part = *part;
 }
 
-/* Check that all tensors lie as input 0 does, and so that the operation takes it. */
+DTRAIN__PRIVATE dtrain_comm *dtrain__axis_comm(const dtrain_op *op)
+{
+    return op->planning ? NULL : op->tape->groups.tensor;
+}
+
+DTRAIN__PRIVATE dtrain__share dtrain__param_share(const dtrain_op *op, uint32_t i)
+{
+    const dtrain_param *p = op->params[i];
+    while (!p->shape[0] && p->alias_of) p = p->alias_of;
+    return dtrain__share_here(p, &op->tape->groups);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__divide_rows(const dtrain_op *op, int64_t rows,
+                                                  uint32_t *placement, dtrain__share *part)
+{
+    const dtrain__groups *groups = &op->tape->groups;
+    const bool even = rows % groups->tensor_ranks == 0;
+    *placement = DTRAIN_PLACEMENT_WHOLE;
+    if (!groups->sequence_parallel || (!even && op->tape->pass.flags & DTRAIN_TAPE_NO_GRAD))
+        return DTRAIN_OK;
+    if (!even)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: sequence parallelism divides rows evenly, and %lld rows (batch * "
+                           "sequence) do not divide by the %d ranks of the tensor axis; change the "
+                           "batch",
+                           op->desc->name, (long long)rows, groups->tensor_ranks);
+    *placement = DTRAIN_PLACEMENT_ROWS;
+    *part = dtrain__rows_share(rows, groups->tensor_ranks, groups->tensor_rank);
+    return DTRAIN_OK;
+}
+
+/* Return the input that the others must lie like; NULL: all are integers. */
+static const dtrain_tensor *dtrain__first_float(const dtrain_op *op)
+{
+    uint32_t i = 0;
+    while (i < op->input_count && !dtrain__is_float(op->inputs[i])) i++;
+    return i < op->input_count ? op->inputs[i] : NULL;
+}
+
+/* Check that all tensors lie as the first one does, and so that the operation takes it. Integers
+ * are always whole: beside columns of all rows they are as they should be. */
 static dtrain_result dtrain__check_placements(const dtrain_op *op)
 {
     const uint32_t takes = op->desc->placements;
-    const dtrain_tensor *first = NULL;
+    const dtrain_tensor *first = dtrain__first_float(op);
     if (op->tape->groups.tensor_ranks == 1 || takes & DTRAIN__OP_PLACES) return DTRAIN_OK;
     for (uint32_t i = 0; i < op->input_count; i++) {
         const dtrain_tensor *x = op->inputs[i];
+        if (!dtrain__is_float(x) && first && first->placement == DTRAIN_PLACEMENT_COLUMNS) continue;
         if (x->placement == DTRAIN_PLACEMENT_COLUMNS && !(takes & DTRAIN_OP_TAKES_COLUMNS))
             return dtrain__placement_fail(op, i,
                                           takes ? "a whole one, or one cut by rows" : "whole");
         if (x->placement == DTRAIN_PLACEMENT_ROWS && !(takes & DTRAIN_OP_TAKES_ROWS))
             return dtrain__placement_fail(op, i,
                                           takes ? "a whole one, or one cut by columns" : "whole");
-        if (!first) first = x;
-        if (x->placement != first->placement)
+        if (first && x->placement != first->placement)
             return dtrain__placement_fail(op, i, dtrain__placement_name(first));
         if (x->placement != DTRAIN_PLACEMENT_WHOLE &&
             !dtrain__share_same(dtrain__tensor_share(x), dtrain__tensor_share(first)))
@@ -19282,12 +19498,27 @@ DTRAIN__PRIVATE void dtrain__op_span_end(const dtrain_op *op, uint32_t span)
     op->tape->unit_end_ns = op->tape->world->timeline.since_ns;
 }
 
-/* Run the node's kernels, the first time or again: round the inputs that autocast wants narrow,
- * then its forward. */
-DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node)
+DTRAIN__PRIVATE void dtrain__op_borrow(dtrain_op *op, int64_t count, uint32_t dtype)
+{
+    size_t bytes;
+    if (dtrain__size_mul((size_t)count, dtrain_dtype_bytes((dtrain_dtype)dtype), &bytes))
+        ((dtrain_node *)op)->scratch_bytes = bytes;
+    else
+        dtrain__tape_stick(op->tape,
+                           dtrain_fail(DTRAIN_ERROR_MEMORY,
+                                       "%s: %lld elements are more than this machine can address",
+                                       op->desc->name, (long long)count));
+}
+
+DTRAIN__PRIVATE void *dtrain__op_scratch(const dtrain_op *op)
+{
+    return ((const dtrain_node *)op)->scratch;
+}
+
+/* Round the inputs that autocast wants narrow, then run the forward. */
+static dtrain_result dtrain__op_forward(dtrain_node *node)
 {
     dtrain_op *op = &node->op;
-    if (op->planning) return DTRAIN_OK;
     for (uint32_t i = 0; i < op->input_count; i++) {
         const dtrain_tensor *x = op->inputs[i];
         if (op->input_data[i] != node->source[i])
@@ -19297,6 +19528,23 @@ DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node)
     const uint32_t span = dtrain__op_span(op);
     const dtrain_result result = op->desc->forward(op);
     dtrain__op_span_end(op, span);
+    return result;
+}
+
+/* Run the node's kernels, the first time or again, with the memory that they borrow. A plan takes
+ * that memory and runs nothing. */
+DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node)
+{
+    dtrain_op *op = &node->op;
+    dtrain__chunk *scratch = NULL;
+    if (node->scratch_bytes) {
+        scratch = dtrain__scratch_take(op->tape, node->scratch_bytes);
+        if (!scratch) return op->tape->error;
+        node->scratch = scratch->memory;
+    }
+    const dtrain_result result = op->planning ? DTRAIN_OK : dtrain__op_forward(node);
+    dtrain__scratch_give(scratch);
+    node->scratch = NULL;
     return result;
 }
 
@@ -19336,9 +19584,8 @@ DTRAIN_API dtrain_tensor *dtrain_op_output(dtrain_op *op, dtrain_dtype dtype, ui
     if (op->tape->error != DTRAIN_OK) return NULL;
     op->output_data[i] = op->outputs[i]->data;
     op->output_count++;
-    if (op->input_count && dtrain__is_float(op->inputs[0]))
-        dtrain__place_as(op->outputs[i], op->inputs[0]->placement,
-                         dtrain__tensor_share(op->inputs[0]));
+    const dtrain_tensor *first = dtrain__first_float(op);
+    if (first) dtrain__place_as(op->outputs[i], first->placement, dtrain__tensor_share(first));
     /* Let the output be a mean over the same samples as its inputs; of two losses the one that
      * ignores targets counts. */
     dtrain__samples *samples = &((dtrain__tape_tensor *)op->outputs[i])->samples;
@@ -19546,6 +19793,23 @@ DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *
  * aside (`earlier`) and added when its backward has returned, or when it asks for the same tensor
  * again. */
 
+/* Take a chunk of the pool that nobody owns, or make one. */
+DTRAIN__PRIVATE dtrain__chunk *dtrain__scratch_take(dtrain_tape *tape, size_t bytes)
+{
+    dtrain__bump *pool = &tape->arenas[DTRAIN__ARENA_GRADIENTS];
+    dtrain__chunk *chunk = pool->first;
+    bytes = dtrain__round_up(bytes, DTRAIN__CACHE_LINE);
+    while (chunk && (chunk->owners || chunk->bytes != bytes)) chunk = chunk->next;
+    if (!chunk) chunk = dtrain__chunk_create(tape, pool, bytes);
+    if (chunk) chunk->owners = 1;
+    return chunk;
+}
+
+DTRAIN__PRIVATE void dtrain__scratch_give(dtrain__chunk *chunk)
+{
+    if (chunk) chunk->owners--;
+}
+
 /* Point x's gradient to a chunk; the caller counts the owners. */
 static void dtrain__gradient_set(dtrain_tensor *x, dtrain__chunk *chunk)
 {
@@ -19558,15 +19822,11 @@ static void dtrain__gradient_set(dtrain_tensor *x, dtrain__chunk *chunk)
 DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_tensor *x,
                                                     bool *accumulate)
 {
-    dtrain__bump *pool = &tape->arenas[DTRAIN__ARENA_GRADIENTS];
-    dtrain__chunk *shared = ((dtrain__tape_tensor *)x)->gradient, *chunk = pool->first;
-    const size_t bytes = dtrain__round_up(dtrain__tensor_bytes(x), DTRAIN__CACHE_LINE);
+    dtrain__chunk *shared = ((dtrain__tape_tensor *)x)->gradient, *chunk;
     *accumulate = x->grad != NULL;
     if (x->grad && (!shared || shared->owners == 1)) return DTRAIN_OK;
-    while (chunk && (chunk->owners || chunk->bytes != bytes)) chunk = chunk->next;
-    if (!chunk) chunk = dtrain__chunk_create(tape, pool, bytes);
+    chunk = dtrain__scratch_take(tape, dtrain__tensor_bytes(x));
     if (!chunk) return tape->error;
-    chunk->owners = 1;
     dtrain__gradient_set(x, chunk);
     if (!shared) return DTRAIN_OK;
     shared->owners--;
@@ -19660,70 +19920,50 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
                                                  : target->grad;
 }
 
-/* ==== src/tape/layers.c ======================================================================= */
+/* ==== src/tape/linear.c ======================================================================= */
 
-/* Layers: linear, normalisation, embedding
- *
- * Each is the three functions of a dtrain_op_desc, its DTRAIN__OP line and the public call. The
- * arguments of the forward kernel are filled by prepare and kept with the node: forward passes them
- * on, backward takes shapes and addresses from them.
- *
- * What a node keeps alive until its backward, beside its parameters:
- *
- *     linear          x; with GELU or SiLU the value before it, with ReLU the output
- *     norms           x (or the sum that it normalises), mean and rstd of each row
- *     embedding       tokens */
-
-/* Make the output with x's shape and n in the last axis. */
-DTRAIN__PRIVATE void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, int64_t n,
-                                         dtrain_dtype dtype)
-{
-    int64_t shape[4];
-    memcpy(shape, x->shape, sizeof shape);
-    shape[x->ndim - 1] = n;
-    dtrain_op_output(op, dtype, x->ndim, shape);
-}
-
-/* ---- Linear
+/* Linear layers, whole and shared by the ranks of a tensor axis
  *
  * With z = x weight^T + bias and y = act(z):
  *
  *     d_z = d_y act'(z)   d_bias += column sums of d_z   d_weight += d_z^T x   d_x += d_z weight
  *
- * d_z overwrites d_y, which nobody needs any more. d_x comes last: it is what the next backward
- * reads, so it should be the freshest in the cache. Where x is itself a linear layer's activated
- * output and has no other use, the product that makes d_x multiplies by that activation's
- * derivative and adds up that layer's bias gradient while it is at it: two passes less there. */
+ * d_z overwrites d_y, which nobody needs any more. A node keeps x alive until its backward; with
+ * GELU or SiLU the value before it, with ReLU the output.
+ *
+ * The weight (out, in) says how t ranks share the layer (parallel/cut.h). Cut by rows, a rank makes
+ * its columns of y alone; cut by columns, it multiplies its columns of x, and y is the sum of all
+ * products. One behind the other, as in an MLP, they send once forward and once backward (the f and
+ * g of Shoeybi et al., "Megatron-LM", 2019, are inside of the layers):
+ *
+ *                 cut by rows                   cut by columns
+ *
+ *     rank 0      +--- W1[0] --> h[0] = columns --- W2[0] --> part --+
+ *              x -+                                                  +- sum, + bias --> y
+ *     rank 1      +--- W1[1] --> h[1] = columns --- W2[1] --> part --+
+ *                    <-- d_x: sum of both                  d_y is there <--
+ *
+ *     weight          x          y          forward sends      backward sends
+ *
+ *     cut by rows     whole      columns    -                  the sum of d_x
+ *     cut by rows     rows       columns    x is gathered      x again; sums of d_x are scattered
+ *     cut by columns  columns    whole      the sum of y       -
+ *     cut by columns  columns    rows       sums scattered     d_y is gathered
+ *     not cut         whole or rows alike   -                  -
+ *
+ * Rows are those of sequence parallelism (Korthikanti et al., 2022), which sends the same bytes and
+ * keeps a part of them. Invariants: no tensor is a partial sum; what is whole has the same bits on
+ * every rank, and so has its gradient; collectives run in the order of the program on every rank.
+ * The bias of a weight cut by rows is cut like it; that of a weight cut by columns is whole, and is
+ * added once, to the sum. */
 
 typedef struct dtrain__linear {
-    dtrain_gemm_args forward;
-    bool grad_is_inner; /* y->grad is that of z, before the activation */
+    dtrain_gemm_args forward; /* of this rank: m rows, of x gathered and of y before its sum */
+    uint32_t cut;             /* dtrain_cut_axis of the weight, over several ranks */
+    bool gathers;             /* x has a part of the m rows */
+    bool scatters;            /* y has a part of them */
+    bool grad_is_inner;       /* y->grad is that of z, before the activation */
 } dtrain__linear;
-
-static dtrain_result dtrain__linear_prepare(dtrain_op *op)
-{
-    dtrain_gemm_args *args = &((dtrain__linear *)op->args)->forward;
-    const dtrain_tensor *x = op->inputs[0];
-    const int64_t in = x->shape[x->ndim - 1], out = op->param_shape[0][0];
-    DTRAIN__TRY(dtrain_op_check_param(op, 0, -1, in));
-    if (op->param_count > 1) DTRAIN__TRY(dtrain_op_check_param(op, 1, out, 0));
-    if (args->activation > DTRAIN_ACTIVATION_SILU)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_linear: unknown activation %u",
-                           args->activation);
-    dtrain__output_like(op, x, out, op->cast);
-    args->flags = DTRAIN_GEMM_TRANS_B;
-    args->m = x->count / in, args->n = out, args->k = in;
-    args->alpha = 1;
-    args->a = op->input_data[0], args->lda = in;
-    args->b = op->param_data[0], args->ldb = in;
-    args->c = op->output_data[0], args->ldc = out;
-    args->a_dtype = args->b_dtype = args->c_dtype = op->cast;
-    args->bias = (const float *)op->param_data[1];
-    if (args->activation >= DTRAIN_ACTIVATION_GELU && op->needs_grad)
-        args->aux = dtrain_op_save(op, op->cast, args->m * out);
-    if (args->activation == DTRAIN_ACTIVATION_RELU) op->reads |= DTRAIN_OP_READS_OUTPUTS;
-    return DTRAIN_OK;
-}
 
 DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args)
 {
@@ -19731,10 +19971,174 @@ DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_g
     return op->device->ops->gemm(op->device, args);
 }
 
+/* ---- How it is shared -------------------------------------------------------------------------*/
+
+/* Refuse a bias that is not there as the outputs of the weight are. */
+static dtrain_result dtrain__linear_bias_check(const dtrain_op *op, uint32_t cut,
+                                               const dtrain__share *weight)
+{
+    char weight_text[DTRAIN__SHARE_TEXT], bias_text[DTRAIN__SHARE_TEXT];
+    const dtrain__share bias = dtrain__param_share(op, 1);
+    const bool rows = cut == DTRAIN_CUT_ROWS;
+    if (rows ? dtrain__share_same(&bias, weight) : bias.axis < 0) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_linear: of bias %s this rank has %s outputs, of parameter %s %s%s; "
+                       "give the bias %s",
+                       dtrain__param_name(op->params[1]), dtrain__share_text(&bias, bias_text),
+                       dtrain__param_name(op->params[0]), rows ? "the rows " : "every output",
+                       rows ? dtrain__share_text(weight, weight_text) : "",
+                       rows ? "the same cut" : "no cut");
+}
+
+/* Check that x lies as the weight needs it. */
+static dtrain_result dtrain__linear_input_check(const dtrain_op *op, uint32_t cut,
+                                                const dtrain__share *weight)
+{
+    static const char *const expected[3] = {
+        "a whole one, or one cut by rows, for a weight that is not cut",
+        "a whole one, or one cut by rows, for a weight that is cut by rows",
+        "cut by columns (DTRAIN_PLACEMENT_COLUMNS) for a weight that is"};
+    const uint32_t placement = op->inputs[0]->placement;
+    char weight_text[DTRAIN__SHARE_TEXT], x_text[DTRAIN__SHARE_TEXT];
+    if ((placement == DTRAIN_PLACEMENT_COLUMNS) != (cut == DTRAIN_CUT_COLUMNS))
+        return dtrain__placement_fail(op, 0, expected[cut]);
+    if (placement != DTRAIN_PLACEMENT_COLUMNS ||
+        dtrain__share_same(dtrain__tensor_share(op->inputs[0]), weight))
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_linear: of input 1 this rank has the columns %s, of parameter %s "
+                       "%s; cut what makes the input, and the parameter, into the same parts",
+                       dtrain__share_text(dtrain__tensor_share(op->inputs[0]), x_text),
+                       dtrain__param_name(op->params[0]), dtrain__share_text(weight, weight_text));
+}
+
+/* Check how inputs and parameters lie; find how y does, and its part. */
+static dtrain_result dtrain__linear_place(const dtrain_op *op, dtrain__linear *layer,
+                                          uint32_t *placement, dtrain__share *part)
+{
+    const dtrain_tensor *x = op->inputs[0];
+    *placement = x->placement;
+    *part = *dtrain__tensor_share(x);
+    if (op->tape->groups.tensor_ranks == 1) return DTRAIN_OK;
+    const dtrain__share weight = dtrain__param_share(op, 0);
+    layer->cut = (uint32_t)(weight.axis + 1);
+    DTRAIN__TRY(dtrain__linear_input_check(op, layer->cut, &weight));
+    if (op->param_count > 1) DTRAIN__TRY(dtrain__linear_bias_check(op, layer->cut, &weight));
+    if (layer->cut == DTRAIN_CUT_COLUMNS) {
+        DTRAIN__TRY(dtrain__divide_rows(op, x->count / x->shape[x->ndim - 1], placement, part));
+        layer->scatters = *placement == DTRAIN_PLACEMENT_ROWS;
+    } else if (layer->cut == DTRAIN_CUT_ROWS) { /* a row of y is cut as the axis of the weight is */
+        const int64_t row[4] = {weight.whole, 0, 0, 0};
+        layer->gathers = x->placement == DTRAIN_PLACEMENT_ROWS;
+        *placement = DTRAIN_PLACEMENT_COLUMNS;
+        dtrain__share_of(&weight.cut, row, op->tape->groups.tensor_ranks,
+                         op->tape->groups.tensor_rank, part);
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- Forward ----------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain__linear_prepare(dtrain_op *op)
+{
+    dtrain__linear *layer = (dtrain__linear *)op->args;
+    dtrain_gemm_args *args = &layer->forward;
+    const dtrain_tensor *x = op->inputs[0];
+    const int64_t in = x->shape[x->ndim - 1], out = op->param_shape[0][0], rows = x->count / in;
+    uint32_t placement;
+    dtrain__share part;
+    DTRAIN__TRY(dtrain__linear_place(op, layer, &placement, &part));
+    DTRAIN__TRY(dtrain_op_check_param(op, 0, -1, in));
+    if (op->param_count > 1) DTRAIN__TRY(dtrain_op_check_param(op, 1, out, 0));
+    if (args->activation > DTRAIN_ACTIVATION_SILU)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_linear: unknown activation %u",
+                           args->activation);
+    args->m = layer->gathers ? dtrain__tensor_share(x)->whole : rows;
+    if (layer->gathers || layer->scatters) {
+        const int64_t shape[2] = {layer->scatters ? part.count : args->m, out};
+        dtrain_op_output(op, op->cast, 2, shape);
+        dtrain__op_borrow(op, args->m * (layer->gathers ? in : out), op->cast);
+    } else {
+        dtrain__output_like(op, x, out, op->cast);
+    }
+    DTRAIN__TRY(op->tape->error);
+    dtrain__place_as(op->outputs[0], placement, &part);
+    args->flags = DTRAIN_GEMM_TRANS_B;
+    args->n = out, args->k = in;
+    args->alpha = 1;
+    args->a = op->input_data[0], args->lda = in;
+    args->b = op->param_data[0], args->ldb = in;
+    args->c = op->output_data[0], args->ldc = out;
+    args->a_dtype = args->b_dtype = args->c_dtype = op->cast;
+    args->bias = (const float *)op->param_data[1];
+    if (args->activation >= DTRAIN_ACTIVATION_GELU && op->needs_grad)
+        args->aux = dtrain_op_save(op, op->cast, op->outputs[0]->count);
+    if (args->activation == DTRAIN_ACTIVATION_RELU) op->reads |= DTRAIN_OP_READS_OUTPUTS;
+    return DTRAIN_OK;
+}
+
+/* Put the rows of x together: all (m, in). They are gathered again in backward, not kept. */
+static dtrain_result dtrain__linear_gather(const dtrain_op *op, const dtrain_gemm_args *forward,
+                                           void *all, dtrain_work **work)
+{
+    return dtrain__gather_rows(dtrain__axis_comm(op), op->device, forward->a, all, forward->m,
+                               forward->k, forward->a_dtype, work);
+}
+
+/* Add the products of all ranks up, then the bias and the activation to the sum. */
+static dtrain_result dtrain__linear_sum(dtrain_op *op, const dtrain__linear *layer)
+{
+    dtrain_gemm_args gemm = layer->forward;
+    dtrain_bias_args bias;
+    dtrain_work *work;
+    gemm.bias = NULL;
+    gemm.aux = NULL;
+    gemm.activation = DTRAIN_ACTIVATION_NONE;
+    if (layer->scatters) gemm.c = dtrain__op_scratch(op);
+    DTRAIN__TRY(dtrain__counted_gemm(op, &gemm));
+    if (layer->scatters)
+        DTRAIN__TRY(dtrain__scatter_rows(dtrain__axis_comm(op), gemm.c, op->output_data[0], gemm.m,
+                                         gemm.n, gemm.c_dtype, &work));
+    else
+        DTRAIN__TRY(dtrain__sum_values(dtrain__axis_comm(op), gemm.c, gemm.m * gemm.n, gemm.c_dtype,
+                                       &work));
+    DTRAIN__TRY(dtrain_work_wait(work));
+    if (!layer->forward.bias && !layer->forward.activation) return DTRAIN_OK;
+    memset(&bias, 0, sizeof bias);
+    bias.rows = op->outputs[0]->count / gemm.n;
+    bias.n = gemm.n;
+    bias.y = op->output_data[0];
+    bias.bias = layer->forward.bias;
+    bias.aux = layer->forward.aux;
+    bias.activation = layer->forward.activation;
+    bias.dtype = gemm.c_dtype;
+    return op->device->ops->bias(op->device, &bias);
+}
+
 static dtrain_result dtrain__linear_forward(dtrain_op *op)
 {
-    return dtrain__counted_gemm(op, &((const dtrain__linear *)op->args)->forward);
+    const dtrain__linear *layer = (const dtrain__linear *)op->args;
+    dtrain_gemm_args gemm = layer->forward;
+    if (layer->cut == DTRAIN_CUT_COLUMNS) return dtrain__linear_sum(op, layer);
+    if (layer->gathers) {
+        dtrain_work *work;
+        void *all = dtrain__op_scratch(op);
+        DTRAIN__TRY(dtrain__linear_gather(op, &gemm, all, &work));
+        DTRAIN__TRY(dtrain_work_wait(work));
+        gemm.a = all;
+    }
+    return dtrain__counted_gemm(op, &gemm);
 }
+
+/* ---- Backward
+ *
+ * d_x comes last: it is what the next backward reads, so it should be the freshest in the cache.
+ * Where x is itself a linear layer's activated output and has no other use, the product that makes
+ * d_x multiplies by that activation's derivative and adds up that layer's bias gradient while it is
+ * at it: two passes less there.
+ *
+ * Where d_x is a sum over the axis it comes first, because the sum then goes on under the product
+ * that makes d_weight; and nobody may multiply it by anything before it is complete. */
 
 /* Return the layer that made x, if the product that computes d_x may also finish the backward of
  * its activation. Both must belong to the same visit to a unit: in another visit gradients may not
@@ -19750,63 +20154,54 @@ static dtrain_node *dtrain__inner_layer(const dtrain_op *op)
     return layer->forward.aux ? inner : NULL;
 }
 
-static dtrain_result dtrain__linear_backward(dtrain_op *op)
+/* A gradient of parameters: where it goes, NULL if nobody wants it, and whether to add. */
+typedef struct dtrain__linear_target {
+    float *grad;
+    bool add;
+} dtrain__linear_target;
+
+/* d_weight (out,in) = d_z^T (out,m) x (m,in); d_bias: rows of d_z^T added up. */
+static dtrain_result dtrain__linear_weight_grad(dtrain_op *op, const void *d_z, const void *x,
+                                                const dtrain__linear_target *weight,
+                                                const dtrain__linear_target *bias)
 {
-    const dtrain__linear *layer = (const dtrain__linear *)op->args;
-    const dtrain_gemm_args *forward = &layer->forward;
-    const dtrain_device_ops *ops = op->device->ops;
-    dtrain_tensor *y = op->outputs[0];
-    const bool activated = forward->activation != DTRAIN_ACTIVATION_NONE && !layer->grad_is_inner;
-    bool add_weight, add_bias = false, add_x;
-    float *d_weight = dtrain_op_param_grad(op, 0, &add_weight), *d_bias = NULL;
-    if (!layer->grad_is_inner) d_bias = dtrain_op_param_grad(op, 1, &add_bias);
+    const dtrain_gemm_args *forward = &((const dtrain__linear *)op->args)->forward;
+    dtrain_gemm_args gemm;
+    if (!weight->grad) return DTRAIN_OK;
+    memset(&gemm, 0, sizeof gemm);
+    gemm.flags = DTRAIN_GEMM_TRANS_A;
+    gemm.alpha = 1;
+    gemm.m = gemm.lda = forward->n;
+    gemm.k = forward->m;
+    gemm.n = gemm.ldb = gemm.ldc = forward->k;
+    gemm.a = d_z;
+    gemm.b = x;
+    gemm.c = weight->grad;
+    gemm.a_dtype = gemm.b_dtype = forward->c_dtype;
+    gemm.c_dtype = DTRAIN_DTYPE_F32;
+    gemm.beta = weight->add ? 1.0f : 0.0f;
+    gemm.bias_grad = bias->grad;
+    gemm.accumulate_bias_grad = bias->add;
+    return dtrain__counted_gemm(op, &gemm);
+}
 
-    if (activated) DTRAIN__TRY(dtrain__gradient_open(op->tape, y, &add_x)); /* written in place */
-    if (activated || (d_bias && !d_weight)) {
-        dtrain_activation_backward_args args;
-        memset(&args, 0, sizeof args);
-        args.activation = activated ? forward->activation : (uint32_t)DTRAIN_ACTIVATION_NONE;
-        args.accumulate = add_bias;
-        args.rows = forward->m;
-        args.n = forward->n;
-        /* max(0, z) is positive where z is: for ReLU the output serves as well as z */
-        args.x = forward->aux ? forward->aux : forward->c;
-        args.d_out = args.d_in = y->grad;
-        args.d_bias = d_bias;
-        args.dtype = forward->c_dtype;
-        DTRAIN__TRY(ops->activation_backward(op->device, &args));
-        d_bias = NULL;
-    }
-
-    dtrain_gemm_args gemm; /* a = d_z; b and c have rows of `in` */
+/* d_x (m,in) = d_z (m,out) weight (out,in), in x's type. */
+static dtrain_result dtrain__linear_input_grad(dtrain_op *op, const void *d_z, void *d_x, bool add,
+                                               dtrain_node *inner)
+{
+    const dtrain_gemm_args *forward = &((const dtrain__linear *)op->args)->forward;
+    dtrain_gemm_args gemm;
     memset(&gemm, 0, sizeof gemm);
     gemm.alpha = 1;
-    gemm.a = y->grad;
-    gemm.lda = forward->n;
+    gemm.m = forward->m;
+    gemm.k = gemm.lda = forward->n;
     gemm.n = gemm.ldb = gemm.ldc = forward->k;
-    gemm.a_dtype = gemm.b_dtype = forward->c_dtype;
-    if (d_weight) { /* (out,in) = d_z^T (out,rows) x (rows,in); d_bias: rows of d_z^T added up */
-        gemm.flags = DTRAIN_GEMM_TRANS_A;
-        gemm.m = forward->n, gemm.k = forward->m;
-        gemm.b = forward->a;
-        gemm.c = d_weight;
-        gemm.c_dtype = DTRAIN_DTYPE_F32;
-        gemm.beta = add_weight ? 1.0f : 0.0f;
-        gemm.bias_grad = d_bias;
-        gemm.accumulate_bias_grad = add_bias;
-        DTRAIN__TRY(dtrain__counted_gemm(op, &gemm));
-    }
-
-    /* d_x (rows,in) = d_z (rows,out) weight (out,in) */
-    dtrain_node *inner = dtrain__inner_layer(op);
-    gemm.c = dtrain_op_input_grad(op, 0, &add_x);
-    if (!gemm.c) return op->tape->error;
-    gemm.flags = 0;
-    gemm.m = forward->m, gemm.k = forward->n;
+    gemm.a = d_z;
     gemm.b = forward->b;
+    gemm.c = d_x;
+    gemm.a_dtype = gemm.b_dtype = forward->c_dtype;
     gemm.c_dtype = (dtrain_dtype)op->inputs[0]->dtype;
-    gemm.beta = add_x ? 1.0f : 0.0f;
-    gemm.bias_grad = NULL;
+    gemm.beta = add ? 1.0f : 0.0f;
     if (inner) {
         dtrain__linear *before = (dtrain__linear *)inner->op.args;
         gemm.flags = DTRAIN_GEMM_ACT_BACKWARD | DTRAIN_GEMM_BIAS_GRAD_C;
@@ -19818,7 +20213,129 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
     return dtrain__counted_gemm(op, &gemm);
 }
 
-DTRAIN__OP(linear, linear, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LINEAR, 0, 0, true)
+/* Make d_z of d_y, in place, and d_bias where the product that makes d_weight does not: without
+ * that product, or where it has the d_z of all rows and this rank's share of d_bias is of its own.
+ */
+static dtrain_result dtrain__linear_activation(dtrain_op *op, bool weighs,
+                                               dtrain__linear_target *bias)
+{
+    const dtrain__linear *layer = (const dtrain__linear *)op->args;
+    const dtrain_gemm_args *forward = &layer->forward;
+    const bool activated = forward->activation != DTRAIN_ACTIVATION_NONE && !layer->grad_is_inner;
+    dtrain_tensor *y = op->outputs[0];
+    dtrain_activation_backward_args args;
+    bool there;
+    if (activated) DTRAIN__TRY(dtrain__gradient_open(op->tape, y, &there)); /* written in place */
+    if (!activated && (!bias->grad || (weighs && !layer->scatters))) return DTRAIN_OK;
+    memset(&args, 0, sizeof args);
+    args.activation = activated ? forward->activation : (uint32_t)DTRAIN_ACTIVATION_NONE;
+    args.accumulate = bias->add;
+    args.n = forward->n;
+    args.rows = y->count / args.n;
+    /* max(0, z) is positive where z is: for ReLU the output serves as well as z */
+    args.x = forward->aux ? forward->aux : forward->c;
+    args.d_out = args.d_in = y->grad;
+    args.d_bias = bias->grad;
+    args.dtype = forward->c_dtype;
+    bias->grad = NULL;
+    return op->device->ops->activation_backward(op->device, &args);
+}
+
+/* Wait for a collective at once where the strategy wants no overlap: the bits are the same. */
+static dtrain_result dtrain__linear_started(const dtrain_op *op, dtrain_work **work)
+{
+    const dtrain_strategy *strategy = op->tape->strategy;
+    dtrain_work *started = *work;
+    if (!started || !strategy || !dtrain__settings_of(strategy)->no_overlap) return DTRAIN_OK;
+    *work = NULL;
+    return dtrain_work_wait(started);
+}
+
+/* Make both gradients where d_x is a sum over the axis:
+ *
+ *     x of all rows is gathered   |  under the product that makes this rank's d_x
+ *     d_x is added up             |  under the product that makes d_weight
+ */
+static dtrain_result dtrain__linear_shared(dtrain_op *op, const dtrain__linear_target *weight,
+                                           const dtrain__linear_target *bias)
+{
+    const dtrain__linear *layer = (const dtrain__linear *)op->args;
+    const dtrain_gemm_args *forward = &layer->forward;
+    const dtrain_tensor *x = op->inputs[0];
+    dtrain_comm *comm = dtrain__axis_comm(op);
+    dtrain__chunk *all = NULL, *partial = NULL;
+    dtrain_work *gathering = NULL, *summing = NULL;
+    bool add = false;
+    const void *rows = forward->a, *d_z = op->outputs[0]->grad;
+    if (layer->gathers && weight->grad) {
+        all = dtrain__scratch_take(op->tape, (size_t)(forward->m * forward->k) *
+                                                 dtrain_dtype_bytes(forward->a_dtype));
+        if (!all) return op->tape->error;
+        rows = all->memory;
+        DTRAIN__TRY(dtrain__linear_gather(op, forward, all->memory, &gathering));
+        DTRAIN__TRY(dtrain__linear_started(op, &gathering));
+    }
+    char *d_x = (char *)dtrain_op_input_grad(op, 0, &add), *sum = d_x;
+    DTRAIN__TRY(op->tape->error);
+    if (d_x) {
+        const size_t row = (size_t)forward->k * dtrain_dtype_bytes((dtrain_dtype)x->dtype);
+        char *product = d_x;
+        if (add || layer->gathers) {
+            partial = dtrain__scratch_take(op->tape, (size_t)forward->m * row);
+            if (!partial) return op->tape->error;
+            product = partial->memory;
+            if (add) sum = product;
+        }
+        if (add && layer->gathers) sum += (size_t)dtrain__tensor_share(x)->first[0] * row;
+        DTRAIN__TRY(dtrain__linear_input_grad(op, d_z, product, false, NULL));
+        if (layer->gathers)
+            DTRAIN__TRY(dtrain__scatter_rows(comm, product, sum, forward->m, forward->k, x->dtype,
+                                             &summing));
+        else DTRAIN__TRY(dtrain__sum_values(comm, product, x->count, x->dtype, &summing));
+        DTRAIN__TRY(dtrain__linear_started(op, &summing));
+    }
+    DTRAIN__TRY(dtrain_work_wait(gathering));
+    DTRAIN__TRY(dtrain__linear_weight_grad(op, d_z, rows, weight, bias));
+    DTRAIN__TRY(dtrain_work_wait(summing));
+    if (add) DTRAIN__TRY(dtrain__tape_add(op->device, x->count, d_x, x->dtype, sum, x->dtype, d_x));
+    dtrain__scratch_give(all);
+    dtrain__scratch_give(partial);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__linear_backward(dtrain_op *op)
+{
+    const dtrain__linear *layer = (const dtrain__linear *)op->args;
+    const dtrain_gemm_args *forward = &layer->forward;
+    dtrain__linear_target weight, bias = {NULL, false};
+    dtrain__chunk *all = NULL;
+    bool add;
+    weight.grad = dtrain_op_param_grad(op, 0, &weight.add);
+    if (!layer->grad_is_inner) bias.grad = dtrain_op_param_grad(op, 1, &bias.add);
+    DTRAIN__TRY(dtrain__linear_activation(op, weight.grad != NULL, &bias));
+    if (layer->cut == DTRAIN_CUT_ROWS) return dtrain__linear_shared(op, &weight, &bias);
+
+    const void *d_z = op->outputs[0]->grad;
+    if (layer->scatters) {
+        dtrain_work *work;
+        all = dtrain__scratch_take(op->tape, (size_t)(forward->m * forward->n) *
+                                                 dtrain_dtype_bytes(forward->c_dtype));
+        if (!all) return op->tape->error;
+        DTRAIN__TRY(dtrain__gather_rows(dtrain__axis_comm(op), op->device, d_z, all->memory,
+                                        forward->m, forward->n, forward->c_dtype, &work));
+        DTRAIN__TRY(dtrain_work_wait(work));
+        d_z = all->memory;
+    }
+    DTRAIN__TRY(dtrain__linear_weight_grad(op, d_z, forward->a, &weight, &bias));
+    dtrain_node *inner = dtrain__inner_layer(op);
+    void *d_x = dtrain_op_input_grad(op, 0, &add);
+    if (d_x) DTRAIN__TRY(dtrain__linear_input_grad(op, d_z, d_x, add, inner));
+    dtrain__scratch_give(all);
+    return op->tape->error;
+}
+
+DTRAIN__OP(linear, linear, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LINEAR, 0, DTRAIN__OP_PLACES,
+           true)
 
 DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
                                         dtrain_param *bias, dtrain_activation activation)
@@ -19829,6 +20346,29 @@ DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtr
     args.forward.activation = activation;
     return dtrain_tape_apply(tape, &dtrain__linear_op, &x, 1, params, bias ? 2 : 1, &args,
                              sizeof args);
+}
+
+/* ==== src/tape/layers.c ======================================================================= */
+
+/* Layers: normalisation, embedding
+ *
+ * Each is the three functions of a dtrain_op_desc, its DTRAIN__OP line and the public call. The
+ * arguments of the forward kernel are filled by prepare and kept with the node: forward passes them
+ * on, backward takes shapes and addresses from them.
+ *
+ * What a node keeps alive until its backward, beside its parameters:
+ *
+ *     norms           x (or the sum that it normalises), mean and rstd of each row
+ *     embedding       tokens */
+
+/* Make the output with x's shape and n in the last axis. */
+DTRAIN__PRIVATE void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, int64_t n,
+                                         dtrain_dtype dtype)
+{
+    int64_t shape[4];
+    memcpy(shape, x->shape, sizeof shape);
+    shape[x->ndim - 1] = n;
+    dtrain_op_output(op, dtype, x->ndim, shape);
 }
 
 /* ---- Layer normalisation
@@ -33348,6 +33888,18 @@ static inline float dtrain__element(const void *p, dtrain_dtype dtype, int64_t a
     return dtrain_half_to_f32(dtype, half);
 }
 
+/* Return the row of wte for a row of tokens, a negative one where the token is in another part. */
+static inline int64_t dtrain__token_row(const dtrain_embedding_args *a, int64_t row)
+{
+    const int64_t at = a->tokens[row] - a->first_token;
+    return at < a->vocab ? at : -1;
+}
+
+static inline int64_t dtrain__position(const dtrain_embedding_args *a, int64_t row)
+{
+    return (a->first_row + row) % a->sequence;
+}
+
 #define DTRAIN__TOPK_BLOCK 1024    /* elements between two looks at the room that is left */
 #define DTRAIN__ATTENTION_BLOCK 64 /* queries and keys of an attention block */
 #define DTRAIN__SUM_CHUNKS 256
@@ -33467,6 +34019,9 @@ DTRAIN__PRIVATE dtrain_dtype dtrain__larger(dtrain_dtype a, dtrain_dtype b);
 DTRAIN__PRIVATE dtrain_result dtrain__column_sums(dtrain_device *device, int64_t rows, int64_t n,
                                                   const void *x, dtrain_dtype dtype,
                                                   bool accumulate, float *sums);
+
+DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, uint64_t stream,
+                                        int64_t i, int64_t count, uint32_t *words);
 
 /* device/cpu/gemm.c */
 DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_args *args);
@@ -33934,6 +34489,31 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_axpby(dtrain_device *device,
                                args->dtype);
 }
 
+static uint64_t dtrain__part_number(const dtrain_part *part, int64_t i)
+{
+    uint32_t s = 0;
+    if (!part->segments) return (uint64_t)(part->first + i);
+    int64_t column = i % part->n;
+    while (s + 1 < part->segments && column >= part->segment[s].length)
+        column -= part->segment[s++].length;
+    return (uint64_t)(part->first + i / part->n * part->whole_n + part->segment[s].column + column);
+}
+
+/* Draw the words of elements i .. i + count of a part, whose numbers begin and jump anywhere: a
+ * block of four serves neighbours. */
+DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, uint64_t stream,
+                                        int64_t i, int64_t count, uint32_t *words)
+{
+    uint32_t block[4] = {0};
+    uint64_t drawn = UINT64_MAX;
+    for (int64_t j = 0; j < count; j++) {
+        const uint64_t number = dtrain__part_number(part, i + j);
+        if (number / 4 != drawn) dtrain__philox(seed, stream, number / 4, block);
+        drawn = number / 4;
+        words[j] = block[number % 4];
+    }
+}
+
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_dropout(dtrain_device *device,
                                                   const dtrain_dropout_args *args)
 {
@@ -34147,6 +34727,21 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_gemm(dtrain_device *device, const dtra
             dtrain__gemm_after(device, args, args->activation, z, of_c ? args->bias_grad : NULL));
     return args->bias_grad && !of_c ? dtrain__gemm_bias_grad(device, args) : DTRAIN_OK;
 }
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_bias(dtrain_device *device, const dtrain_bias_args *args)
+{
+    dtrain_gemm_args after;
+    memset(&after, 0, sizeof after);
+    after.activation = args->activation;
+    after.m = args->rows;
+    after.n = after.ldc = args->n;
+    after.c = args->y;
+    after.c_dtype = args->dtype;
+    after.bias = args->bias;
+    after.aux = args->aux;
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->activate, &after, args->rows, 1,
+                              args->rows * args->n, args->dtype);
+}
 #if DTRAIN__LAYERS
 
 /* ==== src/device/cpu/launch_layers.c ========================================================== */
@@ -34187,12 +34782,13 @@ dtrain__cpu_layernorm_backward(dtrain_device *device, const dtrain_layernorm_bac
     return dtrain__job_run(cpu, &job, cpu->kernels->layernorm_params, chunk_count * 2 * args->n);
 }
 
-static dtrain_result dtrain__check_tokens(const int32_t *tokens, int64_t rows, int64_t vocab)
+static dtrain_result dtrain__check_tokens(const dtrain_embedding_args *args)
 {
-    for (int64_t row = 0; row < rows; row++)
-        if (tokens[row] < 0 || tokens[row] >= vocab)
+    const int64_t vocab = args->whole_vocab ? args->whole_vocab : args->vocab;
+    for (int64_t row = 0; row < args->rows; row++)
+        if (args->tokens[row] < 0 || args->tokens[row] >= vocab)
             return dtrain_fail(DTRAIN_ERROR_DATA, "token %ld at row %lld is outside [0, %lld)",
-                               (long)tokens[row], (long long)row, (long long)vocab);
+                               (long)args->tokens[row], (long long)row, (long long)vocab);
     return DTRAIN_OK;
 }
 
@@ -34209,7 +34805,7 @@ static dtrain_result dtrain__check_targets(const int32_t *targets, int64_t rows,
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_embedding(dtrain_device *device,
                                                     const dtrain_embedding_args *args)
 {
-    DTRAIN__TRY(dtrain__check_tokens(args->tokens, args->rows, args->vocab));
+    DTRAIN__TRY(dtrain__check_tokens(args));
     return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->embedding, args, args->rows, 1,
                               args->rows * args->n, args->dtype);
 }
@@ -34217,7 +34813,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_embedding(dtrain_device *device,
 DTRAIN__PRIVATE dtrain_result
 dtrain__cpu_embedding_backward(dtrain_device *device, const dtrain_embedding_backward_args *args)
 {
-    DTRAIN__TRY(dtrain__check_tokens(args->tokens, args->rows, args->vocab));
+    DTRAIN__TRY(dtrain__check_tokens(args));
     return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->embedding_backward, args,
                               args->n, DTRAIN__LINE, args->rows * args->n, args->dtype);
 }
@@ -36738,20 +37334,19 @@ DTRAIN__KERNEL(activation_backward)
         }
 }
 
-/* Range: rows of C. What a foreign GEMM leaves to do: bias, aux, activation. */
+/* Range: rows of C. What a GEMM leaves to do, a foreign one or one whose C is summed over ranks:
+ * bias, aux, activation. */
 DTRAIN__KERNEL(activate)
 {
     const dtrain_gemm_args *a = (const dtrain_gemm_args *)job->args;
-    for (int64_t row = begin; row < end; row++) {
-        float *c = (float *)a->c + row * a->ldc;
+    for (int64_t row = begin; row < end; row++)
         for (int64_t j = 0; j < a->n; j += DTRAIN__W) {
-            const int64_t n = a->n - j;
-            dtrain__v x = dtrain__vload_n(c + j, n);
+            const int64_t at = row * a->ldc + j, n = a->n - j;
+            dtrain__v x = dtrain__vload_as(a->c, a->c_dtype, at, n);
             if (a->bias) x += dtrain__vload_n(a->bias + j, n);
-            if (a->aux) dtrain__vstore_n((float *)a->aux + row * a->ldc + j, x, n);
-            dtrain__vstore_n(c + j, DTRAIN__K(vactivate)(a->activation, x), n);
+            if (a->aux) dtrain__vstore_as(a->aux, a->c_dtype, at, x, n);
+            dtrain__vstore_as(a->c, a->c_dtype, at, DTRAIN__K(vactivate)(a->activation, x), n);
         }
-    }
 }
 
 /* ==== src/device/cpu/kernels/elementwise.h ==================================================== */
@@ -37039,9 +37634,12 @@ DTRAIN__KERNEL(dropout)
     const int32_t threshold = least < 16777216.0 ? (int32_t)least : 16777216;
     const float scale = a->probability < 1 ? 1 / (1 - a->probability) : 0;
     const uint64_t seed = a->seed + (a->scalars ? a->scalars->seed : 0);
+    const bool whole_blocks = !a->part.segments && a->part.first % 4 == 0;
     uint32_t words[4 * DTRAIN__H];
     for (int64_t i = begin; i < end; i += 4 * DTRAIN__H) {
-        DTRAIN__K(vphilox)(seed, a->stream, (uint64_t)i / 4, words);
+        if (whole_blocks)
+            DTRAIN__K(vphilox)(seed, a->stream, (uint64_t)(a->part.first + i) / 4, words);
+        else dtrain__part_words(&a->part, seed, a->stream, i, 4 * DTRAIN__H, words);
         for (int j = 0; j < 4 * DTRAIN__H && i + j < end; j += DTRAIN__W) {
             const int64_t n = end - i - j;
             dtrain__vi u;
@@ -37934,11 +38532,12 @@ DTRAIN__KERNEL(embedding)
 {
     const dtrain_embedding_args *a = (const dtrain_embedding_args *)job->args;
     for (int64_t row = begin; row < end; row++) {
-        const float *token = a->wte + a->tokens[row] * a->n;
-        const float *place = a->wpe ? a->wpe + row % a->sequence * a->n : NULL;
+        const int64_t at = dtrain__token_row(a, row);
+        const float *token = at >= 0 ? a->wte + at * a->n : NULL;
+        const float *place = a->wpe ? a->wpe + dtrain__position(a, row) * a->n : NULL;
         for (int64_t j = 0; j < a->n; j += DTRAIN__W) {
             const int64_t n = a->n - j;
-            dtrain__v v = dtrain__vload_n(token + j, n);
+            dtrain__v v = token ? dtrain__vload_n(token + j, n) : dtrain__vset(0);
             if (place) v += dtrain__vload_n(place + j, n);
             dtrain__vstore_as(a->y, a->dtype, row * a->n + j, v, n);
         }
@@ -37950,8 +38549,9 @@ DTRAIN__KERNEL(embedding_backward)
 {
     const dtrain_embedding_backward_args *a = (const dtrain_embedding_backward_args *)job->args;
     for (int64_t row = 0; row < a->rows; row++) {
-        float *token = a->d_wte ? a->d_wte + a->tokens[row] * a->n : NULL;
-        float *place = a->d_wpe ? a->d_wpe + row % a->sequence * a->n : NULL;
+        const int64_t at = dtrain__token_row(a, row);
+        float *token = a->d_wte && at >= 0 ? a->d_wte + at * a->n : NULL;
+        float *place = a->d_wpe ? a->d_wpe + dtrain__position(a, row) * a->n : NULL;
         for (int64_t j = begin; j < end; j += DTRAIN__W) {
             const int64_t n = end - j;
             const dtrain__v d = dtrain__vload_as(a->d_y, a->dtype, row * a->n + j, n);

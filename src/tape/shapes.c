@@ -112,14 +112,36 @@ DTRAIN_API dtrain_tensor *dtrain_matmul(dtrain_tape *tape, dtrain_tensor *a, dtr
 typedef struct dtrain__reshape {
     dtrain_dtype dtype;
     uint32_t ndim;
-    int64_t shape[4];
+    int64_t shape[4]; /* of a reshaped tensor the whole, whose part is here */
+    bool keeps;       /* the shape is x's own */
 } dtrain__reshape;
+
+/* Turn the whole shape into that of this rank's part, which stays the same piece of memory where
+ * the last axis stays: columns of all rows, or rows that are then the first of two axes. */
+static dtrain_result dtrain__reshape_part(const dtrain_op *op, dtrain__reshape *to, int64_t n)
+{
+    const dtrain_tensor *x = op->inputs[0];
+    int64_t *last = &to->shape[to->ndim - 1];
+    if (x->placement == DTRAIN_PLACEMENT_WHOLE) return DTRAIN_OK;
+    if (*last != n || (x->placement == DTRAIN_PLACEMENT_ROWS && to->ndim != 2))
+        return dtrain__placement_fail(op, 0,
+                                      x->placement == DTRAIN_PLACEMENT_ROWS
+                                          ? "whole, or two axes of which the last one stays"
+                                          : "whole, or axes of which the last one stays");
+    if (x->placement == DTRAIN_PLACEMENT_ROWS) to->shape[0] = x->shape[0];
+    else *last = x->shape[x->ndim - 1];
+    return DTRAIN_OK;
+}
 
 static dtrain_result dtrain__copy_prepare(dtrain_op *op)
 {
     dtrain__reshape *to = (dtrain__reshape *)op->args;
     const dtrain_tensor *x = op->inputs[0];
     char from_text[DTRAIN__SHAPE_TEXT], to_text[DTRAIN__SHAPE_TEXT];
+    const int64_t here = x->shape[x->ndim - 1], whole = dtrain__tensor_share(x)->whole;
+    const bool columns = x->placement == DTRAIN_PLACEMENT_COLUMNS && !to->keeps;
+    const bool rows = x->placement == DTRAIN_PLACEMENT_ROWS && !to->keeps;
+    const int64_t n = columns ? whole : here, count = (rows ? whole : x->count / here) * n;
     int64_t known = 1, *open = NULL;
     bool good = to->ndim >= 1;
     if (to->dtype != DTRAIN_DTYPE_F32 && to->dtype != DTRAIN_DTYPE_BF16 &&
@@ -129,14 +151,15 @@ static dtrain_result dtrain__copy_prepare(dtrain_op *op)
     for (uint32_t axis = 0; axis < to->ndim; axis++) {
         const int64_t length = to->shape[axis];
         if (length == -1 && !open) open = &to->shape[axis];
-        else if (length < 1 || known > x->count / length) good = false;
+        else if (length < 1 || known > count / length) good = false;
         else known *= length;
     }
-    if (good && open && x->count % known == 0) *open = x->count / known, known = x->count;
-    if (!good || known != x->count)
+    if (good && open && count % known == 0) *open = count / known, known = count;
+    if (!good || known != count)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s cannot become %s", op->desc->name,
                            dtrain__shape_text(x->shape, from_text),
                            dtrain__shape_text(to->shape, to_text));
+    if (!to->keeps) DTRAIN__TRY(dtrain__reshape_part(op, to, n));
     dtrain_op_output(op, to->dtype, to->ndim, to->shape);
     return DTRAIN_OK;
 }
@@ -154,7 +177,7 @@ static dtrain_result dtrain__copy_backward(dtrain_op *op)
 }
 
 DTRAIN__OP(cast, copy, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, DTRAIN__OP_TAKES_ALL, false)
-DTRAIN__OP(reshape, copy, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, 0, false)
+DTRAIN__OP(reshape, copy, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, DTRAIN__OP_TAKES_ALL, false)
 
 static dtrain_tensor *dtrain__copy_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
                                          dtrain_tensor *x, uint32_t dtype, uint32_t ndim,
@@ -163,6 +186,7 @@ static dtrain_tensor *dtrain__copy_apply(dtrain_tape *tape, const dtrain_op_desc
     dtrain__reshape args;
     memset(&args, 0, sizeof args);
     args.dtype = (dtrain_dtype)dtype;
+    args.keeps = desc == &dtrain__cast_op;
     if (shape && ndim <= 4) { /* otherwise ndim stays 0, which prepare refuses */
         args.ndim = ndim;
         memcpy(args.shape, shape, ndim * sizeof *shape);
