@@ -140,12 +140,15 @@
        src/tape/backward.c                  Backward
        src/tape/linear.c                    Linear layers, whole and shared by the ranks of a tensor axis
        src/tape/layers.c                    Layers: normalisation, embedding
+       src/tape/embedding.c                 Embedding
        src/tape/attention.c                 Attention, and what belongs to it: rotary position embedding, softmax
        src/tape/shapes.c                    Products of matrices, copies in another type or shape, permuted axes
+       src/tape/place.c                     Conversions between placements
        src/tape/batchnorm.c                 Batch normalisation
        src/tape/convolution.c               Convolution and pooling
        src/tape/pointwise.c                 Activations, products of elements, losses
-       src/tape/elementwise.c               Elementwise operations and losses
+       src/tape/cross_entropy.c             Cross-entropy
+       src/tape/elementwise.c               Elementwise operations, sum and mean: nothing is kept for their backwards
        src/tape/recompute.c                 Activation checkpointing
        src/tape/arena.c                     The tape's memory
        src/optim/scaler.c                   Clipping, loss scaling
@@ -1976,6 +1979,12 @@ DTRAIN_API dtrain_tensor *dtrain_matmul(dtrain_tape *tape, dtrain_tensor *a, dtr
  * -1, what is left. */
 DTRAIN_API dtrain_tensor *dtrain_reshape(dtrain_tape *tape, dtrain_tensor *x, uint32_t ndim,
                                          const int64_t *shape);
+/* Let x lie over the tensor axis of a mesh as `placement` says (tape/tape.h); x itself where it does,
+ * and without such an axis. Columns of a whole tensor are cut as evenly as can be, rows of any
+ * tensor become (rows, n). A gradient comes back the other way. Operations place what they make by
+ * themselves: this is for models that need another placement. */
+DTRAIN_API dtrain_tensor *dtrain_place(dtrain_tape *tape, dtrain_tensor *x,
+                                       dtrain_placement placement);
 /* Copy x with its axes in another order: axis i of the result is axis axes[i] of x. */
 DTRAIN_API dtrain_tensor *dtrain_permute(dtrain_tape *tape, dtrain_tensor *x, const uint32_t *axes);
 
@@ -3475,7 +3484,18 @@ typedef struct dtrain_attention_backward_args {
  *
  * Backward: d_logits = (softmax(logits) - (1 - smoothing) onehot(target) - smoothing / classes) *
  * scale * upstream[0], where softmax is made of lse; d_logits may be logits itself, which is how
- * logits are stored once. */
+ * logits are stored once.
+ *
+ * Columns may be cut over ranks: column 0 here is class first_class of whole_classes; `classes` are
+ * those that count here, -1 none; targets are numbers of whole rows. The loss takes four steps:
+ *
+ *     1. cross_entropy with parts: per row the maximum here, the sum of exp(x - maximum), the
+ *        target's logit or 0 where it is not here and, with smoothing, the sum of the logits. No
+ *        column counts, or the target is ignored: -infinity and zeros. loss and lse are not made.
+ *     2. whole_max = maxima, all-reduced; cross_entropy_finish without loss: sums of this rank
+ *        become those of exp(x - whole_max).
+ *     3. parts behind the maxima, all-reduced by one sum.
+ *     4. cross_entropy_finish with loss: loss and lse of whole rows, which backward reads. */
 typedef struct dtrain_cross_entropy_args {
     int64_t rows, n;
     const void *logits;     /* (rows,n) */
@@ -3483,12 +3503,15 @@ typedef struct dtrain_cross_entropy_args {
     float *loss, *lse;      /* (rows), (rows) */
     void *d_logits;         /* (rows,n) or NULL */
     float scale;
-    dtrain_dtype dtype; /* of logits and d_logits */
-    int64_t classes;    /* columns that count, the first ones; 0 = n */
-    float smoothing;    /* in [0, 1] */
+    dtrain_dtype dtype;                 /* of logits and d_logits */
+    int64_t classes;                    /* columns that count, the first ones; 0 = n */
+    float smoothing;                    /* in [0, 1] */
+    int64_t first_class, whole_classes; /* whole_classes 0: `classes` */
+    float *parts;                       /* (3,rows), with smoothing (4,rows); or NULL */
+    const float *whole_max;             /* (rows): of cross_entropy_finish */
 
     const float *upstream; /* (1) device memory, or NULL = 1 */
-} dtrain_cross_entropy_args, dtrain_cross_entropy_backward_args;
+} dtrain_cross_entropy_args, dtrain_cross_entropy_backward_args, dtrain_cross_entropy_finish_args;
 
 /* Softmax over the last axis; d_x = y (d_y - sum of d_y y over the row). */
 typedef struct dtrain_softmax_args {
@@ -3914,6 +3937,8 @@ struct dtrain_device_ops {
     dtrain_result (*cross_entropy)(dtrain_device *, const dtrain_cross_entropy_args *);
     dtrain_result (*cross_entropy_backward)(dtrain_device *,
                                             const dtrain_cross_entropy_backward_args *);
+    dtrain_result (*cross_entropy_finish)(dtrain_device *,
+                                          const dtrain_cross_entropy_finish_args *);
     dtrain_result (*pointwise)(dtrain_device *, const dtrain_pointwise_args *);
     dtrain_result (*pointwise_backward)(dtrain_device *, const dtrain_pointwise_backward_args *);
     dtrain_result (*softmax)(dtrain_device *, const dtrain_softmax_args *);
@@ -8481,11 +8506,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__product(dtrain_device *device, uint32_t fl
 /* The kernels in the order of dtrain_device_ops. L: of layers, which DTRAIN_PARTS leaves out. */
 /* clang-format off */
 #define DTRAIN__KERNEL_LIST(X, L)                                                            \
-    X(gemm) X(activation_backward) X(bias) L(layernorm) L(layernorm_backward)                \
-    L(embedding) L(embedding_backward) L(attention) L(attention_backward)                    \
-    L(cross_entropy) L(cross_entropy_backward) L(pointwise) L(pointwise_backward)            \
-    L(softmax) L(softmax_backward) L(rotary) L(permute) X(add) X(axpby) X(dropout)           \
-    X(sum) X(clip) X(convert) X(adamw) X(sgd) X(lion) X(muon) X(topk) X(scatter_add)         \
+    X(gemm) X(activation_backward) X(bias) L(layernorm) L(layernorm_backward) L(embedding)   \
+    L(embedding_backward) L(attention) L(attention_backward) L(cross_entropy)                \
+    L(cross_entropy_backward) L(cross_entropy_finish) L(pointwise) L(pointwise_backward)     \
+    L(softmax) L(softmax_backward) L(rotary) L(permute) X(add) X(axpby) X(dropout) X(sum)    \
+    X(clip) X(convert) X(adamw) X(sgd) X(lion) X(muon) X(topk) X(scatter_add)                \
     X(orthogonalize) L(batchnorm_moments) L(batchnorm_statistics) L(batchnorm)               \
     L(batchnorm_sums) L(batchnorm_backward) L(conv2d) L(conv2d_backward) L(pool2d)           \
     L(pool2d_backward)
@@ -20350,7 +20375,11 @@ DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtr
 
 /* ==== src/tape/layers.c ======================================================================= */
 
+<<<<<<< HEAD
 /* Layers: normalisation, embedding
+=======
+/* Layers: linear, normalisation
+>>>>>>> c39a39d4 (Embedding and cross-entropy have files of their own)
  *
  * Each is the three functions of a dtrain_op_desc, its DTRAIN__OP line and the public call. The
  * arguments of the forward kernel are filled by prepare and kept with the node: forward passes them
@@ -20358,8 +20387,13 @@ DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtr
  *
  * What a node keeps alive until its backward, beside its parameters:
  *
+<<<<<<< HEAD
  *     norms           x (or the sum that it normalises), mean and rstd of each row
  *     embedding       tokens */
+=======
+ *     linear          x; with GELU or SiLU the value before it, with ReLU the output
+ *     norms           x (or the sum that it normalises), mean and rstd of each row */
+>>>>>>> c39a39d4 (Embedding and cross-entropy have files of their own)
 
 /* Make the output with x's shape and n in the last axis. */
 DTRAIN__PRIVATE void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, int64_t n,
@@ -20508,7 +20542,9 @@ DTRAIN_API dtrain_tensor *dtrain_rms_norm(dtrain_tape *tape, dtrain_tensor *x,
     return dtrain__norm_apply(tape, &dtrain__rms_norm_op, x, residual, &weight, 1, epsilon);
 }
 
-/* ---- Embedding
+/* ==== src/tape/embedding.c ==================================================================== */
+
+/* Embedding
  *
  * d_token[t] += sum of d_y over the rows with token t, d_position[s] += the same over position s.
  * The kernel touches only rows that occur, so the others have to become zero first. */
@@ -20996,14 +21032,36 @@ DTRAIN_API dtrain_tensor *dtrain_matmul(dtrain_tape *tape, dtrain_tensor *a, dtr
 typedef struct dtrain__reshape {
     dtrain_dtype dtype;
     uint32_t ndim;
-    int64_t shape[4];
+    int64_t shape[4]; /* of a reshaped tensor the whole, whose part is here */
+    bool keeps;       /* the shape is x's own */
 } dtrain__reshape;
+
+/* Turn the whole shape into that of this rank's part, which stays the same piece of memory where
+ * the last axis stays: columns of all rows, or rows that are then the first of two axes. */
+static dtrain_result dtrain__reshape_part(const dtrain_op *op, dtrain__reshape *to, int64_t n)
+{
+    const dtrain_tensor *x = op->inputs[0];
+    int64_t *last = &to->shape[to->ndim - 1];
+    if (x->placement == DTRAIN_PLACEMENT_WHOLE) return DTRAIN_OK;
+    if (*last != n || (x->placement == DTRAIN_PLACEMENT_ROWS && to->ndim != 2))
+        return dtrain__placement_fail(op, 0,
+                                      x->placement == DTRAIN_PLACEMENT_ROWS
+                                          ? "whole, or two axes of which the last one stays"
+                                          : "whole, or axes of which the last one stays");
+    if (x->placement == DTRAIN_PLACEMENT_ROWS) to->shape[0] = x->shape[0];
+    else *last = x->shape[x->ndim - 1];
+    return DTRAIN_OK;
+}
 
 static dtrain_result dtrain__copy_prepare(dtrain_op *op)
 {
     dtrain__reshape *to = (dtrain__reshape *)op->args;
     const dtrain_tensor *x = op->inputs[0];
     char from_text[DTRAIN__SHAPE_TEXT], to_text[DTRAIN__SHAPE_TEXT];
+    const int64_t here = x->shape[x->ndim - 1], whole = dtrain__tensor_share(x)->whole;
+    const bool columns = x->placement == DTRAIN_PLACEMENT_COLUMNS && !to->keeps;
+    const bool rows = x->placement == DTRAIN_PLACEMENT_ROWS && !to->keeps;
+    const int64_t n = columns ? whole : here, count = (rows ? whole : x->count / here) * n;
     int64_t known = 1, *open = NULL;
     bool good = to->ndim >= 1;
     if (to->dtype != DTRAIN_DTYPE_F32 && to->dtype != DTRAIN_DTYPE_BF16 &&
@@ -21013,14 +21071,15 @@ static dtrain_result dtrain__copy_prepare(dtrain_op *op)
     for (uint32_t axis = 0; axis < to->ndim; axis++) {
         const int64_t length = to->shape[axis];
         if (length == -1 && !open) open = &to->shape[axis];
-        else if (length < 1 || known > x->count / length) good = false;
+        else if (length < 1 || known > count / length) good = false;
         else known *= length;
     }
-    if (good && open && x->count % known == 0) *open = x->count / known, known = x->count;
-    if (!good || known != x->count)
+    if (good && open && count % known == 0) *open = count / known, known = count;
+    if (!good || known != count)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s cannot become %s", op->desc->name,
                            dtrain__shape_text(x->shape, from_text),
                            dtrain__shape_text(to->shape, to_text));
+    if (!to->keeps) DTRAIN__TRY(dtrain__reshape_part(op, to, n));
     dtrain_op_output(op, to->dtype, to->ndim, to->shape);
     return DTRAIN_OK;
 }
@@ -21038,7 +21097,7 @@ static dtrain_result dtrain__copy_backward(dtrain_op *op)
 }
 
 DTRAIN__OP(cast, copy, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, DTRAIN__OP_TAKES_ALL, false)
-DTRAIN__OP(reshape, copy, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, 0, false)
+DTRAIN__OP(reshape, copy, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, DTRAIN__OP_TAKES_ALL, false)
 
 static dtrain_tensor *dtrain__copy_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
                                          dtrain_tensor *x, uint32_t dtype, uint32_t ndim,
@@ -21047,6 +21106,7 @@ static dtrain_tensor *dtrain__copy_apply(dtrain_tape *tape, const dtrain_op_desc
     dtrain__reshape args;
     memset(&args, 0, sizeof args);
     args.dtype = (dtrain_dtype)dtype;
+    args.keeps = desc == &dtrain__cast_op;
     if (shape && ndim <= 4) { /* otherwise ndim stays 0, which prepare refuses */
         args.ndim = ndim;
         memcpy(args.shape, shape, ndim * sizeof *shape);
@@ -21149,6 +21209,338 @@ DTRAIN_API dtrain_tensor *dtrain_permute(dtrain_tape *tape, dtrain_tensor *x, co
         memcpy(args.axes, axes, x->ndim * sizeof *axes);
     }
     return dtrain_tape_apply(tape, &dtrain__permute_op, &x, 1, NULL, 0, &args, sizeof args);
+}
+
+/* ==== src/tape/place.c ======================================================================== */
+
+/* Conversions between placements
+ *
+ * Every conversion only moves values, so its backward is the conversion back:
+ *
+ *     whole -> columns, rows    a rank keeps its own    back: all gather
+ *     columns, rows -> whole    all gather              back: a rank keeps its own
+ *     columns <-> rows          all to all              back: all to all
+ *
+ * The gradient of what is whole is whole on every rank, and nothing is added up: the sums are in
+ * the operations that make them (tape/linear.c).
+ *
+ * Rows are one piece of memory, columns are not. A block is what one rank has of some rows, (rows,
+ * its columns); blocks become rows of all columns by way of their transpose, where the columns of
+ * each run are one piece:
+ *
+ *     block of rank 0   a a          T  a a a      <- column 0 of all rows
+ *     (3 rows)          a a             a a a
+ *                       a a             b b b                 rows   a a b
+ *     of rank 1         b                                 =>         a a b
+ *                       b                                            a a b
+ *                       b
+ *
+ * Blocks of different sizes travel in slots of the largest. */
+
+typedef struct dtrain__place {
+    uint32_t from, to;     /* dtrain_placement */
+    int64_t rows, columns; /* of the whole */
+    dtrain_cut cut;        /* of its columns */
+} dtrain__place;
+
+/* A conversion under way. */
+typedef struct dtrain__moving {
+    const dtrain_op *op;
+    const dtrain__place *place;
+    int ranks, rank;
+    dtrain_dtype dtype;
+    size_t element;                  /* bytes */
+    int64_t most_rows, most_columns; /* of a rank's part */
+    char *send, *receive, *turned;   /* slots of all ranks, twice; the transpose */
+} dtrain__moving;
+
+static dtrain__share dtrain__columns_of(const dtrain__moving *m, int rank)
+{
+    const int64_t shape[4] = {m->place->columns, 0, 0, 0};
+    dtrain__share part;
+    dtrain__share_of(&m->place->cut, shape, m->ranks, rank, &part);
+    return part;
+}
+
+static dtrain__share dtrain__rows_of(const dtrain__moving *m, int rank)
+{
+    return dtrain__rows_share(m->place->rows, m->ranks, rank);
+}
+
+/* Describe a conversion and the elements of memory that it borrows: either way, so that forward and
+ * backward find the same. */
+static int64_t dtrain__moving_describe(const dtrain_op *op, dtrain__moving *m)
+{
+    const dtrain__place *place = (const dtrain__place *)op->args;
+    memset(m, 0, sizeof *m);
+    m->op = op;
+    m->place = place;
+    m->ranks = op->tape->groups.tensor_ranks;
+    m->rank = op->tape->groups.tensor_rank;
+    m->dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    m->element = dtrain_dtype_bytes(m->dtype);
+    const bool rows_cut =
+        place->from == DTRAIN_PLACEMENT_ROWS || place->to == DTRAIN_PLACEMENT_ROWS;
+    const bool columns_cut =
+        place->from == DTRAIN_PLACEMENT_COLUMNS || place->to == DTRAIN_PLACEMENT_COLUMNS;
+    m->most_rows = rows_cut ? (place->rows + m->ranks - 1) / m->ranks : place->rows;
+    for (int r = 0; r < m->ranks; r++) {
+        const int64_t count = dtrain__columns_of(m, r).count;
+        if (count > m->most_columns) m->most_columns = count;
+    }
+    if (!columns_cut) return 0;
+    return m->most_rows * (2 * m->ranks * m->most_columns + place->columns);
+}
+
+/* Lay the borrowed memory out. */
+static void dtrain__moving_borrow(dtrain__moving *m, void *memory)
+{
+    const size_t slots = (size_t)(m->ranks * m->most_rows * m->most_columns) * m->element;
+    m->send = (char *)memory;
+    m->receive = m->send + slots;
+    m->turned = m->receive + slots;
+}
+
+static char *dtrain__slot(const dtrain__moving *m, char *slots, int rank)
+{
+    return slots + (size_t)(rank * m->most_rows * m->most_columns) * m->element;
+}
+
+/* Transpose x (rows, n), of rows `stride` apart, to y (n, rows). */
+static dtrain_result dtrain__turn(const dtrain__moving *m, const char *x, int64_t rows, int64_t n,
+                                  int64_t stride, char *y)
+{
+    dtrain_permute_args args;
+    memset(&args, 0, sizeof args);
+    args.shape[0] = args.shape[1] = 1;
+    args.shape[2] = n, args.step[2] = 1;
+    args.shape[3] = rows, args.step[3] = stride;
+    args.x = x;
+    args.y = y;
+    args.dtype = m->dtype;
+    return m->op->device->ops->permute(m->op->device, &args);
+}
+
+/* Put blocks of all ranks, in slots, together: rows of all columns. */
+static dtrain_result dtrain__blocks_join(const dtrain__moving *m, char *slots, int64_t rows,
+                                         char *y)
+{
+    for (int r = 0; r < m->ranks; r++) {
+        const dtrain__share part = dtrain__columns_of(m, r);
+        const char *run = dtrain__slot(m, slots, r);
+        for (uint32_t i = 0; i < part.runs; i++) {
+            DTRAIN__TRY(dtrain__turn(m, run, rows, part.length[i], part.count,
+                                     m->turned + (size_t)(part.first[i] * rows) * m->element));
+            run += (size_t)part.length[i] * m->element;
+        }
+    }
+    return dtrain__turn(m, m->turned, m->place->columns, rows, rows, y);
+}
+
+/* Take the block of a rank out of rows of all columns. */
+static dtrain_result dtrain__block_take(const dtrain__moving *m, const char *x, int64_t rows,
+                                        int rank, char *block)
+{
+    const dtrain__share part = dtrain__columns_of(m, rank);
+    int64_t at = 0;
+    for (uint32_t i = 0; i < part.runs; at += part.length[i++])
+        DTRAIN__TRY(dtrain__turn(m, x + (size_t)part.first[i] * m->element, rows, part.length[i],
+                                 m->place->columns, m->turned + (size_t)(at * rows) * m->element));
+    return dtrain__turn(m, m->turned, part.count, rows, rows, block);
+}
+
+static dtrain_result dtrain__move_bytes(const dtrain__moving *m, char *to, const char *from,
+                                        int64_t count)
+{
+    return m->op->device->ops->copy(m->op->device, to, from, (size_t)count * m->element,
+                                    DTRAIN_COPY_DEVICE_TO_DEVICE);
+}
+
+/* ---- The six conversions ----------------------------------------------------------------------*/
+
+static dtrain_result dtrain__columns_gather(const dtrain__moving *m, const char *x, char *y)
+{
+    const int64_t slot = m->most_rows * m->most_columns;
+    const int64_t count = m->place->rows * dtrain__columns_of(m, m->rank).count;
+    dtrain_work *work = NULL;
+    if (count < slot) {
+        DTRAIN__TRY(dtrain__move_bytes(m, m->send, x, count));
+        x = m->send;
+    }
+    DTRAIN__TRY(
+        dtrain_all_gather(dtrain__axis_comm(m->op), x, m->receive, (size_t)slot, m->dtype, &work));
+    DTRAIN__TRY(dtrain_work_wait(work));
+    return dtrain__blocks_join(m, m->receive, m->place->rows, y);
+}
+
+/* Send to each rank the columns here of its rows. */
+static dtrain_result dtrain__columns_to_rows(const dtrain__moving *m, const char *x, char *y)
+{
+    const int64_t mine = dtrain__columns_of(m, m->rank).count;
+    dtrain_work *work = NULL;
+    for (int r = 0; r < m->ranks; r++) {
+        const dtrain__share rows = dtrain__rows_of(m, r);
+        DTRAIN__TRY(dtrain__move_bytes(m, dtrain__slot(m, m->send, r),
+                                       x + (size_t)(rows.first[0] * mine) * m->element,
+                                       rows.count * mine));
+    }
+    DTRAIN__TRY(dtrain_all_to_all(dtrain__axis_comm(m->op), m->send, m->receive,
+                                  (size_t)(m->most_rows * m->most_columns), m->dtype, &work));
+    DTRAIN__TRY(dtrain_work_wait(work));
+    return dtrain__blocks_join(m, m->receive, dtrain__rows_of(m, m->rank).count, y);
+}
+
+/* Send to each rank its columns of the rows here. */
+static dtrain_result dtrain__rows_to_columns(const dtrain__moving *m, const char *x, char *y)
+{
+    const int64_t mine = dtrain__columns_of(m, m->rank).count;
+    dtrain_work *work = NULL;
+    for (int r = 0; r < m->ranks; r++)
+        DTRAIN__TRY(dtrain__block_take(m, x, dtrain__rows_of(m, m->rank).count, r,
+                                       dtrain__slot(m, m->send, r)));
+    DTRAIN__TRY(dtrain_all_to_all(dtrain__axis_comm(m->op), m->send, m->receive,
+                                  (size_t)(m->most_rows * m->most_columns), m->dtype, &work));
+    DTRAIN__TRY(dtrain_work_wait(work));
+    for (int r = 0; r < m->ranks; r++) {
+        const dtrain__share rows = dtrain__rows_of(m, r);
+        DTRAIN__TRY(dtrain__move_bytes(m, y + (size_t)(rows.first[0] * mine) * m->element,
+                                       dtrain__slot(m, m->receive, r), rows.count * mine));
+    }
+    return DTRAIN_OK;
+}
+
+/* Convert x, which lies as `from`, to y. In a plan nothing is sent. */
+static dtrain_result dtrain__place_move(const dtrain__moving *m, uint32_t from, uint32_t to,
+                                        const void *from_data, void *to_data)
+{
+    const char *x = (const char *)from_data;
+    char *y = (char *)to_data;
+    const int64_t columns = m->place->columns;
+    if (m->op->planning) return DTRAIN_OK;
+    if (from == DTRAIN_PLACEMENT_WHOLE && to == DTRAIN_PLACEMENT_COLUMNS)
+        return dtrain__block_take(m, x, m->place->rows, m->rank, y);
+    if (from == DTRAIN_PLACEMENT_WHOLE) {
+        const dtrain__share rows = dtrain__rows_of(m, m->rank);
+        return dtrain__move_bytes(m, y, x + (size_t)(rows.first[0] * columns) * m->element,
+                                  rows.count * columns);
+    }
+    if (from == DTRAIN_PLACEMENT_ROWS && to == DTRAIN_PLACEMENT_WHOLE) {
+        dtrain_work *work = NULL;
+        DTRAIN__TRY(dtrain__gather_rows(dtrain__axis_comm(m->op), m->op->device, x, y,
+                                        m->place->rows, columns, m->dtype, &work));
+        return dtrain_work_wait(work);
+    }
+    if (from == DTRAIN_PLACEMENT_ROWS) return dtrain__rows_to_columns(m, x, y);
+    return to == DTRAIN_PLACEMENT_ROWS ? dtrain__columns_to_rows(m, x, y)
+                                       : dtrain__columns_gather(m, x, y);
+}
+
+/* ---- The operation ----------------------------------------------------------------------------*/
+
+/* Find the cut that the columns of x have; those that some operation has placed without one are cut
+ * evenly, or cannot be told. */
+static dtrain_result dtrain__place_cut(const dtrain_op *op, dtrain__place *place)
+{
+    const dtrain__groups *groups = &op->tape->groups;
+    const dtrain__share *part = dtrain__tensor_share(op->inputs[0]);
+    const int64_t shape[4] = {place->columns, 0, 0, 0};
+    char text[DTRAIN__SHARE_TEXT];
+    dtrain__share even;
+    place->cut.axis = DTRAIN_CUT_ROWS; /* of one axis: a row */
+    if (place->from != DTRAIN_PLACEMENT_COLUMNS) return DTRAIN_OK;
+    if (part->cut.axis) place->cut = part->cut;
+    dtrain__share_of(&place->cut, shape, groups->tensor_ranks, groups->tensor_rank, &even);
+    if (dtrain__share_same(&even, part)) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "dtrain_place: of the input this rank has the columns %s, and those of "
+                       "other ranks are not known",
+                       dtrain__share_text(part, text));
+}
+
+static dtrain_result dtrain__place_prepare(dtrain_op *op)
+{
+    dtrain__place *place = (dtrain__place *)op->args;
+    const dtrain__groups *groups = &op->tape->groups;
+    const dtrain_tensor *x = op->inputs[0];
+    const dtrain__share *part = dtrain__tensor_share(x);
+    const int64_t n = x->shape[x->ndim - 1];
+    dtrain__moving m;
+    dtrain__share kept;
+    if (place->to > DTRAIN_PLACEMENT_ROWS)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_place: placement is %u, which is not a dtrain_placement",
+                           place->to);
+    place->from = x->placement;
+    place->columns = place->from == DTRAIN_PLACEMENT_COLUMNS ? part->whole : n;
+    place->rows = place->from == DTRAIN_PLACEMENT_ROWS ? part->whole : x->count / n;
+    DTRAIN__TRY(dtrain__place_cut(op, place));
+    const bool columns = place->to == DTRAIN_PLACEMENT_COLUMNS;
+    const int64_t length = columns ? place->columns : place->rows;
+    if (place->to != DTRAIN_PLACEMENT_WHOLE && length < groups->tensor_ranks)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_place: %lld %s to share, and the tensor axis has %d ranks: each "
+                           "needs one",
+                           (long long)length, columns ? "columns" : "rows", groups->tensor_ranks);
+    kept = dtrain__rows_share(length, groups->tensor_ranks, groups->tensor_rank);
+    if (place->to == DTRAIN_PLACEMENT_ROWS || place->from == DTRAIN_PLACEMENT_ROWS) {
+        const int64_t shape[2] = {place->to == DTRAIN_PLACEMENT_ROWS ? kept.count : place->rows,
+                                  columns ? kept.count : place->columns};
+        dtrain_op_output(op, (dtrain_dtype)x->dtype, 2, shape);
+    } else {
+        dtrain__output_like(op, x, columns ? kept.count : place->columns, (dtrain_dtype)x->dtype);
+    }
+    DTRAIN__TRY(op->tape->error);
+    dtrain__place_as(op->outputs[0], place->to, &kept);
+    dtrain__op_borrow(op, dtrain__moving_describe(op, &m), x->dtype);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__place_forward(dtrain_op *op)
+{
+    const dtrain__place *place = (const dtrain__place *)op->args;
+    dtrain__moving m;
+    (void)dtrain__moving_describe(op, &m);
+    dtrain__moving_borrow(&m, dtrain__op_scratch(op));
+    return dtrain__place_move(&m, place->from, place->to, op->input_data[0], op->output_data[0]);
+}
+
+/* Convert the gradient back; where there is one already, beside it, and add. */
+static dtrain_result dtrain__place_backward(dtrain_op *op)
+{
+    const dtrain__place *place = (const dtrain__place *)op->args;
+    const dtrain_tensor *x = op->inputs[0];
+    dtrain__chunk *scratch = NULL, *beside = NULL;
+    dtrain__moving m;
+    bool add;
+    const size_t bytes = (size_t)dtrain__moving_describe(op, &m) * m.element;
+    char *d_x = (char *)dtrain_op_input_grad(op, 0, &add);
+    if (!d_x) return op->tape->error;
+    if (bytes) scratch = dtrain__scratch_take(op->tape, bytes);
+    if (add) beside = dtrain__scratch_take(op->tape, dtrain__tensor_bytes(x));
+    DTRAIN__TRY(op->tape->error);
+    dtrain__moving_borrow(&m, scratch ? scratch->memory : NULL);
+    DTRAIN__TRY(dtrain__place_move(&m, place->to, place->from, op->outputs[0]->grad,
+                                   beside ? beside->memory : d_x));
+    if (beside)
+        DTRAIN__TRY(
+            dtrain__tape_add(op->device, x->count, d_x, x->dtype, beside->memory, x->dtype, d_x));
+    dtrain__scratch_give(scratch);
+    dtrain__scratch_give(beside);
+    return DTRAIN_OK;
+}
+
+DTRAIN__OP(place, place, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, DTRAIN__OP_PLACES, false)
+
+DTRAIN_API dtrain_tensor *dtrain_place(dtrain_tape *tape, dtrain_tensor *x,
+                                       dtrain_placement placement)
+{
+    dtrain__place args;
+    if (tape && x && dtrain__is_float(x) && (uint32_t)placement <= DTRAIN_PLACEMENT_ROWS &&
+        (tape->groups.tensor_ranks == 1 || x->placement == (uint32_t)placement))
+        return x;
+    memset(&args, 0, sizeof args);
+    args.to = placement;
+    return dtrain_tape_apply(tape, &dtrain__place_op, &x, 1, NULL, 0, &args, sizeof args);
 }
 
 /* ==== src/tape/batchnorm.c ==================================================================== */
@@ -21675,12 +22067,115 @@ DTRAIN_API dtrain_tensor *dtrain_bce_with_logits_loss(dtrain_tape *tape, dtrain_
                                                DTRAIN_POINTWISE_LOGISTIC_LOSS, logits, target));
 }
 
+/* ==== src/tape/cross_entropy.c ================================================================ */
+
+/* Cross-entropy
+ *
+ * With s = smoothing:
+ *
+ *     d_logits = (softmax(logits) - (1 - s) onehot(target) - s / classes) upstream / valid targets
+ *
+ * and 0 in padding.
+ *
+ * Logits are by far the largest value of a language model, (rows, vocabulary). When this is their
+ * only use and the operation that made them does not look at them in its own backward, they are
+ * dead once d_logits is known: it is written over them, and there is no second buffer of that size.
+ */
+
+typedef struct dtrain__cross_entropy {
+    dtrain_cross_entropy_args forward;
+    float factor; /* 1 / number of targets that are not ignored. In a recorded pass the number is
+                     on the device, here, and `factor` is 1: */
+    const float *device_factor;
+} dtrain__cross_entropy;
+
+static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
+{
+    dtrain__cross_entropy *loss = (dtrain__cross_entropy *)op->args;
+    dtrain_cross_entropy_args *args = &loss->forward;
+    const dtrain_tensor *logits = op->inputs[0], *targets = op->inputs[1];
+    const int64_t n = logits->shape[logits->ndim - 1], rows = logits->count / n, shape[1] = {1};
+    const dtrain__tape_tensor *input = (const dtrain__tape_tensor *)targets;
+    char left[DTRAIN__SHAPE_TEXT], right[DTRAIN__SHAPE_TEXT];
+    if (targets->count != rows)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_cross_entropy: logits %s have %lld rows, targets are %s",
+                           dtrain__shape_text(logits->shape, left), (long long)rows,
+                           dtrain__shape_text(targets->shape, right));
+    if (args->classes < 0 || args->classes > n)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_cross_entropy: %lld classes, and logits %s have %lld columns",
+                           (long long)args->classes, dtrain__shape_text(logits->shape, left),
+                           (long long)n);
+    if (!(args->smoothing >= 0 && args->smoothing <= 1)) /* so written that NaN is refused */
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_cross_entropy: smoothing is %g, not in [0, 1]",
+                           (double)args->smoothing);
+    args->rows = rows;
+    args->n = n;
+    args->logits = op->input_data[0];
+    args->dtype = (dtrain_dtype)logits->dtype;
+    args->targets = (const int32_t *)op->input_data[1];
+    args->loss = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
+    args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
+    loss->device_factor = input->samples.device_valid;
+    loss->factor = loss->device_factor ? 1 : input->samples.valid[0];
+    dtrain__tape_tensor *made =
+        (dtrain__tape_tensor *)dtrain_op_output(op, DTRAIN_DTYPE_F32, 1, shape);
+    if (made) made->samples = input->samples;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__cross_entropy_forward(dtrain_op *op)
+{
+    const dtrain__cross_entropy *loss = (const dtrain__cross_entropy *)op->args;
+    DTRAIN__TRY(op->device->ops->cross_entropy(op->device, &loss->forward));
+    return dtrain__sum_to(op->device, op->output_data[0], loss->forward.loss, DTRAIN_DTYPE_F32,
+                          loss->forward.rows, (double)loss->factor, loss->device_factor);
+}
+
+static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
+{
+    const dtrain__cross_entropy *loss = (const dtrain__cross_entropy *)op->args;
+    dtrain_tensor *logits = op->inputs[0];
+    if (logits->producer && logits->pending_uses == 1 &&
+        !(logits->producer->op.reads & DTRAIN_OP_READS_OUTPUTS)) {
+        logits->grad = logits->data;
+    } else if (!dtrain_op_input_grad(op, 0, NULL)) {
+        return op->tape->error;
+    }
+    dtrain_cross_entropy_args args = loss->forward;
+    args.scale = loss->factor;
+    args.d_logits = logits->grad;
+    args.upstream = (const float *)op->outputs[0]->grad;
+    if (loss->device_factor) { /* their product, as a sum of one element: rounded once */
+        void *product = dtrain__take_data(op->tape, NULL, 1, DTRAIN_DTYPE_F32);
+        DTRAIN__TRY(op->tape->error);
+        DTRAIN__TRY(dtrain__sum_to(op->device, product, args.upstream, DTRAIN_DTYPE_F32, 1, 1,
+                                   loss->device_factor));
+        args.upstream = (const float *)product;
+    }
+    return op->device->ops->cross_entropy_backward(op->device, &args);
+}
+
+DTRAIN__OP(cross_entropy, cross_entropy, DTRAIN_OP_READS_INPUTS, 0, 2, 0, false)
+
+DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
+                                               dtrain_tensor *targets, int64_t classes,
+                                               float smoothing)
+{
+    dtrain_tensor *const inputs[2] = {logits, targets};
+    dtrain__cross_entropy args;
+    memset(&args, 0, sizeof args);
+    args.forward.classes = classes;
+    args.forward.smoothing = smoothing;
+    return dtrain_tape_apply(tape, &dtrain__cross_entropy_op, inputs, 2, NULL, 0, &args,
+                             sizeof args);
+}
+
 /* ==== src/tape/elementwise.c ================================================================== */
 
-/* Elementwise operations and losses
- *
- * Nothing is kept for their backwards but what cross-entropy needs: logits, targets and the
- * log-sum-exp of each row. */
+/* Elementwise operations, sum and mean: nothing is kept for their backwards */
 
 /* Check that inputs 0 and 1 have the same count and last axis. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op)
@@ -21731,13 +22226,29 @@ DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain
 /* ---- Scale and dropout
  *
  * Both are linear in x and keep nothing: the kernel that makes y of x makes d_x of d_y. Whether
- * dropout keeps an element is a function of (seed, stream, i). */
+ * dropout keeps an element is a function of (seed, stream, its place in the whole tensor). */
 
 typedef struct dtrain__map {
     dtrain_result (*run)(dtrain_op *op, const void *x, void *y, bool accumulate);
     float factor;
     dtrain_dropout_args dropout;
 } dtrain__map;
+
+/* Say where x's elements stand in the whole tensor: their random numbers are drawn by that place,
+ * so that the masks of all ranks together are those of one. */
+static void dtrain__map_part(const dtrain_tensor *x, dtrain_part *of)
+{
+    const dtrain__share *part = dtrain__tensor_share(x);
+    of->n = x->shape[x->ndim - 1];
+    if (x->placement == DTRAIN_PLACEMENT_ROWS) of->first = part->first[0] * of->n;
+    if (x->placement != DTRAIN_PLACEMENT_COLUMNS) return;
+    of->whole_n = part->whole;
+    of->segments = part->runs;
+    for (uint32_t i = 0; i < part->runs; i++) {
+        of->segment[i].length = part->length[i];
+        of->segment[i].column = part->first[i];
+    }
+}
 
 static dtrain_result dtrain__map_prepare(dtrain_op *op)
 {
@@ -21746,6 +22257,7 @@ static dtrain_result dtrain__map_prepare(dtrain_op *op)
     if (!(probability >= 0 && probability < 1)) /* so written that NaN is refused */
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: probability is %g, not in [0, 1)",
                            op->desc->name, (double)probability);
+    dtrain__map_part(x, &((dtrain__map *)op->args)->dropout.part);
     dtrain_op_output(op, (dtrain_dtype)x->dtype, x->ndim, x->shape);
     return DTRAIN_OK;
 }
@@ -21884,110 +22396,6 @@ DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x)
 {
     const float factor = 0; /* set by prepare, which knows the count of x: one over it */
     return dtrain_tape_apply(tape, &dtrain__mean_op, &x, 1, NULL, 0, &factor, sizeof factor);
-}
-
-/* ---- Cross-entropy
- *
- * With s = smoothing:
- *
- *     d_logits = (softmax(logits) - (1 - s) onehot(target) - s / classes) upstream / valid targets
- *
- * and 0 in padding.
- *
- * Logits are by far the largest value of a language model, (rows, vocabulary). When this is their
- * only use and the operation that made them does not look at them in its own backward, they are
- * dead once d_logits is known: it is written over them, and there is no second buffer of that size.
- */
-
-typedef struct dtrain__cross_entropy {
-    dtrain_cross_entropy_args forward;
-    float factor; /* 1 / number of targets that are not ignored. In a recorded pass the number is
-                     on the device, here, and `factor` is 1: */
-    const float *device_factor;
-} dtrain__cross_entropy;
-
-static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
-{
-    dtrain__cross_entropy *loss = (dtrain__cross_entropy *)op->args;
-    dtrain_cross_entropy_args *args = &loss->forward;
-    const dtrain_tensor *logits = op->inputs[0], *targets = op->inputs[1];
-    const int64_t n = logits->shape[logits->ndim - 1], rows = logits->count / n, shape[1] = {1};
-    const dtrain__tape_tensor *input = (const dtrain__tape_tensor *)targets;
-    char left[DTRAIN__SHAPE_TEXT], right[DTRAIN__SHAPE_TEXT];
-    if (targets->count != rows)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_cross_entropy: logits %s have %lld rows, targets are %s",
-                           dtrain__shape_text(logits->shape, left), (long long)rows,
-                           dtrain__shape_text(targets->shape, right));
-    if (args->classes < 0 || args->classes > n)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_cross_entropy: %lld classes, and logits %s have %lld columns",
-                           (long long)args->classes, dtrain__shape_text(logits->shape, left),
-                           (long long)n);
-    if (!(args->smoothing >= 0 && args->smoothing <= 1)) /* so written that NaN is refused */
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_cross_entropy: smoothing is %g, not in [0, 1]",
-                           (double)args->smoothing);
-    args->rows = rows;
-    args->n = n;
-    args->logits = op->input_data[0];
-    args->dtype = (dtrain_dtype)logits->dtype;
-    args->targets = (const int32_t *)op->input_data[1];
-    args->loss = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
-    args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
-    loss->device_factor = input->samples.device_valid;
-    loss->factor = loss->device_factor ? 1 : input->samples.valid[0];
-    dtrain__tape_tensor *made =
-        (dtrain__tape_tensor *)dtrain_op_output(op, DTRAIN_DTYPE_F32, 1, shape);
-    if (made) made->samples = input->samples;
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__cross_entropy_forward(dtrain_op *op)
-{
-    const dtrain__cross_entropy *loss = (const dtrain__cross_entropy *)op->args;
-    DTRAIN__TRY(op->device->ops->cross_entropy(op->device, &loss->forward));
-    return dtrain__sum_to(op->device, op->output_data[0], loss->forward.loss, DTRAIN_DTYPE_F32,
-                          loss->forward.rows, (double)loss->factor, loss->device_factor);
-}
-
-static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
-{
-    const dtrain__cross_entropy *loss = (const dtrain__cross_entropy *)op->args;
-    dtrain_tensor *logits = op->inputs[0];
-    if (logits->producer && logits->pending_uses == 1 &&
-        !(logits->producer->op.reads & DTRAIN_OP_READS_OUTPUTS)) {
-        logits->grad = logits->data;
-    } else if (!dtrain_op_input_grad(op, 0, NULL)) {
-        return op->tape->error;
-    }
-    dtrain_cross_entropy_args args = loss->forward;
-    args.scale = loss->factor;
-    args.d_logits = logits->grad;
-    args.upstream = (const float *)op->outputs[0]->grad;
-    if (loss->device_factor) { /* their product, as a sum of one element: rounded once */
-        void *product = dtrain__take_data(op->tape, NULL, 1, DTRAIN_DTYPE_F32);
-        DTRAIN__TRY(op->tape->error);
-        DTRAIN__TRY(dtrain__sum_to(op->device, product, args.upstream, DTRAIN_DTYPE_F32, 1, 1,
-                                   loss->device_factor));
-        args.upstream = (const float *)product;
-    }
-    return op->device->ops->cross_entropy_backward(op->device, &args);
-}
-
-DTRAIN__OP(cross_entropy, cross_entropy, DTRAIN_OP_READS_INPUTS, 0, 2, 0, false)
-
-DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
-                                               dtrain_tensor *targets, int64_t classes,
-                                               float smoothing)
-{
-    dtrain_tensor *const inputs[2] = {logits, targets};
-    dtrain__cross_entropy args;
-    memset(&args, 0, sizeof args);
-    args.forward.classes = classes;
-    args.forward.smoothing = smoothing;
-    return dtrain_tape_apply(tape, &dtrain__cross_entropy_op, inputs, 2, NULL, 0, &args,
-                             sizeof args);
 }
 
 #undef DTRAIN__OP
@@ -33900,6 +34308,24 @@ static inline int64_t dtrain__position(const dtrain_embedding_args *a, int64_t r
     return (a->first_row + row) % a->sequence;
 }
 
+/* Return how many columns count here, and in the whole rows. */
+static inline int64_t dtrain__classes(const dtrain_cross_entropy_args *a)
+{
+    return a->classes < 0 ? 0 : a->classes ? a->classes : a->n;
+}
+
+static inline int64_t dtrain__whole_classes(const dtrain_cross_entropy_args *a)
+{
+    return a->whole_classes ? a->whole_classes : dtrain__classes(a);
+}
+
+/* Return the column of a row's target, a negative one where it is ignored or not here. */
+static inline int64_t dtrain__target_column(const dtrain_cross_entropy_args *a, int64_t row)
+{
+    const int64_t at = a->targets[row] - a->first_class;
+    return a->targets[row] >= 0 && at < dtrain__classes(a) ? at : -1;
+}
+
 #define DTRAIN__TOPK_BLOCK 1024    /* elements between two looks at the room that is left */
 #define DTRAIN__ATTENTION_BLOCK 64 /* queries and keys of an attention block */
 #define DTRAIN__SUM_CHUNKS 256
@@ -34022,6 +34448,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__column_sums(dtrain_device *device, int64_t
 
 DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, uint64_t stream,
                                         int64_t i, int64_t count, uint32_t *words);
+
+/* device/cpu/launch_layers.c */
+DTRAIN__PRIVATE void dtrain__row_loss(const dtrain_cross_entropy_args *args, int64_t row, float top,
+                                      double sum, float wanted, double logits_sum);
 
 /* device/cpu/gemm.c */
 DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_args *args);
@@ -34792,13 +35222,14 @@ static dtrain_result dtrain__check_tokens(const dtrain_embedding_args *args)
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__check_targets(const int32_t *targets, int64_t rows, int64_t n)
+static dtrain_result dtrain__check_targets(const dtrain_cross_entropy_args *args)
 {
-    for (int64_t row = 0; row < rows; row++)
-        if (targets[row] < -1 || targets[row] >= n)
+    const int64_t classes = dtrain__whole_classes(args);
+    for (int64_t row = 0; row < args->rows; row++)
+        if (args->targets[row] < -1 || args->targets[row] >= classes)
             return dtrain_fail(DTRAIN_ERROR_DATA,
                                "target %ld at row %lld is outside [0, %lld) and not -1 (ignored)",
-                               (long)targets[row], (long long)row, (long long)n);
+                               (long)args->targets[row], (long long)row, (long long)classes);
     return DTRAIN_OK;
 }
 
@@ -34884,8 +35315,7 @@ dtrain__cpu_attention_backward(dtrain_device *device, const dtrain_attention_bac
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy_backward(
     dtrain_device *device, const dtrain_cross_entropy_backward_args *args)
 {
-    DTRAIN__TRY(
-        dtrain__check_targets(args->targets, args->rows, args->classes ? args->classes : args->n));
+    DTRAIN__TRY(dtrain__check_targets(args));
     return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->cross_entropy_backward, args,
                               args->rows, 1, args->rows * args->n, args->dtype);
 }
@@ -34894,8 +35324,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
                                                         const dtrain_cross_entropy_args *args)
 {
     dtrain_cross_entropy_backward_args backward;
-    DTRAIN__TRY(
-        dtrain__check_targets(args->targets, args->rows, args->classes ? args->classes : args->n));
+    if (args->parts && args->d_logits)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "cross_entropy: d_logits needs the lse of whole rows, which parts do "
+                           "not give; call cross_entropy_backward after cross_entropy_finish");
+    DTRAIN__TRY(dtrain__check_targets(args));
     DTRAIN__TRY(dtrain__run_kernel(device, dtrain__cpu_kernels(device)->cross_entropy, args,
                                    args->rows, 1, args->rows * args->n, args->dtype));
     if (!args->d_logits) return DTRAIN_OK;
@@ -34911,6 +35344,36 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
     backward.classes = args->classes;
     backward.smoothing = args->smoothing;
     return dtrain__cpu_cross_entropy_backward(device, &backward);
+}
+
+/* Write the loss and lse of a row, of what was found in it: `sum` is of exp(x - top). */
+DTRAIN__PRIVATE void dtrain__row_loss(const dtrain_cross_entropy_args *args, int64_t row, float top,
+                                      double sum, float wanted, double logits_sum)
+{
+    const bool ignored = args->targets[row] == -1;
+    const double lse = ignored ? 0 : (double)top + log(sum), smoothing = (double)args->smoothing;
+    const double classes = (double)dtrain__whole_classes(args);
+    args->lse[row] = (float)lse;
+    args->loss[row] =
+        ignored
+            ? 0
+            : (float)(lse - (1 - smoothing) * (double)wanted - smoothing * logits_sum / classes);
+}
+
+/* Two functions of four floats a row: one thread does it while others would wake up. */
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy_finish(
+    dtrain_device *device, const dtrain_cross_entropy_finish_args *args)
+{
+    (void)device;
+    for (int64_t row = 0; row < args->rows; row++) {
+        float *part = args->parts + row, *sum = part + args->rows;
+        const float top = args->whole_max[row];
+        if (args->loss)
+            dtrain__row_loss(args, row, top, (double)*sum, part[2 * args->rows],
+                             args->smoothing > 0 ? (double)part[3 * args->rows] : 0);
+        else if (part[0] < top) *sum *= expf(part[0] - top); /* -infinity twice would be NaN */
+    }
+    return DTRAIN_OK;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_softmax(dtrain_device *device,
@@ -38602,14 +39065,13 @@ DTRAIN__ROUTINE float DTRAIN__K(row_exp_sum)(const float *x, int64_t count, floa
 DTRAIN__KERNEL(cross_entropy)
 {
     const dtrain_cross_entropy_args *a = (const dtrain_cross_entropy_args *)job->args;
-    const int64_t classes = a->classes ? a->classes : a->n;
     for (int64_t row = begin; row < end; row++) {
         double sum = 0, logits_sum = 0;
         float top = -FLT_MAX, buffer[DTRAIN__K(LOGITS)];
-        if (a->targets[row] == -1) {
-            a->loss[row] = a->lse[row] = 0;
-            continue;
-        }
+        const bool ignored = a->targets[row] == -1;
+        const int64_t classes = ignored ? 0 : dtrain__classes(a);
+        const int64_t column = dtrain__target_column(a, row), at = row * a->n + column;
+        const float wanted = column >= 0 ? dtrain__element(a->logits, a->dtype, at) : 0;
         for (int64_t i = 0; i < classes; i += DTRAIN__K(LOGITS)) {
             const int64_t left = classes - i, most = DTRAIN__K(LOGITS);
             const int64_t count = left < most ? left : most;
@@ -38620,13 +39082,13 @@ DTRAIN__KERNEL(cross_entropy)
             sum += (double)DTRAIN__K(row_exp_sum)(x, count, top);
             if (a->smoothing > 0) logits_sum += (double)DTRAIN__K(row_sum)(x, count);
         }
-        const double lse = (double)top + log(sum);
-        a->lse[row] = (float)lse;
-        const int64_t at = row * a->n + a->targets[row];
-        const double wanted = (double)dtrain__element(a->logits, a->dtype, at);
-        const double smoothing = (double)a->smoothing;
-        a->loss[row] =
-            (float)(lse - (1 - smoothing) * wanted - smoothing * logits_sum / (double)classes);
+        if (a->parts) {
+            float *part = a->parts + row;
+            part[0] = classes > 0 ? top : -INFINITY;
+            part[a->rows] = (float)sum;
+            part[2 * a->rows] = wanted;
+            if (a->smoothing > 0) part[3 * a->rows] = (float)logits_sum;
+        } else dtrain__row_loss(a, row, top, sum, wanted, logits_sum);
     }
 }
 
@@ -38636,27 +39098,30 @@ DTRAIN__KERNEL(cross_entropy_backward)
         (const dtrain_cross_entropy_backward_args *)job->args;
     const dtrain_dtype dtype = a->dtype;
     const float factor = a->upstream ? a->scale * a->upstream[0] : a->scale;
-    const int64_t classes = a->classes ? a->classes : a->n;
+    const int64_t classes = dtrain__classes(a);
     const dtrain__v scale = dtrain__vset(factor);
     const dtrain__v one_hot = dtrain__vset(factor * (1 - a->smoothing));
-    const dtrain__v uniform = dtrain__vset(factor * a->smoothing / (float)classes);
+    const dtrain__v uniform = dtrain__vset(factor * a->smoothing / (float)dtrain__whole_classes(a));
     for (int64_t row = begin; row < end; row++) {
         const dtrain__v lse = dtrain__vset(a->lse[row]);
-        const int64_t first = row * a->n, target = first + a->targets[row];
+        const int64_t first = row * a->n, column = dtrain__target_column(a, row);
+        const int64_t target = first + column;
         const bool ignored = a->targets[row] == -1;
         for (int64_t i = ignored ? 0 : classes; i < a->n; i += DTRAIN__W)
             dtrain__vstore_as(a->d_logits, dtype, first + i, dtrain__vset(0), a->n - i);
         if (ignored) continue;
         /* The target's element is read before d_logits, which may be logits, is written. */
-        const dtrain__v wanted = dtrain__vload_as(a->logits, dtype, target, 1);
+        const dtrain__v wanted =
+            column >= 0 ? dtrain__vload_as(a->logits, dtype, target, 1) : dtrain__vset(0);
         for (int64_t i = 0; i < classes; i += DTRAIN__W) {
             const int64_t n = classes - i;
             const dtrain__v x = dtrain__vload_as(a->logits, dtype, first + i, n);
             dtrain__vstore_as(a->d_logits, dtype, first + i,
                               dtrain__vexp(x - lse) * scale - uniform, n);
         }
-        dtrain__vstore_as(a->d_logits, dtype, target,
-                          dtrain__vexp(wanted - lse) * scale - uniform - one_hot, 1);
+        if (column >= 0)
+            dtrain__vstore_as(a->d_logits, dtype, target,
+                              dtrain__vexp(wanted - lse) * scale - uniform - one_hot, 1);
     }
 }
 
