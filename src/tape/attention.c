@@ -1,5 +1,13 @@
 /* Attention, and what belongs to it: rotary position embedding, softmax
  *
+ * Heads know nothing of each other. Over a tensor axis (parallel/mesh.h) rows cut by columns have
+ * whole heads here, those of queries with those of keys and values that they meet, and attention
+ * and rotary turn the model's numbers of heads into those of this rank:
+ *
+ *     q0 q1 q2 q3 | k0 k1 | v0 v1     of 2 ranks the first has q0 q1 k0 v0, the second q2 q3 k1 v1
+ *
+ * Nothing is sent, and a head has the bits that it has on one rank.
+ *
  * What a node keeps alive until its backward:
  *
  *     attention       q, k, v, mask, key lengths, y, log-sum-exp of each row and head
@@ -22,7 +30,82 @@
 typedef struct dtrain__attention {
     dtrain_attention_args args;
     uint32_t lengths, k, v, mask; /* numbers of these inputs of the node; 0: the call has none */
+    int64_t heads, first_head;    /* of queries: in the whole, and the first one here */
 } dtrain__attention;
+
+/* Read a run of a row's columns, counted from column `begin` of the whole row, as some of `heads`
+ * heads of d columns. */
+static dtrain_result dtrain__heads_of(const dtrain_op *op, uint32_t input, uint32_t run,
+                                      int64_t begin, int64_t heads, int64_t d, int64_t *first,
+                                      int64_t *count)
+{
+    const dtrain__share *part = dtrain__tensor_share(op->inputs[input]);
+    const int64_t from = part->first[run], past = from + part->length[run];
+    *first = (from - begin) / d;
+    *count = (past - from) / d;
+    if (from >= begin && past <= begin + heads * d && (from - begin) % d == 0 &&
+        (past - from) % d == 0)
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "%s: of input %u this rank has the columns %lld to %lld of %lld, which are "
+                       "not whole heads of %lld columns; give the weight that made them a "
+                       "component for each of q, k and v, and as cut.parts the number of heads "
+                       "(of keys, where queries share them)",
+                       op->desc->name, input + 1, (long long)from, (long long)past - 1,
+                       (long long)part->whole, (long long)d);
+}
+
+/* Check how the inputs lie, and where their columns are cut turn the numbers of heads into those of
+ * this rank. */
+static dtrain_result dtrain__attention_here(const dtrain_op *op, dtrain__attention *x)
+{
+    dtrain_attention_args *args = &x->args;
+    const uint32_t inputs[3] = {0, x->k, x->v};
+    const int64_t heads = args->heads, kv_heads = args->kv_heads, group = heads / kv_heads;
+    const int64_t of[3] = {heads, kv_heads, kv_heads}, all = heads + 2 * kv_heads;
+    const dtrain__share *row = dtrain__tensor_share(op->inputs[0]);
+    const bool cut = op->inputs[0]->placement == DTRAIN_PLACEMENT_COLUMNS;
+    int64_t first[3], count[3], begin = 0;
+    x->heads = heads;
+    for (uint32_t i = 0; i < op->input_count; i++) {
+        const uint32_t placement = op->inputs[i]->placement;
+        const bool beside = i && (i == x->lengths || i == x->mask);
+        if (placement == DTRAIN_PLACEMENT_ROWS)
+            return dtrain__placement_fail(op, i, beside ? "whole" : "whole, or cut by columns");
+        if (placement != (cut && !beside ? (uint32_t)DTRAIN_PLACEMENT_COLUMNS
+                                         : (uint32_t)DTRAIN_PLACEMENT_WHOLE))
+            return dtrain__placement_fail(op, i, cut && !beside ? "cut by columns" : "whole");
+    }
+    if (!cut) return DTRAIN_OK;
+    const int64_t d = row->whole / (x->k ? heads : all);
+    for (uint32_t i = 0; i < 3; i++) {
+        const dtrain__share *part = dtrain__tensor_share(op->inputs[inputs[i]]);
+        const int64_t whole = (x->k ? of[i] : all) * d;
+        if (part->whole != whole || part->runs != (x->k ? 1u : 3u))
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: input %u is cut out of %lld columns in %u components, expected "
+                               "%lld columns (heads of %lld) in %d",
+                               op->desc->name, inputs[i] + 1, (long long)part->whole,
+                               (unsigned)part->runs, (long long)whole, (long long)d, x->k ? 1 : 3);
+        DTRAIN__TRY(
+            dtrain__heads_of(op, inputs[i], x->k ? 0 : i, begin, of[i], d, &first[i], &count[i]));
+        if (!x->k) begin += of[i] * d;
+    }
+    for (uint32_t i = 1; i < 3; i++)
+        if (first[i] * group != first[0] || count[i] * group != count[0])
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: this rank has the heads %lld to %lld of q and %lld to %lld of "
+                               "%s, which %lld heads of q share each; cut both into %lld parts "
+                               "(cut.parts)",
+                               op->desc->name, (long long)first[0],
+                               (long long)(first[0] + count[0] - 1), (long long)first[i],
+                               (long long)(first[i] + count[i] - 1), i == 1 ? "k" : "v",
+                               (long long)group, (long long)kv_heads);
+    args->heads = count[0];
+    args->kv_heads = count[1];
+    x->first_head = first[0];
+    return DTRAIN_OK;
+}
 
 /* Take q, k and v from rows that hold them side by side. */
 static dtrain_result dtrain__attention_packed(const dtrain_op *op, dtrain_attention_args *args)
@@ -84,7 +167,7 @@ static dtrain_result dtrain__attention_hidden(const dtrain_op *op, dtrain__atten
 {
     dtrain_attention_args *args = &x->args;
     const dtrain_tensor *lengths = op->inputs[x->lengths], *mask = op->inputs[x->mask];
-    const int64_t full[4] = {args->batch, args->heads, args->queries, args->keys};
+    const int64_t full[4] = {args->batch, x->heads, args->queries, args->keys};
     int64_t shape[4] = {1, 1, 1, 1};
     char text[DTRAIN__SHAPE_TEXT], full_text[DTRAIN__SHAPE_TEXT];
     if (x->lengths && lengths->count != args->batch)
@@ -106,9 +189,9 @@ static dtrain_result dtrain__attention_hidden(const dtrain_op *op, dtrain__atten
                            "batch and heads may be 1 or left out",
                            op->desc->name, dtrain__shape_text(mask->shape, text),
                            dtrain__shape_text(full, full_text));
-    args->mask = (const float *)op->input_data[x->mask];
     if (shape[1] > 1) args->mask_head_step = args->queries * args->keys;
     if (shape[0] > 1) args->mask_batch_step = shape[1] * args->queries * args->keys;
+    args->mask = (const float *)op->input_data[x->mask] + x->first_head * args->mask_head_step;
     return DTRAIN_OK;
 }
 
@@ -126,10 +209,20 @@ static dtrain_result dtrain__attention_prepare(dtrain_op *op)
                            "%s: a sequence of %lld queries and %lld keys, expected at least one",
                            op->desc->name, (long long)args->queries, (long long)args->keys);
     args->dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    DTRAIN__TRY(dtrain__attention_here(op, x));
     if (x->k) DTRAIN__TRY(dtrain__attention_separate(op, x));
     else DTRAIN__TRY(dtrain__attention_packed(op, args));
     DTRAIN__TRY(dtrain__attention_hidden(op, x));
     dtrain__output_like(op, op->inputs[0], args->heads * args->d, args->dtype);
+    if (op->inputs[0]->placement == DTRAIN_PLACEMENT_COLUMNS) {
+        dtrain__share part; /* the heads of queries that are here, of a row of all of them */
+        memset(&part, 0, sizeof part);
+        part.shape[0] = part.count = part.length[0] = args->heads * args->d;
+        part.whole = x->heads * args->d;
+        part.first[0] = x->first_head * args->d;
+        part.inner = part.runs = 1;
+        dtrain__place_as(op->outputs[0], DTRAIN_PLACEMENT_COLUMNS, &part);
+    }
     args->y = op->output_data[0];
     args->lse =
         (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, args->batch * args->heads * args->queries);
@@ -178,12 +271,12 @@ static dtrain_result dtrain__attention_backward(dtrain_op *op)
 }
 
 DTRAIN__OP(attention, attention, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS,
-           DTRAIN_RECOMPUTE_ATTENTION, 0, 0, false)
+           DTRAIN_RECOMPUTE_ATTENTION, 0, DTRAIN__OP_PLACES, false)
 
 /* The same, where input 1 has the key lengths. */
 DTRAIN__OP_NAMED(attention_lengths, "dtrain_attention", attention,
                  DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS, DTRAIN_RECOMPUTE_ATTENTION,
-                 1u << 1, 0, false)
+                 1u << 1, DTRAIN__OP_PLACES, false)
 
 DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, dtrain_tensor *k,
                                            dtrain_tensor *v, const dtrain_attention_desc *desc)
@@ -218,13 +311,34 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, 
  *
  * A rotation is orthogonal: the gradient is turned back by the same angles. */
 
+/* Turn the numbers of heads into those of this rank's columns; those that are turned come first in
+ * each run, as they do in the whole. */
+static dtrain_result dtrain__rotary_here(const dtrain_op *op, dtrain_rotary_args *args)
+{
+    const uint32_t runs = dtrain__tensor_share(op->inputs[0])->runs;
+    int64_t heads = 0, rotated = 0;
+    for (uint32_t run = 0; run < runs; run++) {
+        int64_t first, count;
+        DTRAIN__TRY(dtrain__heads_of(op, 0, run, 0, args->heads, args->d, &first, &count));
+        heads += count;
+        if (args->rotated > first)
+            rotated += args->rotated - first < count ? args->rotated - first : count;
+    }
+    args->heads = heads;
+    args->rotated = rotated;
+    return DTRAIN_OK;
+}
+
 static dtrain_result dtrain__rotary_prepare(dtrain_op *op)
 {
     dtrain_rotary_args *args = (dtrain_rotary_args *)op->args;
     const dtrain_tensor *x = op->inputs[0];
-    const int64_t width = x->shape[x->ndim - 1];
+    const bool cut = x->placement == DTRAIN_PLACEMENT_COLUMNS;
+    const int64_t width = cut ? dtrain__tensor_share(x)->whole : x->shape[x->ndim - 1];
     char text[DTRAIN__SHAPE_TEXT];
-    args->rows = x->count / width;
+    if (x->placement == DTRAIN_PLACEMENT_ROWS)
+        return dtrain__placement_fail(op, 0, "whole, or cut by columns");
+    args->rows = x->count / x->shape[x->ndim - 1];
     if (args->sequence < 1 || args->rows % args->sequence || args->heads < 1 ||
         width % (2 * args->heads))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -239,6 +353,7 @@ static dtrain_result dtrain__rotary_prepare(dtrain_op *op)
                            (long long)args->rotated, (long long)args->heads, (double)args->theta);
     if (!args->rotated) args->rotated = args->heads;
     args->d = width / args->heads;
+    if (cut) DTRAIN__TRY(dtrain__rotary_here(op, args));
     args->dtype = (dtrain_dtype)x->dtype;
     dtrain_op_output(op, args->dtype, x->ndim, x->shape);
     args->x = op->input_data[0];
@@ -261,7 +376,7 @@ static dtrain_result dtrain__rotary_backward(dtrain_op *op)
     return op->device->ops->rotary(op->device, &args);
 }
 
-DTRAIN__OP(rotary, rotary, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, 0, false)
+DTRAIN__OP(rotary, rotary, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, DTRAIN__OP_PLACES, false)
 
 DTRAIN_API dtrain_tensor *dtrain_rotary(dtrain_tape *tape, dtrain_tensor *x, int64_t sequence,
                                         int64_t heads, int64_t rotated, float theta)
