@@ -136,7 +136,7 @@ DTRAIN_API dtrain_result dtrain_vocab_cross_entropy(dtrain_comm *tensor,
         result = dtrain_all_reduce(tensor, sums, sums, each * rows + 1, DTRAIN_DTYPE_F32,
                                    DTRAIN_REDUCE_SUM, NULL);
     }
-    if (result == DTRAIN_OK && (float)loss->classes != *counted) {
+    if (result == DTRAIN_OK && loss->classes <= 1 << 24 && (float)loss->classes != *counted) {
         result = dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                              "%s: the ranks have %.0f of %lld classes; give each rank the next "
                              "columns (first_class), and all of them the same classes",
