@@ -76,6 +76,35 @@ static void dtrain__vocab_sums(const dtrain_vocab_loss *loss, int64_t count, con
     }
 }
 
+/* Count the classes and the targets that are here: two floats more in all find classes that two
+ * ranks have, or none. */
+static void dtrain__vocab_count(const dtrain_vocab_loss *loss, int64_t count, float *found)
+{
+    const int64_t past = loss->first_class + count;
+    int64_t targets = 0;
+    for (int64_t i = 0; i < loss->rows; i++)
+        targets += loss->targets[i] >= loss->first_class && loss->targets[i] < past;
+    found[0] = (float)count;
+    found[1] = (float)targets;
+}
+
+/* Compare the counts of all ranks with what they should be, as far as a float holds them. */
+static dtrain_result dtrain__vocab_found(const dtrain_vocab_loss *loss, const float *found)
+{
+    const int64_t most = 1 << 24;
+    int64_t valid = 0;
+    for (int64_t i = 0; i < loss->rows; i++) valid += loss->targets[i] != -1;
+    if (loss->classes > most || valid > most ||
+        (found[0] == (float)loss->classes && found[1] == (float)valid))
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                       "dtrain_vocab_cross_entropy: all ranks together have %.0f of %lld classes "
+                       "and the classes of %.0f of %lld targets; each class is on one rank, from "
+                       "its first_class on, and classes and targets are the same on all of them",
+                       (double)found[0], (long long)loss->classes, (double)found[1],
+                       (long long)valid);
+}
+
 /* Steps 3 and 4. */
 static void dtrain__vocab_finish(const dtrain_vocab_loss *loss, int64_t count, const float *most,
                                  const float *sums)
@@ -116,7 +145,7 @@ DTRAIN_API dtrain_result dtrain_vocab_cross_entropy(dtrain_comm *tensor,
     float *most = NULL;
     size_t count = 0;
     if (result == DTRAIN_OK) { /* rows fit four times: there are as many targets */
-        count = 4 * (size_t)loss->rows + 1;
+        count = 4 * (size_t)loss->rows + 2;
         most = (float *)dtrain__alloc(allocator, count, sizeof *most, "three floats a row");
         if (!most) result = DTRAIN_ERROR_MEMORY;
     }
@@ -127,22 +156,18 @@ DTRAIN_API dtrain_result dtrain_vocab_cross_entropy(dtrain_comm *tensor,
     const int64_t left = loss->classes - loss->first_class;
     const int64_t here = left < 0 ? 0 : left < loss->columns ? left : loss->columns;
     const size_t each = loss->smoothing > 0 ? 3 : 2;
-    float *sums = most + rows, *counted = sums + each * rows;
+    float *sums = most + rows, *found = sums + each * rows;
     dtrain__vocab_most(loss, here, most);
     result = dtrain_all_reduce(tensor, most, most, rows, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MAX, NULL);
     if (result == DTRAIN_OK) {
         dtrain__vocab_sums(loss, here, most, sums);
-        *counted = (float)here; /* one more float in all finds classes that nobody has, or two */
-        result = dtrain_all_reduce(tensor, sums, sums, each * rows + 1, DTRAIN_DTYPE_F32,
+        dtrain__vocab_count(loss, here, found);
+        result = dtrain_all_reduce(tensor, sums, sums, each * rows + 2, DTRAIN_DTYPE_F32,
                                    DTRAIN_REDUCE_SUM, NULL);
     }
-    if (result == DTRAIN_OK && loss->classes <= 1 << 24 && (float)loss->classes != *counted) {
-        result = dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                             "%s: the ranks have %.0f of %lld classes; give each rank the next "
-                             "columns (first_class), and all of them the same classes",
-                             call, (double)*counted, (long long)loss->classes);
+    if (result == DTRAIN_OK) result = dtrain__vocab_found(loss, found);
+    if (result == DTRAIN_ERROR_MISMATCH)
         result = tensor->ops->fail(tensor, result, dtrain_last_error());
-    }
     if (result == DTRAIN_OK) dtrain__vocab_finish(loss, here, most, sums);
     dtrain__free(allocator, most, count, sizeof *most);
     return result;
