@@ -9,37 +9,77 @@
  * Logits are by far the largest value of a language model, (rows, vocabulary). When this is their
  * only use and the operation that made them does not look at them in its own backward, they are
  * dead once d_logits is known: it is written over them, and there is no second buffer of that size.
- */
+ *
+ * Over a tensor axis (parallel/mesh.h) logits of a classifier that is cut by rows lie in columns,
+ * and stay where they are (Shoeybi et al., "Megatron-LM", 2019, section 3). Per row, of the columns
+ * that are here:
+ *
+ *     1. maximum, sum of e^(x - maximum), target's logit or 0, with smoothing sum of the logits
+ *     2. all-reduce of the maxima; the sums of this rank become those below the whole row's maximum
+ *     3. all-reduce of the sums, the targets' logits and the sums of logits, in one
+ *     4. loss and log-sum-exp of the whole row; every rank has the same
+ *
+ * Three floats a row travel, four with smoothing, and backward needs no more: softmax is made of
+ * the log-sum-exp. The padding may be all that a rank has. Of logits cut by rows each rank computes
+ * its own targets, and the sums of the losses are added up. */
 
 #include "core/platform_internal.h"
+#include "comm/comm.h"
 #include "tape/ops.h"
 #include "tape/tape_internal.h"
 
 typedef struct dtrain__cross_entropy {
     dtrain_cross_entropy_args forward;
+    float *whole_max; /* (rows), of logits cut by columns; NULL: they are not */
     float factor; /* 1 / number of targets that are not ignored. In a recorded pass the number is
                      on the device, here, and `factor` is 1: */
     const float *device_factor;
 } dtrain__cross_entropy;
+
+/* Take the columns or rows that are here of logits which are cut; whole numbers become this
+ * rank's. */
+static dtrain_result dtrain__cross_entropy_here(const dtrain_op *op,
+                                                dtrain_cross_entropy_args *args)
+{
+    const dtrain_tensor *logits = op->inputs[0];
+    const dtrain__share *part = dtrain__tensor_share(logits);
+    if (logits->placement == DTRAIN_PLACEMENT_ROWS) args->targets += part->first[0];
+    if (logits->placement != DTRAIN_PLACEMENT_COLUMNS) return DTRAIN_OK;
+    if (part->runs > 1)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: the columns of the logits are cut in %u components, expected one: "
+                           "the vocabulary",
+                           op->desc->name, (unsigned)part->runs);
+    args->whole_classes = args->classes ? args->classes : part->whole;
+    args->first_class = part->first[0];
+    args->classes = args->whole_classes - args->first_class;
+    if (args->classes > args->n) args->classes = args->n;
+    if (args->classes <= 0) args->classes = -1; /* padding alone */
+    return DTRAIN_OK;
+}
 
 static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
 {
     dtrain__cross_entropy *loss = (dtrain__cross_entropy *)op->args;
     dtrain_cross_entropy_args *args = &loss->forward;
     const dtrain_tensor *logits = op->inputs[0], *targets = op->inputs[1];
+    const dtrain__share *part = dtrain__tensor_share(logits);
+    const bool columns = logits->placement == DTRAIN_PLACEMENT_COLUMNS;
     const int64_t n = logits->shape[logits->ndim - 1], rows = logits->count / n, shape[1] = {1};
+    const int64_t all_rows = logits->placement == DTRAIN_PLACEMENT_ROWS ? part->whole : rows;
+    const int64_t whole_n = columns ? part->whole : n;
     const dtrain__tape_tensor *input = (const dtrain__tape_tensor *)targets;
     char left[DTRAIN__SHAPE_TEXT], right[DTRAIN__SHAPE_TEXT];
-    if (targets->count != rows)
+    if (targets->count != all_rows)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_cross_entropy: logits %s have %lld rows, targets are %s",
-                           dtrain__shape_text(logits->shape, left), (long long)rows,
+                           dtrain__shape_text(logits->shape, left), (long long)all_rows,
                            dtrain__shape_text(targets->shape, right));
-    if (args->classes < 0 || args->classes > n)
+    if (args->classes < 0 || args->classes > whole_n)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_cross_entropy: %lld classes, and logits %s have %lld columns",
                            (long long)args->classes, dtrain__shape_text(logits->shape, left),
-                           (long long)n);
+                           (long long)whole_n);
     if (!(args->smoothing >= 0 && args->smoothing <= 1)) /* so written that NaN is refused */
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_cross_entropy: smoothing is %g, not in [0, 1]",
@@ -51,20 +91,62 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
     args->targets = (const int32_t *)op->input_data[1];
     args->loss = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
     args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
+    DTRAIN__TRY(dtrain__cross_entropy_here(op, args));
+    if (columns) {
+        loss->whole_max = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
+        args->parts =
+            (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, (args->smoothing > 0 ? 4 : 3) * rows);
+    }
     loss->device_factor = input->samples.device_valid;
     loss->factor = loss->device_factor ? 1 : input->samples.valid[0];
     dtrain__tape_tensor *made =
         (dtrain__tape_tensor *)dtrain_op_output(op, DTRAIN_DTYPE_F32, 1, shape);
-    if (made) made->samples = input->samples;
+    if (!made) return op->tape->error;
+    made->samples = input->samples;
+    dtrain__place_as(&made->tensor, DTRAIN_PLACEMENT_WHOLE, NULL);
     return DTRAIN_OK;
+}
+
+/* Reduce floats over the tensor axis; later work on the device comes behind. */
+static dtrain_result dtrain__cross_entropy_reduce(const dtrain_op *op, const float *from, float *to,
+                                                  int64_t count, dtrain_reduce_op how)
+{
+    dtrain_work *work = NULL;
+    DTRAIN__TRY(dtrain_all_reduce(op->tape->groups.tensor, from, to, (size_t)count,
+                                  DTRAIN_DTYPE_F32, how, &work));
+    return dtrain_work_wait(work);
+}
+
+/* Compute the loss of each row whose columns are cut: steps 1 to 4 above. */
+static dtrain_result dtrain__cross_entropy_columns(const dtrain_op *op,
+                                                   const dtrain__cross_entropy *loss)
+{
+    const dtrain_device_ops *ops = op->device->ops;
+    dtrain_cross_entropy_args args = loss->forward;
+    const int64_t rows = args.rows;
+    args.loss = NULL;
+    args.whole_max = loss->whole_max;
+    DTRAIN__TRY(ops->cross_entropy(op->device, &args));
+    DTRAIN__TRY(
+        dtrain__cross_entropy_reduce(op, args.parts, loss->whole_max, rows, DTRAIN_REDUCE_MAX));
+    DTRAIN__TRY(ops->cross_entropy_finish(op->device, &args));
+    DTRAIN__TRY(dtrain__cross_entropy_reduce(op, args.parts + rows, args.parts + rows,
+                                             (args.smoothing > 0 ? 3 : 2) * rows,
+                                             DTRAIN_REDUCE_SUM));
+    args.loss = loss->forward.loss;
+    return ops->cross_entropy_finish(op->device, &args);
 }
 
 static dtrain_result dtrain__cross_entropy_forward(dtrain_op *op)
 {
     const dtrain__cross_entropy *loss = (const dtrain__cross_entropy *)op->args;
-    DTRAIN__TRY(op->device->ops->cross_entropy(op->device, &loss->forward));
-    return dtrain__sum_to(op->device, op->output_data[0], loss->forward.loss, DTRAIN_DTYPE_F32,
-                          loss->forward.rows, (double)loss->factor, loss->device_factor);
+    float *mean = (float *)op->output_data[0];
+    if (loss->forward.parts) DTRAIN__TRY(dtrain__cross_entropy_columns(op, loss));
+    else DTRAIN__TRY(op->device->ops->cross_entropy(op->device, &loss->forward));
+    DTRAIN__TRY(dtrain__sum_to(op->device, mean, loss->forward.loss, DTRAIN_DTYPE_F32,
+                               loss->forward.rows, (double)loss->factor, loss->device_factor));
+    if (op->inputs[0]->placement != DTRAIN_PLACEMENT_ROWS) return DTRAIN_OK;
+    return dtrain__cross_entropy_reduce(op, mean, mean, 1, DTRAIN_REDUCE_SUM);
 }
 
 static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
@@ -78,6 +160,7 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
         return op->tape->error;
     }
     dtrain_cross_entropy_args args = loss->forward;
+    args.parts = NULL;
     args.scale = loss->factor;
     args.d_logits = logits->grad;
     args.upstream = (const float *)op->outputs[0]->grad;
@@ -91,7 +174,7 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
     return op->device->ops->cross_entropy_backward(op->device, &args);
 }
 
-DTRAIN__OP(cross_entropy, cross_entropy, DTRAIN_OP_READS_INPUTS, 0, 2, 0, false)
+DTRAIN__OP(cross_entropy, cross_entropy, DTRAIN_OP_READS_INPUTS, 0, 2, DTRAIN__OP_PLACES, false)
 
 DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
                                                dtrain_tensor *targets, int64_t classes,
