@@ -142,6 +142,7 @@ typedef struct dtrain__held {
     int64_t rank;               /* whose list it is in; -1: none */
     int64_t name_at;            /* in the names that come with it */
     int64_t number;             /* of its tensor in the manifest */
+    int64_t copy;               /* of what ranks of a tensor axis have each: whose; see union.c */
 } dtrain__held;
 
 /* One piece that this rank writes. */

@@ -37,7 +37,7 @@ static dtrain_result dtrain__weight_shape(const char *call, const dtrain_param *
                            "(all) to %lld",
                            call, (long long)how->rows, param->name, (long long)most);
     weight->rows = how->rows ? how->rows : most;
-    weight->columns = most ? param->count / most : 1;
+    weight->columns = most ? dtrain__whole_count(param) / most : 1;
     weight->total = weight->rows * weight->columns;
     weight->transpose = how->transpose;
     weight->dims = dims ? dims : 1; /* without an element: [0] */
@@ -56,7 +56,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__weights_list(const char *call,
                                                    dtrain__weights *weights)
 {
     static const dtrain_export_name own = {0, NULL, false};
-    size_t tensor = 0;
     weights->allocator = &dtrain__world_of(strategy)->allocator;
     weights->params = dtrain__params_of(strategy, &weights->room);
     weights->list = (dtrain__weight *)dtrain__alloc(weights->allocator, weights->room,
@@ -68,7 +67,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__weights_list(const char *call,
         dtrain__weight *weight = &weights->list[weights->count];
         if (param->state.storage != param) continue;
         weight->param = i;
-        weight->tensor = tensor++;
         weight->name = how->name ? how->name : param->name;
         if (!weight->name[0]) continue;
         DTRAIN__TRY(dtrain__weight_shape(call, param, how, weight));
@@ -155,9 +153,10 @@ static dtrain_result dtrain__export_prepare(dtrain__export *e)
     snprintf(e->tmp, sizeof e->tmp, "%s.tmp", e->path);
     DTRAIN__TRY(dtrain__weights_list(dtrain__export_call, e->strategy, e->desc.names, &e->weights));
     DTRAIN__TRY(dtrain__export_header(e));
-    for (size_t i = 0; i < e->weights.room; i++)
-        if ((size_t)e->weights.params[i].count > e->most)
-            e->most = (size_t)e->weights.params[i].count;
+    for (size_t i = 0; i < e->weights.room; i++) {
+        const size_t count = (size_t)dtrain__whole_count(&e->weights.params[i]);
+        if (count > e->most) e->most = count;
+    }
     e->value = (float *)dtrain__alloc(e->weights.allocator, e->most, sizeof *e->value,
                                       "a whole parameter");
     if (!e->value) return DTRAIN_ERROR_MEMORY;

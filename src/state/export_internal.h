@@ -9,11 +9,11 @@
 #include "state/export.h"
 #include "state/safetensors_internal.h"
 
-/* A parameter as a file has it. rows x columns is what is stored of it, as it lies here. */
+/* A parameter as a file has it. rows x columns is what is stored of it, as it lies here when it is
+ * whole. */
 typedef struct dtrain__weight {
     const char *name;
-    size_t param;  /* its index in the strategy's array ... */
-    size_t tensor; /* ... and in the state's list, where values come first, without aliases */
+    size_t param; /* its index in the strategy's array */
     bool transpose;
     int dims;
     int64_t shape[4]; /* in the file */

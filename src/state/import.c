@@ -324,10 +324,10 @@ static dtrain_result dtrain__import_transposed(dtrain__import *im, const dtrain_
     return result;
 }
 
-/* Read this rank's piece of a weight. Rows that the file lacks come last and become zero. */
-static dtrain_result dtrain__import_weight(dtrain__import *im, const dtrain__weight *weight)
+/* Read a piece of a weight. Rows that the file lacks come last and become zero. */
+static dtrain_result dtrain__import_piece(dtrain__import *im, const dtrain__weight *weight,
+                                          const dtrain_state_tensor *tensor)
 {
-    const dtrain_state_tensor *tensor = &im->state->tensors[weight->tensor];
     const dtrain__target target = {tensor->memory, tensor->piece, DTRAIN_DTYPE_F32, false};
     dtrain__source source = dtrain__import_source(im, weight->file, weight->stored);
     int64_t shape[4];
@@ -358,11 +358,19 @@ static dtrain_result dtrain__import_prepare(dtrain__import *im)
     return dtrain__import_compare(im);
 }
 
+/* Read this rank's pieces of all weights. The state's list begins with those of values, in the
+ * order of the parameters, and has the parameters' own names. */
 static dtrain_result dtrain__import_values(dtrain__import *im)
 {
-    for (size_t i = 0; i < im->weights.count; i++)
-        if (im->weights.list[i].stored)
-            DTRAIN__TRY(dtrain__import_weight(im, &im->weights.list[i]));
+    const dtrain_state *state = im->state;
+    const dtrain__weight *weight = im->weights.list, *end = weight + im->weights.count;
+    for (size_t i = 0; i < state->tensor_count && weight < end; i++) {
+        const dtrain_state_tensor *tensor = &state->tensors[i];
+        if (tensor->kind != DTRAIN_STATE_VALUE) break;
+        if (weight + 1 < end && tensor->name == im->weights.params[weight[1].param].name) weight++;
+        if (tensor->name == im->weights.params[weight->param].name && weight->stored)
+            DTRAIN__TRY(dtrain__import_piece(im, weight, tensor));
+    }
     return DTRAIN_OK;
 }
 

@@ -203,12 +203,18 @@ static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved
 
 /* ---- Tensors that each rank has of its own ----------------------------------------------------*/
 
-/* Tell whether this rank has saved exactly this piece of a tensor of its own. */
+/* Tell whether this rank has saved exactly its pieces of a tensor of its own, of which this is
+ * one. */
 static bool dtrain__own_is_there(const dtrain__load *load, const dtrain_state_tensor *tensor)
 {
+    const dtrain_state *state = load->state;
     const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
-    const int rank = dtrain_comm_rank(load->state->comm);
-    int64_t there = 0, all = 0;
+    const int rank = dtrain_comm_rank(state->comm);
+    int64_t there = 0, all = 0, wanted = 0;
+    for (size_t i = 0; i < state->tensor_count; i++)
+        if (state->tensors[i].kind == tensor->kind &&
+            strcmp(state->tensors[i].name, tensor->name) == 0)
+            wanted += state->tensors[i].piece.count;
     for (size_t i = 0; saved && i < saved->piece_count; i++) {
         const dtrain__saved_piece *piece = &load->manifest.pieces[saved->first_piece + i];
         dtrain_piece common;
@@ -216,7 +222,7 @@ static bool dtrain__own_is_there(const dtrain__load *load, const dtrain_state_te
         all += piece->piece.count;
         if (dtrain__piece_common(&piece->piece, &tensor->piece, &common)) there += common.count;
     }
-    return saved && there == tensor->piece.count && all == there;
+    return saved && there == tensor->piece.count && all == wanted;
 }
 
 /* Find out whether every rank finds the residuals and velocities of exactly its own pieces. */
@@ -234,6 +240,32 @@ static dtrain_result dtrain__compare_cuts(dtrain__load *load)
     return DTRAIN_OK;
 }
 
+/* Make the sums in a target means over the ranks that saved them. Ranks that had the same part of
+ * the parameter saved the same piece. */
+static void dtrain__own_scale(const dtrain__load *load, const dtrain__saved_tensor *saved,
+                              const dtrain__target *target)
+{
+    const dtrain__saved_piece *pieces = &load->manifest.pieces[saved->first_piece];
+    for (size_t i = 0; i < saved->piece_count; i++) {
+        const dtrain_piece *piece = &pieces[i].piece, *to = &target->piece;
+        dtrain_piece common;
+        size_t before = 0, all = 0;
+        for (size_t k = 0; k < saved->piece_count; k++) {
+            if (dtrain__piece_order(piece, &pieces[k].piece) != 0) continue;
+            before += k < i;
+            all++;
+        }
+        if (before || !dtrain__piece_common(piece, to, &common)) continue;
+        const float scale = 1.0f / (float)all;
+        const int64_t end = common.offset + common.count;
+        for (int64_t at = common.offset, count; at < end; at += count) {
+            float *sums = (float *)target->memory + dtrain__piece_place(to, &common, at);
+            count = dtrain__min(dtrain__piece_span(to, &common, at), end - at);
+            for (int64_t e = 0; e < count; e++) sums[e] *= scale;
+        }
+    }
+}
+
 /* Fill a residual or velocity with the mean over the ranks that saved it, or with zeros. */
 static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_tensor *tensor)
 {
@@ -242,7 +274,6 @@ static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_ten
     const bool flat =
         saved && !load->manifest.hierarchical && !dtrain__goes_by_nodes(state->desc.strategy);
     const int64_t most = (int64_t)(DTRAIN__BLOCK / sizeof(float));
-    const float scale = 1.0f / (float)load->manifest.ranks;
     if (!load->sum)
         load->sum =
             (float *)dtrain__alloc(&state->allocator, DTRAIN__BLOCK, 1, "sums of residuals");
@@ -254,7 +285,7 @@ static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_ten
         memset(load->sum, 0, DTRAIN__BLOCK);
         for (int64_t r = 0; r < load->manifest.ranks && flat; r++)
             DTRAIN__TRY(dtrain__tensor_read(load, saved, r, &target));
-        for (int64_t i = 0; i < target.piece.count; i++) load->sum[i] *= scale;
+        if (flat) dtrain__own_scale(load, saved, &target);
         DTRAIN__TRY(dtrain_device_copy(state->device, (float *)tensor->memory + done, load->sum,
                                        (size_t)target.piece.count * sizeof(float)));
     }

@@ -12,6 +12,8 @@
 #include "core/result.h"
 #include "world/world_internal.h"
 #include "comm/comm.h"
+#include "comm/groups_internal.h"
+#include "parallel/cut_internal.h"
 #include "strategy/compression.h"
 #include "strategy/view_internal.h"
 #include "optim/optim_internal.h"
@@ -63,17 +65,47 @@ static dtrain_state_tensor *dtrain__state_append(dtrain_state *state, dtrain_sta
     return tensor;
 }
 
-/* Append a tensor of fp32 that has the shape of a parameter, cut as the shard is. */
+/* Append what a shard has of a tensor of fp32 with the shape of its parameter. A tensor axis gives
+ * this rank a part of the parameter, one run of each component along the axis that is cut, and the
+ * shard is a run of that part, whose components lie one behind the other:
+ *
+ *     q|k|v     | q0 q1 q2 q3 | k0 k1 k2 k3 | v0 v1 v2 v3 |
+ *     part      | q2 q3 | k2 k3 | v2 v3 |    boxes of the whole, and memory without a gap
+ *     shard            | 3 | k2 k3 | v2 |    three pieces: a run of each box
+ *
+ * A rank that has nothing lists a piece of no elements. */
 static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard *shard,
                                         dtrain_state_kind kind, float *memory, float *mirror)
 {
     const dtrain_param *p = shard->param;
-    dtrain_state_tensor *tensor =
-        dtrain__state_append(state, kind, p->name, DTRAIN_DTYPE_F32, p->shape, memory);
-    if (!tensor) return DTRAIN_ERROR_MEMORY;
-    tensor->piece.offset = shard->offset;
-    tensor->piece.count = shard->count;
-    tensor->mirror = mirror == memory ? NULL : mirror;
+    const dtrain__groups groups = dtrain__groups_of(state->desc.strategy);
+    const dtrain__share part = dtrain__share_here(p, &groups);
+    const uint32_t runs = part.axis < 0 ? 1 : part.runs;
+    int64_t begin = 0, left = shard->count; /* of the box in the part; elements not listed yet */
+    for (uint32_t k = 0; k < runs; k++) {
+        dtrain_piece box = dtrain__piece_whole(p->shape);
+        if (part.axis >= 0) {
+            box.first[part.axis] = part.first[k];
+            box.length[part.axis] = part.length[k];
+        }
+        const int64_t end = begin + dtrain__box_count(&box);
+        const int64_t low = dtrain__max(shard->offset, begin);
+        const int64_t count = dtrain__min(shard->offset + shard->count, end) - low;
+        if (count > 0 || (k + 1 == runs && left == shard->count)) {
+            dtrain_state_tensor *tensor =
+                dtrain__state_append(state, kind, p->name, DTRAIN_DTYPE_F32, p->shape, NULL);
+            if (!tensor) return DTRAIN_ERROR_MEMORY;
+            const int64_t at = count > 0 ? low - shard->offset : 0;
+            box.offset = count > 0 ? low - begin : 0;
+            box.count = dtrain__max(count, 0);
+            tensor->piece = box;
+            tensor->memory = dtrain__after(memory, at);
+            tensor->mirror = mirror == memory ? NULL : dtrain__after(mirror, at);
+            tensor->own = kind == DTRAIN_STATE_RESIDUAL || kind == DTRAIN_STATE_VELOCITY;
+            left -= box.count;
+        }
+        begin = end;
+    }
     return DTRAIN_OK;
 }
 
@@ -126,6 +158,29 @@ static dtrain_result dtrain__state_params(dtrain_state *state)
     return DTRAIN_OK;
 }
 
+/* Append Q of a parameter. Of a part it is the part's alone. Where columns are cut, Q has a row for
+ * each, and is a slice of that of all columns; otherwise those of the tensor axis lie side by side,
+ * so that no other number of ranks takes them for its own. */
+static dtrain_result dtrain__state_q(dtrain_state *state, const dtrain_compression_state *kept)
+{
+    const dtrain__groups groups = dtrain__groups_of(state->desc.strategy);
+    const dtrain__share part = dtrain__share_here(kept->param, &groups);
+    const bool columns = part.axis == 1 && kept->q_rows == part.length[0] * part.inner;
+    const bool beside = part.axis >= 0 && !columns;
+    const int64_t ranks = groups.tensor_ranks, rank = groups.tensor_rank;
+    const int64_t rows = columns ? part.whole * part.inner : kept->q_rows;
+    const int64_t shape[4] = {beside ? ranks : rows, beside ? rows : kept->q_columns,
+                              beside ? kept->q_columns : 0, 0};
+    dtrain_state_tensor *tensor = dtrain__state_append(state, DTRAIN_STATE_Q, kept->param->name,
+                                                       DTRAIN_DTYPE_F32, shape, kept->q);
+    if (!tensor) return DTRAIN_ERROR_MEMORY;
+    if (part.axis < 0) return DTRAIN_OK;
+    tensor->piece.first[0] = columns ? part.first[0] * part.inner : rank;
+    tensor->piece.length[0] = columns ? kept->q_rows : 1;
+    tensor->piece.count = kept->q_rows * kept->q_columns;
+    return DTRAIN_OK;
+}
+
 /* Append a parameter's residual and velocity, if this rank keeps such of any parameter, and Q. A
  * rank that keeps nothing of this one lists a piece of no elements. */
 static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_param *param,
@@ -139,14 +194,8 @@ static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_
         if (!memory[i]) piece.count = 0;
         DTRAIN__TRY(dtrain__state_like(
             state, &piece, (dtrain_state_kind)(DTRAIN_STATE_RESIDUAL + i), memory[i], NULL));
-        state->tensors[state->tensor_count - 1].own = true;
     }
-    if (!kept || !kept->q) return DTRAIN_OK;
-    const int64_t shape[4] = {kept->q_rows, kept->q_columns, 0, 0};
-    return dtrain__state_append(state, DTRAIN_STATE_Q, param->name, DTRAIN_DTYPE_F32, shape,
-                                kept->q)
-               ? DTRAIN_OK
-               : DTRAIN_ERROR_MEMORY;
+    return kept && kept->q ? dtrain__state_q(state, kept) : DTRAIN_OK;
 }
 
 static dtrain_result dtrain__state_compression(dtrain_state *state)

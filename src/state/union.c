@@ -4,6 +4,13 @@
  *     check     those that list the same tensor agree on it, and together they have all of it
  *     choose    of the ranks that hold the same piece the one that has the least to write
  *
+ * What a tensor axis does not cut its ranks have all, and where their parts of other parameters
+ * differ in length they may shard it at different places. Each of them has a copy then, whole
+ * between the ranks of its data axis, and the pieces of copy 0 are the ones that are written:
+ *
+ *     copy 0, 2 data ranks   | a a a a a a | b b b b |
+ *     copy 1                 | a a a | b b b b b b b |    left out
+ *
  * All ranks come to the same result from the same lists, so that nothing else has to be agreed on.
  * It is made when a directory is opened. A list of GPT-2 small has 460 entries of 180 bytes. */
 
@@ -13,6 +20,7 @@
 #include "core/result.h"
 #include "comm/comm.h"
 #include "comm/groups_internal.h"
+#include "strategy/view_internal.h"
 #include "state/box_internal.h"
 #include "state/checkpoint_internal.h"
 #include "state/safetensors_internal.h"
@@ -22,12 +30,17 @@
 static void dtrain__union_own(const dtrain_checkpoint *c, dtrain__held *list, char *names)
 {
     const dtrain_state *state = c->desc.state;
+    const int copy = dtrain__groups_of(state->desc.strategy).tensor_rank;
     size_t at = 0;
     for (size_t i = 0; i < state->tensor_count; i++) {
-        const size_t bytes = strlen(state->tensors[i].name) + 1;
-        memcpy(names + at, state->tensors[i].name, bytes);
-        list[i].tensor = state->tensors[i];
+        const dtrain_state_tensor *tensor = &state->tensors[i];
+        const dtrain_piece whole = dtrain__piece_whole(tensor->shape);
+        const size_t bytes = strlen(tensor->name) + 1;
+        memcpy(names + at, tensor->name, bytes);
+        list[i].tensor = *tensor;
         list[i].rank = c->rank;
+        if (tensor->kind != DTRAIN_STATE_HOST && dtrain__box_same(&tensor->piece, &whole))
+            list[i].copy = copy; /* not cut: the program alone knows who has what of its arrays */
         list[i].name_at = (int64_t)at;
         at += bytes;
     }
@@ -107,7 +120,7 @@ static dtrain_result dtrain__union_differs(const dtrain__held *a, const dtrain__
 }
 
 /* Number the tensors, and choose a writer for each piece: of entries that differ in nothing but the
- * rank, that of the rank with the least to write stays. */
+ * rank, that of the rank with the least to write stays; none, if copy 0 has no such piece. */
 static dtrain_result dtrain__union_choose(dtrain_checkpoint *c)
 {
     uint64_t load[DTRAIN_MAX_RANKS] = {0};
@@ -116,6 +129,7 @@ static dtrain_result dtrain__union_choose(dtrain_checkpoint *c)
     for (size_t i = 0, next; i < c->held_count; i = next) {
         const dtrain_state_tensor *tensor = &c->held[i].tensor;
         size_t least = i;
+        bool counts = false; /* a piece of copy 0 */
         if (!dtrain__same_tensor(&c->held[i], &c->held[first])) {
             first = i;
             number++;
@@ -129,7 +143,9 @@ static dtrain_result dtrain__union_choose(dtrain_checkpoint *c)
             if (!dtrain__state_alike(&held->tensor, &c->held[first].tensor))
                 return dtrain__union_differs(&c->held[first], held);
             if (load[held->rank] < load[c->held[least].rank]) least = next;
+            counts = counts || held->tensor.own || held->copy == 0;
         }
+        if (!counts) continue;
         load[c->held[least].rank] +=
             (uint64_t)tensor->piece.count * dtrain__state_bytes(tensor->dtype);
         c->held[least].number = number;
@@ -139,8 +155,8 @@ static dtrain_result dtrain__union_choose(dtrain_checkpoint *c)
     return DTRAIN_OK;
 }
 
-/* Check that pieces of one tensor, sorted, do not overlap, and that together they are all of it.
- * They lie `stride` bytes apart, as members of a larger struct. A piece is compared with those
+/* Check that pieces of one tensor, sorted, do not overlap, and that together they are all of it; Q
+ * is an estimate, and parts that are not compressed have none. They lie `stride` bytes apart, as members of a larger struct. A piece is compared with those
  * whose boxes begin before its own ends. */
 DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where,
                                                    const dtrain_state_tensor *tensor,
@@ -163,7 +179,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where,
                                               : dtrain__piece_common(a, b, &common));
         }
     }
-    if (!overlap && sum == tensor->total) return DTRAIN_OK;
+    if (!overlap && (sum == tensor->total || tensor->kind == DTRAIN_STATE_Q)) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
                        "%s: the pieces of the %s of \"%.100s\" %s: they have %lld of its %lld "
                        "elements",
