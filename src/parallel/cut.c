@@ -31,9 +31,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__cut_check(const dtrain_cut *cut, const int
                            columns ? 1 : DTRAIN_CUT_COMPONENTS);
     const int64_t whole = shape[columns ? 1 : 0];
     int64_t left = whole;
+    bool widths = false;
+    for (int i = 0; i < DTRAIN_CUT_COMPONENTS; i++) widths = widths || cut->widths[i];
     for (uint32_t i = 0; i < count; i++) {
-        const int64_t length = dtrain__component(cut, whole, i);
+        const int64_t length = widths ? cut->widths[i] : dtrain__component(cut, whole, i);
         const int64_t parts = cut->parts ? cut->parts : length;
+        if (length > whole)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "component %u of its cut is %lld long, of %lld %s in all", i,
+                               (long long)length, (long long)whole, columns ? "columns" : "rows");
         left -= length;
         if (length < 1 || length % parts)
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,

@@ -10,6 +10,9 @@
 #include "comm/comm.h"
 #include "parallel/mesh_internal.h"
 
+/* A plan may be for more ranks than can be started; the product of three axes fits 64 bits. */
+#define DTRAIN__AXIS_MOST (1 << 20)
+
 /* Complete the axes: put what is left where -1, or data's 0, asks for it. */
 static dtrain_result dtrain__mesh_resolve(const dtrain_mesh_desc *desc, dtrain_mesh_info *info)
 {
@@ -19,11 +22,11 @@ static dtrain_result dtrain__mesh_resolve(const dtrain_mesh_desc *desc, dtrain_m
     int *rest = NULL;
     for (int i = 0; i < 3; i++) {
         *sizes[i] = given[i] ? given[i] : 1;
-        if (given[i] < -1 || given[i] > DTRAIN_MAX_RANKS * DTRAIN_MAX_RANKS)
+        if (given[i] < -1 || given[i] > DTRAIN__AXIS_MOST)
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "dtrain_mesh_create: an axis of %d ranks, expected 1 or more, 0 for "
+                               "dtrain_mesh_create: an axis of %d ranks, expected 1 to %d, 0 for "
                                "the default or -1 for the rest",
-                               given[i]);
+                               given[i], DTRAIN__AXIS_MOST);
         if (given[i] == -1 && rest)
             return dtrain_fail(
                 DTRAIN_ERROR_ARGUMENT,
@@ -94,8 +97,9 @@ static dtrain_result dtrain__mesh_split(dtrain_mesh *mesh)
 static dtrain_result dtrain__mesh_warn(const dtrain_mesh *mesh)
 {
     dtrain_comm *tensor = dtrain_mesh_comm(mesh, DTRAIN_AXIS_TENSOR);
-    const int32_t node = mesh->world->node;
-    int32_t most[2] = {node, -node};
+    dtrain_world_info own; /* emulated nodes count */
+    dtrain_world_query(mesh->world, &own);
+    int32_t most[2] = {(int32_t)own.node, -(int32_t)own.node};
     DTRAIN__TRY(
         dtrain_all_reduce(tensor, most, most, 2, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MAX, NULL));
     int32_t crosses = most[0] != -most[1];

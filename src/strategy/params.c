@@ -78,6 +78,10 @@ static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index,
     }
     if (!fits || !dtrain__size_mul(product, sizeof(float), &bytes) || bytes > SIZE_MAX / 4)
         return dtrain__param_fail(p, index, "it has more elements than memory can hold");
+    if (p->cut.axis && !dims && !p->alias_of)
+        return dtrain__param_fail(p, index,
+                                  "it has a cut, but its shape is zeros; give the shape of the "
+                                  "whole, of which count becomes this rank's part");
     if (dims == 0) p->shape[0] = p->count;
     if (dtrain__cut_check(&p->cut, p->shape, groups->tensor_ranks) != DTRAIN_OK)
         return dtrain__param_fail(p, index, "%s", dtrain__bare(dtrain_last_error()));
