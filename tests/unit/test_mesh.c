@@ -346,13 +346,39 @@ static int rank_short(dtrain_world *world, void *user)
     dtrain_mesh_destroy(mesh);
     return result != DTRAIN_OK;
 }
+/* What a mesh has taken is given back when it is destroyed, not only at the end of the world. */
+static int rank_again(dtrain_world *world, void *user)
+{
+    const counted_memory *memory = (const counted_memory *)user;
+    const dtrain_mesh_desc desc = plan_desc(2, 0, 2, 0, 0);
+    long live = 0;
+    for (int i = 0; i < 4; i++) {
+        dtrain_mesh *mesh;
+        RANKS_TRY(dtrain_mesh_create(world, &desc, &mesh));
+        RANKS_TRY(dtrain_barrier(dtrain_world_comm(world)));
+        const long held = __atomic_load_n(&memory->live, __ATOMIC_ACQUIRE);
+        dtrain_mesh_destroy(mesh);
+        RANKS_TRY(dtrain_barrier(dtrain_world_comm(world)));
+        const long now = __atomic_load_n(&memory->live, __ATOMIC_ACQUIRE);
+        if (i > 0) CHECK_MSG(now == live, "%ld blocks, %ld before", now, live);
+        live = now;
+        CHECK(held > live);
+        RANKS_TRY(dtrain_barrier(dtrain_world_comm(world)));
+    }
+    return 0;
+}
+
 static void test_memory(void)
 {
     counted_memory memory;
+    dtrain_launch_desc desc = ranks_desc(8, DTRAIN_LAUNCH_THREADS);
+    memset(&memory, 0, sizeof memory);
+    desc.allocator = counted_allocator(&memory);
+    CHECK(ranks_launch(&desc, rank_again, &memory, NULL) == DTRAIN_OK);
     for (long at = 0, last = 1; at <= last; at++) {
         memset(&memory, 0, sizeof memory);
         memory.fail_at = at;
-        dtrain_launch_desc desc = ranks_desc(4, DTRAIN_LAUNCH_THREADS);
+        desc = ranks_desc(4, DTRAIN_LAUNCH_THREADS);
         desc.allocator = counted_allocator(&memory);
         const dtrain_result result = ranks_launch(&desc, rank_short, &memory, NULL);
         if (at == 0) last = memory.calls;
