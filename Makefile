@@ -339,6 +339,7 @@ docs:
 	$(call quiet,DRAW,docs/house.svg)sh tools/house.sh >docs/house.svg
 	$(call quiet,DRAW,docs/zero.svg)sh tools/zero_svg.sh >docs/zero.svg
 	$(call quiet,DRAW,docs/full-shard.svg)sh tools/full_shard_svg.sh >docs/full-shard.svg
+	$(call quiet,DRAW,docs/tensor.svg)sh tools/tensor_svg.sh >docs/tensor.svg
 	$(call quiet,LIST,docs/api.md)sh tools/api_index.sh >docs/api.md
 
 # ---- For other builds -----------------------------------------------------------------------------

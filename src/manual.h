@@ -97,6 +97,13 @@
    gather       to bring a unit's parameters together on every rank; release lets go of them.
    publish      to bring updated shards to where the next forward pass reads them.
    parameter    a named tensor of the model; its gradient has the same shape.
+   mesh         ranks in a grid (parallel/mesh.h): along its data axis they have other samples, along
+                its tensor axis they share each layer of one copy of the model, and the samples.
+   cut          how the tensor axis may divide a parameter: by rows or by columns (parallel/cut.h).
+   placement    how a tensor of the tape lies over the tensor axis: whole, its columns or its rows
+                cut; operations carry it on.
+   sequence parallelism   the tensor axis divides rows, too, where no layer is shared (norms,
+                residual connections): less memory, the same bytes sent.
    unit         a group of parameters used together, a transformer block say: the grain in which
                 sharded strategies gather and free parameters.
    bucket       a run of gradients, laid end to end, that is reduced by one collective.
@@ -175,6 +182,9 @@
                       With clipping, kinds add up the norm in different orders, in double: it is
                       the same float but in rare cases (about one step in 10^8). GPU kernels use no
                       floating atomics; NCCL's sums alone depend on its choice of algorithm.
+   Any layout         a tensor axis gives the losses of one rank to rounding: a sum over features is
+                      taken in parts there. Initial values and dropout masks are drawn by place in
+                      the whole, and are the same bits for any number of ranks.
    Whatever ranks do  they may differ in which gradients they have and in whose memory, in the order
                       in which they become ready, in the units that backward comes to: the result
                       is right, or all ranks get an error.
@@ -215,8 +225,10 @@
    Parameters, gradients and optimizer state are fp32 where they are kept; activations are fp32 or,
    under autocast, bf16 or fp16; gathered parameters and gradients may travel as either. At most
    DTRAIN_MAX_RANKS ranks. Asynchronous collectives of the local communicator advance inside dtrain
-   calls, not in between. Emulated links know bandwidth, latency and who shares them, not congestion
-   inside a switch, loss of packets, or the processor time that real network stacks take.
+   calls, not in between. The tensor axis of a mesh divides the layers of the tape and parameters
+   that are marked; there are no pipelines of stages yet: an axis of pipeline ranks is arithmetic
+   and communicators alone. Emulated links know bandwidth, latency and who shares them, not
+   congestion inside a switch, loss of packets, or the processor time that real network stacks take.
    dtrain_cuda.cu and dtrain_nccl.h have been emulated and compiled, and not yet run on a GPU.
    The file must keep its name: it includes itself to compile its kernels for several
    instruction sets. Ranks trust each other and their network: strangers and a wrong DTRAIN_JOB_KEY

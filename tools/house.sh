@@ -10,6 +10,7 @@ world|Who the ranks are: the memory they share, messages between them, where the
 comm|Collectives such as all-reduce, over shared memory, MPI or emulated links.
 comm/nccl|The same collectives over NCCL, for NVIDIA GPUs: dtrain_nccl.h.
 launch|Starts ranks, restarts them after a failure, understands torchrun, mpirun, srun.
+parallel|The mesh of ranks along axes; which part of a parameter the tensor axis gives to whom.
 strategy|Who keeps which parameters, gradients and optimizer state, and when they travel.
 tape|Layers and their backward passes; knows when a gradient is final.
 optim|AdamW, SGD, Lion and Muon; learning rates; loss scaling.

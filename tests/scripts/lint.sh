@@ -56,6 +56,7 @@ sh tools/house.sh | cmp -s - docs/house.svg || complain "docs/house.svg is stale
 sh tools/api_index.sh | cmp -s - docs/api.md || complain "docs/api.md is stale: make docs"
 sh tools/zero_svg.sh | cmp -s - docs/zero.svg || complain "docs/zero.svg is stale: make docs"
 sh tools/full_shard_svg.sh | cmp -s - docs/full-shard.svg || complain "docs/full-shard.svg is stale: make docs"
+sh tools/tensor_svg.sh | cmp -s - docs/tensor.svg || complain "docs/tensor.svg is stale: make docs"
 
 # Private words that have a plain one: exit status, message, own copy, buffer of incoming data.
 banned='fate|guest|guests|landing|landings|landed'
