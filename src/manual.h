@@ -97,8 +97,9 @@
    gather       to bring a unit's parameters together on every rank; release lets go of them.
    publish      to bring updated shards to where the next forward pass reads them.
    parameter    a named tensor of the model; its gradient has the same shape.
-   mesh         ranks in a grid (parallel/mesh.h): along its data axis they have other samples, along
-                its tensor axis they share each layer of one copy of the model, and the samples.
+   mesh         ranks in a grid (parallel/mesh.h): along its data axis they have other samples;
+                along its tensor axis they share each layer of one copy of the model, and the
+                samples.
    cut          how the tensor axis may divide a parameter: by rows or by columns (parallel/cut.h).
    placement    how a tensor of the tape lies over the tensor axis: whole, its columns or its rows
                 cut; operations carry it on.
