@@ -117,6 +117,8 @@ static void kernel_same(kernel_data *x, double tolerance, const char *name)
         CHECK_MSG(result == DTRAIN_OK, "seed %llu, %s: %s", (unsigned long long)kernels.seed, \
                   kernels.what, dtrain_last_error());                                         \
     }
+/* What is not compared by kernel_same. */
+#define KERNEL_CHECK(condition) (kernels.good = CHECK(condition) && kernels.good)
 #define AT(x) kernel_at(x, side)
 #define F32(x) kernel_f32(x, side)
 
@@ -611,7 +613,8 @@ static void case_cut_cross_entropy(void)
     args[0] = whole;
     whole.logits = logits->of[1], whole.targets = (const int32_t *)targets->of[1];
     whole.loss = kernel_f32(loss, 1), whole.lse = kernel_f32(lse, 1), whole.d_logits = d->of[1];
-    if (kernels.naive) CHECK(kernels.naive->ops->cross_entropy(kernels.naive, &whole) == DTRAIN_OK);
+    if (kernels.naive)
+        KERNEL_CHECK(kernels.naive->ops->cross_entropy(kernels.naive, &whole) == DTRAIN_OK);
     for (int64_t i = 0; i < rows; i++) kernel_f32(top, 1)[i] = -INFINITY;
     memset(sums->of[1], 0, kernel_bytes(sums));
     for (int r = 0; r < ranks; r++) {
@@ -623,18 +626,22 @@ static void case_cut_cross_entropy(void)
         args[r].n = n, args[r].classes = width ? width : -1, args[r].first_class = at[r];
         args[r].logits = local[r]->of[0], args[r].targets = (const int32_t *)targets->of[0];
         args[r].parts = kernel_f32(part[r], 0), args[r].whole_max = kernel_f32(top, 0);
-        CHECK(on->ops->cross_entropy(on, &args[r]) == DTRAIN_OK);
+        KERNEL_CHECK(on->ops->cross_entropy(on, &args[r]) == DTRAIN_OK);
         kernel_copy(part[r], DTRAIN_COPY_DEVICE_TO_HOST);
         for (int64_t i = 0; i < rows; i++) {
             const float *of_row = kernel_f32(part[r], 1) + i;
             kernel_f32(top, 1)[i] = fmaxf(kernel_f32(top, 1)[i], of_row[0]);
-            CHECK(width || (of_row[0] == -INFINITY && of_row[rows] == 0 && of_row[2 * rows] == 0));
+            KERNEL_CHECK(width ||
+                         (of_row[0] == -INFINITY && of_row[rows] == 0 && of_row[2 * rows] == 0));
         }
     }
     kernel_copy(top, DTRAIN_COPY_HOST_TO_DEVICE);
     for (int r = 0; r < ranks; r++) {
-        CHECK(on->ops->cross_entropy_finish(on, &args[r]) == DTRAIN_OK);
+        KERNEL_CHECK(on->ops->cross_entropy_finish(on, &args[r]) == DTRAIN_OK);
         kernel_copy(part[r], DTRAIN_COPY_DEVICE_TO_HOST);
+        for (int64_t i = 0; i < rows; i++) /* -infinity less -infinity is no number */
+            KERNEL_CHECK(((const int32_t *)targets->of[1])[i] >= 0 ||
+                         kernel_f32(part[r], 1)[rows + i] == 0);
         for (int64_t i = rows; i < 4 * rows; i++)
             kernel_f32(sums, 1)[i] += kernel_f32(part[r], 1)[i];
     }
@@ -642,13 +649,13 @@ static void case_cut_cross_entropy(void)
     whole = args[ranks - 1];
     whole.parts = kernel_f32(sums, 0), whole.loss = kernel_f32(loss, 0);
     whole.lse = kernel_f32(lse, 0);
-    CHECK(on->ops->cross_entropy_finish(on, &whole) == DTRAIN_OK);
+    KERNEL_CHECK(on->ops->cross_entropy_finish(on, &whole) == DTRAIN_OK);
     kernel_same(loss, 1e-4, "loss");
     kernel_same(lse, 3e-5, "lse");
     for (int r = 0; r < ranks; r++) {
         kernel_data *d_local = in_place ? local[r] : kernel_make(local[r]->count, type, 1);
         args[r].lse = whole.lse, args[r].d_logits = d_local->of[0];
-        CHECK(on->ops->cross_entropy_backward(on, &args[r]) == DTRAIN_OK);
+        KERNEL_CHECK(on->ops->cross_entropy_backward(on, &args[r]) == DTRAIN_OK);
         kernel_columns(d_local, d, rows, at[r], at[r + 1] - at[r], 0);
         kernel_same(d_local, 3e-5, "d_logits");
     }

@@ -824,16 +824,20 @@ static void test_embedding(void)
         }
         tokens[rows - 1] = 11;
         float *fy = floats(rows * n);
-        const dtrain_embedding_args bad = {.rows = rows,
-                                           .sequence = sequence,
-                                           .n = n,
-                                           .vocab = vocab,
-                                           .tokens = tokens,
-                                           .wte = wte,
-                                           .y = fy,
-                                           .dtype = DTRAIN_DTYPE_F32};
+        dtrain_embedding_args bad = {.rows = rows,
+                                     .sequence = sequence,
+                                     .n = n,
+                                     .vocab = vocab,
+                                     .tokens = tokens,
+                                     .wte = wte,
+                                     .y = fy,
+                                     .dtype = DTRAIN_DTYPE_F32};
         CHECK(devices[2]->ops->embedding(devices[2], &bad) == DTRAIN_ERROR_DATA);
         CHECK(strstr(dtrain__error_text, "token 11 at row") != NULL);
+        bad.whole_vocab = 11;
+        CHECK(devices[2]->ops->embedding(devices[2], &bad) == DTRAIN_ERROR_DATA);
+        bad.whole_vocab = 12; /* of another part of the table */
+        CHECK(devices[2]->ops->embedding(devices[2], &bad) == DTRAIN_OK);
         free(wte), free(wpe), free(d_y), free(tokens), free(y), free(dt), free(dp), free(first),
             free(fy);
     }
@@ -979,15 +983,24 @@ static void cross_entropy_case(int64_t rows, int64_t classes, int64_t n, float s
         free(fl), free(fs), free(g);
     }
     target[rows - 1] = (int32_t)classes;
-    const dtrain_cross_entropy_args bad = {.rows = rows,
-                                           .n = n,
-                                           .logits = x,
-                                           .targets = target,
-                                           .loss = first,
-                                           .lse = first,
-                                           .dtype = DTRAIN_DTYPE_F32,
-                                           .classes = classes};
+    dtrain_cross_entropy_args bad = {.rows = rows,
+                                     .n = n,
+                                     .logits = x,
+                                     .targets = target,
+                                     .loss = first,
+                                     .lse = first,
+                                     .dtype = DTRAIN_DTYPE_F32,
+                                     .classes = classes};
     CHECK(devices[1]->ops->cross_entropy(devices[1], &bad) == DTRAIN_ERROR_DATA);
+    bad.parts = floats(3 * rows);
+    bad.whole_classes = classes;
+    CHECK(devices[1]->ops->cross_entropy(devices[1], &bad) == DTRAIN_ERROR_DATA);
+    bad.whole_classes++; /* another rank's target */
+    CHECK(devices[1]->ops->cross_entropy(devices[1], &bad) == DTRAIN_OK);
+    CHECK(bad.parts[3 * rows - 1] == 0);
+    bad.d_logits = first;
+    CHECK(devices[1]->ops->cross_entropy(devices[1], &bad) == DTRAIN_ERROR_ARGUMENT);
+    free(bad.parts);
     free(x), free(first), free(target), free(loss), free(lse), free(d);
 }
 

@@ -578,8 +578,16 @@ static void test_elementwise(void)
             memset(&now, 0, sizeof now);
             now.seed = 5;
             ON_BOTH(dropout, drop,
-                    {N, 0.3f, add, 11, 2, any(x, side), any(y, side), broadcast ? &now : NULL,
-                     types[t]})
+                    {N,
+                     0.3f,
+                     add,
+                     11,
+                     2,
+                     any(x, side),
+                     any(y, side),
+                     broadcast ? &now : NULL,
+                     types[t],
+                     {0}})
             same(y, 1e-6, "dropout");
             release();
         }

@@ -1,7 +1,7 @@
 /* test_kernels.c: random arguments for the kernels of operations (random_kernels.h), for every instruction set, with 1
  * to 4 threads, which must leave the same bits.
  *
- *     build/tests/test_kernels                    70 new seeds;
+ *     build/tests/test_kernels                    110 new seeds;
  *                                                 with DTRAIN_TEST_FULL=1 20 seconds of them
  *     build/tests/test_kernels --seed 77          this one; --count N, --seconds N: more of them */
 #define DTRAIN__SMALL (-1) /* threads share even the smallest job */
@@ -61,7 +61,7 @@ static const uint64_t failed_once[] = {55625244 /* 3000 terms of a softmax, in o
 
 int main(int argc, char **argv)
 {
-    const seeds s = seeds_of(argc, argv, 70, 20);
+    const seeds s = seeds_of(argc, argv, 110, 20);
     test_begin(1, argv);
     open_devices();
     const int failed =
