@@ -148,21 +148,21 @@ static inline int64_t dtrain__position(const dtrain_embedding_args *a, int64_t r
 }
 
 /* Return how many columns count here, and in the whole rows. */
-static inline int64_t dtrain__classes(const dtrain_cross_entropy_args *a)
+static inline int64_t dtrain__classes_here(const dtrain_cross_entropy_args *a)
 {
     return a->classes < 0 ? 0 : a->classes ? a->classes : a->n;
 }
 
-static inline int64_t dtrain__whole_classes(const dtrain_cross_entropy_args *a)
+static inline int64_t dtrain__classes_whole(const dtrain_cross_entropy_args *a)
 {
-    return a->whole_classes ? a->whole_classes : dtrain__classes(a);
+    return a->whole_classes ? a->whole_classes : dtrain__classes_here(a);
 }
 
 /* Return the column of a row's target, a negative one where it is ignored or not here. */
 static inline int64_t dtrain__target_column(const dtrain_cross_entropy_args *a, int64_t row)
 {
     const int64_t at = a->targets[row] - a->first_class;
-    return a->targets[row] >= 0 && at < dtrain__classes(a) ? at : -1;
+    return a->targets[row] >= 0 && at < dtrain__classes_here(a) ? at : -1;
 }
 
 #define DTRAIN__TOPK_BLOCK 1024    /* elements between two looks at the room that is left */

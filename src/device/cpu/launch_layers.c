@@ -54,7 +54,7 @@ static dtrain_result dtrain__check_tokens(const dtrain_embedding_args *args)
 
 static dtrain_result dtrain__check_targets(const dtrain_cross_entropy_args *args)
 {
-    const int64_t classes = dtrain__whole_classes(args);
+    const int64_t classes = dtrain__classes_whole(args);
     for (int64_t row = 0; row < args->rows; row++)
         if (args->targets[row] < -1 || args->targets[row] >= classes)
             return dtrain_fail(DTRAIN_ERROR_DATA,
@@ -182,7 +182,7 @@ DTRAIN__PRIVATE void dtrain__row_loss(const dtrain_cross_entropy_args *args, int
 {
     const bool ignored = args->targets[row] == -1;
     const double lse = ignored ? 0 : (double)top + log(sum), smoothing = (double)args->smoothing;
-    const double classes = (double)dtrain__whole_classes(args);
+    const double classes = (double)dtrain__classes_whole(args);
     args->lse[row] = (float)lse;
     args->loss[row] =
         ignored

@@ -80,7 +80,7 @@ DTRAIN__KERNEL(cross_entropy)
         double sum = 0, logits_sum = 0;
         float top = -FLT_MAX, buffer[DTRAIN__K(LOGITS)];
         const bool ignored = a->targets[row] == -1;
-        const int64_t classes = ignored ? 0 : dtrain__classes(a);
+        const int64_t classes = ignored ? 0 : dtrain__classes_here(a);
         const int64_t column = dtrain__target_column(a, row), at = row * a->n + column;
         const float wanted = column >= 0 ? dtrain__element(a->logits, a->dtype, at) : 0;
         for (int64_t i = 0; i < classes; i += DTRAIN__K(LOGITS)) {
@@ -109,10 +109,10 @@ DTRAIN__KERNEL(cross_entropy_backward)
         (const dtrain_cross_entropy_backward_args *)job->args;
     const dtrain_dtype dtype = a->dtype;
     const float factor = a->upstream ? a->scale * a->upstream[0] : a->scale;
-    const int64_t classes = dtrain__classes(a);
+    const int64_t classes = dtrain__classes_here(a);
     const dtrain__v scale = dtrain__vset(factor);
     const dtrain__v one_hot = dtrain__vset(factor * (1 - a->smoothing));
-    const dtrain__v uniform = dtrain__vset(factor * a->smoothing / (float)dtrain__whole_classes(a));
+    const dtrain__v uniform = dtrain__vset(factor * a->smoothing / (float)dtrain__classes_whole(a));
     for (int64_t row = begin; row < end; row++) {
         const dtrain__v lse = dtrain__vset(a->lse[row]);
         const int64_t first = row * a->n, column = dtrain__target_column(a, row);
