@@ -107,6 +107,8 @@ static dtrain_result dtrain__linear_place(const dtrain_op *op, dtrain__linear *l
     if (layer->cut == DTRAIN_CUT_COLUMNS) {
         DTRAIN__TRY(dtrain__divide_rows(op, x->count / x->shape[x->ndim - 1], placement, part));
         layer->scatters = *placement == DTRAIN_PLACEMENT_ROWS;
+    } else if (layer->cut == DTRAIN_CUT_NONE) {
+        return dtrain__check_partial(op);
     } else if (layer->cut == DTRAIN_CUT_ROWS) { /* a row of y is cut as the axis of the weight is */
         const int64_t row[4] = {weight.whole, 0, 0, 0};
         layer->gathers = x->placement == DTRAIN_PLACEMENT_ROWS;

@@ -186,6 +186,21 @@ static const dtrain_tensor *dtrain__first_float(const dtrain_op *op)
     return i < op->input_count ? op->inputs[i] : NULL;
 }
 
+DTRAIN__PRIVATE dtrain_result dtrain__check_partial(const dtrain_op *op)
+{
+    const dtrain_node *node = (const dtrain_node *)op;
+    const dtrain_tensor *first = dtrain__first_float(op);
+    const bool rows = first && first->placement == DTRAIN_PLACEMENT_ROWS;
+    for (uint32_t i = 0; i < op->param_count && rows; i++)
+        if (node->target[i] && !op->tape->groups.sequence_parallel)
+            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                               "%s: parameter %s is whole, and its gradient would be a sum over "
+                               "this rank's rows alone, which nobody adds up without the mesh's "
+                               "sequence_parallel; set it, or make input 1 whole with dtrain_place",
+                               op->desc->name, dtrain__param_name(op->params[i]));
+    return DTRAIN_OK;
+}
+
 /* Check that all tensors lie as the first one does, and so that the operation takes it. Integers
  * are always whole: beside columns of all rows they are as they should be. */
 static dtrain_result dtrain__check_placements(const dtrain_op *op)
@@ -216,7 +231,7 @@ static dtrain_result dtrain__check_placements(const dtrain_op *op)
                                op->desc->name, dtrain__param_name(op->params[i]));
     if (op->param_count && first && first->placement == DTRAIN_PLACEMENT_COLUMNS)
         return dtrain__placement_fail(op, 0, "whole, or cut by rows, beside a whole parameter");
-    return DTRAIN_OK;
+    return dtrain__check_partial(op);
 }
 
 /* ---- Parameters

@@ -214,6 +214,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__placement_fail(const dtrain_op *op, uint32
 DTRAIN__PRIVATE dtrain_comm *dtrain__axis_comm(const dtrain_op *op);
 /* Describe the part of parameter i that this rank has; its axis is -1 where it is not cut. */
 DTRAIN__PRIVATE dtrain__share dtrain__param_share(const dtrain_op *op, uint32_t i);
+/* Refuse to make gradients of whole parameters of some of the rows where no strategy adds them up. */
+DTRAIN__PRIVATE dtrain_result dtrain__check_partial(const dtrain_op *op);
 /* Find how rows that no weight divides lie behind an operation that puts them together: whole, or
  * under sequence parallelism cut (in prepare). */
 DTRAIN__PRIVATE dtrain_result dtrain__divide_rows(const dtrain_op *op, int64_t rows,

@@ -159,7 +159,7 @@ static int run_rank(dtrain_world *world, void *user)
         dtrain_param *p = &l->p[k];
         static const char *const names[PARAMS] = {"p0", "p1", "p2", "p3", "p4", "p5", "p6", "p7"};
         *p = ranks_param(names[k], (float *)malloc((size_t)count * sizeof(float)),
-                         (float *)malloc((size_t)count * sizeof(float)), s->rows, s->columns);
+                         (float *)calloc((size_t)count, sizeof(float)), s->rows, s->columns);
         p->cut = s->cut;
         p->flags = s->flags;
         p->count = count;
@@ -299,7 +299,7 @@ static void compare(const job *j, const job *one, double tolerance)
         whole_watched(one, k, wanted);
         agree(found, wanted, count, tolerance, "watched", k, j);
     }
-    for (int k = 0; k < j->param_count; k++) {
+    for (int k = 0; k < j->param_count && !(j->flags & DTRAIN_TAPE_NO_GRAD); k++) {
         if (j->specs[k].flags & DTRAIN_PARAM_FROZEN) continue;
         whole_grad(j, k, found);
         whole_grad(one, k, wanted);
@@ -352,6 +352,12 @@ static dtrain_tensor *as(local *l, dtrain_tensor *x, dtrain_placement placement)
     return dtrain_place(l->tape, x, placement);
 }
 
+/* Begins a unit; parameters of a strategy are all of the first. */
+static void unit(local *l, uint32_t number)
+{
+    if (!l->job->with_strategy) dtrain_tape_unit(l->tape, number);
+}
+
 static const int sizes[] = {1, 2, 3, 4, 8};
 enum { SIZES = sizeof sizes / sizeof *sizes };
 
@@ -375,10 +381,10 @@ static dtrain_tensor *pair(local *l)
     watch(l, h, l->job->specs[W1].rows, cut);
     y = dtrain_linear(l->tape, h, &l->p[W2], &l->p[B2], (dtrain_activation)l->job->other);
     watch(l, y, OUT, NULL);
-    dtrain_tape_unit(l->tape, 1);
+    unit(l, 1);
     y = as(l, dtrain_scale(l->tape, y, 1), DTRAIN_PLACEMENT_WHOLE);
     watch(l, y, OUT, NULL);
-    dtrain_tape_unit(l->tape, 2);
+    unit(l, 2);
     return dtrain_sum(l->tape, dtrain_multiply(l->tape, y, l->x[1]));
 }
 
@@ -607,11 +613,279 @@ static void test_conversions(void)
                 }
 }
 
+/* ---- operations of elements and rows ---- */
+
+enum {
+    ADD,
+    MULTIPLY,
+    SCALE,
+    ACTIVATE,
+    SWIGLU,
+    CAST,
+    DROPOUT,
+    RESHAPE,
+    ELEMENTWISE, /* from here on of rows alone */
+    SOFTMAX = ELEMENTWISE,
+    LAYERNORM,
+    RMS_NORM,
+    LAYERS,
+    OPERATIONS
+};
+enum { O_ROWS = 24, O_COLUMNS = 16 };
+static const dtrain_cut of_three = {DTRAIN_CUT_ROWS, 2, 0, {6, 10}};
+
+static dtrain_tensor *operation(local *l, dtrain_tensor *x, dtrain_tensor *w)
+{
+    const int64_t flat[2] = {-1, O_COLUMNS}, deep[3] = {4, O_ROWS / 4, O_COLUMNS};
+    dtrain_tensor *stream = w, *y;
+    switch (l->job->mode) {
+    case ADD: return dtrain_add(l->tape, x, w);
+    case MULTIPLY: return dtrain_multiply(l->tape, x, w);
+    case SCALE: return dtrain_scale(l->tape, x, 0.7f);
+    case ACTIVATE: return dtrain_activate(l->tape, x, DTRAIN_ACTIVATION_GELU);
+    case SWIGLU: return dtrain_swiglu(l->tape, x, w);
+    case CAST:
+        return dtrain_cast(l->tape, dtrain_cast(l->tape, x, DTRAIN_DTYPE_BF16), DTRAIN_DTYPE_F32);
+    case DROPOUT: return dtrain_dropout(l->tape, dtrain_dropout(l->tape, x, 0.3f), 0.2f);
+    case RESHAPE:
+        if (x && x->placement != DTRAIN_PLACEMENT_ROWS) x = dtrain_reshape(l->tape, x, 3, deep);
+        return dtrain_reshape(l->tape, x, 2, flat);
+    case SOFTMAX: return dtrain_softmax(l->tape, x);
+    case LAYERNORM: return dtrain_layernorm(l->tape, x, NULL, &l->p[1], &l->p[2], 1e-5f);
+    case RMS_NORM:
+        y = dtrain_rms_norm(l->tape, x, &stream, &l->p[1], 1e-5f);
+        return dtrain_add(l->tape, y, stream);
+    default: /* whole layers, whose activation the outer one's product differentiates */
+        y = dtrain_linear(l->tape, x, &l->p[3], &l->p[4], DTRAIN_ACTIVATION_GELU);
+        return dtrain_linear(l->tape, y, &l->p[5], &l->p[2], DTRAIN_ACTIVATION_NONE);
+    }
+}
+
+static dtrain_tensor *operated(local *l)
+{
+    const int how = l->job->other;
+    dtrain_tensor *x = brought(l, l->x[0], how), *w = brought(l, l->x[1], how);
+    dtrain_tape_unit(l->tape, 0);
+    dtrain_tensor *y = operation(l, x, w);
+    watch(l, y, O_COLUMNS, how == PACKED ? &of_three : NULL);
+    y = as(l, dtrain_multiply(l->tape, y, brought(l, l->x[2], how)), DTRAIN_PLACEMENT_WHOLE);
+    dtrain_tape_unit(l->tape, 1);
+    return dtrain_sum(l->tape, dtrain_scale(l->tape, y, 1));
+}
+
+static job *operation_job(int ranks, int op, int placement, bool sequence)
+{
+    job *j = job_new(operated, ranks);
+    j->mode = op, j->other = placement;
+    j->real = true, j->unit = placement == PACKED;
+    j->sequence = sequence;
+    for (int k = 0; k < 3; k++) input(j, O_ROWS, O_COLUMNS, k == 2);
+    param(j, O_COLUMNS, O_COLUMNS, DTRAIN_CUT_ROWS)->cut = of_three;
+    j->specs[0].flags = DTRAIN_PARAM_FROZEN;
+    if (op >= LAYERNORM) {
+        param(j, O_COLUMNS, 0, DTRAIN_CUT_NONE);
+        param(j, O_COLUMNS, 0, DTRAIN_CUT_NONE);
+        param(j, 20, O_COLUMNS, DTRAIN_CUT_NONE);
+        param(j, 20, 0, DTRAIN_CUT_NONE);
+        param(j, O_COLUMNS, 20, DTRAIN_CUT_NONE);
+    }
+    return j;
+}
+
+/* Nothing is added up over the ranks, so values and gradients of inputs have the bits of one rank: masks of dropout
+ * too. Gradients of whole parameters are sums over rows: each row counts once, however they are divided. */
+static void test_operations(void)
+{
+    static double found[MOST], wanted[MOST];
+    for (int op = 0; op < OPERATIONS; op++)
+        for (int placement = 0; placement <= PACKED; placement++)
+            for (int i = 1; i < SIZES; i++)
+                for (int sequence = 0; sequence < 2; sequence++) {
+                    const bool rows = placement == DTRAIN_PLACEMENT_ROWS;
+                    if (placement && !rows && op >= ELEMENTWISE) continue;
+                    if (rows && !sequence && op >= LAYERNORM) continue; /* refused */
+                    if (placement == PACKED && sizes[i] > 6) continue;
+                    job *j = operation_job(sizes[i], op, placement, sequence);
+                    job *one = operation_job(1, op, placement, false);
+                    j->recompute = (uint32_t)sequence;
+                    run_job(j), run_job(one);
+                    if (op < LAYERNORM) {
+                        compare(j, one, 0);
+                    } else {
+                        compare(j, one, 1e-4);
+                        whole_watched(j, 0, found), whole_watched(one, 0, wanted);
+                        agree(found, wanted, O_ROWS * O_COLUMNS, 0, "values", op, j);
+                    }
+                    free(j), free(one);
+                }
+}
+
+/* ---- overlap ---- */
+
+/* The strategy's no_overlap waits for the sum of d_x at once: the same bits, of numbers that no order suits. */
+static void test_no_overlap(void)
+{
+    for (int i = 1; i < SIZES; i++)
+        for (int sequence = 0; sequence < 2; sequence++) {
+            job *now = pair_job(sizes[i], HIDDEN, sequence),
+                *later = pair_job(sizes[i], HIDDEN, sequence);
+            now->real = later->real = now->with_strategy = later->with_strategy = true;
+            now->no_plan = later->no_plan = now->no_overlap = true;
+            run_job(now), run_job(later);
+            for (int r = 0; r < sizes[i]; r++) {
+                CHECK_MSG(now->out[r].error == DTRAIN_OK, "%s", now->out[r].text);
+                CHECK(memcmp(now->out[r].grad, later->out[r].grad, sizeof now->out[r].grad) == 0);
+                CHECK(memcmp(now->out[r].input_grad, later->out[r].input_grad,
+                             sizeof now->out[r].input_grad) == 0);
+                CHECK(now->out[r].grad[W1][1] != 0);
+            }
+            free(now), free(later);
+        }
+}
+
+/* ---- a pass without gradients, rows that do not divide ---- */
+
+static dtrain_tensor *watched_pair(local *l)
+{
+    dtrain_tensor *h =
+        dtrain_linear(l->tape, l->x[0], &l->p[W1], &l->p[B1], DTRAIN_ACTIVATION_RELU);
+    dtrain_tensor *y = dtrain_linear(l->tape, h, &l->p[W2], &l->p[B2], DTRAIN_ACTIVATION_SILU);
+    watch(l, y, OUT, NULL);
+    return dtrain_sum(l->tape, as(l, y, DTRAIN_PLACEMENT_WHOLE));
+}
+
+static job *watched_job(int ranks, int64_t rows, bool sequence)
+{
+    job *j = pair_job(ranks, HIDDEN, sequence);
+    j->run = watched_pair;
+    j->input_count = 1;
+    j->param_count = W3;
+    j->shape[0][0] = rows;
+    return j;
+}
+
+static void test_rows_that_do_not_divide(void)
+{
+    for (int rows = 5; rows <= 6; rows++) {
+        job *j = watched_job(3, rows, true), *one = watched_job(1, rows, false);
+        j->flags = one->flags = DTRAIN_TAPE_NO_GRAD;
+        run_job(j), run_job(one);
+        compare(j, one, 0);
+        CHECK(j->out[1].placement[0] ==
+              (rows == 6 ? (uint32_t)DTRAIN_PLACEMENT_ROWS : (uint32_t)DTRAIN_PLACEMENT_WHOLE));
+        free(j), free(one);
+    }
+    job *j = watched_job(3, 5, true);
+    run_job(j);
+    for (int r = 0; r < 3; r++)
+        CHECK_MSG(j->out[r].error == DTRAIN_ERROR_ARGUMENT && strstr(j->out[r].text, "5 rows") &&
+                      strstr(j->out[r].text, "3 ranks"),
+                  "%s", j->out[r].text);
+    free(j);
+}
+
+/* ---- errors ---- */
+
+enum { P_WHOLE, P_ROWS, P_COLUMNS, P_PACKED, P_BIAS, P_CUT_BIAS };
+
+static dtrain_tensor *wrong(local *l)
+{
+    dtrain_tape *tape = l->tape;
+    dtrain_param *p = l->p;
+    dtrain_tensor *x = l->x[0], *columns = as(l, x, DTRAIN_PLACEMENT_COLUMNS);
+    dtrain_tensor *rows = as(l, x, DTRAIN_PLACEMENT_ROWS);
+    const dtrain_activation none = DTRAIN_ACTIVATION_NONE;
+    const int64_t turned[2] = {16, 24};
+    const int32_t tokens[4] = {0, 1, 2, 3};
+    const int64_t four[2] = {2, 2};
+    switch (l->job->mode) {
+    case 0: return dtrain_linear(tape, columns, &p[P_WHOLE], NULL, none);
+    case 1: return dtrain_linear(tape, columns, &p[P_ROWS], NULL, none);
+    case 2: return dtrain_linear(tape, x, &p[P_COLUMNS], NULL, none);
+    case 3:
+        return dtrain_linear(tape, dtrain_linear(tape, x, &p[P_PACKED], NULL, none), &p[P_COLUMNS],
+                             NULL, none);
+    case 4: return dtrain_linear(tape, x, &p[P_ROWS], &p[P_BIAS], none);
+    case 5: return dtrain_linear(tape, columns, &p[P_COLUMNS], &p[P_CUT_BIAS], none);
+    case 6: return dtrain_linear(tape, x, &p[P_WHOLE], &p[P_CUT_BIAS], none);
+    case 7: return dtrain_multiply(tape, columns, x);
+    case 8: return dtrain_add(tape, rows, columns);
+    case 9: return dtrain_sum(tape, columns);
+    case 10: return dtrain_layernorm(tape, columns, NULL, &p[P_BIAS], NULL, 1e-5f);
+    case 11: return dtrain_layernorm(tape, x, NULL, &p[P_CUT_BIAS], NULL, 1e-5f);
+    case 12: return dtrain_rms_norm(tape, rows, NULL, &p[P_BIAS], 1e-5f);
+    case 13: return dtrain_linear(tape, rows, &p[P_WHOLE], NULL, none);
+    case 14: return dtrain_place(tape, x, (dtrain_placement)7);
+    case 15: return dtrain_place(tape, dtrain_sum(tape, x), DTRAIN_PLACEMENT_ROWS);
+    case 16: return dtrain_place(tape, dtrain_sum(tape, x), DTRAIN_PLACEMENT_COLUMNS);
+    case 17: return dtrain_reshape(tape, columns, 2, turned);
+    case 18: return dtrain_reshape(tape, rows, 2, turned);
+    case 19: return dtrain_matmul(tape, columns, x);
+    case 20: return dtrain_add(tape, columns, dtrain_linear(tape, x, &p[P_PACKED], NULL, none));
+    default:
+        return dtrain_place(tape, dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 2, four, tokens, false),
+                            DTRAIN_PLACEMENT_ROWS);
+    }
+}
+
+static void test_errors(void)
+{
+    static const char *const words[][3] = {
+        {"input 1 is cut by columns", "weight that is not cut", "dtrain_place"},
+        {"input 1 is cut by columns", "cut by rows", "dtrain_place"},
+        {"input 1 is whole", "DTRAIN_PLACEMENT_COLUMNS", "dtrain_place"},
+        {"0-1 and 5-9 of 16", "p2 0-7 of 16", "the same parts"},
+        {"bias p4", "all of 16", "0-7 of 16"},
+        {"bias p5", "0-7 of 16", "no cut"},
+        {"bias p5", "0-7 of 16", "no cut"},
+        {"dtrain_multiply: input 2 is whole", "cut by columns", ""},
+        {"dtrain_add: input 2 is cut by columns", "cut by rows", ""},
+        {"dtrain_sum: input 1 is cut by columns", "whole", ""},
+        {"dtrain_layernorm: input 1 is cut by columns", "cut by rows", ""},
+        {"dtrain_layernorm: parameter p5 is cut", "zeroed", ""},
+        {"dtrain_rms_norm: parameter p4 is whole", "sequence_parallel", ""},
+        {"dtrain_linear: parameter p0 is whole", "sequence_parallel", ""},
+        {"placement is 7", "", ""},
+        {"1 rows to share", "2 ranks", ""},
+        {"1 columns to share", "2 ranks", ""},
+        {"dtrain_reshape: input 1 is cut by columns", "last one stays", ""},
+        {"dtrain_reshape: input 1 is cut by rows", "last one stays", ""},
+        {"dtrain_matmul: input 1 is cut by columns", "whole", ""},
+        {"dtrain_add: input 2", "the same part", ""},
+        {"dtrain_place: input 1 is i32", "", ""}};
+    for (int mode = 0; mode < (int)(sizeof words / sizeof *words); mode++) {
+        job *j = job_new(wrong, 2);
+        j->mode = mode;
+        input(j, ROWS, 16, false);
+        param(j, 16, 16, DTRAIN_CUT_NONE);
+        param(j, 16, 16, DTRAIN_CUT_ROWS);
+        param(j, 16, 16, DTRAIN_CUT_COLUMNS);
+        param(j, 16, 16, DTRAIN_CUT_ROWS)->cut = of_three;
+        j->specs[P_PACKED].cut.widths[0] = 5, j->specs[P_PACKED].cut.widths[1] = 11;
+        param(j, 16, 0, DTRAIN_CUT_NONE);
+        param(j, 16, 0, DTRAIN_CUT_ROWS);
+        j->no_plan = true;
+        run_job(j);
+        for (int r = 0; r < 2; r++) {
+            const seen *out = &j->out[r];
+            CHECK_MSG(out->error != DTRAIN_OK, "case %d is no error", mode);
+            for (int w = 0; w < 3 && r == 0; w++)
+                CHECK_MSG(strstr(out->text, words[mode][w]), "case %d: \"%s\" without \"%s\"", mode,
+                          out->text, words[mode][w]);
+        }
+        free(j);
+    }
+}
+
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
     RUN(test_pair_integers);
     RUN(test_pair_in_double);
     RUN(test_conversions);
+    RUN(test_operations);
+    RUN(test_no_overlap);
+    RUN(test_rows_that_do_not_divide);
+    RUN(test_errors);
     return test_summary();
 }
