@@ -13,7 +13,12 @@
 #include "tape/tape.h"
 #include "device/device.h"
 
-/* Apply a linear layer, y (rows, out) = act(x (rows, in) weight^T + bias); bias may be NULL. */
+/* Apply a linear layer, y (rows, out) = act(x (rows, in) weight^T + bias); bias may be NULL.
+ *
+ * Over the tensor axis of a mesh a weight that is cut by rows (parallel/cut.h), its bias like it,
+ * reads x whole or cut by rows and makes columns; one that is cut by columns, with a whole bias,
+ * reads columns and makes the whole, or under sequence parallelism rows. Both add up over the ranks
+ * what has to be, forward and backward. */
 DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
                                         dtrain_param *bias, dtrain_activation activation);
 /* Normalise the last axis to mean 0 and variance 1, then scale and shift it by weight and bias (n);
@@ -100,7 +105,8 @@ DTRAIN_API dtrain_tensor *dtrain_softmax(dtrain_tape *tape, dtrain_tensor *x);
  * (k, n) is multiplied with all rows of a. */
 DTRAIN_API dtrain_tensor *dtrain_matmul(dtrain_tape *tape, dtrain_tensor *a, dtrain_tensor *b);
 /* Copy x to a tensor of another shape with as many elements, in the same order; one length may be
- * -1, what is left. */
+ * -1, what is left. Of a part (dtrain_tensor.placement) the shape is that of the whole, whose last
+ * axis stays; of rows it has two axes. */
 DTRAIN_API dtrain_tensor *dtrain_reshape(dtrain_tape *tape, dtrain_tensor *x, uint32_t ndim,
                                          const int64_t *shape);
 /* Let x lie over the tensor axis of a mesh as `placement` says (tape/tape.h); x itself where it does,

@@ -81,9 +81,10 @@ static int64_t dtrain__moving_describe(const dtrain_op *op, dtrain__moving *m)
     return m->most_rows * (2 * m->ranks * m->most_columns + place->columns);
 }
 
-/* Lay the borrowed memory out. */
+/* Lay the borrowed memory out; NULL: nothing was borrowed. */
 static void dtrain__moving_borrow(dtrain__moving *m, void *memory)
 {
+    if (!memory) return;
     const size_t slots = (size_t)(m->ranks * m->most_rows * m->most_columns) * m->element;
     m->send = (char *)memory;
     m->receive = m->send + slots;
@@ -242,7 +243,7 @@ static dtrain_result dtrain__place_cut(const dtrain_op *op, dtrain__place *place
     if (dtrain__share_same(&even, part)) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "dtrain_place: of the input this rank has the columns %s, and those of "
-                       "other ranks are not known",
+                       "other ranks are not known; convert what it was made of",
                        dtrain__share_text(part, text));
 }
 

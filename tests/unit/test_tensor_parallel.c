@@ -28,6 +28,7 @@ typedef struct seen {
     int64_t at[WATCHED][MOST]; /* places of its elements in the whole */
     uint64_t allocations[STEPS];
     uint64_t pool, planned_pool;
+    uint64_t sent[DTRAIN_COLLECTIVE_KINDS]; /* bytes of the last step along the axis, by kind */
     size_t recomputed;
     dtrain_result error;
     char text[1024];
@@ -183,6 +184,8 @@ static int run_rank(dtrain_world *world, void *user)
         if (l->plan) l->tape->groups.tensor = NULL;
         RANKS_TRY(dtrain_tape_recompute(l->tape, j->recompute, 0));
         for (int step = 0; step < (l->plan ? 1 : STEPS); step++) {
+            dtrain_comm_info before, after;
+            dtrain_comm_query(groups.tensor, &before);
             l->watched = 0;
             dtrain_tape_begin(l->tape, j->flags, 11);
             for (int k = 0; k < j->param_count; k++) l->p[k].state.grad_written = false;
@@ -211,6 +214,9 @@ static int run_rank(dtrain_world *world, void *user)
             if (l->plan) out->planned_pool = info.gradient_bytes;
             if (l->plan) continue;
             out->pool = info.gradient_bytes;
+            dtrain_comm_query(groups.tensor, &after);
+            for (int k = 0; k < DTRAIN_COLLECTIVE_KINDS; k++)
+                out->sent[k] = after.kind_bytes[k] - before.kind_bytes[k];
             out->allocations[step] = info.block_allocations;
             out->recomputed = info.recomputed_count;
             for (int k = 0; k < j->input_count && !j->flags; k++)
@@ -720,6 +726,120 @@ static void test_operations(void)
                 }
 }
 
+/* ---- bytes ---- */
+
+/* A pair sends one sum forward and one backward; with rows divided as many gathers and scattered sums, and backward
+ * gathers x once more. The conversions around it gather y and d_x. */
+static void test_bytes(void)
+{
+    const uint64_t in = ROWS * IN * 4, out = ROWS * OUT * 4;
+    for (int i = 1; i < SIZES; i++)
+        for (int sequence = 0; sequence < 2; sequence++) {
+            const uint64_t t = (uint64_t)sizes[i], *sent;
+            job *j = pair_job(sizes[i], HIDDEN, sequence);
+            j->param_count = W3;
+            run_job(j);
+            CHECK_MSG(j->out[0].error == DTRAIN_OK, "%s", j->out[0].text);
+            sent = j->out[0].sent;
+            CHECK(sent[DTRAIN_COLLECTIVE_ALL_REDUCE] ==
+                  (sequence ? 0 : 2 * (in + out) * (t - 1) / t));
+            CHECK(sent[DTRAIN_COLLECTIVE_REDUCE_SCATTER] ==
+                  (sequence ? (in + out) * (t - 1) / t : 0));
+            CHECK(sent[DTRAIN_COLLECTIVE_ALL_GATHER] ==
+                  (sequence ? (3 * in + 2 * out) * (t - 1) / t : 0));
+            CHECK(sent[DTRAIN_COLLECTIVE_BROADCAST] + sent[DTRAIN_COLLECTIVE_REDUCE] == 0);
+            free(j);
+        }
+}
+
+/* ---- an operation of a program's own ---- */
+
+/* y = x * token of the row, and a plain copy. */
+static dtrain_result own_prepare(dtrain_op *op)
+{
+    const dtrain_tensor *x = op->inputs[op->input_count - 1];
+    dtrain_op_output(op, DTRAIN_DTYPE_F32, x->ndim, x->shape);
+    return DTRAIN_OK;
+}
+static void own_run(const dtrain_op *op, const float *from, float *to, bool add)
+{
+    const dtrain_tensor *x = op->inputs[op->input_count - 1];
+    const int64_t n = x->shape[x->ndim - 1];
+    const int32_t *tokens = op->input_count > 1 ? (const int32_t *)op->input_data[0] : NULL;
+    for (int64_t i = 0; i < x->count; i++)
+        to[i] = (add ? to[i] : 0) + from[i] * (tokens ? (float)tokens[i / n] : 1.0f);
+}
+static dtrain_result own_forward(dtrain_op *op)
+{
+    own_run(op, (const float *)op->input_data[op->input_count - 1], (float *)op->output_data[0],
+            false);
+    return DTRAIN_OK;
+}
+static dtrain_result own_backward(dtrain_op *op)
+{
+    bool add;
+    float *d_x = (float *)dtrain_op_input_grad(op, op->input_count - 1, &add);
+    if (d_x && !op->planning) own_run(op, (const float *)op->outputs[0]->grad, d_x, add);
+    return DTRAIN_OK;
+}
+static const dtrain_op_desc own_whole = {
+    0,           DTRAIN_RECOMPUTE_ELEMENTWISE, 0, 0, false, "own_whole", own_prepare, own_forward,
+    own_backward};
+static const dtrain_op_desc own_any = {0,           DTRAIN_RECOMPUTE_ELEMENTWISE,
+                                       0,           DTRAIN_OP_TAKES_COLUMNS | DTRAIN_OP_TAKES_ROWS,
+                                       false,       "own_any",
+                                       own_prepare, own_forward,
+                                       own_backward};
+static const dtrain_op_desc own_tokens = {
+    0,           DTRAIN_RECOMPUTE_ELEMENTWISE,
+    1,           DTRAIN_OP_TAKES_COLUMNS | DTRAIN_OP_TAKES_ROWS,
+    false,       "own_tokens",
+    own_prepare, own_forward,
+    own_backward};
+
+static dtrain_tensor *own(local *l)
+{
+    const dtrain_op_desc *desc = l->job->mode == 0   ? &own_whole
+                                 : l->job->mode == 1 ? &own_any
+                                                     : &own_tokens;
+    int32_t tokens[O_ROWS];
+    const int64_t shape[1] = {O_ROWS};
+    for (int i = 0; i < O_ROWS; i++) tokens[i] = i % 5 - 2;
+    dtrain_tensor *x = brought(l, l->x[0], l->job->other);
+    dtrain_tensor *inputs[2] = {
+        dtrain_tape_input(l->tape, DTRAIN_DTYPE_I32, 1, shape, tokens, false), x};
+    const uint32_t first = desc == &own_tokens ? 0 : 1;
+    dtrain_tensor *y =
+        dtrain_tape_apply(l->tape, desc, inputs + first, 2 - first, NULL, 0, NULL, 0);
+    watch(l, y, O_COLUMNS, l->job->other == PACKED ? &of_three : NULL);
+    y = dtrain_multiply(l->tape, y, brought(l, l->x[1], l->job->other));
+    return dtrain_sum(l->tape, as(l, y, DTRAIN_PLACEMENT_WHOLE));
+}
+
+/* It is given the placements that it says it takes; integers are whole, which rows do not go with. */
+static void test_own_operation(void)
+{
+    for (int mode = 0; mode < 3; mode++)
+        for (int placement = 0; placement <= PACKED; placement++) {
+            const bool rows = placement == DTRAIN_PLACEMENT_ROWS;
+            job *j = operation_job(3, 0, placement, false),
+                *one = operation_job(1, 0, placement, false);
+            j->run = one->run = own;
+            j->mode = one->mode = mode;
+            j->real = one->real = false;
+            run_job(j), run_job(one);
+            if ((mode == 0 && placement) || (mode == 2 && rows)) {
+                CHECK_MSG(strstr(j->out[2].text,
+                                 mode ? "own_tokens: input" : "own_whole: input 1 is cut"),
+                          "%s", j->out[2].text);
+                CHECK(j->out[2].error == DTRAIN_ERROR_ARGUMENT);
+            } else {
+                compare(j, one, 0);
+            }
+            free(j), free(one);
+        }
+}
+
 /* ---- overlap ---- */
 
 /* The strategy's no_overlap waits for the sum of d_x at once: the same bits, of numbers that no order suits. */
@@ -884,6 +1004,8 @@ int main(int argc, char **argv)
     RUN(test_pair_in_double);
     RUN(test_conversions);
     RUN(test_operations);
+    RUN(test_bytes);
+    RUN(test_own_operation);
     RUN(test_no_overlap);
     RUN(test_rows_that_do_not_divide);
     RUN(test_errors);
