@@ -91,7 +91,7 @@ static void dtrain__moving_borrow(dtrain__moving *m, void *memory)
     m->turned = m->receive + slots;
 }
 
-static char *dtrain__slot(const dtrain__moving *m, char *slots, int rank)
+static char *dtrain__block_slot(const dtrain__moving *m, char *slots, int rank)
 {
     return slots + (size_t)(rank * m->most_rows * m->most_columns) * m->element;
 }
@@ -117,7 +117,7 @@ static dtrain_result dtrain__blocks_join(const dtrain__moving *m, char *slots, i
 {
     for (int r = 0; r < m->ranks; r++) {
         const dtrain__share part = dtrain__columns_of(m, r);
-        const char *run = dtrain__slot(m, slots, r);
+        const char *run = dtrain__block_slot(m, slots, r);
         for (uint32_t i = 0; i < part.runs; i++) {
             DTRAIN__TRY(dtrain__turn(m, run, rows, part.length[i], part.count,
                                      m->turned + (size_t)(part.first[i] * rows) * m->element));
@@ -170,7 +170,7 @@ static dtrain_result dtrain__columns_to_rows(const dtrain__moving *m, const char
     dtrain_work *work = NULL;
     for (int r = 0; r < m->ranks; r++) {
         const dtrain__share rows = dtrain__rows_of(m, r);
-        DTRAIN__TRY(dtrain__move_bytes(m, dtrain__slot(m, m->send, r),
+        DTRAIN__TRY(dtrain__move_bytes(m, dtrain__block_slot(m, m->send, r),
                                        x + (size_t)(rows.first[0] * mine) * m->element,
                                        rows.count * mine));
     }
@@ -187,14 +187,14 @@ static dtrain_result dtrain__rows_to_columns(const dtrain__moving *m, const char
     dtrain_work *work = NULL;
     for (int r = 0; r < m->ranks; r++)
         DTRAIN__TRY(dtrain__block_take(m, x, dtrain__rows_of(m, m->rank).count, r,
-                                       dtrain__slot(m, m->send, r)));
+                                       dtrain__block_slot(m, m->send, r)));
     DTRAIN__TRY(dtrain_all_to_all(dtrain__axis_comm(m->op), m->send, m->receive,
                                   (size_t)(m->most_rows * m->most_columns), m->dtype, &work));
     DTRAIN__TRY(dtrain_work_wait(work));
     for (int r = 0; r < m->ranks; r++) {
         const dtrain__share rows = dtrain__rows_of(m, r);
         DTRAIN__TRY(dtrain__move_bytes(m, y + (size_t)(rows.first[0] * mine) * m->element,
-                                       dtrain__slot(m, m->receive, r), rows.count * mine));
+                                       dtrain__block_slot(m, m->receive, r), rows.count * mine));
     }
     return DTRAIN_OK;
 }
