@@ -116,7 +116,8 @@ static dtrain_result dtrain__mesh_warn(const dtrain_mesh *mesh)
 DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_mesh_desc *desc,
                                             dtrain_mesh **out)
 {
-    static const dtrain_mesh_desc zeroed;
+    dtrain_mesh_desc zeroed;
+    memset(&zeroed, 0, sizeof zeroed);
     if (!desc) desc = &zeroed;
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_mesh_create: out is NULL");
     *out = NULL;
