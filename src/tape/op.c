@@ -339,7 +339,15 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
     while (storage->alias_of) storage = storage->alias_of;
     DTRAIN__TRY(dtrain__check_value(op, p, storage));
     const dtrain_param *declared = p->shape[0] || p->count ? p : storage;
-    memcpy(shape, dtrain__share_here(declared, &tape->groups).shape, sizeof declared->shape);
+    const dtrain__share here = dtrain__share_here(declared, &tape->groups);
+    if (!tape->planning && declared->cut.axis && declared->count && declared->count != here.count)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "%s: parameter %s has %lld elements on this rank, and the tape needs "
+                           "%lld: its strategy cuts it over a mesh; create the tape with that "
+                           "strategy",
+                           op->desc->name, dtrain__param_name(p), (long long)declared->count,
+                           (long long)here.count);
+    memcpy(shape, here.shape, sizeof declared->shape);
     if (shape[0] == 0) shape[0] = declared->count;
     op->params[i] = p;
     op->param_data[i] = storage->value;

@@ -18,7 +18,8 @@
  * The first error of a pass sticks: operations then return NULL, accept NULL and do nothing, and
  * dtrain_tape_backward and dtrain_tensor_read return the error until the next dtrain_tape_begin.
  * Model code needs no checks. Nothing here is collective but what the strategy does at units and at
- * `ready`. */
+ * `ready` and, over a tensor axis (parallel/mesh.h), operations that put parts together: its ranks
+ * run the same program. */
 
 #pragma once
 

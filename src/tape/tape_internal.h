@@ -8,6 +8,7 @@
  *     casts           rounded weights of a gathered unit   as long as the unit is there
  *     gradient pool   gradients of forward values          from the first contribution until their
  *                                                          producer's backward has run
+ *                     what an operation borrows            while its kernels and sums run
  *     params          values and gradients                 not the tape's
  *
  * Arenas are rewound, never freed, and the pool is keyed by exact size: a pass that asks for what

@@ -942,6 +942,9 @@ static dtrain_tensor *wrong(local *l)
     case 18: return dtrain_reshape(tape, rows, 2, turned);
     case 19: return dtrain_matmul(tape, columns, x);
     case 20: return dtrain_add(tape, columns, dtrain_linear(tape, x, &p[P_PACKED], NULL, none));
+    case 21: /* a tape that knows nothing of the mesh */
+        tape->groups.tensor_ranks = 1;
+        return dtrain_linear(tape, x, &p[P_ROWS], NULL, none);
     default:
         return dtrain_place(tape, dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 2, four, tokens, false),
                             DTRAIN_PLACEMENT_ROWS);
@@ -972,6 +975,7 @@ static void test_errors(void)
         {"dtrain_reshape: input 1 is cut by rows", "last one stays", ""},
         {"dtrain_matmul: input 1 is cut by columns", "whole", ""},
         {"dtrain_add: input 2", "the same part", ""},
+        {"p1 has 128 elements", "needs 256", "mesh"},
         {"dtrain_place: input 1 is i32", "", ""}};
     for (int mode = 0; mode < (int)(sizeof words / sizeof *words); mode++) {
         job *j = job_new(wrong, 2);
