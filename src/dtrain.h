@@ -123,6 +123,7 @@ extern "C" {
 #include "strategy/gather.c"
 #include "strategy/calls.c"
 #include "strategy/ways/shards.c"
+#include "strategy/ways/tensor.c"
 #include "strategy/ways/hierarchy.c"
 #include "strategy/ways/compression.c"
 #include "strategy/ways/topk.c"

@@ -328,15 +328,16 @@ typedef struct dtrain_sum_args {
     const float *factor; /* (1) device memory: multiplies scale; or NULL */
 } dtrain_sum_args;
 
-/* What becomes of a sum of squares, without the host: norm = sqrt(sum_squares[0]) * grad_scale;
+/* What becomes of sums of squares, without the host: norm = sqrt(their sum, in order) * grad_scale;
  * scalars->grad_scale is multiplied by max_norm / (norm + 1e-6) where below 1 (max_norm <= 0:
  * never), and scalars->skip = 1 when the norm is not finite or weight[0] is 0. */
 typedef struct dtrain_clip_args {
-    const double *sum_squares; /* (1) device memory */
+    const double *sum_squares; /* (sum_count, at least 1) device memory */
     float max_norm;
     dtrain_step_scalars *scalars; /* device memory */
     float *norm;                  /* (1) device memory */
     const float *weight;          /* (1) device memory, of the step's samples; or NULL */
+    int sum_count;                /* 0 = 1 */
 } dtrain_clip_args;
 
 typedef struct dtrain_convert_args {

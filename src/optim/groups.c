@@ -160,6 +160,14 @@ static dtrain_result dtrain__check_member(const dtrain_optimizer_desc *desc,
                            "group, of AdamW",
                            call, i, p->name, group, dtrain__param_dims(p),
                            dtrain__param_dims(p) == 1 ? "" : "s", (long long)p->count);
+    if (p->cut.axis && dtrain__groups_of(strategy).tensor_ranks > 1)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: parameter %zu (\"%.100s\") is in group %u, of Muon, which needs "
+                           "whole matrices, and its cut by %s gives each of %d ranks of the tensor "
+                           "axis a part; give it a group of AdamW, or leave the cut out",
+                           call, i, p->name, group,
+                           p->cut.axis == DTRAIN_CUT_ROWS ? "rows" : "columns",
+                           dtrain__groups_of(strategy).tensor_ranks);
     if (!dtrain__is_sliced(strategy, i)) return DTRAIN_OK;
     dtrain_strategy_query(strategy, &info);
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,

@@ -61,7 +61,8 @@ typedef struct dtrain_optimizer_desc {
  *             which those behind the first count as one; embeddings, the last layer, biases and
  *             norms belong in a group of AdamW. It updates whole matrices: under DDP every rank
  *             does so with all of them, under ZERO3 each matrix's owner for all; kinds that cut
- *             tensors are UNSUPPORTED. */
+ *             tensors are UNSUPPORTED, and so are parameters that a tensor axis cuts
+ *             (dtrain_param.cut). */
 DTRAIN_API dtrain_optimizer_desc dtrain_optimizer_defaults(dtrain_optimizer_kind kind);
 
 /* Create an optimizer, with fp32 state for this rank's shards only. desc is required; the strategy

@@ -83,7 +83,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strat
 
 /* ---- Failure ----------------------------------------------------------------------------------*/
 
-/* Fail all communicators, wherever other ranks may be waiting; return the error that stands. */
+/* Fail all communicators, those of a mesh too, wherever other ranks may be waiting; return the error
+ * that stands. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, dtrain_result code,
                                                     const char *text)
 {
@@ -93,8 +94,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, d
         dtrain_comm *extra = strategy->extra[i];
         if (extra) extra->ops->fail(extra, code, kept);
     }
-    dtrain_comm *all = strategy->groups.data;
-    return all->ops->fail(all, code, kept);
+    const dtrain__groups *groups = &strategy->groups;
+    dtrain_comm *const others[] = {groups->tensor, groups->model, groups->all};
+    for (int i = 0; i < 3; i++)
+        if (others[i] && others[i] != groups->data) others[i]->ops->fail(others[i], code, kept);
+    return groups->data->ops->fail(groups->data, code, kept);
 }
 
 /* Make an error stand: communicator and device do not recover, and some gradients are averaged

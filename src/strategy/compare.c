@@ -33,14 +33,13 @@ static void dtrain__find_odd(const int64_t *values, int ranks, dtrain__differenc
     for (found->odd = 0; values[found->odd] == values[found->usual];) found->odd++;
 }
 
-/* Compare `count` items of this rank with those of the others; *all is the hash over all. That is
+/* Compare `count` items of this rank with those of the others in comm; *all is the hash over all. That is
  * common where the largest and the smallest are equal: since ~ reverses the order, the maximum of
  * the complements is the complement of the minimum. */
-static dtrain_result dtrain__compare_items(dtrain_strategy *strategy, dtrain__hash_fn *hash_of,
-                                           const char *settings, size_t count, uint64_t *all,
-                                           dtrain__difference *found)
+static dtrain_result dtrain__compare_items(dtrain_strategy *strategy, dtrain_comm *comm,
+                                           dtrain__hash_fn *hash_of, const char *settings,
+                                           size_t count, uint64_t *all, dtrain__difference *found)
 {
-    dtrain_comm *comm = strategy->groups.data;
     uint64_t hash;
     *all = DTRAIN__FNV_BASIS;
     found->odd = -1;
@@ -62,14 +61,14 @@ static dtrain_result dtrain__compare_items(dtrain_strategy *strategy, dtrain__ha
 
 /* ---- What the host registered -----------------------------------------------------------------*/
 
-#define DTRAIN__LINE_BYTES 768
+#define DTRAIN__LINE_BYTES 832
 
 /* Write line 0, the settings, or line i + 1, parameter i: compared by hash, and shown in errors. */
 static void dtrain__registration_line(const dtrain_strategy *strategy, const char *settings,
                                       size_t line, char *text)
 {
     const size_t room = DTRAIN__LINE_BYTES;
-    char origin[64] = "values from the host";
+    char origin[64] = "values from the host", cut[192] = "";
     memset(text, 0, room);
     if (line == 0 || line > strategy->param_count) {
         if (line == 0) snprintf(text, room, "%s", settings);
@@ -81,11 +80,19 @@ static void dtrain__registration_line(const dtrain_strategy *strategy, const cha
         snprintf(origin, sizeof origin, "alias of %zu", (size_t)(p->alias_of - strategy->params));
     else if (!p->value)
         snprintf(origin, sizeof origin, "init %u scale %.9g of %lld", (unsigned)p->init,
-                 (double)p->init_scale, (long long)(p->init_count ? p->init_count : p->count));
-    snprintf(
-        text, room, "\"%.150s\" shape (%lld, %lld, %lld, %lld) unit %u flags 0x%x group %u, %s",
-        p->name, (long long)p->shape[0], (long long)p->shape[1], (long long)p->shape[2],
-        (long long)p->shape[3], (unsigned)p->unit, (unsigned)p->flags, (unsigned)p->group, origin);
+                 (double)p->init_scale,
+                 (long long)(p->init_count ? p->init_count : dtrain__whole_count(p)));
+    if (p->cut.axis)
+        snprintf(cut, sizeof cut,
+                 " cut by %s, %u components of %lld parts, widths %lld %lld %lld %lld,",
+                 p->cut.axis == DTRAIN_CUT_ROWS ? "rows" : "columns", (unsigned)p->cut.components,
+                 (long long)p->cut.parts, (long long)p->cut.widths[0], (long long)p->cut.widths[1],
+                 (long long)p->cut.widths[2], (long long)p->cut.widths[3]);
+    snprintf(text, room,
+             "\"%.150s\" shape (%lld, %lld, %lld, %lld) unit %u flags 0x%x group %u,%s %s", p->name,
+             (long long)p->shape[0], (long long)p->shape[1], (long long)p->shape[2],
+             (long long)p->shape[3], (unsigned)p->unit, (unsigned)p->flags, (unsigned)p->group, cut,
+             origin);
 }
 
 /* Hash a line, and the whole name, which the line may have cut. */
@@ -106,11 +113,11 @@ static dtrain_result dtrain__registration_hash(dtrain_strategy *strategy, const 
 DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *strategy,
                                                            const char *settings)
 {
-    dtrain_comm *comm = strategy->groups.data;
+    dtrain_comm *comm = strategy->groups.all;
     char texts[2][DTRAIN__LINE_BYTES], what[48] = "the desc";
     dtrain__difference found;
     uint64_t all;
-    DTRAIN__TRY(dtrain__compare_items(strategy, dtrain__registration_hash, settings,
+    DTRAIN__TRY(dtrain__compare_items(strategy, comm, dtrain__registration_hash, settings,
                                       strategy->param_count + 1, &all, &found));
     if (found.odd < 0) return DTRAIN_OK;
     for (int i = 0; i < 2; i++) {
@@ -129,15 +136,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *stra
 
 /* ---- Values -----------------------------------------------------------------------------------*/
 
-/* Hash the bits of a parameter's whole value, on every rank; 0 for an alias. A step of the hash
+/* Hash the bits of a parameter's value, of one that is cut of this rank's part; 0 for an alias.
+ * Collective over the data axis. A step of the hash
  * takes eight bytes and is a bijection, so one changed word always changes the result; the shift
  * brings the upper half down, where a product alone would never carry it. */
-static dtrain_result dtrain__value_hash(dtrain_strategy *strategy, const char *settings, size_t i,
-                                        uint64_t *hash)
+static dtrain_result dtrain__value_hash(dtrain_strategy *strategy, size_t i, uint64_t *hash)
 {
     float staging[DTRAIN__STAGING_COUNT];
     dtrain_param whole;
-    (void)settings;
     *hash = 0;
     if (strategy->params[i].state.storage != &strategy->params[i]) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, i, &whole)));
@@ -156,24 +162,75 @@ static dtrain_result dtrain__value_hash(dtrain_strategy *strategy, const char *s
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash)
+/* Return a hash that is known. */
+static dtrain_result dtrain__known_hash(dtrain_strategy *strategy, const char *settings, size_t i,
+                                        uint64_t *hash)
+{
+    (void)settings;
+    *hash = strategy->hashes[i];
+    return DTRAIN_OK;
+}
+
+/* The same along the tensor axis, which has nothing to compare of what it cuts. */
+static dtrain_result dtrain__known_whole(dtrain_strategy *strategy, const char *settings, size_t i,
+                                         uint64_t *hash)
+{
+    (void)settings;
+    *hash = strategy->params[i].cut.axis ? 0 : strategy->hashes[i];
+    return DTRAIN_OK;
+}
+
+/* Compare values along an axis; *all is this rank's hash over them. */
+static dtrain_result dtrain__compare_values(dtrain_strategy *strategy, dtrain_comm *comm,
+                                            dtrain__hash_fn *hash_of, uint64_t *all)
 {
     dtrain__difference found;
-    uint64_t all;
+    DTRAIN__TRY(
+        dtrain__strategy_keep(strategy, dtrain__compare_items(strategy, comm, hash_of, NULL,
+                                                              strategy->param_count, all, &found)));
+    if (found.odd < 0) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_MISMATCH,
+        "dtrain_strategy_verify: the values of parameter %zu (\"%.100s\") on rank %d "
+        "are not those of rank %d; every rank must make the same updates",
+        found.item, strategy->params[found.item].name, dtrain__world_rank(comm, found.odd),
+        dtrain__world_rank(comm, found.usual));
+}
+
+/* Fold the hashes of the parts of a model into one, the same on all ranks of a mesh that is whole. */
+static dtrain_result dtrain__fold_hashes(dtrain_strategy *strategy, uint64_t *all)
+{
+    dtrain_comm *model = strategy->groups.model;
+    uint64_t *parts = (uint64_t *)(void *)strategy->gathered;
+    DTRAIN__TRY(dtrain_all_gather(model, all, parts, 1, DTRAIN_DTYPE_I64, NULL));
+    *all = dtrain__fnv1a(DTRAIN__FNV_BASIS, parts, (size_t)dtrain_comm_size(model) * sizeof *parts);
+    return DTRAIN_OK;
+}
+
+/* All values are hashed before any are compared: a difference is searched for by the ranks of one
+ * axis alone, and hashing is collective over the other. Both axes are compared in any case, and the
+ * outcome is that of all ranks. */
+DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash)
+{
+    uint64_t all, whole;
     if (hash) *hash = 0;
     DTRAIN__TRY(dtrain__between_backwards(strategy, "dtrain_strategy_verify"));
+    const dtrain__groups *groups = &strategy->groups;
     dtrain__note_units(strategy);
-    DTRAIN__TRY(dtrain__compare_items(strategy, dtrain__value_hash, NULL, strategy->param_count,
-                                      &all, &found));
+    for (size_t i = 0; i < strategy->param_count; i++)
+        DTRAIN__TRY(
+            dtrain__strategy_keep(strategy, dtrain__value_hash(strategy, i, &strategy->hashes[i])));
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__restore_units(strategy)));
-    if (found.odd >= 0)
-        return dtrain_fail(
-            DTRAIN_ERROR_MISMATCH,
-            "dtrain_strategy_verify: the values of parameter %zu (\"%.100s\") on rank %d "
-            "are not those of rank %d; every rank must make the same updates",
-            found.item, strategy->params[found.item].name,
-            dtrain__world_rank(strategy->groups.data, found.odd),
-            dtrain__world_rank(strategy->groups.data, found.usual));
+    dtrain_result result = dtrain__compare_values(strategy, groups->data, dtrain__known_hash, &all);
+    if (strategy->failure == DTRAIN_OK && groups->tensor) {
+        const dtrain_result other =
+            dtrain__compare_values(strategy, groups->tensor, dtrain__known_whole, &whole);
+        if (result == DTRAIN_OK) result = other;
+    }
+    if (groups->model) result = dtrain__agree(groups->all, result);
+    if (groups->model && result == DTRAIN_OK)
+        result = dtrain__strategy_keep(strategy, dtrain__fold_hashes(strategy, &all));
+    DTRAIN__TRY(result);
     if (hash) *hash = all;
     return DTRAIN_OK;
 }

@@ -4,10 +4,34 @@
  * 2. compare the registration of all ranks
  * 3. AUTO: choose; HYBRID_SHARD: split the ranks; check what the kind can do
  * 4. local: lay out, allocate, initialise                       -> agree
- * 5. broadcast rank 0's values of parameters the host owns; publish */
+ * 5. broadcast rank 0's values of parameters the host owns; publish
+ *
+ * Ranks agree and compare over the whole mesh, and a kind does its work over the data axis. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
+
+/* Refuse a mesh beside another communicator, one without ranks, and one of another world. The twin of
+ * count.c has the mesh of the strategy and groups of its own. */
+static dtrain_result dtrain__mesh_fits(const dtrain_world *world, const dtrain_strategy_desc *desc,
+                                       const dtrain__groups *groups)
+{
+    const char *const call = "dtrain_strategy_create";
+    dtrain_comm *data = dtrain_mesh_comm(desc->mesh, DTRAIN_AXIS_DATA);
+    if (data && groups->all != dtrain_mesh_comm(desc->mesh, DTRAIN_AXIS_ALL)) return DTRAIN_OK;
+    if (!data || data->world != world)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "%s: the mesh of the desc was made %s, and a strategy's is made with its "
+            "world; create it by dtrain_mesh_create(world, ...)",
+            call, data ? "in another world" : "without a world, for plans");
+    if (!desc->comm || desc->comm == data) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_ARGUMENT,
+        "%s: the desc has a comm of %d ranks and a mesh whose data axis has %d; with "
+        "a mesh leave comm NULL",
+        call, dtrain_comm_size(desc->comm), dtrain_comm_size(data));
+}
 
 /* 1. Check what the host gave, and complete the parameters' shapes. *out is set as soon as there is
  * a strategy; the caller destroys it after an error. */
@@ -33,15 +57,19 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
     strategy->params = params;
     strategy->param_count = count;
     DTRAIN__TRY(dtrain__resolve_desc(desc, &strategy->desc, &strategy->compression));
+    if (desc && desc->mesh) DTRAIN__TRY(dtrain__mesh_fits(world, desc, groups));
     strategy->desc.comm = groups->data;
     if (strategy->desc.offload && strategy->device->ops->host_memory)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: offload is 0x%x, but the memory of the %s device is the host's: "
                            "what a GPU would be relieved of is on the CPU already; use 0",
                            call, (unsigned)strategy->desc.offload, strategy->device->ops->name);
-    strategy->gathered = (int64_t *)dtrain__alloc(allocator, (size_t)dtrain_comm_size(groups->data),
-                                                  sizeof *strategy->gathered, "gathered hashes");
-    if (!strategy->gathered) return DTRAIN_ERROR_MEMORY;
+    strategy->gathered =
+        (int64_t *)dtrain__alloc(allocator, (size_t)dtrain_comm_size(groups->all),
+                                 2 * sizeof *strategy->gathered, "gathered hashes");
+    strategy->hashes =
+        (uint64_t *)dtrain__alloc(allocator, count, sizeof *strategy->hashes, "hashes of values");
+    if (!strategy->gathered || !strategy->hashes) return DTRAIN_ERROR_MEMORY;
     return dtrain__resolve_params(params, count, groups);
 }
 
@@ -129,6 +157,14 @@ static bool dtrain__block_is_read(const dtrain__layout *layout, int block)
     return block != DTRAIN__VALUES || layout->shards.state;
 }
 
+/* Return the size of the memory in which ranks add up: sums of squares, and the tally. */
+static size_t dtrain__sums_bytes(const dtrain_strategy *strategy)
+{
+    const size_t squares = DTRAIN__SQUARES + (size_t)dtrain_comm_size(strategy->groups.model);
+    return squares * sizeof(double) +
+           dtrain__tally_count(&strategy->desc, strategy->param_count) * sizeof(float);
+}
+
 /* Return the size of a block: a cache line more than its contents, so that an empty tensor at the
  * end has an address inside it. */
 static size_t dtrain__block_bytes(const dtrain__layout *layout, int block)
@@ -175,10 +211,10 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
         if (block == DTRAIN__HOST) memset(memory, 0, bytes);
         layout->memory[block] = (char *)memory;
     }
-    DTRAIN__TRY(
-        dtrain_comm_alloc(strategy->groups.data, sizeof(double) + tally * sizeof(float), &memory));
+    DTRAIN__TRY(dtrain_comm_alloc(strategy->groups.data, dtrain__sums_bytes(strategy), &memory));
     strategy->sum_squares = (double *)memory;
-    strategy->tally = (float *)(void *)(strategy->sum_squares + 1);
+    strategy->tally = (float *)(void *)(strategy->sum_squares + DTRAIN__SQUARES +
+                                        dtrain_comm_size(strategy->groups.model));
     dtrain__ways_memory(layout);
     DTRAIN__TRY(dtrain__list_shards(strategy));
     DTRAIN__TRY(dtrain__ways_open(strategy));
@@ -210,20 +246,16 @@ static void dtrain__fill_info(dtrain_strategy *strategy)
     for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
         if (p->state.storage != p) continue;
-        info->total_elements += (uint64_t)p->count;
-        if (layout->entries[i].trainable) info->trainable_elements += (uint64_t)p->count;
+        const uint64_t count = (uint64_t)dtrain__whole_count(p);
+        info->total_elements += count;
+        if (layout->entries[i].trainable) info->trainable_elements += count;
     }
 }
 
-/* Go on with 2 to 5, after all ranks have agreed that the arguments are good. */
-static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
+/* 5. Give every rank the values of parameters that the host owns: first those of rank 0 of each tensor
+ * axis, of what is whole, then along the data axis everything. */
+static dtrain_result dtrain__share_host_values(dtrain_strategy *strategy)
 {
-    DTRAIN__TRY(dtrain__compare_settings(strategy));
-    DTRAIN__TRY(dtrain__strategy_choose(strategy));
-    strategy->kind = dtrain__row_of(strategy->desc.kind);
-    DTRAIN__TRY(dtrain__resolve_kind(&strategy->desc, strategy->kind));
-    DTRAIN__TRY(dtrain__split_levels(strategy));
-    DTRAIN__TRY(dtrain__agree(strategy->groups.data, dtrain__strategy_prepare(strategy)));
     for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
         if (p->state.storage != p || strategy->layout.entries[i].lends_value) continue;
@@ -234,7 +266,20 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
             DTRAIN__TRY(dtrain_broadcast(strategy->groups.data, p->value, (size_t)p->count,
                                          DTRAIN_DTYPE_F32, 0, NULL));
     }
-    DTRAIN__TRY(dtrain__copy_host_values(strategy, false));
+    return dtrain__copy_host_values(strategy, false);
+}
+
+/* Go on with 2 to 5, after all ranks have agreed that the arguments are good. */
+static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
+{
+    DTRAIN__TRY(dtrain__compare_settings(strategy));
+    DTRAIN__TRY(dtrain__strategy_choose(strategy));
+    strategy->kind = dtrain__row_of(strategy->desc.kind);
+    DTRAIN__TRY(dtrain__resolve_kind(&strategy->desc, strategy->kind));
+    dtrain_result result = dtrain__split_levels(strategy);
+    if (result == DTRAIN_OK) result = dtrain__strategy_prepare(strategy);
+    DTRAIN__TRY(dtrain__agree(strategy->groups.all, result));
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__share_host_values(strategy)));
     dtrain__fill_info(strategy);
     return dtrain_strategy_publish(strategy);
 }
@@ -242,14 +287,11 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_make(dtrain_world *world, dtrain_param *params,
                                                     size_t param_count,
                                                     const dtrain_strategy_desc *desc,
+                                                    const dtrain__groups *groups,
                                                     dtrain_strategy **out)
 {
-    if (out) *out = NULL;
-    if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: world is NULL");
-    const dtrain__groups groups =
-        dtrain__mesh_groups(world, desc ? desc->mesh : NULL, desc ? desc->comm : NULL);
-    dtrain_result result = dtrain__strategy_begin(world, params, param_count, desc, &groups, out);
-    result = dtrain__agree(groups.data, result);
+    dtrain_result result = dtrain__strategy_begin(world, params, param_count, desc, groups, out);
+    result = dtrain__agree(groups->all, result);
     if (result == DTRAIN_OK) result = dtrain__strategy_complete(*out);
     if (result == DTRAIN_OK || !out) return result;
     dtrain_strategy_destroy(*out);
@@ -272,7 +314,7 @@ static void dtrain__strategy_abandon(dtrain_strategy *strategy)
              "dtrain_strategy_destroy: called between ready and finish, in the middle of a "
              "backward%s%s",
              before[0] ? "; the last error here was: " : "", dtrain__bare(before));
-    if (layout->all > 1 && dtrain__in_backward(strategy))
+    if (dtrain_comm_size(strategy->groups.all) > 1 && dtrain__in_backward(strategy))
         dtrain__strategy_fail(strategy, DTRAIN_ERROR_USAGE, text);
     (void)dtrain_work_wait(strategy->tally_work);
     for (size_t b = 0; b < layout->bucket_count; b++) {
@@ -306,10 +348,11 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
     const size_t tally = dtrain__tally_count(&strategy->desc, count);
     if (strategy->sum_squares)
         dtrain_comm_free(strategy->groups.data, strategy->sum_squares,
-                         sizeof(double) + tally * sizeof(float));
+                         dtrain__sums_bytes(strategy));
     dtrain__free(&a, strategy->sums, tally, sizeof *strategy->sums);
-    dtrain__free(&a, strategy->gathered, (size_t)dtrain_comm_size(strategy->groups.data),
-                 sizeof *strategy->gathered);
+    dtrain__free(&a, strategy->gathered, (size_t)dtrain_comm_size(strategy->groups.all),
+                 2 * sizeof *strategy->gathered);
+    dtrain__free(&a, strategy->hashes, count, sizeof *strategy->hashes);
     dtrain__free(&a, strategy->states, count, sizeof *strategy->states);
     dtrain__free(&a, strategy->shards, count, sizeof *strategy->shards);
     dtrain__free(&a, strategy->works, count,

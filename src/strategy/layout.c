@@ -1,7 +1,9 @@
 /* The layout: which parameters travel together, and which rank keeps which part of them
  *
  * A layout is a pure function of what all ranks have in common. They need not exchange it, and a
- * plan can make one without ranks.
+ * plan can make one without ranks. Ranks of a tensor axis may have parts of different lengths, and
+ * still put the same parameters into the same buckets in the same order: whoever decides by length
+ * takes that of an even part (dtrain__even_count).
  *
  *     kind                                                               state  grads  params
  *     DDP: buckets by size, last parameter first, everything whole       -      -      -
@@ -31,6 +33,14 @@ DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count)
                      sizeof(float));
 }
 
+/* Return the length of a parameter that is the same on all ranks of the tensor axis. */
+static int64_t dtrain__even_count(const dtrain__layout *layout, size_t i)
+{
+    const dtrain_param *p = &layout->params[i];
+    const int64_t ranks = p->cut.axis ? layout->tensor_ranks : 1;
+    return (dtrain__whole_count(p) + ranks - 1) / ranks;
+}
+
 /* Return the index of a unit; a new one gets the next. */
 static uint32_t dtrain__unit_index(dtrain__layout *layout, uint32_t id)
 {
@@ -56,7 +66,8 @@ static void dtrain__lay_units(dtrain__layout *layout)
         entry->trainable = !((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN);
         if (p->state.storage == p) entry->unit = unit;
         else if (storage->unit != unit) storage->unit = DTRAIN__NONE;
-        entry->whole = !layout->shards.state || p->count < layout->desc->whole_below ||
+        entry->whole = !layout->shards.state ||
+                       dtrain__even_count(layout, i) < layout->desc->whole_below ||
                        (p->flags & DTRAIN_PARAM_BUFFER);
     }
 }
@@ -69,17 +80,22 @@ static void dtrain__lay_owners(dtrain__layout *layout, int64_t *load)
     for (size_t i = 0; i < layout->count; i++) layout->owners[i] = DTRAIN__NONE;
     for (;;) {
         const dtrain_param *next = NULL;
+        int64_t most = 0;
         int least = 0;
         for (size_t i = 0; i < layout->count; i++) {
             const dtrain_param *p = &layout->params[i];
             if (p->state.storage != p || layout->entries[i].whole) continue;
-            if (layout->owners[i] == DTRAIN__NONE && (!next || p->count > next->count)) next = p;
+            if (layout->owners[i] != DTRAIN__NONE) continue;
+            const int64_t count = dtrain__even_count(layout, i);
+            if (next && count <= most) continue;
+            next = p;
+            most = count;
         }
         if (!next) return;
         for (int r = 1; r < layout->ranks; r++)
             if (load[r] < load[least]) least = r;
         layout->owners[next->state.index] = (uint32_t)least;
-        load[least] += dtrain__padded(next->count);
+        load[least] += dtrain__padded(most);
     }
 }
 
@@ -172,19 +188,22 @@ static dtrain__bucket *dtrain__lay_bucket(dtrain__layout *layout, uint32_t unit,
 static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
 {
     size_t cap = layout->desc->first_bucket_bytes;
+    int64_t filled = 0; /* elements, of even parts */
     dtrain__bucket *last = NULL;
     for (size_t i = layout->count; i-- > 0;) {
         const dtrain__entry *entry = &layout->entries[i];
         if (layout->params[i].state.storage != &layout->params[i] || !entry->trainable) continue;
         if (entry->whole == sharded) continue;
-        const int64_t length = dtrain__padded(layout->params[i].count);
-        if (last && last->count && (size_t)(last->count + length) > cap / sizeof(float)) {
+        const int64_t length = dtrain__padded(dtrain__even_count(layout, i));
+        if (last && filled && (size_t)(filled + length) > cap / sizeof(float)) {
             dtrain__bucket_close(layout, last);
             last = NULL;
+            filled = 0;
             cap = layout->desc->bucket_bytes;
         }
         if (!last) last = dtrain__bucket_new(layout, DTRAIN__NONE, true, sharded);
         dtrain__bucket_add(layout, last, i);
+        filled += length;
     }
     if (last) dtrain__bucket_close(layout, last);
 }
@@ -253,11 +272,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
                                                   const dtrain_strategy_desc *desc, int all,
                                                   int all_rank)
 {
+    dtrain_mesh_info mesh;
+    dtrain_mesh_query(desc->mesh, &mesh); /* zeros without one */
     memset(layout, 0, sizeof *layout);
     layout->params = params;
     layout->count = count;
     layout->desc = desc;
     layout->kind = dtrain__row_of(desc->kind);
+    layout->tensor_ranks = desc->mesh ? mesh.tensor : 1;
+    layout->partial = mesh.sequence_parallel;
     dtrain__lay_classes(layout, all);
     const size_t cuts = (size_t)layout->ranks + 1;
     layout->entries =

@@ -70,8 +70,11 @@ typedef struct dtrain__bucket {
     uint32_t stage;                   /* how far its gradients are: DTRAIN__REDUCE_IDLE ... */
     dtrain_work **reduces, **gathers; /* (works_per_bucket) collectives under way, or NULL */
     struct dtrain__compressed *compressed; /* what compression keeps (ways_internal.h), or NULL */
-    float *values, *grads;                 /* (count) */
-    float *value_shard, *grad_shard;       /* (shard_count); in host memory if: */
+    float *tensor_sum;    /* where the tensor axis sums up whole parameters: in grads, or packed */
+    int64_t tensor_count; /* elements of it; 0: nothing is summed over that axis */
+    bool tensor_packed;
+    float *values, *grads;           /* (count) */
+    float *value_shard, *grad_shard; /* (shard_count); in host memory if: */
     bool value_on_host, grad_on_host;
     uint16_t *low_values, *low_grads; /* (count) in param_dtype, reduce_dtype; NULL for fp32 */
 } dtrain__bucket;
@@ -120,6 +123,9 @@ typedef struct dtrain__layout {
     int all, all_rank;           /* among all of the strategy */
     int node_ranks;              /* hierarchical, and several nodes: ranks of a node; otherwise 1 */
     int slice_ranks, slice_rank; /* of those that exchange a slice: one a node; otherwise all */
+    int tensor_ranks;            /* that share each cut parameter */
+    bool partial;                /* sequence parallelism: gradients of whole parameters are to be
+                                    summed over the tensor axis */
     /* Which classes are really sharded: with one rank, or accumulation LAST, fewer than the kind
      * says. state: any of them; grads: units make gradients in alternating buffers and keep shards;
      * params: values are gathered. */

@@ -3,21 +3,36 @@
  * The norm is one number from all shards, added in double in registration order: the same bits on
  * every rank that has the same gradients.
  *
- *     norm^2 = sum over the ranks that share a copy of the model, in their order,
+ *     norm^2 = sum over the ranks that hold one model between them, in their order,
+ *              of the sum over the ranks that share a copy of their part of it, in their order,
  *              of the sum of squares of what this rank counts
  *
- * The sum of as many squares of fp32 numbers as fit into a memory is far inside double's range: it
- * is not finite exactly when some gradient, on any rank, is not. Replicas of a shard have the same
- * bits, and ranks with different shards exchange their sums: so all ranks get the same norm without
- * further communication. */
+ * Every element of the model counts once: of what the tensor axis cuts each rank counts its part,
+ * of what is whole on all its ranks the first. The sum of as many squares of fp32 numbers as fit
+ * into a memory is far inside double's range: it is not finite exactly when some gradient, on any
+ * rank, is not. Replicas of a shard have the same bits, and ranks with different shards exchange
+ * their sums: so all ranks get the same norm without further communication. */
 
 #include "core/platform_internal.h"
+#include "comm/comm_internal.h"
 #include "strategy/strategy_internal.h"
 
+/* Tell whether this rank counts a parameter. Gradients that are not sharded are on all ranks that
+ * share a copy: the first of these counts them. `replicated`: it counts those that are whole on all
+ * ranks of the tensor axis, on each of them, to see that they are the same. */
+static bool dtrain__counts(const dtrain_strategy *strategy, const dtrain_shard *shard,
+                           bool replicated)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const bool whole = layout->tensor_ranks > 1 && !shard->param->cut.axis;
+    if (!layout->entries[shard->param->state.index].bucket->sharded && layout->rank) return false;
+    return replicated ? whole : !whole || strategy->groups.tensor_rank == 0;
+}
+
 /* Add the squares of the shards in host memory, or of those on the device, to total (1), which is
- * in the same memory. Gradients that are not sharded are on all ranks that share a copy of the
- * model: the first of these ranks counts them. */
-static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host, double *total)
+ * in the same memory. */
+static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host, bool replicated,
+                                         double *total)
 {
     const dtrain__layout *layout = &strategy->layout;
     dtrain_device *device = on_host ? strategy->offload.cpu : strategy->device;
@@ -26,7 +41,7 @@ static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host
         const dtrain__bucket *bucket = layout->entries[shard->param->state.index].bucket;
         dtrain_sum_args args;
         if (bucket->grad_on_host != on_host || shard->count == 0) continue;
-        if (!bucket->sharded && layout->rank) continue;
+        if (!dtrain__counts(strategy, shard, replicated)) continue;
         memset(&args, 0, sizeof args);
         args.count = shard->count;
         args.squares = true;
@@ -39,28 +54,85 @@ static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__queue_squares(dtrain_strategy *strategy,
-                                                    const double **squares)
+/* Zero total (1, device memory) and add the squares of what is on the device. */
+static dtrain_result dtrain__device_squares(dtrain_strategy *strategy, bool replicated,
+                                            double *total)
 {
-    dtrain_device *device = strategy->device;
-    *squares = strategy->sum_squares;
-    DTRAIN__TRY(device->ops->zero(device, strategy->sum_squares, sizeof(double)));
-    return dtrain__add_squares(strategy, false, strategy->sum_squares);
+    DTRAIN__TRY(strategy->device->ops->zero(strategy->device, total, sizeof *total));
+    return dtrain__add_squares(strategy, false, replicated, total);
 }
 
-/* Add the sums of ranks with different shards, in rank order: a sum of doubles made by the
+DTRAIN__PRIVATE dtrain_result dtrain__queue_squares(dtrain_strategy *strategy,
+                                                    const double **squares, int *count)
+{
+    dtrain_comm *model = strategy->groups.model;
+    double *sum = strategy->sum_squares, *gathered = sum + DTRAIN__SQUARES;
+    dtrain_work *work = NULL;
+    DTRAIN__TRY(dtrain__device_squares(strategy, false, sum));
+    *squares = model ? gathered : sum;
+    *count = model ? dtrain_comm_size(model) : 1;
+    if (!model) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain_all_gather(model, sum, gathered, 1, DTRAIN_DTYPE_I64, &work));
+    return dtrain_work_wait(work);
+}
+
+/* Collect `count` sums of each rank of a communicator, as words: a sum of doubles made by the
  * communicator would not be exact. */
-static dtrain_result dtrain__global_sum(dtrain_strategy *strategy, double *total)
+static dtrain_result dtrain__gather_sums(dtrain_strategy *strategy, dtrain_comm *comm,
+                                         const double *sums, size_t count)
+{
+    int64_t bits[DTRAIN__SQUARES];
+    memcpy(bits, sums, count * sizeof *sums);
+    return dtrain_all_gather(comm, bits, strategy->gathered, count, DTRAIN_DTYPE_I64, NULL);
+}
+
+/* Return a sum that was gathered. */
+static double dtrain__gathered_sum(const dtrain_strategy *strategy, size_t at)
+{
+    double sum;
+    memcpy(&sum, &strategy->gathered[at], sizeof sum);
+    return sum;
+}
+
+/* Add up `count` sums of the ranks that share a copy, each for itself, in rank order. */
+static dtrain_result dtrain__sum_copy(dtrain_strategy *strategy, double *sums, size_t count)
 {
     dtrain_comm *comm = strategy->groups.copy;
-    int64_t bits;
-    memcpy(&bits, total, sizeof bits);
-    DTRAIN__TRY(dtrain_all_gather(comm, &bits, strategy->gathered, 1, DTRAIN_DTYPE_I64, NULL));
-    *total = 0;
-    for (int i = 0; i < dtrain_comm_size(comm); i++) {
-        double one;
-        memcpy(&one, &strategy->gathered[i], sizeof one);
-        *total += one;
+    if (!comm) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__gather_sums(strategy, comm, sums, count));
+    for (size_t k = 0; k < count; k++) {
+        sums[k] = 0;
+        for (int i = 0; i < dtrain_comm_size(comm); i++)
+            sums[k] += dtrain__gathered_sum(strategy, (size_t)i * count + k);
+    }
+    return DTRAIN_OK;
+}
+
+/* Add up sums[0] of the ranks that hold one model, in rank order. sums[1], of gradients that are
+ * whole on all ranks of a tensor axis, must be the same on them: ranks that read other samples, or
+ * run another program, would spoil the model without any other sign. Shards that are cut elsewhere,
+ * and kernels that add in another order, make it differ by rounding; other samples by far more. */
+static dtrain_result dtrain__sum_model(dtrain_strategy *strategy, double *sums)
+{
+    dtrain_comm *comm = strategy->groups.model;
+    const int tensor_ranks = strategy->groups.tensor_ranks;
+    if (!comm) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__gather_sums(strategy, comm, sums, DTRAIN__SQUARES));
+    sums[0] = 0;
+    for (int i = 0; i < dtrain_comm_size(comm); i++)
+        sums[0] += dtrain__gathered_sum(strategy, (size_t)i * DTRAIN__SQUARES);
+    for (int i = 0; i < dtrain_comm_size(comm) && dtrain__is_finite((float)sums[0]); i++) {
+        const int first = i - i % tensor_ranks;
+        const double usual = dtrain__gathered_sum(strategy, (size_t)first * DTRAIN__SQUARES + 1);
+        const double one = dtrain__gathered_sum(strategy, (size_t)i * DTRAIN__SQUARES + 1);
+        if (fabs(one - usual) <= 1e-3 * (one + usual)) continue;
+        return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                           "dtrain_grad_norm: the gradients of what is whole on the tensor axis "
+                           "have a norm of %g on rank %d and %g on rank %d; ranks of one tensor "
+                           "axis must run the same program on the same samples (a loader deals to "
+                           "dtrain_mesh_comm(mesh, DTRAIN_AXIS_DATA))",
+                           sqrt(one), dtrain__world_rank(comm, i), sqrt(usual),
+                           dtrain__world_rank(comm, first));
     }
     return DTRAIN_OK;
 }
@@ -68,11 +140,16 @@ static dtrain_result dtrain__global_sum(dtrain_strategy *strategy, double *total
 DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, double *total)
 {
     dtrain_device *device = strategy->device;
-    const double *squares;
-    DTRAIN__TRY(dtrain__queue_squares(strategy, &squares));
-    DTRAIN__TRY(
-        device->ops->copy(device, total, squares, sizeof *total, DTRAIN_COPY_DEVICE_TO_HOST));
-    if (strategy->layout.grads_on_host) DTRAIN__TRY(dtrain__add_squares(strategy, true, total));
-    if (!strategy->groups.copy) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, dtrain__global_sum(strategy, total));
+    const size_t count = strategy->groups.model ? DTRAIN__SQUARES : 1;
+    double sums[DTRAIN__SQUARES];
+    for (size_t k = 0; k < count; k++)
+        DTRAIN__TRY(dtrain__device_squares(strategy, k == 1, strategy->sum_squares + k));
+    DTRAIN__TRY(device->ops->copy(device, sums, strategy->sum_squares, count * sizeof *sums,
+                                  DTRAIN_COPY_DEVICE_TO_HOST));
+    for (size_t k = 0; k < count && strategy->layout.grads_on_host; k++)
+        DTRAIN__TRY(dtrain__add_squares(strategy, true, k == 1, &sums[k]));
+    dtrain_result result = dtrain__sum_copy(strategy, sums, count);
+    if (result == DTRAIN_OK) result = dtrain__sum_model(strategy, sums);
+    *total = sums[0];
+    return dtrain__strategy_keep(strategy, result);
 }

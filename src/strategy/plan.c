@@ -72,7 +72,7 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
             result = dtrain__ways_layout(&layout, a, params, count, &desc, ranks, rank);
         } else {
             dtrain__layout_turn(&layout, rank);
-            dtrain__lay_memory(&layout);
+            dtrain__ways_memory(&layout);
         }
     }
     dtrain__ways_free(&layout, a);
@@ -82,7 +82,7 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
 /* Resolve params and a desc of a named kind, and put the desc into *planned. */
 static dtrain_result dtrain__plan_resolve(dtrain_param *params, size_t count,
                                           const dtrain_strategy_desc *desc, int ranks,
-                                          dtrain__planned *planned)
+                                          const dtrain__groups *groups, dtrain__planned *planned)
 {
     const char *const call = "dtrain_strategy_plan";
     DTRAIN__TRY(dtrain__resolve_desc(desc, &planned->desc, &planned->compression));
@@ -94,8 +94,7 @@ static dtrain_result dtrain__plan_resolve(dtrain_param *params, size_t count,
     if (desc->node_size && ranks % (int)desc->node_size)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: node_size %u does not divide %d ranks", call,
                            desc->node_size, ranks);
-    const dtrain__groups groups = dtrain__mesh_groups(NULL, desc->mesh, NULL);
-    return dtrain__resolve_params(params, count, &groups);
+    return dtrain__resolve_params(params, count, groups);
 }
 
 DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param_count,
@@ -103,14 +102,35 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
                                               dtrain_memory *memory)
 {
     const dtrain_allocator a = dtrain__resolve_allocator(NULL);
+    dtrain__groups groups;
     dtrain__planned planned;
+    dtrain_mesh_info mesh;
     if (!params || !desc || !memory || rank_count < 1)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_strategy_plan: params, desc or memory is NULL, or rank_count "
                            "(%d) is below 1",
                            rank_count);
-    DTRAIN__TRY(dtrain__plan_resolve(params, param_count, desc, rank_count, &planned));
-    return dtrain__plan_kind(&a, params, param_count, &planned.desc, rank_count, memory);
+    dtrain_mesh_query(desc->mesh, &mesh);
+    if (desc->mesh && mesh.ranks != rank_count)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_strategy_plan: rank_count is %d, and the mesh of the desc has %d "
+            "ranks; give its number",
+            rank_count, mesh.ranks);
+    const int ranks = desc->mesh ? mesh.data : rank_count;
+    const int parts = desc->mesh ? mesh.tensor : 1;
+    groups = dtrain__mesh_groups(NULL, desc->mesh, NULL);
+    memset(memory, 0, sizeof *memory);
+    for (int i = 1; i <= parts; i++) { /* ends with this rank's part, which params keep */
+        dtrain_memory one;
+        groups.tensor_rank = (mesh.tensor_rank + i) % parts;
+        DTRAIN__TRY(dtrain__plan_resolve(params, param_count, desc, ranks, &groups, &planned));
+        DTRAIN__TRY(dtrain__plan_kind(&a, params, param_count, &planned.desc, ranks, &one));
+        const uint64_t host = one.host > memory->host ? one.host : memory->host;
+        if (one.total > memory->total || i == 1) *memory = one;
+        memory->host = host;
+    }
+    return DTRAIN_OK;
 }
 
 /* ---- AUTO -------------------------------------------------------------------------------------*/
@@ -211,13 +231,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
     char before[160] = "";
     size_t i;
     if (strategy->desc.kind != DTRAIN_STRATEGY_AUTO) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__auto_limit(strategy->world, &strategy->desc, strategy->groups.data, &left));
-    DTRAIN__TRY(dtrain__even_nodes(strategy->world, strategy->groups.data, &node_ranks));
-    DTRAIN__TRY(dtrain__agree(strategy->groups.data,
+    DTRAIN__TRY(dtrain__auto_limit(strategy->world, &strategy->desc, strategy->groups.all, &left));
+    DTRAIN__TRY(dtrain__even_nodes(strategy->world, &strategy->groups, &node_ranks));
+    DTRAIN__TRY(dtrain__agree(strategy->groups.all,
                               dtrain__plan_candidates(&strategy->allocator, strategy->params,
                                                       strategy->param_count, &strategy->desc, ranks,
                                                       node_ranks, &all)));
-    DTRAIN__TRY(dtrain_all_reduce(strategy->groups.data, all.totals, all.totals, DTRAIN__CANDIDATES,
+    DTRAIN__TRY(dtrain_all_reduce(strategy->groups.all, all.totals, all.totals, DTRAIN__CANDIDATES,
                                   DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
     const uint64_t limit = left > 0 ? (uint64_t)left : 0;
     for (i = 0; i < DTRAIN__CANDIDATES; i++) {
@@ -257,7 +277,7 @@ static dtrain_result dtrain__plan_needs(const dtrain_allocator *a, dtrain_param 
                                         size_t count, const dtrain_strategy_desc *given,
                                         uint32_t node_ranks, dtrain__strategy_plan *plan)
 {
-    const int ranks = dtrain_comm_size(plan->comm);
+    const int ranks = dtrain_comm_size(plan->groups.data);
     dtrain__planned *planned = plan->planned;
     dtrain_strategy_desc desc = *given;
     const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
@@ -265,7 +285,7 @@ static dtrain_result dtrain__plan_needs(const dtrain_allocator *a, dtrain_param 
     dtrain_memory memory;
     if (desc.kind != DTRAIN_STRATEGY_AUTO) {
         if (kind && kind->replicas && !desc.node_size) desc.node_size = node_ranks;
-        DTRAIN__TRY(dtrain__plan_resolve(params, count, &desc, ranks, planned));
+        DTRAIN__TRY(dtrain__plan_resolve(params, count, &desc, ranks, &plan->groups, planned));
         DTRAIN__TRY(dtrain__plan_kind(a, params, count, &planned->desc, ranks, &memory));
         plan->needs = memory.total;
         dtrain__resolve_levels(&planned->desc, ranks);
@@ -288,8 +308,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_
     dtrain_result mine = DTRAIN_ERROR_MEMORY;
     memset(plan, 0, sizeof *plan);
     plan->groups = dtrain__mesh_groups(world, desc->mesh, desc->comm);
-    plan->comm = plan->groups.data;
-    DTRAIN__TRY(dtrain__even_nodes(world, plan->comm, &node_ranks));
+    plan->comm = plan->groups.all;
+    DTRAIN__TRY(dtrain__even_nodes(world, &plan->groups, &node_ranks));
     plan->planned =
         (dtrain__planned *)dtrain__alloc(&world->allocator, 1, sizeof *plan->planned, "a plan");
     if (plan->planned) {

@@ -201,7 +201,7 @@ static dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, dtrain__buc
     const dtrain__step *next = dtrain__step_of(strategy, bucket, bucket->stage + 1);
     if (done->end) DTRAIN__TRY(done->end(strategy, bucket));
     bucket->stage = next ? bucket->stage + 1 : (uint32_t)DTRAIN__REDUCED;
-    return next ? next->begin(strategy, bucket) : DTRAIN_OK;
+    return next && next->begin ? next->begin(strategy, bucket) : DTRAIN_OK;
 }
 
 /* Tell whether second and later steps start in lockstep: only at launches and in finish, which come
@@ -430,7 +430,7 @@ static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
                              "%s: no gradient from this backward: %s; mark them with "
                              "dtrain_strategy_ready, or set DTRAIN_PARAM_FROZEN",
                              call, names);
-    return dtrain__agree(strategy->groups.data, result);
+    return dtrain__agree(strategy->groups.all, result);
 }
 
 /* Copy whole gradients back to the arrays of a host that has its own. */
@@ -552,12 +552,14 @@ static bool dtrain__walks(const dtrain_strategy *strategy)
 }
 
 /* Wait until the gradients of bucket b have left the buffer in which they were made: until the
- * bucket is reduced. With replicas the first step is enough where the step between nodes works on
- * the shard: unless the result has yet to be added to it, rounded or copied to the host. */
+ * bucket is reduced. With replicas the steps before the last are enough where the step between
+ * nodes works on the shard: unless the result has yet to be added to it, rounded or copied to the
+ * host. */
 static dtrain_result dtrain__vacate_buffer(dtrain_strategy *strategy, size_t b)
 {
     const bool on_host = strategy->layout.grads_on_host;
     const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATION_SHARD_EVERY;
+    const uint32_t across = strategy->layout.partial ? 3 : 2; /* the step between nodes */
     if (!strategy->kind->replicas || on_host || dtrain__reduces_low(strategy) ||
         (every && strategy->accumulated)) {
         DTRAIN__TRY(dtrain__reduce_until(strategy, b + 1));
@@ -565,7 +567,7 @@ static dtrain_result dtrain__vacate_buffer(dtrain_strategy *strategy, size_t b)
     }
     for (size_t i = strategy->oldest; i <= b; i++) {
         dtrain__bucket *bucket = &strategy->layout.buckets[i];
-        if (bucket->stage == 1) DTRAIN__TRY(dtrain__reduce_await(strategy, bucket));
+        while (bucket->stage < across) DTRAIN__TRY(dtrain__reduce_await(strategy, bucket));
     }
     return DTRAIN_OK;
 }

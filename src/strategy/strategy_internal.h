@@ -36,6 +36,9 @@
 #include "strategy/view_internal.h"
 #include "device/backend.h"
 
+#define DTRAIN__SQUARES \
+    2 /* sums for a norm: of what a rank counts, of what the tensor axis repeats */
+
 /* dtrain__bucket.stage: not launched, then the number of the step under way, from 1, then done. */
 enum { DTRAIN__REDUCE_IDLE = 0, DTRAIN__REDUCED = 99 };
 
@@ -48,7 +51,7 @@ typedef struct dtrain__step {
     bool last_only; /* only in the last micro-batch, on the shard that holds the sum of all */
 } dtrain__step;
 
-#define DTRAIN__STEPS 5 /* the longest way: 4, and a NULL */
+#define DTRAIN__STEPS 6 /* the longest way: 5, and a NULL */
 
 /* The ways: of whole buckets, of the same when compression has begun, of sharded buckets. */
 enum { DTRAIN__WHOLE, DTRAIN__COMPRESSED, DTRAIN__SHARDED, DTRAIN__WAYS };
@@ -62,6 +65,9 @@ enum {
     DTRAIN__FETCH_ACROSS, /* the ranks of ACROSS, to gather values ... */
     DTRAIN__FETCH,        /* ... and those of NODE, for the second collective of a gather */
     DTRAIN__SECOND,       /* the ranks that exchange compressed gradients, for a second round */
+    DTRAIN__TENSOR,       /* the tensor axis, for the sum of whole parameters' gradients ... */
+    DTRAIN__AFTER,        /* ... and for the step after it the data axis, or (HYBRID_SHARD) ... */
+    DTRAIN__AFTER_NODE,   /* ... of sharded buckets the ranks of NODE */
     DTRAIN__EXTRAS
 };
 
@@ -116,9 +122,11 @@ struct dtrain_strategy {
     dtrain_allocator allocator;
     dtrain_work **works;  /* (param_count, 2 works_per_bucket): reduces, gathers of buckets */
     dtrain_shard *shards; /* (param_count), shard_count in use */
-    int64_t *gathered;    /* (ranks): scratch */
-    double *sum_squares;  /* (1) device memory, for the norm of gradients; the tally follows it */
-    float *tally, *sums;  /* (tally_count) device memory; its copy on the host: weights.c */
+    int64_t *gathered;    /* (2 a rank of `all`): scratch */
+    uint64_t *hashes;     /* (param_count) of values, while verify compares them */
+    double *sum_squares; /* (DTRAIN__SQUARES, and one a rank of `model`) device memory, for the norm
+                             of gradients; the tally follows it */
+    float *tally, *sums; /* (tally_count) device memory; its copy on the host: weights.c */
     dtrain_work *tally_work;
     const float *device_weight; /* `weights` of a recorded step, in device memory; or NULL */
     size_t works_per_bucket, shard_count;
@@ -159,6 +167,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, d
 /* strategy/ways/compression.c */
 DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__hook_of(const dtrain_compression_desc *how);
 
+/* strategy/ways/tensor.c */
+DTRAIN__PRIVATE void dtrain__lay_tensor_sums(dtrain__layout *layout);
+
 /* strategy/ways.c */
 DTRAIN__PRIVATE void dtrain__ways_memory(dtrain__layout *layout);
 DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout, const dtrain_allocator *a,
@@ -191,7 +202,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, siz
                                                   dtrain_param *whole);
 
 /* strategy/levels.c */
-DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world, dtrain_comm *comm,
+DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world,
+                                                 const dtrain__groups *groups,
                                                  uint32_t *node_ranks);
 DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int ranks);
 DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy);
@@ -219,6 +231,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_make(dtrain_world *world, dtrain_param *params,
                                                     size_t param_count,
                                                     const dtrain_strategy_desc *desc,
+                                                    const dtrain__groups *groups,
                                                     dtrain_strategy **out);
 
 /* strategy/plan.c */

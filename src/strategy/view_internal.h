@@ -27,9 +27,12 @@ DTRAIN__PRIVATE dtrain_param *dtrain__params_of(const dtrain_strategy *strategy,
 DTRAIN__PRIVATE uint64_t *dtrain__step_count_of(dtrain_strategy *strategy);
 /* Tell whether gradients go node by node: hierarchical, and there are several nodes. */
 DTRAIN__PRIVATE bool dtrain__goes_by_nodes(const dtrain_strategy *strategy);
-/* Add up the counters of all communicators. */
+/* Add up the counters of all communicators along the data axis. */
 DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
                                                 dtrain_comm_info *info);
+/* The same along the tensor axis: of operations, and of sums of whole parameters' gradients. */
+DTRAIN__PRIVATE void dtrain__strategy_tensor_info(const dtrain_strategy *strategy,
+                                                  dtrain_comm_info *info);
 
 /* ---- May a call go on? ------------------------------------------------------------------------*/
 
@@ -74,11 +77,12 @@ DTRAIN__PRIVATE float *dtrain__after(float *at, int64_t count);
 
 /* ---- Norm of gradients: strategy/norm.c -------------------------------------------------------*/
 
-/* Queue the sum of this rank's squares into *squares (1, device memory), without those of shards in
- * host memory. */
+/* Queue the sums of squares of the ranks that hold one model into *squares (*count, device memory),
+ * where no rank shares a copy: their sum, in this order, is that of all gradients. Collective over
+ * those ranks. */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_squares(dtrain_strategy *strategy,
-                                                    const double **squares);
-/* Sum the squares of all gradients; the host waits. Collective where they are sharded. */
+                                                    const double **squares, int *count);
+/* Sum the squares of all gradients; the host waits. Collective where they are sharded or cut. */
 DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, double *total);
 
 /* ---- Weights of losses: strategy/weights.c ----------------------------------------------------*/
@@ -136,11 +140,11 @@ DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const struct dtrain__layout *layou
 
 /* A strategy that is not made. Collective; free it after an error too. */
 typedef struct dtrain__strategy_plan {
-    dtrain_comm *comm; /* its ranks */
+    dtrain_comm *comm; /* all ranks that train together */
     dtrain__groups groups;
     uint64_t needs; /* bytes of a rank for parameters, gradients, optimizer and buffers ... */
     int64_t limit;  /* ... of those that it may use, for activations too */
-    const struct dtrain__layout *layout; /* of rank 0 */
+    const struct dtrain__layout *layout; /* of rank 0 of the data axis */
     struct dtrain__planned *planned;
 } dtrain__strategy_plan;
 DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_param *params,

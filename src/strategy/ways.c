@@ -18,6 +18,7 @@ static const dtrain__step dtrain__by_replicas[] = {
     {dtrain__replicas_begin, dtrain__replicas_end, false},
     {dtrain__replicas_begin, dtrain__replicas_end, true}, /* at last */
 };
+static const dtrain__step dtrain__by_tensor = {dtrain__tensor_begin, dtrain__tensor_end, false};
 static const dtrain__step dtrain__by_node_scatter = {dtrain__node_scatter_begin, NULL, false};
 static const dtrain__step dtrain__by_node_gather = {dtrain__node_gather_begin, NULL, false};
 static const dtrain__step dtrain__by_hook[] = {
@@ -31,7 +32,9 @@ static const dtrain__step dtrain__by_hook[] = {
  *     one level      ALL_REDUCE, or what compression has     REDUCE_SCATTER
  *     replicas       ALL_REDUCE                              REDUCE_SCATTER, REPLICAS
  *     nodes          NODE_SCATTER, the same, NODE_GATHER     NODE_SCATTER, REDUCE_SCATTER
- */
+ *
+ * Under sequence parallelism the sum over the tensor axis comes first, and the step that would have
+ * been the first, on a communicator that gathers of values use too, gets one of its own. */
 static void dtrain__choose_ways(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -39,19 +42,22 @@ static void dtrain__choose_ways(dtrain_strategy *strategy)
     const dtrain__step **compressed = strategy->ways[DTRAIN__COMPRESSED];
     const dtrain__step **sharded = strategy->ways[DTRAIN__SHARDED];
     const dtrain_compression_desc *how = layout->compression;
-    const bool nodes = layout->node_ranks > 1;
+    const bool nodes = layout->node_ranks > 1, partial = strategy->groups.sequence_parallel;
     const bool at_last = strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
     strategy->compressed_from = !how                                          ? UINT64_MAX
                                 : how->dense_steps == DTRAIN_DENSE_STEPS_NONE ? 0
                                                                               : how->dense_steps;
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__bucket *bucket = &layout->buckets[b];
-        bucket->comm = nodes             ? strategy->extra[DTRAIN__ACROSS]
+        const bool inside = bucket->sharded && strategy->kind->replicas;
+        bucket->comm = nodes     ? strategy->extra[DTRAIN__ACROSS]
+                       : partial ? strategy->extra[inside ? DTRAIN__AFTER_NODE : DTRAIN__AFTER]
                        : bucket->sharded ? strategy->groups.copy
                                          : strategy->groups.data;
     }
+    if (partial) *whole++ = *compressed++ = *sharded++ = &dtrain__by_tensor;
     if (layout->all == 1) {
-        *whole = &dtrain__by_nothing;
+        if (!partial) *whole = &dtrain__by_nothing;
         *sharded = &dtrain__by_shard_alone;
         return;
     }
@@ -77,6 +83,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__ways_open(dtrain_strategy *strategy)
 DTRAIN__PRIVATE void dtrain__ways_memory(dtrain__layout *layout)
 {
     dtrain__lay_memory(layout);
+    dtrain__lay_tensor_sums(layout);
     if (layout->compression) dtrain__lay_hooks(layout);
 }
 

@@ -14,7 +14,9 @@
  * corrected: the bits are those of a mean of means. A weight is at most 1, so that no sum overflows
  * that would not overflow in a mean of means.
  *
- * Weights are summed by an all-reduce of the tally, behind the last buckets of a step:
+ * Weights are summed by an all-reduce of the tally, behind the last buckets of a step, over all
+ * ranks: those of a tensor axis have the same samples, so that their weights count as often as
+ * their number, which passes are multiplied by too, and all of them hear the same verdicts:
  *
  *     | sum of weights | of each parameter: how many ranks had a gradient of it |
  *
@@ -47,7 +49,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__agree_unit(dtrain_strategy *strategy, int6
     if (strategy->unit || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES) return DTRAIN_OK;
     if (strategy->layout.all > 1) {
         dtrain__call_label(strategy->world, "unit of weights", 0, "");
-        DTRAIN__TRY(dtrain_all_reduce(strategy->groups.data, &terms, &terms, 1, DTRAIN_DTYPE_I64,
+        DTRAIN__TRY(dtrain_all_reduce(strategy->groups.all, &terms, &terms, 1, DTRAIN_DTYPE_I64,
                                       DTRAIN_REDUCE_MAX, NULL));
         terms = dtrain__max(terms, 1);
     }
@@ -155,7 +157,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
         dtrain__note_absent(strategy);
         DTRAIN__TRY(dtrain__tally_set(strategy, 0, 1, strategy->weights));
     }
-    if (strategy->layout.all == 1) {
+    if (dtrain_comm_size(strategy->groups.all) == 1) {
         strategy->unsure = false;
         return DTRAIN_OK;
     }
@@ -164,7 +166,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
         DTRAIN__TRY(dtrain__tally_set(strategy, i, end - i, entries[i - 1].absent ? 0 : 1));
     }
     dtrain__call_label(strategy->world, "weights of step", (int64_t)strategy->sync_count, "");
-    return dtrain_all_reduce(strategy->groups.data, strategy->tally, strategy->tally, count,
+    return dtrain_all_reduce(strategy->groups.all, strategy->tally, strategy->tally, count,
                              DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &strategy->tally_work);
 }
 
@@ -182,7 +184,8 @@ static dtrain_result dtrain__tally_read(dtrain_strategy *strategy)
 DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
-    const float passes = (float)layout->all * (float)strategy->passes;
+    const int ranks = dtrain_comm_size(strategy->groups.all);
+    const float passes = (float)ranks * (float)strategy->passes;
     dtrain_work *work = strategy->tally_work;
     dtrain_axpby_args correct;
     memset(&correct, 0, sizeof correct);
@@ -191,8 +194,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
     strategy->tally_work = NULL;
     DTRAIN__TRY(dtrain_work_wait(work));
     strategy->sums[0] = strategy->weights;
-    if (layout->all > 1 && layout->grads_on_host) DTRAIN__TRY(dtrain__tally_read(strategy));
-    else if (layout->all > 1 || strategy->device_weight) correct.divisor = strategy->tally;
+    if (ranks > 1 && layout->grads_on_host) DTRAIN__TRY(dtrain__tally_read(strategy));
+    else if (ranks > 1 || strategy->device_weight) correct.divisor = strategy->tally;
     if (!correct.divisor) {
         if (strategy->sums[0] == passes || strategy->sums[0] == 0) return DTRAIN_OK;
         correct.a = passes / strategy->sums[0];

@@ -130,7 +130,8 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
     clip.scalars = queue->scalars;
     clip.norm = (float *)(void *)(queue->scalars + 1);
     clip.weight = dtrain__step_weight(desc->strategy);
-    DTRAIN__TRY(dtrain__queue_squares(desc->strategy, &clip.sum_squares));
+    DTRAIN__TRY(dtrain__strategy_keep(
+        desc->strategy, dtrain__queue_squares(desc->strategy, &clip.sum_squares, &clip.sum_count)));
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, device->ops->clip(device, &clip)));
     DTRAIN__TRY(
         dtrain__strategy_keep(desc->strategy, dtrain__tally_settle(desc->strategy, &empty)));

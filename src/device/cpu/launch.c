@@ -137,7 +137,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_sum(dtrain_device *device, const dtrai
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_clip(dtrain_device *device, const dtrain_clip_args *args)
 {
-    const float norm = (float)(sqrt(args->sum_squares[0]) * (double)args->scalars->grad_scale);
+    double sum = args->sum_squares[0];
+    for (int i = 1; i < args->sum_count; i++) sum += args->sum_squares[i];
+    const float norm = (float)(sqrt(sum) * (double)args->scalars->grad_scale);
     const float factor = args->max_norm / (norm + 1e-6f); /* as dtrain_grad_norm rounds it */
     (void)device;
     args->norm[0] = norm;

@@ -113,7 +113,9 @@ static dtrain_result dtrain_cuda_sum(dtrain_device *device, const dtrain_sum_arg
 
 static __global__ void dtrain_cuda_clip_kernel(const dtrain_clip_args args)
 {
-    const float norm = (float)(sqrt(args.sum_squares[0]) * (double)args.scalars->grad_scale);
+    double sum = args.sum_squares[0];
+    for (int i = 1; i < args.sum_count; i++) sum += args.sum_squares[i];
+    const float norm = (float)(sqrt(sum) * (double)args.scalars->grad_scale);
     const float factor = args.max_norm / (norm + 1e-6f);
     args.norm[0] = norm;
     const bool empty = args.weight && args.weight[0] == 0;

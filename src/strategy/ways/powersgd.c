@@ -26,13 +26,23 @@ typedef struct dtrain__factors {
     float *q; /* (columns, rank) */
 } dtrain__factors;
 
+/* Return the rows of this rank's part of a matrix: a tensor axis may have cut them. */
+static int64_t dtrain__matrix_rows(const dtrain_hook_tensor *tensor)
+{
+    const dtrain_param *p = tensor->param;
+    int64_t columns = 1;
+    if (p->cut.axis != DTRAIN_CUT_ROWS) return p->shape[0];
+    for (int d = 1; d < 4 && p->shape[d]; d++) columns *= p->shape[d];
+    return tensor->count / columns;
+}
+
 /* Return the factors of a tensor, whose P begins at element *p_at of those of the bucket; move
  * *p_at on to the next one's. */
 static dtrain__factors dtrain__factors_of(const dtrain_hook_bucket *bucket,
                                           const dtrain_hook_tensor *tensor, int64_t *p_at)
 {
     dtrain__factors f;
-    f.rows = tensor->param->shape[0];
+    f.rows = dtrain__matrix_rows(tensor);
     f.columns = tensor->q_rows;
     f.rank = tensor->q_columns;
     f.m = tensor->residual ? tensor->residual : tensor->grad;
@@ -47,7 +57,7 @@ static void dtrain__powersgd_plan(const dtrain_compression_desc *how, dtrain_hoo
     const int64_t rank = (int64_t)how->powersgd_rank;
     for (size_t i = 0; i < bucket->tensor_count; i++) {
         dtrain_hook_tensor *tensor = &bucket->tensors[i];
-        const int64_t rows = tensor->param->shape[0], columns = tensor->count / rows;
+        const int64_t rows = dtrain__matrix_rows(tensor), columns = tensor->count / rows;
         if (2 * (rows + columns) * rank >= tensor->count) tensor->dense = true;
         if (tensor->dense) continue;
         tensor->keeps_residual = !how->no_error_feedback;

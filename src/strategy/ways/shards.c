@@ -41,7 +41,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *stra
         const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
         if (count == 0) continue;
         dtrain__label(strategy, bucket, "bucket");
-        DTRAIN__TRY(dtrain_reduce(strategy->groups.copy, (char *)wire + (size_t)first * unit,
+        DTRAIN__TRY(dtrain_reduce(bucket->comm, (char *)wire + (size_t)first * unit,
                                   r == strategy->layout.rank ? own : NULL, (size_t)count, dtype, op,
                                   r, &works[r]));
     }

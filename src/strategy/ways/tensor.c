@@ -1,0 +1,83 @@
+/* The sum over the tensor axis, under sequence parallelism
+ *
+ * Between the layers that it shares, each rank of the tensor axis has worked on its own rows: of a
+ * parameter that is whole on all of them it has a part of the gradient, of its part of a parameter
+ * that is cut all. TENSOR comes first on a bucket's way, before anything travels along the data
+ * axis:
+ *
+ *     bucket    | cut a . . . . . | b . . | cut c . . . . | d |
+ *     packed    | b . . | d |  ->  sum over the ranks of the tensor axis  ->  b and d in the bucket
+ *
+ * Parameters that stand side by side are summed where they are. All ranks of the axis have the same
+ * ones in the same order in each bucket (strategy/layout.c). They are few beside what is cut, and
+ * the axis lies inside a node: they travel as fp32, whatever reduce_dtype says. */
+
+#include "core/platform_internal.h"
+#include "strategy/strategy_internal.h"
+#include "strategy/ways_internal.h"
+
+/* Tell whether parameter i is summed in this bucket. */
+static bool dtrain__is_summed(const dtrain__layout *layout, const dtrain__bucket *bucket, size_t i)
+{
+    const dtrain_param *p = &layout->params[i];
+    return p->state.storage == p && layout->entries[i].bucket == bucket && !p->cut.axis;
+}
+
+/* Find what is summed in each bucket, and carve memory out of the buffers where it has to be
+ * packed: where a parameter that is cut stands between. */
+DTRAIN__PRIVATE void dtrain__lay_tensor_sums(dtrain__layout *layout)
+{
+    for (size_t b = 0; b < layout->bucket_count && layout->partial; b++) {
+        dtrain__bucket *bucket = &layout->buckets[b];
+        int64_t first = bucket->count, end = 0, sum = 0;
+        bucket->tensor_count = 0;
+        if (!bucket->trainable) continue;
+        for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
+            if (!dtrain__is_summed(layout, bucket, i)) continue;
+            const int64_t at = layout->entries[i].offset;
+            const int64_t padded = dtrain__padded(layout->params[i].count);
+            first = dtrain__min(first, at);
+            end = dtrain__max(end, at + padded);
+            sum += padded;
+        }
+        bucket->tensor_count = sum;
+        bucket->tensor_packed = sum && end - first != sum;
+        bucket->tensor_sum = bucket->tensor_packed ? dtrain__carve(layout, DTRAIN__BUFFERS, sum)
+                                                   : dtrain__after(bucket->grads, first);
+    }
+}
+
+/* Copy what is summed to where it is packed, or back. */
+static dtrain_result dtrain__tensor_pack(dtrain_strategy *strategy, const dtrain__bucket *bucket,
+                                         bool back)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    float *packed = bucket->tensor_sum;
+    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
+        if (!dtrain__is_summed(layout, bucket, i)) continue;
+        float *grad = bucket->grads + layout->entries[i].offset;
+        const int64_t count = layout->params[i].count;
+        DTRAIN__TRY(strategy->device->ops->copy(strategy->device, back ? grad : packed,
+                                                back ? packed : grad, (size_t)count * sizeof(float),
+                                                DTRAIN_COPY_DEVICE_TO_DEVICE));
+        packed += dtrain__padded(count);
+    }
+    return DTRAIN_OK;
+}
+
+/* TENSOR: a bucket's gradients of whole parameters = their sum over the tensor axis. */
+DTRAIN__PRIVATE dtrain_result dtrain__tensor_begin(dtrain_strategy *strategy,
+                                                   dtrain__bucket *bucket)
+{
+    if (!bucket->tensor_count) return DTRAIN_OK;
+    if (bucket->tensor_packed) DTRAIN__TRY(dtrain__tensor_pack(strategy, bucket, false));
+    dtrain__label(strategy, bucket, "whole parameters of bucket");
+    return dtrain_all_reduce(strategy->extra[DTRAIN__TENSOR], bucket->tensor_sum,
+                             bucket->tensor_sum, (size_t)bucket->tensor_count, DTRAIN_DTYPE_F32,
+                             DTRAIN_REDUCE_SUM, bucket->reduces);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__tensor_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    return bucket->tensor_packed ? dtrain__tensor_pack(strategy, bucket, true) : DTRAIN_OK;
+}
