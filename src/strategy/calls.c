@@ -83,8 +83,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strat
 
 /* ---- Failure ----------------------------------------------------------------------------------*/
 
-/* Fail all communicators, those of a mesh too, wherever other ranks may be waiting; return the error
- * that stands. */
+/* Fail all communicators, those of a mesh too, wherever other ranks may be waiting; return the
+ * error that stands. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, dtrain_result code,
                                                     const char *text)
 {

@@ -33,9 +33,9 @@ static void dtrain__find_odd(const int64_t *values, int ranks, dtrain__differenc
     for (found->odd = 0; values[found->odd] == values[found->usual];) found->odd++;
 }
 
-/* Compare `count` items of this rank with those of the others in comm; *all is the hash over all. That is
- * common where the largest and the smallest are equal: since ~ reverses the order, the maximum of
- * the complements is the complement of the minimum. */
+/* Compare `count` items of this rank with those of the others in comm; *all is the hash over all.
+ * That is common where the largest and the smallest are equal: since ~ reverses the order, the
+ * maximum of the complements is the complement of the minimum. */
 static dtrain_result dtrain__compare_items(dtrain_strategy *strategy, dtrain_comm *comm,
                                            dtrain__hash_fn *hash_of, const char *settings,
                                            size_t count, uint64_t *all, dtrain__difference *found)
@@ -197,7 +197,8 @@ static dtrain_result dtrain__compare_values(dtrain_strategy *strategy, dtrain_co
         dtrain__world_rank(comm, found.usual));
 }
 
-/* Fold the hashes of the parts of a model into one, the same on all ranks of a mesh that is whole. */
+/* Fold the hashes of the parts of a model into one, the same on all ranks of a mesh that is
+ * whole. */
 static dtrain_result dtrain__fold_hashes(dtrain_strategy *strategy, uint64_t *all)
 {
     dtrain_comm *model = strategy->groups.model;

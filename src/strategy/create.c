@@ -11,8 +11,8 @@
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
-/* Refuse a mesh beside another communicator, one without ranks, and one of another world. The twin of
- * count.c has the mesh of the strategy and groups of its own. */
+/* Refuse a mesh beside another communicator, one without ranks, and one of another world. The twin
+ * of count.c has the mesh of the strategy and groups of its own. */
 static dtrain_result dtrain__mesh_fits(const dtrain_world *world, const dtrain_strategy_desc *desc,
                                        const dtrain__groups *groups)
 {
@@ -252,8 +252,8 @@ static void dtrain__fill_info(dtrain_strategy *strategy)
     }
 }
 
-/* 5. Give every rank the values of parameters that the host owns: first those of rank 0 of each tensor
- * axis, of what is whole, then along the data axis everything. */
+/* 5. Give every rank the values of parameters that the host owns: first those of rank 0 of each
+ * tensor axis, of what is whole, then along the data axis everything. */
 static dtrain_result dtrain__share_host_values(dtrain_strategy *strategy)
 {
     for (size_t i = 0; i < strategy->param_count; i++) {

@@ -11,9 +11,9 @@ DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int rank
     desc->compression = NULL;
 }
 
-/* Set *node_ranks to the number of consecutive ranks of the data axis that are a node, or to 0 when
- * nodes differ in size or their ranks are mixed, or for other ranks of the tensor axis it is another
- * number. Collective: a rank knows its own node only. */
+/* Set *node_ranks to the number of consecutive ranks of the data axis that are a node, or to 0
+ * when nodes differ in size or their ranks are mixed, or for other ranks of the tensor axis it is
+ * another number. Collective: a rank knows its own node only. */
 DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world,
                                                  const dtrain__groups *groups, uint32_t *node_ranks)
 {

@@ -152,16 +152,23 @@ typedef struct dtrain_strategy_desc {
     const struct dtrain_compression_desc *compression; /* NULL = none; DDP only; read in create */
 } dtrain_strategy_desc;
 
-/* Make a strategy. Collective. It compares the registration of all ranks (names, shapes, units,
- * flags, initialisation and the desc, except no_overlap where parameters are whole; a difference is
- * DTRAIN_ERROR_MISMATCH naming the first parameter that differs), allocates what the host left
- * NULL, initialises or broadcasts rank 0's values, plans the buckets. An error on one rank is an
- * error on all. desc NULL = a zeroed one.
+/* Make a strategy. Collective. It compares the registration of all ranks (names, shapes, cuts,
+ * units, flags, initialisation and the desc, except no_overlap where parameters are whole; a
+ * difference is DTRAIN_ERROR_MISMATCH naming the first parameter that differs), allocates what the
+ * host left NULL, initialises or broadcasts rank 0's values, plans the buckets. An error on one
+ * rank is an error on all. desc NULL = a zeroed one.
  *
  * Values the library initialises are drawn element by element from their place in the model: every
  * kind and world size starts from the same bits, and no rank ever holds the whole of a sharded
  * model. Kinds that shard parameters own them: value must be NULL. Values of the host's own are
- * copied to and from flat memory in ZERO1 and SHARD_GRAD_OP. */
+ * copied to and from flat memory in ZERO1 and SHARD_GRAD_OP.
+ *
+ * With a mesh the kind does its work along the data axis, on this rank's part of each parameter
+ * (dtrain_param.cut), and averages are over that axis alone. All ranks of the mesh agree on
+ * errors, norms and steps to be left out. Ranks of one tensor axis run the same program on the
+ * same samples. Under sequence parallelism gradients of what is not cut are those of this rank's
+ * rows, and are summed over the tensor axis first. Values of the host's own are rank 0's of each
+ * axis. */
 DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_param *params,
                                                 size_t param_count,
                                                 const dtrain_strategy_desc *desc,
@@ -243,7 +250,8 @@ DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *o
  * publish. */
 typedef struct dtrain_shard {
     const dtrain_param *param;
-    int64_t offset; /* first element within the parameter */
+    int64_t offset; /* first element within the parameter; of one that a tensor axis cuts, within
+                       this rank's part of it */
     int64_t count;
     float *value;
     const float *grad;
@@ -265,14 +273,14 @@ typedef struct dtrain_strategy_info {
     dtrain_comm *comm;         /* all its ranks: those over which gradients are averaged */
     size_t param_count, bucket_count, unit_count;
     int shard_ranks, replicas;                   /* N = shard_ranks * replicas */
-    uint64_t trainable_elements, total_elements; /* aliases counted once */
+    uint64_t trainable_elements, total_elements; /* of the whole model; aliases counted once */
     uint64_t value_bytes, grad_bytes; /* this rank's, whoever owns them; not what is offloaded */
     uint64_t host_bytes;              /* page-locked: shards that are offloaded, and their stages */
     uint64_t buffer_bytes; /* where units are gathered and reduced: constant over a run */
     uint64_t bucket_bytes; /* of one set of whole gradients, padding included */
-    /* This rank sends in a step of one micro-batch, by the ring formula, and the collectives that
-     * it makes; what each further micro-batch adds. Counted by running such a step without the
-     * other ranks; with compression, once it is in full force. */
+    /* This rank sends along the data axis in a step of one micro-batch, by the ring formula, and
+     * the collectives that it makes; what each further micro-batch adds. Counted by running such a
+     * step without the other ranks; with compression, once it is in full force. */
     uint64_t step_bytes, step_calls, micro_bytes, micro_calls;
     uint64_t step_node_bytes,
         micro_node_bytes; /* of these, to other nodes of an emulated cluster */
@@ -284,11 +292,13 @@ typedef struct dtrain_strategy_info {
 /* Fill in what a strategy is and what it holds on this rank; zeros for NULL. Local. */
 DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info);
 
-/* Copy the whole value of params[index] to host (its count elements), on every rank. Collective.
- * Not in the middle of a backward; units that are gathered stay so. */
+/* Copy the whole value of params[index] to host (the elements of its shape, also where a tensor
+ * axis cuts it), on every rank. Collective over the mesh. Not in the middle of a backward; units
+ * that are gathered stay so. */
 DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, float *host);
 
 /* Hash the bits of every parameter and compare the hashes across ranks (collective): replicas
  * that drifted apart are DTRAIN_ERROR_MISMATCH naming rank and parameter. The hash is the same for
- * the same model under every kind. *hash may be NULL. When to call: as dtrain_strategy_read. */
+ * the same model under every kind, and with a mesh the same on all its ranks. Along the tensor axis
+ * what is not cut is compared. *hash may be NULL. When to call: as dtrain_strategy_read. */
 DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash);
