@@ -514,6 +514,337 @@ static void test_random_programs(void)
     for (int i = 0; i < count && failed < 5; i++) failed += !run_seed(first + (uint64_t)i, false);
 }
 
+/* ---- Chosen ones ---------------------------------------------------------------------------------- */
+
+/* A program of one kind and one micro-batch a step. */
+static program plain(int tensor, int data, bool sequence_parallel, uint32_t kind)
+{
+    program c;
+    memset(&c, 0, sizeof c);
+    c.seed = 1;
+    c.tensor = tensor;
+    c.data = data;
+    c.sequence_parallel = sequence_parallel;
+    c.micros = 1;
+    c.max_norm = 0.5f;
+    c.desc.kind = kind;
+    if (kind == DTRAIN_STRATEGY_HYBRID_SHARD) c.desc.node_size = data > 1 ? (uint32_t)data / 2 : 1;
+    return c;
+}
+
+/* Every kind with and without sequence parallelism, values against the oracle. */
+static void test_every_kind(void)
+{
+    for (uint32_t kind = DTRAIN_STRATEGY_DDP; kind <= DTRAIN_STRATEGY_HYBRID_SHARD; kind++)
+        for (int parallel = 0; parallel < 2; parallel++) {
+            program c = plain(2, 2, parallel, kind);
+            c.micros = 2;
+            ranks_run(4, DTRAIN_LAUNCH_THREADS, program_rank, &c);
+        }
+}
+
+/* Make the mesh, the model and the strategy; the caller ends all three by `close_all`. */
+static int open_all(program *c, dtrain_world *world, dtrain_param *params, dtrain_strategy **s)
+{
+    if (open_mesh(c, world)) return 1;
+    make_model(c);
+    registered(c, params);
+    RANKS_TRY(dtrain_strategy_create(world, params, (size_t)c->count, &c->desc, s));
+    return 0;
+}
+static int close_all(const program *c, dtrain_strategy *s)
+{
+    dtrain_strategy_destroy(s);
+    dtrain_mesh_destroy(c->mesh);
+    return 0;
+}
+
+/* The gradients of eight samples, dealt to as many data ranks as there are, have one norm in all layouts. */
+typedef struct layouts {
+    program c;
+    int layout;
+    float *norms;
+} layouts;
+
+static int layout_rank(dtrain_world *world, void *user)
+{
+    const layouts *all = (const layouts *)user;
+    program *c = (program *)malloc(sizeof *c);
+    dtrain_param params[MOST];
+    dtrain_strategy *s;
+    float norm, scale;
+    if (!c) return 1;
+    *c = all->c;
+    if (open_all(c, world, params, &s)) return 1;
+    c->micros = 8 / c->data;
+    for (int micro = 0; micro < c->micros; micro++) {
+        RANKS_TRY(dtrain_strategy_accumulate(s, micro + 1 < c->micros));
+        const uint64_t sample = (uint64_t)(micro * c->data + c->at.data_rank);
+        for (uint32_t u = 0; u < 2; u++) {
+            RANKS_TRY(dtrain_strategy_gather(s, u, DTRAIN_PASS_FORWARD));
+            RANKS_TRY(dtrain_strategy_release(s, u));
+        }
+        for (uint32_t u = 2; u-- > 0;) {
+            RANKS_TRY(dtrain_strategy_gather(s, u, DTRAIN_PASS_BACKWARD));
+            for (int i = c->count; i-- > 0;) {
+                const whole_param *w = &c->params[i];
+                if (w->unit != u || w->flags) continue;
+                const int64_t count = elements_here(c, w, c->here);
+                for (int64_t k = 0; k < count; k++) {
+                    const double g =
+                        w->axis ? sample_grad(c, sample, i, c->here[k], 0)
+                                : partial_grad(c, sample, i, c->here[k], c->at.tensor_rank);
+                    params[i].grad[k] = (float)g / (float)c->micros +
+                                        (params[i].state.grad_written ? params[i].grad[k] : 0);
+                }
+                RANKS_TRY(dtrain_strategy_ready(s, (size_t)i));
+            }
+        }
+        RANKS_TRY(dtrain_strategy_finish(s));
+    }
+    RANKS_TRY(dtrain_grad_norm(s, NULL, 1, &norm, &scale));
+    check_same(c, &norm, sizeof norm, "the norm");
+    CHECK(scale < 1); /* clipping is active */
+    all->norms[all->layout] = norm;
+    close_all(c, s);
+    free(c);
+    return 0;
+}
+
+static void test_one_norm(void)
+{
+    static const int sizes[12][3] = {{1, 1, 0}, {2, 1, 0}, {3, 1, 1}, {4, 1, 0},
+                                     {1, 2, 0}, {2, 2, 1}, {3, 2, 0}, {4, 2, 1},
+                                     {1, 4, 0}, {2, 4, 0}, {1, 8, 0}, {2, 4, 1}};
+    layouts all;
+    double squares = 0;
+    all.norms = (float *)ranks_shared(12 * sizeof(float));
+    for (all.layout = 0; all.layout < 12; all.layout++) {
+        const int *size = sizes[all.layout];
+        all.c = plain(size[0], size[1], size[2], DTRAIN_STRATEGY_DDP + (uint32_t)all.layout % 5);
+        ranks_run(size[0] * size[1], DTRAIN_LAUNCH_THREADS, layout_rank, &all);
+    }
+    program *c = (program *)malloc(sizeof *c); /* the mean over all samples, in double */
+    if (!CHECK(c)) return;
+    *c = plain(1, 1, false, DTRAIN_STRATEGY_DDP);
+    make_model(c);
+    for (int i = 0; i < c->count; i++)
+        for (int64_t e = 0; e < c->params[i].count; e++) {
+            double sum = 0;
+            for (uint64_t sample = 0; sample < 8; sample++)
+                for (int k = 0; k < c->count; k++)
+                    if (k == i || c->params[k].alias == i) sum += sample_grad(c, sample, k, e, 0);
+            if (c->params[i].alias < 0 && !c->params[i].flags) squares += sum * sum / 64;
+        }
+    free(c);
+    for (int k = 0; k < 12; k++)
+        CHECK_MSG(fabs((double)all.norms[k] - sqrt(squares)) < 1e-6 * sqrt(squares),
+                  "tensor %d x data %d: the norm is %.9g, expected %.9g", sizes[k][0], sizes[k][1],
+                  (double)all.norms[k], sqrt(squares));
+}
+
+/* An overflow in one rank's part of one parameter is an overflow on all. */
+static int overflow_rank(dtrain_world *world, void *user)
+{
+    program *c = (program *)malloc(sizeof *c);
+    dtrain_param params[MOST];
+    dtrain_strategy *s;
+    float norm, scale;
+    if (!c) return 1;
+    *c = *(const program *)user;
+    if (open_all(c, world, params, &s)) return 1;
+    for (uint32_t u = 2; u-- > 0;) {
+        RANKS_TRY(dtrain_strategy_gather(s, u, DTRAIN_PASS_BACKWARD));
+        for (int i = 0; i < c->count; i++) {
+            if (c->params[i].unit != u || c->params[i].flags) continue;
+            for (int64_t k = 0; k < params[i].count; k++) params[i].grad[k] = 1;
+            if (i == 4 && c->at.rank == c->at.ranks - 1) params[i].grad[0] = INFINITY;
+            RANKS_TRY(dtrain_strategy_ready(s, (size_t)i));
+        }
+    }
+    RANKS_TRY(dtrain_strategy_finish(s));
+    RANKS_TRY(dtrain_grad_norm(s, NULL, 1, &norm, &scale));
+    CHECK_MSG(!isfinite(norm), "rank %d of kind %u: the norm is %g", c->at.rank,
+              (unsigned)c->desc.kind, (double)norm);
+    close_all(c, s);
+    free(c);
+    return 0;
+}
+
+static void test_overflow(void)
+{
+    for (uint32_t kind = DTRAIN_STRATEGY_DDP; kind <= DTRAIN_STRATEGY_HYBRID_SHARD; kind++) {
+        program c = plain(2, 2, kind % 2, kind);
+        ranks_run(4, DTRAIN_LAUNCH_THREADS, overflow_rank, &c);
+    }
+}
+
+/* What a step sends along the data axis is what was counted before it. */
+static int bytes_rank(dtrain_world *world, void *user)
+{
+    program *c = (program *)malloc(sizeof *c);
+    dtrain_param params[MOST];
+    dtrain_strategy *s;
+    dtrain_strategy_info info;
+    dtrain_comm_info before, after;
+    if (!c) return 1;
+    *c = *(const program *)user;
+    if (open_all(c, world, params, &s)) return 1;
+    dtrain_strategy_query(s, &info);
+    CHECK(info.comm == dtrain_mesh_comm(c->mesh, DTRAIN_AXIS_DATA));
+    bool over;
+    dtrain_comm_query(info.comm, &before);
+    RANKS_TRY(dtrain_strategy_join(s, &over));
+    RANKS_TRY(dtrain_strategy_publish(s));
+    dtrain_comm_query(info.comm, &after);
+    CHECK(over);
+    CHECK_MSG(after.wire_bytes - before.wire_bytes == info.step_bytes && info.step_bytes > 0,
+              "kind %u: counted %llu bytes, sent %llu", (unsigned)c->desc.kind,
+              (unsigned long long)info.step_bytes,
+              (unsigned long long)(after.wire_bytes - before.wire_bytes));
+    close_all(c, s);
+    free(c);
+    return 0;
+}
+
+static void test_bytes_of_step(void)
+{
+    for (uint32_t kind = DTRAIN_STRATEGY_DDP; kind <= DTRAIN_STRATEGY_ZERO3; kind++) {
+        program c = plain(2, 2, false, kind);
+        ranks_run(4, DTRAIN_LAUNCH_THREADS, bytes_rank, &c);
+    }
+}
+
+/* ---- Errors --------------------------------------------------------------------------------------- */
+
+#define FAILS(call, code, part)                                      \
+    CHECK_MSG((call) == (code) && strstr(dtrain_last_error(), part), \
+              "%s: expected \"%s\" in \"%s\"", #call, part, dtrain_last_error())
+
+/* Wrong arguments, on all ranks or on one, are one error on all; the world goes on. */
+static int refused_rank(dtrain_world *world, void *user)
+{
+    program *c = (program *)malloc(sizeof *c);
+    dtrain_param params[MOST];
+    dtrain_strategy *s;
+    dtrain_mesh_desc lone;
+    dtrain_mesh *plan;
+    dtrain_optimizer *optimizer;
+    if (!c) return 1;
+    *c = *(const program *)user;
+    if (open_mesh(c, world)) return 1;
+    make_model(c);
+    registered(c, params);
+    const size_t count = (size_t)c->count;
+    dtrain_strategy_desc desc = c->desc;
+    desc.comm = dtrain_world_comm(world);
+    FAILS(dtrain_strategy_create(world, params, count, &desc, &s), DTRAIN_ERROR_ARGUMENT,
+          "leave comm NULL");
+    desc = c->desc;
+    memset(&lone, 0, sizeof lone);
+    lone.ranks = c->at.ranks;
+    RANKS_TRY(dtrain_mesh_create(NULL, &lone, &plan));
+    if (c->at.rank == 1) desc.mesh = plan;
+    FAILS(dtrain_strategy_create(world, params, count, &desc, &s), DTRAIN_ERROR_ARGUMENT,
+          "for plans");
+    dtrain_mesh_destroy(plan);
+    desc = c->desc;
+    if (c->at.rank == 2) desc.mesh = NULL;
+    FAILS(dtrain_strategy_create(world, params, count, &desc, &s), DTRAIN_ERROR_MISMATCH,
+          "mesh of tensor 1, data 4");
+    if (c->at.rank == 3) params[2].cut.parts = 2;
+    FAILS(dtrain_strategy_create(world, params, count, &c->desc, &s), DTRAIN_ERROR_MISMATCH,
+          "3 components of 2 parts");
+    registered(c, params);
+    params[6].unit = (uint32_t)c->at.tensor_rank; /* the same along each data axis */
+    FAILS(dtrain_strategy_create(world, params, count, &c->desc, &s), DTRAIN_ERROR_MISMATCH,
+          "\"p6\"");
+    registered(c, params);
+    params[4].shape[1] = 1;
+    FAILS(dtrain_strategy_create(world, params, count, &c->desc, &s), DTRAIN_ERROR_ARGUMENT, "p4");
+    registered(c, params);
+    params[4].group = 1;
+    RANKS_TRY(dtrain_strategy_create(world, params, count, &c->desc, &s));
+    dtrain_optimizer_desc sgd = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_SGD);
+    dtrain_optimizer_desc muon = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_MUON);
+    sgd.groups = &muon;
+    sgd.group_count = 1;
+    FAILS(dtrain_optimizer_create(world, s, &sgd, &optimizer), DTRAIN_ERROR_UNSUPPORTED,
+          "its cut by columns");
+    close_all(c, s);
+    free(c);
+    return 0;
+}
+
+static void test_refused(void)
+{
+    program c = plain(2, 2, false, DTRAIN_STRATEGY_DDP);
+    ranks_run(4, DTRAIN_LAUNCH_THREADS, refused_rank, &c);
+}
+
+/* Ranks of one tensor axis that read different samples are told so, all of them. */
+static int different_samples_rank(dtrain_world *world, void *user)
+{
+    program *c = (program *)malloc(sizeof *c);
+    dtrain_param params[MOST];
+    dtrain_strategy *s;
+    float norm, scale;
+    if (!c) return 1;
+    *c = *(const program *)user;
+    if (open_all(c, world, params, &s)) return 1;
+    for (int i = 0; i < c->count; i++) {
+        if (c->params[i].flags) continue;
+        for (int64_t k = 0; k < params[i].count; k++)
+            params[i].grad[k] = c->at.rank == 1 && i == 1 ? 1.5f : 1;
+        RANKS_TRY(dtrain_strategy_ready(s, (size_t)i));
+    }
+    RANKS_TRY(dtrain_strategy_finish(s));
+    FAILS(dtrain_grad_norm(s, NULL, 1, &norm, &scale), DTRAIN_ERROR_MISMATCH,
+          "the same program on the same samples");
+    close_all(c, s);
+    free(c);
+    return 0;
+}
+
+static void test_different_samples(void)
+{
+    program c = plain(2, 1, false, DTRAIN_STRATEGY_DDP);
+    ranks_run(2, DTRAIN_LAUNCH_THREADS, different_samples_rank, &c);
+}
+
+/* A rank that gives up in the middle of a backward brings its reason to all ranks of the mesh, those too that
+ * share no axis with it. */
+static int gives_up_rank(dtrain_world *world, void *user)
+{
+    program *c = (program *)malloc(sizeof *c);
+    dtrain_param params[MOST];
+    dtrain_strategy *s;
+    if (!c) return 1;
+    *c = *(const program *)user;
+    if (open_all(c, world, params, &s)) return 1;
+    RANKS_TRY(dtrain_strategy_gather(s, 1, DTRAIN_PASS_BACKWARD));
+    for (int64_t k = 0; k < params[5].count; k++) params[5].grad[k] = 1;
+    RANKS_TRY(dtrain_strategy_ready(s, 5));
+    if (c->at.rank) {
+        float norm, scale;
+        dtrain_result result = dtrain_strategy_finish(s);
+        if (result == DTRAIN_OK) result = dtrain_grad_norm(s, NULL, 1, &norm, &scale);
+        CHECK_MSG(result != DTRAIN_OK && strstr(dtrain_last_error(), "in the middle of a backward"),
+                  "rank %d: %s", c->at.rank, dtrain_last_error());
+    }
+    close_all(c, s);
+    free(c);
+    return 0;
+}
+
+static void test_gives_up(void)
+{
+    for (int parallel = 0; parallel < 2; parallel++) {
+        program c = plain(2, 2, parallel, DTRAIN_STRATEGY_DDP);
+        ranks_run(4, DTRAIN_LAUNCH_THREADS, gives_up_rank, &c);
+    }
+}
+
 /* --seed N runs one program and says what it is, --count N and --seconds S more of them. */
 int main(int argc, char **argv)
 {
@@ -523,6 +854,13 @@ int main(int argc, char **argv)
         return seeds_run(&s, NULL, 0, run_seed);
     }
     test_begin(argc, argv);
+    RUN(test_every_kind);
+    RUN(test_one_norm);
+    RUN(test_overflow);
+    RUN(test_bytes_of_step);
+    RUN(test_refused);
+    RUN(test_different_samples);
+    RUN(test_gives_up);
     RUN(test_random_programs);
     return test_summary();
 }
