@@ -7,7 +7,7 @@
 #include "ranks.h"
 #include "seeds.h"
 
-enum { MOST = 9, LONGEST = 640, STEPS = 3, MICROS = 3 };
+enum { MOST = 12, LONGEST = 640, STEPS = 3, MICROS = 3, UNITS = 4 };
 
 /* A parameter of the whole model, and what the oracle knows of it. */
 typedef struct whole_param {
@@ -23,7 +23,7 @@ typedef struct whole_param {
 typedef struct program {
     uint64_t seed;
     int tensor, data;
-    bool sequence_parallel, joins, lacks, host_grads, topk;
+    bool sequence_parallel, joins, lacks, host_grads, topk, slow;
     int micros;
     float max_norm;
     dtrain_strategy_desc desc;
@@ -103,7 +103,7 @@ static whole_param *add_param(program *c, int64_t rows, int64_t columns, uint32_
     return p;
 }
 
-/* Two units; packed components, grouped heads, uneven lengths, a tied weight, a frozen one. */
+/* Four units, so that buffers which take turns are used again; packed components, grouped heads, uneven lengths, a tied weight, a frozen one. */
 static void make_model(program *c)
 {
     c->count = 0;
@@ -113,21 +113,29 @@ static void make_model(program *c)
     p->components = 3;
     p->parts = 4;
     p = add_param(c, 40, 3, DTRAIN_CUT_ROWS); /* grouped queries: 4 heads of keys */
+    p->unit = 1;
     p->components = 3;
     p->parts = 4;
     p->widths[0] = 24;
     p->widths[1] = p->widths[2] = 8;
-    add_param(c, 5, 17, DTRAIN_CUT_COLUMNS);
+    p = add_param(c, 5, 17, DTRAIN_CUT_COLUMNS);
+    p->unit = 1;
+    p = add_param(c, 21, 0, DTRAIN_CUT_NONE);
+    p->unit = 1;
     p = add_param(c, 9, 0, DTRAIN_CUT_NONE);
-    p->unit = 1;
+    p->unit = 2;
     p = add_param(c, 6, 20, DTRAIN_CUT_COLUMNS);
-    p->unit = 1;
+    p->unit = 2;
     p = add_param(c, 3, 4, DTRAIN_CUT_NONE);
-    p->unit = 1;
+    p->unit = 2;
     p->flags = c->seed % 2 ? DTRAIN_PARAM_FROZEN : 0;
     p = add_param(c, 13, 7, DTRAIN_CUT_ROWS);
-    p->unit = 1;
+    p->unit = 3;
     p->alias = 0;
+    p = add_param(c, 8, 0, DTRAIN_CUT_NONE);
+    p->unit = 3;
+    p = add_param(c, 8, 5, DTRAIN_CUT_ROWS);
+    p->unit = 3;
 }
 
 static void registered(const program *c, dtrain_param *params)
@@ -173,7 +181,7 @@ static dtrain_result take_backward(program *c, dtrain_strategy *s, dtrain_param 
                                    uint64_t sample)
 {
     int64_t *here = c->here;
-    for (uint32_t u = 0; u < 2; u++) {
+    for (uint32_t u = 0; u < UNITS; u++) {
         TRY(dtrain_strategy_gather(s, u, DTRAIN_PASS_FORWARD));
         for (int i = 0; i < c->count;
              i++) { /* values are the oracle's wherever a forward reads them */
@@ -194,10 +202,12 @@ static dtrain_result take_backward(program *c, dtrain_strategy *s, dtrain_param 
         TRY(dtrain_strategy_release(s, u));
     }
     TRY(dtrain_strategy_weight(s, weight_of(c, sample)));
-    for (uint32_t u = 2; u-- > 0;) {
+    for (uint32_t u = UNITS; u-- > 0;) {
         TRY(dtrain_strategy_gather(s, u, DTRAIN_PASS_BACKWARD));
         for (int i = c->count; i-- > 0;) {
             const whole_param *w = &c->params[i];
+            if (c->slow && drawn(c->seed, 74, sample, (uint64_t)i, (uint64_t)c->at.rank) % 4 == 0)
+                ranks_sleep_us(100); /* ranks come to different moments */
             if (w->unit != u || w->flags || !has_gradient(c, sample, i)) continue;
             const int64_t count = elements_here(c, w, here);
             for (int64_t k = 0; k < count; k++) {
@@ -466,6 +476,7 @@ static program random_program(uint64_t seed)
     c.joins = ranks_random(&state, 4) == 0;
     c.lacks = ranks_random(&state, 3) == 0;
     c.host_grads = ranks_random(&state, 4) == 0;
+    c.slow = ranks_random(&state, 3) == 0;
     c.micros = 1 + (int)ranks_random(&state, MICROS);
     c.max_norm = ranks_random(&state, 3) ? 0.5f : 0;
     dtrain_strategy_desc *desc = &c.desc;
@@ -580,11 +591,11 @@ static int layout_rank(dtrain_world *world, void *user)
     for (int micro = 0; micro < c->micros; micro++) {
         RANKS_TRY(dtrain_strategy_accumulate(s, micro + 1 < c->micros));
         const uint64_t sample = (uint64_t)(micro * c->data + c->at.data_rank);
-        for (uint32_t u = 0; u < 2; u++) {
+        for (uint32_t u = 0; u < UNITS; u++) {
             RANKS_TRY(dtrain_strategy_gather(s, u, DTRAIN_PASS_FORWARD));
             RANKS_TRY(dtrain_strategy_release(s, u));
         }
-        for (uint32_t u = 2; u-- > 0;) {
+        for (uint32_t u = UNITS; u-- > 0;) {
             RANKS_TRY(dtrain_strategy_gather(s, u, DTRAIN_PASS_BACKWARD));
             for (int i = c->count; i-- > 0;) {
                 const whole_param *w = &c->params[i];
@@ -653,7 +664,7 @@ static int overflow_rank(dtrain_world *world, void *user)
     if (!c) return 1;
     *c = *(const program *)user;
     if (open_all(c, world, params, &s)) return 1;
-    for (uint32_t u = 2; u-- > 0;) {
+    for (uint32_t u = UNITS; u-- > 0;) {
         RANKS_TRY(dtrain_strategy_gather(s, u, DTRAIN_PASS_BACKWARD));
         for (int i = 0; i < c->count; i++) {
             if (c->params[i].unit != u || c->params[i].flags) continue;
@@ -756,9 +767,9 @@ static int refused_rank(dtrain_world *world, void *user)
     FAILS(dtrain_strategy_create(world, params, count, &c->desc, &s), DTRAIN_ERROR_MISMATCH,
           "3 components of 2 parts");
     registered(c, params);
-    params[6].unit = (uint32_t)c->at.tensor_rank; /* the same along each data axis */
+    params[7].unit = 2 + (uint32_t)c->at.tensor_rank; /* the same along each data axis */
     FAILS(dtrain_strategy_create(world, params, count, &c->desc, &s), DTRAIN_ERROR_MISMATCH,
-          "\"p6\"");
+          "\"p7\"");
     registered(c, params);
     params[4].shape[1] = 1;
     FAILS(dtrain_strategy_create(world, params, count, &c->desc, &s), DTRAIN_ERROR_ARGUMENT, "p4");
@@ -822,9 +833,9 @@ static int gives_up_rank(dtrain_world *world, void *user)
     if (!c) return 1;
     *c = *(const program *)user;
     if (open_all(c, world, params, &s)) return 1;
-    RANKS_TRY(dtrain_strategy_gather(s, 1, DTRAIN_PASS_BACKWARD));
-    for (int64_t k = 0; k < params[5].count; k++) params[5].grad[k] = 1;
-    RANKS_TRY(dtrain_strategy_ready(s, 5));
+    RANKS_TRY(dtrain_strategy_gather(s, 2, DTRAIN_PASS_BACKWARD));
+    for (int64_t k = 0; k < params[6].count; k++) params[6].grad[k] = 1;
+    RANKS_TRY(dtrain_strategy_ready(s, 6));
     if (c->at.rank) {
         float norm, scale;
         dtrain_result result = dtrain_strategy_finish(s);
