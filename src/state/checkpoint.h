@@ -18,14 +18,16 @@
  * then one rename makes it a checkpoint: what has a manifest is whole. A crash at any moment leaves
  * the checkpoints before it as they were.
  *
- * Loading reads the manifest and those pieces that this rank needs. Number of ranks, strategy, node
- * size, precision and offload may be others than those of the run that saved. What is carried over:
+ * Loading reads the manifest and those pieces that this rank needs. Number of ranks, axes of the
+ * mesh, strategy, node size, precision and offload may be others than those of the run that saved.
+ * What is carried over:
  *
  *     values, moments, momentum, Q, scalars    exactly
  *     residuals, velocities    exactly by as many ranks that cut buckets in the same way; otherwise
- *                              every rank begins with the mean over the old ranks, so that the mean
- *                              gradient gets what is owed to it; and with zeros where either side
- *                              is hierarchical, which owes it per node
+ *                              every rank begins with the mean over the old ranks that had the
+ *                              element, so that the mean gradient gets what is owed to it; and with
+ *                              zeros where either side is hierarchical, which owes it per node
+ *     Q of parameters that a tensor axis cuts by rows    exactly by as many ranks of that axis
  *     arrays of the program's own that differ from rank to rank    by the ranks that were there
  *
  * What was not carried over exactly is said in dtrain_load_info.note. */

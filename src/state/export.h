@@ -74,9 +74,9 @@ typedef struct dtrain_import_info {
 
 /* Read the values of parameters from a file of F32, BF16 or F16, or from several with an index.
  * Collective, between two steps. Every rank reads what it keeps, block by block; of a transposed
- * one it reads all, and keeps its piece. Then values are published, and an optimizer's master
- * copies set, as dtrain_state_changed does: the state's desc has the optimizer whose copies these
- * are. Its moments and steps stay. desc and info may be NULL.
+ * one it reads all rows of its columns, and keeps its piece. Then values are published, and an
+ * optimizer's master copies set, as dtrain_state_changed does: the state's desc has the optimizer
+ * whose copies these are. Its moments and steps stay. desc and info may be NULL.
  *
  * path: a safetensors file, or an index (a name that ends with ".json") beside its files; where
  * there is no such file, "path.index.json" is tried. Every rank opens it. Symbolic links are

@@ -293,7 +293,7 @@ static dtrain_result dtrain__import_compare(dtrain__import *im)
 
 /* ---- Values -----------------------------------------------------------------------------------*/
 
-/* Read a transposed weight from its beginning to its end, and keep this rank's part: a matrix whose
+/* Read what a transposed weight has of the columns of a piece, and keep the piece: a matrix whose
  * (row, column) here is (column, row) in the file. Rows that the file lacks become zero. */
 static dtrain_result dtrain__import_transposed(dtrain__import *im, const dtrain__weight *weight,
                                                const dtrain__source *source,
@@ -302,12 +302,13 @@ static dtrain_result dtrain__import_transposed(dtrain__import *im, const dtrain_
     const dtrain_piece *piece = &tensor->piece;
     const int64_t block = (int64_t)(DTRAIN__BLOCK / sizeof(float));
     const size_t bytes = (size_t)piece->count * sizeof(float);
-    int64_t row = 0, column = 0; /* here, of the element that comes next in the file */
+    const int64_t end = (piece->first[1] + piece->length[1]) * weight->rows; /* in the file */
+    int64_t row = 0, column = piece->first[1]; /* here, of the element that comes next in it */
     dtrain_result result = DTRAIN_OK;
     float *to = (float *)dtrain__alloc(&im->state->allocator, bytes, 1, "a piece of a parameter");
     if (!to) return DTRAIN_ERROR_MEMORY;
-    for (int64_t at = 0; at < weight->total && result == DTRAIN_OK; at += block) {
-        const int64_t count = dtrain__min(weight->total - at, block);
+    for (int64_t at = column * weight->rows; at < end && result == DTRAIN_OK; at += block) {
+        const int64_t count = dtrain__min(end - at, block);
         result = dtrain__elements_read(&im->reader, source, source->dtype != DTRAIN_DTYPE_F32, at,
                                        count, im->reader.block);
         for (int64_t i = 0; i < count; i++) {
