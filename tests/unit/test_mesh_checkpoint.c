@@ -4,9 +4,11 @@
  * strategy and optimizer, not through the list that is tested. Whole weights are read and written by every layout.
  * Ranks that together do not have everything, or have something twice, are errors.
  *
- * Seen to fail for each of these, broken on purpose: components in the wrong order; columns with the rows of the part
- * for those of the whole; pieces of a shard that all begin where it does; pieces of all copies of what is not cut;
- * residuals as the mean over all ranks; Q of one part for all of them. */
+ * Seen to fail for each of these, broken on purpose: components in the wrong order; columns taken for a run of whole
+ * rows; pieces of a shard that all begin where it does, or at the beginning of their boxes; pieces of all copies of what
+ * is not cut; residuals as the mean over all ranks; one piece compared with all that a rank has saved; Q of one part for
+ * all of them; the first piece of a weight alone; transposed columns that begin at 0; a part's length for that of the
+ * whole in a file; holes that are not looked for. */
 #include "strategy/strategy_internal.h"
 #include "optim/optim_internal.h"
 #include "state/state_internal.h"
@@ -35,10 +37,9 @@ typedef struct job {
 
 /* ---- the model ---- */
 
-static uint64_t random_state;
-static int64_t between(int64_t least, int64_t most)
+static int64_t between(uint64_t *random, int64_t least, int64_t most)
 {
-    return least + (int64_t)ranks_random(&random_state, (uint64_t)(most - least + 1));
+    return least + (int64_t)ranks_random(random, (uint64_t)(most - least + 1));
 }
 
 static dtrain_param *add(dtrain_param *p, uint32_t unit, const char *name, int64_t rows,
@@ -59,13 +60,15 @@ static void model_make(dtrain_param *p, uint64_t seed)
 {
     const uint32_t rows = DTRAIN_CUT_ROWS, columns = DTRAIN_CUT_COLUMNS;
     const bool even = seed == 0; /* halves of everything: PowerSGD's matrices have as many rows */
-    random_state = seed;
-    const int64_t width = even ? 8 : between(5, 9), heads = even ? 6 : between(4, 7);
-    const int64_t head = even ? 2 : between(1, 3), grouped = even ? 4 : between(4, 5);
-    const int64_t each = between(1, 3), inner = even ? 16 : between(8, 21);
+    uint64_t random = seed;
+    const int64_t width = even ? 8 : between(&random, 5, 9),
+                  heads = even ? 6 : between(&random, 4, 7);
+    const int64_t head = even ? 2 : between(&random, 1, 3),
+                  grouped = even ? 4 : between(&random, 4, 5);
+    const int64_t each = between(&random, 1, 3), inner = even ? 16 : between(&random, 8, 21);
     memset(p, 0, PARAMS * sizeof *p);
-    add(&p[0], 0, "wte", even ? 24 : between(17, 31), width, rows, 0, 0);
-    add(&p[1], 0, "wpe", between(3, 9), width, 0, 0, 0);
+    add(&p[0], 0, "wte", even ? 24 : between(&random, 17, 31), width, rows, 0, 0);
+    add(&p[1], 0, "wpe", between(&random, 3, 9), width, 0, 0, 0);
     add(&p[2], 1, "qkv", 3 * heads * head, width, rows, 3, heads);
     add(&p[3], 1, "qkv.bias", 3 * heads * head, 0, rows, 3, heads);
     add(&p[4], 1, "proj", width, heads * head, columns, 0, heads);
@@ -77,8 +80,9 @@ static void model_make(dtrain_param *p, uint64_t seed)
     add(&p[7], 2, "gate|up", 2 * inner, width, rows, 2, 0);
     add(&p[8], 2, "down", width, inner, columns, 0, 0);
     p[8].flags = DTRAIN_PARAM_FROZEN;
-    add(&p[9], 2, "cube", between(2, 4), between(4, 6), columns, 0, 0)->shape[2] = between(1, 3);
-    p[9].shape[3] = between(1, 3);
+    add(&p[9], 2, "cube", between(&random, 2, 4), between(&random, 4, 6), columns, 0, 0)->shape[2] =
+        between(&random, 1, 3);
+    p[9].shape[3] = between(&random, 1, 3);
     add(&p[10], 3, "up", 32, 32, rows, 0, 0); /* large enough for PowerSGD */
     add(&p[11], 3, "square", 24, 24, 0, 0, 0);
     add(&p[12], 3, "back", 32, 40, columns, 0, 0);
