@@ -215,12 +215,14 @@ static dtrain_result dtrain__attention_prepare(dtrain_op *op)
     DTRAIN__TRY(dtrain__attention_hidden(op, x));
     dtrain__output_like(op, op->inputs[0], args->heads * args->d, args->dtype);
     if (op->inputs[0]->placement == DTRAIN_PLACEMENT_COLUMNS) {
-        dtrain__share part; /* the heads of queries that are here, of a row of all of them */
-        memset(&part, 0, sizeof part);
-        part.shape[0] = part.count = part.length[0] = args->heads * args->d;
-        part.whole = x->heads * args->d;
-        part.first[0] = x->first_head * args->d;
-        part.inner = part.runs = 1;
+        /* the heads of queries that are here, of a row of all of them */
+        const dtrain__groups *groups = &op->tape->groups;
+        const int64_t row[4] = {x->heads * args->d, 0, 0, 0};
+        dtrain_cut cut = dtrain__tensor_share(op->inputs[0])->cut;
+        dtrain__share part;
+        cut.components = 1;
+        memset(cut.widths, 0, sizeof cut.widths);
+        dtrain__share_of(&cut, row, groups->tensor_ranks, groups->tensor_rank, &part);
         dtrain__place_as(op->outputs[0], DTRAIN_PLACEMENT_COLUMNS, &part);
     }
     args->y = op->output_data[0];

@@ -112,8 +112,8 @@ static dtrain_result dtrain__cross_entropy_reduce(const dtrain_op *op, const flo
                                                   int64_t count, dtrain_reduce_op how)
 {
     dtrain_work *work = NULL;
-    DTRAIN__TRY(dtrain_all_reduce(op->tape->groups.tensor, from, to, (size_t)count,
-                                  DTRAIN_DTYPE_F32, how, &work));
+    DTRAIN__TRY(dtrain_all_reduce(dtrain__axis_comm(op), from, to, (size_t)count, DTRAIN_DTYPE_F32,
+                                  how, &work));
     return dtrain_work_wait(work);
 }
 

@@ -20,7 +20,6 @@
  * Gradients of what is whole are then sums over these rows, which the strategy adds up. */
 
 #include "core/platform_internal.h"
-#include "comm/comm.h"
 #include "tape/ops.h"
 #include "tape/tape_internal.h"
 
@@ -30,58 +29,45 @@ typedef struct dtrain__embedding {
     bool cut;                      /* the table is */
 } dtrain__embedding;
 
-/* Choose the rows of the output: all of them, or with sequence parallelism this rank's. A pass
- * without gradients may have any number of rows, as when a text is made token by token. */
-static dtrain_result dtrain__embedding_rows(const dtrain_op *op, int64_t rows, dtrain__share *part)
+/* Find how the output lies, and take the part of the table that is here. */
+static dtrain_result dtrain__embedding_place(const dtrain_op *op, dtrain__embedding *layer,
+                                             uint32_t *placement, dtrain__share *rows)
 {
-    const dtrain__groups *groups = &op->tape->groups;
-    const dtrain_cut by_rows = {DTRAIN_CUT_ROWS, 0, 0, {0}};
-    const int64_t shape[4] = {rows, 0, 0, 0}, ranks = groups->tensor_ranks;
-    const bool parted = groups->sequence_parallel && rows % ranks == 0;
-    dtrain__share_of(&by_rows, shape, parted ? (int)ranks : 1, groups->tensor_rank, part);
-    if (!groups->sequence_parallel || parted || (op->tape->pass.flags & DTRAIN_TAPE_NO_GRAD))
-        return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "%s: sequence parallelism divides rows, and the %lld of this batch do not "
-                       "divide over %lld ranks of the tensor axis; take another batch or sequence",
-                       op->desc->name, (long long)rows, (long long)ranks);
-}
-
-/* Take the part of the table that is here. */
-static dtrain_result dtrain__embedding_table(const dtrain_op *op, dtrain__embedding *layer)
-{
-    const dtrain__groups *groups = &op->tape->groups;
-    const dtrain_param *table = op->params[0];
-    const dtrain__share part = dtrain__share_here(table, groups);
-    if (groups->tensor_ranks == 1) return DTRAIN_OK;
-    if (table->cut.axis && (table->cut.axis != DTRAIN_CUT_ROWS || part.runs > 1))
+    dtrain_embedding_args *args = &layer->forward;
+    *placement = DTRAIN_PLACEMENT_WHOLE;
+    layer->rows = args->rows;
+    if (op->tape->groups.tensor_ranks == 1) return DTRAIN_OK;
+    const dtrain__share table = dtrain__param_share(op, 0);
+    if (table.axis > 0 || table.runs > 1)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: parameter %s is cut by %s, expected rows, in one component: the "
-                           "vocabulary",
-                           op->desc->name, dtrain__param_name(table),
-                           table->cut.axis == DTRAIN_CUT_ROWS ? "rows, in several components"
-                                                              : "columns");
-    if (op->param_count > 1 && op->params[1]->cut.axis)
+                           "dtrain_embedding: parameter %s is cut by %s, expected rows, in one "
+                           "component: the vocabulary",
+                           dtrain__param_name(op->params[0]),
+                           table.axis ? "columns" : "rows, in several components");
+    if (op->param_count > 1 && dtrain__param_share(op, 1).axis >= 0)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "%s: parameter %s is cut over the tensor axis, and positions stay "
-                           "whole; leave its cut zeroed",
-                           op->desc->name, dtrain__param_name(op->params[1]));
-    if (!table->cut.axis) return DTRAIN_OK;
-    layer->cut = true;
-    layer->forward.first_token = part.first[0];
-    layer->forward.whole_vocab = part.whole;
+                           "dtrain_embedding: parameter %s is cut over the tensor axis, and "
+                           "positions stay whole; leave its cut zeroed",
+                           dtrain__param_name(op->params[1]));
+    layer->cut = table.axis == 0;
+    if (layer->cut) {
+        args->first_token = table.first[0];
+        args->whole_vocab = table.whole;
+    }
+    DTRAIN__TRY(dtrain__divide_rows(op, args->rows, placement, rows));
+    if (*placement == DTRAIN_PLACEMENT_ROWS) {
+        layer->rows = rows->count;
+        layer->first_row = rows->first[0];
+    }
     return DTRAIN_OK;
 }
 
-/* Take memory for all rows from the pool of gradients; it goes back by owners--. */
-static dtrain_result dtrain__embedding_scratch(dtrain_op *op, dtrain__tape_tensor *all)
+/* Let a kernel work on the rows that are here alone. */
+static void dtrain__embedding_own_rows(const dtrain__embedding *layer, dtrain_embedding_args *args)
 {
-    const dtrain_embedding_args *args = &((const dtrain__embedding *)op->args)->forward;
-    bool add;
-    memset(all, 0, sizeof *all);
-    all->tensor.dtype = DTRAIN_DTYPE_F32;
-    all->tensor.count = args->rows * args->n;
-    return dtrain__gradient_open(op->tape, &all->tensor, &add);
+    args->rows = layer->rows;
+    args->first_row = layer->first_row;
+    args->tokens += layer->first_row;
 }
 
 static dtrain_result dtrain__embedding_prepare(dtrain_op *op)
@@ -90,84 +76,67 @@ static dtrain_result dtrain__embedding_prepare(dtrain_op *op)
     dtrain_embedding_args *args = &layer->forward;
     const dtrain_tensor *tokens = op->inputs[0];
     const int64_t positions = op->param_shape[1][0];
+    uint32_t placement;
     dtrain__share part;
     args->rows = tokens->count;
     args->sequence = tokens->shape[tokens->ndim - 1];
     args->vocab = op->param_shape[0][0];
     args->n = op->param_shape[0][1];
     DTRAIN__TRY(dtrain_op_check_param(op, 0, -1, -1));
+    DTRAIN__TRY(dtrain__embedding_place(op, layer, &placement, &part));
     if (op->param_count > 1) DTRAIN__TRY(dtrain_op_check_param(op, 1, -1, args->n));
     if (op->param_count > 1 && positions < args->sequence)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_embedding: parameter %s has %lld positions, the tokens %lld",
                            dtrain__param_name(op->params[1]), (long long)positions,
                            (long long)args->sequence);
-    DTRAIN__TRY(dtrain__embedding_table(op, layer));
-    DTRAIN__TRY(dtrain__embedding_rows(op, args->rows, &part));
-    layer->rows = part.count;
-    layer->first_row = part.axis < 0 ? 0 : part.first[0];
     const int64_t shape[2] = {layer->rows, args->n};
-    dtrain_tensor *y = dtrain_op_output(op, DTRAIN_DTYPE_F32, 2, shape);
-    if (part.axis >= 0) dtrain__place_as(y, DTRAIN_PLACEMENT_ROWS, &part);
+    dtrain__place_as(dtrain_op_output(op, DTRAIN_DTYPE_F32, 2, shape), placement, &part);
     args->tokens = (const int32_t *)op->input_data[0];
     args->wte = (const float *)op->param_data[0];
     args->wpe = (const float *)op->param_data[1];
     args->y = op->output_data[0];
     args->dtype = DTRAIN_DTYPE_F32;
-    if (layer->cut && layer->rows < args->rows) { /* forward's memory, for a plan to see */
-        dtrain__tape_tensor all;
-        DTRAIN__TRY(dtrain__embedding_scratch(op, &all));
-        all.gradient->owners--;
-    } else if (!layer->cut) {
-        args->rows = layer->rows;
-        args->first_row = layer->first_row;
-        args->tokens += layer->first_row;
-    }
+    if (placement != DTRAIN_PLACEMENT_ROWS) return DTRAIN_OK;
+    if (layer->cut) dtrain__op_borrow(op, args->rows * args->n, DTRAIN_DTYPE_F32);
+    else dtrain__embedding_own_rows(layer, args);
     return DTRAIN_OK;
 }
 
 static dtrain_result dtrain__embedding_forward(dtrain_op *op)
 {
     const dtrain__embedding *layer = (const dtrain__embedding *)op->args;
-    const dtrain__groups *groups = &op->tape->groups;
+    dtrain_comm *axis = dtrain__axis_comm(op);
     dtrain_embedding_args args = layer->forward;
-    const size_t count = (size_t)layer->rows * (size_t)args.n;
-    const bool parted = layer->rows < args.rows;
     dtrain_work *work = NULL;
-    dtrain__tape_tensor all;
     if (!layer->cut) return op->device->ops->embedding(op->device, &args);
-    if (groups->tensor_rank > 0) args.wpe = NULL;
-    if (parted) DTRAIN__TRY(dtrain__embedding_scratch(op, &all));
-    if (parted) args.y = all.tensor.grad;
+    const bool scatters = layer->rows < args.rows;
+    if (op->tape->groups.tensor_rank > 0) args.wpe = NULL;
+    if (scatters) args.y = dtrain__op_scratch(op);
     DTRAIN__TRY(op->device->ops->embedding(op->device, &args));
-    if (parted)
-        DTRAIN__TRY(dtrain_reduce_scatter(groups->tensor, args.y, op->output_data[0], count,
-                                          DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &work));
-    else
-        DTRAIN__TRY(dtrain_all_reduce(groups->tensor, args.y, args.y, count, DTRAIN_DTYPE_F32,
-                                      DTRAIN_REDUCE_SUM, &work));
-    DTRAIN__TRY(dtrain_work_wait(work));
-    if (parted) all.gradient->owners--;
-    return DTRAIN_OK;
+    if (scatters)
+        DTRAIN__TRY(dtrain__scatter_rows(axis, args.y, op->output_data[0], args.rows, args.n,
+                                         DTRAIN_DTYPE_F32, &work));
+    else DTRAIN__TRY(dtrain__sum_values(axis, args.y, args.rows * args.n, DTRAIN_DTYPE_F32, &work));
+    return dtrain_work_wait(work);
 }
 
-/* Add to the gradient of a cut table what rows of all ranks have for it. */
+/* Add to the gradient of a cut table what the rows of all ranks have for it. */
 static dtrain_result dtrain__embedding_gathered(dtrain_op *op, float *d_table)
 {
     const dtrain__embedding *layer = (const dtrain__embedding *)op->args;
     dtrain_embedding_args args = layer->forward;
     dtrain_work *work = NULL;
-    dtrain__tape_tensor all;
-    DTRAIN__TRY(dtrain__embedding_scratch(op, &all));
-    if (!op->planning)
-        DTRAIN__TRY(dtrain_all_gather(op->tape->groups.tensor, op->outputs[0]->grad,
-                                      all.tensor.grad, (size_t)layer->rows * (size_t)args.n,
-                                      DTRAIN_DTYPE_F32, &work));
+    dtrain__chunk *all =
+        dtrain__scratch_take(op->tape, (size_t)(args.rows * args.n) * sizeof(float));
+    if (!all) return op->tape->error;
+    DTRAIN__TRY(dtrain__gather_rows(dtrain__axis_comm(op), op->device, op->outputs[0]->grad,
+                                    all->memory, args.rows, args.n, DTRAIN_DTYPE_F32, &work));
     DTRAIN__TRY(dtrain_work_wait(work));
-    args.d_y = all.tensor.grad;
+    args.d_y = all->memory;
     args.d_wte = d_table;
     DTRAIN__TRY(op->device->ops->embedding_backward(op->device, &args));
-    all.gradient->owners--;
+    dtrain__scratch_give(all);
     return DTRAIN_OK;
 }
 
@@ -186,10 +155,8 @@ static dtrain_result dtrain__embedding_backward(dtrain_op *op)
     if (layer->cut && layer->rows < args.rows) {
         if (grad[0]) DTRAIN__TRY(dtrain__embedding_gathered(op, grad[0]));
         if (!grad[1]) return DTRAIN_OK;
-        grad[0] = NULL; /* and positions, of the rows that are here */
-        args.rows = layer->rows;
-        args.first_row = layer->first_row;
-        args.tokens += layer->first_row;
+        grad[0] = NULL;
+        dtrain__embedding_own_rows(layer, &args);
     }
     args.d_y = op->outputs[0]->grad;
     args.d_wte = grad[0];
