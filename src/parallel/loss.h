@@ -30,11 +30,11 @@ typedef struct dtrain_vocab_loss {
 
 /* Compute softmax cross-entropy, and its gradient, of logits whose classes are divided over the
  * ranks of `tensor`, each class on one of them (Shoeybi et al., "Megatron-LM", 2019, section 3: the
- * parallel cross-entropy of the output embedding). Collective over `tensor`, in host memory; blocks.
- * Two all-reduces: of the largest logit of each row, then of its sum of exponentials and its
- * target's logit together, and with smoothing the sum of its logits. The gradient needs no more.
+ * parallel cross-entropy of the output embedding). Collective over `tensor`; blocks. Two
+ * all-reduces: of the largest logit of each row, then of its sum of exponentials and its target's
+ * logit together, and with smoothing the sum of its logits. The gradient needs no more.
  *
- * A target that is no class, or a wrong argument, is an error, after which the communicator has
- * failed. */
+ * A target that is no class, a class that two ranks have or none, and any other wrong argument is
+ * an error, after which the communicator has failed. */
 DTRAIN_API dtrain_result dtrain_vocab_cross_entropy(dtrain_comm *tensor,
                                                     const dtrain_vocab_loss *loss);

@@ -62,7 +62,9 @@ DTRAIN_API dtrain_tensor *dtrain_batch_norm(dtrain_tape *tape, dtrain_tensor *x,
                                             dtrain_param *weight, dtrain_param *bias,
                                             const dtrain_batch_norm_desc *desc);
 /* Look up tokens (batch, sequence) I32 -> (batch*sequence, n): row of `token` (vocabulary, n) plus
- * row of `position` (sequence or more, n), which may be NULL. */
+ * row of `position` (sequence or more, n), which may be NULL. `token` may be cut by rows over the
+ * tensor axis of a mesh (parallel/cut.h): each rank has a part of the vocabulary. The result is
+ * whole, with the bits of one rank, or cut by rows under sequence parallelism. */
 DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
                                            dtrain_param *token, dtrain_param *position);
 
@@ -89,13 +91,18 @@ typedef struct dtrain_attention_desc {
  * kv_heads) of the others (Ainslie et al., "GQA", 2023). A row that sees no key at all has the
  * result 0 and passes no gradient. Autocast leaves q, k and v in the type they come in, one for the
  * three, and adds the mask in fp32. On a GPU flash attention takes causal and key_lengths; a mask
- * goes the slower way of matrix products, whose scores are in memory. */
+ * goes the slower way of matrix products, whose scores are in memory.
+ *
+ * q, k and v may be cut by columns over the tensor axis of a mesh, into whole heads: those of
+ * queries with the head of keys that they meet (cut.parts = kv_heads). The result then is, and the
+ * desc and the mask keep the heads of the whole. */
 DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, dtrain_tensor *k,
                                            dtrain_tensor *v, const dtrain_attention_desc *desc);
 /* Turn pairs of elements by angles that grow with the position, 0 to sequence - 1 (Su et al.,
  * "RoFormer", 2021), in Llama's form: element i of a head of d goes with element i + d/2, and their
  * angle is position * theta^(-2 i / d). x (batch*sequence, heads*d); of its heads the first
- * `rotated` are turned, 0 = all: of a packed row for dtrain_attention, those of q and k. */
+ * `rotated` are turned, 0 = all: of a packed row for dtrain_attention, those of q and k. Of x cut
+ * by columns a rank has whole heads; heads and rotated are numbers of the whole. */
 DTRAIN_API dtrain_tensor *dtrain_rotary(dtrain_tape *tape, dtrain_tensor *x, int64_t sequence,
                                         int64_t heads, int64_t rotated, float theta);
 /* Apply softmax to the last axis. */
@@ -181,7 +188,11 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
  * are 0 at first (dtrain_param.init_count) keeps them 0 under any optimizer.
  *
  * smoothing: the share, in [0, 1], of the wanted probability that is spread evenly over all
- * classes, the target's own included, as in PyTorch (Szegedy et al., 2016); 0 = none. */
+ * classes, the target's own included, as in PyTorch (Szegedy et al., 2016); 0 = none.
+ *
+ * Logits may be cut over the tensor axis of a mesh: by columns, as a classifier makes them whose
+ * weight is cut by rows (three floats a row are exchanged), or by rows. targets and classes are
+ * those of the whole, and the loss is whole. */
 DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
                                                dtrain_tensor *targets, int64_t classes,
                                                float smoothing);

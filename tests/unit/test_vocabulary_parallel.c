@@ -745,6 +745,123 @@ static int heads_errors_rank(dtrain_world *world, void *user)
 }
 static void test_heads_errors(void) { ranks_run(2, THREADS, heads_errors_rank, NULL); }
 
+/* ---- All of it ---------------------------------------------------------------------------------*/
+
+/* A model of one layer with tied embeddings, beside the same on one rank: the loss, and the gradient of every part. */
+enum { HEADS = 8, C = HEADS * 2, TABLE = 13, WTE = 0, WPE, QKV, QKV_BIAS, PROJ, PROJ_BIAS, PARAMS };
+
+typedef struct whole_model {
+    dtrain_param p[PARAMS];
+    dtrain__share part[PARAMS];
+    float *value[PARAMS], *grad[PARAMS];
+} whole_model;
+
+static void model_open(whole_model *m, const dtrain__groups *groups)
+{
+    static const char *const names[PARAMS] = {"wte", "wpe", "qkv", "qkv_bias", "proj", "proj_bias"};
+    static const int64_t shapes[PARAMS][2] = {{TABLE, C}, {SEQUENCE, C}, {3 * C, C},
+                                              {3 * C, 0}, {C, C},        {C, 0}};
+    memset(m, 0, sizeof *m);
+    for (int i = 0; i < PARAMS; i++) {
+        m->p[i] = ranks_param(names[i], NULL, NULL, shapes[i][0], shapes[i][1]);
+        m->p[i].cut.axis = i == WTE || i == QKV || i == QKV_BIAS ? DTRAIN_CUT_ROWS
+                           : i == PROJ                           ? DTRAIN_CUT_COLUMNS
+                                                                 : DTRAIN_CUT_NONE;
+        if (i == QKV || i == QKV_BIAS) m->p[i].cut.components = 3;
+        if (i == QKV || i == QKV_BIAS || i == PROJ) m->p[i].cut.parts = HEADS;
+        m->part[i] = dtrain__share_here(&m->p[i], groups);
+        m->value[i] = (float *)malloc((size_t)m->part[i].count * sizeof(float));
+        m->grad[i] = (float *)malloc((size_t)m->part[i].count * sizeof(float));
+        for (int64_t j = 0, run; j < m->part[i].count; j++)
+            m->value[i][j] =
+                0.3f * dtrain_random_normal(50, (uint64_t)i,
+                                            (uint64_t)dtrain__share_place(&m->part[i], j, &run));
+        m->p[i].value = m->value[i];
+        m->p[i].grad = m->grad[i];
+    }
+}
+static void model_close(whole_model *m)
+{
+    for (int i = 0; i < PARAMS; i++) free(m->value[i]), free(m->grad[i]);
+}
+static int model_pass(dtrain_tape *tape, whole_model *m, uint32_t flags, float *loss)
+{
+    const int64_t shape[2] = {BATCH, SEQUENCE}, rows = ROWS;
+    int32_t tokens[ROWS], targets[ROWS];
+    dtrain_attention_desc desc;
+    dtrain_param *p = m->p;
+    memset(&desc, 0, sizeof desc);
+    desc.sequence = SEQUENCE;
+    desc.heads = HEADS;
+    desc.causal = true;
+    for (int i = 0; i < ROWS; i++) {
+        tokens[i] = (int32_t)(ranks_mix((uint64_t)i) % (TABLE - 1));
+        targets[i] = i % 5 ? (int32_t)(ranks_mix((uint64_t)i + 99) % (TABLE - 1)) : -1;
+    }
+    for (int i = 0; i < PARAMS; i++) p[i].state.grad_written = false;
+    RANKS_TRY(dtrain_tape_begin(tape, flags, 0));
+    dtrain_tensor *in = dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 2, shape, tokens, false);
+    dtrain_tensor *to = dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, &rows, targets, false);
+    dtrain_tape_unit(tape, 0);
+    dtrain_tensor *x = dtrain_embedding(tape, in, &p[WTE], &p[WPE]);
+    dtrain_tape_unit(tape, 1);
+    dtrain_tensor *y = dtrain_linear(tape, x, &p[QKV], &p[QKV_BIAS], DTRAIN_ACTIVATION_NONE);
+    y = dtrain_attention(tape, y, NULL, NULL, &desc);
+    y = dtrain_linear(tape, y, &p[PROJ], &p[PROJ_BIAS], DTRAIN_ACTIVATION_NONE);
+    x = dtrain_add(tape, x, y);
+    dtrain_tape_unit(tape, 2);
+    y = dtrain_linear(tape, x, &p[WTE], NULL, DTRAIN_ACTIVATION_NONE);
+    dtrain_tensor *mean = dtrain_cross_entropy(tape, y, to, TABLE - 1, 0.1f);
+    RANKS_TRY(dtrain_tensor_read(tape, mean, loss, NULL));
+    return dtrain_tape_backward(tape, mean, 1) == DTRAIN_OK ? 0 : 1;
+}
+static int model_rank(dtrain_world *world, void *user)
+{
+    const int kind = *(const int *)user;
+    const bool parallel = kind & 1, narrow = kind & 2, again = kind & 4;
+    const uint32_t flags = narrow ? DTRAIN_TAPE_BF16 : 0;
+    const float tolerance = narrow ? 0.02f : 2e-6f;
+    whole_model here, alone;
+    float got, want, first = 0;
+    axis a;
+    if (axis_open(&a, world, parallel)) return 1;
+    model_open(&here, &a.tape->groups);
+    model_open(&alone, &a.alone->groups);
+    if (again) {
+        if (model_pass(a.tape, &here, flags, &first)) return 1;
+        RANKS_TRY(dtrain_tape_recompute(a.tape, 1, 0));
+    }
+    if (model_pass(a.tape, &here, flags, &got)) return 1;
+    if (model_pass(a.alone, &alone, flags, &want)) return 1;
+    if (again) CHECK(memcmp(&got, &first, sizeof got) == 0);
+    CHECK_MSG(near_to((double)got, (double)want, (double)tolerance), "kind %d: %.9g, expected %.9g",
+              kind, (double)got, (double)want);
+    for (int i = 0; i < PARAMS; i++) {
+        const dtrain__share *part = &here.part[i];
+        if (parallel && a.ranks > 1 && part->axis < 0)
+            RANKS_TRY(dtrain_all_reduce(a.tape->groups.tensor, here.grad[i], here.grad[i],
+                                        (size_t)part->count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
+                                        NULL));
+        int64_t wrong = -1;
+        for (int64_t j = 0, run; j < part->count && wrong < 0; j++)
+            if (!near_to((double)here.grad[i][j],
+                         (double)alone.grad[i][dtrain__share_place(part, j, &run)],
+                         (double)tolerance))
+                wrong = j;
+        CHECK_MSG(wrong < 0, "%d ranks, kind %d: the gradient of %s at %d", a.ranks, kind,
+                  here.p[i].name, (int)wrong);
+    }
+    model_close(&here);
+    model_close(&alone);
+    axis_close(&a);
+    return 0;
+}
+static void test_model(void)
+{
+    for (size_t i = 0; i < sizeof axes / sizeof *axes; i++)
+        for (int kind = 0; kind < 8; kind++) ranks_run(axes[i], THREADS, model_rank, &kind);
+}
+
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -755,5 +872,6 @@ int main(int argc, char **argv)
     RUN(test_embedding_errors);
     RUN(test_heads);
     RUN(test_heads_errors);
+    RUN(test_model);
     return test_summary();
 }
