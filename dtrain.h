@@ -37,6 +37,7 @@
        src/comm/comm.h                      Communicators
        src/parallel/mesh.h                  Meshes
        src/parallel/cut.h                   Cuts: how the tensor axis of a mesh may divide a parameter
+       src/parallel/loss.h                  Losses over a tensor axis, for programs with a backward of their own
        src/strategy/params.h                Parameters, units, buckets
        src/strategy/strategy.h              Strategies
        src/strategy/memory.h                Memory
@@ -105,6 +106,7 @@
        src/parallel/cut_internal.h          The part of a cut parameter, or of a row whose columns are cut, that a rank has
        src/parallel/exchange.c              Exchanges along the tensor axis
        src/parallel/exchange_internal.h     Exchanges along the tensor axis: of device memory, rows of n elements
+       src/parallel/loss.c                  Vocabulary-parallel cross-entropy on arrays
        src/strategy/params.c                Parameters: checks and completes what the host registers
        src/strategy/strategy_internal.h     The strategy, and what its files call of one another
        src/strategy/layout_internal.h       The tables of a strategy: kinds, parameters, buckets, units, and the memory behind them
@@ -118,6 +120,7 @@
        src/strategy/gather.c                Sharded values: gather, release
        src/strategy/calls.c                 Calls of device and communicator that every file of the room makes, and how an error stands
        src/strategy/ways/shards.c           Steps of sharded buckets: each rank gets its shard of the mean
+       src/strategy/ways/tensor.c           The sum over the tensor axis, under sequence parallelism
        src/strategy/ways/hierarchy.c        Steps between two levels of ranks
        src/strategy/ways/compression.c      Gradient compression: how hooks travel on the road
        src/strategy/ways/topk.c             Top-k: a hook that selects the largest elements, exchanges them and adds them up
@@ -139,7 +142,7 @@
        src/tape/op.c                        Running an operation
        src/tape/backward.c                  Backward
        src/tape/linear.c                    Linear layers, whole and shared by the ranks of a tensor axis
-       src/tape/layers.c                    Layers: normalisation, embedding
+       src/tape/layers.c                    Layers: normalisation
        src/tape/embedding.c                 Embedding
        src/tape/attention.c                 Attention, and what belongs to it: rotary position embedding, softmax
        src/tape/shapes.c                    Products of matrices, copies in another type or shape, permuted axes
@@ -310,6 +313,14 @@
    gather       to bring a unit's parameters together on every rank; release lets go of them.
    publish      to bring updated shards to where the next forward pass reads them.
    parameter    a named tensor of the model; its gradient has the same shape.
+   mesh         ranks in a grid (parallel/mesh.h): along its data axis they have other samples;
+                along its tensor axis they share each layer of one copy of the model, and the
+                samples.
+   cut          how the tensor axis may divide a parameter: by rows or by columns (parallel/cut.h).
+   placement    how a tensor of the tape lies over the tensor axis: whole, its columns or its rows
+                cut; operations carry it on.
+   sequence parallelism   the tensor axis divides rows, too, where no layer is shared (norms,
+                residual connections): less memory, the same bytes sent.
    unit         a group of parameters used together, a transformer block say: the grain in which
                 sharded strategies gather and free parameters.
    bucket       a run of gradients, laid end to end, that is reduced by one collective.
@@ -388,6 +399,9 @@
                       With clipping, kinds add up the norm in different orders, in double: it is
                       the same float but in rare cases (about one step in 10^8). GPU kernels use no
                       floating atomics; NCCL's sums alone depend on its choice of algorithm.
+   Any layout         a tensor axis gives the losses of one rank to rounding: a sum over features is
+                      taken in parts there. Initial values and dropout masks are drawn by place in
+                      the whole, and are the same bits for any number of ranks.
    Whatever ranks do  they may differ in which gradients they have and in whose memory, in the order
                       in which they become ready, in the units that backward comes to: the result
                       is right, or all ranks get an error.
@@ -428,8 +442,10 @@
    Parameters, gradients and optimizer state are fp32 where they are kept; activations are fp32 or,
    under autocast, bf16 or fp16; gathered parameters and gradients may travel as either. At most
    DTRAIN_MAX_RANKS ranks. Asynchronous collectives of the local communicator advance inside dtrain
-   calls, not in between. Emulated links know bandwidth, latency and who shares them, not congestion
-   inside a switch, loss of packets, or the processor time that real network stacks take.
+   calls, not in between. The tensor axis of a mesh divides the layers of the tape and parameters
+   that are marked; there are no pipelines of stages yet: an axis of pipeline ranks is arithmetic
+   and communicators alone. Emulated links know bandwidth, latency and who shares them, not
+   congestion inside a switch, loss of packets, or the processor time that real network stacks take.
    dtrain_cuda.cu and dtrain_nccl.h have been emulated and compiled, and not yet run on a GPU.
    The file must keep its name: it includes itself to compile its kernels for several
    instruction sets. Ranks trust each other and their network: strangers and a wrong DTRAIN_JOB_KEY
@@ -1262,6 +1278,43 @@ typedef struct dtrain_cut {
     int64_t widths[DTRAIN_CUT_COMPONENTS]; /* (components) their lengths; zeros = equal ones */
 } dtrain_cut;
 
+/* ==== src/parallel/loss.h ===================================================================== */
+
+/* Losses over a tensor axis, for programs with a backward of their own
+ *
+ * Where the classifier of a model is cut by rows (parallel/cut.h), a rank has the logits of its own
+ * part of the vocabulary. Softmax needs a row's largest logit and the sum of its exponentials,
+ * nothing else of the other ranks: three floats a row travel in place of the logits.
+ * examples/tensor_parallel.c is a complete program. A model on the tape calls dtrain_cross_entropy,
+ * which does the same. */
+
+/* Zero is the default where one is written beside the field. Ranks may have different numbers of
+ * columns; rows, classes, targets, smoothing and scale are the same on all of them. */
+typedef struct dtrain_vocab_loss {
+    int64_t rows, columns;  /* of the logits that are here */
+    int64_t first_class;    /* column j here is class first_class + j */
+    int64_t classes;        /* of all ranks together; columns of classes from here on are padding,
+                               which takes no part and has gradient 0 */
+    const float *logits;    /* (rows, columns), host memory */
+    const int32_t *targets; /* (rows), a class of the whole vocabulary; -1 = ignored */
+    float smoothing;        /* in [0, 1], spread over all classes as in dtrain_cross_entropy */
+    float scale;            /* multiplies d_logits; 0 = 1 */
+    double *loss;           /* the mean over targets that are not ignored, 0 if there are none; the
+                               same on all ranks */
+    float *d_logits;        /* (rows, columns): the gradient of *loss; may be logits; NULL = none */
+} dtrain_vocab_loss;
+
+/* Compute softmax cross-entropy, and its gradient, of logits whose classes are divided over the
+ * ranks of `tensor`, each class on one of them (Shoeybi et al., "Megatron-LM", 2019, section 3: the
+ * parallel cross-entropy of the output embedding). Collective over `tensor`; blocks. Two
+ * all-reduces: of the largest logit of each row, then of its sum of exponentials and its target's
+ * logit together, and with smoothing the sum of its logits. The gradient needs no more.
+ *
+ * A target that is no class, a class that two ranks have or none, and any other wrong argument is
+ * an error, after which the communicator has failed. */
+DTRAIN_API dtrain_result dtrain_vocab_cross_entropy(dtrain_comm *tensor,
+                                                    const dtrain_vocab_loss *loss);
+
 /* ==== src/strategy/params.h =================================================================== */
 
 /* Parameters, units, buckets
@@ -1465,16 +1518,23 @@ typedef struct dtrain_strategy_desc {
     const struct dtrain_compression_desc *compression; /* NULL = none; DDP only; read in create */
 } dtrain_strategy_desc;
 
-/* Make a strategy. Collective. It compares the registration of all ranks (names, shapes, units,
- * flags, initialisation and the desc, except no_overlap where parameters are whole; a difference is
- * DTRAIN_ERROR_MISMATCH naming the first parameter that differs), allocates what the host left
- * NULL, initialises or broadcasts rank 0's values, plans the buckets. An error on one rank is an
- * error on all. desc NULL = a zeroed one.
+/* Make a strategy. Collective. It compares the registration of all ranks (names, shapes, cuts,
+ * units, flags, initialisation and the desc, except no_overlap where parameters are whole; a
+ * difference is DTRAIN_ERROR_MISMATCH naming the first parameter that differs), allocates what the
+ * host left NULL, initialises or broadcasts rank 0's values, plans the buckets. An error on one
+ * rank is an error on all. desc NULL = a zeroed one.
  *
  * Values the library initialises are drawn element by element from their place in the model: every
  * kind and world size starts from the same bits, and no rank ever holds the whole of a sharded
  * model. Kinds that shard parameters own them: value must be NULL. Values of the host's own are
- * copied to and from flat memory in ZERO1 and SHARD_GRAD_OP. */
+ * copied to and from flat memory in ZERO1 and SHARD_GRAD_OP.
+ *
+ * With a mesh the kind does its work along the data axis, on this rank's part of each parameter
+ * (dtrain_param.cut), and averages are over that axis alone. All ranks of the mesh agree on
+ * errors, norms and steps to be left out. Ranks of one tensor axis run the same program on the
+ * same samples. Under sequence parallelism gradients of what is not cut are those of this rank's
+ * rows, and are summed over the tensor axis first. Values of the host's own are rank 0's of each
+ * axis. */
 DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_param *params,
                                                 size_t param_count,
                                                 const dtrain_strategy_desc *desc,
@@ -1556,7 +1616,8 @@ DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *o
  * publish. */
 typedef struct dtrain_shard {
     const dtrain_param *param;
-    int64_t offset; /* first element within the parameter */
+    int64_t offset; /* first element within the parameter; of one that a tensor axis cuts, within
+                       this rank's part of it */
     int64_t count;
     float *value;
     const float *grad;
@@ -1578,14 +1639,14 @@ typedef struct dtrain_strategy_info {
     dtrain_comm *comm;         /* all its ranks: those over which gradients are averaged */
     size_t param_count, bucket_count, unit_count;
     int shard_ranks, replicas;                   /* N = shard_ranks * replicas */
-    uint64_t trainable_elements, total_elements; /* aliases counted once */
+    uint64_t trainable_elements, total_elements; /* of the whole model; aliases counted once */
     uint64_t value_bytes, grad_bytes; /* this rank's, whoever owns them; not what is offloaded */
     uint64_t host_bytes;              /* page-locked: shards that are offloaded, and their stages */
     uint64_t buffer_bytes; /* where units are gathered and reduced: constant over a run */
     uint64_t bucket_bytes; /* of one set of whole gradients, padding included */
-    /* This rank sends in a step of one micro-batch, by the ring formula, and the collectives that
-     * it makes; what each further micro-batch adds. Counted by running such a step without the
-     * other ranks; with compression, once it is in full force. */
+    /* This rank sends along the data axis in a step of one micro-batch, by the ring formula, and
+     * the collectives that it makes; what each further micro-batch adds. Counted by running such a
+     * step without the other ranks; with compression, once it is in full force. */
     uint64_t step_bytes, step_calls, micro_bytes, micro_calls;
     uint64_t step_node_bytes,
         micro_node_bytes; /* of these, to other nodes of an emulated cluster */
@@ -1597,13 +1658,15 @@ typedef struct dtrain_strategy_info {
 /* Fill in what a strategy is and what it holds on this rank; zeros for NULL. Local. */
 DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info);
 
-/* Copy the whole value of params[index] to host (its count elements), on every rank. Collective.
- * Not in the middle of a backward; units that are gathered stay so. */
+/* Copy the whole value of params[index] to host (the elements of its shape, also where a tensor
+ * axis cuts it), on every rank. Collective over the mesh. Not in the middle of a backward; units
+ * that are gathered stay so. */
 DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, float *host);
 
 /* Hash the bits of every parameter and compare the hashes across ranks (collective): replicas
  * that drifted apart are DTRAIN_ERROR_MISMATCH naming rank and parameter. The hash is the same for
- * the same model under every kind. *hash may be NULL. When to call: as dtrain_strategy_read. */
+ * the same model under every kind, and with a mesh the same on all its ranks. Along the tensor axis
+ * what is not cut is compared. *hash may be NULL. When to call: as dtrain_strategy_read. */
 DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash);
 
 /* ==== src/strategy/memory.h =================================================================== */
@@ -1629,9 +1692,10 @@ typedef struct dtrain_memory {
 } dtrain_memory;
 
 /* Count params, grads, buffers and optimizer (desc->optimizer_states and group_states, without
- * Muon's scratch) of the rank that needs most, and their total. desc->kind is not AUTO; node_size 0
- * counts as rank_count. Local: it needs no world, and completes count and shape of params in
- * place. */
+ * Muon's scratch) of the rank that needs most, and their total. desc->kind is not AUTO; node_size
+ * 0 counts as rank_count. With desc->mesh, which may be one without a world, rank_count is its
+ * number of ranks, and params are completed as its rank has them. Local: it needs no world, and
+ * completes count and shape of params in place. */
 DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param_count,
                                               const dtrain_strategy_desc *desc, int rank_count,
                                               dtrain_memory *memory);
@@ -1757,7 +1821,8 @@ DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
  * The first error of a pass sticks: operations then return NULL, accept NULL and do nothing, and
  * dtrain_tape_backward and dtrain_tensor_read return the error until the next dtrain_tape_begin.
  * Model code needs no checks. Nothing here is collective but what the strategy does at units and at
- * `ready`. */
+ * `ready` and, over a tensor axis (parallel/mesh.h), operations that put parts together: its ranks
+ * run the same program. */
 
 typedef struct dtrain_tape dtrain_tape;
 
@@ -1889,7 +1954,12 @@ DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *inf
  * in), as in PyTorch. Every operation checks shapes and reports a difference in a sentence with
  * both. A program adds its own operations with tape/op.h. */
 
-/* Apply a linear layer, y (rows, out) = act(x (rows, in) weight^T + bias); bias may be NULL. */
+/* Apply a linear layer, y (rows, out) = act(x (rows, in) weight^T + bias); bias may be NULL.
+ *
+ * Over the tensor axis of a mesh a weight that is cut by rows (parallel/cut.h), its bias like it,
+ * reads x whole or cut by rows and makes columns; one that is cut by columns, with a whole bias,
+ * reads columns and makes the whole, or under sequence parallelism rows. Both add up over the ranks
+ * what has to be, forward and backward. */
 DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
                                         dtrain_param *bias, dtrain_activation activation);
 /* Normalise the last axis to mean 0 and variance 1, then scale and shift it by weight and bias (n);
@@ -1933,7 +2003,9 @@ DTRAIN_API dtrain_tensor *dtrain_batch_norm(dtrain_tape *tape, dtrain_tensor *x,
                                             dtrain_param *weight, dtrain_param *bias,
                                             const dtrain_batch_norm_desc *desc);
 /* Look up tokens (batch, sequence) I32 -> (batch*sequence, n): row of `token` (vocabulary, n) plus
- * row of `position` (sequence or more, n), which may be NULL. */
+ * row of `position` (sequence or more, n), which may be NULL. `token` may be cut by rows over the
+ * tensor axis of a mesh (parallel/cut.h): each rank has a part of the vocabulary. The result is
+ * whole, with the bits of one rank, or cut by rows under sequence parallelism. */
 DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
                                            dtrain_param *token, dtrain_param *position);
 
@@ -1960,13 +2032,18 @@ typedef struct dtrain_attention_desc {
  * kv_heads) of the others (Ainslie et al., "GQA", 2023). A row that sees no key at all has the
  * result 0 and passes no gradient. Autocast leaves q, k and v in the type they come in, one for the
  * three, and adds the mask in fp32. On a GPU flash attention takes causal and key_lengths; a mask
- * goes the slower way of matrix products, whose scores are in memory. */
+ * goes the slower way of matrix products, whose scores are in memory.
+ *
+ * q, k and v may be cut by columns over the tensor axis of a mesh, into whole heads: those of
+ * queries with the head of keys that they meet (cut.parts = kv_heads). The result then is, and the
+ * desc and the mask keep the heads of the whole. */
 DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, dtrain_tensor *k,
                                            dtrain_tensor *v, const dtrain_attention_desc *desc);
 /* Turn pairs of elements by angles that grow with the position, 0 to sequence - 1 (Su et al.,
  * "RoFormer", 2021), in Llama's form: element i of a head of d goes with element i + d/2, and their
  * angle is position * theta^(-2 i / d). x (batch*sequence, heads*d); of its heads the first
- * `rotated` are turned, 0 = all: of a packed row for dtrain_attention, those of q and k. */
+ * `rotated` are turned, 0 = all: of a packed row for dtrain_attention, those of q and k. Of x cut
+ * by columns a rank has whole heads; heads and rotated are numbers of the whole. */
 DTRAIN_API dtrain_tensor *dtrain_rotary(dtrain_tape *tape, dtrain_tensor *x, int64_t sequence,
                                         int64_t heads, int64_t rotated, float theta);
 /* Apply softmax to the last axis. */
@@ -1976,7 +2053,8 @@ DTRAIN_API dtrain_tensor *dtrain_softmax(dtrain_tape *tape, dtrain_tensor *x);
  * (k, n) is multiplied with all rows of a. */
 DTRAIN_API dtrain_tensor *dtrain_matmul(dtrain_tape *tape, dtrain_tensor *a, dtrain_tensor *b);
 /* Copy x to a tensor of another shape with as many elements, in the same order; one length may be
- * -1, what is left. */
+ * -1, what is left. Of a part (dtrain_tensor.placement) the shape is that of the whole, whose last
+ * axis stays; of rows it has two axes. */
 DTRAIN_API dtrain_tensor *dtrain_reshape(dtrain_tape *tape, dtrain_tensor *x, uint32_t ndim,
                                          const int64_t *shape);
 /* Let x lie over the tensor axis of a mesh as `placement` says (tape/tape.h); x itself where it does,
@@ -2051,7 +2129,11 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
  * are 0 at first (dtrain_param.init_count) keeps them 0 under any optimizer.
  *
  * smoothing: the share, in [0, 1], of the wanted probability that is spread evenly over all
- * classes, the target's own included, as in PyTorch (Szegedy et al., 2016); 0 = none. */
+ * classes, the target's own included, as in PyTorch (Szegedy et al., 2016); 0 = none.
+ *
+ * Logits may be cut over the tensor axis of a mesh: by columns, as a classifier makes them whose
+ * weight is cut by rows (three floats a row are exchanged), or by rows. targets and classes are
+ * those of the whole, and the loss is whole. */
 DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
                                                dtrain_tensor *targets, int64_t classes,
                                                float smoothing);
@@ -2178,7 +2260,8 @@ typedef struct dtrain_optimizer_desc {
  *             which those behind the first count as one; embeddings, the last layer, biases and
  *             norms belong in a group of AdamW. It updates whole matrices: under DDP every rank
  *             does so with all of them, under ZERO3 each matrix's owner for all; kinds that cut
- *             tensors are UNSUPPORTED. */
+ *             tensors are UNSUPPORTED, and so are parameters that a tensor axis cuts
+ *             (dtrain_param.cut). */
 DTRAIN_API dtrain_optimizer_desc dtrain_optimizer_defaults(dtrain_optimizer_kind kind);
 
 /* Create an optimizer, with fp32 state for this rank's shards only. desc is required; the strategy
@@ -2558,8 +2641,8 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
  *               and seed of the loader, the seed of dropout
  *
  * A tensor is described as a whole, and each rank holds pieces of it: different ones where a
- * strategy shards, all of it where it does not. Ranks may list different tensors, as the stages of
- * a pipeline do; a checkpoint has the tensors of all ranks. */
+ * strategy shards or a tensor axis cuts, all of it where neither does. Ranks may list different
+ * tensors, as the stages of a pipeline do; a checkpoint has the tensors of all ranks. */
 
 typedef struct dtrain_state dtrain_state;
 
@@ -2588,10 +2671,10 @@ typedef enum dtrain_state_kind {
  *       . . . . . .           . . d e f .                   . . d e . .
  *       . . . . . .           . . . . . .                   . . . . . .
  *
- * A cut along an axis makes boxes: a slice of rows or columns, or of one component of a packed
- * q|k|v. A cut by bytes, as of a sharding strategy, makes runs, also of an array that is a slice
- * itself. The elements that two pieces share are a piece again. Boxes alone would not do as well: a
- * run of a tensor of 4 axes is up to 7 boxes. */
+ * A cut along an axis (parallel/cut.h) makes boxes: a slice of rows or columns, or of one component
+ * of a packed q|k|v. A cut by bytes, as of a sharding strategy, makes runs, also of an array that is
+ * a slice itself. The elements that two pieces share are a piece again. Boxes alone would not do as
+ * well: a run of a tensor of 4 axes is up to 7 boxes. */
 typedef struct dtrain_piece {
     int64_t first[4], length[4]; /* the box; of a whole tensor: zeros, and its shape */
     int64_t offset, count;       /* the run: its first element in the box, and how many */
@@ -2720,14 +2803,16 @@ typedef struct dtrain_storage {
  * then one rename makes it a checkpoint: what has a manifest is whole. A crash at any moment leaves
  * the checkpoints before it as they were.
  *
- * Loading reads the manifest and those pieces that this rank needs. Number of ranks, strategy, node
- * size, precision and offload may be others than those of the run that saved. What is carried over:
+ * Loading reads the manifest and those pieces that this rank needs. Number of ranks, axes of the
+ * mesh, strategy, node size, precision and offload may be others than those of the run that saved.
+ * What is carried over:
  *
  *     values, moments, momentum, Q, scalars    exactly
  *     residuals, velocities    exactly by as many ranks that cut buckets in the same way; otherwise
- *                              every rank begins with the mean over the old ranks, so that the mean
- *                              gradient gets what is owed to it; and with zeros where either side
- *                              is hierarchical, which owes it per node
+ *                              every rank begins with the mean over the old ranks that had the
+ *                              element, so that the mean gradient gets what is owed to it; and with
+ *                              zeros where either side is hierarchical, which owes it per node
+ *     Q of parameters that a tensor axis cuts by rows    exactly by as many ranks of that axis
  *     arrays of the program's own that differ from rank to rank    by the ranks that were there
  *
  * What was not carried over exactly is said in dtrain_load_info.note. */
@@ -2903,9 +2988,9 @@ typedef struct dtrain_import_info {
 
 /* Read the values of parameters from a file of F32, BF16 or F16, or from several with an index.
  * Collective, between two steps. Every rank reads what it keeps, block by block; of a transposed
- * one it reads all, and keeps its piece. Then values are published, and an optimizer's master
- * copies set, as dtrain_state_changed does: the state's desc has the optimizer whose copies these
- * are. Its moments and steps stay. desc and info may be NULL.
+ * one it reads all rows of its columns, and keeps its piece. Then values are published, and an
+ * optimizer's master copies set, as dtrain_state_changed does: the state's desc has the optimizer
+ * whose copies these are. Its moments and steps stay. desc and info may be NULL.
  *
  * path: a safetensors file, or an index (a name that ends with ".json") beside its files; where
  * there is no such file, "path.index.json" is tried. Every rank opens it. Symbolic links are
@@ -3643,15 +3728,16 @@ typedef struct dtrain_sum_args {
     const float *factor; /* (1) device memory: multiplies scale; or NULL */
 } dtrain_sum_args;
 
-/* What becomes of a sum of squares, without the host: norm = sqrt(sum_squares[0]) * grad_scale;
+/* What becomes of sums of squares, without the host: norm = sqrt(their sum, in order) * grad_scale;
  * scalars->grad_scale is multiplied by max_norm / (norm + 1e-6) where below 1 (max_norm <= 0:
  * never), and scalars->skip = 1 when the norm is not finite or weight[0] is 0. */
 typedef struct dtrain_clip_args {
-    const double *sum_squares; /* (1) device memory */
+    const double *sum_squares; /* (sum_count, at least 1) device memory */
     float max_norm;
     dtrain_step_scalars *scalars; /* device memory */
     float *norm;                  /* (1) device memory */
     const float *weight;          /* (1) device memory, of the step's samples; or NULL */
+    int sum_count;                /* 0 = 1 */
 } dtrain_clip_args;
 
 typedef struct dtrain_convert_args {
@@ -12679,6 +12765,9 @@ struct dtrain_mesh {
 DTRAIN__PRIVATE dtrain__groups dtrain__mesh_groups(dtrain_world *world, const dtrain_mesh *mesh,
                                                    dtrain_comm *comm);
 
+/* A plan may be for more ranks than can be started; the product of three axes fits 64 bits. */
+#define DTRAIN__AXIS_MOST (1 << 20)
+
 /* Complete the axes: put what is left where -1, or data's 0, asks for it. */
 static dtrain_result dtrain__mesh_resolve(const dtrain_mesh_desc *desc, dtrain_mesh_info *info)
 {
@@ -12688,11 +12777,11 @@ static dtrain_result dtrain__mesh_resolve(const dtrain_mesh_desc *desc, dtrain_m
     int *rest = NULL;
     for (int i = 0; i < 3; i++) {
         *sizes[i] = given[i] ? given[i] : 1;
-        if (given[i] < -1 || given[i] > DTRAIN_MAX_RANKS * DTRAIN_MAX_RANKS)
+        if (given[i] < -1 || given[i] > DTRAIN__AXIS_MOST)
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "dtrain_mesh_create: an axis of %d ranks, expected 1 or more, 0 for "
+                               "dtrain_mesh_create: an axis of %d ranks, expected 1 to %d, 0 for "
                                "the default or -1 for the rest",
-                               given[i]);
+                               given[i], DTRAIN__AXIS_MOST);
         if (given[i] == -1 && rest)
             return dtrain_fail(
                 DTRAIN_ERROR_ARGUMENT,
@@ -12763,8 +12852,9 @@ static dtrain_result dtrain__mesh_split(dtrain_mesh *mesh)
 static dtrain_result dtrain__mesh_warn(const dtrain_mesh *mesh)
 {
     dtrain_comm *tensor = dtrain_mesh_comm(mesh, DTRAIN_AXIS_TENSOR);
-    const int32_t node = mesh->world->node;
-    int32_t most[2] = {node, -node};
+    dtrain_world_info own; /* emulated nodes count */
+    dtrain_world_query(mesh->world, &own);
+    int32_t most[2] = {(int32_t)own.node, -(int32_t)own.node};
     DTRAIN__TRY(
         dtrain_all_reduce(tensor, most, most, 2, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MAX, NULL));
     int32_t crosses = most[0] != -most[1];
@@ -12781,7 +12871,8 @@ static dtrain_result dtrain__mesh_warn(const dtrain_mesh *mesh)
 DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_mesh_desc *desc,
                                             dtrain_mesh **out)
 {
-    static const dtrain_mesh_desc zeroed;
+    dtrain_mesh_desc zeroed;
+    memset(&zeroed, 0, sizeof zeroed);
     if (!desc) desc = &zeroed;
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_mesh_create: out is NULL");
     *out = NULL;
@@ -12931,9 +13022,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__cut_check(const dtrain_cut *cut, const int
                            columns ? 1 : DTRAIN_CUT_COMPONENTS);
     const int64_t whole = shape[columns ? 1 : 0];
     int64_t left = whole;
+    bool widths = false;
+    for (int i = 0; i < DTRAIN_CUT_COMPONENTS; i++) widths = widths || cut->widths[i];
     for (uint32_t i = 0; i < count; i++) {
-        const int64_t length = dtrain__component(cut, whole, i);
+        const int64_t length = widths ? cut->widths[i] : dtrain__component(cut, whole, i);
         const int64_t parts = cut->parts ? cut->parts : length;
+        if (length > whole)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "component %u of its cut is %lld long, of %lld %s in all", i,
+                               (long long)length, (long long)whole, columns ? "columns" : "rows");
         left -= length;
         if (length < 1 || length % parts)
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -13113,6 +13210,177 @@ DTRAIN__PRIVATE dtrain_result dtrain__scatter_rows(dtrain_comm *comm, const void
     return DTRAIN_OK;
 }
 
+/* ==== src/parallel/loss.c ===================================================================== */
+
+/* Vocabulary-parallel cross-entropy on arrays
+ *
+ * With m the largest logit of a row and s = smoothing:
+ *
+ *     1. m of the columns here                          all-reduce, largest      rows floats
+ *     2. sum of e^(x - m), x[target], sum of (x - m)    all-reduce, sum          2 or 3 rows floats
+ *     3. lse = m + log(sum)    loss = lse - (1 - s) x[target] - s (m + sum of (x - m) / classes)
+ *     4. d_x = (e^(x - lse) - (1 - s) onehot(target) - s / classes) scale / valid targets
+ *
+ * A target is on one rank and the others add 0 to its logit, so that sum is exact; so is m. The sum
+ * of exponentials is taken in double here and rounded once before it travels. */
+
+static dtrain_result dtrain__vocab_check(const dtrain_vocab_loss *loss)
+{
+    const char *const call = "dtrain_vocab_cross_entropy";
+    size_t count;
+    if (!loss || !loss->loss || (loss->rows && (!loss->targets || !loss->logits)))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call,
+                           !loss                          ? "its argument"
+                           : !loss->loss                  ? "loss"
+                           : loss->rows && !loss->targets ? "targets"
+                                                          : "logits");
+    if (loss->rows < 0 || loss->columns < 1 || loss->first_class < 0 || loss->classes < 1 ||
+        loss->first_class > INT32_MAX || loss->classes > INT32_MAX ||
+        !dtrain__size_mul((size_t)loss->rows, (size_t)loss->columns, &count))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: %lld rows, %lld columns from class %lld on, of %lld classes; "
+                           "expected 0 rows or more, and at least one column and class",
+                           call, (long long)loss->rows, (long long)loss->columns,
+                           (long long)loss->first_class, (long long)loss->classes);
+    if (!(loss->smoothing >= 0 && loss->smoothing <= 1)) /* so written that NaN is refused */
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: smoothing is %g, not in [0, 1]", call,
+                           (double)loss->smoothing);
+    for (int64_t i = 0; i < loss->rows; i++)
+        if (loss->targets[i] < -1 || loss->targets[i] >= loss->classes)
+            return dtrain_fail(DTRAIN_ERROR_DATA,
+                               "%s: the target of row %lld is %d, expected 0 to %lld, or -1 for "
+                               "none",
+                               call, (long long)i, loss->targets[i], (long long)loss->classes - 1);
+    return DTRAIN_OK;
+}
+
+/* Step 1, for the columns that are here: of none the largest is -infinity. NaN is larger than
+ * everything, so that it reaches all ranks. */
+static void dtrain__vocab_most(const dtrain_vocab_loss *loss, int64_t count, float *most)
+{
+    for (int64_t i = 0; i < loss->rows; i++) {
+        const float *x = loss->logits + i * loss->columns;
+        most[i] = -INFINITY;
+        for (int64_t j = 0; j < count; j++)
+            if (!(x[j] <= most[i])) most[i] = x[j];
+    }
+}
+
+/* Step 2, for the columns that are here; sums (2 or 3, rows). */
+static void dtrain__vocab_sums(const dtrain_vocab_loss *loss, int64_t count, const float *most,
+                               float *sums)
+{
+    for (int64_t i = 0; i < loss->rows; i++) {
+        const float *x = loss->logits + i * loss->columns;
+        const int64_t target = (int64_t)loss->targets[i] - loss->first_class;
+        double exponentials = 0, below = 0;
+        for (int64_t j = 0; j < count; j++) {
+            exponentials += exp((double)x[j] - (double)most[i]);
+            below += (double)x[j] - (double)most[i];
+        }
+        sums[i] = (float)exponentials;
+        sums[loss->rows + i] = target >= 0 && target < count ? x[target] : 0.0f;
+        if (loss->smoothing > 0) sums[2 * loss->rows + i] = (float)below;
+    }
+}
+
+/* Count the classes and the targets that are here: two floats more in all find classes that two
+ * ranks have, or none. */
+static void dtrain__vocab_count(const dtrain_vocab_loss *loss, int64_t count, float *found)
+{
+    const int64_t past = loss->first_class + count;
+    int64_t targets = 0;
+    for (int64_t i = 0; i < loss->rows; i++)
+        targets += loss->targets[i] >= loss->first_class && loss->targets[i] < past;
+    found[0] = (float)count;
+    found[1] = (float)targets;
+}
+
+/* Compare the counts of all ranks with what they should be, as far as a float holds them. */
+static dtrain_result dtrain__vocab_found(const dtrain_vocab_loss *loss, const float *found)
+{
+    const int64_t most = 1 << 24;
+    int64_t valid = 0;
+    for (int64_t i = 0; i < loss->rows; i++) valid += loss->targets[i] != -1;
+    if (loss->classes > most || valid > most ||
+        (found[0] == (float)loss->classes && found[1] == (float)valid))
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                       "dtrain_vocab_cross_entropy: all ranks together have %.0f of %lld classes "
+                       "and the classes of %.0f of %lld targets; each class is on one rank, from "
+                       "its first_class on, and classes and targets are the same on all of them",
+                       (double)found[0], (long long)loss->classes, (double)found[1],
+                       (long long)valid);
+}
+
+/* Steps 3 and 4. */
+static void dtrain__vocab_finish(const dtrain_vocab_loss *loss, int64_t count, const float *most,
+                                 const float *sums)
+{
+    const double smoothing = (double)loss->smoothing, classes = (double)loss->classes;
+    double total = 0;
+    int64_t valid = 0;
+    for (int64_t i = 0; i < loss->rows; i++) valid += loss->targets[i] != -1;
+    const double each = (loss->scale != 0 ? (double)loss->scale : 1) / (double)(valid ? valid : 1);
+    for (int64_t i = 0; i < loss->rows; i++) {
+        const float *x = loss->logits + i * loss->columns;
+        float *d_x = loss->d_logits ? loss->d_logits + i * loss->columns : NULL;
+        const int64_t target = (int64_t)loss->targets[i] - loss->first_class;
+        const bool ignored = loss->targets[i] == -1;
+        const double lse = (double)most[i] + log((double)sums[i]);
+        if (!ignored) total += lse - (1 - smoothing) * (double)sums[loss->rows + i];
+        if (!ignored && smoothing > 0)
+            total -= smoothing * ((double)most[i] + (double)sums[2 * loss->rows + i] / classes);
+        for (int64_t j = 0; j < loss->columns && d_x; j++) {
+            double d = 0;
+            if (j < count && !ignored)
+                d = exp((double)x[j] - lse) - (j == target ? 1 - smoothing : 0) -
+                    smoothing / classes;
+            d_x[j] = (float)(d * each);
+        }
+    }
+    *loss->loss = valid ? total / (double)valid : 0;
+}
+
+DTRAIN_API dtrain_result dtrain_vocab_cross_entropy(dtrain_comm *tensor,
+                                                    const dtrain_vocab_loss *loss)
+{
+    const char *const call = "dtrain_vocab_cross_entropy";
+    if (!tensor) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tensor is NULL", call);
+    DTRAIN__TRY(dtrain__world_check(tensor->world, call));
+    const dtrain_allocator *allocator = &tensor->world->allocator;
+    dtrain_result result = dtrain__vocab_check(loss);
+    float *most = NULL;
+    size_t count = 0;
+    if (result == DTRAIN_OK) { /* rows fit four times: there are as many targets */
+        count = 4 * (size_t)loss->rows + 2;
+        most = (float *)dtrain__alloc(allocator, count, sizeof *most, "three floats a row");
+        if (!most) result = DTRAIN_ERROR_MEMORY;
+    }
+    /* the others count on this rank: a mistake here is theirs to hear of, as in any collective */
+    if (result != DTRAIN_OK) return tensor->ops->fail(tensor, result, dtrain_last_error());
+
+    const size_t rows = (size_t)loss->rows;
+    const int64_t left = loss->classes - loss->first_class;
+    const int64_t here = left < 0 ? 0 : left < loss->columns ? left : loss->columns;
+    const size_t each = loss->smoothing > 0 ? 3 : 2;
+    float *sums = most + rows, *found = sums + each * rows;
+    dtrain__vocab_most(loss, here, most);
+    result = dtrain_all_reduce(tensor, most, most, rows, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MAX, NULL);
+    if (result == DTRAIN_OK) {
+        dtrain__vocab_sums(loss, here, most, sums);
+        dtrain__vocab_count(loss, here, found);
+        result = dtrain_all_reduce(tensor, sums, sums, each * rows + 2, DTRAIN_DTYPE_F32,
+                                   DTRAIN_REDUCE_SUM, NULL);
+    }
+    if (result == DTRAIN_OK) result = dtrain__vocab_found(loss, found);
+    if (result == DTRAIN_ERROR_MISMATCH)
+        result = tensor->ops->fail(tensor, result, dtrain_last_error());
+    if (result == DTRAIN_OK) dtrain__vocab_finish(loss, here, most, sums);
+    dtrain__free(allocator, most, count, sizeof *most);
+    return result;
+}
+
 /* ==== src/strategy/params.c =================================================================== */
 
 /* Parameters: checks and completes what the host registers
@@ -13187,9 +13455,12 @@ DTRAIN__PRIVATE dtrain_param *dtrain__params_of(const dtrain_strategy *strategy,
 DTRAIN__PRIVATE uint64_t *dtrain__step_count_of(dtrain_strategy *strategy);
 /* Tell whether gradients go node by node: hierarchical, and there are several nodes. */
 DTRAIN__PRIVATE bool dtrain__goes_by_nodes(const dtrain_strategy *strategy);
-/* Add up the counters of all communicators. */
+/* Add up the counters of all communicators along the data axis. */
 DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
                                                 dtrain_comm_info *info);
+/* The same along the tensor axis: of operations, and of sums of whole parameters' gradients. */
+DTRAIN__PRIVATE void dtrain__strategy_tensor_info(const dtrain_strategy *strategy,
+                                                  dtrain_comm_info *info);
 
 /* ---- May a call go on? ------------------------------------------------------------------------*/
 
@@ -13234,11 +13505,12 @@ DTRAIN__PRIVATE float *dtrain__after(float *at, int64_t count);
 
 /* ---- Norm of gradients: strategy/norm.c -------------------------------------------------------*/
 
-/* Queue the sum of this rank's squares into *squares (1, device memory), without those of shards in
- * host memory. */
+/* Queue the sums of squares of the ranks that hold one model into *squares (*count, device memory),
+ * where no rank shares a copy: their sum, in this order, is that of all gradients. Collective over
+ * those ranks. */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_squares(dtrain_strategy *strategy,
-                                                    const double **squares);
-/* Sum the squares of all gradients; the host waits. Collective where they are sharded. */
+                                                    const double **squares, int *count);
+/* Sum the squares of all gradients; the host waits. Collective where they are sharded or cut. */
 DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, double *total);
 
 /* ---- Weights of losses: strategy/weights.c ----------------------------------------------------*/
@@ -13296,11 +13568,11 @@ DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const struct dtrain__layout *layou
 
 /* A strategy that is not made. Collective; free it after an error too. */
 typedef struct dtrain__strategy_plan {
-    dtrain_comm *comm; /* its ranks */
+    dtrain_comm *comm; /* all ranks that train together */
     dtrain__groups groups;
     uint64_t needs; /* bytes of a rank for parameters, gradients, optimizer and buffers ... */
     int64_t limit;  /* ... of those that it may use, for activations too */
-    const struct dtrain__layout *layout; /* of rank 0 */
+    const struct dtrain__layout *layout; /* of rank 0 of the data axis */
     struct dtrain__planned *planned;
 } dtrain__strategy_plan;
 DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_param *params,
@@ -13358,8 +13630,11 @@ typedef struct dtrain__bucket {
     uint32_t stage;                   /* how far its gradients are: DTRAIN__REDUCE_IDLE ... */
     dtrain_work **reduces, **gathers; /* (works_per_bucket) collectives under way, or NULL */
     struct dtrain__compressed *compressed; /* what compression keeps (ways_internal.h), or NULL */
-    float *values, *grads;                 /* (count) */
-    float *value_shard, *grad_shard;       /* (shard_count); in host memory if: */
+    float *tensor_sum;    /* where the tensor axis sums up whole parameters: in grads, or packed */
+    int64_t tensor_count; /* elements of it; 0: nothing is summed over that axis */
+    bool tensor_packed;
+    float *values, *grads;           /* (count) */
+    float *value_shard, *grad_shard; /* (shard_count); in host memory if: */
     bool value_on_host, grad_on_host;
     uint16_t *low_values, *low_grads; /* (count) in param_dtype, reduce_dtype; NULL for fp32 */
 } dtrain__bucket;
@@ -13408,6 +13683,9 @@ typedef struct dtrain__layout {
     int all, all_rank;           /* among all of the strategy */
     int node_ranks;              /* hierarchical, and several nodes: ranks of a node; otherwise 1 */
     int slice_ranks, slice_rank; /* of those that exchange a slice: one a node; otherwise all */
+    int tensor_ranks;            /* that share each cut parameter */
+    bool partial;                /* sequence parallelism: gradients of whole parameters are to be
+                                    summed over the tensor axis */
     /* Which classes are really sharded: with one rank, or accumulation LAST, fewer than the kind
      * says. state: any of them; grads: units make gradients in alternating buffers and keep shards;
      * params: values are gathered. */
@@ -13460,6 +13738,9 @@ DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtra
 DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
                                    int64_t *count);
 
+#define DTRAIN__SQUARES \
+    2 /* sums for a norm: of what a rank counts, of what the tensor axis repeats */
+
 /* dtrain__bucket.stage: not launched, then the number of the step under way, from 1, then done. */
 enum { DTRAIN__REDUCE_IDLE = 0, DTRAIN__REDUCED = 99 };
 
@@ -13472,7 +13753,7 @@ typedef struct dtrain__step {
     bool last_only; /* only in the last micro-batch, on the shard that holds the sum of all */
 } dtrain__step;
 
-#define DTRAIN__STEPS 5 /* the longest way: 4, and a NULL */
+#define DTRAIN__STEPS 6 /* the longest way: 5, and a NULL */
 
 /* The ways: of whole buckets, of the same when compression has begun, of sharded buckets. */
 enum { DTRAIN__WHOLE, DTRAIN__COMPRESSED, DTRAIN__SHARDED, DTRAIN__WAYS };
@@ -13486,6 +13767,9 @@ enum {
     DTRAIN__FETCH_ACROSS, /* the ranks of ACROSS, to gather values ... */
     DTRAIN__FETCH,        /* ... and those of NODE, for the second collective of a gather */
     DTRAIN__SECOND,       /* the ranks that exchange compressed gradients, for a second round */
+    DTRAIN__TENSOR,       /* the tensor axis, for the sum of whole parameters' gradients ... */
+    DTRAIN__AFTER,        /* ... and for the step after it the data axis, or (HYBRID_SHARD) ... */
+    DTRAIN__AFTER_NODE,   /* ... of sharded buckets the ranks of NODE */
     DTRAIN__EXTRAS
 };
 
@@ -13540,9 +13824,11 @@ struct dtrain_strategy {
     dtrain_allocator allocator;
     dtrain_work **works;  /* (param_count, 2 works_per_bucket): reduces, gathers of buckets */
     dtrain_shard *shards; /* (param_count), shard_count in use */
-    int64_t *gathered;    /* (ranks): scratch */
-    double *sum_squares;  /* (1) device memory, for the norm of gradients; the tally follows it */
-    float *tally, *sums;  /* (tally_count) device memory; its copy on the host: weights.c */
+    int64_t *gathered;    /* (2 a rank of `all`): scratch */
+    uint64_t *hashes;     /* (param_count) of values, while verify compares them */
+    double *sum_squares; /* (DTRAIN__SQUARES, and one a rank of `model`) device memory, for the norm
+                             of gradients; the tally follows it */
+    float *tally, *sums; /* (tally_count) device memory; its copy on the host: weights.c */
     dtrain_work *tally_work;
     const float *device_weight; /* `weights` of a recorded step, in device memory; or NULL */
     size_t works_per_bucket, shard_count;
@@ -13583,6 +13869,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, d
 /* strategy/ways/compression.c */
 DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__hook_of(const dtrain_compression_desc *how);
 
+/* strategy/ways/tensor.c */
+DTRAIN__PRIVATE void dtrain__lay_tensor_sums(dtrain__layout *layout);
+
 /* strategy/ways.c */
 DTRAIN__PRIVATE void dtrain__ways_memory(dtrain__layout *layout);
 DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout, const dtrain_allocator *a,
@@ -13615,7 +13904,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, siz
                                                   dtrain_param *whole);
 
 /* strategy/levels.c */
-DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world, dtrain_comm *comm,
+DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world,
+                                                 const dtrain__groups *groups,
                                                  uint32_t *node_ranks);
 DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int ranks);
 DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy);
@@ -13643,6 +13933,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_make(dtrain_world *world, dtrain_param *params,
                                                     size_t param_count,
                                                     const dtrain_strategy_desc *desc,
+                                                    const dtrain__groups *groups,
                                                     dtrain_strategy **out);
 
 /* strategy/plan.c */
@@ -13708,6 +13999,10 @@ static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index,
     }
     if (!fits || !dtrain__size_mul(product, sizeof(float), &bytes) || bytes > SIZE_MAX / 4)
         return dtrain__param_fail(p, index, "it has more elements than memory can hold");
+    if (p->cut.axis && !dims && !p->alias_of)
+        return dtrain__param_fail(p, index,
+                                  "it has a cut, but its shape is zeros; give the shape of the "
+                                  "whole, of which count becomes this rank's part");
     if (dims == 0) p->shape[0] = p->count;
     if (dtrain__cut_check(&p->cut, p->shape, groups->tensor_ranks) != DTRAIN_OK)
         return dtrain__param_fail(p, index, "%s", dtrain__bare(dtrain_last_error()));
@@ -13870,7 +14165,9 @@ DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind)
 /* The layout: which parameters travel together, and which rank keeps which part of them
  *
  * A layout is a pure function of what all ranks have in common. They need not exchange it, and a
- * plan can make one without ranks.
+ * plan can make one without ranks. Ranks of a tensor axis may have parts of different lengths, and
+ * still put the same parameters into the same buckets in the same order: whoever decides by length
+ * takes that of an even part (dtrain__even_count).
  *
  *     kind                                                               state  grads  params
  *     DDP: buckets by size, last parameter first, everything whole       -      -      -
@@ -13895,6 +14192,14 @@ DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count)
 {
     return (int64_t)(dtrain__round_up((size_t)count * sizeof(float), DTRAIN__CACHE_LINE) /
                      sizeof(float));
+}
+
+/* Return the length of a parameter that is the same on all ranks of the tensor axis. */
+static int64_t dtrain__even_count(const dtrain__layout *layout, size_t i)
+{
+    const dtrain_param *p = &layout->params[i];
+    const int64_t ranks = p->cut.axis ? layout->tensor_ranks : 1;
+    return (dtrain__whole_count(p) + ranks - 1) / ranks;
 }
 
 /* Return the index of a unit; a new one gets the next. */
@@ -13922,7 +14227,8 @@ static void dtrain__lay_units(dtrain__layout *layout)
         entry->trainable = !((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN);
         if (p->state.storage == p) entry->unit = unit;
         else if (storage->unit != unit) storage->unit = DTRAIN__NONE;
-        entry->whole = !layout->shards.state || p->count < layout->desc->whole_below ||
+        entry->whole = !layout->shards.state ||
+                       dtrain__even_count(layout, i) < layout->desc->whole_below ||
                        (p->flags & DTRAIN_PARAM_BUFFER);
     }
 }
@@ -13935,17 +14241,22 @@ static void dtrain__lay_owners(dtrain__layout *layout, int64_t *load)
     for (size_t i = 0; i < layout->count; i++) layout->owners[i] = DTRAIN__NONE;
     for (;;) {
         const dtrain_param *next = NULL;
+        int64_t most = 0;
         int least = 0;
         for (size_t i = 0; i < layout->count; i++) {
             const dtrain_param *p = &layout->params[i];
             if (p->state.storage != p || layout->entries[i].whole) continue;
-            if (layout->owners[i] == DTRAIN__NONE && (!next || p->count > next->count)) next = p;
+            if (layout->owners[i] != DTRAIN__NONE) continue;
+            const int64_t count = dtrain__even_count(layout, i);
+            if (next && count <= most) continue;
+            next = p;
+            most = count;
         }
         if (!next) return;
         for (int r = 1; r < layout->ranks; r++)
             if (load[r] < load[least]) least = r;
         layout->owners[next->state.index] = (uint32_t)least;
-        load[least] += dtrain__padded(next->count);
+        load[least] += dtrain__padded(most);
     }
 }
 
@@ -14038,19 +14349,22 @@ static dtrain__bucket *dtrain__lay_bucket(dtrain__layout *layout, uint32_t unit,
 static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
 {
     size_t cap = layout->desc->first_bucket_bytes;
+    int64_t filled = 0; /* elements, of even parts */
     dtrain__bucket *last = NULL;
     for (size_t i = layout->count; i-- > 0;) {
         const dtrain__entry *entry = &layout->entries[i];
         if (layout->params[i].state.storage != &layout->params[i] || !entry->trainable) continue;
         if (entry->whole == sharded) continue;
-        const int64_t length = dtrain__padded(layout->params[i].count);
-        if (last && last->count && (size_t)(last->count + length) > cap / sizeof(float)) {
+        const int64_t length = dtrain__padded(dtrain__even_count(layout, i));
+        if (last && filled && (size_t)(filled + length) > cap / sizeof(float)) {
             dtrain__bucket_close(layout, last);
             last = NULL;
+            filled = 0;
             cap = layout->desc->bucket_bytes;
         }
         if (!last) last = dtrain__bucket_new(layout, DTRAIN__NONE, true, sharded);
         dtrain__bucket_add(layout, last, i);
+        filled += length;
     }
     if (last) dtrain__bucket_close(layout, last);
 }
@@ -14119,11 +14433,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
                                                   const dtrain_strategy_desc *desc, int all,
                                                   int all_rank)
 {
+    dtrain_mesh_info mesh;
+    dtrain_mesh_query(desc->mesh, &mesh); /* zeros without one */
     memset(layout, 0, sizeof *layout);
     layout->params = params;
     layout->count = count;
     layout->desc = desc;
     layout->kind = dtrain__row_of(desc->kind);
+    layout->tensor_ranks = desc->mesh ? mesh.tensor : 1;
+    layout->partial = mesh.sequence_parallel;
     dtrain__lay_classes(layout, all);
     const size_t cuts = (size_t)layout->ranks + 1;
     layout->entries =
@@ -14364,8 +14682,8 @@ typedef struct dtrain__compressed {
 DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end,
     dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end, dtrain__shard_add,
     dtrain__replicas_begin, dtrain__replicas_end, dtrain__node_scatter_begin,
-    dtrain__node_gather_begin, dtrain__round_1_begin, dtrain__round_1_end, dtrain__round_2_begin,
-    dtrain__round_2_end;
+    dtrain__node_gather_begin, dtrain__tensor_begin, dtrain__tensor_end, dtrain__round_1_begin,
+    dtrain__round_1_end, dtrain__round_2_begin, dtrain__round_2_end;
 
 /* strategy/ways/compression.c */
 DTRAIN__PRIVATE dtrain_result dtrain__layout_hooks(dtrain__layout *layout,
@@ -14543,7 +14861,7 @@ static dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, dtrain__buc
     const dtrain__step *next = dtrain__step_of(strategy, bucket, bucket->stage + 1);
     if (done->end) DTRAIN__TRY(done->end(strategy, bucket));
     bucket->stage = next ? bucket->stage + 1 : (uint32_t)DTRAIN__REDUCED;
-    return next ? next->begin(strategy, bucket) : DTRAIN_OK;
+    return next && next->begin ? next->begin(strategy, bucket) : DTRAIN_OK;
 }
 
 /* Tell whether second and later steps start in lockstep: only at launches and in finish, which come
@@ -14772,7 +15090,7 @@ static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
                              "%s: no gradient from this backward: %s; mark them with "
                              "dtrain_strategy_ready, or set DTRAIN_PARAM_FROZEN",
                              call, names);
-    return dtrain__agree(strategy->groups.data, result);
+    return dtrain__agree(strategy->groups.all, result);
 }
 
 /* Copy whole gradients back to the arrays of a host that has its own. */
@@ -14894,12 +15212,14 @@ static bool dtrain__walks(const dtrain_strategy *strategy)
 }
 
 /* Wait until the gradients of bucket b have left the buffer in which they were made: until the
- * bucket is reduced. With replicas the first step is enough where the step between nodes works on
- * the shard: unless the result has yet to be added to it, rounded or copied to the host. */
+ * bucket is reduced. With replicas the steps before the last are enough where the step between
+ * nodes works on the shard: unless the result has yet to be added to it, rounded or copied to the
+ * host. */
 static dtrain_result dtrain__vacate_buffer(dtrain_strategy *strategy, size_t b)
 {
     const bool on_host = strategy->layout.grads_on_host;
     const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATION_SHARD_EVERY;
+    const uint32_t across = strategy->layout.partial ? 3 : 2; /* the step between nodes */
     if (!strategy->kind->replicas || on_host || dtrain__reduces_low(strategy) ||
         (every && strategy->accumulated)) {
         DTRAIN__TRY(dtrain__reduce_until(strategy, b + 1));
@@ -14907,7 +15227,7 @@ static dtrain_result dtrain__vacate_buffer(dtrain_strategy *strategy, size_t b)
     }
     for (size_t i = strategy->oldest; i <= b; i++) {
         dtrain__bucket *bucket = &strategy->layout.buckets[i];
-        if (bucket->stage == 1) DTRAIN__TRY(dtrain__reduce_await(strategy, bucket));
+        while (bucket->stage < across) DTRAIN__TRY(dtrain__reduce_await(strategy, bucket));
     }
     return DTRAIN_OK;
 }
@@ -15067,7 +15387,9 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
  * corrected: the bits are those of a mean of means. A weight is at most 1, so that no sum overflows
  * that would not overflow in a mean of means.
  *
- * Weights are summed by an all-reduce of the tally, behind the last buckets of a step:
+ * Weights are summed by an all-reduce of the tally, behind the last buckets of a step, over all
+ * ranks: those of a tensor axis have the same samples, so that their weights count as often as
+ * their number, which passes are multiplied by too, and all of them hear the same verdicts:
  *
  *     | sum of weights | of each parameter: how many ranks had a gradient of it |
  *
@@ -15097,7 +15419,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__agree_unit(dtrain_strategy *strategy, int6
     if (strategy->unit || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES) return DTRAIN_OK;
     if (strategy->layout.all > 1) {
         dtrain__call_label(strategy->world, "unit of weights", 0, "");
-        DTRAIN__TRY(dtrain_all_reduce(strategy->groups.data, &terms, &terms, 1, DTRAIN_DTYPE_I64,
+        DTRAIN__TRY(dtrain_all_reduce(strategy->groups.all, &terms, &terms, 1, DTRAIN_DTYPE_I64,
                                       DTRAIN_REDUCE_MAX, NULL));
         terms = dtrain__max(terms, 1);
     }
@@ -15205,7 +15527,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
         dtrain__note_absent(strategy);
         DTRAIN__TRY(dtrain__tally_set(strategy, 0, 1, strategy->weights));
     }
-    if (strategy->layout.all == 1) {
+    if (dtrain_comm_size(strategy->groups.all) == 1) {
         strategy->unsure = false;
         return DTRAIN_OK;
     }
@@ -15214,7 +15536,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
         DTRAIN__TRY(dtrain__tally_set(strategy, i, end - i, entries[i - 1].absent ? 0 : 1));
     }
     dtrain__call_label(strategy->world, "weights of step", (int64_t)strategy->sync_count, "");
-    return dtrain_all_reduce(strategy->groups.data, strategy->tally, strategy->tally, count,
+    return dtrain_all_reduce(strategy->groups.all, strategy->tally, strategy->tally, count,
                              DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &strategy->tally_work);
 }
 
@@ -15232,7 +15554,8 @@ static dtrain_result dtrain__tally_read(dtrain_strategy *strategy)
 DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
-    const float passes = (float)layout->all * (float)strategy->passes;
+    const int ranks = dtrain_comm_size(strategy->groups.all);
+    const float passes = (float)ranks * (float)strategy->passes;
     dtrain_work *work = strategy->tally_work;
     dtrain_axpby_args correct;
     memset(&correct, 0, sizeof correct);
@@ -15241,8 +15564,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
     strategy->tally_work = NULL;
     DTRAIN__TRY(dtrain_work_wait(work));
     strategy->sums[0] = strategy->weights;
-    if (layout->all > 1 && layout->grads_on_host) DTRAIN__TRY(dtrain__tally_read(strategy));
-    else if (layout->all > 1 || strategy->device_weight) correct.divisor = strategy->tally;
+    if (ranks > 1 && layout->grads_on_host) DTRAIN__TRY(dtrain__tally_read(strategy));
+    else if (ranks > 1 || strategy->device_weight) correct.divisor = strategy->tally;
     if (!correct.divisor) {
         if (strategy->sums[0] == passes || strategy->sums[0] == 0) return DTRAIN_OK;
         correct.a = passes / strategy->sums[0];
@@ -15282,18 +15605,32 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy, bo
  * The norm is one number from all shards, added in double in registration order: the same bits on
  * every rank that has the same gradients.
  *
- *     norm^2 = sum over the ranks that share a copy of the model, in their order,
+ *     norm^2 = sum over the ranks that hold one model between them, in their order,
+ *              of the sum over the ranks that share a copy of their part of it, in their order,
  *              of the sum of squares of what this rank counts
  *
- * The sum of as many squares of fp32 numbers as fit into a memory is far inside double's range: it
- * is not finite exactly when some gradient, on any rank, is not. Replicas of a shard have the same
- * bits, and ranks with different shards exchange their sums: so all ranks get the same norm without
- * further communication. */
+ * Every element of the model counts once: of what the tensor axis cuts each rank counts its part,
+ * of what is whole on all its ranks the first. The sum of as many squares of fp32 numbers as fit
+ * into a memory is far inside double's range: it is not finite exactly when some gradient, on any
+ * rank, is not. Replicas of a shard have the same bits, and ranks with different shards exchange
+ * their sums: so all ranks get the same norm without further communication. */
+
+/* Tell whether this rank counts a parameter. Gradients that are not sharded are on all ranks that
+ * share a copy: the first of these counts them. `replicated`: it counts those that are whole on all
+ * ranks of the tensor axis, on each of them, to see that they are the same. */
+static bool dtrain__counts(const dtrain_strategy *strategy, const dtrain_shard *shard,
+                           bool replicated)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const bool whole = layout->tensor_ranks > 1 && !shard->param->cut.axis;
+    if (!layout->entries[shard->param->state.index].bucket->sharded && layout->rank) return false;
+    return replicated ? whole : !whole || strategy->groups.tensor_rank == 0;
+}
 
 /* Add the squares of the shards in host memory, or of those on the device, to total (1), which is
- * in the same memory. Gradients that are not sharded are on all ranks that share a copy of the
- * model: the first of these ranks counts them. */
-static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host, double *total)
+ * in the same memory. */
+static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host, bool replicated,
+                                         double *total)
 {
     const dtrain__layout *layout = &strategy->layout;
     dtrain_device *device = on_host ? strategy->offload.cpu : strategy->device;
@@ -15302,7 +15639,7 @@ static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host
         const dtrain__bucket *bucket = layout->entries[shard->param->state.index].bucket;
         dtrain_sum_args args;
         if (bucket->grad_on_host != on_host || shard->count == 0) continue;
-        if (!bucket->sharded && layout->rank) continue;
+        if (!dtrain__counts(strategy, shard, replicated)) continue;
         memset(&args, 0, sizeof args);
         args.count = shard->count;
         args.squares = true;
@@ -15315,28 +15652,85 @@ static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__queue_squares(dtrain_strategy *strategy,
-                                                    const double **squares)
+/* Zero total (1, device memory) and add the squares of what is on the device. */
+static dtrain_result dtrain__device_squares(dtrain_strategy *strategy, bool replicated,
+                                            double *total)
 {
-    dtrain_device *device = strategy->device;
-    *squares = strategy->sum_squares;
-    DTRAIN__TRY(device->ops->zero(device, strategy->sum_squares, sizeof(double)));
-    return dtrain__add_squares(strategy, false, strategy->sum_squares);
+    DTRAIN__TRY(strategy->device->ops->zero(strategy->device, total, sizeof *total));
+    return dtrain__add_squares(strategy, false, replicated, total);
 }
 
-/* Add the sums of ranks with different shards, in rank order: a sum of doubles made by the
+DTRAIN__PRIVATE dtrain_result dtrain__queue_squares(dtrain_strategy *strategy,
+                                                    const double **squares, int *count)
+{
+    dtrain_comm *model = strategy->groups.model;
+    double *sum = strategy->sum_squares, *gathered = sum + DTRAIN__SQUARES;
+    dtrain_work *work = NULL;
+    DTRAIN__TRY(dtrain__device_squares(strategy, false, sum));
+    *squares = model ? gathered : sum;
+    *count = model ? dtrain_comm_size(model) : 1;
+    if (!model) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain_all_gather(model, sum, gathered, 1, DTRAIN_DTYPE_I64, &work));
+    return dtrain_work_wait(work);
+}
+
+/* Collect `count` sums of each rank of a communicator, as words: a sum of doubles made by the
  * communicator would not be exact. */
-static dtrain_result dtrain__global_sum(dtrain_strategy *strategy, double *total)
+static dtrain_result dtrain__gather_sums(dtrain_strategy *strategy, dtrain_comm *comm,
+                                         const double *sums, size_t count)
+{
+    int64_t bits[DTRAIN__SQUARES];
+    memcpy(bits, sums, count * sizeof *sums);
+    return dtrain_all_gather(comm, bits, strategy->gathered, count, DTRAIN_DTYPE_I64, NULL);
+}
+
+/* Return a sum that was gathered. */
+static double dtrain__gathered_sum(const dtrain_strategy *strategy, size_t at)
+{
+    double sum;
+    memcpy(&sum, &strategy->gathered[at], sizeof sum);
+    return sum;
+}
+
+/* Add up `count` sums of the ranks that share a copy, each for itself, in rank order. */
+static dtrain_result dtrain__sum_copy(dtrain_strategy *strategy, double *sums, size_t count)
 {
     dtrain_comm *comm = strategy->groups.copy;
-    int64_t bits;
-    memcpy(&bits, total, sizeof bits);
-    DTRAIN__TRY(dtrain_all_gather(comm, &bits, strategy->gathered, 1, DTRAIN_DTYPE_I64, NULL));
-    *total = 0;
-    for (int i = 0; i < dtrain_comm_size(comm); i++) {
-        double one;
-        memcpy(&one, &strategy->gathered[i], sizeof one);
-        *total += one;
+    if (!comm) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__gather_sums(strategy, comm, sums, count));
+    for (size_t k = 0; k < count; k++) {
+        sums[k] = 0;
+        for (int i = 0; i < dtrain_comm_size(comm); i++)
+            sums[k] += dtrain__gathered_sum(strategy, (size_t)i * count + k);
+    }
+    return DTRAIN_OK;
+}
+
+/* Add up sums[0] of the ranks that hold one model, in rank order. sums[1], of gradients that are
+ * whole on all ranks of a tensor axis, must be the same on them: ranks that read other samples, or
+ * run another program, would spoil the model without any other sign. Shards that are cut elsewhere,
+ * and kernels that add in another order, make it differ by rounding; other samples by far more. */
+static dtrain_result dtrain__sum_model(dtrain_strategy *strategy, double *sums)
+{
+    dtrain_comm *comm = strategy->groups.model;
+    const int tensor_ranks = strategy->groups.tensor_ranks;
+    if (!comm) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__gather_sums(strategy, comm, sums, DTRAIN__SQUARES));
+    sums[0] = 0;
+    for (int i = 0; i < dtrain_comm_size(comm); i++)
+        sums[0] += dtrain__gathered_sum(strategy, (size_t)i * DTRAIN__SQUARES);
+    for (int i = 0; i < dtrain_comm_size(comm) && dtrain__is_finite((float)sums[0]); i++) {
+        const int first = i - i % tensor_ranks;
+        const double usual = dtrain__gathered_sum(strategy, (size_t)first * DTRAIN__SQUARES + 1);
+        const double one = dtrain__gathered_sum(strategy, (size_t)i * DTRAIN__SQUARES + 1);
+        if (fabs(one - usual) <= 1e-3 * (one + usual)) continue;
+        return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                           "dtrain_grad_norm: the gradients of what is whole on the tensor axis "
+                           "have a norm of %g on rank %d and %g on rank %d; ranks of one tensor "
+                           "axis must run the same program on the same samples (a loader deals to "
+                           "dtrain_mesh_comm(mesh, DTRAIN_AXIS_DATA))",
+                           sqrt(one), dtrain__world_rank(comm, i), sqrt(usual),
+                           dtrain__world_rank(comm, first));
     }
     return DTRAIN_OK;
 }
@@ -15344,13 +15738,18 @@ static dtrain_result dtrain__global_sum(dtrain_strategy *strategy, double *total
 DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, double *total)
 {
     dtrain_device *device = strategy->device;
-    const double *squares;
-    DTRAIN__TRY(dtrain__queue_squares(strategy, &squares));
-    DTRAIN__TRY(
-        device->ops->copy(device, total, squares, sizeof *total, DTRAIN_COPY_DEVICE_TO_HOST));
-    if (strategy->layout.grads_on_host) DTRAIN__TRY(dtrain__add_squares(strategy, true, total));
-    if (!strategy->groups.copy) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, dtrain__global_sum(strategy, total));
+    const size_t count = strategy->groups.model ? DTRAIN__SQUARES : 1;
+    double sums[DTRAIN__SQUARES];
+    for (size_t k = 0; k < count; k++)
+        DTRAIN__TRY(dtrain__device_squares(strategy, k == 1, strategy->sum_squares + k));
+    DTRAIN__TRY(device->ops->copy(device, sums, strategy->sum_squares, count * sizeof *sums,
+                                  DTRAIN_COPY_DEVICE_TO_HOST));
+    for (size_t k = 0; k < count && strategy->layout.grads_on_host; k++)
+        DTRAIN__TRY(dtrain__add_squares(strategy, true, k == 1, &sums[k]));
+    dtrain_result result = dtrain__sum_copy(strategy, sums, count);
+    if (result == DTRAIN_OK) result = dtrain__sum_model(strategy, sums);
+    *total = sums[0];
+    return dtrain__strategy_keep(strategy, result);
 }
 
 /* ==== src/strategy/gather.c =================================================================== */
@@ -15749,7 +16148,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strat
 
 /* ---- Failure ----------------------------------------------------------------------------------*/
 
-/* Fail all communicators, wherever other ranks may be waiting; return the error that stands. */
+/* Fail all communicators, those of a mesh too, wherever other ranks may be waiting; return the
+ * error that stands. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, dtrain_result code,
                                                     const char *text)
 {
@@ -15759,8 +16159,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, d
         dtrain_comm *extra = strategy->extra[i];
         if (extra) extra->ops->fail(extra, code, kept);
     }
-    dtrain_comm *all = strategy->groups.data;
-    return all->ops->fail(all, code, kept);
+    const dtrain__groups *groups = &strategy->groups;
+    dtrain_comm *const others[] = {groups->tensor, groups->model, groups->all};
+    for (int i = 0; i < 3; i++)
+        if (others[i] && others[i] != groups->data) others[i]->ops->fail(others[i], code, kept);
+    return groups->data->ops->fail(groups->data, code, kept);
 }
 
 /* Make an error stand: communicator and device do not recover, and some gradients are averaged
@@ -15816,7 +16219,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *stra
         const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
         if (count == 0) continue;
         dtrain__label(strategy, bucket, "bucket");
-        DTRAIN__TRY(dtrain_reduce(strategy->groups.copy, (char *)wire + (size_t)first * unit,
+        DTRAIN__TRY(dtrain_reduce(bucket->comm, (char *)wire + (size_t)first * unit,
                                   r == strategy->layout.rank ? own : NULL, (size_t)count, dtype, op,
                                   r, &works[r]));
     }
@@ -15885,6 +16288,88 @@ DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
         dtrain__from_wire(strategy, bucket, sum, bucket->shard_first, bucket->shard_count, true));
     if (!at_last) return dtrain__shard_add(strategy, bucket);
     return bucket->grad_on_host ? dtrain__host_put(strategy, bucket, sum, false) : DTRAIN_OK;
+}
+
+/* ==== src/strategy/ways/tensor.c ============================================================== */
+
+/* The sum over the tensor axis, under sequence parallelism
+ *
+ * Between the layers that it shares, each rank of the tensor axis has worked on its own rows: of a
+ * parameter that is whole on all of them it has a part of the gradient, of its part of a parameter
+ * that is cut all. TENSOR comes first on a bucket's way, before anything travels along the data
+ * axis:
+ *
+ *     bucket    | cut a . . . . . | b . . | cut c . . . . | d |
+ *     packed    | b . . | d |  ->  sum over the ranks of the tensor axis  ->  b and d in the bucket
+ *
+ * Parameters that stand side by side are summed where they are. All ranks of the axis have the same
+ * ones in the same order in each bucket (strategy/layout.c). They are few beside what is cut, and
+ * the axis lies inside a node: they travel as fp32, whatever reduce_dtype says. */
+
+/* Tell whether parameter i is summed in this bucket. */
+static bool dtrain__is_summed(const dtrain__layout *layout, const dtrain__bucket *bucket, size_t i)
+{
+    const dtrain_param *p = &layout->params[i];
+    return p->state.storage == p && layout->entries[i].bucket == bucket && !p->cut.axis;
+}
+
+/* Find what is summed in each bucket, and carve memory out of the buffers where it has to be
+ * packed: where a parameter that is cut stands between. */
+DTRAIN__PRIVATE void dtrain__lay_tensor_sums(dtrain__layout *layout)
+{
+    for (size_t b = 0; b < layout->bucket_count && layout->partial; b++) {
+        dtrain__bucket *bucket = &layout->buckets[b];
+        int64_t first = bucket->count, end = 0, sum = 0;
+        bucket->tensor_count = 0;
+        if (!bucket->trainable) continue;
+        for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
+            if (!dtrain__is_summed(layout, bucket, i)) continue;
+            const int64_t at = layout->entries[i].offset;
+            const int64_t padded = dtrain__padded(layout->params[i].count);
+            first = dtrain__min(first, at);
+            end = dtrain__max(end, at + padded);
+            sum += padded;
+        }
+        bucket->tensor_count = sum;
+        bucket->tensor_packed = sum && end - first != sum;
+        bucket->tensor_sum = bucket->tensor_packed ? dtrain__carve(layout, DTRAIN__BUFFERS, sum)
+                                                   : dtrain__after(bucket->grads, first);
+    }
+}
+
+/* Copy what is summed to where it is packed, or back. */
+static dtrain_result dtrain__tensor_pack(dtrain_strategy *strategy, const dtrain__bucket *bucket,
+                                         bool back)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    float *packed = bucket->tensor_sum;
+    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
+        if (!dtrain__is_summed(layout, bucket, i)) continue;
+        float *grad = bucket->grads + layout->entries[i].offset;
+        const int64_t count = layout->params[i].count;
+        DTRAIN__TRY(strategy->device->ops->copy(strategy->device, back ? grad : packed,
+                                                back ? packed : grad, (size_t)count * sizeof(float),
+                                                DTRAIN_COPY_DEVICE_TO_DEVICE));
+        packed += dtrain__padded(count);
+    }
+    return DTRAIN_OK;
+}
+
+/* TENSOR: a bucket's gradients of whole parameters = their sum over the tensor axis. */
+DTRAIN__PRIVATE dtrain_result dtrain__tensor_begin(dtrain_strategy *strategy,
+                                                   dtrain__bucket *bucket)
+{
+    if (!bucket->tensor_count) return DTRAIN_OK;
+    if (bucket->tensor_packed) DTRAIN__TRY(dtrain__tensor_pack(strategy, bucket, false));
+    dtrain__label(strategy, bucket, "whole parameters of bucket");
+    return dtrain_all_reduce(strategy->extra[DTRAIN__TENSOR], bucket->tensor_sum,
+                             bucket->tensor_sum, (size_t)bucket->tensor_count, DTRAIN_DTYPE_F32,
+                             DTRAIN_REDUCE_SUM, bucket->reduces);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__tensor_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    return bucket->tensor_packed ? dtrain__tensor_pack(strategy, bucket, true) : DTRAIN_OK;
 }
 
 /* ==== src/strategy/ways/hierarchy.c =========================================================== */
@@ -16564,13 +17049,23 @@ typedef struct dtrain__factors {
     float *q; /* (columns, rank) */
 } dtrain__factors;
 
+/* Return the rows of this rank's part of a matrix: a tensor axis may have cut them. */
+static int64_t dtrain__matrix_rows(const dtrain_hook_tensor *tensor)
+{
+    const dtrain_param *p = tensor->param;
+    int64_t columns = 1;
+    if (p->cut.axis != DTRAIN_CUT_ROWS) return p->shape[0];
+    for (int d = 1; d < 4 && p->shape[d]; d++) columns *= p->shape[d];
+    return tensor->count / columns;
+}
+
 /* Return the factors of a tensor, whose P begins at element *p_at of those of the bucket; move
  * *p_at on to the next one's. */
 static dtrain__factors dtrain__factors_of(const dtrain_hook_bucket *bucket,
                                           const dtrain_hook_tensor *tensor, int64_t *p_at)
 {
     dtrain__factors f;
-    f.rows = tensor->param->shape[0];
+    f.rows = dtrain__matrix_rows(tensor);
     f.columns = tensor->q_rows;
     f.rank = tensor->q_columns;
     f.m = tensor->residual ? tensor->residual : tensor->grad;
@@ -16585,7 +17080,7 @@ static void dtrain__powersgd_plan(const dtrain_compression_desc *how, dtrain_hoo
     const int64_t rank = (int64_t)how->powersgd_rank;
     for (size_t i = 0; i < bucket->tensor_count; i++) {
         dtrain_hook_tensor *tensor = &bucket->tensors[i];
-        const int64_t rows = tensor->param->shape[0], columns = tensor->count / rows;
+        const int64_t rows = dtrain__matrix_rows(tensor), columns = tensor->count / rows;
         if (2 * (rows + columns) * rank >= tensor->count) tensor->dense = true;
         if (tensor->dense) continue;
         tensor->keeps_residual = !how->no_error_feedback;
@@ -16729,6 +17224,7 @@ static const dtrain__step dtrain__by_replicas[] = {
     {dtrain__replicas_begin, dtrain__replicas_end, false},
     {dtrain__replicas_begin, dtrain__replicas_end, true}, /* at last */
 };
+static const dtrain__step dtrain__by_tensor = {dtrain__tensor_begin, dtrain__tensor_end, false};
 static const dtrain__step dtrain__by_node_scatter = {dtrain__node_scatter_begin, NULL, false};
 static const dtrain__step dtrain__by_node_gather = {dtrain__node_gather_begin, NULL, false};
 static const dtrain__step dtrain__by_hook[] = {
@@ -16742,7 +17238,9 @@ static const dtrain__step dtrain__by_hook[] = {
  *     one level      ALL_REDUCE, or what compression has     REDUCE_SCATTER
  *     replicas       ALL_REDUCE                              REDUCE_SCATTER, REPLICAS
  *     nodes          NODE_SCATTER, the same, NODE_GATHER     NODE_SCATTER, REDUCE_SCATTER
- */
+ *
+ * Under sequence parallelism the sum over the tensor axis comes first, and the step that would have
+ * been the first, on a communicator that gathers of values use too, gets one of its own. */
 static void dtrain__choose_ways(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -16750,19 +17248,22 @@ static void dtrain__choose_ways(dtrain_strategy *strategy)
     const dtrain__step **compressed = strategy->ways[DTRAIN__COMPRESSED];
     const dtrain__step **sharded = strategy->ways[DTRAIN__SHARDED];
     const dtrain_compression_desc *how = layout->compression;
-    const bool nodes = layout->node_ranks > 1;
+    const bool nodes = layout->node_ranks > 1, partial = strategy->groups.sequence_parallel;
     const bool at_last = strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
     strategy->compressed_from = !how                                          ? UINT64_MAX
                                 : how->dense_steps == DTRAIN_DENSE_STEPS_NONE ? 0
                                                                               : how->dense_steps;
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__bucket *bucket = &layout->buckets[b];
-        bucket->comm = nodes             ? strategy->extra[DTRAIN__ACROSS]
+        const bool inside = bucket->sharded && strategy->kind->replicas;
+        bucket->comm = nodes     ? strategy->extra[DTRAIN__ACROSS]
+                       : partial ? strategy->extra[inside ? DTRAIN__AFTER_NODE : DTRAIN__AFTER]
                        : bucket->sharded ? strategy->groups.copy
                                          : strategy->groups.data;
     }
+    if (partial) *whole++ = *compressed++ = *sharded++ = &dtrain__by_tensor;
     if (layout->all == 1) {
-        *whole = &dtrain__by_nothing;
+        if (!partial) *whole = &dtrain__by_nothing;
         *sharded = &dtrain__by_shard_alone;
         return;
     }
@@ -16788,6 +17289,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__ways_open(dtrain_strategy *strategy)
 DTRAIN__PRIVATE void dtrain__ways_memory(dtrain__layout *layout)
 {
     dtrain__lay_memory(layout);
+    dtrain__lay_tensor_sums(layout);
     if (layout->compression) dtrain__lay_hooks(layout);
 }
 
@@ -17082,22 +17584,28 @@ DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int rank
     desc->compression = NULL;
 }
 
-/* Set *node_ranks to the number of consecutive ranks that are a node, or to 0 when nodes differ in
- * size or their ranks are mixed. Collective: a rank knows its own node only. */
-DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world, dtrain_comm *comm,
-                                                 uint32_t *node_ranks)
+/* Set *node_ranks to the number of consecutive ranks of the data axis that are a node, or to 0
+ * when nodes differ in size or their ranks are mixed, or for other ranks of the tensor axis it is
+ * another number. Collective: a rank knows its own node only. */
+DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world,
+                                                 const dtrain__groups *groups, uint32_t *node_ranks)
 {
     int64_t nodes[DTRAIN_MAX_RANKS]; /* the node of each rank */
-    const int ranks = dtrain_comm_size(comm);
+    const int ranks = dtrain_comm_size(groups->data);
     dtrain_world_info own; /* emulated nodes count */
     int size = 1;
     dtrain_world_query(world, &own);
     const int64_t mine = own.node;
-    DTRAIN__TRY(dtrain_all_gather(comm, &mine, nodes, 1, DTRAIN_DTYPE_I64, NULL));
+    DTRAIN__TRY(dtrain_all_gather(groups->data, &mine, nodes, 1, DTRAIN_DTYPE_I64, NULL));
     while (size < ranks && nodes[size] == nodes[0]) size++;
     *node_ranks = ranks % size ? 0 : (uint32_t)size;
     for (int r = 1; r < ranks; r++) /* a node begins at every multiple of size, and nowhere else */
         if ((nodes[r] == nodes[r - 1]) != (r % size != 0)) *node_ranks = 0;
+    if (!groups->model) return DTRAIN_OK;
+    int64_t most[2] = {*node_ranks, -(int64_t)*node_ranks};
+    DTRAIN__TRY(
+        dtrain_all_reduce(groups->all, most, most, 2, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
+    if (most[0] != -most[1]) *node_ranks = 0;
     return DTRAIN_OK;
 }
 
@@ -17110,7 +17618,7 @@ static dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ra
     if (!desc->hierarchical && !strategy->kind->replicas) return DTRAIN_OK;
     if (!desc->node_size) {
         uint32_t size;
-        DTRAIN__TRY(dtrain__even_nodes(strategy->world, strategy->groups.data, &size));
+        DTRAIN__TRY(dtrain__even_nodes(strategy->world, &strategy->groups, &size));
         if (size == 0)
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                                "%s: node_size is 0, and the nodes of these %d ranks do not have as "
@@ -17141,26 +17649,33 @@ DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
               rank = dtrain_comm_rank(strategy->groups.data);
     const bool sharded = strategy->kind->shards.state, replicas = strategy->kind->replicas;
     dtrain_strategy_desc *desc = &strategy->desc;
-    DTRAIN__TRY(dtrain__resolve_node_size(strategy, ranks)); /* the same on every rank */
+    if (strategy->groups.sequence_parallel) /* before anything that a data axis may refuse alone */
+        DTRAIN__TRY(dtrain_comm_split(strategy->groups.tensor, 0, strategy->groups.tensor_rank,
+                                      &strategy->extra[DTRAIN__TENSOR]));
+    DTRAIN__TRY(dtrain__resolve_node_size(strategy, ranks)); /* the same on the data axis */
     dtrain__resolve_levels(desc, ranks);
     const int size = desc->hierarchical || replicas ? (int)desc->node_size : 1;
     const bool nodes = !replicas && size > 1 && size < ranks;
     const bool two_rounds = desc->compression && dtrain__hook_of(desc->compression)->rounds == 2;
+    const bool partial = strategy->groups.sequence_parallel && ranks > 1;
+    const int across = rank % size, inside = size + rank / size, everyone = 0;
     const struct {
         int which;
-        bool wanted, across; /* across nodes, or inside one */
+        bool wanted;
+        int color;
     } extras[] = {
-        {DTRAIN__NODE, nodes || replicas, false},
-        {DTRAIN__ACROSS, nodes || replicas, true},
-        {DTRAIN__BACK, nodes && (!sharded || desc->whole_below), false},
-        {DTRAIN__FETCH_ACROSS, nodes && sharded, true},
-        {DTRAIN__FETCH, nodes && sharded, false},
-        {DTRAIN__SECOND, two_rounds && ranks > 1, true},
+        {DTRAIN__NODE, nodes || replicas, inside},
+        {DTRAIN__ACROSS, nodes || replicas, across},
+        {DTRAIN__BACK, nodes && (!sharded || desc->whole_below), inside},
+        {DTRAIN__FETCH_ACROSS, nodes && sharded, across},
+        {DTRAIN__FETCH, nodes && sharded, inside},
+        {DTRAIN__SECOND, two_rounds && ranks > 1, across},
+        {DTRAIN__AFTER, partial && !nodes, everyone},
+        {DTRAIN__AFTER_NODE, partial && replicas, inside},
     };
     for (size_t i = 0; i < sizeof extras / sizeof extras[0]; i++)
         if (extras[i].wanted)
-            DTRAIN__TRY(dtrain_comm_split(strategy->groups.data,
-                                          extras[i].across ? rank % size : size + rank / size, rank,
+            DTRAIN__TRY(dtrain_comm_split(strategy->groups.data, extras[i].color, rank,
                                           &strategy->extra[extras[i].which]));
     if (replicas) strategy->groups.copy = strategy->extra[DTRAIN__NODE];
     else if (sharded && (ranks > 1 || desc->offload > DTRAIN_OFFLOAD_OPTIMIZER))
@@ -17201,14 +17716,13 @@ static void dtrain__find_odd(const int64_t *values, int ranks, dtrain__differenc
     for (found->odd = 0; values[found->odd] == values[found->usual];) found->odd++;
 }
 
-/* Compare `count` items of this rank with those of the others; *all is the hash over all. That is
- * common where the largest and the smallest are equal: since ~ reverses the order, the maximum of
- * the complements is the complement of the minimum. */
-static dtrain_result dtrain__compare_items(dtrain_strategy *strategy, dtrain__hash_fn *hash_of,
-                                           const char *settings, size_t count, uint64_t *all,
-                                           dtrain__difference *found)
+/* Compare `count` items of this rank with those of the others in comm; *all is the hash over all.
+ * That is common where the largest and the smallest are equal: since ~ reverses the order, the
+ * maximum of the complements is the complement of the minimum. */
+static dtrain_result dtrain__compare_items(dtrain_strategy *strategy, dtrain_comm *comm,
+                                           dtrain__hash_fn *hash_of, const char *settings,
+                                           size_t count, uint64_t *all, dtrain__difference *found)
 {
-    dtrain_comm *comm = strategy->groups.data;
     uint64_t hash;
     *all = DTRAIN__FNV_BASIS;
     found->odd = -1;
@@ -17230,14 +17744,14 @@ static dtrain_result dtrain__compare_items(dtrain_strategy *strategy, dtrain__ha
 
 /* ---- What the host registered -----------------------------------------------------------------*/
 
-#define DTRAIN__LINE_BYTES 768
+#define DTRAIN__LINE_BYTES 832
 
 /* Write line 0, the settings, or line i + 1, parameter i: compared by hash, and shown in errors. */
 static void dtrain__registration_line(const dtrain_strategy *strategy, const char *settings,
                                       size_t line, char *text)
 {
     const size_t room = DTRAIN__LINE_BYTES;
-    char origin[64] = "values from the host";
+    char origin[64] = "values from the host", cut[192] = "";
     memset(text, 0, room);
     if (line == 0 || line > strategy->param_count) {
         if (line == 0) snprintf(text, room, "%s", settings);
@@ -17249,11 +17763,19 @@ static void dtrain__registration_line(const dtrain_strategy *strategy, const cha
         snprintf(origin, sizeof origin, "alias of %zu", (size_t)(p->alias_of - strategy->params));
     else if (!p->value)
         snprintf(origin, sizeof origin, "init %u scale %.9g of %lld", (unsigned)p->init,
-                 (double)p->init_scale, (long long)(p->init_count ? p->init_count : p->count));
-    snprintf(
-        text, room, "\"%.150s\" shape (%lld, %lld, %lld, %lld) unit %u flags 0x%x group %u, %s",
-        p->name, (long long)p->shape[0], (long long)p->shape[1], (long long)p->shape[2],
-        (long long)p->shape[3], (unsigned)p->unit, (unsigned)p->flags, (unsigned)p->group, origin);
+                 (double)p->init_scale,
+                 (long long)(p->init_count ? p->init_count : dtrain__whole_count(p)));
+    if (p->cut.axis)
+        snprintf(cut, sizeof cut,
+                 " cut by %s, %u components of %lld parts, widths %lld %lld %lld %lld,",
+                 p->cut.axis == DTRAIN_CUT_ROWS ? "rows" : "columns", (unsigned)p->cut.components,
+                 (long long)p->cut.parts, (long long)p->cut.widths[0], (long long)p->cut.widths[1],
+                 (long long)p->cut.widths[2], (long long)p->cut.widths[3]);
+    snprintf(text, room,
+             "\"%.150s\" shape (%lld, %lld, %lld, %lld) unit %u flags 0x%x group %u,%s %s", p->name,
+             (long long)p->shape[0], (long long)p->shape[1], (long long)p->shape[2],
+             (long long)p->shape[3], (unsigned)p->unit, (unsigned)p->flags, (unsigned)p->group, cut,
+             origin);
 }
 
 /* Hash a line, and the whole name, which the line may have cut. */
@@ -17274,11 +17796,11 @@ static dtrain_result dtrain__registration_hash(dtrain_strategy *strategy, const 
 DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *strategy,
                                                            const char *settings)
 {
-    dtrain_comm *comm = strategy->groups.data;
+    dtrain_comm *comm = strategy->groups.all;
     char texts[2][DTRAIN__LINE_BYTES], what[48] = "the desc";
     dtrain__difference found;
     uint64_t all;
-    DTRAIN__TRY(dtrain__compare_items(strategy, dtrain__registration_hash, settings,
+    DTRAIN__TRY(dtrain__compare_items(strategy, comm, dtrain__registration_hash, settings,
                                       strategy->param_count + 1, &all, &found));
     if (found.odd < 0) return DTRAIN_OK;
     for (int i = 0; i < 2; i++) {
@@ -17297,15 +17819,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *stra
 
 /* ---- Values -----------------------------------------------------------------------------------*/
 
-/* Hash the bits of a parameter's whole value, on every rank; 0 for an alias. A step of the hash
+/* Hash the bits of a parameter's value, of one that is cut of this rank's part; 0 for an alias.
+ * Collective over the data axis. A step of the hash
  * takes eight bytes and is a bijection, so one changed word always changes the result; the shift
  * brings the upper half down, where a product alone would never carry it. */
-static dtrain_result dtrain__value_hash(dtrain_strategy *strategy, const char *settings, size_t i,
-                                        uint64_t *hash)
+static dtrain_result dtrain__value_hash(dtrain_strategy *strategy, size_t i, uint64_t *hash)
 {
     float staging[DTRAIN__STAGING_COUNT];
     dtrain_param whole;
-    (void)settings;
     *hash = 0;
     if (strategy->params[i].state.storage != &strategy->params[i]) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, i, &whole)));
@@ -17324,24 +17845,76 @@ static dtrain_result dtrain__value_hash(dtrain_strategy *strategy, const char *s
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash)
+/* Return a hash that is known. */
+static dtrain_result dtrain__known_hash(dtrain_strategy *strategy, const char *settings, size_t i,
+                                        uint64_t *hash)
+{
+    (void)settings;
+    *hash = strategy->hashes[i];
+    return DTRAIN_OK;
+}
+
+/* The same along the tensor axis, which has nothing to compare of what it cuts. */
+static dtrain_result dtrain__known_whole(dtrain_strategy *strategy, const char *settings, size_t i,
+                                         uint64_t *hash)
+{
+    (void)settings;
+    *hash = strategy->params[i].cut.axis ? 0 : strategy->hashes[i];
+    return DTRAIN_OK;
+}
+
+/* Compare values along an axis; *all is this rank's hash over them. */
+static dtrain_result dtrain__compare_values(dtrain_strategy *strategy, dtrain_comm *comm,
+                                            dtrain__hash_fn *hash_of, uint64_t *all)
 {
     dtrain__difference found;
-    uint64_t all;
+    DTRAIN__TRY(
+        dtrain__strategy_keep(strategy, dtrain__compare_items(strategy, comm, hash_of, NULL,
+                                                              strategy->param_count, all, &found)));
+    if (found.odd < 0) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_MISMATCH,
+        "dtrain_strategy_verify: the values of parameter %zu (\"%.100s\") on rank %d "
+        "are not those of rank %d; every rank must make the same updates",
+        found.item, strategy->params[found.item].name, dtrain__world_rank(comm, found.odd),
+        dtrain__world_rank(comm, found.usual));
+}
+
+/* Fold the hashes of the parts of a model into one, the same on all ranks of a mesh that is
+ * whole. */
+static dtrain_result dtrain__fold_hashes(dtrain_strategy *strategy, uint64_t *all)
+{
+    dtrain_comm *model = strategy->groups.model;
+    uint64_t *parts = (uint64_t *)(void *)strategy->gathered;
+    DTRAIN__TRY(dtrain_all_gather(model, all, parts, 1, DTRAIN_DTYPE_I64, NULL));
+    *all = dtrain__fnv1a(DTRAIN__FNV_BASIS, parts, (size_t)dtrain_comm_size(model) * sizeof *parts);
+    return DTRAIN_OK;
+}
+
+/* All values are hashed before any are compared: a difference is searched for by the ranks of one
+ * axis alone, and hashing is collective over the other. Both axes are compared in any case, and the
+ * outcome is that of all ranks. */
+DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash)
+{
+    uint64_t all, whole;
     if (hash) *hash = 0;
     DTRAIN__TRY(dtrain__between_backwards(strategy, "dtrain_strategy_verify"));
+    const dtrain__groups *groups = &strategy->groups;
     dtrain__note_units(strategy);
-    DTRAIN__TRY(dtrain__compare_items(strategy, dtrain__value_hash, NULL, strategy->param_count,
-                                      &all, &found));
+    for (size_t i = 0; i < strategy->param_count; i++)
+        DTRAIN__TRY(
+            dtrain__strategy_keep(strategy, dtrain__value_hash(strategy, i, &strategy->hashes[i])));
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__restore_units(strategy)));
-    if (found.odd >= 0)
-        return dtrain_fail(
-            DTRAIN_ERROR_MISMATCH,
-            "dtrain_strategy_verify: the values of parameter %zu (\"%.100s\") on rank %d "
-            "are not those of rank %d; every rank must make the same updates",
-            found.item, strategy->params[found.item].name,
-            dtrain__world_rank(strategy->groups.data, found.odd),
-            dtrain__world_rank(strategy->groups.data, found.usual));
+    dtrain_result result = dtrain__compare_values(strategy, groups->data, dtrain__known_hash, &all);
+    if (strategy->failure == DTRAIN_OK && groups->tensor) {
+        const dtrain_result other =
+            dtrain__compare_values(strategy, groups->tensor, dtrain__known_whole, &whole);
+        if (result == DTRAIN_OK) result = other;
+    }
+    if (groups->model) result = dtrain__agree(groups->all, result);
+    if (groups->model && result == DTRAIN_OK)
+        result = dtrain__strategy_keep(strategy, dtrain__fold_hashes(strategy, &all));
+    DTRAIN__TRY(result);
     if (hash) *hash = all;
     return DTRAIN_OK;
 }
@@ -17544,10 +18117,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
     const dtrain_compression_desc *how = &strategy->compression;
     const bool ahead = (!kind || kind->shards.params) && !desc->no_overlap;
     const dtrain_comm_hook_desc *hook = desc->compression ? dtrain__hook_of(how) : NULL;
-    char text[720];
+    const dtrain__groups *groups = &strategy->groups;
+    char text[800];
     snprintf(
         text, sizeof text,
-        "kind %s, missing_gradient %u, average %u, accumulation %u, param_dtype %s, reduce_dtype "
+        "mesh of tensor %d, data %d, sequence_parallel %d, kind %s, missing_gradient %u, average "
+        "%u, accumulation %u, param_dtype %s, reduce_dtype "
         "%s, "
         "offload %u, node_size %u, keep_after_forward %d, kept units %08x, whole_below "
         "%lld, buckets of %zu and %zu bytes, init_seed %llu, fetches ahead %d, compression %.40s "
@@ -17555,6 +18130,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
         "sparse_exchange %u, powersgd_rank %u, hierarchical %d, no_error_feedback %d, "
         "topk_ratio %.9g, topk_momentum %.9g, warmup_ratio %.9g, dense_below %lld, dense_steps "
         "%llu, warmup_steps %llu",
+        groups->tensor_ranks, dtrain_comm_size(groups->data), groups->sequence_parallel,
         kind ? kind->name : "auto", (unsigned)desc->missing_gradient, (unsigned)desc->average,
         (unsigned)desc->accumulation, dtrain_dtype_name((dtrain_dtype)desc->param_dtype),
         dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype), (unsigned)desc->offload,
@@ -17578,7 +18154,31 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
  * 2. compare the registration of all ranks
  * 3. AUTO: choose; HYBRID_SHARD: split the ranks; check what the kind can do
  * 4. local: lay out, allocate, initialise                       -> agree
- * 5. broadcast rank 0's values of parameters the host owns; publish */
+ * 5. broadcast rank 0's values of parameters the host owns; publish
+ *
+ * Ranks agree and compare over the whole mesh, and a kind does its work over the data axis. */
+
+/* Refuse a mesh beside another communicator, one without ranks, and one of another world. The twin
+ * of count.c has the mesh of the strategy and groups of its own. */
+static dtrain_result dtrain__mesh_fits(const dtrain_world *world, const dtrain_strategy_desc *desc,
+                                       const dtrain__groups *groups)
+{
+    const char *const call = "dtrain_strategy_create";
+    dtrain_comm *data = dtrain_mesh_comm(desc->mesh, DTRAIN_AXIS_DATA);
+    if (data && groups->all != dtrain_mesh_comm(desc->mesh, DTRAIN_AXIS_ALL)) return DTRAIN_OK;
+    if (!data || data->world != world)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "%s: the mesh of the desc was made %s, and a strategy's is made with its "
+            "world; create it by dtrain_mesh_create(world, ...)",
+            call, data ? "in another world" : "without a world, for plans");
+    if (!desc->comm || desc->comm == data) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_ARGUMENT,
+        "%s: the desc has a comm of %d ranks and a mesh whose data axis has %d; with "
+        "a mesh leave comm NULL",
+        call, dtrain_comm_size(desc->comm), dtrain_comm_size(data));
+}
 
 /* 1. Check what the host gave, and complete the parameters' shapes. *out is set as soon as there is
  * a strategy; the caller destroys it after an error. */
@@ -17604,15 +18204,19 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
     strategy->params = params;
     strategy->param_count = count;
     DTRAIN__TRY(dtrain__resolve_desc(desc, &strategy->desc, &strategy->compression));
+    if (desc && desc->mesh) DTRAIN__TRY(dtrain__mesh_fits(world, desc, groups));
     strategy->desc.comm = groups->data;
     if (strategy->desc.offload && strategy->device->ops->host_memory)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "%s: offload is 0x%x, but the memory of the %s device is the host's: "
                            "what a GPU would be relieved of is on the CPU already; use 0",
                            call, (unsigned)strategy->desc.offload, strategy->device->ops->name);
-    strategy->gathered = (int64_t *)dtrain__alloc(allocator, (size_t)dtrain_comm_size(groups->data),
-                                                  sizeof *strategy->gathered, "gathered hashes");
-    if (!strategy->gathered) return DTRAIN_ERROR_MEMORY;
+    strategy->gathered =
+        (int64_t *)dtrain__alloc(allocator, (size_t)dtrain_comm_size(groups->all),
+                                 2 * sizeof *strategy->gathered, "gathered hashes");
+    strategy->hashes =
+        (uint64_t *)dtrain__alloc(allocator, count, sizeof *strategy->hashes, "hashes of values");
+    if (!strategy->gathered || !strategy->hashes) return DTRAIN_ERROR_MEMORY;
     return dtrain__resolve_params(params, count, groups);
 }
 
@@ -17700,6 +18304,14 @@ static bool dtrain__block_is_read(const dtrain__layout *layout, int block)
     return block != DTRAIN__VALUES || layout->shards.state;
 }
 
+/* Return the size of the memory in which ranks add up: sums of squares, and the tally. */
+static size_t dtrain__sums_bytes(const dtrain_strategy *strategy)
+{
+    const size_t squares = DTRAIN__SQUARES + (size_t)dtrain_comm_size(strategy->groups.model);
+    return squares * sizeof(double) +
+           dtrain__tally_count(&strategy->desc, strategy->param_count) * sizeof(float);
+}
+
 /* Return the size of a block: a cache line more than its contents, so that an empty tensor at the
  * end has an address inside it. */
 static size_t dtrain__block_bytes(const dtrain__layout *layout, int block)
@@ -17746,10 +18358,10 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
         if (block == DTRAIN__HOST) memset(memory, 0, bytes);
         layout->memory[block] = (char *)memory;
     }
-    DTRAIN__TRY(
-        dtrain_comm_alloc(strategy->groups.data, sizeof(double) + tally * sizeof(float), &memory));
+    DTRAIN__TRY(dtrain_comm_alloc(strategy->groups.data, dtrain__sums_bytes(strategy), &memory));
     strategy->sum_squares = (double *)memory;
-    strategy->tally = (float *)(void *)(strategy->sum_squares + 1);
+    strategy->tally = (float *)(void *)(strategy->sum_squares + DTRAIN__SQUARES +
+                                        dtrain_comm_size(strategy->groups.model));
     dtrain__ways_memory(layout);
     DTRAIN__TRY(dtrain__list_shards(strategy));
     DTRAIN__TRY(dtrain__ways_open(strategy));
@@ -17781,20 +18393,16 @@ static void dtrain__fill_info(dtrain_strategy *strategy)
     for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
         if (p->state.storage != p) continue;
-        info->total_elements += (uint64_t)p->count;
-        if (layout->entries[i].trainable) info->trainable_elements += (uint64_t)p->count;
+        const uint64_t count = (uint64_t)dtrain__whole_count(p);
+        info->total_elements += count;
+        if (layout->entries[i].trainable) info->trainable_elements += count;
     }
 }
 
-/* Go on with 2 to 5, after all ranks have agreed that the arguments are good. */
-static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
+/* 5. Give every rank the values of parameters that the host owns: first those of rank 0 of each
+ * tensor axis, of what is whole, then along the data axis everything. */
+static dtrain_result dtrain__share_host_values(dtrain_strategy *strategy)
 {
-    DTRAIN__TRY(dtrain__compare_settings(strategy));
-    DTRAIN__TRY(dtrain__strategy_choose(strategy));
-    strategy->kind = dtrain__row_of(strategy->desc.kind);
-    DTRAIN__TRY(dtrain__resolve_kind(&strategy->desc, strategy->kind));
-    DTRAIN__TRY(dtrain__split_levels(strategy));
-    DTRAIN__TRY(dtrain__agree(strategy->groups.data, dtrain__strategy_prepare(strategy)));
     for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
         if (p->state.storage != p || strategy->layout.entries[i].lends_value) continue;
@@ -17805,7 +18413,20 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
             DTRAIN__TRY(dtrain_broadcast(strategy->groups.data, p->value, (size_t)p->count,
                                          DTRAIN_DTYPE_F32, 0, NULL));
     }
-    DTRAIN__TRY(dtrain__copy_host_values(strategy, false));
+    return dtrain__copy_host_values(strategy, false);
+}
+
+/* Go on with 2 to 5, after all ranks have agreed that the arguments are good. */
+static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
+{
+    DTRAIN__TRY(dtrain__compare_settings(strategy));
+    DTRAIN__TRY(dtrain__strategy_choose(strategy));
+    strategy->kind = dtrain__row_of(strategy->desc.kind);
+    DTRAIN__TRY(dtrain__resolve_kind(&strategy->desc, strategy->kind));
+    dtrain_result result = dtrain__split_levels(strategy);
+    if (result == DTRAIN_OK) result = dtrain__strategy_prepare(strategy);
+    DTRAIN__TRY(dtrain__agree(strategy->groups.all, result));
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__share_host_values(strategy)));
     dtrain__fill_info(strategy);
     return dtrain_strategy_publish(strategy);
 }
@@ -17813,14 +18434,11 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_make(dtrain_world *world, dtrain_param *params,
                                                     size_t param_count,
                                                     const dtrain_strategy_desc *desc,
+                                                    const dtrain__groups *groups,
                                                     dtrain_strategy **out)
 {
-    if (out) *out = NULL;
-    if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: world is NULL");
-    const dtrain__groups groups =
-        dtrain__mesh_groups(world, desc ? desc->mesh : NULL, desc ? desc->comm : NULL);
-    dtrain_result result = dtrain__strategy_begin(world, params, param_count, desc, &groups, out);
-    result = dtrain__agree(groups.data, result);
+    dtrain_result result = dtrain__strategy_begin(world, params, param_count, desc, groups, out);
+    result = dtrain__agree(groups->all, result);
     if (result == DTRAIN_OK) result = dtrain__strategy_complete(*out);
     if (result == DTRAIN_OK || !out) return result;
     dtrain_strategy_destroy(*out);
@@ -17843,7 +18461,7 @@ static void dtrain__strategy_abandon(dtrain_strategy *strategy)
              "dtrain_strategy_destroy: called between ready and finish, in the middle of a "
              "backward%s%s",
              before[0] ? "; the last error here was: " : "", dtrain__bare(before));
-    if (layout->all > 1 && dtrain__in_backward(strategy))
+    if (dtrain_comm_size(strategy->groups.all) > 1 && dtrain__in_backward(strategy))
         dtrain__strategy_fail(strategy, DTRAIN_ERROR_USAGE, text);
     (void)dtrain_work_wait(strategy->tally_work);
     for (size_t b = 0; b < layout->bucket_count; b++) {
@@ -17877,10 +18495,11 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
     const size_t tally = dtrain__tally_count(&strategy->desc, count);
     if (strategy->sum_squares)
         dtrain_comm_free(strategy->groups.data, strategy->sum_squares,
-                         sizeof(double) + tally * sizeof(float));
+                         dtrain__sums_bytes(strategy));
     dtrain__free(&a, strategy->sums, tally, sizeof *strategy->sums);
-    dtrain__free(&a, strategy->gathered, (size_t)dtrain_comm_size(strategy->groups.data),
-                 sizeof *strategy->gathered);
+    dtrain__free(&a, strategy->gathered, (size_t)dtrain_comm_size(strategy->groups.all),
+                 2 * sizeof *strategy->gathered);
+    dtrain__free(&a, strategy->hashes, count, sizeof *strategy->hashes);
     dtrain__free(&a, strategy->states, count, sizeof *strategy->states);
     dtrain__free(&a, strategy->shards, count, sizeof *strategy->shards);
     dtrain__free(&a, strategy->works, count,
@@ -17897,14 +18516,18 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
  *
  * There is no formula: a twin of the strategy takes steps on the plan device, where kernels do
  * nothing, with a counting communicator (comm/counting.c), whose counters are read. So the answer
- * follows every change of the road. It doubles the time of creation: 9 ms become 18 for a model of
- * 1000 parameters, 16 become 47 where tensors have owners. */
+ * follows every change of the road. What a mesh sends along other axes than that of data is not in
+ * it: the twin has this rank's part of each parameter, and a data axis alone. It doubles the time
+ * of creation: 9 ms become 18 for a model of 1000 parameters, 16 become 47 where tensors have
+ * owners. */
 
 /* A strategy with the same parameters and settings in a world of its own, so that no record of the
  * real world shows what it does. */
 typedef struct dtrain__twin {
     dtrain_world world;
-    uint32_t here; /* what world.mine points to */
+    dtrain_comm *others; /* stands for all ranks of a mesh: what they say to each other is not of
+                            the data axis, and not counted */
+    uint32_t here;       /* what world.mine points to */
     dtrain_param *params;
     dtrain_strategy *strategy;
 } dtrain__twin;
@@ -17941,9 +18564,17 @@ static dtrain_result dtrain__twin_create(const dtrain_strategy *strategy, dtrain
         if (entry->lends_value) twin->params[i].value = NULL;
         if (entry->lends_grad) twin->params[i].grad = NULL;
     }
-    desc.comm = NULL;
     desc.offload = 0;
-    DTRAIN__TRY(dtrain__strategy_make(&twin->world, twin->params, count, &desc, &twin->strategy));
+    dtrain__groups groups = strategy->groups;
+    groups.data = groups.all = twin->world.comm;
+    groups.copy = groups.tensor = groups.model = NULL;
+    groups.sequence_parallel = false;
+    if (strategy->groups.model) {
+        DTRAIN__TRY(dtrain__counting_create(&twin->world, 1, &twin->others));
+        groups.all = twin->others;
+    }
+    DTRAIN__TRY(
+        dtrain__strategy_make(&twin->world, twin->params, count, &desc, &groups, &twin->strategy));
     twin->strategy->sync_count = UINT64_MAX / 2; /* behind every warm-up */
     return DTRAIN_OK;
 }
@@ -17952,6 +18583,7 @@ static void dtrain__twin_destroy(const dtrain_strategy *strategy, dtrain__twin *
 {
     dtrain_strategy_destroy(twin->strategy);
     dtrain__free(&strategy->allocator, twin->params, strategy->param_count, sizeof *twin->params);
+    if (twin->others) (void)twin->others->ops->destroy(twin->others);
     if (twin->world.comm) (void)twin->world.comm->ops->destroy(twin->world.comm);
     dtrain_device_destroy(twin->world.device);
     dtrain__free(&strategy->allocator, twin, 1, sizeof *twin);
@@ -18005,9 +18637,14 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
                                                 const dtrain_strategy_desc *desc,
                                                 dtrain_strategy **out)
 {
-    DTRAIN__TRY(dtrain__strategy_make(world, params, param_count, desc, out));
+    if (out) *out = NULL;
+    if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: world is NULL");
+    const dtrain_mesh *mesh =
+        desc && dtrain_mesh_comm(desc->mesh, DTRAIN_AXIS_ALL) ? desc->mesh : NULL;
+    const dtrain__groups groups = dtrain__mesh_groups(world, mesh, desc ? desc->comm : NULL);
+    DTRAIN__TRY(dtrain__strategy_make(world, params, param_count, desc, &groups, out));
     dtrain_strategy *strategy = *out;
-    const dtrain_result result = dtrain__agree(strategy->groups.data, dtrain__count_step(strategy));
+    const dtrain_result result = dtrain__agree(groups.all, dtrain__count_step(strategy));
     strategy->desc.kept_units = NULL; /* memory of the caller, who may free it now */
     strategy->desc.kept_unit_count = 0;
     strategy->desc.group_states = NULL;
@@ -18032,28 +18669,81 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
     info->sync_count = strategy->sync_count;
 }
 
-/* Add up the counters of all communicators of a strategy. */
+/* Add the counters of a communicator; NULL has none. */
+static void dtrain__add_comm(dtrain_comm_info *info, const dtrain_comm *comm)
+{
+    dtrain_comm_info one;
+    if (!comm) return;
+    dtrain_comm_query(comm, &one);
+    info->operation_count += one.operation_count;
+    info->payload_bytes += one.payload_bytes;
+    info->wire_bytes += one.wire_bytes;
+    info->node_bytes += one.node_bytes;
+    info->staged_bytes += one.staged_bytes;
+    info->inside_seconds += one.inside_seconds;
+    info->flight_seconds += one.flight_seconds;
+    for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
+        info->kind_bytes[kind] += one.kind_bytes[kind];
+}
+
 DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
                                                 dtrain_comm_info *info)
 {
     dtrain_comm_query(strategy->groups.data, info);
-    for (int i = 0; i < DTRAIN__EXTRAS; i++) {
-        dtrain_comm_info one;
-        if (!strategy->extra[i]) continue;
-        dtrain_comm_query(strategy->extra[i], &one);
-        info->operation_count += one.operation_count;
-        info->payload_bytes += one.payload_bytes;
-        info->wire_bytes += one.wire_bytes;
-        info->node_bytes += one.node_bytes;
-        info->staged_bytes += one.staged_bytes;
-        info->inside_seconds += one.inside_seconds;
-        info->flight_seconds += one.flight_seconds;
-        for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
-            info->kind_bytes[kind] += one.kind_bytes[kind];
-    }
+    for (int i = 0; i < DTRAIN__EXTRAS; i++)
+        if (i != DTRAIN__TENSOR) dtrain__add_comm(info, strategy->extra[i]);
+}
+
+DTRAIN__PRIVATE void dtrain__strategy_tensor_info(const dtrain_strategy *strategy,
+                                                  dtrain_comm_info *info)
+{
+    dtrain_comm_query(strategy->groups.tensor, info);
+    dtrain__add_comm(info, strategy->extra[DTRAIN__TENSOR]);
 }
 
 /* ---- Values -----------------------------------------------------------------------------------*/
+
+/* Put the parts that ranks of the tensor axis have of a parameter together in `host`. Each sends
+ * its own to the others, through `staging`, which holds the largest: parts differ in length. */
+static dtrain_result dtrain__join_parts(dtrain_strategy *strategy, const dtrain_param *part,
+                                        float *staging, float *host)
+{
+    const dtrain__groups *groups = &strategy->groups;
+    dtrain__share share;
+    for (int r = 0; r < groups->tensor_ranks; r++) {
+        dtrain__share_of(&part->cut, part->shape, groups->tensor_ranks, r, &share);
+        if (r == groups->tensor_rank)
+            DTRAIN__TRY(dtrain_device_copy(strategy->device, staging, part->value,
+                                           (size_t)share.count * sizeof *staging));
+        DTRAIN__TRY(dtrain_broadcast(groups->tensor, staging, (size_t)share.count, DTRAIN_DTYPE_F32,
+                                     r, NULL));
+        for (int64_t i = 0, run; i < share.count; i += run) {
+            const int64_t at = dtrain__share_place(&share, i, &run);
+            memcpy(host + at, staging + i, (size_t)run * sizeof *host);
+        }
+    }
+    return DTRAIN_OK;
+}
+
+/* Read a parameter of which this rank has a part. Collective over the mesh. */
+static dtrain_result dtrain__read_parts(dtrain_strategy *strategy, const dtrain_param *part,
+                                        float *host)
+{
+    const dtrain__groups *groups = &strategy->groups;
+    dtrain__share share;
+    size_t most = 0;
+    for (int r = 0; r < groups->tensor_ranks; r++) {
+        dtrain__share_of(&part->cut, part->shape, groups->tensor_ranks, r, &share);
+        if ((size_t)share.count > most) most = (size_t)share.count;
+    }
+    float *staging = (float *)dtrain__alloc(&strategy->allocator, most, sizeof *staging,
+                                            "a part of a parameter");
+    dtrain_result result = dtrain__agree(groups->all, staging ? DTRAIN_OK : DTRAIN_ERROR_MEMORY);
+    if (result == DTRAIN_OK)
+        result = dtrain__strategy_keep(strategy, dtrain__join_parts(strategy, part, staging, host));
+    dtrain__free(&strategy->allocator, staging, most, sizeof *staging);
+    return result;
+}
 
 DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, float *host)
 {
@@ -18066,8 +18756,10 @@ DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t 
     const size_t storage = strategy->params[index].state.storage->state.index;
     dtrain__note_units(strategy);
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, storage, &whole)));
-    const dtrain_result result = dtrain_device_copy(strategy->device, host, whole.value,
-                                                    (size_t)whole.count * sizeof(float));
+    const dtrain_result result = strategy->groups.tensor && whole.cut.axis
+                                     ? dtrain__read_parts(strategy, &whole, host)
+                                     : dtrain_device_copy(strategy->device, host, whole.value,
+                                                          (size_t)whole.count * sizeof(float));
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__restore_units(strategy)));
     return result;
 }
@@ -18216,7 +18908,7 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
             result = dtrain__ways_layout(&layout, a, params, count, &desc, ranks, rank);
         } else {
             dtrain__layout_turn(&layout, rank);
-            dtrain__lay_memory(&layout);
+            dtrain__ways_memory(&layout);
         }
     }
     dtrain__ways_free(&layout, a);
@@ -18226,7 +18918,7 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
 /* Resolve params and a desc of a named kind, and put the desc into *planned. */
 static dtrain_result dtrain__plan_resolve(dtrain_param *params, size_t count,
                                           const dtrain_strategy_desc *desc, int ranks,
-                                          dtrain__planned *planned)
+                                          const dtrain__groups *groups, dtrain__planned *planned)
 {
     const char *const call = "dtrain_strategy_plan";
     DTRAIN__TRY(dtrain__resolve_desc(desc, &planned->desc, &planned->compression));
@@ -18238,8 +18930,7 @@ static dtrain_result dtrain__plan_resolve(dtrain_param *params, size_t count,
     if (desc->node_size && ranks % (int)desc->node_size)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: node_size %u does not divide %d ranks", call,
                            desc->node_size, ranks);
-    const dtrain__groups groups = dtrain__mesh_groups(NULL, desc->mesh, NULL);
-    return dtrain__resolve_params(params, count, &groups);
+    return dtrain__resolve_params(params, count, groups);
 }
 
 DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param_count,
@@ -18247,14 +18938,35 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
                                               dtrain_memory *memory)
 {
     const dtrain_allocator a = dtrain__resolve_allocator(NULL);
+    dtrain__groups groups;
     dtrain__planned planned;
+    dtrain_mesh_info mesh;
     if (!params || !desc || !memory || rank_count < 1)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_strategy_plan: params, desc or memory is NULL, or rank_count "
                            "(%d) is below 1",
                            rank_count);
-    DTRAIN__TRY(dtrain__plan_resolve(params, param_count, desc, rank_count, &planned));
-    return dtrain__plan_kind(&a, params, param_count, &planned.desc, rank_count, memory);
+    dtrain_mesh_query(desc->mesh, &mesh);
+    if (desc->mesh && mesh.ranks != rank_count)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_strategy_plan: rank_count is %d, and the mesh of the desc has %d "
+            "ranks; give its number",
+            rank_count, mesh.ranks);
+    const int ranks = desc->mesh ? mesh.data : rank_count;
+    const int parts = desc->mesh ? mesh.tensor : 1;
+    groups = dtrain__mesh_groups(NULL, desc->mesh, NULL);
+    memset(memory, 0, sizeof *memory);
+    for (int i = 1; i <= parts; i++) { /* ends with this rank's part, which params keep */
+        dtrain_memory one;
+        groups.tensor_rank = (mesh.tensor_rank + i) % parts;
+        DTRAIN__TRY(dtrain__plan_resolve(params, param_count, desc, ranks, &groups, &planned));
+        DTRAIN__TRY(dtrain__plan_kind(&a, params, param_count, &planned.desc, ranks, &one));
+        const uint64_t host = one.host > memory->host ? one.host : memory->host;
+        if (one.total > memory->total || i == 1) *memory = one;
+        memory->host = host;
+    }
+    return DTRAIN_OK;
 }
 
 /* ---- AUTO -------------------------------------------------------------------------------------*/
@@ -18355,13 +19067,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
     char before[160] = "";
     size_t i;
     if (strategy->desc.kind != DTRAIN_STRATEGY_AUTO) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__auto_limit(strategy->world, &strategy->desc, strategy->groups.data, &left));
-    DTRAIN__TRY(dtrain__even_nodes(strategy->world, strategy->groups.data, &node_ranks));
-    DTRAIN__TRY(dtrain__agree(strategy->groups.data,
+    DTRAIN__TRY(dtrain__auto_limit(strategy->world, &strategy->desc, strategy->groups.all, &left));
+    DTRAIN__TRY(dtrain__even_nodes(strategy->world, &strategy->groups, &node_ranks));
+    DTRAIN__TRY(dtrain__agree(strategy->groups.all,
                               dtrain__plan_candidates(&strategy->allocator, strategy->params,
                                                       strategy->param_count, &strategy->desc, ranks,
                                                       node_ranks, &all)));
-    DTRAIN__TRY(dtrain_all_reduce(strategy->groups.data, all.totals, all.totals, DTRAIN__CANDIDATES,
+    DTRAIN__TRY(dtrain_all_reduce(strategy->groups.all, all.totals, all.totals, DTRAIN__CANDIDATES,
                                   DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
     const uint64_t limit = left > 0 ? (uint64_t)left : 0;
     for (i = 0; i < DTRAIN__CANDIDATES; i++) {
@@ -18401,7 +19113,7 @@ static dtrain_result dtrain__plan_needs(const dtrain_allocator *a, dtrain_param 
                                         size_t count, const dtrain_strategy_desc *given,
                                         uint32_t node_ranks, dtrain__strategy_plan *plan)
 {
-    const int ranks = dtrain_comm_size(plan->comm);
+    const int ranks = dtrain_comm_size(plan->groups.data);
     dtrain__planned *planned = plan->planned;
     dtrain_strategy_desc desc = *given;
     const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
@@ -18409,7 +19121,7 @@ static dtrain_result dtrain__plan_needs(const dtrain_allocator *a, dtrain_param 
     dtrain_memory memory;
     if (desc.kind != DTRAIN_STRATEGY_AUTO) {
         if (kind && kind->replicas && !desc.node_size) desc.node_size = node_ranks;
-        DTRAIN__TRY(dtrain__plan_resolve(params, count, &desc, ranks, planned));
+        DTRAIN__TRY(dtrain__plan_resolve(params, count, &desc, ranks, &plan->groups, planned));
         DTRAIN__TRY(dtrain__plan_kind(a, params, count, &planned->desc, ranks, &memory));
         plan->needs = memory.total;
         dtrain__resolve_levels(&planned->desc, ranks);
@@ -18432,8 +19144,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_
     dtrain_result mine = DTRAIN_ERROR_MEMORY;
     memset(plan, 0, sizeof *plan);
     plan->groups = dtrain__mesh_groups(world, desc->mesh, desc->comm);
-    plan->comm = plan->groups.data;
-    DTRAIN__TRY(dtrain__even_nodes(world, plan->comm, &node_ranks));
+    plan->comm = plan->groups.all;
+    DTRAIN__TRY(dtrain__even_nodes(world, &plan->groups, &node_ranks));
     plan->planned =
         (dtrain__planned *)dtrain__alloc(&world->allocator, 1, sizeof *plan->planned, "a plan");
     if (plan->planned) {
@@ -18471,6 +19183,7 @@ DTRAIN__PRIVATE void dtrain__strategy_plan_free(dtrain_world *world, dtrain__str
  *     casts           rounded weights of a gathered unit   as long as the unit is there
  *     gradient pool   gradients of forward values          from the first contribution until their
  *                                                          producer's backward has run
+ *                     what an operation borrows            while its kernels and sums run
  *     params          values and gradients                 not the tape's
  *
  * Arenas are rewound, never freed, and the pool is keyed by exact size: a pass that asks for what
@@ -18662,6 +19375,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__placement_fail(const dtrain_op *op, uint32
 DTRAIN__PRIVATE dtrain_comm *dtrain__axis_comm(const dtrain_op *op);
 /* Describe the part of parameter i that this rank has; its axis is -1 where it is not cut. */
 DTRAIN__PRIVATE dtrain__share dtrain__param_share(const dtrain_op *op, uint32_t i);
+/* Refuse to make gradients of whole parameters of some of the rows where no strategy adds them up. */
+DTRAIN__PRIVATE dtrain_result dtrain__check_partial(const dtrain_op *op);
 /* Find how rows that no weight divides lie behind an operation that puts them together: whole, or
  * under sequence parallelism cut (in prepare). */
 DTRAIN__PRIVATE dtrain_result dtrain__divide_rows(const dtrain_op *op, int64_t rows,
@@ -19352,6 +20067,21 @@ static const dtrain_tensor *dtrain__first_float(const dtrain_op *op)
     return i < op->input_count ? op->inputs[i] : NULL;
 }
 
+DTRAIN__PRIVATE dtrain_result dtrain__check_partial(const dtrain_op *op)
+{
+    const dtrain_node *node = (const dtrain_node *)op;
+    const dtrain_tensor *first = dtrain__first_float(op);
+    const bool rows = first && first->placement == DTRAIN_PLACEMENT_ROWS;
+    for (uint32_t i = 0; i < op->param_count && rows; i++)
+        if (node->target[i] && !op->tape->groups.sequence_parallel)
+            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                               "%s: parameter %s is whole, and its gradient would be a sum over "
+                               "this rank's rows alone, which nobody adds up without the mesh's "
+                               "sequence_parallel; set it, or make input 1 whole with dtrain_place",
+                               op->desc->name, dtrain__param_name(op->params[i]));
+    return DTRAIN_OK;
+}
+
 /* Check that all tensors lie as the first one does, and so that the operation takes it. Integers
  * are always whole: beside columns of all rows they are as they should be. */
 static dtrain_result dtrain__check_placements(const dtrain_op *op)
@@ -19382,7 +20112,7 @@ static dtrain_result dtrain__check_placements(const dtrain_op *op)
                                op->desc->name, dtrain__param_name(op->params[i]));
     if (op->param_count && first && first->placement == DTRAIN_PLACEMENT_COLUMNS)
         return dtrain__placement_fail(op, 0, "whole, or cut by rows, beside a whole parameter");
-    return DTRAIN_OK;
+    return dtrain__check_partial(op);
 }
 
 /* ---- Parameters
@@ -19490,7 +20220,15 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
     while (storage->alias_of) storage = storage->alias_of;
     DTRAIN__TRY(dtrain__check_value(op, p, storage));
     const dtrain_param *declared = p->shape[0] || p->count ? p : storage;
-    memcpy(shape, dtrain__share_here(declared, &tape->groups).shape, sizeof declared->shape);
+    const dtrain__share here = dtrain__share_here(declared, &tape->groups);
+    if (!tape->planning && declared->cut.axis && declared->count && declared->count != here.count)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "%s: parameter %s has %lld elements on this rank, and the tape needs "
+                           "%lld: its strategy cuts it over a mesh; create the tape with that "
+                           "strategy",
+                           op->desc->name, dtrain__param_name(p), (long long)declared->count,
+                           (long long)here.count);
+    memcpy(shape, here.shape, sizeof declared->shape);
     if (shape[0] == 0) shape[0] = declared->count;
     op->params[i] = p;
     op->param_data[i] = storage->value;
@@ -20052,6 +20790,8 @@ static dtrain_result dtrain__linear_place(const dtrain_op *op, dtrain__linear *l
     if (layer->cut == DTRAIN_CUT_COLUMNS) {
         DTRAIN__TRY(dtrain__divide_rows(op, x->count / x->shape[x->ndim - 1], placement, part));
         layer->scatters = *placement == DTRAIN_PLACEMENT_ROWS;
+    } else if (layer->cut == DTRAIN_CUT_NONE) {
+        return dtrain__check_partial(op);
     } else if (layer->cut == DTRAIN_CUT_ROWS) { /* a row of y is cut as the axis of the weight is */
         const int64_t row[4] = {weight.whole, 0, 0, 0};
         layer->gathers = x->placement == DTRAIN_PLACEMENT_ROWS;
@@ -20375,11 +21115,7 @@ DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtr
 
 /* ==== src/tape/layers.c ======================================================================= */
 
-<<<<<<< HEAD
-/* Layers: normalisation, embedding
-=======
-/* Layers: linear, normalisation
->>>>>>> c39a39d4 (Embedding and cross-entropy have files of their own)
+/* Layers: normalisation
  *
  * Each is the three functions of a dtrain_op_desc, its DTRAIN__OP line and the public call. The
  * arguments of the forward kernel are filled by prepare and kept with the node: forward passes them
@@ -20387,13 +21123,7 @@ DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtr
  *
  * What a node keeps alive until its backward, beside its parameters:
  *
-<<<<<<< HEAD
- *     norms           x (or the sum that it normalises), mean and rstd of each row
- *     embedding       tokens */
-=======
- *     linear          x; with GELU or SiLU the value before it, with ReLU the output
  *     norms           x (or the sum that it normalises), mean and rstd of each row */
->>>>>>> c39a39d4 (Embedding and cross-entropy have files of their own)
 
 /* Make the output with x's shape and n in the last axis. */
 DTRAIN__PRIVATE void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, int64_t n,
@@ -20547,42 +21277,145 @@ DTRAIN_API dtrain_tensor *dtrain_rms_norm(dtrain_tape *tape, dtrain_tensor *x,
 /* Embedding
  *
  * d_token[t] += sum of d_y over the rows with token t, d_position[s] += the same over position s.
- * The kernel touches only rows that occur, so the others have to become zero first. */
+ * The kernel touches only rows that occur, so the others have to become zero first.
+ *
+ * Over a tensor axis (parallel/mesh.h) the table may be cut by rows: each rank has the vectors of a
+ * part of the vocabulary, looks those up, and has zeros for other tokens. The sum over the ranks
+ * then has one term that is not zero: the bits are those of the whole table. The first rank adds
+ * the positions, which are therefore in the sum once. With sequence parallelism a rank keeps a part
+ * of the rows only:
+ *
+ *     table        rows        forward                                 backward
+ *     whole        all         look up                                 of all rows
+ *     whole        a part      look up these rows                      of these rows
+ *     cut          all         look up all, all-reduce                 of all rows
+ *     cut          a part      look up all, reduce-scatter             all-gather of d_y for the
+ *                                                                      table, positions of these
+ *                                                                      rows
+ *
+ * Gradients of what is whole are then sums over these rows, which the strategy adds up. */
+
+typedef struct dtrain__embedding {
+    dtrain_embedding_args forward; /* of the rows that are looked up here */
+    int64_t rows, first_row;       /* of the output: how many, and the first one's number */
+    bool cut;                      /* the table is */
+} dtrain__embedding;
+
+/* Find how the output lies, and take the part of the table that is here. */
+static dtrain_result dtrain__embedding_place(const dtrain_op *op, dtrain__embedding *layer,
+                                             uint32_t *placement, dtrain__share *rows)
+{
+    dtrain_embedding_args *args = &layer->forward;
+    *placement = DTRAIN_PLACEMENT_WHOLE;
+    layer->rows = args->rows;
+    if (op->tape->groups.tensor_ranks == 1) return DTRAIN_OK;
+    const dtrain__share table = dtrain__param_share(op, 0);
+    if (table.axis > 0 || table.runs > 1)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_embedding: parameter %s is cut by %s, expected rows, in one "
+                           "component: the vocabulary",
+                           dtrain__param_name(op->params[0]),
+                           table.axis ? "columns" : "rows, in several components");
+    if (op->param_count > 1 && dtrain__param_share(op, 1).axis >= 0)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_embedding: parameter %s is cut over the tensor axis, and "
+                           "positions stay whole; leave its cut zeroed",
+                           dtrain__param_name(op->params[1]));
+    layer->cut = table.axis == 0;
+    if (layer->cut) {
+        args->first_token = table.first[0];
+        args->whole_vocab = table.whole;
+    }
+    DTRAIN__TRY(dtrain__divide_rows(op, args->rows, placement, rows));
+    if (*placement == DTRAIN_PLACEMENT_ROWS) {
+        layer->rows = rows->count;
+        layer->first_row = rows->first[0];
+    }
+    return DTRAIN_OK;
+}
+
+/* Let a kernel work on the rows that are here alone. */
+static void dtrain__embedding_own_rows(const dtrain__embedding *layer, dtrain_embedding_args *args)
+{
+    args->rows = layer->rows;
+    args->first_row = layer->first_row;
+    args->tokens += layer->first_row;
+}
 
 static dtrain_result dtrain__embedding_prepare(dtrain_op *op)
 {
-    dtrain_embedding_args *args = (dtrain_embedding_args *)op->args;
+    dtrain__embedding *layer = (dtrain__embedding *)op->args;
+    dtrain_embedding_args *args = &layer->forward;
     const dtrain_tensor *tokens = op->inputs[0];
     const int64_t positions = op->param_shape[1][0];
+    uint32_t placement;
+    dtrain__share part;
     args->rows = tokens->count;
     args->sequence = tokens->shape[tokens->ndim - 1];
     args->vocab = op->param_shape[0][0];
     args->n = op->param_shape[0][1];
     DTRAIN__TRY(dtrain_op_check_param(op, 0, -1, -1));
+    DTRAIN__TRY(dtrain__embedding_place(op, layer, &placement, &part));
     if (op->param_count > 1) DTRAIN__TRY(dtrain_op_check_param(op, 1, -1, args->n));
     if (op->param_count > 1 && positions < args->sequence)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_embedding: parameter %s has %lld positions, the tokens %lld",
                            dtrain__param_name(op->params[1]), (long long)positions,
                            (long long)args->sequence);
-    const int64_t shape[2] = {args->rows, args->n};
-    dtrain_op_output(op, DTRAIN_DTYPE_F32, 2, shape);
+    const int64_t shape[2] = {layer->rows, args->n};
+    dtrain__place_as(dtrain_op_output(op, DTRAIN_DTYPE_F32, 2, shape), placement, &part);
     args->tokens = (const int32_t *)op->input_data[0];
     args->wte = (const float *)op->param_data[0];
     args->wpe = (const float *)op->param_data[1];
     args->y = op->output_data[0];
     args->dtype = DTRAIN_DTYPE_F32;
+    if (placement != DTRAIN_PLACEMENT_ROWS) return DTRAIN_OK;
+    if (layer->cut) dtrain__op_borrow(op, args->rows * args->n, DTRAIN_DTYPE_F32);
+    else dtrain__embedding_own_rows(layer, args);
     return DTRAIN_OK;
 }
 
 static dtrain_result dtrain__embedding_forward(dtrain_op *op)
 {
-    return op->device->ops->embedding(op->device, (const dtrain_embedding_args *)op->args);
+    const dtrain__embedding *layer = (const dtrain__embedding *)op->args;
+    dtrain_comm *axis = dtrain__axis_comm(op);
+    dtrain_embedding_args args = layer->forward;
+    dtrain_work *work = NULL;
+    if (!layer->cut) return op->device->ops->embedding(op->device, &args);
+    const bool scatters = layer->rows < args.rows;
+    if (op->tape->groups.tensor_rank > 0) args.wpe = NULL;
+    if (scatters) args.y = dtrain__op_scratch(op);
+    DTRAIN__TRY(op->device->ops->embedding(op->device, &args));
+    if (scatters)
+        DTRAIN__TRY(dtrain__scatter_rows(axis, args.y, op->output_data[0], args.rows, args.n,
+                                         DTRAIN_DTYPE_F32, &work));
+    else DTRAIN__TRY(dtrain__sum_values(axis, args.y, args.rows * args.n, DTRAIN_DTYPE_F32, &work));
+    return dtrain_work_wait(work);
+}
+
+/* Add to the gradient of a cut table what the rows of all ranks have for it. */
+static dtrain_result dtrain__embedding_gathered(dtrain_op *op, float *d_table)
+{
+    const dtrain__embedding *layer = (const dtrain__embedding *)op->args;
+    dtrain_embedding_args args = layer->forward;
+    dtrain_work *work = NULL;
+    dtrain__chunk *all =
+        dtrain__scratch_take(op->tape, (size_t)(args.rows * args.n) * sizeof(float));
+    if (!all) return op->tape->error;
+    DTRAIN__TRY(dtrain__gather_rows(dtrain__axis_comm(op), op->device, op->outputs[0]->grad,
+                                    all->memory, args.rows, args.n, DTRAIN_DTYPE_F32, &work));
+    DTRAIN__TRY(dtrain_work_wait(work));
+    args.d_y = all->memory;
+    args.d_wte = d_table;
+    DTRAIN__TRY(op->device->ops->embedding_backward(op->device, &args));
+    dtrain__scratch_give(all);
+    return DTRAIN_OK;
 }
 
 static dtrain_result dtrain__embedding_backward(dtrain_op *op)
 {
-    dtrain_embedding_args args = *(const dtrain_embedding_args *)op->args;
+    const dtrain__embedding *layer = (const dtrain__embedding *)op->args;
+    dtrain_embedding_args args = layer->forward;
     float *grad[2];
     for (uint32_t i = 0; i < 2; i++) {
         bool add;
@@ -20591,25 +21424,39 @@ static dtrain_result dtrain__embedding_backward(dtrain_op *op)
         const size_t count = (size_t)op->param_shape[i][0] * (size_t)args.n;
         DTRAIN__TRY(op->device->ops->zero(op->device, grad[i], count * sizeof(float)));
     }
+    if (layer->cut && layer->rows < args.rows) {
+        if (grad[0]) DTRAIN__TRY(dtrain__embedding_gathered(op, grad[0]));
+        if (!grad[1]) return DTRAIN_OK;
+        grad[0] = NULL;
+        dtrain__embedding_own_rows(layer, &args);
+    }
     args.d_y = op->outputs[0]->grad;
     args.d_wte = grad[0];
     args.d_wpe = grad[1];
     return op->device->ops->embedding_backward(op->device, &args);
 }
 
-DTRAIN__OP(embedding, embedding, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 1, 0, false)
+DTRAIN__OP(embedding, embedding, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 1, DTRAIN__OP_PLACES, false)
 
 DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
                                            dtrain_param *token, dtrain_param *position)
 {
     dtrain_param *const params[2] = {token, position};
     return dtrain_tape_apply(tape, &dtrain__embedding_op, &tokens, 1, params, position ? 2 : 1,
-                             NULL, sizeof(dtrain_embedding_args));
+                             NULL, sizeof(dtrain__embedding));
 }
 
 /* ==== src/tape/attention.c ==================================================================== */
 
 /* Attention, and what belongs to it: rotary position embedding, softmax
+ *
+ * Heads know nothing of each other. Over a tensor axis (parallel/mesh.h) rows cut by columns have
+ * whole heads here, those of queries with those of keys and values that they meet, and attention
+ * and rotary turn the model's numbers of heads into those of this rank:
+ *
+ *     q0 q1 q2 q3 | k0 k1 | v0 v1     of 2 ranks the first has q0 q1 k0 v0, the second q2 q3 k1 v1
+ *
+ * Nothing is sent, and a head has the bits that it has on one rank.
  *
  * What a node keeps alive until its backward:
  *
@@ -20629,7 +21476,82 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
 typedef struct dtrain__attention {
     dtrain_attention_args args;
     uint32_t lengths, k, v, mask; /* numbers of these inputs of the node; 0: the call has none */
+    int64_t heads, first_head;    /* of queries: in the whole, and the first one here */
 } dtrain__attention;
+
+/* Read a run of a row's columns, counted from column `begin` of the whole row, as some of `heads`
+ * heads of d columns. */
+static dtrain_result dtrain__heads_of(const dtrain_op *op, uint32_t input, uint32_t run,
+                                      int64_t begin, int64_t heads, int64_t d, int64_t *first,
+                                      int64_t *count)
+{
+    const dtrain__share *part = dtrain__tensor_share(op->inputs[input]);
+    const int64_t from = part->first[run], past = from + part->length[run];
+    *first = (from - begin) / d;
+    *count = (past - from) / d;
+    if (from >= begin && past <= begin + heads * d && (from - begin) % d == 0 &&
+        (past - from) % d == 0)
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "%s: of input %u this rank has the columns %lld to %lld of %lld, which are "
+                       "not whole heads of %lld columns; give the weight that made them a "
+                       "component for each of q, k and v, and as cut.parts the number of heads "
+                       "(of keys, where queries share them)",
+                       op->desc->name, input + 1, (long long)from, (long long)past - 1,
+                       (long long)part->whole, (long long)d);
+}
+
+/* Check how the inputs lie, and where their columns are cut turn the numbers of heads into those of
+ * this rank. */
+static dtrain_result dtrain__attention_here(const dtrain_op *op, dtrain__attention *x)
+{
+    dtrain_attention_args *args = &x->args;
+    const uint32_t inputs[3] = {0, x->k, x->v};
+    const int64_t heads = args->heads, kv_heads = args->kv_heads, group = heads / kv_heads;
+    const int64_t of[3] = {heads, kv_heads, kv_heads}, all = heads + 2 * kv_heads;
+    const dtrain__share *row = dtrain__tensor_share(op->inputs[0]);
+    const bool cut = op->inputs[0]->placement == DTRAIN_PLACEMENT_COLUMNS;
+    int64_t first[3], count[3], begin = 0;
+    x->heads = heads;
+    for (uint32_t i = 0; i < op->input_count; i++) {
+        const uint32_t placement = op->inputs[i]->placement;
+        const bool beside = i && (i == x->lengths || i == x->mask);
+        if (placement == DTRAIN_PLACEMENT_ROWS)
+            return dtrain__placement_fail(op, i, beside ? "whole" : "whole, or cut by columns");
+        if (placement != (cut && !beside ? (uint32_t)DTRAIN_PLACEMENT_COLUMNS
+                                         : (uint32_t)DTRAIN_PLACEMENT_WHOLE))
+            return dtrain__placement_fail(op, i, cut && !beside ? "cut by columns" : "whole");
+    }
+    if (!cut) return DTRAIN_OK;
+    const int64_t d = row->whole / (x->k ? heads : all);
+    for (uint32_t i = 0; i < 3; i++) {
+        const dtrain__share *part = dtrain__tensor_share(op->inputs[inputs[i]]);
+        const int64_t whole = (x->k ? of[i] : all) * d;
+        if (part->whole != whole || part->runs != (x->k ? 1u : 3u))
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: input %u is cut out of %lld columns in %u components, expected "
+                               "%lld columns (heads of %lld) in %d",
+                               op->desc->name, inputs[i] + 1, (long long)part->whole,
+                               (unsigned)part->runs, (long long)whole, (long long)d, x->k ? 1 : 3);
+        DTRAIN__TRY(
+            dtrain__heads_of(op, inputs[i], x->k ? 0 : i, begin, of[i], d, &first[i], &count[i]));
+        if (!x->k) begin += of[i] * d;
+    }
+    for (uint32_t i = 1; i < 3; i++)
+        if (first[i] * group != first[0] || count[i] * group != count[0])
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: this rank has the heads %lld to %lld of q and %lld to %lld of "
+                               "%s, which %lld heads of q share each; cut both into %lld parts "
+                               "(cut.parts)",
+                               op->desc->name, (long long)first[0],
+                               (long long)(first[0] + count[0] - 1), (long long)first[i],
+                               (long long)(first[i] + count[i] - 1), i == 1 ? "k" : "v",
+                               (long long)group, (long long)kv_heads);
+    args->heads = count[0];
+    args->kv_heads = count[1];
+    x->first_head = first[0];
+    return DTRAIN_OK;
+}
 
 /* Take q, k and v from rows that hold them side by side. */
 static dtrain_result dtrain__attention_packed(const dtrain_op *op, dtrain_attention_args *args)
@@ -20691,7 +21613,7 @@ static dtrain_result dtrain__attention_hidden(const dtrain_op *op, dtrain__atten
 {
     dtrain_attention_args *args = &x->args;
     const dtrain_tensor *lengths = op->inputs[x->lengths], *mask = op->inputs[x->mask];
-    const int64_t full[4] = {args->batch, args->heads, args->queries, args->keys};
+    const int64_t full[4] = {args->batch, x->heads, args->queries, args->keys};
     int64_t shape[4] = {1, 1, 1, 1};
     char text[DTRAIN__SHAPE_TEXT], full_text[DTRAIN__SHAPE_TEXT];
     if (x->lengths && lengths->count != args->batch)
@@ -20713,9 +21635,9 @@ static dtrain_result dtrain__attention_hidden(const dtrain_op *op, dtrain__atten
                            "batch and heads may be 1 or left out",
                            op->desc->name, dtrain__shape_text(mask->shape, text),
                            dtrain__shape_text(full, full_text));
-    args->mask = (const float *)op->input_data[x->mask];
     if (shape[1] > 1) args->mask_head_step = args->queries * args->keys;
     if (shape[0] > 1) args->mask_batch_step = shape[1] * args->queries * args->keys;
+    args->mask = (const float *)op->input_data[x->mask] + x->first_head * args->mask_head_step;
     return DTRAIN_OK;
 }
 
@@ -20733,10 +21655,22 @@ static dtrain_result dtrain__attention_prepare(dtrain_op *op)
                            "%s: a sequence of %lld queries and %lld keys, expected at least one",
                            op->desc->name, (long long)args->queries, (long long)args->keys);
     args->dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    DTRAIN__TRY(dtrain__attention_here(op, x));
     if (x->k) DTRAIN__TRY(dtrain__attention_separate(op, x));
     else DTRAIN__TRY(dtrain__attention_packed(op, args));
     DTRAIN__TRY(dtrain__attention_hidden(op, x));
     dtrain__output_like(op, op->inputs[0], args->heads * args->d, args->dtype);
+    if (op->inputs[0]->placement == DTRAIN_PLACEMENT_COLUMNS) {
+        /* the heads of queries that are here, of a row of all of them */
+        const dtrain__groups *groups = &op->tape->groups;
+        const int64_t row[4] = {x->heads * args->d, 0, 0, 0};
+        dtrain_cut cut = dtrain__tensor_share(op->inputs[0])->cut;
+        dtrain__share part;
+        cut.components = 1;
+        memset(cut.widths, 0, sizeof cut.widths);
+        dtrain__share_of(&cut, row, groups->tensor_ranks, groups->tensor_rank, &part);
+        dtrain__place_as(op->outputs[0], DTRAIN_PLACEMENT_COLUMNS, &part);
+    }
     args->y = op->output_data[0];
     args->lse =
         (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, args->batch * args->heads * args->queries);
@@ -20785,12 +21719,12 @@ static dtrain_result dtrain__attention_backward(dtrain_op *op)
 }
 
 DTRAIN__OP(attention, attention, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS,
-           DTRAIN_RECOMPUTE_ATTENTION, 0, 0, false)
+           DTRAIN_RECOMPUTE_ATTENTION, 0, DTRAIN__OP_PLACES, false)
 
 /* The same, where input 1 has the key lengths. */
 DTRAIN__OP_NAMED(attention_lengths, "dtrain_attention", attention,
                  DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS, DTRAIN_RECOMPUTE_ATTENTION,
-                 1u << 1, 0, false)
+                 1u << 1, DTRAIN__OP_PLACES, false)
 
 DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, dtrain_tensor *k,
                                            dtrain_tensor *v, const dtrain_attention_desc *desc)
@@ -20825,13 +21759,34 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, 
  *
  * A rotation is orthogonal: the gradient is turned back by the same angles. */
 
+/* Turn the numbers of heads into those of this rank's columns; those that are turned come first in
+ * each run, as they do in the whole. */
+static dtrain_result dtrain__rotary_here(const dtrain_op *op, dtrain_rotary_args *args)
+{
+    const uint32_t runs = dtrain__tensor_share(op->inputs[0])->runs;
+    int64_t heads = 0, rotated = 0;
+    for (uint32_t run = 0; run < runs; run++) {
+        int64_t first, count;
+        DTRAIN__TRY(dtrain__heads_of(op, 0, run, 0, args->heads, args->d, &first, &count));
+        heads += count;
+        if (args->rotated > first)
+            rotated += args->rotated - first < count ? args->rotated - first : count;
+    }
+    args->heads = heads;
+    args->rotated = rotated;
+    return DTRAIN_OK;
+}
+
 static dtrain_result dtrain__rotary_prepare(dtrain_op *op)
 {
     dtrain_rotary_args *args = (dtrain_rotary_args *)op->args;
     const dtrain_tensor *x = op->inputs[0];
-    const int64_t width = x->shape[x->ndim - 1];
+    const bool cut = x->placement == DTRAIN_PLACEMENT_COLUMNS;
+    const int64_t width = cut ? dtrain__tensor_share(x)->whole : x->shape[x->ndim - 1];
     char text[DTRAIN__SHAPE_TEXT];
-    args->rows = x->count / width;
+    if (x->placement == DTRAIN_PLACEMENT_ROWS)
+        return dtrain__placement_fail(op, 0, "whole, or cut by columns");
+    args->rows = x->count / x->shape[x->ndim - 1];
     if (args->sequence < 1 || args->rows % args->sequence || args->heads < 1 ||
         width % (2 * args->heads))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -20846,6 +21801,7 @@ static dtrain_result dtrain__rotary_prepare(dtrain_op *op)
                            (long long)args->rotated, (long long)args->heads, (double)args->theta);
     if (!args->rotated) args->rotated = args->heads;
     args->d = width / args->heads;
+    if (cut) DTRAIN__TRY(dtrain__rotary_here(op, args));
     args->dtype = (dtrain_dtype)x->dtype;
     dtrain_op_output(op, args->dtype, x->ndim, x->shape);
     args->x = op->input_data[0];
@@ -20868,7 +21824,7 @@ static dtrain_result dtrain__rotary_backward(dtrain_op *op)
     return op->device->ops->rotary(op->device, &args);
 }
 
-DTRAIN__OP(rotary, rotary, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, 0, false)
+DTRAIN__OP(rotary, rotary, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, DTRAIN__OP_PLACES, false)
 
 DTRAIN_API dtrain_tensor *dtrain_rotary(dtrain_tape *tape, dtrain_tensor *x, int64_t sequence,
                                         int64_t heads, int64_t rotated, float theta)
@@ -21292,16 +22248,17 @@ static int64_t dtrain__moving_describe(const dtrain_op *op, dtrain__moving *m)
     return m->most_rows * (2 * m->ranks * m->most_columns + place->columns);
 }
 
-/* Lay the borrowed memory out. */
+/* Lay the borrowed memory out; NULL: nothing was borrowed. */
 static void dtrain__moving_borrow(dtrain__moving *m, void *memory)
 {
+    if (!memory) return;
     const size_t slots = (size_t)(m->ranks * m->most_rows * m->most_columns) * m->element;
     m->send = (char *)memory;
     m->receive = m->send + slots;
     m->turned = m->receive + slots;
 }
 
-static char *dtrain__slot(const dtrain__moving *m, char *slots, int rank)
+static char *dtrain__block_slot(const dtrain__moving *m, char *slots, int rank)
 {
     return slots + (size_t)(rank * m->most_rows * m->most_columns) * m->element;
 }
@@ -21327,7 +22284,7 @@ static dtrain_result dtrain__blocks_join(const dtrain__moving *m, char *slots, i
 {
     for (int r = 0; r < m->ranks; r++) {
         const dtrain__share part = dtrain__columns_of(m, r);
-        const char *run = dtrain__slot(m, slots, r);
+        const char *run = dtrain__block_slot(m, slots, r);
         for (uint32_t i = 0; i < part.runs; i++) {
             DTRAIN__TRY(dtrain__turn(m, run, rows, part.length[i], part.count,
                                      m->turned + (size_t)(part.first[i] * rows) * m->element));
@@ -21380,7 +22337,7 @@ static dtrain_result dtrain__columns_to_rows(const dtrain__moving *m, const char
     dtrain_work *work = NULL;
     for (int r = 0; r < m->ranks; r++) {
         const dtrain__share rows = dtrain__rows_of(m, r);
-        DTRAIN__TRY(dtrain__move_bytes(m, dtrain__slot(m, m->send, r),
+        DTRAIN__TRY(dtrain__move_bytes(m, dtrain__block_slot(m, m->send, r),
                                        x + (size_t)(rows.first[0] * mine) * m->element,
                                        rows.count * mine));
     }
@@ -21397,14 +22354,14 @@ static dtrain_result dtrain__rows_to_columns(const dtrain__moving *m, const char
     dtrain_work *work = NULL;
     for (int r = 0; r < m->ranks; r++)
         DTRAIN__TRY(dtrain__block_take(m, x, dtrain__rows_of(m, m->rank).count, r,
-                                       dtrain__slot(m, m->send, r)));
+                                       dtrain__block_slot(m, m->send, r)));
     DTRAIN__TRY(dtrain_all_to_all(dtrain__axis_comm(m->op), m->send, m->receive,
                                   (size_t)(m->most_rows * m->most_columns), m->dtype, &work));
     DTRAIN__TRY(dtrain_work_wait(work));
     for (int r = 0; r < m->ranks; r++) {
         const dtrain__share rows = dtrain__rows_of(m, r);
         DTRAIN__TRY(dtrain__move_bytes(m, y + (size_t)(rows.first[0] * mine) * m->element,
-                                       dtrain__slot(m, m->receive, r), rows.count * mine));
+                                       dtrain__block_slot(m, m->receive, r), rows.count * mine));
     }
     return DTRAIN_OK;
 }
@@ -21453,7 +22410,7 @@ static dtrain_result dtrain__place_cut(const dtrain_op *op, dtrain__place *place
     if (dtrain__share_same(&even, part)) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "dtrain_place: of the input this rank has the columns %s, and those of "
-                       "other ranks are not known",
+                       "other ranks are not known; convert what it was made of",
                        dtrain__share_text(part, text));
 }
 
@@ -22080,33 +23037,72 @@ DTRAIN_API dtrain_tensor *dtrain_bce_with_logits_loss(dtrain_tape *tape, dtrain_
  * Logits are by far the largest value of a language model, (rows, vocabulary). When this is their
  * only use and the operation that made them does not look at them in its own backward, they are
  * dead once d_logits is known: it is written over them, and there is no second buffer of that size.
- */
+ *
+ * Over a tensor axis (parallel/mesh.h) logits of a classifier that is cut by rows lie in columns,
+ * and stay where they are (Shoeybi et al., "Megatron-LM", 2019, section 3). Per row, of the columns
+ * that are here:
+ *
+ *     1. maximum, sum of e^(x - maximum), target's logit or 0, with smoothing sum of the logits
+ *     2. all-reduce of the maxima; the sums of this rank become those below the whole row's maximum
+ *     3. all-reduce of the sums, the targets' logits and the sums of logits, in one
+ *     4. loss and log-sum-exp of the whole row; every rank has the same
+ *
+ * Three floats a row travel, four with smoothing, and backward needs no more: softmax is made of
+ * the log-sum-exp. The padding may be all that a rank has. Of logits cut by rows each rank computes
+ * its own targets, and the sums of the losses are added up. */
 
 typedef struct dtrain__cross_entropy {
     dtrain_cross_entropy_args forward;
+    float *whole_max; /* (rows), of logits cut by columns; NULL: they are not */
     float factor; /* 1 / number of targets that are not ignored. In a recorded pass the number is
                      on the device, here, and `factor` is 1: */
     const float *device_factor;
 } dtrain__cross_entropy;
+
+/* Take the columns or rows that are here of logits which are cut; whole numbers become this
+ * rank's. */
+static dtrain_result dtrain__cross_entropy_here(const dtrain_op *op,
+                                                dtrain_cross_entropy_args *args)
+{
+    const dtrain_tensor *logits = op->inputs[0];
+    const dtrain__share *part = dtrain__tensor_share(logits);
+    if (logits->placement == DTRAIN_PLACEMENT_ROWS) args->targets += part->first[0];
+    if (logits->placement != DTRAIN_PLACEMENT_COLUMNS) return DTRAIN_OK;
+    if (part->runs > 1)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: the columns of the logits are cut in %u components, expected one: "
+                           "the vocabulary",
+                           op->desc->name, (unsigned)part->runs);
+    args->whole_classes = args->classes ? args->classes : part->whole;
+    args->first_class = part->first[0];
+    args->classes = args->whole_classes - args->first_class;
+    if (args->classes > args->n) args->classes = args->n;
+    if (args->classes <= 0) args->classes = -1; /* padding alone */
+    return DTRAIN_OK;
+}
 
 static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
 {
     dtrain__cross_entropy *loss = (dtrain__cross_entropy *)op->args;
     dtrain_cross_entropy_args *args = &loss->forward;
     const dtrain_tensor *logits = op->inputs[0], *targets = op->inputs[1];
+    const dtrain__share *part = dtrain__tensor_share(logits);
+    const bool columns = logits->placement == DTRAIN_PLACEMENT_COLUMNS;
     const int64_t n = logits->shape[logits->ndim - 1], rows = logits->count / n, shape[1] = {1};
+    const int64_t all_rows = logits->placement == DTRAIN_PLACEMENT_ROWS ? part->whole : rows;
+    const int64_t whole_n = columns ? part->whole : n;
     const dtrain__tape_tensor *input = (const dtrain__tape_tensor *)targets;
     char left[DTRAIN__SHAPE_TEXT], right[DTRAIN__SHAPE_TEXT];
-    if (targets->count != rows)
+    if (targets->count != all_rows)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_cross_entropy: logits %s have %lld rows, targets are %s",
-                           dtrain__shape_text(logits->shape, left), (long long)rows,
+                           dtrain__shape_text(logits->shape, left), (long long)all_rows,
                            dtrain__shape_text(targets->shape, right));
-    if (args->classes < 0 || args->classes > n)
+    if (args->classes < 0 || args->classes > whole_n)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_cross_entropy: %lld classes, and logits %s have %lld columns",
                            (long long)args->classes, dtrain__shape_text(logits->shape, left),
-                           (long long)n);
+                           (long long)whole_n);
     if (!(args->smoothing >= 0 && args->smoothing <= 1)) /* so written that NaN is refused */
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_cross_entropy: smoothing is %g, not in [0, 1]",
@@ -22118,20 +23114,62 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
     args->targets = (const int32_t *)op->input_data[1];
     args->loss = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
     args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
+    DTRAIN__TRY(dtrain__cross_entropy_here(op, args));
+    if (columns) {
+        loss->whole_max = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
+        args->parts =
+            (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, (args->smoothing > 0 ? 4 : 3) * rows);
+    }
     loss->device_factor = input->samples.device_valid;
     loss->factor = loss->device_factor ? 1 : input->samples.valid[0];
     dtrain__tape_tensor *made =
         (dtrain__tape_tensor *)dtrain_op_output(op, DTRAIN_DTYPE_F32, 1, shape);
-    if (made) made->samples = input->samples;
+    if (!made) return op->tape->error;
+    made->samples = input->samples;
+    dtrain__place_as(&made->tensor, DTRAIN_PLACEMENT_WHOLE, NULL);
     return DTRAIN_OK;
+}
+
+/* Reduce floats over the tensor axis; later work on the device comes behind. */
+static dtrain_result dtrain__cross_entropy_reduce(const dtrain_op *op, const float *from, float *to,
+                                                  int64_t count, dtrain_reduce_op how)
+{
+    dtrain_work *work = NULL;
+    DTRAIN__TRY(dtrain_all_reduce(dtrain__axis_comm(op), from, to, (size_t)count, DTRAIN_DTYPE_F32,
+                                  how, &work));
+    return dtrain_work_wait(work);
+}
+
+/* Compute the loss of each row whose columns are cut: steps 1 to 4 above. */
+static dtrain_result dtrain__cross_entropy_columns(const dtrain_op *op,
+                                                   const dtrain__cross_entropy *loss)
+{
+    const dtrain_device_ops *ops = op->device->ops;
+    dtrain_cross_entropy_args args = loss->forward;
+    const int64_t rows = args.rows;
+    args.loss = NULL;
+    args.whole_max = loss->whole_max;
+    DTRAIN__TRY(ops->cross_entropy(op->device, &args));
+    DTRAIN__TRY(
+        dtrain__cross_entropy_reduce(op, args.parts, loss->whole_max, rows, DTRAIN_REDUCE_MAX));
+    DTRAIN__TRY(ops->cross_entropy_finish(op->device, &args));
+    DTRAIN__TRY(dtrain__cross_entropy_reduce(op, args.parts + rows, args.parts + rows,
+                                             (args.smoothing > 0 ? 3 : 2) * rows,
+                                             DTRAIN_REDUCE_SUM));
+    args.loss = loss->forward.loss;
+    return ops->cross_entropy_finish(op->device, &args);
 }
 
 static dtrain_result dtrain__cross_entropy_forward(dtrain_op *op)
 {
     const dtrain__cross_entropy *loss = (const dtrain__cross_entropy *)op->args;
-    DTRAIN__TRY(op->device->ops->cross_entropy(op->device, &loss->forward));
-    return dtrain__sum_to(op->device, op->output_data[0], loss->forward.loss, DTRAIN_DTYPE_F32,
-                          loss->forward.rows, (double)loss->factor, loss->device_factor);
+    float *mean = (float *)op->output_data[0];
+    if (loss->forward.parts) DTRAIN__TRY(dtrain__cross_entropy_columns(op, loss));
+    else DTRAIN__TRY(op->device->ops->cross_entropy(op->device, &loss->forward));
+    DTRAIN__TRY(dtrain__sum_to(op->device, mean, loss->forward.loss, DTRAIN_DTYPE_F32,
+                               loss->forward.rows, (double)loss->factor, loss->device_factor));
+    if (op->inputs[0]->placement != DTRAIN_PLACEMENT_ROWS) return DTRAIN_OK;
+    return dtrain__cross_entropy_reduce(op, mean, mean, 1, DTRAIN_REDUCE_SUM);
 }
 
 static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
@@ -22145,6 +23183,7 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
         return op->tape->error;
     }
     dtrain_cross_entropy_args args = loss->forward;
+    args.parts = NULL;
     args.scale = loss->factor;
     args.d_logits = logits->grad;
     args.upstream = (const float *)op->outputs[0]->grad;
@@ -22158,7 +23197,7 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
     return op->device->ops->cross_entropy_backward(op->device, &args);
 }
 
-DTRAIN__OP(cross_entropy, cross_entropy, DTRAIN_OP_READS_INPUTS, 0, 2, 0, false)
+DTRAIN__OP(cross_entropy, cross_entropy, DTRAIN_OP_READS_INPUTS, 0, 2, DTRAIN__OP_PLACES, false)
 
 DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
                                                dtrain_tensor *targets, int64_t classes,
@@ -23452,6 +24491,14 @@ static dtrain_result dtrain__check_member(const dtrain_optimizer_desc *desc,
                            "group, of AdamW",
                            call, i, p->name, group, dtrain__param_dims(p),
                            dtrain__param_dims(p) == 1 ? "" : "s", (long long)p->count);
+    if (p->cut.axis && dtrain__groups_of(strategy).tensor_ranks > 1)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: parameter %zu (\"%.100s\") is in group %u, of Muon, which needs "
+                           "whole matrices, and its cut by %s gives each of %d ranks of the tensor "
+                           "axis a part; give it a group of AdamW, or leave the cut out",
+                           call, i, p->name, group,
+                           p->cut.axis == DTRAIN_CUT_ROWS ? "rows" : "columns",
+                           dtrain__groups_of(strategy).tensor_ranks);
     if (!dtrain__is_sliced(strategy, i)) return DTRAIN_OK;
     dtrain_strategy_query(strategy, &info);
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
@@ -25918,7 +26965,8 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
     clip.scalars = queue->scalars;
     clip.norm = (float *)(void *)(queue->scalars + 1);
     clip.weight = dtrain__step_weight(desc->strategy);
-    DTRAIN__TRY(dtrain__queue_squares(desc->strategy, &clip.sum_squares));
+    DTRAIN__TRY(dtrain__strategy_keep(
+        desc->strategy, dtrain__queue_squares(desc->strategy, &clip.sum_squares, &clip.sum_count)));
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, device->ops->clip(device, &clip)));
     DTRAIN__TRY(
         dtrain__strategy_keep(desc->strategy, dtrain__tally_settle(desc->strategy, &empty)));
@@ -26348,17 +27396,47 @@ static dtrain_state_tensor *dtrain__state_append(dtrain_state *state, dtrain_sta
     return tensor;
 }
 
-/* Append a tensor of fp32 that has the shape of a parameter, cut as the shard is. */
+/* Append what a shard has of a tensor of fp32 with the shape of its parameter. A tensor axis gives
+ * this rank a part of the parameter, one run of each component along the axis that is cut, and the
+ * shard is a run of that part, whose components lie one behind the other:
+ *
+ *     q|k|v     | q0 q1 q2 q3 | k0 k1 k2 k3 | v0 v1 v2 v3 |
+ *     part      | q2 q3 | k2 k3 | v2 v3 |    boxes of the whole, and memory without a gap
+ *     shard            | 3 | k2 k3 | v2 |    three pieces: a run of each box
+ *
+ * A rank that has nothing lists a piece of no elements. */
 static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard *shard,
                                         dtrain_state_kind kind, float *memory, float *mirror)
 {
     const dtrain_param *p = shard->param;
-    dtrain_state_tensor *tensor =
-        dtrain__state_append(state, kind, p->name, DTRAIN_DTYPE_F32, p->shape, memory);
-    if (!tensor) return DTRAIN_ERROR_MEMORY;
-    tensor->piece.offset = shard->offset;
-    tensor->piece.count = shard->count;
-    tensor->mirror = mirror == memory ? NULL : mirror;
+    const dtrain__groups groups = dtrain__groups_of(state->desc.strategy);
+    const dtrain__share part = dtrain__share_here(p, &groups);
+    const uint32_t runs = part.axis < 0 ? 1 : part.runs;
+    int64_t begin = 0, left = shard->count; /* of the box in the part; elements not listed yet */
+    for (uint32_t k = 0; k < runs; k++) {
+        dtrain_piece box = dtrain__piece_whole(p->shape);
+        if (part.axis >= 0) {
+            box.first[part.axis] = part.first[k];
+            box.length[part.axis] = part.length[k];
+        }
+        const int64_t end = begin + dtrain__box_count(&box);
+        const int64_t low = dtrain__max(shard->offset, begin);
+        const int64_t count = dtrain__min(shard->offset + shard->count, end) - low;
+        if (count > 0 || (k + 1 == runs && left == shard->count)) {
+            dtrain_state_tensor *tensor =
+                dtrain__state_append(state, kind, p->name, DTRAIN_DTYPE_F32, p->shape, NULL);
+            if (!tensor) return DTRAIN_ERROR_MEMORY;
+            const int64_t at = count > 0 ? low - shard->offset : 0;
+            box.offset = count > 0 ? low - begin : 0;
+            box.count = dtrain__max(count, 0);
+            tensor->piece = box;
+            tensor->memory = dtrain__after(memory, at);
+            tensor->mirror = mirror == memory ? NULL : dtrain__after(mirror, at);
+            tensor->own = kind == DTRAIN_STATE_RESIDUAL || kind == DTRAIN_STATE_VELOCITY;
+            left -= box.count;
+        }
+        begin = end;
+    }
     return DTRAIN_OK;
 }
 
@@ -26411,6 +27489,29 @@ static dtrain_result dtrain__state_params(dtrain_state *state)
     return DTRAIN_OK;
 }
 
+/* Append Q of a parameter. Of a part it is the part's alone. Where columns are cut, Q has a row for
+ * each, and is a slice of that of all columns; otherwise those of the tensor axis lie side by side,
+ * so that no other number of ranks takes them for its own. */
+static dtrain_result dtrain__state_q(dtrain_state *state, const dtrain_compression_state *kept)
+{
+    const dtrain__groups groups = dtrain__groups_of(state->desc.strategy);
+    const dtrain__share part = dtrain__share_here(kept->param, &groups);
+    const bool columns = part.axis == 1 && kept->q_rows == part.length[0] * part.inner;
+    const bool beside = part.axis >= 0 && !columns;
+    const int64_t ranks = groups.tensor_ranks, rank = groups.tensor_rank;
+    const int64_t rows = columns ? part.whole * part.inner : kept->q_rows;
+    const int64_t shape[4] = {beside ? ranks : rows, beside ? rows : kept->q_columns,
+                              beside ? kept->q_columns : 0, 0};
+    dtrain_state_tensor *tensor = dtrain__state_append(state, DTRAIN_STATE_Q, kept->param->name,
+                                                       DTRAIN_DTYPE_F32, shape, kept->q);
+    if (!tensor) return DTRAIN_ERROR_MEMORY;
+    if (part.axis < 0) return DTRAIN_OK;
+    tensor->piece.first[0] = columns ? part.first[0] * part.inner : rank;
+    tensor->piece.length[0] = columns ? kept->q_rows : 1;
+    tensor->piece.count = kept->q_rows * kept->q_columns;
+    return DTRAIN_OK;
+}
+
 /* Append a parameter's residual and velocity, if this rank keeps such of any parameter, and Q. A
  * rank that keeps nothing of this one lists a piece of no elements. */
 static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_param *param,
@@ -26424,14 +27525,8 @@ static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_
         if (!memory[i]) piece.count = 0;
         DTRAIN__TRY(dtrain__state_like(
             state, &piece, (dtrain_state_kind)(DTRAIN_STATE_RESIDUAL + i), memory[i], NULL));
-        state->tensors[state->tensor_count - 1].own = true;
     }
-    if (!kept || !kept->q) return DTRAIN_OK;
-    const int64_t shape[4] = {kept->q_rows, kept->q_columns, 0, 0};
-    return dtrain__state_append(state, DTRAIN_STATE_Q, param->name, DTRAIN_DTYPE_F32, shape,
-                                kept->q)
-               ? DTRAIN_OK
-               : DTRAIN_ERROR_MEMORY;
+    return kept && kept->q ? dtrain__state_q(state, kept) : DTRAIN_OK;
 }
 
 static dtrain_result dtrain__state_compression(dtrain_state *state)
@@ -26757,6 +27852,13 @@ DTRAIN__PRIVATE int64_t dtrain__piece_span(const dtrain_piece *piece, const dtra
  *     check     those that list the same tensor agree on it, and together they have all of it
  *     choose    of the ranks that hold the same piece the one that has the least to write
  *
+ * What a tensor axis does not cut its ranks have all, and where their parts of other parameters
+ * differ in length they may shard it at different places. Each of them has a copy then, whole
+ * between the ranks of its data axis, and the pieces of copy 0 are the ones that are written:
+ *
+ *     copy 0, 2 data ranks   | a a a a a a | b b b b |
+ *     copy 1                 | a a a | b b b b b b b |    left out
+ *
  * All ranks come to the same result from the same lists, so that nothing else has to be agreed on.
  * It is made when a directory is opened. A list of GPT-2 small has 460 entries of 180 bytes. */
 
@@ -26959,6 +28061,7 @@ typedef struct dtrain__held {
     int64_t rank;               /* whose list it is in; -1: none */
     int64_t name_at;            /* in the names that come with it */
     int64_t number;             /* of its tensor in the manifest */
+    int64_t copy;               /* of what ranks of a tensor axis have each: whose; see union.c */
 } dtrain__held;
 
 /* One piece that this rank writes. */
@@ -27101,12 +28204,17 @@ DTRAIN__PRIVATE const char *dtrain__stored_name(uint32_t dtype);
 static void dtrain__union_own(const dtrain_checkpoint *c, dtrain__held *list, char *names)
 {
     const dtrain_state *state = c->desc.state;
+    const int copy = dtrain__groups_of(state->desc.strategy).tensor_rank;
     size_t at = 0;
     for (size_t i = 0; i < state->tensor_count; i++) {
-        const size_t bytes = strlen(state->tensors[i].name) + 1;
-        memcpy(names + at, state->tensors[i].name, bytes);
-        list[i].tensor = state->tensors[i];
+        const dtrain_state_tensor *tensor = &state->tensors[i];
+        const dtrain_piece whole = dtrain__piece_whole(tensor->shape);
+        const size_t bytes = strlen(tensor->name) + 1;
+        memcpy(names + at, tensor->name, bytes);
+        list[i].tensor = *tensor;
         list[i].rank = c->rank;
+        if (tensor->kind != DTRAIN_STATE_HOST && dtrain__box_same(&tensor->piece, &whole))
+            list[i].copy = copy; /* not cut: the program alone knows who has what of its arrays */
         list[i].name_at = (int64_t)at;
         at += bytes;
     }
@@ -27186,7 +28294,7 @@ static dtrain_result dtrain__union_differs(const dtrain__held *a, const dtrain__
 }
 
 /* Number the tensors, and choose a writer for each piece: of entries that differ in nothing but the
- * rank, that of the rank with the least to write stays. */
+ * rank, that of the rank with the least to write stays; none, if copy 0 has no such piece. */
 static dtrain_result dtrain__union_choose(dtrain_checkpoint *c)
 {
     uint64_t load[DTRAIN_MAX_RANKS] = {0};
@@ -27195,6 +28303,7 @@ static dtrain_result dtrain__union_choose(dtrain_checkpoint *c)
     for (size_t i = 0, next; i < c->held_count; i = next) {
         const dtrain_state_tensor *tensor = &c->held[i].tensor;
         size_t least = i;
+        bool counts = false; /* a piece of copy 0 */
         if (!dtrain__same_tensor(&c->held[i], &c->held[first])) {
             first = i;
             number++;
@@ -27208,7 +28317,9 @@ static dtrain_result dtrain__union_choose(dtrain_checkpoint *c)
             if (!dtrain__state_alike(&held->tensor, &c->held[first].tensor))
                 return dtrain__union_differs(&c->held[first], held);
             if (load[held->rank] < load[c->held[least].rank]) least = next;
+            counts = counts || held->tensor.own || held->copy == 0;
         }
+        if (!counts) continue;
         load[c->held[least].rank] +=
             (uint64_t)tensor->piece.count * dtrain__state_bytes(tensor->dtype);
         c->held[least].number = number;
@@ -27218,9 +28329,10 @@ static dtrain_result dtrain__union_choose(dtrain_checkpoint *c)
     return DTRAIN_OK;
 }
 
-/* Check that pieces of one tensor, sorted, do not overlap, and that together they are all of it.
- * They lie `stride` bytes apart, as members of a larger struct. A piece is compared with those
- * whose boxes begin before its own ends. */
+/* Check that pieces of one tensor, sorted, do not overlap, and that together they are all of it; Q
+ * is an estimate, and parts that are not compressed have none. They lie `stride` bytes apart, as
+ * members of a larger struct. A piece is compared with those whose boxes begin before its own
+ * ends. */
 DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where,
                                                    const dtrain_state_tensor *tensor,
                                                    const dtrain_piece *pieces, size_t stride,
@@ -27242,7 +28354,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pieces_check(const char *where,
                                               : dtrain__piece_common(a, b, &common));
         }
     }
-    if (!overlap && sum == tensor->total) return DTRAIN_OK;
+    if (!overlap && (sum == tensor->total || tensor->kind == DTRAIN_STATE_Q)) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
                        "%s: the pieces of the %s of \"%.100s\" %s: they have %lld of its %lld "
                        "elements",
@@ -28591,12 +29703,18 @@ static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved
 
 /* ---- Tensors that each rank has of its own ----------------------------------------------------*/
 
-/* Tell whether this rank has saved exactly this piece of a tensor of its own. */
+/* Tell whether this rank has saved exactly its pieces of a tensor of its own, of which this is
+ * one. */
 static bool dtrain__own_is_there(const dtrain__load *load, const dtrain_state_tensor *tensor)
 {
+    const dtrain_state *state = load->state;
     const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
-    const int rank = dtrain_comm_rank(load->state->comm);
-    int64_t there = 0, all = 0;
+    const int rank = dtrain_comm_rank(state->comm);
+    int64_t there = 0, all = 0, wanted = 0;
+    for (size_t i = 0; i < state->tensor_count; i++)
+        if (state->tensors[i].kind == tensor->kind &&
+            strcmp(state->tensors[i].name, tensor->name) == 0)
+            wanted += state->tensors[i].piece.count;
     for (size_t i = 0; saved && i < saved->piece_count; i++) {
         const dtrain__saved_piece *piece = &load->manifest.pieces[saved->first_piece + i];
         dtrain_piece common;
@@ -28604,7 +29722,7 @@ static bool dtrain__own_is_there(const dtrain__load *load, const dtrain_state_te
         all += piece->piece.count;
         if (dtrain__piece_common(&piece->piece, &tensor->piece, &common)) there += common.count;
     }
-    return saved && there == tensor->piece.count && all == there;
+    return saved && there == tensor->piece.count && all == wanted;
 }
 
 /* Find out whether every rank finds the residuals and velocities of exactly its own pieces. */
@@ -28622,6 +29740,32 @@ static dtrain_result dtrain__compare_cuts(dtrain__load *load)
     return DTRAIN_OK;
 }
 
+/* Make the sums in a target means over the ranks that saved them. Ranks that had the same part of
+ * the parameter saved the same piece. */
+static void dtrain__own_scale(const dtrain__load *load, const dtrain__saved_tensor *saved,
+                              const dtrain__target *target)
+{
+    const dtrain__saved_piece *pieces = &load->manifest.pieces[saved->first_piece];
+    for (size_t i = 0; i < saved->piece_count; i++) {
+        const dtrain_piece *piece = &pieces[i].piece, *to = &target->piece;
+        dtrain_piece common;
+        size_t before = 0, all = 0;
+        for (size_t k = 0; k < saved->piece_count; k++) {
+            if (dtrain__piece_order(piece, &pieces[k].piece) != 0) continue;
+            before += k < i;
+            all++;
+        }
+        if (before || !dtrain__piece_common(piece, to, &common)) continue;
+        const float scale = 1.0f / (float)all;
+        const int64_t end = common.offset + common.count;
+        for (int64_t at = common.offset, count; at < end; at += count) {
+            float *sums = (float *)target->memory + dtrain__piece_place(to, &common, at);
+            count = dtrain__min(dtrain__piece_span(to, &common, at), end - at);
+            for (int64_t e = 0; e < count; e++) sums[e] *= scale;
+        }
+    }
+}
+
 /* Fill a residual or velocity with the mean over the ranks that saved it, or with zeros. */
 static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_tensor *tensor)
 {
@@ -28630,7 +29774,6 @@ static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_ten
     const bool flat =
         saved && !load->manifest.hierarchical && !dtrain__goes_by_nodes(state->desc.strategy);
     const int64_t most = (int64_t)(DTRAIN__BLOCK / sizeof(float));
-    const float scale = 1.0f / (float)load->manifest.ranks;
     if (!load->sum)
         load->sum =
             (float *)dtrain__alloc(&state->allocator, DTRAIN__BLOCK, 1, "sums of residuals");
@@ -28642,7 +29785,7 @@ static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_ten
         memset(load->sum, 0, DTRAIN__BLOCK);
         for (int64_t r = 0; r < load->manifest.ranks && flat; r++)
             DTRAIN__TRY(dtrain__tensor_read(load, saved, r, &target));
-        for (int64_t i = 0; i < target.piece.count; i++) load->sum[i] *= scale;
+        if (flat) dtrain__own_scale(load, saved, &target);
         DTRAIN__TRY(dtrain_device_copy(state->device, (float *)tensor->memory + done, load->sum,
                                        (size_t)target.piece.count * sizeof(float)));
     }
@@ -28912,11 +30055,11 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
 
 /* The list of weights in a file, which export and import share. */
 
-/* A parameter as a file has it. rows x columns is what is stored of it, as it lies here. */
+/* A parameter as a file has it. rows x columns is what is stored of it, as it lies here when it is
+ * whole. */
 typedef struct dtrain__weight {
     const char *name;
-    size_t param;  /* its index in the strategy's array ... */
-    size_t tensor; /* ... and in the state's list, where values come first, without aliases */
+    size_t param; /* its index in the strategy's array */
     bool transpose;
     int dims;
     int64_t shape[4]; /* in the file */
@@ -28960,7 +30103,7 @@ static dtrain_result dtrain__weight_shape(const char *call, const dtrain_param *
                            "(all) to %lld",
                            call, (long long)how->rows, param->name, (long long)most);
     weight->rows = how->rows ? how->rows : most;
-    weight->columns = most ? param->count / most : 1;
+    weight->columns = most ? dtrain__whole_count(param) / most : 1;
     weight->total = weight->rows * weight->columns;
     weight->transpose = how->transpose;
     weight->dims = dims ? dims : 1; /* without an element: [0] */
@@ -28979,7 +30122,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__weights_list(const char *call,
                                                    dtrain__weights *weights)
 {
     static const dtrain_export_name own = {0, NULL, false};
-    size_t tensor = 0;
     weights->allocator = &dtrain__world_of(strategy)->allocator;
     weights->params = dtrain__params_of(strategy, &weights->room);
     weights->list = (dtrain__weight *)dtrain__alloc(weights->allocator, weights->room,
@@ -28991,7 +30133,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__weights_list(const char *call,
         dtrain__weight *weight = &weights->list[weights->count];
         if (param->state.storage != param) continue;
         weight->param = i;
-        weight->tensor = tensor++;
         weight->name = how->name ? how->name : param->name;
         if (!weight->name[0]) continue;
         DTRAIN__TRY(dtrain__weight_shape(call, param, how, weight));
@@ -29078,9 +30219,10 @@ static dtrain_result dtrain__export_prepare(dtrain__export *e)
     snprintf(e->tmp, sizeof e->tmp, "%s.tmp", e->path);
     DTRAIN__TRY(dtrain__weights_list(dtrain__export_call, e->strategy, e->desc.names, &e->weights));
     DTRAIN__TRY(dtrain__export_header(e));
-    for (size_t i = 0; i < e->weights.room; i++)
-        if ((size_t)e->weights.params[i].count > e->most)
-            e->most = (size_t)e->weights.params[i].count;
+    for (size_t i = 0; i < e->weights.room; i++) {
+        const size_t count = (size_t)dtrain__whole_count(&e->weights.params[i]);
+        if (count > e->most) e->most = count;
+    }
     e->value = (float *)dtrain__alloc(e->weights.allocator, e->most, sizeof *e->value,
                                       "a whole parameter");
     if (!e->value) return DTRAIN_ERROR_MEMORY;
@@ -29464,7 +30606,7 @@ static dtrain_result dtrain__import_compare(dtrain__import *im)
 
 /* ---- Values -----------------------------------------------------------------------------------*/
 
-/* Read a transposed weight from its beginning to its end, and keep this rank's part: a matrix whose
+/* Read what a transposed weight has of the columns of a piece, and keep the piece: a matrix whose
  * (row, column) here is (column, row) in the file. Rows that the file lacks become zero. */
 static dtrain_result dtrain__import_transposed(dtrain__import *im, const dtrain__weight *weight,
                                                const dtrain__source *source,
@@ -29473,12 +30615,13 @@ static dtrain_result dtrain__import_transposed(dtrain__import *im, const dtrain_
     const dtrain_piece *piece = &tensor->piece;
     const int64_t block = (int64_t)(DTRAIN__BLOCK / sizeof(float));
     const size_t bytes = (size_t)piece->count * sizeof(float);
-    int64_t row = 0, column = 0; /* here, of the element that comes next in the file */
+    const int64_t end = (piece->first[1] + piece->length[1]) * weight->rows; /* in the file */
+    int64_t row = 0, column = piece->first[1]; /* here, of the element that comes next in it */
     dtrain_result result = DTRAIN_OK;
     float *to = (float *)dtrain__alloc(&im->state->allocator, bytes, 1, "a piece of a parameter");
     if (!to) return DTRAIN_ERROR_MEMORY;
-    for (int64_t at = 0; at < weight->total && result == DTRAIN_OK; at += block) {
-        const int64_t count = dtrain__min(weight->total - at, block);
+    for (int64_t at = column * weight->rows; at < end && result == DTRAIN_OK; at += block) {
+        const int64_t count = dtrain__min(end - at, block);
         result = dtrain__elements_read(&im->reader, source, source->dtype != DTRAIN_DTYPE_F32, at,
                                        count, im->reader.block);
         for (int64_t i = 0; i < count; i++) {
@@ -29495,10 +30638,10 @@ static dtrain_result dtrain__import_transposed(dtrain__import *im, const dtrain_
     return result;
 }
 
-/* Read this rank's piece of a weight. Rows that the file lacks come last and become zero. */
-static dtrain_result dtrain__import_weight(dtrain__import *im, const dtrain__weight *weight)
+/* Read a piece of a weight. Rows that the file lacks come last and become zero. */
+static dtrain_result dtrain__import_piece(dtrain__import *im, const dtrain__weight *weight,
+                                          const dtrain_state_tensor *tensor)
 {
-    const dtrain_state_tensor *tensor = &im->state->tensors[weight->tensor];
     const dtrain__target target = {tensor->memory, tensor->piece, DTRAIN_DTYPE_F32, false};
     dtrain__source source = dtrain__import_source(im, weight->file, weight->stored);
     int64_t shape[4];
@@ -29529,11 +30672,19 @@ static dtrain_result dtrain__import_prepare(dtrain__import *im)
     return dtrain__import_compare(im);
 }
 
+/* Read this rank's pieces of all weights. The state's list begins with those of values, in the
+ * order of the parameters, and has the parameters' own names. */
 static dtrain_result dtrain__import_values(dtrain__import *im)
 {
-    for (size_t i = 0; i < im->weights.count; i++)
-        if (im->weights.list[i].stored)
-            DTRAIN__TRY(dtrain__import_weight(im, &im->weights.list[i]));
+    const dtrain_state *state = im->state;
+    const dtrain__weight *weight = im->weights.list, *end = weight + im->weights.count;
+    for (size_t i = 0; i < state->tensor_count && weight < end; i++) {
+        const dtrain_state_tensor *tensor = &state->tensors[i];
+        if (tensor->kind != DTRAIN_STATE_VALUE) break;
+        if (weight + 1 < end && tensor->name == im->weights.params[weight[1].param].name) weight++;
+        if (tensor->name == im->weights.params[weight->param].name && weight->stored)
+            DTRAIN__TRY(dtrain__import_piece(im, weight, tensor));
+    }
     return DTRAIN_OK;
 }
 
@@ -34309,21 +35460,21 @@ static inline int64_t dtrain__position(const dtrain_embedding_args *a, int64_t r
 }
 
 /* Return how many columns count here, and in the whole rows. */
-static inline int64_t dtrain__classes(const dtrain_cross_entropy_args *a)
+static inline int64_t dtrain__classes_here(const dtrain_cross_entropy_args *a)
 {
     return a->classes < 0 ? 0 : a->classes ? a->classes : a->n;
 }
 
-static inline int64_t dtrain__whole_classes(const dtrain_cross_entropy_args *a)
+static inline int64_t dtrain__classes_whole(const dtrain_cross_entropy_args *a)
 {
-    return a->whole_classes ? a->whole_classes : dtrain__classes(a);
+    return a->whole_classes ? a->whole_classes : dtrain__classes_here(a);
 }
 
 /* Return the column of a row's target, a negative one where it is ignored or not here. */
 static inline int64_t dtrain__target_column(const dtrain_cross_entropy_args *a, int64_t row)
 {
     const int64_t at = a->targets[row] - a->first_class;
-    return a->targets[row] >= 0 && at < dtrain__classes(a) ? at : -1;
+    return a->targets[row] >= 0 && at < dtrain__classes_here(a) ? at : -1;
 }
 
 #define DTRAIN__TOPK_BLOCK 1024    /* elements between two looks at the room that is left */
@@ -34972,7 +36123,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_sum(dtrain_device *device, const dtrai
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_clip(dtrain_device *device, const dtrain_clip_args *args)
 {
-    const float norm = (float)(sqrt(args->sum_squares[0]) * (double)args->scalars->grad_scale);
+    double sum = args->sum_squares[0];
+    for (int i = 1; i < args->sum_count; i++) sum += args->sum_squares[i];
+    const float norm = (float)(sqrt(sum) * (double)args->scalars->grad_scale);
     const float factor = args->max_norm / (norm + 1e-6f); /* as dtrain_grad_norm rounds it */
     (void)device;
     args->norm[0] = norm;
@@ -35224,7 +36377,7 @@ static dtrain_result dtrain__check_tokens(const dtrain_embedding_args *args)
 
 static dtrain_result dtrain__check_targets(const dtrain_cross_entropy_args *args)
 {
-    const int64_t classes = dtrain__whole_classes(args);
+    const int64_t classes = dtrain__classes_whole(args);
     for (int64_t row = 0; row < args->rows; row++)
         if (args->targets[row] < -1 || args->targets[row] >= classes)
             return dtrain_fail(DTRAIN_ERROR_DATA,
@@ -35352,7 +36505,7 @@ DTRAIN__PRIVATE void dtrain__row_loss(const dtrain_cross_entropy_args *args, int
 {
     const bool ignored = args->targets[row] == -1;
     const double lse = ignored ? 0 : (double)top + log(sum), smoothing = (double)args->smoothing;
-    const double classes = (double)dtrain__whole_classes(args);
+    const double classes = (double)dtrain__classes_whole(args);
     args->lse[row] = (float)lse;
     args->loss[row] =
         ignored
@@ -39069,7 +40222,7 @@ DTRAIN__KERNEL(cross_entropy)
         double sum = 0, logits_sum = 0;
         float top = -FLT_MAX, buffer[DTRAIN__K(LOGITS)];
         const bool ignored = a->targets[row] == -1;
-        const int64_t classes = ignored ? 0 : dtrain__classes(a);
+        const int64_t classes = ignored ? 0 : dtrain__classes_here(a);
         const int64_t column = dtrain__target_column(a, row), at = row * a->n + column;
         const float wanted = column >= 0 ? dtrain__element(a->logits, a->dtype, at) : 0;
         for (int64_t i = 0; i < classes; i += DTRAIN__K(LOGITS)) {
@@ -39098,10 +40251,10 @@ DTRAIN__KERNEL(cross_entropy_backward)
         (const dtrain_cross_entropy_backward_args *)job->args;
     const dtrain_dtype dtype = a->dtype;
     const float factor = a->upstream ? a->scale * a->upstream[0] : a->scale;
-    const int64_t classes = dtrain__classes(a);
+    const int64_t classes = dtrain__classes_here(a);
     const dtrain__v scale = dtrain__vset(factor);
     const dtrain__v one_hot = dtrain__vset(factor * (1 - a->smoothing));
-    const dtrain__v uniform = dtrain__vset(factor * a->smoothing / (float)dtrain__whole_classes(a));
+    const dtrain__v uniform = dtrain__vset(factor * a->smoothing / (float)dtrain__classes_whole(a));
     for (int64_t row = begin; row < end; row++) {
         const dtrain__v lse = dtrain__vset(a->lse[row]);
         const int64_t first = row * a->n, column = dtrain__target_column(a, row);

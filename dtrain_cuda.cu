@@ -1725,7 +1725,8 @@ static dtrain_result dtrain_cuda_axpby(dtrain_device *device, const dtrain_axpby
  *
  * One read (two to accumulate) and one write. Element i takes word i % 4 of Philox block i / 4, of
  * which the upper 24 bits are compared as integers: the bits of dtrain_random_uniform, so the mask
- * is the one of the CPU device. */
+ * is the one of the CPU device. In a part i is an element's number in the whole tensor; where these
+ * numbers are not whole packs one behind the other, each element draws a block. */
 
 /* Compute dtrain__philox of core/random.c: four random words of a seed, a stream and a counter. */
 static __device__ __forceinline__ void dtrain_cuda_philox(uint64_t seed, uint64_t stream,
@@ -1769,7 +1770,19 @@ static __device__ __forceinline__ void dtrain_cuda_random(uint64_t seed, uint64_
     }
 }
 
-template <typename T> struct dtrain_cuda_dropout_op {
+static __device__ __forceinline__ int64_t dtrain_cuda_part_number(const dtrain_part &part,
+                                                                  int64_t i)
+{
+    uint32_t s = 0;
+    if (!part.segments) return part.first + i;
+    int64_t column = i % part.n;
+    while (s + 1 < part.segments && column >= part.segment[s].length)
+        column -= part.segment[s++].length;
+    return part.first + i / part.n * part.whole_n + part.segment[s].column + column;
+}
+
+/* PACKS: part has no segments, and its first number is a multiple of a pack. */
+template <typename T, bool PACKS> struct dtrain_cuda_dropout_op {
     static constexpr int width = dtrain_cuda_width<T, T>();
     const T *x;
     T *y;
@@ -1778,6 +1791,7 @@ template <typename T> struct dtrain_cuda_dropout_op {
     uint64_t seed, stream;
     const dtrain_step_scalars *scalars;
     bool accumulate;
+    dtrain_part part;
 
     template <int W> struct group {
         dtrain_cuda_pack<T, W> x, y;
@@ -1792,7 +1806,10 @@ template <typename T> struct dtrain_cuda_dropout_op {
         uint32_t words[W];
         float value[W];
         dtrain_cuda_pack<T, W> out;
-        dtrain_cuda_random<W>(seed + (scalars ? scalars->seed : 0), stream, i, words);
+        const uint64_t now = seed + (scalars ? scalars->seed : 0);
+        if (PACKS) dtrain_cuda_random<W>(now, stream, part.first + i, words);
+        for (int j = 0; j < W && !PACKS; j++)
+            dtrain_cuda_random<1>(now, stream, dtrain_cuda_part_number(part, i + j), words + j);
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++) {
             const bool kept = words[j] >> 8 >= threshold;
@@ -1804,20 +1821,31 @@ template <typename T> struct dtrain_cuda_dropout_op {
     }
 };
 
+template <typename T, bool PACKS>
+static dtrain_result dtrain_cuda_dropout_by(dtrain_device *device, const dtrain_dropout_args *args)
+{
+    const double least = ceil((double)args->probability * 16777216.0);
+    const dtrain_cuda_dropout_op<T, PACKS> op = {
+        (const T *)args->x,
+        (T *)args->y,
+        args->probability < 1 ? 1 / (1 - args->probability) : 0,
+        least < 16777216.0 ? (uint32_t)least : 16777216u,
+        args->seed,
+        args->stream,
+        args->scalars,
+        args->accumulate,
+        args->part};
+    const bool aligned = dtrain_cuda_aligned(args->x) && dtrain_cuda_aligned(args->y);
+    return dtrain_cuda_each(device, "dropout", op, args->count, aligned);
+}
+
 template <typename T>
 static dtrain_result dtrain_cuda_dropout_as(dtrain_device *device, const dtrain_dropout_args *args)
 {
-    const double least = ceil((double)args->probability * 16777216.0);
-    const dtrain_cuda_dropout_op<T> op = {(const T *)args->x,
-                                          (T *)args->y,
-                                          args->probability < 1 ? 1 / (1 - args->probability) : 0,
-                                          least < 16777216.0 ? (uint32_t)least : 16777216u,
-                                          args->seed,
-                                          args->stream,
-                                          args->scalars,
-                                          args->accumulate};
-    const bool aligned = dtrain_cuda_aligned(args->x) && dtrain_cuda_aligned(args->y);
-    return dtrain_cuda_each(device, "dropout", op, args->count, aligned);
+    const bool packs =
+        !args->part.segments && args->part.first % dtrain_cuda_dropout_op<T, true>::width == 0;
+    return packs ? dtrain_cuda_dropout_by<T, true>(device, args)
+                 : dtrain_cuda_dropout_by<T, false>(device, args);
 }
 
 static dtrain_result dtrain_cuda_dropout(dtrain_device *device, const dtrain_dropout_args *args)
@@ -2167,7 +2195,9 @@ static dtrain_result dtrain_cuda_sum(dtrain_device *device, const dtrain_sum_arg
 
 static __global__ void dtrain_cuda_clip_kernel(const dtrain_clip_args args)
 {
-    const float norm = (float)(sqrt(args.sum_squares[0]) * (double)args.scalars->grad_scale);
+    double sum = args.sum_squares[0];
+    for (int i = 1; i < args.sum_count; i++) sum += args.sum_squares[i];
+    const float norm = (float)(sqrt(sum) * (double)args.scalars->grad_scale);
     const float factor = args.max_norm / (norm + 1e-6f);
     args.norm[0] = norm;
     const bool empty = args.weight && args.weight[0] == 0;
@@ -3525,6 +3555,26 @@ static dtrain_result dtrain_cuda_gemm(dtrain_device *device, const dtrain_gemm_a
     return DTRAIN_OK;
 }
 
+/* ---- bias: y, aux (rows,n), by the epilogue kernel without a product --------------------------*/
+
+static dtrain_result dtrain_cuda_bias(dtrain_device *device, const dtrain_bias_args *args)
+{
+    dtrain_gemm_args all = {};
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("bias", args->dtype));
+    if (args->activation > DTRAIN_ACTIVATION_SILU)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "bias: activation is %u, which is not a dtrain_activation",
+                           (unsigned)args->activation);
+    if (args->rows <= 0 || args->n <= 0) return DTRAIN_OK;
+    all.activation = args->activation;
+    all.n = all.ldc = args->n;
+    all.c = args->y;
+    all.bias = args->bias;
+    all.aux = args->aux;
+    return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_epilogue_as)(device, &all, 0, args->rows,
+                                                                      NULL, args->n, 1.0f);
+}
+
 /* ==== src/device/cuda/layernorm.cuh =========================================================== */
 
 /* Layer norm, forward and backward
@@ -4051,14 +4101,18 @@ static __device__ void dtrain_cuda_set_fault(dtrain_cuda_fault *fault, unsigned 
     fault->limit = limit;
 }
 
-/* Give the token of a row; a bad one is reported and replaced by token 0, which exists. */
-static __device__ int32_t dtrain_cuda_token(const int32_t *tokens, int64_t row, int64_t vocab,
+/* Give the row of the table for a row of tokens, `vocab` where the token is not in this part of the
+ * whole table; a bad token is reported and replaced by token 0, which exists. */
+static __device__ int64_t dtrain_cuda_token(const dtrain_embedding_args &args, int64_t row,
                                             dtrain_cuda_fault *fault)
 {
-    const int32_t token = tokens[row];
-    if (token >= 0 && token < vocab) return token;
-    dtrain_cuda_set_fault(fault, DTRAIN_CUDA_BAD_TOKEN, token, row, vocab);
-    return 0;
+    int64_t token = args.tokens[row];
+    if (token < 0 || token >= args.whole_vocab) {
+        dtrain_cuda_set_fault(fault, DTRAIN_CUDA_BAD_TOKEN, token, row, args.whole_vocab);
+        token = 0;
+    }
+    token -= args.first_token;
+    return token >= 0 && token < args.vocab ? token : args.vocab;
 }
 
 /* ---- Embedding forward --------------------------------------------------------------------------
@@ -4074,13 +4128,14 @@ static __global__ void __launch_bounds__(256)
     const int64_t warps = (int64_t)gridDim.x * (blockDim.x / DTRAIN_CUDA_WARP);
     for (int64_t row = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / DTRAIN_CUDA_WARP;
          row < args.rows; row += warps) {
-        const float *const word =
-            args.wte + dtrain_cuda_token(args.tokens, row, args.vocab, fault) * args.n;
-        const float *const place = args.wpe ? args.wpe + row % args.sequence * args.n : NULL;
+        const int64_t token = dtrain_cuda_token(args, row, fault);
+        const float *const word = token < args.vocab ? args.wte + token * args.n : NULL;
+        const float *const place =
+            args.wpe ? args.wpe + (args.first_row + row) % args.sequence * args.n : NULL;
         T *const y = (T *)args.y + row * args.n;
         for (int64_t column = lane * WIDTH; column < args.n; column += DTRAIN_CUDA_WARP * WIDTH) {
-            dtrain_cuda_pack<float, WIDTH> a = dtrain_cuda_load<WIDTH>(word + column);
-            dtrain_cuda_pack<float, WIDTH> b = {};
+            dtrain_cuda_pack<float, WIDTH> a = {}, b = {};
+            if (word) a = dtrain_cuda_load<WIDTH>(word + column);
             if (place) b = dtrain_cuda_load<WIDTH>(place + column);
             dtrain_cuda_pack<T, WIDTH> out;
             DTRAIN_CUDA_UNROLL
@@ -4091,14 +4146,16 @@ static __global__ void __launch_bounds__(256)
     }
 }
 
-/* Check the sizes. `positions` is wpe or d_wpe; where it is NULL, sequence is not used. */
-static dtrain_result dtrain_cuda_check_tokens(const char *what, int64_t vocab, int64_t sequence,
+/* Fill in what 0 stands for and check the sizes. `positions` is wpe or d_wpe; where it is NULL,
+ * sequence is not used. */
+static dtrain_result dtrain_cuda_check_tokens(const char *what, dtrain_embedding_args *args,
                                               const float *positions)
 {
-    if (vocab >= 1 && (sequence >= 1 || !positions)) return DTRAIN_OK;
+    if (!args->whole_vocab) args->whole_vocab = args->vocab;
+    if (args->whole_vocab >= 1 && (args->sequence >= 1 || !positions)) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                        "%s: vocab and sequence are at least 1, found vocab %lld, sequence %lld",
-                       what, (long long)vocab, (long long)sequence);
+                       what, (long long)args->whole_vocab, (long long)args->sequence);
 }
 
 template <typename T>
@@ -4116,12 +4173,14 @@ static dtrain_result dtrain_cuda_embedding_of(dtrain_device *device,
                            *args, state->fault);
 }
 
-static dtrain_result dtrain_cuda_embedding(dtrain_device *device, const dtrain_embedding_args *args)
+static dtrain_result dtrain_cuda_embedding(dtrain_device *device,
+                                           const dtrain_embedding_args *given)
 {
-    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("embedding", args->dtype));
-    if (args->rows <= 0 || args->n <= 0) return DTRAIN_OK;
-    DTRAIN_CUDA_TRY(dtrain_cuda_check_tokens("embedding", args->vocab, args->sequence, args->wpe));
-    return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_embedding_of)(device, args);
+    dtrain_embedding_args args = *given;
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("embedding", args.dtype));
+    if (args.rows <= 0 || args.n <= 0) return DTRAIN_OK;
+    DTRAIN_CUDA_TRY(dtrain_cuda_check_tokens("embedding", &args, args.wpe));
+    return DTRAIN_CUDA_BY_DTYPE(args.dtype, dtrain_cuda_embedding_of)(device, &args);
 }
 
 /* ---- Embedding backward -------------------------------------------------------------------------
@@ -4129,7 +4188,7 @@ static dtrain_result dtrain_cuda_embedding(dtrain_device *device, const dtrain_e
  * d_y (rows,n) is added to row token[row] of d_wte (vocab,n) and to row (row % sequence) of d_wpe,
  * in row order. Rows of one token must therefore be found in order:
  *
- *     1. A key (token, row) for each row; a stable radix sort by token, 8 bits a pass, two passes
+ *     1. A key (row of d_wte, row) for each row; a stable radix sort, 8 bits a pass, two passes
  *        for up to 65536 tokens. A pass counts digits in tiles of rows, turns the counts into
  *        positions (one block), and moves the keys; one warp works through a tile in order, which
  *        keeps the sort stable.
@@ -4143,11 +4202,10 @@ static dtrain_result dtrain_cuda_embedding(dtrain_device *device, const dtrain_e
 #define DTRAIN_CUDA_SORT_TILES 256 /* at most */
 
 struct dtrain_cuda_sort {
-    int64_t rows, tile;    /* rows of a tile: a multiple of 32 */
-    int tiles, shift;      /* of the digit within the key */
-    const int32_t *tokens; /* (rows), or NULL after the first pass */
-    int64_t vocab;
-    const uint64_t *from; /* (rows): token << 32 | row */
+    int64_t rows, tile; /* rows of a tile: a multiple of 32 */
+    int tiles, shift;   /* of the digit within the key */
+    dtrain_embedding_args args;
+    const uint64_t *from; /* (rows): row of d_wte << 32 | row; NULL in the first pass */
     uint64_t *to;
     unsigned *counts; /* (DTRAIN_CUDA_DIGITS, tiles) */
     dtrain_cuda_fault *fault;
@@ -4156,9 +4214,8 @@ struct dtrain_cuda_sort {
 static __device__ __forceinline__ uint64_t dtrain_cuda_sort_key(const dtrain_cuda_sort &sort,
                                                                 int64_t row)
 {
-    if (!sort.tokens) return sort.from[row];
-    return (uint64_t)dtrain_cuda_token(sort.tokens, row, sort.vocab, sort.fault) << 32 |
-           (uint64_t)row;
+    if (sort.from) return sort.from[row];
+    return (uint64_t)dtrain_cuda_token(sort.args, row, sort.fault) << 32 | (uint64_t)row;
 }
 
 static __global__ void __launch_bounds__(DTRAIN_CUDA_WARP)
@@ -4271,6 +4328,7 @@ static __global__ void __launch_bounds__(256)
     const int64_t head = warp / slices, column = (warp % slices * DTRAIN_CUDA_WARP + lane) * WIDTH;
     if (head >= args.rows) return; /* whole warps return, here and below */
     const uint64_t token = keys[head] >> 32;
+    if (token == (uint64_t)args.vocab) return; /* of another part of the table */
     if (head > 0 && keys[head - 1] >> 32 == token) return;
 
     const bool exists = column < args.n;
@@ -4313,7 +4371,7 @@ static __global__ void __launch_bounds__(256)
          item += (int64_t)gridDim.x * blockDim.x) {
         const int64_t place = item / chunks, column = item % chunks * WIDTH;
         const T *const d_y = (const T *)args.d_y + column;
-        float *const out = args.d_wpe + place * args.n + column;
+        float *const out = args.d_wpe + (args.first_row + place) % args.sequence * args.n + column;
         dtrain_cuda_pack<float, WIDTH> sum = dtrain_cuda_load<WIDTH>(out);
         for (int64_t first = place; first < args.rows; first += 4 * args.sequence) {
             dtrain_cuda_pack<T, WIDTH> ahead[4];
@@ -4345,11 +4403,11 @@ static dtrain_result dtrain_cuda_sort_rows(dtrain_device *device,
                     ? least
                     : (sort.tile + DTRAIN_CUDA_WARP - 1) / DTRAIN_CUDA_WARP * DTRAIN_CUDA_WARP;
     sort.tiles = (int)((rows + sort.tile - 1) / sort.tile);
-    sort.tokens = args->tokens;
-    sort.vocab = args->vocab;
+    sort.args = *args;
     sort.fault = dtrain_cuda_state_of(device)->fault;
 
     const int64_t count = (int64_t)DTRAIN_CUDA_DIGITS * sort.tiles;
+    const int64_t largest = args->vocab < args->whole_vocab ? args->vocab : args->vocab - 1;
     void *scratch;
     DTRAIN_CUDA_TRY(dtrain_cuda_scratch(
         device, (size_t)rows * 16 + (size_t)count * sizeof(unsigned), &scratch));
@@ -4367,10 +4425,9 @@ static dtrain_result dtrain_cuda_sort_rows(dtrain_device *device,
         DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(device, "embedding_backward, move",
                                         dtrain_cuda_sort_move_kernel, sort.tiles, DTRAIN_CUDA_WARP,
                                         0, sort));
-        sort.tokens = NULL;
         sort.from = sort.to;
         pass++;
-    } while (pass < 4 && (args->vocab - 1) >> (8 * pass) > 0);
+    } while (pass < 4 && largest >> (8 * pass) > 0);
     *keys = sort.from;
     return DTRAIN_OK;
 }
@@ -4405,19 +4462,19 @@ static dtrain_result dtrain_cuda_embedding_backward_of(dtrain_device *device,
 }
 
 static dtrain_result dtrain_cuda_embedding_backward(dtrain_device *device,
-                                                    const dtrain_embedding_backward_args *args)
+                                                    const dtrain_embedding_backward_args *given)
 {
-    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("embedding_backward", args->dtype));
-    if (args->rows <= 0 || args->n <= 0) return DTRAIN_OK;
-    DTRAIN_CUDA_TRY(
-        dtrain_cuda_check_tokens("embedding_backward", args->vocab, args->sequence, args->d_wpe));
-    if (args->rows > INT32_MAX || args->vocab > (int64_t)INT32_MAX + 1)
+    dtrain_embedding_backward_args args = *given;
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("embedding_backward", args.dtype));
+    if (args.rows <= 0 || args.n <= 0) return DTRAIN_OK;
+    DTRAIN_CUDA_TRY(dtrain_cuda_check_tokens("embedding_backward", &args, args.d_wpe));
+    if (args.rows > INT32_MAX || args.vocab > (int64_t)INT32_MAX + 1)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "embedding_backward: rows and token ids are below 2^31, found %lld rows "
                            "and a vocabulary of %lld: use "
                            "smaller micro-batches",
-                           (long long)args->rows, (long long)args->vocab);
-    return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_embedding_backward_of)(device, args);
+                           (long long)args.rows, (long long)args.vocab);
+    return DTRAIN_CUDA_BY_DTYPE(args.dtype, dtrain_cuda_embedding_backward_of)(device, &args);
 }
 
 /* ---- Cross-entropy ------------------------------------------------------------------------------
@@ -4478,10 +4535,10 @@ static __device__ __forceinline__ void dtrain_cuda_softmax_add(dtrain_cuda_softm
     for (int e = 0; e < WIDTH; e++) softmax.sum += __expf(dtrain_cuda_widen(x.at[e]) - anchor);
 }
 
-/* Compute the log of the sum of exponentials of a row, in every thread. */
+/* Compute the softmax of a row, in every thread. */
 template <typename T>
-static __device__ __forceinline__ float
-dtrain_cuda_row_lse(const T *row, const dtrain_cuda_span &span, int64_t n, float *slots)
+static __device__ __forceinline__ dtrain_cuda_softmax
+dtrain_cuda_row_softmax(const T *row, const dtrain_cuda_span &span, int64_t n, float *slots)
 {
     constexpr int width = dtrain_cuda_pack<T>::width;
     dtrain_cuda_softmax softmax = {-INFINITY, 0};
@@ -4492,22 +4549,22 @@ dtrain_cuda_row_lse(const T *row, const dtrain_cuda_span &span, int64_t n, float
     for (int64_t j = span.tail + threadIdx.x; j < n; j += blockDim.x)
         dtrain_cuda_softmax_add<1>(softmax, row + j);
 
-    const float anchor = dtrain_cuda_softmax_anchor(dtrain_cuda_block_max(softmax.top, slots));
-    return anchor + logf(dtrain_cuda_block_sum(softmax.sum * __expf(softmax.top - anchor), slots));
+    const float top = dtrain_cuda_block_max(softmax.top, slots);
+    const float factor = __expf(softmax.top - dtrain_cuda_softmax_anchor(top));
+    return {top, dtrain_cuda_block_sum(softmax.sum * factor, slots)};
 }
 
-/* Compute the average of a row, in every thread; the row comes from the caches, where row_lse has
+/* Compute the sum of a row, in every thread; the row comes from the caches, where row_softmax has
  * left it. */
 template <typename T>
-static __device__ __forceinline__ float dtrain_cuda_row_average(const T *row, int64_t n,
-                                                                float *slots)
+static __device__ __forceinline__ float dtrain_cuda_row_sum(const T *row, int64_t n, float *slots)
 {
     float sum = 0;
     for (int64_t j = threadIdx.x; j < n; j += blockDim.x) sum += dtrain_cuda_widen(row[j]);
-    return dtrain_cuda_block_sum(sum, slots) / (float)n;
+    return dtrain_cuda_block_sum(sum, slots);
 }
 
-/* The numbers that a row's gradient is made of; target -1 gives zeros. */
+/* The numbers that a row's gradient is made of; target -1 gives zeros, n is of another rank. */
 struct dtrain_cuda_row_gradient {
     int64_t target;
     float lse, scale;
@@ -4551,13 +4608,16 @@ dtrain_cuda_row_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *
         dtrain_cuda_gradient_put<1>(gradient, from, to, j);
 }
 
-/* Give the target of a row, -1 for a row to ignore; a bad target is reported and ignored. */
-static __device__ int64_t dtrain_cuda_target(const int32_t *targets, int64_t row, int64_t n,
+/* Give the column of a row's target: -1 for a row to ignore, n where it is not among the columns
+ * here; a bad target is reported and ignored. */
+static __device__ int64_t dtrain_cuda_target(const dtrain_cross_entropy_args &args, int64_t row,
                                              dtrain_cuda_fault *fault)
 {
-    const int64_t target = targets[row];
-    if (target >= -1 && target < n) return target;
-    if (threadIdx.x == 0) dtrain_cuda_set_fault(fault, DTRAIN_CUDA_BAD_TARGET, target, row, n);
+    const int64_t target = args.targets[row], column = target - args.first_class;
+    if (target >= 0 && target < args.whole_classes)
+        return column >= 0 && column < args.classes ? column : args.n;
+    if (target != -1 && threadIdx.x == 0)
+        dtrain_cuda_set_fault(fault, DTRAIN_CUDA_BAD_TARGET, target, row, args.whole_classes);
     return -1;
 }
 
@@ -4571,19 +4631,29 @@ static __global__ void __launch_bounds__(1024)
         T *const d_logits = args.d_logits ? (T *)args.d_logits + row * args.n : NULL;
         const dtrain_cuda_span span =
             dtrain_cuda_span_of<T>(logits, d_logits ? d_logits : logits, args.classes);
-        dtrain_cuda_row_gradient gradient = {
-            dtrain_cuda_target(args.targets, row, args.classes, fault), 0, args.scale,
-            1 - args.smoothing, args.smoothing / (float)args.classes};
+        dtrain_cuda_row_gradient gradient = {dtrain_cuda_target(args, row, fault), 0, args.scale,
+                                             1 - args.smoothing,
+                                             args.smoothing / (float)args.whole_classes};
+        dtrain_cuda_softmax softmax = {-INFINITY, 0};
+        float of_target = 0, sum = 0;
         if (gradient.target >= 0) { /* the same for the whole block */
-            /* Read before the barriers in row_lse, behind which d_logits may overwrite it. */
-            const float of_target = dtrain_cuda_widen(logits[gradient.target]);
-            gradient.lse = dtrain_cuda_row_lse(logits, span, args.classes, slots);
+            /* Read before the barriers in row_softmax, behind which d_logits may overwrite it. */
+            if (gradient.target < args.n) of_target = dtrain_cuda_widen(logits[gradient.target]);
+            softmax = dtrain_cuda_row_softmax(logits, span, args.classes, slots);
+            if (args.smoothing > 0) sum = dtrain_cuda_row_sum(logits, args.classes, slots);
+            gradient.lse = dtrain_cuda_softmax_anchor(softmax.top) + logf(softmax.sum);
+        }
+        if (threadIdx.x == 0 && args.parts) {
+            float *const part = args.parts + row;
+            part[0] = softmax.top;
+            part[args.rows] = softmax.sum;
+            part[2 * args.rows] = of_target;
+            if (args.smoothing > 0) part[3 * args.rows] = sum;
+        } else if (threadIdx.x == 0) {
             float wanted = (1 - args.smoothing) * of_target;
-            if (args.smoothing > 0)
-                wanted += args.smoothing * dtrain_cuda_row_average(logits, args.classes, slots);
-            if (threadIdx.x == 0)
-                args.loss[row] = gradient.lse - wanted, args.lse[row] = gradient.lse;
-        } else if (threadIdx.x == 0) args.loss[row] = 0, args.lse[row] = 0;
+            if (args.smoothing > 0) wanted += args.smoothing * (sum / (float)args.classes);
+            args.loss[row] = gradient.lse - wanted, args.lse[row] = gradient.lse;
+        }
         if (d_logits)
             dtrain_cuda_row_gradient_put(gradient, logits, d_logits, span, args.classes, args.n);
     }
@@ -4598,13 +4668,44 @@ static __global__ void __launch_bounds__(1024)
         const T *const logits = (const T *)args.logits + row * args.n;
         T *const d_logits = (T *)args.d_logits + row * args.n;
         const dtrain_cuda_row_gradient gradient = {
-            dtrain_cuda_target(args.targets, row, args.classes, fault), args.lse[row],
+            dtrain_cuda_target(args, row, fault), args.lse[row],
             args.upstream ? args.scale * args.upstream[0] : args.scale, 1 - args.smoothing,
-            args.smoothing / (float)args.classes};
+            args.smoothing / (float)args.whole_classes};
         dtrain_cuda_row_gradient_put(gradient, logits, d_logits,
                                      dtrain_cuda_span_of<T>(logits, d_logits, args.classes),
                                      args.classes, args.n);
     }
+}
+
+/* parts (3 or 4,rows), whole_max, loss, lse (rows): a thread a row, in double, because maximum and
+ * target may be large and close. */
+static __global__ void __launch_bounds__(256)
+    dtrain_cuda_cross_entropy_finish_kernel(dtrain_cross_entropy_finish_args args)
+{
+    const double smoothing = (double)args.smoothing;
+    for (int64_t row = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; row < args.rows;
+         row += (int64_t)gridDim.x * blockDim.x) {
+        float *const part = args.parts + row, *const sum = part + args.rows;
+        const float top = args.whole_max[row];
+        if (!args.loss) {
+            if (part[0] < top) *sum *= expf(part[0] - top); /* -infinity twice would be NaN */
+            continue;
+        }
+        const bool ignored = args.targets[row] < 0 || args.targets[row] >= args.whole_classes;
+        const double lse = ignored ? 0 : (double)top + log((double)*sum);
+        double wanted = (1 - smoothing) * (double)part[2 * args.rows];
+        if (smoothing > 0)
+            wanted += smoothing * ((double)part[3 * args.rows] / (double)args.whole_classes);
+        args.lse[row] = (float)lse;
+        args.loss[row] = ignored ? 0 : (float)(lse - wanted);
+    }
+}
+
+/* Fill in what 0 and -1 stand for. */
+static void dtrain_cuda_count_classes(dtrain_cross_entropy_args *args)
+{
+    args->classes = args->classes < 0 ? 0 : args->classes ? args->classes : args->n;
+    if (!args->whole_classes) args->whole_classes = args->classes;
 }
 
 /* Choose the threads of a row: at least a pack or two for each thread. */
@@ -4630,8 +4731,12 @@ static dtrain_result dtrain_cuda_cross_entropy(dtrain_device *device,
 {
     dtrain_cross_entropy_args args = *given;
     DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("cross_entropy", args.dtype));
-    if (args.rows <= 0 || args.n <= 0) return DTRAIN_OK;
-    if (!args.classes) args.classes = args.n;
+    if (args.parts && args.d_logits)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "cross_entropy: d_logits needs the lse of whole rows, which parts do "
+                           "not give; call cross_entropy_backward after cross_entropy_finish");
+    if (args.rows <= 0 || (args.n <= 0 && !args.parts)) return DTRAIN_OK;
+    dtrain_cuda_count_classes(&args);
     return DTRAIN_CUDA_BY_DTYPE(args.dtype, dtrain_cuda_cross_entropy_of)(device, &args);
 }
 
@@ -4653,8 +4758,19 @@ dtrain_cuda_cross_entropy_backward(dtrain_device *device,
     dtrain_cross_entropy_backward_args args = *given;
     DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("cross_entropy_backward", args.dtype));
     if (args.rows <= 0 || args.n <= 0) return DTRAIN_OK;
-    if (!args.classes) args.classes = args.n;
+    dtrain_cuda_count_classes(&args);
     return DTRAIN_CUDA_BY_DTYPE(args.dtype, dtrain_cuda_cross_entropy_backward_of)(device, &args);
+}
+
+static dtrain_result dtrain_cuda_cross_entropy_finish(dtrain_device *device,
+                                                      const dtrain_cross_entropy_finish_args *given)
+{
+    dtrain_cross_entropy_finish_args args = *given;
+    if (args.rows <= 0) return DTRAIN_OK;
+    dtrain_cuda_count_classes(&args);
+    return DTRAIN_CUDA_RUN(device, "cross_entropy_finish", dtrain_cuda_cross_entropy_finish_kernel,
+                           dtrain_cuda_blocks(dtrain_cuda_state_of(device), args.rows, 256), 256, 0,
+                           args);
 }
 
 /* ==== src/device/cuda/rows.cuh ================================================================ */
@@ -7849,8 +7965,8 @@ static dtrain_result dtrain_cuda_pool2d_backward(dtrain_device *device,
 
 /* The table of device operations */
 
-static_assert(DTRAIN_DEVICE_ABI == 10,
-              "the table below is that of ABI 9: compare with device/backend.h");
+static_assert(DTRAIN_DEVICE_ABI == 11,
+              "the table below is that of ABI 11: compare with device/backend.h");
 
 extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
 {
@@ -7889,6 +8005,7 @@ extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
                                           dtrain_cuda_range_end,
                                           dtrain_cuda_gemm,
                                           dtrain_cuda_activation_backward,
+                                          dtrain_cuda_bias,
                                           dtrain_cuda_layernorm,
                                           dtrain_cuda_layernorm_backward,
                                           dtrain_cuda_embedding,
@@ -7897,6 +8014,7 @@ extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
                                           dtrain_cuda_attention_backward,
                                           dtrain_cuda_cross_entropy,
                                           dtrain_cuda_cross_entropy_backward,
+                                          dtrain_cuda_cross_entropy_finish,
                                           dtrain_cuda_pointwise,
                                           dtrain_cuda_pointwise_backward,
                                           dtrain_cuda_softmax,
