@@ -34,6 +34,7 @@ struct dtrain_comm {
     int64_t number;   /* 0: the world's; its members have the same, no other group of a rank has */
     uint64_t started; /* collectives that this rank has called */
     uint64_t splits;
+    const char *axis; /* of a mesh, along which its ranks differ: "tensor", a literal; or NULL */
     dtrain_comm_info info;
 };
 

@@ -130,7 +130,8 @@ static uint64_t dtrain__comm_record(dtrain_comm *comm, const dtrain_collective *
                                     comm->size,
                                     what->root,
                                     (uint8_t)what->dtype,
-                                    (uint8_t)what->op};
+                                    (uint8_t)what->op,
+                                    comm->axis};
     comm->info.operation_count++;
     comm->info.payload_bytes += dtrain__send_bytes(what, comm->size);
     comm->info.wire_bytes += bytes;
@@ -283,6 +284,7 @@ DTRAIN_API dtrain_result dtrain_comm_split(dtrain_comm *comm, int color, int key
     const int64_t number = (comm->number + 1) * 1000 + (int64_t)comm->splits++;
     const dtrain_result result = comm->ops->split(comm, color, key, out);
     if (*out && !(*out)->number) (*out)->number = number; /* of a backend that has none */
+    if (*out) (*out)->axis = comm->axis;
     return result;
 }
 

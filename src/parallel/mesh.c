@@ -7,6 +7,7 @@
 #include "core/core_internal.h"
 #include "core/log.h"
 #include "world/world_internal.h"
+#include "comm/backend.h"
 #include "comm/comm.h"
 #include "parallel/mesh_internal.h"
 
@@ -80,6 +81,7 @@ static dtrain_result dtrain__mesh_compare(const dtrain_mesh *mesh, const dtrain_
 /* Split the ranks along every sum of axes; all of them make the same calls. */
 static dtrain_result dtrain__mesh_split(dtrain_mesh *mesh)
 {
+    static const char *const names[] = {"tensor", "data", "pipeline"}; /* for traces */
     const dtrain_mesh_info *at = &mesh->info;
     const uint32_t whole = dtrain__mesh_axes(at, DTRAIN_AXIS_ALL);
     for (uint32_t axes = 0; axes <= DTRAIN_AXIS_ALL; axes++) {
@@ -89,6 +91,10 @@ static dtrain_result dtrain__mesh_split(dtrain_mesh *mesh)
                                            axes & DTRAIN_AXIS_DATA ? 0 : at->data_rank,
                                            axes & DTRAIN_AXIS_PIPELINE ? 0 : at->pipeline_rank);
         DTRAIN__TRY(dtrain_comm_split(mesh->all, fixed, at->rank, &mesh->comms[axes]));
+    }
+    for (int i = 0; i < 3; i++) {
+        dtrain_comm *comm = mesh->comms[1 << i];
+        if (comm) comm->axis = names[i];
     }
     return DTRAIN_OK;
 }
@@ -158,6 +164,7 @@ DTRAIN_API void dtrain_mesh_destroy(dtrain_mesh *mesh)
 {
     if (!mesh) return;
     const dtrain_allocator allocator = mesh->allocator;
+    if (mesh->all) mesh->all->axis = NULL; /* it was there before */
     for (int axes = DTRAIN_AXIS_ALL; axes >= 0; axes--)
         if (mesh->comms[axes] != mesh->all) dtrain_comm_destroy(mesh->comms[axes]);
     dtrain__free(&allocator, mesh, 1, sizeof *mesh);

@@ -406,7 +406,7 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_all_gather"));
     DTRAIN__TRY(dtrain__trouble(world));
     const dtrain__comm_call call = {
-        "world all-gather", world->gather_count + 1, bytes, -1, 0, world->size, -1, 0, 0};
+        "world all-gather", world->gather_count + 1, bytes, -1, 0, world->size, -1, 0, 0, NULL};
     (void)dtrain__enter(world, call.kind);
     const uint64_t event = dtrain__call_queued(world, &call);
     dtrain__call_started(world, event);

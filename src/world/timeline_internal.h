@@ -22,6 +22,7 @@
 enum {
     DTRAIN__TRACK_RANK = 1, /* spans of the thread of rank_main */
     DTRAIN__TRACK_CALL = 2, /* collectives and messages: the first of the lanes */
+    DTRAIN__TRACK_TENSOR = 26, /* of them, those of a mesh's tensor axis */
     DTRAIN__TRACK_CHECKPOINT = DTRAIN__TRACK_CALL + DTRAIN__TRACE_LANES, /* the writing thread */
     DTRAIN__TRACK_READ /* batches that are read ahead: a row for each place of the ring */
 };
@@ -37,6 +38,7 @@ typedef struct dtrain__comm_call {
     int32_t first, size; /* its first rank in the world: groups of one split share a number */
     int32_t root;
     uint8_t dtype, op;
+    const char *axis; /* of the mesh that the communicator goes along, a literal; or NULL */
 } dtrain__comm_call;
 
 /* A span that is over, or a call from its begin on. It points to nothing but literals: who gave a

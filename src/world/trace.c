@@ -93,6 +93,7 @@ DTRAIN__PRIVATE void dtrain__writer_call(dtrain__writer *out, const dtrain__even
                        bytes ? "byte" : dtrain_dtype_name(dtype));
     dtrain__writer_add(out, "\"count\":%llu,\"bytes\":%llu", (unsigned long long)call->count,
                        (unsigned long long)(call->count * (bytes ? 1 : dtrain_dtype_bytes(dtype))));
+    if (call->axis) dtrain__writer_add(out, ",\"axis\":\"%s\"", call->axis);
 }
 
 /* ---- Events -----------------------------------------------------------------------------------*/
@@ -123,6 +124,8 @@ static void dtrain__trace_track(dtrain_world *world, uint32_t track)
     else if (track == DTRAIN__TRACK_CHECKPOINT) snprintf(name, sizeof name, "checkpoint writer");
     else if (track >= DTRAIN__TRACK_READ)
         snprintf(name, sizeof name, "data %u", track - DTRAIN__TRACK_READ);
+    else if (track >= DTRAIN__TRACK_TENSOR)
+        snprintf(name, sizeof name, "tensor axis %u", track - DTRAIN__TRACK_TENSOR + 1);
     else if (track > DTRAIN__TRACK_CALL)
         snprintf(name, sizeof name, "communication %u", track - DTRAIN__TRACK_CALL + 1);
     dtrain__trace_line(world, "M", track);
@@ -132,10 +135,14 @@ static void dtrain__trace_track(dtrain_world *world, uint32_t track)
                        track);
 }
 
-/* Give a call the first lane that is free since it began; 0: there is none. */
+/* Give a call the first lane that is free since it began; 0: there is none. Those of the tensor
+ * axis, which a layer waits for, have lanes of their own. */
 static uint32_t dtrain__trace_lane(dtrain__trace *trace, const dtrain__event *event)
 {
-    for (uint32_t lane = 0; lane < DTRAIN__TRACE_LANES; lane++) {
+    const uint32_t own = DTRAIN__TRACK_TENSOR - DTRAIN__TRACK_CALL;
+    const bool tensor = event->call.axis && strcmp(event->call.axis, "tensor") == 0;
+    const uint32_t end = tensor ? (uint32_t)DTRAIN__TRACE_LANES : own;
+    for (uint32_t lane = tensor ? own : 0; lane < end; lane++) {
         if (trace->lanes[lane] > event->begin_ns) continue;
         trace->lanes[lane] = event->end_ns;
         return DTRAIN__TRACK_CALL + lane;

@@ -66,8 +66,10 @@ static void draw_thread(drawing *d, const trace_event *events, size_t count)
     d->y += DRAW_LEVELS * DRAW_ROW;
 }
 
-/* Draw collectives, each in the first row that is free; what has no row is in the last one. */
-static void draw_collectives(drawing *d, const trace_event *events, size_t count)
+/* Draw the collectives of rows [first, last) of the trace, each in the first row that is free; what has no row is in
+ * the last one. */
+static void draw_collectives(drawing *d, const trace_event *events, size_t count, int first,
+                             int last, const char *name)
 {
     int64_t ends[DRAW_LANES] = {0}, from = INT64_MIN;
     int lanes = 1;
@@ -75,11 +77,12 @@ static void draw_collectives(drawing *d, const trace_event *events, size_t count
         const trace_event *next = NULL;
         for (size_t i = 0; i < count; i++) {
             const trace_event *event = &events[i];
-            if (event->phase[0] != 'X' || event->tid < TRACE_COLLECTIVE ||
-                event->tid >= TRACE_CHECKPOINT || event->end <= d->begin || event->begin >= d->end)
+            if (!is_collective(event, first, last) || event->end <= d->begin ||
+                event->begin >= d->end)
                 continue;
             if (event->begin > from && (!next || event->begin < next->begin)) next = event;
         }
+        if (!next && from == INT64_MIN && first == TRACE_TENSOR) return; /* there is no such axis */
         if (!next) break;
         from = next->begin;
         int lane = 0;
@@ -90,7 +93,7 @@ static void draw_collectives(drawing *d, const trace_event *events, size_t count
         snprintf(label, sizeof label, "%s%s%s", next->of, next->of[0] ? ", " : "", next->name);
         draw_event(d, next, d->y + lane * DRAW_ROW, label);
     }
-    draw_text(d, 4, d->y + DRAW_ROW - 6, "row", "in flight");
+    draw_text(d, 4, d->y + DRAW_ROW - 6, "row", name);
     d->y += lanes * DRAW_ROW + 8;
 }
 
@@ -151,7 +154,10 @@ static int draw(const trace *all, const char *path, int64_t number)
         draw_text(&d, 4, d.y + 12, "title", name);
         d.y += DRAW_ROW;
         draw_thread(&d, &all->events[i], next - i);
-        draw_collectives(&d, &all->events[i], next - i);
+        draw_collectives(&d, &all->events[i], next - i, TRACE_COLLECTIVE, TRACE_TENSOR,
+                         "in flight");
+        draw_collectives(&d, &all->events[i], next - i, TRACE_TENSOR, TRACE_CHECKPOINT,
+                         "tensor axis");
     }
     draw_axis(&d);
     fclose(d.out);

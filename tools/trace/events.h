@@ -6,6 +6,7 @@ enum {
     TRACE_FILES = 1024,
     TRACE_THREAD = 1, /* row of the rank's thread, as src/world/timeline_internal.h has it ... */
     TRACE_COLLECTIVE = 2, /* ... and rows of collectives, up to ... */
+    TRACE_TENSOR = 26,    /* (from here on those of a mesh's tensor axis) */
     TRACE_CHECKPOINT = 34 /* ... that of the thread that writes checkpoints; reading is behind it */
 };
 
@@ -96,8 +97,15 @@ static bool is_span(const trace_event *event, const char *name)
     return event->phase[0] == 'X' && event->tid == TRACE_THREAD && strcmp(event->name, name) == 0;
 }
 
-/* Sum up the events of a rank, sorted by place. A step ends where its record begins. */
-static bool sum_rank(const trace_event *events, size_t count, trace_sums *sums)
+/* Whether an event is a collective in the rows [first, last) of the trace. */
+static bool is_collective(const trace_event *event, int first, int last)
+{
+    return event->phase[0] == 'X' && event->tid >= first && event->tid < last;
+}
+
+/* Sum up the events of a rank, sorted by place, with the collectives from row `first` on. A step ends where its record
+ * begins. */
+static bool sum_rank(const trace_event *events, size_t count, int first, trace_sums *sums)
 {
     times steps = {NULL, 0}, flight = {NULL, 0}, inside = {NULL, 0};
     memset(sums, 0, sizeof *sums);
@@ -112,7 +120,7 @@ static bool sum_rank(const trace_event *events, size_t count, trace_sums *sums)
         if (event->phase[0] != 'X') continue;
         if (is_span(event, "step")) to = &steps;
         else if (event->tid == TRACE_THREAD && strcmp(event->kind, "comm") == 0) to = &inside;
-        else if (event->tid >= TRACE_COLLECTIVE && event->tid < TRACE_CHECKPOINT) to = &flight;
+        else if (is_collective(event, first, TRACE_CHECKPOINT)) to = &flight;
         if (is_span(event, "record") && steps.count) steps.at[steps.count - 1][1] = event->begin;
         if (!to) continue;
         to->at[to->count][0] = event->begin;

@@ -268,18 +268,18 @@ static void print_totals(const trace *all)
                1e-6 * (double)totals[i].ns, 1e-6 * (double)totals[i].most);
 }
 
-static int show(trace *all)
+/* Print a line for each rank: its steps, and its collectives from row `first` of the trace on. Return the number of steps,
+ * or -1: there is no memory. */
+static int print_ranks(const trace *all, int first)
 {
     int steps = 0;
-    qsort(all->events, all->count, sizeof *all->events, by_place);
     printf("%-6s %6s %12s %14s %12s %12s %8s\n", "rank", "steps", "step ms", "in flight ms",
            "exposed ms", "hidden ms", "hidden %");
     for (size_t i = 0, next; i < all->count; i = next) {
         trace_sums sums;
         next = i;
         while (next < all->count && all->events[next].pid == all->events[i].pid) next++;
-        if (!sum_rank(&all->events[i], next - i, &sums))
-            return fprintf(stderr, "there is no memory to sum up a rank\n"), 2;
+        if (!sum_rank(&all->events[i], next - i, first, &sums)) return -1;
         if (!sums.steps) continue;
         const double each = 1e-6 / (double)sums.steps;
         steps += sums.steps;
@@ -289,6 +289,21 @@ static int show(trace *all)
                sums.flight ? 100.0 * (double)(sums.flight - sums.exposed) / (double)sums.flight
                            : 0.0);
     }
+    return steps;
+}
+
+static int show(trace *all)
+{
+    bool tensor = false;
+    qsort(all->events, all->count, sizeof *all->events, by_place);
+    for (size_t i = 0; i < all->count && !tensor; i++)
+        tensor = is_collective(&all->events[i], TRACE_TENSOR, TRACE_CHECKPOINT);
+    int steps = print_ranks(all, TRACE_COLLECTIVE);
+    if (tensor && steps > 0) {
+        printf("\nof these, the tensor axis alone\n");
+        steps = print_ranks(all, TRACE_TENSOR);
+    }
+    if (steps < 0) return fprintf(stderr, "there is no memory to sum up a rank\n"), 2;
     if (!steps)
         printf("there is no step of a trainer in it: a host with a loop of its own has none\n");
     print_totals(all);
