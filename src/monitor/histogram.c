@@ -104,11 +104,14 @@ static dtrain_result dtrain__histogram_fill(dtrain__histograms *h, int slot, con
 }
 
 /* Find the part of a trainable parameter that this rank counts: ranks that hold the same divide it
- * evenly among themselves. */
+ * evenly among themselves. What is whole on all ranks of a tensor axis the first of them counts. */
 static void dtrain__histogram_part(const dtrain__histograms *h, size_t i, dtrain_shard *part)
 {
     const dtrain_strategy *strategy = h->trainer->desc.strategy;
+    size_t all;
     int holders;
+    const bool cut = dtrain__params_of(strategy, &all)[i].cut.axis != DTRAIN_CUT_NONE;
+    if (h->trainer->groups.tensor_rank && !cut) return;
     if (!dtrain__shard_of(strategy, i, part)) return;
     const int number = dtrain__holders(strategy, i, &holders);
     const int64_t first =

@@ -228,6 +228,7 @@ static void dtrain__summary_add(dtrain_metrics *metrics, const dtrain_step_recor
     if (dtrain__finite(record->val_loss)) s->val_loss = record->val_loss;
     s->tokens = record->tokens;
     s->comm_bytes += record->comm_bytes;
+    s->tensor_bytes += record->tensor_bytes;
     s->seconds = now - metrics->started;
 }
 

@@ -37,6 +37,9 @@
  *                      more
  *     comm_bytes_min, comm_bytes_mean, comm_bytes_max, comm_bytes_rank
  *                      likewise
+ *     tensor_bytes, tensor_exposed_ms  with a mesh whose tensor axis has several ranks: of
+ *                      comm_bytes, what went over that axis (the rest: over the data axis), and of
+ *                      exposed_comm_ms what ranks waited for it, mean over ranks
  *     bus_bytes_per_second           comm_bytes / time in flight: "busbw" of nccl-tests
  *     KIND_bytes       of comm_bytes, for KIND = all_reduce, reduce_scatter, all_gather, broadcast,
  *                      reduce, send, all_to_all; where a rank has sent any
@@ -53,7 +56,8 @@
  *
  * The last line has "final": true, wall_time, step, loss, val_loss, ranks, steps, tokens,
  * first_loss, last_loss, seconds, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, data_ms,
- * scaling, comm_bytes, and of desc.trainer what a rank holds and what dtrain_trainer_plan says:
+ * scaling, comm_bytes, tensor_bytes where such an axis is, and of desc.trainer what a rank holds and
+ * what dtrain_trainer_plan says:
  *
  *     memory_param_bytes, memory_grad_bytes, memory_optimizer_bytes, memory_buffer_bytes,
  *     memory_host_bytes, and predicted_ with each of them, predicted_activation_bytes,
@@ -76,7 +80,8 @@ typedef struct dtrain_summary {
     double step_ms, comm_ms, exposed_comm_ms; /* medians */
     double data_ms;                           /* median */
     double scaling;                           /* (step - exposed) / step: an upper estimate */
-    uint64_t comm_bytes;                      /* of all steps, this rank */
+    uint64_t comm_bytes;                      /* of all steps, this rank ... */
+    uint64_t tensor_bytes;                    /* ... and of them over the tensor axis of a mesh */
 } dtrain_summary;
 
 #define DTRAIN_METRIC_INTEGER 1u /* exact below 2^53 */

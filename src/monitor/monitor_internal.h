@@ -70,6 +70,11 @@
     DTRAIN__TIMES_LIST(X, CHECKPOINT, "checkpoint", "saving")                                      \
     DTRAIN__SPREAD_LIST(X, COMM_BYTES, "comm", "_bytes", "_bytes", DTRAIN_METRIC_INTEGER, 1,       \
       "Bytes sent in the step")                                                                    \
+    X(TENSOR_BYTES, "tensor_bytes", "sent", DTRAIN__EACH, DTRAIN__FROM(RANKS, TENSOR_BYTES),       \
+      "tensor_bytes", 1, "Bytes that rank 0 sent in the step over the tensor axis.")               \
+    X(TENSOR_EXPOSED, "tensor_exposed_ms", "time", DTRAIN_METRIC_RANKS,                            \
+      DTRAIN__FROM(MEAN, TENSOR_EXPOSED), "tensor_exposed_seconds", 1e-3,                          \
+      "Exposed communication of the tensor axis, mean of ranks.")                                  \
     X(BUS, "bus_bytes_per_second", "sent", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, BUS),           \
       "bus_bytes_per_second", 1, "Bus bandwidth as nccl-tests have it, mean of ranks.")            \
     DTRAIN__KIND_LIST(X)                                                                           \

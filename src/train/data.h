@@ -92,7 +92,9 @@ typedef struct dtrain_loader_desc {
     bool drop_last; /* every epoch begins with a batch: what is left of one does not come */
     dtrain_dataset *dataset;
     dtrain_comm *comm; /* the ranks that divide the samples among themselves: those of the strategy
-                          that trains on them. NULL = all of the world. Read in create */
+                          that trains on them, and with a mesh its data axis, dtrain_mesh_comm(mesh,
+                          DTRAIN_AXIS_DATA): ranks of one replica then read the same. NULL = all of
+                          the world. Read in create */
     uint32_t workers;  /* threads that read ahead; 0 = none, the calling thread reads. At most 64 */
     uint32_t prefetch; /* batches that are read ahead; 0 = two a worker. That is all they hold */
     dtrain_transform_fn transform; /* of samples; NULL: as they are in the dataset */

@@ -6,7 +6,12 @@
  *     for each micro-batch: dtrain_strategy_accumulate(is another to come?) -> next_batch
  *                           -> loss, on the tape -> dtrain_tape_backward -> dtrain_strategy_finish
  *     unscale and clip -> dtrain_optimizer_step at the schedule's rate -> an all-gather of some
- *     twenty numbers per rank, from which every rank makes the same record */
+ *     twenty numbers per rank, from which every rank makes the same record
+ *
+ * With a strategy on a mesh the record is of all ranks of the mesh, and so is every decision that
+ * follows from it. Samples and tokens are those of the data axis: the ranks of a tensor axis must
+ * have the same samples (a loader deals so to desc.comm, the mesh's data axis), and they draw the
+ * same masks of dropout, whose seeds go by the data axis too. */
 
 #pragma once
 
@@ -20,6 +25,7 @@
 #include "tape/tape.h"
 #include "optim/optimizer.h"
 #include "optim/scaler.h"
+#include "parallel/mesh.h"
 
 typedef struct dtrain_trainer dtrain_trainer;
 
@@ -61,6 +67,8 @@ typedef struct dtrain_trainer_desc {
     dtrain_batch_fn next_batch; /* NULL: loss fetches its batch; then memory cannot be planned */
     dtrain_loss_fn loss;
     void *user;
+    const dtrain_mesh *mesh; /* for dtrain_trainer_plan before there is a strategy, whose mesh counts
+                                otherwise */
 } dtrain_trainer_desc;
 
 /* A figure that every rank measures in a step and sends to all others. The parts of its time are
@@ -87,8 +95,11 @@ typedef enum dtrain_figure {
     /* Bytes that the rank sent: comm_bytes of its record, to 24 bits, as all figures. At
      * DTRAIN_FIGURE_COMM_BYTES + kind are those that went by that dtrain_collective_kind. */
     DTRAIN_FIGURE_COMM_BYTES = 13,
+    /* Of them, over the tensor axis of a mesh; NaN without one, or with one rank along it. */
+    DTRAIN_FIGURE_TENSOR_BYTES = 13 + DTRAIN_COLLECTIVE_KINDS,
+    DTRAIN_FIGURE_TENSOR_EXPOSED, /* of exposed_comm, seconds in calls of that axis */
     /* By NVML, of the rank's GPU: see dtrain_metrics_desc. */
-    DTRAIN_FIGURE_GPU_UTILIZATION = 13 + DTRAIN_COLLECTIVE_KINDS, /* 0 to 1 */
+    DTRAIN_FIGURE_GPU_UTILIZATION, /* 0 to 1 */
     DTRAIN_FIGURE_GPU_MEMORY,      /* bytes in use, by all processes */
     DTRAIN_FIGURE_GPU_CLOCK,       /* Hz */
     DTRAIN_FIGURE_GPU_POWER,       /* W */
@@ -118,7 +129,7 @@ typedef struct dtrain_step_record {
     double comm_ms;           /* an operation was in flight; mean over ranks */
     double exposed_comm_ms;   /* of that, the rank could not compute; mean over ranks */
     double data_ms;           /* in next_batch, while nothing was computed; slowest rank */
-    uint64_t comm_bytes;      /* this rank sent, by the ring formula */
+    uint64_t comm_bytes;      /* this rank sent, by the ring formula, over all axes of a mesh */
     double straggler_score;   /* slowest rank's compute time / median of ranks */
     double loss_scale;        /* of this step's backward; 0: no loss scaling */
     uint64_t skipped_steps;   /* since the start, this one included: gradients were not finite */
@@ -126,7 +137,9 @@ typedef struct dtrain_step_record {
     int ranks; /* that the figures come from; 0: a record without figures */
     dtrain_spread figures[DTRAIN_FIGURE_COUNT];   /* by dtrain_figure */
     uint64_t kind_bytes[DTRAIN_COLLECTIVE_KINDS]; /* comm_bytes, by dtrain_collective_kind */
-    bool ended; /* the data of all ranks had ended: this was no step, and it is not counted */
+    uint64_t
+        tensor_bytes; /* of comm_bytes, over the tensor axis; the rest went over the data axis */
+    bool ended;       /* the data of all ranks had ended: this was no step, and it is not counted */
     bool stop_requested; /* of a rank, by a signal (desc.catch_signals of dtrain_launch): all ranks
                             see it in the same step, and end behind it together */
 } dtrain_step_record;

@@ -96,6 +96,7 @@ static dtrain_step_record random_record(int64_t step)
     }
     for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
         if (draw(2)) r.kind_bytes[kind] = draw(1u << 30);
+    if (draw(2)) r.tensor_bytes = draw(1u << 30);
     return r;
 }
 
@@ -158,6 +159,11 @@ static bool expected(const dtrain_step_record *r, const char *name, double *valu
     IS("comm_bytes_mean", all_sent->mean, several_sent && isfinite(all_sent->mean));
     IS("comm_bytes_max", all_sent->max, several_sent && isfinite(all_sent->max));
     IS("comm_bytes_rank", all_sent->max_rank, several_sent);
+    const dtrain_spread *tensor = &r->figures[DTRAIN_FIGURE_TENSOR_BYTES],
+                        *waited = &r->figures[DTRAIN_FIGURE_TENSOR_EXPOSED];
+    IS("tensor_bytes", r->tensor_bytes, r->ranks > 0 && tensor->max_rank >= 0);
+    IS("tensor_exposed_ms", 1e3 * waited->mean,
+       r->ranks > 0 && waited->max_rank >= 0 && isfinite(waited->mean));
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         const dtrain_spread *all = &r->figures[parts[i].figure];
         const bool known = r->ranks > 0 && all->max_rank >= 0, several = known && r->ranks > 1;
