@@ -147,6 +147,26 @@ DTRAIN__PRIVATE void dtrain__place_as(dtrain_tensor *y, uint32_t placement,
     if (placement != DTRAIN_PLACEMENT_WHOLE) ((dtrain__tape_tensor *)y)->part = *part;
 }
 
+/* Let an output lie as an input does. One that is as wide as each of several equal components of the
+ * input, as what comes of a packed q|k|v is, lies as such a component. */
+static void dtrain__place_like(dtrain_tensor *y, const dtrain_tensor *x)
+{
+    dtrain__share part = *dtrain__tensor_share(x);
+    const int64_t n = y->shape[y->ndim - 1];
+    bool each = x->placement == DTRAIN_PLACEMENT_COLUMNS && part.runs > 1;
+    for (uint32_t i = 0; i < part.runs && each; i++) each = part.length[i] == n;
+    if (each) {
+        part.shape[0] = part.count = n;
+        part.whole /= part.runs;
+        part.runs = 1;
+        memset(part.first + 1, 0, sizeof part.first - sizeof part.first[0]);
+        memset(part.length + 1, 0, sizeof part.length - sizeof part.length[0]);
+        part.cut.components = 0;
+        memset(part.cut.widths, 0, sizeof part.cut.widths);
+    }
+    dtrain__place_as(y, x->placement, &part);
+}
+
 DTRAIN__PRIVATE dtrain_comm *dtrain__axis_comm(const dtrain_op *op)
 {
     return op->planning ? NULL : op->tape->groups.tensor;
@@ -467,7 +487,7 @@ DTRAIN_API dtrain_tensor *dtrain_op_output(dtrain_op *op, dtrain_dtype dtype, ui
     op->output_data[i] = op->outputs[i]->data;
     op->output_count++;
     const dtrain_tensor *first = dtrain__first_float(op);
-    if (first) dtrain__place_as(op->outputs[i], first->placement, dtrain__tensor_share(first));
+    if (first) dtrain__place_like(op->outputs[i], first);
     /* Let the output be a mean over the same samples as its inputs; of two losses the one that
      * ignores targets counts. */
     dtrain__samples *samples = &((dtrain__tape_tensor *)op->outputs[i])->samples;

@@ -36,8 +36,9 @@
 /* Placements of inputs over the tensor axis that an operation takes beside whole tensors; its
  * outputs then lie as the first one of them that is not I32. One that says nothing is given whole
  * tensors only, and an input of another placement is an error that names both. I32 inputs are always
- * whole: beside columns they are as they should be, beside rows an error. Parameters of such
- * operations are not cut. */
+ * whole: beside columns they are as they should be, beside rows an error. An output as wide as each
+ * of several equal components of that input (q of a packed q|k|v) lies as such a component.
+ * Parameters of such operations are not cut. */
 #define DTRAIN_OP_TAKES_COLUMNS 1u
 #define DTRAIN_OP_TAKES_ROWS 2u
 
