@@ -138,13 +138,13 @@ static dtrain_result dtrain__batch_trial(const dtrain__batch_plan *plan, uint32_
     }
     if (mine == DTRAIN_OK) mine = device->ops->synchronize(device);
     int32_t well = mine == DTRAIN_OK;
-    const dtrain_result agreed = dtrain_all_reduce(plan->strategy.comm, &well, &well, 1,
+    const dtrain_result agreed = dtrain_all_reduce(plan->strategy.groups.all, &well, &well, 1,
                                                    DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL);
     for (int i = 0; i < 2; i++)
         if (held[i]) device->ops->free(device, held[i], (size_t)bytes[i]);
     *good = well != 0;
     DTRAIN__TRY(agreed);
-    return dtrain__agree(plan->strategy.comm, mine == DTRAIN_ERROR_MEMORY ? DTRAIN_OK : mine);
+    return dtrain__agree(plan->strategy.groups.all, mine == DTRAIN_ERROR_MEMORY ? DTRAIN_OK : mine);
 }
 
 /* Find the batch by the three steps above. Ranks agree on every local error before the next
@@ -159,7 +159,7 @@ static dtrain_result dtrain__batch_find(dtrain__batch_plan *plan)
     DTRAIN__TRY(dtrain__plan_strategy(plan->world, search->params, search->param_count,
                                       search->strategy ? search->strategy : &plain,
                                       &plan->strategy));
-    dtrain_comm *comm = plan->strategy.comm;
+    dtrain_comm *comm = plan->strategy.groups.all;
     DTRAIN__TRY(dtrain__agree(comm, dtrain__batch_search(plan, &found)));
     int32_t least = (int32_t)found;
     DTRAIN__TRY(
@@ -214,7 +214,8 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
         DTRAIN__TRY(found);
     }
     const dtrain__groups groups =
-        desc->strategy ? dtrain__groups_of(desc->strategy) : dtrain__mesh_groups(world, NULL, NULL);
+        desc->strategy ? dtrain__groups_of(desc->strategy)
+                       : dtrain__mesh_groups(world, desc->mesh, NULL);
     DTRAIN__TRY(dtrain__plan_activations(
         world, desc, desc->strategy ? dtrain__layout_of(desc->strategy) : NULL, &groups, memory));
     dtrain__memory_held(desc, memory);
