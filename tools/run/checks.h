@@ -65,6 +65,11 @@ static int check_optimizer(const run_settings *s)
                    name);
     if (muon && !(s->lr > 0))
         return BAD("--lr is %g; --optimizer muon needs one above 0 for what is not its own", s->lr);
+    if (muon && s->tensor > 1)
+        return BAD(
+            "--optimizer muon needs whole matrices and --tensor %ld cuts them: use adamw, or "
+            "leave --tensor out",
+            s->tensor);
     if (muon && kind != DTRAIN_STRATEGY_DDP && kind != DTRAIN_STRATEGY_ZERO3)
         return BAD("--optimizer muon needs whole matrices and --strategy %s cuts them: use zero3, "
                    "which shards by whole tensors, or ddp",
@@ -100,12 +105,37 @@ static int read_emulation(run_settings *s)
     return 0;
 }
 
-/* The number of ranks that nobody has said: one node of them, if nodes have a size. */
+/* Refuse a tensor axis that the program, or the other switches, cannot have. */
+static int check_tensor(const run_settings *s, const run_program *program)
+{
+    const long t = s->tensor;
+    if (s->sequence_parallel && t == 1)
+        return BAD("--sequence-parallel does nothing without --tensor above 1");
+    if (t == 1) return 0;
+    if (!program->can_cut)
+        return BAD("--tensor %ld: no parameter of this model has a mark that lets ranks share it; "
+                   "leave --tensor out",
+                   t);
+    if (s->ranks && s->ranks % t)
+        return BAD("--tensor is %ld, which does not divide --ranks %ld", t, s->ranks);
+    if (s->node_size % t)
+        return BAD("--tensor is %ld, which does not divide --node-size %ld: a tensor axis stays "
+                   "inside a node",
+                   t, s->node_size);
+    if (s->emulation.node_ranks % (uint32_t)t)
+        return BAD(
+            "--tensor is %ld, which does not divide the ranks of a node of --emulate %s, %u: "
+            "a tensor axis stays inside a node",
+            t, s->emulate, s->emulation.node_ranks);
+    return 0;
+}
+
+/* The number of ranks that nobody has said: one node of them, if nodes have a size, and a tensor axis at least. */
 static uint32_t default_ranks(const run_settings *s, bool trains)
 {
-    if (!trains) return 1;
-    if (s->node_size > 1) return (uint32_t)s->node_size;
-    return strcmp(s->device, "cpu") == 0 ? 2 : 1;
+    const long plain = trains && strcmp(s->device, "cpu") == 0 ? 2 : 1;
+    if (trains && s->node_size > 1) return (uint32_t)s->node_size;
+    return (uint32_t)(s->tensor > plain ? s->tensor : plain);
 }
 
 /* Find how many ranks there will be and which of them this process starts, or is. */
@@ -136,12 +166,18 @@ static int check_memory(const run_settings *s, const run_program *program, bool 
         here = place.host_rank_count ? place.host_rank_count : place.started_count;
     run_job j = new_job(s, program, calloc(1, program->own_bytes));
     if (!j.own) return BAD("no memory for a job");
+    if (ranks % (int)s->tensor)
+        return BAD("--tensor is %ld, which does not divide the %d ranks", s->tensor, ranks);
     if (desc.kind == DTRAIN_STRATEGY_AUTO)
-        desc.kind = ranks > 1 || s->offload ? DTRAIN_STRATEGY_FULL_SHARD : DTRAIN_STRATEGY_DDP;
-    dtrain_result result = program->open_model(NULL, &j);
+        desc.kind =
+            ranks > s->tensor || s->offload ? DTRAIN_STRATEGY_FULL_SHARD : DTRAIN_STRATEGY_DDP;
+    dtrain_result result = open_mesh(NULL, ranks, &j);
+    if (result == DTRAIN_OK) result = program->open_model(NULL, &j);
+    desc.mesh = j.mesh;
     if (result == DTRAIN_OK)
         result = dtrain_strategy_plan(j.params, j.param_count, &desc, ranks, &memory);
     program->close(&j);
+    dtrain_mesh_destroy(j.mesh);
     free(j.own);
     if (result != DTRAIN_OK)
         return BAD("--strategy %s: %s", strategies[s->strategy], dtrain_last_error());
@@ -205,7 +241,9 @@ static int check_devices(const run_settings *s)
 static int check_run(run_settings *s, const run_program *program, bool trains)
 {
     if (trains && (check_optimizer(s) || check_compression(s))) return 2;
-    if (read_emulation(s) || check_devices(s) || check_memory(s, program, trains)) return 2;
+    if (read_emulation(s) || check_tensor(s, program) || check_devices(s) ||
+        check_memory(s, program, trains))
+        return 2;
     return check_checkpoints(s);
 }
 

@@ -75,7 +75,8 @@ static dtrain_result time_step(run_job *j, forecast_row *r)
     r->exposed_ms = 1e3 * (sim.exposed - before.exposed);
     r->sent = sim.sent - before.sent;
     r->between = sim.between - before.between;
-    r->rate = 1e3 * (double)(r->ranks * (int64_t)r->batch * r->accum * j->sample_things) /
+    r->rate = 1e3 *
+              (double)(r->ranks / j->s->tensor * (int64_t)r->batch * r->accum * j->sample_things) /
               (r->step_ms > 0 ? r->step_ms : 1);
 cleanup:
     return result;
@@ -116,13 +117,17 @@ static dtrain_result forecast_ranks(dtrain_world *world, const forecast *f, fore
     if (!j.own) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a job");
     start_clock(f, r->ranks);
     r->nodes = (r->ranks + f->node_ranks - 1) / f->node_ranks;
-    TRY(sim_comm_new(world, r->ranks, r->nodes, sim_rank(r->ranks), &j.comm));
+    /* not the first one along either axis: see sim_split */
+    const int t = (int)f->s->tensor, rank = t > 1 && r->ranks > t ? t + 1 : sim_rank(r->ranks);
+    TRY(sim_comm_new(world, r->ranks, r->nodes, rank, &j.comm));
     j.memory_limit =
         f->s->memory_limit
             ? (uint64_t)f->s->memory_limit << 20
             : (uint64_t)(f->machine.memory_gib * 1073741824.0 / (f->named ? 1 : f->ranks));
     if (!desc.node_size && (desc.kind == DTRAIN_STRATEGY_HYBRID_SHARD || desc.hierarchical))
-        desc.node_size = (uint32_t)(r->ranks / r->nodes);
+        desc.node_size = (uint32_t)(r->ranks / r->nodes / t);
+    sim_comm_axes(j.comm, t);
+    TRY(open_mesh(world, r->ranks, &j));
     TRY(plan_job(world, &j, &desc));
     for (size_t i = 0; i < j.param_count; i++) /* nobody will see the values */
         j.params[i].init = DTRAIN_INIT_ZERO;
@@ -142,6 +147,7 @@ cleanup:
     dtrain_optimizer_destroy(j.optimizer);
     dtrain_strategy_destroy(j.strategy);
     f->program->close(&j);
+    dtrain_mesh_destroy(j.mesh);
     dtrain_comm_destroy(j.comm);
     free(j.own);
     device->state = first_address;
@@ -174,6 +180,9 @@ static void print_memory(const forecast *f, const forecast_row *r)
 
 static void print_step(const forecast *f, const forecast_row *r)
 {
+    if (f->s->tensor > 1)
+        printf("# mesh      tensor %ld x data %ld%s\n", f->s->tensor, r->ranks / f->s->tensor,
+               f->s->sequence_parallel ? ", sequence-parallel" : "");
     printf("# strategy  %s: %d shard%s x %d replica%s; a rank sends %.3f MiB a step",
            r->strategy.name, r->strategy.shard_ranks, plural(r->strategy.shard_ranks),
            r->strategy.replicas, plural(r->strategy.replicas), mib(r->sent));
@@ -237,7 +246,8 @@ static void print_scaling(dtrain_world *world, const forecast *f, const forecast
     for (int ranks = 1; ranks <= last;) {
         memset(&r, 0, sizeof r);
         r.ranks = ranks;
-        if (ranks == own->ranks) r = *own;
+        if (ranks % (int)f->s->tensor) r.ranks = 0; /* no mesh has so many */
+        else if (ranks == own->ranks) r = *own;
         else if (forecast_ranks(world, f, &r) != DTRAIN_OK) {
             printf("# %7d  no forecast: %s\n", ranks, run_error());
             r.ranks = 0;
@@ -270,8 +280,9 @@ static int print_forecast(dtrain_world *world, void *user)
     memset(&own, 0, sizeof own);
     own.ranks = f->ranks;
     if (forecast_ranks(world, f, &own) != DTRAIN_OK) return 1;
-    snprintf(about, sizeof about, "%d ranks, %u samples a rank and micro-batch, %u of these a step",
-             own.ranks, own.batch, own.accum);
+    snprintf(about, sizeof about, "%d %s, %u samples a rank and micro-batch, %u of these a step",
+             own.ranks / (int)f->s->tensor, f->s->tensor > 1 ? "replicas" : "ranks", own.batch,
+             own.accum);
     printf("# " RUN_NAME " of dtrain %s: %s\n", DTRAIN_VERSION_STRING, about);
     config_write(stdout, flag_table, flag_count);
     printf("\n");

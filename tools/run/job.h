@@ -40,6 +40,7 @@ typedef struct run_program {
     dtrain_result (*finish)(dtrain_world *world, run_job *j);  /* behind the summary; or NULL */
     void (*close)(run_job *j);
     bool own_table; /* validate prints the progress */
+    bool can_cut;   /* its parameters have marks for a tensor axis */
 } run_program;
 
 struct run_job {
@@ -54,6 +55,7 @@ struct run_job {
         *model; /* open_model's: what no shape shows, for dtrain_state_desc; or NULL */
     run_record record;
     dtrain_comm *comm;     /* NULL: the world's; a forecast has one without peers */
+    dtrain_mesh *mesh;     /* of --tensor; NULL: all ranks are data-parallel */
     uint64_t memory_limit; /* of a forecast, whose device has none; 0: the device's */
     uint32_t batch, accum;
     dtrain_loader *loader;
@@ -142,7 +144,7 @@ static dtrain_strategy_desc strategy_desc(const run_settings *s,
     desc.param_dtype = float_type(s->param_dtype);
     desc.reduce_dtype = float_type(s->reduce_dtype);
     desc.offload = classes[s->offload];
-    desc.node_size = (uint32_t)s->node_size;
+    desc.node_size = (uint32_t)(s->node_size / s->tensor); /* of replicas' ranks */
     desc.no_overlap = s->no_overlap != 0;
     desc.keep_after_forward = !s->reshard;
     desc.init_seed = (uint64_t)s->init_seed;
@@ -168,9 +170,29 @@ static uint32_t tape_flags(const run_settings *s)
     return s->precision == BF16 ? DTRAIN_TAPE_BF16 : s->precision == FP16 ? DTRAIN_TAPE_F16 : 0;
 }
 
+/* Return the ranks that deal the samples out among themselves and average gradients. NULL: all of the world. */
+static dtrain_comm *job_comm(const run_job *j)
+{
+    return j->mesh ? dtrain_mesh_comm(j->mesh, DTRAIN_AXIS_DATA) : j->comm;
+}
+
+/* Count them. */
 static int job_ranks(dtrain_world *world, const run_job *j)
 {
-    return dtrain_comm_size(j->comm ? j->comm : dtrain_world_comm(world));
+    return dtrain_comm_size(job_comm(j) ? job_comm(j) : dtrain_world_comm(world));
+}
+
+/* Make the mesh of --tensor. A world of NULL: to plan for so many ranks. */
+static dtrain_result open_mesh(dtrain_world *world, int ranks, run_job *j)
+{
+    dtrain_mesh_desc desc;
+    memset(&desc, 0, sizeof desc);
+    if (j->s->tensor == 1) return DTRAIN_OK;
+    desc.tensor = (int)j->s->tensor;
+    desc.sequence_parallel = j->s->sequence_parallel != 0;
+    desc.comm = j->comm;
+    desc.ranks = ranks;
+    return dtrain_mesh_create(world, &desc, &j->mesh);
 }
 
 static dtrain_schedule schedule_desc(const run_settings *s, int64_t steps, int ranks)
@@ -217,6 +239,7 @@ static dtrain_trainer_desc trainer_desc(dtrain_world *world, run_job *j)
     desc.next_batch = j->comm ? no_batch : j->program->next_batch;
     desc.loss = j->program->loss;
     desc.user = j->own;
+    desc.mesh = j->mesh;
     return desc;
 }
 
@@ -276,8 +299,10 @@ cleanup:
 static dtrain_result plan_job(dtrain_world *world, run_job *j, dtrain_strategy_desc *strategy)
 {
     dtrain_result result = DTRAIN_OK;
+    if (!j->mesh) TRY(open_mesh(world, 0, j));
     TRY(j->program->open_model(world, j));
-    strategy->comm = j->comm;
+    strategy->mesh = j->mesh;
+    strategy->comm = j->mesh ? NULL : j->comm;
     strategy->memory_limit = j->memory_limit;
     TRY(choose_batch(world, j, strategy));
 cleanup:
@@ -378,8 +403,8 @@ static dtrain_result write_configs(dtrain_world *world, const run_job *j)
 {
     char path[4096], about[128];
     dtrain_result result = DTRAIN_OK;
-    snprintf(about, sizeof about, "%d ranks, %u samples a rank and micro-batch, %u of these a step",
-             job_ranks(world, j), j->batch, j->accum);
+    snprintf(about, sizeof about, "%d %s, %u samples a rank and micro-batch, %u of these a step",
+             job_ranks(world, j), j->mesh ? "replicas" : "ranks", j->batch, j->accum);
     snprintf(path, sizeof path, "%s/config", j->s->checkpoints ? j->s->checkpoints : "");
     if (j->s->checkpoints) TRY(write_config(path, about));
     if (j->s->config_out) TRY(write_config(j->s->config_out, about));
@@ -459,6 +484,7 @@ static void close_job(run_job *j)
     dtrain_optimizer_destroy(j->optimizer);
     dtrain_strategy_destroy(j->strategy);
     j->program->close(j);
+    dtrain_mesh_destroy(j->mesh);
     (void)dtrain_fail(DTRAIN_OK, "%s", first + prefix);
 }
 

@@ -59,6 +59,12 @@ static int launch_desc(const run_settings *s, bool trains, dtrain_launch_desc *l
 static int launch_ranks(const dtrain_launch_desc *launch, dtrain_rank_fn rank, void *user)
 {
     dtrain_launch_info info;
+    const long t = run_flags.tensor;
+    if (launch->explain && t > 1)
+        fprintf(stderr,
+                RUN_NAME ": --tensor %ld: rank r is number r %% %ld of the %ld that share replica "
+                         "r / %ld, so ranks 0 to %ld are the first replica\n",
+                t, t, t, t, t - 1);
     if (dtrain_launch(launch, rank, user, &info) == DTRAIN_OK)
         return run_stopped || info.signal ? stopped_status(&run_flags, info.signal) : 0;
     if (info.exit_code == 128 + SIGINT)

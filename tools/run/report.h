@@ -30,6 +30,18 @@ static void show_device(const run_settings *s, dtrain_world *world)
            gpu.code_version, precisions[s->precision], s->graph ? ", graph" : "", comm.backend);
 }
 
+/* Say how the ranks divide the model and the samples. */
+static void show_mesh(const run_job *j)
+{
+    dtrain_mesh_info mesh;
+    dtrain_mesh_query(j->mesh, &mesh);
+    if (!j->mesh) return;
+    printf("mesh    tensor %d x data %d: %d ranks share every layer of a replica, %d replica%s "
+           "average%s gradients%s\n",
+           mesh.tensor, mesh.data, mesh.tensor, mesh.data, plural(mesh.data),
+           mesh.data == 1 ? "s" : "", mesh.sequence_parallel ? "; sequence-parallel" : "");
+}
+
 /* Print the gradient memory of a rank for each mode of accumulation that the strategy has, and what a step sends. */
 static void show_accumulation(const run_job *j, const dtrain_strategy_info *info, int ranks)
 {
@@ -40,7 +52,8 @@ static void show_accumulation(const run_job *j, const dtrain_strategy_info *info
            accum_modes[info->desc.accumulation]);
     for (desc.accumulation = DTRAIN_ACCUMULATION_LAST;
          params && desc.accumulation <= DTRAIN_ACCUMULATION_SHARD_EVERY; desc.accumulation++)
-        if (dtrain_strategy_plan(params, j->param_count, &desc, ranks, &memory) == DTRAIN_OK)
+        if (dtrain_strategy_plan(params, j->param_count, &desc, ranks * (int)j->s->tensor,
+                                 &memory) == DTRAIN_OK)
             printf(" %s %.1f", accum_modes[desc.accumulation], mib(memory.grads));
     free(params);
     printf("; a step of %u micro-batches sends %llu bytes\n", j->accum,
@@ -80,9 +93,11 @@ static unsigned long long dense_steps(const dtrain_compression_desc *how)
     return how->dense_steps == DTRAIN_DENSE_STEPS_NONE ? 0 : how->dense_steps;
 }
 
-static void show_links(const dtrain_emulation *e, const dtrain_strategy_info *info, int ranks)
+static void show_links(const dtrain_emulation *e, const dtrain_strategy_info *info, int ranks,
+                       int tensor)
 {
     const dtrain_strategy_desc *desc = &info->desc;
+    const int nodes = e->node_ranks ? ranks * tensor / (int)e->node_ranks : 0;
     const uint64_t away = info->step_node_bytes;
     char text[128];
     describe_compression(desc, text, sizeof text);
@@ -94,18 +109,19 @@ static void show_links(const dtrain_emulation *e, const dtrain_strategy_info *in
                info->step_bytes ? dense_bytes(info, ranks) / (double)info->step_bytes : 1);
         if (away)
             printf(", between nodes %.1fx",
-                   dense_node_bytes(info, ranks, (int)e->node_ranks) / (double)away);
+                   dense_node_bytes(info, ranks, (int)e->node_ranks / tensor) / (double)away);
         printf(", and keeps %.1f MiB of state", mib(info->state_bytes));
     }
     if (*text) printf("\n");
     if (e->node_ranks)
         printf("cluster emulated: %d node%s x %u rank%s, %g Gb/s and %g us between nodes; a rank "
                "sends %llu bytes a step to other nodes, %llu inside its own\n",
-               ranks / (int)e->node_ranks, plural(ranks / (int)e->node_ranks), e->node_ranks,
-               plural(e->node_ranks), e->gigabits_per_second, e->latency_us,
-               (unsigned long long)away, (unsigned long long)(info->step_bytes - away));
+               nodes, plural(nodes), e->node_ranks, plural(e->node_ranks), e->gigabits_per_second,
+               e->latency_us, (unsigned long long)away,
+               (unsigned long long)(info->step_bytes - away));
 }
 
+/* ranks: those that average gradients. */
 static void show_strategy(const run_job *j, int ranks)
 {
     const dtrain_memory *m = &j->memory;
@@ -116,7 +132,7 @@ static void show_strategy(const run_job *j, int ranks)
            info.name, info.shard_ranks, plural(info.shard_ranks), info.replicas,
            plural(info.replicas), info.bucket_count, plural((int64_t)info.bucket_count),
            (unsigned long long)info.step_bytes);
-    show_links(&j->s->emulation, &info, ranks);
+    show_links(&j->s->emulation, &info, ranks, (int)j->s->tensor);
     if (info.reason[0]) printf("auto    %s\n", info.reason);
     if (j->accum > 1) show_accumulation(j, &info, ranks);
     printf("memory  a rank will need %.1f MiB: parameters %.1f, gradients %.1f, optimizer %.1f, "
@@ -147,11 +163,13 @@ static void show_resumed(const run_job *j, int ranks)
         printf("        the order of data and dropout stay with the old --seed\n");
 }
 
-/* Print what was sent, averaged over all steps, those without compression included. */
+/* Print what was sent, averaged over all steps, those without compression included. ranks: those that average
+ * gradients. */
 static void show_sent(const dtrain_emulation *e, const dtrain_strategy_info *info,
-                      const dtrain_summary *summary, int ranks)
+                      const dtrain_summary *summary, int ranks, int tensor)
 {
-    const double sent = (double)summary->comm_bytes / (double)(summary->steps ? summary->steps : 1);
+    const double steps = (double)(summary->steps ? summary->steps : 1);
+    const double sent = (double)(summary->comm_bytes - summary->tensor_bytes) / steps;
     char text[128];
     describe_compression(&info->desc, text, sizeof text);
     if (info->desc.compression)
@@ -162,7 +180,8 @@ static void show_sent(const dtrain_emulation *e, const dtrain_strategy_info *inf
     if (e->node_ranks)
         printf("  cluster              %10d   emulated nodes of %u ranks, %g Gb/s, %g us: times "
                "are of this cluster\n",
-               ranks / (int)e->node_ranks, e->node_ranks, e->gigabits_per_second, e->latency_us);
+               ranks * tensor / (int)e->node_ranks, e->node_ranks, e->gigabits_per_second,
+               e->latency_us);
 }
 
 /* Print how many products a GPU computes by slower kernels than cublasLt's; there should be none. */
@@ -223,9 +242,12 @@ static void show_end(dtrain_world *world, const run_job *j, const dtrain_summary
     printf("  communication        %10.2f ms in flight, %.2f ms exposed; %.1f MiB sent a step\n",
            summary->comm_ms, summary->exposed_comm_ms,
            mib(summary->comm_bytes) / (double)(summary->steps ? summary->steps : 1));
+    if (summary->tensor_bytes)
+        printf("  tensor axis          %10.1f MiB of these sent a step, in every layer\n",
+               mib(summary->tensor_bytes) / (double)(summary->steps ? summary->steps : 1));
     printf("  data                 %10.3f ms  of a step in wait for batches: %.2f %%\n",
            summary->data_ms, summary->step_ms > 0 ? 100 * summary->data_ms / summary->step_ms : 0);
-    show_sent(&j->s->emulation, &info, summary, dtrain_world_size(world));
+    show_sent(&j->s->emulation, &info, summary, job_ranks(world, j), (int)j->s->tensor);
     printf("  scaling              %10.1f %%  of %d rank%s, counting exposed communication\n",
            100 * summary->scaling, dtrain_world_size(world), plural(dtrain_world_size(world)));
     printf("  memory               %10.1f MiB in rank 0, %.1f at its peak, %.1f predicted\n",

@@ -24,6 +24,7 @@ typedef struct run_settings {
     long steps, batch, accum, global_batch, auto_batch, accum_mode, workers, seed, init_seed;
     long optimizer, schedule, lr_scaling, warmup, variance_steps; /* the first: places in lists */
     double lr, min_lr, muon_lr, weight_decay, beta2, clip;
+    long tensor, sequence_parallel;
     long ranks, threads, thread_ranks, timeout, graph, tune_gemm, deterministic, explain_launch,
         probe_links;
     long strategy, precision, param_dtype, reduce_dtype, reshard, node_size, bucket_kib, no_overlap,
@@ -40,6 +41,7 @@ typedef struct run_settings {
  * a local of main; a program writes into it what differs. */
 static run_settings run_flags = {
     .workers = 1,
+    .tensor = 1,
     .device = "cpu",
     .timeout = 600,
     .reshard = 1,
@@ -160,8 +162,17 @@ static const flag optimizer_flags[] = {
 static const flag rank_flags[] = {
     FLAG_GROUP("ranks and devices"),
     {"--ranks", 'i', &run_flags.ranks, 1, DTRAIN_MAX_RANKS,
-     "data-parallel processes; default: the launcher's number, or else one node of --node-size, or "
+     "processes, data-parallel without --tensor; default: the launcher's number, or else one node "
+     "of --node-size, or "
      "2 on the cpu and 1 with a GPU",
+     NULL},
+    {"--tensor", 'i', &run_flags.tensor, 1, DTRAIN_MAX_RANKS,
+     "ranks that share every layer of a replica, each with its part of the heads, features and "
+     "vocabulary; --ranks / --tensor replicas average gradients",
+     NULL},
+    {"--sequence-parallel", 'b', &run_flags.sequence_parallel, 0, 0,
+     "with --tensor: norms, dropout and residuals have a part of the rows on each rank: less "
+     "memory, the same bytes sent",
      NULL},
     {"--device", 's', &run_flags.device, 0, 0,
      "cpu or cuda; rank r uses GPU r modulo the number of GPUs", NULL},

@@ -11,6 +11,7 @@
 typedef struct sim_comm {
     dtrain_comm base;
     group who;
+    int tensor, splits; /* sim_comm_axes; of a mesh that is being made */
     bool links[LINKS];
     uint64_t seen; /* of base.info.wire_bytes */
 } sim_comm;
@@ -131,6 +132,27 @@ static void sim_free(dtrain_comm *comm, void *memory, size_t bytes)
     device->ops->free(device, memory, bytes);
 }
 
+/* Let the next splits be those of a mesh with so many ranks along its tensor axis: 1, none. */
+static inline void sim_comm_axes(dtrain_comm *comm, int tensor)
+{
+    sim_comm *self = (sim_comm *)(void *)comm;
+    self->tensor = tensor > 1 ? tensor : 0;
+    self->splits = 0;
+}
+
+/* Split along an axis of a mesh, as dtrain_mesh_create does: no axis, tensor, data; with one replica no axis alone.
+ * The tensor axis goes over neighbours, the data axis over all nodes. */
+static dtrain_result sim_split_axis(const sim_comm *self, dtrain_comm **out)
+{
+    const int ranks = self->who.size, rank = self->base.rank, t = self->tensor, axis = self->splits;
+    const int local = ranks / self->who.nodes;
+    if (axis == 0) return sim_comm_new(self->base.world, 1, 1, 0, out);
+    if (axis == 1)
+        return sim_comm_new(self->base.world, t, t > local ? t / local : 1, rank % t, out);
+    return sim_comm_new(self->base.world, ranks / t, t > local ? ranks / t : self->who.nodes,
+                        rank / t, out);
+}
+
 /* Others cannot be asked, but a strategy splits in three ways only: all again (color 0), by place in the
  * node (rank % G) and by node (G + rank / G). Rank 1 is not at place 0, unless every node has one rank and
  * both groups are everybody. */
@@ -140,6 +162,11 @@ static dtrain_result sim_split(dtrain_comm *comm, int color, int key, dtrain_com
     const int nodes = self->who.nodes, local = self->who.size / nodes;
     const int node = comm->rank / local, place = comm->rank % local;
     (void)key;
+    if (self->tensor) {
+        const dtrain_result split = sim_split_axis(self, out);
+        if (self->splits++ == 2 || self->tensor == self->who.size) self->tensor = 0;
+        return split;
+    }
     if (color == 0) return sim_comm_new(comm->world, comm->size, nodes, comm->rank, out);
     if (color == local + node) return sim_comm_new(comm->world, local, 1, place, out);
     if (color == place) return sim_comm_new(comm->world, nodes, nodes, node, out);

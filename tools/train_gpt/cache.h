@@ -3,7 +3,8 @@
  *
  *     kept of a layer     (room, 2C), a row for each token:  | k of all heads | v of all heads |
  *
- * The device's attention takes queries from the new rows, and keys and values from what is kept. */
+ * The device's attention takes queries from the new rows, and keys and values from what is kept. Where
+ * a tensor axis cuts the heads, each rank keeps those that it has: C is then of these alone. */
 #ifndef CACHE_H
 #define CACHE_H
 
@@ -11,19 +12,21 @@
 
 typedef struct gpt_cache {
     dtrain_device *device;
-    int64_t channels, room; /* room: tokens */
-    int64_t length;         /* tokens that are kept: whoever runs a pass adds its tokens */
-    size_t bytes;           /* of all layers */
-    void *memory;           /* (layers, room, 2 * channels) of up to 4 bytes, on the device */
+    int64_t channels, heads, room; /* of this rank; room: tokens */
+    int64_t length;                /* tokens that are kept: whoever runs a pass adds its tokens */
+    size_t bytes;                  /* of all layers */
+    void *memory; /* (layers, room, 2 * channels) of up to 4 bytes, on the device */
 } gpt_cache;
 
 /* gpt_cache_free frees it, also after a failure. */
 static inline dtrain_result gpt_cache_create(gpt_cache *cache, dtrain_device *device,
-                                             int64_t layers, int64_t channels, int64_t room)
+                                             int64_t layers, int64_t channels, int64_t heads,
+                                             int64_t room)
 {
     memset(cache, 0, sizeof *cache);
     cache->device = device;
     cache->channels = channels;
+    cache->heads = heads;
     cache->room = room;
     cache->bytes = (size_t)(layers * room * 2 * channels) * sizeof(float);
     return device->ops->alloc(device, cache->bytes, &cache->memory);
@@ -39,7 +42,7 @@ static inline void gpt_cache_free(gpt_cache *cache)
 
 typedef struct gpt__cached {
     gpt_cache *cache;
-    int64_t layer, heads;
+    int64_t layer;
     int64_t rows, before; /* prepare's: new tokens, and those in the cache */
     float *lse;           /* (heads, rows) */
 } gpt__cached;
@@ -59,7 +62,7 @@ static inline dtrain_result gpt__cached_prepare(dtrain_op *op)
             (long long)rows, (long long)op->inputs[0]->shape[1], (long long)a->before,
             (long long)(3 * c), (long long)a->cache->room);
     dtrain_op_output(op, op->cast, 2, shape);
-    a->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, a->heads * rows);
+    a->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, a->cache->heads * rows);
     return DTRAIN_OK;
 }
 
@@ -83,8 +86,8 @@ static inline dtrain_result gpt__cached_forward(dtrain_op *op)
     args.batch = 1;
     args.queries = a->rows;
     args.keys = a->before + a->rows;
-    args.heads = args.kv_heads = a->heads;
-    args.d = c / a->heads;
+    args.heads = args.kv_heads = a->cache->heads;
+    args.d = c / a->cache->heads;
     args.causal = !a->before; /* the first tokens among themselves; a later one sees all */
     args.dtype = op->cast;
     args.q = op->input_data[0];
@@ -104,12 +107,12 @@ static inline dtrain_result gpt__no_backward(dtrain_op *op)
 
 /* qkv (tokens, 3C) of the tokens behind those in the cache -> (tokens, C) */
 static inline dtrain_tensor *gpt_cached_attention(dtrain_tape *t, dtrain_tensor *qkv,
-                                                  gpt_cache *cache, int64_t layer, int64_t heads)
+                                                  gpt_cache *cache, int64_t layer)
 {
     static const dtrain_op_desc desc = {0,
                                         0,
                                         0,
-                                        0,
+                                        DTRAIN_OP_TAKES_COLUMNS,
                                         true,
                                         "cached attention",
                                         gpt__cached_prepare,
@@ -119,7 +122,6 @@ static inline dtrain_tensor *gpt_cached_attention(dtrain_tape *t, dtrain_tensor 
     memset(&args, 0, sizeof args);
     args.cache = cache;
     args.layer = layer;
-    args.heads = heads;
     return dtrain_tape_apply(t, &desc, &qkv, 1, NULL, 0, &args, sizeof args);
 }
 

@@ -5,10 +5,30 @@
 
 #include "report.h"
 
+/* Refuse a model that a tensor axis cannot share evenly: whole heads, features of the MLP, rows of a micro-batch. */
+static int check_cut(const settings *s)
+{
+    const run_settings *run = s->run;
+    const long rows = run->batch * s->seq;
+    if (s->heads % run->tensor)
+        return BAD("--heads is %ld, and --tensor %ld does not divide it: each rank has whole heads",
+                   s->heads, run->tensor);
+    if (!run->sequence_parallel || !trains(s) || s->seq % run->tensor == 0) return 0;
+    if (run->auto_batch || run->global_batch || run->tune)
+        return BAD("--sequence-parallel cuts the rows of any micro-batch: --seq is %ld, and "
+                   "--tensor %ld does not divide it; or say --batch alone",
+                   s->seq, run->tensor);
+    if (rows % run->tensor == 0) return 0;
+    return BAD("--sequence-parallel cuts the %ld rows of a micro-batch (--batch %ld x --seq %ld), "
+               "and --tensor %ld does not divide them",
+               rows, run->batch, s->seq, run->tensor);
+}
+
 static int check_sizes(const settings *s)
 {
     if (s->channels % s->heads)
         return BAD("--heads is %ld; it must divide --channels %ld", s->heads, s->channels);
+    if (check_cut(s)) return 2;
     if (s->run->keep_best && !s->eval_batches)
         return BAD("--keep-best compares validations, and --eval-batches is 0");
     return 0;
@@ -153,7 +173,7 @@ static int check_data(settings *s)
     TRY(dtrain_dataset_open(NULL, &desc, &dataset));
     s->vocab = (long)dataset_info(dataset).vocab_count;
     for (int side = 0; side < 2; side++) {
-        dtrain_loader_desc window = loader_desc(s, dataset, s->run->batch, side == 1);
+        dtrain_loader_desc window = loader_desc(s, dataset, NULL, s->run->batch, side == 1);
         TRY(dtrain_loader_create(NULL, &window, &loader));
         dtrain_loader_destroy(loader);
     }

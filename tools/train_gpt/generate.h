@@ -61,20 +61,24 @@ static inline int32_t gpt__draw(const float *logits, long count, const gpt_sampl
  * show, where it is not NULL, is called for each new token, and ends the text when it returns false.
  * A text that has filled the model's positions goes on from the later half of them.
  *
- * Collective where parameters have to be gathered: all ranks have the same values and draw the same
+ * The heads are divided by the ranks of a tensor axis, 1 without one. Collective with such an axis, and
+ * where parameters have to be gathered: all ranks have the same values and draw the same
  * tokens, and show must return the same on all. */
 static inline dtrain_result gpt_generate(dtrain_tape *t, dtrain_device *device, const gpt *m,
-                                         uint32_t tape_flags, const gpt_sampling *how,
-                                         int32_t *tokens, int64_t prompt, int64_t count,
-                                         bool (*show)(void *user, int32_t token), void *user)
+                                         int tensor_ranks, uint32_t tape_flags,
+                                         const gpt_sampling *how, int32_t *tokens, int64_t prompt,
+                                         int64_t count, bool (*show)(void *user, int32_t token),
+                                         void *user)
 {
     const int64_t room = m->config.positions, end = prompt + count;
     const size_t columns = (size_t)gpt_columns(&m->config);
+    const int64_t heads = m->config.heads / tensor_ranks;
+    const int64_t channels = m->config.channels / tensor_ranks;
     int64_t first = 0; /* of the tokens that the model sees */
     gpt_cache cache;
     float *logits = (float *)calloc(2 * columns, sizeof *logits);
     dtrain_result result =
-        gpt_cache_create(&cache, device, m->config.layers, m->config.channels, room);
+        gpt_cache_create(&cache, device, m->config.layers, channels, heads, room);
     if (!logits) result = DTRAIN_ERROR_MEMORY;
     for (int64_t at = prompt; at < end && result == DTRAIN_OK; at++) {
         const bool full = at - first > room;

@@ -110,6 +110,23 @@ static inline dtrain_param *gpt__declare(gpt *m, uint32_t unit, const char *name
     return p;
 }
 
+/* Let the tensor axis cut a matrix by its inputs, with the heads or features that are here, */
+static inline void gpt__cut_columns(dtrain_param *weight, int64_t parts)
+{
+    weight->cut.axis = DTRAIN_CUT_COLUMNS;
+    weight->cut.parts = parts;
+}
+
+/* ... or a layer by its outputs: each of the components of weight and bias (3 of q|k|v) in whole parts. */
+static inline void gpt__cut_rows(dtrain_param *weight, dtrain_param *bias, uint32_t components,
+                                 int64_t parts)
+{
+    weight->cut.axis = DTRAIN_CUT_ROWS;
+    weight->cut.components = components;
+    weight->cut.parts = parts;
+    bias->cut = weight->cut;
+}
+
 /* GPT-2's initialisation: N(0, 0.02), projections into the residual stream by 1/sqrt(2 layers) less. */
 static inline void gpt__declare_block(gpt *m, gpt_block *b, uint32_t unit)
 {
@@ -129,9 +146,13 @@ static inline void gpt__declare_block(gpt *m, gpt_block *b, uint32_t unit)
     b->fc_bias = gpt__declare(m, unit, "mlp.c_fc.bias", 4 * c, 0, zero, 0);
     b->fcproj_weight = gpt__declare(m, unit, "mlp.c_proj.weight", c, 4 * c, normal, residual);
     b->fcproj_bias = gpt__declare(m, unit, "mlp.c_proj.bias", c, 0, zero, 0);
+    gpt__cut_rows(b->qkv_weight, b->qkv_bias, 3, m->config.heads);
+    gpt__cut_columns(b->proj_weight, m->config.heads);
+    gpt__cut_rows(b->fc_weight, b->fc_bias, 1, 0);
+    gpt__cut_columns(b->fcproj_weight, 0);
 }
 
-/* Fills params for a strategy: in forward order; one unit for the embedding, one a block, one for
+/* Fills params for a strategy, and marks those that a tensor axis may cut: in forward order; one unit for the embedding, one a block, one for
  * the end. The classifier is the token embedding under another name: a sharded strategy must know
  * that two units use it. gpt_free frees the lists, also after a failure. */
 static inline dtrain_result gpt_create(gpt *m, const gpt_config *config)
@@ -149,6 +170,7 @@ static inline dtrain_result gpt_create(gpt *m, const gpt_config *config)
     if (!m->params || !m->names || !m->blocks) return DTRAIN_ERROR_MEMORY;
     m->wte = gpt__declare(m, 0, "wte.weight", gpt_columns(config), c, DTRAIN_INIT_NORMAL, 0.02f);
     m->wte->init_count = config->vocab * c;
+    m->wte->cut.axis = DTRAIN_CUT_ROWS; /* the vocabulary */
     m->wpe = gpt__declare(m, 0, "wpe.weight", config->positions, c, DTRAIN_INIT_NORMAL, 0.02f);
     for (size_t l = 0; l < layers; l++) gpt__declare_block(m, &m->blocks[l], (uint32_t)l + 1);
     m->lnf_weight = gpt__declare(m, end, "ln_f.weight", c, 0, DTRAIN_INIT_CONSTANT, 1);
@@ -179,7 +201,7 @@ static inline dtrain_tensor *gpt__block(dtrain_tape *t, const gpt *m, long layer
     const dtrain_attention_desc causal = {config->seq, config->heads, 0, 0, true, NULL, NULL};
     h = dtrain_layernorm(t, h, x, p->ln1_weight, p->ln1_bias, config->epsilon);  /* (B*T, C) */
     h = dtrain_linear(t, h, p->qkv_weight, p->qkv_bias, DTRAIN_ACTIVATION_NONE); /* (B*T, 3C) */
-    if (cache) h = gpt_cached_attention(t, h, cache, layer, config->heads);      /* (B*T, C) */
+    if (cache) h = gpt_cached_attention(t, h, cache, layer);                     /* (B*T, C) */
     else h = dtrain_attention(t, h, NULL, NULL, &causal);
     h = dtrain_linear(t, h, p->proj_weight, p->proj_bias, DTRAIN_ACTIVATION_NONE);
     h = dtrain_dropout(t, h, drop);
@@ -204,7 +226,7 @@ static inline dtrain_tensor *gpt__blocks(dtrain_tape *t, const gpt *m, dtrain_te
     return dtrain_layernorm(t, h, &x, m->lnf_weight, m->lnf_bias, m->config.epsilon);
 }
 
-/* tokens (batch, seq) -> logits (batch*seq, gpt_columns) */
+/* tokens (batch, seq) -> logits (batch*seq, gpt_columns), of which a rank of a tensor axis has its columns */
 static inline dtrain_tensor *gpt_forward(dtrain_tape *t, const gpt *m, const int32_t *tokens,
                                          int64_t batch)
 {
@@ -216,8 +238,8 @@ static inline dtrain_tensor *gpt_forward(dtrain_tape *t, const gpt *m, const int
     return dtrain_linear(t, x, m->head, NULL, DTRAIN_ACTIVATION_NONE);
 }
 
-/* tokens (count) of a text, behind those in the cache -> logits (1, gpt_columns) of the one that
- * comes next. Only the first tokens of a text may be several. */
+/* tokens (count) of a text, behind those in the cache -> logits (1, gpt_columns), all of them on every
+ * rank, of the one that comes next. Only the first tokens of a text may be several. */
 static inline dtrain_tensor *gpt_next(dtrain_tape *t, const gpt *m, const int32_t *tokens,
                                       int64_t count, gpt_cache *cache)
 {
@@ -231,8 +253,9 @@ static inline dtrain_tensor *gpt_next(dtrain_tape *t, const gpt *m, const int32_
     dtrain_tape_unit(t, 0);
     x = dtrain_embedding(t, places, m->wpe, NULL);
     x = dtrain_add(t, dtrain_embedding(t, input, m->wte, NULL), x);
-    x = gpt_last_row(t, gpt__blocks(t, m, x, cache));
-    return dtrain_linear(t, x, m->head, NULL, DTRAIN_ACTIVATION_NONE);
+    x = dtrain_place(t, gpt__blocks(t, m, x, cache), DTRAIN_PLACEMENT_WHOLE);
+    x = dtrain_linear(t, gpt_last_row(t, x), m->head, NULL, DTRAIN_ACTIVATION_NONE);
+    return dtrain_place(t, x, DTRAIN_PLACEMENT_WHOLE);
 }
 
 /* ---- loss of a batch ------------------------------------------------------------------------ */

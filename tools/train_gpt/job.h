@@ -75,8 +75,8 @@ static dtrain_dataset_info dataset_info(const dtrain_dataset *dataset)
 }
 
 /* Train on the first part of the tokens or sums, hold out the last --val-split of them. */
-static dtrain_loader_desc loader_desc(const settings *s, dtrain_dataset *dataset, int64_t batch,
-                                      bool held_out)
+static dtrain_loader_desc loader_desc(const settings *s, dtrain_dataset *dataset, dtrain_comm *comm,
+                                      int64_t batch, bool held_out)
 {
     const int64_t tokens = dataset_info(dataset).item_count;
     const int64_t train = s->sums ? sums_held_out(s->sums, s->val_split)
@@ -84,6 +84,7 @@ static dtrain_loader_desc loader_desc(const settings *s, dtrain_dataset *dataset
     dtrain_loader_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.dataset = dataset;
+    desc.comm = comm;
     desc.batch = (uint32_t)batch;
     desc.sequence = s->sums ? 0 : s->seq;
     desc.seed = (uint64_t)s->run->seed;
@@ -145,10 +146,11 @@ static dtrain_result open_gpt(dtrain_world *world, run_job *j)
     return result;
 }
 
-static dtrain_result open_source(dtrain_world *world, const gpt_run *own, source *side,
-                                 bool held_out)
+static dtrain_result open_source(dtrain_world *world, const run_job *j, source *side, bool held_out)
 {
-    dtrain_loader_desc desc = loader_desc(own->s, own->dataset, side->batch.batch, held_out);
+    const gpt_run *own = own_part(j);
+    dtrain_loader_desc desc =
+        loader_desc(own->s, own->dataset, job_comm(j), side->batch.batch, held_out);
     const size_t bytes = desc.batch * dataset_info(own->dataset).item_bytes;
     if (own->s->sums && !(side->samples = (int32_t *)malloc(bytes)))
         return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a batch of sums");
@@ -162,8 +164,8 @@ static dtrain_result open_texts(dtrain_world *world, run_job *j)
     dtrain_result result = DTRAIN_OK;
     TRY(dtrain_dataset_open(world, &dataset, &own->dataset));
     TRY(gpt_set_batch(&own->held_out, j->batch));
-    TRY(open_source(world, own, &own->train, false));
-    TRY(open_source(world, own, &own->held_out, true));
+    TRY(open_source(world, j, &own->train, false));
+    TRY(open_source(world, j, &own->held_out, true));
     j->loader = own->train.loader;
 cleanup:
     return result;
@@ -202,7 +204,8 @@ static dtrain_result measure_sums(dtrain_world *world, run_job *j, double *share
     gpt_run *own = own_part(j);
     gpt_batch *b = &own->held_out.batch;
     dtrain_tape *tape = dtrain_trainer_tape(j->trainer);
-    const int64_t rank = dtrain_world_rank(world), ranks = dtrain_world_size(world);
+    dtrain_comm *const comm = j->mesh ? job_comm(j) : dtrain_world_comm(world);
+    const int64_t rank = dtrain_comm_rank(comm), ranks = dtrain_comm_size(comm);
     const int64_t count = SUMS_COUNT - sums_held_out(own->s->sums, own->s->val_split);
     const int64_t rows = b->batch * own->s->seq;
     float right = 0; /* exact below 2^24 */
@@ -215,12 +218,12 @@ static dtrain_result measure_sums(dtrain_world *world, run_job *j, double *share
         const int64_t left = (count - first - rank + ranks - 1) / ranks;
         TRY(next_batch(&own->held_out));
         TRY(dtrain_tape_begin(tape, tape_flags(j->s) | DTRAIN_TAPE_NO_GRAD, 0));
-        TRY(dtrain_tensor_read(tape, gpt_forward(tape, &own->model, b->inputs, b->batch), logits,
+        dtrain_tensor *all = gpt_forward(tape, &own->model, b->inputs, b->batch);
+        TRY(dtrain_tensor_read(tape, dtrain_place(tape, all, DTRAIN_PLACEMENT_WHOLE), logits,
                                NULL));
         right += (float)count_right(own, logits, left < b->batch ? left : b->batch);
     }
-    TRY(dtrain_all_reduce(dtrain_world_comm(world), &right, &right, 1, DTRAIN_DTYPE_F32,
-                          DTRAIN_REDUCE_SUM, NULL));
+    TRY(dtrain_all_reduce(comm, &right, &right, 1, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL));
     *share = (double)right / (double)count;
 cleanup:
     free(logits);
@@ -271,7 +274,9 @@ static dtrain_result open_model(dtrain_world *world, run_job *j)
     dtrain_load_desc load;
     memset(&values, 0, sizeof values);
     memset(&load, 0, sizeof load);
+    TRY(open_mesh(world, 0, j));
     TRY(open_gpt(world, j));
+    strategy.mesh = j->mesh;
     TRY(dtrain_strategy_create(world, j->params, j->param_count, &strategy, &j->strategy));
     values.strategy = j->strategy;
     values.model = j->model;

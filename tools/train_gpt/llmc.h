@@ -187,7 +187,20 @@ static inline void llmc__widen(float *block, int64_t count)
     }
 }
 
-/* Read this rank's piece of a parameter that begins at byte `at`, and set its padding to zero. */
+/* Return the place in its tensor of element i of a piece, and in *run how many from there on follow one another. */
+static inline int64_t llmc__place(const dtrain_state_tensor *tensor, int64_t i, int64_t *run)
+{
+    const dtrain_piece *piece = &tensor->piece;
+    const int64_t n = tensor->shape[1] ? tensor->shape[1] : 1; /* of a row */
+    const int64_t first = tensor->shape[1] ? piece->first[1] : 0;
+    const int64_t length = tensor->shape[1] ? piece->length[1] : 1;
+    const int64_t at = piece->offset + i;
+    *run = piece->count - i;
+    if (length<n && * run> length - at % length) *run = length - at % length;
+    return (piece->first[0] + at / length) * n + first + at % length;
+}
+
+/* Read a piece that this rank has of a parameter that begins at byte `at`, and set its padding to zero. */
 static inline dtrain_result llmc__read_piece(llmc_file *f, const llmc_header *header,
                                              dtrain_device *device, const gpt *m,
                                              const dtrain_state_tensor *piece, uint64_t at,
@@ -196,9 +209,9 @@ static inline dtrain_result llmc__read_piece(llmc_file *f, const llmc_header *he
     const bool padded = strcmp(piece->name, m->wte->name) == 0;
     const int64_t stored = padded ? m->config.vocab * m->config.channels : piece->total;
     dtrain_result result = DTRAIN_OK;
-    for (int64_t done = 0; done < piece->piece.count && result == DTRAIN_OK; done += LLMC_BLOCK) {
-        const int64_t first = piece->piece.offset + done, left = piece->piece.count - done;
-        const int64_t count = left < LLMC_BLOCK ? left : LLMC_BLOCK;
+    for (int64_t done = 0, count; done < piece->piece.count && result == DTRAIN_OK; done += count) {
+        const int64_t first = llmc__place(piece, done, &count);
+        if (count > LLMC_BLOCK) count = LLMC_BLOCK;
         int64_t here = stored - first < count ? stored - first : count;
         if (here < 0) here = 0;
         if (fseek(f->file, (long)(at + (uint64_t)first * header->each), SEEK_SET) != 0)
@@ -244,13 +257,11 @@ static inline dtrain_result llmc_import(dtrain_world *world, dtrain_state *state
     if (result == DTRAIN_OK) result = dtrain_state_tensors(state, &pieces, &piece_count);
     for (size_t i = 0; i < end && result == DTRAIN_OK; i++) {
         const size_t param = llmc__param(&m->config, i);
-        size_t k = 0;
-        while (k < piece_count && (pieces[k].kind != DTRAIN_STATE_VALUE ||
-                                   strcmp(pieces[k].name, m->params[param].name) != 0))
-            k++;
-        if (k < piece_count)
-            result =
-                llmc__read_piece(&f, &header, dtrain_world_device(world), m, &pieces[k], at, block);
+        for (size_t k = 0; k < piece_count && result == DTRAIN_OK; k++)
+            if (pieces[k].kind == DTRAIN_STATE_VALUE &&
+                strcmp(pieces[k].name, m->params[param].name) == 0)
+                result = llmc__read_piece(&f, &header, dtrain_world_device(world), m, &pieces[k],
+                                          at, block);
         at += (uint64_t)llmc__count(m, header.rows, param) * header.each;
     }
     llmc__close(&f);
@@ -313,8 +324,10 @@ static inline dtrain_result llmc_export(dtrain_world *world, dtrain_strategy *st
     char name[4096];
     llmc_file f = {name, NULL};
     dtrain_result result = DTRAIN_OK, gathered = DTRAIN_OK;
-    for (size_t i = 0; i < m->param_count; i++)
-        if (m->params[i].count > most) most = m->params[i].count;
+    for (size_t i = 0; i + 1 < m->param_count; i++) {
+        const int64_t all = llmc__count(m, m->wte->shape[0], i);
+        if (all > most) most = all;
+    }
     float *value = (float *)malloc((size_t)most * sizeof *value);
     float *block = (float *)malloc(LLMC_BLOCK * sizeof *block);
     if (!value || !block) result = dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a parameter");

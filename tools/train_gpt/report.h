@@ -10,7 +10,7 @@ static void show_gpt(dtrain_world *world, const run_job *j)
 {
     const gpt_run *own = own_part(j);
     const settings *s = own->s;
-    const int ranks = dtrain_world_size(world);
+    const int ranks = dtrain_world_size(world), readers = job_ranks(world, j);
     const dtrain_dataset_info data = dataset_info(own->dataset);
     const int64_t tokens = data.item_count;
     const long batch = (long)j->batch;
@@ -32,11 +32,12 @@ static void show_gpt(dtrain_world *world, const run_job *j)
         if (data.file_count > 1) printf(" in %zu files", data.file_count);
         printf(", the last %lld held out\n", (long long)((double)tokens * s->val_split));
     }
-    printf("step    %ld x %ld tokens x %u micro-batch%s x %d rank%s = %ld tokens\n", batch, s->seq,
-           j->accum, j->accum == 1 ? "" : "es", ranks, plural(ranks),
-           batch * s->seq * (long)j->accum * ranks);
+    printf("step    %ld x %ld tokens x %u micro-batch%s x %d %s%s = %ld tokens\n", batch, s->seq,
+           j->accum, j->accum == 1 ? "" : "es", readers, j->mesh ? "replica" : "rank",
+           plural(readers), batch * s->seq * (long)j->accum * readers);
+    show_mesh(j);
     show_resumed(j, ranks);
-    show_strategy(j, ranks);
+    show_strategy(j, readers);
 }
 
 /* ---- what the model writes ------------------------------------------------------------------ */
@@ -109,8 +110,8 @@ static dtrain_result write_tokens(dtrain_world *world, const run_job *j, dtrain_
     if (result != DTRAIN_OK) return result;
     for (size_t i = 0; i < prompt && w->raw && s->prompt; i++) (void)show_token(w, list->at[i]);
     w->written = 0;
-    return gpt_generate(tape, dtrain_world_device(world), &own_part(j)->model, tape_flags(j->s),
-                        &how, list->at, (int64_t)prompt, count, show_token, w);
+    return gpt_generate(tape, dtrain_world_device(world), &own_part(j)->model, (int)j->s->tensor,
+                        tape_flags(j->s), &how, list->at, (int64_t)prompt, count, show_token, w);
 }
 
 /* Write --generate tokens behind the prompt, as they are, and to stderr how fast that went. */
@@ -199,8 +200,8 @@ static dtrain_result show_sums(dtrain_world *world, run_job *j, bool first)
         answer given = {own->s, {0}, 0};
         memcpy(tokens, one->tokens, sizeof tokens);
         result = gpt_generate(dtrain_trainer_tape(j->trainer), dtrain_world_device(world),
-                              &own->model, tape_flags(j->s), &greedy, tokens, one->asked,
-                              SUMS_BYTES - one->asked, add_token, &given);
+                              &own->model, (int)j->s->tensor, tape_flags(j->s), &greedy, tokens,
+                              one->asked, SUMS_BYTES - one->asked, add_token, &given);
         if (first && result == DTRAIN_OK) show_answer(one, &given);
     }
     if (first && own->s->eval_batches)

@@ -5,6 +5,7 @@
  *            build/train_gpt --data shakespeare.txt --ranks 2 --steps 2000 --log run.jsonl
  *            build/train_gpt --model gpt2 --seq 64 --data tokens.bin --ranks 1 --threads 2
  *            build/train_gpt --data shards --data-format u16 --workers 2   (a folder of files of nanoGPT)
+ *            build/train_gpt --ranks 4 --tensor 2 --sequence-parallel   (two replicas of two ranks each)
  *            build/train_gpt --strategy auto --memory-limit 200 --auto-batch --global-batch 64
  *            build/train_gpt --import gpt2_124M.bin --tokenizer DIR --generate 100 --prompt "Hello"
  *   GPUs:    nvcc -O3 -arch=native -I. -DDTRAIN_USE_CUDA tools/train_gpt/train_gpt.c \
@@ -66,7 +67,8 @@ static const run_program gpt_program = {.things = "tokens",
                                         .validate = validate_gpt,
                                         .show_start = show_gpt,
                                         .finish = finish_gpt,
-                                        .close = close_gpt};
+                                        .close = close_gpt,
+                                        .can_cut = true};
 
 /* Export a model, or let it write: what every rank runs if there is nothing to train. */
 static int use_model(dtrain_world *world, void *user)
