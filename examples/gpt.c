@@ -5,10 +5,12 @@
  *   GPU:     nvcc -O3 -arch=native -I. -DDTRAIN_USE_CUDA examples/gpt.c dtrain_cuda.cu -lcublasLt -o gpt
  *   run:     ./gpt                                   two ranks learn lines that the program makes
  *            ./gpt --data shakespeare.txt --ranks 4 --strategy full_shard --precision bf16
+ *            ./gpt --ranks 2 --tensor 2                two ranks share each layer
  *            ./gpt --device cuda --ranks 1 --precision bf16 --batch 64
  *   flags:   --data FILE  --ranks N  --device cpu|cuda  --steps N  --batch N (samples of a rank)
  *            --lr NUMBER  --precision fp32|bf16|fp16
  *            --strategy ddp|zero1|shard_grad_op|full_shard|zero3
+ *            --tensor N (ranks that share every layer of a replica)
  *   expect, in some ten seconds on two cores of an Intel Xeon:
  *     step      loss  val_loss grad_norm        lr    tok/s   step_ms  comm_ms  exposed  data_ms      eta
  *        1    5.5287         -     8.727  1.00e-04     8.5k    107.11    14.92     6.90    0.023     0:31
@@ -19,7 +21,9 @@
  * before eighteen." The last digits depend on the processor's instruction set.
  *
  * --strategy changes where parameters, gradients and AdamW's state live, and nothing else: the
- * losses are the same. tools/train_gpt is the same program with everything that can be set. */
+ * losses are the same. --tensor cuts what the table of parameters marks (`cut`) over so many ranks,
+ * and the other ranks are replicas: the text of the model stays what it is, and so do the losses, to
+ * rounding. tools/train_gpt is the same program with everything that can be set. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
@@ -32,14 +36,27 @@ enum { LAYERS = 4, HEADS = 4, CHANNELS = 128, SEQ = 64, VOCAB = 256, SAMPLE = 30
 enum { WTE, WPE, BLOCKS, BLOCK = 12, LNF_W = BLOCKS + LAYERS * BLOCK, LNF_B, HEAD, PARAMS };
 enum { LN1_W, LN1_B, QKV_W, QKV_B, PROJ_W, PROJ_B, LN2_W, LN2_B, FC_W, FC_B, OUT_W, OUT_B };
 
+/* How ranks of a tensor axis may share a parameter (--tensor): by its rows, which are outputs, or its
+ * columns, inputs; q|k|v, and what reads their heads, in whole heads. */
+enum { WHOLE, ROWS, COLUMNS, QKV_ROWS, HEAD_COLUMNS };
+static const dtrain_cut cuts[] = {
+    [ROWS] = {.axis = DTRAIN_CUT_ROWS},
+    [COLUMNS] = {.axis = DTRAIN_CUT_COLUMNS},
+    [QKV_ROWS] = {.axis = DTRAIN_CUT_ROWS, .components = 3, .parts = HEADS},
+    [HEAD_COLUMNS] = {.axis = DTRAIN_CUT_COLUMNS, .parts = HEADS},
+};
+
 /* The parameters of a block: shapes in multiples of CHANNELS; 0 columns: a vector. */
 static const struct {
     const char *name;
-    int rows, columns;
+    int rows, columns, cut;
 } block[BLOCK] = {
-    {"ln1.weight", 1, 0},  {"ln1.bias", 1, 0},  {"qkv.weight", 3, 1}, {"qkv.bias", 3, 0},
-    {"proj.weight", 1, 1}, {"proj.bias", 1, 0}, {"ln2.weight", 1, 0}, {"ln2.bias", 1, 0},
-    {"fc.weight", 4, 1},   {"fc.bias", 4, 0},   {"out.weight", 1, 4}, {"out.bias", 1, 0},
+    {"ln1.weight", 1, 0, WHOLE},         {"ln1.bias", 1, 0, WHOLE},
+    {"qkv.weight", 3, 1, QKV_ROWS},      {"qkv.bias", 3, 0, QKV_ROWS},
+    {"proj.weight", 1, 1, HEAD_COLUMNS}, {"proj.bias", 1, 0, WHOLE},
+    {"ln2.weight", 1, 0, WHOLE},         {"ln2.bias", 1, 0, WHOLE},
+    {"fc.weight", 4, 1, ROWS},           {"fc.bias", 4, 0, ROWS},
+    {"out.weight", 1, 4, COLUMNS},       {"out.bias", 1, 0, WHOLE},
 };
 
 typedef struct model {
@@ -74,11 +91,13 @@ static void declare_model(model *m)
             if (!block[i].columns) scale = i == LN1_W || i == LN2_W ? 1 : 0;
             declare(m, BLOCKS + l * BLOCK + i, l + 1, block[i].name, block[i].rows * CHANNELS,
                     block[i].columns * CHANNELS, scale);
+            m->params[BLOCKS + l * BLOCK + i].cut = cuts[block[i].cut];
         }
     declare(m, LNF_W, LAYERS + 1, "lnf.weight", CHANNELS, 0, 1);
     declare(m, LNF_B, LAYERS + 1, "lnf.bias", CHANNELS, 0, 0);
     declare(m, HEAD, LAYERS + 1, "head", 0, 0, 0);
     m->params[HEAD].alias_of = &m->params[WTE];
+    m->params[WTE].cut = cuts[ROWS]; /* the vocabulary, and so that of the loss */
 }
 
 /* tokens (batch, SEQ) -> logits (batch * SEQ, VOCAB) */
@@ -137,6 +156,7 @@ static dtrain_tensor *loss(dtrain_tape *t, void *user)
 typedef struct settings {
     const char *data;
     uint32_t kind, tape_flags;
+    int tensor;
     long batch, steps;
     float lr;
 } settings;
@@ -149,7 +169,7 @@ typedef struct settings {
     } while (0)
 
 /* Draw bytes after a newline, each from a forward pass over those before it. All ranks draw the
- * same ones, because sharded parameters are gathered by all ranks together. */
+ * same ones, because sharded parameters, and logits, are gathered by all ranks together. */
 static int sample(dtrain_tape *t, model *m, uint32_t tape_flags, bool print)
 {
     static float logits[SEQ * VOCAB];
@@ -157,7 +177,8 @@ static int sample(dtrain_tape *t, model *m, uint32_t tape_flags, bool print)
     int length = 1;
     for (int i = 0; i < SAMPLE; i++) {
         CHECK(dtrain_tape_begin(t, tape_flags | DTRAIN_TAPE_NO_GRAD, 0));
-        CHECK(dtrain_tensor_read(t, forward(t, m, window, 1), logits, NULL));
+        dtrain_tensor *all = dtrain_place(t, forward(t, m, window, 1), DTRAIN_PLACEMENT_WHOLE);
+        CHECK(dtrain_tensor_read(t, all, logits, NULL));
         const float *last = logits + (length - 1) * VOCAB;
         double sum = 0, below = 0;
         int32_t byte = 0; /* drawn from softmax(last / 0.8) */
@@ -214,12 +235,15 @@ static int train(dtrain_world *world, void *user)
     const size_t tokens = (size_t)s->batch * SEQ;
     model m;
     batch learn = {.m = &m, .count = s->batch}, held_out;
+    dtrain_mesh *mesh;
     dtrain_dataset *text;
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
     dtrain_trainer *trainer;
     dtrain_metrics *metrics;
 
+    const dtrain_mesh_desc axes = {.tensor = s->tensor}; /* the rest is the data axis */
+    CHECK(dtrain_mesh_create(world, &axes, &mesh));
     static lines made;
     dtrain_dataset_desc source = {.path = s->data, .format = DTRAIN_DATA_BYTES};
     if (!s->data) {
@@ -231,8 +255,11 @@ static int train(dtrain_world *world, void *user)
     dtrain_dataset_info info;
     dtrain_dataset_query(text, &info);
     const int64_t all = info.item_count, part = all - all / 10;
-    dtrain_loader_desc window = {
-        .dataset = text, .batch = (uint32_t)s->batch, .sequence = SEQ, .item_count = part};
+    dtrain_loader_desc window = {.dataset = text,
+                                 .batch = (uint32_t)s->batch,
+                                 .sequence = SEQ,
+                                 .item_count = part,
+                                 .comm = dtrain_mesh_comm(mesh, DTRAIN_AXIS_DATA)};
     learn.inputs = malloc(tokens * sizeof *learn.inputs);
     learn.targets = malloc(tokens * sizeof *learn.targets);
     if (!learn.inputs || !learn.targets)
@@ -246,6 +273,7 @@ static int train(dtrain_world *world, void *user)
     dtrain_strategy_desc where = {0};
     dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     where.kind = s->kind;
+    where.mesh = mesh;
     adamw.beta2 = 0.99f;
     adamw.weight_decay = 0.1f;
     declare_model(&m);
@@ -292,6 +320,7 @@ static int train(dtrain_world *world, void *user)
     dtrain_loader_destroy(learn.loader);
     dtrain_loader_destroy(held_out.loader);
     dtrain_dataset_close(text);
+    dtrain_mesh_destroy(mesh);
     free(learn.inputs);
     free(learn.targets);
     return 0;
@@ -310,14 +339,15 @@ static int find(const char *what, const char *word, const char *const *list)
 
 int main(int argc, char **argv)
 {
-    enum { DATA, RANKS, DEVICE, STEPS, BATCH, LR, PRECISION, STRATEGY, FLAGS };
-    static const char *const flags[] = {"--data", "--ranks",     "--device",   "--steps", "--batch",
-                                        "--lr",   "--precision", "--strategy", NULL};
+    enum { DATA, RANKS, DEVICE, STEPS, BATCH, LR, PRECISION, STRATEGY, TENSOR, FLAGS };
+    static const char *const flags[] = {"--data",   "--ranks", "--device",    "--steps",
+                                        "--batch",  "--lr",    "--precision", "--strategy",
+                                        "--tensor", NULL};
     static const char *const precisions[] = {"fp32", "bf16", "fp16", NULL};
     static const uint32_t autocast[] = {0, DTRAIN_TAPE_BF16, DTRAIN_TAPE_F16};
     static const char *const kinds[] = {"ddp",        "zero1", "shard_grad_op",
                                         "full_shard", "zero3", NULL};
-    const char *value[FLAGS] = {NULL, NULL, "cpu", "300", "6", "2e-3", "fp32", "ddp"};
+    const char *value[FLAGS] = {NULL, NULL, "cpu", "300", "6", "2e-3", "fp32", "ddp", "1"};
     for (int a = 1; a < argc; a += 2) {
         const int i = find("the flag", argv[a], flags);
         if (i < 0) return 2;
@@ -333,16 +363,17 @@ int main(int argc, char **argv)
     settings s = {.data = value[DATA],
                   .kind = (uint32_t)kind + DTRAIN_STRATEGY_DDP,
                   .tape_flags = autocast[precision],
+                  .tensor = (int)strtol(value[TENSOR], NULL, 10),
                   .batch = strtol(value[BATCH], NULL, 10),
                   .steps = strtol(value[STEPS], NULL, 10),
                   .lr = strtof(value[LR], NULL)};
     /* Without --ranks: the number of torchrun, mpirun or srun, and without a launcher two. */
     dtrain_launch_desc desc = {.default_rank_count = 2};
     if (value[RANKS]) desc.rank_count = (uint32_t)strtoul(value[RANKS], NULL, 10);
-    if ((value[RANKS] && !desc.rank_count) || s.steps < 1 || s.batch < 1 || s.batch > 1000000 ||
-        !(s.lr > 0)) {
-        fprintf(stderr, "gpt: --ranks, --steps, --batch and --lr take positive numbers, and "
-                        "--batch at most a million\n");
+    if ((value[RANKS] && !desc.rank_count) || s.tensor < 1 || s.steps < 1 || s.batch < 1 ||
+        s.batch > 1000000 || !(s.lr > 0)) {
+        fprintf(stderr, "gpt: --ranks, --tensor, --steps, --batch and --lr take positive numbers, "
+                        "and --batch at most a million\n");
         return 2;
     }
     if (dtrain_device_ops_by_name(value[DEVICE], &desc.device_ops) == DTRAIN_OK &&

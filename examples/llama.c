@@ -6,9 +6,11 @@
  *   run:     ./llama                                        two ranks learn lines that the program makes, byte by byte
  *            ./llama --import DIR --data tokens.bin --export TUNED/model.safetensors
  *            ./llama --ranks 4 --strategy full_shard --precision bf16
+ *            ./llama --ranks 2 --tensor 2
  *   flags:   --import DIR (config.json, model.safetensors or an index)  --export FILE  --data FILE
  *            --ranks N  --device cpu|cuda  --steps N  --batch N (samples of a rank)  --seq N
  *            --lr NUMBER  --precision fp32|bf16  --strategy ddp|zero1|shard_grad_op|full_shard|zero3
+ *            --tensor N (ranks that share every layer of a replica)
  *   expect:  step     1  loss 5.5972
  *            step   100  loss 0.2484
  *            ...
@@ -38,9 +40,16 @@ typedef struct llama {
     size_t count;
 } llama;
 
+/* How ranks of a tensor axis may share a matrix: by its rows, which are outputs, or its columns, inputs; what has
+ * heads in as many parts as there are heads of keys, so that each rank has those of queries that share them. */
+static dtrain_cut cut(uint32_t axis, int64_t parts)
+{
+    return (dtrain_cut){.axis = axis, .parts = parts};
+}
+
 /* Matrices start as N(0, 0.02^2), vectors as ones. A unit is what sharded strategies gather at a time. */
 static dtrain_param *declare(llama *m, int64_t unit, const char *name, int64_t rows,
-                             int64_t columns)
+                             int64_t columns, dtrain_cut cut)
 {
     dtrain_param *p = &m->params[m->count++];
     char *full = m->names[m->count - 1];
@@ -53,6 +62,7 @@ static dtrain_param *declare(llama *m, int64_t unit, const char *name, int64_t r
     p->shape[1] = columns;
     p->init = columns ? DTRAIN_INIT_NORMAL : DTRAIN_INIT_CONSTANT;
     p->init_scale = columns ? 0.02f : 1;
+    p->cut = cut;
     return p;
 }
 
@@ -63,20 +73,25 @@ static dtrain_result declare_model(llama *m)
     m->names = calloc((size_t)m->layers * OF_LAYER + 3, sizeof *m->names);
     if (!m->params || !m->names)
         return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a list of parameters");
-    declare(m, 0, "model.embed_tokens", m->vocab, c);
+    const dtrain_cut whole = {0}, rows = cut(DTRAIN_CUT_ROWS, 0),
+                     columns = cut(DTRAIN_CUT_COLUMNS, 0);
+    const dtrain_cut heads = cut(DTRAIN_CUT_ROWS, m->kv_heads);
+    const dtrain_cut of_heads = cut(DTRAIN_CUT_COLUMNS, m->kv_heads);
+    declare(m, 0, "model.embed_tokens", m->vocab, c, rows);
     for (int64_t unit = 1; unit <= m->layers; unit++) {
-        declare(m, unit, "input_layernorm", c, 0);
-        declare(m, unit, "self_attn.q_proj", c, c);
-        declare(m, unit, "self_attn.k_proj", kv, c);
-        declare(m, unit, "self_attn.v_proj", kv, c);
-        declare(m, unit, "self_attn.o_proj", c, c);
-        declare(m, unit, "post_attention_layernorm", c, 0);
-        declare(m, unit, "mlp.gate_proj", m->inner, c);
-        declare(m, unit, "mlp.up_proj", m->inner, c);
-        declare(m, unit, "mlp.down_proj", c, m->inner);
+        declare(m, unit, "input_layernorm", c, 0, whole);
+        declare(m, unit, "self_attn.q_proj", c, c, heads);
+        declare(m, unit, "self_attn.k_proj", kv, c, heads);
+        declare(m, unit, "self_attn.v_proj", kv, c, heads);
+        declare(m, unit, "self_attn.o_proj", c, c, of_heads);
+        declare(m, unit, "post_attention_layernorm", c, 0, whole);
+        declare(m, unit, "mlp.gate_proj", m->inner, c, rows);
+        declare(m, unit, "mlp.up_proj", m->inner, c, rows);
+        declare(m, unit, "mlp.down_proj", c, m->inner, columns);
     }
-    declare(m, end, "model.norm", c, 0);
-    dtrain_param *head = declare(m, end, "lm_head", m->tied ? 0 : m->vocab, m->tied ? 0 : c);
+    declare(m, end, "model.norm", c, 0, whole);
+    dtrain_param *head =
+        declare(m, end, "lm_head", m->tied ? 0 : m->vocab, m->tied ? 0 : c, m->tied ? whole : rows);
     if (m->tied) head->alias_of = &m->params[0];
     return DTRAIN_OK;
 }
@@ -209,6 +224,7 @@ static dtrain_result write_config(const llama *m, const char *weights)
 typedef struct settings {
     const char *data, *import_from, *export_to;
     uint32_t kind, tape_flags;
+    int tensor;
     long batch, steps, seq;
     float lr;
 } settings;
@@ -284,6 +300,7 @@ static int train(dtrain_world *world, void *user)
     dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     hf_config config = {0};
     char weights[4096];
+    dtrain_mesh *mesh;
     dtrain_dataset *text;
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
@@ -293,6 +310,8 @@ static int train(dtrain_world *world, void *user)
     if (s->import_from) CHECK(find_model(&b.m, s->import_from, weights, &config));
     b.m.seq = s->seq;
     CHECK(declare_model(&b.m));
+    const dtrain_mesh_desc axes = {.tensor = s->tensor}; /* the rest is the data axis */
+    CHECK(dtrain_mesh_create(world, &axes, &mesh));
     static lines made;
     dtrain_dataset_desc source = {.path = s->data, .vocab_count = b.m.vocab};
     if (!s->data) {
@@ -302,14 +321,17 @@ static int train(dtrain_world *world, void *user)
         source.item_count = (int64_t)made.length;
     }
     CHECK(dtrain_dataset_open(world, &source, &text));
-    const dtrain_loader_desc windows = {
-        .dataset = text, .batch = (uint32_t)s->batch, .sequence = s->seq};
+    const dtrain_loader_desc windows = {.dataset = text,
+                                        .batch = (uint32_t)s->batch,
+                                        .sequence = s->seq,
+                                        .comm = dtrain_mesh_comm(mesh, DTRAIN_AXIS_DATA)};
     CHECK(dtrain_loader_create(world, &windows, &b.loader));
     b.inputs = malloc(tokens * sizeof *b.inputs);
     b.targets = malloc(tokens * sizeof *b.targets);
     if (!b.inputs || !b.targets) CHECK(dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a batch"));
 
     where.kind = s->kind;
+    where.mesh = mesh;
     adamw.beta2 = 0.95f;
     adamw.weight_decay = 0.1f;
     CHECK(dtrain_strategy_create(world, b.m.params, b.m.count, &where, &strategy));
@@ -350,6 +372,7 @@ static int train(dtrain_world *world, void *user)
     dtrain_strategy_destroy(strategy);
     dtrain_loader_destroy(b.loader);
     dtrain_dataset_close(text);
+    dtrain_mesh_destroy(mesh);
     free(b.inputs);
     free(b.targets);
     hf_close(&config);
@@ -370,15 +393,29 @@ static int find(const char *what, const char *word, const char *const *list)
 
 int main(int argc, char **argv)
 {
-    enum { DATA, IMPORT, EXPORT, RANKS, DEVICE, STEPS, BATCH, SEQ, LR, PRECISION, STRATEGY, FLAGS };
-    static const char *const flags[] = {"--data",   "--import",    "--export",   "--ranks",
-                                        "--device", "--steps",     "--batch",    "--seq",
-                                        "--lr",     "--precision", "--strategy", NULL};
+    enum {
+        DATA,
+        IMPORT,
+        EXPORT,
+        RANKS,
+        DEVICE,
+        STEPS,
+        BATCH,
+        SEQ,
+        LR,
+        PRECISION,
+        STRATEGY,
+        TENSOR,
+        FLAGS
+    };
+    static const char *const flags[] = {
+        "--data", "--import", "--export",    "--ranks",    "--device", "--steps", "--batch",
+        "--seq",  "--lr",     "--precision", "--strategy", "--tensor", NULL};
     static const char *const precisions[] = {"fp32", "bf16", NULL};
     static const char *const kinds[] = {"ddp",        "zero1", "shard_grad_op",
                                         "full_shard", "zero3", NULL};
     const char *value[FLAGS] = {NULL, NULL, NULL,   NULL,   "cpu", "300",
-                                "6",  "64", "2e-3", "fp32", "ddp"};
+                                "6",  "64", "2e-3", "fp32", "ddp", "1"};
     for (int a = 1; a < argc; a += 2) {
         const int i = find("the flag", argv[a], flags);
         if (i < 0 || a + 1 == argc) {
@@ -395,15 +432,18 @@ int main(int argc, char **argv)
                   .export_to = value[EXPORT],
                   .kind = (uint32_t)kind + DTRAIN_STRATEGY_DDP,
                   .tape_flags = precision ? DTRAIN_TAPE_BF16 : 0,
+                  .tensor = (int)strtol(value[TENSOR], NULL, 10),
                   .batch = strtol(value[BATCH], NULL, 10),
                   .steps = strtol(value[STEPS], NULL, 10),
                   .seq = strtol(value[SEQ], NULL, 10),
                   .lr = strtof(value[LR], NULL)};
     dtrain_launch_desc desc = {.default_rank_count = 2}; /* without a launcher */
     if (value[RANKS]) desc.rank_count = (uint32_t)strtoul(value[RANKS], NULL, 10);
-    if ((value[RANKS] && !desc.rank_count) || s.steps < 1 || s.batch < 1 || s.batch > 100000 ||
-        s.seq < 1 || s.seq > 1000000 || !(s.lr > 0)) {
-        fprintf(stderr, "llama: --ranks, --steps, --batch, --seq and --lr take positive numbers\n");
+    if ((value[RANKS] && !desc.rank_count) || s.tensor < 1 || s.steps < 1 || s.batch < 1 ||
+        s.batch > 100000 || s.seq < 1 || s.seq > 1000000 || !(s.lr > 0)) {
+        fprintf(
+            stderr,
+            "llama: --ranks, --tensor, --steps, --batch, --seq and --lr take positive numbers\n");
         return 2;
     }
     if (dtrain_device_ops_by_name(value[DEVICE], &desc.device_ops) == DTRAIN_OK &&
