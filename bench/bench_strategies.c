@@ -23,13 +23,15 @@
  *   theory       2(N-1)/N P with whole or kept parameters, 3(N-1)/N P with sharded ones, for P parameters of 4
  *                bytes. HYBRID_SHARD with nodes of G: the latter for G ranks, and 2(M-1)/M P/G across
  *                the M = N/G nodes. Sharded kinds may stay below: what backward needs first is still there
+ *                Over a tensor axis: what every layer sends (tensor_mib), and 2(M-1)/M P/2 for M replicas
  *   exposed      ms of a step in which a rank waited for communication
  *   loss         of the last step; PyTorch begins with other weights and draws other batches of the same data
  *   correct      losses to the bit those of DDP, step by step; for HYBRID_SHARD and bf16 within 1e-2, for bf16
  *                of ResNet-20, whose rate of 0.1 lets differences grow, within 0.1 in the first five steps; and
  *                the loss has fallen, in runs of 10 steps and more. PyTorch: not compared
  *
- * Beside the strategies: activation checkpointing and bf16, each against plain DDP on the most ranks. PyTorch's rows
+ * Beside the strategies: DDP over a tensor axis of two ranks, with and without sequence parallelism, at the same samples
+ * of all ranks (twice as many a rank); activation checkpointing and bf16, each against plain DDP on the most ranks. PyTorch's rows
  * are DDP and, where it has fully_shard, FSDP2 (torch_strategies.py), by --python, or PYTHON of the environment, or
  * python3.
  *
@@ -45,6 +47,7 @@ enum { IMAGES = 3 }; /* the place of resnet20 below */
 typedef struct config {
     const char *name, *flags;
     int model, ranks, node; /* node: ranks of one, HYBRID_SHARD; else 0 */
+    int tensor;             /* ranks of a tensor axis; 0: none */
     bool same_bits;
     const char *peer; /* PyTorch's strategy; NULL: dtrain's */
     int base;         /* the DDP run it is compared with */
@@ -116,6 +119,12 @@ static void add_ranks(long model, long ranks, bool last)
     if (gpt && ranks >= 4 && ranks % 2 == 0)
         configs[add("HYBRID_SHARD, 2", "hybrid_shard --node-size 2", model, ranks, false, base)]
             .node = 2;
+    if (gpt && ranks % 2 == 0) {
+        configs[add("DDP, tensor 2", "ddp --tensor 2", model, ranks, false, base)].tensor = 2;
+        configs[add("DDP, tensor 2, SP", "ddp --tensor 2 --sequence-parallel", model, ranks, false,
+                    base)]
+            .tensor = 2;
+    }
     if (last && gpt)
         add("DDP, checkpoint", "ddp --activation-checkpointing 1", model, ranks, true, base);
     if (last) add("DDP, bf16", "ddp --precision bf16", model, ranks, false, base);
@@ -144,14 +153,16 @@ static void find_peers(void)
 
 static int run_dtrain(config *c)
 {
-    char batch[32] = "", data[512] = "";
+    char batch[32] = "", same[32] = "", data[512] = "";
     if (opt.batch) snprintf(batch, sizeof batch, "--batch %ld", opt.batch);
+    if (c->tensor)
+        snprintf(same, sizeof same, "--batch %d", c->tensor * configs[c->base].run.batch);
     if (c->model != IMAGES)
         return train(opt.program, &c->run,
                      "--model %s --data %s --ranks %d --threads %ld --steps %ld --warmup 2 "
-                     "--lr 3e-4 --eval-batches 0 --strategy %s %s %s",
+                     "--lr 3e-4 --eval-batches 0 --strategy %s %s %s %s",
                      models[c->model], opt.data, c->ranks, opt.threads, opt.steps, c->flags, batch,
-                     opt.flags);
+                     opt.flags, same);
     if (opt.cifar) snprintf(data, sizeof data, "--data %s", opt.cifar);
     c->run.batch = opt.batch ? (int)opt.batch : 32;
     const int images = c->run.batch;
@@ -212,6 +223,21 @@ static int run_config(config *c, int round)
 
 /* ---- report ---- */
 
+/* Four all-reduces of (rows, channels) a block, one behind the embedding and one before the head; three floats a row
+ * in the loss. Sequence parallelism sends each all-reduce as a reduce-scatter and an all-gather, and gathers what the
+ * products of the weights read once more in backward. Replicas average what a rank has: a half of what is cut. */
+static double tensor_mib(const config *c)
+{
+    const train_run *run = &c->run;
+    const double t = c->tensor, d = c->ranks / t, rows = (double)run->batch * run->sequence;
+    const double layer = rows * run->channels * (t - 1) / t;
+    const bool gathers = strstr(c->flags, "sequence-parallel") != NULL;
+    double sent = 2 * (4 * run->layers + 2) * layer + 3 * rows * 2 * (t - 1) / t;
+    if (gathers) sent += (2 * run->layers + 1) * layer;
+    sent += 2 * (d - 1) / d * run->parameters / t;
+    return 4 * sent / 1048576;
+}
+
 static double theory_mib(const config *c)
 {
     const double n = c->ranks, g = c->node ? c->node : n, nodes = n / g;
@@ -219,6 +245,7 @@ static double theory_mib(const config *c)
     const bool sharded = strstr(c->flags, "full_shard") || strstr(c->flags, "zero3") || c->node ||
                          (c->peer && strcmp(c->peer, "fsdp2") == 0);
     double sent = (sharded && !kept ? 3 : 2) * (g - 1) / g * c->run.parameters;
+    if (c->tensor) return tensor_mib(c);
     if (c->node) sent += 2 * (nodes - 1) / nodes * c->run.parameters / g;
     return 4 * sent / 1048576;
 }
