@@ -8,6 +8,8 @@ BEGIN {
     printf "--threads 1 --steps 2 --timeout 20 --batch %s", pick("2 2 3 4")
     if (rand() < 0.15) printf " --emulate 2x%s:10:50", pick("1 2")
     else printf " --ranks %d", ranks
+    if (rand() < 0.2) { printf " --tensor %s", pick("2 2 2 3 4"); maybe(0.6, "--sequence-parallel") }
+    maybe(0.02, "--sequence-parallel")
     compressed = rand() < 0.25
     if (compressed) maybe(0.1, "--strategy zero1")
     else maybe(0.8, "--strategy " pick("ddp zero1 shard_grad_op full_shard zero3 hybrid_shard auto"))
