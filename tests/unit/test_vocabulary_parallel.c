@@ -1,7 +1,7 @@
 /* test_vocabulary_parallel.c: what the tensor axis makes of the two ends of a language model and of attention. The
- * cross-entropy of logits whose classes are divided, on arrays and on the tape, beside a dense one in double; embeddings
- * and heads beside those of one rank, to the bit; gradients of every share; what is sent. Tapes here have the groups of
- * a mesh and no strategy: parameters are arrays of the test, and nothing sums their gradients up. */
+ * cross-entropy of logits whose classes are divided, on arrays and on the tape, beside a dense one in double;
+ * embeddings and heads beside those of one rank, to the bit; gradients of every share; what is sent. Tapes here have
+ * the groups of a mesh and no strategy: parameters are arrays of the test, and nothing sums their gradients up. */
 #include "tape/tape_internal.h"
 #include "parallel/mesh_internal.h"
 #include "dtrain.h"
