@@ -4,6 +4,7 @@
  * the groups of a mesh and no strategy: parameters are arrays of the test, and nothing sums their gradients up. */
 #include "tape/tape_internal.h"
 #include "parallel/mesh_internal.h"
+#include "device/device_internal.h"
 #include "dtrain.h"
 #include "test.h"
 #include "ranks.h"
@@ -812,8 +813,30 @@ static int model_pass(dtrain_tape *tape, whole_model *m, uint32_t flags, float *
     dtrain_tape_unit(tape, 2);
     y = dtrain_linear(tape, x, &p[WTE], NULL, DTRAIN_ACTIVATION_NONE);
     dtrain_tensor *mean = dtrain_cross_entropy(tape, y, to, TABLE - 1, 0.1f);
-    RANKS_TRY(dtrain_tensor_read(tape, mean, loss, NULL));
+    if (!tape->planning) RANKS_TRY(dtrain_tensor_read(tape, mean, loss, NULL));
     return dtrain_tape_backward(tape, mean, 1) == DTRAIN_OK ? 0 : 1;
+}
+/* A plan, which has no communicator, counts the bytes that the tape has taken. */
+static int model_plan(const axis *a, whole_model *m, uint32_t flags)
+{
+    dtrain_tape_info planned, taken;
+    dtrain_device_desc desc;
+    dtrain_device *device;
+    dtrain_tape *tape;
+    float unused;
+    memset(&desc, 0, sizeof desc);
+    RANKS_TRY(dtrain_device_create(dtrain__plan_device_ops(), &desc, &device));
+    RANKS_TRY(dtrain_tape_create(NULL, NULL, device, &tape));
+    tape->groups = a->tape->groups;
+    tape->groups.tensor = NULL;
+    if (model_pass(tape, m, flags, &unused)) return 1;
+    dtrain_tape_query(tape, &planned);
+    dtrain_tape_query(a->tape, &taken);
+    CHECK(planned.activation_bytes == taken.activation_bytes && taken.activation_bytes > 0);
+    CHECK(planned.gradient_bytes == taken.gradient_bytes);
+    dtrain_tape_destroy(tape);
+    dtrain_device_destroy(device);
+    return 0;
 }
 static int model_rank(dtrain_world *world, void *user)
 {
@@ -832,6 +855,7 @@ static int model_rank(dtrain_world *world, void *user)
         RANKS_TRY(dtrain_tape_recompute(a.tape, 1, 0));
     }
     if (model_pass(a.tape, &here, flags, &got)) return 1;
+    if (!again && model_plan(&a, &here, flags)) return 1;
     if (model_pass(a.alone, &alone, flags, &want)) return 1;
     if (again) CHECK(memcmp(&got, &first, sizeof got) == 0);
     CHECK_MSG(near_to((double)got, (double)want, (double)tolerance), "kind %d: %.9g, expected %.9g",
