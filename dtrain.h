@@ -2403,7 +2403,9 @@ typedef struct dtrain_loader_desc {
     bool drop_last; /* every epoch begins with a batch: what is left of one does not come */
     dtrain_dataset *dataset;
     dtrain_comm *comm; /* the ranks that divide the samples among themselves: those of the strategy
-                          that trains on them. NULL = all of the world. Read in create */
+                          that trains on them, and with a mesh its data axis, dtrain_mesh_comm(mesh,
+                          DTRAIN_AXIS_DATA): ranks of one replica then read the same. NULL = all of
+                          the world. Read in create */
     uint32_t workers;  /* threads that read ahead; 0 = none, the calling thread reads. At most 64 */
     uint32_t prefetch; /* batches that are read ahead; 0 = two a worker. That is all they hold */
     dtrain_transform_fn transform; /* of samples; NULL: as they are in the dataset */
@@ -2445,7 +2447,12 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);
  *     for each micro-batch: dtrain_strategy_accumulate(is another to come?) -> next_batch
  *                           -> loss, on the tape -> dtrain_tape_backward -> dtrain_strategy_finish
  *     unscale and clip -> dtrain_optimizer_step at the schedule's rate -> an all-gather of some
- *     twenty numbers per rank, from which every rank makes the same record */
+ *     twenty numbers per rank, from which every rank makes the same record
+ *
+ * With a strategy on a mesh the record is of all ranks of the mesh, and so is every decision that
+ * follows from it. Samples and tokens are those of the data axis: the ranks of a tensor axis must
+ * have the same samples (a loader deals so to desc.comm, the mesh's data axis), and they draw the
+ * same masks of dropout, whose seeds go by the data axis too. */
 
 typedef struct dtrain_trainer dtrain_trainer;
 
@@ -2487,6 +2494,8 @@ typedef struct dtrain_trainer_desc {
     dtrain_batch_fn next_batch; /* NULL: loss fetches its batch; then memory cannot be planned */
     dtrain_loss_fn loss;
     void *user;
+    const dtrain_mesh *mesh; /* for dtrain_trainer_plan before there is a strategy, whose mesh counts
+                                otherwise */
 } dtrain_trainer_desc;
 
 /* A figure that every rank measures in a step and sends to all others. The parts of its time are
@@ -2513,8 +2522,11 @@ typedef enum dtrain_figure {
     /* Bytes that the rank sent: comm_bytes of its record, to 24 bits, as all figures. At
      * DTRAIN_FIGURE_COMM_BYTES + kind are those that went by that dtrain_collective_kind. */
     DTRAIN_FIGURE_COMM_BYTES = 13,
+    /* Of them, over the tensor axis of a mesh; NaN without one, or with one rank along it. */
+    DTRAIN_FIGURE_TENSOR_BYTES = 13 + DTRAIN_COLLECTIVE_KINDS,
+    DTRAIN_FIGURE_TENSOR_EXPOSED, /* of exposed_comm, seconds in calls of that axis */
     /* By NVML, of the rank's GPU: see dtrain_metrics_desc. */
-    DTRAIN_FIGURE_GPU_UTILIZATION = 13 + DTRAIN_COLLECTIVE_KINDS, /* 0 to 1 */
+    DTRAIN_FIGURE_GPU_UTILIZATION, /* 0 to 1 */
     DTRAIN_FIGURE_GPU_MEMORY,      /* bytes in use, by all processes */
     DTRAIN_FIGURE_GPU_CLOCK,       /* Hz */
     DTRAIN_FIGURE_GPU_POWER,       /* W */
@@ -2544,7 +2556,7 @@ typedef struct dtrain_step_record {
     double comm_ms;           /* an operation was in flight; mean over ranks */
     double exposed_comm_ms;   /* of that, the rank could not compute; mean over ranks */
     double data_ms;           /* in next_batch, while nothing was computed; slowest rank */
-    uint64_t comm_bytes;      /* this rank sent, by the ring formula */
+    uint64_t comm_bytes;      /* this rank sent, by the ring formula, over all axes of a mesh */
     double straggler_score;   /* slowest rank's compute time / median of ranks */
     double loss_scale;        /* of this step's backward; 0: no loss scaling */
     uint64_t skipped_steps;   /* since the start, this one included: gradients were not finite */
@@ -2552,7 +2564,9 @@ typedef struct dtrain_step_record {
     int ranks; /* that the figures come from; 0: a record without figures */
     dtrain_spread figures[DTRAIN_FIGURE_COUNT];   /* by dtrain_figure */
     uint64_t kind_bytes[DTRAIN_COLLECTIVE_KINDS]; /* comm_bytes, by dtrain_collective_kind */
-    bool ended; /* the data of all ranks had ended: this was no step, and it is not counted */
+    uint64_t
+        tensor_bytes; /* of comm_bytes, over the tensor axis; the rest went over the data axis */
+    bool ended;       /* the data of all ranks had ended: this was no step, and it is not counted */
     bool stop_requested; /* of a rank, by a signal (desc.catch_signals of dtrain_launch): all ranks
                             see it in the same step, and end behind it together */
 } dtrain_step_record;
@@ -3048,6 +3062,9 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
  *                      more
  *     comm_bytes_min, comm_bytes_mean, comm_bytes_max, comm_bytes_rank
  *                      likewise
+ *     tensor_bytes, tensor_exposed_ms  with a mesh whose tensor axis has several ranks: of
+ *                      comm_bytes, what went over that axis (the rest: over the data axis), and of
+ *                      exposed_comm_ms what ranks waited for it, mean over ranks
  *     bus_bytes_per_second           comm_bytes / time in flight: "busbw" of nccl-tests
  *     KIND_bytes       of comm_bytes, for KIND = all_reduce, reduce_scatter, all_gather, broadcast,
  *                      reduce, send, all_to_all; where a rank has sent any
@@ -3064,7 +3081,8 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
  *
  * The last line has "final": true, wall_time, step, loss, val_loss, ranks, steps, tokens,
  * first_loss, last_loss, seconds, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, data_ms,
- * scaling, comm_bytes, and of desc.trainer what a rank holds and what dtrain_trainer_plan says:
+ * scaling, comm_bytes, tensor_bytes where such an axis is, and of desc.trainer what a rank holds and
+ * what dtrain_trainer_plan says:
  *
  *     memory_param_bytes, memory_grad_bytes, memory_optimizer_bytes, memory_buffer_bytes,
  *     memory_host_bytes, and predicted_ with each of them, predicted_activation_bytes,
@@ -3080,7 +3098,8 @@ typedef struct dtrain_summary {
     double step_ms, comm_ms, exposed_comm_ms; /* medians */
     double data_ms;                           /* median */
     double scaling;                           /* (step - exposed) / step: an upper estimate */
-    uint64_t comm_bytes;                      /* of all steps, this rank */
+    uint64_t comm_bytes;                      /* of all steps, this rank ... */
+    uint64_t tensor_bytes;                    /* ... and of them over the tensor axis of a mesh */
 } dtrain_summary;
 
 #define DTRAIN_METRIC_INTEGER 1u /* exact below 2^53 */
@@ -3328,8 +3347,9 @@ struct dtrain_comm_hook_desc {
 /* Placements of inputs over the tensor axis that an operation takes beside whole tensors; its
  * outputs then lie as the first one of them that is not I32. One that says nothing is given whole
  * tensors only, and an input of another placement is an error that names both. I32 inputs are always
- * whole: beside columns they are as they should be, beside rows an error. Parameters of such
- * operations are not cut. */
+ * whole: beside columns they are as they should be, beside rows an error. An output as wide as each
+ * of several equal components of that input (q of a packed q|k|v) lies as such a component.
+ * Parameters of such operations are not cut. */
 #define DTRAIN_OP_TAKES_COLUMNS 1u
 #define DTRAIN_OP_TAKES_ROWS 2u
 
@@ -4107,6 +4127,7 @@ struct dtrain_comm {
     int64_t number;   /* 0: the world's; its members have the same, no other group of a rank has */
     uint64_t started; /* collectives that this rank has called */
     uint64_t splits;
+    const char *axis; /* of a mesh, along which its ranks differ: "tensor", a literal; or NULL */
     dtrain_comm_info info;
 };
 
@@ -4951,6 +4972,7 @@ DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data
 enum {
     DTRAIN__TRACK_RANK = 1, /* spans of the thread of rank_main */
     DTRAIN__TRACK_CALL = 2, /* collectives and messages: the first of the lanes */
+    DTRAIN__TRACK_TENSOR = 26, /* of them, those of a mesh's tensor axis */
     DTRAIN__TRACK_CHECKPOINT = DTRAIN__TRACK_CALL + DTRAIN__TRACE_LANES, /* the writing thread */
     DTRAIN__TRACK_READ /* batches that are read ahead: a row for each place of the ring */
 };
@@ -4966,6 +4988,7 @@ typedef struct dtrain__comm_call {
     int32_t first, size; /* its first rank in the world: groups of one split share a number */
     int32_t root;
     uint8_t dtype, op;
+    const char *axis; /* of the mesh that the communicator goes along, a literal; or NULL */
 } dtrain__comm_call;
 
 /* A span that is over, or a call from its begin on. It points to nothing but literals: who gave a
@@ -5746,6 +5769,7 @@ DTRAIN__PRIVATE void dtrain__writer_call(dtrain__writer *out, const dtrain__even
                        bytes ? "byte" : dtrain_dtype_name(dtype));
     dtrain__writer_add(out, "\"count\":%llu,\"bytes\":%llu", (unsigned long long)call->count,
                        (unsigned long long)(call->count * (bytes ? 1 : dtrain_dtype_bytes(dtype))));
+    if (call->axis) dtrain__writer_add(out, ",\"axis\":\"%s\"", call->axis);
 }
 
 /* ---- Events -----------------------------------------------------------------------------------*/
@@ -5776,6 +5800,8 @@ static void dtrain__trace_track(dtrain_world *world, uint32_t track)
     else if (track == DTRAIN__TRACK_CHECKPOINT) snprintf(name, sizeof name, "checkpoint writer");
     else if (track >= DTRAIN__TRACK_READ)
         snprintf(name, sizeof name, "data %u", track - DTRAIN__TRACK_READ);
+    else if (track >= DTRAIN__TRACK_TENSOR)
+        snprintf(name, sizeof name, "tensor axis %u", track - DTRAIN__TRACK_TENSOR + 1);
     else if (track > DTRAIN__TRACK_CALL)
         snprintf(name, sizeof name, "communication %u", track - DTRAIN__TRACK_CALL + 1);
     dtrain__trace_line(world, "M", track);
@@ -5785,10 +5811,14 @@ static void dtrain__trace_track(dtrain_world *world, uint32_t track)
                        track);
 }
 
-/* Give a call the first lane that is free since it began; 0: there is none. */
+/* Give a call the first lane that is free since it began; 0: there is none. Those of the tensor
+ * axis, which a layer waits for, have lanes of their own. */
 static uint32_t dtrain__trace_lane(dtrain__trace *trace, const dtrain__event *event)
 {
-    for (uint32_t lane = 0; lane < DTRAIN__TRACE_LANES; lane++) {
+    const uint32_t own = DTRAIN__TRACK_TENSOR - DTRAIN__TRACK_CALL;
+    const bool tensor = event->call.axis && strcmp(event->call.axis, "tensor") == 0;
+    const uint32_t end = tensor ? (uint32_t)DTRAIN__TRACE_LANES : own;
+    for (uint32_t lane = tensor ? own : 0; lane < end; lane++) {
         if (trace->lanes[lane] > event->begin_ns) continue;
         trace->lanes[lane] = event->end_ns;
         return DTRAIN__TRACK_CALL + lane;
@@ -6497,7 +6527,7 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_all_gather"));
     DTRAIN__TRY(dtrain__trouble(world));
     const dtrain__comm_call call = {
-        "world all-gather", world->gather_count + 1, bytes, -1, 0, world->size, -1, 0, 0};
+        "world all-gather", world->gather_count + 1, bytes, -1, 0, world->size, -1, 0, 0, NULL};
     (void)dtrain__enter(world, call.kind);
     const uint64_t event = dtrain__call_queued(world, &call);
     dtrain__call_started(world, event);
@@ -8016,7 +8046,8 @@ static uint64_t dtrain__comm_record(dtrain_comm *comm, const dtrain_collective *
                                     comm->size,
                                     what->root,
                                     (uint8_t)what->dtype,
-                                    (uint8_t)what->op};
+                                    (uint8_t)what->op,
+                                    comm->axis};
     comm->info.operation_count++;
     comm->info.payload_bytes += dtrain__send_bytes(what, comm->size);
     comm->info.wire_bytes += bytes;
@@ -8169,6 +8200,7 @@ DTRAIN_API dtrain_result dtrain_comm_split(dtrain_comm *comm, int color, int key
     const int64_t number = (comm->number + 1) * 1000 + (int64_t)comm->splits++;
     const dtrain_result result = comm->ops->split(comm, color, key, out);
     if (*out && !(*out)->number) (*out)->number = number; /* of a backend that has none */
+    if (*out) (*out)->axis = comm->axis;
     return result;
 }
 
@@ -12835,6 +12867,7 @@ static dtrain_result dtrain__mesh_compare(const dtrain_mesh *mesh, const dtrain_
 /* Split the ranks along every sum of axes; all of them make the same calls. */
 static dtrain_result dtrain__mesh_split(dtrain_mesh *mesh)
 {
+    static const char *const names[] = {"tensor", "data", "pipeline"}; /* for traces */
     const dtrain_mesh_info *at = &mesh->info;
     const uint32_t whole = dtrain__mesh_axes(at, DTRAIN_AXIS_ALL);
     for (uint32_t axes = 0; axes <= DTRAIN_AXIS_ALL; axes++) {
@@ -12844,6 +12877,10 @@ static dtrain_result dtrain__mesh_split(dtrain_mesh *mesh)
                                            axes & DTRAIN_AXIS_DATA ? 0 : at->data_rank,
                                            axes & DTRAIN_AXIS_PIPELINE ? 0 : at->pipeline_rank);
         DTRAIN__TRY(dtrain_comm_split(mesh->all, fixed, at->rank, &mesh->comms[axes]));
+    }
+    for (int i = 0; i < 3; i++) {
+        dtrain_comm *comm = mesh->comms[1 << i];
+        if (comm) comm->axis = names[i];
     }
     return DTRAIN_OK;
 }
@@ -12913,6 +12950,7 @@ DTRAIN_API void dtrain_mesh_destroy(dtrain_mesh *mesh)
 {
     if (!mesh) return;
     const dtrain_allocator allocator = mesh->allocator;
+    if (mesh->all) mesh->all->axis = NULL; /* it was there before */
     for (int axes = DTRAIN_AXIS_ALL; axes >= 0; axes--)
         if (mesh->comms[axes] != mesh->all) dtrain_comm_destroy(mesh->comms[axes]);
     dtrain__free(&allocator, mesh, 1, sizeof *mesh);
@@ -19449,6 +19487,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tens
 /* tape/arena.c */
 DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__bump *arena,
                                                     size_t bytes);
+DTRAIN__PRIVATE void dtrain__chunk_free(dtrain_tape *tape, dtrain_device *device,
+                                        dtrain__chunk *chunk);
 DTRAIN__PRIVATE void dtrain__bump_rewind(dtrain__bump *arena);
 DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, size_t bytes);
 DTRAIN__PRIVATE void *dtrain__take_values(dtrain_tape *tape, dtrain__bump *arena, int64_t count,
@@ -19496,9 +19536,7 @@ DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
         dtrain_device *device = tape->arenas[i].device;
         for (dtrain__chunk *chunk = tape->arenas[i].first, *next; chunk; chunk = next) {
             next = chunk->next;
-            if (device) device->ops->free(device, chunk->memory, chunk->bytes);
-            else dtrain__free(&allocator, chunk->memory, 1, chunk->bytes);
-            dtrain__free(&allocator, chunk, 1, sizeof *chunk);
+            dtrain__chunk_free(tape, device, chunk);
         }
     }
     dtrain__free(&allocator, tape, 1, sizeof *tape);
@@ -20028,6 +20066,26 @@ DTRAIN__PRIVATE void dtrain__place_as(dtrain_tensor *y, uint32_t placement,
     if (placement != DTRAIN_PLACEMENT_WHOLE) ((dtrain__tape_tensor *)y)->part = *part;
 }
 
+/* Let an output lie as an input does. One that is as wide as each of several equal components of the
+ * input, as what comes of a packed q|k|v is, lies as such a component. */
+static void dtrain__place_like(dtrain_tensor *y, const dtrain_tensor *x)
+{
+    dtrain__share part = *dtrain__tensor_share(x);
+    const int64_t n = y->shape[y->ndim - 1];
+    bool each = x->placement == DTRAIN_PLACEMENT_COLUMNS && part.runs > 1;
+    for (uint32_t i = 0; i < part.runs && each; i++) each = part.length[i] == n;
+    if (each) {
+        part.shape[0] = part.count = n;
+        part.whole /= part.runs;
+        part.runs = 1;
+        memset(part.first + 1, 0, sizeof part.first - sizeof part.first[0]);
+        memset(part.length + 1, 0, sizeof part.length - sizeof part.length[0]);
+        part.cut.components = 0;
+        memset(part.cut.widths, 0, sizeof part.cut.widths);
+    }
+    dtrain__place_as(y, x->placement, &part);
+}
+
 DTRAIN__PRIVATE dtrain_comm *dtrain__axis_comm(const dtrain_op *op)
 {
     return op->planning ? NULL : op->tape->groups.tensor;
@@ -20348,7 +20406,7 @@ DTRAIN_API dtrain_tensor *dtrain_op_output(dtrain_op *op, dtrain_dtype dtype, ui
     op->output_data[i] = op->outputs[i]->data;
     op->output_count++;
     const dtrain_tensor *first = dtrain__first_float(op);
-    if (first) dtrain__place_as(op->outputs[i], first->placement, dtrain__tensor_share(first));
+    if (first) dtrain__place_like(op->outputs[i], first);
     /* Let the output be a mean over the same samples as its inputs; of two losses the one that
      * ignores targets counts. */
     dtrain__samples *samples = &((dtrain__tape_tensor *)op->outputs[i])->samples;
@@ -23580,6 +23638,26 @@ DTRAIN_API dtrain_result dtrain_tape_recompute(dtrain_tape *tape, uint32_t every
 
 #define DTRAIN__TAPE_HOST_BYTES 65536u /* some hundred nodes and tensors */
 
+/* Take device memory; where ranks share layers, memory of their communicator, which sums and gathers
+ * reach without a copy. */
+static dtrain_result dtrain__chunk_alloc(dtrain_tape *tape, dtrain_device *device, size_t bytes,
+                                         void **memory)
+{
+    dtrain_comm *tensor = tape->groups.tensor;
+    return tensor && !tape->planning ? dtrain_comm_alloc(tensor, bytes, memory)
+                                     : device->ops->alloc(device, bytes, memory);
+}
+
+DTRAIN__PRIVATE void dtrain__chunk_free(dtrain_tape *tape, dtrain_device *device,
+                                        dtrain__chunk *chunk)
+{
+    dtrain_comm *tensor = tape->groups.tensor;
+    if (!device) dtrain__free(&tape->allocator, chunk->memory, 1, chunk->bytes);
+    else if (tensor && !tape->planning) dtrain_comm_free(tensor, chunk->memory, chunk->bytes);
+    else device->ops->free(device, chunk->memory, chunk->bytes);
+    dtrain__free(&tape->allocator, chunk, 1, sizeof *chunk);
+}
+
 /* Insert a chunk behind the chunk in use. NULL when there is no memory; the error sticks. */
 DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__bump *arena,
                                                     size_t bytes)
@@ -23589,7 +23667,7 @@ DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__b
     dtrain_result result = DTRAIN_ERROR_MEMORY;
     void *memory = NULL;
     dtrain__chunk *chunk = (dtrain__chunk *)dtrain__alloc(host, 1, sizeof *chunk, "the tape");
-    if (chunk && device) result = device->ops->alloc(device, bytes, &memory);
+    if (chunk && device) result = dtrain__chunk_alloc(tape, device, bytes, &memory);
     else if (chunk) memory = dtrain__alloc(host, 1, bytes, "nodes of the tape");
     if (!memory) {
         dtrain__tape_stick(tape, result);
@@ -26415,6 +26493,8 @@ static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_r
     full.comm_bytes = (uint64_t)own[DTRAIN_FIGURE_COMM_BYTES];
     for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
         full.kind_bytes[kind] = (uint64_t)own[DTRAIN_FIGURE_COMM_BYTES + kind];
+    if (trainer->groups.tensor_ranks > 1)
+        full.tensor_bytes = (uint64_t)own[DTRAIN_FIGURE_TENSOR_BYTES];
     dtrain__put_loss(trainer, trainer->loss, trainer->weight, trainer->desc.micro_batches, own);
     own[DTRAIN__WORD_ENDED] = (double)trainer->joined / (double)trainer->desc.micro_batches;
     dtrain_world_query(trainer->world, &world);
@@ -26527,15 +26607,19 @@ static void dtrain__trainer_counters(const dtrain_trainer *trainer, double *word
                  {DTRAIN_FIGURE_EXPOSED_COMM, DTRAIN_SPAN_COMM},
                  {DTRAIN_FIGURE_OPTIMIZER, DTRAIN_SPAN_OPTIMIZER},
                  {DTRAIN_FIGURE_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT}};
-    dtrain_comm_info comm;
+    dtrain_comm_info comm, tensor;
     dtrain__strategy_comm_info(trainer->desc.strategy, &comm);
+    dtrain__strategy_tensor_info(trainer->desc.strategy, &tensor);
     memset(words, 0, DTRAIN__WORD_COUNT * sizeof *words);
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
         words[parts[i].figure] = dtrain__span_seconds(trainer->world, parts[i].kind);
     for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
-        words[DTRAIN_FIGURE_COMM_BYTES + kind] = (double)comm.kind_bytes[kind];
-    words[DTRAIN_FIGURE_COMM_BYTES] = (double)comm.wire_bytes;
-    words[DTRAIN__WORD_COMM] = comm.flight_seconds;
+        words[DTRAIN_FIGURE_COMM_BYTES + kind] =
+            (double)(comm.kind_bytes[kind] + tensor.kind_bytes[kind]);
+    words[DTRAIN_FIGURE_COMM_BYTES] = (double)(comm.wire_bytes + tensor.wire_bytes);
+    words[DTRAIN_FIGURE_TENSOR_BYTES] = (double)tensor.wire_bytes;
+    words[DTRAIN_FIGURE_TENSOR_EXPOSED] = tensor.inside_seconds;
+    words[DTRAIN__WORD_COMM] = comm.flight_seconds + tensor.flight_seconds;
     words[DTRAIN_FIGURE_FLOPS] = trainer->tape->flops;
     words[DTRAIN_FIGURE_STEP] = dtrain_seconds();
 }
@@ -26559,6 +26643,8 @@ static void dtrain__trainer_figures(const dtrain_trainer *trainer, const double 
     own[DTRAIN_FIGURE_MEMORY] = (double)(device->allocated_bytes + device->comm_bytes);
     own[DTRAIN_FIGURE_MEMORY_PEAK] = (double)device->peak_bytes;
     own[DTRAIN_FIGURE_ACTIVATIONS] = (double)(tape.activation_bytes + tape.gradient_bytes);
+    if (trainer->groups.tensor_ranks == 1)
+        own[DTRAIN_FIGURE_TENSOR_BYTES] = own[DTRAIN_FIGURE_TENSOR_EXPOSED] = DTRAIN__NAN;
     for (int figure = DTRAIN_FIGURE_GPU_UTILIZATION; figure < DTRAIN_FIGURE_COUNT; figure++)
         own[figure] = (double)trainer->gpu[figure - DTRAIN_FIGURE_GPU_UTILIZATION];
 }
@@ -27195,13 +27281,13 @@ static dtrain_result dtrain__batch_trial(const dtrain__batch_plan *plan, uint32_
     }
     if (mine == DTRAIN_OK) mine = device->ops->synchronize(device);
     int32_t well = mine == DTRAIN_OK;
-    const dtrain_result agreed = dtrain_all_reduce(plan->strategy.comm, &well, &well, 1,
+    const dtrain_result agreed = dtrain_all_reduce(plan->strategy.groups.all, &well, &well, 1,
                                                    DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL);
     for (int i = 0; i < 2; i++)
         if (held[i]) device->ops->free(device, held[i], (size_t)bytes[i]);
     *good = well != 0;
     DTRAIN__TRY(agreed);
-    return dtrain__agree(plan->strategy.comm, mine == DTRAIN_ERROR_MEMORY ? DTRAIN_OK : mine);
+    return dtrain__agree(plan->strategy.groups.all, mine == DTRAIN_ERROR_MEMORY ? DTRAIN_OK : mine);
 }
 
 /* Find the batch by the three steps above. Ranks agree on every local error before the next
@@ -27216,7 +27302,7 @@ static dtrain_result dtrain__batch_find(dtrain__batch_plan *plan)
     DTRAIN__TRY(dtrain__plan_strategy(plan->world, search->params, search->param_count,
                                       search->strategy ? search->strategy : &plain,
                                       &plan->strategy));
-    dtrain_comm *comm = plan->strategy.comm;
+    dtrain_comm *comm = plan->strategy.groups.all;
     DTRAIN__TRY(dtrain__agree(comm, dtrain__batch_search(plan, &found)));
     int32_t least = (int32_t)found;
     DTRAIN__TRY(
@@ -27271,7 +27357,8 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
         DTRAIN__TRY(found);
     }
     const dtrain__groups groups =
-        desc->strategy ? dtrain__groups_of(desc->strategy) : dtrain__mesh_groups(world, NULL, NULL);
+        desc->strategy ? dtrain__groups_of(desc->strategy)
+                       : dtrain__mesh_groups(world, desc->mesh, NULL);
     DTRAIN__TRY(dtrain__plan_activations(
         world, desc, desc->strategy ? dtrain__layout_of(desc->strategy) : NULL, &groups, memory));
     dtrain__memory_held(desc, memory);
@@ -32728,6 +32815,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
     DTRAIN__TIMES_LIST(X, CHECKPOINT, "checkpoint", "saving")                                      \
     DTRAIN__SPREAD_LIST(X, COMM_BYTES, "comm", "_bytes", "_bytes", DTRAIN_METRIC_INTEGER, 1,       \
       "Bytes sent in the step")                                                                    \
+    X(TENSOR_BYTES, "tensor_bytes", "sent", DTRAIN__EACH, DTRAIN__FROM(RANKS, TENSOR_BYTES),       \
+      "tensor_bytes", 1, "Bytes that rank 0 sent in the step over the tensor axis.")               \
+    X(TENSOR_EXPOSED, "tensor_exposed_ms", "time", DTRAIN_METRIC_RANKS,                            \
+      DTRAIN__FROM(MEAN, TENSOR_EXPOSED), "tensor_exposed_seconds", 1e-3,                          \
+      "Exposed communication of the tensor axis, mean of ranks.")                                  \
     X(BUS, "bus_bytes_per_second", "sent", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, BUS),           \
       "bus_bytes_per_second", 1, "Bus bandwidth as nccl-tests have it, mean of ranks.")            \
     DTRAIN__KIND_LIST(X)                                                                           \
@@ -33194,6 +33286,7 @@ static void dtrain__summary_add(dtrain_metrics *metrics, const dtrain_step_recor
     if (dtrain__finite(record->val_loss)) s->val_loss = record->val_loss;
     s->tokens = record->tokens;
     s->comm_bytes += record->comm_bytes;
+    s->tensor_bytes += record->tensor_bytes;
     s->seconds = now - metrics->started;
 }
 
@@ -33480,6 +33573,8 @@ DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_
     if (record->loss_scale > 0 || record->skipped_steps)
         dtrain__set(metrics, DTRAIN__METRIC_SKIPPED, (double)record->skipped_steps);
     dtrain__fill_kinds(metrics, record);
+    if (record->ranks && record->figures[DTRAIN_FIGURE_TENSOR_BYTES].max_rank >= 0)
+        dtrain__set(metrics, DTRAIN__METRIC_TENSOR_BYTES, (double)record->tensor_bytes);
     if (!trainer) dtrain__fill_own_gpu(metrics);
     if (record->ranks == 0) return;
     if (record->ranks > 1) {
@@ -33980,6 +34075,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__jsonl_finish(void *user, const dtrain_summ
     dtrain__json_add(text, "data_ms", s->data_ms, 0);
     dtrain__json_add(text, "scaling", s->scaling, 0);
     dtrain__json_add(text, "comm_bytes", (double)s->comm_bytes, integer);
+    if (s->tensor_bytes) dtrain__json_add(text, "tensor_bytes", (double)s->tensor_bytes, integer);
     dtrain__json_add_known(text, &metrics->sample, DTRAIN_METRIC_FIXED);
     const dtrain_result result = dtrain__records_append(&metrics->jsonl, text);
     const dtrain_result closed = dtrain__records_close(&metrics->jsonl);
@@ -34720,11 +34816,14 @@ static dtrain_result dtrain__histogram_fill(dtrain__histograms *h, int slot, con
 }
 
 /* Find the part of a trainable parameter that this rank counts: ranks that hold the same divide it
- * evenly among themselves. */
+ * evenly among themselves. What is whole on all ranks of a tensor axis the first of them counts. */
 static void dtrain__histogram_part(const dtrain__histograms *h, size_t i, dtrain_shard *part)
 {
     const dtrain_strategy *strategy = h->trainer->desc.strategy;
+    size_t all;
     int holders;
+    const bool cut = dtrain__params_of(strategy, &all)[i].cut.axis != DTRAIN_CUT_NONE;
+    if (h->trainer->groups.tensor_rank && !cut) return;
     if (!dtrain__shard_of(strategy, i, part)) return;
     const int number = dtrain__holders(strategy, i, &holders);
     const int64_t first =

@@ -4,9 +4,30 @@
  * in them. */
 
 #include "core/platform_internal.h"
+#include "comm/comm.h"
 #include "tape/tape_internal.h"
 
 #define DTRAIN__TAPE_HOST_BYTES 65536u /* some hundred nodes and tensors */
+
+/* Take device memory; where ranks share layers, memory of their communicator, which sums and gathers
+ * reach without a copy. */
+static dtrain_result dtrain__chunk_alloc(dtrain_tape *tape, dtrain_device *device, size_t bytes,
+                                         void **memory)
+{
+    dtrain_comm *tensor = tape->groups.tensor;
+    return tensor && !tape->planning ? dtrain_comm_alloc(tensor, bytes, memory)
+                                     : device->ops->alloc(device, bytes, memory);
+}
+
+DTRAIN__PRIVATE void dtrain__chunk_free(dtrain_tape *tape, dtrain_device *device,
+                                        dtrain__chunk *chunk)
+{
+    dtrain_comm *tensor = tape->groups.tensor;
+    if (!device) dtrain__free(&tape->allocator, chunk->memory, 1, chunk->bytes);
+    else if (tensor && !tape->planning) dtrain_comm_free(tensor, chunk->memory, chunk->bytes);
+    else device->ops->free(device, chunk->memory, chunk->bytes);
+    dtrain__free(&tape->allocator, chunk, 1, sizeof *chunk);
+}
 
 /* Insert a chunk behind the chunk in use. NULL when there is no memory; the error sticks. */
 DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__bump *arena,
@@ -17,7 +38,7 @@ DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__b
     dtrain_result result = DTRAIN_ERROR_MEMORY;
     void *memory = NULL;
     dtrain__chunk *chunk = (dtrain__chunk *)dtrain__alloc(host, 1, sizeof *chunk, "the tape");
-    if (chunk && device) result = device->ops->alloc(device, bytes, &memory);
+    if (chunk && device) result = dtrain__chunk_alloc(tape, device, bytes, &memory);
     else if (chunk) memory = dtrain__alloc(host, 1, bytes, "nodes of the tape");
     if (!memory) {
         dtrain__tape_stick(tape, result);

@@ -46,9 +46,7 @@ DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
         dtrain_device *device = tape->arenas[i].device;
         for (dtrain__chunk *chunk = tape->arenas[i].first, *next; chunk; chunk = next) {
             next = chunk->next;
-            if (device) device->ops->free(device, chunk->memory, chunk->bytes);
-            else dtrain__free(&allocator, chunk->memory, 1, chunk->bytes);
-            dtrain__free(&allocator, chunk, 1, sizeof *chunk);
+            dtrain__chunk_free(tape, device, chunk);
         }
     }
     dtrain__free(&allocator, tape, 1, sizeof *tape);

@@ -289,6 +289,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tens
 /* tape/arena.c */
 DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__bump *arena,
                                                     size_t bytes);
+DTRAIN__PRIVATE void dtrain__chunk_free(dtrain_tape *tape, dtrain_device *device,
+                                        dtrain__chunk *chunk);
 DTRAIN__PRIVATE void dtrain__bump_rewind(dtrain__bump *arena);
 DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, size_t bytes);
 DTRAIN__PRIVATE void *dtrain__take_values(dtrain_tape *tape, dtrain__bump *arena, int64_t count,
