@@ -29,8 +29,9 @@
 
 /* A parameter in a bucket; with takes_slices it may be a part of one. */
 typedef struct dtrain_hook_tensor {
-    const dtrain_param *param;
-    int64_t offset, count; /* first element in the parameter, elements */
+    const dtrain_param
+        *param;            /* its shape is that of the whole, also where a tensor axis cuts it */
+    int64_t offset, count; /* first element in this rank's part of the parameter, elements */
     bool dense;            /* set in plan: it travels whole, and the hook does not see it again; so
                             do 1-D tensors and those below dense_below, which are marked before */
     bool keeps_residual;   /* set in plan: what there is from step to step. Checkpoints hold it */

@@ -496,7 +496,7 @@ static program random_program(uint64_t seed)
     desc->no_overlap = ranks_random(&state, 3) == 0;
     desc->keep_after_forward =
         desc->kind >= DTRAIN_STRATEGY_FULL_SHARD && ranks_random(&state, 4) == 0;
-    if (ranks_random(&state, 2)) desc->bucket_bytes = 256 << ranks_random(&state, 4);
+    if (ranks_random(&state, 2)) desc->bucket_bytes = (size_t)256 << ranks_random(&state, 4);
     if (desc->kind <= DTRAIN_STRATEGY_FULL_SHARD && c.data == 4 && ranks_random(&state, 2)) {
         desc->hierarchical = true;
         desc->node_size = 2;
