@@ -1,6 +1,6 @@
 #!/bin/sh
 # The lessons in docs/: numbers that exercises and lab sheets promise, and that are the same on every machine, are what the
-# programs print; every name and flag of docs/from-pytorch.md exists.
+# programs print; every name and flag of docs/from-pytorch.md and docs/tensor-parallelism.md exists.
 . tests/support/shell.sh
 gpt="$build/train_gpt --data LICENSE --steps 1 --eval-batches 0 --sample 0"
 
@@ -17,6 +17,7 @@ promised compression.md 94056 $gpt --compression topk --dense-steps 0
 promised compression.md 689784 $gpt --compression topk --dense-steps 0 --topk-ratio 0.1
 promised compression.md 62936 $gpt --compression powersgd --dense-steps 0
 promised compression.md 168152 $gpt --compression powersgd --dense-steps 0 --powersgd-rank 4
+promised tensor-parallelism.md 3543552 sh -c "$gpt --ranks 2 --tensor 2 --log $tmp/tensor >$tmp/run && cat $tmp/tensor"
 promised one-parameter.md 4543448 $gpt --strategy full_shard
 promised one-parameter.md 3337432 $gpt --strategy full_shard --reshard-after-forward 0
 nodes="$gpt --emulate 2x2:10:50 --batch 4"
@@ -67,6 +68,8 @@ exists() {
 exists docs/from-pytorch.md >"$tmp/missing"
 [ ! -s "$tmp/missing" ] && [ "$(grep -c '^| `' docs/from-pytorch.md)" -gt 25 ]
 result "docs/from-pytorch.md: its names and flags exist" $? "$tmp/missing"
+exists docs/tensor-parallelism.md >"$tmp/missing"; [ ! -s "$tmp/missing" ]
+result "docs/tensor-parallelism.md: its names and flags exist" $? "$tmp/missing"
 echo '`dtrain_no_such_call`, `dtrain_launch_desc.no_such_field`, `--no-such-flag`' >"$tmp/wrong.md"
 [ "$(exists "$tmp/wrong.md" | wc -l)" -eq 3 ]; result "a name, a field and a flag that do not exist are found" $?
 finish
