@@ -601,11 +601,11 @@ static int rank_initial(dtrain_world *world, void *user)
     const dtrain_mesh_desc shape = plan_desc(seen->tensor, 0, 0, 0, 0);
     dtrain_param params[PARAMS];
     dtrain_strategy_desc desc;
-    dtrain_strategy_info info;
     dtrain_mesh_info at;
     dtrain_mesh *mesh = NULL;
     dtrain_strategy *strategy;
-    uint64_t total = 0;
+    const dtrain_shard *shards;
+    size_t shard_count;
     make_params(params);
     memset(&desc, 0, sizeof desc);
     memset(&at, 0, sizeof at);
@@ -617,24 +617,29 @@ static int rank_initial(dtrain_world *world, void *user)
     desc.mesh = mesh;
     if (desc.kind == DTRAIN_STRATEGY_HYBRID_SHARD) desc.node_size = 2;
     RANKS_TRY(dtrain_strategy_create(world, params, PARAMS, &desc, &strategy));
+    RANKS_TRY(dtrain_strategy_shards(strategy, &shards, &shard_count));
     for (int i = 0; i < PARAMS; i++) {
         const dtrain_param *p = &params[i];
-        int64_t places[ELEMENTS], wrong = 0;
-        float here[ELEMENTS];
+        int64_t places[ELEMENTS], wrong = 0, held = 0;
         const int64_t count = naive_share(&p->cut, p->shape, at.tensor, at.tensor_rank, places);
         if (!CHECK_MSG(p->count == count, "\"%s\": %lld, expected %lld", p->name,
                        (long long)p->count, (long long)count))
             return 1;
-        RANKS_TRY(dtrain_strategy_read(strategy, (size_t)i, here));
-        if (!mesh) memcpy(seen->whole[i], here, (size_t)count * sizeof *here);
-        for (int64_t k = 0; k < count; k++)
-            wrong += memcmp(&here[k], &seen->whole[i][places[k]], sizeof *here) != 0;
+        if (!mesh) RANKS_TRY(dtrain_strategy_read(strategy, (size_t)i, seen->whole[i]));
+        for (size_t k = 0; k < shard_count; k++) {
+            if (shards[k].param != p) continue;
+            held += shards[k].count;
+            for (int64_t n = 0; n < shards[k].count; n++)
+                wrong += memcmp(&shards[k].value[n], &seen->whole[i][places[shards[k].offset + n]],
+                                sizeof(float)) != 0;
+        }
         CHECK_MSG(wrong == 0, "kind %u, tensor %d x data %d: %lld of \"%s\" differ", seen->kind,
                   at.tensor, at.data, (long long)wrong, p->name);
-        if (!p->alias_of) total += (uint64_t)count;
+        if (!mesh || p->alias_of) continue;
+        RANKS_TRY(dtrain_all_reduce(dtrain_mesh_comm(mesh, DTRAIN_AXIS_DATA), &held, &held, 1,
+                                    DTRAIN_DTYPE_I64, DTRAIN_REDUCE_SUM, NULL));
+        CHECK(held == count * (seen->kind == DTRAIN_STRATEGY_DDP ? at.data : 1)); /* all of it */
     }
-    dtrain_strategy_query(strategy, &info);
-    CHECK(info.total_elements == total);
     dtrain_strategy_destroy(strategy);
     dtrain_mesh_destroy(mesh);
     return 0;
