@@ -15,9 +15,13 @@ typedef struct training {
     uint32_t kind;
     int slow_rank, steps;
     bool histograms;
+    int tensor; /* ranks of a tensor axis; 0: there is no mesh */
+    bool cut;   /* it cuts the parameters */
     const char *nvml;
     double got[8][DTRAIN_FIGURE_COUNT];        /* by rank 0: figures of ranks */
     uint64_t sent[8][DTRAIN_COLLECTIVE_KINDS]; /* by each, last step: in all, and by kind */
+    uint64_t over_tensor[8], over_data[8]; /* by each, last step, as the mesh's communicators say */
+    dtrain_step_record records[8];         /* of each, last step */
     dtrain_step_record last;
     double flops, predicted, held, gpu;
     char no_gpu[200];
@@ -26,7 +30,7 @@ typedef struct training {
 
 typedef struct trainee {
     training *t;
-    int rank;
+    int rank, reader; /* which of those that have samples of their own */
     dtrain_param params[2];
     float x[ROWS * IN];
     int32_t y[ROWS];
@@ -35,8 +39,8 @@ typedef struct trainee {
 static dtrain_result train_batch(void *user)
 {
     trainee *s = (trainee *)user;
-    for (int i = 0; i < ROWS * IN; i++) s->x[i] = (float)((i * 7 + s->rank) % 11) / 11;
-    for (int i = 0; i < ROWS; i++) s->y[i] = (i + s->rank) % OUT;
+    for (int i = 0; i < ROWS * IN; i++) s->x[i] = (float)((i * 7 + s->reader) % 11) / 11;
+    for (int i = 0; i < ROWS; i++) s->y[i] = (i + s->reader) % OUT;
     if (s->rank == s->t->slow_rank) usleep(20000);
     return DTRAIN_OK;
 }
@@ -74,10 +78,20 @@ static double last_value(const dtrain_metrics *metrics, const char *name)
     return i < info.last.count && info.last.known[i] ? info.last.values[i] : NAN;
 }
 
+/* The bytes that a communicator of the mesh has sent; 0 without one. */
+static uint64_t bytes_over(const dtrain_mesh *mesh, uint32_t axis)
+{
+    dtrain_comm_info info;
+    dtrain_comm_query(dtrain_mesh_comm(mesh, axis), &info);
+    return info.wire_bytes;
+}
+
 static int train_rank(dtrain_world *world, void *user)
 {
     training *t = (training *)user;
     trainee s;
+    dtrain_mesh_desc axes;
+    dtrain_mesh *mesh = NULL;
     dtrain_strategy_desc how;
     dtrain_trainer_desc desc;
     dtrain_metrics_desc report;
@@ -95,7 +109,15 @@ static int train_rank(dtrain_world *world, void *user)
     memset(&report, 0, sizeof report);
     memset(&sink, 0, sizeof sink);
     s.t = t;
-    s.rank = dtrain_world_rank(world);
+    s.rank = s.reader = dtrain_world_rank(world);
+    memset(&axes, 0, sizeof axes);
+    axes.tensor = t->tensor;
+    if (t->tensor) {
+        TRY(dtrain_mesh_create(world, &axes, &mesh));
+        s.reader = dtrain_comm_rank(dtrain_mesh_comm(mesh, DTRAIN_AXIS_DATA));
+        how.mesh = mesh;
+    }
+    for (int i = 0; i < 2 && t->cut; i++) s.params[i].cut.axis = DTRAIN_CUT_ROWS;
     s.params[0].name = "w";
     s.params[0].shape[0] = OUT, s.params[0].shape[1] = IN;
     s.params[0].init = DTRAIN_INIT_NORMAL, s.params[0].init_scale = 0.5f;
@@ -128,7 +150,12 @@ static int train_rank(dtrain_world *world, void *user)
                           "as if"); /* before each step: in its figure */
         if (step == 1) usleep(3000);
         dtrain_span_end(world);
+        const uint64_t tensor = bytes_over(mesh, DTRAIN_AXIS_TENSOR);
+        const uint64_t data = bytes_over(mesh, DTRAIN_AXIS_DATA);
         TRY(dtrain_trainer_step(trainer, &r));
+        t->over_tensor[s.rank] = bytes_over(mesh, DTRAIN_AXIS_TENSOR) - tensor;
+        t->over_data[s.rank] = bytes_over(mesh, DTRAIN_AXIS_DATA) - data;
+        t->records[s.rank] = r;
         if (step == 1)
             CHECK_MSG(r.figures[DTRAIN_FIGURE_CHECKPOINT].min > 0.0029, "%g",
                       r.figures[DTRAIN_FIGURE_CHECKPOINT].min);
@@ -162,6 +189,7 @@ static int train_rank(dtrain_world *world, void *user)
     dtrain_trainer_destroy(trainer);
     dtrain_optimizer_destroy(optimizer);
     dtrain_strategy_destroy(strategy);
+    dtrain_mesh_destroy(mesh);
     return 0;
 }
 
@@ -262,6 +290,45 @@ static void test_sent(void)
         }
 }
 
+/* Over a mesh the record is of all ranks, samples and tokens are of the data axis alone, and what went over each axis is
+ * what its communicator has counted; histograms count each element once, whether it is cut or whole. */
+static void test_axes(void)
+{
+    for (int variant = 0; variant < 8; variant++) {
+        const uint32_t ranks = variant & 1 ? 8 : 4;
+        const uint32_t tensor = variant & 2 ? ranks / 2 : 2, data = ranks / tensor;
+        training *t = training_create(), *plain = training_create();
+        t->tensor = (int)tensor;
+        t->cut = variant & 4;
+        t->histograms = true;
+        CHECK_MSG(with_ranks(ranks, variant % 3 == 0, NULL, train_rank, t) == DTRAIN_OK, "%s",
+                  dtrain_last_error());
+        CHECK(with_ranks(data, false, NULL, train_rank, plain) == DTRAIN_OK);
+        CHECK_MSG(t->seen == 2 * 2 * 2, "%llu histograms", (unsigned long long)t->seen);
+        for (uint32_t rank = 0; rank < ranks; rank++) {
+            const dtrain_step_record *r = &t->records[rank];
+            const double *own = t->got[rank];
+            CHECK(r->ranks == (int)ranks && r->tokens == (uint64_t)t->steps * ROWS * data);
+            CHECK_CLOSE(r->loss, plain->last.loss, 1e-5);
+            CHECK_CLOSE(r->grad_norm, plain->last.grad_norm, 1e-4);
+            CHECK(memcmp(&r->loss, &t->records[0].loss, sizeof r->loss) == 0);
+            CHECK_MSG(r->tensor_bytes == t->over_tensor[rank], "%llu, counted %llu",
+                      (unsigned long long)r->tensor_bytes,
+                      (unsigned long long)t->over_tensor[rank]);
+            CHECK(r->comm_bytes == t->over_tensor[rank] + t->over_data[rank]);
+            CHECK(t->over_tensor[rank] > 0 && t->over_data[rank] > 0);
+            CHECK(own[DTRAIN_FIGURE_TENSOR_BYTES] == (double)t->over_tensor[rank]);
+            CHECK(own[DTRAIN_FIGURE_TENSOR_EXPOSED] > 0 &&
+                  own[DTRAIN_FIGURE_TENSOR_EXPOSED] <= own[DTRAIN_FIGURE_EXPOSED_COMM] * 1.001);
+        }
+        for (uint32_t rank = 0; rank < data; rank++)
+            CHECK(isnan(plain->got[rank][DTRAIN_FIGURE_TENSOR_BYTES]) &&
+                  plain->records[rank].tensor_bytes == 0);
+        munmap(t, sizeof *t);
+        munmap(plain, sizeof *plain);
+    }
+}
+
 /* ---- GPUs --------------------------------------------------------------------------------------- */
 
 static char stub[2][600]; /* the library that stands for NVML, of today and of before; "" */
@@ -343,6 +410,7 @@ int main(int argc, char **argv)
     snprintf(stub[0] + strlen(stub[0]), 32, "/nvml_stub.so");
     RUN(test_figures);
     RUN(test_sent);
+    RUN(test_axes);
     if (access(stub[0], R_OK) == 0) RUN(test_gpus);
     else SKIP(test_gpus, "nvml_stub.so is not beside this program");
     return test_summary();

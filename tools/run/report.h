@@ -127,6 +127,7 @@ static void show_strategy(const run_job *j, int ranks)
     const dtrain_memory *m = &j->memory;
     dtrain_strategy_info info;
     dtrain_strategy_query(j->strategy, &info);
+    show_mesh(j);
     printf("strategy %s: %d shard%s x %d replica%s, gradients in %zu bucket%s; a rank sends %llu "
            "bytes a step of one micro-batch\n",
            info.name, info.shard_ranks, plural(info.shard_ranks), info.replicas,

@@ -35,7 +35,6 @@ static void show_gpt(dtrain_world *world, const run_job *j)
     printf("step    %ld x %ld tokens x %u micro-batch%s x %d %s%s = %ld tokens\n", batch, s->seq,
            j->accum, j->accum == 1 ? "" : "es", readers, j->mesh ? "replica" : "rank",
            plural(readers), batch * s->seq * (long)j->accum * readers);
-    show_mesh(j);
     show_resumed(j, ranks);
     show_strategy(j, readers);
 }
