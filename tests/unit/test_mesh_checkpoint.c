@@ -1,14 +1,14 @@
-/* test_mesh_checkpoint.c: checkpoints and whole weights of a model that a tensor axis cuts. What t x d ranks of any kind
- * have saved is loaded by any other layout, and every element of values, moments, residuals and Q is compared with what
- * its place in the whole says; a loop over all elements of the whole finds the places, and memory is reached through
- * strategy and optimizer, not through the list that is tested. Whole weights are read and written by every layout.
- * Ranks that together do not have everything, or have something twice, are errors.
+/* test_mesh_checkpoint.c: checkpoints and whole weights of a model that a tensor axis cuts. What t x d ranks of any
+ * kind have saved is loaded by any other layout, and every element of values, moments, residuals and Q is compared
+ * with what its place in the whole says; a loop over all elements of the whole finds the places, and memory is
+ * reached through strategy and optimizer, not through the list that is tested. Whole weights are read and written
+ * by every layout. Ranks that together do not have everything, or have something twice, are errors.
  *
- * Seen to fail for each of these, broken on purpose: components in the wrong order; columns taken for a run of whole
- * rows; pieces of a shard that all begin where it does, or at the beginning of their boxes; pieces of all copies of what
- * is not cut; residuals as the mean over all ranks; one piece compared with all that a rank has saved; Q of one part for
- * all of them; the first piece of a weight alone; transposed columns that begin at 0; a part's length for that of the
- * whole in a file; holes that are not looked for. */
+ * Seen to fail for each of these, broken on purpose: components in the wrong order; columns taken for a run of
+ * whole rows; pieces of a shard that all begin where it does, or at the beginning of their boxes; pieces of all
+ * copies of what is not cut; residuals as the mean over all ranks; one piece compared with all that a rank has
+ * saved; Q of one part for all of them; the first piece of a weight alone; transposed columns that begin at 0; a
+ * part's length for that of the whole in a file; holes that are not looked for. */
 #include "strategy/strategy_internal.h"
 #include "optim/optim_internal.h"
 #include "state/state_internal.h"
