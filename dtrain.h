@@ -142,7 +142,7 @@
        src/tape/op.c                        Running an operation
        src/tape/backward.c                  Backward
        src/tape/linear.c                    Linear layers, whole and shared by the ranks of a tensor axis
-       src/tape/layers.c                    Layers: normalisation
+       src/tape/norms.c                     Norms: of layers, and by the root mean square
        src/tape/embedding.c                 Embedding
        src/tape/attention.c                 Attention, and what belongs to it: rotary position embedding, softmax
        src/tape/shapes.c                    Products of matrices, copies in another type or shape, permuted axes
@@ -2057,10 +2057,10 @@ DTRAIN_API dtrain_tensor *dtrain_matmul(dtrain_tape *tape, dtrain_tensor *a, dtr
  * axis stays; of rows it has two axes. */
 DTRAIN_API dtrain_tensor *dtrain_reshape(dtrain_tape *tape, dtrain_tensor *x, uint32_t ndim,
                                          const int64_t *shape);
-/* Let x lie over the tensor axis of a mesh as `placement` says (tape/tape.h); x itself where it does,
- * and without such an axis. Columns of a whole tensor are cut as evenly as can be, rows of any
- * tensor become (rows, n). A gradient comes back the other way. Operations place what they make by
- * themselves: this is for models that need another placement. */
+/* Let x lie over the tensor axis of a mesh as `placement` says (tape/tape.h); x itself where it
+ * does, and without such an axis. Columns of a whole tensor are cut as evenly as can be, rows of
+ * any tensor become (rows, n). A gradient comes back the other way. Operations place what they make
+ * by themselves: this is for models that need another placement. */
 DTRAIN_API dtrain_tensor *dtrain_place(dtrain_tape *tape, dtrain_tensor *x,
                                        dtrain_placement placement);
 /* Copy x with its axes in another order: axis i of the result is axis axes[i] of x. */
@@ -2494,8 +2494,7 @@ typedef struct dtrain_trainer_desc {
     dtrain_batch_fn next_batch; /* NULL: loss fetches its batch; then memory cannot be planned */
     dtrain_loss_fn loss;
     void *user;
-    const dtrain_mesh *mesh; /* for dtrain_trainer_plan before there is a strategy, whose mesh counts
-                                otherwise */
+    const dtrain_mesh *mesh; /* dtrain_trainer_plan: where there is no strategy yet; NULL = none */
 } dtrain_trainer_desc;
 
 /* A figure that every rank measures in a step and sends to all others. The parts of its time are
@@ -2686,9 +2685,9 @@ typedef enum dtrain_state_kind {
  *       . . . . . .           . . . . . .                   . . . . . .
  *
  * A cut along an axis (parallel/cut.h) makes boxes: a slice of rows or columns, or of one component
- * of a packed q|k|v. A cut by bytes, as of a sharding strategy, makes runs, also of an array that is
- * a slice itself. The elements that two pieces share are a piece again. Boxes alone would not do as
- * well: a run of a tensor of 4 axes is up to 7 boxes. */
+ * of a packed q|k|v. A cut by bytes, as of a sharding strategy, makes runs, also of an array that
+ * is a slice itself. The elements that two pieces share are a piece again. Boxes alone would not do
+ * as well: a run of a tensor of 4 axes is up to 7 boxes. */
 typedef struct dtrain_piece {
     int64_t first[4], length[4]; /* the box; of a whole tensor: zeros, and its shape */
     int64_t offset, count;       /* the run: its first element in the box, and how many */
@@ -3081,8 +3080,8 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
  *
  * The last line has "final": true, wall_time, step, loss, val_loss, ranks, steps, tokens,
  * first_loss, last_loss, seconds, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, data_ms,
- * scaling, comm_bytes, tensor_bytes where such an axis is, and of desc.trainer what a rank holds and
- * what dtrain_trainer_plan says:
+ * scaling, comm_bytes, tensor_bytes where such an axis is, and of desc.trainer what a rank holds
+ * and what dtrain_trainer_plan says:
  *
  *     memory_param_bytes, memory_grad_bytes, memory_optimizer_bytes, memory_buffer_bytes,
  *     memory_host_bytes, and predicted_ with each of them, predicted_activation_bytes,
@@ -3258,8 +3257,9 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics);
 
 /* A parameter in a bucket; with takes_slices it may be a part of one. */
 typedef struct dtrain_hook_tensor {
-    const dtrain_param *param;
-    int64_t offset, count; /* first element in the parameter, elements */
+    const dtrain_param
+        *param;            /* its shape is that of the whole, also where a tensor axis cuts it */
+    int64_t offset, count; /* first element in this rank's part of the parameter, elements */
     bool dense;            /* set in plan: it travels whole, and the hook does not see it again; so
                             do 1-D tensors and those below dense_below, which are marked before */
     bool keeps_residual;   /* set in plan: what there is from step to step. Checkpoints hold it */
@@ -3321,7 +3321,7 @@ struct dtrain_comm_hook_desc {
 /* Operations of one's own
  *
  * An operation is a constant dtrain_op_desc and a call of dtrain_tape_apply; the built-in ones
- * (tape/layers.c) are made of the same two, and examples/own_operation.c is a complete program. A
+ * (tape/norms.c) are made of the same two, and examples/own_operation.c is a complete program. A
  * call lives from dtrain_tape_apply until the next dtrain_tape_begin and has three stations:
  *
  *     prepare    once: check shapes, make the outputs, take memory for what backward will read
@@ -3346,9 +3346,9 @@ struct dtrain_comm_hook_desc {
 
 /* Placements of inputs over the tensor axis that an operation takes beside whole tensors; its
  * outputs then lie as the first one of them that is not I32. One that says nothing is given whole
- * tensors only, and an input of another placement is an error that names both. I32 inputs are always
- * whole: beside columns they are as they should be, beside rows an error. An output as wide as each
- * of several equal components of that input (q of a packed q|k|v) lies as such a component.
+ * tensors only, and an input of another placement is an error that names both. I32 inputs are
+ * always whole: beside columns they are as they should be, beside rows an error. An output as wide
+ * as each of several equal components of that input (q of a packed q|k|v) lies as such a component.
  * Parameters of such operations are not cut. */
 #define DTRAIN_OP_TAKES_COLUMNS 1u
 #define DTRAIN_OP_TAKES_ROWS 2u
@@ -4970,8 +4970,8 @@ DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data
 
 /* Rows of a rank in a trace. Events of one row lie inside of each other or apart. */
 enum {
-    DTRAIN__TRACK_RANK = 1, /* spans of the thread of rank_main */
-    DTRAIN__TRACK_CALL = 2, /* collectives and messages: the first of the lanes */
+    DTRAIN__TRACK_RANK = 1,    /* spans of the thread of rank_main */
+    DTRAIN__TRACK_CALL = 2,    /* collectives and messages: the first of the lanes */
     DTRAIN__TRACK_TENSOR = 26, /* of them, those of a mesh's tensor axis */
     DTRAIN__TRACK_CHECKPOINT = DTRAIN__TRACK_CALL + DTRAIN__TRACE_LANES, /* the writing thread */
     DTRAIN__TRACK_READ /* batches that are read ahead: a row for each place of the ring */
@@ -19413,7 +19413,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__placement_fail(const dtrain_op *op, uint32
 DTRAIN__PRIVATE dtrain_comm *dtrain__axis_comm(const dtrain_op *op);
 /* Describe the part of parameter i that this rank has; its axis is -1 where it is not cut. */
 DTRAIN__PRIVATE dtrain__share dtrain__param_share(const dtrain_op *op, uint32_t i);
-/* Refuse to make gradients of whole parameters of some of the rows where no strategy adds them up. */
+/* Refuse to make gradients of whole parameters of some of the rows where no strategy adds them up.
+ * */
 DTRAIN__PRIVATE dtrain_result dtrain__check_partial(const dtrain_op *op);
 /* Find how rows that no weight divides lie behind an operation that puts them together: whole, or
  * under sequence parallelism cut (in prepare). */
@@ -19440,7 +19441,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, c
 /* tape/linear.c */
 DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args);
 
-/* tape/layers.c */
+/* tape/norms.c */
 DTRAIN__PRIVATE void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, int64_t n,
                                          dtrain_dtype dtype);
 
@@ -20066,8 +20067,8 @@ DTRAIN__PRIVATE void dtrain__place_as(dtrain_tensor *y, uint32_t placement,
     if (placement != DTRAIN_PLACEMENT_WHOLE) ((dtrain__tape_tensor *)y)->part = *part;
 }
 
-/* Let an output lie as an input does. One that is as wide as each of several equal components of the
- * input, as what comes of a packed q|k|v is, lies as such a component. */
+/* Let an output lie as an input does. One that is as wide as each of several equal components of
+ * the input, as what comes of a packed q|k|v is, lies as such a component. */
 static void dtrain__place_like(dtrain_tensor *y, const dtrain_tensor *x)
 {
     dtrain__share part = *dtrain__tensor_share(x);
@@ -21171,17 +21172,14 @@ DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtr
                              sizeof args);
 }
 
-/* ==== src/tape/layers.c ======================================================================= */
+/* ==== src/tape/norms.c ======================================================================== */
 
-/* Layers: normalisation
+/* Norms: of layers, and by the root mean square
  *
- * Each is the three functions of a dtrain_op_desc, its DTRAIN__OP line and the public call. The
- * arguments of the forward kernel are filled by prepare and kept with the node: forward passes them
- * on, backward takes shapes and addresses from them.
- *
- * What a node keeps alive until its backward, beside its parameters:
- *
- *     norms           x (or the sum that it normalises), mean and rstd of each row */
+ * An operation is the three functions of a dtrain_op_desc, its DTRAIN__OP line and the public call.
+ * The arguments of the forward kernel are filled by prepare and kept with the node: forward passes
+ * them on, backward takes shapes and addresses from them. A node keeps x, or the sum that it
+ * normalises, until its backward, and mean and rstd of each row. */
 
 /* Make the output with x's shape and n in the last axis. */
 DTRAIN__PRIVATE void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, int64_t n,
@@ -23638,8 +23636,8 @@ DTRAIN_API dtrain_result dtrain_tape_recompute(dtrain_tape *tape, uint32_t every
 
 #define DTRAIN__TAPE_HOST_BYTES 65536u /* some hundred nodes and tensors */
 
-/* Take device memory; where ranks share layers, memory of their communicator, which sums and gathers
- * reach without a copy. */
+/* Take device memory; where ranks share layers, memory of their communicator, which sums and
+ * gathers reach without a copy. */
 static dtrain_result dtrain__chunk_alloc(dtrain_tape *tape, dtrain_device *device, size_t bytes,
                                          void **memory)
 {
@@ -27356,9 +27354,8 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
         dtrain__strategy_plan_free(world, &batch.strategy);
         DTRAIN__TRY(found);
     }
-    const dtrain__groups groups =
-        desc->strategy ? dtrain__groups_of(desc->strategy)
-                       : dtrain__mesh_groups(world, desc->mesh, NULL);
+    const dtrain__groups groups = desc->strategy ? dtrain__groups_of(desc->strategy)
+                                                 : dtrain__mesh_groups(world, desc->mesh, NULL);
     DTRAIN__TRY(dtrain__plan_activations(
         world, desc, desc->strategy ? dtrain__layout_of(desc->strategy) : NULL, &groups, memory));
     dtrain__memory_held(desc, memory);

@@ -30,10 +30,10 @@
  *                of ResNet-20, whose rate of 0.1 lets differences grow, within 0.1 in the first five steps; and
  *                the loss has fallen, in runs of 10 steps and more. PyTorch: not compared
  *
- * Beside the strategies: DDP over a tensor axis of two ranks, with and without sequence parallelism, at the same samples
- * of all ranks (twice as many a rank); activation checkpointing and bf16, each against plain DDP on the most ranks. PyTorch's rows
- * are DDP and, where it has fully_shard, FSDP2 (torch_strategies.py), by --python, or PYTHON of the environment, or
- * python3.
+ * Beside the strategies: DDP over a tensor axis of two ranks, with and without sequence parallelism, at the same
+ * samples of all ranks (twice as many a rank); activation checkpointing and bf16, each against plain DDP on the most
+ * ranks. PyTorch's rows are DDP and, where it has fully_shard, FSDP2 (torch_strategies.py), by --python, or PYTHON of
+ * the environment, or python3.
  *
  * --svg NAME draws NAME-memory.svg, what a rank holds by class on the most ranks (PyTorch's stand beside those that
  * are kept between steps, which alone are counted of them), and NAME-scaling.svg. */

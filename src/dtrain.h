@@ -145,7 +145,7 @@ extern "C" {
 #include "tape/op.c"
 #include "tape/backward.c"
 #include "tape/linear.c"
-#include "tape/layers.c"
+#include "tape/norms.c"
 #include "tape/embedding.c"
 #include "tape/attention.c"
 #include "tape/shapes.c"

@@ -53,9 +53,9 @@ typedef enum dtrain_state_kind {
  *       . . . . . .           . . . . . .                   . . . . . .
  *
  * A cut along an axis (parallel/cut.h) makes boxes: a slice of rows or columns, or of one component
- * of a packed q|k|v. A cut by bytes, as of a sharding strategy, makes runs, also of an array that is
- * a slice itself. The elements that two pieces share are a piece again. Boxes alone would not do as
- * well: a run of a tensor of 4 axes is up to 7 boxes. */
+ * of a packed q|k|v. A cut by bytes, as of a sharding strategy, makes runs, also of an array that
+ * is a slice itself. The elements that two pieces share are a piece again. Boxes alone would not do
+ * as well: a run of a tensor of 4 axes is up to 7 boxes. */
 typedef struct dtrain_piece {
     int64_t first[4], length[4]; /* the box; of a whole tensor: zeros, and its shape */
     int64_t offset, count;       /* the run: its first element in the box, and how many */

@@ -9,8 +9,8 @@
 
 #define DTRAIN__TAPE_HOST_BYTES 65536u /* some hundred nodes and tensors */
 
-/* Take device memory; where ranks share layers, memory of their communicator, which sums and gathers
- * reach without a copy. */
+/* Take device memory; where ranks share layers, memory of their communicator, which sums and
+ * gathers reach without a copy. */
 static dtrain_result dtrain__chunk_alloc(dtrain_tape *tape, dtrain_device *device, size_t bytes,
                                          void **memory)
 {

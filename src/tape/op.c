@@ -147,8 +147,8 @@ DTRAIN__PRIVATE void dtrain__place_as(dtrain_tensor *y, uint32_t placement,
     if (placement != DTRAIN_PLACEMENT_WHOLE) ((dtrain__tape_tensor *)y)->part = *part;
 }
 
-/* Let an output lie as an input does. One that is as wide as each of several equal components of the
- * input, as what comes of a packed q|k|v is, lies as such a component. */
+/* Let an output lie as an input does. One that is as wide as each of several equal components of
+ * the input, as what comes of a packed q|k|v is, lies as such a component. */
 static void dtrain__place_like(dtrain_tensor *y, const dtrain_tensor *x)
 {
     dtrain__share part = *dtrain__tensor_share(x);

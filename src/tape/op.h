@@ -1,7 +1,7 @@
 /* Operations of one's own
  *
  * An operation is a constant dtrain_op_desc and a call of dtrain_tape_apply; the built-in ones
- * (tape/layers.c) are made of the same two, and examples/own_operation.c is a complete program. A
+ * (tape/norms.c) are made of the same two, and examples/own_operation.c is a complete program. A
  * call lives from dtrain_tape_apply until the next dtrain_tape_begin and has three stations:
  *
  *     prepare    once: check shapes, make the outputs, take memory for what backward will read
@@ -35,9 +35,9 @@
 
 /* Placements of inputs over the tensor axis that an operation takes beside whole tensors; its
  * outputs then lie as the first one of them that is not I32. One that says nothing is given whole
- * tensors only, and an input of another placement is an error that names both. I32 inputs are always
- * whole: beside columns they are as they should be, beside rows an error. An output as wide as each
- * of several equal components of that input (q of a packed q|k|v) lies as such a component.
+ * tensors only, and an input of another placement is an error that names both. I32 inputs are
+ * always whole: beside columns they are as they should be, beside rows an error. An output as wide
+ * as each of several equal components of that input (q of a packed q|k|v) lies as such a component.
  * Parameters of such operations are not cut. */
 #define DTRAIN_OP_TAKES_COLUMNS 1u
 #define DTRAIN_OP_TAKES_ROWS 2u

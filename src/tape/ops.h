@@ -116,10 +116,10 @@ DTRAIN_API dtrain_tensor *dtrain_matmul(dtrain_tape *tape, dtrain_tensor *a, dtr
  * axis stays; of rows it has two axes. */
 DTRAIN_API dtrain_tensor *dtrain_reshape(dtrain_tape *tape, dtrain_tensor *x, uint32_t ndim,
                                          const int64_t *shape);
-/* Let x lie over the tensor axis of a mesh as `placement` says (tape/tape.h); x itself where it does,
- * and without such an axis. Columns of a whole tensor are cut as evenly as can be, rows of any
- * tensor become (rows, n). A gradient comes back the other way. Operations place what they make by
- * themselves: this is for models that need another placement. */
+/* Let x lie over the tensor axis of a mesh as `placement` says (tape/tape.h); x itself where it
+ * does, and without such an axis. Columns of a whole tensor are cut as evenly as can be, rows of
+ * any tensor become (rows, n). A gradient comes back the other way. Operations place what they make
+ * by themselves: this is for models that need another placement. */
 DTRAIN_API dtrain_tensor *dtrain_place(dtrain_tape *tape, dtrain_tensor *x,
                                        dtrain_placement placement);
 /* Copy x with its axes in another order: axis i of the result is axis axes[i] of x. */

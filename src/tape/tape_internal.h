@@ -215,7 +215,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__placement_fail(const dtrain_op *op, uint32
 DTRAIN__PRIVATE dtrain_comm *dtrain__axis_comm(const dtrain_op *op);
 /* Describe the part of parameter i that this rank has; its axis is -1 where it is not cut. */
 DTRAIN__PRIVATE dtrain__share dtrain__param_share(const dtrain_op *op, uint32_t i);
-/* Refuse to make gradients of whole parameters of some of the rows where no strategy adds them up. */
+/* Refuse to make gradients of whole parameters of some of the rows where no strategy adds them up.
+ * */
 DTRAIN__PRIVATE dtrain_result dtrain__check_partial(const dtrain_op *op);
 /* Find how rows that no weight divides lie behind an operation that puts them together: whole, or
  * under sequence parallelism cut (in prepare). */
@@ -242,7 +243,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, c
 /* tape/linear.c */
 DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args);
 
-/* tape/layers.c */
+/* tape/norms.c */
 DTRAIN__PRIVATE void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, int64_t n,
                                          dtrain_dtype dtype);
 

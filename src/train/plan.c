@@ -213,9 +213,8 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
         dtrain__strategy_plan_free(world, &batch.strategy);
         DTRAIN__TRY(found);
     }
-    const dtrain__groups groups =
-        desc->strategy ? dtrain__groups_of(desc->strategy)
-                       : dtrain__mesh_groups(world, desc->mesh, NULL);
+    const dtrain__groups groups = desc->strategy ? dtrain__groups_of(desc->strategy)
+                                                 : dtrain__mesh_groups(world, desc->mesh, NULL);
     DTRAIN__TRY(dtrain__plan_activations(
         world, desc, desc->strategy ? dtrain__layout_of(desc->strategy) : NULL, &groups, memory));
     dtrain__memory_held(desc, memory);

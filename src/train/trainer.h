@@ -67,8 +67,7 @@ typedef struct dtrain_trainer_desc {
     dtrain_batch_fn next_batch; /* NULL: loss fetches its batch; then memory cannot be planned */
     dtrain_loss_fn loss;
     void *user;
-    const dtrain_mesh *mesh; /* for dtrain_trainer_plan before there is a strategy, whose mesh counts
-                                otherwise */
+    const dtrain_mesh *mesh; /* dtrain_trainer_plan: where there is no strategy yet; NULL = none */
 } dtrain_trainer_desc;
 
 /* A figure that every rank measures in a step and sends to all others. The parts of its time are

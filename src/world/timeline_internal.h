@@ -20,8 +20,8 @@
 
 /* Rows of a rank in a trace. Events of one row lie inside of each other or apart. */
 enum {
-    DTRAIN__TRACK_RANK = 1, /* spans of the thread of rank_main */
-    DTRAIN__TRACK_CALL = 2, /* collectives and messages: the first of the lanes */
+    DTRAIN__TRACK_RANK = 1,    /* spans of the thread of rank_main */
+    DTRAIN__TRACK_CALL = 2,    /* collectives and messages: the first of the lanes */
     DTRAIN__TRACK_TENSOR = 26, /* of them, those of a mesh's tensor axis */
     DTRAIN__TRACK_CHECKPOINT = DTRAIN__TRACK_CALL + DTRAIN__TRACE_LANES, /* the writing thread */
     DTRAIN__TRACK_READ /* batches that are read ahead: a row for each place of the ring */

@@ -290,8 +290,8 @@ static void test_sent(void)
         }
 }
 
-/* Over a mesh the record is of all ranks, samples and tokens are of the data axis alone, and what went over each axis is
- * what its communicator has counted; histograms count each element once, whether it is cut or whole. */
+/* Over a mesh the record is of all ranks, samples and tokens are of the data axis alone, and what went over each axis
+ * is what its communicator has counted; histograms count each element once, whether it is cut or whole. */
 static void test_axes(void)
 {
     for (int variant = 0; variant < 8; variant++) {

@@ -103,7 +103,8 @@ static whole_param *add_param(program *c, int64_t rows, int64_t columns, uint32_
     return p;
 }
 
-/* Four units, so that buffers which take turns are used again; packed components, grouped heads, uneven lengths, a tied weight, a frozen one. */
+/* Four units, so that buffers which take turns are used again; packed components, grouped heads, uneven lengths, a tied
+ * weight, a frozen one. */
 static void make_model(program *c)
 {
     c->count = 0;
@@ -227,7 +228,8 @@ static dtrain_result take_backward(program *c, dtrain_strategy *s, dtrain_param 
     return dtrain_strategy_finish(s);
 }
 
-/* The gradients of the step, which a loop of its own would have divided by the number of micro-batches, and their norm; of each storage whether any rank had one. */
+/* The gradients of the step, which a loop of its own would have divided by the number of micro-batches, and their norm;
+ * of each storage whether any rank had one. */
 static double oracle_grads(program *c, int step, bool *had)
 {
     double weights = 0, squares = 0;

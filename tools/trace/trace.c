@@ -268,8 +268,8 @@ static void print_totals(const trace *all)
                1e-6 * (double)totals[i].ns, 1e-6 * (double)totals[i].most);
 }
 
-/* Print a line for each rank: its steps, and its collectives from row `first` of the trace on. Return the number of steps,
- * or -1: there is no memory. */
+/* Print a line for each rank: its steps, and its collectives from row `first` of the trace on. Return the number of
+ * steps, or -1: there is no memory. */
 static int print_ranks(const trace *all, int first)
 {
     int steps = 0;

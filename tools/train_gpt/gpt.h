@@ -152,9 +152,9 @@ static inline void gpt__declare_block(gpt *m, gpt_block *b, uint32_t unit)
     gpt__cut_columns(b->fcproj_weight, 0);
 }
 
-/* Fills params for a strategy, and marks those that a tensor axis may cut: in forward order; one unit for the embedding, one a block, one for
- * the end. The classifier is the token embedding under another name: a sharded strategy must know
- * that two units use it. gpt_free frees the lists, also after a failure. */
+/* Fills params for a strategy, and marks those that a tensor axis may cut: in forward order; one unit for the
+ * embedding, one a block, one for the end. The classifier is the token embedding under another name: a sharded strategy
+ * must know that two units use it. gpt_free frees the lists, also after a failure. */
 static inline dtrain_result gpt_create(gpt *m, const gpt_config *config)
 {
     const size_t layers = (size_t)config->layers, count = 5 + 12 * layers;

@@ -1,12 +1,9 @@
-/* Layers: normalisation
+/* Norms: of layers, and by the root mean square
  *
- * Each is the three functions of a dtrain_op_desc, its DTRAIN__OP line and the public call. The
- * arguments of the forward kernel are filled by prepare and kept with the node: forward passes them
- * on, backward takes shapes and addresses from them.
- *
- * What a node keeps alive until its backward, beside its parameters:
- *
- *     norms           x (or the sum that it normalises), mean and rstd of each row */
+ * An operation is the three functions of a dtrain_op_desc, its DTRAIN__OP line and the public call.
+ * The arguments of the forward kernel are filled by prepare and kept with the node: forward passes
+ * them on, backward takes shapes and addresses from them. A node keeps x, or the sum that it
+ * normalises, until its backward, and mean and rstd of each row. */
 
 #include "core/platform_internal.h"
 #include "tape/ops.h"
