@@ -1825,16 +1825,16 @@ template <typename T, bool PACKS>
 static dtrain_result dtrain_cuda_dropout_by(dtrain_device *device, const dtrain_dropout_args *args)
 {
     const double least = ceil((double)args->probability * 16777216.0);
-    const dtrain_cuda_dropout_op<T, PACKS> op = {
-        (const T *)args->x,
-        (T *)args->y,
-        args->probability < 1 ? 1 / (1 - args->probability) : 0,
-        least < 16777216.0 ? (uint32_t)least : 16777216u,
-        args->seed,
-        args->stream,
-        args->scalars,
-        args->accumulate,
-        args->part};
+    const dtrain_cuda_dropout_op<T, PACKS> op = {(const T *)args->x,
+                                                 (T *)args->y,
+                                                 args->probability < 1 ? 1 / (1 - args->probability)
+                                                                       : 0,
+                                                 least < 16777216.0 ? (uint32_t)least : 16777216u,
+                                                 args->seed,
+                                                 args->stream,
+                                                 args->scalars,
+                                                 args->accumulate,
+                                                 args->part};
     const bool aligned = dtrain_cuda_aligned(args->x) && dtrain_cuda_aligned(args->y);
     return dtrain_cuda_each(device, "dropout", op, args->count, aligned);
 }
