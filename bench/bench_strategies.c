@@ -225,7 +225,8 @@ static int run_config(config *c, int round)
 
 /* Four all-reduces of (rows, channels) a block, one behind the embedding and one before the head; three floats a row
  * in the loss. Sequence parallelism sends each all-reduce as a reduce-scatter and an all-gather, and gathers what the
- * products of the weights read once more in backward. Replicas average what a rank has: a half of what is cut. */
+ * products of the weights read once more in backward, and adds up the gradients of norms, positions and biases that are
+ * whole. Replicas average what a rank has: a half of what is cut. */
 static double tensor_mib(const config *c)
 {
     const train_run *run = &c->run;
@@ -233,7 +234,8 @@ static double tensor_mib(const config *c)
     const double layer = rows * run->channels * (t - 1) / t;
     const bool gathers = strstr(c->flags, "sequence-parallel") != NULL;
     double sent = 2 * (4 * run->layers + 2) * layer + 3 * rows * 2 * (t - 1) / t;
-    if (gathers) sent += (2 * run->layers + 1) * layer;
+    const double whole = (6.0 * run->layers + 2 + run->sequence) * run->channels;
+    if (gathers) sent += (2 * run->layers + 1) * layer + 2 * (t - 1) / t * whole;
     sent += 2 * (d - 1) / d * run->parameters / t;
     return 4 * sent / 1048576;
 }
