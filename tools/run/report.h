@@ -60,16 +60,27 @@ static void show_accumulation(const run_job *j, const dtrain_strategy_info *info
            (unsigned long long)(info->step_bytes + (j->accum - 1) * info->micro_bytes));
 }
 
-/* The bytes that a rank would send to reduce fp32 gradients once, by the ring formula. */
-static double dense_bytes(const dtrain_strategy_info *info, int ranks)
+/* The gradients that a rank has: of a mesh those of its part of the model. */
+static double elements_here(const run_job *j)
 {
-    return 8.0 * (double)info->trainable_elements * (ranks - 1) / ranks;
+    double sum = 0;
+    for (size_t i = 0; i < j->param_count; i++) {
+        const dtrain_param *p = &j->params[i];
+        if (!p->alias_of && !(p->flags & DTRAIN_PARAM_FROZEN)) sum += (double)p->count;
+    }
+    return sum;
+}
+
+/* The bytes that a rank would send to reduce fp32 gradients once, by the ring formula. ranks: those that average. */
+static double dense_bytes(const run_job *j, int ranks)
+{
+    return 8.0 * elements_here(j) * (ranks - 1) / ranks;
 }
 
 /* Of these, the bytes to other nodes of `node` ranks: each of the other ranks is sent the same. */
-static double dense_node_bytes(const dtrain_strategy_info *info, int ranks, int node)
+static double dense_node_bytes(const run_job *j, int ranks, int node)
 {
-    return ranks > 1 ? dense_bytes(info, ranks) * (ranks - node) / (ranks - 1) : 0;
+    return ranks > 1 ? dense_bytes(j, ranks) * (ranks - node) / (ranks - 1) : 0;
 }
 
 /* Write "top-k 0.01 (balanced), hierarchical", or nothing for plain DDP. */
@@ -93,9 +104,10 @@ static unsigned long long dense_steps(const dtrain_compression_desc *how)
     return how->dense_steps == DTRAIN_DENSE_STEPS_NONE ? 0 : how->dense_steps;
 }
 
-static void show_links(const dtrain_emulation *e, const dtrain_strategy_info *info, int ranks,
-                       int tensor)
+static void show_links(const run_job *j, const dtrain_strategy_info *info, int ranks)
 {
+    const dtrain_emulation *e = &j->s->emulation;
+    const int tensor = (int)j->s->tensor;
     const dtrain_strategy_desc *desc = &info->desc;
     const int nodes = e->node_ranks ? ranks * tensor / (int)e->node_ranks : 0;
     const uint64_t away = info->step_node_bytes;
@@ -106,10 +118,10 @@ static void show_links(const dtrain_emulation *e, const dtrain_strategy_info *in
         printf(", after %llu dense steps and %llu of warm-up; in force it sends %.1fx fewer bytes "
                "than fp32",
                dense_steps(desc->compression), (unsigned long long)desc->compression->warmup_steps,
-               info->step_bytes ? dense_bytes(info, ranks) / (double)info->step_bytes : 1);
+               info->step_bytes ? dense_bytes(j, ranks) / (double)info->step_bytes : 1);
         if (away)
             printf(", between nodes %.1fx",
-                   dense_node_bytes(info, ranks, (int)e->node_ranks / tensor) / (double)away);
+                   dense_node_bytes(j, ranks, (int)e->node_ranks / tensor) / (double)away);
         printf(", and keeps %.1f MiB of state", mib(info->state_bytes));
     }
     if (*text) printf("\n");
@@ -129,11 +141,11 @@ static void show_strategy(const run_job *j, int ranks)
     dtrain_strategy_query(j->strategy, &info);
     show_mesh(j);
     printf("strategy %s: %d shard%s x %d replica%s, gradients in %zu bucket%s; a rank sends %llu "
-           "bytes a step of one micro-batch\n",
+           "bytes a step of one micro-batch%s\n",
            info.name, info.shard_ranks, plural(info.shard_ranks), info.replicas,
            plural(info.replicas), info.bucket_count, plural((int64_t)info.bucket_count),
-           (unsigned long long)info.step_bytes);
-    show_links(&j->s->emulation, &info, ranks, (int)j->s->tensor);
+           (unsigned long long)info.step_bytes, j->mesh ? " over the data axis" : "");
+    show_links(j, &info, ranks);
     if (info.reason[0]) printf("auto    %s\n", info.reason);
     if (j->accum > 1) show_accumulation(j, &info, ranks);
     printf("memory  a rank will need %.1f MiB: parameters %.1f, gradients %.1f, optimizer %.1f, "
@@ -166,9 +178,10 @@ static void show_resumed(const run_job *j, int ranks)
 
 /* Print what was sent, averaged over all steps, those without compression included. ranks: those that average
  * gradients. */
-static void show_sent(const dtrain_emulation *e, const dtrain_strategy_info *info,
-                      const dtrain_summary *summary, int ranks, int tensor)
+static void show_sent(const run_job *j, const dtrain_strategy_info *info,
+                      const dtrain_summary *summary, int ranks)
 {
+    const dtrain_emulation *e = &j->s->emulation;
     const double steps = (double)(summary->steps ? summary->steps : 1);
     const double sent = (double)(summary->comm_bytes - summary->tensor_bytes) / steps;
     char text[128];
@@ -176,13 +189,13 @@ static void show_sent(const dtrain_emulation *e, const dtrain_strategy_info *inf
     if (info->desc.compression)
         printf("  compression          %10.1fx  fewer bytes than fp32 gradients: %.3f MiB sent a "
                "step, not %.3f; %s\n",
-               sent > 0 ? dense_bytes(info, ranks) / sent : 1, sent / 1048576,
-               dense_bytes(info, ranks) / 1048576, text);
+               sent > 0 ? dense_bytes(j, ranks) / sent : 1, sent / 1048576,
+               dense_bytes(j, ranks) / 1048576, text);
     if (e->node_ranks)
         printf("  cluster              %10d   emulated nodes of %u ranks, %g Gb/s, %g us: times "
                "are of this cluster\n",
-               ranks * tensor / (int)e->node_ranks, e->node_ranks, e->gigabits_per_second,
-               e->latency_us);
+               ranks * (int)j->s->tensor / (int)e->node_ranks, e->node_ranks,
+               e->gigabits_per_second, e->latency_us);
 }
 
 /* Print how many products a GPU computes by slower kernels than cublasLt's; there should be none. */
@@ -248,7 +261,7 @@ static void show_end(dtrain_world *world, const run_job *j, const dtrain_summary
                mib(summary->tensor_bytes) / (double)(summary->steps ? summary->steps : 1));
     printf("  data                 %10.3f ms  of a step in wait for batches: %.2f %%\n",
            summary->data_ms, summary->step_ms > 0 ? 100 * summary->data_ms / summary->step_ms : 0);
-    show_sent(&j->s->emulation, &info, summary, job_ranks(world, j), (int)j->s->tensor);
+    show_sent(j, &info, summary, job_ranks(world, j));
     printf("  scaling              %10.1f %%  of %d rank%s, counting exposed communication\n",
            100 * summary->scaling, dtrain_world_size(world), plural(dtrain_world_size(world)));
     printf("  memory               %10.1f MiB in rank 0, %.1f at its peak, %.1f predicted\n",
