@@ -43,6 +43,9 @@ static dtrain_result dtrain__twin_create(const dtrain_strategy *strategy, dtrain
     twin->world.rank = strategy->layout.all_rank;
     twin->world.size = strategy->layout.all;
     twin->world.emulation = strategy->groups.data->world->emulation;
+    /* ranks of a tensor axis are neighbours: a node has so many fewer of the data axis */
+    if (twin->world.emulation.node_ranks >= (uint32_t)strategy->groups.tensor_ranks)
+        twin->world.emulation.node_ranks /= (uint32_t)strategy->groups.tensor_ranks;
     DTRAIN__TRY(dtrain_device_create(dtrain__plan_device_ops(), &plan, &twin->world.device));
     DTRAIN__TRY(
         dtrain__counting_create(&twin->world, nodes ? (int)desc.node_size : 1, &twin->world.comm));
