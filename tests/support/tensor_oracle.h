@@ -115,6 +115,12 @@ static inline bool tp_skips(const tp_program *g, tp_place at, int block)
     return g->skips && !at.evaluation && g->block[block].first >= 0 &&
            tp_draw(g, TP_SKIP, at.data_rank, at.step, at.micro, block) % g->skips == 0;
 }
+/* Whether a node is left out. */
+static inline bool tp_skipped(const tp_program *g, tp_place at, int node)
+{
+    const int block = g->node[node].block;
+    return tp_skips(g, at, block) && node >= g->block[block].first && node <= g->block[block].last;
+}
 static inline int32_t tp_length(const tp_program *g, tp_place at, int64_t element)
 {
     return (int32_t)(tp_draw(g, TP_LENGTH, at.data_rank, at.step, at.micro, element) % (uint64_t)(g->sequence + 1));
@@ -415,8 +421,7 @@ static inline void tp_forward(tp_pass *s)
         const tp_node *n = &s->g->node[at];
         s->y[at] = tp_zeros(s->rows * n->n);
         s->d[at] = tp_zeros(s->rows * n->n);
-        if (tp_skips(s->g, s->at, n->block) && at >= s->g->block[n->block].first &&
-            at <= s->g->block[n->block].last) {
+        if (tp_skipped(s->g, s->at, at)) {
             if (at == s->g->block[n->block].last) /* what came in goes out */
                 memcpy(s->y[at], s->y[s->g->block[n->block].in], (size_t)(s->rows * n->n) * sizeof(double));
             continue;
@@ -430,8 +435,7 @@ static inline void tp_backward(tp_pass *s, double scale)
 {
     for (int at = s->g->nodes; at-- > 0;) {
         const tp_node *n = &s->g->node[at];
-        if (tp_skips(s->g, s->at, n->block) && at >= s->g->block[n->block].first &&
-            at <= s->g->block[n->block].last) {
+        if (tp_skipped(s->g, s->at, at)) {
             for (int64_t i = 0; i < s->rows * n->n && at == s->g->block[n->block].last; i++)
                 s->d[s->g->block[n->block].in][i] += s->d[at][i];
             continue;

@@ -717,7 +717,7 @@ static int run_pass(rank_state *s, tp_place at)
     for (int i = 0; i < g->nodes; i++) {
         const tp_node *n = &g->node[i];
         while (unit < n->block) dtrain_tape_unit(s->tape, (uint32_t)++unit);
-        if (tp_skips(g, at, n->block) && i >= g->block[n->block].first && i <= g->block[n->block].last) {
+        if (tp_skipped(g, at, i)) {
             if (i == g->block[n->block].last) s->value[i] = s->value[g->block[n->block].in];
             continue;
         }
@@ -728,7 +728,7 @@ static int run_pass(rank_state *s, tp_place at)
             return wrong(s, "node %d (%s): %.300s", i, tp_names[n->kind], dtrain_last_error());
     }
     for (int i = 0; i < g->nodes && look; i++)
-        if (s->value[i] && !tp_skips(g, at, g->node[i].block) && check_node(s, i)) return 1;
+        if (s->value[i] && !tp_skipped(g, at, i) && check_node(s, i)) return 1;
     dtrain_tensor *loss = s->value[g->nodes - 1];
     const int slot = at.evaluation ? MOST_STEPS : at.step;
     GOOD(dtrain_tensor_read(s->tape, loss, &s->y->losses_found[s->rank][slot][at.micro], NULL));
@@ -850,7 +850,7 @@ static void draw_masks(rank_state *s, tp_place at)
     dtrain_tape_begin(s->tape, 0, seed_of(g, at));
     for (int i = 0; i < g->nodes; i++) {
         const tp_node *n = &g->node[i];
-        if (n->kind != TP_DROPOUT || (tp_skips(g, at, n->block) && i >= g->block[n->block].first)) continue;
+        if (n->kind != TP_DROPOUT || tp_skipped(g, at, i)) continue;
         (*masks)[count++] = mask_of(s, n, tp_rows(g, at));
     }
 }
