@@ -13,16 +13,32 @@
  * pass, every loss, every norm, and the parameters at the end, which are the same bits on all ranks. Masks of dropout
  * are those of one rank, to the bit.
  *
+ * build/emu/test_tensor_programs is the same with emulated GPUs: half of the programs exchange through host memory, in
+ * the others each rank has its own GPU and talks over dtrain_nccl.h and the mock of NCCL, with collectives of two axes
+ * under way at once.
+ *
  * Bounds are a small part of what training has changed in a tensor, and the program checks of every tensor that they
  * mean something: one that is shifted by an element, or that has had twice its gradient, must be outside of them. */
 #include "test.h"
 
 #include "dtrain.h"
+#ifdef DTRAIN_CUDA_EMULATION
+#define DTRAIN_NCCL_LINKED
+#define DTRAIN_NCCL_IMPLEMENTATION
+#include "dtrain_nccl.h"
+#endif
 #include "ranks.h"
 #include "seeds.h"
 #include "tensor_oracle.h"
+#ifdef DTRAIN_CUDA_EMULATION
+#include "nccl/mock/nccl_mock.c"
+#include "nccl/mock/emulated_device.h"
+enum { MANY = 30 };
+#else
+enum { MANY = 120 };
+#endif
 
-enum { MOST_RANKS = 8, MOST_STEPS = 3, MOST_MICRO = 3, MANY = 120 };
+enum { MOST_RANKS = 8, MOST_STEPS = 3, MOST_MICRO = 3 };
 
 /* ---- Making programs ------------------------------------------------------------------------------ */
 
@@ -790,7 +806,7 @@ static int train(rank_state *s)
     return 0;
 }
 
-static int begin(rank_state *s)
+static int set_up(rank_state *s)
 {
     const dtrain_optimizer_desc sgd = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_SGD);
     const tp_program *g = &s->y->g;
@@ -820,7 +836,7 @@ static int rank_main(dtrain_world *world, void *user)
     s->y = (play *)user;
     s->world = world;
     s->rank = dtrain_world_rank(world);
-    const int result = begin(s) || train(s);
+    const int result = set_up(s) || train(s);
     dtrain_tape_destroy(s->tape);
     dtrain_optimizer_destroy(s->optimizer);
     dtrain_strategy_destroy(s->strategy);
@@ -869,8 +885,7 @@ static int one_rank(dtrain_world *world, void *user)
     desc.node_size = 0, desc.accumulation = 0, desc.keep_after_forward = false;
     GOOD(dtrain_strategy_create(world, s->params, (size_t)g->params, &desc, &s->strategy));
     for (int p = 0; p < g->params; p++)
-        if (g->param[p].alias < 0)
-            memcpy(s->y->init + g->param[p].first, s->params[p].value, (size_t)g->param[p].count * sizeof(float));
+        GOOD(dtrain_strategy_read(s->strategy, (size_t)p, s->y->init + g->param[p].first));
     GOOD(dtrain_tape_create(world, NULL, NULL, &s->tape));
     for (at.data_rank = 0; at.data_rank < g->data; at.data_rank++)
         for (at.step = 0; at.step < g->steps; at.step++)
@@ -968,12 +983,28 @@ static void say_nothing(void *user, dtrain_log_level level, int rank, const char
     (void)user, (void)level, (void)rank, (void)text;
 }
 
-static bool launch(play *y, int ranks, dtrain_rank_fn main, char *text, size_t room)
+static bool run_ranks(play *y, int ranks, dtrain_rank_fn main, char *text, size_t room)
 {
     dtrain_launch_desc desc = ranks_desc(ranks, DTRAIN_LAUNCH_THREADS);
     desc.log = say_nothing;
     desc.timeout_ms = 10000;
+#ifdef DTRAIN_CUDA_EMULATION
+    desc.device_ops = dtrain_cuda_device_ops(); /* staged: its memory reaches other ranks through the host's */
+    if (ranks > 1 && y->g.seed % 2) {
+        dtrain_emulation_set_device_count(MOST_RANKS);
+        nccl_mock.delay_steps = (int)(y->g.seed / 2 % 5);
+        nccl_mock.progress_polls = (int)(y->g.seed / 10 % 3);
+        desc.comm_ops = dtrain_nccl_comm_ops();
+    }
+    const int misuses = nccl_mock_count.misuses;
+#endif
     const dtrain_result result = dtrain_launch(&desc, main, y, NULL);
+#ifdef DTRAIN_CUDA_EMULATION
+    if (result == DTRAIN_OK && nccl_mock_count.misuses != misuses) {
+        snprintf(text, room, "NCCL was misused %d times", nccl_mock_count.misuses - misuses);
+        return false;
+    }
+#endif
     for (int r = 0; r < ranks; r++) /* the first cause is the one that no other rank is quoted for */
         if (y->text[r][0] && !strstr(y->text[r], "rank failed")) {
             snprintf(text, room, "rank %d: %s", r, y->text[r]);
@@ -1006,9 +1037,9 @@ static bool passes(uint64_t seed, uint32_t without, char *text, size_t room, boo
     if (words) print_program(&y->g, without);
     y->init = (float *)calloc((size_t)y->g.elements, sizeof *y->init);
     for (int r = 0; r < MOST_RANKS; r++) y->found[r] = (float *)calloc((size_t)y->g.elements, sizeof *y->init);
-    bool good = launch(y, 1, one_rank, text, room);
+    bool good = run_ranks(y, 1, one_rank, text, room);
     if (good) expect(y);
-    good = good && launch(y, y->g.tensor * y->g.data, rank_main, text, room) && judge(y, text, room);
+    good = good && run_ranks(y, y->g.tensor * y->g.data, rank_main, text, room) && judge(y, text, room);
     forget(y);
     return good;
 }
