@@ -372,9 +372,6 @@ static void make_settings(maker *m)
     g->tensor = axis[0];
     g->data = axis[1];
     g->sequence_parallel = roll(m, 2);
-#ifndef TENSOR_AXIS_READY
-    g->tensor = 1;
-#endif
     g->steps = 2 + (int)roll(m, MOST_STEPS - 1);
     g->micro = 1 + (int)roll(m, MOST_MICRO);
     g->means = chance(m, 5);
@@ -633,13 +630,8 @@ static dtrain_tensor *loss_of(rank_state *s, const tp_node *n, tp_place at, dtra
 
 static dtrain_tensor *put(rank_state *s, const tp_node *n, tp_place at, dtrain_tensor *x)
 {
-#ifdef TENSOR_AXIS_READY
     const bool odd = s->y->g.sequence_parallel && tp_rows(&s->y->g, at) % s->y->g.tensor;
     return dtrain_place(s->tape, x, n->of_stream && odd ? DTRAIN_PLACEMENT_WHOLE : (dtrain_placement)n->placement);
-#else
-    (void)s, (void)n, (void)at;
-    return x;
-#endif
 }
 
 static dtrain_tensor *run_node(rank_state *s, const tp_node *n, tp_place at)
