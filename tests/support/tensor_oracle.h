@@ -60,9 +60,9 @@ typedef struct tp_param {
 typedef struct tp_program {
     uint64_t seed;
     int tensor, data, steps, micro, nodes, params, cuts, blocks;
-    bool sequence_parallel, means, no_overlap, keep, stream, narrow, evaluate;
-    uint32_t kind, accumulation, node_size, recompute, recompute_ops;
-    uint64_t skips, ignores; /* one in so many; 0: never */
+    bool sequence_parallel, means, no_overlap, keep, stream, narrow, evaluate, hierarchical;
+    uint32_t kind, accumulation, node_size, recompute, recompute_ops, missing, param_dtype, reduce_dtype;
+    uint64_t skips, ignores, joins; /* one in so many; 0: never */
     float rate, clip;
     int64_t sequence, batch_unit, width, vocabulary, elements;
     struct {
@@ -78,7 +78,7 @@ typedef struct tp_program {
 
 /* ---- What a rank of the data axis has in a micro-batch --------------------------------------------- */
 
-enum { TP_BATCH = 1, TP_TOKEN, TP_TARGET, TP_SKIP, TP_LENGTH, TP_MASK };
+enum { TP_BATCH = 1, TP_TOKEN, TP_TARGET, TP_SKIP, TP_LENGTH, TP_MASK, TP_JOIN };
 
 static inline uint64_t tp_draw(const tp_program *g, uint64_t what, int data_rank, int step, int micro, int64_t item)
 {
@@ -95,7 +95,8 @@ typedef struct tp_place { /* which micro-batch */
 static inline int64_t tp_batch(const tp_program *g, tp_place at)
 {
     const uint64_t drawn = tp_draw(g, TP_BATCH, at.data_rank, at.step, at.micro, 0);
-    return at.evaluation ? 1 + (int64_t)(drawn % 3) : g->batch_unit * (1 + (int64_t)(drawn % 2));
+    const int64_t least = (g->tensor + g->sequence - 1) / g->sequence; /* each rank needs a row */
+    return at.evaluation ? least + (int64_t)(drawn % 3) : g->batch_unit * (1 + (int64_t)(drawn % 2));
 }
 static inline int64_t tp_rows(const tp_program *g, tp_place at) { return tp_batch(g, at) * g->sequence; }
 static inline int32_t tp_token(const tp_program *g, tp_place at, int64_t i)
@@ -121,6 +122,12 @@ static inline bool tp_skipped(const tp_program *g, tp_place at, int node)
     const int block = g->node[node].block;
     return tp_skips(g, at, block) && node >= g->block[block].first && node <= g->block[block].last;
 }
+/* Whether this rank has no batch, and joins the others. */
+static inline bool tp_joins(const tp_program *g, tp_place at)
+{
+    return g->joins && at.data_rank > 0 && !at.evaluation &&
+           tp_draw(g, TP_JOIN, at.data_rank, at.step, at.micro, 0) % g->joins == 0;
+}
 static inline int32_t tp_length(const tp_program *g, tp_place at, int64_t element)
 {
     return (int32_t)(tp_draw(g, TP_LENGTH, at.data_rank, at.step, at.micro, element) % (uint64_t)(g->sequence + 1));
@@ -144,12 +151,14 @@ typedef struct tp_pass {
     double *kept[MOST_NODES];              /* what a kind keeps for its backward */
     int dropout[MOST_NODES];               /* its number in the pass */
     double loss;                           /* mean over valid */
+    bool kink;                             /* some ReLU is at 0, where rounding decides */
 } tp_pass;
 
 static inline double tp_act(uint32_t activation, double x)
 {
     if (activation == DTRAIN_ACTIVATION_GELU)
         return 0.5 * x * (1 + tanh(0.79788456080286535588 * (x + 0.044715 * x * x * x)));
+    if (activation == DTRAIN_ACTIVATION_RELU) return x > 0 ? x : 0;
     return activation == DTRAIN_ACTIVATION_SILU ? x / (1 + exp(-x)) : x;
 }
 static inline double tp_slope(uint32_t activation, double x)
@@ -162,6 +171,7 @@ static inline double tp_slope(uint32_t activation, double x)
         const double s = 1 / (1 + exp(-x));
         return s + x * s * (1 - s);
     }
+    if (activation == DTRAIN_ACTIVATION_RELU) return x > 0;
     return 1;
 }
 
@@ -275,6 +285,7 @@ static inline void tp_linear(tp_pass *s, int at, bool backward)
                 if (b) *z = b[o];
                 for (int64_t i = 0; i < k; i++) *z += x[r * k + i] * w[o * k + i];
                 s->y[at][r * n->n + o] = tp_act(n->activation, *z);
+                s->kink = s->kink || (n->activation == DTRAIN_ACTIVATION_RELU && fabs(*z) < 1e-4);
                 continue;
             }
             const double g = s->d[at][r * n->n + o] * tp_slope(n->activation, *z);
@@ -379,6 +390,7 @@ static inline void tp_element(tp_pass *s, int at, int64_t i, bool backward)
     const double g = backward ? s->d[at][i] : 0;
     double y = a, da = g, db = 0;
     if (n->kind == TP_ACTIVATE) y = tp_act(n->activation, a), da = g * tp_slope(n->activation, a);
+    if (n->kind == TP_ACTIVATE && n->activation == DTRAIN_ACTIVATION_RELU && fabs(a) < 1e-4) s->kink = true;
     if (n->kind == TP_SCALE) y = n->number * a, da = n->number * g;
     if (n->kind == TP_ADD) y = a + b, db = g;
     if (n->kind == TP_MULTIPLY) y = a * b, da = g * b, db = g * a;
