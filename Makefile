@@ -59,7 +59,7 @@ help:
 	@echo "make valgrind   the tests that valgrind can run"
 	@echo "make fuzz       30 seconds of fuzzing for each parser (clang)"
 	@echo "make coverage   which lines of src/ the tests execute, folder by folder (gcov)"
-	@echo "make fuzz-programs fuzz-calls fuzz-launches   N=1000 random programs in which ranks differ, calls of communicators, launches"
+	@echo "make fuzz-programs fuzz-tensor_programs fuzz-calls fuzz-launches   N=1000 random programs in which ranks differ, programs over a tensor axis, calls of communicators, launches"
 	@echo "make mutate     breaks the GPU kernels in N=40 places and counts what the tests notice"
 	@echo "make golden     makes the PyTorch reference values again and compares (python3, torch)"
 	@echo "make checks     valgrind, fuzz, golden and lint, beside one another"
@@ -79,7 +79,8 @@ ifeq ($(origin CXX),default)
 CXX := $(if $(findstring clang,$(CC)),clang++,g++)
 endif
 ifneq ($(shell command -v $(CXX)),)
-EMU_TESTS := $(patsubst tests/cuda/%.c,$(BUILD)/emu/%,$(GPU)) $(BUILD)/emu/test_emulation $(BUILD)/emu/test_programs
+EMU_TESTS := $(patsubst tests/cuda/%.c,$(BUILD)/emu/%,$(GPU)) $(BUILD)/emu/test_emulation $(BUILD)/emu/test_programs \
+             $(BUILD)/emu/test_tensor_programs
 EMU_BENCH := $(addprefix $(BUILD)/emu/,bench_kernels bench_train train_gpt ddp gpu_nccl)
 else
 EMU_TESTS := "skip the GPU kernels: their tests need a C++ compiler, and $(CXX) is not installed"
@@ -91,7 +92,7 @@ LONGEST := $(addprefix $(BUILD)/,tests/test_programs emu/test_programs tests/tes
              emu/test_cuda_nccl emu/test_cuda_strategies tests/test_comm tests/test_rendezvous tests/test_nccl) \
            $(addprefix tests/cli/test_,examples.sh resume.sh run.sh launchers.sh)
 LONG    := tests/cuda/cuda_build.sh tests/cuda/test_gpu_suites.sh $(addprefix tests/cli/test_,mpi.sh weights.sh models.sh monitor.sh trace.sh deploy.sh slurm.sh simulator.sh bench.sh \
-           documents.sh readme.sh first_run.sh) tests/nccl/test_nccl.sh tests/scripts/test_compile.sh
+           documents.sh readme.sh first_run.sh) tests/nccl/test_nccl.sh tests/scripts/test_compile.sh tests/scripts/mutants_tensor.sh
 SCRIPTS := $(filter-out $(LONG),$(wildcard tests/cli/test_*.sh))
 ALL     := $(filter-out $(addprefix $(BUILD)/,$(LESS)),$(TESTS) $(filter $(BUILD)/%,$(EMU_TESTS)) $(SCRIPTS))
 MPIS    := $(foreach m,openmpi mpich,$(if $(shell command -v mpicc.$m),$m))

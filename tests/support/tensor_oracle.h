@@ -28,8 +28,9 @@ typedef enum tp_kind {
 } tp_kind;
 
 static const char *const tp_names[TP_KINDS] = {
-    "embedding", "linear", "attention", "rotary", "layernorm", "rms_norm", "softmax", "swiglu",      "activate",
-    "dropout",   "multiply", "add",     "scale",  "cast",      "place",    "reshape", "cross_entropy"};
+    "embedding", "linear", "attention", "rotary",  "layernorm",    "rms_norm",
+    "softmax",   "swiglu", "activate",  "dropout", "multiply",     "add",
+    "scale",     "cast",   "place",     "reshape", "cross_entropy"};
 
 typedef struct tp_node {
     tp_kind kind;
@@ -61,7 +62,8 @@ typedef struct tp_program {
     uint64_t seed;
     int tensor, data, steps, micro, nodes, params, cuts, blocks;
     bool sequence_parallel, means, no_overlap, keep, stream, narrow, evaluate, hierarchical;
-    uint32_t kind, accumulation, node_size, recompute, recompute_ops, missing, param_dtype, reduce_dtype;
+    uint32_t kind, accumulation, node_size, recompute, recompute_ops, missing, param_dtype,
+        reduce_dtype;
     uint64_t skips, ignores, joins; /* one in so many; 0: never */
     float rate, clip;
     int64_t sequence, batch_unit, width, vocabulary, elements;
@@ -80,10 +82,12 @@ typedef struct tp_program {
 
 enum { TP_BATCH = 1, TP_TOKEN, TP_TARGET, TP_SKIP, TP_LENGTH, TP_MASK, TP_JOIN };
 
-static inline uint64_t tp_draw(const tp_program *g, uint64_t what, int data_rank, int step, int micro, int64_t item)
+static inline uint64_t tp_draw(const tp_program *g, uint64_t what, int data_rank, int step,
+                               int micro, int64_t item)
 {
     uint64_t x = ranks_mix(g->seed * 31 + what);
-    x = ranks_mix(x + (uint64_t)data_rank * 1000003u + (uint64_t)step * 1009u + (uint64_t)micro * 101u);
+    x = ranks_mix(x + (uint64_t)data_rank * 1000003u + (uint64_t)step * 1009u +
+                  (uint64_t)micro * 101u);
     return ranks_mix(x + (uint64_t)item);
 }
 
@@ -96,19 +100,25 @@ static inline int64_t tp_batch(const tp_program *g, tp_place at)
 {
     const uint64_t drawn = tp_draw(g, TP_BATCH, at.data_rank, at.step, at.micro, 0);
     const int64_t least = (g->tensor + g->sequence - 1) / g->sequence; /* each rank needs a row */
-    return at.evaluation ? least + (int64_t)(drawn % 3) : g->batch_unit * (1 + (int64_t)(drawn % 2));
+    return at.evaluation ? least + (int64_t)(drawn % 3)
+                         : g->batch_unit * (1 + (int64_t)(drawn % 2));
 }
-static inline int64_t tp_rows(const tp_program *g, tp_place at) { return tp_batch(g, at) * g->sequence; }
+static inline int64_t tp_rows(const tp_program *g, tp_place at)
+{
+    return tp_batch(g, at) * g->sequence;
+}
 static inline int32_t tp_token(const tp_program *g, tp_place at, int64_t i)
 {
-    return (int32_t)(tp_draw(g, TP_TOKEN, at.data_rank, at.step, at.micro, i) % (uint64_t)g->vocabulary);
+    return (int32_t)(tp_draw(g, TP_TOKEN, at.data_rank, at.step, at.micro, i) %
+                     (uint64_t)g->vocabulary);
 }
 static inline int32_t tp_target(const tp_program *g, tp_place at, int64_t classes, int64_t i)
 {
     const uint64_t x = tp_draw(g, TP_TARGET, at.data_rank, at.step, at.micro, i);
     const bool must = at.data_rank == 0 && at.micro == 0 && i == 0; /* no step is without any */
     if (g->ignores && !must && x / 4096 % g->ignores == 0) return -1;
-    if (g->ignores && !must && tp_draw(g, TP_TARGET, at.data_rank, at.step, at.micro, -1) % 6 == 0) return -1;
+    if (g->ignores && !must && tp_draw(g, TP_TARGET, at.data_rank, at.step, at.micro, -1) % 6 == 0)
+        return -1;
     return (int32_t)(x % (uint64_t)classes);
 }
 static inline bool tp_skips(const tp_program *g, tp_place at, int block)
@@ -130,7 +140,8 @@ static inline bool tp_joins(const tp_program *g, tp_place at)
 }
 static inline int32_t tp_length(const tp_program *g, tp_place at, int64_t element)
 {
-    return (int32_t)(tp_draw(g, TP_LENGTH, at.data_rank, at.step, at.micro, element) % (uint64_t)(g->sequence + 1));
+    return (int32_t)(tp_draw(g, TP_LENGTH, at.data_rank, at.step, at.micro, element) %
+                     (uint64_t)(g->sequence + 1));
 }
 static inline float tp_mask(const tp_program *g, tp_place at, int64_t i)
 {
@@ -143,9 +154,9 @@ static inline float tp_mask(const tp_program *g, tp_place at, int64_t i)
 typedef struct tp_pass {
     const tp_program *g;
     tp_place at;
-    const double *weights;          /* (elements) */
-    double *grads;                  /* (elements), added to; NULL: forward alone */
-    const float *const *masks;      /* of dropout number k, (rows, n) */
+    const double *weights;     /* (elements) */
+    double *grads;             /* (elements), added to; NULL: forward alone */
+    const float *const *masks; /* of dropout number k, (rows, n) */
     int64_t rows, valid;
     double *y[MOST_NODES], *d[MOST_NODES]; /* (rows, n) */
     double *kept[MOST_NODES];              /* what a kind keeps for its backward */
@@ -183,7 +194,10 @@ static inline const double *tp_w(const tp_pass *s, int p)
 {
     return p < 0 ? NULL : s->weights + tp_storage(s->g, p)->first;
 }
-static inline double *tp_dw(const tp_pass *s, int p) { return p < 0 ? NULL : s->grads + tp_storage(s->g, p)->first; }
+static inline double *tp_dw(const tp_pass *s, int p)
+{
+    return p < 0 ? NULL : s->grads + tp_storage(s->g, p)->first;
+}
 
 static inline double *tp_zeros(int64_t count)
 {
@@ -191,8 +205,8 @@ static inline double *tp_zeros(int64_t count)
 }
 
 /* Of q (part 0), k or v: where element e of a head in a row is, in the arrays of values or gradients. */
-static inline double *tp_head(const tp_program *g, const tp_node *n, double *const *arrays, int part, int64_t row,
-                              int64_t head)
+static inline double *tp_head(const tp_program *g, const tp_node *n, double *const *arrays,
+                              int part, int64_t row, int64_t head)
 {
     const int64_t d = n->n / n->heads;
     if (n->in[1] < 0) {
@@ -203,7 +217,8 @@ static inline double *tp_head(const tp_program *g, const tp_node *n, double *con
 }
 
 /* Of one row of queries of one head: the weights of all keys, 0 where hidden. */
-static inline void tp_attend(const tp_pass *s, const tp_node *n, int64_t element, int64_t i, int64_t head, double *p)
+static inline void tp_attend(const tp_pass *s, const tp_node *n, int64_t element, int64_t i,
+                             int64_t head, double *p)
 {
     const int64_t q = s->g->sequence, d = n->n / n->heads, kv = head / (n->heads / n->kv_heads);
     const int64_t keys = n->lengths ? tp_length(s->g, s->at, element) : q;
@@ -214,7 +229,8 @@ static inline void tp_attend(const tp_pass *s, const tp_node *n, int64_t element
         p[j] = 0;
         for (int64_t e = 0; e < d; e++) p[j] += a[e] * b[e];
         p[j] /= sqrt((double)d);
-        if (n->mask) p[j] += (double)tp_mask(s->g, s->at, ((n->heads_mask ? head : 0) * q + i) * q + j);
+        if (n->mask)
+            p[j] += (double)tp_mask(s->g, s->at, ((n->heads_mask ? head : 0) * q + i) * q + j);
         if (j >= keys || (n->causal && j > i)) p[j] = -INFINITY;
         most = p[j] > most ? p[j] : most;
     }
@@ -257,7 +273,8 @@ static inline void tp_attention(tp_pass *s, const tp_node *n, double *y, const d
 }
 
 /* Turn the pairs of a row, or with sign -1 turn them back. */
-static inline void tp_rotate(const tp_pass *s, const tp_node *n, const double *x, double *y, double sign)
+static inline void tp_rotate(const tp_pass *s, const tp_node *n, const double *x, double *y,
+                             double sign)
 {
     const int64_t d = n->n / n->heads, rotated = n->rotated ? n->rotated : n->heads;
     for (int64_t row = 0; row < s->rows; row++)
@@ -265,8 +282,10 @@ static inline void tp_rotate(const tp_pass *s, const tp_node *n, const double *x
             for (int64_t i = 0; i < d / 2; i++) {
                 const double *from = x + row * n->n + h * d + i;
                 double *to = y + row * n->n + h * d + i;
-                const double angle = (double)(row % s->g->sequence) * pow(n->number, -2.0 * (double)i / (double)d);
-                const double c = h < rotated ? cos(angle) : 1, e = h < rotated ? sign * sin(angle) : 0;
+                const double angle =
+                    (double)(row % s->g->sequence) * pow(n->number, -2.0 * (double)i / (double)d);
+                const double c = h < rotated ? cos(angle) : 1,
+                             e = h < rotated ? sign * sin(angle) : 0;
                 to[0] += from[0] * c - from[d / 2] * e;
                 to[d / 2] += from[d / 2] * c + from[0] * e;
             }
@@ -323,7 +342,8 @@ static inline void tp_norm(tp_pass *s, int at, bool backward)
         }
         for (int64_t i = 0; i < n->n && backward; i++) {
             const double hat = (x[i] - mean) / deviation, g = s->d[at][r * n->n + i] * w[i];
-            s->d[n->in[0]][r * n->n + i] += (g - (n->kind == TP_LAYERNORM ? first : 0) - hat * second) / deviation;
+            s->d[n->in[0]][r * n->n + i] +=
+                (g - (n->kind == TP_LAYERNORM ? first : 0) - hat * second) / deviation;
         }
     }
 }
@@ -358,11 +378,13 @@ static inline void tp_cross_entropy(tp_pass *s, int at, bool backward, double sc
         if (target < 0) continue;
         if (!backward) s->valid++;
         for (int64_t i = 0; i < classes; i++) most = z[i] > most ? z[i] : most;
-        for (int64_t i = 0; i < classes; i++) sum += exp(z[i] - most), even += z[i] / (double)classes;
+        for (int64_t i = 0; i < classes; i++)
+            sum += exp(z[i] - most), even += z[i] / (double)classes;
         total += most + log(sum) - (1 - n->number) * z[target] - n->number * even;
         for (int64_t i = 0; i < classes && backward; i++)
             s->d[n->in[0]][r * columns + i] +=
-                scale * (exp(z[i] - most) / sum - n->number / (double)classes - (i == target ? 1 - n->number : 0));
+                scale * (exp(z[i] - most) / sum - n->number / (double)classes -
+                         (i == target ? 1 - n->number : 0));
     }
     if (!backward) s->loss = s->valid ? total / (double)s->valid : 0;
 }
@@ -372,7 +394,8 @@ static inline void tp_embedding(tp_pass *s, int at, bool backward)
     const tp_node *n = &s->g->node[at];
     for (int64_t r = 0; r < s->rows; r++)
         for (int64_t i = 0; i < n->n; i++) {
-            const int64_t from = tp_token(s->g, s->at, r) * n->n + i, place = r % s->g->sequence * n->n + i;
+            const int64_t from = tp_token(s->g, s->at, r) * n->n + i,
+                          place = r % s->g->sequence * n->n + i;
             double *y = &s->y[at][r * n->n + i];
             if (!backward) *y = tp_w(s, n->w)[from] + (n->b >= 0 ? tp_w(s, n->b)[place] : 0);
             else {
@@ -390,13 +413,15 @@ static inline void tp_element(tp_pass *s, int at, int64_t i, bool backward)
     const double g = backward ? s->d[at][i] : 0;
     double y = a, da = g, db = 0;
     if (n->kind == TP_ACTIVATE) y = tp_act(n->activation, a), da = g * tp_slope(n->activation, a);
-    if (n->kind == TP_ACTIVATE && n->activation == DTRAIN_ACTIVATION_RELU && fabs(a) < 1e-4) s->kink = true;
+    if (n->kind == TP_ACTIVATE && n->activation == DTRAIN_ACTIVATION_RELU && fabs(a) < 1e-4)
+        s->kink = true;
     if (n->kind == TP_SCALE) y = n->number * a, da = n->number * g;
     if (n->kind == TP_ADD) y = a + b, db = g;
     if (n->kind == TP_MULTIPLY) y = a * b, da = g * b, db = g * a;
     if (n->kind == TP_SWIGLU) {
         y = tp_act(DTRAIN_ACTIVATION_SILU, a) * b;
-        da = g * b * tp_slope(DTRAIN_ACTIVATION_SILU, a), db = g * tp_act(DTRAIN_ACTIVATION_SILU, a);
+        da = g * b * tp_slope(DTRAIN_ACTIVATION_SILU, a),
+        db = g * tp_act(DTRAIN_ACTIVATION_SILU, a);
     }
     if (n->kind == TP_DROPOUT && s->dropout[at] >= 0) {
         const double keep = (double)s->masks[s->dropout[at]][i];
@@ -416,7 +441,8 @@ static inline void tp_node_run(tp_pass *s, int at, bool backward, double scale)
     else if (n->kind == TP_LINEAR) tp_linear(s, at, backward);
     else if (n->kind == TP_ATTENTION) tp_attention(s, n, s->y[at], backward ? s->d[at] : NULL);
     else if (n->kind == TP_ROTARY)
-        tp_rotate(s, n, backward ? s->d[at] : s->y[n->in[0]], backward ? s->d[n->in[0]] : s->y[at], backward ? -1 : 1);
+        tp_rotate(s, n, backward ? s->d[at] : s->y[n->in[0]], backward ? s->d[n->in[0]] : s->y[at],
+                  backward ? -1 : 1);
     else if (n->kind == TP_LAYERNORM || n->kind == TP_RMS_NORM) tp_norm(s, at, backward);
     else if (n->kind == TP_SOFTMAX) tp_softmax(s, at, backward);
     else if (n->kind == TP_CROSS_ENTROPY) tp_cross_entropy(s, at, backward, scale);
@@ -435,10 +461,12 @@ static inline void tp_forward(tp_pass *s)
         s->d[at] = tp_zeros(s->rows * n->n);
         if (tp_skipped(s->g, s->at, at)) {
             if (at == s->g->block[n->block].last) /* what came in goes out */
-                memcpy(s->y[at], s->y[s->g->block[n->block].in], (size_t)(s->rows * n->n) * sizeof(double));
+                memcpy(s->y[at], s->y[s->g->block[n->block].in],
+                       (size_t)(s->rows * n->n) * sizeof(double));
             continue;
         }
-        s->dropout[at] = n->kind == TP_DROPOUT && !s->at.evaluation && n->number > 0 ? dropouts++ : -1;
+        s->dropout[at] =
+            n->kind == TP_DROPOUT && !s->at.evaluation && n->number > 0 ? dropouts++ : -1;
         tp_node_run(s, at, false, 0);
     }
 }

@@ -2,7 +2,7 @@
  * double precision that know nothing of ranks (tests/support/tensor_oracle.h).
  *
  *     build/tests/test_tensor_programs                  the seeds that ever failed, then 120 new ones;
- *                                                       with DTRAIN_TEST_FULL=1 40 seconds of new ones
+ *                                                       with DTRAIN_TEST_FULL=1 1,000 new ones
  *     build/tests/test_tensor_programs --count 10000    so many new ones
  *     build/tests/test_tensor_programs --seed 77        this one, in words; if it fails it is shrunk
  *
@@ -33,9 +33,9 @@
 #ifdef DTRAIN_CUDA_EMULATION
 #include "nccl/mock/nccl_mock.c"
 #include "nccl/mock/emulated_device.h"
-enum { MANY = 30 };
+enum { MANY = 30, FULL = 200 };
 #else
-enum { MANY = 120 };
+enum { MANY = 120, FULL = 1000 };
 #endif
 
 enum { MOST_RANKS = 8, MOST_STEPS = 3, MOST_MICRO = 3 };
@@ -65,9 +65,10 @@ enum {
     WITHOUTS
 };
 static const char *const without_names[WITHOUTS] = {
-    "steps",  "micro-batches", "data axis", "kind",   "sequence parallelism", "skips", "ignored targets", "recompute",
-    "bf16", "clipping", "stream", "frozen", "dropout", "places", "blocks", "evaluation",
-    "joins", "ReLU"};
+    "steps",      "micro-batches",   "data axis", "kind",   "sequence parallelism",
+    "skips",      "ignored targets", "recompute", "bf16",   "clipping",
+    "stream",     "frozen",          "dropout",   "places", "blocks",
+    "evaluation", "joins",           "ReLU"};
 
 typedef struct maker {
     tp_program *g;
@@ -88,8 +89,8 @@ static dtrain_cut cut_of(uint32_t axis, uint32_t components, int64_t parts)
     return cut;
 }
 
-static int add_param(maker *m, const char *what, int64_t rows, int64_t columns, dtrain_cut cut, uint32_t init,
-                     double scale)
+static int add_param(maker *m, const char *what, int64_t rows, int64_t columns, dtrain_cut cut,
+                     uint32_t init, double scale)
 {
     tp_program *g = m->g;
     tp_param *p = &g->param[g->params];
@@ -173,7 +174,8 @@ static int place(maker *m, int x, uint32_t placement)
 static uint32_t activation(maker *m, bool or_none)
 {
     const uint32_t drawn = (uint32_t)roll(m, 4); /* dtrain_activation, of which 0 is none */
-    if (drawn == DTRAIN_ACTIVATION_RELU && (roll(m, 3) || off(m, WITHOUT_RELU))) return DTRAIN_ACTIVATION_GELU;
+    if (drawn == DTRAIN_ACTIVATION_RELU && (roll(m, 3) || off(m, WITHOUT_RELU)))
+        return DTRAIN_ACTIVATION_GELU;
     return drawn || or_none ? drawn : DTRAIN_ACTIVATION_SILU;
 }
 
@@ -225,7 +227,8 @@ static int norm(maker *m, int h, int *stream)
     g->node[at].stream = g->stream;
     g->node[at].w = add_param(m, "g", g->node[x].n, 0, cut_of(0, 0, 0), DTRAIN_INIT_NORMAL, 0.8);
     if (layer && roll(m, 3))
-        g->node[at].b = add_param(m, "s", g->node[x].n, 0, cut_of(0, 0, 0), DTRAIN_INIT_NORMAL, 0.3);
+        g->node[at].b =
+            add_param(m, "s", g->node[x].n, 0, cut_of(0, 0, 0), DTRAIN_INIT_NORMAL, 0.3);
     return at;
 }
 
@@ -233,12 +236,14 @@ static int attention(maker *m, int x)
 {
     tp_program *g = m->g;
     const uint64_t t = (uint64_t)g->tensor;
-    const int64_t kv = (int64_t)(t + roll(m, t < 4 ? 4 : 2)), group = roll(m, 3) ? 1 : 2, heads = kv * group;
+    const int64_t kv = (int64_t)(t + roll(m, t < 4 ? 4 : 2)), group = roll(m, 3) ? 1 : 2,
+                  heads = kv * group;
     const int64_t d = roll(m, 2) ? 2 : 4, cells = heads * d;
     const bool packed = roll(m, 2), rotary = roll(m, 2);
     dtrain_cut cut = cut_of(DTRAIN_CUT_ROWS, packed ? 3 : 0, kv);
     int q, k = -1, v = -1;
-    if (packed && (group > 1 || roll(m, 2))) cut.widths[0] = cells, cut.widths[1] = cut.widths[2] = kv * d;
+    if (packed && (group > 1 || roll(m, 2)))
+        cut.widths[0] = cells, cut.widths[1] = cut.widths[2] = kv * d;
     if (packed) {
         q = linear(m, x, cells + 2 * kv * d, cut, DTRAIN_ACTIVATION_NONE);
         if (rotary) {
@@ -271,8 +276,8 @@ static int attention(maker *m, int x)
     n->cut = add_cut(m, cut_of(DTRAIN_CUT_ROWS, 0, kv), cells);
     x = roll(m, 3) ? at : element_by_element(m, at);
     if (chance(m, 5) && !off(m, WITHOUT_PLACES)) /* gathered, as for a projection that is not cut */
-        return linear(m, place(m, x, roll(m, 2) ? stream_of(m) : DTRAIN_PLACEMENT_WHOLE), g->width, cut_of(0, 0, 0),
-                      DTRAIN_ACTIVATION_NONE);
+        return linear(m, place(m, x, roll(m, 2) ? stream_of(m) : DTRAIN_PLACEMENT_WHOLE), g->width,
+                      cut_of(0, 0, 0), DTRAIN_ACTIVATION_NONE);
     return linear(m, x, g->width, cut_of(DTRAIN_CUT_COLUMNS, 0, kv), DTRAIN_ACTIVATION_NONE);
 }
 
@@ -280,11 +285,13 @@ static int mlp(maker *m, int x)
 {
     tp_program *g = m->g;
     const int64_t hidden = g->tensor + (int64_t)roll(m, 17);
-    const int64_t parts = hidden % 2 == 0 && hidden / 2 >= g->tensor && chance(m, 3) ? hidden / 2 : 0;
+    const int64_t parts =
+        hidden % 2 == 0 && hidden / 2 >= g->tensor && chance(m, 3) ? hidden / 2 : 0;
     const dtrain_cut rows = cut_of(DTRAIN_CUT_ROWS, 0, parts);
     int h = linear(m, x, hidden, rows, activation(m, true));
     if (roll(m, 3) == 0) {
-        const int up = chance(m, 5) ? add_node(m, TP_LINEAR, x, -1) : linear(m, x, hidden, rows, DTRAIN_ACTIVATION_NONE);
+        const int up = chance(m, 5) ? add_node(m, TP_LINEAR, x, -1)
+                                    : linear(m, x, hidden, rows, DTRAIN_ACTIVATION_NONE);
         if (g->node[up].w < 0) { /* the same weight and bias once more, without the activation */
             const tp_node *once = &g->node[h];
             g->node[up].w = once->w, g->node[up].b = once->b, g->node[up].n = once->n;
@@ -293,7 +300,8 @@ static int mlp(maker *m, int x)
         h = add_node(m, roll(m, 3) ? TP_SWIGLU : roll(m, 2) ? TP_MULTIPLY : TP_ADD, h, up);
     }
     for (uint64_t more = roll(m, 3); more > 0; more--) h = element_by_element(m, h);
-    return linear(m, h, g->width, cut_of(DTRAIN_CUT_COLUMNS, 0, parts), roll(m, 3) ? 0 : activation(m, true));
+    return linear(m, h, g->width, cut_of(DTRAIN_CUT_COLUMNS, 0, parts),
+                  roll(m, 3) ? 0 : activation(m, true));
 }
 
 /* Out of the placement that x has and back, with something between. */
@@ -301,7 +309,8 @@ static int trip(maker *m, int x)
 {
     tp_program *g = m->g;
     const uint64_t which = roll(m, 4);
-    if (which == 0 && !off(m, WITHOUT_PLACES)) { /* columns of each component: they come back in order */
+    if (which == 0 &&
+        !off(m, WITHOUT_PLACES)) { /* columns of each component: they come back in order */
         dtrain_cut cut = cut_of(DTRAIN_CUT_ROWS, 2, 0);
         const int64_t each = g->tensor + (int64_t)roll(m, 5);
         x = linear(m, x, 2 * each, cut, DTRAIN_ACTIVATION_GELU);
@@ -311,7 +320,8 @@ static int trip(maker *m, int x)
         for (uint64_t hops = 1 + roll(m, 3); hops > 0; hops--) {
             x = place(m, x, (uint32_t)roll(m, 3));
             x = element_by_element(m, x);
-            if (g->node[x].placement != DTRAIN_PLACEMENT_COLUMNS && chance(m, 3)) x = add_node(m, TP_SOFTMAX, x, -1);
+            if (g->node[x].placement != DTRAIN_PLACEMENT_COLUMNS && chance(m, 3))
+                x = add_node(m, TP_SOFTMAX, x, -1);
         }
     }
     if (g->node[x].placement == DTRAIN_PLACEMENT_COLUMNS && roll(m, 2))
@@ -333,7 +343,8 @@ static int make_block(maker *m, int h, int *stream)
     if (chance(m, 4) && !off(m, WITHOUT_PLACES))
         x = place(m, x, roll(m, 2) ? DTRAIN_PLACEMENT_WHOLE : DTRAIN_PLACEMENT_ROWS);
     const bool elsewhere = g->node[x].placement == DTRAIN_PLACEMENT_ROWS && !g->sequence_parallel;
-    switch (elsewhere ? roll(m, 4) : roll(m, 6)) { /* whole parameters would have gradients of parts of rows */
+    switch (elsewhere ? roll(m, 4)
+                      : roll(m, 6)) { /* whole parameters would have gradients of parts of rows */
     case 0:
     case 1: x = mlp(m, x); break;
     case 2:
@@ -344,7 +355,8 @@ static int make_block(maker *m, int h, int *stream)
     if (chance(m, 3)) x = element_by_element(m, x);
     if (g->stream) return x; /* the next norm adds it */
     if (roll(m, 5)) x = add_node(m, TP_ADD, x, in);
-    if (g->skips && x != in) g->block[m->block].first = first, g->block[m->block].last = x, g->block[m->block].in = in;
+    if (g->skips && x != in)
+        g->block[m->block].first = first, g->block[m->block].last = x, g->block[m->block].in = in;
     return x;
 }
 
@@ -352,7 +364,7 @@ static void make_head(maker *m, int h, int *stream, int table)
 {
     tp_program *g = m->g;
     const bool tied = table >= 0 && chance(m, 2);
-    const dtrain_cut cut = tied        ? g->param[table].cut
+    const dtrain_cut cut = tied         ? g->param[table].cut
                            : roll(m, 2) ? cut_of(DTRAIN_CUT_ROWS, 0, 0)
                                         : cut_of(0, 0, 0);
     int x = norm(m, h, stream);
@@ -383,8 +395,8 @@ static int64_t common_divisor(int64_t a, int64_t b) { return b ? common_divisor(
 
 static void make_settings(maker *m)
 {
-    static const int axes[][2] = {{2, 1}, {2, 2}, {3, 1}, {4, 1}, {8, 1}, {2, 4}, {3, 2}, {4, 2}, {2, 3}, {1, 2},
-                                  {1, 1}, {2, 2}, {5, 1}, {1, 4}};
+    static const int axes[][2] = {{2, 1}, {2, 2}, {3, 1}, {4, 1}, {8, 1}, {2, 4}, {3, 2},
+                                  {4, 2}, {2, 3}, {1, 2}, {1, 1}, {2, 2}, {5, 1}, {1, 4}};
     tp_program *g = m->g;
     const int *axis = axes[roll(m, sizeof axes / sizeof *axes)];
     const uint32_t kind = (uint32_t)(1 + roll(m, 6));
@@ -401,7 +413,8 @@ static void make_settings(maker *m)
     g->recompute_ops = roll(m, 2) ? 0 : (uint32_t)(1 + roll(m, 15));
     g->missing = roll(m, 2) ? DTRAIN_MISSING_GRADIENT_SKIP : DTRAIN_MISSING_GRADIENT_ZERO;
     g->joins = chance(m, 3) && !g->recompute && !off(m, WITHOUT_JOINS) ? 4 : 0;
-    g->param_dtype = g->narrow && roll(m, 2) && kind >= DTRAIN_STRATEGY_FULL_SHARD ? DTRAIN_DTYPE_BF16 : 0;
+    g->param_dtype =
+        g->narrow && roll(m, 2) && kind >= DTRAIN_STRATEGY_FULL_SHARD ? DTRAIN_DTYPE_BF16 : 0;
     g->reduce_dtype = g->narrow && roll(m, 2) ? DTRAIN_DTYPE_BF16 : 0;
     g->skips = chance(m, 2) ? 3 : 0;
     g->ignores = chance(m, 2) ? 3 : 0;
@@ -422,7 +435,9 @@ static void make_settings(maker *m)
     g->kind = off(m, WITHOUT_KIND) ? DTRAIN_STRATEGY_DDP : kind;
     if (g->kind < DTRAIN_STRATEGY_FULL_SHARD) g->param_dtype = 0;
     if (g->recompute || g->stream) g->skips = 0;
-    g->node_size = g->kind == DTRAIN_STRATEGY_HYBRID_SHARD ? (uint32_t)(g->data % 2 ? g->data : g->data / 2) : 0;
+    g->node_size = g->kind == DTRAIN_STRATEGY_HYBRID_SHARD
+                       ? (uint32_t)(g->data % 2 ? g->data : g->data / 2)
+                       : 0;
     if (g->node_size == 0 && g->kind == DTRAIN_STRATEGY_HYBRID_SHARD) g->node_size = 1;
     if (chance(m, 6) && g->data % 2 == 0 && g->kind < DTRAIN_STRATEGY_ZERO3)
         g->hierarchical = true, g->node_size = (uint32_t)g->data / 2;
@@ -453,15 +468,16 @@ static void generate(tp_program *g, uint64_t seed, uint32_t without)
     g->node[h].n = g->width;
     g->node[h].placement = stream_of(&m);
     if (roll(&m, 3))
-        g->node[h].b = add_param(&m, "pos", g->sequence + (int64_t)roll(&m, 3), g->width, cut_of(0, 0, 0),
-                                 DTRAIN_INIT_NORMAL, 0.5);
+        g->node[h].b = add_param(&m, "pos", g->sequence + (int64_t)roll(&m, 3), g->width,
+                                 cut_of(0, 0, 0), DTRAIN_INIT_NORMAL, 0.5);
     const int blocks = off(&m, WITHOUT_BLOCK) ? 1 : 1 + (int)roll(&m, 3);
     for (int b = 0; b < blocks; b++) {
         const int nodes = g->nodes, params = g->params;
         m.block++;
         h = make_block(&m, h, &stream);
         if (g->params > params) continue;
-        g->block[m.block--].first = -1; /* without parameters it is no unit: a part of the one before */
+        g->block[m.block--].first =
+            -1; /* without parameters it is no unit: a part of the one before */
         for (int i = nodes; i < g->nodes; i++) g->node[i].block = m.block;
     }
     m.block++;
@@ -472,28 +488,33 @@ static void generate(tp_program *g, uint64_t seed, uint32_t without)
 static void print_program(const tp_program *g, uint32_t without)
 {
     static const char *const placements[] = {"whole", "columns", "rows"};
-    printf("    seed %llu: tensor %d x data %d, kind %u, %d steps of %d micro-batches, sequence %lld%s%s%s%s%s, "
+    printf("    seed %llu: tensor %d x data %d, kind %u, %d steps of %d micro-batches, sequence "
+           "%lld%s%s%s%s%s, "
            "recompute %u (%u), clip %g, batches of %lld\n",
-           (unsigned long long)g->seed, g->tensor, g->data, g->kind, g->steps, g->micro, (long long)g->sequence,
-           g->sequence_parallel ? ", sequence parallel" : "", g->narrow ? ", bf16" : "", g->means ? ", means" : "",
-           g->no_overlap ? ", no overlap" : "", g->keep ? ", kept" : "", g->recompute, g->recompute_ops,
-           (double)g->clip, (long long)g->batch_unit);
-    printf("    nodes of %u%s, missing gradients %u, accumulation %u, param_dtype %u, reduce_dtype %u, joins %d\n",
-           g->node_size, g->hierarchical ? " (hierarchical)" : "", g->missing, g->accumulation, g->param_dtype,
-           g->reduce_dtype, (int)g->joins);
+           (unsigned long long)g->seed, g->tensor, g->data, g->kind, g->steps, g->micro,
+           (long long)g->sequence, g->sequence_parallel ? ", sequence parallel" : "",
+           g->narrow ? ", bf16" : "", g->means ? ", means" : "",
+           g->no_overlap ? ", no overlap" : "", g->keep ? ", kept" : "", g->recompute,
+           g->recompute_ops, (double)g->clip, (long long)g->batch_unit);
+    printf("    nodes of %u%s, missing gradients %u, accumulation %u, param_dtype %u, reduce_dtype "
+           "%u, joins %d\n",
+           g->node_size, g->hierarchical ? " (hierarchical)" : "", g->missing, g->accumulation,
+           g->param_dtype, g->reduce_dtype, (int)g->joins);
     for (int i = 0; i < WITHOUTS; i++)
         if (without >> i & 1) printf("    without %s\n", without_names[i]);
     for (int i = 0; i < g->nodes; i++) {
         const tp_node *n = &g->node[i];
-        printf("    %2d block %d: %s of %d %d %d -> %lld, %s", i, n->block, tp_names[n->kind], n->in[0], n->in[1],
-               n->in[2], (long long)n->n, placements[n->placement]);
+        printf("    %2d block %d: %s of %d %d %d -> %lld, %s", i, n->block, tp_names[n->kind],
+               n->in[0], n->in[1], n->in[2], (long long)n->n, placements[n->placement]);
         if (n->cut >= 0)
-            printf(" (%u components, %lld parts)", g->cut[n->cut].cut.components, (long long)g->cut[n->cut].cut.parts);
+            printf(" (%u components, %lld parts)", g->cut[n->cut].cut.components,
+                   (long long)g->cut[n->cut].cut.parts);
         for (int k = 0; k < 2; k++) {
             const int p = k ? n->b : n->w;
             if (p >= 0)
-                printf(", %s (%lld, %lld) cut %u%s%s", g->param[p].name, (long long)g->param[p].shape[0],
-                       (long long)g->param[p].shape[1], g->param[p].cut.axis, g->param[p].frozen ? " frozen" : "",
+                printf(", %s (%lld, %lld) cut %u%s%s", g->param[p].name,
+                       (long long)g->param[p].shape[0], (long long)g->param[p].shape[1],
+                       g->param[p].cut.axis, g->param[p].frozen ? " frozen" : "",
                        g->param[p].alias >= 0 ? " tied" : "");
         }
         if (n->heads) printf(", heads %lld / %lld", (long long)n->heads, (long long)n->kv_heads);
@@ -501,7 +522,8 @@ static void print_program(const tp_program *g, uint32_t without)
         if (n->number != 0) printf(", %g", n->number);
         if (n->stream || n->of_stream) printf(", stream");
         if (n->mask || n->lengths || n->causal)
-            printf(",%s%s%s", n->causal ? " causal" : "", n->mask ? " mask" : "", n->lengths ? " lengths" : "");
+            printf(",%s%s%s", n->causal ? " causal" : "", n->mask ? " mask" : "",
+                   n->lengths ? " lengths" : "");
         printf("\n");
     }
 }
@@ -510,20 +532,23 @@ static void print_program(const tp_program *g, uint32_t without)
 
 typedef struct play {
     tp_program g;
-    float *init;                                                 /* (elements) */
-    double *after;                                               /* (elements): expected at the end */
-    double losses[MOST_RANKS][MOST_STEPS + 1][MOST_MICRO];       /* by data rank; the last: evaluation */
+    float *init;                                           /* (elements) */
+    double *after;                                         /* (elements): expected at the end */
+    double losses[MOST_RANKS][MOST_STEPS + 1][MOST_MICRO]; /* by data rank; the last: evaluation */
     double norms[MOST_STEPS];
-    float **masks[MOST_RANKS][MOST_STEPS][MOST_MICRO];           /* dropout by dropout */
-    tp_pass first[MOST_RANKS];                                   /* the first pass, with its values */
-    float *found[MOST_RANKS];                                    /* (elements): parameters at the end */
+    float **masks[MOST_RANKS][MOST_STEPS][MOST_MICRO]; /* dropout by dropout */
+    tp_pass first[MOST_RANKS];                         /* the first pass, with its values */
+    float *found[MOST_RANKS];                          /* (elements): parameters at the end */
     float norms_found[MOST_RANKS][MOST_STEPS];
     float losses_found[MOST_RANKS][MOST_STEPS + 1][MOST_MICRO];
     char text[MOST_RANKS][400]; /* what a rank found wrong */
     bool kink;                  /* no oracle knows what comes out */
 } play;
 
-static uint64_t seed_of(const tp_program *g, tp_place at) { return tp_draw(g, 99, at.data_rank, at.step, at.micro, 0); }
+static uint64_t seed_of(const tp_program *g, tp_place at)
+{
+    return tp_draw(g, 99, at.data_rank, at.step, at.micro, 0);
+}
 
 static void expect_step(play *y, double *weights, double *grads, int step)
 {
@@ -548,7 +573,8 @@ static void expect_step(play *y, double *weights, double *grads, int step)
             else tp_free(&s);
         }
     for (int p = 0; p < g->params; p++)
-        for (int64_t i = 0; i < g->param[p].count && g->param[p].alias < 0 && !g->param[p].frozen; i++) {
+        for (int64_t i = 0; i < g->param[p].count && g->param[p].alias < 0 && !g->param[p].frozen;
+             i++) {
             double *gradient = &grads[g->param[p].first + i];
             *gradient /= total;
             squares += *gradient * *gradient;
@@ -557,8 +583,10 @@ static void expect_step(play *y, double *weights, double *grads, int step)
     const double clip = (double)g->clip, much = y->norms[step] + 1e-6;
     const double factor = clip > 0 && much > clip ? clip / much : 1;
     for (int p = 0; p < g->params; p++)
-        for (int64_t i = 0; i < g->param[p].count && g->param[p].alias < 0 && !g->param[p].frozen; i++)
-            weights[g->param[p].first + i] -= (double)g->rate * factor * grads[g->param[p].first + i];
+        for (int64_t i = 0; i < g->param[p].count && g->param[p].alias < 0 && !g->param[p].frozen;
+             i++)
+            weights[g->param[p].first + i] -=
+                (double)g->rate * factor * grads[g->param[p].first + i];
 }
 
 static void expect(play *y)
@@ -604,11 +632,12 @@ static int wrong(rank_state *s, const char *format, ...)
     va_end(args);
     return 1;
 }
-#define GOOD(call)                                                                                          \
-    do {                                                                                                    \
-        const dtrain_result good_result = (call);                                                           \
-        if (good_result != DTRAIN_OK)                                                                       \
-            return wrong(s, "%s: %s: %.250s", #call, dtrain_result_text(good_result), dtrain_last_error()); \
+#define GOOD(call)                                                                    \
+    do {                                                                              \
+        const dtrain_result good_result = (call);                                     \
+        if (good_result != DTRAIN_OK)                                                 \
+            return wrong(s, "%s: %s: %.250s", #call, dtrain_result_text(good_result), \
+                         dtrain_last_error());                                        \
     } while (0)
 
 static dtrain_param *param_of(rank_state *s, int p) { return p < 0 ? NULL : &s->params[p]; }
@@ -632,7 +661,8 @@ static dtrain_tensor *attend(rank_state *s, const tp_node *n, tp_place at, dtrai
         float mask[16 * 64];
         int64_t shape[3];
         shape[0] = n->heads, shape[1] = shape[2] = q;
-        for (int64_t i = 0; i < (n->heads_mask ? n->heads : 1) * q * q; i++) mask[i] = tp_mask(g, at, i);
+        for (int64_t i = 0; i < (n->heads_mask ? n->heads : 1) * q * q; i++)
+            mask[i] = tp_mask(g, at, i);
         desc.mask = dtrain_tape_input(s->tape, DTRAIN_DTYPE_F32, n->heads_mask ? 3 : 2,
                                       shape + !n->heads_mask, mask, false);
     }
@@ -655,7 +685,8 @@ static dtrain_tensor *loss_of(rank_state *s, const tp_node *n, tp_place at, dtra
     const tp_program *g = &s->y->g;
     const int64_t rows = tp_rows(g, at), columns = g->node[n->in[0]].n;
     int32_t targets[1024];
-    for (int64_t i = 0; i < rows; i++) targets[i] = tp_target(g, at, n->classes ? n->classes : columns, i);
+    for (int64_t i = 0; i < rows; i++)
+        targets[i] = tp_target(g, at, n->classes ? n->classes : columns, i);
     dtrain_tensor *input = dtrain_tape_input(s->tape, DTRAIN_DTYPE_I32, 1, &rows, targets, false);
     return dtrain_cross_entropy(s->tape, logits, input, n->classes, (float)n->number);
 }
@@ -663,7 +694,8 @@ static dtrain_tensor *loss_of(rank_state *s, const tp_node *n, tp_place at, dtra
 static dtrain_tensor *put(rank_state *s, const tp_node *n, tp_place at, dtrain_tensor *x)
 {
     const bool odd = s->y->g.sequence_parallel && tp_rows(&s->y->g, at) % s->y->g.tensor;
-    return dtrain_place(s->tape, x, n->of_stream && odd ? DTRAIN_PLACEMENT_WHOLE : (dtrain_placement)n->placement);
+    return dtrain_place(
+        s->tape, x, n->of_stream && odd ? DTRAIN_PLACEMENT_WHOLE : (dtrain_placement)n->placement);
 }
 
 static dtrain_tensor *run_node(rank_state *s, const tp_node *n, tp_place at)
@@ -681,7 +713,8 @@ static dtrain_tensor *run_node(rank_state *s, const tp_node *n, tp_place at)
     case TP_EMBEDDING: return embed(s, n, at);
     case TP_LINEAR: return dtrain_linear(tape, in[0], w, b, (dtrain_activation)n->activation);
     case TP_ATTENTION: return attend(s, n, at, in);
-    case TP_ROTARY: return dtrain_rotary(tape, in[0], s->y->g.sequence, n->heads, n->rotated, (float)n->number);
+    case TP_ROTARY:
+        return dtrain_rotary(tape, in[0], s->y->g.sequence, n->heads, n->rotated, (float)n->number);
     case TP_LAYERNORM: return dtrain_layernorm(tape, in[0], stream, w, b, (float)n->number);
     case TP_RMS_NORM: return dtrain_rms_norm(tape, in[0], stream, w, (float)n->number);
     case TP_SOFTMAX: return dtrain_softmax(tape, in[0]);
@@ -716,7 +749,8 @@ static int check_node(rank_state *s, int at)
     const bool by_rows = placement == DTRAIN_PLACEMENT_ROWS;
     double most = 1, worst = 0;
     if (x->placement != placement)
-        return wrong(s, "node %d (%s) is placed %u, expected %u", at, tp_names[n->kind], x->placement, placement);
+        return wrong(s, "node %d (%s) is placed %u, expected %u", at, tp_names[n->kind],
+                     x->placement, placement);
     const int64_t begin = by_rows ? rows * s->tensor_rank / g->tensor : 0;
     const int64_t end = by_rows ? rows * (s->tensor_rank + 1) / g->tensor : rows;
     float *values = (float *)malloc((size_t)(x->count ? x->count : 1) * sizeof *values);
@@ -735,20 +769,22 @@ static int check_node(rank_state *s, int at)
             k++;
         }
     free(values);
-    if (result != DTRAIN_OK) return wrong(s, "node %d (%s): %.300s", at, tp_names[n->kind], dtrain_last_error());
+    if (result != DTRAIN_OK)
+        return wrong(s, "node %d (%s): %.300s", at, tp_names[n->kind], dtrain_last_error());
     if (k != x->count)
-        return wrong(s, "node %d (%s) has %lld elements, expected %lld", at, tp_names[n->kind], (long long)x->count,
-                     (long long)k);
-    if (!(worst <= (g->narrow ? 0.1 : 3e-5) * most))
-        return wrong(s, "node %d (%s) is off by %g in row %lld, column %lld", at, tp_names[n->kind], worst,
-                     (long long)row, (long long)column);
+        return wrong(s, "node %d (%s) has %lld elements, expected %lld", at, tp_names[n->kind],
+                     (long long)x->count, (long long)k);
+    if (!(worst <= (g->narrow ? 0.2 : 3e-5) * most))
+        return wrong(s, "node %d (%s) is off by %g in row %lld, column %lld", at, tp_names[n->kind],
+                     worst, (long long)row, (long long)column);
     return 0;
 }
 
 static int run_pass(rank_state *s, tp_place at)
 {
     const tp_program *g = &s->y->g;
-    const uint32_t flags = (g->narrow ? DTRAIN_TAPE_BF16 : 0) | (at.evaluation ? DTRAIN_TAPE_NO_GRAD : 0);
+    const uint32_t flags =
+        (g->narrow ? DTRAIN_TAPE_BF16 : 0) | (at.evaluation ? DTRAIN_TAPE_NO_GRAD : 0);
     const bool look = at.step == 0 && at.micro == 0 && !g->recompute;
     int unit = -1;
     memset(s->value, 0, sizeof s->value);
@@ -793,6 +829,10 @@ static void describe(rank_state *s, dtrain_strategy_desc *desc)
         to->init_scale = from->scale;
         to->cut = from->cut;
         if (from->alias >= 0) to->alias_of = &s->params[from->alias];
+        if (from->alias >= 0 && g->seed % 3 == 0) { /* shape and cut of its target */
+            to->shape[0] = to->shape[1] = 0;
+            memset(&to->cut, 0, sizeof to->cut);
+        }
     }
     memset(desc, 0, sizeof *desc);
     desc->kind = g->kind;
@@ -825,13 +865,15 @@ static int train(rank_state *s)
             if (tp_joins(g, at)) GOOD(dtrain_strategy_join(s->strategy, &over));
             else if (run_pass(s, at)) return 1;
         }
-        GOOD(dtrain_grad_norm(s->strategy, NULL, g->clip, &s->y->norms_found[s->rank][at.step], &scale));
+        GOOD(dtrain_grad_norm(s->strategy, NULL, g->clip, &s->y->norms_found[s->rank][at.step],
+                              &scale));
         GOOD(dtrain_optimizer_step(s->optimizer, g->rate, scale));
     }
     at.step = MOST_STEPS, at.micro = 0, at.evaluation = true;
     if (g->evaluate && run_pass(s, at)) return 1;
     for (int p = 0; p < g->params; p++)
-        GOOD(dtrain_strategy_read(s->strategy, (size_t)p, s->y->found[s->rank] + g->param[p].first));
+        GOOD(
+            dtrain_strategy_read(s->strategy, (size_t)p, s->y->found[s->rank] + g->param[p].first));
     GOOD(dtrain_strategy_verify(s->strategy, NULL));
     return 0;
 }
@@ -883,7 +925,9 @@ static float *mask_of(rank_state *s, const tp_node *n, int64_t rows)
     shape[0] = rows, shape[1] = n->n;
     for (int64_t i = 0; i < rows * n->n; i++) ones[i] = 1;
     dtrain_tensor *x = dtrain_tape_input(s->tape, DTRAIN_DTYPE_F32, 2, shape, ones, false);
-    if (dtrain_tensor_read(s->tape, dtrain_dropout(s->tape, x, (float)n->number), ones, NULL) != DTRAIN_OK) ones[0] = NAN;
+    if (dtrain_tensor_read(s->tape, dtrain_dropout(s->tape, x, (float)n->number), ones, NULL) !=
+        DTRAIN_OK)
+        ones[0] = NAN;
     return ones;
 }
 
@@ -934,7 +978,7 @@ static long tensors_seen, shifts_seen, shifts_noticed, doubles_noticed;
  * has moved by `all`. */
 static double bound(const tp_program *g, double moved, double all, double size)
 {
-    return g->narrow ? 0.35 * moved + 0.05 * all : 3e-3 * moved + 2e-5 * all + 1e-6 * size;
+    return g->narrow ? 0.5 * moved + 0.1 * all : 3e-3 * moved + 2e-5 * all + 1e-6 * size;
 }
 
 static bool judge_param(play *y, int p, double all, char *text, size_t room)
@@ -959,8 +1003,8 @@ static bool judge_param(play *y, int p, double all, char *text, size_t room)
         doubles_noticed += sqrt(moved) > limit;
     }
     if (sqrt(error) <= limit) return true;
-    snprintf(text, room, "parameter %d (%s) is off by %g, training moves it by %g; allowed are %g", p, q->name,
-             sqrt(error), sqrt(moved), limit);
+    snprintf(text, room, "parameter %d (%s) is off by %g, training moves it by %g; allowed are %g",
+             p, q->name, sqrt(error), sqrt(moved), limit);
     return false;
 }
 
@@ -972,16 +1016,20 @@ static bool judge(play *y, char *text, size_t room)
     for (int r = 0; r < ranks; r++)
         for (int step = 0; step <= MOST_STEPS; step++)
             for (int micro = 0; micro < g->micro; micro++) {
-                const double loss = y->losses[r / g->tensor][step][micro], found = (double)y->losses_found[r][step][micro];
-                if (fabs(found - loss) <= (g->narrow ? 0.1 : 1e-4 * (1 + 4 * step)) * (1 + fabs(loss))) continue;
-                snprintf(text, room, "rank %d, step %d, micro-batch %d: loss %.9g, expected %.9g", r, step, micro, found,
-                         loss);
+                const double loss = y->losses[r / g->tensor][step][micro],
+                             found = (double)y->losses_found[r][step][micro];
+                if (fabs(found - loss) <=
+                    (g->narrow ? 0.2 : 1e-4 * (1 + 4 * step)) * (1 + fabs(loss)))
+                    continue;
+                snprintf(text, room, "rank %d, step %d, micro-batch %d: loss %.9g, expected %.9g",
+                         r, step, micro, found, loss);
                 return false;
             }
     for (int step = 0; step < g->steps; step++)
-        if (!(fabs((double)y->norms_found[0][step] - y->norms[step]) <= (g->narrow ? 0.2 + 0.2 * step : 1e-3) * y->norms[step])) {
-            snprintf(text, room, "step %d: norm %.9g, expected %.9g", step, (double)y->norms_found[0][step],
-                     y->norms[step]);
+        if (!(fabs((double)y->norms_found[0][step] - y->norms[step]) <=
+              (g->narrow ? 0.2 + 0.2 * step : 1e-3) * y->norms[step])) {
+            snprintf(text, room, "step %d: norm %.9g, expected %.9g", step,
+                     (double)y->norms_found[0][step], y->norms[step]);
             return false;
         }
     for (int r = 1; r < ranks; r++) {
@@ -989,8 +1037,10 @@ static bool judge(play *y, char *text, size_t room)
             snprintf(text, room, "rank %d has another norm than rank 0", r);
             return false;
         }
-        if (r % g->tensor && memcmp(y->losses_found[r], y->losses_found[r - 1], sizeof y->losses_found[0]) != 0) {
-            snprintf(text, room, "rank %d has another loss than its neighbour on the tensor axis", r);
+        if (r % g->tensor &&
+            memcmp(y->losses_found[r], y->losses_found[r - 1], sizeof y->losses_found[0]) != 0) {
+            snprintf(text, room, "rank %d has another loss than its neighbour on the tensor axis",
+                     r);
             return false;
         }
     }
@@ -1001,8 +1051,10 @@ static bool judge(play *y, char *text, size_t room)
         if (g->param[p].alias >= 0) continue;
         if (!judge_param(y, p, sqrt(all), text, room)) return false;
         for (int r = 1; r < ranks; r++)
-            if (memcmp(y->found[r] + first, y->found[0] + first, (size_t)g->param[p].count * sizeof(float)) != 0) {
-                snprintf(text, room, "rank %d has other bits of parameter %d (%s) than rank 0", r, p, g->param[p].name);
+            if (memcmp(y->found[r] + first, y->found[0] + first,
+                       (size_t)g->param[p].count * sizeof(float)) != 0) {
+                snprintf(text, room, "rank %d has other bits of parameter %d (%s) than rank 0", r,
+                         p, g->param[p].name);
                 return false;
             }
     }
@@ -1020,7 +1072,8 @@ static bool run_ranks(play *y, int ranks, dtrain_rank_fn main, char *text, size_
     desc.log = say_nothing;
     desc.timeout_ms = 10000;
 #ifdef DTRAIN_CUDA_EMULATION
-    desc.device_ops = dtrain_cuda_device_ops(); /* staged: its memory reaches other ranks through the host's */
+    desc.device_ops =
+        dtrain_cuda_device_ops(); /* staged: its memory reaches other ranks through the host's */
     if (ranks > 1 && y->g.seed % 2) {
         dtrain_emulation_set_device_count(MOST_RANKS);
         nccl_mock.delay_steps = (int)(y->g.seed / 2 % 5);
@@ -1036,7 +1089,8 @@ static bool run_ranks(play *y, int ranks, dtrain_rank_fn main, char *text, size_
         return false;
     }
 #endif
-    for (int r = 0; r < ranks; r++) /* the first cause is the one that no other rank is quoted for */
+    for (int r = 0; r < ranks;
+         r++) /* the first cause is the one that no other rank is quoted for */
         if (y->text[r][0] && !strstr(y->text[r], "rank failed")) {
             snprintf(text, room, "rank %d: %s", r, y->text[r]);
             return false;
@@ -1052,7 +1106,8 @@ static void forget(play *y)
         free(y->found[r]);
         for (int step = 0; step < MOST_STEPS; step++)
             for (int micro = 0; micro < MOST_MICRO; micro++) {
-                for (int i = 0; i < MOST_NODES && y->masks[r][step][micro]; i++) free(y->masks[r][step][micro][i]);
+                for (int i = 0; i < MOST_NODES && y->masks[r][step][micro]; i++)
+                    free(y->masks[r][step][micro][i]);
                 free(y->masks[r][step][micro]);
             }
     }
@@ -1067,14 +1122,16 @@ static bool passes(uint64_t seed, uint32_t without, char *text, size_t room, boo
     generate(&y->g, seed, without);
     if (words) print_program(&y->g, without);
     y->init = (float *)calloc((size_t)y->g.elements, sizeof *y->init);
-    for (int r = 0; r < MOST_RANKS; r++) y->found[r] = (float *)calloc((size_t)y->g.elements, sizeof *y->init);
+    for (int r = 0; r < MOST_RANKS; r++)
+        y->found[r] = (float *)calloc((size_t)y->g.elements, sizeof *y->init);
     bool good = run_ranks(y, 1, one_rank, text, room);
     if (good) expect(y);
     if (y->kink) {
         forget(y);
         return true;
     }
-    good = good && run_ranks(y, y->g.tensor * y->g.data, rank_main, text, room) && judge(y, text, room);
+    good = good && run_ranks(y, y->g.tensor * y->g.data, rank_main, text, room) &&
+           judge(y, text, room);
     forget(y);
     return good;
 }
@@ -1085,13 +1142,15 @@ static bool run_seed(uint64_t seed, bool words)
     uint32_t without = 0;
     if (passes(seed, 0, text, sizeof text, words)) return true;
     printf("  FAIL seed %llu: %s\n", (unsigned long long)seed, text);
+    if (getenv("DTRAIN_TEST_FIRST")) exit(1); /* broken on purpose: that it fails is enough */
     for (int i = 0; i < WITHOUTS; i++)
         if (!passes(seed, without | 1u << i, other, sizeof other, false)) {
             without |= 1u << i;
             memcpy(text, other, sizeof text);
         }
     passes(seed, without, text, sizeof text, true);
-    printf("  %s\n  again: build/tests/test_tensor_programs --seed %llu\n", text, (unsigned long long)seed);
+    printf("  %s\n  again: build/tests/test_tensor_programs --seed %llu\n", text,
+           (unsigned long long)seed);
     return false;
 }
 
@@ -1099,11 +1158,15 @@ static const uint64_t failed_once[] = {618034011, 618034027, 618034012, 61803447
 
 int main(int argc, char **argv)
 {
-    const seeds s = seeds_of(argc, argv, MANY, 40);
+    seeds s = seeds_of(argc, argv, MANY, 0);
+    if (test_full() && argc == 1) s.count = test_draws(MANY, FULL, 10 * FULL), s.end = 0;
     setvbuf(stdout, NULL, _IOLBF, 0);
-    const int status = seeds_run(&s, failed_once, sizeof failed_once / sizeof *failed_once, run_seed);
-    printf("  of %ld tensors %ld of %ld shifted ones and %ld with twice their gradients would be noticed\n", tensors_seen,
-           shifts_noticed, shifts_seen, doubles_noticed);
-    const bool vacuous = !s.one && (shifts_noticed * 100 < shifts_seen * 97 || doubles_noticed * 10 < tensors_seen * 8);
+    const int status =
+        seeds_run(&s, failed_once, sizeof failed_once / sizeof *failed_once, run_seed);
+    printf("  of %ld tensors %ld of %ld shifted ones and %ld with twice their gradients would be "
+           "noticed\n",
+           tensors_seen, shifts_noticed, shifts_seen, doubles_noticed);
+    const bool vacuous = !s.one && (shifts_noticed * 100 < shifts_seen * 97 ||
+                                    doubles_noticed * 10 < tensors_seen * 8);
     return status || vacuous;
 }

@@ -1,0 +1,105 @@
+#!/bin/sh
+# mutants_tensor.sh [WORD]: do random programs notice an operation that is broken on the tensor axis? Each mutant is
+# one line of src/ changed: a sum that is left out, doubled or made a mean, a part that begins elsewhere, something
+# counted by every rank. Its file is compiled and linked before the library, and test_tensor_programs must fail. WORD:
+# only the mutants whose words have it.
+build=${BUILD:-build} only=${1:-}
+out=$build/mutants
+passed=0 failed=0
+mkdir -p "$out"
+if ! "${MAKE:-make}" -s --no-print-directory BUILD="$build" "$build/sources.a" >"$out/log" 2>&1; then
+    cat "$out/log"; echo "  FAIL sources.a cannot be built"; echo "0 passed, 1 failed"; exit 1
+fi
+compile() { ${CC:-cc} -std=c99 -O1 -Isrc -Itests/nccl/mock -c "$1" -o "$2"; }
+test=$out/test_tensor_programs.o
+${CC:-cc} -std=c99 -O1 -I. -Itests -Itests/support -c tests/unit/test_tensor_programs.c -o "$test" || exit 1
+
+# link FILE.o: the programs with this object in place of the library's
+link() { ${CC:-cc} "$test" "$@" "$build/sources.a" -o "$out/programs" -lm -lpthread; }
+survives() { DTRAIN_TEST_FIRST=1 DTRAIN_TEST_FULL=0 timeout 300 "$out/programs" --count 400 >"$out/log" 2>&1; }
+
+# mutant WORDS FILE SED: what is broken, in which file of src/, and how
+mutant() {
+    case $1 in *"$only"*) ;; *) return ;; esac
+    copy=$out/$(basename "$2")
+    sed "$3" "src/$2" >"$copy"
+    if cmp -s "$copy" "src/$2"; then
+        why="src/$2 has no such line any more"
+    elif ! { compile "$copy" "$copy.o" && link "$copy.o"; } >"$out/log" 2>&1; then
+        cat "$out/log"; why="does not compile"
+    elif survives; then
+        why="survives"
+    else
+        passed=$((passed + 1))
+        echo "  killed: $1 ($(grep -h -m 1 -o 'FAIL seed [0-9]*: .*' "$out/log" | cut -c 1-90))"
+        return
+    fi
+    failed=$((failed + 1))
+    echo "  FAIL $1: $why"
+}
+
+cut='((const dtrain__linear *)op->args)->cut'
+t='(float)op->tape->groups.tensor_ranks'
+
+if ! link || ! survives; then
+    tail -n 3 "$out/log"; echo "  FAIL the programs fail without a mutant"; echo "0 passed, 1 failed"; exit 1
+fi
+mutant "linear: the sum of y is left out" tape/linear.c 's/sum_values(dtrain__axis_comm(op), gemm.c/sum_values(NULL, gemm.c/'
+mutant "linear: the sum of y is doubled" tape/linear.c '/_linear_sum(/,/^}/s/gemm.aux = NULL;/& gemm.alpha = 2;/'
+mutant "linear: the sum of y is a mean" tape/linear.c "/_linear_sum(/,/^}/s/gemm.aux = NULL;/& gemm.alpha = 1 \/ $t;/"
+mutant "linear: the bias is added by each rank" tape/linear.c 's/    gemm.bias = NULL;//'
+mutant "linear: no activation behind the sum" tape/linear.c 's/bias.activation = layer.*;/bias.activation = 0;/'
+mutant "linear: the value before the activation is not kept" tape/linear.c 's/bias.aux = .*;/bias.aux = NULL;/'
+mutant "linear: the sum of d_x is left out" tape/linear.c 's/sum_values(comm, product/sum_values(NULL, product/'
+mutant "linear: the sum of d_x is doubled" tape/linear.c "/_linear_input_grad(/,/^}/s/gemm.alpha = 1;/gemm.alpha = $cut == DTRAIN_CUT_ROWS ? 2 : 1;/"
+mutant "linear: the sum of d_x is a mean" tape/linear.c "/_linear_input_grad(/,/^}/s/gemm.alpha = 1;/gemm.alpha = $cut == DTRAIN_CUT_ROWS ? 1 \/ $t : 1;/"
+mutant "linear: d_x of columns is doubled" tape/linear.c "/_linear_input_grad(/,/^}/s/gemm.alpha = 1;/gemm.alpha = $cut == DTRAIN_CUT_COLUMNS ? 2 : 1;/"
+mutant "linear: d_weight of a cut weight is doubled" tape/linear.c "/_linear_weight_grad(/,/^}/s/gemm.alpha = 1;/gemm.alpha = $cut ? 2 : 1;/"
+mutant "linear: d_weight of a cut weight is a mean" tape/linear.c "/_linear_weight_grad(/,/^}/s/gemm.alpha = 1;/gemm.alpha = $cut ? 1 \/ $t : 1;/"
+mutant "linear: d_weight is not added to" tape/linear.c 's/weight->add ? 1.0f : 0.0f/0.0f/'
+mutant "linear: d_bias of rows is that of all rows on each rank" tape/linear.c 's/(weighs \&\& !layer->scatters)/weighs/'
+mutant "linear: d_x is not added to what is there" tape/linear.c 's/if (add) DTRAIN__TRY(dtrain__tape_add/if (false) DTRAIN__TRY(dtrain__tape_add/'
+mutant "linear: earlier gradients of x are summed again" tape/linear.c 's/if (add || layer->gathers) {/if (layer->gathers) {/'
+mutant "linear: d_x beside the rows that are here" tape/linear.c 's/sum += (size_t)dtrain__tensor_share(x)->first\[0\] \* row;/sum += 0;/'
+mutant "linear: another input's columns are taken" tape/linear.c 's/        dtrain__share_of(&weight.cut, row,/        weight_cut_none(\&weight); dtrain__share_of(\&weight.cut, row,/;s/^static dtrain_result dtrain__linear_place/static void weight_cut_none(const dtrain__share *w) { ((dtrain__share *)(uintptr_t)w)->cut.components = 1; }\n&/'
+mutant "exchange: rows are scattered without a sum" parallel/exchange.c '/_scatter_rows(/,/^}/s/DTRAIN_REDUCE_SUM/DTRAIN_REDUCE_MAX/'
+mutant "exchange: values are not summed" parallel/exchange.c '/_sum_values(/,/^}/s/DTRAIN_REDUCE_SUM/DTRAIN_REDUCE_MAX/'
+mutant "exchange: uneven rows stand one too early" parallel/exchange.c '/_gather_rows(/,/^}/s/of.first\[0\] \* row/(of.first[0] ? of.first[0] - 1 : 0) * row/'
+mutant "place: the first rows instead of one's own" tape/place.c 's/rows.first\[0\] \* columns/0 * columns/'
+mutant "place: columns in the order of ranks, not of components" tape/place.c '/_blocks_join(/,/^}/s/part.first\[i\] \* rows/(dtrain__columns_of(m, 0).count * r + (int64_t)i * part.length[0]) * rows/'
+mutant "place: earlier gradients are lost" tape/place.c 's/    if (add) beside/    if (false) beside/'
+mutant "place: what was there is not added" tape/place.c 's/    if (beside)$/    if (false)/'
+mutant "place: gathered columns come from the first rank" tape/place.c '/_blocks_join(/,/^}/s/dtrain__block_slot(m, slots, r)/dtrain__block_slot(m, slots, 0)/'
+mutant "place: rows come from the first rank" tape/place.c '/_rows_to_columns(/,/^}/s/dtrain__block_slot(m, m->receive, r)/dtrain__block_slot(m, m->receive, 0)/'
+mutant "embedding: the sum is left out" tape/embedding.c 's/sum_values(axis, args.y/sum_values(NULL, args.y/'
+mutant "embedding: each rank adds the positions" tape/embedding.c 's/    if (op->tape->groups.tensor_rank > 0) args.wpe = NULL;//'
+mutant "embedding: each rank has the first tokens" tape/embedding.c 's/args->first_token = table.first\[0\]/args->first_token = 0/'
+mutant "embedding: positions of the first rows" tape/embedding.c 's/args->first_row = layer->first_row;//'
+mutant "embedding: tokens of the first rows" tape/embedding.c 's/args->tokens += layer->first_row;//'
+mutant "embedding: d_table of the rows that are here" tape/embedding.c 's/    args.d_y = all->memory;/    args.d_y = op->outputs[0]->grad; args.rows = layer->rows;/'
+mutant "embedding: d_position of all rows on each rank" tape/embedding.c 's/        dtrain__embedding_own_rows(layer, &args);/        args.rows = layer->rows;/'
+mutant "cross-entropy: the sums are left out" tape/cross_entropy.c 's/args.smoothing > 0 ? 3 : 2) \* rows,/0) * rows,/'
+mutant "cross-entropy: the sum of smoothing is left out" tape/cross_entropy.c 's/(args.smoothing > 0 ? 3 : 2) \* rows,/2 * rows,/'
+mutant "cross-entropy: sums are largest values" tape/cross_entropy.c 's/DTRAIN_REDUCE_SUM));/DTRAIN_REDUCE_MAX));/'
+mutant "cross-entropy: a largest value of one's own" tape/cross_entropy.c 's/args.parts, loss->whole_max, rows, DTRAIN_REDUCE_MAX/args.parts, loss->whole_max, 0, DTRAIN_REDUCE_MAX/'
+mutant "cross-entropy: exponentials are not scaled anew" tape/cross_entropy.c '0,/DTRAIN__TRY(ops->cross_entropy_finish(op->device, &args));/s///'
+mutant "cross-entropy: losses of rows are not summed" tape/cross_entropy.c 's/!= DTRAIN_PLACEMENT_ROWS) return DTRAIN_OK;$/<= DTRAIN_PLACEMENT_ROWS) return DTRAIN_OK;/'
+mutant "cross-entropy: targets of the first rows" tape/cross_entropy.c 's/args->targets += part->first\[0\];/(void)args;/'
+mutant "cross-entropy: padding counts" tape/cross_entropy.c 's/args->whole_classes - args->first_class;/args->n;/'
+mutant "cross-entropy: each rank has the first classes" tape/cross_entropy.c 's/args->first_class = part->first\[0\]/args->first_class = 0/'
+mutant "attention: the mask of the first heads" tape/attention.c 's/ + x->first_head \* args->mask_head_step//'
+mutant "attention: heads of keys by the number of all" tape/attention.c 's/    args->kv_heads = count\[1\];/    args->kv_heads = count[0];/'
+mutant "rotary: values are turned, too" tape/attention.c 's/    args->rotated = rotated;/    args->rotated = heads;/'
+mutant "dropout: masks of the first rows" tape/elementwise.c 's/of->first = part->first\[0\] \* of->n;/of->first = 0;/'
+mutant "dropout: masks of the first columns" tape/elementwise.c 's/column = part->first\[i\];/column = i ? part->first[i] : 0;/'
+mutant "dropout: masks of the part" tape/elementwise.c 's/of->whole_n = part->whole;/of->whole_n = of->n;/'
+mutant "backward: gradients of whole tensors count on each rank" tape/backward.c 's/return groups->sequence_parallel \&\& groups->tensor_rank/return false \&\& groups->tensor_rank/'
+mutant "backward: what does not count is left in place" tape/backward.c 's/    if (!\*accumulate \&\& !op->planning)/    if (false)/'
+mutant "strategy: gradients of rows are not summed" strategy/ways/tensor.c '/_tensor_begin(/,/^}/s/DTRAIN_REDUCE_SUM/DTRAIN_REDUCE_MAX/'
+mutant "strategy: sums are not unpacked" strategy/ways/tensor.c 's/return bucket->tensor_packed ?/return false ?/'
+mutant "strategy: sums in a mean" strategy/ways/tensor.c 's/    packed += dtrain__padded(count);/    for (int64_t k = 0; k < count \&\& !back; k++) packed[k] \/= 2;\n&/'
+mutant "norm: each rank counts what is whole" strategy/norm.c 's/!whole || strategy->groups.tensor_rank == 0/true/'
+mutant "norm: the first rank counts what is cut" strategy/norm.c 's/!whole || strategy->groups.tensor_rank == 0/strategy->groups.tensor_rank == 0/'
+mutant "weights: the unit is that of one's own axis" strategy/weights.c 's/const float passes = (float)ranks/const float passes = (float)layout->all/'
+echo "$passed passed, $failed failed"
+[ "$failed" -eq 0 ]
