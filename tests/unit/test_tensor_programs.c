@@ -17,6 +17,9 @@
  * the others each rank has its own GPU and talks over dtrain_nccl.h and the mock of NCCL, with collectives of two axes
  * under way at once.
  *
+ * One program in five is wild: it places tensors and cuts weights in any way, also in those that an operation cannot
+ * use. Then an operation refuses them on all ranks at once, or the numbers are right.
+ *
  * Bounds are a small part of what training has changed in a tensor, and the program checks of every tensor that they
  * mean something: one that is shifted by an element, or that has had twice its gradient, must be outside of them. */
 #include "test.h"
@@ -115,10 +118,16 @@ static int add_cut(maker *m, dtrain_cut cut, int64_t whole)
     return m->g->cuts++;
 }
 
-/* A node like its first input. */
+/* A node like its first input. In a wild program that may lie in any way. */
 static int add_node(maker *m, tp_kind kind, int a, int b)
 {
     tp_program *g = m->g;
+    if (g->wild && a >= 0 && kind != TP_PLACE && chance(m, 8)) {
+        const bool same = a == b;
+        a = add_node(m, TP_PLACE, a, -1);
+        g->node[a].placement = (uint32_t)roll(m, 3);
+        b = same && roll(m, 2) ? a : b;
+    }
     tp_node *n = &g->node[g->nodes];
     memset(n, 0, sizeof *n);
     n->kind = kind;
@@ -148,6 +157,7 @@ static int linear(maker *m, int x, int64_t out, dtrain_cut cut, uint32_t activat
     n->n = out;
     n->activation = activation;
     n->w = add_param(m, "w", out, in, cut, DTRAIN_INIT_NORMAL, 0.9 / sqrt((double)in));
+    if (g->wild && chance(m, 12)) cut = rows ? cut_of(0, 0, 0) : cut_of(DTRAIN_CUT_ROWS, 0, 0);
     if (roll(m, 4))
         n->b = add_param(m, "b", out, 0, rows ? cut : cut_of(0, 0, 0), DTRAIN_INIT_NORMAL, 0.3);
     if (rows) n->placement = DTRAIN_PLACEMENT_COLUMNS, n->cut = add_cut(m, cut, out);
@@ -165,7 +175,7 @@ static int place(maker *m, int x, uint32_t placement)
     g->node[at].of_stream = placement == stream_of(m);
     if (placement == DTRAIN_PLACEMENT_COLUMNS) {
         dtrain_cut even = cut_of(DTRAIN_CUT_ROWS, 0, 0);
-        if (g->node[x].placement == DTRAIN_PLACEMENT_COLUMNS) even = g->cut[g->node[x].cut].cut;
+        if (g->node[x].cut >= 0) even = g->cut[g->node[x].cut].cut;
         g->node[at].cut = add_cut(m, even, g->node[x].n);
     }
     return at;
@@ -284,7 +294,7 @@ static int attention(maker *m, int x)
 static int mlp(maker *m, int x)
 {
     tp_program *g = m->g;
-    const int64_t hidden = g->tensor + (int64_t)roll(m, 17);
+    const int64_t hidden = g->tensor + (int64_t)roll(m, g->large ? 150 : 17);
     const int64_t parts =
         hidden % 2 == 0 && hidden / 2 >= g->tensor && chance(m, 3) ? hidden / 2 : 0;
     const dtrain_cut rows = cut_of(DTRAIN_CUT_ROWS, 0, parts);
@@ -421,6 +431,8 @@ static void make_settings(maker *m)
     g->stream = roll(m, 2);
     g->evaluate = roll(m, 2);
     g->clip = roll(m, 3) ? 0.5f : 0;
+    g->wild = chance(m, 5) && g->tensor > 1;
+    g->large = chance(m, 12);
     if (off(m, WITHOUT_STEPS)) g->steps = 1;
     if (off(m, WITHOUT_MICRO)) g->micro = 1;
     if (off(m, WITHOUT_DATA)) g->data = 1;
@@ -434,7 +446,8 @@ static void make_settings(maker *m)
     if (off(m, WITHOUT_CLIP)) g->clip = 0;
     g->kind = off(m, WITHOUT_KIND) ? DTRAIN_STRATEGY_DDP : kind;
     if (g->kind < DTRAIN_STRATEGY_FULL_SHARD) g->param_dtype = 0;
-    if (g->recompute || g->stream) g->skips = 0;
+    if (g->recompute || g->stream || g->wild) g->skips = 0;
+    if (g->wild) g->joins = 0;
     g->node_size = g->kind == DTRAIN_STRATEGY_HYBRID_SHARD
                        ? (uint32_t)(g->data % 2 ? g->data : g->data / 2)
                        : 0;
@@ -443,13 +456,14 @@ static void make_settings(maker *m)
         g->hierarchical = true, g->node_size = (uint32_t)g->data / 2;
     g->accumulation = chance(m, 3) ? DTRAIN_ACCUMULATION_LAST : 0;
     g->rate = g->clip > 0 ? 0.3f : 0.05f;
-    g->sequence = 2 + (int64_t)roll(m, 5);
+    g->sequence = 2 + (int64_t)roll(m, g->large ? 16 : 5);
     g->batch_unit = 1;
     if (g->sequence_parallel) g->batch_unit = g->tensor / common_divisor(g->tensor, g->sequence);
     while (g->batch_unit * g->sequence < g->tensor) g->batch_unit++;
     g->width = 4 + 2 * (int64_t)roll(m, 7);
+    if (g->large) g->width += 2 * (int64_t)roll(m, 30);
     if (g->width < g->tensor) g->width = g->tensor;
-    g->vocabulary = 9 + (int64_t)roll(m, 24);
+    g->vocabulary = 9 + (int64_t)roll(m, g->large ? 300 : 24);
     if (off(m, WITHOUT_PLACES) && g->width % 2) g->width++;
 }
 
@@ -496,6 +510,7 @@ static void print_program(const tp_program *g, uint32_t without)
            g->narrow ? ", bf16" : "", g->means ? ", means" : "",
            g->no_overlap ? ", no overlap" : "", g->keep ? ", kept" : "", g->recompute,
            g->recompute_ops, (double)g->clip, (long long)g->batch_unit);
+    if (g->wild) printf("    wild: an operation may be given what it refuses\n");
     printf("    nodes of %u%s, missing gradients %u, accumulation %u, param_dtype %u, reduce_dtype "
            "%u, joins %d\n",
            g->node_size, g->hierarchical ? " (hierarchical)" : "", g->missing, g->accumulation,
@@ -658,7 +673,7 @@ static dtrain_tensor *attend(rank_state *s, const tp_node *n, tp_place at, dtrai
         desc.key_lengths = dtrain_tape_input(s->tape, DTRAIN_DTYPE_I32, 1, &batch, lengths, false);
     }
     if (n->mask) {
-        float mask[16 * 64];
+        float mask[20 * 18 * 18];
         int64_t shape[3];
         shape[0] = n->heads, shape[1] = shape[2] = q;
         for (int64_t i = 0; i < (n->heads_mask ? n->heads : 1) * q * q; i++)
@@ -785,7 +800,7 @@ static int run_pass(rank_state *s, tp_place at)
     const tp_program *g = &s->y->g;
     const uint32_t flags =
         (g->narrow ? DTRAIN_TAPE_BF16 : 0) | (at.evaluation ? DTRAIN_TAPE_NO_GRAD : 0);
-    const bool look = at.step == 0 && at.micro == 0 && !g->recompute;
+    const bool look = at.step == 0 && at.micro == 0 && !g->recompute && !g->wild;
     int unit = -1;
     memset(s->value, 0, sizeof s->value);
     s->stream = NULL;
@@ -1066,6 +1081,8 @@ static void say_nothing(void *user, dtrain_log_level level, int rank, const char
     (void)user, (void)level, (void)rank, (void)text;
 }
 
+static long wild_seen, wild_refused;
+
 static bool run_ranks(play *y, int ranks, dtrain_rank_fn main, char *text, size_t room)
 {
     dtrain_launch_desc desc = ranks_desc(ranks, DTRAIN_LAUNCH_THREADS);
@@ -1130,8 +1147,15 @@ static bool passes(uint64_t seed, uint32_t without, char *text, size_t room, boo
         forget(y);
         return true;
     }
-    good = good && run_ranks(y, y->g.tensor * y->g.data, rank_main, text, room) &&
-           judge(y, text, room);
+    const double start = test_seconds();
+    if (good) {
+        good = run_ranks(y, y->g.tensor * y->g.data, rank_main, text, room);
+        /* What an operation cannot use it refuses, on all ranks at once. */
+        const bool refused =
+            !good && y->g.wild && strstr(text, ": node ") && test_seconds() < start + 5;
+        wild_seen += y->g.wild, wild_refused += refused;
+        good = refused || (good && judge(y, text, room));
+    }
     forget(y);
     return good;
 }
@@ -1166,6 +1190,8 @@ int main(int argc, char **argv)
     printf("  of %ld tensors %ld of %ld shifted ones and %ld with twice their gradients would be "
            "noticed\n",
            tensors_seen, shifts_noticed, shifts_seen, doubles_noticed);
+    printf("  of %ld programs that place tensors in any way %ld were refused\n", wild_seen,
+           wild_refused);
     const bool vacuous = !s.one && (shifts_noticed * 100 < shifts_seen * 97 ||
                                     doubles_noticed * 10 < tensors_seen * 8);
     return status || vacuous;
