@@ -78,6 +78,10 @@ typedef struct maker {
     uint64_t state;
     uint32_t without;
     int block;
+    struct {
+        int up, down; /* nodes of an earlier block, whose weights a later one may share */
+        int64_t hidden, parts;
+    } earlier;
 } maker;
 
 static uint64_t roll(maker *m, uint64_t limit) { return ranks_random(&m->state, limit); }
@@ -122,7 +126,8 @@ static int add_cut(maker *m, dtrain_cut cut, int64_t whole)
 static int add_node(maker *m, tp_kind kind, int a, int b)
 {
     tp_program *g = m->g;
-    if (g->wild && a >= 0 && kind != TP_PLACE && chance(m, 8)) {
+    const bool made_late = a >= 0 && g->node[a].kind == TP_ADD && g->node[a].of_stream;
+    if (g->wild && a >= 0 && kind != TP_PLACE && !made_late && chance(m, 8)) {
         const bool same = a == b;
         a = add_node(m, TP_PLACE, a, -1);
         g->node[a].placement = (uint32_t)roll(m, 3);
@@ -291,14 +296,27 @@ static int attention(maker *m, int x)
     return linear(m, x, g->width, cut_of(DTRAIN_CUT_COLUMNS, 0, kv), DTRAIN_ACTIVATION_NONE);
 }
 
+/* The weight of a layer is that of one in an earlier unit. */
+static void share_weight(tp_program *g, int node, int earlier)
+{
+    tp_param *p = &g->param[g->node[node].w];
+    const int first = g->node[earlier].w;
+    if (p->cut.axis != g->param[first].cut.axis || p->unit == g->param[first].unit) return;
+    p->alias = g->param[first].alias >= 0 ? g->param[first].alias : first;
+    p->frozen = g->param[p->alias].frozen = false;
+}
+
 static int mlp(maker *m, int x)
 {
     tp_program *g = m->g;
-    const int64_t hidden = g->tensor + (int64_t)roll(m, g->large ? 150 : 17);
-    const int64_t parts =
-        hidden % 2 == 0 && hidden / 2 >= g->tensor && chance(m, 3) ? hidden / 2 : 0;
+    const bool shares = m->earlier.hidden && chance(m, 2);
+    int64_t hidden = g->tensor + (int64_t)roll(m, g->large ? 150 : 17);
+    int64_t parts = hidden % 2 == 0 && hidden / 2 >= g->tensor && chance(m, 3) ? hidden / 2 : 0;
+    if (shares) hidden = m->earlier.hidden, parts = m->earlier.parts;
     const dtrain_cut rows = cut_of(DTRAIN_CUT_ROWS, 0, parts);
     int h = linear(m, x, hidden, rows, activation(m, true));
+    if (shares) share_weight(g, h, m->earlier.up);
+    m->earlier.up = h;
     if (roll(m, 3) == 0) {
         const int up = chance(m, 5) ? add_node(m, TP_LINEAR, x, -1)
                                     : linear(m, x, hidden, rows, DTRAIN_ACTIVATION_NONE);
@@ -310,8 +328,11 @@ static int mlp(maker *m, int x)
         h = add_node(m, roll(m, 3) ? TP_SWIGLU : roll(m, 2) ? TP_MULTIPLY : TP_ADD, h, up);
     }
     for (uint64_t more = roll(m, 3); more > 0; more--) h = element_by_element(m, h);
-    return linear(m, h, g->width, cut_of(DTRAIN_CUT_COLUMNS, 0, parts),
-                  roll(m, 3) ? 0 : activation(m, true));
+    const int y = linear(m, h, g->width, cut_of(DTRAIN_CUT_COLUMNS, 0, parts),
+                         roll(m, 3) ? 0 : activation(m, true));
+    if (shares && roll(m, 2)) share_weight(g, y, m->earlier.down);
+    m->earlier.down = y, m->earlier.hidden = hidden, m->earlier.parts = parts;
+    return y;
 }
 
 /* Out of the placement that x has and back, with something between. */
@@ -469,8 +490,10 @@ static void make_settings(maker *m)
 
 static void generate(tp_program *g, uint64_t seed, uint32_t without)
 {
-    maker m = {g, ranks_mix(seed + 4242), without, 0};
+    maker m;
+    memset(&m, 0, sizeof m);
     memset(g, 0, sizeof *g);
+    m.g = g, m.state = ranks_mix(seed + 4242), m.without = without;
     g->seed = seed;
     make_settings(&m);
     m.state = ranks_mix(seed + 77);
