@@ -117,7 +117,7 @@ static dtrain_result forecast_ranks(dtrain_world *world, const forecast *f, fore
     if (!j.own) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a job");
     start_clock(f, r->ranks);
     r->nodes = (r->ranks + f->node_ranks - 1) / f->node_ranks;
-    /* not the first one along either axis: see sim_split */
+    /* not the first one along either axis: see sim_split_mesh */
     const int t = (int)f->s->tensor, rank = t > 1 && r->ranks > t ? t + 1 : sim_rank(r->ranks);
     TRY(sim_comm_new(world, r->ranks, r->nodes, rank, &j.comm));
     j.memory_limit =
@@ -126,7 +126,7 @@ static dtrain_result forecast_ranks(dtrain_world *world, const forecast *f, fore
             : (uint64_t)(f->machine.memory_gib * 1073741824.0 / (f->named ? 1 : f->ranks));
     if (!desc.node_size && (desc.kind == DTRAIN_STRATEGY_HYBRID_SHARD || desc.hierarchical))
         desc.node_size = (uint32_t)(r->ranks / r->nodes / t);
-    sim_comm_axes(j.comm, t);
+    ((sim_comm *)(void *)j.comm)->tensor = t > 1 ? t : 0; /* open_mesh splits it */
     TRY(open_mesh(world, r->ranks, &j));
     TRY(plan_job(world, &j, &desc));
     for (size_t i = 0; i < j.param_count; i++) /* nobody will see the values */

@@ -25,8 +25,11 @@
  * What it leaves out: the input pipeline, the host (a GPU's queue is assumed never to run dry), and
  * congestion by other jobs. A prediction is as good as --efficiency, or better: as --measured-rate.
  *
- * How to read it: flags -> simulate_models.h -> simulate_cluster.h (cost models), simulate_device.h and
- * simulate_comm.h (a virtual device, a virtual communicator) -> one step -> tables, JSON, SVG -> published figures ->
+ * With --tensor the ranks are a dtrain_mesh: GPUs = tensor x data. Parameters are cut, the strategy works along the
+ * data axis, and layers send along the tensor axis (simulate_tensor.h).
+ *
+ * How to read it: flags -> simulate_models.h -> simulate_cluster.h (cost models), simulate_device.h and simulate_comm.h
+ * (a virtual device, a virtual communicator) -> simulate_tensor.h (layers) -> one step -> tables, JSON, SVG -> published figures ->
  * main. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
@@ -63,7 +66,7 @@ struct settings {
     flag_list gpus, strategies, batches;
     long precision, param_dtype, reduce_dtype, optimizer, compression, exchange, network;
     long seq, accum, global_batch, bucket_mib, reshard, checkpointing, gpus_per_node, powersgd_rank;
-    long no_overlap, hierarchical, help;
+    long tensor, sequence_parallel, no_overlap, hierarchical, help;
     double efficiency, measured_rate, straggler, topk_ratio;
     double tflops, hbm_gbs, memory_gib, nvlink_gbs, nvls_gbs, network_gbps, latency_us, slowdown;
 };
@@ -76,6 +79,7 @@ static const struct settings usual = {
     .batches = {1, {0}}, /* the largest that fits */
     .precision = 1,
     .accum = 1,
+    .tensor = 1,
     .bucket_mib = 25,
     .reshard = 1,
     .powersgd_rank = 1,
@@ -113,7 +117,8 @@ static const flag flag_table[] = {
     {"--strategies", 'W', &flags.strategies, 0, 0,
      "where parameters, gradients and optimizer state live", strategies},
     {"--batch-sizes", 'I', &flags.batches, 1, 1e6,
-     "samples per GPU and micro-batch; default the largest of 1, 2, 4 ... 64 that fits, with "
+     "samples per GPU (with --tensor: per replica) and micro-batch; default the largest of 1, 2, 4 "
+     "... 64 that fits, with "
      "checkpointing if it must be",
      NULL},
     {"--accum", 'i', &flags.accum, 1, 1e6, "micro-batches per step", NULL},
@@ -126,6 +131,10 @@ static const flag flag_table[] = {
     {"--reduce-dtype", 'w', &flags.reduce_dtype, 0, 0, "gradients travel as", dtypes},
     {"--optimizer", 'w', &flags.optimizer, 0, 0, "sgd has momentum", optimizers},
     {"--bucket-mib", 'i', &flags.bucket_mib, 1, 1e6, "gradient bucket size", NULL},
+    {"--tensor", 'i', &flags.tensor, 1, 65536,
+     "GPUs that share each layer of a transformer: --gpus = tensor x data", NULL},
+    {"--sequence-parallel", 'b', &flags.sequence_parallel, 0, 0,
+     "between the layers that they share, each of these has a part of the rows", NULL},
     {"--no-overlap", 'b', &flags.no_overlap, 0, 0, "communicate after backward only", NULL},
     {"--reshard-after-forward", 'i', &flags.reshard, 0, 1, "0: units stay whole until backward",
      NULL},
@@ -184,6 +193,7 @@ static int parse_flags(int count, char **arguments)
 
 #include "simulate_models.h"
 #include "simulate_comm.h"
+#include "simulate_tensor.h"
 
 /* ---- the cluster that the flags ask for -------------------------------------------------------- */
 
@@ -216,6 +226,7 @@ typedef struct row {
     double step_ms, compute_ms, comm_ms, exposed_ms, straggler_ms, memory_gib;
     double rate, efficiency; /* things a second and GPU; of the first row of the line, per cent */
     uint64_t sent, planned;  /* bytes: counted, and dtrain_strategy_query's step_bytes */
+    uint64_t tensor_sent;    /* along the tensor axis, beside those */
     bool fits, checkpointed; /* checkpointed: because it would not fit otherwise */
 } row;
 
@@ -232,24 +243,13 @@ static double expected_maximum(double n)
     return n > 1 ? low : 0;
 }
 
-/* Layer i for one micro-batch; passes: 1 forward, 2 backward. An embedding reads rows, not its table. */
-static void run_layer(const model *m, size_t i, long batch, double passes)
-{
-    const layer *l = &m->layers[i];
-    const double flops = l->flops * (double)batch,
-                 rate = sim.machine.tflops_bf16 * 1e12 * sim.machine.efficiency;
-    const double weights = l->flops > 0 ? 4.0 * (double)m->params[i].count : 0;
-    const double bytes = weights + 2 * l->activation_bytes * (double)batch;
-    compute(passes / sim.rate_scale * most(flops / rate, bytes / (sim.machine.hbm_gbs * 1e9)));
-}
-
 static dtrain_result forward(dtrain_strategy *strategy, const model *m, long batch)
 {
     for (size_t i = 0; i < m->count; i++) {
         const uint32_t unit = m->params[i].unit;
         if (i == 0 || m->params[i - 1].unit != unit)
             TRY(dtrain_strategy_gather(strategy, unit, DTRAIN_PASS_FORWARD));
-        run_layer(m, i, batch, 1);
+        TRY(forward_layer(m, i, batch));
         if (i + 1 == m->count || m->params[i + 1].unit != unit)
             TRY(dtrain_strategy_release(strategy, unit));
     }
@@ -263,9 +263,9 @@ static dtrain_result backward(dtrain_strategy *strategy, const model *m, long ba
         if (i + 1 == m->count || m->params[i + 1].unit != unit) {
             TRY(dtrain_strategy_gather(strategy, unit, DTRAIN_PASS_BACKWARD));
             for (size_t k = i + 1; k-- > 0 && m->params[k].unit == unit;)
-                if (!m->layers[k].kept) run_layer(m, k, batch, 1); /* made again */
+                if (!m->layers[k].kept) TRY(forward_layer(m, k, batch)); /* made again */
         }
-        run_layer(m, i, batch, 2);
+        TRY(backward_layer(m, i, batch));
         TRY(dtrain_strategy_ready(strategy, i));
         if (i == 0 || m->params[i - 1].unit != unit) TRY(dtrain_strategy_release(strategy, unit));
     }
@@ -284,11 +284,12 @@ static dtrain_result train_step(dtrain_strategy *strategy, dtrain_optimizer *opt
 }
 
 static dtrain_strategy_desc describe(const row *r, double activations, dtrain_comm *comm,
-                                     dtrain_compression_desc *compression)
+                                     const dtrain_mesh *mesh, dtrain_compression_desc *compression)
 {
     dtrain_strategy_desc desc = {0};
     desc.kind = (uint32_t)(r->strategy + 1);
-    desc.comm = comm;
+    desc.comm = mesh ? NULL : comm;
+    desc.mesh = mesh;
     desc.param_dtype = desc.kind >= DTRAIN_STRATEGY_FULL_SHARD
                            ? (uint32_t)(DTRAIN_DTYPE_F32 + flags.param_dtype)
                            : 0;
@@ -308,7 +309,7 @@ static dtrain_strategy_desc describe(const row *r, double activations, dtrain_co
     desc.memory_limit = (uint64_t)(sim.machine.memory_gib * 1073741824.0);
     desc.other_bytes = (uint64_t)activations;
     if (desc.kind == DTRAIN_STRATEGY_HYBRID_SHARD || flags.hierarchical)
-        desc.node_size = (uint32_t)(r->gpus / r->nodes);
+        desc.node_size = (uint32_t)most(1, (double)(r->gpus / r->nodes / flags.tensor));
     return desc;
 }
 
@@ -325,12 +326,13 @@ static dtrain_result time_steps(dtrain_strategy *strategy, dtrain_optimizer *opt
     r->strategy = (long)info.desc.kind - 1;
     r->planned = info.step_bytes;
     r->sent = sim.sent - before.sent;
+    r->tensor_sent = sim.tensor_sent - before.tensor_sent;
     r->compute_ms = 1e3 * (sim.computed - before.computed);
     r->comm_ms = 1e3 * (sim.communicated - before.communicated);
     r->exposed_ms = 1e3 * (sim.exposed - before.exposed);
     r->straggler_ms = r->compute_ms * flags.straggler / 100 * expected_maximum((double)r->gpus);
     r->step_ms = 1e3 * (sim.now - before.now) + r->straggler_ms;
-    r->rate = 1e3 * (double)(r->batch * r->accum) * m->samples / r->step_ms;
+    r->rate = 1e3 * (double)(r->batch * r->accum) * m->samples / r->step_ms / (double)flags.tensor;
     return DTRAIN_OK;
 }
 
@@ -346,6 +348,8 @@ static dtrain_result simulate(dtrain_world *world, model *m, row *r)
     dtrain_strategy *strategy = NULL;
     dtrain_optimizer *optimizer = NULL;
     dtrain_comm *comm = NULL;
+    dtrain_mesh *mesh = NULL;
+    dtrain_mesh_desc axes = {0};
     dtrain_memory memory;
     if (flags.optimizer) how.momentum = 0.9f;
     memset(&sim, 0, sizeof sim);
@@ -357,20 +361,30 @@ static dtrain_result simulate(dtrain_world *world, model *m, row *r)
                            "--gpus has %ld: expected at most %ld, or whole nodes of %ld", r->gpus,
                            per_node, per_node);
     void *const first_address = device->state;
-    TRY(sim_comm_new(world, (int)r->gpus, (int)r->nodes, sim_rank((int)r->gpus), &comm));
+    if (flags.tensor > 1) TRY(sim_mesh_comm(world, (int)r->gpus, (int)r->nodes, &comm));
+    else TRY(sim_comm_new(world, (int)r->gpus, (int)r->nodes, sim_rank((int)r->gpus), &comm));
+    axes.tensor = (int)flags.tensor;
+    axes.sequence_parallel = flags.sequence_parallel != 0;
+    axes.comm = comm;
+    dtrain_result result = flags.tensor > 1 ? dtrain_mesh_create(world, &axes, &mesh) : DTRAIN_OK;
     dtrain_compression_desc compression;
-    dtrain_strategy_desc desc = describe(r, activations, comm, &compression);
-    dtrain_result result = dtrain_strategy_create(world, m->params, m->count, &desc, &strategy);
+    dtrain_strategy_desc desc = describe(r, activations, comm, mesh, &compression);
+    if (result == DTRAIN_OK)
+        result = dtrain_strategy_create(world, m->params, m->count, &desc, &strategy);
     if (result == DTRAIN_OK) result = dtrain_optimizer_create(world, strategy, &how, &optimizer);
+    if (result == DTRAIN_OK)
+        result = axis_open(world, m, dtrain_mesh_comm(mesh, DTRAIN_AXIS_TENSOR), r->batch);
     if (result == DTRAIN_OK) result = time_steps(strategy, optimizer, m, r);
+    axis_close(world);
     dtrain_optimizer_destroy(optimizer);
     dtrain_strategy_destroy(strategy);
-    dtrain_comm_destroy(comm);
-    device->state =
-        first_address; /* everything is given back: the next model may have the addresses */
     desc.kind = (uint32_t)(r->strategy + 1);
     if (result == DTRAIN_OK)
         result = dtrain_strategy_plan(m->params, m->count, &desc, (int)r->gpus, &memory);
+    dtrain_mesh_destroy(mesh);
+    dtrain_comm_destroy(comm);
+    device->state =
+        first_address; /* everything is given back: the next model may have the addresses */
     if (result != DTRAIN_OK) return result;
     r->memory_gib = ((double)memory.total + activations) / 1073741824.0;
     r->fits = r->memory_gib <= sim.machine.memory_gib;
@@ -399,11 +413,12 @@ static dtrain_result calibrate(dtrain_world *world, model *m, row r, double meas
 /* Micro-batches that give the global batch on so many GPUs: as few as --batch-sizes allows. */
 static dtrain_result share_global_batch(row *r)
 {
-    const long own = flags.global_batch / r->gpus;
-    if (flags.global_batch % r->gpus)
+    const long replicas = r->gpus > flags.tensor ? r->gpus / flags.tensor : 1;
+    const long own = flags.global_batch / replicas;
+    if (flags.global_batch % replicas)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "--global-batch is %ld, which %ld GPUs do not divide",
-                           flags.global_batch, r->gpus);
+                           "--global-batch is %ld, which %ld %s do not divide", flags.global_batch,
+                           replicas, flags.tensor > 1 ? "replicas" : "GPUs");
     if (r->batch > own) r->batch = own;
     while (own % r->batch) r->batch--;
     r->accum = own / r->batch;
@@ -482,20 +497,26 @@ static void print_head(const model *m)
            "a node; %g us\n",
            flags.cluster, c->gpus_per_node, c->tflops_bf16, 100 * c->efficiency, c->memory_gib,
            c->hbm_gbs, c->nvlink_gbs, c->network_gbps, c->latency_us);
-    printf("%6s %5s  %-13s %6s %6s %10s %12s %6s %10s %10s %9s %9s\n", "GPUs", "nodes", "strategy",
-           "batch", "accum", "step ms", m->samples > 1 ? "tokens/s" : "images/s", "eff %",
-           "comm ms", "exposed ms", "sent MiB", "mem GiB");
+    if (flags.tensor > 1)
+        printf("axes     GPUs = tensor %ld x data%s\n", flags.tensor,
+               flags.sequence_parallel ? ", sequence parallelism" : "");
+    printf("%6s %5s %s %-13s %6s %6s %10s %12s %6s %10s %10s %9s %9s\n", "GPUs", "nodes",
+           flags.tensor > 1 ? "    data " : "", "strategy", "batch", "accum", "step ms",
+           m->samples > 1 ? "tokens/s" : "images/s", "eff %", "comm ms", "exposed ms", "sent MiB",
+           "mem GiB");
 }
 
 /* would: what fits where r does not */
 static void print_row(const row *r, const char *would)
 {
-    printf("%6ld %5ld  %-13s %6ld %6ld ", r->gpus, r->nodes, strategies[r->strategy], r->batch,
-           r->accum);
+    char data[40] = "";
+    if (flags.tensor > 1) snprintf(data, sizeof data, "  x %5ld ", r->gpus / flags.tensor);
+    printf("%6ld %5ld %s %-13s %6ld %6ld ", r->gpus, r->nodes, data, strategies[r->strategy],
+           r->batch, r->accum);
     if (r->fits)
         printf("%10.2f %12.0f %6.1f %10.2f %10.2f %9.1f %9.2f%s\n", r->step_ms,
                r->rate * (double)r->gpus, r->efficiency, r->comm_ms, r->exposed_ms,
-               (double)r->sent / 1048576, r->memory_gib,
+               (double)(r->sent + r->tensor_sent) / 1048576, r->memory_gib,
                r->checkpointed ? "  with checkpointing" : "");
     else
         printf("%10s %12s %6s %10s %10s %9s %9.2f  does not fit%s\n", "-", "-", "-", "-", "-", "-",
@@ -536,15 +557,18 @@ static void write_json(FILE *file, const model *m, const row *r)
     fprintf(
         file,
         "{\"model\": \"%s\", \"cluster\": \"%s\", \"gpus\": %ld, \"nodes\": %ld, \"strategy\": "
-        "\"%s\", "
+        "\"%s\", \"tensor\": %ld, \"data\": %ld, \"sequence_parallel\": %s, "
         "\"batch\": %ld, \"accum\": %ld, \"fits\": %s, \"step_ms\": %.9g, \"compute_ms\": %.9g, "
         "\"comm_ms\": %.9g, \"exposed_comm_ms\": %.9g, \"straggler_ms\": %.9g, \"%s_per_second\": "
         "%.9g, "
-        "\"efficiency\": %.6g, \"comm_bytes\": %llu, \"plan_bytes\": %llu, \"memory_gib\": %.6g}\n",
-        flags.model, flags.cluster, r->gpus, r->nodes, strategies[r->strategy], r->batch, r->accum,
-        r->fits ? "true" : "false", r->step_ms, r->compute_ms, r->comm_ms, r->exposed_ms,
-        r->straggler_ms, m->things, r->rate * (double)r->gpus, r->efficiency,
-        (unsigned long long)r->sent, (unsigned long long)r->planned, r->memory_gib);
+        "\"efficiency\": %.6g, \"comm_bytes\": %llu, \"plan_bytes\": %llu, "
+        "\"tensor_bytes\": %llu, \"memory_gib\": %.6g}\n",
+        flags.model, flags.cluster, r->gpus, r->nodes, strategies[r->strategy], flags.tensor,
+        r->gpus / flags.tensor, flags.sequence_parallel && flags.tensor > 1 ? "true" : "false",
+        r->batch, r->accum, r->fits ? "true" : "false", r->step_ms, r->compute_ms, r->comm_ms,
+        r->exposed_ms, r->straggler_ms, m->things, r->rate * (double)r->gpus, r->efficiency,
+        (unsigned long long)r->sent, (unsigned long long)r->planned,
+        (unsigned long long)r->tensor_sent, r->memory_gib);
 }
 
 /* A line for each strategy and batch; draws sizes that fit. */
@@ -652,6 +676,7 @@ static void print_help(void)
  *     name | flags of both | flags of the base | flags of the target | scale | kind | published | recorded | remark
  *
  *     percent   scale x rate of a GPU in the target / in the base
+ *     tenth     the same; a hit is within a tenth of what is published
  *     limit     how many times faster the target is altogether; published is the most it may be, give or take 0.05
  *
  * Compute is calibrated with the base's --measured-rate and by nothing else. recorded is what this
@@ -728,7 +753,8 @@ static bool judge(char **fields, double predicted)
     const double published = strtod(fields[6], NULL), recorded = strtod(fields[7], NULL);
     const bool limit = strcmp(fields[5], "limit") == 0;
     const double error = predicted - published, tolerance = limit ? 0.02 : 0.5;
-    const bool hit = limit ? error <= 0.05 : fabs(error) <= POINTS,
+    const double most_off = strcmp(fields[5], "tenth") == 0 ? published / 10 : POINTS;
+    const bool hit = limit ? error <= 0.05 : fabs(error) <= most_off,
                same = fabs(predicted - recorded) <= tolerance;
     if (limit)
         printf("%-46s %9s%.1fx %8.2fx %7s  %s", fields[0], "<= ", published, predicted, "",

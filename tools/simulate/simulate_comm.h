@@ -11,8 +11,9 @@
 typedef struct sim_comm {
     dtrain_comm base;
     group who;
-    int tensor, splits; /* sim_comm_axes; of a mesh that is being made */
     bool links[LINKS];
+    int tensor;    /* a mesh with so many ranks on its tensor axis will split this; 0: a strategy */
+    bool aside;    /* of a tensor axis, which is counted apart */
     uint64_t seen; /* of base.info.wire_bytes */
 } sim_comm;
 
@@ -90,7 +91,8 @@ static dtrain_result sim_start(dtrain_comm *comm, const dtrain_collective *what,
     const uint64_t sent = comm->info.wire_bytes - self->seen;
     const int away =
         comm->size - comm->size / self->who.nodes; /* each other rank is sent the same */
-    sim.sent += sent;
+    if (self->aside) sim.tensor_sent += sent;
+    else sim.sent += sent;
     if (away) sim.between += (uint64_t)((double)sent * away / (comm->size - 1));
     self->seen = comm->info.wire_bytes;
     sim_deliver(comm, what);
@@ -132,25 +134,27 @@ static void sim_free(dtrain_comm *comm, void *memory, size_t bytes)
     device->ops->free(device, memory, bytes);
 }
 
-/* Let the next splits be those of a mesh with so many ranks along its tensor axis: 1, none. */
-static inline void sim_comm_axes(dtrain_comm *comm, int tensor)
+/* A mesh names a group by its first rank: t r of the tensor axis, r % t of the data axis, and this rank's own number
+ * where it is alone. Ranks of a tensor axis are neighbours; those of a data axis are t apart, so that a node has as
+ * many of them as it has replicas. */
+static dtrain_result sim_split_mesh(const sim_comm *self, int color, dtrain_comm **out)
 {
-    sim_comm *self = (sim_comm *)(void *)comm;
-    self->tensor = tensor > 1 ? tensor : 0;
-    self->splits = 0;
-}
-
-/* Split along an axis of a mesh, as dtrain_mesh_create does: no axis, tensor, data; with one replica no axis alone.
- * The tensor axis goes over neighbours, the data axis over all nodes. */
-static dtrain_result sim_split_axis(const sim_comm *self, dtrain_comm **out)
-{
-    const int ranks = self->who.size, rank = self->base.rank, t = self->tensor, axis = self->splits;
-    const int local = ranks / self->who.nodes;
-    if (axis == 0) return sim_comm_new(self->base.world, 1, 1, 0, out);
-    if (axis == 1)
-        return sim_comm_new(self->base.world, t, t > local ? t / local : 1, rank % t, out);
-    return sim_comm_new(self->base.world, ranks / t, t > local ? ranks / t : self->who.nodes,
-                        rank / t, out);
+    const dtrain_comm *comm = &self->base;
+    const int t = self->tensor, data = comm->size / t, local = comm->size / self->who.nodes;
+    const int tensor_rank = comm->rank % t, data_rank = comm->rank / t;
+    if (color == comm->rank) return sim_comm_new(comm->world, 1, 1, 0, out);
+    if (color == tensor_rank)
+        return sim_comm_new(comm->world, data, t > local ? data : self->who.nodes, data_rank, out);
+    if (color == t * data_rank) {
+        const dtrain_result result =
+            sim_comm_new(comm->world, t, t > local ? t / local : 1, tensor_rank, out);
+        if (result == DTRAIN_OK) ((sim_comm *)(void *)*out)->aside = true;
+        return result;
+    }
+    return dtrain_fail(
+        DTRAIN_ERROR_UNSUPPORTED,
+        "rank %d of %d simulated ones, %d on the tensor axis, has no group for color %d",
+        comm->rank, comm->size, t, color);
 }
 
 /* Others cannot be asked, but a strategy splits in three ways only: all again (color 0), by place in the
@@ -162,12 +166,12 @@ static dtrain_result sim_split(dtrain_comm *comm, int color, int key, dtrain_com
     const int nodes = self->who.nodes, local = self->who.size / nodes;
     const int node = comm->rank / local, place = comm->rank % local;
     (void)key;
-    if (self->tensor) {
-        const dtrain_result split = sim_split_axis(self, out);
-        if (self->splits++ == 2 || self->tensor == self->who.size) self->tensor = 0;
-        return split;
+    if (self->tensor) return sim_split_mesh(self, color, out);
+    if (color == 0) {
+        const dtrain_result result = sim_comm_new(comm->world, comm->size, nodes, comm->rank, out);
+        if (result == DTRAIN_OK) ((sim_comm *)(void *)*out)->aside = self->aside;
+        return result;
     }
-    if (color == 0) return sim_comm_new(comm->world, comm->size, nodes, comm->rank, out);
     if (color == local + node) return sim_comm_new(comm->world, local, 1, place, out);
     if (color == place) return sim_comm_new(comm->world, nodes, nodes, node, out);
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,

@@ -3,12 +3,16 @@
  * A model is the library's array of parameters plus, for each, the work of one sample that belongs to
  * it: flops forward (backward: twice that), and bytes of activations written, which backward reads.
  *
+ * Over a tensor axis (--tensor) parameters declare their cuts, and the work is what is left for the rank that has most:
+ * of what is cut its part, of the rest everything, or with --sequence-parallel its rows. What ranks then send each
+ * other is in simulate_tensor.h.
+ *
  * How to read it: transformers, a line each -> convolutional networks -> their layers -> activations */
 #ifndef SIMULATE_MODELS_H
 #define SIMULATE_MODELS_H
 
 typedef struct layer {
-    double flops, activation_bytes; /* forward, one sample */
+    double flops, activation_bytes; /* forward, one sample, of this rank's part */
     bool kept;                      /* activations that checkpointing does not drop */
 } layer;
 
@@ -49,6 +53,18 @@ static const struct transformer {
      1},
     {"gpt8.3b_slice", "one of its 8 tensor-parallel slices", 72, 0, 24, 24, 128, 3072, 12288, 0,
      51200, 1024, 1024, 1, 8},
+    {"gpt1.7b", "Megatron GPT, 1.7 B", 24, 0, 24, 24, 96, 2304, 9216, 0, 51200, 2048, 2048, 1, 1},
+    {"gpt3.6b", "Megatron GPT, 3.6 B", 30, 0, 32, 32, 96, 3072, 12288, 0, 51200, 2048, 2048, 1, 1},
+    {"gpt7.5b", "Megatron GPT, 7.5 B", 36, 0, 32, 32, 128, 4096, 16384, 0, 51200, 2048, 2048, 1, 1},
+    {"gpt18b", "Megatron GPT, 18.4 B", 40, 0, 48, 48, 128, 6144, 24576, 0, 51200, 2048, 2048, 1, 1},
+    {"core1.7b", "Megatron Core GPT, 1.7 B", 24, 0, 16, 16, 128, 2048, 8192, 0, 131072, 0, 4096, 0,
+     1},
+    {"core7b", "Megatron Core GPT, 7.1 B", 30, 0, 32, 32, 128, 4096, 16384, 0, 131072, 0, 4096, 0,
+     1},
+    {"core16b", "Megatron Core GPT, 16 B", 32, 0, 48, 48, 128, 6144, 24576, 0, 131072, 0, 4096, 0,
+     1},
+    {"core32b", "Megatron Core GPT, 32 B", 48, 0, 56, 56, 128, 7168, 28672, 0, 131072, 0, 4096, 0,
+     1},
     {"gpt175b", "GPT-3, 175 B", 96, 0, 96, 96, 128, 12288, 49152, 0, 51200, 2048, 2048, 1, 1},
 };
 enum { TRANSFORMERS = sizeof transformers / sizeof transformers[0] };
@@ -98,23 +114,47 @@ static void add_layer(model *m, const char *name, uint32_t unit, int64_t rows, i
     if (unit >= m->units) m->units = unit + 1;
 }
 
+/* The largest share that a rank of the tensor axis has of so many parts. */
+static double part_of(int64_t parts)
+{
+    return (double)((parts + flags.tensor - 1) / flags.tensor) / (double)parts;
+}
+
+/* What each rank has of rows that no layer divides. */
+static double own_rows(void) { return flags.sequence_parallel ? 1.0 / (double)flags.tensor : 1; }
+
+/* Declare how the parameter that was added last is cut. */
+static dtrain_cut *cut_layer(model *m, uint32_t cut_axis, int64_t parts)
+{
+    dtrain_cut *cut = &m->params[m->count - 1].cut;
+    cut->axis = cut_axis;
+    cut->parts = parts;
+    return cut;
+}
+
 /* Queries, keys and values; scores and their product with values; the projection. T tokens a sample. */
 static void add_attention(model *m, const struct transformer *t, uint32_t unit, const char *prefix,
                           double T)
 {
     const int64_t C = t->channels, inner = t->heads * t->head_size / t->slices;
     const int64_t keys = t->kv_heads * t->head_size / t->slices;
-    const double causal = t->cross_layers ? 1 : 0.5;
+    const int64_t groups = t->kv_heads / t->slices; /* a head of keys, and its queries' */
+    const double causal = t->cross_layers ? 1 : 0.5, part = part_of(groups);
     char name[24];
     snprintf(name, sizeof name, "%s.norm", prefix);
-    add_layer(m, name, unit, C, 0, 0, 2 * T * (double)C);
+    add_layer(m, name, unit, C, 0, 0, 2 * T * (double)C * own_rows());
     snprintf(name, sizeof name, "%s.qkv", prefix);
-    add_layer(m, name, unit, inner + 2 * keys, C, 2 * T * (double)((inner + 2 * keys) * C),
-              T * (double)(inner + 2 * keys));
+    add_layer(m, name, unit, inner + 2 * keys, C, 2 * T * part * (double)((inner + 2 * keys) * C),
+              T * part * (double)(inner + 2 * keys));
+    dtrain_cut *cut = cut_layer(m, DTRAIN_CUT_ROWS, groups);
+    cut->components = 3;
+    cut->widths[0] = inner;
+    cut->widths[1] = cut->widths[2] = keys;
     snprintf(name, sizeof name, "%s.proj", prefix);
     add_layer(m, name, unit, C, inner,
-              2 * T * (double)(inner * C) + causal * 4 * T * T * (double)inner,
-              T * (double)(inner + C));
+              part * (2 * T * (double)(inner * C) + causal * 4 * T * T * (double)inner),
+              T * (part * (double)inner + own_rows() * (double)C));
+    cut_layer(m, DTRAIN_CUT_COLUMNS, groups);
 }
 
 static void add_block(model *m, const struct transformer *t, uint32_t unit, bool cross, double T)
@@ -122,9 +162,14 @@ static void add_block(model *m, const struct transformer *t, uint32_t unit, bool
     const int64_t C = t->channels, F = t->ffn / t->slices, up = t->gated ? 2 * F : F;
     add_attention(m, t, unit, "attn", T);
     if (cross) add_attention(m, t, unit, "cross", T);
-    add_layer(m, "mlp.norm", unit, C, 0, 0, 2 * T * (double)C);
-    add_layer(m, "mlp.up", unit, up, C, 2 * T * (double)(up * C), T * (double)(up + F));
-    add_layer(m, "mlp.down", unit, C, F, 2 * T * (double)(C * F), T * (double)C);
+    const double part = part_of(F);
+    add_layer(m, "mlp.norm", unit, C, 0, 0, 2 * T * (double)C * own_rows());
+    add_layer(m, "mlp.up", unit, up, C, 2 * T * part * (double)(up * C),
+              T * part * (double)(up + F));
+    cut_layer(m, DTRAIN_CUT_ROWS, 0)->components = t->gated ? 2 : 1;
+    add_layer(m, "mlp.down", unit, C, F, 2 * T * part * (double)(C * F),
+              T * (double)C * own_rows());
+    cut_layer(m, DTRAIN_CUT_COLUMNS, 0);
 }
 
 /* Make the activations of every `every`-th block again in backward; 0: of none. */
@@ -146,13 +191,16 @@ static void make_transformer(model *m, const struct transformer *t)
     const uint32_t last = (uint32_t)t->layers + 1;
     m->samples = T;
     m->things = "tokens";
-    add_layer(m, "wte", 0, V, C, 0, T * (double)C);
+    add_layer(m, "wte", 0, V, C, 0, T * (double)C * own_rows());
+    cut_layer(m, DTRAIN_CUT_ROWS, 0);
     if (t->positions)
         add_layer(m, "wpe", 0, t->positions > (int64_t)T ? t->positions : (int64_t)T, C, 0, 0);
     for (uint32_t unit = 1; unit < last; unit++)
         add_block(m, t, unit, (long)(last - unit) <= t->cross_layers, T);
-    add_layer(m, "norm", last, C, 0, 0, 2 * T * (double)C);
-    add_layer(m, "head", last, V, C, 2 * T * (double)(V * C), T * (double)V);
+    add_layer(m, "norm", last, C, 0, 0, 2 * T * (double)C * own_rows());
+    add_layer(m, "head", last, V, C, 2 * T * part_of(V) * (double)(V * C),
+              T * part_of(V) * (double)V);
+    cut_layer(m, DTRAIN_CUT_ROWS, 0);
     if (t->tied) m->params[m->count - 1].alias_of = &m->params[0];
     m->blocks = t->layers;
     checkpoint_blocks(m, flags.checkpointing);
@@ -225,6 +273,9 @@ static int make_model(model *m)
     m->names = (char(*)[40])calloc(m->room, sizeof *m->names);
     if (!m->params || !m->layers || !m->names)
         return BAD("no memory for a model of %zu parameters", m->room);
+    if (!t && flags.tensor > 1)
+        return BAD("--tensor is %ld, and \"%s\" is no transformer: nothing of it is cut",
+                   flags.tensor, flags.model);
     if (!t) return make_convolutional(m, flags.model);
     if (flags.checkpointing > t->layers)
         return BAD("--checkpointing is %ld, %s has %ld blocks", flags.checkpointing, t->name,

@@ -1,0 +1,174 @@
+/* simulate_tensor.h: the time of a layer, and what the ranks of a tensor axis send each other in the middle of it. Part
+ * of simulate.c: included behind simulate_models.h and simulate_comm.h.
+ *
+ * Layers are numbers here and no operations of a tape, so what operations send (src/tape/linear.c, embedding.c,
+ * cross_entropy.c) is said again, in their order, and goes through the communicator of a dtrain_mesh:
+ *
+ *     parameter         forward                       backward
+ *
+ *     table             the sum of rows of fp32       ||: rows are gathered
+ *     cut by rows       ||: rows are gathered         the sum of d_x, under d_weight; ||: rows again, under d_x
+ *     cut by columns    the sum of y                  ||: rows are gathered
+ *     head, the loss    maxima, then two sums a row   -
+ *
+ *     ||: with --sequence-parallel, where each sum also is scattered to rows
+ *
+ * What forward and the backward of an output send is waited for at once. */
+#ifndef SIMULATE_TENSOR_H
+#define SIMULATE_TENSOR_H
+
+static struct tensor_axis {
+    dtrain_comm *comm; /* NULL: layers are whole */
+    size_t rows;       /* of a micro-batch */
+    size_t bytes;      /* of each of both: virtual memory of all rows, and of this rank's */
+    void *whole, *part;
+} axis;
+
+/* With a tensor axis: the last rank of the second replica. What the axis does not divide, the last rank has the most
+ * of; and in the first replica one number would name two groups of a mesh. */
+static int sim_mesh_rank(int size, int tensor) { return tensor - 1 + (size > tensor ? tensor : 0); }
+
+/* Make the communicator that a mesh is made of. */
+static dtrain_result sim_mesh_comm(dtrain_world *world, int size, int nodes, dtrain_comm **out)
+{
+    const int tensor = (int)flags.tensor, local = size / nodes;
+    *out = NULL;
+    if (size % tensor == 0 && local % tensor && tensor % local)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "--tensor is %d, on nodes of %d: expected a divisor of a node's GPUs, "
+                           "or whole nodes",
+                           tensor, local);
+    TRY(sim_comm_new(world, size, nodes, sim_mesh_rank(size, tensor), out));
+    ((sim_comm *)(void *)*out)->tensor = tensor;
+    ((sim_comm *)(void *)*out)->aside = size == tensor;
+    return DTRAIN_OK;
+}
+
+/* Prepare messages of so many samples; axis_close frees the memory, also after an error. */
+static dtrain_result axis_open(dtrain_world *world, const model *m, dtrain_comm *comm, long batch)
+{
+    dtrain_device *device = dtrain_world_device(world);
+    int64_t longest = 0; /* row of inputs or outputs that is sent */
+    memset(&axis, 0, sizeof axis);
+    axis.comm = comm;
+    axis.rows = (size_t)batch * (size_t)m->samples;
+    if (!comm) return DTRAIN_OK;
+    if (flags.sequence_parallel && axis.rows % (size_t)flags.tensor)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "--sequence-parallel: a micro-batch has %zu rows, which --tensor %ld does "
+            "not divide; see --batch-sizes and --seq",
+            axis.rows, flags.tensor);
+    for (size_t i = 0; i < m->count; i++) {
+        const dtrain_param *p = &m->params[i];
+        const int64_t row = p->shape[p->cut.axis == DTRAIN_CUT_ROWS];
+        if (row > longest) longest = row;
+    }
+    axis.bytes = axis.rows * (size_t)longest * sizeof(float);
+    TRY(device->ops->alloc(device, axis.bytes, &axis.whole));
+    return device->ops->alloc(device, axis.bytes, &axis.part);
+}
+
+static void axis_close(dtrain_world *world)
+{
+    dtrain_device *device = dtrain_world_device(world);
+    if (axis.whole) device->ops->free(device, axis.whole, axis.bytes);
+    if (axis.part) device->ops->free(device, axis.part, axis.bytes);
+    memset(&axis, 0, sizeof axis);
+}
+
+/* Start to put the rows of all ranks together. */
+static dtrain_result axis_gather(int64_t row, dtrain_dtype dtype, dtrain_work **work)
+{
+    return dtrain_all_gather(axis.comm, axis.part, axis.whole,
+                             axis.rows / (size_t)flags.tensor * (size_t)row, dtype, work);
+}
+
+/* Start to add up what all ranks have of all rows. */
+static dtrain_result axis_sum(int64_t row, dtrain_dtype dtype, dtrain_work **work)
+{
+    const size_t count = axis.rows * (size_t)row;
+    if (flags.sequence_parallel)
+        return dtrain_reduce_scatter(axis.comm, axis.whole, axis.part, count / (size_t)flags.tensor,
+                                     dtype, DTRAIN_REDUCE_SUM, work);
+    return dtrain_all_reduce(axis.comm, axis.whole, axis.whole, count, dtype, DTRAIN_REDUCE_SUM,
+                             work);
+}
+
+static dtrain_dtype axis_dtype(void)
+{
+    return flags.precision ? DTRAIN_DTYPE_BF16 : DTRAIN_DTYPE_F32;
+}
+
+/* Wait for what was started before a layer's product, and is not waited for behind it. */
+static dtrain_result axis_started(dtrain_work **work)
+{
+    dtrain_work *started = *work;
+    if (!flags.no_overlap) return DTRAIN_OK;
+    *work = NULL;
+    return dtrain_work_wait(started);
+}
+
+/* The vocabulary-parallel loss: the whole row's maximum, its sum of exponentials and the target's logit. */
+static dtrain_result axis_loss(void)
+{
+    float *floats = (float *)axis.whole;
+    TRY(dtrain_all_reduce(axis.comm, floats, floats, axis.rows, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MAX,
+                          NULL));
+    return dtrain_all_reduce(axis.comm, floats, floats, 2 * axis.rows, DTRAIN_DTYPE_F32,
+                             DTRAIN_REDUCE_SUM, NULL);
+}
+
+/* Layer i for one micro-batch; passes: 1 forward, 2 backward. An embedding reads rows, not its table. */
+static void run_layer(const model *m, size_t i, long batch, double passes)
+{
+    const layer *l = &m->layers[i];
+    const double flops = l->flops * (double)batch,
+                 rate = sim.machine.tflops_bf16 * 1e12 * sim.machine.efficiency;
+    const double weights = l->flops > 0 ? 4.0 * (double)m->params[i].count : 0;
+    const double bytes = weights + 2 * l->activation_bytes * (double)batch;
+    compute(passes / sim.rate_scale * most(flops / rate, bytes / (sim.machine.hbm_gbs * 1e9)));
+}
+
+static dtrain_result forward_layer(const model *m, size_t i, long batch)
+{
+    const dtrain_param *p = &m->params[i];
+    const bool table = m->layers[i].flops == 0;
+    const uint32_t cut = axis.comm ? p->cut.axis : (uint32_t)DTRAIN_CUT_NONE;
+    dtrain_work *work = NULL;
+    if (cut == DTRAIN_CUT_ROWS && !table && flags.sequence_parallel)
+        TRY(axis_gather(p->shape[1], axis_dtype(), &work));
+    TRY(dtrain_work_wait(work));
+    run_layer(m, i, batch, 1);
+    work = NULL;
+    if (cut == DTRAIN_CUT_ROWS && table) TRY(axis_sum(p->shape[1], DTRAIN_DTYPE_F32, &work));
+    if (cut == DTRAIN_CUT_COLUMNS) TRY(axis_sum(p->shape[0], axis_dtype(), &work));
+    TRY(dtrain_work_wait(work));
+    return cut && i + 1 == m->count ? axis_loss() : DTRAIN_OK;
+}
+
+static dtrain_result backward_layer(const model *m, size_t i, long batch)
+{
+    const dtrain_param *p = &m->params[i];
+    const bool table = m->layers[i].flops == 0;
+    const uint32_t cut = axis.comm ? p->cut.axis : (uint32_t)DTRAIN_CUT_NONE;
+    dtrain_work *gathering = NULL, *summing = NULL;
+    if (cut == DTRAIN_CUT_ROWS && !table) {
+        if (flags.sequence_parallel) TRY(axis_gather(p->shape[1], axis_dtype(), &gathering));
+        TRY(axis_started(&gathering));
+        run_layer(m, i, batch, 1); /* d_x */
+        TRY(axis_sum(p->shape[1], axis_dtype(), &summing));
+        TRY(axis_started(&summing));
+        TRY(dtrain_work_wait(gathering));
+        run_layer(m, i, batch, 1); /* d_weight */
+        return dtrain_work_wait(summing);
+    }
+    if (cut && flags.sequence_parallel)
+        TRY(table ? axis_gather(p->shape[1], DTRAIN_DTYPE_F32, &gathering)
+                  : axis_gather(p->shape[0], axis_dtype(), &gathering));
+    TRY(dtrain_work_wait(gathering));
+    run_layer(m, i, batch, 2);
+    return DTRAIN_OK;
+}
+
+#endif
