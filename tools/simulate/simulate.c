@@ -226,7 +226,7 @@ typedef struct row {
     double step_ms, compute_ms, comm_ms, exposed_ms, straggler_ms, memory_gib;
     double rate, efficiency; /* things a second and GPU; of the first row of the line, per cent */
     uint64_t sent, planned;  /* bytes: counted, and dtrain_strategy_query's step_bytes */
-    uint64_t tensor_sent;    /* along the tensor axis, beside those */
+    uint64_t tensor_sent;    /* beside those: the tensor axis, and what all agree on */
     bool fits, checkpointed; /* checkpointed: because it would not fit otherwise */
 } row;
 

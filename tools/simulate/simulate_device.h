@@ -17,7 +17,7 @@ static struct simulation {
     double free_at[LINKS], started; /* when links are free; start of the last collective */
     double computed, communicated, exposed;
     uint64_t sent, between; /* bytes; of them to other nodes */
-    uint64_t tensor_sent;   /* along a tensor axis, beside those */
+    uint64_t tensor_sent;   /* beside those: along a tensor axis, and of a whole mesh */
 } sim;
 
 /* Compute runs slower while a collective holds a part of the GPU. What is queued on the links runs
