@@ -256,14 +256,24 @@ static dtrain_result forward(dtrain_strategy *strategy, const model *m, long bat
     return DTRAIN_OK;
 }
 
+/* Make the dropped activations of the block that ends with layer i again: all but its last product, which only the
+ * next block reads (src/tape/recompute.c). */
+static dtrain_result forward_again(const model *m, size_t i, long batch)
+{
+    size_t first = i;
+    while (first > 0 && m->params[first - 1].unit == m->params[i].unit) first--;
+    for (size_t k = first; k < i; k++)
+        if (!m->layers[k].kept) TRY(forward_layer(m, k, batch));
+    return DTRAIN_OK;
+}
+
 static dtrain_result backward(dtrain_strategy *strategy, const model *m, long batch)
 {
     for (size_t i = m->count; i-- > 0;) {
         const uint32_t unit = m->params[i].unit;
         if (i + 1 == m->count || m->params[i + 1].unit != unit) {
             TRY(dtrain_strategy_gather(strategy, unit, DTRAIN_PASS_BACKWARD));
-            for (size_t k = i + 1; k-- > 0 && m->params[k].unit == unit;)
-                if (!m->layers[k].kept) TRY(forward_layer(m, k, batch)); /* made again */
+            TRY(forward_again(m, i, batch));
         }
         TRY(backward_layer(m, i, batch));
         TRY(dtrain_strategy_ready(strategy, i));
