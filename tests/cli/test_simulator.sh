@@ -64,6 +64,47 @@ holds "memory falls from kind to kind" "$(field memory_gib 1) > $(field memory_g
 near "ddp and full_shard differ in one more gather, but for what stays" \
     "$(awk "BEGIN { print ($(field comm_bytes 4) > 1.2 * $(field comm_bytes 1) && $(field comm_bytes 4) <= 1.5 * $(field comm_bytes 1)) }")" 1
 
+# A tensor axis: 2 GPUs share every layer of 4 samples. All products are cut, in halves. Of rows of 768 bf16 numbers the sums
+# are 2 a block forward, 2 backward and the head's; of the table's rows, fp32, one; then maxima, and two sums a row, of the
+# loss, and what both agree on: 1 and 76 numbers, above.
+rows=$((4 * 1024 * 768))
+simulate $ring --gpus 2 --tensor 2 --batch-sizes 4 --no-overlap
+sums=$((49 * 2 * rows + 4 * rows + 3 * 4 * 4 * 1024 + 4 * 77))
+comm=$(awk "BEGIN { printf \"%.9g\", 1e3 * (53 * 2 * 10e-6 + $sums / 12.5e9) }")
+near "tensor 2: each half of a layer sends its sums" "$(field tensor_bytes 1)" "$sums"
+near "tensor 2: they take alpha and beta" "$(field comm_ms 1)" "$comm"
+near "tensor 2: half of the products, and the sums" "$(field step_ms 1)" "$(awk "BEGIN { printf \"%.9g\", $one / 2 + $comm }")"
+simulate $ring --gpus 2 --tensor 2 --batch-sizes 4 --network-gbps 10000 --latency-us 0
+near "tensor 2: sums of d_x go on under d_weight, all others are waited for" "$(field exposed_comm_ms 1)" \
+    "$(awk "BEGIN { printf \"%.9g\", 1e3 * ($sums - 25 * 2 * $rows) / 1250e9 }")"
+
+# Of t ranks. With sequence parallelism a sum is scattered, and rows are gathered: twice a block before, and, in backward,
+# those of x again and those of d_y, 4 times; the head's 2 times, the table's, fp32, once. Norms and positions, fp32, are
+# summed as well. Replicas, of which each rank has a part of the rest, send what the library counts.
+for t in 2 4; do
+    simulate --gpus $t --tensor $t --batch-sizes 4 --strategies ddp
+    near "tensor $t: bytes" "$(field tensor_bytes 1)" $((2 * (t - 1) * sums / t))
+    simulate --gpus $t --tensor $t --batch-sizes 4 --strategies ddp --sequence-parallel
+    scattered=$((12 * 10 * 2 * rows + 3 * 2 * rows + 2 * 4 * rows))
+    near "tensor $t, sequence parallelism: bytes" "$(field tensor_bytes 1)" \
+        $(((t - 1) * (scattered + 2 * (3 * 4 * 4 * 1024 + 4 * 77 + 4 * (25 + 1024) * 768)) / t))
+    for kind in ddp zero1 full_shard hybrid_shard; do
+        simulate --strategies $kind --gpus 8,32 --tensor $t --gpus-per-node 4
+        [ "$(field comm_bytes 2)" = "$(field plan_bytes 2)" ] && [ "$(field data 2)" -eq $((32 / t)) ] && [ "$(field comm_bytes 2)" -gt 0 ]
+        result "$kind, tensor $t: bytes along the data axis are dtrain_strategy_query's" $? "$tmp/rows"
+    done
+done
+grep -q 'GPUs = tensor 4 x data' "$tmp/out" && grep -q ' x  *8  hybrid_shard' "$tmp/out"
+result "the table names the axes" $? "$tmp/out"
+both="--model llama70b --batch-sizes 1 --checkpointing 1 --strategies ddp"
+simulate $both --gpus 8; whole=$(field memory_gib 1)
+simulate $both --gpus 8 --tensor 8
+holds "memory: an eighth of what is cut" "$(field memory_gib 1) < 0.14 * $whole && $(field memory_gib 1) > 0.12 * $whole"
+long="--model gpt2_medium --gpus 16 --tensor 16 --strategies ddp --batch-sizes 2"
+simulate $long --gpus-per-node 16; within=$(field step_ms 1)
+simulate $long --gpus-per-node 8
+holds "a tensor axis across nodes is slower than inside one" "$(field step_ms 1) > $within"
+
 # Links that cost nothing, and sanity.
 simulate --strategies ddp,zero1,full_shard,hybrid_shard --gpus 1,8,64,1024 --cluster custom --network-gbps 1e15 --nvlink-gbs 1e15 --latency-us 0 --hbm-gbs 1e15
 bent=$(sed 's/.*"efficiency": \([^,]*\),.*/\1/' "$tmp/rows" | awk '$1 < 99.999 || $1 > 100.001')
@@ -219,6 +260,11 @@ refused "a list with a hole" "--gpus is \"\"" --gpus 8,,16
 refused "zero GPUs" "--gpus is \"0\"" --gpus 0
 refused "a fraction" "whole number" --batch-sizes 1.5
 refused "a node and a half" "12: expected at most 8, or whole nodes of 8" --gpus 8,12
+refused "GPUs that the axis does not divide" "tensor 3 .* does not divide the 8 ranks" --gpus 8 --tensor 3
+refused "nodes that it does not divide" "tensor is 3, on nodes of 8" --gpus 24 --tensor 3
+refused "more ranks than heads of keys" "1.attn.qkv.*4 parts.*8 ranks" --gpus 8 --tensor 8 --model qwen7b
+refused "rows that it does not divide" "1023 rows.*--tensor 2" --gpus 8 --tensor 2 --sequence-parallel --seq 1023 --batch-sizes 1
+refused "nothing to cut" "vgg16.*no transformer" --gpus 8 --tensor 2 --model vgg16
 refused "global batch" "512.*3 GPUs do not divide" --gpus 3 --global-batch 512
 refused "a rate that communication forbids" "leaves .* at most" --gpus 8 --cluster p100 --measured-rate 1e9
 refused "more checkpoints than blocks" "12 blocks" --checkpointing 13
