@@ -18587,6 +18587,9 @@ static dtrain_result dtrain__twin_create(const dtrain_strategy *strategy, dtrain
     twin->world.rank = strategy->layout.all_rank;
     twin->world.size = strategy->layout.all;
     twin->world.emulation = strategy->groups.data->world->emulation;
+    /* ranks of a tensor axis are neighbours: a node has so many fewer of the data axis */
+    if (twin->world.emulation.node_ranks >= (uint32_t)strategy->groups.tensor_ranks)
+        twin->world.emulation.node_ranks /= (uint32_t)strategy->groups.tensor_ranks;
     DTRAIN__TRY(dtrain_device_create(dtrain__plan_device_ops(), &plan, &twin->world.device));
     DTRAIN__TRY(
         dtrain__counting_create(&twin->world, nodes ? (int)desc.node_size : 1, &twin->world.comm));
@@ -35696,9 +35699,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__column_sums(dtrain_device *device, int64_t
 DTRAIN__PRIVATE void dtrain__part_words(const dtrain_part *part, uint64_t seed, uint64_t stream,
                                         int64_t i, int64_t count, uint32_t *words);
 
+#if DTRAIN__LAYERS
 /* device/cpu/launch_layers.c */
 DTRAIN__PRIVATE void dtrain__row_loss(const dtrain_cross_entropy_args *args, int64_t row, float top,
                                       double sum, float wanted, double logits_sum);
+#endif
 
 /* device/cpu/gemm.c */
 DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_args *args);

@@ -412,7 +412,7 @@ static void describe_clip(kernel *k)
 }
 static dtrain_result call_clip(dtrain_device *device, const kernel *k, void *const *m)
 {
-    dtrain_clip_args a = {m[0], 1.0f, m[1], m[2], NULL};
+    dtrain_clip_args a = {m[0], 1.0f, m[1], m[2], NULL, 1};
     (void)k;
     return device->ops->clip(device, &a);
 }

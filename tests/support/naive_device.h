@@ -641,8 +641,10 @@ static dtrain_result naive_sum(dtrain_device *device, const dtrain_sum_args *a)
 }
 static dtrain_result naive_clip(dtrain_device *device, const dtrain_clip_args *a)
 {
-    double norm = sqrt(a->sum_squares[0]) * (double)a->scalars->grad_scale;
+    double squares = a->sum_squares[0];
     (void)device;
+    for (int i = 1; i < a->sum_count; i++) squares += a->sum_squares[i];
+    const double norm = sqrt(squares) * (double)a->scalars->grad_scale;
     a->norm[0] = (float)norm;
     if (!isfinite(a->norm[0]) || (a->weight && a->weight[0] == 0)) a->scalars->skip = 1;
     else if (a->max_norm > 0 && (double)a->max_norm / (norm + 1e-6) < 1)
