@@ -29,8 +29,8 @@
  * data axis, and layers send along the tensor axis (simulate_tensor.h).
  *
  * How to read it: flags -> simulate_models.h -> simulate_cluster.h (cost models), simulate_device.h and simulate_comm.h
- * (a virtual device, a virtual communicator) -> simulate_tensor.h (layers) -> one step -> tables, JSON, SVG -> published figures ->
- * main. */
+ * (a virtual device, a virtual communicator) -> simulate_tensor.h (layers) -> one step -> tables, JSON, SVG ->
+ * published figures -> main. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
