@@ -163,7 +163,7 @@ typedef struct tp_pass {
     double *kept[MOST_NODES];              /* what a kind keeps for its backward */
     int dropout[MOST_NODES];               /* its number in the pass */
     double loss;                           /* mean over valid */
-    bool kink;                             /* some ReLU is at 0, where rounding decides */
+    bool kink; /* rounding decides: a ReLU is at 0, a row is the same all over */
 } tp_pass;
 
 static inline double tp_act(uint32_t activation, double x)
@@ -329,6 +329,7 @@ static inline void tp_norm(tp_pass *s, int at, bool backward)
         for (int64_t i = 0; i < n->n && n->kind == TP_LAYERNORM; i++) mean += x[i] / (double)n->n;
         for (int64_t i = 0; i < n->n; i++) squares += (x[i] - mean) * (x[i] - mean) / (double)n->n;
         const double deviation = sqrt(squares + n->number);
+        s->kink = s->kink || squares < (s->g->narrow ? 0.03 : 1e-6); /* it blows rounding up */
         for (int64_t i = 0; i < n->n; i++) {
             const double hat = (x[i] - mean) / deviation;
             if (!backward) {
