@@ -62,7 +62,7 @@ typedef struct tp_program {
     uint64_t seed;
     int tensor, data, steps, micro, nodes, params, cuts, blocks;
     bool sequence_parallel, means, no_overlap, keep, stream, narrow, evaluate, hierarchical, wild,
-        large;
+        large, processes;
     uint32_t kind, accumulation, node_size, recompute, recompute_ops, missing, param_dtype,
         reduce_dtype;
     uint64_t skips, ignores, joins; /* one in so many; 0: never */

@@ -65,13 +65,14 @@ enum {
     WITHOUT_EVALUATION,
     WITHOUT_JOINS,
     WITHOUT_RELU,
+    WITHOUT_PROCESSES,
     WITHOUTS
 };
 static const char *const without_names[WITHOUTS] = {
-    "steps",      "micro-batches",   "data axis", "kind",   "sequence parallelism",
-    "skips",      "ignored targets", "recompute", "bf16",   "clipping",
-    "stream",     "frozen",          "dropout",   "places", "blocks",
-    "evaluation", "joins",           "ReLU"};
+    "steps",      "micro-batches",   "data axis", "kind",     "sequence parallelism",
+    "skips",      "ignored targets", "recompute", "bf16",     "clipping",
+    "stream",     "frozen",          "dropout",   "places",   "blocks",
+    "evaluation", "joins",           "ReLU",      "processes"};
 
 typedef struct maker {
     tp_program *g;
@@ -454,6 +455,10 @@ static void make_settings(maker *m)
     g->clip = roll(m, 3) ? 0.5f : 0;
     g->wild = chance(m, 5) && g->tensor > 1;
     g->large = chance(m, 12);
+    g->processes = chance(m, 3) && !off(m, WITHOUT_PROCESSES);
+#ifdef DTRAIN_CUDA_EMULATION
+    g->processes = false; /* NCCL's mock is of one process */
+#endif
     if (off(m, WITHOUT_STEPS)) g->steps = 1;
     if (off(m, WITHOUT_MICRO)) g->micro = 1;
     if (off(m, WITHOUT_DATA)) g->data = 1;
@@ -533,6 +538,7 @@ static void print_program(const tp_program *g, uint32_t without)
            g->narrow ? ", bf16" : "", g->means ? ", means" : "",
            g->no_overlap ? ", no overlap" : "", g->keep ? ", kept" : "", g->recompute,
            g->recompute_ops, (double)g->clip, (long long)g->batch_unit);
+    if (g->processes) printf("    ranks are processes\n");
     if (g->wild) printf("    wild: an operation may be given what it refuses\n");
     printf("    nodes of %u%s, missing gradients %u, accumulation %u, param_dtype %u, reduce_dtype "
            "%u, joins %d\n",
@@ -1108,7 +1114,8 @@ static long wild_seen, wild_refused, left_out;
 
 static bool run_ranks(play *y, int ranks, dtrain_rank_fn main, char *text, size_t room)
 {
-    dtrain_launch_desc desc = ranks_desc(ranks, DTRAIN_LAUNCH_THREADS);
+    dtrain_launch_desc desc = ranks_desc(
+        ranks, ranks > 1 && y->g.processes ? DTRAIN_LAUNCH_PROCESSES : DTRAIN_LAUNCH_THREADS);
     desc.log = say_nothing;
     desc.timeout_ms = 10000;
 #ifdef DTRAIN_CUDA_EMULATION
@@ -1143,7 +1150,6 @@ static void forget(play *y)
 {
     for (int r = 0; r < MOST_RANKS; r++) {
         if (y->first[r].g) tp_free(&y->first[r]);
-        free(y->found[r]);
         for (int step = 0; step < MOST_STEPS; step++)
             for (int micro = 0; micro < MOST_MICRO; micro++) {
                 for (int i = 0; i < MOST_NODES && y->masks[r][step][micro]; i++)
@@ -1153,17 +1159,18 @@ static void forget(play *y)
     }
     free(y->init);
     free(y->after);
-    free(y);
+    munmap(y->found[0], sizeof *y->init * MOST_RANKS * (size_t)y->g.elements);
+    munmap(y, sizeof *y);
 }
 
 static bool passes(uint64_t seed, uint32_t without, char *text, size_t room, bool words)
 {
-    play *y = (play *)calloc(1, sizeof *y);
+    play *y = (play *)ranks_shared(sizeof *y);
     generate(&y->g, seed, without);
     if (words) print_program(&y->g, without);
     y->init = (float *)calloc((size_t)y->g.elements, sizeof *y->init);
-    for (int r = 0; r < MOST_RANKS; r++)
-        y->found[r] = (float *)calloc((size_t)y->g.elements, sizeof *y->init);
+    y->found[0] = (float *)ranks_shared(sizeof *y->init * MOST_RANKS * (size_t)y->g.elements);
+    for (int r = 1; r < MOST_RANKS; r++) y->found[r] = y->found[r - 1] + y->g.elements;
     bool good = run_ranks(y, 1, one_rank, text, room);
     if (good) expect(y);
     if (y->kink) {
