@@ -1224,6 +1224,12 @@ int main(int argc, char **argv)
     printf("  of %ld programs that place tensors in any way %ld were refused; %ld were left out, "
            "where rounding decides\n",
            wild_seen, wild_refused, left_out);
+#ifdef DTRAIN_CUDA_EMULATION
+    if (!s.one && nccl_mock_count.launches == 0) {
+        printf("  FAIL no collective went over NCCL\n");
+        return 1;
+    }
+#endif
     const bool vacuous = !s.one && (shifts_noticed * 100 < shifts_seen * 97 ||
                                     doubles_noticed * 10 < tensors_seen * 8);
     return status || vacuous;
