@@ -612,14 +612,14 @@ static void test_sums(void)
 
 static void test_clip(void)
 {
-    static const double squares[] = {0, 4, 1e6, 1e80, HUGE_VAL};
+    static const double squares[][2] = {{0, 0}, {1, 3}, {1e6, 1}, {0, 1e80}, {4, HUGE_VAL}};
     for (int i = 0; i < 5; i++)
         for (int max_norm = 0; max_norm < 3; max_norm++) {
             dtrain_step_scalars now[2];
             float norm[2];
             memset(now, 0, sizeof now);
             now[0].grad_scale = now[1].grad_scale = 0.5f;
-            ON_BOTH(clip, args, {&squares[i], (float)max_norm, &now[side], &norm[side], NULL})
+            ON_BOTH(clip, args, {squares[i], (float)max_norm, &now[side], &norm[side], NULL, 2})
             CHECK((isinf(norm[0]) && isinf(norm[1])) ||
                   test_close((double)norm[0], (double)norm[1], 1e-6));
             CHECK_CLOSE(now[0].grad_scale, now[1].grad_scale, 1e-6);
