@@ -86,7 +86,8 @@ typedef enum fault_kind {
 struct run {
     uint32_t tape_flags, accumulation;
     uint32_t compression, exchange, node_size; /* of more than 0 ranks: hierarchical */
-    bool staged, graph, no_overlap;
+    int tensor;                                /* ranks that share each layer; 0: none */
+    bool staged, graph, no_overlap, sequence_parallel;
     bool ignored; /* rank 1 ignores targets, in each step another number of them; in one all do */
     size_t bucket_bytes;
     float dropout;
@@ -104,14 +105,19 @@ static run *result; /* in shared memory */
 
 static void declare(model *m)
 {
-    static const struct {
+    static const dtrain_cut whole = {0, 0, 0, {0}}, rows = {DTRAIN_CUT_ROWS, 0, 0, {0}},
+                            columns = {DTRAIN_CUT_COLUMNS, 0, 0, {0}},
+                            packed = {DTRAIN_CUT_ROWS, 3, HEADS, {0}};
+    const struct {
         const char *name;
         int64_t rows, columns;
         float scale;
-    } list[PARAMS] = {
-        {"wte", V, C, 0.2f},      {"wpe", T, C, 0.2f},       {"ln1.w", C, 0, 1},
-        {"ln1.b", C, 0, 0},       {"qkv.w", 3 * C, C, 0.2f}, {"proj.w", C, C, 0.2f},
-        {"fc.w", 4 * C, C, 0.2f}, {"fc.b", 4 * C, 0, 0.1f},  {"out.w", C, 4 * C, 0.2f}};
+        const dtrain_cut *cut;
+    } list[PARAMS] = {{"wte", V, C, 0.2f, &rows},         {"wpe", T, C, 0.2f, &whole},
+                      {"ln1.w", C, 0, 1, &whole},         {"ln1.b", C, 0, 0, &whole},
+                      {"qkv.w", 3 * C, C, 0.2f, &packed}, {"proj.w", C, C, 0.2f, &columns},
+                      {"fc.w", 4 * C, C, 0.2f, &rows},    {"fc.b", 4 * C, 0, 0.1f, &rows},
+                      {"out.w", C, 4 * C, 0.2f, &columns}};
     for (int i = 0; i < PARAMS; i++) {
         dtrain_param *p = &m->params[i];
         p->name = list[i].name;
@@ -120,6 +126,7 @@ static void declare(model *m)
         p->unit = i < 2 ? 0 : 1;
         p->init = list[i].scale == 1 ? DTRAIN_INIT_CONSTANT : DTRAIN_INIT_NORMAL;
         p->init_scale = list[i].scale;
+        p->cut = *list[i].cut;
     }
 }
 
@@ -206,12 +213,22 @@ static int train_main(dtrain_world *world, void *user)
     dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
     dtrain_comm_info info;
     dtrain_emulation_counters counters;
+    dtrain_mesh_desc axes;
+    dtrain_mesh_info place;
+    dtrain_mesh *mesh;
+    const int rank = dtrain_world_rank(world);
     memset(&m, 0, sizeof m);
     memset(&desc, 0, sizeof desc);
-    m.rank = dtrain_world_rank(world);
+    memset(&axes, 0, sizeof axes);
+    axes.tensor = how->tensor;
+    axes.sequence_parallel = how->sequence_parallel;
+    RANKS_TRY(dtrain_mesh_create(world, &axes, &mesh));
+    dtrain_mesh_query(mesh, &place);
+    m.rank = place.data_rank; /* whose samples it reads */
     m.how = how;
     declare(&m);
     ddp.no_overlap = how->no_overlap;
+    ddp.mesh = mesh;
     ddp.compression = &lossy;
     lossy.kind = how->compression;
     lossy.sparse_exchange = how->exchange;
@@ -236,12 +253,12 @@ static int train_main(dtrain_world *world, void *user)
     desc.loss = loss;
     desc.user = &m;
     RANKS_TRY(dtrain_trainer_create(world, &desc, &trainer));
-    const dtrain_result trained = train(trainer, how, m.rank);
+    const dtrain_result trained = train(trainer, how, rank);
     CHECK_MSG(trained == DTRAIN_OK || how->fault, "%s", dtrain_last_error());
     dtrain_comm_query(dtrain_world_comm(world), &info);
     dtrain_emulation_get_counters(&counters);
-    if (trained == DTRAIN_OK) RANKS_TRY(dtrain_strategy_verify(strategy, &result->hashes[m.rank]));
-    if (m.rank == 0) {
+    if (trained == DTRAIN_OK) RANKS_TRY(dtrain_strategy_verify(strategy, &result->hashes[rank]));
+    if (rank == 0) {
         snprintf(result->backend, sizeof result->backend, "%s", info.backend);
         result->launches = (uint64_t)__atomic_load_n(&nccl_mock_count.launches, __ATOMIC_RELAXED);
         result->graph_launches = (uint64_t)counters.graph_launches;
@@ -249,6 +266,7 @@ static int train_main(dtrain_world *world, void *user)
     dtrain_trainer_destroy(trainer);
     dtrain_optimizer_destroy(optimizer);
     dtrain_strategy_destroy(strategy);
+    dtrain_mesh_destroy(mesh);
     return trained != DTRAIN_OK;
 }
 
@@ -513,9 +531,9 @@ static void test_strategies_between_nodes(void)
 static void test_graph_is_eager(void)
 {
     start_test();
-    for (int variant = 0; variant < 5; variant++) {
+    for (int variant = 0; variant < 7; variant++) {
         run how = plain();
-        dtrain_emulation_set_device_count(variant == 4 ? 4 : 3);
+        dtrain_emulation_set_device_count(variant >= 4 ? 4 : 3);
         how.node_size = variant == 4 ? 2 : 0;
         how.steps = 8;
         how.bucket_bytes = 2048;
@@ -523,10 +541,12 @@ static void test_graph_is_eager(void)
         how.accumulation = variant == 1 ? 2 : 1;
         how.tape_flags = variant == 2 ? DTRAIN_TAPE_BF16 : 0;
         how.no_overlap = variant == 3;
-        const int ranks = variant == 0 ? 3 : variant == 4 ? 4 : 2;
+        how.tensor = variant >= 5 ? 2 : 0;
+        how.sequence_parallel = variant == 6;
+        const int ranks = variant == 0 ? 3 : variant >= 4 ? 4 : 2;
         const run eager = trained(how, ranks);
         how.graph = true;
-        for (int order = variant == 4; order < 3; order++) {
+        for (int order = variant >= 4; order < 3; order++) {
             dtrain_emulation_set_order(order, 5);
             for (int r = 0; r < MOST; r++) rank_controls[r].delay_steps = order * (1 + r);
             const run graph = trained(how, ranks);
@@ -536,6 +556,27 @@ static void test_graph_is_eager(void)
         }
         start_test();
         dtrain_emulation_set_order(DTRAIN_EMULATION_FORWARD, 0);
+    }
+}
+
+/* Two axes have collectives under way at once; the losses are those of two ranks with whole layers. */
+static void test_tensor_axis(void)
+{
+    run how = plain();
+    start_test();
+    how.accumulation = 2;
+    how.dropout = 0.1f;
+    how.bucket_bytes = 2048;
+    const run whole = trained(how, 2);
+    dtrain_emulation_set_device_count(4);
+    how.tensor = 2;
+    for (int variant = 0; variant < 4; variant++) {
+        how.sequence_parallel = variant % 2 == 1;
+        how.no_overlap = variant == 2;
+        for (int r = 0; r < MOST; r++) rank_controls[r].delay_steps = variant * (1 + r % 3);
+        const run shared = trained(how, 4);
+        check_near(&whole, &shared, how.steps, 2e-5, "whole layers, and shared ones");
+        CHECK(shared.launches > whole.launches && strcmp(shared.backend, "nccl") == 0);
     }
 }
 
@@ -714,6 +755,7 @@ int main(int argc, char **argv)
     RUN(test_compression);
     RUN(test_strategies);
     RUN(test_strategies_between_nodes);
+    RUN(test_tensor_axis);
     RUN(test_graph_is_eager);
     RUN(test_graph_of_ignored_targets);
     RUN(test_shared_device);
