@@ -97,7 +97,7 @@ if [ -n "$torchrun" ]; then
     timeout 120 $torchrun --nproc_per_node 2 --max_restarts 2 $long --checkpoint "$tmp/again" >"$tmp/out" 2>&1 &
     launcher=$!
     wait_for 60 test -e "$tmp/again/latest"
-    pkill -9 -n -f "train_gpt.*$tmp/again"
+    pkill -9 -n -f "^[^ ]*train_gpt .*$tmp/again"
     wait $launcher
     [ $? -eq 0 ] && grep -q 'resume  step [0-9]*00 from' "$tmp/out" && grep -q "${expected:-none}" "$tmp/out"
     result "torchrun starts killed ranks again: the same bits" $? "$tmp/out"

@@ -135,7 +135,7 @@ expected=$(parameters "$tmp/log")
 $run --nproc 2 --restarts 2 $long --checkpoint "$tmp/again" >"$tmp/out" 2>&1 &
 launcher=$!
 wait_for 60 test -e "$tmp/again/latest"
-pkill -9 -n -f "train_gpt.*$tmp/again"
+pkill -9 -n -f "^[^ ]*train_gpt .*$tmp/again"
 wait $launcher
 [ $? -eq 0 ] && grep -q 'resume  step [0-9]*00 from' "$tmp/out" && grep -q "SIGKILL" "$tmp/out" && [ "$(parameters "$tmp/out")" = "${expected:-none}" ]
 result "a killed rank: from the checkpoint, to the bits of an undisturbed run" $? "$tmp/out"
@@ -155,7 +155,7 @@ launcher=$!
 before=none status=0
 for attempt in 1 2 3; do
     wait_for 30 sh -c "[ \"\$(cat '$tmp/further/latest' 2>/dev/null || echo none)\" != '$before' ]" || status=1
-    pkill -9 -n -f "train_gpt.*$tmp/further"
+    pkill -9 -n -f "^[^ ]*train_gpt .*$tmp/further"
     wait_for 10 sh -c "[ \$(grep -c 'restart 1 of 1' '$tmp/out') -eq $attempt ]" || status=1
     wait_for 10 sh -c "[ \$(grep -c 'resume  step' '$tmp/out') -eq $attempt ]" || status=1
     before=$(cat "$tmp/further/latest")
