@@ -36,7 +36,7 @@
 #ifdef DTRAIN_CUDA_EMULATION
 #include "nccl/mock/nccl_mock.c"
 #include "nccl/mock/emulated_device.h"
-enum { MANY = 30, FULL = 200 };
+enum { MANY = 30, FULL = 100 };
 #else
 enum { MANY = 120, FULL = 1000 };
 #endif
