@@ -32,7 +32,8 @@ static dtrain_result probe_links(dtrain_world *world, run_job *j)
 /* Compare the links with what a step has needed, and warn when they are the limit. */
 static void forecast_links(dtrain_world *world, const run_job *j, const dtrain_step_record *record)
 {
-    const double compute_ms = record->step_ms - record->exposed_comm_ms - record->data_ms;
+    /* next to nothing beside a slow link: clocks of several ranks may make it less */
+    const double compute_ms = fmax(0, record->step_ms - record->exposed_comm_ms - record->data_ms);
     dtrain_strategy_info info;
     probe_step step = {0};
     probe_forecast forecast;
@@ -41,7 +42,7 @@ static void forecast_links(dtrain_world *world, const run_job *j, const dtrain_s
     step.compute_seconds = compute_ms / 1e3;
     step.wire_bytes = record->comm_bytes;
     step.call_count = info.step_calls + (j->accum - 1) * info.micro_calls;
-    if (!(compute_ms > 0)) return;
+    if (compute_ms == 0 && record->comm_bytes == 0) return;
     predict_step(&j->links, &step, &forecast);
     dtrain_log(world, forecast.limited ? DTRAIN_LOG_WARNING : DTRAIN_LOG_INFO, "%s", forecast.text);
 }
