@@ -724,7 +724,7 @@ static int heads_errors_rank(dtrain_world *world, void *user)
         desc.heads = i < 2 || i == 7 ? 3 : small ? 2 : 12;
         desc.kv_heads = i < 2 || i == 7 ? 3 : small ? 2 : 4;
         if (i == 2)
-            q.first[0] = a.rank ? 20 : 0, q.length[0] = a.rank ? 28 : 20, q.count = q.length[0];
+            q.first[0] = a.rank ? 20 : 0, q.length[0] = q.shape[0] = q.count = a.rank ? 28 : 20;
         dtrain_tensor *qs = input_columns(&a, x, rows, q.whole, &q);
         dtrain_tensor *ks = input_columns(&a, x, rows, k.whole, &k);
         dtrain_tensor *vs = input_columns(&a, x, rows, k.whole, &k);
