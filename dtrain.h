@@ -1510,9 +1510,10 @@ typedef struct dtrain_strategy_desc {
                                      of an optimizer; of groups behind them it is
                                      optimizer_states. Read in create */
     uint32_t group_count;
-    uint64_t init_seed;      /* for parameters the library initialises */
-    dtrain_comm *comm;       /* NULL = all ranks of the world, or the mesh's */
-    const dtrain_mesh *mesh; /* what the data axis is, and which axes cut the model; it stays until
+    uint64_t init_seed; /* for parameters the library initialises */
+    dtrain_comm *comm;  /* NULL = all ranks of the world, or the mesh's */
+    const dtrain_mesh *
+        mesh; /* without a pipeline axis; what the data axis is, and which axes cut the model; it stays until
                                 the strategy is destroyed. NULL = all ranks of comm are the data
                                 axis */
     const struct dtrain_compression_desc *compression; /* NULL = none; DDP only; read in create */
@@ -13260,7 +13261,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__scatter_rows(dtrain_comm *comm, const void
  *     4. d_x = (e^(x - lse) - (1 - s) onehot(target) - s / classes) scale / valid targets
  *
  * A target is on one rank and the others add 0 to its logit, so that sum is exact; so is m. The sum
- * of exponentials is taken in double here and rounded once before it travels. */
+ * of exponentials is taken in double here and rounded once before it travels.
+ *
+ * The tape's operation takes the same steps by kernels of a device (tape/cross_entropy.c). A program
+ * with arrays of its own may have left those out (DTRAIN_PARTS): so this file needs none. */
 
 static dtrain_result dtrain__vocab_check(const dtrain_vocab_loss *loss)
 {
@@ -13968,6 +13972,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
 DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy);
 
 /* strategy/create.c */
+DTRAIN__PRIVATE dtrain_result dtrain__no_pipeline(const dtrain_mesh *mesh, const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_make(dtrain_world *world, dtrain_param *params,
                                                     size_t param_count,
                                                     const dtrain_strategy_desc *desc,
@@ -17858,9 +17863,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *stra
 /* ---- Values -----------------------------------------------------------------------------------*/
 
 /* Hash the bits of a parameter's value, of one that is cut of this rank's part; 0 for an alias.
- * Collective over the data axis. A step of the hash
- * takes eight bytes and is a bijection, so one changed word always changes the result; the shift
- * brings the upper half down, where a product alone would never carry it. */
+ * Collective over the data axis. A step of the hash takes eight bytes and is a bijection, so one
+ * changed word always changes the result; the shift brings the upper half down, where a product
+ * alone would never carry it. */
 static dtrain_result dtrain__value_hash(dtrain_strategy *strategy, size_t i, uint64_t *hash)
 {
     float staging[DTRAIN__STAGING_COUNT];
@@ -18196,6 +18201,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
  *
  * Ranks agree and compare over the whole mesh, and a kind does its work over the data axis. */
 
+DTRAIN__PRIVATE dtrain_result dtrain__no_pipeline(const dtrain_mesh *mesh, const char *call)
+{
+    dtrain_mesh_info at;
+    dtrain_mesh_query(mesh, &at);
+    if (at.pipeline <= 1) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "%s: the mesh of the desc has a pipeline axis of %d ranks, and a strategy "
+                       "cannot cut a model into stages yet; give those ranks to the data axis",
+                       call, at.pipeline);
+}
+
 /* Refuse a mesh beside another communicator, one without ranks, and one of another world. The twin
  * of count.c has the mesh of the strategy and groups of its own. */
 static dtrain_result dtrain__mesh_fits(const dtrain_world *world, const dtrain_strategy_desc *desc,
@@ -18210,6 +18226,7 @@ static dtrain_result dtrain__mesh_fits(const dtrain_world *world, const dtrain_s
             "%s: the mesh of the desc was made %s, and a strategy's is made with its "
             "world; create it by dtrain_mesh_create(world, ...)",
             call, data ? "in another world" : "without a world, for plans");
+    DTRAIN__TRY(dtrain__no_pipeline(desc->mesh, call));
     if (!desc->comm || desc->comm == data) return DTRAIN_OK;
     return dtrain_fail(
         DTRAIN_ERROR_ARGUMENT,
@@ -18987,6 +19004,7 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
                            "dtrain_strategy_plan: params, desc or memory is NULL, or rank_count "
                            "(%d) is below 1",
                            rank_count);
+    DTRAIN__TRY(dtrain__no_pipeline(desc->mesh, "dtrain_strategy_plan"));
     dtrain_mesh_query(desc->mesh, &mesh);
     if (desc->mesh && mesh.ranks != rank_count)
         return dtrain_fail(

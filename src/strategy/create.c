@@ -11,6 +11,17 @@
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
+DTRAIN__PRIVATE dtrain_result dtrain__no_pipeline(const dtrain_mesh *mesh, const char *call)
+{
+    dtrain_mesh_info at;
+    dtrain_mesh_query(mesh, &at);
+    if (at.pipeline <= 1) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "%s: the mesh of the desc has a pipeline axis of %d ranks, and a strategy "
+                       "cannot cut a model into stages yet; give those ranks to the data axis",
+                       call, at.pipeline);
+}
+
 /* Refuse a mesh beside another communicator, one without ranks, and one of another world. The twin
  * of count.c has the mesh of the strategy and groups of its own. */
 static dtrain_result dtrain__mesh_fits(const dtrain_world *world, const dtrain_strategy_desc *desc,
@@ -25,6 +36,7 @@ static dtrain_result dtrain__mesh_fits(const dtrain_world *world, const dtrain_s
             "%s: the mesh of the desc was made %s, and a strategy's is made with its "
             "world; create it by dtrain_mesh_create(world, ...)",
             call, data ? "in another world" : "without a world, for plans");
+    DTRAIN__TRY(dtrain__no_pipeline(desc->mesh, call));
     if (!desc->comm || desc->comm == data) return DTRAIN_OK;
     return dtrain_fail(
         DTRAIN_ERROR_ARGUMENT,

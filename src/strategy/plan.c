@@ -110,6 +110,7 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
                            "dtrain_strategy_plan: params, desc or memory is NULL, or rank_count "
                            "(%d) is below 1",
                            rank_count);
+    DTRAIN__TRY(dtrain__no_pipeline(desc->mesh, "dtrain_strategy_plan"));
     dtrain_mesh_query(desc->mesh, &mesh);
     if (desc->mesh && mesh.ranks != rank_count)
         return dtrain_fail(

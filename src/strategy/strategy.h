@@ -144,9 +144,10 @@ typedef struct dtrain_strategy_desc {
                                      of an optimizer; of groups behind them it is
                                      optimizer_states. Read in create */
     uint32_t group_count;
-    uint64_t init_seed;      /* for parameters the library initialises */
-    dtrain_comm *comm;       /* NULL = all ranks of the world, or the mesh's */
-    const dtrain_mesh *mesh; /* what the data axis is, and which axes cut the model; it stays until
+    uint64_t init_seed; /* for parameters the library initialises */
+    dtrain_comm *comm;  /* NULL = all ranks of the world, or the mesh's */
+    const dtrain_mesh *
+        mesh; /* without a pipeline axis; what the data axis is, and which axes cut the model; it stays until
                                 the strategy is destroyed. NULL = all ranks of comm are the data
                                 axis */
     const struct dtrain_compression_desc *compression; /* NULL = none; DDP only; read in create */

@@ -228,6 +228,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
 DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy);
 
 /* strategy/create.c */
+DTRAIN__PRIVATE dtrain_result dtrain__no_pipeline(const dtrain_mesh *mesh, const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_make(dtrain_world *world, dtrain_param *params,
                                                     size_t param_count,
                                                     const dtrain_strategy_desc *desc,
