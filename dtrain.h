@@ -13263,8 +13263,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__scatter_rows(dtrain_comm *comm, const void
  * A target is on one rank and the others add 0 to its logit, so that sum is exact; so is m. The sum
  * of exponentials is taken in double here and rounded once before it travels.
  *
- * The tape's operation takes the same steps by kernels of a device (tape/cross_entropy.c). A program
- * with arrays of its own may have left those out (DTRAIN_PARTS): so this file needs none. */
+ * The tape's operation takes the same steps by kernels of a device (tape/cross_entropy.c). A
+ * program with arrays of its own may have left those out (DTRAIN_PARTS): so this file needs none.
+ * */
 
 static dtrain_result dtrain__vocab_check(const dtrain_vocab_loss *loss)
 {

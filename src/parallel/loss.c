@@ -10,8 +10,9 @@
  * A target is on one rank and the others add 0 to its logit, so that sum is exact; so is m. The sum
  * of exponentials is taken in double here and rounded once before it travels.
  *
- * The tape's operation takes the same steps by kernels of a device (tape/cross_entropy.c). A program
- * with arrays of its own may have left those out (DTRAIN_PARTS): so this file needs none. */
+ * The tape's operation takes the same steps by kernels of a device (tape/cross_entropy.c). A
+ * program with arrays of its own may have left those out (DTRAIN_PARTS): so this file needs none.
+ * */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
