@@ -13264,8 +13264,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__scatter_rows(dtrain_comm *comm, const void
  * of exponentials is taken in double here and rounded once before it travels.
  *
  * The tape's operation takes the same steps by kernels of a device (tape/cross_entropy.c). A
- * program with arrays of its own may have left those out (DTRAIN_PARTS): so this file needs none.
- * */
+ * program with arrays of its own may have left those out (DTRAIN_PARTS): this file needs none. */
 
 static dtrain_result dtrain__vocab_check(const dtrain_vocab_loss *loss)
 {

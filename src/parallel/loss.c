@@ -11,8 +11,7 @@
  * of exponentials is taken in double here and rounded once before it travels.
  *
  * The tape's operation takes the same steps by kernels of a device (tape/cross_entropy.c). A
- * program with arrays of its own may have left those out (DTRAIN_PARTS): so this file needs none.
- * */
+ * program with arrays of its own may have left those out (DTRAIN_PARTS): this file needs none. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
