@@ -1512,10 +1512,9 @@ typedef struct dtrain_strategy_desc {
     uint32_t group_count;
     uint64_t init_seed; /* for parameters the library initialises */
     dtrain_comm *comm;  /* NULL = all ranks of the world, or the mesh's */
-    const dtrain_mesh *
-        mesh; /* without a pipeline axis; what the data axis is, and which axes cut the model; it stays until
-                                the strategy is destroyed. NULL = all ranks of comm are the data
-                                axis */
+    /* Which axes there are, without a pipeline axis yet; it stays until the strategy is destroyed.
+     * NULL = all ranks of comm are the data axis. */
+    const dtrain_mesh *mesh;
     const struct dtrain_compression_desc *compression; /* NULL = none; DDP only; read in create */
 } dtrain_strategy_desc;
 
