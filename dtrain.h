@@ -19239,10 +19239,16 @@ DTRAIN__PRIVATE void dtrain__strategy_plan_free(dtrain_world *world, dtrain__str
  *     data arena      every forward value                  until the next begin
  *     two regions     values that checkpointing drops      until the next but one unit that drops
  *     casts           rounded weights of a gathered unit   as long as the unit is there
+ *     weights         rounded weights of all others        until the next begin, or step of a
+ *                                                          pipeline
+ *     received        what another stage sent              until its pass has had its backward
  *     gradient pool   gradients of forward values          from the first contribution until their
  *                                                          producer's backward has run
  *                     what an operation borrows            while its kernels and sums run
  *     params          values and gradients                 not the tape's
+ *
+ * A pipeline has several passes under way, each in a slot (stage.c) with arenas of its own; what is
+ * listed first in the enum below is there once.
  *
  * Arenas are rewound, never freed, and the pool is keyed by exact size: a pass that asks for what
  * the last one asked for allocates nothing and gets the same addresses. That also makes memory
@@ -19273,12 +19279,16 @@ typedef struct dtrain__bump {
 } dtrain__bump;
 
 enum {
-    DTRAIN__ARENA_HOST,
+    DTRAIN__ARENA_RECORDS,   /* host memory: which weights have been rounded */
     DTRAIN__ARENA_GRADIENTS, /* the pool, from which nothing is taken by moving forward */
-    DTRAIN__ARENA_DATA,
     DTRAIN__ARENA_CASTS,
+    DTRAIN__ARENA_WEIGHTS,
+    DTRAIN__ARENA_HOST, /* from here on those of a pass */
+    DTRAIN__ARENA_DATA,
+    DTRAIN__ARENA_RECEIVED,
     DTRAIN__ARENA_REGION, /* and the one behind it: what segments drop, in turn */
-    DTRAIN__ARENAS = DTRAIN__ARENA_REGION + 2
+    DTRAIN__ARENAS = DTRAIN__ARENA_REGION + 2,
+    DTRAIN__PASS_ARENAS = DTRAIN__ARENAS - DTRAIN__ARENA_HOST
 };
 
 /* ---- Nodes and tensors ------------------------------------------------------------------------*/
@@ -19295,6 +19305,7 @@ typedef struct dtrain_node {
                                                rounds it to input_data[i] where the two differ */
     int64_t unit;                           /* -1: before the first mark */
     uint32_t mark;                          /* how many marks came before it */
+    bool ghost;                             /* another stage computes it */
     bool dropped;                           /* its results are in the segment's region */
     bool saves;                             /* it has saved memory, which backward reads */
     bool reached;                           /* the gradient of this backward's loss reaches it */
@@ -19313,6 +19324,10 @@ typedef struct dtrain__tape_tensor {
                                              the samples that they are a mean over */
     struct dtrain__tape_segment *segment; /* in whose region it was made; NULL: in the data arena */
     bool kept;                            /* tensor.data is a copy in the data arena */
+    bool ghost;                           /* another stage has its values */
+    int32_t stage;                        /* that makes it, and the last one that reads it; */
+    int32_t last_stage;                   /* of an input both are -1 */
+    struct dtrain__tape_tensor *next;     /* made before it, of the list it is on (stage.c) */
     bool wanted; /* while its segment runs again: the value is read where the segment made it */
 } dtrain__tape_tensor;
 
@@ -19333,8 +19348,7 @@ typedef struct dtrain__cast {
     const dtrain_param *storage;
     int64_t count;
     void *low;
-    uint32_t mark;
-    bool passing; /* the copy lasts only while its unit is gathered */
+    uint32_t mark; /* of one that lasts only while its unit is gathered */
 } dtrain__cast;
 
 /* ---- Inputs of a pass that will be replayed ---------------------------------------------------*/
@@ -19366,6 +19380,22 @@ typedef struct dtrain__staging {
     dtrain_event *uploaded; /* behind the last upload */
 } dtrain__staging;
 
+/* ---- A pass ----------------------------------------------------------------------------------*/
+
+/* dtrain_tape_begin sets all of it to zero. */
+typedef struct dtrain__pass {
+    uint32_t state, flags;
+    uint64_t seed, dropout_count;
+    dtrain_dtype cast;   /* the type of autocast; F32 without */
+    dtrain__cast *casts; /* those that pass, latest first; backward drops later marks */
+    uint32_t cast_mark;  /* the mark whose passing casts are in memory */
+    dtrain_node *last;
+    size_t node_count, tensor_count, recomputed_count;
+    uint32_t mark_count, segment_count;
+    dtrain__tape_segment *segment; /* the segment being recorded; NULL: none */
+    bool more; /* another micro-batch adds to its gradients: none is ready behind this backward */
+} dtrain__pass;
+
 /* ---- The tape ---------------------------------------------------------------------------------*/
 
 enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
@@ -19381,17 +19411,9 @@ struct dtrain_tape {
     bool planning; /* on the plan device: params and strategy are left alone */
     double flops;  /* see dtrain_tape_info */
     dtrain__bump arenas[DTRAIN__ARENAS];
-    struct { /* dtrain_tape_begin sets all of it to zero */
-        uint32_t state, flags;
-        uint64_t seed, dropout_count;
-        dtrain_dtype cast;   /* the type of autocast; F32 without */
-        dtrain__cast *casts; /* rounded weights, latest first; backward drops later marks */
-        uint32_t cast_mark;  /* the mark whose passing casts are in memory */
-        dtrain_node *last;
-        size_t node_count, tensor_count, recomputed_count;
-        uint32_t mark_count, segment_count;
-        dtrain__tape_segment *segment; /* the segment being recorded; NULL: none */
-    } pass;
+    dtrain__pass pass;
+    dtrain__cast *weights;               /* rounded ones that do not pass, latest first */
+    struct dtrain__stages *stages;        /* NULL: this rank has the whole model */
     int64_t unit;                            /* the gathered unit; -1: none */
     dtrain_pass unit_pass;                   /* the pass that it is gathered for */
     uint32_t recompute_every, recompute_ops; /* see dtrain_tape_recompute */
@@ -19409,6 +19431,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__staging_upload(dtrain_tape *tape, void *to
 DTRAIN__PRIVATE void dtrain__staging_free(dtrain_tape *tape);
 
 /* tape/tape.c */
+DTRAIN__PRIVATE void dtrain__tape_reset(dtrain_tape *tape);
+DTRAIN__PRIVATE dtrain_result dtrain__pass_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit);
@@ -19492,6 +19516,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op);
 /* tape/backward.c */
 DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_tensor *x,
                                                     bool *accumulate);
+/* Let x have the gradient of y, which has none from here on. */
+DTRAIN__PRIVATE void dtrain__gradient_take(dtrain_tensor *x, dtrain_tensor *y);
+/* Run the backward of a pass from gradients that are there; the nodes that made their tensors are
+ * marked as reached. */
+DTRAIN__PRIVATE dtrain_result dtrain__backward_seeded(dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_op *op, uint32_t output, uint32_t input);
 /* Borrow memory of the gradient pool (NULL: the error sticks), and give it back: what is queued
  * then still reads it, and what is queued later comes behind. */
@@ -19505,13 +19534,26 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_intact(const dtrain_tensor *x, const
 DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tensor *x,
                                                   const char *call);
 
+/* tape/stage.c: what the tape asks it, and what a pipeline calls */
+#define DTRAIN__NOWHERE 64 /* the address of what has no memory here: aligned, and never read */
+DTRAIN__PRIVATE bool dtrain__is_elsewhere(const dtrain_tape *tape);
+DTRAIN__PRIVATE dtrain_result dtrain__stage_enter(dtrain_tape *tape, int64_t unit);
+DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *made,
+                                        const dtrain_node *node);
+DTRAIN__PRIVATE dtrain_result dtrain__stage_reads(dtrain_tape *tape, dtrain_tensor *x);
+DTRAIN__PRIVATE bool dtrain__input_is_here(const dtrain_tape *tape);
+DTRAIN__PRIVATE dtrain_result dtrain__input_share(dtrain_tape *tape, dtrain_tensor *x,
+                                                  bool *shared);
+DTRAIN__PRIVATE void dtrain__stages_count(const dtrain_tape *tape, dtrain_tape_info *info);
+DTRAIN__PRIVATE void dtrain__stages_free(dtrain_tape *tape);
+
 /* tape/arena.c */
 DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__bump *arena,
                                                     size_t bytes);
-DTRAIN__PRIVATE void dtrain__chunk_free(dtrain_tape *tape, dtrain_device *device,
-                                        dtrain__chunk *chunk);
+DTRAIN__PRIVATE void dtrain__bump_free(dtrain_tape *tape, dtrain__bump *arena);
+DTRAIN__PRIVATE void dtrain__bump_count(const dtrain__bump *arena, dtrain_tape_info *info);
 DTRAIN__PRIVATE void dtrain__bump_rewind(dtrain__bump *arena);
-DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, size_t bytes);
+DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, int arena, size_t bytes);
 DTRAIN__PRIVATE void *dtrain__take_values(dtrain_tape *tape, dtrain__bump *arena, int64_t count,
                                           uint32_t dtype);
 DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
@@ -19541,7 +19583,8 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
     if (!world && strategy) world = dtrain__world_of(strategy);
     if (!tape->planning) tape->world = world;
     for (int i = 0; i < DTRAIN__ARENAS; i++)
-        tape->arenas[i].device = i == DTRAIN__ARENA_HOST ? NULL : tape->device;
+        tape->arenas[i].device =
+            i == DTRAIN__ARENA_HOST || i == DTRAIN__ARENA_RECORDS ? NULL : tape->device;
     tape->unit = -1;
     if (strategy && !tape->planning) dtrain__expect_tape(strategy);
     *out = tape;
@@ -19553,13 +19596,8 @@ DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
     if (!tape) return;
     dtrain_allocator allocator = tape->allocator;
     dtrain__staging_free(tape);
-    for (int i = 0; i < DTRAIN__ARENAS; i++) {
-        dtrain_device *device = tape->arenas[i].device;
-        for (dtrain__chunk *chunk = tape->arenas[i].first, *next; chunk; chunk = next) {
-            next = chunk->next;
-            dtrain__chunk_free(tape, device, chunk);
-        }
-    }
+    for (int i = 0; i < DTRAIN__ARENAS; i++) dtrain__bump_free(tape, &tape->arenas[i]);
+    dtrain__stages_free(tape);
     dtrain__free(&allocator, tape, 1, sizeof *tape);
 }
 
@@ -19589,14 +19627,28 @@ static dtrain_result dtrain__tape_error(const dtrain_tape *tape)
 
 DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed)
 {
-    const uint32_t low = DTRAIN_TAPE_BF16 | DTRAIN_TAPE_F16;
     if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_begin: tape is NULL");
-    for (int i = 0; i < DTRAIN__ARENAS; i++) {
+    dtrain__tape_reset(tape);
+    return dtrain__pass_begin(tape, flags, seed);
+}
+
+/* Forget what is shared by the passes of a tape. */
+DTRAIN__PRIVATE void dtrain__tape_reset(dtrain_tape *tape)
+{
+    dtrain__chunk *chunk = tape->arenas[DTRAIN__ARENA_GRADIENTS].first;
+    for (; chunk; chunk = chunk->next) chunk->owners = 0;
+    for (int i = 0; i < DTRAIN__ARENA_HOST; i++) dtrain__bump_rewind(&tape->arenas[i]);
+    tape->weights = NULL;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__pass_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed)
+{
+    const uint32_t low = DTRAIN_TAPE_BF16 | DTRAIN_TAPE_F16;
+    for (int i = DTRAIN__ARENA_HOST; i < DTRAIN__ARENAS; i++) {
+        if (i == DTRAIN__ARENA_RECEIVED) continue; /* what arrived before the pass begins */
         dtrain__bump_rewind(&tape->arenas[i]);
         tape->arenas[i].owner = NULL;
     }
-    dtrain__chunk *chunk = tape->arenas[DTRAIN__ARENA_GRADIENTS].first;
-    for (; chunk; chunk = chunk->next) chunk->owners = 0;
     memset(&tape->pass, 0, sizeof tape->pass);
     tape->pass.state = DTRAIN__TAPE_FORWARD;
     tape->pass.flags = flags;
@@ -19619,6 +19671,7 @@ DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, ui
 DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit)
 {
     if (dtrain__tape_check(tape, "dtrain_tape_unit") != DTRAIN_OK || unit == tape->unit) return;
+    if (dtrain__tape_stick(tape, dtrain__stage_enter(tape, unit)) != DTRAIN_OK) return;
     dtrain__tape_stick(tape, dtrain__tape_enter(tape, unit));
     dtrain__segment_begin(tape);
 }
@@ -19675,7 +19728,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit
     dtrain__unit_trace(tape, unit);
     tape->unit = unit;
     tape->unit_pass = pass;
-    if (tape->planning || !tape->strategy) return DTRAIN_OK;
+    if (tape->planning || !tape->strategy || tape->stages) return DTRAIN_OK; /* all are there */
     if (before >= 0 && before != unit)
         DTRAIN__TRY(dtrain_strategy_release(tape->strategy, (uint32_t)before));
     return unit >= 0 ? dtrain_strategy_gather(tape->strategy, (uint32_t)unit, pass) : DTRAIN_OK;
@@ -19781,10 +19834,14 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
     if (!x) return NULL;
     x->needs_grad = requires_grad && !(tape->pass.flags & DTRAIN_TAPE_NO_GRAD);
     dtrain__samples *samples = &((dtrain__tape_tensor *)x)->samples;
-    if (tape->feed) result = dtrain__feed_take(tape, x, host);
+    bool shared;
+    if (dtrain__tape_stick(tape, dtrain__input_share(tape, x, &shared)) != DTRAIN_OK) return NULL;
+    if (shared) return x;
+    if (((dtrain__tape_tensor *)x)->ghost) result = DTRAIN_OK;
+    else if (tape->feed) result = dtrain__feed_take(tape, x, host);
     else result = dtrain__staging_upload(tape, x->data, host, (size_t)x->count * 4);
     if (dtype == DTRAIN_DTYPE_I32 && !tape->feed) { /* the targets are in host memory only here */
-        float *valid = (float *)dtrain__take_host(tape, DTRAIN__VALID_BYTES);
+        float *valid = (float *)dtrain__take_host(tape, DTRAIN__ARENA_HOST, DTRAIN__VALID_BYTES);
         if (!valid) return NULL;
         dtrain__count_valid(host, x->count, valid);
         samples->valid = valid;
@@ -19806,6 +19863,11 @@ DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tens
     if (!tensor || !dtrain__is_float(tensor))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: the tensor is %s, expected f32, bf16 or f16",
                            call, tensor ? dtrain_dtype_name((dtrain_dtype)tensor->dtype) : "NULL");
+    if (((const dtrain__tape_tensor *)tensor)->ghost)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "%s: the tensor is of another stage of the pipeline, and its values are "
+                           "not on this rank; a loss that reads values cannot be cut into stages",
+                           call);
     const dtrain_device_ops *ops = tape->device->ops;
     const size_t bytes = dtrain__tensor_bytes(tensor);
     if (values) {
@@ -19840,10 +19902,9 @@ DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *inf
     info->flops = tape->flops;
     info->recomputed_count = tape->pass.recomputed_count;
     info->gradient_bytes = tape->arenas[DTRAIN__ARENA_GRADIENTS].bytes;
-    for (int i = DTRAIN__ARENA_DATA; i < DTRAIN__ARENAS; i++)
-        info->activation_bytes += tape->arenas[i].bytes;
-    for (int i = DTRAIN__ARENA_GRADIENTS; i < DTRAIN__ARENAS; i++)
-        info->block_allocations += tape->arenas[i].allocations;
+    for (int i = 0; i < DTRAIN__ARENAS; i++) dtrain__bump_count(&tape->arenas[i], info);
+    info->activation_bytes -= info->gradient_bytes;
+    dtrain__stages_count(tape, info);
     info->error = dtrain__tape_error(tape);
 }
 
@@ -19983,7 +20044,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
     if (dtrain__tape_stick(tape, result) != DTRAIN_OK) return NULL;
 
     /* 1. also in passes without gradients: the arguments need a place */
-    dtrain_node *node = (dtrain_node *)dtrain__take_host(tape, node_bytes + args_bytes);
+    dtrain_node *node = (dtrain_node *)dtrain__take_host(tape, DTRAIN__ARENA_HOST, node_bytes + args_bytes);
     if (!node) return NULL;
     dtrain_op *op = &node->op;
     if (args_bytes) op->args = (char *)node + node_bytes;
@@ -19993,7 +20054,8 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
     op->device = tape->device;
     op->reads = desc->reads;
     op->cast = tape->pass.cast;
-    op->planning = tape->planning;
+    node->ghost = dtrain__is_elsewhere(tape);
+    op->planning = tape->planning || node->ghost;
     node->unit = tape->unit;
     node->mark = tape->pass.mark_count;
     node->segment = tape->pass.segment;
@@ -20008,7 +20070,8 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
     if (result == DTRAIN_OK) result = desc->prepare(op);
     if (result == DTRAIN_OK && tape->error == DTRAIN_OK && op->output_count == 0)
         result = dtrain_fail(DTRAIN_ERROR_USAGE, "%s: prepare has made no output", call);
-    if (result == DTRAIN_OK && tape->error == DTRAIN_OK) result = dtrain__op_run(node);
+    if (result == DTRAIN_OK && tape->error == DTRAIN_OK && !node->ghost)
+        result = dtrain__op_run(node);
     dtrain__tape_stick(tape, result);
     if (tape->error != DTRAIN_OK) return NULL;
 
@@ -20025,10 +20088,11 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
     }
     if (!op->needs_grad) return op->outputs[0];
     for (uint32_t i = 0; i < op->output_count; i++) {
-        op->outputs[i]->producer = node;
+        op->outputs[i]->producer = node->ghost ? NULL : node;
         op->outputs[i]->needs_grad = true;
     }
     for (uint32_t i = 0; i < op->input_count; i++) op->inputs[i]->pending_uses++;
+    if (node->ghost) return op->outputs[0];
     node->previous = tape->pass.last;
     tape->pass.last = node;
     tape->pass.node_count++;
@@ -20047,6 +20111,7 @@ static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x)
                            i + 1, x ? dtrain_dtype_name((dtrain_dtype)x->dtype) : "NULL",
                            integer ? "i32" : "f32");
     DTRAIN__TRY(dtrain__tensor_keep(op->tape, x, op->desc->name));
+    DTRAIN__TRY(dtrain__stage_reads(op->tape, x));
     if (x->needs_grad) op->needs_grad = true;
     op->inputs[i] = x;
     op->input_data[i] = node->source[i] = x->data;
@@ -20214,7 +20279,7 @@ static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param
     const dtrain_tape *tape = op->tape;
     const char *call = op->desc->name, *name = dtrain__param_name(p);
     const bool foreign = tape->strategy && !p->state.storage;
-    if (tape->planning || (storage->value && !foreign)) return DTRAIN_OK;
+    if (op->planning || (storage->value && !foreign)) return DTRAIN_OK;
     if (foreign || !tape->strategy)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "%s: parameter %s %s; give it to dtrain_strategy_create first", call,
@@ -20240,18 +20305,18 @@ static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *stor
 {
     const dtrain_dtype dtype = tape->pass.cast;
     const uint32_t mark = tape->pass.mark_count;
-    dtrain__cast *cast = tape->pass.casts;
     const void *gathered;
     bool passing;
     if (dtrain__gathered_as(tape->layout, storage, (uint32_t)dtype, &gathered, &passing))
         return gathered;
+    dtrain__cast **list = passing ? &tape->pass.casts : &tape->weights, *cast = *list;
     while (cast && (cast->storage != storage || (passing && cast->mark != mark))) cast = cast->next;
     if (cast) return cast->low;
-    cast = (dtrain__cast *)dtrain__take_host(tape, sizeof *cast);
+    cast = (dtrain__cast *)dtrain__take_host(
+        tape, passing ? DTRAIN__ARENA_HOST : DTRAIN__ARENA_RECORDS, sizeof *cast);
     if (!cast) return NULL; /* the error sticks */
     cast->storage = storage;
     cast->mark = mark;
-    cast->passing = passing;
     cast->count =
         storage->shape[0] ? dtrain__share_here(storage, &tape->groups).count : storage->count;
     if (passing && tape->pass.cast_mark != mark) {
@@ -20259,11 +20324,12 @@ static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *stor
         dtrain__bump_rewind(&tape->arenas[DTRAIN__ARENA_CASTS]);
     }
     cast->low =
-        dtrain__take_values(tape, &tape->arenas[passing ? DTRAIN__ARENA_CASTS : DTRAIN__ARENA_DATA],
-                            cast->count, dtype);
+        dtrain__take_values(
+            tape, &tape->arenas[passing ? DTRAIN__ARENA_CASTS : DTRAIN__ARENA_WEIGHTS],
+            cast->count, dtype);
     if (!cast->low) return NULL;
-    cast->next = tape->pass.casts;
-    tape->pass.casts = cast;
+    cast->next = *list;
+    *list = cast;
     dtrain__tape_stick(tape, dtrain__cast_make(tape, cast));
     return cast->low;
 }
@@ -20278,7 +20344,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__casts_again(dtrain_tape *tape, uint32_t ma
     while (cast && cast->mark > mark) cast = cast->next;
     tape->pass.casts = cast;
     for (; cast && cast->mark == mark; cast = cast->next)
-        if (cast->passing) DTRAIN__TRY(dtrain__cast_make(tape, cast));
+        DTRAIN__TRY(dtrain__cast_make(tape, cast));
     return DTRAIN_OK;
 }
 
@@ -20300,7 +20366,7 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
     DTRAIN__TRY(dtrain__check_value(op, p, storage));
     const dtrain_param *declared = p->shape[0] || p->count ? p : storage;
     const dtrain__share here = dtrain__share_here(declared, &tape->groups);
-    if (!tape->planning && declared->cut.axis && declared->count && declared->count != here.count)
+    if (!op->planning && declared->cut.axis && declared->count && declared->count != here.count)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "%s: parameter %s has %lld elements on this rank, and the tape needs "
                            "%lld: its strategy cuts it over a mesh; create the tape with that "
@@ -20319,7 +20385,8 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
         op->needs_grad = true;
     }
     if (op->desc->autocast && op->cast != DTRAIN_DTYPE_F32 && shape[1])
-        op->param_data[i] = dtrain__param_low(tape, storage);
+        op->param_data[i] =
+            node->ghost ? (void *)DTRAIN__NOWHERE : dtrain__param_low(tape, storage);
     return tape->error;
 }
 
@@ -20545,7 +20612,7 @@ static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
     }
     for (uint32_t i = 0; i < op->param_count && !tape->planning; i++) {
         dtrain_param_state *state = &op->params[i]->state;
-        if (--state->pending_uses == 0 && tape->strategy && node->target[i])
+        if (--state->pending_uses == 0 && tape->strategy && node->target[i] && !tape->pass.more)
             DTRAIN__TRY(dtrain_strategy_ready(tape->strategy, state->index));
     }
     return DTRAIN_OK;
@@ -20574,7 +20641,24 @@ static dtrain_result dtrain__loss_grad(dtrain_tape *tape, dtrain_tensor *loss, f
     return tape->device->ops->axpby(tape->device, &seed);
 }
 
-/* Check that the loss can have gradients, do step 1, set the loss's own gradient, do step 2. */
+/* Do both steps; the nodes that gradients come from are marked. */
+static dtrain_result dtrain__backward_walk(dtrain_tape *tape)
+{
+    for (dtrain_node *node = tape->pass.last; node; node = node->previous) {
+        const dtrain_op *op = &node->op;
+        if (!node->reached) continue;
+        for (uint32_t i = 0; i < op->input_count; i++)
+            if (op->inputs[i]->needs_grad && op->inputs[i]->producer)
+                op->inputs[i]->producer->reached = true;
+        for (uint32_t i = 0; i < op->param_count && !tape->planning; i++)
+            op->params[i]->state.pending_uses++;
+    }
+    for (dtrain_node *node = tape->pass.last; node; node = node->previous)
+        if (node->reached) DTRAIN__TRY(dtrain__backward_node(tape, node));
+    return dtrain__tape_enter(tape, -1);
+}
+
+/* Check that the loss can have gradients, set its own, and walk. */
 static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     const char *const call = "dtrain_tape_backward";
@@ -20592,23 +20676,24 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
     tape->pass.segment = NULL;
     DTRAIN__TRY(dtrain__tensor_keep(tape, loss, call));
     if (loss->producer) loss->producer->reached = true;
-    for (dtrain_node *node = tape->pass.last; node; node = node->previous) {
-        const dtrain_op *op = &node->op;
-        if (!node->reached) continue;
-        for (uint32_t i = 0; i < op->input_count; i++)
-            if (op->inputs[i]->needs_grad && op->inputs[i]->producer)
-                op->inputs[i]->producer->reached = true;
-        for (uint32_t i = 0; i < op->param_count && !tape->planning; i++)
-            op->params[i]->state.pending_uses++;
-    }
     if (tape->strategy && !tape->planning)
         DTRAIN__TRY(
             dtrain__agree_unit(tape->strategy, ((const dtrain__tape_tensor *)loss)->samples.terms));
     DTRAIN__TRY(dtrain__gradient_open(tape, loss, &accumulate));
     DTRAIN__TRY(dtrain__loss_grad(tape, loss, scale));
-    for (dtrain_node *node = tape->pass.last; node; node = node->previous)
-        if (node->reached) DTRAIN__TRY(dtrain__backward_node(tape, node));
-    return dtrain__tape_enter(tape, -1);
+    return dtrain__backward_walk(tape);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__backward_seeded(dtrain_tape *tape)
+{
+    DTRAIN__TRY(dtrain__tape_check(tape, "the backward of a stage"));
+    const uint32_t span =
+        dtrain__span_begin(tape->world, DTRAIN_SPAN_BACKWARD, "backward", DTRAIN__UNNUMBERED);
+    tape->pass.state = DTRAIN__TAPE_DONE;
+    tape->pass.segment = NULL;
+    const dtrain_result result = dtrain__backward_walk(tape);
+    dtrain__span_end(tape->world, span);
+    return dtrain__tape_stick(tape, result);
 }
 
 DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale)
@@ -20657,6 +20742,12 @@ static void dtrain__gradient_set(dtrain_tensor *x, dtrain__chunk *chunk)
 {
     ((dtrain__tape_tensor *)x)->gradient = chunk;
     x->grad = chunk ? chunk->memory : NULL;
+}
+
+DTRAIN__PRIVATE void dtrain__gradient_take(dtrain_tensor *x, dtrain_tensor *y)
+{
+    dtrain__gradient_set(x, ((dtrain__tape_tensor *)y)->gradient);
+    dtrain__gradient_set(y, NULL);
 }
 
 /* Make x the only owner of its gradient, for one contribution that is written there; *accumulate
@@ -23551,8 +23642,9 @@ DTRAIN__PRIVATE void dtrain__segment_begin(dtrain_tape *tape)
     const uint32_t every = tape->recompute_every, mark = tape->pass.mark_count++;
     tape->pass.segment = NULL;
     if (tape->error != DTRAIN_OK || every == 0 || mark % every != every - 1) return;
+    if (dtrain__is_elsewhere(tape)) return;
     dtrain__tape_segment *segment =
-        (dtrain__tape_segment *)dtrain__take_host(tape, sizeof *segment);
+        (dtrain__tape_segment *)dtrain__take_host(tape, DTRAIN__ARENA_HOST, sizeof *segment);
     if (!segment) return;
     segment->unit = tape->unit;
     segment->region = &tape->arenas[DTRAIN__ARENA_REGION + tape->pass.segment_count++ % 2];
@@ -23656,24 +23748,45 @@ DTRAIN_API dtrain_result dtrain_tape_recompute(dtrain_tape *tape, uint32_t every
 
 #define DTRAIN__TAPE_HOST_BYTES 65536u /* some hundred nodes and tensors */
 
-/* Take device memory; where ranks share layers, memory of their communicator, which sums and
- * gathers reach without a copy. */
+/* Return the communicator of the ranks that hold one model with this one, whose memory sums,
+ * gathers and messages reach without a copy; NULL: no other rank reads what is on the tape. */
+static dtrain_comm *dtrain__sharing(const dtrain_tape *tape)
+{
+    return tape->planning || (!tape->groups.tensor && !tape->stages) ? NULL : tape->groups.model;
+}
+
 static dtrain_result dtrain__chunk_alloc(dtrain_tape *tape, dtrain_device *device, size_t bytes,
                                          void **memory)
 {
-    dtrain_comm *tensor = tape->groups.tensor;
-    return tensor && !tape->planning ? dtrain_comm_alloc(tensor, bytes, memory)
-                                     : device->ops->alloc(device, bytes, memory);
+    dtrain_comm *sharing = dtrain__sharing(tape);
+    return sharing ? dtrain_comm_alloc(sharing, bytes, memory)
+                   : device->ops->alloc(device, bytes, memory);
 }
 
-DTRAIN__PRIVATE void dtrain__chunk_free(dtrain_tape *tape, dtrain_device *device,
-                                        dtrain__chunk *chunk)
+static void dtrain__chunk_free(dtrain_tape *tape, dtrain_device *device,
+                               dtrain__chunk *chunk)
 {
-    dtrain_comm *tensor = tape->groups.tensor;
+    dtrain_comm *sharing = dtrain__sharing(tape);
     if (!device) dtrain__free(&tape->allocator, chunk->memory, 1, chunk->bytes);
-    else if (tensor && !tape->planning) dtrain_comm_free(tensor, chunk->memory, chunk->bytes);
+    else if (sharing) dtrain_comm_free(sharing, chunk->memory, chunk->bytes);
     else device->ops->free(device, chunk->memory, chunk->bytes);
     dtrain__free(&tape->allocator, chunk, 1, sizeof *chunk);
+}
+
+DTRAIN__PRIVATE void dtrain__bump_free(dtrain_tape *tape, dtrain__bump *arena)
+{
+    for (dtrain__chunk *chunk = arena->first, *next; chunk; chunk = next) {
+        next = chunk->next;
+        dtrain__chunk_free(tape, arena->device, chunk);
+    }
+}
+
+/* Add an arena of device memory to what a tape holds. */
+DTRAIN__PRIVATE void dtrain__bump_count(const dtrain__bump *arena, dtrain_tape_info *info)
+{
+    if (!arena->device) return;
+    info->activation_bytes += arena->bytes;
+    info->block_allocations += arena->allocations;
 }
 
 /* Insert a chunk behind the chunk in use. NULL when there is no memory; the error sticks. */
@@ -23727,10 +23840,11 @@ static void *dtrain__bump_take(dtrain_tape *tape, dtrain__bump *arena, size_t by
     return memory;
 }
 
-/* Take zeroed host memory for a node or a tensor. */
-DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, size_t bytes)
+/* Take zeroed host memory: ARENA_HOST for a node or a tensor, ARENA_RECORDS for what outlives the
+ * pass. */
+DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, int arena, size_t bytes)
 {
-    void *memory = dtrain__bump_take(tape, &tape->arenas[DTRAIN__ARENA_HOST], bytes);
+    void *memory = dtrain__bump_take(tape, &tape->arenas[arena], bytes);
     if (memory) memset(memory, 0, bytes);
     return memory;
 }
@@ -23750,11 +23864,13 @@ DTRAIN__PRIVATE void *dtrain__take_values(dtrain_tape *tape, dtrain__bump *arena
     return NULL;
 }
 
-/* Take memory for results of the node, or for what stays until the next begin when node is NULL. */
+/* Take memory for results of the node, or for what stays until the next begin when node is NULL. A
+ * ghost gets an address without memory. */
 DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
                                         uint32_t dtype)
 {
     const bool dropped = node && node->dropped;
+    if (node && node->ghost) return (void *)DTRAIN__NOWHERE;
     return dtrain__take_values(
         tape, dropped ? node->segment->region : &tape->arenas[DTRAIN__ARENA_DATA], count, dtype);
 }
@@ -23765,7 +23881,8 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
                                                   dtrain_dtype dtype, uint32_t ndim,
                                                   const int64_t *shape)
 {
-    dtrain__tape_tensor *made = (dtrain__tape_tensor *)dtrain__take_host(tape, sizeof *made);
+    dtrain__tape_tensor *made =
+        (dtrain__tape_tensor *)dtrain__take_host(tape, DTRAIN__ARENA_HOST, sizeof *made);
     if (!made) return NULL;
     dtrain_tensor *tensor = &made->tensor;
     size_t count = 1;
@@ -23780,9 +23897,13 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
     tensor->count = (int64_t)count;
     tensor->samples = 1;
     const bool room = !node && dtype == DTRAIN_DTYPE_I32 && count < PTRDIFF_MAX;
-    tensor->data = dtrain__take_data(tape, node, tensor->count + (room ? 2 : 0), dtype);
+    tensor->data =
+        node || dtrain__input_is_here(tape)
+            ? dtrain__take_data(tape, node, tensor->count + (room ? 2 : 0), dtype)
+            : (void *)DTRAIN__NOWHERE;
     if (node && node->dropped) made->segment = node->segment;
     tape->pass.tensor_count++;
+    if (tape->stages && tensor->data) dtrain__stage_made(tape, made, node);
     return tensor->data ? tensor : NULL;
 }
 #endif

@@ -9,24 +9,45 @@
 
 #define DTRAIN__TAPE_HOST_BYTES 65536u /* some hundred nodes and tensors */
 
-/* Take device memory; where ranks share layers, memory of their communicator, which sums and
- * gathers reach without a copy. */
+/* Return the communicator of the ranks that hold one model with this one, whose memory sums,
+ * gathers and messages reach without a copy; NULL: no other rank reads what is on the tape. */
+static dtrain_comm *dtrain__sharing(const dtrain_tape *tape)
+{
+    return tape->planning || (!tape->groups.tensor && !tape->stages) ? NULL : tape->groups.model;
+}
+
 static dtrain_result dtrain__chunk_alloc(dtrain_tape *tape, dtrain_device *device, size_t bytes,
                                          void **memory)
 {
-    dtrain_comm *tensor = tape->groups.tensor;
-    return tensor && !tape->planning ? dtrain_comm_alloc(tensor, bytes, memory)
-                                     : device->ops->alloc(device, bytes, memory);
+    dtrain_comm *sharing = dtrain__sharing(tape);
+    return sharing ? dtrain_comm_alloc(sharing, bytes, memory)
+                   : device->ops->alloc(device, bytes, memory);
 }
 
-DTRAIN__PRIVATE void dtrain__chunk_free(dtrain_tape *tape, dtrain_device *device,
-                                        dtrain__chunk *chunk)
+static void dtrain__chunk_free(dtrain_tape *tape, dtrain_device *device,
+                               dtrain__chunk *chunk)
 {
-    dtrain_comm *tensor = tape->groups.tensor;
+    dtrain_comm *sharing = dtrain__sharing(tape);
     if (!device) dtrain__free(&tape->allocator, chunk->memory, 1, chunk->bytes);
-    else if (tensor && !tape->planning) dtrain_comm_free(tensor, chunk->memory, chunk->bytes);
+    else if (sharing) dtrain_comm_free(sharing, chunk->memory, chunk->bytes);
     else device->ops->free(device, chunk->memory, chunk->bytes);
     dtrain__free(&tape->allocator, chunk, 1, sizeof *chunk);
+}
+
+DTRAIN__PRIVATE void dtrain__bump_free(dtrain_tape *tape, dtrain__bump *arena)
+{
+    for (dtrain__chunk *chunk = arena->first, *next; chunk; chunk = next) {
+        next = chunk->next;
+        dtrain__chunk_free(tape, arena->device, chunk);
+    }
+}
+
+/* Add an arena of device memory to what a tape holds. */
+DTRAIN__PRIVATE void dtrain__bump_count(const dtrain__bump *arena, dtrain_tape_info *info)
+{
+    if (!arena->device) return;
+    info->activation_bytes += arena->bytes;
+    info->block_allocations += arena->allocations;
 }
 
 /* Insert a chunk behind the chunk in use. NULL when there is no memory; the error sticks. */
@@ -80,10 +101,11 @@ static void *dtrain__bump_take(dtrain_tape *tape, dtrain__bump *arena, size_t by
     return memory;
 }
 
-/* Take zeroed host memory for a node or a tensor. */
-DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, size_t bytes)
+/* Take zeroed host memory: ARENA_HOST for a node or a tensor, ARENA_RECORDS for what outlives the
+ * pass. */
+DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, int arena, size_t bytes)
 {
-    void *memory = dtrain__bump_take(tape, &tape->arenas[DTRAIN__ARENA_HOST], bytes);
+    void *memory = dtrain__bump_take(tape, &tape->arenas[arena], bytes);
     if (memory) memset(memory, 0, bytes);
     return memory;
 }
@@ -103,11 +125,13 @@ DTRAIN__PRIVATE void *dtrain__take_values(dtrain_tape *tape, dtrain__bump *arena
     return NULL;
 }
 
-/* Take memory for results of the node, or for what stays until the next begin when node is NULL. */
+/* Take memory for results of the node, or for what stays until the next begin when node is NULL. A
+ * ghost gets an address without memory. */
 DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
                                         uint32_t dtype)
 {
     const bool dropped = node && node->dropped;
+    if (node && node->ghost) return (void *)DTRAIN__NOWHERE;
     return dtrain__take_values(
         tape, dropped ? node->segment->region : &tape->arenas[DTRAIN__ARENA_DATA], count, dtype);
 }
@@ -118,7 +142,8 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
                                                   dtrain_dtype dtype, uint32_t ndim,
                                                   const int64_t *shape)
 {
-    dtrain__tape_tensor *made = (dtrain__tape_tensor *)dtrain__take_host(tape, sizeof *made);
+    dtrain__tape_tensor *made =
+        (dtrain__tape_tensor *)dtrain__take_host(tape, DTRAIN__ARENA_HOST, sizeof *made);
     if (!made) return NULL;
     dtrain_tensor *tensor = &made->tensor;
     size_t count = 1;
@@ -133,8 +158,12 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
     tensor->count = (int64_t)count;
     tensor->samples = 1;
     const bool room = !node && dtype == DTRAIN_DTYPE_I32 && count < PTRDIFF_MAX;
-    tensor->data = dtrain__take_data(tape, node, tensor->count + (room ? 2 : 0), dtype);
+    tensor->data =
+        node || dtrain__input_is_here(tape)
+            ? dtrain__take_data(tape, node, tensor->count + (room ? 2 : 0), dtype)
+            : (void *)DTRAIN__NOWHERE;
     if (node && node->dropped) made->segment = node->segment;
     tape->pass.tensor_count++;
+    if (tape->stages && tensor->data) dtrain__stage_made(tape, made, node);
     return tensor->data ? tensor : NULL;
 }

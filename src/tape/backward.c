@@ -44,7 +44,7 @@ static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
     }
     for (uint32_t i = 0; i < op->param_count && !tape->planning; i++) {
         dtrain_param_state *state = &op->params[i]->state;
-        if (--state->pending_uses == 0 && tape->strategy && node->target[i])
+        if (--state->pending_uses == 0 && tape->strategy && node->target[i] && !tape->pass.more)
             DTRAIN__TRY(dtrain_strategy_ready(tape->strategy, state->index));
     }
     return DTRAIN_OK;
@@ -73,7 +73,24 @@ static dtrain_result dtrain__loss_grad(dtrain_tape *tape, dtrain_tensor *loss, f
     return tape->device->ops->axpby(tape->device, &seed);
 }
 
-/* Check that the loss can have gradients, do step 1, set the loss's own gradient, do step 2. */
+/* Do both steps; the nodes that gradients come from are marked. */
+static dtrain_result dtrain__backward_walk(dtrain_tape *tape)
+{
+    for (dtrain_node *node = tape->pass.last; node; node = node->previous) {
+        const dtrain_op *op = &node->op;
+        if (!node->reached) continue;
+        for (uint32_t i = 0; i < op->input_count; i++)
+            if (op->inputs[i]->needs_grad && op->inputs[i]->producer)
+                op->inputs[i]->producer->reached = true;
+        for (uint32_t i = 0; i < op->param_count && !tape->planning; i++)
+            op->params[i]->state.pending_uses++;
+    }
+    for (dtrain_node *node = tape->pass.last; node; node = node->previous)
+        if (node->reached) DTRAIN__TRY(dtrain__backward_node(tape, node));
+    return dtrain__tape_enter(tape, -1);
+}
+
+/* Check that the loss can have gradients, set its own, and walk. */
 static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     const char *const call = "dtrain_tape_backward";
@@ -91,23 +108,24 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
     tape->pass.segment = NULL;
     DTRAIN__TRY(dtrain__tensor_keep(tape, loss, call));
     if (loss->producer) loss->producer->reached = true;
-    for (dtrain_node *node = tape->pass.last; node; node = node->previous) {
-        const dtrain_op *op = &node->op;
-        if (!node->reached) continue;
-        for (uint32_t i = 0; i < op->input_count; i++)
-            if (op->inputs[i]->needs_grad && op->inputs[i]->producer)
-                op->inputs[i]->producer->reached = true;
-        for (uint32_t i = 0; i < op->param_count && !tape->planning; i++)
-            op->params[i]->state.pending_uses++;
-    }
     if (tape->strategy && !tape->planning)
         DTRAIN__TRY(
             dtrain__agree_unit(tape->strategy, ((const dtrain__tape_tensor *)loss)->samples.terms));
     DTRAIN__TRY(dtrain__gradient_open(tape, loss, &accumulate));
     DTRAIN__TRY(dtrain__loss_grad(tape, loss, scale));
-    for (dtrain_node *node = tape->pass.last; node; node = node->previous)
-        if (node->reached) DTRAIN__TRY(dtrain__backward_node(tape, node));
-    return dtrain__tape_enter(tape, -1);
+    return dtrain__backward_walk(tape);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__backward_seeded(dtrain_tape *tape)
+{
+    DTRAIN__TRY(dtrain__tape_check(tape, "the backward of a stage"));
+    const uint32_t span =
+        dtrain__span_begin(tape->world, DTRAIN_SPAN_BACKWARD, "backward", DTRAIN__UNNUMBERED);
+    tape->pass.state = DTRAIN__TAPE_DONE;
+    tape->pass.segment = NULL;
+    const dtrain_result result = dtrain__backward_walk(tape);
+    dtrain__span_end(tape->world, span);
+    return dtrain__tape_stick(tape, result);
 }
 
 DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale)
@@ -156,6 +174,12 @@ static void dtrain__gradient_set(dtrain_tensor *x, dtrain__chunk *chunk)
 {
     ((dtrain__tape_tensor *)x)->gradient = chunk;
     x->grad = chunk ? chunk->memory : NULL;
+}
+
+DTRAIN__PRIVATE void dtrain__gradient_take(dtrain_tensor *x, dtrain_tensor *y)
+{
+    dtrain__gradient_set(x, ((dtrain__tape_tensor *)y)->gradient);
+    dtrain__gradient_set(y, NULL);
 }
 
 /* Make x the only owner of its gradient, for one contribution that is written there; *accumulate

@@ -43,7 +43,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
     if (dtrain__tape_stick(tape, result) != DTRAIN_OK) return NULL;
 
     /* 1. also in passes without gradients: the arguments need a place */
-    dtrain_node *node = (dtrain_node *)dtrain__take_host(tape, node_bytes + args_bytes);
+    dtrain_node *node = (dtrain_node *)dtrain__take_host(tape, DTRAIN__ARENA_HOST, node_bytes + args_bytes);
     if (!node) return NULL;
     dtrain_op *op = &node->op;
     if (args_bytes) op->args = (char *)node + node_bytes;
@@ -53,7 +53,8 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
     op->device = tape->device;
     op->reads = desc->reads;
     op->cast = tape->pass.cast;
-    op->planning = tape->planning;
+    node->ghost = dtrain__is_elsewhere(tape);
+    op->planning = tape->planning || node->ghost;
     node->unit = tape->unit;
     node->mark = tape->pass.mark_count;
     node->segment = tape->pass.segment;
@@ -68,7 +69,8 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
     if (result == DTRAIN_OK) result = desc->prepare(op);
     if (result == DTRAIN_OK && tape->error == DTRAIN_OK && op->output_count == 0)
         result = dtrain_fail(DTRAIN_ERROR_USAGE, "%s: prepare has made no output", call);
-    if (result == DTRAIN_OK && tape->error == DTRAIN_OK) result = dtrain__op_run(node);
+    if (result == DTRAIN_OK && tape->error == DTRAIN_OK && !node->ghost)
+        result = dtrain__op_run(node);
     dtrain__tape_stick(tape, result);
     if (tape->error != DTRAIN_OK) return NULL;
 
@@ -85,10 +87,11 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
     }
     if (!op->needs_grad) return op->outputs[0];
     for (uint32_t i = 0; i < op->output_count; i++) {
-        op->outputs[i]->producer = node;
+        op->outputs[i]->producer = node->ghost ? NULL : node;
         op->outputs[i]->needs_grad = true;
     }
     for (uint32_t i = 0; i < op->input_count; i++) op->inputs[i]->pending_uses++;
+    if (node->ghost) return op->outputs[0];
     node->previous = tape->pass.last;
     tape->pass.last = node;
     tape->pass.node_count++;
@@ -107,6 +110,7 @@ static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x)
                            i + 1, x ? dtrain_dtype_name((dtrain_dtype)x->dtype) : "NULL",
                            integer ? "i32" : "f32");
     DTRAIN__TRY(dtrain__tensor_keep(op->tape, x, op->desc->name));
+    DTRAIN__TRY(dtrain__stage_reads(op->tape, x));
     if (x->needs_grad) op->needs_grad = true;
     op->inputs[i] = x;
     op->input_data[i] = node->source[i] = x->data;
@@ -274,7 +278,7 @@ static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param
     const dtrain_tape *tape = op->tape;
     const char *call = op->desc->name, *name = dtrain__param_name(p);
     const bool foreign = tape->strategy && !p->state.storage;
-    if (tape->planning || (storage->value && !foreign)) return DTRAIN_OK;
+    if (op->planning || (storage->value && !foreign)) return DTRAIN_OK;
     if (foreign || !tape->strategy)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "%s: parameter %s %s; give it to dtrain_strategy_create first", call,
@@ -300,18 +304,18 @@ static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *stor
 {
     const dtrain_dtype dtype = tape->pass.cast;
     const uint32_t mark = tape->pass.mark_count;
-    dtrain__cast *cast = tape->pass.casts;
     const void *gathered;
     bool passing;
     if (dtrain__gathered_as(tape->layout, storage, (uint32_t)dtype, &gathered, &passing))
         return gathered;
+    dtrain__cast **list = passing ? &tape->pass.casts : &tape->weights, *cast = *list;
     while (cast && (cast->storage != storage || (passing && cast->mark != mark))) cast = cast->next;
     if (cast) return cast->low;
-    cast = (dtrain__cast *)dtrain__take_host(tape, sizeof *cast);
+    cast = (dtrain__cast *)dtrain__take_host(
+        tape, passing ? DTRAIN__ARENA_HOST : DTRAIN__ARENA_RECORDS, sizeof *cast);
     if (!cast) return NULL; /* the error sticks */
     cast->storage = storage;
     cast->mark = mark;
-    cast->passing = passing;
     cast->count =
         storage->shape[0] ? dtrain__share_here(storage, &tape->groups).count : storage->count;
     if (passing && tape->pass.cast_mark != mark) {
@@ -319,11 +323,12 @@ static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *stor
         dtrain__bump_rewind(&tape->arenas[DTRAIN__ARENA_CASTS]);
     }
     cast->low =
-        dtrain__take_values(tape, &tape->arenas[passing ? DTRAIN__ARENA_CASTS : DTRAIN__ARENA_DATA],
-                            cast->count, dtype);
+        dtrain__take_values(
+            tape, &tape->arenas[passing ? DTRAIN__ARENA_CASTS : DTRAIN__ARENA_WEIGHTS],
+            cast->count, dtype);
     if (!cast->low) return NULL;
-    cast->next = tape->pass.casts;
-    tape->pass.casts = cast;
+    cast->next = *list;
+    *list = cast;
     dtrain__tape_stick(tape, dtrain__cast_make(tape, cast));
     return cast->low;
 }
@@ -338,7 +343,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__casts_again(dtrain_tape *tape, uint32_t ma
     while (cast && cast->mark > mark) cast = cast->next;
     tape->pass.casts = cast;
     for (; cast && cast->mark == mark; cast = cast->next)
-        if (cast->passing) DTRAIN__TRY(dtrain__cast_make(tape, cast));
+        DTRAIN__TRY(dtrain__cast_make(tape, cast));
     return DTRAIN_OK;
 }
 
@@ -360,7 +365,7 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
     DTRAIN__TRY(dtrain__check_value(op, p, storage));
     const dtrain_param *declared = p->shape[0] || p->count ? p : storage;
     const dtrain__share here = dtrain__share_here(declared, &tape->groups);
-    if (!tape->planning && declared->cut.axis && declared->count && declared->count != here.count)
+    if (!op->planning && declared->cut.axis && declared->count && declared->count != here.count)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "%s: parameter %s has %lld elements on this rank, and the tape needs "
                            "%lld: its strategy cuts it over a mesh; create the tape with that "
@@ -379,7 +384,8 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
         op->needs_grad = true;
     }
     if (op->desc->autocast && op->cast != DTRAIN_DTYPE_F32 && shape[1])
-        op->param_data[i] = dtrain__param_low(tape, storage);
+        op->param_data[i] =
+            node->ghost ? (void *)DTRAIN__NOWHERE : dtrain__param_low(tape, storage);
     return tape->error;
 }
 

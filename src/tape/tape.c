@@ -30,7 +30,8 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
     if (!world && strategy) world = dtrain__world_of(strategy);
     if (!tape->planning) tape->world = world;
     for (int i = 0; i < DTRAIN__ARENAS; i++)
-        tape->arenas[i].device = i == DTRAIN__ARENA_HOST ? NULL : tape->device;
+        tape->arenas[i].device =
+            i == DTRAIN__ARENA_HOST || i == DTRAIN__ARENA_RECORDS ? NULL : tape->device;
     tape->unit = -1;
     if (strategy && !tape->planning) dtrain__expect_tape(strategy);
     *out = tape;
@@ -42,13 +43,8 @@ DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
     if (!tape) return;
     dtrain_allocator allocator = tape->allocator;
     dtrain__staging_free(tape);
-    for (int i = 0; i < DTRAIN__ARENAS; i++) {
-        dtrain_device *device = tape->arenas[i].device;
-        for (dtrain__chunk *chunk = tape->arenas[i].first, *next; chunk; chunk = next) {
-            next = chunk->next;
-            dtrain__chunk_free(tape, device, chunk);
-        }
-    }
+    for (int i = 0; i < DTRAIN__ARENAS; i++) dtrain__bump_free(tape, &tape->arenas[i]);
+    dtrain__stages_free(tape);
     dtrain__free(&allocator, tape, 1, sizeof *tape);
 }
 
@@ -78,14 +74,28 @@ static dtrain_result dtrain__tape_error(const dtrain_tape *tape)
 
 DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed)
 {
-    const uint32_t low = DTRAIN_TAPE_BF16 | DTRAIN_TAPE_F16;
     if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_begin: tape is NULL");
-    for (int i = 0; i < DTRAIN__ARENAS; i++) {
+    dtrain__tape_reset(tape);
+    return dtrain__pass_begin(tape, flags, seed);
+}
+
+/* Forget what is shared by the passes of a tape. */
+DTRAIN__PRIVATE void dtrain__tape_reset(dtrain_tape *tape)
+{
+    dtrain__chunk *chunk = tape->arenas[DTRAIN__ARENA_GRADIENTS].first;
+    for (; chunk; chunk = chunk->next) chunk->owners = 0;
+    for (int i = 0; i < DTRAIN__ARENA_HOST; i++) dtrain__bump_rewind(&tape->arenas[i]);
+    tape->weights = NULL;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__pass_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed)
+{
+    const uint32_t low = DTRAIN_TAPE_BF16 | DTRAIN_TAPE_F16;
+    for (int i = DTRAIN__ARENA_HOST; i < DTRAIN__ARENAS; i++) {
+        if (i == DTRAIN__ARENA_RECEIVED) continue; /* what arrived before the pass begins */
         dtrain__bump_rewind(&tape->arenas[i]);
         tape->arenas[i].owner = NULL;
     }
-    dtrain__chunk *chunk = tape->arenas[DTRAIN__ARENA_GRADIENTS].first;
-    for (; chunk; chunk = chunk->next) chunk->owners = 0;
     memset(&tape->pass, 0, sizeof tape->pass);
     tape->pass.state = DTRAIN__TAPE_FORWARD;
     tape->pass.flags = flags;
@@ -108,6 +118,7 @@ DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, ui
 DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit)
 {
     if (dtrain__tape_check(tape, "dtrain_tape_unit") != DTRAIN_OK || unit == tape->unit) return;
+    if (dtrain__tape_stick(tape, dtrain__stage_enter(tape, unit)) != DTRAIN_OK) return;
     dtrain__tape_stick(tape, dtrain__tape_enter(tape, unit));
     dtrain__segment_begin(tape);
 }
@@ -164,7 +175,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit
     dtrain__unit_trace(tape, unit);
     tape->unit = unit;
     tape->unit_pass = pass;
-    if (tape->planning || !tape->strategy) return DTRAIN_OK;
+    if (tape->planning || !tape->strategy || tape->stages) return DTRAIN_OK; /* all are there */
     if (before >= 0 && before != unit)
         DTRAIN__TRY(dtrain_strategy_release(tape->strategy, (uint32_t)before));
     return unit >= 0 ? dtrain_strategy_gather(tape->strategy, (uint32_t)unit, pass) : DTRAIN_OK;
@@ -270,10 +281,14 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
     if (!x) return NULL;
     x->needs_grad = requires_grad && !(tape->pass.flags & DTRAIN_TAPE_NO_GRAD);
     dtrain__samples *samples = &((dtrain__tape_tensor *)x)->samples;
-    if (tape->feed) result = dtrain__feed_take(tape, x, host);
+    bool shared;
+    if (dtrain__tape_stick(tape, dtrain__input_share(tape, x, &shared)) != DTRAIN_OK) return NULL;
+    if (shared) return x;
+    if (((dtrain__tape_tensor *)x)->ghost) result = DTRAIN_OK;
+    else if (tape->feed) result = dtrain__feed_take(tape, x, host);
     else result = dtrain__staging_upload(tape, x->data, host, (size_t)x->count * 4);
     if (dtype == DTRAIN_DTYPE_I32 && !tape->feed) { /* the targets are in host memory only here */
-        float *valid = (float *)dtrain__take_host(tape, DTRAIN__VALID_BYTES);
+        float *valid = (float *)dtrain__take_host(tape, DTRAIN__ARENA_HOST, DTRAIN__VALID_BYTES);
         if (!valid) return NULL;
         dtrain__count_valid(host, x->count, valid);
         samples->valid = valid;
@@ -295,6 +310,11 @@ DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tens
     if (!tensor || !dtrain__is_float(tensor))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: the tensor is %s, expected f32, bf16 or f16",
                            call, tensor ? dtrain_dtype_name((dtrain_dtype)tensor->dtype) : "NULL");
+    if (((const dtrain__tape_tensor *)tensor)->ghost)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "%s: the tensor is of another stage of the pipeline, and its values are "
+                           "not on this rank; a loss that reads values cannot be cut into stages",
+                           call);
     const dtrain_device_ops *ops = tape->device->ops;
     const size_t bytes = dtrain__tensor_bytes(tensor);
     if (values) {
@@ -329,10 +349,9 @@ DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *inf
     info->flops = tape->flops;
     info->recomputed_count = tape->pass.recomputed_count;
     info->gradient_bytes = tape->arenas[DTRAIN__ARENA_GRADIENTS].bytes;
-    for (int i = DTRAIN__ARENA_DATA; i < DTRAIN__ARENAS; i++)
-        info->activation_bytes += tape->arenas[i].bytes;
-    for (int i = DTRAIN__ARENA_GRADIENTS; i < DTRAIN__ARENAS; i++)
-        info->block_allocations += tape->arenas[i].allocations;
+    for (int i = 0; i < DTRAIN__ARENAS; i++) dtrain__bump_count(&tape->arenas[i], info);
+    info->activation_bytes -= info->gradient_bytes;
+    dtrain__stages_count(tape, info);
     info->error = dtrain__tape_error(tape);
 }
 

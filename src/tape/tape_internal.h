@@ -6,10 +6,16 @@
  *     data arena      every forward value                  until the next begin
  *     two regions     values that checkpointing drops      until the next but one unit that drops
  *     casts           rounded weights of a gathered unit   as long as the unit is there
+ *     weights         rounded weights of all others        until the next begin, or step of a
+ *                                                          pipeline
+ *     received        what another stage sent              until its pass has had its backward
  *     gradient pool   gradients of forward values          from the first contribution until their
  *                                                          producer's backward has run
  *                     what an operation borrows            while its kernels and sums run
  *     params          values and gradients                 not the tape's
+ *
+ * A pipeline has several passes under way, each in a slot (stage.c) with arenas of its own; what is
+ * listed first in the enum below is there once.
  *
  * Arenas are rewound, never freed, and the pool is keyed by exact size: a pass that asks for what
  * the last one asked for allocates nothing and gets the same addresses. That also makes memory
@@ -55,12 +61,16 @@ typedef struct dtrain__bump {
 } dtrain__bump;
 
 enum {
-    DTRAIN__ARENA_HOST,
+    DTRAIN__ARENA_RECORDS,   /* host memory: which weights have been rounded */
     DTRAIN__ARENA_GRADIENTS, /* the pool, from which nothing is taken by moving forward */
-    DTRAIN__ARENA_DATA,
     DTRAIN__ARENA_CASTS,
+    DTRAIN__ARENA_WEIGHTS,
+    DTRAIN__ARENA_HOST, /* from here on those of a pass */
+    DTRAIN__ARENA_DATA,
+    DTRAIN__ARENA_RECEIVED,
     DTRAIN__ARENA_REGION, /* and the one behind it: what segments drop, in turn */
-    DTRAIN__ARENAS = DTRAIN__ARENA_REGION + 2
+    DTRAIN__ARENAS = DTRAIN__ARENA_REGION + 2,
+    DTRAIN__PASS_ARENAS = DTRAIN__ARENAS - DTRAIN__ARENA_HOST
 };
 
 /* ---- Nodes and tensors ------------------------------------------------------------------------*/
@@ -77,6 +87,7 @@ typedef struct dtrain_node {
                                                rounds it to input_data[i] where the two differ */
     int64_t unit;                           /* -1: before the first mark */
     uint32_t mark;                          /* how many marks came before it */
+    bool ghost;                             /* another stage computes it */
     bool dropped;                           /* its results are in the segment's region */
     bool saves;                             /* it has saved memory, which backward reads */
     bool reached;                           /* the gradient of this backward's loss reaches it */
@@ -95,6 +106,10 @@ typedef struct dtrain__tape_tensor {
                                              the samples that they are a mean over */
     struct dtrain__tape_segment *segment; /* in whose region it was made; NULL: in the data arena */
     bool kept;                            /* tensor.data is a copy in the data arena */
+    bool ghost;                           /* another stage has its values */
+    int32_t stage;                        /* that makes it, and the last one that reads it; */
+    int32_t last_stage;                   /* of an input both are -1 */
+    struct dtrain__tape_tensor *next;     /* made before it, of the list it is on (stage.c) */
     bool wanted; /* while its segment runs again: the value is read where the segment made it */
 } dtrain__tape_tensor;
 
@@ -115,8 +130,7 @@ typedef struct dtrain__cast {
     const dtrain_param *storage;
     int64_t count;
     void *low;
-    uint32_t mark;
-    bool passing; /* the copy lasts only while its unit is gathered */
+    uint32_t mark; /* of one that lasts only while its unit is gathered */
 } dtrain__cast;
 
 /* ---- Inputs of a pass that will be replayed ---------------------------------------------------*/
@@ -148,6 +162,22 @@ typedef struct dtrain__staging {
     dtrain_event *uploaded; /* behind the last upload */
 } dtrain__staging;
 
+/* ---- A pass ----------------------------------------------------------------------------------*/
+
+/* dtrain_tape_begin sets all of it to zero. */
+typedef struct dtrain__pass {
+    uint32_t state, flags;
+    uint64_t seed, dropout_count;
+    dtrain_dtype cast;   /* the type of autocast; F32 without */
+    dtrain__cast *casts; /* those that pass, latest first; backward drops later marks */
+    uint32_t cast_mark;  /* the mark whose passing casts are in memory */
+    dtrain_node *last;
+    size_t node_count, tensor_count, recomputed_count;
+    uint32_t mark_count, segment_count;
+    dtrain__tape_segment *segment; /* the segment being recorded; NULL: none */
+    bool more; /* another micro-batch adds to its gradients: none is ready behind this backward */
+} dtrain__pass;
+
 /* ---- The tape ---------------------------------------------------------------------------------*/
 
 enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
@@ -163,17 +193,9 @@ struct dtrain_tape {
     bool planning; /* on the plan device: params and strategy are left alone */
     double flops;  /* see dtrain_tape_info */
     dtrain__bump arenas[DTRAIN__ARENAS];
-    struct { /* dtrain_tape_begin sets all of it to zero */
-        uint32_t state, flags;
-        uint64_t seed, dropout_count;
-        dtrain_dtype cast;   /* the type of autocast; F32 without */
-        dtrain__cast *casts; /* rounded weights, latest first; backward drops later marks */
-        uint32_t cast_mark;  /* the mark whose passing casts are in memory */
-        dtrain_node *last;
-        size_t node_count, tensor_count, recomputed_count;
-        uint32_t mark_count, segment_count;
-        dtrain__tape_segment *segment; /* the segment being recorded; NULL: none */
-    } pass;
+    dtrain__pass pass;
+    dtrain__cast *weights;               /* rounded ones that do not pass, latest first */
+    struct dtrain__stages *stages;        /* NULL: this rank has the whole model */
     int64_t unit;                            /* the gathered unit; -1: none */
     dtrain_pass unit_pass;                   /* the pass that it is gathered for */
     uint32_t recompute_every, recompute_ops; /* see dtrain_tape_recompute */
@@ -191,6 +213,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__staging_upload(dtrain_tape *tape, void *to
 DTRAIN__PRIVATE void dtrain__staging_free(dtrain_tape *tape);
 
 /* tape/tape.c */
+DTRAIN__PRIVATE void dtrain__tape_reset(dtrain_tape *tape);
+DTRAIN__PRIVATE dtrain_result dtrain__pass_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit);
@@ -274,6 +298,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op);
 /* tape/backward.c */
 DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_tensor *x,
                                                     bool *accumulate);
+/* Let x have the gradient of y, which has none from here on. */
+DTRAIN__PRIVATE void dtrain__gradient_take(dtrain_tensor *x, dtrain_tensor *y);
+/* Run the backward of a pass from gradients that are there; the nodes that made their tensors are
+ * marked as reached. */
+DTRAIN__PRIVATE dtrain_result dtrain__backward_seeded(dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_op *op, uint32_t output, uint32_t input);
 /* Borrow memory of the gradient pool (NULL: the error sticks), and give it back: what is queued
  * then still reads it, and what is queued later comes behind. */
@@ -287,13 +316,26 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_intact(const dtrain_tensor *x, const
 DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tensor *x,
                                                   const char *call);
 
+/* tape/stage.c: what the tape asks it, and what a pipeline calls */
+#define DTRAIN__NOWHERE 64 /* the address of what has no memory here: aligned, and never read */
+DTRAIN__PRIVATE bool dtrain__is_elsewhere(const dtrain_tape *tape);
+DTRAIN__PRIVATE dtrain_result dtrain__stage_enter(dtrain_tape *tape, int64_t unit);
+DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *made,
+                                        const dtrain_node *node);
+DTRAIN__PRIVATE dtrain_result dtrain__stage_reads(dtrain_tape *tape, dtrain_tensor *x);
+DTRAIN__PRIVATE bool dtrain__input_is_here(const dtrain_tape *tape);
+DTRAIN__PRIVATE dtrain_result dtrain__input_share(dtrain_tape *tape, dtrain_tensor *x,
+                                                  bool *shared);
+DTRAIN__PRIVATE void dtrain__stages_count(const dtrain_tape *tape, dtrain_tape_info *info);
+DTRAIN__PRIVATE void dtrain__stages_free(dtrain_tape *tape);
+
 /* tape/arena.c */
 DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__bump *arena,
                                                     size_t bytes);
-DTRAIN__PRIVATE void dtrain__chunk_free(dtrain_tape *tape, dtrain_device *device,
-                                        dtrain__chunk *chunk);
+DTRAIN__PRIVATE void dtrain__bump_free(dtrain_tape *tape, dtrain__bump *arena);
+DTRAIN__PRIVATE void dtrain__bump_count(const dtrain__bump *arena, dtrain_tape_info *info);
 DTRAIN__PRIVATE void dtrain__bump_rewind(dtrain__bump *arena);
-DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, size_t bytes);
+DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, int arena, size_t bytes);
 DTRAIN__PRIVATE void *dtrain__take_values(dtrain_tape *tape, dtrain__bump *arena, int64_t count,
                                           uint32_t dtype);
 DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,

@@ -1,0 +1,447 @@
+/* Stages: a part of a model, several passes at once
+ *
+ * The model's function runs whole on each rank. Three marks away from the stage that a pass is of,
+ * an operation is prepared, so that shapes, placements and the numbers of dropout's streams are
+ * those of the whole model, and nothing else happens:
+ *
+ *     unit           0        1        2        3
+ *     stage          0        0        1        1
+ *     rank 0      computes computes  ghost    ghost         x crosses: rank 0 sends it behind the
+ *     rank 1       ghost    ghost  computes computes        pass, rank 1 finds it where its ghost
+ *                            x ------>                      would have been
+ *
+ * Inputs cross nowhere: all ranks of a pipeline have the batch, and a rank uploads what its own
+ * stages read. The first of its passes of a micro-batch does; later ones share it.
+ *
+ * Slots are copies of what changes when another pass is selected, a few hundred bytes. Pointers into
+ * the tape's arenas, which segments have, are right again when their slot is. */
+
+#include "core/platform_internal.h"
+#include "tape/stage_internal.h"
+#include "tape/tape_internal.h"
+
+/* ---- Slots ------------------------------------------------------------------------------------*/
+
+/* Exchange what is in the tape for what is in a slot. */
+static void dtrain__slot_select(dtrain_tape *tape, dtrain__slot *slot)
+{
+    dtrain__stages *stages = tape->stages;
+    dtrain__bump *const arenas = &tape->arenas[DTRAIN__ARENA_HOST];
+    dtrain__slot *const before = stages->slot;
+    if (before == slot) return;
+    before->pass = tape->pass;
+    memcpy(before->arenas, arenas, sizeof before->arenas);
+    tape->pass = slot->pass;
+    memcpy(arenas, slot->arenas, sizeof slot->arenas);
+    stages->slot = slot;
+}
+
+/* Prepare the arenas of a slot as those of the tape are: empty ones begin with themselves. */
+static void dtrain__slot_init(dtrain_tape *tape, dtrain__slot *slot)
+{
+    for (int i = 0; i < DTRAIN__PASS_ARENAS; i++) {
+        slot->arenas[i].device = tape->arenas[DTRAIN__ARENA_HOST + i].device;
+        slot->arenas[i].at = &tape->arenas[DTRAIN__ARENA_HOST + i].first;
+    }
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t count,
+                                                    const bool *here, const int32_t *stage_units,
+                                                    size_t unit_count, uint32_t slot_count)
+{
+    const dtrain_allocator *a = &tape->allocator;
+    dtrain__stages *stages = (dtrain__stages *)dtrain__alloc(a, 1, sizeof *stages, "stages");
+    if (!stages) return DTRAIN_ERROR_MEMORY;
+    for (int i = 0; i < DTRAIN__ARENAS; i++) dtrain__bump_free(tape, &tape->arenas[i]);
+    tape->stages = stages;
+    stages->count = count;
+    stages->here = here;
+    stages->stage_units = stage_units;
+    stages->unit_count = unit_count;
+    stages->slots = (dtrain__slot *)dtrain__alloc(a, slot_count, sizeof *stages->slots, "slots");
+    if (!stages->slots) return DTRAIN_ERROR_MEMORY;
+    stages->slot_count = slot_count;
+    stages->slot = stages->slots;
+    for (uint32_t i = 1; i < slot_count; i++) dtrain__slot_init(tape, &stages->slots[i]);
+    return DTRAIN_OK;
+}
+
+/* Free what the survey found, and the lists of slots that go with it. */
+static void dtrain__crossings_free(dtrain_tape *tape)
+{
+    const dtrain_allocator *a = &tape->allocator;
+    dtrain__stages *stages = tape->stages;
+    const size_t count = stages->crossing_count;
+    for (uint32_t i = 0; i < stages->slot_count; i++) {
+        dtrain__slot *slot = &stages->slots[i];
+        dtrain__free(a, slot->tensors, count, sizeof *slot->tensors);
+        dtrain__free(a, slot->received, count, sizeof *slot->received);
+        slot->tensors = NULL;
+        slot->received = NULL;
+    }
+    dtrain__free(a, stages->crossings, count, sizeof *stages->crossings);
+    dtrain__free(a, stages->reads, stages->input_count, sizeof *stages->reads);
+    stages->crossings = NULL;
+    stages->reads = NULL;
+    stages->crossing_count = stages->input_count = 0;
+}
+
+DTRAIN__PRIVATE void dtrain__stages_free(dtrain_tape *tape)
+{
+    dtrain__stages *stages = tape->stages;
+    if (!stages) return;
+    dtrain__crossings_free(tape);
+    for (uint32_t s = 0; s < stages->slot_count; s++)
+        for (int i = 0; i < DTRAIN__PASS_ARENAS && &stages->slots[s] != stages->slot; i++)
+            dtrain__bump_free(tape, &stages->slots[s].arenas[i]);
+    dtrain__free(&tape->allocator, stages->slots, stages->slot_count, sizeof *stages->slots);
+    dtrain__free(&tape->allocator, stages, 1, sizeof *stages);
+    tape->stages = NULL;
+}
+
+DTRAIN__PRIVATE void dtrain__stages_count(const dtrain_tape *tape, dtrain_tape_info *info)
+{
+    const dtrain__stages *stages = tape->stages;
+    for (uint32_t s = 0; stages && s < stages->slot_count; s++)
+        for (int i = 0; i < DTRAIN__PASS_ARENAS && &stages->slots[s] != stages->slot; i++)
+            dtrain__bump_count(&stages->slots[s].arenas[i], info);
+}
+
+/* ---- Ghosts: what the tape asks ---------------------------------------------------------------*/
+
+DTRAIN__PRIVATE bool dtrain__is_elsewhere(const dtrain_tape *tape)
+{
+    const dtrain__stages *stages = tape->stages;
+    return stages && (stages->surveying || stages->at != stages->slot->stage);
+}
+
+/* Note which stage the pass has come to. */
+DTRAIN__PRIVATE dtrain_result dtrain__stage_enter(dtrain_tape *tape, int64_t unit)
+{
+    dtrain__stages *stages = tape->stages;
+    size_t i = 0;
+    if (!stages) return DTRAIN_OK;
+    while (i < stages->unit_count && stages->stage_units[2 * i] != unit) i++;
+    if (i == stages->unit_count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_tape_unit: no parameter belongs to unit %lld, so that it is on "
+                           "no stage of the pipeline; mark units that have parameters",
+                           (long long)unit);
+    const int32_t stage = stages->stage_units[2 * i + 1];
+    if (stage < stages->at)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "dtrain_tape_unit: unit %lld is on stage %d of the pipeline, and the "
+                           "pass has come to stage %d; use units in the order in which their first "
+                           "parameters are registered, and register an alias of a parameter in "
+                           "each other unit that uses it",
+                           (long long)unit, (int)stage, (int)stages->at);
+    stages->at = stage;
+    return DTRAIN_OK;
+}
+
+/* Return the place of a tensor that has just been made among those that cross; NULL: it does not.
+ */
+static const dtrain__crossing *dtrain__crossing_of(dtrain_tape *tape)
+{
+    dtrain__stages *stages = tape->stages;
+    const size_t next = stages->slot->next_crossing;
+    if (next == stages->crossing_count) return NULL;
+    if (stages->crossings[next].number != tape->pass.tensor_count) return NULL;
+    stages->slot->next_crossing++;
+    return &stages->crossings[next];
+}
+
+DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *made,
+                                        const dtrain_node *node)
+{
+    dtrain__stages *stages = tape->stages;
+    dtrain_tensor *x = &made->tensor;
+    made->stage = made->last_stage = node ? stages->at : -1;
+    made->ghost = x->data == (void *)DTRAIN__NOWHERE;
+    if (stages->surveying || !node) {
+        dtrain__tape_tensor **list = stages->surveying ? &stages->made : &stages->slot->inputs;
+        made->next = *list;
+        *list = made;
+        return;
+    }
+    const dtrain__crossing *crossing = dtrain__crossing_of(tape);
+    if (!crossing) return;
+    const size_t at = (size_t)(crossing - stages->crossings);
+    if (crossing->count != x->count || crossing->dtype != x->dtype) {
+        dtrain__tape_stick(
+            tape, dtrain_fail(DTRAIN_ERROR_USAGE,
+                              "a tensor that goes from stage %d to the next has %lld elements of "
+                              "%s and had %lld of %s in the first micro-batch; every micro-batch "
+                              "of a pipeline has the same shapes",
+                              (int)crossing->stage, (long long)x->count,
+                              dtrain_dtype_name((dtrain_dtype)x->dtype), (long long)crossing->count,
+                              dtrain_dtype_name((dtrain_dtype)crossing->dtype)));
+        return;
+    }
+    stages->slot->tensors[at] = made;
+    if (!made->ghost || !stages->slot->received[at]) return;
+    made->ghost = false;
+    x->data = stages->slot->received[at];
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__stage_reads(dtrain_tape *tape, dtrain_tensor *x)
+{
+    const dtrain__stages *stages = tape->stages;
+    dtrain__tape_tensor *made = (dtrain__tape_tensor *)x;
+    if (!stages) return DTRAIN_OK;
+    if (stages->at > made->last_stage && made->stage >= 0) made->last_stage = stages->at;
+    if (stages->surveying) made->wanted = made->wanted || stages->here[stages->at];
+    if (stages->surveying || stages->at != stages->slot->stage || !made->ghost) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "stage %d reads a tensor of stage %d, which it did not do in the first "
+                       "micro-batch; which operations the loss calls must not depend on values",
+                       (int)stages->at, (int)made->stage);
+}
+
+/* Tell whether the next input has memory of its own in this pass. */
+DTRAIN__PRIVATE bool dtrain__input_is_here(const dtrain_tape *tape)
+{
+    const dtrain__stages *stages = tape->stages;
+    if (!stages) return true;
+    const size_t number = stages->slot->input_count;
+    return !stages->surveying && stages->slot->batch == stages->slot &&
+           number < stages->input_count && stages->reads[number];
+}
+
+/* Return the same input of this rank's first pass of the micro-batch; NULL: this is that pass. */
+static const dtrain__tape_tensor *dtrain__input_before(const dtrain__stages *stages)
+{
+    const dtrain__slot *batch = stages->slot->batch;
+    if (stages->surveying || batch == stages->slot) return NULL;
+    const dtrain__tape_tensor *x = batch->inputs;
+    for (size_t i = batch->input_count; x && i > stages->slot->input_count + 1; i--) x = x->next;
+    return x;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__input_share(dtrain_tape *tape, dtrain_tensor *x, bool *shared)
+{
+    dtrain__stages *stages = tape->stages;
+    *shared = false;
+    if (!stages) return DTRAIN_OK;
+    const dtrain__tape_tensor *before = dtrain__input_before(stages);
+    stages->slot->input_count++;
+    if (x->needs_grad)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_tape_input: a pipeline has no gradients of inputs; leave "
+                           "requires_grad false");
+    if (!before) return DTRAIN_OK;
+    if (before->tensor.count != x->count || before->tensor.dtype != x->dtype)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "dtrain_tape_input: input %zu has %lld elements, and %lld in this "
+                           "micro-batch's first pass on this rank; every pass of a pipeline makes "
+                           "the same inputs",
+                           stages->slot->input_count, (long long)x->count,
+                           (long long)before->tensor.count);
+    x->data = before->tensor.data;
+    ((dtrain__tape_tensor *)x)->ghost = before->ghost;
+    ((dtrain__tape_tensor *)x)->samples = before->samples;
+    *shared = true;
+    return DTRAIN_OK;
+}
+
+/* ---- The survey -------------------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain_result dtrain__survey_begin(dtrain_tape *tape, uint32_t flags)
+{
+    dtrain__stages *stages = tape->stages;
+    dtrain__stage_reset(tape);
+    stages->surveying = true;
+    stages->made = NULL;
+    stages->at = 0;
+    return dtrain__pass_begin(tape, flags, 0);
+}
+
+/* Give each slot room for what crosses. */
+static dtrain_result dtrain__slots_room(dtrain_tape *tape)
+{
+    const dtrain_allocator *a = &tape->allocator;
+    dtrain__stages *stages = tape->stages;
+    const size_t count = stages->crossing_count;
+    for (uint32_t i = 0; i < stages->slot_count; i++) {
+        dtrain__slot *slot = &stages->slots[i];
+        slot->tensors = (dtrain__tape_tensor **)dtrain__alloc(a, count, sizeof *slot->tensors,
+                                                              "what crosses stages");
+        slot->received =
+            (void **)dtrain__alloc(a, count, sizeof *slot->received, "what crosses stages");
+        if (count && (!slot->tensors || !slot->received)) return DTRAIN_ERROR_MEMORY;
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__survey_end(dtrain_tape *tape)
+{
+    const dtrain_allocator *a = &tape->allocator;
+    dtrain__stages *stages = tape->stages;
+    size_t crossings = 0, inputs = 0, number = tape->pass.tensor_count;
+    stages->surveying = false;
+    DTRAIN__TRY(tape->error);
+    dtrain__crossings_free(tape);
+    for (const dtrain__tape_tensor *x = stages->made; x; x = x->next) {
+        inputs += x->stage < 0;
+        crossings += x->last_stage > x->stage;
+    }
+    stages->crossings = (dtrain__crossing *)dtrain__alloc(
+        a, crossings, sizeof *stages->crossings, "what crosses stages");
+    stages->reads = (bool *)dtrain__alloc(a, inputs, sizeof *stages->reads, "inputs of stages");
+    if ((crossings && !stages->crossings) || (inputs && !stages->reads)) return DTRAIN_ERROR_MEMORY;
+    stages->crossing_count = crossings;
+    stages->input_count = inputs;
+    for (const dtrain__tape_tensor *x = stages->made; x; x = x->next, number--) {
+        if (x->stage < 0) stages->reads[--inputs] = x->wanted;
+        if (x->last_stage <= x->stage) continue;
+        dtrain__crossing *crossing = &stages->crossings[--crossings];
+        crossing->number = number;
+        crossing->stage = x->stage;
+        crossing->last_stage = x->last_stage;
+        crossing->count = x->tensor.count;
+        crossing->dtype = x->tensor.dtype;
+        crossing->grad = x->tensor.needs_grad;
+    }
+    return dtrain__slots_room(tape);
+}
+
+/* ---- Passes -----------------------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE void dtrain__stage_reset(dtrain_tape *tape)
+{
+    dtrain__stages *stages = tape->stages;
+    dtrain__tape_reset(tape);
+    for (uint32_t i = 0; i < stages->slot_count; i++) {
+        dtrain__slot *slot = &stages->slots[i];
+        const size_t count = stages->crossing_count;
+        if (count) memset(slot->tensors, 0, count * sizeof *slot->tensors);
+        if (count) memset(slot->received, 0, count * sizeof *slot->received);
+    }
+}
+
+DTRAIN__PRIVATE bool dtrain__stage_item(const dtrain_tape *tape, int32_t stage, bool gradient,
+                                        size_t i, size_t *crossing)
+{
+    const dtrain__stages *stages = tape->stages;
+    for (size_t k = 0; k < stages->crossing_count; k++) {
+        const dtrain__crossing *c = &stages->crossings[k];
+        if (c->stage > stage || c->last_stage <= stage || (gradient && !c->grad)) continue;
+        *crossing = k;
+        if (i-- == 0) return true;
+    }
+    return false;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__stage_receive(dtrain_tape *tape, uint32_t number,
+                                                    int32_t stage, const uint32_t *from)
+{
+    dtrain__stages *stages = tape->stages;
+    dtrain__slot *slot = &stages->slots[number];
+    dtrain__bump *arena = &tape->arenas[DTRAIN__ARENA_RECEIVED];
+    dtrain__slot_select(tape, slot);
+    dtrain__bump_rewind(arena);
+    if (stages->crossing_count)
+        memset(slot->received, 0, stages->crossing_count * sizeof *slot->received);
+    for (size_t i = 0, k; dtrain__stage_item(tape, stage - 1, false, i, &k); i++) {
+        const dtrain__crossing *c = &stages->crossings[k];
+        slot->received[k] = from ? stages->slots[*from].tensors[k]->tensor.data
+                                 : dtrain__take_values(tape, arena, c->count, c->dtype);
+        if (!slot->received[k]) return tape->error;
+    }
+    return DTRAIN_OK;
+}
+
+/* Give back the gradients of what a slot's last pass received: they have been sent. */
+static void dtrain__slot_settle(dtrain__stages *stages, dtrain__slot *slot)
+{
+    for (size_t k = 0; k < stages->crossing_count; k++) {
+        dtrain__tape_tensor *x = slot->tensors[k];
+        if (x && x->gradient) x->gradient->owners--;
+        slot->tensors[k] = NULL;
+    }
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t number,
+                                                  uint32_t batch, int32_t stage, uint32_t flags,
+                                                  uint64_t seed)
+{
+    dtrain__stages *stages = tape->stages;
+    dtrain__slot *slot = &stages->slots[number];
+    dtrain__slot_select(tape, slot);
+    dtrain__slot_settle(stages, slot);
+    slot->stage = stage;
+    slot->batch = &stages->slots[batch];
+    slot->inputs = NULL;
+    slot->next_crossing = slot->input_count = 0;
+    stages->at = 0;
+    return dtrain__pass_begin(tape, flags, seed);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__stage_end(dtrain_tape *tape)
+{
+    const dtrain__stages *stages = tape->stages;
+    const dtrain__slot *slot = stages->slot;
+    DTRAIN__TRY(tape->error);
+    if (slot->next_crossing == stages->crossing_count && stages->at == stages->count - 1)
+        return DTRAIN_OK;
+    return dtrain__tape_stick(
+        tape, dtrain_fail(DTRAIN_ERROR_USAGE,
+                          "the loss made %zu of the %zu tensors that cross stages, and came to "
+                          "stage %d of %d: which operations it calls must not depend on values",
+                          slot->next_crossing, stages->crossing_count, (int)stages->at,
+                          (int)stages->count));
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t number,
+                                                 const uint32_t *from)
+{
+    dtrain__stages *stages = tape->stages;
+    dtrain__slot *slot = &stages->slots[number];
+    for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage, true, i, &k); i++) {
+        dtrain__tape_tensor *x = slot->tensors[k];
+        bool accumulate;
+        if (from) dtrain__gradient_take(&x->tensor, &stages->slots[*from].tensors[k]->tensor);
+        else DTRAIN__TRY(dtrain__gradient_open(tape, &x->tensor, &accumulate));
+    }
+    return DTRAIN_OK;
+}
+
+/* Give zeros to those of the gradients to be sent that no operation has contributed to. */
+static dtrain_result dtrain__stage_fill(dtrain_tape *tape, const dtrain__slot *slot)
+{
+    for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage - 1, true, i, &k); i++) {
+        dtrain_tensor *x = &slot->tensors[k]->tensor;
+        bool accumulate;
+        if (x->grad) continue;
+        DTRAIN__TRY(dtrain__gradient_open(tape, x, &accumulate));
+        DTRAIN__TRY(tape->device->ops->zero(tape->device, x->grad, dtrain__tensor_bytes(x)));
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t number,
+                                                     dtrain_tensor *loss, float scale, bool more)
+{
+    dtrain__slot *slot = &tape->stages->slots[number];
+    dtrain__slot_select(tape, slot);
+    tape->pass.more = more;
+    if (loss) {
+        DTRAIN__TRY(dtrain_tape_backward(tape, loss, scale));
+    } else {
+        for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage, true, i, &k); i++) {
+            const dtrain_tensor *x = &slot->tensors[k]->tensor;
+            if (x->producer) x->producer->reached = true;
+        }
+        DTRAIN__TRY(dtrain__backward_seeded(tape));
+    }
+    return dtrain__tape_stick(tape, dtrain__stage_fill(tape, slot));
+}
+
+DTRAIN__PRIVATE void *dtrain__stage_data(const dtrain_tape *tape, uint32_t slot, size_t crossing,
+                                         bool gradient)
+{
+    const dtrain__slot *s = &tape->stages->slots[slot];
+    if (!gradient && s->received[crossing]) return s->received[crossing];
+    const dtrain__tape_tensor *x = s->tensors[crossing];
+    return !x ? NULL : gradient ? x->tensor.grad : x->tensor.data;
+}

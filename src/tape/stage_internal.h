@@ -1,0 +1,92 @@
+/* Passes of stages: what a pipeline asks of a tape
+ *
+ * A stage is a run of units; a rank has one or more stages and runs the model's own function once
+ * for each of them and each micro-batch. The tape computes the operations of that stage; those of
+ * other stages are ghosts: they have shapes and no memory. Passes of several micro-batches are under
+ * way at once, each in a slot.
+ *
+ *     survey            once: run the model as ghosts alone, and note what crosses
+ *     stage_reset       in each step
+ *     stage_receive     find addresses for what the stage before sends: before the pass begins
+ *     stage_begin       select a slot; the caller then runs the model's function
+ *     stage_seed        find addresses for the gradients that the stage behind sends
+ *     stage_backward    from those, or from the loss */
+
+#pragma once
+
+#include "core/platform_internal.h"
+#include "core/result.h"
+#include "tape/tape_internal.h"
+
+/* A tensor that one stage makes and a later one reads. It goes from stage to stage, through those
+ * in between, which add their part to its gradient on the way back: the sum is taken from the last
+ * use to the first, as one rank takes it. */
+typedef struct dtrain__crossing {
+    size_t number; /* which tensor of the pass it is, in the order in which they are made */
+    int32_t stage, last_stage; /* that makes it, and the last one that reads it */
+    int64_t count;
+    uint32_t dtype;
+    bool grad; /* it has a gradient, which goes the other way */
+} dtrain__crossing;
+
+/* A pass under way. What is in use is in the tape; here it is while another slot is selected. */
+typedef struct dtrain__slot {
+    dtrain__pass pass;
+    dtrain__bump arenas[DTRAIN__PASS_ARENAS];
+    int32_t stage;
+    struct dtrain__slot *batch;    /* the slot with the inputs of this micro-batch */
+    dtrain__tape_tensor *inputs;   /* the latest first */
+    dtrain__tape_tensor **tensors; /* (crossing_count) of this pass; NULL: not made yet */
+    void **received;               /* (crossing_count) where what was sent here is */
+    size_t next_crossing, input_count;
+} dtrain__slot;
+
+typedef struct dtrain__stages {
+    int32_t count, at;          /* stages; the one whose unit the pass is in */
+    const int32_t *stage_units; /* (2 * unit_count) a unit and its stage, for each */
+    size_t unit_count;
+    const bool *here; /* (count) this rank has the stage */
+    bool surveying;
+    dtrain__slot *slots, *slot; /* (slot_count); the selected one */
+    uint32_t slot_count;
+    dtrain__tape_tensor *made; /* by a survey, the latest first */
+    dtrain__crossing *crossings;
+    size_t crossing_count;
+    bool *reads; /* (input_count) a stage here reads the input */
+    size_t input_count;
+} dtrain__stages;
+
+/* Let a tape run stages: stage_units and here stay the caller's. */
+DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t stages,
+                                                    const bool *here, const int32_t *stage_units,
+                                                    size_t unit_count, uint32_t slot_count);
+/* Begin to run the model as ghosts alone; end, and note what crosses. */
+DTRAIN__PRIVATE dtrain_result dtrain__survey_begin(dtrain_tape *tape, uint32_t flags);
+DTRAIN__PRIVATE dtrain_result dtrain__survey_end(dtrain_tape *tape);
+
+/* Forget what an earlier step, or one that failed, has left. */
+DTRAIN__PRIVATE void dtrain__stage_reset(dtrain_tape *tape);
+/* Return item i of a message between `stage` and the next one: the tensor's place among all that
+ * cross; false: there is none. `gradient`: of the message that goes back. */
+DTRAIN__PRIVATE bool dtrain__stage_item(const dtrain_tape *tape, int32_t stage, bool gradient,
+                                        size_t i, size_t *crossing);
+/* Find addresses, in a slot that is about to begin, for what the stage before will send; or share
+ * those of a slot of this rank, which has that stage too. */
+DTRAIN__PRIVATE dtrain_result dtrain__stage_receive(dtrain_tape *tape, uint32_t slot,
+                                                    int32_t stage, const uint32_t *from);
+/* Begin the pass of a stage; batch is the slot of this rank's first pass of the micro-batch. */
+DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t slot, uint32_t batch,
+                                                  int32_t stage, uint32_t flags, uint64_t seed);
+/* Check that the model has made what the survey found. */
+DTRAIN__PRIVATE dtrain_result dtrain__stage_end(dtrain_tape *tape);
+/* Find addresses for the gradients of what the stage behind has read; or take them over from a slot
+ * of this rank whose backward is over. */
+DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t slot,
+                                                 const uint32_t *from);
+/* Run the backward of a slot: from its loss, or (NULL) from its gradients. more: another
+ * micro-batch of the step comes, so that no gradient is ready. */
+DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t slot,
+                                                     dtrain_tensor *loss, float scale, bool more);
+/* Return where a tensor that crosses, or its gradient, is in a slot. */
+DTRAIN__PRIVATE void *dtrain__stage_data(const dtrain_tape *tape, uint32_t slot, size_t crossing,
+                                         bool gradient);
