@@ -24,8 +24,7 @@ static dtrain_result dtrain__chunk_alloc(dtrain_tape *tape, dtrain_device *devic
                    : device->ops->alloc(device, bytes, memory);
 }
 
-static void dtrain__chunk_free(dtrain_tape *tape, dtrain_device *device,
-                               dtrain__chunk *chunk)
+static void dtrain__chunk_free(dtrain_tape *tape, dtrain_device *device, dtrain__chunk *chunk)
 {
     dtrain_comm *sharing = dtrain__sharing(tape);
     if (!device) dtrain__free(&tape->allocator, chunk->memory, 1, chunk->bytes);
@@ -158,10 +157,9 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
     tensor->count = (int64_t)count;
     tensor->samples = 1;
     const bool room = !node && dtype == DTRAIN_DTYPE_I32 && count < PTRDIFF_MAX;
-    tensor->data =
-        node || dtrain__input_is_here(tape)
-            ? dtrain__take_data(tape, node, tensor->count + (room ? 2 : 0), dtype)
-            : (void *)DTRAIN__NOWHERE;
+    tensor->data = node || dtrain__input_is_here(tape)
+                       ? dtrain__take_data(tape, node, tensor->count + (room ? 2 : 0), dtype)
+                       : (void *)DTRAIN__NOWHERE;
     if (node && node->dropped) made->segment = node->segment;
     tape->pass.tensor_count++;
     if (tape->stages && tensor->data) dtrain__stage_made(tape, made, node);

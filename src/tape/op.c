@@ -43,7 +43,8 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
     if (dtrain__tape_stick(tape, result) != DTRAIN_OK) return NULL;
 
     /* 1. also in passes without gradients: the arguments need a place */
-    dtrain_node *node = (dtrain_node *)dtrain__take_host(tape, DTRAIN__ARENA_HOST, node_bytes + args_bytes);
+    dtrain_node *node =
+        (dtrain_node *)dtrain__take_host(tape, DTRAIN__ARENA_HOST, node_bytes + args_bytes);
     if (!node) return NULL;
     dtrain_op *op = &node->op;
     if (args_bytes) op->args = (char *)node + node_bytes;
@@ -322,10 +323,9 @@ static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *stor
         tape->pass.cast_mark = mark;
         dtrain__bump_rewind(&tape->arenas[DTRAIN__ARENA_CASTS]);
     }
-    cast->low =
-        dtrain__take_values(
-            tape, &tape->arenas[passing ? DTRAIN__ARENA_CASTS : DTRAIN__ARENA_WEIGHTS],
-            cast->count, dtype);
+    cast->low = dtrain__take_values(
+        tape, &tape->arenas[passing ? DTRAIN__ARENA_CASTS : DTRAIN__ARENA_WEIGHTS], cast->count,
+        dtype);
     if (!cast->low) return NULL;
     cast->next = *list;
     *list = cast;

@@ -285,8 +285,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__survey_end(dtrain_tape *tape)
         inputs += x->stage < 0;
         crossings += x->last_stage > x->stage;
     }
-    stages->crossings = (dtrain__crossing *)dtrain__alloc(
-        a, crossings, sizeof *stages->crossings, "what crosses stages");
+    stages->crossings = (dtrain__crossing *)dtrain__alloc(a, crossings, sizeof *stages->crossings,
+                                                          "what crosses stages");
     stages->reads = (bool *)dtrain__alloc(a, inputs, sizeof *stages->reads, "inputs of stages");
     if ((crossings && !stages->crossings) || (inputs && !stages->reads)) return DTRAIN_ERROR_MEMORY;
     stages->crossing_count = crossings;

@@ -72,8 +72,8 @@ DTRAIN__PRIVATE bool dtrain__stage_item(const dtrain_tape *tape, int32_t stage, 
                                         size_t i, size_t *crossing);
 /* Find addresses, in a slot that is about to begin, for what the stage before will send; or share
  * those of a slot of this rank, which has that stage too. */
-DTRAIN__PRIVATE dtrain_result dtrain__stage_receive(dtrain_tape *tape, uint32_t slot,
-                                                    int32_t stage, const uint32_t *from);
+DTRAIN__PRIVATE dtrain_result dtrain__stage_receive(dtrain_tape *tape, uint32_t slot, int32_t stage,
+                                                    const uint32_t *from);
 /* Begin the pass of a stage; batch is the slot of this rank's first pass of the micro-batch. */
 DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t slot, uint32_t batch,
                                                   int32_t stage, uint32_t flags, uint64_t seed);

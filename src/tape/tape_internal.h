@@ -194,8 +194,8 @@ struct dtrain_tape {
     double flops;  /* see dtrain_tape_info */
     dtrain__bump arenas[DTRAIN__ARENAS];
     dtrain__pass pass;
-    dtrain__cast *weights;               /* rounded ones that do not pass, latest first */
-    struct dtrain__stages *stages;        /* NULL: this rank has the whole model */
+    dtrain__cast *weights;                   /* rounded ones that do not pass, latest first */
+    struct dtrain__stages *stages;           /* NULL: this rank has the whole model */
     int64_t unit;                            /* the gathered unit; -1: none */
     dtrain_pass unit_pass;                   /* the pass that it is gathered for */
     uint32_t recompute_every, recompute_ops; /* see dtrain_tape_recompute */
