@@ -19412,8 +19412,8 @@ struct dtrain_tape {
     double flops;  /* see dtrain_tape_info */
     dtrain__bump arenas[DTRAIN__ARENAS];
     dtrain__pass pass;
-    dtrain__cast *weights;               /* rounded ones that do not pass, latest first */
-    struct dtrain__stages *stages;        /* NULL: this rank has the whole model */
+    dtrain__cast *weights;                   /* rounded ones that do not pass, latest first */
+    struct dtrain__stages *stages;           /* NULL: this rank has the whole model */
     int64_t unit;                            /* the gathered unit; -1: none */
     dtrain_pass unit_pass;                   /* the pass that it is gathered for */
     uint32_t recompute_every, recompute_ops; /* see dtrain_tape_recompute */
@@ -20044,7 +20044,8 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
     if (dtrain__tape_stick(tape, result) != DTRAIN_OK) return NULL;
 
     /* 1. also in passes without gradients: the arguments need a place */
-    dtrain_node *node = (dtrain_node *)dtrain__take_host(tape, DTRAIN__ARENA_HOST, node_bytes + args_bytes);
+    dtrain_node *node =
+        (dtrain_node *)dtrain__take_host(tape, DTRAIN__ARENA_HOST, node_bytes + args_bytes);
     if (!node) return NULL;
     dtrain_op *op = &node->op;
     if (args_bytes) op->args = (char *)node + node_bytes;
@@ -20323,10 +20324,9 @@ static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *stor
         tape->pass.cast_mark = mark;
         dtrain__bump_rewind(&tape->arenas[DTRAIN__ARENA_CASTS]);
     }
-    cast->low =
-        dtrain__take_values(
-            tape, &tape->arenas[passing ? DTRAIN__ARENA_CASTS : DTRAIN__ARENA_WEIGHTS],
-            cast->count, dtype);
+    cast->low = dtrain__take_values(
+        tape, &tape->arenas[passing ? DTRAIN__ARENA_CASTS : DTRAIN__ARENA_WEIGHTS], cast->count,
+        dtype);
     if (!cast->low) return NULL;
     cast->next = *list;
     *list = cast;
@@ -23763,8 +23763,7 @@ static dtrain_result dtrain__chunk_alloc(dtrain_tape *tape, dtrain_device *devic
                    : device->ops->alloc(device, bytes, memory);
 }
 
-static void dtrain__chunk_free(dtrain_tape *tape, dtrain_device *device,
-                               dtrain__chunk *chunk)
+static void dtrain__chunk_free(dtrain_tape *tape, dtrain_device *device, dtrain__chunk *chunk)
 {
     dtrain_comm *sharing = dtrain__sharing(tape);
     if (!device) dtrain__free(&tape->allocator, chunk->memory, 1, chunk->bytes);
@@ -23897,10 +23896,9 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
     tensor->count = (int64_t)count;
     tensor->samples = 1;
     const bool room = !node && dtype == DTRAIN_DTYPE_I32 && count < PTRDIFF_MAX;
-    tensor->data =
-        node || dtrain__input_is_here(tape)
-            ? dtrain__take_data(tape, node, tensor->count + (room ? 2 : 0), dtype)
-            : (void *)DTRAIN__NOWHERE;
+    tensor->data = node || dtrain__input_is_here(tape)
+                       ? dtrain__take_data(tape, node, tensor->count + (room ? 2 : 0), dtype)
+                       : (void *)DTRAIN__NOWHERE;
     if (node && node->dropped) made->segment = node->segment;
     tape->pass.tensor_count++;
     if (tape->stages && tensor->data) dtrain__stage_made(tape, made, node);

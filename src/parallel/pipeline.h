@@ -1,0 +1,133 @@
+/* Pipelines: schedules as data, and their runner
+ *
+ * A pipeline cuts a model along its depth into stages, which lie on the ranks of a mesh's pipeline
+ * axis, and a batch into micro-batches, which follow each other through them. A schedule says what
+ * each rank does, one action after the other; it is made here, checked, printed and drawn, and run.
+ * 1F1B on 2 ranks with 3 micro-batches (F forward, B backward of a micro-batch, . idle):
+ *
+ *     rank 0    F0  F1  .   B0  B0  F2  B1  B1  .   B2  B2
+ *     rank 1    .   F0  B0  B0  F1  B1  B1  F2  B2  B2
+ *
+ * Kinds, with the bubble (idle time over ideal time) of p ranks, m micro-batches, v chunks a rank:
+ *
+ *     1F1B           (p - 1) / m       a rank holds min(p - rank, m) micro-batches
+ *     GPIPE          (p - 1) / m       a rank holds all m
+ *     INTERLEAVED    (p - 1) / (v m)   a rank has v stages: v times the messages
+ *     ZB_H1          a third of 1F1B's, where forward, input and weight gradients take alike: the
+ *                    gradients of weights are made in what would be idle time
+ *     ZBV            two stages a rank, in the shape of a V: nearly none
+ *
+ * (Huang et al., "GPipe", 2019; Narayanan et al., "Efficient Large-Scale Language Model Training on
+ * GPU Clusters", 2021; Qi et al., "Zero Bubble Pipeline Parallelism", 2024.)
+ *
+ * Every kind adds gradients up in ascending order of micro-batches, so that a model has the bits of
+ * one rank that accumulates the same micro-batches. No schedule counts on a message being buffered:
+ * it ends also where each send waits for its receive. */
+
+#pragma once
+
+#include "core/api.h"
+#include "core/dtype.h"
+#include "core/result.h"
+#include "comm/comm.h"
+
+typedef enum dtrain_pipeline_kind {
+    DTRAIN_PIPELINE_1F1B = 0,
+    DTRAIN_PIPELINE_GPIPE = 1,
+    DTRAIN_PIPELINE_INTERLEAVED = 2,
+    DTRAIN_PIPELINE_ZB_H1 = 3,
+    DTRAIN_PIPELINE_ZBV = 4
+} dtrain_pipeline_kind;
+
+/* How a model lies on the pipeline axis, and in which order it runs. A zeroed one is 1F1B with units
+ * divided evenly. */
+typedef struct dtrain_pipeline_desc {
+    uint32_t kind;         /* dtrain_pipeline_kind */
+    uint32_t chunks;       /* stages of each rank; 0 = 1, or 2 with INTERLEAVED and ZBV */
+    const uint32_t *units; /* (ranks * chunks) how many units each stage has, in the order in which
+                              their parameters are registered; NULL = evenly, the first stages with
+                              one more */
+} dtrain_pipeline_desc;
+
+typedef enum dtrain_pipeline_act {
+    DTRAIN_PIPELINE_ACT_FORWARD = 1,
+    DTRAIN_PIPELINE_ACT_BACKWARD = 2, /* of inputs alone where the kind has WEIGHT, else all */
+    DTRAIN_PIPELINE_ACT_WEIGHT = 3,   /* the gradients of weights */
+    DTRAIN_PIPELINE_ACT_SEND = 4,     /* what FORWARD made to the next stage */
+    DTRAIN_PIPELINE_ACT_RECEIVE = 5,
+    DTRAIN_PIPELINE_ACT_SEND_GRADIENT = 6, /* what BACKWARD made to the stage before */
+    DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT = 7,
+    DTRAIN_PIPELINE_ACT_REDUCE = 8, /* the gradients of the chunk are final */
+    DTRAIN_PIPELINE_ACT_STEP = 9    /* all are */
+} dtrain_pipeline_act;
+
+typedef struct dtrain_pipeline_action {
+    uint32_t act; /* dtrain_pipeline_act */
+    int32_t chunk, micro_batch;
+    int32_t peer;  /* of a message, a rank of the axis; else -1 */
+    int32_t slot;  /* of what FORWARD keeps until the last use, counted from 0; -1: none */
+    int32_t inbox; /* of what RECEIVE brings, kept as long; -1: the stage before is on this rank, or
+                      there is none */
+} dtrain_pipeline_action;
+
+/* A schedule; free it by dtrain_pipeline_destroy. */
+typedef struct dtrain_pipeline_schedule {
+    uint32_t kind;
+    int32_t ranks, chunks, micro_batches;
+    dtrain_pipeline_action *actions; /* of rank 0, then of rank 1, ... */
+    size_t *first; /* (ranks + 1) rank r has actions first[r] to first[r + 1] - 1 */
+} dtrain_pipeline_schedule;
+
+/* Make the schedule of a kind, for ranks of a pipeline axis. desc->units is not read; NULL = a zeroed
+ * desc. Local. An unsupported number of chunks or micro-batches is an error that says which work. */
+DTRAIN_API dtrain_result dtrain_pipeline_create(const dtrain_pipeline_desc *desc, int ranks,
+                                                int micro_batches, dtrain_pipeline_schedule **out);
+/* Free a schedule; NULL is allowed. */
+DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline_schedule *schedule);
+
+/* Return which stage of the model a chunk of a rank is: ranks * chunks of them, from 0. -1: none. */
+DTRAIN_API int dtrain_pipeline_stage(uint32_t kind, int ranks, int chunks, int rank, int chunk);
+
+/* Seconds, or any unit, of one stage and micro-batch; all zero = forward 1, backward 1, weight 1. */
+typedef struct dtrain_pipeline_costs {
+    double forward, backward, weight; /* a BACKWARD of kinds without WEIGHT takes both */
+    double message;                   /* from the end of what is sent to its arrival */
+} dtrain_pipeline_costs;
+
+typedef struct dtrain_pipeline_report {
+    double makespan;    /* until the last rank is done */
+    double bubble;      /* share of it that the ranks are idle, on average */
+    int peak;           /* of the asked rank: passes between FORWARD and BACKWARD at once */
+    int slots, inboxes; /* that it needs */
+} dtrain_pipeline_report;
+/* Replay all ranks of a schedule, each send waiting for its receive, and tell what it costs; costs
+ * and report may be NULL. DTRAIN_ERROR_USAGE: it would hang, or does not do everything once and in
+ * order; the sentence names rank and action. Local. */
+DTRAIN_API dtrain_result dtrain_pipeline_check(const dtrain_pipeline_schedule *schedule,
+                                               const dtrain_pipeline_costs *costs, int rank,
+                                               dtrain_pipeline_report *report);
+
+/* A part of a message. */
+typedef struct dtrain_pipeline_part {
+    void *address; /* of memory that collectives reach */
+    size_t count;
+    dtrain_dtype dtype;
+} dtrain_pipeline_part;
+
+/* What a program does for a schedule. An error ends the run, on every rank of the axis. */
+typedef struct dtrain_pipeline_work {
+    /* Do what the action says: FORWARD, BACKWARD, WEIGHT, REDUCE, STEP. */
+    dtrain_result (*compute)(void *user, const dtrain_pipeline_action *action);
+    /* Say where part i of the action's message is to be read or written: *part with a count of 0
+     * ends the list. Called when the message starts; memory must stay until the run has come to the
+     * slot's, or inbox's, next use. */
+    dtrain_result (*part)(void *user, const dtrain_pipeline_action *action, size_t i,
+                          dtrain_pipeline_part *part);
+    void *user;
+} dtrain_pipeline_work;
+/* Run this rank's actions of a schedule. Collective over comm, the pipeline axis of a mesh, whose
+ * size must be schedule->ranks; an axis of one rank sends nothing. Messages are asynchronous: a
+ * receive is waited for by the action that needs it, a send before its memory is used again. An
+ * error says in which stage, action and micro-batch it was, and comm fails on the other ranks. */
+DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *schedule,
+                                             dtrain_comm *comm, const dtrain_pipeline_work *work);

@@ -1,0 +1,168 @@
+/* Running a schedule
+ *
+ * A rank walks its own list. Messages are asynchronous: RECEIVE starts one and goes on; the action
+ * that needs it waits, and so do the actions that would overwrite what is still being sent:
+ *
+ *     RECEIVE 1 . . . . FORWARD 1  SEND 1 . . . . BACKWARD 1 (its slot's last use) . . FORWARD 4
+ *     starts            waits      starts                                              waits for
+ *     (waits for the inbox' last)                                                      SEND 1
+ *
+ * So the works of a pass are noted with its slot and its inbox: two receives and two sends, of
+ * several parts each. Nothing is allocated on the way. */
+
+#include "core/platform_internal.h"
+#include "core/core_internal.h"
+#include "core/log.h"
+#include "core/result.h"
+#include "comm/backend.h"
+#include "parallel/schedule_internal.h"
+
+#define DTRAIN__PARTS_MOST 16 /* of a message */
+
+typedef struct dtrain__message {
+    dtrain_work *works[DTRAIN__PARTS_MOST];
+    size_t count;
+} dtrain__message;
+
+typedef struct dtrain__run {
+    const dtrain_pipeline_schedule *schedule;
+    dtrain_comm *comm;
+    const dtrain_pipeline_work *work;
+    int rank;
+    size_t slots, inboxes;
+    dtrain__message *messages; /* (3, slots): sent, gradient received; (inboxes): received ... */
+} dtrain__run;
+
+/* The messages of a slot or inbox, by the act that starts them. */
+static dtrain__message *dtrain__message_of(const dtrain__run *run, uint32_t act,
+                                           const dtrain_pipeline_action *action)
+{
+    dtrain__message *const of_slot = &run->messages[3 * (size_t)(action->slot + 1) - 3];
+    if (act == DTRAIN_PIPELINE_ACT_RECEIVE)
+        return &run->messages[3 * run->slots + (size_t)action->inbox];
+    return &of_slot[act == DTRAIN_PIPELINE_ACT_SEND            ? 0
+                    : act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT ? 1
+                                                               : 2];
+}
+
+/* Wait for all parts of a message; return the first error, after all are given back. */
+static dtrain_result dtrain__message_wait(dtrain__message *message)
+{
+    dtrain_result first = DTRAIN_OK;
+    for (size_t i = 0; i < message->count; i++) {
+        const dtrain_result result = dtrain_work_wait(message->works[i]);
+        if (first == DTRAIN_OK) first = result;
+    }
+    message->count = 0;
+    return first;
+}
+
+/* Start the parts of a message. */
+static dtrain_result dtrain__message_start(const dtrain__run *run,
+                                           const dtrain_pipeline_action *action)
+{
+    dtrain__message *message = dtrain__message_of(run, action->act, action);
+    const bool sends =
+        action->act == DTRAIN_PIPELINE_ACT_SEND || action->act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT;
+    DTRAIN__TRY(dtrain__message_wait(message));
+    for (size_t i = 0;; i++) {
+        dtrain_pipeline_part part;
+        memset(&part, 0, sizeof part);
+        DTRAIN__TRY(run->work->part(run->work->user, action, i, &part));
+        if (part.count == 0) return DTRAIN_OK;
+        if (i == DTRAIN__PARTS_MOST)
+            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "a message has more than %d parts",
+                               DTRAIN__PARTS_MOST);
+        DTRAIN__TRY(sends ? dtrain_send(run->comm, part.address, part.count, part.dtype,
+                                        action->peer, &message->works[i])
+                          : dtrain_recv(run->comm, part.address, part.count, part.dtype,
+                                        action->peer, &message->works[i]));
+        message->count = i + 1;
+    }
+}
+
+/* Wait for what a computation needs, and for what it would overwrite; then do it. */
+static dtrain_result dtrain__run_compute(const dtrain__run *run,
+                                         const dtrain_pipeline_action *action)
+{
+    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD) {
+        DTRAIN__TRY(
+            dtrain__message_wait(dtrain__message_of(run, DTRAIN_PIPELINE_ACT_SEND, action)));
+        DTRAIN__TRY(dtrain__message_wait(
+            dtrain__message_of(run, DTRAIN_PIPELINE_ACT_SEND_GRADIENT, action)));
+        if (action->inbox >= 0)
+            DTRAIN__TRY(
+                dtrain__message_wait(dtrain__message_of(run, DTRAIN_PIPELINE_ACT_RECEIVE, action)));
+    }
+    if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD)
+        DTRAIN__TRY(dtrain__message_wait(
+            dtrain__message_of(run, DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT, action)));
+    return run->work->compute(run->work->user, action);
+}
+
+/* Add to an error where in the schedule it was. */
+static dtrain_result dtrain__run_fail(const dtrain__run *run, const dtrain_pipeline_action *action,
+                                      dtrain_result result)
+{
+    const dtrain_pipeline_schedule *s = run->schedule;
+    char text[DTRAIN__ERROR_BYTES];
+    snprintf(text, sizeof text, "%s", dtrain__bare(dtrain_last_error()));
+    return dtrain_fail(
+        result, "stage %d of %d, %s of micro-batch %d: %s",
+        dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, run->rank, action->chunk),
+        s->ranks * s->chunks, dtrain__pipeline_act_name(action->act), (int)action->micro_batch,
+        text);
+}
+
+/* Walk the list, and wait for what is still being sent. */
+static dtrain_result dtrain__run_walk(const dtrain__run *run)
+{
+    const dtrain_pipeline_schedule *s = run->schedule;
+    for (size_t i = s->first[run->rank]; i < s->first[run->rank + 1]; i++) {
+        const dtrain_pipeline_action *action = &s->actions[i];
+        const bool message = action->act >= DTRAIN_PIPELINE_ACT_SEND &&
+                             action->act <= DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT;
+        const dtrain_result result =
+            message ? dtrain__message_start(run, action) : dtrain__run_compute(run, action);
+        if (result != DTRAIN_OK) return dtrain__run_fail(run, action, result);
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *schedule,
+                                             dtrain_comm *comm, const dtrain_pipeline_work *work)
+{
+    const char *const call = "dtrain_pipeline_run";
+    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
+    dtrain__run run;
+    dtrain_pipeline_report report;
+    if (!schedule || !work || !work->compute || !work->part)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: schedule, work or one of its functions is "
+                           "NULL",
+                           call);
+    if (schedule->ranks != (comm ? dtrain_comm_size(comm) : 1))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: the schedule is for %d ranks, and the communicator has %d", call,
+                           (int)schedule->ranks, comm ? dtrain_comm_size(comm) : 1);
+    memset(&run, 0, sizeof run);
+    run.schedule = schedule;
+    run.comm = comm;
+    run.work = work;
+    run.rank = comm ? dtrain_comm_rank(comm) : 0;
+    dtrain__pipeline_room(schedule, run.rank, &report);
+    run.slots = (size_t)report.slots;
+    run.inboxes = (size_t)report.inboxes;
+    const size_t count = 3 * run.slots + run.inboxes;
+    run.messages = (dtrain__message *)dtrain__alloc(&allocator, count, sizeof *run.messages,
+                                                    "messages of a pipeline");
+    if (!run.messages) return DTRAIN_ERROR_MEMORY;
+    dtrain_result result = dtrain__run_walk(&run);
+    if (result != DTRAIN_OK && comm) result = comm->ops->fail(comm, result, dtrain_last_error());
+    for (size_t i = 0; i < count; i++) {
+        const dtrain_result sent = dtrain__message_wait(&run.messages[i]);
+        if (result == DTRAIN_OK) result = sent;
+    }
+    dtrain__free(&allocator, run.messages, count, sizeof *run.messages);
+    return result;
+}

@@ -1,0 +1,25 @@
+/* Where stages are, and what a schedule's kind says of it. */
+
+#pragma once
+
+#include "core/platform_internal.h"
+#include "core/result.h"
+#include "parallel/pipeline.h"
+
+#define DTRAIN__CHUNKS_MOST 64
+#define DTRAIN__PASSES_MOST (1 << 22) /* of all ranks: ranks * chunks * micro-batches */
+
+typedef struct dtrain__place_of_stage {
+    int rank, chunk;
+} dtrain__place_of_stage;
+
+DTRAIN__PRIVATE dtrain__place_of_stage dtrain__pipeline_place(uint32_t kind, int ranks, int stage);
+/* Tell whether the gradients of weights are actions of their own. */
+DTRAIN__PRIVATE bool dtrain__pipeline_splits(uint32_t kind);
+/* Check the kind and its chunks; desc NULL = a zeroed one. */
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc *desc, int ranks,
+                                                      int *chunks);
+DTRAIN__PRIVATE const char *dtrain__pipeline_act_name(uint32_t act);
+/* Count the slots and inboxes of a rank. */
+DTRAIN__PRIVATE void dtrain__pipeline_room(const dtrain_pipeline_schedule *schedule, int rank,
+                                           dtrain_pipeline_report *report);
