@@ -47,7 +47,8 @@ static void dtrain__slot_init(dtrain_tape *tape, dtrain__slot *slot)
 
 DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t count,
                                                     const bool *here, const int32_t *stage_units,
-                                                    size_t unit_count, uint32_t slot_count)
+                                                    size_t unit_count, uint32_t slot_count,
+                                                    uint32_t inbox_count)
 {
     const dtrain_allocator *a = &tape->allocator;
     dtrain__stages *stages = (dtrain__stages *)dtrain__alloc(a, 1, sizeof *stages, "stages");
@@ -63,6 +64,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t c
     stages->slot_count = slot_count;
     stages->slot = stages->slots;
     for (uint32_t i = 1; i < slot_count; i++) dtrain__slot_init(tape, &stages->slots[i]);
+    if (inbox_count == 0) return DTRAIN_OK;
+    stages->inboxes =
+        (dtrain__inbox *)dtrain__alloc(a, inbox_count, sizeof *stages->inboxes, "inboxes");
+    if (!stages->inboxes) return DTRAIN_ERROR_MEMORY;
+    stages->inbox_count = inbox_count;
+    for (uint32_t i = 0; i < inbox_count; i++) {
+        stages->inboxes[i].arena.device = tape->device;
+        stages->inboxes[i].arena.at = &stages->inboxes[i].arena.first;
+    }
     return DTRAIN_OK;
 }
 
@@ -79,6 +89,10 @@ static void dtrain__crossings_free(dtrain_tape *tape)
         slot->tensors = NULL;
         slot->received = NULL;
     }
+    for (uint32_t i = 0; i < stages->inbox_count; i++) {
+        dtrain__free(a, stages->inboxes[i].received, count, sizeof(void *));
+        stages->inboxes[i].received = NULL;
+    }
     dtrain__free(a, stages->crossings, count, sizeof *stages->crossings);
     dtrain__free(a, stages->reads, stages->input_count, sizeof *stages->reads);
     stages->crossings = NULL;
@@ -94,6 +108,9 @@ DTRAIN__PRIVATE void dtrain__stages_free(dtrain_tape *tape)
     for (uint32_t s = 0; s < stages->slot_count; s++)
         for (int i = 0; i < DTRAIN__PASS_ARENAS && &stages->slots[s] != stages->slot; i++)
             dtrain__bump_free(tape, &stages->slots[s].arenas[i]);
+    for (uint32_t i = 0; i < stages->inbox_count; i++)
+        dtrain__bump_free(tape, &stages->inboxes[i].arena);
+    dtrain__free(&tape->allocator, stages->inboxes, stages->inbox_count, sizeof *stages->inboxes);
     dtrain__free(&tape->allocator, stages->slots, stages->slot_count, sizeof *stages->slots);
     dtrain__free(&tape->allocator, stages, 1, sizeof *stages);
     tape->stages = NULL;
@@ -105,6 +122,8 @@ DTRAIN__PRIVATE void dtrain__stages_count(const dtrain_tape *tape, dtrain_tape_i
     for (uint32_t s = 0; stages && s < stages->slot_count; s++)
         for (int i = 0; i < DTRAIN__PASS_ARENAS && &stages->slots[s] != stages->slot; i++)
             dtrain__bump_count(&stages->slots[s].arenas[i], info);
+    for (uint32_t i = 0; stages && i < stages->inbox_count; i++)
+        dtrain__bump_count(&stages->inboxes[i].arena, info);
 }
 
 /* ---- Ghosts: what the tape asks ---------------------------------------------------------------*/
@@ -270,6 +289,11 @@ static dtrain_result dtrain__slots_room(dtrain_tape *tape)
             (void **)dtrain__alloc(a, count, sizeof *slot->received, "what crosses stages");
         if (count && (!slot->tensors || !slot->received)) return DTRAIN_ERROR_MEMORY;
     }
+    for (uint32_t i = 0; i < stages->inbox_count && count; i++) {
+        void **received = (void **)dtrain__alloc(a, count, sizeof *received, "what crosses stages");
+        if (!received) return DTRAIN_ERROR_MEMORY;
+        stages->inboxes[i].received = received;
+    }
     return DTRAIN_OK;
 }
 
@@ -333,20 +357,15 @@ DTRAIN__PRIVATE bool dtrain__stage_item(const dtrain_tape *tape, int32_t stage, 
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__stage_receive(dtrain_tape *tape, uint32_t number,
-                                                    int32_t stage, const uint32_t *from)
+                                                    int32_t stage)
 {
-    dtrain__stages *stages = tape->stages;
-    dtrain__slot *slot = &stages->slots[number];
-    dtrain__bump *arena = &tape->arenas[DTRAIN__ARENA_RECEIVED];
-    dtrain__slot_select(tape, slot);
-    dtrain__bump_rewind(arena);
-    if (stages->crossing_count)
-        memset(slot->received, 0, stages->crossing_count * sizeof *slot->received);
+    const dtrain__stages *stages = tape->stages;
+    dtrain__inbox *inbox = &stages->inboxes[number];
+    dtrain__bump_rewind(&inbox->arena);
     for (size_t i = 0, k; dtrain__stage_item(tape, stage - 1, false, i, &k); i++) {
         const dtrain__crossing *c = &stages->crossings[k];
-        slot->received[k] = from ? stages->slots[*from].tensors[k]->tensor.data
-                                 : dtrain__take_values(tape, arena, c->count, c->dtype);
-        if (!slot->received[k]) return tape->error;
+        inbox->received[k] = dtrain__take_values(tape, &inbox->arena, c->count, c->dtype);
+        if (!inbox->received[k]) return tape->error;
     }
     return DTRAIN_OK;
 }
@@ -358,11 +377,13 @@ static void dtrain__slot_settle(dtrain__stages *stages, dtrain__slot *slot)
         dtrain__tape_tensor *x = slot->tensors[k];
         if (x && x->gradient) x->gradient->owners--;
         slot->tensors[k] = NULL;
+        slot->received[k] = NULL;
     }
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t number,
-                                                  uint32_t batch, int32_t stage, uint32_t flags,
+                                                  uint32_t batch, int32_t stage,
+                                                  dtrain__source source, uint32_t flags,
                                                   uint64_t seed)
 {
     dtrain__stages *stages = tape->stages;
@@ -374,6 +395,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t nu
     slot->inputs = NULL;
     slot->next_crossing = slot->input_count = 0;
     stages->at = 0;
+    for (size_t i = 0, k; dtrain__stage_item(tape, stage - 1, false, i, &k); i++)
+        slot->received[k] = source.inbox >= 0 ? stages->inboxes[source.inbox].received[k]
+                                              : stages->slots[source.slot].tensors[k]->tensor.data;
     return dtrain__pass_begin(tape, flags, seed);
 }
 

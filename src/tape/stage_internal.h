@@ -7,7 +7,7 @@
  *
  *     survey            once: run the model as ghosts alone, and note what crosses
  *     stage_reset       in each step
- *     stage_receive     find addresses for what the stage before sends: before the pass begins
+ *     stage_receive     find addresses for what the stage before sends, before the pass begins
  *     stage_begin       select a slot; the caller then runs the model's function
  *     stage_seed        find addresses for the gradients that the stage behind sends
  *     stage_backward    from those, or from the loss */
@@ -41,6 +41,18 @@ typedef struct dtrain__slot {
     size_t next_crossing, input_count;
 } dtrain__slot;
 
+/* What was sent here for one pass: memory that outlasts the pass, and its addresses. */
+typedef struct dtrain__inbox {
+    dtrain__bump arena;
+    void **received; /* (crossing_count) */
+} dtrain__inbox;
+
+/* Where a pass finds what earlier stages made: in an inbox, or in the slot of another stage of this
+ * rank; both -1: in the first stage. */
+typedef struct dtrain__source {
+    int32_t inbox, slot;
+} dtrain__source;
+
 typedef struct dtrain__stages {
     int32_t count, at;          /* stages; the one whose unit the pass is in */
     const int32_t *stage_units; /* (2 * unit_count) a unit and its stage, for each */
@@ -48,7 +60,8 @@ typedef struct dtrain__stages {
     const bool *here; /* (count) this rank has the stage */
     bool surveying;
     dtrain__slot *slots, *slot; /* (slot_count); the selected one */
-    uint32_t slot_count;
+    dtrain__inbox *inboxes;     /* (inbox_count) */
+    uint32_t slot_count, inbox_count;
     dtrain__tape_tensor *made; /* by a survey, the latest first */
     dtrain__crossing *crossings;
     size_t crossing_count;
@@ -59,7 +72,8 @@ typedef struct dtrain__stages {
 /* Let a tape run stages: stage_units and here stay the caller's. */
 DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t stages,
                                                     const bool *here, const int32_t *stage_units,
-                                                    size_t unit_count, uint32_t slot_count);
+                                                    size_t unit_count, uint32_t slot_count,
+                                                    uint32_t inbox_count);
 /* Begin to run the model as ghosts alone; end, and note what crosses. */
 DTRAIN__PRIVATE dtrain_result dtrain__survey_begin(dtrain_tape *tape, uint32_t flags);
 DTRAIN__PRIVATE dtrain_result dtrain__survey_end(dtrain_tape *tape);
@@ -70,13 +84,13 @@ DTRAIN__PRIVATE void dtrain__stage_reset(dtrain_tape *tape);
  * cross; false: there is none. `gradient`: of the message that goes back. */
 DTRAIN__PRIVATE bool dtrain__stage_item(const dtrain_tape *tape, int32_t stage, bool gradient,
                                         size_t i, size_t *crossing);
-/* Find addresses, in a slot that is about to begin, for what the stage before will send; or share
- * those of a slot of this rank, which has that stage too. */
-DTRAIN__PRIVATE dtrain_result dtrain__stage_receive(dtrain_tape *tape, uint32_t slot, int32_t stage,
-                                                    const uint32_t *from);
+/* Find addresses in an inbox for what the stage before `stage` sends. */
+DTRAIN__PRIVATE dtrain_result dtrain__stage_receive(dtrain_tape *tape, uint32_t inbox,
+                                                    int32_t stage);
 /* Begin the pass of a stage; batch is the slot of this rank's first pass of the micro-batch. */
 DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t slot, uint32_t batch,
-                                                  int32_t stage, uint32_t flags, uint64_t seed);
+                                                  int32_t stage, dtrain__source source,
+                                                  uint32_t flags, uint64_t seed);
 /* Check that the model has made what the survey found. */
 DTRAIN__PRIVATE dtrain_result dtrain__stage_end(dtrain_tape *tape);
 /* Find addresses for the gradients of what the stage behind has read; or take them over from a slot

@@ -92,7 +92,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__pass_begin(dtrain_tape *tape, uint32_t fla
 {
     const uint32_t low = DTRAIN_TAPE_BF16 | DTRAIN_TAPE_F16;
     for (int i = DTRAIN__ARENA_HOST; i < DTRAIN__ARENAS; i++) {
-        if (i == DTRAIN__ARENA_RECEIVED) continue; /* what arrived before the pass begins */
         dtrain__bump_rewind(&tape->arenas[i]);
         tape->arenas[i].owner = NULL;
     }

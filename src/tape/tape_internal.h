@@ -8,7 +8,7 @@
  *     casts           rounded weights of a gathered unit   as long as the unit is there
  *     weights         rounded weights of all others        until the next begin, or step of a
  *                                                          pipeline
- *     received        what another stage sent              until its pass has had its backward
+ *     inboxes         what another stage sent (stage.c)    until its pass has had its backward
  *     gradient pool   gradients of forward values          from the first contribution until their
  *                                                          producer's backward has run
  *                     what an operation borrows            while its kernels and sums run
@@ -67,7 +67,6 @@ enum {
     DTRAIN__ARENA_WEIGHTS,
     DTRAIN__ARENA_HOST, /* from here on those of a pass */
     DTRAIN__ARENA_DATA,
-    DTRAIN__ARENA_RECEIVED,
     DTRAIN__ARENA_REGION, /* and the one behind it: what segments drop, in turn */
     DTRAIN__ARENAS = DTRAIN__ARENA_REGION + 2,
     DTRAIN__PASS_ARENAS = DTRAIN__ARENAS - DTRAIN__ARENA_HOST

@@ -171,7 +171,8 @@ static void line_create(line *l, model *m, dtrain_device *device, int stages, in
     for (int r = 0; r < ranks; r++) {
         l->tapes[r] = open_tape(m, device);
         const uint32_t slots = (uint32_t)(live * ((stages + ranks - 1) / ranks));
-        CHECK(dtrain__stages_create(l->tapes[r], stages, l->here[r], l->units, (size_t)m->units, slots) == DTRAIN_OK);
+        CHECK(dtrain__stages_create(l->tapes[r], stages, l->here[r], l->units, (size_t)m->units, slots, slots) ==
+              DTRAIN_OK);
         dtrain_result result = dtrain__survey_begin(l->tapes[r], m->flags);
         if (result == DTRAIN_OK) model_loss(l->tapes[r], m);
         if (result == DTRAIN_OK) result = dtrain__survey_end(l->tapes[r]);
@@ -194,7 +195,9 @@ static void carry(line *l, int micro, int from, bool gradient)
     if (a == b) return;
     for (size_t i = 0; dtrain__stage_item(a, from, gradient, i, &k); i++) {
         const dtrain__crossing *c = &a->stages->crossings[k];
-        void *ours = dtrain__stage_data(a, a_slot, k, gradient), *theirs = dtrain__stage_data(b, b_slot, k, gradient);
+        void *ours = dtrain__stage_data(a, a_slot, k, gradient);
+        void *theirs =
+            gradient ? dtrain__stage_data(b, b_slot, k, true) : b->stages->inboxes[b_slot].received[k];
         CHECK(ours && theirs && ours != theirs);
         const size_t bytes = (size_t)c->count * dtrain_dtype_bytes((dtrain_dtype)c->dtype);
         if (ours && theirs) memcpy(gradient ? ours : theirs, gradient ? theirs : ours, bytes);
@@ -205,11 +208,14 @@ static void forward(line *l, int micro)
 {
     for (int s = 0; s < l->stages && l->result == DTRAIN_OK; s++) {
         dtrain_tape *tape = l->tapes[s % l->ranks];
-        const uint32_t slot = slot_of(l, s, micro), before = s ? slot_of(l, s - 1, micro) : 0;
-        if (s) CHECK(dtrain__stage_receive(tape, slot, s, l->ranks == 1 ? &before : NULL) == DTRAIN_OK);
+        const uint32_t slot = slot_of(l, s, micro);
+        dtrain__source source = {-1, -1};
+        if (s && l->ranks == 1) source.slot = (int32_t)slot_of(l, s - 1, micro);
+        else if (s) source.inbox = (int32_t)slot;
+        if (source.inbox >= 0) CHECK(dtrain__stage_receive(tape, slot, s) == DTRAIN_OK);
         if (s) carry(l, micro, s - 1, false);
         batch_fetch(l->m, s < l->ranks ? micro : micro + 1); /* later passes of a tape share the first one's inputs */
-        l->result = dtrain__stage_begin(tape, slot, slot_of(l, s % l->ranks, micro), s, l->m->flags,
+        l->result = dtrain__stage_begin(tape, slot, slot_of(l, s % l->ranks, micro), s, source, l->m->flags,
                                         (uint64_t)(40 + micro));
         dtrain_tensor *loss = model_loss(tape, l->m);
         if (l->result == DTRAIN_OK) l->result = dtrain__stage_end(tape);
