@@ -8,6 +8,7 @@
  *             NULL: this rank has everything
  *     tensor  share every layer of one replica, each with its part of what is cut. NULL: this rank
  *             has whole layers
+ *     pipeline  have the stages of one replica. NULL: this rank has all layers
  *     model   hold one model between them; the loss that the last of them sees counts. NULL: this
  *             rank alone holds one
  *     all     train together: records, requests to stop, checkpoints and metrics are of them
@@ -25,9 +26,10 @@
 #include "comm/comm.h"
 
 typedef struct dtrain__groups {
-    dtrain_comm *data, *copy, *tensor, *model, *all;
+    dtrain_comm *data, *copy, *tensor, *pipeline, *model, *all;
     int tensor_ranks, tensor_rank; /* also of a plan, which has no communicators */
-    bool sequence_parallel;        /* rows between shared layers are divided over `tensor` */
+    int pipeline_ranks, pipeline_rank;
+    bool sequence_parallel; /* rows between shared layers are divided over `tensor` */
 } dtrain__groups;
 
 /* Tell whether this rank's loss counts: a pipeline ends in the last rank of a model. */

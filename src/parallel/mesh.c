@@ -197,16 +197,19 @@ DTRAIN__PRIVATE dtrain__groups dtrain__mesh_groups(dtrain_world *world, const dt
     dtrain__groups groups;
     memset(&groups, 0, sizeof groups);
     groups.data = groups.all = comm || !world ? comm : dtrain_world_comm(world);
-    groups.tensor_ranks = 1;
+    groups.tensor_ranks = groups.pipeline_ranks = 1;
     if (!mesh) return groups;
     const dtrain_mesh_info *at = &mesh->info;
     groups.data = dtrain_mesh_comm(mesh, DTRAIN_AXIS_DATA);
     groups.all = dtrain_mesh_comm(mesh, DTRAIN_AXIS_ALL);
     if (at->tensor > 1) groups.tensor = dtrain_mesh_comm(mesh, DTRAIN_AXIS_TENSOR);
+    if (at->pipeline > 1) groups.pipeline = dtrain_mesh_comm(mesh, DTRAIN_AXIS_PIPELINE);
     if (at->tensor > 1 || at->pipeline > 1)
         groups.model = dtrain_mesh_comm(mesh, DTRAIN_AXIS_TENSOR + DTRAIN_AXIS_PIPELINE);
     groups.tensor_ranks = at->tensor;
     groups.tensor_rank = at->tensor_rank;
+    groups.pipeline_ranks = at->pipeline;
+    groups.pipeline_rank = at->pipeline_rank;
     groups.sequence_parallel = at->sequence_parallel;
     return groups;
 }

@@ -95,8 +95,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, d
         if (extra) extra->ops->fail(extra, code, kept);
     }
     const dtrain__groups *groups = &strategy->groups;
-    dtrain_comm *const others[] = {groups->tensor, groups->model, groups->all};
-    for (int i = 0; i < 3; i++)
+    for (size_t i = 0; i < strategy->param_count && strategy->ties; i++)
+        if (strategy->ties[i]) strategy->ties[i]->ops->fail(strategy->ties[i], code, kept);
+    dtrain_comm *const others[] = {groups->tensor, groups->pipeline, groups->model, groups->all};
+    for (int i = 0; i < 4; i++)
         if (others[i] && others[i] != groups->data) others[i]->ops->fail(others[i], code, kept);
     return groups->data->ops->fail(groups->data, code, kept);
 }

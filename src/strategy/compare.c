@@ -136,7 +136,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *stra
 
 /* ---- Values -----------------------------------------------------------------------------------*/
 
-/* Hash the bits of a parameter's value, of one that is cut of this rank's part; 0 for an alias.
+/* Hash the bits of a parameter's value, of one that is cut of this rank's part; 0 for an alias, and
+ * for what other stages have.
  * Collective over the data axis. A step of the hash takes eight bytes and is a bijection, so one
  * changed word always changes the result; the shift brings the upper half down, where a product
  * alone would never carry it. */
@@ -145,7 +146,8 @@ static dtrain_result dtrain__value_hash(dtrain_strategy *strategy, size_t i, uin
     float staging[DTRAIN__STAGING_COUNT];
     dtrain_param whole;
     *hash = 0;
-    if (strategy->params[i].state.storage != &strategy->params[i]) return DTRAIN_OK;
+    if (strategy->params[i].state.storage != &strategy->params[i] || !strategy->params[i].count)
+        return DTRAIN_OK;
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, i, &whole)));
     *hash = DTRAIN__FNV_BASIS;
     for (int64_t at = 0; at < whole.count; at += DTRAIN__STAGING_COUNT) {
@@ -197,19 +199,62 @@ static dtrain_result dtrain__compare_values(dtrain_strategy *strategy, dtrain_co
         dtrain__world_rank(comm, found.usual));
 }
 
+/* Compare the copies of tied weights that stages of several ranks have. */
+static dtrain_result dtrain__compare_copies(dtrain_strategy *strategy)
+{
+    dtrain_result result = DTRAIN_OK;
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        dtrain_comm *comm = strategy->ties[i];
+        const uint64_t hash = strategy->hashes[i];
+        int64_t most[2] = {(int64_t)hash, (int64_t)~hash};
+        if (!comm) continue;
+        DTRAIN__TRY(
+            dtrain__strategy_keep(strategy, dtrain_all_reduce(comm, most, most, 2, DTRAIN_DTYPE_I64,
+                                                              DTRAIN_REDUCE_MAX, NULL)));
+        if (most[0] != ~most[1] && result == DTRAIN_OK)
+            result =
+                dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                            "dtrain_strategy_verify: the copies of parameter %zu (\"%.100s\"), "
+                            "which is tied between stages, differ between rank %d and rank "
+                            "%d; every rank must make the same updates",
+                            i, strategy->params[i].name, dtrain__world_rank(comm, 0),
+                            dtrain__world_rank(comm, dtrain_comm_size(comm) - 1));
+    }
+    return result;
+}
+
+/* Bring the hashes of all stages to each rank of a pipeline axis, each from the first rank that has
+ * it, and make *all of them: that of one rank with the whole model. */
+static dtrain_result dtrain__collect_hashes(dtrain_strategy *strategy, uint64_t *all)
+{
+    uint64_t *hashes = strategy->hashes;
+    const size_t count = strategy->param_count;
+    for (size_t i = 0; i < count; i++)
+        if (dtrain__stage_first(strategy, i) != strategy->groups.pipeline_rank) hashes[i] = 0;
+    DTRAIN__TRY(dtrain_all_reduce(strategy->groups.pipeline, hashes, hashes, count,
+                                  DTRAIN_DTYPE_I64, DTRAIN_REDUCE_SUM, NULL));
+    *all = DTRAIN__FNV_BASIS;
+    for (size_t i = 0; i < count; i++)
+        if (hashes[i]) *all = dtrain__fnv1a(*all, &hashes[i], sizeof hashes[i]);
+    return DTRAIN_OK;
+}
+
 /* Fold the hashes of the parts of a model into one, the same on all ranks of a mesh that is
  * whole. */
 static dtrain_result dtrain__fold_hashes(dtrain_strategy *strategy, uint64_t *all)
 {
-    dtrain_comm *model = strategy->groups.model;
+    dtrain_comm *tensor = strategy->groups.tensor;
     uint64_t *parts = (uint64_t *)(void *)strategy->gathered;
-    DTRAIN__TRY(dtrain_all_gather(model, all, parts, 1, DTRAIN_DTYPE_I64, NULL));
-    *all = dtrain__fnv1a(DTRAIN__FNV_BASIS, parts, (size_t)dtrain_comm_size(model) * sizeof *parts);
+    if (strategy->groups.pipeline) DTRAIN__TRY(dtrain__collect_hashes(strategy, all));
+    if (!tensor) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain_all_gather(tensor, all, parts, 1, DTRAIN_DTYPE_I64, NULL));
+    *all =
+        dtrain__fnv1a(DTRAIN__FNV_BASIS, parts, (size_t)dtrain_comm_size(tensor) * sizeof *parts);
     return DTRAIN_OK;
 }
 
 /* All values are hashed before any are compared: a difference is searched for by the ranks of one
- * axis alone, and hashing is collective over the other. Both axes are compared in any case, and the
+ * axis alone, and hashing is collective over the other. All axes are compared in any case, and the
  * outcome is that of all ranks. */
 DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash)
 {
@@ -226,6 +271,10 @@ DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint6
     if (strategy->failure == DTRAIN_OK && groups->tensor) {
         const dtrain_result other =
             dtrain__compare_values(strategy, groups->tensor, dtrain__known_whole, &whole);
+        if (result == DTRAIN_OK) result = other;
+    }
+    if (strategy->failure == DTRAIN_OK && groups->pipeline) {
+        const dtrain_result other = dtrain__compare_copies(strategy);
         if (result == DTRAIN_OK) result = other;
     }
     if (groups->model) result = dtrain__agree(groups->all, result);

@@ -64,7 +64,7 @@ static dtrain_result dtrain__twin_create(const dtrain_strategy *strategy, dtrain
     desc.offload = 0;
     dtrain__groups groups = strategy->groups;
     groups.data = groups.all = twin->world.comm;
-    groups.copy = groups.tensor = groups.model = NULL;
+    groups.copy = groups.tensor = groups.pipeline = groups.model = NULL;
     groups.sequence_parallel = false;
     if (strategy->groups.model) {
         DTRAIN__TRY(dtrain__counting_create(&twin->world, 1, &twin->others));
@@ -146,6 +146,7 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
     strategy->desc.kept_unit_count = 0;
     strategy->desc.group_states = NULL;
     strategy->desc.group_count = 0;
+    strategy->pipeline.units = NULL;
     strategy->info.desc = strategy->desc;
     if (result == DTRAIN_OK) return DTRAIN_OK;
     dtrain_strategy_destroy(strategy);

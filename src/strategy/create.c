@@ -11,17 +11,6 @@
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
-DTRAIN__PRIVATE dtrain_result dtrain__no_pipeline(const dtrain_mesh *mesh, const char *call)
-{
-    dtrain_mesh_info at;
-    dtrain_mesh_query(mesh, &at);
-    if (at.pipeline <= 1) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "%s: the mesh of the desc has a pipeline axis of %d ranks, and a strategy "
-                       "cannot cut a model into stages yet; give those ranks to the data axis",
-                       call, at.pipeline);
-}
-
 /* Refuse a mesh beside another communicator, one without ranks, and one of another world. The twin
  * of count.c has the mesh of the strategy and groups of its own. */
 static dtrain_result dtrain__mesh_fits(const dtrain_world *world, const dtrain_strategy_desc *desc,
@@ -36,13 +25,31 @@ static dtrain_result dtrain__mesh_fits(const dtrain_world *world, const dtrain_s
             "%s: the mesh of the desc was made %s, and a strategy's is made with its "
             "world; create it by dtrain_mesh_create(world, ...)",
             call, data ? "in another world" : "without a world, for plans");
-    DTRAIN__TRY(dtrain__no_pipeline(desc->mesh, call));
     if (!desc->comm || desc->comm == data) return DTRAIN_OK;
     return dtrain_fail(
         DTRAIN_ERROR_ARGUMENT,
         "%s: the desc has a comm of %d ranks and a mesh whose data axis has %d; with "
         "a mesh leave comm NULL",
         call, dtrain_comm_size(desc->comm), dtrain_comm_size(data));
+}
+
+/* Put units into stages, and note which parameters are of those of this rank. */
+static dtrain_result dtrain__strategy_stages(dtrain_strategy *strategy)
+{
+    const dtrain_allocator *a = &strategy->allocator;
+    const size_t count = strategy->param_count;
+    dtrain_strategy_desc *desc = &strategy->desc;
+    strategy->ties =
+        (dtrain_comm **)dtrain__alloc(a, count, sizeof *strategy->ties, "ties between stages");
+    if (!strategy->ties) return DTRAIN_ERROR_MEMORY;
+    DTRAIN__TRY(dtrain__stage_map_make(&strategy->stages, a, strategy->params, count,
+                                       desc->pipeline, &strategy->groups));
+    if (desc->pipeline) {
+        strategy->pipeline = *desc->pipeline;
+        desc->pipeline = &strategy->pipeline;
+    }
+    dtrain__stage_params(&strategy->stages, strategy->params, count);
+    return DTRAIN_OK;
 }
 
 /* 1. Check what the host gave, and complete the parameters' shapes. *out is set as soon as there is
@@ -82,7 +89,8 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
     strategy->hashes =
         (uint64_t *)dtrain__alloc(allocator, count, sizeof *strategy->hashes, "hashes of values");
     if (!strategy->gathered || !strategy->hashes) return DTRAIN_ERROR_MEMORY;
-    return dtrain__resolve_params(params, count, groups);
+    DTRAIN__TRY(dtrain__resolve_params(params, count, groups));
+    return dtrain__strategy_stages(strategy);
 }
 
 /* Refuse kept_units to which no parameter belongs, and values of the host's own where parameters
@@ -142,6 +150,7 @@ static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
         dtrain_param *p = &strategy->params[i], *storage = p->state.storage;
         dtrain__entry *entry = &layout->entries[i];
         const dtrain__bucket *bucket = entry->bucket;
+        if (p->count == 0) continue; /* other stages' */
         if (!p->value) {
             entry->lends_value = true;
             if (storage != p) p->value = storage->value;
@@ -260,19 +269,24 @@ static void dtrain__fill_info(dtrain_strategy *strategy)
         if (p->state.storage != p) continue;
         const uint64_t count = (uint64_t)dtrain__whole_count(p);
         info->total_elements += count;
-        if (layout->entries[i].trainable) info->trainable_elements += count;
+        if (!(p->flags & DTRAIN_PARAM_FROZEN)) info->trainable_elements += count;
     }
 }
 
 /* 5. Give every rank the values of parameters that the host owns: first those of rank 0 of each
- * tensor axis, of what is whole, then along the data axis everything. */
+ * tensor axis, of what is whole, then of the first stage those of tied weights, then along the data
+ * axis everything. */
 static dtrain_result dtrain__share_host_values(dtrain_strategy *strategy)
 {
     for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
         if (p->state.storage != p || strategy->layout.entries[i].lends_value) continue;
+        if (p->count == 0) continue; /* other stages' */
         if (strategy->groups.tensor && !p->cut.axis)
             DTRAIN__TRY(dtrain_broadcast(strategy->groups.tensor, p->value, (size_t)p->count,
+                                         DTRAIN_DTYPE_F32, 0, NULL));
+        if (strategy->ties[i])
+            DTRAIN__TRY(dtrain_broadcast(strategy->ties[i], p->value, (size_t)p->count,
                                          DTRAIN_DTYPE_F32, 0, NULL));
         if (strategy->layout.all > 1)
             DTRAIN__TRY(dtrain_broadcast(strategy->groups.data, p->value, (size_t)p->count,
@@ -289,6 +303,7 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
     strategy->kind = dtrain__row_of(strategy->desc.kind);
     DTRAIN__TRY(dtrain__resolve_kind(&strategy->desc, strategy->kind));
     dtrain_result result = dtrain__split_levels(strategy);
+    if (result == DTRAIN_OK) result = dtrain__split_ties(strategy);
     if (result == DTRAIN_OK) result = dtrain__strategy_prepare(strategy);
     DTRAIN__TRY(dtrain__agree(strategy->groups.all, result));
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__share_host_values(strategy)));
@@ -370,6 +385,9 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
     dtrain__free(&a, strategy->works, count,
                  2 * strategy->works_per_bucket * sizeof *strategy->works);
     dtrain__ways_free(layout, &a);
+    dtrain__close_ties(strategy);
+    dtrain__free(&a, strategy->ties, count, sizeof *strategy->ties);
+    dtrain__stage_map_free(&strategy->stages, &a);
     for (int i = 0; i < DTRAIN__EXTRAS; i++)
         if (strategy->extra[i]) dtrain_comm_destroy(strategy->extra[i]);
     dtrain__free(&a, strategy, 1, sizeof *strategy);

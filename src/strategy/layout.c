@@ -21,7 +21,7 @@
  *     ZERO3           |<----- rank 0 ----->|<----- rank 2 ---->|<rank 1->|     tensors by owner
  *
  * Buckets are launched in their order: units from the last to the first, then parameters that
- * several units use, then those that are whole. Frozen parameters of sharded units have buckets of
+ * several units use, then those that are whole, then weights that stages of several ranks use. Frozen parameters of sharded units have buckets of
  * their own, which are gathered and never reduced. */
 
 #include "core/platform_internal.h"
@@ -63,7 +63,10 @@ static void dtrain__lay_units(dtrain__layout *layout)
         dtrain__entry *entry = &layout->entries[i],
                       *storage = &layout->entries[p->state.storage->state.index];
         const uint32_t unit = dtrain__unit_index(layout, p->unit);
-        entry->trainable = !((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN);
+        entry->trainable =
+            p->count && !((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN);
+        entry->here = !p->state.elsewhere;
+        if (p->count && !entry->here) storage->tied = true;
         if (p->state.storage == p) entry->unit = unit;
         else if (storage->unit != unit) storage->unit = DTRAIN__NONE;
         entry->whole = !layout->shards.state ||
@@ -193,7 +196,7 @@ static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
     for (size_t i = layout->count; i-- > 0;) {
         const dtrain__entry *entry = &layout->entries[i];
         if (layout->params[i].state.storage != &layout->params[i] || !entry->trainable) continue;
-        if (entry->whole == sharded) continue;
+        if (entry->whole == sharded || entry->tied) continue;
         const int64_t length = dtrain__padded(dtrain__even_count(layout, i));
         if (last && filled && (size_t)(filled + length) > cap / sizeof(float)) {
             dtrain__bucket_close(layout, last);
@@ -206,6 +209,20 @@ static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
         filled += length;
     }
     if (last) dtrain__bucket_close(layout, last);
+}
+
+/* Make a bucket of each tied weight of which stages of other ranks have copies: the last ones, in
+ * the same order on all of these ranks, so that no two of them wait for each other in a circle. */
+static void dtrain__lay_ties(dtrain__layout *layout)
+{
+    for (size_t i = 0; i < layout->count; i++) {
+        const dtrain__entry *entry = &layout->entries[i];
+        if (!entry->tied || !entry->trainable) continue;
+        dtrain__bucket *bucket = dtrain__bucket_new(layout, DTRAIN__NONE, true, !entry->whole);
+        bucket->tied = true;
+        dtrain__bucket_add(layout, bucket, i);
+        dtrain__bucket_close(layout, bucket);
+    }
 }
 
 /* Make the buckets of a unit whose gradients are sharded: of trainable and of frozen tensors. */
@@ -227,6 +244,7 @@ static void dtrain__lay_out(dtrain__layout *layout)
         dtrain__lay_unit(layout, &layout->shared, DTRAIN__NONE);
     } else dtrain__lay_size_buckets(layout, true);
     dtrain__lay_size_buckets(layout, false);
+    dtrain__lay_ties(layout);
     for (size_t i = 0; i < layout->count; i++) {
         const dtrain_param *p = &layout->params[i];
         dtrain__entry *entry = &layout->entries[i],
@@ -236,7 +254,7 @@ static void dtrain__lay_out(dtrain__layout *layout)
         if (!bucket) continue;
         if (i < bucket->first_param) bucket->first_param = (uint32_t)i;
         bucket->last_param = (uint32_t)i;
-        if (!entry->trainable) continue;
+        if (!entry->trainable || !entry->here) continue;
         storage->uses++;
         bucket->uses++;
     }
@@ -462,7 +480,7 @@ DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64
     *offset = 0;
     *count = layout->params[i].count;
     if (layout->params[i].state.storage != &layout->params[i]) return false;
-    if (!bucket) return true;
+    if (!bucket) return *count > 0; /* 0: other stages' */
     *count = dtrain__overlap(layout, bucket, i, bucket->shard_first, bucket->shard_count, offset);
     *offset -= layout->entries[i].offset;
     return *count > 0;

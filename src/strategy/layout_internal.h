@@ -37,16 +37,19 @@ typedef struct dtrain__kind_row {
 
 typedef struct dtrain__entry {
     struct dtrain__bucket *bucket; /* of its storage, or NULL */
-    bool trainable;                /* it gets a gradient: neither it nor its storage is frozen */
+    bool trainable;                /* it gets a gradient: neither it nor its storage is frozen, and
+                                      its storage is here */
     bool whole;                    /* its value and gradient are never sharded */
     bool marked;                   /* ready was called in this backward */
     bool seen;                     /* ready was called in this step */
     bool warned;                   /* its missing gradient has been reported */
     bool lends_value; /* value points to memory of the library; destroy makes it NULL */
     bool lends_grad;  /* the same of grad */
+    bool here;        /* its unit is in a stage of this rank */
     /* Of storages alone: */
     uint32_t unit;    /* index of their unit, NONE when several units use them */
-    uint32_t uses;    /* trainable entries that share this gradient, set by dtrain__lay_out */
+    bool tied;        /* stages of other ranks have copies of it */
+    uint32_t uses;    /* trainable entries here that share this gradient: dtrain__lay_out */
     uint32_t pending; /* those not yet marked in this backward */
     int64_t offset;   /* first element within the bucket */
     float *own_value; /* memory of the library for a value that is whole, or NULL */
@@ -57,6 +60,7 @@ typedef struct dtrain__bucket {
     uint32_t unit;     /* index of its unit, or NONE: several units use it, or it is cut by size */
     bool trainable;    /* false: frozen values of a unit, which are gathered and never reduced */
     bool sharded;      /* each rank updates a shard of it */
+    bool tied;         /* it is one weight, of which stages of other ranks have copies */
     bool shards_grads; /* its gradients are made whole in a buffer, and the reduced shard is kept
                           elsewhere: so it travels in every backward */
     int64_t count;     /* elements, padding included */

@@ -24,8 +24,12 @@ static bool dtrain__counts(const dtrain_strategy *strategy, const dtrain_shard *
                            bool replicated)
 {
     const dtrain__layout *layout = &strategy->layout;
+    const size_t i = shard->param->state.index;
     const bool whole = layout->tensor_ranks > 1 && !shard->param->cut.axis;
-    if (!layout->entries[shard->param->state.index].bucket->sharded && layout->rank) return false;
+    if (layout->entries[i].tied && !replicated &&
+        dtrain__stage_first(strategy, i) != strategy->groups.pipeline_rank)
+        return false; /* the first stage counts it */
+    if (!layout->entries[i].bucket->sharded && layout->rank) return false;
     return replicated ? whole : !whole || strategy->groups.tensor_rank == 0;
 }
 

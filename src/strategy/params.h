@@ -32,6 +32,8 @@ typedef struct dtrain_param_state {
     bool grad_written;            /* grad holds a part of this step's gradient: add to it; otherwise
                                      overwrite. Set by the tape and by ready, cleared by finish; of
                                      an alias as of its target */
+    bool elsewhere;               /* a pipeline has its unit in a stage of another rank: nothing is
+                                     computed with it here, and no gradient of it made */
 } dtrain_param_state;
 
 /* Filled by the host, except for its last member. */
@@ -42,7 +44,8 @@ typedef struct dtrain_param {
                                       address; the host's own is copied at ready and back */
     int64_t count;    /* elements; 0 = product of shape. Both are completed in place; where
                                       neither is given, an alias takes its target's. Of one that a
-                                      tensor axis cuts, the elements of this rank's part */
+                                      tensor axis cuts, the elements of this rank's part; 0 where
+                                      all that use it are stages of other ranks */
     int64_t shape[4]; /* leading non-zero entries; all zero = 1-D of count. Always of the whole */
     uint32_t unit;    /* which unit (transformer block) it belongs to */
     uint32_t flags;   /* DTRAIN_PARAM_* */

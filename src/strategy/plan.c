@@ -79,9 +79,23 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
     return result;
 }
 
+/* Resolve params for a rank, with the stages that it has. */
+static dtrain_result dtrain__plan_params(const dtrain_allocator *a, dtrain_param *params,
+                                         size_t count, const dtrain_strategy_desc *desc,
+                                         const dtrain__groups *groups)
+{
+    dtrain__stage_map map;
+    DTRAIN__TRY(dtrain__resolve_params(params, count, groups));
+    const dtrain_result result =
+        dtrain__stage_map_make(&map, a, params, count, desc->pipeline, groups);
+    if (result == DTRAIN_OK) dtrain__stage_params(&map, params, count);
+    dtrain__stage_map_free(&map, a);
+    return result;
+}
+
 /* Resolve params and a desc of a named kind, and put the desc into *planned. */
-static dtrain_result dtrain__plan_resolve(dtrain_param *params, size_t count,
-                                          const dtrain_strategy_desc *desc, int ranks,
+static dtrain_result dtrain__plan_resolve(const dtrain_allocator *a, dtrain_param *params,
+                                          size_t count, const dtrain_strategy_desc *desc, int ranks,
                                           const dtrain__groups *groups, dtrain__planned *planned)
 {
     const char *const call = "dtrain_strategy_plan";
@@ -94,7 +108,7 @@ static dtrain_result dtrain__plan_resolve(dtrain_param *params, size_t count,
     if (desc->node_size && ranks % (int)desc->node_size)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: node_size %u does not divide %d ranks", call,
                            desc->node_size, ranks);
-    return dtrain__resolve_params(params, count, groups);
+    return dtrain__plan_params(a, params, count, desc, groups);
 }
 
 DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param_count,
@@ -110,7 +124,6 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
                            "dtrain_strategy_plan: params, desc or memory is NULL, or rank_count "
                            "(%d) is below 1",
                            rank_count);
-    DTRAIN__TRY(dtrain__no_pipeline(desc->mesh, "dtrain_strategy_plan"));
     dtrain_mesh_query(desc->mesh, &mesh);
     if (desc->mesh && mesh.ranks != rank_count)
         return dtrain_fail(
@@ -119,13 +132,15 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
             "ranks; give its number",
             rank_count, mesh.ranks);
     const int ranks = desc->mesh ? mesh.data : rank_count;
-    const int parts = desc->mesh ? mesh.tensor : 1;
     groups = dtrain__mesh_groups(NULL, desc->mesh, NULL);
+    const int parts = groups.tensor_ranks * groups.pipeline_ranks;
+    const int own = mesh.tensor_rank + groups.tensor_ranks * mesh.pipeline_rank;
     memset(memory, 0, sizeof *memory);
     for (int i = 1; i <= parts; i++) { /* ends with this rank's part, which params keep */
         dtrain_memory one;
-        groups.tensor_rank = (mesh.tensor_rank + i) % parts;
-        DTRAIN__TRY(dtrain__plan_resolve(params, param_count, desc, ranks, &groups, &planned));
+        groups.tensor_rank = (own + i) % parts % groups.tensor_ranks;
+        groups.pipeline_rank = (own + i) % parts / groups.tensor_ranks;
+        DTRAIN__TRY(dtrain__plan_resolve(&a, params, param_count, desc, ranks, &groups, &planned));
         DTRAIN__TRY(dtrain__plan_kind(&a, params, param_count, &planned.desc, ranks, &one));
         const uint64_t host = one.host > memory->host ? one.host : memory->host;
         if (one.total > memory->total || i == 1) *memory = one;
@@ -286,14 +301,14 @@ static dtrain_result dtrain__plan_needs(const dtrain_allocator *a, dtrain_param 
     dtrain_memory memory;
     if (desc.kind != DTRAIN_STRATEGY_AUTO) {
         if (kind && kind->replicas && !desc.node_size) desc.node_size = node_ranks;
-        DTRAIN__TRY(dtrain__plan_resolve(params, count, &desc, ranks, &plan->groups, planned));
+        DTRAIN__TRY(dtrain__plan_resolve(a, params, count, &desc, ranks, &plan->groups, planned));
         DTRAIN__TRY(dtrain__plan_kind(a, params, count, &planned->desc, ranks, &memory));
         plan->needs = memory.total;
         dtrain__resolve_levels(&planned->desc, ranks);
         return dtrain__ways_layout(&planned->layout, a, params, count, &planned->desc, ranks, 0);
     }
     DTRAIN__TRY(dtrain__resolve_desc(given, &planned->desc, &planned->compression));
-    DTRAIN__TRY(dtrain__resolve_params(params, count, &plan->groups));
+    DTRAIN__TRY(dtrain__plan_params(a, params, count, given, &plan->groups));
     DTRAIN__TRY(dtrain__plan_candidates(a, params, count, &planned->desc, ranks, node_ranks, &all));
     plan->needs = UINT64_MAX;
     for (size_t i = 0; i < DTRAIN__CANDIDATES; i++)

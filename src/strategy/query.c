@@ -68,7 +68,8 @@ static dtrain_result dtrain__join_parts(dtrain_strategy *strategy, const dtrain_
     return DTRAIN_OK;
 }
 
-/* Read a parameter of which this rank has a part. Collective over the mesh. */
+/* Read a parameter of which ranks of the tensor axis have parts, where it is here. Collective over
+ * the mesh. */
 static dtrain_result dtrain__read_parts(dtrain_strategy *strategy, const dtrain_param *part,
                                         float *host)
 {
@@ -82,7 +83,7 @@ static dtrain_result dtrain__read_parts(dtrain_strategy *strategy, const dtrain_
     float *staging = (float *)dtrain__alloc(&strategy->allocator, most, sizeof *staging,
                                             "a part of a parameter");
     dtrain_result result = dtrain__agree(groups->all, staging ? DTRAIN_OK : DTRAIN_ERROR_MEMORY);
-    if (result == DTRAIN_OK)
+    if (result == DTRAIN_OK && part->count)
         result = dtrain__strategy_keep(strategy, dtrain__join_parts(strategy, part, staging, host));
     dtrain__free(&strategy->allocator, staging, most, sizeof *staging);
     return result;
@@ -99,10 +100,17 @@ DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t 
     const size_t storage = strategy->params[index].state.storage->state.index;
     dtrain__note_units(strategy);
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, storage, &whole)));
-    const dtrain_result result = strategy->groups.tensor && whole.cut.axis
-                                     ? dtrain__read_parts(strategy, &whole, host)
-                                     : dtrain_device_copy(strategy->device, host, whole.value,
-                                                          (size_t)whole.count * sizeof(float));
+    dtrain_result result = DTRAIN_OK;
+    if (strategy->groups.tensor && whole.cut.axis)
+        result = dtrain__read_parts(strategy, &whole, host);
+    else if (whole.count)
+        result = dtrain_device_copy(strategy->device, host, whole.value,
+                                    (size_t)whole.count * sizeof(float));
+    if (strategy->groups.pipeline && result == DTRAIN_OK) /* from the first stage that has it */
+        result = dtrain__strategy_keep(
+            strategy,
+            dtrain_broadcast(strategy->groups.pipeline, host, (size_t)dtrain__whole_count(&whole),
+                             DTRAIN_DTYPE_F32, dtrain__stage_first(strategy, storage), NULL));
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__restore_units(strategy)));
     return result;
 }

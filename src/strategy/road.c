@@ -122,7 +122,9 @@ static dtrain_result dtrain__check_mark(const dtrain_strategy *strategy, size_t 
     const dtrain__entry *entry = &strategy->layout.entries[index];
     const dtrain__bucket *bucket = entry->bucket;
     const char *why = NULL;
-    if (!entry->trainable) why = "is frozen";
+    if (!entry->here)
+        why = "belongs to a stage of another rank of the pipeline axis, which alone marks it";
+    else if (!entry->trainable) why = "is frozen";
     else if (entry->marked)
         why = "is marked twice in one backward; call dtrain_strategy_finish between two";
     else if (bucket->shards_grads && bucket->unit != DTRAIN__NONE &&
@@ -174,20 +176,22 @@ static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t en
 /* ---- 3. Reduce --------------------------------------------------------------------------------*/
 
 /* Return the way of whole or of sharded buckets: its steps, as ways.c has chosen them, and a NULL.
- * In DDP the only step is the all-reduce below. */
-static const dtrain__step *const *dtrain__way_of(const dtrain_strategy *strategy, bool sharded)
+ * In DDP the only step is the all-reduce below. Tied buckets have one step more before it. */
+static const dtrain__step *const *dtrain__way_of(const dtrain_strategy *strategy, bool sharded,
+                                                 bool tied)
 {
     const bool compressed = strategy->sync_count >= strategy->compressed_from;
     return strategy->ways[sharded      ? DTRAIN__SHARDED
                           : compressed ? DTRAIN__COMPRESSED
-                                       : DTRAIN__WHOLE];
+                                       : DTRAIN__WHOLE] +
+           !tied;
 }
 
 /* Return step number `stage` of a bucket's way, counted from 1; NULL: there are fewer. */
 static const dtrain__step *dtrain__step_of(const dtrain_strategy *strategy,
                                            const dtrain__bucket *bucket, uint32_t stage)
 {
-    const dtrain__step *step = dtrain__way_of(strategy, bucket->sharded)[stage - 1];
+    const dtrain__step *step = dtrain__way_of(strategy, bucket->sharded, bucket->tied)[stage - 1];
     return step && step->last_only && strategy->more ? NULL : step;
 }
 
@@ -211,7 +215,8 @@ static dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, dtrain__buc
 static bool dtrain__in_lockstep(const dtrain_strategy *strategy)
 {
     return strategy->groups.data->ops->launch_ordered &&
-           (dtrain__way_of(strategy, false)[1] || dtrain__way_of(strategy, true)[1]);
+           (dtrain__way_of(strategy, false, strategy->tied)[1] ||
+            dtrain__way_of(strategy, true, strategy->tied)[1]);
 }
 
 /* Take the buckets under way below `end` one step further, waiting for the step that each is at. */
@@ -243,7 +248,7 @@ static dtrain_result dtrain__progress(dtrain_strategy *strategy)
     if (dtrain__in_lockstep(strategy)) return DTRAIN_OK;
     for (size_t b = strategy->oldest; b < strategy->launched; b++) {
         dtrain__bucket *bucket = &strategy->layout.buckets[b];
-        const bool chain = dtrain__way_of(strategy, bucket->sharded)[1] != NULL;
+        const bool chain = dtrain__way_of(strategy, bucket->sharded, bucket->tied)[1] != NULL;
         while (bucket->stage != DTRAIN__REDUCED) {
             if (bucket->stage >= slowest && dtrain__step_of(strategy, bucket, bucket->stage + 1))
                 break;
@@ -410,7 +415,8 @@ static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
     for (size_t i = 0; i < strategy->param_count && strategy->weights > 0; i++) {
         dtrain__entry *entry = &strategy->layout.entries[i];
         const dtrain_param *p = &strategy->params[i];
-        if (!entry->trainable || entry->seen || (entry->warned && !strict)) continue;
+        if (!entry->trainable || !entry->here || entry->seen || (entry->warned && !strict))
+            continue;
         entry->warned = true;
         if (count++ < 8) /* 64 bytes each: there is room for them */
             used += (size_t)snprintf(names + used, sizeof names - used, "%s\"%.60s\"",
@@ -452,7 +458,7 @@ static dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
     for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
         dtrain_work *work = NULL;
-        if (!(p->flags & DTRAIN_PARAM_BUFFER) || p->state.storage != p) continue;
+        if (!(p->flags & DTRAIN_PARAM_BUFFER) || p->state.storage != p || !p->count) continue;
         DTRAIN__TRY(dtrain_all_reduce(strategy->groups.data, p->value, p->value, (size_t)p->count,
                                       DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN, &work));
         DTRAIN__TRY(dtrain_work_wait(work));

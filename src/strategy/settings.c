@@ -119,6 +119,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *g
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
                                                    const dtrain__kind_row *kind)
 {
+    dtrain_mesh_info mesh;
+    dtrain_mesh_query(desc->mesh, &mesh);
     if (!desc->accumulation)
         desc->accumulation = kind->replicas       ? DTRAIN_ACCUMULATION_SHARD_EVERY
                              : kind->shards.grads ? DTRAIN_ACCUMULATION_EVERY
@@ -134,6 +136,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
         bool wrong;
         const char *why;
     } rules[] = {
+        {mesh.pipeline > 1 && shards->grads,
+         "on a mesh with a pipeline axis units of several micro-batches are under way at once, and "
+         "%s gathers or reduces them one after the other; use DTRAIN_STRATEGY_DDP or "
+         "DTRAIN_STRATEGY_ZERO1"},
         {every && !shards->grads,
          "DTRAIN_ACCUMULATION_EVERY: %s keeps whole gradients, so reducing them in every "
          "micro-batch would cost time and save no memory; use DTRAIN_ACCUMULATION_LAST, or "
@@ -185,6 +191,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
 
 /* ---- All ranks have the same ------------------------------------------------------------------*/
 
+/* Hash what a pipeline's stages are. */
+static uint64_t dtrain__stage_hash(const dtrain__stage_map *map)
+{
+    const int32_t kind[2] = {(int32_t)map->kind, map->chunks};
+    const uint64_t hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, kind, sizeof kind);
+    return dtrain__fnv1a(hash, map->units, map->unit_count * 2 * sizeof *map->units);
+}
+
 /* Fail on all ranks if their settings differ in a field that decides which collectives a step
  * makes, in which order, or from which values it starts. Ranks may differ in who owns the memory of
  * gradients. In no_overlap they may differ only where no unit is gathered, because a unit that is
@@ -198,10 +212,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
     const bool ahead = (!kind || kind->shards.params) && !desc->no_overlap;
     const dtrain_comm_hook_desc *hook = desc->compression ? dtrain__hook_of(how) : NULL;
     const dtrain__groups *groups = &strategy->groups;
-    char text[800];
+    char text[832];
     snprintf(
         text, sizeof text,
-        "mesh of tensor %d, data %d, sequence_parallel %d, kind %s, missing_gradient %u, average "
+        "mesh of tensor %d, data %d, pipeline %d, sequence_parallel %d, stages of units %08x, kind "
+        "%s, missing_gradient %u, average "
         "%u, accumulation %u, param_dtype %s, reduce_dtype "
         "%s, "
         "offload %u, node_size %u, keep_after_forward %d, kept units %08x, whole_below "
@@ -210,7 +225,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
         "sparse_exchange %u, powersgd_rank %u, hierarchical %d, no_error_feedback %d, "
         "topk_ratio %.9g, topk_momentum %.9g, warmup_ratio %.9g, dense_below %lld, dense_steps "
         "%llu, warmup_steps %llu",
-        groups->tensor_ranks, dtrain_comm_size(groups->data), groups->sequence_parallel,
+        groups->tensor_ranks, dtrain_comm_size(groups->data), groups->pipeline_ranks,
+        groups->sequence_parallel, (unsigned)dtrain__stage_hash(&strategy->stages),
         kind ? kind->name : "auto", (unsigned)desc->missing_gradient, (unsigned)desc->average,
         (unsigned)desc->accumulation, dtrain_dtype_name((dtrain_dtype)desc->param_dtype),
         dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype), (unsigned)desc->offload,

@@ -45,6 +45,7 @@
 #include "core/result.h"
 #include "world/world.h"
 #include "parallel/mesh.h"
+#include "parallel/pipeline.h"
 #include "strategy/params.h"
 
 typedef struct dtrain_strategy dtrain_strategy;
@@ -146,9 +147,11 @@ typedef struct dtrain_strategy_desc {
     uint32_t group_count;
     uint64_t init_seed; /* for parameters the library initialises */
     dtrain_comm *comm;  /* NULL = all ranks of the world, or the mesh's */
-    /* Which axes there are, without a pipeline axis yet; it stays until the strategy is destroyed.
-     * NULL = all ranks of comm are the data axis. */
+    /* Which axes there are; it stays until the strategy is destroyed. NULL = all ranks of comm are
+     * the data axis. */
     const dtrain_mesh *mesh;
+    const dtrain_pipeline_desc *pipeline; /* which units each stage of a pipeline axis has; NULL =
+                                             one stage a rank, evenly. Read in create */
     const struct dtrain_compression_desc *compression; /* NULL = none; DDP only; read in create */
 } dtrain_strategy_desc;
 

@@ -7,6 +7,7 @@
  * brackets:
  *
  *     params.c, kinds.c       what the host registers; what each kind shards
+ *     stages.c                which part of the model a rank of a pipeline has
  *     layout.c                who keeps what, in which memory
  *     road.c                  DDP from ready to publish [weights.c, gather.c, offload.c, calls.c]
  *     weights.c, norm.c       the mean over samples; the norm of gradients
@@ -51,7 +52,7 @@ typedef struct dtrain__step {
     bool last_only; /* only in the last micro-batch, on the shard that holds the sum of all */
 } dtrain__step;
 
-#define DTRAIN__STEPS 6 /* the longest way: 5, and a NULL */
+#define DTRAIN__STEPS 7 /* the longest way: 6, and a NULL */
 
 /* The ways: of whole buckets, of the same when compression has begun, of sharded buckets. */
 enum { DTRAIN__WHOLE, DTRAIN__COMPRESSED, DTRAIN__SHARDED, DTRAIN__WAYS };
@@ -94,6 +95,10 @@ struct dtrain_strategy {
     dtrain_param *params;                /* the host's */
     size_t param_count;
     dtrain__layout layout;
+    dtrain__stage_map stages;
+    dtrain_pipeline_desc pipeline; /* what desc.pipeline points to, if it is not NULL */
+    dtrain_comm **ties; /* (param_count) of a storage, the ranks of several stages that have copies
+                           of it, or NULL; those of the same ranks share one */
 
     /* The step under way. */
     const dtrain__step *ways[DTRAIN__WAYS][DTRAIN__STEPS];
@@ -105,6 +110,7 @@ struct dtrain_strategy {
     float weight, weights;    /* of the next backward; sum over those of this step so far */
     uint32_t passes;          /* backwards that were finished in this step */
     int64_t unit;             /* samples that weigh 1 (weights.c); 0: not agreed on yet */
+    bool tied;                /* there are weights with copies on other stages */
     bool taped;               /* a tape was made for this strategy */
     bool empty;               /* the last step had no samples */
     bool unsure;              /* `empty` and `absent` are of this rank: the tally must be read */
@@ -163,6 +169,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy
                                                  dtrain_work **works);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, dtrain_result code,
                                                     const char *text);
+
+/* strategy/stages.c */
+DTRAIN__PRIVATE dtrain_result dtrain__stage_map_make(dtrain__stage_map *map,
+                                                     const dtrain_allocator *a,
+                                                     const dtrain_param *params, size_t count,
+                                                     const dtrain_pipeline_desc *desc,
+                                                     const dtrain__groups *groups);
+DTRAIN__PRIVATE void dtrain__stage_map_free(dtrain__stage_map *map, const dtrain_allocator *a);
+DTRAIN__PRIVATE void dtrain__stage_params(const dtrain__stage_map *map, dtrain_param *params,
+                                          size_t count);
+DTRAIN__PRIVATE dtrain_result dtrain__split_ties(dtrain_strategy *strategy);
+DTRAIN__PRIVATE void dtrain__close_ties(dtrain_strategy *strategy);
 
 /* strategy/ways/compression.c */
 DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__hook_of(const dtrain_compression_desc *how);
@@ -228,7 +246,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
 DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy);
 
 /* strategy/create.c */
-DTRAIN__PRIVATE dtrain_result dtrain__no_pipeline(const dtrain_mesh *mesh, const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_make(dtrain_world *world, dtrain_param *params,
                                                     size_t param_count,
                                                     const dtrain_strategy_desc *desc,

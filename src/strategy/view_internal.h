@@ -34,6 +34,21 @@ DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
 DTRAIN__PRIVATE void dtrain__strategy_tensor_info(const dtrain_strategy *strategy,
                                                   dtrain_comm_info *info);
 
+/* Which stages there are, and who has them: strategy/stages.c. */
+typedef struct dtrain__stage_map {
+    uint32_t kind;           /* dtrain_pipeline_kind */
+    int ranks, rank, chunks; /* of the pipeline axis; stages of each rank */
+    int32_t stages;          /* of the model; 1 without a pipeline */
+    bool *here;              /* (stages) this rank has it */
+    int32_t *units;          /* (2 * unit_count) a unit and its stage, for each */
+    size_t unit_count, room;
+} dtrain__stage_map;
+DTRAIN__PRIVATE const dtrain__stage_map *dtrain__stages_of(const dtrain_strategy *strategy);
+/* Return the stage of a unit; -1: no parameter belongs to it. */
+DTRAIN__PRIVATE int32_t dtrain__stage_of_unit(const dtrain__stage_map *map, uint32_t unit);
+/* Return the rank of the pipeline axis that has a stage. */
+DTRAIN__PRIVATE int dtrain__stage_rank(const dtrain__stage_map *map, int32_t stage);
+
 /* ---- May a call go on? ------------------------------------------------------------------------*/
 
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy,
@@ -63,6 +78,10 @@ DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
 DTRAIN__PRIVATE int dtrain__holders(const dtrain_strategy *strategy, size_t i, int *count);
 /* Tell whether no rank keeps it as a whole. */
 DTRAIN__PRIVATE bool dtrain__is_sliced(const dtrain_strategy *strategy, size_t i);
+/* Tell whether its unit is in a stage of this rank; the rank alone marks it. */
+DTRAIN__PRIVATE bool dtrain__is_here(const dtrain_strategy *strategy, size_t i);
+/* Return the first rank of the pipeline axis that has it; where weights are tied, of several. */
+DTRAIN__PRIVATE int dtrain__stage_first(const dtrain_strategy *strategy, size_t i);
 /* Tell whether no rank had a gradient of it in the last step: it is left out of the update. */
 DTRAIN__PRIVATE bool dtrain__had_no_gradient(const dtrain_strategy *strategy, size_t i);
 DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p);

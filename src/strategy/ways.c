@@ -18,6 +18,7 @@ static const dtrain__step dtrain__by_replicas[] = {
     {dtrain__replicas_begin, dtrain__replicas_end, false},
     {dtrain__replicas_begin, dtrain__replicas_end, true}, /* at last */
 };
+static const dtrain__step dtrain__by_tie = {dtrain__tie_begin, NULL, false};
 static const dtrain__step dtrain__by_tensor = {dtrain__tensor_begin, dtrain__tensor_end, false};
 static const dtrain__step dtrain__by_node_scatter = {dtrain__node_scatter_begin, NULL, false};
 static const dtrain__step dtrain__by_node_gather = {dtrain__node_gather_begin, NULL, false};
@@ -34,7 +35,8 @@ static const dtrain__step dtrain__by_hook[] = {
  *     nodes          NODE_SCATTER, the same, NODE_GATHER     NODE_SCATTER, REDUCE_SCATTER
  *
  * Under sequence parallelism the sum over the tensor axis comes first, and the step that would have
- * been the first, on a communicator that gathers of values use too, gets one of its own. */
+ * been the first, on a communicator that gathers of values use too, gets one of its own. All ways
+ * have TIE in front, which tied buckets alone do not leave out (road.c). */
 static void dtrain__choose_ways(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -49,12 +51,14 @@ static void dtrain__choose_ways(dtrain_strategy *strategy)
                                                                               : how->dense_steps;
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__bucket *bucket = &layout->buckets[b];
+        strategy->tied |= bucket->tied;
         const bool inside = bucket->sharded && strategy->kind->replicas;
         bucket->comm = nodes     ? strategy->extra[DTRAIN__ACROSS]
                        : partial ? strategy->extra[inside ? DTRAIN__AFTER_NODE : DTRAIN__AFTER]
                        : bucket->sharded ? strategy->groups.copy
                                          : strategy->groups.data;
     }
+    *whole++ = *compressed++ = *sharded++ = &dtrain__by_tie;
     if (partial) *whole++ = *compressed++ = *sharded++ = &dtrain__by_tensor;
     if (layout->all == 1) {
         if (!partial) *whole = &dtrain__by_nothing;

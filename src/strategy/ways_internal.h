@@ -17,8 +17,8 @@ typedef struct dtrain__compressed {
 DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end,
     dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end, dtrain__shard_add,
     dtrain__replicas_begin, dtrain__replicas_end, dtrain__node_scatter_begin,
-    dtrain__node_gather_begin, dtrain__tensor_begin, dtrain__tensor_end, dtrain__round_1_begin,
-    dtrain__round_1_end, dtrain__round_2_begin, dtrain__round_2_end;
+    dtrain__node_gather_begin, dtrain__tie_begin, dtrain__tensor_begin, dtrain__tensor_end,
+    dtrain__round_1_begin, dtrain__round_1_end, dtrain__round_2_begin, dtrain__round_2_end;
 
 /* strategy/ways/compression.c */
 DTRAIN__PRIVATE dtrain_result dtrain__layout_hooks(dtrain__layout *layout,

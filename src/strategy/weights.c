@@ -144,11 +144,16 @@ static void dtrain__note_absent(dtrain_strategy *strategy)
         if (entries[i].absent) strategy->unsure = true;
 }
 
+/* Return what this rank adds for a parameter; stages of other ranks speak for their own. */
+static float dtrain__tally_of(const dtrain_strategy *strategy, size_t i)
+{
+    return strategy->layout.entries[i].absent || !strategy->params[i].count ? 0 : 1;
+}
+
 /* Write this rank's part of the tally and start its sum. */
 DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
 {
     const dtrain_device_ops *ops = strategy->device->ops;
-    const dtrain__entry *entries = strategy->layout.entries;
     const size_t count = dtrain__tally_count(&strategy->desc, strategy->param_count);
     if (strategy->device_weight) { /* a replayed step: absent gradients are always the same */
         DTRAIN__TRY(ops->copy(strategy->device, strategy->tally, strategy->device_weight,
@@ -162,8 +167,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
         return DTRAIN_OK;
     }
     for (size_t i = 1, end; i < count; i = end) { /* one call for neighbours that are equal */
-        for (end = i + 1; end < count && entries[end - 1].absent == entries[i - 1].absent;) end++;
-        DTRAIN__TRY(dtrain__tally_set(strategy, i, end - i, entries[i - 1].absent ? 0 : 1));
+        const float has = dtrain__tally_of(strategy, i - 1);
+        for (end = i + 1; end < count && dtrain__tally_of(strategy, end - 1) == has;) end++;
+        DTRAIN__TRY(dtrain__tally_set(strategy, i, end - i, has));
     }
     dtrain__call_label(strategy->world, "weights of step", (int64_t)strategy->sync_count, "");
     return dtrain_all_reduce(strategy->groups.all, strategy->tally, strategy->tally, count,

@@ -767,16 +767,6 @@ static int refused_rank(dtrain_world *world, void *user)
     FAILS(dtrain_strategy_create(world, params, count, &desc, &s), DTRAIN_ERROR_ARGUMENT,
           "for plans");
     dtrain_mesh_destroy(plan);
-    dtrain_memory memory;
-    lone.pipeline = 2;
-    for (int i = 0; i < 2; i++) { /* a plan, and ranks */
-        RANKS_TRY(dtrain_mesh_create(i ? world : NULL, &lone, &plan));
-        desc.mesh = plan;
-        FAILS(i ? dtrain_strategy_create(world, params, count, &desc, &s)
-                : dtrain_strategy_plan(params, count, &desc, c->at.ranks, &memory),
-              DTRAIN_ERROR_UNSUPPORTED, "pipeline axis of 2 ranks");
-        dtrain_mesh_destroy(plan);
-    }
     desc = c->desc;
     if (c->at.rank == 2) desc.mesh = NULL;
     FAILS(dtrain_strategy_create(world, params, count, &desc, &s), DTRAIN_ERROR_MISMATCH,

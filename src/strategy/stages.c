@@ -1,0 +1,219 @@
+/* Stages: which part of a model a rank of a pipeline axis has
+ *
+ * Units are put into stages in the order in which they first appear in the array of parameters, and
+ * stages lie on ranks as the kind of schedule says. Every rank registers the whole array; what it
+ * has no part in has no memory here and a count of 0:
+ *
+ *     2 ranks, 2 chunks     unit 0 1 2 | 3 4 | 5 6 | 7 8
+ *     stage                      0     |  1  |  2  |  3
+ *     rank, INTERLEAVED          0     |  1  |  0  |  1
+ *     rank, ZBV                  0     |  1  |  1  |  0
+ *
+ * A weight that is tied between stages of several ranks has a copy on each. Both are drawn from the
+ * stream of one index, so that they are equal from the start; TIE (ways/tie.c) adds their gradients
+ * up before anything else is done with them, and so they stay equal. The first rank counts it where
+ * something of the model counts once. */
+
+#include "core/platform_internal.h"
+#include "core/core_internal.h"
+#include "core/log.h"
+#include "comm/comm.h"
+#include "parallel/schedule_internal.h"
+#include "strategy/strategy_internal.h"
+
+/* ---- Which stage --------------------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE int32_t dtrain__stage_of_unit(const dtrain__stage_map *map, uint32_t unit)
+{
+    for (size_t u = 0; u < map->unit_count; u++)
+        if ((uint32_t)map->units[2 * u] == unit) return map->units[2 * u + 1];
+    return -1;
+}
+
+DTRAIN__PRIVATE int dtrain__stage_rank(const dtrain__stage_map *map, int32_t stage)
+{
+    return dtrain__pipeline_place(map->kind, map->ranks, stage).rank;
+}
+
+/* List units in the order of their first parameters; stages are not known yet. */
+static void dtrain__stage_units(dtrain__stage_map *map, const dtrain_param *params, size_t count)
+{
+    map->unit_count = 0;
+    for (size_t i = 0; i < count; i++)
+        if (dtrain__stage_of_unit(map, params[i].unit) < 0) {
+            map->units[2 * map->unit_count] = (int32_t)params[i].unit;
+            map->units[2 * map->unit_count++ + 1] = 0;
+        }
+}
+
+/* Check that stages have units, each one, and together all of them. */
+static dtrain_result dtrain__stage_check(const dtrain__stage_map *map,
+                                         const dtrain_pipeline_desc *desc)
+{
+    const char *const call = "dtrain_strategy_create";
+    const bool listed = desc && desc->units;
+    uint64_t sum = 0;
+    for (int32_t s = 0; s < map->stages && listed; s++) {
+        sum += desc->units[s];
+        if (!desc->units[s])
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: pipeline->units gives stage %d of %d no unit; give it one, or "
+                               "take fewer ranks or chunks",
+                               call, (int)s, (int)map->stages);
+    }
+    if (listed && sum != map->unit_count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: the %d numbers of pipeline->units add up to %llu units, and the "
+                           "parameters belong to %zu; every unit is in one stage",
+                           call, (int)map->stages, (unsigned long long)sum, map->unit_count);
+    if (map->unit_count >= (size_t)map->stages || map->stages == 1) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_ARGUMENT,
+        "%s: the parameters belong to %zu units, which leave a stage of %d (%d ranks "
+        "x %d chunks) empty; take fewer ranks or chunks, or give the model more units",
+        call, map->unit_count, (int)map->stages, map->ranks, map->chunks);
+}
+
+/* Put units into stages one after the other. */
+static void dtrain__stage_fill(dtrain__stage_map *map, const dtrain_pipeline_desc *desc)
+{
+    const size_t even = map->unit_count / (size_t)map->stages;
+    const size_t more = map->unit_count % (size_t)map->stages; /* stages with one unit more */
+    size_t at = 0;
+    for (int32_t s = 0; s < map->stages; s++) {
+        const size_t own = desc && desc->units ? desc->units[s] : even + ((size_t)s < more);
+        for (size_t u = 0; u < own; u++) map->units[2 * at++ + 1] = s;
+        map->here[s] = dtrain__stage_rank(map, s) == map->rank;
+    }
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__stage_map_make(dtrain__stage_map *map,
+                                                     const dtrain_allocator *a,
+                                                     const dtrain_param *params, size_t count,
+                                                     const dtrain_pipeline_desc *desc,
+                                                     const dtrain__groups *groups)
+{
+    memset(map, 0, sizeof *map);
+    map->kind = desc ? desc->kind : 0;
+    map->ranks = groups->pipeline_ranks;
+    map->rank = groups->pipeline_rank;
+    DTRAIN__TRY(dtrain__pipeline_chunks(desc, map->ranks, &map->chunks));
+    map->stages = map->ranks * map->chunks;
+    map->room = count;
+    map->units = (int32_t *)dtrain__alloc(a, count, 2 * sizeof *map->units, "stages of units");
+    map->here = (bool *)dtrain__alloc(a, (size_t)map->stages, sizeof *map->here, "stages");
+    if (!map->units || !map->here) return DTRAIN_ERROR_MEMORY;
+    dtrain__stage_units(map, params, count);
+    DTRAIN__TRY(dtrain__stage_check(map, desc));
+    dtrain__stage_fill(map, desc);
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE void dtrain__stage_map_free(dtrain__stage_map *map, const dtrain_allocator *a)
+{
+    dtrain__free(a, map->units, map->room, 2 * sizeof *map->units);
+    dtrain__free(a, map->here, (size_t)map->stages, sizeof *map->here);
+    memset(map, 0, sizeof *map);
+}
+
+/* ---- Parameters ---------------------------------------------------------------------------------*/
+
+/* Tell whether a rank of the axis uses a storage, by any of its entries. */
+static bool dtrain__stage_uses(const dtrain__stage_map *map, const dtrain_param *storage, int rank)
+{
+    const dtrain_param *p = storage;
+    do {
+        if (dtrain__stage_rank(map, dtrain__stage_of_unit(map, p->unit)) == rank) return true;
+        p = p->state.next;
+    } while (p != storage);
+    return false;
+}
+
+/* Note which parameters are used here, and take the elements of those away that are not: after the
+ * array was resolved. */
+DTRAIN__PRIVATE void dtrain__stage_params(const dtrain__stage_map *map, dtrain_param *params,
+                                          size_t count)
+{
+    for (size_t i = 0; i < count && map->ranks > 1; i++) {
+        dtrain_param *p = &params[i];
+        p->state.elsewhere = !map->here[dtrain__stage_of_unit(map, p->unit)];
+        if (!dtrain__stage_uses(map, p->state.storage, map->rank)) p->count = 0;
+    }
+}
+
+DTRAIN__PRIVATE const dtrain__stage_map *dtrain__stages_of(const dtrain_strategy *strategy)
+{
+    return &strategy->stages;
+}
+
+DTRAIN__PRIVATE bool dtrain__is_here(const dtrain_strategy *strategy, size_t i)
+{
+    return !strategy->params[i].state.elsewhere;
+}
+
+DTRAIN__PRIVATE int dtrain__stage_first(const dtrain_strategy *strategy, size_t i)
+{
+    const dtrain_param *storage = strategy->params[i].state.storage;
+    int rank = 0;
+    while (!dtrain__stage_uses(&strategy->stages, storage, rank)) rank++;
+    return rank;
+}
+
+/* ---- Copies of tied weights ---------------------------------------------------------------------*/
+
+/* Tell whether two storages are used by the same ranks; none: by several at all. */
+static bool dtrain__same_users(const dtrain__stage_map *map, const dtrain_param *a,
+                               const dtrain_param *b)
+{
+    for (int rank = 0; rank < map->ranks; rank++)
+        if (dtrain__stage_uses(map, a, rank) != dtrain__stage_uses(map, b, rank)) return false;
+    return true;
+}
+
+static bool dtrain__has_copies(const dtrain__stage_map *map, const dtrain_param *storage)
+{
+    int users = 0;
+    for (int rank = 0; rank < map->ranks; rank++) users += dtrain__stage_uses(map, storage, rank);
+    return users > 1;
+}
+
+/* Refuse what would treat copies of a weight in different ways. */
+static dtrain_result dtrain__tie_allowed(const dtrain_strategy *strategy, const dtrain_param *p)
+{
+    if (!strategy->desc.compression) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "dtrain_strategy_create: compression: \"%.100s\" is tied between stages of "
+                       "several ranks, whose copies must get the same gradient to the bit; leave "
+                       "compression or the tie out",
+                       p->name);
+}
+
+/* Make communicators of the ranks that have copies of the same weights: strategy->ties, of which
+ * weights with the same ranks share one. All ranks of the axis make the same calls. */
+DTRAIN__PRIVATE dtrain_result dtrain__split_ties(dtrain_strategy *strategy)
+{
+    const dtrain__stage_map *map = &strategy->stages;
+    dtrain_comm *axis = strategy->groups.pipeline;
+    const dtrain_param *before = NULL; /* the storage before it that has copies */
+    for (size_t i = 0; i < strategy->param_count && axis; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        if (p->state.storage != p || !dtrain__has_copies(map, p)) continue;
+        DTRAIN__TRY(dtrain__tie_allowed(strategy, p));
+        const int color = dtrain__stage_uses(map, p, map->rank) ? 0 : -1;
+        if (before && dtrain__same_users(map, before, p))
+            strategy->ties[i] = strategy->ties[before->state.index];
+        else DTRAIN__TRY(dtrain_comm_split(axis, color, map->rank, &strategy->ties[i]));
+        before = p;
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE void dtrain__close_ties(dtrain_strategy *strategy)
+{
+    for (size_t i = 0; i < strategy->param_count && strategy->ties; i++) {
+        dtrain_comm *comm = strategy->ties[i];
+        for (size_t k = i; k < strategy->param_count; k++)
+            if (strategy->ties[k] == comm) strategy->ties[k] = NULL;
+        if (comm) dtrain_comm_destroy(comm);
+    }
+}
