@@ -368,9 +368,11 @@ static dtrain_result dtrain__import_values(dtrain__import *im)
     for (size_t i = 0; i < state->tensor_count && weight < end; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
         if (tensor->kind != DTRAIN_STATE_VALUE) break;
-        if (weight + 1 < end && tensor->name == im->weights.params[weight[1].param].name) weight++;
-        if (tensor->name == im->weights.params[weight->param].name && weight->stored)
-            DTRAIN__TRY(dtrain__import_piece(im, weight, tensor));
+        const dtrain__weight *next = weight; /* behind those that other stages have */
+        while (next < end && tensor->name != im->weights.params[next->param].name) next++;
+        if (next == end) continue;
+        weight = next;
+        if (weight->stored) DTRAIN__TRY(dtrain__import_piece(im, weight, tensor));
     }
     return DTRAIN_OK;
 }

@@ -21,8 +21,9 @@
  *     ZERO3           |<----- rank 0 ----->|<----- rank 2 ---->|<rank 1->|     tensors by owner
  *
  * Buckets are launched in their order: units from the last to the first, then parameters that
- * several units use, then those that are whole, then weights that stages of several ranks use. Frozen parameters of sharded units have buckets of
- * their own, which are gathered and never reduced. */
+ * several units use, then those that are whole, then weights that stages of several ranks use.
+ * Frozen parameters of sharded units have buckets of their own, which are gathered and never
+ * reduced. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"

@@ -21,7 +21,7 @@
 #include "parallel/schedule_internal.h"
 #include "strategy/strategy_internal.h"
 
-/* ---- Which stage --------------------------------------------------------------------------------*/
+/* ---- Which stage ------------------------------------------------------------------------------*/
 
 DTRAIN__PRIVATE int32_t dtrain__stage_of_unit(const dtrain__stage_map *map, uint32_t unit)
 {
@@ -116,7 +116,7 @@ DTRAIN__PRIVATE void dtrain__stage_map_free(dtrain__stage_map *map, const dtrain
     memset(map, 0, sizeof *map);
 }
 
-/* ---- Parameters ---------------------------------------------------------------------------------*/
+/* ---- Parameters -------------------------------------------------------------------------------*/
 
 /* Tell whether a rank of the axis uses a storage, by any of its entries. */
 static bool dtrain__stage_uses(const dtrain__stage_map *map, const dtrain_param *storage, int rank)
@@ -159,7 +159,7 @@ DTRAIN__PRIVATE int dtrain__stage_first(const dtrain_strategy *strategy, size_t 
     return rank;
 }
 
-/* ---- Copies of tied weights ---------------------------------------------------------------------*/
+/* ---- Copies of tied weights -------------------------------------------------------------------*/
 
 /* Tell whether two storages are used by the same ranks; none: by several at all. */
 static bool dtrain__same_users(const dtrain__stage_map *map, const dtrain_param *a,

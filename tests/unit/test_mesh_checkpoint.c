@@ -22,6 +22,8 @@ enum { MOST_RANKS = 8, PARAMS = 14, MOST = 4096 };
 typedef struct job {
     /* what is set */
     int t, d;
+    int p;             /* 0 = 1 */
+    uint32_t schedule; /* dtrain_pipeline_kind */
     uint32_t kind, optimizer, compression;
     uint64_t shapes, seed; /* of the sizes of the model; of the buckets */
     const char *save, *load, *from, *to;
@@ -182,6 +184,19 @@ static dtrain_result meet_compression(rank_of *s, bool compare, bool mean)
     return DTRAIN_OK;
 }
 
+/* Whether a rank has a parameter: unit u is stage u of four, or half as many; wte is the head's too. */
+static bool stage_here(const rank_of *s, size_t i)
+{
+    const int p = s->j->p ? s->j->p : 1;
+    const bool folded = s->j->schedule >= DTRAIN_PIPELINE_INTERLEAVED;
+    for (size_t k = i;; k = PARAMS - 1) {
+        const int unit = (int)s->params[k].unit, stage = p == 2 && !folded ? unit / 2 : unit;
+        const int back = s->j->schedule == DTRAIN_PIPELINE_ZBV && stage >= p;
+        if ((back ? 2 * p - 1 - stage : stage % p) == s->at.pipeline_rank) return true;
+        if (i || k) return false;
+    }
+}
+
 /* All values and moments that this rank keeps. */
 static void meet_params(rank_of *s, bool compare)
 {
@@ -191,6 +206,10 @@ static void meet_params(rank_of *s, bool compare)
         const dtrain_optimizer_tensor *view = dtrain__moments_of(s->optimizer, p);
         dtrain_shard shard;
         const int64_t count = places_of(p, s->at.tensor, s->at.tensor_rank, s->places);
+        if (!stage_here(s, i)) {
+            CHECK_MSG(!p->count && !p->value && !view, "\"%s\" is another stage's", p->name);
+            continue;
+        }
         CHECK_MSG(count == p->count, "\"%s\": %lld elements, expected %lld", p->name,
                   (long long)p->count, (long long)count);
         if (!dtrain__shard_of(s->strategy, i, &shard)) continue;
@@ -279,6 +298,7 @@ static dtrain_result rank_open(dtrain_world *world, rank_of *s)
     dtrain_mesh_desc mesh;
     dtrain_strategy_desc how;
     dtrain_compression_desc less;
+    dtrain_pipeline_desc line;
     dtrain_state_desc state;
     dtrain_dataset_desc data;
     dtrain_loader_desc window;
@@ -287,10 +307,14 @@ static dtrain_result rank_open(dtrain_world *world, rank_of *s)
     memset(&mesh, 0, sizeof mesh);
     memset(&how, 0, sizeof how);
     memset(&less, 0, sizeof less);
+    memset(&line, 0, sizeof line);
     memset(&state, 0, sizeof state);
     memset(&data, 0, sizeof data);
     memset(&window, 0, sizeof window);
     mesh.tensor = j->t;
+    mesh.pipeline = j->p;
+    line.kind = j->schedule;
+    how.pipeline = j->p ? &line : NULL;
     if (j->lacks || j->has) { /* those who list, or the last one, beside the others */
         const bool side = j->has ? rank == ranks - 1 : rank < j->lacks;
         if (j->has) mesh.tensor = side ? 1 : j->t;
@@ -415,14 +439,16 @@ static job *job_new(int t, int d, uint32_t kind, uint64_t shapes)
     return j;
 }
 
+static int ranks_of(const job *j) { return j->t * j->d * (j->p ? j->p : 1); }
+
 /* A launch in which every rank must end well. */
 static bool job_go(job *j, const char *what)
 {
     bool well = true;
-    ranks_run(j->t * j->d, DTRAIN_LAUNCH_THREADS, rank_main, j);
-    for (int r = 0; r < j->t * j->d; r++)
-        well = CHECK_MSG(j->ended[r] == DTRAIN_OK, "%s: rank %d of %d x %d, kind %u: %s", what, r,
-                         j->t, j->d, j->kind, j->error[r]) &&
+    ranks_run(ranks_of(j), DTRAIN_LAUNCH_THREADS, rank_main, j);
+    for (int r = 0; r < ranks_of(j); r++)
+        well = CHECK_MSG(j->ended[r] == DTRAIN_OK, "%s: rank %d of %d x %d x %d, kind %u: %s", what,
+                         r, j->t, j->d, j->p, j->kind, j->error[r]) &&
                well;
     return well;
 }
@@ -441,6 +467,12 @@ static job *job_random(uint64_t *random, uint64_t shapes)
     job *j = job_new(t, d, kinds[ranks_random(random, KINDS)], shapes);
     if (j->kind == DTRAIN_STRATEGY_HYBRID_SHARD && d % 2) j->kind = DTRAIN_STRATEGY_FULL_SHARD;
     j->seed = ranks_random(random, 1000);
+    if (t * d <= MOST_RANKS / 2 && ranks_random(random, 2)) { /* stages, of units 0 to 3 */
+        j->p = t * d <= MOST_RANKS / 4 && ranks_random(random, 2) ? 4 : 2;
+        j->kind = kinds[ranks_random(random, 2)];
+        j->schedule = (uint32_t)ranks_random(random, j->p == 2 ? 5 : 2);
+        if (j->schedule == DTRAIN_PIPELINE_ZB_H1) j->schedule = DTRAIN_PIPELINE_1F1B;
+    }
     return j;
 }
 
@@ -466,7 +498,7 @@ static void test_layouts(void)
             to->optimizer = from->optimizer;
             to->load = folder;
             well = job_go(to, what);
-            for (int r = 0; r < to->t * to->d; r++)
+            for (int r = 0; r < ranks_of(to); r++)
                 CHECK_MSG(!to->note[r][0] && to->position[r] == from->position[0],
                           "%s: \"%s\", position %lld, saved at %lld", what, to->note[r],
                           (long long)to->position[r], (long long)from->position[0]);

@@ -13,8 +13,8 @@
 #include "strategy/strategy_internal.h"
 #include "strategy/ways_internal.h"
 
-/* TIE: a tied weight's gradient = its sum over the ranks that have a copy. A twin that counts what a
- * data axis sends has no other stages. */
+/* TIE: a tied weight's gradient = its sum over the ranks that have a copy. A twin that counts what
+ * a data axis sends has no other stages. */
 DTRAIN__PRIVATE dtrain_result dtrain__tie_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     dtrain_comm *comm = strategy->ties[bucket->first_param];
