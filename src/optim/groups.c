@@ -153,7 +153,7 @@ static dtrain_result dtrain__check_member(const dtrain_optimizer_desc *desc,
                            desc->group_count == 1 ? "" : "s");
     const dtrain_optimizer_desc *own = group ? &desc->groups[group - 1] : desc;
     if (own->kind != DTRAIN_OPTIMIZER_MUON || !dtrain__is_updated(p)) return DTRAIN_OK;
-    if (dtrain__param_dims(p) < 2 || (p->count == 0 && !p->state.elsewhere))
+    if (dtrain__param_dims(p) < 2 || (p->count == 0 && dtrain__has_memory(p)))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: parameter %zu (\"%.100s\") is in group %u, of Muon, and has %d "
                            "dimension%s and %lld elements: Muon is for matrices; give it another "

@@ -146,7 +146,8 @@ static dtrain_result dtrain__value_hash(dtrain_strategy *strategy, size_t i, uin
     float staging[DTRAIN__STAGING_COUNT];
     dtrain_param whole;
     *hash = 0;
-    if (strategy->params[i].state.storage != &strategy->params[i] || !strategy->params[i].count)
+    if (strategy->params[i].state.storage != &strategy->params[i] ||
+        !dtrain__has_memory(&strategy->params[i]))
         return DTRAIN_OK;
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, i, &whole)));
     *hash = DTRAIN__FNV_BASIS;

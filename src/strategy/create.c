@@ -150,7 +150,7 @@ static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
         dtrain_param *p = &strategy->params[i], *storage = p->state.storage;
         dtrain__entry *entry = &layout->entries[i];
         const dtrain__bucket *bucket = entry->bucket;
-        if (p->count == 0) continue; /* other stages' */
+        if (!dtrain__has_memory(p)) continue;
         if (!p->value) {
             entry->lends_value = true;
             if (storage != p) p->value = storage->value;
@@ -281,7 +281,7 @@ static dtrain_result dtrain__share_host_values(dtrain_strategy *strategy)
     for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
         if (p->state.storage != p || strategy->layout.entries[i].lends_value) continue;
-        if (p->count == 0) continue; /* other stages' */
+        if (!dtrain__has_memory(p)) continue;
         if (strategy->groups.tensor && !p->cut.axis)
             DTRAIN__TRY(dtrain_broadcast(strategy->groups.tensor, p->value, (size_t)p->count,
                                          DTRAIN_DTYPE_F32, 0, NULL));

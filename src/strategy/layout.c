@@ -65,9 +65,9 @@ static void dtrain__lay_units(dtrain__layout *layout)
                       *storage = &layout->entries[p->state.storage->state.index];
         const uint32_t unit = dtrain__unit_index(layout, p->unit);
         entry->trainable =
-            p->count && !((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN);
+            dtrain__has_memory(p) && !((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN);
         entry->here = !p->state.elsewhere;
-        if (p->count && !entry->here) storage->tied = true;
+        if (!entry->here && dtrain__has_memory(p)) storage->tied = true;
         if (p->state.storage == p) entry->unit = unit;
         else if (storage->unit != unit) storage->unit = DTRAIN__NONE;
         entry->whole = !layout->shards.state ||
@@ -481,7 +481,7 @@ DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64
     *offset = 0;
     *count = layout->params[i].count;
     if (layout->params[i].state.storage != &layout->params[i]) return false;
-    if (!bucket) return *count > 0; /* 0: other stages' */
+    if (!bucket) return dtrain__has_memory(&layout->params[i]);
     *count = dtrain__overlap(layout, bucket, i, bucket->shard_first, bucket->shard_count, offset);
     *offset -= layout->entries[i].offset;
     return *count > 0;

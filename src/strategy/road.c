@@ -458,7 +458,8 @@ static dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
     for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
         dtrain_work *work = NULL;
-        if (!(p->flags & DTRAIN_PARAM_BUFFER) || p->state.storage != p || !p->count) continue;
+        if (!(p->flags & DTRAIN_PARAM_BUFFER) || p->state.storage != p || !dtrain__has_memory(p))
+            continue;
         DTRAIN__TRY(dtrain_all_reduce(strategy->groups.data, p->value, p->value, (size_t)p->count,
                                       DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN, &work));
         DTRAIN__TRY(dtrain_work_wait(work));

@@ -191,12 +191,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
 
 /* ---- All ranks have the same ------------------------------------------------------------------*/
 
-/* Hash what a pipeline's stages are. */
-static uint64_t dtrain__stage_hash(const dtrain__stage_map *map)
+/* Hash what a desc says of stages; 0: there is one a rank. */
+static uint64_t dtrain__stage_hash(const dtrain_strategy *strategy)
 {
-    const int32_t kind[2] = {(int32_t)map->kind, map->chunks};
-    const uint64_t hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, kind, sizeof kind);
-    return dtrain__fnv1a(hash, map->units, map->unit_count * 2 * sizeof *map->units);
+    const dtrain_pipeline_desc *desc = strategy->desc.pipeline;
+    if (!desc) return 0;
+    const uint32_t shape[2] = {desc->kind, (uint32_t)strategy->stages.chunks};
+    const uint64_t hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, shape, sizeof shape);
+    const size_t listed = desc->units ? (size_t)strategy->stages.stages : 0;
+    return dtrain__fnv1a(hash, desc->units, listed * sizeof *desc->units);
 }
 
 /* Fail on all ranks if their settings differ in a field that decides which collectives a step
@@ -226,7 +229,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
         "topk_ratio %.9g, topk_momentum %.9g, warmup_ratio %.9g, dense_below %lld, dense_steps "
         "%llu, warmup_steps %llu",
         groups->tensor_ranks, dtrain_comm_size(groups->data), groups->pipeline_ranks,
-        groups->sequence_parallel, (unsigned)dtrain__stage_hash(&strategy->stages),
+        groups->sequence_parallel, (unsigned)dtrain__stage_hash(strategy),
         kind ? kind->name : "auto", (unsigned)desc->missing_gradient, (unsigned)desc->average,
         (unsigned)desc->accumulation, dtrain_dtype_name((dtrain_dtype)desc->param_dtype),
         dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype), (unsigned)desc->offload,

@@ -146,6 +146,11 @@ DTRAIN__PRIVATE const dtrain__stage_map *dtrain__stages_of(const dtrain_strategy
     return &strategy->stages;
 }
 
+DTRAIN__PRIVATE bool dtrain__has_memory(const dtrain_param *param)
+{
+    return param->count || !param->state.elsewhere;
+}
+
 DTRAIN__PRIVATE bool dtrain__is_here(const dtrain_strategy *strategy, size_t i)
 {
     return !strategy->params[i].state.elsewhere;

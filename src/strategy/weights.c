@@ -147,7 +147,7 @@ static void dtrain__note_absent(dtrain_strategy *strategy)
 /* Return what this rank adds for a parameter; stages of other ranks speak for their own. */
 static float dtrain__tally_of(const dtrain_strategy *strategy, size_t i)
 {
-    return strategy->layout.entries[i].absent || !strategy->params[i].count ? 0 : 1;
+    return strategy->layout.entries[i].absent || !dtrain__has_memory(&strategy->params[i]) ? 0 : 1;
 }
 
 /* Write this rank's part of the tally and start its sum. */

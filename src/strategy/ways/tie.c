@@ -18,6 +18,9 @@
 DTRAIN__PRIVATE dtrain_result dtrain__tie_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     dtrain_comm *comm = strategy->ties[bucket->first_param];
+    if (!bucket->uses) /* all uses here are frozen ones */
+        DTRAIN__TRY(strategy->device->ops->zero(strategy->device, bucket->grads,
+                                                (size_t)bucket->count * sizeof(float)));
     if (!comm) return DTRAIN_OK;
     dtrain__label(strategy, bucket, "tied weight of bucket");
     return dtrain_all_reduce(comm, bucket->grads, bucket->grads, (size_t)bucket->count,
