@@ -38,6 +38,7 @@
        src/parallel/mesh.h                  Meshes
        src/parallel/cut.h                   Cuts: how the tensor axis of a mesh may divide a parameter
        src/parallel/loss.h                  Losses over a tensor axis, for programs with a backward of their own
+       src/parallel/pipeline.h              Pipelines: schedules as data, and their runner
        src/strategy/params.h                Parameters, units, buckets
        src/strategy/strategy.h              Strategies
        src/strategy/memory.h                Memory
@@ -107,10 +108,15 @@
        src/parallel/exchange.c              Exchanges along the tensor axis
        src/parallel/exchange_internal.h     Exchanges along the tensor axis: of device memory, rows of n elements
        src/parallel/loss.c                  Vocabulary-parallel cross-entropy on arrays
+       src/parallel/schedule.c              Making a schedule
+       src/parallel/schedule_internal.h     Where stages are, and what a schedule's kind says of it
+       src/parallel/validate.c              Checking a schedule
+       src/parallel/runner.c                Running a schedule
        src/strategy/params.c                Parameters: checks and completes what the host registers
        src/strategy/strategy_internal.h     The strategy, and what its files call of one another
        src/strategy/layout_internal.h       The tables of a strategy: kinds, parameters, buckets, units, and the memory behind them
        src/strategy/view_internal.h         A strategy as the rooms above it see it
+       src/strategy/stages.c                Stages: which part of a model a rank of a pipeline axis has
        src/strategy/kinds.c                 The table of kinds: what each shards
        src/strategy/layout.c                The layout: which parameters travel together, and which rank keeps which part of them
        src/strategy/road.c                  The road of a gradient: ready, launch, reduce, finish, publish
@@ -120,6 +126,7 @@
        src/strategy/gather.c                Sharded values: gather, release
        src/strategy/calls.c                 Calls of device and communicator that every file of the room makes, and how an error stands
        src/strategy/ways/shards.c           Steps of sharded buckets: each rank gets its shard of the mean
+       src/strategy/ways/tie.c              The sum over the stages that a weight is tied between
        src/strategy/ways/tensor.c           The sum over the tensor axis, under sequence parallelism
        src/strategy/ways/hierarchy.c        Steps between two levels of ranks
        src/strategy/ways/compression.c      Gradient compression: how hooks travel on the road
@@ -153,6 +160,8 @@
        src/tape/cross_entropy.c             Cross-entropy
        src/tape/elementwise.c               Elementwise operations, sum and mean: nothing is kept for their backwards
        src/tape/recompute.c                 Activation checkpointing
+       src/tape/stage.c                     Stages: a part of a model, several passes at once
+       src/tape/stage_internal.h            Passes of stages: what a pipeline asks of a tape
        src/tape/arena.c                     The tape's memory
        src/optim/scaler.c                   Clipping, loss scaling
        src/optim/optim_internal.h           The optimizer's structure
@@ -172,6 +181,7 @@
        src/train/micro_batch.c              Micro-batches: a forward and a backward, two calls
        src/train/trainer_internal.h         The trainer's structure, shared by its micro-batches (micro_batch.c), the step with the host in
        src/train/trainer.c                  Trainer
+       src/train/pipeline_step.c            The micro-batches of a step over a pipeline
        src/train/queued_step.c              A step without the host: recorded and replayed
        src/train/plan.c                     Planning: memory of a step, largest batch
        src/state/state.c                    State: the list of what must survive
@@ -1315,6 +1325,135 @@ typedef struct dtrain_vocab_loss {
 DTRAIN_API dtrain_result dtrain_vocab_cross_entropy(dtrain_comm *tensor,
                                                     const dtrain_vocab_loss *loss);
 
+/* ==== src/parallel/pipeline.h ================================================================= */
+
+/* Pipelines: schedules as data, and their runner
+ *
+ * A pipeline cuts a model along its depth into stages, which lie on the ranks of a mesh's pipeline
+ * axis, and a batch into micro-batches, which follow each other through them. A schedule says what
+ * each rank does, one action after the other; it is made here, checked, printed and drawn, and run.
+ * 1F1B on 2 ranks with 3 micro-batches (F forward, B backward of a micro-batch, . idle):
+ *
+ *     rank 0    F0  F1  .   B0  B0  F2  B1  B1  .   B2  B2
+ *     rank 1    .   F0  B0  B0  F1  B1  B1  F2  B2  B2
+ *
+ * Kinds, with the bubble (idle time over ideal time) of p ranks, m micro-batches, v chunks a rank:
+ *
+ *     1F1B           (p - 1) / m       a rank holds min(p - rank, m) micro-batches
+ *     GPIPE          (p - 1) / m       a rank holds all m
+ *     INTERLEAVED    (p - 1) / (v m)   a rank has v stages: v times the messages
+ *     ZB_H1          a third of 1F1B's, where forward, input and weight gradients take alike: the
+ *                    gradients of weights are made in what would be idle time
+ *     ZBV            two stages a rank, in the shape of a V: nearly none
+ *
+ * (Huang et al., "GPipe", 2019; Narayanan et al., "Efficient Large-Scale Language Model Training on
+ * GPU Clusters", 2021; Qi et al., "Zero Bubble Pipeline Parallelism", 2024.)
+ *
+ * Every kind adds gradients up in ascending order of micro-batches, so that a model has the bits of
+ * one rank that accumulates the same micro-batches. No schedule counts on a message being buffered:
+ * it ends also where each send waits for its receive. */
+
+typedef enum dtrain_pipeline_kind {
+    DTRAIN_PIPELINE_1F1B = 0,
+    DTRAIN_PIPELINE_GPIPE = 1,
+    DTRAIN_PIPELINE_INTERLEAVED = 2,
+    DTRAIN_PIPELINE_ZB_H1 = 3,
+    DTRAIN_PIPELINE_ZBV = 4
+} dtrain_pipeline_kind;
+
+/* How a model lies on the pipeline axis, and in which order it runs. A zeroed one is 1F1B with units
+ * divided evenly. */
+typedef struct dtrain_pipeline_desc {
+    uint32_t kind;         /* dtrain_pipeline_kind */
+    uint32_t chunks;       /* stages of each rank; 0 = 1, or 2 with INTERLEAVED and ZBV */
+    const uint32_t *units; /* (ranks * chunks) how many units each stage has, in the order in which
+                              their parameters are registered; NULL = evenly, the first stages with
+                              one more */
+} dtrain_pipeline_desc;
+
+typedef enum dtrain_pipeline_act {
+    DTRAIN_PIPELINE_ACT_FORWARD = 1,
+    DTRAIN_PIPELINE_ACT_BACKWARD = 2, /* of inputs alone where the kind has WEIGHT, else all */
+    DTRAIN_PIPELINE_ACT_WEIGHT = 3,   /* the gradients of weights */
+    DTRAIN_PIPELINE_ACT_SEND = 4,     /* what FORWARD made to the next stage */
+    DTRAIN_PIPELINE_ACT_RECEIVE = 5,
+    DTRAIN_PIPELINE_ACT_SEND_GRADIENT = 6, /* what BACKWARD made to the stage before */
+    DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT = 7,
+    DTRAIN_PIPELINE_ACT_REDUCE = 8, /* the gradients of the chunk are final */
+    DTRAIN_PIPELINE_ACT_STEP = 9    /* all are */
+} dtrain_pipeline_act;
+
+typedef struct dtrain_pipeline_action {
+    uint32_t act; /* dtrain_pipeline_act */
+    int32_t chunk, micro_batch;
+    int32_t peer;  /* of a message, a rank of the axis; else -1 */
+    int32_t slot;  /* of what FORWARD keeps until the last use, counted from 0; -1: none */
+    int32_t inbox; /* of what RECEIVE brings, kept as long; -1: the stage before is on this rank, or
+                      there is none */
+} dtrain_pipeline_action;
+
+/* A schedule; free it by dtrain_pipeline_destroy. */
+typedef struct dtrain_pipeline_schedule {
+    uint32_t kind;
+    int32_t ranks, chunks, micro_batches;
+    dtrain_pipeline_action *actions; /* of rank 0, then of rank 1, ... */
+    size_t *first; /* (ranks + 1) rank r has actions first[r] to first[r + 1] - 1 */
+} dtrain_pipeline_schedule;
+
+/* Make the schedule of a kind, for ranks of a pipeline axis. desc->units is not read; NULL = a zeroed
+ * desc. Local. An unsupported number of chunks or micro-batches is an error that says which work. */
+DTRAIN_API dtrain_result dtrain_pipeline_create(const dtrain_pipeline_desc *desc, int ranks,
+                                                int micro_batches, dtrain_pipeline_schedule **out);
+/* Free a schedule; NULL is allowed. */
+DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline_schedule *schedule);
+
+/* Return which stage of the model a chunk of a rank is: ranks * chunks of them, from 0. -1: none. */
+DTRAIN_API int dtrain_pipeline_stage(uint32_t kind, int ranks, int chunks, int rank, int chunk);
+
+/* Seconds, or any unit, of one stage and micro-batch; all zero = forward 1, backward 1, weight 1. */
+typedef struct dtrain_pipeline_costs {
+    double forward, backward, weight; /* a BACKWARD of kinds without WEIGHT takes both */
+    double message;                   /* from the end of what is sent to its arrival */
+} dtrain_pipeline_costs;
+
+typedef struct dtrain_pipeline_report {
+    double makespan;    /* until the last rank is done */
+    double bubble;      /* share of it that the ranks are idle, on average */
+    int peak;           /* of the asked rank: passes between FORWARD and BACKWARD at once */
+    int slots, inboxes; /* that it needs */
+} dtrain_pipeline_report;
+/* Replay all ranks of a schedule, each send waiting for its receive, and tell what it costs; costs
+ * and report may be NULL. DTRAIN_ERROR_USAGE: it would hang, or does not do everything once and in
+ * order; the sentence names rank and action. Local. */
+DTRAIN_API dtrain_result dtrain_pipeline_check(const dtrain_pipeline_schedule *schedule,
+                                               const dtrain_pipeline_costs *costs, int rank,
+                                               dtrain_pipeline_report *report);
+
+/* A part of a message. */
+typedef struct dtrain_pipeline_part {
+    void *address; /* of memory that collectives reach */
+    size_t count;
+    dtrain_dtype dtype;
+} dtrain_pipeline_part;
+
+/* What a program does for a schedule. An error ends the run, on every rank of the axis. */
+typedef struct dtrain_pipeline_work {
+    /* Do what the action says: FORWARD, BACKWARD, WEIGHT, REDUCE, STEP. */
+    dtrain_result (*compute)(void *user, const dtrain_pipeline_action *action);
+    /* Say where part i of the action's message is to be read or written: *part with a count of 0
+     * ends the list. Called when the message starts; memory must stay until the run has come to the
+     * slot's, or inbox's, next use. */
+    dtrain_result (*part)(void *user, const dtrain_pipeline_action *action, size_t i,
+                          dtrain_pipeline_part *part);
+    void *user;
+} dtrain_pipeline_work;
+/* Run this rank's actions of a schedule. Collective over comm, the pipeline axis of a mesh, whose
+ * size must be schedule->ranks; an axis of one rank sends nothing. Messages are asynchronous: a
+ * receive is waited for by the action that needs it, a send before its memory is used again. An
+ * error says in which stage, action and micro-batch it was, and comm fails on the other ranks. */
+DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *schedule,
+                                             dtrain_comm *comm, const dtrain_pipeline_work *work);
+
 /* ==== src/strategy/params.h =================================================================== */
 
 /* Parameters, units, buckets
@@ -1346,6 +1485,8 @@ typedef struct dtrain_param_state {
     bool grad_written;            /* grad holds a part of this step's gradient: add to it; otherwise
                                      overwrite. Set by the tape and by ready, cleared by finish; of
                                      an alias as of its target */
+    bool elsewhere;               /* a pipeline has its unit in a stage of another rank: nothing is
+                                     computed with it here, and no gradient of it made */
 } dtrain_param_state;
 
 /* Filled by the host, except for its last member. */
@@ -1356,7 +1497,8 @@ typedef struct dtrain_param {
                                       address; the host's own is copied at ready and back */
     int64_t count;    /* elements; 0 = product of shape. Both are completed in place; where
                                       neither is given, an alias takes its target's. Of one that a
-                                      tensor axis cuts, the elements of this rank's part */
+                                      tensor axis cuts, the elements of this rank's part; 0 where
+                                      all that use it are stages of other ranks */
     int64_t shape[4]; /* leading non-zero entries; all zero = 1-D of count. Always of the whole */
     uint32_t unit;    /* which unit (transformer block) it belongs to */
     uint32_t flags;   /* DTRAIN_PARAM_* */
@@ -1512,9 +1654,11 @@ typedef struct dtrain_strategy_desc {
     uint32_t group_count;
     uint64_t init_seed; /* for parameters the library initialises */
     dtrain_comm *comm;  /* NULL = all ranks of the world, or the mesh's */
-    /* Which axes there are, without a pipeline axis yet; it stays until the strategy is destroyed.
-     * NULL = all ranks of comm are the data axis. */
+    /* Which axes there are; it stays until the strategy is destroyed. NULL = all ranks of comm are
+     * the data axis. */
     const dtrain_mesh *mesh;
+    const dtrain_pipeline_desc *pipeline; /* which units each stage of a pipeline axis has; NULL =
+                                             one stage a rank, evenly. Read in create */
     const struct dtrain_compression_desc *compression; /* NULL = none; DDP only; read in create */
 } dtrain_strategy_desc;
 
@@ -7912,6 +8056,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char
  *             NULL: this rank has everything
  *     tensor  share every layer of one replica, each with its part of what is cut. NULL: this rank
  *             has whole layers
+ *     pipeline  have the stages of one replica. NULL: this rank has all layers
  *     model   hold one model between them; the loss that the last of them sees counts. NULL: this
  *             rank alone holds one
  *     all     train together: records, requests to stop, checkpoints and metrics are of them
@@ -7922,9 +8067,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char
  * model those that differ along the other axes, and all the whole mesh. */
 
 typedef struct dtrain__groups {
-    dtrain_comm *data, *copy, *tensor, *model, *all;
+    dtrain_comm *data, *copy, *tensor, *pipeline, *model, *all;
     int tensor_ranks, tensor_rank; /* also of a plan, which has no communicators */
-    bool sequence_parallel;        /* rows between shared layers are divided over `tensor` */
+    int pipeline_ranks, pipeline_rank;
+    bool sequence_parallel; /* rows between shared layers are divided over `tensor` */
 } dtrain__groups;
 
 /* Tell whether this rank's loss counts: a pipeline ends in the last rank of a model. */
@@ -12983,16 +13129,19 @@ DTRAIN__PRIVATE dtrain__groups dtrain__mesh_groups(dtrain_world *world, const dt
     dtrain__groups groups;
     memset(&groups, 0, sizeof groups);
     groups.data = groups.all = comm || !world ? comm : dtrain_world_comm(world);
-    groups.tensor_ranks = 1;
+    groups.tensor_ranks = groups.pipeline_ranks = 1;
     if (!mesh) return groups;
     const dtrain_mesh_info *at = &mesh->info;
     groups.data = dtrain_mesh_comm(mesh, DTRAIN_AXIS_DATA);
     groups.all = dtrain_mesh_comm(mesh, DTRAIN_AXIS_ALL);
     if (at->tensor > 1) groups.tensor = dtrain_mesh_comm(mesh, DTRAIN_AXIS_TENSOR);
+    if (at->pipeline > 1) groups.pipeline = dtrain_mesh_comm(mesh, DTRAIN_AXIS_PIPELINE);
     if (at->tensor > 1 || at->pipeline > 1)
         groups.model = dtrain_mesh_comm(mesh, DTRAIN_AXIS_TENSOR + DTRAIN_AXIS_PIPELINE);
     groups.tensor_ranks = at->tensor;
     groups.tensor_rank = at->tensor_rank;
+    groups.pipeline_ranks = at->pipeline;
+    groups.pipeline_rank = at->pipeline_rank;
     groups.sequence_parallel = at->sequence_parallel;
     return groups;
 }
@@ -13422,6 +13571,1006 @@ DTRAIN_API dtrain_result dtrain_vocab_cross_entropy(dtrain_comm *tensor,
     return result;
 }
 
+/* ==== src/parallel/schedule.c ================================================================= */
+
+/* Making a schedule
+ *
+ * 1. each rank's computations in their order, from the formula of the kind; for ZBV by giving each
+ *    rank, whenever it is free, the most urgent of those that are ready
+ * 2. weaving: replay all ranks in time, and put behind each computation the message that it makes,
+ *    at the same moment into the list of the sender and into that of the receiver
+ *
+ * Step 2 is why no schedule hangs: computations and messages are in one order, of which each rank's
+ * list is a part. The first of all that is not done has nothing undone before it on its ranks, so it
+ * can be done, even where a send waits for its receive; and the messages between two ranks start in
+ * the same order on both. */
+
+/* ==== src/parallel/schedule_internal.h ======================================================== */
+
+/* Where stages are, and what a schedule's kind says of it. */
+
+#define DTRAIN__CHUNKS_MOST 64
+#define DTRAIN__PASSES_MOST (1 << 22) /* of all ranks: ranks * chunks * micro-batches */
+
+typedef struct dtrain__place_of_stage {
+    int rank, chunk;
+} dtrain__place_of_stage;
+
+DTRAIN__PRIVATE dtrain__place_of_stage dtrain__pipeline_place(uint32_t kind, int ranks, int stage);
+/* Tell whether the gradients of weights are actions of their own. */
+DTRAIN__PRIVATE bool dtrain__pipeline_splits(uint32_t kind);
+/* Check the kind and its chunks; desc NULL = a zeroed one. */
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc *desc, int ranks,
+                                                      int *chunks);
+DTRAIN__PRIVATE const char *dtrain__pipeline_act_name(uint32_t act);
+/* Count the slots and inboxes of a rank. */
+DTRAIN__PRIVATE void dtrain__pipeline_room(const dtrain_pipeline_schedule *schedule, int rank,
+                                           dtrain_pipeline_report *report);
+
+/* ---- Stages and ranks -------------------------------------------------------------------------*/
+
+DTRAIN_API int dtrain_pipeline_stage(uint32_t kind, int ranks, int chunks, int rank, int chunk)
+{
+    if (rank < 0 || rank >= ranks || chunk < 0 || chunk >= chunks) return -1;
+    const bool back = kind == DTRAIN_PIPELINE_ZBV && chunk % 2;
+    return chunk * ranks + (back ? ranks - 1 - rank : rank);
+}
+
+DTRAIN__PRIVATE dtrain__place_of_stage dtrain__pipeline_place(uint32_t kind, int ranks, int stage)
+{
+    dtrain__place_of_stage place = {stage % ranks, stage / ranks};
+    if (kind == DTRAIN_PIPELINE_ZBV && place.chunk % 2) place.rank = ranks - 1 - place.rank;
+    return place;
+}
+
+DTRAIN__PRIVATE bool dtrain__pipeline_splits(uint32_t kind)
+{
+    return kind == DTRAIN_PIPELINE_ZB_H1 || kind == DTRAIN_PIPELINE_ZBV;
+}
+
+/* ---- 1. Computations of a rank ----------------------------------------------------------------*/
+
+/* One rank's computations, without messages. */
+typedef struct dtrain__order {
+    dtrain_pipeline_action *actions;
+    size_t count;
+} dtrain__order;
+
+static void dtrain__put(dtrain__order *order, uint32_t act, int chunk, int micro)
+{
+    const dtrain_pipeline_action action = {act, chunk, micro, -1, -1, -1};
+    order->actions[order->count++] = action;
+}
+
+/* All forwards, then all backwards. */
+static void dtrain__order_gpipe(dtrain__order *order, int m)
+{
+    for (int i = 0; i < m; i++) dtrain__put(order, DTRAIN_PIPELINE_ACT_FORWARD, 0, i);
+    for (int i = 0; i < m; i++) dtrain__put(order, DTRAIN_PIPELINE_ACT_BACKWARD, 0, i);
+}
+
+/* One forward for each stage behind this one, then a forward and a backward in turn. With weights
+ * apart (ZB_H1) those of `rank` micro-batches are put off: rank 0 has none to spare, and the last
+ * rank fills with them what it would wait for at the end. */
+static void dtrain__order_1f1b(dtrain__order *order, int p, int rank, int m, bool splits)
+{
+    int forward = 0, weight = 0;
+    for (; forward < p - rank - 1 && forward < m; forward++)
+        dtrain__put(order, DTRAIN_PIPELINE_ACT_FORWARD, 0, forward);
+    for (int i = 0; i < m; i++) {
+        if (forward < m) dtrain__put(order, DTRAIN_PIPELINE_ACT_FORWARD, 0, forward++);
+        dtrain__put(order, DTRAIN_PIPELINE_ACT_BACKWARD, 0, i);
+        if (splits && i >= rank) dtrain__put(order, DTRAIN_PIPELINE_ACT_WEIGHT, 0, weight++);
+    }
+    while (splits && weight < m) dtrain__put(order, DTRAIN_PIPELINE_ACT_WEIGHT, 0, weight++);
+}
+
+/* Append number i of the passes of a rank with v chunks: groups of p micro-batches go through all
+ * chunks, forwards from the first on, backwards from the last. Where p does not divide m the first
+ * groups have more. */
+static void dtrain__put_interleaved(dtrain__order *order, uint32_t act, int p, int v, int m, int i)
+{
+    const int groups = m < p ? 1 : m / p;
+    int first = 0, size = m / groups + (m % groups > 0);
+    for (int g = 0; i >= size * v; size = m / groups + (m % groups > g)) {
+        i -= size * v;
+        first += size;
+        g++;
+    }
+    const int chunk = i / size;
+    dtrain__put(order, act, act == DTRAIN_PIPELINE_ACT_FORWARD ? chunk : v - 1 - chunk,
+                first + i % size);
+}
+
+/* As 1F1B, with enough forwards before the first backward for all chunks of a group. */
+static void dtrain__order_interleaved(dtrain__order *order, int p, int v, int rank, int m)
+{
+    const int groups = m < p ? 1 : m / p, size = m / groups + (m % groups > 0);
+    const int total = m * v, first = 2 * (p - rank - 1) + (v - 1) * (size > p ? size : p);
+    int forward = 0;
+    for (; forward < first && forward < total; forward++)
+        dtrain__put_interleaved(order, DTRAIN_PIPELINE_ACT_FORWARD, p, v, m, forward);
+    for (int i = 0; i < total; i++) {
+        if (forward < total)
+            dtrain__put_interleaved(order, DTRAIN_PIPELINE_ACT_FORWARD, p, v, m, forward++);
+        dtrain__put_interleaved(order, DTRAIN_PIPELINE_ACT_BACKWARD, p, v, m, i);
+    }
+}
+
+/* ---- A replay in time, which both steps share -------------------------------------------------*/
+
+typedef struct dtrain__replay {
+    uint32_t kind;
+    int p, v, m;
+    bool splits;
+    double *done;  /* (3, p * v, m) when a computation ended; negative: it has not */
+    double *clock; /* (p) until when a rank is busy */
+} dtrain__replay;
+
+static double *dtrain__done(const dtrain__replay *replay, uint32_t act, int stage, int micro)
+{
+    const size_t stages = (size_t)replay->p * (size_t)replay->v;
+    return &replay->done[((act - 1) * stages + (size_t)stage) * (size_t)replay->m + (size_t)micro];
+}
+
+/* Find when a rank can begin a computation; false: what it needs is not done. */
+static bool dtrain__begin_at(const dtrain__replay *replay, int rank,
+                             const dtrain_pipeline_action *action, double *at)
+{
+    const int stage =
+        dtrain_pipeline_stage(replay->kind, replay->p, replay->v, rank, action->chunk);
+    const bool forward = action->act == DTRAIN_PIPELINE_ACT_FORWARD;
+    const int last = replay->p * replay->v - 1, i = action->micro_batch;
+    double needs = 0, of_rank = 0;
+    if (forward && stage) needs = *dtrain__done(replay, DTRAIN_PIPELINE_ACT_FORWARD, stage - 1, i);
+    if (!forward) of_rank = *dtrain__done(replay, action->act - 1, stage, i);
+    if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD && stage < last)
+        needs = *dtrain__done(replay, DTRAIN_PIPELINE_ACT_BACKWARD, stage + 1, i);
+    if (needs < 0 || of_rank < 0) return false;
+    *at = fmax(replay->clock[rank], fmax(needs, of_rank));
+    return true;
+}
+
+/* Let a rank do a computation. Forward, input and weight gradients take alike. */
+static void dtrain__replay_do(dtrain__replay *replay, int rank,
+                              const dtrain_pipeline_action *action, double at)
+{
+    const int stage =
+        dtrain_pipeline_stage(replay->kind, replay->p, replay->v, rank, action->chunk);
+    const bool both = action->act == DTRAIN_PIPELINE_ACT_BACKWARD && !replay->splits;
+    replay->clock[rank] = at + (both ? 2 : 1);
+    *dtrain__done(replay, action->act, stage, action->micro_batch) = replay->clock[rank];
+}
+
+static void dtrain__replay_reset(dtrain__replay *replay)
+{
+    const size_t count = 3 * (size_t)replay->p * (size_t)replay->v * (size_t)replay->m;
+    for (size_t i = 0; i < count; i++) replay->done[i] = -1;
+    for (int r = 0; r < replay->p; r++) replay->clock[r] = 0;
+}
+
+/* ---- 1. for ZBV -------------------------------------------------------------------------------*/
+
+/* How many of a rank's computations of a kind are done, by chunk; they go in ascending order. */
+typedef struct dtrain__vee {
+    int forward[2], backward[2], weight[2];
+} dtrain__vee;
+
+/* Pick what a free rank does next: a backward, of the last stages first, since all others wait for
+ * those; a forward, towards them; else a weight. No more than p micro-batches are on a rank at once,
+ * which is the memory of 1F1B's first rank. */
+static bool dtrain__vee_pick(const dtrain__replay *replay, int rank, const dtrain__vee *vee,
+                             dtrain_pipeline_action *best, double *at)
+{
+    const int m = replay->m;
+    const dtrain_pipeline_action choices[6] = {
+        {DTRAIN_PIPELINE_ACT_BACKWARD, 1, vee->backward[1], -1, -1, -1},
+        {DTRAIN_PIPELINE_ACT_BACKWARD, 0, vee->backward[0], -1, -1, -1},
+        {DTRAIN_PIPELINE_ACT_FORWARD, 1, vee->forward[1], -1, -1, -1},
+        {DTRAIN_PIPELINE_ACT_FORWARD, 0, vee->forward[0], -1, -1, -1},
+        {DTRAIN_PIPELINE_ACT_WEIGHT, 1, vee->weight[1], -1, -1, -1},
+        {DTRAIN_PIPELINE_ACT_WEIGHT, 0, vee->weight[0], -1, -1, -1}};
+    bool found = false;
+    for (int i = 0; i < 6; i++) {
+        const dtrain_pipeline_action *choice = &choices[i];
+        double begin;
+        if (choice->micro_batch == m) continue;
+        if (i == 3 && vee->forward[0] - vee->weight[0] >= replay->p) continue;
+        if (!dtrain__begin_at(replay, rank, choice, &begin)) continue;
+        if (found && begin >= *at) continue;
+        *best = *choice;
+        *at = begin;
+        found = true;
+    }
+    return found;
+}
+
+/* Give the rank that can begin first its next computation, until all is done. */
+static void dtrain__order_zbv(dtrain__replay *replay, dtrain__order *orders, dtrain__vee *vees)
+{
+    for (;;) {
+        dtrain_pipeline_action next = {0, 0, 0, -1, -1, -1}, best = next;
+        int rank = -1;
+        double at = 0, begin;
+        for (int r = 0; r < replay->p; r++) {
+            if (!dtrain__vee_pick(replay, r, &vees[r], &next, &begin)) continue;
+            if (rank >= 0 && begin >= at) continue;
+            rank = r, at = begin, best = next;
+        }
+        if (rank < 0) return;
+        dtrain__replay_do(replay, rank, &best, at);
+        dtrain__put(&orders[rank], best.act, best.chunk, best.micro_batch);
+        dtrain__vee *vee = &vees[rank];
+        if (best.act == DTRAIN_PIPELINE_ACT_FORWARD) vee->forward[best.chunk]++;
+        else if (best.act == DTRAIN_PIPELINE_ACT_BACKWARD) vee->backward[best.chunk]++;
+        else vee->weight[best.chunk]++;
+    }
+}
+
+/* ---- 2. Weaving -------------------------------------------------------------------------------*/
+
+typedef struct dtrain__weave {
+    dtrain__replay replay;
+    size_t most;                    /* actions of a rank */
+    dtrain__order *orders;          /* (p) computations */
+    dtrain__order *woven;           /* (p) with messages */
+    size_t *at;                     /* (p) the next of the computations */
+    int32_t *slots;                 /* (2, p, v * m) slot and inbox of a pass; -1: it has none */
+    bool *taken;                    /* (2, p, v * m) by a pass under way */
+    dtrain__vee *vees;              /* (p) */
+    dtrain_pipeline_action *memory; /* (2, p, most) */
+} dtrain__weave;
+
+/* Return where a pass notes its slot, or (inbox) its inbox. */
+static int32_t *dtrain__held(const dtrain__weave *weave, bool inbox, int rank, int chunk, int micro)
+{
+    const dtrain__replay *replay = &weave->replay;
+    const size_t passes = (size_t)replay->v * (size_t)replay->m;
+    const size_t pass = (size_t)chunk * (size_t)replay->m + (size_t)micro;
+    return &weave->slots[((size_t)inbox * (size_t)replay->p + (size_t)rank) * passes + pass];
+}
+
+/* Take the lowest free slot or inbox of a rank. */
+static int32_t dtrain__take_slot(const dtrain__weave *weave, bool inbox, int rank)
+{
+    bool *taken = weave->taken + (dtrain__held(weave, inbox, rank, 0, 0) - weave->slots);
+    int32_t slot = 0;
+    while (taken[slot]) slot++;
+    taken[slot] = true;
+    return slot;
+}
+
+static void dtrain__give_slot(const dtrain__weave *weave, bool inbox, int rank, int32_t slot)
+{
+    bool *taken = weave->taken + (dtrain__held(weave, inbox, rank, 0, 0) - weave->slots);
+    if (slot >= 0) taken[slot] = false;
+}
+
+/* Append the message that a computation makes to the lists of both ranks. */
+static void dtrain__weave_message(dtrain__weave *weave, int rank,
+                                  const dtrain_pipeline_action *made)
+{
+    const dtrain__replay *replay = &weave->replay;
+    const int stage = dtrain_pipeline_stage(replay->kind, replay->p, replay->v, rank, made->chunk);
+    const bool forward = made->act == DTRAIN_PIPELINE_ACT_FORWARD;
+    const int to = forward ? stage + 1 : stage - 1, i = made->micro_batch;
+    if (made->act == DTRAIN_PIPELINE_ACT_WEIGHT || to < 0 || to == replay->p * replay->v) return;
+    const dtrain__place_of_stage place = dtrain__pipeline_place(replay->kind, replay->p, to);
+    if (place.rank == rank) return;
+    dtrain_pipeline_action send = *made, receive = *made;
+    send.act = forward ? DTRAIN_PIPELINE_ACT_SEND : DTRAIN_PIPELINE_ACT_SEND_GRADIENT;
+    send.peer = place.rank;
+    receive.act = send.act + 1;
+    receive.peer = rank;
+    receive.chunk = place.chunk;
+    if (forward)
+        *dtrain__held(weave, true, place.rank, place.chunk, i) =
+            dtrain__take_slot(weave, true, place.rank);
+    receive.slot = *dtrain__held(weave, false, place.rank, place.chunk, i);
+    receive.inbox = *dtrain__held(weave, true, place.rank, place.chunk, i);
+    weave->woven[rank].actions[weave->woven[rank].count++] = send;
+    weave->woven[place.rank].actions[weave->woven[place.rank].count++] = receive;
+}
+
+/* Append a computation, with its slot; its last use gives the slot back. */
+static void dtrain__weave_compute(dtrain__weave *weave, int rank, dtrain_pipeline_action action,
+                                  double at)
+{
+    const dtrain__replay *replay = &weave->replay;
+    int32_t *slot = dtrain__held(weave, false, rank, action.chunk, action.micro_batch);
+    const int32_t *inbox = dtrain__held(weave, true, rank, action.chunk, action.micro_batch);
+    const uint32_t last =
+        replay->splits ? DTRAIN_PIPELINE_ACT_WEIGHT : DTRAIN_PIPELINE_ACT_BACKWARD;
+    dtrain__order *woven = &weave->woven[rank];
+    if (action.act == DTRAIN_PIPELINE_ACT_FORWARD) *slot = dtrain__take_slot(weave, false, rank);
+    action.slot = *slot;
+    action.inbox = *inbox;
+    dtrain__replay_do(&weave->replay, rank, &action, at);
+    woven->actions[woven->count++] = action;
+    dtrain__weave_message(weave, rank, &action);
+    if (action.act != last) return;
+    dtrain__give_slot(weave, false, rank, *slot);
+    dtrain__give_slot(weave, true, rank, *inbox);
+    if (action.micro_batch == replay->m - 1)
+        dtrain__put(woven, DTRAIN_PIPELINE_ACT_REDUCE, action.chunk, action.micro_batch);
+}
+
+/* Find the rank whose next computation ends first, of those that can begin; -1: none can. */
+static int dtrain__weave_next(const dtrain__weave *weave, double *at)
+{
+    const dtrain__replay *replay = &weave->replay;
+    int first = -1;
+    double end = 0, begin;
+    for (int r = 0; r < replay->p; r++) {
+        const dtrain__order *order = &weave->orders[r];
+        if (weave->at[r] == order->count) continue;
+        const dtrain_pipeline_action *action = &order->actions[weave->at[r]];
+        if (!dtrain__begin_at(replay, r, action, &begin)) continue;
+        const bool both = action->act == DTRAIN_PIPELINE_ACT_BACKWARD && !replay->splits;
+        if (first >= 0 && begin + (both ? 2 : 1) >= end) continue;
+        first = r, *at = begin, end = begin + (both ? 2 : 1);
+    }
+    return first;
+}
+
+/* Weave all ranks; false: an order of step 1 waits for itself. */
+static bool dtrain__weave_all(dtrain__weave *weave)
+{
+    const int p = weave->replay.p;
+    double at;
+    for (int rank; (rank = dtrain__weave_next(weave, &at)) >= 0;)
+        dtrain__weave_compute(weave, rank, weave->orders[rank].actions[weave->at[rank]++], at);
+    for (int r = 0; r < p; r++) {
+        if (weave->at[r] < weave->orders[r].count) return false;
+        dtrain__put(&weave->woven[r], DTRAIN_PIPELINE_ACT_STEP, 0, weave->replay.m - 1);
+    }
+    return true;
+}
+
+/* Do both steps. */
+static bool dtrain__weave_run(dtrain__weave *weave)
+{
+    dtrain__replay *replay = &weave->replay;
+    dtrain__replay_reset(replay);
+    if (replay->kind == DTRAIN_PIPELINE_ZBV) dtrain__order_zbv(replay, weave->orders, weave->vees);
+    for (int r = 0; r < replay->p; r++) {
+        dtrain__order *order = &weave->orders[r];
+        if (replay->kind == DTRAIN_PIPELINE_GPIPE) dtrain__order_gpipe(order, replay->m);
+        if (replay->kind == DTRAIN_PIPELINE_1F1B || replay->kind == DTRAIN_PIPELINE_ZB_H1)
+            dtrain__order_1f1b(order, replay->p, r, replay->m, replay->splits);
+        if (replay->kind == DTRAIN_PIPELINE_INTERLEAVED)
+            dtrain__order_interleaved(order, replay->p, replay->v, r, replay->m);
+    }
+    dtrain__replay_reset(replay);
+    return dtrain__weave_all(weave);
+}
+
+/* ---- Creation ---------------------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc *desc, int ranks,
+                                                      int *chunks)
+{
+    static const char *const names[] = {"1F1B", "GPIPE", "INTERLEAVED", "ZB_H1", "ZBV"};
+    const uint32_t kind = desc ? desc->kind : 0;
+    if (kind > DTRAIN_PIPELINE_ZBV)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "kind %u of a pipeline is not a dtrain_pipeline_kind", kind);
+    const bool loops = kind == DTRAIN_PIPELINE_INTERLEAVED, vee = kind == DTRAIN_PIPELINE_ZBV;
+    const uint32_t given = desc ? desc->chunks : 0;
+    *chunks = given ? (int)given : loops || vee ? 2 : 1;
+    if (given <= DTRAIN__CHUNKS_MOST && (loops || given == 0 || *chunks == (vee ? 2 : 1)))
+        return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_ARGUMENT,
+        "a pipeline of kind %s on %d ranks has %s, not %u; several stages a rank are "
+        "for INTERLEAVED, two in the shape of a V for ZBV",
+        names[kind], ranks,
+        loops ? "1 to 64 chunks"
+        : vee ? "2 chunks a rank"
+              : "1 chunk a rank",
+        given);
+}
+
+/* Copy the woven lists into a schedule. */
+static dtrain_result dtrain__schedule_fill(const dtrain__weave *weave,
+                                           dtrain_pipeline_schedule *schedule)
+{
+    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
+    const int p = weave->replay.p;
+    size_t count = 0;
+    schedule->first =
+        (size_t *)dtrain__alloc(&allocator, (size_t)p + 1, sizeof *schedule->first, "a schedule");
+    if (!schedule->first) return DTRAIN_ERROR_MEMORY;
+    for (int r = 0; r < p; r++) schedule->first[r + 1] = count += weave->woven[r].count;
+    schedule->actions = (dtrain_pipeline_action *)dtrain__alloc(
+        &allocator, count, sizeof *schedule->actions, "a schedule");
+    if (!schedule->actions) return DTRAIN_ERROR_MEMORY;
+    for (int r = 0; r < p; r++)
+        memcpy(schedule->actions + schedule->first[r], weave->woven[r].actions,
+               weave->woven[r].count * sizeof *schedule->actions);
+    return DTRAIN_OK;
+}
+
+/* Allocate what weaving needs (allocate), or free it. */
+static bool dtrain__weave_memory(dtrain__weave *weave, bool allocate)
+{
+    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
+    const dtrain__replay *replay = &weave->replay;
+    const size_t p = (size_t)replay->p, passes = (size_t)replay->v * (size_t)replay->m;
+    struct {
+        void **memory;
+        size_t count, bytes;
+    } all[] = {{(void **)&weave->replay.done, 3 * p * passes, sizeof(double)},
+               {(void **)&weave->replay.clock, p, sizeof(double)},
+               {(void **)&weave->orders, p, sizeof *weave->orders},
+               {(void **)&weave->woven, p, sizeof *weave->woven},
+               {(void **)&weave->at, p, sizeof *weave->at},
+               {(void **)&weave->slots, 2 * p * passes, sizeof *weave->slots},
+               {(void **)&weave->taken, 2 * p * passes, sizeof *weave->taken},
+               {(void **)&weave->vees, p, sizeof *weave->vees},
+               {(void **)&weave->memory, 2 * p * weave->most, sizeof *weave->memory}};
+    bool complete = true;
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        if (!allocate) dtrain__free(&allocator, *all[i].memory, all[i].count, all[i].bytes);
+        else *all[i].memory = dtrain__alloc(&allocator, all[i].count, all[i].bytes, "a schedule");
+        complete = complete && *all[i].memory;
+    }
+    for (size_t r = 0; allocate && complete && r < p; r++) {
+        weave->orders[r].actions = weave->memory + 2 * r * weave->most;
+        weave->woven[r].actions = weave->memory + (2 * r + 1) * weave->most;
+    }
+    for (size_t i = 0; allocate && complete && i < 2 * p * passes; i++) weave->slots[i] = -1;
+    return complete;
+}
+
+DTRAIN_API dtrain_result dtrain_pipeline_create(const dtrain_pipeline_desc *desc, int ranks,
+                                                int micro_batches, dtrain_pipeline_schedule **out)
+{
+    const char *const call = "dtrain_pipeline_create";
+    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
+    dtrain__weave weave;
+    int chunks;
+    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: out is NULL", call);
+    *out = NULL;
+    DTRAIN__TRY(dtrain__pipeline_chunks(desc, ranks, &chunks));
+    if (ranks < 1 || micro_batches < 1 ||
+        (int64_t)ranks * chunks * micro_batches > DTRAIN__PASSES_MOST)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: %d ranks, %d chunks and %d micro-batches; expected 1 or more, and "
+                           "at most %d passes in all",
+                           call, ranks, chunks, micro_batches, DTRAIN__PASSES_MOST);
+    memset(&weave, 0, sizeof weave);
+    weave.replay.kind = desc ? desc->kind : 0;
+    weave.replay.p = ranks, weave.replay.v = chunks, weave.replay.m = micro_batches;
+    weave.replay.splits = dtrain__pipeline_splits(weave.replay.kind);
+    weave.most = 7 * (size_t)chunks * (size_t)micro_batches + (size_t)chunks + 1;
+    dtrain_pipeline_schedule *schedule =
+        (dtrain_pipeline_schedule *)dtrain__alloc(&allocator, 1, sizeof *schedule, "a schedule");
+    dtrain_result result =
+        schedule && dtrain__weave_memory(&weave, true) ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    if (result == DTRAIN_OK) {
+        schedule->kind = weave.replay.kind;
+        schedule->ranks = ranks, schedule->chunks = chunks, schedule->micro_batches = micro_batches;
+        if (!dtrain__weave_run(&weave))
+            result = dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                                 "%s: INTERLEAVED on %d ranks cannot order %d micro-batches; use a "
+                                 "multiple of %d",
+                                 call, ranks, micro_batches, ranks);
+    }
+    if (result == DTRAIN_OK) result = dtrain__schedule_fill(&weave, schedule);
+    dtrain__weave_memory(&weave, false);
+    if (result == DTRAIN_OK) *out = schedule;
+    else dtrain_pipeline_destroy(schedule);
+    return result;
+}
+
+DTRAIN__PRIVATE void dtrain__pipeline_room(const dtrain_pipeline_schedule *schedule, int rank,
+                                           dtrain_pipeline_report *report)
+{
+    report->slots = report->inboxes = 0;
+    for (size_t i = schedule->first[rank]; i < schedule->first[rank + 1]; i++) {
+        const dtrain_pipeline_action *action = &schedule->actions[i];
+        if (action->slot >= report->slots) report->slots = action->slot + 1;
+        if (action->inbox >= report->inboxes) report->inboxes = action->inbox + 1;
+    }
+}
+
+DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline_schedule *schedule)
+{
+    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
+    if (!schedule) return;
+    const size_t ranks = (size_t)schedule->ranks;
+    if (schedule->first)
+        dtrain__free(&allocator, schedule->actions, schedule->first[ranks],
+                     sizeof *schedule->actions);
+    dtrain__free(&allocator, schedule->first, ranks + 1, sizeof *schedule->first);
+    dtrain__free(&allocator, schedule, 1, sizeof *schedule);
+}
+
+/* ==== src/parallel/validate.c ================================================================= */
+
+/* Checking a schedule
+ *
+ * All ranks are replayed. A computation is done as soon as its rank comes to it, and is an error if
+ * what it needs is not there. A send waits for its receive: both ranks must stand at the two ends of
+ * the same message. Where no rank can go on and not all are done, the run would hang. In the end
+ * everything must have been done once, and slots and inboxes were never used twice at once.
+ *
+ * Times: a computation begins when its rank is free and what it needs has arrived; messages take
+ * time and keep no rank busy, as the runner's are asynchronous. */
+
+typedef struct dtrain__pass_state {
+    uint32_t done;       /* bits: 1 << act */
+    int32_t slot, inbox; /* -1: none */
+    double end[4];       /* by act: when it was done */
+    double arrived[2];   /* what came of the stage before, and the gradient from the next one */
+} dtrain__pass_state;
+
+typedef struct dtrain__check {
+    const dtrain_pipeline_schedule *schedule;
+    dtrain_pipeline_costs costs;
+    size_t *at;                 /* (ranks) the action that a rank has come to */
+    double *clock, *busy;       /* (ranks) */
+    int32_t *live, *peak;       /* (ranks) passes between forward and backward */
+    dtrain__pass_state *passes; /* (ranks, chunks, micro-batches) */
+} dtrain__check;
+
+static const char *const dtrain__act_names[] = {
+    "?",       "FORWARD",       "BACKWARD",         "WEIGHT", "SEND",
+    "RECEIVE", "SEND_GRADIENT", "RECEIVE_GRADIENT", "REDUCE", "STEP"};
+
+DTRAIN__PRIVATE const char *dtrain__pipeline_act_name(uint32_t act)
+{
+    return dtrain__act_names[act <= DTRAIN_PIPELINE_ACT_STEP ? act : 0];
+}
+
+static dtrain__pass_state *dtrain__pass_of(const dtrain__check *check, int rank, int chunk,
+                                           int micro)
+{
+    const dtrain_pipeline_schedule *s = check->schedule;
+    return &check->passes[((size_t)rank * (size_t)s->chunks + (size_t)chunk) *
+                              (size_t)s->micro_batches +
+                          (size_t)micro];
+}
+
+/* Fail at a rank's action. */
+static dtrain_result dtrain__check_fail(int rank, const dtrain_pipeline_action *action,
+                                        const char *why)
+{
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "dtrain_pipeline_check: rank %d, %s of chunk %d, micro-batch %d: %s", rank,
+                       dtrain__pipeline_act_name(action->act), (int)action->chunk,
+                       (int)action->micro_batch, why);
+}
+
+/* Return what a pass still needs before an action; NULL: nothing. */
+static const char *dtrain__missing(const dtrain__check *check, int rank,
+                                   const dtrain_pipeline_action *action)
+{
+    const dtrain_pipeline_schedule *s = check->schedule;
+    const dtrain__pass_state *pass =
+        dtrain__pass_of(check, rank, action->chunk, action->micro_batch);
+    const int stage = dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, rank, action->chunk);
+    const bool last = stage == s->ranks * s->chunks - 1;
+    const uint32_t done = pass->done, act = action->act;
+    if (act == DTRAIN_PIPELINE_ACT_STEP) return NULL;
+    if (act == DTRAIN_PIPELINE_ACT_REDUCE) return NULL;
+    if (done >> act & 1) return "it has been done before";
+    if (act == DTRAIN_PIPELINE_ACT_FORWARD && stage && pass->arrived[0] < 0)
+        return "what the stage before makes is not there";
+    if (act == DTRAIN_PIPELINE_ACT_BACKWARD && !(done >> DTRAIN_PIPELINE_ACT_FORWARD & 1))
+        return "it comes before the forward";
+    if (act == DTRAIN_PIPELINE_ACT_BACKWARD && !last && pass->arrived[1] < 0)
+        return "the gradient from the next stage is not there";
+    if (act == DTRAIN_PIPELINE_ACT_WEIGHT && !(done >> DTRAIN_PIPELINE_ACT_BACKWARD & 1))
+        return "it comes before the backward";
+    if (act == DTRAIN_PIPELINE_ACT_SEND && (last || !(done >> DTRAIN_PIPELINE_ACT_FORWARD & 1)))
+        return last ? "no stage is behind this one" : "it comes before the forward";
+    if (act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT &&
+        (!stage || !(done >> DTRAIN_PIPELINE_ACT_BACKWARD & 1)))
+        return stage ? "it comes before the backward" : "no stage is before this one";
+    if (act == DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT && !(done >> DTRAIN_PIPELINE_ACT_FORWARD & 1))
+        return "it comes before the forward";
+    return NULL;
+}
+
+/* Check that gradients add up in ascending order: the same act of the micro-batch before is done. */
+static bool dtrain__ascends(const dtrain__check *check, int rank,
+                            const dtrain_pipeline_action *action)
+{
+    const bool splits = dtrain__pipeline_splits(check->schedule->kind);
+    const uint32_t adds = splits ? DTRAIN_PIPELINE_ACT_WEIGHT : DTRAIN_PIPELINE_ACT_BACKWARD;
+    if (action->micro_batch == 0 || action->act != adds) return true;
+    return dtrain__pass_of(check, rank, action->chunk, action->micro_batch - 1)->done >> adds & 1;
+}
+
+/* Tell whether another pass of the rank holds a slot, or an inbox. */
+static bool dtrain__is_held(const dtrain__check *check, int rank, int32_t slot, int32_t inbox)
+{
+    const dtrain_pipeline_schedule *s = check->schedule;
+    for (int c = 0; c < s->chunks; c++)
+        for (int i = 0; i < s->micro_batches; i++) {
+            const dtrain__pass_state *pass = dtrain__pass_of(check, rank, c, i);
+            if ((slot >= 0 && pass->slot == slot) || (inbox >= 0 && pass->inbox == inbox))
+                return true;
+        }
+    return false;
+}
+
+/* Let what a computation made reach the other stage where that is on the same rank. */
+static void dtrain__hand_over(dtrain__check *check, int rank, const dtrain_pipeline_action *action,
+                              int direction, double at)
+{
+    const dtrain_pipeline_schedule *s = check->schedule;
+    const int stage = dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, rank, action->chunk);
+    const int to = stage + direction;
+    if (to < 0 || to >= s->ranks * s->chunks) return;
+    const dtrain__place_of_stage place = dtrain__pipeline_place(s->kind, s->ranks, to);
+    if (place.rank != rank) return;
+    dtrain__pass_of(check, rank, place.chunk, action->micro_batch)->arrived[direction < 0] = at;
+}
+
+/* Do a computation of a rank. */
+static dtrain_result dtrain__check_compute(dtrain__check *check, int rank,
+                                           const dtrain_pipeline_action *action)
+{
+    const bool splits = dtrain__pipeline_splits(check->schedule->kind);
+    const uint32_t act = action->act;
+    dtrain__pass_state *pass = dtrain__pass_of(check, rank, action->chunk, action->micro_batch);
+    if (!dtrain__ascends(check, rank, action))
+        return dtrain__check_fail(rank, action, "gradients add up in ascending micro-batches");
+    double cost = act == DTRAIN_PIPELINE_ACT_FORWARD  ? check->costs.forward
+                  : act == DTRAIN_PIPELINE_ACT_WEIGHT ? check->costs.weight
+                                                      : check->costs.backward;
+    if (act == DTRAIN_PIPELINE_ACT_BACKWARD && !splits) cost += check->costs.weight;
+    double begin = check->clock[rank];
+    if (act <= DTRAIN_PIPELINE_ACT_BACKWARD)
+        begin = fmax(begin, pass->arrived[act - DTRAIN_PIPELINE_ACT_FORWARD]);
+    check->clock[rank] = begin + cost;
+    check->busy[rank] += cost;
+    pass->end[act] = begin + cost;
+    pass->done |= 1u << act;
+    if (act == DTRAIN_PIPELINE_ACT_FORWARD) {
+        if (action->slot < 0 || dtrain__is_held(check, rank, action->slot, -1))
+            return dtrain__check_fail(rank, action, "its slot is not free");
+        pass->slot = action->slot;
+        check->peak[rank] = (int32_t)fmax(check->peak[rank], ++check->live[rank]);
+        dtrain__hand_over(check, rank, action, 1, begin + cost);
+    } else if (action->slot != pass->slot) {
+        return dtrain__check_fail(rank, action, "its slot is not the forward's");
+    }
+    if (act == DTRAIN_PIPELINE_ACT_BACKWARD) {
+        check->live[rank]--;
+        dtrain__hand_over(check, rank, action, -1, begin + cost);
+    }
+    if (act == (splits ? DTRAIN_PIPELINE_ACT_WEIGHT : DTRAIN_PIPELINE_ACT_BACKWARD))
+        pass->slot = pass->inbox = -1;
+    return DTRAIN_OK;
+}
+
+/* Return the action that a rank has come to; NULL: it is done. */
+static const dtrain_pipeline_action *dtrain__at(const dtrain__check *check, int rank)
+{
+    const dtrain_pipeline_schedule *s = check->schedule;
+    const size_t i = s->first[rank] + check->at[rank];
+    return i < s->first[rank + 1] ? &s->actions[i] : NULL;
+}
+
+/* Carry the message whose send a rank has come to, if the peer has come to its receive. */
+static dtrain_result dtrain__check_message(dtrain__check *check, int rank,
+                                           const dtrain_pipeline_action *send, bool *moved)
+{
+    const dtrain_pipeline_schedule *s = check->schedule;
+    const bool forward = send->act == DTRAIN_PIPELINE_ACT_SEND;
+    const int stage = dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, rank, send->chunk);
+    const dtrain__place_of_stage place =
+        dtrain__pipeline_place(s->kind, s->ranks, stage + (forward ? 1 : -1));
+    if (send->peer != place.rank)
+        return dtrain__check_fail(rank, send, "its peer does not have the other stage");
+    const dtrain_pipeline_action *receive = dtrain__at(check, place.rank);
+    if (!receive || receive->peer != rank ||
+        (receive->act != DTRAIN_PIPELINE_ACT_RECEIVE &&
+         receive->act != DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT))
+        return DTRAIN_OK;
+    if (receive->act != send->act + 1 || receive->chunk != place.chunk ||
+        receive->micro_batch != send->micro_batch)
+        return dtrain__check_fail(place.rank, receive, "the peer sends another message");
+    dtrain__pass_state *to =
+        dtrain__pass_of(check, place.rank, receive->chunk, receive->micro_batch);
+    if (forward && (receive->inbox < 0 || dtrain__is_held(check, place.rank, -1, receive->inbox)))
+        return dtrain__check_fail(place.rank, receive, "its inbox is not free");
+    if (forward) to->inbox = receive->inbox;
+    to->arrived[!forward] =
+        dtrain__pass_of(check, rank, send->chunk, send->micro_batch)
+            ->end[forward ? DTRAIN_PIPELINE_ACT_FORWARD : DTRAIN_PIPELINE_ACT_BACKWARD] +
+        check->costs.message;
+    dtrain__pass_of(check, rank, send->chunk, send->micro_batch)->done |= 1u << send->act;
+    to->done |= 1u << receive->act;
+    check->at[rank]++;
+    check->at[place.rank]++;
+    *moved = true;
+    return DTRAIN_OK;
+}
+
+/* Let a rank go on by one action, if it can. */
+static dtrain_result dtrain__check_next(dtrain__check *check, int rank, bool *moved)
+{
+    const dtrain_pipeline_schedule *s = check->schedule;
+    const dtrain_pipeline_action *action = dtrain__at(check, rank);
+    if (!action) return DTRAIN_OK;
+    if (action->act < DTRAIN_PIPELINE_ACT_FORWARD || action->act > DTRAIN_PIPELINE_ACT_STEP ||
+        action->chunk < 0 || action->chunk >= s->chunks || action->micro_batch < 0 ||
+        action->micro_batch >= s->micro_batches)
+        return dtrain__check_fail(rank, action, "there is no such action, chunk or micro-batch");
+    const char *missing = dtrain__missing(check, rank, action);
+    if (missing) return dtrain__check_fail(rank, action, missing);
+    if (action->act == DTRAIN_PIPELINE_ACT_SEND || action->act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT)
+        return dtrain__check_message(check, rank, action, moved);
+    if (action->act == DTRAIN_PIPELINE_ACT_RECEIVE ||
+        action->act == DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT)
+        return DTRAIN_OK; /* its send moves both */
+    if (action->act <= DTRAIN_PIPELINE_ACT_WEIGHT)
+        DTRAIN__TRY(dtrain__check_compute(check, rank, action));
+    check->at[rank]++;
+    *moved = true;
+    return DTRAIN_OK;
+}
+
+/* Check that each pass has done what its kind has. */
+static dtrain_result dtrain__check_all_done(const dtrain__check *check)
+{
+    const dtrain_pipeline_schedule *s = check->schedule;
+    const uint32_t last = dtrain__pipeline_splits(s->kind) ? DTRAIN_PIPELINE_ACT_WEIGHT
+                                                           : DTRAIN_PIPELINE_ACT_BACKWARD;
+    for (int r = 0; r < s->ranks; r++)
+        for (int c = 0; c < s->chunks; c++)
+            for (int i = 0; i < s->micro_batches; i++) {
+                const dtrain_pipeline_action action = {last, c, i, -1, -1, -1};
+                if (!(dtrain__pass_of(check, r, c, i)->done >> last & 1))
+                    return dtrain__check_fail(r, &action, "it is missing");
+            }
+    return DTRAIN_OK;
+}
+
+/* Replay all ranks. */
+static dtrain_result dtrain__check_run(dtrain__check *check)
+{
+    const dtrain_pipeline_schedule *s = check->schedule;
+    for (bool moved = true; moved;) {
+        moved = false;
+        for (int r = 0; r < s->ranks; r++)
+            for (bool more = true; more; moved = moved || more) {
+                more = false;
+                DTRAIN__TRY(dtrain__check_next(check, r, &more));
+            }
+    }
+    for (int r = 0; r < s->ranks; r++) {
+        const dtrain_pipeline_action *action = dtrain__at(check, r);
+        if (action)
+            return dtrain__check_fail(r, action, "the run hangs here: its peer never comes to it");
+    }
+    return dtrain__check_all_done(check);
+}
+
+/* Add up what a rank needs, and what all of them take. */
+static void dtrain__check_report(const dtrain__check *check, int rank,
+                                 dtrain_pipeline_report *report)
+{
+    const dtrain_pipeline_schedule *s = check->schedule;
+    double busy = 0;
+    memset(report, 0, sizeof *report);
+    for (int r = 0; r < s->ranks; r++) {
+        report->makespan = fmax(report->makespan, check->clock[r]);
+        busy += check->busy[r];
+    }
+    report->bubble = report->makespan > 0 ? 1 - busy / (s->ranks * report->makespan) : 0;
+    if (rank < 0 || rank >= s->ranks) return;
+    report->peak = check->peak[rank];
+    dtrain__pipeline_room(s, rank, report);
+}
+
+DTRAIN_API dtrain_result dtrain_pipeline_check(const dtrain_pipeline_schedule *schedule,
+                                               const dtrain_pipeline_costs *costs, int rank,
+                                               dtrain_pipeline_report *report)
+{
+    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
+    dtrain__check check;
+    if (!schedule || !schedule->first || !schedule->actions || schedule->ranks < 1)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_pipeline_check: schedule is NULL");
+    memset(&check, 0, sizeof check);
+    check.schedule = schedule;
+    if (costs) check.costs = *costs;
+    if (check.costs.forward <= 0 && check.costs.backward <= 0 && check.costs.weight <= 0)
+        check.costs.forward = check.costs.backward = check.costs.weight = 1;
+    const size_t ranks = (size_t)schedule->ranks;
+    const size_t passes = ranks * (size_t)schedule->chunks * (size_t)schedule->micro_batches;
+    const size_t bytes = sizeof *check.at + 2 * sizeof *check.clock + 2 * sizeof *check.live;
+    char *memory = (char *)dtrain__alloc(&allocator, ranks, bytes, "a check of a schedule");
+    check.passes = (dtrain__pass_state *)dtrain__alloc(&allocator, passes, sizeof *check.passes,
+                                                       "a check of a schedule");
+    dtrain_result result = memory && check.passes ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    if (result == DTRAIN_OK) {
+        check.clock = (double *)(void *)memory;
+        check.busy = check.clock + ranks;
+        check.at = (size_t *)(void *)(check.busy + ranks);
+        check.live = (int32_t *)(void *)(check.at + ranks);
+        check.peak = check.live + ranks;
+        for (size_t i = 0; i < passes; i++) {
+            check.passes[i].slot = check.passes[i].inbox = -1;
+            check.passes[i].arrived[0] = check.passes[i].arrived[1] = -1;
+        }
+        result = dtrain__check_run(&check);
+    }
+    if (result == DTRAIN_OK && report) dtrain__check_report(&check, rank, report);
+    dtrain__free(&allocator, memory, ranks, bytes);
+    dtrain__free(&allocator, check.passes, passes, sizeof *check.passes);
+    return result;
+}
+
+/* ==== src/parallel/runner.c =================================================================== */
+
+/* Running a schedule
+ *
+ * A rank walks its own list. Messages are asynchronous: RECEIVE starts one and goes on; the action
+ * that needs it waits, and so do the actions that would overwrite what is still being sent:
+ *
+ *     RECEIVE 1 . . . . FORWARD 1  SEND 1 . . . . BACKWARD 1 (its slot's last use) . . FORWARD 4
+ *     starts            waits      starts                                              waits for
+ *     (waits for the inbox' last)                                                      SEND 1
+ *
+ * So the works of a pass are noted with its slot and its inbox: two receives and two sends, of
+ * several parts each. Nothing is allocated on the way. */
+
+#define DTRAIN__PARTS_MOST 16 /* of a message */
+
+typedef struct dtrain__message {
+    dtrain_work *works[DTRAIN__PARTS_MOST];
+    size_t count;
+} dtrain__message;
+
+typedef struct dtrain__runner {
+    const dtrain_pipeline_schedule *schedule;
+    dtrain_comm *comm;
+    const dtrain_pipeline_work *work;
+    int rank;
+    size_t slots, inboxes;
+    dtrain__message *messages; /* (3, slots): sent, gradient received; (inboxes): received ... */
+} dtrain__runner;
+
+/* The messages of a slot or inbox, by the act that starts them. */
+static dtrain__message *dtrain__message_of(const dtrain__runner *run, uint32_t act,
+                                           const dtrain_pipeline_action *action)
+{
+    dtrain__message *const of_slot = &run->messages[3 * (size_t)(action->slot + 1) - 3];
+    if (act == DTRAIN_PIPELINE_ACT_RECEIVE)
+        return &run->messages[3 * run->slots + (size_t)action->inbox];
+    return &of_slot[act == DTRAIN_PIPELINE_ACT_SEND            ? 0
+                    : act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT ? 1
+                                                               : 2];
+}
+
+/* Wait for all parts of a message; return the first error, after all are given back. */
+static dtrain_result dtrain__message_wait(dtrain__message *message)
+{
+    dtrain_result first = DTRAIN_OK;
+    for (size_t i = 0; i < message->count; i++) {
+        const dtrain_result result = dtrain_work_wait(message->works[i]);
+        if (first == DTRAIN_OK) first = result;
+    }
+    message->count = 0;
+    return first;
+}
+
+/* Start the parts of a message. */
+static dtrain_result dtrain__message_start(const dtrain__runner *run,
+                                           const dtrain_pipeline_action *action)
+{
+    dtrain__message *message = dtrain__message_of(run, action->act, action);
+    const bool sends =
+        action->act == DTRAIN_PIPELINE_ACT_SEND || action->act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT;
+    DTRAIN__TRY(dtrain__message_wait(message));
+    for (size_t i = 0;; i++) {
+        dtrain_pipeline_part part;
+        memset(&part, 0, sizeof part);
+        DTRAIN__TRY(run->work->part(run->work->user, action, i, &part));
+        if (part.count == 0) return DTRAIN_OK;
+        if (i == DTRAIN__PARTS_MOST)
+            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "a message has more than %d parts",
+                               DTRAIN__PARTS_MOST);
+        DTRAIN__TRY(sends ? dtrain_send(run->comm, part.address, part.count, part.dtype,
+                                        action->peer, &message->works[i])
+                          : dtrain_recv(run->comm, part.address, part.count, part.dtype,
+                                        action->peer, &message->works[i]));
+        message->count = i + 1;
+    }
+}
+
+/* Wait for what a computation needs, and for what it would overwrite; then do it. */
+static dtrain_result dtrain__run_compute(const dtrain__runner *run,
+                                         const dtrain_pipeline_action *action)
+{
+    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD) {
+        DTRAIN__TRY(
+            dtrain__message_wait(dtrain__message_of(run, DTRAIN_PIPELINE_ACT_SEND, action)));
+        DTRAIN__TRY(dtrain__message_wait(
+            dtrain__message_of(run, DTRAIN_PIPELINE_ACT_SEND_GRADIENT, action)));
+        if (action->inbox >= 0)
+            DTRAIN__TRY(
+                dtrain__message_wait(dtrain__message_of(run, DTRAIN_PIPELINE_ACT_RECEIVE, action)));
+    }
+    if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD)
+        DTRAIN__TRY(dtrain__message_wait(
+            dtrain__message_of(run, DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT, action)));
+    return run->work->compute(run->work->user, action);
+}
+
+/* Add to an error where in the schedule it was. */
+static dtrain_result dtrain__run_fail(const dtrain__runner *run,
+                                      const dtrain_pipeline_action *action, dtrain_result result)
+{
+    const dtrain_pipeline_schedule *s = run->schedule;
+    char text[DTRAIN__ERROR_BYTES];
+    snprintf(text, sizeof text, "%s", dtrain__bare(dtrain_last_error()));
+    return dtrain_fail(
+        result, "stage %d of %d, %s of micro-batch %d: %s",
+        dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, run->rank, action->chunk),
+        s->ranks * s->chunks, dtrain__pipeline_act_name(action->act), (int)action->micro_batch,
+        text);
+}
+
+/* Walk the list, and wait for what is still being sent. */
+static dtrain_result dtrain__run_walk(const dtrain__runner *run)
+{
+    const dtrain_pipeline_schedule *s = run->schedule;
+    for (size_t i = s->first[run->rank]; i < s->first[run->rank + 1]; i++) {
+        const dtrain_pipeline_action *action = &s->actions[i];
+        const bool message = action->act >= DTRAIN_PIPELINE_ACT_SEND &&
+                             action->act <= DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT;
+        const dtrain_result result =
+            message ? dtrain__message_start(run, action) : dtrain__run_compute(run, action);
+        if (result != DTRAIN_OK) return dtrain__run_fail(run, action, result);
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *schedule,
+                                             dtrain_comm *comm, const dtrain_pipeline_work *work)
+{
+    const char *const call = "dtrain_pipeline_run";
+    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
+    dtrain__runner run;
+    dtrain_pipeline_report report;
+    if (!schedule || !work || !work->compute || !work->part)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: schedule, work or one of its functions is "
+                           "NULL",
+                           call);
+    if (schedule->ranks != (comm ? dtrain_comm_size(comm) : 1))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: the schedule is for %d ranks, and the communicator has %d", call,
+                           (int)schedule->ranks, comm ? dtrain_comm_size(comm) : 1);
+    memset(&run, 0, sizeof run);
+    run.schedule = schedule;
+    run.comm = comm;
+    run.work = work;
+    run.rank = comm ? dtrain_comm_rank(comm) : 0;
+    dtrain__pipeline_room(schedule, run.rank, &report);
+    run.slots = (size_t)report.slots;
+    run.inboxes = (size_t)report.inboxes;
+    const size_t count = 3 * run.slots + run.inboxes;
+    run.messages = (dtrain__message *)dtrain__alloc(&allocator, count, sizeof *run.messages,
+                                                    "messages of a pipeline");
+    if (!run.messages) return DTRAIN_ERROR_MEMORY;
+    dtrain_result result = dtrain__run_walk(&run);
+    if (result != DTRAIN_OK && comm) result = comm->ops->fail(comm, result, dtrain_last_error());
+    for (size_t i = 0; i < count; i++) {
+        const dtrain_result sent = dtrain__message_wait(&run.messages[i]);
+        if (result == DTRAIN_OK) result = sent;
+    }
+    dtrain__free(&allocator, run.messages, count, sizeof *run.messages);
+    return result;
+}
+
 /* ==== src/strategy/params.c =================================================================== */
 
 /* Parameters: checks and completes what the host registers
@@ -13451,6 +14600,7 @@ DTRAIN_API dtrain_result dtrain_vocab_cross_entropy(dtrain_comm *tensor,
  * brackets:
  *
  *     params.c, kinds.c       what the host registers; what each kind shards
+ *     stages.c                which part of the model a rank of a pipeline has
  *     layout.c                who keeps what, in which memory
  *     road.c                  DDP from ready to publish [weights.c, gather.c, offload.c, calls.c]
  *     weights.c, norm.c       the mean over samples; the norm of gradients
@@ -13503,6 +14653,21 @@ DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
 DTRAIN__PRIVATE void dtrain__strategy_tensor_info(const dtrain_strategy *strategy,
                                                   dtrain_comm_info *info);
 
+/* Which stages there are, and who has them: strategy/stages.c. */
+typedef struct dtrain__stage_map {
+    uint32_t kind;           /* dtrain_pipeline_kind */
+    int ranks, rank, chunks; /* of the pipeline axis; stages of each rank */
+    int32_t stages;          /* of the model; 1 without a pipeline */
+    bool *here;              /* (stages) this rank has it */
+    int32_t *units;          /* (2 * unit_count) a unit and its stage, for each */
+    size_t unit_count, room;
+} dtrain__stage_map;
+DTRAIN__PRIVATE const dtrain__stage_map *dtrain__stages_of(const dtrain_strategy *strategy);
+/* Return the stage of a unit; -1: no parameter belongs to it. */
+DTRAIN__PRIVATE int32_t dtrain__stage_of_unit(const dtrain__stage_map *map, uint32_t unit);
+/* Return the rank of the pipeline axis that has a stage. */
+DTRAIN__PRIVATE int dtrain__stage_rank(const dtrain__stage_map *map, int32_t stage);
+
 /* ---- May a call go on? ------------------------------------------------------------------------*/
 
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy,
@@ -13532,6 +14697,12 @@ DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
 DTRAIN__PRIVATE int dtrain__holders(const dtrain_strategy *strategy, size_t i, int *count);
 /* Tell whether no rank keeps it as a whole. */
 DTRAIN__PRIVATE bool dtrain__is_sliced(const dtrain_strategy *strategy, size_t i);
+/* Tell whether it has memory here; what stages of other ranks alone use has none. */
+DTRAIN__PRIVATE bool dtrain__has_memory(const dtrain_param *param);
+/* Tell whether its unit is in a stage of this rank; the rank alone marks it. */
+DTRAIN__PRIVATE bool dtrain__is_here(const dtrain_strategy *strategy, size_t i);
+/* Return the first rank of the pipeline axis that has it; where weights are tied, of several. */
+DTRAIN__PRIVATE int dtrain__stage_first(const dtrain_strategy *strategy, size_t i);
 /* Tell whether no rank had a gradient of it in the last step: it is left out of the update. */
 DTRAIN__PRIVATE bool dtrain__had_no_gradient(const dtrain_strategy *strategy, size_t i);
 DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p);
@@ -13571,6 +14742,12 @@ DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
                                         const dtrain__samples *samples);
 DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
                                            const dtrain__samples *samples);
+/* Note that a backward is a schedule of several micro-batches. */
+DTRAIN__PRIVATE void dtrain__expect_schedule(dtrain_strategy *strategy, bool several);
+/* Weigh a micro-batch of a pipeline, whose schedule is one backward (samples NULL: it has no data);
+ * in their order, before finish, which takes the last one's weight (more false). */
+DTRAIN__PRIVATE void dtrain__weigh_micro(dtrain_strategy *strategy, const dtrain__samples *samples,
+                                         bool more, float *weight);
 /* Return the weight of the backward under way. */
 DTRAIN__PRIVATE float dtrain__micro_weight(const dtrain_strategy *strategy);
 /* Return where, in device memory, a step's weights of all ranks are summed up behind finish. Let
@@ -13638,16 +14815,19 @@ typedef struct dtrain__kind_row {
 
 typedef struct dtrain__entry {
     struct dtrain__bucket *bucket; /* of its storage, or NULL */
-    bool trainable;                /* it gets a gradient: neither it nor its storage is frozen */
+    bool trainable;                /* it gets a gradient: neither it nor its storage is frozen, and
+                                      its storage is here */
     bool whole;                    /* its value and gradient are never sharded */
     bool marked;                   /* ready was called in this backward */
     bool seen;                     /* ready was called in this step */
     bool warned;                   /* its missing gradient has been reported */
     bool lends_value; /* value points to memory of the library; destroy makes it NULL */
     bool lends_grad;  /* the same of grad */
+    bool here;        /* its unit is in a stage of this rank */
     /* Of storages alone: */
     uint32_t unit;    /* index of their unit, NONE when several units use them */
-    uint32_t uses;    /* trainable entries that share this gradient, set by dtrain__lay_out */
+    bool tied;        /* stages of other ranks have copies of it */
+    uint32_t uses;    /* trainable entries here that share this gradient: dtrain__lay_out */
     uint32_t pending; /* those not yet marked in this backward */
     int64_t offset;   /* first element within the bucket */
     float *own_value; /* memory of the library for a value that is whole, or NULL */
@@ -13658,6 +14838,7 @@ typedef struct dtrain__bucket {
     uint32_t unit;     /* index of its unit, or NONE: several units use it, or it is cut by size */
     bool trainable;    /* false: frozen values of a unit, which are gathered and never reduced */
     bool sharded;      /* each rank updates a shard of it */
+    bool tied;         /* it is one weight, of which stages of other ranks have copies */
     bool shards_grads; /* its gradients are made whole in a buffer, and the reduced shard is kept
                           elsewhere: so it travels in every backward */
     int64_t count;     /* elements, padding included */
@@ -13794,7 +14975,7 @@ typedef struct dtrain__step {
     bool last_only; /* only in the last micro-batch, on the shard that holds the sum of all */
 } dtrain__step;
 
-#define DTRAIN__STEPS 6 /* the longest way: 5, and a NULL */
+#define DTRAIN__STEPS 7 /* the longest way: 6, and a NULL */
 
 /* The ways: of whole buckets, of the same when compression has begun, of sharded buckets. */
 enum { DTRAIN__WHOLE, DTRAIN__COMPRESSED, DTRAIN__SHARDED, DTRAIN__WAYS };
@@ -13837,6 +15018,10 @@ struct dtrain_strategy {
     dtrain_param *params;                /* the host's */
     size_t param_count;
     dtrain__layout layout;
+    dtrain__stage_map stages;
+    dtrain_pipeline_desc pipeline; /* what desc.pipeline points to, if it is not NULL */
+    dtrain_comm **ties; /* (param_count) of a storage, the ranks of several stages that have copies
+                           of it, or NULL; those of the same ranks share one */
 
     /* The step under way. */
     const dtrain__step *ways[DTRAIN__WAYS][DTRAIN__STEPS];
@@ -13848,6 +15033,8 @@ struct dtrain_strategy {
     float weight, weights;    /* of the next backward; sum over those of this step so far */
     uint32_t passes;          /* backwards that were finished in this step */
     int64_t unit;             /* samples that weigh 1 (weights.c); 0: not agreed on yet */
+    bool several;             /* a backward has several micro-batches: those of a pipeline */
+    bool tied;                /* there are weights with copies on other stages */
     bool taped;               /* a tape was made for this strategy */
     bool empty;               /* the last step had no samples */
     bool unsure;              /* `empty` and `absent` are of this rank: the tally must be read */
@@ -13906,6 +15093,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy
                                                  dtrain_work **works);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, dtrain_result code,
                                                     const char *text);
+
+/* strategy/stages.c */
+DTRAIN__PRIVATE dtrain_result dtrain__stage_map_make(dtrain__stage_map *map,
+                                                     const dtrain_allocator *a,
+                                                     const dtrain_param *params, size_t count,
+                                                     const dtrain_pipeline_desc *desc,
+                                                     const dtrain__groups *groups);
+DTRAIN__PRIVATE void dtrain__stage_map_free(dtrain__stage_map *map, const dtrain_allocator *a);
+DTRAIN__PRIVATE void dtrain__stage_params(const dtrain__stage_map *map, dtrain_param *params,
+                                          size_t count);
+DTRAIN__PRIVATE dtrain_result dtrain__split_ties(dtrain_strategy *strategy);
+DTRAIN__PRIVATE void dtrain__close_ties(dtrain_strategy *strategy);
 
 /* strategy/ways/compression.c */
 DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__hook_of(const dtrain_compression_desc *how);
@@ -13971,7 +15170,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
 DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy);
 
 /* strategy/create.c */
-DTRAIN__PRIVATE dtrain_result dtrain__no_pipeline(const dtrain_mesh *mesh, const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_make(dtrain_world *world, dtrain_param *params,
                                                     size_t param_count,
                                                     const dtrain_strategy_desc *desc,
@@ -14180,6 +15378,226 @@ DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dt
     return DTRAIN_OK;
 }
 
+/* ==== src/strategy/stages.c =================================================================== */
+
+/* Stages: which part of a model a rank of a pipeline axis has
+ *
+ * Units are put into stages in the order in which they first appear in the array of parameters, and
+ * stages lie on ranks as the kind of schedule says. Every rank registers the whole array; what it
+ * has no part in has no memory here and a count of 0:
+ *
+ *     2 ranks, 2 chunks     unit 0 1 2 | 3 4 | 5 6 | 7 8
+ *     stage                      0     |  1  |  2  |  3
+ *     rank, INTERLEAVED          0     |  1  |  0  |  1
+ *     rank, ZBV                  0     |  1  |  1  |  0
+ *
+ * A weight that is tied between stages of several ranks has a copy on each. Both are drawn from the
+ * stream of one index, so that they are equal from the start; TIE (ways/tie.c) adds their gradients
+ * up before anything else is done with them, and so they stay equal. The first rank counts it where
+ * something of the model counts once. */
+
+/* ---- Which stage ------------------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE int32_t dtrain__stage_of_unit(const dtrain__stage_map *map, uint32_t unit)
+{
+    for (size_t u = 0; u < map->unit_count; u++)
+        if ((uint32_t)map->units[2 * u] == unit) return map->units[2 * u + 1];
+    return -1;
+}
+
+DTRAIN__PRIVATE int dtrain__stage_rank(const dtrain__stage_map *map, int32_t stage)
+{
+    return dtrain__pipeline_place(map->kind, map->ranks, stage).rank;
+}
+
+/* List units in the order of their first parameters; stages are not known yet. */
+static void dtrain__stage_units(dtrain__stage_map *map, const dtrain_param *params, size_t count)
+{
+    map->unit_count = 0;
+    for (size_t i = 0; i < count; i++)
+        if (dtrain__stage_of_unit(map, params[i].unit) < 0) {
+            map->units[2 * map->unit_count] = (int32_t)params[i].unit;
+            map->units[2 * map->unit_count++ + 1] = 0;
+        }
+}
+
+/* Check that stages have units, each one, and together all of them. */
+static dtrain_result dtrain__stage_check(const dtrain__stage_map *map,
+                                         const dtrain_pipeline_desc *desc)
+{
+    const char *const call = "dtrain_strategy_create";
+    const bool listed = desc && desc->units;
+    uint64_t sum = 0;
+    for (int32_t s = 0; s < map->stages && listed; s++) {
+        sum += desc->units[s];
+        if (!desc->units[s])
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: pipeline->units gives stage %d of %d no unit; give it one, or "
+                               "take fewer ranks or chunks",
+                               call, (int)s, (int)map->stages);
+    }
+    if (listed && sum != map->unit_count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: the %d numbers of pipeline->units add up to %llu units, and the "
+                           "parameters belong to %zu; every unit is in one stage",
+                           call, (int)map->stages, (unsigned long long)sum, map->unit_count);
+    if (map->unit_count >= (size_t)map->stages || map->stages == 1) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_ARGUMENT,
+        "%s: the parameters belong to %zu units, which leave a stage of %d (%d ranks "
+        "x %d chunks) empty; take fewer ranks or chunks, or give the model more units",
+        call, map->unit_count, (int)map->stages, map->ranks, map->chunks);
+}
+
+/* Put units into stages one after the other. */
+static void dtrain__stage_fill(dtrain__stage_map *map, const dtrain_pipeline_desc *desc)
+{
+    const size_t even = map->unit_count / (size_t)map->stages;
+    const size_t more = map->unit_count % (size_t)map->stages; /* stages with one unit more */
+    size_t at = 0;
+    for (int32_t s = 0; s < map->stages; s++) {
+        const size_t own = desc && desc->units ? desc->units[s] : even + ((size_t)s < more);
+        for (size_t u = 0; u < own; u++) map->units[2 * at++ + 1] = s;
+        map->here[s] = dtrain__stage_rank(map, s) == map->rank;
+    }
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__stage_map_make(dtrain__stage_map *map,
+                                                     const dtrain_allocator *a,
+                                                     const dtrain_param *params, size_t count,
+                                                     const dtrain_pipeline_desc *desc,
+                                                     const dtrain__groups *groups)
+{
+    memset(map, 0, sizeof *map);
+    map->kind = desc ? desc->kind : 0;
+    map->ranks = groups->pipeline_ranks;
+    map->rank = groups->pipeline_rank;
+    DTRAIN__TRY(dtrain__pipeline_chunks(desc, map->ranks, &map->chunks));
+    map->stages = map->ranks * map->chunks;
+    map->room = count;
+    map->units = (int32_t *)dtrain__alloc(a, count, 2 * sizeof *map->units, "stages of units");
+    map->here = (bool *)dtrain__alloc(a, (size_t)map->stages, sizeof *map->here, "stages");
+    if (!map->units || !map->here) return DTRAIN_ERROR_MEMORY;
+    dtrain__stage_units(map, params, count);
+    DTRAIN__TRY(dtrain__stage_check(map, desc));
+    dtrain__stage_fill(map, desc);
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE void dtrain__stage_map_free(dtrain__stage_map *map, const dtrain_allocator *a)
+{
+    dtrain__free(a, map->units, map->room, 2 * sizeof *map->units);
+    dtrain__free(a, map->here, (size_t)map->stages, sizeof *map->here);
+    memset(map, 0, sizeof *map);
+}
+
+/* ---- Parameters -------------------------------------------------------------------------------*/
+
+/* Tell whether a rank of the axis uses a storage, by any of its entries. */
+static bool dtrain__stage_uses(const dtrain__stage_map *map, const dtrain_param *storage, int rank)
+{
+    const dtrain_param *p = storage;
+    do {
+        if (dtrain__stage_rank(map, dtrain__stage_of_unit(map, p->unit)) == rank) return true;
+        p = p->state.next;
+    } while (p != storage);
+    return false;
+}
+
+/* Note which parameters are used here, and take the elements of those away that are not: after the
+ * array was resolved. */
+DTRAIN__PRIVATE void dtrain__stage_params(const dtrain__stage_map *map, dtrain_param *params,
+                                          size_t count)
+{
+    for (size_t i = 0; i < count && map->ranks > 1; i++) {
+        dtrain_param *p = &params[i];
+        p->state.elsewhere = !map->here[dtrain__stage_of_unit(map, p->unit)];
+        if (!dtrain__stage_uses(map, p->state.storage, map->rank)) p->count = 0;
+    }
+}
+
+DTRAIN__PRIVATE const dtrain__stage_map *dtrain__stages_of(const dtrain_strategy *strategy)
+{
+    return &strategy->stages;
+}
+
+DTRAIN__PRIVATE bool dtrain__has_memory(const dtrain_param *param)
+{
+    return param->count || !param->state.elsewhere;
+}
+
+DTRAIN__PRIVATE bool dtrain__is_here(const dtrain_strategy *strategy, size_t i)
+{
+    return !strategy->params[i].state.elsewhere;
+}
+
+DTRAIN__PRIVATE int dtrain__stage_first(const dtrain_strategy *strategy, size_t i)
+{
+    const dtrain_param *storage = strategy->params[i].state.storage;
+    int rank = 0;
+    while (!dtrain__stage_uses(&strategy->stages, storage, rank)) rank++;
+    return rank;
+}
+
+/* ---- Copies of tied weights -------------------------------------------------------------------*/
+
+/* Tell whether two storages are used by the same ranks; none: by several at all. */
+static bool dtrain__same_users(const dtrain__stage_map *map, const dtrain_param *a,
+                               const dtrain_param *b)
+{
+    for (int rank = 0; rank < map->ranks; rank++)
+        if (dtrain__stage_uses(map, a, rank) != dtrain__stage_uses(map, b, rank)) return false;
+    return true;
+}
+
+static bool dtrain__has_copies(const dtrain__stage_map *map, const dtrain_param *storage)
+{
+    int users = 0;
+    for (int rank = 0; rank < map->ranks; rank++) users += dtrain__stage_uses(map, storage, rank);
+    return users > 1;
+}
+
+/* Refuse what would treat copies of a weight in different ways. */
+static dtrain_result dtrain__tie_allowed(const dtrain_strategy *strategy, const dtrain_param *p)
+{
+    if (!strategy->desc.compression) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "dtrain_strategy_create: compression: \"%.100s\" is tied between stages of "
+                       "several ranks, whose copies must get the same gradient to the bit; leave "
+                       "compression or the tie out",
+                       p->name);
+}
+
+/* Make communicators of the ranks that have copies of the same weights: strategy->ties, of which
+ * weights with the same ranks share one. All ranks of the axis make the same calls. */
+DTRAIN__PRIVATE dtrain_result dtrain__split_ties(dtrain_strategy *strategy)
+{
+    const dtrain__stage_map *map = &strategy->stages;
+    dtrain_comm *axis = strategy->groups.pipeline;
+    const dtrain_param *before = NULL; /* the storage before it that has copies */
+    for (size_t i = 0; i < strategy->param_count && axis; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        if (p->state.storage != p || !dtrain__has_copies(map, p)) continue;
+        DTRAIN__TRY(dtrain__tie_allowed(strategy, p));
+        const int color = dtrain__stage_uses(map, p, map->rank) ? 0 : -1;
+        if (before && dtrain__same_users(map, before, p))
+            strategy->ties[i] = strategy->ties[before->state.index];
+        else DTRAIN__TRY(dtrain_comm_split(axis, color, map->rank, &strategy->ties[i]));
+        before = p;
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE void dtrain__close_ties(dtrain_strategy *strategy)
+{
+    for (size_t i = 0; i < strategy->param_count && strategy->ties; i++) {
+        dtrain_comm *comm = strategy->ties[i];
+        for (size_t k = i; k < strategy->param_count; k++)
+            if (strategy->ties[k] == comm) strategy->ties[k] = NULL;
+        if (comm) dtrain_comm_destroy(comm);
+    }
+}
+
 /* ==== src/strategy/kinds.c ==================================================================== */
 
 /* The table of kinds: what each shards */
@@ -14227,8 +15645,9 @@ DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind)
  *     ZERO3           |<----- rank 0 ----->|<----- rank 2 ---->|<rank 1->|     tensors by owner
  *
  * Buckets are launched in their order: units from the last to the first, then parameters that
- * several units use, then those that are whole. Frozen parameters of sharded units have buckets of
- * their own, which are gathered and never reduced. */
+ * several units use, then those that are whole, then weights that stages of several ranks use.
+ * Frozen parameters of sharded units have buckets of their own, which are gathered and never
+ * reduced. */
 
 DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count)
 {
@@ -14266,7 +15685,10 @@ static void dtrain__lay_units(dtrain__layout *layout)
         dtrain__entry *entry = &layout->entries[i],
                       *storage = &layout->entries[p->state.storage->state.index];
         const uint32_t unit = dtrain__unit_index(layout, p->unit);
-        entry->trainable = !((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN);
+        entry->trainable =
+            dtrain__has_memory(p) && !((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN);
+        entry->here = !p->state.elsewhere;
+        if (!entry->here && dtrain__has_memory(p)) storage->tied = true;
         if (p->state.storage == p) entry->unit = unit;
         else if (storage->unit != unit) storage->unit = DTRAIN__NONE;
         entry->whole = !layout->shards.state ||
@@ -14396,7 +15818,7 @@ static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
     for (size_t i = layout->count; i-- > 0;) {
         const dtrain__entry *entry = &layout->entries[i];
         if (layout->params[i].state.storage != &layout->params[i] || !entry->trainable) continue;
-        if (entry->whole == sharded) continue;
+        if (entry->whole == sharded || entry->tied) continue;
         const int64_t length = dtrain__padded(dtrain__even_count(layout, i));
         if (last && filled && (size_t)(filled + length) > cap / sizeof(float)) {
             dtrain__bucket_close(layout, last);
@@ -14409,6 +15831,20 @@ static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
         filled += length;
     }
     if (last) dtrain__bucket_close(layout, last);
+}
+
+/* Make a bucket of each tied weight of which stages of other ranks have copies: the last ones, in
+ * the same order on all of these ranks, so that no two of them wait for each other in a circle. */
+static void dtrain__lay_ties(dtrain__layout *layout)
+{
+    for (size_t i = 0; i < layout->count; i++) {
+        const dtrain__entry *entry = &layout->entries[i];
+        if (!entry->tied || !entry->trainable) continue;
+        dtrain__bucket *bucket = dtrain__bucket_new(layout, DTRAIN__NONE, true, !entry->whole);
+        bucket->tied = true;
+        dtrain__bucket_add(layout, bucket, i);
+        dtrain__bucket_close(layout, bucket);
+    }
 }
 
 /* Make the buckets of a unit whose gradients are sharded: of trainable and of frozen tensors. */
@@ -14430,6 +15866,7 @@ static void dtrain__lay_out(dtrain__layout *layout)
         dtrain__lay_unit(layout, &layout->shared, DTRAIN__NONE);
     } else dtrain__lay_size_buckets(layout, true);
     dtrain__lay_size_buckets(layout, false);
+    dtrain__lay_ties(layout);
     for (size_t i = 0; i < layout->count; i++) {
         const dtrain_param *p = &layout->params[i];
         dtrain__entry *entry = &layout->entries[i],
@@ -14439,7 +15876,7 @@ static void dtrain__lay_out(dtrain__layout *layout)
         if (!bucket) continue;
         if (i < bucket->first_param) bucket->first_param = (uint32_t)i;
         bucket->last_param = (uint32_t)i;
-        if (!entry->trainable) continue;
+        if (!entry->trainable || !entry->here) continue;
         storage->uses++;
         bucket->uses++;
     }
@@ -14665,7 +16102,7 @@ DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64
     *offset = 0;
     *count = layout->params[i].count;
     if (layout->params[i].state.storage != &layout->params[i]) return false;
-    if (!bucket) return true;
+    if (!bucket) return dtrain__has_memory(&layout->params[i]);
     *count = dtrain__overlap(layout, bucket, i, bucket->shard_first, bucket->shard_count, offset);
     *offset -= layout->entries[i].offset;
     return *count > 0;
@@ -14724,8 +16161,8 @@ typedef struct dtrain__compressed {
 DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end,
     dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end, dtrain__shard_add,
     dtrain__replicas_begin, dtrain__replicas_end, dtrain__node_scatter_begin,
-    dtrain__node_gather_begin, dtrain__tensor_begin, dtrain__tensor_end, dtrain__round_1_begin,
-    dtrain__round_1_end, dtrain__round_2_begin, dtrain__round_2_end;
+    dtrain__node_gather_begin, dtrain__tie_begin, dtrain__tensor_begin, dtrain__tensor_end,
+    dtrain__round_1_begin, dtrain__round_1_end, dtrain__round_2_begin, dtrain__round_2_end;
 
 /* strategy/ways/compression.c */
 DTRAIN__PRIVATE dtrain_result dtrain__layout_hooks(dtrain__layout *layout,
@@ -14824,7 +16261,9 @@ static dtrain_result dtrain__check_mark(const dtrain_strategy *strategy, size_t 
     const dtrain__entry *entry = &strategy->layout.entries[index];
     const dtrain__bucket *bucket = entry->bucket;
     const char *why = NULL;
-    if (!entry->trainable) why = "is frozen";
+    if (!entry->here)
+        why = "belongs to a stage of another rank of the pipeline axis, which alone marks it";
+    else if (!entry->trainable) why = "is frozen";
     else if (entry->marked)
         why = "is marked twice in one backward; call dtrain_strategy_finish between two";
     else if (bucket->shards_grads && bucket->unit != DTRAIN__NONE &&
@@ -14876,20 +16315,22 @@ static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t en
 /* ---- 3. Reduce --------------------------------------------------------------------------------*/
 
 /* Return the way of whole or of sharded buckets: its steps, as ways.c has chosen them, and a NULL.
- * In DDP the only step is the all-reduce below. */
-static const dtrain__step *const *dtrain__way_of(const dtrain_strategy *strategy, bool sharded)
+ * In DDP the only step is the all-reduce below. Tied buckets have one step more before it. */
+static const dtrain__step *const *dtrain__way_of(const dtrain_strategy *strategy, bool sharded,
+                                                 bool tied)
 {
     const bool compressed = strategy->sync_count >= strategy->compressed_from;
     return strategy->ways[sharded      ? DTRAIN__SHARDED
                           : compressed ? DTRAIN__COMPRESSED
-                                       : DTRAIN__WHOLE];
+                                       : DTRAIN__WHOLE] +
+           !tied;
 }
 
 /* Return step number `stage` of a bucket's way, counted from 1; NULL: there are fewer. */
 static const dtrain__step *dtrain__step_of(const dtrain_strategy *strategy,
                                            const dtrain__bucket *bucket, uint32_t stage)
 {
-    const dtrain__step *step = dtrain__way_of(strategy, bucket->sharded)[stage - 1];
+    const dtrain__step *step = dtrain__way_of(strategy, bucket->sharded, bucket->tied)[stage - 1];
     return step && step->last_only && strategy->more ? NULL : step;
 }
 
@@ -14913,7 +16354,8 @@ static dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, dtrain__buc
 static bool dtrain__in_lockstep(const dtrain_strategy *strategy)
 {
     return strategy->groups.data->ops->launch_ordered &&
-           (dtrain__way_of(strategy, false)[1] || dtrain__way_of(strategy, true)[1]);
+           (dtrain__way_of(strategy, false, strategy->tied)[1] ||
+            dtrain__way_of(strategy, true, strategy->tied)[1]);
 }
 
 /* Take the buckets under way below `end` one step further, waiting for the step that each is at. */
@@ -14945,7 +16387,7 @@ static dtrain_result dtrain__progress(dtrain_strategy *strategy)
     if (dtrain__in_lockstep(strategy)) return DTRAIN_OK;
     for (size_t b = strategy->oldest; b < strategy->launched; b++) {
         dtrain__bucket *bucket = &strategy->layout.buckets[b];
-        const bool chain = dtrain__way_of(strategy, bucket->sharded)[1] != NULL;
+        const bool chain = dtrain__way_of(strategy, bucket->sharded, bucket->tied)[1] != NULL;
         while (bucket->stage != DTRAIN__REDUCED) {
             if (bucket->stage >= slowest && dtrain__step_of(strategy, bucket, bucket->stage + 1))
                 break;
@@ -15112,7 +16554,8 @@ static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
     for (size_t i = 0; i < strategy->param_count && strategy->weights > 0; i++) {
         dtrain__entry *entry = &strategy->layout.entries[i];
         const dtrain_param *p = &strategy->params[i];
-        if (!entry->trainable || entry->seen || (entry->warned && !strict)) continue;
+        if (!entry->trainable || !entry->here || entry->seen || (entry->warned && !strict))
+            continue;
         entry->warned = true;
         if (count++ < 8) /* 64 bytes each: there is room for them */
             used += (size_t)snprintf(names + used, sizeof names - used, "%s\"%.60s\"",
@@ -15154,7 +16597,8 @@ static dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
     for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
         dtrain_work *work = NULL;
-        if (!(p->flags & DTRAIN_PARAM_BUFFER) || p->state.storage != p) continue;
+        if (!(p->flags & DTRAIN_PARAM_BUFFER) || p->state.storage != p || !dtrain__has_memory(p))
+            continue;
         DTRAIN__TRY(dtrain_all_reduce(strategy->groups.data, p->value, p->value, (size_t)p->count,
                                       DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN, &work));
         DTRAIN__TRY(dtrain_work_wait(work));
@@ -15451,7 +16895,8 @@ DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, siz
 static bool dtrain__weighs(const dtrain_strategy *strategy)
 {
     return strategy->desc.average == DTRAIN_AVERAGE_SAMPLES &&
-           (strategy->layout.all > 1 || strategy->more || strategy->accumulated);
+           (strategy->layout.all > 1 || strategy->more || strategy->accumulated ||
+            strategy->several);
 }
 
 /* Agree on the unit of weights, once: the largest of all ranks' `terms`, the samples of this rank's
@@ -15493,6 +16938,22 @@ DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
     strategy->weight =
         weighs ? dtrain__weight_of(strategy, samples) : dtrain__samples_count(samples) > 0;
     return weighs ? strategy->unit : 0;
+}
+
+DTRAIN__PRIVATE void dtrain__expect_schedule(dtrain_strategy *strategy, bool several)
+{
+    strategy->several = several;
+}
+
+DTRAIN__PRIVATE void dtrain__weigh_micro(dtrain_strategy *strategy, const dtrain__samples *samples,
+                                         bool more, float *weight)
+{
+    strategy->weight = samples ? 1 : 0;
+    if (samples) (void)dtrain__weigh_loss(strategy, samples);
+    *weight = strategy->weight;
+    if (!more) return; /* finish counts the last one */
+    strategy->weights += strategy->weight;
+    strategy->passes++;
 }
 
 DTRAIN__PRIVATE float dtrain__micro_weight(const dtrain_strategy *strategy)
@@ -15556,11 +17017,16 @@ static void dtrain__note_absent(dtrain_strategy *strategy)
         if (entries[i].absent) strategy->unsure = true;
 }
 
+/* Return what this rank adds for a parameter; stages of other ranks speak for their own. */
+static float dtrain__tally_of(const dtrain_strategy *strategy, size_t i)
+{
+    return strategy->layout.entries[i].absent || !dtrain__has_memory(&strategy->params[i]) ? 0 : 1;
+}
+
 /* Write this rank's part of the tally and start its sum. */
 DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
 {
     const dtrain_device_ops *ops = strategy->device->ops;
-    const dtrain__entry *entries = strategy->layout.entries;
     const size_t count = dtrain__tally_count(&strategy->desc, strategy->param_count);
     if (strategy->device_weight) { /* a replayed step: absent gradients are always the same */
         DTRAIN__TRY(ops->copy(strategy->device, strategy->tally, strategy->device_weight,
@@ -15574,8 +17040,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
         return DTRAIN_OK;
     }
     for (size_t i = 1, end; i < count; i = end) { /* one call for neighbours that are equal */
-        for (end = i + 1; end < count && entries[end - 1].absent == entries[i - 1].absent;) end++;
-        DTRAIN__TRY(dtrain__tally_set(strategy, i, end - i, entries[i - 1].absent ? 0 : 1));
+        const float has = dtrain__tally_of(strategy, i - 1);
+        for (end = i + 1; end < count && dtrain__tally_of(strategy, end - 1) == has;) end++;
+        DTRAIN__TRY(dtrain__tally_set(strategy, i, end - i, has));
     }
     dtrain__call_label(strategy->world, "weights of step", (int64_t)strategy->sync_count, "");
     return dtrain_all_reduce(strategy->groups.all, strategy->tally, strategy->tally, count,
@@ -15664,8 +17131,12 @@ static bool dtrain__counts(const dtrain_strategy *strategy, const dtrain_shard *
                            bool replicated)
 {
     const dtrain__layout *layout = &strategy->layout;
+    const size_t i = shard->param->state.index;
     const bool whole = layout->tensor_ranks > 1 && !shard->param->cut.axis;
-    if (!layout->entries[shard->param->state.index].bucket->sharded && layout->rank) return false;
+    if (layout->entries[i].tied && !replicated &&
+        dtrain__stage_first(strategy, i) != strategy->groups.pipeline_rank)
+        return false; /* the first stage counts it */
+    if (!layout->entries[i].bucket->sharded && layout->rank) return false;
     return replicated ? whole : !whole || strategy->groups.tensor_rank == 0;
 }
 
@@ -16202,8 +17673,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, d
         if (extra) extra->ops->fail(extra, code, kept);
     }
     const dtrain__groups *groups = &strategy->groups;
-    dtrain_comm *const others[] = {groups->tensor, groups->model, groups->all};
-    for (int i = 0; i < 3; i++)
+    for (size_t i = 0; i < strategy->param_count && strategy->ties; i++)
+        if (strategy->ties[i]) strategy->ties[i]->ops->fail(strategy->ties[i], code, kept);
+    dtrain_comm *const others[] = {groups->tensor, groups->pipeline, groups->model, groups->all};
+    for (int i = 0; i < 4; i++)
         if (others[i] && others[i] != groups->data) others[i]->ops->fail(others[i], code, kept);
     return groups->data->ops->fail(groups->data, code, kept);
 }
@@ -16330,6 +17803,33 @@ DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
         dtrain__from_wire(strategy, bucket, sum, bucket->shard_first, bucket->shard_count, true));
     if (!at_last) return dtrain__shard_add(strategy, bucket);
     return bucket->grad_on_host ? dtrain__host_put(strategy, bucket, sum, false) : DTRAIN_OK;
+}
+
+/* ==== src/strategy/ways/tie.c ================================================================= */
+
+/* The sum over the stages that a weight is tied between
+ *
+ *     rank 0    embedding    g0 --.             .--> g0 + g1, and on along the data axis
+ *                                  > all-reduce <
+ *     rank 1    head         g1 --'             '--> g0 + g1, and on along the data axis
+ *
+ * Each rank that uses it has a copy, and its gradient in a bucket of its own: the same elements in
+ * the same shards on all of them, so that both copies take the same steps. TIE comes first on the
+ * bucket's way. It travels as fp32, whatever reduce_dtype says. On one rank, where nothing has to
+ * travel, a tied gradient is added to as backward goes on: another order, and other bits. */
+
+/* TIE: a tied weight's gradient = its sum over the ranks that have a copy. A twin that counts what
+ * a data axis sends has no other stages. */
+DTRAIN__PRIVATE dtrain_result dtrain__tie_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    dtrain_comm *comm = strategy->ties[bucket->first_param];
+    if (!bucket->uses) /* all uses here are frozen ones */
+        DTRAIN__TRY(strategy->device->ops->zero(strategy->device, bucket->grads,
+                                                (size_t)bucket->count * sizeof(float)));
+    if (!comm) return DTRAIN_OK;
+    dtrain__label(strategy, bucket, "tied weight of bucket");
+    return dtrain_all_reduce(comm, bucket->grads, bucket->grads, (size_t)bucket->count,
+                             DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, bucket->reduces);
 }
 
 /* ==== src/strategy/ways/tensor.c ============================================================== */
@@ -17266,6 +18766,7 @@ static const dtrain__step dtrain__by_replicas[] = {
     {dtrain__replicas_begin, dtrain__replicas_end, false},
     {dtrain__replicas_begin, dtrain__replicas_end, true}, /* at last */
 };
+static const dtrain__step dtrain__by_tie = {dtrain__tie_begin, NULL, false};
 static const dtrain__step dtrain__by_tensor = {dtrain__tensor_begin, dtrain__tensor_end, false};
 static const dtrain__step dtrain__by_node_scatter = {dtrain__node_scatter_begin, NULL, false};
 static const dtrain__step dtrain__by_node_gather = {dtrain__node_gather_begin, NULL, false};
@@ -17282,7 +18783,8 @@ static const dtrain__step dtrain__by_hook[] = {
  *     nodes          NODE_SCATTER, the same, NODE_GATHER     NODE_SCATTER, REDUCE_SCATTER
  *
  * Under sequence parallelism the sum over the tensor axis comes first, and the step that would have
- * been the first, on a communicator that gathers of values use too, gets one of its own. */
+ * been the first, on a communicator that gathers of values use too, gets one of its own. All ways
+ * have TIE in front, which tied buckets alone do not leave out (road.c). */
 static void dtrain__choose_ways(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -17297,12 +18799,14 @@ static void dtrain__choose_ways(dtrain_strategy *strategy)
                                                                               : how->dense_steps;
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__bucket *bucket = &layout->buckets[b];
+        strategy->tied |= bucket->tied;
         const bool inside = bucket->sharded && strategy->kind->replicas;
         bucket->comm = nodes     ? strategy->extra[DTRAIN__ACROSS]
                        : partial ? strategy->extra[inside ? DTRAIN__AFTER_NODE : DTRAIN__AFTER]
                        : bucket->sharded ? strategy->groups.copy
                                          : strategy->groups.data;
     }
+    *whole++ = *compressed++ = *sharded++ = &dtrain__by_tie;
     if (partial) *whole++ = *compressed++ = *sharded++ = &dtrain__by_tensor;
     if (layout->all == 1) {
         if (!partial) *whole = &dtrain__by_nothing;
@@ -17861,7 +19365,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *stra
 
 /* ---- Values -----------------------------------------------------------------------------------*/
 
-/* Hash the bits of a parameter's value, of one that is cut of this rank's part; 0 for an alias.
+/* Hash the bits of a parameter's value, of one that is cut of this rank's part; 0 for an alias, and
+ * for what other stages have.
  * Collective over the data axis. A step of the hash takes eight bytes and is a bijection, so one
  * changed word always changes the result; the shift brings the upper half down, where a product
  * alone would never carry it. */
@@ -17870,7 +19375,9 @@ static dtrain_result dtrain__value_hash(dtrain_strategy *strategy, size_t i, uin
     float staging[DTRAIN__STAGING_COUNT];
     dtrain_param whole;
     *hash = 0;
-    if (strategy->params[i].state.storage != &strategy->params[i]) return DTRAIN_OK;
+    if (strategy->params[i].state.storage != &strategy->params[i] ||
+        !dtrain__has_memory(&strategy->params[i]))
+        return DTRAIN_OK;
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, i, &whole)));
     *hash = DTRAIN__FNV_BASIS;
     for (int64_t at = 0; at < whole.count; at += DTRAIN__STAGING_COUNT) {
@@ -17922,19 +19429,62 @@ static dtrain_result dtrain__compare_values(dtrain_strategy *strategy, dtrain_co
         dtrain__world_rank(comm, found.usual));
 }
 
+/* Compare the copies of tied weights that stages of several ranks have. */
+static dtrain_result dtrain__compare_copies(dtrain_strategy *strategy)
+{
+    dtrain_result result = DTRAIN_OK;
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        dtrain_comm *comm = strategy->ties[i];
+        const uint64_t hash = strategy->hashes[i];
+        int64_t most[2] = {(int64_t)hash, (int64_t)~hash};
+        if (!comm) continue;
+        DTRAIN__TRY(
+            dtrain__strategy_keep(strategy, dtrain_all_reduce(comm, most, most, 2, DTRAIN_DTYPE_I64,
+                                                              DTRAIN_REDUCE_MAX, NULL)));
+        if (most[0] != ~most[1] && result == DTRAIN_OK)
+            result =
+                dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                            "dtrain_strategy_verify: the copies of parameter %zu (\"%.100s\"), "
+                            "which is tied between stages, differ between rank %d and rank "
+                            "%d; every rank must make the same updates",
+                            i, strategy->params[i].name, dtrain__world_rank(comm, 0),
+                            dtrain__world_rank(comm, dtrain_comm_size(comm) - 1));
+    }
+    return result;
+}
+
+/* Bring the hashes of all stages to each rank of a pipeline axis, each from the first rank that has
+ * it, and make *all of them: that of one rank with the whole model. */
+static dtrain_result dtrain__collect_hashes(dtrain_strategy *strategy, uint64_t *all)
+{
+    uint64_t *hashes = strategy->hashes;
+    const size_t count = strategy->param_count;
+    for (size_t i = 0; i < count; i++)
+        if (dtrain__stage_first(strategy, i) != strategy->groups.pipeline_rank) hashes[i] = 0;
+    DTRAIN__TRY(dtrain_all_reduce(strategy->groups.pipeline, hashes, hashes, count,
+                                  DTRAIN_DTYPE_I64, DTRAIN_REDUCE_SUM, NULL));
+    *all = DTRAIN__FNV_BASIS;
+    for (size_t i = 0; i < count; i++)
+        if (hashes[i]) *all = dtrain__fnv1a(*all, &hashes[i], sizeof hashes[i]);
+    return DTRAIN_OK;
+}
+
 /* Fold the hashes of the parts of a model into one, the same on all ranks of a mesh that is
  * whole. */
 static dtrain_result dtrain__fold_hashes(dtrain_strategy *strategy, uint64_t *all)
 {
-    dtrain_comm *model = strategy->groups.model;
+    dtrain_comm *tensor = strategy->groups.tensor;
     uint64_t *parts = (uint64_t *)(void *)strategy->gathered;
-    DTRAIN__TRY(dtrain_all_gather(model, all, parts, 1, DTRAIN_DTYPE_I64, NULL));
-    *all = dtrain__fnv1a(DTRAIN__FNV_BASIS, parts, (size_t)dtrain_comm_size(model) * sizeof *parts);
+    if (strategy->groups.pipeline) DTRAIN__TRY(dtrain__collect_hashes(strategy, all));
+    if (!tensor) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain_all_gather(tensor, all, parts, 1, DTRAIN_DTYPE_I64, NULL));
+    *all =
+        dtrain__fnv1a(DTRAIN__FNV_BASIS, parts, (size_t)dtrain_comm_size(tensor) * sizeof *parts);
     return DTRAIN_OK;
 }
 
 /* All values are hashed before any are compared: a difference is searched for by the ranks of one
- * axis alone, and hashing is collective over the other. Both axes are compared in any case, and the
+ * axis alone, and hashing is collective over the other. All axes are compared in any case, and the
  * outcome is that of all ranks. */
 DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash)
 {
@@ -17951,6 +19501,10 @@ DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint6
     if (strategy->failure == DTRAIN_OK && groups->tensor) {
         const dtrain_result other =
             dtrain__compare_values(strategy, groups->tensor, dtrain__known_whole, &whole);
+        if (result == DTRAIN_OK) result = other;
+    }
+    if (strategy->failure == DTRAIN_OK && groups->pipeline) {
+        const dtrain_result other = dtrain__compare_copies(strategy);
         if (result == DTRAIN_OK) result = other;
     }
     if (groups->model) result = dtrain__agree(groups->all, result);
@@ -18081,6 +19635,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *g
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
                                                    const dtrain__kind_row *kind)
 {
+    dtrain_mesh_info mesh;
+    dtrain_mesh_query(desc->mesh, &mesh);
     if (!desc->accumulation)
         desc->accumulation = kind->replicas       ? DTRAIN_ACCUMULATION_SHARD_EVERY
                              : kind->shards.grads ? DTRAIN_ACCUMULATION_EVERY
@@ -18096,6 +19652,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
         bool wrong;
         const char *why;
     } rules[] = {
+        {mesh.pipeline > 1 && shards->grads,
+         "on a mesh with a pipeline axis units of several micro-batches are under way at once, and "
+         "%s gathers or reduces them one after the other; use DTRAIN_STRATEGY_DDP or "
+         "DTRAIN_STRATEGY_ZERO1"},
         {every && !shards->grads,
          "DTRAIN_ACCUMULATION_EVERY: %s keeps whole gradients, so reducing them in every "
          "micro-batch would cost time and save no memory; use DTRAIN_ACCUMULATION_LAST, or "
@@ -18147,6 +19707,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
 
 /* ---- All ranks have the same ------------------------------------------------------------------*/
 
+/* Hash what a desc says of stages; 0: there is one a rank. */
+static uint64_t dtrain__stage_hash(const dtrain_strategy *strategy)
+{
+    const dtrain_pipeline_desc *desc = strategy->desc.pipeline;
+    if (!desc) return 0;
+    const uint32_t shape[2] = {desc->kind, (uint32_t)strategy->stages.chunks};
+    const uint64_t hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, shape, sizeof shape);
+    const size_t listed = desc->units ? (size_t)strategy->stages.stages : 0;
+    return dtrain__fnv1a(hash, desc->units, listed * sizeof *desc->units);
+}
+
 /* Fail on all ranks if their settings differ in a field that decides which collectives a step
  * makes, in which order, or from which values it starts. Ranks may differ in who owns the memory of
  * gradients. In no_overlap they may differ only where no unit is gathered, because a unit that is
@@ -18160,10 +19731,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
     const bool ahead = (!kind || kind->shards.params) && !desc->no_overlap;
     const dtrain_comm_hook_desc *hook = desc->compression ? dtrain__hook_of(how) : NULL;
     const dtrain__groups *groups = &strategy->groups;
-    char text[800];
+    char text[832];
     snprintf(
         text, sizeof text,
-        "mesh of tensor %d, data %d, sequence_parallel %d, kind %s, missing_gradient %u, average "
+        "mesh of tensor %d, data %d, pipeline %d, sequence_parallel %d, stages of units %08x, kind "
+        "%s, missing_gradient %u, average "
         "%u, accumulation %u, param_dtype %s, reduce_dtype "
         "%s, "
         "offload %u, node_size %u, keep_after_forward %d, kept units %08x, whole_below "
@@ -18172,7 +19744,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
         "sparse_exchange %u, powersgd_rank %u, hierarchical %d, no_error_feedback %d, "
         "topk_ratio %.9g, topk_momentum %.9g, warmup_ratio %.9g, dense_below %lld, dense_steps "
         "%llu, warmup_steps %llu",
-        groups->tensor_ranks, dtrain_comm_size(groups->data), groups->sequence_parallel,
+        groups->tensor_ranks, dtrain_comm_size(groups->data), groups->pipeline_ranks,
+        groups->sequence_parallel, (unsigned)dtrain__stage_hash(strategy),
         kind ? kind->name : "auto", (unsigned)desc->missing_gradient, (unsigned)desc->average,
         (unsigned)desc->accumulation, dtrain_dtype_name((dtrain_dtype)desc->param_dtype),
         dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype), (unsigned)desc->offload,
@@ -18200,17 +19773,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
  *
  * Ranks agree and compare over the whole mesh, and a kind does its work over the data axis. */
 
-DTRAIN__PRIVATE dtrain_result dtrain__no_pipeline(const dtrain_mesh *mesh, const char *call)
-{
-    dtrain_mesh_info at;
-    dtrain_mesh_query(mesh, &at);
-    if (at.pipeline <= 1) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "%s: the mesh of the desc has a pipeline axis of %d ranks, and a strategy "
-                       "cannot cut a model into stages yet; give those ranks to the data axis",
-                       call, at.pipeline);
-}
-
 /* Refuse a mesh beside another communicator, one without ranks, and one of another world. The twin
  * of count.c has the mesh of the strategy and groups of its own. */
 static dtrain_result dtrain__mesh_fits(const dtrain_world *world, const dtrain_strategy_desc *desc,
@@ -18225,13 +19787,31 @@ static dtrain_result dtrain__mesh_fits(const dtrain_world *world, const dtrain_s
             "%s: the mesh of the desc was made %s, and a strategy's is made with its "
             "world; create it by dtrain_mesh_create(world, ...)",
             call, data ? "in another world" : "without a world, for plans");
-    DTRAIN__TRY(dtrain__no_pipeline(desc->mesh, call));
     if (!desc->comm || desc->comm == data) return DTRAIN_OK;
     return dtrain_fail(
         DTRAIN_ERROR_ARGUMENT,
         "%s: the desc has a comm of %d ranks and a mesh whose data axis has %d; with "
         "a mesh leave comm NULL",
         call, dtrain_comm_size(desc->comm), dtrain_comm_size(data));
+}
+
+/* Put units into stages, and note which parameters are of those of this rank. */
+static dtrain_result dtrain__strategy_stages(dtrain_strategy *strategy)
+{
+    const dtrain_allocator *a = &strategy->allocator;
+    const size_t count = strategy->param_count;
+    dtrain_strategy_desc *desc = &strategy->desc;
+    strategy->ties =
+        (dtrain_comm **)dtrain__alloc(a, count, sizeof *strategy->ties, "ties between stages");
+    if (!strategy->ties) return DTRAIN_ERROR_MEMORY;
+    DTRAIN__TRY(dtrain__stage_map_make(&strategy->stages, a, strategy->params, count,
+                                       desc->pipeline, &strategy->groups));
+    if (desc->pipeline) {
+        strategy->pipeline = *desc->pipeline;
+        desc->pipeline = &strategy->pipeline;
+    }
+    dtrain__stage_params(&strategy->stages, strategy->params, count);
+    return DTRAIN_OK;
 }
 
 /* 1. Check what the host gave, and complete the parameters' shapes. *out is set as soon as there is
@@ -18271,7 +19851,8 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
     strategy->hashes =
         (uint64_t *)dtrain__alloc(allocator, count, sizeof *strategy->hashes, "hashes of values");
     if (!strategy->gathered || !strategy->hashes) return DTRAIN_ERROR_MEMORY;
-    return dtrain__resolve_params(params, count, groups);
+    DTRAIN__TRY(dtrain__resolve_params(params, count, groups));
+    return dtrain__strategy_stages(strategy);
 }
 
 /* Refuse kept_units to which no parameter belongs, and values of the host's own where parameters
@@ -18331,6 +19912,7 @@ static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
         dtrain_param *p = &strategy->params[i], *storage = p->state.storage;
         dtrain__entry *entry = &layout->entries[i];
         const dtrain__bucket *bucket = entry->bucket;
+        if (!dtrain__has_memory(p)) continue;
         if (!p->value) {
             entry->lends_value = true;
             if (storage != p) p->value = storage->value;
@@ -18449,19 +20031,24 @@ static void dtrain__fill_info(dtrain_strategy *strategy)
         if (p->state.storage != p) continue;
         const uint64_t count = (uint64_t)dtrain__whole_count(p);
         info->total_elements += count;
-        if (layout->entries[i].trainable) info->trainable_elements += count;
+        if (!(p->flags & DTRAIN_PARAM_FROZEN)) info->trainable_elements += count;
     }
 }
 
 /* 5. Give every rank the values of parameters that the host owns: first those of rank 0 of each
- * tensor axis, of what is whole, then along the data axis everything. */
+ * tensor axis, of what is whole, then of the first stage those of tied weights, then along the data
+ * axis everything. */
 static dtrain_result dtrain__share_host_values(dtrain_strategy *strategy)
 {
     for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
         if (p->state.storage != p || strategy->layout.entries[i].lends_value) continue;
+        if (!dtrain__has_memory(p)) continue;
         if (strategy->groups.tensor && !p->cut.axis)
             DTRAIN__TRY(dtrain_broadcast(strategy->groups.tensor, p->value, (size_t)p->count,
+                                         DTRAIN_DTYPE_F32, 0, NULL));
+        if (strategy->ties[i])
+            DTRAIN__TRY(dtrain_broadcast(strategy->ties[i], p->value, (size_t)p->count,
                                          DTRAIN_DTYPE_F32, 0, NULL));
         if (strategy->layout.all > 1)
             DTRAIN__TRY(dtrain_broadcast(strategy->groups.data, p->value, (size_t)p->count,
@@ -18478,6 +20065,7 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
     strategy->kind = dtrain__row_of(strategy->desc.kind);
     DTRAIN__TRY(dtrain__resolve_kind(&strategy->desc, strategy->kind));
     dtrain_result result = dtrain__split_levels(strategy);
+    if (result == DTRAIN_OK) result = dtrain__split_ties(strategy);
     if (result == DTRAIN_OK) result = dtrain__strategy_prepare(strategy);
     DTRAIN__TRY(dtrain__agree(strategy->groups.all, result));
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__share_host_values(strategy)));
@@ -18559,6 +20147,9 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
     dtrain__free(&a, strategy->works, count,
                  2 * strategy->works_per_bucket * sizeof *strategy->works);
     dtrain__ways_free(layout, &a);
+    dtrain__close_ties(strategy);
+    dtrain__free(&a, strategy->ties, count, sizeof *strategy->ties);
+    dtrain__stage_map_free(&strategy->stages, &a);
     for (int i = 0; i < DTRAIN__EXTRAS; i++)
         if (strategy->extra[i]) dtrain_comm_destroy(strategy->extra[i]);
     dtrain__free(&a, strategy, 1, sizeof *strategy);
@@ -18624,7 +20215,7 @@ static dtrain_result dtrain__twin_create(const dtrain_strategy *strategy, dtrain
     desc.offload = 0;
     dtrain__groups groups = strategy->groups;
     groups.data = groups.all = twin->world.comm;
-    groups.copy = groups.tensor = groups.model = NULL;
+    groups.copy = groups.tensor = groups.pipeline = groups.model = NULL;
     groups.sequence_parallel = false;
     if (strategy->groups.model) {
         DTRAIN__TRY(dtrain__counting_create(&twin->world, 1, &twin->others));
@@ -18706,6 +20297,7 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
     strategy->desc.kept_unit_count = 0;
     strategy->desc.group_states = NULL;
     strategy->desc.group_count = 0;
+    strategy->pipeline.units = NULL;
     strategy->info.desc = strategy->desc;
     if (result == DTRAIN_OK) return DTRAIN_OK;
     dtrain_strategy_destroy(strategy);
@@ -18782,7 +20374,8 @@ static dtrain_result dtrain__join_parts(dtrain_strategy *strategy, const dtrain_
     return DTRAIN_OK;
 }
 
-/* Read a parameter of which this rank has a part. Collective over the mesh. */
+/* Read a parameter of which ranks of the tensor axis have parts, where it is here. Collective over
+ * the mesh. */
 static dtrain_result dtrain__read_parts(dtrain_strategy *strategy, const dtrain_param *part,
                                         float *host)
 {
@@ -18796,7 +20389,7 @@ static dtrain_result dtrain__read_parts(dtrain_strategy *strategy, const dtrain_
     float *staging = (float *)dtrain__alloc(&strategy->allocator, most, sizeof *staging,
                                             "a part of a parameter");
     dtrain_result result = dtrain__agree(groups->all, staging ? DTRAIN_OK : DTRAIN_ERROR_MEMORY);
-    if (result == DTRAIN_OK)
+    if (result == DTRAIN_OK && part->count)
         result = dtrain__strategy_keep(strategy, dtrain__join_parts(strategy, part, staging, host));
     dtrain__free(&strategy->allocator, staging, most, sizeof *staging);
     return result;
@@ -18813,10 +20406,17 @@ DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t 
     const size_t storage = strategy->params[index].state.storage->state.index;
     dtrain__note_units(strategy);
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, storage, &whole)));
-    const dtrain_result result = strategy->groups.tensor && whole.cut.axis
-                                     ? dtrain__read_parts(strategy, &whole, host)
-                                     : dtrain_device_copy(strategy->device, host, whole.value,
-                                                          (size_t)whole.count * sizeof(float));
+    dtrain_result result = DTRAIN_OK;
+    if (strategy->groups.tensor && whole.cut.axis)
+        result = dtrain__read_parts(strategy, &whole, host);
+    else if (whole.count)
+        result = dtrain_device_copy(strategy->device, host, whole.value,
+                                    (size_t)whole.count * sizeof(float));
+    if (strategy->groups.pipeline && result == DTRAIN_OK) /* from the first stage that has it */
+        result = dtrain__strategy_keep(
+            strategy,
+            dtrain_broadcast(strategy->groups.pipeline, host, (size_t)dtrain__whole_count(&whole),
+                             DTRAIN_DTYPE_F32, dtrain__stage_first(strategy, storage), NULL));
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__restore_units(strategy)));
     return result;
 }
@@ -18972,9 +20572,23 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
     return result;
 }
 
+/* Resolve params for a rank, with the stages that it has. */
+static dtrain_result dtrain__plan_params(const dtrain_allocator *a, dtrain_param *params,
+                                         size_t count, const dtrain_strategy_desc *desc,
+                                         const dtrain__groups *groups)
+{
+    dtrain__stage_map map;
+    DTRAIN__TRY(dtrain__resolve_params(params, count, groups));
+    const dtrain_result result =
+        dtrain__stage_map_make(&map, a, params, count, desc->pipeline, groups);
+    if (result == DTRAIN_OK) dtrain__stage_params(&map, params, count);
+    dtrain__stage_map_free(&map, a);
+    return result;
+}
+
 /* Resolve params and a desc of a named kind, and put the desc into *planned. */
-static dtrain_result dtrain__plan_resolve(dtrain_param *params, size_t count,
-                                          const dtrain_strategy_desc *desc, int ranks,
+static dtrain_result dtrain__plan_resolve(const dtrain_allocator *a, dtrain_param *params,
+                                          size_t count, const dtrain_strategy_desc *desc, int ranks,
                                           const dtrain__groups *groups, dtrain__planned *planned)
 {
     const char *const call = "dtrain_strategy_plan";
@@ -18987,7 +20601,7 @@ static dtrain_result dtrain__plan_resolve(dtrain_param *params, size_t count,
     if (desc->node_size && ranks % (int)desc->node_size)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: node_size %u does not divide %d ranks", call,
                            desc->node_size, ranks);
-    return dtrain__resolve_params(params, count, groups);
+    return dtrain__plan_params(a, params, count, desc, groups);
 }
 
 DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param_count,
@@ -19003,7 +20617,6 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
                            "dtrain_strategy_plan: params, desc or memory is NULL, or rank_count "
                            "(%d) is below 1",
                            rank_count);
-    DTRAIN__TRY(dtrain__no_pipeline(desc->mesh, "dtrain_strategy_plan"));
     dtrain_mesh_query(desc->mesh, &mesh);
     if (desc->mesh && mesh.ranks != rank_count)
         return dtrain_fail(
@@ -19012,13 +20625,15 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
             "ranks; give its number",
             rank_count, mesh.ranks);
     const int ranks = desc->mesh ? mesh.data : rank_count;
-    const int parts = desc->mesh ? mesh.tensor : 1;
     groups = dtrain__mesh_groups(NULL, desc->mesh, NULL);
+    const int parts = groups.tensor_ranks * groups.pipeline_ranks;
+    const int own = mesh.tensor_rank + groups.tensor_ranks * mesh.pipeline_rank;
     memset(memory, 0, sizeof *memory);
     for (int i = 1; i <= parts; i++) { /* ends with this rank's part, which params keep */
         dtrain_memory one;
-        groups.tensor_rank = (mesh.tensor_rank + i) % parts;
-        DTRAIN__TRY(dtrain__plan_resolve(params, param_count, desc, ranks, &groups, &planned));
+        groups.tensor_rank = (own + i) % parts % groups.tensor_ranks;
+        groups.pipeline_rank = (own + i) % parts / groups.tensor_ranks;
+        DTRAIN__TRY(dtrain__plan_resolve(&a, params, param_count, desc, ranks, &groups, &planned));
         DTRAIN__TRY(dtrain__plan_kind(&a, params, param_count, &planned.desc, ranks, &one));
         const uint64_t host = one.host > memory->host ? one.host : memory->host;
         if (one.total > memory->total || i == 1) *memory = one;
@@ -19179,14 +20794,14 @@ static dtrain_result dtrain__plan_needs(const dtrain_allocator *a, dtrain_param 
     dtrain_memory memory;
     if (desc.kind != DTRAIN_STRATEGY_AUTO) {
         if (kind && kind->replicas && !desc.node_size) desc.node_size = node_ranks;
-        DTRAIN__TRY(dtrain__plan_resolve(params, count, &desc, ranks, &plan->groups, planned));
+        DTRAIN__TRY(dtrain__plan_resolve(a, params, count, &desc, ranks, &plan->groups, planned));
         DTRAIN__TRY(dtrain__plan_kind(a, params, count, &planned->desc, ranks, &memory));
         plan->needs = memory.total;
         dtrain__resolve_levels(&planned->desc, ranks);
         return dtrain__ways_layout(&planned->layout, a, params, count, &planned->desc, ranks, 0);
     }
     DTRAIN__TRY(dtrain__resolve_desc(given, &planned->desc, &planned->compression));
-    DTRAIN__TRY(dtrain__resolve_params(params, count, &plan->groups));
+    DTRAIN__TRY(dtrain__plan_params(a, params, count, given, &plan->groups));
     DTRAIN__TRY(dtrain__plan_candidates(a, params, count, &planned->desc, ranks, node_ranks, &all));
     plan->needs = UINT64_MAX;
     for (size_t i = 0; i < DTRAIN__CANDIDATES; i++)
@@ -19241,7 +20856,7 @@ DTRAIN__PRIVATE void dtrain__strategy_plan_free(dtrain_world *world, dtrain__str
  *     casts           rounded weights of a gathered unit   as long as the unit is there
  *     weights         rounded weights of all others        until the next begin, or step of a
  *                                                          pipeline
- *     received        what another stage sent              until its pass has had its backward
+ *     inboxes         what another stage sent (stage.c)    until its pass has had its backward
  *     gradient pool   gradients of forward values          from the first contribution until their
  *                                                          producer's backward has run
  *                     what an operation borrows            while its kernels and sums run
@@ -19285,7 +20900,6 @@ enum {
     DTRAIN__ARENA_WEIGHTS,
     DTRAIN__ARENA_HOST, /* from here on those of a pass */
     DTRAIN__ARENA_DATA,
-    DTRAIN__ARENA_RECEIVED,
     DTRAIN__ARENA_REGION, /* and the one behind it: what segments drop, in turn */
     DTRAIN__ARENAS = DTRAIN__ARENA_REGION + 2,
     DTRAIN__PASS_ARENAS = DTRAIN__ARENAS - DTRAIN__ARENA_HOST
@@ -19645,7 +21259,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__pass_begin(dtrain_tape *tape, uint32_t fla
 {
     const uint32_t low = DTRAIN_TAPE_BF16 | DTRAIN_TAPE_F16;
     for (int i = DTRAIN__ARENA_HOST; i < DTRAIN__ARENAS; i++) {
-        if (i == DTRAIN__ARENA_RECEIVED) continue; /* what arrived before the pass begins */
         dtrain__bump_rewind(&tape->arenas[i]);
         tape->arenas[i].owner = NULL;
     }
@@ -23739,6 +25352,600 @@ DTRAIN_API dtrain_result dtrain_tape_recompute(dtrain_tape *tape, uint32_t every
     return DTRAIN_OK;
 }
 
+/* ==== src/tape/stage.c ======================================================================== */
+
+/* Stages: a part of a model, several passes at once
+ *
+ * The model's function runs whole on each rank. Three marks away from the stage that a pass is of,
+ * an operation is prepared, so that shapes, placements and the numbers of dropout's streams are
+ * those of the whole model, and nothing else happens:
+ *
+ *     unit           0        1        2        3
+ *     stage          0        0        1        1
+ *     rank 0      computes computes  ghost    ghost         x crosses: rank 0 sends it behind the
+ *     rank 1       ghost    ghost  computes computes        pass, rank 1 finds it where its ghost
+ *                            x ------>                      would have been
+ *
+ * Inputs cross nowhere: all ranks of a pipeline have the batch, and a rank uploads what its own
+ * stages read. The first of its passes of a micro-batch does; later ones share it.
+ *
+ * Slots are copies of what changes when another pass is selected, a few hundred bytes. Pointers into
+ * the tape's arenas, which segments have, are right again when their slot is. */
+
+/* ==== src/tape/stage_internal.h =============================================================== */
+
+/* Passes of stages: what a pipeline asks of a tape
+ *
+ * A stage is a run of units; a rank has one or more stages and runs the model's own function once
+ * for each of them and each micro-batch. The tape computes the operations of that stage; those of
+ * other stages are ghosts: they have shapes and no memory. Passes of several micro-batches are under
+ * way at once, each in a slot.
+ *
+ *     survey            once: run the model as ghosts alone, and note what crosses
+ *     stage_reset       in each step
+ *     stage_receive     find addresses for what the stage before sends, before the pass begins
+ *     stage_begin       select a slot; the caller then runs the model's function
+ *     stage_seed        find addresses for the gradients that the stage behind sends
+ *     stage_backward    from those, or from the loss */
+
+/* A tensor that one stage makes and a later one reads. It goes from stage to stage, through those
+ * in between, which add their part to its gradient on the way back: the sum is taken from the last
+ * use to the first, as one rank takes it. */
+typedef struct dtrain__crossing {
+    size_t number; /* which tensor of the pass it is, in the order in which they are made */
+    int32_t stage, last_stage; /* that makes it, and the last one that reads it */
+    int64_t count;
+    uint32_t dtype;
+    bool grad; /* it has a gradient, which goes the other way */
+} dtrain__crossing;
+
+/* A pass under way. What is in use is in the tape; here it is while another slot is selected. */
+typedef struct dtrain__slot {
+    dtrain__pass pass;
+    dtrain__bump arenas[DTRAIN__PASS_ARENAS];
+    int32_t stage;
+    struct dtrain__slot *batch;    /* the slot with the inputs of this micro-batch */
+    dtrain__tape_tensor *inputs;   /* the latest first */
+    dtrain__tape_tensor **tensors; /* (crossing_count) of this pass; NULL: not made yet */
+    void **received;               /* (crossing_count) where what was sent here is */
+    size_t next_crossing, input_count;
+} dtrain__slot;
+
+/* What was sent here for one pass: memory that outlasts the pass, and its addresses. */
+typedef struct dtrain__inbox {
+    dtrain__bump arena;
+    void **received; /* (crossing_count) */
+} dtrain__inbox;
+
+/* Where a pass finds what earlier stages made: in an inbox, or in the slot of another stage of this
+ * rank; both -1: in the first stage. */
+typedef struct dtrain__stage_source {
+    int32_t inbox, slot;
+} dtrain__stage_source;
+
+typedef struct dtrain__stages {
+    int32_t count, at;          /* stages; the one whose unit the pass is in */
+    const int32_t *stage_units; /* (2 * unit_count) a unit and its stage, for each */
+    size_t unit_count;
+    const bool *here; /* (count) this rank has the stage */
+    bool surveying;
+    dtrain__slot *slots, *slot; /* (slot_count); the selected one */
+    dtrain__inbox *inboxes;     /* (inbox_count) */
+    uint32_t slot_count, inbox_count;
+    dtrain__bump blank;        /* zeros, as many as the longest tensor that crosses has */
+    dtrain__tape_tensor *made; /* by a survey, the latest first */
+    dtrain__crossing *crossings;
+    size_t crossing_count;
+    bool *reads; /* (input_count) a stage here reads the input */
+    size_t input_count;
+} dtrain__stages;
+
+/* Let a tape run stages: stage_units and here stay the caller's. */
+DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t stages,
+                                                    const bool *here, const int32_t *stage_units,
+                                                    size_t unit_count, uint32_t slot_count,
+                                                    uint32_t inbox_count);
+/* Begin to run the model as ghosts alone; end, and note what crosses. */
+DTRAIN__PRIVATE dtrain_result dtrain__survey_begin(dtrain_tape *tape, uint32_t flags);
+DTRAIN__PRIVATE dtrain_result dtrain__survey_end(dtrain_tape *tape);
+
+/* Forget what an earlier step, or one that failed, has left. */
+DTRAIN__PRIVATE void dtrain__stage_reset(dtrain_tape *tape);
+/* Return item i of a message between `stage` and the next one: the tensor's place among all that
+ * cross; false: there is none. `gradient`: of the message that goes back. */
+DTRAIN__PRIVATE bool dtrain__stage_item(const dtrain_tape *tape, int32_t stage, bool gradient,
+                                        size_t i, size_t *crossing);
+/* Find addresses in an inbox for what the stage before `stage` sends. */
+DTRAIN__PRIVATE dtrain_result dtrain__stage_receive(dtrain_tape *tape, uint32_t inbox,
+                                                    int32_t stage);
+/* Begin the pass of a stage; batch is the slot of this rank's first pass of the micro-batch. */
+DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t slot, uint32_t batch,
+                                                  int32_t stage, dtrain__stage_source source,
+                                                  uint32_t flags, uint64_t seed);
+/* Check that the model has made what the survey found. */
+DTRAIN__PRIVATE dtrain_result dtrain__stage_end(dtrain_tape *tape);
+/* Find addresses for the gradients of what the stage behind has read; or take them over from a slot
+ * of this rank whose backward is over. */
+DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t slot,
+                                                 const uint32_t *from);
+/* Run the backward of a slot: from its loss, or (NULL) from its gradients. more: another
+ * micro-batch of the step comes, so that no gradient is ready. */
+DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t slot,
+                                                     dtrain_tensor *loss, float scale, bool more);
+/* Return memory in the form of a tensor that crosses, of zeros, for a pass that was not made; NULL:
+ * there is none, and the error sticks. */
+DTRAIN__PRIVATE void *dtrain__stage_blank(dtrain_tape *tape, size_t crossing);
+/* Return where a tensor that crosses, or its gradient, is in a slot. */
+DTRAIN__PRIVATE void *dtrain__stage_data(const dtrain_tape *tape, uint32_t slot, size_t crossing,
+                                         bool gradient);
+
+/* ---- Slots ------------------------------------------------------------------------------------*/
+
+/* Exchange what is in the tape for what is in a slot. */
+static void dtrain__slot_select(dtrain_tape *tape, dtrain__slot *slot)
+{
+    dtrain__stages *stages = tape->stages;
+    dtrain__bump *const arenas = &tape->arenas[DTRAIN__ARENA_HOST];
+    dtrain__slot *const before = stages->slot;
+    if (before == slot) return;
+    before->pass = tape->pass;
+    memcpy(before->arenas, arenas, sizeof before->arenas);
+    tape->pass = slot->pass;
+    memcpy(arenas, slot->arenas, sizeof slot->arenas);
+    stages->slot = slot;
+}
+
+/* Prepare the arenas of a slot as those of the tape are: empty ones begin with themselves. */
+static void dtrain__slot_init(dtrain_tape *tape, dtrain__slot *slot)
+{
+    for (int i = 0; i < DTRAIN__PASS_ARENAS; i++) {
+        slot->arenas[i].device = tape->arenas[DTRAIN__ARENA_HOST + i].device;
+        slot->arenas[i].at = &tape->arenas[DTRAIN__ARENA_HOST + i].first;
+    }
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t count,
+                                                    const bool *here, const int32_t *stage_units,
+                                                    size_t unit_count, uint32_t slot_count,
+                                                    uint32_t inbox_count)
+{
+    const dtrain_allocator *a = &tape->allocator;
+    dtrain__stages *stages = (dtrain__stages *)dtrain__alloc(a, 1, sizeof *stages, "stages");
+    if (!stages) return DTRAIN_ERROR_MEMORY;
+    for (int i = 0; i < DTRAIN__ARENAS; i++) dtrain__bump_free(tape, &tape->arenas[i]);
+    tape->stages = stages;
+    stages->count = count;
+    stages->here = here;
+    stages->stage_units = stage_units;
+    stages->unit_count = unit_count;
+    stages->slots = (dtrain__slot *)dtrain__alloc(a, slot_count, sizeof *stages->slots, "slots");
+    if (!stages->slots) return DTRAIN_ERROR_MEMORY;
+    stages->slot_count = slot_count;
+    stages->slot = stages->slots;
+    for (uint32_t i = 1; i < slot_count; i++) dtrain__slot_init(tape, &stages->slots[i]);
+    stages->blank.device = tape->device;
+    stages->blank.at = &stages->blank.first;
+    if (inbox_count == 0) return DTRAIN_OK;
+    stages->inboxes =
+        (dtrain__inbox *)dtrain__alloc(a, inbox_count, sizeof *stages->inboxes, "inboxes");
+    if (!stages->inboxes) return DTRAIN_ERROR_MEMORY;
+    stages->inbox_count = inbox_count;
+    for (uint32_t i = 0; i < inbox_count; i++) {
+        stages->inboxes[i].arena.device = tape->device;
+        stages->inboxes[i].arena.at = &stages->inboxes[i].arena.first;
+    }
+    return DTRAIN_OK;
+}
+
+/* Free what the survey found, and the lists of slots that go with it. */
+static void dtrain__crossings_free(dtrain_tape *tape)
+{
+    const dtrain_allocator *a = &tape->allocator;
+    dtrain__stages *stages = tape->stages;
+    const size_t count = stages->crossing_count;
+    for (uint32_t i = 0; i < stages->slot_count; i++) {
+        dtrain__slot *slot = &stages->slots[i];
+        dtrain__free(a, slot->tensors, count, sizeof *slot->tensors);
+        dtrain__free(a, slot->received, count, sizeof *slot->received);
+        slot->tensors = NULL;
+        slot->received = NULL;
+    }
+    for (uint32_t i = 0; i < stages->inbox_count; i++) {
+        dtrain__free(a, stages->inboxes[i].received, count, sizeof(void *));
+        stages->inboxes[i].received = NULL;
+    }
+    dtrain__free(a, stages->crossings, count, sizeof *stages->crossings);
+    dtrain__free(a, stages->reads, stages->input_count, sizeof *stages->reads);
+    stages->crossings = NULL;
+    stages->reads = NULL;
+    stages->crossing_count = stages->input_count = 0;
+}
+
+DTRAIN__PRIVATE void dtrain__stages_free(dtrain_tape *tape)
+{
+    dtrain__stages *stages = tape->stages;
+    if (!stages) return;
+    dtrain__crossings_free(tape);
+    for (uint32_t s = 0; s < stages->slot_count; s++)
+        for (int i = 0; i < DTRAIN__PASS_ARENAS && &stages->slots[s] != stages->slot; i++)
+            dtrain__bump_free(tape, &stages->slots[s].arenas[i]);
+    for (uint32_t i = 0; i < stages->inbox_count; i++)
+        dtrain__bump_free(tape, &stages->inboxes[i].arena);
+    dtrain__bump_free(tape, &stages->blank);
+    dtrain__free(&tape->allocator, stages->inboxes, stages->inbox_count, sizeof *stages->inboxes);
+    dtrain__free(&tape->allocator, stages->slots, stages->slot_count, sizeof *stages->slots);
+    dtrain__free(&tape->allocator, stages, 1, sizeof *stages);
+    tape->stages = NULL;
+}
+
+DTRAIN__PRIVATE void dtrain__stages_count(const dtrain_tape *tape, dtrain_tape_info *info)
+{
+    const dtrain__stages *stages = tape->stages;
+    for (uint32_t s = 0; stages && s < stages->slot_count; s++)
+        for (int i = 0; i < DTRAIN__PASS_ARENAS && &stages->slots[s] != stages->slot; i++)
+            dtrain__bump_count(&stages->slots[s].arenas[i], info);
+    for (uint32_t i = 0; stages && i < stages->inbox_count; i++)
+        dtrain__bump_count(&stages->inboxes[i].arena, info);
+}
+
+/* ---- Ghosts: what the tape asks ---------------------------------------------------------------*/
+
+DTRAIN__PRIVATE bool dtrain__is_elsewhere(const dtrain_tape *tape)
+{
+    const dtrain__stages *stages = tape->stages;
+    return stages && (stages->surveying || stages->at != stages->slot->stage);
+}
+
+/* Note which stage the pass has come to. */
+DTRAIN__PRIVATE dtrain_result dtrain__stage_enter(dtrain_tape *tape, int64_t unit)
+{
+    dtrain__stages *stages = tape->stages;
+    size_t i = 0;
+    if (!stages) return DTRAIN_OK;
+    while (i < stages->unit_count && stages->stage_units[2 * i] != unit) i++;
+    if (i == stages->unit_count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_tape_unit: no parameter belongs to unit %lld, so that it is on "
+                           "no stage of the pipeline; mark units that have parameters",
+                           (long long)unit);
+    const int32_t stage = stages->stage_units[2 * i + 1];
+    if (stage < stages->at)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "dtrain_tape_unit: unit %lld is on stage %d of the pipeline, and the "
+                           "pass has come to stage %d; use units in the order in which their first "
+                           "parameters are registered, and register an alias of a parameter in "
+                           "each other unit that uses it",
+                           (long long)unit, (int)stage, (int)stages->at);
+    stages->at = stage;
+    return DTRAIN_OK;
+}
+
+/* Return the place of a tensor that has just been made among those that cross; NULL: it does not.
+ */
+static const dtrain__crossing *dtrain__crossing_of(dtrain_tape *tape)
+{
+    dtrain__stages *stages = tape->stages;
+    const size_t next = stages->slot->next_crossing;
+    if (next == stages->crossing_count) return NULL;
+    if (stages->crossings[next].number != tape->pass.tensor_count) return NULL;
+    stages->slot->next_crossing++;
+    return &stages->crossings[next];
+}
+
+DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *made,
+                                        const dtrain_node *node)
+{
+    dtrain__stages *stages = tape->stages;
+    dtrain_tensor *x = &made->tensor;
+    made->stage = made->last_stage = node ? stages->at : -1;
+    made->ghost = x->data == (void *)DTRAIN__NOWHERE;
+    if (stages->surveying || !node) {
+        dtrain__tape_tensor **list = stages->surveying ? &stages->made : &stages->slot->inputs;
+        made->next = *list;
+        *list = made;
+        return;
+    }
+    const dtrain__crossing *crossing = dtrain__crossing_of(tape);
+    if (!crossing) return;
+    const size_t at = (size_t)(crossing - stages->crossings);
+    if (crossing->count != x->count || crossing->dtype != x->dtype) {
+        dtrain__tape_stick(
+            tape, dtrain_fail(DTRAIN_ERROR_USAGE,
+                              "a tensor that goes from stage %d to the next has %lld elements of "
+                              "%s and had %lld of %s in the first micro-batch; every micro-batch "
+                              "of a pipeline has the same shapes",
+                              (int)crossing->stage, (long long)x->count,
+                              dtrain_dtype_name((dtrain_dtype)x->dtype), (long long)crossing->count,
+                              dtrain_dtype_name((dtrain_dtype)crossing->dtype)));
+        return;
+    }
+    stages->slot->tensors[at] = made;
+    if (!made->ghost || !stages->slot->received[at]) return;
+    made->ghost = false;
+    x->data = stages->slot->received[at];
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__stage_reads(dtrain_tape *tape, dtrain_tensor *x)
+{
+    const dtrain__stages *stages = tape->stages;
+    dtrain__tape_tensor *made = (dtrain__tape_tensor *)x;
+    if (!stages) return DTRAIN_OK;
+    if (stages->at > made->last_stage && made->stage >= 0) made->last_stage = stages->at;
+    if (stages->surveying) made->wanted = made->wanted || stages->here[stages->at];
+    if (stages->surveying || stages->at != stages->slot->stage || !made->ghost) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "stage %d reads a tensor of stage %d, which it did not do in the first "
+                       "micro-batch; which operations the loss calls must not depend on values",
+                       (int)stages->at, (int)made->stage);
+}
+
+/* Tell whether the next input has memory of its own in this pass. */
+DTRAIN__PRIVATE bool dtrain__input_is_here(const dtrain_tape *tape)
+{
+    const dtrain__stages *stages = tape->stages;
+    if (!stages) return true;
+    const size_t number = stages->slot->input_count;
+    return !stages->surveying && stages->slot->batch == stages->slot &&
+           number < stages->input_count && stages->reads[number];
+}
+
+/* Return the same input of this rank's first pass of the micro-batch; NULL: this is that pass. */
+static const dtrain__tape_tensor *dtrain__input_before(const dtrain__stages *stages)
+{
+    const dtrain__slot *batch = stages->slot->batch;
+    if (stages->surveying || batch == stages->slot) return NULL;
+    const dtrain__tape_tensor *x = batch->inputs;
+    for (size_t i = batch->input_count; x && i > stages->slot->input_count + 1; i--) x = x->next;
+    return x;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__input_share(dtrain_tape *tape, dtrain_tensor *x, bool *shared)
+{
+    dtrain__stages *stages = tape->stages;
+    *shared = false;
+    if (!stages) return DTRAIN_OK;
+    const dtrain__tape_tensor *before = dtrain__input_before(stages);
+    stages->slot->input_count++;
+    if (x->needs_grad)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_tape_input: a pipeline has no gradients of inputs; leave "
+                           "requires_grad false");
+    if (!before) return DTRAIN_OK;
+    if (before->tensor.count != x->count || before->tensor.dtype != x->dtype)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "dtrain_tape_input: input %zu has %lld elements, and %lld in this "
+                           "micro-batch's first pass on this rank; every pass of a pipeline makes "
+                           "the same inputs",
+                           stages->slot->input_count, (long long)x->count,
+                           (long long)before->tensor.count);
+    x->data = before->tensor.data;
+    ((dtrain__tape_tensor *)x)->ghost = before->ghost;
+    ((dtrain__tape_tensor *)x)->samples = before->samples;
+    *shared = true;
+    return DTRAIN_OK;
+}
+
+/* ---- The survey -------------------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain_result dtrain__survey_begin(dtrain_tape *tape, uint32_t flags)
+{
+    dtrain__stages *stages = tape->stages;
+    dtrain__stage_reset(tape);
+    stages->surveying = true;
+    stages->made = NULL;
+    stages->at = 0;
+    return dtrain__pass_begin(tape, flags, 0);
+}
+
+/* Give each slot room for what crosses. */
+static dtrain_result dtrain__slots_room(dtrain_tape *tape)
+{
+    const dtrain_allocator *a = &tape->allocator;
+    dtrain__stages *stages = tape->stages;
+    const size_t count = stages->crossing_count;
+    for (uint32_t i = 0; i < stages->slot_count; i++) {
+        dtrain__slot *slot = &stages->slots[i];
+        slot->tensors = (dtrain__tape_tensor **)dtrain__alloc(a, count, sizeof *slot->tensors,
+                                                              "what crosses stages");
+        slot->received =
+            (void **)dtrain__alloc(a, count, sizeof *slot->received, "what crosses stages");
+        if (count && (!slot->tensors || !slot->received)) return DTRAIN_ERROR_MEMORY;
+    }
+    for (uint32_t i = 0; i < stages->inbox_count && count; i++) {
+        void **received = (void **)dtrain__alloc(a, count, sizeof *received, "what crosses stages");
+        if (!received) return DTRAIN_ERROR_MEMORY;
+        stages->inboxes[i].received = received;
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__survey_end(dtrain_tape *tape)
+{
+    const dtrain_allocator *a = &tape->allocator;
+    dtrain__stages *stages = tape->stages;
+    size_t crossings = 0, inputs = 0, number = tape->pass.tensor_count;
+    stages->surveying = false;
+    DTRAIN__TRY(tape->error);
+    dtrain__crossings_free(tape);
+    for (const dtrain__tape_tensor *x = stages->made; x; x = x->next) {
+        inputs += x->stage < 0;
+        crossings += x->last_stage > x->stage;
+    }
+    stages->crossings = (dtrain__crossing *)dtrain__alloc(a, crossings, sizeof *stages->crossings,
+                                                          "what crosses stages");
+    stages->reads = (bool *)dtrain__alloc(a, inputs, sizeof *stages->reads, "inputs of stages");
+    if ((crossings && !stages->crossings) || (inputs && !stages->reads)) return DTRAIN_ERROR_MEMORY;
+    stages->crossing_count = crossings;
+    stages->input_count = inputs;
+    for (const dtrain__tape_tensor *x = stages->made; x; x = x->next, number--) {
+        if (x->stage < 0) stages->reads[--inputs] = x->wanted;
+        if (x->last_stage <= x->stage) continue;
+        dtrain__crossing *crossing = &stages->crossings[--crossings];
+        crossing->number = number;
+        crossing->stage = x->stage;
+        crossing->last_stage = x->last_stage;
+        crossing->count = x->tensor.count;
+        crossing->dtype = x->tensor.dtype;
+        crossing->grad = x->tensor.needs_grad;
+    }
+    return dtrain__slots_room(tape);
+}
+
+/* ---- Passes -----------------------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE void dtrain__stage_reset(dtrain_tape *tape)
+{
+    dtrain__stages *stages = tape->stages;
+    dtrain__tape_reset(tape);
+    for (uint32_t i = 0; i < stages->slot_count; i++) {
+        dtrain__slot *slot = &stages->slots[i];
+        const size_t count = stages->crossing_count;
+        if (count) memset(slot->tensors, 0, count * sizeof *slot->tensors);
+        if (count) memset(slot->received, 0, count * sizeof *slot->received);
+    }
+}
+
+DTRAIN__PRIVATE bool dtrain__stage_item(const dtrain_tape *tape, int32_t stage, bool gradient,
+                                        size_t i, size_t *crossing)
+{
+    const dtrain__stages *stages = tape->stages;
+    for (size_t k = 0; k < stages->crossing_count; k++) {
+        const dtrain__crossing *c = &stages->crossings[k];
+        if (c->stage > stage || c->last_stage <= stage || (gradient && !c->grad)) continue;
+        *crossing = k;
+        if (i-- == 0) return true;
+    }
+    return false;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__stage_receive(dtrain_tape *tape, uint32_t number,
+                                                    int32_t stage)
+{
+    const dtrain__stages *stages = tape->stages;
+    dtrain__inbox *inbox = &stages->inboxes[number];
+    dtrain__bump_rewind(&inbox->arena);
+    for (size_t i = 0, k; dtrain__stage_item(tape, stage - 1, false, i, &k); i++) {
+        const dtrain__crossing *c = &stages->crossings[k];
+        inbox->received[k] = dtrain__take_values(tape, &inbox->arena, c->count, c->dtype);
+        if (!inbox->received[k]) return tape->error;
+    }
+    return DTRAIN_OK;
+}
+
+/* Give back the gradients of what a slot's last pass received: they have been sent. */
+static void dtrain__slot_settle(dtrain__stages *stages, dtrain__slot *slot)
+{
+    for (size_t k = 0; k < stages->crossing_count; k++) {
+        dtrain__tape_tensor *x = slot->tensors[k];
+        if (x && x->gradient) x->gradient->owners--;
+        slot->tensors[k] = NULL;
+        slot->received[k] = NULL;
+    }
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t number,
+                                                  uint32_t batch, int32_t stage,
+                                                  dtrain__stage_source source, uint32_t flags,
+                                                  uint64_t seed)
+{
+    dtrain__stages *stages = tape->stages;
+    dtrain__slot *slot = &stages->slots[number];
+    dtrain__slot_select(tape, slot);
+    dtrain__slot_settle(stages, slot);
+    slot->stage = stage;
+    slot->batch = &stages->slots[batch];
+    slot->inputs = NULL;
+    slot->next_crossing = slot->input_count = 0;
+    stages->at = 0;
+    for (size_t i = 0, k; dtrain__stage_item(tape, stage - 1, false, i, &k); i++)
+        slot->received[k] = source.inbox >= 0 ? stages->inboxes[source.inbox].received[k]
+                                              : stages->slots[source.slot].tensors[k]->tensor.data;
+    return dtrain__pass_begin(tape, flags, seed);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__stage_end(dtrain_tape *tape)
+{
+    const dtrain__stages *stages = tape->stages;
+    const dtrain__slot *slot = stages->slot;
+    DTRAIN__TRY(tape->error);
+    if (slot->next_crossing == stages->crossing_count && stages->at == stages->count - 1)
+        return DTRAIN_OK;
+    return dtrain__tape_stick(
+        tape, dtrain_fail(DTRAIN_ERROR_USAGE,
+                          "the loss made %zu of the %zu tensors that cross stages, and came to "
+                          "stage %d of %d: which operations it calls must not depend on values",
+                          slot->next_crossing, stages->crossing_count, (int)stages->at,
+                          (int)stages->count));
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t number,
+                                                 const uint32_t *from)
+{
+    dtrain__stages *stages = tape->stages;
+    dtrain__slot *slot = &stages->slots[number];
+    for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage, true, i, &k); i++) {
+        dtrain__tape_tensor *x = slot->tensors[k];
+        bool accumulate;
+        if (from) dtrain__gradient_take(&x->tensor, &stages->slots[*from].tensors[k]->tensor);
+        else DTRAIN__TRY(dtrain__gradient_open(tape, &x->tensor, &accumulate));
+    }
+    return DTRAIN_OK;
+}
+
+/* Give zeros to those of the gradients to be sent that no operation has contributed to. */
+static dtrain_result dtrain__stage_fill(dtrain_tape *tape, const dtrain__slot *slot)
+{
+    for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage - 1, true, i, &k); i++) {
+        dtrain_tensor *x = &slot->tensors[k]->tensor;
+        bool accumulate;
+        if (x->grad) continue;
+        DTRAIN__TRY(dtrain__gradient_open(tape, x, &accumulate));
+        DTRAIN__TRY(tape->device->ops->zero(tape->device, x->grad, dtrain__tensor_bytes(x)));
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t number,
+                                                     dtrain_tensor *loss, float scale, bool more)
+{
+    dtrain__slot *slot = &tape->stages->slots[number];
+    dtrain__slot_select(tape, slot);
+    tape->pass.more = more;
+    if (loss) {
+        DTRAIN__TRY(dtrain_tape_backward(tape, loss, scale));
+    } else {
+        for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage, true, i, &k); i++) {
+            const dtrain_tensor *x = &slot->tensors[k]->tensor;
+            if (x->producer) x->producer->reached = true;
+        }
+        DTRAIN__TRY(dtrain__backward_seeded(tape));
+    }
+    return dtrain__tape_stick(tape, dtrain__stage_fill(tape, slot));
+}
+
+DTRAIN__PRIVATE void *dtrain__stage_blank(dtrain_tape *tape, size_t crossing)
+{
+    dtrain__stages *stages = tape->stages;
+    dtrain__bump *blank = &stages->blank;
+    const dtrain__crossing *c = &stages->crossings[crossing];
+    const uint64_t bytes = blank->bytes;
+    dtrain__bump_rewind(blank);
+    void *memory = dtrain__take_values(tape, blank, c->count, c->dtype);
+    if (memory && blank->bytes > bytes)
+        dtrain__tape_stick(
+            tape, tape->device->ops->zero(tape->device, memory, (size_t)(blank->bytes - bytes)));
+    return memory;
+}
+
+DTRAIN__PRIVATE void *dtrain__stage_data(const dtrain_tape *tape, uint32_t slot, size_t crossing,
+                                         bool gradient)
+{
+    const dtrain__slot *s = &tape->stages->slots[slot];
+    if (!gradient && s->received[crossing]) return s->received[crossing];
+    const dtrain__tape_tensor *x = s->tensors[crossing];
+    return !x ? NULL : gradient ? x->tensor.grad : x->tensor.data;
+}
+
 /* ==== src/tape/arena.c ======================================================================== */
 
 /* The tape's memory
@@ -24699,7 +26906,7 @@ static dtrain_result dtrain__check_member(const dtrain_optimizer_desc *desc,
                            desc->group_count == 1 ? "" : "s");
     const dtrain_optimizer_desc *own = group ? &desc->groups[group - 1] : desc;
     if (own->kind != DTRAIN_OPTIMIZER_MUON || !dtrain__is_updated(p)) return DTRAIN_OK;
-    if (dtrain__param_dims(p) < 2 || p->count == 0)
+    if (dtrain__param_dims(p) < 2 || (p->count == 0 && dtrain__has_memory(p)))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: parameter %zu (\"%.100s\") is in group %u, of Muon, and has %d "
                            "dimension%s and %lld elements: Muon is for matrices; give it another "
@@ -26407,12 +28614,13 @@ struct dtrain_trainer {
     uint32_t joined;   /* micro-batches of this step that had no data */
     double saving;     /* seconds in checkpoints until the end of the last step */
     float gpu[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN: no monitor has set it */
-    float *words;                /* (ranks, WORD_COUNT), host memory: gathered in place */
-    double *compute;             /* (ranks) seconds, for the median */
-    int slow_rank;               /* the slowest of the last step ... */
-    int slow_steps;              /* ... and for how many steps it has been a straggler */
-    bool *named;                 /* (ranks) a warning has named it */
-    struct dtrain__queue *queue; /* NULL: the host waits in the middle of a step */
+    float *words;                      /* (ranks, WORD_COUNT), host memory: gathered in place */
+    double *compute;                   /* (ranks) seconds, for the median */
+    int slow_rank;                     /* the slowest of the last step ... */
+    int slow_steps;                    /* ... and for how many steps it has been a straggler */
+    bool *named;                       /* (ranks) a warning has named it */
+    struct dtrain__pipeline *pipeline; /* NULL: every rank has all stages */
+    struct dtrain__queue *queue;       /* NULL: the host waits in the middle of a step */
 };
 
 /* A micro-batch of a queued step: its inputs, and the samples that its loss is a mean
@@ -26456,6 +28664,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__micro_backward(dtrain_trainer *trainer, dt
 DTRAIN__PRIVATE void dtrain__trainer_add(dtrain_trainer *trainer, uint32_t micro, float loss,
                                          float weight);
 
+DTRAIN__PRIVATE uint64_t dtrain__micro_seed(uint32_t micro);
+
+/* train/pipeline_step.c */
+typedef struct dtrain__pipeline dtrain__pipeline;
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer);
+DTRAIN__PRIVATE void dtrain__pipeline_destroy(dtrain_trainer *trainer);
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer);
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_survey(dtrain_trainer *trainer, void *user,
+                                                      uint32_t flags);
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_evaluate(dtrain_trainer *trainer, void *user,
+                                                        float *loss, float *weight);
+
 /* train/plan.c */
 DTRAIN__PRIVATE void dtrain__memory_held(const dtrain_trainer_desc *desc, dtrain_memory *memory);
 
@@ -26479,6 +28699,8 @@ DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer)
     dtrain__philox(trainer->desc.seed, stream, (uint64_t)trainer->step, random);
     return (uint64_t)random[1] << 32 | random[0];
 }
+
+DTRAIN__PRIVATE uint64_t dtrain__micro_seed(uint32_t micro) { return DTRAIN__MICRO_SEED * micro; }
 
 /* Fetch a micro-batch, in a span: while next_batch reads, the step makes no progress. */
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
@@ -26519,7 +28741,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__micro_forward(dtrain_trainer *trainer, dtr
     if (micro->joined) return dtrain__join_forward(desc->strategy);
     DTRAIN__TRY(dtrain__strategy_keep(
         desc->strategy, dtrain_tape_begin(tape, desc->tape_flags,
-                                          micro->seed + DTRAIN__MICRO_SEED * micro->number)));
+                                          micro->seed + dtrain__micro_seed(micro->number))));
     const uint32_t span =
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "forward", micro->number);
     micro->loss = desc->loss(tape, desc->user);
@@ -26672,13 +28894,11 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
 
 /* ---- micro-batches and update -----------------------------------------------------------------*/
 
-/* Run micro-batches and update with the host in the middle, and fill grad_norm. A norm
- * that is not finite leaves the parameters as they are. */
-static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record)
+/* Run the micro-batches one after the other. */
+static dtrain_result dtrain__trainer_micro_batches(dtrain_trainer *trainer)
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
     const uint64_t seed = dtrain__step_seed(trainer);
-    float norm = 0, scale = 1;
     while (trainer->micro < desc->micro_batches) {
         dtrain__micro micro = {trainer->tape, trainer->micro, seed, NULL, false, 0};
         float loss = 0;
@@ -26690,6 +28910,17 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
         dtrain__trainer_add(trainer, micro.number, loss, micro.weight);
     }
     trainer->micro = 0;
+    return DTRAIN_OK;
+}
+
+/* Run micro-batches and update with the host in the middle, and fill grad_norm. A norm
+ * that is not finite leaves the parameters as they are. */
+static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record)
+{
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    float norm = 0, scale = 1;
+    DTRAIN__TRY(trainer->pipeline ? dtrain__pipeline_step(trainer)
+                                  : dtrain__trainer_micro_batches(trainer));
     DTRAIN__TRY(dtrain_grad_norm(desc->strategy, trainer->scaling ? &trainer->scaler : NULL,
                                  desc->clip, &norm, &scale));
     record->grad_norm = (double)norm;
@@ -26912,27 +29143,36 @@ static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *recor
 
 /* ---- evaluation -------------------------------------------------------------------------------*/
 
-/* Evaluate one batch, on a tape that keeps nothing for a backward: add its loss times its weight to
- * *sum, and the weight to *weights. */
-static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_fn next_batch,
-                                          void *user, double *sum, double *weights)
+/* Run one batch, on a tape that keeps nothing for a backward, to its loss and its weight. */
+static dtrain_result dtrain__evaluate_pass(dtrain_trainer *trainer, void *user, float *loss,
+                                           float *weight)
 {
     const uint32_t flags = trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD;
-    const dtrain_result next = next_batch ? next_batch(user) : DTRAIN_OK;
-    float loss = 0;
-    if (next == DTRAIN_ERROR_END) return dtrain__join_forward(trainer->desc.strategy);
-    DTRAIN__TRY(next);
     DTRAIN__TRY(dtrain_tape_begin(trainer->tape, flags, 0));
     const uint32_t span =
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);
     dtrain_tensor *tensor = trainer->desc.loss(trainer->tape, user);
     dtrain__span_end(trainer->world, span);
-    DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss, NULL));
+    DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, loss, NULL));
     const dtrain__samples *samples = &((const dtrain__tape_tensor *)tensor)->samples;
     DTRAIN__TRY(dtrain__agree_unit(trainer->desc.strategy, samples->terms));
-    const double weight = (double)dtrain__weight_of(trainer->desc.strategy, samples);
-    *sum += dtrain__is_finite(loss) ? (double)loss * weight : (double)loss;
-    *weights += weight;
+    *weight = dtrain__weight_of(trainer->desc.strategy, samples);
+    return DTRAIN_OK;
+}
+
+/* Evaluate one batch: add its loss times its weight to *sum, and the weight to *weights. */
+static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_fn next_batch,
+                                          void *user, double *sum, double *weights)
+{
+    const dtrain_result next = next_batch ? next_batch(user) : DTRAIN_OK;
+    float loss = 0, weight = 0;
+    if (next == DTRAIN_ERROR_END && trainer->pipeline) return DTRAIN_OK; /* on all of its ranks */
+    if (next == DTRAIN_ERROR_END) return dtrain__join_forward(trainer->desc.strategy);
+    DTRAIN__TRY(next);
+    DTRAIN__TRY(trainer->pipeline ? dtrain__pipeline_evaluate(trainer, user, &loss, &weight)
+                                  : dtrain__evaluate_pass(trainer, user, &loss, &weight));
+    *sum += dtrain__is_finite(loss) ? (double)loss * (double)weight : (double)loss;
+    *weights += (double)weight;
     return DTRAIN_OK;
 }
 
@@ -26946,6 +29186,9 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                            "is less than 1",
                            (long long)batches);
     double sum = 0, weights = 0;
+    if (trainer->pipeline)
+        DTRAIN__TRY(dtrain__strategy_keep(
+            trainer->desc.strategy, dtrain__pipeline_survey(trainer, user, DTRAIN_TAPE_NO_GRAD)));
     for (int64_t i = 0; i < batches; i++) {
         const dtrain_result result =
             dtrain__evaluate_one(trainer, next_batch, user, &sum, &weights);
@@ -27014,6 +29257,7 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     if (trainer->scaler.scale == 0) trainer->scaler.scale = 65536;
     if (result == DTRAIN_OK && trainer->scaling)
         result = dtrain__scaler_fill(&trainer->scaler, "dtrain_trainer_create");
+    if (result == DTRAIN_OK) result = dtrain__pipeline_create(trainer);
     if (result == DTRAIN_OK && desc->graph) result = dtrain__queue_create(trainer);
     if (result == DTRAIN_OK) *out = trainer;
     else dtrain_trainer_destroy(trainer);
@@ -27061,6 +29305,7 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer)
     size_t ranks = (size_t)trainer->ranks;
     dtrain__queue_destroy(trainer);
     dtrain_tape_destroy(trainer->tape);
+    dtrain__pipeline_destroy(trainer);
     dtrain__free(&allocator, trainer->words, ranks, DTRAIN__WORDS_BYTES);
     dtrain__free(&allocator, trainer->compute, ranks, sizeof *trainer->compute);
     dtrain__free(&allocator, trainer->named, ranks, sizeof *trainer->named);
@@ -27070,6 +29315,425 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer)
 DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer)
 {
     return trainer ? trainer->tape : NULL;
+}
+
+/* ==== src/train/pipeline_step.c =============================================================== */
+
+/* The micro-batches of a step over a pipeline
+ *
+ * A rank walks its schedule (parallel/runner.c) and runs passes of its own stages on the tape
+ * (tape/stage.c):
+ *
+ *     before the first step    survey: what crosses from stage to stage, and the unit of weights
+ *     FORWARD                  fetch the micro-batch, once on each rank; run the loss
+ *     BACKWARD, WEIGHT         from the loss or from gradients that came; behind the last
+ *                              micro-batch parameters are ready, and reductions over the data axis
+ *                              start inside of the bubble
+ *     messages                 addresses of what crosses
+ *     behind the schedule      weights of all micro-batches; dtrain_strategy_finish, once
+ *
+ * To the strategy the whole schedule is one backward. All ranks of a pipeline have the same data,
+ * so that they agree without a message on which micro-batches have none, and on the weights of
+ * those that have: every rank knows the targets. */
+
+/* A micro-batch under way on this rank. */
+typedef struct dtrain__flight {
+    int32_t batch;  /* the slot of its first pass here, which has its inputs; -1: not fetched */
+    bool joined;    /* this rank's data had ended */
+    float loss;     /* on the rank of the last stage */
+    int64_t terms;  /* what the loss is a mean of ... */
+    float valid[2]; /* ... and dtrain__samples.valid */
+    bool counted;   /* valid was given */
+} dtrain__flight;
+
+struct dtrain__pipeline {
+    dtrain_pipeline_schedule *schedule;
+    dtrain_comm *comm; /* the pipeline axis */
+    int rank, stages;
+    const dtrain__stage_map *map;
+    dtrain__flight *flights; /* (micro_batches) */
+    int32_t *slots;          /* (chunks, micro_batches) */
+    dtrain_tensor **losses;  /* (slots) of the last stage's passes */
+    size_t slot_count;
+    bool surveyed; /* what crosses is that of the training batches */
+    uint64_t seed; /* of the step under way */
+};
+
+static int dtrain__stage_of(const dtrain__pipeline *line, const dtrain_pipeline_action *action)
+{
+    const dtrain_pipeline_schedule *s = line->schedule;
+    return dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, line->rank, action->chunk);
+}
+
+/* Return where the slot of a pass of a chunk is noted. */
+static int32_t *dtrain__slot_at(const dtrain__pipeline *line, int chunk, int micro)
+{
+    return &line->slots[(size_t)chunk * (size_t)line->schedule->micro_batches + (size_t)micro];
+}
+
+/* Find the slot of a neighbour stage's pass where that stage is on this rank too; false: it is on
+ * another one. */
+static bool dtrain__neighbour(const dtrain__pipeline *line, int stage, int micro, uint32_t *slot)
+{
+    const dtrain_pipeline_schedule *s = line->schedule;
+    const dtrain__place_of_stage place = dtrain__pipeline_place(s->kind, s->ranks, stage);
+    if (place.rank != line->rank) return false;
+    *slot = (uint32_t)*dtrain__slot_at(line, place.chunk, micro);
+    return true;
+}
+
+/* ---- Passes -----------------------------------------------------------------------------------*/
+
+/* Fetch a micro-batch, in its first pass on this rank. Other ranks are in the middle of a schedule
+ * and count on this one: so an error of next_batch fails the step on all. */
+static dtrain_result dtrain__flight_fetch(dtrain_trainer *trainer, dtrain__flight *flight,
+                                          int32_t slot)
+{
+    flight->batch = slot;
+    if (!trainer->ended && trainer->desc.next_batch) {
+        const dtrain_result next = dtrain__trainer_fetch(trainer);
+        trainer->ended = next == DTRAIN_ERROR_END;
+        if (!trainer->ended) DTRAIN__TRY(next);
+    }
+    flight->joined = trainer->ended;
+    return DTRAIN_OK;
+}
+
+/* Note what the loss is a mean of; the tensor is gone when its slot is used again. */
+static void dtrain__flight_note(dtrain__flight *flight, const dtrain_tensor *loss)
+{
+    const dtrain__samples *samples = &((const dtrain__tape_tensor *)loss)->samples;
+    flight->terms = samples->terms;
+    flight->counted = samples->valid != NULL;
+    if (samples->valid) memcpy(flight->valid, samples->valid, sizeof flight->valid);
+}
+
+static dtrain__samples dtrain__flight_samples(const dtrain__flight *flight)
+{
+    const dtrain__samples samples = {flight->terms, flight->counted ? flight->valid : NULL, NULL};
+    return samples;
+}
+
+static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
+                                          const dtrain_pipeline_action *action)
+{
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    dtrain__pipeline *line = trainer->pipeline;
+    dtrain__flight *flight = &line->flights[action->micro_batch];
+    const int stage = dtrain__stage_of(line, action);
+    dtrain__stage_source source = {action->inbox, -1};
+    uint32_t before;
+    if (flight->batch < 0) DTRAIN__TRY(dtrain__flight_fetch(trainer, flight, action->slot));
+    if (flight->joined) return DTRAIN_OK;
+    *dtrain__slot_at(line, action->chunk, action->micro_batch) = action->slot;
+    if (stage && dtrain__neighbour(line, stage - 1, action->micro_batch, &before))
+        source.slot = (int32_t)before;
+    const uint64_t seed = line->seed + dtrain__micro_seed((uint32_t)action->micro_batch);
+    DTRAIN__TRY(dtrain__stage_begin(trainer->tape, (uint32_t)action->slot, (uint32_t)flight->batch,
+                                    stage, source, desc->tape_flags, seed));
+    const uint32_t span = dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "forward",
+                                             (int64_t)action->micro_batch);
+    dtrain_tensor *loss = desc->loss(trainer->tape, desc->user);
+    dtrain__span_end(trainer->world, span);
+    DTRAIN__TRY(dtrain__stage_end(trainer->tape));
+    if (!loss) return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: loss returned NULL");
+    dtrain__flight_note(flight, loss);
+    line->losses[action->slot] = stage == line->stages - 1 ? loss : NULL;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__line_backward(dtrain_trainer *trainer,
+                                           const dtrain_pipeline_action *action)
+{
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    dtrain__pipeline *line = trainer->pipeline;
+    dtrain__flight *flight = &line->flights[action->micro_batch];
+    const int stage = dtrain__stage_of(line, action);
+    const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: exact */
+    const bool more = (uint32_t)action->micro_batch + 1 < desc->micro_batches;
+    const uint32_t slot = (uint32_t)action->slot;
+    uint32_t behind;
+    if (flight->joined) return DTRAIN_OK;
+    if (stage < line->stages - 1 &&
+        dtrain__neighbour(line, stage + 1, action->micro_batch, &behind))
+        DTRAIN__TRY(dtrain__stage_seed(trainer->tape, slot, &behind));
+    DTRAIN__TRY(dtrain__stage_backward(trainer->tape, slot, line->losses[slot],
+                                       scale / (float)desc->micro_batches, more));
+    if (!line->losses[slot]) return DTRAIN_OK;
+    return dtrain_tensor_read(trainer->tape, line->losses[slot], &flight->loss, NULL);
+}
+
+static dtrain_result dtrain__line_compute(void *user, const dtrain_pipeline_action *action)
+{
+    dtrain_trainer *trainer = (dtrain_trainer *)user;
+    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD) return dtrain__line_forward(trainer, action);
+    if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD) return dtrain__line_backward(trainer, action);
+    return DTRAIN_OK;
+}
+
+/* ---- Messages ---------------------------------------------------------------------------------*/
+
+/* Say where part i of a message is. What is received gets its memory with the first part. Whether a
+ * micro-batch has data is known from its forward on, on both sides of a gradient; what FORWARD makes
+ * is received before, so that it is sent blank where there is none. */
+static dtrain_result dtrain__line_part(void *user, const dtrain_pipeline_action *action, size_t i,
+                                       dtrain_pipeline_part *part)
+{
+    dtrain_trainer *trainer = (dtrain_trainer *)user;
+    dtrain__pipeline *line = trainer->pipeline;
+    dtrain_tape *tape = trainer->tape;
+    dtrain__flight *flight = &line->flights[action->micro_batch];
+    const int stage = dtrain__stage_of(line, action);
+    const bool receives = action->act == DTRAIN_PIPELINE_ACT_RECEIVE;
+    const bool gradient = action->act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT ||
+                          action->act == DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT;
+    const bool before = receives || action->act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT;
+    size_t crossing;
+    if (flight->joined && gradient) return DTRAIN_OK;
+    if (receives && i == 0)
+        DTRAIN__TRY(dtrain__stage_receive(tape, (uint32_t)action->inbox, stage));
+    if (action->act == DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT && i == 0)
+        DTRAIN__TRY(dtrain__stage_seed(tape, (uint32_t)action->slot, NULL));
+    if (!dtrain__stage_item(tape, before ? stage - 1 : stage, gradient, i, &crossing))
+        return DTRAIN_OK;
+    const dtrain__crossing *c = &tape->stages->crossings[crossing];
+    part->address = receives ? tape->stages->inboxes[action->inbox].received[crossing]
+                    : flight->joined
+                        ? dtrain__stage_blank(tape, crossing)
+                        : dtrain__stage_data(tape, (uint32_t)action->slot, crossing, gradient);
+    if (!part->address) return tape->error;
+    part->count = (size_t)c->count;
+    part->dtype = (dtrain_dtype)c->dtype;
+    return DTRAIN_OK;
+}
+
+/* ---- A step -----------------------------------------------------------------------------------*/
+
+/* Run the loss as ghosts alone, to find what crosses, and agree on the unit of weights. Collective;
+ * before the first step, and before and behind an evaluation, whose passes (flags) and batches are
+ * other ones. */
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_survey(dtrain_trainer *trainer, void *user,
+                                                      uint32_t flags)
+{
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    dtrain__flight first;
+    memset(&first, 0, sizeof first);
+    dtrain_result result = dtrain__survey_begin(trainer->tape, desc->tape_flags | flags);
+    if (result == DTRAIN_OK) {
+        const dtrain_tensor *loss = desc->loss(trainer->tape, user);
+        if (loss) dtrain__flight_note(&first, loss);
+        result = dtrain__survey_end(trainer->tape);
+    }
+    DTRAIN__TRY(dtrain__agree(trainer->groups.all, result));
+    DTRAIN__TRY(dtrain__agree_unit(desc->strategy, first.terms));
+    trainer->pipeline->surveyed = flags == 0;
+    return DTRAIN_OK;
+}
+
+/* Call ready for what earlier micro-batches have given gradients to, where the last one of the step
+ * had no data. */
+static dtrain_result dtrain__line_ready(dtrain_trainer *trainer)
+{
+    const dtrain__pipeline *line = trainer->pipeline;
+    size_t count;
+    const dtrain_param *params = dtrain__params_of(trainer->desc.strategy, &count);
+    if (!line->flights[trainer->desc.micro_batches - 1].joined) return DTRAIN_OK;
+    for (size_t i = 0; i < count; i++)
+        if (params[i].state.grad_written && dtrain__is_here(trainer->desc.strategy, i))
+            DTRAIN__TRY(dtrain_strategy_ready(trainer->desc.strategy, i));
+    return DTRAIN_OK;
+}
+
+/* Weigh the micro-batches as if they had been backwards of their own, and finish. */
+static dtrain_result dtrain__line_finish(dtrain_trainer *trainer)
+{
+    dtrain_strategy *strategy = trainer->desc.strategy;
+    dtrain__pipeline *line = trainer->pipeline;
+    const uint32_t micro_batches = trainer->desc.micro_batches;
+    DTRAIN__TRY(dtrain__line_ready(trainer));
+    trainer->joined = 0;
+    for (uint32_t micro = 0; micro < micro_batches; micro++) {
+        const dtrain__flight *flight = &line->flights[micro];
+        const dtrain__samples samples = dtrain__flight_samples(flight);
+        float weight = 0;
+        trainer->joined += flight->joined;
+        dtrain__weigh_micro(strategy, flight->joined ? NULL : &samples, micro + 1 < micro_batches,
+                            &weight);
+        dtrain__trainer_add(trainer, micro, flight->loss, weight);
+    }
+    DTRAIN__TRY(dtrain_strategy_finish(strategy));
+    bool over;
+    return trainer->joined == micro_batches ? dtrain__tally_settle(strategy, &over) : DTRAIN_OK;
+}
+
+/* ---- Evaluation -------------------------------------------------------------------------------*/
+
+/* Receive or send what crosses between two stages, and wait. */
+static dtrain_result dtrain__line_carry(dtrain_trainer *trainer, int chunk, int stage, bool receive)
+{
+    const dtrain__pipeline *line = trainer->pipeline;
+    const dtrain_pipeline_schedule *s = line->schedule;
+    dtrain_tape *tape = trainer->tape;
+    const int peer =
+        dtrain__pipeline_place(s->kind, s->ranks, receive ? stage - 1 : stage + 1).rank;
+    size_t crossing;
+    for (size_t i = 0; dtrain__stage_item(tape, receive ? stage - 1 : stage, false, i, &crossing);
+         i++) {
+        const dtrain__crossing *c = &tape->stages->crossings[crossing];
+        void *memory = receive ? tape->stages->inboxes[chunk].received[crossing]
+                               : dtrain__stage_data(tape, (uint32_t)chunk, crossing, false);
+        dtrain_work *work = NULL;
+        const dtrain_dtype dtype = (dtrain_dtype)c->dtype;
+        DTRAIN__TRY(receive
+                        ? dtrain_recv(line->comm, memory, (size_t)c->count, dtype, peer, &work)
+                        : dtrain_send(line->comm, memory, (size_t)c->count, dtype, peer, &work));
+        DTRAIN__TRY(dtrain_work_wait(work));
+    }
+    return DTRAIN_OK;
+}
+
+/* Run the pass of one of this rank's stages, which are taken in their order: chunk c has slot c and
+ * inbox c. */
+static dtrain_result dtrain__line_evaluate_stage(dtrain_trainer *trainer, void *user, int chunk,
+                                                 dtrain_tensor **loss)
+{
+    const dtrain__pipeline *line = trainer->pipeline;
+    const dtrain_pipeline_schedule *s = line->schedule;
+    const int stage = dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, line->rank, chunk);
+    const uint32_t flags = trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD;
+    dtrain__stage_source source = {-1, -1};
+    uint32_t slot;
+    if (stage && dtrain__neighbour(line, stage - 1, 0, &slot)) source.slot = (int32_t)slot;
+    else if (stage) source.inbox = chunk;
+    if (source.inbox >= 0) {
+        DTRAIN__TRY(dtrain__stage_receive(trainer->tape, (uint32_t)chunk, stage));
+        DTRAIN__TRY(dtrain__line_carry(trainer, chunk, stage, true));
+    }
+    *dtrain__slot_at(line, chunk, 0) = chunk;
+    DTRAIN__TRY(dtrain__stage_begin(trainer->tape, (uint32_t)chunk, 0, stage, source, flags, 0));
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);
+    *loss = trainer->desc.loss(trainer->tape, user);
+    dtrain__span_end(trainer->world, span);
+    DTRAIN__TRY(dtrain__stage_end(trainer->tape));
+    if (stage == line->stages - 1 || dtrain__neighbour(line, stage + 1, 0, &slot)) return DTRAIN_OK;
+    return dtrain__line_carry(trainer, chunk, stage, false);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_evaluate(dtrain_trainer *trainer, void *user,
+                                                        float *loss, float *weight)
+{
+    dtrain__pipeline *line = trainer->pipeline;
+    dtrain_tensor *tensor = NULL;
+    dtrain__flight flight;
+    memset(&flight, 0, sizeof flight);
+    for (int chunk = 0; chunk < line->schedule->chunks; chunk++) {
+        DTRAIN__TRY(dtrain__line_evaluate_stage(trainer, user, chunk, &tensor));
+        dtrain__flight_note(&flight, tensor);
+        if (!((const dtrain__tape_tensor *)tensor)->ghost)
+            DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, loss, NULL));
+    }
+    const dtrain__samples samples = dtrain__flight_samples(&flight);
+    *weight = dtrain__weight_of(trainer->desc.strategy, &samples);
+    return DTRAIN_OK;
+}
+
+/* ---- A step, and creation ---------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer)
+{
+    dtrain__pipeline *line = trainer->pipeline;
+    dtrain_strategy *strategy = trainer->desc.strategy;
+    const dtrain_pipeline_work work = {dtrain__line_compute, dtrain__line_part, trainer};
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_trainer_step"));
+    if (!line->surveyed)
+        DTRAIN__TRY(dtrain__strategy_keep(strategy,
+                                          dtrain__pipeline_survey(trainer, trainer->desc.user, 0)));
+    dtrain__stage_reset(trainer->tape);
+    line->seed = dtrain__step_seed(trainer);
+    for (uint32_t micro = 0; micro < trainer->desc.micro_batches; micro++) {
+        memset(&line->flights[micro], 0, sizeof line->flights[micro]);
+        line->flights[micro].batch = -1;
+    }
+    DTRAIN__TRY(
+        dtrain__strategy_keep(strategy, dtrain_pipeline_run(line->schedule, line->comm, &work)));
+    return dtrain__strategy_keep(strategy, dtrain__line_finish(trainer));
+}
+
+/* Refuse what a pipeline cannot do yet. */
+static dtrain_result dtrain__pipeline_allows(const dtrain_trainer *trainer)
+{
+    const char *const call = "dtrain_trainer_create";
+    if (trainer->desc.graph)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: graph with a pipeline of %d ranks: passes of several micro-batches "
+                           "are under way, and a recorded step has one; use graph = false",
+                           call, trainer->groups.pipeline_ranks);
+    if (trainer->desc.next_batch) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_UNSUPPORTED,
+        "%s: a pipeline calls loss once for each of its stages and micro-batches, so "
+        "that loss cannot fetch its batch itself; give next_batch",
+        call);
+}
+
+/* Allocate the tables of a schedule, and let the tape run its stages. */
+static dtrain_result dtrain__pipeline_tables(dtrain_trainer *trainer, dtrain__pipeline *line)
+{
+    const dtrain_allocator *a = &trainer->allocator;
+    const dtrain_pipeline_schedule *s = line->schedule;
+    const size_t micros = (size_t)s->micro_batches;
+    dtrain_pipeline_report room;
+    dtrain__pipeline_room(s, line->rank, &room);
+    room.slots = (int)dtrain__max(room.slots, s->chunks); /* evaluation has one a chunk */
+    room.inboxes = (int)dtrain__max(room.inboxes, s->chunks);
+    line->slot_count = (size_t)room.slots;
+    line->stages = s->ranks * s->chunks;
+    line->flights =
+        (dtrain__flight *)dtrain__alloc(a, micros, sizeof *line->flights, "micro-batches");
+    line->slots = (int32_t *)dtrain__alloc(a, micros * (size_t)s->chunks, sizeof *line->slots,
+                                           "slots of passes");
+    line->losses =
+        (dtrain_tensor **)dtrain__alloc(a, line->slot_count, sizeof *line->losses, "losses");
+    if (!line->flights || !line->slots || !line->losses) return DTRAIN_ERROR_MEMORY;
+    return dtrain__stages_create(trainer->tape, line->map->stages, line->map->here,
+                                 line->map->units, line->map->unit_count, (uint32_t)room.slots,
+                                 (uint32_t)room.inboxes);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer)
+{
+    dtrain_strategy *strategy = trainer->desc.strategy;
+    if (trainer->groups.pipeline_ranks == 1) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__pipeline_allows(trainer));
+    dtrain__pipeline *line = trainer->pipeline =
+        (dtrain__pipeline *)dtrain__alloc(&trainer->allocator, 1, sizeof *line, "a pipeline");
+    if (!line) return DTRAIN_ERROR_MEMORY;
+    line->comm = trainer->groups.pipeline;
+    line->rank = trainer->groups.pipeline_rank;
+    line->map = dtrain__stages_of(strategy);
+    DTRAIN__TRY(dtrain_pipeline_create(dtrain__settings_of(strategy)->pipeline,
+                                       trainer->groups.pipeline_ranks,
+                                       (int)trainer->desc.micro_batches, &line->schedule));
+    DTRAIN__TRY(dtrain__pipeline_tables(trainer, line));
+    dtrain__expect_schedule(strategy, trainer->desc.micro_batches > 1);
+    trainer->loss_counts = line->map->here[line->stages - 1];
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE void dtrain__pipeline_destroy(dtrain_trainer *trainer)
+{
+    const dtrain_allocator *a = &trainer->allocator;
+    dtrain__pipeline *line = trainer->pipeline;
+    if (!line) return;
+    if (line->schedule) {
+        const size_t micros = (size_t)line->schedule->micro_batches;
+        dtrain__free(a, line->flights, micros, sizeof *line->flights);
+        dtrain__free(a, line->slots, micros * (size_t)line->schedule->chunks, sizeof *line->slots);
+    }
+    dtrain__free(a, line->losses, line->slot_count, sizeof *line->losses);
+    dtrain_pipeline_destroy(line->schedule);
+    dtrain__free(a, line, 1, sizeof *line);
 }
 
 /* ==== src/train/queued_step.c ================================================================= */
@@ -27686,6 +30350,7 @@ static dtrain_result dtrain__state_param(dtrain_state *state, const dtrain_param
     const bool value = class_ == DTRAIN__CLASS_VALUE;
     dtrain_shard shard;
     if (value ? p->state.storage != p : !optimizer || !dtrain__is_updated(p)) return DTRAIN_OK;
+    if (!dtrain__has_memory(p)) return DTRAIN_OK; /* stages of other ranks list it */
     if (class_ == DTRAIN__CLASS_MISSED)
         return dtrain__state_append(state, DTRAIN_STATE_MISSED, p->name, DTRAIN_DTYPE_I64, one,
                                     &optimizer->missed[index])
@@ -27765,7 +30430,7 @@ static dtrain_result dtrain__state_compression(dtrain_state *state)
     }
     for (size_t i = 0; i < count && state_count; i++) {
         const dtrain_compression_state *kept = NULL;
-        if (!dtrain__is_updated(&params[i])) continue;
+        if (!dtrain__is_updated(&params[i]) || !dtrain__has_memory(&params[i])) continue;
         for (size_t k = 0; k < state_count && !kept; k++)
             if (states[k].param == &params[i]) kept = &states[k];
         DTRAIN__TRY(dtrain__state_compressed(state, &params[i], kept, keeps));
@@ -30904,9 +33569,11 @@ static dtrain_result dtrain__import_values(dtrain__import *im)
     for (size_t i = 0; i < state->tensor_count && weight < end; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
         if (tensor->kind != DTRAIN_STATE_VALUE) break;
-        if (weight + 1 < end && tensor->name == im->weights.params[weight[1].param].name) weight++;
-        if (tensor->name == im->weights.params[weight->param].name && weight->stored)
-            DTRAIN__TRY(dtrain__import_piece(im, weight, tensor));
+        const dtrain__weight *next = weight; /* behind those that other stages have */
+        while (next < end && tensor->name != im->weights.params[next->param].name) next++;
+        if (next == end) continue;
+        weight = next;
+        if (weight->stored) DTRAIN__TRY(dtrain__import_piece(im, weight, tensor));
     }
     return DTRAIN_OK;
 }

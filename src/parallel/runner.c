@@ -24,17 +24,17 @@ typedef struct dtrain__message {
     size_t count;
 } dtrain__message;
 
-typedef struct dtrain__run {
+typedef struct dtrain__runner {
     const dtrain_pipeline_schedule *schedule;
     dtrain_comm *comm;
     const dtrain_pipeline_work *work;
     int rank;
     size_t slots, inboxes;
     dtrain__message *messages; /* (3, slots): sent, gradient received; (inboxes): received ... */
-} dtrain__run;
+} dtrain__runner;
 
 /* The messages of a slot or inbox, by the act that starts them. */
-static dtrain__message *dtrain__message_of(const dtrain__run *run, uint32_t act,
+static dtrain__message *dtrain__message_of(const dtrain__runner *run, uint32_t act,
                                            const dtrain_pipeline_action *action)
 {
     dtrain__message *const of_slot = &run->messages[3 * (size_t)(action->slot + 1) - 3];
@@ -58,7 +58,7 @@ static dtrain_result dtrain__message_wait(dtrain__message *message)
 }
 
 /* Start the parts of a message. */
-static dtrain_result dtrain__message_start(const dtrain__run *run,
+static dtrain_result dtrain__message_start(const dtrain__runner *run,
                                            const dtrain_pipeline_action *action)
 {
     dtrain__message *message = dtrain__message_of(run, action->act, action);
@@ -82,7 +82,7 @@ static dtrain_result dtrain__message_start(const dtrain__run *run,
 }
 
 /* Wait for what a computation needs, and for what it would overwrite; then do it. */
-static dtrain_result dtrain__run_compute(const dtrain__run *run,
+static dtrain_result dtrain__run_compute(const dtrain__runner *run,
                                          const dtrain_pipeline_action *action)
 {
     if (action->act == DTRAIN_PIPELINE_ACT_FORWARD) {
@@ -101,8 +101,8 @@ static dtrain_result dtrain__run_compute(const dtrain__run *run,
 }
 
 /* Add to an error where in the schedule it was. */
-static dtrain_result dtrain__run_fail(const dtrain__run *run, const dtrain_pipeline_action *action,
-                                      dtrain_result result)
+static dtrain_result dtrain__run_fail(const dtrain__runner *run,
+                                      const dtrain_pipeline_action *action, dtrain_result result)
 {
     const dtrain_pipeline_schedule *s = run->schedule;
     char text[DTRAIN__ERROR_BYTES];
@@ -115,7 +115,7 @@ static dtrain_result dtrain__run_fail(const dtrain__run *run, const dtrain_pipel
 }
 
 /* Walk the list, and wait for what is still being sent. */
-static dtrain_result dtrain__run_walk(const dtrain__run *run)
+static dtrain_result dtrain__run_walk(const dtrain__runner *run)
 {
     const dtrain_pipeline_schedule *s = run->schedule;
     for (size_t i = s->first[run->rank]; i < s->first[run->rank + 1]; i++) {
@@ -134,7 +134,7 @@ DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *sch
 {
     const char *const call = "dtrain_pipeline_run";
     const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
-    dtrain__run run;
+    dtrain__runner run;
     dtrain_pipeline_report report;
     if (!schedule || !work || !work->compute || !work->part)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,

@@ -110,6 +110,7 @@ struct dtrain_strategy {
     float weight, weights;    /* of the next backward; sum over those of this step so far */
     uint32_t passes;          /* backwards that were finished in this step */
     int64_t unit;             /* samples that weigh 1 (weights.c); 0: not agreed on yet */
+    bool several;             /* a backward has several micro-batches: those of a pipeline */
     bool tied;                /* there are weights with copies on other stages */
     bool taped;               /* a tape was made for this strategy */
     bool empty;               /* the last step had no samples */

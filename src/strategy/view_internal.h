@@ -123,6 +123,12 @@ DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
                                         const dtrain__samples *samples);
 DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
                                            const dtrain__samples *samples);
+/* Note that a backward is a schedule of several micro-batches. */
+DTRAIN__PRIVATE void dtrain__expect_schedule(dtrain_strategy *strategy, bool several);
+/* Weigh a micro-batch of a pipeline, whose schedule is one backward (samples NULL: it has no data);
+ * in their order, before finish, which takes the last one's weight (more false). */
+DTRAIN__PRIVATE void dtrain__weigh_micro(dtrain_strategy *strategy, const dtrain__samples *samples,
+                                         bool more, float *weight);
 /* Return the weight of the backward under way. */
 DTRAIN__PRIVATE float dtrain__micro_weight(const dtrain_strategy *strategy);
 /* Return where, in device memory, a step's weights of all ranks are summed up behind finish. Let

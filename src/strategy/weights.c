@@ -39,7 +39,8 @@ DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, siz
 static bool dtrain__weighs(const dtrain_strategy *strategy)
 {
     return strategy->desc.average == DTRAIN_AVERAGE_SAMPLES &&
-           (strategy->layout.all > 1 || strategy->more || strategy->accumulated);
+           (strategy->layout.all > 1 || strategy->more || strategy->accumulated ||
+            strategy->several);
 }
 
 /* Agree on the unit of weights, once: the largest of all ranks' `terms`, the samples of this rank's
@@ -81,6 +82,22 @@ DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
     strategy->weight =
         weighs ? dtrain__weight_of(strategy, samples) : dtrain__samples_count(samples) > 0;
     return weighs ? strategy->unit : 0;
+}
+
+DTRAIN__PRIVATE void dtrain__expect_schedule(dtrain_strategy *strategy, bool several)
+{
+    strategy->several = several;
+}
+
+DTRAIN__PRIVATE void dtrain__weigh_micro(dtrain_strategy *strategy, const dtrain__samples *samples,
+                                         bool more, float *weight)
+{
+    strategy->weight = samples ? 1 : 0;
+    if (samples) (void)dtrain__weigh_loss(strategy, samples);
+    *weight = strategy->weight;
+    if (!more) return; /* finish counts the last one */
+    strategy->weights += strategy->weight;
+    strategy->passes++;
 }
 
 DTRAIN__PRIVATE float dtrain__micro_weight(const dtrain_strategy *strategy)

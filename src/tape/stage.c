@@ -64,6 +64,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t c
     stages->slot_count = slot_count;
     stages->slot = stages->slots;
     for (uint32_t i = 1; i < slot_count; i++) dtrain__slot_init(tape, &stages->slots[i]);
+    stages->blank.device = tape->device;
+    stages->blank.at = &stages->blank.first;
     if (inbox_count == 0) return DTRAIN_OK;
     stages->inboxes =
         (dtrain__inbox *)dtrain__alloc(a, inbox_count, sizeof *stages->inboxes, "inboxes");
@@ -110,6 +112,7 @@ DTRAIN__PRIVATE void dtrain__stages_free(dtrain_tape *tape)
             dtrain__bump_free(tape, &stages->slots[s].arenas[i]);
     for (uint32_t i = 0; i < stages->inbox_count; i++)
         dtrain__bump_free(tape, &stages->inboxes[i].arena);
+    dtrain__bump_free(tape, &stages->blank);
     dtrain__free(&tape->allocator, stages->inboxes, stages->inbox_count, sizeof *stages->inboxes);
     dtrain__free(&tape->allocator, stages->slots, stages->slot_count, sizeof *stages->slots);
     dtrain__free(&tape->allocator, stages, 1, sizeof *stages);
@@ -383,7 +386,7 @@ static void dtrain__slot_settle(dtrain__stages *stages, dtrain__slot *slot)
 
 DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t number,
                                                   uint32_t batch, int32_t stage,
-                                                  dtrain__source source, uint32_t flags,
+                                                  dtrain__stage_source source, uint32_t flags,
                                                   uint64_t seed)
 {
     dtrain__stages *stages = tape->stages;
@@ -459,6 +462,20 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t
         DTRAIN__TRY(dtrain__backward_seeded(tape));
     }
     return dtrain__tape_stick(tape, dtrain__stage_fill(tape, slot));
+}
+
+DTRAIN__PRIVATE void *dtrain__stage_blank(dtrain_tape *tape, size_t crossing)
+{
+    dtrain__stages *stages = tape->stages;
+    dtrain__bump *blank = &stages->blank;
+    const dtrain__crossing *c = &stages->crossings[crossing];
+    const uint64_t bytes = blank->bytes;
+    dtrain__bump_rewind(blank);
+    void *memory = dtrain__take_values(tape, blank, c->count, c->dtype);
+    if (memory && blank->bytes > bytes)
+        dtrain__tape_stick(
+            tape, tape->device->ops->zero(tape->device, memory, (size_t)(blank->bytes - bytes)));
+    return memory;
 }
 
 DTRAIN__PRIVATE void *dtrain__stage_data(const dtrain_tape *tape, uint32_t slot, size_t crossing,

@@ -49,9 +49,9 @@ typedef struct dtrain__inbox {
 
 /* Where a pass finds what earlier stages made: in an inbox, or in the slot of another stage of this
  * rank; both -1: in the first stage. */
-typedef struct dtrain__source {
+typedef struct dtrain__stage_source {
     int32_t inbox, slot;
-} dtrain__source;
+} dtrain__stage_source;
 
 typedef struct dtrain__stages {
     int32_t count, at;          /* stages; the one whose unit the pass is in */
@@ -62,6 +62,7 @@ typedef struct dtrain__stages {
     dtrain__slot *slots, *slot; /* (slot_count); the selected one */
     dtrain__inbox *inboxes;     /* (inbox_count) */
     uint32_t slot_count, inbox_count;
+    dtrain__bump blank;        /* zeros, as many as the longest tensor that crosses has */
     dtrain__tape_tensor *made; /* by a survey, the latest first */
     dtrain__crossing *crossings;
     size_t crossing_count;
@@ -89,7 +90,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_receive(dtrain_tape *tape, uint32_t 
                                                     int32_t stage);
 /* Begin the pass of a stage; batch is the slot of this rank's first pass of the micro-batch. */
 DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t slot, uint32_t batch,
-                                                  int32_t stage, dtrain__source source,
+                                                  int32_t stage, dtrain__stage_source source,
                                                   uint32_t flags, uint64_t seed);
 /* Check that the model has made what the survey found. */
 DTRAIN__PRIVATE dtrain_result dtrain__stage_end(dtrain_tape *tape);
@@ -101,6 +102,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t slo
  * micro-batch of the step comes, so that no gradient is ready. */
 DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t slot,
                                                      dtrain_tensor *loss, float scale, bool more);
+/* Return memory in the form of a tensor that crosses, of zeros, for a pass that was not made; NULL:
+ * there is none, and the error sticks. */
+DTRAIN__PRIVATE void *dtrain__stage_blank(dtrain_tape *tape, size_t crossing);
 /* Return where a tensor that crosses, or its gradient, is in a slot. */
 DTRAIN__PRIVATE void *dtrain__stage_data(const dtrain_tape *tape, uint32_t slot, size_t crossing,
                                          bool gradient);

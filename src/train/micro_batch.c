@@ -39,6 +39,8 @@ DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer)
     return (uint64_t)random[1] << 32 | random[0];
 }
 
+DTRAIN__PRIVATE uint64_t dtrain__micro_seed(uint32_t micro) { return DTRAIN__MICRO_SEED * micro; }
+
 /* Fetch a micro-batch, in a span: while next_batch reads, the step makes no progress. */
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
 {
@@ -78,7 +80,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__micro_forward(dtrain_trainer *trainer, dtr
     if (micro->joined) return dtrain__join_forward(desc->strategy);
     DTRAIN__TRY(dtrain__strategy_keep(
         desc->strategy, dtrain_tape_begin(tape, desc->tape_flags,
-                                          micro->seed + DTRAIN__MICRO_SEED * micro->number)));
+                                          micro->seed + dtrain__micro_seed(micro->number))));
     const uint32_t span =
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "forward", micro->number);
     micro->loss = desc->loss(tape, desc->user);

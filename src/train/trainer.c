@@ -126,13 +126,11 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
 
 /* ---- micro-batches and update -----------------------------------------------------------------*/
 
-/* Run micro-batches and update with the host in the middle, and fill grad_norm. A norm
- * that is not finite leaves the parameters as they are. */
-static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record)
+/* Run the micro-batches one after the other. */
+static dtrain_result dtrain__trainer_micro_batches(dtrain_trainer *trainer)
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
     const uint64_t seed = dtrain__step_seed(trainer);
-    float norm = 0, scale = 1;
     while (trainer->micro < desc->micro_batches) {
         dtrain__micro micro = {trainer->tape, trainer->micro, seed, NULL, false, 0};
         float loss = 0;
@@ -144,6 +142,17 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
         dtrain__trainer_add(trainer, micro.number, loss, micro.weight);
     }
     trainer->micro = 0;
+    return DTRAIN_OK;
+}
+
+/* Run micro-batches and update with the host in the middle, and fill grad_norm. A norm
+ * that is not finite leaves the parameters as they are. */
+static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record)
+{
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    float norm = 0, scale = 1;
+    DTRAIN__TRY(trainer->pipeline ? dtrain__pipeline_step(trainer)
+                                  : dtrain__trainer_micro_batches(trainer));
     DTRAIN__TRY(dtrain_grad_norm(desc->strategy, trainer->scaling ? &trainer->scaler : NULL,
                                  desc->clip, &norm, &scale));
     record->grad_norm = (double)norm;
@@ -366,27 +375,36 @@ static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *recor
 
 /* ---- evaluation -------------------------------------------------------------------------------*/
 
-/* Evaluate one batch, on a tape that keeps nothing for a backward: add its loss times its weight to
- * *sum, and the weight to *weights. */
-static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_fn next_batch,
-                                          void *user, double *sum, double *weights)
+/* Run one batch, on a tape that keeps nothing for a backward, to its loss and its weight. */
+static dtrain_result dtrain__evaluate_pass(dtrain_trainer *trainer, void *user, float *loss,
+                                           float *weight)
 {
     const uint32_t flags = trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD;
-    const dtrain_result next = next_batch ? next_batch(user) : DTRAIN_OK;
-    float loss = 0;
-    if (next == DTRAIN_ERROR_END) return dtrain__join_forward(trainer->desc.strategy);
-    DTRAIN__TRY(next);
     DTRAIN__TRY(dtrain_tape_begin(trainer->tape, flags, 0));
     const uint32_t span =
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);
     dtrain_tensor *tensor = trainer->desc.loss(trainer->tape, user);
     dtrain__span_end(trainer->world, span);
-    DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss, NULL));
+    DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, loss, NULL));
     const dtrain__samples *samples = &((const dtrain__tape_tensor *)tensor)->samples;
     DTRAIN__TRY(dtrain__agree_unit(trainer->desc.strategy, samples->terms));
-    const double weight = (double)dtrain__weight_of(trainer->desc.strategy, samples);
-    *sum += dtrain__is_finite(loss) ? (double)loss * weight : (double)loss;
-    *weights += weight;
+    *weight = dtrain__weight_of(trainer->desc.strategy, samples);
+    return DTRAIN_OK;
+}
+
+/* Evaluate one batch: add its loss times its weight to *sum, and the weight to *weights. */
+static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_fn next_batch,
+                                          void *user, double *sum, double *weights)
+{
+    const dtrain_result next = next_batch ? next_batch(user) : DTRAIN_OK;
+    float loss = 0, weight = 0;
+    if (next == DTRAIN_ERROR_END && trainer->pipeline) return DTRAIN_OK; /* on all of its ranks */
+    if (next == DTRAIN_ERROR_END) return dtrain__join_forward(trainer->desc.strategy);
+    DTRAIN__TRY(next);
+    DTRAIN__TRY(trainer->pipeline ? dtrain__pipeline_evaluate(trainer, user, &loss, &weight)
+                                  : dtrain__evaluate_pass(trainer, user, &loss, &weight));
+    *sum += dtrain__is_finite(loss) ? (double)loss * (double)weight : (double)loss;
+    *weights += (double)weight;
     return DTRAIN_OK;
 }
 
@@ -400,6 +418,9 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                            "is less than 1",
                            (long long)batches);
     double sum = 0, weights = 0;
+    if (trainer->pipeline)
+        DTRAIN__TRY(dtrain__strategy_keep(
+            trainer->desc.strategy, dtrain__pipeline_survey(trainer, user, DTRAIN_TAPE_NO_GRAD)));
     for (int64_t i = 0; i < batches; i++) {
         const dtrain_result result =
             dtrain__evaluate_one(trainer, next_batch, user, &sum, &weights);
@@ -468,6 +489,7 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     if (trainer->scaler.scale == 0) trainer->scaler.scale = 65536;
     if (result == DTRAIN_OK && trainer->scaling)
         result = dtrain__scaler_fill(&trainer->scaler, "dtrain_trainer_create");
+    if (result == DTRAIN_OK) result = dtrain__pipeline_create(trainer);
     if (result == DTRAIN_OK && desc->graph) result = dtrain__queue_create(trainer);
     if (result == DTRAIN_OK) *out = trainer;
     else dtrain_trainer_destroy(trainer);
@@ -515,6 +537,7 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer)
     size_t ranks = (size_t)trainer->ranks;
     dtrain__queue_destroy(trainer);
     dtrain_tape_destroy(trainer->tape);
+    dtrain__pipeline_destroy(trainer);
     dtrain__free(&allocator, trainer->words, ranks, DTRAIN__WORDS_BYTES);
     dtrain__free(&allocator, trainer->compute, ranks, sizeof *trainer->compute);
     dtrain__free(&allocator, trainer->named, ranks, sizeof *trainer->named);

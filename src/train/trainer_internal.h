@@ -52,12 +52,13 @@ struct dtrain_trainer {
     uint32_t joined;   /* micro-batches of this step that had no data */
     double saving;     /* seconds in checkpoints until the end of the last step */
     float gpu[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN: no monitor has set it */
-    float *words;                /* (ranks, WORD_COUNT), host memory: gathered in place */
-    double *compute;             /* (ranks) seconds, for the median */
-    int slow_rank;               /* the slowest of the last step ... */
-    int slow_steps;              /* ... and for how many steps it has been a straggler */
-    bool *named;                 /* (ranks) a warning has named it */
-    struct dtrain__queue *queue; /* NULL: the host waits in the middle of a step */
+    float *words;                      /* (ranks, WORD_COUNT), host memory: gathered in place */
+    double *compute;                   /* (ranks) seconds, for the median */
+    int slow_rank;                     /* the slowest of the last step ... */
+    int slow_steps;                    /* ... and for how many steps it has been a straggler */
+    bool *named;                       /* (ranks) a warning has named it */
+    struct dtrain__pipeline *pipeline; /* NULL: every rank has all stages */
+    struct dtrain__queue *queue;       /* NULL: the host waits in the middle of a step */
 };
 
 /* A micro-batch of a queued step: its inputs, and the samples that its loss is a mean
@@ -100,6 +101,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__micro_forward(dtrain_trainer *trainer, dtr
 DTRAIN__PRIVATE dtrain_result dtrain__micro_backward(dtrain_trainer *trainer, dtrain__micro *micro);
 DTRAIN__PRIVATE void dtrain__trainer_add(dtrain_trainer *trainer, uint32_t micro, float loss,
                                          float weight);
+
+DTRAIN__PRIVATE uint64_t dtrain__micro_seed(uint32_t micro);
+
+/* train/pipeline_step.c */
+typedef struct dtrain__pipeline dtrain__pipeline;
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer);
+DTRAIN__PRIVATE void dtrain__pipeline_destroy(dtrain_trainer *trainer);
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer);
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_survey(dtrain_trainer *trainer, void *user,
+                                                      uint32_t flags);
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_evaluate(dtrain_trainer *trainer, void *user,
+                                                        float *loss, float *weight);
 
 /* train/plan.c */
 DTRAIN__PRIVATE void dtrain__memory_held(const dtrain_trainer_desc *desc, dtrain_memory *memory);

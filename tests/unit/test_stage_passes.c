@@ -209,7 +209,7 @@ static void forward(line *l, int micro)
     for (int s = 0; s < l->stages && l->result == DTRAIN_OK; s++) {
         dtrain_tape *tape = l->tapes[s % l->ranks];
         const uint32_t slot = slot_of(l, s, micro);
-        dtrain__source source = {-1, -1};
+        dtrain__stage_source source = {-1, -1};
         if (s && l->ranks == 1) source.slot = (int32_t)slot_of(l, s - 1, micro);
         else if (s) source.inbox = (int32_t)slot;
         if (source.inbox >= 0) CHECK(dtrain__stage_receive(tape, slot, s) == DTRAIN_OK);

@@ -1,0 +1,432 @@
+/* The micro-batches of a step over a pipeline
+ *
+ * A rank walks its schedule (parallel/runner.c) and runs passes of its own stages on the tape
+ * (tape/stage.c):
+ *
+ *     before the first step    survey: what crosses from stage to stage, and the unit of weights
+ *     FORWARD                  fetch the micro-batch, once on each rank; run the loss
+ *     BACKWARD, WEIGHT         from the loss or from gradients that came; behind the last
+ *                              micro-batch parameters are ready, and reductions over the data axis
+ *                              start inside of the bubble
+ *     messages                 addresses of what crosses
+ *     behind the schedule      weights of all micro-batches; dtrain_strategy_finish, once
+ *
+ * To the strategy the whole schedule is one backward. All ranks of a pipeline have the same data,
+ * so that they agree without a message on which micro-batches have none, and on the weights of
+ * those that have: every rank knows the targets. */
+
+#include "core/platform_internal.h"
+#include "core/core_internal.h"
+#include "core/log.h"
+#include "core/result.h"
+#include "world/timeline.h"
+#include "world/timeline_internal.h"
+#include "parallel/pipeline.h"
+#include "parallel/schedule_internal.h"
+#include "strategy/strategy.h"
+#include "strategy/view_internal.h"
+#include "tape/stage_internal.h"
+#include "tape/tape.h"
+#include "tape/tape_internal.h"
+#include "train/trainer.h"
+#include "train/trainer_internal.h"
+
+/* A micro-batch under way on this rank. */
+typedef struct dtrain__flight {
+    int32_t batch;  /* the slot of its first pass here, which has its inputs; -1: not fetched */
+    bool joined;    /* this rank's data had ended */
+    float loss;     /* on the rank of the last stage */
+    int64_t terms;  /* what the loss is a mean of ... */
+    float valid[2]; /* ... and dtrain__samples.valid */
+    bool counted;   /* valid was given */
+} dtrain__flight;
+
+struct dtrain__pipeline {
+    dtrain_pipeline_schedule *schedule;
+    dtrain_comm *comm; /* the pipeline axis */
+    int rank, stages;
+    const dtrain__stage_map *map;
+    dtrain__flight *flights; /* (micro_batches) */
+    int32_t *slots;          /* (chunks, micro_batches) */
+    dtrain_tensor **losses;  /* (slots) of the last stage's passes */
+    size_t slot_count;
+    bool surveyed; /* what crosses is that of the training batches */
+    uint64_t seed; /* of the step under way */
+};
+
+static int dtrain__stage_of(const dtrain__pipeline *line, const dtrain_pipeline_action *action)
+{
+    const dtrain_pipeline_schedule *s = line->schedule;
+    return dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, line->rank, action->chunk);
+}
+
+/* Return where the slot of a pass of a chunk is noted. */
+static int32_t *dtrain__slot_at(const dtrain__pipeline *line, int chunk, int micro)
+{
+    return &line->slots[(size_t)chunk * (size_t)line->schedule->micro_batches + (size_t)micro];
+}
+
+/* Find the slot of a neighbour stage's pass where that stage is on this rank too; false: it is on
+ * another one. */
+static bool dtrain__neighbour(const dtrain__pipeline *line, int stage, int micro, uint32_t *slot)
+{
+    const dtrain_pipeline_schedule *s = line->schedule;
+    const dtrain__place_of_stage place = dtrain__pipeline_place(s->kind, s->ranks, stage);
+    if (place.rank != line->rank) return false;
+    *slot = (uint32_t)*dtrain__slot_at(line, place.chunk, micro);
+    return true;
+}
+
+/* ---- Passes -----------------------------------------------------------------------------------*/
+
+/* Fetch a micro-batch, in its first pass on this rank. Other ranks are in the middle of a schedule
+ * and count on this one: so an error of next_batch fails the step on all. */
+static dtrain_result dtrain__flight_fetch(dtrain_trainer *trainer, dtrain__flight *flight,
+                                          int32_t slot)
+{
+    flight->batch = slot;
+    if (!trainer->ended && trainer->desc.next_batch) {
+        const dtrain_result next = dtrain__trainer_fetch(trainer);
+        trainer->ended = next == DTRAIN_ERROR_END;
+        if (!trainer->ended) DTRAIN__TRY(next);
+    }
+    flight->joined = trainer->ended;
+    return DTRAIN_OK;
+}
+
+/* Note what the loss is a mean of; the tensor is gone when its slot is used again. */
+static void dtrain__flight_note(dtrain__flight *flight, const dtrain_tensor *loss)
+{
+    const dtrain__samples *samples = &((const dtrain__tape_tensor *)loss)->samples;
+    flight->terms = samples->terms;
+    flight->counted = samples->valid != NULL;
+    if (samples->valid) memcpy(flight->valid, samples->valid, sizeof flight->valid);
+}
+
+static dtrain__samples dtrain__flight_samples(const dtrain__flight *flight)
+{
+    const dtrain__samples samples = {flight->terms, flight->counted ? flight->valid : NULL, NULL};
+    return samples;
+}
+
+static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
+                                          const dtrain_pipeline_action *action)
+{
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    dtrain__pipeline *line = trainer->pipeline;
+    dtrain__flight *flight = &line->flights[action->micro_batch];
+    const int stage = dtrain__stage_of(line, action);
+    dtrain__stage_source source = {action->inbox, -1};
+    uint32_t before;
+    if (flight->batch < 0) DTRAIN__TRY(dtrain__flight_fetch(trainer, flight, action->slot));
+    if (flight->joined) return DTRAIN_OK;
+    *dtrain__slot_at(line, action->chunk, action->micro_batch) = action->slot;
+    if (stage && dtrain__neighbour(line, stage - 1, action->micro_batch, &before))
+        source.slot = (int32_t)before;
+    const uint64_t seed = line->seed + dtrain__micro_seed((uint32_t)action->micro_batch);
+    DTRAIN__TRY(dtrain__stage_begin(trainer->tape, (uint32_t)action->slot, (uint32_t)flight->batch,
+                                    stage, source, desc->tape_flags, seed));
+    const uint32_t span = dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "forward",
+                                             (int64_t)action->micro_batch);
+    dtrain_tensor *loss = desc->loss(trainer->tape, desc->user);
+    dtrain__span_end(trainer->world, span);
+    DTRAIN__TRY(dtrain__stage_end(trainer->tape));
+    if (!loss) return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: loss returned NULL");
+    dtrain__flight_note(flight, loss);
+    line->losses[action->slot] = stage == line->stages - 1 ? loss : NULL;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__line_backward(dtrain_trainer *trainer,
+                                           const dtrain_pipeline_action *action)
+{
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    dtrain__pipeline *line = trainer->pipeline;
+    dtrain__flight *flight = &line->flights[action->micro_batch];
+    const int stage = dtrain__stage_of(line, action);
+    const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: exact */
+    const bool more = (uint32_t)action->micro_batch + 1 < desc->micro_batches;
+    const uint32_t slot = (uint32_t)action->slot;
+    uint32_t behind;
+    if (flight->joined) return DTRAIN_OK;
+    if (stage < line->stages - 1 &&
+        dtrain__neighbour(line, stage + 1, action->micro_batch, &behind))
+        DTRAIN__TRY(dtrain__stage_seed(trainer->tape, slot, &behind));
+    DTRAIN__TRY(dtrain__stage_backward(trainer->tape, slot, line->losses[slot],
+                                       scale / (float)desc->micro_batches, more));
+    if (!line->losses[slot]) return DTRAIN_OK;
+    return dtrain_tensor_read(trainer->tape, line->losses[slot], &flight->loss, NULL);
+}
+
+static dtrain_result dtrain__line_compute(void *user, const dtrain_pipeline_action *action)
+{
+    dtrain_trainer *trainer = (dtrain_trainer *)user;
+    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD) return dtrain__line_forward(trainer, action);
+    if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD) return dtrain__line_backward(trainer, action);
+    return DTRAIN_OK;
+}
+
+/* ---- Messages ---------------------------------------------------------------------------------*/
+
+/* Say where part i of a message is. What is received gets its memory with the first part. Whether a
+ * micro-batch has data is known from its forward on, on both sides of a gradient; what FORWARD makes
+ * is received before, so that it is sent blank where there is none. */
+static dtrain_result dtrain__line_part(void *user, const dtrain_pipeline_action *action, size_t i,
+                                       dtrain_pipeline_part *part)
+{
+    dtrain_trainer *trainer = (dtrain_trainer *)user;
+    dtrain__pipeline *line = trainer->pipeline;
+    dtrain_tape *tape = trainer->tape;
+    dtrain__flight *flight = &line->flights[action->micro_batch];
+    const int stage = dtrain__stage_of(line, action);
+    const bool receives = action->act == DTRAIN_PIPELINE_ACT_RECEIVE;
+    const bool gradient = action->act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT ||
+                          action->act == DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT;
+    const bool before = receives || action->act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT;
+    size_t crossing;
+    if (flight->joined && gradient) return DTRAIN_OK;
+    if (receives && i == 0)
+        DTRAIN__TRY(dtrain__stage_receive(tape, (uint32_t)action->inbox, stage));
+    if (action->act == DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT && i == 0)
+        DTRAIN__TRY(dtrain__stage_seed(tape, (uint32_t)action->slot, NULL));
+    if (!dtrain__stage_item(tape, before ? stage - 1 : stage, gradient, i, &crossing))
+        return DTRAIN_OK;
+    const dtrain__crossing *c = &tape->stages->crossings[crossing];
+    part->address = receives ? tape->stages->inboxes[action->inbox].received[crossing]
+                    : flight->joined
+                        ? dtrain__stage_blank(tape, crossing)
+                        : dtrain__stage_data(tape, (uint32_t)action->slot, crossing, gradient);
+    if (!part->address) return tape->error;
+    part->count = (size_t)c->count;
+    part->dtype = (dtrain_dtype)c->dtype;
+    return DTRAIN_OK;
+}
+
+/* ---- A step -----------------------------------------------------------------------------------*/
+
+/* Run the loss as ghosts alone, to find what crosses, and agree on the unit of weights. Collective;
+ * before the first step, and before and behind an evaluation, whose passes (flags) and batches are
+ * other ones. */
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_survey(dtrain_trainer *trainer, void *user,
+                                                      uint32_t flags)
+{
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    dtrain__flight first;
+    memset(&first, 0, sizeof first);
+    dtrain_result result = dtrain__survey_begin(trainer->tape, desc->tape_flags | flags);
+    if (result == DTRAIN_OK) {
+        const dtrain_tensor *loss = desc->loss(trainer->tape, user);
+        if (loss) dtrain__flight_note(&first, loss);
+        result = dtrain__survey_end(trainer->tape);
+    }
+    DTRAIN__TRY(dtrain__agree(trainer->groups.all, result));
+    DTRAIN__TRY(dtrain__agree_unit(desc->strategy, first.terms));
+    trainer->pipeline->surveyed = flags == 0;
+    return DTRAIN_OK;
+}
+
+/* Call ready for what earlier micro-batches have given gradients to, where the last one of the step
+ * had no data. */
+static dtrain_result dtrain__line_ready(dtrain_trainer *trainer)
+{
+    const dtrain__pipeline *line = trainer->pipeline;
+    size_t count;
+    const dtrain_param *params = dtrain__params_of(trainer->desc.strategy, &count);
+    if (!line->flights[trainer->desc.micro_batches - 1].joined) return DTRAIN_OK;
+    for (size_t i = 0; i < count; i++)
+        if (params[i].state.grad_written && dtrain__is_here(trainer->desc.strategy, i))
+            DTRAIN__TRY(dtrain_strategy_ready(trainer->desc.strategy, i));
+    return DTRAIN_OK;
+}
+
+/* Weigh the micro-batches as if they had been backwards of their own, and finish. */
+static dtrain_result dtrain__line_finish(dtrain_trainer *trainer)
+{
+    dtrain_strategy *strategy = trainer->desc.strategy;
+    dtrain__pipeline *line = trainer->pipeline;
+    const uint32_t micro_batches = trainer->desc.micro_batches;
+    DTRAIN__TRY(dtrain__line_ready(trainer));
+    trainer->joined = 0;
+    for (uint32_t micro = 0; micro < micro_batches; micro++) {
+        const dtrain__flight *flight = &line->flights[micro];
+        const dtrain__samples samples = dtrain__flight_samples(flight);
+        float weight = 0;
+        trainer->joined += flight->joined;
+        dtrain__weigh_micro(strategy, flight->joined ? NULL : &samples, micro + 1 < micro_batches,
+                            &weight);
+        dtrain__trainer_add(trainer, micro, flight->loss, weight);
+    }
+    DTRAIN__TRY(dtrain_strategy_finish(strategy));
+    bool over;
+    return trainer->joined == micro_batches ? dtrain__tally_settle(strategy, &over) : DTRAIN_OK;
+}
+
+/* ---- Evaluation -------------------------------------------------------------------------------*/
+
+/* Receive or send what crosses between two stages, and wait. */
+static dtrain_result dtrain__line_carry(dtrain_trainer *trainer, int chunk, int stage, bool receive)
+{
+    const dtrain__pipeline *line = trainer->pipeline;
+    const dtrain_pipeline_schedule *s = line->schedule;
+    dtrain_tape *tape = trainer->tape;
+    const int peer =
+        dtrain__pipeline_place(s->kind, s->ranks, receive ? stage - 1 : stage + 1).rank;
+    size_t crossing;
+    for (size_t i = 0; dtrain__stage_item(tape, receive ? stage - 1 : stage, false, i, &crossing);
+         i++) {
+        const dtrain__crossing *c = &tape->stages->crossings[crossing];
+        void *memory = receive ? tape->stages->inboxes[chunk].received[crossing]
+                               : dtrain__stage_data(tape, (uint32_t)chunk, crossing, false);
+        dtrain_work *work = NULL;
+        const dtrain_dtype dtype = (dtrain_dtype)c->dtype;
+        DTRAIN__TRY(receive
+                        ? dtrain_recv(line->comm, memory, (size_t)c->count, dtype, peer, &work)
+                        : dtrain_send(line->comm, memory, (size_t)c->count, dtype, peer, &work));
+        DTRAIN__TRY(dtrain_work_wait(work));
+    }
+    return DTRAIN_OK;
+}
+
+/* Run the pass of one of this rank's stages, which are taken in their order: chunk c has slot c and
+ * inbox c. */
+static dtrain_result dtrain__line_evaluate_stage(dtrain_trainer *trainer, void *user, int chunk,
+                                                 dtrain_tensor **loss)
+{
+    const dtrain__pipeline *line = trainer->pipeline;
+    const dtrain_pipeline_schedule *s = line->schedule;
+    const int stage = dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, line->rank, chunk);
+    const uint32_t flags = trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD;
+    dtrain__stage_source source = {-1, -1};
+    uint32_t slot;
+    if (stage && dtrain__neighbour(line, stage - 1, 0, &slot)) source.slot = (int32_t)slot;
+    else if (stage) source.inbox = chunk;
+    if (source.inbox >= 0) {
+        DTRAIN__TRY(dtrain__stage_receive(trainer->tape, (uint32_t)chunk, stage));
+        DTRAIN__TRY(dtrain__line_carry(trainer, chunk, stage, true));
+    }
+    *dtrain__slot_at(line, chunk, 0) = chunk;
+    DTRAIN__TRY(dtrain__stage_begin(trainer->tape, (uint32_t)chunk, 0, stage, source, flags, 0));
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);
+    *loss = trainer->desc.loss(trainer->tape, user);
+    dtrain__span_end(trainer->world, span);
+    DTRAIN__TRY(dtrain__stage_end(trainer->tape));
+    if (stage == line->stages - 1 || dtrain__neighbour(line, stage + 1, 0, &slot)) return DTRAIN_OK;
+    return dtrain__line_carry(trainer, chunk, stage, false);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_evaluate(dtrain_trainer *trainer, void *user,
+                                                        float *loss, float *weight)
+{
+    dtrain__pipeline *line = trainer->pipeline;
+    dtrain_tensor *tensor = NULL;
+    dtrain__flight flight;
+    memset(&flight, 0, sizeof flight);
+    for (int chunk = 0; chunk < line->schedule->chunks; chunk++) {
+        DTRAIN__TRY(dtrain__line_evaluate_stage(trainer, user, chunk, &tensor));
+        dtrain__flight_note(&flight, tensor);
+        if (!((const dtrain__tape_tensor *)tensor)->ghost)
+            DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, loss, NULL));
+    }
+    const dtrain__samples samples = dtrain__flight_samples(&flight);
+    *weight = dtrain__weight_of(trainer->desc.strategy, &samples);
+    return DTRAIN_OK;
+}
+
+/* ---- A step, and creation ---------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer)
+{
+    dtrain__pipeline *line = trainer->pipeline;
+    dtrain_strategy *strategy = trainer->desc.strategy;
+    const dtrain_pipeline_work work = {dtrain__line_compute, dtrain__line_part, trainer};
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_trainer_step"));
+    if (!line->surveyed)
+        DTRAIN__TRY(dtrain__strategy_keep(strategy,
+                                          dtrain__pipeline_survey(trainer, trainer->desc.user, 0)));
+    dtrain__stage_reset(trainer->tape);
+    line->seed = dtrain__step_seed(trainer);
+    for (uint32_t micro = 0; micro < trainer->desc.micro_batches; micro++) {
+        memset(&line->flights[micro], 0, sizeof line->flights[micro]);
+        line->flights[micro].batch = -1;
+    }
+    DTRAIN__TRY(
+        dtrain__strategy_keep(strategy, dtrain_pipeline_run(line->schedule, line->comm, &work)));
+    return dtrain__strategy_keep(strategy, dtrain__line_finish(trainer));
+}
+
+/* Refuse what a pipeline cannot do yet. */
+static dtrain_result dtrain__pipeline_allows(const dtrain_trainer *trainer)
+{
+    const char *const call = "dtrain_trainer_create";
+    if (trainer->desc.graph)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: graph with a pipeline of %d ranks: passes of several micro-batches "
+                           "are under way, and a recorded step has one; use graph = false",
+                           call, trainer->groups.pipeline_ranks);
+    if (trainer->desc.next_batch) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_UNSUPPORTED,
+        "%s: a pipeline calls loss once for each of its stages and micro-batches, so "
+        "that loss cannot fetch its batch itself; give next_batch",
+        call);
+}
+
+/* Allocate the tables of a schedule, and let the tape run its stages. */
+static dtrain_result dtrain__pipeline_tables(dtrain_trainer *trainer, dtrain__pipeline *line)
+{
+    const dtrain_allocator *a = &trainer->allocator;
+    const dtrain_pipeline_schedule *s = line->schedule;
+    const size_t micros = (size_t)s->micro_batches;
+    dtrain_pipeline_report room;
+    dtrain__pipeline_room(s, line->rank, &room);
+    room.slots = (int)dtrain__max(room.slots, s->chunks); /* evaluation has one a chunk */
+    room.inboxes = (int)dtrain__max(room.inboxes, s->chunks);
+    line->slot_count = (size_t)room.slots;
+    line->stages = s->ranks * s->chunks;
+    line->flights =
+        (dtrain__flight *)dtrain__alloc(a, micros, sizeof *line->flights, "micro-batches");
+    line->slots = (int32_t *)dtrain__alloc(a, micros * (size_t)s->chunks, sizeof *line->slots,
+                                           "slots of passes");
+    line->losses =
+        (dtrain_tensor **)dtrain__alloc(a, line->slot_count, sizeof *line->losses, "losses");
+    if (!line->flights || !line->slots || !line->losses) return DTRAIN_ERROR_MEMORY;
+    return dtrain__stages_create(trainer->tape, line->map->stages, line->map->here,
+                                 line->map->units, line->map->unit_count, (uint32_t)room.slots,
+                                 (uint32_t)room.inboxes);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer)
+{
+    dtrain_strategy *strategy = trainer->desc.strategy;
+    if (trainer->groups.pipeline_ranks == 1) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__pipeline_allows(trainer));
+    dtrain__pipeline *line = trainer->pipeline =
+        (dtrain__pipeline *)dtrain__alloc(&trainer->allocator, 1, sizeof *line, "a pipeline");
+    if (!line) return DTRAIN_ERROR_MEMORY;
+    line->comm = trainer->groups.pipeline;
+    line->rank = trainer->groups.pipeline_rank;
+    line->map = dtrain__stages_of(strategy);
+    DTRAIN__TRY(dtrain_pipeline_create(dtrain__settings_of(strategy)->pipeline,
+                                       trainer->groups.pipeline_ranks,
+                                       (int)trainer->desc.micro_batches, &line->schedule));
+    DTRAIN__TRY(dtrain__pipeline_tables(trainer, line));
+    dtrain__expect_schedule(strategy, trainer->desc.micro_batches > 1);
+    trainer->loss_counts = line->map->here[line->stages - 1];
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE void dtrain__pipeline_destroy(dtrain_trainer *trainer)
+{
+    const dtrain_allocator *a = &trainer->allocator;
+    dtrain__pipeline *line = trainer->pipeline;
+    if (!line) return;
+    if (line->schedule) {
+        const size_t micros = (size_t)line->schedule->micro_batches;
+        dtrain__free(a, line->flights, micros, sizeof *line->flights);
+        dtrain__free(a, line->slots, micros * (size_t)line->schedule->chunks, sizeof *line->slots);
+    }
+    dtrain__free(a, line->losses, line->slot_count, sizeof *line->losses);
+    dtrain_pipeline_destroy(line->schedule);
+    dtrain__free(a, line, 1, sizeof *line);
+}

@@ -1,0 +1,321 @@
+/* test_pipeline.c: models cut into stages, trained by any number of ranks, beside one data axis that has whole models.
+ *
+ * Random models (skip connections, dropout, autocast, activation checkpointing, tied weights), layouts (tensor x pipeline
+ * x data up to 8 ranks), schedules, chunks and data: ranks of the data axis differ in how many targets count and in when
+ * their data ends. A pipeline has the losses and the parameters of the run without it to the bit; with a weight that is
+ * tied across stages to rounding. */
+#include "test.h"
+#include "dtrain.h"
+#include "ranks.h"
+
+enum {
+    RANKS = 8,
+    UNITS = 9,
+    PARAMS = 5 * UNITS + 2,
+    ROWS = 8,
+    WIDTH = 16,
+    VOCAB = 24,
+    STEPS = 4,
+    MOST = 32768
+};
+
+/* A model and its data, the same on every rank. */
+typedef struct spec {
+    uint64_t seed, state;
+    int units;
+    uint32_t layer[UNITS];
+    int skip_from[UNITS]; /* -1: none */
+    bool tied;
+    float dropout, clip;
+    uint32_t flags, every, micro_batches, optimizer, kind;
+    int ends[RANKS]; /* by data rank: micro-batches that there are */
+    int tensor, pipeline, data;
+    uint32_t schedule, chunks;
+    uint32_t of_stage[UNITS]; /* units of stages; [0] = 0: evenly */
+} spec;
+
+/* What a run leaves. */
+typedef struct outcome {
+    double loss[RANKS][STEPS + 1], norm[RANKS][STEPS];
+    int64_t steps[RANKS];
+    float values[RANKS][MOST];
+    uint64_t skipped[RANKS];
+    bool ended[RANKS];
+} outcome;
+
+typedef struct run {
+    spec s;
+    outcome out;
+} run;
+
+/* A rank. */
+typedef struct local {
+    const spec *s;
+    int data_rank, next;
+    bool evaluates;
+    dtrain_param params[PARAMS];
+    char names[PARAMS][24];
+    int count;
+    int32_t tokens[ROWS], targets[ROWS];
+} local;
+
+static int draw(spec *s, int below) { return (int)ranks_random(&s->state, (uint64_t)below); }
+
+static spec spec_of(uint64_t seed)
+{
+    spec s;
+    memset(&s, 0, sizeof s);
+    s.seed = s.state = seed;
+    s.units = 2 + draw(&s, UNITS - 1);
+    for (int u = 1; u < s.units; u++) {
+        s.layer[u] = (uint32_t)draw(&s, 3);
+        s.skip_from[u] = draw(&s, 3) ? -1 : draw(&s, u);
+    }
+    s.tied = draw(&s, 4) == 0;
+    s.dropout = draw(&s, 2) ? 0.2f : 0;
+    s.clip = draw(&s, 2) ? 0.5f : 0;
+    static const uint32_t flags[4] = {0, 0, DTRAIN_TAPE_BF16, DTRAIN_TAPE_F16};
+    s.flags = flags[draw(&s, 4)];
+    s.every = (uint32_t)draw(&s, 3);
+    s.micro_batches = (uint32_t)(1 + draw(&s, 8));
+    s.optimizer = draw(&s, 2) ? DTRAIN_OPTIMIZER_ADAMW : DTRAIN_OPTIMIZER_SGD;
+    s.kind = draw(&s, 2) ? DTRAIN_STRATEGY_DDP : DTRAIN_STRATEGY_ZERO1;
+    s.tensor = draw(&s, 4) ? 1 : 2;
+    s.schedule = (uint32_t)draw(&s, 5);
+    const int chunks = s.schedule == DTRAIN_PIPELINE_ZBV           ? 2
+                       : s.schedule == DTRAIN_PIPELINE_INTERLEAVED ? 1 + draw(&s, 3)
+                                                                   : 1;
+    s.chunks = (uint32_t)chunks;
+    int most = s.units / chunks;
+    if (most < 2) s.schedule = s.chunks = 0, most = s.units;
+    const int room = RANKS / s.tensor;
+    s.pipeline = 2 + draw(&s, (most < room ? most : room) - 1);
+    s.data = 1 + draw(&s, room / s.pipeline);
+    const int stages = s.pipeline * (s.chunks ? (int)s.chunks : 1);
+    if (draw(&s, 2)) { /* one unit each, and the others to any */
+        for (int i = 0; i < stages; i++) s.of_stage[i] = 1;
+        for (int i = stages; i < s.units; i++) s.of_stage[draw(&s, stages)]++;
+    }
+    const int all = STEPS * (int)s.micro_batches;
+    for (int r = 0; r < RANKS; r++) s.ends[r] = draw(&s, 3) ? all : draw(&s, all + 1);
+    return s;
+}
+
+static dtrain_param *declare(local *l, const char *name, uint32_t unit, int64_t rows,
+                             int64_t columns)
+{
+    dtrain_param *p = &l->params[l->count];
+    snprintf(l->names[l->count], sizeof l->names[0], "%s%d", name, l->count);
+    p->name = l->names[l->count++];
+    p->shape[0] = rows, p->shape[1] = columns;
+    p->unit = unit;
+    p->init = columns ? DTRAIN_INIT_NORMAL : DTRAIN_INIT_CONSTANT;
+    p->init_scale = columns ? 0.25f : 1;
+    return p;
+}
+
+static void register_model(local *l)
+{
+    const spec *s = l->s;
+    declare(l, "wte", 0, VOCAB, WIDTH)->cut.axis = DTRAIN_CUT_ROWS;
+    for (int u = 1; u < s->units; u++) {
+        const uint32_t unit = (uint32_t)u;
+        declare(l, "norm", unit, WIDTH, 0), declare(l, "shift", unit, WIDTH, 0);
+        declare(l, "up", unit, 2 * WIDTH, WIDTH)->cut.axis = DTRAIN_CUT_ROWS;
+        declare(l, "down", unit, WIDTH, 2 * WIDTH)->cut.axis = DTRAIN_CUT_COLUMNS;
+    }
+    dtrain_param *head = declare(l, "head", (uint32_t)s->units - 1, VOCAB, WIDTH);
+    head->cut.axis = DTRAIN_CUT_ROWS;
+    if (s->tied) head->alias_of = &l->params[0];
+}
+
+static dtrain_result next_batch(void *user)
+{
+    local *l = (local *)user;
+    const int micro = l->next;
+    if (!l->evaluates && micro >= l->s->ends[l->data_rank])
+        return dtrain_fail(DTRAIN_ERROR_END, "no more");
+    l->next++;
+    for (int i = 0; i < ROWS; i++) {
+        const int at = micro * 31 + l->data_rank * 17 + i;
+        l->tokens[i] = at * 7 % VOCAB;
+        l->targets[i] = (at + l->data_rank) % 4 == 1 ? -1 : (at * 11 + 5) % VOCAB;
+        if (l->s->seed % 3 == 0 && (micro + l->data_rank) % 5 == 2) l->targets[i] = -1;
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_tensor *loss_of(dtrain_tape *t, void *user)
+{
+    local *l = (local *)user;
+    const spec *s = l->s;
+    const int64_t rows = ROWS;
+    dtrain_tensor *made[UNITS],
+        *x = dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, l->tokens, false);
+    dtrain_tape_unit(t, 0);
+    made[0] = x = dtrain_dropout(t, dtrain_embedding(t, x, &l->params[0], NULL), s->dropout);
+    for (int u = 1; u < s->units; u++) {
+        dtrain_param *p = &l->params[1 + 4 * (u - 1)];
+        dtrain_tape_unit(t, (uint32_t)u);
+        if (s->skip_from[u] >= 0) x = dtrain_add(t, x, made[s->skip_from[u]]);
+        dtrain_tensor *h = dtrain_layernorm(t, x, NULL, &p[0], &p[1], 1e-5f);
+        h = dtrain_linear(t, h, &p[2], NULL,
+                          s->layer[u] ? DTRAIN_ACTIVATION_GELU : DTRAIN_ACTIVATION_RELU);
+        h = dtrain_dropout(t, dtrain_linear(t, h, &p[3], NULL, DTRAIN_ACTIVATION_NONE), s->dropout);
+        made[u] = x = s->layer[u] == 2 ? h : dtrain_add(t, x, h);
+    }
+    x = dtrain_linear(t, x, &l->params[l->count - 1], NULL, DTRAIN_ACTIVATION_NONE);
+    return dtrain_cross_entropy(
+        t, x, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, l->targets, false), 0, 0);
+}
+
+static dtrain_result train(dtrain_world *world, run *r, local *l, dtrain_mesh *mesh,
+                           dtrain_strategy **strategy, dtrain_optimizer **optimizer,
+                           dtrain_trainer **trainer)
+{
+    const spec *s = &r->s;
+    const int rank = dtrain_world_rank(world);
+    outcome *out = &r->out;
+    dtrain_strategy_desc desc;
+    dtrain_pipeline_desc line;
+    memset(&desc, 0, sizeof desc);
+    memset(&line, 0, sizeof line);
+    line.kind = s->schedule, line.chunks = s->chunks,
+    line.units = s->of_stage[0] && s->pipeline > 1 ? s->of_stage : NULL;
+    desc.kind = s->kind, desc.mesh = mesh, desc.pipeline = &line, desc.init_seed = s->seed;
+    desc.bucket_bytes = desc.first_bucket_bytes = 4096;
+    dtrain_result result =
+        dtrain_strategy_create(world, l->params, (size_t)l->count, &desc, strategy);
+    if (result != DTRAIN_OK) return result;
+    dtrain_optimizer_desc how = dtrain_optimizer_defaults((dtrain_optimizer_kind)s->optimizer);
+    result = dtrain_optimizer_create(world, *strategy, &how, optimizer);
+    if (result != DTRAIN_OK) return result;
+    dtrain_trainer_desc t;
+    memset(&t, 0, sizeof t);
+    t.micro_batches = s->micro_batches, t.clip = s->clip, t.tape_flags = s->flags;
+    t.recompute_every = s->every, t.seed = s->seed, t.schedule.lr = 0.01f;
+    t.strategy = *strategy, t.optimizer = *optimizer;
+    t.next_batch = next_batch, t.loss = loss_of, t.user = l;
+    result = dtrain_trainer_create(world, &t, trainer);
+    for (int step = 0; step < STEPS && result == DTRAIN_OK; step++) {
+        dtrain_step_record record;
+        result = dtrain_trainer_step(*trainer, &record);
+        if (result != DTRAIN_OK) return result;
+        out->loss[rank][step] = record.loss, out->norm[rank][step] = record.grad_norm;
+        out->ended[rank] = record.ended;
+        out->skipped[rank] = record.skipped_steps;
+        if (step == 1) { /* between two steps, on other data */
+            const int next = l->next;
+            l->evaluates = true, l->next = 1000;
+            result = dtrain_trainer_evaluate(*trainer, next_batch, l, 3, &out->loss[rank][STEPS]);
+            l->evaluates = false, l->next = next;
+        }
+    }
+    if (result == DTRAIN_OK) result = dtrain_strategy_verify(*strategy, NULL);
+    float *to = out->values[rank];
+    for (int i = 0; i < l->count && result == DTRAIN_OK; i++) {
+        int64_t count = l->params[i].shape[0];
+        if (l->params[i].shape[1]) count *= l->params[i].shape[1];
+        result = dtrain_strategy_read(*strategy, (size_t)i, to);
+        to += count;
+    }
+    return result;
+}
+
+static int rank_main(dtrain_world *world, void *user)
+{
+    run *r = (run *)user;
+    dtrain_mesh_desc desc;
+    dtrain_mesh *mesh = NULL;
+    dtrain_mesh_info at;
+    dtrain_strategy *strategy = NULL;
+    dtrain_optimizer *optimizer = NULL;
+    dtrain_trainer *trainer = NULL;
+    local l;
+    memset(&l, 0, sizeof l);
+    memset(&desc, 0, sizeof desc);
+    desc.tensor = r->s.tensor, desc.pipeline = r->s.pipeline, desc.data = r->s.data;
+    l.s = &r->s;
+    dtrain_result result = dtrain_mesh_create(world, &desc, &mesh);
+    dtrain_mesh_query(mesh, &at);
+    l.data_rank = at.data_rank;
+    register_model(&l);
+    if (result == DTRAIN_OK) result = train(world, r, &l, mesh, &strategy, &optimizer, &trainer);
+    CHECK_MSG(result == DTRAIN_OK, "seed %llu, rank %d: %s", (unsigned long long)r->s.seed,
+              dtrain_world_rank(world), dtrain_last_error());
+    dtrain_trainer_destroy(trainer);
+    dtrain_optimizer_destroy(optimizer);
+    dtrain_strategy_destroy(strategy);
+    dtrain_mesh_destroy(mesh);
+    return result != DTRAIN_OK;
+}
+
+static run *launch(const spec *s, int tensor, int pipeline)
+{
+    run *r = (run *)ranks_shared(sizeof *r);
+    r->s = *s;
+    r->s.tensor = tensor, r->s.pipeline = pipeline;
+    dtrain_launch_desc desc = ranks_desc(tensor * pipeline * s->data, DTRAIN_LAUNCH_THREADS);
+    CHECK_MSG(dtrain_launch(&desc, rank_main, r, NULL) == DTRAIN_OK, "seed %llu: %s",
+              (unsigned long long)s->seed, dtrain_last_error());
+    return r;
+}
+
+static bool near(double a, double b, bool exact, double within)
+{
+    if (isnan(a) && isnan(b)) return true; /* fp16 overflows, and both skip the step */
+    return exact ? memcmp(&a, &b, sizeof a) == 0 : fabs(a - b) <= within * (1 + fabs(b));
+}
+
+static bool check_spec(const spec *s)
+{
+    bool same = true;
+    run *whole = launch(s, s->tensor, 1), *cut = launch(s, s->tensor, s->pipeline);
+    const bool exact = !s->tied;
+    const double within =
+        s->flags ? 0.1 : 1e-3; /* half precision rounds what AdamW then magnifies */
+    char what[320];
+    snprintf(what, sizeof what,
+             "seed %llu: tensor %d, pipeline %d, data %d, schedule %u of %u chunks, kind %u, %u "
+             "micro, %d units, flags %u, "
+             "every %u, dropout %g, clip %g",
+             (unsigned long long)s->seed, s->tensor, s->pipeline, s->data, s->schedule, s->chunks,
+             s->kind, s->micro_batches, s->units, s->flags, s->every, (double)s->dropout,
+             (double)s->clip);
+    for (int r = 0; r < s->tensor * s->pipeline * s->data; r++) {
+        for (int step = 0; step <= STEPS; step++)
+            same &= CHECK_MSG(near(cut->out.loss[r][step], whole->out.loss[0][step], exact, within),
+                              "%s: loss %.9g in step %d of rank %d, expected %.9g", what,
+                              cut->out.loss[r][step], step, r, whole->out.loss[0][step]);
+        for (int step = 0; step < STEPS; step++)
+            same &= CHECK_MSG(near(cut->out.norm[r][step], whole->out.norm[0][step], exact, within),
+                              "%s: norm %.9g in step %d of rank %d, expected %.9g", what,
+                              cut->out.norm[r][step], step, r, whole->out.norm[0][step]);
+        CHECK(cut->out.ended[r] == whole->out.ended[0] &&
+              cut->out.skipped[r] == whole->out.skipped[0]);
+        int differ = 0;
+        for (int i = 0; i < MOST; i++)
+            differ += !near((double)cut->out.values[r][i], (double)whole->out.values[0][i], exact,
+                            10 * within);
+        same &= CHECK_MSG(differ == 0, "%s: %d values of rank %d differ", what, differ, r);
+    }
+    munmap(whole, sizeof *whole);
+    munmap(cut, sizeof *cut);
+    return same;
+}
+
+static void test_random_models(void)
+{
+    const int count = test_full() ? 3000 : TEST_RACES ? 20 : 150;
+    for (int i = 0; i < count; i++) {
+        const spec s = spec_of(7000 + (uint64_t)i);
+        if (!check_spec(&s)) return; /* one is enough */
+    }
+}
+
+int main(int argc, char **argv)
+{
+    test_begin(argc, argv);
+    RUN(test_random_models);
+    return test_summary();
+}
