@@ -152,7 +152,7 @@ static inline void ranks_check_holdings(const ranks_holdings *before, const char
     const int looks = RANKS_SANITIZED ? 50 : 1000;
     int look;
     for (look = 0; look < looks && now.threads > before->threads; look++) {
-        ranks_sleep_us(4000);
+        ranks_sleep_us(look < 10 ? 200 : 4000);
         now = ranks_look();
     }
     CHECK_MSG(now.fds <= before->fds, "%s: %d file descriptors before, %d after", what, before->fds,
