@@ -60,14 +60,17 @@ bad "gpt, missing data" "$tmp/none" $tiny --data "$tmp/none"
 # answer can be right that was not learned from it.
 good "mlp on spirals" "epoch +60 .* (9[5-9]|100)" "$build/mlp" 2
 good "mlp, one rank" "epoch +60 .* (9[5-9]|100)" "$build/mlp" 1
-# cnn: accuracy rises from chance, and one rank learns what two learn together.
-for ranks in 1 2; do
-    good "cnn, $ranks ranks" "step 600 .* accuracy 9[5-9]" "$build/cnn" $ranks
-    cp "$tmp/out" "$tmp/cnn$ranks"
-done
-paste "$tmp/cnn1" "$tmp/cnn2" | awk '{ d = $4 - $12; if (d < 0) d = -d; if (NR == 1) bad = d > 0.02; if ($7 < last) bad = 1; last = $7 }
-    END { exit bad || NR != 6 }'
-result "cnn, the losses of one rank and a rising accuracy" $? "$tmp/cnn2"
+# cnn: accuracy rises from chance, and, in full, one rank learns what two learn together.
+good "cnn, 2 ranks" "step 600 .* accuracy 9[5-9]" "$build/cnn"
+cp "$tmp/out" "$tmp/cnn2"
+awk '{ if ($7 < last) bad = 1; last = $7 } END { exit bad || NR != 6 }' "$tmp/cnn2"
+result "cnn, a rising accuracy" $? "$tmp/cnn2"
+if [ "${DTRAIN_TEST_FULL:-0}" != 0 ]; then
+    good "cnn, 1 rank" "step 600 .* accuracy 9[5-9]" "$build/cnn" 1
+    paste "$tmp/out" "$tmp/cnn2" | awk '{ d = $4 - $12; if (d < 0) d = -d; if (NR == 1) bad = d > 0.02; if ($7 < last) bad = 1; last = $7 }
+        END { exit bad || NR != 6 }'
+    result "cnn, the losses of one rank and a rising accuracy" $? "$tmp/out"
+fi
 bad "cnn, ranks that are no number" "usage: cnn" "$build/cnn" two
 good "resume, a rank dies" "2 ranks begin at step 50, started again" "$build/resume" "$tmp/resume"
 [ "$(sed -n "s/^2 ranks end.*parameters //p" "$tmp/out" | uniq -c | sed "s/ *\([0-9]*\).*/\1/")" = 2 ]
@@ -130,7 +133,7 @@ bad "resnet_cifar, a file that is cut off" "data_batch_2.bin has 100 bytes, no w
 bad "resnet_cifar, unknown strategy" "strategy is \"zero9\"; it takes one of: ddp" $resnet --strategy zero9
 bad "resnet_cifar, too large a batch" "with drop_last nothing is left" $resnet --ranks 2 --batch 400
 # Images that are drawn: their mirror images are of the same class, so that accuracy is not held below 60 %.
-good "resnet_cifar, drawn images" "^ +2 +186 .* (9[0-9]|100)\.[0-9] %" "$build/resnet_cifar" --ranks 2 --epochs 2 --batch 32
+good "resnet_cifar, drawn images" "^ +1 +187 .* (9[0-9]|100)\.[0-9] %" "$build/resnet_cifar" --ranks 2 --epochs 1 --batch 16
 good "train_gpt --help" "--weight-decay" "$build/train_gpt" --help
 good "train_gpt, sample" "a sample" $gpt --sample 20
 
