@@ -248,12 +248,13 @@ if have strace; then
 else skip "a save killed at system calls" "strace is not installed"; fi
 
 # ---- random hits ----
-end=$(($(date +%s) + ${SOAK_SECONDS:-5})) hits=0 runs=0 wrong=0
-$gpt --steps 40000 >"$tmp/out" 2>&1
+soak="$gpt --steps 12000"
+$soak >"$tmp/out" 2>&1
 expected=$(hash_of "$tmp/out")
 dir=$tmp/soak
+end=$(($(date +%s) + ${SOAK_SECONDS:-5})) hits=0 runs=0 wrong=0
 while [ "$(date +%s)" -lt $((end + 60)) ]; do # the last run ends undisturbed
-    $gpt --steps 40000 --save-every 500 --checkpoint "$dir" --resume auto --restarts 20 >"$tmp/out" 2>&1 &
+    $soak --save-every 500 --checkpoint "$dir" --resume auto --restarts 20 >"$tmp/out" 2>&1 &
     launcher=$!
     while [ "$(date +%s)" -lt $end ] && kill -0 $launcher 2>/dev/null; do
         draw=$(od -An -N2 -tu2 /dev/urandom); draw=$((draw))
@@ -274,7 +275,7 @@ while [ "$(date +%s)" -lt $((end + 60)) ]; do # the last run ends undisturbed
     rm -rf "$dir"
     [ "$(date +%s)" -lt $end ] || break
 done 2>/dev/null
-[ $runs -gt 0 ] && [ $wrong -eq 0 ] && [ -n "$expected" ]
+[ $hits -gt 0 ] && [ $runs -gt 0 ] && [ $wrong -eq 0 ] && [ -n "$expected" ]
 result "$hits random kills, stops and requests to stop in $runs runs: all come to the same end" $? "$tmp/wrong"
 
 # ---- started without descriptors 0 to 2: what is printed goes into no file ----
