@@ -67,6 +67,7 @@ extern "C" {
 #else
 #define DTRAIN__PRIVATE static
 #endif
+#define DTRAIN__INTRINSICS
 #define DTRAIN__KERNEL_TEXT "dtrain.h" /* this file includes itself, see device/cpu/kernels.c */
 
 #include "core/platform.c"

@@ -6,6 +6,7 @@
  *
  *     after n bytes of data D:   R' = (R x^(8n) + D x^32) mod P */
 
+#define DTRAIN__INTRINSICS
 #include "core/platform_internal.h"
 #include "core/api.h"
 #include "core/core_internal.h"

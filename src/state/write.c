@@ -7,6 +7,7 @@
  *
  * Nothing here communicates: state/union.c has chosen who writes which piece. */
 
+#define DTRAIN__INTRINSICS
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
 #include "core/log.h"

@@ -5,6 +5,7 @@
 #if defined(__x86_64__)
 #include "emulated_tiles.h"
 #endif
+#define DTRAIN__INTRINSICS
 #include "core/platform_internal.h"
 #include "core/api.h"
 #include "core/core_internal.h"

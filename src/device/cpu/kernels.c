@@ -8,6 +8,7 @@
  * either taken by one thread alone (rows, columns, heads) or over chunks whose size follows from
  * the arguments, whose sums are then added in order. */
 
+#define DTRAIN__INTRINSICS
 #include "core/platform_internal.h"
 #include "core/api.h"
 #include "core/core_internal.h"
