@@ -30,7 +30,7 @@
 #ifdef __linux__
 #include <sys/prctl.h>
 #endif
-#if defined(__x86_64__) && defined(DTRAIN__INTRINSICS) /* most of what a file's compiler reads */
+#if defined(__x86_64__) && defined(DTRAIN__INTRINSICS) /* for who asks: they are long */
 #include <immintrin.h>
 #endif
 #ifdef DTRAIN_USE_CBLAS
