@@ -214,8 +214,8 @@ $(BUILD)/cuda/flags: FLAGS = $(NVCC) $(ARCH) $(NVCCFLAGS) $(NCCL) $(CC) $(CFLAGS
 	@echo '$(FLAGS)' | cmp -s - $@ || echo '$(FLAGS)' >$@
 FORCE:
 
-# Tests run nearly as fast with -O1, and compile in two thirds of the time; so do the emulated kernels, which change threads most
-# of the time. The library that tests are linked with keeps its flags.
+# Tests run nearly as fast with -O1, and compile in two thirds of the time; so do the emulated kernels, which change
+# threads most of the time. The library that tests are linked with keeps its flags.
 $(BUILD)/tests/test_% $(BUILD)/emu/test_%.o $(BUILD)/emu/dtrain_cuda.o: private override CFLAGS := $(CFLAGS:-O2=-O1)
 
 # The implementation is compiled once, for everything that calls the public API alone. Examples and tools are linked
