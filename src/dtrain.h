@@ -118,6 +118,7 @@ extern "C" {
 #include "parallel/loss.c"
 #include "parallel/schedule.c"
 #include "parallel/validate.c"
+#include "parallel/schedule_text.c"
 #include "parallel/runner.c"
 #include "strategy/params.c"
 #include "strategy/stages.c"

@@ -39,8 +39,8 @@ typedef enum dtrain_pipeline_kind {
     DTRAIN_PIPELINE_ZBV = 4
 } dtrain_pipeline_kind;
 
-/* How a model lies on the pipeline axis, and in which order it runs. A zeroed one is 1F1B with units
- * divided evenly. */
+/* How a model lies on the pipeline axis, and in which order it runs. A zeroed one is 1F1B with
+ * units divided evenly. */
 typedef struct dtrain_pipeline_desc {
     uint32_t kind;         /* dtrain_pipeline_kind */
     uint32_t chunks;       /* stages of each rank; 0 = 1, or 2 with INTERLEAVED and ZBV */
@@ -76,19 +76,21 @@ typedef struct dtrain_pipeline_schedule {
     int32_t ranks, chunks, micro_batches;
     dtrain_pipeline_action *actions; /* of rank 0, then of rank 1, ... */
     size_t *first; /* (ranks + 1) rank r has actions first[r] to first[r + 1] - 1 */
+    size_t room;   /* actions that memory was allocated for */
 } dtrain_pipeline_schedule;
 
-/* Make the schedule of a kind, for ranks of a pipeline axis. desc->units is not read; NULL = a zeroed
- * desc. Local. An unsupported number of chunks or micro-batches is an error that says which work. */
+/* Make the schedule of a kind, for ranks of a pipeline axis. desc->units is not read; NULL = a
+ * zeroed desc. Local. An unsupported number of chunks or micro-batches is an error that says which
+ * work. */
 DTRAIN_API dtrain_result dtrain_pipeline_create(const dtrain_pipeline_desc *desc, int ranks,
                                                 int micro_batches, dtrain_pipeline_schedule **out);
 /* Free a schedule; NULL is allowed. */
 DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline_schedule *schedule);
 
-/* Return which stage of the model a chunk of a rank is: ranks * chunks of them, from 0. -1: none. */
+/* Return which stage of the model a chunk of a rank is, from 0 to ranks * chunks - 1; -1: none. */
 DTRAIN_API int dtrain_pipeline_stage(uint32_t kind, int ranks, int chunks, int rank, int chunk);
 
-/* Seconds, or any unit, of one stage and micro-batch; all zero = forward 1, backward 1, weight 1. */
+/* Seconds, or any unit, of one stage and micro-batch; all zero = 1 of each, and no message. */
 typedef struct dtrain_pipeline_costs {
     double forward, backward, weight; /* a BACKWARD of kinds without WEIGHT takes both */
     double message;                   /* from the end of what is sent to its arrival */
@@ -107,6 +109,19 @@ DTRAIN_API dtrain_result dtrain_pipeline_check(const dtrain_pipeline_schedule *s
                                                const dtrain_pipeline_costs *costs, int rank,
                                                dtrain_pipeline_report *report);
 
+/* Write a schedule as text, a line for each rank, or read such a text: a schedule of one's own,
+ * which is checked before it is returned. The text of (bytes) ends with a 0; *needed, or NULL, is
+ * how many bytes it takes. text NULL = only count. DTRAIN_ERROR_ARGUMENT: bytes are too few;
+ * DTRAIN_ERROR_DATA: the text is not understood, and the sentence says where; DTRAIN_ERROR_USAGE:
+ * it does not pass dtrain_pipeline_check. Local. */
+DTRAIN_API dtrain_result dtrain_pipeline_print(const dtrain_pipeline_schedule *schedule, char *text,
+                                               size_t bytes, size_t *needed);
+DTRAIN_API dtrain_result dtrain_pipeline_parse(const char *text, dtrain_pipeline_schedule **out);
+/* Draw ranks over time as above, for costs of 1, with text, bytes and needed as for
+ * dtrain_pipeline_print: what, micro-batch and, where a rank has several, .chunk. */
+DTRAIN_API dtrain_result dtrain_pipeline_draw(const dtrain_pipeline_schedule *schedule, char *text,
+                                              size_t bytes, size_t *needed);
+
 /* A part of a message. */
 typedef struct dtrain_pipeline_part {
     void *address; /* of memory that collectives reach */
@@ -114,7 +129,10 @@ typedef struct dtrain_pipeline_part {
     dtrain_dtype dtype;
 } dtrain_pipeline_part;
 
-/* What a program does for a schedule. An error ends the run, on every rank of the axis. */
+/* What a program does for a schedule. An error ends the run, on every rank of the axis. Stages that
+ * follow each other on one rank (ZBV's turn, an axis of one rank) have no message: FORWARD reads
+ * what the pass before it keeps, and BACKWARD leaves its gradient in the slot of that pass, as its
+ * own is given to another pass at once. */
 typedef struct dtrain_pipeline_work {
     /* Do what the action says: FORWARD, BACKWARD, WEIGHT, REDUCE, STEP. */
     dtrain_result (*compute)(void *user, const dtrain_pipeline_action *action);

@@ -37,9 +37,9 @@ typedef struct dtrain__runner {
 static dtrain__message *dtrain__message_of(const dtrain__runner *run, uint32_t act,
                                            const dtrain_pipeline_action *action)
 {
-    dtrain__message *const of_slot = &run->messages[3 * (size_t)(action->slot + 1) - 3];
     if (act == DTRAIN_PIPELINE_ACT_RECEIVE)
         return &run->messages[3 * run->slots + (size_t)action->inbox];
+    dtrain__message *const of_slot = &run->messages[3 * (size_t)action->slot];
     return &of_slot[act == DTRAIN_PIPELINE_ACT_SEND            ? 0
                     : act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT ? 1
                                                                : 2];

@@ -6,9 +6,9 @@
  *    at the same moment into the list of the sender and into that of the receiver
  *
  * Step 2 is why no schedule hangs: computations and messages are in one order, of which each rank's
- * list is a part. The first of all that is not done has nothing undone before it on its ranks, so it
- * can be done, even where a send waits for its receive; and the messages between two ranks start in
- * the same order on both. */
+ * list is a part. The first of all that is not done has nothing undone before it on its ranks, so
+ * it can be done, even where a send waits for its receive; and the messages between two ranks start
+ * in the same order on both. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -164,8 +164,8 @@ typedef struct dtrain__vee {
 } dtrain__vee;
 
 /* Pick what a free rank does next: a backward, of the last stages first, since all others wait for
- * those; a forward, towards them; else a weight. No more than p micro-batches are on a rank at once,
- * which is the memory of 1F1B's first rank. */
+ * those; a forward, towards them; else a weight. No more than p micro-batches are on a rank at
+ * once, which is the memory of 1F1B's first rank. */
 static bool dtrain__vee_pick(const dtrain__replay *replay, int rank, const dtrain__vee *vee,
                              dtrain_pipeline_action *best, double *at)
 {
@@ -229,7 +229,8 @@ typedef struct dtrain__weave {
 } dtrain__weave;
 
 /* Return where a pass notes its slot, or (inbox) its inbox. */
-static int32_t *dtrain__held(const dtrain__weave *weave, bool inbox, int rank, int chunk, int micro)
+static int32_t *dtrain__held_by(const dtrain__weave *weave, bool inbox, int rank, int chunk,
+                                int micro)
 {
     const dtrain__replay *replay = &weave->replay;
     const size_t passes = (size_t)replay->v * (size_t)replay->m;
@@ -240,7 +241,7 @@ static int32_t *dtrain__held(const dtrain__weave *weave, bool inbox, int rank, i
 /* Take the lowest free slot or inbox of a rank. */
 static int32_t dtrain__take_slot(const dtrain__weave *weave, bool inbox, int rank)
 {
-    bool *taken = weave->taken + (dtrain__held(weave, inbox, rank, 0, 0) - weave->slots);
+    bool *taken = weave->taken + (dtrain__held_by(weave, inbox, rank, 0, 0) - weave->slots);
     int32_t slot = 0;
     while (taken[slot]) slot++;
     taken[slot] = true;
@@ -249,7 +250,7 @@ static int32_t dtrain__take_slot(const dtrain__weave *weave, bool inbox, int ran
 
 static void dtrain__give_slot(const dtrain__weave *weave, bool inbox, int rank, int32_t slot)
 {
-    bool *taken = weave->taken + (dtrain__held(weave, inbox, rank, 0, 0) - weave->slots);
+    bool *taken = weave->taken + (dtrain__held_by(weave, inbox, rank, 0, 0) - weave->slots);
     if (slot >= 0) taken[slot] = false;
 }
 
@@ -271,10 +272,10 @@ static void dtrain__weave_message(dtrain__weave *weave, int rank,
     receive.peer = rank;
     receive.chunk = place.chunk;
     if (forward)
-        *dtrain__held(weave, true, place.rank, place.chunk, i) =
+        *dtrain__held_by(weave, true, place.rank, place.chunk, i) =
             dtrain__take_slot(weave, true, place.rank);
-    receive.slot = *dtrain__held(weave, false, place.rank, place.chunk, i);
-    receive.inbox = *dtrain__held(weave, true, place.rank, place.chunk, i);
+    receive.slot = *dtrain__held_by(weave, false, place.rank, place.chunk, i);
+    receive.inbox = *dtrain__held_by(weave, true, place.rank, place.chunk, i);
     weave->woven[rank].actions[weave->woven[rank].count++] = send;
     weave->woven[place.rank].actions[weave->woven[place.rank].count++] = receive;
 }
@@ -284,8 +285,8 @@ static void dtrain__weave_compute(dtrain__weave *weave, int rank, dtrain_pipelin
                                   double at)
 {
     const dtrain__replay *replay = &weave->replay;
-    int32_t *slot = dtrain__held(weave, false, rank, action.chunk, action.micro_batch);
-    const int32_t *inbox = dtrain__held(weave, true, rank, action.chunk, action.micro_batch);
+    int32_t *slot = dtrain__held_by(weave, false, rank, action.chunk, action.micro_batch);
+    const int32_t *inbox = dtrain__held_by(weave, true, rank, action.chunk, action.micro_batch);
     const uint32_t last =
         replay->splits ? DTRAIN_PIPELINE_ACT_WEIGHT : DTRAIN_PIPELINE_ACT_BACKWARD;
     dtrain__order *woven = &weave->woven[rank];
@@ -354,10 +355,15 @@ static bool dtrain__weave_run(dtrain__weave *weave)
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
 
+DTRAIN__PRIVATE const char *dtrain__pipeline_kind_name(uint32_t kind)
+{
+    static const char *const names[] = {"1F1B", "GPIPE", "INTERLEAVED", "ZB_H1", "ZBV"};
+    return kind <= DTRAIN_PIPELINE_ZBV ? names[kind] : "?";
+}
+
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc *desc, int ranks,
                                                       int *chunks)
 {
-    static const char *const names[] = {"1F1B", "GPIPE", "INTERLEAVED", "ZB_H1", "ZBV"};
     const uint32_t kind = desc ? desc->kind : 0;
     if (kind > DTRAIN_PIPELINE_ZBV)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -371,31 +377,49 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc
         DTRAIN_ERROR_ARGUMENT,
         "a pipeline of kind %s on %d ranks has %s, not %u; several stages a rank are "
         "for INTERLEAVED, two in the shape of a V for ZBV",
-        names[kind], ranks,
+        dtrain__pipeline_kind_name(kind), ranks,
         loops ? "1 to 64 chunks"
         : vee ? "2 chunks a rank"
               : "1 chunk a rank",
         given);
 }
 
-/* Copy the woven lists into a schedule. */
-static dtrain_result dtrain__schedule_fill(const dtrain__weave *weave,
-                                           dtrain_pipeline_schedule *schedule)
+DTRAIN__PRIVATE dtrain_pipeline_schedule *
+dtrain__pipeline_alloc(const dtrain_allocator *allocator, const dtrain_pipeline_schedule *head,
+                       size_t actions)
+{
+    const size_t ranks = (size_t)head->ranks;
+    dtrain_pipeline_schedule *schedule =
+        (dtrain_pipeline_schedule *)dtrain__alloc(allocator, 1, sizeof *schedule, "a schedule");
+    if (!schedule) return NULL;
+    *schedule = *head;
+    schedule->room = actions;
+    schedule->first =
+        (size_t *)dtrain__alloc(allocator, ranks + 1, sizeof *schedule->first, "a schedule");
+    schedule->actions = (dtrain_pipeline_action *)dtrain__alloc(
+        allocator, actions, sizeof *schedule->actions, "a schedule");
+    if (schedule->first && schedule->actions) return schedule;
+    dtrain_pipeline_destroy(schedule);
+    return NULL;
+}
+
+/* Copy the woven lists into a schedule; NULL: no memory. */
+static dtrain_pipeline_schedule *dtrain__schedule_of(const dtrain__weave *weave)
 {
     const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
-    const int p = weave->replay.p;
+    const dtrain__replay *replay = &weave->replay;
+    const dtrain_pipeline_schedule head = {replay->kind, replay->p, replay->v, replay->m,
+                                           NULL,         NULL,      0};
     size_t count = 0;
-    schedule->first =
-        (size_t *)dtrain__alloc(&allocator, (size_t)p + 1, sizeof *schedule->first, "a schedule");
-    if (!schedule->first) return DTRAIN_ERROR_MEMORY;
-    for (int r = 0; r < p; r++) schedule->first[r + 1] = count += weave->woven[r].count;
-    schedule->actions = (dtrain_pipeline_action *)dtrain__alloc(
-        &allocator, count, sizeof *schedule->actions, "a schedule");
-    if (!schedule->actions) return DTRAIN_ERROR_MEMORY;
-    for (int r = 0; r < p; r++)
-        memcpy(schedule->actions + schedule->first[r], weave->woven[r].actions,
-               weave->woven[r].count * sizeof *schedule->actions);
-    return DTRAIN_OK;
+    for (int r = 0; r < replay->p; r++) count += weave->woven[r].count;
+    dtrain_pipeline_schedule *schedule = dtrain__pipeline_alloc(&allocator, &head, count);
+    for (int r = 0; r < replay->p && schedule; r++) {
+        const dtrain__order *woven = &weave->woven[r];
+        memcpy(schedule->actions + schedule->first[r], woven->actions,
+               woven->count * sizeof *woven->actions);
+        schedule->first[r + 1] = schedule->first[r] + woven->count;
+    }
+    return schedule;
 }
 
 /* Allocate what weaving needs (allocate), or free it. */
@@ -434,7 +458,6 @@ DTRAIN_API dtrain_result dtrain_pipeline_create(const dtrain_pipeline_desc *desc
                                                 int micro_batches, dtrain_pipeline_schedule **out)
 {
     const char *const call = "dtrain_pipeline_create";
-    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
     dtrain__weave weave;
     int chunks;
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: out is NULL", call);
@@ -451,23 +474,17 @@ DTRAIN_API dtrain_result dtrain_pipeline_create(const dtrain_pipeline_desc *desc
     weave.replay.p = ranks, weave.replay.v = chunks, weave.replay.m = micro_batches;
     weave.replay.splits = dtrain__pipeline_splits(weave.replay.kind);
     weave.most = 7 * (size_t)chunks * (size_t)micro_batches + (size_t)chunks + 1;
-    dtrain_pipeline_schedule *schedule =
-        (dtrain_pipeline_schedule *)dtrain__alloc(&allocator, 1, sizeof *schedule, "a schedule");
-    dtrain_result result =
-        schedule && dtrain__weave_memory(&weave, true) ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    dtrain_result result = dtrain__weave_memory(&weave, true) ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    if (result == DTRAIN_OK && !dtrain__weave_run(&weave))
+        result = dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                             "%s: INTERLEAVED on %d ranks cannot order %d micro-batches; use a "
+                             "multiple of %d",
+                             call, ranks, micro_batches, ranks);
     if (result == DTRAIN_OK) {
-        schedule->kind = weave.replay.kind;
-        schedule->ranks = ranks, schedule->chunks = chunks, schedule->micro_batches = micro_batches;
-        if (!dtrain__weave_run(&weave))
-            result = dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                                 "%s: INTERLEAVED on %d ranks cannot order %d micro-batches; use a "
-                                 "multiple of %d",
-                                 call, ranks, micro_batches, ranks);
+        *out = dtrain__schedule_of(&weave);
+        if (!*out) result = DTRAIN_ERROR_MEMORY;
     }
-    if (result == DTRAIN_OK) result = dtrain__schedule_fill(&weave, schedule);
     dtrain__weave_memory(&weave, false);
-    if (result == DTRAIN_OK) *out = schedule;
-    else dtrain_pipeline_destroy(schedule);
     return result;
 }
 
@@ -486,10 +503,7 @@ DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline_schedule *schedule)
 {
     const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
     if (!schedule) return;
-    const size_t ranks = (size_t)schedule->ranks;
-    if (schedule->first)
-        dtrain__free(&allocator, schedule->actions, schedule->first[ranks],
-                     sizeof *schedule->actions);
-    dtrain__free(&allocator, schedule->first, ranks + 1, sizeof *schedule->first);
+    dtrain__free(&allocator, schedule->actions, schedule->room, sizeof *schedule->actions);
+    dtrain__free(&allocator, schedule->first, (size_t)schedule->ranks + 1, sizeof *schedule->first);
     dtrain__free(&allocator, schedule, 1, sizeof *schedule);
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/platform_internal.h"
+#include "core/log.h"
 #include "core/result.h"
 #include "parallel/pipeline.h"
 
@@ -19,7 +20,21 @@ DTRAIN__PRIVATE bool dtrain__pipeline_splits(uint32_t kind);
 /* Check the kind and its chunks; desc NULL = a zeroed one. */
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc *desc, int ranks,
                                                       int *chunks);
+DTRAIN__PRIVATE const char *dtrain__pipeline_kind_name(uint32_t kind);
 DTRAIN__PRIVATE const char *dtrain__pipeline_act_name(uint32_t act);
+/* Allocate a schedule of the head's kind and sizes, with room for actions; NULL: no memory. */
+DTRAIN__PRIVATE dtrain_pipeline_schedule *
+dtrain__pipeline_alloc(const dtrain_allocator *allocator, const dtrain_pipeline_schedule *head,
+                       size_t actions);
 /* Count the slots and inboxes of a rank. */
 DTRAIN__PRIVATE void dtrain__pipeline_room(const dtrain_pipeline_schedule *schedule, int rank,
                                            dtrain_pipeline_report *report);
+
+/* Receives each computation of a replay, with its time. */
+typedef void (*dtrain__watch_fn)(void *user, int rank, const dtrain_pipeline_action *action,
+                                 double begin, double end);
+/* Do what dtrain_pipeline_check says, and show each computation to watch, if any. */
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_replay(const dtrain_pipeline_schedule *schedule,
+                                                      const dtrain_pipeline_costs *costs, int rank,
+                                                      dtrain_pipeline_report *report,
+                                                      dtrain__watch_fn watch, void *user);
