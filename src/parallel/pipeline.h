@@ -5,8 +5,8 @@
  * each rank does, one action after the other; it is made here, checked, printed and drawn, and run.
  * 1F1B on 2 ranks with 3 micro-batches (F forward, B backward of a micro-batch, . idle):
  *
- *     rank 0    F0  F1  .   B0  B0  F2  B1  B1  .   B2  B2
- *     rank 1    .   F0  B0  B0  F1  B1  B1  F2  B2  B2
+ *     rank 0   F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2
+ *     rank 1   .  F0 B0 B0 F1 B1 B1 F2 B2 B2 .  .
  *
  * Kinds, with the bubble (idle time over ideal time) of p ranks, m micro-batches, v chunks a rank:
  *

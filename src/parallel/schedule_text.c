@@ -172,7 +172,7 @@ DTRAIN_API dtrain_result dtrain_pipeline_parse(const char *text, dtrain_pipeline
         (double)head.ranks * head.chunks * head.micro_batches > (double)room)
         return dtrain_fail(DTRAIN_ERROR_DATA,
                            "%s: the first line announces %d ranks, %d chunks and %d micro-batches, "
-                           "and %zu lines with less than %zu actions follow",
+                           "and %zu lines with at most %zu actions follow",
                            call, (int)head.ranks, (int)head.chunks, (int)head.micro_batches, lines,
                            room);
     dtrain_pipeline_schedule *schedule = dtrain__pipeline_alloc(&allocator, &head, room);

@@ -69,7 +69,7 @@ static uint32_t dtrain__adds(const dtrain__check *check)
                                                           : DTRAIN_PIPELINE_ACT_BACKWARD;
 }
 
-/* Return what is still to come before the gradients are final (REDUCE), or all of them are (STEP). */
+/* Return what is still to come before gradients are final (REDUCE), or all are (STEP). */
 static const char *dtrain__missing_sum(const dtrain__check *check, int rank,
                                        const dtrain_pipeline_action *action)
 {
@@ -118,7 +118,7 @@ static const char *dtrain__missing(const dtrain__check *check, int rank,
     return NULL;
 }
 
-/* Check that gradients add up in ascending order: the same act of the micro-batch before is done. */
+/* Check that gradients add up in ascending order: the micro-batch before has done the act. */
 static bool dtrain__ascends(const dtrain__check *check, int rank,
                             const dtrain_pipeline_action *action)
 {
