@@ -29,8 +29,9 @@ typedef struct dtrain__runner {
     dtrain_comm *comm;
     const dtrain_pipeline_work *work;
     int rank;
-    size_t slots, inboxes;
-    dtrain__message *messages; /* (3, slots): sent, gradient received; (inboxes): received ... */
+    size_t slots, count;
+    dtrain__message *messages; /* (count): three of each slot, as sent, gradient sent, gradient
+                                  received; then of each inbox what was received */
 } dtrain__runner;
 
 /* The messages of a slot or inbox, by the act that starts them. */
@@ -100,9 +101,9 @@ static dtrain_result dtrain__run_compute(const dtrain__runner *run,
     return run->work->compute(run->work->user, action);
 }
 
-/* Add to an error where in the schedule it was. */
-static dtrain_result dtrain__run_fail(const dtrain__runner *run,
-                                      const dtrain_pipeline_action *action, dtrain_result result)
+/* Add to the last error where in the schedule this rank was. */
+static dtrain_result dtrain__run_place(const dtrain__runner *run,
+                                       const dtrain_pipeline_action *action, dtrain_result result)
 {
     const dtrain_pipeline_schedule *s = run->schedule;
     char text[DTRAIN__ERROR_BYTES];
@@ -114,19 +115,37 @@ static dtrain_result dtrain__run_fail(const dtrain__runner *run,
         text);
 }
 
+/* Fail on all ranks, and give back what is under way. What stands may be another rank's error,
+ * which has its place in a schedule, or that a rank was late or has died: then this rank's place is
+ * added, as nobody knows that one's. */
+static dtrain_result dtrain__run_fail(const dtrain__runner *run,
+                                      const dtrain_pipeline_action *action, dtrain_result result)
+{
+    char text[DTRAIN__ERROR_BYTES];
+    result = dtrain__run_place(run, action, result);
+    if (run->comm) result = run->comm->ops->fail(run->comm, result, dtrain_last_error());
+    snprintf(text, sizeof text, "%s", dtrain__bare(dtrain_last_error()));
+    for (size_t i = 0; i < run->count; i++) (void)dtrain__message_wait(&run->messages[i]);
+    (void)dtrain_fail(result, "%s", text); /* again: waiting has left another one */
+    return strstr(text, " of micro-batch ") ? result : dtrain__run_place(run, action, result);
+}
+
 /* Walk the list, and wait for what is still being sent. */
 static dtrain_result dtrain__run_walk(const dtrain__runner *run)
 {
     const dtrain_pipeline_schedule *s = run->schedule;
+    const dtrain_pipeline_action *action = NULL;
+    dtrain_result result = DTRAIN_OK;
     for (size_t i = s->first[run->rank]; i < s->first[run->rank + 1]; i++) {
-        const dtrain_pipeline_action *action = &s->actions[i];
+        action = &s->actions[i];
         const bool message = action->act >= DTRAIN_PIPELINE_ACT_SEND &&
                              action->act <= DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT;
-        const dtrain_result result =
-            message ? dtrain__message_start(run, action) : dtrain__run_compute(run, action);
-        if (result != DTRAIN_OK) return dtrain__run_fail(run, action, result);
+        result = message ? dtrain__message_start(run, action) : dtrain__run_compute(run, action);
+        if (result != DTRAIN_OK) break;
     }
-    return DTRAIN_OK;
+    for (size_t i = 0; i < run->count && result == DTRAIN_OK; i++)
+        result = dtrain__message_wait(&run->messages[i]);
+    return result == DTRAIN_OK ? DTRAIN_OK : dtrain__run_fail(run, action, result);
 }
 
 DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *schedule,
@@ -152,17 +171,11 @@ DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *sch
     run.rank = comm ? dtrain_comm_rank(comm) : 0;
     dtrain__pipeline_room(schedule, run.rank, &report);
     run.slots = (size_t)report.slots;
-    run.inboxes = (size_t)report.inboxes;
-    const size_t count = 3 * run.slots + run.inboxes;
-    run.messages = (dtrain__message *)dtrain__alloc(&allocator, count, sizeof *run.messages,
+    run.count = 3 * run.slots + (size_t)report.inboxes;
+    run.messages = (dtrain__message *)dtrain__alloc(&allocator, run.count, sizeof *run.messages,
                                                     "messages of a pipeline");
     if (!run.messages) return DTRAIN_ERROR_MEMORY;
-    dtrain_result result = dtrain__run_walk(&run);
-    if (result != DTRAIN_OK && comm) result = comm->ops->fail(comm, result, dtrain_last_error());
-    for (size_t i = 0; i < count; i++) {
-        const dtrain_result sent = dtrain__message_wait(&run.messages[i]);
-        if (result == DTRAIN_OK) result = sent;
-    }
-    dtrain__free(&allocator, run.messages, count, sizeof *run.messages);
+    const dtrain_result result = dtrain__run_walk(&run);
+    dtrain__free(&allocator, run.messages, run.count, sizeof *run.messages);
     return result;
 }
