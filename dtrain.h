@@ -111,6 +111,7 @@
        src/parallel/schedule.c              Making a schedule
        src/parallel/schedule_internal.h     Where stages are, and what a schedule's kind says of it
        src/parallel/validate.c              Checking a schedule
+       src/parallel/schedule_text.c         Schedules as text, and as a drawing
        src/parallel/runner.c                Running a schedule
        src/strategy/params.c                Parameters: checks and completes what the host registers
        src/strategy/strategy_internal.h     The strategy, and what its files call of one another
@@ -1334,8 +1335,8 @@ DTRAIN_API dtrain_result dtrain_vocab_cross_entropy(dtrain_comm *tensor,
  * each rank does, one action after the other; it is made here, checked, printed and drawn, and run.
  * 1F1B on 2 ranks with 3 micro-batches (F forward, B backward of a micro-batch, . idle):
  *
- *     rank 0    F0  F1  .   B0  B0  F2  B1  B1  .   B2  B2
- *     rank 1    .   F0  B0  B0  F1  B1  B1  F2  B2  B2
+ *     rank 0   F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2
+ *     rank 1   .  F0 B0 B0 F1 B1 B1 F2 B2 B2 .  .
  *
  * Kinds, with the bubble (idle time over ideal time) of p ranks, m micro-batches, v chunks a rank:
  *
@@ -1361,8 +1362,8 @@ typedef enum dtrain_pipeline_kind {
     DTRAIN_PIPELINE_ZBV = 4
 } dtrain_pipeline_kind;
 
-/* How a model lies on the pipeline axis, and in which order it runs. A zeroed one is 1F1B with units
- * divided evenly. */
+/* How a model lies on the pipeline axis, and in which order it runs. A zeroed one is 1F1B with
+ * units divided evenly. */
 typedef struct dtrain_pipeline_desc {
     uint32_t kind;         /* dtrain_pipeline_kind */
     uint32_t chunks;       /* stages of each rank; 0 = 1, or 2 with INTERLEAVED and ZBV */
@@ -1398,19 +1399,21 @@ typedef struct dtrain_pipeline_schedule {
     int32_t ranks, chunks, micro_batches;
     dtrain_pipeline_action *actions; /* of rank 0, then of rank 1, ... */
     size_t *first; /* (ranks + 1) rank r has actions first[r] to first[r + 1] - 1 */
+    size_t room;   /* actions that memory was allocated for */
 } dtrain_pipeline_schedule;
 
-/* Make the schedule of a kind, for ranks of a pipeline axis. desc->units is not read; NULL = a zeroed
- * desc. Local. An unsupported number of chunks or micro-batches is an error that says which work. */
+/* Make the schedule of a kind, for ranks of a pipeline axis. desc->units is not read; NULL = a
+ * zeroed desc. Local. An unsupported number of chunks or micro-batches is an error that says which
+ * work. */
 DTRAIN_API dtrain_result dtrain_pipeline_create(const dtrain_pipeline_desc *desc, int ranks,
                                                 int micro_batches, dtrain_pipeline_schedule **out);
 /* Free a schedule; NULL is allowed. */
 DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline_schedule *schedule);
 
-/* Return which stage of the model a chunk of a rank is: ranks * chunks of them, from 0. -1: none. */
+/* Return which stage of the model a chunk of a rank is, from 0 to ranks * chunks - 1; -1: none. */
 DTRAIN_API int dtrain_pipeline_stage(uint32_t kind, int ranks, int chunks, int rank, int chunk);
 
-/* Seconds, or any unit, of one stage and micro-batch; all zero = forward 1, backward 1, weight 1. */
+/* Seconds, or any unit, of one stage and micro-batch; all zero = 1 of each, and no message. */
 typedef struct dtrain_pipeline_costs {
     double forward, backward, weight; /* a BACKWARD of kinds without WEIGHT takes both */
     double message;                   /* from the end of what is sent to its arrival */
@@ -1429,6 +1432,19 @@ DTRAIN_API dtrain_result dtrain_pipeline_check(const dtrain_pipeline_schedule *s
                                                const dtrain_pipeline_costs *costs, int rank,
                                                dtrain_pipeline_report *report);
 
+/* Write a schedule as text, a line for each rank, or read such a text: a schedule of one's own,
+ * which is checked before it is returned. The text of (bytes) ends with a 0; *needed, or NULL, is
+ * how many bytes it takes. text NULL = only count. DTRAIN_ERROR_ARGUMENT: bytes are too few;
+ * DTRAIN_ERROR_DATA: the text is not understood, and the sentence says where; DTRAIN_ERROR_USAGE:
+ * it does not pass dtrain_pipeline_check. Local. */
+DTRAIN_API dtrain_result dtrain_pipeline_print(const dtrain_pipeline_schedule *schedule, char *text,
+                                               size_t bytes, size_t *needed);
+DTRAIN_API dtrain_result dtrain_pipeline_parse(const char *text, dtrain_pipeline_schedule **out);
+/* Draw ranks over time as above, for costs of 1, with text, bytes and needed as for
+ * dtrain_pipeline_print: what, micro-batch and, where a rank has several, .chunk. */
+DTRAIN_API dtrain_result dtrain_pipeline_draw(const dtrain_pipeline_schedule *schedule, char *text,
+                                              size_t bytes, size_t *needed);
+
 /* A part of a message. */
 typedef struct dtrain_pipeline_part {
     void *address; /* of memory that collectives reach */
@@ -1436,7 +1452,10 @@ typedef struct dtrain_pipeline_part {
     dtrain_dtype dtype;
 } dtrain_pipeline_part;
 
-/* What a program does for a schedule. An error ends the run, on every rank of the axis. */
+/* What a program does for a schedule. An error ends the run, on every rank of the axis. Stages that
+ * follow each other on one rank (ZBV's turn, an axis of one rank) have no message: FORWARD reads
+ * what the pass before it keeps, and BACKWARD leaves its gradient in the slot of that pass, as its
+ * own is given to another pass at once. */
 typedef struct dtrain_pipeline_work {
     /* Do what the action says: FORWARD, BACKWARD, WEIGHT, REDUCE, STEP. */
     dtrain_result (*compute)(void *user, const dtrain_pipeline_action *action);
@@ -4321,6 +4340,7 @@ struct dtrain_comm_ops {
 #else
 #define DTRAIN__PRIVATE static
 #endif
+#define DTRAIN__INTRINSICS
 #define DTRAIN__KERNEL_TEXT "dtrain.h" /* this file includes itself, see device/cpu/kernels.c */
 
 /* ==== src/core/platform.c ===================================================================== */
@@ -4359,7 +4379,7 @@ struct dtrain_comm_ops {
 #ifdef __linux__
 #include <sys/prctl.h>
 #endif
-#if defined(__x86_64__)
+#if defined(__x86_64__) && defined(DTRAIN__INTRINSICS) /* for who asks: they are long */
 #include <immintrin.h>
 #endif
 #ifdef DTRAIN_USE_CBLAS
@@ -13581,9 +13601,9 @@ DTRAIN_API dtrain_result dtrain_vocab_cross_entropy(dtrain_comm *tensor,
  *    at the same moment into the list of the sender and into that of the receiver
  *
  * Step 2 is why no schedule hangs: computations and messages are in one order, of which each rank's
- * list is a part. The first of all that is not done has nothing undone before it on its ranks, so it
- * can be done, even where a send waits for its receive; and the messages between two ranks start in
- * the same order on both. */
+ * list is a part. The first of all that is not done has nothing undone before it on its ranks, so
+ * it can be done, even where a send waits for its receive; and the messages between two ranks start
+ * in the same order on both. */
 
 /* ==== src/parallel/schedule_internal.h ======================================================== */
 
@@ -13602,10 +13622,24 @@ DTRAIN__PRIVATE bool dtrain__pipeline_splits(uint32_t kind);
 /* Check the kind and its chunks; desc NULL = a zeroed one. */
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc *desc, int ranks,
                                                       int *chunks);
+DTRAIN__PRIVATE const char *dtrain__pipeline_kind_name(uint32_t kind);
 DTRAIN__PRIVATE const char *dtrain__pipeline_act_name(uint32_t act);
+/* Allocate a schedule of the head's kind and sizes, with room for actions; NULL: no memory. */
+DTRAIN__PRIVATE dtrain_pipeline_schedule *
+dtrain__pipeline_alloc(const dtrain_allocator *allocator, const dtrain_pipeline_schedule *head,
+                       size_t actions);
 /* Count the slots and inboxes of a rank. */
 DTRAIN__PRIVATE void dtrain__pipeline_room(const dtrain_pipeline_schedule *schedule, int rank,
                                            dtrain_pipeline_report *report);
+
+/* Receives each computation of a replay, with its time. */
+typedef void (*dtrain__watch_fn)(void *user, int rank, const dtrain_pipeline_action *action,
+                                 double begin, double end);
+/* Do what dtrain_pipeline_check says, and show each computation to watch, if any. */
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_replay(const dtrain_pipeline_schedule *schedule,
+                                                      const dtrain_pipeline_costs *costs, int rank,
+                                                      dtrain_pipeline_report *report,
+                                                      dtrain__watch_fn watch, void *user);
 
 /* ---- Stages and ranks -------------------------------------------------------------------------*/
 
@@ -13757,8 +13791,8 @@ typedef struct dtrain__vee {
 } dtrain__vee;
 
 /* Pick what a free rank does next: a backward, of the last stages first, since all others wait for
- * those; a forward, towards them; else a weight. No more than p micro-batches are on a rank at once,
- * which is the memory of 1F1B's first rank. */
+ * those; a forward, towards them; else a weight. No more than p micro-batches are on a rank at
+ * once, which is the memory of 1F1B's first rank. */
 static bool dtrain__vee_pick(const dtrain__replay *replay, int rank, const dtrain__vee *vee,
                              dtrain_pipeline_action *best, double *at)
 {
@@ -13822,7 +13856,8 @@ typedef struct dtrain__weave {
 } dtrain__weave;
 
 /* Return where a pass notes its slot, or (inbox) its inbox. */
-static int32_t *dtrain__held(const dtrain__weave *weave, bool inbox, int rank, int chunk, int micro)
+static int32_t *dtrain__held_by(const dtrain__weave *weave, bool inbox, int rank, int chunk,
+                                int micro)
 {
     const dtrain__replay *replay = &weave->replay;
     const size_t passes = (size_t)replay->v * (size_t)replay->m;
@@ -13833,7 +13868,7 @@ static int32_t *dtrain__held(const dtrain__weave *weave, bool inbox, int rank, i
 /* Take the lowest free slot or inbox of a rank. */
 static int32_t dtrain__take_slot(const dtrain__weave *weave, bool inbox, int rank)
 {
-    bool *taken = weave->taken + (dtrain__held(weave, inbox, rank, 0, 0) - weave->slots);
+    bool *taken = weave->taken + (dtrain__held_by(weave, inbox, rank, 0, 0) - weave->slots);
     int32_t slot = 0;
     while (taken[slot]) slot++;
     taken[slot] = true;
@@ -13842,7 +13877,7 @@ static int32_t dtrain__take_slot(const dtrain__weave *weave, bool inbox, int ran
 
 static void dtrain__give_slot(const dtrain__weave *weave, bool inbox, int rank, int32_t slot)
 {
-    bool *taken = weave->taken + (dtrain__held(weave, inbox, rank, 0, 0) - weave->slots);
+    bool *taken = weave->taken + (dtrain__held_by(weave, inbox, rank, 0, 0) - weave->slots);
     if (slot >= 0) taken[slot] = false;
 }
 
@@ -13864,10 +13899,10 @@ static void dtrain__weave_message(dtrain__weave *weave, int rank,
     receive.peer = rank;
     receive.chunk = place.chunk;
     if (forward)
-        *dtrain__held(weave, true, place.rank, place.chunk, i) =
+        *dtrain__held_by(weave, true, place.rank, place.chunk, i) =
             dtrain__take_slot(weave, true, place.rank);
-    receive.slot = *dtrain__held(weave, false, place.rank, place.chunk, i);
-    receive.inbox = *dtrain__held(weave, true, place.rank, place.chunk, i);
+    receive.slot = *dtrain__held_by(weave, false, place.rank, place.chunk, i);
+    receive.inbox = *dtrain__held_by(weave, true, place.rank, place.chunk, i);
     weave->woven[rank].actions[weave->woven[rank].count++] = send;
     weave->woven[place.rank].actions[weave->woven[place.rank].count++] = receive;
 }
@@ -13877,8 +13912,8 @@ static void dtrain__weave_compute(dtrain__weave *weave, int rank, dtrain_pipelin
                                   double at)
 {
     const dtrain__replay *replay = &weave->replay;
-    int32_t *slot = dtrain__held(weave, false, rank, action.chunk, action.micro_batch);
-    const int32_t *inbox = dtrain__held(weave, true, rank, action.chunk, action.micro_batch);
+    int32_t *slot = dtrain__held_by(weave, false, rank, action.chunk, action.micro_batch);
+    const int32_t *inbox = dtrain__held_by(weave, true, rank, action.chunk, action.micro_batch);
     const uint32_t last =
         replay->splits ? DTRAIN_PIPELINE_ACT_WEIGHT : DTRAIN_PIPELINE_ACT_BACKWARD;
     dtrain__order *woven = &weave->woven[rank];
@@ -13947,10 +13982,15 @@ static bool dtrain__weave_run(dtrain__weave *weave)
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
 
+DTRAIN__PRIVATE const char *dtrain__pipeline_kind_name(uint32_t kind)
+{
+    static const char *const names[] = {"1F1B", "GPIPE", "INTERLEAVED", "ZB_H1", "ZBV"};
+    return kind <= DTRAIN_PIPELINE_ZBV ? names[kind] : "?";
+}
+
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc *desc, int ranks,
                                                       int *chunks)
 {
-    static const char *const names[] = {"1F1B", "GPIPE", "INTERLEAVED", "ZB_H1", "ZBV"};
     const uint32_t kind = desc ? desc->kind : 0;
     if (kind > DTRAIN_PIPELINE_ZBV)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -13964,31 +14004,49 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc
         DTRAIN_ERROR_ARGUMENT,
         "a pipeline of kind %s on %d ranks has %s, not %u; several stages a rank are "
         "for INTERLEAVED, two in the shape of a V for ZBV",
-        names[kind], ranks,
+        dtrain__pipeline_kind_name(kind), ranks,
         loops ? "1 to 64 chunks"
         : vee ? "2 chunks a rank"
               : "1 chunk a rank",
         given);
 }
 
-/* Copy the woven lists into a schedule. */
-static dtrain_result dtrain__schedule_fill(const dtrain__weave *weave,
-                                           dtrain_pipeline_schedule *schedule)
+DTRAIN__PRIVATE dtrain_pipeline_schedule *
+dtrain__pipeline_alloc(const dtrain_allocator *allocator, const dtrain_pipeline_schedule *head,
+                       size_t actions)
+{
+    const size_t ranks = (size_t)head->ranks;
+    dtrain_pipeline_schedule *schedule =
+        (dtrain_pipeline_schedule *)dtrain__alloc(allocator, 1, sizeof *schedule, "a schedule");
+    if (!schedule) return NULL;
+    *schedule = *head;
+    schedule->room = actions;
+    schedule->first =
+        (size_t *)dtrain__alloc(allocator, ranks + 1, sizeof *schedule->first, "a schedule");
+    schedule->actions = (dtrain_pipeline_action *)dtrain__alloc(
+        allocator, actions, sizeof *schedule->actions, "a schedule");
+    if (schedule->first && schedule->actions) return schedule;
+    dtrain_pipeline_destroy(schedule);
+    return NULL;
+}
+
+/* Copy the woven lists into a schedule; NULL: no memory. */
+static dtrain_pipeline_schedule *dtrain__schedule_of(const dtrain__weave *weave)
 {
     const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
-    const int p = weave->replay.p;
+    const dtrain__replay *replay = &weave->replay;
+    const dtrain_pipeline_schedule head = {replay->kind, replay->p, replay->v, replay->m,
+                                           NULL,         NULL,      0};
     size_t count = 0;
-    schedule->first =
-        (size_t *)dtrain__alloc(&allocator, (size_t)p + 1, sizeof *schedule->first, "a schedule");
-    if (!schedule->first) return DTRAIN_ERROR_MEMORY;
-    for (int r = 0; r < p; r++) schedule->first[r + 1] = count += weave->woven[r].count;
-    schedule->actions = (dtrain_pipeline_action *)dtrain__alloc(
-        &allocator, count, sizeof *schedule->actions, "a schedule");
-    if (!schedule->actions) return DTRAIN_ERROR_MEMORY;
-    for (int r = 0; r < p; r++)
-        memcpy(schedule->actions + schedule->first[r], weave->woven[r].actions,
-               weave->woven[r].count * sizeof *schedule->actions);
-    return DTRAIN_OK;
+    for (int r = 0; r < replay->p; r++) count += weave->woven[r].count;
+    dtrain_pipeline_schedule *schedule = dtrain__pipeline_alloc(&allocator, &head, count);
+    for (int r = 0; r < replay->p && schedule; r++) {
+        const dtrain__order *woven = &weave->woven[r];
+        memcpy(schedule->actions + schedule->first[r], woven->actions,
+               woven->count * sizeof *woven->actions);
+        schedule->first[r + 1] = schedule->first[r] + woven->count;
+    }
+    return schedule;
 }
 
 /* Allocate what weaving needs (allocate), or free it. */
@@ -14027,7 +14085,6 @@ DTRAIN_API dtrain_result dtrain_pipeline_create(const dtrain_pipeline_desc *desc
                                                 int micro_batches, dtrain_pipeline_schedule **out)
 {
     const char *const call = "dtrain_pipeline_create";
-    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
     dtrain__weave weave;
     int chunks;
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: out is NULL", call);
@@ -14044,23 +14101,17 @@ DTRAIN_API dtrain_result dtrain_pipeline_create(const dtrain_pipeline_desc *desc
     weave.replay.p = ranks, weave.replay.v = chunks, weave.replay.m = micro_batches;
     weave.replay.splits = dtrain__pipeline_splits(weave.replay.kind);
     weave.most = 7 * (size_t)chunks * (size_t)micro_batches + (size_t)chunks + 1;
-    dtrain_pipeline_schedule *schedule =
-        (dtrain_pipeline_schedule *)dtrain__alloc(&allocator, 1, sizeof *schedule, "a schedule");
-    dtrain_result result =
-        schedule && dtrain__weave_memory(&weave, true) ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    dtrain_result result = dtrain__weave_memory(&weave, true) ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    if (result == DTRAIN_OK && !dtrain__weave_run(&weave))
+        result = dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                             "%s: INTERLEAVED on %d ranks cannot order %d micro-batches; use a "
+                             "multiple of %d",
+                             call, ranks, micro_batches, ranks);
     if (result == DTRAIN_OK) {
-        schedule->kind = weave.replay.kind;
-        schedule->ranks = ranks, schedule->chunks = chunks, schedule->micro_batches = micro_batches;
-        if (!dtrain__weave_run(&weave))
-            result = dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                                 "%s: INTERLEAVED on %d ranks cannot order %d micro-batches; use a "
-                                 "multiple of %d",
-                                 call, ranks, micro_batches, ranks);
+        *out = dtrain__schedule_of(&weave);
+        if (!*out) result = DTRAIN_ERROR_MEMORY;
     }
-    if (result == DTRAIN_OK) result = dtrain__schedule_fill(&weave, schedule);
     dtrain__weave_memory(&weave, false);
-    if (result == DTRAIN_OK) *out = schedule;
-    else dtrain_pipeline_destroy(schedule);
     return result;
 }
 
@@ -14079,11 +14130,8 @@ DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline_schedule *schedule)
 {
     const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
     if (!schedule) return;
-    const size_t ranks = (size_t)schedule->ranks;
-    if (schedule->first)
-        dtrain__free(&allocator, schedule->actions, schedule->first[ranks],
-                     sizeof *schedule->actions);
-    dtrain__free(&allocator, schedule->first, ranks + 1, sizeof *schedule->first);
+    dtrain__free(&allocator, schedule->actions, schedule->room, sizeof *schedule->actions);
+    dtrain__free(&allocator, schedule->first, (size_t)schedule->ranks + 1, sizeof *schedule->first);
     dtrain__free(&allocator, schedule, 1, sizeof *schedule);
 }
 
@@ -14092,16 +14140,20 @@ DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline_schedule *schedule)
 /* Checking a schedule
  *
  * All ranks are replayed. A computation is done as soon as its rank comes to it, and is an error if
- * what it needs is not there. A send waits for its receive: both ranks must stand at the two ends of
- * the same message. Where no rank can go on and not all are done, the run would hang. In the end
- * everything must have been done once, and slots and inboxes were never used twice at once.
+ * what it needs is not there. A send waits for its receive: both ranks must stand at the two ends
+ * of the same message. Where no rank can go on and not all are done, the run would hang. In the end
+ * everything must have been done once, and slots and inboxes were never used twice at once: a pass
+ * keeps them until it has done its last computation, has sent its gradient, and the next stage, if
+ * it is on the same rank and reads them, is done too.
  *
  * Times: a computation begins when its rank is free and what it needs has arrived; messages take
  * time and keep no rank busy, as the runner's are asynchronous. */
 
 typedef struct dtrain__pass_state {
     uint32_t done;       /* bits: 1 << act */
-    int32_t slot, inbox; /* -1: none */
+    int32_t slot, inbox; /* -1: none yet */
+    int32_t holders[2];  /* of the slot and of the inbox with this pass's number: the number of the
+                            pass that took it last; -1: none did */
     double end[4];       /* by act: when it was done */
     double arrived[2];   /* what came of the stage before, and the gradient from the next one */
 } dtrain__pass_state;
@@ -14113,6 +14165,8 @@ typedef struct dtrain__check {
     double *clock, *busy;       /* (ranks) */
     int32_t *live, *peak;       /* (ranks) passes between forward and backward */
     dtrain__pass_state *passes; /* (ranks, chunks, micro-batches) */
+    dtrain__watch_fn watch;     /* or NULL */
+    void *user;
 } dtrain__check;
 
 static const char *const dtrain__act_names[] = {
@@ -14143,19 +14197,44 @@ static dtrain_result dtrain__check_fail(int rank, const dtrain_pipeline_action *
                        (int)action->micro_batch, why);
 }
 
+/* Return the act that adds to the gradients of weights, a pass's last computation. */
+static uint32_t dtrain__adds(const dtrain__check *check)
+{
+    return dtrain__pipeline_splits(check->schedule->kind) ? DTRAIN_PIPELINE_ACT_WEIGHT
+                                                          : DTRAIN_PIPELINE_ACT_BACKWARD;
+}
+
+/* Return what is still to come before gradients are final (REDUCE), or all are (STEP). */
+static const char *dtrain__missing_sum(const dtrain__check *check, int rank,
+                                       const dtrain_pipeline_action *action)
+{
+    const int last = check->schedule->micro_batches - 1, chunks = check->schedule->chunks;
+    const bool step = action->act == DTRAIN_PIPELINE_ACT_STEP;
+    const uint32_t needs = step ? (uint32_t)DTRAIN_PIPELINE_ACT_REDUCE : dtrain__adds(check);
+    if (action->micro_batch != last || (step && action->chunk))
+        return "it belongs to the last micro-batch, a STEP to chunk 0";
+    for (int c = 0; c < chunks; c++)
+        if ((step || c == action->chunk) &&
+            !(dtrain__pass_of(check, rank, c, last)->done >> needs & 1))
+            return step ? "a REDUCE is still to come" : "gradients are still to be added";
+    return NULL;
+}
+
 /* Return what a pass still needs before an action; NULL: nothing. */
 static const char *dtrain__missing(const dtrain__check *check, int rank,
                                    const dtrain_pipeline_action *action)
 {
     const dtrain_pipeline_schedule *s = check->schedule;
+    const bool splits = dtrain__pipeline_splits(s->kind);
     const dtrain__pass_state *pass =
         dtrain__pass_of(check, rank, action->chunk, action->micro_batch);
     const int stage = dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, rank, action->chunk);
     const bool last = stage == s->ranks * s->chunks - 1;
     const uint32_t done = pass->done, act = action->act;
-    if (act == DTRAIN_PIPELINE_ACT_STEP) return NULL;
-    if (act == DTRAIN_PIPELINE_ACT_REDUCE) return NULL;
     if (done >> act & 1) return "it has been done before";
+    if (act == DTRAIN_PIPELINE_ACT_REDUCE || act == DTRAIN_PIPELINE_ACT_STEP)
+        return dtrain__missing_sum(check, rank, action);
+    if (act == DTRAIN_PIPELINE_ACT_WEIGHT && !splits) return "this kind has no such action";
     if (act == DTRAIN_PIPELINE_ACT_FORWARD && stage && pass->arrived[0] < 0)
         return "what the stage before makes is not there";
     if (act == DTRAIN_PIPELINE_ACT_BACKWARD && !(done >> DTRAIN_PIPELINE_ACT_FORWARD & 1))
@@ -14174,27 +14253,51 @@ static const char *dtrain__missing(const dtrain__check *check, int rank,
     return NULL;
 }
 
-/* Check that gradients add up in ascending order: the same act of the micro-batch before is done. */
+/* Check that gradients add up in ascending order: the micro-batch before has done the act. */
 static bool dtrain__ascends(const dtrain__check *check, int rank,
                             const dtrain_pipeline_action *action)
 {
-    const bool splits = dtrain__pipeline_splits(check->schedule->kind);
-    const uint32_t adds = splits ? DTRAIN_PIPELINE_ACT_WEIGHT : DTRAIN_PIPELINE_ACT_BACKWARD;
+    const uint32_t adds = dtrain__adds(check);
     if (action->micro_batch == 0 || action->act != adds) return true;
     return dtrain__pass_of(check, rank, action->chunk, action->micro_batch - 1)->done >> adds & 1;
 }
 
-/* Tell whether another pass of the rank holds a slot, or an inbox. */
-static bool dtrain__is_held(const dtrain__check *check, int rank, int32_t slot, int32_t inbox)
+/* Return the rank that has a stage; -1: there is no such stage. */
+static int dtrain__rank_of(const dtrain_pipeline_schedule *s, int stage)
+{
+    if (stage < 0 || stage >= s->ranks * s->chunks) return -1;
+    return dtrain__pipeline_place(s->kind, s->ranks, stage).rank;
+}
+
+/* Tell whether nobody reads any more what a pass of a rank keeps in its slot and inbox. */
+static bool dtrain__is_over(const dtrain__check *check, int rank, int chunk, int micro)
 {
     const dtrain_pipeline_schedule *s = check->schedule;
-    for (int c = 0; c < s->chunks; c++)
-        for (int i = 0; i < s->micro_batches; i++) {
-            const dtrain__pass_state *pass = dtrain__pass_of(check, rank, c, i);
-            if ((slot >= 0 && pass->slot == slot) || (inbox >= 0 && pass->inbox == inbox))
-                return true;
-        }
-    return false;
+    const int stage = dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, rank, chunk);
+    const int before = dtrain__rank_of(s, stage - 1);
+    const uint32_t done = dtrain__pass_of(check, rank, chunk, micro)->done;
+    if (!(done >> dtrain__adds(check) & 1)) return false;
+    if (before >= 0 && before != rank && !(done >> DTRAIN_PIPELINE_ACT_SEND_GRADIENT & 1))
+        return false;
+    if (dtrain__rank_of(s, stage + 1) != rank) return true;
+    const int next = dtrain__pipeline_place(s->kind, s->ranks, stage + 1).chunk;
+    return dtrain__pass_of(check, rank, next, micro)->done >> dtrain__adds(check) & 1;
+}
+
+/* Let a pass take a slot, or an inbox; false: there is none of this number, or it is not free. */
+static bool dtrain__take(dtrain__check *check, int rank, const dtrain_pipeline_action *action,
+                         bool inbox)
+{
+    const int micros = check->schedule->micro_batches;
+    const int32_t number = inbox ? action->inbox : action->slot;
+    dtrain__pass_state *pass = dtrain__pass_of(check, rank, action->chunk, action->micro_batch);
+    if (number < 0 || number >= check->schedule->chunks * micros) return false;
+    int32_t *holder = &dtrain__pass_of(check, rank, 0, number)->holders[inbox];
+    if (*holder >= 0 && !dtrain__is_over(check, rank, *holder / micros, *holder % micros))
+        return false;
+    *holder = action->chunk * micros + action->micro_batch;
+    *(inbox ? &pass->inbox : &pass->slot) = number;
+    return true;
 }
 
 /* Let what a computation made reach the other stage where that is on the same rank. */
@@ -14214,7 +14317,6 @@ static void dtrain__hand_over(dtrain__check *check, int rank, const dtrain_pipel
 static dtrain_result dtrain__check_compute(dtrain__check *check, int rank,
                                            const dtrain_pipeline_action *action)
 {
-    const bool splits = dtrain__pipeline_splits(check->schedule->kind);
     const uint32_t act = action->act;
     dtrain__pass_state *pass = dtrain__pass_of(check, rank, action->chunk, action->micro_batch);
     if (!dtrain__ascends(check, rank, action))
@@ -14222,29 +14324,38 @@ static dtrain_result dtrain__check_compute(dtrain__check *check, int rank,
     double cost = act == DTRAIN_PIPELINE_ACT_FORWARD  ? check->costs.forward
                   : act == DTRAIN_PIPELINE_ACT_WEIGHT ? check->costs.weight
                                                       : check->costs.backward;
-    if (act == DTRAIN_PIPELINE_ACT_BACKWARD && !splits) cost += check->costs.weight;
+    if (act == DTRAIN_PIPELINE_ACT_BACKWARD && !dtrain__pipeline_splits(check->schedule->kind))
+        cost += check->costs.weight;
     double begin = check->clock[rank];
     if (act <= DTRAIN_PIPELINE_ACT_BACKWARD)
         begin = fmax(begin, pass->arrived[act - DTRAIN_PIPELINE_ACT_FORWARD]);
     check->clock[rank] = begin + cost;
     check->busy[rank] += cost;
     pass->end[act] = begin + cost;
-    pass->done |= 1u << act;
+    if (check->watch) check->watch(check->user, rank, action, begin, begin + cost);
     if (act == DTRAIN_PIPELINE_ACT_FORWARD) {
-        if (action->slot < 0 || dtrain__is_held(check, rank, action->slot, -1))
-            return dtrain__check_fail(rank, action, "its slot is not free");
-        pass->slot = action->slot;
         check->peak[rank] = (int32_t)fmax(check->peak[rank], ++check->live[rank]);
         dtrain__hand_over(check, rank, action, 1, begin + cost);
-    } else if (action->slot != pass->slot) {
-        return dtrain__check_fail(rank, action, "its slot is not the forward's");
-    }
-    if (act == DTRAIN_PIPELINE_ACT_BACKWARD) {
+    } else if (act == DTRAIN_PIPELINE_ACT_BACKWARD) {
         check->live[rank]--;
         dtrain__hand_over(check, rank, action, -1, begin + cost);
     }
-    if (act == (splits ? DTRAIN_PIPELINE_ACT_WEIGHT : DTRAIN_PIPELINE_ACT_BACKWARD))
-        pass->slot = pass->inbox = -1;
+    return DTRAIN_OK;
+}
+
+/* Check the slot and the inbox that an action names: those of its pass. */
+static dtrain_result dtrain__check_room(dtrain__check *check, int rank,
+                                        const dtrain_pipeline_action *action)
+{
+    const dtrain__pass_state *pass =
+        dtrain__pass_of(check, rank, action->chunk, action->micro_batch);
+    if (action->act >= DTRAIN_PIPELINE_ACT_REDUCE) return DTRAIN_OK;
+    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD && !dtrain__take(check, rank, action, false))
+        return dtrain__check_fail(rank, action, "its slot is not free, or there is none");
+    if (action->slot != pass->slot)
+        return dtrain__check_fail(rank, action, "its slot is not the forward's");
+    if (action->inbox != pass->inbox)
+        return dtrain__check_fail(rank, action, "its inbox is not the receive's");
     return DTRAIN_OK;
 }
 
@@ -14277,9 +14388,10 @@ static dtrain_result dtrain__check_message(dtrain__check *check, int rank,
         return dtrain__check_fail(place.rank, receive, "the peer sends another message");
     dtrain__pass_state *to =
         dtrain__pass_of(check, place.rank, receive->chunk, receive->micro_batch);
-    if (forward && (receive->inbox < 0 || dtrain__is_held(check, place.rank, -1, receive->inbox)))
-        return dtrain__check_fail(place.rank, receive, "its inbox is not free");
-    if (forward) to->inbox = receive->inbox;
+    if (forward && !dtrain__take(check, place.rank, receive, true))
+        return dtrain__check_fail(place.rank, receive, "its inbox is not free, or there is none");
+    DTRAIN__TRY(dtrain__check_room(check, rank, send));
+    DTRAIN__TRY(dtrain__check_room(check, place.rank, receive));
     to->arrived[!forward] =
         dtrain__pass_of(check, rank, send->chunk, send->micro_batch)
             ->end[forward ? DTRAIN_PIPELINE_ACT_FORWARD : DTRAIN_PIPELINE_ACT_BACKWARD] +
@@ -14309,26 +14421,37 @@ static dtrain_result dtrain__check_next(dtrain__check *check, int rank, bool *mo
     if (action->act == DTRAIN_PIPELINE_ACT_RECEIVE ||
         action->act == DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT)
         return DTRAIN_OK; /* its send moves both */
+    DTRAIN__TRY(dtrain__check_room(check, rank, action));
     if (action->act <= DTRAIN_PIPELINE_ACT_WEIGHT)
         DTRAIN__TRY(dtrain__check_compute(check, rank, action));
+    dtrain__pass_of(check, rank, action->chunk, action->micro_batch)->done |= 1u << action->act;
     check->at[rank]++;
     *moved = true;
     return DTRAIN_OK;
 }
 
-/* Check that each pass has done what its kind has. */
+/* Check that a rank has done an action. */
+static dtrain_result dtrain__check_done(const dtrain__check *check, int rank, uint32_t act,
+                                        int chunk, int micro)
+{
+    const dtrain_pipeline_action action = {act, chunk, micro, -1, -1, -1};
+    if (dtrain__pass_of(check, rank, chunk, micro)->done >> act & 1) return DTRAIN_OK;
+    return dtrain__check_fail(rank, &action, "it is missing");
+}
+
+/* Check that each rank has done what its kind has; the rest is needed by these. */
 static dtrain_result dtrain__check_all_done(const dtrain__check *check)
 {
     const dtrain_pipeline_schedule *s = check->schedule;
-    const uint32_t last = dtrain__pipeline_splits(s->kind) ? DTRAIN_PIPELINE_ACT_WEIGHT
-                                                           : DTRAIN_PIPELINE_ACT_BACKWARD;
-    for (int r = 0; r < s->ranks; r++)
+    const int last = s->micro_batches - 1;
+    for (int r = 0; r < s->ranks; r++) {
         for (int c = 0; c < s->chunks; c++)
-            for (int i = 0; i < s->micro_batches; i++) {
-                const dtrain_pipeline_action action = {last, c, i, -1, -1, -1};
-                if (!(dtrain__pass_of(check, r, c, i)->done >> last & 1))
-                    return dtrain__check_fail(r, &action, "it is missing");
-            }
+            for (int i = 0; i <= last; i++)
+                DTRAIN__TRY(dtrain__check_done(check, r, dtrain__adds(check), c, i));
+        for (int c = 0; c < s->chunks; c++)
+            DTRAIN__TRY(dtrain__check_done(check, r, DTRAIN_PIPELINE_ACT_REDUCE, c, last));
+        DTRAIN__TRY(dtrain__check_done(check, r, DTRAIN_PIPELINE_ACT_STEP, 0, last));
+    }
     return DTRAIN_OK;
 }
 
@@ -14369,16 +14492,38 @@ static void dtrain__check_report(const dtrain__check *check, int rank,
     dtrain__pipeline_room(s, rank, report);
 }
 
-DTRAIN_API dtrain_result dtrain_pipeline_check(const dtrain_pipeline_schedule *schedule,
-                                               const dtrain_pipeline_costs *costs, int rank,
-                                               dtrain_pipeline_report *report)
+/* Check that a schedule has what a replay reads, and of sizes that fit. */
+static dtrain_result dtrain__check_shape(const dtrain_pipeline_schedule *s)
+{
+    const char *const call = "dtrain_pipeline_check";
+    const dtrain_pipeline_desc desc = {s ? s->kind : 0, s ? (uint32_t)s->chunks : 0, NULL};
+    int chunks;
+    if (!s || !s->first || !s->actions)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: schedule or a part of it is NULL", call);
+    DTRAIN__TRY(dtrain__pipeline_chunks(&desc, s->ranks, &chunks));
+    if (s->chunks == chunks && s->ranks > 0 && s->micro_batches > 0 &&
+        s->ranks <= DTRAIN__PASSES_MOST &&
+        (int64_t)s->ranks * chunks * s->micro_batches <= DTRAIN__PASSES_MOST)
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "%s: the schedule has %d ranks, %d chunks and %d micro-batches; expected 1 "
+                       "or more, and at most %d passes in all",
+                       call, (int)s->ranks, (int)s->chunks, (int)s->micro_batches,
+                       DTRAIN__PASSES_MOST);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_replay(const dtrain_pipeline_schedule *schedule,
+                                                      const dtrain_pipeline_costs *costs, int rank,
+                                                      dtrain_pipeline_report *report,
+                                                      dtrain__watch_fn watch, void *user)
 {
     const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
     dtrain__check check;
-    if (!schedule || !schedule->first || !schedule->actions || schedule->ranks < 1)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_pipeline_check: schedule is NULL");
+    DTRAIN__TRY(dtrain__check_shape(schedule));
     memset(&check, 0, sizeof check);
     check.schedule = schedule;
+    check.watch = watch;
+    check.user = user;
     if (costs) check.costs = *costs;
     if (check.costs.forward <= 0 && check.costs.backward <= 0 && check.costs.weight <= 0)
         check.costs.forward = check.costs.backward = check.costs.weight = 1;
@@ -14397,6 +14542,7 @@ DTRAIN_API dtrain_result dtrain_pipeline_check(const dtrain_pipeline_schedule *s
         check.peak = check.live + ranks;
         for (size_t i = 0; i < passes; i++) {
             check.passes[i].slot = check.passes[i].inbox = -1;
+            check.passes[i].holders[0] = check.passes[i].holders[1] = -1;
             check.passes[i].arrived[0] = check.passes[i].arrived[1] = -1;
         }
         result = dtrain__check_run(&check);
@@ -14404,6 +14550,261 @@ DTRAIN_API dtrain_result dtrain_pipeline_check(const dtrain_pipeline_schedule *s
     if (result == DTRAIN_OK && report) dtrain__check_report(&check, rank, report);
     dtrain__free(&allocator, memory, ranks, bytes);
     dtrain__free(&allocator, check.passes, passes, sizeof *check.passes);
+    return result;
+}
+
+DTRAIN_API dtrain_result dtrain_pipeline_check(const dtrain_pipeline_schedule *schedule,
+                                               const dtrain_pipeline_costs *costs, int rank,
+                                               dtrain_pipeline_report *report)
+{
+    return dtrain__pipeline_replay(schedule, costs, rank, report, NULL, NULL);
+}
+
+/* ==== src/parallel/schedule_text.c ============================================================ */
+
+/* Schedules as text, and as a drawing
+ *
+ * A line for the head, then one for each rank; an action is its name, chunk.micro-batch, and what
+ * it has of :slot, /inbox and @peer:
+ *
+ *     1F1B ranks 2 chunks 1 micro-batches 1
+ *     rank 0: F0.0:0 S0.0:0@1 RG0.0:0@1 B0.0:0 REDUCE0.0 STEP0.0
+ *     rank 1: R0.0/0@0 F0.0:0/0 B0.0:0/0 SG0.0:0/0@0 REDUCE0.0 STEP0.0 */
+
+static const char *const dtrain__act_words[] = {"?", "F",  "B",  "W",      "S",
+                                                "R", "SG", "RG", "REDUCE", "STEP"};
+
+/* ---- Writing ----------------------------------------------------------------------------------*/
+
+/* A text that goes into memory as far as there is any, and is counted in full. */
+typedef struct dtrain__page_of_text {
+    char *text;
+    size_t bytes, used; /* used: without the 0 */
+} dtrain__page_of_text;
+
+DTRAIN__PRINTF(2, 3)
+static void dtrain__page_add(dtrain__page_of_text *page, const char *format, ...)
+{
+    const size_t left = page->used < page->bytes ? page->bytes - page->used : 0;
+    va_list args;
+    va_start(args, format);
+    const int written = vsnprintf(left ? page->text + page->used : NULL, left, format, args);
+    va_end(args);
+    if (written > 0) page->used += (size_t)written;
+}
+
+/* Say how many bytes a text takes; fail if there are fewer. */
+static dtrain_result dtrain__page_end(const dtrain__page_of_text *page, size_t *needed,
+                                      const char *call)
+{
+    if (needed) *needed = page->used + 1;
+    if (!page->text || page->used < page->bytes) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: the text takes %zu bytes, and there are %zu",
+                       call, page->used + 1, page->bytes);
+}
+
+DTRAIN_API dtrain_result dtrain_pipeline_print(const dtrain_pipeline_schedule *schedule, char *text,
+                                               size_t bytes, size_t *needed)
+{
+    dtrain__page_of_text page = {text, text ? bytes : 0, 0};
+    if (!schedule)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_pipeline_print: schedule is NULL");
+    dtrain__page_add(&page, "%s ranks %d chunks %d micro-batches %d\n",
+                     dtrain__pipeline_kind_name(schedule->kind), (int)schedule->ranks,
+                     (int)schedule->chunks, (int)schedule->micro_batches);
+    for (int r = 0; r < schedule->ranks; r++) {
+        dtrain__page_add(&page, "rank %d:", r);
+        for (size_t i = schedule->first[r]; i < schedule->first[r + 1]; i++) {
+            const dtrain_pipeline_action *action = &schedule->actions[i];
+            const uint32_t act = action->act <= DTRAIN_PIPELINE_ACT_STEP ? action->act : 0;
+            dtrain__page_add(&page, " %s%d.%d", dtrain__act_words[act], (int)action->chunk,
+                             (int)action->micro_batch);
+            if (action->slot >= 0) dtrain__page_add(&page, ":%d", (int)action->slot);
+            if (action->inbox >= 0) dtrain__page_add(&page, "/%d", (int)action->inbox);
+            if (action->peer >= 0) dtrain__page_add(&page, "@%d", (int)action->peer);
+        }
+        dtrain__page_add(&page, "\n");
+    }
+    return dtrain__page_end(&page, needed, "dtrain_pipeline_print");
+}
+
+/* ---- Reading ----------------------------------------------------------------------------------*/
+
+/* Step over a word, if it comes next. */
+static bool dtrain__word(const char **at, const char *word)
+{
+    const size_t length = strlen(word);
+    if (strncmp(*at, word, length) != 0) return false;
+    *at += length;
+    return true;
+}
+
+/* Read digits behind a word, up to 2^31 - 1. */
+static bool dtrain__word_number(const char **at, const char *word, int32_t *number)
+{
+    int64_t value = 0;
+    if (!dtrain__word(at, word) || **at < '0' || **at > '9') return false;
+    for (; **at >= '0' && **at <= '9' && value <= INT32_MAX; (*at)++)
+        value = 10 * value + (**at - '0');
+    *number = (int32_t)value;
+    return value <= INT32_MAX;
+}
+
+static bool dtrain__read_action(const char **at, dtrain_pipeline_action *action)
+{
+    action->slot = action->inbox = action->peer = -1;
+    for (action->act = DTRAIN_PIPELINE_ACT_STEP; action->act > 0; action->act--) {
+        const char *rest = *at; /* longer words first, as S is a part of SG */
+        if (!dtrain__word_number(&rest, dtrain__act_words[action->act], &action->chunk)) continue;
+        if (!dtrain__word_number(&rest, ".", &action->micro_batch)) return false;
+        if (*rest == ':' && !dtrain__word_number(&rest, ":", &action->slot)) return false;
+        if (*rest == '/' && !dtrain__word_number(&rest, "/", &action->inbox)) return false;
+        if (*rest == '@' && !dtrain__word_number(&rest, "@", &action->peer)) return false;
+        *at = rest;
+        return true;
+    }
+    return false;
+}
+
+static bool dtrain__read_head(const char **at, dtrain_pipeline_schedule *schedule)
+{
+    for (schedule->kind = 0; schedule->kind <= DTRAIN_PIPELINE_ZBV; schedule->kind++)
+        if (dtrain__word(at, dtrain__pipeline_kind_name(schedule->kind))) break;
+    return schedule->kind <= DTRAIN_PIPELINE_ZBV &&
+           dtrain__word_number(at, " ranks ", &schedule->ranks) &&
+           dtrain__word_number(at, " chunks ", &schedule->chunks) &&
+           dtrain__word_number(at, " micro-batches ", &schedule->micro_batches) &&
+           dtrain__word(at, "\n");
+}
+
+/* Read the lines of all ranks; on an error *at is where it is. */
+static bool dtrain__read_ranks(const char **at, dtrain_pipeline_schedule *schedule)
+{
+    size_t count = 0;
+    for (int32_t r = 0, named; r < schedule->ranks; r++) {
+        const char *line = *at;
+        if (!dtrain__word_number(&line, "rank ", &named) || named != r || !dtrain__word(&line, ":"))
+            return false;
+        for (*at = line; **at == ' '; count++) {
+            const char *next = *at + 1;
+            if (!dtrain__read_action(&next, &schedule->actions[count])) return false;
+            *at = next;
+        }
+        if (!dtrain__word(at, "\n")) return false;
+        schedule->first[r + 1] = count;
+    }
+    return **at == 0;
+}
+
+/* Count a character in a text. */
+static size_t dtrain__occurrences(const char *text, char what)
+{
+    size_t count = 0;
+    for (; *text; text++) count += *text == what;
+    return count;
+}
+
+/* Fail where reading has come to. */
+static dtrain_result dtrain__read_fail(const char *text, const char *at)
+{
+    int line = 1;
+    for (const char *c = text; c < at; c++) line += *c == '\n';
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "dtrain_pipeline_parse: line %d is not understood at \"%.*s\"; expected "
+                       "\"KIND ranks P chunks V micro-batches M\", then for each rank \"rank R:\" "
+                       "and its actions, as dtrain_pipeline_print writes them",
+                       line, (int)strcspn(at, "\n") < 24 ? (int)strcspn(at, "\n") : 24, at);
+}
+
+DTRAIN_API dtrain_result dtrain_pipeline_parse(const char *text, dtrain_pipeline_schedule **out)
+{
+    const char *const call = "dtrain_pipeline_parse";
+    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
+    const char *at = text;
+    dtrain_pipeline_schedule head;
+    if (!text || !out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: an argument is NULL", call);
+    *out = NULL;
+    memset(&head, 0, sizeof head);
+    if (!dtrain__read_head(&at, &head)) return dtrain__read_fail(text, at);
+    /* What is allocated is bounded by the text, whatever the head says. */
+    const size_t lines = dtrain__occurrences(at, '\n'), room = dtrain__occurrences(at, ' ');
+    if (head.ranks < 1 || (size_t)head.ranks != lines ||
+        (double)head.ranks * head.chunks * head.micro_batches > (double)room)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "%s: the first line announces %d ranks, %d chunks and %d micro-batches, "
+                           "and %zu lines with at most %zu actions follow",
+                           call, (int)head.ranks, (int)head.chunks, (int)head.micro_batches, lines,
+                           room);
+    dtrain_pipeline_schedule *schedule = dtrain__pipeline_alloc(&allocator, &head, room);
+    if (!schedule) return DTRAIN_ERROR_MEMORY;
+    dtrain_result result =
+        dtrain__read_ranks(&at, schedule) ? DTRAIN_OK : dtrain__read_fail(text, at);
+    if (result == DTRAIN_OK) result = dtrain_pipeline_check(schedule, NULL, 0, NULL);
+    if (result == DTRAIN_OK) *out = schedule;
+    else dtrain_pipeline_destroy(schedule);
+    return result;
+}
+
+/* ---- Drawing ----------------------------------------------------------------------------------*/
+
+/* Who computes what at which time: a column is a unit of it. */
+typedef struct dtrain__canvas {
+    const dtrain_pipeline_action **cells; /* (ranks, columns); NULL: idle */
+    size_t columns;
+} dtrain__canvas;
+
+static void dtrain__canvas_watch(void *user, int rank, const dtrain_pipeline_action *action,
+                                 double begin, double end)
+{
+    const dtrain__canvas *canvas = (const dtrain__canvas *)user;
+    for (size_t t = (size_t)begin; t < (size_t)end && t < canvas->columns; t++)
+        canvas->cells[(size_t)rank * canvas->columns + t] = action;
+}
+
+/* Draw the cells; those of a later chunk have a dot and its number behind the micro-batch. */
+static void dtrain__canvas_draw(const dtrain__canvas *canvas, int ranks, int chunks, int width,
+                                dtrain__page_of_text *page)
+{
+    for (int r = 0; r < ranks; r++) {
+        dtrain__page_add(page, "rank %-3d", r);
+        for (size_t t = 0; t < canvas->columns; t++) {
+            const dtrain_pipeline_action *cell = canvas->cells[(size_t)r * canvas->columns + t];
+            char name[40] = ".";
+            if (cell && chunks > 1)
+                snprintf(name, sizeof name, "%s%d.%d", dtrain__act_words[cell->act],
+                         (int)cell->micro_batch, (int)cell->chunk);
+            else if (cell)
+                snprintf(name, sizeof name, "%s%d", dtrain__act_words[cell->act],
+                         (int)cell->micro_batch);
+            if (t + 1 < canvas->columns) dtrain__page_add(page, " %-*s", width, name);
+            else dtrain__page_add(page, " %s\n", name);
+        }
+    }
+}
+
+DTRAIN_API dtrain_result dtrain_pipeline_draw(const dtrain_pipeline_schedule *schedule, char *text,
+                                              size_t bytes, size_t *needed)
+{
+    const char *const call = "dtrain_pipeline_draw";
+    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
+    dtrain__page_of_text page = {text, text ? bytes : 0, 0};
+    dtrain__canvas canvas = {NULL, 0};
+    dtrain_pipeline_report report;
+    DTRAIN__TRY(dtrain_pipeline_check(schedule, NULL, 0, &report));
+    canvas.columns = (size_t)report.makespan;
+    const size_t cells = (size_t)schedule->ranks * canvas.columns;
+    canvas.cells = (const dtrain_pipeline_action **)dtrain__alloc(
+        &allocator, cells, sizeof *canvas.cells, "a drawing of a schedule");
+    if (!canvas.cells) return DTRAIN_ERROR_MEMORY;
+    dtrain_result result =
+        dtrain__pipeline_replay(schedule, NULL, 0, NULL, dtrain__canvas_watch, &canvas);
+    const int width = snprintf(NULL, 0, "F%d", (int)schedule->micro_batches - 1) +
+                      (schedule->chunks > 1 ? 1 + (schedule->chunks > 10) + 1 : 0);
+    if (result == DTRAIN_OK) {
+        dtrain__canvas_draw(&canvas, schedule->ranks, schedule->chunks, width, &page);
+        result = dtrain__page_end(&page, needed, call);
+    }
+    dtrain__free(&allocator, (void *)canvas.cells, cells, sizeof *canvas.cells);
     return result;
 }
 
@@ -14433,17 +14834,18 @@ typedef struct dtrain__runner {
     dtrain_comm *comm;
     const dtrain_pipeline_work *work;
     int rank;
-    size_t slots, inboxes;
-    dtrain__message *messages; /* (3, slots): sent, gradient received; (inboxes): received ... */
+    size_t slots, count;
+    dtrain__message *messages; /* (count): three of each slot, as sent, gradient sent, gradient
+                                  received; then of each inbox what was received */
 } dtrain__runner;
 
 /* The messages of a slot or inbox, by the act that starts them. */
 static dtrain__message *dtrain__message_of(const dtrain__runner *run, uint32_t act,
                                            const dtrain_pipeline_action *action)
 {
-    dtrain__message *const of_slot = &run->messages[3 * (size_t)(action->slot + 1) - 3];
     if (act == DTRAIN_PIPELINE_ACT_RECEIVE)
         return &run->messages[3 * run->slots + (size_t)action->inbox];
+    dtrain__message *const of_slot = &run->messages[3 * (size_t)action->slot];
     return &of_slot[act == DTRAIN_PIPELINE_ACT_SEND            ? 0
                     : act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT ? 1
                                                                : 2];
@@ -14504,9 +14906,9 @@ static dtrain_result dtrain__run_compute(const dtrain__runner *run,
     return run->work->compute(run->work->user, action);
 }
 
-/* Add to an error where in the schedule it was. */
-static dtrain_result dtrain__run_fail(const dtrain__runner *run,
-                                      const dtrain_pipeline_action *action, dtrain_result result)
+/* Add to the last error where in the schedule this rank was. */
+static dtrain_result dtrain__run_place(const dtrain__runner *run,
+                                       const dtrain_pipeline_action *action, dtrain_result result)
 {
     const dtrain_pipeline_schedule *s = run->schedule;
     char text[DTRAIN__ERROR_BYTES];
@@ -14518,19 +14920,37 @@ static dtrain_result dtrain__run_fail(const dtrain__runner *run,
         text);
 }
 
+/* Fail on all ranks, and give back what is under way. What stands may be another rank's error,
+ * which has its place in a schedule, or that a rank was late or has died: then this rank's place is
+ * added, as nobody knows that one's. */
+static dtrain_result dtrain__run_fail(const dtrain__runner *run,
+                                      const dtrain_pipeline_action *action, dtrain_result result)
+{
+    char text[DTRAIN__ERROR_BYTES];
+    result = dtrain__run_place(run, action, result);
+    if (run->comm) result = run->comm->ops->fail(run->comm, result, dtrain_last_error());
+    snprintf(text, sizeof text, "%s", dtrain__bare(dtrain_last_error()));
+    for (size_t i = 0; i < run->count; i++) (void)dtrain__message_wait(&run->messages[i]);
+    (void)dtrain_fail(result, "%s", text); /* again: waiting has left another one */
+    return strstr(text, " of micro-batch ") ? result : dtrain__run_place(run, action, result);
+}
+
 /* Walk the list, and wait for what is still being sent. */
 static dtrain_result dtrain__run_walk(const dtrain__runner *run)
 {
     const dtrain_pipeline_schedule *s = run->schedule;
+    const dtrain_pipeline_action *action = NULL;
+    dtrain_result result = DTRAIN_OK;
     for (size_t i = s->first[run->rank]; i < s->first[run->rank + 1]; i++) {
-        const dtrain_pipeline_action *action = &s->actions[i];
+        action = &s->actions[i];
         const bool message = action->act >= DTRAIN_PIPELINE_ACT_SEND &&
                              action->act <= DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT;
-        const dtrain_result result =
-            message ? dtrain__message_start(run, action) : dtrain__run_compute(run, action);
-        if (result != DTRAIN_OK) return dtrain__run_fail(run, action, result);
+        result = message ? dtrain__message_start(run, action) : dtrain__run_compute(run, action);
+        if (result != DTRAIN_OK) break;
     }
-    return DTRAIN_OK;
+    for (size_t i = 0; i < run->count && result == DTRAIN_OK; i++)
+        result = dtrain__message_wait(&run->messages[i]);
+    return result == DTRAIN_OK ? DTRAIN_OK : dtrain__run_fail(run, action, result);
 }
 
 DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *schedule,
@@ -14556,18 +14976,12 @@ DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *sch
     run.rank = comm ? dtrain_comm_rank(comm) : 0;
     dtrain__pipeline_room(schedule, run.rank, &report);
     run.slots = (size_t)report.slots;
-    run.inboxes = (size_t)report.inboxes;
-    const size_t count = 3 * run.slots + run.inboxes;
-    run.messages = (dtrain__message *)dtrain__alloc(&allocator, count, sizeof *run.messages,
+    run.count = 3 * run.slots + (size_t)report.inboxes;
+    run.messages = (dtrain__message *)dtrain__alloc(&allocator, run.count, sizeof *run.messages,
                                                     "messages of a pipeline");
     if (!run.messages) return DTRAIN_ERROR_MEMORY;
-    dtrain_result result = dtrain__run_walk(&run);
-    if (result != DTRAIN_OK && comm) result = comm->ops->fail(comm, result, dtrain_last_error());
-    for (size_t i = 0; i < count; i++) {
-        const dtrain_result sent = dtrain__message_wait(&run.messages[i]);
-        if (result == DTRAIN_OK) result = sent;
-    }
-    dtrain__free(&allocator, run.messages, count, sizeof *run.messages);
+    const dtrain_result result = dtrain__run_walk(&run);
+    dtrain__free(&allocator, run.messages, run.count, sizeof *run.messages);
     return result;
 }
 
@@ -29452,13 +29866,12 @@ static dtrain_result dtrain__line_backward(dtrain_trainer *trainer,
     const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: exact */
     const bool more = (uint32_t)action->micro_batch + 1 < desc->micro_batches;
     const uint32_t slot = (uint32_t)action->slot;
-    uint32_t behind;
+    uint32_t before;
     if (flight->joined) return DTRAIN_OK;
-    if (stage < line->stages - 1 &&
-        dtrain__neighbour(line, stage + 1, action->micro_batch, &behind))
-        DTRAIN__TRY(dtrain__stage_seed(trainer->tape, slot, &behind));
     DTRAIN__TRY(dtrain__stage_backward(trainer->tape, slot, line->losses[slot],
                                        scale / (float)desc->micro_batches, more));
+    if (stage && dtrain__neighbour(line, stage - 1, action->micro_batch, &before))
+        DTRAIN__TRY(dtrain__stage_seed(trainer->tape, before, &slot));
     if (!line->losses[slot]) return DTRAIN_OK;
     return dtrain_tensor_read(trainer->tape, line->losses[slot], &flight->loss, NULL);
 }
@@ -31277,6 +31690,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__union_make(dtrain_checkpoint *c)
  *     write       files, block by block with their checksums, and the list of what they hold
  *
  * Nothing here communicates: state/union.c has chosen who writes which piece. */
+
+#define DTRAIN__INTRINSICS
 
 /* ==== src/state/storage_internal.h ============================================================ */
 
@@ -35155,6 +35570,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__json_end(dtrain__json *json)
  * inverted at its end, as zlib's CRC-32 is. In between it is a polynomial modulo P:
  *
  *     after n bytes of data D:   R' = (R x^(8n) + D x^32) mod P */
+
+#define DTRAIN__INTRINSICS
 
 /* ==== src/state/crc32c_internal.h ============================================================= */
 
@@ -41161,6 +41578,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_a
  * The bits of a result depend on the instruction set, never on the number of threads: a sum is
  * either taken by one thread alone (rows, columns, heads) or over chunks whose size follows from
  * the arguments, whose sums are then added in order. */
+
+#define DTRAIN__INTRINSICS
 
 /* The text of the kernels is compiled once per instruction set: the file with it is included with
  * DTRAIN__ISA set. (dtrain.h includes itself, and what such an inclusion sees is its last part.) */

@@ -147,13 +147,12 @@ static dtrain_result dtrain__line_backward(dtrain_trainer *trainer,
     const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: exact */
     const bool more = (uint32_t)action->micro_batch + 1 < desc->micro_batches;
     const uint32_t slot = (uint32_t)action->slot;
-    uint32_t behind;
+    uint32_t before;
     if (flight->joined) return DTRAIN_OK;
-    if (stage < line->stages - 1 &&
-        dtrain__neighbour(line, stage + 1, action->micro_batch, &behind))
-        DTRAIN__TRY(dtrain__stage_seed(trainer->tape, slot, &behind));
     DTRAIN__TRY(dtrain__stage_backward(trainer->tape, slot, line->losses[slot],
                                        scale / (float)desc->micro_batches, more));
+    if (stage && dtrain__neighbour(line, stage - 1, action->micro_batch, &before))
+        DTRAIN__TRY(dtrain__stage_seed(trainer->tape, before, &slot));
     if (!line->losses[slot]) return DTRAIN_OK;
     return dtrain_tensor_read(trainer->tape, line->losses[slot], &flight->loss, NULL);
 }
