@@ -3506,6 +3506,13 @@ struct dtrain_comm_hook_desc {
  * again only what somebody reads, and an output that nobody reads may be overwritten. */
 #define DTRAIN_OP_READS_INPUTS 1u
 #define DTRAIN_OP_READS_OUTPUTS 2u
+/* Backward may be called once for each half: for the gradients of inputs and later, when other
+ * micro-batches have had theirs, for those of parameters (op->half). A zero-bubble pipeline
+ * (parallel/pipeline.h) then makes the second half while it would wait. In each half the calls for
+ * gradients of the other answer NULL; what the first half changes in place the second one finds
+ * changed. An operation without this flag makes all gradients in the first half, as every
+ * operation does whose results activation checkpointing drops. */
+#define DTRAIN_OP_SPLITS 4u
 
 /* Placements of inputs over the tensor axis that an operation takes beside whole tensors; its
  * outputs then lie as the first one of them that is not I32. One that says nothing is given whole
@@ -3515,6 +3522,12 @@ struct dtrain_comm_hook_desc {
  * Parameters of such operations are not cut. */
 #define DTRAIN_OP_TAKES_COLUMNS 1u
 #define DTRAIN_OP_TAKES_ROWS 2u
+
+typedef enum dtrain_op_half {
+    DTRAIN_OP_HALF_BOTH = 0,
+    DTRAIN_OP_HALF_INPUTS = 1,
+    DTRAIN_OP_HALF_PARAMS = 2
+} dtrain_op_half;
 
 typedef struct dtrain_op_desc dtrain_op_desc;
 
@@ -3528,6 +3541,7 @@ typedef struct dtrain_op {
     uint32_t input_count, output_count, param_count;
     uint32_t reads;    /* the desc's; prepare may change it for this call */
     dtrain_dtype cast; /* the type of autocast in this pass; F32 without autocast */
+    uint32_t half;     /* dtrain_op_half: what this call of backward is to make */
     bool needs_grad;   /* backward may be called: otherwise nothing has to be saved */
     bool planning;     /* on the plan device addresses have no memory behind them: forward is not
                           called, backward asks for gradients as always and touches none */
@@ -3540,7 +3554,7 @@ typedef struct dtrain_op {
 } dtrain_op;
 
 struct dtrain_op_desc {
-    uint32_t reads;          /* DTRAIN_OP_READS_* */
+    uint32_t reads;          /* DTRAIN_OP_READS_*, and DTRAIN_OP_SPLITS */
     uint32_t recompute;      /* the DTRAIN_RECOMPUTE_* that drops its results; 0: always kept */
     uint32_t integer_inputs; /* bit i: input i is I32; the others are F32, BF16 or F16 */
     uint32_t placements;     /* DTRAIN_OP_TAKES_*; 0 = whole tensors */
@@ -21336,6 +21350,7 @@ typedef struct dtrain_node {
     bool ghost;                             /* another stage computes it */
     bool dropped;                           /* its results are in the segment's region */
     bool saves;                             /* it has saved memory, which backward reads */
+    bool halved;                            /* its parameters' gradients are still to be made */
     bool reached;                           /* the gradient of this backward's loss reaches it */
     size_t scratch_bytes;                   /* that forward borrows of the gradient pool, each */
     void *scratch;                          /* time that it runs; and where they are meanwhile */
@@ -21421,7 +21436,8 @@ typedef struct dtrain__pass {
     size_t node_count, tensor_count, recomputed_count;
     uint32_t mark_count, segment_count;
     dtrain__tape_segment *segment; /* the segment being recorded; NULL: none */
-    bool more; /* another micro-batch adds to its gradients: none is ready behind this backward */
+    bool halves; /* its backward makes gradients of inputs, and those of parameters later */
+    bool more;   /* another micro-batch adds to its gradients: none is ready behind this backward */
 } dtrain__pass;
 
 /* ---- The tape ---------------------------------------------------------------------------------*/
@@ -21549,6 +21565,8 @@ DTRAIN__PRIVATE void dtrain__gradient_take(dtrain_tensor *x, dtrain_tensor *y);
 /* Run the backward of a pass from gradients that are there; the nodes that made their tensors are
  * marked as reached. */
 DTRAIN__PRIVATE dtrain_result dtrain__backward_seeded(dtrain_tape *tape);
+/* Make what a backward in halves has left: gradients of parameters. */
+DTRAIN__PRIVATE dtrain_result dtrain__backward_params(dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_op *op, uint32_t output, uint32_t input);
 /* Borrow memory of the gradient pool (NULL: the error sticks), and give it back: what is queued
  * then still reads it, and what is queued later comes behind. */
@@ -22605,11 +22623,37 @@ DTRAIN_API dtrain_result dtrain_op_check_param(const dtrain_op *op, uint32_t i, 
  *    backward, give its outputs' gradients back, tell the strategy about parameters that have had
  *    their last contribution
  *
+ * In a pipeline without bubbles step 2 stops halfway at operations with parameters, whose gradients
+ * another walk makes later (dtrain__backward_params).
+ *
  * Nodes are recorded after the nodes that made their inputs, so when the walk reaches a node every
  * use of its outputs has contributed: their gradients are complete, are spent, and their buffers go
  * back. A handful of buffers serves a model of any depth. */
 
 static dtrain_result dtrain__gradient_complete(dtrain_tape *tape, dtrain_tensor *x);
+static dtrain_result dtrain__backward_done(dtrain_tape *tape, dtrain_node *node);
+
+/* Tell whether a node's parameters get their gradients later. What activation checkpointing drops
+ * would be gone by then. */
+static bool dtrain__is_halved(const dtrain_tape *tape, const dtrain_node *node)
+{
+    bool wanted = false;
+    for (uint32_t i = 0; i < node->op.param_count; i++) wanted = wanted || node->target[i];
+    return tape->pass.halves && (node->op.reads & DTRAIN_OP_SPLITS) && !node->segment && wanted;
+}
+
+/* Call an operation's backward, in a span; its first half only if an input wants a gradient. */
+static dtrain_result dtrain__backward_call(dtrain_tape *tape, dtrain_op *op)
+{
+    bool wanted = op->half != DTRAIN_OP_HALF_INPUTS;
+    for (uint32_t i = 0; i < op->input_count; i++) wanted = wanted || op->inputs[i]->needs_grad;
+    if (!wanted) return DTRAIN_OK;
+    const uint32_t span = dtrain__op_span(op);
+    const dtrain_result passed = op->desc->backward(op);
+    dtrain__op_span_end(op, span);
+    DTRAIN__TRY(passed);
+    return tape->error;
+}
 
 /* Pass the gradient through one operation: step 2 of the walk. */
 static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
@@ -22624,13 +22668,19 @@ static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
         DTRAIN__TRY(dtrain__gradient_open(tape, y, &accumulate));
         DTRAIN__TRY(tape->device->ops->zero(tape->device, y->grad, dtrain__tensor_bytes(y)));
     }
-    const uint32_t span = dtrain__op_span(op);
-    const dtrain_result passed = op->desc->backward(op);
-    dtrain__op_span_end(op, span);
-    DTRAIN__TRY(passed);
-    DTRAIN__TRY(tape->error);
+    node->halved = dtrain__is_halved(tape, node);
+    op->half = node->halved ? DTRAIN_OP_HALF_INPUTS : DTRAIN_OP_HALF_BOTH;
+    DTRAIN__TRY(dtrain__backward_call(tape, op));
     for (uint32_t i = 0; i < op->input_count; i++)
         DTRAIN__TRY(dtrain__gradient_complete(tape, op->inputs[i]));
+    return node->halved ? DTRAIN_OK : dtrain__backward_done(tape, node);
+}
+
+/* Give the gradients of a node's outputs back, and tell the strategy about parameters that have had
+ * their last contribution. */
+static dtrain_result dtrain__backward_done(dtrain_tape *tape, dtrain_node *node)
+{
+    const dtrain_op *op = &node->op;
     for (uint32_t i = 0; i < op->output_count; i++) { /* used: the buffers go back */
         dtrain__tape_tensor *made = (dtrain__tape_tensor *)op->outputs[i];
         if (made->gradient) made->gradient->owners--;
@@ -22730,6 +22780,30 @@ DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *
         dtrain__span_begin(tape->world, DTRAIN_SPAN_BACKWARD, "backward", DTRAIN__UNNUMBERED);
     tape->pass.state = DTRAIN__TAPE_DONE;
     const dtrain_result result = dtrain__backward_run(tape, loss, scale);
+    dtrain__span_end(tape->world, span);
+    return dtrain__tape_stick(tape, result);
+}
+
+/* Walk the nodes that have a second half, in the same order: a parameter that several of them use
+ * gets its contributions in the order of a whole backward. */
+DTRAIN__PRIVATE dtrain_result dtrain__backward_params(dtrain_tape *tape)
+{
+    const uint32_t span =
+        dtrain__span_begin(tape->world, DTRAIN_SPAN_BACKWARD, "weights", DTRAIN__UNNUMBERED);
+    dtrain_result result = tape->error;
+    for (dtrain_node *node = tape->pass.last; node; node = node->previous)
+        for (uint32_t i = 0; i < node->op.param_count && node->halved && !tape->planning; i++)
+            node->op.params[i]->state.pending_uses = 0;
+    for (dtrain_node *node = tape->pass.last; node; node = node->previous)
+        for (uint32_t i = 0; i < node->op.param_count && node->halved && !tape->planning; i++)
+            node->op.params[i]->state.pending_uses++;
+    for (dtrain_node *node = tape->pass.last; node && result == DTRAIN_OK; node = node->previous) {
+        if (!node->halved) continue;
+        node->op.half = DTRAIN_OP_HALF_PARAMS;
+        result = dtrain__backward_call(tape, &node->op);
+        if (result == DTRAIN_OK) result = dtrain__backward_done(tape, node);
+        node->halved = false;
+    }
     dtrain__span_end(tape->world, span);
     return dtrain__tape_stick(tape, result);
 }
@@ -22834,7 +22908,8 @@ DTRAIN_API void *dtrain_op_input_grad(dtrain_op *op, uint32_t i, bool *accumulat
 {
     bool add = false;
     if (accumulate) *accumulate = false;
-    if (op->tape->error != DTRAIN_OK || i >= op->input_count || !op->inputs[i]->needs_grad)
+    if (op->tape->error != DTRAIN_OK || i >= op->input_count || !op->inputs[i]->needs_grad ||
+        op->half == DTRAIN_OP_HALF_PARAMS)
         return NULL;
     dtrain__tape_tensor *made = (dtrain__tape_tensor *)op->inputs[i];
     dtrain__tape_stick(op->tape, dtrain__gradient_complete(op->tape, &made->tensor));
@@ -22873,7 +22948,7 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
 {
     dtrain_param *target = i < op->param_count ? ((dtrain_node *)op)->target[i] : NULL;
     *accumulate = false;
-    if (!target) return NULL;
+    if (!target || op->half == DTRAIN_OP_HALF_INPUTS) return NULL;
     *accumulate = target->state.grad_written;
     if (!op->planning) dtrain__set_grad_written(target, true);
     return dtrain__counted_elsewhere(op, target) ? dtrain__uncounted(op, target, accumulate)
@@ -23265,6 +23340,20 @@ static dtrain_result dtrain__linear_shared(dtrain_op *op, const dtrain__linear_t
     return DTRAIN_OK;
 }
 
+/* Return where the gradient of the bias goes. In halves it goes with the activation, which adds it
+ * up: to the first one. */
+static float *dtrain__linear_bias_grad(dtrain_op *op, bool *add)
+{
+    const uint32_t half = op->half;
+    const bool activated = ((const dtrain__linear *)op->args)->forward.activation != 0;
+    *add = false;
+    if (activated && half == DTRAIN_OP_HALF_PARAMS) return NULL;
+    if (activated) op->half = DTRAIN_OP_HALF_BOTH;
+    float *grad = dtrain_op_param_grad(op, 1, add);
+    op->half = half;
+    return grad;
+}
+
 static dtrain_result dtrain__linear_backward(dtrain_op *op)
 {
     const dtrain__linear *layer = (const dtrain__linear *)op->args;
@@ -23273,8 +23362,9 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
     dtrain__chunk *all = NULL;
     bool add;
     weight.grad = dtrain_op_param_grad(op, 0, &weight.add);
-    if (!layer->grad_is_inner) bias.grad = dtrain_op_param_grad(op, 1, &bias.add);
-    DTRAIN__TRY(dtrain__linear_activation(op, weight.grad != NULL, &bias));
+    if (!layer->grad_is_inner) bias.grad = dtrain__linear_bias_grad(op, &bias.add);
+    if (op->half != DTRAIN_OP_HALF_PARAMS || !forward->activation)
+        DTRAIN__TRY(dtrain__linear_activation(op, weight.grad != NULL, &bias));
     if (layer->cut == DTRAIN_CUT_ROWS) return dtrain__linear_shared(op, &weight, &bias);
 
     const void *d_z = op->outputs[0]->grad;
@@ -23296,8 +23386,8 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
     return op->tape->error;
 }
 
-DTRAIN__OP(linear, linear, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LINEAR, 0, DTRAIN__OP_PLACES,
-           true)
+DTRAIN__OP(linear, linear, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_SPLITS, DTRAIN_RECOMPUTE_LINEAR, 0,
+           DTRAIN__OP_PLACES, true)
 
 DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
                                         dtrain_param *bias, dtrain_activation activation)
@@ -23630,7 +23720,8 @@ static dtrain_result dtrain__embedding_backward(dtrain_op *op)
     return op->device->ops->embedding_backward(op->device, &args);
 }
 
-DTRAIN__OP(embedding, embedding, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 1, DTRAIN__OP_PLACES, false)
+DTRAIN__OP(embedding, embedding, DTRAIN_OP_SPLITS, DTRAIN_RECOMPUTE_ELEMENTWISE, 1,
+           DTRAIN__OP_PLACES, false)
 
 DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
                                            dtrain_param *token, dtrain_param *position)
@@ -25800,7 +25891,8 @@ DTRAIN_API dtrain_result dtrain_tape_recompute(dtrain_tape *tape, uint32_t every
  *     stage_receive     find addresses for what the stage before sends, before the pass begins
  *     stage_begin       select a slot; the caller then runs the model's function
  *     stage_seed        find addresses for the gradients that the stage behind sends
- *     stage_backward    from those, or from the loss */
+ *     stage_backward    from those, or from the loss
+ *     stage_weights     the second half of a backward in halves */
 
 /* A tensor that one stage makes and a later one reads. It goes from stage to stage, through those
  * in between, which add their part to its gradient on the way back: the sum is taken from the last
@@ -25883,9 +25975,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_end(dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t slot,
                                                  const uint32_t *from);
 /* Run the backward of a slot: from its loss, or (NULL) from its gradients. more: another
- * micro-batch of the step comes, so that no gradient is ready. */
+ * micro-batch of the step comes, so that no gradient is ready. halves: gradients of parameters are
+ * left to stage_weights. */
 DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t slot,
-                                                     dtrain_tensor *loss, float scale, bool more);
+                                                     dtrain_tensor *loss, float scale, bool more,
+                                                     bool halves);
+DTRAIN__PRIVATE dtrain_result dtrain__stage_weights(dtrain_tape *tape, uint32_t slot);
 /* Return memory in the form of a tensor that crosses, of zeros, for a pass that was not made; NULL:
  * there is none, and the error sticks. */
 DTRAIN__PRIVATE void *dtrain__stage_blank(dtrain_tape *tape, size_t crossing);
@@ -26320,11 +26415,13 @@ static dtrain_result dtrain__stage_fill(dtrain_tape *tape, const dtrain__slot *s
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t number,
-                                                     dtrain_tensor *loss, float scale, bool more)
+                                                     dtrain_tensor *loss, float scale, bool more,
+                                                     bool halves)
 {
     dtrain__slot *slot = &tape->stages->slots[number];
     dtrain__slot_select(tape, slot);
     tape->pass.more = more;
+    tape->pass.halves = halves;
     if (loss) {
         DTRAIN__TRY(dtrain_tape_backward(tape, loss, scale));
     } else {
@@ -26335,6 +26432,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t
         DTRAIN__TRY(dtrain__backward_seeded(tape));
     }
     return dtrain__tape_stick(tape, dtrain__stage_fill(tape, slot));
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__stage_weights(dtrain_tape *tape, uint32_t number)
+{
+    dtrain__slot_select(tape, &tape->stages->slots[number]);
+    return dtrain__backward_params(tape);
 }
 
 DTRAIN__PRIVATE void *dtrain__stage_blank(dtrain_tape *tape, size_t crossing)
@@ -29869,7 +29972,8 @@ static dtrain_result dtrain__line_backward(dtrain_trainer *trainer,
     uint32_t before;
     if (flight->joined) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__stage_backward(trainer->tape, slot, line->losses[slot],
-                                       scale / (float)desc->micro_batches, more));
+                                       scale / (float)desc->micro_batches, more,
+                                       dtrain__pipeline_splits(line->schedule->kind)));
     if (stage && dtrain__neighbour(line, stage - 1, action->micro_batch, &before))
         DTRAIN__TRY(dtrain__stage_seed(trainer->tape, before, &slot));
     if (!line->losses[slot]) return DTRAIN_OK;
@@ -29881,6 +29985,9 @@ static dtrain_result dtrain__line_compute(void *user, const dtrain_pipeline_acti
     dtrain_trainer *trainer = (dtrain_trainer *)user;
     if (action->act == DTRAIN_PIPELINE_ACT_FORWARD) return dtrain__line_forward(trainer, action);
     if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD) return dtrain__line_backward(trainer, action);
+    if (action->act == DTRAIN_PIPELINE_ACT_WEIGHT &&
+        !trainer->pipeline->flights[action->micro_batch].joined)
+        return dtrain__stage_weights(trainer->tape, (uint32_t)action->slot);
     return DTRAIN_OK;
 }
 

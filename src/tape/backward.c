@@ -6,6 +6,9 @@
  *    backward, give its outputs' gradients back, tell the strategy about parameters that have had
  *    their last contribution
  *
+ * In a pipeline without bubbles step 2 stops halfway at operations with parameters, whose gradients
+ * another walk makes later (dtrain__backward_params).
+ *
  * Nodes are recorded after the nodes that made their inputs, so when the walk reaches a node every
  * use of its outputs has contributed: their gradients are complete, are spent, and their buffers go
  * back. A handful of buffers serves a model of any depth. */
@@ -15,6 +18,29 @@
 #include "tape/tape_internal.h"
 
 static dtrain_result dtrain__gradient_complete(dtrain_tape *tape, dtrain_tensor *x);
+static dtrain_result dtrain__backward_done(dtrain_tape *tape, dtrain_node *node);
+
+/* Tell whether a node's parameters get their gradients later. What activation checkpointing drops
+ * would be gone by then. */
+static bool dtrain__is_halved(const dtrain_tape *tape, const dtrain_node *node)
+{
+    bool wanted = false;
+    for (uint32_t i = 0; i < node->op.param_count; i++) wanted = wanted || node->target[i];
+    return tape->pass.halves && (node->op.reads & DTRAIN_OP_SPLITS) && !node->segment && wanted;
+}
+
+/* Call an operation's backward, in a span; its first half only if an input wants a gradient. */
+static dtrain_result dtrain__backward_call(dtrain_tape *tape, dtrain_op *op)
+{
+    bool wanted = op->half != DTRAIN_OP_HALF_INPUTS;
+    for (uint32_t i = 0; i < op->input_count; i++) wanted = wanted || op->inputs[i]->needs_grad;
+    if (!wanted) return DTRAIN_OK;
+    const uint32_t span = dtrain__op_span(op);
+    const dtrain_result passed = op->desc->backward(op);
+    dtrain__op_span_end(op, span);
+    DTRAIN__TRY(passed);
+    return tape->error;
+}
 
 /* Pass the gradient through one operation: step 2 of the walk. */
 static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
@@ -29,13 +55,19 @@ static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
         DTRAIN__TRY(dtrain__gradient_open(tape, y, &accumulate));
         DTRAIN__TRY(tape->device->ops->zero(tape->device, y->grad, dtrain__tensor_bytes(y)));
     }
-    const uint32_t span = dtrain__op_span(op);
-    const dtrain_result passed = op->desc->backward(op);
-    dtrain__op_span_end(op, span);
-    DTRAIN__TRY(passed);
-    DTRAIN__TRY(tape->error);
+    node->halved = dtrain__is_halved(tape, node);
+    op->half = node->halved ? DTRAIN_OP_HALF_INPUTS : DTRAIN_OP_HALF_BOTH;
+    DTRAIN__TRY(dtrain__backward_call(tape, op));
     for (uint32_t i = 0; i < op->input_count; i++)
         DTRAIN__TRY(dtrain__gradient_complete(tape, op->inputs[i]));
+    return node->halved ? DTRAIN_OK : dtrain__backward_done(tape, node);
+}
+
+/* Give the gradients of a node's outputs back, and tell the strategy about parameters that have had
+ * their last contribution. */
+static dtrain_result dtrain__backward_done(dtrain_tape *tape, dtrain_node *node)
+{
+    const dtrain_op *op = &node->op;
     for (uint32_t i = 0; i < op->output_count; i++) { /* used: the buffers go back */
         dtrain__tape_tensor *made = (dtrain__tape_tensor *)op->outputs[i];
         if (made->gradient) made->gradient->owners--;
@@ -135,6 +167,30 @@ DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *
         dtrain__span_begin(tape->world, DTRAIN_SPAN_BACKWARD, "backward", DTRAIN__UNNUMBERED);
     tape->pass.state = DTRAIN__TAPE_DONE;
     const dtrain_result result = dtrain__backward_run(tape, loss, scale);
+    dtrain__span_end(tape->world, span);
+    return dtrain__tape_stick(tape, result);
+}
+
+/* Walk the nodes that have a second half, in the same order: a parameter that several of them use
+ * gets its contributions in the order of a whole backward. */
+DTRAIN__PRIVATE dtrain_result dtrain__backward_params(dtrain_tape *tape)
+{
+    const uint32_t span =
+        dtrain__span_begin(tape->world, DTRAIN_SPAN_BACKWARD, "weights", DTRAIN__UNNUMBERED);
+    dtrain_result result = tape->error;
+    for (dtrain_node *node = tape->pass.last; node; node = node->previous)
+        for (uint32_t i = 0; i < node->op.param_count && node->halved && !tape->planning; i++)
+            node->op.params[i]->state.pending_uses = 0;
+    for (dtrain_node *node = tape->pass.last; node; node = node->previous)
+        for (uint32_t i = 0; i < node->op.param_count && node->halved && !tape->planning; i++)
+            node->op.params[i]->state.pending_uses++;
+    for (dtrain_node *node = tape->pass.last; node && result == DTRAIN_OK; node = node->previous) {
+        if (!node->halved) continue;
+        node->op.half = DTRAIN_OP_HALF_PARAMS;
+        result = dtrain__backward_call(tape, &node->op);
+        if (result == DTRAIN_OK) result = dtrain__backward_done(tape, node);
+        node->halved = false;
+    }
     dtrain__span_end(tape->world, span);
     return dtrain__tape_stick(tape, result);
 }
@@ -239,7 +295,8 @@ DTRAIN_API void *dtrain_op_input_grad(dtrain_op *op, uint32_t i, bool *accumulat
 {
     bool add = false;
     if (accumulate) *accumulate = false;
-    if (op->tape->error != DTRAIN_OK || i >= op->input_count || !op->inputs[i]->needs_grad)
+    if (op->tape->error != DTRAIN_OK || i >= op->input_count || !op->inputs[i]->needs_grad ||
+        op->half == DTRAIN_OP_HALF_PARAMS)
         return NULL;
     dtrain__tape_tensor *made = (dtrain__tape_tensor *)op->inputs[i];
     dtrain__tape_stick(op->tape, dtrain__gradient_complete(op->tape, &made->tensor));
@@ -278,7 +335,7 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
 {
     dtrain_param *target = i < op->param_count ? ((dtrain_node *)op)->target[i] : NULL;
     *accumulate = false;
-    if (!target) return NULL;
+    if (!target || op->half == DTRAIN_OP_HALF_INPUTS) return NULL;
     *accumulate = target->state.grad_written;
     if (!op->planning) dtrain__set_grad_written(target, true);
     return dtrain__counted_elsewhere(op, target) ? dtrain__uncounted(op, target, accumulate)

@@ -164,7 +164,8 @@ static dtrain_result dtrain__embedding_backward(dtrain_op *op)
     return op->device->ops->embedding_backward(op->device, &args);
 }
 
-DTRAIN__OP(embedding, embedding, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 1, DTRAIN__OP_PLACES, false)
+DTRAIN__OP(embedding, embedding, DTRAIN_OP_SPLITS, DTRAIN_RECOMPUTE_ELEMENTWISE, 1,
+           DTRAIN__OP_PLACES, false)
 
 DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
                                            dtrain_param *token, dtrain_param *position)

@@ -385,6 +385,20 @@ static dtrain_result dtrain__linear_shared(dtrain_op *op, const dtrain__linear_t
     return DTRAIN_OK;
 }
 
+/* Return where the gradient of the bias goes. In halves it goes with the activation, which adds it
+ * up: to the first one. */
+static float *dtrain__linear_bias_grad(dtrain_op *op, bool *add)
+{
+    const uint32_t half = op->half;
+    const bool activated = ((const dtrain__linear *)op->args)->forward.activation != 0;
+    *add = false;
+    if (activated && half == DTRAIN_OP_HALF_PARAMS) return NULL;
+    if (activated) op->half = DTRAIN_OP_HALF_BOTH;
+    float *grad = dtrain_op_param_grad(op, 1, add);
+    op->half = half;
+    return grad;
+}
+
 static dtrain_result dtrain__linear_backward(dtrain_op *op)
 {
     const dtrain__linear *layer = (const dtrain__linear *)op->args;
@@ -393,8 +407,9 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
     dtrain__chunk *all = NULL;
     bool add;
     weight.grad = dtrain_op_param_grad(op, 0, &weight.add);
-    if (!layer->grad_is_inner) bias.grad = dtrain_op_param_grad(op, 1, &bias.add);
-    DTRAIN__TRY(dtrain__linear_activation(op, weight.grad != NULL, &bias));
+    if (!layer->grad_is_inner) bias.grad = dtrain__linear_bias_grad(op, &bias.add);
+    if (op->half != DTRAIN_OP_HALF_PARAMS || !forward->activation)
+        DTRAIN__TRY(dtrain__linear_activation(op, weight.grad != NULL, &bias));
     if (layer->cut == DTRAIN_CUT_ROWS) return dtrain__linear_shared(op, &weight, &bias);
 
     const void *d_z = op->outputs[0]->grad;
@@ -416,8 +431,8 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
     return op->tape->error;
 }
 
-DTRAIN__OP(linear, linear, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LINEAR, 0, DTRAIN__OP_PLACES,
-           true)
+DTRAIN__OP(linear, linear, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_SPLITS, DTRAIN_RECOMPUTE_LINEAR, 0,
+           DTRAIN__OP_PLACES, true)
 
 DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
                                         dtrain_param *bias, dtrain_activation activation)

@@ -32,6 +32,13 @@
  * again only what somebody reads, and an output that nobody reads may be overwritten. */
 #define DTRAIN_OP_READS_INPUTS 1u
 #define DTRAIN_OP_READS_OUTPUTS 2u
+/* Backward may be called once for each half: for the gradients of inputs and later, when other
+ * micro-batches have had theirs, for those of parameters (op->half). A zero-bubble pipeline
+ * (parallel/pipeline.h) then makes the second half while it would wait. In each half the calls for
+ * gradients of the other answer NULL; what the first half changes in place the second one finds
+ * changed. An operation without this flag makes all gradients in the first half, as every
+ * operation does whose results activation checkpointing drops. */
+#define DTRAIN_OP_SPLITS 4u
 
 /* Placements of inputs over the tensor axis that an operation takes beside whole tensors; its
  * outputs then lie as the first one of them that is not I32. One that says nothing is given whole
@@ -41,6 +48,12 @@
  * Parameters of such operations are not cut. */
 #define DTRAIN_OP_TAKES_COLUMNS 1u
 #define DTRAIN_OP_TAKES_ROWS 2u
+
+typedef enum dtrain_op_half {
+    DTRAIN_OP_HALF_BOTH = 0,
+    DTRAIN_OP_HALF_INPUTS = 1,
+    DTRAIN_OP_HALF_PARAMS = 2
+} dtrain_op_half;
 
 typedef struct dtrain_op_desc dtrain_op_desc;
 
@@ -54,6 +67,7 @@ typedef struct dtrain_op {
     uint32_t input_count, output_count, param_count;
     uint32_t reads;    /* the desc's; prepare may change it for this call */
     dtrain_dtype cast; /* the type of autocast in this pass; F32 without autocast */
+    uint32_t half;     /* dtrain_op_half: what this call of backward is to make */
     bool needs_grad;   /* backward may be called: otherwise nothing has to be saved */
     bool planning;     /* on the plan device addresses have no memory behind them: forward is not
                           called, backward asks for gradients as always and touches none */
@@ -66,7 +80,7 @@ typedef struct dtrain_op {
 } dtrain_op;
 
 struct dtrain_op_desc {
-    uint32_t reads;          /* DTRAIN_OP_READS_* */
+    uint32_t reads;          /* DTRAIN_OP_READS_*, and DTRAIN_OP_SPLITS */
     uint32_t recompute;      /* the DTRAIN_RECOMPUTE_* that drops its results; 0: always kept */
     uint32_t integer_inputs; /* bit i: input i is I32; the others are F32, BF16 or F16 */
     uint32_t placements;     /* DTRAIN_OP_TAKES_*; 0 = whole tensors */

@@ -447,11 +447,13 @@ static dtrain_result dtrain__stage_fill(dtrain_tape *tape, const dtrain__slot *s
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t number,
-                                                     dtrain_tensor *loss, float scale, bool more)
+                                                     dtrain_tensor *loss, float scale, bool more,
+                                                     bool halves)
 {
     dtrain__slot *slot = &tape->stages->slots[number];
     dtrain__slot_select(tape, slot);
     tape->pass.more = more;
+    tape->pass.halves = halves;
     if (loss) {
         DTRAIN__TRY(dtrain_tape_backward(tape, loss, scale));
     } else {
@@ -462,6 +464,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t
         DTRAIN__TRY(dtrain__backward_seeded(tape));
     }
     return dtrain__tape_stick(tape, dtrain__stage_fill(tape, slot));
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__stage_weights(dtrain_tape *tape, uint32_t number)
+{
+    dtrain__slot_select(tape, &tape->stages->slots[number]);
+    return dtrain__backward_params(tape);
 }
 
 DTRAIN__PRIVATE void *dtrain__stage_blank(dtrain_tape *tape, size_t crossing)

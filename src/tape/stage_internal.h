@@ -10,7 +10,8 @@
  *     stage_receive     find addresses for what the stage before sends, before the pass begins
  *     stage_begin       select a slot; the caller then runs the model's function
  *     stage_seed        find addresses for the gradients that the stage behind sends
- *     stage_backward    from those, or from the loss */
+ *     stage_backward    from those, or from the loss
+ *     stage_weights     the second half of a backward in halves */
 
 #pragma once
 
@@ -99,9 +100,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_end(dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t slot,
                                                  const uint32_t *from);
 /* Run the backward of a slot: from its loss, or (NULL) from its gradients. more: another
- * micro-batch of the step comes, so that no gradient is ready. */
+ * micro-batch of the step comes, so that no gradient is ready. halves: gradients of parameters are
+ * left to stage_weights. */
 DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t slot,
-                                                     dtrain_tensor *loss, float scale, bool more);
+                                                     dtrain_tensor *loss, float scale, bool more,
+                                                     bool halves);
+DTRAIN__PRIVATE dtrain_result dtrain__stage_weights(dtrain_tape *tape, uint32_t slot);
 /* Return memory in the form of a tensor that crosses, of zeros, for a pass that was not made; NULL:
  * there is none, and the error sticks. */
 DTRAIN__PRIVATE void *dtrain__stage_blank(dtrain_tape *tape, size_t crossing);

@@ -89,6 +89,7 @@ typedef struct dtrain_node {
     bool ghost;                             /* another stage computes it */
     bool dropped;                           /* its results are in the segment's region */
     bool saves;                             /* it has saved memory, which backward reads */
+    bool halved;                            /* its parameters' gradients are still to be made */
     bool reached;                           /* the gradient of this backward's loss reaches it */
     size_t scratch_bytes;                   /* that forward borrows of the gradient pool, each */
     void *scratch;                          /* time that it runs; and where they are meanwhile */
@@ -174,7 +175,8 @@ typedef struct dtrain__pass {
     size_t node_count, tensor_count, recomputed_count;
     uint32_t mark_count, segment_count;
     dtrain__tape_segment *segment; /* the segment being recorded; NULL: none */
-    bool more; /* another micro-batch adds to its gradients: none is ready behind this backward */
+    bool halves; /* its backward makes gradients of inputs, and those of parameters later */
+    bool more;   /* another micro-batch adds to its gradients: none is ready behind this backward */
 } dtrain__pass;
 
 /* ---- The tape ---------------------------------------------------------------------------------*/
@@ -302,6 +304,8 @@ DTRAIN__PRIVATE void dtrain__gradient_take(dtrain_tensor *x, dtrain_tensor *y);
 /* Run the backward of a pass from gradients that are there; the nodes that made their tensors are
  * marked as reached. */
 DTRAIN__PRIVATE dtrain_result dtrain__backward_seeded(dtrain_tape *tape);
+/* Make what a backward in halves has left: gradients of parameters. */
+DTRAIN__PRIVATE dtrain_result dtrain__backward_params(dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_op *op, uint32_t output, uint32_t input);
 /* Borrow memory of the gradient pool (NULL: the error sticks), and give it back: what is queued
  * then still reads it, and what is queued later comes behind. */

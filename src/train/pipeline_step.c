@@ -150,7 +150,8 @@ static dtrain_result dtrain__line_backward(dtrain_trainer *trainer,
     uint32_t before;
     if (flight->joined) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__stage_backward(trainer->tape, slot, line->losses[slot],
-                                       scale / (float)desc->micro_batches, more));
+                                       scale / (float)desc->micro_batches, more,
+                                       dtrain__pipeline_splits(line->schedule->kind)));
     if (stage && dtrain__neighbour(line, stage - 1, action->micro_batch, &before))
         DTRAIN__TRY(dtrain__stage_seed(trainer->tape, before, &slot));
     if (!line->losses[slot]) return DTRAIN_OK;
@@ -162,6 +163,9 @@ static dtrain_result dtrain__line_compute(void *user, const dtrain_pipeline_acti
     dtrain_trainer *trainer = (dtrain_trainer *)user;
     if (action->act == DTRAIN_PIPELINE_ACT_FORWARD) return dtrain__line_forward(trainer, action);
     if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD) return dtrain__line_backward(trainer, action);
+    if (action->act == DTRAIN_PIPELINE_ACT_WEIGHT &&
+        !trainer->pipeline->flights[action->micro_batch].joined)
+        return dtrain__stage_weights(trainer->tape, (uint32_t)action->slot);
     return DTRAIN_OK;
 }
 

@@ -8,7 +8,16 @@
 #include "test.h"
 #include "device_table.h"
 
-enum { UNITS = 9, PARAMS = 4 * UNITS + 2, ROWS = 12, WIDTH = 16, VOCAB = 23, MICROS = 6, STAGES = 8, MOST = 40000 };
+enum {
+    UNITS = 9,
+    PARAMS = 4 * UNITS + 2,
+    ROWS = 12,
+    WIDTH = 16,
+    VOCAB = 23,
+    MICROS = 6,
+    STAGES = 8,
+    MOST = 40000
+};
 
 typedef struct model {
     uint64_t seed, drawn;
@@ -41,7 +50,8 @@ static dtrain_param *declare(model *m, uint32_t unit, int64_t rows, int64_t colu
     p->unit = unit;
     p->value = m->values + m->count, p->grad = m->grads + m->count;
     for (int64_t i = 0; i < p->count; i++)
-        p->value[i] = (columns ? 0 : 1) + 0.3f * dtrain_random_normal(3, m->seed, (uint64_t)(m->count + i));
+        p->value[i] =
+            (columns ? 0 : 1) + 0.3f * dtrain_random_normal(3, m->seed, (uint64_t)(m->count + i));
     m->count += p->count;
     return p;
 }
@@ -78,7 +88,8 @@ static void batch_fetch(model *m, int micro)
 static dtrain_tensor *layer(model *m, dtrain_tape *t, int u, dtrain_param *p, dtrain_tensor *x)
 {
     dtrain_tensor *h = dtrain_layernorm(t, x, NULL, &p[0], &p[1], 1e-5f);
-    h = dtrain_linear(t, h, &p[2], NULL, m->kind[u] == 0 ? DTRAIN_ACTIVATION_RELU : DTRAIN_ACTIVATION_GELU);
+    h = dtrain_linear(t, h, &p[2], NULL,
+                      m->kind[u] == 0 ? DTRAIN_ACTIVATION_RELU : DTRAIN_ACTIVATION_GELU);
     if (m->kind[u] == 1) h = dtrain_scale(t, h, 0.5f);
     h = dtrain_dropout(t, dtrain_linear(t, h, &p[3], NULL, DTRAIN_ACTIVATION_NONE), m->dropout);
     return m->kind[u] == 2 ? h : dtrain_add(t, x, h);
@@ -88,7 +99,8 @@ static dtrain_tensor *model_loss(dtrain_tape *t, void *user)
 {
     model *m = (model *)user;
     const int64_t rows = m->variant == 2 && m->calls++ > 1 ? ROWS / 2 : ROWS;
-    dtrain_tensor *made[UNITS], *x = dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, m->tokens, false);
+    dtrain_tensor *made[UNITS],
+        *x = dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, m->tokens, false);
     float value;
     dtrain_tape_unit(t, 0);
     made[0] = x = dtrain_dropout(t, dtrain_embedding(t, x, &m->params[0], NULL), m->dropout);
@@ -96,10 +108,12 @@ static dtrain_tensor *model_loss(dtrain_tape *t, void *user)
         dtrain_tape_unit(t, (uint32_t)(m->variant == 3 && u == m->units - 1 ? 0 : u));
         if (m->skip_from[u] >= 0) x = dtrain_add(t, x, made[m->skip_from[u]]);
         made[u] = x = layer(m, t, u, &m->params[1 + 4 * (u - 1)], x);
-        if (m->variant == 1 && u == 1) dtrain__tape_stick(t, dtrain_tensor_read(t, x, &value, NULL));
+        if (m->variant == 1 && u == 1)
+            dtrain__tape_stick(t, dtrain_tensor_read(t, x, &value, NULL));
     }
     x = dtrain_linear(t, x, &m->params[m->param_count - 1], NULL, DTRAIN_ACTIVATION_NONE);
-    return dtrain_cross_entropy(t, x, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, m->targets, false), 0, 0.1f);
+    return dtrain_cross_entropy(
+        t, x, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, m->targets, false), 0, 0.1f);
 }
 
 static dtrain_device *cpu(void)
@@ -147,6 +161,7 @@ static void run_whole(model *m, dtrain_device *device, float *losses)
 typedef struct line {
     model *m;
     int stages, ranks, live; /* micro-batches under way */
+    bool halves;
     int32_t units[2 * UNITS];
     bool here[STAGES][STAGES];
     dtrain_tape *tapes[STAGES];
@@ -171,8 +186,8 @@ static void line_create(line *l, model *m, dtrain_device *device, int stages, in
     for (int r = 0; r < ranks; r++) {
         l->tapes[r] = open_tape(m, device);
         const uint32_t slots = (uint32_t)(live * ((stages + ranks - 1) / ranks));
-        CHECK(dtrain__stages_create(l->tapes[r], stages, l->here[r], l->units, (size_t)m->units, slots, slots) ==
-              DTRAIN_OK);
+        CHECK(dtrain__stages_create(l->tapes[r], stages, l->here[r], l->units, (size_t)m->units,
+                                    slots, slots) == DTRAIN_OK);
         dtrain_result result = dtrain__survey_begin(l->tapes[r], m->flags);
         if (result == DTRAIN_OK) model_loss(l->tapes[r], m);
         if (result == DTRAIN_OK) result = dtrain__survey_end(l->tapes[r]);
@@ -196,8 +211,8 @@ static void carry(line *l, int micro, int from, bool gradient)
     for (size_t i = 0; dtrain__stage_item(a, from, gradient, i, &k); i++) {
         const dtrain__crossing *c = &a->stages->crossings[k];
         void *ours = dtrain__stage_data(a, a_slot, k, gradient);
-        void *theirs =
-            gradient ? dtrain__stage_data(b, b_slot, k, true) : b->stages->inboxes[b_slot].received[k];
+        void *theirs = gradient ? dtrain__stage_data(b, b_slot, k, true)
+                                : b->stages->inboxes[b_slot].received[k];
         CHECK(ours && theirs && ours != theirs);
         const size_t bytes = (size_t)c->count * dtrain_dtype_bytes((dtrain_dtype)c->dtype);
         if (ours && theirs) memcpy(gradient ? ours : theirs, gradient ? theirs : ours, bytes);
@@ -214,9 +229,12 @@ static void forward(line *l, int micro)
         else if (s) source.inbox = (int32_t)slot;
         if (source.inbox >= 0) CHECK(dtrain__stage_receive(tape, slot, s) == DTRAIN_OK);
         if (s) carry(l, micro, s - 1, false);
-        batch_fetch(l->m, s < l->ranks ? micro : micro + 1); /* later passes of a tape share the first one's inputs */
-        l->result = dtrain__stage_begin(tape, slot, slot_of(l, s % l->ranks, micro), s, source, l->m->flags,
-                                        (uint64_t)(40 + micro));
+        batch_fetch(l->m,
+                    s < l->ranks
+                        ? micro
+                        : micro + 1); /* later passes of a tape share the first one's inputs */
+        l->result = dtrain__stage_begin(tape, slot, slot_of(l, s % l->ranks, micro), s, source,
+                                        l->m->flags, (uint64_t)(40 + micro));
         dtrain_tensor *loss = model_loss(tape, l->m);
         if (l->result == DTRAIN_OK) l->result = dtrain__stage_end(tape);
         if (s == l->stages - 1) l->losses[micro] = loss;
@@ -229,24 +247,35 @@ static void backward(line *l, int micro, float *loss)
         dtrain_tape *tape = l->tapes[s % l->ranks];
         const bool last = s == l->stages - 1;
         const uint32_t slot = slot_of(l, s, micro), behind = last ? 0 : slot_of(l, s + 1, micro);
-        if (!last) CHECK(dtrain__stage_seed(tape, slot, l->ranks == 1 ? &behind : NULL) == DTRAIN_OK);
+        if (!last)
+            CHECK(dtrain__stage_seed(tape, slot, l->ranks == 1 ? &behind : NULL) == DTRAIN_OK);
         if (!last) carry(l, micro, s, true);
-        l->result = dtrain__stage_backward(tape, slot, last ? l->losses[micro] : NULL, 0.25f, false);
+        l->result = dtrain__stage_backward(tape, slot, last ? l->losses[micro] : NULL, 0.25f, false,
+                                           l->halves);
         CHECK_MSG(l->result == DTRAIN_OK, "stage %d: %s", s, dtrain_last_error());
         if (last) CHECK(dtrain_tensor_read(tape, l->losses[micro], loss, NULL) == DTRAIN_OK);
     }
 }
 
-/* Run micro-batches with `live` of them under way. */
+/* Run the second halves of a micro-batch's backwards. */
+static void weigh(line *l, int micro)
+{
+    for (int s = l->stages - 1; s >= 0 && l->halves; s--)
+        CHECK(dtrain__stage_weights(l->tapes[s % l->ranks], slot_of(l, s, micro)) == DTRAIN_OK);
+}
+
+/* Run micro-batches with `live` of them under way; the second half of a backward comes when its slot is needed. */
 static void run_line(line *l, float *losses)
 {
     forget_gradients(l->m);
     for (int r = 0; r < l->ranks; r++) dtrain__stage_reset(l->tapes[r]);
-    for (int micro = 0; micro < MICROS + l->live - 1; micro++) {
-        if (micro >= l->live - 1 + 0 && micro - l->live >= 0) backward(l, micro - l->live, &losses[micro - l->live]);
+    for (int micro = 0; micro < MICROS + l->live; micro++) {
+        const int ahead = l->halves ? (l->live + 1) / 2 : l->live, back = micro - ahead,
+                  ends = micro - l->live;
+        if (back >= 0 && back < MICROS) backward(l, back, &losses[back]);
+        if (ends >= 0 && ends < MICROS) weigh(l, ends);
         if (micro < MICROS) forward(l, micro);
     }
-    backward(l, MICROS - 1, &losses[MICROS - 1]);
 }
 
 static void check_model(uint64_t seed)
@@ -262,15 +291,19 @@ static void check_model(uint64_t seed)
     const int stages = 1 + (int)draw(&m, (uint32_t)(m.units < STAGES ? m.units : STAGES));
     int ranks = 1 + (int)draw(&m, (uint32_t)stages);
     line_create(&l, &m, device, stages, ranks, 1 + (int)draw(&m, MICROS));
-    CHECK_MSG(l.result == DTRAIN_OK, "seed %llu: %s", (unsigned long long)seed, dtrain_last_error());
+    l.halves = draw(&m, 2);
+    CHECK_MSG(l.result == DTRAIN_OK, "seed %llu: %s", (unsigned long long)seed,
+              dtrain_last_error());
     uint64_t allocations[STAGES] = {0};
     for (int step = 0; step < 3; step++) {
         run_line(&l, staged);
-        CHECK_MSG(memcmp(losses, staged, sizeof losses) == 0 && memcmp(grads, m.grads, sizeof grads) == 0,
-                  "seed %llu, %d units, %d stages on %d tapes, %d under way, flags %u, every %u, step %d: loss %.9g, "
+        CHECK_MSG(memcmp(losses, staged, sizeof losses) == 0 &&
+                      memcmp(grads, m.grads, sizeof grads) == 0,
+                  "seed %llu, %d units, %d stages on %d tapes, %d under way, halves %d, flags %u, "
+                  "every %u, step %d: loss %.9g, "
                   "expected %.9g",
-                  (unsigned long long)seed, m.units, stages, ranks, l.live, m.flags, m.every, step, (double)staged[0],
-                  (double)losses[0]);
+                  (unsigned long long)seed, m.units, stages, ranks, l.live, l.halves, m.flags,
+                  m.every, step, (double)staged[0], (double)losses[0]);
         for (int r = 0; r < ranks; r++) {
             dtrain_tape_info info;
             dtrain_tape_query(l.tapes[r], &info);
@@ -307,7 +340,8 @@ static void test_memory(void)
     run_line(&l, losses);
     dtrain_tape_query(l.tapes[3], &part);
     CHECK_MSG(part.activation_bytes < whole.activation_bytes / 2, "%llu of %llu bytes",
-              (unsigned long long)part.activation_bytes, (unsigned long long)whole.activation_bytes);
+              (unsigned long long)part.activation_bytes,
+              (unsigned long long)whole.activation_bytes);
     line_destroy(&l);
     dtrain_device_destroy(device);
 }
@@ -322,8 +356,8 @@ static void check_refused(int variant, const char *sentence)
     line_create(&l, &m, device, 2, 2, 2);
     if (l.result == DTRAIN_OK) forward(&l, 0);
     if (l.result == DTRAIN_OK) forward(&l, 1);
-    CHECK_MSG(l.result == DTRAIN_ERROR_USAGE && strstr(dtrain_last_error(), sentence), "%d: %s", (int)l.result,
-              dtrain_last_error());
+    CHECK_MSG(l.result == DTRAIN_ERROR_USAGE && strstr(dtrain_last_error(), sentence), "%d: %s",
+              (int)l.result, dtrain_last_error());
     line_destroy(&l);
     dtrain_device_destroy(device);
 }
