@@ -23347,7 +23347,7 @@ static float *dtrain__linear_bias_grad(dtrain_op *op, bool *add)
     const uint32_t half = op->half;
     const bool activated = ((const dtrain__linear *)op->args)->forward.activation != 0;
     *add = false;
-    if (activated && half == DTRAIN_OP_HALF_PARAMS) return NULL;
+    
     if (activated) op->half = DTRAIN_OP_HALF_BOTH;
     float *grad = dtrain_op_param_grad(op, 1, add);
     op->half = half;

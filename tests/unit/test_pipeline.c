@@ -11,7 +11,7 @@
 enum {
     RANKS = 8,
     UNITS = 9,
-    PARAMS = 5 * UNITS + 2,
+    PARAMS = 6 * UNITS + 2,
     ROWS = 8,
     WIDTH = 16,
     VOCAB = 24,
@@ -123,6 +123,8 @@ static void register_model(local *l)
         declare(l, "norm", unit, WIDTH, 0), declare(l, "shift", unit, WIDTH, 0);
         declare(l, "up", unit, 2 * WIDTH, WIDTH)->cut.axis = DTRAIN_CUT_ROWS;
         declare(l, "down", unit, WIDTH, 2 * WIDTH)->cut.axis = DTRAIN_CUT_COLUMNS;
+        declare(l, "bias", unit, 2 * WIDTH, 0)->cut.axis = DTRAIN_CUT_ROWS;
+        declare(l, "bias", unit, WIDTH, 0);
     }
     dtrain_param *head = declare(l, "head", (uint32_t)s->units - 1, VOCAB, WIDTH);
     head->cut.axis = DTRAIN_CUT_ROWS;
@@ -155,13 +157,14 @@ static dtrain_tensor *loss_of(dtrain_tape *t, void *user)
     dtrain_tape_unit(t, 0);
     made[0] = x = dtrain_dropout(t, dtrain_embedding(t, x, &l->params[0], NULL), s->dropout);
     for (int u = 1; u < s->units; u++) {
-        dtrain_param *p = &l->params[1 + 4 * (u - 1)];
+        dtrain_param *p = &l->params[1 + 6 * (u - 1)];
         dtrain_tape_unit(t, (uint32_t)u);
         if (s->skip_from[u] >= 0) x = dtrain_add(t, x, made[s->skip_from[u]]);
         dtrain_tensor *h = dtrain_layernorm(t, x, NULL, &p[0], &p[1], 1e-5f);
-        h = dtrain_linear(t, h, &p[2], NULL,
+        h = dtrain_linear(t, h, &p[2], &p[4],
                           s->layer[u] ? DTRAIN_ACTIVATION_GELU : DTRAIN_ACTIVATION_RELU);
-        h = dtrain_dropout(t, dtrain_linear(t, h, &p[3], NULL, DTRAIN_ACTIVATION_NONE), s->dropout);
+        h = dtrain_dropout(t, dtrain_linear(t, h, &p[3], &p[5], DTRAIN_ACTIVATION_NONE),
+                           s->dropout);
         made[u] = x = s->layer[u] == 2 ? h : dtrain_add(t, x, h);
     }
     x = dtrain_linear(t, x, &l->params[l->count - 1], NULL, DTRAIN_ACTIVATION_NONE);

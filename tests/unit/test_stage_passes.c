@@ -10,7 +10,7 @@
 
 enum {
     UNITS = 9,
-    PARAMS = 4 * UNITS + 2,
+    PARAMS = 6 * UNITS + 2,
     ROWS = 12,
     WIDTH = 16,
     VOCAB = 23,
@@ -72,6 +72,7 @@ static void model_create(model *m, uint64_t seed)
         m->skip_from[u] = draw(m, 3) ? -1 : (int)draw(m, unit);
         declare(m, unit, WIDTH, 0), declare(m, unit, WIDTH, 0);
         declare(m, unit, 2 * WIDTH, WIDTH), declare(m, unit, WIDTH, 2 * WIDTH);
+        declare(m, unit, 2 * WIDTH, 0), declare(m, unit, WIDTH, 0);
         if (draw(m, 8) == 0) m->params[m->param_count - 1].flags = DTRAIN_PARAM_FROZEN;
     }
     declare(m, (uint32_t)m->units - 1, VOCAB, WIDTH);
@@ -88,10 +89,10 @@ static void batch_fetch(model *m, int micro)
 static dtrain_tensor *layer(model *m, dtrain_tape *t, int u, dtrain_param *p, dtrain_tensor *x)
 {
     dtrain_tensor *h = dtrain_layernorm(t, x, NULL, &p[0], &p[1], 1e-5f);
-    h = dtrain_linear(t, h, &p[2], NULL,
+    h = dtrain_linear(t, h, &p[2], &p[4],
                       m->kind[u] == 0 ? DTRAIN_ACTIVATION_RELU : DTRAIN_ACTIVATION_GELU);
     if (m->kind[u] == 1) h = dtrain_scale(t, h, 0.5f);
-    h = dtrain_dropout(t, dtrain_linear(t, h, &p[3], NULL, DTRAIN_ACTIVATION_NONE), m->dropout);
+    h = dtrain_dropout(t, dtrain_linear(t, h, &p[3], &p[5], DTRAIN_ACTIVATION_NONE), m->dropout);
     return m->kind[u] == 2 ? h : dtrain_add(t, x, h);
 }
 
@@ -107,7 +108,7 @@ static dtrain_tensor *model_loss(dtrain_tape *t, void *user)
     for (int u = 1; u < m->units; u++) {
         dtrain_tape_unit(t, (uint32_t)(m->variant == 3 && u == m->units - 1 ? 0 : u));
         if (m->skip_from[u] >= 0) x = dtrain_add(t, x, made[m->skip_from[u]]);
-        made[u] = x = layer(m, t, u, &m->params[1 + 4 * (u - 1)], x);
+        made[u] = x = layer(m, t, u, &m->params[1 + 6 * (u - 1)], x);
         if (m->variant == 1 && u == 1)
             dtrain__tape_stick(t, dtrain_tensor_read(t, x, &value, NULL));
     }
