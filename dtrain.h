@@ -21674,6 +21674,12 @@ static dtrain_result dtrain__tape_error(const dtrain_tape *tape)
 DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed)
 {
     if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_begin: tape is NULL");
+    if (tape->stages)
+        return dtrain__tape_stick(
+            tape, dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                              "dtrain_tape_begin: this is the tape of a trainer over a pipeline, "
+                              "which runs its own stages alone; a rank that has the whole model "
+                              "can run passes of a program's own"));
     dtrain__tape_reset(tape);
     return dtrain__pass_begin(tape, flags, seed);
 }
@@ -23347,7 +23353,7 @@ static float *dtrain__linear_bias_grad(dtrain_op *op, bool *add)
     const uint32_t half = op->half;
     const bool activated = ((const dtrain__linear *)op->args)->forward.activation != 0;
     *add = false;
-    
+    if (activated && half == DTRAIN_OP_HALF_PARAMS) return NULL;
     if (activated) op->half = DTRAIN_OP_HALF_BOTH;
     float *grad = dtrain_op_param_grad(op, 1, add);
     op->half = half;
@@ -29188,6 +29194,8 @@ typedef struct dtrain__pipeline dtrain__pipeline;
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer);
 DTRAIN__PRIVATE void dtrain__pipeline_destroy(dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer);
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_plan(const dtrain_trainer_desc *desc,
+                                                    dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_survey(dtrain_trainer *trainer, void *user,
                                                       uint32_t flags);
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_evaluate(dtrain_trainer *trainer, void *user,
@@ -29976,7 +29984,7 @@ static dtrain_result dtrain__line_backward(dtrain_trainer *trainer,
                                        dtrain__pipeline_splits(line->schedule->kind)));
     if (stage && dtrain__neighbour(line, stage - 1, action->micro_batch, &before))
         DTRAIN__TRY(dtrain__stage_seed(trainer->tape, before, &slot));
-    if (!line->losses[slot]) return DTRAIN_OK;
+    if (!line->losses[slot] || trainer->tape->planning) return DTRAIN_OK;
     return dtrain_tensor_read(trainer->tape, line->losses[slot], &flight->loss, NULL);
 }
 
@@ -30029,23 +30037,29 @@ static dtrain_result dtrain__line_part(void *user, const dtrain_pipeline_action 
 
 /* ---- A step -----------------------------------------------------------------------------------*/
 
+/* Run the loss as ghosts alone. Local. */
+static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, void *user, uint32_t flags,
+                                         int64_t *terms)
+{
+    dtrain__flight first;
+    memset(&first, 0, sizeof first);
+    DTRAIN__TRY(dtrain__survey_begin(trainer->tape, trainer->desc.tape_flags | flags));
+    const dtrain_tensor *loss = trainer->desc.loss(trainer->tape, user);
+    if (loss) dtrain__flight_note(&first, loss);
+    *terms = first.terms;
+    return dtrain__survey_end(trainer->tape);
+}
+
 /* Run the loss as ghosts alone, to find what crosses, and agree on the unit of weights. Collective;
  * before the first step, and before and behind an evaluation, whose passes (flags) and batches are
  * other ones. */
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_survey(dtrain_trainer *trainer, void *user,
                                                       uint32_t flags)
 {
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    dtrain__flight first;
-    memset(&first, 0, sizeof first);
-    dtrain_result result = dtrain__survey_begin(trainer->tape, desc->tape_flags | flags);
-    if (result == DTRAIN_OK) {
-        const dtrain_tensor *loss = desc->loss(trainer->tape, user);
-        if (loss) dtrain__flight_note(&first, loss);
-        result = dtrain__survey_end(trainer->tape);
-    }
-    DTRAIN__TRY(dtrain__agree(trainer->groups.all, result));
-    DTRAIN__TRY(dtrain__agree_unit(desc->strategy, first.terms));
+    int64_t terms = 0;
+    DTRAIN__TRY(
+        dtrain__agree(trainer->groups.all, dtrain__line_survey(trainer, user, flags, &terms)));
+    DTRAIN__TRY(dtrain__agree_unit(trainer->desc.strategy, terms));
     trainer->pipeline->surveyed = flags == 0;
     return DTRAIN_OK;
 }
@@ -30160,6 +30174,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_evaluate(dtrain_trainer *trainer,
 
 /* ---- A step, and creation ---------------------------------------------------------------------*/
 
+/* Forget the step before. */
+static void dtrain__line_reset(dtrain_trainer *trainer)
+{
+    dtrain__pipeline *line = trainer->pipeline;
+    dtrain__stage_reset(trainer->tape);
+    for (uint32_t micro = 0; micro < trainer->desc.micro_batches; micro++) {
+        memset(&line->flights[micro], 0, sizeof line->flights[micro]);
+        line->flights[micro].batch = -1;
+    }
+}
+
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer)
 {
     dtrain__pipeline *line = trainer->pipeline;
@@ -30169,12 +30194,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer)
     if (!line->surveyed)
         DTRAIN__TRY(dtrain__strategy_keep(strategy,
                                           dtrain__pipeline_survey(trainer, trainer->desc.user, 0)));
-    dtrain__stage_reset(trainer->tape);
+    dtrain__line_reset(trainer);
     line->seed = dtrain__step_seed(trainer);
-    for (uint32_t micro = 0; micro < trainer->desc.micro_batches; micro++) {
-        memset(&line->flights[micro], 0, sizeof line->flights[micro]);
-        line->flights[micro].batch = -1;
-    }
     DTRAIN__TRY(
         dtrain__strategy_keep(strategy, dtrain_pipeline_run(line->schedule, line->comm, &work)));
     return dtrain__strategy_keep(strategy, dtrain__line_finish(trainer));
@@ -30221,11 +30242,10 @@ static dtrain_result dtrain__pipeline_tables(dtrain_trainer *trainer, dtrain__pi
                                  (uint32_t)room.inboxes);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer)
+/* Make a trainer's schedule and tables. */
+static dtrain_result dtrain__pipeline_open(dtrain_trainer *trainer)
 {
-    dtrain_strategy *strategy = trainer->desc.strategy;
-    if (trainer->groups.pipeline_ranks == 1) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__pipeline_allows(trainer));
+    const dtrain_strategy *strategy = trainer->desc.strategy;
     dtrain__pipeline *line = trainer->pipeline =
         (dtrain__pipeline *)dtrain__alloc(&trainer->allocator, 1, sizeof *line, "a pipeline");
     if (!line) return DTRAIN_ERROR_MEMORY;
@@ -30235,10 +30255,58 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer)
     DTRAIN__TRY(dtrain_pipeline_create(dtrain__settings_of(strategy)->pipeline,
                                        trainer->groups.pipeline_ranks,
                                        (int)trainer->desc.micro_batches, &line->schedule));
-    DTRAIN__TRY(dtrain__pipeline_tables(trainer, line));
-    dtrain__expect_schedule(strategy, trainer->desc.micro_batches > 1);
-    trainer->loss_counts = line->map->here[line->stages - 1];
+    return dtrain__pipeline_tables(trainer, line);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer)
+{
+    if (trainer->groups.pipeline_ranks == 1) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__pipeline_allows(trainer));
+    DTRAIN__TRY(dtrain__pipeline_open(trainer));
+    dtrain__expect_schedule(trainer->desc.strategy, trainer->desc.micro_batches > 1);
+    trainer->loss_counts = trainer->pipeline->map->here[trainer->pipeline->stages - 1];
     return DTRAIN_OK;
+}
+
+/* Walk this rank's list without messages. */
+static dtrain_result dtrain__pipeline_rehearse(dtrain_trainer *trainer)
+{
+    const dtrain__pipeline *line = trainer->pipeline;
+    const dtrain_pipeline_schedule *s = line->schedule;
+    int64_t terms;
+    DTRAIN__TRY(dtrain__line_survey(trainer, trainer->desc.user, 0, &terms));
+    dtrain__line_reset(trainer);
+    for (size_t i = s->first[line->rank]; i < s->first[line->rank + 1]; i++) {
+        const dtrain_pipeline_action *action = &s->actions[i];
+        dtrain_pipeline_part part;
+        if (action->act >= DTRAIN_PIPELINE_ACT_SEND &&
+            action->act <= DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT)
+            DTRAIN__TRY(dtrain__line_part(trainer, action, 0, &part));
+        else DTRAIN__TRY(dtrain__line_compute(trainer, action));
+    }
+    return DTRAIN_OK;
+}
+
+/* Take a step on a tape of the plan device, which counts what it needs. Local. */
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_plan(const dtrain_trainer_desc *desc,
+                                                    dtrain_tape *tape)
+{
+    dtrain_trainer rehearsal;
+    if (!desc->strategy)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_trainer_plan: which stages of a pipeline this rank has is known "
+                           "to a strategy; give desc one");
+    memset(&rehearsal, 0, sizeof rehearsal);
+    rehearsal.desc = *desc;
+    rehearsal.desc.next_batch = NULL; /* what is in the buffers does not matter */
+    if (desc->micro_batches == 0) rehearsal.desc.micro_batches = 1;
+    rehearsal.allocator = tape->allocator;
+    rehearsal.groups = dtrain__groups_of(desc->strategy);
+    rehearsal.tape = tape;
+    dtrain_result result = dtrain__pipeline_open(&rehearsal);
+    if (result == DTRAIN_OK) result = dtrain__pipeline_rehearse(&rehearsal);
+    dtrain__pipeline_destroy(&rehearsal);
+    return result;
 }
 
 DTRAIN__PRIVATE void dtrain__pipeline_destroy(dtrain_trainer *trainer)
@@ -30525,8 +30593,13 @@ static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_
         tape->groups = *groups;
         result = dtrain_tape_recompute(tape, desc->recompute_every, desc->recompute_ops);
     }
-    if (result == DTRAIN_OK) result = dtrain_tape_begin(tape, desc->tape_flags, 0);
-    if (result == DTRAIN_OK) result = dtrain_tape_backward(tape, desc->loss(tape, desc->user), 1);
+    if (result == DTRAIN_OK && groups->pipeline_ranks > 1) {
+        result = dtrain__pipeline_plan(desc, tape);
+    } else if (result == DTRAIN_OK) {
+        result = dtrain_tape_begin(tape, desc->tape_flags, 0);
+        if (result == DTRAIN_OK)
+            result = dtrain_tape_backward(tape, desc->loss(tape, desc->user), 1);
+    }
     dtrain_tape_query(tape, &info);
     dtrain_tape_destroy(tape);
     dtrain_device_destroy(device);

@@ -75,6 +75,12 @@ static dtrain_result dtrain__tape_error(const dtrain_tape *tape)
 DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed)
 {
     if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_begin: tape is NULL");
+    if (tape->stages)
+        return dtrain__tape_stick(
+            tape, dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                              "dtrain_tape_begin: this is the tape of a trainer over a pipeline, "
+                              "which runs its own stages alone; a rank that has the whole model "
+                              "can run passes of a program's own"));
     dtrain__tape_reset(tape);
     return dtrain__pass_begin(tape, flags, seed);
 }

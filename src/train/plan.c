@@ -61,8 +61,13 @@ static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_
         tape->groups = *groups;
         result = dtrain_tape_recompute(tape, desc->recompute_every, desc->recompute_ops);
     }
-    if (result == DTRAIN_OK) result = dtrain_tape_begin(tape, desc->tape_flags, 0);
-    if (result == DTRAIN_OK) result = dtrain_tape_backward(tape, desc->loss(tape, desc->user), 1);
+    if (result == DTRAIN_OK && groups->pipeline_ranks > 1) {
+        result = dtrain__pipeline_plan(desc, tape);
+    } else if (result == DTRAIN_OK) {
+        result = dtrain_tape_begin(tape, desc->tape_flags, 0);
+        if (result == DTRAIN_OK)
+            result = dtrain_tape_backward(tape, desc->loss(tape, desc->user), 1);
+    }
     dtrain_tape_query(tape, &info);
     dtrain_tape_destroy(tape);
     dtrain_device_destroy(device);

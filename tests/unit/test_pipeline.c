@@ -172,6 +172,23 @@ static dtrain_tensor *loss_of(dtrain_tape *t, void *user)
         t, x, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, l->targets, false), 0, 0);
 }
 
+/* A plan says what the first step has taken, where this rank's data has not ended. */
+static void check_planned(dtrain_world *world, const run *r, const local *l,
+                          const dtrain_trainer_desc *desc, dtrain_trainer *trainer)
+{
+    dtrain_memory memory;
+    dtrain_tape_info info;
+    if (l->next < (int)desc->micro_batches) return;
+    CHECK_MSG(dtrain_trainer_plan(world, desc, NULL, &memory) == DTRAIN_OK, "%s",
+              dtrain_last_error());
+    dtrain_tape_query(dtrain_trainer_tape(trainer), &info);
+    const uint64_t planned = memory.activations + memory.activation_grads;
+    const uint64_t used = info.activation_bytes + info.gradient_bytes;
+    CHECK_MSG(planned == used, "seed %llu: rank %d has %llu bytes of activations, planned %llu",
+              (unsigned long long)r->s.seed, dtrain_world_rank(world), (unsigned long long)used,
+              (unsigned long long)planned);
+}
+
 static dtrain_result train(dtrain_world *world, run *r, local *l, dtrain_mesh *mesh,
                            dtrain_strategy **strategy, dtrain_optimizer **optimizer,
                            dtrain_trainer **trainer)
@@ -207,6 +224,7 @@ static dtrain_result train(dtrain_world *world, run *r, local *l, dtrain_mesh *m
         out->loss[rank][step] = record.loss, out->norm[rank][step] = record.grad_norm;
         out->ended[rank] = record.ended;
         out->skipped[rank] = record.skipped_steps;
+        if (step == 0) check_planned(world, r, l, &t, *trainer);
         if (step == 1) { /* between two steps, on other data */
             const int next = l->next;
             l->evaluates = true, l->next = 1000;
