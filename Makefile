@@ -90,7 +90,7 @@ endif
 # run.sh takes them in this order, some at a time: the longest come first, those that wait beside those that compute.
 LONGEST := $(patsubst %.sh,tests/cli/test_%.sh,$(patsubst unit-%,$(BUILD)/tests/test_%,$(patsubst emu-%,$(BUILD)/emu/test_%, \
              unit-rendezvous examples.sh emu-cuda_nccl resume.sh unit-storage_faults run.sh emu-cuda_strategies troubles.sh \
-             unit-strategies unit-nccl unit-programs launchers.sh unit-comm config.sh unit-restart tensor.sh unit-flight \
+             unit-strategies unit-nccl unit-programs launchers.sh unit-comm config.sh unit-restart tensor.sh pipeline.sh unit-flight \
              unit-compression unit-launches emu-programs unit-calls emu-cuda_compression switches.sh)))
 LONG    := tests/cuda/cuda_build.sh tests/cuda/test_gpu_suites.sh $(addprefix tests/cli/test_,mpi.sh weights.sh models.sh monitor.sh trace.sh deploy.sh slurm.sh simulator.sh bench.sh \
            documents.sh readme.sh first_run.sh) tests/nccl/test_nccl.sh tests/scripts/test_compile.sh tests/scripts/mutants_tensor.sh
@@ -131,7 +131,7 @@ asan:
 tsan:
 	@$(MAKE) --no-print-directory test FROM=src BUILD=$(BUILD)/tsan SCRIPTS= EXAMPLES= CFLAGS="-O1 -g1 -fsanitize=thread" \
 	  EMU_TESTS="$(addprefix $(BUILD)/tsan/emu/,test_cuda_ddp test_cuda_nccl)" \
-	  TESTS="$(addprefix $(BUILD)/tsan/tests/test_,comm faults flight calls launch restart restarts links nccl ddp strategies compression hook programs tensor_programs ranks_differ timeline \
+	  TESTS="$(addprefix $(BUILD)/tsan/tests/test_,comm faults flight calls launch restart restarts links nccl ddp strategies compression hook programs tensor_programs ranks_differ pipeline stage_passes pipeline_runner timeline \
 	    trainer loader gemm device sparse)"
 
 # What else reads or runs the code, each a target of its own, and all beside one another.

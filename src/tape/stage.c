@@ -23,11 +23,11 @@
 /* ---- Slots ------------------------------------------------------------------------------------*/
 
 /* Exchange what is in the tape for what is in a slot. */
-static void dtrain__slot_select(dtrain_tape *tape, dtrain__slot *slot)
+static void dtrain__slot_select(dtrain_tape *tape, dtrain__pass_slot *slot)
 {
     dtrain__stages *stages = tape->stages;
     dtrain__bump *const arenas = &tape->arenas[DTRAIN__ARENA_HOST];
-    dtrain__slot *const before = stages->slot;
+    dtrain__pass_slot *const before = stages->slot;
     if (before == slot) return;
     before->pass = tape->pass;
     memcpy(before->arenas, arenas, sizeof before->arenas);
@@ -37,7 +37,7 @@ static void dtrain__slot_select(dtrain_tape *tape, dtrain__slot *slot)
 }
 
 /* Prepare the arenas of a slot as those of the tape are: empty ones begin with themselves. */
-static void dtrain__slot_init(dtrain_tape *tape, dtrain__slot *slot)
+static void dtrain__slot_init(dtrain_tape *tape, dtrain__pass_slot *slot)
 {
     for (int i = 0; i < DTRAIN__PASS_ARENAS; i++) {
         slot->arenas[i].device = tape->arenas[DTRAIN__ARENA_HOST + i].device;
@@ -59,7 +59,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t c
     stages->here = here;
     stages->stage_units = stage_units;
     stages->unit_count = unit_count;
-    stages->slots = (dtrain__slot *)dtrain__alloc(a, slot_count, sizeof *stages->slots, "slots");
+    stages->slots =
+        (dtrain__pass_slot *)dtrain__alloc(a, slot_count, sizeof *stages->slots, "slots");
     if (!stages->slots) return DTRAIN_ERROR_MEMORY;
     stages->slot_count = slot_count;
     stages->slot = stages->slots;
@@ -85,7 +86,7 @@ static void dtrain__crossings_free(dtrain_tape *tape)
     dtrain__stages *stages = tape->stages;
     const size_t count = stages->crossing_count;
     for (uint32_t i = 0; i < stages->slot_count; i++) {
-        dtrain__slot *slot = &stages->slots[i];
+        dtrain__pass_slot *slot = &stages->slots[i];
         dtrain__free(a, slot->tensors, count, sizeof *slot->tensors);
         dtrain__free(a, slot->received, count, sizeof *slot->received);
         slot->tensors = NULL;
@@ -233,7 +234,7 @@ DTRAIN__PRIVATE bool dtrain__input_is_here(const dtrain_tape *tape)
 /* Return the same input of this rank's first pass of the micro-batch; NULL: this is that pass. */
 static const dtrain__tape_tensor *dtrain__input_before(const dtrain__stages *stages)
 {
-    const dtrain__slot *batch = stages->slot->batch;
+    const dtrain__pass_slot *batch = stages->slot->batch;
     if (stages->surveying || batch == stages->slot) return NULL;
     const dtrain__tape_tensor *x = batch->inputs;
     for (size_t i = batch->input_count; x && i > stages->slot->input_count + 1; i--) x = x->next;
@@ -285,7 +286,7 @@ static dtrain_result dtrain__slots_room(dtrain_tape *tape)
     dtrain__stages *stages = tape->stages;
     const size_t count = stages->crossing_count;
     for (uint32_t i = 0; i < stages->slot_count; i++) {
-        dtrain__slot *slot = &stages->slots[i];
+        dtrain__pass_slot *slot = &stages->slots[i];
         slot->tensors = (dtrain__tape_tensor **)dtrain__alloc(a, count, sizeof *slot->tensors,
                                                               "what crosses stages");
         slot->received =
@@ -339,7 +340,7 @@ DTRAIN__PRIVATE void dtrain__stage_reset(dtrain_tape *tape)
     dtrain__stages *stages = tape->stages;
     dtrain__tape_reset(tape);
     for (uint32_t i = 0; i < stages->slot_count; i++) {
-        dtrain__slot *slot = &stages->slots[i];
+        dtrain__pass_slot *slot = &stages->slots[i];
         const size_t count = stages->crossing_count;
         if (count) memset(slot->tensors, 0, count * sizeof *slot->tensors);
         if (count) memset(slot->received, 0, count * sizeof *slot->received);
@@ -374,7 +375,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_receive(dtrain_tape *tape, uint32_t 
 }
 
 /* Give back the gradients of what a slot's last pass received: they have been sent. */
-static void dtrain__slot_settle(dtrain__stages *stages, dtrain__slot *slot)
+static void dtrain__slot_settle(dtrain__stages *stages, dtrain__pass_slot *slot)
 {
     for (size_t k = 0; k < stages->crossing_count; k++) {
         dtrain__tape_tensor *x = slot->tensors[k];
@@ -390,7 +391,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t nu
                                                   uint64_t seed)
 {
     dtrain__stages *stages = tape->stages;
-    dtrain__slot *slot = &stages->slots[number];
+    dtrain__pass_slot *slot = &stages->slots[number];
     dtrain__slot_select(tape, slot);
     dtrain__slot_settle(stages, slot);
     slot->stage = stage;
@@ -407,7 +408,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t nu
 DTRAIN__PRIVATE dtrain_result dtrain__stage_end(dtrain_tape *tape)
 {
     const dtrain__stages *stages = tape->stages;
-    const dtrain__slot *slot = stages->slot;
+    const dtrain__pass_slot *slot = stages->slot;
     DTRAIN__TRY(tape->error);
     if (slot->next_crossing == stages->crossing_count && stages->at == stages->count - 1)
         return DTRAIN_OK;
@@ -423,7 +424,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t num
                                                  const uint32_t *from)
 {
     dtrain__stages *stages = tape->stages;
-    dtrain__slot *slot = &stages->slots[number];
+    dtrain__pass_slot *slot = &stages->slots[number];
     for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage, true, i, &k); i++) {
         dtrain__tape_tensor *x = slot->tensors[k];
         bool accumulate;
@@ -434,7 +435,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t num
 }
 
 /* Give zeros to those of the gradients to be sent that no operation has contributed to. */
-static dtrain_result dtrain__stage_fill(dtrain_tape *tape, const dtrain__slot *slot)
+static dtrain_result dtrain__stage_fill(dtrain_tape *tape, const dtrain__pass_slot *slot)
 {
     for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage - 1, true, i, &k); i++) {
         dtrain_tensor *x = &slot->tensors[k]->tensor;
@@ -450,7 +451,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t
                                                      dtrain_tensor *loss, float scale, bool more,
                                                      bool halves)
 {
-    dtrain__slot *slot = &tape->stages->slots[number];
+    dtrain__pass_slot *slot = &tape->stages->slots[number];
     dtrain__slot_select(tape, slot);
     tape->pass.more = more;
     tape->pass.halves = halves;
@@ -489,7 +490,7 @@ DTRAIN__PRIVATE void *dtrain__stage_blank(dtrain_tape *tape, size_t crossing)
 DTRAIN__PRIVATE void *dtrain__stage_data(const dtrain_tape *tape, uint32_t slot, size_t crossing,
                                          bool gradient)
 {
-    const dtrain__slot *s = &tape->stages->slots[slot];
+    const dtrain__pass_slot *s = &tape->stages->slots[slot];
     if (!gradient && s->received[crossing]) return s->received[crossing];
     const dtrain__tape_tensor *x = s->tensors[crossing];
     return !x ? NULL : gradient ? x->tensor.grad : x->tensor.data;

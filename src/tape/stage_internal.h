@@ -31,16 +31,16 @@ typedef struct dtrain__crossing {
 } dtrain__crossing;
 
 /* A pass under way. What is in use is in the tape; here it is while another slot is selected. */
-typedef struct dtrain__slot {
+typedef struct dtrain__pass_slot {
     dtrain__pass pass;
     dtrain__bump arenas[DTRAIN__PASS_ARENAS];
     int32_t stage;
-    struct dtrain__slot *batch;    /* the slot with the inputs of this micro-batch */
-    dtrain__tape_tensor *inputs;   /* the latest first */
-    dtrain__tape_tensor **tensors; /* (crossing_count) of this pass; NULL: not made yet */
-    void **received;               /* (crossing_count) where what was sent here is */
+    struct dtrain__pass_slot *batch; /* the slot with the inputs of this micro-batch */
+    dtrain__tape_tensor *inputs;     /* the latest first */
+    dtrain__tape_tensor **tensors;   /* (crossing_count) of this pass; NULL: not made yet */
+    void **received;                 /* (crossing_count) where what was sent here is */
     size_t next_crossing, input_count;
-} dtrain__slot;
+} dtrain__pass_slot;
 
 /* What was sent here for one pass: memory that outlasts the pass, and its addresses. */
 typedef struct dtrain__inbox {
@@ -60,8 +60,8 @@ typedef struct dtrain__stages {
     size_t unit_count;
     const bool *here; /* (count) this rank has the stage */
     bool surveying;
-    dtrain__slot *slots, *slot; /* (slot_count); the selected one */
-    dtrain__inbox *inboxes;     /* (inbox_count) */
+    dtrain__pass_slot *slots, *slot; /* (slot_count); the selected one */
+    dtrain__inbox *inboxes;          /* (inbox_count) */
     uint32_t slot_count, inbox_count;
     dtrain__bump blank;        /* zeros, as many as the longest tensor that crosses has */
     dtrain__tape_tensor *made; /* by a survey, the latest first */

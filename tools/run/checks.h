@@ -105,12 +105,40 @@ static int read_emulation(run_settings *s)
     return 0;
 }
 
+/* Refuse what does not go with a pipeline. */
+static int check_pipeline(run_settings *s)
+{
+    static const struct {
+        const char *flag, *why;
+    } without[] = {
+        {"--auto-batch", "which batch fits is not searched for with stages; use --batch"},
+        {"--tune", "trials of layouts with stages are not made"},
+        {"--dry-run", "forecasts have no pipelines yet"},
+        {"--graph", "a recorded step has one micro-batch under way"},
+        {"--generate", "no rank has all of the model; generate without it"}};
+    const long p = s->pipeline, all = p * s->tensor;
+    s->line.kind = (uint32_t)s->pipeline_schedule;
+    s->line.chunks = (uint32_t)s->chunks;
+    if (p == 1 && (given("--chunks") || given("--pipeline-schedule")))
+        return BAD("%s does nothing without --pipeline above 1",
+                   given("--chunks") ? "--chunks" : "--pipeline-schedule");
+    if (p == 1) return 0;
+    for (int i = 0; i < COUNT(without); i++)
+        if (given(without[i].flag))
+            return BAD("%s with --pipeline %ld: %s", without[i].flag, p, without[i].why);
+    if (s->ranks && s->ranks % all)
+        return BAD("--tensor %ld x --pipeline %ld are %ld ranks, which do not divide --ranks %ld",
+                   s->tensor, p, all, s->ranks);
+    return 0;
+}
+
 /* Refuse a tensor axis that the program, or the other switches, cannot have. */
-static int check_tensor(const run_settings *s, const run_program *program)
+static int check_tensor(run_settings *s, const run_program *program)
 {
     const long t = s->tensor;
     if (s->sequence_parallel && t == 1)
         return BAD("--sequence-parallel does nothing without --tensor above 1");
+    if (check_pipeline(s)) return 2;
     if (t == 1) return 0;
     if (!program->can_cut)
         return BAD("--tensor %ld: no parameter of this model has a mark that lets ranks share it; "
@@ -135,7 +163,7 @@ static uint32_t default_ranks(const run_settings *s, bool trains)
 {
     const long plain = trains && strcmp(s->device, "cpu") == 0 ? 2 : 1;
     if (trains && s->node_size > 1) return (uint32_t)s->node_size;
-    return (uint32_t)(s->tensor > plain ? s->tensor : plain);
+    return (uint32_t)(model_ranks(s) > plain ? model_ranks(s) : plain);
 }
 
 /* Find how many ranks there will be and which of them this process starts, or is. */
@@ -166,11 +194,14 @@ static int check_memory(const run_settings *s, const run_program *program, bool 
         here = place.host_rank_count ? place.host_rank_count : place.started_count;
     run_job j = new_job(s, program, calloc(1, program->own_bytes));
     if (!j.own) return BAD("no memory for a job");
-    if (ranks % (int)s->tensor)
-        return BAD("--tensor is %ld, which does not divide the %d ranks", s->tensor, ranks);
+    if (ranks % (int)model_ranks(s))
+        return BAD("--tensor %ld x --pipeline %ld are %ld ranks, which do not divide the %d there "
+                   "are",
+                   s->tensor, s->pipeline, model_ranks(s), ranks);
     if (desc.kind == DTRAIN_STRATEGY_AUTO)
-        desc.kind =
-            ranks > s->tensor || s->offload ? DTRAIN_STRATEGY_FULL_SHARD : DTRAIN_STRATEGY_DDP;
+        desc.kind = s->pipeline > 1                   ? DTRAIN_STRATEGY_ZERO1
+                    : ranks > s->tensor || s->offload ? DTRAIN_STRATEGY_FULL_SHARD
+                                                      : DTRAIN_STRATEGY_DDP;
     dtrain_result result = open_mesh(NULL, ranks, &j);
     if (result == DTRAIN_OK) result = program->open_model(NULL, &j);
     desc.mesh = j.mesh;

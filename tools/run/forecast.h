@@ -75,9 +75,10 @@ static dtrain_result time_step(run_job *j, forecast_row *r)
     r->exposed_ms = 1e3 * (sim.exposed - before.exposed);
     r->sent = sim.sent - before.sent;
     r->between = sim.between - before.between;
-    r->rate = 1e3 *
-              (double)(r->ranks / j->s->tensor * (int64_t)r->batch * r->accum * j->sample_things) /
-              (r->step_ms > 0 ? r->step_ms : 1);
+    r->rate =
+        1e3 *
+        (double)(r->ranks / model_ranks(j->s) * (int64_t)r->batch * r->accum * j->sample_things) /
+        (r->step_ms > 0 ? r->step_ms : 1);
 cleanup:
     return result;
 }

@@ -55,7 +55,7 @@ struct run_job {
         *model; /* open_model's: what no shape shows, for dtrain_state_desc; or NULL */
     run_record record;
     dtrain_comm *comm;     /* NULL: the world's; a forecast has one without peers */
-    dtrain_mesh *mesh;     /* of --tensor; NULL: all ranks are data-parallel */
+    dtrain_mesh *mesh;     /* of --tensor and --pipeline; NULL: all ranks are data-parallel */
     uint64_t memory_limit; /* of a forecast, whose device has none; 0: the device's */
     uint32_t batch, accum;
     dtrain_loader *loader;
@@ -145,6 +145,7 @@ static dtrain_strategy_desc strategy_desc(const run_settings *s,
     desc.reduce_dtype = float_type(s->reduce_dtype);
     desc.offload = classes[s->offload];
     desc.node_size = (uint32_t)(s->node_size / s->tensor); /* of replicas' ranks */
+    if (s->pipeline > 1) desc.pipeline = &s->line;
     desc.no_overlap = s->no_overlap != 0;
     desc.keep_after_forward = !s->reshard;
     desc.init_seed = (uint64_t)s->init_seed;
@@ -170,6 +171,9 @@ static uint32_t tape_flags(const run_settings *s)
     return s->precision == BF16 ? DTRAIN_TAPE_BF16 : s->precision == FP16 ? DTRAIN_TAPE_F16 : 0;
 }
 
+/* Count the ranks that hold one replica of the model. */
+static long model_ranks(const run_settings *s) { return s->tensor * s->pipeline; }
+
 /* Return the ranks that deal the samples out among themselves and average gradients. NULL: all of the world. */
 static dtrain_comm *job_comm(const run_job *j)
 {
@@ -182,13 +186,14 @@ static int job_ranks(dtrain_world *world, const run_job *j)
     return dtrain_comm_size(job_comm(j) ? job_comm(j) : dtrain_world_comm(world));
 }
 
-/* Make the mesh of --tensor. A world of NULL: to plan for so many ranks. */
+/* Make the mesh of --tensor and --pipeline. A world of NULL: to plan for so many ranks. */
 static dtrain_result open_mesh(dtrain_world *world, int ranks, run_job *j)
 {
     dtrain_mesh_desc desc;
     memset(&desc, 0, sizeof desc);
-    if (j->s->tensor == 1) return DTRAIN_OK;
+    if (model_ranks(j->s) == 1) return DTRAIN_OK;
     desc.tensor = (int)j->s->tensor;
+    desc.pipeline = (int)j->s->pipeline;
     desc.sequence_parallel = j->s->sequence_parallel != 0;
     desc.comm = j->comm;
     desc.ranks = ranks;
@@ -342,8 +347,10 @@ static dtrain_result open_trainer(dtrain_world *world, run_job *j, dtrain_strate
     dtrain_result result = DTRAIN_OK;
     dtrain_optimizer_desc matrices, optimizer = optimizer_desc(j->s, &matrices);
     dtrain_trainer_desc trainer = trainer_desc(world, j);
-    TRY(dtrain_trainer_plan(world, &trainer, NULL, &j->memory)); /* of activations alone */
-    strategy->other_bytes = j->memory.total;
+    if (j->s->pipeline == 1) { /* of activations alone; those of stages are known later */
+        TRY(dtrain_trainer_plan(world, &trainer, NULL, &j->memory));
+        strategy->other_bytes = j->memory.total;
+    }
     TRY(name_flag(dtrain_strategy_create(world, j->params, j->param_count, strategy, &j->strategy),
                   "--strategy", strategies[j->s->strategy]));
     TRY(dtrain_optimizer_create(world, j->strategy, &optimizer, &j->optimizer));

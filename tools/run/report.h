@@ -36,9 +36,12 @@ static void show_mesh(const run_job *j)
     dtrain_mesh_info mesh;
     dtrain_mesh_query(j->mesh, &mesh);
     if (!j->mesh) return;
-    printf("mesh    tensor %d x data %d: %d ranks share every layer of a replica, %d replica%s "
-           "average%s gradients%s\n",
-           mesh.tensor, mesh.data, mesh.tensor, mesh.data, plural(mesh.data),
+    printf("mesh    tensor %d x ", mesh.tensor);
+    if (mesh.pipeline > 1) printf("pipeline %d x ", mesh.pipeline);
+    printf("data %d: ", mesh.data);
+    if (mesh.tensor > 1) printf("%d ranks share every layer of a replica, ", mesh.tensor);
+    if (mesh.pipeline > 1) printf("%d have its stages, ", mesh.pipeline);
+    printf("%d replica%s average%s gradients%s\n", mesh.data, plural(mesh.data),
            mesh.data == 1 ? "s" : "", mesh.sequence_parallel ? "; sequence-parallel" : "");
 }
 
@@ -52,7 +55,7 @@ static void show_accumulation(const run_job *j, const dtrain_strategy_info *info
            accum_modes[info->desc.accumulation]);
     for (desc.accumulation = DTRAIN_ACCUMULATION_LAST;
          params && desc.accumulation <= DTRAIN_ACCUMULATION_SHARD_EVERY; desc.accumulation++)
-        if (dtrain_strategy_plan(params, j->param_count, &desc, ranks * (int)j->s->tensor,
+        if (dtrain_strategy_plan(params, j->param_count, &desc, ranks * (int)model_ranks(j->s),
                                  &memory) == DTRAIN_OK)
             printf(" %s %.1f", accum_modes[desc.accumulation], mib(memory.grads));
     free(params);

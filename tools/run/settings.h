@@ -24,7 +24,8 @@ typedef struct run_settings {
     long steps, batch, accum, global_batch, auto_batch, accum_mode, workers, seed, init_seed;
     long optimizer, schedule, lr_scaling, warmup, variance_steps; /* the first: places in lists */
     double lr, min_lr, muon_lr, weight_decay, beta2, clip;
-    long tensor, sequence_parallel;
+    long tensor, sequence_parallel, pipeline, chunks, pipeline_schedule;
+    dtrain_pipeline_desc line; /* of the last two: check_pipeline */
     long ranks, threads, thread_ranks, timeout, graph, tune_gemm, deterministic, explain_launch,
         probe_links;
     long strategy, precision, param_dtype, reduce_dtype, reshard, node_size, bucket_kib, no_overlap,
@@ -42,6 +43,7 @@ typedef struct run_settings {
 static run_settings run_flags = {
     .workers = 1,
     .tensor = 1,
+    .pipeline = 1,
     .device = "cpu",
     .timeout = 600,
     .reshard = 1,
@@ -64,7 +66,9 @@ static run_settings run_flags = {
 typedef const char *const words[8];                                 /* ends with NULL */
 static words optimizers = {"adamw", "sgd", "lion", "muon"};         /* dtrain_optimizer_kind - 1 */
 static words schedules = {"constant", "linear", "cosine", "steps"}; /* dtrain_schedule_kind */
-static words scalings = {"none", "linear", "sqrt"};                 /* schedule_desc in job.h */
+static words pipelines = {"1f1b", "gpipe", "interleaved", "zb_h1",
+                          "zbv"};                   /* dtrain_pipeline_kind */
+static words scalings = {"none", "linear", "sqrt"}; /* schedule_desc in job.h */
 static words precisions = {"fp32", "tf32", "bf16", "fp16"};
 static words dtypes = {"fp32", "bf16", "fp16"};
 static words strategies = {"ddp",   "zero1",        "shard_grad_op", "full_shard", /* kind - 1 */
@@ -162,18 +166,27 @@ static const flag optimizer_flags[] = {
 static const flag rank_flags[] = {
     FLAG_GROUP("ranks and devices"),
     {"--ranks", 'i', &run_flags.ranks, 1, DTRAIN_MAX_RANKS,
-     "processes, data-parallel without --tensor; default: the launcher's number, or else one node "
-     "of --node-size, or "
-     "2 on the cpu and 1 with a GPU",
+     "processes, data-parallel without --tensor and --pipeline; default: the launcher's number, or "
+     "else one node of --node-size, or 2 on the cpu and 1 with a GPU",
      NULL},
     {"--tensor", 'i', &run_flags.tensor, 1, DTRAIN_MAX_RANKS,
      "ranks that share every layer of a replica, each with its part of the heads, features and "
-     "vocabulary; --ranks / --tensor replicas average gradients",
+     "vocabulary; --ranks / --tensor / --pipeline replicas average gradients",
      NULL},
     {"--sequence-parallel", 'b', &run_flags.sequence_parallel, 0, 0,
      "with --tensor: norms, dropout and residuals have a part of the rows on each rank: less "
      "memory, the same bytes sent",
      NULL},
+    {"--pipeline", 'i', &run_flags.pipeline, 1, DTRAIN_MAX_RANKS,
+     "ranks that share a replica by its depth: each has some of the blocks, and the --accum "
+     "micro-batches of a step follow each other through them; with --strategy ddp or zero1",
+     NULL},
+    {"--chunks", 'i', &run_flags.chunks, 1, 64,
+     "with --pipeline-schedule interleaved: runs of blocks that each rank of --pipeline has; "
+     "default 2",
+     NULL},
+    {"--pipeline-schedule", 'w', &run_flags.pipeline_schedule, 0, 0,
+     "order of the micro-batches of --pipeline", pipelines},
     {"--device", 's', &run_flags.device, 0, 0,
      "cpu or cuda; rank r uses GPU r modulo the number of GPUs", NULL},
     {"--threads", 'i', &run_flags.threads, 0, 1024, "compute threads per rank; 0 = cores / ranks",

@@ -167,7 +167,7 @@ static void measure(tuner *t, candidate *c)
     }
     c->step_ms = t->shared->step_ms;
     c->rate = 1e3 / c->step_ms * (double)(c->batch * c->accum) *
-              (double)(t->plan.ranks / t->s->tensor) * (double)t->planned.sample_things;
+              (double)(t->plan.ranks / model_ranks(t->s)) * (double)t->planned.sample_things;
 }
 
 /* Try a candidate, and add its row. Return how many times faster it is than the fastest so far: 0 when it cannot be
@@ -206,7 +206,7 @@ static bool splits(const tuner *t, long batch)
     uint32_t each, accum;
     if (!t->s->global_batch) return true;
     return split_global_batch((uint64_t)t->s->global_batch, (uint32_t)batch,
-                              t->plan.ranks / (int)t->s->tensor, &each, &accum) == DTRAIN_OK &&
+                              t->plan.ranks / (int)model_ranks(t->s), &each, &accum) == DTRAIN_OK &&
            each == (uint32_t)batch;
 }
 
@@ -242,7 +242,7 @@ static void search(tuner *t)
     static const long buckets[] = {256, 1024, 4096, 25 * 1024, 100 * 1024};
     const run_settings *s = t->s;
     long kinds[8];
-    const int kind_count = tune_strategies(s, t->plan.ranks / (int)s->tensor, kinds);
+    const int kind_count = tune_strategies(s, t->plan.ranks / (int)model_ranks(s), kinds);
     const bool fixed = given("--batch") && !s->auto_batch;
     bool memory = false;
     int k = 0;
@@ -358,7 +358,7 @@ static int tune(run_settings *s, const run_program *program)
     if (choose_machine(&t.plan)) return 2;
     uint32_t each, accum;
     if (s->global_batch &&
-        split_global_batch((uint64_t)s->global_batch, 1, t.plan.ranks / (int)s->tensor, &each,
+        split_global_batch((uint64_t)s->global_batch, 1, t.plan.ranks / (int)model_ranks(s), &each,
                            &accum) != DTRAIN_OK)
         return BAD("--global-batch: %s", run_error());
     search_worlds(&t);

@@ -242,7 +242,7 @@ static dtrain_result validate_gpt(dtrain_world *world, run_job *j, int64_t done,
     dtrain_loader_seek(own->held_out.loader, 0);
     TRY(dtrain_trainer_evaluate(j->trainer, next_batch, &own->held_out, s->eval_batches,
                                 &record->val_loss));
-    if (!s->sums || !sums_fit(s->sums, s->seq)) return DTRAIN_OK;
+    if (!s->sums || !sums_fit(s->sums, s->seq) || j->s->pipeline > 1) return DTRAIN_OK;
     TRY(measure_sums(world, j, &own->right));
     if (dtrain_world_rank(world) == 0) show_right(own->right, done);
 cleanup:

@@ -6,6 +6,7 @@
  *            build/train_gpt --model gpt2 --seq 64 --data tokens.bin --ranks 1 --threads 2
  *            build/train_gpt --data shards --data-format u16 --workers 2   (a folder of files of nanoGPT)
  *            build/train_gpt --ranks 4 --tensor 2 --sequence-parallel   (two replicas of two ranks each)
+ *            build/train_gpt --ranks 2 --pipeline 2 --accum 8   (each rank has half of the blocks)
  *            build/train_gpt --strategy auto --memory-limit 200 --auto-batch --global-batch 64
  *            build/train_gpt --import gpt2_124M.bin --tokenizer DIR --generate 100 --prompt "Hello"
  *   GPUs:    nvcc -O3 -arch=native -I. -DDTRAIN_USE_CUDA tools/train_gpt/train_gpt.c \
@@ -46,6 +47,12 @@ static dtrain_result finish_gpt(dtrain_world *world, run_job *j)
         if (first) printf("  exported             %s\n", own->s->export_to);
     }
     if (j->stopped || !own->s->sample) return DTRAIN_OK;
+    if (j->s->pipeline > 1) {
+        if (first)
+            printf("\nno sample: no rank of --pipeline has all of the model; --resume a checkpoint "
+                   "with --generate, without --pipeline\n");
+        return DTRAIN_OK;
+    }
     if (own->s->sums && sums_fit(own->s->sums, own->s->seq) && !own->s->prompt)
         TRY(show_sums(world, j, first));
     else TRY(show_sample(world, j, first));

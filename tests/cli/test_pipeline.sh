@@ -1,0 +1,49 @@
+#!/bin/sh
+# Pipelines as a user has them: train_gpt --pipeline with every schedule, beside a tensor and a data axis, gives the losses of
+# one rank (its embedding is tied to its head, over two stages: to rounding); checkpoints go from layout to layout; what
+# cannot be is one sentence.
+. tests/support/shell.sh
+head -c 60000 dtrain.h >"$tmp/data"
+gpt="$build/train_gpt --data $tmp/data --layers 6 --heads 4 --channels 32 --seq 16 --vocab 256 --timeout 20 --threads 1 --lr 0.003 --warmup 1 --schedule constant
+    --eval-batches 2 --steps 8 --sample 0"
+losses() { sed -n 's/.*"loss": \([^,]*\),.*/\1/p' "$1"; }
+near() {
+    paste "$1" "$2" | awk 'NF != 2 { bad = 1 } { d = $1 - $2; if (d < 0) d = -d; if (!(d <= 0.00005)) bad = 1; if (NR == 1) first = $1; last = $1 }
+        END { exit bad || NR < 8 || !(first - last > 0.05) }'
+}
+# as FLAGS...: a run has the losses of $tmp/plain
+as() {
+    timeout 120 $gpt --log "$tmp/log" "$@" >"$tmp/out" 2>&1 && losses "$tmp/log" >"$tmp/same" && near "$tmp/plain" "$tmp/same"
+    result "$*" $? "$tmp/out"
+}
+timeout 120 $gpt --ranks 1 --batch 2 --accum 4 --log "$tmp/log" >"$tmp/out" 2>&1 && losses "$tmp/log" >"$tmp/plain"
+result "one rank" $? "$tmp/out"
+as --ranks 2 --pipeline 2 --batch 2 --accum 4
+as --ranks 4 --pipeline 4 --batch 2 --accum 4 --pipeline-schedule gpipe --strategy zero1
+as --ranks 4 --pipeline 2 --batch 1 --accum 4 --pipeline-schedule interleaved --chunks 3 --strategy zero1
+as --ranks 4 --pipeline 4 --batch 2 --accum 4 --pipeline-schedule zb_h1 --activation-checkpointing 2
+as --ranks 4 --tensor 2 --pipeline 2 --batch 2 --accum 4 --pipeline-schedule zbv --sequence-parallel
+as --ranks 8 --tensor 2 --pipeline 2 --batch 2 --accum 2
+grep -q '^mesh    tensor 2 x pipeline 2 x data 2' "$tmp/out"; result "the start says who has what" $? "$tmp/out"
+
+# ---- from layout to layout ----
+$gpt --ranks 4 --pipeline 2 --tensor 2 --batch 2 --accum 4 --checkpoint "$tmp/saved" --save-every 4 --keep 9 >"$tmp/out" 2>&1
+result "a pipeline saves" $? "$tmp/out"
+rm -rf "$tmp/saved/step-000000000008"
+for how in "--ranks 1 --batch 2 --accum 4" "--ranks 3 --pipeline 3 --batch 2 --accum 4 --pipeline-schedule zb_h1" "--ranks 4 --pipeline 2 --batch 1 --accum 4 --strategy zero1"; do
+    cp -r "$tmp/saved" "$tmp/again"
+    rm -f "$tmp/log"
+    $gpt $how --checkpoint "$tmp/again" --resume auto --log "$tmp/log" >"$tmp/out" 2>&1 && losses "$tmp/log" >"$tmp/rest" &&
+        { head -n 4 "$tmp/plain"; cat "$tmp/rest"; } >"$tmp/both" && near "$tmp/plain" "$tmp/both"
+    result "its checkpoint goes on with $how" $? "$tmp/out"
+    rm -rf "$tmp/again"
+done
+
+# ---- what cannot be ----
+bad "ranks" '--tensor 2 x --pipeline 2 are 4 ranks, which do not divide --ranks 6' $gpt --ranks 6 --tensor 2 --pipeline 2
+bad "kinds" 'full_shard gathers or reduces them one after the other' $gpt --ranks 2 --pipeline 2 --strategy full_shard
+bad "stages without a unit" 'unit' $gpt --ranks 9 --pipeline 9 --layers 2
+bad "chunks" '--chunks does nothing without --pipeline' $gpt --ranks 2 --chunks 2
+bad "a search" '--auto-batch with --pipeline 2' $gpt --ranks 2 --pipeline 2 --auto-batch
+bad "a forecast" '--dry-run with --pipeline 2' $gpt --ranks 2 --pipeline 2 --dry-run
+finish
