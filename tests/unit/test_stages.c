@@ -577,7 +577,7 @@ static void test_layouts(void)
             }
 }
 
-/* AUTO takes a kind that stages can have; where memory is short, ZERO1. */
+/* AUTO takes a kind that stages can have. */
 static int auto_rank(dtrain_world *world, void *user)
 {
     rank_of *s = (rank_of *)calloc(1, sizeof *s);
@@ -602,6 +602,39 @@ static int auto_rank(dtrain_world *world, void *user)
     return 0;
 }
 static void test_auto(void) { ranks_run(4, DTRAIN_LAUNCH_THREADS, auto_rank, NULL); }
+
+/* What a step sends along the data axis is what was counted before it, stage by stage, with a tied weight. */
+static int bytes_rank(dtrain_world *world, void *user)
+{
+    rank_of *s = (rank_of *)calloc(1, sizeof *s);
+    dtrain_strategy_info info;
+    dtrain_comm_info before, after;
+    bool over;
+    if (!s) return 1;
+    s->c = *(const program *)user;
+    s->world = world;
+    RANKS_TRY(rank_open(s));
+    dtrain_strategy_query(s->strategy, &info);
+    CHECK(info.comm == dtrain_mesh_comm(s->mesh, DTRAIN_AXIS_DATA));
+    dtrain_comm_query(info.comm, &before);
+    RANKS_TRY(dtrain_strategy_join(s->strategy, &over));
+    RANKS_TRY(dtrain_strategy_publish(s->strategy));
+    dtrain_comm_query(info.comm, &after);
+    CHECK_MSG(
+        over && after.wire_bytes - before.wire_bytes == info.step_bytes && info.step_bytes > 0,
+        "rank %d: counted %llu bytes, sent %llu", s->at.rank, (unsigned long long)info.step_bytes,
+        (unsigned long long)(after.wire_bytes - before.wire_bytes));
+    rank_close(s);
+    free(s);
+    return 0;
+}
+static void test_bytes_of_step(void)
+{
+    for (uint32_t kind = DTRAIN_STRATEGY_DDP; kind <= DTRAIN_STRATEGY_ZERO1; kind++) {
+        program c = plain(1, 2, 2, kind, DTRAIN_PIPELINE_1F1B);
+        ranks_run(4, DTRAIN_LAUNCH_THREADS, bytes_rank, &c);
+    }
+}
 
 /* ---- Errors --------------------------------------------------------------------------------------- */
 
@@ -724,6 +757,7 @@ int main(int argc, char **argv)
         return !run_seed(strtoull(argv[2], NULL, 10), true);
     RUN(test_layouts);
     RUN(test_auto);
+    RUN(test_bytes_of_step);
     RUN(test_refused);
     RUN(test_verdicts);
     RUN(test_random_programs);
