@@ -25880,8 +25880,8 @@ DTRAIN_API dtrain_result dtrain_tape_recompute(dtrain_tape *tape, uint32_t every
  * Inputs cross nowhere: all ranks of a pipeline have the batch, and a rank uploads what its own
  * stages read. The first of its passes of a micro-batch does; later ones share it.
  *
- * Slots are copies of what changes when another pass is selected, a few hundred bytes. Pointers into
- * the tape's arenas, which segments have, are right again when their slot is. */
+ * Slots are copies of what changes when another pass is selected, a few hundred bytes. Pointers
+ * into the tape's arenas, which segments have, are right again when their slot is. */
 
 /* ==== src/tape/stage_internal.h =============================================================== */
 
@@ -25889,8 +25889,8 @@ DTRAIN_API dtrain_result dtrain_tape_recompute(dtrain_tape *tape, uint32_t every
  *
  * A stage is a run of units; a rank has one or more stages and runs the model's own function once
  * for each of them and each micro-batch. The tape computes the operations of that stage; those of
- * other stages are ghosts: they have shapes and no memory. Passes of several micro-batches are under
- * way at once, each in a slot.
+ * other stages are ghosts: they have shapes and no memory. Passes of several micro-batches are
+ * under way at once, each in a slot.
  *
  *     survey            once: run the model as ghosts alone, and note what crosses
  *     stage_reset       in each step
@@ -25912,16 +25912,16 @@ typedef struct dtrain__crossing {
 } dtrain__crossing;
 
 /* A pass under way. What is in use is in the tape; here it is while another slot is selected. */
-typedef struct dtrain__slot {
+typedef struct dtrain__pass_slot {
     dtrain__pass pass;
     dtrain__bump arenas[DTRAIN__PASS_ARENAS];
     int32_t stage;
-    struct dtrain__slot *batch;    /* the slot with the inputs of this micro-batch */
-    dtrain__tape_tensor *inputs;   /* the latest first */
-    dtrain__tape_tensor **tensors; /* (crossing_count) of this pass; NULL: not made yet */
-    void **received;               /* (crossing_count) where what was sent here is */
+    struct dtrain__pass_slot *batch; /* the slot with the inputs of this micro-batch */
+    dtrain__tape_tensor *inputs;     /* the latest first */
+    dtrain__tape_tensor **tensors;   /* (crossing_count) of this pass; NULL: not made yet */
+    void **received;                 /* (crossing_count) where what was sent here is */
     size_t next_crossing, input_count;
-} dtrain__slot;
+} dtrain__pass_slot;
 
 /* What was sent here for one pass: memory that outlasts the pass, and its addresses. */
 typedef struct dtrain__inbox {
@@ -25941,8 +25941,8 @@ typedef struct dtrain__stages {
     size_t unit_count;
     const bool *here; /* (count) this rank has the stage */
     bool surveying;
-    dtrain__slot *slots, *slot; /* (slot_count); the selected one */
-    dtrain__inbox *inboxes;     /* (inbox_count) */
+    dtrain__pass_slot *slots, *slot; /* (slot_count); the selected one */
+    dtrain__inbox *inboxes;          /* (inbox_count) */
     uint32_t slot_count, inbox_count;
     dtrain__bump blank;        /* zeros, as many as the longest tensor that crosses has */
     dtrain__tape_tensor *made; /* by a survey, the latest first */
@@ -25997,11 +25997,11 @@ DTRAIN__PRIVATE void *dtrain__stage_data(const dtrain_tape *tape, uint32_t slot,
 /* ---- Slots ------------------------------------------------------------------------------------*/
 
 /* Exchange what is in the tape for what is in a slot. */
-static void dtrain__slot_select(dtrain_tape *tape, dtrain__slot *slot)
+static void dtrain__slot_select(dtrain_tape *tape, dtrain__pass_slot *slot)
 {
     dtrain__stages *stages = tape->stages;
     dtrain__bump *const arenas = &tape->arenas[DTRAIN__ARENA_HOST];
-    dtrain__slot *const before = stages->slot;
+    dtrain__pass_slot *const before = stages->slot;
     if (before == slot) return;
     before->pass = tape->pass;
     memcpy(before->arenas, arenas, sizeof before->arenas);
@@ -26011,7 +26011,7 @@ static void dtrain__slot_select(dtrain_tape *tape, dtrain__slot *slot)
 }
 
 /* Prepare the arenas of a slot as those of the tape are: empty ones begin with themselves. */
-static void dtrain__slot_init(dtrain_tape *tape, dtrain__slot *slot)
+static void dtrain__slot_init(dtrain_tape *tape, dtrain__pass_slot *slot)
 {
     for (int i = 0; i < DTRAIN__PASS_ARENAS; i++) {
         slot->arenas[i].device = tape->arenas[DTRAIN__ARENA_HOST + i].device;
@@ -26033,7 +26033,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t c
     stages->here = here;
     stages->stage_units = stage_units;
     stages->unit_count = unit_count;
-    stages->slots = (dtrain__slot *)dtrain__alloc(a, slot_count, sizeof *stages->slots, "slots");
+    stages->slots =
+        (dtrain__pass_slot *)dtrain__alloc(a, slot_count, sizeof *stages->slots, "slots");
     if (!stages->slots) return DTRAIN_ERROR_MEMORY;
     stages->slot_count = slot_count;
     stages->slot = stages->slots;
@@ -26059,7 +26060,7 @@ static void dtrain__crossings_free(dtrain_tape *tape)
     dtrain__stages *stages = tape->stages;
     const size_t count = stages->crossing_count;
     for (uint32_t i = 0; i < stages->slot_count; i++) {
-        dtrain__slot *slot = &stages->slots[i];
+        dtrain__pass_slot *slot = &stages->slots[i];
         dtrain__free(a, slot->tensors, count, sizeof *slot->tensors);
         dtrain__free(a, slot->received, count, sizeof *slot->received);
         slot->tensors = NULL;
@@ -26207,7 +26208,7 @@ DTRAIN__PRIVATE bool dtrain__input_is_here(const dtrain_tape *tape)
 /* Return the same input of this rank's first pass of the micro-batch; NULL: this is that pass. */
 static const dtrain__tape_tensor *dtrain__input_before(const dtrain__stages *stages)
 {
-    const dtrain__slot *batch = stages->slot->batch;
+    const dtrain__pass_slot *batch = stages->slot->batch;
     if (stages->surveying || batch == stages->slot) return NULL;
     const dtrain__tape_tensor *x = batch->inputs;
     for (size_t i = batch->input_count; x && i > stages->slot->input_count + 1; i--) x = x->next;
@@ -26259,7 +26260,7 @@ static dtrain_result dtrain__slots_room(dtrain_tape *tape)
     dtrain__stages *stages = tape->stages;
     const size_t count = stages->crossing_count;
     for (uint32_t i = 0; i < stages->slot_count; i++) {
-        dtrain__slot *slot = &stages->slots[i];
+        dtrain__pass_slot *slot = &stages->slots[i];
         slot->tensors = (dtrain__tape_tensor **)dtrain__alloc(a, count, sizeof *slot->tensors,
                                                               "what crosses stages");
         slot->received =
@@ -26313,7 +26314,7 @@ DTRAIN__PRIVATE void dtrain__stage_reset(dtrain_tape *tape)
     dtrain__stages *stages = tape->stages;
     dtrain__tape_reset(tape);
     for (uint32_t i = 0; i < stages->slot_count; i++) {
-        dtrain__slot *slot = &stages->slots[i];
+        dtrain__pass_slot *slot = &stages->slots[i];
         const size_t count = stages->crossing_count;
         if (count) memset(slot->tensors, 0, count * sizeof *slot->tensors);
         if (count) memset(slot->received, 0, count * sizeof *slot->received);
@@ -26348,7 +26349,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_receive(dtrain_tape *tape, uint32_t 
 }
 
 /* Give back the gradients of what a slot's last pass received: they have been sent. */
-static void dtrain__slot_settle(dtrain__stages *stages, dtrain__slot *slot)
+static void dtrain__slot_settle(dtrain__stages *stages, dtrain__pass_slot *slot)
 {
     for (size_t k = 0; k < stages->crossing_count; k++) {
         dtrain__tape_tensor *x = slot->tensors[k];
@@ -26364,7 +26365,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t nu
                                                   uint64_t seed)
 {
     dtrain__stages *stages = tape->stages;
-    dtrain__slot *slot = &stages->slots[number];
+    dtrain__pass_slot *slot = &stages->slots[number];
     dtrain__slot_select(tape, slot);
     dtrain__slot_settle(stages, slot);
     slot->stage = stage;
@@ -26381,7 +26382,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t nu
 DTRAIN__PRIVATE dtrain_result dtrain__stage_end(dtrain_tape *tape)
 {
     const dtrain__stages *stages = tape->stages;
-    const dtrain__slot *slot = stages->slot;
+    const dtrain__pass_slot *slot = stages->slot;
     DTRAIN__TRY(tape->error);
     if (slot->next_crossing == stages->crossing_count && stages->at == stages->count - 1)
         return DTRAIN_OK;
@@ -26397,7 +26398,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t num
                                                  const uint32_t *from)
 {
     dtrain__stages *stages = tape->stages;
-    dtrain__slot *slot = &stages->slots[number];
+    dtrain__pass_slot *slot = &stages->slots[number];
     for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage, true, i, &k); i++) {
         dtrain__tape_tensor *x = slot->tensors[k];
         bool accumulate;
@@ -26408,7 +26409,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t num
 }
 
 /* Give zeros to those of the gradients to be sent that no operation has contributed to. */
-static dtrain_result dtrain__stage_fill(dtrain_tape *tape, const dtrain__slot *slot)
+static dtrain_result dtrain__stage_zeros(dtrain_tape *tape, const dtrain__pass_slot *slot)
 {
     for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage - 1, true, i, &k); i++) {
         dtrain_tensor *x = &slot->tensors[k]->tensor;
@@ -26424,7 +26425,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t
                                                      dtrain_tensor *loss, float scale, bool more,
                                                      bool halves)
 {
-    dtrain__slot *slot = &tape->stages->slots[number];
+    dtrain__pass_slot *slot = &tape->stages->slots[number];
     dtrain__slot_select(tape, slot);
     tape->pass.more = more;
     tape->pass.halves = halves;
@@ -26437,7 +26438,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t
         }
         DTRAIN__TRY(dtrain__backward_seeded(tape));
     }
-    return dtrain__tape_stick(tape, dtrain__stage_fill(tape, slot));
+    return dtrain__tape_stick(tape, dtrain__stage_zeros(tape, slot));
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__stage_weights(dtrain_tape *tape, uint32_t number)
@@ -26463,7 +26464,7 @@ DTRAIN__PRIVATE void *dtrain__stage_blank(dtrain_tape *tape, size_t crossing)
 DTRAIN__PRIVATE void *dtrain__stage_data(const dtrain_tape *tape, uint32_t slot, size_t crossing,
                                          bool gradient)
 {
-    const dtrain__slot *s = &tape->stages->slots[slot];
+    const dtrain__pass_slot *s = &tape->stages->slots[slot];
     if (!gradient && s->received[crossing]) return s->received[crossing];
     const dtrain__tape_tensor *x = s->tensors[crossing];
     return !x ? NULL : gradient ? x->tensor.grad : x->tensor.data;
@@ -26598,10 +26599,10 @@ DTRAIN__PRIVATE void *dtrain__take_values(dtrain_tape *tape, dtrain__bump *arena
 DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
                                         uint32_t dtype)
 {
-    const bool dropped = node && node->dropped;
+    dtrain__bump *arena = &tape->arenas[DTRAIN__ARENA_DATA];
     if (node && node->ghost) return (void *)DTRAIN__NOWHERE;
-    return dtrain__take_values(
-        tape, dropped ? node->segment->region : &tape->arenas[DTRAIN__ARENA_DATA], count, dtype);
+    if (node && node->dropped) arena = node->segment->region;
+    return dtrain__take_values(tape, arena, count, dtype);
 }
 
 /* Make a tensor of this pass, the node's result or (NULL) an input. An I32 input has room for two
@@ -30002,8 +30003,8 @@ static dtrain_result dtrain__line_compute(void *user, const dtrain_pipeline_acti
 /* ---- Messages ---------------------------------------------------------------------------------*/
 
 /* Say where part i of a message is. What is received gets its memory with the first part. Whether a
- * micro-batch has data is known from its forward on, on both sides of a gradient; what FORWARD makes
- * is received before, so that it is sent blank where there is none. */
+ * micro-batch has data is known from its forward on, on both sides of a gradient; what FORWARD
+ * makes is received before, so that it is sent blank where there is none. */
 static dtrain_result dtrain__line_part(void *user, const dtrain_pipeline_action *action, size_t i,
                                        dtrain_pipeline_part *part)
 {

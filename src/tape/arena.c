@@ -129,10 +129,10 @@ DTRAIN__PRIVATE void *dtrain__take_values(dtrain_tape *tape, dtrain__bump *arena
 DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
                                         uint32_t dtype)
 {
-    const bool dropped = node && node->dropped;
+    dtrain__bump *arena = &tape->arenas[DTRAIN__ARENA_DATA];
     if (node && node->ghost) return (void *)DTRAIN__NOWHERE;
-    return dtrain__take_values(
-        tape, dropped ? node->segment->region : &tape->arenas[DTRAIN__ARENA_DATA], count, dtype);
+    if (node && node->dropped) arena = node->segment->region;
+    return dtrain__take_values(tape, arena, count, dtype);
 }
 
 /* Make a tensor of this pass, the node's result or (NULL) an input. An I32 input has room for two

@@ -13,8 +13,8 @@
  * Inputs cross nowhere: all ranks of a pipeline have the batch, and a rank uploads what its own
  * stages read. The first of its passes of a micro-batch does; later ones share it.
  *
- * Slots are copies of what changes when another pass is selected, a few hundred bytes. Pointers into
- * the tape's arenas, which segments have, are right again when their slot is. */
+ * Slots are copies of what changes when another pass is selected, a few hundred bytes. Pointers
+ * into the tape's arenas, which segments have, are right again when their slot is. */
 
 #include "core/platform_internal.h"
 #include "tape/stage_internal.h"
@@ -435,7 +435,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t num
 }
 
 /* Give zeros to those of the gradients to be sent that no operation has contributed to. */
-static dtrain_result dtrain__stage_fill(dtrain_tape *tape, const dtrain__pass_slot *slot)
+static dtrain_result dtrain__stage_zeros(dtrain_tape *tape, const dtrain__pass_slot *slot)
 {
     for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage - 1, true, i, &k); i++) {
         dtrain_tensor *x = &slot->tensors[k]->tensor;
@@ -464,7 +464,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t
         }
         DTRAIN__TRY(dtrain__backward_seeded(tape));
     }
-    return dtrain__tape_stick(tape, dtrain__stage_fill(tape, slot));
+    return dtrain__tape_stick(tape, dtrain__stage_zeros(tape, slot));
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__stage_weights(dtrain_tape *tape, uint32_t number)

@@ -2,8 +2,8 @@
  *
  * A stage is a run of units; a rank has one or more stages and runs the model's own function once
  * for each of them and each micro-batch. The tape computes the operations of that stage; those of
- * other stages are ghosts: they have shapes and no memory. Passes of several micro-batches are under
- * way at once, each in a slot.
+ * other stages are ghosts: they have shapes and no memory. Passes of several micro-batches are
+ * under way at once, each in a slot.
  *
  *     survey            once: run the model as ghosts alone, and note what crosses
  *     stage_reset       in each step

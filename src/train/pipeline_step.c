@@ -172,8 +172,8 @@ static dtrain_result dtrain__line_compute(void *user, const dtrain_pipeline_acti
 /* ---- Messages ---------------------------------------------------------------------------------*/
 
 /* Say where part i of a message is. What is received gets its memory with the first part. Whether a
- * micro-batch has data is known from its forward on, on both sides of a gradient; what FORWARD makes
- * is received before, so that it is sent blank where there is none. */
+ * micro-batch has data is known from its forward on, on both sides of a gradient; what FORWARD
+ * makes is received before, so that it is sent blank where there is none. */
 static dtrain_result dtrain__line_part(void *user, const dtrain_pipeline_action *action, size_t i,
                                        dtrain_pipeline_part *part)
 {

@@ -1,9 +1,10 @@
-/* test_pipeline.c: models cut into stages, trained by any number of ranks, beside one data axis that has whole models.
+/* test_pipeline.c: models cut into stages, trained by any number of ranks, beside one data axis that has whole
+ * models.
  *
- * Random models (skip connections, dropout, autocast, activation checkpointing, tied weights), layouts (tensor x pipeline
- * x data up to 8 ranks), schedules, chunks and data: ranks of the data axis differ in how many targets count and in when
- * their data ends. A pipeline has the losses and the parameters of the run without it to the bit; with a weight that is
- * tied across stages to rounding. */
+ * Random models (skip connections, dropout, autocast, activation checkpointing, tied weights), layouts (tensor x
+ * pipeline x data up to 8 ranks), schedules, chunks and data: ranks of the data axis differ in how many targets
+ * count and in when their data ends. A pipeline has the losses and the parameters of the run without it to the bit;
+ * with a weight that is tied across stages to rounding. */
 #include "test.h"
 #include "dtrain.h"
 #include "ranks.h"

@@ -1,9 +1,9 @@
-/* test_pipeline_runner.c: a program with a backward of its own, run by schedules of all kinds on 1 to 8 ranks, has the
- * bits of one rank that accumulates the same micro-batches; and whatever goes wrong on a rank is an error on all of them
- * that says in which stage, action and micro-batch.
+/* test_pipeline_runner.c: a program with a backward of its own, run by schedules of all kinds on 1 to 8 ranks, has
+ * the bits of one rank that accumulates the same micro-batches; and whatever goes wrong on a rank is an error on all
+ * of them that says in which stage, action and micro-batch.
  *
- * The model is LAYERS times y = tanh(x W^T), with x (ROWS, WIDTH); a stage has some of them. What a pass keeps lies in its
- * slot, or comes in an inbox, so that memory that is used too early is a wrong number. */
+ * The model is LAYERS times y = tanh(x W^T), with x (ROWS, WIDTH); a stage has some of them. What a pass keeps lies
+ * in its slot, or comes in an inbox, so that memory that is used too early is a wrong number. */
 #include "test.h"
 
 #include "dtrain.h"

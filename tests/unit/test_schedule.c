@@ -1,8 +1,9 @@
-/* test_schedule.c: schedules of pipelines are right, cost what their formulas say, and the check finds what is wrong.
+/* test_schedule.c: schedules of pipelines are right, cost what their formulas say, and the check finds what is
+ * wrong.
  *
- * The oracle of the check carries data: a pass computes numbers that depend on all that it reads, out of memory that is
- * addressed by the slots and inboxes which the schedule says, and each send waits for its receive. A schedule is right if
- * nothing hangs and each stage adds up what one rank would have, in its order. */
+ * The oracle of the check carries data: a pass computes numbers that depend on all that it reads, out of memory that
+ * is addressed by the slots and inboxes which the schedule says, and each send waits for its receive. A schedule is
+ * right if nothing hangs and each stage adds up what one rank would have, in its order. */
 #include "test.h"
 
 #include "dtrain.h"

@@ -1,7 +1,8 @@
 /* test_stage_passes.c: stages of a model on tapes of their own, several passes at once.
  *
- * Random models are cut into stages at random units; each stage has a tape, and messages between them are copies. Losses
- * and gradients must have the bits of one tape that has the whole model and accumulates the same micro-batches. */
+ * Random models are cut into stages at random units; each stage has a tape, and messages between them are copies.
+ * Losses and gradients must have the bits of one tape that has the whole model and accumulates the same micro-
+ * batches. */
 #include "tape/stage_internal.h"
 #include "device/device_internal.h"
 #include "dtrain.h"
