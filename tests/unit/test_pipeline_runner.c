@@ -163,6 +163,7 @@ static dtrain_result forward(local *l, const action *a)
     const int stage = stage_of(l, a->chunk), first = first_layer(l, stage),
               end = first_layer(l, stage + 1);
     l->slot_of[a->chunk][a->micro_batch] = a->slot;
+    memset(slot, 0xff, sizeof *slot); /* NaN: whoever still needed it sees it */
     for (int i = 0; i < AREA; i++)
         slot->x[0][i] = stage == 0 ? sample(l->step, a->micro_batch, i)
                         : before   ? before->x[first - first_layer(l, stage - 1)][i]
@@ -272,6 +273,9 @@ static int rank_main(dtrain_world *world, void *user)
                (size_t)(end - first) * sizeof l->model.w[0]);
         if (end == LAYERS) memcpy(told->learned.loss, l->model.loss, sizeof l->model.loss);
     }
+    /* A rank that ends is an error for others, too: they must have heard of it before. */
+    if (j->bad_act && j->how == FAILS && l->rank == j->bad_rank)
+        ranks_await(&told->over, j->ranks - 1);
     free(l);
     ranks_count(&told->over);
     return result != DTRAIN_OK;
