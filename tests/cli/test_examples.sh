@@ -24,6 +24,16 @@ for ranks in 1 2 3 4; do
     cmp -s "$tmp/losses1" "$tmp/losses$ranks"
     result "tensor_parallel, $ranks ranks: the losses of one" $? "$tmp/losses$ranks"
 done
+# pipeline: the drawing that its comment has, and one loss for all ranks and kinds.
+good "pipeline, 2 ranks, ZB-H1" "^rank 1   \.  F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3$" "$build/pipeline"
+grep "^step" "$tmp/out" >"$tmp/losses"
+for layout in "1 0" "2 1" "3 2" "4 3" "4 4" "8 2"; do
+    good "pipeline, ranks and kind $layout" "^step 200 loss 0\.0[0-9]+$" "$build/pipeline" $layout
+    grep "^step" "$tmp/out" | cmp -s - "$tmp/losses"
+    result "pipeline, ranks and kind $layout: the same losses" $? "$tmp/out"
+done
+bad "pipeline, an unknown kind" "kind 9 of a pipeline" "$build/pipeline" 2 9
+bad "pipeline, ranks that are no number" "usage: pipeline" "$build/pipeline" two
 bad "tensor_parallel, a rank without a head" "usage: tensor_parallel" "$build/tensor_parallel" 5
 for ranks in 1 2 3; do
     good "full_shard, $ranks ranks" "500 losses and the parameters are equal, bit for bit" "$build/full_shard" $ranks
