@@ -110,6 +110,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__jsonl_finish(void *user, const dtrain_summ
     dtrain__json_add(text, "scaling", s->scaling, 0);
     dtrain__json_add(text, "comm_bytes", (double)s->comm_bytes, integer);
     if (s->tensor_bytes) dtrain__json_add(text, "tensor_bytes", (double)s->tensor_bytes, integer);
+    if (s->pipeline_bytes)
+        dtrain__json_add(text, "pipeline_bytes", (double)s->pipeline_bytes, integer);
     dtrain__json_add_known(text, &metrics->sample, DTRAIN_METRIC_FIXED);
     const dtrain_result result = dtrain__records_append(&metrics->jsonl, text);
     const dtrain_result closed = dtrain__records_close(&metrics->jsonl);

@@ -229,6 +229,10 @@ static void dtrain__summary_add(dtrain_metrics *metrics, const dtrain_step_recor
     s->tokens = record->tokens;
     s->comm_bytes += record->comm_bytes;
     s->tensor_bytes += record->tensor_bytes;
+    s->pipeline_bytes += record->pipeline_bytes;
+    if (record->ranks && record->figures[DTRAIN_FIGURE_BUBBLE].max_rank >= 0)
+        s->bubble_ms +=
+            (1e3 * record->figures[DTRAIN_FIGURE_BUBBLE].mean - s->bubble_ms) / (double)s->steps;
     s->seconds = now - metrics->started;
 }
 

@@ -40,6 +40,9 @@
  *     tensor_bytes, tensor_exposed_ms  with a mesh whose tensor axis has several ranks: of
  *                      comm_bytes, what went over that axis (the rest: over the data axis), and of
  *                      exposed_comm_ms what ranks waited for it, mean over ranks
+ *     pipeline_bytes, bubble_ms        with a mesh that has a pipeline axis: of comm_bytes, what
+ *                      went over that axis, and of exposed_comm_ms what ranks waited for other
+ *                      stages, mean over ranks
  *     bus_bytes_per_second           comm_bytes / time in flight: "busbw" of nccl-tests
  *     KIND_bytes       of comm_bytes, for KIND = all_reduce, reduce_scatter, all_gather, broadcast,
  *                      reduce, send, all_to_all; where a rank has sent any
@@ -56,8 +59,8 @@
  *
  * The last line has "final": true, wall_time, step, loss, val_loss, ranks, steps, tokens,
  * first_loss, last_loss, seconds, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, data_ms,
- * scaling, comm_bytes, tensor_bytes where such an axis is, and of desc.trainer what a rank holds
- * and what dtrain_trainer_plan says:
+ * scaling, comm_bytes, tensor_bytes and pipeline_bytes where such axes are, and of desc.trainer what
+ * a rank holds and what dtrain_trainer_plan says:
  *
  *     memory_param_bytes, memory_grad_bytes, memory_optimizer_bytes, memory_buffer_bytes,
  *     memory_host_bytes, and predicted_ with each of them, predicted_activation_bytes,
@@ -82,6 +85,8 @@ typedef struct dtrain_summary {
     double scaling;                           /* (step - exposed) / step: an upper estimate */
     uint64_t comm_bytes;                      /* of all steps, this rank ... */
     uint64_t tensor_bytes;                    /* ... and of them over the tensor axis of a mesh */
+    uint64_t pipeline_bytes;                  /* ... and over the pipeline axis */
+    double bubble_ms; /* wait for other stages, mean over ranks and steps; 0 without a pipeline */
 } dtrain_summary;
 
 #define DTRAIN_METRIC_INTEGER 1u /* exact below 2^53 */

@@ -75,6 +75,10 @@
     X(TENSOR_EXPOSED, "tensor_exposed_ms", "time", DTRAIN_METRIC_RANKS,                            \
       DTRAIN__FROM(MEAN, TENSOR_EXPOSED), "tensor_exposed_seconds", 1e-3,                          \
       "Exposed communication of the tensor axis, mean of ranks.")                                  \
+    X(PIPELINE_BYTES, "pipeline_bytes", "sent", DTRAIN__EACH, DTRAIN__FROM(RANKS, PIPELINE_BYTES), \
+      "pipeline_bytes", 1, "Bytes that rank 0 sent in the step over the pipeline axis.")           \
+    X(BUBBLE, "bubble_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, BUBBLE),                \
+      "bubble_seconds", 1e-3, "Wait for other stages of the pipeline, mean of ranks.")             \
     X(BUS, "bus_bytes_per_second", "sent", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, BUS),           \
       "bus_bytes_per_second", 1, "Bus bandwidth as nccl-tests have it, mean of ranks.")            \
     DTRAIN__KIND_LIST(X)                                                                           \

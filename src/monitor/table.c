@@ -154,6 +154,8 @@ DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_
     dtrain__fill_kinds(metrics, record);
     if (record->ranks && record->figures[DTRAIN_FIGURE_TENSOR_BYTES].max_rank >= 0)
         dtrain__set(metrics, DTRAIN__METRIC_TENSOR_BYTES, (double)record->tensor_bytes);
+    if (record->ranks && record->figures[DTRAIN_FIGURE_PIPELINE_BYTES].max_rank >= 0)
+        dtrain__set(metrics, DTRAIN__METRIC_PIPELINE_BYTES, (double)record->pipeline_bytes);
     if (!trainer) dtrain__fill_own_gpu(metrics);
     if (record->ranks == 0) return;
     if (record->ranks > 1) {

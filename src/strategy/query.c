@@ -44,6 +44,18 @@ DTRAIN__PRIVATE void dtrain__strategy_tensor_info(const dtrain_strategy *strateg
     dtrain__add_comm(info, strategy->extra[DTRAIN__TENSOR]);
 }
 
+DTRAIN__PRIVATE void dtrain__strategy_pipeline_info(const dtrain_strategy *strategy,
+                                                    dtrain_comm_info *info)
+{
+    const dtrain_comm *before = NULL; /* weights with the same ranks share one */
+    dtrain_comm_query(strategy->groups.pipeline, info);
+    for (size_t i = 0; i < strategy->param_count && strategy->ties; i++) {
+        const dtrain_comm *tie = strategy->ties[i];
+        if (tie && tie != before) dtrain__add_comm(info, tie);
+        if (tie) before = tie;
+    }
+}
+
 /* ---- Values -----------------------------------------------------------------------------------*/
 
 /* Put the parts that ranks of the tensor axis have of a parameter together in `host`. Each sends

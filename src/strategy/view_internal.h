@@ -33,6 +33,9 @@ DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
 /* The same along the tensor axis: of operations, and of sums of whole parameters' gradients. */
 DTRAIN__PRIVATE void dtrain__strategy_tensor_info(const dtrain_strategy *strategy,
                                                   dtrain_comm_info *info);
+/* The same along the pipeline axis: messages of a schedule, and sums of tied weights. */
+DTRAIN__PRIVATE void dtrain__strategy_pipeline_info(const dtrain_strategy *strategy,
+                                                    dtrain_comm_info *info);
 
 /* Which stages there are, and who has them: strategy/stages.c. */
 typedef struct dtrain__stage_map {

@@ -86,6 +86,7 @@ static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_r
         full.kind_bytes[kind] = (uint64_t)own[DTRAIN_FIGURE_COMM_BYTES + kind];
     if (trainer->groups.tensor_ranks > 1)
         full.tensor_bytes = (uint64_t)own[DTRAIN_FIGURE_TENSOR_BYTES];
+    if (trainer->groups.pipeline) full.pipeline_bytes = (uint64_t)own[DTRAIN_FIGURE_PIPELINE_BYTES];
     dtrain__put_loss(trainer, trainer->loss, trainer->weight, trainer->desc.micro_batches, own);
     own[DTRAIN__WORD_ENDED] = (double)trainer->joined / (double)trainer->desc.micro_batches;
     dtrain_world_query(trainer->world, &world);
@@ -207,19 +208,23 @@ static void dtrain__trainer_counters(const dtrain_trainer *trainer, double *word
                  {DTRAIN_FIGURE_EXPOSED_COMM, DTRAIN_SPAN_COMM},
                  {DTRAIN_FIGURE_OPTIMIZER, DTRAIN_SPAN_OPTIMIZER},
                  {DTRAIN_FIGURE_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT}};
-    dtrain_comm_info comm, tensor;
+    dtrain_comm_info comm, tensor, line;
     dtrain__strategy_comm_info(trainer->desc.strategy, &comm);
     dtrain__strategy_tensor_info(trainer->desc.strategy, &tensor);
+    dtrain__strategy_pipeline_info(trainer->desc.strategy, &line);
     memset(words, 0, DTRAIN__WORD_COUNT * sizeof *words);
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
         words[parts[i].figure] = dtrain__span_seconds(trainer->world, parts[i].kind);
     for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
         words[DTRAIN_FIGURE_COMM_BYTES + kind] =
-            (double)(comm.kind_bytes[kind] + tensor.kind_bytes[kind]);
-    words[DTRAIN_FIGURE_COMM_BYTES] = (double)(comm.wire_bytes + tensor.wire_bytes);
+            (double)(comm.kind_bytes[kind] + tensor.kind_bytes[kind] + line.kind_bytes[kind]);
+    words[DTRAIN_FIGURE_COMM_BYTES] =
+        (double)(comm.wire_bytes + tensor.wire_bytes + line.wire_bytes);
     words[DTRAIN_FIGURE_TENSOR_BYTES] = (double)tensor.wire_bytes;
     words[DTRAIN_FIGURE_TENSOR_EXPOSED] = tensor.inside_seconds;
-    words[DTRAIN__WORD_COMM] = comm.flight_seconds + tensor.flight_seconds;
+    words[DTRAIN_FIGURE_PIPELINE_BYTES] = (double)line.wire_bytes;
+    words[DTRAIN_FIGURE_BUBBLE] = line.inside_seconds;
+    words[DTRAIN__WORD_COMM] = comm.flight_seconds + tensor.flight_seconds + line.flight_seconds;
     words[DTRAIN_FIGURE_FLOPS] = trainer->tape->flops;
     words[DTRAIN_FIGURE_STEP] = dtrain_seconds();
 }
@@ -245,6 +250,8 @@ static void dtrain__trainer_figures(const dtrain_trainer *trainer, const double 
     own[DTRAIN_FIGURE_ACTIVATIONS] = (double)(tape.activation_bytes + tape.gradient_bytes);
     if (trainer->groups.tensor_ranks == 1)
         own[DTRAIN_FIGURE_TENSOR_BYTES] = own[DTRAIN_FIGURE_TENSOR_EXPOSED] = DTRAIN__NAN;
+    if (!trainer->groups.pipeline)
+        own[DTRAIN_FIGURE_PIPELINE_BYTES] = own[DTRAIN_FIGURE_BUBBLE] = DTRAIN__NAN;
     for (int figure = DTRAIN_FIGURE_GPU_UTILIZATION; figure < DTRAIN_FIGURE_COUNT; figure++)
         own[figure] = (double)trainer->gpu[figure - DTRAIN_FIGURE_GPU_UTILIZATION];
 }

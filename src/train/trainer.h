@@ -97,6 +97,9 @@ typedef enum dtrain_figure {
     /* Of them, over the tensor axis of a mesh; NaN without one, or with one rank along it. */
     DTRAIN_FIGURE_TENSOR_BYTES = 13 + DTRAIN_COLLECTIVE_KINDS,
     DTRAIN_FIGURE_TENSOR_EXPOSED, /* of exposed_comm, seconds in calls of that axis */
+    /* Of the bytes, over the pipeline axis; NaN without one. */
+    DTRAIN_FIGURE_PIPELINE_BYTES,
+    DTRAIN_FIGURE_BUBBLE, /* of exposed_comm, seconds in which the rank waited for other stages */
     /* By NVML, of the rank's GPU: see dtrain_metrics_desc. */
     DTRAIN_FIGURE_GPU_UTILIZATION, /* 0 to 1 */
     DTRAIN_FIGURE_GPU_MEMORY,      /* bytes in use, by all processes */
@@ -136,9 +139,9 @@ typedef struct dtrain_step_record {
     int ranks; /* that the figures come from; 0: a record without figures */
     dtrain_spread figures[DTRAIN_FIGURE_COUNT];   /* by dtrain_figure */
     uint64_t kind_bytes[DTRAIN_COLLECTIVE_KINDS]; /* comm_bytes, by dtrain_collective_kind */
-    uint64_t
-        tensor_bytes; /* of comm_bytes, over the tensor axis; the rest went over the data axis */
-    bool ended;       /* the data of all ranks had ended: this was no step, and it is not counted */
+    uint64_t tensor_bytes;                        /* of comm_bytes, over the tensor axis ... */
+    uint64_t pipeline_bytes; /* ... and the pipeline axis; the rest went over the data axis */
+    bool ended; /* the data of all ranks had ended: this was no step, and it is not counted */
     bool stop_requested; /* of a rank, by a signal (desc.catch_signals of dtrain_launch): all ranks
                             see it in the same step, and end behind it together */
 } dtrain_step_record;

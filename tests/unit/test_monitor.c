@@ -97,6 +97,7 @@ static dtrain_step_record random_record(int64_t step)
     for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
         if (draw(2)) r.kind_bytes[kind] = draw(1u << 30);
     if (draw(2)) r.tensor_bytes = draw(1u << 30);
+    if (draw(2)) r.pipeline_bytes = draw(1u << 30);
     return r;
 }
 
@@ -164,6 +165,11 @@ static bool expected(const dtrain_step_record *r, const char *name, double *valu
     IS("tensor_bytes", r->tensor_bytes, r->ranks > 0 && tensor->max_rank >= 0);
     IS("tensor_exposed_ms", 1e3 * waited->mean,
        r->ranks > 0 && waited->max_rank >= 0 && isfinite(waited->mean));
+    const dtrain_spread *line = &r->figures[DTRAIN_FIGURE_PIPELINE_BYTES],
+                        *bubble = &r->figures[DTRAIN_FIGURE_BUBBLE];
+    IS("pipeline_bytes", r->pipeline_bytes, r->ranks > 0 && line->max_rank >= 0);
+    IS("bubble_ms", 1e3 * bubble->mean,
+       r->ranks > 0 && bubble->max_rank >= 0 && isfinite(bubble->mean));
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         const dtrain_spread *all = &r->figures[parts[i].figure];
         const bool known = r->ranks > 0 && all->max_rank >= 0, several = known && r->ranks > 1;

@@ -186,7 +186,8 @@ static void show_sent(const run_job *j, const dtrain_strategy_info *info,
 {
     const dtrain_emulation *e = &j->s->emulation;
     const double steps = (double)(summary->steps ? summary->steps : 1);
-    const double sent = (double)(summary->comm_bytes - summary->tensor_bytes) / steps;
+    const double sent =
+        (double)(summary->comm_bytes - summary->tensor_bytes - summary->pipeline_bytes) / steps;
     char text[128];
     describe_compression(&info->desc, text, sizeof text);
     if (info->desc.compression)
@@ -262,6 +263,13 @@ static void show_end(dtrain_world *world, const run_job *j, const dtrain_summary
     if (summary->tensor_bytes)
         printf("  tensor axis          %10.1f MiB of these sent a step, in every layer\n",
                mib(summary->tensor_bytes) / (double)(summary->steps ? summary->steps : 1));
+    if (summary->pipeline_bytes)
+        printf(
+            "  pipeline axis        %10.1f MiB of these sent a step; bubble %.2f ms, %.1f %% of a "
+            "step, mean of ranks\n",
+            mib(summary->pipeline_bytes) / (double)(summary->steps ? summary->steps : 1),
+            summary->bubble_ms,
+            summary->step_ms > 0 ? 100 * summary->bubble_ms / summary->step_ms : 0);
     printf("  data                 %10.3f ms  of a step in wait for batches: %.2f %%\n",
            summary->data_ms, summary->step_ms > 0 ? 100 * summary->data_ms / summary->step_ms : 0);
     show_sent(j, &info, summary, job_ranks(world, j));
