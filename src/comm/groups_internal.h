@@ -30,6 +30,7 @@ typedef struct dtrain__groups {
     int tensor_ranks, tensor_rank; /* also of a plan, which has no communicators */
     int pipeline_ranks, pipeline_rank;
     bool sequence_parallel; /* rows between shared layers are divided over `tensor` */
+    bool exact;             /* sums over what `tensor` cuts are made of lanes */
 } dtrain__groups;
 
 /* Tell whether this rank's loss counts: a pipeline ends in the last rank of a model. */

@@ -9,6 +9,7 @@
 #include "world/world_internal.h"
 #include "comm/backend.h"
 #include "comm/comm.h"
+#include "parallel/cut_internal.h"
 #include "parallel/mesh_internal.h"
 
 /* A plan may be for more ranks than can be started; the product of three axes fits 64 bits. */
@@ -48,6 +49,22 @@ static dtrain_result dtrain__mesh_resolve(const dtrain_mesh_desc *desc, dtrain_m
                        rest ? "does not divide the" : "are not the", info->ranks);
 }
 
+/* Refuse a mesh that `exact` does not cover. */
+static dtrain_result dtrain__mesh_exact(const dtrain_mesh_desc *desc, const dtrain_mesh_info *info)
+{
+    if (!desc->exact) return DTRAIN_OK;
+    if (info->tensor > DTRAIN__SUM_LANES || DTRAIN__SUM_LANES % info->tensor)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_mesh_create: exact adds up %d lanes, which a tensor axis of %d "
+                           "ranks does not share evenly; take 1, 2, 4 or 8",
+                           DTRAIN__SUM_LANES, info->tensor);
+    if (!desc->sequence_parallel && info->pipeline == 1) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "dtrain_mesh_create: exact is set beside %s, whose sums depend on the "
+                       "ranks; leave one of them out",
+                       desc->sequence_parallel ? "sequence_parallel" : "a pipeline axis");
+}
+
 /* Return the sum of those axes that have several ranks. */
 static uint32_t dtrain__mesh_axes(const dtrain_mesh_info *info, uint32_t axes)
 {
@@ -60,21 +77,19 @@ static uint32_t dtrain__mesh_axes(const dtrain_mesh_info *info, uint32_t axes)
 /* Refuse descs that differ between ranks. */
 static dtrain_result dtrain__mesh_compare(const dtrain_mesh *mesh, const dtrain_mesh_desc *desc)
 {
-    const int64_t own[4] = {desc->tensor, desc->data, desc->pipeline, desc->sequence_parallel};
-    int64_t most[8];
-    for (int i = 0; i < 4; i++) most[i] = own[i], most[4 + i] = -own[i];
+    static const char *const names[] = {"tensor", "data", "pipeline", "sequence_parallel", "exact"};
+    const int64_t own[5] = {desc->tensor, desc->data, desc->pipeline, desc->sequence_parallel,
+                            desc->exact};
+    int64_t most[10];
+    for (int i = 0; i < 5; i++) most[i] = own[i], most[5 + i] = -own[i];
     DTRAIN__TRY(
-        dtrain_all_reduce(mesh->all, most, most, 8, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
-    for (int i = 0; i < 4; i++)
-        if (most[i] != -most[4 + i])
+        dtrain_all_reduce(mesh->all, most, most, 10, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
+    for (int i = 0; i < 5; i++)
+        if (most[i] != -most[5 + i])
             return dtrain_fail(DTRAIN_ERROR_MISMATCH,
                                "dtrain_mesh_create: ranks give different descs: %s is %lld on one "
                                "and %lld on another; give all of them the same",
-                               i == 0   ? "tensor"
-                               : i == 1 ? "data"
-                               : i == 2 ? "pipeline"
-                                        : "sequence_parallel",
-                               (long long)-most[4 + i], (long long)most[i]);
+                               names[i], (long long)-most[5 + i], (long long)most[i]);
     return DTRAIN_OK;
 }
 
@@ -149,6 +164,8 @@ DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_me
             info->data_rank = info->rank / info->tensor % info->data;
             info->pipeline_rank = info->rank / info->tensor / info->data;
             info->sequence_parallel = desc->sequence_parallel && info->tensor > 1;
+            info->exact = desc->exact;
+            result = dtrain__mesh_exact(desc, info);
         }
     }
     if (all) result = dtrain__agree(all, result);
@@ -211,5 +228,6 @@ DTRAIN__PRIVATE dtrain__groups dtrain__mesh_groups(dtrain_world *world, const dt
     groups.pipeline_ranks = at->pipeline;
     groups.pipeline_rank = at->pipeline_rank;
     groups.sequence_parallel = at->sequence_parallel;
+    groups.exact = at->exact;
     return groups;
 }

@@ -85,7 +85,7 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
                            call, (unsigned)strategy->desc.offload, strategy->device->ops->name);
     strategy->gathered =
         (int64_t *)dtrain__alloc(allocator, (size_t)dtrain_comm_size(groups->all),
-                                 2 * sizeof *strategy->gathered, "gathered hashes");
+                                 DTRAIN__SQUARES * sizeof *strategy->gathered, "gathered hashes");
     strategy->hashes =
         (uint64_t *)dtrain__alloc(allocator, count, sizeof *strategy->hashes, "hashes of values");
     if (!strategy->gathered || !strategy->hashes) return DTRAIN_ERROR_MEMORY;
@@ -178,10 +178,16 @@ static bool dtrain__block_is_read(const dtrain__layout *layout, int block)
     return block != DTRAIN__VALUES || layout->shards.state;
 }
 
+/* Return how many sums of squares there is memory for: this rank's, and those of its model. */
+static size_t dtrain__squares_most(const dtrain_strategy *strategy)
+{
+    return DTRAIN__SQUARES * (1 + (size_t)dtrain_comm_size(strategy->groups.model));
+}
+
 /* Return the size of the memory in which ranks add up: sums of squares, and the tally. */
 static size_t dtrain__sums_bytes(const dtrain_strategy *strategy)
 {
-    const size_t squares = DTRAIN__SQUARES + (size_t)dtrain_comm_size(strategy->groups.model);
+    const size_t squares = dtrain__squares_most(strategy);
     return squares * sizeof(double) +
            dtrain__tally_count(&strategy->desc, strategy->param_count) * sizeof(float);
 }
@@ -234,8 +240,7 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     }
     DTRAIN__TRY(dtrain_comm_alloc(strategy->groups.data, dtrain__sums_bytes(strategy), &memory));
     strategy->sum_squares = (double *)memory;
-    strategy->tally = (float *)(void *)(strategy->sum_squares + DTRAIN__SQUARES +
-                                        dtrain_comm_size(strategy->groups.model));
+    strategy->tally = (float *)(void *)(strategy->sum_squares + dtrain__squares_most(strategy));
     dtrain__ways_memory(layout);
     DTRAIN__TRY(dtrain__list_shards(strategy));
     DTRAIN__TRY(dtrain__ways_open(strategy));
@@ -378,7 +383,7 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
                          dtrain__sums_bytes(strategy));
     dtrain__free(&a, strategy->sums, tally, sizeof *strategy->sums);
     dtrain__free(&a, strategy->gathered, (size_t)dtrain_comm_size(strategy->groups.all),
-                 2 * sizeof *strategy->gathered);
+                 DTRAIN__SQUARES * sizeof *strategy->gathered);
     dtrain__free(&a, strategy->hashes, count, sizeof *strategy->hashes);
     dtrain__free(&a, strategy->states, count, sizeof *strategy->states);
     dtrain__free(&a, strategy->shards, count, sizeof *strategy->shards);

@@ -215,10 +215,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
     const bool ahead = (!kind || kind->shards.params) && !desc->no_overlap;
     const dtrain_comm_hook_desc *hook = desc->compression ? dtrain__hook_of(how) : NULL;
     const dtrain__groups *groups = &strategy->groups;
-    char text[832];
+    char text[864];
     snprintf(
         text, sizeof text,
-        "mesh of tensor %d, data %d, pipeline %d, sequence_parallel %d, stages of units %08x, kind "
+        "mesh of tensor %d, data %d, pipeline %d, sequence_parallel %d, exact %d, stages of units "
+        "%08x, kind "
         "%s, missing_gradient %u, average "
         "%u, accumulation %u, param_dtype %s, reduce_dtype "
         "%s, "
@@ -229,7 +230,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
         "topk_ratio %.9g, topk_momentum %.9g, warmup_ratio %.9g, dense_below %lld, dense_steps "
         "%llu, warmup_steps %llu",
         groups->tensor_ranks, dtrain_comm_size(groups->data), groups->pipeline_ranks,
-        groups->sequence_parallel, (unsigned)dtrain__stage_hash(strategy),
+        groups->sequence_parallel, groups->exact, (unsigned)dtrain__stage_hash(strategy),
         kind ? kind->name : "auto", (unsigned)desc->missing_gradient, (unsigned)desc->average,
         (unsigned)desc->accumulation, dtrain_dtype_name((dtrain_dtype)desc->param_dtype),
         dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype), (unsigned)desc->offload,

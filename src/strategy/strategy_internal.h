@@ -37,8 +37,8 @@
 #include "strategy/view_internal.h"
 #include "device/backend.h"
 
-#define DTRAIN__SQUARES \
-    2 /* sums for a norm: of what a rank counts, of what the tensor axis repeats */
+/* Most sums for a norm: of what a rank counts, of its lanes, of what the tensor axis repeats. */
+#define DTRAIN__SQUARES (2 + DTRAIN__SUM_LANES)
 
 /* dtrain__bucket.stage: not launched, then the number of the step under way, from 1, then done. */
 enum { DTRAIN__REDUCE_IDLE = 0, DTRAIN__REDUCED = 99 };
@@ -129,11 +129,11 @@ struct dtrain_strategy {
     dtrain_allocator allocator;
     dtrain_work **works;  /* (param_count, 2 works_per_bucket): reduces, gathers of buckets */
     dtrain_shard *shards; /* (param_count), shard_count in use */
-    int64_t *gathered;    /* (2 a rank of `all`): scratch */
+    int64_t *gathered;    /* (DTRAIN__SQUARES a rank of `all`): scratch */
     uint64_t *hashes;     /* (param_count) of values, while verify compares them */
-    double *sum_squares; /* (DTRAIN__SQUARES, and one a rank of `model`) device memory, for the norm
-                             of gradients; the tally follows it */
-    float *tally, *sums; /* (tally_count) device memory; its copy on the host: weights.c */
+    double *sum_squares;  /* (DTRAIN__SQUARES, and as many a rank of `model`) device memory, for the
+                             norm of gradients; the tally follows it */
+    float *tally, *sums;  /* (tally_count) device memory; its copy on the host: weights.c */
     dtrain_work *tally_work;
     const float *device_weight; /* `weights` of a recorded step, in device memory; or NULL */
     size_t works_per_bucket, shard_count;

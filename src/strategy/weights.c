@@ -20,6 +20,9 @@
  *
  *     | sum of weights | of each parameter: how many ranks had a gradient of it |
  *
+ * On an exact mesh the first rank of a tensor axis alone gives its weight, and passes are those of
+ * the data axis: the sum is rounded alike for any number of ranks.
+ *
  * The tally stays in device memory, where the correction reads it. A rank with samples and all
  * gradients knows without it that the step has samples and that no gradient is absent; on other
  * ranks the host waits for the tally and reads it. */
@@ -179,6 +182,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
         dtrain__note_absent(strategy);
         DTRAIN__TRY(dtrain__tally_set(strategy, 0, 1, strategy->weights));
     }
+    if (strategy->groups.exact && strategy->groups.tensor_rank)
+        DTRAIN__TRY(ops->zero(strategy->device, strategy->tally, sizeof(float)));
     if (dtrain_comm_size(strategy->groups.all) == 1) {
         strategy->unsure = false;
         return DTRAIN_OK;
@@ -208,7 +213,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
     const int ranks = dtrain_comm_size(strategy->groups.all);
-    const float passes = (float)ranks * (float)strategy->passes;
+    const int counted = strategy->groups.exact ? ranks / strategy->groups.tensor_ranks : ranks;
+    const float passes = (float)counted * (float)strategy->passes;
     dtrain_work *work = strategy->tally_work;
     dtrain_axpby_args correct;
     memset(&correct, 0, sizeof correct);
