@@ -45,5 +45,7 @@ bad "kinds" 'full_shard gathers or reduces them one after the other' $gpt --rank
 bad "stages without a unit" 'unit' $gpt --ranks 9 --pipeline 9 --layers 2
 bad "chunks" '--chunks does nothing without --pipeline' $gpt --ranks 2 --chunks 2
 bad "a search" '--auto-batch with --pipeline 2' $gpt --ranks 2 --pipeline 2 --auto-batch
+bad "a program with passes of its own" '--pipeline 2: this program runs passes' "$build/resnet_cifar" --ranks 2 --pipeline 2 --steps 1
+bad "no model to write with" '--pipeline with --generate' $gpt --ranks 2 --pipeline 2 --generate 3 --resume "$tmp/saved"
 bad "a forecast" '--dry-run with --pipeline 2' $gpt --ranks 2 --pipeline 2 --dry-run
 finish

@@ -106,7 +106,7 @@ static int read_emulation(run_settings *s)
 }
 
 /* Refuse what does not go with a pipeline. */
-static int check_pipeline(run_settings *s)
+static int check_pipeline(run_settings *s, const run_program *program)
 {
     static const struct {
         const char *flag, *why;
@@ -114,8 +114,7 @@ static int check_pipeline(run_settings *s)
         {"--auto-batch", "which batch fits is not searched for with stages; use --batch"},
         {"--tune", "trials of layouts with stages are not made"},
         {"--dry-run", "forecasts have no pipelines yet"},
-        {"--graph", "a recorded step has one micro-batch under way"},
-        {"--generate", "no rank has all of the model; generate without it"}};
+        {"--graph", "a recorded step has one micro-batch under way"}};
     const long p = s->pipeline, all = p * s->tensor;
     s->line.kind = (uint32_t)s->pipeline_schedule;
     s->line.chunks = (uint32_t)s->chunks;
@@ -123,6 +122,10 @@ static int check_pipeline(run_settings *s)
         return BAD("%s does nothing without --pipeline above 1",
                    given("--chunks") ? "--chunks" : "--pipeline-schedule");
     if (p == 1) return 0;
+    if (!program->can_stage)
+        return BAD("--pipeline %ld: this program runs passes of the whole model of its own; leave "
+                   "--pipeline out",
+                   p);
     for (int i = 0; i < COUNT(without); i++)
         if (given(without[i].flag))
             return BAD("%s with --pipeline %ld: %s", without[i].flag, p, without[i].why);
@@ -138,7 +141,7 @@ static int check_tensor(run_settings *s, const run_program *program)
     const long t = s->tensor;
     if (s->sequence_parallel && t == 1)
         return BAD("--sequence-parallel does nothing without --tensor above 1");
-    if (check_pipeline(s)) return 2;
+    if (check_pipeline(s, program)) return 2;
     if (t == 1) return 0;
     if (!program->can_cut)
         return BAD("--tensor %ld: no parameter of this model has a mark that lets ranks share it; "

@@ -41,6 +41,7 @@ typedef struct run_program {
     void (*close)(run_job *j);
     bool own_table; /* validate prints the progress */
     bool can_cut;   /* its parameters have marks for a tensor axis */
+    bool can_stage; /* with a pipeline it runs no pass but the trainer's */
 } run_program;
 
 struct run_job {

@@ -151,6 +151,9 @@ static int check_model(const settings *s)
         if (given(of_training[i]))
             return BAD("%s does nothing with %s, which trains nothing", of_training[i],
                        s->generate ? "--generate" : "--steps 0");
+    if (s->run->pipeline > 1)
+        return BAD("--pipeline with %s: no rank has all of the model; leave it out",
+                   s->generate ? "--generate" : "--steps 0");
     if (!s->import_from == !s->run->resume)
         return BAD("%s needs a model: --import FILE or --resume CHECKPOINT",
                    s->generate ? "--generate" : "--steps 0");

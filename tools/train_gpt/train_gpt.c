@@ -75,7 +75,8 @@ static const run_program gpt_program = {.things = "tokens",
                                         .show_start = show_gpt,
                                         .finish = finish_gpt,
                                         .close = close_gpt,
-                                        .can_cut = true};
+                                        .can_cut = true,
+                                        .can_stage = true};
 
 /* Export a model, or let it write: what every rank runs if there is nothing to train. */
 static int use_model(dtrain_world *world, void *user)
