@@ -42,6 +42,7 @@ typedef struct outcome {
     float values[RANKS][MOST];
     uint64_t skipped[RANKS];
     bool ended[RANKS];
+    uint64_t bytes[RANKS]; /* of the last step, over the pipeline axis */
 } outcome;
 
 typedef struct run {
@@ -224,6 +225,8 @@ static dtrain_result train(dtrain_world *world, run *r, local *l, dtrain_mesh *m
         if (result != DTRAIN_OK) return result;
         out->loss[rank][step] = record.loss, out->norm[rank][step] = record.grad_norm;
         out->ended[rank] = record.ended;
+        out->bytes[rank] = record.pipeline_bytes;
+        CHECK(record.pipeline_bytes <= record.comm_bytes);
         out->skipped[rank] = record.skipped_steps;
         if (step == 0) check_planned(world, r, l, &t, *trainer);
         if (step == 1) { /* between two steps, on other data */
@@ -335,9 +338,47 @@ static void test_random_models(void)
     }
 }
 
+/* One tensor of each boundary goes forward and its gradient back, for each micro-batch. */
+static void test_bytes(void)
+{
+    spec s;
+    memset(&s, 0, sizeof s);
+    s.units = 8, s.micro_batches = 4, s.optimizer = DTRAIN_OPTIMIZER_SGD,
+    s.kind = DTRAIN_STRATEGY_DDP;
+    s.tensor = 1, s.pipeline = 4, s.data = 2;
+    for (int u = 0; u < UNITS; u++) s.skip_from[u] = -1;
+    for (int r = 0; r < RANKS; r++) s.ends[r] = 1000;
+    for (s.schedule = DTRAIN_PIPELINE_1F1B; s.schedule <= DTRAIN_PIPELINE_ZBV; s.schedule++) {
+        const uint64_t boundary = s.micro_batches * ROWS * WIDTH * sizeof(float);
+        const uint64_t norm =
+            3 * 2 * sizeof(double); /* the axis also gathers two sums of its other ranks */
+        run *r = launch(&s, s.tensor, s.pipeline);
+        for (int rank = 0; rank < 8; rank++) {
+            const int at = rank / s.data, chunks = s.schedule >= DTRAIN_PIPELINE_INTERLEAVED &&
+                                                           s.schedule != DTRAIN_PIPELINE_ZB_H1
+                                                       ? 2
+                                                       : 1;
+            uint64_t messages = 0;
+            for (int c = 0; c < chunks; c++) {
+                const int stage = dtrain_pipeline_stage(s.schedule, 4, chunks, at, c);
+                const bool turns =
+                    s.schedule == DTRAIN_PIPELINE_ZBV; /* stages 3 and 4 are on rank 3 */
+                messages += (uint64_t)(stage < 4 * chunks - 1 && !(turns && stage == 3)) +
+                            (stage > 0 && !(turns && stage == 4));
+            }
+            CHECK_MSG(r->out.bytes[rank] == messages * boundary + norm,
+                      "schedule %u: rank %d sent %llu bytes, expected %llu", s.schedule, rank,
+                      (unsigned long long)r->out.bytes[rank],
+                      (unsigned long long)(messages * boundary + norm));
+        }
+        munmap(r, sizeof *r);
+    }
+}
+
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
+    RUN(test_bytes);
     RUN(test_random_models);
     return test_summary();
 }
