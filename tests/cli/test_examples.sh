@@ -65,6 +65,33 @@ bad "gpt, flag without value" "--lr needs a value" $tiny --lr
 bad "gpt, steps that are no number" "positive numbers" $tiny --steps many
 bad "gpt, missing data" "$tmp/none" $tiny --data "$tmp/none"
 
+# parallel_3d: the losses of one rank, but for the rounding of the last digit, whatever part of the model a rank has.
+cubic="$build/parallel_3d --data $tmp/sums.txt --steps 6 --batch 8"
+laid_out() { # laid_out RANKS TENSOR PIPELINE PARAMETERS FLAGS...
+    name="parallel_3d, $*"
+    wanted="^rank 0 has $4 of the 834304 parameters"
+    layout="--ranks $1 --tensor $2 --pipeline $3"
+    shift 4
+    good "$name" "$wanted" $cubic $layout "$@"
+    grep "^step" "$tmp/out" >"$tmp/other"
+    [ -s "$tmp/3d" ] || cp "$tmp/other" "$tmp/3d"
+    paste "$tmp/3d" "$tmp/other" | awk '{ d = $4 - $8; bad += NF != 8 || d * d > 1.1e-6 } END { exit bad || NR != 6 }' # the last digit
+    result "$name: the losses of one rank" $? "$tmp/other"
+}
+laid_out 1 1 1 834304
+laid_out 4 2 2 223616
+laid_out 4 1 2 437504 --schedule zb_h1
+laid_out 4 2 1 422912 --strategy zero1
+laid_out 8 2 2 223616
+good "parallel_3d, who has what" "^pipeline 1: ranks 4\+5 6\+7" $cubic --steps 1
+grep -q "^rank 1   \.  F0 B0 B0 F1 B1 B1" "$tmp/out"
+result "parallel_3d draws its schedule" $? "$tmp/out"
+bad "parallel_3d, unknown flag" '"--layers 3" is not understood' $cubic --layers 3
+bad "parallel_3d, no such schedule" '"--schedule sine" is not understood' $cubic --schedule sine
+bad "parallel_3d, flag without value" '"--chunks " is not understood' $cubic --chunks
+bad "parallel_3d, an option without effect" "do nothing with --pipeline 1" $cubic --pipeline 1 --chunks 2
+bad "parallel_3d, samples that cannot be divided" "--batch 9 should be" $cubic --batch 9
+
 # mlp on CIFAR-10's format. Class k is bright in the k-th tenth of the image. Each training file has two
 # of the classes, so accuracy needs all five; and with every label of the test file one too high, no
 # answer can be right that was not learned from it.
