@@ -102,9 +102,9 @@
        src/launch/explain.c                 What a launch makes of its environment, in words and in numbers
        src/launch/restart.c                 Restarts
        src/parallel/mesh.c                  Meshes: the arithmetic of ranks and places, and communicators along the axes
+       src/parallel/cut_internal.h          The part of a cut parameter, or of a row whose columns are cut, that a rank has
        src/parallel/mesh_internal.h         Who shares what with this rank: groups, made of a mesh or of a world
        src/parallel/cut.c                   Cuts: which part of a parameter a rank has
-       src/parallel/cut_internal.h          The part of a cut parameter, or of a row whose columns are cut, that a rank has
        src/parallel/exchange.c              Exchanges along the tensor axis
        src/parallel/exchange_internal.h     Exchanges along the tensor axis: of device memory, rows of n elements
        src/parallel/loss.c                  Vocabulary-parallel cross-entropy on arrays
@@ -149,6 +149,7 @@
        src/tape/staging.c                   Page-locked staging of inputs
        src/tape/op.c                        Running an operation
        src/tape/backward.c                  Backward
+       src/tape/lanes.c                     Sums of lanes
        src/tape/linear.c                    Linear layers, whole and shared by the ranks of a tensor axis
        src/tape/norms.c                     Norms: of layers, and by the root mean square
        src/tape/embedding.c                 Embedding
@@ -411,8 +412,9 @@
                       the same float but in rare cases (about one step in 10^8). GPU kernels use no
                       floating atomics; NCCL's sums alone depend on its choice of algorithm.
    Any layout         a tensor axis gives the losses of one rank to rounding: a sum over features is
-                      taken in parts there. Initial values and dropout masks are drawn by place in
-                      the whole, and are the same bits for any number of ranks.
+                      taken in parts there; to the bit between meshes that are exact
+                      (dtrain_mesh_desc.exact). Initial values and dropout masks are drawn by place
+                      in the whole, and are the same bits for any number of ranks.
    Whatever ranks do  they may differ in which gradients they have and in whose memory, in the order
                       in which they become ready, in the units that backward comes to: the result
                       is right, or all ranks get an error.
@@ -1222,6 +1224,16 @@ typedef struct dtrain_mesh_desc {
                                    has a part of the rows (batch * sequence) instead of all of them:
                                    less memory, the same bytes sent (Korthikanti et al., "Reducing
                                    Activation Recomputation", 2022) */
+    bool exact;                 /* losses and weights have the same bits for 1, 2, 4 and 8 ranks on
+                                   the tensor axis, each with `exact`: what it cuts is added up as 8
+                                   lanes, by one tree, at the price of more and smaller products.
+                                   Components of cuts divide by 8, their parts (heads) by the ranks.
+                                   Refused: a sequence_parallel or pipeline axis; values narrower
+                                   than fp32; a strategy that shards over several data ranks,
+                                   compresses or offloads. The loss on arrays
+                                   (dtrain_vocab_cross_entropy) takes no part. Holds on a
+                                   device whose products depend on the summed length alone, as the
+                                   CPU's do; cuBLAS promises no such thing */
     dtrain_comm *comm;          /* the ranks; NULL = all of the world */
     int ranks, rank;            /* where world is NULL: of how many, and which one, to plan for */
 } dtrain_mesh_desc;
@@ -1239,7 +1251,7 @@ typedef struct dtrain_mesh_info {
     int ranks, rank;                           /* of the whole mesh */
     int tensor, data, pipeline;                /* ranks along each axis */
     int tensor_rank, data_rank, pipeline_rank; /* this rank's place on it */
-    bool sequence_parallel;
+    bool sequence_parallel, exact;
 } dtrain_mesh_info;
 /* Tell the shape of a mesh, and where this rank is in it; all zero for NULL. */
 DTRAIN_API void dtrain_mesh_query(const dtrain_mesh *mesh, dtrain_mesh_info *info);
@@ -2687,6 +2699,9 @@ typedef enum dtrain_figure {
     /* Of them, over the tensor axis of a mesh; NaN without one, or with one rank along it. */
     DTRAIN_FIGURE_TENSOR_BYTES = 13 + DTRAIN_COLLECTIVE_KINDS,
     DTRAIN_FIGURE_TENSOR_EXPOSED, /* of exposed_comm, seconds in calls of that axis */
+    /* Of the bytes, over the pipeline axis; NaN without one. */
+    DTRAIN_FIGURE_PIPELINE_BYTES,
+    DTRAIN_FIGURE_BUBBLE, /* of exposed_comm, seconds in which the rank waited for other stages */
     /* By NVML, of the rank's GPU: see dtrain_metrics_desc. */
     DTRAIN_FIGURE_GPU_UTILIZATION, /* 0 to 1 */
     DTRAIN_FIGURE_GPU_MEMORY,      /* bytes in use, by all processes */
@@ -2726,9 +2741,9 @@ typedef struct dtrain_step_record {
     int ranks; /* that the figures come from; 0: a record without figures */
     dtrain_spread figures[DTRAIN_FIGURE_COUNT];   /* by dtrain_figure */
     uint64_t kind_bytes[DTRAIN_COLLECTIVE_KINDS]; /* comm_bytes, by dtrain_collective_kind */
-    uint64_t
-        tensor_bytes; /* of comm_bytes, over the tensor axis; the rest went over the data axis */
-    bool ended;       /* the data of all ranks had ended: this was no step, and it is not counted */
+    uint64_t tensor_bytes;                        /* of comm_bytes, over the tensor axis ... */
+    uint64_t pipeline_bytes; /* ... and the pipeline axis; the rest went over the data axis */
+    bool ended; /* the data of all ranks had ended: this was no step, and it is not counted */
     bool stop_requested; /* of a rank, by a signal (desc.catch_signals of dtrain_launch): all ranks
                             see it in the same step, and end behind it together */
 } dtrain_step_record;
@@ -3227,6 +3242,9 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
  *     tensor_bytes, tensor_exposed_ms  with a mesh whose tensor axis has several ranks: of
  *                      comm_bytes, what went over that axis (the rest: over the data axis), and of
  *                      exposed_comm_ms what ranks waited for it, mean over ranks
+ *     pipeline_bytes, bubble_ms        with a mesh that has a pipeline axis: of comm_bytes, what
+ *                      went over that axis, and of exposed_comm_ms what ranks waited for other
+ *                      stages, mean over ranks
  *     bus_bytes_per_second           comm_bytes / time in flight: "busbw" of nccl-tests
  *     KIND_bytes       of comm_bytes, for KIND = all_reduce, reduce_scatter, all_gather, broadcast,
  *                      reduce, send, all_to_all; where a rank has sent any
@@ -3243,8 +3261,8 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
  *
  * The last line has "final": true, wall_time, step, loss, val_loss, ranks, steps, tokens,
  * first_loss, last_loss, seconds, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, data_ms,
- * scaling, comm_bytes, tensor_bytes where such an axis is, and of desc.trainer what a rank holds
- * and what dtrain_trainer_plan says:
+ * scaling, comm_bytes, tensor_bytes and pipeline_bytes where such axes are, and of desc.trainer
+ * what a rank holds and what dtrain_trainer_plan says:
  *
  *     memory_param_bytes, memory_grad_bytes, memory_optimizer_bytes, memory_buffer_bytes,
  *     memory_host_bytes, and predicted_ with each of them, predicted_activation_bytes,
@@ -3262,6 +3280,8 @@ typedef struct dtrain_summary {
     double scaling;                           /* (step - exposed) / step: an upper estimate */
     uint64_t comm_bytes;                      /* of all steps, this rank ... */
     uint64_t tensor_bytes;                    /* ... and of them over the tensor axis of a mesh */
+    uint64_t pipeline_bytes;                  /* ... and over the pipeline axis */
+    double bubble_ms; /* wait for other stages, mean over ranks and steps; 0 without a pipeline */
 } dtrain_summary;
 
 #define DTRAIN_METRIC_INTEGER 1u /* exact below 2^53 */
@@ -8105,6 +8125,7 @@ typedef struct dtrain__groups {
     int tensor_ranks, tensor_rank; /* also of a plan, which has no communicators */
     int pipeline_ranks, pipeline_rank;
     bool sequence_parallel; /* rows between shared layers are divided over `tensor` */
+    bool exact;             /* sums over what `tensor` cuts are made of lanes */
 } dtrain__groups;
 
 /* Tell whether this rank's loss counts: a pipeline ends in the last rank of a model. */
@@ -12960,6 +12981,45 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
  * A communicator is named by the axes along which its ranks differ. Axes of one rank do not count:
  * with tensor 2, data 4 and no pipeline TENSOR + PIPELINE is TENSOR, and ALL is TENSOR + DATA. */
 
+/* ==== src/parallel/cut_internal.h ============================================================= */
+
+/* The part of a cut parameter, or of a row whose columns are cut, that a rank has. */
+
+/* Along the axis that is cut a part is one run of each component, one after the other. */
+typedef struct dtrain__share {
+    int64_t shape[4]; /* of the part; leading non-zero entries */
+    int64_t count;    /* its elements */
+    int axis;         /* that is cut; -1: none, the part is everything */
+    int64_t whole;    /* length of the axis in the whole */
+    int64_t inner;    /* elements of one step along the axis */
+    uint32_t runs;
+    int64_t first[DTRAIN_CUT_COMPONENTS], length[DTRAIN_CUT_COMPONENTS]; /* (runs) */
+    dtrain_cut cut; /* that it was made by, which also makes the parts of other ranks */
+} dtrain__share;
+
+/* parallel/cut.c */
+/* Check that a cut fits a shape and that each of `ranks` gets something; the sentence has no name
+ * of the parameter. */
+DTRAIN__PRIVATE dtrain_result dtrain__cut_check(const dtrain_cut *cut, const int64_t shape[4],
+                                                int ranks);
+/* Describe the part of a rank; the cut has been checked. */
+DTRAIN__PRIVATE void dtrain__share_of(const dtrain_cut *cut, const int64_t shape[4], int ranks,
+                                      int rank, dtrain__share *part);
+/* Describe the first of the equal pieces, lanes, into which an exact mesh divides each component of
+ * what is cut; false where they are not equal, or parts of `ranks` are not whole lanes. A part has
+ * its lanes of one component side by side. */
+#define DTRAIN__SUM_LANES 8
+DTRAIN__PRIVATE bool dtrain__lane_of(const dtrain_cut *cut, int64_t whole, int ranks,
+                                     dtrain__share *lane);
+/* Return the place in the whole of element i of a part, and in *run how many elements from there on
+ * follow one another in both. */
+DTRAIN__PRIVATE int64_t dtrain__share_place(const dtrain__share *part, int64_t i, int64_t *run);
+/* Tell whether two parts have the same runs of axes of the same length. */
+DTRAIN__PRIVATE bool dtrain__share_same(const dtrain__share *a, const dtrain__share *b);
+/* Write the runs of a part, "0-5 and 12-17 of 24", to a text of the caller's. */
+#define DTRAIN__SHARE_TEXT 224 /* 4 runs of two numbers of 19 digits fit */
+DTRAIN__PRIVATE const char *dtrain__share_text(const dtrain__share *part, char *text);
+
 /* ==== src/parallel/mesh_internal.h ============================================================ */
 
 /* Who shares what with this rank: groups, made of a mesh or of a world. */
@@ -13014,6 +13074,22 @@ static dtrain_result dtrain__mesh_resolve(const dtrain_mesh_desc *desc, dtrain_m
                        rest ? "does not divide the" : "are not the", info->ranks);
 }
 
+/* Refuse a mesh that `exact` does not cover. */
+static dtrain_result dtrain__mesh_exact(const dtrain_mesh_desc *desc, const dtrain_mesh_info *info)
+{
+    if (!desc->exact) return DTRAIN_OK;
+    if (info->tensor > DTRAIN__SUM_LANES || DTRAIN__SUM_LANES % info->tensor)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_mesh_create: exact adds up %d lanes, which a tensor axis of %d "
+                           "ranks does not share evenly; take 1, 2, 4 or 8",
+                           DTRAIN__SUM_LANES, info->tensor);
+    if (!desc->sequence_parallel && info->pipeline == 1) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "dtrain_mesh_create: exact is set beside %s, whose sums depend on the "
+                       "ranks; leave one of them out",
+                       desc->sequence_parallel ? "sequence_parallel" : "a pipeline axis");
+}
+
 /* Return the sum of those axes that have several ranks. */
 static uint32_t dtrain__mesh_axes(const dtrain_mesh_info *info, uint32_t axes)
 {
@@ -13026,21 +13102,19 @@ static uint32_t dtrain__mesh_axes(const dtrain_mesh_info *info, uint32_t axes)
 /* Refuse descs that differ between ranks. */
 static dtrain_result dtrain__mesh_compare(const dtrain_mesh *mesh, const dtrain_mesh_desc *desc)
 {
-    const int64_t own[4] = {desc->tensor, desc->data, desc->pipeline, desc->sequence_parallel};
-    int64_t most[8];
-    for (int i = 0; i < 4; i++) most[i] = own[i], most[4 + i] = -own[i];
+    static const char *const names[] = {"tensor", "data", "pipeline", "sequence_parallel", "exact"};
+    const int64_t own[5] = {desc->tensor, desc->data, desc->pipeline, desc->sequence_parallel,
+                            desc->exact};
+    int64_t most[10];
+    for (int i = 0; i < 5; i++) most[i] = own[i], most[5 + i] = -own[i];
     DTRAIN__TRY(
-        dtrain_all_reduce(mesh->all, most, most, 8, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
-    for (int i = 0; i < 4; i++)
-        if (most[i] != -most[4 + i])
+        dtrain_all_reduce(mesh->all, most, most, 10, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
+    for (int i = 0; i < 5; i++)
+        if (most[i] != -most[5 + i])
             return dtrain_fail(DTRAIN_ERROR_MISMATCH,
                                "dtrain_mesh_create: ranks give different descs: %s is %lld on one "
                                "and %lld on another; give all of them the same",
-                               i == 0   ? "tensor"
-                               : i == 1 ? "data"
-                               : i == 2 ? "pipeline"
-                                        : "sequence_parallel",
-                               (long long)-most[4 + i], (long long)most[i]);
+                               names[i], (long long)-most[5 + i], (long long)most[i]);
     return DTRAIN_OK;
 }
 
@@ -13115,6 +13189,8 @@ DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_me
             info->data_rank = info->rank / info->tensor % info->data;
             info->pipeline_rank = info->rank / info->tensor / info->data;
             info->sequence_parallel = desc->sequence_parallel && info->tensor > 1;
+            info->exact = desc->exact;
+            result = dtrain__mesh_exact(desc, info);
         }
     }
     if (all) result = dtrain__agree(all, result);
@@ -13177,45 +13253,13 @@ DTRAIN__PRIVATE dtrain__groups dtrain__mesh_groups(dtrain_world *world, const dt
     groups.pipeline_ranks = at->pipeline;
     groups.pipeline_rank = at->pipeline_rank;
     groups.sequence_parallel = at->sequence_parallel;
+    groups.exact = at->exact;
     return groups;
 }
 
 /* ==== src/parallel/cut.c ====================================================================== */
 
 /* Cuts: which part of a parameter a rank has */
-
-/* ==== src/parallel/cut_internal.h ============================================================= */
-
-/* The part of a cut parameter, or of a row whose columns are cut, that a rank has. */
-
-/* Along the axis that is cut a part is one run of each component, one after the other. */
-typedef struct dtrain__share {
-    int64_t shape[4]; /* of the part; leading non-zero entries */
-    int64_t count;    /* its elements */
-    int axis;         /* that is cut; -1: none, the part is everything */
-    int64_t whole;    /* length of the axis in the whole */
-    int64_t inner;    /* elements of one step along the axis */
-    uint32_t runs;
-    int64_t first[DTRAIN_CUT_COMPONENTS], length[DTRAIN_CUT_COMPONENTS]; /* (runs) */
-    dtrain_cut cut; /* that it was made by, which also makes the parts of other ranks */
-} dtrain__share;
-
-/* parallel/cut.c */
-/* Check that a cut fits a shape and that each of `ranks` gets something; the sentence has no name
- * of the parameter. */
-DTRAIN__PRIVATE dtrain_result dtrain__cut_check(const dtrain_cut *cut, const int64_t shape[4],
-                                                int ranks);
-/* Describe the part of a rank; the cut has been checked. */
-DTRAIN__PRIVATE void dtrain__share_of(const dtrain_cut *cut, const int64_t shape[4], int ranks,
-                                      int rank, dtrain__share *part);
-/* Return the place in the whole of element i of a part, and in *run how many elements from there on
- * follow one another in both. */
-DTRAIN__PRIVATE int64_t dtrain__share_place(const dtrain__share *part, int64_t i, int64_t *run);
-/* Tell whether two parts have the same runs of axes of the same length. */
-DTRAIN__PRIVATE bool dtrain__share_same(const dtrain__share *a, const dtrain__share *b);
-/* Write the runs of a part, "0-5 and 12-17 of 24", to a text of the caller's. */
-#define DTRAIN__SHARE_TEXT 224 /* 4 runs of two numbers of 19 digits fit */
-DTRAIN__PRIVATE const char *dtrain__share_text(const dtrain__share *part, char *text);
 
 /* Return the length of a component in the whole. */
 static int64_t dtrain__component(const dtrain_cut *cut, int64_t whole, uint32_t i)
@@ -13298,6 +13342,17 @@ DTRAIN__PRIVATE void dtrain__share_of(const dtrain_cut *cut, const int64_t shape
         part->count *= part->shape[axis];
         if (axis > part->axis) part->inner *= part->shape[axis];
     }
+}
+
+DTRAIN__PRIVATE bool dtrain__lane_of(const dtrain_cut *cut, int64_t whole, int ranks,
+                                     dtrain__share *lane)
+{
+    const int64_t shape[4] = {whole, 0, 0, 0};
+    dtrain_cut fine = *cut;
+    fine.axis = DTRAIN_CUT_ROWS;
+    fine.parts = 0; /* a lane may be a part of a head */
+    dtrain__share_of(&fine, shape, DTRAIN__SUM_LANES, 0, lane);
+    return lane->count * DTRAIN__SUM_LANES == whole && cut->parts % ranks == 0;
 }
 
 DTRAIN__PRIVATE int64_t dtrain__share_place(const dtrain__share *part, int64_t i, int64_t *run)
@@ -15080,6 +15135,9 @@ DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
 /* The same along the tensor axis: of operations, and of sums of whole parameters' gradients. */
 DTRAIN__PRIVATE void dtrain__strategy_tensor_info(const dtrain_strategy *strategy,
                                                   dtrain_comm_info *info);
+/* The same along the pipeline axis: messages of a schedule, and sums of tied weights. */
+DTRAIN__PRIVATE void dtrain__strategy_pipeline_info(const dtrain_strategy *strategy,
+                                                    dtrain_comm_info *info);
 
 /* Which stages there are, and who has them: strategy/stages.c. */
 typedef struct dtrain__stage_map {
@@ -15388,8 +15446,8 @@ DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtra
 DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
                                    int64_t *count);
 
-#define DTRAIN__SQUARES \
-    2 /* sums for a norm: of what a rank counts, of what the tensor axis repeats */
+/* Most sums for a norm: of what a rank counts, of its lanes, of what the tensor axis repeats. */
+#define DTRAIN__SQUARES (2 + DTRAIN__SUM_LANES)
 
 /* dtrain__bucket.stage: not launched, then the number of the step under way, from 1, then done. */
 enum { DTRAIN__REDUCE_IDLE = 0, DTRAIN__REDUCED = 99 };
@@ -15480,11 +15538,11 @@ struct dtrain_strategy {
     dtrain_allocator allocator;
     dtrain_work **works;  /* (param_count, 2 works_per_bucket): reduces, gathers of buckets */
     dtrain_shard *shards; /* (param_count), shard_count in use */
-    int64_t *gathered;    /* (2 a rank of `all`): scratch */
+    int64_t *gathered;    /* (DTRAIN__SQUARES a rank of `all`): scratch */
     uint64_t *hashes;     /* (param_count) of values, while verify compares them */
-    double *sum_squares; /* (DTRAIN__SQUARES, and one a rank of `model`) device memory, for the norm
-                             of gradients; the tally follows it */
-    float *tally, *sums; /* (tally_count) device memory; its copy on the host: weights.c */
+    double *sum_squares;  /* (DTRAIN__SQUARES, and as many a rank of `model`) device memory, for the
+                             norm of gradients; the tally follows it */
+    float *tally, *sums;  /* (tally_count) device memory; its copy on the host: weights.c */
     dtrain_work *tally_work;
     const float *device_weight; /* `weights` of a recorded step, in device memory; or NULL */
     size_t works_per_bucket, shard_count;
@@ -17307,6 +17365,9 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
  *
  *     | sum of weights | of each parameter: how many ranks had a gradient of it |
  *
+ * On an exact mesh the first rank of a tensor axis alone gives its weight, and passes are those of
+ * the data axis: the sum is rounded alike for any number of ranks.
+ *
  * The tally stays in device memory, where the correction reads it. A rank with samples and all
  * gradients knows without it that the step has samples and that no gradient is absent; on other
  * ranks the host waits for the tally and reads it. */
@@ -17463,6 +17524,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
         dtrain__note_absent(strategy);
         DTRAIN__TRY(dtrain__tally_set(strategy, 0, 1, strategy->weights));
     }
+    if (strategy->groups.exact && strategy->groups.tensor_rank)
+        DTRAIN__TRY(ops->zero(strategy->device, strategy->tally, sizeof(float)));
     if (dtrain_comm_size(strategy->groups.all) == 1) {
         strategy->unsure = false;
         return DTRAIN_OK;
@@ -17492,7 +17555,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
     const int ranks = dtrain_comm_size(strategy->groups.all);
-    const float passes = (float)ranks * (float)strategy->passes;
+    const int counted = strategy->groups.exact ? ranks / strategy->groups.tensor_ranks : ranks;
+    const float passes = (float)counted * (float)strategy->passes;
     dtrain_work *work = strategy->tally_work;
     dtrain_axpby_args correct;
     memset(&correct, 0, sizeof correct);
@@ -17549,7 +17613,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy, bo
  * Every element of the model counts once: of what the tensor axis cuts each rank counts its part,
  * of what is whole on all its ranks the first. The sum of as many squares of fp32 numbers as fit
  * into a memory is far inside double's range: it is not finite exactly when some gradient, on any
- * rank, is not. Replicas of a shard have the same bits, and ranks with different shards exchange
+ * rank, is not. On an exact mesh a rank's sum is several, of what is whole and of each of its lanes
+ * (tape/lanes.c): one after the other they are the same numbers for any number of ranks, in the
+ * same order. Replicas of a shard have the same bits, and ranks with different shards exchange
  * their sums: so all ranks get the same norm without further communication. */
 
 /* Tell whether this rank counts a parameter. Gradients that are not sharded are on all ranks that
@@ -17568,8 +17634,57 @@ static bool dtrain__counts(const dtrain_strategy *strategy, const dtrain_shard *
     return replicated ? whole : !whole || strategy->groups.tensor_rank == 0;
 }
 
-/* Add the squares of the shards in host memory, or of those on the device, to total (1), which is
- * in the same memory. */
+/* Return how many sums go into a norm from each rank. */
+static size_t dtrain__terms(const dtrain_strategy *strategy)
+{
+    const dtrain__groups *groups = &strategy->groups;
+    return groups->exact ? 1 + DTRAIN__SUM_LANES / (size_t)groups->tensor_ranks : 1;
+}
+
+/* Add the squares of `count` gradients to a sum. */
+static dtrain_result dtrain__add_piece(dtrain_device *device, const float *grad, int64_t count,
+                                       double *total)
+{
+    dtrain_sum_args args;
+    memset(&args, 0, sizeof args);
+    args.count = count;
+    args.squares = true;
+    args.accumulate = true;
+    args.scale = 1;
+    args.x = grad;
+    args.total = total;
+    return device->ops->sum(device, &args);
+}
+
+/* Add the squares of a parameter that may be cut to the sums of this rank's lanes: of one cut by
+ * columns a lane is a piece of each row. */
+static dtrain_result dtrain__add_lanes(const dtrain_strategy *strategy, dtrain_device *device,
+                                       const dtrain_shard *shard, double *totals)
+{
+    const dtrain_param *p = shard->param;
+    const int ranks = strategy->groups.tensor_ranks, here = DTRAIN__SUM_LANES / ranks;
+    const dtrain__share part = dtrain__share_here(p, &strategy->groups);
+    const int axis = (int)p->cut.axis - 1;
+    dtrain__share lane;
+    int64_t inner = 1;
+    for (int i = axis + 1; i < 4 && part.shape[i]; i++) inner *= part.shape[i];
+    if (!dtrain__lane_of(&p->cut, part.axis < 0 ? part.shape[axis] : part.whole, ranks, &lane))
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_grad_norm: parameter %s is cut into what does not divide into "
+                           "the %d lanes of an exact mesh; make it divisible, or leave exact out",
+                           p->name ? p->name : "without a name", DTRAIN__SUM_LANES);
+    for (int64_t at = 0; at < shard->count;) /* a row, or all of them */
+        for (uint32_t i = 0; i < lane.runs; i++)
+            for (int j = 0; j < here; j++) {
+                const int64_t count = lane.length[i] * inner;
+                DTRAIN__TRY(dtrain__add_piece(device, shard->grad + at, count, totals + j));
+                at += count;
+            }
+    return DTRAIN_OK;
+}
+
+/* Add the squares of the shards in host memory, or of those on the device, to total (1, or as many
+ * as there are terms), which is in the same memory. */
 static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host, bool replicated,
                                          double *total)
 {
@@ -17578,26 +17693,22 @@ static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host
     for (size_t i = 0; i < strategy->shard_count; i++) {
         const dtrain_shard *shard = &strategy->shards[i];
         const dtrain__bucket *bucket = layout->entries[shard->param->state.index].bucket;
-        dtrain_sum_args args;
         if (bucket->grad_on_host != on_host || shard->count == 0) continue;
         if (!dtrain__counts(strategy, shard, replicated)) continue;
-        memset(&args, 0, sizeof args);
-        args.count = shard->count;
-        args.squares = true;
-        args.accumulate = true;
-        args.scale = 1;
-        args.x = shard->grad;
-        args.total = total;
-        DTRAIN__TRY(device->ops->sum(device, &args));
+        if (strategy->groups.exact && shard->param->cut.axis)
+            DTRAIN__TRY(dtrain__add_lanes(strategy, device, shard, total + 1));
+        else DTRAIN__TRY(dtrain__add_piece(device, shard->grad, shard->count, total));
     }
     return DTRAIN_OK;
 }
 
-/* Zero total (1, device memory) and add the squares of what is on the device. */
+/* Zero total (1, or as many as there are terms, device memory) and add the squares of what is on
+ * the device. */
 static dtrain_result dtrain__device_squares(dtrain_strategy *strategy, bool replicated,
                                             double *total)
 {
-    DTRAIN__TRY(strategy->device->ops->zero(strategy->device, total, sizeof *total));
+    const size_t count = replicated ? 1 : dtrain__terms(strategy);
+    DTRAIN__TRY(strategy->device->ops->zero(strategy->device, total, count * sizeof *total));
     return dtrain__add_squares(strategy, false, replicated, total);
 }
 
@@ -17609,9 +17720,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_squares(dtrain_strategy *strategy,
     dtrain_work *work = NULL;
     DTRAIN__TRY(dtrain__device_squares(strategy, false, sum));
     *squares = model ? gathered : sum;
-    *count = model ? dtrain_comm_size(model) : 1;
+    *count = (int)dtrain__terms(strategy) * (model ? dtrain_comm_size(model) : 1);
     if (!model) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain_all_gather(model, sum, gathered, 1, DTRAIN_DTYPE_I64, &work));
+    DTRAIN__TRY(
+        dtrain_all_gather(model, sum, gathered, dtrain__terms(strategy), DTRAIN_DTYPE_I64, &work));
     return dtrain_work_wait(work);
 }
 
@@ -17647,23 +17759,28 @@ static dtrain_result dtrain__sum_copy(dtrain_strategy *strategy, double *sums, s
     return DTRAIN_OK;
 }
 
-/* Add up sums[0] of the ranks that hold one model, in rank order. sums[1], of gradients that are
+/* Add up the terms of the ranks that hold one model, in rank order: the same order of lanes for any
+ * number of ranks. The last of the `count` sums of each, of gradients that are
  * whole on all ranks of a tensor axis, must be the same on them: ranks that read other samples, or
  * run another program, would spoil the model without any other sign. Shards that are cut elsewhere,
  * and kernels that add in another order, make it differ by rounding; other samples by far more. */
-static dtrain_result dtrain__sum_model(dtrain_strategy *strategy, double *sums)
+static dtrain_result dtrain__sum_model(dtrain_strategy *strategy, double *sums, size_t count)
 {
     dtrain_comm *comm = strategy->groups.model;
     const int tensor_ranks = strategy->groups.tensor_ranks;
-    if (!comm) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__gather_sums(strategy, comm, sums, DTRAIN__SQUARES));
+    if (!comm) {
+        for (size_t k = 1; k < count; k++) sums[0] += sums[k];
+        return DTRAIN_OK;
+    }
+    DTRAIN__TRY(dtrain__gather_sums(strategy, comm, sums, count));
     sums[0] = 0;
     for (int i = 0; i < dtrain_comm_size(comm); i++)
-        sums[0] += dtrain__gathered_sum(strategy, (size_t)i * DTRAIN__SQUARES);
+        for (size_t k = 0; k + 1 < count; k++)
+            sums[0] += dtrain__gathered_sum(strategy, (size_t)i * count + k);
     for (int i = 0; i < dtrain_comm_size(comm) && dtrain__is_finite((float)sums[0]); i++) {
         const int first = i - i % tensor_ranks;
-        const double usual = dtrain__gathered_sum(strategy, (size_t)first * DTRAIN__SQUARES + 1);
-        const double one = dtrain__gathered_sum(strategy, (size_t)i * DTRAIN__SQUARES + 1);
+        const double usual = dtrain__gathered_sum(strategy, ((size_t)first + 1) * count - 1);
+        const double one = dtrain__gathered_sum(strategy, ((size_t)i + 1) * count - 1);
         if (fabs(one - usual) <= 1e-3 * (one + usual)) continue;
         return dtrain_fail(DTRAIN_ERROR_MISMATCH,
                            "dtrain_grad_norm: the gradients of what is whole on the tensor axis "
@@ -17679,16 +17796,18 @@ static dtrain_result dtrain__sum_model(dtrain_strategy *strategy, double *sums)
 DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, double *total)
 {
     dtrain_device *device = strategy->device;
-    const size_t count = strategy->groups.model ? DTRAIN__SQUARES : 1;
-    double sums[DTRAIN__SQUARES];
-    for (size_t k = 0; k < count; k++)
-        DTRAIN__TRY(dtrain__device_squares(strategy, k == 1, strategy->sum_squares + k));
-    DTRAIN__TRY(device->ops->copy(device, sums, strategy->sum_squares, count * sizeof *sums,
-                                  DTRAIN_COPY_DEVICE_TO_HOST));
-    for (size_t k = 0; k < count && strategy->layout.grads_on_host; k++)
-        DTRAIN__TRY(dtrain__add_squares(strategy, true, k == 1, &sums[k]));
+    const size_t terms = dtrain__terms(strategy), count = terms + (strategy->groups.model != NULL);
+    const bool on_host = strategy->layout.grads_on_host;
+    double sums[DTRAIN__SQUARES], *const here = strategy->sum_squares;
+    DTRAIN__TRY(dtrain__device_squares(strategy, false, here));
+    if (count > terms) DTRAIN__TRY(dtrain__device_squares(strategy, true, here + terms));
+    DTRAIN__TRY(
+        device->ops->copy(device, sums, here, count * sizeof *sums, DTRAIN_COPY_DEVICE_TO_HOST));
+    if (on_host) DTRAIN__TRY(dtrain__add_squares(strategy, true, false, sums));
+    if (on_host && count > terms)
+        DTRAIN__TRY(dtrain__add_squares(strategy, true, true, sums + terms));
     dtrain_result result = dtrain__sum_copy(strategy, sums, count);
-    if (result == DTRAIN_OK) result = dtrain__sum_model(strategy, sums);
+    if (result == DTRAIN_OK) result = dtrain__sum_model(strategy, sums, count);
     *total = sums[0];
     return dtrain__strategy_keep(strategy, result);
 }
@@ -19614,6 +19733,26 @@ static dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ra
                        call, desc->node_size, ranks);
 }
 
+/* Refuse what a mesh's `exact` does not cover. */
+static dtrain_result dtrain__check_exact(const dtrain_strategy *strategy, int ranks)
+{
+    const dtrain_strategy_desc *desc = &strategy->desc;
+    if (!strategy->groups.exact) return DTRAIN_OK;
+    const char *const found = strategy->kind->shards.state && ranks > 1
+                                  ? "a kind that shards over several data ranks"
+                              : desc->compression ? "compression"
+                              : desc->offload     ? "offload"
+                              : desc->param_dtype != (uint32_t)DTRAIN_DTYPE_F32 ||
+                                      desc->reduce_dtype != (uint32_t)DTRAIN_DTYPE_F32
+                                  ? "values narrower than fp32"
+                                  : NULL;
+    if (!found) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "dtrain_strategy_create: the mesh is exact, and the strategy has %s, where "
+                       "bits depend on the ranks; leave it out, or exact",
+                       found);
+}
+
 /* Decide who shares one copy of the model, and make the extra communicators. The color alone says
  * which ranks are meant, for comm/counting.c: a place within the node is below the node's size, and
  * the number of a node is added to it. */
@@ -19623,6 +19762,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
               rank = dtrain_comm_rank(strategy->groups.data);
     const bool sharded = strategy->kind->shards.state, replicas = strategy->kind->replicas;
     dtrain_strategy_desc *desc = &strategy->desc;
+    DTRAIN__TRY(dtrain__check_exact(strategy, ranks));
     if (strategy->groups.sequence_parallel) /* before anything that a data axis may refuse alone */
         DTRAIN__TRY(dtrain_comm_split(strategy->groups.tensor, 0, strategy->groups.tensor_rank,
                                       &strategy->extra[DTRAIN__TENSOR]));
@@ -20159,10 +20299,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
     const bool ahead = (!kind || kind->shards.params) && !desc->no_overlap;
     const dtrain_comm_hook_desc *hook = desc->compression ? dtrain__hook_of(how) : NULL;
     const dtrain__groups *groups = &strategy->groups;
-    char text[832];
+    char text[864];
     snprintf(
         text, sizeof text,
-        "mesh of tensor %d, data %d, pipeline %d, sequence_parallel %d, stages of units %08x, kind "
+        "mesh of tensor %d, data %d, pipeline %d, sequence_parallel %d, exact %d, stages of units "
+        "%08x, kind "
         "%s, missing_gradient %u, average "
         "%u, accumulation %u, param_dtype %s, reduce_dtype "
         "%s, "
@@ -20173,7 +20314,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
         "topk_ratio %.9g, topk_momentum %.9g, warmup_ratio %.9g, dense_below %lld, dense_steps "
         "%llu, warmup_steps %llu",
         groups->tensor_ranks, dtrain_comm_size(groups->data), groups->pipeline_ranks,
-        groups->sequence_parallel, (unsigned)dtrain__stage_hash(strategy),
+        groups->sequence_parallel, groups->exact, (unsigned)dtrain__stage_hash(strategy),
         kind ? kind->name : "auto", (unsigned)desc->missing_gradient, (unsigned)desc->average,
         (unsigned)desc->accumulation, dtrain_dtype_name((dtrain_dtype)desc->param_dtype),
         dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype), (unsigned)desc->offload,
@@ -20275,7 +20416,7 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
                            call, (unsigned)strategy->desc.offload, strategy->device->ops->name);
     strategy->gathered =
         (int64_t *)dtrain__alloc(allocator, (size_t)dtrain_comm_size(groups->all),
-                                 2 * sizeof *strategy->gathered, "gathered hashes");
+                                 DTRAIN__SQUARES * sizeof *strategy->gathered, "gathered hashes");
     strategy->hashes =
         (uint64_t *)dtrain__alloc(allocator, count, sizeof *strategy->hashes, "hashes of values");
     if (!strategy->gathered || !strategy->hashes) return DTRAIN_ERROR_MEMORY;
@@ -20368,10 +20509,16 @@ static bool dtrain__block_is_read(const dtrain__layout *layout, int block)
     return block != DTRAIN__VALUES || layout->shards.state;
 }
 
+/* Return how many sums of squares there is memory for: this rank's, and those of its model. */
+static size_t dtrain__squares_most(const dtrain_strategy *strategy)
+{
+    return DTRAIN__SQUARES * (1 + (size_t)dtrain_comm_size(strategy->groups.model));
+}
+
 /* Return the size of the memory in which ranks add up: sums of squares, and the tally. */
 static size_t dtrain__sums_bytes(const dtrain_strategy *strategy)
 {
-    const size_t squares = DTRAIN__SQUARES + (size_t)dtrain_comm_size(strategy->groups.model);
+    const size_t squares = dtrain__squares_most(strategy);
     return squares * sizeof(double) +
            dtrain__tally_count(&strategy->desc, strategy->param_count) * sizeof(float);
 }
@@ -20424,8 +20571,7 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     }
     DTRAIN__TRY(dtrain_comm_alloc(strategy->groups.data, dtrain__sums_bytes(strategy), &memory));
     strategy->sum_squares = (double *)memory;
-    strategy->tally = (float *)(void *)(strategy->sum_squares + DTRAIN__SQUARES +
-                                        dtrain_comm_size(strategy->groups.model));
+    strategy->tally = (float *)(void *)(strategy->sum_squares + dtrain__squares_most(strategy));
     dtrain__ways_memory(layout);
     DTRAIN__TRY(dtrain__list_shards(strategy));
     DTRAIN__TRY(dtrain__ways_open(strategy));
@@ -20568,7 +20714,7 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
                          dtrain__sums_bytes(strategy));
     dtrain__free(&a, strategy->sums, tally, sizeof *strategy->sums);
     dtrain__free(&a, strategy->gathered, (size_t)dtrain_comm_size(strategy->groups.all),
-                 2 * sizeof *strategy->gathered);
+                 DTRAIN__SQUARES * sizeof *strategy->gathered);
     dtrain__free(&a, strategy->hashes, count, sizeof *strategy->hashes);
     dtrain__free(&a, strategy->states, count, sizeof *strategy->states);
     dtrain__free(&a, strategy->shards, count, sizeof *strategy->shards);
@@ -20776,6 +20922,18 @@ DTRAIN__PRIVATE void dtrain__strategy_tensor_info(const dtrain_strategy *strateg
 {
     dtrain_comm_query(strategy->groups.tensor, info);
     dtrain__add_comm(info, strategy->extra[DTRAIN__TENSOR]);
+}
+
+DTRAIN__PRIVATE void dtrain__strategy_pipeline_info(const dtrain_strategy *strategy,
+                                                    dtrain_comm_info *info)
+{
+    const dtrain_comm *before = NULL; /* weights with the same ranks share one */
+    dtrain_comm_query(strategy->groups.pipeline, info);
+    for (size_t i = 0; i < strategy->param_count && strategy->ties; i++) {
+        const dtrain_comm *tie = strategy->ties[i];
+        if (tie && tie != before) dtrain__add_comm(info, tie);
+        if (tie) before = tie;
+    }
 }
 
 /* ---- Values -----------------------------------------------------------------------------------*/
@@ -21525,6 +21683,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_add(dtrain_device *device, int64_t co
 DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, const void *x,
                                              uint32_t dtype, int64_t count, double scale,
                                              const float *factor);
+
+/* tape/lanes.c */
+DTRAIN__PRIVATE dtrain_result dtrain__lanes_check(const dtrain_op *op, const dtrain_cut *cut,
+                                                  int64_t whole, dtrain__share *lane);
+DTRAIN__PRIVATE int64_t dtrain__lanes_slots(const dtrain_op *op);
+DTRAIN__PRIVATE dtrain_result dtrain__lanes_tree(const dtrain_op *op, float *slots, int count,
+                                                 int64_t n);
+DTRAIN__PRIVATE dtrain_result dtrain__lanes_add(const dtrain_op *op, float *slots, int64_t n,
+                                                float *out);
 
 /* tape/linear.c */
 DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args);
@@ -22961,6 +23128,75 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
                                                  : target->grad;
 }
 
+/* ==== src/tape/lanes.c ======================================================================== */
+
+/* Sums of lanes
+ *
+ * A sum over what a tensor axis cuts has other bits with other numbers of ranks, unless its order
+ * is fixed: on an exact mesh (parallel/mesh.h) it is 8 partial sums, lanes, of equal parts of what
+ * is cut, added up by one binary tree. A rank has a subtree of them, and the ranks exchange its
+ * result:
+ *
+ *     lanes      0   1   2   3   4   5   6   7
+ *                 \ /     \ /     \ /     \ /
+ *                   \   /           \   /          2 ranks: each adds four lanes
+ *                     \ --------- /                and both add the two results
+ *
+ * One rank goes the same way, with all lanes. Slots of memory: this rank's lanes, then the results
+ * of all ranks. */
+
+/* Find the width of a lane in each component of a cut, and refuse what has no 8 equal ones. */
+DTRAIN__PRIVATE dtrain_result dtrain__lanes_check(const dtrain_op *op, const dtrain_cut *cut,
+                                                  int64_t whole, dtrain__share *lane)
+{
+    if (dtrain__lane_of(cut, whole, op->tape->groups.tensor_ranks, lane)) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "%s: the mesh is exact, and a sum over %lld does not divide into %d lanes "
+                       "that %d ranks share in whole parts; make each component of the cut "
+                       "divisible by the lanes and its parts by the ranks, or leave exact out",
+                       op->desc->name, (long long)whole, DTRAIN__SUM_LANES,
+                       op->tape->groups.tensor_ranks);
+}
+
+/* Return the slots that a sum needs. */
+DTRAIN__PRIVATE int64_t dtrain__lanes_slots(const dtrain_op *op)
+{
+    const int ranks = op->tape->groups.tensor_ranks;
+    return DTRAIN__SUM_LANES / ranks + (ranks > 1 ? ranks : 0);
+}
+
+/* Add up `count` slots of n values, a power of two, into the first. */
+DTRAIN__PRIVATE dtrain_result dtrain__lanes_tree(const dtrain_op *op, float *slots, int count,
+                                                 int64_t n)
+{
+    for (int step = 1; step < count; step *= 2)
+        for (int i = 0; i < count; i += 2 * step) {
+            float *left = slots + i * n, *right = left + step * n;
+            DTRAIN__TRY(dtrain__tape_add(op->device, n, left, DTRAIN_DTYPE_F32, right,
+                                         DTRAIN_DTYPE_F32, left));
+        }
+    return DTRAIN_OK;
+}
+
+/* Set out (n) to the sum of all lanes, of which this rank's are in the slots. */
+DTRAIN__PRIVATE dtrain_result dtrain__lanes_add(const dtrain_op *op, float *slots, int64_t n,
+                                                float *out)
+{
+    const int ranks = op->tape->groups.tensor_ranks, here = DTRAIN__SUM_LANES / ranks;
+    dtrain_work *work = NULL;
+    DTRAIN__TRY(dtrain__lanes_tree(op, slots, here, n));
+    if (ranks > 1) {
+        float *results = slots + here * n;
+        DTRAIN__TRY(dtrain_all_gather(dtrain__axis_comm(op), slots, results, (size_t)n,
+                                      DTRAIN_DTYPE_F32, &work));
+        DTRAIN__TRY(dtrain_work_wait(work));
+        slots = results;
+        DTRAIN__TRY(dtrain__lanes_tree(op, slots, ranks, n));
+    }
+    return op->device->ops->copy(op->device, out, slots, (size_t)n * sizeof *out,
+                                 DTRAIN_COPY_DEVICE_TO_DEVICE);
+}
+
 /* ==== src/tape/linear.c ======================================================================= */
 
 /* Linear layers, whole and shared by the ranks of a tensor axis
@@ -23000,10 +23236,11 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
 
 typedef struct dtrain__linear {
     dtrain_gemm_args forward; /* of this rank: m rows, of x gathered and of y before its sum */
-    uint32_t cut;             /* dtrain_cut_axis of the weight, over several ranks */
+    uint32_t cut;             /* dtrain_cut_axis of the weight, over several ranks or in lanes */
     bool gathers;             /* x has a part of the m rows */
     bool scatters;            /* y has a part of them */
     bool grad_is_inner;       /* y->grad is that of z, before the activation */
+    dtrain__share lane;       /* of what is cut, on an exact mesh; its runs are 0 elsewhere */
 } dtrain__linear;
 
 DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args)
@@ -23053,6 +23290,23 @@ static dtrain_result dtrain__linear_input_check(const dtrain_op *op, uint32_t cu
                        dtrain__param_name(op->params[0]), dtrain__share_text(weight, weight_text));
 }
 
+/* Find the lanes of a weight that may be cut: one rank adds them up too. */
+static dtrain_result dtrain__linear_lane(const dtrain_op *op, dtrain__linear *layer)
+{
+    const dtrain_param *p = op->params[0];
+    const dtrain__share weight = dtrain__param_share(op, 0);
+    while (!p->shape[0] && p->alias_of) p = p->alias_of;
+    layer->cut = p->cut.axis;
+    if (!layer->cut) return DTRAIN_OK;
+    if (op->cast != DTRAIN_DTYPE_F32 || op->inputs[0]->dtype != (uint32_t)DTRAIN_DTYPE_F32)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_linear: the mesh is exact, and this layer works in %s; lanes "
+                           "are sums in fp32: leave autocast out, or exact",
+                           dtrain_dtype_name(op->cast));
+    const int64_t whole = weight.axis < 0 ? op->param_shape[0][layer->cut - 1] : weight.whole;
+    return dtrain__lanes_check(op, &p->cut, whole, &layer->lane);
+}
+
 /* Check how inputs and parameters lie; find how y does, and its part. */
 static dtrain_result dtrain__linear_place(const dtrain_op *op, dtrain__linear *layer,
                                           uint32_t *placement, dtrain__share *part)
@@ -23060,6 +23314,7 @@ static dtrain_result dtrain__linear_place(const dtrain_op *op, dtrain__linear *l
     const dtrain_tensor *x = op->inputs[0];
     *placement = x->placement;
     *part = *dtrain__tensor_share(x);
+    if (op->tape->groups.exact) DTRAIN__TRY(dtrain__linear_lane(op, layer));
     if (op->tape->groups.tensor_ranks == 1) return DTRAIN_OK;
     const dtrain__share weight = dtrain__param_share(op, 0);
     layer->cut = (uint32_t)(weight.axis + 1);
@@ -23106,6 +23361,8 @@ static dtrain_result dtrain__linear_prepare(dtrain_op *op)
     }
     DTRAIN__TRY(op->tape->error);
     dtrain__place_as(op->outputs[0], placement, &part);
+    if (layer->lane.runs && layer->cut == DTRAIN_CUT_COLUMNS)
+        dtrain__op_borrow(op, dtrain__lanes_slots(op) * args->m * out, op->cast);
     args->flags = DTRAIN_GEMM_TRANS_B;
     args->n = out, args->k = in;
     args->alpha = 1;
@@ -23128,18 +23385,43 @@ static dtrain_result dtrain__linear_gather(const dtrain_op *op, const dtrain_gem
                                forward->k, forward->a_dtype, work);
 }
 
+/* Make c = a b with k, which is cut, in lanes; in `slots`. */
+static dtrain_result dtrain__linear_in_lanes(dtrain_op *op, const dtrain_gemm_args *whole,
+                                             float *slots)
+{
+    const dtrain__share *lane = &((const dtrain__linear *)op->args)->lane;
+    const int here = DTRAIN__SUM_LANES / op->tape->groups.tensor_ranks;
+    const int64_t step = whole->flags & DTRAIN_GEMM_TRANS_B ? 1 : whole->ldb;
+    int64_t at = 0;
+    for (uint32_t i = 0; i < lane->runs; i++)
+        for (int j = 0; j < here; j++) {
+            dtrain_gemm_args gemm = *whole;
+            gemm.k = lane->length[i];
+            gemm.a = (const float *)whole->a + at;
+            gemm.b = (const float *)whole->b + at * step;
+            gemm.c = slots + j * gemm.m * gemm.n;
+            gemm.beta = i ? 1.0f : 0.0f;
+            DTRAIN__TRY(dtrain__counted_gemm(op, &gemm));
+            at += gemm.k;
+        }
+    return dtrain__lanes_add(op, slots, whole->m * whole->n, (float *)whole->c);
+}
+
 /* Add the products of all ranks up, then the bias and the activation to the sum. */
 static dtrain_result dtrain__linear_sum(dtrain_op *op, const dtrain__linear *layer)
 {
     dtrain_gemm_args gemm = layer->forward;
     dtrain_bias_args bias;
-    dtrain_work *work;
+    dtrain_work *work = NULL;
     gemm.bias = NULL;
     gemm.aux = NULL;
     gemm.activation = DTRAIN_ACTIVATION_NONE;
     if (layer->scatters) gemm.c = dtrain__op_scratch(op);
-    DTRAIN__TRY(dtrain__counted_gemm(op, &gemm));
-    if (layer->scatters)
+    if (layer->lane.runs)
+        DTRAIN__TRY(dtrain__linear_in_lanes(op, &gemm, (float *)dtrain__op_scratch(op)));
+    else DTRAIN__TRY(dtrain__counted_gemm(op, &gemm));
+    if (layer->lane.runs) work = NULL;
+    else if (layer->scatters)
         DTRAIN__TRY(dtrain__scatter_rows(dtrain__axis_comm(op), gemm.c, op->output_data[0], gemm.m,
                                          gemm.n, gemm.c_dtype, &work));
     else
@@ -23228,9 +23510,9 @@ static dtrain_result dtrain__linear_weight_grad(dtrain_op *op, const void *d_z, 
     return dtrain__counted_gemm(op, &gemm);
 }
 
-/* d_x (m,in) = d_z (m,out) weight (out,in), in x's type. */
+/* d_x (m,in) = d_z (m,out) weight (out,in), in x's type; with `slots` in lanes. */
 static dtrain_result dtrain__linear_input_grad(dtrain_op *op, const void *d_z, void *d_x, bool add,
-                                               dtrain_node *inner)
+                                               dtrain_node *inner, float *slots)
 {
     const dtrain_gemm_args *forward = &((const dtrain__linear *)op->args)->forward;
     dtrain_gemm_args gemm;
@@ -23253,6 +23535,7 @@ static dtrain_result dtrain__linear_input_grad(dtrain_op *op, const void *d_z, v
         gemm.bias_grad = dtrain_op_param_grad(&inner->op, 1, &gemm.accumulate_bias_grad);
         before->grad_is_inner = true;
     }
+    if (slots) return dtrain__linear_in_lanes(op, &gemm, slots);
     return dtrain__counted_gemm(op, &gemm);
 }
 
@@ -23306,7 +23589,7 @@ static dtrain_result dtrain__linear_shared(dtrain_op *op, const dtrain__linear_t
     const dtrain_gemm_args *forward = &layer->forward;
     const dtrain_tensor *x = op->inputs[0];
     dtrain_comm *comm = dtrain__axis_comm(op);
-    dtrain__chunk *all = NULL, *partial = NULL;
+    dtrain__chunk *all = NULL, *partial = NULL, *lanes = NULL;
     dtrain_work *gathering = NULL, *summing = NULL;
     bool add = false;
     const void *rows = forward->a, *d_z = op->outputs[0]->grad;
@@ -23330,8 +23613,15 @@ static dtrain_result dtrain__linear_shared(dtrain_op *op, const dtrain__linear_t
             if (add) sum = product;
         }
         if (add && layer->gathers) sum += (size_t)dtrain__tensor_share(x)->first[0] * row;
-        DTRAIN__TRY(dtrain__linear_input_grad(op, d_z, product, false, NULL));
-        if (layer->gathers)
+        if (layer->lane.runs) {
+            lanes = dtrain__scratch_take(op->tape, (size_t)dtrain__lanes_slots(op) *
+                                                       (size_t)forward->m * row);
+            if (!lanes) return op->tape->error;
+        }
+        DTRAIN__TRY(dtrain__linear_input_grad(op, d_z, product, false, NULL,
+                                              lanes ? (float *)(void *)lanes->memory : NULL));
+        if (lanes) summing = NULL; /* they are added up already */
+        else if (layer->gathers)
             DTRAIN__TRY(dtrain__scatter_rows(comm, product, sum, forward->m, forward->k, x->dtype,
                                              &summing));
         else DTRAIN__TRY(dtrain__sum_values(comm, product, x->count, x->dtype, &summing));
@@ -23343,6 +23633,7 @@ static dtrain_result dtrain__linear_shared(dtrain_op *op, const dtrain__linear_t
     if (add) DTRAIN__TRY(dtrain__tape_add(op->device, x->count, d_x, x->dtype, sum, x->dtype, d_x));
     dtrain__scratch_give(all);
     dtrain__scratch_give(partial);
+    dtrain__scratch_give(lanes);
     return DTRAIN_OK;
 }
 
@@ -23387,7 +23678,7 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
     DTRAIN__TRY(dtrain__linear_weight_grad(op, d_z, forward->a, &weight, &bias));
     dtrain_node *inner = dtrain__inner_layer(op);
     void *d_x = dtrain_op_input_grad(op, 0, &add);
-    if (d_x) DTRAIN__TRY(dtrain__linear_input_grad(op, d_z, d_x, add, inner));
+    if (d_x) DTRAIN__TRY(dtrain__linear_input_grad(op, d_z, d_x, add, inner, NULL));
     dtrain__scratch_give(all);
     return op->tape->error;
 }
@@ -25348,6 +25639,7 @@ typedef struct dtrain__cross_entropy {
     float factor; /* 1 / number of targets that are not ignored. In a recorded pass the number is
                      on the device, here, and `factor` is 1: */
     const float *device_factor;
+    int64_t lane; /* columns of a lane, on an exact mesh: 0 elsewhere */
 } dtrain__cross_entropy;
 
 /* Take the columns or rows that are here of logits which are cut; whole numbers become this
@@ -25357,6 +25649,8 @@ static dtrain_result dtrain__cross_entropy_here(const dtrain_op *op,
 {
     const dtrain_tensor *logits = op->inputs[0];
     const dtrain__share *part = dtrain__tensor_share(logits);
+    if (op->tape->groups.exact && logits->placement == DTRAIN_PLACEMENT_WHOLE)
+        args->whole_classes = args->classes ? args->classes : args->n;
     if (logits->placement == DTRAIN_PLACEMENT_ROWS) args->targets += part->first[0];
     if (logits->placement != DTRAIN_PLACEMENT_COLUMNS) return DTRAIN_OK;
     if (part->runs > 1)
@@ -25370,6 +25664,20 @@ static dtrain_result dtrain__cross_entropy_here(const dtrain_op *op,
     if (args->classes > args->n) args->classes = args->n;
     if (args->classes <= 0) args->classes = -1; /* padding alone */
     return DTRAIN_OK;
+}
+
+/* Refuse logits that are not fp32 in 8 equal lanes. */
+static dtrain_result dtrain__cross_entropy_lanes_check(const dtrain_op *op, int64_t whole)
+{
+    dtrain_cut cut;
+    dtrain__share lane;
+    memset(&cut, 0, sizeof cut);
+    if (op->inputs[0]->dtype != (uint32_t)DTRAIN_DTYPE_F32)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_cross_entropy: the mesh is exact, and logits are %s; lanes are "
+                           "sums in fp32: leave autocast out, or exact",
+                           dtrain_dtype_name((dtrain_dtype)op->inputs[0]->dtype));
+    return dtrain__lanes_check(op, &cut, whole, &lane);
 }
 
 static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
@@ -25406,7 +25714,12 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
     args->loss = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
     args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
     DTRAIN__TRY(dtrain__cross_entropy_here(op, args));
-    if (columns) {
+    loss->lane = op->tape->groups.exact ? whole_n / DTRAIN__SUM_LANES : 0;
+    if (loss->lane) DTRAIN__TRY(dtrain__cross_entropy_lanes_check(op, whole_n));
+    if (loss->lane)
+        dtrain__op_borrow(op, (DTRAIN__SUM_LANES + op->tape->groups.tensor_ranks) * 4 * rows,
+                          DTRAIN_DTYPE_F32);
+    if (columns || loss->lane) {
         loss->whole_max = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
         args->parts =
             (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, (args->smoothing > 0 ? 4 : 3) * rows);
@@ -25426,9 +25739,40 @@ static dtrain_result dtrain__cross_entropy_reduce(const dtrain_op *op, const flo
                                                   int64_t count, dtrain_reduce_op how)
 {
     dtrain_work *work = NULL;
+    if (op->inputs[0]->placement == DTRAIN_PLACEMENT_WHOLE)
+        return op->device->ops->copy(op->device, to, from, (size_t)count * sizeof *to,
+                                     DTRAIN_COPY_DEVICE_TO_DEVICE);
     DTRAIN__TRY(dtrain_all_reduce(dtrain__axis_comm(op), from, to, (size_t)count, DTRAIN_DTYPE_F32,
                                   how, &work));
     return dtrain_work_wait(work);
+}
+
+/* Make the sums of the lanes that are here, below the maximum of the whole row, in slots as large
+ * as `parts`, and parts = the sum of all. What is whole has all lanes on every rank. */
+static dtrain_result dtrain__cross_entropy_lanes(const dtrain_op *op,
+                                                 const dtrain__cross_entropy *loss)
+{
+    const dtrain_device_ops *ops = op->device->ops;
+    const dtrain_cross_entropy_args *all = &loss->forward;
+    const int here = (int)(all->n / loss->lane);
+    const int64_t slot = (all->smoothing > 0 ? 4 : 3) * all->rows;
+    float *slots = (float *)dtrain__op_scratch(op);
+    for (int j = 0; j < here; j++) {
+        dtrain_cross_entropy_args args = *all;
+        args.logits = (const float *)all->logits + j * loss->lane;
+        args.first_class += j * loss->lane;
+        args.classes = dtrain__min(args.whole_classes - args.first_class, loss->lane);
+        if (args.classes <= 0) args.classes = -1; /* padding alone */
+        args.loss = NULL;
+        args.parts = slots + j * slot;
+        args.whole_max = loss->whole_max;
+        DTRAIN__TRY(ops->cross_entropy(op->device, &args));
+        DTRAIN__TRY(ops->cross_entropy_finish(op->device, &args));
+    }
+    if (here < DTRAIN__SUM_LANES) return dtrain__lanes_add(op, slots, slot, all->parts);
+    DTRAIN__TRY(dtrain__lanes_tree(op, slots, here, slot));
+    return ops->copy(op->device, all->parts, slots, (size_t)slot * sizeof *slots,
+                     DTRAIN_COPY_DEVICE_TO_DEVICE);
 }
 
 /* Compute the loss of each row whose columns are cut: steps 1 to 4 above. */
@@ -25443,6 +25787,11 @@ static dtrain_result dtrain__cross_entropy_columns(const dtrain_op *op,
     DTRAIN__TRY(ops->cross_entropy(op->device, &args));
     DTRAIN__TRY(
         dtrain__cross_entropy_reduce(op, args.parts, loss->whole_max, rows, DTRAIN_REDUCE_MAX));
+    if (loss->lane) {
+        DTRAIN__TRY(dtrain__cross_entropy_lanes(op, loss));
+        args.loss = loss->forward.loss;
+        return ops->cross_entropy_finish(op->device, &args);
+    }
     DTRAIN__TRY(ops->cross_entropy_finish(op->device, &args));
     DTRAIN__TRY(dtrain__cross_entropy_reduce(op, args.parts + rows, args.parts + rows,
                                              (args.smoothing > 0 ? 3 : 2) * rows,
@@ -29380,6 +29729,7 @@ static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_r
         full.kind_bytes[kind] = (uint64_t)own[DTRAIN_FIGURE_COMM_BYTES + kind];
     if (trainer->groups.tensor_ranks > 1)
         full.tensor_bytes = (uint64_t)own[DTRAIN_FIGURE_TENSOR_BYTES];
+    if (trainer->groups.pipeline) full.pipeline_bytes = (uint64_t)own[DTRAIN_FIGURE_PIPELINE_BYTES];
     dtrain__put_loss(trainer, trainer->loss, trainer->weight, trainer->desc.micro_batches, own);
     own[DTRAIN__WORD_ENDED] = (double)trainer->joined / (double)trainer->desc.micro_batches;
     dtrain_world_query(trainer->world, &world);
@@ -29501,19 +29851,23 @@ static void dtrain__trainer_counters(const dtrain_trainer *trainer, double *word
                  {DTRAIN_FIGURE_EXPOSED_COMM, DTRAIN_SPAN_COMM},
                  {DTRAIN_FIGURE_OPTIMIZER, DTRAIN_SPAN_OPTIMIZER},
                  {DTRAIN_FIGURE_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT}};
-    dtrain_comm_info comm, tensor;
+    dtrain_comm_info comm, tensor, line;
     dtrain__strategy_comm_info(trainer->desc.strategy, &comm);
     dtrain__strategy_tensor_info(trainer->desc.strategy, &tensor);
+    dtrain__strategy_pipeline_info(trainer->desc.strategy, &line);
     memset(words, 0, DTRAIN__WORD_COUNT * sizeof *words);
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
         words[parts[i].figure] = dtrain__span_seconds(trainer->world, parts[i].kind);
     for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
         words[DTRAIN_FIGURE_COMM_BYTES + kind] =
-            (double)(comm.kind_bytes[kind] + tensor.kind_bytes[kind]);
-    words[DTRAIN_FIGURE_COMM_BYTES] = (double)(comm.wire_bytes + tensor.wire_bytes);
+            (double)(comm.kind_bytes[kind] + tensor.kind_bytes[kind] + line.kind_bytes[kind]);
+    words[DTRAIN_FIGURE_COMM_BYTES] =
+        (double)(comm.wire_bytes + tensor.wire_bytes + line.wire_bytes);
     words[DTRAIN_FIGURE_TENSOR_BYTES] = (double)tensor.wire_bytes;
     words[DTRAIN_FIGURE_TENSOR_EXPOSED] = tensor.inside_seconds;
-    words[DTRAIN__WORD_COMM] = comm.flight_seconds + tensor.flight_seconds;
+    words[DTRAIN_FIGURE_PIPELINE_BYTES] = (double)line.wire_bytes;
+    words[DTRAIN_FIGURE_BUBBLE] = line.inside_seconds;
+    words[DTRAIN__WORD_COMM] = comm.flight_seconds + tensor.flight_seconds + line.flight_seconds;
     words[DTRAIN_FIGURE_FLOPS] = trainer->tape->flops;
     words[DTRAIN_FIGURE_STEP] = dtrain_seconds();
 }
@@ -29539,6 +29893,8 @@ static void dtrain__trainer_figures(const dtrain_trainer *trainer, const double 
     own[DTRAIN_FIGURE_ACTIVATIONS] = (double)(tape.activation_bytes + tape.gradient_bytes);
     if (trainer->groups.tensor_ranks == 1)
         own[DTRAIN_FIGURE_TENSOR_BYTES] = own[DTRAIN_FIGURE_TENSOR_EXPOSED] = DTRAIN__NAN;
+    if (!trainer->groups.pipeline)
+        own[DTRAIN_FIGURE_PIPELINE_BYTES] = own[DTRAIN_FIGURE_BUBBLE] = DTRAIN__NAN;
     for (int figure = DTRAIN_FIGURE_GPU_UTILIZATION; figure < DTRAIN_FIGURE_COUNT; figure++)
         own[figure] = (double)trainer->gpu[figure - DTRAIN_FIGURE_GPU_UTILIZATION];
 }
@@ -36221,6 +36577,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
     X(TENSOR_EXPOSED, "tensor_exposed_ms", "time", DTRAIN_METRIC_RANKS,                            \
       DTRAIN__FROM(MEAN, TENSOR_EXPOSED), "tensor_exposed_seconds", 1e-3,                          \
       "Exposed communication of the tensor axis, mean of ranks.")                                  \
+    X(PIPELINE_BYTES, "pipeline_bytes", "sent", DTRAIN__EACH, DTRAIN__FROM(RANKS, PIPELINE_BYTES), \
+      "pipeline_bytes", 1, "Bytes that rank 0 sent in the step over the pipeline axis.")           \
+    X(BUBBLE, "bubble_ms", "time", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, BUBBLE),                \
+      "bubble_seconds", 1e-3, "Wait for other stages of the pipeline, mean of ranks.")             \
     X(BUS, "bus_bytes_per_second", "sent", DTRAIN_METRIC_RANKS, DTRAIN__FROM(MEAN, BUS),           \
       "bus_bytes_per_second", 1, "Bus bandwidth as nccl-tests have it, mean of ranks.")            \
     DTRAIN__KIND_LIST(X)                                                                           \
@@ -36688,6 +37048,10 @@ static void dtrain__summary_add(dtrain_metrics *metrics, const dtrain_step_recor
     s->tokens = record->tokens;
     s->comm_bytes += record->comm_bytes;
     s->tensor_bytes += record->tensor_bytes;
+    s->pipeline_bytes += record->pipeline_bytes;
+    if (record->ranks && record->figures[DTRAIN_FIGURE_BUBBLE].max_rank >= 0)
+        s->bubble_ms +=
+            (1e3 * record->figures[DTRAIN_FIGURE_BUBBLE].mean - s->bubble_ms) / (double)s->steps;
     s->seconds = now - metrics->started;
 }
 
@@ -36976,6 +37340,8 @@ DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_
     dtrain__fill_kinds(metrics, record);
     if (record->ranks && record->figures[DTRAIN_FIGURE_TENSOR_BYTES].max_rank >= 0)
         dtrain__set(metrics, DTRAIN__METRIC_TENSOR_BYTES, (double)record->tensor_bytes);
+    if (record->ranks && record->figures[DTRAIN_FIGURE_PIPELINE_BYTES].max_rank >= 0)
+        dtrain__set(metrics, DTRAIN__METRIC_PIPELINE_BYTES, (double)record->pipeline_bytes);
     if (!trainer) dtrain__fill_own_gpu(metrics);
     if (record->ranks == 0) return;
     if (record->ranks > 1) {
@@ -37477,6 +37843,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__jsonl_finish(void *user, const dtrain_summ
     dtrain__json_add(text, "scaling", s->scaling, 0);
     dtrain__json_add(text, "comm_bytes", (double)s->comm_bytes, integer);
     if (s->tensor_bytes) dtrain__json_add(text, "tensor_bytes", (double)s->tensor_bytes, integer);
+    if (s->pipeline_bytes)
+        dtrain__json_add(text, "pipeline_bytes", (double)s->pipeline_bytes, integer);
     dtrain__json_add_known(text, &metrics->sample, DTRAIN_METRIC_FIXED);
     const dtrain_result result = dtrain__records_append(&metrics->jsonl, text);
     const dtrain_result closed = dtrain__records_close(&metrics->jsonl);

@@ -59,8 +59,8 @@
  *
  * The last line has "final": true, wall_time, step, loss, val_loss, ranks, steps, tokens,
  * first_loss, last_loss, seconds, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, data_ms,
- * scaling, comm_bytes, tensor_bytes and pipeline_bytes where such axes are, and of desc.trainer what
- * a rank holds and what dtrain_trainer_plan says:
+ * scaling, comm_bytes, tensor_bytes and pipeline_bytes where such axes are, and of desc.trainer
+ * what a rank holds and what dtrain_trainer_plan says:
  *
  *     memory_param_bytes, memory_grad_bytes, memory_optimizer_bytes, memory_buffer_bytes,
  *     memory_host_bytes, and predicted_ with each of them, predicted_activation_bytes,
