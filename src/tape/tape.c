@@ -316,10 +316,12 @@ DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tens
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: the tensor is %s, expected f32, bf16 or f16",
                            call, tensor ? dtrain_dtype_name((dtrain_dtype)tensor->dtype) : "NULL");
     if (((const dtrain__tape_tensor *)tensor)->ghost)
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "%s: the tensor is of another stage of the pipeline, and its values are "
-                           "not on this rank; a loss that reads values cannot be cut into stages",
-                           call);
+        return dtrain__tape_stick(
+            tape, dtrain_fail(DTRAIN_ERROR_USAGE,
+                              "%s: the tensor is of another stage of the pipeline, and its values "
+                              "are not on this rank; a loss that reads values cannot be cut into "
+                              "stages",
+                              call));
     const dtrain_device_ops *ops = tape->device->ops;
     const size_t bytes = dtrain__tensor_bytes(tensor);
     if (values) {

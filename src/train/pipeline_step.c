@@ -217,7 +217,9 @@ static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, void *user, ui
     const dtrain_tensor *loss = trainer->desc.loss(trainer->tape, user);
     if (loss) dtrain__flight_note(&first, loss);
     *terms = first.terms;
-    return dtrain__survey_end(trainer->tape);
+    DTRAIN__TRY(dtrain__survey_end(trainer->tape));
+    if (loss) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: loss returned NULL");
 }
 
 /* Run the loss as ghosts alone, to find what crosses, and agree on the unit of weights. Collective;
