@@ -326,13 +326,19 @@
    publish      to bring updated shards to where the next forward pass reads them.
    parameter    a named tensor of the model; its gradient has the same shape.
    mesh         ranks in a grid (parallel/mesh.h): along its data axis they have other samples;
-                along its tensor axis they share each layer of one copy of the model, and the
-                samples.
+                along its tensor axis they share each layer of one copy of the model, along its
+                pipeline axis that copy's depth, and the samples along both.
    cut          how the tensor axis may divide a parameter: by rows or by columns (parallel/cut.h).
    placement    how a tensor of the tape lies over the tensor axis: whole, its columns or its rows
                 cut; operations carry it on.
    sequence parallelism   the tensor axis divides rows, too, where no layer is shared (norms,
                 residual connections): less memory, the same bytes sent.
+   stage        what a rank of the mesh's pipeline axis has of the model: units that follow each
+                other; a rank may have several, its chunks (parallel/pipeline.h).
+   schedule     the order in which ranks run forward and backward of stages and micro-batches, and
+                send between them (of learning rates: dtrain_schedule_lr).
+   bubble       the time in which a rank waits for other stages.
+   ghost        an operation or tensor of another stage: it has a shape, and no memory or work.
    unit         a group of parameters used together, a transformer block say: the grain in which
                 sharded strategies gather and free parameters.
    bucket       a run of gradients, laid end to end, that is reduced by one collective.
@@ -456,9 +462,11 @@
    under autocast, bf16 or fp16; gathered parameters and gradients may travel as either. At most
    DTRAIN_MAX_RANKS ranks. Asynchronous collectives of the local communicator advance inside dtrain
    calls, not in between. The tensor axis of a mesh divides the layers of the tape and parameters
-   that are marked; there are no pipelines of stages yet: an axis of pipeline ranks is arithmetic
-   and communicators alone. Emulated links know bandwidth, latency and who shares them, not
-   congestion inside a switch, loss of packets, or the processor time that real network stacks take.
+   that are marked. The pipeline axis is for DDP and ZERO1, without recorded steps (graph) and
+   without gradients of inputs; the loss calls the same operations, of the same shapes, in each
+   micro-batch, and an error of next_batch there fails the step on all ranks. Emulated links know
+   bandwidth, latency and who shares them, not congestion inside a switch, loss of packets, or the
+   processor time that real network stacks take.
    dtrain_cuda.cu and dtrain_nccl.h have been emulated and compiled, and not yet run on a GPU.
    The file must keep its name: it includes itself to compile its kernels for several
    instruction sets. Ranks trust each other and their network: strangers and a wrong DTRAIN_JOB_KEY
@@ -22082,10 +22090,12 @@ DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tens
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: the tensor is %s, expected f32, bf16 or f16",
                            call, tensor ? dtrain_dtype_name((dtrain_dtype)tensor->dtype) : "NULL");
     if (((const dtrain__tape_tensor *)tensor)->ghost)
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "%s: the tensor is of another stage of the pipeline, and its values are "
-                           "not on this rank; a loss that reads values cannot be cut into stages",
-                           call);
+        return dtrain__tape_stick(
+            tape, dtrain_fail(DTRAIN_ERROR_USAGE,
+                              "%s: the tensor is of another stage of the pipeline, and its values "
+                              "are not on this rank; a loss that reads values cannot be cut into "
+                              "stages",
+                              call));
     const dtrain_device_ops *ops = tape->device->ops;
     const size_t bytes = dtrain__tensor_bytes(tensor);
     if (values) {
@@ -30404,7 +30414,9 @@ static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, void *user, ui
     const dtrain_tensor *loss = trainer->desc.loss(trainer->tape, user);
     if (loss) dtrain__flight_note(&first, loss);
     *terms = first.terms;
-    return dtrain__survey_end(trainer->tape);
+    DTRAIN__TRY(dtrain__survey_end(trainer->tape));
+    if (loss) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: loss returned NULL");
 }
 
 /* Run the loss as ghosts alone, to find what crosses, and agree on the unit of weights. Collective;
