@@ -191,8 +191,10 @@
                       floating atomics; NCCL's sums alone depend on its choice of algorithm.
    Any layout         a tensor axis gives the losses of one rank to rounding: a sum over features is
                       taken in parts there; to the bit between meshes that are exact
-                      (dtrain_mesh_desc.exact). Initial values and dropout masks are drawn by place
-                      in the whole, and are the same bits for any number of ranks.
+                      (dtrain_mesh_desc.exact). A pipeline axis gives the bits of one rank that
+                      accumulates the same micro-batches, under every schedule; with a weight tied
+                      across stages, to rounding. Initial values and dropout masks are drawn by
+                      place in the whole, and are the same bits for any number of ranks.
    Whatever ranks do  they may differ in which gradients they have and in whose memory, in the order
                       in which they become ready, in the units that backward comes to: the result
                       is right, or all ranks get an error.
