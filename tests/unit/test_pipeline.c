@@ -275,12 +275,12 @@ static int rank_main(dtrain_world *world, void *user)
     return result != DTRAIN_OK;
 }
 
-static run *launch(const spec *s, int tensor, int pipeline)
+static run *launch(const spec *s, int tensor, int pipeline, uint32_t mode)
 {
     run *r = (run *)ranks_shared(sizeof *r);
     r->s = *s;
     r->s.tensor = tensor, r->s.pipeline = pipeline;
-    dtrain_launch_desc desc = ranks_desc(tensor * pipeline * s->data, DTRAIN_LAUNCH_THREADS);
+    dtrain_launch_desc desc = ranks_desc(tensor * pipeline * s->data, mode);
     CHECK_MSG(dtrain_launch(&desc, rank_main, r, NULL) == DTRAIN_OK, "seed %llu: %s",
               (unsigned long long)s->seed, dtrain_last_error());
     return r;
@@ -292,10 +292,11 @@ static bool near(double a, double b, bool exact, double within)
     return exact ? memcmp(&a, &b, sizeof a) == 0 : fabs(a - b) <= within * (1 + fabs(b));
 }
 
-static bool check_spec(const spec *s)
+static bool check_spec(const spec *s, uint32_t mode)
 {
     bool same = true;
-    run *whole = launch(s, s->tensor, 1), *cut = launch(s, s->tensor, s->pipeline);
+    run *whole = launch(s, s->tensor, 1, DTRAIN_LAUNCH_THREADS),
+        *cut = launch(s, s->tensor, s->pipeline, mode);
     const bool exact = !s->tied;
     const double within =
         s->flags ? 0.1 : 1e-3; /* half precision rounds what AdamW then magnifies */
@@ -334,7 +335,7 @@ static void test_random_models(void)
     const int count = test_full() ? 3000 : TEST_RACES ? 20 : 150;
     for (int i = 0; i < count; i++) {
         const spec s = spec_of(7000 + (uint64_t)i);
-        if (!check_spec(&s)) return; /* one is enough */
+        if (!check_spec(&s, DTRAIN_LAUNCH_THREADS)) return; /* one is enough */
     }
 }
 
@@ -352,7 +353,7 @@ static void test_bytes(void)
         const uint64_t boundary = s.micro_batches * ROWS * WIDTH * sizeof(float);
         const uint64_t norm =
             3 * 2 * sizeof(double); /* the axis also gathers two sums of its other ranks */
-        run *r = launch(&s, s.tensor, s.pipeline);
+        run *r = launch(&s, s.tensor, s.pipeline, DTRAIN_LAUNCH_THREADS);
         for (int rank = 0; rank < 8; rank++) {
             const int at = rank / s.data, chunks = s.schedule >= DTRAIN_PIPELINE_INTERLEAVED &&
                                                            s.schedule != DTRAIN_PIPELINE_ZB_H1
@@ -375,10 +376,26 @@ static void test_bytes(void)
     }
 }
 
+/* Each ordered factorisation of eight ranks that has a pipeline, by processes. */
+static void test_factorisations(void)
+{
+    for (int tensor = 1; tensor <= 4; tensor *= 2)
+        for (int pipeline = 2; tensor * pipeline <= RANKS; pipeline *= 2) {
+            spec s = spec_of(9000 + (uint64_t)(10 * tensor + pipeline));
+            s.tensor = tensor, s.pipeline = pipeline, s.data = RANKS / tensor / pipeline;
+            s.units = UNITS, s.tied = false, s.of_stage[0] = 0;
+            s.chunks = s.schedule == DTRAIN_PIPELINE_ZBV ? 2 : 1;
+            if (pipeline == RANKS) s.schedule = DTRAIN_PIPELINE_ZB_H1, s.chunks = 1;
+            for (int u = 1; u < UNITS; u++) s.skip_from[u] = u % 3 ? -1 : u / 2;
+            if (!check_spec(&s, DTRAIN_LAUNCH_PROCESSES)) return;
+        }
+}
+
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
     RUN(test_bytes);
     RUN(test_random_models);
+    RUN_NUMBERS(test_factorisations);
     return test_summary();
 }
