@@ -80,7 +80,7 @@ CXX := $(if $(findstring clang,$(CC)),clang++,g++)
 endif
 ifneq ($(shell command -v $(CXX)),)
 EMU_TESTS := $(patsubst tests/cuda/%.c,$(BUILD)/emu/%,$(GPU)) $(BUILD)/emu/test_emulation $(BUILD)/emu/test_programs \
-             $(BUILD)/emu/test_tensor_programs
+             $(BUILD)/emu/test_tensor_programs $(BUILD)/emu/test_pipeline
 EMU_BENCH := $(addprefix $(BUILD)/emu/,bench_kernels bench_train train_gpt ddp gpu_nccl)
 else
 EMU_TESTS := "skip the GPU kernels: their tests need a C++ compiler, and $(CXX) is not installed"

@@ -5,7 +5,7 @@
  *   run:     ./parallel_3d                                          eight ranks, two along each axis
  *            ./parallel_3d --ranks 1 --tensor 1 --pipeline 1        the same losses
  *            ./parallel_3d --ranks 4 --tensor 1 --schedule interleaved --chunks 2
- *            ./parallel_3d --data shakespeare.txt --steps 1000 --strategy zero1
+ *            ./parallel_3d --data shakespeare.txt --strategy zero1
  *   flags:   --data FILE  --steps N  --ranks N  --tensor N  --pipeline N (what they leave is the data axis)
  *            --schedule 1f1b|gpipe|interleaved|zb_h1|zbv  --chunks N (stages of a rank)  --strategy ddp|zero1
  *            --batch N (samples of a step, all ranks together)  --micro-batches N (of a step)

@@ -97,6 +97,17 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
                               back ? inside : storage->grad, bytes);
 }
 
+/* Count the buckets that may be launched in a backward. Those of weights that stages of other ranks
+ * have too come last and wait for finish: a stage that began their sum in the middle of a schedule
+ * would, where collectives run in the order of their start, wait for a stage that waits for a
+ * message from it. */
+static size_t dtrain__untied(const dtrain__layout *layout)
+{
+    size_t count = layout->bucket_count;
+    while (count > 0 && layout->buckets[count - 1].tied) count--;
+    return count;
+}
+
 /* Count a final gradient, in constant time. It moves into its bucket when the last of the aliases
  * that share it is marked; then every bucket that is complete may be launched. */
 static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
@@ -111,7 +122,7 @@ static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
     if (--shared->pending == 0 && dtrain__travels(strategy, bucket))
         DTRAIN__TRY(dtrain__move_grad(strategy, storage, false));
     if (!strategy->desc.no_overlap && !dtrain__walks(strategy))
-        DTRAIN__TRY(dtrain__launch_buckets(strategy, layout->bucket_count));
+        DTRAIN__TRY(dtrain__launch_buckets(strategy, dtrain__untied(layout)));
     return dtrain__progress(strategy);
 }
 

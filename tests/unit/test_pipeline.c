@@ -7,7 +7,16 @@
  * with a weight that is tied across stages to rounding. */
 #include "test.h"
 #include "dtrain.h"
+#ifdef DTRAIN_CUDA_EMULATION
+#define DTRAIN_NCCL_LINKED
+#define DTRAIN_NCCL_IMPLEMENTATION
+#include "dtrain_nccl.h"
+#endif
 #include "ranks.h"
+#ifdef DTRAIN_CUDA_EMULATION
+#include "nccl/mock/nccl_mock.c"
+#include "nccl/mock/emulated_device.h"
+#endif
 
 enum {
     RANKS = 8,
@@ -275,14 +284,29 @@ static int rank_main(dtrain_world *world, void *user)
     return result != DTRAIN_OK;
 }
 
-static run *launch(const spec *s, int tensor, int pipeline, uint32_t mode)
+static run *run_layout(const spec *s, int tensor, int pipeline, uint32_t mode)
 {
     run *r = (run *)ranks_shared(sizeof *r);
     r->s = *s;
     r->s.tensor = tensor, r->s.pipeline = pipeline;
     dtrain_launch_desc desc = ranks_desc(tensor * pipeline * s->data, mode);
+#ifdef DTRAIN_CUDA_EMULATION
+    const int misuses = nccl_mock_count.misuses;
+    desc.mode = DTRAIN_LAUNCH_THREADS; /* NCCL's mock is of one process */
+    desc.device_ops = dtrain_cuda_device_ops();
+    if (s->seed % 2) { /* the others go through host memory */
+        dtrain_emulation_set_device_count(RANKS);
+        nccl_mock.delay_steps = (int)(s->seed / 2 % 5);
+        nccl_mock.progress_polls = (int)(s->seed / 10 % 3);
+        desc.comm_ops = dtrain_nccl_comm_ops();
+    }
+#endif
     CHECK_MSG(dtrain_launch(&desc, rank_main, r, NULL) == DTRAIN_OK, "seed %llu: %s",
               (unsigned long long)s->seed, dtrain_last_error());
+#ifdef DTRAIN_CUDA_EMULATION
+    CHECK_MSG(nccl_mock_count.misuses == misuses, "seed %llu: NCCL was misused",
+              (unsigned long long)s->seed);
+#endif
     return r;
 }
 
@@ -295,8 +319,8 @@ static bool near(double a, double b, bool exact, double within)
 static bool check_spec(const spec *s, uint32_t mode)
 {
     bool same = true;
-    run *whole = launch(s, s->tensor, 1, DTRAIN_LAUNCH_THREADS),
-        *cut = launch(s, s->tensor, s->pipeline, mode);
+    run *whole = run_layout(s, s->tensor, 1, DTRAIN_LAUNCH_THREADS),
+        *cut = run_layout(s, s->tensor, s->pipeline, mode);
     const bool exact = !s->tied;
     const double within =
         s->flags ? 0.1 : 1e-3; /* half precision rounds what AdamW then magnifies */
@@ -332,7 +356,11 @@ static bool check_spec(const spec *s, uint32_t mode)
 
 static void test_random_models(void)
 {
+#ifdef DTRAIN_CUDA_EMULATION
+    const int count = test_full() ? 100 : 24;
+#else
     const int count = test_full() ? 3000 : TEST_RACES ? 20 : 150;
+#endif
     for (int i = 0; i < count; i++) {
         const spec s = spec_of(7000 + (uint64_t)i);
         if (!check_spec(&s, DTRAIN_LAUNCH_THREADS)) return; /* one is enough */
@@ -353,7 +381,7 @@ static void test_bytes(void)
         const uint64_t boundary = s.micro_batches * ROWS * WIDTH * sizeof(float);
         const uint64_t norm =
             3 * 2 * sizeof(double); /* the axis also gathers two sums of its other ranks */
-        run *r = launch(&s, s.tensor, s.pipeline, DTRAIN_LAUNCH_THREADS);
+        run *r = run_layout(&s, s.tensor, s.pipeline, DTRAIN_LAUNCH_THREADS);
         for (int rank = 0; rank < 8; rank++) {
             const int at = rank / s.data, chunks = s.schedule >= DTRAIN_PIPELINE_INTERLEAVED &&
                                                            s.schedule != DTRAIN_PIPELINE_ZB_H1
