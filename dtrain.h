@@ -419,8 +419,10 @@
                       floating atomics; NCCL's sums alone depend on its choice of algorithm.
    Any layout         a tensor axis gives the losses of one rank to rounding: a sum over features is
                       taken in parts there; to the bit between meshes that are exact
-                      (dtrain_mesh_desc.exact). Initial values and dropout masks are drawn by place
-                      in the whole, and are the same bits for any number of ranks.
+                      (dtrain_mesh_desc.exact). A pipeline axis gives the bits of one rank that
+                      accumulates the same micro-batches, under every schedule; with a weight tied
+                      across stages, to rounding. Initial values and dropout masks are drawn by
+                      place in the whole, and are the same bits for any number of ranks.
    Whatever ranks do  they may differ in which gradients they have and in whose memory, in the order
                       in which they become ready, in the units that backward comes to: the result
                       is right, or all ranks get an error.
@@ -16730,6 +16732,17 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
                               back ? inside : storage->grad, bytes);
 }
 
+/* Count the buckets that may be launched in a backward. Those of weights that stages of other ranks
+ * have too come last and wait for finish: a stage that began their sum in the middle of a schedule
+ * would, where collectives run in the order of their start, wait for a stage that waits for a
+ * message from it. */
+static size_t dtrain__untied(const dtrain__layout *layout)
+{
+    size_t count = layout->bucket_count;
+    while (count > 0 && layout->buckets[count - 1].tied) count--;
+    return count;
+}
+
 /* Count a final gradient, in constant time. It moves into its bucket when the last of the aliases
  * that share it is marked; then every bucket that is complete may be launched. */
 static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
@@ -16744,7 +16757,7 @@ static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
     if (--shared->pending == 0 && dtrain__travels(strategy, bucket))
         DTRAIN__TRY(dtrain__move_grad(strategy, storage, false));
     if (!strategy->desc.no_overlap && !dtrain__walks(strategy))
-        DTRAIN__TRY(dtrain__launch_buckets(strategy, layout->bucket_count));
+        DTRAIN__TRY(dtrain__launch_buckets(strategy, dtrain__untied(layout)));
     return dtrain__progress(strategy);
 }
 

@@ -278,9 +278,10 @@ int main(int argc, char **argv)
         long number = flag == SCHEDULE ? find(value, schedules) : find(value, strategies);
         if (flag > STRATEGY && value) number = strtol(value, NULL, 10) - 1;
         if (flag < 0 || !value || (flag != DATA && (number < 0 || number >= 1000000))) {
-            fprintf(stderr,
-                    "parallel_3d: \"%s %s\" is not understood; the source begins with the flags\n",
-                    argv[a], value ? value : "");
+            fprintf(stderr, "parallel_3d: \"%s %s\" is not understood; flags:", argv[a],
+                    value ? value : "");
+            for (int f = 0; flags[f]; f++) fprintf(stderr, " %s", flags[f]);
+            fprintf(stderr, "\n");
             return 2;
         }
         s.data = flag == DATA ? value : s.data;
