@@ -37,7 +37,6 @@ static const dtrain_cut cuts[] = {
     [QKV_ROWS] = {.axis = DTRAIN_CUT_ROWS, .components = 3, .parts = HEADS},
     [HEAD_COLUMNS] = {.axis = DTRAIN_CUT_COLUMNS, .parts = HEADS},
 };
-
 /* The parameters of a block: shapes in multiples of CHANNELS; 0 columns: a vector. */
 static const struct {
     const char *name;
