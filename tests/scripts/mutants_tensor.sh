@@ -82,7 +82,7 @@ mutant "cross-entropy: the sums are left out" tape/cross_entropy.c 's/args.smoot
 mutant "cross-entropy: the sum of smoothing is left out" tape/cross_entropy.c 's/(args.smoothing > 0 ? 3 : 2) \* rows,/2 * rows,/'
 mutant "cross-entropy: sums are largest values" tape/cross_entropy.c 's/DTRAIN_REDUCE_SUM));/DTRAIN_REDUCE_MAX));/'
 mutant "cross-entropy: a largest value of one's own" tape/cross_entropy.c 's/args.parts, loss->whole_max, rows, DTRAIN_REDUCE_MAX/args.parts, loss->whole_max, 0, DTRAIN_REDUCE_MAX/'
-mutant "cross-entropy: exponentials are not scaled anew" tape/cross_entropy.c '0,/DTRAIN__TRY(ops->cross_entropy_finish(op->device, &args));/s///'
+mutant "cross-entropy: exponentials are not scaled anew" tape/cross_entropy.c '/_cross_entropy_columns(/,/^}/s/DTRAIN__TRY(ops->cross_entropy_finish(op->device, &args));//'
 mutant "cross-entropy: losses of rows are not summed" tape/cross_entropy.c 's/!= DTRAIN_PLACEMENT_ROWS) return DTRAIN_OK;$/<= DTRAIN_PLACEMENT_ROWS) return DTRAIN_OK;/'
 mutant "cross-entropy: targets of the first rows" tape/cross_entropy.c 's/args->targets += part->first\[0\];/(void)args;/'
 mutant "cross-entropy: padding counts" tape/cross_entropy.c 's/args->whole_classes - args->first_class;/args->n;/'
@@ -100,6 +100,6 @@ mutant "strategy: sums are not unpacked" strategy/ways/tensor.c 's/return bucket
 mutant "strategy: sums in a mean" strategy/ways/tensor.c 's/    packed += dtrain__padded(count);/    for (int64_t k = 0; k < count \&\& !back; k++) packed[k] \/= 2;\n&/'
 mutant "norm: each rank counts what is whole" strategy/norm.c 's/!whole || strategy->groups.tensor_rank == 0/true/'
 mutant "norm: the first rank counts what is cut" strategy/norm.c 's/!whole || strategy->groups.tensor_rank == 0/strategy->groups.tensor_rank == 0/'
-mutant "weights: the unit is that of one's own axis" strategy/weights.c 's/const float passes = (float)ranks/const float passes = (float)layout->all/'
+mutant "weights: the unit is that of one's own axis" strategy/weights.c 's/const float passes = (float)counted/const float passes = (float)layout->all/'
 echo "$passed passed, $failed failed"
 [ "$failed" -eq 0 ]
