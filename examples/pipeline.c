@@ -2,7 +2,7 @@
  * tape: a schedule says what each rank does next, and a runner sends what must travel.
  *
  *   build:   cc -O2 -I. examples/pipeline.c -o pipeline -lm -lpthread
- *   run:     ./pipeline [RANKS [KIND]]     KIND: 0 1F1B, 1 GPipe, 2 interleaved, 3 ZB-H1 (as here), 4 ZBV
+ *   run:     ./pipeline   (as RANKS KIND: 2 3; kinds are 0 1F1B, 1 GPipe, 2 interleaved, 3 ZB-H1, 4 ZBV)
  *   expect, and the same losses with any other ranks and kind:
  *     rank 0   F0 F1 .  B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
  *     rank 1   .  F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
