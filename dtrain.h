@@ -1367,7 +1367,7 @@ DTRAIN_API dtrain_result dtrain_vocab_cross_entropy(dtrain_comm *tensor,
  *     INTERLEAVED    (p - 1) / (v m)   a rank has v stages: v times the messages
  *     ZB_H1          a third of 1F1B's, where forward, input and weight gradients take alike: the
  *                    gradients of weights are made in what would be idle time
- *     ZBV            two stages a rank, in the shape of a V: nearly none
+ *     ZBV            (p - 1) / (6 m) there; a rank has two stages, which lie in the shape of a V
  *
  * (Huang et al., "GPipe", 2019; Narayanan et al., "Efficient Large-Scale Language Model Training on
  * GPU Clusters", 2021; Qi et al., "Zero Bubble Pipeline Parallelism", 2024.)
@@ -1385,7 +1385,8 @@ typedef enum dtrain_pipeline_kind {
 } dtrain_pipeline_kind;
 
 /* How a model lies on the pipeline axis, and in which order it runs. A zeroed one is 1F1B with
- * units divided evenly. */
+ * units divided evenly. For strategies DDP and ZERO1; on an axis of one rank, which has the whole
+ * model and one micro-batch after the other, kind and chunks change nothing. */
 typedef struct dtrain_pipeline_desc {
     uint32_t kind;         /* dtrain_pipeline_kind */
     uint32_t chunks;       /* stages of each rank; 0 = 1, or 2 with INTERLEAVED and ZBV */
@@ -2637,7 +2638,17 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);
  * With a strategy on a mesh the record is of all ranks of the mesh, and so is every decision that
  * follows from it. Samples and tokens are those of the data axis: the ranks of a tensor axis must
  * have the same samples (a loader deals so to desc.comm, the mesh's data axis), and they draw the
- * same masks of dropout, whose seeds go by the data axis too. */
+ * same masks of dropout, whose seeds go by the data axis too.
+ *
+ * With a pipeline axis the micro-batches of a step run in the order of the strategy's schedule
+ * (parallel/pipeline.h), and its gradients have the bits of one micro-batch after the other. The
+ * ranks of the axis read the same samples, too, and each
+ *
+ *     calls next_batch once a micro-batch, which is required; an error of it fails the step on all
+ *     calls loss for each of its stages and micro-batches, and once before, to see what crosses
+ *         stages: the same operations and shapes each time, no values read, no counting of calls
+ *
+ * graph, requires_grad inputs and passes of a program's own on the trainer's tape are refused. */
 
 typedef struct dtrain_trainer dtrain_trainer;
 
@@ -2779,9 +2790,9 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
  * ranks, parameters and optimizer state stay, and the scale falls until dtrain_loss_scaler_update
  * gives up.
  *
- * An error of next_batch comes back as it is, and the step can be repeated: it goes on with the
- * micro-batch that could not be read, while the other ranks wait. An error of loss, of the tape or
- * of a kernel on one rank is one on all, and stands. */
+ * An error of next_batch comes back as it is, and the step can be repeated (not with a pipeline):
+ * it goes on with the micro-batch that could not be read, while the other ranks wait. An error of
+ * loss, of the tape or of a kernel on one rank is one on all, and stands. */
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record);
 /* Evaluate the mean loss without gradients over the samples of `batches` calls of next_batch on
  * every rank; one that ends earlier (DTRAIN_ERROR_END) has fewer. Collective. next_batch and user
@@ -2790,7 +2801,8 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss);
-/* Return the trainer's tape, for passes of the host's own between two steps. */
+/* Return the trainer's tape, for passes of the host's own between two steps; with a pipeline it can
+ * only be queried. */
 DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
 
 /* A search for the largest micro-batch whose step fits. */
@@ -15041,9 +15053,7 @@ DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *sch
     dtrain_pipeline_report report;
     if (!schedule || !work || !work->compute || !work->part)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: schedule, work or one of its functions is "
-                           "NULL",
-                           call);
+                           "%s: schedule, work or one of its functions is NULL", call);
     if (schedule->ranks != (comm ? dtrain_comm_size(comm) : 1))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: the schedule is for %d ranks, and the communicator has %d", call,
@@ -17781,10 +17791,10 @@ static dtrain_result dtrain__sum_copy(dtrain_strategy *strategy, double *sums, s
 }
 
 /* Add up the terms of the ranks that hold one model, in rank order: the same order of lanes for any
- * number of ranks. The last of the `count` sums of each, of gradients that are
- * whole on all ranks of a tensor axis, must be the same on them: ranks that read other samples, or
- * run another program, would spoil the model without any other sign. Shards that are cut elsewhere,
- * and kernels that add in another order, make it differ by rounding; other samples by far more. */
+ * number of ranks. The last of the `count` sums of each, of gradients that are whole on all ranks
+ * of a tensor axis, must be the same on them: ranks that read other samples, or run another
+ * program, would spoil the model without any other sign. Shards that are cut elsewhere, and kernels
+ * that add in another order, make it differ by rounding; other samples by far more. */
 static dtrain_result dtrain__sum_model(dtrain_strategy *strategy, double *sums, size_t count)
 {
     dtrain_comm *comm = strategy->groups.model;
@@ -19955,10 +19965,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *stra
 /* ---- Values -----------------------------------------------------------------------------------*/
 
 /* Hash the bits of a parameter's value, of one that is cut of this rank's part; 0 for an alias, and
- * for what other stages have.
- * Collective over the data axis. A step of the hash takes eight bytes and is a bijection, so one
- * changed word always changes the result; the shift brings the upper half down, where a product
- * alone would never carry it. */
+ * for what other stages have. Collective over the data axis. A step of the hash takes eight bytes
+ * and is a bijection, so one changed word always changes the result; the shift brings the upper
+ * half down, where a product alone would never carry it. */
 static dtrain_result dtrain__value_hash(dtrain_strategy *strategy, size_t i, uint64_t *hash)
 {
     float staging[DTRAIN__STAGING_COUNT];
@@ -26239,9 +26248,9 @@ DTRAIN_API dtrain_result dtrain_tape_recompute(dtrain_tape *tape, uint32_t every
 
 /* Stages: a part of a model, several passes at once
  *
- * The model's function runs whole on each rank. Three marks away from the stage that a pass is of,
- * an operation is prepared, so that shapes, placements and the numbers of dropout's streams are
- * those of the whole model, and nothing else happens:
+ * The model's function runs whole on each rank. Operations of other stages than the one that a pass
+ * is of are prepared alone, so that shapes, placements and the numbers of dropout's streams are
+ * those of the whole model:
  *
  *     unit           0        1        2        3
  *     stage          0        0        1        1
@@ -29468,7 +29477,7 @@ static dtrain_result dtrain__data_files_find(dtrain__data_search *search, const 
  * Three rules bind a schedule. Every pass in flight has a tape, and input buffers, of its own.
  * Forwards come in the order of their numbers, because each fetches the next batch; so do
  * backwards, because the strategy averages behind the last one. All ranks have the same
- * schedule. */
+ * schedule. A pipeline has schedules of its own, of passes of stages: pipeline_step.c. */
 
 /* ==== src/train/trainer_internal.h ============================================================ */
 
@@ -30319,6 +30328,18 @@ static dtrain__samples dtrain__flight_samples(const dtrain__flight *flight)
     return samples;
 }
 
+/* Run the model's function in the pass that has begun, to its loss. */
+static dtrain_result dtrain__line_loss(dtrain_trainer *trainer, void *user, const char *name,
+                                       int64_t number, dtrain_tensor **loss)
+{
+    const uint32_t span = dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, name, number);
+    *loss = trainer->desc.loss(trainer->tape, user);
+    dtrain__span_end(trainer->world, span);
+    DTRAIN__TRY(dtrain__stage_end(trainer->tape));
+    if (*loss) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: loss returned NULL");
+}
+
 static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
                                           const dtrain_pipeline_action *action)
 {
@@ -30336,12 +30357,8 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
     const uint64_t seed = line->seed + dtrain__micro_seed((uint32_t)action->micro_batch);
     DTRAIN__TRY(dtrain__stage_begin(trainer->tape, (uint32_t)action->slot, (uint32_t)flight->batch,
                                     stage, source, desc->tape_flags, seed));
-    const uint32_t span = dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "forward",
-                                             (int64_t)action->micro_batch);
-    dtrain_tensor *loss = desc->loss(trainer->tape, desc->user);
-    dtrain__span_end(trainer->world, span);
-    DTRAIN__TRY(dtrain__stage_end(trainer->tape));
-    if (!loss) return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: loss returned NULL");
+    dtrain_tensor *loss;
+    DTRAIN__TRY(dtrain__line_loss(trainer, desc->user, "forward", action->micro_batch, &loss));
     dtrain__flight_note(flight, loss);
     line->losses[action->slot] = stage == line->stages - 1 ? loss : NULL;
     return DTRAIN_OK;
@@ -30527,11 +30544,7 @@ static dtrain_result dtrain__line_evaluate_stage(dtrain_trainer *trainer, void *
     }
     *dtrain__slot_at(line, chunk, 0) = chunk;
     DTRAIN__TRY(dtrain__stage_begin(trainer->tape, (uint32_t)chunk, 0, stage, source, flags, 0));
-    const uint32_t span =
-        dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);
-    *loss = trainer->desc.loss(trainer->tape, user);
-    dtrain__span_end(trainer->world, span);
-    DTRAIN__TRY(dtrain__stage_end(trainer->tape));
+    DTRAIN__TRY(dtrain__line_loss(trainer, user, "evaluate", DTRAIN__UNNUMBERED, loss));
     if (stage == line->stages - 1 || dtrain__neighbour(line, stage + 1, 0, &slot)) return DTRAIN_OK;
     return dtrain__line_carry(trainer, chunk, stage, false);
 }
@@ -30646,7 +30659,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer)
     DTRAIN__TRY(dtrain__pipeline_allows(trainer));
     DTRAIN__TRY(dtrain__pipeline_open(trainer));
     dtrain__expect_schedule(trainer->desc.strategy, trainer->desc.micro_batches > 1);
-    trainer->loss_counts = trainer->pipeline->map->here[trainer->pipeline->stages - 1];
+    trainer->loss_counts = trainer->pipeline->map->here[trainer->pipeline->stages - 1] &&
+                           trainer->groups.tensor_rank == trainer->groups.tensor_ranks - 1;
     return DTRAIN_OK;
 }
 

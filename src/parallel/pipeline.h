@@ -15,7 +15,7 @@
  *     INTERLEAVED    (p - 1) / (v m)   a rank has v stages: v times the messages
  *     ZB_H1          a third of 1F1B's, where forward, input and weight gradients take alike: the
  *                    gradients of weights are made in what would be idle time
- *     ZBV            two stages a rank, in the shape of a V: nearly none
+ *     ZBV            (p - 1) / (6 m) there; a rank has two stages, which lie in the shape of a V
  *
  * (Huang et al., "GPipe", 2019; Narayanan et al., "Efficient Large-Scale Language Model Training on
  * GPU Clusters", 2021; Qi et al., "Zero Bubble Pipeline Parallelism", 2024.)
@@ -40,7 +40,8 @@ typedef enum dtrain_pipeline_kind {
 } dtrain_pipeline_kind;
 
 /* How a model lies on the pipeline axis, and in which order it runs. A zeroed one is 1F1B with
- * units divided evenly. */
+ * units divided evenly. For strategies DDP and ZERO1; on an axis of one rank, which has the whole
+ * model and one micro-batch after the other, kind and chunks change nothing. */
 typedef struct dtrain_pipeline_desc {
     uint32_t kind;         /* dtrain_pipeline_kind */
     uint32_t chunks;       /* stages of each rank; 0 = 1, or 2 with INTERLEAVED and ZBV */

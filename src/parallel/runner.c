@@ -157,9 +157,7 @@ DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *sch
     dtrain_pipeline_report report;
     if (!schedule || !work || !work->compute || !work->part)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: schedule, work or one of its functions is "
-                           "NULL",
-                           call);
+                           "%s: schedule, work or one of its functions is NULL", call);
     if (schedule->ranks != (comm ? dtrain_comm_size(comm) : 1))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: the schedule is for %d ranks, and the communicator has %d", call,

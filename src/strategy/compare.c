@@ -137,10 +137,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *stra
 /* ---- Values -----------------------------------------------------------------------------------*/
 
 /* Hash the bits of a parameter's value, of one that is cut of this rank's part; 0 for an alias, and
- * for what other stages have.
- * Collective over the data axis. A step of the hash takes eight bytes and is a bijection, so one
- * changed word always changes the result; the shift brings the upper half down, where a product
- * alone would never carry it. */
+ * for what other stages have. Collective over the data axis. A step of the hash takes eight bytes
+ * and is a bijection, so one changed word always changes the result; the shift brings the upper
+ * half down, where a product alone would never carry it. */
 static dtrain_result dtrain__value_hash(dtrain_strategy *strategy, size_t i, uint64_t *hash)
 {
     float staging[DTRAIN__STAGING_COUNT];

@@ -161,10 +161,10 @@ static dtrain_result dtrain__sum_copy(dtrain_strategy *strategy, double *sums, s
 }
 
 /* Add up the terms of the ranks that hold one model, in rank order: the same order of lanes for any
- * number of ranks. The last of the `count` sums of each, of gradients that are
- * whole on all ranks of a tensor axis, must be the same on them: ranks that read other samples, or
- * run another program, would spoil the model without any other sign. Shards that are cut elsewhere,
- * and kernels that add in another order, make it differ by rounding; other samples by far more. */
+ * number of ranks. The last of the `count` sums of each, of gradients that are whole on all ranks
+ * of a tensor axis, must be the same on them: ranks that read other samples, or run another
+ * program, would spoil the model without any other sign. Shards that are cut elsewhere, and kernels
+ * that add in another order, make it differ by rounding; other samples by far more. */
 static dtrain_result dtrain__sum_model(dtrain_strategy *strategy, double *sums, size_t count)
 {
     dtrain_comm *comm = strategy->groups.model;

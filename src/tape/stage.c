@@ -1,8 +1,8 @@
 /* Stages: a part of a model, several passes at once
  *
- * The model's function runs whole on each rank. Three marks away from the stage that a pass is of,
- * an operation is prepared, so that shapes, placements and the numbers of dropout's streams are
- * those of the whole model, and nothing else happens:
+ * The model's function runs whole on each rank. Operations of other stages than the one that a pass
+ * is of are prepared alone, so that shapes, placements and the numbers of dropout's streams are
+ * those of the whole model:
  *
  *     unit           0        1        2        3
  *     stage          0        0        1        1

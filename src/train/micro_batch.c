@@ -10,7 +10,7 @@
  * Three rules bind a schedule. Every pass in flight has a tape, and input buffers, of its own.
  * Forwards come in the order of their numbers, because each fetches the next batch; so do
  * backwards, because the strategy averages behind the last one. All ranks have the same
- * schedule. */
+ * schedule. A pipeline has schedules of its own, of passes of stages: pipeline_step.c. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"

@@ -109,6 +109,18 @@ static dtrain__samples dtrain__flight_samples(const dtrain__flight *flight)
     return samples;
 }
 
+/* Run the model's function in the pass that has begun, to its loss. */
+static dtrain_result dtrain__line_loss(dtrain_trainer *trainer, void *user, const char *name,
+                                       int64_t number, dtrain_tensor **loss)
+{
+    const uint32_t span = dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, name, number);
+    *loss = trainer->desc.loss(trainer->tape, user);
+    dtrain__span_end(trainer->world, span);
+    DTRAIN__TRY(dtrain__stage_end(trainer->tape));
+    if (*loss) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: loss returned NULL");
+}
+
 static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
                                           const dtrain_pipeline_action *action)
 {
@@ -126,12 +138,8 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
     const uint64_t seed = line->seed + dtrain__micro_seed((uint32_t)action->micro_batch);
     DTRAIN__TRY(dtrain__stage_begin(trainer->tape, (uint32_t)action->slot, (uint32_t)flight->batch,
                                     stage, source, desc->tape_flags, seed));
-    const uint32_t span = dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "forward",
-                                             (int64_t)action->micro_batch);
-    dtrain_tensor *loss = desc->loss(trainer->tape, desc->user);
-    dtrain__span_end(trainer->world, span);
-    DTRAIN__TRY(dtrain__stage_end(trainer->tape));
-    if (!loss) return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: loss returned NULL");
+    dtrain_tensor *loss;
+    DTRAIN__TRY(dtrain__line_loss(trainer, desc->user, "forward", action->micro_batch, &loss));
     dtrain__flight_note(flight, loss);
     line->losses[action->slot] = stage == line->stages - 1 ? loss : NULL;
     return DTRAIN_OK;
@@ -317,11 +325,7 @@ static dtrain_result dtrain__line_evaluate_stage(dtrain_trainer *trainer, void *
     }
     *dtrain__slot_at(line, chunk, 0) = chunk;
     DTRAIN__TRY(dtrain__stage_begin(trainer->tape, (uint32_t)chunk, 0, stage, source, flags, 0));
-    const uint32_t span =
-        dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);
-    *loss = trainer->desc.loss(trainer->tape, user);
-    dtrain__span_end(trainer->world, span);
-    DTRAIN__TRY(dtrain__stage_end(trainer->tape));
+    DTRAIN__TRY(dtrain__line_loss(trainer, user, "evaluate", DTRAIN__UNNUMBERED, loss));
     if (stage == line->stages - 1 || dtrain__neighbour(line, stage + 1, 0, &slot)) return DTRAIN_OK;
     return dtrain__line_carry(trainer, chunk, stage, false);
 }
@@ -436,7 +440,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer)
     DTRAIN__TRY(dtrain__pipeline_allows(trainer));
     DTRAIN__TRY(dtrain__pipeline_open(trainer));
     dtrain__expect_schedule(trainer->desc.strategy, trainer->desc.micro_batches > 1);
-    trainer->loss_counts = trainer->pipeline->map->here[trainer->pipeline->stages - 1];
+    trainer->loss_counts = trainer->pipeline->map->here[trainer->pipeline->stages - 1] &&
+                           trainer->groups.tensor_rank == trainer->groups.tensor_ranks - 1;
     return DTRAIN_OK;
 }
 

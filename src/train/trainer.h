@@ -11,7 +11,17 @@
  * With a strategy on a mesh the record is of all ranks of the mesh, and so is every decision that
  * follows from it. Samples and tokens are those of the data axis: the ranks of a tensor axis must
  * have the same samples (a loader deals so to desc.comm, the mesh's data axis), and they draw the
- * same masks of dropout, whose seeds go by the data axis too. */
+ * same masks of dropout, whose seeds go by the data axis too.
+ *
+ * With a pipeline axis the micro-batches of a step run in the order of the strategy's schedule
+ * (parallel/pipeline.h), and its gradients have the bits of one micro-batch after the other. The
+ * ranks of the axis read the same samples, too, and each
+ *
+ *     calls next_batch once a micro-batch, which is required; an error of it fails the step on all
+ *     calls loss for each of its stages and micro-batches, and once before, to see what crosses
+ *         stages: the same operations and shapes each time, no values read, no counting of calls
+ *
+ * graph, requires_grad inputs and passes of a program's own on the trainer's tape are refused. */
 
 #pragma once
 
@@ -167,9 +177,9 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
  * ranks, parameters and optimizer state stay, and the scale falls until dtrain_loss_scaler_update
  * gives up.
  *
- * An error of next_batch comes back as it is, and the step can be repeated: it goes on with the
- * micro-batch that could not be read, while the other ranks wait. An error of loss, of the tape or
- * of a kernel on one rank is one on all, and stands. */
+ * An error of next_batch comes back as it is, and the step can be repeated (not with a pipeline):
+ * it goes on with the micro-batch that could not be read, while the other ranks wait. An error of
+ * loss, of the tape or of a kernel on one rank is one on all, and stands. */
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record);
 /* Evaluate the mean loss without gradients over the samples of `batches` calls of next_batch on
  * every rank; one that ends earlier (DTRAIN_ERROR_END) has fewer. Collective. next_batch and user
@@ -178,7 +188,8 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss);
-/* Return the trainer's tape, for passes of the host's own between two steps. */
+/* Return the trainer's tape, for passes of the host's own between two steps; with a pipeline it can
+ * only be queried. */
 DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
 
 /* A search for the largest micro-batch whose step fits. */
