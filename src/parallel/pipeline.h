@@ -91,10 +91,10 @@ DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline_schedule *schedule);
 /* Return which stage of the model a chunk of a rank is, from 0 to ranks * chunks - 1; -1: none. */
 DTRAIN_API int dtrain_pipeline_stage(uint32_t kind, int ranks, int chunks, int rank, int chunk);
 
-/* Seconds, or any unit, of one stage and micro-batch; all zero = 1 of each, and no message. */
+/* Seconds, or any unit, that a micro-batch takes in one stage. */
 typedef struct dtrain_pipeline_costs {
     double forward, backward, weight; /* a BACKWARD of kinds without WEIGHT takes both */
-    double message;                   /* from the end of what is sent to its arrival */
+    double message; /* to a neighbour stage on another rank, from the end of what is sent */
 } dtrain_pipeline_costs;
 
 typedef struct dtrain_pipeline_report {
@@ -103,8 +103,9 @@ typedef struct dtrain_pipeline_report {
     int peak;           /* of the asked rank: passes between FORWARD and BACKWARD at once */
     int slots, inboxes; /* that it needs */
 } dtrain_pipeline_report;
-/* Replay all ranks of a schedule, each send waiting for its receive, and tell what it costs; costs
- * and report may be NULL. DTRAIN_ERROR_USAGE: it would hang, or does not do everything once and in
+/* Replay all ranks of a schedule, each send waiting for its receive, and tell what it costs.
+ * costs[ranks * chunks] are those of the stages, NULL = 1 of each and no messages; report may be
+ * NULL. DTRAIN_ERROR_USAGE: it would hang, or does not do everything once and in
  * order; the sentence names rank and action. Local. */
 DTRAIN_API dtrain_result dtrain_pipeline_check(const dtrain_pipeline_schedule *schedule,
                                                const dtrain_pipeline_costs *costs, int rank,

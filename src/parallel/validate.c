@@ -25,12 +25,12 @@ typedef struct dtrain__pass_state {
 
 typedef struct dtrain__check {
     const dtrain_pipeline_schedule *schedule;
-    dtrain_pipeline_costs costs;
-    size_t *at;                 /* (ranks) the action that a rank has come to */
-    double *clock, *busy;       /* (ranks) */
-    int32_t *live, *peak;       /* (ranks) passes between forward and backward */
-    dtrain__pass_state *passes; /* (ranks, chunks, micro-batches) */
-    dtrain__watch_fn watch;     /* or NULL */
+    const dtrain_pipeline_costs *costs; /* (stages), or NULL */
+    size_t *at;                         /* (ranks) the action that a rank has come to */
+    double *clock, *busy;               /* (ranks) */
+    int32_t *live, *peak;               /* (ranks) passes between forward and backward */
+    dtrain__pass_state *passes;         /* (ranks, chunks, micro-batches) */
+    dtrain__watch_fn watch;             /* or NULL */
     void *user;
 } dtrain__check;
 
@@ -178,6 +178,19 @@ static void dtrain__hand_over(dtrain__check *check, int rank, const dtrain_pipel
     dtrain__pass_of(check, rank, place.chunk, action->micro_batch)->arrived[direction < 0] = at;
 }
 
+/* Return what a computation costs. */
+static double dtrain__check_cost(const dtrain__check *check, int rank,
+                                 const dtrain_pipeline_action *action)
+{
+    const dtrain_pipeline_schedule *s = check->schedule;
+    const dtrain_pipeline_costs ones = {1, 1, 1, 0};
+    const int stage = dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, rank, action->chunk);
+    const dtrain_pipeline_costs *costs = check->costs ? &check->costs[stage] : &ones;
+    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD) return costs->forward;
+    if (action->act == DTRAIN_PIPELINE_ACT_WEIGHT) return costs->weight;
+    return dtrain__pipeline_splits(s->kind) ? costs->backward : costs->backward + costs->weight;
+}
+
 /* Do a computation of a rank. */
 static dtrain_result dtrain__check_compute(dtrain__check *check, int rank,
                                            const dtrain_pipeline_action *action)
@@ -186,11 +199,7 @@ static dtrain_result dtrain__check_compute(dtrain__check *check, int rank,
     dtrain__pass_state *pass = dtrain__pass_of(check, rank, action->chunk, action->micro_batch);
     if (!dtrain__ascends(check, rank, action))
         return dtrain__check_fail(rank, action, "gradients add up in ascending micro-batches");
-    double cost = act == DTRAIN_PIPELINE_ACT_FORWARD  ? check->costs.forward
-                  : act == DTRAIN_PIPELINE_ACT_WEIGHT ? check->costs.weight
-                                                      : check->costs.backward;
-    if (act == DTRAIN_PIPELINE_ACT_BACKWARD && !dtrain__pipeline_splits(check->schedule->kind))
-        cost += check->costs.weight;
+    const double cost = dtrain__check_cost(check, rank, action);
     double begin = check->clock[rank];
     if (act <= DTRAIN_PIPELINE_ACT_BACKWARD)
         begin = fmax(begin, pass->arrived[act - DTRAIN_PIPELINE_ACT_FORWARD]);
@@ -260,7 +269,7 @@ static dtrain_result dtrain__check_message(dtrain__check *check, int rank,
     to->arrived[!forward] =
         dtrain__pass_of(check, rank, send->chunk, send->micro_batch)
             ->end[forward ? DTRAIN_PIPELINE_ACT_FORWARD : DTRAIN_PIPELINE_ACT_BACKWARD] +
-        check->costs.message;
+        (check->costs ? check->costs[stage].message : 0);
     dtrain__pass_of(check, rank, send->chunk, send->micro_batch)->done |= 1u << send->act;
     to->done |= 1u << receive->act;
     check->at[rank]++;
@@ -389,9 +398,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_replay(const dtrain_pipeline_sche
     check.schedule = schedule;
     check.watch = watch;
     check.user = user;
-    if (costs) check.costs = *costs;
-    if (check.costs.forward <= 0 && check.costs.backward <= 0 && check.costs.weight <= 0)
-        check.costs.forward = check.costs.backward = check.costs.weight = 1;
+    check.costs = costs;
     const size_t ranks = (size_t)schedule->ranks;
     const size_t passes = ranks * (size_t)schedule->chunks * (size_t)schedule->micro_batches;
     const size_t bytes = sizeof *check.at + 2 * sizeof *check.clock + 2 * sizeof *check.live;

@@ -8,7 +8,7 @@
 
 #include "dtrain.h"
 
-enum { RANKS = 16, CHUNKS = 8, MICROS = 64, ROOM = 1024 };
+enum { RANKS = 16, CHUNKS = 8, MICROS = 64, MAX_STAGES = 64, ROOM = 1024 };
 enum { F = 1, B, W, SEND, RECEIVE, SEND_GRADIENT, RECEIVE_GRADIENT, REDUCE, STEP };
 typedef dtrain_pipeline_schedule schedule;
 typedef dtrain_pipeline_action action;
@@ -125,10 +125,14 @@ static void test_golden(void)
                   {DTRAIN_PIPELINE_ZB_H1, 8, 1, 32, 103, 8}};
     for (size_t i = 0; i < sizeof golden / sizeof *golden; i++) {
         const double part = 1.0 / golden[i].v;
-        const dtrain_pipeline_costs costs = {part, part, part, 0};
+        dtrain_pipeline_costs costs[MAX_STAGES];
         dtrain_pipeline_report report = {0, 0, 0, 0, 0};
         schedule *s = make(golden[i].kind, golden[i].p, golden[i].v, golden[i].m);
-        CHECK(dtrain_pipeline_check(s, &costs, 0, &report) == DTRAIN_OK);
+        for (size_t stage = 0; stage < MAX_STAGES; stage++) {
+            const dtrain_pipeline_costs equal = {part, part, part, 0};
+            costs[stage] = equal;
+        }
+        CHECK(dtrain_pipeline_check(s, costs, 0, &report) == DTRAIN_OK);
         CHECK_MSG(report.makespan == golden[i].time &&
                       (golden[i].peak == 0 || report.peak * part == golden[i].peak),
                   "row %zu: %g with a peak of %g, expected %g and %g", i, report.makespan,
@@ -140,16 +144,26 @@ static void test_golden(void)
 /* Costs of one's own, and messages that take time: the way of one micro-batch there and back. */
 static void test_costs(void)
 {
-    const dtrain_pipeline_costs costs = {1, 2, 4, 10};
+    const dtrain_pipeline_costs alike = {1, 2, 4, 10}, costs[] = {alike, alike, alike, alike};
+    const dtrain_pipeline_costs differ[] = {{1, 2, 4, 10}, {2, 1, 1, 20}, {5, 3, 2, 0}};
     dtrain_pipeline_report report = {0, 0, 0, 0, 0};
     schedule *s = make(DTRAIN_PIPELINE_1F1B, 4, 1, 1);
-    CHECK(dtrain_pipeline_check(s, &costs, 0, &report) == DTRAIN_OK);
+    CHECK(dtrain_pipeline_check(s, costs, 0, &report) == DTRAIN_OK);
     CHECK(report.makespan == 4 * 1 + 4 * 6 + 6 * 10);
     CHECK_CLOSE(report.bubble, 1 - 7.0 / 88, 1e-12);
     dtrain_pipeline_destroy(s);
     s = make(DTRAIN_PIPELINE_ZB_H1, 4, 1, 1); /* the weights of rank 0 at the end */
-    CHECK(dtrain_pipeline_check(s, &costs, 0, &report) == DTRAIN_OK);
+    CHECK(dtrain_pipeline_check(s, costs, 0, &report) == DTRAIN_OK);
     CHECK(report.makespan == 4 * 1 + 4 * 2 + 4 + 6 * 10);
+    dtrain_pipeline_destroy(s);
+    s = make(DTRAIN_PIPELINE_1F1B, 3, 1, 1); /* stages that differ */
+    CHECK(dtrain_pipeline_check(s, differ, 0, &report) == DTRAIN_OK);
+    CHECK(report.makespan == 1 + 10 + 2 + 20 + 5 + 5 + 0 + 2 + 20 + 6);
+    CHECK_CLOSE(report.bubble, 1 - 21.0 / (3 * 71), 1e-12);
+    dtrain_pipeline_destroy(s);
+    s = make(DTRAIN_PIPELINE_ZBV, 2, 2, 1); /* stages 1 and 2 are on rank 1: no message there */
+    CHECK(dtrain_pipeline_check(s, costs, 0, &report) == DTRAIN_OK);
+    CHECK(report.makespan == 4 * 1 + 4 * 2 + 4 + 4 * 10);
     dtrain_pipeline_destroy(s);
 }
 
