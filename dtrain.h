@@ -5222,7 +5222,7 @@ typedef struct dtrain__event {
     uint32_t track;
     uint8_t kind, state;           /* dtrain_span_kind; DTRAIN__CALL_QUEUED, ... of a call */
     char name[DTRAIN__EVENT_NAME]; /* a call: the first parameter of its bucket */
-    char text[DTRAIN__EVENT_NAME]; /* a span: the parameter that it works on */
+    char text[DTRAIN__EVENT_NAME]; /* a span: the parameter or stage that it works on */
 } dtrain__event;
 
 /* Write a dump of this rank into a directory: comm/flight.c, which knows the communicators. */
@@ -5246,7 +5246,8 @@ typedef struct dtrain__ring {
 /* A span that is open. */
 typedef struct dtrain__open_span {
     uint64_t begin_ns;
-    const char *name, *text; /* text: the parameter that it works on, for a trace; or NULL */
+    const char *name,
+        *text; /* text: the parameter or stage that it works on, for a trace; or NULL */
     int64_t number;
     bool ranged;          /* the device's profiler has it, too */
     uint32_t kind, outer; /* its kind, and that of the span around it */
@@ -5287,6 +5288,7 @@ DTRAIN__PRIVATE void dtrain__span_end_at(dtrain_world *world, uint32_t mark, uin
 DTRAIN__PRIVATE uint32_t dtrain__span_begin(dtrain_world *world, uint32_t kind, const char *name,
                                             int64_t number);
 DTRAIN__PRIVATE void dtrain__span_end(dtrain_world *world, uint32_t mark);
+DTRAIN__PRIVATE void dtrain__span_of(dtrain_world *world, uint32_t mark, const char *text);
 DTRAIN__PRIVATE uint32_t dtrain__detail_begin(dtrain_world *world, const char *name,
                                               const char *text);
 DTRAIN__PRIVATE void dtrain__span_add(dtrain_world *world, uint32_t track, uint32_t kind,
@@ -5717,6 +5719,12 @@ DTRAIN__PRIVATE void dtrain__span_end(dtrain_world *world, uint32_t mark)
     if (world && mark != DTRAIN__NO_SPAN) dtrain__span_end_at(world, mark, dtrain__now_ns());
 }
 
+/* Say what a span works on; text must live until the span is closed. */
+DTRAIN__PRIVATE void dtrain__span_of(dtrain_world *world, uint32_t mark, const char *text)
+{
+    if (world && mark < DTRAIN__SPAN_DEPTH) world->timeline.open[mark].text = text;
+}
+
 /* Open a span that is only of interest in a trace, and of the kind of the one around it; without a
  * trace do nothing: the clock is not read, then and at the end. */
 DTRAIN__PRIVATE uint32_t dtrain__detail_begin(dtrain_world *world, const char *name,
@@ -5724,7 +5732,7 @@ DTRAIN__PRIVATE uint32_t dtrain__detail_begin(dtrain_world *world, const char *n
 {
     if (!world || !world->timeline.traced) return DTRAIN__NO_SPAN;
     const uint32_t mark = dtrain__span_begin(world, world->timeline.kind, name, DTRAIN__UNNUMBERED);
-    if (mark < DTRAIN__SPAN_DEPTH) world->timeline.open[mark].text = text;
+    dtrain__span_of(world, mark, text);
     return mark;
 }
 
@@ -14986,6 +14994,28 @@ static dtrain_result dtrain__message_start(const dtrain__runner *run,
     }
 }
 
+/* Call compute, in a span: a trace shows passes as a drawing of the schedule does. */
+static dtrain_result dtrain__run_pass(const dtrain__runner *run,
+                                      const dtrain_pipeline_action *action)
+{
+    static const char *const names[] = {"forward", "backward", "weights"};
+    const dtrain_pipeline_schedule *s = run->schedule;
+    dtrain_world *world = run->comm ? run->comm->world : NULL;
+    char stage[24];
+    if (!world || action->act > DTRAIN_PIPELINE_ACT_WEIGHT)
+        return run->work->compute(run->work->user, action);
+    snprintf(stage, sizeof stage, "stage %d",
+             dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, run->rank, action->chunk));
+    const bool forward = action->act == DTRAIN_PIPELINE_ACT_FORWARD;
+    const uint32_t span =
+        dtrain__span_begin(world, forward ? DTRAIN_SPAN_FORWARD : DTRAIN_SPAN_BACKWARD,
+                           names[action->act - DTRAIN_PIPELINE_ACT_FORWARD], action->micro_batch);
+    dtrain__span_of(world, span, stage);
+    const dtrain_result result = run->work->compute(run->work->user, action);
+    dtrain__span_end(world, span);
+    return result;
+}
+
 /* Wait for what a computation needs, and for what it would overwrite; then do it. */
 static dtrain_result dtrain__run_compute(const dtrain__runner *run,
                                          const dtrain_pipeline_action *action)
@@ -15002,7 +15032,7 @@ static dtrain_result dtrain__run_compute(const dtrain__runner *run,
     if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD)
         DTRAIN__TRY(dtrain__message_wait(
             dtrain__message_of(run, DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT, action)));
-    return run->work->compute(run->work->user, action);
+    return dtrain__run_pass(run, action);
 }
 
 /* Add to the last error where in the schedule this rank was. */
@@ -21767,9 +21797,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_te
                                                     bool *accumulate);
 /* Let x have the gradient of y, which has none from here on. */
 DTRAIN__PRIVATE void dtrain__gradient_take(dtrain_tensor *x, dtrain_tensor *y);
-/* Run the backward of a pass from gradients that are there; the nodes that made their tensors are
- * marked as reached. */
-DTRAIN__PRIVATE dtrain_result dtrain__backward_seeded(dtrain_tape *tape);
+/* Run the backward of a pass from its loss or, without one, from gradients that are there; the nodes
+ * that made their tensors are marked as reached. */
+DTRAIN__PRIVATE dtrain_result dtrain__backward_pass(dtrain_tape *tape, dtrain_tensor *loss,
+                                                    float scale);
 /* Make what a backward in halves has left: gradients of parameters. */
 DTRAIN__PRIVATE dtrain_result dtrain__backward_params(dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_op *op, uint32_t output, uint32_t input);
@@ -22953,7 +22984,6 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
 {
     const char *const call = "dtrain_tape_backward";
     bool accumulate;
-    if (!loss) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: loss is NULL", call);
     if (loss->count != 1)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: the loss has %lld elements, not one; use dtrain_mean or dtrain_sum",
@@ -22963,7 +22993,6 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
                            "%s: the loss depends on no trainable parameter and no input with "
                            "requires_grad, or the pass was begun with DTRAIN_TAPE_NO_GRAD",
                            call);
-    tape->pass.segment = NULL;
     DTRAIN__TRY(dtrain__tensor_keep(tape, loss, call));
     if (loss->producer) loss->producer->reached = true;
     if (tape->strategy && !tape->planning)
@@ -22974,35 +23003,33 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
     return dtrain__backward_walk(tape);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__backward_seeded(dtrain_tape *tape)
+DTRAIN__PRIVATE dtrain_result dtrain__backward_pass(dtrain_tape *tape, dtrain_tensor *loss,
+                                                    float scale)
 {
-    DTRAIN__TRY(dtrain__tape_check(tape, "the backward of a stage"));
-    const uint32_t span =
-        dtrain__span_begin(tape->world, DTRAIN_SPAN_BACKWARD, "backward", DTRAIN__UNNUMBERED);
+    DTRAIN__TRY(dtrain__tape_check(tape, "dtrain_tape_backward"));
     tape->pass.state = DTRAIN__TAPE_DONE;
     tape->pass.segment = NULL;
-    const dtrain_result result = dtrain__backward_walk(tape);
-    dtrain__span_end(tape->world, span);
-    return dtrain__tape_stick(tape, result);
+    return dtrain__tape_stick(tape, loss ? dtrain__backward_run(tape, loss, scale)
+                                         : dtrain__backward_walk(tape));
 }
 
 DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     DTRAIN__TRY(dtrain__tape_check(tape, "dtrain_tape_backward"));
+    if (!loss)
+        return dtrain__tape_stick(
+            tape, dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_backward: loss is NULL"));
     const uint32_t span =
         dtrain__span_begin(tape->world, DTRAIN_SPAN_BACKWARD, "backward", DTRAIN__UNNUMBERED);
-    tape->pass.state = DTRAIN__TAPE_DONE;
-    const dtrain_result result = dtrain__backward_run(tape, loss, scale);
+    const dtrain_result result = dtrain__backward_pass(tape, loss, scale);
     dtrain__span_end(tape->world, span);
-    return dtrain__tape_stick(tape, result);
+    return result;
 }
 
 /* Walk the nodes that have a second half, in the same order: a parameter that several of them use
  * gets its contributions in the order of a whole backward. */
 DTRAIN__PRIVATE dtrain_result dtrain__backward_params(dtrain_tape *tape)
 {
-    const uint32_t span =
-        dtrain__span_begin(tape->world, DTRAIN_SPAN_BACKWARD, "weights", DTRAIN__UNNUMBERED);
     dtrain_result result = tape->error;
     for (dtrain_node *node = tape->pass.last; node; node = node->previous)
         for (uint32_t i = 0; i < node->op.param_count && node->halved && !tape->planning; i++)
@@ -23017,7 +23044,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__backward_params(dtrain_tape *tape)
         if (result == DTRAIN_OK) result = dtrain__backward_done(tape, node);
         node->halved = false;
     }
-    dtrain__span_end(tape->world, span);
     return dtrain__tape_stick(tape, result);
 }
 
@@ -26818,15 +26844,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t
     dtrain__slot_select(tape, slot);
     tape->pass.more = more;
     tape->pass.halves = halves;
-    if (loss) {
-        DTRAIN__TRY(dtrain_tape_backward(tape, loss, scale));
-    } else {
-        for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage, true, i, &k); i++) {
-            const dtrain_tensor *x = &slot->tensors[k]->tensor;
-            if (x->producer) x->producer->reached = true;
-        }
-        DTRAIN__TRY(dtrain__backward_seeded(tape));
+    for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage, true, i, &k); i++) {
+        const dtrain_tensor *x = &slot->tensors[k]->tensor;
+        if (x->producer) x->producer->reached = true;
     }
+    DTRAIN__TRY(dtrain__backward_pass(tape, loss, scale));
     return dtrain__tape_stick(tape, dtrain__stage_zeros(tape, slot));
 }
 
@@ -30337,12 +30359,9 @@ static dtrain__samples dtrain__flight_samples(const dtrain__flight *flight)
 }
 
 /* Run the model's function in the pass that has begun, to its loss. */
-static dtrain_result dtrain__line_loss(dtrain_trainer *trainer, void *user, const char *name,
-                                       int64_t number, dtrain_tensor **loss)
+static dtrain_result dtrain__line_loss(dtrain_trainer *trainer, void *user, dtrain_tensor **loss)
 {
-    const uint32_t span = dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, name, number);
     *loss = trainer->desc.loss(trainer->tape, user);
-    dtrain__span_end(trainer->world, span);
     DTRAIN__TRY(dtrain__stage_end(trainer->tape));
     if (*loss) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: loss returned NULL");
@@ -30366,7 +30385,7 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
     DTRAIN__TRY(dtrain__stage_begin(trainer->tape, (uint32_t)action->slot, (uint32_t)flight->batch,
                                     stage, source, desc->tape_flags, seed));
     dtrain_tensor *loss;
-    DTRAIN__TRY(dtrain__line_loss(trainer, desc->user, "forward", action->micro_batch, &loss));
+    DTRAIN__TRY(dtrain__line_loss(trainer, desc->user, &loss));
     dtrain__flight_note(flight, loss);
     line->losses[action->slot] = stage == line->stages - 1 ? loss : NULL;
     return DTRAIN_OK;
@@ -30552,7 +30571,11 @@ static dtrain_result dtrain__line_evaluate_stage(dtrain_trainer *trainer, void *
     }
     *dtrain__slot_at(line, chunk, 0) = chunk;
     DTRAIN__TRY(dtrain__stage_begin(trainer->tape, (uint32_t)chunk, 0, stage, source, flags, 0));
-    DTRAIN__TRY(dtrain__line_loss(trainer, user, "evaluate", DTRAIN__UNNUMBERED, loss));
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);
+    const dtrain_result result = dtrain__line_loss(trainer, user, loss);
+    dtrain__span_end(trainer->world, span);
+    DTRAIN__TRY(result);
     if (stage == line->stages - 1 || dtrain__neighbour(line, stage + 1, 0, &slot)) return DTRAIN_OK;
     return dtrain__line_carry(trainer, chunk, stage, false);
 }

@@ -15,6 +15,8 @@
 #include "core/log.h"
 #include "core/result.h"
 #include "comm/backend.h"
+#include "world/timeline.h"
+#include "world/timeline_internal.h"
 #include "parallel/schedule_internal.h"
 
 #define DTRAIN__PARTS_MOST 16 /* of a message */
@@ -82,6 +84,28 @@ static dtrain_result dtrain__message_start(const dtrain__runner *run,
     }
 }
 
+/* Call compute, in a span: a trace shows passes as a drawing of the schedule does. */
+static dtrain_result dtrain__run_pass(const dtrain__runner *run,
+                                      const dtrain_pipeline_action *action)
+{
+    static const char *const names[] = {"forward", "backward", "weights"};
+    const dtrain_pipeline_schedule *s = run->schedule;
+    dtrain_world *world = run->comm ? run->comm->world : NULL;
+    char stage[24];
+    if (!world || action->act > DTRAIN_PIPELINE_ACT_WEIGHT)
+        return run->work->compute(run->work->user, action);
+    snprintf(stage, sizeof stage, "stage %d",
+             dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, run->rank, action->chunk));
+    const bool forward = action->act == DTRAIN_PIPELINE_ACT_FORWARD;
+    const uint32_t span =
+        dtrain__span_begin(world, forward ? DTRAIN_SPAN_FORWARD : DTRAIN_SPAN_BACKWARD,
+                           names[action->act - DTRAIN_PIPELINE_ACT_FORWARD], action->micro_batch);
+    dtrain__span_of(world, span, stage);
+    const dtrain_result result = run->work->compute(run->work->user, action);
+    dtrain__span_end(world, span);
+    return result;
+}
+
 /* Wait for what a computation needs, and for what it would overwrite; then do it. */
 static dtrain_result dtrain__run_compute(const dtrain__runner *run,
                                          const dtrain_pipeline_action *action)
@@ -98,7 +122,7 @@ static dtrain_result dtrain__run_compute(const dtrain__runner *run,
     if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD)
         DTRAIN__TRY(dtrain__message_wait(
             dtrain__message_of(run, DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT, action)));
-    return run->work->compute(run->work->user, action);
+    return dtrain__run_pass(run, action);
 }
 
 /* Add to the last error where in the schedule this rank was. */

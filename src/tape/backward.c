@@ -127,7 +127,6 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
 {
     const char *const call = "dtrain_tape_backward";
     bool accumulate;
-    if (!loss) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: loss is NULL", call);
     if (loss->count != 1)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: the loss has %lld elements, not one; use dtrain_mean or dtrain_sum",
@@ -137,7 +136,6 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
                            "%s: the loss depends on no trainable parameter and no input with "
                            "requires_grad, or the pass was begun with DTRAIN_TAPE_NO_GRAD",
                            call);
-    tape->pass.segment = NULL;
     DTRAIN__TRY(dtrain__tensor_keep(tape, loss, call));
     if (loss->producer) loss->producer->reached = true;
     if (tape->strategy && !tape->planning)
@@ -148,35 +146,33 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
     return dtrain__backward_walk(tape);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__backward_seeded(dtrain_tape *tape)
+DTRAIN__PRIVATE dtrain_result dtrain__backward_pass(dtrain_tape *tape, dtrain_tensor *loss,
+                                                    float scale)
 {
-    DTRAIN__TRY(dtrain__tape_check(tape, "the backward of a stage"));
-    const uint32_t span =
-        dtrain__span_begin(tape->world, DTRAIN_SPAN_BACKWARD, "backward", DTRAIN__UNNUMBERED);
+    DTRAIN__TRY(dtrain__tape_check(tape, "dtrain_tape_backward"));
     tape->pass.state = DTRAIN__TAPE_DONE;
     tape->pass.segment = NULL;
-    const dtrain_result result = dtrain__backward_walk(tape);
-    dtrain__span_end(tape->world, span);
-    return dtrain__tape_stick(tape, result);
+    return dtrain__tape_stick(tape, loss ? dtrain__backward_run(tape, loss, scale)
+                                         : dtrain__backward_walk(tape));
 }
 
 DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     DTRAIN__TRY(dtrain__tape_check(tape, "dtrain_tape_backward"));
+    if (!loss)
+        return dtrain__tape_stick(
+            tape, dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_backward: loss is NULL"));
     const uint32_t span =
         dtrain__span_begin(tape->world, DTRAIN_SPAN_BACKWARD, "backward", DTRAIN__UNNUMBERED);
-    tape->pass.state = DTRAIN__TAPE_DONE;
-    const dtrain_result result = dtrain__backward_run(tape, loss, scale);
+    const dtrain_result result = dtrain__backward_pass(tape, loss, scale);
     dtrain__span_end(tape->world, span);
-    return dtrain__tape_stick(tape, result);
+    return result;
 }
 
 /* Walk the nodes that have a second half, in the same order: a parameter that several of them use
  * gets its contributions in the order of a whole backward. */
 DTRAIN__PRIVATE dtrain_result dtrain__backward_params(dtrain_tape *tape)
 {
-    const uint32_t span =
-        dtrain__span_begin(tape->world, DTRAIN_SPAN_BACKWARD, "weights", DTRAIN__UNNUMBERED);
     dtrain_result result = tape->error;
     for (dtrain_node *node = tape->pass.last; node; node = node->previous)
         for (uint32_t i = 0; i < node->op.param_count && node->halved && !tape->planning; i++)
@@ -191,7 +187,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__backward_params(dtrain_tape *tape)
         if (result == DTRAIN_OK) result = dtrain__backward_done(tape, node);
         node->halved = false;
     }
-    dtrain__span_end(tape->world, span);
     return dtrain__tape_stick(tape, result);
 }
 

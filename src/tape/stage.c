@@ -455,15 +455,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t
     dtrain__slot_select(tape, slot);
     tape->pass.more = more;
     tape->pass.halves = halves;
-    if (loss) {
-        DTRAIN__TRY(dtrain_tape_backward(tape, loss, scale));
-    } else {
-        for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage, true, i, &k); i++) {
-            const dtrain_tensor *x = &slot->tensors[k]->tensor;
-            if (x->producer) x->producer->reached = true;
-        }
-        DTRAIN__TRY(dtrain__backward_seeded(tape));
+    for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage, true, i, &k); i++) {
+        const dtrain_tensor *x = &slot->tensors[k]->tensor;
+        if (x->producer) x->producer->reached = true;
     }
+    DTRAIN__TRY(dtrain__backward_pass(tape, loss, scale));
     return dtrain__tape_stick(tape, dtrain__stage_zeros(tape, slot));
 }
 

@@ -110,12 +110,9 @@ static dtrain__samples dtrain__flight_samples(const dtrain__flight *flight)
 }
 
 /* Run the model's function in the pass that has begun, to its loss. */
-static dtrain_result dtrain__line_loss(dtrain_trainer *trainer, void *user, const char *name,
-                                       int64_t number, dtrain_tensor **loss)
+static dtrain_result dtrain__line_loss(dtrain_trainer *trainer, void *user, dtrain_tensor **loss)
 {
-    const uint32_t span = dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, name, number);
     *loss = trainer->desc.loss(trainer->tape, user);
-    dtrain__span_end(trainer->world, span);
     DTRAIN__TRY(dtrain__stage_end(trainer->tape));
     if (*loss) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: loss returned NULL");
@@ -139,7 +136,7 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
     DTRAIN__TRY(dtrain__stage_begin(trainer->tape, (uint32_t)action->slot, (uint32_t)flight->batch,
                                     stage, source, desc->tape_flags, seed));
     dtrain_tensor *loss;
-    DTRAIN__TRY(dtrain__line_loss(trainer, desc->user, "forward", action->micro_batch, &loss));
+    DTRAIN__TRY(dtrain__line_loss(trainer, desc->user, &loss));
     dtrain__flight_note(flight, loss);
     line->losses[action->slot] = stage == line->stages - 1 ? loss : NULL;
     return DTRAIN_OK;
@@ -325,7 +322,11 @@ static dtrain_result dtrain__line_evaluate_stage(dtrain_trainer *trainer, void *
     }
     *dtrain__slot_at(line, chunk, 0) = chunk;
     DTRAIN__TRY(dtrain__stage_begin(trainer->tape, (uint32_t)chunk, 0, stage, source, flags, 0));
-    DTRAIN__TRY(dtrain__line_loss(trainer, user, "evaluate", DTRAIN__UNNUMBERED, loss));
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);
+    const dtrain_result result = dtrain__line_loss(trainer, user, loss);
+    dtrain__span_end(trainer->world, span);
+    DTRAIN__TRY(result);
     if (stage == line->stages - 1 || dtrain__neighbour(line, stage + 1, 0, &slot)) return DTRAIN_OK;
     return dtrain__line_carry(trainer, chunk, stage, false);
 }

@@ -169,6 +169,12 @@ DTRAIN__PRIVATE void dtrain__span_end(dtrain_world *world, uint32_t mark)
     if (world && mark != DTRAIN__NO_SPAN) dtrain__span_end_at(world, mark, dtrain__now_ns());
 }
 
+/* Say what a span works on; text must live until the span is closed. */
+DTRAIN__PRIVATE void dtrain__span_of(dtrain_world *world, uint32_t mark, const char *text)
+{
+    if (world && mark < DTRAIN__SPAN_DEPTH) world->timeline.open[mark].text = text;
+}
+
 /* Open a span that is only of interest in a trace, and of the kind of the one around it; without a
  * trace do nothing: the clock is not read, then and at the end. */
 DTRAIN__PRIVATE uint32_t dtrain__detail_begin(dtrain_world *world, const char *name,
@@ -176,7 +182,7 @@ DTRAIN__PRIVATE uint32_t dtrain__detail_begin(dtrain_world *world, const char *n
 {
     if (!world || !world->timeline.traced) return DTRAIN__NO_SPAN;
     const uint32_t mark = dtrain__span_begin(world, world->timeline.kind, name, DTRAIN__UNNUMBERED);
-    if (mark < DTRAIN__SPAN_DEPTH) world->timeline.open[mark].text = text;
+    dtrain__span_of(world, mark, text);
     return mark;
 }
 

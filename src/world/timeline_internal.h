@@ -51,7 +51,7 @@ typedef struct dtrain__event {
     uint32_t track;
     uint8_t kind, state;           /* dtrain_span_kind; DTRAIN__CALL_QUEUED, ... of a call */
     char name[DTRAIN__EVENT_NAME]; /* a call: the first parameter of its bucket */
-    char text[DTRAIN__EVENT_NAME]; /* a span: the parameter that it works on */
+    char text[DTRAIN__EVENT_NAME]; /* a span: the parameter or stage that it works on */
 } dtrain__event;
 
 /* Write a dump of this rank into a directory: comm/flight.c, which knows the communicators. */
@@ -75,7 +75,8 @@ typedef struct dtrain__ring {
 /* A span that is open. */
 typedef struct dtrain__open_span {
     uint64_t begin_ns;
-    const char *name, *text; /* text: the parameter that it works on, for a trace; or NULL */
+    const char *name,
+        *text; /* text: the parameter or stage that it works on, for a trace; or NULL */
     int64_t number;
     bool ranged;          /* the device's profiler has it, too */
     uint32_t kind, outer; /* its kind, and that of the span around it */
@@ -116,6 +117,7 @@ DTRAIN__PRIVATE void dtrain__span_end_at(dtrain_world *world, uint32_t mark, uin
 DTRAIN__PRIVATE uint32_t dtrain__span_begin(dtrain_world *world, uint32_t kind, const char *name,
                                             int64_t number);
 DTRAIN__PRIVATE void dtrain__span_end(dtrain_world *world, uint32_t mark);
+DTRAIN__PRIVATE void dtrain__span_of(dtrain_world *world, uint32_t mark, const char *text);
 DTRAIN__PRIVATE uint32_t dtrain__detail_begin(dtrain_world *world, const char *name,
                                               const char *text);
 DTRAIN__PRIVATE void dtrain__span_add(dtrain_world *world, uint32_t track, uint32_t kind,

@@ -4,7 +4,14 @@
 
 #include "events.h"
 
-enum { DRAW_LEFT = 120, DRAW_WIDTH = 860, DRAW_ROW = 18, DRAW_LEVELS = 3, DRAW_LANES = 12 };
+enum {
+    DRAW_LEFT = 120,
+    DRAW_WIDTH = 860,
+    DRAW_ROW = 18,
+    DRAW_LEVELS = 3,
+    DRAW_LANES = 12,
+    STAGES_MOST = 4096
+};
 
 typedef struct drawing {
     FILE *out;
@@ -97,6 +104,64 @@ static void draw_collectives(drawing *d, const trace_event *events, size_t count
     d->y += lanes * DRAW_ROW + 8;
 }
 
+/* ---- Pipelines ---- */
+
+/* Return which stage of a pipeline a span is a pass of; -1: it is none. */
+static int stage_of(const trace_event *event)
+{
+    if (event->phase[0] != 'X' || event->tid != TRACE_THREAD ||
+        strncmp(event->of, "stage ", 6) != 0)
+        return -1;
+    const long stage = strtol(event->of + 6, NULL, 10);
+    return stage >= 0 && stage < STAGES_MOST ? (int)stage : -1;
+}
+
+/* Draw the passes of a rank as src/parallel/pipeline.h draws a schedule: F, B, W (forward, backward, weights), the
+ * micro-batch and, where the rank has several stages, which of them. */
+static void draw_passes(drawing *d, const trace_event *events, size_t count)
+{
+    bool has[STAGES_MOST] = {false};
+    int chunk[STAGES_MOST], chunks = 0;
+    for (size_t i = 0; i < count; i++)
+        if (stage_of(&events[i]) >= 0) has[stage_of(&events[i])] = true;
+    for (int stage = 0; stage < STAGES_MOST; stage++)
+        if (has[stage]) chunk[stage] = chunks++;
+    for (size_t i = 0; i < count; i++) {
+        trace_event pass = events[i];
+        const int stage = stage_of(&pass);
+        char label[32];
+        if (stage < 0) continue;
+        const int length = snprintf(label, sizeof label, "%c%lld", pass.name[0] - 'a' + 'A',
+                                    (long long)pass.number);
+        if (chunks > 1)
+            snprintf(label + length, sizeof label - (size_t)length, ".%d", chunk[stage]);
+        snprintf(pass.kind, sizeof pass.kind, "%.12s%s", pass.name, chunk[stage] % 2 ? " odd" : "");
+        draw_event(d, &pass, d->y, label);
+    }
+}
+
+/* Draw the passes of all ranks of a pipeline, a row for each; nothing where there are none. */
+static bool draw_pipeline(drawing *d, const trace *all)
+{
+    bool any = false;
+    for (size_t i = 0, next; i < all->count; i = next) {
+        char name[40];
+        bool passes = false;
+        for (next = i; next < all->count && all->events[next].pid == all->events[i].pid; next++)
+            passes = passes || stage_of(&all->events[next]) >= 0;
+        if (!passes) continue;
+        snprintf(name, sizeof name, "rank %d", all->events[i].pid);
+        draw_text(d, 4, d->y + DRAW_ROW - 6, "row", name);
+        draw_passes(d, &all->events[i], next - i);
+        d->y += DRAW_ROW;
+        any = true;
+    }
+    d->y += any ? 8 : 0;
+    return any;
+}
+
+/* ---- A step ---- */
+
 static void draw_axis(drawing *d)
 {
     const double ms = 1e-6 * (double)(d->end - d->begin);
@@ -124,14 +189,33 @@ static const trace_event *find_step(const trace_event *events, size_t count, int
     return NULL;
 }
 
-/* Draw a step as the first rank has it, and what the others do meanwhile. Events are sorted by place. */
-static int draw(const trace *all, const char *path, int64_t number)
+/* Draw what each rank does. */
+static void draw_ranks(drawing *d, const trace *all)
+{
+    for (size_t i = 0, next; i < all->count; i = next) {
+        char name[40];
+        next = i;
+        while (next < all->count && all->events[next].pid == all->events[i].pid) next++;
+        snprintf(name, sizeof name, "rank %d", all->events[i].pid);
+        draw_text(d, 4, d->y + 12, "title", name);
+        d->y += DRAW_ROW;
+        draw_thread(d, &all->events[i], next - i);
+        draw_collectives(d, &all->events[i], next - i, TRACE_COLLECTIVE, TRACE_TENSOR, "in flight");
+        draw_collectives(d, &all->events[i], next - i, TRACE_TENSOR, TRACE_CHECKPOINT,
+                         "tensor axis");
+    }
+}
+
+/* Draw a step as the first rank has it, and what the others do meanwhile; only passes: of a pipeline, without what
+ * each rank does beside them. Events are sorted by place. */
+static int draw(const trace *all, const char *path, int64_t number, bool only_passes)
 {
     static const char style[] =
         "text{font-family:sans-serif;font-size:10px;fill:#333}.in{fill:#111}.title{font-size:13px}"
         ".grid{stroke:#888;stroke-opacity:.25}rect{stroke:#fff;stroke-width:.3}"
         ".forward{fill:#8cb8e8}.backward{fill:#f0b070}.optimizer{fill:#a8d08d}.data{fill:#d0c8f0}"
-        ".comm{fill:#e05050}.collective{fill:#d8a0c8}.checkpoint{fill:#c0b090}.other{fill:#d8d8d8}"
+        ".weights{fill:#a8d08d}.odd{fill-opacity:.6}.comm{fill:#e05050}.collective{fill:#d8a0c8}."
+        "checkpoint{fill:#c0b090}.other{fill:#d8d8d8}"
         "@media(prefers-color-scheme:dark){text{fill:#ccc}.in{fill:#111}rect{stroke:#222}}";
     size_t count = 0;
     drawing d;
@@ -146,21 +230,14 @@ static int draw(const trace *all, const char *path, int64_t number)
     d.out = open_memstream(&body, &bytes);
     if (!d.out) return fprintf(stderr, "there is no memory for a drawing\n"), 2;
     d.y = 42;
-    for (size_t i = 0, next; i < all->count; i = next) {
-        char name[40];
-        next = i;
-        while (next < all->count && all->events[next].pid == all->events[i].pid) next++;
-        snprintf(name, sizeof name, "rank %d", all->events[i].pid);
-        draw_text(&d, 4, d.y + 12, "title", name);
-        d.y += DRAW_ROW;
-        draw_thread(&d, &all->events[i], next - i);
-        draw_collectives(&d, &all->events[i], next - i, TRACE_COLLECTIVE, TRACE_TENSOR,
-                         "in flight");
-        draw_collectives(&d, &all->events[i], next - i, TRACE_TENSOR, TRACE_CHECKPOINT,
-                         "tensor axis");
-    }
+    const bool passes = draw_pipeline(&d, all);
+    if (!only_passes) draw_ranks(&d, all);
     draw_axis(&d);
     fclose(d.out);
+    if (only_passes && !passes) {
+        fprintf(stderr, "there are no passes of a pipeline in %s\n", all->files[0].path);
+        return free(body), 2;
+    }
     FILE *out = fopen(path, "wb");
     if (!out) {
         fprintf(stderr, "%s cannot be written: %s\n", path, strerror(errno));

@@ -4,6 +4,7 @@
  *   run:     build/trace merge OUT.json IN.json...      one file for ui.perfetto.dev, all ranks on rank 0's clock
  *            build/trace show IN.json...                communication that is hidden and exposed; where time goes
  *            build/trace svg OUT.svg IN.json... [STEP]  a drawing of one step, the one in the middle if none is named
+ *            build/trace passes OUT.svg IN.json... [STEP]  of a pipeline's passes alone: F, B, W of each micro-batch
  *
  * Traces are what dtrain_launch_desc.trace writes (build/train_gpt --trace FILE), or what merge has made of them. A
  * file whose end is missing, of a rank that was killed, is read up to its last whole event.
@@ -316,7 +317,8 @@ static int usage(void)
 {
     fprintf(stderr, "trace merge OUT.json IN.json...\n"
                     "trace show IN.json...\n"
-                    "trace svg OUT.svg IN.json... [STEP]\n");
+                    "trace svg OUT.svg IN.json... [STEP]\n"
+                    "trace passes OUT.svg IN.json... [STEP]\n");
     return 1;
 }
 
@@ -325,7 +327,8 @@ int main(int argc, char **argv)
     take_descriptors();
     trace all;
     const char *what = argc > 1 ? argv[1] : "";
-    const bool shows = strcmp(what, "show") == 0, draws = strcmp(what, "svg") == 0;
+    const bool shows = strcmp(what, "show") == 0, passes = strcmp(what, "passes") == 0,
+               draws = passes || strcmp(what, "svg") == 0;
     const int first = shows ? 2 : 3;
     int64_t step = -1;
     char *rest = NULL;
@@ -352,5 +355,5 @@ int main(int argc, char **argv)
     if (shows) return show(&all);
     if (!draws) return merge(&all, argv[2]);
     qsort(all.events, all.count, sizeof *all.events, by_place);
-    return draw(&all, argv[2], step);
+    return draw(&all, argv[2], step, passes);
 }
