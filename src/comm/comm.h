@@ -74,7 +74,8 @@ DTRAIN_API dtrain_result dtrain_reduce(dtrain_comm *comm, const void *send, void
                                        size_t count, dtrain_dtype dtype, dtrain_reduce_op op,
                                        int root, dtrain_work **work);
 /* Send to one rank. Messages are matched in order for each pair of ranks, apart from the
- * collectives. Counts and dtypes must agree. peer == own rank is an error. */
+ * collectives. Counts and dtypes must agree. peer == own rank is an error. Between ranks of one
+ * machine a long message comes while this rank computes; others move inside of calls. */
 DTRAIN_API dtrain_result dtrain_send(dtrain_comm *comm, const void *buffer, size_t count,
                                      dtrain_dtype dtype, int peer, dtrain_work **work);
 /* Receive from one rank what it sends with dtrain_send. */

@@ -147,7 +147,8 @@ static bool dtrain__message_advance(dtrain__engine *comm, dtrain__work *work)
 {
     if (work->state == DTRAIN__QUEUED) {
         const dtrain__work *first = comm->queue;
-        while (first->what.kind != work->what.kind || first->what.root != work->what.root)
+        while (first->what.kind != work->what.kind || first->what.root != work->what.root ||
+               first->posted)
             first = first->next;
         if (first != work) return false;
         work->state = DTRAIN__MOVING;

@@ -18,7 +18,7 @@
  *       done          engine_wait gives the handle back
  *
  * A message (send, receive) goes from QUEUED to MOVING when it is the first one between its two
- * ranks in its direction, and is moved by transport->message.
+ * ranks in its direction that is not posted, and is moved by transport->message.
  *
  * There is no progress thread: every step above is taken inside a call of the host's, by
  * engine_advance, which visits the queue from the oldest operation to the newest and never waits.
@@ -108,6 +108,7 @@ struct dtrain__work {
     int heard;         /* all ranks below this one have been heard, and call the same */
     dtrain__state state;
     bool small, done;
+    bool posted;              /* a send whose receiver needs nothing more of this rank */
     uint64_t last_started_ns; /* of the rank that started it last; emulated links only */
     uint64_t due_ns;          /* 0: nothing crosses nodes, or not booked yet */
 };

@@ -54,10 +54,14 @@ typedef struct dtrain__slot {
     uint64_t paths; /* bits of dtrain__path that its rank and these buffers allow */
 } dtrain__slot;
 
-/* Messages of one ordered pair of ranks, cut in cells. head - tail cells are filled. */
+/* Messages of one ordered pair of ranks. head - tail cells are filled: a message that does not fit
+ * into all of them has one, which says where it lies, if the receiver can read it there: then it
+ * comes without the sender, which may compute. Others are cut in cells. */
 typedef struct dtrain__cell {
     dtrain__shown shown; /* of the whole message */
-    char line[DTRAIN__CACHE_LINE - sizeof(dtrain__shown)];
+    const char *lies;    /* NULL: the cell has the data */
+    uint64_t path;       /* dtrain__path to it */
+    char line[DTRAIN__CACHE_LINE - sizeof(dtrain__shown) - 16];
     char data[DTRAIN__CELL_BYTES];
 } dtrain__cell;
 
@@ -77,6 +81,7 @@ struct dtrain__part {
     int64_t pid;                 /* of its rank, which has in private memory, */
     const uint64_t *proof;       /* at this address, */
     uint64_t proof_value;        /* this number: others read it to see that they can */
+    uint32_t reads;              /* atomic: this rank can read every rank's memory */
     dtrain__part *next;          /* among this rank's retired parts */
     dtrain__channel *channels[DTRAIN_MAX_RANKS]; /* atomic; to each rank, made by the first send */
     dtrain__slot slots[DTRAIN__SLOTS];
@@ -87,7 +92,7 @@ typedef struct dtrain__local_comm {
     dtrain__part **parts; /* (size) */
     char *scratch;        /* made when first needed */
     uint64_t proof;       /* see dtrain__part */
-    bool reads;           /* this rank can read every rank's memory */
+    bool reads;           /* as in this rank's part */
 } dtrain__local_comm;
 
 typedef enum dtrain__path { DTRAIN__COPIED = 0, DTRAIN__READ = 1, DTRAIN__DIRECT = 2 } dtrain__path;
@@ -97,8 +102,8 @@ typedef struct dtrain__local_work {
     uint32_t stage, final; /* reached; final 0: the path is not chosen yet */
     dtrain__path path;
     int seen;     /* ranks below it have reached `stage` */
-    size_t moved; /* messages: bytes */
-    bool sent;    /* a long message to another node: all of it is in the channel */
+    size_t moved; /* messages: bytes that this side is done with */
+    uint64_t end; /* a send that waits for the receiver: its cells are before this one */
 } dtrain__local_work;
 
 static dtrain__part *dtrain__part_of(const dtrain__engine *comm, int rank)
@@ -427,36 +432,82 @@ static bool dtrain__message_stuck(const dtrain__engine *comm, const dtrain__loca
     const bool sends = work->base.what.kind == DTRAIN_COLLECTIVE_SEND;
     const dtrain__channel *channel = dtrain__channel_of(comm, &work->base.what);
     if (!channel) return !sends;
-    const uint64_t filled = dtrain__load(&channel->head) - dtrain__load(&channel->tail);
-    return work->sent ? filled != 0 : filled == (sends ? DTRAIN__CELLS : 0u);
+    const uint64_t tail = dtrain__load(&channel->tail),
+                   filled = dtrain__load(&channel->head) - tail;
+    return work->base.posted ? tail < work->end : filled == (sends ? DTRAIN__CELLS : 0u);
 }
 
-/* Fill or empty one cell; an empty message is one empty cell. False: it has to wait for an emulated
- * link, or the communicator has failed. */
-static bool dtrain__message_cell(dtrain__engine *comm, dtrain__local_work *work)
+/* Say how the receiver comes to a message that is longer than the channel. */
+static dtrain__path dtrain__message_path(const dtrain__engine *comm, const dtrain_collective *what,
+                                         size_t bytes)
+{
+    if (bytes <= DTRAIN__CELLS * DTRAIN__CELL_BYTES) return DTRAIN__COPIED;
+    if (dtrain__is_shared(comm->base.world, what->send, bytes)) return DTRAIN__DIRECT;
+    return dtrain__load(&dtrain__part_of(comm, what->root)->reads) &&
+                   dtrain__is_readable(what->send, bytes)
+               ? DTRAIN__READ
+               : DTRAIN__COPIED;
+}
+
+/* Fill a cell with the next part of a message, or with where all of it lies. */
+static void dtrain__cell_fill(dtrain__engine *comm, dtrain__local_work *work, dtrain__cell *cell,
+                              size_t bytes)
 {
     const dtrain_collective *what = &work->base.what;
-    dtrain__channel *channel = dtrain__channel_of(comm, what);
-    const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
+    const size_t rest = bytes - work->moved;
+    size_t length = rest < DTRAIN__CELL_BYTES ? rest : DTRAIN__CELL_BYTES;
+    if (work->moved == 0) work->path = dtrain__message_path(comm, what, bytes);
+    cell->shown = work->base.shown;
+    cell->path = (uint64_t)work->path;
+    cell->lies = work->path == DTRAIN__COPIED ? NULL : (const char *)what->send;
+    if (cell->lies) {
+        length = bytes;
+    } else if (length) {
+        memcpy(cell->data, (const char *)what->send + work->moved, length);
+        comm->base.info.staged_bytes += length;
+    }
+    work->moved += length;
+}
+
+/* Take what a cell has. False: it has to wait for an emulated link, or the communicator has
+ * failed. */
+static bool dtrain__cell_take(dtrain__engine *comm, dtrain__local_work *work,
+                              const dtrain__cell *cell, size_t bytes)
+{
+    const dtrain_collective *what = &work->base.what;
+    const size_t rest = bytes - work->moved;
+    const size_t length = cell->lies                  ? bytes
+                          : rest < DTRAIN__CELL_BYTES ? rest
+                                                      : DTRAIN__CELL_BYTES;
+    char *to = (char *)what->recv + work->moved;
+    if (!dtrain__message_due(comm, &work->base, cell->shown.started_ns) && length == rest)
+        return false;
+    if (!dtrain__message_agrees(comm, &work->base, &cell->shown)) return false;
+    if (cell->path == DTRAIN__READ) {
+        if (!dtrain__fetch(comm, what->root, cell->lies, to, length)) return false;
+    } else if (length) {
+        memcpy(to, cell->lies ? cell->lies : cell->data, length);
+        comm->base.info.staged_bytes += cell->lies ? 0 : length;
+    }
+    work->moved += length;
+    return true;
+}
+
+/* Fill or empty one cell; an empty message is one empty cell. */
+static bool dtrain__message_cell(dtrain__engine *comm, dtrain__local_work *work, size_t bytes)
+{
+    dtrain__channel *channel = dtrain__channel_of(comm, &work->base.what);
+    const bool sends = work->base.what.kind == DTRAIN_COLLECTIVE_SEND;
     uint64_t *mine = sends ? &channel->head : &channel->tail;
     dtrain__cell *cell = &channel->cells[*mine % DTRAIN__CELLS];
-    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype), rest = bytes - work->moved;
-    const size_t length = rest < DTRAIN__CELL_BYTES ? rest : DTRAIN__CELL_BYTES;
-    if (sends) {
-        cell->shown = work->base.shown;
-        if (length) memcpy(cell->data, (const char *)what->send + work->moved, length);
-    } else {
-        if (!dtrain__message_due(comm, &work->base, cell->shown.started_ns) && length == rest)
-            return false;
-        if (!dtrain__message_agrees(comm, &work->base, &cell->shown)) return false;
-        if (length) memcpy((char *)what->recv + work->moved, cell->data, length);
-    }
+    if (sends) dtrain__cell_fill(comm, work, cell, bytes);
+    else if (!dtrain__cell_take(comm, work, cell, bytes)) return false;
     dtrain__store(mine, *mine + 1);
-    comm->base.info.staged_bytes += length;
     comm->base.world->moves++;
-    work->moved += length;
-    work->sent = sends && work->moved == bytes && bytes > DTRAIN__CELLS * DTRAIN__CELL_BYTES &&
-                 dtrain__message_crosses(comm, &work->base);
+    work->end = *mine;
+    work->base.posted = sends && work->moved == bytes &&
+                        (cell->lies || (bytes > DTRAIN__CELLS * DTRAIN__CELL_BYTES &&
+                                        dtrain__message_crosses(comm, &work->base)));
     return true;
 }
 
@@ -473,9 +524,9 @@ static bool dtrain__local_message(dtrain__engine *comm, dtrain__work *base)
                       (dtrain__channel *)channel);
     }
     while (!dtrain__message_stuck(comm, work)) {
-        if (work->sent) return true;
-        if (!dtrain__message_cell(comm, work)) return false;
-        if (work->moved == bytes && !work->sent) return true;
+        if (base->posted) return true;
+        if (!dtrain__message_cell(comm, work, bytes)) return false;
+        if (work->moved == bytes && !base->posted) return true;
     }
     return false;
 }
@@ -544,6 +595,7 @@ static void dtrain__local_join(dtrain__engine *base, const int64_t *addresses)
     for (int i = 0; i < base->base.size; i++)
         comm->parts[i] = (dtrain__part *)(intptr_t)addresses[i];
     comm->reads = dtrain__reads_all(comm);
+    dtrain__store(&comm->parts[base->base.rank]->reads, (uint32_t)comm->reads);
     base->report = &comm->parts[0]->report;
 }
 

@@ -763,9 +763,10 @@ static void test_send_ring(void)
 
 /* All pairs, both directions at once, many in flight, receives started first on odd ranks, collectives
  * in between: order holds for each pair, apart from the collectives. */
+static size_t exchanged(int k) { return (size_t)(k * 31) % 600 + (k % 5 ? 0 : 40000); }
 static int rank_exchange(dtrain_world *world, void *user)
 {
-    enum { EACH = 20, MOST = 600 };
+    enum { EACH = 20, MOST = 40600 }; /* every fifth is longer than a channel */
     int n = dtrain_world_size(world), rank = dtrain_world_rank(world), peer, k, pass;
     dtrain_comm *comm = dtrain_world_comm(world);
     size_t stride = MOST * 4 + 2 * GUARD, slots = (size_t)n * EACH;
@@ -780,7 +781,7 @@ static int rank_exchange(dtrain_world *world, void *user)
     for (pass = 0; pass < 2; pass++)
         for (k = 0; k < EACH; k++) {
             for (peer = 0; peer < n; peer++) {
-                size_t slot = (size_t)peer * EACH + (size_t)k, count = (size_t)(k * 31) % MOST;
+                size_t slot = (size_t)peer * EACH + (size_t)k, count = exchanged(k);
                 bool receives = (rank % 2 != 0) == (pass == 0);
                 if (peer == rank) continue;
                 if (receives) {
@@ -801,8 +802,7 @@ static int rank_exchange(dtrain_world *world, void *user)
     for (k = (int)(2 * slots) - 1; k >= 0; k--) RANKS_TRY(dtrain_work_wait(works[k]));
     for (peer = 0; peer < n; peer++)
         for (k = 0; peer != rank && k < EACH; k++)
-            if (!check_message(DTRAIN_DTYPE_F32, (uint64_t)(k * 64 + rank), peer,
-                               (size_t)(k * 31) % MOST,
+            if (!check_message(DTRAIN_DTYPE_F32, (uint64_t)(k * 64 + rank), peer, exchanged(k),
                                in + ((size_t)peer * EACH + (size_t)k) * stride + GUARD))
                 return 1;
     dtrain_comm_free(comm, in_memory, slots * stride);
@@ -816,6 +816,46 @@ static void test_exchange(void)
     for (m = 0; m < MODES; m++) {
         ranks_run(2, (uint32_t)m, rank_exchange, NULL);
         ranks_run(5, (uint32_t)m, rank_exchange, NULL);
+    }
+}
+
+/* Long messages come while the sender computes: here, until the receiver has them, as a flag in shared memory says. */
+static int rank_computes(dtrain_world *world, void *user)
+{
+    enum { COUNT = 100000, MESSAGES = 4 };
+    dtrain_comm *comm = dtrain_world_comm(world);
+    volatile int *here = (volatile int *)user;
+    const int rank = dtrain_world_rank(world);
+    const size_t bytes = MESSAGES * COUNT * 4;
+    for (int shared = 0; shared < 2; shared++) {
+        dtrain_work *works[MESSAGES];
+        void *memory = NULL;
+        if (shared) RANKS_TRY(dtrain_comm_alloc(comm, bytes, &memory));
+        else memory = malloc(bytes);
+        float *data = (float *)memory;
+        for (int i = 0; i < MESSAGES * COUNT; i++) data[i] = rank ? -1 : (float)(i % 1000 + shared);
+        for (int m = 0; m < MESSAGES && !rank; m++)
+            RANKS_TRY(dtrain_send(comm, data + m * COUNT, COUNT, DTRAIN_DTYPE_F32, 1, &works[m]));
+        for (int m = 0; m < MESSAGES && rank; m++)
+            RANKS_TRY(dtrain_recv(comm, data + m * COUNT, COUNT, DTRAIN_DTYPE_F32, 0, NULL));
+        if (rank) here[shared] = 1;
+        for (int ms = 0; ms < 20000 && !here[shared]; ms++) ranks_sleep_us(1000);
+        CHECK_MSG(here[shared], "memory %d: the receiver waits for a call of the sender", shared);
+        for (int m = 0; m < MESSAGES && !rank; m++) RANKS_TRY(dtrain_work_wait(works[m]));
+        int wrong = 0;
+        for (int i = 0; i < MESSAGES * COUNT; i++) wrong += data[i] != (float)(i % 1000 + shared);
+        CHECK(wrong == 0);
+        if (shared) dtrain_comm_free(comm, memory, bytes);
+        else free(memory);
+    }
+    return 0;
+}
+static void test_sender_computes(void)
+{
+    for (int m = 0; m < MODES; m++) {
+        void *here = ranks_shared(4096);
+        ranks_run(2, (uint32_t)m, rank_computes, here);
+        munmap(here, 4096);
     }
 }
 
@@ -1177,6 +1217,7 @@ int main(int argc, char **argv)
     RUN(test_barrier_order);
     RUN(test_send_ring);
     RUN(test_exchange);
+    RUN(test_sender_computes);
     RUN(test_pair_beside);
     RUN(test_split);
     RUN(test_nested_split);
