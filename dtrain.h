@@ -21852,8 +21852,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_te
                                                     bool *accumulate);
 /* Let x have the gradient of y, which has none from here on. */
 DTRAIN__PRIVATE void dtrain__gradient_take(dtrain_tensor *x, dtrain_tensor *y);
-/* Run the backward of a pass from its loss or, without one, from gradients that are there; the nodes
- * that made their tensors are marked as reached. */
+/* Run the backward of a pass from its loss or, without one, from gradients that are there; the
+ * nodes that made their tensors are marked as reached. */
 DTRAIN__PRIVATE dtrain_result dtrain__backward_pass(dtrain_tape *tape, dtrain_tensor *loss,
                                                     float scale);
 /* Make what a backward in halves has left: gradients of parameters. */
