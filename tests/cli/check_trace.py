@@ -6,6 +6,7 @@
     check_trace.py together SECONDS FILE  in a merged file: ranks leave the same collective within SECONDS
     check_trace.py shown TABLE LOG        build/trace show against the log, within 5 %
     check_trace.py steps FIRST LAST FILE  these steps, and no others
+    check_trace.py passes "F0.0 B0.0 ..." FILE  passes of a pipeline in each step: letter and micro-batch, stage
 """
 import json
 import sys
@@ -162,8 +163,18 @@ def steps(first, last, path):
     need(found == list(range(int(first), int(last) + 1)), "steps", found)
 
 
+def passes(expected, path):
+    of_stages = [e for e in spans(load(path), "forward", "backward") if e.get("args", {}).get("of", "").startswith("stage ")]
+    found = [e["name"][0].upper() + str(e["args"]["number"]) + "." + e["args"]["of"][6:] for e in of_stages]
+    each = len(expected.split())
+    need(found and len(found) % each == 0, len(found), "passes, not a multiple of", each)
+    for first in range(0, len(found), each):
+        need(found[first:first + each] == expected.split(), "passes", found[first:first + each])
+
+
 if sys.argv[1] == "rules":
     for file in sys.argv[2:]:
         rules(file)
 else:
-    {"exposed": exposed, "overlap": overlap, "together": together, "shown": shown, "steps": steps}[sys.argv[1]](*sys.argv[2:])
+    {"exposed": exposed, "overlap": overlap, "together": together, "shown": shown, "steps": steps,
+     "passes": passes}[sys.argv[1]](*sys.argv[2:])

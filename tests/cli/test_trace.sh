@@ -43,6 +43,18 @@ order() { sed -n 's/.*"name":"\([a-z-]*\)","args":{"number":[0-9]*,"of":"\(value
 order "$tmp/t.rank0.json" | awk '$3 == "weights" { steps++; next } steps != 1 || $4 == 6 { next } { print $2, $4 == 5 ? 0 : 5 - $4 }' >"$tmp/seen"
 sh tools/full_shard_svg.sh order 6 | cmp -s - "$tmp/seen"; result "units are gathered and reduced in the order that is drawn" $? "$tmp/seen"
 
+# Passes of a pipeline stand in a trace, and in a drawing, as in its schedule.
+traced --ranks 2 --layers 4 --steps 2 --batch 2 --accum 3 --pipeline 2
+result "a pipeline, 1F1B: runs" $? "$tmp/out"
+check passes "F0.0 F1.0 B0.0 F2.0 B1.0 B2.0" "$tmp/t.rank0.json" && check passes "F0.1 B0.1 F1.1 B1.1 F2.1 B2.1" "$tmp/t.rank1.json"
+result "passes are traced in the order of 1F1B" $? "$tmp/said"
+traced --ranks 2 --layers 4 --steps 2 --batch 2 --accum 2 --pipeline 2 --pipeline-schedule zbv
+check rules "$tmp"/t.rank*.json && check passes "F0.1 F0.2 F1.1 F1.2 B0.2 B0.1 B1.2 B1.1 W0.2 W1.2 W0.1 W1.1" "$tmp/t.rank1.json"
+result "passes are traced in the order of ZBV" $? "$tmp/said"
+good "trace passes" "step 2" "$build/trace" passes "$tmp/passes.svg" "$tmp"/t.rank*.json 2
+[ "$(grep -c '<rect' "$tmp/passes.svg")" -ge 20 ] && grep -q '>rank 1<' "$tmp/passes.svg"
+result "trace passes: the drawing has passes of both ranks" $? "$tmp/passes.svg"
+
 # Threads of checkpoints and loaders; the same run without a trace has the same bits.
 traced --ranks 2 --steps 6 --checkpoint "$tmp/saves" --save-every 2 --workers 2
 grep -q '"name":"checkpoint writer"' "$tmp/t.rank0.json" && grep -q '"name":"publish"' "$tmp/t.rank0.json" && grep -q '"name":"read batch"' "$tmp/t.rank1.json" &&
@@ -92,5 +104,7 @@ bad "no file" "cannot be read" "$build/trace" show "$tmp/none.json"
 echo '[{"ph":"X",},' >"$tmp/wrong.json"; echo '{}]' >>"$tmp/wrong.json"
 bad "no JSON" "wrong.json" "$build/trace" show "$tmp/wrong.json"
 bad "the same rank twice" "both of rank 0" "$build/trace" merge "$tmp/x.json" "$tmp/t.rank0.json" "$tmp/t.rank0.json"
+"$build/trace" passes "$tmp/x.svg" "$tmp/k.rank0.json" 2>"$tmp/said"; grep -q "no passes of a pipeline" "$tmp/said"
+result "passes without a pipeline" $? "$tmp/said"
 bad "no such step" "no such step" "$build/trace" svg "$tmp/x.svg" "$tmp/t.rank0.json" 99
 finish
