@@ -4,7 +4,7 @@
 #   WHAT.txt     machine, commit, compiler, load; then each command behind "$ " and what it printed
 #   WHAT.jsonl   a line about the machine and the commit; then each command, and one line a result
 # WHAT is any of: gemm conv resnet data metrics collectives links sparse kernels train strategies compare accuracy scaling comm loss
-# checkpoint simulator; without it, all.
+# checkpoint simulator forecast pipeline; without it, all.
 # MACHINE is made from the processor's model and its widest instruction set. Run it on a machine that does nothing else;
 # all of it takes some two hours on two cores. --quick tests the script in seconds and needs --out: no figures.
 #   BUILD=build   where the programs are; they are made first, by make
@@ -14,7 +14,7 @@
 #   CIFAR=FOLDER  CIFAR-10's binary files, or a part of them: what accuracy is measured on
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build} machine= folder= quick=
-known="gemm conv resnet data metrics collectives links sparse kernels train strategies compare accuracy scaling comm loss checkpoint simulator forecast"
+known="gemm conv resnet data metrics collectives links sparse kernels train strategies compare accuracy scaling comm loss checkpoint simulator forecast pipeline"
 fail() { echo "record.sh: $1" >&2; exit 2; }
 while [ $# -gt 0 ]; do
     case $1 in
@@ -65,7 +65,7 @@ run() {
     case $program in simulate) log= ;; *) path=$build/bench/$program ;; esac
     make -s BUILD="$build" "$path" || exit 1
     [ -z "$quick" ] || [ -z "$log" ] || set -- --quick # whatever else was to be measured
-    case $program in bench_train | bench_strategies | bench_scaling | bench_comm)
+    case $program in bench_train | bench_strategies | bench_scaling | bench_comm | bench_pipeline)
         make -s BUILD="$build" "$build/train_gpt" "$build/resnet_cifar" || exit 1
         set -- --program "$build/train_gpt" "$@" ;;
         bench_forecast) make -s BUILD="$build" "$build/train_gpt" "$build/resnet_cifar" || exit 1
@@ -122,6 +122,7 @@ record() {
         loss) run bench_comm --parts loss --data "$DATA" ;;
         checkpoint) run bench_checkpoint --params 124 --reps 5 ;;
         forecast) run bench_forecast --rounds 5 ;;
+        pipeline) run bench_pipeline --models baby --rounds 5; run bench_pipeline --models gpt2 --rounds 5 ;;
         simulator) run simulate --check tools/simulate/published.txt ;;
     esac
 }

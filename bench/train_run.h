@@ -4,9 +4,10 @@
 
 /* Medians are over the steps without the first two. Memory is that of rank 0, in MiB. */
 typedef struct train_run {
-    double losses[BENCH_MOST], val_loss;        /* NaN: not evaluated */
-    double rate, step_ms, exposed_ms, sent_mib; /* medians; rate: tokens/s of all ranks */
-    double parameters, planned_mib;             /* elements; sent in a step, as planned */
+    double losses[BENCH_MOST], val_loss; /* NaN: not evaluated */
+    double rate, step_ms, exposed_ms, bubble_ms,
+        sent_mib;                   /* medians; rate: tokens/s of all ranks */
+    double parameters, planned_mib; /* elements; sent in a step, as planned */
     double params, grads, optimizer, buffers, activations, activation_grads; /* as planned */
     double resident, peak, predicted; /* of the whole process */
     int steps, tokens;                /* tokens: of a step, all ranks */
@@ -18,7 +19,7 @@ typedef struct train_run {
 /* Read train_gpt's log, which is closed; 0 when there was something to measure. */
 static inline int train_run_log(FILE *file, train_run *run)
 {
-    static double rate[BENCH_MOST], step[BENCH_MOST], exposed[BENCH_MOST];
+    static double rate[BENCH_MOST], step[BENCH_MOST], exposed[BENCH_MOST], bubble[BENCH_MOST];
     char line[8192];
     int count = 0;
     run->val_loss = NAN;
@@ -32,6 +33,7 @@ static inline int train_run_log(FILE *file, train_run *run)
         if (run->steps <= 2) continue;
         rate[count] = number_after(line, "\"tokens_per_second\": ", 0);
         step[count] = number_after(line, "\"step_ms\": ", 0);
+        bubble[count] = number_after(line, "\"bubble_ms\": ", 0);
         exposed[count++] = number_after(line, "\"exposed_comm_ms\": ", 0);
         run->sent_mib = number_after(line, "\"comm_bytes\": ", 0) / 1048576;
     }
@@ -39,6 +41,7 @@ static inline int train_run_log(FILE *file, train_run *run)
     run->rate = median(rate, count);
     run->step_ms = median(step, count);
     run->exposed_ms = median(exposed, count);
+    run->bubble_ms = median(bubble, count);
     return count == 0;
 }
 

@@ -77,6 +77,7 @@ check "bench_scaling" "^ +12 +full_shard .* same +yes +yes" '"strategy": "full_s
     --flags "$small"
 check "bench_forecast" "^resnet20 +full_shard +2 .* yes" '"model": "tiny", "strategy": "ddp".*"ratio": [0-9]' "$bench/bench_forecast" $trainer --quick \
     --images "$build/resnet_cifar"
+check "bench_pipeline" "^tiny +2 +zbv .* yes" '"how": "1f1b".*"of_ddp": [0-9]' "$bench/bench_pipeline" $trainer --quick
 check "bench_comm" "top-k 0.1 % .* yes" '"method": "hierarchical, top-k 1 %".*"staged_bytes": 0, "correct": true' \
     "$bench/bench_comm" $trainer --quick --shrink 2 --svg "$tmp/comm.svg"
 grep -q "^</svg>" "$tmp/comm.svg" && [ "$(grep -c '<polyline' "$tmp/comm.svg")" -eq 5 ]
@@ -89,7 +90,7 @@ if [ -x "$build/emu/bench_kernels" ]; then
             --steps 20 --precision $precision --flags "--lr 1e-2"
     done
 else skip "GPU benchmarks" "no emulated GPU"; fi
-for program in gemm conv resnet collectives links checkpoint sparse kernels train strategies scaling comm forecast; do
+for program in gemm conv resnet collectives links checkpoint sparse kernels train strategies scaling comm forecast pipeline; do
     refuse "bench_$program refuses an unknown flag" 'unknown flag "--fast"' "$bench/bench_$program" --quick --fast
 done
 refuse "llmc.sh without llm.c" 'is no checkout of llm.c' sh bench/llmc.sh "$tmp"
