@@ -88,14 +88,17 @@ DTRAIN__PRIVATE uint64_t dtrain__wire_bytes(const dtrain_collective *what, int s
            (bytes / n * (n - 1) + bytes % n * (n - 1) / n);
 }
 
-/* Return the part of a collective's bytes that goes to other nodes of an emulated cluster: every
- * rank is sent the same. */
-static uint64_t dtrain__node_bytes(const dtrain_comm *comm, uint64_t bytes)
+/* Return the part of an operation's bytes that goes to other nodes of an emulated cluster: a message
+ * goes to one rank, and in a collective every rank is sent the same. */
+static uint64_t dtrain__node_bytes(const dtrain_comm *comm, const dtrain_collective *what,
+                                   uint64_t bytes)
 {
     const int node = dtrain__node_ranks(comm->world), *ranks = comm->world_ranks;
     int away = 0;
-    for (int i = 0; node && i < comm->size; i++)
-        away += ranks[i] / node != ranks[comm->rank] / node;
+    if (!node || !bytes) return 0;
+    if (what->kind == DTRAIN_COLLECTIVE_SEND)
+        return ranks[what->root] / node != ranks[comm->rank] / node ? bytes : 0;
+    for (int i = 0; i < comm->size; i++) away += ranks[i] / node != ranks[comm->rank] / node;
     return away ? (uint64_t)((double)bytes * away / (comm->size - 1)) : 0;
 }
 
@@ -135,7 +138,7 @@ static uint64_t dtrain__comm_record(dtrain_comm *comm, const dtrain_collective *
     comm->info.operation_count++;
     comm->info.payload_bytes += dtrain__send_bytes(what, comm->size);
     comm->info.wire_bytes += bytes;
-    if (!message) comm->info.node_bytes += dtrain__node_bytes(comm, bytes);
+    comm->info.node_bytes += dtrain__node_bytes(comm, what, bytes);
     comm->info.kind_bytes[what->kind] += bytes;
     if (!comm->flight_since) comm->flight_since = now;
     return dtrain__call_queued(comm->world, &call);

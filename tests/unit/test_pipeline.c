@@ -51,11 +51,13 @@ typedef struct outcome {
     float values[RANKS][MOST];
     uint64_t skipped[RANKS];
     bool ended[RANKS];
-    uint64_t bytes[RANKS]; /* of the last step, over the pipeline axis */
+    uint64_t bytes[RANKS];           /* of the last step, over the pipeline axis */
+    dtrain_comm_info sent[RANKS][3]; /* of the whole run, over tensor, data and pipeline axis */
 } outcome;
 
 typedef struct run {
     spec s;
+    uint32_t node_ranks; /* of an emulated cluster; 0: there is none */
     outcome out;
 } run;
 
@@ -277,6 +279,9 @@ static int rank_main(dtrain_world *world, void *user)
     if (result == DTRAIN_OK) result = train(world, r, &l, mesh, &strategy, &optimizer, &trainer);
     CHECK_MSG(result == DTRAIN_OK, "seed %llu, rank %d: %s", (unsigned long long)r->s.seed,
               dtrain_world_rank(world), dtrain_last_error());
+    for (int i = 0; i < 3; i++) /* DTRAIN_AXIS_TENSOR, _DATA, _PIPELINE */
+        dtrain_comm_query(dtrain_mesh_comm(mesh, 1u << i),
+                          &r->out.sent[dtrain_world_rank(world)][i]);
     dtrain_trainer_destroy(trainer);
     dtrain_optimizer_destroy(optimizer);
     dtrain_strategy_destroy(strategy);
@@ -284,12 +289,17 @@ static int rank_main(dtrain_world *world, void *user)
     return result != DTRAIN_OK;
 }
 
-static run *run_layout(const spec *s, int tensor, int pipeline, uint32_t mode)
+static run *run_on_nodes(const spec *s, int tensor, int pipeline, uint32_t mode,
+                         uint32_t node_ranks)
 {
     run *r = (run *)ranks_shared(sizeof *r);
     r->s = *s;
+    r->node_ranks = node_ranks;
     r->s.tensor = tensor, r->s.pipeline = pipeline;
     dtrain_launch_desc desc = ranks_desc(tensor * pipeline * s->data, mode);
+    desc.emulation.node_ranks = node_ranks;
+    desc.emulation.gigabits_per_second = node_ranks ? 10 : 0;
+    desc.emulation.latency_us = node_ranks ? 50 : 0;
 #ifdef DTRAIN_CUDA_EMULATION
     const int misuses = nccl_mock_count.misuses;
     desc.mode = DTRAIN_LAUNCH_THREADS; /* NCCL's mock is of one process */
@@ -308,6 +318,11 @@ static run *run_layout(const spec *s, int tensor, int pipeline, uint32_t mode)
               (unsigned long long)s->seed);
 #endif
     return r;
+}
+
+static run *run_layout(const spec *s, int tensor, int pipeline, uint32_t mode)
+{
+    return run_on_nodes(s, tensor, pipeline, mode, 0);
 }
 
 static bool near(double a, double b, bool exact, double within)
@@ -404,6 +419,63 @@ static void test_bytes(void)
     }
 }
 
+#ifndef DTRAIN_CUDA_EMULATION /* the local communicator emulates links */
+/* Check that a share of the bytes that a rank has sent over an axis went to other nodes; each operation rounds. */
+static void check_away(const run *r, int rank, int axis, double expected)
+{
+    static const char *const names[] = {"tensor", "data", "pipeline"};
+    const dtrain_comm_info *sent = &r->out.sent[rank][axis];
+    CHECK_MSG(sent->wire_bytes > 0 &&
+                  fabs((double)sent->node_bytes - expected) <= (double)sent->operation_count,
+              "nodes of %u: rank %d has sent %llu of %llu bytes over the %s axis to other nodes, "
+              "expected %.0f",
+              r->node_ranks, rank, (unsigned long long)sent->node_bytes,
+              (unsigned long long)sent->wire_bytes, names[axis], expected);
+}
+
+/* On an emulated cluster links between nodes carry the axes that cross nodes: with nodes of 4 the pipeline of
+ * 2 x 2 x 2, with nodes of 2 the data axis, too; and a pipeline of 4, of which two stages share a node, at one of its
+ * three boundaries. The losses are those of one node. */
+static void test_nodes(void)
+{
+    spec s;
+    memset(&s, 0, sizeof s);
+    s.units = 8, s.micro_batches = 4, s.optimizer = DTRAIN_OPTIMIZER_SGD,
+    s.kind = DTRAIN_STRATEGY_DDP;
+    s.tensor = s.pipeline = s.data = 2;
+    for (int u = 0; u < UNITS; u++) s.skip_from[u] = -1;
+    for (int r = 0; r < RANKS; r++) s.ends[r] = 1000;
+    run *whole = run_layout(&s, 2, 2, DTRAIN_LAUNCH_THREADS);
+    for (uint32_t node = 2; node <= 4; node += 2) {
+        run *r = run_on_nodes(&s, 2, 2, DTRAIN_LAUNCH_PROCESSES, node);
+        CHECK(memcmp(r->out.loss, whole->out.loss, sizeof r->out.loss) == 0);
+        for (int rank = 0; rank < RANKS; rank++) {
+            check_away(r, rank, 0, 0);
+            check_away(r, rank, 1, node == 2 ? (double)r->out.sent[rank][1].wire_bytes : 0);
+            check_away(r, rank, 2, (double)r->out.sent[rank][2].wire_bytes);
+        }
+        munmap(r, sizeof *r);
+    }
+    munmap(whole, sizeof *whole);
+    s.tensor = 1;
+    run *r = run_on_nodes(&s, 1, 4, DTRAIN_LAUNCH_THREADS, 4);
+    const double forward = (STEPS * s.micro_batches + 3) * ROWS * WIDTH * sizeof(float),
+                 backward = forward - 3.0 * ROWS * WIDTH * sizeof(float); /* 3 are evaluated */
+    for (int rank = 0; rank < RANKS; rank++) {
+        const dtrain_comm_info *sent = &r->out.sent[rank][2];
+        const uint64_t messages = sent->kind_bytes[DTRAIN_COLLECTIVE_SEND];
+        const int stage = rank / 2;
+        check_away(r, rank, 1, 0);
+        check_away(r, rank, 2,
+                   (stage == 1   ? forward
+                    : stage == 2 ? backward
+                                 : 0) +
+                       (double)(sent->wire_bytes - messages) * 2 / 3);
+    }
+    munmap(r, sizeof *r);
+}
+#endif
+
 /* Each ordered factorisation of eight ranks that has a pipeline, by processes. */
 static void test_factorisations(void)
 {
@@ -423,6 +495,9 @@ int main(int argc, char **argv)
 {
     test_begin(argc, argv);
     RUN(test_bytes);
+#ifndef DTRAIN_CUDA_EMULATION
+    RUN(test_nodes);
+#endif
     RUN(test_random_models);
     RUN_NUMBERS(test_factorisations);
     return test_summary();
