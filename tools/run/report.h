@@ -110,9 +110,9 @@ static unsigned long long dense_steps(const dtrain_compression_desc *how)
 static void show_links(const run_job *j, const dtrain_strategy_info *info, int ranks)
 {
     const dtrain_emulation *e = &j->s->emulation;
-    const int tensor = (int)j->s->tensor;
+    const int tensor = (int)j->s->tensor, all = ranks * (int)model_ranks(j->s);
     const dtrain_strategy_desc *desc = &info->desc;
-    const int nodes = e->node_ranks ? ranks * tensor / (int)e->node_ranks : 0;
+    const int nodes = e->node_ranks ? all / (int)e->node_ranks : 0;
     const uint64_t away = info->step_node_bytes;
     char text[128];
     describe_compression(desc, text, sizeof text);
@@ -130,10 +130,10 @@ static void show_links(const run_job *j, const dtrain_strategy_info *info, int r
     if (*text) printf("\n");
     if (e->node_ranks)
         printf("cluster emulated: %d node%s x %u rank%s, %g Gb/s and %g us between nodes; a rank "
-               "sends %llu bytes a step to other nodes, %llu inside its own\n",
+               "sends %llu bytes a step to other nodes, %llu inside its own%s\n",
                nodes, plural(nodes), e->node_ranks, plural(e->node_ranks), e->gigabits_per_second,
                e->latency_us, (unsigned long long)away,
-               (unsigned long long)(info->step_bytes - away));
+               (unsigned long long)(info->step_bytes - away), j->mesh ? " over the data axis" : "");
 }
 
 /* ranks: those that average gradients. */
@@ -198,7 +198,7 @@ static void show_sent(const run_job *j, const dtrain_strategy_info *info,
     if (e->node_ranks)
         printf("  cluster              %10d   emulated nodes of %u ranks, %g Gb/s, %g us: times "
                "are of this cluster\n",
-               ranks * (int)j->s->tensor / (int)e->node_ranks, e->node_ranks,
+               ranks * (int)model_ranks(j->s) / (int)e->node_ranks, e->node_ranks,
                e->gigabits_per_second, e->latency_us);
 }
 
