@@ -506,6 +506,7 @@ DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, c
     place->rank_count = launch.place.size;
     place->first_rank = launch.place.rank;
     place->started_count = (int)launch.desc.rank_count;
+    place->restart_count = launch.place.restart_count;
     place->host_rank_count = launch.is_rank ? launch.place.local_size : place->started_count;
     return DTRAIN_OK;
 }

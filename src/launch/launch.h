@@ -161,6 +161,7 @@ typedef struct dtrain_launch_place {
     int rank_count;                /* of the world */
     int first_rank, started_count; /* the ranks that this process starts, or the one that it is */
     int host_rank_count;           /* ranks of this host; 0: its launcher does not say */
+    uint32_t restart_count;        /* restarts so far, by the launcher around this process */
 } dtrain_launch_place;
 
 /* Explain what dtrain_launch would do with this desc and the environment as it is, and start

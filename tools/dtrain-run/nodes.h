@@ -23,9 +23,11 @@ typedef struct run_state {
     uint64_t announced;        /* by the last attempt: 1 + its furthest step; 0: none */
     uint32_t attempt;          /* restarts so far */
     uint32_t failed;           /* the last attempt failed */
+    uint32_t here;             /* and first of all a rank of this node */
     int32_t nproc, code;
-    char key[40]; /* of the next attempt, from node 0 */
-    char run[40]; /* of all attempts */
+    int32_t min_ranks; /* a setting, too */
+    char key[40];      /* of the next attempt, from node 0 */
+    char run[40];      /* of all attempts */
 } run_state;
 
 typedef struct run_job {
@@ -107,6 +109,28 @@ static bool run_decide(run_job *job)
     return true;
 }
 
+/* Say how many ranks a run has, and give one up first where a restart of all of them has come to nothing: one of the
+ * node whose rank failed first. Each node does the same with the same states. */
+static int run_count_ranks(const run_job *job, run_state *all)
+{
+    const int nodes = job->options->nnodes;
+    int ranks = 0, loser = -1;
+    for (int i = 0; i < nodes; i++) {
+        ranks += all[i].nproc;
+        if (loser < 0 && all[i].here && all[i].nproc > 1) loser = i;
+    }
+    const run_state *s = &job->state;
+    if (!s->min_ranks || s->restarts.in_a_row < 2 || loser < 0 || ranks <= s->min_ranks)
+        return ranks;
+    all[loser].nproc--;
+    if (job->options->node_rank == 0)
+        fprintf(stderr,
+                "dtrain-run: all %d ranks have failed again without progress: it goes on with %d "
+                "(--min-ranks %d)\n",
+                ranks, ranks - 1, (int)s->min_ranks);
+    return ranks - 1;
+}
+
 /* Run the attempt that all nodes have agreed on, and note what came of it. */
 static void run_agreed(run_job *job, dtrain_world *world)
 {
@@ -127,6 +151,7 @@ static void run_agreed(run_job *job, dtrain_world *world)
     const bool can_be_started = run_attempt(w);
     job->state.announced = *node->progress;
     job->state.failed = w->failure.any;
+    job->state.here = w->failure.here;
     job->state.code = job->code = w->failure.code;
     job->again = w->failure.any && can_be_started && !w->stopped_by && job->state.restarts.most > 0;
     const bool as_asked = w->stopped_by && w->failure.code == 128 + w->stopped_by;
@@ -162,7 +187,8 @@ static int run_node_main(dtrain_world *world, void *user)
     const int nodes = job->options->nnodes;
     job->again = false;
     job->code = 1;
-    job->state.nproc = job->options->nproc;
+    job->state.nproc = job->node.count;
+    job->state.min_ranks = job->options->min_ranks;
     job->state.restarts.most = (uint32_t)job->options->restarts;
     job->state.restarts.backoff_ms = 1000;
     run_make_key(job->state.key, sizeof job->state.key);
@@ -172,15 +198,14 @@ static int run_node_main(dtrain_world *world, void *user)
         return 1;
     job->met = true;
     job->state = run_merge(all, nodes);
-    job->node.size = job->node.first = 0;
-    for (int i = 0; i < nodes; i++) {
-        if (i < job->options->node_rank) job->node.first += all[i].nproc;
-        job->node.size += all[i].nproc;
-    }
     if (!run_decide(job)) {
         job->code = job->state.code;
         return 0;
     }
+    job->node.size = run_count_ranks(job, all);
+    job->node.count = all[job->options->node_rank].nproc;
+    job->node.first = 0;
+    for (int i = 0; i < job->options->node_rank; i++) job->node.first += all[i].nproc;
     run_agreed(job, world);
     if (!job->code && world) run_await_nodes(job, world);
     return job->code != 0;

@@ -11,8 +11,9 @@ typedef struct run_options {
     int nproc;             /* ranks of this node */
     int nnodes, node_rank; /* nodes of the run; which one this is */
     char master[RUN_HOST]; /* the host of node 0; "": one node */
-    int port;     /* at which the dtrain-runs meet; their ranks meet RUN_PORT_OFFSET above */
-    int restarts; /* in a row without progress */
+    int port;      /* at which the dtrain-runs meet; their ranks meet RUN_PORT_OFFSET above */
+    int restarts;  /* in a row without progress */
+    int min_ranks; /* of the run; 0: it keeps all of them */
     double grace, timeout; /* seconds */
     const char *log_dir;   /* or NULL */
     bool dry_run;
@@ -22,9 +23,9 @@ typedef struct run_options {
 /* What the parser fills; -1 and NULL: not given. */
 static struct {
     const char *nproc, *nnodes, *master, *port, *log_dir;
-    long node_rank, restarts, dry_run, help;
+    long node_rank, restarts, min_ranks, dry_run, help;
     double grace, timeout;
-} run_flags = {NULL, NULL, NULL, NULL, NULL, -1, 0, 0, 0, 30, 300};
+} run_flags = {NULL, NULL, NULL, NULL, NULL, -1, 0, 0, 0, 0, 30, 300};
 
 static const flag run_table[] = {
     FLAG_GROUP("what to start"),
@@ -52,6 +53,10 @@ static const flag run_table[] = {
     {"--restarts", 'i', &run_flags.restarts, 0, 1e6,
      "after a failure, start all ranks of all nodes again, as often in a row without progress; "
      "each checkpoint that is published is progress",
+     NULL},
+    {"--min-ranks", 'i', &run_flags.min_ranks, 1, DTRAIN_MAX_RANKS,
+     "give ranks up: the second restart in a row and each further one leave out a rank of the node "
+     "whose rank failed first, as long as so many are left",
      NULL},
     {"--grace", 'f', &run_flags.grace, 0, 1e6,
      "seconds that ranks have to end after a signal that asks them to stop, or after the failure "
@@ -171,6 +176,18 @@ static int run_settle_nodes(run_lookup env, run_options *o)
     return 0;
 }
 
+/* Refuse a least number of ranks that would do nothing. */
+static int run_settle_min(const run_options *o)
+{
+    if (o->min_ranks && o->restarts < 2)
+        return run_refuse("--min-ranks %d does nothing without --restarts 2 or more: the first "
+                          "restart in a row is of all ranks",
+                          o->min_ranks);
+    if (o->nnodes == 1 && o->min_ranks > o->nproc)
+        return run_refuse("--min-ranks is %d, and there are %d ranks", o->min_ranks, o->nproc);
+    return 0;
+}
+
 /* Settle where node 0 is: HOST, HOST:PORT, [IPV6]:PORT; a bare IPv6 address has more than one colon. */
 static int run_settle_master(run_lookup env, run_options *o)
 {
@@ -243,11 +260,12 @@ static int run_read(int argc, char **argv, run_lookup env, run_options *o)
         return run_refuse("there is no program to start: dtrain-run [FLAGS] PROGRAM ARGUMENTS...; "
                           "--help lists the flags");
     o->restarts = (int)run_flags.restarts;
+    o->min_ranks = (int)run_flags.min_ranks;
     o->grace = run_flags.grace;
     o->timeout = run_flags.timeout;
     o->log_dir = run_flags.log_dir;
     o->dry_run = run_flags.dry_run;
-    if (run_settle_nodes(env, o)) return 2;
+    if (run_settle_nodes(env, o) || run_settle_min(o)) return 2;
     return run_settle_master(env, o);
 }
 

@@ -3,7 +3,7 @@
 #ifndef RUN_CHECKS_H
 #define RUN_CHECKS_H
 
-#include "tools/run/report.h"
+#include "tools/run/layout.h"
 
 /* Refuse flags of compression that would do nothing, and what compression cannot go with. What a
  * strategy cannot do, check_memory finds. */
@@ -182,38 +182,38 @@ static int place_ranks(const run_settings *s, bool trains, dtrain_launch_place *
     return 0;
 }
 
-/* Count, without allocating, a rank's parameters, gradients, optimizer and buffers, and refuse what does not fit and
- * what a strategy cannot do. For auto: what its last choice needs. */
+/* Take the ranks that a launcher has left after a restart, and a layout that they can have. */
+static void go_on_with_fewer(run_settings *s, const run_program *program)
+{
+    dtrain_launch_desc desc;
+    dtrain_launch_place place;
+    memset(&desc, 0, sizeof desc);
+    desc.default_rank_count = default_ranks(s, true);
+    desc.rank_count = (uint32_t)s->ranks;
+    if (s->thread_ranks) return; /* no launcher starts them */
+    if (dtrain_launch_explain(&desc, NULL, 0, &place) != DTRAIN_OK) {
+        desc.rank_count = 0; /* those of --ranks are not all there */
+        if (dtrain_launch_explain(&desc, NULL, 0, &place) != DTRAIN_OK) return;
+        if (place.restart_count && place.rank_count < s->ranks) s->ranks = place.rank_count;
+    }
+    adapt_layout(s, program, &place);
+}
+
+/* Refuse memory that a rank does not have, and what a strategy cannot do. */
 static int check_memory(const run_settings *s, const run_program *program, bool trains)
 {
     const bool cpu = strcmp(s->device, "cpu") == 0;
-    dtrain_compression_desc compression;
-    dtrain_strategy_desc desc = strategy_desc(s, &compression);
     const double have = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
     dtrain_launch_place place;
     dtrain_memory memory;
     if (place_ranks(s, trains, &place)) return 2;
     const int ranks = place.rank_count, /* here: at least those that this process starts */
         here = place.host_rank_count ? place.host_rank_count : place.started_count;
-    run_job j = new_job(s, program, calloc(1, program->own_bytes));
-    if (!j.own) return BAD("no memory for a job");
     if (ranks % (int)model_ranks(s))
         return BAD("--tensor %ld x --pipeline %ld are %ld ranks, which do not divide the %d there "
                    "are",
                    s->tensor, s->pipeline, model_ranks(s), ranks);
-    if (desc.kind == DTRAIN_STRATEGY_AUTO)
-        desc.kind = s->pipeline > 1                   ? DTRAIN_STRATEGY_ZERO1
-                    : ranks > s->tensor || s->offload ? DTRAIN_STRATEGY_FULL_SHARD
-                                                      : DTRAIN_STRATEGY_DDP;
-    dtrain_result result = open_mesh(NULL, ranks, &j);
-    if (result == DTRAIN_OK) result = program->open_model(NULL, &j);
-    desc.mesh = j.mesh;
-    if (result == DTRAIN_OK)
-        result = dtrain_strategy_plan(j.params, j.param_count, &desc, ranks, &memory);
-    program->close(&j);
-    dtrain_mesh_destroy(j.mesh);
-    free(j.own);
-    if (result != DTRAIN_OK)
+    if (plan_memory(s, program, ranks, &memory) != DTRAIN_OK)
         return BAD("--strategy %s: %s", strategies[s->strategy], dtrain_last_error());
     if (s->dry_run || s->tune) return 0; /* they tell what fits */
     if (cpu && (double)memory.total * here > have)
@@ -275,9 +275,9 @@ static int check_devices(const run_settings *s)
 static int check_run(run_settings *s, const run_program *program, bool trains)
 {
     if (trains && (check_optimizer(s) || check_compression(s))) return 2;
-    if (read_emulation(s) || check_tensor(s, program) || check_devices(s) ||
-        check_memory(s, program, trains))
-        return 2;
+    if (read_emulation(s) || check_tensor(s, program) || check_devices(s)) return 2;
+    if (trains) go_on_with_fewer(s, program);
+    if (check_memory(s, program, trains)) return 2;
     return check_checkpoints(s);
 }
 
