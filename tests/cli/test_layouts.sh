@@ -44,7 +44,8 @@ for how in $runs; do
         hits=$((hits + 1))
         wait_for 30 sh -c "[ \$(grep -c 'restart [0-9]* of 20' '$tmp/out') -ge $hits ]" || break
     done
-    wait $launcher && [ $hits -gt 0 ] && [ "$(grep -c 'restart [0-9]* of 20' "$tmp/out")" -eq $hits ] && [ "$(hash_of "$tmp/out")" = "${expected:-none}" ]
+    wait $launcher && [ $hits -gt 0 ] && [ "$(grep -c 'restart [0-9]* of 20' "$tmp/out")" -eq $hits ] &&
+        [ "$(grep -c 'resume  step [1-9]' "$tmp/out")" -eq $hits ] && [ "$(hash_of "$tmp/out")" = "${expected:-none}" ]
     result "$flags: $hits kills of ranks of 2 x 2 x 2, and the bits of an undisturbed run" $? "$tmp/out"
 done
 

@@ -204,6 +204,26 @@ for mpi in openmpi mpich; do
         cat "$tmp/a" "$tmp/b" >>"$tmp/log"
         result "$mpi: train_gpt, $strategy: the bits of forked ranks" $status "$tmp/log"
     done
+    # So do pipelines: messages between stages, beside a tensor and a data axis, with the embedding tied over two stages.
+    for layout in "4 --tensor 2 --pipeline 2 --accum 4" "4 --pipeline 2 --accum 3 --pipeline-schedule zb_h1 --strategy zero1" \
+        "2 --pipeline 2 --accum 4 --pipeline-schedule zbv --chunks 2 --layers 4"; do
+        status=0
+        $gpt --ranks $layout >"$tmp/forked" 2>&1 || status=1
+        start "${layout%% *}" $gpt --ranks $layout --comm mpi || status=1
+        grep 'bit-identical' "$tmp/forked" >"$tmp/a"; grep 'bit-identical' "$tmp/log" >"$tmp/b"
+        [ -s "$tmp/a" ] && cmp -s "$tmp/a" "$tmp/b" || status=1
+        cat "$tmp/forked" "$tmp/a" "$tmp/b" >>"$tmp/log"
+        result "$mpi: train_gpt, ${layout#* }: the bits of forked ranks" $status "$tmp/log"
+    done
+    # A stage that is killed: the others say so by themselves.
+    rm -rf "$tmp/hit"
+    limit=100 start 4 sh -c 'trap "" USR1; "$@"; exit 0' sh $gpt --ranks 4 --tensor 2 --pipeline 2 --accum 4 --steps 1000000 --save-every 20 --checkpoint "$tmp/hit" --comm mpi --timeout 5 &
+    launcher=$! port=$((port + 1))
+    wait_for 60 test -e "$tmp/hit/latest"
+    kill -KILL "$(leftovers | sed -n 's/^\([0-9]*\) [^ ]*mpi.train_gpt .*/\1/p' | tail -n 1)"
+    wait $launcher
+    [ $? -ne 124 ] && [ "$(grep -c 'train_gpt: .*rank [0-3] ' "$tmp/log")" -eq 3 ]
+    result "$mpi: a killed stage of a pipeline: the others say so" $? "$tmp/log"
     start 3 $gpt --tune --comm mpi --batch 2
     [ $? -eq 0 ] && [ "$(grep -c 'tuned: ' "$tmp/log")" -eq 1 ] && grep -qE '^# zero3 .* (rate|chosen)' "$tmp/log" && ! grep -q 'failed: ' "$tmp/log"
     result "$mpi: train_gpt --tune: every candidate is measured, and one rank tells" $? "$tmp/log"
