@@ -1,16 +1,9 @@
-/* Micro-batches: a forward and a backward, two calls
+/* Micro-batches: a forward and a backward each, one after the other
  *
  * A step is the sum of its micro-batches. Each is a forward, which ends with a loss, and a
- * backward, which ends with its part of the gradients reduced. They are two calls so that a
- * schedule can put other passes between them:
- *
- *     one at a time, as the trainer's steps do    F0 B0  F1 B1  F2 B2
- *     one forward ahead                           F0 F1  B0 F2  B1 B2
- *
- * Three rules bind a schedule. Every pass in flight has a tape, and input buffers, of its own.
- * Forwards come in the order of their numbers, because each fetches the next batch; so do
- * backwards, because the strategy averages behind the last one. All ranks have the same
- * schedule. A pipeline has schedules of its own, of passes of stages: pipeline_step.c. */
+ * backward, which ends with its part of the gradients reduced. They come in the order of their
+ * numbers: each forward fetches the next batch, and the strategy averages behind the last backward.
+ * A pipeline has schedules of passes of stages: pipeline_step.c. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -41,14 +34,18 @@ DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer)
 
 DTRAIN__PRIVATE uint64_t dtrain__micro_seed(uint32_t micro) { return DTRAIN__MICRO_SEED * micro; }
 
-/* Fetch a micro-batch, in a span: while next_batch reads, the step makes no progress. */
+/* Fetch a micro-batch, unless this rank's data has ended, in a span: while next_batch reads, the step
+ * makes no progress. */
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
 {
+    if (!trainer->desc.next_batch || trainer->ended) return DTRAIN_OK;
     const uint32_t span =
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_DATA, "next batch", DTRAIN__UNNUMBERED);
     const dtrain_result result = trainer->desc.next_batch(trainer->desc.user);
     dtrain__span_end(trainer->world, span);
-    if (result != DTRAIN_ERROR_END || !trainer->queue) return result;
+    if (result != DTRAIN_ERROR_END) return result;
+    trainer->ended = !trainer->queue;
+    if (trainer->ended) return DTRAIN_OK;
     return dtrain__strategy_keep(
         trainer->desc.strategy,
         dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
@@ -56,61 +53,54 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
                     "steps that have data; use graph = false, or give all ranks as many batches"));
 }
 
-/* Fetch a batch, unless the tape's feed holds it already, and run forward to its loss. A rank whose
- * data has ended gathers what the others gather, and has no loss.
- *
- * An error of next_batch leaves the step where it is, to be repeated from here. After any other
- * error this rank cannot take part in what the others do: the strategy fails on all of them. An
- * error inside of the loss, a NULL tensor too, is on the tape and comes out of backward. */
-DTRAIN__PRIVATE dtrain_result dtrain__micro_forward(dtrain_trainer *trainer, dtrain__micro *micro)
+/* Run forward to the loss and backward from it. An error inside of the loss, a NULL tensor too, is
+ * on the tape and comes out of backward. */
+static dtrain_result dtrain__micro_passes(dtrain_trainer *trainer, uint64_t seed,
+                                          dtrain_tensor **loss)
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
-    dtrain_tape *tape = micro->tape;
-    const bool fetched = tape->feed && tape->feed->filled;
-    micro->loss = NULL;
-    micro->joined = false;
-    DTRAIN__TRY(dtrain__strategy_usable(desc->strategy, "dtrain_trainer_step"));
-    if (micro->number == 0) trainer->joined = 0;
-    if (desc->next_batch && !fetched && !trainer->ended) {
-        const dtrain_result next = dtrain__trainer_fetch(trainer);
-        trainer->ended = next == DTRAIN_ERROR_END;
-        if (!trainer->ended) DTRAIN__TRY(next);
-    }
-    micro->joined = trainer->ended;
-    if (micro->joined) return dtrain__join_forward(desc->strategy);
-    DTRAIN__TRY(dtrain__strategy_keep(
-        desc->strategy, dtrain_tape_begin(tape, desc->tape_flags,
-                                          micro->seed + dtrain__micro_seed(micro->number))));
+    dtrain_tape *tape = trainer->tape;
+    const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: exact */
+    DTRAIN__TRY(
+        dtrain_tape_begin(tape, desc->tape_flags, seed + dtrain__micro_seed(trainer->micro)));
     const uint32_t span =
-        dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "forward", micro->number);
-    micro->loss = desc->loss(tape, desc->user);
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "forward", trainer->micro);
+    *loss = desc->loss(tape, desc->user);
     dtrain__span_end(trainer->world, span);
-    return DTRAIN_OK;
+    return dtrain_tape_backward(tape, *loss, scale / (float)desc->micro_batches);
 }
 
-/* Run backward from the loss and let the strategy reduce the gradients; behind the step's last
- * micro-batch they are its mean. The loss is not read: a device with a queue works through all of
- * this before the host waits. A gradient that is missing ends the step. */
-DTRAIN__PRIVATE dtrain_result dtrain__micro_backward(dtrain_trainer *trainer, dtrain__micro *micro)
+/* Fetch the next micro-batch of the step, unless the tape's feed holds it already, run it and let
+ * the strategy reduce the gradients: behind the last one they are the step's mean. Set the loss,
+ * which is not read, so that a device with a queue works through all of this before the host waits,
+ * and its weight. A rank whose data has ended takes part in what the others do, and has no loss.
+ *
+ * An error of next_batch leaves the step where it is, to be repeated from here. A gradient that is
+ * missing ends the step. After any other error this rank cannot take part in what the others do:
+ * the strategy fails on all of them. */
+DTRAIN__PRIVATE dtrain_result dtrain__micro_batch(dtrain_trainer *trainer, uint64_t seed,
+                                                  dtrain_tensor **loss, float *weight)
 {
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    dtrain_strategy *strategy = desc->strategy;
-    const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: exact */
-    const float share = scale / (float)desc->micro_batches;
-    DTRAIN__TRY(dtrain_strategy_accumulate(strategy, micro->number + 1 < desc->micro_batches));
-    dtrain_result result = DTRAIN_OK;
+    dtrain_strategy *strategy = trainer->desc.strategy;
+    const dtrain__feed *feed = trainer->tape->feed;
+    const uint32_t micro = trainer->micro;
+    dtrain_result result;
     bool over;
-    if (micro->joined) {
+    *loss = NULL;
+    *weight = 0;
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_trainer_step"));
+    if (micro == 0) trainer->joined = 0;
+    if (!feed || !feed->filled) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
+    DTRAIN__TRY(dtrain_strategy_accumulate(strategy, micro + 1 < trainer->desc.micro_batches));
+    if (trainer->ended) {
         trainer->joined++;
-        micro->weight = 0;
-        result = dtrain__join_backward(strategy, &over);
+        result = dtrain_strategy_join(strategy, &over);
     } else {
-        DTRAIN__TRY(
-            dtrain__strategy_keep(strategy, dtrain_tape_backward(micro->tape, micro->loss, share)));
-        micro->weight = dtrain__micro_weight(strategy);
+        DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__micro_passes(trainer, seed, loss)));
+        *weight = dtrain__micro_weight(strategy);
         result = dtrain_strategy_finish(strategy);
     }
-    trainer->micro = result == DTRAIN_OK ? micro->number + 1 : 0;
+    trainer->micro = result == DTRAIN_OK ? micro + 1 : 0;
     return result;
 }
 

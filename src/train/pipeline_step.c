@@ -79,21 +79,6 @@ static bool dtrain__neighbour(const dtrain__pipeline *line, int stage, int micro
 
 /* ---- Passes -----------------------------------------------------------------------------------*/
 
-/* Fetch a micro-batch, in its first pass on this rank. Other ranks are in the middle of a schedule
- * and count on this one: so an error of next_batch fails the step on all. */
-static dtrain_result dtrain__flight_fetch(dtrain_trainer *trainer, dtrain__flight *flight,
-                                          int32_t slot)
-{
-    flight->batch = slot;
-    if (!trainer->ended && trainer->desc.next_batch) {
-        const dtrain_result next = dtrain__trainer_fetch(trainer);
-        trainer->ended = next == DTRAIN_ERROR_END;
-        if (!trainer->ended) DTRAIN__TRY(next);
-    }
-    flight->joined = trainer->ended;
-    return DTRAIN_OK;
-}
-
 /* Note what the loss is a mean of; the tensor is gone when its slot is used again. */
 static void dtrain__flight_note(dtrain__flight *flight, const dtrain_tensor *loss)
 {
@@ -127,7 +112,12 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
     const int stage = dtrain__stage_of(line, action);
     dtrain__stage_source source = {action->inbox, -1};
     uint32_t before;
-    if (flight->batch < 0) DTRAIN__TRY(dtrain__flight_fetch(trainer, flight, action->slot));
+    if (flight->batch < 0) { /* its first pass here; an error fails the step on all ranks, which
+                                are in the middle of the schedule */
+        flight->batch = action->slot;
+        DTRAIN__TRY(dtrain__trainer_fetch(trainer));
+        flight->joined = trainer->ended;
+    }
     if (flight->joined) return DTRAIN_OK;
     *dtrain__slot_at(line, action->chunk, action->micro_batch) = action->slot;
     if (stage && dtrain__neighbour(line, stage - 1, action->micro_batch, &before))

@@ -105,21 +105,20 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
     DTRAIN__TRY(device->ops->copy_async(device, queue->scalars, queue->now, sizeof *queue->now,
                                         DTRAIN_COPY_HOST_TO_DEVICE, NULL));
     while (trainer->micro < desc->micro_batches) {
-        dtrain__queued *queued = &queue->micros[trainer->micro];
+        const uint32_t micro = trainer->micro;
+        dtrain__queued *queued = &queue->micros[micro];
         dtrain__feed *feed = &queued->feed;
         feed->next = 0;
         tape->feed = feed;
         tape->scalars = queue->scalars; /* to the micro-batch's seed the device adds the step's */
-        dtrain__micro micro = {tape, trainer->micro, 0, NULL, false, 0};
-        dtrain_result result = dtrain__micro_forward(trainer, &micro);
-        if (result == DTRAIN_OK) result = dtrain__micro_backward(trainer, &micro);
+        dtrain_tensor *loss;
+        const dtrain_result result = dtrain__micro_batch(trainer, 0, &loss, &queued->weight);
         tape->feed = NULL;
         tape->scalars = NULL;
         feed->filled = false;
         DTRAIN__TRY(result);
-        queued->samples = ((const dtrain__tape_tensor *)micro.loss)->samples;
-        queued->weight = micro.weight;
-        DTRAIN__TRY(device->ops->copy_async(device, queue->results + micro.number, micro.loss->data,
+        queued->samples = ((const dtrain__tape_tensor *)loss)->samples;
+        DTRAIN__TRY(device->ops->copy_async(device, queue->results + micro, loss->data,
                                             sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL));
     }
     trainer->micro = 0;

@@ -133,14 +133,14 @@ static dtrain_result dtrain__trainer_micro_batches(dtrain_trainer *trainer)
     const dtrain_trainer_desc *desc = &trainer->desc;
     const uint64_t seed = dtrain__step_seed(trainer);
     while (trainer->micro < desc->micro_batches) {
-        dtrain__micro micro = {trainer->tape, trainer->micro, seed, NULL, false, 0};
-        float loss = 0;
-        DTRAIN__TRY(dtrain__micro_forward(trainer, &micro));
-        DTRAIN__TRY(dtrain__micro_backward(trainer, &micro));
-        if (micro.loss)
+        const uint32_t micro = trainer->micro;
+        dtrain_tensor *tensor;
+        float loss = 0, weight;
+        DTRAIN__TRY(dtrain__micro_batch(trainer, seed, &tensor, &weight));
+        if (tensor)
             DTRAIN__TRY(dtrain__strategy_keep(
-                desc->strategy, dtrain_tensor_read(trainer->tape, micro.loss, &loss, NULL)));
-        dtrain__trainer_add(trainer, micro.number, loss, micro.weight);
+                desc->strategy, dtrain_tensor_read(trainer->tape, tensor, &loss, NULL)));
+        dtrain__trainer_add(trainer, micro, loss, weight);
     }
     trainer->micro = 0;
     return DTRAIN_OK;

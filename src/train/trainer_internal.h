@@ -84,25 +84,14 @@ typedef struct dtrain__queue {
 /* Marks what was not measured. A bit pattern instead of NAN survives -ffast-math. */
 #define DTRAIN__NAN ((double)dtrain__f32_from_bits(0x7fc00000u))
 
-/* A micro-batch from its forward to the end of its backward. */
-typedef struct dtrain__micro {
-    dtrain_tape *tape;   /* its own from forward to backward: the activations are on it */
-    uint32_t number;     /* in the step, from 0 */
-    uint64_t seed;       /* of the step */
-    dtrain_tensor *loss; /* set by forward; NULL: joined, or an error that backward reports */
-    bool joined;         /* set by forward: this rank's data had ended */
-    float weight;        /* set by backward: of the loss in the mean of the step */
-} dtrain__micro;
-
 /* train/micro_batch.c */
 DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer);
+DTRAIN__PRIVATE uint64_t dtrain__micro_seed(uint32_t micro);
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer);
-DTRAIN__PRIVATE dtrain_result dtrain__micro_forward(dtrain_trainer *trainer, dtrain__micro *micro);
-DTRAIN__PRIVATE dtrain_result dtrain__micro_backward(dtrain_trainer *trainer, dtrain__micro *micro);
+DTRAIN__PRIVATE dtrain_result dtrain__micro_batch(dtrain_trainer *trainer, uint64_t seed,
+                                                  dtrain_tensor **loss, float *weight);
 DTRAIN__PRIVATE void dtrain__trainer_add(dtrain_trainer *trainer, uint32_t micro, float loss,
                                          float weight);
-
-DTRAIN__PRIVATE uint64_t dtrain__micro_seed(uint32_t micro);
 
 /* train/pipeline_step.c */
 typedef struct dtrain__pipeline dtrain__pipeline;

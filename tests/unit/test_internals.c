@@ -199,120 +199,6 @@ static void test_dropout_seeds_differ(void)
             }
 }
 
-enum { MICROS = 3 };
-
-/* A rank's model, the batches of a step, each in memory of its own, and the schedule of its passes. */
-typedef struct scheduled {
-    uint32_t kind;
-    int64_t last_of_rank_1; /* micro-batches that rank 1 has */
-    const char *passes;     /* the number of a micro-batch: its forward, then its backward */
-    float grads[UNITS][3 * WIDTH * WIDTH];
-    dtrain_param params[UNITS];
-    int32_t tokens[MICROS][TOKENS];
-    int64_t fetched, most;
-} scheduled;
-
-static dtrain_result scheduled_batch(void *user)
-{
-    scheduled *s = (scheduled *)user;
-    if (s->fetched == s->most) return DTRAIN_ERROR_END;
-    s->fetched++;
-    return DTRAIN_OK;
-}
-
-static dtrain_tensor *scheduled_loss(dtrain_tape *tape, void *user)
-{
-    scheduled *s = (scheduled *)user;
-    const int64_t shape[1] = {TOKENS};
-    dtrain_tensor *x =
-        dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, shape, s->tokens[s->fetched - 1], false);
-    dtrain_tape_unit(tape, 0);
-    x = dtrain_embedding(tape, x, &s->params[0], NULL);
-    for (uint32_t u = 1; u < UNITS; u++) {
-        dtrain_tape_unit(tape, u);
-        x = dtrain_linear(tape, x, &s->params[u], NULL, DTRAIN_ACTIVATION_NONE);
-        x = dtrain_dropout(tape, causal_attention(tape, x, TOKENS, 2), 0.2f);
-    }
-    return dtrain_mean(tape, x);
-}
-
-/* Run the passes of one step in the given order, and keep this rank's shards of its gradients. */
-static int rank_runs_schedule(dtrain_world *world, void *user)
-{
-    scheduled *out = (scheduled *)user + dtrain_world_rank(world), *s = out;
-    dtrain_strategy_desc desc = {0};
-    dtrain_trainer_desc how = {0};
-    dtrain_trainer *trainer = NULL;
-    dtrain_tape *tapes[2] = {NULL, NULL};
-    dtrain__micro micros[MICROS];
-    bool forward[MICROS] = {false};
-    static const char *const names[UNITS] = {"a", "b", "c", "d", "e"};
-    const dtrain_shard *shards;
-    size_t count;
-    s->most = dtrain_world_rank(world) ? s->last_of_rank_1 : MICROS;
-    for (int m = 0; m < MICROS; m++)
-        for (int t = 0; t < TOKENS; t++)
-            s->tokens[m][t] = (5 * dtrain_world_rank(world) + 3 * m + t) % 20;
-    for (uint32_t u = 0; u < UNITS; u++) {
-        s->params[u] = ranks_param(names[u], NULL, NULL, u ? 3 * WIDTH : 20, WIDTH);
-        s->params[u].init = DTRAIN_INIT_NORMAL;
-        s->params[u].init_scale = 0.5f;
-        s->params[u].unit = u;
-    }
-    desc.kind = s->kind;
-    RANKS_TRY(dtrain_strategy_create(world, s->params, UNITS, &desc, &how.strategy));
-    how.micro_batches = MICROS;
-    how.next_batch = scheduled_batch;
-    how.loss = scheduled_loss;
-    how.user = s;
-    RANKS_TRY(dtrain_trainer_create(world, &how, &trainer));
-    tapes[0] = dtrain_trainer_tape(trainer);
-    RANKS_TRY(dtrain_tape_create(world, how.strategy, NULL, &tapes[1]));
-    for (const char *pass = s->passes; *pass; pass++) {
-        const uint32_t m = (uint32_t)(*pass - '0');
-        const dtrain__micro fresh = {tapes[m % 2], m, dtrain__step_seed(trainer), NULL, false, 0};
-        if (!forward[m]) micros[m] = fresh;
-        RANKS_TRY(forward[m] ? dtrain__micro_backward(trainer, &micros[m])
-                             : dtrain__micro_forward(trainer, &micros[m]));
-        forward[m] = true;
-    }
-    RANKS_TRY(dtrain_strategy_shards(how.strategy, &shards, &count));
-    for (size_t i = 0; i < count; i++)
-        memcpy(out->grads[i], shards[i].grad, (size_t)shards[i].count * sizeof(float));
-    dtrain_tape_destroy(tapes[1]);
-    dtrain_trainer_destroy(trainer);
-    dtrain_strategy_destroy(how.strategy);
-    return 0;
-}
-
-/* A forward that runs ahead of an earlier backward changes no bit, whoever runs out of data. */
-static void test_schedules(void)
-{
-    static const uint32_t kinds[] = {DTRAIN_STRATEGY_DDP, DTRAIN_STRATEGY_FULL_SHARD};
-    dtrain_launch_desc desc = ranks_desc(2, DTRAIN_LAUNCH_THREADS);
-    for (int k = 0; k < 2; k++)
-        for (int64_t last = 1; last <= MICROS; last++) {
-            static scheduled s[2][2]; /* of each schedule and rank */
-            float most = 0;
-            memset(s, 0, sizeof s);
-            for (int ahead = 0; ahead < 2; ahead++) {
-                for (int r = 0; r < 2; r++) {
-                    s[ahead][r].kind = kinds[k];
-                    s[ahead][r].last_of_rank_1 = last;
-                    s[ahead][r].passes = ahead ? "010212" : "001122";
-                }
-                (void)ranks_launch(&desc, rank_runs_schedule, s[ahead], NULL);
-            }
-            for (int r = 0; r < 2; r++) {
-                CHECK_MSG(memcmp(s[0][r].grads, s[1][r].grads, sizeof s[0][r].grads) == 0,
-                          "kind %u, rank %d, %d batches of rank 1", kinds[k], r, (int)last);
-                CHECK(s[1][r].fetched == (r ? last : MICROS));
-                for (int u = 0; u < UNITS; u++) most = fmaxf(most, fabsf(s[1][r].grads[u][0]));
-            }
-            CHECK(most > 0);
-        }
-}
-
 /* The counting itself, without a clock: nine slow steps, a break, another rank, and so on. */
 static void test_straggler_counting(void)
 {
@@ -408,7 +294,6 @@ int main(int argc, char **argv)
     RUN(test_reports_together);
     RUN(test_units);
     RUN(test_dropout_seeds_differ);
-    RUN(test_schedules);
     RUN(test_straggler_counting);
     RUN(test_whose_loss_counts);
     RUN(test_clocks_differ);
