@@ -78,6 +78,7 @@ typedef struct dtrain_pipeline_schedule {
     dtrain_pipeline_action *actions; /* of rank 0, then of rank 1, ... */
     size_t *first; /* (ranks + 1) rank r has actions first[r] to first[r + 1] - 1 */
     size_t room;   /* actions that memory was allocated for */
+    struct dtrain__run_memory *memory; /* (ranks) of a rank's runs */
 } dtrain_pipeline_schedule;
 
 /* Make the schedule of a kind, for ranks of a pipeline axis. desc->units is not read; NULL = a
@@ -147,7 +148,8 @@ typedef struct dtrain_pipeline_work {
 } dtrain_pipeline_work;
 /* Run this rank's actions of a schedule. Collective over comm, the pipeline axis of a mesh, whose
  * size must be schedule->ranks; an axis of one rank sends nothing. Messages are asynchronous: a
- * receive is waited for by the action that needs it, a send before its memory is used again. An
- * error says in which stage, action and micro-batch it was, and comm fails on the other ranks. */
+ * receive is waited for by the action that needs it, a send before its memory is used again. The
+ * first run of a rank allocates, later ones do not. An error says in which stage, action and
+ * micro-batch it was, and comm fails on the other ranks. */
 DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *schedule,
                                              dtrain_comm *comm, const dtrain_pipeline_work *work);

@@ -8,7 +8,7 @@
  *     (waits for the inbox' last)                                                      SEND 1
  *
  * So the works of a pass are noted with its slot and its inbox: two receives and two sends, of
- * several parts each. Nothing is allocated on the way. */
+ * several parts each. The first run allocates that table, and leaves it in the schedule. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -31,21 +31,16 @@ typedef struct dtrain__runner {
     dtrain_comm *comm;
     const dtrain_pipeline_work *work;
     int rank;
-    size_t slots, count;
-    dtrain__message *messages; /* (count): three of each slot, as sent, gradient sent, gradient
-                                  received; then of each inbox what was received */
+    dtrain__message *messages; /* (count) four of a slot and of an inbox with one number */
+    size_t count;
 } dtrain__runner;
 
-/* The messages of a slot or inbox, by the act that starts them. */
+/* Return the last message that an act has started with an action's slot, or inbox. */
 static dtrain__message *dtrain__message_of(const dtrain__runner *run, uint32_t act,
                                            const dtrain_pipeline_action *action)
 {
-    if (act == DTRAIN_PIPELINE_ACT_RECEIVE)
-        return &run->messages[3 * run->slots + (size_t)action->inbox];
-    dtrain__message *const of_slot = &run->messages[3 * (size_t)action->slot];
-    return &of_slot[act == DTRAIN_PIPELINE_ACT_SEND            ? 0
-                    : act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT ? 1
-                                                               : 2];
+    const int32_t place = act == DTRAIN_PIPELINE_ACT_RECEIVE ? action->inbox : action->slot;
+    return &run->messages[4 * (size_t)place + act - DTRAIN_PIPELINE_ACT_SEND];
 }
 
 /* Wait for all parts of a message; return the first error, after all are given back. */
@@ -58,6 +53,12 @@ static dtrain_result dtrain__message_wait(dtrain__message *message)
     }
     message->count = 0;
     return first;
+}
+
+static dtrain_result dtrain__run_wait(const dtrain__runner *run, uint32_t act,
+                                      const dtrain_pipeline_action *action)
+{
+    return dtrain__message_wait(dtrain__message_of(run, act, action));
 }
 
 /* Start the parts of a message. */
@@ -89,13 +90,12 @@ static dtrain_result dtrain__run_pass(const dtrain__runner *run,
                                       const dtrain_pipeline_action *action)
 {
     static const char *const names[] = {"forward", "backward", "weights"};
-    const dtrain_pipeline_schedule *s = run->schedule;
     dtrain_world *world = run->comm ? run->comm->world : NULL;
     char stage[24];
     if (!world || action->act > DTRAIN_PIPELINE_ACT_WEIGHT)
         return run->work->compute(run->work->user, action);
     snprintf(stage, sizeof stage, "stage %d",
-             dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, run->rank, action->chunk));
+             dtrain__action_stage(run->schedule, run->rank, action));
     const bool forward = action->act == DTRAIN_PIPELINE_ACT_FORWARD;
     const uint32_t span =
         dtrain__span_begin(world, forward ? DTRAIN_SPAN_FORWARD : DTRAIN_SPAN_BACKWARD,
@@ -111,17 +111,13 @@ static dtrain_result dtrain__run_compute(const dtrain__runner *run,
                                          const dtrain_pipeline_action *action)
 {
     if (action->act == DTRAIN_PIPELINE_ACT_FORWARD) {
-        DTRAIN__TRY(
-            dtrain__message_wait(dtrain__message_of(run, DTRAIN_PIPELINE_ACT_SEND, action)));
-        DTRAIN__TRY(dtrain__message_wait(
-            dtrain__message_of(run, DTRAIN_PIPELINE_ACT_SEND_GRADIENT, action)));
+        DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_SEND, action));
+        DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_SEND_GRADIENT, action));
         if (action->inbox >= 0)
-            DTRAIN__TRY(
-                dtrain__message_wait(dtrain__message_of(run, DTRAIN_PIPELINE_ACT_RECEIVE, action)));
+            DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_RECEIVE, action));
     }
     if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD)
-        DTRAIN__TRY(dtrain__message_wait(
-            dtrain__message_of(run, DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT, action)));
+        DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT, action));
     return dtrain__run_pass(run, action);
 }
 
@@ -130,28 +126,28 @@ static dtrain_result dtrain__run_place(const dtrain__runner *run,
                                        const dtrain_pipeline_action *action, dtrain_result result)
 {
     const dtrain_pipeline_schedule *s = run->schedule;
-    char text[DTRAIN__ERROR_BYTES];
-    snprintf(text, sizeof text, "%s", dtrain__bare(dtrain_last_error()));
-    return dtrain_fail(
-        result, "stage %d of %d, %s of micro-batch %d: %s",
-        dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, run->rank, action->chunk),
-        s->ranks * s->chunks, dtrain__pipeline_act_name(action->act), (int)action->micro_batch,
-        text);
+    return dtrain_fail(result, "stage %d of %d, %s of micro-batch %d: %s",
+                       dtrain__action_stage(s, run->rank, action), s->ranks * s->chunks,
+                       dtrain__pipeline_act_name(action->act), (int)action->micro_batch,
+                       dtrain__bare(dtrain_last_error()));
 }
 
-/* Fail on all ranks, and give back what is under way. What stands may be another rank's error,
- * which has its place in a schedule, or that a rank was late or has died: then this rank's place is
- * added, as nobody knows that one's. */
+/* Fail on all ranks, and give back what is under way. An error that the communicator has had before
+ * stands instead of this rank's: another rank's, or that one was late or has died. It came to light
+ * in this action. */
 static dtrain_result dtrain__run_fail(const dtrain__runner *run,
                                       const dtrain_pipeline_action *action, dtrain_result result)
 {
     char text[DTRAIN__ERROR_BYTES];
     result = dtrain__run_place(run, action, result);
-    if (run->comm) result = run->comm->ops->fail(run->comm, result, dtrain_last_error());
-    snprintf(text, sizeof text, "%s", dtrain__bare(dtrain_last_error()));
+    snprintf(text, sizeof text, "%s", dtrain_last_error());
+    if (run->comm) result = run->comm->ops->fail(run->comm, result, text);
+    const char *stands = dtrain_last_error(); /* a communicator cuts long sentences */
+    if (strncmp(stands, text, strlen(stands)) != 0) dtrain__run_place(run, action, result);
+    snprintf(text, sizeof text, "%s", dtrain_last_error());
     for (size_t i = 0; i < run->count; i++) (void)dtrain__message_wait(&run->messages[i]);
-    (void)dtrain_fail(result, "%s", text); /* again: waiting has left another one */
-    return strstr(text, " of micro-batch ") ? result : dtrain__run_place(run, action, result);
+    dtrain__set_last_error(text); /* waiting has left another one */
+    return result;
 }
 
 /* Walk the list, and wait for what is still being sent. */
@@ -162,9 +158,8 @@ static dtrain_result dtrain__run_walk(const dtrain__runner *run)
     dtrain_result result = DTRAIN_OK;
     for (size_t i = s->first[run->rank]; i < s->first[run->rank + 1]; i++) {
         action = &s->actions[i];
-        const bool message = action->act >= DTRAIN_PIPELINE_ACT_SEND &&
-                             action->act <= DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT;
-        result = message ? dtrain__message_start(run, action) : dtrain__run_compute(run, action);
+        result = dtrain__is_message(action) ? dtrain__message_start(run, action)
+                                            : dtrain__run_compute(run, action);
         if (result != DTRAIN_OK) break;
     }
     for (size_t i = 0; i < run->count && result == DTRAIN_OK; i++)
@@ -172,32 +167,43 @@ static dtrain_result dtrain__run_walk(const dtrain__runner *run)
     return result == DTRAIN_OK ? DTRAIN_OK : dtrain__run_fail(run, action, result);
 }
 
+/* Find room in the schedule for the messages of this rank: all of an earlier run are over. */
+static dtrain_result dtrain__run_room(dtrain__runner *run)
+{
+    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
+    dtrain__run_memory *memory = &run->schedule->memory[run->rank];
+    dtrain_pipeline_report report;
+    dtrain__pipeline_room(run->schedule, run->rank, &report);
+    run->count = 4 * (size_t)(report.slots > report.inboxes ? report.slots : report.inboxes);
+    const size_t bytes = run->count * sizeof *run->messages;
+    if (memory->bytes < bytes) {
+        dtrain__free(&allocator, memory->messages, memory->bytes, 1);
+        memory->messages = dtrain__alloc(&allocator, bytes, 1, "messages of a pipeline");
+        memory->bytes = memory->messages ? bytes : 0;
+    }
+    run->messages = (dtrain__message *)memory->messages;
+    return run->messages ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+}
+
 DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *schedule,
                                              dtrain_comm *comm, const dtrain_pipeline_work *work)
 {
     const char *const call = "dtrain_pipeline_run";
-    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
     dtrain__runner run;
-    dtrain_pipeline_report report;
-    if (!schedule || !work || !work->compute || !work->part)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: schedule, work or one of its functions is NULL", call);
+    if (!schedule || !schedule->memory || !work || !work->compute || !work->part)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "%s: schedule, work or one of its functions is NULL, or the schedule was "
+            "not made by dtrain_pipeline_create or _parse",
+            call);
     if (schedule->ranks != (comm ? dtrain_comm_size(comm) : 1))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: the schedule is for %d ranks, and the communicator has %d", call,
                            (int)schedule->ranks, comm ? dtrain_comm_size(comm) : 1);
-    memset(&run, 0, sizeof run);
     run.schedule = schedule;
     run.comm = comm;
     run.work = work;
     run.rank = comm ? dtrain_comm_rank(comm) : 0;
-    dtrain__pipeline_room(schedule, run.rank, &report);
-    run.slots = (size_t)report.slots;
-    run.count = 3 * run.slots + (size_t)report.inboxes;
-    run.messages = (dtrain__message *)dtrain__alloc(&allocator, run.count, sizeof *run.messages,
-                                                    "messages of a pipeline");
-    if (!run.messages) return DTRAIN_ERROR_MEMORY;
-    const dtrain_result result = dtrain__run_walk(&run);
-    dtrain__free(&allocator, run.messages, run.count, sizeof *run.messages);
-    return result;
+    DTRAIN__TRY(dtrain__run_room(&run));
+    return dtrain__run_walk(&run);
 }

@@ -14,7 +14,7 @@
 #include "core/core_internal.h"
 #include "parallel/schedule_internal.h"
 
-/* ---- Stages and ranks -------------------------------------------------------------------------*/
+/* ---- Stages, ranks and actions ----------------------------------------------------------------*/
 
 DTRAIN_API int dtrain_pipeline_stage(uint32_t kind, int ranks, int chunks, int rank, int chunk)
 {
@@ -33,6 +33,26 @@ DTRAIN__PRIVATE dtrain__place_of_stage dtrain__pipeline_place(uint32_t kind, int
 DTRAIN__PRIVATE bool dtrain__pipeline_splits(uint32_t kind)
 {
     return kind == DTRAIN_PIPELINE_ZB_H1 || kind == DTRAIN_PIPELINE_ZBV;
+}
+
+DTRAIN__PRIVATE const char *dtrain__pipeline_act_name(uint32_t act)
+{
+    static const char *const names[] = {"?",      "FORWARD", "BACKWARD",      "WEIGHT",
+                                        "SEND",   "RECEIVE", "SEND_GRADIENT", "RECEIVE_GRADIENT",
+                                        "REDUCE", "STEP"};
+    return names[act <= DTRAIN_PIPELINE_ACT_STEP ? act : 0];
+}
+
+DTRAIN__PRIVATE int dtrain__action_stage(const dtrain_pipeline_schedule *s, int rank,
+                                         const dtrain_pipeline_action *action)
+{
+    return dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, rank, action->chunk);
+}
+
+DTRAIN__PRIVATE bool dtrain__is_message(const dtrain_pipeline_action *action)
+{
+    return action->act >= DTRAIN_PIPELINE_ACT_SEND &&
+           action->act <= DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT;
 }
 
 /* ---- 1. Computations of a rank ----------------------------------------------------------------*/
@@ -398,7 +418,9 @@ dtrain__pipeline_alloc(const dtrain_allocator *allocator, const dtrain_pipeline_
         (size_t *)dtrain__alloc(allocator, ranks + 1, sizeof *schedule->first, "a schedule");
     schedule->actions = (dtrain_pipeline_action *)dtrain__alloc(
         allocator, actions, sizeof *schedule->actions, "a schedule");
-    if (schedule->first && schedule->actions) return schedule;
+    schedule->memory = (dtrain__run_memory *)dtrain__alloc(allocator, ranks,
+                                                           sizeof *schedule->memory, "a schedule");
+    if (schedule->first && schedule->actions && schedule->memory) return schedule;
     dtrain_pipeline_destroy(schedule);
     return NULL;
 }
@@ -409,7 +431,7 @@ static dtrain_pipeline_schedule *dtrain__schedule_of(const dtrain__weave *weave)
     const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
     const dtrain__replay *replay = &weave->replay;
     const dtrain_pipeline_schedule head = {replay->kind, replay->p, replay->v, replay->m,
-                                           NULL,         NULL,      0};
+                                           NULL,         NULL,      0,         NULL};
     size_t count = 0;
     for (int r = 0; r < replay->p; r++) count += weave->woven[r].count;
     dtrain_pipeline_schedule *schedule = dtrain__pipeline_alloc(&allocator, &head, count);
@@ -503,6 +525,9 @@ DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline_schedule *schedule)
 {
     const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
     if (!schedule) return;
+    for (int r = 0; r < schedule->ranks && schedule->memory; r++)
+        dtrain__free(&allocator, schedule->memory[r].messages, schedule->memory[r].bytes, 1);
+    dtrain__free(&allocator, schedule->memory, (size_t)schedule->ranks, sizeof *schedule->memory);
     dtrain__free(&allocator, schedule->actions, schedule->room, sizeof *schedule->actions);
     dtrain__free(&allocator, schedule->first, (size_t)schedule->ranks + 1, sizeof *schedule->first);
     dtrain__free(&allocator, schedule, 1, sizeof *schedule);

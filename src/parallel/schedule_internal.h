@@ -10,6 +10,13 @@
 #define DTRAIN__CHUNKS_MOST 64
 #define DTRAIN__PASSES_MOST (1 << 22) /* of all ranks: ranks * chunks * micro-batches */
 
+/* The messages of a rank that are under way: kept from run to run, one for each rank, so that ranks
+ * that are threads can share a schedule. */
+typedef struct dtrain__run_memory {
+    void *messages;
+    size_t bytes;
+} dtrain__run_memory;
+
 typedef struct dtrain__place_of_stage {
     int rank, chunk;
 } dtrain__place_of_stage;
@@ -22,6 +29,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc
                                                       int *chunks);
 DTRAIN__PRIVATE const char *dtrain__pipeline_kind_name(uint32_t kind);
 DTRAIN__PRIVATE const char *dtrain__pipeline_act_name(uint32_t act);
+DTRAIN__PRIVATE bool dtrain__is_message(const dtrain_pipeline_action *action);
+/* Return the stage of a rank's action; -1: it has no such chunk. */
+DTRAIN__PRIVATE int dtrain__action_stage(const dtrain_pipeline_schedule *schedule, int rank,
+                                         const dtrain_pipeline_action *action);
 /* Allocate a schedule of the head's kind and sizes, with room for actions; NULL: no memory. */
 DTRAIN__PRIVATE dtrain_pipeline_schedule *
 dtrain__pipeline_alloc(const dtrain_allocator *allocator, const dtrain_pipeline_schedule *head,
@@ -30,11 +41,8 @@ dtrain__pipeline_alloc(const dtrain_allocator *allocator, const dtrain_pipeline_
 DTRAIN__PRIVATE void dtrain__pipeline_room(const dtrain_pipeline_schedule *schedule, int rank,
                                            dtrain_pipeline_report *report);
 
-/* Receives each computation of a replay, with its time. */
-typedef void (*dtrain__watch_fn)(void *user, int rank, const dtrain_pipeline_action *action,
-                                 double begin, double end);
-/* Do what dtrain_pipeline_check says, and show each computation to watch, if any. */
+/* Do what dtrain_pipeline_check says, and note when each computation ends in ends (actions), if not
+ * NULL. */
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_replay(const dtrain_pipeline_schedule *schedule,
                                                       const dtrain_pipeline_costs *costs, int rank,
-                                                      dtrain_pipeline_report *report,
-                                                      dtrain__watch_fn watch, void *user);
+                                                      dtrain_pipeline_report *report, double *ends);

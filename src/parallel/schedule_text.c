@@ -187,63 +187,54 @@ DTRAIN_API dtrain_result dtrain_pipeline_parse(const char *text, dtrain_pipeline
 
 /* ---- Drawing ----------------------------------------------------------------------------------*/
 
-/* Who computes what at which time: a column is a unit of it. */
-typedef struct dtrain__canvas {
-    const dtrain_pipeline_action **cells; /* (ranks, columns); NULL: idle */
-    size_t columns;
-} dtrain__canvas;
-
-static void dtrain__canvas_watch(void *user, int rank, const dtrain_pipeline_action *action,
-                                 double begin, double end)
+/* Draw a rank up to a time, from where its line has come to: a name for each unit of time. */
+static void dtrain__draw_until(dtrain__page_of_text *page, size_t *at, double end, size_t columns,
+                               int width, const char *name)
 {
-    const dtrain__canvas *canvas = (const dtrain__canvas *)user;
-    for (size_t t = (size_t)begin; t < (size_t)end && t < canvas->columns; t++)
-        canvas->cells[(size_t)rank * canvas->columns + t] = action;
+    for (; *at < columns && (double)*at < end; ++*at)
+        dtrain__page_add(page, " %-*s", *at + 1 < columns ? width : 0, name);
 }
 
-/* Draw the cells; those of a later chunk have a dot and its number behind the micro-batch. */
-static void dtrain__canvas_draw(const dtrain__canvas *canvas, int ranks, int chunks, int width,
-                                dtrain__page_of_text *page)
+/* Draw a rank's computations; those of a later chunk have a dot and its number behind the
+ * micro-batch. */
+static void dtrain__draw_rank(const dtrain_pipeline_schedule *s, int rank, const double *ends,
+                              size_t columns, dtrain__page_of_text *page)
 {
-    for (int r = 0; r < ranks; r++) {
-        dtrain__page_add(page, "rank %-3d", r);
-        for (size_t t = 0; t < canvas->columns; t++) {
-            const dtrain_pipeline_action *cell = canvas->cells[(size_t)r * canvas->columns + t];
-            char name[40] = ".";
-            if (cell && chunks > 1)
-                snprintf(name, sizeof name, "%s%d.%d", dtrain__act_words[cell->act],
-                         (int)cell->micro_batch, (int)cell->chunk);
-            else if (cell)
-                snprintf(name, sizeof name, "%s%d", dtrain__act_words[cell->act],
-                         (int)cell->micro_batch);
-            if (t + 1 < canvas->columns) dtrain__page_add(page, " %-*s", width, name);
-            else dtrain__page_add(page, " %s\n", name);
-        }
+    const int width = snprintf(NULL, 0, "F%d", (int)s->micro_batches - 1) +
+                      (s->chunks > 1 ? 2 + (s->chunks > 10) : 0);
+    size_t at = 0;
+    dtrain__page_add(page, "rank %-3d", rank);
+    for (size_t i = s->first[rank]; i < s->first[rank + 1]; i++) {
+        const dtrain_pipeline_action *action = &s->actions[i];
+        const bool both = action->act == DTRAIN_PIPELINE_ACT_BACKWARD;
+        char name[40];
+        if (action->act > DTRAIN_PIPELINE_ACT_WEIGHT) continue;
+        const int used = snprintf(name, sizeof name, "%s%d", dtrain__act_words[action->act],
+                                  (int)action->micro_batch);
+        if (s->chunks > 1)
+            snprintf(name + used, sizeof name - (size_t)used, ".%d", (int)action->chunk);
+        const double begin = ends[i] - (both && !dtrain__pipeline_splits(s->kind) ? 2 : 1);
+        dtrain__draw_until(page, &at, begin, columns, width, ".");
+        dtrain__draw_until(page, &at, ends[i], columns, width, name);
     }
+    dtrain__draw_until(page, &at, (double)columns, columns, width, ".");
+    dtrain__page_add(page, "\n");
 }
 
 DTRAIN_API dtrain_result dtrain_pipeline_draw(const dtrain_pipeline_schedule *schedule, char *text,
                                               size_t bytes, size_t *needed)
 {
-    const char *const call = "dtrain_pipeline_draw";
     const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
     dtrain__page_of_text page = {text, text ? bytes : 0, 0};
-    dtrain__canvas canvas = {NULL, 0};
     dtrain_pipeline_report report;
     DTRAIN__TRY(dtrain_pipeline_check(schedule, NULL, 0, &report));
-    canvas.columns = (size_t)report.makespan;
-    const size_t cells = (size_t)schedule->ranks * canvas.columns;
-    canvas.cells = (const dtrain_pipeline_action **)dtrain__alloc(
-        &allocator, cells, sizeof *canvas.cells, "a drawing of a schedule");
-    if (!canvas.cells) return DTRAIN_ERROR_MEMORY;
-    dtrain_result result =
-        dtrain__pipeline_replay(schedule, NULL, 0, NULL, dtrain__canvas_watch, &canvas);
-    const int width = snprintf(NULL, 0, "F%d", (int)schedule->micro_batches - 1) +
-                      (schedule->chunks > 1 ? 1 + (schedule->chunks > 10) + 1 : 0);
-    if (result == DTRAIN_OK) {
-        dtrain__canvas_draw(&canvas, schedule->ranks, schedule->chunks, width, &page);
-        result = dtrain__page_end(&page, needed, call);
-    }
-    dtrain__free(&allocator, (void *)canvas.cells, cells, sizeof *canvas.cells);
+    const size_t count = schedule->first[schedule->ranks];
+    double *ends = (double *)dtrain__alloc(&allocator, count, sizeof *ends, "a drawing");
+    if (!ends) return DTRAIN_ERROR_MEMORY;
+    dtrain_result result = dtrain__pipeline_replay(schedule, NULL, 0, NULL, ends);
+    for (int r = 0; r < schedule->ranks && result == DTRAIN_OK; r++)
+        dtrain__draw_rank(schedule, r, ends, (size_t)report.makespan, &page);
+    if (result == DTRAIN_OK) result = dtrain__page_end(&page, needed, "dtrain_pipeline_draw");
+    dtrain__free(&allocator, ends, count, sizeof *ends);
     return result;
 }

@@ -34,8 +34,8 @@ DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer)
 
 DTRAIN__PRIVATE uint64_t dtrain__micro_seed(uint32_t micro) { return DTRAIN__MICRO_SEED * micro; }
 
-/* Fetch a micro-batch, unless this rank's data has ended, in a span: while next_batch reads, the step
- * makes no progress. */
+/* Fetch a micro-batch, unless this rank's data has ended, in a span: while next_batch reads, the
+ * step makes no progress. */
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
 {
     if (!trainer->desc.next_batch || trainer->ended) return DTRAIN_OK;

@@ -54,12 +54,6 @@ struct dtrain__pipeline {
     uint64_t seed; /* of the step under way */
 };
 
-static int dtrain__stage_of(const dtrain__pipeline *line, const dtrain_pipeline_action *action)
-{
-    const dtrain_pipeline_schedule *s = line->schedule;
-    return dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, line->rank, action->chunk);
-}
-
 /* Return where the slot of a pass of a chunk is noted. */
 static int32_t *dtrain__slot_at(const dtrain__pipeline *line, int chunk, int micro)
 {
@@ -109,7 +103,7 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
     const dtrain_trainer_desc *desc = &trainer->desc;
     dtrain__pipeline *line = trainer->pipeline;
     dtrain__flight *flight = &line->flights[action->micro_batch];
-    const int stage = dtrain__stage_of(line, action);
+    const int stage = dtrain__action_stage(line->schedule, line->rank, action);
     dtrain__stage_source source = {action->inbox, -1};
     uint32_t before;
     if (flight->batch < 0) { /* its first pass here; an error fails the step on all ranks, which
@@ -138,7 +132,7 @@ static dtrain_result dtrain__line_backward(dtrain_trainer *trainer,
     const dtrain_trainer_desc *desc = &trainer->desc;
     dtrain__pipeline *line = trainer->pipeline;
     dtrain__flight *flight = &line->flights[action->micro_batch];
-    const int stage = dtrain__stage_of(line, action);
+    const int stage = dtrain__action_stage(line->schedule, line->rank, action);
     const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: exact */
     const bool more = (uint32_t)action->micro_batch + 1 < desc->micro_batches;
     const uint32_t slot = (uint32_t)action->slot;
@@ -176,7 +170,7 @@ static dtrain_result dtrain__line_part(void *user, const dtrain_pipeline_action 
     dtrain__pipeline *line = trainer->pipeline;
     dtrain_tape *tape = trainer->tape;
     dtrain__flight *flight = &line->flights[action->micro_batch];
-    const int stage = dtrain__stage_of(line, action);
+    const int stage = dtrain__action_stage(line->schedule, line->rank, action);
     const bool receives = action->act == DTRAIN_PIPELINE_ACT_RECEIVE;
     const bool gradient = action->act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT ||
                           action->act == DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT;
@@ -447,9 +441,7 @@ static dtrain_result dtrain__pipeline_rehearse(dtrain_trainer *trainer)
     for (size_t i = s->first[line->rank]; i < s->first[line->rank + 1]; i++) {
         const dtrain_pipeline_action *action = &s->actions[i];
         dtrain_pipeline_part part;
-        if (action->act >= DTRAIN_PIPELINE_ACT_SEND &&
-            action->act <= DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT)
-            DTRAIN__TRY(dtrain__line_part(trainer, action, 0, &part));
+        if (dtrain__is_message(action)) DTRAIN__TRY(dtrain__line_part(trainer, action, 0, &part));
         else DTRAIN__TRY(dtrain__line_compute(trainer, action));
     }
     return DTRAIN_OK;
