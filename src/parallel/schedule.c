@@ -55,13 +55,33 @@ DTRAIN__PRIVATE bool dtrain__is_message(const dtrain_pipeline_action *action)
            action->act <= DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT;
 }
 
-/* ---- 1. Computations of a rank ----------------------------------------------------------------*/
+/* ---- Making one -------------------------------------------------------------------------------*/
 
-/* One rank's computations, without messages. */
+/* Actions in their order. */
 typedef struct dtrain__order {
     dtrain_pipeline_action *actions;
     size_t count;
 } dtrain__order;
+
+typedef struct dtrain__weave_rank {
+    dtrain__order order; /* 1. computations */
+    dtrain__order woven; /* 2. with messages */
+    size_t at;           /* the next of the computations */
+    double clock;        /* until when the rank is busy */
+    int next[4][2];      /* for ZBV, by act and chunk: the next micro-batch; they ascend */
+} dtrain__weave_rank;
+
+typedef struct dtrain__weave {
+    uint32_t kind;
+    int p, v, m; /* ranks, chunks, micro-batches */
+    bool splits;
+    size_t most; /* actions of a rank */
+    dtrain__weave_rank *ranks;
+    double *done;                   /* (3, p * v, m) when a computation ended; below 0: not yet */
+    int32_t *slots;                 /* (2, p, v * m) slot and inbox of a pass; -1: it has none */
+    bool *taken;                    /* (2, p, v * m) by a pass under way */
+    dtrain_pipeline_action *memory; /* (2, p, most) */
+} dtrain__weave;
 
 static void dtrain__put(dtrain__order *order, uint32_t act, int chunk, int micro)
 {
@@ -69,143 +89,131 @@ static void dtrain__put(dtrain__order *order, uint32_t act, int chunk, int micro
     order->actions[order->count++] = action;
 }
 
-/* All forwards, then all backwards. */
-static void dtrain__order_gpipe(dtrain__order *order, int m)
-{
-    for (int i = 0; i < m; i++) dtrain__put(order, DTRAIN_PIPELINE_ACT_FORWARD, 0, i);
-    for (int i = 0; i < m; i++) dtrain__put(order, DTRAIN_PIPELINE_ACT_BACKWARD, 0, i);
-}
-
-/* One forward for each stage behind this one, then a forward and a backward in turn. With weights
- * apart (ZB_H1) those of `rank` micro-batches are put off: rank 0 has none to spare, and the last
- * rank fills with them what it would wait for at the end. */
-static void dtrain__order_1f1b(dtrain__order *order, int p, int rank, int m, bool splits)
-{
-    int forward = 0, weight = 0;
-    for (; forward < p - rank - 1 && forward < m; forward++)
-        dtrain__put(order, DTRAIN_PIPELINE_ACT_FORWARD, 0, forward);
-    for (int i = 0; i < m; i++) {
-        if (forward < m) dtrain__put(order, DTRAIN_PIPELINE_ACT_FORWARD, 0, forward++);
-        dtrain__put(order, DTRAIN_PIPELINE_ACT_BACKWARD, 0, i);
-        if (splits && i >= rank) dtrain__put(order, DTRAIN_PIPELINE_ACT_WEIGHT, 0, weight++);
-    }
-    while (splits && weight < m) dtrain__put(order, DTRAIN_PIPELINE_ACT_WEIGHT, 0, weight++);
-}
-
-/* Append number i of the passes of a rank with v chunks: groups of p micro-batches go through all
- * chunks, forwards from the first on, backwards from the last. Where p does not divide m the first
- * groups have more. */
-static void dtrain__put_interleaved(dtrain__order *order, uint32_t act, int p, int v, int m, int i)
-{
-    const int groups = m < p ? 1 : m / p;
-    int first = 0, size = m / groups + (m % groups > 0);
-    for (int g = 0; i >= size * v; size = m / groups + (m % groups > g)) {
-        i -= size * v;
-        first += size;
-        g++;
-    }
-    const int chunk = i / size;
-    dtrain__put(order, act, act == DTRAIN_PIPELINE_ACT_FORWARD ? chunk : v - 1 - chunk,
-                first + i % size);
-}
-
-/* As 1F1B, with enough forwards before the first backward for all chunks of a group. */
-static void dtrain__order_interleaved(dtrain__order *order, int p, int v, int rank, int m)
-{
-    const int groups = m < p ? 1 : m / p, size = m / groups + (m % groups > 0);
-    const int total = m * v, first = 2 * (p - rank - 1) + (v - 1) * (size > p ? size : p);
-    int forward = 0;
-    for (; forward < first && forward < total; forward++)
-        dtrain__put_interleaved(order, DTRAIN_PIPELINE_ACT_FORWARD, p, v, m, forward);
-    for (int i = 0; i < total; i++) {
-        if (forward < total)
-            dtrain__put_interleaved(order, DTRAIN_PIPELINE_ACT_FORWARD, p, v, m, forward++);
-        dtrain__put_interleaved(order, DTRAIN_PIPELINE_ACT_BACKWARD, p, v, m, i);
-    }
-}
-
 /* ---- A replay in time, which both steps share -------------------------------------------------*/
 
-typedef struct dtrain__replay {
-    uint32_t kind;
-    int p, v, m;
-    bool splits;
-    double *done;  /* (3, p * v, m) when a computation ended; negative: it has not */
-    double *clock; /* (p) until when a rank is busy */
-} dtrain__replay;
-
-static double *dtrain__done(const dtrain__replay *replay, uint32_t act, int stage, int micro)
+static double *dtrain__done(const dtrain__weave *weave, uint32_t act, int stage, int micro)
 {
-    const size_t stages = (size_t)replay->p * (size_t)replay->v;
-    return &replay->done[((act - 1) * stages + (size_t)stage) * (size_t)replay->m + (size_t)micro];
+    const size_t stages = (size_t)weave->p * (size_t)weave->v;
+    return &weave->done[((act - 1) * stages + (size_t)stage) * (size_t)weave->m + (size_t)micro];
+}
+
+/* Return how long a computation takes: forward, input and weight gradients take alike. */
+static double dtrain__takes(const dtrain__weave *weave, uint32_t act)
+{
+    return act == DTRAIN_PIPELINE_ACT_BACKWARD && !weave->splits ? 2 : 1;
 }
 
 /* Find when a rank can begin a computation; false: what it needs is not done. */
-static bool dtrain__begin_at(const dtrain__replay *replay, int rank,
+static bool dtrain__begin_at(const dtrain__weave *weave, int rank,
                              const dtrain_pipeline_action *action, double *at)
 {
-    const int stage =
-        dtrain_pipeline_stage(replay->kind, replay->p, replay->v, rank, action->chunk);
+    const int stage = dtrain_pipeline_stage(weave->kind, weave->p, weave->v, rank, action->chunk);
     const bool forward = action->act == DTRAIN_PIPELINE_ACT_FORWARD;
-    const int last = replay->p * replay->v - 1, i = action->micro_batch;
+    const int last = weave->p * weave->v - 1, i = action->micro_batch;
     double needs = 0, of_rank = 0;
-    if (forward && stage) needs = *dtrain__done(replay, DTRAIN_PIPELINE_ACT_FORWARD, stage - 1, i);
-    if (!forward) of_rank = *dtrain__done(replay, action->act - 1, stage, i);
+    if (forward && stage) needs = *dtrain__done(weave, DTRAIN_PIPELINE_ACT_FORWARD, stage - 1, i);
+    if (!forward) of_rank = *dtrain__done(weave, action->act - 1, stage, i);
     if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD && stage < last)
-        needs = *dtrain__done(replay, DTRAIN_PIPELINE_ACT_BACKWARD, stage + 1, i);
+        needs = *dtrain__done(weave, DTRAIN_PIPELINE_ACT_BACKWARD, stage + 1, i);
     if (needs < 0 || of_rank < 0) return false;
-    *at = fmax(replay->clock[rank], fmax(needs, of_rank));
+    *at = fmax(weave->ranks[rank].clock, fmax(needs, of_rank));
     return true;
 }
 
-/* Let a rank do a computation. Forward, input and weight gradients take alike. */
-static void dtrain__replay_do(dtrain__replay *replay, int rank,
-                              const dtrain_pipeline_action *action, double at)
+/* Let a rank do a computation. */
+static void dtrain__replay_do(dtrain__weave *weave, int rank, const dtrain_pipeline_action *action,
+                              double at)
 {
-    const int stage =
-        dtrain_pipeline_stage(replay->kind, replay->p, replay->v, rank, action->chunk);
-    const bool both = action->act == DTRAIN_PIPELINE_ACT_BACKWARD && !replay->splits;
-    replay->clock[rank] = at + (both ? 2 : 1);
-    *dtrain__done(replay, action->act, stage, action->micro_batch) = replay->clock[rank];
+    const int stage = dtrain_pipeline_stage(weave->kind, weave->p, weave->v, rank, action->chunk);
+    const double end = at + dtrain__takes(weave, action->act);
+    *dtrain__done(weave, action->act, stage, action->micro_batch) = weave->ranks[rank].clock = end;
 }
 
-static void dtrain__replay_reset(dtrain__replay *replay)
+static void dtrain__replay_reset(dtrain__weave *weave)
 {
-    const size_t count = 3 * (size_t)replay->p * (size_t)replay->v * (size_t)replay->m;
-    for (size_t i = 0; i < count; i++) replay->done[i] = -1;
-    for (int r = 0; r < replay->p; r++) replay->clock[r] = 0;
+    const size_t count = 3 * (size_t)weave->p * (size_t)weave->v * (size_t)weave->m;
+    for (size_t i = 0; i < count; i++) weave->done[i] = -1;
+    for (int r = 0; r < weave->p; r++) weave->ranks[r].clock = 0;
 }
 
-/* ---- 1. for ZBV -------------------------------------------------------------------------------*/
+/* ---- 1. Computations --------------------------------------------------------------------------*/
 
-/* How many of a rank's computations of a kind are done, by chunk; they go in ascending order. */
-typedef struct dtrain__vee {
-    int forward[2], backward[2], weight[2];
-} dtrain__vee;
-
-/* Pick what a free rank does next: a backward, of the last stages first, since all others wait for
- * those; a forward, towards them; else a weight. No more than p micro-batches are on a rank at
- * once, which is the memory of 1F1B's first rank. */
-static bool dtrain__vee_pick(const dtrain__replay *replay, int rank, const dtrain__vee *vee,
-                             dtrain_pipeline_action *best, double *at)
+/* Return how many groups of micro-batches go through all chunks, one group after the other: of p,
+ * the first ones with more where p does not divide m. */
+static int dtrain__groups_in(const dtrain__weave *weave)
 {
-    const int m = replay->m;
-    const dtrain_pipeline_action choices[6] = {
-        {DTRAIN_PIPELINE_ACT_BACKWARD, 1, vee->backward[1], -1, -1, -1},
-        {DTRAIN_PIPELINE_ACT_BACKWARD, 0, vee->backward[0], -1, -1, -1},
-        {DTRAIN_PIPELINE_ACT_FORWARD, 1, vee->forward[1], -1, -1, -1},
-        {DTRAIN_PIPELINE_ACT_FORWARD, 0, vee->forward[0], -1, -1, -1},
-        {DTRAIN_PIPELINE_ACT_WEIGHT, 1, vee->weight[1], -1, -1, -1},
-        {DTRAIN_PIPELINE_ACT_WEIGHT, 0, vee->weight[0], -1, -1, -1}};
+    return weave->m < weave->p ? 1 : weave->m / weave->p;
+}
+
+/* Append number i of a rank's passes: those of a group of micro-batches in one chunk, then in the
+ * next one, forwards from the first on, backwards from the last. */
+static void dtrain__put_pass(const dtrain__weave *weave, int rank, uint32_t act, int i)
+{
+    const int v = weave->v, groups = dtrain__groups_in(weave), more = weave->m % groups;
+    int first = 0, group = 0, size = weave->m / groups + (more > 0);
+    while (i >= size * v) {
+        i -= size * v;
+        first += size;
+        size = weave->m / groups + (more > ++group);
+    }
+    const int chunk = act == DTRAIN_PIPELINE_ACT_FORWARD ? i / size : v - 1 - i / size;
+    dtrain__put(&weave->ranks[rank].order, act, chunk, first + i % size);
+}
+
+/* Return how many forwards a rank does before it does a forward and a backward in turn: all with
+ * GPIPE; with one chunk, one for each stage behind this one; with several, a forward and a backward
+ * for each of those ranks, and the forwards of a whole group in all chunks but the last. */
+static int dtrain__ahead(const dtrain__weave *weave, int rank)
+{
+    const int p = weave->p, groups = dtrain__groups_in(weave);
+    const int size = weave->m / groups + (weave->m % groups > 0);
+    if (weave->kind == DTRAIN_PIPELINE_GPIPE) return weave->m;
+    if (weave->kind != DTRAIN_PIPELINE_INTERLEAVED) return p - rank - 1;
+    return 2 * (p - rank - 1) + (weave->v - 1) * (size > p ? size : p);
+}
+
+/* Order the computations of a rank. With weights apart (ZB_H1) those of `rank` micro-batches are put
+ * off: rank 0 has none to spare, and the last rank fills with them what it would wait for at the
+ * end. */
+static void dtrain__order_rank(const dtrain__weave *weave, int rank)
+{
+    const int total = weave->m * weave->v, ahead = dtrain__ahead(weave, rank);
+    int forward = 0, weight = 0;
+    for (; forward < ahead && forward < total; forward++)
+        dtrain__put_pass(weave, rank, DTRAIN_PIPELINE_ACT_FORWARD, forward);
+    for (int i = 0; i < total; i++) {
+        if (forward < total) dtrain__put_pass(weave, rank, DTRAIN_PIPELINE_ACT_FORWARD, forward++);
+        dtrain__put_pass(weave, rank, DTRAIN_PIPELINE_ACT_BACKWARD, i);
+        if (weave->splits && i >= rank)
+            dtrain__put_pass(weave, rank, DTRAIN_PIPELINE_ACT_WEIGHT, weight++);
+    }
+    while (weave->splits && weight < total)
+        dtrain__put_pass(weave, rank, DTRAIN_PIPELINE_ACT_WEIGHT, weight++);
+}
+
+/* Pick what a free rank does next with ZBV: a backward, of the last stages first, since all others
+ * wait for those; a forward, towards them; else a weight. No more than p micro-batches are on a rank
+ * at once, which is the memory of 1F1B's first rank. */
+static bool dtrain__vee_pick(const dtrain__weave *weave, int rank, dtrain_pipeline_action *best,
+                             double *at)
+{
+    static const uint32_t acts[] = {DTRAIN_PIPELINE_ACT_BACKWARD, DTRAIN_PIPELINE_ACT_FORWARD,
+                                    DTRAIN_PIPELINE_ACT_WEIGHT};
+    const dtrain__weave_rank *own = &weave->ranks[rank];
+    const bool full =
+        own->next[DTRAIN_PIPELINE_ACT_FORWARD][0] - own->next[DTRAIN_PIPELINE_ACT_WEIGHT][0] >=
+        weave->p;
     bool found = false;
     for (int i = 0; i < 6; i++) {
-        const dtrain_pipeline_action *choice = &choices[i];
+        const uint32_t act = acts[i / 2];
+        const int chunk = 1 - i % 2;
+        const dtrain_pipeline_action choice = {act, chunk, own->next[act][chunk], -1, -1, -1};
         double begin;
-        if (choice->micro_batch == m) continue;
-        if (i == 3 && vee->forward[0] - vee->weight[0] >= replay->p) continue;
-        if (!dtrain__begin_at(replay, rank, choice, &begin)) continue;
+        if (choice.micro_batch == weave->m) continue;
+        if (full && act == DTRAIN_PIPELINE_ACT_FORWARD && chunk == 0) continue;
+        if (!dtrain__begin_at(weave, rank, &choice, &begin)) continue;
         if (found && begin >= *at) continue;
-        *best = *choice;
+        *best = choice;
         *at = begin;
         found = true;
     }
@@ -213,59 +221,44 @@ static bool dtrain__vee_pick(const dtrain__replay *replay, int rank, const dtrai
 }
 
 /* Give the rank that can begin first its next computation, until all is done. */
-static void dtrain__order_zbv(dtrain__replay *replay, dtrain__order *orders, dtrain__vee *vees)
+static void dtrain__order_zbv(dtrain__weave *weave)
 {
     for (;;) {
-        dtrain_pipeline_action next = {0, 0, 0, -1, -1, -1}, best = next;
+        dtrain_pipeline_action next, best = {0, 0, 0, -1, -1, -1};
         int rank = -1;
         double at = 0, begin;
-        for (int r = 0; r < replay->p; r++) {
-            if (!dtrain__vee_pick(replay, r, &vees[r], &next, &begin)) continue;
+        for (int r = 0; r < weave->p; r++) {
+            if (!dtrain__vee_pick(weave, r, &next, &begin)) continue;
             if (rank >= 0 && begin >= at) continue;
             rank = r, at = begin, best = next;
         }
         if (rank < 0) return;
-        dtrain__replay_do(replay, rank, &best, at);
-        dtrain__put(&orders[rank], best.act, best.chunk, best.micro_batch);
-        dtrain__vee *vee = &vees[rank];
-        if (best.act == DTRAIN_PIPELINE_ACT_FORWARD) vee->forward[best.chunk]++;
-        else if (best.act == DTRAIN_PIPELINE_ACT_BACKWARD) vee->backward[best.chunk]++;
-        else vee->weight[best.chunk]++;
+        dtrain__replay_do(weave, rank, &best, at);
+        dtrain__put(&weave->ranks[rank].order, best.act, best.chunk, best.micro_batch);
+        weave->ranks[rank].next[best.act][best.chunk]++;
     }
 }
 
 /* ---- 2. Weaving -------------------------------------------------------------------------------*/
 
-typedef struct dtrain__weave {
-    dtrain__replay replay;
-    size_t most;                    /* actions of a rank */
-    dtrain__order *orders;          /* (p) computations */
-    dtrain__order *woven;           /* (p) with messages */
-    size_t *at;                     /* (p) the next of the computations */
-    int32_t *slots;                 /* (2, p, v * m) slot and inbox of a pass; -1: it has none */
-    bool *taken;                    /* (2, p, v * m) by a pass under way */
-    dtrain__vee *vees;              /* (p) */
-    dtrain_pipeline_action *memory; /* (2, p, most) */
-} dtrain__weave;
-
 /* Return where a pass notes its slot, or (inbox) its inbox. */
 static int32_t *dtrain__held_by(const dtrain__weave *weave, bool inbox, int rank, int chunk,
                                 int micro)
 {
-    const dtrain__replay *replay = &weave->replay;
-    const size_t passes = (size_t)replay->v * (size_t)replay->m;
-    const size_t pass = (size_t)chunk * (size_t)replay->m + (size_t)micro;
-    return &weave->slots[((size_t)inbox * (size_t)replay->p + (size_t)rank) * passes + pass];
+    const size_t passes = (size_t)weave->v * (size_t)weave->m;
+    const size_t pass = (size_t)chunk * (size_t)weave->m + (size_t)micro;
+    return &weave->slots[((size_t)inbox * (size_t)weave->p + (size_t)rank) * passes + pass];
 }
 
-/* Take the lowest free slot or inbox of a rank. */
-static int32_t dtrain__take_slot(const dtrain__weave *weave, bool inbox, int rank)
+/* Let a pass have the lowest free slot or inbox of its rank. */
+static void dtrain__take_slot(const dtrain__weave *weave, bool inbox, int rank, int chunk,
+                              int micro)
 {
     bool *taken = weave->taken + (dtrain__held_by(weave, inbox, rank, 0, 0) - weave->slots);
     int32_t slot = 0;
     while (taken[slot]) slot++;
     taken[slot] = true;
-    return slot;
+    *dtrain__held_by(weave, inbox, rank, chunk, micro) = slot;
 }
 
 static void dtrain__give_slot(const dtrain__weave *weave, bool inbox, int rank, int32_t slot)
@@ -274,103 +267,88 @@ static void dtrain__give_slot(const dtrain__weave *weave, bool inbox, int rank, 
     if (slot >= 0) taken[slot] = false;
 }
 
-/* Append the message that a computation makes to the lists of both ranks. */
-static void dtrain__weave_message(dtrain__weave *weave, int rank,
-                                  const dtrain_pipeline_action *made)
+/* Append an action, with the slot and inbox of its pass, to the list of its rank. */
+static void dtrain__weave_put(const dtrain__weave *weave, int rank, uint32_t act, int chunk,
+                              int micro, int peer)
 {
-    const dtrain__replay *replay = &weave->replay;
-    const int stage = dtrain_pipeline_stage(replay->kind, replay->p, replay->v, rank, made->chunk);
-    const bool forward = made->act == DTRAIN_PIPELINE_ACT_FORWARD;
-    const int to = forward ? stage + 1 : stage - 1, i = made->micro_batch;
-    if (made->act == DTRAIN_PIPELINE_ACT_WEIGHT || to < 0 || to == replay->p * replay->v) return;
-    const dtrain__place_of_stage place = dtrain__pipeline_place(replay->kind, replay->p, to);
-    if (place.rank == rank) return;
-    dtrain_pipeline_action send = *made, receive = *made;
-    send.act = forward ? DTRAIN_PIPELINE_ACT_SEND : DTRAIN_PIPELINE_ACT_SEND_GRADIENT;
-    send.peer = place.rank;
-    receive.act = send.act + 1;
-    receive.peer = rank;
-    receive.chunk = place.chunk;
-    if (forward)
-        *dtrain__held_by(weave, true, place.rank, place.chunk, i) =
-            dtrain__take_slot(weave, true, place.rank);
-    receive.slot = *dtrain__held_by(weave, false, place.rank, place.chunk, i);
-    receive.inbox = *dtrain__held_by(weave, true, place.rank, place.chunk, i);
-    weave->woven[rank].actions[weave->woven[rank].count++] = send;
-    weave->woven[place.rank].actions[weave->woven[place.rank].count++] = receive;
+    const dtrain_pipeline_action action = {act,
+                                           chunk,
+                                           micro,
+                                           peer,
+                                           *dtrain__held_by(weave, false, rank, chunk, micro),
+                                           *dtrain__held_by(weave, true, rank, chunk, micro)};
+    dtrain__order *woven = &weave->ranks[rank].woven;
+    woven->actions[woven->count++] = action;
 }
 
-/* Append a computation, with its slot; its last use gives the slot back. */
-static void dtrain__weave_compute(dtrain__weave *weave, int rank, dtrain_pipeline_action action,
-                                  double at)
+/* Append the message that a computation makes to the lists of both ranks. */
+static void dtrain__weave_message(const dtrain__weave *weave, int rank,
+                                  const dtrain_pipeline_action *made)
 {
-    const dtrain__replay *replay = &weave->replay;
-    int32_t *slot = dtrain__held_by(weave, false, rank, action.chunk, action.micro_batch);
-    const int32_t *inbox = dtrain__held_by(weave, true, rank, action.chunk, action.micro_batch);
-    const uint32_t last =
-        replay->splits ? DTRAIN_PIPELINE_ACT_WEIGHT : DTRAIN_PIPELINE_ACT_BACKWARD;
-    dtrain__order *woven = &weave->woven[rank];
-    if (action.act == DTRAIN_PIPELINE_ACT_FORWARD) *slot = dtrain__take_slot(weave, false, rank);
-    action.slot = *slot;
-    action.inbox = *inbox;
-    dtrain__replay_do(&weave->replay, rank, &action, at);
-    woven->actions[woven->count++] = action;
-    dtrain__weave_message(weave, rank, &action);
-    if (action.act != last) return;
-    dtrain__give_slot(weave, false, rank, *slot);
-    dtrain__give_slot(weave, true, rank, *inbox);
-    if (action.micro_batch == replay->m - 1)
-        dtrain__put(woven, DTRAIN_PIPELINE_ACT_REDUCE, action.chunk, action.micro_batch);
+    const int stage = dtrain_pipeline_stage(weave->kind, weave->p, weave->v, rank, made->chunk);
+    const bool forward = made->act == DTRAIN_PIPELINE_ACT_FORWARD;
+    const int to = forward ? stage + 1 : stage - 1, i = made->micro_batch;
+    if (made->act == DTRAIN_PIPELINE_ACT_WEIGHT || to < 0 || to == weave->p * weave->v) return;
+    const dtrain__place_of_stage place = dtrain__pipeline_place(weave->kind, weave->p, to);
+    if (place.rank == rank) return;
+    const uint32_t act = forward ? DTRAIN_PIPELINE_ACT_SEND : DTRAIN_PIPELINE_ACT_SEND_GRADIENT;
+    if (forward) dtrain__take_slot(weave, true, place.rank, place.chunk, i);
+    dtrain__weave_put(weave, rank, act, made->chunk, i, place.rank);
+    dtrain__weave_put(weave, place.rank, act + 1, place.chunk, i, rank);
+}
+
+/* Append a computation; its last use gives the slot back. */
+static void dtrain__weave_compute(dtrain__weave *weave, int rank,
+                                  const dtrain_pipeline_action *action, double at)
+{
+    const int chunk = action->chunk, micro = action->micro_batch;
+    const uint32_t last = weave->splits ? DTRAIN_PIPELINE_ACT_WEIGHT : DTRAIN_PIPELINE_ACT_BACKWARD;
+    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD)
+        dtrain__take_slot(weave, false, rank, chunk, micro);
+    dtrain__replay_do(weave, rank, action, at);
+    dtrain__weave_put(weave, rank, action->act, chunk, micro, -1);
+    dtrain__weave_message(weave, rank, action);
+    if (action->act != last) return;
+    for (int inbox = 0; inbox < 2; inbox++)
+        dtrain__give_slot(weave, inbox, rank, *dtrain__held_by(weave, inbox, rank, chunk, micro));
+    if (micro == weave->m - 1)
+        dtrain__put(&weave->ranks[rank].woven, DTRAIN_PIPELINE_ACT_REDUCE, chunk, micro);
 }
 
 /* Find the rank whose next computation ends first, of those that can begin; -1: none can. */
 static int dtrain__weave_next(const dtrain__weave *weave, double *at)
 {
-    const dtrain__replay *replay = &weave->replay;
     int first = -1;
     double end = 0, begin;
-    for (int r = 0; r < replay->p; r++) {
-        const dtrain__order *order = &weave->orders[r];
-        if (weave->at[r] == order->count) continue;
-        const dtrain_pipeline_action *action = &order->actions[weave->at[r]];
-        if (!dtrain__begin_at(replay, r, action, &begin)) continue;
-        const bool both = action->act == DTRAIN_PIPELINE_ACT_BACKWARD && !replay->splits;
-        if (first >= 0 && begin + (both ? 2 : 1) >= end) continue;
-        first = r, *at = begin, end = begin + (both ? 2 : 1);
+    for (int r = 0; r < weave->p; r++) {
+        const dtrain__weave_rank *rank = &weave->ranks[r];
+        if (rank->at == rank->order.count) continue;
+        const dtrain_pipeline_action *action = &rank->order.actions[rank->at];
+        if (!dtrain__begin_at(weave, r, action, &begin)) continue;
+        const double ends = begin + dtrain__takes(weave, action->act);
+        if (first < 0 || ends < end) first = r, *at = begin, end = ends;
     }
     return first;
 }
 
-/* Weave all ranks; false: an order of step 1 waits for itself. */
-static bool dtrain__weave_all(dtrain__weave *weave)
-{
-    const int p = weave->replay.p;
-    double at;
-    for (int rank; (rank = dtrain__weave_next(weave, &at)) >= 0;)
-        dtrain__weave_compute(weave, rank, weave->orders[rank].actions[weave->at[rank]++], at);
-    for (int r = 0; r < p; r++) {
-        if (weave->at[r] < weave->orders[r].count) return false;
-        dtrain__put(&weave->woven[r], DTRAIN_PIPELINE_ACT_STEP, 0, weave->replay.m - 1);
-    }
-    return true;
-}
-
-/* Do both steps. */
+/* Do both steps; false: an order of step 1 waits for itself. */
 static bool dtrain__weave_run(dtrain__weave *weave)
 {
-    dtrain__replay *replay = &weave->replay;
-    dtrain__replay_reset(replay);
-    if (replay->kind == DTRAIN_PIPELINE_ZBV) dtrain__order_zbv(replay, weave->orders, weave->vees);
-    for (int r = 0; r < replay->p; r++) {
-        dtrain__order *order = &weave->orders[r];
-        if (replay->kind == DTRAIN_PIPELINE_GPIPE) dtrain__order_gpipe(order, replay->m);
-        if (replay->kind == DTRAIN_PIPELINE_1F1B || replay->kind == DTRAIN_PIPELINE_ZB_H1)
-            dtrain__order_1f1b(order, replay->p, r, replay->m, replay->splits);
-        if (replay->kind == DTRAIN_PIPELINE_INTERLEAVED)
-            dtrain__order_interleaved(order, replay->p, replay->v, r, replay->m);
+    double at;
+    dtrain__replay_reset(weave);
+    if (weave->kind == DTRAIN_PIPELINE_ZBV) dtrain__order_zbv(weave);
+    else
+        for (int r = 0; r < weave->p; r++) dtrain__order_rank(weave, r);
+    dtrain__replay_reset(weave);
+    for (int r; (r = dtrain__weave_next(weave, &at)) >= 0;) {
+        dtrain__weave_rank *rank = &weave->ranks[r];
+        dtrain__weave_compute(weave, r, &rank->order.actions[rank->at++], at);
     }
-    dtrain__replay_reset(replay);
-    return dtrain__weave_all(weave);
+    for (int r = 0; r < weave->p; r++) {
+        if (weave->ranks[r].at < weave->ranks[r].order.count) return false;
+        dtrain__put(&weave->ranks[r].woven, DTRAIN_PIPELINE_ACT_STEP, 0, weave->m - 1);
+    }
+    return true;
 }
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
@@ -429,14 +407,13 @@ dtrain__pipeline_alloc(const dtrain_allocator *allocator, const dtrain_pipeline_
 static dtrain_pipeline_schedule *dtrain__schedule_of(const dtrain__weave *weave)
 {
     const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
-    const dtrain__replay *replay = &weave->replay;
-    const dtrain_pipeline_schedule head = {replay->kind, replay->p, replay->v, replay->m,
-                                           NULL,         NULL,      0,         NULL};
+    const dtrain_pipeline_schedule head = {weave->kind, weave->p, weave->v, weave->m,
+                                           NULL,        NULL,     0,        NULL};
     size_t count = 0;
-    for (int r = 0; r < replay->p; r++) count += weave->woven[r].count;
+    for (int r = 0; r < weave->p; r++) count += weave->ranks[r].woven.count;
     dtrain_pipeline_schedule *schedule = dtrain__pipeline_alloc(&allocator, &head, count);
-    for (int r = 0; r < replay->p && schedule; r++) {
-        const dtrain__order *woven = &weave->woven[r];
+    for (int r = 0; r < weave->p && schedule; r++) {
+        const dtrain__order *woven = &weave->ranks[r].woven;
         memcpy(schedule->actions + schedule->first[r], woven->actions,
                woven->count * sizeof *woven->actions);
         schedule->first[r + 1] = schedule->first[r] + woven->count;
@@ -448,19 +425,14 @@ static dtrain_pipeline_schedule *dtrain__schedule_of(const dtrain__weave *weave)
 static bool dtrain__weave_memory(dtrain__weave *weave, bool allocate)
 {
     const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
-    const dtrain__replay *replay = &weave->replay;
-    const size_t p = (size_t)replay->p, passes = (size_t)replay->v * (size_t)replay->m;
+    const size_t p = (size_t)weave->p, passes = (size_t)weave->v * (size_t)weave->m;
     struct {
         void **memory;
         size_t count, bytes;
-    } all[] = {{(void **)&weave->replay.done, 3 * p * passes, sizeof(double)},
-               {(void **)&weave->replay.clock, p, sizeof(double)},
-               {(void **)&weave->orders, p, sizeof *weave->orders},
-               {(void **)&weave->woven, p, sizeof *weave->woven},
-               {(void **)&weave->at, p, sizeof *weave->at},
+    } all[] = {{(void **)&weave->ranks, p, sizeof *weave->ranks},
+               {(void **)&weave->done, 3 * p * passes, sizeof *weave->done},
                {(void **)&weave->slots, 2 * p * passes, sizeof *weave->slots},
                {(void **)&weave->taken, 2 * p * passes, sizeof *weave->taken},
-               {(void **)&weave->vees, p, sizeof *weave->vees},
                {(void **)&weave->memory, 2 * p * weave->most, sizeof *weave->memory}};
     bool complete = true;
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
@@ -469,8 +441,8 @@ static bool dtrain__weave_memory(dtrain__weave *weave, bool allocate)
         complete = complete && *all[i].memory;
     }
     for (size_t r = 0; allocate && complete && r < p; r++) {
-        weave->orders[r].actions = weave->memory + 2 * r * weave->most;
-        weave->woven[r].actions = weave->memory + (2 * r + 1) * weave->most;
+        weave->ranks[r].order.actions = weave->memory + 2 * r * weave->most;
+        weave->ranks[r].woven.actions = weave->memory + (2 * r + 1) * weave->most;
     }
     for (size_t i = 0; allocate && complete && i < 2 * p * passes; i++) weave->slots[i] = -1;
     return complete;
@@ -492,9 +464,9 @@ DTRAIN_API dtrain_result dtrain_pipeline_create(const dtrain_pipeline_desc *desc
                            "at most %d passes in all",
                            call, ranks, chunks, micro_batches, DTRAIN__PASSES_MOST);
     memset(&weave, 0, sizeof weave);
-    weave.replay.kind = desc ? desc->kind : 0;
-    weave.replay.p = ranks, weave.replay.v = chunks, weave.replay.m = micro_batches;
-    weave.replay.splits = dtrain__pipeline_splits(weave.replay.kind);
+    weave.kind = desc ? desc->kind : 0;
+    weave.p = ranks, weave.v = chunks, weave.m = micro_batches;
+    weave.splits = dtrain__pipeline_splits(weave.kind);
     weave.most = 7 * (size_t)chunks * (size_t)micro_batches + (size_t)chunks + 1;
     dtrain_result result = dtrain__weave_memory(&weave, true) ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
     if (result == DTRAIN_OK && !dtrain__weave_run(&weave))
