@@ -362,10 +362,3 @@ DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result min
                        dtrain__world_rank(comm, (int)first), verdict.text);
 }
 
-/* ---- Groups -----------------------------------------------------------------------------------*/
-
-DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain__groups *groups)
-{
-    const dtrain_comm *model = groups->model;
-    return !model || dtrain_comm_rank(model) == dtrain_comm_size(model) - 1;
-}

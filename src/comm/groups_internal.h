@@ -9,8 +9,7 @@
  *     tensor  share every layer of one replica, each with its part of what is cut. NULL: this rank
  *             has whole layers
  *     pipeline  have the stages of one replica. NULL: this rank has all layers
- *     model   hold one model between them; the loss that the last of them sees counts. NULL: this
- *             rank alone holds one
+ *     model   hold one model between them. NULL: this rank alone holds one
  *     all     train together: records, requests to stop, checkpoints and metrics are of them
  *
  * Without a mesh every rank holds a model: data and all are desc.comm or the world's, and a
@@ -32,9 +31,6 @@ typedef struct dtrain__groups {
     bool sequence_parallel; /* rows between shared layers are divided over `tensor` */
     bool exact;             /* sums over what `tensor` cuts are made of lanes */
 } dtrain__groups;
-
-/* Tell whether this rank's loss counts: a pipeline ends in the last rank of a model. */
-DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain__groups *groups);
 
 /* Bring what a rank did alone to all of them: success on all, or an error on each. Collective. */
 DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result mine);

@@ -146,6 +146,13 @@ DTRAIN__PRIVATE const dtrain__stage_map *dtrain__stages_of(const dtrain_strategy
     return &strategy->stages;
 }
 
+DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain_strategy *strategy)
+{
+    const dtrain__groups *groups = &strategy->groups;
+    return strategy->stages.here[strategy->stages.stages - 1] &&
+           groups->tensor_rank == groups->tensor_ranks - 1;
+}
+
 DTRAIN__PRIVATE bool dtrain__has_memory(const dtrain_param *param)
 {
     return param->count || !param->state.elsewhere;

@@ -47,6 +47,9 @@ typedef struct dtrain__stage_map {
     size_t unit_count, room;
 } dtrain__stage_map;
 DTRAIN__PRIVATE const dtrain__stage_map *dtrain__stages_of(const dtrain_strategy *strategy);
+/* Tell whether this rank's loss counts: one of the ranks that hold a model sees its loss, with the
+ * last stage, and where several do, the last of them. */
+DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain_strategy *strategy);
 /* Return the stage of a unit; -1: no parameter belongs to it. */
 DTRAIN__PRIVATE int32_t dtrain__stage_of_unit(const dtrain__stage_map *map, uint32_t unit);
 /* Return the rank of the pipeline axis that has a stage. */

@@ -425,8 +425,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer)
     DTRAIN__TRY(dtrain__pipeline_allows(trainer));
     DTRAIN__TRY(dtrain__pipeline_open(trainer));
     dtrain__expect_schedule(trainer->desc.strategy, trainer->desc.micro_batches > 1);
-    trainer->loss_counts = trainer->pipeline->map->here[trainer->pipeline->stages - 1] &&
-                           trainer->groups.tensor_rank == trainer->groups.tensor_ranks - 1;
     return DTRAIN_OK;
 }
 

@@ -467,7 +467,7 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     trainer->ranks = dtrain_comm_size(trainer->groups.all);
     trainer->data_rank = dtrain_comm_rank(trainer->groups.data);
     trainer->data_ranks = dtrain_comm_size(trainer->groups.data);
-    trainer->loss_counts = dtrain__loss_counts(&trainer->groups);
+    trainer->loss_counts = dtrain__loss_counts(desc->strategy);
     trainer->slow_rank = -1;
     trainer->saving = dtrain__span_seconds(world, DTRAIN_SPAN_CHECKPOINT);
     for (size_t i = 0; i < sizeof trainer->gpu / sizeof *trainer->gpu; i++)
