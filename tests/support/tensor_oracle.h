@@ -4,7 +4,7 @@
 #ifndef TENSOR_ORACLE_H
 #define TENSOR_ORACLE_H
 
-enum { MOST_NODES = 96, MOST_PARAMS = 64, MOST_CUTS = 24, MOST_BLOCKS = 5 };
+enum { MOST_NODES = 160, MOST_PARAMS = 96, MOST_CUTS = 64, MOST_BLOCKS = 9, MOST_STAGES = 12 };
 
 typedef enum tp_kind {
     TP_EMBEDDING, /* of the tokens: w the table, b the positions or -1 */
@@ -58,6 +58,13 @@ typedef struct tp_param {
     int alias; /* -1: none */
 } tp_param;
 
+/* How a program lies on ranks from some step on. */
+typedef struct tp_layout {
+    int tensor, pipeline;
+    uint32_t schedule, chunks, kind, units[MOST_STAGES];
+    bool listed; /* units are */
+} tp_layout;
+
 typedef struct tp_program {
     uint64_t seed;
     int tensor, data, steps, micro, nodes, params, cuts, blocks;
@@ -67,6 +74,16 @@ typedef struct tp_program {
         reduce_dtype;
     uint64_t skips, ignores, joins; /* one in so many; 0: never */
     float rate, clip;
+    /* A trainer runs it over a pipeline: */
+    bool pipeline, untied, scaled, nesterov;
+    tp_layout layout[2]; /* the second from step `moves` on, by a checkpoint; 0: never */
+    int moves, end[8];   /* by data rank: micro-batches that it has */
+    uint32_t optimizer;
+    float momentum, decay;
+    struct {
+        int step, micro, data_rank,
+            block; /* a gradient overflows behind this block; step -1: none */
+    } upset;
     int64_t sequence, batch_unit, width, vocabulary, elements;
     struct {
         int first, last, in; /* nodes of a block which a rank may leave out */
@@ -97,8 +114,21 @@ typedef struct tp_place { /* which micro-batch */
     bool evaluation; /* without gradients and dropout, and with any number of rows */
 } tp_place;
 
+/* What shapes depend on: over a pipeline they are those of the first micro-batch. */
+static inline tp_place tp_shape_place(const tp_program *g, tp_place at)
+{
+    if (g->pipeline) at.step = at.micro = 0;
+    return at;
+}
+static inline bool tp_upset(const tp_program *g, tp_place at)
+{
+    return g->pipeline && !at.evaluation && at.step == g->upset.step &&
+           at.micro == g->upset.micro && at.data_rank == g->upset.data_rank;
+}
+
 static inline int64_t tp_batch(const tp_program *g, tp_place at)
 {
+    at = tp_shape_place(g, at);
     const uint64_t drawn = tp_draw(g, TP_BATCH, at.data_rank, at.step, at.micro, 0);
     const int64_t least = (g->tensor + g->sequence - 1) / g->sequence; /* each rank needs a row */
     return at.evaluation ? least + (int64_t)(drawn % 3)
@@ -124,6 +154,8 @@ static inline int32_t tp_target(const tp_program *g, tp_place at, int64_t classe
 }
 static inline bool tp_skips(const tp_program *g, tp_place at, int block)
 {
+    at = tp_shape_place(g, at);
+    if (g->pipeline && at.data_rank == 0) return false; /* each parameter has a gradient */
     return g->skips && !at.evaluation && g->block[block].first >= 0 &&
            tp_draw(g, TP_SKIP, at.data_rank, at.step, at.micro, block) % g->skips == 0;
 }
@@ -136,6 +168,7 @@ static inline bool tp_skipped(const tp_program *g, tp_place at, int node)
 /* Whether this rank has no batch, and joins the others. */
 static inline bool tp_joins(const tp_program *g, tp_place at)
 {
+    if (g->pipeline) return !at.evaluation && at.step * g->micro + at.micro >= g->end[at.data_rank];
     return g->joins && at.data_rank > 0 && !at.evaluation &&
            tp_draw(g, TP_JOIN, at.data_rank, at.step, at.micro, 0) % g->joins == 0;
 }
