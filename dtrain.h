@@ -29661,6 +29661,10 @@ typedef struct dtrain__pipeline dtrain__pipeline;
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer);
 DTRAIN__PRIVATE void dtrain__pipeline_destroy(dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer);
+/* Return the result of a step, and add to an error that this rank's data had ended in it: where the
+ * others of its pipeline have more, they wait for messages that do not come, until the deadline. */
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_failed(const dtrain_trainer *trainer,
+                                                      dtrain_result result);
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_plan(const dtrain_trainer_desc *desc,
                                                     dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_survey(dtrain_trainer *trainer, void *user,
@@ -29882,7 +29886,7 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "step", trainer->step + 1);
     const dtrain_result result = dtrain__trainer_step(trainer, record);
     dtrain__span_end(trainer->world, span);
-    return result;
+    return dtrain__pipeline_failed(trainer, result);
 }
 
 /* ---- micro-batches and update -----------------------------------------------------------------*/
@@ -30680,6 +30684,22 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer)
     DTRAIN__TRY(
         dtrain__strategy_keep(strategy, dtrain_pipeline_run(line->schedule, line->comm, &work)));
     return dtrain__strategy_keep(strategy, dtrain__line_finish(trainer));
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_failed(const dtrain_trainer *trainer,
+                                                      dtrain_result result)
+{
+    const dtrain__pipeline *line = trainer->pipeline;
+    char text[DTRAIN__ERROR_BYTES];
+    uint32_t micro = 0;
+    if (!line || result == DTRAIN_OK) return result;
+    while (micro < trainer->desc.micro_batches && !line->flights[micro].joined) micro++;
+    if (micro == trainer->desc.micro_batches) return result;
+    snprintf(text, sizeof text, "%s", dtrain__bare(dtrain_last_error()));
+    return dtrain_fail(result,
+                       "the data of this rank had ended before micro-batch %u, and all ranks of a "
+                       "pipeline must have the same samples: %s",
+                       micro, text);
 }
 
 /* Refuse what a pipeline cannot do yet. */

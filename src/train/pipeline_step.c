@@ -362,6 +362,22 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer)
     return dtrain__strategy_keep(strategy, dtrain__line_finish(trainer));
 }
 
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_failed(const dtrain_trainer *trainer,
+                                                      dtrain_result result)
+{
+    const dtrain__pipeline *line = trainer->pipeline;
+    char text[DTRAIN__ERROR_BYTES];
+    uint32_t micro = 0;
+    if (!line || result == DTRAIN_OK) return result;
+    while (micro < trainer->desc.micro_batches && !line->flights[micro].joined) micro++;
+    if (micro == trainer->desc.micro_batches) return result;
+    snprintf(text, sizeof text, "%s", dtrain__bare(dtrain_last_error()));
+    return dtrain_fail(result,
+                       "the data of this rank had ended before micro-batch %u, and all ranks of a "
+                       "pipeline must have the same samples: %s",
+                       micro, text);
+}
+
 /* Refuse what a pipeline cannot do yet. */
 static dtrain_result dtrain__pipeline_allows(const dtrain_trainer *trainer)
 {

@@ -122,7 +122,7 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "step", trainer->step + 1);
     const dtrain_result result = dtrain__trainer_step(trainer, record);
     dtrain__span_end(trainer->world, span);
-    return result;
+    return dtrain__pipeline_failed(trainer, result);
 }
 
 /* ---- micro-batches and update -----------------------------------------------------------------*/

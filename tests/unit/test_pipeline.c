@@ -39,6 +39,7 @@ typedef struct spec {
     float dropout, clip;
     uint32_t flags, every, micro_batches, optimizer, kind;
     int ends[RANKS]; /* by data rank: micro-batches that there are */
+    enum { PLAIN, OFFLOADS, WHOLE_BELOW, TOPK, POWERSGD, AUTOMATIC } beside;
     int tensor, pipeline, data;
     uint32_t schedule, chunks;
     uint32_t of_stage[UNITS]; /* units of stages; [0] = 0: evenly */
@@ -111,6 +112,15 @@ static spec spec_of(uint64_t seed)
     }
     const int all = STEPS * (int)s.micro_batches;
     for (int r = 0; r < RANKS; r++) s.ends[r] = draw(&s, 3) ? all : draw(&s, all + 1);
+    const int beside = draw(&s, 12);
+    const bool whole = s.kind == DTRAIN_STRATEGY_DDP;
+#ifndef DTRAIN_CUDA_EMULATION
+    if (beside == OFFLOADS) return s; /* a CPU has nothing to be relieved of */
+#endif
+    if (beside == OFFLOADS || (beside == WHOLE_BELOW && !whole) || beside == AUTOMATIC)
+        s.beside = beside;
+    if ((beside == TOPK || beside == POWERSGD) && whole && !s.tied && s.flags != DTRAIN_TAPE_F16)
+        s.beside = beside;
     return s;
 }
 
@@ -217,6 +227,14 @@ static dtrain_result train(dtrain_world *world, run *r, local *l, dtrain_mesh *m
     line.units = s->of_stage[0] && s->pipeline > 1 ? s->of_stage : NULL;
     desc.kind = s->kind, desc.mesh = mesh, desc.pipeline = &line, desc.init_seed = s->seed;
     desc.bucket_bytes = desc.first_bucket_bytes = 4096;
+    dtrain_compression_desc compression;
+    memset(&compression, 0, sizeof compression);
+    compression.kind = s->beside == TOPK ? DTRAIN_COMPRESSION_TOPK : DTRAIN_COMPRESSION_POWERSGD;
+    compression.topk_ratio = 0.2f, compression.dense_below = 100, compression.dense_steps = 1;
+    if (s->beside == TOPK || s->beside == POWERSGD) desc.compression = &compression;
+    if (s->beside == OFFLOADS) desc.offload = DTRAIN_OFFLOAD_OPTIMIZER;
+    if (s->beside == WHOLE_BELOW) desc.whole_below = 100;
+    if (s->beside == AUTOMATIC) desc.kind = DTRAIN_STRATEGY_AUTO;
     dtrain_result result =
         dtrain_strategy_create(world, l->params, (size_t)l->count, &desc, strategy);
     if (result != DTRAIN_OK) return result;
@@ -343,10 +361,10 @@ static bool check_spec(const spec *s, uint32_t mode)
     snprintf(what, sizeof what,
              "seed %llu: tensor %d, pipeline %d, data %d, schedule %u of %u chunks, kind %u, %u "
              "micro, %d units, flags %u, "
-             "every %u, dropout %g, clip %g",
+             "every %u, dropout %g, clip %g, beside %d",
              (unsigned long long)s->seed, s->tensor, s->pipeline, s->data, s->schedule, s->chunks,
              s->kind, s->micro_batches, s->units, s->flags, s->every, (double)s->dropout,
-             (double)s->clip);
+             (double)s->clip, (int)s->beside);
     for (int r = 0; r < s->tensor * s->pipeline * s->data; r++) {
         for (int step = 0; step <= STEPS; step++)
             same &= CHECK_MSG(near(cut->out.loss[r][step], whole->out.loss[0][step], exact, within),
