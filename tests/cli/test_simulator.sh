@@ -19,12 +19,13 @@ holds() { # holds NAME CONDITION-OF-AWK
 refused() { name=$1 pattern=$2; shift 2; bad "$name" "$pattern" "$build/simulate" "$@"; }
 
 # GPT-2 without biases: 12 blocks of 9 x 768^2 + 3 x 768^2 and two norms, padded tables, a norm. Elements, and flops of a
-# sample: matrices twice each token, causal attention half of 4 T^2 C, the head.
+# sample: matrices twice each token, the head; causal attention half of 4 T^2 C, at 0.6 of the rate, backward 2.5 times.
 elements=$((12 * (12 * 768 * 768 + 2 * 768) + 50304 * 768 + 1024 * 768 + 768))
-flops=$((12 * (2 * 1024 * 12 * 768 * 768 + 2 * 1024 * 1024 * 768) + 2 * 1024 * 50304 * 768))
+flops=$((12 * 2 * 1024 * 12 * 768 * 768 + 2 * 1024 * 50304 * 768))
+attention=$((12 * 2 * 1024 * 1024 * 768))
 ring="--cluster custom --gpus-per-node 1 --network-gbps 100 --latency-us 10 --hbm-gbs 1e15 --strategies ddp"
 simulate $ring --gpus 1,8 --batch-sizes 4 --no-overlap --bucket-mib 100000
-one=$(awk "BEGIN { printf \"%.9g\", 1e3 * 3 * 4 * $flops / 100e12 }")
+one=$(awk "BEGIN { printf \"%.9g\", 1e3 * 4 * (3 * $flops + 3.5 / 0.6 * $attention) / 100e12 }")
 sent=$((2 * 7 * elements * 4 / 8))
 comm=$(awk "BEGIN { printf \"%.9g\", 1e3 * (3 * 14 * 10e-6 + $sent / 12.5e9) }") # and the weights of the step
 near "1 GPU: forward and twice that backward" "$(field step_ms 1)" "$one"
@@ -34,6 +35,17 @@ near "two buckets (the first is small) of alpha and beta" "$(field comm_ms 2)" "
 near "without overlap all of it is exposed" "$(field exposed_comm_ms 2)" "$comm"
 near "a step is compute and communication" "$(field step_ms 2)" "$(awk "BEGIN { printf \"%.9g\", $one + $comm }")"
 near "efficiency is their share" "$(field efficiency 2)" "$(awk "BEGIN { printf \"%.6g\", 100 * $one / ($one + $comm) }")"
+
+# Kernels around products, of 4 samples more, bf16: of C channels 10 a block for its norms, 12 for residuals, 20 for the
+# activation of 4 C, and 5 for the last norm, 8 for the table's rows; 3 of the logits.
+around=$(awk "BEGIN { printf \"%.9g\", 1e3 * 2 * 4096 * (768 * (12 * 42 + 5 + 8) + 3 * 50304) / 1000e9 }")
+simulate $ring --gpus 1 --batch-sizes 4 --hbm-gbs 1000; few=$(field step_ms 1)
+simulate $ring --gpus 1 --batch-sizes 8 --hbm-gbs 1000
+near "kernels around products" "$(awk "BEGIN { printf \"%.9g\", $(field step_ms 1) - $few }")" "$(awk "BEGIN { printf \"%.9g\", $one + $around }")"
+simulate $ring --gpus 1 --batch-sizes 4 --checkpointing 1; again=$(field step_ms 1)
+simulate $ring --gpus 1 --batch-sizes 4 --checkpointing 1 --recompute-all
+near "a block's last product again, of 4 C^2 a token" "$(awk "BEGIN { printf \"%.9g\", $(field step_ms 1) - $again }")" \
+    "$(awk "BEGIN { printf \"%.9g\", 1e3 * 12 * 2 * 4096 * 4 * 768 * 768 / 100e12 }")"
 
 # With overlap what is left is the tail: the last bucket holds the tied table, final at the very end.
 simulate $ring --gpus 8 --batch-sizes 64 --network-gbps 1000 --latency-us 0
@@ -75,8 +87,13 @@ near "tensor 2: each half of a layer sends its sums" "$(field tensor_bytes 1)" "
 near "tensor 2: they take alpha and beta" "$(field comm_ms 1)" "$comm"
 near "tensor 2: half of the products, and the sums" "$(field step_ms 1)" "$(awk "BEGIN { printf \"%.9g\", $one / 2 + $comm }")"
 simulate $ring --gpus 2 --tensor 2 --batch-sizes 4 --network-gbps 10000 --latency-us 0
+sums_exposed=$(field exposed_comm_ms 1)
 near "tensor 2: sums of d_x go on under d_weight, all others are waited for" "$(field exposed_comm_ms 1)" \
     "$(awk "BEGIN { printf \"%.9g\", 1e3 * ($sums - 25 * 2 * $rows) / 1250e9 }")"
+simulate $ring --gpus 2 --tensor 2 --batch-sizes 4 --network-gbps 10000 --latency-us 0 --tensor-overlap none
+near "tensor 2: or are waited for, too" "$(field exposed_comm_ms 1)" "$(field comm_ms 1)"
+simulate $ring --gpus 2 --tensor 2 --batch-sizes 4 --network-gbps 10000 --latency-us 0 --tensor-overlap pieces
+holds "tensor 2: in pieces all sums but the table's and the loss's go on under products" "$(field exposed_comm_ms 1) < 0.25 * $sums_exposed"
 
 # Of t ranks. With sequence parallelism a sum is scattered, and rows are gathered: twice a block before, and, in backward,
 # those of x again and those of d_y, 4 times; the head's 2 times, the table's, fp32, once. Norms and positions, fp32, are
@@ -120,6 +137,8 @@ holds "a slower network" "$(step --network-gbps 100) > $base"
 holds "no overlap" "$(step --no-overlap) > $base"
 holds "compute that collectives slow down" "$(step --slowdown 0.3) > $base"
 holds "stragglers" "$(step --straggler 3) > $base"
+holds "scores that are written" "$(step --attention scores) > $base"
+holds "a loss in passes" "$(step --loss passes) > $base"
 holds "checkpointing computes more" "$(step --checkpointing 1) > $base"
 holds "accumulation pays for one exchange" "$(step --accum 4) < 4 * $base"
 holds "half the bytes" "$(step --reduce-dtype bf16 --network-gbps 100) < $(step --network-gbps 100)"

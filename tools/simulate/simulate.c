@@ -13,9 +13,11 @@
  * How it works: the library itself runs, as one rank of N, on a device without memory and with a
  * communicator without peers. What would take time moves a virtual clock instead:
  *
- *     compute   a layer, an optimizer update, a conversion: max(flops / rate, bytes / bandwidth)
- *     links     a collective begins when it was started, its links are free and those started before
- *               it have begun; it ends after the time that the cluster's cost model gives it
+ *     compute   a layer: its product, max(flops / rate, bytes / bandwidth); attention; and what the kernels around
+ *               them (norms, residuals, activations, the loss) read and write / bandwidth, which no product hides.
+ *               An optimizer update, a conversion: bytes / bandwidth
+ *     links     a collective begins when it was started, its links are free and those that its communicator started
+ *               before it have begun; it ends after the time that the cluster's cost model gives it
  *     wait      moves compute to the end of the collective: the exposed communication
  *
  * So buckets, units, what is sent and in which order, what overlaps, and the memory plan are the
@@ -23,7 +25,8 @@
  * and activations; clusters, and the seconds of a collective.
  *
  * What it leaves out: the input pipeline, the host (a GPU's queue is assumed never to run dry), and
- * congestion by other jobs. A prediction is as good as --efficiency, or better: as --measured-rate.
+ * congestion by other jobs. A prediction is as good as --efficiency, or better: as --measured-rate, which scales the
+ * rate of products and attention. Bandwidth was measured, and is the same for all models.
  *
  * With --tensor the ranks are a dtrain_mesh: GPUs = tensor x data. Parameters are cut, the strategy works along the
  * data axis, and layers send along the tensor axis (simulate_tensor.h).
@@ -66,7 +69,8 @@ struct settings {
     flag_list gpus, strategies, batches;
     long precision, param_dtype, reduce_dtype, optimizer, compression, exchange, network;
     long seq, accum, global_batch, bucket_mib, reshard, checkpointing, gpus_per_node, powersgd_rank;
-    long tensor, sequence_parallel, no_overlap, hierarchical, help;
+    long attention, loss, recompute_all, tensor, sequence_parallel, tensor_overlap, no_overlap,
+        hierarchical, help;
     double efficiency, measured_rate, straggler, topk_ratio;
     double tflops, hbm_gbs, memory_gib, nvlink_gbs, nvls_gbs, network_gbps, latency_us, slowdown;
 };
@@ -105,8 +109,12 @@ static words strategies = {"ddp",   "zero1",        "shard_grad_op", "full_shard
 static words precisions = {"fp32", "bf16"};
 static words dtypes = {"fp32", "bf16", "fp16"};
 static words optimizers = {"adamw", "sgd"};
-static words compressions = {"none", "topk", "powersgd"};   /* dtrain_compression */
-static words exchanges = {"all_gather", "balanced"};        /* dtrain_sparse_exchange */
+static words compressions = {"none", "topk", "powersgd"}; /* dtrain_compression */
+static words exchanges = {"all_gather", "balanced"};      /* dtrain_sparse_exchange */
+static words attentions = {"fused", "scores"};
+static words losses = {"fused", "passes"};
+enum { OVERLAP_SUMS, OVERLAP_NONE, OVERLAP_PIECES };
+static words tensor_overlaps = {"sums", "none", "pieces"};
 static words networks = {"nccl", "alpha_beta", "emulated"}; /* enum below */
 
 static const flag flag_table[] = {
@@ -129,17 +137,30 @@ static const flag flag_table[] = {
     {"--precision", 'w', &flags.precision, 0, 0, "of matrix products and activations", precisions},
     {"--param-dtype", 'w', &flags.param_dtype, 0, 0, "gathered parameters travel as", dtypes},
     {"--reduce-dtype", 'w', &flags.reduce_dtype, 0, 0, "gradients travel as", dtypes},
+    {"--attention", 'w', &flags.attention, 0, 0,
+     "fused keeps scores in the cores of a GPU; scores writes them all, as before FlashAttention",
+     attentions},
+    {"--loss", 'w', &flags.loss, 0, 0, "fused in one kernel, or passes of several over fp32 logits",
+     losses},
     {"--optimizer", 'w', &flags.optimizer, 0, 0, "sgd has momentum", optimizers},
     {"--bucket-mib", 'i', &flags.bucket_mib, 1, 1e6, "gradient bucket size", NULL},
     {"--tensor", 'i', &flags.tensor, 1, 65536,
      "GPUs that share each layer of a transformer: --gpus = tensor x data", NULL},
     {"--sequence-parallel", 'b', &flags.sequence_parallel, 0, 0,
      "between the layers that they share, each of these has a part of the rows", NULL},
+    {"--tensor-overlap", 'w', &flags.tensor_overlap, 0, 0,
+     "sums of gradients travel under the product of weights; none; or rows travel in pieces under "
+     "the products before and behind them, too, as this library does not",
+     tensor_overlaps},
     {"--no-overlap", 'b', &flags.no_overlap, 0, 0, "communicate after backward only", NULL},
     {"--reshard-after-forward", 'i', &flags.reshard, 0, 1, "0: units stay whole until backward",
      NULL},
     {"--checkpointing", 'i', &flags.checkpointing, 0, 1e6,
      "activations of every n-th block are dropped and made again in backward; 0 off", NULL},
+    {"--recompute-all", 'b', &flags.recompute_all, 0, 0,
+     "a block is made again with its last product and sum, as Megatron does and this library need "
+     "not",
+     NULL},
     {"--hierarchical", 'b', &flags.hierarchical, 0, 0, "reduce node by node", NULL},
     {"--compression", 'w', &flags.compression, 0, 0, "of gradients, ddp only", compressions},
     {"--topk-ratio", 'f', &flags.topk_ratio, 1e-6, 1, "share of the elements that are sent", NULL},
@@ -147,8 +168,8 @@ static const flag flag_table[] = {
     {"--powersgd-rank", 'i', &flags.powersgd_rank, 1, DTRAIN_ORTHOGONALIZE_COLUMNS,
      "columns of P and Q", NULL},
     {"--measured-rate", 'f', &flags.measured_rate, 1e-6, 1e12,
-     "tokens (images) per second and GPU, measured at the first of --gpus: compute is scaled to "
-     "give that",
+     "tokens (images) per second and GPU, measured at the first of --gpus: the rate of products is "
+     "scaled to give that",
      NULL},
     {"--straggler", 'f', &flags.straggler, 0, 100,
      "standard deviation of a GPU's compute time from step to step, per cent; a step takes as long "
@@ -257,12 +278,12 @@ static dtrain_result forward(dtrain_strategy *strategy, const model *m, long bat
 }
 
 /* Make the dropped activations of the block that ends with layer i again: all but its last product, which only the
- * next block reads (src/tape/recompute.c). */
+ * next block reads (src/tape/recompute.c), or with --recompute-all this too. */
 static dtrain_result forward_again(const model *m, size_t i, long batch)
 {
     size_t first = i;
     while (first > 0 && m->params[first - 1].unit == m->params[i].unit) first--;
-    for (size_t k = first; k < i; k++)
+    for (size_t k = first; k < i + (flags.recompute_all ? 1 : 0); k++)
         if (!m->layers[k].kept) TRY(forward_layer(m, k, batch));
     return DTRAIN_OK;
 }

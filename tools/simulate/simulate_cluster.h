@@ -79,6 +79,8 @@ static double alpha_beta_seconds(const cluster *c, uint32_t kind, double bytes, 
  * the rank itself has work with it. */
 typedef struct cost {
     double links, latency, own;
+    double
+        inside; /* of links: how long a message to other nodes keeps those inside of one from others */
 } cost;
 
 /* Buffers up to these sizes (one rank's, all ranks' together) travel whole in the local communicator's
@@ -95,7 +97,7 @@ static cost emulated_cost(const cluster *c, uint32_t kind, double bytes, group g
     const bool small = bytes <= SMALL_BYTES && bytes * g.size <= SMALL_TOTAL;
     double out = local * outside * bytes / g.size;
     cost total = {0, 1e-6 * c->latency_us,
-                  ring_factor(kind, g.size) * bytes / (c->nvlink_gbs * 1e9)};
+                  ring_factor(kind, g.size) * bytes / (c->nvlink_gbs * 1e9), 0};
     if (kind == DTRAIN_COLLECTIVE_ALL_REDUCE) out *= small ? g.size : 2;
     if (kind == DTRAIN_COLLECTIVE_REDUCE)
         out = small ? outside * bytes : out + outside * bytes / g.size;
@@ -104,6 +106,7 @@ static cost emulated_cost(const cluster *c, uint32_t kind, double bytes, group g
         total.latency *= 2;
     total.links = sharers * out / (c->network_gbps / 8 * 1e9);
     if (g.nodes == 1) total.links = total.latency = 0;
+    total.inside = total.links;
     return total;
 }
 
@@ -186,13 +189,17 @@ static double all_to_all_seconds(const cluster *c, double bytes, group g)
 /* bytes: of the whole buffer, the larger of what a rank sends and receives. */
 static cost collective_cost(const cluster *c, uint32_t kind, double bytes, group g)
 {
-    cost total = {0, 0, 0};
+    cost total = {0, 0, 0, 0};
     if (g.size == 1) return total;
     if (kind == DTRAIN_COLLECTIVE_BARRIER) bytes = 4, kind = DTRAIN_COLLECTIVE_ALL_REDUCE;
     if (c->network == NETWORK_EMULATED) return emulated_cost(c, kind, bytes, g);
     if (c->network == NETWORK_ALPHA_BETA) total.links = alpha_beta_seconds(c, kind, bytes, g);
     else if (kind == DTRAIN_COLLECTIVE_ALL_TO_ALL) total.links = all_to_all_seconds(c, bytes, g);
     else total.links = nccl_seconds(c, kind, bytes, g);
+    total.inside = total.links;
+    if (g.nodes > 1 && c->network == NETWORK_NCCL)
+        total.inside =
+            least(total.links, ring_factor(kind, g.size) * bytes / (c->nvlink_gbs * 1e9));
     return total;
 }
 

@@ -12,6 +12,7 @@ typedef struct sim_comm {
     dtrain_comm base;
     group who;
     bool links[LINKS];
+    double started; /* its last collective */
     int tensor;    /* a mesh with so many ranks on its tensor axis will split this; 0: a strategy */
     bool aside;    /* of a tensor axis, which is counted apart */
     uint64_t seen; /* of base.info.wire_bytes */
@@ -68,8 +69,9 @@ static void sim_deliver(const dtrain_comm *comm, const dtrain_collective *what)
         memmove((char *)what->recv + (size_t)i * bytes, what->send, bytes);
 }
 
-/* In launch order, as NCCL runs them: when its links are free, and not before the one started last has
- * begun. A group inside nodes and one between nodes have no link in common and overlap. */
+/* In launch order, as NCCL runs those of a communicator: when its links are free, and not before the one started last
+ * has begun. A group inside nodes and one between nodes have no link in common and overlap; a group of both leaves the
+ * links inside to others for what it does not need of them. */
 static dtrain_result sim_start(dtrain_comm *comm, const dtrain_collective *what, dtrain_work **out)
 {
     sim_comm *self = (sim_comm *)(void *)comm;
@@ -81,12 +83,14 @@ static dtrain_result sim_start(dtrain_comm *comm, const dtrain_collective *what,
     if (!started) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a collective");
     const double bytes = elements * (double)dtrain_dtype_bytes(what->dtype);
     const cost takes = collective_cost(&sim.machine, what->kind, bytes, self->who);
-    double begin = most(sim.now, sim.started);
+    double begin = most(sim.now, self->started);
     for (int i = 0; i < LINKS; i++)
         if (self->links[i]) begin = most(begin, sim.free_at[i]);
-    sim.started = begin;
+    self->started = begin;
     for (int i = 0; i < LINKS; i++)
-        if (self->links[i]) sim.free_at[i] = begin + takes.links;
+        if (self->links[i])
+            sim.free_at[i] =
+                begin + (i == INSIDE && self->links[BETWEEN] ? takes.inside : takes.links);
     sim.communicated += takes.links + takes.latency + takes.own;
     const uint64_t sent = comm->info.wire_bytes - self->seen;
     const int away =

@@ -12,9 +12,9 @@ enum { INSIDE, BETWEEN, LINKS };
 
 static struct simulation {
     cluster machine;
-    double rate_scale;              /* of compute, found by --measured-rate */
-    double now;                     /* of the compute stream */
-    double free_at[LINKS], started; /* when links are free; start of the last collective */
+    double rate_scale;     /* of compute, found by --measured-rate */
+    double now;            /* of the compute stream */
+    double free_at[LINKS]; /* when links are free */
     double computed, communicated, exposed;
     uint64_t sent, between; /* bytes; of them to other nodes */
     uint64_t tensor_sent;   /* beside those: along a tensor axis, and of a whole mesh */

@@ -13,6 +13,10 @@
 
 typedef struct layer {
     double flops, activation_bytes; /* forward, one sample, of this rank's part */
+    double around[2];               /* bytes that other kernels read and write, by pass */
+    double attention[2];            /* flops of scores and their product with values, by pass */
+    double scores[2];               /* bytes of scores that these products read and write */
+    double product_bytes;           /* activations that the layer's product reads and writes */
     bool kept;                      /* activations that checkpointing does not drop */
 } layer;
 
@@ -94,6 +98,23 @@ static const struct module {
     {"fc", 2049, 2, 1},
 };
 
+/* Attention in one kernel reaches 50 to 73 % of an A100 where products reach 80 to 90 %, and on an H100 35 % (Dao,
+ * "FlashAttention-2", 2023; Shah et al., "FlashAttention-3", 2024): a share of 0.6 of their rate. Its backward has five
+ * products, forward two. */
+#define FUSED_RATE 0.6
+#define FUSED_BACKWARD 2.5
+
+/* Before that, scores were written. Elements read (r) and written (w) for each score, by kernels: causal softmax reads
+ * half and w, dropout r w and a byte of mask; gradients of dropout r w and mask, of softmax two halves and w. By
+ * products: w, r; r, w, r, r. Scores, what softmax and what dropout made of them, are kept. */
+#define SCORES_FORWARD 4.0
+#define SCORES_BACKWARD 4.5
+#define SCORES_KEPT 2.5
+
+/* The loss: elements of bf16 for each logit, by pass. One kernel a pass: r; r w. Kernels on fp32: to fp32, maximum,
+ * difference, exp, sum, quotient; the gradient in place, from fp32. */
+static const double loss_elements[2][2] = {{1, 2}, {1 + 2 * 9, 2 * 3 + 1}};
+
 static double activation_unit(void) { return flags.precision ? 2.0 : 4.0; }
 
 static void add_layer(model *m, const char *name, uint32_t unit, int64_t rows, int64_t columns,
@@ -110,9 +131,28 @@ static void add_layer(model *m, const char *name, uint32_t unit, int64_t rows, i
     p->unit = unit;
     l->flops = flops;
     l->activation_bytes = activations * activation_unit();
+    l->product_bytes = 2 * l->activation_bytes;
     l->kept = false;
     if (unit >= m->units) m->units = unit + 1;
 }
+
+/* Add what kernels beside the product of the layer that was added last read and write, in elements of a sample. */
+static void add_around(model *m, double forward, double backward)
+{
+    m->layers[m->count - 1].around[0] += forward * activation_unit();
+    m->layers[m->count - 1].around[1] += backward * activation_unit();
+}
+
+/* A norm reads x and writes y; backward reads x and d_y and writes d_x. */
+static void add_norm(model *m, const char *name, uint32_t unit, int64_t channels, double rows)
+{
+    const double elements = rows * (double)channels;
+    add_layer(m, name, unit, channels, 0, 0, 2 * elements);
+    add_around(m, 2 * elements, 3 * elements);
+}
+
+/* A residual adds what a layer made to the stream; backward adds the gradients of both ways. */
+static void add_residual(model *m, double elements) { add_around(m, 3 * elements, 3 * elements); }
 
 /* The largest share that a rank of the tensor axis has of so many parts. */
 static double part_of(int64_t parts)
@@ -139,10 +179,12 @@ static void add_attention(model *m, const struct transformer *t, uint32_t unit, 
     const int64_t C = t->channels, inner = t->heads * t->head_size / t->slices;
     const int64_t keys = t->kv_heads * t->head_size / t->slices;
     const int64_t groups = t->kv_heads / t->slices; /* a head of keys, and its queries' */
-    const double causal = t->cross_layers ? 1 : 0.5, part = part_of(groups);
+    const double causal = t->cross_layers || flags.attention ? 1 : 0.5, part = part_of(groups);
+    const double rotated = T * part * (double)(inner + keys);
+    const double scores = T * T * part * (double)(t->heads / t->slices);
     char name[24];
     snprintf(name, sizeof name, "%s.norm", prefix);
-    add_layer(m, name, unit, C, 0, 0, 2 * T * (double)C * own_rows());
+    add_norm(m, name, unit, C, T * own_rows());
     snprintf(name, sizeof name, "%s.qkv", prefix);
     add_layer(m, name, unit, inner + 2 * keys, C, 2 * T * part * (double)((inner + 2 * keys) * C),
               T * part * (double)(inner + 2 * keys));
@@ -150,11 +192,21 @@ static void add_attention(model *m, const struct transformer *t, uint32_t unit, 
     cut->components = 3;
     cut->widths[0] = inner;
     cut->widths[1] = cut->widths[2] = keys;
+    if (!t->positions && !t->cross_layers)
+        add_around(m, 2 * rotated, 2 * rotated); /* angles turn queries and keys */
     snprintf(name, sizeof name, "%s.proj", prefix);
-    add_layer(m, name, unit, C, inner,
-              part * (2 * T * (double)(inner * C) + causal * 4 * T * T * (double)inner),
+    add_layer(m, name, unit, C, inner, part * 2 * T * (double)(inner * C),
               T * (part * (double)inner + own_rows() * (double)C));
     cut_layer(m, DTRAIN_CUT_COLUMNS, groups);
+    add_residual(m, T * (double)C * own_rows());
+    layer *l = &m->layers[m->count - 1];
+    l->attention[0] = part * causal * 4 * T * T * (double)inner;
+    l->attention[1] = (flags.attention ? 2 : FUSED_BACKWARD) * l->attention[0];
+    if (!flags.attention) return;
+    add_around(m, SCORES_FORWARD * scores, SCORES_BACKWARD * scores);
+    l->scores[0] = 2 * scores * activation_unit();
+    l->scores[1] = 2 * l->scores[0];
+    l->activation_bytes += SCORES_KEPT * scores * activation_unit();
 }
 
 static void add_block(model *m, const struct transformer *t, uint32_t unit, bool cross, double T)
@@ -163,13 +215,15 @@ static void add_block(model *m, const struct transformer *t, uint32_t unit, bool
     add_attention(m, t, unit, "attn", T);
     if (cross) add_attention(m, t, unit, "cross", T);
     const double part = part_of(F);
-    add_layer(m, "mlp.norm", unit, C, 0, 0, 2 * T * (double)C * own_rows());
+    add_norm(m, "mlp.norm", unit, C, T * own_rows());
     add_layer(m, "mlp.up", unit, up, C, 2 * T * part * (double)(up * C),
               T * part * (double)(up + F));
     cut_layer(m, DTRAIN_CUT_ROWS, 0)->components = t->gated ? 2 : 1;
+    add_around(m, T * part * (double)(up + F), T * part * (double)(2 * up + F)); /* activation */
     add_layer(m, "mlp.down", unit, C, F, 2 * T * part * (double)(C * F),
               T * (double)C * own_rows());
     cut_layer(m, DTRAIN_CUT_COLUMNS, 0);
+    add_residual(m, T * (double)C * own_rows());
 }
 
 /* Make the activations of every `every`-th block again in backward; 0: of none. */
@@ -193,14 +247,17 @@ static void make_transformer(model *m, const struct transformer *t)
     m->things = "tokens";
     add_layer(m, "wte", 0, V, C, 0, T * (double)C * own_rows());
     cut_layer(m, DTRAIN_CUT_ROWS, 0);
+    add_around(m, 3 * T * (double)C, 5 * T * (double)C); /* rows of fp32, added to backward */
     if (t->positions)
         add_layer(m, "wpe", 0, t->positions > (int64_t)T ? t->positions : (int64_t)T, C, 0, 0);
     for (uint32_t unit = 1; unit < last; unit++)
         add_block(m, t, unit, (long)(last - unit) <= t->cross_layers, T);
-    add_layer(m, "norm", last, C, 0, 0, 2 * T * (double)C * own_rows());
+    add_norm(m, "norm", last, C, T * own_rows());
     add_layer(m, "head", last, V, C, 2 * T * part_of(V) * (double)(V * C),
               T * part_of(V) * (double)V);
     cut_layer(m, DTRAIN_CUT_ROWS, 0);
+    add_around(m, loss_elements[flags.loss][0] * T * part_of(V) * (double)V,
+               loss_elements[flags.loss][1] * T * part_of(V) * (double)V);
     if (t->tied) m->params[m->count - 1].alias_of = &m->params[0];
     m->blocks = t->layers;
     checkpoint_blocks(m, flags.checkpointing);
@@ -213,6 +270,7 @@ static void add_convolution(model *m, const char *name, uint32_t unit, int input
     const double positions = (double)size * size;
     add_layer(m, name, unit, outputs, weights, 2 * positions * (double)(weights * outputs),
               2 * positions * outputs);
+    add_around(m, 2 * positions * outputs, 3 * positions * outputs); /* norm and activation */
 }
 
 /* He et al., 2015: bottleneck blocks 3, 4, 23, 3; each 1x1, 3x3, 1x1. */

@@ -104,10 +104,20 @@ static dtrain_dtype axis_dtype(void)
 static dtrain_result axis_started(dtrain_work **work)
 {
     dtrain_work *started = *work;
-    if (!flags.no_overlap) return DTRAIN_OK;
+    if (!flags.no_overlap && flags.tensor_overlap != OVERLAP_NONE) return DTRAIN_OK;
     *work = NULL;
     return dtrain_work_wait(started);
 }
+
+static dtrain_result axis_wait(dtrain_work **work)
+{
+    dtrain_work *started = *work;
+    *work = NULL;
+    return dtrain_work_wait(started);
+}
+
+/* Whether a message goes beside the product that reads or makes it. */
+static bool in_pieces(void) { return flags.tensor_overlap == OVERLAP_PIECES && !flags.no_overlap; }
 
 /* The vocabulary-parallel loss: the whole row's maximum, its sum of exponentials and the target's logit. */
 static dtrain_result axis_loss(void)
@@ -119,15 +129,29 @@ static dtrain_result axis_loss(void)
                              DTRAIN_REDUCE_SUM, NULL);
 }
 
-/* Layer i for one micro-batch; passes: 1 forward, 2 backward. An embedding reads rows, not its table. */
-static void run_layer(const model *m, size_t i, long batch, double passes)
+/* Attention of layer i: a kernel whose reads and writes are hidden, or products that scores in memory bound. */
+static double attention_seconds(const layer *l, double rate, double bandwidth, int pass)
+{
+    const double flops = l->attention[pass];
+    return flags.attention ? most(flops / rate, l->scores[pass] / bandwidth)
+                           : flops / (FUSED_RATE * rate);
+}
+
+/* Run products of layer i for one micro-batch (forward has 1, backward 2: d_x and d_weight), and what is around them
+ * where pass is 0 (forward) or 1 (backward); -1: it ran before. A product hides its own reads and writes, the kernels
+ * around it hide nothing. --measured-rate scales products: bandwidth was measured, their rate was guessed. */
+static void run_layer(const model *m, size_t i, long batch, double products, int pass)
 {
     const layer *l = &m->layers[i];
-    const double flops = l->flops * (double)batch,
-                 rate = sim.machine.tflops_bf16 * 1e12 * sim.machine.efficiency;
-    const double weights = l->flops > 0 ? 4.0 * (double)m->params[i].count : 0;
-    const double bytes = weights + 2 * l->activation_bytes * (double)batch;
-    compute(passes / sim.rate_scale * most(flops / rate, bytes / (sim.machine.hbm_gbs * 1e9)));
+    const double samples = (double)batch, bandwidth = sim.machine.hbm_gbs * 1e9;
+    const double rate = sim.machine.tflops_bf16 * 1e12 * sim.machine.efficiency * sim.rate_scale;
+    const double bytes = 4.0 * (double)m->params[i].count + l->product_bytes * samples;
+    double seconds = 0;
+    if (l->flops > 0) seconds = products * most(l->flops * samples / rate, bytes / bandwidth);
+    if (pass >= 0)
+        seconds +=
+            samples * (attention_seconds(l, rate, bandwidth, pass) + l->around[pass] / bandwidth);
+    compute(seconds);
 }
 
 static dtrain_result forward_layer(const model *m, size_t i, long batch)
@@ -138,11 +162,12 @@ static dtrain_result forward_layer(const model *m, size_t i, long batch)
     dtrain_work *work = NULL;
     if (cut == DTRAIN_CUT_ROWS && !table && flags.sequence_parallel)
         TRY(axis_gather(p->shape[1], axis_dtype(), &work));
-    TRY(dtrain_work_wait(work));
-    run_layer(m, i, batch, 1);
-    work = NULL;
+    if (cut == DTRAIN_CUT_COLUMNS && in_pieces()) TRY(axis_sum(p->shape[0], axis_dtype(), &work));
+    if (!in_pieces()) TRY(axis_wait(&work));
+    run_layer(m, i, batch, 1, 0);
+    TRY(axis_wait(&work));
     if (cut == DTRAIN_CUT_ROWS && table) TRY(axis_sum(p->shape[1], DTRAIN_DTYPE_F32, &work));
-    if (cut == DTRAIN_CUT_COLUMNS) TRY(axis_sum(p->shape[0], axis_dtype(), &work));
+    if (cut == DTRAIN_CUT_COLUMNS && !in_pieces()) TRY(axis_sum(p->shape[0], axis_dtype(), &work));
     TRY(dtrain_work_wait(work));
     return cut && i + 1 == m->count ? axis_loss() : DTRAIN_OK;
 }
@@ -156,19 +181,19 @@ static dtrain_result backward_layer(const model *m, size_t i, long batch)
     if (cut == DTRAIN_CUT_ROWS && !table) {
         if (flags.sequence_parallel) TRY(axis_gather(p->shape[1], axis_dtype(), &gathering));
         TRY(axis_started(&gathering));
-        run_layer(m, i, batch, 1); /* d_x */
+        run_layer(m, i, batch, 1, 1); /* d_x */
         TRY(axis_sum(p->shape[1], axis_dtype(), &summing));
         TRY(axis_started(&summing));
         TRY(dtrain_work_wait(gathering));
-        run_layer(m, i, batch, 1); /* d_weight */
+        run_layer(m, i, batch, 1, -1); /* d_weight */
         return dtrain_work_wait(summing);
     }
     if (cut && flags.sequence_parallel)
         TRY(table ? axis_gather(p->shape[1], DTRAIN_DTYPE_F32, &gathering)
                   : axis_gather(p->shape[0], axis_dtype(), &gathering));
-    TRY(dtrain_work_wait(gathering));
-    run_layer(m, i, batch, 2);
-    return DTRAIN_OK;
+    if (!in_pieces()) TRY(axis_wait(&gathering));
+    run_layer(m, i, batch, 2, 1);
+    return dtrain_work_wait(gathering);
 }
 
 #endif
