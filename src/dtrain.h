@@ -118,6 +118,7 @@ extern "C" {
 #include "parallel/loss.c"
 #include "parallel/schedule.c"
 #include "parallel/validate.c"
+#include "parallel/balance.c"
 #include "parallel/schedule_text.c"
 #include "parallel/runner.c"
 #include "strategy/params.c"
@@ -166,6 +167,7 @@ extern "C" {
 #include "tape/elementwise.c"
 #include "tape/recompute.c"
 #include "tape/stage.c"
+#include "tape/costs.c"
 #include "tape/arena.c"
 #endif
 #include "optim/scaler.c"

@@ -172,12 +172,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, d
                                                     const char *text);
 
 /* strategy/stages.c */
-DTRAIN__PRIVATE dtrain_result dtrain__stage_map_make(dtrain__stage_map *map,
-                                                     const dtrain_allocator *a,
-                                                     const dtrain_param *params, size_t count,
-                                                     const dtrain_pipeline_desc *desc,
-                                                     const dtrain__groups *groups);
-DTRAIN__PRIVATE void dtrain__stage_map_free(dtrain__stage_map *map, const dtrain_allocator *a);
 DTRAIN__PRIVATE void dtrain__stage_params(const dtrain__stage_map *map, dtrain_param *params,
                                           size_t count);
 DTRAIN__PRIVATE dtrain_result dtrain__split_ties(dtrain_strategy *strategy);

@@ -46,6 +46,14 @@ typedef struct dtrain__stage_map {
     int32_t *units;          /* (2 * unit_count) a unit and its stage, for each */
     size_t unit_count, room;
 } dtrain__stage_map;
+/* List the units of parameters and divide them among the stages of a pipeline; desc NULL = a zeroed
+ * one. A map whose making failed can be freed. */
+DTRAIN__PRIVATE dtrain_result dtrain__stage_map_make(dtrain__stage_map *map,
+                                                     const dtrain_allocator *a,
+                                                     const dtrain_param *params, size_t count,
+                                                     const dtrain_pipeline_desc *desc,
+                                                     const dtrain__groups *groups);
+DTRAIN__PRIVATE void dtrain__stage_map_free(dtrain__stage_map *map, const dtrain_allocator *a);
 DTRAIN__PRIVATE const dtrain__stage_map *dtrain__stages_of(const dtrain_strategy *strategy);
 /* Tell whether this rank's loss counts: one of the ranks that hold a model sees its loss, with the
  * last stage, and where several do, the last of them. */

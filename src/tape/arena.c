@@ -132,6 +132,7 @@ DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *no
     dtrain__bump *arena = &tape->arenas[DTRAIN__ARENA_DATA];
     if (node && node->ghost) return (void *)DTRAIN__NOWHERE;
     if (node && node->dropped) arena = node->segment->region;
+    dtrain__cost_keep(node, count, dtype);
     return dtrain__take_values(tape, arena, count, dtype);
 }
 

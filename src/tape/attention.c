@@ -272,13 +272,14 @@ static dtrain_result dtrain__attention_backward(dtrain_op *op)
     return op->device->ops->attention_backward(op->device, &args);
 }
 
-DTRAIN__OP(attention, attention, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS,
+DTRAIN__OP(attention, attention,
+           DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS | DTRAIN__OP_COUNTS,
            DTRAIN_RECOMPUTE_ATTENTION, 0, DTRAIN__OP_PLACES, false)
 
 /* The same, where input 1 has the key lengths. */
 DTRAIN__OP_NAMED(attention_lengths, "dtrain_attention", attention,
-                 DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS, DTRAIN_RECOMPUTE_ATTENTION,
-                 1u << 1, DTRAIN__OP_PLACES, false)
+                 DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS | DTRAIN__OP_COUNTS,
+                 DTRAIN_RECOMPUTE_ATTENTION, 1u << 1, DTRAIN__OP_PLACES, false)
 
 DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, dtrain_tensor *k,
                                            dtrain_tensor *v, const dtrain_attention_desc *desc)

@@ -36,8 +36,10 @@ static dtrain_result dtrain__backward_call(dtrain_tape *tape, dtrain_op *op)
     for (uint32_t i = 0; i < op->input_count; i++) wanted = wanted || op->inputs[i]->needs_grad;
     if (!wanted) return DTRAIN_OK;
     const uint32_t span = dtrain__op_span(op);
+    const double flops = tape->flops;
     const dtrain_result passed = op->desc->backward(op);
     dtrain__op_span_end(op, span);
+    dtrain__cost_add((const dtrain_node *)op, true, tape->flops - flops);
     DTRAIN__TRY(passed);
     return tape->error;
 }
@@ -333,6 +335,7 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
     if (!target || op->half == DTRAIN_OP_HALF_INPUTS) return NULL;
     *accumulate = target->state.grad_written;
     if (!op->planning) dtrain__set_grad_written(target, true);
+    if (op->tape->costs) return (float *)DTRAIN__NOWHERE; /* there may be no strategy yet */
     return dtrain__counted_elsewhere(op, target) ? dtrain__uncounted(op, target, accumulate)
                                                  : target->grad;
 }

@@ -118,7 +118,8 @@ static dtrain_result dtrain__conv2d_backward(dtrain_op *op)
     return op->device->ops->conv2d_backward(op->device, &args);
 }
 
-DTRAIN__OP(conv2d, conv2d, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LINEAR, 0, 0, true)
+DTRAIN__OP(conv2d, conv2d, DTRAIN_OP_READS_INPUTS | DTRAIN__OP_COUNTS, DTRAIN_RECOMPUTE_LINEAR, 0,
+           0, true)
 
 DTRAIN_API dtrain_tensor *dtrain_conv2d(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
                                         dtrain_param *bias, const dtrain_conv2d_desc *desc)

@@ -486,8 +486,8 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
     return op->tape->error;
 }
 
-DTRAIN__OP(linear, linear, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_SPLITS, DTRAIN_RECOMPUTE_LINEAR, 0,
-           DTRAIN__OP_PLACES, true)
+DTRAIN__OP(linear, linear, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_SPLITS | DTRAIN__OP_COUNTS,
+           DTRAIN_RECOMPUTE_LINEAR, 0, DTRAIN__OP_PLACES, true)
 
 DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
                                         dtrain_param *bias, dtrain_activation activation)

@@ -440,7 +440,7 @@ static dtrain_result dtrain__op_forward(dtrain_node *node)
 }
 
 /* Run the node's kernels, the first time or again, with the memory that they borrow. A plan takes
- * that memory and runs nothing. */
+ * that memory and runs nothing, but for operations that count their products. */
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node)
 {
     dtrain_op *op = &node->op;
@@ -450,7 +450,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node)
         if (!scratch) return op->tape->error;
         node->scratch = scratch->memory;
     }
-    const dtrain_result result = op->planning ? DTRAIN_OK : dtrain__op_forward(node);
+    const double flops = op->tape->flops;
+    const bool counts = op->tape->costs && (op->desc->reads & DTRAIN__OP_COUNTS);
+    const dtrain_result result = op->planning && !counts ? DTRAIN_OK : dtrain__op_forward(node);
+    dtrain__cost_add(node, op->tape->pass.state == DTRAIN__TAPE_DONE, op->tape->flops - flops);
     dtrain__scratch_give(scratch);
     node->scratch = NULL;
     return result;

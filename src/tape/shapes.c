@@ -95,7 +95,8 @@ static dtrain_result dtrain__matmul_backward(dtrain_op *op)
     return DTRAIN_OK;
 }
 
-DTRAIN__OP(matmul, matmul, DTRAIN_OP_READS_INPUTS, DTRAIN_RECOMPUTE_LINEAR, 0, 0, true)
+DTRAIN__OP(matmul, matmul, DTRAIN_OP_READS_INPUTS | DTRAIN__OP_COUNTS, DTRAIN_RECOMPUTE_LINEAR, 0,
+           0, true)
 
 DTRAIN_API dtrain_tensor *dtrain_matmul(dtrain_tape *tape, dtrain_tensor *a, dtrain_tensor *b)
 {

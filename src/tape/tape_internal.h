@@ -33,6 +33,7 @@
 #include "tape/op.h"
 #include "tape/tape.h"
 #include "parallel/exchange_internal.h"
+#include "parallel/pipeline.h"
 #include "device/backend.h"
 #include "device/device.h"
 
@@ -179,6 +180,17 @@ typedef struct dtrain__pass {
     bool more;   /* another micro-batch adds to its gradients: none is ready behind this backward */
 } dtrain__pass;
 
+/* ---- Costs ------------------------------------------------------------------------------------*/
+
+/* Where a plan adds up what units cost: see costs.c. */
+typedef struct dtrain__unit_costs {
+    const int32_t *units; /* (2 * count) a unit and its stage, as in dtrain__stage_map */
+    size_t count;
+    double flops_per_byte;        /* that the device does while it moves a byte */
+    dtrain_pipeline_costs *costs; /* (count) */
+    uint64_t *kept;               /* (count) bytes that a pass keeps for its backward; or NULL */
+} dtrain__unit_costs;
+
 /* ---- The tape ---------------------------------------------------------------------------------*/
 
 enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
@@ -191,8 +203,9 @@ struct dtrain_tape {
     dtrain_device *device;
     dtrain_allocator allocator;
     uint64_t unit_begin_ns, unit_end_ns; /* for a trace: of the unit, of its last operation */
-    bool planning; /* on the plan device: params and strategy are left alone */
-    double flops;  /* see dtrain_tape_info */
+    bool planning;                   /* on the plan device: params and strategy are left alone */
+    double flops;                    /* see dtrain_tape_info */
+    const dtrain__unit_costs *costs; /* of a plan that counts them; or NULL */
     dtrain__bump arenas[DTRAIN__ARENAS];
     dtrain__pass pass;
     dtrain__cast *weights;                   /* rounded ones that do not pass, latest first */
@@ -265,6 +278,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, c
                                              uint32_t dtype, int64_t count, double scale,
                                              const float *factor);
 
+/* tape/costs.c: add what a call of forward or backward took, of which `flops` in products; count
+ * memory that a node keeps */
+DTRAIN__PRIVATE void dtrain__cost_add(const dtrain_node *node, bool backward, double flops);
+DTRAIN__PRIVATE void dtrain__cost_keep(const dtrain_node *node, int64_t count, uint32_t dtype);
+
 /* tape/lanes.c */
 DTRAIN__PRIVATE dtrain_result dtrain__lanes_check(const dtrain_op *op, const dtrain_cut *cut,
                                                   int64_t whole, dtrain__share *lane);
@@ -288,6 +306,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op);
  * inputs and places its outputs itself. */
 #define DTRAIN__OP_TAKES_ALL (DTRAIN_OP_TAKES_COLUMNS | DTRAIN_OP_TAKES_ROWS)
 #define DTRAIN__OP_PLACES 4u
+/* In `reads` of a built-in operation: its forward launches products and touches no memory itself,
+ * so that a plan which counts costs can run it. */
+#define DTRAIN__OP_COUNTS (1u << 31)
 
 /* The descriptor dtrain__<op>_op of a built-in operation, made of dtrain__<functions>_prepare,
  * _forward and _backward. The macro names the fields: C++17 has no designators. Ends with its last

@@ -36,6 +36,7 @@
 #include "optim/optimizer.h"
 #include "optim/scaler.h"
 #include "parallel/mesh.h"
+#include "parallel/pipeline.h"
 
 typedef struct dtrain_trainer dtrain_trainer;
 
@@ -226,3 +227,18 @@ typedef struct dtrain_batch_search {
  * Collective. When not even one sample fits, DTRAIN_ERROR_MEMORY says how much is missing. */
 DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
                                              dtrain_batch_search *search, dtrain_memory *memory);
+
+/* Count what each unit of a model costs, for dtrain_pipeline_balance, by running desc->loss on the
+ * plan device, forwards and backwards in halves: as for a plan without a strategy, before there is
+ * one. A pass takes its floating-point operations or, where that is more, its bytes times the
+ * operations that the world's device does while it moves one; what the operations of a unit take
+ * is added up, those behind the last mark (classifier, loss) with the last unit. Costs are in the
+ * order of the units' first parameters; costs[param_count] has room for all of them, and
+ * *unit_count says how many there are. activations[param_count], or NULL: bytes that a micro-batch
+ * keeps in each unit. The whole model is counted, whatever mesh desc has, so that every rank finds
+ * the same if its batch has the same shape. Local. */
+DTRAIN_API dtrain_result dtrain_trainer_unit_costs(dtrain_world *world,
+                                                   const dtrain_trainer_desc *desc,
+                                                   const dtrain_param *params, size_t param_count,
+                                                   dtrain_pipeline_costs *costs,
+                                                   uint64_t *activations, size_t *unit_count);

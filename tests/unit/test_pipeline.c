@@ -42,7 +42,7 @@ typedef struct spec {
     enum { PLAIN, OFFLOADS, WHOLE_BELOW, TOPK, POWERSGD, AUTOMATIC } beside;
     int tensor, pipeline, data;
     uint32_t schedule, chunks;
-    uint32_t of_stage[UNITS]; /* units of stages; [0] = 0: evenly */
+    uint32_t of_stage[UNITS]; /* units of stages; [0] = 0: evenly, or by cost for odd seeds */
 } spec;
 
 /* What a run leaves. */
@@ -212,6 +212,32 @@ static void check_planned(dtrain_world *world, const run *r, const local *l,
               (unsigned long long)planned);
 }
 
+/* Divide the units by what they cost, and let the other ranks compare: all must find the same. */
+static dtrain_result balance(dtrain_world *world, const dtrain_trainer_desc *trainer, run *r,
+                             local *l, dtrain_pipeline_desc *line, uint32_t of_stage[UNITS])
+{
+    const spec *s = &r->s;
+    dtrain_pipeline_costs costs[PARAMS];
+    uint64_t kept[PARAMS];
+    size_t units = 0;
+    const bool chunked =
+        s->schedule == DTRAIN_PIPELINE_INTERLEAVED || s->schedule == DTRAIN_PIPELINE_ZBV;
+    const int stages = s->pipeline * (int)(s->chunks ? s->chunks : chunked ? 2 : 1);
+    if (s->pipeline == 1 || s->of_stage[0] || s->seed % 2 == 0) return DTRAIN_OK;
+    dtrain_result result =
+        dtrain_trainer_unit_costs(world, trainer, l->params, (size_t)l->count, costs, kept, &units);
+    CHECK((int)units == s->units);
+    if (result == DTRAIN_OK) result = dtrain_pipeline_balance(costs, units, stages, of_stage);
+    for (int stage = 0; stage < stages && result == DTRAIN_OK; stage++) {
+        int32_t range[2] = {(int32_t)of_stage[stage], -(int32_t)of_stage[stage]};
+        result = dtrain_all_reduce(dtrain_world_comm(world), range, range, 2, DTRAIN_DTYPE_I32,
+                                   DTRAIN_REDUCE_MAX, NULL);
+        CHECK(range[0] == -range[1] && range[0] > 0);
+    }
+    line->units = of_stage;
+    return result;
+}
+
 static dtrain_result train(dtrain_world *world, run *r, local *l, dtrain_mesh *mesh,
                            dtrain_strategy **strategy, dtrain_optimizer **optimizer,
                            dtrain_trainer **trainer)
@@ -235,18 +261,20 @@ static dtrain_result train(dtrain_world *world, run *r, local *l, dtrain_mesh *m
     if (s->beside == OFFLOADS) desc.offload = DTRAIN_OFFLOAD_OPTIMIZER;
     if (s->beside == WHOLE_BELOW) desc.whole_below = 100;
     if (s->beside == AUTOMATIC) desc.kind = DTRAIN_STRATEGY_AUTO;
-    dtrain_result result =
-        dtrain_strategy_create(world, l->params, (size_t)l->count, &desc, strategy);
+    dtrain_trainer_desc t;
+    uint32_t of_stage[UNITS];
+    memset(&t, 0, sizeof t);
+    t.micro_batches = s->micro_batches, t.clip = s->clip, t.tape_flags = s->flags;
+    t.recompute_every = s->every, t.seed = s->seed, t.schedule.lr = 0.01f;
+    t.next_batch = next_batch, t.loss = loss_of, t.user = l;
+    dtrain_result result = balance(world, &t, r, l, &line, of_stage);
+    if (result == DTRAIN_OK)
+        result = dtrain_strategy_create(world, l->params, (size_t)l->count, &desc, strategy);
     if (result != DTRAIN_OK) return result;
     dtrain_optimizer_desc how = dtrain_optimizer_defaults((dtrain_optimizer_kind)s->optimizer);
     result = dtrain_optimizer_create(world, *strategy, &how, optimizer);
     if (result != DTRAIN_OK) return result;
-    dtrain_trainer_desc t;
-    memset(&t, 0, sizeof t);
-    t.micro_batches = s->micro_batches, t.clip = s->clip, t.tape_flags = s->flags;
-    t.recompute_every = s->every, t.seed = s->seed, t.schedule.lr = 0.01f;
     t.strategy = *strategy, t.optimizer = *optimizer;
-    t.next_batch = next_batch, t.loss = loss_of, t.user = l;
     result = dtrain_trainer_create(world, &t, trainer);
     for (int step = 0; step < STEPS && result == DTRAIN_OK; step++) {
         dtrain_step_record record;

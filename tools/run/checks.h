@@ -105,6 +105,30 @@ static int read_emulation(run_settings *s)
     return 0;
 }
 
+/* Read --stage-units, "8,6": a number for each stage. */
+static int read_stage_units(run_settings *s)
+{
+    const int stages = stage_count(s);
+    const char *at = s->stage_units;
+    if (!at) return 0;
+    uint32_t *units =
+        (uint32_t *)calloc((size_t)stages, sizeof *units); /* as long as the process */
+    if (!units) return BAD("no memory for --stage-units");
+    s->line.units = units;
+    for (int stage = 0; at && stage < stages; stage++) {
+        char *end;
+        const long count = strtol(at, &end, 10);
+        const char *const next = *end == ',' ? end + 1 : *end ? NULL : end;
+        if (end == at || !next || count < 1 || count > INT32_MAX || (stage == stages - 1) != !*end)
+            return BAD("--stage-units is \"%s\"; it takes %d numbers of 1 or more, one for each "
+                       "stage, with commas between them",
+                       s->stage_units, stages);
+        units[stage] = (uint32_t)count;
+        at = next;
+    }
+    return 0;
+}
+
 /* Refuse what does not go with a pipeline. */
 static int check_pipeline(run_settings *s, const run_program *program)
 {
@@ -118,9 +142,11 @@ static int check_pipeline(run_settings *s, const run_program *program)
     const long p = s->pipeline, all = p * s->tensor;
     s->line.kind = (uint32_t)s->pipeline_schedule;
     s->line.chunks = (uint32_t)s->chunks;
-    if (p == 1 && (given("--chunks") || given("--pipeline-schedule")))
-        return BAD("%s does nothing without --pipeline above 1",
-                   given("--chunks") ? "--chunks" : "--pipeline-schedule");
+    if (p == 1 && (given("--chunks") || given("--pipeline-schedule") || s->stage_units))
+        return BAD("%s does nothing without --pipeline above 1", given("--chunks") ? "--chunks"
+                                                                 : given("--pipeline-schedule")
+                                                                     ? "--pipeline-schedule"
+                                                                     : "--stage-units");
     if (p == 1) return 0;
     if (!program->can_stage)
         return BAD("--pipeline %ld: this program runs passes of the whole model of its own; leave "
@@ -132,7 +158,7 @@ static int check_pipeline(run_settings *s, const run_program *program)
     if (s->ranks && s->ranks % all)
         return BAD("--tensor %ld x --pipeline %ld are %ld ranks, which do not divide --ranks %ld",
                    s->tensor, p, all, s->ranks);
-    return 0;
+    return read_stage_units(s);
 }
 
 /* Refuse a tensor axis that the program, or the other switches, cannot have. */
@@ -214,7 +240,9 @@ static int check_memory(const run_settings *s, const run_program *program, bool 
                    "are",
                    s->tensor, s->pipeline, model_ranks(s), ranks);
     if (plan_memory(s, program, ranks, &memory) != DTRAIN_OK)
-        return BAD("--strategy %s: %s", strategies[s->strategy], dtrain_last_error());
+        return strncmp(dtrain_last_error(), "--", 2) == 0
+                   ? BAD("%s", dtrain_last_error())
+                   : BAD("--strategy %s: %s", strategies[s->strategy], dtrain_last_error());
     if (s->dry_run || s->tune) return 0; /* they tell what fits */
     if (cpu && (double)memory.total * here > have)
         return BAD("%d ranks need %.1f GiB each for parameters, gradients, optimizer and buffers; "

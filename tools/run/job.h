@@ -59,6 +59,8 @@ struct run_job {
     dtrain_mesh *mesh;     /* of --tensor and --pipeline; NULL: all ranks are data-parallel */
     uint64_t memory_limit; /* of a forecast, whose device has none; 0: the device's */
     uint32_t batch, accum;
+    dtrain_pipeline_desc line; /* of a pipeline: the settings', with units in stages */
+    uint32_t *stage_units;     /* (stages) by cost; NULL: listed, or no pipeline */
     dtrain_loader *loader;
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
@@ -174,6 +176,14 @@ static uint32_t tape_flags(const run_settings *s)
 
 /* Count the ranks that hold one replica of the model. */
 static long model_ranks(const run_settings *s) { return s->tensor * s->pipeline; }
+
+/* Count the stages of a pipeline. */
+static int stage_count(const run_settings *s)
+{
+    const bool chunked =
+        s->line.kind == DTRAIN_PIPELINE_INTERLEAVED || s->line.kind == DTRAIN_PIPELINE_ZBV;
+    return (int)(s->pipeline * (s->chunks ? s->chunks : chunked ? 2 : 1));
+}
 
 /* Return the ranks that deal the samples out among themselves and average gradients. NULL: all of the world. */
 static dtrain_comm *job_comm(const run_job *j)
@@ -342,6 +352,26 @@ cleanup:
     return result;
 }
 
+/* Divide the units among the stages of a pipeline by what they cost, if no list says how. */
+static dtrain_result divide_units(dtrain_world *world, run_job *j, dtrain_strategy_desc *strategy)
+{
+    const dtrain_trainer_desc trainer = trainer_desc(world, j);
+    dtrain_result result = DTRAIN_ERROR_MEMORY;
+    size_t units;
+    j->line = j->s->line;
+    if (j->s->pipeline == 1 || j->line.units) return DTRAIN_OK;
+    dtrain_pipeline_costs *costs = (dtrain_pipeline_costs *)calloc(j->param_count, sizeof *costs);
+    j->stage_units = (uint32_t *)calloc((size_t)stage_count(j->s), sizeof *j->stage_units);
+    if (!costs || !j->stage_units) TRY(dtrain_fail(result, "no memory for the costs of units"));
+    TRY(dtrain_trainer_unit_costs(world, &trainer, j->params, j->param_count, costs, NULL, &units));
+    TRY(dtrain_pipeline_balance(costs, units, stage_count(j->s), j->stage_units));
+    j->line.units = j->stage_units;
+    strategy->pipeline = &j->line;
+cleanup:
+    free(costs);
+    return result;
+}
+
 /* Make strategy, optimizer and trainer, and count what a rank will need. */
 static dtrain_result open_trainer(dtrain_world *world, run_job *j, dtrain_strategy_desc *strategy)
 {
@@ -352,6 +382,7 @@ static dtrain_result open_trainer(dtrain_world *world, run_job *j, dtrain_strate
         TRY(dtrain_trainer_plan(world, &trainer, NULL, &j->memory));
         strategy->other_bytes = j->memory.total;
     }
+    TRY(divide_units(world, j, strategy));
     TRY(name_flag(dtrain_strategy_create(world, j->params, j->param_count, strategy, &j->strategy),
                   "--strategy", strategies[j->s->strategy]));
     TRY(dtrain_optimizer_create(world, j->strategy, &optimizer, &j->optimizer));
@@ -493,6 +524,7 @@ static void close_job(run_job *j)
     dtrain_strategy_destroy(j->strategy);
     j->program->close(j);
     dtrain_mesh_destroy(j->mesh);
+    free(j->stage_units);
     (void)dtrain_fail(DTRAIN_OK, "%s", first + prefix);
 }
 

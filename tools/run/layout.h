@@ -9,6 +9,25 @@
 
 #include "tools/run/report.h"
 
+/* Compare the sum of --stage-units with the units of the model. */
+static dtrain_result check_stage_units(const run_settings *s, const run_job *j)
+{
+    uint64_t sum = 0, units = 0;
+    if (!s->stage_units) return DTRAIN_OK;
+    for (int stage = 0; stage < stage_count(s); stage++) sum += s->line.units[stage];
+    for (size_t i = 0; i < j->param_count; i++) {
+        size_t before = 0;
+        while (j->params[before].unit != j->params[i].unit) before++;
+        units += before == i;
+    }
+    if (sum == units) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_ARGUMENT,
+        "--stage-units %s adds up to %llu units, and the model has %llu, each of which is in "
+        "one stage",
+        s->stage_units, (unsigned long long)sum, (unsigned long long)units);
+}
+
 /* Count, without allocating, a rank's parameters, gradients, optimizer and buffers, where so many ranks have the model
  * as the switches say. For auto: what its last choice needs. */
 static dtrain_result plan_memory(const run_settings *s, const run_program *program, int ranks,
@@ -25,6 +44,7 @@ static dtrain_result plan_memory(const run_settings *s, const run_program *progr
     dtrain_result result = open_mesh(NULL, ranks, &j);
     if (result == DTRAIN_OK) result = program->open_model(NULL, &j);
     desc.mesh = j.mesh;
+    if (result == DTRAIN_OK) result = check_stage_units(s, &j);
     if (result == DTRAIN_OK)
         result = dtrain_strategy_plan(j.params, j.param_count, &desc, ranks, memory);
     program->close(&j);
@@ -62,6 +82,7 @@ static bool layout_fits(const run_settings *s, const run_program *program, int r
 /* Set the axes; a switch that would do nothing without one of them goes with it. */
 static void set_layout(run_settings *s, long tensor, long pipeline)
 {
+    if (pipeline != s->pipeline) s->stage_units = NULL, s->line.units = NULL;
     s->tensor = tensor;
     s->pipeline = pipeline;
     if (tensor == 1) s->sequence_parallel = 0;

@@ -43,6 +43,10 @@ static void show_mesh(const run_job *j)
     if (mesh.pipeline > 1) printf("%d have its stages, ", mesh.pipeline);
     printf("%d replica%s average%s gradients%s\n", mesh.data, plural(mesh.data),
            mesh.data == 1 ? "s" : "", mesh.sequence_parallel ? "; sequence-parallel" : "");
+    if (mesh.pipeline == 1) return;
+    printf("stages  have %u", j->line.units[0]);
+    for (int stage = 1; stage < stage_count(j->s); stage++) printf(", %u", j->line.units[stage]);
+    printf(" units%s\n", j->stage_units ? ", by their cost" : "");
 }
 
 /* Print the gradient memory of a rank for each mode of accumulation that the strategy has, and what a step sends. */

@@ -25,7 +25,8 @@ typedef struct run_settings {
     long optimizer, schedule, lr_scaling, warmup, variance_steps; /* the first: places in lists */
     double lr, min_lr, muon_lr, weight_decay, beta2, clip;
     long tensor, sequence_parallel, pipeline, chunks, pipeline_schedule;
-    dtrain_pipeline_desc line; /* of the last two: check_pipeline */
+    const char *stage_units;   /* a list of numbers, or NULL: by cost */
+    dtrain_pipeline_desc line; /* of the last three: check_pipeline */
     long ranks, threads, thread_ranks, timeout, graph, tune_gemm, deterministic, explain_launch,
         probe_links;
     long strategy, precision, param_dtype, reduce_dtype, reshard, node_size, bucket_kib, no_overlap,
@@ -187,6 +188,11 @@ static const flag rank_flags[] = {
      NULL},
     {"--pipeline-schedule", 'w', &run_flags.pipeline_schedule, 0, 0,
      "order of the micro-batches of --pipeline", pipelines},
+    {"--stage-units", 's', &run_flags.stage_units, 0, 0,
+     "how many units each stage of --pipeline has, as 8,6: the embedding is one, each block, and "
+     "the "
+     "head with the loss; default: divided so that the slowest stage is as fast as can be",
+     NULL},
     {"--device", 's', &run_flags.device, 0, 0,
      "cpu or cuda; rank r uses GPU r modulo the number of GPUs", NULL},
     {"--threads", 'i', &run_flags.threads, 0, 1024, "compute threads per rank; 0 = cores / ranks",
