@@ -36,15 +36,6 @@ static void dtrain__slot_select(dtrain_tape *tape, dtrain__pass_slot *slot)
     stages->slot = slot;
 }
 
-/* Prepare the arenas of a slot as those of the tape are: empty ones begin with themselves. */
-static void dtrain__slot_init(dtrain_tape *tape, dtrain__pass_slot *slot)
-{
-    for (int i = 0; i < DTRAIN__PASS_ARENAS; i++) {
-        slot->arenas[i].device = tape->arenas[DTRAIN__ARENA_HOST + i].device;
-        slot->arenas[i].at = &tape->arenas[DTRAIN__ARENA_HOST + i].first;
-    }
-}
-
 DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t count,
                                                     const bool *here, const int32_t *stage_units,
                                                     size_t unit_count, uint32_t slot_count,
@@ -64,40 +55,30 @@ DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t c
     if (!stages->slots) return DTRAIN_ERROR_MEMORY;
     stages->slot_count = slot_count;
     stages->slot = stages->slots;
-    for (uint32_t i = 1; i < slot_count; i++) dtrain__slot_init(tape, &stages->slots[i]);
+    for (uint32_t i = 1; i < slot_count; i++)
+        for (int k = 0; k < DTRAIN__PASS_ARENAS; k++)
+            stages->slots[i].arenas[k].device = tape->arenas[DTRAIN__ARENA_HOST + k].device;
     stages->blank.device = tape->device;
-    stages->blank.at = &stages->blank.first;
-    if (inbox_count == 0) return DTRAIN_OK;
     stages->inboxes =
         (dtrain__inbox *)dtrain__alloc(a, inbox_count, sizeof *stages->inboxes, "inboxes");
     if (!stages->inboxes) return DTRAIN_ERROR_MEMORY;
     stages->inbox_count = inbox_count;
-    for (uint32_t i = 0; i < inbox_count; i++) {
-        stages->inboxes[i].arena.device = tape->device;
-        stages->inboxes[i].arena.at = &stages->inboxes[i].arena.first;
-    }
+    for (uint32_t i = 0; i < inbox_count; i++) stages->inboxes[i].arena.device = tape->device;
     return DTRAIN_OK;
 }
 
-/* Free what the survey found, and the lists of slots that go with it. */
+/* Free what the survey found, and the lists that go with it. */
 static void dtrain__crossings_free(dtrain_tape *tape)
 {
     const dtrain_allocator *a = &tape->allocator;
     dtrain__stages *stages = tape->stages;
     const size_t count = stages->crossing_count;
-    for (uint32_t i = 0; i < stages->slot_count; i++) {
-        dtrain__pass_slot *slot = &stages->slots[i];
-        dtrain__free(a, slot->tensors, count, sizeof *slot->tensors);
-        dtrain__free(a, slot->received, count, sizeof *slot->received);
-        slot->tensors = NULL;
-        slot->received = NULL;
-    }
-    for (uint32_t i = 0; i < stages->inbox_count; i++) {
-        dtrain__free(a, stages->inboxes[i].received, count, sizeof(void *));
-        stages->inboxes[i].received = NULL;
-    }
+    dtrain__free(a, stages->crossed, stages->slot_count * count, sizeof *stages->crossed);
+    dtrain__free(a, stages->received, stages->inbox_count * count, sizeof *stages->received);
     dtrain__free(a, stages->crossings, count, sizeof *stages->crossings);
     dtrain__free(a, stages->reads, stages->input_count, sizeof *stages->reads);
+    stages->crossed = NULL;
+    stages->received = NULL;
     stages->crossings = NULL;
     stages->reads = NULL;
     stages->crossing_count = stages->input_count = 0;
@@ -201,10 +182,11 @@ DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *
                               dtrain_dtype_name((dtrain_dtype)crossing->dtype)));
         return;
     }
-    stages->slot->tensors[at] = made;
-    if (!made->ghost || !stages->slot->received[at]) return;
+    dtrain__crossed *crossed = &stages->slot->crossed[at];
+    crossed->tensor = made;
+    if (!made->ghost || !crossed->received) return;
     made->ghost = false;
-    x->data = stages->slot->received[at];
+    x->data = crossed->received;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__stage_reads(dtrain_tape *tape, dtrain_tensor *x)
@@ -279,31 +261,32 @@ DTRAIN__PRIVATE dtrain_result dtrain__survey_begin(dtrain_tape *tape, uint32_t f
     return dtrain__pass_begin(tape, flags, 0);
 }
 
-/* Give each slot room for what crosses. */
-static dtrain_result dtrain__slots_room(dtrain_tape *tape)
+/* Make the lists that the survey fills, of `crossings` and `inputs`, and those of slots and inboxes. */
+static dtrain_result dtrain__crossings_alloc(dtrain_tape *tape, size_t crossings, size_t inputs)
 {
     const dtrain_allocator *a = &tape->allocator;
+    const char *const what = "what crosses stages";
     dtrain__stages *stages = tape->stages;
-    const size_t count = stages->crossing_count;
-    for (uint32_t i = 0; i < stages->slot_count; i++) {
-        dtrain__pass_slot *slot = &stages->slots[i];
-        slot->tensors = (dtrain__tape_tensor **)dtrain__alloc(a, count, sizeof *slot->tensors,
-                                                              "what crosses stages");
-        slot->received =
-            (void **)dtrain__alloc(a, count, sizeof *slot->received, "what crosses stages");
-        if (count && (!slot->tensors || !slot->received)) return DTRAIN_ERROR_MEMORY;
-    }
-    for (uint32_t i = 0; i < stages->inbox_count && count; i++) {
-        void **received = (void **)dtrain__alloc(a, count, sizeof *received, "what crosses stages");
-        if (!received) return DTRAIN_ERROR_MEMORY;
-        stages->inboxes[i].received = received;
-    }
+    const size_t all = stages->slot_count * crossings, inboxes = stages->inbox_count * crossings;
+    stages->crossing_count = crossings;
+    stages->input_count = inputs;
+    stages->crossings =
+        (dtrain__crossing *)dtrain__alloc(a, crossings, sizeof *stages->crossings, what);
+    stages->reads = (bool *)dtrain__alloc(a, inputs, sizeof *stages->reads, what);
+    stages->crossed = (dtrain__crossed *)dtrain__alloc(a, all, sizeof *stages->crossed, what);
+    stages->received = (void **)dtrain__alloc(a, inboxes, sizeof *stages->received, what);
+    if (!stages->crossings || !stages->reads || !stages->crossed || !stages->received)
+        return DTRAIN_ERROR_MEMORY;
+    for (size_t i = 0; i < stages->slot_count; i++)
+        stages->slots[i].crossed = stages->crossed + i * crossings;
+    for (size_t i = 0; i < stages->inbox_count; i++)
+        stages->inboxes[i].received = stages->received + i * crossings;
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__survey_end(dtrain_tape *tape)
+/* Note what the model, run as ghosts alone, has shown. */
+static dtrain_result dtrain__survey_end(dtrain_tape *tape)
 {
-    const dtrain_allocator *a = &tape->allocator;
     dtrain__stages *stages = tape->stages;
     size_t crossings = 0, inputs = 0, number = tape->pass.tensor_count;
     stages->surveying = false;
@@ -313,12 +296,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__survey_end(dtrain_tape *tape)
         inputs += x->stage < 0;
         crossings += x->last_stage > x->stage;
     }
-    stages->crossings = (dtrain__crossing *)dtrain__alloc(a, crossings, sizeof *stages->crossings,
-                                                          "what crosses stages");
-    stages->reads = (bool *)dtrain__alloc(a, inputs, sizeof *stages->reads, "inputs of stages");
-    if ((crossings && !stages->crossings) || (inputs && !stages->reads)) return DTRAIN_ERROR_MEMORY;
-    stages->crossing_count = crossings;
-    stages->input_count = inputs;
+    DTRAIN__TRY(dtrain__crossings_alloc(tape, crossings, inputs));
     for (const dtrain__tape_tensor *x = stages->made; x; x = x->next, number--) {
         if (x->stage < 0) stages->reads[--inputs] = x->wanted;
         if (x->last_stage <= x->stage) continue;
@@ -330,7 +308,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__survey_end(dtrain_tape *tape)
         crossing->dtype = x->tensor.dtype;
         crossing->grad = x->tensor.needs_grad;
     }
-    return dtrain__slots_room(tape);
+    return DTRAIN_OK;
 }
 
 /* ---- Passes -----------------------------------------------------------------------------------*/
@@ -338,13 +316,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__survey_end(dtrain_tape *tape)
 DTRAIN__PRIVATE void dtrain__stage_reset(dtrain_tape *tape)
 {
     dtrain__stages *stages = tape->stages;
+    const size_t count = stages->slot_count * stages->crossing_count;
     dtrain__tape_reset(tape);
-    for (uint32_t i = 0; i < stages->slot_count; i++) {
-        dtrain__pass_slot *slot = &stages->slots[i];
-        const size_t count = stages->crossing_count;
-        if (count) memset(slot->tensors, 0, count * sizeof *slot->tensors);
-        if (count) memset(slot->received, 0, count * sizeof *slot->received);
-    }
+    if (count) memset(stages->crossed, 0, count * sizeof *stages->crossed);
 }
 
 DTRAIN__PRIVATE bool dtrain__stage_item(const dtrain_tape *tape, int32_t stage, bool gradient,
@@ -378,10 +352,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_receive(dtrain_tape *tape, uint32_t 
 static void dtrain__slot_settle(dtrain__stages *stages, dtrain__pass_slot *slot)
 {
     for (size_t k = 0; k < stages->crossing_count; k++) {
-        dtrain__tape_tensor *x = slot->tensors[k];
-        if (x && x->gradient) x->gradient->owners--;
-        slot->tensors[k] = NULL;
-        slot->received[k] = NULL;
+        dtrain__crossed *crossed = &slot->crossed[k];
+        if (crossed->tensor && crossed->tensor->gradient) crossed->tensor->gradient->owners--;
+        crossed->tensor = NULL;
+        crossed->received = NULL;
     }
 }
 
@@ -400,8 +374,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t nu
     slot->next_crossing = slot->input_count = 0;
     stages->at = 0;
     for (size_t i = 0, k; dtrain__stage_item(tape, stage - 1, false, i, &k); i++)
-        slot->received[k] = source.inbox >= 0 ? stages->inboxes[source.inbox].received[k]
-                                              : stages->slots[source.slot].tensors[k]->tensor.data;
+        slot->crossed[k].received = source.inbox >= 0
+                                        ? stages->inboxes[source.inbox].received[k]
+                                        : stages->slots[source.slot].crossed[k].tensor->tensor.data;
     return dtrain__pass_begin(tape, flags, seed);
 }
 
@@ -409,6 +384,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_end(dtrain_tape *tape)
 {
     const dtrain__stages *stages = tape->stages;
     const dtrain__pass_slot *slot = stages->slot;
+    if (stages->surveying) return dtrain__survey_end(tape);
     DTRAIN__TRY(tape->error);
     if (slot->next_crossing == stages->crossing_count && stages->at == stages->count - 1)
         return DTRAIN_OK;
@@ -426,10 +402,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t num
     dtrain__stages *stages = tape->stages;
     dtrain__pass_slot *slot = &stages->slots[number];
     for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage, true, i, &k); i++) {
-        dtrain__tape_tensor *x = slot->tensors[k];
+        dtrain_tensor *x = &slot->crossed[k].tensor->tensor;
         bool accumulate;
-        if (from) dtrain__gradient_take(&x->tensor, &stages->slots[*from].tensors[k]->tensor);
-        else DTRAIN__TRY(dtrain__gradient_open(tape, &x->tensor, &accumulate));
+        if (from) dtrain__gradient_take(x, &stages->slots[*from].crossed[k].tensor->tensor);
+        else DTRAIN__TRY(dtrain__gradient_open(tape, x, &accumulate));
     }
     return DTRAIN_OK;
 }
@@ -438,7 +414,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t num
 static dtrain_result dtrain__stage_zeros(dtrain_tape *tape, const dtrain__pass_slot *slot)
 {
     for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage - 1, true, i, &k); i++) {
-        dtrain_tensor *x = &slot->tensors[k]->tensor;
+        dtrain_tensor *x = &slot->crossed[k].tensor->tensor;
         bool accumulate;
         if (x->grad) continue;
         DTRAIN__TRY(dtrain__gradient_open(tape, x, &accumulate));
@@ -456,7 +432,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t
     tape->pass.more = more;
     tape->pass.halves = halves;
     for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage, true, i, &k); i++) {
-        const dtrain_tensor *x = &slot->tensors[k]->tensor;
+        const dtrain_tensor *x = &slot->crossed[k].tensor->tensor;
         if (x->producer) x->producer->reached = true;
     }
     DTRAIN__TRY(dtrain__backward_pass(tape, loss, scale));
@@ -486,8 +462,8 @@ DTRAIN__PRIVATE void *dtrain__stage_blank(dtrain_tape *tape, size_t crossing)
 DTRAIN__PRIVATE void *dtrain__stage_data(const dtrain_tape *tape, uint32_t slot, size_t crossing,
                                          bool gradient)
 {
-    const dtrain__pass_slot *s = &tape->stages->slots[slot];
-    if (!gradient && s->received[crossing]) return s->received[crossing];
-    const dtrain__tape_tensor *x = s->tensors[crossing];
+    const dtrain__crossed *crossed = &tape->stages->slots[slot].crossed[crossing];
+    const dtrain__tape_tensor *x = crossed->tensor;
+    if (!gradient && crossed->received) return crossed->received;
     return !x ? NULL : gradient ? x->tensor.grad : x->tensor.data;
 }

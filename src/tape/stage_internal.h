@@ -5,10 +5,11 @@
  * other stages are ghosts: they have shapes and no memory. Passes of several micro-batches are
  * under way at once, each in a slot.
  *
- *     survey            once: run the model as ghosts alone, and note what crosses
+ *     survey_begin      once: run the model as ghosts alone, and note what crosses
  *     stage_reset       in each step
  *     stage_receive     find addresses for what the stage before sends, before the pass begins
  *     stage_begin       select a slot; the caller then runs the model's function
+ *     stage_end         behind it
  *     stage_seed        find addresses for the gradients that the stage behind sends
  *     stage_backward    from those, or from the loss
  *     stage_weights     the second half of a backward in halves */
@@ -30,6 +31,12 @@ typedef struct dtrain__crossing {
     bool grad; /* it has a gradient, which goes the other way */
 } dtrain__crossing;
 
+/* A tensor that crosses, in a pass; both NULL: not yet. */
+typedef struct dtrain__crossed {
+    dtrain__tape_tensor *tensor;
+    void *received; /* where it is if it was sent here */
+} dtrain__crossed;
+
 /* A pass under way. What is in use is in the tape; here it is while another slot is selected. */
 typedef struct dtrain__pass_slot {
     dtrain__pass pass;
@@ -37,8 +44,7 @@ typedef struct dtrain__pass_slot {
     int32_t stage;
     struct dtrain__pass_slot *batch; /* the slot with the inputs of this micro-batch */
     dtrain__tape_tensor *inputs;     /* the latest first */
-    dtrain__tape_tensor **tensors;   /* (crossing_count) of this pass; NULL: not made yet */
-    void **received;                 /* (crossing_count) where what was sent here is */
+    dtrain__crossed *crossed;        /* (crossing_count) */
     size_t next_crossing, input_count;
 } dtrain__pass_slot;
 
@@ -67,7 +73,9 @@ typedef struct dtrain__stages {
     dtrain__tape_tensor *made; /* by a survey, the latest first */
     dtrain__crossing *crossings;
     size_t crossing_count;
-    bool *reads; /* (input_count) a stage here reads the input */
+    dtrain__crossed *crossed; /* (slot_count, crossing_count) */
+    void **received;          /* (inbox_count, crossing_count) */
+    bool *reads;              /* (input_count) a stage here reads the input */
     size_t input_count;
 } dtrain__stages;
 
@@ -76,9 +84,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t s
                                                     const bool *here, const int32_t *stage_units,
                                                     size_t unit_count, uint32_t slot_count,
                                                     uint32_t inbox_count);
-/* Begin to run the model as ghosts alone; end, and note what crosses. */
+/* Begin to run the model as ghosts alone; stage_end notes what crosses. */
 DTRAIN__PRIVATE dtrain_result dtrain__survey_begin(dtrain_tape *tape, uint32_t flags);
-DTRAIN__PRIVATE dtrain_result dtrain__survey_end(dtrain_tape *tape);
 
 /* Forget what an earlier step, or one that failed, has left. */
 DTRAIN__PRIVATE void dtrain__stage_reset(dtrain_tape *tape);
@@ -93,7 +100,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_receive(dtrain_tape *tape, uint32_t 
 DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t slot, uint32_t batch,
                                                   int32_t stage, dtrain__stage_source source,
                                                   uint32_t flags, uint64_t seed);
-/* Check that the model has made what the survey found. */
+/* End a survey, or check that the pass of a stage has made what the survey found. */
 DTRAIN__PRIVATE dtrain_result dtrain__stage_end(dtrain_tape *tape);
 /* Find addresses for the gradients of what the stage behind has read; or take them over from a slot
  * of this rank whose backward is over. */

@@ -33,12 +33,11 @@
 
 /* A micro-batch under way on this rank. */
 typedef struct dtrain__flight {
-    int32_t batch;  /* the slot of its first pass here, which has its inputs; -1: not fetched */
-    bool joined;    /* this rank's data had ended */
-    float loss;     /* on the rank of the last stage */
-    int64_t terms;  /* what the loss is a mean of ... */
-    float valid[2]; /* ... and dtrain__samples.valid */
-    bool counted;   /* valid was given */
+    int32_t batch; /* the slot of its first pass here, which has its inputs; -1: not fetched */
+    bool joined;   /* this rank's data had ended */
+    float loss;    /* on the rank of the last stage */
+    dtrain__samples samples; /* what the loss is a mean of ... */
+    float valid[2];          /* ... and what it points to */
 } dtrain__flight;
 
 struct dtrain__pipeline {
@@ -76,16 +75,10 @@ static bool dtrain__neighbour(const dtrain__pipeline *line, int stage, int micro
 /* Note what the loss is a mean of; the tensor is gone when its slot is used again. */
 static void dtrain__flight_note(dtrain__flight *flight, const dtrain_tensor *loss)
 {
-    const dtrain__samples *samples = &((const dtrain__tape_tensor *)loss)->samples;
-    flight->terms = samples->terms;
-    flight->counted = samples->valid != NULL;
-    if (samples->valid) memcpy(flight->valid, samples->valid, sizeof flight->valid);
-}
-
-static dtrain__samples dtrain__flight_samples(const dtrain__flight *flight)
-{
-    const dtrain__samples samples = {flight->terms, flight->counted ? flight->valid : NULL, NULL};
-    return samples;
+    flight->samples = ((const dtrain__tape_tensor *)loss)->samples;
+    if (!flight->samples.valid) return;
+    memcpy(flight->valid, flight->samples.valid, sizeof flight->valid);
+    flight->samples.valid = flight->valid;
 }
 
 /* Run the model's function in the pass that has begun, to its loss. */
@@ -200,15 +193,11 @@ static dtrain_result dtrain__line_part(void *user, const dtrain_pipeline_action 
 static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, void *user, uint32_t flags,
                                          int64_t *terms)
 {
-    dtrain__flight first;
-    memset(&first, 0, sizeof first);
+    dtrain_tensor *loss;
     DTRAIN__TRY(dtrain__survey_begin(trainer->tape, trainer->desc.tape_flags | flags));
-    const dtrain_tensor *loss = trainer->desc.loss(trainer->tape, user);
-    if (loss) dtrain__flight_note(&first, loss);
-    *terms = first.terms;
-    DTRAIN__TRY(dtrain__survey_end(trainer->tape));
-    if (loss) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: loss returned NULL");
+    DTRAIN__TRY(dtrain__line_loss(trainer, user, &loss));
+    *terms = ((const dtrain__tape_tensor *)loss)->samples.terms;
+    return DTRAIN_OK;
 }
 
 /* Run the loss as ghosts alone, to find what crosses, and agree on the unit of weights. Collective;
@@ -249,11 +238,10 @@ static dtrain_result dtrain__line_finish(dtrain_trainer *trainer)
     trainer->joined = 0;
     for (uint32_t micro = 0; micro < micro_batches; micro++) {
         const dtrain__flight *flight = &line->flights[micro];
-        const dtrain__samples samples = dtrain__flight_samples(flight);
         float weight = 0;
         trainer->joined += flight->joined;
-        dtrain__weigh_micro(strategy, flight->joined ? NULL : &samples, micro + 1 < micro_batches,
-                            &weight);
+        dtrain__weigh_micro(strategy, flight->joined ? NULL : &flight->samples,
+                            micro + 1 < micro_batches, &weight);
         dtrain__trainer_add(trainer, micro, flight->loss, weight);
     }
     DTRAIN__TRY(dtrain_strategy_finish(strategy));
@@ -328,8 +316,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_evaluate(dtrain_trainer *trainer,
         if (!((const dtrain__tape_tensor *)tensor)->ghost)
             DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, loss, NULL));
     }
-    const dtrain__samples samples = dtrain__flight_samples(&flight);
-    *weight = dtrain__weight_of(trainer->desc.strategy, &samples);
+    *weight = dtrain__weight_of(trainer->desc.strategy, &flight.samples);
     return DTRAIN_OK;
 }
 

@@ -192,7 +192,7 @@ static void line_create(line *l, model *m, dtrain_device *device, int stages, in
                                     slots, slots) == DTRAIN_OK);
         dtrain_result result = dtrain__survey_begin(l->tapes[r], m->flags);
         if (result == DTRAIN_OK) model_loss(l->tapes[r], m);
-        if (result == DTRAIN_OK) result = dtrain__survey_end(l->tapes[r]);
+        if (result == DTRAIN_OK) result = dtrain__stage_end(l->tapes[r]);
         if (result != DTRAIN_OK) l->result = result;
     }
 }
