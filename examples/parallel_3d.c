@@ -274,9 +274,10 @@ int main(int argc, char **argv)
     for (int a = 1; a < argc; a += 2) {
         const int flag = find(argv[a], flags);
         const char *const value = argv[a + 1];
+        const int least = flag > STRATEGY; /* numbers begin at 1, places in a list at 0 */
         long number = flag == SCHEDULE ? find(value, schedules) : find(value, strategies);
-        if (flag > STRATEGY && value) number = strtol(value, NULL, 10) - 1;
-        if (flag < 0 || !value || (flag != DATA && (number < 0 || number >= 1000000))) {
+        if (flag > STRATEGY && value) number = strtol(value, NULL, 10);
+        if (flag < 0 || !value || (flag != DATA && (number < least || number > 1000000))) {
             fprintf(stderr, "parallel_3d: \"%s %s\" is not understood; flags:", argv[a],
                     value ? value : "");
             for (int f = 0; flags[f]; f++) fprintf(stderr, " %s", flags[f]);
@@ -284,7 +285,7 @@ int main(int argc, char **argv)
             return 2;
         }
         s.data = flag == DATA ? value : s.data;
-        s.number[flag] = (int)number + (flag > STRATEGY);
+        s.number[flag] = (int)number;
     }
     if (s.number[PIPELINE] == 1 && (s.number[SCHEDULE] || s.number[CHUNKS])) {
         fprintf(stderr, "parallel_3d: --schedule and --chunks do nothing with --pipeline 1\n");

@@ -34,6 +34,13 @@ DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer)
 
 DTRAIN__PRIVATE uint64_t dtrain__micro_seed(uint32_t micro) { return DTRAIN__MICRO_SEED * micro; }
 
+/* Return what a micro-batch's loss is multiplied with before its backward. */
+DTRAIN__PRIVATE float dtrain__micro_scale(const dtrain_trainer *trainer)
+{
+    const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: exact */
+    return scale / (float)trainer->desc.micro_batches;
+}
+
 /* Fetch a micro-batch, unless this rank's data has ended, in a span: while next_batch reads, the
  * step makes no progress. */
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
@@ -60,14 +67,13 @@ static dtrain_result dtrain__micro_passes(dtrain_trainer *trainer, uint64_t seed
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
     dtrain_tape *tape = trainer->tape;
-    const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: exact */
     DTRAIN__TRY(
         dtrain_tape_begin(tape, desc->tape_flags, seed + dtrain__micro_seed(trainer->micro)));
     const uint32_t span =
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "forward", trainer->micro);
     *loss = desc->loss(tape, desc->user);
     dtrain__span_end(trainer->world, span);
-    return dtrain_tape_backward(tape, *loss, scale / (float)desc->micro_batches);
+    return dtrain_tape_backward(tape, *loss, dtrain__micro_scale(trainer));
 }
 
 /* Fetch the next micro-batch of the step, unless the tape's feed holds it already, run it and let

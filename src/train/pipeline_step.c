@@ -122,17 +122,15 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
 static dtrain_result dtrain__line_backward(dtrain_trainer *trainer,
                                            const dtrain_pipeline_action *action)
 {
-    const dtrain_trainer_desc *desc = &trainer->desc;
     dtrain__pipeline *line = trainer->pipeline;
     dtrain__flight *flight = &line->flights[action->micro_batch];
     const int stage = dtrain__action_stage(line->schedule, line->rank, action);
-    const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: exact */
-    const bool more = (uint32_t)action->micro_batch + 1 < desc->micro_batches;
+    const bool more = (uint32_t)action->micro_batch + 1 < trainer->desc.micro_batches;
     const uint32_t slot = (uint32_t)action->slot;
     uint32_t before;
     if (flight->joined) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__stage_backward(trainer->tape, slot, line->losses[slot],
-                                       scale / (float)desc->micro_batches, more,
+                                       dtrain__micro_scale(trainer), more,
                                        dtrain__pipeline_splits(line->schedule->kind)));
     if (stage && dtrain__neighbour(line, stage - 1, action->micro_batch, &before))
         DTRAIN__TRY(dtrain__stage_seed(trainer->tape, before, &slot));

@@ -87,6 +87,7 @@ typedef struct dtrain__queue {
 /* train/micro_batch.c */
 DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer);
 DTRAIN__PRIVATE uint64_t dtrain__micro_seed(uint32_t micro);
+DTRAIN__PRIVATE float dtrain__micro_scale(const dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__micro_batch(dtrain_trainer *trainer, uint64_t seed,
                                                   dtrain_tensor **loss, float *weight);
