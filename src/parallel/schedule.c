@@ -382,6 +382,21 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc
         given);
 }
 
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_sizes(const char *call,
+                                                     const dtrain_pipeline_desc *desc, int ranks,
+                                                     int micro_batches, int *chunks)
+{
+    const int most = DTRAIN__PASSES_MOST;
+    DTRAIN__TRY(dtrain__pipeline_chunks(desc, ranks, chunks));
+    if (ranks > 0 && micro_batches > 0 && ranks <= most && micro_batches <= most &&
+        (int64_t)ranks * micro_batches <= most / *chunks)
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "%s: %d ranks, %d chunks and %d micro-batches; expected 1 or more, and at "
+                       "most %d passes in all",
+                       call, ranks, *chunks, micro_batches, most);
+}
+
 DTRAIN__PRIVATE dtrain_pipeline_schedule *
 dtrain__pipeline_alloc(const dtrain_allocator *allocator, const dtrain_pipeline_schedule *head,
                        size_t actions)
@@ -456,13 +471,7 @@ DTRAIN_API dtrain_result dtrain_pipeline_create(const dtrain_pipeline_desc *desc
     int chunks;
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: out is NULL", call);
     *out = NULL;
-    DTRAIN__TRY(dtrain__pipeline_chunks(desc, ranks, &chunks));
-    if (ranks < 1 || micro_batches < 1 ||
-        (int64_t)ranks * chunks * micro_batches > DTRAIN__PASSES_MOST)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: %d ranks, %d chunks and %d micro-batches; expected 1 or more, and "
-                           "at most %d passes in all",
-                           call, ranks, chunks, micro_batches, DTRAIN__PASSES_MOST);
+    DTRAIN__TRY(dtrain__pipeline_sizes(call, desc, ranks, micro_batches, &chunks));
     memset(&weave, 0, sizeof weave);
     weave.kind = desc ? desc->kind : 0;
     weave.p = ranks, weave.v = chunks, weave.m = micro_batches;

@@ -27,6 +27,10 @@ DTRAIN__PRIVATE bool dtrain__pipeline_splits(uint32_t kind);
 /* Check the kind and its chunks; desc NULL = a zeroed one. */
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc *desc, int ranks,
                                                       int *chunks);
+/* Check them, and that a schedule of such sizes can be made. */
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_sizes(const char *call,
+                                                     const dtrain_pipeline_desc *desc, int ranks,
+                                                     int micro_batches, int *chunks);
 DTRAIN__PRIVATE const char *dtrain__pipeline_kind_name(uint32_t kind);
 DTRAIN__PRIVATE const char *dtrain__pipeline_act_name(uint32_t act);
 DTRAIN__PRIVATE bool dtrain__is_message(const dtrain_pipeline_action *action);

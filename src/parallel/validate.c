@@ -332,20 +332,12 @@ static void dtrain__check_report(const dtrain__check *check, int rank,
 static dtrain_result dtrain__check_shape(const dtrain_pipeline_schedule *s)
 {
     const char *const call = "dtrain_pipeline_check";
-    const dtrain_pipeline_desc desc = {s ? s->kind : 0, s ? (uint32_t)s->chunks : 0, NULL};
+    if (!s || !s->first || !s->actions || !s->chunks)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: schedule or a part of it is NULL, or it has 0 chunks", call);
+    const dtrain_pipeline_desc desc = {s->kind, (uint32_t)s->chunks, NULL};
     int chunks;
-    if (!s || !s->first || !s->actions)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: schedule or a part of it is NULL", call);
-    DTRAIN__TRY(dtrain__pipeline_chunks(&desc, s->ranks, &chunks));
-    if (s->chunks == chunks && s->ranks > 0 && s->micro_batches > 0 &&
-        s->ranks <= DTRAIN__PASSES_MOST &&
-        (int64_t)s->ranks * chunks * s->micro_batches <= DTRAIN__PASSES_MOST)
-        return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "%s: the schedule has %d ranks, %d chunks and %d micro-batches; expected 1 "
-                       "or more, and at most %d passes in all",
-                       call, (int)s->ranks, (int)s->chunks, (int)s->micro_batches,
-                       DTRAIN__PASSES_MOST);
+    return dtrain__pipeline_sizes(call, &desc, s->ranks, s->micro_batches, &chunks);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_replay(const dtrain_pipeline_schedule *schedule,

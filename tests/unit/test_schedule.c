@@ -561,7 +561,8 @@ static void test_arguments(void)
                {0, 0, 0, 2, "0 ranks"},
                {0, 0, 2, 0, "0 micro-batches"},
                {0, 0, 2, -3, "-3 micro-batches"},
-               {0, 0, 1 << 20, 1 << 20, "at most"}};
+               {0, 0, 1 << 20, 1 << 20, "at most"},
+               {DTRAIN_PIPELINE_INTERLEAVED, 64, INT32_MAX, INT32_MAX, "at most"}};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         const dtrain_pipeline_desc desc = {bad[i].kind, bad[i].chunks, NULL};
         schedule *s = NULL;
