@@ -361,4 +361,3 @@ DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result min
     return dtrain_fail((dtrain_result)verdict.code, "rank %d failed: %s",
                        dtrain__world_rank(comm, (int)first), verdict.text);
 }
-

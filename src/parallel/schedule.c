@@ -172,9 +172,9 @@ static int dtrain__ahead(const dtrain__weave *weave, int rank)
     return 2 * (p - rank - 1) + (weave->v - 1) * (size > p ? size : p);
 }
 
-/* Order the computations of a rank. With weights apart (ZB_H1) those of `rank` micro-batches are put
- * off: rank 0 has none to spare, and the last rank fills with them what it would wait for at the
- * end. */
+/* Order the computations of a rank. With weights apart (ZB_H1) those of `rank` micro-batches are
+ * put off: rank 0 has none to spare, and the last rank fills with them what it would wait for at
+ * the end. */
 static void dtrain__order_rank(const dtrain__weave *weave, int rank)
 {
     const int total = weave->m * weave->v, ahead = dtrain__ahead(weave, rank);
@@ -192,8 +192,8 @@ static void dtrain__order_rank(const dtrain__weave *weave, int rank)
 }
 
 /* Pick what a free rank does next with ZBV: a backward, of the last stages first, since all others
- * wait for those; a forward, towards them; else a weight. No more than p micro-batches are on a rank
- * at once, which is the memory of 1F1B's first rank. */
+ * wait for those; a forward, towards them; else a weight. No more than p micro-batches are on a
+ * rank at once, which is the memory of 1F1B's first rank. */
 static bool dtrain__vee_pick(const dtrain__weave *weave, int rank, dtrain_pipeline_action *best,
                              double *at)
 {

@@ -261,7 +261,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__survey_begin(dtrain_tape *tape, uint32_t f
     return dtrain__pass_begin(tape, flags, 0);
 }
 
-/* Make the lists that the survey fills, of `crossings` and `inputs`, and those of slots and inboxes. */
+/* Make the lists that the survey fills, of `crossings` and `inputs`, and those of slots and
+ * inboxes. */
 static dtrain_result dtrain__crossings_alloc(dtrain_tape *tape, size_t crossings, size_t inputs)
 {
     const dtrain_allocator *a = &tape->allocator;
