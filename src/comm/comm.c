@@ -88,8 +88,8 @@ DTRAIN__PRIVATE uint64_t dtrain__wire_bytes(const dtrain_collective *what, int s
            (bytes / n * (n - 1) + bytes % n * (n - 1) / n);
 }
 
-/* Return the part of an operation's bytes that goes to other nodes of an emulated cluster: a message
- * goes to one rank, and in a collective every rank is sent the same. */
+/* Return the part of an operation's bytes that goes to other nodes of an emulated cluster: of a
+ * message all or nothing, and in a collective every rank is sent the same. */
 static uint64_t dtrain__node_bytes(const dtrain_comm *comm, const dtrain_collective *what,
                                    uint64_t bytes)
 {
