@@ -14,6 +14,7 @@ typedef struct dtrain__planned {
     dtrain_strategy_desc desc; /* resolved */
     dtrain_compression_desc compression;
     dtrain__layout layout; /* all zero: none */
+    dtrain__stage_map stages;
 } dtrain__planned;
 
 /* Return how many tensors of optimizer state a parameter will have. */
@@ -330,8 +331,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_
         (dtrain__planned *)dtrain__alloc(&world->allocator, 1, sizeof *plan->planned, "a plan");
     if (plan->planned) {
         plan->layout = &plan->planned->layout;
+        plan->stages = &plan->planned->stages;
+        plan->pipeline = desc->pipeline;
         mine = dtrain__plan_needs(&world->allocator, params, count, desc, node_ranks, plan);
     }
+    if (mine == DTRAIN_OK)
+        mine = dtrain__stage_map_make(&plan->planned->stages, &world->allocator, params, count,
+                                      desc->pipeline, &plan->groups);
     DTRAIN__TRY(dtrain__agree(plan->comm, mine));
     return dtrain__auto_limit(world, desc, plan->comm, &plan->limit);
 }
@@ -340,5 +346,6 @@ DTRAIN__PRIVATE void dtrain__strategy_plan_free(dtrain_world *world, dtrain__str
 {
     if (!plan->planned) return;
     dtrain__ways_free(&plan->planned->layout, &world->allocator);
+    dtrain__stage_map_free(&plan->planned->stages, &world->allocator);
     dtrain__free(&world->allocator, plan->planned, 1, sizeof *plan->planned);
 }

@@ -186,6 +186,8 @@ typedef struct dtrain__strategy_plan {
     uint64_t needs; /* bytes of a rank for parameters, gradients, optimizer and buffers ... */
     int64_t limit;  /* ... of those that it may use, for activations too */
     const struct dtrain__layout *layout; /* of rank 0 of the data axis */
+    const dtrain__stage_map *stages;     /* of a pipeline, with its desc; NULL: not known */
+    const dtrain_pipeline_desc *pipeline;
     struct dtrain__planned *planned;
 } dtrain__strategy_plan;
 DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_param *params,

@@ -405,17 +405,16 @@ static dtrain_result dtrain__pipeline_tables(dtrain_trainer *trainer, dtrain__pi
 }
 
 /* Make a trainer's schedule and tables. */
-static dtrain_result dtrain__pipeline_open(dtrain_trainer *trainer)
+static dtrain_result dtrain__pipeline_open(dtrain_trainer *trainer, const dtrain__stage_map *map,
+                                           const dtrain_pipeline_desc *desc)
 {
-    const dtrain_strategy *strategy = trainer->desc.strategy;
     dtrain__pipeline *line = trainer->pipeline =
         (dtrain__pipeline *)dtrain__alloc(&trainer->allocator, 1, sizeof *line, "a pipeline");
     if (!line) return DTRAIN_ERROR_MEMORY;
     line->comm = trainer->groups.pipeline;
     line->rank = trainer->groups.pipeline_rank;
-    line->map = dtrain__stages_of(strategy);
-    DTRAIN__TRY(dtrain_pipeline_create(dtrain__settings_of(strategy)->pipeline,
-                                       trainer->groups.pipeline_ranks,
+    line->map = map;
+    DTRAIN__TRY(dtrain_pipeline_create(desc, trainer->groups.pipeline_ranks,
                                        (int)trainer->desc.micro_batches, &line->schedule));
     return dtrain__pipeline_tables(trainer, line);
 }
@@ -424,7 +423,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer)
 {
     if (trainer->groups.pipeline_ranks == 1) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__pipeline_allows(trainer));
-    DTRAIN__TRY(dtrain__pipeline_open(trainer));
+    const dtrain_strategy *strategy = trainer->desc.strategy;
+    DTRAIN__TRY(dtrain__pipeline_open(trainer, dtrain__stages_of(strategy),
+                                      dtrain__settings_of(strategy)->pipeline));
     dtrain__expect_schedule(trainer->desc.strategy, trainer->desc.micro_batches > 1);
     return DTRAIN_OK;
 }
@@ -448,10 +449,11 @@ static dtrain_result dtrain__pipeline_rehearse(dtrain_trainer *trainer)
 
 /* Take a step on a tape of the plan device, which counts what it needs. Local. */
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_plan(const dtrain_trainer_desc *desc,
+                                                    const dtrain__strategy_plan *plan,
                                                     dtrain_tape *tape)
 {
     dtrain_trainer rehearsal;
-    if (!desc->strategy)
+    if (!plan->stages)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_trainer_plan: which stages of a pipeline this rank has is known "
                            "to a strategy; give desc one");
@@ -460,9 +462,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_plan(const dtrain_trainer_desc *d
     rehearsal.desc.next_batch = NULL; /* what is in the buffers does not matter */
     if (desc->micro_batches == 0) rehearsal.desc.micro_batches = 1;
     rehearsal.allocator = tape->allocator;
-    rehearsal.groups = dtrain__groups_of(desc->strategy);
+    rehearsal.groups = plan->groups;
     rehearsal.tape = tape;
-    dtrain_result result = dtrain__pipeline_open(&rehearsal);
+    dtrain_result result = dtrain__pipeline_open(&rehearsal, plan->stages, plan->pipeline);
     if (result == DTRAIN_OK) result = dtrain__pipeline_rehearse(&rehearsal);
     dtrain__pipeline_destroy(&rehearsal);
     return result;

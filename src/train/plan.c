@@ -39,8 +39,7 @@
  * tape leaves the parameters' bookkeeping alone, so a plan can be made at any time, between two
  * steps as well. */
 static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_trainer_desc *desc,
-                                              const struct dtrain__layout *layout,
-                                              const dtrain__groups *groups,
+                                              const dtrain__strategy_plan *strategy,
                                               const dtrain__unit_costs *costs,
                                               dtrain_memory *memory)
 {
@@ -61,13 +60,13 @@ static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_
     /* Without a strategy: its `ready` would start communication, and a plan is local. */
     dtrain_result result = dtrain_tape_create(world, NULL, device, &tape);
     if (result == DTRAIN_OK) {
-        tape->layout = layout;
-        tape->groups = *groups;
+        tape->layout = strategy->layout;
+        tape->groups = strategy->groups;
         tape->costs = costs;
         result = dtrain_tape_recompute(tape, desc->recompute_every, desc->recompute_ops);
     }
-    if (result == DTRAIN_OK && groups->pipeline_ranks > 1) {
-        result = dtrain__pipeline_plan(desc, tape);
+    if (result == DTRAIN_OK && strategy->groups.pipeline_ranks > 1) {
+        result = dtrain__pipeline_plan(desc, strategy, tape);
     } else if (result == DTRAIN_OK) {
         result = dtrain_tape_begin(tape, desc->tape_flags, 0);
         tape->pass.halves = costs != NULL;
@@ -99,8 +98,8 @@ static dtrain_result dtrain__batch_needs(const dtrain__batch_plan *plan, uint32_
 {
     dtrain_memory memory;
     DTRAIN__TRY(plan->search->set_batch(plan->trainer->user, batch));
-    DTRAIN__TRY(dtrain__plan_activations(plan->world, plan->trainer, plan->strategy.layout,
-                                         &plan->strategy.groups, NULL, &memory));
+    DTRAIN__TRY(
+        dtrain__plan_activations(plan->world, plan->trainer, &plan->strategy, NULL, &memory));
     *bytes = memory.activations + memory.activation_grads;
     return DTRAIN_OK;
 }
@@ -205,31 +204,50 @@ DTRAIN__PRIVATE void dtrain__memory_held(const dtrain_trainer_desc *desc, dtrain
     else if (desc->optimizer) memory->optimizer = desc->optimizer->block_bytes;
 }
 
+/* Describe the strategy of a desc; without one, stages are known from a search alone. */
+static dtrain__strategy_plan dtrain__plan_of(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                             const dtrain__strategy_plan *found)
+{
+    dtrain__strategy_plan plan;
+    memset(&plan, 0, sizeof plan);
+    if (desc->strategy) {
+        plan.groups = dtrain__groups_of(desc->strategy);
+        plan.layout = dtrain__layout_of(desc->strategy);
+        plan.stages = dtrain__stages_of(desc->strategy);
+        plan.pipeline = dtrain__settings_of(desc->strategy)->pipeline;
+        return plan;
+    }
+    plan.groups = dtrain__mesh_groups(world, desc->mesh, NULL);
+    plan.stages = found->stages;
+    plan.pipeline = found->pipeline;
+    return plan;
+}
+
 DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
                                              dtrain_batch_search *search, dtrain_memory *memory)
 {
+    dtrain_result result = DTRAIN_OK;
     if (!world || !desc || !memory)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_trainer_plan: world, desc or memory is NULL");
+    dtrain__batch_plan batch;
+    memset(&batch, 0, sizeof batch);
     if (search) {
         if (!search->set_batch || !search->params || search->max_batch > INT32_MAX)
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                                "dtrain_trainer_plan: expected a search with set_batch, params and "
                                "a max_batch below 2^31");
-        dtrain__batch_plan batch;
-        memset(&batch, 0, sizeof batch);
         batch.world = world;
         batch.trainer = desc;
         batch.search = search;
-        const dtrain_result found = dtrain__batch_find(&batch);
-        dtrain__strategy_plan_free(world, &batch.strategy);
-        DTRAIN__TRY(found);
+        result = dtrain__batch_find(&batch);
     }
-    const dtrain__groups groups = desc->strategy ? dtrain__groups_of(desc->strategy)
-                                                 : dtrain__mesh_groups(world, desc->mesh, NULL);
-    DTRAIN__TRY(dtrain__plan_activations(world, desc,
-                                         desc->strategy ? dtrain__layout_of(desc->strategy) : NULL,
-                                         &groups, NULL, memory));
+    if (result == DTRAIN_OK) {
+        const dtrain__strategy_plan plan = dtrain__plan_of(world, desc, &batch.strategy);
+        result = dtrain__plan_activations(world, desc, &plan, NULL, memory);
+    }
+    dtrain__strategy_plan_free(world, &batch.strategy);
+    DTRAIN__TRY(result);
     dtrain__memory_held(desc, memory);
     if (desc->strategy && world->device->ops->host_memory) memory->workspace = world->base_bytes;
     memory->total = memory->activations + memory->activation_grads + memory->params +
@@ -259,9 +277,11 @@ DTRAIN_API dtrain_result dtrain_trainer_unit_costs(dtrain_world *world,
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_trainer_unit_costs: world, desc, params, costs or unit_count is "
                            "NULL, or there is no parameter");
-    const dtrain__groups whole = dtrain__mesh_groups(world, NULL, NULL);
+    dtrain__strategy_plan whole;
+    memset(&whole, 0, sizeof whole);
+    whole.groups = dtrain__mesh_groups(world, NULL, NULL);
     dtrain_result result =
-        dtrain__stage_map_make(&map, &world->allocator, params, param_count, NULL, &whole);
+        dtrain__stage_map_make(&map, &world->allocator, params, param_count, NULL, &whole.groups);
     if (result == DTRAIN_OK) {
         memset(costs, 0, map.unit_count * sizeof *costs);
         if (activations) memset(activations, 0, map.unit_count * sizeof *activations);
@@ -270,7 +290,7 @@ DTRAIN_API dtrain_result dtrain_trainer_unit_costs(dtrain_world *world,
         units.flops_per_byte = dtrain__flops_per_byte(world->device);
         units.costs = costs;
         units.kept = activations;
-        result = dtrain__plan_activations(world, desc, NULL, &whole, &units, &memory);
+        result = dtrain__plan_activations(world, desc, &whole, &units, &memory);
     }
     dtrain__stage_map_free(&map, &world->allocator);
     return result;

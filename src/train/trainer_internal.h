@@ -11,6 +11,7 @@
 #include "comm/backend.h"
 #include "comm/groups_internal.h"
 #include "strategy/memory.h"
+#include "strategy/view_internal.h"
 #include "tape/tape_internal.h"
 #include "optim/scaler.h"
 #include "train/trainer.h"
@@ -104,6 +105,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_failed(const dtrain_trainer *trainer,
                                                       dtrain_result result);
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_plan(const dtrain_trainer_desc *desc,
+                                                    const dtrain__strategy_plan *plan,
                                                     dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_survey(dtrain_trainer *trainer, void *user,
                                                       uint32_t flags);

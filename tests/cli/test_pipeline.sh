@@ -39,12 +39,27 @@ for how in "--ranks 1 --batch 2 --accum 4" "--ranks 3 --pipeline 3 --batch 2 --a
     rm -rf "$tmp/again"
 done
 
+# ---- the largest batch that fits: of each schedule, and with as many micro-batches as it leaves of a global batch ----
+# fits NAME FLAGS...: a run with the batch that was found keeps to the limit, and is the run that was given it
+wide="$gpt --layers 4 --channels 64 --seq 64 --steps 2 --eval-batches 0"
+fits() {
+    name=$1; shift
+    timeout 60 $wide "$@" --auto-batch --memory-limit 12 >"$tmp/out" 2>&1 &&
+        found=$(sed -n 's/^step  *\([0-9]*\) x .*/\1/p' "$tmp/out") && count=$(sed -n 's/^step .* x \([0-9]*\) micro.*/\1/p' "$tmp/out") && [ "$found" -gt 1 ] &&
+        grep -q '^  memory limit ' "$tmp/out" && ! timeout 60 $wide "$@" --batch $((2 * found)) --accum "$count" --memory-limit 12 >"$tmp/again" 2>&1 && grep -q 'memory limit' "$tmp/again"
+    result "$name" $? "$tmp/out"
+}
+fits "the largest batch of 1F1B" --ranks 2 --pipeline 2 --accum 4
+fits "of GPipe, which keeps all micro-batches" --ranks 4 --tensor 2 --pipeline 2 --accum 4 --pipeline-schedule gpipe
+fits "of ZBV under ZERO1" --ranks 4 --pipeline 2 --accum 4 --pipeline-schedule zbv --strategy zero1
+good "a global batch of many" '^step +4 x 64 tokens x 8 micro-batches x 2 replicas' $wide --ranks 4 --pipeline 2 --global-batch 64 --auto-batch --memory-limit 12
+bad "a global batch of which not even one fits" 'not even one sample fits' $wide --ranks 4 --pipeline 2 --global-batch 64 --auto-batch --memory-limit 12 --pipeline-schedule gpipe
+
 # ---- what cannot be ----
 bad "ranks" '--tensor 2 x --pipeline 2 are 4 ranks, which do not divide --ranks 6' $gpt --ranks 6 --tensor 2 --pipeline 2
 bad "kinds" 'full_shard gathers or reduces them one after the other' $gpt --ranks 2 --pipeline 2 --strategy full_shard
 bad "stages without a unit" 'unit' $gpt --ranks 9 --pipeline 9 --layers 2
 bad "chunks" '--chunks does nothing without --pipeline' $gpt --ranks 2 --chunks 2
-bad "a search" '--auto-batch with --pipeline 2' $gpt --ranks 2 --pipeline 2 --auto-batch
 bad "a program with passes of its own" '--pipeline 2: this program runs passes' "$build/resnet_cifar" --ranks 2 --pipeline 2 --steps 1
 bad "no model to write with" '--pipeline with --generate' $gpt --ranks 2 --pipeline 2 --generate 3 --resume "$tmp/saved"
 bad "a forecast" '--dry-run with --pipeline 2' $gpt --ranks 2 --pipeline 2 --dry-run

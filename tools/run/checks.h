@@ -134,11 +134,9 @@ static int check_pipeline(run_settings *s, const run_program *program)
 {
     static const struct {
         const char *flag, *why;
-    } without[] = {
-        {"--auto-batch", "which batch fits is not searched for with stages; use --batch"},
-        {"--tune", "trials of layouts with stages are not made"},
-        {"--dry-run", "forecasts have no pipelines yet"},
-        {"--graph", "a recorded step has one micro-batch under way"}};
+    } without[] = {{"--tune", "trials of layouts with stages are not made"},
+                   {"--dry-run", "forecasts have no pipelines yet"},
+                   {"--graph", "a recorded step has one micro-batch under way"}};
     const long p = s->pipeline, all = p * s->tensor;
     s->line.kind = (uint32_t)s->pipeline_schedule;
     s->line.chunks = (uint32_t)s->chunks;

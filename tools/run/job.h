@@ -278,12 +278,29 @@ static dtrain_result name_flag(dtrain_result result, const char *name, const cha
     return refused ? name_error(result, name, value) : result;
 }
 
-/* Choose the size of a micro-batch and how many make a step, before the model is allocated. */
+/* Lower the batch to the largest one that fits. */
+static dtrain_result search_batch(dtrain_world *world, run_job *j,
+                                  const dtrain_strategy_desc *strategy)
+{
+    const dtrain_trainer_desc trainer = trainer_desc(world, j);
+    dtrain_batch_search search;
+    memset(&search, 0, sizeof search);
+    search.max_batch = j->batch;
+    search.set_batch = j->program->set_batch;
+    search.params = j->params;
+    search.param_count = j->param_count;
+    search.strategy = strategy;
+    const dtrain_result result = dtrain_trainer_plan(world, &trainer, &search, &j->memory);
+    j->batch = search.batch;
+    return result;
+}
+
+/* Choose the size of a micro-batch and how many make a step, before the model is allocated. A smaller batch makes more
+ * micro-batches of a global one, and a pipeline may keep more of them at once: then the search is repeated. */
 static dtrain_result choose_batch(dtrain_world *world, run_job *j,
                                   const dtrain_strategy_desc *strategy)
 {
     const run_settings *s = j->s;
-    dtrain_trainer_desc trainer = trainer_desc(world, j);
     const uint64_t global = (uint64_t)s->global_batch;
     const int ranks = job_ranks(world, j);
     dtrain_result result = DTRAIN_OK;
@@ -292,18 +309,12 @@ static dtrain_result choose_batch(dtrain_world *world, run_job *j,
     if (global) /* before a search, so that what cannot be shared is an error at once */
         TRY(name_flag(split_global_batch(global, j->batch, ranks, &j->batch, &j->accum),
                       "--global-batch", ""));
-    if (s->auto_batch) {
-        dtrain_batch_search search;
-        memset(&search, 0, sizeof search);
-        search.max_batch = j->batch;
-        search.set_batch = j->program->set_batch;
-        search.params = j->params;
-        search.param_count = j->param_count;
-        search.strategy = strategy;
-        TRY(dtrain_trainer_plan(world, &trainer, &search, &j->memory));
-        j->batch = search.batch;
+    for (uint32_t before = 0; s->auto_batch && before != j->accum;) {
+        before = j->accum;
+        TRY(search_batch(world, j, strategy));
+        if (global) TRY(split_global_batch(global, j->batch, ranks, &j->batch, &j->accum));
+        if (s->pipeline == 1) break;
     }
-    if (global) TRY(split_global_batch(global, j->batch, ranks, &j->batch, &j->accum));
     TRY(j->program->set_batch(j->own, j->batch));
 cleanup:
     return result;
