@@ -126,6 +126,8 @@ kill $launcher
 wait $launcher
 [ $? -eq 143 ] && ! grep -q 'restart 3' "$tmp/out"
 result "TERM in the wait before a restart ends the run" $? "$tmp/out"
+is "--min-ranks: two ranks are given up, and not one more" 4 'crash loop: 5 restarts' $run --nproc 4 --restarts 5 --min-ranks 2 --grace 0.2 sh -c 'echo "$DTRAIN_RANK of $DTRAIN_WORLD_SIZE"; exit 4'
+[ "$(grep -c '^0 of 4$' "$tmp/out")" -eq 2 ] && [ "$(grep -c '^0 of 3$' "$tmp/out")" -eq 1 ] && [ "$(grep -c '^0 of 2$' "$tmp/out")" -eq 3 ]; result "after one restart of all" $? "$tmp/out"
 [ -e "$tmp/logs/attempt-1/rank-1.log" ]; result "a restart has logs of its own" $?
 
 long="$gpt --ranks 2 --global-batch 8 --steps 600 --save-every 100 --resume auto --deterministic"
@@ -183,6 +185,9 @@ two "two nodes of two ranks" 0 '^\[rank 3\] 3 of 4, 1 of 2$' sh -c 'echo "$DTRAI
 two "a rank of node 1 fails: its status on both" 9 '^dtrain-run: rank 2 of 4 .* exit status 9' --grace 0.6 sh -c 'sleep 0.2; [ $DTRAIN_RANK != 2 ] || exit 9; sleep 60'
 two "all ranks of all nodes start again" 0 '^\[rank 1\] attempt 1' --grace 0.6 --restarts 1 sh -c 'echo attempt $DTRAIN_RESTART_COUNT; [ $DTRAIN_RANK != 3 ] || [ $DTRAIN_RESTART_COUNT = 1 ] || exit 9; [ $DTRAIN_RESTART_COUNT = 1 ] || sleep 60'
 [ "$(grep -c 'attempt 1' "$tmp/out")" -eq 4 ]; result "each of them once" $? "$tmp/out"
+two "--min-ranks: the node gives a rank up whose rank fails" 0 '^\[rank 2\] 2 of 3, 0 of 1, attempt 2$' --grace 0.6 --restarts 2 --min-ranks 3 sh -c '
+    [ $DTRAIN_WORLD_SIZE != 4 ] || { [ $DTRAIN_RANK != 3 ] || exit 9; sleep 60; }; echo "$DTRAIN_RANK of $DTRAIN_WORLD_SIZE, $DTRAIN_LOCAL_RANK of $DTRAIN_LOCAL_SIZE, attempt $DTRAIN_RESTART_COUNT"'
+grep -q '^1 of 3\|^.rank 1. 1 of 3, 1 of 2, attempt 2$' "$tmp/out" && [ "$(grep -c 'it goes on with 3 (--min-ranks 3)' "$tmp/out")" -eq 1 ]; result "the other one has its two" $? "$tmp/out"
 two "a crash loop on two nodes" 9 'crash loop' --grace 0.6 --restarts 1 sh -c '[ $DTRAIN_RANK != 3 ] || exit 9; sleep 60'
 is "a node that never comes" 1 'node 0 has waited .* 1 of 2 nodes have not come: 1' $run $nodes --timeout 1 --node-rank 0 true
 # Network namespaces are hosts: the CPU's communicator says what is missing, once, and the status is that of the rank.
