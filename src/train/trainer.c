@@ -163,6 +163,30 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
 
 /* ---- the record -------------------------------------------------------------------------------*/
 
+/* Compare where the data of ranks that have parts of one model ended: the messages of a pipeline
+ * may find their way past each other where that differs, with numbers that mean nothing. */
+static dtrain_result dtrain__check_ended(const dtrain_trainer *trainer, int64_t step)
+{
+    const int tensor = trainer->groups.tensor_ranks, replicas = tensor * trainer->data_ranks;
+    const uint32_t micros = trainer->desc.micro_batches;
+    for (int r = 0; r < trainer->ranks; r++) {
+        const int first = r % replicas / tensor * tensor; /* of the same model */
+        const float *own = &trainer->words[r * DTRAIN__WORD_COUNT],
+                    *other = &trainer->words[first * DTRAIN__WORD_COUNT];
+        if (own[DTRAIN__WORD_ENDED] == other[DTRAIN__WORD_ENDED]) continue;
+        return dtrain_fail(
+            DTRAIN_ERROR_USAGE,
+            "dtrain_trainer_step: at step %lld rank %d had data for %.0f of %u micro-batches, and "
+            "rank %d, which has another part of the same model, for %.0f; give both the same "
+            "samples",
+            (long long)step, dtrain__world_rank(trainer->groups.all, r),
+            (1 - (double)own[DTRAIN__WORD_ENDED]) * micros, micros,
+            dtrain__world_rank(trainer->groups.all, first),
+            (1 - (double)other[DTRAIN__WORD_ENDED]) * micros);
+    }
+    return DTRAIN_OK;
+}
+
 /* Decide by the losses of all ranks and the norm whether to go on, to skip the step or to fail with
  * the same error on each rank. Where the norm is not finite no rank has updated its parameters. */
 static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_step_record *record,
@@ -292,6 +316,8 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const doubl
     double mean[DTRAIN__WORD_COUNT];
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
     record->ended = !(mean[DTRAIN__WORD_ENDED] < 1);
+    DTRAIN__TRY(
+        dtrain__strategy_keep(trainer->desc.strategy, dtrain__check_ended(trainer, record->step)));
     DTRAIN__TRY(dtrain__check_finite(trainer, record, overflow));
     record->ranks = trainer->ranks;
     for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++)

@@ -243,11 +243,158 @@ static void test_without_exact(void)
     compare(c, 8);
 }
 
+/* ---- What it does not cover ---- */
+
+/* A mesh or strategy that is refused, or a model whose first step is. */
+typedef struct refusal {
+    dtrain_mesh_desc mesh;
+    dtrain_strategy_desc how;
+    uint32_t flags; /* of the tape */
+    int64_t classes,
+        up; /* rows of the head and columns of the hidden layer; 0: of a model that works */
+    bool head_whole; /* it is not cut */
+    const char *words[3];
+    bool works;
+} refusal;
+
+/* Run the first step of a small model: embedding, two layers, head. */
+static dtrain_result step_of(dtrain_world *world, const refusal *c, dtrain_strategy *strategy,
+                             dtrain_param p[4])
+{
+    const int64_t rows = 4;
+    int32_t tokens[4] = {0, 1, 2, 3};
+    dtrain_tape *tape = NULL;
+    float norm, scale;
+    dtrain_result result = dtrain_tape_create(world, strategy, NULL, &tape);
+    if (result == DTRAIN_OK) result = dtrain_tape_begin(tape, c->flags, 0);
+    if (result == DTRAIN_OK) {
+        dtrain_tensor *in = dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, &rows, tokens, false);
+        dtrain_tape_unit(tape, 0);
+        dtrain_tensor *x = dtrain_embedding(tape, in, &p[0], NULL);
+        x = dtrain_linear(tape, x, &p[1], NULL, DTRAIN_ACTIVATION_GELU);
+        x = dtrain_linear(tape, x, &p[2], NULL, DTRAIN_ACTIVATION_NONE);
+        x = dtrain_linear(tape, x, &p[3], NULL, DTRAIN_ACTIVATION_NONE);
+        in = dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, &rows, tokens, false);
+        x = dtrain_cross_entropy(tape, x, in, 0, 0);
+        result = dtrain_tape_backward(tape, x, 1);
+        if (result == DTRAIN_OK) result = dtrain_strategy_finish(strategy);
+        if (result == DTRAIN_OK) result = dtrain_grad_norm(strategy, NULL, 1, &norm, &scale);
+    }
+    dtrain_tape_destroy(tape);
+    return result;
+}
+
+static int refused_rank(dtrain_world *world, void *user)
+{
+    const refusal *c = (const refusal *)user;
+    dtrain_mesh *mesh = NULL;
+    dtrain_strategy *strategy = NULL;
+    dtrain_param p[4];
+    dtrain_strategy_desc how = c->how;
+    const int64_t up = c->up ? c->up : 32, classes = c->classes ? c->classes : 48;
+    model_param(&p[0], "token", 48, 16, DTRAIN_CUT_ROWS);
+    model_param(&p[1], "up", up, 16, DTRAIN_CUT_ROWS);
+    model_param(&p[2], "down", 16, up, DTRAIN_CUT_COLUMNS);
+    model_param(&p[3], "head", classes, 16, c->head_whole ? 0 : DTRAIN_CUT_ROWS);
+    dtrain_result result = dtrain_mesh_create(world, &c->mesh, &mesh);
+    how.mesh = mesh;
+    if (result == DTRAIN_OK) result = dtrain_strategy_create(world, p, 4, &how, &strategy);
+    if (result == DTRAIN_OK) result = step_of(world, c, strategy, p);
+    CHECK_MSG((result == DTRAIN_OK) == c->works, "%s: %s", c->words[0],
+              result == DTRAIN_OK ? "accepted" : dtrain_last_error());
+    for (int i = 0; i < 3 && c->words[i] && !c->works; i++)
+        CHECK_MSG(strstr(dtrain_last_error(), c->words[i]), "\"%s\" is not in: %s", c->words[i],
+                  dtrain_last_error());
+    dtrain_strategy_destroy(strategy);
+    dtrain_mesh_destroy(mesh);
+    return 0;
+}
+
+static void refuse(refusal *c, const char *first, const char *second, const char *third)
+{
+    const int ranks = c->mesh.tensor * (c->mesh.data ? c->mesh.data : 1) *
+                      (c->mesh.pipeline ? c->mesh.pipeline : 1);
+    c->words[0] = first, c->words[1] = second, c->words[2] = third;
+    c->mesh.exact = true, c->works = false;
+    ranks_run(ranks, DTRAIN_LAUNCH_THREADS, refused_rank, c);
+    c->mesh.exact = false, c->works = true; /* it is `exact` that it was refused for */
+    ranks_run(ranks, DTRAIN_LAUNCH_THREADS, refused_rank, c);
+    memset(c, 0, sizeof *c);
+    c->mesh.tensor = 2;
+}
+
+/* Each limit that the mesh's comment names is refused by a sentence, and works without `exact`; but for offload, which
+ * a CPU refuses by itself. */
+static void test_refusals(void)
+{
+    static const char *const leave = "leave it out, or exact", *const divide =
+                                                                   "does not divide into";
+    dtrain_compression_desc topk;
+    refusal c;
+    memset(&c, 0, sizeof c);
+    memset(&topk, 0, sizeof topk);
+    topk.kind = DTRAIN_COMPRESSION_TOPK;
+    c.mesh.tensor = 3;
+    refuse(&c, "a tensor axis of 3 ranks does not share evenly", "take 1, 2, 4 or 8", NULL);
+    c.mesh.tensor = 6;
+    refuse(&c, "a tensor axis of 6 ranks", "take 1, 2, 4 or 8", NULL);
+    c.mesh.sequence_parallel = true;
+    refuse(&c, "exact is set beside sequence_parallel", "leave one of them out", NULL);
+    for (uint32_t kind = DTRAIN_STRATEGY_ZERO1; kind <= DTRAIN_STRATEGY_HYBRID_SHARD; kind++) {
+        c.mesh.data = 2, c.how.kind = kind;
+        c.how.node_size = kind == DTRAIN_STRATEGY_HYBRID_SHARD ? 2 : 0;
+        refuse(&c, "a kind that shards over several data ranks", leave, NULL);
+    }
+    c.how.compression = &topk;
+    refuse(&c, "the strategy has compression", leave, NULL);
+    c.how.reduce_dtype = DTRAIN_DTYPE_BF16;
+    refuse(&c, "the strategy has values narrower than fp32", leave, NULL);
+    c.how.kind = DTRAIN_STRATEGY_FULL_SHARD, c.how.param_dtype = DTRAIN_DTYPE_BF16;
+    refuse(&c, "the strategy has values narrower than fp32", leave, NULL);
+    c.flags = DTRAIN_TAPE_BF16;
+    refuse(&c, "autocast", "exact", NULL);
+    c.flags = DTRAIN_TAPE_BF16, c.head_whole = true;
+    refuse(&c, "autocast", "exact", NULL);
+    c.up = 36;
+    refuse(&c, "a sum over 36", divide, "8 lanes");
+    c.classes = 50;
+    refuse(&c, "a sum over 50", divide, "8 lanes");
+}
+
+/* One data rank keeps everything, whatever the kind: nothing is refused. */
+static void test_one_data_rank(void)
+{
+    refusal c;
+    memset(&c, 0, sizeof c);
+    c.works = true, c.mesh.exact = true, c.mesh.tensor = 2;
+    c.words[0] = "one data rank";
+    for (c.how.kind = DTRAIN_STRATEGY_DDP; c.how.kind <= DTRAIN_STRATEGY_ZERO3; c.how.kind++)
+        ranks_run(2, DTRAIN_LAUNCH_THREADS, refused_rank, &c);
+}
+
+/* A mesh of several stages is refused before there is a model. */
+static int refused_line(dtrain_world *world, void *user)
+{
+    dtrain_mesh_desc desc;
+    dtrain_mesh *mesh = NULL;
+    memset(&desc, 0, sizeof desc);
+    desc.pipeline = 2, desc.exact = true;
+    CHECK(dtrain_mesh_create(world, &desc, &mesh) == DTRAIN_ERROR_UNSUPPORTED);
+    CHECK(strstr(dtrain_last_error(), "exact is set beside a pipeline axis") &&
+          strstr(dtrain_last_error(), "leave one of them out"));
+    (void)user;
+    return 0;
+}
+static void test_pipeline_axis(void) { ranks_run(2, DTRAIN_LAUNCH_THREADS, refused_line, NULL); }
+
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
     RUN(test_bits);
     RUN(test_data_axis);
     RUN(test_without_exact);
+    RUN(test_refusals);
+    RUN(test_one_data_rank);
+    RUN(test_pipeline_axis);
     return test_summary();
 }

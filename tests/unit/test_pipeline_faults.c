@@ -35,7 +35,9 @@ enum misfortune {
     OTHER_OPERATIONS,
     WANTS_GRADIENT,
     READS_VALUES,
-    STEPS_BACK
+    STEPS_BACK,
+    STOPS,  /* a signal asks one rank to */
+    DRIFTS, /* an element of one rank's parameter `drifting` changes */
 };
 
 typedef struct job {
@@ -44,14 +46,17 @@ typedef struct job {
     enum misfortune what;
     int rank, step, micro; /* where it happens */
     const char *save, *load;
-    int from, to, lost;    /* steps; a rank dies behind step `lost` */
-    bool graph, fetches;   /* loss fetches its batch itself */
+    int from, to, lost;  /* steps; a rank dies behind step `lost` */
+    bool graph, fetches; /* loss fetches its batch itself */
+    bool tied, keep, compresses;
+    int drifting;
     uint32_t units[RANKS]; /* [0] = 0: evenly */
     /* what came of it */
     dtrain_result result[RANKS];
     char text[RANKS][1024];
     double when[RANKS], loss[RANKS][STEPS], scale[RANKS][STEPS];
     uint64_t skipped[RANKS];
+    bool stops[RANKS][STEPS];
     float values[RANKS][MOST];
     int32_t over;
 } job;
@@ -92,12 +97,14 @@ static void register_model(local *l)
         p->init_scale = i == 0 && l->j->what == OVERFLOWS ? 1e-36f : 0.3f;
     }
     l->params[0].cut.axis = l->params[PARAMS - 1].cut.axis = DTRAIN_CUT_ROWS;
+    if (l->j->tied) l->params[PARAMS - 1].alias_of = &l->params[0];
 }
 
 static dtrain_result next_batch(void *user)
 {
     local *l = (local *)user;
     const int micro = l->next++;
+    if (happens(l, STOPS, micro)) raise(SIGTERM);
     if (happens(l, DATA_FAILS, micro)) return dtrain_fail(DTRAIN_ERROR_DATA, "the hamster ate it");
     if (l->j->what == DATA_ENDS && l->rank == l->j->rank &&
         micro >= l->j->step * (int)l->j->micros + l->j->micro)
@@ -177,6 +184,12 @@ static dtrain_result create(local *l)
     static const uint32_t last[2] = {1, UNITS - 1};
     if (j->what == OTHER_SCHEDULE && other) line.kind = DTRAIN_PIPELINE_GPIPE;
     if (j->what == OTHER_UNITS && other) line.units = last;
+    dtrain_compression_desc compression;
+    memset(&compression, 0, sizeof compression);
+    compression.kind = DTRAIN_COMPRESSION_TOPK;
+    if (j->compresses) desc.compression = &compression;
+    desc.keep_after_forward = j->keep;
+    desc.node_size = j->kind == DTRAIN_STRATEGY_HYBRID_SHARD ? 1 : 0;
     desc.kind = j->kind, desc.mesh = l->mesh, desc.pipeline = &line, desc.init_seed = 5;
     TRY(dtrain_strategy_create(l->world, l->params, PARAMS, &desc, &l->strategy));
     const dtrain_optimizer_desc how = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
@@ -214,10 +227,11 @@ static dtrain_result train(local *l)
         dtrain_step_record record;
         TRY(dtrain_trainer_step(l->trainer, &record));
         j->loss[l->rank][step] = record.loss, j->scale[l->rank][step] = record.loss_scale;
-        j->skipped[l->rank] = record.skipped_steps;
+        j->skipped[l->rank] = record.skipped_steps, j->stops[l->rank][step] = record.stop_requested;
         if (j->save && step + 1 == j->to - (j->lost > 0)) TRY(save(l, step + 1));
         if (j->lost == step + 1 && l->rank == j->rank) raise(SIGKILL);
     }
+    if (j->what == DRIFTS && l->rank == j->rank) l->params[j->drifting].value[1] += 1;
     TRY(dtrain_strategy_verify(l->strategy, NULL));
     float *to = j->values[l->rank];
     for (size_t i = 0; i < PARAMS; i++) {
@@ -266,6 +280,7 @@ static job *launch(const job *how, uint32_t mode, uint32_t timeout_ms, dtrain_re
     for (int r = 0; r < RANKS; r++) j->result[r] = DTRAIN_OK;
     dtrain_launch_desc desc = ranks_desc(ranks_of(j), mode);
     if (timeout_ms) desc.timeout_ms = timeout_ms;
+    desc.catch_signals = j->what == STOPS;
     const double begin = test_seconds();
     *result = ranks_launch(&desc, rank_main, j, NULL);
     for (int r = 0; r < ranks_of(j); r++) j->when[r] -= begin;
@@ -321,11 +336,24 @@ static void test_data_fails(void)
 static void test_data_ends_elsewhere(void)
 {
     for (int rank = 0; rank < 2; rank++)
-        for (int micro = 0; micro < 4; micro++) {
-            job j = job_of(2, 1, micro % 2 ? DTRAIN_PIPELINE_ZBV : DTRAIN_PIPELINE_1F1B, DATA_ENDS);
+        for (int micro = rank; micro < 4; micro += 2) {
+            job j = job_of(2, 1, micro / 2 ? DTRAIN_PIPELINE_ZBV : DTRAIN_PIPELINE_1F1B, DATA_ENDS);
             j.rank = rank, j.micro = micro;
             check_errors(&j, DTRAIN_LAUNCH_THREADS, 400, "", "");
         }
+    job j = job_of(2, 1, DTRAIN_PIPELINE_1F1B, DATA_ENDS); /* a rank that waits says why itself */
+    dtrain_result result;
+    j.rank = 1, j.micro = 0;
+    job *run = launch(&j, DTRAIN_LAUNCH_THREADS, 400, &result);
+    CHECK_MSG(strstr(run->text[1], "the data of this rank had ended before micro-batch 0"), "%s",
+              run->text[1]);
+    CHECK(!strstr(run->text[0], "had ended"));
+    munmap(run, sizeof *run);
+    j = job_of(2, 2, DTRAIN_PIPELINE_1F1B, DATA_ENDS); /* messages come past each other */
+    j.rank = 1, j.micro = 2;
+    check_errors(&j, DTRAIN_LAUNCH_THREADS, 0,
+                 "rank 3 had data for 4 of 4 micro-batches, and rank 1",
+                 "for 2; give both the same samples");
 }
 
 static void test_dead_and_stalled(void)
@@ -358,10 +386,22 @@ static void test_refused(void)
     check_errors(&j, mode, 0, "dtrain_trainer_create", "use graph = false");
     j.graph = false, j.fetches = true;
     check_errors(&j, mode, 0, "dtrain_trainer_create", "give next_batch");
-    j.fetches = false, j.kind = DTRAIN_STRATEGY_FULL_SHARD;
-    check_errors(&j, mode, 0, "dtrain_strategy_create",
-                 "use DTRAIN_STRATEGY_DDP or DTRAIN_STRATEGY_ZERO1");
-    j.kind = DTRAIN_STRATEGY_DDP, j.units[0] = 5;
+    j = job_of(2, 2, DTRAIN_PIPELINE_1F1B, NOTHING);
+    static const char *const kinds[] = {"shard_grad_op", "full_shard", "zero3", "hybrid_shard"};
+    for (uint32_t kind = 0; kind < 8; kind++) {
+        char words[120];
+        snprintf(words, sizeof words, "and %s gathers or reduces them", kinds[kind / 2]);
+        j.kind = DTRAIN_STRATEGY_SHARD_GRAD_OP + kind / 2, j.keep = kind % 2;
+        check_errors(&j, mode, 0, words, "use DTRAIN_STRATEGY_DDP or DTRAIN_STRATEGY_ZERO1");
+    }
+    j.kind = DTRAIN_STRATEGY_ZERO1;
+    check_errors(&j, mode, 0, "keep_after_forward", "never shards parameters");
+    j.keep = false, j.compresses = true;
+    check_errors(&j, mode, 0, "compression: ", "use DTRAIN_STRATEGY_DDP, or reduce_dtype");
+    j.kind = DTRAIN_STRATEGY_DDP, j.tied = true;
+    check_errors(&j, mode, 0, "compression: \"w0\" is tied between stages",
+                 "leave compression or the tie out");
+    j = job_of(2, 1, DTRAIN_PIPELINE_1F1B, NOTHING), j.units[0] = 5;
     check_errors(&j, mode, 0, "gives stage 1 of 2 no unit", "take fewer ranks or chunks");
     j.units[0] = j.units[1] = 2;
     check_errors(&j, mode, 0, "add up to 4 units", "belong to 5");
@@ -403,6 +443,35 @@ static void test_not_finite(void)
                   (unsigned long long)run->skipped[r], run->scale[r][0], run->scale[r][1],
                   run->loss[r][0], run->loss[r][1], run->text[r]);
     munmap(run, sizeof *run);
+}
+
+/* A signal to a rank of one stage: all ranks see it in the same step. */
+static void test_stops(void)
+{
+    dtrain_result result;
+    job j = job_of(2, 2, DTRAIN_PIPELINE_1F1B, STOPS);
+    for (j.rank = 0; j.rank < 4; j.rank += 3) {
+        j.step = 1, j.micro = 1;
+        job *run = launch(&j, DTRAIN_LAUNCH_PROCESSES, 0, &result);
+        CHECK_MSG(result == DTRAIN_OK, "%s", run->text[0]);
+        for (int r = 0; r < 4; r++)
+            CHECK_MSG(!run->stops[r][0] && run->stops[r][1], "rank %d: %d %d", r, run->stops[r][0],
+                      run->stops[r][1]);
+        munmap(run, sizeof *run);
+    }
+}
+
+/* An element that has changed on one rank of any stage: verify fails on all and names it. */
+static void test_drifts(void)
+{
+    job j = job_of(2, 2, DTRAIN_PIPELINE_1F1B, DRIFTS);
+    j.rank = 1;
+    check_errors(&j, DTRAIN_LAUNCH_THREADS, 0, "rank 1", "\"w0\"");
+    j.rank = 3, j.drifting = PARAMS - 1;
+    check_errors(&j, DTRAIN_LAUNCH_THREADS, 0, "rank 3", "\"w7\"");
+    j = job_of(3, 1, DTRAIN_PIPELINE_ZB_H1, DRIFTS); /* the copies of two stages */
+    j.rank = 2, j.tied = true;
+    check_errors(&j, DTRAIN_LAUNCH_THREADS, 0, "rank 2", "\"w0\"");
 }
 
 /* ---- it goes on ---- */
@@ -500,6 +569,8 @@ int main(int argc, char **argv)
     RUN(test_settings_differ);
     RUN(test_refused);
     RUN(test_not_finite);
+    RUN(test_stops);
+    RUN(test_drifts);
     RUN(test_resumed_elsewhere);
     const bool removed = files_end();
     return test_summary() || !removed;
