@@ -2659,7 +2659,8 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);
  *
  * With a pipeline axis the micro-batches of a step run in the order of the strategy's schedule
  * (parallel/pipeline.h), and its gradients have the bits of one micro-batch after the other. The
- * ranks of the axis read the same samples, too, and each
+ * ranks of the axis read the same samples, too (where the data of one ends earlier the step fails,
+ * on some schedules by the deadline), and each
  *
  *     calls next_batch once a micro-batch, which is required; an error of it fails the step on all
  *     calls loss for each of its stages and micro-batches, and once before, to see what crosses

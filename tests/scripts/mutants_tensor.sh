@@ -3,47 +3,14 @@
 # one line of src/ changed: a sum that is left out, doubled or made a mean, a part that begins elsewhere, something
 # counted by every rank. Its file is compiled and linked before the library, and test_tensor_programs must fail. WORD:
 # only the mutants whose words have it.
-build=${BUILD:-build} only=${1:-}
-out=$build/mutants
-passed=0 failed=0
-mkdir -p "$out"
-if ! "${MAKE:-make}" -s --no-print-directory BUILD="$build" "$build/sources.a" >"$out/log" 2>&1; then
-    cat "$out/log"; echo "  FAIL sources.a cannot be built"; echo "0 passed, 1 failed"; exit 1
-fi
-compile() { ${CC:-cc} -std=c99 -O1 -Isrc -Itests/nccl/mock -c "$1" -o "$2"; }
-test=$out/test_tensor_programs.o
-${CC:-cc} -std=c99 -O1 -I. -Itests -Itests/support -c tests/unit/test_tensor_programs.c -o "$test" || exit 1
-
-# link FILE.o: the programs with this object in place of the library's
-link() { ${CC:-cc} "$test" "$@" "$build/sources.a" -o "$out/programs" -lm -lpthread; }
-survives() { DTRAIN_TEST_FIRST=1 DTRAIN_TEST_FULL=0 timeout 300 "$out/programs" --count 400 >"$out/log" 2>&1; }
-
-# mutant WORDS FILE SED: what is broken, in which file of src/, and how
-mutant() {
-    case $1 in *"$only"*) ;; *) return ;; esac
-    copy=$out/$(basename "$2")
-    sed "$3" "src/$2" >"$copy"
-    if cmp -s "$copy" "src/$2"; then
-        why="src/$2 has no such line any more"
-    elif ! { compile "$copy" "$copy.o" && link "$copy.o"; } >"$out/log" 2>&1; then
-        cat "$out/log"; why="does not compile"
-    elif survives; then
-        why="survives"
-    else
-        passed=$((passed + 1))
-        echo "  killed: $1 ($(grep -h -m 1 -o 'FAIL seed [0-9]*: .*' "$out/log" | cut -c 1-90))"
-        return
-    fi
-    failed=$((failed + 1))
-    echo "  FAIL $1: $why"
-}
+only=${1:-}
+. tests/scripts/mutants.sh
 
 cut='((const dtrain__linear *)op->args)->cut'
 t='(float)op->tape->groups.tensor_ranks'
 
-if ! link || ! survives; then
-    tail -n 3 "$out/log"; echo "  FAIL the programs fail without a mutant"; echo "0 passed, 1 failed"; exit 1
-fi
+arguments="--count 400"
+prepare test_tensor_programs
 mutant "linear: the sum of y is left out" tape/linear.c 's/sum_values(dtrain__axis_comm(op), gemm.c/sum_values(NULL, gemm.c/'
 mutant "linear: the sum of y is doubled" tape/linear.c '/_linear_sum(/,/^}/s/gemm.aux = NULL;/& gemm.alpha = 2;/'
 mutant "linear: the sum of y is a mean" tape/linear.c "/_linear_sum(/,/^}/s/gemm.aux = NULL;/& gemm.alpha = 1 \/ $t;/"

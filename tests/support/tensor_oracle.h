@@ -78,6 +78,7 @@ typedef struct tp_program {
     bool pipeline, untied, scaled, nesterov;
     tp_layout layout[2]; /* the second from step `moves` on, by a checkpoint; 0: never */
     int moves, end[8];   /* by data rank: micro-batches that it has */
+    int idle; /* in the last block something is made of this one's value that nobody reads; -1: not */
     uint32_t optimizer;
     float momentum, decay;
     struct {

@@ -549,6 +549,9 @@ static inline void make_training(maker *m)
     if (g->upset.step >= 0) g->param[0].frozen = false; /* gradients go all the way */
     for (int r = 0; r < g->data; r++)
         g->end[r] = g->joins && r ? (int)roll(m, (uint64_t)(g->steps * g->micro + 1)) : INT_MAX;
+    if (g->joins) /* of all ranks: no step is without data */
+        g->end[0] = (g->steps - 1) * g->micro + 1 + (int)roll(m, (uint64_t)g->micro);
+    g->idle = chance(m, 3) ? (int)roll(m, (uint64_t)g->blocks - 1) : -1;
 }
 
 /* Make the program of a seed; over a pipeline, by a trainer, where `trained`. */
@@ -617,10 +620,11 @@ static inline void print_program(const tp_program *g, uint32_t without)
         printf("%s\n", l->listed ? "" : " even");
     }
     if (g->pipeline)
-        printf("    optimizer %u, momentum %g%s, decay %g, scaled %d, overflow behind block %d in "
+        printf("    idle %d, optimizer %u, momentum %g%s, decay %g, scaled %d, overflow behind "
+               "block %d in "
                "step %d, "
                "micro-batch %d of rank %d, data ends at %d %d %d %d\n",
-               g->optimizer, (double)g->momentum, g->nesterov ? " (Nesterov)" : "",
+               g->idle, g->optimizer, (double)g->momentum, g->nesterov ? " (Nesterov)" : "",
                (double)g->decay, (int)g->scaled, g->upset.block, g->upset.step, g->upset.micro,
                g->upset.data_rank, g->end[0], g->end[1], g->end[2], g->end[3]);
     if (g->wild) printf("    wild: an operation may be given what it refuses\n");
@@ -684,6 +688,17 @@ static inline uint64_t seed_of(const tp_program *g, tp_place at)
 {
     if (g->pipeline) return trainer_seed(g, at);
     return tp_draw(g, 99, at.data_rank, at.step, at.micro, 0);
+}
+
+/* Whether values are so large that fp32 has nothing left of the difference between two of them, as a softmax takes it:
+ * powers of powers, in programs of many blocks. */
+static inline bool grows(const tp_pass *s)
+{
+    double most = 0;
+    for (int at = 0; at < s->g->nodes; at++)
+        for (int64_t i = 0; i < s->rows * s->g->node[at].n; i++)
+            most = fabs(s->y[at][i]) > most ? fabs(s->y[at][i]) : most;
+    return !(most < 300);
 }
 
 /* One element's update, by the formulas of torch. */
@@ -751,6 +766,7 @@ static inline void expect_step(play *y, double *weights, double *grads, int step
             s.masks = (const float *const *)y->masks[r][step][micro];
             if (tp_joins(g, s.at)) continue;
             tp_forward(&s);
+            y->kink = y->kink || (g->pipeline && grows(&s));
             y->losses[r][step][micro] = s.loss;
             y->kink = y->kink || s.kink;
             if (s.valid) tp_backward(&s, g->means ? 1 / (double)s.valid : 1);
@@ -946,6 +962,15 @@ static inline dtrain_tensor *upset(rank_state *s, dtrain_tensor *x, tp_place at)
     return x;
 }
 
+/* Read a value of an earlier stage for nothing: the gradient that goes back for it is zero. */
+static inline void make_idle(rank_state *s)
+{
+    const tp_program *g = &s->y->g;
+    int at = 0;
+    while (g->idle >= 0 && g->node[at + 1].block <= g->idle) at++;
+    if (g->idle >= 0 && s->value[at]) (void)dtrain_scale(s->tape, s->value[at], 2);
+}
+
 /* Build a micro-batch's loss on the tape, whose pass has begun; NULL: an operation has refused something. */
 static inline dtrain_tensor *build(rank_state *s, tp_place at)
 {
@@ -961,6 +986,7 @@ static inline dtrain_tensor *build(rank_state *s, tp_place at)
             if (upsets(g, i)) s->value[i] = upset(s, s->value[i], at);
             continue;
         }
+        if (g->pipeline && i == g->nodes - 1) make_idle(s);
         s->value[i] = run_node(s, n, at);
         if (n->stream && g->node[n->in[0]].of_stream && g->node[n->in[0]].kind == TP_ADD)
             s->value[n->in[0]] = s->stream;

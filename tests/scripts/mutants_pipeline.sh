@@ -1,0 +1,53 @@
+#!/bin/sh
+# mutants_pipeline.sh [WORD]: do the tests of pipelines notice what is broken in schedules, messages, stages, tied weights,
+# errors? Random programs over three axes (test_3d_programs) must fail for what makes wrong numbers, and
+# test_pipeline_faults for what an error should say or who should get one. WORD: only the mutants whose words have it.
+only=${1:-}
+. tests/scripts/mutants.sh
+
+arguments="--count 100"
+prepare test_3d_programs
+mutant "step: micro-batches are not averaged" train/pipeline_step.c 's|scale / (float)desc->micro_batches, more|scale, more|'
+mutant "step: masks of the first micro-batch in all" train/pipeline_step.c 's/line->seed + dtrain__micro_seed(.*;/line->seed;/'
+mutant "step: weights of earlier micro-batches are forgotten" strategy/weights.c '/_weigh_micro(/,/^}/s/strategy->weights += strategy->weight;//'
+mutant "step: nothing is ready where the last micro-batch has no data" train/pipeline_step.c 's/    DTRAIN__TRY(dtrain__line_ready(trainer));//'
+mutant "step: an evaluation crosses as training did" train/trainer.c 's/dtrain__pipeline_survey(trainer, user, DTRAIN_TAPE_NO_GRAD)/DTRAIN_OK/'
+mutant "stage: gradients of nobody are not zeroed" tape/stage.c '/_stage_zeros(/,/^}/s/return DTRAIN_OK;/return DTRAIN_OK;/;s/tape->device->ops->zero(tape->device, x->grad, dtrain__tensor_bytes(x))/DTRAIN_OK/'
+mutant "stage: what came back is not gone on with" tape/stage.c 's/x->producer->reached = true;/(void)x;/'
+mutant "stage: inputs of the batch that was fetched last" tape/stage.c 's/return !stages->surveying \&\& stages->slot->batch == stages->slot \&\&/return !stages->surveying \&\&/;s/if (stages->surveying || batch == stages->slot) return NULL;/return NULL;/'
+mutant "stage: tensors go to the next stage alone" tape/stage.c 's/c->last_stage <= stage ||/c->last_stage <= stage || c->stage < stage ||/'
+mutant "stage: units one stage later than listed" strategy/stages.c 's/: even + ((size_t)s < more)/: even + ((size_t)s < more)/;s/desc->units ? desc->units\[s\] :/desc->units ? desc->units[map->stages - 1 - s] :/'
+mutant "runner: FORWARD does not wait for what it reads" parallel/runner.c 's/        if (action->inbox >= 0)/        if (false)/'
+mutant "runner: BACKWARD does not wait for its gradient" parallel/runner.c 's/    if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD)/    if (false)/'
+mutant "schedule: ZBV does not turn" parallel/schedule.c '/_pipeline_place(/,/^}/s/place.chunk % 2/false/'
+mutant "tie: the largest instead of the sum" strategy/ways/tie.c 's/DTRAIN_REDUCE_SUM/DTRAIN_REDUCE_MAX/'
+mutant "tie: each stage has its own" strategy/ways/tie.c 's/    if (!comm) return DTRAIN_OK;/    return DTRAIN_OK;/'
+mutant "norm: each stage counts a tied weight" strategy/norm.c 's/!= strategy->groups.pipeline_rank)/!= strategy->groups.pipeline_rank \&\& false)/'
+mutant "norm: the last stage is not counted" strategy/norm.c 's/    const bool whole = layout->tensor_ranks > 1/    if (strategy->groups.pipeline_rank \&\& strategy->groups.pipeline_rank == strategy->groups.pipeline_ranks - 1) return false;\n&/'
+mutant "loss: every stage's counts" train/pipeline_step.c 's/trainer->loss_counts = trainer->pipeline->map.*/trainer->loss_counts = true ||/'
+mutant "read: from the first stage" strategy/query.c 's/if (strategy->groups.pipeline \&\& result == DTRAIN_OK)/if (false)/'
+
+arguments=""
+prepare test_pipeline_faults
+mutant "error: another stage" parallel/runner.c '/_run_place(/,/^}/s/action->chunk),/action->chunk) + 1,/'
+mutant "error: another action" parallel/runner.c 's/dtrain__pipeline_act_name(action->act)/dtrain__pipeline_act_name(action->act % 3 + 1)/'
+mutant "error: another micro-batch" parallel/runner.c '/_run_place(/,/^}/s/(int)action->micro_batch,/(int)action->micro_batch + 1,/'
+mutant "error: without the place" parallel/runner.c 's/    result = dtrain__run_place(run, action, result);/    (void)action;/;s/return strstr(text, .*/return result;/'
+mutant "error: of this rank alone" parallel/runner.c 's/    if (run->comm) result = run->comm->ops->fail.*//'
+mutant "error: what waiting has left" parallel/runner.c 's/    (void)dtrain_fail(result, "%s", text); .*//'
+mutant "error: data that ended is not named" train/trainer.c 's/return dtrain__pipeline_failed(trainer, result);/return result;/'
+mutant "error: data that ended elsewhere passes" train/trainer.c 's/if (own\[DTRAIN__WORD_ENDED\] == other\[DTRAIN__WORD_ENDED\]) continue;/if (step) continue;/'
+mutant "error: next_batch ends the data" train/pipeline_step.c 's/trainer->ended = next == DTRAIN_ERROR_END;/trainer->ended = next != DTRAIN_OK;/'
+mutant "settings: schedules differ" strategy/settings.c 's/const uint32_t shape\[2\] = {desc->kind,/const uint32_t shape[2] = {0,/'
+mutant "settings: units differ" strategy/settings.c 's/desc \&\& desc->units \? //;s/const size_t listed = desc->units ?/const size_t listed = false ?/'
+mutant "refused: kinds that gather" strategy/settings.c 's/{mesh.pipeline > 1 \&\& shards->grads,/{false,/'
+mutant "refused: compression of a tie" strategy/stages.c 's/    if (!strategy->desc.compression) return DTRAIN_OK;/    return DTRAIN_OK;/'
+mutant "refused: other shapes" tape/stage.c 's/if (crossing->count != x->count ||/if (false \&\&/'
+mutant "refused: steps back" tape/stage.c 's/    if (stage < stages->at)/    if (false)/'
+mutant "refused: gradients of inputs" tape/stage.c 's/    if (x->needs_grad)/    if (false)/'
+mutant "overflow: of the first stage is not seen" strategy/norm.c 's/    const bool whole = layout->tensor_ranks > 1/    if (strategy->groups.pipeline \&\& strategy->groups.pipeline_rank == 0) return false;\n&/'
+mutant "stop: each rank for itself" train/trainer.c 's/record->stop_requested = mean\[DTRAIN__WORD_STOP\] > 0;/record->stop_requested = own[DTRAIN__WORD_STOP] > 0;/'
+mutant "verify: copies of a tie may differ" strategy/compare.c 's/dtrain__compare_copies(strategy);/DTRAIN_OK;/'
+mutant "verify: a stage for itself" strategy/compare.c 's/    if (groups->model) result = dtrain__agree(groups->all, result);//'
+echo "$passed passed, $failed failed"
+[ "$failed" -eq 0 ]
