@@ -93,7 +93,7 @@ LONGEST := $(patsubst %.sh,tests/cli/test_%.sh,$(patsubst unit-%,$(BUILD)/tests/
              unit-strategies unit-nccl unit-programs launchers.sh unit-comm config.sh unit-restart tensor.sh pipeline.sh unit-flight \
              unit-compression unit-launches emu-programs unit-calls emu-cuda_compression switches.sh)))
 LONG    := tests/cuda/cuda_build.sh tests/cuda/test_gpu_suites.sh $(addprefix tests/cli/test_,mpi.sh weights.sh models.sh monitor.sh trace.sh deploy.sh slurm.sh simulator.sh bench.sh \
-           documents.sh readme.sh first_run.sh) tests/nccl/test_nccl.sh tests/scripts/test_compile.sh tests/scripts/mutants_tensor.sh
+           documents.sh readme.sh first_run.sh) tests/nccl/test_nccl.sh tests/scripts/test_compile.sh tests/scripts/mutants_tensor.sh tests/scripts/mutants_pipeline.sh
 SCRIPTS := $(filter-out $(LONG),$(wildcard tests/cli/test_*.sh))
 ALL     := $(filter-out $(addprefix $(BUILD)/,$(LESS)),$(TESTS) $(filter $(BUILD)/%,$(EMU_TESTS)) $(SCRIPTS))
 MPIS    := $(foreach m,openmpi mpich,$(if $(shell command -v mpicc.$m),$m))
@@ -131,7 +131,7 @@ asan:
 tsan:
 	@$(MAKE) --no-print-directory test FROM=src BUILD=$(BUILD)/tsan SCRIPTS= EXAMPLES= CFLAGS="-O1 -g1 -fsanitize=thread" \
 	  EMU_TESTS="$(addprefix $(BUILD)/tsan/emu/,test_cuda_ddp test_cuda_nccl)" \
-	  TESTS="$(addprefix $(BUILD)/tsan/tests/test_,comm faults flight calls launch restart restarts links nccl ddp strategies compression hook programs tensor_programs ranks_differ pipeline pipeline_faults stage_passes pipeline_runner timeline \
+	  TESTS="$(addprefix $(BUILD)/tsan/tests/test_,comm faults flight calls launch restart restarts links nccl ddp strategies compression hook programs tensor_programs 3d_programs ranks_differ pipeline pipeline_faults stage_passes pipeline_runner timeline \
 	    trainer loader gemm device sparse)"
 
 # What else reads or runs the code, each a target of its own, and all beside one another.
