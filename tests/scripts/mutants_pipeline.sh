@@ -1,6 +1,6 @@
 #!/bin/sh
-# mutants_pipeline.sh [WORD]: do the tests of pipelines notice what is broken in schedules, messages, stages, tied weights,
-# errors? Random programs over three axes (test_3d_programs) must fail for what makes wrong numbers, and
+# mutants_pipeline.sh [WORD]: do the tests of pipelines notice what is broken in schedules, messages, stages, tied
+# weights, errors? Random programs over three axes (test_3d_programs) must fail for what makes wrong numbers, and
 # test_pipeline_faults for what an error should say or who should get one. WORD: only the mutants whose words have it.
 only=${1:-}
 . tests/scripts/mutants.sh

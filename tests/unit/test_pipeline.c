@@ -29,6 +29,9 @@ enum {
     MOST = 32768
 };
 
+/* What a strategy has beside its kind. */
+enum { PLAIN, OFFLOADS, WHOLE_BELOW, TOPK, POWERSGD, AUTOMATIC };
+
 /* A model and its data, the same on every rank. */
 typedef struct spec {
     uint64_t seed, state;
@@ -39,7 +42,7 @@ typedef struct spec {
     float dropout, clip;
     uint32_t flags, every, micro_batches, optimizer, kind;
     int ends[RANKS]; /* by data rank: micro-batches that there are */
-    enum { PLAIN, OFFLOADS, WHOLE_BELOW, TOPK, POWERSGD, AUTOMATIC } beside;
+    int beside;
     int tensor, pipeline, data;
     uint32_t schedule, chunks;
     uint32_t of_stage[UNITS]; /* units of stages; [0] = 0: evenly, or by cost for odd seeds */
@@ -392,7 +395,7 @@ static bool check_spec(const spec *s, uint32_t mode)
              "every %u, dropout %g, clip %g, beside %d",
              (unsigned long long)s->seed, s->tensor, s->pipeline, s->data, s->schedule, s->chunks,
              s->kind, s->micro_batches, s->units, s->flags, s->every, (double)s->dropout,
-             (double)s->clip, (int)s->beside);
+             (double)s->clip, s->beside);
     for (int r = 0; r < s->tensor * s->pipeline * s->data; r++) {
         for (int step = 0; step <= STEPS; step++)
             same &= CHECK_MSG(near(cut->out.loss[r][step], whole->out.loss[0][step], exact, within),
