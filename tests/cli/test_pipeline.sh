@@ -23,14 +23,17 @@ as --ranks 4 --pipeline 4 --batch 2 --accum 4 --pipeline-schedule gpipe --strate
 as --ranks 4 --pipeline 2 --batch 1 --accum 4 --pipeline-schedule interleaved --chunks 3 --strategy zero1
 as --ranks 4 --pipeline 4 --batch 2 --accum 4 --pipeline-schedule zb_h1 --activation-checkpointing 2
 as --ranks 4 --tensor 2 --pipeline 2 --batch 2 --accum 4 --pipeline-schedule zbv --sequence-parallel
+as --ranks 2 --pipeline 2 --batch 2 --accum 4 --stage-units 2,6
+grep -q '^stages  have 2, 6 units$' "$tmp/out"; result "the start says which units stages have" $? "$tmp/out"
 as --ranks 8 --tensor 2 --pipeline 2 --batch 2 --accum 2
+grep -q '^stages  have [0-9]*, [0-9]* units, by their cost$' "$tmp/out"; result "and that they are divided by cost" $? "$tmp/out"
 grep -q '^mesh    tensor 2 x pipeline 2 x data 2' "$tmp/out"; result "the start says who has what" $? "$tmp/out"
 
 # ---- from layout to layout ----
 $gpt --ranks 4 --pipeline 2 --tensor 2 --batch 2 --accum 4 --checkpoint "$tmp/saved" --save-every 4 --keep 9 >"$tmp/out" 2>&1
 result "a pipeline saves" $? "$tmp/out"
 rm -rf "$tmp/saved/step-000000000008"
-for how in "--ranks 1 --batch 2 --accum 4" "--ranks 3 --pipeline 3 --batch 2 --accum 4 --pipeline-schedule zb_h1" "--ranks 4 --pipeline 2 --batch 1 --accum 4 --strategy zero1"; do
+for how in "--ranks 1 --batch 2 --accum 4" "--ranks 3 --pipeline 3 --batch 2 --accum 4 --pipeline-schedule zb_h1" "--ranks 4 --pipeline 2 --batch 1 --accum 4 --strategy zero1" "--ranks 4 --tensor 2 --pipeline 2 --batch 2 --accum 4 --stage-units 1,7"; do
     cp -r "$tmp/saved" "$tmp/again"
     rm -f "$tmp/log"
     $gpt $how --checkpoint "$tmp/again" --resume auto --log "$tmp/log" >"$tmp/out" 2>&1 && losses "$tmp/log" >"$tmp/rest" &&
@@ -62,5 +65,30 @@ bad "stages without a unit" 'unit' $gpt --ranks 9 --pipeline 9 --layers 2
 bad "chunks" '--chunks does nothing without --pipeline' $gpt --ranks 2 --chunks 2
 bad "a program with passes of its own" '--pipeline 2: this program runs passes' "$build/resnet_cifar" --ranks 2 --pipeline 2 --steps 1
 bad "no model to write with" '--pipeline with --generate' $gpt --ranks 2 --pipeline 2 --generate 3 --resume "$tmp/saved"
-bad "a forecast" '--dry-run with --pipeline 2' $gpt --ranks 2 --pipeline 2 --dry-run
+bad "a list without a pipeline" '--stage-units does nothing without --pipeline' $gpt --ranks 2 --stage-units 4,4
+bad "a short list" 'it takes 2 numbers of 1 or more' $gpt --ranks 2 --pipeline 2 --stage-units 8
+bad "a long list" 'it takes 2 numbers of 1 or more' $gpt --ranks 2 --pipeline 2 --stage-units 4,3,1
+bad "a list with an empty stage" 'it takes 2 numbers of 1 or more' $gpt --ranks 2 --pipeline 2 --stage-units 8,0
+bad "a list of other things" 'it takes 4 numbers of 1 or more' $gpt --ranks 2 --pipeline 2 --pipeline-schedule zbv --stage-units 2,2,2,x
+bad "a list with another sum" '--stage-units 5,4 adds up to 9 units, and the model has 8' $gpt --ranks 2 --pipeline 2 --stage-units 5,4
+
+# ---- a forecast ----
+# forecast RANK,RANK.. FLAGS...: --dry-run has a row for each stage; units, parameters and shares add up; what follows is a config
+forecast() {
+    $gpt --batch 2 --accum 4 --dry-run "$@" >"$tmp/out" 2>&1 && grep -v '^#' "$tmp/out" >"$tmp/config" &&
+        awk -v parameters="$want" '/^# *rank stage/ { rows = 1; next } /^# mesh/ { rows = 0 }
+            rows { n++; split($4, u, "-"); units += u[2] - u[1] + 1; p += $5; share += $6; for (i = u[1]; i <= u[2]; i++) seen[i]++ }
+            END { for (i = 0; i < 8; i++) if (seen[i] != 1) exit 1; exit !(units == 8 && p == parameters && share > 99.7 && share < 100.3) }' "$tmp/out" &&
+        grep -q '^# step .* bubble .* % of the schedule' "$tmp/out"
+    result "--dry-run $*" $? "$tmp/out"
+}
+want=$((6 * 12704 + 256 * 32 + 16 * 32 + 64 + 256 * 32)) # blocks, the table and its copy beside the head, positions, the last norm
+forecast --ranks 2 --pipeline 2
+timeout 60 $gpt --config "$tmp/config" --steps 1 --ranks 2 >"$tmp/out" 2>&1
+result "its output is a config" $? "$tmp/out"
+forecast --ranks 4 --pipeline 2 --stage-units 1,7 --strategy auto
+awk '/^# *rank stage/ { getline; exit !($4 == "0-0") }' "$tmp/out"; result "it has the list" $? "$tmp/out"
+forecast --ranks 3 --pipeline 3 --pipeline-schedule zb_h1 --cluster h100
+forecast --ranks 8 --tensor 2 --pipeline 2 --pipeline-schedule interleaved --strategy zero1
+forecast --ranks 2 --pipeline 2 --pipeline-schedule zbv
 finish

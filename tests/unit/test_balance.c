@@ -201,7 +201,7 @@ static model *measured(int blocks, uint32_t every)
     return &m;
 }
 
-/* On the cpu a byte counts as 8 operations; each product here has more of these than bytes. */
+/* On the cpu a byte counts as 2 operations; each product here has more of these than bytes. */
 static void test_costs_of_a_model(void)
 {
     const model *m = measured(1, 0);
@@ -209,14 +209,14 @@ static void test_costs_of_a_model(void)
     const double index = 4.0 * rows;
     const double product = 2.0 * rows * WIDTH * INNER, head = 2.0 * rows * WIDTH * VOCAB;
     const dtrain_pipeline_costs *c = m->costs;
-    CHECK_CLOSE(c[0].forward, 8 * (index + x), 0);
+    CHECK_CLOSE(c[0].forward, 2 * (index + x), 0);
     CHECK_CLOSE(c[0].backward, 0, 0);
-    CHECK_CLOSE(c[0].weight, 8 * (index + x), 0);
-    CHECK_CLOSE(c[1].forward, 2 * product + 8 * (2 * x + 3 * x), 0); /* two products, norm, sum */
-    CHECK_CLOSE(c[1].backward, 2 * product + 8 * 2 * (2 * x + 3 * x), 0);
+    CHECK_CLOSE(c[0].weight, 2 * (index + x), 0);
+    CHECK_CLOSE(c[1].forward, 2 * product + 2 * (2 * x + 3 * x), 0); /* two products, norm, sum */
+    CHECK_CLOSE(c[1].backward, 2 * product + 2 * 2 * (2 * x + 3 * x), 0);
     CHECK_CLOSE(c[1].weight, 2 * product, 0);
-    CHECK_CLOSE(c[2].forward, head + 8 * (logits + index + 4), 0);
-    CHECK_CLOSE(c[2].backward, head + 8 * 2 * (logits + index + 4), 0);
+    CHECK_CLOSE(c[2].forward, head + 2 * (logits + index + 4), 0);
+    CHECK_CLOSE(c[2].backward, head + 2 * 2 * (logits + index + 4), 0);
     CHECK_CLOSE(c[2].weight, head, 0);
     CHECK_CLOSE((double)m->kept[0], x, 0);
     CHECK_CLOSE((double)m->kept[1], 3 * x + 4 * rows * INNER + 2 * 4 * rows, 0);

@@ -135,7 +135,6 @@ static int check_pipeline(run_settings *s, const run_program *program)
     static const struct {
         const char *flag, *why;
     } without[] = {{"--tune", "trials of layouts with stages are not made"},
-                   {"--dry-run", "forecasts have no pipelines yet"},
                    {"--graph", "a recorded step has one micro-batch under way"}};
     const long p = s->pipeline, all = p * s->tensor;
     s->line.kind = (uint32_t)s->pipeline_schedule;

@@ -10,7 +10,7 @@
 #ifndef RUN_FORECAST_H
 #define RUN_FORECAST_H
 
-#include "tools/run/machine.h"
+#include "tools/run/stages.h"
 #include "tools/simulate/simulate_comm.h"
 
 typedef struct forecast_row {
@@ -34,8 +34,10 @@ typedef struct forecast {
     dtrain_launch_place place;
     int ranks, node_ranks, cores;
     uint32_t threads;
+    int depth;          /* ranks of a pipeline; what is forecast for one is divided among them */
     bool together;      /* all ranks are on this machine, whatever counts as a node */
     uint64_t workspace; /* of a process that has done nothing yet */
+    forecast_row met;   /* what meet_model found */
 } forecast;
 
 /* ---- one number of ranks ---------------------------------------------------------------------------- */
@@ -49,7 +51,7 @@ static int ranks_here(const forecast *f, int ranks)
 /* Set the clock to zero on a machine which this number of ranks may have to share. */
 static void start_clock(const forecast *f, int ranks)
 {
-    const double crowd = (double)ranks_here(f, ranks) * f->threads / f->cores;
+    const double crowd = (double)ranks_here(f, ranks) * f->depth * f->threads / f->cores;
     memset(&sim, 0, sizeof sim);
     sim.machine = f->machine;
     sim.rate_scale = 1;
@@ -267,10 +269,21 @@ static void print_scaling(dtrain_world *world, const forecast *f, const forecast
 static int meet_model(dtrain_world *world, void *user)
 {
     forecast *f = (forecast *)user;
-    forecast_row r;
-    memset(&r, 0, sizeof r);
-    r.ranks = f->ranks;
-    return forecast_ranks(world, f, &r) == DTRAIN_OK ? 0 : 1;
+    memset(&f->met, 0, sizeof f->met);
+    f->met.ranks = f->ranks;
+    return forecast_ranks(world, f, &f->met) == DTRAIN_OK ? 0 : 1;
+}
+
+/* Print the flags as they are in force. */
+static void print_flags(const forecast *f, const forecast_row *own, char about[128])
+{
+    const bool replicas = f->s->tensor > 1 || f->depth > 1;
+    snprintf(about, 128, "%d %s, %u samples a rank and micro-batch, %u of these a step",
+             own->ranks / (int)f->s->tensor, replicas ? "replicas" : "ranks", own->batch,
+             own->accum);
+    printf("# " RUN_NAME " of dtrain %s: %s\n", DTRAIN_VERSION_STRING, about);
+    config_write(stdout, flag_table, flag_count);
+    printf("\n");
 }
 
 static int print_forecast(dtrain_world *world, void *user)
@@ -281,12 +294,7 @@ static int print_forecast(dtrain_world *world, void *user)
     memset(&own, 0, sizeof own);
     own.ranks = f->ranks;
     if (forecast_ranks(world, f, &own) != DTRAIN_OK) return 1;
-    snprintf(about, sizeof about, "%d %s, %u samples a rank and micro-batch, %u of these a step",
-             own.ranks / (int)f->s->tensor, f->s->tensor > 1 ? "replicas" : "ranks", own.batch,
-             own.accum);
-    printf("# " RUN_NAME " of dtrain %s: %s\n", DTRAIN_VERSION_STRING, about);
-    config_write(stdout, flag_table, flag_count);
-    printf("\n");
+    print_flags(f, &own, about);
     print_memory(f, &own);
     print_step(f, &own);
     print_rates(f);
@@ -295,8 +303,10 @@ static int print_forecast(dtrain_world *world, void *user)
     return write_config(f->s->config_out, about) == DTRAIN_OK ? 0 : 1;
 }
 
-/* Run a function as the only rank of a virtual world, whatever launched this process. */
-static dtrain_result launch_virtual(dtrain_rank_fn rank, void *user)
+/* Run a function as the only rank of a virtual world, with a device that may be the simulator's, whatever launched
+ * this process. */
+static dtrain_result launch_virtual(const dtrain_device_ops *device, dtrain_rank_fn rank,
+                                    void *user)
 {
     dtrain_launch_desc launch;
     static const struct {
@@ -310,7 +320,7 @@ static dtrain_result launch_virtual(dtrain_rank_fn rank, void *user)
     memset(&launch, 0, sizeof launch);
     launch.rank_count = 1;
     launch.mode = DTRAIN_LAUNCH_THREADS;
-    launch.device_ops = sim_layer_ops();
+    launch.device_ops = device;
     launch.comm_ops = sim_comm_ops();
     for (int i = 0; i < VARIABLES; i++) {
         const char *value = getenv(alone[i].name);
@@ -381,12 +391,69 @@ static void use_rates(forecast *f)
     c->nvlink_gbs = f->rates.link_bytes > 0 ? 1e-9 * f->rates.link_bytes : c->hbm_gbs;
 }
 
+/* Print what the schedule makes of the compute that one rank would have. */
+static void print_pipeline(const forecast *f, const stage_plan *p)
+{
+    const forecast_row *one = &f->met;
+    const double computes = one->products_ms + one->others_ms, scale = computes / p->total;
+    const double update = one->update_ms / f->depth, step = scale * p->makespan + update;
+    printf("# mesh      tensor %ld x pipeline %d x data %d%s\n", f->s->tensor, f->depth,
+           one->ranks / (int)f->s->tensor, f->s->sequence_parallel ? ", sequence-parallel" : "");
+    printf("# step      %.2f ms predicted: products and other kernels %.2f a rank, bubble %.2f = "
+           "%.1f %% of the schedule, optimizer and sums %.2f; without messages between stages, "
+           "reductions, waiting for data, validations and checkpoints\n",
+           step, computes / f->depth, scale * p->makespan - computes / f->depth, 100 * p->bubble,
+           update);
+    printf("# run       %.0f %s\n", one->rate * one->step_ms / step, f->program->sample_name);
+}
+
+/* Forecast one rank in place of each pipeline, then divide what it computes. */
+static int dry_run_pipeline(forecast *f)
+{
+    static run_settings flat;
+    static stage_plan p;
+    const run_settings *s = f->s;
+    const dtrain_device_ops *device = sim_layer_ops();
+    char about[128];
+    p.s = s;
+    p.program = f->program;
+    p.ranks = f->ranks;
+    p.stages = stage_count(s);
+    p.workspace = f->workspace;
+    flat = *s;
+    flat.pipeline = 1;
+    f->s = &flat;
+    f->depth = (int)s->pipeline;
+    f->ranks /= f->depth;
+    dtrain_result result = launch_virtual(device, meet_model, f);
+    if (result == DTRAIN_OK && !f->named) result = measure_machine(s, f->threads, &f->rates);
+    if (result == DTRAIN_OK && !f->named) use_rates(f);
+    if (result == DTRAIN_OK) result = launch_virtual(device, meet_model, f);
+    p.batch = f->met.batch;
+    p.accum = f->met.accum;
+    p.j = new_job(s, f->program, calloc(1, f->program->own_bytes));
+    if (!p.j.own) result = dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a job");
+    if (result == DTRAIN_OK && !f->named) result = dtrain_device_ops_by_name(s->device, &device);
+    if (result == DTRAIN_OK) result = launch_virtual(device, count_units, &p);
+    if (result == DTRAIN_OK) {
+        print_flags(f, &f->met, about);
+        result = print_stages(&p);
+    }
+    if (result == DTRAIN_OK) print_pipeline(f, &p);
+    if (result == DTRAIN_OK) print_rates(f);
+    if (result == DTRAIN_OK && s->config_out) result = write_config(s->config_out, about);
+    const int status = result == DTRAIN_OK ? 0 : BAD("--dry-run: %s", run_error());
+    free_stages(&p);
+    return status;
+}
+
 /* Print the forecast of a run and stop. Return main's exit status. */
 static int dry_run(const run_settings *s, const run_program *program)
 {
     static forecast f;
     f.s = s;
     f.program = program;
+    f.depth = 1;
     if (s->offload)
         return BAD("--dry-run and --offload: a forecast has no host memory to offload to");
     if (choose_machine(&f)) return 2;
@@ -394,10 +461,11 @@ static int dry_run(const run_settings *s, const run_program *program)
         return BAD("--dry-run: another launcher has started this process as rank %d of %d, and a "
                    "forecast is made by one: run it without the launcher, with --ranks %d",
                    f.place.first_rank, f.ranks, f.ranks);
-    dtrain_result result = launch_virtual(meet_model, &f);
+    if (s->pipeline > 1) return dry_run_pipeline(&f);
+    dtrain_result result = launch_virtual(sim_layer_ops(), meet_model, &f);
     if (result == DTRAIN_OK && !f.named) result = measure_machine(s, f.threads, &f.rates);
     if (result == DTRAIN_OK && !f.named) use_rates(&f);
-    if (result == DTRAIN_OK) result = launch_virtual(print_forecast, &f);
+    if (result == DTRAIN_OK) result = launch_virtual(sim_layer_ops(), print_forecast, &f);
     return result == DTRAIN_OK ? 0 : BAD("--dry-run: %s", run_error());
 }
 

@@ -136,7 +136,7 @@ static double tune_limit(const tuner *t)
 static bool plan_fits(tuner *t, candidate *c)
 {
     const double limit = tune_limit(t);
-    if (launch_virtual(plan_candidate, t) != DTRAIN_OK) {
+    if (launch_virtual(sim_layer_ops(), plan_candidate, t) != DTRAIN_OK) {
         snprintf(c->verdict, sizeof c->verdict, "refused: %.380s", run_error());
         return false;
     }
