@@ -8264,8 +8264,8 @@ DTRAIN__PRIVATE uint64_t dtrain__wire_bytes(const dtrain_collective *what, int s
            (bytes / n * (n - 1) + bytes % n * (n - 1) / n);
 }
 
-/* Return the part of an operation's bytes that goes to other nodes of an emulated cluster: a message
- * goes to one rank, and in a collective every rank is sent the same. */
+/* Return the part of an operation's bytes that goes to other nodes of an emulated cluster: of a
+ * message all or nothing, and in a collective every rank is sent the same. */
 static uint64_t dtrain__node_bytes(const dtrain_comm *comm, const dtrain_collective *what,
                                    uint64_t bytes)
 {
@@ -13807,6 +13807,10 @@ DTRAIN__PRIVATE bool dtrain__pipeline_splits(uint32_t kind);
 /* Check the kind and its chunks; desc NULL = a zeroed one. */
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc *desc, int ranks,
                                                       int *chunks);
+/* Check them, and that a schedule of such sizes can be made. */
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_sizes(const char *call,
+                                                     const dtrain_pipeline_desc *desc, int ranks,
+                                                     int micro_batches, int *chunks);
 DTRAIN__PRIVATE const char *dtrain__pipeline_kind_name(uint32_t kind);
 DTRAIN__PRIVATE const char *dtrain__pipeline_act_name(uint32_t act);
 DTRAIN__PRIVATE bool dtrain__is_message(const dtrain_pipeline_action *action);
@@ -13985,9 +13989,9 @@ static int dtrain__ahead(const dtrain__weave *weave, int rank)
     return 2 * (p - rank - 1) + (weave->v - 1) * (size > p ? size : p);
 }
 
-/* Order the computations of a rank. With weights apart (ZB_H1) those of `rank` micro-batches are put
- * off: rank 0 has none to spare, and the last rank fills with them what it would wait for at the
- * end. */
+/* Order the computations of a rank. With weights apart (ZB_H1) those of `rank` micro-batches are
+ * put off: rank 0 has none to spare, and the last rank fills with them what it would wait for at
+ * the end. */
 static void dtrain__order_rank(const dtrain__weave *weave, int rank)
 {
     const int total = weave->m * weave->v, ahead = dtrain__ahead(weave, rank);
@@ -14005,8 +14009,8 @@ static void dtrain__order_rank(const dtrain__weave *weave, int rank)
 }
 
 /* Pick what a free rank does next with ZBV: a backward, of the last stages first, since all others
- * wait for those; a forward, towards them; else a weight. No more than p micro-batches are on a rank
- * at once, which is the memory of 1F1B's first rank. */
+ * wait for those; a forward, towards them; else a weight. No more than p micro-batches are on a
+ * rank at once, which is the memory of 1F1B's first rank. */
 static bool dtrain__vee_pick(const dtrain__weave *weave, int rank, dtrain_pipeline_action *best,
                              double *at)
 {
@@ -14195,6 +14199,21 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc
         given);
 }
 
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_sizes(const char *call,
+                                                     const dtrain_pipeline_desc *desc, int ranks,
+                                                     int micro_batches, int *chunks)
+{
+    const int most = DTRAIN__PASSES_MOST;
+    DTRAIN__TRY(dtrain__pipeline_chunks(desc, ranks, chunks));
+    if (ranks > 0 && micro_batches > 0 && ranks <= most && micro_batches <= most &&
+        (int64_t)ranks * micro_batches <= most / *chunks)
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "%s: %d ranks, %d chunks and %d micro-batches; expected 1 or more, and at "
+                       "most %d passes in all",
+                       call, ranks, *chunks, micro_batches, most);
+}
+
 DTRAIN__PRIVATE dtrain_pipeline_schedule *
 dtrain__pipeline_alloc(const dtrain_allocator *allocator, const dtrain_pipeline_schedule *head,
                        size_t actions)
@@ -14269,13 +14288,7 @@ DTRAIN_API dtrain_result dtrain_pipeline_create(const dtrain_pipeline_desc *desc
     int chunks;
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: out is NULL", call);
     *out = NULL;
-    DTRAIN__TRY(dtrain__pipeline_chunks(desc, ranks, &chunks));
-    if (ranks < 1 || micro_batches < 1 ||
-        (int64_t)ranks * chunks * micro_batches > DTRAIN__PASSES_MOST)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: %d ranks, %d chunks and %d micro-batches; expected 1 or more, and "
-                           "at most %d passes in all",
-                           call, ranks, chunks, micro_batches, DTRAIN__PASSES_MOST);
+    DTRAIN__TRY(dtrain__pipeline_sizes(call, desc, ranks, micro_batches, &chunks));
     memset(&weave, 0, sizeof weave);
     weave.kind = desc ? desc->kind : 0;
     weave.p = ranks, weave.v = chunks, weave.m = micro_batches;
@@ -14650,20 +14663,12 @@ static void dtrain__check_report(const dtrain__check *check, int rank,
 static dtrain_result dtrain__check_shape(const dtrain_pipeline_schedule *s)
 {
     const char *const call = "dtrain_pipeline_check";
-    const dtrain_pipeline_desc desc = {s ? s->kind : 0, s ? (uint32_t)s->chunks : 0, NULL};
+    if (!s || !s->first || !s->actions || !s->chunks)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: schedule or a part of it is NULL, or it has 0 chunks", call);
+    const dtrain_pipeline_desc desc = {s->kind, (uint32_t)s->chunks, NULL};
     int chunks;
-    if (!s || !s->first || !s->actions)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: schedule or a part of it is NULL", call);
-    DTRAIN__TRY(dtrain__pipeline_chunks(&desc, s->ranks, &chunks));
-    if (s->chunks == chunks && s->ranks > 0 && s->micro_batches > 0 &&
-        s->ranks <= DTRAIN__PASSES_MOST &&
-        (int64_t)s->ranks * chunks * s->micro_batches <= DTRAIN__PASSES_MOST)
-        return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "%s: the schedule has %d ranks, %d chunks and %d micro-batches; expected 1 "
-                       "or more, and at most %d passes in all",
-                       call, (int)s->ranks, (int)s->chunks, (int)s->micro_batches,
-                       DTRAIN__PASSES_MOST);
+    return dtrain__pipeline_sizes(call, &desc, s->ranks, s->micro_batches, &chunks);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_replay(const dtrain_pipeline_schedule *schedule,
@@ -15484,6 +15489,8 @@ typedef struct dtrain__strategy_plan {
     uint64_t needs; /* bytes of a rank for parameters, gradients, optimizer and buffers ... */
     int64_t limit;  /* ... of those that it may use, for activations too */
     const struct dtrain__layout *layout; /* of rank 0 of the data axis */
+    const dtrain__stage_map *stages;     /* of a pipeline, with its desc; NULL: not known */
+    const dtrain_pipeline_desc *pipeline;
     struct dtrain__planned *planned;
 } dtrain__strategy_plan;
 DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_param *params,
@@ -21311,6 +21318,7 @@ typedef struct dtrain__planned {
     dtrain_strategy_desc desc; /* resolved */
     dtrain_compression_desc compression;
     dtrain__layout layout; /* all zero: none */
+    dtrain__stage_map stages;
 } dtrain__planned;
 
 /* Return how many tensors of optimizer state a parameter will have. */
@@ -21627,8 +21635,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_
         (dtrain__planned *)dtrain__alloc(&world->allocator, 1, sizeof *plan->planned, "a plan");
     if (plan->planned) {
         plan->layout = &plan->planned->layout;
+        plan->stages = &plan->planned->stages;
+        plan->pipeline = desc->pipeline;
         mine = dtrain__plan_needs(&world->allocator, params, count, desc, node_ranks, plan);
     }
+    if (mine == DTRAIN_OK)
+        mine = dtrain__stage_map_make(&plan->planned->stages, &world->allocator, params, count,
+                                      desc->pipeline, &plan->groups);
     DTRAIN__TRY(dtrain__agree(plan->comm, mine));
     return dtrain__auto_limit(world, desc, plan->comm, &plan->limit);
 }
@@ -21637,6 +21650,7 @@ DTRAIN__PRIVATE void dtrain__strategy_plan_free(dtrain_world *world, dtrain__str
 {
     if (!plan->planned) return;
     dtrain__ways_free(&plan->planned->layout, &world->allocator);
+    dtrain__stage_map_free(&plan->planned->stages, &world->allocator);
     dtrain__free(&world->allocator, plan->planned, 1, sizeof *plan->planned);
 }
 #if DTRAIN__LAYERS
@@ -26486,10 +26500,11 @@ DTRAIN_API dtrain_result dtrain_tape_recompute(dtrain_tape *tape, uint32_t every
  * other stages are ghosts: they have shapes and no memory. Passes of several micro-batches are
  * under way at once, each in a slot.
  *
- *     survey            once: run the model as ghosts alone, and note what crosses
+ *     survey_begin      once: run the model as ghosts alone, and note what crosses
  *     stage_reset       in each step
  *     stage_receive     find addresses for what the stage before sends, before the pass begins
  *     stage_begin       select a slot; the caller then runs the model's function
+ *     stage_end         behind it
  *     stage_seed        find addresses for the gradients that the stage behind sends
  *     stage_backward    from those, or from the loss
  *     stage_weights     the second half of a backward in halves */
@@ -26505,6 +26520,12 @@ typedef struct dtrain__crossing {
     bool grad; /* it has a gradient, which goes the other way */
 } dtrain__crossing;
 
+/* A tensor that crosses, in a pass; both NULL: not yet. */
+typedef struct dtrain__crossed {
+    dtrain__tape_tensor *tensor;
+    void *received; /* where it is if it was sent here */
+} dtrain__crossed;
+
 /* A pass under way. What is in use is in the tape; here it is while another slot is selected. */
 typedef struct dtrain__pass_slot {
     dtrain__pass pass;
@@ -26512,8 +26533,7 @@ typedef struct dtrain__pass_slot {
     int32_t stage;
     struct dtrain__pass_slot *batch; /* the slot with the inputs of this micro-batch */
     dtrain__tape_tensor *inputs;     /* the latest first */
-    dtrain__tape_tensor **tensors;   /* (crossing_count) of this pass; NULL: not made yet */
-    void **received;                 /* (crossing_count) where what was sent here is */
+    dtrain__crossed *crossed;        /* (crossing_count) */
     size_t next_crossing, input_count;
 } dtrain__pass_slot;
 
@@ -26542,7 +26562,9 @@ typedef struct dtrain__stages {
     dtrain__tape_tensor *made; /* by a survey, the latest first */
     dtrain__crossing *crossings;
     size_t crossing_count;
-    bool *reads; /* (input_count) a stage here reads the input */
+    dtrain__crossed *crossed; /* (slot_count, crossing_count) */
+    void **received;          /* (inbox_count, crossing_count) */
+    bool *reads;              /* (input_count) a stage here reads the input */
     size_t input_count;
 } dtrain__stages;
 
@@ -26551,9 +26573,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t s
                                                     const bool *here, const int32_t *stage_units,
                                                     size_t unit_count, uint32_t slot_count,
                                                     uint32_t inbox_count);
-/* Begin to run the model as ghosts alone; end, and note what crosses. */
+/* Begin to run the model as ghosts alone; stage_end notes what crosses. */
 DTRAIN__PRIVATE dtrain_result dtrain__survey_begin(dtrain_tape *tape, uint32_t flags);
-DTRAIN__PRIVATE dtrain_result dtrain__survey_end(dtrain_tape *tape);
 
 /* Forget what an earlier step, or one that failed, has left. */
 DTRAIN__PRIVATE void dtrain__stage_reset(dtrain_tape *tape);
@@ -26568,7 +26589,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_receive(dtrain_tape *tape, uint32_t 
 DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t slot, uint32_t batch,
                                                   int32_t stage, dtrain__stage_source source,
                                                   uint32_t flags, uint64_t seed);
-/* Check that the model has made what the survey found. */
+/* End a survey, or check that the pass of a stage has made what the survey found. */
 DTRAIN__PRIVATE dtrain_result dtrain__stage_end(dtrain_tape *tape);
 /* Find addresses for the gradients of what the stage behind has read; or take them over from a slot
  * of this rank whose backward is over. */
@@ -26604,15 +26625,6 @@ static void dtrain__slot_select(dtrain_tape *tape, dtrain__pass_slot *slot)
     stages->slot = slot;
 }
 
-/* Prepare the arenas of a slot as those of the tape are: empty ones begin with themselves. */
-static void dtrain__slot_init(dtrain_tape *tape, dtrain__pass_slot *slot)
-{
-    for (int i = 0; i < DTRAIN__PASS_ARENAS; i++) {
-        slot->arenas[i].device = tape->arenas[DTRAIN__ARENA_HOST + i].device;
-        slot->arenas[i].at = &tape->arenas[DTRAIN__ARENA_HOST + i].first;
-    }
-}
-
 DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t count,
                                                     const bool *here, const int32_t *stage_units,
                                                     size_t unit_count, uint32_t slot_count,
@@ -26632,40 +26644,30 @@ DTRAIN__PRIVATE dtrain_result dtrain__stages_create(dtrain_tape *tape, int32_t c
     if (!stages->slots) return DTRAIN_ERROR_MEMORY;
     stages->slot_count = slot_count;
     stages->slot = stages->slots;
-    for (uint32_t i = 1; i < slot_count; i++) dtrain__slot_init(tape, &stages->slots[i]);
+    for (uint32_t i = 1; i < slot_count; i++)
+        for (int k = 0; k < DTRAIN__PASS_ARENAS; k++)
+            stages->slots[i].arenas[k].device = tape->arenas[DTRAIN__ARENA_HOST + k].device;
     stages->blank.device = tape->device;
-    stages->blank.at = &stages->blank.first;
-    if (inbox_count == 0) return DTRAIN_OK;
     stages->inboxes =
         (dtrain__inbox *)dtrain__alloc(a, inbox_count, sizeof *stages->inboxes, "inboxes");
     if (!stages->inboxes) return DTRAIN_ERROR_MEMORY;
     stages->inbox_count = inbox_count;
-    for (uint32_t i = 0; i < inbox_count; i++) {
-        stages->inboxes[i].arena.device = tape->device;
-        stages->inboxes[i].arena.at = &stages->inboxes[i].arena.first;
-    }
+    for (uint32_t i = 0; i < inbox_count; i++) stages->inboxes[i].arena.device = tape->device;
     return DTRAIN_OK;
 }
 
-/* Free what the survey found, and the lists of slots that go with it. */
+/* Free what the survey found, and the lists that go with it. */
 static void dtrain__crossings_free(dtrain_tape *tape)
 {
     const dtrain_allocator *a = &tape->allocator;
     dtrain__stages *stages = tape->stages;
     const size_t count = stages->crossing_count;
-    for (uint32_t i = 0; i < stages->slot_count; i++) {
-        dtrain__pass_slot *slot = &stages->slots[i];
-        dtrain__free(a, slot->tensors, count, sizeof *slot->tensors);
-        dtrain__free(a, slot->received, count, sizeof *slot->received);
-        slot->tensors = NULL;
-        slot->received = NULL;
-    }
-    for (uint32_t i = 0; i < stages->inbox_count; i++) {
-        dtrain__free(a, stages->inboxes[i].received, count, sizeof(void *));
-        stages->inboxes[i].received = NULL;
-    }
+    dtrain__free(a, stages->crossed, stages->slot_count * count, sizeof *stages->crossed);
+    dtrain__free(a, stages->received, stages->inbox_count * count, sizeof *stages->received);
     dtrain__free(a, stages->crossings, count, sizeof *stages->crossings);
     dtrain__free(a, stages->reads, stages->input_count, sizeof *stages->reads);
+    stages->crossed = NULL;
+    stages->received = NULL;
     stages->crossings = NULL;
     stages->reads = NULL;
     stages->crossing_count = stages->input_count = 0;
@@ -26769,10 +26771,11 @@ DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *
                               dtrain_dtype_name((dtrain_dtype)crossing->dtype)));
         return;
     }
-    stages->slot->tensors[at] = made;
-    if (!made->ghost || !stages->slot->received[at]) return;
+    dtrain__crossed *crossed = &stages->slot->crossed[at];
+    crossed->tensor = made;
+    if (!made->ghost || !crossed->received) return;
     made->ghost = false;
-    x->data = stages->slot->received[at];
+    x->data = crossed->received;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__stage_reads(dtrain_tape *tape, dtrain_tensor *x)
@@ -26847,31 +26850,33 @@ DTRAIN__PRIVATE dtrain_result dtrain__survey_begin(dtrain_tape *tape, uint32_t f
     return dtrain__pass_begin(tape, flags, 0);
 }
 
-/* Give each slot room for what crosses. */
-static dtrain_result dtrain__slots_room(dtrain_tape *tape)
+/* Make the lists that the survey fills, of `crossings` and `inputs`, and those of slots and
+ * inboxes. */
+static dtrain_result dtrain__crossings_alloc(dtrain_tape *tape, size_t crossings, size_t inputs)
 {
     const dtrain_allocator *a = &tape->allocator;
+    const char *const what = "what crosses stages";
     dtrain__stages *stages = tape->stages;
-    const size_t count = stages->crossing_count;
-    for (uint32_t i = 0; i < stages->slot_count; i++) {
-        dtrain__pass_slot *slot = &stages->slots[i];
-        slot->tensors = (dtrain__tape_tensor **)dtrain__alloc(a, count, sizeof *slot->tensors,
-                                                              "what crosses stages");
-        slot->received =
-            (void **)dtrain__alloc(a, count, sizeof *slot->received, "what crosses stages");
-        if (count && (!slot->tensors || !slot->received)) return DTRAIN_ERROR_MEMORY;
-    }
-    for (uint32_t i = 0; i < stages->inbox_count && count; i++) {
-        void **received = (void **)dtrain__alloc(a, count, sizeof *received, "what crosses stages");
-        if (!received) return DTRAIN_ERROR_MEMORY;
-        stages->inboxes[i].received = received;
-    }
+    const size_t all = stages->slot_count * crossings, inboxes = stages->inbox_count * crossings;
+    stages->crossing_count = crossings;
+    stages->input_count = inputs;
+    stages->crossings =
+        (dtrain__crossing *)dtrain__alloc(a, crossings, sizeof *stages->crossings, what);
+    stages->reads = (bool *)dtrain__alloc(a, inputs, sizeof *stages->reads, what);
+    stages->crossed = (dtrain__crossed *)dtrain__alloc(a, all, sizeof *stages->crossed, what);
+    stages->received = (void **)dtrain__alloc(a, inboxes, sizeof *stages->received, what);
+    if (!stages->crossings || !stages->reads || !stages->crossed || !stages->received)
+        return DTRAIN_ERROR_MEMORY;
+    for (size_t i = 0; i < stages->slot_count; i++)
+        stages->slots[i].crossed = stages->crossed + i * crossings;
+    for (size_t i = 0; i < stages->inbox_count; i++)
+        stages->inboxes[i].received = stages->received + i * crossings;
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__survey_end(dtrain_tape *tape)
+/* Note what the model, run as ghosts alone, has shown. */
+static dtrain_result dtrain__survey_end(dtrain_tape *tape)
 {
-    const dtrain_allocator *a = &tape->allocator;
     dtrain__stages *stages = tape->stages;
     size_t crossings = 0, inputs = 0, number = tape->pass.tensor_count;
     stages->surveying = false;
@@ -26881,12 +26886,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__survey_end(dtrain_tape *tape)
         inputs += x->stage < 0;
         crossings += x->last_stage > x->stage;
     }
-    stages->crossings = (dtrain__crossing *)dtrain__alloc(a, crossings, sizeof *stages->crossings,
-                                                          "what crosses stages");
-    stages->reads = (bool *)dtrain__alloc(a, inputs, sizeof *stages->reads, "inputs of stages");
-    if ((crossings && !stages->crossings) || (inputs && !stages->reads)) return DTRAIN_ERROR_MEMORY;
-    stages->crossing_count = crossings;
-    stages->input_count = inputs;
+    DTRAIN__TRY(dtrain__crossings_alloc(tape, crossings, inputs));
     for (const dtrain__tape_tensor *x = stages->made; x; x = x->next, number--) {
         if (x->stage < 0) stages->reads[--inputs] = x->wanted;
         if (x->last_stage <= x->stage) continue;
@@ -26898,7 +26898,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__survey_end(dtrain_tape *tape)
         crossing->dtype = x->tensor.dtype;
         crossing->grad = x->tensor.needs_grad;
     }
-    return dtrain__slots_room(tape);
+    return DTRAIN_OK;
 }
 
 /* ---- Passes -----------------------------------------------------------------------------------*/
@@ -26906,13 +26906,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__survey_end(dtrain_tape *tape)
 DTRAIN__PRIVATE void dtrain__stage_reset(dtrain_tape *tape)
 {
     dtrain__stages *stages = tape->stages;
+    const size_t count = stages->slot_count * stages->crossing_count;
     dtrain__tape_reset(tape);
-    for (uint32_t i = 0; i < stages->slot_count; i++) {
-        dtrain__pass_slot *slot = &stages->slots[i];
-        const size_t count = stages->crossing_count;
-        if (count) memset(slot->tensors, 0, count * sizeof *slot->tensors);
-        if (count) memset(slot->received, 0, count * sizeof *slot->received);
-    }
+    if (count) memset(stages->crossed, 0, count * sizeof *stages->crossed);
 }
 
 DTRAIN__PRIVATE bool dtrain__stage_item(const dtrain_tape *tape, int32_t stage, bool gradient,
@@ -26946,10 +26942,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_receive(dtrain_tape *tape, uint32_t 
 static void dtrain__slot_settle(dtrain__stages *stages, dtrain__pass_slot *slot)
 {
     for (size_t k = 0; k < stages->crossing_count; k++) {
-        dtrain__tape_tensor *x = slot->tensors[k];
-        if (x && x->gradient) x->gradient->owners--;
-        slot->tensors[k] = NULL;
-        slot->received[k] = NULL;
+        dtrain__crossed *crossed = &slot->crossed[k];
+        if (crossed->tensor && crossed->tensor->gradient) crossed->tensor->gradient->owners--;
+        crossed->tensor = NULL;
+        crossed->received = NULL;
     }
 }
 
@@ -26968,8 +26964,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t nu
     slot->next_crossing = slot->input_count = 0;
     stages->at = 0;
     for (size_t i = 0, k; dtrain__stage_item(tape, stage - 1, false, i, &k); i++)
-        slot->received[k] = source.inbox >= 0 ? stages->inboxes[source.inbox].received[k]
-                                              : stages->slots[source.slot].tensors[k]->tensor.data;
+        slot->crossed[k].received = source.inbox >= 0
+                                        ? stages->inboxes[source.inbox].received[k]
+                                        : stages->slots[source.slot].crossed[k].tensor->tensor.data;
     return dtrain__pass_begin(tape, flags, seed);
 }
 
@@ -26977,6 +26974,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_end(dtrain_tape *tape)
 {
     const dtrain__stages *stages = tape->stages;
     const dtrain__pass_slot *slot = stages->slot;
+    if (stages->surveying) return dtrain__survey_end(tape);
     DTRAIN__TRY(tape->error);
     if (slot->next_crossing == stages->crossing_count && stages->at == stages->count - 1)
         return DTRAIN_OK;
@@ -26994,10 +26992,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t num
     dtrain__stages *stages = tape->stages;
     dtrain__pass_slot *slot = &stages->slots[number];
     for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage, true, i, &k); i++) {
-        dtrain__tape_tensor *x = slot->tensors[k];
+        dtrain_tensor *x = &slot->crossed[k].tensor->tensor;
         bool accumulate;
-        if (from) dtrain__gradient_take(&x->tensor, &stages->slots[*from].tensors[k]->tensor);
-        else DTRAIN__TRY(dtrain__gradient_open(tape, &x->tensor, &accumulate));
+        if (from) dtrain__gradient_take(x, &stages->slots[*from].crossed[k].tensor->tensor);
+        else DTRAIN__TRY(dtrain__gradient_open(tape, x, &accumulate));
     }
     return DTRAIN_OK;
 }
@@ -27006,7 +27004,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_seed(dtrain_tape *tape, uint32_t num
 static dtrain_result dtrain__stage_zeros(dtrain_tape *tape, const dtrain__pass_slot *slot)
 {
     for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage - 1, true, i, &k); i++) {
-        dtrain_tensor *x = &slot->tensors[k]->tensor;
+        dtrain_tensor *x = &slot->crossed[k].tensor->tensor;
         bool accumulate;
         if (x->grad) continue;
         DTRAIN__TRY(dtrain__gradient_open(tape, x, &accumulate));
@@ -27024,7 +27022,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t
     tape->pass.more = more;
     tape->pass.halves = halves;
     for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage, true, i, &k); i++) {
-        const dtrain_tensor *x = &slot->tensors[k]->tensor;
+        const dtrain_tensor *x = &slot->crossed[k].tensor->tensor;
         if (x->producer) x->producer->reached = true;
     }
     DTRAIN__TRY(dtrain__backward_pass(tape, loss, scale));
@@ -27054,9 +27052,9 @@ DTRAIN__PRIVATE void *dtrain__stage_blank(dtrain_tape *tape, size_t crossing)
 DTRAIN__PRIVATE void *dtrain__stage_data(const dtrain_tape *tape, uint32_t slot, size_t crossing,
                                          bool gradient)
 {
-    const dtrain__pass_slot *s = &tape->stages->slots[slot];
-    if (!gradient && s->received[crossing]) return s->received[crossing];
-    const dtrain__tape_tensor *x = s->tensors[crossing];
+    const dtrain__crossed *crossed = &tape->stages->slots[slot].crossed[crossing];
+    const dtrain__tape_tensor *x = crossed->tensor;
+    if (!gradient && crossed->received) return crossed->received;
     return !x ? NULL : gradient ? x->tensor.grad : x->tensor.data;
 }
 
@@ -29813,6 +29811,7 @@ typedef struct dtrain__queue {
 /* train/micro_batch.c */
 DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer);
 DTRAIN__PRIVATE uint64_t dtrain__micro_seed(uint32_t micro);
+DTRAIN__PRIVATE float dtrain__micro_scale(const dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__micro_batch(dtrain_trainer *trainer, uint64_t seed,
                                                   dtrain_tensor **loss, float *weight);
@@ -29829,6 +29828,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_failed(const dtrain_trainer *trainer,
                                                       dtrain_result result);
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_plan(const dtrain_trainer_desc *desc,
+                                                    const dtrain__strategy_plan *plan,
                                                     dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_survey(dtrain_trainer *trainer, void *user,
                                                       uint32_t flags);
@@ -29861,6 +29861,13 @@ DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer)
 
 DTRAIN__PRIVATE uint64_t dtrain__micro_seed(uint32_t micro) { return DTRAIN__MICRO_SEED * micro; }
 
+/* Return what a micro-batch's loss is multiplied with before its backward. */
+DTRAIN__PRIVATE float dtrain__micro_scale(const dtrain_trainer *trainer)
+{
+    const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: exact */
+    return scale / (float)trainer->desc.micro_batches;
+}
+
 /* Fetch a micro-batch, unless this rank's data has ended, in a span: while next_batch reads, the
  * step makes no progress. */
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
@@ -29887,14 +29894,13 @@ static dtrain_result dtrain__micro_passes(dtrain_trainer *trainer, uint64_t seed
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
     dtrain_tape *tape = trainer->tape;
-    const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: exact */
     DTRAIN__TRY(
         dtrain_tape_begin(tape, desc->tape_flags, seed + dtrain__micro_seed(trainer->micro)));
     const uint32_t span =
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "forward", trainer->micro);
     *loss = desc->loss(tape, desc->user);
     dtrain__span_end(trainer->world, span);
-    return dtrain_tape_backward(tape, *loss, scale / (float)desc->micro_batches);
+    return dtrain_tape_backward(tape, *loss, dtrain__micro_scale(trainer));
 }
 
 /* Fetch the next micro-batch of the step, unless the tape's feed holds it already, run it and let
@@ -30527,12 +30533,11 @@ DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer)
 
 /* A micro-batch under way on this rank. */
 typedef struct dtrain__flight {
-    int32_t batch;  /* the slot of its first pass here, which has its inputs; -1: not fetched */
-    bool joined;    /* this rank's data had ended */
-    float loss;     /* on the rank of the last stage */
-    int64_t terms;  /* what the loss is a mean of ... */
-    float valid[2]; /* ... and dtrain__samples.valid */
-    bool counted;   /* valid was given */
+    int32_t batch; /* the slot of its first pass here, which has its inputs; -1: not fetched */
+    bool joined;   /* this rank's data had ended */
+    float loss;    /* on the rank of the last stage */
+    dtrain__samples samples; /* what the loss is a mean of ... */
+    float valid[2];          /* ... and what it points to */
 } dtrain__flight;
 
 struct dtrain__pipeline {
@@ -30570,16 +30575,10 @@ static bool dtrain__neighbour(const dtrain__pipeline *line, int stage, int micro
 /* Note what the loss is a mean of; the tensor is gone when its slot is used again. */
 static void dtrain__flight_note(dtrain__flight *flight, const dtrain_tensor *loss)
 {
-    const dtrain__samples *samples = &((const dtrain__tape_tensor *)loss)->samples;
-    flight->terms = samples->terms;
-    flight->counted = samples->valid != NULL;
-    if (samples->valid) memcpy(flight->valid, samples->valid, sizeof flight->valid);
-}
-
-static dtrain__samples dtrain__flight_samples(const dtrain__flight *flight)
-{
-    const dtrain__samples samples = {flight->terms, flight->counted ? flight->valid : NULL, NULL};
-    return samples;
+    flight->samples = ((const dtrain__tape_tensor *)loss)->samples;
+    if (!flight->samples.valid) return;
+    memcpy(flight->valid, flight->samples.valid, sizeof flight->valid);
+    flight->samples.valid = flight->valid;
 }
 
 /* Run the model's function in the pass that has begun, to its loss. */
@@ -30623,17 +30622,15 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
 static dtrain_result dtrain__line_backward(dtrain_trainer *trainer,
                                            const dtrain_pipeline_action *action)
 {
-    const dtrain_trainer_desc *desc = &trainer->desc;
     dtrain__pipeline *line = trainer->pipeline;
     dtrain__flight *flight = &line->flights[action->micro_batch];
     const int stage = dtrain__action_stage(line->schedule, line->rank, action);
-    const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: exact */
-    const bool more = (uint32_t)action->micro_batch + 1 < desc->micro_batches;
+    const bool more = (uint32_t)action->micro_batch + 1 < trainer->desc.micro_batches;
     const uint32_t slot = (uint32_t)action->slot;
     uint32_t before;
     if (flight->joined) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__stage_backward(trainer->tape, slot, line->losses[slot],
-                                       scale / (float)desc->micro_batches, more,
+                                       dtrain__micro_scale(trainer), more,
                                        dtrain__pipeline_splits(line->schedule->kind)));
     if (stage && dtrain__neighbour(line, stage - 1, action->micro_batch, &before))
         DTRAIN__TRY(dtrain__stage_seed(trainer->tape, before, &slot));
@@ -30694,15 +30691,11 @@ static dtrain_result dtrain__line_part(void *user, const dtrain_pipeline_action 
 static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, void *user, uint32_t flags,
                                          int64_t *terms)
 {
-    dtrain__flight first;
-    memset(&first, 0, sizeof first);
+    dtrain_tensor *loss;
     DTRAIN__TRY(dtrain__survey_begin(trainer->tape, trainer->desc.tape_flags | flags));
-    const dtrain_tensor *loss = trainer->desc.loss(trainer->tape, user);
-    if (loss) dtrain__flight_note(&first, loss);
-    *terms = first.terms;
-    DTRAIN__TRY(dtrain__survey_end(trainer->tape));
-    if (loss) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: loss returned NULL");
+    DTRAIN__TRY(dtrain__line_loss(trainer, user, &loss));
+    *terms = ((const dtrain__tape_tensor *)loss)->samples.terms;
+    return DTRAIN_OK;
 }
 
 /* Run the loss as ghosts alone, to find what crosses, and agree on the unit of weights. Collective;
@@ -30743,11 +30736,10 @@ static dtrain_result dtrain__line_finish(dtrain_trainer *trainer)
     trainer->joined = 0;
     for (uint32_t micro = 0; micro < micro_batches; micro++) {
         const dtrain__flight *flight = &line->flights[micro];
-        const dtrain__samples samples = dtrain__flight_samples(flight);
         float weight = 0;
         trainer->joined += flight->joined;
-        dtrain__weigh_micro(strategy, flight->joined ? NULL : &samples, micro + 1 < micro_batches,
-                            &weight);
+        dtrain__weigh_micro(strategy, flight->joined ? NULL : &flight->samples,
+                            micro + 1 < micro_batches, &weight);
         dtrain__trainer_add(trainer, micro, flight->loss, weight);
     }
     DTRAIN__TRY(dtrain_strategy_finish(strategy));
@@ -30822,8 +30814,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_evaluate(dtrain_trainer *trainer,
         if (!((const dtrain__tape_tensor *)tensor)->ghost)
             DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, loss, NULL));
     }
-    const dtrain__samples samples = dtrain__flight_samples(&flight);
-    *weight = dtrain__weight_of(trainer->desc.strategy, &samples);
+    *weight = dtrain__weight_of(trainer->desc.strategy, &flight.samples);
     return DTRAIN_OK;
 }
 
@@ -30914,17 +30905,16 @@ static dtrain_result dtrain__pipeline_tables(dtrain_trainer *trainer, dtrain__pi
 }
 
 /* Make a trainer's schedule and tables. */
-static dtrain_result dtrain__pipeline_open(dtrain_trainer *trainer)
+static dtrain_result dtrain__pipeline_open(dtrain_trainer *trainer, const dtrain__stage_map *map,
+                                           const dtrain_pipeline_desc *desc)
 {
-    const dtrain_strategy *strategy = trainer->desc.strategy;
     dtrain__pipeline *line = trainer->pipeline =
         (dtrain__pipeline *)dtrain__alloc(&trainer->allocator, 1, sizeof *line, "a pipeline");
     if (!line) return DTRAIN_ERROR_MEMORY;
     line->comm = trainer->groups.pipeline;
     line->rank = trainer->groups.pipeline_rank;
-    line->map = dtrain__stages_of(strategy);
-    DTRAIN__TRY(dtrain_pipeline_create(dtrain__settings_of(strategy)->pipeline,
-                                       trainer->groups.pipeline_ranks,
+    line->map = map;
+    DTRAIN__TRY(dtrain_pipeline_create(desc, trainer->groups.pipeline_ranks,
                                        (int)trainer->desc.micro_batches, &line->schedule));
     return dtrain__pipeline_tables(trainer, line);
 }
@@ -30933,7 +30923,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer)
 {
     if (trainer->groups.pipeline_ranks == 1) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__pipeline_allows(trainer));
-    DTRAIN__TRY(dtrain__pipeline_open(trainer));
+    const dtrain_strategy *strategy = trainer->desc.strategy;
+    DTRAIN__TRY(dtrain__pipeline_open(trainer, dtrain__stages_of(strategy),
+                                      dtrain__settings_of(strategy)->pipeline));
     dtrain__expect_schedule(trainer->desc.strategy, trainer->desc.micro_batches > 1);
     return DTRAIN_OK;
 }
@@ -30957,10 +30949,11 @@ static dtrain_result dtrain__pipeline_rehearse(dtrain_trainer *trainer)
 
 /* Take a step on a tape of the plan device, which counts what it needs. Local. */
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_plan(const dtrain_trainer_desc *desc,
+                                                    const dtrain__strategy_plan *plan,
                                                     dtrain_tape *tape)
 {
     dtrain_trainer rehearsal;
-    if (!desc->strategy)
+    if (!plan->stages)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_trainer_plan: which stages of a pipeline this rank has is known "
                            "to a strategy; give desc one");
@@ -30969,9 +30962,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_plan(const dtrain_trainer_desc *d
     rehearsal.desc.next_batch = NULL; /* what is in the buffers does not matter */
     if (desc->micro_batches == 0) rehearsal.desc.micro_batches = 1;
     rehearsal.allocator = tape->allocator;
-    rehearsal.groups = dtrain__groups_of(desc->strategy);
+    rehearsal.groups = plan->groups;
     rehearsal.tape = tape;
-    dtrain_result result = dtrain__pipeline_open(&rehearsal);
+    dtrain_result result = dtrain__pipeline_open(&rehearsal, plan->stages, plan->pipeline);
     if (result == DTRAIN_OK) result = dtrain__pipeline_rehearse(&rehearsal);
     dtrain__pipeline_destroy(&rehearsal);
     return result;
@@ -31237,8 +31230,7 @@ DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
  * tape leaves the parameters' bookkeeping alone, so a plan can be made at any time, between two
  * steps as well. */
 static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_trainer_desc *desc,
-                                              const struct dtrain__layout *layout,
-                                              const dtrain__groups *groups,
+                                              const dtrain__strategy_plan *strategy,
                                               const dtrain__unit_costs *costs,
                                               dtrain_memory *memory)
 {
@@ -31259,13 +31251,13 @@ static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_
     /* Without a strategy: its `ready` would start communication, and a plan is local. */
     dtrain_result result = dtrain_tape_create(world, NULL, device, &tape);
     if (result == DTRAIN_OK) {
-        tape->layout = layout;
-        tape->groups = *groups;
+        tape->layout = strategy->layout;
+        tape->groups = strategy->groups;
         tape->costs = costs;
         result = dtrain_tape_recompute(tape, desc->recompute_every, desc->recompute_ops);
     }
-    if (result == DTRAIN_OK && groups->pipeline_ranks > 1) {
-        result = dtrain__pipeline_plan(desc, tape);
+    if (result == DTRAIN_OK && strategy->groups.pipeline_ranks > 1) {
+        result = dtrain__pipeline_plan(desc, strategy, tape);
     } else if (result == DTRAIN_OK) {
         result = dtrain_tape_begin(tape, desc->tape_flags, 0);
         tape->pass.halves = costs != NULL;
@@ -31297,8 +31289,8 @@ static dtrain_result dtrain__batch_needs(const dtrain__batch_plan *plan, uint32_
 {
     dtrain_memory memory;
     DTRAIN__TRY(plan->search->set_batch(plan->trainer->user, batch));
-    DTRAIN__TRY(dtrain__plan_activations(plan->world, plan->trainer, plan->strategy.layout,
-                                         &plan->strategy.groups, NULL, &memory));
+    DTRAIN__TRY(
+        dtrain__plan_activations(plan->world, plan->trainer, &plan->strategy, NULL, &memory));
     *bytes = memory.activations + memory.activation_grads;
     return DTRAIN_OK;
 }
@@ -31403,31 +31395,50 @@ DTRAIN__PRIVATE void dtrain__memory_held(const dtrain_trainer_desc *desc, dtrain
     else if (desc->optimizer) memory->optimizer = desc->optimizer->block_bytes;
 }
 
+/* Describe the strategy of a desc; without one, stages are known from a search alone. */
+static dtrain__strategy_plan dtrain__plan_of(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                             const dtrain__strategy_plan *found)
+{
+    dtrain__strategy_plan plan;
+    memset(&plan, 0, sizeof plan);
+    if (desc->strategy) {
+        plan.groups = dtrain__groups_of(desc->strategy);
+        plan.layout = dtrain__layout_of(desc->strategy);
+        plan.stages = dtrain__stages_of(desc->strategy);
+        plan.pipeline = dtrain__settings_of(desc->strategy)->pipeline;
+        return plan;
+    }
+    plan.groups = dtrain__mesh_groups(world, desc->mesh, NULL);
+    plan.stages = found->stages;
+    plan.pipeline = found->pipeline;
+    return plan;
+}
+
 DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
                                              dtrain_batch_search *search, dtrain_memory *memory)
 {
+    dtrain_result result = DTRAIN_OK;
     if (!world || !desc || !memory)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_trainer_plan: world, desc or memory is NULL");
+    dtrain__batch_plan batch;
+    memset(&batch, 0, sizeof batch);
     if (search) {
         if (!search->set_batch || !search->params || search->max_batch > INT32_MAX)
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                                "dtrain_trainer_plan: expected a search with set_batch, params and "
                                "a max_batch below 2^31");
-        dtrain__batch_plan batch;
-        memset(&batch, 0, sizeof batch);
         batch.world = world;
         batch.trainer = desc;
         batch.search = search;
-        const dtrain_result found = dtrain__batch_find(&batch);
-        dtrain__strategy_plan_free(world, &batch.strategy);
-        DTRAIN__TRY(found);
+        result = dtrain__batch_find(&batch);
     }
-    const dtrain__groups groups = desc->strategy ? dtrain__groups_of(desc->strategy)
-                                                 : dtrain__mesh_groups(world, desc->mesh, NULL);
-    DTRAIN__TRY(dtrain__plan_activations(world, desc,
-                                         desc->strategy ? dtrain__layout_of(desc->strategy) : NULL,
-                                         &groups, NULL, memory));
+    if (result == DTRAIN_OK) {
+        const dtrain__strategy_plan plan = dtrain__plan_of(world, desc, &batch.strategy);
+        result = dtrain__plan_activations(world, desc, &plan, NULL, memory);
+    }
+    dtrain__strategy_plan_free(world, &batch.strategy);
+    DTRAIN__TRY(result);
     dtrain__memory_held(desc, memory);
     if (desc->strategy && world->device->ops->host_memory) memory->workspace = world->base_bytes;
     memory->total = memory->activations + memory->activation_grads + memory->params +
@@ -31437,11 +31448,12 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
 
 /* ---- Costs of units ---------------------------------------------------------------------------*/
 
-/* The operations that a device does while it moves a byte. One core of a server: 90 GFLOP/s and 11
- * GB/s (train_gpt --dry-run measures both); an H100 in bf16: 400 TFLOP/s and 2.5 TB/s. */
+/* Return the operations that a device does while it moves a byte. A core with AVX-512, measured by
+ * train_gpt --dry-run: 79 GFLOP/s of GPT-2's classifier and 43 GB/s. An H100 in bf16, as
+ * build/simulate has it: 445 TFLOP/s and 2900 GB/s. */
 static double dtrain__flops_per_byte(const dtrain_device *device)
 {
-    return device->ops->host_memory ? 8 : 160;
+    return device->ops->host_memory ? 2 : 150;
 }
 
 DTRAIN_API dtrain_result dtrain_trainer_unit_costs(dtrain_world *world,
@@ -31457,9 +31469,11 @@ DTRAIN_API dtrain_result dtrain_trainer_unit_costs(dtrain_world *world,
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_trainer_unit_costs: world, desc, params, costs or unit_count is "
                            "NULL, or there is no parameter");
-    const dtrain__groups whole = dtrain__mesh_groups(world, NULL, NULL);
+    dtrain__strategy_plan whole;
+    memset(&whole, 0, sizeof whole);
+    whole.groups = dtrain__mesh_groups(world, NULL, NULL);
     dtrain_result result =
-        dtrain__stage_map_make(&map, &world->allocator, params, param_count, NULL, &whole);
+        dtrain__stage_map_make(&map, &world->allocator, params, param_count, NULL, &whole.groups);
     if (result == DTRAIN_OK) {
         memset(costs, 0, map.unit_count * sizeof *costs);
         if (activations) memset(activations, 0, map.unit_count * sizeof *activations);
@@ -31468,7 +31482,7 @@ DTRAIN_API dtrain_result dtrain_trainer_unit_costs(dtrain_world *world,
         units.flops_per_byte = dtrain__flops_per_byte(world->device);
         units.costs = costs;
         units.kept = activations;
-        result = dtrain__plan_activations(world, desc, NULL, &whole, &units, &memory);
+        result = dtrain__plan_activations(world, desc, &whole, &units, &memory);
     }
     dtrain__stage_map_free(&map, &world->allocator);
     return result;
