@@ -36,9 +36,9 @@ near "without overlap all of it is exposed" "$(field exposed_comm_ms 2)" "$comm"
 near "a step is compute and communication" "$(field step_ms 2)" "$(awk "BEGIN { printf \"%.9g\", $one + $comm }")"
 near "efficiency is their share" "$(field efficiency 2)" "$(awk "BEGIN { printf \"%.6g\", 100 * $one / ($one + $comm) }")"
 
-# Kernels around products, of 4 samples more, bf16: of C channels 10 a block for its norms, 12 for residuals, 20 for the
+# Kernels around products, at 0.65 of the bandwidth, of 4 samples more, bf16: of C channels 10 a block for its norms, 12 for residuals, 20 for the
 # activation of 4 C, and 5 for the last norm, 8 for the table's rows; 3 of the logits.
-around=$(awk "BEGIN { printf \"%.9g\", 1e3 * 2 * 4096 * (768 * (12 * 42 + 5 + 8) + 3 * 50304) / 1000e9 }")
+around=$(awk "BEGIN { printf \"%.9g\", 1e3 * 2 * 4096 * (768 * (12 * 42 + 5 + 8) + 3 * 50304) / 650e9 }")
 simulate $ring --gpus 1 --batch-sizes 4 --hbm-gbs 1000; few=$(field step_ms 1)
 simulate $ring --gpus 1 --batch-sizes 8 --hbm-gbs 1000
 near "kernels around products" "$(awk "BEGIN { printf \"%.9g\", $(field step_ms 1) - $few }")" "$(awk "BEGIN { printf \"%.9g\", $one + $around }")"
@@ -121,6 +121,30 @@ long="--model gpt2_medium --gpus 16 --tensor 16 --strategies ddp --batch-sizes 2
 simulate $long --gpus-per-node 16; within=$(field step_ms 1)
 simulate $long --gpus-per-node 8
 holds "a tensor axis across nodes is slower than inside one" "$(field step_ms 1) > $within"
+
+# A pipeline of 2: of tokens a block computes 3 x 2 x 12 C^2 and 3.5 / 0.6 x 2 T C, the head 3 x 2 C V, which is 4.49 blocks:
+# the last stage has 4 blocks, the first one 8. In 1F1B the longer one works without a gap between the other's two halves.
+line="--cluster custom --network-gbps 1e15 --nvlink-gbs 1e15 --latency-us 0 --hbm-gbs 1e15 --strategies ddp --batch-sizes 1"
+block=51642368 head=231800832
+simulate $line --gpus 2 --pipeline 2 --accum 8
+near "pipeline 2: 1F1B" "$(field step_ms 1)" "$(awk "BEGIN { printf \"%.9g\", 1024 * (8 * (4 * $block + $head) + 8 * $block) / 100e9 }")"
+near "pipeline 2: what a rank does not compute is the bubble" "$(awk "BEGIN { printf \"%.9g\", $(field compute_ms 1) + $(field bubble_ms 1) }")" "$(field step_ms 1)"
+simulate $line --gpus 2 --accum 8; near "no pipeline: each GPU has all" "$(field bubble_ms 1)" 0
+deep="$line --model llama7b --gpus 4 --pipeline 4 --accum 8"
+for kind in 1f1b gpipe "interleaved --chunks 4" zb_h1 zbv; do
+    simulate $deep --pipeline-schedule $kind
+    eval "bubble_${kind%% *}=$(field bubble_ms 1) memory_${kind%% *}=$(field memory_gib 1)"
+done
+holds "the bubble of GPipe is that of 1F1B" "$bubble_gpipe > 0.999 * $bubble_1f1b && $bubble_gpipe < 1.001 * $bubble_1f1b"
+holds "interleaved and zero bubbles are smaller" "$bubble_interleaved < $bubble_1f1b && $bubble_zb_h1 < $bubble_1f1b && $bubble_zbv < $bubble_zb_h1"
+holds "GPipe keeps all micro-batches" "$memory_gpipe > $memory_1f1b"
+simulate --model llama7b --gpus 64 --pipeline 4 --tensor 2 --accum 8 --batch-sizes 1 --strategies ddp,zero1
+holds "ZeRO-1 shards states over the data axis of a stage" "$(field data 1) == 8 && $(field memory_gib 2) < $(field memory_gib 1)"
+holds "both send along it" "$(field comm_bytes 1) > 0 && $(field comm_bytes 2) > 0"
+across="--model llama7b --gpus 8 --pipeline 8 --accum 8 --batch-sizes 1 --strategies ddp"
+simulate $across; within=$(field step_ms 1)
+simulate $across --gpus-per-node 1
+holds "stages on other nodes are slower" "$(field step_ms 1) > $within"
 
 # Links that cost nothing, and sanity.
 simulate --strategies ddp,zero1,full_shard,hybrid_shard --gpus 1,8,64,1024 --cluster custom --network-gbps 1e15 --nvlink-gbs 1e15 --latency-us 0 --hbm-gbs 1e15
@@ -282,6 +306,10 @@ refused "a node and a half" "12: expected at most 8, or whole nodes of 8" --gpus
 refused "GPUs that the axis does not divide" "tensor 3 .* does not divide the 8 ranks" --gpus 8 --tensor 3
 refused "nodes that it does not divide" "tensor is 3, on nodes of 8" --gpus 24 --tensor 3
 refused "more ranks than heads of keys" "1.attn.qkv.*4 parts.*8 ranks" --gpus 8 --tensor 8 --model qwen7b
+refused "GPUs that a pipeline does not divide" "tensor 1 x --pipeline 3 does not divide the 8" --gpus 8 --pipeline 3 --accum 8 --strategies ddp
+refused "a pipeline that gathers" "ddp and zero1, not with full_shard" --gpus 8 --pipeline 2 --strategies full_shard
+refused "more stages than units" "16 stages.* 14 units" --gpus 16 --pipeline 16 --strategies ddp --batch-sizes 1
+refused "a pipeline of pictures" "vgg16.*no transformer" --gpus 8 --pipeline 2 --model vgg16
 refused "rows that it does not divide" "1023 rows.*--tensor 2" --gpus 8 --tensor 2 --sequence-parallel --seq 1023 --batch-sizes 1
 refused "nothing to cut" "vgg16.*no transformer" --gpus 8 --tensor 2 --model vgg16
 refused "global batch" "512.*3 GPUs do not divide" --gpus 3 --global-batch 512

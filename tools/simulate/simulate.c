@@ -31,9 +31,12 @@
  * With --tensor the ranks are a dtrain_mesh: GPUs = tensor x data. Parameters are cut, the strategy works along the
  * data axis, and layers send along the tensor axis (simulate_tensor.h).
  *
+ * With --pipeline GPUs = tensor x data x pipeline, and the micro-batches of a step follow each other through the stages
+ * in the order that the library's schedule has (simulate_pipeline.h).
+ *
  * How to read it: flags -> simulate_models.h -> simulate_cluster.h (cost models), simulate_device.h and simulate_comm.h
- * (a virtual device, a virtual communicator) -> simulate_tensor.h (layers) -> one step -> tables, JSON, SVG ->
- * published figures -> main. */
+ * (a virtual device, a virtual communicator) -> simulate_tensor.h (layers) -> one step -> simulate_pipeline.h -> tables,
+ * JSON, SVG -> published figures -> main. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
@@ -69,8 +72,8 @@ struct settings {
     flag_list gpus, strategies, batches;
     long precision, param_dtype, reduce_dtype, optimizer, compression, exchange, network;
     long seq, accum, global_batch, bucket_mib, reshard, checkpointing, gpus_per_node, powersgd_rank;
-    long attention, loss, recompute_all, tensor, sequence_parallel, tensor_overlap, no_overlap,
-        hierarchical, help;
+    long pipeline, chunks, pipeline_schedule, scatter_stages, attention, loss, recompute_all,
+        tensor, sequence_parallel, tensor_overlap, no_overlap, hierarchical, help;
     double efficiency, measured_rate, straggler, topk_ratio;
     double tflops, hbm_gbs, memory_gib, nvlink_gbs, nvls_gbs, network_gbps, latency_us, slowdown;
 };
@@ -84,6 +87,7 @@ static const struct settings usual = {
     .precision = 1,
     .accum = 1,
     .tensor = 1,
+    .pipeline = 1,
     .bucket_mib = 25,
     .reshard = 1,
     .powersgd_rank = 1,
@@ -111,8 +115,12 @@ static words dtypes = {"fp32", "bf16", "fp16"};
 static words optimizers = {"adamw", "sgd"};
 static words compressions = {"none", "topk", "powersgd"}; /* dtrain_compression */
 static words exchanges = {"all_gather", "balanced"};      /* dtrain_sparse_exchange */
-static words attentions = {"fused", "scores"};
+enum { ATTENTION_FUSED, ATTENTION_SCORES, ATTENTION_AGAIN };
+static words attentions = {"fused", "scores", "scores_again"};
+static words schedules = {"1f1b", "gpipe", "interleaved", "zb_h1",
+                          "zbv"}; /* dtrain_pipeline_kind */
 static words losses = {"fused", "passes"};
+enum { MOST_STAGES = 512 };
 enum { OVERLAP_SUMS, OVERLAP_NONE, OVERLAP_PIECES };
 static words tensor_overlaps = {"sums", "none", "pieces"};
 static words networks = {"nccl", "alpha_beta", "emulated"}; /* enum below */
@@ -138,7 +146,8 @@ static const flag flag_table[] = {
     {"--param-dtype", 'w', &flags.param_dtype, 0, 0, "gathered parameters travel as", dtypes},
     {"--reduce-dtype", 'w', &flags.reduce_dtype, 0, 0, "gradients travel as", dtypes},
     {"--attention", 'w', &flags.attention, 0, 0,
-     "fused keeps scores in the cores of a GPU; scores writes them all, as before FlashAttention",
+     "fused keeps scores in the cores of a GPU; scores writes them all, as before FlashAttention; "
+     "scores_again makes them once more in backward instead of keeping them",
      attentions},
     {"--loss", 'w', &flags.loss, 0, 0, "fused in one kernel, or passes of several over fp32 logits",
      losses},
@@ -152,6 +161,19 @@ static const flag flag_table[] = {
      "sums of gradients travel under the product of weights; none; or rows travel in pieces under "
      "the products before and behind them, too, as this library does not",
      tensor_overlaps},
+    {"--pipeline", 'i', &flags.pipeline, 1, MOST_STAGES,
+     "GPUs that share a replica of a transformer by its depth; the --accum micro-batches of a step "
+     "follow each other through them; with ddp or zero1",
+     NULL},
+    {"--chunks", 'i', &flags.chunks, 0, 64,
+     "with --pipeline-schedule interleaved: runs of blocks that each has; default 2", NULL},
+    {"--pipeline-schedule", 'w', &flags.pipeline_schedule, 0, 0, "order of the micro-batches",
+     schedules},
+    {"--scatter-stages", 'b', &flags.scatter_stages, 0, 0,
+     "each GPU of a tensor axis sends its part of what goes to the next stage, where parts are "
+     "gathered, as Megatron does; this library sends whole rows, or with --sequence-parallel its "
+     "own",
+     NULL},
     {"--no-overlap", 'b', &flags.no_overlap, 0, 0, "communicate after backward only", NULL},
     {"--reshard-after-forward", 'i', &flags.reshard, 0, 1, "0: units stay whole until backward",
      NULL},
@@ -245,6 +267,7 @@ static int make_cluster(cluster *c)
 typedef struct row {
     long gpus, nodes, strategy, batch, accum;
     double step_ms, compute_ms, comm_ms, exposed_ms, straggler_ms, memory_gib;
+    double bubble_ms, tensor_ms, data_ms; /* idle in a pipeline; exposed, by axis */
     double rate, efficiency; /* things a second and GPU; of the first row of the line, per cent */
     uint64_t sent, planned;  /* bytes: counted, and dtrain_strategy_query's step_bytes */
     uint64_t tensor_sent;    /* beside those: the tensor axis, and what all agree on */
@@ -296,7 +319,7 @@ static dtrain_result backward(dtrain_strategy *strategy, const model *m, long ba
             TRY(dtrain_strategy_gather(strategy, unit, DTRAIN_PASS_BACKWARD));
             TRY(forward_again(m, i, batch));
         }
-        TRY(backward_layer(m, i, batch));
+        TRY(backward_layer(m, i, batch, HALF_BOTH));
         TRY(dtrain_strategy_ready(strategy, i));
         if (i == 0 || m->params[i - 1].unit != unit) TRY(dtrain_strategy_release(strategy, unit));
     }
@@ -361,28 +384,82 @@ static dtrain_result time_steps(dtrain_strategy *strategy, dtrain_optimizer *opt
     r->compute_ms = 1e3 * (sim.computed - before.computed);
     r->comm_ms = 1e3 * (sim.communicated - before.communicated);
     r->exposed_ms = 1e3 * (sim.exposed - before.exposed);
+    r->tensor_ms = 1e3 * (sim.exposed_tensor - before.exposed_tensor);
+    r->data_ms = r->exposed_ms - r->tensor_ms;
     r->straggler_ms = r->compute_ms * flags.straggler / 100 * expected_maximum((double)r->gpus);
     r->step_ms = 1e3 * (sim.now - before.now) + r->straggler_ms;
     r->rate = 1e3 * (double)(r->batch * r->accum) * m->samples / r->step_ms / (double)flags.tensor;
     return DTRAIN_OK;
 }
 
+/* What the library makes for one rank of tensor x data. */
+typedef struct library {
+    dtrain_comm *comm;
+    dtrain_mesh *mesh;
+    dtrain_strategy *strategy;
+    dtrain_optimizer *optimizer;
+    dtrain_strategy_desc desc;
+    dtrain_compression_desc compression;
+    void *first_address;
+} library;
+
+static dtrain_result library_open(dtrain_world *world, model *m, const row *r, int ranks, int nodes,
+                                  double activations, library *lib)
+{
+    dtrain_optimizer_desc how =
+        dtrain_optimizer_defaults(flags.optimizer ? DTRAIN_OPTIMIZER_SGD : DTRAIN_OPTIMIZER_ADAMW);
+    if (flags.optimizer) how.momentum = 0.9f;
+    memset(lib, 0, sizeof *lib);
+    lib->first_address = dtrain_world_device(world)->state;
+    TRY(mesh_open(world, ranks, nodes, &lib->comm, &lib->mesh));
+    lib->desc = describe(r, activations, lib->comm, lib->mesh, &lib->compression);
+    TRY(dtrain_strategy_create(world, m->params, m->count, &lib->desc, &lib->strategy));
+    return dtrain_optimizer_create(world, lib->strategy, &how, &lib->optimizer);
+}
+
+/* Free it, also after an error, and tell what the rank's memory is: *bytes. */
+static dtrain_result library_close(dtrain_world *world, const model *m, const row *r, int ranks,
+                                   library *lib, dtrain_result result, double *bytes)
+{
+    dtrain_memory memory;
+    dtrain_optimizer_destroy(lib->optimizer);
+    dtrain_strategy_destroy(lib->strategy);
+    lib->desc.kind = (uint32_t)(r->strategy + 1);
+    if (result == DTRAIN_OK)
+        result = dtrain_strategy_plan(m->params, m->count, &lib->desc, ranks, &memory);
+    if (result == DTRAIN_OK) *bytes = (double)memory.total;
+    dtrain_mesh_destroy(lib->mesh);
+    dtrain_comm_destroy(lib->comm);
+    /* everything is given back: the next model may have the addresses */
+    dtrain_world_device(world)->state = lib->first_address;
+    return result;
+}
+
+#include "simulate_pipeline.h"
+
+/* A rank that has all layers. */
+static dtrain_result simulate_replica(dtrain_world *world, model *m, row *r)
+{
+    const double activations = kept_bytes(m, r->batch) + again_bytes(m, r->batch);
+    double bytes = 0;
+    library lib;
+    dtrain_result result =
+        library_open(world, m, r, (int)r->gpus, (int)r->nodes, activations, &lib);
+    if (result == DTRAIN_OK)
+        result = axis_open(world, m, dtrain_mesh_comm(lib.mesh, DTRAIN_AXIS_TENSOR), r->batch);
+    if (result == DTRAIN_OK) result = time_steps(lib.strategy, lib.optimizer, m, r);
+    axis_close(world);
+    result = library_close(world, m, r, (int)r->gpus, &lib, result, &bytes);
+    r->memory_gib = (bytes + activations) / 1073741824.0;
+    return result;
+}
+
 /* Fills the rest of r, whose gpus, strategy, batch and accum are given. */
 static dtrain_result simulate(dtrain_world *world, model *m, row *r)
 {
     const long per_node = sim.machine.gpus_per_node;
-    const double activations = activation_bytes(m, r->batch), scale = sim.rate_scale;
+    const double scale = sim.rate_scale;
     const cluster machine = sim.machine;
-    dtrain_device *device = dtrain_world_device(world);
-    dtrain_optimizer_desc how =
-        dtrain_optimizer_defaults(flags.optimizer ? DTRAIN_OPTIMIZER_SGD : DTRAIN_OPTIMIZER_ADAMW);
-    dtrain_strategy *strategy = NULL;
-    dtrain_optimizer *optimizer = NULL;
-    dtrain_comm *comm = NULL;
-    dtrain_mesh *mesh = NULL;
-    dtrain_mesh_desc axes = {0};
-    dtrain_memory memory;
-    if (flags.optimizer) how.momentum = 0.9f;
     memset(&sim, 0, sizeof sim);
     sim.machine = machine;
     sim.rate_scale = scale;
@@ -391,33 +468,7 @@ static dtrain_result simulate(dtrain_world *world, model *m, row *r)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "--gpus has %ld: expected at most %ld, or whole nodes of %ld", r->gpus,
                            per_node, per_node);
-    void *const first_address = device->state;
-    if (flags.tensor > 1) TRY(sim_mesh_comm(world, (int)r->gpus, (int)r->nodes, &comm));
-    else TRY(sim_comm_new(world, (int)r->gpus, (int)r->nodes, sim_rank((int)r->gpus), &comm));
-    axes.tensor = (int)flags.tensor;
-    axes.sequence_parallel = flags.sequence_parallel != 0;
-    axes.comm = comm;
-    dtrain_result result = flags.tensor > 1 ? dtrain_mesh_create(world, &axes, &mesh) : DTRAIN_OK;
-    dtrain_compression_desc compression;
-    dtrain_strategy_desc desc = describe(r, activations, comm, mesh, &compression);
-    if (result == DTRAIN_OK)
-        result = dtrain_strategy_create(world, m->params, m->count, &desc, &strategy);
-    if (result == DTRAIN_OK) result = dtrain_optimizer_create(world, strategy, &how, &optimizer);
-    if (result == DTRAIN_OK)
-        result = axis_open(world, m, dtrain_mesh_comm(mesh, DTRAIN_AXIS_TENSOR), r->batch);
-    if (result == DTRAIN_OK) result = time_steps(strategy, optimizer, m, r);
-    axis_close(world);
-    dtrain_optimizer_destroy(optimizer);
-    dtrain_strategy_destroy(strategy);
-    desc.kind = (uint32_t)(r->strategy + 1);
-    if (result == DTRAIN_OK)
-        result = dtrain_strategy_plan(m->params, m->count, &desc, (int)r->gpus, &memory);
-    dtrain_mesh_destroy(mesh);
-    dtrain_comm_destroy(comm);
-    device->state =
-        first_address; /* everything is given back: the next model may have the addresses */
-    if (result != DTRAIN_OK) return result;
-    r->memory_gib = ((double)memory.total + activations) / 1073741824.0;
+    TRY(flags.pipeline > 1 ? simulate_pipeline(world, m, r) : simulate_replica(world, m, r));
     r->fits = r->memory_gib <= sim.machine.memory_gib;
     return DTRAIN_OK;
 }
@@ -444,12 +495,13 @@ static dtrain_result calibrate(dtrain_world *world, model *m, row r, double meas
 /* Micro-batches that give the global batch on so many GPUs: as few as --batch-sizes allows. */
 static dtrain_result share_global_batch(row *r)
 {
-    const long replicas = r->gpus > flags.tensor ? r->gpus / flags.tensor : 1;
+    const long share = flags.tensor * flags.pipeline;
+    const long replicas = r->gpus > share ? r->gpus / share : 1;
     const long own = flags.global_batch / replicas;
     if (flags.global_batch % replicas)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "--global-batch is %ld, which %ld %s do not divide", flags.global_batch,
-                           replicas, flags.tensor > 1 ? "replicas" : "GPUs");
+                           replicas, share > 1 ? "replicas" : "GPUs");
     if (r->batch > own) r->batch = own;
     while (own % r->batch) r->batch--;
     r->accum = own / r->batch;
@@ -528,20 +580,24 @@ static void print_head(const model *m)
            "a node; %g us\n",
            flags.cluster, c->gpus_per_node, c->tflops_bf16, 100 * c->efficiency, c->memory_gib,
            c->hbm_gbs, c->nvlink_gbs, c->network_gbps, c->latency_us);
-    if (flags.tensor > 1)
-        printf("axes     GPUs = tensor %ld x data%s\n", flags.tensor,
-               flags.sequence_parallel ? ", sequence parallelism" : "");
+    if (flags.tensor > 1 || flags.pipeline > 1)
+        printf("axes     GPUs = tensor %ld x data", flags.tensor);
+    if (flags.pipeline > 1)
+        printf(" x pipeline %ld (%s)", flags.pipeline, schedules[flags.pipeline_schedule]);
+    if (flags.tensor > 1 || flags.pipeline > 1)
+        puts(flags.sequence_parallel ? ", sequence parallelism" : "");
     printf("%6s %5s %s %-13s %6s %6s %10s %12s %6s %10s %10s %9s %9s\n", "GPUs", "nodes",
-           flags.tensor > 1 ? "    data " : "", "strategy", "batch", "accum", "step ms",
-           m->samples > 1 ? "tokens/s" : "images/s", "eff %", "comm ms", "exposed ms", "sent MiB",
-           "mem GiB");
+           flags.tensor * flags.pipeline > 1 ? "    data " : "", "strategy", "batch", "accum",
+           "step ms", m->samples > 1 ? "tokens/s" : "images/s", "eff %", "comm ms", "exposed ms",
+           "sent MiB", "mem GiB");
 }
 
 /* would: what fits where r does not */
 static void print_row(const row *r, const char *would)
 {
     char data[40] = "";
-    if (flags.tensor > 1) snprintf(data, sizeof data, "  x %5ld ", r->gpus / flags.tensor);
+    const long share = flags.tensor * flags.pipeline;
+    if (share > 1) snprintf(data, sizeof data, "  x %5ld ", r->gpus / share);
     printf("%6ld %5ld %s %-13s %6ld %6ld ", r->gpus, r->nodes, data, strategies[r->strategy],
            r->batch, r->accum);
     if (r->fits)
@@ -588,16 +644,18 @@ static void write_json(FILE *file, const model *m, const row *r)
     fprintf(
         file,
         "{\"model\": \"%s\", \"cluster\": \"%s\", \"gpus\": %ld, \"nodes\": %ld, \"strategy\": "
-        "\"%s\", \"tensor\": %ld, \"data\": %ld, \"sequence_parallel\": %s, "
+        "\"%s\", \"tensor\": %ld, \"data\": %ld, \"pipeline\": %ld, \"sequence_parallel\": %s, "
         "\"batch\": %ld, \"accum\": %ld, \"fits\": %s, \"step_ms\": %.9g, \"compute_ms\": %.9g, "
-        "\"comm_ms\": %.9g, \"exposed_comm_ms\": %.9g, \"straggler_ms\": %.9g, \"%s_per_second\": "
+        "\"comm_ms\": %.9g, \"exposed_comm_ms\": %.9g, \"bubble_ms\": %.9g, \"straggler_ms\": "
+        "%.9g, \"%s_per_second\": "
         "%.9g, "
         "\"efficiency\": %.6g, \"comm_bytes\": %llu, \"plan_bytes\": %llu, "
         "\"tensor_bytes\": %llu, \"memory_gib\": %.6g}\n",
         flags.model, flags.cluster, r->gpus, r->nodes, strategies[r->strategy], flags.tensor,
-        r->gpus / flags.tensor, flags.sequence_parallel && flags.tensor > 1 ? "true" : "false",
-        r->batch, r->accum, r->fits ? "true" : "false", r->step_ms, r->compute_ms, r->comm_ms,
-        r->exposed_ms, r->straggler_ms, m->things, r->rate * (double)r->gpus, r->efficiency,
+        r->gpus / flags.tensor / flags.pipeline, flags.pipeline,
+        flags.sequence_parallel && flags.tensor > 1 ? "true" : "false", r->batch, r->accum,
+        r->fits ? "true" : "false", r->step_ms, r->compute_ms, r->comm_ms, r->exposed_ms,
+        r->bubble_ms, r->straggler_ms, m->things, r->rate * (double)r->gpus, r->efficiency,
         (unsigned long long)r->sent, (unsigned long long)r->planned,
         (unsigned long long)r->tensor_sent, r->memory_gib);
 }
@@ -713,7 +771,7 @@ static void print_help(void)
  * Compute is calibrated with the base's --measured-rate and by nothing else. recorded is what this
  * program predicted when the line was written: a prediction that moves by half a point fails the check. */
 
-enum { FIELDS = 9, POINTS = 5 };
+enum { FIELDS = 9, POINTS = 5, MOST_FIGURES = 256 };
 
 /* Adds the flags of one text, separated by blanks, which must stay: values are kept by pointer. */
 static int add_flags(char *text)
@@ -762,7 +820,7 @@ static int cut_fields(char *line, char **fields)
 
 static int predict(dtrain_world *world, char **fields, double *predicted)
 {
-    char both[256], base[256], target[256], again[256];
+    char both[400], base[400], target[400], again[400];
     row first, second;
     snprintf(both, sizeof both, "%s", fields[1]);
     snprintf(again, sizeof again, "%s", fields[1]);
@@ -798,10 +856,17 @@ static bool judge(char **fields, double predicted)
     return same;
 }
 
+static int ascending(const void *a, const void *b)
+{
+    const double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
 static int run_check(dtrain_world *world, const char *path)
 {
     char line[1024], *fields[FIELDS];
-    int lines = 0, changed = 0, code = 0;
+    double errors[MOST_FIGURES];
+    int lines = 0, changed = 0, code = 0, tenths = 0;
     FILE *file = fopen(path, "r");
     if (!file) return BAD("cannot read \"%s\": %s", path, strerror(errno));
     printf("%-46s %13s %9s %7s\n", "", "published", "predicted", "error");
@@ -813,10 +878,16 @@ static int run_check(dtrain_world *world, const char *path)
             code = BAD("%s: \"%s\" has not %d fields", path, fields[0], FIELDS);
         if (!code) code = predict(world, fields, &predicted);
         if (code) break;
+        if (strcmp(fields[5], "tenth") == 0 && tenths < MOST_FIGURES)
+            errors[tenths++] = 100 * fabs(predicted / strtod(fields[6], NULL) - 1);
         changed += !judge(fields, predicted);
         lines++;
     }
     fclose(file);
+    qsort(errors, (size_t)tenths, sizeof *errors, ascending);
+    if (!code && tenths)
+        printf("%d of tensor and pipeline axes: median error %.1f %%, largest %.1f %%\n", tenths,
+               errors[tenths / 2], errors[tenths - 1]);
     if (!code) printf("%d figures, %d not as recorded\n", lines, changed);
     return code ? code : changed || !lines;
 }

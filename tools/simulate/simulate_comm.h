@@ -118,7 +118,9 @@ static dtrain_result sim_test(dtrain_work *one, bool *done)
 static dtrain_result sim_wait(dtrain_work *one)
 {
     sim_work *self = (sim_work *)(void *)one;
-    sim.exposed += most(0, self->end - sim.now) + self->own;
+    const double waited = most(0, self->end - sim.now) + self->own;
+    sim.exposed += waited;
+    if (((sim_comm *)(void *)one->comm)->aside) sim.exposed_tensor += waited;
     sim.now = most(sim.now, self->end) + self->own;
     one->comm->in_flight--;
     one->comm->outstanding--;

@@ -16,6 +16,7 @@ static struct simulation {
     double now;            /* of the compute stream */
     double free_at[LINKS]; /* when links are free */
     double computed, communicated, exposed;
+    double exposed_tensor;  /* of it, along a tensor axis */
     uint64_t sent, between; /* bytes; of them to other nodes */
     uint64_t tensor_sent;   /* beside those: along a tensor axis, and of a whole mesh */
 } sim;

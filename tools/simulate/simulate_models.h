@@ -69,6 +69,29 @@ static const struct transformer {
      1},
     {"core32b", "Megatron Core GPT, 32 B", 48, 0, 56, 56, 128, 7168, 28672, 0, 131072, 0, 4096, 0,
      1},
+    {"gpt22b", "Megatron GPT, 22 B", 48, 0, 64, 64, 96, 6144, 24576, 0, 51200, 2048, 2048, 1, 1},
+    {"gpt39b", "Megatron GPT, 39.1 B", 48, 0, 64, 64, 128, 8192, 32768, 0, 51200, 2048, 2048, 1, 1},
+    {"gpt76b", "Megatron GPT, 76.1 B", 60, 0, 80, 80, 128, 10240, 40960, 0, 51200, 2048, 2048, 1,
+     1},
+    {"gpt145b", "Megatron GPT, 145.6 B", 80, 0, 96, 96, 128, 12288, 49152, 0, 51200, 2048, 2048, 1,
+     1},
+    {"gpt310b", "Megatron GPT, 310.1 B", 96, 0, 128, 128, 128, 16384, 65536, 0, 51200, 2048, 2048,
+     1, 1},
+    {"gpt530b", "Megatron GPT, 529.6 B", 105, 0, 128, 128, 160, 20480, 81920, 0, 51200, 2048, 2048,
+     1, 1},
+    {"gpt1t", "Megatron GPT, 1008 B", 128, 0, 160, 160, 160, 25600, 102400, 0, 51200, 2048, 2048, 1,
+     1},
+    {"core70b", "Megatron Core GPT, 70 B", 84, 0, 64, 64, 128, 8192, 32768, 0, 131072, 0, 4096, 0,
+     1},
+    {"core119b", "Megatron Core GPT, 119 B", 92, 0, 80, 80, 128, 10240, 40960, 0, 131072, 0, 4096,
+     0, 1},
+    {"core177b", "Megatron Core GPT, 177 B", 96, 0, 96, 96, 128, 12288, 49152, 0, 131072, 0, 4096,
+     0, 1},
+    {"core314b", "Megatron Core GPT, 314 B", 96, 0, 128, 128, 128, 16384, 65536, 0, 131072, 0, 4096,
+     0, 1},
+    {"core462b", "Megatron Core GPT, 462 B", 112, 0, 144, 144, 128, 18432, 73728, 0, 131072, 0,
+     4096, 0, 1},
+    {"llama405b", "Llama 3.1, 405 B", 126, 0, 128, 8, 128, 16384, 53248, 1, 128256, 0, 8192, 0, 1},
     {"gpt175b", "GPT-3, 175 B", 96, 0, 96, 96, 128, 12288, 49152, 0, 51200, 2048, 2048, 1, 1},
 };
 enum { TRANSFORMERS = sizeof transformers / sizeof transformers[0] };
@@ -201,12 +224,13 @@ static void add_attention(model *m, const struct transformer *t, uint32_t unit, 
     add_residual(m, T * (double)C * own_rows());
     layer *l = &m->layers[m->count - 1];
     l->attention[0] = part * causal * 4 * T * T * (double)inner;
-    l->attention[1] = (flags.attention ? 2 : FUSED_BACKWARD) * l->attention[0];
+    const int again = flags.attention == ATTENTION_AGAIN; /* forward's, in backward */
+    l->attention[1] = (flags.attention ? 2 + again : FUSED_BACKWARD) * l->attention[0];
     if (!flags.attention) return;
-    add_around(m, SCORES_FORWARD * scores, SCORES_BACKWARD * scores);
+    add_around(m, SCORES_FORWARD * scores, (SCORES_BACKWARD + again * SCORES_FORWARD) * scores);
     l->scores[0] = 2 * scores * activation_unit();
-    l->scores[1] = 2 * l->scores[0];
-    l->activation_bytes += SCORES_KEPT * scores * activation_unit();
+    l->scores[1] = (2 + again) * l->scores[0];
+    if (!again) l->activation_bytes += SCORES_KEPT * scores * activation_unit();
 }
 
 static void add_block(model *m, const struct transformer *t, uint32_t unit, bool cross, double T)
@@ -331,6 +355,8 @@ static int make_model(model *m)
     m->names = (char(*)[40])calloc(m->room, sizeof *m->names);
     if (!m->params || !m->layers || !m->names)
         return BAD("no memory for a model of %zu parameters", m->room);
+    if (!t && flags.pipeline > 1)
+        return BAD("--pipeline is %ld, and \"%s\" is no transformer", flags.pipeline, flags.model);
     if (!t && flags.tensor > 1)
         return BAD("--tensor is %ld, and \"%s\" is no transformer: nothing of it is cut",
                    flags.tensor, flags.model);
@@ -341,20 +367,36 @@ static int make_model(model *m)
     return make_transformer(m, t), 0;
 }
 
-/* What is alive when backward begins; of a block that is made again, its input, and once its all. */
-static double activation_bytes(const model *m, long batch)
+/* What a pass keeps for its backward; of a block that is made again, its input. */
+static double kept_bytes(const model *m, long batch)
 {
-    double bytes = 0, input = 0, again = 0, largest = 0;
+    double bytes = 0;
     for (size_t i = 0; i < m->count; i++) {
         const layer *l = &m->layers[i];
-        if (i && m->params[i].unit != m->params[i - 1].unit) again = 0;
         if (l->kept) bytes += l->activation_bytes;
-        else again += l->activation_bytes;
-        if (!l->kept && (i == 0 || m->params[i].unit != m->params[i - 1].unit))
-            input += l->activation_bytes / 2;
-        if (again > largest) largest = again;
+        else if (i == 0 || m->params[i].unit != m->params[i - 1].unit)
+            bytes += l->activation_bytes / 2;
     }
-    return (double)batch * (bytes + input + largest);
+    return (double)batch * bytes;
+}
+
+/* What the largest block has once it has been made again. */
+static double again_bytes(const model *m, long batch)
+{
+    double again = 0, largest = 0;
+    for (size_t i = 0; i < m->count; i++) {
+        if (i && m->params[i].unit != m->params[i - 1].unit) again = 0;
+        if (!m->layers[i].kept) again += m->layers[i].activation_bytes;
+        largest = again > largest ? again : largest;
+    }
+    return (double)batch * largest;
+}
+
+/* What goes from a stage of a transformer to the next. */
+static double stage_bytes(const model *m, long batch)
+{
+    return (double)batch * m->samples * own_rows() * (double)m->params[0].shape[1] *
+           activation_unit();
 }
 
 #endif

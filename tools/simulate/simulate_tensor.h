@@ -44,6 +44,20 @@ static dtrain_result sim_mesh_comm(dtrain_world *world, int size, int nodes, dtr
     return DTRAIN_OK;
 }
 
+/* Make a mesh of tensor x data, where there is a tensor axis; else a communicator of all. */
+static dtrain_result mesh_open(dtrain_world *world, int size, int nodes, dtrain_comm **comm,
+                               dtrain_mesh **mesh)
+{
+    dtrain_mesh_desc axes = {0};
+    *mesh = NULL;
+    if (flags.tensor == 1) return sim_comm_new(world, size, nodes, sim_rank(size), comm);
+    TRY(sim_mesh_comm(world, size, nodes, comm));
+    axes.tensor = (int)flags.tensor;
+    axes.sequence_parallel = flags.sequence_parallel != 0;
+    axes.comm = *comm;
+    return dtrain_mesh_create(world, &axes, mesh);
+}
+
 /* Prepare messages of so many samples; axis_close frees the memory, also after an error. */
 static dtrain_result axis_open(dtrain_world *world, const model *m, dtrain_comm *comm, long batch)
 {
@@ -129,12 +143,23 @@ static dtrain_result axis_loss(void)
                              DTRAIN_REDUCE_SUM, NULL);
 }
 
+/* Share of the measured bandwidth (of copies of large arrays) that kernels around products reach: masks, rows, strides,
+ * ends of grids. Of 1, 0.8, 0.65 and 0.5 the one that fits the rows of one stage of Narayanan et al. in published.txt
+ * (3.6B, 7.5B, 18.4B); all other rows there are predicted with it. */
+#define KERNEL_SHARE 0.65
+
 /* Attention of layer i: a kernel whose reads and writes are hidden, or products that scores in memory bound. */
 static double attention_seconds(const layer *l, double rate, double bandwidth, int pass)
 {
     const double flops = l->attention[pass];
     return flags.attention ? most(flops / rate, l->scores[pass] / bandwidth)
                            : flops / (FUSED_RATE * rate);
+}
+
+static double weight_bytes(const dtrain_param *p)
+{
+    const double ranks = p->cut.axis ? (double)flags.tensor : 1;
+    return 4.0 * (double)p->shape[0] * (double)(p->shape[1] ? p->shape[1] : 1) / ranks;
 }
 
 /* Run products of layer i for one micro-batch (forward has 1, backward 2: d_x and d_weight), and what is around them
@@ -145,12 +170,12 @@ static void run_layer(const model *m, size_t i, long batch, double products, int
     const layer *l = &m->layers[i];
     const double samples = (double)batch, bandwidth = sim.machine.hbm_gbs * 1e9;
     const double rate = sim.machine.tflops_bf16 * 1e12 * sim.machine.efficiency * sim.rate_scale;
-    const double bytes = 4.0 * (double)m->params[i].count + l->product_bytes * samples;
+    const double bytes = weight_bytes(&m->params[i]) + l->product_bytes * samples;
     double seconds = 0;
     if (l->flops > 0) seconds = products * most(l->flops * samples / rate, bytes / bandwidth);
     if (pass >= 0)
-        seconds +=
-            samples * (attention_seconds(l, rate, bandwidth, pass) + l->around[pass] / bandwidth);
+        seconds += samples * (attention_seconds(l, rate, bandwidth, pass) +
+                              l->around[pass] / (KERNEL_SHARE * bandwidth));
     compute(seconds);
 }
 
@@ -169,30 +194,43 @@ static dtrain_result forward_layer(const model *m, size_t i, long batch)
     if (cut == DTRAIN_CUT_ROWS && table) TRY(axis_sum(p->shape[1], DTRAIN_DTYPE_F32, &work));
     if (cut == DTRAIN_CUT_COLUMNS && !in_pieces()) TRY(axis_sum(p->shape[0], axis_dtype(), &work));
     TRY(dtrain_work_wait(work));
-    return cut && i + 1 == m->count ? axis_loss() : DTRAIN_OK;
+    const bool head = i + 1 == m->count && p->unit + 1 == m->units;
+    return cut && head ? axis_loss() : DTRAIN_OK;
 }
 
-static dtrain_result backward_layer(const model *m, size_t i, long batch)
+/* Gradients of inputs, of weights, or both: pipelines have schedules that make weights' later. */
+enum { HALF_BOTH, HALF_INPUTS, HALF_WEIGHTS };
+
+/* The backward of a layer whose weight is cut by rows: whole d_x is a sum, which goes on under d_weight. */
+static dtrain_result backward_rows(const model *m, size_t i, long batch, int half)
+{
+    const dtrain_param *p = &m->params[i];
+    dtrain_work *gathering = NULL, *summing = NULL;
+    if (half != HALF_INPUTS && flags.sequence_parallel)
+        TRY(axis_gather(p->shape[1], axis_dtype(), &gathering));
+    TRY(axis_started(&gathering));
+    if (half != HALF_WEIGHTS) {
+        run_layer(m, i, batch, 1, 1); /* d_x */
+        TRY(axis_sum(p->shape[1], axis_dtype(), &summing));
+        TRY(axis_started(&summing));
+    }
+    TRY(dtrain_work_wait(gathering));
+    if (half != HALF_INPUTS) run_layer(m, i, batch, 1, -1); /* d_weight */
+    return dtrain_work_wait(summing);
+}
+
+static dtrain_result backward_layer(const model *m, size_t i, long batch, int half)
 {
     const dtrain_param *p = &m->params[i];
     const bool table = m->layers[i].flops == 0;
     const uint32_t cut = axis.comm ? p->cut.axis : (uint32_t)DTRAIN_CUT_NONE;
-    dtrain_work *gathering = NULL, *summing = NULL;
-    if (cut == DTRAIN_CUT_ROWS && !table) {
-        if (flags.sequence_parallel) TRY(axis_gather(p->shape[1], axis_dtype(), &gathering));
-        TRY(axis_started(&gathering));
-        run_layer(m, i, batch, 1, 1); /* d_x */
-        TRY(axis_sum(p->shape[1], axis_dtype(), &summing));
-        TRY(axis_started(&summing));
-        TRY(dtrain_work_wait(gathering));
-        run_layer(m, i, batch, 1, -1); /* d_weight */
-        return dtrain_work_wait(summing);
-    }
-    if (cut && flags.sequence_parallel)
+    dtrain_work *gathering = NULL;
+    if (cut == DTRAIN_CUT_ROWS && !table) return backward_rows(m, i, batch, half);
+    if (cut && flags.sequence_parallel && half != HALF_WEIGHTS)
         TRY(table ? axis_gather(p->shape[1], DTRAIN_DTYPE_F32, &gathering)
                   : axis_gather(p->shape[0], axis_dtype(), &gathering));
     if (!in_pieces()) TRY(axis_wait(&gathering));
-    run_layer(m, i, batch, 2, 1);
+    run_layer(m, i, batch, half == HALF_BOTH ? 2 : 1, half == HALF_WEIGHTS ? -1 : 1);
     return dtrain_work_wait(gathering);
 }
 
