@@ -31,6 +31,20 @@ static int dtrain__batch_ranks(const dtrain__batch_norm *layer)
     return layer->desc.comm ? dtrain_comm_size(layer->desc.comm) : 1;
 }
 
+/* Refuse a communicator with ranks that do not run the operation: those of other stages. */
+static dtrain_result dtrain__batch_norm_group(const dtrain_op *op, dtrain_comm *comm)
+{
+    if (!comm || !op->tape->strategy) return DTRAIN_OK;
+    const dtrain__groups groups = dtrain__groups_of(op->tape->strategy);
+    if (groups.pipeline_ranks == 1 || !groups.all) return DTRAIN_OK; /* NULL: a plan */
+    const int of_stage = dtrain_comm_size(groups.all) / groups.pipeline_ranks;
+    if (dtrain_comm_size(comm) <= of_stage) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "%s: comm has %d ranks, and a stage of the pipeline is on %d; split one off "
+                       "the data axis (dtrain_mesh_comm), whose ranks have the same stages",
+                       op->desc->name, dtrain_comm_size(comm), of_stage);
+}
+
 static dtrain_result dtrain__batch_norm_check(const dtrain_op *op, const dtrain__batch_norm *layer)
 {
     const dtrain_batch_norm_desc *desc = &layer->desc;
@@ -57,6 +71,7 @@ static dtrain_result dtrain__batch_norm_check(const dtrain_op *op, const dtrain_
                            "%s: comm is that of the strategy, whose calls would come between; give "
                            "it one of its own (dtrain_comm_split)",
                            name);
+    DTRAIN__TRY(dtrain__batch_norm_group(op, desc->comm));
     if (op->input_count == 1) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__check_same(op));
     if (op->inputs[1]->dtype == op->inputs[0]->dtype) return DTRAIN_OK;

@@ -52,6 +52,8 @@ typedef struct dtrain_batch_norm_desc {
     dtrain_comm *comm; /* the batch is that of all its ranks (SyncBatchNorm), which then call
                           the same operations in the same order. One of its own, from
                           dtrain_comm_split: the strategy's calls would come between.
+                          On a mesh it is split off the data axis's, whose ranks have the
+                          same stages of a pipeline.
                           NULL = each rank has its own batch */
 } dtrain_batch_norm_desc;
 /* Normalise each channel, the last axis (n), to mean 0 and variance 1 over all rows of x, then

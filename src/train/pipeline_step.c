@@ -81,13 +81,23 @@ static void dtrain__flight_note(dtrain__flight *flight, const dtrain_tensor *los
     flight->samples.valid = flight->valid;
 }
 
-/* Run the model's function in the pass that has begun, to its loss. */
-static dtrain_result dtrain__line_loss(dtrain_trainer *trainer, void *user, dtrain_tensor **loss)
+/* Check that the model's function, the loss or one of the host's own, has made something. */
+static dtrain_result dtrain__line_made(const dtrain_trainer *trainer, dtrain_loss_fn function,
+                                       const void *made)
 {
-    *loss = trainer->desc.loss(trainer->tape, user);
+    if (made) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE, "%s returned NULL",
+                       function == trainer->desc.loss ? "dtrain_trainer_step: loss"
+                                                      : "dtrain_trainer_forward: forward");
+}
+
+/* Run the model's function in the pass that has begun. */
+static dtrain_result dtrain__line_pass(dtrain_trainer *trainer, dtrain_loss_fn function, void *user,
+                                       dtrain_tensor **made)
+{
+    *made = function(trainer->tape, user);
     DTRAIN__TRY(dtrain__stage_end(trainer->tape));
-    if (*loss) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: loss returned NULL");
+    return dtrain__line_made(trainer, function, *made);
 }
 
 static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
@@ -113,7 +123,7 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
     DTRAIN__TRY(dtrain__stage_begin(trainer->tape, (uint32_t)action->slot, (uint32_t)flight->batch,
                                     stage, source, desc->tape_flags, seed));
     dtrain_tensor *loss;
-    DTRAIN__TRY(dtrain__line_loss(trainer, desc->user, &loss));
+    DTRAIN__TRY(dtrain__line_pass(trainer, desc->loss, desc->user, &loss));
     dtrain__flight_note(flight, loss);
     line->losses[action->slot] = stage == line->stages - 1 ? loss : NULL;
     return DTRAIN_OK;
@@ -187,14 +197,15 @@ static dtrain_result dtrain__line_part(void *user, const dtrain_pipeline_action 
 
 /* ---- A step -----------------------------------------------------------------------------------*/
 
-/* Run the loss as ghosts alone. Local. */
-static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, void *user, uint32_t flags,
-                                         int64_t *terms)
+/* Run the model's function as ghosts alone. Local. */
+static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, dtrain_loss_fn function,
+                                         void *user, uint32_t flags,
+                                         const dtrain__tape_tensor **made)
 {
-    dtrain_tensor *loss;
+    dtrain_tensor *tensor;
     DTRAIN__TRY(dtrain__survey_begin(trainer->tape, trainer->desc.tape_flags | flags));
-    DTRAIN__TRY(dtrain__line_loss(trainer, user, &loss));
-    *terms = ((const dtrain__tape_tensor *)loss)->samples.terms;
+    DTRAIN__TRY(dtrain__line_pass(trainer, function, user, &tensor));
+    *made = (const dtrain__tape_tensor *)tensor;
     return DTRAIN_OK;
 }
 
@@ -204,10 +215,10 @@ static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, void *user, ui
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_survey(dtrain_trainer *trainer, void *user,
                                                       uint32_t flags)
 {
-    int64_t terms = 0;
-    DTRAIN__TRY(
-        dtrain__agree(trainer->groups.all, dtrain__line_survey(trainer, user, flags, &terms)));
-    DTRAIN__TRY(dtrain__agree_unit(trainer->desc.strategy, terms));
+    const dtrain__tape_tensor *loss = NULL;
+    DTRAIN__TRY(dtrain__agree(
+        trainer->groups.all, dtrain__line_survey(trainer, trainer->desc.loss, user, flags, &loss)));
+    DTRAIN__TRY(dtrain__agree_unit(trainer->desc.strategy, loss->samples.terms));
     trainer->pipeline->surveyed = flags == 0;
     return DTRAIN_OK;
 }
@@ -247,7 +258,7 @@ static dtrain_result dtrain__line_finish(dtrain_trainer *trainer)
     return trainer->joined == micro_batches ? dtrain__tally_settle(strategy, &over) : DTRAIN_OK;
 }
 
-/* ---- Evaluation -------------------------------------------------------------------------------*/
+/* ---- Evaluation, and other forward passes -----------------------------------------------------*/
 
 /* Receive or send what crosses between two stages, and wait. */
 static dtrain_result dtrain__line_carry(dtrain_trainer *trainer, int chunk, int stage, bool receive)
@@ -275,8 +286,8 @@ static dtrain_result dtrain__line_carry(dtrain_trainer *trainer, int chunk, int 
 
 /* Run the pass of one of this rank's stages, which are taken in their order: chunk c has slot c and
  * inbox c. */
-static dtrain_result dtrain__line_evaluate_stage(dtrain_trainer *trainer, void *user, int chunk,
-                                                 dtrain_tensor **loss)
+static dtrain_result dtrain__line_run_stage(dtrain_trainer *trainer, dtrain_loss_fn function,
+                                            void *user, int chunk, dtrain_tensor **made)
 {
     const dtrain__pipeline *line = trainer->pipeline;
     const dtrain_pipeline_schedule *s = line->schedule;
@@ -294,7 +305,7 @@ static dtrain_result dtrain__line_evaluate_stage(dtrain_trainer *trainer, void *
     DTRAIN__TRY(dtrain__stage_begin(trainer->tape, (uint32_t)chunk, 0, stage, source, flags, 0));
     const uint32_t span =
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);
-    const dtrain_result result = dtrain__line_loss(trainer, user, loss);
+    const dtrain_result result = dtrain__line_pass(trainer, function, user, made);
     dtrain__span_end(trainer->world, span);
     DTRAIN__TRY(result);
     if (stage == line->stages - 1 || dtrain__neighbour(line, stage + 1, 0, &slot)) return DTRAIN_OK;
@@ -309,13 +320,59 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_evaluate(dtrain_trainer *trainer,
     dtrain__flight flight;
     memset(&flight, 0, sizeof flight);
     for (int chunk = 0; chunk < line->schedule->chunks; chunk++) {
-        DTRAIN__TRY(dtrain__line_evaluate_stage(trainer, user, chunk, &tensor));
+        DTRAIN__TRY(dtrain__line_run_stage(trainer, trainer->desc.loss, user, chunk, &tensor));
         dtrain__flight_note(&flight, tensor);
         if (!((const dtrain__tape_tensor *)tensor)->ghost)
             DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, loss, NULL));
     }
     *weight = dtrain__weight_of(trainer->desc.strategy, &flight.samples);
     return DTRAIN_OK;
+}
+
+/* Run all of this rank's stages, and read what the last stage has made where that is here. */
+static dtrain_result dtrain__line_forward_pass(dtrain_trainer *trainer, dtrain_loss_fn function,
+                                               void *user, float *values)
+{
+    const dtrain__pipeline *line = trainer->pipeline;
+    const dtrain_pipeline_schedule *s = line->schedule;
+    const int last = line->stages - 1;
+    for (int chunk = 0; chunk < s->chunks; chunk++) {
+        dtrain_tensor *made;
+        DTRAIN__TRY(dtrain__line_run_stage(trainer, function, user, chunk, &made));
+        if (dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, line->rank, chunk) == last)
+            DTRAIN__TRY(dtrain_tensor_read(trainer->tape, made, values, NULL));
+    }
+    return DTRAIN_OK;
+}
+
+/* Find what crosses in a forward pass of the host's own, and check what it makes. Local. */
+static dtrain_result dtrain__line_survey_forward(dtrain_trainer *trainer, dtrain_loss_fn function,
+                                                 void *user, int64_t count)
+{
+    const dtrain__tape_tensor *made;
+    DTRAIN__TRY(dtrain__line_survey(trainer, function, user, DTRAIN_TAPE_NO_GRAD, &made));
+    DTRAIN__TRY(dtrain__forward_made(&made->tensor, count));
+    if (made->stage == trainer->pipeline->stages - 1) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "dtrain_trainer_forward: what forward returned is of stage %d, and values "
+                       "are read from what the last one, %d, makes; forward should run all units "
+                       "of the model",
+                       (int)made->stage, trainer->pipeline->stages - 1);
+}
+
+/* What crosses is found anew for each call, whose shapes may be others than those before. */
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
+                                                       dtrain_loss_fn function, void *user,
+                                                       float *values, int64_t count)
+{
+    dtrain__pipeline *line = trainer->pipeline;
+    const dtrain_pipeline_schedule *s = line->schedule;
+    const int root = dtrain__pipeline_place(s->kind, s->ranks, line->stages - 1).rank;
+    line->surveyed = false;
+    DTRAIN__TRY(dtrain__agree(trainer->groups.all,
+                              dtrain__line_survey_forward(trainer, function, user, count)));
+    DTRAIN__TRY(dtrain__line_forward_pass(trainer, function, user, values));
+    return dtrain_broadcast(line->comm, values, (size_t)count, DTRAIN_DTYPE_F32, root, NULL);
 }
 
 /* ---- A step, and creation ---------------------------------------------------------------------*/
@@ -435,8 +492,8 @@ static dtrain_result dtrain__pipeline_rehearse(dtrain_trainer *trainer)
 {
     const dtrain__pipeline *line = trainer->pipeline;
     const dtrain_pipeline_schedule *s = line->schedule;
-    int64_t terms;
-    DTRAIN__TRY(dtrain__line_survey(trainer, trainer->desc.user, 0, &terms));
+    const dtrain__tape_tensor *loss;
+    DTRAIN__TRY(dtrain__line_survey(trainer, trainer->desc.loss, trainer->desc.user, 0, &loss));
     dtrain__line_reset(trainer);
     for (size_t i = s->first[line->rank]; i < s->first[line->rank + 1]; i++) {
         const dtrain_pipeline_action *action = &s->actions[i];

@@ -468,6 +468,41 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
     return DTRAIN_OK;
 }
 
+DTRAIN__PRIVATE dtrain_result dtrain__forward_made(const dtrain_tensor *made, int64_t count)
+{
+    if (made && made->count == count) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_trainer_forward: forward returned a tensor of %lld elements, and "
+                       "values has room for %lld; give count that number",
+                       (long long)(made ? made->count : 0), (long long)count);
+}
+
+/* Run a pass of the host's own where this rank has all of the model. */
+static dtrain_result dtrain__forward_pass(dtrain_trainer *trainer, dtrain_loss_fn forward,
+                                          void *user, float *values, int64_t count)
+{
+    const uint32_t flags = trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD;
+    DTRAIN__TRY(dtrain_tape_begin(trainer->tape, flags, 0));
+    const dtrain_tensor *made = forward(trainer->tape, user);
+    DTRAIN__TRY(trainer->tape->error);
+    DTRAIN__TRY(dtrain__forward_made(made, count));
+    return dtrain_tensor_read(trainer->tape, made, values, NULL);
+}
+
+DTRAIN_API dtrain_result dtrain_trainer_forward(dtrain_trainer *trainer, dtrain_loss_fn forward,
+                                                void *user, float *values, int64_t count)
+{
+    if (!trainer || !forward || !values || count < 1)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_trainer_forward: trainer, forward or values is NULL, or count "
+                           "(%lld) is less than 1",
+                           (long long)count);
+    if (!trainer->pipeline) return dtrain__forward_pass(trainer, forward, user, values, count);
+    DTRAIN__TRY(dtrain__strategy_usable(trainer->desc.strategy, "dtrain_trainer_forward"));
+    return dtrain__strategy_keep(trainer->desc.strategy,
+                                 dtrain__pipeline_forward(trainer, forward, user, values, count));
+}
+
 /* ---- creation ---------------------------------------------------------------------------------*/
 
 /* Allocate everything that steps use. After a failure destroy frees what is there. */

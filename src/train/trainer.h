@@ -190,8 +190,17 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss);
+/* Run a forward pass of the host's own between two steps, without gradients, and read what it makes
+ * (count floats): to generate, or to measure. `forward` is called as loss is, with this user, with
+ * the units that loss has. Collective with a pipeline, whose last stage makes the tensor, and then
+ * all of its ranks get the values: all come with the same inputs, forward is called once to find
+ * what crosses and once for each stage of the rank, and what changes from call to call (a cache's
+ * length) is changed behind the pass. Shapes may differ from those of other passes. Without a
+ * pipeline as collective as passes on the trainer's tape are. */
+DTRAIN_API dtrain_result dtrain_trainer_forward(dtrain_trainer *trainer, dtrain_loss_fn forward,
+                                                void *user, float *values, int64_t count);
 /* Return the trainer's tape, for passes of the host's own between two steps; with a pipeline it can
- * only be queried. */
+ * only be queried, and dtrain_trainer_forward runs them. */
 DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
 
 /* A search for the largest micro-batch whose step fits. */

@@ -111,6 +111,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_survey(dtrain_trainer *trainer, v
                                                       uint32_t flags);
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_evaluate(dtrain_trainer *trainer, void *user,
                                                         float *loss, float *weight);
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
+                                                       dtrain_loss_fn function, void *user,
+                                                       float *values, int64_t count);
+
+/* train/trainer.c */
+/* Check that what the host's forward has made has so many elements. */
+DTRAIN__PRIVATE dtrain_result dtrain__forward_made(const dtrain_tensor *made, int64_t count);
 
 /* train/plan.c */
 DTRAIN__PRIVATE void dtrain__memory_held(const dtrain_trainer_desc *desc, dtrain_memory *memory);
