@@ -152,7 +152,8 @@ static int check_model(const settings *s)
             return BAD("%s does nothing with %s, which trains nothing", of_training[i],
                        s->generate ? "--generate" : "--steps 0");
     if (s->run->pipeline > 1)
-        return BAD("--pipeline with %s: no rank has all of the model; leave it out",
+        return BAD("--pipeline with %s: what trains nothing has no stages; leave it out, as a "
+                   "checkpoint of a pipeline is read by any layout",
                    s->generate ? "--generate" : "--steps 0");
     if (!s->import_from == !s->run->resume)
         return BAD("%s needs a model: --import FILE or --resume CHECKPOINT",

@@ -57,18 +57,45 @@ static inline int32_t gpt__draw(const float *logits, long count, const gpt_sampl
     return (int32_t)token;
 }
 
+/* What one pass of the model reads. */
+typedef struct gpt__ahead {
+    const gpt *model;
+    const int32_t *tokens;
+    int64_t count;
+    gpt_cache *cache;
+} gpt__ahead;
+
+static inline dtrain_tensor *gpt__next_of(dtrain_tape *t, void *user)
+{
+    const gpt__ahead *ahead = (const gpt__ahead *)user;
+    return gpt_next(t, ahead->model, ahead->tokens, ahead->count, ahead->cache);
+}
+
+/* Compute the logits (gpt_columns) of the next token, by the trainer, or on the tape where it is NULL. */
+static inline dtrain_result gpt__logits(dtrain_trainer *trainer, dtrain_tape *t,
+                                        uint32_t tape_flags, gpt__ahead *ahead, float *logits)
+{
+    const int64_t columns = gpt_columns(&ahead->model->config);
+    if (trainer) return dtrain_trainer_forward(trainer, gpt__next_of, ahead, logits, columns);
+    const dtrain_result result = dtrain_tape_begin(t, tape_flags | DTRAIN_TAPE_NO_GRAD, 0);
+    if (result != DTRAIN_OK) return result;
+    return dtrain_tensor_read(t, gpt__next_of(t, ahead), logits, NULL);
+}
+
 /* Continue a text: tokens (prompt + count), of which the first `prompt`, one at least, are given.
  * show, where it is not NULL, is called for each new token, and ends the text when it returns false.
  * A text that has filled the model's positions goes on from the later half of them.
  *
- * The heads are divided by the ranks of a tensor axis, 1 without one. Collective with such an axis, and
+ * Passes run by the trainer, as a pipeline wants it, each of whose ranks keeps the keys and values of its own blocks;
+ * or with a trainer of NULL on the tape, with its flags.
+ * The heads are divided by the ranks of a tensor axis, 1 without one. Collective with such axes, and
  * where parameters have to be gathered: all ranks have the same values and draw the same
  * tokens, and show must return the same on all. */
-static inline dtrain_result gpt_generate(dtrain_tape *t, dtrain_device *device, const gpt *m,
-                                         int tensor_ranks, uint32_t tape_flags,
-                                         const gpt_sampling *how, int32_t *tokens, int64_t prompt,
-                                         int64_t count, bool (*show)(void *user, int32_t token),
-                                         void *user)
+static inline dtrain_result gpt_generate(dtrain_trainer *trainer, dtrain_tape *t,
+                                         uint32_t tape_flags, dtrain_device *device, const gpt *m,
+                                         int tensor_ranks, const gpt_sampling *how, int32_t *tokens,
+                                         int64_t prompt, int64_t count,
+                                         bool (*show)(void *user, int32_t token), void *user)
 {
     const int64_t room = m->config.positions, end = prompt + count;
     const size_t columns = (size_t)gpt_columns(&m->config);
@@ -85,10 +112,8 @@ static inline dtrain_result gpt_generate(dtrain_tape *t, dtrain_device *device, 
         if (full) first = at - (room + 1) / 2;
         if (full || how->no_cache) cache.length = 0;
         const int64_t begin = first + cache.length;
-        result = dtrain_tape_begin(t, tape_flags | DTRAIN_TAPE_NO_GRAD, 0);
-        if (result == DTRAIN_OK)
-            result = dtrain_tensor_read(t, gpt_next(t, m, tokens + begin, at - begin, &cache),
-                                        logits, NULL);
+        gpt__ahead ahead = {m, tokens + begin, at - begin, &cache};
+        result = gpt__logits(trainer, t, tape_flags, &ahead, logits);
         if (result != DTRAIN_OK) break;
         cache.length = at - first;
         tokens[at] =

@@ -197,30 +197,33 @@ static int64_t count_right(const gpt_run *own, const float *logits, int64_t samp
     return right;
 }
 
+/* The logits of a batch (batch * seq, columns), all of them on every rank of a tensor axis. user: gpt_batch. */
+static dtrain_tensor *batch_logits(dtrain_tape *tape, void *user)
+{
+    const gpt_batch *b = (const gpt_batch *)user;
+    return dtrain_place(tape, gpt_forward(tape, b->model, b->inputs, b->batch),
+                        DTRAIN_PLACEMENT_WHOLE);
+}
+
 /* Measure the share of the held-out sums that the model answers right, 0 to 1. Each rank takes its part of every
  * batch; those from the beginning that fill up the last batch do not count. */
 static dtrain_result measure_sums(dtrain_world *world, run_job *j, double *share)
 {
     gpt_run *own = own_part(j);
     gpt_batch *b = &own->held_out.batch;
-    dtrain_tape *tape = dtrain_trainer_tape(j->trainer);
     dtrain_comm *const comm = j->mesh ? job_comm(j) : dtrain_world_comm(world);
     const int64_t rank = dtrain_comm_rank(comm), ranks = dtrain_comm_size(comm);
     const int64_t count = SUMS_COUNT - sums_held_out(own->s->sums, own->s->val_split);
-    const int64_t rows = b->batch * own->s->seq;
+    const int64_t room = b->batch * own->s->seq * gpt_columns(&own->model.config);
     float right = 0; /* exact below 2^24 */
-    float *logits =
-        (float *)malloc((size_t)(rows * gpt_columns(&own->model.config)) * sizeof *logits);
+    float *logits = (float *)malloc((size_t)room * sizeof *logits);
     dtrain_result result = DTRAIN_OK;
     if (!logits) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for logits");
     dtrain_loader_seek(own->held_out.loader, 0);
     for (int64_t first = 0; first < count; first += b->batch * ranks) {
         const int64_t left = (count - first - rank + ranks - 1) / ranks;
         TRY(next_batch(&own->held_out));
-        TRY(dtrain_tape_begin(tape, tape_flags(j->s) | DTRAIN_TAPE_NO_GRAD, 0));
-        dtrain_tensor *all = gpt_forward(tape, &own->model, b->inputs, b->batch);
-        TRY(dtrain_tensor_read(tape, dtrain_place(tape, all, DTRAIN_PLACEMENT_WHOLE), logits,
-                               NULL));
+        TRY(dtrain_trainer_forward(j->trainer, batch_logits, b, logits, room));
         right += (float)count_right(own, logits, left < b->batch ? left : b->batch);
     }
     TRY(dtrain_all_reduce(comm, &right, &right, 1, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL));
@@ -242,7 +245,7 @@ static dtrain_result validate_gpt(dtrain_world *world, run_job *j, int64_t done,
     dtrain_loader_seek(own->held_out.loader, 0);
     TRY(dtrain_trainer_evaluate(j->trainer, next_batch, &own->held_out, s->eval_batches,
                                 &record->val_loss));
-    if (!s->sums || !sums_fit(s->sums, s->seq) || j->s->pipeline > 1) return DTRAIN_OK;
+    if (!s->sums || !sums_fit(s->sums, s->seq)) return DTRAIN_OK;
     TRY(measure_sums(world, j, &own->right));
     if (dtrain_world_rank(world) == 0) show_right(own->right, done);
 cleanup:

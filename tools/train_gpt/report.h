@@ -97,8 +97,8 @@ static bool show_token(void *user, int32_t token)
 
 /* Go on from the prompt. Collective: every rank draws the tokens, and the first one prints them.
  * w->written becomes their number, without the prompt's. */
-static dtrain_result write_tokens(dtrain_world *world, const run_job *j, dtrain_tape *tape,
-                                  long count, writer *w, token_list *list)
+static dtrain_result write_tokens(dtrain_world *world, const run_job *j, long count, writer *w,
+                                  token_list *list)
 {
     const settings *s = own_part(j)->s;
     const gpt_sampling how = {s->temperature, s->top_p, s->top_k, (uint64_t)s->run->seed,
@@ -109,8 +109,9 @@ static dtrain_result write_tokens(dtrain_world *world, const run_job *j, dtrain_
     if (result != DTRAIN_OK) return result;
     for (size_t i = 0; i < prompt && w->raw && s->prompt; i++) (void)show_token(w, list->at[i]);
     w->written = 0;
-    return gpt_generate(tape, dtrain_world_device(world), &own_part(j)->model, (int)j->s->tensor,
-                        tape_flags(j->s), &how, list->at, (int64_t)prompt, count, show_token, w);
+    return gpt_generate(j->trainer, own_part(j)->tape, tape_flags(j->s), dtrain_world_device(world),
+                        &own_part(j)->model, (int)j->s->tensor, &how, list->at, (int64_t)prompt,
+                        count, show_token, w);
 }
 
 /* Write --generate tokens behind the prompt, as they are, and to stderr how fast that went. */
@@ -119,8 +120,7 @@ static dtrain_result show_generated(dtrain_world *world, const run_job *j, bool 
     writer w = {own_part(j)->s, first, true, 0, {{0}, 0}};
     token_list list = {NULL, 0, 0};
     const double start = dtrain_seconds();
-    const dtrain_result result =
-        write_tokens(world, j, own_part(j)->tape, own_part(j)->s->generate, &w, &list);
+    const dtrain_result result = write_tokens(world, j, own_part(j)->s->generate, &w, &list);
     const double seconds = dtrain_seconds() - start;
     if (first) printf("\n"), fflush(stdout);
     if (first && result == DTRAIN_OK)
@@ -137,8 +137,7 @@ static dtrain_result show_sample(dtrain_world *world, const run_job *j, bool fir
     writer w = {own_part(j)->s, first, false, 0, {{0}, 0}};
     token_list list = {NULL, 0, 0};
     if (first) printf("\na sample, temperature %g:\n  ", own_part(j)->s->temperature);
-    const dtrain_result result =
-        write_tokens(world, j, dtrain_trainer_tape(j->trainer), own_part(j)->s->sample, &w, &list);
+    const dtrain_result result = write_tokens(world, j, own_part(j)->s->sample, &w, &list);
     show_held(&w.held);
     if (first) printf("\n");
     free(list.at);
@@ -198,9 +197,9 @@ static dtrain_result show_sums(dtrain_world *world, run_job *j, bool first)
         int32_t tokens[SUMS_BYTES];
         answer given = {own->s, {0}, 0};
         memcpy(tokens, one->tokens, sizeof tokens);
-        result = gpt_generate(dtrain_trainer_tape(j->trainer), dtrain_world_device(world),
-                              &own->model, (int)j->s->tensor, tape_flags(j->s), &greedy, tokens,
-                              one->asked, SUMS_BYTES - one->asked, add_token, &given);
+        result = gpt_generate(j->trainer, NULL, 0, dtrain_world_device(world), &own->model,
+                              (int)j->s->tensor, &greedy, tokens, one->asked,
+                              SUMS_BYTES - one->asked, add_token, &given);
         if (first && result == DTRAIN_OK) show_answer(one, &given);
     }
     if (first && own->s->eval_batches)

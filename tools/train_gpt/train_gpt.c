@@ -47,12 +47,6 @@ static dtrain_result finish_gpt(dtrain_world *world, run_job *j)
         if (first) printf("  exported             %s\n", own->s->export_to);
     }
     if (j->stopped || !own->s->sample) return DTRAIN_OK;
-    if (j->s->pipeline > 1) {
-        if (first)
-            printf("\nno sample: no rank of --pipeline has all of the model; --resume a checkpoint "
-                   "with --generate, without --pipeline\n");
-        return DTRAIN_OK;
-    }
     if (own->s->sums && sums_fit(own->s->sums, own->s->seq) && !own->s->prompt)
         TRY(show_sums(world, j, first));
     else TRY(show_sample(world, j, first));
