@@ -7,10 +7,13 @@
  *            ./llama --import DIR --data tokens.bin --export TUNED/model.safetensors
  *            ./llama --ranks 4 --strategy full_shard --precision bf16
  *            ./llama --ranks 2 --tensor 2
+ *            ./llama --ranks 2 --pipeline 2 --accum 4 --batch 2
  *   flags:   --import DIR (config.json, model.safetensors or an index)  --export FILE  --data FILE
  *            --ranks N  --device cpu|cuda  --steps N  --batch N (samples of a rank)  --seq N
  *            --lr NUMBER  --precision fp32|bf16  --strategy ddp|zero1|shard_grad_op|full_shard|zero3
- *            --tensor N (ranks that share every layer of a replica)
+ *            --tensor N (ranks that share every layer of a replica)  --pipeline N (ranks that divide the layers)
+ *            --pipeline-schedule 1f1b|gpipe|interleaved|zb_h1|zbv  --chunks N (stages of a rank)
+ *            --accum N (micro-batches of --batch samples in a step)
  *   expect:  step     1  loss 5.5972
  *            step   100  loss 0.2484
  *            ...
@@ -224,8 +227,9 @@ static dtrain_result write_config(const llama *m, const char *weights)
 typedef struct settings {
     const char *data, *import_from, *export_to;
     uint32_t kind, tape_flags;
-    int tensor;
-    long batch, steps, seq;
+    int tensor, pipeline;
+    dtrain_pipeline_desc line;
+    long batch, steps, seq, accum;
     float lr;
 } settings;
 
@@ -310,7 +314,8 @@ static int train(dtrain_world *world, void *user)
     if (s->import_from) CHECK(find_model(&b.m, s->import_from, weights, &config));
     b.m.seq = s->seq;
     CHECK(declare_model(&b.m));
-    const dtrain_mesh_desc axes = {.tensor = s->tensor}; /* the rest is the data axis */
+    const dtrain_mesh_desc axes = {.tensor = s->tensor,
+                                   .pipeline = s->pipeline}; /* the rest: data */
     CHECK(dtrain_mesh_create(world, &axes, &mesh));
     static lines made;
     dtrain_dataset_desc source = {.path = s->data, .vocab_count = b.m.vocab};
@@ -332,6 +337,7 @@ static int train(dtrain_world *world, void *user)
 
     where.kind = s->kind;
     where.mesh = mesh;
+    where.pipeline = &s->line;
     adamw.beta2 = 0.95f;
     adamw.weight_decay = 0.1f;
     CHECK(dtrain_strategy_create(world, b.m.params, b.m.count, &where, &strategy));
@@ -340,6 +346,7 @@ static int train(dtrain_world *world, void *user)
     CHECK(dtrain_state_create(world, &all, &state));
     if (s->import_from) CHECK(import_model(state, weights));
     const dtrain_trainer_desc how = {.tokens = (uint32_t)tokens,
+                                     .micro_batches = (uint32_t)s->accum,
                                      .clip = 1,
                                      .tape_flags = s->tape_flags,
                                      .schedule = {.kind = DTRAIN_SCHEDULE_COSINE,
@@ -406,16 +413,27 @@ int main(int argc, char **argv)
         PRECISION,
         STRATEGY,
         TENSOR,
+        PIPELINE,
+        SCHEDULE,
+        CHUNKS,
+        ACCUM,
         FLAGS
     };
-    static const char *const flags[] = {
-        "--data", "--import", "--export",    "--ranks",    "--device", "--steps", "--batch",
-        "--seq",  "--lr",     "--precision", "--strategy", "--tensor", NULL};
+    static const char *const flags[] = {"--data",     "--import",
+                                        "--export",   "--ranks",
+                                        "--device",   "--steps",
+                                        "--batch",    "--seq",
+                                        "--lr",       "--precision",
+                                        "--strategy", "--tensor",
+                                        "--pipeline", "--pipeline-schedule",
+                                        "--chunks",   "--accum",
+                                        NULL};
+    static const char *const schedules[] = {"1f1b", "gpipe", "interleaved", "zb_h1", "zbv", NULL};
     static const char *const precisions[] = {"fp32", "bf16", NULL};
     static const char *const kinds[] = {"ddp",        "zero1", "shard_grad_op",
                                         "full_shard", "zero3", NULL};
-    const char *value[FLAGS] = {NULL, NULL, NULL,   NULL,   "cpu", "300",
-                                "6",  "64", "2e-3", "fp32", "ddp", "1"};
+    const char *value[FLAGS] = {NULL,   NULL,   NULL,  NULL, "cpu", "300",  "6", "64",
+                                "2e-3", "fp32", "ddp", "1",  "1",   "1f1b", "0", "1"};
     for (int a = 1; a < argc; a += 2) {
         const int i = find("the flag", argv[a], flags);
         if (i < 0 || a + 1 == argc) {
@@ -426,24 +444,34 @@ int main(int argc, char **argv)
     }
     const int precision = find("--precision", value[PRECISION], precisions);
     const int kind = find("--strategy", value[STRATEGY], kinds);
-    if (precision < 0 || kind < 0) return 2;
+    const int schedule = find("--pipeline-schedule", value[SCHEDULE], schedules);
+    const long chunks = strtol(value[CHUNKS], NULL, 10);
+    if (precision < 0 || kind < 0 || schedule < 0) return 2;
     settings s = {.data = value[DATA],
                   .import_from = value[IMPORT],
                   .export_to = value[EXPORT],
                   .kind = (uint32_t)kind + DTRAIN_STRATEGY_DDP,
                   .tape_flags = precision ? DTRAIN_TAPE_BF16 : 0,
                   .tensor = (int)strtol(value[TENSOR], NULL, 10),
+                  .pipeline = (int)strtol(value[PIPELINE], NULL, 10),
+                  .line = {.kind = (uint32_t)schedule, .chunks = (uint32_t)chunks},
+                  .accum = strtol(value[ACCUM], NULL, 10),
                   .batch = strtol(value[BATCH], NULL, 10),
                   .steps = strtol(value[STEPS], NULL, 10),
                   .seq = strtol(value[SEQ], NULL, 10),
                   .lr = strtof(value[LR], NULL)};
     dtrain_launch_desc desc = {.default_rank_count = 2}; /* without a launcher */
     if (value[RANKS]) desc.rank_count = (uint32_t)strtoul(value[RANKS], NULL, 10);
-    if ((value[RANKS] && !desc.rank_count) || s.tensor < 1 || s.steps < 1 || s.batch < 1 ||
+    if (s.pipeline == 1 && (schedule || chunks)) {
+        fprintf(stderr, "llama: --pipeline-schedule and --chunks do nothing without --pipeline\n");
+        return 2;
+    }
+    if ((value[RANKS] && !desc.rank_count) || s.tensor < 1 || s.pipeline < 1 || s.accum < 1 ||
+        s.accum > 100000 || chunks < 0 || chunks > 1000 || s.steps < 1 || s.batch < 1 ||
         s.batch > 100000 || s.seq < 1 || s.seq > 1000000 || !(s.lr > 0)) {
-        fprintf(
-            stderr,
-            "llama: --ranks, --tensor, --steps, --batch, --seq and --lr take positive numbers\n");
+        fprintf(stderr, "llama: --ranks, --tensor, --pipeline, --chunks, --accum, --steps, "
+                        "--batch, --seq and --lr "
+                        "take positive numbers\n");
         return 2;
     }
     if (dtrain_device_ops_by_name(value[DEVICE], &desc.device_ops) == DTRAIN_OK &&

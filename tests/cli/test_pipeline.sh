@@ -29,6 +29,32 @@ as --ranks 8 --tensor 2 --pipeline 2 --batch 2 --accum 2
 grep -q '^stages  have [0-9]*, [0-9]* units, by their cost$' "$tmp/out"; result "and that they are divided by cost" $? "$tmp/out"
 grep -q '^mesh    tensor 2 x pipeline 2 x data 2' "$tmp/out"; result "the start says who has what" $? "$tmp/out"
 
+# ---- what it writes ----
+# sample FLAGS...: the text behind a run is that of $tmp/text
+sample() {
+    timeout 120 $gpt --sample 40 --prompt "static " "$@" >"$tmp/out" 2>&1 && sed -n '/^a sample/,$p' "$tmp/out" >"$tmp/wrote" && cmp "$tmp/text" "$tmp/wrote"
+    result "a sample of $*" $? "$tmp/out"
+}
+timeout 120 $gpt --sample 40 --prompt "static " --ranks 1 --batch 2 --accum 4 >"$tmp/out" 2>&1 && sed -n '/^a sample/,$p' "$tmp/out" >"$tmp/text" && [ "$(wc -c <"$tmp/text")" -gt 60 ]
+result "a sample of one rank" $? "$tmp/out"
+sample --ranks 2 --pipeline 2 --batch 2 --accum 4
+sample --ranks 4 --pipeline 2 --batch 1 --accum 4 --pipeline-schedule interleaved --chunks 3 --no-cache
+sample --ranks 4 --tensor 2 --pipeline 2 --batch 2 --accum 4 --pipeline-schedule zbv
+
+# ---- a Llama ----
+llama="$build/llama --data $tmp/data --steps 20 --seq 16 --batch 4 --accum 2"
+for run in "first --ranks 1" "second --ranks 2 --pipeline 2" "third --ranks 4 --tensor 2 --pipeline 2 --pipeline-schedule zbv --strategy zero1"; do
+    set -- $run
+    mkdir "$tmp/$1" && timeout 120 $llama --export "$tmp/$1/model.safetensors" $(echo "$run" | cut -d ' ' -f 2-) >"$tmp/$1/out" 2>&1 && cmp "$tmp/first/out" "$tmp/$1/out"
+    result "llama, $run" $? "$tmp/$1/out"
+done
+try "llama writes the weights of one rank" cmp "$tmp/first/model.safetensors" "$tmp/second/model.safetensors"
+good "llama, one rank, from a pipeline's weights" 'step +20' $llama --ranks 1 --import "$tmp/second"
+cp "$tmp/out" "$tmp/other"
+good "llama, a pipeline from one rank's" 'step +20' $llama --ranks 2 --pipeline 2 --chunks 3 --pipeline-schedule interleaved --import "$tmp/first"
+cmp "$tmp/out" "$tmp/other"; result "llama, the same losses behind both" $?
+bad "llama, chunks" 'do nothing without --pipeline' $llama --ranks 2 --chunks 2
+
 # ---- from layout to layout ----
 $gpt --ranks 4 --pipeline 2 --tensor 2 --batch 2 --accum 4 --checkpoint "$tmp/saved" --save-every 4 --keep 9 >"$tmp/out" 2>&1
 result "a pipeline saves" $? "$tmp/out"
@@ -65,6 +91,7 @@ bad "stages without a unit" 'unit' $gpt --ranks 9 --pipeline 9 --layers 2
 bad "chunks" '--chunks does nothing without --pipeline' $gpt --ranks 2 --chunks 2
 bad "a program with passes of its own" '--pipeline 2: this program runs passes' "$build/resnet_cifar" --ranks 2 --pipeline 2 --steps 1
 bad "no model to write with" '--pipeline with --generate' $gpt --ranks 2 --pipeline 2 --generate 3 --resume "$tmp/saved"
+bad "a graph" 'graph' $gpt --ranks 2 --pipeline 2 --graph
 bad "a list without a pipeline" '--stage-units does nothing without --pipeline' $gpt --ranks 2 --stage-units 4,4
 bad "a short list" 'it takes 2 numbers of 1 or more' $gpt --ranks 2 --pipeline 2 --stage-units 8
 bad "a long list" 'it takes 2 numbers of 1 or more' $gpt --ranks 2 --pipeline 2 --stage-units 4,3,1
