@@ -2196,6 +2196,8 @@ typedef struct dtrain_batch_norm_desc {
     dtrain_comm *comm; /* the batch is that of all its ranks (SyncBatchNorm), which then call
                           the same operations in the same order. One of its own, from
                           dtrain_comm_split: the strategy's calls would come between.
+                          On a mesh it is split off the data axis's, whose ranks have the
+                          same stages of a pipeline.
                           NULL = each rank has its own batch */
 } dtrain_batch_norm_desc;
 /* Normalise each channel, the last axis (n), to mean 0 and variance 1 over all rows of x, then
@@ -2819,8 +2821,17 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss);
+/* Run a forward pass of the host's own between two steps, without gradients, and read what it makes
+ * (count floats): to generate, or to measure. `forward` is called as loss is, with this user, with
+ * the units that loss has. Collective with a pipeline, whose last stage makes the tensor, and then
+ * all of its ranks get the values: all come with the same inputs, forward is called once to find
+ * what crosses and once for each stage of the rank, and what changes from call to call (a cache's
+ * length) is changed behind the pass. Shapes may differ from those of other passes. Without a
+ * pipeline as collective as passes on the trainer's tape are. */
+DTRAIN_API dtrain_result dtrain_trainer_forward(dtrain_trainer *trainer, dtrain_loss_fn forward,
+                                                void *user, float *values, int64_t count);
 /* Return the trainer's tape, for passes of the host's own between two steps; with a pipeline it can
- * only be queried. */
+ * only be queried, and dtrain_trainer_forward runs them. */
 DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
 
 /* A search for the largest micro-batch whose step fits. */
@@ -14716,7 +14727,7 @@ DTRAIN_API dtrain_result dtrain_pipeline_check(const dtrain_pipeline_schedule *s
  *     best(s, j) = min over i < j of  best(s - 1, i) combined with cost(i, j)
  *
  * once combined by the maximum, and once, where no cost may exceed that, by adding squares. Takes
- * stages * units^2 / 2 steps each: 5 ms for 1,000 units and 8 stages. */
+ * at most stages * units^2 / 2 steps each. */
 
 typedef struct dtrain__balance {
     size_t units, stages;
@@ -25370,6 +25381,20 @@ static int dtrain__batch_ranks(const dtrain__batch_norm *layer)
     return layer->desc.comm ? dtrain_comm_size(layer->desc.comm) : 1;
 }
 
+/* Refuse a communicator with ranks that do not run the operation: those of other stages. */
+static dtrain_result dtrain__batch_norm_group(const dtrain_op *op, dtrain_comm *comm)
+{
+    if (!comm || !op->tape->strategy) return DTRAIN_OK;
+    const dtrain__groups groups = dtrain__groups_of(op->tape->strategy);
+    if (groups.pipeline_ranks == 1 || !groups.all) return DTRAIN_OK; /* NULL: a plan */
+    const int of_stage = dtrain_comm_size(groups.all) / groups.pipeline_ranks;
+    if (dtrain_comm_size(comm) <= of_stage) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "%s: comm has %d ranks, and a stage of the pipeline is on %d; split one off "
+                       "the data axis (dtrain_mesh_comm), whose ranks have the same stages",
+                       op->desc->name, dtrain_comm_size(comm), of_stage);
+}
+
 static dtrain_result dtrain__batch_norm_check(const dtrain_op *op, const dtrain__batch_norm *layer)
 {
     const dtrain_batch_norm_desc *desc = &layer->desc;
@@ -25396,6 +25421,7 @@ static dtrain_result dtrain__batch_norm_check(const dtrain_op *op, const dtrain_
                            "%s: comm is that of the strategy, whose calls would come between; give "
                            "it one of its own (dtrain_comm_split)",
                            name);
+    DTRAIN__TRY(dtrain__batch_norm_group(op, desc->comm));
     if (op->input_count == 1) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__check_same(op));
     if (op->inputs[1]->dtype == op->inputs[0]->dtype) return DTRAIN_OK;
@@ -29834,6 +29860,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_survey(dtrain_trainer *trainer, v
                                                       uint32_t flags);
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_evaluate(dtrain_trainer *trainer, void *user,
                                                         float *loss, float *weight);
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
+                                                       dtrain_loss_fn function, void *user,
+                                                       float *values, int64_t count);
+
+/* train/trainer.c */
+/* Check that what the host's forward has made has so many elements. */
+DTRAIN__PRIVATE dtrain_result dtrain__forward_made(const dtrain_tensor *made, int64_t count);
 
 /* train/plan.c */
 DTRAIN__PRIVATE void dtrain__memory_held(const dtrain_trainer_desc *desc, dtrain_memory *memory);
@@ -30398,6 +30431,41 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
     return DTRAIN_OK;
 }
 
+DTRAIN__PRIVATE dtrain_result dtrain__forward_made(const dtrain_tensor *made, int64_t count)
+{
+    if (made && made->count == count) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_trainer_forward: forward returned a tensor of %lld elements, and "
+                       "values has room for %lld; give count that number",
+                       (long long)(made ? made->count : 0), (long long)count);
+}
+
+/* Run a pass of the host's own where this rank has all of the model. */
+static dtrain_result dtrain__forward_pass(dtrain_trainer *trainer, dtrain_loss_fn forward,
+                                          void *user, float *values, int64_t count)
+{
+    const uint32_t flags = trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD;
+    DTRAIN__TRY(dtrain_tape_begin(trainer->tape, flags, 0));
+    const dtrain_tensor *made = forward(trainer->tape, user);
+    DTRAIN__TRY(trainer->tape->error);
+    DTRAIN__TRY(dtrain__forward_made(made, count));
+    return dtrain_tensor_read(trainer->tape, made, values, NULL);
+}
+
+DTRAIN_API dtrain_result dtrain_trainer_forward(dtrain_trainer *trainer, dtrain_loss_fn forward,
+                                                void *user, float *values, int64_t count)
+{
+    if (!trainer || !forward || !values || count < 1)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_trainer_forward: trainer, forward or values is NULL, or count "
+                           "(%lld) is less than 1",
+                           (long long)count);
+    if (!trainer->pipeline) return dtrain__forward_pass(trainer, forward, user, values, count);
+    DTRAIN__TRY(dtrain__strategy_usable(trainer->desc.strategy, "dtrain_trainer_forward"));
+    return dtrain__strategy_keep(trainer->desc.strategy,
+                                 dtrain__pipeline_forward(trainer, forward, user, values, count));
+}
+
 /* ---- creation ---------------------------------------------------------------------------------*/
 
 /* Allocate everything that steps use. After a failure destroy frees what is there. */
@@ -30581,13 +30649,23 @@ static void dtrain__flight_note(dtrain__flight *flight, const dtrain_tensor *los
     flight->samples.valid = flight->valid;
 }
 
-/* Run the model's function in the pass that has begun, to its loss. */
-static dtrain_result dtrain__line_loss(dtrain_trainer *trainer, void *user, dtrain_tensor **loss)
+/* Check that the model's function, the loss or one of the host's own, has made something. */
+static dtrain_result dtrain__line_made(const dtrain_trainer *trainer, dtrain_loss_fn function,
+                                       const void *made)
 {
-    *loss = trainer->desc.loss(trainer->tape, user);
+    if (made) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE, "%s returned NULL",
+                       function == trainer->desc.loss ? "dtrain_trainer_step: loss"
+                                                      : "dtrain_trainer_forward: forward");
+}
+
+/* Run the model's function in the pass that has begun. */
+static dtrain_result dtrain__line_pass(dtrain_trainer *trainer, dtrain_loss_fn function, void *user,
+                                       dtrain_tensor **made)
+{
+    *made = function(trainer->tape, user);
     DTRAIN__TRY(dtrain__stage_end(trainer->tape));
-    if (*loss) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: loss returned NULL");
+    return dtrain__line_made(trainer, function, *made);
 }
 
 static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
@@ -30613,7 +30691,7 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
     DTRAIN__TRY(dtrain__stage_begin(trainer->tape, (uint32_t)action->slot, (uint32_t)flight->batch,
                                     stage, source, desc->tape_flags, seed));
     dtrain_tensor *loss;
-    DTRAIN__TRY(dtrain__line_loss(trainer, desc->user, &loss));
+    DTRAIN__TRY(dtrain__line_pass(trainer, desc->loss, desc->user, &loss));
     dtrain__flight_note(flight, loss);
     line->losses[action->slot] = stage == line->stages - 1 ? loss : NULL;
     return DTRAIN_OK;
@@ -30687,14 +30765,15 @@ static dtrain_result dtrain__line_part(void *user, const dtrain_pipeline_action 
 
 /* ---- A step -----------------------------------------------------------------------------------*/
 
-/* Run the loss as ghosts alone. Local. */
-static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, void *user, uint32_t flags,
-                                         int64_t *terms)
+/* Run the model's function as ghosts alone. Local. */
+static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, dtrain_loss_fn function,
+                                         void *user, uint32_t flags,
+                                         const dtrain__tape_tensor **made)
 {
-    dtrain_tensor *loss;
+    dtrain_tensor *tensor;
     DTRAIN__TRY(dtrain__survey_begin(trainer->tape, trainer->desc.tape_flags | flags));
-    DTRAIN__TRY(dtrain__line_loss(trainer, user, &loss));
-    *terms = ((const dtrain__tape_tensor *)loss)->samples.terms;
+    DTRAIN__TRY(dtrain__line_pass(trainer, function, user, &tensor));
+    *made = (const dtrain__tape_tensor *)tensor;
     return DTRAIN_OK;
 }
 
@@ -30704,10 +30783,10 @@ static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, void *user, ui
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_survey(dtrain_trainer *trainer, void *user,
                                                       uint32_t flags)
 {
-    int64_t terms = 0;
-    DTRAIN__TRY(
-        dtrain__agree(trainer->groups.all, dtrain__line_survey(trainer, user, flags, &terms)));
-    DTRAIN__TRY(dtrain__agree_unit(trainer->desc.strategy, terms));
+    const dtrain__tape_tensor *loss = NULL;
+    DTRAIN__TRY(dtrain__agree(
+        trainer->groups.all, dtrain__line_survey(trainer, trainer->desc.loss, user, flags, &loss)));
+    DTRAIN__TRY(dtrain__agree_unit(trainer->desc.strategy, loss->samples.terms));
     trainer->pipeline->surveyed = flags == 0;
     return DTRAIN_OK;
 }
@@ -30747,7 +30826,7 @@ static dtrain_result dtrain__line_finish(dtrain_trainer *trainer)
     return trainer->joined == micro_batches ? dtrain__tally_settle(strategy, &over) : DTRAIN_OK;
 }
 
-/* ---- Evaluation -------------------------------------------------------------------------------*/
+/* ---- Evaluation, and other forward passes -----------------------------------------------------*/
 
 /* Receive or send what crosses between two stages, and wait. */
 static dtrain_result dtrain__line_carry(dtrain_trainer *trainer, int chunk, int stage, bool receive)
@@ -30775,8 +30854,8 @@ static dtrain_result dtrain__line_carry(dtrain_trainer *trainer, int chunk, int 
 
 /* Run the pass of one of this rank's stages, which are taken in their order: chunk c has slot c and
  * inbox c. */
-static dtrain_result dtrain__line_evaluate_stage(dtrain_trainer *trainer, void *user, int chunk,
-                                                 dtrain_tensor **loss)
+static dtrain_result dtrain__line_run_stage(dtrain_trainer *trainer, dtrain_loss_fn function,
+                                            void *user, int chunk, dtrain_tensor **made)
 {
     const dtrain__pipeline *line = trainer->pipeline;
     const dtrain_pipeline_schedule *s = line->schedule;
@@ -30794,7 +30873,7 @@ static dtrain_result dtrain__line_evaluate_stage(dtrain_trainer *trainer, void *
     DTRAIN__TRY(dtrain__stage_begin(trainer->tape, (uint32_t)chunk, 0, stage, source, flags, 0));
     const uint32_t span =
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);
-    const dtrain_result result = dtrain__line_loss(trainer, user, loss);
+    const dtrain_result result = dtrain__line_pass(trainer, function, user, made);
     dtrain__span_end(trainer->world, span);
     DTRAIN__TRY(result);
     if (stage == line->stages - 1 || dtrain__neighbour(line, stage + 1, 0, &slot)) return DTRAIN_OK;
@@ -30809,13 +30888,59 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_evaluate(dtrain_trainer *trainer,
     dtrain__flight flight;
     memset(&flight, 0, sizeof flight);
     for (int chunk = 0; chunk < line->schedule->chunks; chunk++) {
-        DTRAIN__TRY(dtrain__line_evaluate_stage(trainer, user, chunk, &tensor));
+        DTRAIN__TRY(dtrain__line_run_stage(trainer, trainer->desc.loss, user, chunk, &tensor));
         dtrain__flight_note(&flight, tensor);
         if (!((const dtrain__tape_tensor *)tensor)->ghost)
             DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, loss, NULL));
     }
     *weight = dtrain__weight_of(trainer->desc.strategy, &flight.samples);
     return DTRAIN_OK;
+}
+
+/* Run all of this rank's stages, and read what the last stage has made where that is here. */
+static dtrain_result dtrain__line_forward_pass(dtrain_trainer *trainer, dtrain_loss_fn function,
+                                               void *user, float *values)
+{
+    const dtrain__pipeline *line = trainer->pipeline;
+    const dtrain_pipeline_schedule *s = line->schedule;
+    const int last = line->stages - 1;
+    for (int chunk = 0; chunk < s->chunks; chunk++) {
+        dtrain_tensor *made;
+        DTRAIN__TRY(dtrain__line_run_stage(trainer, function, user, chunk, &made));
+        if (dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, line->rank, chunk) == last)
+            DTRAIN__TRY(dtrain_tensor_read(trainer->tape, made, values, NULL));
+    }
+    return DTRAIN_OK;
+}
+
+/* Find what crosses in a forward pass of the host's own, and check what it makes. Local. */
+static dtrain_result dtrain__line_survey_forward(dtrain_trainer *trainer, dtrain_loss_fn function,
+                                                 void *user, int64_t count)
+{
+    const dtrain__tape_tensor *made;
+    DTRAIN__TRY(dtrain__line_survey(trainer, function, user, DTRAIN_TAPE_NO_GRAD, &made));
+    DTRAIN__TRY(dtrain__forward_made(&made->tensor, count));
+    if (made->stage == trainer->pipeline->stages - 1) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "dtrain_trainer_forward: what forward returned is of stage %d, and values "
+                       "are read from what the last one, %d, makes; forward should run all units "
+                       "of the model",
+                       (int)made->stage, trainer->pipeline->stages - 1);
+}
+
+/* What crosses is found anew for each call, whose shapes may be others than those before. */
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
+                                                       dtrain_loss_fn function, void *user,
+                                                       float *values, int64_t count)
+{
+    dtrain__pipeline *line = trainer->pipeline;
+    const dtrain_pipeline_schedule *s = line->schedule;
+    const int root = dtrain__pipeline_place(s->kind, s->ranks, line->stages - 1).rank;
+    line->surveyed = false;
+    DTRAIN__TRY(dtrain__agree(trainer->groups.all,
+                              dtrain__line_survey_forward(trainer, function, user, count)));
+    DTRAIN__TRY(dtrain__line_forward_pass(trainer, function, user, values));
+    return dtrain_broadcast(line->comm, values, (size_t)count, DTRAIN_DTYPE_F32, root, NULL);
 }
 
 /* ---- A step, and creation ---------------------------------------------------------------------*/
@@ -30935,8 +31060,8 @@ static dtrain_result dtrain__pipeline_rehearse(dtrain_trainer *trainer)
 {
     const dtrain__pipeline *line = trainer->pipeline;
     const dtrain_pipeline_schedule *s = line->schedule;
-    int64_t terms;
-    DTRAIN__TRY(dtrain__line_survey(trainer, trainer->desc.user, 0, &terms));
+    const dtrain__tape_tensor *loss;
+    DTRAIN__TRY(dtrain__line_survey(trainer, trainer->desc.loss, trainer->desc.user, 0, &loss));
     dtrain__line_reset(trainer);
     for (size_t i = s->first[line->rank]; i < s->first[line->rank + 1]; i++) {
         const dtrain_pipeline_action *action = &s->actions[i];
