@@ -15679,11 +15679,16 @@ enum { DTRAIN__REDUCE_IDLE = 0, DTRAIN__REDUCED = 99 };
 
 typedef dtrain_result dtrain__step_fn(dtrain_strategy *strategy, dtrain__bucket *bucket);
 
+/* Flags of a step. BRIEF: few bytes; in lockstep they are waited for at once, so that the next step,
+ * which has many, goes on under what backward computes next. */
+enum { DTRAIN__LAST_ONLY = 1, DTRAIN__BRIEF = 2 };
+
 /* One step of a bucket's way from gradients to their mean: begin prepares and starts one
- * collective, or a few at once; end is called when they are done. NULL: nothing to do. */
+ * collective, or a few at once; end is called when they are done. NULL: nothing to do. LAST_ONLY:
+ * in the last micro-batch, on the shard that holds the sum of all. */
 typedef struct dtrain__step {
     dtrain__step_fn *begin, *end;
-    bool last_only; /* only in the last micro-batch, on the shard that holds the sum of all */
+    uint32_t flags;
 } dtrain__step;
 
 #define DTRAIN__STEPS 7 /* the longest way: 6, and a NULL */
@@ -17054,7 +17059,7 @@ static const dtrain__step *dtrain__step_of(const dtrain_strategy *strategy,
                                            const dtrain__bucket *bucket, uint32_t stage)
 {
     const dtrain__step *step = dtrain__way_of(strategy, bucket->sharded, bucket->tied)[stage - 1];
-    return step && step->last_only && strategy->more ? NULL : step;
+    return step && step->flags & DTRAIN__LAST_ONLY && strategy->more ? NULL : step;
 }
 
 /* Wait for the collectives of a bucket's step, end the step and begin the next one, if any. In DDP:
@@ -17089,14 +17094,29 @@ static dtrain_result dtrain__advance(dtrain_strategy *strategy, size_t end)
     return DTRAIN_OK;
 }
 
+/* Begin the next step of the buckets under way that have one. Those at their last step go on: a
+ * wait here would be one of what backward computes next. */
+static dtrain_result dtrain__advance_ways(dtrain_strategy *strategy)
+{
+    for (size_t b = strategy->oldest; b < strategy->launched; b++) {
+        dtrain__bucket *bucket = &strategy->layout.buckets[b];
+        if (bucket->stage != DTRAIN__REDUCED &&
+            dtrain__step_of(strategy, bucket, bucket->stage + 1))
+            DTRAIN__TRY(dtrain__reduce_await(strategy, bucket));
+    }
+    return DTRAIN_OK;
+}
+
 /* Begin the first step of a bucket's way; in lockstep, first take the buckets under way a step
  * further. */
 static dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
-    if (dtrain__in_lockstep(strategy)) DTRAIN__TRY(dtrain__advance(strategy, strategy->launched));
+    if (dtrain__in_lockstep(strategy)) DTRAIN__TRY(dtrain__advance_ways(strategy));
     bucket->stage = 1;
     const dtrain__step *first = dtrain__step_of(strategy, bucket, 1);
-    return first->begin ? first->begin(strategy, bucket) : DTRAIN_OK;
+    if (first->begin) DTRAIN__TRY(first->begin(strategy, bucket));
+    const bool at_once = first->flags & DTRAIN__BRIEF && dtrain__in_lockstep(strategy);
+    return at_once ? dtrain__reduce_await(strategy, bucket) : DTRAIN_OK;
 }
 
 /* Test the buckets under way, and take those whose collectives are done one step further, without
@@ -19539,24 +19559,25 @@ DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__powersgd_hook(void)
  * The only file that knows all steps (strategy/road.c, ways/): it chooses those that a bucket takes
  * from gradients to their mean. */
 
-/* Begin and end of each step, and whether it belongs to the last micro-batch alone. */
-static const dtrain__step dtrain__by_nothing = {NULL, NULL, false}; /* one rank has its mean */
-static const dtrain__step dtrain__by_shard_alone = {NULL, dtrain__shard_add, false};
+/* Begin and end of each step, and its flags. */
+static const dtrain__step dtrain__by_nothing = {NULL, NULL, 0}; /* one rank has its mean */
+static const dtrain__step dtrain__by_shard_alone = {NULL, dtrain__shard_add, 0};
 static const dtrain__step dtrain__by_all_reduce = {dtrain__all_reduce_begin, dtrain__all_reduce_end,
-                                                   false};
+                                                   0};
 static const dtrain__step dtrain__by_reduce_scatter = {dtrain__reduce_scatter_begin,
-                                                       dtrain__reduce_scatter_end, false};
+                                                       dtrain__reduce_scatter_end, 0};
 static const dtrain__step dtrain__by_replicas[] = {
-    {dtrain__replicas_begin, dtrain__replicas_end, false},
-    {dtrain__replicas_begin, dtrain__replicas_end, true}, /* at last */
+    {dtrain__replicas_begin, dtrain__replicas_end, 0},
+    {dtrain__replicas_begin, dtrain__replicas_end, DTRAIN__LAST_ONLY}, /* at last */
 };
-static const dtrain__step dtrain__by_tie = {dtrain__tie_begin, NULL, false};
-static const dtrain__step dtrain__by_tensor = {dtrain__tensor_begin, dtrain__tensor_end, false};
-static const dtrain__step dtrain__by_node_scatter = {dtrain__node_scatter_begin, NULL, false};
-static const dtrain__step dtrain__by_node_gather = {dtrain__node_gather_begin, NULL, false};
+static const dtrain__step dtrain__by_tie = {dtrain__tie_begin, NULL, 0};
+static const dtrain__step dtrain__by_tensor = {dtrain__tensor_begin, dtrain__tensor_end,
+                                               DTRAIN__BRIEF};
+static const dtrain__step dtrain__by_node_scatter = {dtrain__node_scatter_begin, NULL, 0};
+static const dtrain__step dtrain__by_node_gather = {dtrain__node_gather_begin, NULL, 0};
 static const dtrain__step dtrain__by_hook[] = {
-    {dtrain__round_1_begin, dtrain__round_1_end, false},
-    {dtrain__round_2_begin, dtrain__round_2_end, false},
+    {dtrain__round_1_begin, dtrain__round_1_end, 0},
+    {dtrain__round_2_begin, dtrain__round_2_end, 0},
 };
 
 /* Choose the ways, and the ranks that exchange each bucket:

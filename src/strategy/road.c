@@ -203,7 +203,7 @@ static const dtrain__step *dtrain__step_of(const dtrain_strategy *strategy,
                                            const dtrain__bucket *bucket, uint32_t stage)
 {
     const dtrain__step *step = dtrain__way_of(strategy, bucket->sharded, bucket->tied)[stage - 1];
-    return step && step->last_only && strategy->more ? NULL : step;
+    return step && step->flags & DTRAIN__LAST_ONLY && strategy->more ? NULL : step;
 }
 
 /* Wait for the collectives of a bucket's step, end the step and begin the next one, if any. In DDP:
@@ -238,14 +238,29 @@ static dtrain_result dtrain__advance(dtrain_strategy *strategy, size_t end)
     return DTRAIN_OK;
 }
 
+/* Begin the next step of the buckets under way that have one. Those at their last step go on: a
+ * wait here would be one of what backward computes next. */
+static dtrain_result dtrain__advance_ways(dtrain_strategy *strategy)
+{
+    for (size_t b = strategy->oldest; b < strategy->launched; b++) {
+        dtrain__bucket *bucket = &strategy->layout.buckets[b];
+        if (bucket->stage != DTRAIN__REDUCED &&
+            dtrain__step_of(strategy, bucket, bucket->stage + 1))
+            DTRAIN__TRY(dtrain__reduce_await(strategy, bucket));
+    }
+    return DTRAIN_OK;
+}
+
 /* Begin the first step of a bucket's way; in lockstep, first take the buckets under way a step
  * further. */
 static dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
-    if (dtrain__in_lockstep(strategy)) DTRAIN__TRY(dtrain__advance(strategy, strategy->launched));
+    if (dtrain__in_lockstep(strategy)) DTRAIN__TRY(dtrain__advance_ways(strategy));
     bucket->stage = 1;
     const dtrain__step *first = dtrain__step_of(strategy, bucket, 1);
-    return first->begin ? first->begin(strategy, bucket) : DTRAIN_OK;
+    if (first->begin) DTRAIN__TRY(first->begin(strategy, bucket));
+    const bool at_once = first->flags & DTRAIN__BRIEF && dtrain__in_lockstep(strategy);
+    return at_once ? dtrain__reduce_await(strategy, bucket) : DTRAIN_OK;
 }
 
 /* Test the buckets under way, and take those whose collectives are done one step further, without

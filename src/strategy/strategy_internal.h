@@ -45,11 +45,16 @@ enum { DTRAIN__REDUCE_IDLE = 0, DTRAIN__REDUCED = 99 };
 
 typedef dtrain_result dtrain__step_fn(dtrain_strategy *strategy, dtrain__bucket *bucket);
 
+/* Flags of a step. BRIEF: few bytes; in lockstep they are waited for at once, so that the next
+ * step, which has many, goes on under what backward computes next. */
+enum { DTRAIN__LAST_ONLY = 1, DTRAIN__BRIEF = 2 };
+
 /* One step of a bucket's way from gradients to their mean: begin prepares and starts one
- * collective, or a few at once; end is called when they are done. NULL: nothing to do. */
+ * collective, or a few at once; end is called when they are done. NULL: nothing to do. LAST_ONLY:
+ * in the last micro-batch, on the shard that holds the sum of all. */
 typedef struct dtrain__step {
     dtrain__step_fn *begin, *end;
-    bool last_only; /* only in the last micro-batch, on the shard that holds the sum of all */
+    uint32_t flags;
 } dtrain__step;
 
 #define DTRAIN__STEPS 7 /* the longest way: 6, and a NULL */

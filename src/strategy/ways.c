@@ -7,24 +7,25 @@
 #include "strategy/strategy_internal.h"
 #include "strategy/ways_internal.h"
 
-/* Begin and end of each step, and whether it belongs to the last micro-batch alone. */
-static const dtrain__step dtrain__by_nothing = {NULL, NULL, false}; /* one rank has its mean */
-static const dtrain__step dtrain__by_shard_alone = {NULL, dtrain__shard_add, false};
+/* Begin and end of each step, and its flags. */
+static const dtrain__step dtrain__by_nothing = {NULL, NULL, 0}; /* one rank has its mean */
+static const dtrain__step dtrain__by_shard_alone = {NULL, dtrain__shard_add, 0};
 static const dtrain__step dtrain__by_all_reduce = {dtrain__all_reduce_begin, dtrain__all_reduce_end,
-                                                   false};
+                                                   0};
 static const dtrain__step dtrain__by_reduce_scatter = {dtrain__reduce_scatter_begin,
-                                                       dtrain__reduce_scatter_end, false};
+                                                       dtrain__reduce_scatter_end, 0};
 static const dtrain__step dtrain__by_replicas[] = {
-    {dtrain__replicas_begin, dtrain__replicas_end, false},
-    {dtrain__replicas_begin, dtrain__replicas_end, true}, /* at last */
+    {dtrain__replicas_begin, dtrain__replicas_end, 0},
+    {dtrain__replicas_begin, dtrain__replicas_end, DTRAIN__LAST_ONLY}, /* at last */
 };
-static const dtrain__step dtrain__by_tie = {dtrain__tie_begin, NULL, false};
-static const dtrain__step dtrain__by_tensor = {dtrain__tensor_begin, dtrain__tensor_end, false};
-static const dtrain__step dtrain__by_node_scatter = {dtrain__node_scatter_begin, NULL, false};
-static const dtrain__step dtrain__by_node_gather = {dtrain__node_gather_begin, NULL, false};
+static const dtrain__step dtrain__by_tie = {dtrain__tie_begin, NULL, 0};
+static const dtrain__step dtrain__by_tensor = {dtrain__tensor_begin, dtrain__tensor_end,
+                                               DTRAIN__BRIEF};
+static const dtrain__step dtrain__by_node_scatter = {dtrain__node_scatter_begin, NULL, 0};
+static const dtrain__step dtrain__by_node_gather = {dtrain__node_gather_begin, NULL, 0};
 static const dtrain__step dtrain__by_hook[] = {
-    {dtrain__round_1_begin, dtrain__round_1_end, false},
-    {dtrain__round_2_begin, dtrain__round_2_end, false},
+    {dtrain__round_1_begin, dtrain__round_1_end, 0},
+    {dtrain__round_2_begin, dtrain__round_2_end, 0},
 };
 
 /* Choose the ways, and the ranks that exchange each bucket:
