@@ -146,6 +146,32 @@ simulate $across; within=$(field step_ms 1)
 simulate $across --gpus-per-node 1
 holds "stages on other nodes are slower" "$(field step_ms 1) > $within"
 
+# --plan: its best is the best of all layouts, run one by one; what does not fit is not offered; twice the same.
+small="--model gpt2 --gpus 2 --global-batch 4 --memory-gib 1.8"
+: >"$tmp/each"
+for axes in "1 1" "1 2" "2 1"; do
+    tensor=${axes% *} pipeline=${axes#* } orders=1f1b kinds=ddp,zero1,full_shard rows="0"
+    [ "$pipeline" -eq 1 ] || { orders="1f1b interleaved_2 interleaved_4 zb_h1 zbv"; kinds=ddp,zero1; }
+    [ "$tensor" -eq 1 ] || rows="0 1"
+    for order in $orders; do for batch in 1 2 4; do for again in 0 1; do for cut in $rows; do
+        chunks=${order#interleaved_} && [ "$chunks" != "$order" ] || chunks=0
+        more= && [ "$cut" -eq 0 ] || more=--sequence-parallel
+        [ "$tensor$pipeline$batch" = 114 ] && continue # a replica has two samples
+        "$build/simulate" $small --tensor "$tensor" --pipeline "$pipeline" --pipeline-schedule "${order%_[24]}" --chunks "$chunks" \
+            --strategies $kinds --batch-sizes $batch --checkpointing $again $more --json "$tmp/rows" >"$tmp/out" 2>&1 && cat "$tmp/rows" >>"$tmp/each"
+    done; done; done; done
+done
+best=$(grep '"fits": true' "$tmp/each" | sed 's/.*"tokens_per_second": \([^,]*\),.*/\1/' | sort -g | tail -1)
+"$build/simulate" --plan $small >"$tmp/plan" 2>"$tmp/err"
+chosen=$(awk '$NF == "best" { print $11 }' "$tmp/plan")
+holds "--plan: the best of $(wc -l <"$tmp/each") layouts" "$chosen - $best < 1 && $best - $chosen < 1"
+grep -q '"fits": false' "$tmp/each" && awk '$1 ~ /^[0-9]+$/ && $13 > 1.8 { exit 1 }' "$tmp/plan" && grep -q ', [1-9][0-9]* do not fit in 1.8 GiB' "$tmp/plan"
+result "--plan: what does not fit is counted and not offered" $? "$tmp/plan"
+awk '$1 ~ /^[0-9]+$/ { if ($10 + 0 < last) exit 1; last = $10 + 0 }' "$tmp/plan"
+result "--plan: the fastest first" $? "$tmp/plan"
+"$build/simulate" --plan $small | cmp -s - "$tmp/plan"
+result "--plan: the same twice" $? "$tmp/plan"
+
 # Links that cost nothing, and sanity.
 simulate --strategies ddp,zero1,full_shard,hybrid_shard --gpus 1,8,64,1024 --cluster custom --network-gbps 1e15 --nvlink-gbs 1e15 --latency-us 0 --hbm-gbs 1e15
 bent=$(sed 's/.*"efficiency": \([^,]*\),.*/\1/' "$tmp/rows" | awk '$1 < 99.999 || $1 > 100.001')
@@ -309,6 +335,9 @@ refused "more ranks than heads of keys" "1.attn.qkv.*4 parts.*8 ranks" --gpus 8 
 refused "GPUs that a pipeline does not divide" "tensor 1 x --pipeline 3 does not divide the 8" --gpus 8 --pipeline 3 --accum 8 --strategies ddp
 refused "a pipeline that gathers" "ddp and zero1, not with full_shard" --gpus 8 --pipeline 2 --strategies full_shard
 refused "more stages than units" "16 stages.* 14 units" --gpus 16 --pipeline 16 --strategies ddp --batch-sizes 1
+refused "a plan without a batch" "needs one number of --gpus, and --global-batch" --plan --gpus 8
+refused "a plan of pictures" "no transformer" --plan --gpus 8 --global-batch 64 --model vgg16
+refused "a plan that fits nowhere" "no layout of llama70b fits 8 GPUs" --plan --gpus 8 --global-batch 64 --model llama70b --cluster v100
 refused "a pipeline of pictures" "vgg16.*no transformer" --gpus 8 --pipeline 2 --model vgg16
 refused "rows that it does not divide" "1023 rows.*--tensor 2" --gpus 8 --tensor 2 --sequence-parallel --seq 1023 --batch-sizes 1
 refused "nothing to cut" "vgg16.*no transformer" --gpus 8 --tensor 2 --model vgg16

@@ -5,6 +5,7 @@
  *            build/simulate --model llama8b --cluster h100 --gpus 8,16,32,64,128,256,512,1024
  *                 --strategies full_shard,hybrid_shard --batch-sizes 1,2 --precision bf16 --svg scaling.svg
  *            build/simulate --cluster v100 --network-gbps 100 --strategies ddp --compression topk
+ *            build/simulate --plan --model llama70b --gpus 512 --global-batch 1024        (the fastest layouts)
  *            build/simulate --check tools/simulate/published.txt         (predicted beside published)
  *
  * What to expect: a table of step time, throughput, scaling efficiency, exposed communication and memory;
@@ -35,8 +36,8 @@
  * in the order that the library's schedule has (simulate_pipeline.h).
  *
  * How to read it: flags -> simulate_models.h -> simulate_cluster.h (cost models), simulate_device.h and simulate_comm.h
- * (a virtual device, a virtual communicator) -> simulate_tensor.h (layers) -> one step -> simulate_pipeline.h -> tables,
- * JSON, SVG -> published figures -> main. */
+ * (a virtual device, a virtual communicator) -> simulate_tensor.h (layers) -> one step -> simulate_pipeline.h ->
+ * tables, JSON, SVG -> simulate_plan.h (--plan) -> published figures -> main. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
@@ -73,7 +74,7 @@ struct settings {
     long precision, param_dtype, reduce_dtype, optimizer, compression, exchange, network;
     long seq, accum, global_batch, bucket_mib, reshard, checkpointing, gpus_per_node, powersgd_rank;
     long pipeline, chunks, pipeline_schedule, scatter_stages, attention, loss, recompute_all,
-        tensor, sequence_parallel, tensor_overlap, no_overlap, hierarchical, help;
+        tensor, sequence_parallel, tensor_overlap, no_overlap, hierarchical, plan, help;
     double efficiency, measured_rate, straggler, topk_ratio;
     double tflops, hbm_gbs, memory_gib, nvlink_gbs, nvls_gbs, network_gbps, latency_us, slowdown;
 };
@@ -196,6 +197,10 @@ static const flag flag_table[] = {
     {"--straggler", 'f', &flags.straggler, 0, 100,
      "standard deviation of a GPU's compute time from step to step, per cent; a step takes as long "
      "as the slowest",
+     NULL},
+    {"--plan", 'b', &flags.plan, 0, 0,
+     "search the layouts of --model on --gpus for one step of --global-batch samples: tensor, "
+     "pipeline and data axis, schedule, strategy, micro-batch, checkpointing; the fastest that fit",
      NULL},
     {"--json", 's', &flags.json, 0, 0, "one JSON object a row to this file", NULL},
     {"--svg", 's', &flags.svg, 0, 0, "efficiency over GPUs to this file", NULL},
@@ -734,7 +739,7 @@ static int run_table(dtrain_world *world)
             code = BAD("%s", last_error());
         for (long i = 0; i < flags.gpus.count && !code; i++) {
             char would[96] = "";
-            if (!first[i].fits &&
+            if (!first[i].fits && flags.pipeline == 1 &&
                 what_would_fit(world, &m, &first[i], would, sizeof would) != DTRAIN_OK)
                 code = BAD("%s", last_error());
             if (!code) print_row(&first[i], would);
@@ -745,6 +750,8 @@ static int run_table(dtrain_world *world)
     free(rows);
     return code;
 }
+
+#include "simulate_plan.h"
 
 static void print_help(void)
 {
@@ -947,6 +954,7 @@ static int rank_main(dtrain_world *world, void *user)
     (void)user;
     if (flags.check) return run_check(world, flags.check);
     if (flags.measured) return run_measured(world, flags.measured);
+    if (flags.plan) return run_plan(world);
     return run_table(world);
 }
 

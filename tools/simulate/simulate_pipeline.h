@@ -295,13 +295,16 @@ static dtrain_result simulate_rank(dtrain_world *world, const model *m, row *r,
                                    const pipeline_run *run, int rank, double *ready, double *update)
 {
     const dtrain_pipeline_schedule *s = run->schedule;
-    dtrain_pipeline_report report;
     double kept = 0, again = 0, bytes = 0;
+    int32_t slots = 0, inboxes = 0;
     library lib;
     model own;
     memset(&own, 0, sizeof own);
-    dtrain_result result = dtrain_pipeline_check(s, NULL, rank, &report);
-    if (result == DTRAIN_OK) result = rank_model(m, run, rank, &own);
+    dtrain_result result = rank_model(m, run, rank, &own);
+    for (size_t i = s->first[rank]; i < s->first[rank + 1]; i++) {
+        if (s->actions[i].slot >= slots) slots = s->actions[i].slot + 1;
+        if (s->actions[i].inbox >= inboxes) inboxes = s->actions[i].inbox + 1;
+    }
     for (int c = 0; c < s->chunks; c++) {
         const pipeline_stage *stage =
             &run->stages[dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, rank, c)];
@@ -309,8 +312,7 @@ static dtrain_result simulate_rank(dtrain_world *world, const model *m, row *r,
         kept = most(kept, kept_bytes(&part, r->batch));
         again = most(again, again_bytes(&part, r->batch));
     }
-    const double activations =
-        report.slots * kept + again + report.inboxes * stage_bytes(m, r->batch);
+    const double activations = slots * kept + again + inboxes * stage_bytes(m, r->batch);
     if (result == DTRAIN_OK)
         result = library_open(world, &own, r, run->ranks, run->nodes, activations, &lib);
     for (int step = 0; step < 2 && result == DTRAIN_OK; step++) {
