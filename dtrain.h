@@ -15679,8 +15679,8 @@ enum { DTRAIN__REDUCE_IDLE = 0, DTRAIN__REDUCED = 99 };
 
 typedef dtrain_result dtrain__step_fn(dtrain_strategy *strategy, dtrain__bucket *bucket);
 
-/* Flags of a step. BRIEF: few bytes; in lockstep they are waited for at once, so that the next step,
- * which has many, goes on under what backward computes next. */
+/* Flags of a step. BRIEF: few bytes; in lockstep they are waited for at once, so that the next
+ * step, which has many, goes on under what backward computes next. */
 enum { DTRAIN__LAST_ONLY = 1, DTRAIN__BRIEF = 2 };
 
 /* One step of a bucket's way from gradients to their mean: begin prepares and starts one
