@@ -336,6 +336,7 @@ refused "GPUs that a pipeline does not divide" "tensor 1 x --pipeline 3 does not
 refused "a pipeline that gathers" "ddp and zero1, not with full_shard" --gpus 8 --pipeline 2 --strategies full_shard
 refused "more stages than units" "16 stages.* 14 units" --gpus 16 --pipeline 16 --strategies ddp --batch-sizes 1
 refused "a plan without a batch" "needs one number of --gpus, and --global-batch" --plan --gpus 8
+refused "a plan as JSON" "--plan writes a table alone: leave --json out" --plan --gpus 8 --global-batch 64 --json "$tmp/x"
 refused "a plan of pictures" "no transformer" --plan --gpus 8 --global-batch 64 --model vgg16
 refused "a plan that fits nowhere" "no layout of llama70b fits 8 GPUs" --plan --gpus 8 --global-batch 64 --model llama70b --cluster v100
 refused "a pipeline of pictures" "vgg16.*no transformer" --gpus 8 --pipeline 2 --model vgg16

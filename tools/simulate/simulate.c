@@ -954,6 +954,8 @@ static int rank_main(dtrain_world *world, void *user)
     (void)user;
     if (flags.check) return run_check(world, flags.check);
     if (flags.measured) return run_measured(world, flags.measured);
+    if (flags.plan && (flags.json || flags.svg))
+        return BAD("--plan writes a table alone: leave %s out", flags.json ? "--json" : "--svg");
     if (flags.plan) return run_plan(world);
     return run_table(world);
 }

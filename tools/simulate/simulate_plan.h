@@ -6,7 +6,7 @@
  *     memory       with and without checkpointing, and sequence parallelism where there is a tensor axis
  *
  * Layouts are simulated in the order of a bound of their time: what the model computes, on all GPUs alike, nothing
- * exposed, and the bubble of 1F1B. What cannot be among the PLAN_ROWS best any more is not simulated, and neither is
+ * exposed, and the bubble of their schedule. What cannot be among the PLAN_ROWS best any more is not simulated, and neither is
  * what cannot fit by a bound of its memory. */
 #ifndef SIMULATE_PLAN_H
 #define SIMULATE_PLAN_H
@@ -26,15 +26,30 @@ typedef struct layout {
 typedef struct plan {
     layout *layouts;
     size_t count, room;
+    size_t refused; /* that have more stages than the model has units */
+    long units;
     double flops; /* of a step of the whole model */
     double parameters;
     double kept[2]; /* bytes of a sample's activations, without and with checkpointing, of blocks */
     double compute_ms[2]; /* of a step on one GPU, without and with checkpointing */
 } plan;
 
+/* Bubble over ideal time that a schedule has at least, for stages alike (src/parallel/pipeline.h). */
+static double plan_bubble(const layout *one, long micros)
+{
+    const double gaps = (double)(one->pipeline - 1) / (double)micros;
+    if (one->schedule == DTRAIN_PIPELINE_INTERLEAVED) return gaps / (double)one->chunks;
+    if (one->schedule == DTRAIN_PIPELINE_ZB_H1) return gaps / 3;
+    return one->schedule == DTRAIN_PIPELINE_ZBV ? gaps / 6 : gaps;
+}
+
 static bool plan_add(plan *p, layout one, long micros)
 {
-    const bool gaps = one.pipeline > 1 && one.schedule == DTRAIN_PIPELINE_1F1B;
+    const long chunks = one.chunks ? one.chunks : one.schedule == DTRAIN_PIPELINE_ZBV ? 2 : 1;
+    if (one.pipeline * chunks > p->units) {
+        p->refused++;
+        return true;
+    }
     if (p->count == p->room) {
         const size_t room = p->room ? 2 * p->room : 256;
         layout *more = (layout *)realloc(p->layouts, room * sizeof *more);
@@ -44,7 +59,7 @@ static bool plan_add(plan *p, layout one, long micros)
     }
     one.bound = p->compute_ms[one.checkpointing] / (double)flags.gpus.items[0];
     one.number = p->count;
-    if (gaps) one.bound *= (double)(micros + one.pipeline - 1) / (double)micros;
+    one.bound *= 1 + plan_bubble(&one, micros);
     one.is.gpus = flags.gpus.items[0];
     one.is.strategy = one.strategy;
     one.is.batch = one.batch;
@@ -172,6 +187,7 @@ static int plan_flops(plan *p)
         if (!m.params[i].alias_of)
             p->parameters += (double)m.params[i].shape[0] *
                              (double)(m.params[i].shape[1] ? m.params[i].shape[1] : 1);
+    p->units = m.count ? (long)m.params[m.count - 1].unit + 1 : 0;
     for (int again = 0; again < 2 && !code; again++) {
         checkpoint_blocks(&m, again);
         p->compute_ms[again] = plan_compute(&m);
@@ -259,7 +275,8 @@ static int plan_show(const plan *p, const size_t counts[4])
     printf("layouts  %zu: %zu fit, %zu do not fit in %g GiB, %zu this model or the library "
            "refuses, %zu "
            "cannot be among the best and were not simulated\n",
-           p->count, counts[0], counts[1], sim.machine.memory_gib, counts[2], counts[3]);
+           p->count + p->refused, counts[0], counts[1], sim.machine.memory_gib,
+           counts[2] + p->refused, counts[3]);
     if (!counts[0])
         return BAD("no layout of %s fits %ld GPUs with --global-batch %ld; try more GPUs",
                    flags.model, flags.gpus.items[0], flags.global_batch);
