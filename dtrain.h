@@ -1461,15 +1461,18 @@ DTRAIN_API dtrain_result dtrain_pipeline_check(const dtrain_pipeline_schedule *s
                                                const dtrain_pipeline_costs *costs, int rank,
                                                dtrain_pipeline_report *report);
 
-/* Divide units among the stages of a pipeline by their costs: out[stages] is how many units each
- * stage has, for dtrain_pipeline_desc.units. Stages are runs of units in their order, none is
- * empty, and the stage with the largest sum of forward, backward and weight has as little as
- * possible; the others are as even as that allows, earlier ones with fewer units. With several
- * stages a rank (INTERLEAVED, ZBV) it is the largest stage all the same, not the largest rank.
- * Memory is not looked at. costs[unit_count] are those of dtrain_trainer_unit_costs or of one's
- * own; equal ones on every rank give equal results. Local. */
+/* Divide units among the stages of a pipeline by their costs: out[ranks * chunks] is how many units
+ * each stage has, for dtrain_pipeline_desc.units; desc->units is not read, and desc NULL = a zeroed
+ * one. Stages are runs of units in their order, none is empty, and the stage with the largest sum
+ * of forward, backward and weight has as little as possible; the others are as even as that allows,
+ * earlier ones with fewer units. With several stages a rank (INTERLEAVED, ZBV) units then move
+ * between neighbours as long as that makes the largest rank smaller. Memory is not looked at.
+ * costs[unit_count] are those of dtrain_trainer_unit_costs or of one's own; equal ones on every
+ * rank give equal results. Local. */
 DTRAIN_API dtrain_result dtrain_pipeline_balance(const dtrain_pipeline_costs *costs,
-                                                 size_t unit_count, int stages, uint32_t *out);
+                                                 size_t unit_count,
+                                                 const dtrain_pipeline_desc *desc, int ranks,
+                                                 uint32_t *out);
 
 /* Write a schedule as text, a line for each rank, or read such a text: a schedule of one's own,
  * which is checked before it is returned. The text of (bytes) ends with a 0; *needed, or NULL, is
@@ -14727,7 +14730,11 @@ DTRAIN_API dtrain_result dtrain_pipeline_check(const dtrain_pipeline_schedule *s
  *     best(s, j) = min over i < j of  best(s - 1, i) combined with cost(i, j)
  *
  * once combined by the maximum, and once, where no cost may exceed that, by adding squares. Takes
- * at most stages * units^2 / 2 steps each. */
+ * at most stages * units^2 / 2 steps each.
+ *
+ * Where a rank has several stages it is the slowest rank that sets the pace, and no such recurrence
+ * knows a rank's other stages. There the borders found so move on by a unit at a time, as long as
+ * the largest rank, or else the sum of squares of the ranks, gets less. */
 
 typedef struct dtrain__balance {
     size_t units, stages;
@@ -14741,11 +14748,11 @@ static dtrain_result dtrain__balance_check(const dtrain_pipeline_costs *costs, s
                                            int stages, const uint32_t *out)
 {
     const char *const call = "dtrain_pipeline_balance";
-    if (!costs || !out || stages < 1 || unit_count > INT32_MAX)
+    if (!costs || !out || unit_count > INT32_MAX)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: expected costs, room for the result, one stage at least and fewer "
-                           "than 2^31 units, and found %d stages and %zu units",
-                           call, stages, unit_count);
+                           "%s: expected costs, room for the result and fewer than 2^31 units, and "
+                           "found %zu units",
+                           call, unit_count);
     if (unit_count < (size_t)stages)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: %zu units leave a stage of %d empty; take fewer ranks or chunks, "
@@ -14792,17 +14799,64 @@ static double dtrain__balance_find(dtrain__balance *b, double limit, bool square
     return b->best[b->units];
 }
 
+/* What the ranks have of a division: the largest, and the sum of squares. */
+typedef struct dtrain__rank_loads {
+    double largest, squares;
+} dtrain__rank_loads;
+
+static dtrain__rank_loads dtrain__balance_loads(const dtrain__balance *b, uint32_t kind, int ranks,
+                                                const uint32_t *out, double *loads)
+{
+    dtrain__rank_loads all = {0, 0};
+    size_t first = 0;
+    for (int r = 0; r < ranks; r++) loads[r] = 0;
+    for (size_t stage = 0; stage < b->stages; first += out[stage++])
+        loads[dtrain__pipeline_place(kind, ranks, (int)stage).rank] +=
+            b->sums[first + out[stage]] - b->sums[first];
+    for (int r = 0; r < ranks; r++) {
+        all.largest = fmax(all.largest, loads[r]);
+        all.squares += loads[r] * loads[r];
+    }
+    return all;
+}
+
+/* Move one unit between neighbour stages, where that is better; false: nowhere. A difference that
+ * rounding may have made is none. */
+static bool dtrain__balance_move(const dtrain__balance *b, uint32_t kind, int ranks, uint32_t *out,
+                                 double *loads)
+{
+    const dtrain__rank_loads now = dtrain__balance_loads(b, kind, ranks, out, loads);
+    for (size_t border = 1; border < b->stages; border++)
+        for (int right = 0; right < 2; right++) {
+            uint32_t *const from = &out[right ? border : border - 1];
+            uint32_t *const to = &out[right ? border - 1 : border];
+            if (*from == 1) continue;
+            --*from, ++*to;
+            const dtrain__rank_loads then = dtrain__balance_loads(b, kind, ranks, out, loads);
+            if (then.largest < now.largest * (1 - 1e-9) ||
+                (then.largest <= now.largest && then.squares < now.squares * (1 - 1e-9)))
+                return true;
+            ++*from, --*to;
+        }
+    return false;
+}
+
 DTRAIN_API dtrain_result dtrain_pipeline_balance(const dtrain_pipeline_costs *costs,
-                                                 size_t unit_count, int stages, uint32_t *out)
+                                                 size_t unit_count,
+                                                 const dtrain_pipeline_desc *desc, int ranks,
+                                                 uint32_t *out)
 {
     const dtrain_allocator a = dtrain__resolve_allocator(NULL);
     const size_t room = unit_count + 1;
+    int chunks;
     dtrain__balance b;
     memset(&b, 0, sizeof b);
-    DTRAIN__TRY(dtrain__balance_check(costs, unit_count, stages, out));
+    DTRAIN__TRY(dtrain__pipeline_sizes("dtrain_pipeline_balance", desc, ranks, 1, &chunks));
+    DTRAIN__TRY(dtrain__balance_check(costs, unit_count, ranks * chunks, out));
     b.units = unit_count;
-    b.stages = (size_t)stages;
-    double *const numbers = (double *)dtrain__alloc(&a, room, 3 * sizeof *numbers, "costs");
+    b.stages = (size_t)(ranks * chunks);
+    const size_t count = 3 * room + (size_t)ranks;
+    double *const numbers = (double *)dtrain__alloc(&a, count, sizeof *numbers, "costs");
     b.from = (uint32_t *)dtrain__alloc(&a, room, b.stages * sizeof *b.from, "stages of units");
     if (numbers && b.from) {
         b.sums = numbers;
@@ -14817,9 +14871,11 @@ DTRAIN_API dtrain_result dtrain_pipeline_balance(const dtrain_pipeline_costs *co
             out[stage] = (uint32_t)(end - first);
             end = first;
         }
+        while (chunks > 1 && dtrain__balance_move(&b, desc->kind, ranks, out, numbers + 3 * room)) {
+        }
     }
     const dtrain_result result = numbers && b.from ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-    dtrain__free(&a, numbers, room, 3 * sizeof *numbers);
+    dtrain__free(&a, numbers, count, sizeof *numbers);
     dtrain__free(&a, b.from, room, b.stages * sizeof *b.from);
     return result;
 }

@@ -7,7 +7,7 @@ build=${BUILD:-build} tmp=$(mktemp -d) || exit 1
 trap 'rm -rf "$tmp"' EXIT
 for kind in gpipe 1f1b interleaved zb_h1; do
     rm -f "$tmp"/trace.*
-    "$build/train_gpt" --data "${DATA:-dtrain.h}" --steps 6 --eval-batches 0 --sample 0 --ranks 2 --threads 1 --layers 6 --channels 256 --heads 4 \
+    "$build/train_gpt" --data "${DATA:-dtrain.h}" --steps 6 --eval-batches 0 --sample 0 --ranks 2 --threads 1 --layers 8 --channels 256 --heads 4 \
         --seq 128 --batch 4 --pipeline 2 --accum 4 --pipeline-schedule $kind --trace "$tmp/trace.json" >"$tmp/said" 2>&1 &&
         "$build/trace" passes "$tmp/$kind.svg" "$tmp"/trace.rank*.json 4 >"$tmp/said" || { cat "$tmp/said" >&2; exit 1; }
 done

@@ -69,7 +69,7 @@ static void test_all_partitions(void)
             costs[u].weight = (double)ranks_random(&random, most);
         }
         try_all(&s, 0, 0, 0, 0);
-        CHECK(dtrain_pipeline_balance(costs, (size_t)s.units, s.stages, out) == DTRAIN_OK);
+        CHECK(dtrain_pipeline_balance(costs, (size_t)s.units, NULL, s.stages, out) == DTRAIN_OK);
         if (!CHECK_MSG(
                 memcmp(out, s.best, sizeof out) == 0,
                 "round %d: %d units in %d stages: %u %u %u %u %u %u, expected %u %u %u %u %u %u",
@@ -79,10 +79,64 @@ static void test_all_partitions(void)
     }
 }
 
+/* The largest rank of a division. */
+static double largest_rank(const search *s, uint32_t kind, int ranks, const uint32_t *of_stage)
+{
+    double loads[STAGES] = {0}, largest = 0;
+    int first = 0;
+    for (int stage = 0; stage < s->stages; first += (int)of_stage[stage++]) {
+        int rank = 0;
+        while (dtrain_pipeline_stage(kind, ranks, 2, rank, 0) != stage &&
+               dtrain_pipeline_stage(kind, ranks, 2, rank, 1) != stage)
+            rank++;
+        loads[rank] += cost_of(s, first, (int)of_stage[stage]);
+    }
+    for (int r = 0; r < ranks; r++) largest = loads[r] > largest ? loads[r] : largest;
+    return largest;
+}
+
+/* With two stages a rank: all units once, none empty, and no unit moved to a neighbour makes the largest rank smaller,
+ * which is not larger than under the division by stages. */
+static void test_ranks_of_two_stages(void)
+{
+    uint64_t random = test_seed();
+    int better = 0;
+    for (int round = 0; round < 2000; round++) {
+        dtrain_pipeline_costs costs[UNITS];
+        uint32_t out[STAGES] = {0}, by_stage[STAGES];
+        dtrain_pipeline_desc desc;
+        search s;
+        memset(&s, 0, sizeof s), memset(&desc, 0, sizeof desc), memset(costs, 0, sizeof costs);
+        const int ranks = 1 + (int)ranks_random(&random, STAGES / 2);
+        desc.kind = ranks_random(&random, 2) ? DTRAIN_PIPELINE_ZBV : DTRAIN_PIPELINE_INTERLEAVED;
+        s.costs = costs, s.stages = 2 * ranks;
+        s.units = s.stages + (int)ranks_random(&random, (uint64_t)(UNITS - s.stages + 1));
+        for (int u = 0; u < s.units; u++) costs[u].forward = (double)ranks_random(&random, 100);
+        CHECK(dtrain_pipeline_balance(costs, (size_t)s.units, NULL, s.stages, by_stage) ==
+              DTRAIN_OK);
+        CHECK(dtrain_pipeline_balance(costs, (size_t)s.units, &desc, ranks, out) == DTRAIN_OK);
+        const double largest = largest_rank(&s, desc.kind, ranks, out),
+                     before = largest_rank(&s, desc.kind, ranks, by_stage);
+        uint32_t all = 0;
+        for (int i = 0; i < s.stages; i++) all += out[i] ? out[i] : 1000;
+        CHECK((int)all == s.units && largest <= before);
+        better += largest < before;
+        for (int i = 1; i < s.stages; i++)
+            for (int side = 0; side < 2; side++) {
+                uint32_t moved[STAGES];
+                memcpy(moved, out, sizeof moved);
+                if (moved[i - side] == 1) continue;
+                moved[i - side]--, moved[i - !side]++;
+                CHECK(largest_rank(&s, desc.kind, ranks, moved) >= largest);
+            }
+    }
+    CHECK(better > 200);
+}
+
 static void refuses(const char *part, const dtrain_pipeline_costs *costs, size_t units, int stages,
                     uint32_t *out)
 {
-    CHECK(dtrain_pipeline_balance(costs, units, stages, out) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_pipeline_balance(costs, units, NULL, stages, out) == DTRAIN_ERROR_ARGUMENT);
     CHECK_MSG(strstr(dtrain_last_error(), part) != NULL, "\"%s\" is not in \"%s\"", part,
               dtrain_last_error());
 }
@@ -93,7 +147,7 @@ static void test_refusals(void)
     uint32_t out[4];
     refuses("expected costs", NULL, 3, 2, out);
     refuses("expected costs", costs, 3, 2, NULL);
-    refuses("found 0 stages", costs, 3, 0, out);
+    refuses("0 ranks", costs, 3, 0, out);
     refuses("3 units leave a stage of 4 empty", costs, 3, 4, out);
     costs[1].backward = NAN;
     refuses("unit 1 of 3 costs", costs, 3, 2, out);
@@ -239,6 +293,7 @@ int main(int argc, char **argv)
 {
     test_begin(argc, argv);
     RUN(test_all_partitions);
+    RUN(test_ranks_of_two_stages);
     RUN(test_refusals);
     RUN(test_costs_of_a_model);
     RUN(test_costs_of_checkpointing);

@@ -41,7 +41,9 @@ static int count_units(dtrain_world *world, void *user)
         TRY(dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a table of stages"));
     TRY(dtrain_trainer_unit_costs(world, &trainer, j->params, room, p->costs, p->kept, &p->units));
     if (p->s->line.units) memcpy(p->divided, p->s->line.units, stages * sizeof *p->divided);
-    else TRY(dtrain_pipeline_balance(p->costs, p->units, p->stages, p->divided));
+    else
+        TRY(dtrain_pipeline_balance(p->costs, p->units, &p->s->line, (int)p->s->pipeline,
+                                    p->divided));
 cleanup:
     return result == DTRAIN_OK ? 0 : 1;
 }

@@ -6,7 +6,8 @@
  *     memory       with and without checkpointing, and sequence parallelism where there is a tensor axis
  *
  * Layouts are simulated in the order of a bound of their time: what the model computes, on all GPUs alike, nothing
- * exposed, and the bubble of their schedule. What cannot be among the PLAN_ROWS best any more is not simulated, and neither is
+ * exposed, and the bubble of their schedule. What cannot be among the PLAN_ROWS best any more is not simulated, and
+ * neither is
  * what cannot fit by a bound of its memory. */
 #ifndef SIMULATE_PLAN_H
 #define SIMULATE_PLAN_H
