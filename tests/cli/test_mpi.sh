@@ -210,9 +210,9 @@ for mpi in openmpi mpich; do
         status=0
         $gpt --ranks $layout >"$tmp/forked" 2>&1 || status=1
         start "${layout%% *}" $gpt --ranks $layout --comm mpi || status=1
-        grep 'bit-identical' "$tmp/forked" >"$tmp/a"; grep 'bit-identical' "$tmp/log" >"$tmp/b"
-        [ -s "$tmp/a" ] && cmp -s "$tmp/a" "$tmp/b" || status=1
-        cat "$tmp/forked" "$tmp/a" "$tmp/b" >>"$tmp/log"
+        grep 'bit-identical' "$tmp/forked" >"$tmp/c"; grep 'bit-identical' "$tmp/log" >"$tmp/d"
+        [ -s "$tmp/c" ] && cmp -s "$tmp/c" "$tmp/d" || status=1
+        cat "$tmp/forked" "$tmp/c" "$tmp/d" >>"$tmp/log"
         result "$mpi: train_gpt, ${layout#* }: the bits of forked ranks" $status "$tmp/log"
     done
     # A stage that is killed: the others say so by themselves.

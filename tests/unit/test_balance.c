@@ -286,7 +286,7 @@ static void test_costs_of_checkpointing(void)
               "backward takes %g products, expected 2 for each layer and 1 that is made again",
               m->costs[1].backward / product);
     CHECK(m->costs[1].forward > 2 * product && m->costs[1].forward < 2.5 * product);
-    CHECK(m->kept[1] < 3 * 4.0 * ROWS * WIDTH);
+    CHECK((double)m->kept[1] < 3 * 4.0 * ROWS * WIDTH);
 }
 
 int main(int argc, char **argv)

@@ -824,7 +824,7 @@ static int rank_computes(dtrain_world *world, void *user)
 {
     enum { COUNT = 100000, MESSAGES = 4 };
     dtrain_comm *comm = dtrain_world_comm(world);
-    volatile int *here = (volatile int *)user;
+    int *here = (int *)user;
     const int rank = dtrain_world_rank(world);
     const size_t bytes = MESSAGES * COUNT * 4;
     for (int shared = 0; shared < 2; shared++) {
@@ -838,9 +838,11 @@ static int rank_computes(dtrain_world *world, void *user)
             RANKS_TRY(dtrain_send(comm, data + m * COUNT, COUNT, DTRAIN_DTYPE_F32, 1, &works[m]));
         for (int m = 0; m < MESSAGES && rank; m++)
             RANKS_TRY(dtrain_recv(comm, data + m * COUNT, COUNT, DTRAIN_DTYPE_F32, 0, NULL));
-        if (rank) here[shared] = 1;
-        for (int ms = 0; ms < 20000 && !here[shared]; ms++) ranks_sleep_us(1000);
-        CHECK_MSG(here[shared], "memory %d: the receiver waits for a call of the sender", shared);
+        if (rank) __atomic_store_n(&here[shared], 1, __ATOMIC_RELEASE);
+        for (int ms = 0; ms < 20000 && !__atomic_load_n(&here[shared], __ATOMIC_ACQUIRE); ms++)
+            ranks_sleep_us(1000);
+        CHECK_MSG(__atomic_load_n(&here[shared], __ATOMIC_ACQUIRE),
+                  "memory %d: the receiver waits for a call of the sender", shared);
         for (int m = 0; m < MESSAGES && !rank; m++) RANKS_TRY(dtrain_work_wait(works[m]));
         int wrong = 0;
         for (int i = 0; i < MESSAGES * COUNT; i++) wrong += data[i] != (float)(i % 1000 + shared);
