@@ -81,7 +81,8 @@ struct dtrain__part {
     int64_t pid;                 /* of its rank, which has in private memory, */
     const uint64_t *proof;       /* at this address, */
     uint64_t proof_value;        /* this number: others read it to see that they can */
-    uint32_t reads;              /* atomic: this rank can read every rank's memory */
+    uint32_t reads;              /* atomic: this rank can read every rank's memory; known when it
+                                    has come to a collective */
     dtrain__part *next;          /* among this rank's retired parts */
     dtrain__channel *channels[DTRAIN_MAX_RANKS]; /* atomic; to each rank, made by the first send */
     dtrain__slot slots[DTRAIN__SLOTS];
