@@ -3600,7 +3600,8 @@ struct dtrain_comm_hook_desc {
  * (parallel/pipeline.h) then makes the second half while it would wait. In each half the calls for
  * gradients of the other answer NULL; what the first half changes in place the second one finds
  * changed. An operation without this flag makes all gradients in the first half, as every
- * operation does whose results activation checkpointing drops. */
+ * operation does whose results activation checkpointing drops, or whose first parameter is
+ * frozen. */
 #define DTRAIN_OP_SPLITS 4u
 
 /* Placements of inputs over the tensor axis that an operation takes beside whole tensors; its
@@ -23153,13 +23154,13 @@ DTRAIN_API dtrain_result dtrain_op_check_param(const dtrain_op *op, uint32_t i, 
 static dtrain_result dtrain__gradient_complete(dtrain_tape *tape, dtrain_tensor *x);
 static dtrain_result dtrain__backward_done(dtrain_tape *tape, dtrain_node *node);
 
-/* Tell whether a node's parameters get their gradients later. What activation checkpointing drops
- * would be gone by then. */
+/* Tell whether a node's parameters get their gradients later: where the first one, a weight, wants
+ * one. A bias alone is not worth a second call. What activation checkpointing drops would be gone
+ * by then. */
 static bool dtrain__is_halved(const dtrain_tape *tape, const dtrain_node *node)
 {
-    bool wanted = false;
-    for (uint32_t i = 0; i < node->op.param_count; i++) wanted = wanted || node->target[i];
-    return tape->pass.halves && (node->op.reads & DTRAIN_OP_SPLITS) && !node->segment && wanted;
+    return tape->pass.halves && (node->op.reads & DTRAIN_OP_SPLITS) && !node->segment &&
+           node->op.param_count && node->target[0];
 }
 
 /* Call an operation's backward, in a span; its first half only if an input wants a gradient. */

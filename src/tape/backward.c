@@ -20,13 +20,13 @@
 static dtrain_result dtrain__gradient_complete(dtrain_tape *tape, dtrain_tensor *x);
 static dtrain_result dtrain__backward_done(dtrain_tape *tape, dtrain_node *node);
 
-/* Tell whether a node's parameters get their gradients later. What activation checkpointing drops
- * would be gone by then. */
+/* Tell whether a node's parameters get their gradients later: where the first one, a weight, wants
+ * one. A bias alone is not worth a second call. What activation checkpointing drops would be gone
+ * by then. */
 static bool dtrain__is_halved(const dtrain_tape *tape, const dtrain_node *node)
 {
-    bool wanted = false;
-    for (uint32_t i = 0; i < node->op.param_count; i++) wanted = wanted || node->target[i];
-    return tape->pass.halves && (node->op.reads & DTRAIN_OP_SPLITS) && !node->segment && wanted;
+    return tape->pass.halves && (node->op.reads & DTRAIN_OP_SPLITS) && !node->segment &&
+           node->op.param_count && node->target[0];
 }
 
 /* Call an operation's backward, in a span; its first half only if an input wants a gradient. */
