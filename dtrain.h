@@ -3599,9 +3599,9 @@ struct dtrain_comm_hook_desc {
  * micro-batches have had theirs, for those of parameters (op->half). A zero-bubble pipeline
  * (parallel/pipeline.h) then makes the second half while it would wait. In each half the calls for
  * gradients of the other answer NULL; what the first half changes in place the second one finds
- * changed. An operation without this flag makes all gradients in the first half, as every
- * operation does whose results activation checkpointing drops, or whose first parameter is
- * frozen. */
+ * changed: it has been called, also where no input wants a gradient. An operation without this flag
+ * makes all gradients in the first half, as every operation does whose results activation
+ * checkpointing drops. */
 #define DTRAIN_OP_SPLITS 4u
 
 /* Placements of inputs over the tensor axis that an operation takes beside whole tensors; its
@@ -23154,21 +23154,18 @@ DTRAIN_API dtrain_result dtrain_op_check_param(const dtrain_op *op, uint32_t i, 
 static dtrain_result dtrain__gradient_complete(dtrain_tape *tape, dtrain_tensor *x);
 static dtrain_result dtrain__backward_done(dtrain_tape *tape, dtrain_node *node);
 
-/* Tell whether a node's parameters get their gradients later: where the first one, a weight, wants
- * one. A bias alone is not worth a second call. What activation checkpointing drops would be gone
- * by then. */
+/* Tell whether a node's parameters get their gradients later. What activation checkpointing drops
+ * would be gone by then. */
 static bool dtrain__is_halved(const dtrain_tape *tape, const dtrain_node *node)
 {
-    return tape->pass.halves && (node->op.reads & DTRAIN_OP_SPLITS) && !node->segment &&
-           node->op.param_count && node->target[0];
+    bool wanted = false;
+    for (uint32_t i = 0; i < node->op.param_count; i++) wanted = wanted || node->target[i];
+    return tape->pass.halves && (node->op.reads & DTRAIN_OP_SPLITS) && !node->segment && wanted;
 }
 
-/* Call an operation's backward, in a span; its first half only if an input wants a gradient. */
+/* Call an operation's backward, in a span. */
 static dtrain_result dtrain__backward_call(dtrain_tape *tape, dtrain_op *op)
 {
-    bool wanted = op->half != DTRAIN_OP_HALF_INPUTS;
-    for (uint32_t i = 0; i < op->input_count; i++) wanted = wanted || op->inputs[i]->needs_grad;
-    if (!wanted) return DTRAIN_OK;
     const uint32_t span = dtrain__op_span(op);
     const double flops = tape->flops;
     const dtrain_result passed = op->desc->backward(op);

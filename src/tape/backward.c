@@ -20,21 +20,18 @@
 static dtrain_result dtrain__gradient_complete(dtrain_tape *tape, dtrain_tensor *x);
 static dtrain_result dtrain__backward_done(dtrain_tape *tape, dtrain_node *node);
 
-/* Tell whether a node's parameters get their gradients later: where the first one, a weight, wants
- * one. A bias alone is not worth a second call. What activation checkpointing drops would be gone
- * by then. */
+/* Tell whether a node's parameters get their gradients later. What activation checkpointing drops
+ * would be gone by then. */
 static bool dtrain__is_halved(const dtrain_tape *tape, const dtrain_node *node)
 {
-    return tape->pass.halves && (node->op.reads & DTRAIN_OP_SPLITS) && !node->segment &&
-           node->op.param_count && node->target[0];
+    bool wanted = false;
+    for (uint32_t i = 0; i < node->op.param_count; i++) wanted = wanted || node->target[i];
+    return tape->pass.halves && (node->op.reads & DTRAIN_OP_SPLITS) && !node->segment && wanted;
 }
 
-/* Call an operation's backward, in a span; its first half only if an input wants a gradient. */
+/* Call an operation's backward, in a span. */
 static dtrain_result dtrain__backward_call(dtrain_tape *tape, dtrain_op *op)
 {
-    bool wanted = op->half != DTRAIN_OP_HALF_INPUTS;
-    for (uint32_t i = 0; i < op->input_count; i++) wanted = wanted || op->inputs[i]->needs_grad;
-    if (!wanted) return DTRAIN_OK;
     const uint32_t span = dtrain__op_span(op);
     const double flops = tape->flops;
     const dtrain_result passed = op->desc->backward(op);

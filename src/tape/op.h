@@ -36,9 +36,9 @@
  * micro-batches have had theirs, for those of parameters (op->half). A zero-bubble pipeline
  * (parallel/pipeline.h) then makes the second half while it would wait. In each half the calls for
  * gradients of the other answer NULL; what the first half changes in place the second one finds
- * changed. An operation without this flag makes all gradients in the first half, as every
- * operation does whose results activation checkpointing drops, or whose first parameter is
- * frozen. */
+ * changed: it has been called, also where no input wants a gradient. An operation without this flag
+ * makes all gradients in the first half, as every operation does whose results activation
+ * checkpointing drops. */
 #define DTRAIN_OP_SPLITS 4u
 
 /* Placements of inputs over the tensor axis that an operation takes beside whole tensors; its

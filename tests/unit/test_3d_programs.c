@@ -304,7 +304,7 @@ static bool run_program(play *y, char *text, size_t room, bool *judged)
 static bool refused(const play *y, const char *text)
 {
     const bool known =
-        y->g.recompute && strstr(text, "activation checkpointing keeps it until then only");
+        y->g.recompute && strstr(text, "has overwritten it: activation checkpointing");
     refusals_seen += known;
     return known;
 }

@@ -67,6 +67,7 @@ static void model_create(model *m, uint64_t seed)
     m->every = draw(m, 3);
     m->dropout = draw(m, 2) ? 0.2f : 0;
     declare(m, 0, VOCAB, WIDTH);
+    if (draw(m, 4) == 0) m->params[0].flags = DTRAIN_PARAM_FROZEN;
     for (int u = 1; u < m->units; u++) {
         const uint32_t unit = (uint32_t)u;
         m->kind[u] = draw(m, 4);
@@ -74,7 +75,8 @@ static void model_create(model *m, uint64_t seed)
         declare(m, unit, WIDTH, 0), declare(m, unit, WIDTH, 0);
         declare(m, unit, 2 * WIDTH, WIDTH), declare(m, unit, WIDTH, 2 * WIDTH);
         declare(m, unit, 2 * WIDTH, 0), declare(m, unit, WIDTH, 0);
-        if (draw(m, 8) == 0) m->params[m->param_count - 1].flags = DTRAIN_PARAM_FROZEN;
+        for (int p = 0, some = draw(m, 3) == 0; p < 6 && some; p++)
+            if (draw(m, 2)) m->params[m->param_count - 6 + p].flags = DTRAIN_PARAM_FROZEN;
     }
     declare(m, (uint32_t)m->units - 1, VOCAB, WIDTH);
 }
