@@ -677,7 +677,7 @@ typedef struct play {
     float *found[MOST_RANKS];                          /* (elements): parameters at the end */
     float norms_found[MOST_RANKS][MOST_STEPS];
     float losses_found[MOST_RANKS][MOST_STEPS + 1][MOST_MICRO];
-    char text[MOST_RANKS][400]; /* what a rank found wrong */
+    char text[MOST_RANKS][600]; /* what a rank found wrong */
     bool kink;                  /* no oracle knows what comes out */
 } play;
 
@@ -842,7 +842,7 @@ static inline int wrong(rank_state *s, const char *format, ...)
     do {                                                                              \
         const dtrain_result good_result = (call);                                     \
         if (good_result != DTRAIN_OK)                                                 \
-            return wrong(s, "%s: %s: %.250s", #call, dtrain_result_text(good_result), \
+            return wrong(s, "%s: %s: %.500s", #call, dtrain_result_text(good_result), \
                          dtrain_last_error());                                        \
     } while (0)
 
@@ -1189,7 +1189,7 @@ static inline void forget(play *y)
 static inline bool seed_passes(uint64_t seed, bool words, const char *program,
                                bool (*passes)(uint64_t, uint32_t, char *, size_t, bool))
 {
-    char text[600], other[600];
+    char text[700], other[700];
     uint32_t without = 0;
     if (passes(seed, 0, text, sizeof text, words)) return true;
     printf("  FAIL seed %llu: %s\n", (unsigned long long)seed, text);

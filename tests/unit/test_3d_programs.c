@@ -315,7 +315,7 @@ static bool rounding_decides(play *y)
 {
     const tp_program *g = &y->g;
     play *z = (play *)malloc(sizeof *z);
-    char text[600];
+    char text[700];
     *z = *y;
     z->init = (float *)malloc((size_t)g->elements * sizeof *z->init);
     memset(z->first, 0, sizeof z->first);
