@@ -1502,8 +1502,8 @@ typedef struct dtrain_pipeline_work {
     /* Do what the action says: FORWARD, BACKWARD, WEIGHT, REDUCE, STEP. */
     dtrain_result (*compute)(void *user, const dtrain_pipeline_action *action);
     /* Say where part i of the action's message is to be read or written: *part with a count of 0
-     * ends the list. Called when the message starts; memory must stay until the run has come to the
-     * slot's, or inbox's, next use. */
+     * ends the list. Called when the message starts. What is sent stays until the slot's next
+     * FORWARD, a gradient until its next BACKWARD; what is received until the inbox' next use. */
     dtrain_result (*part)(void *user, const dtrain_pipeline_action *action, size_t i,
                           dtrain_pipeline_part *part);
     void *user;
@@ -15132,6 +15132,9 @@ DTRAIN_API dtrain_result dtrain_pipeline_draw(const dtrain_pipeline_schedule *sc
  *     starts            waits      starts                                              waits for
  *     (waits for the inbox' last)                                                      SEND 1
  *
+ * A gradient is of the backward: SEND_GRADIENT 1 is waited for by BACKWARD 4, not by FORWARD 4. Its
+ * peer takes it when it is done with what it computes, and that may take long.
+ *
  * So the works of a pass are noted with its slot and its inbox: two receives and two sends, of
  * several parts each. The first run allocates that table, and leaves it in the schedule. */
 
@@ -15228,12 +15231,13 @@ static dtrain_result dtrain__run_compute(const dtrain__runner *run,
 {
     if (action->act == DTRAIN_PIPELINE_ACT_FORWARD) {
         DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_SEND, action));
-        DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_SEND_GRADIENT, action));
         if (action->inbox >= 0)
             DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_RECEIVE, action));
     }
-    if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD)
+    if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD) {
+        DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_SEND_GRADIENT, action));
         DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT, action));
+    }
     return dtrain__run_pass(run, action);
 }
 
@@ -26622,10 +26626,11 @@ typedef struct dtrain__crossing {
     bool grad; /* it has a gradient, which goes the other way */
 } dtrain__crossing;
 
-/* A tensor that crosses, in a pass; both NULL: not yet. */
+/* A tensor that crosses, in a pass; NULL: not yet. */
 typedef struct dtrain__crossed {
     dtrain__tape_tensor *tensor;
-    void *received; /* where it is if it was sent here */
+    void *received;      /* where it is if it was sent here */
+    dtrain__chunk *sent; /* its gradient of the slot's pass before, which may be under way */
 } dtrain__crossed;
 
 /* A pass under way. What is in use is in the tape; here it is while another slot is selected. */
@@ -27040,14 +27045,23 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_receive(dtrain_tape *tape, uint32_t 
     return DTRAIN_OK;
 }
 
-/* Give back the gradients of what a slot's last pass received: they have been sent. */
-static void dtrain__slot_settle(dtrain__stages *stages, dtrain__pass_slot *slot)
+/* Leave a slot's last pass, and keep the gradients of what it received: they may still be sent. */
+static void dtrain__slot_leave(const dtrain__stages *stages, dtrain__pass_slot *slot)
 {
     for (size_t k = 0; k < stages->crossing_count; k++) {
         dtrain__crossed *crossed = &slot->crossed[k];
-        if (crossed->tensor && crossed->tensor->gradient) crossed->tensor->gradient->owners--;
+        if (crossed->tensor && crossed->tensor->gradient) crossed->sent = crossed->tensor->gradient;
         crossed->tensor = NULL;
         crossed->received = NULL;
+    }
+}
+
+/* Give back what was kept: it has been sent before the next backward of a slot begins. */
+static void dtrain__slot_settle(const dtrain__stages *stages, dtrain__pass_slot *slot)
+{
+    for (size_t k = 0; k < stages->crossing_count; k++) {
+        dtrain__scratch_give(slot->crossed[k].sent);
+        slot->crossed[k].sent = NULL;
     }
 }
 
@@ -27059,7 +27073,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t nu
     dtrain__stages *stages = tape->stages;
     dtrain__pass_slot *slot = &stages->slots[number];
     dtrain__slot_select(tape, slot);
-    dtrain__slot_settle(stages, slot);
+    dtrain__slot_leave(stages, slot);
     slot->stage = stage;
     slot->batch = &stages->slots[batch];
     slot->inputs = NULL;
@@ -27121,6 +27135,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t
 {
     dtrain__pass_slot *slot = &tape->stages->slots[number];
     dtrain__slot_select(tape, slot);
+    dtrain__slot_settle(tape->stages, slot);
     tape->pass.more = more;
     tape->pass.halves = halves;
     for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage, true, i, &k); i++) {

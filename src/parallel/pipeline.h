@@ -153,8 +153,8 @@ typedef struct dtrain_pipeline_work {
     /* Do what the action says: FORWARD, BACKWARD, WEIGHT, REDUCE, STEP. */
     dtrain_result (*compute)(void *user, const dtrain_pipeline_action *action);
     /* Say where part i of the action's message is to be read or written: *part with a count of 0
-     * ends the list. Called when the message starts; memory must stay until the run has come to the
-     * slot's, or inbox's, next use. */
+     * ends the list. Called when the message starts. What is sent stays until the slot's next
+     * FORWARD, a gradient until its next BACKWARD; what is received until the inbox' next use. */
     dtrain_result (*part)(void *user, const dtrain_pipeline_action *action, size_t i,
                           dtrain_pipeline_part *part);
     void *user;

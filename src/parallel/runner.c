@@ -7,6 +7,9 @@
  *     starts            waits      starts                                              waits for
  *     (waits for the inbox' last)                                                      SEND 1
  *
+ * A gradient is of the backward: SEND_GRADIENT 1 is waited for by BACKWARD 4, not by FORWARD 4. Its
+ * peer takes it when it is done with what it computes, and that may take long.
+ *
  * So the works of a pass are noted with its slot and its inbox: two receives and two sends, of
  * several parts each. The first run allocates that table, and leaves it in the schedule. */
 
@@ -112,12 +115,13 @@ static dtrain_result dtrain__run_compute(const dtrain__runner *run,
 {
     if (action->act == DTRAIN_PIPELINE_ACT_FORWARD) {
         DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_SEND, action));
-        DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_SEND_GRADIENT, action));
         if (action->inbox >= 0)
             DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_RECEIVE, action));
     }
-    if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD)
+    if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD) {
+        DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_SEND_GRADIENT, action));
         DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT, action));
+    }
     return dtrain__run_pass(run, action);
 }
 

@@ -349,14 +349,23 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_receive(dtrain_tape *tape, uint32_t 
     return DTRAIN_OK;
 }
 
-/* Give back the gradients of what a slot's last pass received: they have been sent. */
-static void dtrain__slot_settle(dtrain__stages *stages, dtrain__pass_slot *slot)
+/* Leave a slot's last pass, and keep the gradients of what it received: they may still be sent. */
+static void dtrain__slot_leave(const dtrain__stages *stages, dtrain__pass_slot *slot)
 {
     for (size_t k = 0; k < stages->crossing_count; k++) {
         dtrain__crossed *crossed = &slot->crossed[k];
-        if (crossed->tensor && crossed->tensor->gradient) crossed->tensor->gradient->owners--;
+        if (crossed->tensor && crossed->tensor->gradient) crossed->sent = crossed->tensor->gradient;
         crossed->tensor = NULL;
         crossed->received = NULL;
+    }
+}
+
+/* Give back what was kept: it has been sent before the next backward of a slot begins. */
+static void dtrain__slot_settle(const dtrain__stages *stages, dtrain__pass_slot *slot)
+{
+    for (size_t k = 0; k < stages->crossing_count; k++) {
+        dtrain__scratch_give(slot->crossed[k].sent);
+        slot->crossed[k].sent = NULL;
     }
 }
 
@@ -368,7 +377,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_begin(dtrain_tape *tape, uint32_t nu
     dtrain__stages *stages = tape->stages;
     dtrain__pass_slot *slot = &stages->slots[number];
     dtrain__slot_select(tape, slot);
-    dtrain__slot_settle(stages, slot);
+    dtrain__slot_leave(stages, slot);
     slot->stage = stage;
     slot->batch = &stages->slots[batch];
     slot->inputs = NULL;
@@ -430,6 +439,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t
 {
     dtrain__pass_slot *slot = &tape->stages->slots[number];
     dtrain__slot_select(tape, slot);
+    dtrain__slot_settle(tape->stages, slot);
     tape->pass.more = more;
     tape->pass.halves = halves;
     for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage, true, i, &k); i++) {

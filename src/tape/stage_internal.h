@@ -31,10 +31,11 @@ typedef struct dtrain__crossing {
     bool grad; /* it has a gradient, which goes the other way */
 } dtrain__crossing;
 
-/* A tensor that crosses, in a pass; both NULL: not yet. */
+/* A tensor that crosses, in a pass; NULL: not yet. */
 typedef struct dtrain__crossed {
     dtrain__tape_tensor *tensor;
-    void *received; /* where it is if it was sent here */
+    void *received;      /* where it is if it was sent here */
+    dtrain__chunk *sent; /* its gradient of the slot's pass before, which may be under way */
 } dtrain__crossed;
 
 /* A pass under way. What is in use is in the tape; here it is while another slot is selected. */

@@ -309,8 +309,8 @@ static bool refused(const play *y, const char *text)
     return known;
 }
 
-/* Whether the oracle itself would fail if values at the beginning were off by some roundings: deep programs multiply
- * and normalise what is left of a difference. */
+/* Whether the oracle itself would fail if values at the beginning were off by some roundings, or under autocast by one:
+ * deep programs multiply and normalise what is left of a difference. */
 static bool rounding_decides(play *y)
 {
     const tp_program *g = &y->g;
@@ -322,7 +322,8 @@ static bool rounding_decides(play *y)
     memset(z->skipped, 0, sizeof z->skipped);
     z->mean[MOST_STEPS] = z->updates = 0;
     for (int64_t i = 0; i < g->elements; i++)
-        z->init[i] = y->init[i] * (1 + ldexpf((float)(tp_draw(g, 98, 0, 0, 0, i) % 33) - 16, -24));
+        z->init[i] = y->init[i] * (1 + ldexpf((float)(tp_draw(g, 98, 0, 0, 0, i) % 33) - 16,
+                                              g->narrow ? -13 : -24));
     expect(z);
     for (int r = 0; r < MOST_RANKS; r++) {
         for (int step = 0; step < g->steps; step++)

@@ -112,8 +112,9 @@ typedef struct job {
 
 typedef struct pass { /* a slot: of the layers of a stage */
     float x[LAYERS + 1][AREA], d_sum[LAYERS][AREA];
-    float d_out[AREA], d_in[AREA];
+    float d_out[AREA];
     int32_t tag;
+    float d_in[AREA]; /* may still be sent when the next pass begins, until its backward */
 } pass;
 typedef struct inbox {
     float x[AREA];
@@ -163,7 +164,7 @@ static dtrain_result forward(local *l, const action *a)
     const int stage = stage_of(l, a->chunk), first = first_layer(l, stage),
               end = first_layer(l, stage + 1);
     l->slot_of[a->chunk][a->micro_batch] = a->slot;
-    memset(slot, 0xff, sizeof *slot); /* NaN: whoever still needed it sees it */
+    memset(slot, 0xff, offsetof(pass, d_in)); /* NaN: whoever still needed it sees it */
     for (int i = 0; i < AREA; i++)
         slot->x[0][i] = stage == 0 ? sample(l->step, a->micro_batch, i)
                         : before   ? before->x[first - first_layer(l, stage - 1)][i]
