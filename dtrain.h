@@ -1502,8 +1502,10 @@ typedef struct dtrain_pipeline_work {
     /* Do what the action says: FORWARD, BACKWARD, WEIGHT, REDUCE, STEP. */
     dtrain_result (*compute)(void *user, const dtrain_pipeline_action *action);
     /* Say where part i of the action's message is to be read or written: *part with a count of 0
-     * ends the list. Called when the message starts. What is sent stays until the slot's next
-     * FORWARD, a gradient until its next BACKWARD; what is received until the inbox' next use. */
+     * ends the list. Called when the message starts. What is received stays until the inbox'
+     * next use, what is sent until the slot's next FORWARD. A gradient that is sent stays until the
+     * slot's next SEND_GRADIENT, which may find the next pass done: it is in memory of its own, for
+     * one by slot; this function may copy it there. */
     dtrain_result (*part)(void *user, const dtrain_pipeline_action *action, size_t i,
                           dtrain_pipeline_part *part);
     void *user;
@@ -15132,8 +15134,8 @@ DTRAIN_API dtrain_result dtrain_pipeline_draw(const dtrain_pipeline_schedule *sc
  *     starts            waits      starts                                              waits for
  *     (waits for the inbox' last)                                                      SEND 1
  *
- * A gradient is of the backward: SEND_GRADIENT 1 is waited for by BACKWARD 4, not by FORWARD 4. Its
- * peer takes it when it is done with what it computes, and that may take long.
+ * A gradient is not in the slot: its peer takes it when it is done with what it computes, which may
+ * be after FORWARD 4 and BACKWARD 4. Only the next SEND_GRADIENT of the slot waits for it.
  *
  * So the works of a pass are noted with its slot and its inbox: two receives and two sends, of
  * several parts each. The first run allocates that table, and leaves it in the schedule. */
@@ -15234,10 +15236,8 @@ static dtrain_result dtrain__run_compute(const dtrain__runner *run,
         if (action->inbox >= 0)
             DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_RECEIVE, action));
     }
-    if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD) {
-        DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_SEND_GRADIENT, action));
+    if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD)
         DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT, action));
-    }
     return dtrain__run_pass(run, action);
 }
 
@@ -26630,7 +26630,7 @@ typedef struct dtrain__crossing {
 typedef struct dtrain__crossed {
     dtrain__tape_tensor *tensor;
     void *received;      /* where it is if it was sent here */
-    dtrain__chunk *sent; /* its gradient of the slot's pass before, which may be under way */
+    dtrain__chunk *sent; /* its gradient of an earlier pass, which may be under way */
 } dtrain__crossed;
 
 /* A pass under way. What is in use is in the tape; here it is while another slot is selected. */
@@ -26709,6 +26709,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t
                                                      dtrain_tensor *loss, float scale, bool more,
                                                      bool halves);
 DTRAIN__PRIVATE dtrain_result dtrain__stage_weights(dtrain_tape *tape, uint32_t slot);
+/* Give back the gradients that an earlier pass of a slot has sent. */
+DTRAIN__PRIVATE void dtrain__stage_sent(const dtrain_tape *tape, uint32_t slot);
 /* Return memory in the form of a tensor that crosses, of zeros, for a pass that was not made; NULL:
  * there is none, and the error sticks. */
 DTRAIN__PRIVATE void *dtrain__stage_blank(dtrain_tape *tape, size_t crossing);
@@ -27045,7 +27047,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_receive(dtrain_tape *tape, uint32_t 
     return DTRAIN_OK;
 }
 
-/* Leave a slot's last pass, and keep the gradients of what it received: they may still be sent. */
+/* Leave a slot's last pass, and keep the gradients of what it received: they may still be under
+ * way. */
 static void dtrain__slot_leave(const dtrain__stages *stages, dtrain__pass_slot *slot)
 {
     for (size_t k = 0; k < stages->crossing_count; k++) {
@@ -27056,12 +27059,13 @@ static void dtrain__slot_leave(const dtrain__stages *stages, dtrain__pass_slot *
     }
 }
 
-/* Give back what was kept: it has been sent before the next backward of a slot begins. */
-static void dtrain__slot_settle(const dtrain__stages *stages, dtrain__pass_slot *slot)
+DTRAIN__PRIVATE void dtrain__stage_sent(const dtrain_tape *tape, uint32_t number)
 {
+    const dtrain__stages *stages = tape->stages;
     for (size_t k = 0; k < stages->crossing_count; k++) {
-        dtrain__scratch_give(slot->crossed[k].sent);
-        slot->crossed[k].sent = NULL;
+        dtrain__crossed *crossed = &stages->slots[number].crossed[k];
+        dtrain__scratch_give(crossed->sent);
+        crossed->sent = NULL;
     }
 }
 
@@ -27135,7 +27139,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t
 {
     dtrain__pass_slot *slot = &tape->stages->slots[number];
     dtrain__slot_select(tape, slot);
-    dtrain__slot_settle(tape->stages, slot);
     tape->pass.more = more;
     tape->pass.halves = halves;
     for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage, true, i, &k); i++) {
@@ -30839,6 +30842,8 @@ static dtrain_result dtrain__line_part(void *user, const dtrain_pipeline_action 
     if (flight->joined && gradient) return DTRAIN_OK;
     if (receives && i == 0)
         DTRAIN__TRY(dtrain__stage_receive(tape, (uint32_t)action->inbox, stage));
+    if (action->act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT && i == 0)
+        dtrain__stage_sent(tape, (uint32_t)action->slot);
     if (action->act == DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT && i == 0)
         DTRAIN__TRY(dtrain__stage_seed(tape, (uint32_t)action->slot, NULL));
     if (!dtrain__stage_item(tape, before ? stage - 1 : stage, gradient, i, &crossing))

@@ -27,9 +27,9 @@ enum { LAYERS = 16, ROWS = 16, C = 8, AREA = ROWS * C, MICROS = 4, STEPS = 200 }
 enum { CHUNKS = 2, SLOTS = CHUNKS * MICROS }; /* no schedule needs more slots */
 
 /* What a pass of a stage keeps: what goes into its layers, and out of the last one; the gradient of what an activation
- * reads; the gradient from the next stage, and the one for the stage before. */
+ * reads; the gradient from the next stage, and the one for the stage before, also as it is sent. */
 typedef struct pass {
-    float x[LAYERS + 1][AREA], d_sum[LAYERS][AREA], d_out[AREA], d_in[AREA];
+    float x[LAYERS + 1][AREA], d_sum[LAYERS][AREA], d_out[AREA], d_in[AREA], sent[AREA];
 } pass;
 
 typedef struct model {
@@ -128,7 +128,8 @@ static dtrain_result part(void *user, const dtrain_pipeline_action *action, size
     if (i == 1) return DTRAIN_OK;
     if (action->act == DTRAIN_PIPELINE_ACT_SEND) out->address = p->x[a->layers[action->chunk]];
     if (action->act == DTRAIN_PIPELINE_ACT_RECEIVE) out->address = a->inboxes[action->inbox];
-    if (action->act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT) out->address = p->d_in;
+    if (action->act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT)
+        out->address = memcpy(p->sent, p->d_in, sizeof p->sent);
     if (action->act == DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT) out->address = p->d_out;
     out->count = AREA;
     out->dtype = DTRAIN_DTYPE_F32;

@@ -7,8 +7,8 @@
  *     starts            waits      starts                                              waits for
  *     (waits for the inbox' last)                                                      SEND 1
  *
- * A gradient is of the backward: SEND_GRADIENT 1 is waited for by BACKWARD 4, not by FORWARD 4. Its
- * peer takes it when it is done with what it computes, and that may take long.
+ * A gradient is not in the slot: its peer takes it when it is done with what it computes, which may
+ * be after FORWARD 4 and BACKWARD 4. Only the next SEND_GRADIENT of the slot waits for it.
  *
  * So the works of a pass are noted with its slot and its inbox: two receives and two sends, of
  * several parts each. The first run allocates that table, and leaves it in the schedule. */
@@ -118,10 +118,8 @@ static dtrain_result dtrain__run_compute(const dtrain__runner *run,
         if (action->inbox >= 0)
             DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_RECEIVE, action));
     }
-    if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD) {
-        DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_SEND_GRADIENT, action));
+    if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD)
         DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT, action));
-    }
     return dtrain__run_pass(run, action);
 }
 

@@ -349,7 +349,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_receive(dtrain_tape *tape, uint32_t 
     return DTRAIN_OK;
 }
 
-/* Leave a slot's last pass, and keep the gradients of what it received: they may still be sent. */
+/* Leave a slot's last pass, and keep the gradients of what it received: they may still be under
+ * way. */
 static void dtrain__slot_leave(const dtrain__stages *stages, dtrain__pass_slot *slot)
 {
     for (size_t k = 0; k < stages->crossing_count; k++) {
@@ -360,12 +361,13 @@ static void dtrain__slot_leave(const dtrain__stages *stages, dtrain__pass_slot *
     }
 }
 
-/* Give back what was kept: it has been sent before the next backward of a slot begins. */
-static void dtrain__slot_settle(const dtrain__stages *stages, dtrain__pass_slot *slot)
+DTRAIN__PRIVATE void dtrain__stage_sent(const dtrain_tape *tape, uint32_t number)
 {
+    const dtrain__stages *stages = tape->stages;
     for (size_t k = 0; k < stages->crossing_count; k++) {
-        dtrain__scratch_give(slot->crossed[k].sent);
-        slot->crossed[k].sent = NULL;
+        dtrain__crossed *crossed = &stages->slots[number].crossed[k];
+        dtrain__scratch_give(crossed->sent);
+        crossed->sent = NULL;
     }
 }
 
@@ -439,7 +441,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t
 {
     dtrain__pass_slot *slot = &tape->stages->slots[number];
     dtrain__slot_select(tape, slot);
-    dtrain__slot_settle(tape->stages, slot);
     tape->pass.more = more;
     tape->pass.halves = halves;
     for (size_t i = 0, k; dtrain__stage_item(tape, slot->stage, true, i, &k); i++) {

@@ -35,7 +35,7 @@ typedef struct dtrain__crossing {
 typedef struct dtrain__crossed {
     dtrain__tape_tensor *tensor;
     void *received;      /* where it is if it was sent here */
-    dtrain__chunk *sent; /* its gradient of the slot's pass before, which may be under way */
+    dtrain__chunk *sent; /* its gradient of an earlier pass, which may be under way */
 } dtrain__crossed;
 
 /* A pass under way. What is in use is in the tape; here it is while another slot is selected. */
@@ -114,6 +114,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__stage_backward(dtrain_tape *tape, uint32_t
                                                      dtrain_tensor *loss, float scale, bool more,
                                                      bool halves);
 DTRAIN__PRIVATE dtrain_result dtrain__stage_weights(dtrain_tape *tape, uint32_t slot);
+/* Give back the gradients that an earlier pass of a slot has sent. */
+DTRAIN__PRIVATE void dtrain__stage_sent(const dtrain_tape *tape, uint32_t slot);
 /* Return memory in the form of a tensor that crosses, of zeros, for a pass that was not made; NULL:
  * there is none, and the error sticks. */
 DTRAIN__PRIVATE void *dtrain__stage_blank(dtrain_tape *tape, size_t crossing);

@@ -180,6 +180,8 @@ static dtrain_result dtrain__line_part(void *user, const dtrain_pipeline_action 
     if (flight->joined && gradient) return DTRAIN_OK;
     if (receives && i == 0)
         DTRAIN__TRY(dtrain__stage_receive(tape, (uint32_t)action->inbox, stage));
+    if (action->act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT && i == 0)
+        dtrain__stage_sent(tape, (uint32_t)action->slot);
     if (action->act == DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT && i == 0)
         DTRAIN__TRY(dtrain__stage_seed(tape, (uint32_t)action->slot, NULL));
     if (!dtrain__stage_item(tape, before ? stage - 1 : stage, gradient, i, &crossing))

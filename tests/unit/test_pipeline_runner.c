@@ -112,9 +112,9 @@ typedef struct job {
 
 typedef struct pass { /* a slot: of the layers of a stage */
     float x[LAYERS + 1][AREA], d_sum[LAYERS][AREA];
-    float d_out[AREA];
+    float d_out[AREA], d_in[AREA];
     int32_t tag;
-    float d_in[AREA]; /* may still be sent when the next pass begins, until its backward */
+    float sent[AREA]; /* of an earlier pass, may still be under way */
 } pass;
 typedef struct inbox {
     float x[AREA];
@@ -164,7 +164,7 @@ static dtrain_result forward(local *l, const action *a)
     const int stage = stage_of(l, a->chunk), first = first_layer(l, stage),
               end = first_layer(l, stage + 1);
     l->slot_of[a->chunk][a->micro_batch] = a->slot;
-    memset(slot, 0xff, offsetof(pass, d_in)); /* NaN: whoever still needed it sees it */
+    memset(slot, 0xff, offsetof(pass, sent)); /* NaN: whoever still needed it sees it */
     for (int i = 0; i < AREA; i++)
         slot->x[0][i] = stage == 0 ? sample(l->step, a->micro_batch, i)
                         : before   ? before->x[first - first_layer(l, stage - 1)][i]
@@ -232,7 +232,8 @@ static dtrain_result part(void *user, const action *a, size_t i, dtrain_pipeline
         out->address = i ? (void *)&l->slots[a->slot].tag : (void *)l->slots[a->slot].x[layers];
     if (a->act == RECEIVE)
         out->address = i ? (void *)&l->inboxes[a->inbox].tag : (void *)l->inboxes[a->inbox].x;
-    if (a->act == SEND_GRADIENT) out->address = l->slots[a->slot].d_in;
+    if (a->act == SEND_GRADIENT)
+        out->address = memcpy(l->slots[a->slot].sent, l->slots[a->slot].d_in, AREA * sizeof(float));
     if (a->act == RECEIVE_GRADIENT) out->address = l->slots[a->slot].d_out;
     return DTRAIN_OK;
 }
