@@ -1,7 +1,8 @@
 #!/bin/sh
 # mutants_pipeline.sh [WORD]: do the tests of pipelines notice what is broken in schedules, messages, stages, tied
-# weights, errors? Random programs over three axes (test_3d_programs) must fail for what makes wrong numbers, and
-# test_pipeline_faults for what an error should say or who should get one. WORD: only the mutants whose words have it.
+# weights, errors? Random programs over three axes (test_3d_programs) must fail for what makes wrong numbers,
+# test_pipeline_faults for what an error should say or who should get one, two others for halves and long messages.
+# WORD: only the mutants whose words have it.
 only=${1:-}
 . tests/scripts/mutants.sh
 
@@ -27,6 +28,10 @@ mutant "loss: every stage's counts" strategy/stages.c '/_loss_counts(/,/^}/s/ret
 mutant "read: from the first stage" strategy/query.c 's/if (strategy->groups.pipeline \&\& result == DTRAIN_OK)/if (false)/'
 
 arguments=""
+prepare test_stage_passes
+mutant "halves: no first one where no input wants a gradient" tape/backward.c 's/    const uint32_t span = dtrain__op_span(op);/    if (op->half == DTRAIN_OP_HALF_INPUTS \&\& (!op->input_count || !op->inputs[0]->needs_grad)) return DTRAIN_OK;\n&/'
+prepare test_pipeline
+mutant "messages: gradients are written to while they are sent" tape/stage.c 's/crossed->sent = crossed->tensor->gradient;/crossed->tensor->gradient->owners--;/'
 prepare test_pipeline_faults
 mutant "error: another stage" parallel/runner.c '/_run_place(/,/^}/s/run->rank, action),/run->rank, action) + 1,/'
 mutant "error: another action" parallel/runner.c 's/dtrain__pipeline_act_name(action->act)/dtrain__pipeline_act_name(action->act % 3 + 1)/'

@@ -23,6 +23,7 @@ enum {
     UNITS = 9,
     PARAMS = 6 * UNITS + 2,
     ROWS = 8,
+    LONG = 2200, /* rows of WIDTH numbers that a channel has no room for */
     WIDTH = 16,
     VOCAB = 24,
     STEPS = 4,
@@ -46,6 +47,7 @@ typedef struct spec {
     int tensor, pipeline, data;
     uint32_t schedule, chunks;
     uint32_t of_stage[UNITS]; /* units of stages; [0] = 0: evenly, or by cost for odd seeds */
+    int rows;                 /* 0: ROWS; LONG: and ranks are late by turns */
 } spec;
 
 /* What a run leaves. */
@@ -68,12 +70,12 @@ typedef struct run {
 /* A rank. */
 typedef struct local {
     const spec *s;
-    int data_rank, next;
+    int rank, data_rank, next;
     bool evaluates;
     dtrain_param params[PARAMS];
     char names[PARAMS][24];
     int count;
-    int32_t tokens[ROWS], targets[ROWS];
+    int32_t tokens[LONG], targets[LONG];
 } local;
 
 static int draw(spec *s, int below) { return (int)ranks_random(&s->state, (uint64_t)below); }
@@ -164,7 +166,7 @@ static dtrain_result next_batch(void *user)
     if (!l->evaluates && micro >= l->s->ends[l->data_rank])
         return dtrain_fail(DTRAIN_ERROR_END, "no more");
     l->next++;
-    for (int i = 0; i < ROWS; i++) {
+    for (int i = 0; i < (l->s->rows ? l->s->rows : ROWS); i++) {
         const int at = micro * 31 + l->data_rank * 17 + i;
         l->tokens[i] = at * 7 % VOCAB;
         l->targets[i] = (at + l->data_rank) % 4 == 1 ? -1 : (at * 11 + 5) % VOCAB;
@@ -177,9 +179,10 @@ static dtrain_tensor *loss_of(dtrain_tape *t, void *user)
 {
     local *l = (local *)user;
     const spec *s = l->s;
-    const int64_t rows = ROWS;
+    const int64_t rows = s->rows ? s->rows : ROWS;
     dtrain_tensor *made[UNITS],
         *x = dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, l->tokens, false);
+    if (s->rows == LONG) usleep(1000 * (unsigned)((l->rank + l->next) % 3));
     dtrain_tape_unit(t, 0);
     made[0] = x = dtrain_dropout(t, dtrain_embedding(t, x, &l->params[0], NULL), s->dropout);
     for (int u = 1; u < s->units; u++) {
@@ -321,7 +324,7 @@ static int rank_main(dtrain_world *world, void *user)
     memset(&l, 0, sizeof l);
     memset(&desc, 0, sizeof desc);
     desc.tensor = r->s.tensor, desc.pipeline = r->s.pipeline, desc.data = r->s.data;
-    l.s = &r->s;
+    l.s = &r->s, l.rank = dtrain_world_rank(world);
     dtrain_result result = dtrain_mesh_create(world, &desc, &mesh);
     dtrain_mesh_query(mesh, &at);
     l.data_rank = at.data_rank;
@@ -429,6 +432,22 @@ static void test_random_models(void)
     for (int i = 0; i < count; i++) {
         const spec s = spec_of(7000 + (uint64_t)i);
         if (!check_spec(&s, DTRAIN_LAUNCH_THREADS)) return; /* one is enough */
+    }
+}
+
+/* Messages that their receiver takes from where they lie, while ranks wait for each other in turns: what is still being
+ * sent is not written to. */
+static void test_long_messages(void)
+{
+#ifdef DTRAIN_CUDA_EMULATION
+    const int count = 3;
+#else
+    const int count = test_full() ? 100 : TEST_RACES ? 3 : 8; /* the eighth one has it tell */
+#endif
+    for (int i = 0; i < count; i++) {
+        spec s = spec_of(7000 + (uint64_t)i);
+        s.rows = LONG;
+        if (!check_spec(&s, i % 2 ? DTRAIN_LAUNCH_PROCESSES : DTRAIN_LAUNCH_THREADS)) return;
     }
 }
 
@@ -549,6 +568,7 @@ int main(int argc, char **argv)
     RUN(test_nodes);
 #endif
     RUN(test_random_models);
+    RUN(test_long_messages);
     RUN_NUMBERS(test_factorisations);
     return test_summary();
 }
