@@ -1466,13 +1466,13 @@ DTRAIN_API dtrain_result dtrain_pipeline_check(const dtrain_pipeline_schedule *s
  * one. Stages are runs of units in their order, none is empty, and the stage with the largest sum
  * of forward, backward and weight has as little as possible; the others are as even as that allows,
  * earlier ones with fewer units. With several stages a rank (INTERLEAVED, ZBV) units then move
- * between neighbours as long as that makes the largest rank smaller. Memory is not looked at.
- * costs[unit_count] are those of dtrain_trainer_unit_costs or of one's own; equal ones on every
+ * between them as long as dtrain_pipeline_check finds that a step of so many micro-batches takes
+ * less. Memory is not looked at. costs[unit_count] are those of dtrain_trainer_unit_costs or of one's own; equal ones on every
  * rank give equal results. Local. */
 DTRAIN_API dtrain_result dtrain_pipeline_balance(const dtrain_pipeline_costs *costs,
                                                  size_t unit_count,
                                                  const dtrain_pipeline_desc *desc, int ranks,
-                                                 uint32_t *out);
+                                                 int micro_batches, uint32_t *out);
 
 /* Write a schedule as text, a line for each rank, or read such a text: a schedule of one's own,
  * which is checked before it is returned. The text of (bytes) ends with a 0; *needed, or NULL, is
@@ -14736,9 +14736,9 @@ DTRAIN_API dtrain_result dtrain_pipeline_check(const dtrain_pipeline_schedule *s
  * once combined by the maximum, and once, where no cost may exceed that, by adding squares. Takes
  * at most stages * units^2 / 2 steps each.
  *
- * Where a rank has several stages it is the slowest rank that sets the pace, and no such recurrence
- * knows a rank's other stages. There the borders found so move on by a unit at a time, as long as
- * the largest rank, or else the sum of squares of the ranks, gets less. */
+ * Where a rank has several stages it is not one of them that sets the pace, and no such recurrence
+ * knows a rank's other stages. There a replay of the schedule tells what a division takes, and
+ * units go from stage to stage one at a time as long as that gets less. */
 
 typedef struct dtrain__balance {
     size_t units, stages;
@@ -14803,64 +14803,89 @@ static double dtrain__balance_find(dtrain__balance *b, double limit, bool square
     return b->best[b->units];
 }
 
-/* What the ranks have of a division: the largest, and the sum of squares. */
-typedef struct dtrain__rank_loads {
-    double largest, squares;
-} dtrain__rank_loads;
+/* A division that is made better by replays of its schedule. */
+typedef struct dtrain__division {
+    const dtrain_pipeline_costs *costs; /* (units) */
+    const dtrain_pipeline_schedule *schedule;
+    size_t stages;
+    uint32_t *out;                   /* (stages) units */
+    dtrain_pipeline_costs *of_stage; /* (stages) their sums */
+} dtrain__division;
 
-static dtrain__rank_loads dtrain__balance_loads(const dtrain__balance *b, uint32_t kind, int ranks,
-                                                const uint32_t *out, double *loads)
+/* Replay the schedule with the sums of all stages' units. */
+static dtrain_result dtrain__division_takes(const dtrain__division *d, double *makespan)
 {
-    dtrain__rank_loads all = {0, 0};
-    size_t first = 0;
-    for (int r = 0; r < ranks; r++) loads[r] = 0;
-    for (size_t stage = 0; stage < b->stages; first += out[stage++])
-        loads[dtrain__pipeline_place(kind, ranks, (int)stage).rank] +=
-            b->sums[first + out[stage]] - b->sums[first];
-    for (int r = 0; r < ranks; r++) {
-        all.largest = fmax(all.largest, loads[r]);
-        all.squares += loads[r] * loads[r];
-    }
-    return all;
+    const dtrain_pipeline_costs *unit = d->costs;
+    dtrain_pipeline_report report;
+    memset(d->of_stage, 0, d->stages * sizeof *d->of_stage);
+    for (size_t stage = 0; stage < d->stages; stage++)
+        for (uint32_t i = 0; i < d->out[stage]; i++, unit++) {
+            d->of_stage[stage].forward += unit->forward;
+            d->of_stage[stage].backward += unit->backward;
+            d->of_stage[stage].weight += unit->weight;
+        }
+    DTRAIN__TRY(dtrain_pipeline_check(d->schedule, d->of_stage, 0, &report));
+    *makespan = report.makespan;
+    return DTRAIN_OK;
 }
 
-/* Move one unit between neighbour stages, where that is better; false: nowhere. A difference that
- * rounding may have made is none. */
-static bool dtrain__balance_move(const dtrain__balance *b, uint32_t kind, int ranks, uint32_t *out,
-                                 double *loads)
+/* Take the best of the moves of one unit to a neighbour stage, or by as many stages as there are
+ * ranks; *better false: none takes less. A difference that rounding may have made is none. */
+static dtrain_result dtrain__division_move(const dtrain__division *d, double *least, bool *better)
 {
-    const dtrain__rank_loads now = dtrain__balance_loads(b, kind, ranks, out, loads);
-    for (size_t border = 1; border < b->stages; border++)
-        for (int right = 0; right < 2; right++) {
-            uint32_t *const from = &out[right ? border : border - 1];
-            uint32_t *const to = &out[right ? border - 1 : border];
-            if (*from == 1) continue;
-            --*from, ++*to;
-            const dtrain__rank_loads then = dtrain__balance_loads(b, kind, ranks, out, loads);
-            if (then.largest < now.largest * (1 - 1e-9) ||
-                (then.largest <= now.largest && then.squares < now.squares * (1 - 1e-9)))
-                return true;
-            ++*from, --*to;
+    const size_t steps[] = {1, (size_t)d->schedule->ranks};
+    uint32_t *from = NULL, *to = NULL;
+    for (size_t stage = 0; stage < d->stages; stage++)
+        for (int k = 0; k < 4; k++) {
+            const size_t there = k % 2 ? stage + steps[k / 2] : stage - steps[k / 2];
+            double takes;
+            if (there >= d->stages || d->out[stage] == 1) continue;
+            d->out[stage]--, d->out[there]++;
+            const dtrain_result result = dtrain__division_takes(d, &takes);
+            d->out[stage]++, d->out[there]--;
+            DTRAIN__TRY(result);
+            if (takes >= *least * (1 - 1e-9)) continue;
+            *least = takes, from = &d->out[stage], to = &d->out[there];
         }
-    return false;
+    *better = from != NULL;
+    if (from) --*from, ++*to;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__division_improve(const dtrain_pipeline_costs *costs,
+                                              const dtrain_pipeline_desc *desc, int ranks,
+                                              int micro_batches, uint32_t *out)
+{
+    const dtrain_allocator a = dtrain__resolve_allocator(NULL);
+    dtrain_pipeline_schedule *schedule;
+    double least;
+    bool better = true;
+    DTRAIN__TRY(dtrain_pipeline_create(desc, ranks, micro_batches, &schedule));
+    dtrain__division d = {costs, schedule, (size_t)(ranks * schedule->chunks), out, NULL};
+    d.of_stage = (dtrain_pipeline_costs *)dtrain__alloc(&a, d.stages, sizeof *d.of_stage, "costs");
+    dtrain_result result = d.of_stage ? dtrain__division_takes(&d, &least) : DTRAIN_ERROR_MEMORY;
+    while (result == DTRAIN_OK && better) result = dtrain__division_move(&d, &least, &better);
+    dtrain__free(&a, d.of_stage, d.stages, sizeof *d.of_stage);
+    dtrain_pipeline_destroy(schedule);
+    return result;
 }
 
 DTRAIN_API dtrain_result dtrain_pipeline_balance(const dtrain_pipeline_costs *costs,
                                                  size_t unit_count,
                                                  const dtrain_pipeline_desc *desc, int ranks,
-                                                 uint32_t *out)
+                                                 int micro_batches, uint32_t *out)
 {
     const dtrain_allocator a = dtrain__resolve_allocator(NULL);
     const size_t room = unit_count + 1;
     int chunks;
     dtrain__balance b;
     memset(&b, 0, sizeof b);
-    DTRAIN__TRY(dtrain__pipeline_sizes("dtrain_pipeline_balance", desc, ranks, 1, &chunks));
+    DTRAIN__TRY(
+        dtrain__pipeline_sizes("dtrain_pipeline_balance", desc, ranks, micro_batches, &chunks));
     DTRAIN__TRY(dtrain__balance_check(costs, unit_count, ranks * chunks, out));
     b.units = unit_count;
     b.stages = (size_t)(ranks * chunks);
-    const size_t count = 3 * room + (size_t)ranks;
-    double *const numbers = (double *)dtrain__alloc(&a, count, sizeof *numbers, "costs");
+    double *const numbers = (double *)dtrain__alloc(&a, 3 * room, sizeof *numbers, "costs");
     b.from = (uint32_t *)dtrain__alloc(&a, room, b.stages * sizeof *b.from, "stages of units");
     if (numbers && b.from) {
         b.sums = numbers;
@@ -14875,13 +14900,12 @@ DTRAIN_API dtrain_result dtrain_pipeline_balance(const dtrain_pipeline_costs *co
             out[stage] = (uint32_t)(end - first);
             end = first;
         }
-        while (chunks > 1 && dtrain__balance_move(&b, desc->kind, ranks, out, numbers + 3 * room)) {
-        }
     }
     const dtrain_result result = numbers && b.from ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-    dtrain__free(&a, numbers, count, sizeof *numbers);
+    dtrain__free(&a, numbers, 3 * room, sizeof *numbers);
     dtrain__free(&a, b.from, room, b.stages * sizeof *b.from);
-    return result;
+    if (result != DTRAIN_OK || chunks == 1) return result;
+    return dtrain__division_improve(costs, desc, ranks, micro_batches, out);
 }
 
 /* ==== src/parallel/schedule_text.c ============================================================ */
@@ -27212,11 +27236,19 @@ static size_t dtrain__cost_place(const dtrain__unit_costs *costs, int64_t unit)
     return u < costs->count ? u : 0;
 }
 
+/* Tell whether a call is the half of gradients that nobody wants. */
+static bool dtrain__cost_is_none(const dtrain_op *op)
+{
+    bool wanted = op->half != DTRAIN_OP_HALF_INPUTS;
+    for (uint32_t i = 0; i < op->input_count; i++) wanted = wanted || op->inputs[i]->needs_grad;
+    return !wanted;
+}
+
 DTRAIN__PRIVATE void dtrain__cost_add(const dtrain_node *node, bool backward, double flops)
 {
     const dtrain_op *op = &node->op;
     const dtrain__unit_costs *costs = op->tape->costs;
-    if (!costs) return;
+    if (!costs || (backward && dtrain__cost_is_none(op))) return;
     dtrain_pipeline_costs *unit = &costs->costs[dtrain__cost_place(costs, node->unit)];
     const bool both = backward && op->half == DTRAIN_OP_HALF_BOTH;
     const double bytes = dtrain__cost_bytes(op, flops > 0) * (both ? 2 : 1);

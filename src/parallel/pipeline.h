@@ -117,13 +117,13 @@ DTRAIN_API dtrain_result dtrain_pipeline_check(const dtrain_pipeline_schedule *s
  * one. Stages are runs of units in their order, none is empty, and the stage with the largest sum
  * of forward, backward and weight has as little as possible; the others are as even as that allows,
  * earlier ones with fewer units. With several stages a rank (INTERLEAVED, ZBV) units then move
- * between neighbours as long as that makes the largest rank smaller. Memory is not looked at.
- * costs[unit_count] are those of dtrain_trainer_unit_costs or of one's own; equal ones on every
+ * between them as long as dtrain_pipeline_check finds that a step of so many micro-batches takes
+ * less. Memory is not looked at. costs[unit_count] are those of dtrain_trainer_unit_costs or of one's own; equal ones on every
  * rank give equal results. Local. */
 DTRAIN_API dtrain_result dtrain_pipeline_balance(const dtrain_pipeline_costs *costs,
                                                  size_t unit_count,
                                                  const dtrain_pipeline_desc *desc, int ranks,
-                                                 uint32_t *out);
+                                                 int micro_batches, uint32_t *out);
 
 /* Write a schedule as text, a line for each rank, or read such a text: a schedule of one's own,
  * which is checked before it is returned. The text of (bytes) ends with a 0; *needed, or NULL, is

@@ -33,11 +33,19 @@ static size_t dtrain__cost_place(const dtrain__unit_costs *costs, int64_t unit)
     return u < costs->count ? u : 0;
 }
 
+/* Tell whether a call is the half of gradients that nobody wants. */
+static bool dtrain__cost_is_none(const dtrain_op *op)
+{
+    bool wanted = op->half != DTRAIN_OP_HALF_INPUTS;
+    for (uint32_t i = 0; i < op->input_count; i++) wanted = wanted || op->inputs[i]->needs_grad;
+    return !wanted;
+}
+
 DTRAIN__PRIVATE void dtrain__cost_add(const dtrain_node *node, bool backward, double flops)
 {
     const dtrain_op *op = &node->op;
     const dtrain__unit_costs *costs = op->tape->costs;
-    if (!costs) return;
+    if (!costs || (backward && dtrain__cost_is_none(op))) return;
     dtrain_pipeline_costs *unit = &costs->costs[dtrain__cost_place(costs, node->unit)];
     const bool both = backward && op->half == DTRAIN_OP_HALF_BOTH;
     const double bytes = dtrain__cost_bytes(op, flops > 0) * (both ? 2 : 1);

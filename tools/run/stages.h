@@ -43,7 +43,7 @@ static int count_units(dtrain_world *world, void *user)
     if (p->s->line.units) memcpy(p->divided, p->s->line.units, stages * sizeof *p->divided);
     else
         TRY(dtrain_pipeline_balance(p->costs, p->units, &p->s->line, (int)p->s->pipeline,
-                                    p->divided));
+                                    (int)p->accum, p->divided));
 cleanup:
     return result == DTRAIN_OK ? 0 : 1;
 }
