@@ -426,7 +426,7 @@ static bool check_spec(const spec *s, uint32_t mode)
 static void test_random_models(void)
 {
 #ifdef DTRAIN_CUDA_EMULATION
-    const int count = test_full() ? 100 : 24;
+    const int count = test_full() ? 100 : 12;
 #else
     const int count = test_full() ? 3000 : TEST_RACES ? 20 : 150;
 #endif
