@@ -171,6 +171,15 @@ DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *
     const dtrain__crossing *crossing = dtrain__crossing_of(tape);
     if (!crossing) return;
     const size_t at = (size_t)(crossing - stages->crossings);
+    if (crossing->stage != made->stage) {
+        dtrain__tape_stick(
+            tape, dtrain_fail(DTRAIN_ERROR_USAGE,
+                              "tensor %zu of the loss is made in stage %d, and was in stage %d in "
+                              "the first micro-batch; which operations the loss calls must not "
+                              "depend on values",
+                              crossing->number, (int)made->stage, (int)crossing->stage));
+        return;
+    }
     if (crossing->count != x->count || crossing->dtype != x->dtype) {
         dtrain__tape_stick(
             tape, dtrain_fail(DTRAIN_ERROR_USAGE,
