@@ -137,6 +137,9 @@ DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
                                         const dtrain__samples *samples);
 DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
                                            const dtrain__samples *samples);
+/* Note that a micro-batch of a schedule has made a gradient, to which later ones may add: ready is
+ * called behind the last one alone, which may make none. */
+DTRAIN__PRIVATE void dtrain__note_gradient(dtrain_strategy *strategy, size_t i);
 /* Note that a backward is a schedule of several micro-batches. */
 DTRAIN__PRIVATE void dtrain__expect_schedule(dtrain_strategy *strategy, bool several);
 /* Weigh a micro-batch of a pipeline, whose schedule is one backward (samples NULL: it has no data);

@@ -87,6 +87,11 @@ DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
     return weighs ? strategy->unit : 0;
 }
 
+DTRAIN__PRIVATE void dtrain__note_gradient(dtrain_strategy *strategy, size_t i)
+{
+    strategy->layout.entries[i].seen = true;
+}
+
 DTRAIN__PRIVATE void dtrain__expect_schedule(dtrain_strategy *strategy, bool several)
 {
     strategy->several = several;

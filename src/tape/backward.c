@@ -75,8 +75,9 @@ static dtrain_result dtrain__backward_done(dtrain_tape *tape, dtrain_node *node)
     }
     for (uint32_t i = 0; i < op->param_count && !tape->planning; i++) {
         dtrain_param_state *state = &op->params[i]->state;
-        if (--state->pending_uses == 0 && tape->strategy && node->target[i] && !tape->pass.more)
-            DTRAIN__TRY(dtrain_strategy_ready(tape->strategy, state->index));
+        if (--state->pending_uses || !tape->strategy || !node->target[i]) continue;
+        if (tape->pass.more) dtrain__note_gradient(tape->strategy, state->index);
+        else DTRAIN__TRY(dtrain_strategy_ready(tape->strategy, state->index));
     }
     return DTRAIN_OK;
 }

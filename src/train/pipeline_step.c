@@ -49,8 +49,9 @@ struct dtrain__pipeline {
     int32_t *slots;          /* (chunks, micro_batches) */
     dtrain_tensor **losses;  /* (slots) of the last stage's passes */
     size_t slot_count;
-    bool surveyed; /* what crosses is that of the training batches */
-    uint64_t seed; /* of the step under way */
+    bool surveyed;   /* what crosses is that of the training batches ... */
+    uint64_t frozen; /* ... and of the parameters that were frozen then: their hash */
+    uint64_t seed;   /* of the step under way */
 };
 
 /* Return where the slot of a pass of a chunk is noted. */
@@ -211,6 +212,18 @@ static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, dtrain_loss_fn
     return DTRAIN_OK;
 }
 
+/* Hash which parameters are frozen: a program may freeze and thaw some of them between steps, and
+ * gradients then cross other stages. */
+static uint64_t dtrain__line_frozen(const dtrain_trainer *trainer)
+{
+    uint64_t hash = DTRAIN__FNV_BASIS;
+    size_t count;
+    const dtrain_param *params = dtrain__params_of(trainer->desc.strategy, &count);
+    for (size_t i = 0; i < count; i++)
+        hash = dtrain__fnv1a(hash, &params[i].flags, sizeof params[i].flags);
+    return hash;
+}
+
 /* Run the loss as ghosts alone, to find what crosses, and agree on the unit of weights. Collective;
  * before the first step, and before and behind an evaluation, whose passes (flags) and batches are
  * other ones. */
@@ -222,20 +235,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_survey(dtrain_trainer *trainer, v
         trainer->groups.all, dtrain__line_survey(trainer, trainer->desc.loss, user, flags, &loss)));
     DTRAIN__TRY(dtrain__agree_unit(trainer->desc.strategy, loss->samples.terms));
     trainer->pipeline->surveyed = flags == 0;
-    return DTRAIN_OK;
-}
-
-/* Call ready for what earlier micro-batches have given gradients to, where the last one of the step
- * had no data. */
-static dtrain_result dtrain__line_ready(dtrain_trainer *trainer)
-{
-    const dtrain__pipeline *line = trainer->pipeline;
-    size_t count;
-    const dtrain_param *params = dtrain__params_of(trainer->desc.strategy, &count);
-    if (!line->flights[trainer->desc.micro_batches - 1].joined) return DTRAIN_OK;
-    for (size_t i = 0; i < count; i++)
-        if (params[i].state.grad_written && dtrain__is_here(trainer->desc.strategy, i))
-            DTRAIN__TRY(dtrain_strategy_ready(trainer->desc.strategy, i));
+    trainer->pipeline->frozen = dtrain__line_frozen(trainer);
     return DTRAIN_OK;
 }
 
@@ -245,7 +245,6 @@ static dtrain_result dtrain__line_finish(dtrain_trainer *trainer)
     dtrain_strategy *strategy = trainer->desc.strategy;
     dtrain__pipeline *line = trainer->pipeline;
     const uint32_t micro_batches = trainer->desc.micro_batches;
-    DTRAIN__TRY(dtrain__line_ready(trainer));
     trainer->joined = 0;
     for (uint32_t micro = 0; micro < micro_batches; micro++) {
         const dtrain__flight *flight = &line->flights[micro];
@@ -396,10 +395,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer)
     dtrain_strategy *strategy = trainer->desc.strategy;
     const dtrain_pipeline_work work = {dtrain__line_compute, dtrain__line_part, trainer};
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_trainer_step"));
-    if (!line->surveyed)
+    if (!line->surveyed || line->frozen != dtrain__line_frozen(trainer))
         DTRAIN__TRY(dtrain__strategy_keep(strategy,
                                           dtrain__pipeline_survey(trainer, trainer->desc.user, 0)));
     dtrain__line_reset(trainer);
+    dtrain__expect_schedule(strategy, trainer->desc.micro_batches > 1); /* other trainers', too */
     line->seed = dtrain__step_seed(trainer);
     DTRAIN__TRY(
         dtrain__strategy_keep(strategy, dtrain_pipeline_run(line->schedule, line->comm, &work)));
@@ -485,7 +485,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer)
     const dtrain_strategy *strategy = trainer->desc.strategy;
     DTRAIN__TRY(dtrain__pipeline_open(trainer, dtrain__stages_of(strategy),
                                       dtrain__settings_of(strategy)->pipeline));
-    dtrain__expect_schedule(trainer->desc.strategy, trainer->desc.micro_batches > 1);
     return DTRAIN_OK;
 }
 

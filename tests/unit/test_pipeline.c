@@ -1,10 +1,11 @@
 /* test_pipeline.c: models cut into stages, trained by any number of ranks, beside one data axis that has whole
  * models.
  *
- * Random models (skip connections, dropout, autocast, activation checkpointing, tied weights), layouts (tensor x
- * pipeline x data up to 8 ranks), schedules, chunks and data: ranks of the data axis differ in how many targets
- * count and in when their data ends. A pipeline has the losses and the parameters of the run without it to the bit;
- * with a weight that is tied across stages to rounding. */
+ * Random models (skip connections, dropout, autocast, activation checkpointing, tied weights, weights that some
+ * micro-batches alone use, parameters that are frozen and thawed between steps), layouts (tensor x pipeline x data up
+ * to 8 ranks), schedules, chunks and data: ranks of the data axis differ in how many targets count and in when their
+ * data ends. A pipeline has the losses and the parameters of the run without it to the bit; with a weight that is tied
+ * across stages to rounding. */
 #include "test.h"
 #include "dtrain.h"
 #ifdef DTRAIN_CUDA_EMULATION
@@ -21,7 +22,7 @@
 enum {
     RANKS = 8,
     UNITS = 9,
-    PARAMS = 6 * UNITS + 2,
+    PARAMS = 6 * UNITS + 3,
     ROWS = 8,
     LONG = 2200, /* rows of WIDTH numbers that a channel has no room for */
     WIDTH = 16,
@@ -48,6 +49,10 @@ typedef struct spec {
     uint32_t schedule, chunks;
     uint32_t of_stage[UNITS]; /* units of stages; [0] = 0: evenly, or by cost for odd seeds */
     int rows;                 /* 0: ROWS; LONG: and ranks are late by turns */
+    uint32_t frozen[STEPS];   /* bits of units that are frozen in a step, the last one never */
+    bool frozen_head;         /* the tied head gives no gradient of its own */
+    bool apart;               /* a trainer of its own evaluates */
+    int choice;               /* the unit of which odd micro-batches use another weight; 0: none */
 } spec;
 
 /* What a run leaves. */
@@ -119,6 +124,12 @@ static spec spec_of(uint64_t seed)
     for (int r = 0; r < RANKS; r++) s.ends[r] = draw(&s, 3) ? all : draw(&s, all + 1);
     const int beside = draw(&s, 12);
     const bool whole = s.kind == DTRAIN_STRATEGY_DDP;
+    s.frozen_head = s.tied && draw(&s, 2);
+    s.apart = draw(&s, 3) == 0;
+    if (s.chunks == 1 && draw(&s, 3) == 0) /* with more, an earlier micro-batch may be due */
+        s.choice = 1 + draw(&s, s.units - 1);
+    for (int step = 0, freezes = draw(&s, 2) == 0; step < STEPS; step++)
+        s.frozen[step] = freezes ? (uint32_t)draw(&s, 1 << (s.units - 1)) : 0;
 #ifndef DTRAIN_CUDA_EMULATION
     if (beside == OFFLOADS) return s; /* a CPU has nothing to be relieved of */
 #endif
@@ -157,6 +168,19 @@ static void register_model(local *l)
     dtrain_param *head = declare(l, "head", (uint32_t)s->units - 1, VOCAB, WIDTH);
     head->cut.axis = DTRAIN_CUT_ROWS;
     if (s->tied) head->alias_of = &l->params[0];
+    if (s->frozen_head) head->flags = DTRAIN_PARAM_FROZEN;
+    if (s->choice)
+        declare(l, "other", (uint32_t)s->choice, 2 * WIDTH, WIDTH)->cut.axis = DTRAIN_CUT_ROWS;
+}
+
+/* Freeze the units of a step, and thaw all others. */
+static void freeze(local *l, int step)
+{
+    for (int i = 0; i < l->count; i++) {
+        const bool head = i == 1 + 6 * (l->s->units - 1);
+        if (head) continue;
+        l->params[i].flags = l->s->frozen[step] >> l->params[i].unit & 1 ? DTRAIN_PARAM_FROZEN : 0;
+    }
 }
 
 static dtrain_result next_batch(void *user)
@@ -189,14 +213,15 @@ static dtrain_tensor *loss_of(dtrain_tape *t, void *user)
         dtrain_param *p = &l->params[1 + 6 * (u - 1)];
         dtrain_tape_unit(t, (uint32_t)u);
         if (s->skip_from[u] >= 0) x = dtrain_add(t, x, made[s->skip_from[u]]);
+        dtrain_param *up = s->choice == u && l->next % 2 ? &l->params[l->count - 1] : &p[2];
         dtrain_tensor *h = dtrain_layernorm(t, x, NULL, &p[0], &p[1], 1e-5f);
-        h = dtrain_linear(t, h, &p[2], &p[4],
+        h = dtrain_linear(t, h, up, &p[4],
                           s->layer[u] ? DTRAIN_ACTIVATION_GELU : DTRAIN_ACTIVATION_RELU);
         h = dtrain_dropout(t, dtrain_linear(t, h, &p[3], &p[5], DTRAIN_ACTIVATION_NONE),
                            s->dropout);
         made[u] = x = s->layer[u] == 2 ? h : dtrain_add(t, x, h);
     }
-    x = dtrain_linear(t, x, &l->params[l->count - 1], NULL, DTRAIN_ACTIVATION_NONE);
+    x = dtrain_linear(t, x, &l->params[1 + 6 * (s->units - 1)], NULL, DTRAIN_ACTIVATION_NONE);
     return dtrain_cross_entropy(
         t, x, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, l->targets, false), 0, 0);
 }
@@ -208,6 +233,7 @@ static void check_planned(dtrain_world *world, const run *r, const local *l,
     dtrain_memory memory;
     dtrain_tape_info info;
     if (l->next < (int)desc->micro_batches) return;
+    if (l->s->choice && l->s->flags) return; /* a step rounds both weights, a plan runs one batch */
     CHECK_MSG(dtrain_trainer_plan(world, desc, NULL, &memory) == DTRAIN_OK, "%s",
               dtrain_last_error());
     dtrain_tape_query(dtrain_trainer_tape(trainer), &info);
@@ -248,7 +274,7 @@ static dtrain_result balance(dtrain_world *world, const dtrain_trainer_desc *tra
 
 static dtrain_result train(dtrain_world *world, run *r, local *l, dtrain_mesh *mesh,
                            dtrain_strategy **strategy, dtrain_optimizer **optimizer,
-                           dtrain_trainer **trainer)
+                           dtrain_trainer **trainer, dtrain_trainer **evaluator)
 {
     const spec *s = &r->s;
     const int rank = dtrain_world_rank(world);
@@ -284,8 +310,12 @@ static dtrain_result train(dtrain_world *world, run *r, local *l, dtrain_mesh *m
     if (result != DTRAIN_OK) return result;
     t.strategy = *strategy, t.optimizer = *optimizer;
     result = dtrain_trainer_create(world, &t, trainer);
+    dtrain_trainer_desc only = t;
+    only.optimizer = NULL, only.micro_batches = 0;
+    if (s->apart && result == DTRAIN_OK) result = dtrain_trainer_create(world, &only, evaluator);
     for (int step = 0; step < STEPS && result == DTRAIN_OK; step++) {
         dtrain_step_record record;
+        freeze(l, step);
         result = dtrain_trainer_step(*trainer, &record);
         if (result != DTRAIN_OK) return result;
         out->loss[rank][step] = record.loss, out->norm[rank][step] = record.grad_norm;
@@ -297,7 +327,8 @@ static dtrain_result train(dtrain_world *world, run *r, local *l, dtrain_mesh *m
         if (step == 1) { /* between two steps, on other data */
             const int next = l->next;
             l->evaluates = true, l->next = 1000;
-            result = dtrain_trainer_evaluate(*trainer, next_batch, l, 3, &out->loss[rank][STEPS]);
+            result = dtrain_trainer_evaluate(s->apart ? *evaluator : *trainer, next_batch, l, 3,
+                                             &out->loss[rank][STEPS]);
             l->evaluates = false, l->next = next;
         }
     }
@@ -320,7 +351,7 @@ static int rank_main(dtrain_world *world, void *user)
     dtrain_mesh_info at;
     dtrain_strategy *strategy = NULL;
     dtrain_optimizer *optimizer = NULL;
-    dtrain_trainer *trainer = NULL;
+    dtrain_trainer *trainer = NULL, *evaluator = NULL;
     local l;
     memset(&l, 0, sizeof l);
     memset(&desc, 0, sizeof desc);
@@ -330,12 +361,14 @@ static int rank_main(dtrain_world *world, void *user)
     dtrain_mesh_query(mesh, &at);
     l.data_rank = at.data_rank;
     register_model(&l);
-    if (result == DTRAIN_OK) result = train(world, r, &l, mesh, &strategy, &optimizer, &trainer);
+    if (result == DTRAIN_OK)
+        result = train(world, r, &l, mesh, &strategy, &optimizer, &trainer, &evaluator);
     CHECK_MSG(result == DTRAIN_OK, "seed %llu, rank %d: %s", (unsigned long long)r->s.seed,
               dtrain_world_rank(world), dtrain_last_error());
     for (int i = 0; i < 3; i++) /* DTRAIN_AXIS_TENSOR, _DATA, _PIPELINE */
         dtrain_comm_query(dtrain_mesh_comm(mesh, 1u << i),
                           &r->out.sent[dtrain_world_rank(world)][i]);
+    dtrain_trainer_destroy(evaluator);
     dtrain_trainer_destroy(trainer);
     dtrain_optimizer_destroy(optimizer);
     dtrain_strategy_destroy(strategy);
@@ -393,14 +426,16 @@ static bool check_spec(const spec *s, uint32_t mode)
     const bool exact = !s->tied;
     const double within =
         s->flags ? 0.1 : 1e-3; /* half precision rounds what AdamW then magnifies */
-    char what[320];
+    char what[400];
     snprintf(what, sizeof what,
              "seed %llu: tensor %d, pipeline %d, data %d, schedule %u of %u chunks, kind %u, %u "
              "micro, %d units, flags %u, "
-             "every %u, dropout %g, clip %g, beside %d",
+             "every %u, dropout %g, clip %g, beside %d, frozen %x %x %x %x, head %d, apart %d, "
+             "choice %d",
              (unsigned long long)s->seed, s->tensor, s->pipeline, s->data, s->schedule, s->chunks,
              s->kind, s->micro_batches, s->units, s->flags, s->every, (double)s->dropout,
-             (double)s->clip, s->beside);
+             (double)s->clip, s->beside, s->frozen[0], s->frozen[1], s->frozen[2], s->frozen[3],
+             s->frozen_head, s->apart, s->choice);
     for (int r = 0; r < s->tensor * s->pipeline * s->data; r++) {
         for (int step = 0; step <= STEPS; step++)
             same &= CHECK_MSG(near(cut->out.loss[r][step], whole->out.loss[0][step], exact, within),
