@@ -158,11 +158,6 @@ DTRAIN__PRIVATE bool dtrain__has_memory(const dtrain_param *param)
     return param->count || !param->state.elsewhere;
 }
 
-DTRAIN__PRIVATE bool dtrain__is_here(const dtrain_strategy *strategy, size_t i)
-{
-    return !strategy->params[i].state.elsewhere;
-}
-
 DTRAIN__PRIVATE int dtrain__stage_first(const dtrain_strategy *strategy, size_t i)
 {
     const dtrain_param *storage = strategy->params[i].state.storage;

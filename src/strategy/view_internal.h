@@ -94,8 +94,6 @@ DTRAIN__PRIVATE int dtrain__holders(const dtrain_strategy *strategy, size_t i, i
 DTRAIN__PRIVATE bool dtrain__is_sliced(const dtrain_strategy *strategy, size_t i);
 /* Tell whether it has memory here; what stages of other ranks alone use has none. */
 DTRAIN__PRIVATE bool dtrain__has_memory(const dtrain_param *param);
-/* Tell whether its unit is in a stage of this rank; the rank alone marks it. */
-DTRAIN__PRIVATE bool dtrain__is_here(const dtrain_strategy *strategy, size_t i);
 /* Return the first rank of the pipeline axis that has it; where weights are tied, of several. */
 DTRAIN__PRIVATE int dtrain__stage_first(const dtrain_strategy *strategy, size_t i);
 /* Tell whether no rank had a gradient of it in the last step: it is left out of the update. */
