@@ -164,25 +164,25 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
 /* ---- the record -------------------------------------------------------------------------------*/
 
 /* Compare where the data of ranks that have parts of one model ended: the messages of a pipeline
- * may find their way past each other where that differs, with numbers that mean nothing. */
-static dtrain_result dtrain__check_ended(const dtrain_trainer *trainer, int64_t step)
+ * may find their way past each other where that differs, with numbers that mean nothing. `where`
+ * says of which call, with `count` passes of a rank. */
+static dtrain_result dtrain__check_ended(const dtrain_trainer *trainer, const char *where,
+                                         int64_t count)
 {
     const int tensor = trainer->groups.tensor_ranks, replicas = tensor * trainer->data_ranks;
-    const uint32_t micros = trainer->desc.micro_batches;
     for (int r = 0; r < trainer->ranks; r++) {
         const int first = r % replicas / tensor * tensor; /* of the same model */
         const float *own = &trainer->words[r * DTRAIN__WORD_COUNT],
                     *other = &trainer->words[first * DTRAIN__WORD_COUNT];
         if (own[DTRAIN__WORD_ENDED] == other[DTRAIN__WORD_ENDED]) continue;
-        return dtrain_fail(
-            DTRAIN_ERROR_USAGE,
-            "dtrain_trainer_step: at step %lld rank %d had data for %.0f of %u micro-batches, and "
-            "rank %d, which has another part of the same model, for %.0f; give both the same "
-            "samples",
-            (long long)step, dtrain__world_rank(trainer->groups.all, r),
-            (1 - (double)own[DTRAIN__WORD_ENDED]) * micros, micros,
-            dtrain__world_rank(trainer->groups.all, first),
-            (1 - (double)other[DTRAIN__WORD_ENDED]) * micros);
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "%s rank %d had data for %.0f of %lld micro-batches, and rank %d, which "
+                           "has another part of the same model, for %.0f; give both the same "
+                           "samples",
+                           where, dtrain__world_rank(trainer->groups.all, r),
+                           (1 - (double)own[DTRAIN__WORD_ENDED]) * (double)count, (long long)count,
+                           dtrain__world_rank(trainer->groups.all, first),
+                           (1 - (double)other[DTRAIN__WORD_ENDED]) * (double)count);
     }
     return DTRAIN_OK;
 }
@@ -314,10 +314,12 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const doubl
     const bool overflow = !dtrain__is_finite((float)record->grad_norm);
     dtrain_loss_scaler *scaler = &trainer->scaler;
     double mean[DTRAIN__WORD_COUNT];
+    char where[64];
+    snprintf(where, sizeof where, "dtrain_trainer_step: at step %lld", (long long)record->step);
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
     record->ended = !(mean[DTRAIN__WORD_ENDED] < 1);
-    DTRAIN__TRY(
-        dtrain__strategy_keep(trainer->desc.strategy, dtrain__check_ended(trainer, record->step)));
+    DTRAIN__TRY(dtrain__strategy_keep(
+        trainer->desc.strategy, dtrain__check_ended(trainer, where, trainer->desc.micro_batches)));
     DTRAIN__TRY(dtrain__check_finite(trainer, record, overflow));
     record->ranks = trainer->ranks;
     for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++)
@@ -425,12 +427,14 @@ static dtrain_result dtrain__evaluate_pass(dtrain_trainer *trainer, void *user, 
     return DTRAIN_OK;
 }
 
-/* Evaluate one batch: add its loss times its weight to *sum, and the weight to *weights. */
+/* Evaluate one batch: add its loss times its weight to *sum, and the weight to *weights; or count
+ * it to those that this rank has no data for. */
 static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_fn next_batch,
-                                          void *user, double *sum, double *weights)
+                                          void *user, double *sum, double *weights, int64_t *ended)
 {
     const dtrain_result next = next_batch ? next_batch(user) : DTRAIN_OK;
     float loss = 0, weight = 0;
+    *ended += next == DTRAIN_ERROR_END;
     if (next == DTRAIN_ERROR_END && trainer->pipeline) return DTRAIN_OK; /* on all of its ranks */
     if (next == DTRAIN_ERROR_END) return dtrain__join_forward(trainer->desc.strategy);
     DTRAIN__TRY(next);
@@ -451,21 +455,24 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                            "is less than 1",
                            (long long)batches);
     double sum = 0, weights = 0;
+    int64_t ended = 0;
     if (trainer->pipeline)
         DTRAIN__TRY(dtrain__strategy_keep(
             trainer->desc.strategy, dtrain__pipeline_survey(trainer, user, DTRAIN_TAPE_NO_GRAD)));
     for (int64_t i = 0; i < batches; i++) {
         const dtrain_result result =
-            dtrain__evaluate_one(trainer, next_batch, user, &sum, &weights);
+            dtrain__evaluate_one(trainer, next_batch, user, &sum, &weights, &ended);
         DTRAIN__TRY(dtrain__strategy_keep(trainer->desc.strategy, result));
     }
     double own[DTRAIN__WORD_COUNT], mean[DTRAIN__WORD_COUNT];
     for (int word = 0; word < DTRAIN__WORD_COUNT; word++) /* the last step's figures stay */
         own[word] = (double)trainer->words[trainer->rank * DTRAIN__WORD_COUNT + word];
+    own[DTRAIN__WORD_ENDED] = (double)ended / (double)batches;
     dtrain__put_loss(trainer, sum, weights, batches, own);
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
     *loss = mean[DTRAIN__WORD_LOSS];
-    return DTRAIN_OK;
+    return dtrain__strategy_keep(trainer->desc.strategy,
+                                 dtrain__check_ended(trainer, "dtrain_trainer_evaluate:", batches));
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__forward_made(const dtrain_tensor *made, int64_t count)

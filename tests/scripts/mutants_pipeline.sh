@@ -38,7 +38,7 @@ mutant "error: another action" parallel/runner.c 's/dtrain__pipeline_act_name(ac
 mutant "error: another micro-batch" parallel/runner.c '/_run_place(/,/^}/s/(int)action->micro_batch,/(int)action->micro_batch + 1,/'
 mutant "error: without the place" parallel/runner.c 's/    result = dtrain__run_place(run, action, result);/    (void)action;/;s/    if (strncmp(stands, .*//'
 mutant "error: data that ended is not named" train/trainer.c 's/return dtrain__pipeline_failed(trainer, result);/return result;/'
-mutant "error: data that ended elsewhere passes" train/trainer.c 's/if (own\[DTRAIN__WORD_ENDED\] == other\[DTRAIN__WORD_ENDED\]) continue;/if (step) continue;/'
+mutant "error: data that ended elsewhere passes" train/trainer.c 's/if (own\[DTRAIN__WORD_ENDED\] == other\[DTRAIN__WORD_ENDED\]) continue;/if (count) continue;/'
 mutant "error: next_batch ends the data" train/micro_batch.c 's/if (result != DTRAIN_ERROR_END) return result;/if (result == DTRAIN_OK) return result;/'
 mutant "settings: schedules differ" strategy/settings.c 's/const uint32_t shape\[2\] = {desc->kind,/const uint32_t shape[2] = {0,/'
 mutant "settings: units differ" strategy/settings.c 's/desc \&\& desc->units \? //;s/const size_t listed = desc->units ?/const size_t listed = false ?/'

@@ -27,6 +27,7 @@ enum misfortune {
     LOSS_IS_NONE,
     DATA_FAILS,
     DATA_ENDS,
+    EVALUATION_ENDS,
     NOT_FINITE,
     OVERFLOWS,
     OTHER_SCHEDULE,
@@ -107,7 +108,7 @@ static dtrain_result next_batch(void *user)
     const int micro = l->next++;
     if (happens(l, STOPS, micro)) raise(SIGTERM);
     if (happens(l, DATA_FAILS, micro)) return dtrain_fail(DTRAIN_ERROR_DATA, "the hamster ate it");
-    if (l->j->what == DATA_ENDS && l->rank == l->j->rank &&
+    if ((l->j->what == DATA_ENDS || l->j->what == EVALUATION_ENDS) && l->rank == l->j->rank &&
         micro >= l->j->step * (int)l->j->micros + l->j->micro)
         return dtrain_fail(DTRAIN_ERROR_END, "no more");
     for (int i = 0; i < ROWS; i++) {
@@ -233,6 +234,10 @@ static dtrain_result train(local *l)
         if (j->save && step + 1 == j->to - (j->lost > 0)) TRY(save(l, step + 1));
         if (j->lost == step + 1 && l->rank == j->rank) raise(SIGKILL);
     }
+    if (j->what == EVALUATION_ENDS) {
+        double loss;
+        TRY(dtrain_trainer_evaluate(l->trainer, next_batch, l, j->micros, &loss));
+    }
     if (j->what == DRIFTS && l->rank == j->rank) l->params[j->drifting].value[1] += 1;
     TRY(dtrain_strategy_verify(l->strategy, NULL));
     if (j->what == DRIFTS) return DTRAIN_OK; /* what follows would fail by itself */
@@ -357,6 +362,11 @@ static void test_data_ends_elsewhere(void)
     check_errors(&j, DTRAIN_LAUNCH_THREADS, 0,
                  "rank 3 had data for 4 of 4 micro-batches, and rank 1",
                  "for 2; give both the same samples");
+    j = job_of(2, 2, DTRAIN_PIPELINE_1F1B, EVALUATION_ENDS); /* a message is left */
+    j.rank = 2, j.step = j.to, j.micro = 3;
+    check_errors(&j, DTRAIN_LAUNCH_THREADS, 0,
+                 "dtrain_trainer_evaluate: rank 2 had data for 3 of 4 micro-batches, and rank 0",
+                 "for 4; give both the same samples");
 }
 
 static void test_dead_and_stalled(void)
