@@ -153,10 +153,10 @@ typedef struct dtrain_pipeline_work {
     /* Do what the action says: FORWARD, BACKWARD, WEIGHT, REDUCE, STEP. */
     dtrain_result (*compute)(void *user, const dtrain_pipeline_action *action);
     /* Say where part i of the action's message is to be read or written: *part with a count of 0
-     * ends the list. Called when the message starts. What is received stays until the inbox'
-     * next use, what is sent until the slot's next FORWARD. A gradient that is sent stays until the
-     * slot's next SEND_GRADIENT, which may find the next pass done: it is in memory of its own, for
-     * one by slot; this function may copy it there. */
+     * ends the list. Called when the message starts. What is received stays until the inbox's next
+     * use, what FORWARD made until the pass's BACKWARD has begun. A gradient that is sent stays
+     * until the slot's next SEND_GRADIENT, which may find the next pass done: it is in memory of
+     * its own, for one by slot, and this function may copy it there. */
     dtrain_result (*part)(void *user, const dtrain_pipeline_action *action, size_t i,
                           dtrain_pipeline_part *part);
     void *user;

@@ -3,12 +3,16 @@
  * A rank walks its own list. Messages are asynchronous: RECEIVE starts one and goes on; the action
  * that needs it waits, and so do the actions that would overwrite what is still being sent:
  *
- *     RECEIVE 1 . . . . FORWARD 1  SEND 1 . . . . BACKWARD 1 (its slot's last use) . . FORWARD 4
- *     starts            waits      starts                                              waits for
- *     (waits for the inbox' last)                                                      SEND 1
+ *     RECEIVE 1 . . . . FORWARD 1  SEND 1 . . . . BACKWARD 1 SEND_GRADIENT 1 . . . SEND_GRADIENT 4
+ *     starts            waits      starts         waits for  starts                waits for
+ *     (waits for the inbox' last)                 SEND 1                           SEND_GRADIENT 1
+ *
+ * What SEND sends may lie in the pass's inbox, or in those of an earlier stage of this rank, where
+ * a stage only passes it on. All of them are given back behind the backward, and a gradient that
+ * came back says that it was taken; but there may be none.
  *
  * A gradient is not in the slot: its peer takes it when it is done with what it computes, which may
- * be after FORWARD 4 and BACKWARD 4. Only the next SEND_GRADIENT of the slot waits for it.
+ * be after the slot's next BACKWARD. Only the next SEND_GRADIENT of the slot waits for it.
  *
  * So the works of a pass are noted with its slot and its inbox: two receives and two sends, of
  * several parts each. The first run allocates that table, and leaves it in the schedule. */
@@ -113,13 +117,12 @@ static dtrain_result dtrain__run_pass(const dtrain__runner *run,
 static dtrain_result dtrain__run_compute(const dtrain__runner *run,
                                          const dtrain_pipeline_action *action)
 {
-    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD) {
-        DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_SEND, action));
-        if (action->inbox >= 0)
-            DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_RECEIVE, action));
-    }
-    if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD)
+    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD && action->inbox >= 0)
+        DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_RECEIVE, action));
+    if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD) {
         DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT, action));
+        DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_SEND, action));
+    }
     return dtrain__run_pass(run, action);
 }
 

@@ -432,6 +432,68 @@ static void test_arguments(void)
     dtrain_pipeline_destroy(s);
 }
 
+/* ---- what is passed on ---- */
+
+enum {
+    LONG = 50000,
+    INBOXES = 24
+}; /* floats: more than a channel holds, so that messages stay where they are */
+typedef struct passing {
+    int rank, wrong;
+    float *memory, *at[2 * INBOXES]; /* of slots, then of inboxes */
+} passing;
+
+/* Stage 0 makes the number of its micro-batch, the others pass it on from their inboxes; rank 1 is late to send on one
+ * micro-batch, and rank 2 to take it. */
+static dtrain_result pass_compute(void *user, const action *a)
+{
+    passing *l = (passing *)user;
+    if (a->act == F && l->rank == 1 && a->micro_batch == 4 && a->chunk == 1) ranks_sleep_us(100000);
+    if (a->act == B && l->rank == 2 && a->micro_batch == 1 && a->chunk == 0) ranks_sleep_us(500000);
+    for (int i = 0; i < LONG && a->act == F; i++)
+        if (a->inbox < 0) l->at[a->slot][i] = (float)a->micro_batch;
+        else l->wrong += l->at[INBOXES + a->inbox][i] != (float)a->micro_batch;
+    return DTRAIN_OK;
+}
+static dtrain_result pass_part(void *user, const action *a, size_t i, dtrain_pipeline_part *out)
+{
+    const passing *l = (const passing *)user;
+    if (i > 0 || a->act == SEND_GRADIENT || a->act == RECEIVE_GRADIENT) return DTRAIN_OK;
+    out->address = l->at[a->inbox < 0 ? a->slot : INBOXES + a->inbox];
+    out->count = LONG, out->dtype = DTRAIN_DTYPE_F32;
+    return DTRAIN_OK;
+}
+static int pass_rank(dtrain_world *world, void *user)
+{
+    const dtrain_pipeline_desc desc = {DTRAIN_PIPELINE_INTERLEAVED, 2, NULL};
+    passing l = {dtrain_world_rank(world), 0, NULL, {NULL}};
+    const dtrain_pipeline_work work = {pass_compute, pass_part, &l};
+    const size_t bytes = sizeof(float) * 2 * INBOXES * LONG;
+    dtrain_comm *comm = dtrain_world_comm(world);
+    dtrain_pipeline_schedule *s;
+    dtrain_pipeline_report report;
+    void *memory;
+    (void)user;
+    RANKS_TRY(dtrain_pipeline_create(&desc, 4, 12, &s));
+    RANKS_TRY(dtrain_pipeline_check(s, NULL, l.rank, &report));
+    if (!CHECK(report.slots <= INBOXES && report.inboxes <= INBOXES)) return 1;
+    RANKS_TRY(dtrain_comm_alloc(comm, bytes, &memory));
+    for (int i = 0; i < 2 * INBOXES; i++) l.at[i] = (float *)memory + (size_t)i * LONG;
+    RANKS_TRY(dtrain_pipeline_run(s, comm, &work));
+    CHECK_MSG(l.wrong == 0, "rank %d has read %d wrong numbers", l.rank, l.wrong);
+    RANKS_TRY(dtrain_barrier(comm));
+    dtrain_comm_free(comm, memory, bytes);
+    dtrain_pipeline_destroy(s);
+    return 0;
+}
+
+/* A message lies in the inbox of a stage that passes it on, until it is taken; no gradient says that it was. */
+static void test_passed_on(void)
+{
+    ranks_run(4, DTRAIN_LAUNCH_THREADS, pass_rank, NULL);
+    ranks_run(4, DTRAIN_LAUNCH_PROCESSES, pass_rank, NULL);
+}
+
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -439,6 +501,7 @@ int main(int argc, char **argv)
     RUN(test_alone);
     RUN(test_bits_threads);
     RUN(test_bits_processes);
+    RUN(test_passed_on);
     RUN(test_failing_actions);
     RUN(test_stalled_rank);
     RUN(test_dead_rank);
