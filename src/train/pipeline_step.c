@@ -239,7 +239,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_survey(dtrain_trainer *trainer, v
     return DTRAIN_OK;
 }
 
-/* Weigh the micro-batches as if they had been backwards of their own, and finish. */
+/* Weigh the micro-batches as if they had been backwards of their own, and finish. A gradient that
+ * is missing ends the step on all ranks, and the next one can be taken. */
 static dtrain_result dtrain__line_finish(dtrain_trainer *trainer)
 {
     dtrain_strategy *strategy = trainer->desc.strategy;
@@ -256,7 +257,8 @@ static dtrain_result dtrain__line_finish(dtrain_trainer *trainer)
     }
     DTRAIN__TRY(dtrain_strategy_finish(strategy));
     bool over;
-    return trainer->joined == micro_batches ? dtrain__tally_settle(strategy, &over) : DTRAIN_OK;
+    if (trainer->joined < micro_batches) return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, dtrain__tally_settle(strategy, &over));
 }
 
 /* ---- Evaluation, and other forward passes -----------------------------------------------------*/
@@ -403,7 +405,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer)
     line->seed = dtrain__step_seed(trainer);
     DTRAIN__TRY(
         dtrain__strategy_keep(strategy, dtrain_pipeline_run(line->schedule, line->comm, &work)));
-    return dtrain__strategy_keep(strategy, dtrain__line_finish(trainer));
+    return dtrain__line_finish(trainer);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_failed(const dtrain_trainer *trainer,

@@ -38,6 +38,7 @@ enum misfortune {
     WANTS_GRADIENT,
     READS_VALUES,
     STEPS_BACK,
+    LACKS,  /* a parameter has no gradient in step `step`, which fails; the next one is taken */
     STOPS,  /* a signal asks one rank to */
     DRIFTS, /* an element of one rank's parameter `drifting` changes */
 };
@@ -151,7 +152,10 @@ static dtrain_tensor *loss_of(dtrain_tape *t, void *user)
             float value[ROWS * WIDTH];
             if (dtrain_tensor_read(t, x, value, NULL) != DTRAIN_OK) return NULL;
         }
-        x = dtrain_linear(t, x, &l->params[2 * u - 1], &l->params[2 * u], DTRAIN_ACTIVATION_GELU);
+        const bool lacks =
+            l->j->what == LACKS && u == 2 && micro < (l->j->step + 1) * (int)l->j->micros;
+        x = dtrain_linear(t, x, &l->params[2 * u - 1], lacks ? NULL : &l->params[2 * u],
+                          DTRAIN_ACTIVATION_GELU);
         if (l->j->what == OTHER_OPERATIONS && micro == 1 && u == 1) x = dtrain_add(t, x, x);
         if (l->j->what == FEWER_OPERATIONS && micro != 1 && u == 2) x = dtrain_add(t, x, x);
     }
@@ -192,6 +196,7 @@ static dtrain_result create(local *l)
     compression.kind = DTRAIN_COMPRESSION_TOPK;
     if (j->compresses) desc.compression = &compression;
     desc.keep_after_forward = j->keep;
+    if (j->what == LACKS) desc.missing_gradient = DTRAIN_MISSING_GRADIENT_ERROR;
     desc.node_size = j->kind == DTRAIN_STRATEGY_HYBRID_SHARD ? 1 : 0;
     desc.kind = j->kind, desc.mesh = l->mesh, desc.pipeline = &line, desc.init_seed = 5;
     TRY(dtrain_strategy_create(l->world, l->params, PARAMS, &desc, &l->strategy));
@@ -228,7 +233,14 @@ static dtrain_result train(local *l)
     l->next = j->from * (int)j->micros;
     for (int step = j->from; step < j->to; step++) {
         dtrain_step_record record;
-        TRY(dtrain_trainer_step(l->trainer, &record));
+        const dtrain_result taken = dtrain_trainer_step(l->trainer, &record);
+        if (j->what == LACKS && step == j->step) {
+            CHECK_MSG(taken != DTRAIN_OK && strstr(dtrain_last_error(), "no gradient") &&
+                          strstr(dtrain_last_error(), "\"w4\""),
+                      "rank %d: %s", l->rank, dtrain_last_error());
+            continue;
+        }
+        TRY(taken);
         j->loss[l->rank][step] = record.loss, j->scale[l->rank][step] = record.loss_scale;
         j->skipped[l->rank] = record.skipped_steps, j->stops[l->rank][step] = record.stop_requested;
         if (j->save && step + 1 == j->to - (j->lost > 0)) TRY(save(l, step + 1));
@@ -459,6 +471,19 @@ static void test_not_finite(void)
     munmap(run, sizeof *run);
 }
 
+/* A step that lacks a gradient of one stage is an error of all ranks, and the next one is taken. */
+static void test_lacks(void)
+{
+    dtrain_result result;
+    job j = job_of(2, 2, DTRAIN_PIPELINE_ZB_H1, LACKS);
+    job *run = launch(&j, DTRAIN_LAUNCH_THREADS, 0, &result);
+    CHECK_MSG(result == DTRAIN_OK, "%s", run->text[0]);
+    for (int r = 0; r < 4; r++)
+        CHECK_MSG(run->loss[r][1] > 0 && run->loss[r][2] == run->loss[0][2], "rank %d: %g, %g", r,
+                  run->loss[r][1], run->loss[r][2]);
+    munmap(run, sizeof *run);
+}
+
 /* A signal to a rank of one stage: all ranks see it in the same step. */
 static void test_stops(void)
 {
@@ -583,6 +608,7 @@ int main(int argc, char **argv)
     RUN(test_settings_differ);
     RUN(test_refused);
     RUN(test_not_finite);
+    RUN(test_lacks);
     RUN(test_stops);
     RUN(test_drifts);
     RUN(test_resumed_elsewhere);
