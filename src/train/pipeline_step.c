@@ -212,6 +212,26 @@ static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, dtrain_loss_fn
     return DTRAIN_OK;
 }
 
+/* Check that what the model's function has made, and returned, is of the last stage. */
+static dtrain_result dtrain__line_made_last(const dtrain_trainer *trainer, const char *what,
+                                            const dtrain__tape_tensor *made)
+{
+    const int last = trainer->pipeline->stages - 1;
+    if (made->stage == last) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "%s returned is of stage %d, and values are read from what the last one, "
+                       "%d, makes; it should run all units of the model",
+                       what, (int)made->stage, last);
+}
+
+/* Run the loss as ghosts alone, and check what it makes. Local. */
+static dtrain_result dtrain__line_survey_loss(dtrain_trainer *trainer, void *user, uint32_t flags,
+                                              const dtrain__tape_tensor **loss)
+{
+    DTRAIN__TRY(dtrain__line_survey(trainer, trainer->desc.loss, user, flags, loss));
+    return dtrain__line_made_last(trainer, "dtrain_trainer: what loss", *loss);
+}
+
 /* Hash which parameters are frozen: a program may freeze and thaw some of them between steps, and
  * gradients then cross other stages. */
 static uint64_t dtrain__line_frozen(const dtrain_trainer *trainer)
@@ -231,8 +251,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_survey(dtrain_trainer *trainer, v
                                                       uint32_t flags)
 {
     const dtrain__tape_tensor *loss = NULL;
-    DTRAIN__TRY(dtrain__agree(
-        trainer->groups.all, dtrain__line_survey(trainer, trainer->desc.loss, user, flags, &loss)));
+    DTRAIN__TRY(
+        dtrain__agree(trainer->groups.all, dtrain__line_survey_loss(trainer, user, flags, &loss)));
     DTRAIN__TRY(dtrain__agree_unit(trainer->desc.strategy, loss->samples.terms));
     trainer->pipeline->surveyed = flags == 0;
     trainer->pipeline->frozen = dtrain__line_frozen(trainer);
@@ -355,12 +375,7 @@ static dtrain_result dtrain__line_survey_forward(dtrain_trainer *trainer, dtrain
     const dtrain__tape_tensor *made;
     DTRAIN__TRY(dtrain__line_survey(trainer, function, user, DTRAIN_TAPE_NO_GRAD, &made));
     DTRAIN__TRY(dtrain__forward_made(&made->tensor, count));
-    if (made->stage == trainer->pipeline->stages - 1) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_USAGE,
-                       "dtrain_trainer_forward: what forward returned is of stage %d, and values "
-                       "are read from what the last one, %d, makes; forward should run all units "
-                       "of the model",
-                       (int)made->stage, trainer->pipeline->stages - 1);
+    return dtrain__line_made_last(trainer, "dtrain_trainer_forward: what forward", made);
 }
 
 /* What crosses is found anew for each call, whose shapes may be others than those before. */

@@ -37,6 +37,7 @@ enum misfortune {
     FEWER_OPERATIONS, /* where a tensor that crosses would be made is one of the next stage */
     WANTS_GRADIENT,
     READS_VALUES,
+    EARLY_LOSS, /* the last stage does nothing for it */
     STEPS_BACK,
     LACKS,  /* a parameter has no gradient in step `step`, which fails; the next one is taken */
     STOPS,  /* a signal asks one rank to */
@@ -145,6 +146,7 @@ static dtrain_tensor *loss_of(dtrain_tape *t, void *user)
     dtrain_tape_unit(t, l->j->what == STEPS_BACK ? UNITS - 1 : 0);
     dtrain_tensor *x =
         dtrain_multiply(t, dtrain_embedding(t, tokens, &l->params[0], NULL), factors);
+    dtrain_tensor *early = l->j->what == EARLY_LOSS ? dtrain_mean(t, x) : NULL;
     for (int u = 1; u < UNITS - 1; u++) {
         dtrain_tape_unit(t, (uint32_t)u);
         if (happens(l, LOSS_FAILS, micro) && u == 2) x = dtrain_add(t, x, tokens);
@@ -163,7 +165,7 @@ static dtrain_tensor *loss_of(dtrain_tape *t, void *user)
     x = dtrain_linear(t, x, &l->params[PARAMS - 1], NULL, DTRAIN_ACTIVATION_NONE);
     x = dtrain_cross_entropy(
         t, x, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, l->targets, false), 0, 0);
-    return happens(l, LOSS_IS_NONE, micro) ? NULL : x;
+    return happens(l, LOSS_IS_NONE, micro) ? NULL : early ? early : x;
 }
 
 /* ---- a rank ---- */
@@ -441,6 +443,8 @@ static void test_refused(void)
         {OTHER_SHAPES, " of micro-batch 1:", ""},
         {OTHER_OPERATIONS, " of micro-batch 1:", "must not depend on values"},
         {FEWER_OPERATIONS, " of micro-batch 1:", "must not depend on values"},
+        {EARLY_LOSS, "dtrain_trainer: what loss returned is of stage 0",
+         "values are read from what the last one, 1, makes"},
         {STEPS_BACK, "unit 1 is on stage 0", "in which their first parameters are registered"},
     };
     for (size_t i = 0; i < sizeof losses / sizeof *losses; i++) {
