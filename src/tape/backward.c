@@ -122,15 +122,20 @@ static dtrain_result dtrain__backward_walk(dtrain_tape *tape)
     return dtrain__tape_enter(tape, -1);
 }
 
+DTRAIN__PRIVATE dtrain_result dtrain__check_loss(const char *call, const dtrain_tensor *loss)
+{
+    if (loss->count == 1) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "%s: the loss has %lld elements, not one; use dtrain_mean or dtrain_sum",
+                       call, (long long)loss->count);
+}
+
 /* Check that the loss can have gradients, set its own, and walk. */
 static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     const char *const call = "dtrain_tape_backward";
     bool accumulate;
-    if (loss->count != 1)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: the loss has %lld elements, not one; use dtrain_mean or dtrain_sum",
-                           call, (long long)loss->count);
+    DTRAIN__TRY(dtrain__check_loss(call, loss));
     if (!loss->needs_grad)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "%s: the loss depends on no trainable parameter and no input with "

@@ -329,6 +329,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op);
 /* tape/backward.c */
 DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_tensor *x,
                                                     bool *accumulate);
+/* Refuse a loss that is not one number. */
+DTRAIN__PRIVATE dtrain_result dtrain__check_loss(const char *call, const dtrain_tensor *loss);
 /* Let x have the gradient of y, which has none from here on. */
 DTRAIN__PRIVATE void dtrain__gradient_take(dtrain_tensor *x, dtrain_tensor *y);
 /* Run the backward of a pass from its loss or, without one, from gradients that are there; the

@@ -229,6 +229,7 @@ static dtrain_result dtrain__line_survey_loss(dtrain_trainer *trainer, void *use
                                               const dtrain__tape_tensor **loss)
 {
     DTRAIN__TRY(dtrain__line_survey(trainer, trainer->desc.loss, user, flags, loss));
+    DTRAIN__TRY(dtrain__check_loss("dtrain_trainer", &(*loss)->tensor));
     return dtrain__line_made_last(trainer, "dtrain_trainer: what loss", *loss);
 }
 

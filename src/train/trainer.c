@@ -420,6 +420,8 @@ static dtrain_result dtrain__evaluate_pass(dtrain_trainer *trainer, void *user, 
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);
     dtrain_tensor *tensor = trainer->desc.loss(trainer->tape, user);
     dtrain__span_end(trainer->world, span);
+    if (tensor && trainer->tape->error == DTRAIN_OK)
+        DTRAIN__TRY(dtrain__check_loss("dtrain_trainer_evaluate", tensor));
     DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, loss, NULL));
     const dtrain__samples *samples = &((const dtrain__tape_tensor *)tensor)->samples;
     DTRAIN__TRY(dtrain__agree_unit(trainer->desc.strategy, samples->terms));

@@ -599,6 +599,15 @@ static void test_loss_fails_on_one_rank(void)
     }
 }
 
+/* A loss that is not one number, as without dtrain_mean. */
+static dtrain_tensor *rows_loss(dtrain_tape *tape, void *user)
+{
+    static const float rows[999] = {0};
+    const int64_t count = 999;
+    (void)user;
+    return dtrain_scale(tape, dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 1, &count, rows, false), 1);
+}
+
 static int arguments_rank(dtrain_world *world, void *user)
 {
     rank_state s;
@@ -646,6 +655,11 @@ static int arguments_rank(dtrain_world *world, void *user)
     CHECK(dtrain_trainer_plan(world, &s.desc, NULL, NULL) == DTRAIN_ERROR_ARGUMENT);
     CHECK(dtrain_trainer_plan(world, NULL, NULL, &memory) == DTRAIN_ERROR_ARGUMENT);
     CHECK(dtrain_trainer_step(trainer, NULL) == DTRAIN_OK); /* a record is not needed */
+    desc.loss = rows_loss;
+    CHECK(dtrain_trainer_create(world, &desc, &bad) == DTRAIN_OK);
+    CHECK(dtrain_trainer_evaluate(bad, next_batch, &s, 1, &loss) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(strstr(dtrain_last_error(), "evaluate: the loss has 999 elements, not one") != NULL);
+    dtrain_trainer_destroy(bad);
     dtrain_trainer_destroy(NULL);
     dtrain_trainer_destroy(trainer);
     dtrain_optimizer_destroy(optimizer);
