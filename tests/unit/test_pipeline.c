@@ -52,6 +52,7 @@ typedef struct spec {
     uint32_t frozen[STEPS];   /* bits of units that are frozen in a step, the last one never */
     bool frozen_head;         /* the tied head gives no gradient of its own */
     bool apart;               /* a trainer of its own evaluates */
+    bool sequence;            /* a tensor axis divides rows between its layers */
     int choice;               /* the unit of which odd micro-batches use another weight; 0: none */
 } spec;
 
@@ -128,6 +129,7 @@ static spec spec_of(uint64_t seed)
     s.apart = draw(&s, 3) == 0;
     if (s.chunks == 1 && draw(&s, 3) == 0) /* with more, an earlier micro-batch may be due */
         s.choice = 1 + draw(&s, s.units - 1);
+    s.sequence = s.tensor == 2 && draw(&s, 2);
     for (int step = 0, freezes = draw(&s, 2) == 0; step < STEPS; step++)
         s.frozen[step] = freezes ? (uint32_t)draw(&s, 1 << (s.units - 1)) : 0;
 #ifndef DTRAIN_CUDA_EMULATION
@@ -355,6 +357,7 @@ static int rank_main(dtrain_world *world, void *user)
     local l;
     memset(&l, 0, sizeof l);
     memset(&desc, 0, sizeof desc);
+    desc.sequence_parallel = r->s.sequence && r->s.tensor == 2;
     desc.tensor = r->s.tensor, desc.pipeline = r->s.pipeline, desc.data = r->s.data;
     l.s = &r->s, l.rank = dtrain_world_rank(world);
     dtrain_result result = dtrain_mesh_create(world, &desc, &mesh);
