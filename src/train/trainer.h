@@ -20,7 +20,9 @@
  *
  *     calls next_batch once a micro-batch, which is required; an error of it fails the step on all
  *     calls loss for each of its stages and micro-batches, and once before, to see what crosses
- *         stages: the same operations and shapes each time, no values read, no counting of calls
+ *         stages: the same operations and shapes each time, no values read, no counting of calls;
+ *         with several stages a rank, later micro-batches may have been fetched meanwhile: inputs
+ *         are those of the pass's own one, what else next_batch has left is not
  *
  * graph, requires_grad inputs and passes of a program's own on the trainer's tape are refused. */
 
