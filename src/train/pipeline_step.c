@@ -430,7 +430,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_failed(const dtrain_trainer *trai
     const dtrain__pipeline *line = trainer->pipeline;
     char text[DTRAIN__ERROR_BYTES];
     uint32_t micro = 0;
-    if (!line || result == DTRAIN_OK) return result;
+    if (!line || (result != DTRAIN_ERROR_TIMEOUT && result != DTRAIN_ERROR_MISMATCH)) return result;
     while (micro < trainer->desc.micro_batches && !line->flights[micro].joined) micro++;
     if (micro == trainer->desc.micro_batches) return result;
     snprintf(text, sizeof text, "%s", dtrain__bare(dtrain_last_error()));

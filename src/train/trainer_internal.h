@@ -100,8 +100,9 @@ typedef struct dtrain__pipeline dtrain__pipeline;
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer);
 DTRAIN__PRIVATE void dtrain__pipeline_destroy(dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer);
-/* Return the result of a step, and add to an error that this rank's data had ended in it: where the
- * others of its pipeline have more, they wait for messages that do not come, until the deadline. */
+/* Return the result of a step, and add to an error of a wait that this rank's data had ended in it:
+ * where the others of its pipeline have more, they wait for messages that do not come, until the
+ * deadline. */
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_failed(const dtrain_trainer *trainer,
                                                       dtrain_result result);
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_plan(const dtrain_trainer_desc *desc,

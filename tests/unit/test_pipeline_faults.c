@@ -28,6 +28,7 @@ enum misfortune {
     DATA_FAILS,
     DATA_ENDS,
     EVALUATION_ENDS,
+    ENDS_AND_FAILS, /* the data of replica 1, on all of its ranks, and then the loss of a rank of replica 0 */
     NOT_FINITE,
     OVERFLOWS,
     OTHER_SCHEDULE,
@@ -114,6 +115,8 @@ static dtrain_result next_batch(void *user)
     if ((l->j->what == DATA_ENDS || l->j->what == EVALUATION_ENDS) && l->rank == l->j->rank &&
         micro >= l->j->step * (int)l->j->micros + l->j->micro)
         return dtrain_fail(DTRAIN_ERROR_END, "no more");
+    if (l->j->what == ENDS_AND_FAILS && l->data_rank == 1 && micro > 0)
+        return dtrain_fail(DTRAIN_ERROR_END, "no more");
     for (int i = 0; i < ROWS; i++) {
         const int at = (micro * l->j->data + l->data_rank) * ROWS + i;
         l->tokens[i] = at * 7 % VOCAB;
@@ -150,7 +153,8 @@ static dtrain_tensor *loss_of(dtrain_tape *t, void *user)
     dtrain_tensor *early = l->j->what == EARLY_LOSS ? dtrain_mean(t, x) : NULL;
     for (int u = 1; u < UNITS - 1; u++) {
         dtrain_tape_unit(t, (uint32_t)u);
-        if (happens(l, LOSS_FAILS, micro) && u == 2) x = dtrain_add(t, x, tokens);
+        if ((happens(l, LOSS_FAILS, micro) || happens(l, ENDS_AND_FAILS, micro)) && u == 2)
+            x = dtrain_add(t, x, tokens);
         if (l->j->what == READS_VALUES && u == UNITS - 2) {
             float value[ROWS * WIDTH];
             if (dtrain_tensor_read(t, x, value, NULL) != DTRAIN_OK) return NULL;
@@ -347,6 +351,19 @@ static void test_loss_fails(void)
     j.rank = 3, j.micro = 1;
     check_errors(&j, DTRAIN_LAUNCH_THREADS, 0,
                  "stage 1 of 2, FORWARD of micro-batch 1:", "loss returned NULL");
+}
+
+/* Data that has ended on all ranks of a replica is no reason of another error. */
+static void test_loss_fails_beside_an_end(void)
+{
+    dtrain_result result;
+    job j = job_of(2, 2, DTRAIN_PIPELINE_1F1B, ENDS_AND_FAILS);
+    j.rank = 0, j.micro = 2;
+    job *run = launch(&j, DTRAIN_LAUNCH_THREADS, 0, &result);
+    for (int r = 0; r < 4; r++)
+        CHECK_MSG(strstr(run->text[r], "dtrain_add") && !strstr(run->text[r], "had ended"),
+                  "rank %d: %s", r, run->text[r]);
+    munmap(run, sizeof *run);
 }
 
 static void test_data_fails(void)
@@ -609,6 +626,7 @@ int main(int argc, char **argv)
     test_begin(argc, argv);
     if (!files_begin("pipeline_faults")) return 1;
     RUN(test_loss_fails);
+    RUN(test_loss_fails_beside_an_end);
     RUN(test_data_fails);
     RUN(test_data_ends_elsewhere);
     RUN(test_dead_and_stalled);
