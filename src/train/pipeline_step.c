@@ -379,7 +379,8 @@ static dtrain_result dtrain__line_survey_forward(dtrain_trainer *trainer, dtrain
     return dtrain__line_made_last(trainer, "dtrain_trainer_forward: what forward", made);
 }
 
-/* What crosses is found anew for each call, whose shapes may be others than those before. */
+/* What crosses is found anew for each call, whose shapes may be others than those before. What is
+ * refused then, on all ranks before anything is sent, does not stand. */
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
                                                        dtrain_loss_fn function, void *user,
                                                        float *values, int64_t count)
@@ -390,8 +391,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
     line->surveyed = false;
     DTRAIN__TRY(dtrain__agree(trainer->groups.all,
                               dtrain__line_survey_forward(trainer, function, user, count)));
-    DTRAIN__TRY(dtrain__line_forward_pass(trainer, function, user, values));
-    return dtrain_broadcast(line->comm, values, (size_t)count, DTRAIN_DTYPE_F32, root, NULL);
+    DTRAIN__TRY(dtrain__strategy_keep(trainer->desc.strategy,
+                                      dtrain__line_forward_pass(trainer, function, user, values)));
+    return dtrain__strategy_keep(
+        trainer->desc.strategy,
+        dtrain_broadcast(line->comm, values, (size_t)count, DTRAIN_DTYPE_F32, root, NULL));
 }
 
 /* ---- A step, and creation ---------------------------------------------------------------------*/

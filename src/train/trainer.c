@@ -508,8 +508,7 @@ DTRAIN_API dtrain_result dtrain_trainer_forward(dtrain_trainer *trainer, dtrain_
                            (long long)count);
     if (!trainer->pipeline) return dtrain__forward_pass(trainer, forward, user, values, count);
     DTRAIN__TRY(dtrain__strategy_usable(trainer->desc.strategy, "dtrain_trainer_forward"));
-    return dtrain__strategy_keep(trainer->desc.strategy,
-                                 dtrain__pipeline_forward(trainer, forward, user, values, count));
+    return dtrain__pipeline_forward(trainer, forward, user, values, count);
 }
 
 /* ---- creation ---------------------------------------------------------------------------------*/

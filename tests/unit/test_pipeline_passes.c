@@ -219,6 +219,8 @@ static int rank_main(dtrain_world *world, void *user)
     r->wrong[rank] = dtrain_trainer_forward(trainer, r->early ? input_of : rows_of, l,
                                             r->made[rank][FORWARDS - 1], r->early ? 2 * WIDTH : 3);
     snprintf(r->error[rank], sizeof r->error[rank], "%s", dtrain_last_error());
+    RANKS_TRY(dtrain_trainer_forward(trainer, rows_of, l, r->made[rank][FORWARDS - 1], 2 * WIDTH));
+    RANKS_TRY(dtrain_trainer_step(trainer, NULL)); /* that was no error that stands */
     dtrain_trainer_destroy(trainer);
     dtrain_optimizer_destroy(optimizer);
     dtrain_strategy_destroy(strategy);
