@@ -131,7 +131,9 @@ static dtrain_result dtrain__state_param(dtrain_state *state, const dtrain_param
     const dtrain_optimizer *optimizer = state->desc.optimizer;
     const bool value = class_ == DTRAIN__CLASS_VALUE;
     dtrain_shard shard;
-    if (value ? p->state.storage != p : !optimizer || !dtrain__is_updated(p)) return DTRAIN_OK;
+    if (value ? p->state.storage != p
+              : !optimizer || !dtrain__has_state(state->desc.strategy, index))
+        return DTRAIN_OK;
     if (!dtrain__has_memory(p)) return DTRAIN_OK; /* stages of other ranks list it */
     if (class_ == DTRAIN__CLASS_MISSED)
         return dtrain__state_append(state, DTRAIN_STATE_MISSED, p->name, DTRAIN_DTYPE_I64, one,
@@ -212,7 +214,7 @@ static dtrain_result dtrain__state_compression(dtrain_state *state)
     }
     for (size_t i = 0; i < count && state_count; i++) {
         const dtrain_compression_state *kept = NULL;
-        if (!dtrain__is_updated(&params[i]) || !dtrain__has_memory(&params[i])) continue;
+        if (!dtrain__has_state(state->desc.strategy, i)) continue;
         for (size_t k = 0; k < state_count && !kept; k++)
             if (states[k].param == &params[i]) kept = &states[k];
         DTRAIN__TRY(dtrain__state_compressed(state, &params[i], kept, keeps));

@@ -46,6 +46,12 @@ DTRAIN__PRIVATE bool dtrain__is_updated(const dtrain_param *param)
     return param->state.storage == param && !(param->flags & DTRAIN_PARAM_FROZEN);
 }
 
+DTRAIN__PRIVATE bool dtrain__has_state(const dtrain_strategy *strategy, size_t i)
+{
+    const dtrain_param *p = &strategy->params[i];
+    return p->state.storage == p && strategy->layout.entries[i].trainable;
+}
+
 /* Each copy of the model has the same shard once, and every rank a whole value. */
 DTRAIN__PRIVATE int dtrain__holders(const dtrain_strategy *strategy, size_t i, int *count)
 {

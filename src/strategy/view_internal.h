@@ -85,6 +85,9 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done);
 
 /* Tell whether optimizers update it: no alias, and not frozen. */
 DTRAIN__PRIVATE bool dtrain__is_updated(const dtrain_param *param);
+/* Tell whether an optimizer has state of it here: it was not frozen when the strategy was created,
+ * and may be so for some steps. */
+DTRAIN__PRIVATE bool dtrain__has_state(const dtrain_strategy *strategy, size_t i);
 /* Find the piece of its value, gradient and state that this rank keeps; false: none. */
 DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
                                       dtrain_shard *shard);
