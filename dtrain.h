@@ -1502,10 +1502,10 @@ typedef struct dtrain_pipeline_work {
     /* Do what the action says: FORWARD, BACKWARD, WEIGHT, REDUCE, STEP. */
     dtrain_result (*compute)(void *user, const dtrain_pipeline_action *action);
     /* Say where part i of the action's message is to be read or written: *part with a count of 0
-     * ends the list. Called when the message starts. What is received stays until the inbox'
-     * next use, what is sent until the slot's next FORWARD. A gradient that is sent stays until the
-     * slot's next SEND_GRADIENT, which may find the next pass done: it is in memory of its own, for
-     * one by slot; this function may copy it there. */
+     * ends the list. Called when the message starts. What is received stays until the inbox's next
+     * use, what FORWARD made until the pass's BACKWARD has begun. A gradient that is sent stays
+     * until the slot's next SEND_GRADIENT, which may find the next pass done: it is in memory of
+     * its own, for one by slot, and this function may copy it there. */
     dtrain_result (*part)(void *user, const dtrain_pipeline_action *action, size_t i,
                           dtrain_pipeline_part *part);
     void *user;
@@ -2671,7 +2671,9 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);
  *
  *     calls next_batch once a micro-batch, which is required; an error of it fails the step on all
  *     calls loss for each of its stages and micro-batches, and once before, to see what crosses
- *         stages: the same operations and shapes each time, no values read, no counting of calls
+ *         stages: the same operations and shapes each time, no values read, no counting of calls;
+ *         with several stages a rank, later micro-batches may have been fetched meanwhile: inputs
+ *         are those of the pass's own one, what else next_batch has left is not
  *
  * graph, requires_grad inputs and passes of a program's own on the trainer's tape are refused. */
 
@@ -15154,12 +15156,16 @@ DTRAIN_API dtrain_result dtrain_pipeline_draw(const dtrain_pipeline_schedule *sc
  * A rank walks its own list. Messages are asynchronous: RECEIVE starts one and goes on; the action
  * that needs it waits, and so do the actions that would overwrite what is still being sent:
  *
- *     RECEIVE 1 . . . . FORWARD 1  SEND 1 . . . . BACKWARD 1 (its slot's last use) . . FORWARD 4
- *     starts            waits      starts                                              waits for
- *     (waits for the inbox' last)                                                      SEND 1
+ *     RECEIVE 1 . . . . FORWARD 1  SEND 1 . . . . BACKWARD 1 SEND_GRADIENT 1 . . . SEND_GRADIENT 4
+ *     starts            waits      starts         waits for  starts                waits for
+ *     (waits for the inbox' last)                 SEND 1                           SEND_GRADIENT 1
+ *
+ * What SEND sends may lie in the pass's inbox, or in those of an earlier stage of this rank, where
+ * a stage only passes it on. All of them are given back behind the backward, and a gradient that
+ * came back says that it was taken; but there may be none.
  *
  * A gradient is not in the slot: its peer takes it when it is done with what it computes, which may
- * be after FORWARD 4 and BACKWARD 4. Only the next SEND_GRADIENT of the slot waits for it.
+ * be after the slot's next BACKWARD. Only the next SEND_GRADIENT of the slot waits for it.
  *
  * So the works of a pass are noted with its slot and its inbox: two receives and two sends, of
  * several parts each. The first run allocates that table, and leaves it in the schedule. */
@@ -15255,13 +15261,12 @@ static dtrain_result dtrain__run_pass(const dtrain__runner *run,
 static dtrain_result dtrain__run_compute(const dtrain__runner *run,
                                          const dtrain_pipeline_action *action)
 {
-    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD) {
-        DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_SEND, action));
-        if (action->inbox >= 0)
-            DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_RECEIVE, action));
-    }
-    if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD)
+    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD && action->inbox >= 0)
+        DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_RECEIVE, action));
+    if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD) {
         DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT, action));
+        DTRAIN__TRY(dtrain__run_wait(run, DTRAIN_PIPELINE_ACT_SEND, action));
+    }
     return dtrain__run_pass(run, action);
 }
 
@@ -15485,6 +15490,9 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done);
 
 /* Tell whether optimizers update it: no alias, and not frozen. */
 DTRAIN__PRIVATE bool dtrain__is_updated(const dtrain_param *param);
+/* Tell whether an optimizer has state of it here: it was not frozen when the strategy was created,
+ * and may be so for some steps. */
+DTRAIN__PRIVATE bool dtrain__has_state(const dtrain_strategy *strategy, size_t i);
 /* Find the piece of its value, gradient and state that this rank keeps; false: none. */
 DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
                                       dtrain_shard *shard);
@@ -15494,8 +15502,6 @@ DTRAIN__PRIVATE int dtrain__holders(const dtrain_strategy *strategy, size_t i, i
 DTRAIN__PRIVATE bool dtrain__is_sliced(const dtrain_strategy *strategy, size_t i);
 /* Tell whether it has memory here; what stages of other ranks alone use has none. */
 DTRAIN__PRIVATE bool dtrain__has_memory(const dtrain_param *param);
-/* Tell whether its unit is in a stage of this rank; the rank alone marks it. */
-DTRAIN__PRIVATE bool dtrain__is_here(const dtrain_strategy *strategy, size_t i);
 /* Return the first rank of the pipeline axis that has it; where weights are tied, of several. */
 DTRAIN__PRIVATE int dtrain__stage_first(const dtrain_strategy *strategy, size_t i);
 /* Tell whether no rank had a gradient of it in the last step: it is left out of the update. */
@@ -15537,6 +15543,9 @@ DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
                                         const dtrain__samples *samples);
 DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
                                            const dtrain__samples *samples);
+/* Note that a micro-batch of a schedule has made a gradient, to which later ones may add: ready is
+ * called behind the last one alone, which may make none. */
+DTRAIN__PRIVATE void dtrain__note_gradient(dtrain_strategy *strategy, size_t i);
 /* Note that a backward is a schedule of several micro-batches. */
 DTRAIN__PRIVATE void dtrain__expect_schedule(dtrain_strategy *strategy, bool several);
 /* Weigh a micro-batch of a pipeline, whose schedule is one backward (samples NULL: it has no data);
@@ -16327,11 +16336,6 @@ DTRAIN__PRIVATE bool dtrain__loss_counts(const dtrain_strategy *strategy)
 DTRAIN__PRIVATE bool dtrain__has_memory(const dtrain_param *param)
 {
     return param->count || !param->state.elsewhere;
-}
-
-DTRAIN__PRIVATE bool dtrain__is_here(const dtrain_strategy *strategy, size_t i)
-{
-    return !strategy->params[i].state.elsewhere;
 }
 
 DTRAIN__PRIVATE int dtrain__stage_first(const dtrain_strategy *strategy, size_t i)
@@ -17385,6 +17389,7 @@ static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
         const dtrain_param *p = &strategy->params[i];
         if (!entry->trainable || !entry->here || entry->seen || (entry->warned && !strict))
             continue;
+        if ((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN) continue; /* for now */
         entry->warned = true;
         if (count++ < 8) /* 64 bytes each: there is room for them */
             used += (size_t)snprintf(names + used, sizeof names - used, "%s\"%.60s\"",
@@ -17708,8 +17713,8 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
  *
  *     | sum of weights | of each parameter: how many ranks had a gradient of it |
  *
- * On an exact mesh the first rank of a tensor axis alone gives its weight, and passes are those of
- * the data axis: the sum is rounded alike for any number of ranks.
+ * Of a pipeline axis, and on an exact mesh of a tensor axis, the first rank alone gives its weight,
+ * and passes are counted without the others: the sum is rounded alike for any number of ranks.
  *
  * The tally stays in device memory, where the correction reads it. A rank with samples and all
  * gradients knows without it that the step has samples and that no gradient is absent; on other
@@ -17770,6 +17775,11 @@ DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
     strategy->weight =
         weighs ? dtrain__weight_of(strategy, samples) : dtrain__samples_count(samples) > 0;
     return weighs ? strategy->unit : 0;
+}
+
+DTRAIN__PRIVATE void dtrain__note_gradient(dtrain_strategy *strategy, size_t i)
+{
+    strategy->layout.entries[i].seen = true;
 }
 
 DTRAIN__PRIVATE void dtrain__expect_schedule(dtrain_strategy *strategy, bool several)
@@ -17855,6 +17865,13 @@ static float dtrain__tally_of(const dtrain_strategy *strategy, size_t i)
     return strategy->layout.entries[i].absent || !dtrain__has_memory(&strategy->params[i]) ? 0 : 1;
 }
 
+/* Count the ranks whose weights are summed up. */
+static int dtrain__weight_ranks(const dtrain__groups *groups)
+{
+    const int without = groups->pipeline_ranks * (groups->exact ? groups->tensor_ranks : 1);
+    return dtrain_comm_size(groups->all) / without;
+}
+
 /* Write this rank's part of the tally and start its sum. */
 DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
 {
@@ -17867,7 +17884,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
         dtrain__note_absent(strategy);
         DTRAIN__TRY(dtrain__tally_set(strategy, 0, 1, strategy->weights));
     }
-    if (strategy->groups.exact && strategy->groups.tensor_rank)
+    if (strategy->groups.pipeline_rank || (strategy->groups.exact && strategy->groups.tensor_rank))
         DTRAIN__TRY(ops->zero(strategy->device, strategy->tally, sizeof(float)));
     if (dtrain_comm_size(strategy->groups.all) == 1) {
         strategy->unsure = false;
@@ -17898,8 +17915,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
     const int ranks = dtrain_comm_size(strategy->groups.all);
-    const int counted = strategy->groups.exact ? ranks / strategy->groups.tensor_ranks : ranks;
-    const float passes = (float)counted * (float)strategy->passes;
+    const float passes = (float)dtrain__weight_ranks(&strategy->groups) * (float)strategy->passes;
     dtrain_work *work = strategy->tally_work;
     dtrain_axpby_args correct;
     memset(&correct, 0, sizeof correct);
@@ -21397,6 +21413,12 @@ DTRAIN__PRIVATE bool dtrain__is_updated(const dtrain_param *param)
     return param->state.storage == param && !(param->flags & DTRAIN_PARAM_FROZEN);
 }
 
+DTRAIN__PRIVATE bool dtrain__has_state(const dtrain_strategy *strategy, size_t i)
+{
+    const dtrain_param *p = &strategy->params[i];
+    return p->state.storage == p && strategy->layout.entries[i].trainable;
+}
+
 /* Each copy of the model has the same shard once, and every rank a whole value. */
 DTRAIN__PRIVATE int dtrain__holders(const dtrain_strategy *strategy, size_t i, int *count)
 {
@@ -22097,6 +22119,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op);
 /* tape/backward.c */
 DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_tensor *x,
                                                     bool *accumulate);
+/* Refuse a loss that is not one number. */
+DTRAIN__PRIVATE dtrain_result dtrain__check_loss(const char *call, const dtrain_tensor *loss);
 /* Let x have the gradient of y, which has none from here on. */
 DTRAIN__PRIVATE void dtrain__gradient_take(dtrain_tensor *x, dtrain_tensor *y);
 /* Run the backward of a pass from its loss or, without one, from gradients that are there; the
@@ -23237,8 +23261,9 @@ static dtrain_result dtrain__backward_done(dtrain_tape *tape, dtrain_node *node)
     }
     for (uint32_t i = 0; i < op->param_count && !tape->planning; i++) {
         dtrain_param_state *state = &op->params[i]->state;
-        if (--state->pending_uses == 0 && tape->strategy && node->target[i] && !tape->pass.more)
-            DTRAIN__TRY(dtrain_strategy_ready(tape->strategy, state->index));
+        if (--state->pending_uses || !tape->strategy || !node->target[i]) continue;
+        if (tape->pass.more) dtrain__note_gradient(tape->strategy, state->index);
+        else DTRAIN__TRY(dtrain_strategy_ready(tape->strategy, state->index));
     }
     return DTRAIN_OK;
 }
@@ -23283,15 +23308,20 @@ static dtrain_result dtrain__backward_walk(dtrain_tape *tape)
     return dtrain__tape_enter(tape, -1);
 }
 
+DTRAIN__PRIVATE dtrain_result dtrain__check_loss(const char *call, const dtrain_tensor *loss)
+{
+    if (loss->count == 1) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "%s: the loss has %lld elements, not one; use dtrain_mean or dtrain_sum",
+                       call, (long long)loss->count);
+}
+
 /* Check that the loss can have gradients, set its own, and walk. */
 static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     const char *const call = "dtrain_tape_backward";
     bool accumulate;
-    if (loss->count != 1)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: the loss has %lld elements, not one; use dtrain_mean or dtrain_sum",
-                           call, (long long)loss->count);
+    DTRAIN__TRY(dtrain__check_loss(call, loss));
     if (!loss->needs_grad)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "%s: the loss depends on no trainable parameter and no input with "
@@ -26893,6 +26923,15 @@ DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *
     const dtrain__crossing *crossing = dtrain__crossing_of(tape);
     if (!crossing) return;
     const size_t at = (size_t)(crossing - stages->crossings);
+    if (crossing->stage != made->stage) {
+        dtrain__tape_stick(
+            tape, dtrain_fail(DTRAIN_ERROR_USAGE,
+                              "tensor %zu of the loss is made in stage %d, and was in stage %d in "
+                              "the first micro-batch; which operations the loss calls must not "
+                              "depend on values",
+                              crossing->number, (int)made->stage, (int)crossing->stage));
+        return;
+    }
     if (crossing->count != x->count || crossing->dtype != x->dtype) {
         dtrain__tape_stick(
             tape, dtrain_fail(DTRAIN_ERROR_USAGE,
@@ -29975,8 +30014,9 @@ typedef struct dtrain__pipeline dtrain__pipeline;
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer);
 DTRAIN__PRIVATE void dtrain__pipeline_destroy(dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer);
-/* Return the result of a step, and add to an error that this rank's data had ended in it: where the
- * others of its pipeline have more, they wait for messages that do not come, until the deadline. */
+/* Return the result of a step, and add to an error of a wait that this rank's data had ended in it:
+ * where the others of its pipeline have more, they wait for messages that do not come, until the
+ * deadline. */
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_failed(const dtrain_trainer *trainer,
                                                       dtrain_result result);
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_plan(const dtrain_trainer_desc *desc,
@@ -30253,25 +30293,25 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
 /* ---- the record -------------------------------------------------------------------------------*/
 
 /* Compare where the data of ranks that have parts of one model ended: the messages of a pipeline
- * may find their way past each other where that differs, with numbers that mean nothing. */
-static dtrain_result dtrain__check_ended(const dtrain_trainer *trainer, int64_t step)
+ * may find their way past each other where that differs, with numbers that mean nothing. `where`
+ * says of which call, with `count` passes of a rank. */
+static dtrain_result dtrain__check_ended(const dtrain_trainer *trainer, const char *where,
+                                         int64_t count)
 {
     const int tensor = trainer->groups.tensor_ranks, replicas = tensor * trainer->data_ranks;
-    const uint32_t micros = trainer->desc.micro_batches;
     for (int r = 0; r < trainer->ranks; r++) {
         const int first = r % replicas / tensor * tensor; /* of the same model */
         const float *own = &trainer->words[r * DTRAIN__WORD_COUNT],
                     *other = &trainer->words[first * DTRAIN__WORD_COUNT];
         if (own[DTRAIN__WORD_ENDED] == other[DTRAIN__WORD_ENDED]) continue;
-        return dtrain_fail(
-            DTRAIN_ERROR_USAGE,
-            "dtrain_trainer_step: at step %lld rank %d had data for %.0f of %u micro-batches, and "
-            "rank %d, which has another part of the same model, for %.0f; give both the same "
-            "samples",
-            (long long)step, dtrain__world_rank(trainer->groups.all, r),
-            (1 - (double)own[DTRAIN__WORD_ENDED]) * micros, micros,
-            dtrain__world_rank(trainer->groups.all, first),
-            (1 - (double)other[DTRAIN__WORD_ENDED]) * micros);
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "%s rank %d had data for %.0f of %lld micro-batches, and rank %d, which "
+                           "has another part of the same model, for %.0f; give both the same "
+                           "samples",
+                           where, dtrain__world_rank(trainer->groups.all, r),
+                           (1 - (double)own[DTRAIN__WORD_ENDED]) * (double)count, (long long)count,
+                           dtrain__world_rank(trainer->groups.all, first),
+                           (1 - (double)other[DTRAIN__WORD_ENDED]) * (double)count);
     }
     return DTRAIN_OK;
 }
@@ -30403,10 +30443,12 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const doubl
     const bool overflow = !dtrain__is_finite((float)record->grad_norm);
     dtrain_loss_scaler *scaler = &trainer->scaler;
     double mean[DTRAIN__WORD_COUNT];
+    char where[64];
+    snprintf(where, sizeof where, "dtrain_trainer_step: at step %lld", (long long)record->step);
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
     record->ended = !(mean[DTRAIN__WORD_ENDED] < 1);
-    DTRAIN__TRY(
-        dtrain__strategy_keep(trainer->desc.strategy, dtrain__check_ended(trainer, record->step)));
+    DTRAIN__TRY(dtrain__strategy_keep(
+        trainer->desc.strategy, dtrain__check_ended(trainer, where, trainer->desc.micro_batches)));
     DTRAIN__TRY(dtrain__check_finite(trainer, record, overflow));
     record->ranks = trainer->ranks;
     for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++)
@@ -30507,6 +30549,8 @@ static dtrain_result dtrain__evaluate_pass(dtrain_trainer *trainer, void *user, 
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);
     dtrain_tensor *tensor = trainer->desc.loss(trainer->tape, user);
     dtrain__span_end(trainer->world, span);
+    if (tensor && trainer->tape->error == DTRAIN_OK)
+        DTRAIN__TRY(dtrain__check_loss("dtrain_trainer_evaluate", tensor));
     DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, loss, NULL));
     const dtrain__samples *samples = &((const dtrain__tape_tensor *)tensor)->samples;
     DTRAIN__TRY(dtrain__agree_unit(trainer->desc.strategy, samples->terms));
@@ -30514,12 +30558,14 @@ static dtrain_result dtrain__evaluate_pass(dtrain_trainer *trainer, void *user, 
     return DTRAIN_OK;
 }
 
-/* Evaluate one batch: add its loss times its weight to *sum, and the weight to *weights. */
+/* Evaluate one batch: add its loss times its weight to *sum, and the weight to *weights; or count
+ * it to those that this rank has no data for. */
 static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_fn next_batch,
-                                          void *user, double *sum, double *weights)
+                                          void *user, double *sum, double *weights, int64_t *ended)
 {
     const dtrain_result next = next_batch ? next_batch(user) : DTRAIN_OK;
     float loss = 0, weight = 0;
+    *ended += next == DTRAIN_ERROR_END;
     if (next == DTRAIN_ERROR_END && trainer->pipeline) return DTRAIN_OK; /* on all of its ranks */
     if (next == DTRAIN_ERROR_END) return dtrain__join_forward(trainer->desc.strategy);
     DTRAIN__TRY(next);
@@ -30540,21 +30586,24 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                            "is less than 1",
                            (long long)batches);
     double sum = 0, weights = 0;
+    int64_t ended = 0;
     if (trainer->pipeline)
         DTRAIN__TRY(dtrain__strategy_keep(
             trainer->desc.strategy, dtrain__pipeline_survey(trainer, user, DTRAIN_TAPE_NO_GRAD)));
     for (int64_t i = 0; i < batches; i++) {
         const dtrain_result result =
-            dtrain__evaluate_one(trainer, next_batch, user, &sum, &weights);
+            dtrain__evaluate_one(trainer, next_batch, user, &sum, &weights, &ended);
         DTRAIN__TRY(dtrain__strategy_keep(trainer->desc.strategy, result));
     }
     double own[DTRAIN__WORD_COUNT], mean[DTRAIN__WORD_COUNT];
     for (int word = 0; word < DTRAIN__WORD_COUNT; word++) /* the last step's figures stay */
         own[word] = (double)trainer->words[trainer->rank * DTRAIN__WORD_COUNT + word];
+    own[DTRAIN__WORD_ENDED] = (double)ended / (double)batches;
     dtrain__put_loss(trainer, sum, weights, batches, own);
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
     *loss = mean[DTRAIN__WORD_LOSS];
-    return DTRAIN_OK;
+    return dtrain__strategy_keep(trainer->desc.strategy,
+                                 dtrain__check_ended(trainer, "dtrain_trainer_evaluate:", batches));
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__forward_made(const dtrain_tensor *made, int64_t count)
@@ -30588,8 +30637,7 @@ DTRAIN_API dtrain_result dtrain_trainer_forward(dtrain_trainer *trainer, dtrain_
                            (long long)count);
     if (!trainer->pipeline) return dtrain__forward_pass(trainer, forward, user, values, count);
     DTRAIN__TRY(dtrain__strategy_usable(trainer->desc.strategy, "dtrain_trainer_forward"));
-    return dtrain__strategy_keep(trainer->desc.strategy,
-                                 dtrain__pipeline_forward(trainer, forward, user, values, count));
+    return dtrain__pipeline_forward(trainer, forward, user, values, count);
 }
 
 /* ---- creation ---------------------------------------------------------------------------------*/
@@ -30743,8 +30791,9 @@ struct dtrain__pipeline {
     int32_t *slots;          /* (chunks, micro_batches) */
     dtrain_tensor **losses;  /* (slots) of the last stage's passes */
     size_t slot_count;
-    bool surveyed; /* what crosses is that of the training batches */
-    uint64_t seed; /* of the step under way */
+    bool surveyed;   /* what crosses is that of the training batches ... */
+    uint64_t frozen; /* ... and of the parameters that were frozen then: their hash */
+    uint64_t seed;   /* of the step under way */
 };
 
 /* Return where the slot of a pass of a chunk is noted. */
@@ -30905,6 +30954,39 @@ static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, dtrain_loss_fn
     return DTRAIN_OK;
 }
 
+/* Check that what the model's function has made, and returned, is of the last stage. */
+static dtrain_result dtrain__line_made_last(const dtrain_trainer *trainer, const char *what,
+                                            const dtrain__tape_tensor *made)
+{
+    const int last = trainer->pipeline->stages - 1;
+    if (made->stage == last) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "%s returned is of stage %d, and values are read from what the last one, "
+                       "%d, makes; it should run all units of the model",
+                       what, (int)made->stage, last);
+}
+
+/* Run the loss as ghosts alone, and check what it makes. Local. */
+static dtrain_result dtrain__line_survey_loss(dtrain_trainer *trainer, void *user, uint32_t flags,
+                                              const dtrain__tape_tensor **loss)
+{
+    DTRAIN__TRY(dtrain__line_survey(trainer, trainer->desc.loss, user, flags, loss));
+    DTRAIN__TRY(dtrain__check_loss("dtrain_trainer", &(*loss)->tensor));
+    return dtrain__line_made_last(trainer, "dtrain_trainer: what loss", *loss);
+}
+
+/* Hash which parameters are frozen: a program may freeze and thaw some of them between steps, and
+ * gradients then cross other stages. */
+static uint64_t dtrain__line_frozen(const dtrain_trainer *trainer)
+{
+    uint64_t hash = DTRAIN__FNV_BASIS;
+    size_t count;
+    const dtrain_param *params = dtrain__params_of(trainer->desc.strategy, &count);
+    for (size_t i = 0; i < count; i++)
+        hash = dtrain__fnv1a(hash, &params[i].flags, sizeof params[i].flags);
+    return hash;
+}
+
 /* Run the loss as ghosts alone, to find what crosses, and agree on the unit of weights. Collective;
  * before the first step, and before and behind an evaluation, whose passes (flags) and batches are
  * other ones. */
@@ -30912,34 +30994,21 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_survey(dtrain_trainer *trainer, v
                                                       uint32_t flags)
 {
     const dtrain__tape_tensor *loss = NULL;
-    DTRAIN__TRY(dtrain__agree(
-        trainer->groups.all, dtrain__line_survey(trainer, trainer->desc.loss, user, flags, &loss)));
+    DTRAIN__TRY(
+        dtrain__agree(trainer->groups.all, dtrain__line_survey_loss(trainer, user, flags, &loss)));
     DTRAIN__TRY(dtrain__agree_unit(trainer->desc.strategy, loss->samples.terms));
     trainer->pipeline->surveyed = flags == 0;
+    trainer->pipeline->frozen = dtrain__line_frozen(trainer);
     return DTRAIN_OK;
 }
 
-/* Call ready for what earlier micro-batches have given gradients to, where the last one of the step
- * had no data. */
-static dtrain_result dtrain__line_ready(dtrain_trainer *trainer)
-{
-    const dtrain__pipeline *line = trainer->pipeline;
-    size_t count;
-    const dtrain_param *params = dtrain__params_of(trainer->desc.strategy, &count);
-    if (!line->flights[trainer->desc.micro_batches - 1].joined) return DTRAIN_OK;
-    for (size_t i = 0; i < count; i++)
-        if (params[i].state.grad_written && dtrain__is_here(trainer->desc.strategy, i))
-            DTRAIN__TRY(dtrain_strategy_ready(trainer->desc.strategy, i));
-    return DTRAIN_OK;
-}
-
-/* Weigh the micro-batches as if they had been backwards of their own, and finish. */
+/* Weigh the micro-batches as if they had been backwards of their own, and finish. A gradient that
+ * is missing ends the step on all ranks, and the next one can be taken. */
 static dtrain_result dtrain__line_finish(dtrain_trainer *trainer)
 {
     dtrain_strategy *strategy = trainer->desc.strategy;
     dtrain__pipeline *line = trainer->pipeline;
     const uint32_t micro_batches = trainer->desc.micro_batches;
-    DTRAIN__TRY(dtrain__line_ready(trainer));
     trainer->joined = 0;
     for (uint32_t micro = 0; micro < micro_batches; micro++) {
         const dtrain__flight *flight = &line->flights[micro];
@@ -30951,7 +31020,8 @@ static dtrain_result dtrain__line_finish(dtrain_trainer *trainer)
     }
     DTRAIN__TRY(dtrain_strategy_finish(strategy));
     bool over;
-    return trainer->joined == micro_batches ? dtrain__tally_settle(strategy, &over) : DTRAIN_OK;
+    if (trainer->joined < micro_batches) return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, dtrain__tally_settle(strategy, &over));
 }
 
 /* ---- Evaluation, and other forward passes -----------------------------------------------------*/
@@ -31048,15 +31118,11 @@ static dtrain_result dtrain__line_survey_forward(dtrain_trainer *trainer, dtrain
     const dtrain__tape_tensor *made;
     DTRAIN__TRY(dtrain__line_survey(trainer, function, user, DTRAIN_TAPE_NO_GRAD, &made));
     DTRAIN__TRY(dtrain__forward_made(&made->tensor, count));
-    if (made->stage == trainer->pipeline->stages - 1) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_USAGE,
-                       "dtrain_trainer_forward: what forward returned is of stage %d, and values "
-                       "are read from what the last one, %d, makes; forward should run all units "
-                       "of the model",
-                       (int)made->stage, trainer->pipeline->stages - 1);
+    return dtrain__line_made_last(trainer, "dtrain_trainer_forward: what forward", made);
 }
 
-/* What crosses is found anew for each call, whose shapes may be others than those before. */
+/* What crosses is found anew for each call, whose shapes may be others than those before. What is
+ * refused then, on all ranks before anything is sent, does not stand. */
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
                                                        dtrain_loss_fn function, void *user,
                                                        float *values, int64_t count)
@@ -31067,8 +31133,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
     line->surveyed = false;
     DTRAIN__TRY(dtrain__agree(trainer->groups.all,
                               dtrain__line_survey_forward(trainer, function, user, count)));
-    DTRAIN__TRY(dtrain__line_forward_pass(trainer, function, user, values));
-    return dtrain_broadcast(line->comm, values, (size_t)count, DTRAIN_DTYPE_F32, root, NULL);
+    DTRAIN__TRY(dtrain__strategy_keep(trainer->desc.strategy,
+                                      dtrain__line_forward_pass(trainer, function, user, values)));
+    return dtrain__strategy_keep(
+        trainer->desc.strategy,
+        dtrain_broadcast(line->comm, values, (size_t)count, DTRAIN_DTYPE_F32, root, NULL));
 }
 
 /* ---- A step, and creation ---------------------------------------------------------------------*/
@@ -31090,14 +31159,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer)
     dtrain_strategy *strategy = trainer->desc.strategy;
     const dtrain_pipeline_work work = {dtrain__line_compute, dtrain__line_part, trainer};
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_trainer_step"));
-    if (!line->surveyed)
+    if (!line->surveyed || line->frozen != dtrain__line_frozen(trainer))
         DTRAIN__TRY(dtrain__strategy_keep(strategy,
                                           dtrain__pipeline_survey(trainer, trainer->desc.user, 0)));
     dtrain__line_reset(trainer);
+    dtrain__expect_schedule(strategy, trainer->desc.micro_batches > 1); /* other trainers', too */
     line->seed = dtrain__step_seed(trainer);
     DTRAIN__TRY(
         dtrain__strategy_keep(strategy, dtrain_pipeline_run(line->schedule, line->comm, &work)));
-    return dtrain__strategy_keep(strategy, dtrain__line_finish(trainer));
+    return dtrain__line_finish(trainer);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_failed(const dtrain_trainer *trainer,
@@ -31106,7 +31176,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_failed(const dtrain_trainer *trai
     const dtrain__pipeline *line = trainer->pipeline;
     char text[DTRAIN__ERROR_BYTES];
     uint32_t micro = 0;
-    if (!line || result == DTRAIN_OK) return result;
+    if (!line || (result != DTRAIN_ERROR_TIMEOUT && result != DTRAIN_ERROR_MISMATCH)) return result;
     while (micro < trainer->desc.micro_batches && !line->flights[micro].joined) micro++;
     if (micro == trainer->desc.micro_batches) return result;
     snprintf(text, sizeof text, "%s", dtrain__bare(dtrain_last_error()));
@@ -31179,7 +31249,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer)
     const dtrain_strategy *strategy = trainer->desc.strategy;
     DTRAIN__TRY(dtrain__pipeline_open(trainer, dtrain__stages_of(strategy),
                                       dtrain__settings_of(strategy)->pipeline));
-    dtrain__expect_schedule(trainer->desc.strategy, trainer->desc.micro_batches > 1);
     return DTRAIN_OK;
 }
 
@@ -31922,7 +31991,9 @@ static dtrain_result dtrain__state_param(dtrain_state *state, const dtrain_param
     const dtrain_optimizer *optimizer = state->desc.optimizer;
     const bool value = class_ == DTRAIN__CLASS_VALUE;
     dtrain_shard shard;
-    if (value ? p->state.storage != p : !optimizer || !dtrain__is_updated(p)) return DTRAIN_OK;
+    if (value ? p->state.storage != p
+              : !optimizer || !dtrain__has_state(state->desc.strategy, index))
+        return DTRAIN_OK;
     if (!dtrain__has_memory(p)) return DTRAIN_OK; /* stages of other ranks list it */
     if (class_ == DTRAIN__CLASS_MISSED)
         return dtrain__state_append(state, DTRAIN_STATE_MISSED, p->name, DTRAIN_DTYPE_I64, one,
@@ -32003,7 +32074,7 @@ static dtrain_result dtrain__state_compression(dtrain_state *state)
     }
     for (size_t i = 0; i < count && state_count; i++) {
         const dtrain_compression_state *kept = NULL;
-        if (!dtrain__is_updated(&params[i]) || !dtrain__has_memory(&params[i])) continue;
+        if (!dtrain__has_state(state->desc.strategy, i)) continue;
         for (size_t k = 0; k < state_count && !kept; k++)
             if (states[k].param == &params[i]) kept = &states[k];
         DTRAIN__TRY(dtrain__state_compressed(state, &params[i], kept, keeps));

@@ -17,7 +17,7 @@ mutant "stage: gradients of nobody are not zeroed" tape/stage.c '/_stage_zeros(/
 mutant "stage: what came back is not gone on with" tape/stage.c 's/x->producer->reached = true;/(void)x;/'
 mutant "stage: inputs of the batch that was fetched last" tape/stage.c 's/return !stages->surveying \&\& stages->slot->batch == stages->slot \&\&/return !stages->surveying \&\&/;s/if (stages->surveying || batch == stages->slot) return NULL;/return NULL;/'
 mutant "stage: tensors go to the next stage alone" tape/stage.c 's/c->last_stage <= stage ||/c->last_stage <= stage || c->stage < stage ||/'
-mutant "runner: FORWARD does not wait for what it reads" parallel/runner.c 's/        if (action->inbox >= 0)/        if (false)/'
+mutant "runner: FORWARD does not wait for what it reads" parallel/runner.c 's/    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD .*/    if (false)/'
 mutant "runner: BACKWARD does not wait for its gradient" parallel/runner.c 's/    if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD)/    if (false)/'
 mutant "schedule: ZBV does not turn" parallel/schedule.c '/_pipeline_place(/,/^}/s/place.chunk % 2/false/'
 mutant "tie: the largest instead of the sum" strategy/ways/tie.c 's/DTRAIN_REDUCE_SUM/DTRAIN_REDUCE_MAX/'
