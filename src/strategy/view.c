@@ -63,7 +63,7 @@ DTRAIN__PRIVATE int dtrain__holders(const dtrain_strategy *strategy, size_t i, i
 
 DTRAIN__PRIVATE bool dtrain__is_sliced(const dtrain_strategy *strategy, size_t i)
 {
-    return !strategy->layout.owners && dtrain__shard_bucket(&strategy->layout, i);
+    return !strategy->layout.owners && !strategy->layout.entries[i].whole;
 }
 
 DTRAIN__PRIVATE bool dtrain__had_no_gradient(const dtrain_strategy *strategy, size_t i)
