@@ -131,7 +131,7 @@ asan:
 tsan:
 	@$(MAKE) --no-print-directory test FROM=src BUILD=$(BUILD)/tsan SCRIPTS= EXAMPLES= CFLAGS="-O1 -g1 -fsanitize=thread" \
 	  EMU_TESTS="$(addprefix $(BUILD)/tsan/emu/,test_cuda_ddp test_cuda_nccl)" \
-	  TESTS="$(addprefix $(BUILD)/tsan/tests/test_,comm faults flight calls launch restart restarts links nccl ddp strategies compression hook programs tensor_programs 3d_programs ranks_differ pipeline pipeline_faults stage_passes pipeline_runner timeline \
+	  TESTS="$(addprefix $(BUILD)/tsan/tests/test_,comm faults flight calls launch restart restarts links nccl ddp strategies compression hook programs tensor_programs 3d_programs ranks_differ pipeline pipeline_faults pipeline_options stage_passes pipeline_runner timeline \
 	    trainer loader gemm device sparse)"
 
 # What else reads or runs the code, each a target of its own, and all beside one another.

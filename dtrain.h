@@ -2823,7 +2823,8 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record);
 /* Evaluate the mean loss without gradients over the samples of `batches` calls of next_batch on
  * every rank; one that ends earlier (DTRAIN_ERROR_END) has fewer. Collective. next_batch and user
- * may differ from training's; the loss function gets this user. An error on one rank is one on
+ * may differ from training's; the loss function gets this user. next_batch NULL: the loss fetches
+ * its batch; not with a pipeline. An error on one rank is one on
  * all, and stands. */
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
@@ -15543,13 +15544,14 @@ DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
                                         const dtrain__samples *samples);
 DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
                                            const dtrain__samples *samples);
-/* Note that a micro-batch of a schedule has made a gradient, to which later ones may add: ready is
- * called behind the last one alone, which may make none. */
-DTRAIN__PRIVATE void dtrain__note_gradient(dtrain_strategy *strategy, size_t i);
-/* Note that a backward is a schedule of several micro-batches. */
+/* Note whether the next backward is a schedule of several micro-batches. */
 DTRAIN__PRIVATE void dtrain__expect_schedule(dtrain_strategy *strategy, bool several);
+/* Note that a micro-batch of a pipeline, not the last one, had a gradient of an entry: should the
+ * last one have none, it counts as it is. */
+DTRAIN__PRIVATE void dtrain__note_gradient(dtrain_strategy *strategy, size_t i);
 /* Weigh a micro-batch of a pipeline, whose schedule is one backward (samples NULL: it has no data);
- * in their order, before finish, which takes the last one's weight (more false). */
+ * in their order, before finish, which takes the last one's weight (more false). *weight is the one
+ * that its loss has set, and becomes that of its samples where they are counted. */
 DTRAIN__PRIVATE void dtrain__weigh_micro(dtrain_strategy *strategy, const dtrain__samples *samples,
                                          bool more, float *weight);
 /* Return the weight of the backward under way. */
@@ -15625,7 +15627,7 @@ typedef struct dtrain__entry {
                                       its storage is here */
     bool whole;                    /* its value and gradient are never sharded */
     bool marked;                   /* ready was called in this backward */
-    bool seen;                     /* ready was called in this step */
+    bool seen;                     /* it had a gradient in this step */
     bool warned;                   /* its missing gradient has been reported */
     bool lends_value; /* value points to memory of the library; destroy makes it NULL */
     bool lends_grad;  /* the same of grad */
@@ -17790,7 +17792,7 @@ DTRAIN__PRIVATE void dtrain__expect_schedule(dtrain_strategy *strategy, bool sev
 DTRAIN__PRIVATE void dtrain__weigh_micro(dtrain_strategy *strategy, const dtrain__samples *samples,
                                          bool more, float *weight)
 {
-    strategy->weight = samples ? 1 : 0;
+    strategy->weight = *weight;
     if (samples) (void)dtrain__weigh_loss(strategy, samples);
     *weight = strategy->weight;
     if (!more) return; /* finish counts the last one */
@@ -21430,7 +21432,7 @@ DTRAIN__PRIVATE int dtrain__holders(const dtrain_strategy *strategy, size_t i, i
 
 DTRAIN__PRIVATE bool dtrain__is_sliced(const dtrain_strategy *strategy, size_t i)
 {
-    return !strategy->layout.owners && dtrain__shard_bucket(&strategy->layout, i);
+    return !strategy->layout.owners && !strategy->layout.entries[i].whole;
 }
 
 DTRAIN__PRIVATE bool dtrain__had_no_gradient(const dtrain_strategy *strategy, size_t i)
@@ -22896,6 +22898,12 @@ static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param
     const char *call = op->desc->name, *name = dtrain__param_name(p);
     const bool foreign = tape->strategy && !p->state.storage;
     if (op->planning || (storage->value && !foreign)) return DTRAIN_OK;
+    if (p->state.elsewhere && !tape->stages)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "%s: parameter %s is in a stage of another rank of the pipeline axis; "
+                           "run passes of a program's own over all stages by "
+                           "dtrain_trainer_forward",
+                           call, name);
     if (foreign || !tape->strategy)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "%s: parameter %s %s; give it to dtrain_strategy_create first", call,
@@ -27549,6 +27557,8 @@ DTRAIN__PRIVATE const dtrain_optimizer_desc *dtrain__desc_of(const dtrain_optimi
                                                              const dtrain_param *param);
 DTRAIN__PRIVATE const dtrain_optimizer_tensor *dtrain__moments_of(const dtrain_optimizer *optimizer,
                                                                   const dtrain_param *param);
+/* Hash the hyper-parameters of all groups. */
+DTRAIN__PRIVATE uint64_t dtrain__groups_hash(const dtrain_optimizer *optimizer);
 DTRAIN__PRIVATE dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc,
                                                       const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__groups_make(dtrain_optimizer *optimizer,
@@ -28189,6 +28199,21 @@ DTRAIN__PRIVATE dtrain_result dtrain__groups_make(dtrain_optimizer *optimizer,
         own->group_count = 0;
     }
     return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE uint64_t dtrain__groups_hash(const dtrain_optimizer *optimizer)
+{
+    uint64_t hash = DTRAIN__FNV_BASIS;
+    for (size_t g = 0; g < optimizer->group_count; g++) { /* numbers alone: descs have padding */
+        const dtrain_optimizer_desc *desc = &optimizer->groups[g].desc;
+        const float numbers[] = {desc->beta1,          desc->beta2,    desc->epsilon,
+                                 desc->weight_decay,   desc->momentum, desc->lr_scale,
+                                 (float)desc->nesterov};
+        hash = dtrain__fnv1a(hash, numbers, sizeof numbers);
+        hash = dtrain__fnv1a(hash, &desc->kind, sizeof desc->kind);
+        hash = dtrain__fnv1a(hash, &desc->variance_steps, sizeof desc->variance_steps);
+    }
+    return hash;
 }
 
 /* ---- Checks -----------------------------------------------------------------------------------*/
@@ -30013,6 +30038,10 @@ DTRAIN__PRIVATE void dtrain__trainer_add(dtrain_trainer *trainer, uint32_t micro
 typedef struct dtrain__pipeline dtrain__pipeline;
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer);
 DTRAIN__PRIVATE void dtrain__pipeline_destroy(dtrain_trainer *trainer);
+/* Refuse a next_batch of NULL with a pipeline: the loss is called several times for a batch. */
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_fetches(const dtrain_trainer *trainer,
+                                                       const char *call,
+                                                       dtrain_batch_fn next_batch);
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer);
 /* Return the result of a step, and add to an error of a wait that this rank's data had ended in it:
  * where the others of its pipeline have more, they wait for messages that do not come, until the
@@ -30587,6 +30616,7 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                            (long long)batches);
     double sum = 0, weights = 0;
     int64_t ended = 0;
+    DTRAIN__TRY(dtrain__pipeline_fetches(trainer, "dtrain_trainer_evaluate", next_batch));
     if (trainer->pipeline)
         DTRAIN__TRY(dtrain__strategy_keep(
             trainer->desc.strategy, dtrain__pipeline_survey(trainer, user, DTRAIN_TAPE_NO_GRAD)));
@@ -30778,6 +30808,7 @@ typedef struct dtrain__flight {
     int32_t batch; /* the slot of its first pass here, which has its inputs; -1: not fetched */
     bool joined;   /* this rank's data had ended */
     float loss;    /* on the rank of the last stage */
+    float weight;  /* that next_batch or the loss has set: of a sum, or a loss of one's own */
     dtrain__samples samples; /* what the loss is a mean of ... */
     float valid[2];          /* ... and what it points to */
 } dtrain__flight;
@@ -30791,6 +30822,7 @@ struct dtrain__pipeline {
     int32_t *slots;          /* (chunks, micro_batches) */
     dtrain_tensor **losses;  /* (slots) of the last stage's passes */
     size_t slot_count;
+    bool compared;   /* all ranks have the same settings */
     bool surveyed;   /* what crosses is that of the training batches ... */
     uint64_t frozen; /* ... and of the parameters that were frozen then: their hash */
     uint64_t seed;   /* of the step under way */
@@ -30850,10 +30882,11 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
     dtrain__pipeline *line = trainer->pipeline;
     dtrain__flight *flight = &line->flights[action->micro_batch];
     const int stage = dtrain__action_stage(line->schedule, line->rank, action);
+    const bool first = flight->batch < 0, planning = trainer->tape->planning;
     dtrain__stage_source source = {action->inbox, -1};
     uint32_t before;
-    if (flight->batch < 0) { /* its first pass here; an error fails the step on all ranks, which
-                                are in the middle of the schedule */
+    if (first) { /* its first pass here; an error fails the step on all ranks, which are in the
+                    middle of the schedule */
         flight->batch = action->slot;
         DTRAIN__TRY(dtrain__trainer_fetch(trainer));
         flight->joined = trainer->ended;
@@ -30867,6 +30900,7 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
                                     stage, source, desc->tape_flags, seed));
     dtrain_tensor *loss;
     DTRAIN__TRY(dtrain__line_pass(trainer, desc->loss, desc->user, &loss));
+    if (first && !planning) flight->weight = dtrain__micro_weight(desc->strategy);
     dtrain__flight_note(flight, loss);
     line->losses[action->slot] = stage == line->stages - 1 ? loss : NULL;
     return DTRAIN_OK;
@@ -30894,12 +30928,15 @@ static dtrain_result dtrain__line_backward(dtrain_trainer *trainer,
 static dtrain_result dtrain__line_compute(void *user, const dtrain_pipeline_action *action)
 {
     dtrain_trainer *trainer = (dtrain_trainer *)user;
-    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD) return dtrain__line_forward(trainer, action);
-    if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD) return dtrain__line_backward(trainer, action);
-    if (action->act == DTRAIN_PIPELINE_ACT_WEIGHT &&
-        !trainer->pipeline->flights[action->micro_batch].joined)
-        return dtrain__stage_weights(trainer->tape, (uint32_t)action->slot);
-    return DTRAIN_OK;
+    dtrain_result result = DTRAIN_OK;
+    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD) result = dtrain__line_forward(trainer, action);
+    else if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD)
+        result = dtrain__line_backward(trainer, action);
+    else if (action->act == DTRAIN_PIPELINE_ACT_WEIGHT &&
+             !trainer->pipeline->flights[action->micro_batch].joined)
+        result = dtrain__stage_weights(trainer->tape, (uint32_t)action->slot);
+    if (result != DTRAIN_OK || trainer->tape->planning) return result;
+    return dtrain_strategy_weight(trainer->desc.strategy, 1); /* what the loss set was its own */
 }
 
 /* ---- Messages ---------------------------------------------------------------------------------*/
@@ -30947,11 +30984,13 @@ static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, dtrain_loss_fn
                                          void *user, uint32_t flags,
                                          const dtrain__tape_tensor **made)
 {
+    dtrain_strategy *strategy = trainer->tape->planning ? NULL : trainer->desc.strategy;
+    const float weight = strategy ? dtrain__micro_weight(strategy) : 1; /* of the first batch */
     dtrain_tensor *tensor;
     DTRAIN__TRY(dtrain__survey_begin(trainer->tape, trainer->desc.tape_flags | flags));
     DTRAIN__TRY(dtrain__line_pass(trainer, function, user, &tensor));
     *made = (const dtrain__tape_tensor *)tensor;
-    return DTRAIN_OK;
+    return strategy ? dtrain_strategy_weight(strategy, weight) : DTRAIN_OK;
 }
 
 /* Check that what the model's function has made, and returned, is of the last stage. */
@@ -31012,7 +31051,7 @@ static dtrain_result dtrain__line_finish(dtrain_trainer *trainer)
     trainer->joined = 0;
     for (uint32_t micro = 0; micro < micro_batches; micro++) {
         const dtrain__flight *flight = &line->flights[micro];
-        float weight = 0;
+        float weight = flight->joined ? 0 : flight->weight;
         trainer->joined += flight->joined;
         dtrain__weigh_micro(strategy, flight->joined ? NULL : &flight->samples,
                             micro + 1 < micro_batches, &weight);
@@ -31142,6 +31181,46 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
 
 /* ---- A step, and creation ---------------------------------------------------------------------*/
 
+/* Fail on all ranks if their trainers differ in what the numbers of a step depend on. Nothing else
+ * would see it: stages have no copies that could be compared. */
+static dtrain_result dtrain__line_compare(dtrain_trainer *trainer)
+{
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    const dtrain_schedule *rate = &desc->schedule;
+    const dtrain_loss_scaler *scale = &desc->loss_scaling;
+    dtrain_comm *comm = trainer->groups.all;
+    int64_t *hashes = (int64_t *)(void *)trainer->words; /* a word is half of one */
+    char texts[2][512];
+    int odd = 0;
+    memset(texts, 0, sizeof texts);
+    snprintf(texts[0], sizeof texts[0],
+             "micro_batches %u, clip %.9g, tape_flags %#x, nonfinite %u, skip_limit %u, "
+             "verify_every %u, schedule %u of lr %.9g, min_lr %.9g, warmup_steps %lld, total_steps "
+             "%lld, gamma %.9g, milestones %08x, loss_scaling %d of scale %.9g, growth %.9g in %u, "
+             "backoff %.9g, minimum %.9g, hysteresis %u, groups of the optimizer %08x",
+             desc->micro_batches, (double)desc->clip, desc->tape_flags, desc->nonfinite,
+             desc->skip_limit, desc->verify_every, rate->kind, (double)rate->lr,
+             (double)rate->min_lr, (long long)rate->warmup_steps, (long long)rate->total_steps,
+             (double)rate->gamma,
+             (unsigned)dtrain__fnv1a(DTRAIN__FNV_BASIS, rate->milestones, sizeof rate->milestones),
+             trainer->scaling, (double)scale->scale, (double)scale->growth_factor,
+             scale->growth_interval, (double)scale->backoff_factor, (double)scale->minimum_scale,
+             scale->hysteresis, (unsigned)dtrain__groups_hash(desc->optimizer));
+    const uint64_t hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, texts[0], sizeof texts[0]);
+    DTRAIN__TRY(dtrain_all_gather(comm, &hash, hashes, 1, DTRAIN_DTYPE_I64, NULL));
+    while (odd < trainer->ranks && hashes[odd] == hashes[0]) odd++;
+    if (odd == trainer->ranks) return DTRAIN_OK;
+    memcpy(texts[1], texts[0], sizeof texts[1]);
+    for (int i = 0; i < 2; i++)
+        DTRAIN__TRY(dtrain_broadcast(comm, texts[i], sizeof texts[i] / 4, DTRAIN_DTYPE_I32,
+                                     i ? odd : 0, NULL));
+    return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                       "dtrain_trainer_step: the trainer of rank %d has %s; that of rank %d has "
+                       "%s; give the same to all ranks of a pipeline",
+                       dtrain__world_rank(comm, 0), texts[0], dtrain__world_rank(comm, odd),
+                       texts[1]);
+}
+
 /* Forget the step before. */
 static void dtrain__line_reset(dtrain_trainer *trainer)
 {
@@ -31159,11 +31238,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer)
     dtrain_strategy *strategy = trainer->desc.strategy;
     const dtrain_pipeline_work work = {dtrain__line_compute, dtrain__line_part, trainer};
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_trainer_step"));
+    if (!line->compared) DTRAIN__TRY(dtrain__line_compare(trainer));
+    line->compared = true;
+    DTRAIN__TRY(dtrain_strategy_accumulate(strategy, false)); /* the schedule is one backward */
+    dtrain__expect_schedule(strategy, trainer->desc.micro_batches > 1); /* other trainers', too */
     if (!line->surveyed || line->frozen != dtrain__line_frozen(trainer))
         DTRAIN__TRY(dtrain__strategy_keep(strategy,
                                           dtrain__pipeline_survey(trainer, trainer->desc.user, 0)));
     dtrain__line_reset(trainer);
-    dtrain__expect_schedule(strategy, trainer->desc.micro_batches > 1); /* other trainers', too */
     line->seed = dtrain__step_seed(trainer);
     DTRAIN__TRY(
         dtrain__strategy_keep(strategy, dtrain_pipeline_run(line->schedule, line->comm, &work)));
@@ -31186,6 +31268,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_failed(const dtrain_trainer *trai
                        micro, text);
 }
 
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_fetches(const dtrain_trainer *trainer,
+                                                       const char *call, dtrain_batch_fn next_batch)
+{
+    if (!trainer->groups.pipeline || next_batch) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_UNSUPPORTED,
+        "%s: a pipeline calls loss once for each of its stages and micro-batches, so "
+        "that loss cannot fetch its batch itself; give next_batch",
+        call);
+}
+
 /* Refuse what a pipeline cannot do yet. */
 static dtrain_result dtrain__pipeline_allows(const dtrain_trainer *trainer)
 {
@@ -31195,12 +31288,7 @@ static dtrain_result dtrain__pipeline_allows(const dtrain_trainer *trainer)
                            "%s: graph with a pipeline of %d ranks: passes of several micro-batches "
                            "are under way, and a recorded step has one; use graph = false",
                            call, trainer->groups.pipeline_ranks);
-    if (trainer->desc.next_batch) return DTRAIN_OK;
-    return dtrain_fail(
-        DTRAIN_ERROR_UNSUPPORTED,
-        "%s: a pipeline calls loss once for each of its stages and micro-batches, so "
-        "that loss cannot fetch its batch itself; give next_batch",
-        call);
+    return dtrain__pipeline_fetches(trainer, call, trainer->desc.next_batch);
 }
 
 /* Allocate the tables of a schedule, and let the tape run its stages. */
@@ -31247,9 +31335,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer)
     if (trainer->groups.pipeline_ranks == 1) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__pipeline_allows(trainer));
     const dtrain_strategy *strategy = trainer->desc.strategy;
-    DTRAIN__TRY(dtrain__pipeline_open(trainer, dtrain__stages_of(strategy),
-                                      dtrain__settings_of(strategy)->pipeline));
-    return DTRAIN_OK;
+    return dtrain__pipeline_open(trainer, dtrain__stages_of(strategy),
+                                 dtrain__settings_of(strategy)->pipeline);
 }
 
 /* Walk this rank's list without messages. */

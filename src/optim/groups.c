@@ -78,6 +78,21 @@ DTRAIN__PRIVATE dtrain_result dtrain__groups_make(dtrain_optimizer *optimizer,
     return DTRAIN_OK;
 }
 
+DTRAIN__PRIVATE uint64_t dtrain__groups_hash(const dtrain_optimizer *optimizer)
+{
+    uint64_t hash = DTRAIN__FNV_BASIS;
+    for (size_t g = 0; g < optimizer->group_count; g++) { /* numbers alone: descs have padding */
+        const dtrain_optimizer_desc *desc = &optimizer->groups[g].desc;
+        const float numbers[] = {desc->beta1,          desc->beta2,    desc->epsilon,
+                                 desc->weight_decay,   desc->momentum, desc->lr_scale,
+                                 (float)desc->nesterov};
+        hash = dtrain__fnv1a(hash, numbers, sizeof numbers);
+        hash = dtrain__fnv1a(hash, &desc->kind, sizeof desc->kind);
+        hash = dtrain__fnv1a(hash, &desc->variance_steps, sizeof desc->variance_steps);
+    }
+    return hash;
+}
+
 /* ---- Checks -----------------------------------------------------------------------------------*/
 
 static bool dtrain__not_below(float value, float least)

@@ -72,6 +72,8 @@ DTRAIN__PRIVATE const dtrain_optimizer_desc *dtrain__desc_of(const dtrain_optimi
                                                              const dtrain_param *param);
 DTRAIN__PRIVATE const dtrain_optimizer_tensor *dtrain__moments_of(const dtrain_optimizer *optimizer,
                                                                   const dtrain_param *param);
+/* Hash the hyper-parameters of all groups. */
+DTRAIN__PRIVATE uint64_t dtrain__groups_hash(const dtrain_optimizer *optimizer);
 DTRAIN__PRIVATE dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc,
                                                       const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__groups_make(dtrain_optimizer *optimizer,

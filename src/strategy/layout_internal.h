@@ -41,7 +41,7 @@ typedef struct dtrain__entry {
                                       its storage is here */
     bool whole;                    /* its value and gradient are never sharded */
     bool marked;                   /* ready was called in this backward */
-    bool seen;                     /* ready was called in this step */
+    bool seen;                     /* it had a gradient in this step */
     bool warned;                   /* its missing gradient has been reported */
     bool lends_value; /* value points to memory of the library; destroy makes it NULL */
     bool lends_grad;  /* the same of grad */

@@ -138,13 +138,14 @@ DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
                                         const dtrain__samples *samples);
 DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
                                            const dtrain__samples *samples);
-/* Note that a micro-batch of a schedule has made a gradient, to which later ones may add: ready is
- * called behind the last one alone, which may make none. */
-DTRAIN__PRIVATE void dtrain__note_gradient(dtrain_strategy *strategy, size_t i);
-/* Note that a backward is a schedule of several micro-batches. */
+/* Note whether the next backward is a schedule of several micro-batches. */
 DTRAIN__PRIVATE void dtrain__expect_schedule(dtrain_strategy *strategy, bool several);
+/* Note that a micro-batch of a pipeline, not the last one, had a gradient of an entry: should the
+ * last one have none, it counts as it is. */
+DTRAIN__PRIVATE void dtrain__note_gradient(dtrain_strategy *strategy, size_t i);
 /* Weigh a micro-batch of a pipeline, whose schedule is one backward (samples NULL: it has no data);
- * in their order, before finish, which takes the last one's weight (more false). */
+ * in their order, before finish, which takes the last one's weight (more false). *weight is the one
+ * that its loss has set, and becomes that of its samples where they are counted. */
 DTRAIN__PRIVATE void dtrain__weigh_micro(dtrain_strategy *strategy, const dtrain__samples *samples,
                                          bool more, float *weight);
 /* Return the weight of the backward under way. */

@@ -100,7 +100,7 @@ DTRAIN__PRIVATE void dtrain__expect_schedule(dtrain_strategy *strategy, bool sev
 DTRAIN__PRIVATE void dtrain__weigh_micro(dtrain_strategy *strategy, const dtrain__samples *samples,
                                          bool more, float *weight)
 {
-    strategy->weight = samples ? 1 : 0;
+    strategy->weight = *weight;
     if (samples) (void)dtrain__weigh_loss(strategy, samples);
     *weight = strategy->weight;
     if (!more) return; /* finish counts the last one */

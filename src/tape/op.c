@@ -280,6 +280,12 @@ static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param
     const char *call = op->desc->name, *name = dtrain__param_name(p);
     const bool foreign = tape->strategy && !p->state.storage;
     if (op->planning || (storage->value && !foreign)) return DTRAIN_OK;
+    if (p->state.elsewhere && !tape->stages)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "%s: parameter %s is in a stage of another rank of the pipeline axis; "
+                           "run passes of a program's own over all stages by "
+                           "dtrain_trainer_forward",
+                           call, name);
     if (foreign || !tape->strategy)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "%s: parameter %s %s; give it to dtrain_strategy_create first", call,

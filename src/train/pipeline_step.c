@@ -21,6 +21,7 @@
 #include "core/result.h"
 #include "world/timeline.h"
 #include "world/timeline_internal.h"
+#include "comm/comm_internal.h"
 #include "parallel/pipeline.h"
 #include "parallel/schedule_internal.h"
 #include "strategy/strategy.h"
@@ -28,6 +29,7 @@
 #include "tape/stage_internal.h"
 #include "tape/tape.h"
 #include "tape/tape_internal.h"
+#include "optim/optim_internal.h"
 #include "train/trainer.h"
 #include "train/trainer_internal.h"
 
@@ -36,6 +38,7 @@ typedef struct dtrain__flight {
     int32_t batch; /* the slot of its first pass here, which has its inputs; -1: not fetched */
     bool joined;   /* this rank's data had ended */
     float loss;    /* on the rank of the last stage */
+    float weight;  /* that next_batch or the loss has set: of a sum, or a loss of one's own */
     dtrain__samples samples; /* what the loss is a mean of ... */
     float valid[2];          /* ... and what it points to */
 } dtrain__flight;
@@ -49,6 +52,7 @@ struct dtrain__pipeline {
     int32_t *slots;          /* (chunks, micro_batches) */
     dtrain_tensor **losses;  /* (slots) of the last stage's passes */
     size_t slot_count;
+    bool compared;   /* all ranks have the same settings */
     bool surveyed;   /* what crosses is that of the training batches ... */
     uint64_t frozen; /* ... and of the parameters that were frozen then: their hash */
     uint64_t seed;   /* of the step under way */
@@ -108,10 +112,11 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
     dtrain__pipeline *line = trainer->pipeline;
     dtrain__flight *flight = &line->flights[action->micro_batch];
     const int stage = dtrain__action_stage(line->schedule, line->rank, action);
+    const bool first = flight->batch < 0, planning = trainer->tape->planning;
     dtrain__stage_source source = {action->inbox, -1};
     uint32_t before;
-    if (flight->batch < 0) { /* its first pass here; an error fails the step on all ranks, which
-                                are in the middle of the schedule */
+    if (first) { /* its first pass here; an error fails the step on all ranks, which are in the
+                    middle of the schedule */
         flight->batch = action->slot;
         DTRAIN__TRY(dtrain__trainer_fetch(trainer));
         flight->joined = trainer->ended;
@@ -125,6 +130,7 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
                                     stage, source, desc->tape_flags, seed));
     dtrain_tensor *loss;
     DTRAIN__TRY(dtrain__line_pass(trainer, desc->loss, desc->user, &loss));
+    if (first && !planning) flight->weight = dtrain__micro_weight(desc->strategy);
     dtrain__flight_note(flight, loss);
     line->losses[action->slot] = stage == line->stages - 1 ? loss : NULL;
     return DTRAIN_OK;
@@ -152,12 +158,15 @@ static dtrain_result dtrain__line_backward(dtrain_trainer *trainer,
 static dtrain_result dtrain__line_compute(void *user, const dtrain_pipeline_action *action)
 {
     dtrain_trainer *trainer = (dtrain_trainer *)user;
-    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD) return dtrain__line_forward(trainer, action);
-    if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD) return dtrain__line_backward(trainer, action);
-    if (action->act == DTRAIN_PIPELINE_ACT_WEIGHT &&
-        !trainer->pipeline->flights[action->micro_batch].joined)
-        return dtrain__stage_weights(trainer->tape, (uint32_t)action->slot);
-    return DTRAIN_OK;
+    dtrain_result result = DTRAIN_OK;
+    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD) result = dtrain__line_forward(trainer, action);
+    else if (action->act == DTRAIN_PIPELINE_ACT_BACKWARD)
+        result = dtrain__line_backward(trainer, action);
+    else if (action->act == DTRAIN_PIPELINE_ACT_WEIGHT &&
+             !trainer->pipeline->flights[action->micro_batch].joined)
+        result = dtrain__stage_weights(trainer->tape, (uint32_t)action->slot);
+    if (result != DTRAIN_OK || trainer->tape->planning) return result;
+    return dtrain_strategy_weight(trainer->desc.strategy, 1); /* what the loss set was its own */
 }
 
 /* ---- Messages ---------------------------------------------------------------------------------*/
@@ -205,11 +214,13 @@ static dtrain_result dtrain__line_survey(dtrain_trainer *trainer, dtrain_loss_fn
                                          void *user, uint32_t flags,
                                          const dtrain__tape_tensor **made)
 {
+    dtrain_strategy *strategy = trainer->tape->planning ? NULL : trainer->desc.strategy;
+    const float weight = strategy ? dtrain__micro_weight(strategy) : 1; /* of the first batch */
     dtrain_tensor *tensor;
     DTRAIN__TRY(dtrain__survey_begin(trainer->tape, trainer->desc.tape_flags | flags));
     DTRAIN__TRY(dtrain__line_pass(trainer, function, user, &tensor));
     *made = (const dtrain__tape_tensor *)tensor;
-    return DTRAIN_OK;
+    return strategy ? dtrain_strategy_weight(strategy, weight) : DTRAIN_OK;
 }
 
 /* Check that what the model's function has made, and returned, is of the last stage. */
@@ -270,7 +281,7 @@ static dtrain_result dtrain__line_finish(dtrain_trainer *trainer)
     trainer->joined = 0;
     for (uint32_t micro = 0; micro < micro_batches; micro++) {
         const dtrain__flight *flight = &line->flights[micro];
-        float weight = 0;
+        float weight = flight->joined ? 0 : flight->weight;
         trainer->joined += flight->joined;
         dtrain__weigh_micro(strategy, flight->joined ? NULL : &flight->samples,
                             micro + 1 < micro_batches, &weight);
@@ -400,6 +411,46 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
 
 /* ---- A step, and creation ---------------------------------------------------------------------*/
 
+/* Fail on all ranks if their trainers differ in what the numbers of a step depend on. Nothing else
+ * would see it: stages have no copies that could be compared. */
+static dtrain_result dtrain__line_compare(dtrain_trainer *trainer)
+{
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    const dtrain_schedule *rate = &desc->schedule;
+    const dtrain_loss_scaler *scale = &desc->loss_scaling;
+    dtrain_comm *comm = trainer->groups.all;
+    int64_t *hashes = (int64_t *)(void *)trainer->words; /* a word is half of one */
+    char texts[2][512];
+    int odd = 0;
+    memset(texts, 0, sizeof texts);
+    snprintf(texts[0], sizeof texts[0],
+             "micro_batches %u, clip %.9g, tape_flags %#x, nonfinite %u, skip_limit %u, "
+             "verify_every %u, schedule %u of lr %.9g, min_lr %.9g, warmup_steps %lld, total_steps "
+             "%lld, gamma %.9g, milestones %08x, loss_scaling %d of scale %.9g, growth %.9g in %u, "
+             "backoff %.9g, minimum %.9g, hysteresis %u, groups of the optimizer %08x",
+             desc->micro_batches, (double)desc->clip, desc->tape_flags, desc->nonfinite,
+             desc->skip_limit, desc->verify_every, rate->kind, (double)rate->lr,
+             (double)rate->min_lr, (long long)rate->warmup_steps, (long long)rate->total_steps,
+             (double)rate->gamma,
+             (unsigned)dtrain__fnv1a(DTRAIN__FNV_BASIS, rate->milestones, sizeof rate->milestones),
+             trainer->scaling, (double)scale->scale, (double)scale->growth_factor,
+             scale->growth_interval, (double)scale->backoff_factor, (double)scale->minimum_scale,
+             scale->hysteresis, (unsigned)dtrain__groups_hash(desc->optimizer));
+    const uint64_t hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, texts[0], sizeof texts[0]);
+    DTRAIN__TRY(dtrain_all_gather(comm, &hash, hashes, 1, DTRAIN_DTYPE_I64, NULL));
+    while (odd < trainer->ranks && hashes[odd] == hashes[0]) odd++;
+    if (odd == trainer->ranks) return DTRAIN_OK;
+    memcpy(texts[1], texts[0], sizeof texts[1]);
+    for (int i = 0; i < 2; i++)
+        DTRAIN__TRY(dtrain_broadcast(comm, texts[i], sizeof texts[i] / 4, DTRAIN_DTYPE_I32,
+                                     i ? odd : 0, NULL));
+    return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                       "dtrain_trainer_step: the trainer of rank %d has %s; that of rank %d has "
+                       "%s; give the same to all ranks of a pipeline",
+                       dtrain__world_rank(comm, 0), texts[0], dtrain__world_rank(comm, odd),
+                       texts[1]);
+}
+
 /* Forget the step before. */
 static void dtrain__line_reset(dtrain_trainer *trainer)
 {
@@ -417,11 +468,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer)
     dtrain_strategy *strategy = trainer->desc.strategy;
     const dtrain_pipeline_work work = {dtrain__line_compute, dtrain__line_part, trainer};
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_trainer_step"));
+    if (!line->compared) DTRAIN__TRY(dtrain__line_compare(trainer));
+    line->compared = true;
+    DTRAIN__TRY(dtrain_strategy_accumulate(strategy, false)); /* the schedule is one backward */
+    dtrain__expect_schedule(strategy, trainer->desc.micro_batches > 1); /* other trainers', too */
     if (!line->surveyed || line->frozen != dtrain__line_frozen(trainer))
         DTRAIN__TRY(dtrain__strategy_keep(strategy,
                                           dtrain__pipeline_survey(trainer, trainer->desc.user, 0)));
     dtrain__line_reset(trainer);
-    dtrain__expect_schedule(strategy, trainer->desc.micro_batches > 1); /* other trainers', too */
     line->seed = dtrain__step_seed(trainer);
     DTRAIN__TRY(
         dtrain__strategy_keep(strategy, dtrain_pipeline_run(line->schedule, line->comm, &work)));
@@ -444,6 +498,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_failed(const dtrain_trainer *trai
                        micro, text);
 }
 
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_fetches(const dtrain_trainer *trainer,
+                                                       const char *call, dtrain_batch_fn next_batch)
+{
+    if (!trainer->groups.pipeline || next_batch) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_UNSUPPORTED,
+        "%s: a pipeline calls loss once for each of its stages and micro-batches, so "
+        "that loss cannot fetch its batch itself; give next_batch",
+        call);
+}
+
 /* Refuse what a pipeline cannot do yet. */
 static dtrain_result dtrain__pipeline_allows(const dtrain_trainer *trainer)
 {
@@ -453,12 +518,7 @@ static dtrain_result dtrain__pipeline_allows(const dtrain_trainer *trainer)
                            "%s: graph with a pipeline of %d ranks: passes of several micro-batches "
                            "are under way, and a recorded step has one; use graph = false",
                            call, trainer->groups.pipeline_ranks);
-    if (trainer->desc.next_batch) return DTRAIN_OK;
-    return dtrain_fail(
-        DTRAIN_ERROR_UNSUPPORTED,
-        "%s: a pipeline calls loss once for each of its stages and micro-batches, so "
-        "that loss cannot fetch its batch itself; give next_batch",
-        call);
+    return dtrain__pipeline_fetches(trainer, call, trainer->desc.next_batch);
 }
 
 /* Allocate the tables of a schedule, and let the tape run its stages. */
@@ -505,9 +565,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer)
     if (trainer->groups.pipeline_ranks == 1) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__pipeline_allows(trainer));
     const dtrain_strategy *strategy = trainer->desc.strategy;
-    DTRAIN__TRY(dtrain__pipeline_open(trainer, dtrain__stages_of(strategy),
-                                      dtrain__settings_of(strategy)->pipeline));
-    return DTRAIN_OK;
+    return dtrain__pipeline_open(trainer, dtrain__stages_of(strategy),
+                                 dtrain__settings_of(strategy)->pipeline);
 }
 
 /* Walk this rank's list without messages. */

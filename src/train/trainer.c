@@ -458,6 +458,7 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                            (long long)batches);
     double sum = 0, weights = 0;
     int64_t ended = 0;
+    DTRAIN__TRY(dtrain__pipeline_fetches(trainer, "dtrain_trainer_evaluate", next_batch));
     if (trainer->pipeline)
         DTRAIN__TRY(dtrain__strategy_keep(
             trainer->desc.strategy, dtrain__pipeline_survey(trainer, user, DTRAIN_TAPE_NO_GRAD)));

@@ -187,7 +187,8 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record);
 /* Evaluate the mean loss without gradients over the samples of `batches` calls of next_batch on
  * every rank; one that ends earlier (DTRAIN_ERROR_END) has fewer. Collective. next_batch and user
- * may differ from training's; the loss function gets this user. An error on one rank is one on
+ * may differ from training's; the loss function gets this user. next_batch NULL: the loss fetches
+ * its batch; not with a pipeline. An error on one rank is one on
  * all, and stands. */
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,

@@ -99,6 +99,10 @@ DTRAIN__PRIVATE void dtrain__trainer_add(dtrain_trainer *trainer, uint32_t micro
 typedef struct dtrain__pipeline dtrain__pipeline;
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_create(dtrain_trainer *trainer);
 DTRAIN__PRIVATE void dtrain__pipeline_destroy(dtrain_trainer *trainer);
+/* Refuse a next_batch of NULL with a pipeline: the loss is called several times for a batch. */
+DTRAIN__PRIVATE dtrain_result dtrain__pipeline_fetches(const dtrain_trainer *trainer,
+                                                       const char *call,
+                                                       dtrain_batch_fn next_batch);
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer);
 /* Return the result of a step, and add to an error of a wait that this rank's data had ended in it:
  * where the others of its pipeline have more, they wait for messages that do not come, until the

@@ -51,5 +51,22 @@ mutant "refused: gradients of inputs" tape/stage.c 's/    if (x->needs_grad)/   
 mutant "overflow: of the first stage is not seen" strategy/norm.c 's/    const bool whole = layout->tensor_ranks > 1/    if (strategy->groups.pipeline \&\& strategy->groups.pipeline_rank == 0) return false;\n&/'
 mutant "stop: each rank for itself" train/trainer.c 's/record->stop_requested = mean\[DTRAIN__WORD_STOP\] > 0;/record->stop_requested = own[DTRAIN__WORD_STOP] > 0;/'
 mutant "verify: copies of a tie may differ" strategy/compare.c 's/dtrain__compare_copies(strategy);/DTRAIN_OK;/'
+
+arguments="failing"
+prepare test_pipeline_runner
+mutant "error: what waiting has left" parallel/runner.c 's/    dtrain__set_last_error(text); .*/    (void)text;/'
+
+arguments=""
+prepare test_pipeline_options
+mutant "step: a missing gradient is the end" train/pipeline_step.c 's/    return dtrain__line_finish(trainer);/    return dtrain__strategy_keep(strategy, dtrain__line_finish(trainer));/'
+mutant "step: weights of a program's own do not count" train/pipeline_step.c 's/flight->weight = dtrain__micro_weight(.*;/flight->weight = 1;/'
+mutant "step: a weight is that of later micro-batches too" train/pipeline_step.c 's/    return dtrain_strategy_weight(trainer->desc.strategy, 1);.*/    return DTRAIN_OK;/'
+mutant "step: the survey's weight is the first batch's" train/pipeline_step.c 's/return strategy ? dtrain_strategy_weight(strategy, weight) : DTRAIN_OK;/(void)weight; return DTRAIN_OK;/'
+mutant "step: accumulate is the program's" train/pipeline_step.c 's/    DTRAIN__TRY(dtrain_strategy_accumulate(strategy, false));.*//'
+mutant "step: the last trainer says how many micro-batches" train/pipeline_step.c 's/    dtrain__expect_schedule(strategy, .*//;s/^    return dtrain__pipeline_open(trainer, dtrain__stages_of(strategy),/    dtrain__expect_schedule(trainer->desc.strategy, trainer->desc.micro_batches > 1);\n&/'
+mutant "step: every stage gives its weight" strategy/weights.c 's/if (strategy->groups.pipeline_rank || /if (/;s/ranks \/ strategy->groups.pipeline_ranks \/ parts/ranks \/ parts/'
+mutant "settings: trainers differ" train/pipeline_step.c 's/    if (!line->compared) DTRAIN__TRY(dtrain__line_compare(trainer));/    (void)dtrain__line_compare;/'
+mutant "refused: Muon where it has a matrix alone" strategy/view.c 's/!strategy->layout.entries\[i\].whole/dtrain__shard_bucket(\&strategy->layout, i)/'
+mutant "refused: an evaluation without next_batch" train/trainer.c 's/    DTRAIN__TRY(dtrain__pipeline_fetches(trainer, "dtrain_trainer_evaluate", next_batch));//'
 echo "$passed passed, $failed failed"
 [ "$failed" -eq 0 ]

@@ -328,7 +328,7 @@ static void test_fork(void)
     desc.dataset = dataset, desc.batch = 2, desc.in_order = true, desc.workers = 2;
     CHECK(dtrain_loader_create(NULL, &desc, &loader) == DTRAIN_OK);
     CHECK(dtrain_loader_next(loader, got, NULL) == DTRAIN_OK);
-    /* A sanitizer's allocator may be locked by a worker at the fork, and in the child for ever: until they are still. */
+    /* A sanitizer's allocator may be locked by a worker at the fork, in the child for ever: until they are still. */
     while (RANKS_SANITIZED && __atomic_load_n(&s.reads, __ATOMIC_ACQUIRE) < 2 * (1 + 4)) {}
     if (RANKS_SANITIZED) usleep(20000);
     const pid_t child = fork();

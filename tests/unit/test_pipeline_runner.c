@@ -348,13 +348,14 @@ static void test_alone(void)
 
 static void check_misfortune(job j, uint32_t mode, uint32_t timeout_ms)
 {
-    char place[100];
+    char place[100], heard[160], own[40];
     dtrain_launch_desc desc = ranks_desc(j.ranks, mode);
     desc.timeout_ms = timeout_ms ? timeout_ms : desc.timeout_ms;
     j.page = (page *)ranks_shared(sizeof(page));
     snprintf(place, sizeof place, "stage %d of %d, %s of micro-batch %d:",
              dtrain_pipeline_stage(j.kind, j.ranks, j.chunks, j.bad_rank, j.bad_chunk),
              j.ranks * j.chunks, acts[j.bad_act], j.bad_micro);
+    snprintf(heard, sizeof heard, "rank %d had to give up: %s", j.bad_rank, place);
     const double begin = test_seconds();
     CHECK(ranks_launch(&desc, rank_main, &j, NULL) != DTRAIN_OK);
     for (int r = 0; r < j.ranks; r++) {
@@ -367,6 +368,11 @@ static void check_misfortune(job j, uint32_t mode, uint32_t timeout_ms)
         if (j.how == FAILS)
             CHECK_MSG(strstr(text, place) && strstr(text, "the hamster ate it"),
                       "%s rank %d: \"%s\", expected: %s", kinds[j.kind], r, text, place);
+        snprintf(own, sizeof own, "rank %d: stage ", r); /* the others say, too, where they were */
+        if (j.how == FAILS && r != j.bad_rank)
+            CHECK_MSG(strstr(text, own) && strstr(text, heard),
+                      "%s rank %d: \"%s\", expected its place and: %s", kinds[j.kind], r, text,
+                      heard);
         else
             CHECK_MSG(strstr(text, "stage ") && strstr(text, " of micro-batch "),
                       "%s, %s rank %d: \"%s\"", kinds[j.kind], place, r, text);
