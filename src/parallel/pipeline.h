@@ -118,8 +118,8 @@ DTRAIN_API dtrain_result dtrain_pipeline_check(const dtrain_pipeline_schedule *s
  * of forward, backward and weight has as little as possible; the others are as even as that allows,
  * earlier ones with fewer units. With several stages a rank (INTERLEAVED, ZBV) units then move
  * between them as long as dtrain_pipeline_check finds that a step of so many micro-batches takes
- * less. Memory is not looked at. costs[unit_count] are those of dtrain_trainer_unit_costs or of one's own; equal ones on every
- * rank give equal results. Local. */
+ * less. Memory is not looked at. costs[unit_count] are those of dtrain_trainer_unit_costs or of
+ * one's own; equal ones on every rank give equal results. Local. */
 DTRAIN_API dtrain_result dtrain_pipeline_balance(const dtrain_pipeline_costs *costs,
                                                  size_t unit_count,
                                                  const dtrain_pipeline_desc *desc, int ranks,

@@ -23,7 +23,7 @@ enum {
     RANKS = 8,
     UNITS = 9,
     PARAMS = 6 * UNITS + 3,
-    ROWS = 6, /* no power of two: sums of weights are rounded */
+    ROWS = 6,    /* no power of two: sums of weights are rounded */
     LONG = 2200, /* rows of WIDTH numbers that a channel has no room for */
     WIDTH = 16,
     VOCAB = 24,
