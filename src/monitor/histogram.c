@@ -104,7 +104,8 @@ static dtrain_result dtrain__histogram_fill(dtrain__histograms *h, int slot, con
 }
 
 /* Find the part of a trainable parameter that this rank counts: ranks that hold the same divide it
- * evenly among themselves. What is whole on all ranks of a tensor axis the first of them counts. */
+ * evenly among themselves. What is whole on all ranks of a tensor axis the first of them counts,
+ * and what stages of several ranks have the first of those. */
 static void dtrain__histogram_part(const dtrain__histograms *h, size_t i, dtrain_shard *part)
 {
     const dtrain_strategy *strategy = h->trainer->desc.strategy;
@@ -112,6 +113,7 @@ static void dtrain__histogram_part(const dtrain__histograms *h, size_t i, dtrain
     int holders;
     const bool cut = dtrain__params_of(strategy, &all)[i].cut.axis != DTRAIN_CUT_NONE;
     if (h->trainer->groups.tensor_rank && !cut) return;
+    if (dtrain__stage_first(strategy, i) != h->trainer->groups.pipeline_rank) return;
     if (!dtrain__shard_of(strategy, i, part)) return;
     const int number = dtrain__holders(strategy, i, &holders);
     const int64_t first =

@@ -400,6 +400,98 @@ static void test_gpus(void)
     munmap(t, sizeof *t);
 }
 
+/* ---- histograms of a weight that two stages have ------------------------------------------------- */
+
+typedef struct tied {
+    dtrain_param params[2];
+    float x[ROWS * IN];
+} tied;
+
+static dtrain_result tied_batch(void *user)
+{
+    tied *s = (tied *)user;
+    for (int i = 0; i < ROWS * IN; i++) s->x[i] = (float)(i * 7 % 11) / 11;
+    return DTRAIN_OK;
+}
+
+static dtrain_tensor *tied_loss(dtrain_tape *tape, void *user)
+{
+    tied *s = (tied *)user;
+    const int64_t shape[2] = {ROWS, IN};
+    dtrain_tensor *x = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, shape, s->x, false);
+    for (uint32_t unit = 0; unit < 2; unit++) {
+        dtrain_tape_unit(tape, unit);
+        x = dtrain_linear(tape, x, &s->params[unit], NULL, DTRAIN_ACTIVATION_GELU);
+    }
+    return dtrain_mean(tape, x);
+}
+
+static dtrain_result tied_histogram(void *user, const dtrain_histogram *histogram)
+{
+    CHECK_MSG(histogram->count == IN * IN, "%s: %llu elements", histogram->tag,
+              (unsigned long long)histogram->count);
+    ++*(int *)user;
+    return DTRAIN_OK;
+}
+
+static int tied_rank(dtrain_world *world, void *user)
+{
+    const dtrain_optimizer_desc adamw = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
+    dtrain_mesh_desc axes;
+    dtrain_strategy_desc how;
+    dtrain_trainer_desc desc;
+    dtrain_metrics_desc report;
+    dtrain_metrics_sink sink;
+    dtrain_mesh *mesh;
+    dtrain_strategy *strategy;
+    dtrain_optimizer *optimizer;
+    dtrain_trainer *trainer;
+    dtrain_metrics *metrics;
+    dtrain_step_record r;
+    int seen = 0;
+    tied s;
+    (void)user;
+    memset(&axes, 0, sizeof axes), memset(&how, 0, sizeof how), memset(&desc, 0, sizeof desc);
+    memset(&report, 0, sizeof report), memset(&sink, 0, sizeof sink), memset(&s, 0, sizeof s);
+    s.params[0].name = "w", s.params[0].shape[0] = s.params[0].shape[1] = IN;
+    s.params[0].init = DTRAIN_INIT_NORMAL, s.params[0].init_scale = 0.5f;
+    s.params[1].name = "again", s.params[1].unit = 1, s.params[1].alias_of = &s.params[0];
+    axes.pipeline = 2;
+    TRY(dtrain_mesh_create(world, &axes, &mesh));
+    how.mesh = mesh;
+    TRY(dtrain_strategy_create(world, s.params, 2, &how, &strategy));
+    TRY(dtrain_optimizer_create(world, strategy, &adamw, &optimizer));
+    desc.schedule.lr = 0.01f, desc.strategy = strategy, desc.optimizer = optimizer;
+    desc.next_batch = tied_batch, desc.loss = tied_loss, desc.user = &s;
+    TRY(dtrain_trainer_create(world, &desc, &trainer));
+    sink.name = "histograms", sink.histogram = tied_histogram, sink.user = &seen;
+    report.sinks = &sink, report.sink_count = 1, report.histogram_every = 1,
+    report.trainer = trainer;
+    TRY(dtrain_metrics_create(world, &report, &metrics));
+    TRY(dtrain_trainer_step(trainer, &r));
+    TRY(dtrain_metrics_step(metrics, &r));
+    CHECK(seen == (dtrain_world_rank(world) ? 0 : 2)); /* of the weight and of its gradient */
+    TRY(dtrain_metrics_finish(metrics));
+    dtrain_metrics_destroy(metrics);
+    dtrain_trainer_destroy(trainer);
+    dtrain_optimizer_destroy(optimizer);
+    dtrain_strategy_destroy(strategy);
+    dtrain_mesh_destroy(mesh);
+    return 0;
+}
+
+/* Each of its elements counts once, whichever stages have a copy, and replicas. */
+static void test_histograms_of_a_tie(void)
+{
+    dtrain_launch_desc desc;
+    memset(&desc, 0, sizeof desc);
+    for (desc.rank_count = 2; desc.rank_count <= 4; desc.rank_count += 2) {
+        desc.mode = desc.rank_count == 2 ? DTRAIN_LAUNCH_THREADS : DTRAIN_LAUNCH_PROCESSES;
+        CHECK_MSG(dtrain_launch(&desc, tied_rank, NULL, NULL) == DTRAIN_OK, "%s",
+                  dtrain_last_error());
+    }
+}
+
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -411,6 +503,7 @@ int main(int argc, char **argv)
     RUN(test_figures);
     RUN(test_sent);
     RUN(test_axes);
+    RUN(test_histograms_of_a_tie);
     if (access(stub[0], R_OK) == 0) RUN(test_gpus);
     else SKIP(test_gpus, "nvml_stub.so is not beside this program");
     return test_summary();
