@@ -8,7 +8,10 @@
 #include "core/api.h"
 #include "parallel/cut.h"
 
-#define DTRAIN_PARAM_FROZEN 1u   /* no gradient, no optimizer state */
+/* No gradient, and no optimizer state. A program may also set it for some steps, on all ranks
+ * alike: then there is no gradient (dtrain_missing_gradient) and the state is kept. What was
+ * created with it stays so. */
+#define DTRAIN_PARAM_FROZEN 1u
 #define DTRAIN_PARAM_NO_DECAY 2u /* weight decay skips it; 1-D tensors are skipped anyway */
 /* Frozen, whole on every rank, and written by an operation, as running averages are: a step ends
  * with the mean over the ranks. */
