@@ -225,6 +225,7 @@ DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, b
  * rank and in every micro-batch; its weight is the number of its samples divided by that unit. With
  * `rows` targets of which `valid` count: (sum over valid) / rows, and valid / rows. The step's last
  * finish makes the mean over all samples of the step. If all weights are 0, no parameter changes.
+ * Ranks that hold parts of one model have the same samples, and give the same weight.
  *
  * dtrain_tape_backward sets it for losses of the tape that are means: it counts the targets of
  * cross-entropy that are not ignored, and the elements of other losses; a sum, or a loss of the
