@@ -1525,7 +1525,10 @@ DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *sch
  * A model is an array of dtrain_param in forward order. The array belongs to the host and must
  * stay where it is until the strategy is destroyed. */
 
-#define DTRAIN_PARAM_FROZEN 1u   /* no gradient, no optimizer state */
+/* No gradient, and no optimizer state. A program may also set it for some steps, on all ranks
+ * alike: then there is no gradient (dtrain_missing_gradient) and the state is kept. What was
+ * created with it stays so. */
+#define DTRAIN_PARAM_FROZEN 1u
 #define DTRAIN_PARAM_NO_DECAY 2u /* weight decay skips it; 1-D tensors are skipped anyway */
 /* Frozen, whole on every rank, and written by an operation, as running averages are: a step ends
  * with the mean over the ranks. */
@@ -1796,6 +1799,7 @@ DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, b
  * rank and in every micro-batch; its weight is the number of its samples divided by that unit. With
  * `rows` targets of which `valid` count: (sum over valid) / rows, and valid / rows. The step's last
  * finish makes the mean over all samples of the step. If all weights are 0, no parameter changes.
+ * Ranks that hold parts of one model have the same samples, and give the same weight.
  *
  * dtrain_tape_backward sets it for losses of the tape that are means: it counts the targets of
  * cross-entropy that are not ignored, and the elements of other losses; a sum, or a loss of the
@@ -39366,7 +39370,8 @@ static dtrain_result dtrain__histogram_fill(dtrain__histograms *h, int slot, con
 }
 
 /* Find the part of a trainable parameter that this rank counts: ranks that hold the same divide it
- * evenly among themselves. What is whole on all ranks of a tensor axis the first of them counts. */
+ * evenly among themselves. What is whole on all ranks of a tensor axis the first of them counts,
+ * and what stages of several ranks have the first of those. */
 static void dtrain__histogram_part(const dtrain__histograms *h, size_t i, dtrain_shard *part)
 {
     const dtrain_strategy *strategy = h->trainer->desc.strategy;
@@ -39374,6 +39379,7 @@ static void dtrain__histogram_part(const dtrain__histograms *h, size_t i, dtrain
     int holders;
     const bool cut = dtrain__params_of(strategy, &all)[i].cut.axis != DTRAIN_CUT_NONE;
     if (h->trainer->groups.tensor_rank && !cut) return;
+    if (dtrain__stage_first(strategy, i) != h->trainer->groups.pipeline_rank) return;
     if (!dtrain__shard_of(strategy, i, part)) return;
     const int number = dtrain__holders(strategy, i, &holders);
     const int64_t first =
