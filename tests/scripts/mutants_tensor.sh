@@ -67,6 +67,6 @@ mutant "strategy: sums are not unpacked" strategy/ways/tensor.c 's/return bucket
 mutant "strategy: sums in a mean" strategy/ways/tensor.c 's/    packed += dtrain__padded(count);/    for (int64_t k = 0; k < count \&\& !back; k++) packed[k] \/= 2;\n&/'
 mutant "norm: each rank counts what is whole" strategy/norm.c 's/!whole || strategy->groups.tensor_rank == 0/true/'
 mutant "norm: the first rank counts what is cut" strategy/norm.c 's/!whole || strategy->groups.tensor_rank == 0/strategy->groups.tensor_rank == 0/'
-mutant "weights: the unit is that of one's own axis" strategy/weights.c 's/const float passes = (float)counted/const float passes = (float)layout->all/'
+mutant "weights: the unit is that of one's own axis" strategy/weights.c 's/(float)dtrain__weight_ranks(&strategy->groups)/(float)layout->all/'
 echo "$passed passed, $failed failed"
 [ "$failed" -eq 0 ]
