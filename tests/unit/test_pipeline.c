@@ -476,8 +476,8 @@ static void test_random_models(void)
 }
 
 #ifndef DTRAIN_CUDA_EMULATION /* NCCL's mock has no room for them */
-/* Messages that their receiver takes from where they lie, while the first rank is late, or all are by turns: what is still
- * being sent is not written to. */
+/* Messages that their receiver takes from where they lie, while the first rank is late, or all are by turns: what is
+ * still being sent is not written to. */
 static void test_long_messages(void)
 {
     const int count = test_full() ? 100 : TEST_RACES ? 4 : 10;
