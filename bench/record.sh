@@ -122,7 +122,7 @@ record() {
         loss) run bench_comm --parts loss --data "$DATA" ;;
         checkpoint) run bench_checkpoint --params 124 --reps 5 ;;
         forecast) run bench_forecast --rounds 5 ;;
-        pipeline) run bench_pipeline --models baby --rounds 5; run bench_pipeline --models gpt2 --rounds 5 ;;
+        pipeline) run bench_pipeline --models baby --rounds 3; run bench_pipeline --models gpt2 --rounds 2 --steps 4 ;;
         simulator) run simulate --check tools/simulate/published.txt ;;
     esac
 }

@@ -35,7 +35,7 @@ static plan new_plan(int mode, int ranks, int culprit, void (*act)(dtrain_world 
     p.mode = mode;
     p.ranks = ranks;
     p.culprit = culprit;
-    p.timeout_ms = 500;
+    p.timeout_ms = TEST_RACES ? 2000 : 500;
     p.act = act;
     p.codes = (int32_t *)ranks_shared((size_t)ranks * sizeof(int32_t));
     snprintf(p.directory, sizeof p.directory, "/tmp/dtrain_flight_XXXXXX");
