@@ -2828,8 +2828,7 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
 /* Evaluate the mean loss without gradients over the samples of `batches` calls of next_batch on
  * every rank; one that ends earlier (DTRAIN_ERROR_END) has fewer. Collective. next_batch and user
  * may differ from training's; the loss function gets this user. next_batch NULL: the loss fetches
- * its batch; not with a pipeline. An error on one rank is one on
- * all, and stands. */
+ * its batch; not with a pipeline. An error on one rank is one on all, and stands. */
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss);
@@ -17395,7 +17394,8 @@ static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
         const dtrain_param *p = &strategy->params[i];
         if (!entry->trainable || !entry->here || entry->seen || (entry->warned && !strict))
             continue;
-        if ((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN) continue; /* for now */
+        /* frozen in this step, as the program may: its gradient is not missing */
+        if ((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN) continue;
         entry->warned = true;
         if (count++ < 8) /* 64 bytes each: there is room for them */
             used += (size_t)snprintf(names + used, sizeof names - used, "%s\"%.60s\"",
@@ -30812,7 +30812,7 @@ typedef struct dtrain__flight {
     int32_t batch; /* the slot of its first pass here, which has its inputs; -1: not fetched */
     bool joined;   /* this rank's data had ended */
     float loss;    /* on the rank of the last stage */
-    float weight;  /* that next_batch or the loss has set: of a sum, or a loss of one's own */
+    float weight;  /* that next_batch or the loss has set by dtrain_strategy_weight, else 1 */
     dtrain__samples samples; /* what the loss is a mean of ... */
     float valid[2];          /* ... and what it points to */
 } dtrain__flight;

@@ -443,7 +443,8 @@ static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
         const dtrain_param *p = &strategy->params[i];
         if (!entry->trainable || !entry->here || entry->seen || (entry->warned && !strict))
             continue;
-        if ((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN) continue; /* for now */
+        /* frozen in this step, as the program may: its gradient is not missing */
+        if ((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN) continue;
         entry->warned = true;
         if (count++ < 8) /* 64 bytes each: there is room for them */
             used += (size_t)snprintf(names + used, sizeof names - used, "%s\"%.60s\"",

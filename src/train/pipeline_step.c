@@ -38,7 +38,7 @@ typedef struct dtrain__flight {
     int32_t batch; /* the slot of its first pass here, which has its inputs; -1: not fetched */
     bool joined;   /* this rank's data had ended */
     float loss;    /* on the rank of the last stage */
-    float weight;  /* that next_batch or the loss has set: of a sum, or a loss of one's own */
+    float weight;  /* that next_batch or the loss has set by dtrain_strategy_weight, else 1 */
     dtrain__samples samples; /* what the loss is a mean of ... */
     float valid[2];          /* ... and what it points to */
 } dtrain__flight;

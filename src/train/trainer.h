@@ -188,8 +188,7 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
 /* Evaluate the mean loss without gradients over the samples of `batches` calls of next_batch on
  * every rank; one that ends earlier (DTRAIN_ERROR_END) has fewer. Collective. next_batch and user
  * may differ from training's; the loss function gets this user. next_batch NULL: the loss fetches
- * its batch; not with a pipeline. An error on one rank is one on
- * all, and stands. */
+ * its batch; not with a pipeline. An error on one rank is one on all, and stands. */
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss);
