@@ -31,6 +31,7 @@ look.py values PAGE LOG...: the numbers in the page are those of the logs.
 look.py timed PAGE LOG...: drawn over time, the curves end when the longest run does.
 look.py shown PAGE LOG...: the values that the browser has shown at step 6 are those of the logs, smoothed by 0.9."""
 import html.parser, json, re, sys
+from decimal import Decimal, ROUND_HALF_UP
 void = ("meta", "input", "br")
 class Reader(html.parser.HTMLParser):
     def __init__(self, text):
@@ -86,21 +87,22 @@ elif sys.argv[1] == "shown":
         last = 0
         for n in range(6): last = 0.9 * last + 0.1 * log[n][key]
         return last / (1 - 0.9 ** 6)
+    def fixed(value, digits): # as a browser writes it: ties, exact in binary, go up
+        return f"{Decimal(value).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP):,f}"
     tips = [re.sub(r"\s+", " ", tip) for tip in reader.tips]
     def shows(tip, *words):
         for word in words: assert word in tips[tip], (word, tips[tip])
     for log in logs:
         six = log[5]
-        shows(0, "step 6, ", "%.4f %.4f" % (smooth("loss", log), six["loss"]))
-        shows(1, "step 6, ", f"{round(smooth('tokens_per_second', log)):,} {round(six['tokens_per_second']):,} ")
-        shows(2, "step 6, ", "%.3f %.3f" % (smooth("grad_norm", log), six["grad_norm"]))
+        for tip, key, digits in ((0, "loss", 4), (1, "tokens_per_second", 0), (2, "grad_norm", 3)):
+            shows(tip, "step 6, ", f"{fixed(smooth(key, log), digits)} {fixed(six[key], digits)} ")
         shows(3, "%.2fe-" % float(("%.2e" % six["lr"]).split("e")[0]))
-        shows(4, "in use %.1f MiB" % (six["memory_bytes"] / 2**20), "peak %.1f MiB" % (six["memory_peak_bytes"] / 2**20))
+        shows(4, f"in use {fixed(six['memory_bytes'] / 2**20, 1)} MiB", f"peak {fixed(six['memory_peak_bytes'] / 2**20, 1)} MiB")
     for tip, log in zip((6, 7), logs):
         six = log[5]
         total = max(six["step_ms"], sum(six[k] for k in ("data_ms", "forward_ms", "backward_ms", "optimizer_ms", "exposed_comm_ms")))
         for part, key in (("forward", "forward_ms"), ("backward", "backward_ms"), ("exposed communication", "exposed_comm_ms")):
-            shows(tip, "%s %.2f ms %.1f %%" % (part, six[key], 100 * six[key] / total))
+            shows(tip, f"{part} {fixed(six[key], 2)} ms {fixed(100 * six[key] / total, 1)} %")
     for n in (0, 1, 2, 3, 4, 6, 7): # an axis ends with its last step
         assert (reader.ticks[n][0], reader.ticks[n][-1]) == ("1", "12"), reader.ticks[n]
 elif sys.argv[1] == "timed":
