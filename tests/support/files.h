@@ -7,18 +7,25 @@
 #include <sys/stat.h>
 
 static char folder[64];
-
-static inline bool files_begin(const char *name)
-{
-    snprintf(folder, sizeof folder, "/tmp/dtrain_%s_%d", name, (int)getpid());
-    return mkdir(folder, 0700) == 0;
-}
+static pid_t folder_owner; /* ranks that are forked leave it alone */
 
 static inline bool files_end(void)
 {
     char command[128];
+    if (getpid() != folder_owner) return true;
+    folder_owner = 0;
     snprintf(command, sizeof command, "rm -r %s", folder);
     return system(command) == 0;
+}
+
+static void files_leave(void) { (void)files_end(); } /* a program that a first failure ends */
+
+static inline bool files_begin(const char *name)
+{
+    snprintf(folder, sizeof folder, "/tmp/dtrain_%s_XXXXXX", name);
+    if (!mkdtemp(folder) || atexit(files_leave) != 0) return printf("  FAIL no folder %s\n", folder), false;
+    folder_owner = getpid();
+    return true;
 }
 
 /* The path of a file in the folder. Two can be in use at once. */
