@@ -15480,6 +15480,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__between_backwards(const dtrain_strategy *s
                                                         const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strategy,
                                                     const char *call);
+/* Fail on all ranks of the mesh if they differ in line 0, `settings` of `what`, or in a parameter:
+ * line i + 1. Collective. */
+DTRAIN__PRIVATE dtrain_result dtrain__lines_compare(dtrain_strategy *strategy, const char *call,
+                                                    const char *what, const char *settings,
+                                                    size_t count);
 /* Make an error stand: this rank cannot do what the others count on. They hear of it at once. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy,
                                                     dtrain_result result);
@@ -15935,10 +15940,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__ways_open(dtrain_strategy *strategy);
 DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, size_t param_count);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy);
-
-/* strategy/compare.c */
-DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *strategy,
-                                                           const char *settings);
 
 /* strategy/gather.c */
 DTRAIN__PRIVATE dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint32_t at,
@@ -20167,9 +20168,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
 
 /* Do all ranks have the same?
  *
- * What they registered is compared in create, a line of text per parameter, and values in verify:
- * first one hash over all items; if ranks differ in that, item by item up to the first that
- * differs. All ranks see the same outcome of each comparison, so they make the same collectives. */
+ * Lines of text are compared: in create the settings and one for each parameter, in the first step
+ * over a pipeline the settings of the trainer. Values are compared in verify. First comes one hash
+ * over all items; if ranks differ in that, item by item up to the first that differs. All ranks
+ * see the same outcome of each comparison, so they make the same collectives. */
 
 /* Hash an item, on every rank; 0: there is nothing to compare. */
 typedef dtrain_result dtrain__hash_fn(dtrain_strategy *strategy, const char *settings, size_t item,
@@ -20271,30 +20273,30 @@ static dtrain_result dtrain__registration_hash(dtrain_strategy *strategy, const 
     return DTRAIN_OK;
 }
 
-/* Fail on all ranks if they have registered different parameters or settings; the sentence has the
- * line of the usual rank and of the odd one. */
-DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *strategy,
-                                                           const char *settings)
+/* Fail on all ranks if lines differ; the sentence has the line of the usual rank and of the odd
+ * one. */
+DTRAIN__PRIVATE dtrain_result dtrain__lines_compare(dtrain_strategy *strategy, const char *call,
+                                                    const char *what, const char *settings,
+                                                    size_t count)
 {
     dtrain_comm *comm = strategy->groups.all;
-    char texts[2][DTRAIN__LINE_BYTES], what[48] = "the desc";
+    char texts[2][DTRAIN__LINE_BYTES], name[48];
     dtrain__difference found;
     uint64_t all;
-    DTRAIN__TRY(dtrain__compare_items(strategy, comm, dtrain__registration_hash, settings,
-                                      strategy->param_count + 1, &all, &found));
+    DTRAIN__TRY(dtrain__compare_items(strategy, comm, dtrain__registration_hash, settings, count,
+                                      &all, &found));
     if (found.odd < 0) return DTRAIN_OK;
     for (int i = 0; i < 2; i++) {
         dtrain__registration_line(strategy, settings, found.item, texts[i]);
         DTRAIN__TRY(dtrain_broadcast(comm, texts[i], DTRAIN__LINE_BYTES / 4, DTRAIN_DTYPE_I32,
                                      i ? found.odd : found.usual, NULL));
     }
-    if (found.item) snprintf(what, sizeof what, "parameter %zu", found.item - 1);
+    if (found.item) snprintf(name, sizeof name, "parameter %zu", found.item - 1);
     return dtrain_fail(
         DTRAIN_ERROR_MISMATCH,
-        "dtrain_strategy_create: %s differs: rank %d has %s; rank %d has %s; register "
-        "the same on every rank",
-        what, dtrain__world_rank(comm, found.usual), texts[0], dtrain__world_rank(comm, found.odd),
-        texts[1]);
+        "%s: %s differs: rank %d has %s; rank %d has %s; give the same to every rank", call,
+        found.item ? name : what, dtrain__world_rank(comm, found.usual), texts[0],
+        dtrain__world_rank(comm, found.odd), texts[1]);
 }
 
 /* ---- Values -----------------------------------------------------------------------------------*/
@@ -20692,7 +20694,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
         (double)how->topk_ratio, (double)how->topk_momentum, (double)how->warmup_ratio,
         (long long)how->dense_below, (unsigned long long)how->dense_steps,
         (unsigned long long)how->warmup_steps);
-    return dtrain__registration_compare(strategy, text);
+    return dtrain__lines_compare(strategy, "dtrain_strategy_create", "the desc", text,
+                                 strategy->param_count + 1);
 }
 
 /* ==== src/strategy/create.c =================================================================== */
@@ -31192,12 +31195,8 @@ static dtrain_result dtrain__line_compare(dtrain_trainer *trainer)
     const dtrain_trainer_desc *desc = &trainer->desc;
     const dtrain_schedule *rate = &desc->schedule;
     const dtrain_loss_scaler *scale = &desc->loss_scaling;
-    dtrain_comm *comm = trainer->groups.all;
-    int64_t *hashes = (int64_t *)(void *)trainer->words; /* a word is half of one */
-    char texts[2][512];
-    int odd = 0;
-    memset(texts, 0, sizeof texts);
-    snprintf(texts[0], sizeof texts[0],
+    char text[512];
+    snprintf(text, sizeof text,
              "micro_batches %u, clip %.9g, tape_flags %#x, nonfinite %u, skip_limit %u, "
              "verify_every %u, schedule %u of lr %.9g, min_lr %.9g, warmup_steps %lld, total_steps "
              "%lld, gamma %.9g, milestones %08x, loss_scaling %d of scale %.9g, growth %.9g in %u, "
@@ -31210,19 +31209,7 @@ static dtrain_result dtrain__line_compare(dtrain_trainer *trainer)
              trainer->scaling, (double)scale->scale, (double)scale->growth_factor,
              scale->growth_interval, (double)scale->backoff_factor, (double)scale->minimum_scale,
              scale->hysteresis, (unsigned)dtrain__groups_hash(desc->optimizer));
-    const uint64_t hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, texts[0], sizeof texts[0]);
-    DTRAIN__TRY(dtrain_all_gather(comm, &hash, hashes, 1, DTRAIN_DTYPE_I64, NULL));
-    while (odd < trainer->ranks && hashes[odd] == hashes[0]) odd++;
-    if (odd == trainer->ranks) return DTRAIN_OK;
-    memcpy(texts[1], texts[0], sizeof texts[1]);
-    for (int i = 0; i < 2; i++)
-        DTRAIN__TRY(dtrain_broadcast(comm, texts[i], sizeof texts[i] / 4, DTRAIN_DTYPE_I32,
-                                     i ? odd : 0, NULL));
-    return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                       "dtrain_trainer_step: the trainer of rank %d has %s; that of rank %d has "
-                       "%s; give the same to all ranks of a pipeline",
-                       dtrain__world_rank(comm, 0), texts[0], dtrain__world_rank(comm, odd),
-                       texts[1]);
+    return dtrain__lines_compare(desc->strategy, "dtrain_trainer_step", "the trainer", text, 1);
 }
 
 /* Forget the step before. */

@@ -1,8 +1,9 @@
 /* Do all ranks have the same?
  *
- * What they registered is compared in create, a line of text per parameter, and values in verify:
- * first one hash over all items; if ranks differ in that, item by item up to the first that
- * differs. All ranks see the same outcome of each comparison, so they make the same collectives. */
+ * Lines of text are compared: in create the settings and one for each parameter, in the first step
+ * over a pipeline the settings of the trainer. Values are compared in verify. First comes one hash
+ * over all items; if ranks differ in that, item by item up to the first that differs. All ranks
+ * see the same outcome of each comparison, so they make the same collectives. */
 
 #include "core/platform_internal.h"
 #include "comm/comm_internal.h"
@@ -108,30 +109,30 @@ static dtrain_result dtrain__registration_hash(dtrain_strategy *strategy, const 
     return DTRAIN_OK;
 }
 
-/* Fail on all ranks if they have registered different parameters or settings; the sentence has the
- * line of the usual rank and of the odd one. */
-DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *strategy,
-                                                           const char *settings)
+/* Fail on all ranks if lines differ; the sentence has the line of the usual rank and of the odd
+ * one. */
+DTRAIN__PRIVATE dtrain_result dtrain__lines_compare(dtrain_strategy *strategy, const char *call,
+                                                    const char *what, const char *settings,
+                                                    size_t count)
 {
     dtrain_comm *comm = strategy->groups.all;
-    char texts[2][DTRAIN__LINE_BYTES], what[48] = "the desc";
+    char texts[2][DTRAIN__LINE_BYTES], name[48];
     dtrain__difference found;
     uint64_t all;
-    DTRAIN__TRY(dtrain__compare_items(strategy, comm, dtrain__registration_hash, settings,
-                                      strategy->param_count + 1, &all, &found));
+    DTRAIN__TRY(dtrain__compare_items(strategy, comm, dtrain__registration_hash, settings, count,
+                                      &all, &found));
     if (found.odd < 0) return DTRAIN_OK;
     for (int i = 0; i < 2; i++) {
         dtrain__registration_line(strategy, settings, found.item, texts[i]);
         DTRAIN__TRY(dtrain_broadcast(comm, texts[i], DTRAIN__LINE_BYTES / 4, DTRAIN_DTYPE_I32,
                                      i ? found.odd : found.usual, NULL));
     }
-    if (found.item) snprintf(what, sizeof what, "parameter %zu", found.item - 1);
+    if (found.item) snprintf(name, sizeof name, "parameter %zu", found.item - 1);
     return dtrain_fail(
         DTRAIN_ERROR_MISMATCH,
-        "dtrain_strategy_create: %s differs: rank %d has %s; rank %d has %s; register "
-        "the same on every rank",
-        what, dtrain__world_rank(comm, found.usual), texts[0], dtrain__world_rank(comm, found.odd),
-        texts[1]);
+        "%s: %s differs: rank %d has %s; rank %d has %s; give the same to every rank", call,
+        found.item ? name : what, dtrain__world_rank(comm, found.usual), texts[0],
+        dtrain__world_rank(comm, found.odd), texts[1]);
 }
 
 /* ---- Values -----------------------------------------------------------------------------------*/

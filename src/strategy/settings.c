@@ -243,5 +243,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
         (double)how->topk_ratio, (double)how->topk_momentum, (double)how->warmup_ratio,
         (long long)how->dense_below, (unsigned long long)how->dense_steps,
         (unsigned long long)how->warmup_steps);
-    return dtrain__registration_compare(strategy, text);
+    return dtrain__lines_compare(strategy, "dtrain_strategy_create", "the desc", text,
+                                 strategy->param_count + 1);
 }

@@ -202,10 +202,6 @@ DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, siz
 DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy);
 
-/* strategy/compare.c */
-DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *strategy,
-                                                           const char *settings);
-
 /* strategy/gather.c */
 DTRAIN__PRIVATE dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint32_t at,
                                                  uint32_t next);

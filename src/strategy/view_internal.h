@@ -71,6 +71,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__between_backwards(const dtrain_strategy *s
                                                         const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strategy,
                                                     const char *call);
+/* Fail on all ranks of the mesh if they differ in line 0, `settings` of `what`, or in a parameter:
+ * line i + 1. Collective. */
+DTRAIN__PRIVATE dtrain_result dtrain__lines_compare(dtrain_strategy *strategy, const char *call,
+                                                    const char *what, const char *settings,
+                                                    size_t count);
 /* Make an error stand: this rank cannot do what the others count on. They hear of it at once. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy,
                                                     dtrain_result result);

@@ -418,12 +418,8 @@ static dtrain_result dtrain__line_compare(dtrain_trainer *trainer)
     const dtrain_trainer_desc *desc = &trainer->desc;
     const dtrain_schedule *rate = &desc->schedule;
     const dtrain_loss_scaler *scale = &desc->loss_scaling;
-    dtrain_comm *comm = trainer->groups.all;
-    int64_t *hashes = (int64_t *)(void *)trainer->words; /* a word is half of one */
-    char texts[2][512];
-    int odd = 0;
-    memset(texts, 0, sizeof texts);
-    snprintf(texts[0], sizeof texts[0],
+    char text[512];
+    snprintf(text, sizeof text,
              "micro_batches %u, clip %.9g, tape_flags %#x, nonfinite %u, skip_limit %u, "
              "verify_every %u, schedule %u of lr %.9g, min_lr %.9g, warmup_steps %lld, total_steps "
              "%lld, gamma %.9g, milestones %08x, loss_scaling %d of scale %.9g, growth %.9g in %u, "
@@ -436,19 +432,7 @@ static dtrain_result dtrain__line_compare(dtrain_trainer *trainer)
              trainer->scaling, (double)scale->scale, (double)scale->growth_factor,
              scale->growth_interval, (double)scale->backoff_factor, (double)scale->minimum_scale,
              scale->hysteresis, (unsigned)dtrain__groups_hash(desc->optimizer));
-    const uint64_t hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, texts[0], sizeof texts[0]);
-    DTRAIN__TRY(dtrain_all_gather(comm, &hash, hashes, 1, DTRAIN_DTYPE_I64, NULL));
-    while (odd < trainer->ranks && hashes[odd] == hashes[0]) odd++;
-    if (odd == trainer->ranks) return DTRAIN_OK;
-    memcpy(texts[1], texts[0], sizeof texts[1]);
-    for (int i = 0; i < 2; i++)
-        DTRAIN__TRY(dtrain_broadcast(comm, texts[i], sizeof texts[i] / 4, DTRAIN_DTYPE_I32,
-                                     i ? odd : 0, NULL));
-    return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                       "dtrain_trainer_step: the trainer of rank %d has %s; that of rank %d has "
-                       "%s; give the same to all ranks of a pipeline",
-                       dtrain__world_rank(comm, 0), texts[0], dtrain__world_rank(comm, odd),
-                       texts[1]);
+    return dtrain__lines_compare(desc->strategy, "dtrain_trainer_step", "the trainer", text, 1);
 }
 
 /* Forget the step before. */

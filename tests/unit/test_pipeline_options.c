@@ -461,7 +461,7 @@ static void check_differs(const char *name, option_fn *option, const char *words
     for (int r = 0; r < 4; r++)
         CHECK_MSG(j->created[r] == DTRAIN_OK && j->stepped[r][0] == DTRAIN_ERROR_MISMATCH &&
                       strstr(j->wrong[r][0], words) && strstr(j->wrong[r][0], other) &&
-                      strstr(j->wrong[r][0], "that of rank 2 has"),
+                      strstr(j->wrong[r][0], "; rank 2 has"),
                   "%s, rank %d: %d, \"%s\"", name, r, (int)j->stepped[r][0], j->wrong[r][0]);
     munmap(j, sizeof *j);
 }
