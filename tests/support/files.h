@@ -23,7 +23,8 @@ static void files_leave(void) { (void)files_end(); } /* a program that a first f
 static inline bool files_begin(const char *name)
 {
     snprintf(folder, sizeof folder, "/tmp/dtrain_%s_XXXXXX", name);
-    if (!mkdtemp(folder) || atexit(files_leave) != 0) return printf("  FAIL no folder %s\n", folder), false;
+    if (!mkdtemp(folder) || atexit(files_leave) != 0)
+        return printf("  FAIL no folder %s\n", folder), false;
     folder_owner = getpid();
     return true;
 }
