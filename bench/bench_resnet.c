@@ -87,8 +87,8 @@ static int write_images(void)
     static unsigned char image[IMAGE_BYTES];
     uint32_t noise = 1;
     char path[128];
-    snprintf(folder, sizeof folder, "/tmp/bench_resnet.%ld.images", (long)getpid());
-    int failed = mkdir(folder, 0700);
+    snprintf(folder, sizeof folder, "/tmp/bench_resnet.XXXXXX");
+    int failed = !mkdtemp(folder);
     for (int f = 0; f < FILES && !failed; f++) {
         image_path(f, path);
         FILE *file = fopen(path, "wb");

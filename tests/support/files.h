@@ -7,7 +7,7 @@
 #include <sys/stat.h>
 
 static char folder[64];
-static pid_t folder_owner; /* ranks that are forked leave it alone */
+static pid_t folder_owner; /* the process that removes it: ranks that are forked do not */
 
 static inline bool files_end(void)
 {
@@ -29,12 +29,12 @@ static inline bool files_begin(const char *name)
     return true;
 }
 
-/* The path of a file in the folder. Two can be in use at once. */
+/* The path of a file in the folder. A thread can use eight at once. */
 static inline const char *path_of(const char *name)
 {
-    static __thread char paths[2][256];
+    static __thread char paths[8][256];
     static __thread int turn;
-    turn = !turn;
+    turn = (turn + 1) % 8;
     snprintf(paths[turn], sizeof paths[0], "%s/%s", folder, name);
     return paths[turn];
 }

@@ -5,6 +5,7 @@
 #include "test.h"
 #include "dtrain.h"
 #include "allocator.h"
+#include "files.h"
 #include "warned_ranks.h"
 #include <dirent.h>
 #include <fcntl.h>
@@ -13,20 +14,10 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 
-static char base[64]; /* a directory of this run */
 static void with_world(dtrain_rank_fn rank_main, void *user)
 {
     CHECK_MSG(with_ranks(1, DTRAIN_LAUNCH_THREADS, NULL, rank_main, user) == DTRAIN_OK, "%s",
               dtrain_last_error());
-}
-
-static char *path_of(const char *name)
-{
-    static char paths[8][128];
-    static int next;
-    char *path = paths[next++ % 8];
-    snprintf(path, sizeof paths[0], "%s/%s", base, name);
-    return path;
 }
 
 static char *slurp(const char *path, size_t *bytes)
@@ -485,7 +476,7 @@ static void test_random_records(void)
         char names[8][300], command[200];
         size_t bytes;
         seed = first + (uint64_t)round;
-        snprintf(command, sizeof command, "rm -rf %s/*", base);
+        snprintf(command, sizeof command, "rm -rf %s/*", folder);
         CHECK(system(command) == 0);
         memset(&run, 0, sizeof run);
         const int all = 2 + (int)draw(MOST - 2),
@@ -749,7 +740,7 @@ static int full_rank(dtrain_world *world, void *user)
 static void test_full_disk(void)
 {
     char command[200];
-    snprintf(command, sizeof command, "rm -rf %s/*", base);
+    snprintf(command, sizeof command, "rm -rf %s/*", folder);
     CHECK(system(command) == 0);
     seed = 5;
     warnings = 0;
@@ -844,17 +835,13 @@ static void test_memory(void)
 
 int main(int argc, char **argv)
 {
-    char command[100];
     test_begin(argc, argv);
-    snprintf(base, sizeof base, "/tmp/dtrain_test_monitor_%d", (int)getpid());
-    if (mkdir(base, 0700) != 0) return 1;
+    if (!files_begin("test_monitor")) return 1;
     RUN(test_random_records);
     RUN(test_faulty_sinks);
     RUN(test_refused);
     RUN(test_full_disk);
     RUN(test_directory_goes);
     RUN(test_memory);
-    snprintf(command, sizeof command, "rm -rf %s", base);
-    if (system(command) != 0) return 1;
-    return test_summary();
+    return test_summary() + !files_end();
 }
