@@ -563,6 +563,7 @@ static int rank_dies(dtrain_world *world, void *user)
     bool done = false;
     dtrain_result result = dtrain_all_reduce(dtrain_world_comm(world), memory, memory, 1000000,
                                              DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &work);
+    if (rank == 1) RANKS_TRY(result);
     while (rank == 1 && !local_work(work)->due_ns)
         RANKS_TRY(dtrain_work_test(work, &done)); /* until it waits for nothing but the link */
     if (rank == 1) raise(SIGKILL);
