@@ -87,8 +87,9 @@ elif sys.argv[1] == "shown":
         last = 0
         for n in range(6): last = 0.9 * last + 0.1 * log[n][key]
         return last / (1 - 0.9 ** 6)
-    def fixed(value, digits): # as a browser writes it: ties, exact in binary, go up
-        return f"{Decimal(value).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP):,f}"
+    def fixed(value, digits): # as the page writes it: halves, which Python rounds to even, go up; whole numbers have commas
+        rounded = Decimal(value).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP)
+        return f"{rounded:f}" if digits else f"{rounded:,f}"
     tips = [re.sub(r"\s+", " ", tip) for tip in reader.tips]
     def shows(tip, *words):
         for word in words: assert word in tips[tip], (word, tips[tip])
