@@ -4,7 +4,7 @@
 #   WHAT.txt     machine, commit, compiler, load; then each command behind "$ " and what it printed
 #   WHAT.jsonl   a line about the machine and the commit; then each command, and one line a result
 # WHAT is any of: gemm conv resnet data metrics collectives links sparse kernels train strategies compare accuracy scaling comm loss
-# checkpoint simulator forecast pipeline; without it, all.
+# checkpoint simulator forecast pipeline tensor; without it, all.
 # MACHINE is made from the processor's model and its widest instruction set. Run it on a machine that does nothing else;
 # all of it takes some two hours on two cores. --quick tests the script in seconds and needs --out: no figures.
 #   BUILD=build   where the programs are; they are made first, by make
@@ -14,7 +14,7 @@
 #   CIFAR=FOLDER  CIFAR-10's binary files, or a part of them: what accuracy is measured on
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build} machine= folder= quick=
-known="gemm conv resnet data metrics collectives links sparse kernels train strategies compare accuracy scaling comm loss checkpoint simulator forecast pipeline"
+known="gemm conv resnet data metrics collectives links sparse kernels train strategies compare accuracy scaling comm loss checkpoint simulator forecast pipeline tensor"
 fail() { echo "record.sh: $1" >&2; exit 2; }
 while [ $# -gt 0 ]; do
     case $1 in
@@ -122,6 +122,8 @@ record() {
         loss) run bench_comm --parts loss --data "$DATA" ;;
         checkpoint) run bench_checkpoint --params 124 --reps 5 ;;
         forecast) run bench_forecast --rounds 5 ;;
+        tensor) run bench_strategies --models baby --ranks 2,4 --rounds 3
+            run bench_strategies --models gpt2 --ranks 2 --rounds 2 --steps 6 --batch 4 --flags "--seq 64" ;;
         pipeline) run bench_pipeline --models baby --rounds 3; run bench_pipeline --models gpt2 --rounds 2 --steps 4 ;;
         simulator) run simulate --check tools/simulate/published.txt ;;
     esac
