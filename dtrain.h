@@ -15480,8 +15480,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__between_backwards(const dtrain_strategy *s
                                                         const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strategy,
                                                     const char *call);
-/* Fail on all ranks of the mesh if they differ in line 0, `settings` of `what`, or in a parameter:
- * line i + 1. Collective. */
+/* Fail on all ranks of the mesh if they differ in the first `count` lines: line 0 is `settings`,
+ * those of `what`, and line i + 1 describes parameter i. Collective. */
 DTRAIN__PRIVATE dtrain_result dtrain__lines_compare(dtrain_strategy *strategy, const char *call,
                                                     const char *what, const char *settings,
                                                     size_t count);
@@ -20273,8 +20273,7 @@ static dtrain_result dtrain__registration_hash(dtrain_strategy *strategy, const 
     return DTRAIN_OK;
 }
 
-/* Fail on all ranks if lines differ; the sentence has the line of the usual rank and of the odd
- * one. */
+/* The sentence has the line of the usual rank and that of the odd one. */
 DTRAIN__PRIVATE dtrain_result dtrain__lines_compare(dtrain_strategy *strategy, const char *call,
                                                     const char *what, const char *settings,
                                                     size_t count)

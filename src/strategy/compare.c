@@ -109,8 +109,7 @@ static dtrain_result dtrain__registration_hash(dtrain_strategy *strategy, const 
     return DTRAIN_OK;
 }
 
-/* Fail on all ranks if lines differ; the sentence has the line of the usual rank and of the odd
- * one. */
+/* The sentence has the line of the usual rank and that of the odd one. */
 DTRAIN__PRIVATE dtrain_result dtrain__lines_compare(dtrain_strategy *strategy, const char *call,
                                                     const char *what, const char *settings,
                                                     size_t count)

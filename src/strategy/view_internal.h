@@ -71,8 +71,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__between_backwards(const dtrain_strategy *s
                                                         const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strategy,
                                                     const char *call);
-/* Fail on all ranks of the mesh if they differ in line 0, `settings` of `what`, or in a parameter:
- * line i + 1. Collective. */
+/* Fail on all ranks of the mesh if they differ in the first `count` lines: line 0 is `settings`,
+ * those of `what`, and line i + 1 describes parameter i. Collective. */
 DTRAIN__PRIVATE dtrain_result dtrain__lines_compare(dtrain_strategy *strategy, const char *call,
                                                     const char *what, const char *settings,
                                                     size_t count);
