@@ -20260,16 +20260,16 @@ static void dtrain__registration_line(const dtrain_strategy *strategy, const cha
              origin);
 }
 
-/* Hash a line, and the whole name, which the line may have cut. */
+/* Hash a line, and the whole settings or name, which the line may have cut. */
 static dtrain_result dtrain__registration_hash(dtrain_strategy *strategy, const char *settings,
                                                size_t line, uint64_t *hash)
 {
     char text[DTRAIN__LINE_BYTES];
     dtrain__registration_line(strategy, settings, line, text);
     *hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, text, strlen(text));
-    if (line == 0 || line > strategy->param_count) return DTRAIN_OK;
-    const char *name = strategy->params[line - 1].name;
-    *hash = dtrain__fnv1a(*hash, name, strlen(name));
+    if (line > strategy->param_count) return DTRAIN_OK;
+    const char *whole = line ? strategy->params[line - 1].name : settings;
+    *hash = dtrain__fnv1a(*hash, whole, strlen(whole));
     return DTRAIN_OK;
 }
 
@@ -31194,7 +31194,7 @@ static dtrain_result dtrain__line_compare(dtrain_trainer *trainer)
     const dtrain_trainer_desc *desc = &trainer->desc;
     const dtrain_schedule *rate = &desc->schedule;
     const dtrain_loss_scaler *scale = &desc->loss_scaling;
-    char text[512];
+    char text[640]; /* every field at its longest */
     snprintf(text, sizeof text,
              "micro_batches %u, clip %.9g, tape_flags %#x, nonfinite %u, skip_limit %u, "
              "verify_every %u, schedule %u of lr %.9g, min_lr %.9g, warmup_steps %lld, total_steps "

@@ -96,16 +96,16 @@ static void dtrain__registration_line(const dtrain_strategy *strategy, const cha
              origin);
 }
 
-/* Hash a line, and the whole name, which the line may have cut. */
+/* Hash a line, and the whole settings or name, which the line may have cut. */
 static dtrain_result dtrain__registration_hash(dtrain_strategy *strategy, const char *settings,
                                                size_t line, uint64_t *hash)
 {
     char text[DTRAIN__LINE_BYTES];
     dtrain__registration_line(strategy, settings, line, text);
     *hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, text, strlen(text));
-    if (line == 0 || line > strategy->param_count) return DTRAIN_OK;
-    const char *name = strategy->params[line - 1].name;
-    *hash = dtrain__fnv1a(*hash, name, strlen(name));
+    if (line > strategy->param_count) return DTRAIN_OK;
+    const char *whole = line ? strategy->params[line - 1].name : settings;
+    *hash = dtrain__fnv1a(*hash, whole, strlen(whole));
     return DTRAIN_OK;
 }
 

@@ -418,7 +418,7 @@ static dtrain_result dtrain__line_compare(dtrain_trainer *trainer)
     const dtrain_trainer_desc *desc = &trainer->desc;
     const dtrain_schedule *rate = &desc->schedule;
     const dtrain_loss_scaler *scale = &desc->loss_scaling;
-    char text[512];
+    char text[640]; /* every field at its longest */
     snprintf(text, sizeof text,
              "micro_batches %u, clip %.9g, tape_flags %#x, nonfinite %u, skip_limit %u, "
              "verify_every %u, schedule %u of lr %.9g, min_lr %.9g, warmup_steps %lld, total_steps "
