@@ -217,7 +217,7 @@
        src/monitor/table.c                  The values of a step
        src/monitor/file.c                   Text, and files that cannot stop a training
        src/monitor/console.c                Progress for people
-       src/monitor/lines.c                  A line a step: JSON, and CSV by RFC 4180
+       src/monitor/lines.c                  A JSON line a step: monitor/metrics.h has its keys
        src/monitor/prometheus.c             A text file for Prometheus
        src/monitor/tensorboard.c            Event files for TensorBoard
        src/monitor/histogram.c              Histograms of weights and gradients
@@ -3280,11 +3280,11 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
 /* Metrics
  *
  * One stream of metrics, several writers. Call dtrain_metrics_step with each record of the trainer,
- * and dtrain_metrics_finish at the end; the desc says who writes: a console, JSON lines, CSV,
+ * and dtrain_metrics_finish at the end; the desc says who writes: a console, JSON lines,
  * TensorBoard event files, a Prometheus text file, and sinks of the host's own.
  *
- * Every metric has a row in one table (dtrain_metrics_query shows it): the name is the JSON key and
- * the CSV column, and Prometheus has dtrain_ and the name in base units. TensorBoard's tag is
+ * Every metric has a row in one table (dtrain_metrics_query shows it): the name is the JSON key,
+ * and Prometheus has dtrain_ and the name in base units. TensorBoard's tag is
  * group/name: it opens the first two groups in the order of their names, and the loss has the
  * first. What was not measured is left out, and what is measured and not finite is null in JSON,
  * nan or inf elsewhere.
@@ -3429,9 +3429,6 @@ typedef struct dtrain_metrics_desc {
                                 terminal NO_COLOR is respected, and TERM=dumb gets the table */
     const char *jsonl_path;      /* a file of one JSON object a step; NULL = none */
     bool append;                 /* to what is in the files, as a run that was resumed does */
-    const char *csv_path;        /* RFC 4180, one row a step, a column for every metric that is not
-                                FIXED; appending to a file with other columns is an error. NULL =
-                                none */
     const char *prometheus_path; /* NAME.prom in the directory of node_exporter's textfile
                                      collector, replaced at most once a second; NULL = none */
     const char *tensorboard_dir; /* one run: events.out.tfevents.* is made in it; NULL = none */
@@ -37525,7 +37522,7 @@ typedef struct dtrain__nvml {
     char reason[200]; /* why there is nothing; "" */
 } dtrain__nvml;
 
-#define DTRAIN__WRITERS 5
+#define DTRAIN__WRITERS 4
 
 struct dtrain_metrics {
     dtrain_allocator allocator;
@@ -37543,7 +37540,7 @@ struct dtrain_metrics {
     dtrain__text text; /* the record that a writer is making */
 
     dtrain__console console;
-    dtrain__records jsonl, csv;
+    dtrain__records jsonl;
     dtrain__prometheus prometheus;
     dtrain__tensorboard tensorboard;
 
@@ -37591,7 +37588,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_close(dtrain__records *file);
     DTRAIN__PRIVATE dtrain_result dtrain__##name##_finish(void *user, const dtrain_summary *s)
 DTRAIN__WRITER(console);
 DTRAIN__WRITER(jsonl);
-DTRAIN__WRITER(csv);
 DTRAIN__WRITER(prometheus);
 DTRAIN__WRITER(tensorboard);
 DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_histogram(void *user,
@@ -37618,7 +37614,6 @@ static const dtrain_metrics_sink dtrain__writers[DTRAIN__WRITERS] = {
     {false, "progress", dtrain__console_open, dtrain__console_step, NULL, dtrain__console_finish,
      NULL},
     {false, "json lines", dtrain__jsonl_open, dtrain__jsonl_step, NULL, dtrain__jsonl_finish, NULL},
-    {false, "csv", dtrain__csv_open, dtrain__csv_step, NULL, dtrain__csv_finish, NULL},
     {false, "prometheus", dtrain__prometheus_open, dtrain__prometheus_step, NULL,
      dtrain__prometheus_finish, NULL},
     {false, "tensorboard", dtrain__tensorboard_open, dtrain__tensorboard_step,
@@ -37670,8 +37665,7 @@ static dtrain_result dtrain__sinks_list(dtrain_metrics *metrics)
     const dtrain_metrics_desc *desc = &metrics->desc;
     const bool first = dtrain_comm_rank(metrics->comm) == 0;
     const char *const paths[DTRAIN__WRITERS] = {desc->progress ? "" : NULL, desc->jsonl_path,
-                                                desc->csv_path, desc->prometheus_path,
-                                                desc->tensorboard_dir};
+                                                desc->prometheus_path, desc->tensorboard_dir};
     for (size_t i = 0; first && i < DTRAIN__WRITERS; i++) {
         dtrain_metrics_sink sink = dtrain__writers[i];
         sink.user = metrics;
@@ -37714,9 +37708,9 @@ static dtrain_result dtrain__sinks_open(dtrain_metrics *metrics)
 static void dtrain__strings_keep(dtrain_metrics *metrics, char *memory)
 {
     dtrain_metrics_desc *desc = &metrics->desc;
-    const char **const texts[] = {&desc->jsonl_path,      &desc->csv_path,  &desc->prometheus_path,
-                                  &desc->tensorboard_dir, &desc->nvml_path, &desc->run_name,
-                                  &desc->config,          &desc->hparams};
+    const char **const texts[] = {&desc->jsonl_path, &desc->prometheus_path, &desc->tensorboard_dir,
+                                  &desc->nvml_path,  &desc->run_name,        &desc->config,
+                                  &desc->hparams};
     metrics->texts_bytes = 0;
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
         const char **text = texts[i];
@@ -37771,7 +37765,7 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     metrics->comm = desc->trainer ? desc->trainer->groups.all : dtrain_world_comm(world);
     metrics->desc = *desc;
     metrics->sink_room = DTRAIN__WRITERS + desc->sink_count;
-    metrics->jsonl.fd = metrics->csv.fd = metrics->tensorboard.file.fd = -1;
+    metrics->jsonl.fd = metrics->tensorboard.file.fd = -1;
     if (metrics->desc.progress_every == 0) metrics->desc.progress_every = 10;
     if (metrics->desc.gpu_every_ms == 0) metrics->desc.gpu_every_ms = 5000;
     if (!desc->run_name || !desc->run_name[0]) metrics->desc.run_name = "dtrain";
@@ -37952,7 +37946,6 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
     (void)dtrain_metrics_finish(metrics);
     dtrain__set_last_error(text);
     (void)dtrain__records_close(&metrics->jsonl);
-    (void)dtrain__records_close(&metrics->csv);
     (void)dtrain__records_close(&metrics->tensorboard.file);
     dtrain__nvml_close(metrics);
     dtrain__histograms_destroy(metrics);
@@ -38511,13 +38504,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__console_open(void *user, const dtrain_metr
 
 /* ==== src/monitor/lines.c ===================================================================== */
 
-/* A line a step: JSON, and CSV by RFC 4180
- *
- * monitor/metrics.h has the keys of a JSON line. A CSV file has a column for every metric that is
- * not DTRAIN_METRIC_FIXED, because columns may not change within a run: what was not measured is an
- * empty field. Names and numbers need no quotes. */
-
-/* ---- JSON -------------------------------------------------------------------------------------*/
+/* A JSON line a step: monitor/metrics.h has its keys. */
 
 /* Add `, "key": value`. */
 static void dtrain__json_add(dtrain__text *text, const char *key, double value, uint32_t flags)
@@ -38620,61 +38607,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__jsonl_finish(void *user, const dtrain_summ
     const dtrain_result result = dtrain__records_append(&metrics->jsonl, text);
     const dtrain_result closed = dtrain__records_close(&metrics->jsonl);
     return result == DTRAIN_OK ? closed : result;
-}
-
-/* ---- CSV --------------------------------------------------------------------------------------*/
-
-/* Compare the first line of a file with the header. */
-static dtrain_result dtrain__csv_same(const char *path, const dtrain__text *header)
-{
-    char line[16384]; /* the header is shorter */
-    const size_t bytes = header->failed || header->bytes > sizeof line ? 0 : header->bytes;
-    const int reader = dtrain__open(path, O_RDONLY);
-    const ssize_t got = reader < 0 ? -1 : pread(reader, line, bytes, 0);
-    if (reader >= 0) close(reader);
-    if (bytes && got == (ssize_t)bytes && memcmp(line, header->at, bytes) == 0) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_FILE,
-                       "dtrain_metrics_create: the table %s has other columns than this run would "
-                       "append (its first line differs, or cannot be read); use another file",
-                       path);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__csv_open(void *user, const dtrain_metrics_desc *desc,
-                                               const dtrain_metrics_sample *sample)
-{
-    dtrain_metrics *metrics = (dtrain_metrics *)user;
-    dtrain__text *text = dtrain__record_begin(metrics);
-    dtrain__text_add(text, "step,wall_time");
-    for (size_t i = 0; i < sample->count; i++)
-        if (!(sample->metrics[i].flags & DTRAIN_METRIC_FIXED))
-            dtrain__text_add(text, ",%s", sample->metrics[i].name);
-    dtrain__text_add(text, "\r\n");
-    DTRAIN__TRY(dtrain__records_open(&metrics->csv, desc->csv_path, desc->append));
-    if (desc->append && metrics->csv.size > 0) return dtrain__csv_same(desc->csv_path, text);
-    return dtrain__records_append(&metrics->csv, text);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__csv_step(void *user, const dtrain_metrics_sample *sample)
-{
-    dtrain_metrics *metrics = (dtrain_metrics *)user;
-    dtrain__text *text = dtrain__record_begin(metrics);
-    dtrain__text_add(text, "%lld,", (long long)sample->step);
-    dtrain__add_time(text, sample->wall_time);
-    for (size_t i = 0; i < sample->count; i++) {
-        if (sample->metrics[i].flags & DTRAIN_METRIC_FIXED) continue;
-        dtrain__text_append(text, ",", 1);
-        if (sample->known[i])
-            dtrain__text_number(text, sample->values[i], sample->metrics[i].flags, "nan", "inf",
-                                "-inf");
-    }
-    dtrain__text_add(text, "\r\n");
-    return dtrain__records_append(&metrics->csv, text);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__csv_finish(void *user, const dtrain_summary *summary)
-{
-    (void)summary;
-    return dtrain__records_close(&((dtrain_metrics *)user)->csv);
 }
 
 /* ==== src/monitor/prometheus.c ================================================================ */

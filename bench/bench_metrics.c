@@ -21,9 +21,9 @@
 
 #include <sys/stat.h>
 
-enum { NONE, JSON_LINES, CSV, PROMETHEUS, TENSORBOARD, CONSOLE, ALL, STREAMS };
+enum { NONE, JSON_LINES, PROMETHEUS, TENSORBOARD, CONSOLE, ALL, STREAMS };
 
-static const char *const names[STREAMS] = {"none",        "JSON lines", "CSV", "Prometheus",
+static const char *const names[STREAMS] = {"none",        "JSON lines", "Prometheus",
                                            "TensorBoard", "console",    "all"};
 static FILE *consoles[STREAMS];
 
@@ -86,7 +86,6 @@ static dtrain_metrics *open_stream(dtrain_world *world, int stream)
     dtrain_metrics *metrics;
     memset(&desc, 0, sizeof desc);
     if (has(stream, JSON_LINES)) desc.jsonl_path = file_of(stream, ".jsonl");
-    if (has(stream, CSV)) desc.csv_path = file_of(stream, ".csv");
     if (has(stream, PROMETHEUS)) desc.prometheus_path = file_of(stream, ".prom");
     if (has(stream, TENSORBOARD)) desc.tensorboard_dir = file_of(stream, ".tb");
     if (has(stream, CONSOLE)) {
@@ -114,8 +113,6 @@ static bool is_complete(int stream)
     bool good = true;
     if (has(stream, JSON_LINES))
         good &= count_and_remove(file_of(stream, ".jsonl"), "wc -l <%s") == opt.reps + 2;
-    if (has(stream, CSV))
-        good &= count_and_remove(file_of(stream, ".csv"), "wc -l <%s") == opt.reps + 1;
     if (has(stream, PROMETHEUS))
         good &= count_and_remove(file_of(stream, ".prom"),
                                  "sed -n 's/^dtrain_steps_total{.*} //p' %s") == opt.reps;

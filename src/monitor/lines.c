@@ -1,8 +1,4 @@
-/* A line a step: JSON, and CSV by RFC 4180
- *
- * monitor/metrics.h has the keys of a JSON line. A CSV file has a column for every metric that is
- * not DTRAIN_METRIC_FIXED, because columns may not change within a run: what was not measured is an
- * empty field. Names and numbers need no quotes. */
+/* A JSON line a step: monitor/metrics.h has its keys. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -12,8 +8,6 @@
 #include "state/json_internal.h"
 #include "monitor/metrics.h"
 #include "monitor/monitor_internal.h"
-
-/* ---- JSON -------------------------------------------------------------------------------------*/
 
 /* Add `, "key": value`. */
 static void dtrain__json_add(dtrain__text *text, const char *key, double value, uint32_t flags)
@@ -116,59 +110,4 @@ DTRAIN__PRIVATE dtrain_result dtrain__jsonl_finish(void *user, const dtrain_summ
     const dtrain_result result = dtrain__records_append(&metrics->jsonl, text);
     const dtrain_result closed = dtrain__records_close(&metrics->jsonl);
     return result == DTRAIN_OK ? closed : result;
-}
-
-/* ---- CSV --------------------------------------------------------------------------------------*/
-
-/* Compare the first line of a file with the header. */
-static dtrain_result dtrain__csv_same(const char *path, const dtrain__text *header)
-{
-    char line[16384]; /* the header is shorter */
-    const size_t bytes = header->failed || header->bytes > sizeof line ? 0 : header->bytes;
-    const int reader = dtrain__open(path, O_RDONLY);
-    const ssize_t got = reader < 0 ? -1 : pread(reader, line, bytes, 0);
-    if (reader >= 0) close(reader);
-    if (bytes && got == (ssize_t)bytes && memcmp(line, header->at, bytes) == 0) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_FILE,
-                       "dtrain_metrics_create: the table %s has other columns than this run would "
-                       "append (its first line differs, or cannot be read); use another file",
-                       path);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__csv_open(void *user, const dtrain_metrics_desc *desc,
-                                               const dtrain_metrics_sample *sample)
-{
-    dtrain_metrics *metrics = (dtrain_metrics *)user;
-    dtrain__text *text = dtrain__record_begin(metrics);
-    dtrain__text_add(text, "step,wall_time");
-    for (size_t i = 0; i < sample->count; i++)
-        if (!(sample->metrics[i].flags & DTRAIN_METRIC_FIXED))
-            dtrain__text_add(text, ",%s", sample->metrics[i].name);
-    dtrain__text_add(text, "\r\n");
-    DTRAIN__TRY(dtrain__records_open(&metrics->csv, desc->csv_path, desc->append));
-    if (desc->append && metrics->csv.size > 0) return dtrain__csv_same(desc->csv_path, text);
-    return dtrain__records_append(&metrics->csv, text);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__csv_step(void *user, const dtrain_metrics_sample *sample)
-{
-    dtrain_metrics *metrics = (dtrain_metrics *)user;
-    dtrain__text *text = dtrain__record_begin(metrics);
-    dtrain__text_add(text, "%lld,", (long long)sample->step);
-    dtrain__add_time(text, sample->wall_time);
-    for (size_t i = 0; i < sample->count; i++) {
-        if (sample->metrics[i].flags & DTRAIN_METRIC_FIXED) continue;
-        dtrain__text_append(text, ",", 1);
-        if (sample->known[i])
-            dtrain__text_number(text, sample->values[i], sample->metrics[i].flags, "nan", "inf",
-                                "-inf");
-    }
-    dtrain__text_add(text, "\r\n");
-    return dtrain__records_append(&metrics->csv, text);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__csv_finish(void *user, const dtrain_summary *summary)
-{
-    (void)summary;
-    return dtrain__records_close(&((dtrain_metrics *)user)->csv);
 }

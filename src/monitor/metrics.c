@@ -28,7 +28,6 @@ static const dtrain_metrics_sink dtrain__writers[DTRAIN__WRITERS] = {
     {false, "progress", dtrain__console_open, dtrain__console_step, NULL, dtrain__console_finish,
      NULL},
     {false, "json lines", dtrain__jsonl_open, dtrain__jsonl_step, NULL, dtrain__jsonl_finish, NULL},
-    {false, "csv", dtrain__csv_open, dtrain__csv_step, NULL, dtrain__csv_finish, NULL},
     {false, "prometheus", dtrain__prometheus_open, dtrain__prometheus_step, NULL,
      dtrain__prometheus_finish, NULL},
     {false, "tensorboard", dtrain__tensorboard_open, dtrain__tensorboard_step,
@@ -80,8 +79,7 @@ static dtrain_result dtrain__sinks_list(dtrain_metrics *metrics)
     const dtrain_metrics_desc *desc = &metrics->desc;
     const bool first = dtrain_comm_rank(metrics->comm) == 0;
     const char *const paths[DTRAIN__WRITERS] = {desc->progress ? "" : NULL, desc->jsonl_path,
-                                                desc->csv_path, desc->prometheus_path,
-                                                desc->tensorboard_dir};
+                                                desc->prometheus_path, desc->tensorboard_dir};
     for (size_t i = 0; first && i < DTRAIN__WRITERS; i++) {
         dtrain_metrics_sink sink = dtrain__writers[i];
         sink.user = metrics;
@@ -124,9 +122,9 @@ static dtrain_result dtrain__sinks_open(dtrain_metrics *metrics)
 static void dtrain__strings_keep(dtrain_metrics *metrics, char *memory)
 {
     dtrain_metrics_desc *desc = &metrics->desc;
-    const char **const texts[] = {&desc->jsonl_path,      &desc->csv_path,  &desc->prometheus_path,
-                                  &desc->tensorboard_dir, &desc->nvml_path, &desc->run_name,
-                                  &desc->config,          &desc->hparams};
+    const char **const texts[] = {&desc->jsonl_path, &desc->prometheus_path, &desc->tensorboard_dir,
+                                  &desc->nvml_path,  &desc->run_name,        &desc->config,
+                                  &desc->hparams};
     metrics->texts_bytes = 0;
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
         const char **text = texts[i];
@@ -181,7 +179,7 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     metrics->comm = desc->trainer ? desc->trainer->groups.all : dtrain_world_comm(world);
     metrics->desc = *desc;
     metrics->sink_room = DTRAIN__WRITERS + desc->sink_count;
-    metrics->jsonl.fd = metrics->csv.fd = metrics->tensorboard.file.fd = -1;
+    metrics->jsonl.fd = metrics->tensorboard.file.fd = -1;
     if (metrics->desc.progress_every == 0) metrics->desc.progress_every = 10;
     if (metrics->desc.gpu_every_ms == 0) metrics->desc.gpu_every_ms = 5000;
     if (!desc->run_name || !desc->run_name[0]) metrics->desc.run_name = "dtrain";
@@ -362,7 +360,6 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
     (void)dtrain_metrics_finish(metrics);
     dtrain__set_last_error(text);
     (void)dtrain__records_close(&metrics->jsonl);
-    (void)dtrain__records_close(&metrics->csv);
     (void)dtrain__records_close(&metrics->tensorboard.file);
     dtrain__nvml_close(metrics);
     dtrain__histograms_destroy(metrics);

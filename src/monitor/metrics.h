@@ -1,11 +1,11 @@
 /* Metrics
  *
  * One stream of metrics, several writers. Call dtrain_metrics_step with each record of the trainer,
- * and dtrain_metrics_finish at the end; the desc says who writes: a console, JSON lines, CSV,
+ * and dtrain_metrics_finish at the end; the desc says who writes: a console, JSON lines,
  * TensorBoard event files, a Prometheus text file, and sinks of the host's own.
  *
- * Every metric has a row in one table (dtrain_metrics_query shows it): the name is the JSON key and
- * the CSV column, and Prometheus has dtrain_ and the name in base units. TensorBoard's tag is
+ * Every metric has a row in one table (dtrain_metrics_query shows it): the name is the JSON key,
+ * and Prometheus has dtrain_ and the name in base units. TensorBoard's tag is
  * group/name: it opens the first two groups in the order of their names, and the loss has the
  * first. What was not measured is left out, and what is measured and not finite is null in JSON,
  * nan or inf elsewhere.
@@ -157,9 +157,6 @@ typedef struct dtrain_metrics_desc {
                                 terminal NO_COLOR is respected, and TERM=dumb gets the table */
     const char *jsonl_path;      /* a file of one JSON object a step; NULL = none */
     bool append;                 /* to what is in the files, as a run that was resumed does */
-    const char *csv_path;        /* RFC 4180, one row a step, a column for every metric that is not
-                                FIXED; appending to a file with other columns is an error. NULL =
-                                none */
     const char *prometheus_path; /* NAME.prom in the directory of node_exporter's textfile
                                      collector, replaced at most once a second; NULL = none */
     const char *tensorboard_dir; /* one run: events.out.tfevents.* is made in it; NULL = none */

@@ -252,7 +252,7 @@ typedef struct dtrain__nvml {
     char reason[200]; /* why there is nothing; "" */
 } dtrain__nvml;
 
-#define DTRAIN__WRITERS 5
+#define DTRAIN__WRITERS 4
 
 struct dtrain_metrics {
     dtrain_allocator allocator;
@@ -270,7 +270,7 @@ struct dtrain_metrics {
     dtrain__text text; /* the record that a writer is making */
 
     dtrain__console console;
-    dtrain__records jsonl, csv;
+    dtrain__records jsonl;
     dtrain__prometheus prometheus;
     dtrain__tensorboard tensorboard;
 
@@ -318,7 +318,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_close(dtrain__records *file);
     DTRAIN__PRIVATE dtrain_result dtrain__##name##_finish(void *user, const dtrain_summary *s)
 DTRAIN__WRITER(console);
 DTRAIN__WRITER(jsonl);
-DTRAIN__WRITER(csv);
 DTRAIN__WRITER(prometheus);
 DTRAIN__WRITER(tensorboard);
 DTRAIN__PRIVATE dtrain_result dtrain__tensorboard_histogram(void *user,

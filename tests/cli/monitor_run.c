@@ -129,7 +129,7 @@ static dtrain_result count_calls(void *user, const dtrain_metrics_sample *sample
 static dtrain_result train(dtrain_world *world, job *j)
 {
     const settings *s = j->s;
-    char jsonl[512], csv[512], prom[512], tensorboard[512];
+    char jsonl[512], prom[512], tensorboard[512];
     dtrain_strategy_desc how;
     dtrain_trainer_desc desc;
     dtrain_metrics_desc report;
@@ -158,7 +158,6 @@ static dtrain_result train(dtrain_world *world, job *j)
     desc.user = j;
     TRY(dtrain_trainer_create(world, &desc, &trainer));
     snprintf(jsonl, sizeof jsonl, "%s/log.jsonl", s->directory);
-    snprintf(csv, sizeof csv, "%s/table.csv", s->directory);
     snprintf(prom, sizeof prom, "%s/run.prom", s->directory);
     snprintf(tensorboard, sizeof tensorboard, "%s/tensorboard/run", s->directory);
     sink.every_rank = true;
@@ -166,7 +165,6 @@ static dtrain_result train(dtrain_world *world, job *j)
     sink.step = count_calls;
     sink.user = j;
     report.jsonl_path = jsonl;
-    report.csv_path = csv;
     report.prometheus_path = prom;
     report.tensorboard_dir = tensorboard;
     report.append = s->first > 0;

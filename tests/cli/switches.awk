@@ -62,7 +62,6 @@ BEGIN {
     maybe(0.15, "--deterministic")
     maybe(0.1, "--thread-ranks")
     maybe(0.2, "--log " tmp "/run.jsonl")
-    maybe(0.1, "--csv " tmp "/run.csv")
     maybe(0.1, "--prometheus " tmp "/run.prom")
     maybe(0.1, "--trace " tmp "/run.json")
     if (rand() < 0.1) { printf " --tensorboard %s/events", tmp; maybe(0.5, "--histograms 1") }

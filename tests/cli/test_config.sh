@@ -93,7 +93,7 @@ bad "what is no switch of a file" 'wrong.conf:1: --dry-run belongs on the comman
 bad "no such cluster" 'cluster is "h1000", which is none' $resnet --dry-run --cluster h1000
 bad "a cluster without a forecast" 'cluster does nothing without --dry-run' $resnet --cluster h100
 bad "a forecast of no training" 'dry-run does nothing with --generate' "$build/train_gpt" --generate 5 --dry-run
-bad "a log of no training" 'csv does nothing with --steps 0' "$build/train_gpt" --steps 0 --csv "$tmp/none" --import README.md
+bad "a log of no training" 'prometheus does nothing with --steps 0' "$build/train_gpt" --steps 0 --prometheus "$tmp/none.prom" --import README.md
 bad "two questions" 'dry-run and --tune: use one after the other' $resnet --dry-run --tune
 bad "what --tune was once" 'tune-gemm needs a GPU' "$build/train_gpt" --tune-gemm
 for line in "--save-every 3:save-every does nothing without --checkpoint" "--topk-ratio 0.1:topk-ratio does nothing without --compression" \

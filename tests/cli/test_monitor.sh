@@ -1,6 +1,6 @@
 #!/bin/sh
 # Metrics, as those read them for whom they are written: TensorBoard's own EventAccumulator (PyPI), promtool and
-# node_exporter (Debian), Python's csv and json; NumPy makes the histograms again from dumped weights and gradients.
+# node_exporter (Debian), Python's json; NumPy makes the histograms again from dumped weights and gradients.
 # A training of monitor_run writes everything at once; it goes on in a second run, and under a locale with a decimal comma.
 . tests/support/shell.sh
 run=$build/monitor_run
@@ -21,12 +21,12 @@ environment() {
 }
 
 cat >"$tmp/check.py" <<'CHECK'
-import csv, glob, json, math, os, re, struct, sys
+import glob, json, math, os, re, struct, sys
 
 directory, ranks, first, end = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 def fail(text): sys.exit(f"{directory}: {text}")
 
-# ---- JSON lines and CSV are the same numbers ----
+# ---- JSON lines ----
 lines = [json.loads(l, parse_constant=lambda x: fail(f"{x} in JSON")) for l in open(f"{directory}/log.jsonl")]
 starts = [l for l in lines if "start" in l]
 steps = [l for l in lines if "step" in l and "final" not in l]
@@ -39,16 +39,7 @@ for l in starts:
     if not re.search(f"-{l['strategy']}$", directory): fail(f"strategy {l['strategy']}")
 if any(b["wall_time"] < a["wall_time"] for a, b in zip(lines, lines[1:])): fail("times go back")
 if not 0 <= lines[-1]["wall_time"] - os.stat(f"{directory}/log.jsonl").st_mtime + 1 < 2: fail("the time of the last line")
-with open(f"{directory}/table.csv", newline="") as file:
-    raw = file.read()
-    if raw.count("\r\n") != end + 1 or raw.count("\n") != end + 1: fail("CSV lines do not all end in CR LF")
-    rows = list(csv.DictReader(raw.splitlines(True)))
-for line, row in zip(steps, rows, strict=True):
-    if None in row or None in row.values(): fail("a CSV row of another length than the header")
-    for key, text in row.items():
-        if (text == "") != (key not in line): fail(f"step {line['step']}: {key} is in one of JSON and CSV")
-        if text and float(text) != line[key]: fail(f"step {line['step']}: {key} is {text} in CSV, {line[key]} in JSON")
-    if not set(line) <= set(row): fail("JSON has keys that are no columns")
+for line in steps:
     # the parts of a step are in it, and the whole of the collectives is what was sent
     kinds = sum(line.get(k + "_bytes", 0) for k in "all_reduce reduce_scatter all_gather broadcast reduce send all_to_all".split())
     if kinds != line["comm_bytes"]: fail(f"kinds send {kinds}, not {line['comm_bytes']}")
@@ -155,7 +146,7 @@ if why=$(environment); then check=$build/tensorboard/bin/python; else check=; fi
 # consumers NAME DIRECTORY RANKS FIRST END
 consumers() {
     title=$1; shift
-    if [ -n "$check" ]; then good "$title: TensorBoard, NumPy, csv and json read it" '^ok: ' "$check" "$tmp/check.py" "$@"
+    if [ -n "$check" ]; then good "$title: TensorBoard, NumPy and json read it" '^ok: ' "$check" "$tmp/check.py" "$@"
     else skip "$title: TensorBoard" "$why"; fi
     if have promtool; then
         promtool check metrics <"$1/run.prom" >"$tmp/out" 2>&1

@@ -292,15 +292,15 @@ for closed in '<&-' '>&-' '2>&-' '<&- >&-' '<&- 2>&-' '>&- 2>&-' '<&- >&- 2>&-';
     good "$closed: a program's checkpoints are whole" "begin at step 150" "$build/resume" "$dir/program"
     [ "$(tail -n 1 "$tmp/out")" = "$last" ] && ! grep -r -q -a "ranks begin" "$dir"; result "$closed: with the same parameters" $? "$tmp/out"
     (eval "exec $closed"
-     exec $small --ranks 2 --steps 4 --checkpoint "$dir/gpt" --log "$dir/log" --csv "$dir/csv" --prometheus "$dir/run.prom" \
+     exec $small --ranks 2 --steps 4 --checkpoint "$dir/gpt" --log "$dir/log" --prometheus "$dir/run.prom" \
          --tensorboard "$dir/board" --trace "$dir/trace.json" --config-out "$dir/config") >"$tmp/out" 2>&1 </dev/null
     result "$closed: train_gpt ends well" $? "$tmp/out"
     $small --ranks 2 --steps 4 --checkpoint "$dir/gpt" --resume auto >"$tmp/out" 2>&1
     same "$closed: its checkpoint is whole"
-    [ "$(grep -c '^{"step": .*}$' "$dir/log") $(wc -l <"$dir/log") $(wc -l <"$dir/csv")" = "4 6 5" ] &&
+    [ "$(grep -c '^{"step": .*}$' "$dir/log") $(wc -l <"$dir/log")" = "4 6" ] &&
         ! grep -q -v -E '^(# (HELP|TYPE) )?dtrain_' "$dir/run.prom" && ! grep -q -v -E '^(#|$)|^[a-z0-9-]+ = ' "$dir/config" &&
         ! grep -r -q -a 'validation loss' "$dir" && "$build/trace" show "$dir"/trace.rank*.json >/dev/null
-    result "$closed: so are log, table, metrics, trace and flags" $? "$dir/log"
+    result "$closed: so are log, metrics, trace and flags" $? "$dir/log"
     (eval "exec $closed"; exec "$build/report" "$dir/page.html" "$dir/log") >/dev/null 2>&1 </dev/null
     head -c 9 "$dir/page.html" | grep -q '<!DOCTYPE' && tail -n 1 "$dir/page.html" | grep -q '</html>'
     result "$closed: so is a page about it" $?

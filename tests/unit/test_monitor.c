@@ -361,7 +361,6 @@ static dtrain_metrics_desc everything(void)
     dtrain_metrics_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.jsonl_path = path_of("log.jsonl");
-    desc.csv_path = path_of("table.csv");
     desc.prometheus_path = path_of("run.prom");
     desc.tensorboard_dir = path_of("deep/er/run");
     desc.config = "a = 1\n";
@@ -411,51 +410,35 @@ static void look_at_scalar(int64_t step, const char *tag, float value, void *use
     run->seen++;
 }
 
-/* Compares what JSON lines and CSV have of a step with the record. */
-static void look_at_texts(const random_run *run, const char *json, const char *csv,
-                          const char *header, int step)
+/* Compares what the JSON line of a step has with the record. */
+static void look_at_line(const random_run *run, const char *json, int step)
 {
-    const char *column = header + strlen("step,wall_time,"), *cell = strchr(csv, ',') + 1;
-    const char *time = strstr(json, "\"wall_time\": ");
-    CHECK(strncmp(header, "step,wall_time,", 15) == 0 && atoi(csv) == step);
-    CHECK(time && strncmp(time + 13, cell, strcspn(cell, ",") + 1) == 0);
-    cell = strchr(cell, ',') + 1;
     int shown = 0, keys = 0;
     for (const char *c = json; *c != '\n'; c++) keys += *c == ':';
-    while (*column != '\r') {
-        char name[64], pattern[80];
+    CHECK(strncmp(json, "{\"step\": ", 9) == 0 && atoi(json + 9) == step);
+    CHECK(strncmp(json + strcspn(json, ",\n"), ", \"wall_time\": ", 15) == 0);
+    for (int i = 0; i < names_of_metrics_count; i++) {
+        const char *name = names_of_metrics[i];
+        char pattern[80];
         double want = 0;
-        snprintf(name, sizeof name, "%.*s", (int)strcspn(column, ",\r"), column);
         snprintf(pattern, sizeof pattern, "\"%s\": ", name);
         const bool is = expected(&run->records[step], name, &want);
         const char *value = strstr(json, pattern);
         if (value && value > json + strcspn(json, "\n")) value = NULL;
         shown += is;
         CHECK_MSG((value != NULL) == is, "step %d: JSON and %s", step, name);
-        CHECK_MSG((*cell != ',' && *cell != '\r') == is, "step %d: CSV and %s", step, name);
         const uint32_t flags = strstr(name, "bytes") || strcmp(name, "tokens") == 0 ||
                                        strstr(name, "rank") || strstr(name, "skipped") ||
                                        strstr(name, "gpu_throttle") || strstr(name, "ecc")
                                    ? DTRAIN_METRIC_INTEGER
                                    : 0;
-        if (is && value) {
-            value += strlen(pattern);
-            if (!isfinite(want))
-                CHECK_MSG(strncmp(value, "null", 4) == 0, "step %d: %s is %.20s", step, name,
-                          value);
-            else
-                CHECK_MSG(same(value, want, flags && !strstr(name, "per_second") ? flags : 0),
-                          "step %d: %s is %.30s in JSON, not %g", step, name, value, want);
-            CHECK_MSG(same(cell, want, flags && !strstr(name, "per_second") ? flags : 0),
-                      "step %d: %s is %.30s in CSV, not %g", step, name, cell, want);
-        }
-        column += strcspn(column, ",\r");
-        cell += strcspn(cell, ",\r");
-        if (*column != *cell) {
-            CHECK_MSG(false, "step %d: the row ends at %s", step, name);
-            return;
-        }
-        if (*column == ',') column++, cell++;
+        if (!is || !value) continue;
+        value += strlen(pattern);
+        if (!isfinite(want))
+            CHECK_MSG(strncmp(value, "null", 4) == 0, "step %d: %s is %.20s", step, name, value);
+        else
+            CHECK_MSG(same(value, want, flags && !strstr(name, "per_second") ? flags : 0),
+                      "step %d: %s is %.30s in JSON, not %g", step, name, value, want);
     }
     CHECK_MSG(keys == shown + 2, "step %d: %d keys, %d values", step, keys, shown);
 }
@@ -489,25 +472,18 @@ static void test_random_records(void)
                 FILE *file = fopen(path_of("log.jsonl"), "a");
                 fputs("{\"step\": 9", file);
                 fclose(file);
-                file = fopen(path_of("table.csv"), "a");
-                fputs("9,1,2", file);
-                fclose(file);
             }
             run.first = cut, run.steps = all;
             with_world(random_rank, &run);
         }
         CHECK_MSG(run.seen == all, "seed %llu", (unsigned long long)seed);
-        char *json = slurp(path_of("log.jsonl"), &bytes),
-             *csv = slurp(path_of("table.csv"), &bytes);
+        char *json = slurp(path_of("log.jsonl"), &bytes);
         for (int step = 0; step < all; step++)
-            look_at_texts(&run, line_of(json, step + (cut && step >= cut ? 3 : 1)),
-                          line_of(csv, step + 1), csv, step);
+            look_at_line(&run, line_of(json, step + (cut && step >= cut ? 3 : 1)), step);
         const char *again = line_of(json, cut ? cut + 2 : 0); /* each start says what it begins */
         CHECK(strncmp(json, "{\"start\": true", 14) == 0 && strncmp(again, json, 14) == 0);
-        CHECK(*line_of(csv, all + 1) == 0 &&
-              strncmp(line_of(json, all + (cut ? 3 : 1)), "{\"final\": true", 14) == 0);
+        CHECK(strncmp(line_of(json, all + (cut ? 3 : 1)), "{\"final\": true", 14) == 0);
         free(json);
-        free(csv);
         run.seen = 0;
         const int files = event_files(path_of("deep/er/run"), names);
         int steps = 0;
@@ -645,21 +621,20 @@ static int refused_rank(dtrain_world *world, void *user)
     static const char *const nowhere = "/dev/null/nothing";
     dtrain_metrics *metrics = (dtrain_metrics *)1;
     (void)user;
-    for (int which = 0; which < 8; which++) {
+    for (int which = 0; which < 7; which++) {
         dtrain_metrics_desc desc = everything();
         dtrain_metrics_sink sink;
         const char *want = nowhere;
         char name[300];
         memset(&sink, 0, sizeof sink);
         if (which == 0) desc.jsonl_path = nowhere;
-        if (which == 1) desc.csv_path = nowhere;
-        if (which == 2) desc.prometheus_path = "/dev/null/nothing.prom";
-        if (which == 3) desc.tensorboard_dir = nowhere;
-        if (which == 4) desc.prometheus_path = path_of("run.txt"), want = "does not end in .prom";
-        if (which == 5) desc.histogram_every = 3, want = "histogram_every needs a trainer";
-        if (which == 6)
+        if (which == 1) desc.prometheus_path = "/dev/null/nothing.prom";
+        if (which == 2) desc.tensorboard_dir = nowhere;
+        if (which == 3) desc.prometheus_path = path_of("run.txt"), want = "does not end in .prom";
+        if (which == 4) desc.histogram_every = 3, want = "histogram_every needs a trainer";
+        if (which == 5)
             desc.sinks = &sink, desc.sink_count = 1, want = "sink 0 of desc has no name";
-        if (which == 7) {
+        if (which == 6) {
             memset(name, 'x', sizeof name);
             name[299] = 0;
             desc.run_name = name, want = "run_name";
@@ -670,24 +645,11 @@ static int refused_rank(dtrain_world *world, void *user)
     /* empty texts are none */
     dtrain_metrics_desc desc = everything();
     dtrain_metrics_info info;
-    desc.jsonl_path = desc.csv_path = desc.prometheus_path = desc.tensorboard_dir = desc.run_name =
-        "";
+    desc.jsonl_path = desc.prometheus_path = desc.tensorboard_dir = desc.run_name = "";
     CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK);
     dtrain_metrics_query(metrics, &info);
     CHECK(info.sink_count == 0);
     dtrain_metrics_destroy(metrics);
-    /* a table of other columns is not appended to */
-    desc = everything();
-    FILE *file = fopen(desc.csv_path, "w");
-    fputs("step,loss\r\n0,1\r\n", file);
-    fclose(file);
-    desc.append = true;
-    CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_ERROR_FILE && !metrics);
-    CHECK_MSG(strstr(dtrain_last_error(), "has other columns"), "%s", dtrain_last_error());
-    size_t bytes;
-    char *text = slurp(desc.csv_path, &bytes);
-    CHECK(strcmp(text, "step,loss\r\n0,1\r\n") == 0);
-    free(text);
     return 0;
 }
 
@@ -716,10 +678,10 @@ static int full_rank(dtrain_world *world, void *user)
         setrlimit(RLIMIT_FSIZE, &old);
     }
     dtrain_metrics_query(metrics, &info);
-    CHECK(info.sinks[0].lost > 0 && info.sinks[3].lost > 0);
+    CHECK(info.sinks[0].lost > 0 && info.sinks[2].lost > 0);
     CHECK_MSG(warnings >= 2 && warnings <= 4, "%d warnings", warnings); /* one a sink */
     CHECK(dtrain_metrics_finish(metrics) == DTRAIN_ERROR_FILE);
-    const int steps = 12 - (int)info.sinks[3].lost, lines = 12 - (int)info.sinks[0].lost;
+    const int steps = 12 - (int)info.sinks[2].lost, lines = 12 - (int)info.sinks[0].lost;
     dtrain_metrics_destroy(metrics);
     char names[8][300];
     size_t bytes;

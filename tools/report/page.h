@@ -151,9 +151,9 @@ static void flag_row(FILE *out, const run *runs, int count, const char *key, boo
 static void table_of_starts(FILE *out, const run *runs, int count)
 {
     static const char *const shown[] = {"data", "batch", "precision", "optimizer", "lr"};
-    static const char *const known[] = {"commit",  "model", "ranks",      "strategy",
-                                        "threads", "log",   "csv",        "checkpoint",
-                                        "resume",  "trace", "prometheus", "tensorboard"};
+    static const char *const known[] = {"commit",  "model",      "ranks",      "strategy",
+                                        "threads", "log",        "checkpoint", "resume",
+                                        "trace",   "prometheus", "tensorboard"};
     const size_t shown_count = sizeof shown / sizeof *shown;
     table_begin(out, "What ran", runs, count);
     fact_row(out, runs, count, "program", -1, RUN);

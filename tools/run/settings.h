@@ -16,7 +16,7 @@ typedef struct run_settings {
     const char *device, *comm, *emulate;
     const char *checkpoints, *resume; /* directories */
     const char *config, *config_out;  /* files of flags */
-    const char *log, *csv, *prometheus, *tensorboard, *trace;
+    const char *log, *prometheus, *tensorboard, *trace;
     long histograms;
     const char *command; /* the command line, for manifests */
     const char *cluster; /* of the simulator, for --dry-run */
@@ -315,7 +315,6 @@ static const flag monitor_flags[] = {
      "directory for TensorBoard's event files: scalars, the flags, and --histograms", NULL},
     {"--prometheus", 's', &run_flags.prometheus, 0, 0,
      "FILE.prom in the directory of node_exporter's textfile collector", NULL},
-    {"--csv", 's', &run_flags.csv, 0, 0, "file for a table, a row a step", NULL},
     {"--histograms", 'i', &run_flags.histograms, 0, 1e9,
      "steps between histograms of weights and gradients for --tensorboard; 0 = never", NULL},
     {"--trace", 's', &run_flags.trace, 0, 0,
