@@ -99,7 +99,6 @@
        src/launch/launch_internal.h         A launch: what the files of this room share
        src/launch/rank.c                    A rank's life: make its world, run its main function, record how it ended
        src/launch/environment.c             The launch environment
-       src/launch/explain.c                 What a launch makes of its environment, in words and in numbers
        src/launch/restart.c                 Restarts
        src/parallel/mesh.c                  Meshes: the arithmetic of ranks and places, and communicators along the axes
        src/parallel/cut_internal.h          The part of a cut parameter, or of a row whose columns are cut, that a rank has
@@ -976,8 +975,6 @@ typedef struct dtrain_launch_desc {
     dtrain_trace_desc trace;      /* all zero = none */
     uint32_t join_ms; /* how long ranks of a launcher wait for each other at the start; 0 =
                          timeout_ms, and not more than five minutes */
-    bool explain;     /* log what dtrain_launch_explain says; DTRAIN_EXPLAIN_LAUNCH=1 in the
-                         environment does it too, and =all on every rank */
 } dtrain_launch_desc;
 
 /* How the run ended. */
@@ -1040,20 +1037,11 @@ typedef struct dtrain_launch_place {
     uint32_t restart_count;        /* restarts so far, by the launcher around this process */
 } dtrain_launch_place;
 
-/* Explain what dtrain_launch would do with this desc and the environment as it is, and start
- * nothing. place, which may be NULL, receives the ranks (zeros after an error); text (room bytes,
- * cut there; NULL with 0 when nobody reads it) receives lines:
- *
- *     torchrun       taken: RANK=3 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2
- *     Slurm          ignored, torchrun goes before it: SLURM_PROCID=1 SLURM_STEP_ID=0
- *     ranks          this process is rank 3 of 8, local rank 1 of 2
- *     meeting        at head port 29600, for at most 300 s
- *
- * for every family of variables that is set why it is taken or not, and what comes of it.
- * DTRAIN_JOB_KEY is not shown. The result is that of dtrain_launch's own checks: a half or
- * contradictory environment is explained, and then refused. */
-DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, char *text,
-                                               size_t room, dtrain_launch_place *place);
+/* Tell which ranks dtrain_launch would start with this desc and the environment as it is, and start
+ * nothing. The result is that of dtrain_launch's own checks: after an error (half a setting, a
+ * contradiction) *place is zeros. */
+DTRAIN_API dtrain_result dtrain_launch_plan(const dtrain_launch_desc *desc,
+                                            dtrain_launch_place *place);
 
 /* ==== src/comm/comm.h ========================================================================= */
 
@@ -7781,7 +7769,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__pl
     r.deadline_ns = r.start_ns + world->join_ns;
     if ((world->rank ? dtrain__join_world(&r) : dtrain__host_world(&r)) == DTRAIN_OK)
         return DTRAIN_OK;
-    return dtrain_fail(r.result, "rendezvous: %s", r.why);
+    if (r.result != DTRAIN_ERROR_TIMEOUT || !place->family)
+        return dtrain_fail(r.result, "rendezvous: %s", r.why);
+    return dtrain_fail(r.result,
+                       "rendezvous: %s; this process is rank %d of %d by the variables of %s in "
+                       "the environment",
+                       r.why, world->rank, world->size, place->family);
 }
 
 /* ==== src/world/page.c ======================================================================== */
@@ -11715,35 +11708,9 @@ DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world)
 
 typedef char *(*dtrain__lookup_fn)(const char *name); /* getenv */
 
-/* Columns that have the same meaning in every family; behind them stand the variables that only the
- * family's own reader uses. */
-enum {
-    DTRAIN__ADDRESS, /* of rank 0's host; this one and the port may belong to several families */
-    DTRAIN__PORT,
-    DTRAIN__RANK,
-    DTRAIN__SIZE,
-    DTRAIN__LOCAL_RANK,
-    DTRAIN__LOCAL_SIZE,
-    DTRAIN__RUN, /* this and the next one name the run */
-    DTRAIN__RUN_PART,
-    DTRAIN__VARIABLES = 11
-};
-enum { DTRAIN__INDEXED = 5, DTRAIN__FAMILIES = 7 }; /* rows of the table */
-
-/* The variables by which launchers of one kind say which rank a process is. */
-typedef struct dtrain__family {
-    const char *name;
-    /* Reads rank and size into *out. *why becomes NULL, or says why the family does not apply. A
-     * family without a reader has two plain numbers. */
-    dtrain_result (*read)(dtrain__lookup_fn env, const char **why, dtrain__placement *out);
-    const char *variables[DTRAIN__VARIABLES]; /* NULL: it has none */
-} dtrain__family;
-
 /* launch/environment.c */
-DTRAIN__PRIVATE const dtrain__family *dtrain__family_table(void);
 DTRAIN__PRIVATE const char *dtrain__env_text(dtrain__lookup_fn env, const char *name);
-DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out,
-                                                const char *said[DTRAIN__FAMILIES]);
+DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out);
 
 /* ==== src/launch/launch_internal.h ============================================================ */
 
@@ -11796,15 +11763,6 @@ typedef struct dtrain__launch {
 
 /* launch/rank.c */
 DTRAIN__PRIVATE int dtrain__rank_run(dtrain__launch *launch, int index);
-
-/* launch/launch.c */
-DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
-                                                     const dtrain_launch_desc *given);
-
-/* launch/explain.c */
-DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain_result result);
-DTRAIN__PRIVATE void dtrain__explain(const dtrain__launch *launch, dtrain_result result, char *text,
-                                     size_t room);
 
 /* launch/restart.c */
 DTRAIN__PRIVATE bool dtrain__restarts_next(dtrain__restarts *r, uint64_t announced,
@@ -12078,8 +12036,7 @@ static dtrain_result dtrain__resolve_flight(dtrain_launch_desc *desc)
 
 /* Check the desc, settle who starts the ranks (this call, another launcher, or this call on its
  * node), and fill in defaults. */
-DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
-                                                     const dtrain_launch_desc *given)
+static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain_launch_desc *given)
 {
     dtrain_launch_desc *desc = &launch->desc;
     dtrain__placement *place = &launch->place;
@@ -12102,8 +12059,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
     if (desc->device_ops == dtrain__plan_device_ops())
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_launch: the plan device runs no kernel: expected cpu or cuda");
-    const char *said[DTRAIN__FAMILIES];
-    DTRAIN__TRY(dtrain__recognise(getenv, place, said));
+    DTRAIN__TRY(dtrain__recognise(getenv, place));
     if (place->family && desc->rank_count && (int)desc->rank_count != place->size)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_launch: rank_count is %u, and the environment (%s) announces "
@@ -12268,7 +12224,6 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     launch.user = user;
     launch.start_ns = dtrain__now_ns();
     dtrain_result result = dtrain__resolve_launch(&launch, desc);
-    dtrain__explain_launch(&launch, result);
     launch.job = dtrain__job_number(&launch);
     if (result == DTRAIN_OK) {
         result = dtrain__run_attempts(&launch, info);
@@ -12279,19 +12234,14 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     return result;
 }
 
-DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, char *text,
-                                               size_t room, dtrain_launch_place *place)
+DTRAIN_API dtrain_result dtrain_launch_plan(const dtrain_launch_desc *desc,
+                                            dtrain_launch_place *place)
 {
     dtrain__launch launch;
-    if (place) memset(place, 0, sizeof *place);
-    if (!text != !room)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch_explain: text is %s",
-                           text ? "0 bytes" : "NULL");
+    if (!place) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch_plan: place is NULL");
+    memset(place, 0, sizeof *place);
     memset(&launch, 0, sizeof launch);
-    if (text) text[0] = 0;
-    const dtrain_result result = dtrain__resolve_launch(&launch, desc);
-    if (text) dtrain__explain(&launch, result, text, room);
-    if (!place || result != DTRAIN_OK) return result;
+    DTRAIN__TRY(dtrain__resolve_launch(&launch, desc));
     place->rank_count = launch.place.size;
     place->first_rank = launch.place.rank;
     place->started_count = (int)launch.desc.rank_count;
@@ -12505,11 +12455,34 @@ DTRAIN__PRIVATE int dtrain__rank_run(dtrain__launch *launch, int index)
  * Launchers tell a process its rank in environment variables, each in its own; launch.h lists them.
  * A family of variables is taken as a whole, the first complete one wins, and each is a row of the
  * table below. Slurm, the Indexed Job and the TrainJob, whose variables are more than a rank and a
- * size, have a reader each. All is a pure function of the environment, and keeps in words what it
- * decides about each family: dtrain_launch_explain prints these words. */
+ * size, have a reader each. All is a pure function of the environment. */
 
 #define DTRAIN__DEFAULT_PORT 29500
 #define DTRAIN__PORT_OFFSET 100 /* torchrun's own store listens on MASTER_PORT itself */
+
+/* Columns that have the same meaning in every family; behind them stand the variables that only the
+ * family's own reader uses. */
+enum {
+    DTRAIN__ADDRESS, /* of rank 0's host; this one and the port may belong to several families */
+    DTRAIN__PORT,
+    DTRAIN__RANK,
+    DTRAIN__SIZE,
+    DTRAIN__LOCAL_RANK,
+    DTRAIN__LOCAL_SIZE,
+    DTRAIN__RUN, /* this and the next one name the run */
+    DTRAIN__RUN_PART,
+    DTRAIN__VARIABLES = 11
+};
+enum { DTRAIN__FAMILIES = 7 }; /* rows of the table */
+
+/* The variables by which launchers of one kind say which rank a process is. */
+typedef struct dtrain__family {
+    const char *name;
+    /* Reads rank and size into *out, if *applies. A family without a reader has two plain
+     * numbers. */
+    dtrain_result (*read)(dtrain__lookup_fn env, bool *applies, dtrain__placement *out);
+    const char *variables[DTRAIN__VARIABLES]; /* NULL: it has none */
+} dtrain__family;
 
 /* Look up a variable; NULL when it is unset or empty. */
 DTRAIN__PRIVATE const char *dtrain__env_text(dtrain__lookup_fn env, const char *name)
@@ -12544,19 +12517,17 @@ static dtrain_result dtrain__env_conflict(const char *a, int a_value, const char
                        a_value, b, b_value, rule);
 }
 
-/* Read the plain rank and size of a family; *why: it does not apply. Half a family is an error,
- * except that a lone world size may belong to an Indexed Job. */
+/* Read the plain rank and size of a family; *applies says whether both are set. Half a family is an
+ * error, except that a world size without a rank may belong to an Indexed Job (size_alone). */
 static dtrain_result dtrain__read_pair(dtrain__lookup_fn env, const char *rank_name,
-                                       const char *size_name, bool size_alone, const char **why,
+                                       const char *size_name, bool size_alone, bool *applies,
                                        dtrain__placement *out)
 {
     bool has_rank, has_size;
-    *why = NULL;
     DTRAIN__TRY(dtrain__env_number(env, rank_name, &has_rank, &out->rank));
     DTRAIN__TRY(dtrain__env_number(env, size_name, &has_size, &out->size));
-    if (!has_rank && !has_size) *why = "ignored, no rank and no size";
-    else if (!has_rank && size_alone) *why = "ignored, a size alone, which is the Indexed Job's";
-    if (*why) return DTRAIN_OK;
+    *applies = has_rank || (has_size && !size_alone);
+    if (!*applies) return DTRAIN_OK;
     if (has_rank != has_size) {
         const char *there = has_rank ? rank_name : size_name;
         const char *missing = has_rank ? size_name : rank_name;
@@ -12575,23 +12546,23 @@ static dtrain_result dtrain__env_differs(dtrain__lookup_fn env, const char *rank
                                          const char *size_name, const dtrain__placement *taken,
                                          dtrain__placement *said, bool *differs)
 {
-    const char *why;
-    DTRAIN__TRY(dtrain__read_pair(env, rank_name, size_name, false, &why, said));
-    *differs = !why && (said->rank != taken->rank || said->size != taken->size);
+    bool applies;
+    DTRAIN__TRY(dtrain__read_pair(env, rank_name, size_name, false, &applies, said));
+    *differs = applies && (said->rank != taken->rank || said->size != taken->size);
     return DTRAIN_OK;
 }
 
 /* Read torchrun's variables. RANK beside mpirun's variables that say something else is refused: it
  * is usually inherited by the shell that ran mpirun. Under torchrun itself they describe the node
  * on which srun or mpirun has put its agent. */
-static dtrain_result dtrain__read_torchrun(dtrain__lookup_fn env, const char **why,
+static dtrain_result dtrain__read_torchrun(dtrain__lookup_fn env, bool *applies,
                                            dtrain__placement *out)
 {
     static const char *const others[][2] = {{"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"},
                                             {"PMI_RANK", "PMI_SIZE"}};
     const bool indexed = dtrain__env_text(env, "JOB_COMPLETION_INDEX") != NULL;
-    DTRAIN__TRY(dtrain__read_pair(env, "RANK", "WORLD_SIZE", indexed, why, out));
-    for (int i = 0; i < 2 && !*why && !dtrain__env_text(env, "TORCHELASTIC_RUN_ID"); i++) {
+    DTRAIN__TRY(dtrain__read_pair(env, "RANK", "WORLD_SIZE", indexed, applies, out));
+    for (int i = 0; i < 2 && *applies && !dtrain__env_text(env, "TORCHELASTIC_RUN_ID"); i++) {
         dtrain__placement said;
         bool differs;
         DTRAIN__TRY(dtrain__env_differs(env, others[i][0], others[i][1], out, &said, &differs));
@@ -12623,9 +12594,10 @@ static bool dtrain__first_host(const char *list, char *out, size_t room)
     return used > 0;
 }
 
-/* Read Slurm's variables. srun --mpi=pmi2 sets those of MPICH too: if they say something else, this
- * is a rank of an mpirun inside of the step. */
-static dtrain_result dtrain__read_slurm(dtrain__lookup_fn env, const char **why,
+/* Read Slurm's variables. Without SLURM_STEP_ID this is a shell of sbatch or salloc, which is no
+ * rank. srun --mpi=pmi2 sets MPICH's variables too: if they contradict Slurm's, this is a rank of
+ * an mpirun inside of the step. */
+static dtrain_result dtrain__read_slurm(dtrain__lookup_fn env, bool *applies,
                                         dtrain__placement *out)
 {
     const bool recent = dtrain__env_text(env, "SLURM_STEP_NUM_TASKS") != NULL; /* Slurm 20.11 */
@@ -12633,15 +12605,14 @@ static dtrain_result dtrain__read_slurm(dtrain__lookup_fn env, const char **why,
     dtrain__placement said;
     bool has_nodes, differs;
     int nodes = 0;
-    *why =
-        "ignored, no SLURM_STEP_ID: this is a shell of sbatch or salloc, where no other rank comes";
+    *applies = false;
     if (!dtrain__env_text(env, "SLURM_STEP_ID")) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__read_pair(
-        env, "SLURM_PROCID", recent ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS", false, why, out));
+    DTRAIN__TRY(dtrain__read_pair(env, "SLURM_PROCID",
+                                  recent ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS", false, applies,
+                                  out));
     DTRAIN__TRY(dtrain__env_differs(env, "PMI_RANK", "PMI_SIZE", out, &said, &differs));
-    if (differs)
-        *why = "ignored, PMI_RANK and PMI_SIZE say something else: an mpirun inside of the step";
-    if (*why) return DTRAIN_OK;
+    *applies = *applies && !differs;
+    if (!*applies) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__env_number(env, "SLURM_STEP_NUM_NODES", &has_nodes, &nodes));
     if (nodes == 1) out->local_size = out->size;
     if (!hosts || dtrain__first_host(hosts, out->address, sizeof out->address)) return DTRAIN_OK;
@@ -12653,17 +12624,17 @@ static dtrain_result dtrain__read_slurm(dtrain__lookup_fn env, const char **why,
 
 /* Read the variables of an Indexed Job. The pod's own name is <job>-<index>; with
  * setHostnameAsFQDN the domain of the service is behind it, and so the name of pod 0 is known. */
-static dtrain_result dtrain__read_indexed(dtrain__lookup_fn env, const char **why,
+static dtrain_result dtrain__read_indexed(dtrain__lookup_fn env, bool *applies,
                                           dtrain__placement *out)
 {
     const bool ours = dtrain__env_text(env, "DTRAIN_WORLD_SIZE") != NULL;
     const char *size_name = ours ? "DTRAIN_WORLD_SIZE" : "WORLD_SIZE";
     const char *host = dtrain__env_text(env, "HOSTNAME");
     char ending[16];
-    *why = "ignored, it does not say of how many; set DTRAIN_WORLD_SIZE to the completions";
+    *applies = false; /* the job itself sets no size */
     if (!dtrain__env_text(env, size_name)) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__read_pair(env, "JOB_COMPLETION_INDEX", size_name, true, why, out));
-    if (*why || !host || strlen(host) + 2 >= sizeof out->address) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__read_pair(env, "JOB_COMPLETION_INDEX", size_name, true, applies, out));
+    if (!*applies || !host || strlen(host) + 2 >= sizeof out->address) return DTRAIN_OK;
     const int tail = snprintf(ending, sizeof ending, "-%d.", out->rank);
     const char *at = strstr(host, ending), *domain = strchr(host, '.');
     if (at && at > host && at + tail - 1 == domain)
@@ -12673,16 +12644,15 @@ static dtrain_result dtrain__read_indexed(dtrain__lookup_fn env, const char **wh
 
 /* Read the variables of a TrainJob. PET_ is torchrun's prefix for its own flags: whoever sets these
  * wants one launcher a node. */
-static dtrain_result dtrain__read_pet(dtrain__lookup_fn env, const char **why,
-                                      dtrain__placement *out)
+static dtrain_result dtrain__read_pet(dtrain__lookup_fn env, bool *applies, dtrain__placement *out)
 {
     int forks = 1;
     bool has_forks;
-    DTRAIN__TRY(dtrain__read_pair(env, "PET_NODE_RANK", "PET_NNODES", false, why, out));
+    DTRAIN__TRY(dtrain__read_pair(env, "PET_NODE_RANK", "PET_NNODES", false, applies, out));
     DTRAIN__TRY(dtrain__env_number(env, "PET_NPROC_PER_NODE", &has_forks, &forks));
-    const int nodes = *why ? 1 : out->size, node = *why ? 0 : out->rank;
-    if (*why) *why = has_forks ? NULL : "ignored, neither PET_NNODES nor PET_NPROC_PER_NODE";
-    if (!*why && (!forks || nodes > DTRAIN_MAX_RANKS || forks > DTRAIN_MAX_RANKS / nodes))
+    const int nodes = *applies ? out->size : 1, node = *applies ? out->rank : 0;
+    *applies = *applies || has_forks;
+    if (*applies && (!forks || nodes > DTRAIN_MAX_RANKS || forks > DTRAIN_MAX_RANKS / nodes))
         return dtrain__env_conflict("PET_NNODES", nodes, "PET_NPROC_PER_NODE", forks,
                                     "their product is from 1 to DTRAIN_MAX_RANKS");
     out->forks = out->local_size = forks;
@@ -12721,8 +12691,6 @@ static const dtrain__family dtrain__families[DTRAIN__FAMILIES] = {
      {"PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_NODE_RANK", "PET_NNODES", NULL, NULL, NULL, NULL,
       "PET_NPROC_PER_NODE"}},
 };
-
-DTRAIN__PRIVATE const dtrain__family *dtrain__family_table(void) { return dtrain__families; }
 
 /* Read local rank and size of one family, where it has them. */
 static dtrain_result dtrain__env_local(dtrain__lookup_fn env, const dtrain__family *family,
@@ -12822,34 +12790,27 @@ static dtrain_result dtrain__env_restarts(dtrain__lookup_fn env, dtrain__placeme
 }
 
 /* Read the environment: the first complete family wins. A world of one counts as no launcher, and
- * dtrain_launch does what its desc says, as if nothing were set. said[i]: what becomes of family i,
- * in words; NULL: one before it was taken or refused. */
-DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out,
-                                                const char *said[DTRAIN__FAMILIES])
+ * dtrain_launch does what its desc says, as if nothing were set. */
+DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out)
 {
     const bool indexed = dtrain__env_text(env, "JOB_COMPLETION_INDEX") != NULL;
     const dtrain__family *family = dtrain__families;
-    const char *why = "";
-    int last = -1;
-    for (int i = 0; i < DTRAIN__FAMILIES; i++) said[i] = NULL;
-    while (why && ++last < DTRAIN__FAMILIES) {
-        family = &dtrain__families[last];
+    bool found = false;
+    for (int i = 0; i < DTRAIN__FAMILIES && !found; i++) {
+        family = &dtrain__families[i];
         memset(out, 0, sizeof *out);
         out->local_rank = -1;
-        said[last] = "refused";
-        if (family->read) DTRAIN__TRY(family->read(env, &why, out));
+        if (family->read) DTRAIN__TRY(family->read(env, &found, out));
         else
             DTRAIN__TRY(dtrain__read_pair(env, family->variables[DTRAIN__RANK],
-                                          family->variables[DTRAIN__SIZE], indexed && !last, &why,
+                                          family->variables[DTRAIN__SIZE], indexed && !i, &found,
                                           out));
-        if (!why) DTRAIN__TRY(dtrain__env_local(env, family, out));
-        else said[last] = why;
+        if (found) DTRAIN__TRY(dtrain__env_local(env, family, out));
     }
-    const bool found = !why, alone = why || out->size == 1;
+    const bool alone = !found || out->size == 1;
     if (alone) memset(out, 0, sizeof *out), out->size = 1;
     out->complete = found;
     DTRAIN__TRY(dtrain__env_restarts(env, out));
-    if (alone && found) said[last] = "ignored, one rank is as without a launcher";
     if (alone) return DTRAIN_OK;
     if (out->size > DTRAIN_MAX_RANKS)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
@@ -12861,138 +12822,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
         DTRAIN__TRY(dtrain__env_port(env, family->variables[DTRAIN__PORT], out));
         DTRAIN__TRY(dtrain__env_address(env, family, out));
     }
-    said[last] = "taken";
     return DTRAIN_OK;
-}
-
-/* ==== src/launch/explain.c ==================================================================== */
-
-/* What a launch makes of its environment, in words and in numbers
- *
- * Which launcher has started this process is guessed from its variables, and a wrong guess looks
- * like a hang or like n trainings of one rank each. So the guess can be read: the rows of the table
- * of families whose variables are set, with what dtrain__recognise has decided about each, and what
- * dtrain_launch does then. */
-
-/* Lines of text, cut where `room` ends. */
-typedef struct dtrain__lines {
-    char *text;
-    size_t room, used;
-} dtrain__lines;
-
-/* Add a line: a word, and what there is to say about it. */
-DTRAIN__PRINTF(3, 4)
-static void dtrain__say(dtrain__lines *e, const char *word, const char *format, ...)
-{
-    char what[900];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(what, sizeof what, format, args);
-    va_end(args);
-    for (char *c = what; *c; c++)
-        if ((unsigned char)*c < 32 || *c == 127) *c = '?'; /* values come from outside */
-    const size_t left = e->room - e->used;
-    const int more = snprintf(e->text + e->used, left, "%-14s %s\n", word, what);
-    if (more > 0) e->used += (size_t)more < left ? (size_t)more : left - 1;
-}
-
-/* Add " NAME=value" to a list for each of these variables that is set. */
-static void dtrain__list_variables(dtrain__lookup_fn env, const char *const *names, int count,
-                                   char *list, size_t room)
-{
-    for (int i = 0; i < count; i++) {
-        const char *value = dtrain__env_text(env, names[i]);
-        const size_t used = strlen(list);
-        if (value) snprintf(list + used, room - used, " %s=%.80s", names[i], value);
-    }
-}
-
-/* Explain what each family of variables came to, and show those that are of no family or of
- * several. A host name or a world size alone announces no Indexed Job. */
-static void dtrain__explain_families(dtrain__lines *e, dtrain__lookup_fn env,
-                                     const char *const said[DTRAIN__FAMILIES])
-{
-    static const char *const others[] = {
-        "DTRAIN_MASTER_ADDR", "DTRAIN_PORT",     "DTRAIN_MASTER_PORT",   "MASTER_ADDR",
-        "MASTER_PORT",        "PET_MASTER_ADDR", "DTRAIN_RESTART_COUNT", "SLURM_RESTART_COUNT"};
-    const dtrain__family *families = dtrain__family_table(), *last = NULL;
-    const char *const key = dtrain__env_text(env, "DTRAIN_JOB_KEY");
-    char list[900];
-    bool any = false;
-    for (int i = 0; i < DTRAIN__FAMILIES; i++) {
-        const dtrain__family *family = &families[i];
-        const bool none = i == DTRAIN__INDEXED && !dtrain__env_text(env, "JOB_COMPLETION_INDEX");
-        list[0] = 0;
-        if (said[i]) last = family;
-        if (!none)
-            dtrain__list_variables(env, family->variables + DTRAIN__RANK,
-                                   DTRAIN__VARIABLES - DTRAIN__RANK, list, sizeof list);
-        if (!list[0]) continue;
-        any = true;
-        if (said[i]) dtrain__say(e, family->name, "%s:%s", said[i], list);
-        else dtrain__say(e, family->name, "ignored, %s goes before it:%s", last->name, list);
-    }
-    if (!any) dtrain__say(e, "launcher", "none: no launcher's variables are set");
-    list[0] = 0;
-    dtrain__list_variables(env, others, (int)(sizeof others / sizeof *others), list, sizeof list);
-    if (list[0] || key)
-        dtrain__say(e, "beside", "%s%s", list[0] ? list + 1 : "",
-                    key ? " DTRAIN_JOB_KEY=(not shown)" : "");
-}
-
-/* Explain which ranks this process starts or is, and where they meet. */
-static void dtrain__explain_ranks(dtrain__lines *e, const dtrain__launch *launch)
-{
-    const dtrain__placement *place = &launch->place;
-    char local[64] = "local rank as the others of its host turn out";
-    if (place->local_rank >= 0) snprintf(local, sizeof local, "local rank %d", place->local_rank);
-    if (place->local_rank >= 0 && place->local_size > 0)
-        snprintf(local, sizeof local, "local rank %d of %d", place->local_rank, place->local_size);
-    if (launch->is_rank)
-        dtrain__say(e, "ranks", "this process is rank %d of %d, %s", place->rank, place->size,
-                    local);
-    else if (launch->joins)
-        dtrain__say(e, "ranks", "this process starts ranks %d to %d of %d, those of its node",
-                    place->rank, place->rank + place->forks - 1, place->size);
-    else
-        dtrain__say(e, "ranks", "this process starts all %d, as %s", place->size,
-                    launch->desc.mode == DTRAIN_LAUNCH_THREADS ? "threads" : "processes");
-    if (launch->joins)
-        dtrain__say(e, "meeting",
-                    "at %s port %u, for at most %g s; other runs are told apart by %s",
-                    place->address, place->port, launch->desc.join_ms / 1e3,
-                    getenv("DTRAIN_JOB_KEY") ? "DTRAIN_JOB_KEY"
-                                             : "the launcher's name of the run, where it has one");
-}
-
-/* Write what a launch makes of its environment into text (room). */
-DTRAIN__PRIVATE void dtrain__explain(const dtrain__launch *launch, dtrain_result result, char *text,
-                                     size_t room)
-{
-    dtrain__lines e = {text, room, 0};
-    const char *said[DTRAIN__FAMILIES];
-    char why[DTRAIN__ERROR_BYTES];
-    dtrain__placement place;
-    snprintf(why, sizeof why, "%s", dtrain_last_error());
-    (void)dtrain__recognise(getenv, &place, said);
-    dtrain__explain_families(&e, getenv, said);
-    if (result == DTRAIN_OK) dtrain__explain_ranks(&e, launch);
-    else dtrain__say(&e, "refused", "%s", why);
-    dtrain__set_last_error(result == DTRAIN_OK ? "" : why);
-}
-
-/* Log the explanation of a launch, where its desc or the environment asks for it. */
-DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain_result result)
-{
-    const char *asked = getenv("DTRAIN_EXPLAIN_LAUNCH");
-    const bool all = asked && strcmp(asked, "all") == 0;
-    dtrain__log_sink log = launch->log;
-    char text[8192], *line = text;
-    if (!launch->desc.explain && !all && (!asked || strcmp(asked, "1") != 0)) return;
-    dtrain__explain(launch, result, text, sizeof text);
-    if (launch->is_rank && !all) log.rank = launch->place.rank; /* the info of -1 is always shown */
-    for (char *end; (end = strchr(line, '\n')) != NULL; line = end + 1)
-        dtrain__log_to(&log, DTRAIN_LOG_INFO, "launch: %.*s", (int)(end - line), line);
 }
 
 /* ==== src/launch/restart.c ==================================================================== */

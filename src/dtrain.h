@@ -110,7 +110,6 @@ extern "C" {
 #include "launch/launch.c"
 #include "launch/rank.c"
 #include "launch/environment.c"
-#include "launch/explain.c"
 #include "launch/restart.c"
 #include "parallel/mesh.c"
 #include "parallel/cut.c"

@@ -3,8 +3,7 @@
  * Launchers tell a process its rank in environment variables, each in its own; launch.h lists them.
  * A family of variables is taken as a whole, the first complete one wins, and each is a row of the
  * table below. Slurm, the Indexed Job and the TrainJob, whose variables are more than a rank and a
- * size, have a reader each. All is a pure function of the environment, and keeps in words what it
- * decides about each family: dtrain_launch_explain prints these words. */
+ * size, have a reader each. All is a pure function of the environment. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -16,6 +15,30 @@
 
 #define DTRAIN__DEFAULT_PORT 29500
 #define DTRAIN__PORT_OFFSET 100 /* torchrun's own store listens on MASTER_PORT itself */
+
+/* Columns that have the same meaning in every family; behind them stand the variables that only the
+ * family's own reader uses. */
+enum {
+    DTRAIN__ADDRESS, /* of rank 0's host; this one and the port may belong to several families */
+    DTRAIN__PORT,
+    DTRAIN__RANK,
+    DTRAIN__SIZE,
+    DTRAIN__LOCAL_RANK,
+    DTRAIN__LOCAL_SIZE,
+    DTRAIN__RUN, /* this and the next one name the run */
+    DTRAIN__RUN_PART,
+    DTRAIN__VARIABLES = 11
+};
+enum { DTRAIN__FAMILIES = 7 }; /* rows of the table */
+
+/* The variables by which launchers of one kind say which rank a process is. */
+typedef struct dtrain__family {
+    const char *name;
+    /* Reads rank and size into *out, if *applies. A family without a reader has two plain
+     * numbers. */
+    dtrain_result (*read)(dtrain__lookup_fn env, bool *applies, dtrain__placement *out);
+    const char *variables[DTRAIN__VARIABLES]; /* NULL: it has none */
+} dtrain__family;
 
 /* Look up a variable; NULL when it is unset or empty. */
 DTRAIN__PRIVATE const char *dtrain__env_text(dtrain__lookup_fn env, const char *name)
@@ -50,19 +73,17 @@ static dtrain_result dtrain__env_conflict(const char *a, int a_value, const char
                        a_value, b, b_value, rule);
 }
 
-/* Read the plain rank and size of a family; *why: it does not apply. Half a family is an error,
- * except that a lone world size may belong to an Indexed Job. */
+/* Read the plain rank and size of a family; *applies says whether both are set. Half a family is an
+ * error, except that a world size without a rank may belong to an Indexed Job (size_alone). */
 static dtrain_result dtrain__read_pair(dtrain__lookup_fn env, const char *rank_name,
-                                       const char *size_name, bool size_alone, const char **why,
+                                       const char *size_name, bool size_alone, bool *applies,
                                        dtrain__placement *out)
 {
     bool has_rank, has_size;
-    *why = NULL;
     DTRAIN__TRY(dtrain__env_number(env, rank_name, &has_rank, &out->rank));
     DTRAIN__TRY(dtrain__env_number(env, size_name, &has_size, &out->size));
-    if (!has_rank && !has_size) *why = "ignored, no rank and no size";
-    else if (!has_rank && size_alone) *why = "ignored, a size alone, which is the Indexed Job's";
-    if (*why) return DTRAIN_OK;
+    *applies = has_rank || (has_size && !size_alone);
+    if (!*applies) return DTRAIN_OK;
     if (has_rank != has_size) {
         const char *there = has_rank ? rank_name : size_name;
         const char *missing = has_rank ? size_name : rank_name;
@@ -81,23 +102,23 @@ static dtrain_result dtrain__env_differs(dtrain__lookup_fn env, const char *rank
                                          const char *size_name, const dtrain__placement *taken,
                                          dtrain__placement *said, bool *differs)
 {
-    const char *why;
-    DTRAIN__TRY(dtrain__read_pair(env, rank_name, size_name, false, &why, said));
-    *differs = !why && (said->rank != taken->rank || said->size != taken->size);
+    bool applies;
+    DTRAIN__TRY(dtrain__read_pair(env, rank_name, size_name, false, &applies, said));
+    *differs = applies && (said->rank != taken->rank || said->size != taken->size);
     return DTRAIN_OK;
 }
 
 /* Read torchrun's variables. RANK beside mpirun's variables that say something else is refused: it
  * is usually inherited by the shell that ran mpirun. Under torchrun itself they describe the node
  * on which srun or mpirun has put its agent. */
-static dtrain_result dtrain__read_torchrun(dtrain__lookup_fn env, const char **why,
+static dtrain_result dtrain__read_torchrun(dtrain__lookup_fn env, bool *applies,
                                            dtrain__placement *out)
 {
     static const char *const others[][2] = {{"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"},
                                             {"PMI_RANK", "PMI_SIZE"}};
     const bool indexed = dtrain__env_text(env, "JOB_COMPLETION_INDEX") != NULL;
-    DTRAIN__TRY(dtrain__read_pair(env, "RANK", "WORLD_SIZE", indexed, why, out));
-    for (int i = 0; i < 2 && !*why && !dtrain__env_text(env, "TORCHELASTIC_RUN_ID"); i++) {
+    DTRAIN__TRY(dtrain__read_pair(env, "RANK", "WORLD_SIZE", indexed, applies, out));
+    for (int i = 0; i < 2 && *applies && !dtrain__env_text(env, "TORCHELASTIC_RUN_ID"); i++) {
         dtrain__placement said;
         bool differs;
         DTRAIN__TRY(dtrain__env_differs(env, others[i][0], others[i][1], out, &said, &differs));
@@ -129,9 +150,10 @@ static bool dtrain__first_host(const char *list, char *out, size_t room)
     return used > 0;
 }
 
-/* Read Slurm's variables. srun --mpi=pmi2 sets those of MPICH too: if they say something else, this
- * is a rank of an mpirun inside of the step. */
-static dtrain_result dtrain__read_slurm(dtrain__lookup_fn env, const char **why,
+/* Read Slurm's variables. Without SLURM_STEP_ID this is a shell of sbatch or salloc, which is no
+ * rank. srun --mpi=pmi2 sets MPICH's variables too: if they contradict Slurm's, this is a rank of
+ * an mpirun inside of the step. */
+static dtrain_result dtrain__read_slurm(dtrain__lookup_fn env, bool *applies,
                                         dtrain__placement *out)
 {
     const bool recent = dtrain__env_text(env, "SLURM_STEP_NUM_TASKS") != NULL; /* Slurm 20.11 */
@@ -139,15 +161,14 @@ static dtrain_result dtrain__read_slurm(dtrain__lookup_fn env, const char **why,
     dtrain__placement said;
     bool has_nodes, differs;
     int nodes = 0;
-    *why =
-        "ignored, no SLURM_STEP_ID: this is a shell of sbatch or salloc, where no other rank comes";
+    *applies = false;
     if (!dtrain__env_text(env, "SLURM_STEP_ID")) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__read_pair(
-        env, "SLURM_PROCID", recent ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS", false, why, out));
+    DTRAIN__TRY(dtrain__read_pair(env, "SLURM_PROCID",
+                                  recent ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS", false, applies,
+                                  out));
     DTRAIN__TRY(dtrain__env_differs(env, "PMI_RANK", "PMI_SIZE", out, &said, &differs));
-    if (differs)
-        *why = "ignored, PMI_RANK and PMI_SIZE say something else: an mpirun inside of the step";
-    if (*why) return DTRAIN_OK;
+    *applies = *applies && !differs;
+    if (!*applies) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__env_number(env, "SLURM_STEP_NUM_NODES", &has_nodes, &nodes));
     if (nodes == 1) out->local_size = out->size;
     if (!hosts || dtrain__first_host(hosts, out->address, sizeof out->address)) return DTRAIN_OK;
@@ -159,17 +180,17 @@ static dtrain_result dtrain__read_slurm(dtrain__lookup_fn env, const char **why,
 
 /* Read the variables of an Indexed Job. The pod's own name is <job>-<index>; with
  * setHostnameAsFQDN the domain of the service is behind it, and so the name of pod 0 is known. */
-static dtrain_result dtrain__read_indexed(dtrain__lookup_fn env, const char **why,
+static dtrain_result dtrain__read_indexed(dtrain__lookup_fn env, bool *applies,
                                           dtrain__placement *out)
 {
     const bool ours = dtrain__env_text(env, "DTRAIN_WORLD_SIZE") != NULL;
     const char *size_name = ours ? "DTRAIN_WORLD_SIZE" : "WORLD_SIZE";
     const char *host = dtrain__env_text(env, "HOSTNAME");
     char ending[16];
-    *why = "ignored, it does not say of how many; set DTRAIN_WORLD_SIZE to the completions";
+    *applies = false; /* the job itself sets no size */
     if (!dtrain__env_text(env, size_name)) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__read_pair(env, "JOB_COMPLETION_INDEX", size_name, true, why, out));
-    if (*why || !host || strlen(host) + 2 >= sizeof out->address) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__read_pair(env, "JOB_COMPLETION_INDEX", size_name, true, applies, out));
+    if (!*applies || !host || strlen(host) + 2 >= sizeof out->address) return DTRAIN_OK;
     const int tail = snprintf(ending, sizeof ending, "-%d.", out->rank);
     const char *at = strstr(host, ending), *domain = strchr(host, '.');
     if (at && at > host && at + tail - 1 == domain)
@@ -179,16 +200,15 @@ static dtrain_result dtrain__read_indexed(dtrain__lookup_fn env, const char **wh
 
 /* Read the variables of a TrainJob. PET_ is torchrun's prefix for its own flags: whoever sets these
  * wants one launcher a node. */
-static dtrain_result dtrain__read_pet(dtrain__lookup_fn env, const char **why,
-                                      dtrain__placement *out)
+static dtrain_result dtrain__read_pet(dtrain__lookup_fn env, bool *applies, dtrain__placement *out)
 {
     int forks = 1;
     bool has_forks;
-    DTRAIN__TRY(dtrain__read_pair(env, "PET_NODE_RANK", "PET_NNODES", false, why, out));
+    DTRAIN__TRY(dtrain__read_pair(env, "PET_NODE_RANK", "PET_NNODES", false, applies, out));
     DTRAIN__TRY(dtrain__env_number(env, "PET_NPROC_PER_NODE", &has_forks, &forks));
-    const int nodes = *why ? 1 : out->size, node = *why ? 0 : out->rank;
-    if (*why) *why = has_forks ? NULL : "ignored, neither PET_NNODES nor PET_NPROC_PER_NODE";
-    if (!*why && (!forks || nodes > DTRAIN_MAX_RANKS || forks > DTRAIN_MAX_RANKS / nodes))
+    const int nodes = *applies ? out->size : 1, node = *applies ? out->rank : 0;
+    *applies = *applies || has_forks;
+    if (*applies && (!forks || nodes > DTRAIN_MAX_RANKS || forks > DTRAIN_MAX_RANKS / nodes))
         return dtrain__env_conflict("PET_NNODES", nodes, "PET_NPROC_PER_NODE", forks,
                                     "their product is from 1 to DTRAIN_MAX_RANKS");
     out->forks = out->local_size = forks;
@@ -227,8 +247,6 @@ static const dtrain__family dtrain__families[DTRAIN__FAMILIES] = {
      {"PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_NODE_RANK", "PET_NNODES", NULL, NULL, NULL, NULL,
       "PET_NPROC_PER_NODE"}},
 };
-
-DTRAIN__PRIVATE const dtrain__family *dtrain__family_table(void) { return dtrain__families; }
 
 /* Read local rank and size of one family, where it has them. */
 static dtrain_result dtrain__env_local(dtrain__lookup_fn env, const dtrain__family *family,
@@ -328,34 +346,27 @@ static dtrain_result dtrain__env_restarts(dtrain__lookup_fn env, dtrain__placeme
 }
 
 /* Read the environment: the first complete family wins. A world of one counts as no launcher, and
- * dtrain_launch does what its desc says, as if nothing were set. said[i]: what becomes of family i,
- * in words; NULL: one before it was taken or refused. */
-DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out,
-                                                const char *said[DTRAIN__FAMILIES])
+ * dtrain_launch does what its desc says, as if nothing were set. */
+DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out)
 {
     const bool indexed = dtrain__env_text(env, "JOB_COMPLETION_INDEX") != NULL;
     const dtrain__family *family = dtrain__families;
-    const char *why = "";
-    int last = -1;
-    for (int i = 0; i < DTRAIN__FAMILIES; i++) said[i] = NULL;
-    while (why && ++last < DTRAIN__FAMILIES) {
-        family = &dtrain__families[last];
+    bool found = false;
+    for (int i = 0; i < DTRAIN__FAMILIES && !found; i++) {
+        family = &dtrain__families[i];
         memset(out, 0, sizeof *out);
         out->local_rank = -1;
-        said[last] = "refused";
-        if (family->read) DTRAIN__TRY(family->read(env, &why, out));
+        if (family->read) DTRAIN__TRY(family->read(env, &found, out));
         else
             DTRAIN__TRY(dtrain__read_pair(env, family->variables[DTRAIN__RANK],
-                                          family->variables[DTRAIN__SIZE], indexed && !last, &why,
+                                          family->variables[DTRAIN__SIZE], indexed && !i, &found,
                                           out));
-        if (!why) DTRAIN__TRY(dtrain__env_local(env, family, out));
-        else said[last] = why;
+        if (found) DTRAIN__TRY(dtrain__env_local(env, family, out));
     }
-    const bool found = !why, alone = why || out->size == 1;
+    const bool alone = !found || out->size == 1;
     if (alone) memset(out, 0, sizeof *out), out->size = 1;
     out->complete = found;
     DTRAIN__TRY(dtrain__env_restarts(env, out));
-    if (alone && found) said[last] = "ignored, one rank is as without a launcher";
     if (alone) return DTRAIN_OK;
     if (out->size > DTRAIN_MAX_RANKS)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
@@ -367,6 +378,5 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
         DTRAIN__TRY(dtrain__env_port(env, family->variables[DTRAIN__PORT], out));
         DTRAIN__TRY(dtrain__env_address(env, family, out));
     }
-    said[last] = "taken";
     return DTRAIN_OK;
 }

@@ -289,8 +289,7 @@ static dtrain_result dtrain__resolve_flight(dtrain_launch_desc *desc)
 
 /* Check the desc, settle who starts the ranks (this call, another launcher, or this call on its
  * node), and fill in defaults. */
-DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
-                                                     const dtrain_launch_desc *given)
+static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain_launch_desc *given)
 {
     dtrain_launch_desc *desc = &launch->desc;
     dtrain__placement *place = &launch->place;
@@ -313,8 +312,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
     if (desc->device_ops == dtrain__plan_device_ops())
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_launch: the plan device runs no kernel: expected cpu or cuda");
-    const char *said[DTRAIN__FAMILIES];
-    DTRAIN__TRY(dtrain__recognise(getenv, place, said));
+    DTRAIN__TRY(dtrain__recognise(getenv, place));
     if (place->family && desc->rank_count && (int)desc->rank_count != place->size)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_launch: rank_count is %u, and the environment (%s) announces "
@@ -479,7 +477,6 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     launch.user = user;
     launch.start_ns = dtrain__now_ns();
     dtrain_result result = dtrain__resolve_launch(&launch, desc);
-    dtrain__explain_launch(&launch, result);
     launch.job = dtrain__job_number(&launch);
     if (result == DTRAIN_OK) {
         result = dtrain__run_attempts(&launch, info);
@@ -490,19 +487,14 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     return result;
 }
 
-DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, char *text,
-                                               size_t room, dtrain_launch_place *place)
+DTRAIN_API dtrain_result dtrain_launch_plan(const dtrain_launch_desc *desc,
+                                            dtrain_launch_place *place)
 {
     dtrain__launch launch;
-    if (place) memset(place, 0, sizeof *place);
-    if (!text != !room)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch_explain: text is %s",
-                           text ? "0 bytes" : "NULL");
+    if (!place) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch_plan: place is NULL");
+    memset(place, 0, sizeof *place);
     memset(&launch, 0, sizeof launch);
-    if (text) text[0] = 0;
-    const dtrain_result result = dtrain__resolve_launch(&launch, desc);
-    if (text) dtrain__explain(&launch, result, text, room);
-    if (!place || result != DTRAIN_OK) return result;
+    DTRAIN__TRY(dtrain__resolve_launch(&launch, desc));
     place->rank_count = launch.place.size;
     place->first_rank = launch.place.rank;
     place->started_count = (int)launch.desc.rank_count;

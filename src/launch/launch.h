@@ -100,8 +100,6 @@ typedef struct dtrain_launch_desc {
     dtrain_trace_desc trace;      /* all zero = none */
     uint32_t join_ms; /* how long ranks of a launcher wait for each other at the start; 0 =
                          timeout_ms, and not more than five minutes */
-    bool explain;     /* log what dtrain_launch_explain says; DTRAIN_EXPLAIN_LAUNCH=1 in the
-                         environment does it too, and =all on every rank */
 } dtrain_launch_desc;
 
 /* How the run ended. */
@@ -164,17 +162,8 @@ typedef struct dtrain_launch_place {
     uint32_t restart_count;        /* restarts so far, by the launcher around this process */
 } dtrain_launch_place;
 
-/* Explain what dtrain_launch would do with this desc and the environment as it is, and start
- * nothing. place, which may be NULL, receives the ranks (zeros after an error); text (room bytes,
- * cut there; NULL with 0 when nobody reads it) receives lines:
- *
- *     torchrun       taken: RANK=3 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2
- *     Slurm          ignored, torchrun goes before it: SLURM_PROCID=1 SLURM_STEP_ID=0
- *     ranks          this process is rank 3 of 8, local rank 1 of 2
- *     meeting        at head port 29600, for at most 300 s
- *
- * for every family of variables that is set why it is taken or not, and what comes of it.
- * DTRAIN_JOB_KEY is not shown. The result is that of dtrain_launch's own checks: a half or
- * contradictory environment is explained, and then refused. */
-DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, char *text,
-                                               size_t room, dtrain_launch_place *place);
+/* Tell which ranks dtrain_launch would start with this desc and the environment as it is, and start
+ * nothing. The result is that of dtrain_launch's own checks: after an error (half a setting, a
+ * contradiction) *place is zeros. */
+DTRAIN_API dtrain_result dtrain_launch_plan(const dtrain_launch_desc *desc,
+                                            dtrain_launch_place *place);

@@ -59,15 +59,6 @@ typedef struct dtrain__launch {
 /* launch/rank.c */
 DTRAIN__PRIVATE int dtrain__rank_run(dtrain__launch *launch, int index);
 
-/* launch/launch.c */
-DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
-                                                     const dtrain_launch_desc *given);
-
-/* launch/explain.c */
-DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain_result result);
-DTRAIN__PRIVATE void dtrain__explain(const dtrain__launch *launch, dtrain_result result, char *text,
-                                     size_t room);
-
 /* launch/restart.c */
 DTRAIN__PRIVATE bool dtrain__restarts_next(dtrain__restarts *r, uint64_t announced,
                                            uint64_t *wait_ns, char what[DTRAIN__RESTART_TEXT]);

@@ -515,5 +515,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__pl
     r.deadline_ns = r.start_ns + world->join_ns;
     if ((world->rank ? dtrain__join_world(&r) : dtrain__host_world(&r)) == DTRAIN_OK)
         return DTRAIN_OK;
-    return dtrain_fail(r.result, "rendezvous: %s", r.why);
+    if (r.result != DTRAIN_ERROR_TIMEOUT || !place->family)
+        return dtrain_fail(r.result, "rendezvous: %s", r.why);
+    return dtrain_fail(r.result,
+                       "rendezvous: %s; this process is rank %d of %d by the variables of %s in "
+                       "the environment",
+                       r.why, world->rank, world->size, place->family);
 }

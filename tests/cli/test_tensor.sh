@@ -98,7 +98,6 @@ result "a rank of two has half of the parameters" $?
 good "the largest batch" '^mesh' $gpt --ranks 2 --tensor 2 --batch 32 --auto-batch --memory-limit 64 --sample 0
 printf 'tensor = 2\nsequence-parallel = 1\nranks = 2\n' >"$tmp/flags"
 good "a file of flags" 'tensor 2 x data 1.*sequence-parallel' $gpt --config "$tmp/flags" --batch 8 --sample 0
-good "what was recognised" 'ranks 0 to 1 are the first replica' $gpt --explain-launch --ranks 2 --tensor 2 --batch 8 --sample 0
 
 # ---- what cannot be ----
 bad "heads" '^train_gpt: --heads is 4, and --tensor 3 ' $gpt --ranks 3 --tensor 3

@@ -200,8 +200,7 @@ static int place_ranks(const run_settings *s, bool trains, dtrain_launch_place *
     desc.rank_count = (uint32_t)s->ranks;
     desc.default_rank_count = default_ranks(s, trains);
     if (s->thread_ranks) desc.mode = DTRAIN_LAUNCH_THREADS;
-    if (dtrain_launch_explain(&desc, NULL, 0, place) != DTRAIN_OK)
-        return BAD("%s", dtrain_last_error());
+    if (dtrain_launch_plan(&desc, place) != DTRAIN_OK) return BAD("%s", dtrain_last_error());
     return 0;
 }
 
@@ -214,9 +213,9 @@ static void go_on_with_fewer(run_settings *s, const run_program *program)
     desc.default_rank_count = default_ranks(s, true);
     desc.rank_count = (uint32_t)s->ranks;
     if (s->thread_ranks) return; /* no launcher starts them */
-    if (dtrain_launch_explain(&desc, NULL, 0, &place) != DTRAIN_OK) {
+    if (dtrain_launch_plan(&desc, &place) != DTRAIN_OK) {
         desc.rank_count = 0; /* those of --ranks are not all there */
-        if (dtrain_launch_explain(&desc, NULL, 0, &place) != DTRAIN_OK) return;
+        if (dtrain_launch_plan(&desc, &place) != DTRAIN_OK) return;
         if (place.restart_count && place.rank_count < s->ranks) s->ranks = place.rank_count;
     }
     adapt_layout(s, program, &place);

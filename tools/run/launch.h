@@ -42,7 +42,6 @@ static int launch_desc(const run_settings *s, bool trains, dtrain_launch_desc *l
     memset(launch, 0, sizeof *launch);
     if (choose_backends(s, launch)) return 2;
     launch->tune = s->tune_gemm != 0;
-    launch->explain = s->explain_launch != 0;
     launch->math = s->precision == TF32 ? DTRAIN_MATH_TF32 : DTRAIN_MATH_DEFAULT;
     launch->memory_limit = (uint64_t)s->memory_limit << 20;
     launch->rank_count = (uint32_t)s->ranks;
@@ -59,12 +58,6 @@ static int launch_desc(const run_settings *s, bool trains, dtrain_launch_desc *l
 static int launch_ranks(const dtrain_launch_desc *launch, dtrain_rank_fn rank, void *user)
 {
     dtrain_launch_info info;
-    const long t = run_flags.tensor;
-    if (launch->explain && t > 1)
-        fprintf(stderr,
-                RUN_NAME ": --tensor %ld: rank r is number r %% %ld of the %ld that share replica "
-                         "r / %ld, so ranks 0 to %ld are the first replica\n",
-                t, t, t, t, t - 1);
     if (dtrain_launch(launch, rank, user, &info) == DTRAIN_OK)
         return run_stopped || info.signal ? stopped_status(&run_flags, info.signal) : 0;
     if (info.exit_code == 128 + SIGINT)

@@ -27,8 +27,7 @@ typedef struct run_settings {
     long tensor, sequence_parallel, pipeline, chunks, pipeline_schedule;
     const char *stage_units;   /* a list of numbers, or NULL: by cost */
     dtrain_pipeline_desc line; /* of the last three: check_pipeline */
-    long ranks, threads, thread_ranks, timeout, graph, tune_gemm, deterministic, explain_launch,
-        probe_links;
+    long ranks, threads, thread_ranks, timeout, graph, tune_gemm, deterministic, probe_links;
     long strategy, precision, param_dtype, reduce_dtype, reshard, node_size, bucket_kib, no_overlap,
         offload, checkpoint, memory_limit;
     long compression, exchange, powersgd_rank, dense_below, dense_steps, warmup_steps, no_feedback,
@@ -205,8 +204,6 @@ static const flag rank_flags[] = {
      "emulate a cluster on this machine, as NODESxRANKS:GBPS:LATENCY_US, for example 2x4:10:50",
      NULL},
     {"--timeout", 'i', &run_flags.timeout, 1, 1e6, "seconds that a rank waits for another", NULL},
-    {"--explain-launch", 'b', &run_flags.explain_launch, 0, 0,
-     "say which launcher was recognised, from which variables, and what comes of it", NULL},
     {"--probe-links", 'b', &run_flags.probe_links, 0, 0,
      "measure the links between ranks, for two seconds, and warn when they are too slow", NULL},
     {"--graph", 'b', &run_flags.graph, 0, 0, "GPU: record the step once and replay it", NULL},
