@@ -15,8 +15,9 @@
  *     x0 -+- up(q, k, v) - heads - down(o) -SUM- (+) x1 -+- up(in) - relu - down(out) -SUM- (+) x2 - up(classes)
  *         +---------------------------------------+      +---------------------------------+
  *
- * Two sums forward, three backward, and the loss, of which three floats a row travel. docs/tensor-parallelism.md has
- * the pictures; with the tape (examples/gpt.c) a model keeps its text and marks its weights. */
+ * Two sums forward, three backward, and the loss, for which three floats a row travel in place of its logits.
+ * docs/tensor-parallelism.md has the pictures; with the tape (examples/gpt.c) a model keeps its text and marks its
+ * weights. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
@@ -123,6 +124,41 @@ static void attend(model *a, bool backward)
         }
 }
 
+/* Softmax cross-entropy over a vocabulary that is divided: column j of the logits x (rows, columns) is class first + j,
+ * the other classes are on other ranks; rows <= T. x becomes its gradient, *loss the mean over rows, the same on all
+ * ranks. What softmax needs of the other ranks is a row's largest logit, then the sum of its exponentials; and the
+ * target's logit, which one rank has and the others add 0 to (Shoeybi et al., "Megatron-LM", 2019, section 3). */
+static int cross_entropy(dtrain_comm *tensor, int rows, int columns, int first, float *x,
+                         const int32_t *targets, double *loss)
+{
+    float most[T] = {0}, sums[2 * T] = {0}, *at_target = sums + rows;
+    for (int i = 0; i < rows; i++) {
+        most[i] = -INFINITY;
+        for (int j = 0; j < columns; j++) most[i] = fmaxf(most[i], x[i * columns + j]);
+    }
+    CHECK(dtrain_all_reduce(tensor, most, most, (size_t)rows, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MAX,
+                            NULL));
+    for (int i = 0; i < rows; i++) {
+        const int target = targets[i] - first; /* its column, if it is on this rank */
+        double sum = 0;
+        for (int j = 0; j < columns; j++) sum += exp((double)x[i * columns + j] - (double)most[i]);
+        sums[i] = (float)sum;
+        at_target[i] = target >= 0 && target < columns ? x[i * columns + target] : 0;
+    }
+    CHECK(dtrain_all_reduce(tensor, sums, sums, 2 * (size_t)rows, DTRAIN_DTYPE_F32,
+                            DTRAIN_REDUCE_SUM, NULL));
+    *loss = 0;
+    for (int i = 0; i < rows; i++) {
+        const double log_sum = (double)most[i] + log((double)sums[i]);
+        *loss += (log_sum - (double)at_target[i]) / rows;
+        for (int j = 0; j < columns; j++) { /* softmax, less 1 at the target */
+            const double p = exp((double)x[i * columns + j] - log_sum);
+            x[i * columns + j] = (float)((p - (first + j == targets[i])) / rows);
+        }
+    }
+    return 0;
+}
+
 /* Learn from T tokens and their successors, the same on every rank. */
 static int step(model *a, const int32_t *text, float lr, double *loss)
 {
@@ -138,10 +174,7 @@ static int step(model *a, const int32_t *text, float lr, double *loss)
     down(&m[OUT], a->hidden, a->sum);
     CHECK(add_up(a, a->x1, a->x2));
     up(&m[CLASSES], a->x2, a->logits);
-    dtrain_vocab_loss vocab = {.rows = T, .classes = VOCAB, .targets = text + 1, .loss = loss};
-    vocab.columns = m[CLASSES].n, vocab.first_class = m[CLASSES].first;
-    vocab.logits = vocab.d_logits = a->logits; /* which become their gradient */
-    CHECK(dtrain_vocab_cross_entropy(a->tensor, &vocab));
+    CHECK(cross_entropy(a->tensor, T, m[CLASSES].n, m[CLASSES].first, a->logits, text + 1, loss));
     gradient(&m[CLASSES], a->logits, a->x2);
     down(&m[CLASSES], a->logits, a->sum);
     CHECK(add_up(a, NULL, a->d_x)); /* of x2 */

@@ -45,10 +45,9 @@ typedef struct dtrain_mesh_desc {
                                    Components of cuts divide by 8, their parts (heads) by the ranks.
                                    Refused: a sequence_parallel or pipeline axis; values narrower
                                    than fp32; a strategy that shards over several data ranks,
-                                   compresses or offloads. The loss on arrays
-                                   (dtrain_vocab_cross_entropy) takes no part. Holds on a
-                                   device whose products depend on the summed length alone, as the
-                                   CPU's do; cuBLAS promises no such thing */
+                                   compresses or offloads. Holds on a device whose products depend
+                                   on the summed length alone, as the CPU's do; cuBLAS promises no
+                                   such thing */
     dtrain_comm *comm;          /* the ranks; NULL = all of the world */
     int ranks, rank;            /* where world is NULL: of how many, and which one, to plan for */
 } dtrain_mesh_desc;
