@@ -219,13 +219,12 @@ FORCE:
 $(BUILD)/tests/test_% $(BUILD)/emu/test_%.o $(BUILD)/emu/dtrain_cuda.o: private override CFLAGS := $(CFLAGS:-O2=-O1)
 
 # The implementation is compiled once, for everything that calls the public API alone. Examples and tools are linked
-# with it too, although their text asks for an implementation of their own (and for its includes): it is written for
-# whoever compiles them by one line. Tests that look inside include what they want of src/, internal headers or a
+# with it too, although their text asks for an implementation of their own: it is written for whoever compiles them by
+# one line. They include what they use, so this is also how they compile where a user takes that line out. Tests that look inside include what they want of src/, internal headers or a
 # whole file, and are linked with all of src/, where private functions can be called; benchmarks that use these too. The
 # tools that read files of a run need a few objects of it, and dtrain-run an implementation of its own, without layers:
 # whoever builds the programs alone compiles the library once.
-LINKED  := -DDTRAIN__IMPLEMENTED \
-           $(addprefix -include ,errno.h float.h limits.h math.h stdlib.h string.h time.h unistd.h) -D_GNU_SOURCE
+LINKED  := -DDTRAIN__IMPLEMENTED
 PRIVATE := $(shell grep -l 'dtrain__\|DTRAIN__' $(PROGRAMS) $(wildcard bench/*.c) 2>/dev/null)
 ASKING   = $(if $(filter $(notdir $(PRIVATE)),$(<F)),,$(LINKED))
 INTERNAL = $(LINKED) -iquote src $(addprefix -include ,$(patsubst src/%,%,$(wildcard src/*/*_internal.h)))

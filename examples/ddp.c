@@ -21,6 +21,10 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
 enum { IN = 3, OUT = 2, BATCH = 16, STEPS = 100 };
 
 /* End this rank when a call fails. dtrain_launch then ends the others, and its own error quotes the

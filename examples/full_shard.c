@@ -28,6 +28,11 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
 enum { LAYERS = 4, IN = 8, HIDDEN = 48, OUT = 2, BATCH = 12, STEPS = 500 };
 static const int widths[LAYERS + 1] = {IN, HIDDEN, HIDDEN, HIDDEN, OUT};
 

@@ -28,6 +28,10 @@
 #include "dtrain.h"
 
 #include <ctype.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 enum { LAYERS = 4, HEADS = 4, CHANNELS = 128, SEQ = 64, VOCAB = 256, SAMPLE = 300 };
 

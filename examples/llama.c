@@ -25,6 +25,10 @@
 
 #include "tools/hugging_face.h"
 
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
 #define CHECK(call)                        \
     do {                                   \
         if ((call) != DTRAIN_OK) return 1; \

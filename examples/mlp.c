@@ -19,6 +19,11 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
 /* End this rank when a call fails. dtrain_launch then ends the others, and its own error quotes the
  * sentence of this one; the memory of a rank goes with its process. */
 #define CHECK(call)                        \

@@ -27,6 +27,9 @@
 #include "dtrain_nccl.h" /* opens libnccl.so.2 when the ranks start; needs nccl.h to compile */
 #endif
 
+#include <stdio.h>
+#include <stdlib.h>
+
 enum { BATCH = 128, IN = 16, HIDDEN = 256, CLASSES = 4, STEPS = 200 };
 
 /* End this rank when a call fails. dtrain_launch then ends the others, and its own error quotes the

@@ -15,6 +15,10 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
 #define CHECK(call)                        \
     do {                                   \
         if ((call) != DTRAIN_OK) return 1; \

@@ -23,6 +23,11 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
 enum { LAYERS = 4, HEADS = 4, CHANNELS = 128, SEQ = 64, VOCAB = 256, MOST = 64 /* samples */ };
 
 /* The model is that of gpt.c, where it is explained. */

@@ -17,6 +17,11 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
 #define CHECK(call)                             \
     do {                                        \
         const dtrain_result result = (call);    \

@@ -36,6 +36,11 @@
 
 #include "tools/run/run.h"
 
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
 enum { SIDE = 32, COLORS = 3, PIXELS = SIDE * SIDE * COLORS, CLASSES = 10, PADDING = 4 };
 
 /* ---- images ---- */

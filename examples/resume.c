@@ -26,6 +26,7 @@
 #include "dtrain.h"
 
 #include <signal.h>
+#include <stdio.h>
 
 enum { ROWS = 32, COLUMNS = 16, SAVE_EVERY = 25 };
 

@@ -17,6 +17,11 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
 enum { IN = 64, OUT = 32, BATCH = 32, STEPS = 200 };
 
 #define CHECK(call)                        \

@@ -21,6 +21,11 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
 #define CHECK(call)                        \
     do {                                   \
         if ((call) != DTRAIN_OK) return 1; \

@@ -71,6 +71,10 @@ for c in gcc clang; do
             try "$c $program by itself" $c -std=c99 -pedantic $warn -fsyntax-only "$program"
         done
     fi
+    for program in examples/*.c; do # an example that is copied beside dtrain.o, without the line that asks for the implementation
+        grep -v '^#define DTRAIN_IMPLEMENTATION$' "$program" >"$build/copied.c"
+        try "$c $program beside a library compiled once" $c -I. -Wall -Wextra -Werror -O1 "$build/copied.c" "$object" -o "$build/copied" $libs
+    done
     try "$c parts" $c -std=c99 -pedantic $warn -DDTRAIN_PARTS $check "$build/impl.c"
     try "$c, parts as C++" $([ $c = gcc ] && echo g++ || echo clang++) -x c++ -std=c++17 $warn -DDTRAIN_PARTS $check "$build/impl.c"
     [ $c = $ours ] || [ "$full" != 0 ] || continue
@@ -134,9 +138,7 @@ fi
 if grep -q '^flags.* avx2 ' /proc/cpuinfo 2>/dev/null; then # the kernels that are chosen at run time, and no others
     try "native" $cc -std=gnu17 -O2 -DDTRAIN_NATIVE -march=native $warn -c "$build/impl.c" -o "$build/impl_native.o"
 else skip "the bits of DTRAIN_NATIVE" "no AVX2"; fi
-asking="-DDTRAIN__IMPLEMENTED -D_GNU_SOURCE"
-for header in errno float limits math stdlib string time unistd; do asking="$asking -include $header.h"; done
-try "train_gpt, compiled once" $cc -std=c99 -O1 -I. $asking -c tools/train_gpt/train_gpt.c -o "$build/train_gpt.o"
+try "train_gpt, compiled once" $cc -std=c99 -O1 -I. -DDTRAIN__IMPLEMENTED -c tools/train_gpt/train_gpt.c -o "$build/train_gpt.o"
 steps="--deterministic --ranks 2 --threads 1 --layers 2 --channels 32 --heads 2 --seq 16 --vocab 256 --batch 2 --steps 4 --eval-batches 0 --sample 0"
 bits() { # bits OBJECT: the hash of all parameters after some steps, of several kinds of training
     $cc "$build/train_gpt.o" "$1" -o "$build/train_gpt" $libs || return 1

@@ -45,6 +45,7 @@
 #include "tools/descriptors.h"
 
 #include <ctype.h>
+#include <errno.h>
 
 #include "bench/plot.h"
 
