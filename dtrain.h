@@ -129,7 +129,7 @@
        src/strategy/ways/tensor.c           The sum over the tensor axis, under sequence parallelism
        src/strategy/ways/hierarchy.c        Steps between two levels of ranks
        src/strategy/ways/compression.c      Gradient compression: how hooks travel on the road
-       src/strategy/ways/topk.c             Top-k: a hook that selects the largest elements, exchanges them and adds them up
+       src/strategy/ways/topk.c             Top-k: a hook that selects the largest elements, all-gathers them and adds them up
        src/strategy/ways/powersgd.c         PowerSGD: a hook that sends two factors of every matrix
        src/strategy/ways.c                  The ways of a bucket
        src/strategy/join.c                  Passes without samples
@@ -1889,14 +1889,8 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
  * Top-k (Lin et al., "Deep Gradient Compression", ICLR 2018): with topk_momentum the residual
  * gathers velocity instead of gradients, and the optimizer should have no momentum of its own
  * (SGD). The warm-up of warmup_steps begins at warmup_ratio and falls by a constant factor a step.
- * Sums are taken in rank order, each term times 1/N. Exchanges:
- *
- *     ALL_GATHER    each rank sends its selection to all: N - 1 selections received
- *     BALANCED      a tensor is cut in N regions, and a rank sends from each its largest to the
- *                   region's owner; the owner adds them up, selects again and sends the result to
- *                   everybody. At most two selections received, whatever N is (after Li and
- *                   Hoefler, "Near-optimal sparse allreduce", PPoPP 2022, with fixed quotas in
- *                   place of negotiated ones). What the owner does not select goes to its residual
+ * Each rank sends its selection to all: N - 1 selections received. Sums are taken in rank order,
+ * each term times 1/N.
  *
  * PowerSGD (Vogels et al., NeurIPS 2019) with warm start: Q begins as the last step's. Matrices for
  * which it would save less than half travel whole; of tensors with more dimensions the first is m.
@@ -1912,29 +1906,23 @@ typedef enum dtrain_compression {
     DTRAIN_COMPRESSION_POWERSGD = 2
 } dtrain_compression;
 
-typedef enum dtrain_sparse_exchange {
-    DTRAIN_SPARSE_EXCHANGE_ALL_GATHER = 0,
-    DTRAIN_SPARSE_EXCHANGE_BALANCED = 1
-} dtrain_sparse_exchange;
-
 #define DTRAIN_DENSE_STEPS_NONE UINT64_MAX
 
 typedef struct dtrain_comm_hook_desc dtrain_comm_hook_desc; /* strategy/hook.h */
 
 /* Every zero is the default written beside the field. */
 typedef struct dtrain_compression_desc {
-    uint32_t kind;            /* dtrain_compression; 0 = none */
-    uint32_t sparse_exchange; /* top-k: dtrain_sparse_exchange; 0 = ALL_GATHER */
-    uint32_t powersgd_rank;   /* 1 to DTRAIN_ORTHOGONALIZE_COLUMNS; 0 = 1 */
-    bool no_error_feedback;   /* what is not sent is lost; for experiments */
-    float topk_ratio;         /* share of a tensor's elements that are sent; 0 = 0.01 */
-    float topk_momentum;      /* momentum correction, then in place of the optimizer's; 0 = off */
-    float warmup_ratio;       /* share in the first step of the warm-up; 0 = 0.25 */
-    int64_t dense_below;      /* tensors with fewer elements, and 1-D ones, travel whole; 0 = 1024,
+    uint32_t kind;          /* dtrain_compression; 0 = none */
+    uint32_t powersgd_rank; /* 1 to DTRAIN_ORTHOGONALIZE_COLUMNS; 0 = 1 */
+    bool no_error_feedback; /* what is not sent is lost; for experiments */
+    float topk_ratio;       /* share of a tensor's elements that are sent; 0 = 0.01 */
+    float topk_momentum;    /* momentum correction, then in place of the optimizer's; 0 = off */
+    float warmup_ratio;     /* share in the first step of the warm-up; 0 = 0.25 */
+    int64_t dense_below;    /* tensors with fewer elements, and 1-D ones, travel whole; 0 = 1024,
                                  1 = 1-D ones alone */
-    uint64_t dense_steps;     /* steps without compression, at the beginning; 0 = 10, or
+    uint64_t dense_steps;   /* steps without compression, at the beginning; 0 = 10, or
                                  DTRAIN_DENSE_STEPS_NONE */
-    uint64_t warmup_steps;    /* steps after those, in which the share falls to topk_ratio; 0 = no
+    uint64_t warmup_steps;  /* steps after those, in which the share falls to topk_ratio; 0 = no
                                  warm-up */
     const dtrain_comm_hook_desc *hook; /* in place of a kind, or NULL; stays there as long as the
                                           strategy */
@@ -16598,7 +16586,7 @@ DTRAIN__PRIVATE void dtrain__hooks_free(dtrain__layout *layout, const dtrain_all
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy);
 
 /* strategy/ways/topk.c, powersgd.c */
-DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__topk_hook(bool balanced);
+DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__topk_hook(void);
 DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__powersgd_hook(void);
 
 /* The road, station by station. */
@@ -18503,7 +18491,7 @@ DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__hook_of(const dtrain_compre
 {
     if (how->hook) return how->hook;
     if (how->kind == DTRAIN_COMPRESSION_POWERSGD) return dtrain__powersgd_hook();
-    return dtrain__topk_hook(how->sparse_exchange == DTRAIN_SPARSE_EXCHANGE_BALANCED);
+    return dtrain__topk_hook();
 }
 
 /* Tell whether steps are only counted (count.c): addresses have no memory behind them. */
@@ -18757,19 +18745,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__round_2_end(dtrain_strategy *strategy, dtr
 
 /* ==== src/strategy/ways/topk.c ================================================================ */
 
-/* Top-k: a hook that selects the largest elements, exchanges them and adds them up
- *
- *     ALL_GATHER   select of everything     all-gather         add all ranks' blocks
- *     BALANCED     select of each region    all-to-all         the owner adds its region's blocks
- *                  select of the sum        all-gather         add all regions' blocks
+/* Top-k: a hook that selects the largest elements, all-gathers them and adds them up
  *
  * dtrain_device_ops.topk leaves in the residual what is not selected. The quota, the number of
- * elements that are selected of count, is ratio * count, rounded to nearest, at least 1. BALANCED
- * cuts every tensor in N regions of ceil(count / N), the last one shorter, and selects the quota of
- * a whole region from each. K selected elements of a bucket travel as a block, in which each tensor
- * has its own range of both lists:
+ * elements that are selected of count, is ratio * count, rounded to nearest, at least 1. K selected
+ * elements of a bucket travel as a block, in which each tensor has its own range of both lists:
  *
- *     block   | values: K fp32, or K of 16 bits, padded | indices in the tensor or region: K i32 |
+ *     block   | values: K fp32, or K of 16 bits, padded | indices in the tensor: K i32 |
  *
  * Where blocks would be larger than the bucket (the beginning of a warm-up), the bucket is masked:
  * all of it is all-reduced, with zeros for elements that are not selected, and the same sums. */
@@ -18778,16 +18760,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__round_2_end(dtrain_strategy *strategy, dtr
 typedef struct dtrain__topk {
     const dtrain_compression_desc *how;
     const dtrain_hook_bucket *bucket;
-    bool balanced;
     bool low;                /* values are rounded */
     bool masked;             /* zeros travel for what is not selected */
     double ratio;            /* of this step */
     int64_t selected, words; /* of a block: elements, words of 32 bits */
-    uint32_t *in, *out;      /* (ranks blocks) each */
+    uint32_t *blocks;        /* (ranks) */
     float *values;         /* (largest quota) values in fp32, where they travel as something else */
     int32_t *indices;      /* (largest quota) where no block is sent */
     uint16_t *low_values;  /* the same */
-    int64_t scratch_count; /* of all five */
+    int64_t scratch_count; /* of all four */
 } dtrain__topk;
 
 /* ---- How much is selected ---------------------------------------------------------------------*/
@@ -18808,33 +18789,12 @@ static int64_t dtrain__quota(double ratio, int64_t count)
     return k < 1 ? 1 : k < count ? k : count;
 }
 
-/* Count the elements of region r of a tensor, or of all of it. */
-static int64_t dtrain__region_of(const dtrain__topk *t, const dtrain_hook_tensor *tensor, int r,
-                                 int64_t *first)
-{
-    const int64_t ranks = t->bucket->ranks, whole = (tensor->count + ranks - 1) / ranks;
-    *first = 0;
-    if (!t->balanced) return tensor->count;
-    *first = r * whole;
-    return dtrain__min(whole, tensor->count - *first);
-}
-
-/* Count the elements that are selected from each region of a tensor; masked, from all of it. */
-static int64_t dtrain__quota_of(const dtrain__topk *t, const dtrain_hook_tensor *tensor)
-{
-    int64_t first;
-    return dtrain__quota(t->ratio,
-                         t->masked ? tensor->count : dtrain__region_of(t, tensor, 0, &first));
-}
-
 /* Return the ratio from which on blocks are larger than the bucket. An all-reduce sends 8 bytes an
- * element, times (N - 1) / N; a block goes to N - 1 ranks, or when balanced one of 1/N of its
- * length, twice. The ratio is the same for all buckets, so that bits do not depend on how buckets
- * are cut. */
+ * element, times (N - 1) / N; a block goes to N - 1 ranks. The ratio is the same for all buckets,
+ * so that bits do not depend on how buckets are cut. */
 static double dtrain__masked_share(const dtrain__topk *t)
 {
-    const double item = t->low ? 6 : 8;
-    return t->balanced ? 8 / (2 * item) : 8 / (item * t->bucket->ranks);
+    return 8 / ((t->low ? 6.0 : 8.0) * t->bucket->ranks);
 }
 
 /* Count the words of the values of a block. */
@@ -18850,7 +18810,7 @@ static void dtrain__topk_size(dtrain__topk *t, double ratio)
     t->selected = 0;
     for (size_t i = 0; i < t->bucket->tensor_count; i++)
         if (!t->bucket->tensors[i].dense)
-            t->selected += dtrain__quota_of(t, &t->bucket->tensors[i]);
+            t->selected += dtrain__quota(ratio, t->bucket->tensors[i].count);
     t->words = dtrain__value_words(t) + t->selected;
 }
 
@@ -18871,17 +18831,14 @@ static dtrain__topk dtrain__topk_of(const dtrain_compression_desc *how,
     memset(&t, 0, sizeof t);
     t.how = how;
     t.bucket = bucket;
-    t.balanced = how->sparse_exchange == DTRAIN_SPARSE_EXCHANGE_BALANCED;
     t.low = bucket->dtype != DTRAIN_DTYPE_F32;
     const double masked = dtrain__masked_share(&t);
     dtrain__topk_size(&t, largest < masked ? largest : masked);
-    const int64_t blocks = bucket->ranks * t.words;
     int64_t most = 0;
     for (size_t i = 0; i < bucket->tensor_count && (t.low || largest >= masked); i++)
         if (!bucket->tensors[i].dense)
             most = dtrain__max(most, dtrain__quota(largest, bucket->tensors[i].count));
-    t.in = (uint32_t *)dtrain__topk_cut(&t, blocks);
-    if (t.balanced) t.out = (uint32_t *)dtrain__topk_cut(&t, blocks);
+    t.blocks = (uint32_t *)dtrain__topk_cut(&t, bucket->ranks * t.words);
     t.values = (float *)dtrain__topk_cut(&t, most);
     t.indices = (int32_t *)dtrain__topk_cut(&t, most);
     if (t.low) t.low_values = (uint16_t *)dtrain__topk_cut(&t, (most + 1) / 2);
@@ -18892,15 +18849,9 @@ static dtrain__topk dtrain__topk_of(const dtrain_compression_desc *how,
 
 static void dtrain__topk_plan(const dtrain_compression_desc *how, dtrain_hook_bucket *bucket)
 {
-    dtrain__topk t = dtrain__topk_of(how, bucket);
-    t.masked = false;
-    t.ratio = (double)(how->warmup_steps ? how->warmup_ratio : how->topk_ratio);
     for (size_t i = 0; i < bucket->tensor_count; i++) {
         dtrain_hook_tensor *tensor = &bucket->tensors[i];
-        int64_t first;
-        const int64_t last = dtrain__region_of(&t, tensor, bucket->ranks - 1, &first);
-        tensor->dense = tensor->dense || tensor->count > INT32_MAX || /* indices have 32 bits */
-                        last < dtrain__quota_of(&t, tensor);
+        tensor->dense = tensor->dense || tensor->count > INT32_MAX; /* indices have 32 bits */
         tensor->keeps_residual = !how->no_error_feedback;
         tensor->keeps_velocity = how->topk_momentum > 0;
     }
@@ -18926,11 +18877,14 @@ static dtrain__picks dtrain__picks_at(const dtrain__topk *t, int64_t at, uint32_
     return picks;
 }
 
-static dtrain_result dtrain__scatter(const dtrain__topk *t, int64_t count, int64_t k, float scale,
-                                     const dtrain__picks *picks, float *out)
+/* Add a tensor's selection, times scale, to `out` of the tensor's size. */
+static dtrain_result dtrain__scatter(const dtrain__topk *t, const dtrain_hook_tensor *tensor,
+                                     float scale, const dtrain__picks *picks, float *out)
 {
     dtrain_device *device = t->bucket->device;
-    dtrain_scatter_add_args args = {count, k, scale, picks->values, picks->indices, out};
+    dtrain_scatter_add_args args = {tensor->count,  dtrain__quota(t->ratio, tensor->count),
+                                    scale,          picks->values,
+                                    picks->indices, out};
     return device->ops->scatter_add(device, &args);
 }
 
@@ -18949,31 +18903,30 @@ static dtrain_result dtrain__round(const dtrain__topk *t, int64_t k, const dtrai
     return device->ops->convert(device, &args);
 }
 
-/* Select the quota from elements [first, first + count) of gradient plus residual of a tensor, and
- * round the values; add the rounding errors to the residual. */
+/* Select the quota from gradient plus residual of a tensor, and round the values; add the rounding
+ * errors to the residual. */
 static dtrain_result dtrain__select(const dtrain__topk *t, const dtrain_hook_tensor *tensor,
-                                    int64_t first, int64_t count, bool with_velocity,
                                     const dtrain__picks *picks)
 {
     dtrain_device *device = t->bucket->device;
-    const int64_t k = dtrain__quota_of(t, tensor);
-    float *residual = dtrain__after(tensor->residual, first);
+    const int64_t k = dtrain__quota(t->ratio, tensor->count);
+    float *residual = tensor->residual;
     dtrain_topk_args args;
     memset(&args, 0, sizeof args);
-    args.count = count;
+    args.count = tensor->count;
     args.k = k;
-    args.x = tensor->grad + first;
+    args.x = tensor->grad;
     args.residual = residual;
     args.values = picks->values;
     args.indices = picks->indices;
-    args.velocity = with_velocity ? dtrain__after(tensor->velocity, first) : NULL;
+    args.velocity = tensor->velocity;
     args.momentum = t->how->topk_momentum;
     DTRAIN__TRY(device->ops->topk(device, &args));
     if (!picks->low) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__round(t, k, picks, false));
-    if (residual) DTRAIN__TRY(dtrain__scatter(t, count, k, 1, picks, residual));
+    if (residual) DTRAIN__TRY(dtrain__scatter(t, tensor, 1, picks, residual));
     DTRAIN__TRY(dtrain__round(t, k, picks, true));
-    return residual ? dtrain__scatter(t, count, k, -1, picks, residual) : DTRAIN_OK;
+    return residual ? dtrain__scatter(t, tensor, -1, picks, residual) : DTRAIN_OK;
 }
 
 /* Clear the gradient of a tensor, before selections are added to it. */
@@ -18983,38 +18936,18 @@ static dtrain_result dtrain__clear(const dtrain__topk *t, const dtrain_hook_tens
     return device->ops->zero(device, tensor->grad, (size_t)tensor->count * sizeof(float));
 }
 
-/* Select from region r of each tensor (without regions: from all of it) into a block. */
-static dtrain_result dtrain__select_block(const dtrain__topk *t, int r, bool with_velocity,
-                                          uint32_t *words)
+/* Clear the gradients and add the blocks of all ranks to them, in rank order, times 1/N. */
+static dtrain_result dtrain__add_blocks(const dtrain__topk *t)
 {
     int64_t at = 0;
     for (size_t i = 0; i < t->bucket->tensor_count; i++) {
         const dtrain_hook_tensor *tensor = &t->bucket->tensors[i];
-        const dtrain__picks picks = dtrain__picks_at(t, at, words);
-        int64_t first;
-        const int64_t count = dtrain__region_of(t, tensor, r, &first);
-        DTRAIN__TRY(dtrain__select(t, tensor, first, count, with_velocity, &picks));
-        at += dtrain__quota_of(t, tensor);
-    }
-    return DTRAIN_OK;
-}
-
-/* Clear the gradients and add all blocks to them, in rank order: each block to region `region`, or
- * if that is negative block r to region r. */
-static dtrain_result dtrain__add_blocks(const dtrain__topk *t, int region, float scale,
-                                        uint32_t *blocks)
-{
-    int64_t at = 0;
-    for (size_t i = 0; i < t->bucket->tensor_count; i++) {
-        const dtrain_hook_tensor *tensor = &t->bucket->tensors[i];
-        const int64_t k = dtrain__quota_of(t, tensor);
+        const int64_t k = dtrain__quota(t->ratio, tensor->count);
         DTRAIN__TRY(dtrain__clear(t, tensor));
         for (int r = 0; r < t->bucket->ranks; r++) {
-            const dtrain__picks picks = dtrain__picks_at(t, at, blocks + r * t->words);
-            int64_t first;
-            const int64_t count = dtrain__region_of(t, tensor, region < 0 ? r : region, &first);
+            const dtrain__picks picks = dtrain__picks_at(t, at, t->blocks + r * t->words);
             if (picks.low) DTRAIN__TRY(dtrain__round(t, k, &picks, true));
-            DTRAIN__TRY(dtrain__scatter(t, count, k, scale, &picks, tensor->grad + first));
+            DTRAIN__TRY(dtrain__scatter(t, tensor, t->bucket->factor, &picks, tensor->grad));
         }
         at += k;
     }
@@ -19030,27 +18963,26 @@ static dtrain_result dtrain__mask(const dtrain__topk *t)
     const dtrain__picks picks = {t->values, t->low_values, t->indices};
     for (size_t i = 0; i < bucket->tensor_count; i++) {
         const dtrain_hook_tensor *tensor = &bucket->tensors[i];
-        DTRAIN__TRY(dtrain__select(t, tensor, 0, tensor->count, true, &picks));
+        DTRAIN__TRY(dtrain__select(t, tensor, &picks));
         DTRAIN__TRY(dtrain__clear(t, tensor));
-        DTRAIN__TRY(dtrain__scatter(t, tensor->count, dtrain__quota_of(t, tensor), bucket->factor,
-                                    &picks, tensor->grad));
+        DTRAIN__TRY(dtrain__scatter(t, tensor, bucket->factor, &picks, tensor->grad));
     }
     return DTRAIN_OK;
 }
 
-/* ALL_GATHER: select for all ranks. BALANCED: select from each region for its owner; in the second
- * round select from the sum of this rank's region plus its residual: the rest is the new residual
- * of the region's owner. */
+/* Select from each tensor into this rank's block. */
 static dtrain_result dtrain__topk_compress(const dtrain_compression_desc *how,
                                            dtrain_hook_bucket *bucket, uint32_t round)
 {
     const dtrain__topk t = dtrain__topk_of(how, bucket);
-    if (t.masked) return round == 0 ? dtrain__mask(&t) : DTRAIN_OK;
-    if (round == 1)
-        return dtrain__select_block(&t, bucket->rank, false, t.out + bucket->rank * t.words);
-    if (!t.balanced) return dtrain__select_block(&t, 0, true, t.in + bucket->rank * t.words);
-    for (int r = 0; r < bucket->ranks; r++)
-        DTRAIN__TRY(dtrain__select_block(&t, r, true, t.out + r * t.words));
+    int64_t at = 0;
+    (void)round;
+    if (t.masked) return dtrain__mask(&t);
+    for (size_t i = 0; i < bucket->tensor_count; i++) {
+        const dtrain__picks picks = dtrain__picks_at(&t, at, t.blocks + bucket->rank * t.words);
+        DTRAIN__TRY(dtrain__select(&t, &bucket->tensors[i], &picks));
+        at += dtrain__quota(t.ratio, bucket->tensors[i].count);
+    }
     return DTRAIN_OK;
 }
 
@@ -19059,37 +18991,36 @@ static dtrain_result dtrain__topk_exchange(const dtrain_compression_desc *how,
                                            dtrain_work **work)
 {
     const dtrain__topk t = dtrain__topk_of(how, bucket);
-    const size_t words = (size_t)t.words;
-    uint32_t *blocks = t.balanced ? t.out : t.in;
-    if (t.masked && round == 0)
+    (void)round;
+    if (t.masked)
         return dtrain_all_reduce(bucket->comm, bucket->grads, bucket->grads, (size_t)bucket->count,
                                  DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, work);
-    if (t.masked || words == 0) return DTRAIN_OK;
-    if (t.balanced && round == 0)
-        return dtrain_all_to_all(bucket->comm, t.out, t.in, words, DTRAIN_DTYPE_I32, work);
-    return dtrain_all_gather(bucket->comm, blocks + bucket->rank * t.words, blocks, words,
-                             DTRAIN_DTYPE_I32, work);
+    if (t.words == 0) return DTRAIN_OK;
+    return dtrain_all_gather(bucket->comm, t.blocks + bucket->rank * t.words, t.blocks,
+                             (size_t)t.words, DTRAIN_DTYPE_I32, work);
 }
 
-/* ALL_GATHER: add all blocks up to the mean. BALANCED: add the blocks of this rank's region up, in
- * rank order; in the second round, all regions' blocks. */
 static dtrain_result dtrain__topk_decompress(const dtrain_compression_desc *how,
                                              dtrain_hook_bucket *bucket, uint32_t round)
 {
     const dtrain__topk t = dtrain__topk_of(how, bucket);
-    if (t.masked) return DTRAIN_OK;
-    if (round == 1) return dtrain__add_blocks(&t, -1, bucket->factor, t.out);
-    return dtrain__add_blocks(&t, bucket->rank, t.balanced ? 1 : bucket->factor, t.in);
+    (void)round;
+    return t.masked ? DTRAIN_OK : dtrain__add_blocks(&t);
 }
 
-DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__topk_hook(bool balanced)
+DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__topk_hook(void)
 {
-    static const dtrain_comm_hook_desc hooks[] = {
-        {"top-k", 1, true, true, dtrain__topk_plan, NULL, dtrain__topk_compress,
-         dtrain__topk_exchange, dtrain__topk_decompress, NULL},
-        {"balanced top-k", 2, true, true, dtrain__topk_plan, NULL, dtrain__topk_compress,
-         dtrain__topk_exchange, dtrain__topk_decompress, NULL}};
-    return &hooks[balanced];
+    static const dtrain_comm_hook_desc hook = {"top-k",
+                                               1,
+                                               true,
+                                               true,
+                                               dtrain__topk_plan,
+                                               NULL,
+                                               dtrain__topk_compress,
+                                               dtrain__topk_exchange,
+                                               dtrain__topk_decompress,
+                                               NULL};
+    return &hook;
 }
 
 /* ==== src/strategy/ways/powersgd.c ============================================================ */
@@ -20107,8 +20038,6 @@ static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc,
          "0, for group_states is NULL"},
         {how->kind > DTRAIN_COMPRESSION_POWERSGD, "compression", (double)how->kind,
          "a dtrain_compression"},
-        {how->sparse_exchange > DTRAIN_SPARSE_EXCHANGE_BALANCED, "sparse_exchange",
-         (double)how->sparse_exchange, "a dtrain_sparse_exchange"},
         {how->powersgd_rank > DTRAIN_ORTHOGONALIZE_COLUMNS, "powersgd_rank",
          (double)how->powersgd_rank, "at most DTRAIN_ORTHOGONALIZE_COLUMNS"},
         {topk && !dtrain__is_share(how->topk_ratio), "topk_ratio", (double)how->topk_ratio,
@@ -20117,8 +20046,6 @@ static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc,
          "at most 1, and a warm-up begins at topk_ratio or above"},
         {topk && !momentum, "topk_momentum", (double)how->topk_momentum, "0 (off) or below 1"},
         {!topk && how->topk_momentum != 0, "topk_momentum", (double)how->topk_momentum,
-         "0: the kind of compression is not DTRAIN_COMPRESSION_TOPK"},
-        {!topk && how->sparse_exchange, "sparse_exchange", (double)how->sparse_exchange,
          "0: the kind of compression is not DTRAIN_COMPRESSION_TOPK"},
         {!topk && how->warmup_steps, "warmup_steps", (double)how->warmup_steps,
          "0: the kind of compression is not DTRAIN_COMPRESSION_TOPK"},
@@ -20289,7 +20216,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
         "offload %u, node_size %u, keep_after_forward %d, kept units %08x, whole_below "
         "%lld, buckets of %zu and %zu bytes, init_seed %llu, fetches ahead %d, compression %.40s "
         "in %u rounds, "
-        "sparse_exchange %u, powersgd_rank %u, hierarchical %d, no_error_feedback %d, "
+        "powersgd_rank %u, hierarchical %d, no_error_feedback %d, "
         "topk_ratio %.9g, topk_momentum %.9g, warmup_ratio %.9g, dense_below %lld, dense_steps "
         "%llu, warmup_steps %llu",
         groups->tensor_ranks, dtrain_comm_size(groups->data), groups->pipeline_ranks,
@@ -20301,11 +20228,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
         (unsigned)dtrain__fnv1a(DTRAIN__FNV_BASIS, desc->kept_units, kept_bytes),
         (long long)desc->whole_below, desc->first_bucket_bytes, desc->bucket_bytes,
         (unsigned long long)desc->init_seed, ahead, hook ? hook->name : "none",
-        hook ? (unsigned)hook->rounds : 0, (unsigned)how->sparse_exchange,
-        (unsigned)how->powersgd_rank, desc->hierarchical, how->no_error_feedback,
-        (double)how->topk_ratio, (double)how->topk_momentum, (double)how->warmup_ratio,
-        (long long)how->dense_below, (unsigned long long)how->dense_steps,
-        (unsigned long long)how->warmup_steps);
+        hook ? (unsigned)hook->rounds : 0, (unsigned)how->powersgd_rank, desc->hierarchical,
+        how->no_error_feedback, (double)how->topk_ratio, (double)how->topk_momentum,
+        (double)how->warmup_ratio, (long long)how->dense_below,
+        (unsigned long long)how->dense_steps, (unsigned long long)how->warmup_steps);
     return dtrain__lines_compare(strategy, "dtrain_strategy_create", "the desc", text,
                                  strategy->param_count + 1);
 }

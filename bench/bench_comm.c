@@ -87,7 +87,7 @@ static struct options {
 typedef struct method {
     enum method_id id;
     const char *name;
-    uint32_t compression, exchange, reduce_dtype;
+    uint32_t compression, reduce_dtype;
     float ratio;
     bool hierarchical, backward, overlap;
     size_t bucket_bytes;
@@ -98,23 +98,19 @@ typedef struct method {
 
 enum { PLAIN = 0, PLAIN_STEP = 2, HIERARCHICAL = 5 }; /* places in the table below */
 static const method methods[] = {
-    {ID_PLAIN, "plain, one bucket", 0, 0, 0, 0, false, false, false, ONE_BUCKET},
-    {ID_BUCKETED, "bucketed, 25 MiB", 0, 0, 0, 0, false, false, false, 25 * MIB},
-    {ID_STEP, "step: backward, plain", 0, 0, 0, 0, false, true, false, ONE_BUCKET},
-    {ID_STEP, "step: overlapped, 25 MiB", 0, 0, 0, 0, false, true, true, 25 * MIB},
-    {ID_STEP, "step: overlapped, 4 MiB", 0, 0, 0, 0, false, true, true, 4 * MIB},
-    {ID_HIER, "hierarchical", 0, 0, 0, 0, true, false, true, 25 * MIB},
-    {ID_BF16, "bf16", 0, 0, DTRAIN_DTYPE_BF16, 0, false, false, true, 25 * MIB},
-    {ID_BF16, "hierarchical, bf16", 0, 0, DTRAIN_DTYPE_BF16, 0, true, false, true, 25 * MIB},
-    {ID_TOPK, "top-k 1 %", DTRAIN_COMPRESSION_TOPK, 0, 0, 0.01f, false, false, true, 25 * MIB},
-    {ID_TOPK, "top-k 1 %, balanced", DTRAIN_COMPRESSION_TOPK, 1, 0, 0.01f, false, false, true,
+    {ID_PLAIN, "plain, one bucket", 0, 0, 0, false, false, false, ONE_BUCKET},
+    {ID_BUCKETED, "bucketed, 25 MiB", 0, 0, 0, false, false, false, 25 * MIB},
+    {ID_STEP, "step: backward, plain", 0, 0, 0, false, true, false, ONE_BUCKET},
+    {ID_STEP, "step: overlapped, 25 MiB", 0, 0, 0, false, true, true, 25 * MIB},
+    {ID_STEP, "step: overlapped, 4 MiB", 0, 0, 0, false, true, true, 4 * MIB},
+    {ID_HIER, "hierarchical", 0, 0, 0, true, false, true, 25 * MIB},
+    {ID_BF16, "bf16", 0, DTRAIN_DTYPE_BF16, 0, false, false, true, 25 * MIB},
+    {ID_BF16, "hierarchical, bf16", 0, DTRAIN_DTYPE_BF16, 0, true, false, true, 25 * MIB},
+    {ID_TOPK, "top-k 1 %", DTRAIN_COMPRESSION_TOPK, 0, 0.01f, false, false, true, 25 * MIB},
+    {ID_TOPK, "top-k 0.1 %", DTRAIN_COMPRESSION_TOPK, 0, 0.001f, false, false, true, 25 * MIB},
+    {ID_TOPK, "hierarchical, top-k 1 %", DTRAIN_COMPRESSION_TOPK, 0, 0.01f, true, false, true,
      25 * MIB},
-    {ID_TOPK, "top-k 0.1 %", DTRAIN_COMPRESSION_TOPK, 0, 0, 0.001f, false, false, true, 25 * MIB},
-    {ID_TOPK, "top-k 0.1 %, balanced", DTRAIN_COMPRESSION_TOPK, 1, 0, 0.001f, false, false, true,
-     25 * MIB},
-    {ID_TOPK, "hierarchical, top-k 1 %", DTRAIN_COMPRESSION_TOPK, 0, 0, 0.01f, true, false, true,
-     25 * MIB},
-    {ID_POWERSGD, "PowerSGD, rank 4", DTRAIN_COMPRESSION_POWERSGD, 0, 0, 0, false, false, true,
+    {ID_POWERSGD, "PowerSGD, rank 4", DTRAIN_COMPRESSION_POWERSGD, 0, 0, false, false, true,
      25 * MIB},
 };
 enum { METHODS = sizeof methods / sizeof *methods };
@@ -134,7 +130,6 @@ static dtrain_compression_desc compression_desc(const method *m)
 {
     dtrain_compression_desc desc = {0};
     desc.kind = m->compression;
-    desc.sparse_exchange = m->exchange;
     desc.powersgd_rank = POWERSGD_RANK;
     desc.dense_steps = DTRAIN_DENSE_STEPS_NONE;
     desc.topk_ratio = m->ratio;
@@ -447,7 +442,7 @@ static traffic formula(const job *j, const method *m)
 {
     const double n = j->ranks, nodes = j->at.nodes, g = j->at.node_ranks, away = n - g;
     const double reduced = m->hierarchical ? 2 * (nodes - 1) / nodes : 2 * g * away / n;
-    const double gathered = m->exchange ? reduced : m->hierarchical ? nodes - 1 : g * away;
+    const double gathered = m->hierarchical ? nodes - 1 : g * away;
     double whole = 0, selected = 0, factors = 0;
     traffic t = {0, 2};
     for (size_t i = 0; i < j->model.param_count; i++) {
@@ -843,8 +838,8 @@ static double break_even(const shape *at, int which)
     return cost > 0 ? low * saved / cost : INFINITY;
 }
 
-enum { CURVES = 5 };
-static const int curves[CURVES] = {6, 8, 9, 10, 13}; /* places in the table of methods */
+enum { CURVES = 4 };
+static const int curves[CURVES] = {6, 8, 9, 11}; /* places in the table of methods */
 
 /* The plain exchange of the next shape with nodes of one rank, from place *i on, or NULL. */
 static const shape *next_shape(int *i)

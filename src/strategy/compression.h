@@ -25,14 +25,8 @@
  * Top-k (Lin et al., "Deep Gradient Compression", ICLR 2018): with topk_momentum the residual
  * gathers velocity instead of gradients, and the optimizer should have no momentum of its own
  * (SGD). The warm-up of warmup_steps begins at warmup_ratio and falls by a constant factor a step.
- * Sums are taken in rank order, each term times 1/N. Exchanges:
- *
- *     ALL_GATHER    each rank sends its selection to all: N - 1 selections received
- *     BALANCED      a tensor is cut in N regions, and a rank sends from each its largest to the
- *                   region's owner; the owner adds them up, selects again and sends the result to
- *                   everybody. At most two selections received, whatever N is (after Li and
- *                   Hoefler, "Near-optimal sparse allreduce", PPoPP 2022, with fixed quotas in
- *                   place of negotiated ones). What the owner does not select goes to its residual
+ * Each rank sends its selection to all: N - 1 selections received. Sums are taken in rank order,
+ * each term times 1/N.
  *
  * PowerSGD (Vogels et al., NeurIPS 2019) with warm start: Q begins as the last step's. Matrices for
  * which it would save less than half travel whole; of tensors with more dimensions the first is m.
@@ -55,29 +49,23 @@ typedef enum dtrain_compression {
     DTRAIN_COMPRESSION_POWERSGD = 2
 } dtrain_compression;
 
-typedef enum dtrain_sparse_exchange {
-    DTRAIN_SPARSE_EXCHANGE_ALL_GATHER = 0,
-    DTRAIN_SPARSE_EXCHANGE_BALANCED = 1
-} dtrain_sparse_exchange;
-
 #define DTRAIN_DENSE_STEPS_NONE UINT64_MAX
 
 typedef struct dtrain_comm_hook_desc dtrain_comm_hook_desc; /* strategy/hook.h */
 
 /* Every zero is the default written beside the field. */
 typedef struct dtrain_compression_desc {
-    uint32_t kind;            /* dtrain_compression; 0 = none */
-    uint32_t sparse_exchange; /* top-k: dtrain_sparse_exchange; 0 = ALL_GATHER */
-    uint32_t powersgd_rank;   /* 1 to DTRAIN_ORTHOGONALIZE_COLUMNS; 0 = 1 */
-    bool no_error_feedback;   /* what is not sent is lost; for experiments */
-    float topk_ratio;         /* share of a tensor's elements that are sent; 0 = 0.01 */
-    float topk_momentum;      /* momentum correction, then in place of the optimizer's; 0 = off */
-    float warmup_ratio;       /* share in the first step of the warm-up; 0 = 0.25 */
-    int64_t dense_below;      /* tensors with fewer elements, and 1-D ones, travel whole; 0 = 1024,
+    uint32_t kind;          /* dtrain_compression; 0 = none */
+    uint32_t powersgd_rank; /* 1 to DTRAIN_ORTHOGONALIZE_COLUMNS; 0 = 1 */
+    bool no_error_feedback; /* what is not sent is lost; for experiments */
+    float topk_ratio;       /* share of a tensor's elements that are sent; 0 = 0.01 */
+    float topk_momentum;    /* momentum correction, then in place of the optimizer's; 0 = off */
+    float warmup_ratio;     /* share in the first step of the warm-up; 0 = 0.25 */
+    int64_t dense_below;    /* tensors with fewer elements, and 1-D ones, travel whole; 0 = 1024,
                                  1 = 1-D ones alone */
-    uint64_t dense_steps;     /* steps without compression, at the beginning; 0 = 10, or
+    uint64_t dense_steps;   /* steps without compression, at the beginning; 0 = 10, or
                                  DTRAIN_DENSE_STEPS_NONE */
-    uint64_t warmup_steps;    /* steps after those, in which the share falls to topk_ratio; 0 = no
+    uint64_t warmup_steps;  /* steps after those, in which the share falls to topk_ratio; 0 = no
                                  warm-up */
     const dtrain_comm_hook_desc *hook; /* in place of a kind, or NULL; stays there as long as the
                                           strategy */

@@ -44,8 +44,6 @@ static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc,
          "0, for group_states is NULL"},
         {how->kind > DTRAIN_COMPRESSION_POWERSGD, "compression", (double)how->kind,
          "a dtrain_compression"},
-        {how->sparse_exchange > DTRAIN_SPARSE_EXCHANGE_BALANCED, "sparse_exchange",
-         (double)how->sparse_exchange, "a dtrain_sparse_exchange"},
         {how->powersgd_rank > DTRAIN_ORTHOGONALIZE_COLUMNS, "powersgd_rank",
          (double)how->powersgd_rank, "at most DTRAIN_ORTHOGONALIZE_COLUMNS"},
         {topk && !dtrain__is_share(how->topk_ratio), "topk_ratio", (double)how->topk_ratio,
@@ -54,8 +52,6 @@ static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc,
          "at most 1, and a warm-up begins at topk_ratio or above"},
         {topk && !momentum, "topk_momentum", (double)how->topk_momentum, "0 (off) or below 1"},
         {!topk && how->topk_momentum != 0, "topk_momentum", (double)how->topk_momentum,
-         "0: the kind of compression is not DTRAIN_COMPRESSION_TOPK"},
-        {!topk && how->sparse_exchange, "sparse_exchange", (double)how->sparse_exchange,
          "0: the kind of compression is not DTRAIN_COMPRESSION_TOPK"},
         {!topk && how->warmup_steps, "warmup_steps", (double)how->warmup_steps,
          "0: the kind of compression is not DTRAIN_COMPRESSION_TOPK"},
@@ -226,7 +222,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
         "offload %u, node_size %u, keep_after_forward %d, kept units %08x, whole_below "
         "%lld, buckets of %zu and %zu bytes, init_seed %llu, fetches ahead %d, compression %.40s "
         "in %u rounds, "
-        "sparse_exchange %u, powersgd_rank %u, hierarchical %d, no_error_feedback %d, "
+        "powersgd_rank %u, hierarchical %d, no_error_feedback %d, "
         "topk_ratio %.9g, topk_momentum %.9g, warmup_ratio %.9g, dense_below %lld, dense_steps "
         "%llu, warmup_steps %llu",
         groups->tensor_ranks, dtrain_comm_size(groups->data), groups->pipeline_ranks,
@@ -238,11 +234,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
         (unsigned)dtrain__fnv1a(DTRAIN__FNV_BASIS, desc->kept_units, kept_bytes),
         (long long)desc->whole_below, desc->first_bucket_bytes, desc->bucket_bytes,
         (unsigned long long)desc->init_seed, ahead, hook ? hook->name : "none",
-        hook ? (unsigned)hook->rounds : 0, (unsigned)how->sparse_exchange,
-        (unsigned)how->powersgd_rank, desc->hierarchical, how->no_error_feedback,
-        (double)how->topk_ratio, (double)how->topk_momentum, (double)how->warmup_ratio,
-        (long long)how->dense_below, (unsigned long long)how->dense_steps,
-        (unsigned long long)how->warmup_steps);
+        hook ? (unsigned)hook->rounds : 0, (unsigned)how->powersgd_rank, desc->hierarchical,
+        how->no_error_feedback, (double)how->topk_ratio, (double)how->topk_momentum,
+        (double)how->warmup_ratio, (long long)how->dense_below,
+        (unsigned long long)how->dense_steps, (unsigned long long)how->warmup_steps);
     return dtrain__lines_compare(strategy, "dtrain_strategy_create", "the desc", text,
                                  strategy->param_count + 1);
 }

@@ -28,5 +28,5 @@ DTRAIN__PRIVATE void dtrain__hooks_free(dtrain__layout *layout, const dtrain_all
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy);
 
 /* strategy/ways/topk.c, powersgd.c */
-DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__topk_hook(bool balanced);
+DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__topk_hook(void);
 DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__powersgd_hook(void);

@@ -43,7 +43,6 @@ BEGIN {
     }
     maybe(0.03, "--topk-ratio 0.1")
     maybe(0.02, "--topk-momentum 0.9")
-    maybe(0.02, "--sparse-exchange balanced")
     maybe(0.02, "--powersgd-rank 2")
     maybe(0.02, "--no-error-feedback")
     maybe(0.02, "--dense-below 64")

@@ -254,7 +254,7 @@ fi
 # Compression: the bits depend on what is selected and in which order it is added, on nothing else.
 topk="--compression topk --topk-ratio 0.05 --dense-below 100 --dense-steps 1"
 if ! $gpt --steps 4 | grep -q "cblas kernels"; then
-    for flags in "$topk" "$topk --sparse-exchange balanced --reduce-dtype bf16" "$topk --hierarchical --node-size 2" \
+    for flags in "$topk" "$topk --reduce-dtype bf16" "$topk --hierarchical --node-size 2" \
                  "--compression powersgd --dense-below 100 --dense-steps 1" "--hierarchical --node-size 2 --strategy full_shard"; do
         plain=$(hash_of $small $flags)
         for variant in "" "--no-overlap" "--thread-ranks" "--threads 2"; do
@@ -266,8 +266,8 @@ if ! $gpt --steps 4 | grep -q "cblas kernels"; then
         result "same parameters: $flags" $? "$tmp/other"
     done
 fi
-good "compression is shown" "reduce +top-k 0.05 \(balanced\), hierarchical, after 1 dense steps and 2 of warm-up; in force" \
-    $gpt $topk --sparse-exchange balanced --compression-warmup 2 --warmup-ratio 0.2 --hierarchical --ranks 4 --node-size 2
+good "compression is shown" "reduce +top-k 0.05, hierarchical, after 1 dense steps and 2 of warm-up; in force" \
+    $gpt $topk --compression-warmup 2 --warmup-ratio 0.2 --hierarchical --ranks 4 --node-size 2
 grep -q -E "compression  +[0-9.]+x  fewer bytes than fp32 gradients.*top-k 0.05" "$tmp/out"
 result "what compression saved is in the table" $? "$tmp/out"
 if ! $gpt --steps 4 | grep -q "cblas kernels"; then

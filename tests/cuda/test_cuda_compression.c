@@ -344,19 +344,6 @@ static void test_topk(void)
     check_settings(how, 3);
 }
 
-static void test_balanced(void)
-{
-    for (int ranks = 1; ranks <= MOST; ranks++) {
-        settings how = plain("balanced", DTRAIN_COMPRESSION_TOPK);
-        how.compression.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
-        if (ranks > 1) check_settings(how, ranks);
-        how.name = "balanced, momentum, one bucket";
-        how.compression.topk_momentum = 0.5f;
-        how.desc.first_bucket_bytes = how.desc.bucket_bytes = 1 << 20;
-        if (ranks == 1 || ranks == 3 || test_full()) check_settings(how, ranks);
-    }
-}
-
 /* Values that travel as 16 bits; what rounding takes stays in the residual. */
 static void test_topk_rounded(void)
 {
@@ -364,9 +351,8 @@ static void test_topk_rounded(void)
     how.desc.reduce_dtype = DTRAIN_DTYPE_BF16;
     how.rounding = 0.01;
     check_settings(how, 2);
-    how.name = "balanced as fp16";
+    how.name = "top-k as fp16";
     how.desc.reduce_dtype = DTRAIN_DTYPE_F16;
-    how.compression.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
     check_settings(how, 3);
 }
 
@@ -407,8 +393,7 @@ static void test_nodes(void)
     how.desc.node_size = 2;
     check_settings(how, 2);
     check_settings(how, MOST);
-    how.name = "balanced between nodes";
-    how.compression.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
+    how.name = "top-k between nodes, momentum";
     how.compression.topk_momentum = 0.9f;
     check_settings(how, MOST);
 }
@@ -417,7 +402,6 @@ static void test_nodes(void)
 static void test_same_bits(void)
 {
     settings how = plain("buckets", DTRAIN_COMPRESSION_TOPK);
-    how.compression.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
     job first = trained(how, 3, STAGED);
     how.desc.no_overlap = true;
     job late = trained(how, 3, STAGED);
@@ -492,14 +476,11 @@ static void test_refused(void)
 /* NCCL runs what was started in its order: ranks of different speed must start everything in one. */
 static void test_slow_nccl(void)
 {
-    static const uint32_t exchanges[] = {DTRAIN_SPARSE_EXCHANGE_ALL_GATHER,
-                                         DTRAIN_SPARSE_EXCHANGE_BALANCED};
-    for (int e = 0; e < 3; e++) {
-        settings how =
-            plain("slow ranks", e < 2 ? DTRAIN_COMPRESSION_TOPK : DTRAIN_COMPRESSION_POWERSGD);
-        how.desc.hierarchical = e < 2;
-        how.desc.node_size = e < 2 ? 2 : 0;
-        if (e < 2) how.compression.sparse_exchange = exchanges[e];
+    for (uint32_t kind = DTRAIN_COMPRESSION_TOPK; kind <= DTRAIN_COMPRESSION_POWERSGD; kind++) {
+        const bool topk = kind == DTRAIN_COMPRESSION_TOPK;
+        settings how = plain("slow ranks", kind);
+        how.desc.hierarchical = topk;
+        how.desc.node_size = topk ? 2 : 0;
         how.desc.bucket_bytes = 1024;
         memset(rank_controls, 0, sizeof rank_controls);
         job fast = trained(how, MOST, NCCL);
@@ -519,7 +500,6 @@ static void test_slow_nccl(void)
 static void test_other_orders(void)
 {
     settings how = plain("other orders", DTRAIN_COMPRESSION_TOPK);
-    how.compression.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
     job first = trained(how, 2, STAGED);
     for (int order = DTRAIN_EMULATION_REVERSE; order <= DTRAIN_EMULATION_SHUFFLED; order++) {
         dtrain_emulation_set_order(order, 5);
@@ -560,8 +540,6 @@ static void test_no_memory(void)
         for (int64_t n = 1; n < 40; n++) {
             dtrain_launch_desc desc = ranks_desc(2, DTRAIN_LAUNCH_PROCESSES);
             fault f = {plain("no memory", kind), n, reached};
-            if (kind == DTRAIN_COMPRESSION_TOPK)
-                f.how.compression.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
             set_backend(&desc, STAGED);
             *reached = 0;
             CHECK_MSG(ranks_launch(&desc, fault_main, &f, NULL) == DTRAIN_OK, "%s",
@@ -593,7 +571,6 @@ int main(int argc, char **argv)
     RUN(probe);
     if (test_failed) return test_summary();
     RUN(test_topk);
-    RUN(test_balanced);
     RUN(test_topk_rounded);
     RUN(test_powersgd);
     RUN(test_nodes);

@@ -85,8 +85,8 @@ typedef enum fault_kind {
 /* How a run is made, and what came out of it. */
 struct run {
     uint32_t tape_flags, accumulation;
-    uint32_t compression, exchange, node_size; /* of more than 0 ranks: hierarchical */
-    int tensor;                                /* ranks that share each layer; 0: none */
+    uint32_t compression, node_size; /* of more than 0 ranks: hierarchical */
+    int tensor;                      /* ranks that share each layer; 0: none */
     bool staged, graph, no_overlap, sequence_parallel;
     bool ignored; /* rank 1 ignores targets, in each step another number of them; in one all do */
     size_t bucket_bytes;
@@ -231,7 +231,6 @@ static int train_main(dtrain_world *world, void *user)
     ddp.mesh = mesh;
     ddp.compression = &lossy;
     lossy.kind = how->compression;
-    lossy.sparse_exchange = how->exchange;
     lossy.dense_below = 64;
     lossy.dense_steps = 1;
     lossy.topk_ratio = 0.1f;
@@ -404,7 +403,6 @@ static void test_compression(void)
         start_test();
         how.compression = kind;
         how.steps = 4;
-        how.exchange = kind == DTRAIN_COMPRESSION_TOPK ? DTRAIN_SPARSE_EXCHANGE_BALANCED : 0;
         how.bucket_bytes = 2048;
         how.tape_flags = kind == DTRAIN_COMPRESSION_TOPK ? 0 : DTRAIN_TAPE_BF16;
         const run nccl = trained(how, 2);

@@ -12,8 +12,6 @@
  *     test_topk_cast                  what rounding takes away is lost
  *     test_topk_dense_below           one element too many; dense tensors not copied back
  *     test_dense_steps_and_warmup     a dense step too few; a warm-up that is a step ahead
- *     test_balanced_variants          owners that add in another order; regions that overlap; velocity
- *                                     at the owner, too
  *     test_topk_between_nodes         the factor of nodes instead of ranks; pieces that all begin at 0
  *     test_nodes                      nodes that do not gather
  *     test_nodes_in_range             sums over a node as fp16
@@ -678,24 +676,22 @@ static void test_dense_steps_and_warmup(void)
 static void test_poison(void)
 {
     int method;
-    for (method = 0; method < 3; method++) {
+    for (method = 0; method < 2; method++) {
         field_case c =
-            usual(4, method == 2 ? DTRAIN_COMPRESSION_POWERSGD : DTRAIN_COMPRESSION_TOPK);
+            usual(4, method == 1 ? DTRAIN_COMPRESSION_POWERSGD : DTRAIN_COMPRESSION_TOPK);
         field_seen *seen;
         int r;
         int64_t i;
         c.poison = true;
-        c.how.sparse_exchange =
-            method == 1 ? DTRAIN_SPARSE_EXCHANGE_BALANCED : DTRAIN_SPARSE_EXCHANGE_ALL_GATHER;
         if (method == 0) check_topk(&c, "NaN and infinity");
         seen = field_train(&c);
         for (r = 0; r < 4; r++) {
             CHECK(isnan(seen->mean[r][1][field_at(WIDE) + 77]));
             CHECK(!isfinite(seen->mean[r][1][field_at(DEEP) + 78]));
             CHECK(isfinite(seen->mean[r][0][field_at(WIDE) + 77]));
-            for (i = 0; i < FIELD_TOTAL && method < 2; i++)
+            for (i = 0; i < FIELD_TOTAL && method < 1; i++)
                 if (!isfinite(seen->mean[r][2][i]) || !isfinite(seen->residual[r][i])) break;
-            CHECK_MSG(method == 2 || i == FIELD_TOTAL, "rank %d: element %lld stays poisoned", r,
+            CHECK_MSG(method == 1 || i == FIELD_TOTAL, "rank %d: element %lld stays poisoned", r,
                       (long long)i);
         }
         seen_free(seen);
@@ -738,112 +734,20 @@ static void check_ranks_agree(const field_case *c, const field_seen *seen, const
             if (!rows_equal(seen->mean[r][step], seen->mean[0][step], what, r, step)) return;
 }
 
-/* ---- balanced exchange ---- */
-
-/* Regions of ceil(count / N) elements: everybody sends the largest of each to its owner, who adds them
- * up in rank order, on top of what it has kept, and sends the largest of that to everybody. */
-static void oracle_balanced(const field_case *c, field_seen *t, int p, int step)
-{
-    const int64_t count = field_count(p), size = (count + c->ranks - 1) / c->ranks;
-    const int64_t k = topk_count(topk_ratio_at(&c->how, step), size);
-    const float share = 1 / (float)c->ranks;
-    float *x = (float *)calloc((size_t)count, sizeof *x);
-    float *sum = (float *)calloc((size_t)count, sizeof *sum);
-    int64_t *places = (int64_t *)calloc((size_t)k, sizeof *places), i;
-    int r, region;
-    for (r = 0; r < c->ranks; r++) {
-        float *residual = t->residual[r] + field_at(p), *velocity = t->velocity[r] + field_at(p);
-        for (i = 0; i < count; i++) x[i] = field_own(c, p, r, step, i);
-        keep(&c->how, residual, velocity, x, count);
-        for (region = 0; region < c->ranks; region++) {
-            const int64_t at = region * size, own = count - at < size ? count - at : size;
-            largest(residual + at, own, k, places);
-            for (i = 0; i < k; i++) {
-                const int64_t to = at + places[i];
-                const float sent = rounded(c->desc.reduce_dtype, residual[to]);
-                sum[to] += sent;
-                residual[to] -= sent;
-                velocity[to] = 0;
-            }
-        }
-    }
-    for (r = 0; r < c->ranks; r++) {
-        const int64_t at = r * size, own = count - at < size ? count - at : size;
-        float *residual = t->residual[r] + field_at(p) + at;
-        for (i = 0; i < own; i++) residual[i] += sum[at + i];
-        largest(residual, own, k, places);
-        for (i = 0; i < k; i++) {
-            const float sent = rounded(c->desc.reduce_dtype, residual[places[i]]);
-            t->mean[0][step][field_at(p) + at + places[i]] = share * sent;
-            residual[places[i]] -= sent;
-        }
-    }
-    free(places);
-    free(sum);
-    free(x);
-}
-
-static void test_balanced(void)
-{
-    int ranks;
-    for (ranks = 2; ranks <= 8; ranks++) {
-        field_case c = usual(ranks, DTRAIN_COMPRESSION_TOPK);
-        field_seen *seen, *again, *truth;
-        c.how.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
-        c.steps = 6;
-        seen = field_train(&c);
-        truth = field_truth(&c, oracle_balanced);
-        check_equal(&c, seen, truth, true, "balanced");
-        seen_free(truth);
-        check_ranks_agree(&c, seen, "balanced");
-        check_conserved(&c, seen, "balanced");
-        c.desc.bucket_bytes = 64, c.desc.no_overlap = true, c.copying = 1;
-        c.mode = DTRAIN_LAUNCH_PROCESSES;
-        again = field_train(&c);
-        check_equal(&c, again, seen, false, "balanced, other buckets");
-        CHECK(memcmp(again->residual, seen->residual, sizeof seen->residual) == 0);
-        seen_free(seen);
-        seen_free(again);
-    }
-}
-
-static void test_balanced_variants(void)
-{
-    int i;
-    for (i = 0; i < 6; i++) {
-        field_case c = usual(i % 2 ? 3 : 4, DTRAIN_COMPRESSION_TOPK);
-        field_seen *seen, *truth;
-        c.how.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
-        c.how.topk_momentum = i < 3 ? 0.5f : 0;
-        c.how.topk_ratio = i < 2 ? 0.2f : 0.01f;
-        c.how.dense_steps = i == 4 ? 2 : 0;
-        c.micro = i == 5 ? 2 : 1;
-        c.copying = i % 3;
-        c.desc.reduce_dtype = i == 1 ? DTRAIN_DTYPE_BF16 : i == 4 ? DTRAIN_DTYPE_F16 : 0;
-        truth = field_truth(&c, oracle_balanced);
-        seen = field_train(&c);
-        check_equal(&c, seen, truth, true, "balanced, variants");
-        seen_free(seen);
-        seen_free(truth);
-    }
-}
-
 /* Large shares, as in a warm-up: where the selection is sent as a whole must not be a matter of what
  * else is in the bucket. */
 static void test_large_shares(void)
 {
     int i;
-    for (i = 0; i < 6; i++) {
+    for (i = 0; i < 3; i++) {
         field_case c = usual(4, DTRAIN_COMPRESSION_TOPK);
         field_seen *first, *second;
-        c.how.sparse_exchange =
-            i < 3 ? DTRAIN_SPARSE_EXCHANGE_BALANCED : DTRAIN_SPARSE_EXCHANGE_ALL_GATHER;
-        c.how.topk_ratio = i % 3 == 0 ? 0.25f : i % 3 == 1 ? 0.55f : 0.7f;
+        c.how.topk_ratio = i == 0 ? 0.25f : i == 1 ? 0.55f : 0.7f;
         c.desc.bucket_bytes = 64;
         first = field_train(&c);
         c.desc.bucket_bytes = (size_t)1 << 20;
         second = field_train(&c);
-        check_equal(&c, second, first, false, i < 3 ? "balanced, large share" : "large share");
+        check_equal(&c, second, first, false, "large share");
         CHECK(memcmp(second->residual, first->residual, sizeof first->residual) == 0);
         check_conserved(&c, first, "large share");
         check_conserved(&c, second, "large share");
@@ -853,15 +757,14 @@ static void test_large_shares(void)
 }
 
 /* Every element is sent when the share is everything: what was kept before, too. */
-static void test_balanced_everything(void)
+static void test_topk_everything(void)
 {
     field_case c = usual(4, DTRAIN_COMPRESSION_TOPK);
     field_seen *seen;
-    c.how.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
     c.how.topk_ratio = 1;
     seen = field_train(&c);
-    check_conserved(&c, seen, "balanced, all elements");
-    check_ranks_agree(&c, seen, "balanced, all elements");
+    check_conserved(&c, seen, "all elements");
+    check_ranks_agree(&c, seen, "all elements");
     seen_free(seen);
 }
 
@@ -1353,20 +1256,6 @@ static void test_topk_between_nodes(void)
     }
 }
 
-static void test_balanced_between_nodes(void)
-{
-    field_case c = usual(8, DTRAIN_COMPRESSION_TOPK);
-    field_seen *seen;
-    c.desc.hierarchical = true;
-    c.desc.node_size = 2;
-    c.how.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
-    seen = field_train(&c);
-    check_pieces(&c, seen);
-    check_ranks_agree(&c, seen, "balanced between nodes");
-    check_conserved(&c, seen, "balanced between nodes");
-    seen_free(seen);
-}
-
 /* ---- trainings under nodes ---- */
 
 enum { NODE_CASES = 24 };
@@ -1567,20 +1456,19 @@ static settings squares_desc(uint32_t compression)
 }
 
 /* The forms of the exchange that the tests below go through. */
-enum { METHODS = 6 };
+enum { METHODS = 4 };
 static settings method_desc(int method)
 {
     settings desc =
-        squares_desc(method == 2 ? DTRAIN_COMPRESSION_POWERSGD : DTRAIN_COMPRESSION_TOPK);
-    if (method == 1 || method == 5) desc.how.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
-    if (method == 3) desc.how.kind = DTRAIN_COMPRESSION_NONE;
-    desc.base.hierarchical = method >= 3;
-    desc.base.node_size = method >= 3 ? 2 : 0;
-    if (method == 4) desc.how.topk_momentum = 0.5f;
+        squares_desc(method == 1 ? DTRAIN_COMPRESSION_POWERSGD : DTRAIN_COMPRESSION_TOPK);
+    if (method == 2) desc.how.kind = DTRAIN_COMPRESSION_NONE;
+    desc.base.hierarchical = method >= 2;
+    desc.base.node_size = method >= 2 ? 2 : 0;
+    if (method == 3) desc.how.topk_momentum = 0.5f;
     return desc;
 }
-static const char *const method_names[METHODS] = {
-    "top-k", "balanced", "PowerSGD", "nodes", "top-k between nodes", "balanced between nodes"};
+static const char *const method_names[METHODS] = {"top-k", "PowerSGD", "nodes",
+                                                  "top-k between nodes"};
 
 /* ---- bytes ---- */
 
@@ -1619,14 +1507,13 @@ static void test_bytes(void)
     static const int sizes[] = {2, 4, 8};
     const double selection = SQUARES * 16 * 8;
     int i, r;
-    for (i = 0; i < 12; i++) {
+    for (i = 0; i < 9; i++) {
         bytes_run *run = (bytes_run *)ranks_shared(sizeof *run);
         const int ranks = sizes[i % 3], method = i / 3;
         double most = (ranks - 1) * selection, least = 0.99 * most;
         run->desc = method_desc(method);
-        if (method == 1) most = 2 * selection + SQUARES * 8 * 2.0 * ranks, least = selection / 2;
-        if (method == 2) most = least = SQUARES * 2.0 * 2 * SIDE * 4 * 2 * (ranks - 1) / ranks;
-        if (method == 3) { /* half of it inside, half of the other half across */
+        if (method == 1) most = least = SQUARES * 2.0 * 2 * SIDE * 4 * 2 * (ranks - 1) / ranks;
+        if (method == 2) { /* half of it inside, half of the other half across */
             most = SQUARES * SQUARE * 4.0 * (1 + (ranks - 2.0) / ranks);
             least = 0.98 * most;
         }
@@ -1688,16 +1575,12 @@ static void refuse_numbers(dtrain_world *world)
     }
     desc = squares_desc(DTRAIN_COMPRESSION_POWERSGD), desc.how.powersgd_rank = 65;
     refused(try_create(world, &desc), "rank", "powersgd_rank", "65");
-    for (i = 0; i < 5; i++) { /* fields of top-k without top-k */
+    for (i = 0; i < 3; i++) { /* fields of top-k without top-k */
         desc = squares_desc(i % 2 ? DTRAIN_COMPRESSION_POWERSGD : DTRAIN_COMPRESSION_NONE);
         if (i < 2) desc.how.topk_momentum = 0.5f;
-        else if (i < 4) desc.how.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
         else desc.how.no_error_feedback = true;
         refused(try_create(world, &desc), "not top-k",
-                i < 2   ? "topk_momentum"
-                : i < 4 ? "sparse_exchange"
-                        : "no_error_feedback",
-                "compression");
+                i < 2 ? "topk_momentum" : "no_error_feedback", "compression");
     }
     desc = squares_desc(DTRAIN_COMPRESSION_TOPK), desc.how.topk_momentum = 0.5f,
     desc.how.no_error_feedback = true;
@@ -1709,8 +1592,6 @@ static void refuse_numbers(dtrain_world *world)
     refused(try_create(world, &desc), "dense_below", "dense_below", "-1");
     desc = squares_desc(3);
     refused(try_create(world, &desc), "compression 3", "compression", "3");
-    desc = squares_desc(DTRAIN_COMPRESSION_TOPK), desc.how.sparse_exchange = 2;
-    refused(try_create(world, &desc), "exchange 2", "sparse_exchange", "2");
 }
 
 static int refuse_rank(dtrain_world *world, void *user)
@@ -1814,7 +1695,7 @@ static const char *dispute_desc(settings *desc, int which)
     case 0: desc->how.topk_ratio = 0.02f; return "topk_ratio";
     case 1: desc->how.kind = DTRAIN_COMPRESSION_NONE; return "compression";
     case 2: desc->how.kind = DTRAIN_COMPRESSION_POWERSGD; return "compression";
-    case 3: desc->how.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED; return "sparse_exchange";
+    case 3: desc->base.bucket_bytes = 9000; return "buckets of";
     case 4: desc->how.dense_steps = 7; return "dense_steps";
     case 5: desc->how.warmup_steps = 3; return "warmup_steps";
     case 6: desc->how.dense_below = 17; return "dense_below";
@@ -1926,7 +1807,7 @@ static void test_state(void)
     for (method = 0; method < METHODS; method++) {
         state_run *run = (state_run *)ranks_shared(sizeof *run);
         run->method = method;
-        if (method == 3) continue;
+        if (method == 2) continue;
         ranks_run(4, DTRAIN_LAUNCH_PROCESSES, state_rank, run);
         for (r = 0; r < 4; r++) {
             CHECK(run->whole[r][0] != run->whole[r][5]);
@@ -2102,9 +1983,9 @@ static int plan_rank(dtrain_world *world, void *user)
                   method_names[method], (unsigned long long)said, (unsigned long long)is,
                   (unsigned long long)info.value_bytes, (unsigned long long)info.grad_bytes,
                   (unsigned long long)info.buffer_bytes, (unsigned long long)info.state_bytes);
-        if (method != 3) {
-            const uint64_t least = (uint64_t)SQUARES * SQUARE * 4 / (method > 3 ? 2 : 1);
-            CHECK_MSG(info.state_bytes >= least * (method == 4 ? 2 : 1) &&
+        if (method != 2) {
+            const uint64_t least = (uint64_t)SQUARES * SQUARE * 4 / (method > 2 ? 2 : 1);
+            CHECK_MSG(info.state_bytes >= least * (method == 3 ? 2 : 1) &&
                           info.state_bytes <= 2 * least + 4096,
                       "%s: %llu bytes of state", method_names[method],
                       (unsigned long long)info.state_bytes);
@@ -2356,7 +2237,7 @@ static void test_64_ranks(void)
     for (method = 0; method < METHODS; method++) {
         many *run = (many *)ranks_shared(sizeof *run);
         run->method = method;
-        if (method == 3) continue;
+        if (method == 2) continue;
         ranks_run(64, DTRAIN_LAUNCH_THREADS, many_rank, run);
         for (r = 1; r < 64; r++)
             CHECK_MSG(run->hash[r] == run->hash[0], "%s: rank %d has other gradients",
@@ -2434,7 +2315,7 @@ static void test_error_feedback(void)
     for (method = 0; method < METHODS; method++) {
         settings desc = method_desc(method);
         double with, without;
-        if (method == 3) continue;
+        if (method == 2) continue;
         desc.how.topk_momentum = 0;
         desc.how.topk_ratio = 0.1f;
         with = pull_run(desc, 200, 0.04f);
@@ -2504,14 +2385,14 @@ static void test_learning(void)
     const double plain = lesson_loss(squares_desc(DTRAIN_COMPRESSION_NONE));
     int i;
     CHECK_MSG(plain < 2.2, "plain training ends at %g", plain);
-    for (i = 0; i < 6; i++) {
-        settings desc = method_desc(i == 3 ? 0 : i);
+    for (i = 0; i < METHODS; i++) {
+        settings desc = method_desc(i == 2 ? 0 : i);
         double loss;
-        desc.how.topk_ratio = i == 3 ? 0.01f : 0.1f;
+        desc.how.topk_ratio = i == 2 ? 0.01f : 0.1f;
         desc.how.topk_momentum = 0;
         desc.how.dense_steps = 10;
         loss = lesson_loss(desc);
-        CHECK_MSG(loss < plain * 1.05, "%s: loss %g, plain %g", method_names[i == 3 ? 0 : i], loss,
+        CHECK_MSG(loss < plain * 1.05, "%s: loss %g, plain %g", method_names[i == 2 ? 0 : i], loss,
                   plain);
     }
 }
@@ -2528,9 +2409,7 @@ int main(int argc, char **argv)
     RUN(test_topk_dense_below);
     RUN(test_dense_steps_and_warmup);
     RUN(test_poison);
-    RUN(test_balanced);
-    RUN(test_balanced_variants);
-    RUN(test_balanced_everything);
+    RUN(test_topk_everything);
     RUN(test_large_shares);
     RUN(test_powersgd);
     RUN(test_powersgd_same_bits);
@@ -2546,7 +2425,6 @@ int main(int argc, char **argv)
     RUN(test_nodes_of_other_sizes);
     RUN(test_nodes_in_range);
     RUN(test_topk_between_nodes);
-    RUN(test_balanced_between_nodes);
     RUN(test_node_kinds_2_ranks);
     RUN_NUMBERS(test_node_kinds_4_ranks);
     RUN_NUMBERS(test_node_kinds_8_ranks);

@@ -557,7 +557,6 @@ static void topk_with_momentum(local *l)
 {
     compress(l, DTRAIN_COMPRESSION_TOPK, NULL);
     l->compression.topk_momentum = 0.9f, l->compression.warmup_steps = 2;
-    l->compression.sparse_exchange = DTRAIN_SPARSE_EXCHANGE_BALANCED;
     l->updates = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_SGD);
 }
 static void topk_without_feedback(local *l)

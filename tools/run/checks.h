@@ -15,7 +15,6 @@ static int check_compression(const run_settings *s)
     } list[] = {
         {"--topk-ratio", DTRAIN_COMPRESSION_TOPK},
         {"--topk-momentum", DTRAIN_COMPRESSION_TOPK},
-        {"--sparse-exchange", DTRAIN_COMPRESSION_TOPK},
         {"--compression-warmup", DTRAIN_COMPRESSION_TOPK},
         {"--warmup-ratio", DTRAIN_COMPRESSION_TOPK},
         {"--powersgd-rank", DTRAIN_COMPRESSION_POWERSGD},

@@ -90,14 +90,13 @@ static double dense_node_bytes(const run_job *j, int ranks, int node)
     return ranks > 1 ? dense_bytes(j, ranks) * (ranks - node) / (ranks - 1) : 0;
 }
 
-/* Write "top-k 0.01 (balanced), hierarchical", or nothing for plain DDP. */
+/* Write "top-k 0.01, hierarchical", or nothing for plain DDP. */
 static void describe_compression(const dtrain_strategy_desc *desc, char *text, size_t room)
 {
     const dtrain_compression_desc *how = desc->compression;
     *text = 0;
     if (how && how->kind == DTRAIN_COMPRESSION_TOPK)
-        snprintf(text, room, "top-k %g (%s)", (double)how->topk_ratio,
-                 exchanges[how->sparse_exchange]);
+        snprintf(text, room, "top-k %g", (double)how->topk_ratio);
     if (how && how->kind == DTRAIN_COMPRESSION_POWERSGD)
         snprintf(text, room, "PowerSGD rank %u", how->powersgd_rank);
     if (how && how->no_error_feedback)

@@ -30,7 +30,7 @@ typedef struct run_settings {
     long ranks, threads, thread_ranks, timeout, graph, tune_gemm, deterministic, probe_links;
     long strategy, precision, param_dtype, reduce_dtype, reshard, node_size, bucket_kib, no_overlap,
         offload, checkpoint, memory_limit;
-    long compression, exchange, powersgd_rank, dense_below, dense_steps, warmup_steps, no_feedback,
+    long compression, powersgd_rank, dense_below, dense_steps, warmup_steps, no_feedback,
         hierarchical;
     double topk_ratio, topk_momentum, warmup_ratio;
     long save_every, keep, keep_best, save_blocking, set_aside, restarts, stop_status, nonfinite,
@@ -75,7 +75,6 @@ static words strategies = {"ddp",   "zero1",        "shard_grad_op", "full_shard
                            "zero3", "hybrid_shard", "auto"};
 static words offloads = {"none", "optimizer", "optimizer+grads", "all"};
 static words compressions = {"none", "topk", "powersgd"}; /* dtrain_compression */
-static words exchanges = {"all_gather", "balanced"};      /* dtrain_sparse_exchange */
 static words nonfinites = {"stop", "skip", "rollback"};   /* the first two: dtrain_nonfinite */
 static words accum_modes = {"default", "last", "every", "shard_every"}; /* dtrain_accumulation */
 
@@ -254,8 +253,6 @@ static const flag compression_flags[] = {
      NULL},
     {"--topk-momentum", 'f', &run_flags.topk_momentum, 0, 0.9999,
      "topk: momentum inside the compressor, in place of AdamW's beta1; 0 = off", NULL},
-    {"--sparse-exchange", 'w', &run_flags.exchange, 0, 0,
-     "topk: how the ranks exchange their selections", exchanges},
     {"--powersgd-rank", 'i', &run_flags.powersgd_rank, 1, DTRAIN_ORTHOGONALIZE_COLUMNS,
      "powersgd: columns of the factors", NULL},
     {"--dense-steps", 'i', &run_flags.dense_steps, 0, 1e12,

@@ -28,7 +28,7 @@ DTRAIN__PRIVATE const dtrain_comm_hook_desc *dtrain__hook_of(const dtrain_compre
 {
     if (how->hook) return how->hook;
     if (how->kind == DTRAIN_COMPRESSION_POWERSGD) return dtrain__powersgd_hook();
-    return dtrain__topk_hook(how->sparse_exchange == DTRAIN_SPARSE_EXCHANGE_BALANCED);
+    return dtrain__topk_hook();
 }
 
 /* Tell whether steps are only counted (count.c): addresses have no memory behind them. */
