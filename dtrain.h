@@ -1750,9 +1750,9 @@ DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, b
  * Ranks that hold parts of one model have the same samples, and give the same weight.
  *
  * dtrain_tape_backward sets it for losses of the tape that are means: it counts the targets of
- * cross-entropy that are not ignored, and the elements of other losses; a sum, or a loss of the
- * program's own, leaves the weight as it is. With DTRAIN_AVERAGE_MEANS every weight above 0 is 1.
- * Local. */
+ * cross-entropy that are not ignored, and the elements of other losses (of several, see
+ * dtrain_add); a sum, or a loss of the program's own, leaves the weight as it is. With
+ * DTRAIN_AVERAGE_MEANS every weight above 0 is 1. Local. */
 DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float weight);
 
 /* Take part in the others' micro-batch without a batch, on a rank whose data has ended before
@@ -2247,7 +2247,13 @@ typedef struct dtrain_pool2d_desc {
 DTRAIN_API dtrain_tensor *dtrain_pool2d(dtrain_tape *tape, dtrain_tensor *x,
                                         const dtrain_pool2d_desc *desc);
 
-/* Add two tensors of the same count and last axis; the result has the wider type of the two. */
+/* Add two tensors of the same count and last axis; the result has the wider type of the two.
+ *
+ * Two losses that are means over different samples (cross-entropy over the targets that count, an
+ * auxiliary dtrain_mean) are each averaged over all their samples of a step, on whatever rank: with
+ * several ranks that takes a small all-reduce in the forward pass. With several micro-batches the
+ * numbers of samples must be proportional in all of them; where they are not, every rank gets an
+ * error. An auxiliary loss that is a scaled dtrain_sum takes the weight of the other loss. */
 DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y);
 /* Multiply every element by factor. */
 DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, float factor);
@@ -15145,6 +15151,18 @@ typedef struct dtrain__samples {
     const float *device_valid; /* the same on the device, of a pass that is replayed; or NULL */
 } dtrain__samples;
 
+#define DTRAIN__LOSS_SUMS 8 /* sums of means over different samples that a loss may have */
+/* Tell whether the terms of a loss must be weighed, in a pass with or without gradients. */
+DTRAIN__PRIVATE bool dtrain__weighs_terms(const dtrain_strategy *strategy, bool forward_only);
+/* Find by what the second of two means is multiplied where sum `number` of a loss adds them. Then
+ * each is averaged over its own samples: see weights.c. Collective over the data axis. */
+DTRAIN__PRIVATE dtrain_result dtrain__second_mean(dtrain_strategy *strategy, uint32_t number,
+                                                  const dtrain__samples *x,
+                                                  const dtrain__samples *y, float *factor);
+/* Take part in the sums of the others' loss, without samples. */
+DTRAIN__PRIVATE dtrain_result dtrain__join_sums(dtrain_strategy *strategy);
+/* Note that an evaluation begins or ends: its passes have no gradients, and still one mean. */
+DTRAIN__PRIVATE void dtrain__expect_evaluation(dtrain_strategy *strategy, bool begins);
 /* Note that a tape runs the backwards: joining ranks then take part in agree_unit. */
 DTRAIN__PRIVATE void dtrain__expect_tape(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__agree_unit(dtrain_strategy *strategy, int64_t terms);
@@ -15455,18 +15473,23 @@ struct dtrain_strategy {
     float weight, weights;    /* of the next backward; sum over those of this step so far */
     uint32_t passes;          /* backwards that were finished in this step */
     int64_t unit;             /* samples that weigh 1 (weights.c); 0: not agreed on yet */
-    bool several;             /* a backward has several micro-batches: those of a pipeline */
-    bool tied;                /* there are weights with copies on other stages */
-    bool taped;               /* a tape was made for this strategy */
-    bool empty;               /* the last step had no samples */
-    bool unsure;              /* `empty` and `absent` are of this rank: the tally must be read */
-    uint64_t sync_count;      /* steps that were reduced */
-    uint32_t in_buffer[2];    /* unit whose gradients are in the alternating buffer, or NONE */
-    uint32_t slots[2];        /* unit whose values are in the slot, or NONE */
-    uint32_t position;        /* unit gathered last, NONE before a pass */
-    uint32_t backward;        /* unit that this backward has come to, NONE before it */
-    bool entered;             /* that unit was gathered for this backward, and not yet released */
-    dtrain_result failure;    /* of communicator or device: every later call returns it */
+    /* Sums of means in a loss (weights.c): their samples in the step's first micro-batch, how many
+     * have been counted in it, and how many the last loss had. */
+    int64_t sums_first[DTRAIN__LOSS_SUMS][2];
+    uint32_t sums_known, sums_made;
+    bool evaluates;        /* the trainer's evaluation is under way */
+    bool several;          /* a backward has several micro-batches: those of a pipeline */
+    bool tied;             /* there are weights with copies on other stages */
+    bool taped;            /* a tape was made for this strategy */
+    bool empty;            /* the last step had no samples */
+    bool unsure;           /* `empty` and `absent` are of this rank: the tally must be read */
+    uint64_t sync_count;   /* steps that were reduced */
+    uint32_t in_buffer[2]; /* unit whose gradients are in the alternating buffer, or NONE */
+    uint32_t slots[2];     /* unit whose values are in the slot, or NONE */
+    uint32_t position;     /* unit gathered last, NONE before a pass */
+    uint32_t backward;     /* unit that this backward has come to, NONE before it */
+    bool entered;          /* that unit was gathered for this backward, and not yet released */
+    dtrain_result failure; /* of communicator or device: every later call returns it */
     char failure_text[DTRAIN__ERROR_BYTES];
     const char *torn; /* the call that failed while it replaced values; NULL: none */
 
@@ -16625,6 +16648,7 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
     if (!step_done) return;
     strategy->weights = 0;
     strategy->passes = 0;
+    strategy->sums_known = 0;
 }
 
 /* ---- 1. Ready ---------------------------------------------------------------------------------*/
@@ -17432,6 +17456,70 @@ DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float
                            (double)weight);
     strategy->weight = weight > 0 && strategy->desc.average == DTRAIN_AVERAGE_MEANS ? 1 : weight;
     return DTRAIN_OK;
+}
+
+/* ---- Losses of several terms
+ *
+ * A loss that adds two means over different samples has one weight, that of the first, x. The
+ * second, y, is multiplied by a factor, so that it is averaged over all its own samples too:
+ *
+ *     loss = x + f y      f = (y's samples here / on all ranks) / (x's samples here / on all ranks)
+ *
+ * f is 1 where the two numbers are proportional. It is needed before the backward, when those of
+ * later micro-batches are not known: they must be proportional to the first one's. */
+
+DTRAIN__PRIVATE dtrain_result dtrain__second_mean(dtrain_strategy *strategy, uint32_t number,
+                                                  const dtrain__samples *x,
+                                                  const dtrain__samples *y, float *factor)
+{
+    const int64_t mine[2] = {x ? (int64_t)dtrain__samples_count(x) : 0,
+                             y ? (int64_t)dtrain__samples_count(y) : 0};
+    int64_t all[3] = {mine[0], mine[1], mine[0] == 0 && mine[1] > 0};
+    int64_t *first = strategy->sums_first[dtrain__min(number, DTRAIN__LOSS_SUMS - 1)];
+    dtrain_comm *data = strategy->groups.data;
+    dtrain__call_label(strategy->world, "samples of losses", (int64_t)number, "");
+    if (dtrain_comm_size(data) > 1)
+        DTRAIN__TRY(
+            dtrain_all_reduce(data, all, all, 3, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_SUM, NULL));
+    if (number >= strategy->sums_known) memcpy(first, all, sizeof strategy->sums_first[0]);
+    if (number >= strategy->sums_known) strategy->sums_known = number + 1;
+    if (all[2] || (double)all[0] * (double)first[1] != (double)all[1] * (double)first[0])
+        return dtrain_fail(
+            DTRAIN_ERROR_UNSUPPORTED,
+            "dtrain_add: the loss adds two means, over %lld and %lld samples of all ranks, over "
+            "%lld "
+            "and %lld in the first pass of this step or evaluation, and %lld ranks have samples of "
+            "one only; no weight of a pass makes both the mean over all their samples. Write an "
+            "auxiliary loss as dtrain_scale(dtrain_sum(x), 1 / count), which takes the weight of "
+            "the other, or choose DTRAIN_AVERAGE_MEANS",
+            (long long)all[0], (long long)all[1], (long long)first[0], (long long)first[1],
+            (long long)all[2]);
+    *factor = 0;
+    if (mine[1])
+        *factor = (float)((double)mine[1] * (double)all[0] / ((double)all[1] * (double)mine[0]));
+    strategy->sums_made = number + 1;
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__join_sums(dtrain_strategy *strategy)
+{
+    const uint32_t sums = strategy->sums_made;
+    float factor;
+    for (uint32_t i = 0; i < sums; i++)
+        DTRAIN__TRY(dtrain__second_mean(strategy, i, NULL, NULL, &factor));
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE void dtrain__expect_evaluation(dtrain_strategy *strategy, bool begins)
+{
+    strategy->evaluates = begins;
+    strategy->sums_known = 0;
+}
+
+DTRAIN__PRIVATE bool dtrain__weighs_terms(const dtrain_strategy *strategy, bool forward_only)
+{
+    return strategy->desc.average == DTRAIN_AVERAGE_SAMPLES &&
+           (strategy->evaluates || (!forward_only && dtrain__weighs(strategy)));
 }
 
 /* ---- The tally --------------------------------------------------------------------------------*/
@@ -19333,6 +19421,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
         DTRAIN__TRY(dtrain_strategy_gather(strategy, id, DTRAIN_PASS_FORWARD));
         DTRAIN__TRY(dtrain_strategy_release(strategy, id));
     }
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__join_sums(strategy)));
     if (!strategy->taped) return DTRAIN_OK;
     return dtrain__strategy_keep(strategy, dtrain__agree_unit(strategy, 0));
 }
@@ -21489,7 +21578,8 @@ typedef struct dtrain__feed_item {
 typedef struct dtrain__feed {
     dtrain__feed_item items[DTRAIN__FEED_ITEMS];
     size_t count, next; /* inputs known; number of the pass's next input */
-    bool filled;        /* `pinned` already holds this pass's data */
+    bool fixed;  /* a loss adds two means: the targets that are not ignored keep their number */
+    bool filled; /* `pinned` already holds this pass's data */
 } dtrain__feed;
 
 /* Page-locked memory through which inputs of all other passes go; see staging.c. */
@@ -21513,8 +21603,9 @@ typedef struct dtrain__pass {
     size_t node_count, tensor_count, recomputed_count;
     uint32_t mark_count, segment_count;
     dtrain__tape_segment *segment; /* the segment being recorded; NULL: none */
-    bool halves; /* its backward makes gradients of inputs, and those of parameters later */
-    bool more;   /* another micro-batch adds to its gradients: none is ready behind this backward */
+    bool halves;   /* its backward makes gradients of inputs, and those of parameters later */
+    uint32_t sums; /* of means over different samples, so far */
+    bool more; /* another micro-batch adds to its gradients: none is ready behind this backward */
 } dtrain__pass;
 
 /* ---- Costs ------------------------------------------------------------------------------------*/
@@ -21569,7 +21660,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__pass_begin(dtrain_tape *tape, uint32_t fla
 DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit);
-DTRAIN__PRIVATE void dtrain__feed_fill(const dtrain__feed_item *item);
+DTRAIN__PRIVATE dtrain_result dtrain__feed_fill(const dtrain__feed *feed,
+                                                const dtrain__feed_item *item);
 DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x);
 DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x);
 
@@ -21926,11 +22018,19 @@ static float *dtrain__feed_valid(const dtrain__feed_item *item)
 }
 
 /* Copy the caller's data to an input's page-locked place. */
-DTRAIN__PRIVATE void dtrain__feed_fill(const dtrain__feed_item *item)
+DTRAIN__PRIVATE dtrain_result dtrain__feed_fill(const dtrain__feed *feed,
+                                                const dtrain__feed_item *item)
 {
+    float *valid = dtrain__feed_valid(item);
     memcpy(item->pinned, item->host, item->bytes);
-    if (item->dtype == DTRAIN_DTYPE_I32)
-        dtrain__count_valid(item->host, (int64_t)item->bytes / 4, dtrain__feed_valid(item));
+    if (item->dtype != DTRAIN_DTYPE_I32) return DTRAIN_OK;
+    const float before = valid[1];
+    dtrain__count_valid(item->host, (int64_t)item->bytes / 4, valid);
+    if (!feed->fixed || valid[1] == before) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "dtrain_trainer_step: %.0f targets count, and %.0f did when the step was "
+                       "recorded, whose loss adds two means; use graph = false",
+                       (double)valid[1], (double)before);
 }
 
 /* Copy the caller's data to the input's page-locked memory, unless a feed has done so; the stream
@@ -21957,7 +22057,7 @@ static dtrain_result dtrain__feed_take(dtrain_tape *tape, dtrain_tensor *x, cons
                            feed->next + 1, bytes, item->bytes);
     }
     item->host = host;
-    if (!feed->filled) dtrain__feed_fill(item);
+    if (!feed->filled) DTRAIN__TRY(dtrain__feed_fill(feed, item));
     feed->next++;
     if (item->dtype == DTRAIN_DTYPE_I32) { /* the same copy brings the two numbers */
         dtrain__samples *samples = &((dtrain__tape_tensor *)x)->samples;
@@ -22667,13 +22767,13 @@ DTRAIN_API dtrain_tensor *dtrain_op_output(dtrain_op *op, dtrain_dtype dtype, ui
     const dtrain_tensor *first = dtrain__first_float(op);
     if (first) dtrain__place_like(op->outputs[i], first);
     /* Let the output be a mean over the same samples as its inputs; of two losses the one that
-     * ignores targets counts. */
+     * ignores no targets counts, because it has samples on every rank. */
     dtrain__samples *samples = &((dtrain__tape_tensor *)op->outputs[i])->samples;
     for (uint32_t k = 0; k < op->input_count && op->outputs[i]->count == 1; k++) {
         const dtrain_tensor *x = op->inputs[k];
         const dtrain__samples *of = &((const dtrain__tape_tensor *)x)->samples;
         if (x->count == 1 && dtrain__is_float(x) && of->terms &&
-            (!samples->terms || (of->valid && !samples->valid)))
+            (!samples->terms || (samples->valid && !of->valid)))
             *samples = *of;
     }
     return op->outputs[i];
@@ -25868,9 +25968,36 @@ static dtrain_result dtrain__add_backward(dtrain_op *op)
 
 DTRAIN__OP(add, add, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, DTRAIN__OP_TAKES_ALL, false)
 
+/* Scale the second of two losses that are means over different samples, so that both can have the
+ * weight of the first, which ignores no targets where one of them ignores none. */
+static dtrain_result dtrain__balance(dtrain_tape *tape, dtrain_tensor *inputs[2])
+{
+    const dtrain__tape_tensor *x = (const dtrain__tape_tensor *)inputs[0],
+                              *y = (const dtrain__tape_tensor *)inputs[1];
+    const int second = x->samples.valid && !y->samples.valid ? 0 : 1;
+    float factor = 1;
+    if (x->tensor.count != 1 || y->tensor.count != 1 || !x->samples.terms || !y->samples.terms ||
+        (x->samples.terms == y->samples.terms && x->samples.valid == y->samples.valid) ||
+        x->ghost || y->ghost || !tape->strategy || tape->planning ||
+        !dtrain__weighs_terms(tape->strategy, (tape->pass.flags & DTRAIN_TAPE_NO_GRAD) != 0))
+        return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__second_mean(tape->strategy, tape->pass.sums++,
+                                    second ? &x->samples : &y->samples,
+                                    second ? &y->samples : &x->samples, &factor));
+    if (tape->feed && factor != 1)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_add: a recorded step cannot add two means over other samples "
+                           "than the same share on every rank; use graph = false");
+    if (tape->feed) tape->feed->fixed = true;
+    if (factor != 1) inputs[second] = dtrain_scale(tape, inputs[second], factor);
+    return tape->error;
+}
+
 DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y)
 {
-    dtrain_tensor *const inputs[2] = {x, y};
+    dtrain_tensor *inputs[2] = {x, y};
+    if (dtrain__tape_check(tape, "dtrain_add") != DTRAIN_OK) return NULL;
+    if (x && y && dtrain__tape_stick(tape, dtrain__balance(tape, inputs)) != DTRAIN_OK) return NULL;
     return dtrain_tape_apply(tape, &dtrain__add_op, inputs, 2, NULL, 0, NULL, 0);
 }
 
@@ -30140,7 +30267,8 @@ static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_
     const dtrain_result next = next_batch ? next_batch(user) : DTRAIN_OK;
     float loss = 0, weight = 0;
     *ended += next == DTRAIN_ERROR_END;
-    if (next == DTRAIN_ERROR_END && trainer->pipeline) return DTRAIN_OK; /* on all of its ranks */
+    if (next == DTRAIN_ERROR_END && trainer->pipeline) /* on all of its ranks */
+        return dtrain__join_sums(trainer->desc.strategy);
     if (next == DTRAIN_ERROR_END) return dtrain__join_forward(trainer->desc.strategy);
     DTRAIN__TRY(next);
     DTRAIN__TRY(trainer->pipeline ? dtrain__pipeline_evaluate(trainer, user, &loss, &weight)
@@ -30165,11 +30293,13 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
     if (trainer->pipeline)
         DTRAIN__TRY(dtrain__strategy_keep(
             trainer->desc.strategy, dtrain__pipeline_survey(trainer, user, DTRAIN_TAPE_NO_GRAD)));
+    dtrain__expect_evaluation(trainer->desc.strategy, true);
     for (int64_t i = 0; i < batches; i++) {
         const dtrain_result result =
             dtrain__evaluate_one(trainer, next_batch, user, &sum, &weights, &ended);
         DTRAIN__TRY(dtrain__strategy_keep(trainer->desc.strategy, result));
     }
+    dtrain__expect_evaluation(trainer->desc.strategy, false);
     double own[DTRAIN__WORD_COUNT], mean[DTRAIN__WORD_COUNT];
     for (int word = 0; word < DTRAIN__WORD_COUNT; word++) /* the last step's figures stay */
         own[word] = (double)trainer->words[trainer->rank * DTRAIN__WORD_COUNT + word];
@@ -30436,7 +30566,8 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
         DTRAIN__TRY(dtrain__trainer_fetch(trainer));
         flight->joined = trainer->ended;
     }
-    if (flight->joined) return DTRAIN_OK;
+    if (flight->joined)
+        return stage == line->stages - 1 ? dtrain__join_sums(desc->strategy) : DTRAIN_OK;
     *dtrain__slot_at(line, action->chunk, action->micro_batch) = action->slot;
     if (stage && dtrain__neighbour(line, stage - 1, action->micro_batch, &before))
         source.slot = (int32_t)before;
@@ -30997,7 +31128,7 @@ static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer)
         dtrain__feed *feed = &trainer->queue->micros[micro].feed;
         if (!feed->filled) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
         for (size_t i = 0; i < feed->count && !feed->filled; i++)
-            dtrain__feed_fill(&feed->items[i]);
+            DTRAIN__TRY(dtrain__feed_fill(feed, &feed->items[i]));
         feed->filled = true;
     }
     return DTRAIN_OK;

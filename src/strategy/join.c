@@ -15,6 +15,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
         DTRAIN__TRY(dtrain_strategy_gather(strategy, id, DTRAIN_PASS_FORWARD));
         DTRAIN__TRY(dtrain_strategy_release(strategy, id));
     }
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__join_sums(strategy)));
     if (!strategy->taped) return DTRAIN_OK;
     return dtrain__strategy_keep(strategy, dtrain__agree_unit(strategy, 0));
 }

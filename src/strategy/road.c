@@ -72,6 +72,7 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
     if (!step_done) return;
     strategy->weights = 0;
     strategy->passes = 0;
+    strategy->sums_known = 0;
 }
 
 /* ---- 1. Ready ---------------------------------------------------------------------------------*/

@@ -228,9 +228,9 @@ DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, b
  * Ranks that hold parts of one model have the same samples, and give the same weight.
  *
  * dtrain_tape_backward sets it for losses of the tape that are means: it counts the targets of
- * cross-entropy that are not ignored, and the elements of other losses; a sum, or a loss of the
- * program's own, leaves the weight as it is. With DTRAIN_AVERAGE_MEANS every weight above 0 is 1.
- * Local. */
+ * cross-entropy that are not ignored, and the elements of other losses (of several, see
+ * dtrain_add); a sum, or a loss of the program's own, leaves the weight as it is. With
+ * DTRAIN_AVERAGE_MEANS every weight above 0 is 1. Local. */
 DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float weight);
 
 /* Take part in the others' micro-batch without a batch, on a rank whose data has ended before

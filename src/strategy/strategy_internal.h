@@ -115,18 +115,23 @@ struct dtrain_strategy {
     float weight, weights;    /* of the next backward; sum over those of this step so far */
     uint32_t passes;          /* backwards that were finished in this step */
     int64_t unit;             /* samples that weigh 1 (weights.c); 0: not agreed on yet */
-    bool several;             /* a backward has several micro-batches: those of a pipeline */
-    bool tied;                /* there are weights with copies on other stages */
-    bool taped;               /* a tape was made for this strategy */
-    bool empty;               /* the last step had no samples */
-    bool unsure;              /* `empty` and `absent` are of this rank: the tally must be read */
-    uint64_t sync_count;      /* steps that were reduced */
-    uint32_t in_buffer[2];    /* unit whose gradients are in the alternating buffer, or NONE */
-    uint32_t slots[2];        /* unit whose values are in the slot, or NONE */
-    uint32_t position;        /* unit gathered last, NONE before a pass */
-    uint32_t backward;        /* unit that this backward has come to, NONE before it */
-    bool entered;             /* that unit was gathered for this backward, and not yet released */
-    dtrain_result failure;    /* of communicator or device: every later call returns it */
+    /* Sums of means in a loss (weights.c): their samples in the step's first micro-batch, how many
+     * have been counted in it, and how many the last loss had. */
+    int64_t sums_first[DTRAIN__LOSS_SUMS][2];
+    uint32_t sums_known, sums_made;
+    bool evaluates;        /* the trainer's evaluation is under way */
+    bool several;          /* a backward has several micro-batches: those of a pipeline */
+    bool tied;             /* there are weights with copies on other stages */
+    bool taped;            /* a tape was made for this strategy */
+    bool empty;            /* the last step had no samples */
+    bool unsure;           /* `empty` and `absent` are of this rank: the tally must be read */
+    uint64_t sync_count;   /* steps that were reduced */
+    uint32_t in_buffer[2]; /* unit whose gradients are in the alternating buffer, or NONE */
+    uint32_t slots[2];     /* unit whose values are in the slot, or NONE */
+    uint32_t position;     /* unit gathered last, NONE before a pass */
+    uint32_t backward;     /* unit that this backward has come to, NONE before it */
+    bool entered;          /* that unit was gathered for this backward, and not yet released */
+    dtrain_result failure; /* of communicator or device: every later call returns it */
     char failure_text[DTRAIN__ERROR_BYTES];
     const char *torn; /* the call that failed while it replaced values; NULL: none */
 

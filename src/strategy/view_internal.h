@@ -135,6 +135,18 @@ typedef struct dtrain__samples {
     const float *device_valid; /* the same on the device, of a pass that is replayed; or NULL */
 } dtrain__samples;
 
+#define DTRAIN__LOSS_SUMS 8 /* sums of means over different samples that a loss may have */
+/* Tell whether the terms of a loss must be weighed, in a pass with or without gradients. */
+DTRAIN__PRIVATE bool dtrain__weighs_terms(const dtrain_strategy *strategy, bool forward_only);
+/* Find by what the second of two means is multiplied where sum `number` of a loss adds them. Then
+ * each is averaged over its own samples: see weights.c. Collective over the data axis. */
+DTRAIN__PRIVATE dtrain_result dtrain__second_mean(dtrain_strategy *strategy, uint32_t number,
+                                                  const dtrain__samples *x,
+                                                  const dtrain__samples *y, float *factor);
+/* Take part in the sums of the others' loss, without samples. */
+DTRAIN__PRIVATE dtrain_result dtrain__join_sums(dtrain_strategy *strategy);
+/* Note that an evaluation begins or ends: its passes have no gradients, and still one mean. */
+DTRAIN__PRIVATE void dtrain__expect_evaluation(dtrain_strategy *strategy, bool begins);
 /* Note that a tape runs the backwards: joining ranks then take part in agree_unit. */
 DTRAIN__PRIVATE void dtrain__expect_tape(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__agree_unit(dtrain_strategy *strategy, int64_t terms);

@@ -136,6 +136,70 @@ DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float
     return DTRAIN_OK;
 }
 
+/* ---- Losses of several terms
+ *
+ * A loss that adds two means over different samples has one weight, that of the first, x. The
+ * second, y, is multiplied by a factor, so that it is averaged over all its own samples too:
+ *
+ *     loss = x + f y      f = (y's samples here / on all ranks) / (x's samples here / on all ranks)
+ *
+ * f is 1 where the two numbers are proportional. It is needed before the backward, when those of
+ * later micro-batches are not known: they must be proportional to the first one's. */
+
+DTRAIN__PRIVATE dtrain_result dtrain__second_mean(dtrain_strategy *strategy, uint32_t number,
+                                                  const dtrain__samples *x,
+                                                  const dtrain__samples *y, float *factor)
+{
+    const int64_t mine[2] = {x ? (int64_t)dtrain__samples_count(x) : 0,
+                             y ? (int64_t)dtrain__samples_count(y) : 0};
+    int64_t all[3] = {mine[0], mine[1], mine[0] == 0 && mine[1] > 0};
+    int64_t *first = strategy->sums_first[dtrain__min(number, DTRAIN__LOSS_SUMS - 1)];
+    dtrain_comm *data = strategy->groups.data;
+    dtrain__call_label(strategy->world, "samples of losses", (int64_t)number, "");
+    if (dtrain_comm_size(data) > 1)
+        DTRAIN__TRY(
+            dtrain_all_reduce(data, all, all, 3, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_SUM, NULL));
+    if (number >= strategy->sums_known) memcpy(first, all, sizeof strategy->sums_first[0]);
+    if (number >= strategy->sums_known) strategy->sums_known = number + 1;
+    if (all[2] || (double)all[0] * (double)first[1] != (double)all[1] * (double)first[0])
+        return dtrain_fail(
+            DTRAIN_ERROR_UNSUPPORTED,
+            "dtrain_add: the loss adds two means, over %lld and %lld samples of all ranks, over "
+            "%lld "
+            "and %lld in the first pass of this step or evaluation, and %lld ranks have samples of "
+            "one only; no weight of a pass makes both the mean over all their samples. Write an "
+            "auxiliary loss as dtrain_scale(dtrain_sum(x), 1 / count), which takes the weight of "
+            "the other, or choose DTRAIN_AVERAGE_MEANS",
+            (long long)all[0], (long long)all[1], (long long)first[0], (long long)first[1],
+            (long long)all[2]);
+    *factor = 0;
+    if (mine[1])
+        *factor = (float)((double)mine[1] * (double)all[0] / ((double)all[1] * (double)mine[0]));
+    strategy->sums_made = number + 1;
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__join_sums(dtrain_strategy *strategy)
+{
+    const uint32_t sums = strategy->sums_made;
+    float factor;
+    for (uint32_t i = 0; i < sums; i++)
+        DTRAIN__TRY(dtrain__second_mean(strategy, i, NULL, NULL, &factor));
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE void dtrain__expect_evaluation(dtrain_strategy *strategy, bool begins)
+{
+    strategy->evaluates = begins;
+    strategy->sums_known = 0;
+}
+
+DTRAIN__PRIVATE bool dtrain__weighs_terms(const dtrain_strategy *strategy, bool forward_only)
+{
+    return strategy->desc.average == DTRAIN_AVERAGE_SAMPLES &&
+           (strategy->evaluates || (!forward_only && dtrain__weighs(strategy)));
+}
+
 /* ---- The tally --------------------------------------------------------------------------------*/
 
 /* Set count elements of the tally by a kernel, which has the value in its arguments: a queued copy

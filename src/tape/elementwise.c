@@ -44,9 +44,36 @@ static dtrain_result dtrain__add_backward(dtrain_op *op)
 
 DTRAIN__OP(add, add, 0, DTRAIN_RECOMPUTE_ELEMENTWISE, 0, DTRAIN__OP_TAKES_ALL, false)
 
+/* Scale the second of two losses that are means over different samples, so that both can have the
+ * weight of the first, which ignores no targets where one of them ignores none. */
+static dtrain_result dtrain__balance(dtrain_tape *tape, dtrain_tensor *inputs[2])
+{
+    const dtrain__tape_tensor *x = (const dtrain__tape_tensor *)inputs[0],
+                              *y = (const dtrain__tape_tensor *)inputs[1];
+    const int second = x->samples.valid && !y->samples.valid ? 0 : 1;
+    float factor = 1;
+    if (x->tensor.count != 1 || y->tensor.count != 1 || !x->samples.terms || !y->samples.terms ||
+        (x->samples.terms == y->samples.terms && x->samples.valid == y->samples.valid) ||
+        x->ghost || y->ghost || !tape->strategy || tape->planning ||
+        !dtrain__weighs_terms(tape->strategy, (tape->pass.flags & DTRAIN_TAPE_NO_GRAD) != 0))
+        return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__second_mean(tape->strategy, tape->pass.sums++,
+                                    second ? &x->samples : &y->samples,
+                                    second ? &y->samples : &x->samples, &factor));
+    if (tape->feed && factor != 1)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_add: a recorded step cannot add two means over other samples "
+                           "than the same share on every rank; use graph = false");
+    if (tape->feed) tape->feed->fixed = true;
+    if (factor != 1) inputs[second] = dtrain_scale(tape, inputs[second], factor);
+    return tape->error;
+}
+
 DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y)
 {
-    dtrain_tensor *const inputs[2] = {x, y};
+    dtrain_tensor *inputs[2] = {x, y};
+    if (dtrain__tape_check(tape, "dtrain_add") != DTRAIN_OK) return NULL;
+    if (x && y && dtrain__tape_stick(tape, dtrain__balance(tape, inputs)) != DTRAIN_OK) return NULL;
     return dtrain_tape_apply(tape, &dtrain__add_op, inputs, 2, NULL, 0, NULL, 0);
 }
 

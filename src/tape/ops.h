@@ -158,7 +158,13 @@ typedef struct dtrain_pool2d_desc {
 DTRAIN_API dtrain_tensor *dtrain_pool2d(dtrain_tape *tape, dtrain_tensor *x,
                                         const dtrain_pool2d_desc *desc);
 
-/* Add two tensors of the same count and last axis; the result has the wider type of the two. */
+/* Add two tensors of the same count and last axis; the result has the wider type of the two.
+ *
+ * Two losses that are means over different samples (cross-entropy over the targets that count, an
+ * auxiliary dtrain_mean) are each averaged over all their samples of a step, on whatever rank: with
+ * several ranks that takes a small all-reduce in the forward pass. With several micro-batches the
+ * numbers of samples must be proportional in all of them; where they are not, every rank gets an
+ * error. An auxiliary loss that is a scaled dtrain_sum takes the weight of the other loss. */
 DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y);
 /* Multiply every element by factor. */
 DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, float factor);

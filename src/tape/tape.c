@@ -218,11 +218,19 @@ static float *dtrain__feed_valid(const dtrain__feed_item *item)
 }
 
 /* Copy the caller's data to an input's page-locked place. */
-DTRAIN__PRIVATE void dtrain__feed_fill(const dtrain__feed_item *item)
+DTRAIN__PRIVATE dtrain_result dtrain__feed_fill(const dtrain__feed *feed,
+                                                const dtrain__feed_item *item)
 {
+    float *valid = dtrain__feed_valid(item);
     memcpy(item->pinned, item->host, item->bytes);
-    if (item->dtype == DTRAIN_DTYPE_I32)
-        dtrain__count_valid(item->host, (int64_t)item->bytes / 4, dtrain__feed_valid(item));
+    if (item->dtype != DTRAIN_DTYPE_I32) return DTRAIN_OK;
+    const float before = valid[1];
+    dtrain__count_valid(item->host, (int64_t)item->bytes / 4, valid);
+    if (!feed->fixed || valid[1] == before) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "dtrain_trainer_step: %.0f targets count, and %.0f did when the step was "
+                       "recorded, whose loss adds two means; use graph = false",
+                       (double)valid[1], (double)before);
 }
 
 /* Copy the caller's data to the input's page-locked memory, unless a feed has done so; the stream
@@ -249,7 +257,7 @@ static dtrain_result dtrain__feed_take(dtrain_tape *tape, dtrain_tensor *x, cons
                            feed->next + 1, bytes, item->bytes);
     }
     item->host = host;
-    if (!feed->filled) dtrain__feed_fill(item);
+    if (!feed->filled) DTRAIN__TRY(dtrain__feed_fill(feed, item));
     feed->next++;
     if (item->dtype == DTRAIN_DTYPE_I32) { /* the same copy brings the two numbers */
         dtrain__samples *samples = &((dtrain__tape_tensor *)x)->samples;

@@ -152,7 +152,8 @@ typedef struct dtrain__feed_item {
 typedef struct dtrain__feed {
     dtrain__feed_item items[DTRAIN__FEED_ITEMS];
     size_t count, next; /* inputs known; number of the pass's next input */
-    bool filled;        /* `pinned` already holds this pass's data */
+    bool fixed;  /* a loss adds two means: the targets that are not ignored keep their number */
+    bool filled; /* `pinned` already holds this pass's data */
 } dtrain__feed;
 
 /* Page-locked memory through which inputs of all other passes go; see staging.c. */
@@ -176,8 +177,9 @@ typedef struct dtrain__pass {
     size_t node_count, tensor_count, recomputed_count;
     uint32_t mark_count, segment_count;
     dtrain__tape_segment *segment; /* the segment being recorded; NULL: none */
-    bool halves; /* its backward makes gradients of inputs, and those of parameters later */
-    bool more;   /* another micro-batch adds to its gradients: none is ready behind this backward */
+    bool halves;   /* its backward makes gradients of inputs, and those of parameters later */
+    uint32_t sums; /* of means over different samples, so far */
+    bool more; /* another micro-batch adds to its gradients: none is ready behind this backward */
 } dtrain__pass;
 
 /* ---- Costs ------------------------------------------------------------------------------------*/
@@ -232,7 +234,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__pass_begin(dtrain_tape *tape, uint32_t fla
 DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit);
-DTRAIN__PRIVATE void dtrain__feed_fill(const dtrain__feed_item *item);
+DTRAIN__PRIVATE dtrain_result dtrain__feed_fill(const dtrain__feed *feed,
+                                                const dtrain__feed_item *item);
 DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x);
 DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x);
 

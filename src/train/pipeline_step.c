@@ -121,7 +121,8 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
         DTRAIN__TRY(dtrain__trainer_fetch(trainer));
         flight->joined = trainer->ended;
     }
-    if (flight->joined) return DTRAIN_OK;
+    if (flight->joined)
+        return stage == line->stages - 1 ? dtrain__join_sums(desc->strategy) : DTRAIN_OK;
     *dtrain__slot_at(line, action->chunk, action->micro_batch) = action->slot;
     if (stage && dtrain__neighbour(line, stage - 1, action->micro_batch, &before))
         source.slot = (int32_t)before;

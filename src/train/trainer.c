@@ -437,7 +437,8 @@ static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_
     const dtrain_result next = next_batch ? next_batch(user) : DTRAIN_OK;
     float loss = 0, weight = 0;
     *ended += next == DTRAIN_ERROR_END;
-    if (next == DTRAIN_ERROR_END && trainer->pipeline) return DTRAIN_OK; /* on all of its ranks */
+    if (next == DTRAIN_ERROR_END && trainer->pipeline) /* on all of its ranks */
+        return dtrain__join_sums(trainer->desc.strategy);
     if (next == DTRAIN_ERROR_END) return dtrain__join_forward(trainer->desc.strategy);
     DTRAIN__TRY(next);
     DTRAIN__TRY(trainer->pipeline ? dtrain__pipeline_evaluate(trainer, user, &loss, &weight)
@@ -462,11 +463,13 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
     if (trainer->pipeline)
         DTRAIN__TRY(dtrain__strategy_keep(
             trainer->desc.strategy, dtrain__pipeline_survey(trainer, user, DTRAIN_TAPE_NO_GRAD)));
+    dtrain__expect_evaluation(trainer->desc.strategy, true);
     for (int64_t i = 0; i < batches; i++) {
         const dtrain_result result =
             dtrain__evaluate_one(trainer, next_batch, user, &sum, &weights, &ended);
         DTRAIN__TRY(dtrain__strategy_keep(trainer->desc.strategy, result));
     }
+    dtrain__expect_evaluation(trainer->desc.strategy, false);
     double own[DTRAIN__WORD_COUNT], mean[DTRAIN__WORD_COUNT];
     for (int word = 0; word < DTRAIN__WORD_COUNT; word++) /* the last step's figures stay */
         own[word] = (double)trainer->words[trainer->rank * DTRAIN__WORD_COUNT + word];

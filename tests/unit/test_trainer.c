@@ -24,6 +24,7 @@ typedef struct run {
     uint32_t kind;
     int64_t ends[MAX_RANKS]; /* micro-batches that a rank's data has; 0: it has no end */
     bool end_ignored;        /* behind it no target counts, and ranks go on */
+    uint32_t terms;          /* of the loss beside the first: TERM_*, from the lowest bit on */
     bool ignored, scaled;    /* half of the targets, unevenly, and in step 7 all; loss scaling */
     int drift_rank;          /* in whose memory a bit flips in step 5 */
     float clip, dropout;
@@ -41,6 +42,17 @@ typedef struct run {
     int warnings;
     char warning[1024];
 } run;
+
+/* Terms that are added to the cross-entropy, or it to them: means over the logits and over the hidden values, and a
+ * cross-entropy that ignores other targets. A sum has the weight of the others. */
+enum {
+    TERM_LOGITS = 1,
+    TERM_HIDDEN = 2,
+    TERM_OTHERS = 4,
+    TERM_SUM = 8,
+    TERM_FIRST = 16,
+    TERMS = 32
+};
 
 static run *run_create(uint32_t ranks, uint32_t accumulation, int steps)
 {
@@ -64,8 +76,13 @@ typedef struct rank_state {
     dtrain_comm *comm;    /* NULL: the world's */
     dtrain_param params[5];
     dtrain_trainer_desc desc;
-    int32_t tokens[GLOBAL_BATCH], targets[GLOBAL_BATCH];
+    int32_t tokens[GLOBAL_BATCH], targets[GLOBAL_BATCH], others[GLOBAL_BATCH];
 } rank_state;
+
+static bool ignores(int64_t step, int64_t sample)
+{
+    return step == 7 || sample / 6 % 4 == 0 || sample % 5 < 2;
+}
 
 static dtrain_result next_batch(void *user)
 {
@@ -75,8 +92,7 @@ static dtrain_result next_batch(void *user)
     for (int64_t i = 0; i < s->batch; i++) {
         s->tokens[i] = (int32_t)((first + i) % VOCAB);
         s->targets[i] = (int32_t)((7 * (first + i) + 3) % VOCAB);
-        if (s->r->ignored && (step == 7 || (first + i) / 6 % 4 == 0 || (first + i) % 5 < 2))
-            s->targets[i] = -1;
+        if (s->r->ignored && ignores(step, first + i)) s->targets[i] = -1;
     }
     if (s->rank == s->r->slow_rank || (s->r->slow_rank < 0 && s->r->sleep_us)) {
         struct timespec nap = {0, s->r->sleep_us * 1000L};
@@ -97,6 +113,36 @@ static dtrain_result next_batch(void *user)
     return DTRAIN_OK;
 }
 
+/* Whether a sample counts for the cross-entropy of TERM_OTHERS. */
+static bool counts_for_others(int64_t sample) { return sample % 7 < 3; }
+
+static dtrain_tensor *several_terms(dtrain_tape *tape, rank_state *s, dtrain_tensor *hidden,
+                                    dtrain_tensor *logits, dtrain_tensor *loss)
+{
+    const uint32_t terms = s->r->terms;
+    const int64_t shape[1] = {s->batch};
+    for (int64_t i = 0; i < s->batch; i++)
+        s->others[i] = counts_for_others(((s->micro - 1) * s->r->ranks + s->rank) * s->batch + i)
+                           ? s->tokens[i]
+                           : -1;
+    for (uint32_t term = 1; term < TERM_FIRST; term *= 2) {
+        dtrain_tensor *other = logits;
+        if (!(terms & term)) continue;
+        if (term == TERM_HIDDEN) other = hidden;
+        if (term == TERM_OTHERS)
+            other = dtrain_cross_entropy(
+                tape, logits, dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, shape, s->others, false),
+                0, 0);
+        else if (term == TERM_SUM) /* as many as targets count, where it stands alone */
+            other = dtrain_scale(tape, dtrain_sum(tape, dtrain_multiply(tape, other, other)),
+                                 1.0f / (float)(s->batch * VOCAB));
+        else other = dtrain_mean(tape, dtrain_multiply(tape, other, other));
+        other = dtrain_scale(tape, other, 0.7f);
+        loss = terms & TERM_FIRST ? dtrain_add(tape, other, loss) : dtrain_add(tape, loss, other);
+    }
+    return loss;
+}
+
 static dtrain_tensor *model_loss(dtrain_tape *tape, void *user)
 {
     rank_state *s = (rank_state *)user;
@@ -111,8 +157,10 @@ static dtrain_tensor *model_loss(dtrain_tape *tape, void *user)
     h = dtrain_linear(tape, h, &p[1], &p[2], DTRAIN_ACTIVATION_GELU);
     if (s->r->dropout > 0) h = dtrain_dropout(tape, h, s->r->dropout);
     dtrain_tape_unit(tape, 2);
-    h = dtrain_linear(tape, h, &p[3], &p[4], DTRAIN_ACTIVATION_NONE);
-    h = dtrain_cross_entropy(tape, h, targets, 0, 0);
+    dtrain_tensor *hidden = h,
+                  *logits = dtrain_linear(tape, h, &p[3], &p[4], DTRAIN_ACTIVATION_NONE);
+    h = dtrain_cross_entropy(tape, logits, targets, 0, 0);
+    if (s->r->terms) h = several_terms(tape, s, hidden, logits, h);
     int64_t step = (s->micro - 1) / s->r->accumulation;
     if (s->rank == s->r->nan_rank &&
         (step == s->r->nan_step || (s->r->nan_on && step > s->r->nan_step)))
@@ -333,6 +381,88 @@ static void test_ignored_targets(void)
         if (i % 2 == 0) /* step 7 is the last */
             CHECK(memcmp(many->before[0], many->after[0], sizeof many->after[0]) == 0);
     }
+}
+
+/* Count the samples of a micro-batch that a term is a mean over (0: the first), of a rank or of all ranks (-1). */
+static int64_t term_samples(const run *r, uint32_t term, int step, uint32_t micro, int rank)
+{
+    const int64_t all = GLOBAL_BATCH / r->accumulation, batch = rank < 0 ? all : all / r->ranks;
+    const int64_t first =
+        (step * (int64_t)r->accumulation + micro) * all + (rank < 0 ? 0 : rank * batch);
+    int64_t count = 0;
+    if (term == TERM_LOGITS) return batch * VOCAB;
+    if (term == TERM_HIDDEN) return batch * HIDDEN;
+    for (int64_t i = first; i < first + batch; i++)
+        count += term == TERM_OTHERS ? counts_for_others(i) : !(r->ignored && ignores(step, i));
+    return count;
+}
+
+/* Tell whether a step can be right: all terms have the same share of their samples in each micro-batch, and where all
+ * of them ignore targets no rank has some for the second term only. */
+static bool can_be_right(const run *r, int step)
+{
+    const uint32_t both[2] = {r->terms & TERM_FIRST ? TERM_OTHERS : 0,
+                              r->terms & TERM_FIRST ? 0 : TERM_OTHERS};
+    for (uint32_t term = TERM_LOGITS; term < TERM_SUM; term *= 2)
+        for (uint32_t micro = 1; micro < r->accumulation && (r->terms & term); micro++)
+            if (term_samples(r, 0, step, micro, -1) * term_samples(r, term, step, 0, -1) !=
+                term_samples(r, 0, step, 0, -1) * term_samples(r, term, step, micro, -1))
+                return false;
+    for (uint32_t i = 0;
+         i < r->ranks * r->accumulation && (r->terms | TERM_FIRST) == (TERM_OTHERS | TERM_FIRST);
+         i++)
+        if (!term_samples(r, both[0], step, i / r->ranks, (int)(i % r->ranks)) &&
+            term_samples(r, both[1], step, i / r->ranks, (int)(i % r->ranks)))
+            return false;
+    return true;
+}
+
+/* Each term of a loss is averaged over its own samples of the step, on any ranks; with several micro-batches, whose
+ * numbers are not known in time, a sum is refused on all ranks as soon as they have other shares. */
+static void test_losses_of_several_terms(void)
+{
+    static const uint32_t kinds[] = {DTRAIN_STRATEGY_DDP, DTRAIN_STRATEGY_ZERO1,
+                                     DTRAIN_STRATEGY_SHARD_GRAD_OP, DTRAIN_STRATEGY_FULL_SHARD};
+    int refused = 0, right = 0;
+    for (uint32_t i = 0; i < 40; i++) {
+        run *one = run_create(1, 1, 7), *many = run_create(1 + i % 4, i % 3 ? 1 : 2, 7);
+        one->terms = many->terms = 1 + (i * 13 + 2) % (TERM_SUM - 1) + (i % 5 < 2 ? TERM_FIRST : 0);
+        one->ignored = many->ignored = i % 6 != 3;
+        many->kind = kinds[i % 7 % 4];
+        many->recompute_every = i % 2;
+        if (!one->ignored && !(one->terms & TERM_OTHERS)) one->eval_at = many->eval_at = 5;
+        run_well(one);
+        int good = 0;
+        while (good < many->steps && can_be_right(many, good)) good++;
+        if (run_launch(many) == DTRAIN_OK && good == many->steps) {
+            for (uint32_t rank = 0; rank < many->ranks; rank++)
+                CHECK_MSG(many->ended[rank] == DTRAIN_OK, "case %u: %s", (unsigned)i,
+                          many->error[rank]);
+            check_same_losses(many, one, 5e-5);
+            if (many->eval_at >= 0 && many->accumulation == 1)
+                CHECK_CLOSE(many->eval_loss[0], one->eval_loss[0], 2e-5);
+            right++;
+            continue;
+        }
+        refused++;
+        for (uint32_t rank = 0; rank < many->ranks; rank++)
+            CHECK_MSG(good < many->steps && many->ended[rank] != DTRAIN_OK &&
+                          strstr(many->error[rank], "the loss adds two means"),
+                      "case %u, %d steps: %s", (unsigned)i, good, many->error[rank]);
+    }
+    CHECK_MSG(right > 20 && refused > 5, "%d right, %d refused", right, refused);
+}
+
+/* A second term written as a sum has the weight of the targets that count, with any micro-batches; and a rank whose
+ * data has ended takes part in what the loss of the others exchanges. */
+static void test_terms_that_take_part(void)
+{
+    run *sum = run_create(3, 2, 7), *ends = run_create(3, 1, 9);
+    sum->terms = TERM_SUM, sum->ignored = true, sum->eval_at = 3; /* nothing to refuse */
+    run_well(sum);
+    ends->terms = TERM_LOGITS | TERM_HIDDEN | TERM_OTHERS, ends->ignored = true;
+    ends->ends[0] = 5, ends->ends[1] = 8, ends->ends[2] = 9;
+    run_well(ends);
 }
 
 /* A rank whose data ends takes part without samples: the bits of one none of whose targets count. */
@@ -836,6 +966,8 @@ int main(int argc, char **argv)
     RUN(test_learns);
     RUN(test_ranks_and_micro_batches_agree);
     RUN(test_ignored_targets);
+    RUN(test_losses_of_several_terms);
+    RUN(test_terms_that_take_part);
     RUN(test_data_ends_earlier);
     RUN(test_processes_are_threads_to_the_bit);
     RUN(test_clipping);
