@@ -14835,7 +14835,7 @@ static dtrain_result dtrain__message_start(const dtrain__runner *run,
         dtrain_pipeline_part part;
         memset(&part, 0, sizeof part);
         DTRAIN__TRY(run->work->part(run->work->user, action, i, &part));
-        if (part.count == 0) return DTRAIN_OK;
+        if (part.count == 0) break;
         if (i == DTRAIN__PARTS_MOST)
             return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "a message has more than %d parts",
                                DTRAIN__PARTS_MOST);
@@ -14845,6 +14845,9 @@ static dtrain_result dtrain__message_start(const dtrain__runner *run,
                                         action->peer, &message->works[i]));
         message->count = i + 1;
     }
+    if (!run->comm->ops->launch_ordered || !message->count) return DTRAIN_OK;
+    bool done; /* NCCL's communicator would collect messages until one is waited for */
+    return dtrain_work_test(message->works[message->count - 1], &done);
 }
 
 /* Call compute, in a span: a trace shows passes as a drawing of the schedule does. */

@@ -38,8 +38,11 @@
    Differences from the local communicator
        Order     Send and receive keep their place among the collectives: two ranks must start
                  theirs in an order that fits, as with any NCCL program. Sends and receives that
-                 are started one after the other, and waited for later, become one NCCL group: an
-                 exchange cannot deadlock.
+                 are started one after the other, and waited for later, are launched by the first
+                 dtrain_work_wait, dtrain_work_test or collective. As many sends as receives become
+                 one NCCL group: an exchange cannot deadlock, in whatever order its messages are
+                 started. Otherwise messages keep their order, as if each were waited for before the
+                 next, but for a send and a receive that run side by side.
        Bits      NCCL decides in which order it adds, and bf16 and fp16 are rounded on the way: bits
                  may differ from the local communicator's and from one number of ranks to another.
                  DTRAIN_REDUCE_MEAN is the sum, then times 1/N in fp32: ncclAvg would round 1/N
@@ -210,18 +213,21 @@ typedef struct dtrain_nccl__library {
 #undef DTRAIN_NCCL_POINTER
 } dtrain_nccl__library;
 
-#define DTRAIN_NCCL_RING 64u  /* operations remembered; also events per communicator */
-#define DTRAIN_NCCL_GROUP 32u /* sends and receives in one group; less than the ring */
+#define DTRAIN_NCCL_RECORDS 64 /* operations remembered; also events per communicator */
 
 #define DTRAIN_NCCL_TEXT 1000
 
 typedef struct dtrain_nccl__hub dtrain_nccl__hub;
 
-/* A record of one of the last operations of a communicator. An error compares it across ranks. */
+/* A record of one of the last operations of a communicator. An error compares it across ranks. The
+ * oldest is used again for the next operation, unless its own has still to be waited for. */
 typedef struct dtrain_nccl__record {
-    uint64_t number; /* from 1, in two counts: a collective has the same number on every rank */
+    struct dtrain_nccl__record *next; /* newer */
+    uint64_t number; /* from 1, in two counts: a collective has the same number on every rank; 0:
+                        not used yet */
     dtrain_collective what;
     dtrain_event *done;
+    bool waited_for; /* the program has given the work back, or there was none */
     bool launched;
     bool captured; /* its event belongs to a graph and cannot be queried */
 } dtrain_nccl__record;
@@ -238,8 +244,8 @@ typedef struct dtrain_nccl__comm {
     uint32_t abort_state; /* atomic: 1 = a thread is in ncclCommAbort, 2 = it has returned */
     uint32_t split_count;
     char name[64]; /* "world", "world/1.0": the same on all its ranks */
-    uint64_t collectives, point_to_point, operations;
-    dtrain_nccl__record ring[DTRAIN_NCCL_RING];
+    uint64_t collectives, point_to_point;
+    dtrain_nccl__record *oldest, *newest;
 } dtrain_nccl__comm;
 
 /* A bounce buffer: pinned memory and as much device memory, for an operation with a host buffer. */
@@ -294,7 +300,7 @@ struct dtrain_nccl__hub {
     dtrain_nccl__stream_mark marks[2]; /* compute, communication */
     dtrain_nccl__comm *comms;
     dtrain_nccl__work *pool, *group, **group_end;
-    uint32_t group_count;
+    int group_balance;          /* sends in the group, less the receives in it */
     dtrain_nccl__block *blocks; /* not in use */
     dtrain_nccl__memory *memory;
     double last_watch;  /* time of the last watch */
@@ -326,8 +332,6 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__sleep(long microseconds);
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__abort_one(dtrain_nccl__comm *comm);
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__await_aborts(dtrain_nccl__hub *hub);
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__drop_graphs(dtrain_nccl__hub *hub);
-DTRAIN_NCCL__PRIVATE dtrain_nccl__record *dtrain_nccl__record_at(dtrain_nccl__comm *comm,
-                                                                 uint64_t operation);
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__hub_error(dtrain_nccl__hub *hub);
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_error(const dtrain_nccl__comm *comm);
 DTRAIN_NCCL_PRINTF(3, 4)
@@ -367,6 +371,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__alloc_entry(dtrain_comm *base, s
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__free_entry(dtrain_comm *base, void *pointer, size_t bytes);
 
 /* comm/nccl/create.c */
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__add_record(dtrain_nccl__comm *comm);
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_make(dtrain_nccl__hub *hub, int size, int rank,
                                                           const int *world_ranks, const char *name,
                                                           dtrain_nccl__comm **out);
@@ -480,7 +485,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__code(ncclResult_t result)
 /* Objects of a rank, names of operations
  *
  *     hub                       one a rank: library, stream, bounce buffers, the failure
- *      |-- comm  (the world)    an NCCL communicator and the ring of its last operations
+ *      |-- comm  (the world)    an NCCL communicator and a list of its last operations
  *      |-- comm  (a split)
  *      |-- comm  (re-created)
  *
@@ -669,20 +674,17 @@ static void dtrain_nccl__abort_all(dtrain_nccl__hub *hub)
     }
     hub->group = NULL;
     hub->group_end = &hub->group;
-    hub->group_count = 0;
+    hub->group_balance = 0;
 }
 
 /* ---- What this rank was doing -----------------------------------------------------------------*/
 
-DTRAIN_NCCL__PRIVATE dtrain_nccl__record *dtrain_nccl__record_at(dtrain_nccl__comm *comm,
-                                                                 uint64_t operation)
+/* Return the oldest operation that a communicator remembers; records of none precede it. */
+static const dtrain_nccl__record *dtrain_nccl__oldest(const dtrain_nccl__comm *comm)
 {
-    return &comm->ring[operation % DTRAIN_NCCL_RING];
-}
-
-static uint64_t dtrain_nccl__oldest(const dtrain_nccl__comm *comm)
-{
-    return comm->operations > DTRAIN_NCCL_RING ? comm->operations - DTRAIN_NCCL_RING : 0;
+    const dtrain_nccl__record *record = comm->dead ? NULL : comm->oldest;
+    while (record && !record->number) record = record->next;
+    return record;
 }
 
 /* Describe the state of an operation. The event of a graph cannot be queried, and while something
@@ -707,8 +709,8 @@ static void dtrain_nccl__add_position(dtrain_nccl__hub *hub, char *text, size_t 
 {
     size_t used = strlen(text);
     for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
-        for (uint64_t i = dtrain_nccl__oldest(comm); i < comm->operations && !comm->dead; i++) {
-            const dtrain_nccl__record *record = dtrain_nccl__record_at(comm, i);
+        for (const dtrain_nccl__record *record = dtrain_nccl__oldest(comm); record;
+             record = record->next) {
             const char *state = dtrain_nccl__state(hub, record);
             char what[200];
             if (strncmp(state, "not ", 4) != 0 || used >= room) continue;
@@ -724,8 +726,8 @@ static void dtrain_nccl__add_position(dtrain_nccl__hub *hub, char *text, size_t 
 static void dtrain_nccl__log_rings(dtrain_nccl__hub *hub)
 {
     for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
-        for (uint64_t i = dtrain_nccl__oldest(comm); i < comm->operations && !comm->dead; i++) {
-            const dtrain_nccl__record *record = dtrain_nccl__record_at(comm, i);
+        for (const dtrain_nccl__record *record = dtrain_nccl__oldest(comm); record;
+             record = record->next) {
             char what[200];
             dtrain_nccl__describe(comm, record, what, sizeof what);
             dtrain_log(hub->world, DTRAIN_LOG_ERROR, "  %s: %s", what,
@@ -749,9 +751,9 @@ static void dtrain_nccl__compare(dtrain_nccl__hub *hub)
     snprintf(key, sizeof key, "collective %llu on %s [%s]", number, name, theirs);
     if (!strstr(report, key)) return; /* the report was cut off */
     for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
-        if (comm->dead || strcmp(comm->name, name) != 0) continue;
-        for (uint64_t i = dtrain_nccl__oldest(comm); i < comm->operations; i++) {
-            const dtrain_nccl__record *record = dtrain_nccl__record_at(comm, i);
+        if (strcmp(comm->name, name) != 0) continue;
+        for (const dtrain_nccl__record *record = dtrain_nccl__oldest(comm); record;
+             record = record->next) {
             if (record->number != number || dtrain_nccl__is_point_to_point(record->what.kind))
                 continue;
             dtrain_nccl__describe(comm, record, mine, sizeof mine);
@@ -1114,15 +1116,24 @@ static void dtrain_nccl__give_work(dtrain_nccl__work *work)
     dtrain_nccl__hub *hub = ((dtrain_nccl__comm *)work->base.comm)->hub;
     dtrain_nccl__mark_done(work);
     work->base.comm->outstanding--;
+    if (work->record) work->record->waited_for = true;
     if (work->block) dtrain_nccl__give_block(hub, work->block);
     work->next = hub->pool;
     hub->pool = work;
 }
 
-static void dtrain_nccl__write_record(dtrain_nccl__comm *comm, dtrain_nccl__work *work,
-                                      const dtrain_collective *what, bool captured)
+static dtrain_result dtrain_nccl__write_record(dtrain_nccl__comm *comm, dtrain_nccl__work *work,
+                                               const dtrain_collective *what, bool captured)
 {
-    dtrain_nccl__record *record = dtrain_nccl__record_at(comm, comm->operations++);
+    dtrain_nccl__record *record = comm->oldest;
+    if (record->waited_for) { /* it becomes the newest */
+        comm->newest->next = record;
+        comm->newest = record;
+        comm->oldest = record->next;
+        record->next = NULL;
+    } else DTRAIN_NCCL_TRY(dtrain_nccl__add_record(comm));
+    record = comm->newest;
+    record->waited_for = false;
     record->number =
         dtrain_nccl__is_point_to_point(what->kind) ? ++comm->point_to_point : ++comm->collectives;
     record->what = *what;
@@ -1131,6 +1142,7 @@ static void dtrain_nccl__write_record(dtrain_nccl__comm *comm, dtrain_nccl__work
     work->captured = captured;
     comm->captured = comm->captured || captured;
     work->record = record;
+    return DTRAIN_OK;
 }
 
 /* ---- Calling NCCL -----------------------------------------------------------------------------*/
@@ -1210,16 +1222,41 @@ static ncclResult_t dtrain_nccl__call(dtrain_nccl__comm *comm, const dtrain_nccl
     }
 }
 
-/* Launch the sends and receives that were started and not launched yet, as one NCCL group. */
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__flush(dtrain_nccl__hub *hub)
+/* ---- Sends and receives -------------------------------------------------------------------------
+ *
+ * Those that a program starts without waiting in between are collected, and launched when it waits,
+ * tests, or starts a collective. In which groups decides what can hang. NCCL runs the messages of a
+ * group in batches: the n-th send to and the n-th receive from a rank are in batch n, which starts
+ * when batch n - 1 is done. An event is recorded behind a whole group.
+ *
+ *     As many sends as receives are an exchange, one group. The n-th message from a rank to another
+ *     is in batch n on both, in whatever order each starts its own, so that batches end one after
+ *     the other on all ranks.
+ *
+ *     Others run ahead. S1 S2 R1 on one rank as one group would be batches S1 + R1 and S2: S2 would
+ *     wait for R1, and with it the rank that sends R1 once it has S2. So they are launched in the
+ *     order of their starts, and a second send to, or receive from, a rank begins a new group. Then
+ *     a group has one batch, and ends wherever ranks end that wait for each message before they
+ *     start the next: in the order of such a run, the first message that is not done has been
+ *     launched on both ranks.
+ *
+ * The runner of a pipeline, whose schedules are of the second kind, tests every message. */
+
+/* Tell whether a message of `first` to before `work` is of its kind, to or from the same rank. */
+static bool dtrain_nccl__repeats(const dtrain_nccl__work *first, const dtrain_nccl__work *work)
 {
-    dtrain_nccl__work *first = hub->group;
+    for (; first != work; first = first->next)
+        if (first->base.comm == work->base.comm && first->what.kind == work->what.kind &&
+            first->what.root == work->what.root)
+            return true;
+    return false;
+}
+
+/* Launch a list of sends and receives as one NCCL group. */
+static dtrain_result dtrain_nccl__launch_group(dtrain_nccl__hub *hub, dtrain_nccl__work *first)
+{
     ncclResult_t failed = ncclSuccess;
     ncclComm_t culprit = NULL;
-    if (!first) return DTRAIN_OK;
-    hub->group = NULL;
-    hub->group_end = &hub->group;
-    hub->group_count = 0;
     hub->nccl.GroupStart();
     for (dtrain_nccl__work *work = first; work && failed == ncclSuccess; work = work->next) {
         dtrain_nccl__comm *comm = (dtrain_nccl__comm *)work->base.comm;
@@ -1240,6 +1277,24 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__flush(dtrain_nccl__hub *hub)
     return DTRAIN_OK;
 }
 
+/* Launch the sends and receives that were started and not launched yet. */
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__flush(dtrain_nccl__hub *hub)
+{
+    const bool exchange = hub->group_balance == 0;
+    dtrain_nccl__work *work = hub->group;
+    hub->group = NULL;
+    hub->group_end = &hub->group;
+    hub->group_balance = 0;
+    while (work) {
+        dtrain_nccl__work *const first = work, *last;
+        do last = work, work = work->next;
+        while (work && (exchange || !dtrain_nccl__repeats(first, work)));
+        last->next = NULL;
+        DTRAIN_NCCL_TRY(dtrain_nccl__launch_group(hub, first));
+    }
+    return DTRAIN_OK;
+}
+
 static dtrain_result dtrain_nccl__launch(dtrain_nccl__comm *comm, dtrain_nccl__work *work)
 {
     dtrain_nccl__hub *hub = comm->hub;
@@ -1247,7 +1302,8 @@ static dtrain_result dtrain_nccl__launch(dtrain_nccl__comm *comm, dtrain_nccl__w
         work->next = NULL;
         *hub->group_end = work;
         hub->group_end = &work->next;
-        return ++hub->group_count < DTRAIN_NCCL_GROUP ? DTRAIN_OK : dtrain_nccl__flush(hub);
+        hub->group_balance += work->what.kind == DTRAIN_COLLECTIVE_SEND ? 1 : -1;
+        return DTRAIN_OK;
     }
     DTRAIN_NCCL_TRY(dtrain_nccl__complete(hub, comm->nccl, dtrain_nccl__call(comm, work),
                                           dtrain_nccl__call_name(work->what.kind)));
@@ -1291,7 +1347,7 @@ static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
     dtrain_nccl__hub *hub = comm->hub;
     const dtrain_device_ops *ops = hub->device->ops;
     if (!dtrain_nccl__is_point_to_point(what->kind)) DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
-    dtrain_nccl__write_record(comm, work, what, capturing);
+    DTRAIN_NCCL_TRY(dtrain_nccl__write_record(comm, work, what, capturing));
     work->what = *what;
     if (what->count == 0) dtrain_nccl__use_placeholder(work);
     DTRAIN_NCCL_TRY(ops->event_record(hub->device, hub->ready, NULL));
@@ -1543,6 +1599,23 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__free_entry(dtrain_comm *base, void *point
  * fail on one rank alone come before the agreement, so that after it all ranks succeed or all
  * fail. */
 
+/* Append a record to the list, as the newest. */
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__add_record(dtrain_nccl__comm *comm)
+{
+    dtrain_nccl__hub *hub = comm->hub;
+    dtrain_nccl__record *record = (dtrain_nccl__record *)dtrain_nccl__alloc(hub, sizeof *record);
+    if (!record) return DTRAIN_ERROR_MEMORY;
+    const dtrain_result result = hub->device->ops->event_create(hub->device, &record->done);
+    if (result != DTRAIN_OK) {
+        dtrain_nccl__free(hub, record, sizeof *record);
+        return result;
+    }
+    record->waited_for = true;
+    *(comm->newest ? &comm->newest->next : &comm->oldest) = record;
+    comm->newest = record;
+    return DTRAIN_OK;
+}
+
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_make(dtrain_nccl__hub *hub, int size, int rank,
                                                           const int *world_ranks, const char *name,
                                                           dtrain_nccl__comm **out)
@@ -1563,8 +1636,8 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_make(dtrain_nccl__hub *hub,
     if (!comm->base.world_ranks) result = DTRAIN_ERROR_MEMORY;
     for (int i = 0; i < size && result == DTRAIN_OK; i++)
         comm->base.world_ranks[i] = world_ranks ? world_ranks[i] : i;
-    for (unsigned i = 0; i < DTRAIN_NCCL_RING && result == DTRAIN_OK; i++)
-        result = hub->device->ops->event_create(hub->device, &comm->ring[i].done);
+    for (int i = 0; i < DTRAIN_NCCL_RECORDS && result == DTRAIN_OK; i++)
+        result = dtrain_nccl__add_record(comm);
     if (result == DTRAIN_OK) *out = comm;
     else dtrain_nccl__comm_free(comm);
     return result;
@@ -1578,8 +1651,12 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__comm_free(dtrain_nccl__comm *comm)
     dtrain_nccl__comm **link = &hub->comms;
     while (*link != comm) link = &(*link)->next;
     *link = comm->next;
-    for (unsigned i = 0; i < DTRAIN_NCCL_RING; i++)
-        if (comm->ring[i].done) hub->device->ops->event_destroy(hub->device, comm->ring[i].done);
+    while (comm->oldest) {
+        dtrain_nccl__record *record = comm->oldest;
+        comm->oldest = record->next;
+        hub->device->ops->event_destroy(hub->device, record->done);
+        dtrain_nccl__free(hub, record, sizeof *record);
+    }
     dtrain_nccl__free(hub, comm->base.world_ranks, (size_t)comm->base.size * sizeof(int));
     if (!hub->stuck) dtrain_nccl__free(hub, comm, sizeof *comm);
 }

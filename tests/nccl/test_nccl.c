@@ -492,7 +492,7 @@ static int rank_exchange(dtrain_world *world, void *user)
         buffer_free(&out[m]);
         buffer_free(&in[m]);
     }
-    CHECK_MSG(nccl_mock_count.groups == 4, "%d launches, expected 3 groups and a barrier",
+    CHECK_MSG(nccl_mock_count.groups == 2, "%d launches, expected one group and a barrier",
               nccl_mock_count.groups);
     return 0;
 }
@@ -511,13 +511,307 @@ static int rank_chain(dtrain_world *world, void *user)
     return 0;
 }
 
+/* Exchanges of random numbers of messages between all pairs of ranks, which each rank starts in an order of its own
+ * and waits for in another one. */
+static int rank_random_exchange(dtrain_world *world, void *user)
+{
+    enum { PAIR = 4, ALL = 2 * MOST * PAIR };
+    dtrain_comm *comm = dtrain_world_comm(world);
+    const int rank = dtrain_world_rank(world), size = dtrain_world_size(world);
+    const uint64_t seed = *(const uint64_t *)user;
+    uint64_t own = seed * 100 + (uint64_t)rank;
+    buffer memory = buffer_make(comm, ON_DEVICE, 2 * MOST * PAIR * sizeof(float));
+    float *sent = (float *)memory.memory, *got = sent + MOST * PAIR, host[2 * MOST * PAIR];
+    dtrain_work *works[ALL];
+    int queue[2 * MOST], at[2 * MOST] = {0}, left[2 * MOST], count = 0, started = 0;
+    for (int peer = 0; peer < size; peer++) {
+        uint64_t both = seed * 7919 + (uint64_t)((rank < peer ? rank : peer) * MOST) +
+                        (uint64_t)(rank < peer ? peer : rank);
+        const int messages = peer == rank ? 0 : (int)ranks_random(&both, PAIR + 1);
+        for (int receives = 0; receives < 2 && messages; receives++) {
+            queue[count] = 2 * peer + receives;
+            left[count++] = messages;
+            started += messages;
+        }
+        for (int m = 0; m < PAIR; m++) host[peer * PAIR + m] = (float)(rank * 100 + peer * 10 + m);
+    }
+    buffer_write(&memory, host, sizeof host);
+    for (int i = 0; i < started; i++) {
+        int q = (int)ranks_random(&own, (uint64_t)count);
+        while (!left[q]) q = (q + 1) % count;
+        const int peer = queue[q] / 2, place = peer * PAIR + at[q]++;
+        left[q]--;
+        RANKS_TRY(queue[q] % 2
+                      ? dtrain_recv(comm, got + place, 1, DTRAIN_DTYPE_F32, peer, &works[i])
+                      : dtrain_send(comm, sent + place, 1, DTRAIN_DTYPE_F32, peer, &works[i]));
+    }
+    for (int i = started; i > 0; i--) {
+        const int chosen = (int)ranks_random(&own, (uint64_t)i);
+        RANKS_TRY(dtrain_work_wait(works[chosen]));
+        works[chosen] = works[i - 1];
+    }
+    RANKS_TRY(device_of(comm)->ops->synchronize(device_of(comm)));
+    buffer_read(&memory, host, sizeof host);
+    for (int q = 0; q < count; q++)
+        for (int m = 0; m < at[q] && queue[q] % 2; m++)
+            CHECK_CLOSE(host[(MOST + queue[q] / 2) * PAIR + m], queue[q] / 2 * 100 + rank * 10 + m,
+                        0);
+    buffer_free(&memory);
+    return 0;
+}
+
+static void test_random_exchanges(void)
+{
+    const uint64_t first = test_seed(), count = test_draws(12, 100, 1000);
+    for (uint64_t seed = first; seed < first + count; seed++) {
+        uint64_t own = seed;
+        dtrain_launch_desc desc = nccl_desc(2 + (int)(seed % 3), 20000);
+        for (int r = 0; r < MOST; r++) rank_controls[r].delay_steps = (int)ranks_random(&own, 4);
+        CHECK_MSG(ranks_launch(&desc, rank_random_exchange, &seed, NULL) == DTRAIN_OK,
+                  "seed %llu: %s", (unsigned long long)seed, dtrain_last_error());
+    }
+}
+
+/* Rank 0's sends run ahead: its second one goes before what it receives, which rank 1 sends between the two. */
+static int rank_ahead(dtrain_world *world, void *user)
+{
+    dtrain_comm *comm = dtrain_world_comm(world);
+    const int peer = 1 - dtrain_world_rank(world);
+    buffer b = buffer_make(comm, ON_DEVICE, 3 * sizeof(float));
+    float *x = (float *)b.memory, host[3] = {3, 5, 0};
+    dtrain_work *works[3];
+    (void)user;
+    if (peer == 1) {
+        buffer_write(&b, host, sizeof host);
+        RANKS_TRY(dtrain_send(comm, x, 1, DTRAIN_DTYPE_F32, peer, &works[0]));
+        RANKS_TRY(dtrain_send(comm, x + 1, 1, DTRAIN_DTYPE_F32, peer, &works[1]));
+        RANKS_TRY(dtrain_recv(comm, x + 2, 1, DTRAIN_DTYPE_F32, peer, &works[2]));
+    } else {
+        RANKS_TRY(dtrain_recv(comm, x, 1, DTRAIN_DTYPE_F32, peer, &works[0]));
+        RANKS_TRY(dtrain_recv(comm, x + 1, 1, DTRAIN_DTYPE_F32, peer, &works[1]));
+        RANKS_TRY(dtrain_work_wait(works[0]));
+        RANKS_TRY(scale(device_of(comm), x, 1, 7));
+        RANKS_TRY(dtrain_send(comm, x, 1, DTRAIN_DTYPE_F32, peer, &works[2]));
+    }
+    for (int i = peer == 1 ? 0 : 1; i < 3; i++) RANKS_TRY(dtrain_work_wait(works[i]));
+    RANKS_TRY(device_of(comm)->ops->synchronize(device_of(comm)));
+    buffer_read(&b, host, sizeof host);
+    CHECK_CLOSE(host[peer == 1 ? 2 : 0], 21, 0);
+    CHECK_CLOSE(host[1], 5, 0);
+    buffer_free(&b);
+    return 0;
+}
+
+/* The first of many messages under way is waited for: not one that was started later. */
+static int rank_many(dtrain_world *world, void *user)
+{
+    enum { MANY = 150 };
+    dtrain_comm *comm = dtrain_world_comm(world);
+    const int rank = dtrain_world_rank(world);
+    int32_t numbers[MANY];
+    dtrain_work *works[MANY];
+    for (int m = 0; m < MANY; m++) numbers[m] = m;
+    for (int m = 0; m < MANY && rank == 0; m++)
+        RANKS_TRY(dtrain_send(comm, &numbers[m], 1, DTRAIN_DTYPE_I32, 1, &works[m]));
+    for (int m = 0; m < MANY; m++) {
+        int32_t got = -1;
+        if (rank == 0) RANKS_TRY(dtrain_work_wait(works[m]));
+        else RANKS_TRY(dtrain_recv(comm, &got, 1, DTRAIN_DTYPE_I32, 0, NULL));
+        CHECK(got == (rank == 0 ? -1 : m));
+        if (m) continue;
+        if (rank == 0) ranks_count((int32_t *)user); /* the first has arrived */
+        else ranks_await((int32_t *)user, 1);
+    }
+    return 0;
+}
+
 static void test_point_to_point(void)
 {
+    int32_t *arrived = (int32_t *)ranks_shared(sizeof *arrived);
+    nccl_run(2, rank_ahead, NULL);
+    nccl_run(2, rank_many, arrived);
+    munmap(arrived, sizeof *arrived);
     nccl_run(2, rank_exchange, NULL);
     nccl_run(3, rank_exchange, NULL);
     nccl_run(4, rank_chain, NULL);
     rank_controls[1].progress_polls = 2;
     nccl_run(3, rank_exchange, NULL);
+}
+
+/* ---- pipelines ---- */
+
+enum { LINE_WIDTH = 4, LINE_MICROS = 16, LINE_SLOTS = 3 * LINE_MICROS, LINE_CHUNKS = 3 };
+
+/* A run of schedules: the first and the last micro-batch counts of each kind. */
+typedef struct line_case {
+    uint32_t kind, chunks;
+    int least, most;
+} line_case;
+
+/* The memory of a rank, on the device: rows of LINE_WIDTH values. A stage multiplies by a factor. */
+typedef struct line {
+    const dtrain_pipeline_schedule *s;
+    dtrain_device *device;
+    int rank, slot_of[LINE_CHUNKS][LINE_MICROS];
+    float *samples, *losses, *results;                  /* (LINE_MICROS) */
+    float *outputs, *gradients, *made, *sent, *inboxes; /* (LINE_SLOTS) */
+} line;
+
+static float *line_row(float *rows, int i) { return rows + i * LINE_WIDTH; }
+static float line_factor(int stage)
+{
+    static const float factors[] = {2, 0.5f, -1};
+    return factors[stage % 3];
+}
+static dtrain_result line_multiply(const line *l, float factor, const float *from, float *to)
+{
+    dtrain_axpby_args args;
+    memset(&args, 0, sizeof args);
+    args.count = LINE_WIDTH;
+    args.a = factor;
+    args.x = from;
+    args.y = to;
+    args.dtype = DTRAIN_DTYPE_F32;
+    return l->device->ops->axpby(l->device, &args);
+}
+
+/* The slot of the pass of the stage before, if that is on this rank; else -1. */
+static int line_before(const line *l, const dtrain_pipeline_action *a, int stage)
+{
+    for (int c = 0; c < l->s->chunks; c++)
+        if (dtrain_pipeline_stage(l->s->kind, l->s->ranks, l->s->chunks, l->rank, c) == stage - 1)
+            return l->slot_of[c][a->micro_batch];
+    return -1;
+}
+
+static dtrain_result line_compute(void *user, const dtrain_pipeline_action *a)
+{
+    line *l = (line *)user;
+    const int stage =
+        dtrain_pipeline_stage(l->s->kind, l->s->ranks, l->s->chunks, l->rank, a->chunk);
+    const int micro = a->micro_batch, before = stage ? line_before(l, a, stage) : -1;
+    const float factor = line_factor(stage);
+    float *gradient = line_row(l->gradients, a->slot), *output = line_row(l->outputs, a->slot);
+    if (a->act == DTRAIN_PIPELINE_ACT_FORWARD) {
+        l->slot_of[a->chunk][micro] = a->slot;
+        TRY(line_multiply(l, factor,
+                          stage == 0    ? line_row(l->samples, micro)
+                          : before >= 0 ? line_row(l->outputs, before)
+                                        : line_row(l->inboxes, a->inbox),
+                          output));
+        if (stage + 1 < l->s->ranks * l->s->chunks) return DTRAIN_OK;
+        TRY(line_multiply(l, 1, output, line_row(l->losses, micro)));
+        return line_multiply(l, 1, output, gradient);
+    }
+    if (a->act != DTRAIN_PIPELINE_ACT_BACKWARD) return DTRAIN_OK;
+    return line_multiply(l, factor, gradient,
+                         stage == 0    ? line_row(l->results, micro)
+                         : before >= 0 ? line_row(l->gradients, before)
+                                       : line_row(l->made, a->slot));
+}
+
+/* Activations go in two parts. */
+static dtrain_result line_part(void *user, const dtrain_pipeline_action *a, size_t i,
+                               dtrain_pipeline_part *out)
+{
+    line *l = (line *)user;
+    const bool activation =
+        a->act == DTRAIN_PIPELINE_ACT_SEND || a->act == DTRAIN_PIPELINE_ACT_RECEIVE;
+    if (i == (activation ? 2 : 1)) return DTRAIN_OK;
+    if (a->act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT)
+        TRY(line_multiply(l, 1, line_row(l->made, a->slot), line_row(l->sent, a->slot)));
+    float *row = a->act == DTRAIN_PIPELINE_ACT_SEND            ? line_row(l->outputs, a->slot)
+                 : a->act == DTRAIN_PIPELINE_ACT_RECEIVE       ? line_row(l->inboxes, a->inbox)
+                 : a->act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT ? line_row(l->sent, a->slot)
+                                                               : line_row(l->gradients, a->slot);
+    out->address = row + (i ? LINE_WIDTH - 1 : 0);
+    out->count = i ? 1 : activation ? LINE_WIDTH - 1 : LINE_WIDTH;
+    out->dtype = DTRAIN_DTYPE_F32;
+    return DTRAIN_OK;
+}
+
+static int line_run(dtrain_comm *comm, line *l, buffer *memory)
+{
+    const dtrain_pipeline_work work = {line_compute, line_part, l};
+    const int stages = l->s->ranks * l->s->chunks;
+    const int micros = l->s->micro_batches;
+    float host[LINE_MICROS * LINE_WIDTH], factor = 1;
+    size_t wrong = 0;
+    for (int step = 0; step < 2; step++) RANKS_TRY(dtrain_pipeline_run(l->s, comm, &work));
+    if (l->device->ops->synchronize(l->device) != DTRAIN_OK) return 1; /* the launch says why */
+    for (int stage = 0; stage < stages; stage++) factor *= line_factor(stage);
+    for (int c = 0; c < l->s->chunks; c++) {
+        const int stage = dtrain_pipeline_stage(l->s->kind, l->s->ranks, l->s->chunks, l->rank, c);
+        if (stage && stage + 1 < stages) continue;
+        for (int end = 0; end < 2; end++) { /* a stage may be both */
+            if (stage != (end ? stages - 1 : 0)) continue;
+            buffer rows = *memory;
+            rows.memory = end ? l->losses : l->results;
+            buffer_read(&rows, host, (size_t)micros * LINE_WIDTH * sizeof *host);
+            for (int i = 0; i < micros * LINE_WIDTH; i++)
+                wrong += host[i] != (float)(i + 1) * factor * (end ? 1 : factor);
+        }
+    }
+    CHECK_MSG(wrong == 0, "kind %u, %d ranks, %d chunks, %d micro-batches: %zu values are wrong",
+              l->s->kind, (int)l->s->ranks, (int)l->s->chunks, micros, wrong);
+    return 0;
+}
+
+static int rank_line(dtrain_world *world, void *user)
+{
+    const line_case *c = (const line_case *)user;
+    dtrain_comm *comm = dtrain_world_comm(world);
+    const size_t rows = 3 * LINE_MICROS + 5 * LINE_SLOTS;
+    buffer memory = buffer_make(comm, ON_DEVICE, rows * LINE_WIDTH * sizeof(float));
+    float host[LINE_MICROS * LINE_WIDTH];
+    line l;
+    memset(&l, 0, sizeof l);
+    l.device = device_of(comm);
+    l.rank = dtrain_world_rank(world);
+    l.samples = (float *)memory.memory;
+    l.losses = line_row(l.samples, LINE_MICROS), l.results = line_row(l.losses, LINE_MICROS);
+    l.outputs = line_row(l.results, LINE_MICROS), l.gradients = line_row(l.outputs, LINE_SLOTS);
+    l.made = line_row(l.gradients, LINE_SLOTS), l.sent = line_row(l.made, LINE_SLOTS);
+    l.inboxes = line_row(l.sent, LINE_SLOTS);
+    for (int i = 0; i < LINE_MICROS * LINE_WIDTH; i++) host[i] = (float)(i + 1);
+    buffer_write(&memory, host, sizeof host);
+    for (int micros = c->least; micros <= c->most; micros++) {
+        const dtrain_pipeline_desc desc = {c->kind, c->chunks, NULL};
+        dtrain_pipeline_schedule *s = NULL;
+        if (dtrain_pipeline_create(&desc, dtrain_world_size(world), micros, &s) != DTRAIN_OK)
+            continue; /* INTERLEAVED takes multiples of the ranks */
+        l.s = s;
+        if (line_run(comm, &l, &memory)) return 1;
+        dtrain_pipeline_destroy(s);
+    }
+    buffer_free(&memory);
+    return 0;
+}
+
+static void run_line(int ranks, uint32_t kind, int least, int most)
+{
+    const bool twice = kind == DTRAIN_PIPELINE_INTERLEAVED || kind == DTRAIN_PIPELINE_ZBV;
+    line_case c = {kind, twice ? 2 : 1, least, most};
+    dtrain_launch_desc desc = nccl_desc(ranks, 20000);
+    const dtrain_result result = ranks_launch(&desc, rank_line, &c, NULL);
+    CHECK_MSG(result == DTRAIN_OK, "kind %u, %d ranks, %d to %d micro-batches: %s", kind, ranks,
+              least, most, result == DTRAIN_OK ? "" : dtrain_last_error());
+    c.chunks = 3;
+    if (kind != DTRAIN_PIPELINE_INTERLEAVED || !test_full()) return;
+    CHECK_MSG(ranks_launch(&desc, rank_line, &c, NULL) == DTRAIN_OK, "3 chunks, %d ranks: %s",
+              ranks, dtrain_last_error());
+}
+
+/* A message that waits for a later one of the same group hangs over NCCL, whatever its size. */
+static void test_pipelines(void)
+{
+    static const int few[][2] = {{2, 2}, {2, 4}, {3, 4}, {4, 8}, {8, 16}};
+    for (uint32_t kind = 0; kind <= DTRAIN_PIPELINE_ZBV; kind++) {
+        for (size_t i = 0; i < sizeof few / sizeof *few && !test_full(); i++)
+            run_line(few[i][0], kind, few[i][1], few[i][1]);
+        for (int ranks = 1; ranks <= MOST && test_full(); ranks++)
+            run_line(ranks, kind, 1, LINE_MICROS);
+    }
 }
 
 /* ---- all-to-all ---- */
@@ -1211,6 +1505,8 @@ int main(int argc, char **argv)
     RUN(test_order);
     RUN(test_test_and_barrier);
     RUN(test_point_to_point);
+    RUN(test_random_exchanges);
+    RUN(test_pipelines);
     RUN(test_all_to_all);
     RUN(test_split);
     RUN(test_memory);

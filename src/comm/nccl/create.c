@@ -7,6 +7,23 @@
 
 #include "comm/nccl/nccl_internal.h"
 
+/* Append a record to the list, as the newest. */
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__add_record(dtrain_nccl__comm *comm)
+{
+    dtrain_nccl__hub *hub = comm->hub;
+    dtrain_nccl__record *record = (dtrain_nccl__record *)dtrain_nccl__alloc(hub, sizeof *record);
+    if (!record) return DTRAIN_ERROR_MEMORY;
+    const dtrain_result result = hub->device->ops->event_create(hub->device, &record->done);
+    if (result != DTRAIN_OK) {
+        dtrain_nccl__free(hub, record, sizeof *record);
+        return result;
+    }
+    record->waited_for = true;
+    *(comm->newest ? &comm->newest->next : &comm->oldest) = record;
+    comm->newest = record;
+    return DTRAIN_OK;
+}
+
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_make(dtrain_nccl__hub *hub, int size, int rank,
                                                           const int *world_ranks, const char *name,
                                                           dtrain_nccl__comm **out)
@@ -27,8 +44,8 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_make(dtrain_nccl__hub *hub,
     if (!comm->base.world_ranks) result = DTRAIN_ERROR_MEMORY;
     for (int i = 0; i < size && result == DTRAIN_OK; i++)
         comm->base.world_ranks[i] = world_ranks ? world_ranks[i] : i;
-    for (unsigned i = 0; i < DTRAIN_NCCL_RING && result == DTRAIN_OK; i++)
-        result = hub->device->ops->event_create(hub->device, &comm->ring[i].done);
+    for (int i = 0; i < DTRAIN_NCCL_RECORDS && result == DTRAIN_OK; i++)
+        result = dtrain_nccl__add_record(comm);
     if (result == DTRAIN_OK) *out = comm;
     else dtrain_nccl__comm_free(comm);
     return result;
@@ -42,8 +59,12 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__comm_free(dtrain_nccl__comm *comm)
     dtrain_nccl__comm **link = &hub->comms;
     while (*link != comm) link = &(*link)->next;
     *link = comm->next;
-    for (unsigned i = 0; i < DTRAIN_NCCL_RING; i++)
-        if (comm->ring[i].done) hub->device->ops->event_destroy(hub->device, comm->ring[i].done);
+    while (comm->oldest) {
+        dtrain_nccl__record *record = comm->oldest;
+        comm->oldest = record->next;
+        hub->device->ops->event_destroy(hub->device, record->done);
+        dtrain_nccl__free(hub, record, sizeof *record);
+    }
     dtrain_nccl__free(hub, comm->base.world_ranks, (size_t)comm->base.size * sizeof(int));
     if (!hub->stuck) dtrain_nccl__free(hub, comm, sizeof *comm);
 }

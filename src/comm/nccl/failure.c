@@ -99,20 +99,17 @@ static void dtrain_nccl__abort_all(dtrain_nccl__hub *hub)
     }
     hub->group = NULL;
     hub->group_end = &hub->group;
-    hub->group_count = 0;
+    hub->group_balance = 0;
 }
 
 /* ---- What this rank was doing -----------------------------------------------------------------*/
 
-DTRAIN_NCCL__PRIVATE dtrain_nccl__record *dtrain_nccl__record_at(dtrain_nccl__comm *comm,
-                                                                 uint64_t operation)
+/* Return the oldest operation that a communicator remembers; records of none precede it. */
+static const dtrain_nccl__record *dtrain_nccl__oldest(const dtrain_nccl__comm *comm)
 {
-    return &comm->ring[operation % DTRAIN_NCCL_RING];
-}
-
-static uint64_t dtrain_nccl__oldest(const dtrain_nccl__comm *comm)
-{
-    return comm->operations > DTRAIN_NCCL_RING ? comm->operations - DTRAIN_NCCL_RING : 0;
+    const dtrain_nccl__record *record = comm->dead ? NULL : comm->oldest;
+    while (record && !record->number) record = record->next;
+    return record;
 }
 
 /* Describe the state of an operation. The event of a graph cannot be queried, and while something
@@ -137,8 +134,8 @@ static void dtrain_nccl__add_position(dtrain_nccl__hub *hub, char *text, size_t 
 {
     size_t used = strlen(text);
     for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
-        for (uint64_t i = dtrain_nccl__oldest(comm); i < comm->operations && !comm->dead; i++) {
-            const dtrain_nccl__record *record = dtrain_nccl__record_at(comm, i);
+        for (const dtrain_nccl__record *record = dtrain_nccl__oldest(comm); record;
+             record = record->next) {
             const char *state = dtrain_nccl__state(hub, record);
             char what[200];
             if (strncmp(state, "not ", 4) != 0 || used >= room) continue;
@@ -154,8 +151,8 @@ static void dtrain_nccl__add_position(dtrain_nccl__hub *hub, char *text, size_t 
 static void dtrain_nccl__log_rings(dtrain_nccl__hub *hub)
 {
     for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
-        for (uint64_t i = dtrain_nccl__oldest(comm); i < comm->operations && !comm->dead; i++) {
-            const dtrain_nccl__record *record = dtrain_nccl__record_at(comm, i);
+        for (const dtrain_nccl__record *record = dtrain_nccl__oldest(comm); record;
+             record = record->next) {
             char what[200];
             dtrain_nccl__describe(comm, record, what, sizeof what);
             dtrain_log(hub->world, DTRAIN_LOG_ERROR, "  %s: %s", what,
@@ -179,9 +176,9 @@ static void dtrain_nccl__compare(dtrain_nccl__hub *hub)
     snprintf(key, sizeof key, "collective %llu on %s [%s]", number, name, theirs);
     if (!strstr(report, key)) return; /* the report was cut off */
     for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
-        if (comm->dead || strcmp(comm->name, name) != 0) continue;
-        for (uint64_t i = dtrain_nccl__oldest(comm); i < comm->operations; i++) {
-            const dtrain_nccl__record *record = dtrain_nccl__record_at(comm, i);
+        if (strcmp(comm->name, name) != 0) continue;
+        for (const dtrain_nccl__record *record = dtrain_nccl__oldest(comm); record;
+             record = record->next) {
             if (record->number != number || dtrain_nccl__is_point_to_point(record->what.kind))
                 continue;
             dtrain_nccl__describe(comm, record, mine, sizeof mine);

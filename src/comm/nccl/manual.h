@@ -30,8 +30,11 @@
    Differences from the local communicator
        Order     Send and receive keep their place among the collectives: two ranks must start
                  theirs in an order that fits, as with any NCCL program. Sends and receives that
-                 are started one after the other, and waited for later, become one NCCL group: an
-                 exchange cannot deadlock.
+                 are started one after the other, and waited for later, are launched by the first
+                 dtrain_work_wait, dtrain_work_test or collective. As many sends as receives become
+                 one NCCL group: an exchange cannot deadlock, in whatever order its messages are
+                 started. Otherwise messages keep their order, as if each were waited for before the
+                 next, but for a send and a receive that run side by side.
        Bits      NCCL decides in which order it adds, and bf16 and fp16 are rounded on the way: bits
                  may differ from the local communicator's and from one number of ranks to another.
                  DTRAIN_REDUCE_MEAN is the sum, then times 1/N in fp32: ncclAvg would round 1/N

@@ -74,18 +74,21 @@ typedef struct dtrain_nccl__library {
 #undef DTRAIN_NCCL_POINTER
 } dtrain_nccl__library;
 
-#define DTRAIN_NCCL_RING 64u  /* operations remembered; also events per communicator */
-#define DTRAIN_NCCL_GROUP 32u /* sends and receives in one group; less than the ring */
+#define DTRAIN_NCCL_RECORDS 64 /* operations remembered; also events per communicator */
 
 #define DTRAIN_NCCL_TEXT 1000
 
 typedef struct dtrain_nccl__hub dtrain_nccl__hub;
 
-/* A record of one of the last operations of a communicator. An error compares it across ranks. */
+/* A record of one of the last operations of a communicator. An error compares it across ranks. The
+ * oldest is used again for the next operation, unless its own has still to be waited for. */
 typedef struct dtrain_nccl__record {
-    uint64_t number; /* from 1, in two counts: a collective has the same number on every rank */
+    struct dtrain_nccl__record *next; /* newer */
+    uint64_t number; /* from 1, in two counts: a collective has the same number on every rank; 0:
+                        not used yet */
     dtrain_collective what;
     dtrain_event *done;
+    bool waited_for; /* the program has given the work back, or there was none */
     bool launched;
     bool captured; /* its event belongs to a graph and cannot be queried */
 } dtrain_nccl__record;
@@ -102,8 +105,8 @@ typedef struct dtrain_nccl__comm {
     uint32_t abort_state; /* atomic: 1 = a thread is in ncclCommAbort, 2 = it has returned */
     uint32_t split_count;
     char name[64]; /* "world", "world/1.0": the same on all its ranks */
-    uint64_t collectives, point_to_point, operations;
-    dtrain_nccl__record ring[DTRAIN_NCCL_RING];
+    uint64_t collectives, point_to_point;
+    dtrain_nccl__record *oldest, *newest;
 } dtrain_nccl__comm;
 
 /* A bounce buffer: pinned memory and as much device memory, for an operation with a host buffer. */
@@ -158,7 +161,7 @@ struct dtrain_nccl__hub {
     dtrain_nccl__stream_mark marks[2]; /* compute, communication */
     dtrain_nccl__comm *comms;
     dtrain_nccl__work *pool, *group, **group_end;
-    uint32_t group_count;
+    int group_balance;          /* sends in the group, less the receives in it */
     dtrain_nccl__block *blocks; /* not in use */
     dtrain_nccl__memory *memory;
     double last_watch;  /* time of the last watch */
@@ -190,8 +193,6 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__sleep(long microseconds);
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__abort_one(dtrain_nccl__comm *comm);
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__await_aborts(dtrain_nccl__hub *hub);
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__drop_graphs(dtrain_nccl__hub *hub);
-DTRAIN_NCCL__PRIVATE dtrain_nccl__record *dtrain_nccl__record_at(dtrain_nccl__comm *comm,
-                                                                 uint64_t operation);
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__hub_error(dtrain_nccl__hub *hub);
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_error(const dtrain_nccl__comm *comm);
 DTRAIN_NCCL_PRINTF(3, 4)
@@ -231,6 +232,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__alloc_entry(dtrain_comm *base, s
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__free_entry(dtrain_comm *base, void *pointer, size_t bytes);
 
 /* comm/nccl/create.c */
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__add_record(dtrain_nccl__comm *comm);
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_make(dtrain_nccl__hub *hub, int size, int rank,
                                                           const int *world_ranks, const char *name,
                                                           dtrain_nccl__comm **out);

@@ -161,15 +161,24 @@ static void dtrain_nccl__give_work(dtrain_nccl__work *work)
     dtrain_nccl__hub *hub = ((dtrain_nccl__comm *)work->base.comm)->hub;
     dtrain_nccl__mark_done(work);
     work->base.comm->outstanding--;
+    if (work->record) work->record->waited_for = true;
     if (work->block) dtrain_nccl__give_block(hub, work->block);
     work->next = hub->pool;
     hub->pool = work;
 }
 
-static void dtrain_nccl__write_record(dtrain_nccl__comm *comm, dtrain_nccl__work *work,
-                                      const dtrain_collective *what, bool captured)
+static dtrain_result dtrain_nccl__write_record(dtrain_nccl__comm *comm, dtrain_nccl__work *work,
+                                               const dtrain_collective *what, bool captured)
 {
-    dtrain_nccl__record *record = dtrain_nccl__record_at(comm, comm->operations++);
+    dtrain_nccl__record *record = comm->oldest;
+    if (record->waited_for) { /* it becomes the newest */
+        comm->newest->next = record;
+        comm->newest = record;
+        comm->oldest = record->next;
+        record->next = NULL;
+    } else DTRAIN_NCCL_TRY(dtrain_nccl__add_record(comm));
+    record = comm->newest;
+    record->waited_for = false;
     record->number =
         dtrain_nccl__is_point_to_point(what->kind) ? ++comm->point_to_point : ++comm->collectives;
     record->what = *what;
@@ -178,6 +187,7 @@ static void dtrain_nccl__write_record(dtrain_nccl__comm *comm, dtrain_nccl__work
     work->captured = captured;
     comm->captured = comm->captured || captured;
     work->record = record;
+    return DTRAIN_OK;
 }
 
 /* ---- Calling NCCL -----------------------------------------------------------------------------*/
@@ -257,16 +267,41 @@ static ncclResult_t dtrain_nccl__call(dtrain_nccl__comm *comm, const dtrain_nccl
     }
 }
 
-/* Launch the sends and receives that were started and not launched yet, as one NCCL group. */
-DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__flush(dtrain_nccl__hub *hub)
+/* ---- Sends and receives -------------------------------------------------------------------------
+ *
+ * Those that a program starts without waiting in between are collected, and launched when it waits,
+ * tests, or starts a collective. In which groups decides what can hang. NCCL runs the messages of a
+ * group in batches: the n-th send to and the n-th receive from a rank are in batch n, which starts
+ * when batch n - 1 is done. An event is recorded behind a whole group.
+ *
+ *     As many sends as receives are an exchange, one group. The n-th message from a rank to another
+ *     is in batch n on both, in whatever order each starts its own, so that batches end one after
+ *     the other on all ranks.
+ *
+ *     Others run ahead. S1 S2 R1 on one rank as one group would be batches S1 + R1 and S2: S2 would
+ *     wait for R1, and with it the rank that sends R1 once it has S2. So they are launched in the
+ *     order of their starts, and a second send to, or receive from, a rank begins a new group. Then
+ *     a group has one batch, and ends wherever ranks end that wait for each message before they
+ *     start the next: in the order of such a run, the first message that is not done has been
+ *     launched on both ranks.
+ *
+ * The runner of a pipeline, whose schedules are of the second kind, tests every message. */
+
+/* Tell whether a message of `first` to before `work` is of its kind, to or from the same rank. */
+static bool dtrain_nccl__repeats(const dtrain_nccl__work *first, const dtrain_nccl__work *work)
 {
-    dtrain_nccl__work *first = hub->group;
+    for (; first != work; first = first->next)
+        if (first->base.comm == work->base.comm && first->what.kind == work->what.kind &&
+            first->what.root == work->what.root)
+            return true;
+    return false;
+}
+
+/* Launch a list of sends and receives as one NCCL group. */
+static dtrain_result dtrain_nccl__launch_group(dtrain_nccl__hub *hub, dtrain_nccl__work *first)
+{
     ncclResult_t failed = ncclSuccess;
     ncclComm_t culprit = NULL;
-    if (!first) return DTRAIN_OK;
-    hub->group = NULL;
-    hub->group_end = &hub->group;
-    hub->group_count = 0;
     hub->nccl.GroupStart();
     for (dtrain_nccl__work *work = first; work && failed == ncclSuccess; work = work->next) {
         dtrain_nccl__comm *comm = (dtrain_nccl__comm *)work->base.comm;
@@ -287,6 +322,24 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__flush(dtrain_nccl__hub *hub)
     return DTRAIN_OK;
 }
 
+/* Launch the sends and receives that were started and not launched yet. */
+DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__flush(dtrain_nccl__hub *hub)
+{
+    const bool exchange = hub->group_balance == 0;
+    dtrain_nccl__work *work = hub->group;
+    hub->group = NULL;
+    hub->group_end = &hub->group;
+    hub->group_balance = 0;
+    while (work) {
+        dtrain_nccl__work *const first = work, *last;
+        do last = work, work = work->next;
+        while (work && (exchange || !dtrain_nccl__repeats(first, work)));
+        last->next = NULL;
+        DTRAIN_NCCL_TRY(dtrain_nccl__launch_group(hub, first));
+    }
+    return DTRAIN_OK;
+}
+
 static dtrain_result dtrain_nccl__launch(dtrain_nccl__comm *comm, dtrain_nccl__work *work)
 {
     dtrain_nccl__hub *hub = comm->hub;
@@ -294,7 +347,8 @@ static dtrain_result dtrain_nccl__launch(dtrain_nccl__comm *comm, dtrain_nccl__w
         work->next = NULL;
         *hub->group_end = work;
         hub->group_end = &work->next;
-        return ++hub->group_count < DTRAIN_NCCL_GROUP ? DTRAIN_OK : dtrain_nccl__flush(hub);
+        hub->group_balance += work->what.kind == DTRAIN_COLLECTIVE_SEND ? 1 : -1;
+        return DTRAIN_OK;
     }
     DTRAIN_NCCL_TRY(dtrain_nccl__complete(hub, comm->nccl, dtrain_nccl__call(comm, work),
                                           dtrain_nccl__call_name(work->what.kind)));
@@ -338,7 +392,7 @@ static dtrain_result dtrain_nccl__start_steps(dtrain_nccl__comm *comm,
     dtrain_nccl__hub *hub = comm->hub;
     const dtrain_device_ops *ops = hub->device->ops;
     if (!dtrain_nccl__is_point_to_point(what->kind)) DTRAIN_NCCL_TRY(dtrain_nccl__flush(hub));
-    dtrain_nccl__write_record(comm, work, what, capturing);
+    DTRAIN_NCCL_TRY(dtrain_nccl__write_record(comm, work, what, capturing));
     work->what = *what;
     if (what->count == 0) dtrain_nccl__use_placeholder(work);
     DTRAIN_NCCL_TRY(ops->event_record(hub->device, hub->ready, NULL));

@@ -1,7 +1,7 @@
 /* Objects of a rank, names of operations
  *
  *     hub                       one a rank: library, stream, bounce buffers, the failure
- *      |-- comm  (the world)    an NCCL communicator and the ring of its last operations
+ *      |-- comm  (the world)    an NCCL communicator and a list of its last operations
  *      |-- comm  (a split)
  *      |-- comm  (re-created)
  *

@@ -9,6 +9,10 @@
  *     - nothing compares what the ranks ask for: ranks that disagree wait for ever;
  *     - calls on a non-blocking communicator may answer ncclInProgress, and nothing is in the stream until
  *       ncclCommGetAsyncError has stopped saying so;
+ *     - of a group, a second send to a rank starts when the first one and the receive beside it are done, and so do
+ *       receives: NCCL puts the first send to and the first receive from every rank into one batch, the second ones
+ *       into the next, and a channel takes one batch after the other. Whether batches to other ranks share a channel
+ *       depends on the machine: here all do;
  *     - only ncclCommAbort ends an operation that does not complete;
  *     - a recorded operation holds a reference on its communicator until its graph is destroyed and no launch of
  *       it runs any more: ncclCommAbort, and the progress of ncclCommFinalize, wait for all of them;
@@ -30,7 +34,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { REGION_RANKS = 16, MEMBER_BYTES = 1 << 21, CHANNEL_BYTES = 1 << 16, MOST_IN_GROUP = 64 };
+enum { REGION_RANKS = 16, MEMBER_BYTES = 1 << 21, CHANNEL_BYTES = 1 << 16, MOST_IN_GROUP = 256 };
 
 nccl_mock_controls nccl_mock;
 nccl_mock_counts nccl_mock_count;
@@ -82,6 +86,7 @@ typedef struct operation {
     cudaStream_t stream;
     bool begun, posted, done;
     int waited;
+    int batch; /* in its group */
     uint64_t number;
     uint64_t
         recorded; /* 0: in no graph; else which of the communicator's recorded launches, from 1 */
@@ -355,12 +360,28 @@ static bool step_group(void *state)
 {
     group *all = (group *)state;
     bool done = true;
-    for (int i = 0; i < all->count; i++) {
-        operation *o = &all->operations[i];
-        if (!o->done) o->done = step_operation(o);
-        done = done && o->done;
+    for (int batch = 0, found = 1; found && done; batch++) {
+        found = 0;
+        for (int i = 0; i < all->count; i++) {
+            operation *o = &all->operations[i];
+            if (o->batch != batch) continue;
+            if (!o->done) o->done = step_operation(o);
+            done = done && o->done;
+            found++;
+        }
     }
     return done;
+}
+
+/* The n-th send to a rank and the n-th receive from one are in batch n. */
+static void set_batches(group *all)
+{
+    for (int i = 0; i < all->count; i++) {
+        operation *o = &all->operations[i];
+        o->batch = 0;
+        for (int j = 0; j < i && (o->kind == SEND || o->kind == RECV); j++)
+            o->batch += all->operations[j].kind == o->kind && all->operations[j].root == o->root;
+    }
 }
 
 static size_t group_bytes(const group *all)
@@ -385,7 +406,9 @@ static void launch(const group *all)
 {
     const cudaStream_t stream = all->operations[0].stream;
     ncclComm_t comm = all->operations[0].comm;
-    group own = *all;
+    group own;
+    memcpy(&own, all, group_bytes(all));
+    set_batches(&own);
     count(&nccl_mock_count.launches, all->count);
     count(&nccl_mock_count.groups, 1);
     __atomic_add_fetch(&comm->references, 1, __ATOMIC_ACQ_REL);
