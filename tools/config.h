@@ -11,8 +11,7 @@
 #define CONFIG_H
 
 #include "flags.h"
-
-#include <errno.h>
+#include "open.h"
 
 enum { CONFIG_BYTES = 1 << 20, CONFIG_VALUE = 4096 };
 
@@ -161,11 +160,12 @@ static inline int config_parse(const char *program, const char *path, const flag
 static inline int config_read(const char *program, const char *path, const flag *table, int count)
 {
     static char text[CONFIG_BYTES];
-    FILE *file = fopen(path, "rb");
+    const char *why;
+    FILE *file = open_to_read(path, &why);
     const size_t bytes = file ? fread(text, 1, sizeof text, file) : 0;
-    const int error = file && !ferror(file) ? 0 : errno;
+    if (file && ferror(file)) why = strerror(errno);
     if (file) fclose(file);
-    if (error) fprintf(stderr, "%s: --config: %s: %s\n", program, path, strerror(error));
+    if (why) fprintf(stderr, "%s: --config: %s: %s\n", program, path, why);
     else if (bytes == sizeof text || memchr(text, 0, bytes))
         fprintf(stderr, "%s: --config: %s is not a text of less than %d bytes\n", program, path,
                 CONFIG_BYTES);

@@ -2,21 +2,21 @@
 #ifndef FILES_H
 #define FILES_H
 
-#include <errno.h>
-#include <stdio.h>
+#include "tools/open.h"
+
 #include <stdlib.h>
-#include <string.h>
 
 /* Read a file; *text (*bytes, and a 0 behind them) is freed with free. */
 static inline dtrain_result read_file(const char *path, char **text, size_t *bytes)
 {
     static const char pointer[] = "version https://git-lfs";
-    FILE *file = fopen(path, "rb");
+    const char *why;
+    FILE *file = open_to_read(path, &why);
     size_t room = 1 << 16;
     bool good = file != NULL;
     *text = NULL;
     *bytes = 0;
-    errno = file ? 0 : errno;
+    errno = 0;
     for (char *more; good && (more = (char *)realloc(*text, room)) != NULL; room *= 2) {
         *text = more;
         *bytes += fread(more + *bytes, 1, room - *bytes, file);
@@ -33,7 +33,7 @@ static inline dtrain_result read_file(const char *path, char **text, size_t *byt
         return dtrain_fail(DTRAIN_ERROR_DATA,
                            "%s is a pointer of git-lfs: git lfs pull gets the file", path);
     return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be read: %s", path,
-                       strerror(errno ? errno : ENOMEM));
+                       why ? why : strerror(errno ? errno : ENOMEM));
 }
 
 #endif /* FILES_H */

@@ -399,7 +399,7 @@ bad "an emulated cluster over MPI" "local communicator" $gpt --emulate 2x2:10:5 
 bad "unknown communicator" "\"tcp\" is not here" $gpt --comm tcp
 bad "unknown schedule" "sine" $gpt --schedule sine
 bad "impossible size" "GiB" $gpt --channels 1000000 --heads 1
-bad "log in a missing folder" "none/log" $gpt --log "$tmp/none/log"
+bad "a log in a folder that cannot be made" "/proc/none/log cannot be written: No such" $gpt --log /proc/none/log
 
 # A rank that is killed, and one that differs: what every process has to say is one line, with the cause.
 $gpt --ranks 3 --steps 1000000 --timeout 20 >"$tmp/out" 2>"$tmp/err" & launcher=$!

@@ -109,7 +109,7 @@ bad "another model" '2 layers, 4 heads, 32 channels, 24 positions and 300 symbol
 bad "other layers" '--import: .* does not fit this model: .*' "$gpt" $to_none --import "$tmp/hf0" --layers 1
 ! grep -q '`' "$tmp/err"; result "no advice that the program cannot take" $? "$tmp/err"
 bad "fp16" 'llm.c has fp32 and bf16' "$gpt" $to_none --import "$tmp/a.bin" --export-dtype fp16
-bad "a directory that is not there" 'nowhere/x.bin.tmp cannot be opened' "$gpt" --steps 0 --import "$tmp/a.bin" --export "$tmp/nowhere/x.bin"
+bad "a directory that cannot be made" '--export /proc/nowhere/x.bin cannot be written' "$gpt" --steps 0 --import "$tmp/a.bin" --export /proc/nowhere/x.bin
 bad "nothing to do" 'without --export does nothing' "$gpt" --steps 0 --import "$tmp/a.bin"
 bad "no model" 'needs a model' "$gpt" --generate 5
 [ ! -e "$tmp/none.bin" ]; result "nothing is written after errors" $?

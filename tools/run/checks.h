@@ -294,6 +294,33 @@ static int check_devices(const run_settings *s)
     return 0;
 }
 
+/* Probe a file that the run will write, and make its folders. A path of NULL: there is none. */
+static int check_output(const char *name, const char *path, bool replaced)
+{
+    const char *why = path ? why_not_written(path, replaced) : NULL;
+    return why ? BAD("%s %s cannot be written: %s", name, path, why) : 0;
+}
+
+/* Probe all that rank 0 will write, where this process starts it: what cannot be written is known before the first
+ * step, not after the last one. The directories of checkpoints and TensorBoard are made before that step, too. */
+static int check_outputs(const run_settings *s, const run_program *program, bool trains)
+{
+    const struct {
+        const char *name, *path;
+        bool replaced;
+    } files[] = {{"--log", s->log, false},
+                 {"--csv", s->csv, false},
+                 {"--prometheus", s->prometheus, true},
+                 {"--trace", s->trace, false},
+                 {"--config-out", s->config_out, true}};
+    dtrain_launch_place place;
+    if (place_ranks(s, trains, &place)) return 2;
+    if (place.first_rank > 0) return 0;
+    for (int i = 0; i < COUNT(files); i++)
+        if (check_output(files[i].name, files[i].path, files[i].replaced)) return 2;
+    return program->check_outputs ? program->check_outputs() : 0;
+}
+
 /* Refuse what no run of any program can be. */
 static int check_run(run_settings *s, const run_program *program, bool trains)
 {

@@ -39,6 +39,8 @@ typedef struct run_program {
     void (*show_start)(dtrain_world *world, const run_job *j); /* rank 0 */
     dtrain_result (*finish)(dtrain_world *world, run_job *j);  /* behind the summary; or NULL */
     void (*close)(run_job *j);
+    int (*check_outputs)(
+        void);      /* probe the files that finish will write, as checks.h does; or NULL */
     bool own_table; /* validate prints the progress */
     bool can_cut;   /* its parameters have marks for a tensor axis */
     bool can_stage; /* with a pipeline it runs no pass but the trainer's */

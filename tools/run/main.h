@@ -13,7 +13,7 @@ static int run_training(run_settings *s, const run_program *program)
     if (check_run(s, program, true)) return 2;
     if (s->dry_run) return dry_run(s, program);
     if (s->tune) return tune(s, program);
-    if (launch_desc(s, true, &launch)) return 2;
+    if (check_outputs(s, program, true) || launch_desc(s, true, &launch)) return 2;
     launch.catch_signals = true; /* the ranks stop after the same step */
     return launch_ranks(&launch, run_rank, (void *)(uintptr_t)program);
 }

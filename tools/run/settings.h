@@ -11,6 +11,7 @@
 #include "tools/config.h"
 #include "tools/descriptors.h"
 #include "tools/flags.h"
+#include "tools/open.h"
 
 typedef struct run_settings {
     const char *device, *comm, *emulate;
@@ -392,7 +393,7 @@ static dtrain_result write_config(const char *path, const char *about)
 {
     char tmp[4096 + 8];
     snprintf(tmp, sizeof tmp, "%s.tmp", path);
-    FILE *file = fopen(tmp, "w");
+    FILE *file = open_new(tmp);
     if (file) {
         fprintf(file, "# " RUN_NAME " of dtrain %s: %s\n", DTRAIN_VERSION_STRING, about);
         config_write(file, flag_table, flag_count);

@@ -38,11 +38,14 @@ static inline dtrain_result llmc__fail(const llmc_file *f, const char *act)
     return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be %s: %s", f->path, act, strerror(errno));
 }
 
-static inline dtrain_result llmc__open(llmc_file *f, const char *path, const char *mode)
+static inline dtrain_result llmc__open(llmc_file *f, const char *path, bool writes)
 {
+    const char *why = NULL;
     f->path = path;
-    f->file = fopen(path, mode);
-    return f->file ? DTRAIN_OK : llmc__fail(f, "opened");
+    f->file = writes ? open_new(path) : open_to_read(path, &why);
+    if (f->file) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be opened: %s", path,
+                       why ? why : strerror(errno));
 }
 
 static inline void llmc__close(llmc_file *f)
@@ -140,7 +143,7 @@ static inline dtrain_result llmc__begin(llmc_file *f, const char *path, llmc_hea
 {
     uint8_t bytes[LLMC_HEADER * sizeof(int32_t)];
     int32_t header[LLMC_HEADER];
-    dtrain_result result = llmc__open(f, path, "rb");
+    dtrain_result result = llmc__open(f, path, false);
     memset(found, 0, sizeof *found);
     if (result == DTRAIN_OK) result = llmc__read(f, bytes, sizeof bytes);
     if (result != DTRAIN_OK) return result;
@@ -157,7 +160,7 @@ static inline bool llmc_is_model(const char *path)
                                      LLMC_MAGIC >> 16 & 0xff, LLMC_MAGIC >> 24};
     uint8_t begin[4];
     llmc_file f;
-    const bool is = llmc__open(&f, path, "rb") == DTRAIN_OK &&
+    const bool is = llmc__open(&f, path, false) == DTRAIN_OK &&
                     llmc__read(&f, begin, sizeof begin) == DTRAIN_OK &&
                     memcmp(begin, magic, sizeof magic) == 0;
     llmc__close(&f);
@@ -333,7 +336,7 @@ static inline dtrain_result llmc_export(dtrain_world *world, dtrain_strategy *st
     if (!value || !block) result = dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a parameter");
     snprintf(name, sizeof name, "%.4000s.tmp", path);
     if (result == DTRAIN_OK && writes) {
-        result = llmc__open(&f, name, "wb");
+        result = llmc__open(&f, name, true);
         if (result == DTRAIN_OK) result = llmc__put_header(&f, &m->config, rows, bf16);
     }
     for (size_t i = 0; value && i + 1 < m->param_count && gathered == DTRAIN_OK; i++) {

@@ -96,7 +96,8 @@ static const flag weight_flags[] = {
      NULL},
     {"--export", 's', &flags.export_to, 0, 0,
      "write the weights at the end: as llm.c to FILE.bin, else as Hugging Face; as "
-     "DIR/model.safetensors with DIR/config.json beside it",
+     "DIR/model.safetensors with DIR/config.json beside it; if that fails, to a new folder "
+     "export-XXXXXX with the checkpoints or the log",
      NULL},
     {"--export-dtype", 'w', &flags.export_dtype, 0, 0, "type of the values in that file", dtypes},
 };

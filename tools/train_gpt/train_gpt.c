@@ -41,16 +41,19 @@ static dtrain_result finish_gpt(dtrain_world *world, run_job *j)
 {
     const gpt_run *own = own_part(j);
     const bool first = dtrain_world_rank(world) == 0;
+    char elsewhere[1024] = "";
     dtrain_result result = DTRAIN_OK;
-    if (own->s->export_to && !j->stopped) {
-        TRY(export_weights(world, own->s, &own->model, j->strategy));
-        if (first) printf("  exported             %s\n", own->s->export_to);
+    if (j->stopped) return DTRAIN_OK;
+    if (own->s->export_to) {
+        TRY(export_or_spare(world, own->s, &own->model, j->strategy, elsewhere));
+        if (first && !*elsewhere) printf("  exported             %s\n", own->s->export_to);
     }
-    if (j->stopped || !own->s->sample) return DTRAIN_OK;
-    if (own->s->sums && sums_fit(own->s->sums, own->s->seq) && !own->s->prompt)
+    if (!own->s->sample) result = DTRAIN_OK;
+    else if (own->s->sums && sums_fit(own->s->sums, own->s->seq) && !own->s->prompt)
         TRY(show_sums(world, j, first));
     else TRY(show_sample(world, j, first));
-    if (first) plain_end();
+    if (first && own->s->sample) plain_end();
+    if (*elsewhere) return dtrain_fail(DTRAIN_ERROR_FILE, "%s", elsewhere);
 cleanup:
     return result;
 }
@@ -69,6 +72,7 @@ static const run_program gpt_program = {.things = "tokens",
                                         .show_start = show_gpt,
                                         .finish = finish_gpt,
                                         .close = close_gpt,
+                                        .check_outputs = check_export,
                                         .can_cut = true,
                                         .can_stage = true};
 
@@ -82,7 +86,8 @@ static int use_model(dtrain_world *world, void *user)
     (void)user;
     memset(&own, 0, sizeof own);
     TRY(open_model(world, &j));
-    if (own.s->export_to) TRY(export_weights(world, own.s, &own.model, j.strategy));
+    if (own.s->export_to)
+        TRY(export_weights(world, own.s, &own.model, j.strategy, own.s->export_to));
     if (own.s->export_to && first) printf("  exported             %s\n", own.s->export_to);
     if (own.s->generate) TRY(show_generated(world, &j, first));
 cleanup:
@@ -106,6 +111,8 @@ int main(int argc, char **argv)
     if (check_text(s) || check_sizes(s)) return 2;
     if (argc == 1) plain_begin(s, argv[0]);
     if (trains(s)) return run_training(s->run, &gpt_program);
-    if (check_run(s->run, &gpt_program, false) || launch_desc(s->run, false, &launch)) return 2;
+    if (check_run(s->run, &gpt_program, false) || check_outputs(s->run, &gpt_program, false) ||
+        launch_desc(s->run, false, &launch))
+        return 2;
     return launch_ranks(&launch, use_model, NULL);
 }

@@ -85,9 +85,20 @@ cleanup:
     return result;
 }
 
-/* Write the parameters to --export. Collective. */
+/* Probe the files of --export, before there is anything to lose. */
+static int check_export(void)
+{
+    const char *path = flags.export_to, *slash = path ? strrchr(path, '/') : NULL;
+    char config[4096];
+    if (check_output("--export", path, true)) return 2;
+    if (!path || !hf_is_model(path)) return 0;
+    snprintf(config, sizeof config, "%.*sconfig.json", slash ? (int)(slash - path) + 1 : 0, path);
+    return check_output("--export: beside it,", config, false);
+}
+
+/* Write the parameters to a file of --export's kind. Collective. */
 static dtrain_result export_weights(dtrain_world *world, const settings *s, const gpt *model,
-                                    dtrain_strategy *strategy)
+                                    dtrain_strategy *strategy, const char *path)
 {
     dtrain_export_desc to;
     const char *type = s->export_dtype == 1 ? "bfloat16" : s->export_dtype ? "float16" : "float32";
@@ -95,20 +106,84 @@ static dtrain_result export_weights(dtrain_world *world, const settings *s, cons
                             : s->sums    ? s->sums->new_line
                                          : -1;
     dtrain_result result = DTRAIN_OK;
-    if (ends_with(s->export_to, ".bin"))
-        return llmc_export(world, strategy, model, s->export_dtype == 1, s->export_to);
+    if (ends_with(path, ".bin"))
+        return llmc_export(world, strategy, model, s->export_dtype == 1, path);
     dtrain_export_name *names = gpt_hugging_face(model);
     memset(&to, 0, sizeof to);
     to.dtype = float_type(s->export_dtype);
     to.names = names;
     if (!names) TRY(dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for names"));
-    TRY(dtrain_checkpoint_export(strategy, s->export_to, &to));
-    if (dtrain_world_rank(world) || !hf_is_model(s->export_to)) goto cleanup;
-    if (s->imported.text) TRY(hf_write(&s->imported, s->export_to, type));
-    else TRY(gpt_write_config(&model->config, end_of_text, s->export_to, type));
+    TRY(dtrain_checkpoint_export(strategy, path, &to));
+    if (dtrain_world_rank(world) || !hf_is_model(path)) goto cleanup;
+    if (s->imported.text) TRY(hf_write(&s->imported, path, type));
+    else TRY(gpt_write_config(&model->config, end_of_text, path, type));
 cleanup:
     free(names);
     return result;
+}
+
+/* Write the parameters, and tell on every rank alike whether that was possible; the last error of rank 0 says why not.
+ * Collective. */
+static dtrain_result try_export(dtrain_world *world, const settings *s, const gpt *model,
+                                dtrain_strategy *strategy, const char *path, bool *written)
+{
+    char all[DTRAIN_MAX_RANKS];
+    const char good = export_weights(world, s, model, strategy, path) == DTRAIN_OK;
+    const dtrain_result result = dtrain_world_all_gather(world, &good, 1, all);
+    *written = memchr(all, 0, (size_t)dtrain_world_size(world)) == NULL;
+    return result;
+}
+
+/* Make a new folder for weights that --export cannot have: with the checkpoints, beside the log, in the working
+ * folder, or with temporary files. Write the path of the file in it; false: there is no such place. */
+static bool spare_path(const settings *s, int place, char path[4096])
+{
+    const char *const temporary = getenv("TMPDIR"), *log = s->run->log;
+    const char *const slash = log ? strrchr(log, '/') : NULL, *end = strrchr(s->export_to, '/');
+    const char *const folders[] = {s->run->checkpoints, slash ? log : NULL, ".",
+                                   temporary && *temporary ? temporary : "/tmp"};
+    const char *const folder = folders[place];
+    const int length = !folder ? 0 : place == 1 ? (int)(slash - log) : (int)strlen(folder);
+    const int bytes = snprintf(path, 4096, "%.*s/export-XXXXXX", length, folder ? folder : "");
+    if (!folder || bytes > 3000 || !mkdtemp(path)) return false;
+    snprintf(path + bytes, 4096 - (size_t)bytes, "/%.1000s", end ? end + 1 : s->export_to);
+    return true;
+}
+
+enum { SPARE_PLACES = 4 };
+
+/* Write the parameters to --export; if that fails, to another place, so that no training is lost. *why is the sentence
+ * about that, on rank 0, and "" after success. Collective. */
+static dtrain_result export_or_spare(dtrain_world *world, const settings *s, const gpt *model,
+                                     dtrain_strategy *strategy, char why[1024])
+{
+    const bool first = dtrain_world_rank(world) == 0;
+    char path[4096], text[512];
+    bool written;
+    *why = 0;
+    dtrain_result result = try_export(world, s, model, strategy, s->export_to, &written);
+    if (result != DTRAIN_OK || written) return result;
+    const char *error = dtrain_last_error(), *bare = strstr(error, ": "); /* after the rank */
+    snprintf(text, sizeof text, "%s", bare ? bare + 2 : error);
+    for (int i = 0; i < SPARE_PLACES && !written; i++) {
+        snprintf(path, sizeof path, "%s", s->export_to);
+        if (first && !spare_path(s, i, path)) path[0] = 0; /* which no export can write */
+        result = try_export(world, s, model, strategy, path, &written);
+        if (result != DTRAIN_OK) return result;
+        if (first && !written && path[0]) *strrchr(path, '/') = 0, (void)rmdir(path);
+    }
+    if (!first) return DTRAIN_OK;
+    if (written)
+        snprintf(why, 1024, "--export %.200s: %.400s; the weights are in %.300s instead",
+                 s->export_to, text, path);
+    else
+        snprintf(why, 1024, "--export %.200s: %.400s; nor could other folders be written%s%.200s",
+                 s->export_to, text,
+                 s->run->checkpoints ? "; the weights are in the last "
+                                       "checkpoint of "
+                                     : "",
+                 s->run->checkpoints ? s->run->checkpoints : "");
+    return DTRAIN_OK;
 }
 
 #endif /* WEIGHTS_H */
