@@ -3279,9 +3279,10 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
  *     gpu_ecc_errors   uncorrected since the driver was loaded, of all ranks' GPUs
  *
  * The last line has "final": true, wall_time, step, loss, val_loss, ranks, steps, tokens,
- * first_loss, last_loss, seconds, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, data_ms,
- * scaling, comm_bytes, tensor_bytes and pipeline_bytes where such axes are, and of desc.trainer
- * what a rank holds and what dtrain_trainer_plan says:
+ * first_loss, last_loss, seconds, tokens_per_second (the median of the last 1024 steps), means of
+ * all steps: step_ms, comm_ms, exposed_comm_ms, data_ms; scaling, comm_bytes, tensor_bytes and
+ * pipeline_bytes where such axes are, and of desc.trainer what a rank holds and what
+ * dtrain_trainer_plan says:
  *
  *     memory_param_bytes, memory_grad_bytes, memory_optimizer_bytes, memory_buffer_bytes,
  *     memory_host_bytes, and predicted_ with each of them, predicted_activation_bytes,
@@ -3293,13 +3294,13 @@ typedef struct dtrain_summary {
     int64_t steps;
     uint64_t tokens;
     double first_loss, last_loss, val_loss;   /* NaN where unknown */
-    double seconds, tokens_per_second;        /* tokens_per_second: median of steps */
-    double step_ms, comm_ms, exposed_comm_ms; /* medians */
-    double data_ms;                           /* median */
-    double scaling;                           /* (step - exposed) / step: an upper estimate */
-    uint64_t comm_bytes;                      /* of all steps, this rank ... */
-    uint64_t tensor_bytes;                    /* ... and of them over the tensor axis of a mesh */
-    uint64_t pipeline_bytes;                  /* ... and over the pipeline axis */
+    double seconds, tokens_per_second;        /* tokens_per_second: median of 1024 steps */
+    double step_ms, comm_ms, exposed_comm_ms; /* means of all steps */
+    double data_ms;                           /* mean of all steps */
+    double scaling;          /* (step_ms - exposed_comm_ms) / step_ms: an upper estimate */
+    uint64_t comm_bytes;     /* of all steps, this rank ... */
+    uint64_t tensor_bytes;   /* ... and of them over the tensor axis of a mesh */
+    uint64_t pipeline_bytes; /* ... and over the pipeline axis */
     double bubble_ms; /* wait for other stages, mean over ranks and steps; 0 without a pipeline */
 } dtrain_summary;
 
@@ -3422,8 +3423,8 @@ typedef struct dtrain_metrics_info {
     const char *no_gpu;                    /* why there are no GPU metrics; "" where there are */
     const char *no_plan;                   /* why memory is not predicted; "" where it is */
 } dtrain_metrics_info;
-/* Tell what the run has come to so far, on any rank; zeros for NULL. Medians of the last 1024 steps
- * are made here: a fraction of a millisecond. */
+/* Tell what the run has come to so far, on any rank; zeros for NULL. The median of the rates of
+ * the last 1024 steps is made here: a fraction of a millisecond. */
 DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metrics_info *info);
 /* End the progress line, let every sink write its end (JSON: a last object with the summary and
  * "final": true) and close its file. DTRAIN_ERROR_FILE says what was lost on the way. */
@@ -37179,16 +37180,14 @@ typedef struct dtrain__tensorboard {
     int depth;
 } dtrain__tensorboard;
 
-/* Medians are over so many steps, of: */
-#define DTRAIN__RECENT 1024
-enum {
-    DTRAIN__RECENT_RATE,
-    DTRAIN__RECENT_STEP,
-    DTRAIN__RECENT_COMM,
-    DTRAIN__RECENT_EXPOSED,
-    DTRAIN__RECENT_DATA,
-    DTRAIN__RECENT_COUNT
-};
+#define DTRAIN__RATES 1024 /* steps that the median rate is of */
+#define DTRAIN__TIMES 4    /* step_ms, comm_ms, exposed_comm_ms, data_ms */
+
+/* The mean of the finite values so far. Waits are rare and long: a median would hide them. */
+typedef struct dtrain__mean {
+    double value;
+    int64_t count;
+} dtrain__mean;
 
 typedef struct dtrain__nvml {
     void *library, *device;
@@ -37229,8 +37228,9 @@ struct dtrain_metrics {
 
     double started; /* when the first step began */
     dtrain_step_record last;
-    dtrain_summary summary;                              /* running; medians are made on request */
-    double recent[DTRAIN__RECENT_COUNT][DTRAIN__RECENT]; /* step n is at n % DTRAIN__RECENT */
+    dtrain_summary summary;      /* running; means and the median are put in on request */
+    double rates[DTRAIN__RATES]; /* of step n at n % DTRAIN__RATES */
+    dtrain__mean times[DTRAIN__TIMES];
 };
 
 /* monitor/table.c */
@@ -37470,7 +37470,8 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
  * was reported. */
 static void dtrain__summary_add(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
-    const size_t at = (size_t)(metrics->summary.steps % DTRAIN__RECENT);
+    const double times[] = {record->step_ms, record->comm_ms, record->exposed_comm_ms,
+                            record->data_ms};
     dtrain_summary *s = &metrics->summary;
     const double now = dtrain_seconds();
     if (s->steps == 0) {
@@ -37478,11 +37479,12 @@ static void dtrain__summary_add(dtrain_metrics *metrics, const dtrain_step_recor
         metrics->started = now - 1e-3 * record->step_ms;
     }
     metrics->last = *record;
-    metrics->recent[DTRAIN__RECENT_RATE][at] = record->tokens_per_second;
-    metrics->recent[DTRAIN__RECENT_STEP][at] = record->step_ms;
-    metrics->recent[DTRAIN__RECENT_COMM][at] = record->comm_ms;
-    metrics->recent[DTRAIN__RECENT_EXPOSED][at] = record->exposed_comm_ms;
-    metrics->recent[DTRAIN__RECENT_DATA][at] = record->data_ms;
+    metrics->rates[s->steps % DTRAIN__RATES] = record->tokens_per_second;
+    for (size_t i = 0; i < DTRAIN__TIMES; i++) {
+        dtrain__mean *mean = &metrics->times[i];
+        if (dtrain__finite(times[i]))
+            mean->value += (times[i] - mean->value) / (double)++mean->count;
+    }
     s->steps++;
     s->last_loss = record->loss;
     if (dtrain__finite(record->val_loss)) s->val_loss = record->val_loss;
@@ -37536,14 +37538,14 @@ static int dtrain__compare_doubles(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* Compute the median of the recent steps; NaN when none of them is finite. */
-static double dtrain__median(const dtrain_metrics *metrics, int what)
+/* Compute the median rate of the last steps; NaN when none of them is finite. */
+static double dtrain__median_rate(const dtrain_metrics *metrics)
 {
-    const int64_t count = dtrain__min(metrics->summary.steps, DTRAIN__RECENT);
-    double sorted[DTRAIN__RECENT];
+    const int64_t count = dtrain__min(metrics->summary.steps, DTRAIN__RATES);
+    double sorted[DTRAIN__RATES];
     size_t n = 0;
     for (int64_t i = 0; i < count; i++)
-        if (dtrain__finite(metrics->recent[what][i])) sorted[n++] = metrics->recent[what][i];
+        if (dtrain__finite(metrics->rates[i])) sorted[n++] = metrics->rates[i];
     if (n == 0) return DTRAIN__NAN;
     qsort(sorted, n, sizeof *sorted, dtrain__compare_doubles);
     return 0.5 * sorted[(n - 1) / 2] + 0.5 * sorted[n / 2];
@@ -37561,11 +37563,11 @@ DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metri
     info->no_plan = metrics->no_plan;
     dtrain_summary *summary = &info->summary;
     *summary = metrics->summary;
-    summary->tokens_per_second = dtrain__median(metrics, DTRAIN__RECENT_RATE);
-    summary->step_ms = dtrain__median(metrics, DTRAIN__RECENT_STEP);
-    summary->comm_ms = dtrain__median(metrics, DTRAIN__RECENT_COMM);
-    summary->exposed_comm_ms = dtrain__median(metrics, DTRAIN__RECENT_EXPOSED);
-    summary->data_ms = dtrain__median(metrics, DTRAIN__RECENT_DATA);
+    double *const means[] = {&summary->step_ms, &summary->comm_ms, &summary->exposed_comm_ms,
+                             &summary->data_ms};
+    for (size_t i = 0; i < DTRAIN__TIMES; i++)
+        *means[i] = metrics->times[i].count ? metrics->times[i].value : DTRAIN__NAN;
+    summary->tokens_per_second = dtrain__median_rate(metrics);
     summary->scaling = summary->step_ms > 0
                            ? (summary->step_ms - summary->exposed_comm_ms) / summary->step_ms
                            : DTRAIN__NAN;

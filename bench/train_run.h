@@ -48,10 +48,11 @@ static inline int train_run_log(FILE *file, train_run *run)
 /* Read what the trainer prints: the lines "model", "strategy" and "memory" above the steps, and the summary. */
 static inline void train_run_text(const char *text, train_run *run)
 {
-    const char *plan = strstr(text, "a rank will need"), *end = strstr(text, "\n  memory ");
+    const char *plan = strstr(text, "a rank will need"), *end = strstr(text, "\n  process memory ");
     const char *hash = strstr(text, "\n  parameters "), *model = strstr(text, "\nmodel ");
     const char *step = strstr(text, "\nstep ");
-    run->sequence = 1; /* of an image */
+    run->sequence = 1;                                   /* of an image */
+    if (!end) end = strstr(text, "\n  library memory "); /* a GPU's */
     if (step) sscanf(step, "\nstep %d x %d tokens", &run->batch, &run->sequence);
     if (model)
         sscanf(model, "\nmodel %*[^:]: %d layers, %d heads, %d channels, %*d %*[^,], %d symbols",
@@ -65,7 +66,7 @@ static inline void train_run_text(const char *text, train_run *run)
     run->activations = number_after(plan, "activations ", 0);
     run->activation_grads = number_after(plan ? strstr(plan, "activations ") : NULL, "+ ", 0);
     run->resident = number_after(end, "memory", 0);
-    run->peak = number_after(end, "rank 0,", 0);
+    run->peak = number_after(end, "rank 0,", run->resident);
     run->predicted = number_after(end, "peak,", 0);
     if (hash) sscanf(hash + 13, "%17s", run->hash);
 }

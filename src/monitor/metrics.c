@@ -208,7 +208,8 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
  * was reported. */
 static void dtrain__summary_add(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
-    const size_t at = (size_t)(metrics->summary.steps % DTRAIN__RECENT);
+    const double times[] = {record->step_ms, record->comm_ms, record->exposed_comm_ms,
+                            record->data_ms};
     dtrain_summary *s = &metrics->summary;
     const double now = dtrain_seconds();
     if (s->steps == 0) {
@@ -216,11 +217,12 @@ static void dtrain__summary_add(dtrain_metrics *metrics, const dtrain_step_recor
         metrics->started = now - 1e-3 * record->step_ms;
     }
     metrics->last = *record;
-    metrics->recent[DTRAIN__RECENT_RATE][at] = record->tokens_per_second;
-    metrics->recent[DTRAIN__RECENT_STEP][at] = record->step_ms;
-    metrics->recent[DTRAIN__RECENT_COMM][at] = record->comm_ms;
-    metrics->recent[DTRAIN__RECENT_EXPOSED][at] = record->exposed_comm_ms;
-    metrics->recent[DTRAIN__RECENT_DATA][at] = record->data_ms;
+    metrics->rates[s->steps % DTRAIN__RATES] = record->tokens_per_second;
+    for (size_t i = 0; i < DTRAIN__TIMES; i++) {
+        dtrain__mean *mean = &metrics->times[i];
+        if (dtrain__finite(times[i]))
+            mean->value += (times[i] - mean->value) / (double)++mean->count;
+    }
     s->steps++;
     s->last_loss = record->loss;
     if (dtrain__finite(record->val_loss)) s->val_loss = record->val_loss;
@@ -274,14 +276,14 @@ static int dtrain__compare_doubles(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* Compute the median of the recent steps; NaN when none of them is finite. */
-static double dtrain__median(const dtrain_metrics *metrics, int what)
+/* Compute the median rate of the last steps; NaN when none of them is finite. */
+static double dtrain__median_rate(const dtrain_metrics *metrics)
 {
-    const int64_t count = dtrain__min(metrics->summary.steps, DTRAIN__RECENT);
-    double sorted[DTRAIN__RECENT];
+    const int64_t count = dtrain__min(metrics->summary.steps, DTRAIN__RATES);
+    double sorted[DTRAIN__RATES];
     size_t n = 0;
     for (int64_t i = 0; i < count; i++)
-        if (dtrain__finite(metrics->recent[what][i])) sorted[n++] = metrics->recent[what][i];
+        if (dtrain__finite(metrics->rates[i])) sorted[n++] = metrics->rates[i];
     if (n == 0) return DTRAIN__NAN;
     qsort(sorted, n, sizeof *sorted, dtrain__compare_doubles);
     return 0.5 * sorted[(n - 1) / 2] + 0.5 * sorted[n / 2];
@@ -299,11 +301,11 @@ DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metri
     info->no_plan = metrics->no_plan;
     dtrain_summary *summary = &info->summary;
     *summary = metrics->summary;
-    summary->tokens_per_second = dtrain__median(metrics, DTRAIN__RECENT_RATE);
-    summary->step_ms = dtrain__median(metrics, DTRAIN__RECENT_STEP);
-    summary->comm_ms = dtrain__median(metrics, DTRAIN__RECENT_COMM);
-    summary->exposed_comm_ms = dtrain__median(metrics, DTRAIN__RECENT_EXPOSED);
-    summary->data_ms = dtrain__median(metrics, DTRAIN__RECENT_DATA);
+    double *const means[] = {&summary->step_ms, &summary->comm_ms, &summary->exposed_comm_ms,
+                             &summary->data_ms};
+    for (size_t i = 0; i < DTRAIN__TIMES; i++)
+        *means[i] = metrics->times[i].count ? metrics->times[i].value : DTRAIN__NAN;
+    summary->tokens_per_second = dtrain__median_rate(metrics);
     summary->scaling = summary->step_ms > 0
                            ? (summary->step_ms - summary->exposed_comm_ms) / summary->step_ms
                            : DTRAIN__NAN;

@@ -58,9 +58,10 @@
  *     gpu_ecc_errors   uncorrected since the driver was loaded, of all ranks' GPUs
  *
  * The last line has "final": true, wall_time, step, loss, val_loss, ranks, steps, tokens,
- * first_loss, last_loss, seconds, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, data_ms,
- * scaling, comm_bytes, tensor_bytes and pipeline_bytes where such axes are, and of desc.trainer
- * what a rank holds and what dtrain_trainer_plan says:
+ * first_loss, last_loss, seconds, tokens_per_second (the median of the last 1024 steps), means of
+ * all steps: step_ms, comm_ms, exposed_comm_ms, data_ms; scaling, comm_bytes, tensor_bytes and
+ * pipeline_bytes where such axes are, and of desc.trainer what a rank holds and what
+ * dtrain_trainer_plan says:
  *
  *     memory_param_bytes, memory_grad_bytes, memory_optimizer_bytes, memory_buffer_bytes,
  *     memory_host_bytes, and predicted_ with each of them, predicted_activation_bytes,
@@ -79,13 +80,13 @@ typedef struct dtrain_summary {
     int64_t steps;
     uint64_t tokens;
     double first_loss, last_loss, val_loss;   /* NaN where unknown */
-    double seconds, tokens_per_second;        /* tokens_per_second: median of steps */
-    double step_ms, comm_ms, exposed_comm_ms; /* medians */
-    double data_ms;                           /* median */
-    double scaling;                           /* (step - exposed) / step: an upper estimate */
-    uint64_t comm_bytes;                      /* of all steps, this rank ... */
-    uint64_t tensor_bytes;                    /* ... and of them over the tensor axis of a mesh */
-    uint64_t pipeline_bytes;                  /* ... and over the pipeline axis */
+    double seconds, tokens_per_second;        /* tokens_per_second: median of 1024 steps */
+    double step_ms, comm_ms, exposed_comm_ms; /* means of all steps */
+    double data_ms;                           /* mean of all steps */
+    double scaling;          /* (step_ms - exposed_comm_ms) / step_ms: an upper estimate */
+    uint64_t comm_bytes;     /* of all steps, this rank ... */
+    uint64_t tensor_bytes;   /* ... and of them over the tensor axis of a mesh */
+    uint64_t pipeline_bytes; /* ... and over the pipeline axis */
     double bubble_ms; /* wait for other stages, mean over ranks and steps; 0 without a pipeline */
 } dtrain_summary;
 
@@ -208,8 +209,8 @@ typedef struct dtrain_metrics_info {
     const char *no_gpu;                    /* why there are no GPU metrics; "" where there are */
     const char *no_plan;                   /* why memory is not predicted; "" where it is */
 } dtrain_metrics_info;
-/* Tell what the run has come to so far, on any rank; zeros for NULL. Medians of the last 1024 steps
- * are made here: a fraction of a millisecond. */
+/* Tell what the run has come to so far, on any rank; zeros for NULL. The median of the rates of
+ * the last 1024 steps is made here: a fraction of a millisecond. */
 DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metrics_info *info);
 /* End the progress line, let every sink write its end (JSON: a last object with the summary and
  * "final": true) and close its file. DTRAIN_ERROR_FILE says what was lost on the way. */

@@ -233,16 +233,14 @@ typedef struct dtrain__tensorboard {
     int depth;
 } dtrain__tensorboard;
 
-/* Medians are over so many steps, of: */
-#define DTRAIN__RECENT 1024
-enum {
-    DTRAIN__RECENT_RATE,
-    DTRAIN__RECENT_STEP,
-    DTRAIN__RECENT_COMM,
-    DTRAIN__RECENT_EXPOSED,
-    DTRAIN__RECENT_DATA,
-    DTRAIN__RECENT_COUNT
-};
+#define DTRAIN__RATES 1024 /* steps that the median rate is of */
+#define DTRAIN__TIMES 4    /* step_ms, comm_ms, exposed_comm_ms, data_ms */
+
+/* The mean of the finite values so far. Waits are rare and long: a median would hide them. */
+typedef struct dtrain__mean {
+    double value;
+    int64_t count;
+} dtrain__mean;
 
 typedef struct dtrain__nvml {
     void *library, *device;
@@ -283,8 +281,9 @@ struct dtrain_metrics {
 
     double started; /* when the first step began */
     dtrain_step_record last;
-    dtrain_summary summary;                              /* running; medians are made on request */
-    double recent[DTRAIN__RECENT_COUNT][DTRAIN__RECENT]; /* step n is at n % DTRAIN__RECENT */
+    dtrain_summary summary;      /* running; means and the median are put in on request */
+    double rates[DTRAIN__RATES]; /* of step n at n % DTRAIN__RATES */
+    dtrain__mean times[DTRAIN__TIMES];
 };
 
 /* monitor/table.c */

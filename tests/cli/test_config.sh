@@ -152,9 +152,9 @@ good "dry run, given links" '^# given .* nodes of 2 ranks, 1 Gb/s and 50 us' "$b
 bad "dry run, a refusal" "muon needs whole matrices" "$build/train_gpt" --dry-run --optimizer muon --strategy zero1
 
 # A run with a limit says what the limit covers, and keeps to it.
-good "a limit, in the end" '^  memory limit .* the library holds for the model; program, data and scratch of kernels are not in it' \
+good "a limit, in the end" '^  library memory .*, of --memory-limit [0-9]*: what dtrain holds for the model; program, data and scratch of kernels are not in it' \
     "$build/train_gpt" --model tiny --ranks 4 --batch 2 --steps 2 --eval-batches 0 --sample 0 --strategy auto --memory-limit 14
-awk '/^  memory limit/ { held = $3 > 7 && $3 <= 14 && $6 == "14" } END { exit !held }' "$tmp/out"
+awk '/^  library memory/ { held = $3 > 7 && $3 <= 14 && $13 == "14:" } END { exit !held }' "$tmp/out"
 result "and is kept to" $? "$tmp/out"
 
 # --tune: what does not fit is not tried, what is given stays, and the choice is a file of flags.

@@ -75,7 +75,7 @@ fits() {
     name=$1; shift
     timeout 60 $wide "$@" --auto-batch --memory-limit 12 >"$tmp/out" 2>&1 &&
         found=$(sed -n 's/^step  *\([0-9]*\) x .*/\1/p' "$tmp/out") && count=$(sed -n 's/^step .* x \([0-9]*\) micro.*/\1/p' "$tmp/out") && [ "$found" -gt 1 ] &&
-        grep -q '^  memory limit ' "$tmp/out" && ! timeout 60 $wide "$@" --batch $((2 * found)) --accum "$count" --memory-limit 12 >"$tmp/again" 2>&1 && grep -q 'memory limit' "$tmp/again"
+        grep -q '^  library memory .* of --memory-limit ' "$tmp/out" && ! timeout 60 $wide "$@" --batch $((2 * found)) --accum "$count" --memory-limit 12 >"$tmp/again" 2>&1 && grep -q 'memory limit' "$tmp/again"
     result "$name" $? "$tmp/out"
 }
 fits "the largest batch of 1F1B" --ranks 2 --pipeline 2 --accum 4

@@ -8,7 +8,7 @@ for n in 1 2; do $gpt --ranks $n --steps 12 --log "$tmp/run$n.jsonl" >/dev/null 
 good "two runs" "^2 runs in" "$build/report" "$tmp/page.html" "1@$tmp/run1.jsonl" "2@two <b>ranks</b> & \"more\"=$tmp/run2.jsonl"
 
 # Every key, a null, a step that is not there, 1000 steps, and no last line.
-awk 'BEGIN { for (i = 0; i < 1000; i++) if (i != 500) printf "{\"step\": %d, \"loss\": %s, \"tokens_per_second\": %d, \"step_ms\": 10, \"data_ms\": 1, \"forward_ms\": 2, \"backward_ms\": 3, \"optimizer_ms\": 1, \"exposed_comm_ms\": 2.5, \"memory_bytes\": 1e6, \"memory_peak_bytes\": 2000000, \"ranks\": 4, \"new\": [1, {\"a\": \"\\u00e9\"}]}\n", i, i == 7 ? "null" : 5 - i / 500, 1000 + i; printf "{\"step\": 1000, \"lo" }' >"$tmp/all.jsonl"
+awk 'BEGIN { for (i = 0; i < 1000; i++) if (i != 500) printf "{\"step\": %d, \"loss\": %s, \"tokens_per_second\": %d, \"step_ms\": 10, \"data_ms\": 1, \"forward_ms\": 2, \"backward_ms\": 3, \"optimizer_ms\": 1, \"exposed_comm_ms\": 2.5, \"memory_bytes\": 1e6, \"memory_peak_bytes\": 2000000, \"ranks\": 4, \"new\": [1, {\"a\": \"\\u00e9\"}]}\n", i, i == 7 ? "null" : 5 - i / 500, 1000 + i, i % 20 ? 10 : 40, i % 20 ? 0 : 30; printf "{\"step\": 1000, \"lo" }' >"$tmp/all.jsonl"
 good "a long run that goes on" "^1 run in" "$build/report" "$tmp/all.html" "$tmp/all.jsonl"
 printf '{"step": 0}\n' >"$tmp/bare.jsonl"
 good "a log that has nothing but steps" "^1 run in" "$build/report" "$tmp/bare.html" "$tmp/bare.jsonl"
@@ -28,9 +28,10 @@ bad "an empty log" "has no steps" "$build/report" "$tmp/x.html" "$tmp/empty.json
 cat >"$tmp/look.py" <<'END'
 """look.py PAGE SVGS WORD...: the page is whole, asks no network, has so many drawings and these words.
 look.py values PAGE LOG...: the numbers in the page are those of the logs.
+look.py means PAGE LOG...: the table has means of times, with their shares, and the median of rates.
 look.py timed PAGE LOG...: drawn over time, the curves end when the longest run does.
 look.py shown PAGE LOG...: the values that the browser has shown at step 6 are those of the logs, smoothed by 0.9."""
-import html.parser, json, re, sys
+import html.parser, json, re, statistics, sys
 from decimal import Decimal, ROUND_HALF_UP
 void = ("meta", "input", "br")
 class Reader(html.parser.HTMLParser):
@@ -80,6 +81,15 @@ if sys.argv[1] == "values":
             parts = [step[k] for k in ("data_ms", "forward_ms", "backward_ms", "optimizer_ms", "exposed_comm_ms")]
             assert [p[n] for p in run["parts"]][:5] == parts
             assert abs(sum(p[n] for p in run["parts"]) - max(step["step_ms"], sum(parts))) < 1e-6
+elif sys.argv[1] == "means":
+    cells = page(sys.argv[2]).texts
+    for log in map(steps_of, sys.argv[3:]):
+        def mean(key): return sum(s[key] for s in log) / len(log)
+        assert f"{mean('step_ms'):.2f} ms" in cells, cells
+        for key in ("data_ms", "exposed_comm_ms"):
+            assert f"{mean(key):.2f} ms, {100 * mean(key) / mean('step_ms'):.1f} % of a step" in cells, (key, cells)
+        assert f"{100 * (1 - mean('exposed_comm_ms') / mean('step_ms')):.1f} %" in cells, cells
+        assert f"{statistics.median(s['tokens_per_second'] for s in log):.0f} / s" in cells, cells
 elif sys.argv[1] == "shown":
     reader = page(sys.argv[2])
     logs = [steps_of(log) for log in sys.argv[3:]]
@@ -124,12 +134,15 @@ if have "$python"; then
     look "$tmp/page.html" 0 'two <b>ranks</b> & "more"' "What ran" "How it ended" train_gpt "1, 1 thread each; 1 shard x 1 replica" \
         "2, 1 thread each; 1 shard x 2 replicas" "UTC" "All flags of" "channels = 16" "tokens"; result "the page of two runs" $? "$tmp/said"
     look values "$tmp/page.html" "$tmp/run1.jsonl" "$tmp/run2.jsonl"; result "its numbers are those of the logs" $? "$tmp/said"
+    look means "$tmp/page.html" "$tmp/run1.jsonl" "$tmp/run2.jsonl"; result "its times are means, its rates medians" $? "$tmp/said"
+    grep -v '"step": 1000' "$tmp/all.jsonl" >"$tmp/whole.jsonl"
+    look means "$tmp/all.html" "$tmp/whole.jsonl" && grep -q '>1.47 ms, 12.8 % of a step<' "$tmp/all.html"; result "waits that are rare and long are in the table" $? "$tmp/said"
     look "$tmp/all.html" 0 "it goes on, or was stopped" "tokens or samples"; result "the page of every key" $? "$tmp/said"
     look "$tmp/bare.html" 0 bare.jsonl; result "the page of a bare log" $? "$tmp/said"
     look "$tmp/again.html" 0 "2 times; this is of the last" zero1 "2001-09-09 01:46:40 UTC" abc "lr = 0.5" &&
         grep -q '"x":\[1,2,3,4,5,6,7,8,9,10,11\]' "$tmp/again.html" && grep -q ',1.25,1.25,1.25\]' "$tmp/again.html"
     result "the page of a resumed run" $? "$tmp/said"
-else skip "pages" "no $python" 5; fi
+else skip "pages" "no $python" 7; fi
 
 # A browser, without a network: its DOM has the drawings, a pointer at step 6 shows that step's values, and there are pictures.
 browser=

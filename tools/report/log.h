@@ -27,7 +27,6 @@
     X(SECONDS, "seconds")                                                \
     X(FIRST_LOSS, "first_loss")                                          \
     X(LAST_LOSS, "last_loss")                                            \
-    X(SCALING, "scaling")                                                \
     /* of the first line; a log without one has the ranks in its last */ \
     X(RANKS, "ranks")                                                    \
     X(NODES, "nodes")                                                    \
@@ -155,6 +154,24 @@ static int read_run(run *r)
     fclose(in);
     free(text);
     return failed;
+}
+
+/* Return the mean of a key over the steps; NAN: no step has it. */
+static double mean_of(const run *r, int key)
+{
+    double sum = 0;
+    size_t used = 0;
+    for (size_t i = 0; i < r->count; i++)
+        if (isfinite(r->rows[i][key])) sum += r->rows[i][key], used++;
+    return used ? sum / (double)used : NAN;
+}
+
+/* Return the largest value of a key in any step; NAN: no step has it. */
+static double most_of(const run *r, int key)
+{
+    double most = NAN;
+    for (size_t i = 0; i < r->count; i++) most = fmax(most, r->rows[i][key]);
+    return most;
 }
 
 static int by_value(const void *a, const void *b)

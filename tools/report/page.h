@@ -191,38 +191,56 @@ static const char *things_of(const run *runs, int count)
     return "tokens";
 }
 
-/* Write how the runs ended: the last lines of the logs, or medians of the steps so far. */
+/* Write a time of a step, and its share of the whole step. */
+static void time_text(const run *r, int key, char *text, size_t room)
+{
+    const double ms = mean_of(r, key), step = mean_of(r, STEP_MS);
+    if (!isfinite(ms)) return;
+    snprintf(text, room, "%.2f ms", ms);
+    if (key != STEP_MS && key != COMM_MS && step > 0)
+        snprintf(text + strlen(text), room - strlen(text), ", %.1f %% of a step", 100 * ms / step);
+}
+
+enum { COUNT, LAST_LINE, TIME, MEDIAN, MOST, REST };
+
+/* Write how the runs ended: losses and counts by the last lines of the logs, times and memory by all steps in them.
+ * Times are means, whose shares add up: waits are rare and long, and a median would not have them. */
 static void table_of_ends(FILE *out, const run *runs, int count)
 {
     const struct {
-        const char *name, *format; /* NULL: a count */
-        int key;
-        bool median; /* of the steps stands for it while the run goes on */
+        const char *name, *format;
+        int key, how;
         double scale;
-    } rows[] = {{"steps", "%.0f", STEPS, false, 1},
-                {things_of(runs, count), NULL, TOKENS, false, 1},
-                {"time", "%.1f s", SECONDS, false, 1},
-                {"first loss", "%.4f", FIRST_LOSS, false, 1},
-                {"last loss", "%.4f", LAST_LOSS, false, 1},
-                {"validation loss", "%.4f", VAL_LOSS, false, 1},
-                {"throughput", "%.0f / s", RATE, true, 1},
-                {"time of a step", "%.2f ms", STEP_MS, true, 1},
-                {"communication in flight", "%.2f ms", COMM_MS, true, 1},
-                {"communication exposed", "%.2f ms", EXPOSED_MS, true, 1},
-                {"wait for data", "%.2f ms", DATA_MS, true, 1},
-                {"scaling, at most", "%.1f %%", SCALING, false, 100},
-                {"peak memory", "%.1f MiB", MEMORY_PEAK, true, 1 / 1048576.0}};
+    } rows[] = {{"steps", "%.0f", STEPS, LAST_LINE, 1},
+                {things_of(runs, count), "", TOKENS, COUNT, 1},
+                {"time", "%.1f s", SECONDS, LAST_LINE, 1},
+                {"first loss", "%.4f", FIRST_LOSS, LAST_LINE, 1},
+                {"last loss", "%.4f", LAST_LOSS, LAST_LINE, 1},
+                {"validation loss", "%.4f", VAL_LOSS, LAST_LINE, 1},
+                {"throughput, median of steps", "%.0f / s", RATE, MEDIAN, 1},
+                {"time of a step, mean", "", STEP_MS, TIME, 1},
+                {"communication in flight, mean", "", COMM_MS, TIME, 1},
+                {"communication exposed, mean", "", EXPOSED_MS, TIME, 1},
+                {"wait for data, mean", "", DATA_MS, TIME, 1},
+                {"scaling, at most", "%.1f %%", EXPOSED_MS, REST, 100},
+                {"library memory at its peak", "%.1f MiB", MEMORY_PEAK, MOST, 1 / 1048576.0}};
     table_begin(out, "How it ended", runs, count);
     for (size_t k = 0; k < sizeof rows / sizeof *rows; k++) {
         fprintf(out, "<tr><th>%s</th>", rows[k].name);
         for (int i = 0; i < count; i++) {
-            double value = runs[i].summary[rows[k].key];
+            const run *r = &runs[i];
+            const int key = rows[k].key;
+            double value = r->summary[key];
             char words[64] = "-";
-            if (isnan(value) && rows[k].median) value = median_of(&runs[i], rows[k].key);
-            if (isnan(value) && rows[k].key == STEPS) value = (double)runs[i].count;
-            if (isfinite(value) && rows[k].format)
+            if (isnan(value) && key == STEPS) value = (double)r->count;
+            if (rows[k].how == MEDIAN) value = median_of(r, key);
+            if (rows[k].how == MOST) value = most_of(r, key);
+            if (rows[k].how == REST) value = 1 - mean_of(r, key) / mean_of(r, STEP_MS);
+            if (rows[k].how == TIME) time_text(r, key, words, sizeof words);
+            else if (isfinite(value) && rows[k].how == COUNT)
+                count_text(words, sizeof words, value);
+            else if (isfinite(value))
                 snprintf(words, sizeof words, rows[k].format, rows[k].scale * value);
-            else if (isfinite(value)) count_text(words, sizeof words, value);
             cell(out, words);
         }
         fprintf(out, "</tr>\n");

@@ -226,6 +226,56 @@ static void show_saved(const run_job *j)
            1e3 * saved.write_seconds);
 }
 
+/* Return what share of a step `ms` is, in per cent. */
+static double share(const dtrain_summary *summary, double ms)
+{
+    return summary->step_ms > 0 ? 100 * ms / summary->step_ms : 0;
+}
+
+/* Print the times of a step: means, whose shares can be compared, because waits are rare and long. The rate is a median,
+ * which a slow first step or an evaluation does not change. */
+static void show_times(const run_job *j, const dtrain_summary *summary)
+{
+    const double steps = (double)summary->steps;
+    printf("  %s             %10.0f   median of the steps; %.1f s in all\n",
+           j->program->sample_name, summary->tokens_per_second, summary->seconds);
+    printf("  step                 %10.2f ms  mean; the shares below are of it\n",
+           summary->step_ms);
+    printf("  communication        %10.2f ms in flight, %.2f ms exposed: %.1f %%; %.1f MiB sent a "
+           "step\n",
+           summary->comm_ms, summary->exposed_comm_ms, share(summary, summary->exposed_comm_ms),
+           mib(summary->comm_bytes) / steps);
+    if (summary->tensor_bytes)
+        printf("  tensor axis          %10.1f MiB of these sent a step, in every layer\n",
+               mib(summary->tensor_bytes) / steps);
+    if (summary->pipeline_bytes)
+        printf(
+            "  pipeline axis        %10.1f MiB of these sent a step; bubble %.2f ms, %.1f %%, mean "
+            "of ranks\n",
+            mib(summary->pipeline_bytes) / steps, summary->bubble_ms,
+            share(summary, summary->bubble_ms));
+    printf("  data                 %10.3f ms  in wait for batches: %.2f %%\n", summary->data_ms,
+           share(summary, summary->data_ms));
+}
+
+/* Print the memory of rank 0: on a CPU what its process has, and everywhere what the library holds for the model. */
+static void show_memory(dtrain_world *world, const run_job *j)
+{
+    const dtrain_device *device = dtrain_world_device(world);
+    const double planned = mib(j->memory.total);
+    uint64_t now, peak;
+    if (device->ops->host_memory) {
+        dtrain_process_memory(&now, &peak);
+        printf("  process memory       %10.1f MiB in rank 0, %.1f at its peak, %.1f predicted\n",
+               mib(now), mib(peak), planned);
+    }
+    printf("  library memory       %10.1f MiB in rank 0 at its peak", mib(device->peak_bytes));
+    if (!device->ops->host_memory) printf(", %.1f predicted", planned);
+    if (j->s->memory_limit) printf(", of --memory-limit %ld", j->s->memory_limit);
+    printf(": what dtrain holds for the model; program, data and scratch of kernels are not in "
+           "it\n");
+}
+
 /* Say where a run ends that a signal has stopped, and what becomes of it. */
 static void show_stopped(const run_job *j)
 {
@@ -239,11 +289,7 @@ static void show_stopped(const run_job *j)
 
 static void show_end(dtrain_world *world, const run_job *j, const dtrain_summary *summary)
 {
-    const dtrain_device *device = dtrain_world_device(world);
-    const dtrain_memory *m = &j->memory;
     dtrain_strategy_info info;
-    uint64_t now = device->peak_bytes, peak = now;
-    if (device->ops->host_memory) dtrain_process_memory(&now, &peak);
     dtrain_strategy_query(j->strategy, &info);
     if (!summary->steps) {
         printf("\n  nothing was left to do: all %lld steps were made before\n",
@@ -257,34 +303,12 @@ static void show_end(dtrain_world *world, const run_job *j, const dtrain_summary
     if (isfinite(summary->val_loss) && strcmp(j->program->things, "tokens") == 0)
         printf("   perplexity %.2f", exp(summary->val_loss));
     if (isfinite(summary->val_loss)) printf("\n");
-    printf("  %s             %10.0f   %.1f s in all\n", j->program->sample_name,
-           summary->tokens_per_second, summary->seconds);
-    printf("  step                 %10.2f ms\n", summary->step_ms);
-    printf("  communication        %10.2f ms in flight, %.2f ms exposed; %.1f MiB sent a step\n",
-           summary->comm_ms, summary->exposed_comm_ms,
-           mib(summary->comm_bytes) / (double)(summary->steps ? summary->steps : 1));
-    if (summary->tensor_bytes)
-        printf("  tensor axis          %10.1f MiB of these sent a step, in every layer\n",
-               mib(summary->tensor_bytes) / (double)(summary->steps ? summary->steps : 1));
-    if (summary->pipeline_bytes)
-        printf(
-            "  pipeline axis        %10.1f MiB of these sent a step; bubble %.2f ms, %.1f %% of a "
-            "step, mean of ranks\n",
-            mib(summary->pipeline_bytes) / (double)(summary->steps ? summary->steps : 1),
-            summary->bubble_ms,
-            summary->step_ms > 0 ? 100 * summary->bubble_ms / summary->step_ms : 0);
-    printf("  data                 %10.3f ms  of a step in wait for batches: %.2f %%\n",
-           summary->data_ms, summary->step_ms > 0 ? 100 * summary->data_ms / summary->step_ms : 0);
+    show_times(j, summary);
     show_sent(j, &info, summary, job_ranks(world, j));
-    printf("  scaling              %10.1f %%  of %d rank%s, counting exposed communication\n",
+    printf("  scaling              %10.1f %%  of %d rank%s at most: only exposed communication "
+           "counts\n",
            100 * summary->scaling, dtrain_world_size(world), plural(dtrain_world_size(world)));
-    printf("  memory               %10.1f MiB in rank 0, %.1f at its peak, %.1f predicted\n",
-           mib(now), mib(peak), mib(m->total));
-    if (j->s->memory_limit)
-        printf("  memory limit         %10.1f MiB of %ld at the peak, in rank 0: what the library "
-               "holds "
-               "for the model; program, data and scratch of kernels are not in it\n",
-               mib(device->peak_bytes), j->s->memory_limit);
+    show_memory(world, j);
     show_slow_gemms(world);
     if (j->checkpoint) show_saved(j);
     if (j->stopped) show_stopped(j);
