@@ -12,14 +12,14 @@ tiny="$build/train_gpt --layers 1 --channels 32 --heads 2 --seq 16 --batch 2 --s
 # ---- before the first step ----
 mkdir sub; : >sub/file; mkdir -p busy/config.json
 good "folders of an export, a log and a trace are made" 'exported +new/folder/model.safetensors' \
-    $tiny --steps 2 --export new/folder/model.safetensors --log logs/a/log.jsonl --csv tables/t.csv \
+    $tiny --steps 2 --export new/folder/model.safetensors --log logs/a/log.jsonl \
     --trace traces/t.json --config-out configs/c --prometheus prom/p.prom
-for file in new/folder/model.safetensors new/folder/config.json logs/a/log.jsonl tables/t.csv traces/t.rank0.json \
+for file in new/folder/model.safetensors new/folder/config.json logs/a/log.jsonl traces/t.rank0.json \
     traces/t.rank1.json configs/c prom/p.prom; do
     [ -s $file ] || echo $file
 done >missing
 [ ! -s missing ]; result "and hold what was asked for" $? missing
-for flag in export log csv trace config-out prometheus; do
+for flag in export log trace config-out prometheus; do
     for place in sub/file/x.bin /proc/none/x.bin sub; do
         bad "--$flag $place" "^train_gpt: --$flag.* $place.* cannot be written: .*(director|Permission)" \
             $tiny --steps 1000000 --$flag $place

@@ -309,7 +309,6 @@ static int check_outputs(const run_settings *s, const run_program *program, bool
         const char *name, *path;
         bool replaced;
     } files[] = {{"--log", s->log, false},
-                 {"--csv", s->csv, false},
                  {"--prometheus", s->prometheus, true},
                  {"--trace", s->trace, false},
                  {"--config-out", s->config_out, true}};
