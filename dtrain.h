@@ -79,7 +79,9 @@
        src/world/signals.c                  Requests to stop
        src/comm/comm.c                      Communicators
        src/comm/comm_internal.h             What the files of comm share
+       src/comm/same.c                      Ranks agree: on an outcome, and on settings
        src/comm/groups_internal.h           Groups: who shares what with this rank
+       src/comm/same_internal.h             Have all ranks the same settings? Whoever makes something collectively lists its settings in a
        src/comm/flight.c                    Dumps: the flight record of a rank
        src/comm/engine_internal.h           The progress engine
        src/comm/reduce.c                    What collectives do: who sends what to whom, and the results on one rank
@@ -1679,7 +1681,7 @@ typedef struct dtrain_strategy_desc {
 
 /* Make a strategy. Collective. It compares the registration of all ranks (names, shapes, cuts,
  * units, flags, initialisation and the desc, except no_overlap where parameters are whole; a
- * difference is DTRAIN_ERROR_MISMATCH naming the first parameter that differs), allocates what the
+ * difference is DTRAIN_ERROR_MISMATCH naming the field, both values and the rank), allocates what the
  * host left NULL, initialises or broadcasts rank 0's values, plans the buckets. An error on one
  * rank is an error on all. desc NULL = a zeroed one.
  *
@@ -2430,8 +2432,10 @@ DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_str
 /* Free an optimizer and its state; NULL is ignored. */
 DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer);
 /* Update the parameters once, with every gradient multiplied by grad_scale on its way in, and
- * publish them: collective where anything is sharded. A rate or scale that is not finite, or a
- * negative rate, is an error before anything is touched. */
+ * publish them: collective where anything is sharded, and for the first update everywhere, because
+ * ranks compare hyper-parameters, rate and scale then. Later rates that differ between ranks are
+ * found by dtrain_trainer_step, dtrain_strategy_verify and dtrain_checkpoint_save. A rate or scale
+ * that is not finite, or a negative rate, is an error before anything is touched. */
 DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
                                                float grad_scale);
 
@@ -2651,7 +2655,7 @@ typedef struct dtrain_trainer_desc {
      * scale of 0 begins with 65536. */
     dtrain_loss_scaler loss_scaling;
     bool graph;    /* GPU: record the step once and replay it, without launch costs; see create */
-    uint64_t seed; /* of dropout */
+    uint64_t seed; /* of dropout, the same on all ranks: their masks differ nevertheless */
     uint32_t nonfinite;    /* dtrain_nonfinite; 0 = stop */
     uint32_t skip_limit;   /* steps in a row that may be skipped; one more is an error; 0 = 10 */
     uint32_t verify_every; /* steps between two calls of dtrain_strategy_verify, which reads every
@@ -2756,7 +2760,10 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
                                                dtrain_trainer **out);
 /* Free a trainer and its tape; NULL is ignored. */
 DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
-/* Take one step. Collective; record may be NULL. A rank that is more than twice slower than the
+/* Take one step. Collective; record may be NULL. In the first step ranks compare all settings of
+ * their trainers and optimizers but `tokens`, and in each step the flags of parameters: what differs
+ * is DTRAIN_ERROR_MISMATCH on all ranks, which names the setting, both values and the rank. A rank
+ * that is more than twice slower than the
  * (lower) median for ten steps running is named once in a warning. A gradient norm or loss that is
  * not finite is DTRAIN_ERROR_NUMERIC on all ranks, naming step and rank; no parameter has changed
  * if it was the gradient. With loss scaling such a gradient is no error: the step is skipped on all
@@ -8129,38 +8136,6 @@ DTRAIN__PRIVATE bool dtrain__transfer_of(const dtrain_collective *what, int size
 /* comm/flight.c */
 DTRAIN__PRIVATE dtrain_result dtrain__dump(const dtrain_world *world, const char *directory);
 
-/* ==== src/comm/groups_internal.h ============================================================== */
-
-/* Groups: who shares what with this rank
- *
- * Whoever above the communicators must know "rank of how many" takes it from here:
- *
- *     data    average gradients; each of them has other samples. Loaders deal to them, strategies
- *             reduce over them, dropout draws a stream for each
- *     copy    share one copy of the values, each with a shard of it: norms are summed up over them.
- *             NULL: this rank has everything
- *     tensor  share every layer of one replica, each with its part of what is cut. NULL: this rank
- *             has whole layers
- *     pipeline  have the stages of one replica. NULL: this rank has all layers
- *     model   hold one model between them. NULL: this rank alone holds one
- *     all     train together: records, requests to stop, checkpoints and metrics are of them
- *
- * Without a mesh every rank holds a model: data and all are desc.comm or the world's, and a
- * strategy makes copy of data, as its kind wants it. A mesh (parallel/mesh.h) cuts the ranks along
- * axes: data is then the ranks that differ from this one along the data axis alone, tensor and
- * model those that differ along the other axes, and all the whole mesh. */
-
-typedef struct dtrain__groups {
-    dtrain_comm *data, *copy, *tensor, *pipeline, *model, *all;
-    int tensor_ranks, tensor_rank; /* also of a plan, which has no communicators */
-    int pipeline_ranks, pipeline_rank;
-    bool sequence_parallel; /* rows between shared layers are divided over `tensor` */
-    bool exact;             /* sums over what `tensor` cuts are made of lanes */
-} dtrain__groups;
-
-/* Bring what a rank did alone to all of them: success on all, or an error on each. Collective. */
-DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result mine);
-
 /* ---- Checks -----------------------------------------------------------------------------------*/
 
 /* In place is allowed; a shifted overlap would overwrite what is still to be read. */
@@ -8479,31 +8454,347 @@ DTRAIN_API void dtrain_comm_free(dtrain_comm *comm, void *memory, size_t bytes)
     comm->ops->free(comm, memory, bytes);
 }
 
-/* ---- Ranks agree
+/* ==== src/comm/same.c ========================================================================= */
+
+/* Ranks agree: on an outcome, and on settings
  *
  * A call that fails on one rank only would leave the others waiting in its next collective. Calls
  * that do local work in between therefore bring its outcome here: all ranks leave with success, or
- * all with an error, and the communicator is as good as before. */
+ * all with an error, and the communicator is as good as before.
+ *
+ * Settings that differ between ranks would train to numbers that mean nothing. First comes one hash
+ * over all of them; where that differs all ranks search together, item by item and then field by
+ * field, up to the first that differs. All of them see the same outcome of each comparison, so they
+ * make the same collectives. Item 0 is the name of the call, so ranks that have come from different
+ * calls hear that. */
 
-DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result mine)
+/* ==== src/comm/groups_internal.h ============================================================== */
+
+/* Groups: who shares what with this rank
+ *
+ * Whoever above the communicators must know "rank of how many" takes it from here:
+ *
+ *     data    average gradients; each of them has other samples. Loaders deal to them, strategies
+ *             reduce over them, dropout draws a stream for each
+ *     copy    share one copy of the values, each with a shard of it: norms are summed up over them.
+ *             NULL: this rank has everything
+ *     tensor  share every layer of one replica, each with its part of what is cut. NULL: this rank
+ *             has whole layers
+ *     pipeline  have the stages of one replica. NULL: this rank has all layers
+ *     model   hold one model between them. NULL: this rank alone holds one
+ *     all     train together: records, requests to stop, checkpoints and metrics are of them
+ *
+ * Without a mesh every rank holds a model: data and all are desc.comm or the world's, and a
+ * strategy makes copy of data, as its kind wants it. A mesh (parallel/mesh.h) cuts the ranks along
+ * axes: data is then the ranks that differ from this one along the data axis alone, tensor and
+ * model those that differ along the other axes, and all the whole mesh. */
+
+typedef struct dtrain__groups {
+    dtrain_comm *data, *copy, *tensor, *pipeline, *model, *all;
+    int tensor_ranks, tensor_rank; /* also of a plan, which has no communicators */
+    int pipeline_ranks, pipeline_rank;
+    bool sequence_parallel; /* rows between shared layers are divided over `tensor` */
+    bool exact;             /* sums over what `tensor` cuts are made of lanes */
+} dtrain__groups;
+
+/* Bring what a rank did alone to all of them: success on all, or an error on each. Collective. */
+DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result mine);
+
+/* ==== src/comm/same_internal.h ================================================================ */
+
+/* Have all ranks the same settings? Whoever makes something collectively lists its settings in a
+ * table of fields, and dtrain__same compares them. */
+
+typedef enum dtrain__same_type {
+    DTRAIN__SAME_INT, /* of 4 bytes; of 8, or an array of those */
+    DTRAIN__SAME_UINT,
+    DTRAIN__SAME_FLAGS,
+    DTRAIN__SAME_BOOL,
+    DTRAIN__SAME_FLOAT,
+    DTRAIN__SAME_TEXT, /* const char * */
+    DTRAIN__SAME_HASH  /* of 64 bits, of something long */
+} dtrain__same_type;
+
+typedef struct dtrain__same_field {
+    const char *name; /* in the sentence */
+    size_t offset;    /* in the struct */
+    uint32_t bytes, type;
+} dtrain__same_field;
+
+/* A field that is named as its member, or otherwise. */
+#define DTRAIN__SAME(owner, member, type) DTRAIN__SAME_AS(owner, member, #member, type)
+#define DTRAIN__SAME_AS(owner, member, name, type) \
+    {name, offsetof(owner, member), (uint32_t)sizeof(((owner *)0)->member), DTRAIN__SAME_##type}
+
+#define DTRAIN__SAME_RECORD 512 /* the most bytes of a record that `make` writes */
+
+/* A struct, or several of one kind that are numbered. */
+typedef struct dtrain__same_list {
+    const char *what; /* "parameter": named with its number and its first field; NULL: one struct */
+    const dtrain__same_field *fields;
+    size_t field_count, items;
+    const void *at; /* the struct, or what `make` reads to write the record of an item */
+    void (*make)(const void *at, size_t item, void *record);
+} dtrain__same_list;
+
+/* List one struct by its table of fields. */
+#define DTRAIN__SAME_STRUCT(fields, at) \
+    dtrain__same_struct(fields, sizeof fields / sizeof *fields, at)
+DTRAIN__PRIVATE dtrain__same_list dtrain__same_struct(const dtrain__same_field *fields,
+                                                      size_t count, const void *at);
+
+#define DTRAIN__SAME_LISTS 2 /* the most of a call */
+
+/* Fail on all ranks if they have come from different calls or if their lists differ, with a
+ * sentence that names the call, the setting, both values and the rank that differs from most.
+ * Before that bring an error that one of them has met (`mine`) to all, as dtrain__agree does; a
+ * rank with an error gives no lists. Only the last list may have another number of items on some
+ * ranks. One small collective where nothing differs. */
+DTRAIN__PRIVATE dtrain_result dtrain__same(dtrain_comm *comm, dtrain_result mine, const char *call,
+                                           const dtrain__same_list *lists, size_t count);
+
+/* The first item that is not the same on all ranks. */
+typedef struct dtrain__difference {
+    size_t item;
+    int usual, odd; /* the first rank that has the most frequent value of it (a tie goes to the
+                       lower rank), and the first with another value; -1: nothing differs */
+    bool single;    /* all but `odd` have the usual value */
+} dtrain__difference;
+
+/* Hash an item; 0: there is nothing to compare. */
+typedef uint64_t dtrain__same_hash(const void *user, size_t item);
+
+/* Compare the hashes of `count` items; *all is the hash over the items of this rank. */
+DTRAIN__PRIVATE dtrain_result dtrain__same_find(dtrain_comm *comm, dtrain_result mine,
+                                                dtrain__same_hash *hash_of, const void *user,
+                                                size_t count, uint64_t *all,
+                                                dtrain__difference *found);
+
+/* Fail on all ranks with the error of rank `first`. */
+static dtrain_result dtrain__verdict(dtrain_comm *comm, dtrain_result mine, int first)
 {
     struct {
         int32_t code;
         char text[DTRAIN__ERROR_BYTES];
     } verdict;
-    int32_t first = mine == DTRAIN_OK ? INT32_MAX : (int32_t)dtrain_comm_rank(comm);
-    if (dtrain_comm_size(comm) == 1) return mine;
     memset(&verdict, 0, sizeof verdict);
     verdict.code = (int32_t)mine;
     snprintf(verdict.text, sizeof verdict.text, "%s", dtrain__bare(dtrain_last_error()));
     DTRAIN__TRY(
-        dtrain_all_reduce(comm, &first, &first, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL));
-    if (first == INT32_MAX) return DTRAIN_OK;
-    DTRAIN__TRY(
-        dtrain_broadcast(comm, &verdict, sizeof verdict / 4, DTRAIN_DTYPE_I32, (int)first, NULL));
+        dtrain_broadcast(comm, &verdict, sizeof verdict / 4, DTRAIN_DTYPE_I32, first, NULL));
     if (mine != DTRAIN_OK) return mine; /* one's own sentence is still the last error */
     return dtrain_fail((dtrain_result)verdict.code, "rank %d failed: %s",
-                       dtrain__world_rank(comm, (int)first), verdict.text);
+                       dtrain__world_rank(comm, first), verdict.text);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result mine)
+{
+    int32_t first = mine == DTRAIN_OK ? INT32_MAX : (int32_t)dtrain_comm_rank(comm);
+    if (dtrain_comm_size(comm) == 1) return mine;
+    DTRAIN__TRY(
+        dtrain_all_reduce(comm, &first, &first, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL));
+    return first == INT32_MAX ? DTRAIN_OK : dtrain__verdict(comm, mine, (int)first);
+}
+
+/* ---- The first difference ---------------------------------------------------------------------*/
+
+/* Find the usual and the odd value of an item among the values of all ranks. */
+static void dtrain__find_odd(const uint64_t *values, int ranks, dtrain__difference *found)
+{
+    int most = 0;
+    for (int i = 0; i < ranks; i++) {
+        int same = 0;
+        for (int k = 0; k < ranks; k++) same += values[k] == values[i];
+        if (same == ranks) return;
+        if (same > most) found->usual = i;
+        if (same > most) most = same;
+    }
+    found->single = most == ranks - 1;
+    for (found->odd = 0; values[found->odd] == values[found->usual];) found->odd++;
+}
+
+/* Compare items one by one, up to the first that differs. */
+static dtrain_result dtrain__same_search(dtrain_comm *comm, dtrain__same_hash *hash_of,
+                                         const void *user, size_t count, dtrain__difference *found)
+{
+    uint64_t values[DTRAIN_MAX_RANKS];
+    found->odd = -1;
+    for (found->item = 0; found->item < count; found->item++) {
+        const uint64_t hash = hash_of(user, found->item);
+        DTRAIN__TRY(dtrain_all_gather(comm, &hash, values, 1, DTRAIN_DTYPE_I64, NULL));
+        dtrain__find_odd(values, dtrain_comm_size(comm), found);
+        if (found->odd >= 0) break;
+    }
+    return DTRAIN_OK;
+}
+
+/* The hashes are common where the largest and the smallest are equal: since ~ reverses the order,
+ * the maximum of the complements is the complement of the minimum. */
+DTRAIN__PRIVATE dtrain_result dtrain__same_find(dtrain_comm *comm, dtrain_result mine,
+                                                dtrain__same_hash *hash_of, const void *user,
+                                                size_t count, uint64_t *all,
+                                                dtrain__difference *found)
+{
+    *all = DTRAIN__FNV_BASIS;
+    found->odd = -1;
+    for (size_t item = 0; item < count; item++) {
+        const uint64_t hash = mine == DTRAIN_OK ? hash_of(user, item) : 0;
+        if (hash) *all = dtrain__fnv1a(*all, &hash, sizeof hash);
+    }
+    if (dtrain_comm_size(comm) == 1) return mine;
+    int64_t most[] = {(int64_t)*all, (int64_t) ~*all, (int64_t)count,
+                      mine == DTRAIN_OK ? INT64_MIN : -(int64_t)dtrain_comm_rank(comm)};
+    DTRAIN__TRY(dtrain_all_reduce(comm, most, most, 4, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
+    if (most[3] != INT64_MIN) return dtrain__verdict(comm, mine, (int)-most[3]);
+    if (most[0] == ~most[1]) return DTRAIN_OK;
+    return dtrain__same_search(comm, hash_of, user, (size_t)most[2], found);
+}
+
+/* ---- Fields -----------------------------------------------------------------------------------*/
+
+#define DTRAIN__SHOWN_BYTES 320
+
+/* The lists of a call, and the item whose fields are compared. Item 0 is the call. */
+typedef struct dtrain__same_items {
+    dtrain__same_list lists[1 + DTRAIN__SAME_LISTS];
+    size_t count, item;
+} dtrain__same_items;
+
+DTRAIN__PRIVATE dtrain__same_list dtrain__same_struct(const dtrain__same_field *fields,
+                                                      size_t count, const void *at)
+{
+    const dtrain__same_list list = {NULL, fields, count, 1, at, NULL};
+    return list;
+}
+
+/* Find the item's list, and its number there. */
+static const dtrain__same_list *dtrain__same_place(const dtrain__same_items *items, size_t *number)
+{
+    const dtrain__same_list *list = items->lists;
+    for (*number = items->item; list + 1 < items->lists + items->count && *number >= list->items;)
+        *number -= list++->items;
+    return list;
+}
+
+/* Write a value of a field: 0.02, not 0.0199999996, where that is the same float. */
+static void dtrain__same_value(const dtrain__same_field *field, const unsigned char *at, char *text,
+                               size_t room)
+{
+    int32_t narrow = 0;
+    int64_t wide = 0;
+    float number = 0;
+    if (field->type == DTRAIN__SAME_TEXT) {
+        const char *string;
+        memcpy((void *)&string, at, sizeof string);
+        snprintf(text, room, "\"%.150s\"", string ? string : "");
+    } else if (field->type == DTRAIN__SAME_FLOAT) {
+        memcpy(&number, at, sizeof number);
+        snprintf(text, room, "%g", (double)number);
+        if (strtof(text, NULL) != number) snprintf(text, room, "%.9g", (double)number);
+    } else if (field->type == DTRAIN__SAME_BOOL) {
+        snprintf(text, room, "%s", *(const bool *)at ? "true" : "false");
+    } else if (field->bytes == sizeof narrow) {
+        memcpy(&narrow, at, sizeof narrow);
+        snprintf(text, room,
+                 field->type == DTRAIN__SAME_INT    ? "%d"
+                 : field->type == DTRAIN__SAME_UINT ? "%u"
+                                                    : "0x%x",
+                 (unsigned)narrow);
+    } else {
+        memcpy(&wide, at, sizeof wide);
+        snprintf(text, room,
+                 field->type == DTRAIN__SAME_INT    ? "%lld"
+                 : field->type == DTRAIN__SAME_UINT ? "%llu"
+                                                    : "(hash %llx)",
+                 (unsigned long long)wide);
+    }
+}
+
+/* Write a field of the item, with its name, and return a hash of all of it; 0: this rank does not
+ * have the item. */
+static uint64_t dtrain__same_show(const dtrain__same_items *items, size_t f, char *text)
+{
+    uint64_t record[DTRAIN__SAME_RECORD / sizeof(uint64_t)] = {0};
+    size_t number, room = DTRAIN__SHOWN_BYTES;
+    const dtrain__same_list *list = dtrain__same_place(items, &number);
+    const dtrain__same_field *field = &list->fields[f];
+    const unsigned char *at = (const unsigned char *)(list->make ? record : list->at);
+    memset(text, 0, room);
+    if (number >= list->items) {
+        snprintf(text, room, "only %zu of them", list->items);
+        return 0;
+    }
+    if (list->make) list->make(list->at, number, record);
+    const bool several = field->bytes > sizeof(int64_t);
+    size_t used = (size_t)snprintf(text, room, several ? "%s (" : "%s ", field->name);
+    for (uint32_t done = 0; done < field->bytes; done += (uint32_t)sizeof(int64_t)) {
+        if (done) used += (size_t)snprintf(text + used, room - used, ", ");
+        dtrain__same_value(field, at + field->offset + done, text + used, room - used);
+        used += strlen(text + used);
+    }
+    if (several) snprintf(text + used, room - used, ")");
+    const uint64_t hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, text, strlen(text));
+    const char *string = NULL; /* the text may have cut it */
+    if (field->type == DTRAIN__SAME_TEXT)
+        memcpy((void *)&string, at + field->offset, sizeof string);
+    return dtrain__fnv1a(hash, string, string ? strlen(string) : 0);
+}
+
+static uint64_t dtrain__same_field_hash(const void *user, size_t field)
+{
+    char text[DTRAIN__SHOWN_BYTES];
+    return dtrain__same_show((const dtrain__same_items *)user, field, text);
+}
+
+static uint64_t dtrain__same_item_hash(const void *user, size_t item)
+{
+    dtrain__same_items items = *(const dtrain__same_items *)user;
+    uint64_t all = DTRAIN__FNV_BASIS;
+    size_t number;
+    items.item = item;
+    const dtrain__same_list *list = dtrain__same_place(&items, &number);
+    for (size_t f = 0; f < list->field_count && number < list->items; f++) {
+        const uint64_t hash = dtrain__same_field_hash(&items, f);
+        all = dtrain__fnv1a(all, &hash, sizeof hash);
+    }
+    return number < list->items ? all : 0;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__same(dtrain_comm *comm, dtrain_result mine, const char *call,
+                                           const dtrain__same_list *lists, size_t count)
+{
+    static const dtrain__same_field made = {"come to", 0, sizeof call, DTRAIN__SAME_TEXT};
+    char texts[2][DTRAIN__SHOWN_BYTES], what[256] = "", name[DTRAIN__SHOWN_BYTES] = "", others[32];
+    dtrain__same_items items;
+    dtrain__difference found;
+    size_t total = 1, number;
+    uint64_t all;
+    memset(&items, 0, sizeof items);
+    items.lists[0] = dtrain__same_struct(&made, 1, &call);
+    items.count = mine == DTRAIN_OK ? count + 1 : 1;
+    for (size_t l = 1; l < items.count; l++) total += (items.lists[l] = lists[l - 1]).items;
+    DTRAIN__TRY(dtrain__same_find(comm, mine, dtrain__same_item_hash, &items, total, &all, &found));
+    if (found.odd < 0) return DTRAIN_OK;
+    items.item = found.item;
+    const dtrain__same_list *list = dtrain__same_place(&items, &number);
+    DTRAIN__TRY(
+        dtrain__same_search(comm, dtrain__same_field_hash, &items, list->field_count, &found));
+    for (int i = 0; i < 2; i++) {
+        (void)dtrain__same_show(&items, found.item, texts[i]);
+        DTRAIN__TRY(dtrain_broadcast(comm, texts[i], DTRAIN__SHOWN_BYTES / 4, DTRAIN_DTYPE_I32,
+                                     i ? found.odd : found.usual, NULL));
+    }
+    if (list->what && found.item) (void)dtrain__same_show(&items, 0, name);
+    if (list->what)
+        snprintf(what, sizeof what,
+                 name[0] ? "%s %zu (%.200s) differs: " : "%s %zu differs: ", list->what, number,
+                 name);
+    snprintf(others, sizeof others, "the others have");
+    if (!found.single || dtrain_comm_size(comm) == 2)
+        snprintf(others, sizeof others, "rank %d has", dtrain__world_rank(comm, found.usual));
+    return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                       "%s: %srank %d has %s, %s %s; give the same to every rank", call, what,
+                       dtrain__world_rank(comm, found.odd), texts[1], others, texts[0]);
 }
 
 /* ==== src/comm/flight.c ======================================================================= */
@@ -13014,23 +13305,17 @@ static uint32_t dtrain__mesh_axes(const dtrain_mesh_info *info, uint32_t axes)
     return axes;
 }
 
-/* Refuse descs that differ between ranks. */
-static dtrain_result dtrain__mesh_compare(const dtrain_mesh *mesh, const dtrain_mesh_desc *desc)
+/* Bring an error of this rank to all, and refuse descs that differ between ranks. */
+static dtrain_result dtrain__mesh_compare(dtrain_comm *all, const dtrain_mesh_desc *desc,
+                                          dtrain_result mine)
 {
-    static const char *const names[] = {"tensor", "data", "pipeline", "sequence_parallel", "exact"};
-    const int64_t own[5] = {desc->tensor, desc->data, desc->pipeline, desc->sequence_parallel,
-                            desc->exact};
-    int64_t most[10];
-    for (int i = 0; i < 5; i++) most[i] = own[i], most[5 + i] = -own[i];
-    DTRAIN__TRY(
-        dtrain_all_reduce(mesh->all, most, most, 10, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
-    for (int i = 0; i < 5; i++)
-        if (most[i] != -most[5 + i])
-            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                               "dtrain_mesh_create: ranks give different descs: %s is %lld on one "
-                               "and %lld on another; give all of them the same",
-                               names[i], (long long)-most[5 + i], (long long)most[i]);
-    return DTRAIN_OK;
+    static const dtrain__same_field fields[] = {
+        DTRAIN__SAME(dtrain_mesh_desc, tensor, INT), DTRAIN__SAME(dtrain_mesh_desc, data, INT),
+        DTRAIN__SAME(dtrain_mesh_desc, pipeline, INT),
+        DTRAIN__SAME(dtrain_mesh_desc, sequence_parallel, BOOL),
+        DTRAIN__SAME(dtrain_mesh_desc, exact, BOOL)};
+    const dtrain__same_list list = DTRAIN__SAME_STRUCT(fields, desc);
+    return dtrain__same(all, mine, "dtrain_mesh_create", &list, 1);
 }
 
 /* Split the ranks along every sum of axes; all of them make the same calls. */
@@ -13089,12 +13374,13 @@ DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_me
                            desc->rank, desc->ranks);
     const dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
     dtrain_mesh *mesh = (dtrain_mesh *)dtrain__alloc(&allocator, 1, sizeof *mesh, "a mesh");
+    if (mesh) mesh->allocator = allocator;
     dtrain_comm *all = !world ? NULL : desc->comm ? desc->comm : dtrain_world_comm(world);
-    dtrain_result result = DTRAIN_ERROR_MEMORY;
-    if (mesh) {
+    dtrain_result result = mesh ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    if (all) result = dtrain__mesh_compare(all, desc, result);
+    if (mesh && result == DTRAIN_OK) { /* what ranks resolve alike, they refuse alike */
         dtrain_mesh_info *info = &mesh->info;
         mesh->world = world;
-        mesh->allocator = allocator;
         mesh->all = all;
         info->ranks = all ? dtrain_comm_size(all) : desc->ranks;
         info->rank = all ? dtrain_comm_rank(all) : desc->rank;
@@ -13108,8 +13394,6 @@ DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_me
             result = dtrain__mesh_exact(desc, info);
         }
     }
-    if (all) result = dtrain__agree(all, result);
-    if (all && result == DTRAIN_OK) result = dtrain__mesh_compare(mesh, desc);
     if (all && result == DTRAIN_OK) result = dtrain__mesh_split(mesh);
     if (all && result == DTRAIN_OK && mesh->info.tensor > 1) result = dtrain__mesh_warn(mesh);
     if (result == DTRAIN_OK) *out = mesh;
@@ -15091,11 +15375,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__between_backwards(const dtrain_strategy *s
                                                         const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strategy,
                                                     const char *call);
-/* Fail on all ranks of the mesh if they differ in the first `count` lines: line 0 is `settings`,
- * those of `what`, and line i + 1 describes parameter i. Collective. */
-DTRAIN__PRIVATE dtrain_result dtrain__lines_compare(dtrain_strategy *strategy, const char *call,
-                                                    const char *what, const char *settings,
-                                                    size_t count);
+/* Note an update, hash what all ranks must do alike between steps (updates, and flags of parameters
+ * such as FROZEN), and fail on all ranks if it differs. */
+DTRAIN__PRIVATE void dtrain__note_update(dtrain_strategy *strategy, float lr, float grad_scale);
+DTRAIN__PRIVATE uint64_t dtrain__same_now(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__compare_now(dtrain_strategy *strategy, const char *call);
 /* Make an error stand: this rank cannot do what the others count on. They hear of it at once. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy,
                                                     dtrain_result result);
@@ -15488,6 +15772,7 @@ struct dtrain_strategy {
     bool empty;            /* the last step had no samples */
     bool unsure;           /* `empty` and `absent` are of this rank: the tally must be read */
     uint64_t sync_count;   /* steps that were reduced */
+    uint64_t updates;      /* hash of the rates and scales of all updates */
     uint32_t in_buffer[2]; /* unit whose gradients are in the alternating buffer, or NONE */
     uint32_t slots[2];     /* unit whose values are in the slot, or NONE */
     uint32_t position;     /* unit gathered last, NONE before a pass */
@@ -15606,7 +15891,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *g
                                                    dtrain_compression_desc *how);
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
                                                    const dtrain__kind_row *kind);
-DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(const dtrain_strategy *strategy,
+                                                       const dtrain__groups *groups,
+                                                       dtrain_result mine);
+
+/* strategy/compare.c */
+DTRAIN__PRIVATE dtrain__same_list dtrain__same_params(const dtrain_strategy *strategy);
 
 /* strategy/create.c */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_make(dtrain_world *world, dtrain_param *params,
@@ -19805,134 +20095,74 @@ DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
 
 /* Do all ranks have the same?
  *
- * Lines of text are compared: in create the settings and one for each parameter, in the first step
- * over a pipeline the settings of the trainer. Values are compared in verify. First comes one hash
- * over all items; if ranks differ in that, item by item up to the first that differs. All ranks
- * see the same outcome of each comparison, so they make the same collectives. */
-
-/* Hash an item, on every rank; 0: there is nothing to compare. */
-typedef dtrain_result dtrain__hash_fn(dtrain_strategy *strategy, const char *settings, size_t item,
-                                      uint64_t *hash);
-
-/* The first item that is not the same on all ranks. */
-typedef struct dtrain__difference {
-    size_t item;
-    int usual, odd; /* the first rank that has the most frequent value of it (a tie goes to the
-                       lower rank), and the first with another value; -1: nothing differs */
-} dtrain__difference;
-
-/* Find the usual and the odd value of an item among those of all ranks. */
-static void dtrain__find_odd(const int64_t *values, int ranks, dtrain__difference *found)
-{
-    int most = 0;
-    for (int i = 0; i < ranks; i++) {
-        int same = 0;
-        for (int k = 0; k < ranks; k++) same += values[k] == values[i];
-        if (same == ranks) return;
-        if (same > most) found->usual = i;
-        if (same > most) most = same;
-    }
-    for (found->odd = 0; values[found->odd] == values[found->usual];) found->odd++;
-}
-
-/* Compare `count` items of this rank with those of the others in comm; *all is the hash over all.
- * That is common where the largest and the smallest are equal: since ~ reverses the order, the
- * maximum of the complements is the complement of the minimum. */
-static dtrain_result dtrain__compare_items(dtrain_strategy *strategy, dtrain_comm *comm,
-                                           dtrain__hash_fn *hash_of, const char *settings,
-                                           size_t count, uint64_t *all, dtrain__difference *found)
-{
-    uint64_t hash;
-    *all = DTRAIN__FNV_BASIS;
-    found->odd = -1;
-    found->item = 0;
-    for (size_t item = 0; item < count; item++) {
-        DTRAIN__TRY(hash_of(strategy, settings, item, &hash));
-        if (hash) *all = dtrain__fnv1a(*all, &hash, sizeof hash);
-    }
-    int64_t most[] = {(int64_t)*all, (int64_t) ~*all, (int64_t)count};
-    DTRAIN__TRY(dtrain_all_reduce(comm, most, most, 3, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
-    if (most[0] == ~most[1]) return DTRAIN_OK;
-    for (;; found->item++) {
-        DTRAIN__TRY(hash_of(strategy, settings, found->item, &hash));
-        DTRAIN__TRY(dtrain_all_gather(comm, &hash, strategy->gathered, 1, DTRAIN_DTYPE_I64, NULL));
-        dtrain__find_odd(strategy->gathered, dtrain_comm_size(comm), found);
-        if (found->odd >= 0 || (int64_t)found->item + 1 == most[2]) return DTRAIN_OK;
-    }
-}
+ * Registered parameters are compared in create and, where only their flags may have changed, later;
+ * values in verify. */
 
 /* ---- What the host registered -----------------------------------------------------------------*/
 
-#define DTRAIN__LINE_BYTES 832
+/* What is compared of a parameter. */
+typedef struct dtrain__compared_param {
+    dtrain_param p;
+    const char *values;
+    int64_t alias_of; /* an index; -1: none */
+} dtrain__compared_param;
 
-/* Write line 0, the settings, or line i + 1, parameter i: compared by hash, and shown in errors. */
-static void dtrain__registration_line(const dtrain_strategy *strategy, const char *settings,
-                                      size_t line, char *text)
+#define DTRAIN__PARAM(field, type) DTRAIN__SAME_AS(dtrain__compared_param, p.field, #field, type)
+
+/* clang-format off */
+static const dtrain__same_field dtrain__param_fields[] = {
+    DTRAIN__PARAM(name, TEXT), DTRAIN__PARAM(flags, FLAGS), DTRAIN__PARAM(shape, INT),
+    DTRAIN__PARAM(unit, UINT), DTRAIN__PARAM(group, UINT), DTRAIN__PARAM(cut.axis, UINT),
+    DTRAIN__PARAM(cut.components, UINT), DTRAIN__PARAM(cut.parts, INT),
+    DTRAIN__PARAM(cut.widths, INT), DTRAIN__SAME(dtrain__compared_param, alias_of, INT),
+    DTRAIN__SAME_AS(dtrain__compared_param, values, "values from", TEXT), DTRAIN__PARAM(init, UINT),
+    DTRAIN__PARAM(init_scale, FLOAT), DTRAIN__PARAM(init_count, INT)};
+/* clang-format on */
+
+static void dtrain__compared_make(const void *at, size_t i, void *record)
 {
-    const size_t room = DTRAIN__LINE_BYTES;
-    char origin[64] = "values from the host", cut[192] = "";
-    memset(text, 0, room);
-    if (line == 0 || line > strategy->param_count) {
-        if (line == 0) snprintf(text, room, "%s", settings);
-        else snprintf(text, room, "only %zu parameters", strategy->param_count);
-        return;
-    }
-    const dtrain_param *p = &strategy->params[line - 1];
-    if (p->alias_of)
-        snprintf(origin, sizeof origin, "alias of %zu", (size_t)(p->alias_of - strategy->params));
-    else if (!p->value)
-        snprintf(origin, sizeof origin, "init %u scale %.9g of %lld", (unsigned)p->init,
-                 (double)p->init_scale,
-                 (long long)(p->init_count ? p->init_count : dtrain__whole_count(p)));
-    if (p->cut.axis)
-        snprintf(cut, sizeof cut,
-                 " cut by %s, %u components of %lld parts, widths %lld %lld %lld %lld,",
-                 p->cut.axis == DTRAIN_CUT_ROWS ? "rows" : "columns", (unsigned)p->cut.components,
-                 (long long)p->cut.parts, (long long)p->cut.widths[0], (long long)p->cut.widths[1],
-                 (long long)p->cut.widths[2], (long long)p->cut.widths[3]);
-    snprintf(text, room,
-             "\"%.150s\" shape (%lld, %lld, %lld, %lld) unit %u flags 0x%x group %u,%s %s", p->name,
-             (long long)p->shape[0], (long long)p->shape[1], (long long)p->shape[2],
-             (long long)p->shape[3], (unsigned)p->unit, (unsigned)p->flags, (unsigned)p->group, cut,
-             origin);
+    const dtrain_strategy *strategy = (const dtrain_strategy *)at;
+    dtrain__compared_param *own = (dtrain__compared_param *)record;
+    const dtrain_param *p = &strategy->params[i];
+    const bool drawn = !p->alias_of && !p->value;
+    own->p = *p;
+    own->alias_of = p->alias_of ? (int64_t)(p->alias_of - strategy->params) : -1;
+    own->values = drawn ? "the library" : p->alias_of ? "its target" : "the host";
+    if (!drawn) own->p.init = 0, own->p.init_scale = 0;
+    own->p.init_count = !drawn ? 0 : p->init_count ? p->init_count : dtrain__whole_count(p);
 }
 
-/* Hash a line, and the whole settings or name, which the line may have cut. */
-static dtrain_result dtrain__registration_hash(dtrain_strategy *strategy, const char *settings,
-                                               size_t line, uint64_t *hash)
+DTRAIN__PRIVATE dtrain__same_list dtrain__same_params(const dtrain_strategy *strategy)
 {
-    char text[DTRAIN__LINE_BYTES];
-    dtrain__registration_line(strategy, settings, line, text);
-    *hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, text, strlen(text));
-    if (line > strategy->param_count) return DTRAIN_OK;
-    const char *whole = line ? strategy->params[line - 1].name : settings;
-    *hash = dtrain__fnv1a(*hash, whole, strlen(whole));
-    return DTRAIN_OK;
+    const size_t fields = sizeof dtrain__param_fields / sizeof *dtrain__param_fields;
+    const dtrain__same_list list = {"parameter", dtrain__param_fields,
+                                    fields,      strategy->param_count,
+                                    strategy,    dtrain__compared_make};
+    return list;
 }
 
-/* The sentence has the line of the usual rank and that of the odd one. */
-DTRAIN__PRIVATE dtrain_result dtrain__lines_compare(dtrain_strategy *strategy, const char *call,
-                                                    const char *what, const char *settings,
-                                                    size_t count)
+DTRAIN__PRIVATE void dtrain__note_update(dtrain_strategy *strategy, float lr, float grad_scale)
 {
-    dtrain_comm *comm = strategy->groups.all;
-    char texts[2][DTRAIN__LINE_BYTES], name[48];
-    dtrain__difference found;
-    uint64_t all;
-    DTRAIN__TRY(dtrain__compare_items(strategy, comm, dtrain__registration_hash, settings, count,
-                                      &all, &found));
-    if (found.odd < 0) return DTRAIN_OK;
-    for (int i = 0; i < 2; i++) {
-        dtrain__registration_line(strategy, settings, found.item, texts[i]);
-        DTRAIN__TRY(dtrain_broadcast(comm, texts[i], DTRAIN__LINE_BYTES / 4, DTRAIN_DTYPE_I32,
-                                     i ? found.odd : found.usual, NULL));
-    }
-    if (found.item) snprintf(name, sizeof name, "parameter %zu", found.item - 1);
-    return dtrain_fail(
-        DTRAIN_ERROR_MISMATCH,
-        "%s: %s differs: rank %d has %s; rank %d has %s; give the same to every rank", call,
-        found.item ? name : what, dtrain__world_rank(comm, found.usual), texts[0],
-        dtrain__world_rank(comm, found.odd), texts[1]);
+    const float numbers[] = {lr, grad_scale};
+    strategy->updates = dtrain__fnv1a(strategy->updates, numbers, sizeof numbers);
+}
+
+DTRAIN__PRIVATE uint64_t dtrain__same_now(const dtrain_strategy *strategy)
+{
+    uint64_t hash = strategy->updates;
+    for (size_t i = 0; i < strategy->param_count; i++)
+        hash = dtrain__fnv1a(hash, &strategy->params[i].flags, sizeof strategy->params[i].flags);
+    return hash;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__compare_now(dtrain_strategy *strategy, const char *call)
+{
+    static const dtrain__same_field field = DTRAIN__SAME_AS(
+        dtrain_strategy, updates, "updates (lr and grad_scale of dtrain_optimizer_step)", HASH);
+    dtrain__same_list lists[2] = {dtrain__same_struct(&field, 1, strategy),
+                                  dtrain__same_params(strategy)};
+    lists[1].field_count = 2; /* name and flags */
+    return dtrain__same(strategy->groups.all, DTRAIN_OK, call, lists, 2);
 }
 
 /* ---- Values -----------------------------------------------------------------------------------*/
@@ -19966,31 +20196,26 @@ static dtrain_result dtrain__value_hash(dtrain_strategy *strategy, size_t i, uin
 }
 
 /* Return a hash that is known. */
-static dtrain_result dtrain__known_hash(dtrain_strategy *strategy, const char *settings, size_t i,
-                                        uint64_t *hash)
+static uint64_t dtrain__known_hash(const void *user, size_t i)
 {
-    (void)settings;
-    *hash = strategy->hashes[i];
-    return DTRAIN_OK;
+    return ((const dtrain_strategy *)user)->hashes[i];
 }
 
 /* The same along the tensor axis, which has nothing to compare of what it cuts. */
-static dtrain_result dtrain__known_whole(dtrain_strategy *strategy, const char *settings, size_t i,
-                                         uint64_t *hash)
+static uint64_t dtrain__known_whole(const void *user, size_t i)
 {
-    (void)settings;
-    *hash = strategy->params[i].cut.axis ? 0 : strategy->hashes[i];
-    return DTRAIN_OK;
+    const dtrain_strategy *strategy = (const dtrain_strategy *)user;
+    return strategy->params[i].cut.axis ? 0 : strategy->hashes[i];
 }
 
 /* Compare values along an axis; *all is this rank's hash over them. */
 static dtrain_result dtrain__compare_values(dtrain_strategy *strategy, dtrain_comm *comm,
-                                            dtrain__hash_fn *hash_of, uint64_t *all)
+                                            dtrain__same_hash *hash_of, uint64_t *all)
 {
     dtrain__difference found;
     DTRAIN__TRY(
-        dtrain__strategy_keep(strategy, dtrain__compare_items(strategy, comm, hash_of, NULL,
-                                                              strategy->param_count, all, &found)));
+        dtrain__strategy_keep(strategy, dtrain__same_find(comm, DTRAIN_OK, hash_of, strategy,
+                                                          strategy->param_count, all, &found)));
     if (found.odd < 0) return DTRAIN_OK;
     return dtrain_fail(
         DTRAIN_ERROR_MISMATCH,
@@ -20062,6 +20287,7 @@ DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint6
     uint64_t all, whole;
     if (hash) *hash = 0;
     DTRAIN__TRY(dtrain__between_backwards(strategy, "dtrain_strategy_verify"));
+    DTRAIN__TRY(dtrain__compare_now(strategy, "dtrain_strategy_verify"));
     const dtrain__groups *groups = &strategy->groups;
     dtrain__note_units(strategy);
     for (size_t i = 0; i < strategy->param_count; i++)
@@ -20274,67 +20500,100 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
 
 /* ---- All ranks have the same ------------------------------------------------------------------*/
 
-/* Hash what a desc says of stages; 0: there is one a rank. */
-static uint64_t dtrain__stage_hash(const dtrain_strategy *strategy)
-{
-    const dtrain_pipeline_desc *desc = strategy->desc.pipeline;
-    if (!desc) return 0;
-    const uint32_t shape[2] = {desc->kind, (uint32_t)strategy->stages.chunks};
-    const uint64_t hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, shape, sizeof shape);
-    const size_t listed = desc->units ? (size_t)strategy->stages.stages : 0;
-    return dtrain__fnv1a(hash, desc->units, listed * sizeof *desc->units);
-}
+/* What is compared: descs, and what follows from them. */
+typedef struct dtrain__compared {
+    dtrain_strategy_desc desc;
+    dtrain_compression_desc how;
+    dtrain_pipeline_desc pipeline;
+    dtrain__groups groups;
+    int data;
+    bool ahead;
+    uint64_t units, kept;
+    uint32_t rounds;
+    const char *kind, *param_dtype, *reduce_dtype, *compression;
+} dtrain__compared;
 
-/* Fail on all ranks if their settings differ in a field that decides which collectives a step
- * makes, in which order, or from which values it starts. Ranks may differ in who owns the memory of
- * gradients. In no_overlap they may differ only where no unit is gathered, because a unit that is
- * fetched ahead is gathered before the gradients of the unit after it are reduced. */
-DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy)
+#define DTRAIN__OF(field, type) DTRAIN__SAME(dtrain__compared, field, type)
+#define DTRAIN__DESC(field, type) DTRAIN__SAME_AS(dtrain__compared, desc.field, #field, type)
+#define DTRAIN__HOW(field, type) DTRAIN__SAME_AS(dtrain__compared, how.field, #field, type)
+#define DTRAIN__AXIS(field, name, type) \
+    DTRAIN__SAME_AS(dtrain__compared, field, "a mesh of " name, type)
+
+/* clang-format off */
+static const dtrain__same_field dtrain__compared_fields[] = {
+    DTRAIN__AXIS(groups.tensor_ranks, "tensor", INT), DTRAIN__AXIS(data, "data", INT),
+    DTRAIN__AXIS(groups.pipeline_ranks, "pipeline", INT),
+    DTRAIN__AXIS(groups.sequence_parallel, "sequence_parallel", BOOL),
+    DTRAIN__AXIS(groups.exact, "exact", BOOL), DTRAIN__OF(pipeline.kind, UINT),
+    DTRAIN__OF(pipeline.chunks, UINT),
+    DTRAIN__SAME_AS(dtrain__compared, units, "pipeline.units", HASH), DTRAIN__OF(kind, TEXT),
+    DTRAIN__DESC(missing_gradient, UINT), DTRAIN__DESC(average, UINT),
+    DTRAIN__DESC(accumulation, UINT), DTRAIN__OF(param_dtype, TEXT), DTRAIN__OF(reduce_dtype, TEXT),
+    DTRAIN__DESC(offload, FLAGS), DTRAIN__DESC(hierarchical, BOOL), DTRAIN__DESC(node_size, UINT),
+    DTRAIN__DESC(keep_after_forward, BOOL),
+    DTRAIN__SAME_AS(dtrain__compared, kept, "kept_units", HASH), DTRAIN__DESC(whole_below, INT),
+    DTRAIN__DESC(bucket_bytes, UINT), DTRAIN__DESC(first_bucket_bytes, UINT),
+    DTRAIN__DESC(init_seed, UINT),
+    DTRAIN__SAME_AS(dtrain__compared, ahead, "overlap (no_overlap is false)", BOOL),
+    DTRAIN__OF(compression, TEXT),
+    DTRAIN__SAME_AS(dtrain__compared, rounds, "hook->rounds", UINT),
+    DTRAIN__HOW(powersgd_rank, UINT), DTRAIN__HOW(no_error_feedback, BOOL),
+    DTRAIN__HOW(topk_ratio, FLOAT), DTRAIN__HOW(topk_momentum, FLOAT),
+    DTRAIN__HOW(warmup_ratio, FLOAT), DTRAIN__HOW(dense_below, INT), DTRAIN__HOW(dense_steps, UINT),
+    DTRAIN__HOW(warmup_steps, UINT)};
+/* clang-format on */
+
+static void dtrain__compared_fill(dtrain__compared *own, const dtrain_strategy *strategy)
 {
     const dtrain_strategy_desc *desc = &strategy->desc;
     const dtrain__kind_row *kind = dtrain__row_of(desc->kind);
     const size_t kept_bytes = (size_t)desc->kept_unit_count * sizeof *desc->kept_units;
-    const dtrain_compression_desc *how = &strategy->compression;
-    const bool ahead = (!kind || kind->shards.params) && !desc->no_overlap;
-    const dtrain_comm_hook_desc *hook = desc->compression ? dtrain__hook_of(how) : NULL;
-    const dtrain__groups *groups = &strategy->groups;
-    char text[864];
-    snprintf(
-        text, sizeof text,
-        "mesh of tensor %d, data %d, pipeline %d, sequence_parallel %d, exact %d, stages of units "
-        "%08x, kind "
-        "%s, missing_gradient %u, average "
-        "%u, accumulation %u, param_dtype %s, reduce_dtype "
-        "%s, "
-        "offload %u, node_size %u, keep_after_forward %d, kept units %08x, whole_below "
-        "%lld, buckets of %zu and %zu bytes, init_seed %llu, fetches ahead %d, compression %.40s "
-        "in %u rounds, "
-        "powersgd_rank %u, hierarchical %d, no_error_feedback %d, "
-        "topk_ratio %.9g, topk_momentum %.9g, warmup_ratio %.9g, dense_below %lld, dense_steps "
-        "%llu, warmup_steps %llu",
-        groups->tensor_ranks, dtrain_comm_size(groups->data), groups->pipeline_ranks,
-        groups->sequence_parallel, groups->exact, (unsigned)dtrain__stage_hash(strategy),
-        kind ? kind->name : "auto", (unsigned)desc->missing_gradient, (unsigned)desc->average,
-        (unsigned)desc->accumulation, dtrain_dtype_name((dtrain_dtype)desc->param_dtype),
-        dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype), (unsigned)desc->offload,
-        (unsigned)desc->node_size, desc->keep_after_forward,
-        (unsigned)dtrain__fnv1a(DTRAIN__FNV_BASIS, desc->kept_units, kept_bytes),
-        (long long)desc->whole_below, desc->first_bucket_bytes, desc->bucket_bytes,
-        (unsigned long long)desc->init_seed, ahead, hook ? hook->name : "none",
-        hook ? (unsigned)hook->rounds : 0, (unsigned)how->powersgd_rank, desc->hierarchical,
-        how->no_error_feedback, (double)how->topk_ratio, (double)how->topk_momentum,
-        (double)how->warmup_ratio, (long long)how->dense_below,
-        (unsigned long long)how->dense_steps, (unsigned long long)how->warmup_steps);
-    return dtrain__lines_compare(strategy, "dtrain_strategy_create", "the desc", text,
-                                 strategy->param_count + 1);
+    const dtrain_comm_hook_desc *hook =
+        desc->compression ? dtrain__hook_of(&strategy->compression) : NULL;
+    own->desc = *desc;
+    own->how = strategy->compression;
+    own->groups = strategy->groups;
+    own->data = dtrain_comm_size(strategy->groups.data);
+    if (desc->pipeline) own->pipeline = *desc->pipeline;
+    own->pipeline.chunks = (uint32_t)strategy->stages.chunks;
+    const size_t listed = own->pipeline.units ? (size_t)strategy->stages.stages : 0;
+    own->units = dtrain__fnv1a(DTRAIN__FNV_BASIS, own->pipeline.units, listed * sizeof(uint32_t));
+    own->kept = dtrain__fnv1a(DTRAIN__FNV_BASIS, desc->kept_units, kept_bytes);
+    own->ahead = (!kind || kind->shards.params) && !desc->no_overlap;
+    own->kind = kind ? kind->name : "auto";
+    own->param_dtype = dtrain_dtype_name((dtrain_dtype)desc->param_dtype);
+    own->reduce_dtype = dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype);
+    own->compression = hook ? hook->name : "none";
+    own->rounds = hook ? hook->rounds : 0;
+}
+
+/* Bring an error of this rank to all; else fail on all ranks if their parameters differ, or their
+ * settings in a field that decides which collectives a step makes, in which order, or from which
+ * values it starts. Ranks may differ in who owns the memory of gradients. In no_overlap they may
+ * differ only where no unit is gathered, because a unit that is fetched ahead is gathered before
+ * the gradients of the unit after it are reduced. */
+DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(const dtrain_strategy *strategy,
+                                                       const dtrain__groups *groups,
+                                                       dtrain_result mine)
+{
+    dtrain__compared own;
+    dtrain__same_list lists[2];
+    memset(&own, 0, sizeof own);
+    memset(lists, 0, sizeof lists);
+    if (mine == DTRAIN_OK) {
+        dtrain__compared_fill(&own, strategy);
+        lists[0] = DTRAIN__SAME_STRUCT(dtrain__compared_fields, &own);
+        lists[1] = dtrain__same_params(strategy);
+    }
+    return dtrain__same(groups->all, mine, "dtrain_strategy_create", lists, 2);
 }
 
 /* ==== src/strategy/create.c =================================================================== */
 
 /* Making and destroying a strategy
  *
- * 1. local: check the array and the desc                        -> agree
- * 2. compare the registration of all ranks
+ * 1. local: check the array and the desc
+ * 2. bring errors of step 1 to all ranks, and compare what they have registered
  * 3. AUTO: choose; HYBRID_SHARD: split the ranks; check what the kind can do
  * 4. local: lay out, allocate, initialise                       -> agree
  * 5. broadcast rank 0's values of parameters the host owns; publish
@@ -20630,10 +20889,9 @@ static dtrain_result dtrain__share_host_values(dtrain_strategy *strategy)
     return dtrain__copy_host_values(strategy, false);
 }
 
-/* Go on with 2 to 5, after all ranks have agreed that the arguments are good. */
+/* Go on with 2 to 5, after all ranks have agreed that their arguments are good and the same. */
 static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
 {
-    DTRAIN__TRY(dtrain__compare_settings(strategy));
     DTRAIN__TRY(dtrain__strategy_choose(strategy));
     strategy->kind = dtrain__row_of(strategy->desc.kind);
     DTRAIN__TRY(dtrain__resolve_kind(&strategy->desc, strategy->kind));
@@ -20653,7 +20911,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_make(dtrain_world *world, dtrain_
                                                     dtrain_strategy **out)
 {
     dtrain_result result = dtrain__strategy_begin(world, params, param_count, desc, groups, out);
-    result = dtrain__agree(groups->all, result);
+    result = dtrain__compare_settings(out ? *out : NULL, groups, result);
     if (result == DTRAIN_OK) result = dtrain__strategy_complete(*out);
     if (result == DTRAIN_OK || !out) return result;
     dtrain_strategy_destroy(*out);
@@ -27209,6 +27467,7 @@ struct dtrain_optimizer {
     int64_t stage; /* with offload: elements of a stage */
     bool offloaded;
     uint64_t step_count;
+    bool compared;      /* all ranks have the same hyper-parameters */
     size_t param_count; /* the strategy's */
     int64_t *missed;    /* (param_count) steps in which nobody had a gradient of a parameter */
 };
@@ -27233,8 +27492,8 @@ DTRAIN__PRIVATE const dtrain_optimizer_desc *dtrain__desc_of(const dtrain_optimi
                                                              const dtrain_param *param);
 DTRAIN__PRIVATE const dtrain_optimizer_tensor *dtrain__moments_of(const dtrain_optimizer *optimizer,
                                                                   const dtrain_param *param);
-/* Hash the hyper-parameters of all groups. */
-DTRAIN__PRIVATE uint64_t dtrain__groups_hash(const dtrain_optimizer *optimizer);
+/* List the hyper-parameters of all groups, to be compared; none without an optimizer. */
+DTRAIN__PRIVATE dtrain__same_list dtrain__same_groups(const dtrain_optimizer *optimizer);
 DTRAIN__PRIVATE dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc,
                                                       const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__groups_make(dtrain_optimizer *optimizer,
@@ -27586,6 +27845,25 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float l
 
 /* Update the parameters and publish them. A rate or scale that is not finite would destroy every
  * parameter in one pass: it is refused before the first is touched. */
+/* Fail on all ranks if their rates or hyper-parameters differ, once: later rates that differ are
+ * found with a trainer in the step, otherwise by dtrain_strategy_verify and when a checkpoint is
+ * saved. */
+static dtrain_result dtrain__optimizer_compare(dtrain_optimizer *optimizer, float lr,
+                                               float grad_scale)
+{
+    static const dtrain__same_field fields[] = {
+        {"lr", 0, sizeof lr, DTRAIN__SAME_FLOAT},
+        {"grad_scale", sizeof lr, sizeof lr, DTRAIN__SAME_FLOAT}};
+    const float numbers[] = {lr, grad_scale};
+    const dtrain__same_list lists[] = {DTRAIN__SAME_STRUCT(fields, numbers),
+                                       dtrain__same_groups(optimizer)};
+    if (optimizer->compared) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__same(dtrain__groups_of(optimizer->strategy).all, DTRAIN_OK,
+                             "dtrain_optimizer_step", lists, 2));
+    optimizer->compared = true;
+    return DTRAIN_OK;
+}
+
 DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
                                                float grad_scale)
 {
@@ -27600,6 +27878,8 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
     dtrain_strategy *strategy = optimizer->strategy;
     dtrain_world *world = dtrain__world_of(strategy);
     DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_optimizer_step"));
+    DTRAIN__TRY(dtrain__optimizer_compare(optimizer, lr, grad_scale));
+    dtrain__note_update(strategy, lr, grad_scale);
     const uint32_t span =
         dtrain__span_begin(world, DTRAIN_SPAN_OPTIMIZER, "update", DTRAIN__UNNUMBERED);
     bool empty = false;
@@ -27877,19 +28157,30 @@ DTRAIN__PRIVATE dtrain_result dtrain__groups_make(dtrain_optimizer *optimizer,
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE uint64_t dtrain__groups_hash(const dtrain_optimizer *optimizer)
+#define DTRAIN__GROUP(field, type) DTRAIN__SAME(dtrain_optimizer_desc, field, type)
+
+static void dtrain__group_of(const void *at, size_t g, void *record)
 {
-    uint64_t hash = DTRAIN__FNV_BASIS;
-    for (size_t g = 0; g < optimizer->group_count; g++) { /* numbers alone: descs have padding */
-        const dtrain_optimizer_desc *desc = &optimizer->groups[g].desc;
-        const float numbers[] = {desc->beta1,          desc->beta2,    desc->epsilon,
-                                 desc->weight_decay,   desc->momentum, desc->lr_scale,
-                                 (float)desc->nesterov};
-        hash = dtrain__fnv1a(hash, numbers, sizeof numbers);
-        hash = dtrain__fnv1a(hash, &desc->kind, sizeof desc->kind);
-        hash = dtrain__fnv1a(hash, &desc->variance_steps, sizeof desc->variance_steps);
-    }
-    return hash;
+    memcpy(record, &((const dtrain_optimizer *)at)->groups[g].desc, sizeof(dtrain_optimizer_desc));
+}
+
+DTRAIN__PRIVATE dtrain__same_list dtrain__same_groups(const dtrain_optimizer *optimizer)
+{
+    /* clang-format off */
+    static const dtrain__same_field fields[] = {
+        DTRAIN__SAME_AS(dtrain_optimizer_desc, kind, "kind of optimizer", UINT),
+        DTRAIN__GROUP(beta1, FLOAT), DTRAIN__GROUP(beta2, FLOAT), DTRAIN__GROUP(epsilon, FLOAT),
+        DTRAIN__GROUP(weight_decay, FLOAT), DTRAIN__GROUP(momentum, FLOAT),
+        DTRAIN__GROUP(nesterov, BOOL), DTRAIN__GROUP(variance_steps, UINT),
+        DTRAIN__GROUP(lr_scale, FLOAT)};
+    /* clang-format on */
+    const dtrain__same_list list = {"group",
+                                    fields,
+                                    sizeof fields / sizeof *fields,
+                                    optimizer ? optimizer->group_count : 0,
+                                    optimizer,
+                                    dtrain__group_of};
+    return list;
 }
 
 /* ---- Checks -----------------------------------------------------------------------------------*/
@@ -29640,6 +29931,7 @@ enum {
     DTRAIN__WORD_COMM,   /* seconds with a collective in flight */
     DTRAIN__WORD_STOP,   /* 1: this rank was asked to stop */
     DTRAIN__WORD_ENDED,  /* share of its micro-batches that had no data any more */
+    DTRAIN__WORD_SAME, /* 24 bits of a hash of what may change between steps, on all ranks alike */
     DTRAIN__WORD_COUNT
 };
 
@@ -29653,6 +29945,7 @@ struct dtrain_trainer {
     dtrain_tape *tape;
     dtrain_loss_scaler scaler; /* used when `scaling` */
     bool scaling;
+    bool compared;             /* all ranks have the same settings */
     dtrain__groups groups;     /* the strategy's */
     int rank, ranks;           /* in groups.all, which makes the record ... */
     int data_rank, data_ranks; /* ... and in groups.data */
@@ -29925,6 +30218,7 @@ static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_r
     own[DTRAIN__WORD_ENDED] = (double)trainer->joined / (double)trainer->desc.micro_batches;
     dtrain_world_query(trainer->world, &world);
     own[DTRAIN__WORD_STOP] = world.stop_requested;
+    own[DTRAIN__WORD_SAME] = (double)(dtrain__same_now(trainer->desc.strategy) & 0xffffff);
     const uint32_t span =
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "record", DTRAIN__UNNUMBERED);
     const dtrain_result recorded = dtrain__trainer_record(trainer, own, &full);
@@ -29945,12 +30239,48 @@ static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_r
     return DTRAIN_OK;
 }
 
+#define DTRAIN__TRAINS(field, type) DTRAIN__SAME_AS(dtrain_trainer, desc.field, #field, type)
+
+/* Fail on all ranks if their trainers or optimizers differ in what the numbers of a step depend on:
+ * nothing else would see it where ranks have no copies that could be compared. Samples of a
+ * micro-batch and throughput (tokens) are each rank's own. */
+static dtrain_result dtrain__trainer_compare(dtrain_trainer *trainer)
+{
+    /* clang-format off */
+    static const dtrain__same_field fields[] = {
+        DTRAIN__SAME(dtrain_trainer, step, INT), DTRAIN__SAME(dtrain_trainer, scaling, BOOL),
+        DTRAIN__TRAINS(micro_batches, UINT), DTRAIN__TRAINS(clip, FLOAT),
+        DTRAIN__TRAINS(tape_flags, FLAGS), DTRAIN__TRAINS(recompute_every, UINT),
+        DTRAIN__TRAINS(recompute_ops, FLAGS), DTRAIN__TRAINS(loss_scaling.scale, FLOAT),
+        DTRAIN__TRAINS(loss_scaling.growth_factor, FLOAT),
+        DTRAIN__TRAINS(loss_scaling.backoff_factor, FLOAT),
+        DTRAIN__TRAINS(loss_scaling.minimum_scale, FLOAT),
+        DTRAIN__TRAINS(loss_scaling.growth_interval, UINT),
+        DTRAIN__TRAINS(loss_scaling.hysteresis, UINT), DTRAIN__TRAINS(graph, BOOL),
+        DTRAIN__TRAINS(seed, UINT), DTRAIN__TRAINS(nonfinite, UINT),
+        DTRAIN__TRAINS(skip_limit, UINT), DTRAIN__TRAINS(verify_every, UINT),
+        DTRAIN__TRAINS(schedule.kind, UINT), DTRAIN__TRAINS(schedule.lr, FLOAT),
+        DTRAIN__TRAINS(schedule.min_lr, FLOAT), DTRAIN__TRAINS(schedule.warmup_steps, INT),
+        DTRAIN__TRAINS(schedule.total_steps, INT), DTRAIN__TRAINS(schedule.gamma, FLOAT),
+        DTRAIN__TRAINS(schedule.milestones, INT)};
+    /* clang-format on */
+    dtrain_optimizer *optimizer = trainer->desc.optimizer;
+    const dtrain__same_list lists[] = {DTRAIN__SAME_STRUCT(fields, trainer),
+                                       dtrain__same_groups(optimizer)};
+    if (trainer->compared) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__strategy_usable(trainer->desc.strategy, "dtrain_trainer_step"));
+    DTRAIN__TRY(dtrain__same(trainer->groups.all, DTRAIN_OK, "dtrain_trainer_step", lists, 2));
+    trainer->compared = optimizer->compared = true;
+    return DTRAIN_OK;
+}
+
 /* Take one step, in a span. */
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
 {
     if (!trainer || !trainer->desc.optimizer)
         return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: there is no %s",
                            trainer ? "optimizer: this trainer can only evaluate" : "trainer");
+    DTRAIN__TRY(dtrain__trainer_compare(trainer));
     dtrain__trace_step(trainer->world, trainer->step + 1);
     const uint32_t span =
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "step", trainer->step + 1);
@@ -30151,6 +30481,12 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const doubl
     char where[64];
     snprintf(where, sizeof where, "dtrain_trainer_step: at step %lld", (long long)record->step);
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
+    for (int r = 1; r < trainer->ranks; r++)
+        if (trainer->words[r * DTRAIN__WORD_COUNT + DTRAIN__WORD_SAME] !=
+            trainer->words[DTRAIN__WORD_SAME])
+            return dtrain__strategy_keep(
+                trainer->desc.strategy,
+                dtrain__compare_now(trainer->desc.strategy, "dtrain_trainer_step"));
     record->ended = !(mean[DTRAIN__WORD_ENDED] < 1);
     DTRAIN__TRY(dtrain__strategy_keep(
         trainer->desc.strategy, dtrain__check_ended(trainer, where, trainer->desc.micro_batches)));
@@ -30501,7 +30837,6 @@ struct dtrain__pipeline {
     int32_t *slots;          /* (chunks, micro_batches) */
     dtrain_tensor **losses;  /* (slots) of the last stage's passes */
     size_t slot_count;
-    bool compared;   /* all ranks have the same settings */
     bool surveyed;   /* what crosses is that of the training batches ... */
     uint64_t frozen; /* ... and of the parameters that were frozen then: their hash */
     uint64_t seed;   /* of the step under way */
@@ -30861,30 +31196,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
 
 /* ---- A step, and creation ---------------------------------------------------------------------*/
 
-/* Fail on all ranks if their trainers differ in what the numbers of a step depend on. Nothing else
- * would see it: stages have no copies that could be compared. */
-static dtrain_result dtrain__line_compare(dtrain_trainer *trainer)
-{
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    const dtrain_schedule *rate = &desc->schedule;
-    const dtrain_loss_scaler *scale = &desc->loss_scaling;
-    char text[640]; /* every field at its longest */
-    snprintf(text, sizeof text,
-             "micro_batches %u, clip %.9g, tape_flags %#x, nonfinite %u, skip_limit %u, "
-             "verify_every %u, schedule %u of lr %.9g, min_lr %.9g, warmup_steps %lld, total_steps "
-             "%lld, gamma %.9g, milestones %08x, loss_scaling %d of scale %.9g, growth %.9g in %u, "
-             "backoff %.9g, minimum %.9g, hysteresis %u, groups of the optimizer %08x",
-             desc->micro_batches, (double)desc->clip, desc->tape_flags, desc->nonfinite,
-             desc->skip_limit, desc->verify_every, rate->kind, (double)rate->lr,
-             (double)rate->min_lr, (long long)rate->warmup_steps, (long long)rate->total_steps,
-             (double)rate->gamma,
-             (unsigned)dtrain__fnv1a(DTRAIN__FNV_BASIS, rate->milestones, sizeof rate->milestones),
-             trainer->scaling, (double)scale->scale, (double)scale->growth_factor,
-             scale->growth_interval, (double)scale->backoff_factor, (double)scale->minimum_scale,
-             scale->hysteresis, (unsigned)dtrain__groups_hash(desc->optimizer));
-    return dtrain__lines_compare(desc->strategy, "dtrain_trainer_step", "the trainer", text, 1);
-}
-
 /* Forget the step before. */
 static void dtrain__line_reset(dtrain_trainer *trainer)
 {
@@ -30902,8 +31213,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer)
     dtrain_strategy *strategy = trainer->desc.strategy;
     const dtrain_pipeline_work work = {dtrain__line_compute, dtrain__line_part, trainer};
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_trainer_step"));
-    if (!line->compared) DTRAIN__TRY(dtrain__line_compare(trainer));
-    line->compared = true;
     DTRAIN__TRY(dtrain_strategy_accumulate(strategy, false)); /* the schedule is one backward */
     dtrain__expect_schedule(strategy, trainer->desc.micro_batches > 1); /* other trainers', too */
     if (!line->surveyed || line->frozen != dtrain__line_frozen(trainer))
@@ -33431,17 +33740,13 @@ static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
 /* Settle the previous save, agree on the step, take a snapshot, and write or begin to write. */
 static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double metric)
 {
-    int64_t same[2] = {step, ~step};
+    static const dtrain__same_field field = {"step", 0, sizeof step, DTRAIN__SAME_INT};
+    const dtrain__same_list list = dtrain__same_struct(&field, 1, &step);
     const double start = dtrain_seconds();
     DTRAIN__TRY(dtrain__save_settle(c, false));
-    DTRAIN__TRY(dtrain__agree(c->comm, dtrain__save_check(c, step)));
     DTRAIN__TRY(
-        dtrain_all_reduce(c->comm, same, same, 2, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
-    if (same[0] != ~same[1])
-        return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                           "dtrain_checkpoint_save: step is %lld here, and the ranks have %lld to "
-                           "%lld",
-                           (long long)step, (long long)~same[1], (long long)same[0]);
+        dtrain__same(c->comm, dtrain__save_check(c, step), "dtrain_checkpoint_save", &list, 1));
+    DTRAIN__TRY(dtrain__compare_now(c->desc.state->desc.strategy, "dtrain_checkpoint_save"));
     c->step = step;
     c->metric = metric;
     c->begun = start;

@@ -89,6 +89,7 @@ extern "C" {
 #include "world/page.c"
 #include "world/signals.c"
 #include "comm/comm.c"
+#include "comm/same.c"
 #include "comm/flight.c"
 #if DTRAIN__COLD
 #pragma GCC pop_options

@@ -15,7 +15,6 @@
 #include "comm/backend.h"
 #include "comm/comm.h"
 #include "comm/comm_internal.h"
-#include "comm/groups_internal.h"
 
 /* ---- Checks -----------------------------------------------------------------------------------*/
 
@@ -333,31 +332,4 @@ DTRAIN_API void dtrain_comm_free(dtrain_comm *comm, void *memory, size_t bytes)
     if (!comm || !memory || dtrain__world_check(comm->world, "dtrain_comm_free") != DTRAIN_OK)
         return;
     comm->ops->free(comm, memory, bytes);
-}
-
-/* ---- Ranks agree
- *
- * A call that fails on one rank only would leave the others waiting in its next collective. Calls
- * that do local work in between therefore bring its outcome here: all ranks leave with success, or
- * all with an error, and the communicator is as good as before. */
-
-DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result mine)
-{
-    struct {
-        int32_t code;
-        char text[DTRAIN__ERROR_BYTES];
-    } verdict;
-    int32_t first = mine == DTRAIN_OK ? INT32_MAX : (int32_t)dtrain_comm_rank(comm);
-    if (dtrain_comm_size(comm) == 1) return mine;
-    memset(&verdict, 0, sizeof verdict);
-    verdict.code = (int32_t)mine;
-    snprintf(verdict.text, sizeof verdict.text, "%s", dtrain__bare(dtrain_last_error()));
-    DTRAIN__TRY(
-        dtrain_all_reduce(comm, &first, &first, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL));
-    if (first == INT32_MAX) return DTRAIN_OK;
-    DTRAIN__TRY(
-        dtrain_broadcast(comm, &verdict, sizeof verdict / 4, DTRAIN_DTYPE_I32, (int)first, NULL));
-    if (mine != DTRAIN_OK) return mine; /* one's own sentence is still the last error */
-    return dtrain_fail((dtrain_result)verdict.code, "rank %d failed: %s",
-                       dtrain__world_rank(comm, (int)first), verdict.text);
 }

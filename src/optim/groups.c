@@ -78,19 +78,30 @@ DTRAIN__PRIVATE dtrain_result dtrain__groups_make(dtrain_optimizer *optimizer,
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE uint64_t dtrain__groups_hash(const dtrain_optimizer *optimizer)
+#define DTRAIN__GROUP(field, type) DTRAIN__SAME(dtrain_optimizer_desc, field, type)
+
+static void dtrain__group_of(const void *at, size_t g, void *record)
 {
-    uint64_t hash = DTRAIN__FNV_BASIS;
-    for (size_t g = 0; g < optimizer->group_count; g++) { /* numbers alone: descs have padding */
-        const dtrain_optimizer_desc *desc = &optimizer->groups[g].desc;
-        const float numbers[] = {desc->beta1,          desc->beta2,    desc->epsilon,
-                                 desc->weight_decay,   desc->momentum, desc->lr_scale,
-                                 (float)desc->nesterov};
-        hash = dtrain__fnv1a(hash, numbers, sizeof numbers);
-        hash = dtrain__fnv1a(hash, &desc->kind, sizeof desc->kind);
-        hash = dtrain__fnv1a(hash, &desc->variance_steps, sizeof desc->variance_steps);
-    }
-    return hash;
+    memcpy(record, &((const dtrain_optimizer *)at)->groups[g].desc, sizeof(dtrain_optimizer_desc));
+}
+
+DTRAIN__PRIVATE dtrain__same_list dtrain__same_groups(const dtrain_optimizer *optimizer)
+{
+    /* clang-format off */
+    static const dtrain__same_field fields[] = {
+        DTRAIN__SAME_AS(dtrain_optimizer_desc, kind, "kind of optimizer", UINT),
+        DTRAIN__GROUP(beta1, FLOAT), DTRAIN__GROUP(beta2, FLOAT), DTRAIN__GROUP(epsilon, FLOAT),
+        DTRAIN__GROUP(weight_decay, FLOAT), DTRAIN__GROUP(momentum, FLOAT),
+        DTRAIN__GROUP(nesterov, BOOL), DTRAIN__GROUP(variance_steps, UINT),
+        DTRAIN__GROUP(lr_scale, FLOAT)};
+    /* clang-format on */
+    const dtrain__same_list list = {"group",
+                                    fields,
+                                    sizeof fields / sizeof *fields,
+                                    optimizer ? optimizer->group_count : 0,
+                                    optimizer,
+                                    dtrain__group_of};
+    return list;
 }
 
 /* ---- Checks -----------------------------------------------------------------------------------*/

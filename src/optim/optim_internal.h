@@ -8,6 +8,7 @@
 #include "core/platform_internal.h"
 #include "core/log.h"
 #include "core/result.h"
+#include "comm/same_internal.h"
 #include "strategy/strategy.h"
 #include "strategy/view_internal.h"
 #include "optim/optimizer.h"
@@ -48,6 +49,7 @@ struct dtrain_optimizer {
     int64_t stage; /* with offload: elements of a stage */
     bool offloaded;
     uint64_t step_count;
+    bool compared;      /* all ranks have the same hyper-parameters */
     size_t param_count; /* the strategy's */
     int64_t *missed;    /* (param_count) steps in which nobody had a gradient of a parameter */
 };
@@ -72,8 +74,8 @@ DTRAIN__PRIVATE const dtrain_optimizer_desc *dtrain__desc_of(const dtrain_optimi
                                                              const dtrain_param *param);
 DTRAIN__PRIVATE const dtrain_optimizer_tensor *dtrain__moments_of(const dtrain_optimizer *optimizer,
                                                                   const dtrain_param *param);
-/* Hash the hyper-parameters of all groups. */
-DTRAIN__PRIVATE uint64_t dtrain__groups_hash(const dtrain_optimizer *optimizer);
+/* List the hyper-parameters of all groups, to be compared; none without an optimizer. */
+DTRAIN__PRIVATE dtrain__same_list dtrain__same_groups(const dtrain_optimizer *optimizer);
 DTRAIN__PRIVATE dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc,
                                                       const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__groups_make(dtrain_optimizer *optimizer,

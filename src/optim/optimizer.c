@@ -246,6 +246,25 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float l
 
 /* Update the parameters and publish them. A rate or scale that is not finite would destroy every
  * parameter in one pass: it is refused before the first is touched. */
+/* Fail on all ranks if their rates or hyper-parameters differ, once: later rates that differ are
+ * found with a trainer in the step, otherwise by dtrain_strategy_verify and when a checkpoint is
+ * saved. */
+static dtrain_result dtrain__optimizer_compare(dtrain_optimizer *optimizer, float lr,
+                                               float grad_scale)
+{
+    static const dtrain__same_field fields[] = {
+        {"lr", 0, sizeof lr, DTRAIN__SAME_FLOAT},
+        {"grad_scale", sizeof lr, sizeof lr, DTRAIN__SAME_FLOAT}};
+    const float numbers[] = {lr, grad_scale};
+    const dtrain__same_list lists[] = {DTRAIN__SAME_STRUCT(fields, numbers),
+                                       dtrain__same_groups(optimizer)};
+    if (optimizer->compared) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__same(dtrain__groups_of(optimizer->strategy).all, DTRAIN_OK,
+                             "dtrain_optimizer_step", lists, 2));
+    optimizer->compared = true;
+    return DTRAIN_OK;
+}
+
 DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
                                                float grad_scale)
 {
@@ -260,6 +279,8 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
     dtrain_strategy *strategy = optimizer->strategy;
     dtrain_world *world = dtrain__world_of(strategy);
     DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_optimizer_step"));
+    DTRAIN__TRY(dtrain__optimizer_compare(optimizer, lr, grad_scale));
+    dtrain__note_update(strategy, lr, grad_scale);
     const uint32_t span =
         dtrain__span_begin(world, DTRAIN_SPAN_OPTIMIZER, "update", DTRAIN__UNNUMBERED);
     bool empty = false;

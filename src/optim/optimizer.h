@@ -75,8 +75,10 @@ DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_str
 /* Free an optimizer and its state; NULL is ignored. */
 DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer);
 /* Update the parameters once, with every gradient multiplied by grad_scale on its way in, and
- * publish them: collective where anything is sharded. A rate or scale that is not finite, or a
- * negative rate, is an error before anything is touched. */
+ * publish them: collective where anything is sharded, and for the first update everywhere, because
+ * ranks compare hyper-parameters, rate and scale then. Later rates that differ between ranks are
+ * found by dtrain_trainer_step, dtrain_strategy_verify and dtrain_checkpoint_save. A rate or scale
+ * that is not finite, or a negative rate, is an error before anything is touched. */
 DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
                                                float grad_scale);
 

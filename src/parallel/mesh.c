@@ -9,6 +9,7 @@
 #include "world/world_internal.h"
 #include "comm/backend.h"
 #include "comm/comm.h"
+#include "comm/same_internal.h"
 #include "parallel/cut_internal.h"
 #include "parallel/mesh_internal.h"
 
@@ -74,23 +75,17 @@ static uint32_t dtrain__mesh_axes(const dtrain_mesh_info *info, uint32_t axes)
     return axes;
 }
 
-/* Refuse descs that differ between ranks. */
-static dtrain_result dtrain__mesh_compare(const dtrain_mesh *mesh, const dtrain_mesh_desc *desc)
+/* Bring an error of this rank to all, and refuse descs that differ between ranks. */
+static dtrain_result dtrain__mesh_compare(dtrain_comm *all, const dtrain_mesh_desc *desc,
+                                          dtrain_result mine)
 {
-    static const char *const names[] = {"tensor", "data", "pipeline", "sequence_parallel", "exact"};
-    const int64_t own[5] = {desc->tensor, desc->data, desc->pipeline, desc->sequence_parallel,
-                            desc->exact};
-    int64_t most[10];
-    for (int i = 0; i < 5; i++) most[i] = own[i], most[5 + i] = -own[i];
-    DTRAIN__TRY(
-        dtrain_all_reduce(mesh->all, most, most, 10, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
-    for (int i = 0; i < 5; i++)
-        if (most[i] != -most[5 + i])
-            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                               "dtrain_mesh_create: ranks give different descs: %s is %lld on one "
-                               "and %lld on another; give all of them the same",
-                               names[i], (long long)-most[5 + i], (long long)most[i]);
-    return DTRAIN_OK;
+    static const dtrain__same_field fields[] = {
+        DTRAIN__SAME(dtrain_mesh_desc, tensor, INT), DTRAIN__SAME(dtrain_mesh_desc, data, INT),
+        DTRAIN__SAME(dtrain_mesh_desc, pipeline, INT),
+        DTRAIN__SAME(dtrain_mesh_desc, sequence_parallel, BOOL),
+        DTRAIN__SAME(dtrain_mesh_desc, exact, BOOL)};
+    const dtrain__same_list list = DTRAIN__SAME_STRUCT(fields, desc);
+    return dtrain__same(all, mine, "dtrain_mesh_create", &list, 1);
 }
 
 /* Split the ranks along every sum of axes; all of them make the same calls. */
@@ -149,12 +144,13 @@ DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_me
                            desc->rank, desc->ranks);
     const dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
     dtrain_mesh *mesh = (dtrain_mesh *)dtrain__alloc(&allocator, 1, sizeof *mesh, "a mesh");
+    if (mesh) mesh->allocator = allocator;
     dtrain_comm *all = !world ? NULL : desc->comm ? desc->comm : dtrain_world_comm(world);
-    dtrain_result result = DTRAIN_ERROR_MEMORY;
-    if (mesh) {
+    dtrain_result result = mesh ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    if (all) result = dtrain__mesh_compare(all, desc, result);
+    if (mesh && result == DTRAIN_OK) { /* what ranks resolve alike, they refuse alike */
         dtrain_mesh_info *info = &mesh->info;
         mesh->world = world;
-        mesh->allocator = allocator;
         mesh->all = all;
         info->ranks = all ? dtrain_comm_size(all) : desc->ranks;
         info->rank = all ? dtrain_comm_rank(all) : desc->rank;
@@ -168,8 +164,6 @@ DTRAIN_API dtrain_result dtrain_mesh_create(dtrain_world *world, const dtrain_me
             result = dtrain__mesh_exact(desc, info);
         }
     }
-    if (all) result = dtrain__agree(all, result);
-    if (all && result == DTRAIN_OK) result = dtrain__mesh_compare(mesh, desc);
     if (all && result == DTRAIN_OK) result = dtrain__mesh_split(mesh);
     if (all && result == DTRAIN_OK && mesh->info.tensor > 1) result = dtrain__mesh_warn(mesh);
     if (result == DTRAIN_OK) *out = mesh;

@@ -19,6 +19,7 @@
 #include "world/timeline_internal.h"
 #include "world/world_internal.h"
 #include "comm/comm.h"
+#include "comm/same_internal.h"
 #include "strategy/view_internal.h"
 #include "train/trainer_internal.h"
 #include "state/checkpoint_internal.h"
@@ -498,17 +499,13 @@ static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
 /* Settle the previous save, agree on the step, take a snapshot, and write or begin to write. */
 static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double metric)
 {
-    int64_t same[2] = {step, ~step};
+    static const dtrain__same_field field = {"step", 0, sizeof step, DTRAIN__SAME_INT};
+    const dtrain__same_list list = dtrain__same_struct(&field, 1, &step);
     const double start = dtrain_seconds();
     DTRAIN__TRY(dtrain__save_settle(c, false));
-    DTRAIN__TRY(dtrain__agree(c->comm, dtrain__save_check(c, step)));
     DTRAIN__TRY(
-        dtrain_all_reduce(c->comm, same, same, 2, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
-    if (same[0] != ~same[1])
-        return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                           "dtrain_checkpoint_save: step is %lld here, and the ranks have %lld to "
-                           "%lld",
-                           (long long)step, (long long)~same[1], (long long)same[0]);
+        dtrain__same(c->comm, dtrain__save_check(c, step), "dtrain_checkpoint_save", &list, 1));
+    DTRAIN__TRY(dtrain__compare_now(c->desc.state->desc.strategy, "dtrain_checkpoint_save"));
     c->step = step;
     c->metric = metric;
     c->begun = start;

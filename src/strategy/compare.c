@@ -1,137 +1,77 @@
 /* Do all ranks have the same?
  *
- * Lines of text are compared: in create the settings and one for each parameter, in the first step
- * over a pipeline the settings of the trainer. Values are compared in verify. First comes one hash
- * over all items; if ranks differ in that, item by item up to the first that differs. All ranks
- * see the same outcome of each comparison, so they make the same collectives. */
+ * Registered parameters are compared in create and, where only their flags may have changed, later;
+ * values in verify. */
 
 #include "core/platform_internal.h"
 #include "comm/comm_internal.h"
 #include "strategy/strategy_internal.h"
 
-/* Hash an item, on every rank; 0: there is nothing to compare. */
-typedef dtrain_result dtrain__hash_fn(dtrain_strategy *strategy, const char *settings, size_t item,
-                                      uint64_t *hash);
-
-/* The first item that is not the same on all ranks. */
-typedef struct dtrain__difference {
-    size_t item;
-    int usual, odd; /* the first rank that has the most frequent value of it (a tie goes to the
-                       lower rank), and the first with another value; -1: nothing differs */
-} dtrain__difference;
-
-/* Find the usual and the odd value of an item among those of all ranks. */
-static void dtrain__find_odd(const int64_t *values, int ranks, dtrain__difference *found)
-{
-    int most = 0;
-    for (int i = 0; i < ranks; i++) {
-        int same = 0;
-        for (int k = 0; k < ranks; k++) same += values[k] == values[i];
-        if (same == ranks) return;
-        if (same > most) found->usual = i;
-        if (same > most) most = same;
-    }
-    for (found->odd = 0; values[found->odd] == values[found->usual];) found->odd++;
-}
-
-/* Compare `count` items of this rank with those of the others in comm; *all is the hash over all.
- * That is common where the largest and the smallest are equal: since ~ reverses the order, the
- * maximum of the complements is the complement of the minimum. */
-static dtrain_result dtrain__compare_items(dtrain_strategy *strategy, dtrain_comm *comm,
-                                           dtrain__hash_fn *hash_of, const char *settings,
-                                           size_t count, uint64_t *all, dtrain__difference *found)
-{
-    uint64_t hash;
-    *all = DTRAIN__FNV_BASIS;
-    found->odd = -1;
-    found->item = 0;
-    for (size_t item = 0; item < count; item++) {
-        DTRAIN__TRY(hash_of(strategy, settings, item, &hash));
-        if (hash) *all = dtrain__fnv1a(*all, &hash, sizeof hash);
-    }
-    int64_t most[] = {(int64_t)*all, (int64_t) ~*all, (int64_t)count};
-    DTRAIN__TRY(dtrain_all_reduce(comm, most, most, 3, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
-    if (most[0] == ~most[1]) return DTRAIN_OK;
-    for (;; found->item++) {
-        DTRAIN__TRY(hash_of(strategy, settings, found->item, &hash));
-        DTRAIN__TRY(dtrain_all_gather(comm, &hash, strategy->gathered, 1, DTRAIN_DTYPE_I64, NULL));
-        dtrain__find_odd(strategy->gathered, dtrain_comm_size(comm), found);
-        if (found->odd >= 0 || (int64_t)found->item + 1 == most[2]) return DTRAIN_OK;
-    }
-}
-
 /* ---- What the host registered -----------------------------------------------------------------*/
 
-#define DTRAIN__LINE_BYTES 832
+/* What is compared of a parameter. */
+typedef struct dtrain__compared_param {
+    dtrain_param p;
+    const char *values;
+    int64_t alias_of; /* an index; -1: none */
+} dtrain__compared_param;
 
-/* Write line 0, the settings, or line i + 1, parameter i: compared by hash, and shown in errors. */
-static void dtrain__registration_line(const dtrain_strategy *strategy, const char *settings,
-                                      size_t line, char *text)
+#define DTRAIN__PARAM(field, type) DTRAIN__SAME_AS(dtrain__compared_param, p.field, #field, type)
+
+/* clang-format off */
+static const dtrain__same_field dtrain__param_fields[] = {
+    DTRAIN__PARAM(name, TEXT), DTRAIN__PARAM(flags, FLAGS), DTRAIN__PARAM(shape, INT),
+    DTRAIN__PARAM(unit, UINT), DTRAIN__PARAM(group, UINT), DTRAIN__PARAM(cut.axis, UINT),
+    DTRAIN__PARAM(cut.components, UINT), DTRAIN__PARAM(cut.parts, INT),
+    DTRAIN__PARAM(cut.widths, INT), DTRAIN__SAME(dtrain__compared_param, alias_of, INT),
+    DTRAIN__SAME_AS(dtrain__compared_param, values, "values from", TEXT), DTRAIN__PARAM(init, UINT),
+    DTRAIN__PARAM(init_scale, FLOAT), DTRAIN__PARAM(init_count, INT)};
+/* clang-format on */
+
+static void dtrain__compared_make(const void *at, size_t i, void *record)
 {
-    const size_t room = DTRAIN__LINE_BYTES;
-    char origin[64] = "values from the host", cut[192] = "";
-    memset(text, 0, room);
-    if (line == 0 || line > strategy->param_count) {
-        if (line == 0) snprintf(text, room, "%s", settings);
-        else snprintf(text, room, "only %zu parameters", strategy->param_count);
-        return;
-    }
-    const dtrain_param *p = &strategy->params[line - 1];
-    if (p->alias_of)
-        snprintf(origin, sizeof origin, "alias of %zu", (size_t)(p->alias_of - strategy->params));
-    else if (!p->value)
-        snprintf(origin, sizeof origin, "init %u scale %.9g of %lld", (unsigned)p->init,
-                 (double)p->init_scale,
-                 (long long)(p->init_count ? p->init_count : dtrain__whole_count(p)));
-    if (p->cut.axis)
-        snprintf(cut, sizeof cut,
-                 " cut by %s, %u components of %lld parts, widths %lld %lld %lld %lld,",
-                 p->cut.axis == DTRAIN_CUT_ROWS ? "rows" : "columns", (unsigned)p->cut.components,
-                 (long long)p->cut.parts, (long long)p->cut.widths[0], (long long)p->cut.widths[1],
-                 (long long)p->cut.widths[2], (long long)p->cut.widths[3]);
-    snprintf(text, room,
-             "\"%.150s\" shape (%lld, %lld, %lld, %lld) unit %u flags 0x%x group %u,%s %s", p->name,
-             (long long)p->shape[0], (long long)p->shape[1], (long long)p->shape[2],
-             (long long)p->shape[3], (unsigned)p->unit, (unsigned)p->flags, (unsigned)p->group, cut,
-             origin);
+    const dtrain_strategy *strategy = (const dtrain_strategy *)at;
+    dtrain__compared_param *own = (dtrain__compared_param *)record;
+    const dtrain_param *p = &strategy->params[i];
+    const bool drawn = !p->alias_of && !p->value;
+    own->p = *p;
+    own->alias_of = p->alias_of ? (int64_t)(p->alias_of - strategy->params) : -1;
+    own->values = drawn ? "the library" : p->alias_of ? "its target" : "the host";
+    if (!drawn) own->p.init = 0, own->p.init_scale = 0;
+    own->p.init_count = !drawn ? 0 : p->init_count ? p->init_count : dtrain__whole_count(p);
 }
 
-/* Hash a line, and the whole settings or name, which the line may have cut. */
-static dtrain_result dtrain__registration_hash(dtrain_strategy *strategy, const char *settings,
-                                               size_t line, uint64_t *hash)
+DTRAIN__PRIVATE dtrain__same_list dtrain__same_params(const dtrain_strategy *strategy)
 {
-    char text[DTRAIN__LINE_BYTES];
-    dtrain__registration_line(strategy, settings, line, text);
-    *hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, text, strlen(text));
-    if (line > strategy->param_count) return DTRAIN_OK;
-    const char *whole = line ? strategy->params[line - 1].name : settings;
-    *hash = dtrain__fnv1a(*hash, whole, strlen(whole));
-    return DTRAIN_OK;
+    const size_t fields = sizeof dtrain__param_fields / sizeof *dtrain__param_fields;
+    const dtrain__same_list list = {"parameter", dtrain__param_fields,
+                                    fields,      strategy->param_count,
+                                    strategy,    dtrain__compared_make};
+    return list;
 }
 
-/* The sentence has the line of the usual rank and that of the odd one. */
-DTRAIN__PRIVATE dtrain_result dtrain__lines_compare(dtrain_strategy *strategy, const char *call,
-                                                    const char *what, const char *settings,
-                                                    size_t count)
+DTRAIN__PRIVATE void dtrain__note_update(dtrain_strategy *strategy, float lr, float grad_scale)
 {
-    dtrain_comm *comm = strategy->groups.all;
-    char texts[2][DTRAIN__LINE_BYTES], name[48];
-    dtrain__difference found;
-    uint64_t all;
-    DTRAIN__TRY(dtrain__compare_items(strategy, comm, dtrain__registration_hash, settings, count,
-                                      &all, &found));
-    if (found.odd < 0) return DTRAIN_OK;
-    for (int i = 0; i < 2; i++) {
-        dtrain__registration_line(strategy, settings, found.item, texts[i]);
-        DTRAIN__TRY(dtrain_broadcast(comm, texts[i], DTRAIN__LINE_BYTES / 4, DTRAIN_DTYPE_I32,
-                                     i ? found.odd : found.usual, NULL));
-    }
-    if (found.item) snprintf(name, sizeof name, "parameter %zu", found.item - 1);
-    return dtrain_fail(
-        DTRAIN_ERROR_MISMATCH,
-        "%s: %s differs: rank %d has %s; rank %d has %s; give the same to every rank", call,
-        found.item ? name : what, dtrain__world_rank(comm, found.usual), texts[0],
-        dtrain__world_rank(comm, found.odd), texts[1]);
+    const float numbers[] = {lr, grad_scale};
+    strategy->updates = dtrain__fnv1a(strategy->updates, numbers, sizeof numbers);
+}
+
+DTRAIN__PRIVATE uint64_t dtrain__same_now(const dtrain_strategy *strategy)
+{
+    uint64_t hash = strategy->updates;
+    for (size_t i = 0; i < strategy->param_count; i++)
+        hash = dtrain__fnv1a(hash, &strategy->params[i].flags, sizeof strategy->params[i].flags);
+    return hash;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__compare_now(dtrain_strategy *strategy, const char *call)
+{
+    static const dtrain__same_field field = DTRAIN__SAME_AS(
+        dtrain_strategy, updates, "updates (lr and grad_scale of dtrain_optimizer_step)", HASH);
+    dtrain__same_list lists[2] = {dtrain__same_struct(&field, 1, strategy),
+                                  dtrain__same_params(strategy)};
+    lists[1].field_count = 2; /* name and flags */
+    return dtrain__same(strategy->groups.all, DTRAIN_OK, call, lists, 2);
 }
 
 /* ---- Values -----------------------------------------------------------------------------------*/
@@ -165,31 +105,26 @@ static dtrain_result dtrain__value_hash(dtrain_strategy *strategy, size_t i, uin
 }
 
 /* Return a hash that is known. */
-static dtrain_result dtrain__known_hash(dtrain_strategy *strategy, const char *settings, size_t i,
-                                        uint64_t *hash)
+static uint64_t dtrain__known_hash(const void *user, size_t i)
 {
-    (void)settings;
-    *hash = strategy->hashes[i];
-    return DTRAIN_OK;
+    return ((const dtrain_strategy *)user)->hashes[i];
 }
 
 /* The same along the tensor axis, which has nothing to compare of what it cuts. */
-static dtrain_result dtrain__known_whole(dtrain_strategy *strategy, const char *settings, size_t i,
-                                         uint64_t *hash)
+static uint64_t dtrain__known_whole(const void *user, size_t i)
 {
-    (void)settings;
-    *hash = strategy->params[i].cut.axis ? 0 : strategy->hashes[i];
-    return DTRAIN_OK;
+    const dtrain_strategy *strategy = (const dtrain_strategy *)user;
+    return strategy->params[i].cut.axis ? 0 : strategy->hashes[i];
 }
 
 /* Compare values along an axis; *all is this rank's hash over them. */
 static dtrain_result dtrain__compare_values(dtrain_strategy *strategy, dtrain_comm *comm,
-                                            dtrain__hash_fn *hash_of, uint64_t *all)
+                                            dtrain__same_hash *hash_of, uint64_t *all)
 {
     dtrain__difference found;
     DTRAIN__TRY(
-        dtrain__strategy_keep(strategy, dtrain__compare_items(strategy, comm, hash_of, NULL,
-                                                              strategy->param_count, all, &found)));
+        dtrain__strategy_keep(strategy, dtrain__same_find(comm, DTRAIN_OK, hash_of, strategy,
+                                                          strategy->param_count, all, &found)));
     if (found.odd < 0) return DTRAIN_OK;
     return dtrain_fail(
         DTRAIN_ERROR_MISMATCH,
@@ -261,6 +196,7 @@ DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint6
     uint64_t all, whole;
     if (hash) *hash = 0;
     DTRAIN__TRY(dtrain__between_backwards(strategy, "dtrain_strategy_verify"));
+    DTRAIN__TRY(dtrain__compare_now(strategy, "dtrain_strategy_verify"));
     const dtrain__groups *groups = &strategy->groups;
     dtrain__note_units(strategy);
     for (size_t i = 0; i < strategy->param_count; i++)

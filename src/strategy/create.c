@@ -1,7 +1,7 @@
 /* Making and destroying a strategy
  *
- * 1. local: check the array and the desc                        -> agree
- * 2. compare the registration of all ranks
+ * 1. local: check the array and the desc
+ * 2. bring errors of step 1 to all ranks, and compare what they have registered
  * 3. AUTO: choose; HYBRID_SHARD: split the ranks; check what the kind can do
  * 4. local: lay out, allocate, initialise                       -> agree
  * 5. broadcast rank 0's values of parameters the host owns; publish
@@ -300,10 +300,9 @@ static dtrain_result dtrain__share_host_values(dtrain_strategy *strategy)
     return dtrain__copy_host_values(strategy, false);
 }
 
-/* Go on with 2 to 5, after all ranks have agreed that the arguments are good. */
+/* Go on with 2 to 5, after all ranks have agreed that their arguments are good and the same. */
 static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
 {
-    DTRAIN__TRY(dtrain__compare_settings(strategy));
     DTRAIN__TRY(dtrain__strategy_choose(strategy));
     strategy->kind = dtrain__row_of(strategy->desc.kind);
     DTRAIN__TRY(dtrain__resolve_kind(&strategy->desc, strategy->kind));
@@ -323,7 +322,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_make(dtrain_world *world, dtrain_
                                                     dtrain_strategy **out)
 {
     dtrain_result result = dtrain__strategy_begin(world, params, param_count, desc, groups, out);
-    result = dtrain__agree(groups->all, result);
+    result = dtrain__compare_settings(out ? *out : NULL, groups, result);
     if (result == DTRAIN_OK) result = dtrain__strategy_complete(*out);
     if (result == DTRAIN_OK || !out) return result;
     dtrain_strategy_destroy(*out);

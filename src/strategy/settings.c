@@ -187,57 +187,90 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
 
 /* ---- All ranks have the same ------------------------------------------------------------------*/
 
-/* Hash what a desc says of stages; 0: there is one a rank. */
-static uint64_t dtrain__stage_hash(const dtrain_strategy *strategy)
-{
-    const dtrain_pipeline_desc *desc = strategy->desc.pipeline;
-    if (!desc) return 0;
-    const uint32_t shape[2] = {desc->kind, (uint32_t)strategy->stages.chunks};
-    const uint64_t hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, shape, sizeof shape);
-    const size_t listed = desc->units ? (size_t)strategy->stages.stages : 0;
-    return dtrain__fnv1a(hash, desc->units, listed * sizeof *desc->units);
-}
+/* What is compared: descs, and what follows from them. */
+typedef struct dtrain__compared {
+    dtrain_strategy_desc desc;
+    dtrain_compression_desc how;
+    dtrain_pipeline_desc pipeline;
+    dtrain__groups groups;
+    int data;
+    bool ahead;
+    uint64_t units, kept;
+    uint32_t rounds;
+    const char *kind, *param_dtype, *reduce_dtype, *compression;
+} dtrain__compared;
 
-/* Fail on all ranks if their settings differ in a field that decides which collectives a step
- * makes, in which order, or from which values it starts. Ranks may differ in who owns the memory of
- * gradients. In no_overlap they may differ only where no unit is gathered, because a unit that is
- * fetched ahead is gathered before the gradients of the unit after it are reduced. */
-DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy)
+#define DTRAIN__OF(field, type) DTRAIN__SAME(dtrain__compared, field, type)
+#define DTRAIN__DESC(field, type) DTRAIN__SAME_AS(dtrain__compared, desc.field, #field, type)
+#define DTRAIN__HOW(field, type) DTRAIN__SAME_AS(dtrain__compared, how.field, #field, type)
+#define DTRAIN__AXIS(field, name, type) \
+    DTRAIN__SAME_AS(dtrain__compared, field, "a mesh of " name, type)
+
+/* clang-format off */
+static const dtrain__same_field dtrain__compared_fields[] = {
+    DTRAIN__AXIS(groups.tensor_ranks, "tensor", INT), DTRAIN__AXIS(data, "data", INT),
+    DTRAIN__AXIS(groups.pipeline_ranks, "pipeline", INT),
+    DTRAIN__AXIS(groups.sequence_parallel, "sequence_parallel", BOOL),
+    DTRAIN__AXIS(groups.exact, "exact", BOOL), DTRAIN__OF(pipeline.kind, UINT),
+    DTRAIN__OF(pipeline.chunks, UINT),
+    DTRAIN__SAME_AS(dtrain__compared, units, "pipeline.units", HASH), DTRAIN__OF(kind, TEXT),
+    DTRAIN__DESC(missing_gradient, UINT), DTRAIN__DESC(average, UINT),
+    DTRAIN__DESC(accumulation, UINT), DTRAIN__OF(param_dtype, TEXT), DTRAIN__OF(reduce_dtype, TEXT),
+    DTRAIN__DESC(offload, FLAGS), DTRAIN__DESC(hierarchical, BOOL), DTRAIN__DESC(node_size, UINT),
+    DTRAIN__DESC(keep_after_forward, BOOL),
+    DTRAIN__SAME_AS(dtrain__compared, kept, "kept_units", HASH), DTRAIN__DESC(whole_below, INT),
+    DTRAIN__DESC(bucket_bytes, UINT), DTRAIN__DESC(first_bucket_bytes, UINT),
+    DTRAIN__DESC(init_seed, UINT),
+    DTRAIN__SAME_AS(dtrain__compared, ahead, "overlap (no_overlap is false)", BOOL),
+    DTRAIN__OF(compression, TEXT),
+    DTRAIN__SAME_AS(dtrain__compared, rounds, "hook->rounds", UINT),
+    DTRAIN__HOW(powersgd_rank, UINT), DTRAIN__HOW(no_error_feedback, BOOL),
+    DTRAIN__HOW(topk_ratio, FLOAT), DTRAIN__HOW(topk_momentum, FLOAT),
+    DTRAIN__HOW(warmup_ratio, FLOAT), DTRAIN__HOW(dense_below, INT), DTRAIN__HOW(dense_steps, UINT),
+    DTRAIN__HOW(warmup_steps, UINT)};
+/* clang-format on */
+
+static void dtrain__compared_fill(dtrain__compared *own, const dtrain_strategy *strategy)
 {
     const dtrain_strategy_desc *desc = &strategy->desc;
     const dtrain__kind_row *kind = dtrain__row_of(desc->kind);
     const size_t kept_bytes = (size_t)desc->kept_unit_count * sizeof *desc->kept_units;
-    const dtrain_compression_desc *how = &strategy->compression;
-    const bool ahead = (!kind || kind->shards.params) && !desc->no_overlap;
-    const dtrain_comm_hook_desc *hook = desc->compression ? dtrain__hook_of(how) : NULL;
-    const dtrain__groups *groups = &strategy->groups;
-    char text[864];
-    snprintf(
-        text, sizeof text,
-        "mesh of tensor %d, data %d, pipeline %d, sequence_parallel %d, exact %d, stages of units "
-        "%08x, kind "
-        "%s, missing_gradient %u, average "
-        "%u, accumulation %u, param_dtype %s, reduce_dtype "
-        "%s, "
-        "offload %u, node_size %u, keep_after_forward %d, kept units %08x, whole_below "
-        "%lld, buckets of %zu and %zu bytes, init_seed %llu, fetches ahead %d, compression %.40s "
-        "in %u rounds, "
-        "powersgd_rank %u, hierarchical %d, no_error_feedback %d, "
-        "topk_ratio %.9g, topk_momentum %.9g, warmup_ratio %.9g, dense_below %lld, dense_steps "
-        "%llu, warmup_steps %llu",
-        groups->tensor_ranks, dtrain_comm_size(groups->data), groups->pipeline_ranks,
-        groups->sequence_parallel, groups->exact, (unsigned)dtrain__stage_hash(strategy),
-        kind ? kind->name : "auto", (unsigned)desc->missing_gradient, (unsigned)desc->average,
-        (unsigned)desc->accumulation, dtrain_dtype_name((dtrain_dtype)desc->param_dtype),
-        dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype), (unsigned)desc->offload,
-        (unsigned)desc->node_size, desc->keep_after_forward,
-        (unsigned)dtrain__fnv1a(DTRAIN__FNV_BASIS, desc->kept_units, kept_bytes),
-        (long long)desc->whole_below, desc->first_bucket_bytes, desc->bucket_bytes,
-        (unsigned long long)desc->init_seed, ahead, hook ? hook->name : "none",
-        hook ? (unsigned)hook->rounds : 0, (unsigned)how->powersgd_rank, desc->hierarchical,
-        how->no_error_feedback, (double)how->topk_ratio, (double)how->topk_momentum,
-        (double)how->warmup_ratio, (long long)how->dense_below,
-        (unsigned long long)how->dense_steps, (unsigned long long)how->warmup_steps);
-    return dtrain__lines_compare(strategy, "dtrain_strategy_create", "the desc", text,
-                                 strategy->param_count + 1);
+    const dtrain_comm_hook_desc *hook =
+        desc->compression ? dtrain__hook_of(&strategy->compression) : NULL;
+    own->desc = *desc;
+    own->how = strategy->compression;
+    own->groups = strategy->groups;
+    own->data = dtrain_comm_size(strategy->groups.data);
+    if (desc->pipeline) own->pipeline = *desc->pipeline;
+    own->pipeline.chunks = (uint32_t)strategy->stages.chunks;
+    const size_t listed = own->pipeline.units ? (size_t)strategy->stages.stages : 0;
+    own->units = dtrain__fnv1a(DTRAIN__FNV_BASIS, own->pipeline.units, listed * sizeof(uint32_t));
+    own->kept = dtrain__fnv1a(DTRAIN__FNV_BASIS, desc->kept_units, kept_bytes);
+    own->ahead = (!kind || kind->shards.params) && !desc->no_overlap;
+    own->kind = kind ? kind->name : "auto";
+    own->param_dtype = dtrain_dtype_name((dtrain_dtype)desc->param_dtype);
+    own->reduce_dtype = dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype);
+    own->compression = hook ? hook->name : "none";
+    own->rounds = hook ? hook->rounds : 0;
+}
+
+/* Bring an error of this rank to all; else fail on all ranks if their parameters differ, or their
+ * settings in a field that decides which collectives a step makes, in which order, or from which
+ * values it starts. Ranks may differ in who owns the memory of gradients. In no_overlap they may
+ * differ only where no unit is gathered, because a unit that is fetched ahead is gathered before
+ * the gradients of the unit after it are reduced. */
+DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(const dtrain_strategy *strategy,
+                                                       const dtrain__groups *groups,
+                                                       dtrain_result mine)
+{
+    dtrain__compared own;
+    dtrain__same_list lists[2];
+    memset(&own, 0, sizeof own);
+    memset(lists, 0, sizeof lists);
+    if (mine == DTRAIN_OK) {
+        dtrain__compared_fill(&own, strategy);
+        lists[0] = DTRAIN__SAME_STRUCT(dtrain__compared_fields, &own);
+        lists[1] = dtrain__same_params(strategy);
+    }
+    return dtrain__same(groups->all, mine, "dtrain_strategy_create", lists, 2);
 }

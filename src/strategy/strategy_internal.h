@@ -29,6 +29,7 @@
 #include "core/log.h"
 #include "world/world_internal.h"
 #include "comm/comm.h"
+#include "comm/same_internal.h"
 #include "parallel/cut_internal.h"
 #include "parallel/mesh_internal.h"
 #include "world/timeline_internal.h"
@@ -126,6 +127,7 @@ struct dtrain_strategy {
     bool empty;            /* the last step had no samples */
     bool unsure;           /* `empty` and `absent` are of this rank: the tally must be read */
     uint64_t sync_count;   /* steps that were reduced */
+    uint64_t updates;      /* hash of the rates and scales of all updates */
     uint32_t in_buffer[2]; /* unit whose gradients are in the alternating buffer, or NONE */
     uint32_t slots[2];     /* unit whose values are in the slot, or NONE */
     uint32_t position;     /* unit gathered last, NONE before a pass */
@@ -244,7 +246,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *g
                                                    dtrain_compression_desc *how);
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
                                                    const dtrain__kind_row *kind);
-DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(const dtrain_strategy *strategy,
+                                                       const dtrain__groups *groups,
+                                                       dtrain_result mine);
+
+/* strategy/compare.c */
+DTRAIN__PRIVATE dtrain__same_list dtrain__same_params(const dtrain_strategy *strategy);
 
 /* strategy/create.c */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_make(dtrain_world *world, dtrain_param *params,

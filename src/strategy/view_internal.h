@@ -71,11 +71,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__between_backwards(const dtrain_strategy *s
                                                         const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strategy,
                                                     const char *call);
-/* Fail on all ranks of the mesh if they differ in the first `count` lines: line 0 is `settings`,
- * those of `what`, and line i + 1 describes parameter i. Collective. */
-DTRAIN__PRIVATE dtrain_result dtrain__lines_compare(dtrain_strategy *strategy, const char *call,
-                                                    const char *what, const char *settings,
-                                                    size_t count);
+/* Note an update, hash what all ranks must do alike between steps (updates, and flags of parameters
+ * such as FROZEN), and fail on all ranks if it differs. */
+DTRAIN__PRIVATE void dtrain__note_update(dtrain_strategy *strategy, float lr, float grad_scale);
+DTRAIN__PRIVATE uint64_t dtrain__same_now(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__compare_now(dtrain_strategy *strategy, const char *call);
 /* Make an error stand: this rank cannot do what the others count on. They hear of it at once. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy,
                                                     dtrain_result result);

@@ -52,7 +52,6 @@ struct dtrain__pipeline {
     int32_t *slots;          /* (chunks, micro_batches) */
     dtrain_tensor **losses;  /* (slots) of the last stage's passes */
     size_t slot_count;
-    bool compared;   /* all ranks have the same settings */
     bool surveyed;   /* what crosses is that of the training batches ... */
     uint64_t frozen; /* ... and of the parameters that were frozen then: their hash */
     uint64_t seed;   /* of the step under way */
@@ -412,30 +411,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
 
 /* ---- A step, and creation ---------------------------------------------------------------------*/
 
-/* Fail on all ranks if their trainers differ in what the numbers of a step depend on. Nothing else
- * would see it: stages have no copies that could be compared. */
-static dtrain_result dtrain__line_compare(dtrain_trainer *trainer)
-{
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    const dtrain_schedule *rate = &desc->schedule;
-    const dtrain_loss_scaler *scale = &desc->loss_scaling;
-    char text[640]; /* every field at its longest */
-    snprintf(text, sizeof text,
-             "micro_batches %u, clip %.9g, tape_flags %#x, nonfinite %u, skip_limit %u, "
-             "verify_every %u, schedule %u of lr %.9g, min_lr %.9g, warmup_steps %lld, total_steps "
-             "%lld, gamma %.9g, milestones %08x, loss_scaling %d of scale %.9g, growth %.9g in %u, "
-             "backoff %.9g, minimum %.9g, hysteresis %u, groups of the optimizer %08x",
-             desc->micro_batches, (double)desc->clip, desc->tape_flags, desc->nonfinite,
-             desc->skip_limit, desc->verify_every, rate->kind, (double)rate->lr,
-             (double)rate->min_lr, (long long)rate->warmup_steps, (long long)rate->total_steps,
-             (double)rate->gamma,
-             (unsigned)dtrain__fnv1a(DTRAIN__FNV_BASIS, rate->milestones, sizeof rate->milestones),
-             trainer->scaling, (double)scale->scale, (double)scale->growth_factor,
-             scale->growth_interval, (double)scale->backoff_factor, (double)scale->minimum_scale,
-             scale->hysteresis, (unsigned)dtrain__groups_hash(desc->optimizer));
-    return dtrain__lines_compare(desc->strategy, "dtrain_trainer_step", "the trainer", text, 1);
-}
-
 /* Forget the step before. */
 static void dtrain__line_reset(dtrain_trainer *trainer)
 {
@@ -453,8 +428,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer)
     dtrain_strategy *strategy = trainer->desc.strategy;
     const dtrain_pipeline_work work = {dtrain__line_compute, dtrain__line_part, trainer};
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_trainer_step"));
-    if (!line->compared) DTRAIN__TRY(dtrain__line_compare(trainer));
-    line->compared = true;
     DTRAIN__TRY(dtrain_strategy_accumulate(strategy, false)); /* the schedule is one backward */
     dtrain__expect_schedule(strategy, trainer->desc.micro_batches > 1); /* other trainers', too */
     if (!line->surveyed || line->frozen != dtrain__line_frozen(trainer))

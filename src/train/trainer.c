@@ -30,6 +30,7 @@
 #include "world/world.h"
 #include "comm/comm.h"
 #include "comm/comm_internal.h"
+#include "comm/same_internal.h"
 #include "strategy/strategy.h"
 #include "strategy/view_internal.h"
 #include "tape/tape.h"
@@ -91,6 +92,7 @@ static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_r
     own[DTRAIN__WORD_ENDED] = (double)trainer->joined / (double)trainer->desc.micro_batches;
     dtrain_world_query(trainer->world, &world);
     own[DTRAIN__WORD_STOP] = world.stop_requested;
+    own[DTRAIN__WORD_SAME] = (double)(dtrain__same_now(trainer->desc.strategy) & 0xffffff);
     const uint32_t span =
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "record", DTRAIN__UNNUMBERED);
     const dtrain_result recorded = dtrain__trainer_record(trainer, own, &full);
@@ -111,12 +113,48 @@ static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_r
     return DTRAIN_OK;
 }
 
+#define DTRAIN__TRAINS(field, type) DTRAIN__SAME_AS(dtrain_trainer, desc.field, #field, type)
+
+/* Fail on all ranks if their trainers or optimizers differ in what the numbers of a step depend on:
+ * nothing else would see it where ranks have no copies that could be compared. Samples of a
+ * micro-batch and throughput (tokens) are each rank's own. */
+static dtrain_result dtrain__trainer_compare(dtrain_trainer *trainer)
+{
+    /* clang-format off */
+    static const dtrain__same_field fields[] = {
+        DTRAIN__SAME(dtrain_trainer, step, INT), DTRAIN__SAME(dtrain_trainer, scaling, BOOL),
+        DTRAIN__TRAINS(micro_batches, UINT), DTRAIN__TRAINS(clip, FLOAT),
+        DTRAIN__TRAINS(tape_flags, FLAGS), DTRAIN__TRAINS(recompute_every, UINT),
+        DTRAIN__TRAINS(recompute_ops, FLAGS), DTRAIN__TRAINS(loss_scaling.scale, FLOAT),
+        DTRAIN__TRAINS(loss_scaling.growth_factor, FLOAT),
+        DTRAIN__TRAINS(loss_scaling.backoff_factor, FLOAT),
+        DTRAIN__TRAINS(loss_scaling.minimum_scale, FLOAT),
+        DTRAIN__TRAINS(loss_scaling.growth_interval, UINT),
+        DTRAIN__TRAINS(loss_scaling.hysteresis, UINT), DTRAIN__TRAINS(graph, BOOL),
+        DTRAIN__TRAINS(seed, UINT), DTRAIN__TRAINS(nonfinite, UINT),
+        DTRAIN__TRAINS(skip_limit, UINT), DTRAIN__TRAINS(verify_every, UINT),
+        DTRAIN__TRAINS(schedule.kind, UINT), DTRAIN__TRAINS(schedule.lr, FLOAT),
+        DTRAIN__TRAINS(schedule.min_lr, FLOAT), DTRAIN__TRAINS(schedule.warmup_steps, INT),
+        DTRAIN__TRAINS(schedule.total_steps, INT), DTRAIN__TRAINS(schedule.gamma, FLOAT),
+        DTRAIN__TRAINS(schedule.milestones, INT)};
+    /* clang-format on */
+    dtrain_optimizer *optimizer = trainer->desc.optimizer;
+    const dtrain__same_list lists[] = {DTRAIN__SAME_STRUCT(fields, trainer),
+                                       dtrain__same_groups(optimizer)};
+    if (trainer->compared) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__strategy_usable(trainer->desc.strategy, "dtrain_trainer_step"));
+    DTRAIN__TRY(dtrain__same(trainer->groups.all, DTRAIN_OK, "dtrain_trainer_step", lists, 2));
+    trainer->compared = optimizer->compared = true;
+    return DTRAIN_OK;
+}
+
 /* Take one step, in a span. */
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
 {
     if (!trainer || !trainer->desc.optimizer)
         return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: there is no %s",
                            trainer ? "optimizer: this trainer can only evaluate" : "trainer");
+    DTRAIN__TRY(dtrain__trainer_compare(trainer));
     dtrain__trace_step(trainer->world, trainer->step + 1);
     const uint32_t span =
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "step", trainer->step + 1);
@@ -317,6 +355,12 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const doubl
     char where[64];
     snprintf(where, sizeof where, "dtrain_trainer_step: at step %lld", (long long)record->step);
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
+    for (int r = 1; r < trainer->ranks; r++)
+        if (trainer->words[r * DTRAIN__WORD_COUNT + DTRAIN__WORD_SAME] !=
+            trainer->words[DTRAIN__WORD_SAME])
+            return dtrain__strategy_keep(
+                trainer->desc.strategy,
+                dtrain__compare_now(trainer->desc.strategy, "dtrain_trainer_step"));
     record->ended = !(mean[DTRAIN__WORD_ENDED] < 1);
     DTRAIN__TRY(dtrain__strategy_keep(
         trainer->desc.strategy, dtrain__check_ended(trainer, where, trainer->desc.micro_batches)));

@@ -69,7 +69,7 @@ typedef struct dtrain_trainer_desc {
      * scale of 0 begins with 65536. */
     dtrain_loss_scaler loss_scaling;
     bool graph;    /* GPU: record the step once and replay it, without launch costs; see create */
-    uint64_t seed; /* of dropout */
+    uint64_t seed; /* of dropout, the same on all ranks: their masks differ nevertheless */
     uint32_t nonfinite;    /* dtrain_nonfinite; 0 = stop */
     uint32_t skip_limit;   /* steps in a row that may be skipped; one more is an error; 0 = 10 */
     uint32_t verify_every; /* steps between two calls of dtrain_strategy_verify, which reads every
@@ -174,7 +174,10 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
                                                dtrain_trainer **out);
 /* Free a trainer and its tape; NULL is ignored. */
 DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
-/* Take one step. Collective; record may be NULL. A rank that is more than twice slower than the
+/* Take one step. Collective; record may be NULL. In the first step ranks compare all settings of
+ * their trainers and optimizers but `tokens`, and in each step the flags of parameters: what differs
+ * is DTRAIN_ERROR_MISMATCH on all ranks, which names the setting, both values and the rank. A rank
+ * that is more than twice slower than the
  * (lower) median for ten steps running is named once in a warning. A gradient norm or loss that is
  * not finite is DTRAIN_ERROR_NUMERIC on all ranks, naming step and rank; no parameter has changed
  * if it was the gradient. With loss scaling such a gradient is no error: the step is skipped on all

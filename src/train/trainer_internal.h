@@ -25,6 +25,7 @@ enum {
     DTRAIN__WORD_COMM,   /* seconds with a collective in flight */
     DTRAIN__WORD_STOP,   /* 1: this rank was asked to stop */
     DTRAIN__WORD_ENDED,  /* share of its micro-batches that had no data any more */
+    DTRAIN__WORD_SAME, /* 24 bits of a hash of what may change between steps, on all ranks alike */
     DTRAIN__WORD_COUNT
 };
 
@@ -38,6 +39,7 @@ struct dtrain_trainer {
     dtrain_tape *tape;
     dtrain_loss_scaler scaler; /* used when `scaling` */
     bool scaling;
+    bool compared;             /* all ranks have the same settings */
     dtrain__groups groups;     /* the strategy's */
     int rank, ranks;           /* in groups.all, which makes the record ... */
     int data_rank, data_ranks; /* ... and in groups.data */

@@ -770,10 +770,10 @@ static int refused_rank(dtrain_world *world, void *user)
     desc = c->desc;
     if (c->at.rank == 2) desc.mesh = NULL;
     FAILS(dtrain_strategy_create(world, params, count, &desc, &s), DTRAIN_ERROR_MISMATCH,
-          "mesh of tensor 1, data 4");
+          "rank 2 has a mesh of tensor 1, the others have a mesh of tensor 2");
     if (c->at.rank == 3) params[2].cut.parts = 2;
     FAILS(dtrain_strategy_create(world, params, count, &c->desc, &s), DTRAIN_ERROR_MISMATCH,
-          "3 components of 2 parts");
+          "rank 3 has cut.parts 2");
     registered(c, params);
     params[7].unit = 2 + (uint32_t)c->at.tensor_rank; /* the same along each data axis */
     FAILS(dtrain_strategy_create(world, params, count, &c->desc, &s), DTRAIN_ERROR_MISMATCH,

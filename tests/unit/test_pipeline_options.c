@@ -461,7 +461,7 @@ static void check_differs(const char *name, option_fn *option, const char *words
     for (int r = 0; r < 4; r++)
         CHECK_MSG(j->created[r] == DTRAIN_OK && j->stepped[r][0] == DTRAIN_ERROR_MISMATCH &&
                       strstr(j->wrong[r][0], words) && strstr(j->wrong[r][0], other) &&
-                      strstr(j->wrong[r][0], "; rank 2 has"),
+                      strstr(j->wrong[r][0], "rank 2 has"),
                   "%s, rank %d: %d, \"%s\"", name, r, (int)j->stepped[r][0], j->wrong[r][0]);
     munmap(j, sizeof *j);
 }
@@ -1049,16 +1049,16 @@ static void other_milestones(local *l)
 
 static void test_trainers_differ(void)
 {
-    check_differs("micro-batches", more_micro_batches, "has micro_batches 4,",
-                  "has micro_batches 5,");
-    check_differs("flags", other_flags, "tape_flags 0,", "tape_flags 0x2,");
-    check_differs("clip", other_clip, "clip 0.5,", "clip 1.5,");
-    check_differs("loss scaling", other_scale, "loss_scaling 0 of scale 0,",
-                  "loss_scaling 1 of scale 1024,");
-    check_differs("nonfinite", other_skips, "nonfinite 0,", "nonfinite 1,");
-    check_differs("rate", other_rate, "lr 0.01", "lr 0.5");
-    check_differs("optimizer", other_updates, "groups of the optimizer", "groups of the optimizer");
-    check_differs("milestones", other_milestones, "schedule 3", "milestones");
+    check_differs("micro-batches", more_micro_batches, "rank 2 has micro_batches 5,",
+                  "the others have micro_batches 4;");
+    check_differs("flags", other_flags, "has tape_flags 0x2,", "have tape_flags 0x0;");
+    check_differs("clip", other_clip, "has clip 1.5,", "have clip 0.5;");
+    check_differs("loss scaling", other_scale, "has scaling true,", "have scaling false;");
+    check_differs("nonfinite", other_skips, "has nonfinite 1,", "have nonfinite 0;");
+    check_differs("rate", other_rate, "has schedule.lr 0.52,", "have schedule.lr 0.02;");
+    check_differs("optimizer", other_updates, "group 1 (kind of optimizer 4) differs: ", "has momentum ");
+    check_differs("milestones", other_milestones, "has schedule.milestones (3, 0,",
+                  "have schedule.milestones (2, 0,");
 }
 
 /* ---- the largest batch ---- */

@@ -680,7 +680,7 @@ static int refused_rank(dtrain_world *world, void *user)
     line.kind = s->at.rank == 2 ? DTRAIN_PIPELINE_ZBV : DTRAIN_PIPELINE_INTERLEAVED;
     registered(s);
     FAILS(dtrain_strategy_create(world, s->params, 9, &desc, &s->strategy), DTRAIN_ERROR_MISMATCH,
-          "pipeline 2");
+          "rank 2 has pipeline.kind 4, the others have pipeline.kind 2");
     line.kind = 99;
     registered(s);
     CHECK(dtrain_strategy_create(world, s->params, 9, &desc, &s->strategy) != DTRAIN_OK);
