@@ -2549,23 +2549,29 @@ typedef struct dtrain_sample {
  * time. */
 typedef dtrain_result (*dtrain_transform_fn)(void *user, const dtrain_sample *sample, void *output);
 
+#define DTRAIN_ONE_EPOCH (-1) /* dtrain_loader_desc.sample_limit: each sample of an epoch once */
+
 /* A loader deals samples out, in the order of torch.randperm(seed + epoch). It cuts tokens, n =
  * item_count from first_item on, into windows of sequence + 1: (n - 1) / sequence of them an epoch
  * in order, or max(1, n / sequence - 1) shuffled ones, whose borders move from epoch to epoch. The
- * whole state is one number: samples handed out so far by all ranks together. Sample k is the same
- * for every world size and number of workers, so one seed and global batch see the same data. */
+ * whole state is one number: samples dealt so far, by all ranks together, with those that drop_last
+ * has dropped. Sample k is the same for every world size, batch and number of workers. */
 typedef struct dtrain_loader_desc {
     uint32_t batch;                 /* samples per call and rank */
     int64_t sequence;               /* tokens per sample; 0 for a dataset of samples */
     int64_t first_item, item_count; /* the part to read; 0, 0 = all */
     uint64_t seed;
-    bool in_order;  /* no shuffling: for evaluation */
+    bool in_order;  /* no shuffling */
     bool drop_last; /* every epoch begins with a batch: what is left of one does not come */
     dtrain_dataset *dataset;
-    dtrain_comm *comm; /* the ranks that divide the samples among themselves: those of the strategy
-                          that trains on them, and with a mesh its data axis, dtrain_mesh_comm(mesh,
-                          DTRAIN_AXIS_DATA): ranks of one replica then read the same. NULL = all of
-                          the world. Read in create */
+    const dtrain_mesh *mesh; /* that the strategy which trains on the samples is on: its replicas
+                                divide them among themselves, and the ranks of one replica read the
+                                same. NULL = each rank is a replica. Read in create */
+    dtrain_comm *comm; /* without a mesh: the ranks of that strategy; NULL = all of the world */
+    /* For evaluation: samples of an epoch, of all ranks together, after which the loader ends, until
+     * dtrain_loader_seek. At most an epoch: DTRAIN_ONE_EPOCH = all of one. 0 = one epoch follows the
+     * other without end; in_order then warns when samples come again. */
+    int64_t sample_limit;
     uint32_t workers;  /* threads that read ahead; 0 = none, the calling thread reads. At most 64 */
     uint32_t prefetch; /* batches that are read ahead; 0 = two a worker. That is all they hold */
     dtrain_transform_fn transform; /* of samples; NULL: as they are in the dataset */
@@ -2578,7 +2584,13 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
                                               dtrain_loader **out);
 /* Free a loader, after the reads that its workers are in; NULL is ignored. */
 DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader);
-/* Read the next batch of this rank. A batch of tokens is inputs and targets (batch, sequence) as
+/* Read the next batch of this rank; DTRAIN_ERROR_END behind the last one, on all ranks in the same
+ * call. The last batches before a sample_limit may lack samples, on some ranks all of them: see
+ * dtrain_loader_info.batch_samples. Their places behind the others are zeros, and targets of -1,
+ * which dtrain_cross_entropy ignores: it has the right mean and weight without more. Another loss
+ * makes its tensors of batch_samples rows, and next_batch returns DTRAIN_ERROR_END for none.
+ *
+ * A batch of tokens is inputs and targets (batch, sequence) as
  * int32_t, targets being inputs one token later; one of samples is inputs (batch, item_bytes or
  * output_bytes) and labels in targets (batch), which may be NULL. With workers the call copies what
  * they have read, after a wait of at most the world's timeout. A worker's error comes with the
@@ -2588,10 +2600,11 @@ DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs,
 
 typedef struct dtrain_loader_info {
     int64_t samples_per_epoch;
-    uint64_t position;   /* samples handed out so far, by all ranks together */
-    size_t sample_bytes; /* of inputs */
+    uint64_t position;      /* samples dealt so far: all ranks', with those that were dropped */
+    size_t sample_bytes;    /* of inputs */
+    uint32_t batch_samples; /* of this rank's last batch, before its padding */
 } dtrain_loader_info;
-/* Tell the samples of an epoch and the position; all zero for a loader of NULL. */
+/* Tell the samples of an epoch, the position and the last batch; all zero for a loader of NULL. */
 DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info);
 /* Continue from a position that dtrain_loader_query gave, in this run or an earlier one, once reads
  * under way have ended: what was read ahead is dropped. */
@@ -28529,6 +28542,7 @@ typedef struct dtrain__pick {
 /* A batch: which samples it has, scratch to read one of them, and with workers its own memory. */
 typedef struct dtrain__batch {
     dtrain__pick *picks; /* (batch) */
+    uint32_t count;      /* of picks that were dealt; the rest is padding */
     void *scratch;       /* one sample as the dataset stores it */
     void *inputs;        /* (batch, sample_bytes); NULL without workers, like targets */
     int32_t *targets;    /* (batch, sequence or 1) */
@@ -28544,9 +28558,13 @@ struct dtrain_loader {
     dtrain_loader_desc desc; /* resolved */
     uint64_t rank, ranks;
     uint64_t timeout_ns;
-    uint64_t position;         /* samples handed out by all ranks */
-    int64_t window_count;      /* of an epoch before drop_last: windows of tokens, or samples */
+    uint64_t position;      /* samples dealt by all ranks, or dropped: epoch window_count + place */
+    uint64_t epoch_samples; /* by which the position counts epochs: window_count, and in the middle
+                                  of a load the saved one */
+    int64_t window_count;   /* of an epoch before drop_last: windows of tokens, or samples */
     int64_t samples_per_epoch; /* after drop_last */
+    uint32_t batch_samples;    /* of the last batch */
+    bool warned;               /* that samples come again */
     int64_t shift_count;       /* shifts to choose from; 1: none */
     size_t sample_bytes, target_bytes, scratch_bytes;
     dtrain__batch *batches; /* (batch_count): one, or with workers the ring */
@@ -28561,13 +28579,21 @@ struct dtrain_loader {
     int64_t *order; /* (window_count), a permutation made anew every epoch */
 };
 
+/* train/loader.c */
+/* Return the position of the batch behind the one at `position`. */
+DTRAIN__PRIVATE uint64_t dtrain__loader_behind(const dtrain_loader *loader, uint64_t position);
+/* Go on behind a load from the epoch and the place in it that epoch_samples says; 0: saved by a
+ * version that with drop_last counted epochs by their batches. Write to note (room) which samples of
+ * the epoch do not come once; else leave it. */
+DTRAIN__PRIVATE void dtrain__loader_resume(dtrain_loader *loader, char *note, size_t room);
+
 /* train/dataset.c */
 DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int64_t first,
                                                    int64_t count, void *items, int32_t *labels);
 
 /* train/batch.c */
 DTRAIN__PRIVATE void dtrain__loader_deal(dtrain_loader *loader, uint64_t seed, uint64_t position,
-                                         dtrain__pick *picks);
+                                         dtrain__batch *batch);
 DTRAIN__PRIVATE dtrain_result dtrain__loader_read(const dtrain_loader *loader,
                                                   const dtrain__batch *batch, void *inputs,
                                                   int32_t *targets);
@@ -28843,10 +28869,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int6
  *     rank r of R, batch B, position P:  samples P + i R + r for i < B, then P += B R
  *
  * A sample depends on k alone, so the world size only changes who reads it, and P is all there is
- * to save. Windows per epoch: (tokens - 1) / sequence in order; shuffled, one fewer at least, so
+ * to save. With drop_last P passes over what an epoch has left, fewer than B R samples, so that a
+ * batch never crosses a border. Windows per epoch: (tokens - 1) / sequence in order; shuffled, one fewer at least, so
  * that every shift in [0, sequence) leaves them room (but never fewer than one). Where items are
- * samples, each is a window of its own, and there is no shift. With drop_last an epoch has the
- * largest number of windows that B R divides. */
+ * samples, each is a window of its own, and there is no shift. */
 
 #define DTRAIN__STREAM_LOADER UINT64_C(0x6c6f61646572) /* Philox stream of the shifts */
 
@@ -28867,13 +28893,16 @@ static void dtrain__loader_enter(dtrain_loader *loader, uint64_t seed, uint64_t 
 
 /* List the samples of this rank's batch at `position`, entering their epochs. */
 DTRAIN__PRIVATE void dtrain__loader_deal(dtrain_loader *loader, uint64_t seed, uint64_t position,
-                                         dtrain__pick *picks)
+                                         dtrain__batch *batch)
 {
     const dtrain_loader_desc *desc = &loader->desc;
-    const uint64_t samples = (uint64_t)loader->samples_per_epoch;
+    const uint64_t samples = (uint64_t)loader->window_count;
     const int64_t stride = desc->sequence ? desc->sequence : 1;
-    for (uint32_t i = 0; i < desc->batch; i++) {
+    dtrain__pick *picks = batch->picks;
+    batch->count = 0;
+    for (uint32_t i = 0; i < desc->batch; i++, batch->count++) {
         const uint64_t k = position + i * loader->ranks + loader->rank;
+        if (desc->sample_limit && k >= (uint64_t)desc->sample_limit) return;
         picks[i].epoch = k / samples;
         if (!desc->in_order) dtrain__loader_enter(loader, seed, picks[i].epoch);
         const int64_t place = (int64_t)(k % samples);
@@ -28898,7 +28927,7 @@ static dtrain_result dtrain__sample_read(const dtrain_loader *loader, const dtra
     return desc->transform(desc->user, &sample, output);
 }
 
-/* Read a batch that has been dealt, sample by sample. Inputs and targets of a window are both cut
+/* Read a batch that has been dealt, sample by sample, and pad it. Inputs and targets of a window are both cut
  * from the scratch: its tokens are used twice and read once. */
 DTRAIN__PRIVATE dtrain_result dtrain__loader_read(const dtrain_loader *loader,
                                                   const dtrain__batch *batch, void *inputs,
@@ -28906,8 +28935,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__loader_read(const dtrain_loader *loader,
 {
     const dtrain_loader_desc *desc = &loader->desc;
     const size_t row = (size_t)desc->sequence;
+    const uint32_t missing = desc->batch - batch->count;
     unsigned char *to = (unsigned char *)inputs;
-    for (uint32_t i = 0; i < desc->batch; i++, to += loader->sample_bytes) {
+    for (uint32_t i = 0; i < batch->count; i++, to += loader->sample_bytes) {
         const dtrain__pick *pick = &batch->picks[i];
         if (desc->sequence) {
             const int32_t *window = (const int32_t *)batch->scratch;
@@ -28920,6 +28950,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__loader_read(const dtrain_loader *loader,
             DTRAIN__TRY(dtrain__sample_read(loader, pick, batch->scratch, to, label));
         }
     }
+    memset(to, 0, missing * loader->sample_bytes);
+    if (targets) /* every byte of -1 is 255 */
+        memset((char *)targets + batch->count * loader->target_bytes, 255,
+               missing * loader->target_bytes);
     return DTRAIN_OK;
 }
 
@@ -28942,19 +28976,75 @@ static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc);
 static dtrain_result dtrain__loader_plan(dtrain_loader *loader);
 static dtrain_result dtrain__loader_memory(dtrain_loader *loader);
 
+/* Warn once where a loader in order, which evaluations have, deals samples again. */
+static void dtrain__loader_warn(dtrain_loader *loader)
+{
+    const uint64_t end = loader->position + loader->desc.batch * loader->ranks;
+    if (!loader->desc.in_order || loader->desc.sample_limit || loader->warned || loader->rank ||
+        end <= (uint64_t)loader->window_count)
+        return;
+    loader->warned = true;
+    dtrain_log(
+        loader->world, DTRAIN_LOG_WARNING,
+        "a loader in order has dealt the %lld samples of %s and begins again; sample_limit = "
+        "DTRAIN_ONE_EPOCH ends it, so that an evaluation covers each sample once",
+        (long long)loader->samples_per_epoch, loader->desc.dataset->name);
+}
+
 DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs, int32_t *targets)
 {
     if (!loader || !inputs || (loader->desc.sequence && !targets))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_loader_next: loader, inputs or targets is NULL");
+    if (loader->desc.sample_limit && loader->position >= (uint64_t)loader->desc.sample_limit)
+        return dtrain_fail(DTRAIN_ERROR_END,
+                           "dtrain_loader_next: all %lld samples were dealt; dtrain_loader_seek "
+                           "begins again",
+                           (long long)loader->desc.sample_limit);
     if (loader->prefetch) DTRAIN__TRY(dtrain__prefetch_take(loader, inputs, targets));
     else {
-        dtrain__loader_deal(loader, loader->desc.seed, loader->position, loader->batches->picks);
+        dtrain__loader_deal(loader, loader->desc.seed, loader->position, loader->batches);
         DTRAIN__TRY(dtrain__loader_read(loader, loader->batches, inputs, targets));
+        loader->batch_samples = loader->batches->count;
     }
+    dtrain__loader_warn(loader);
     /* only now, so that a call that failed can be repeated */
-    loader->position += loader->desc.batch * loader->ranks;
+    loader->position = dtrain__loader_behind(loader, loader->position);
     return DTRAIN_OK;
+}
+
+/* Return where the next batch begins: with drop_last in the next epoch where this one has less. */
+static uint64_t dtrain__loader_begin(const dtrain_loader *loader, uint64_t position)
+{
+    const uint64_t all = loader->desc.batch * loader->ranks;
+    const uint64_t left =
+        (uint64_t)loader->window_count - position % (uint64_t)loader->window_count;
+    return loader->desc.drop_last && left < all ? position + left : position;
+}
+
+DTRAIN__PRIVATE uint64_t dtrain__loader_behind(const dtrain_loader *loader, uint64_t position)
+{
+    return dtrain__loader_begin(loader, position + loader->desc.batch * loader->ranks);
+}
+
+DTRAIN__PRIVATE void dtrain__loader_resume(dtrain_loader *loader, char *note, size_t room)
+{
+    const uint64_t now = (uint64_t)loader->window_count, before = loader->epoch_samples;
+    const uint64_t by = before ? before : (uint64_t)loader->samples_per_epoch;
+    const uint64_t place = loader->position % by;
+    const uint64_t position = loader->position / by * now + (place < now ? place : now);
+    loader->epoch_samples = now;
+    dtrain_loader_seek(loader, position);
+    if (before && before != now)
+        snprintf(note, room,
+                 "an epoch of the loader has %llu samples and had %llu, so that some of this one "
+                 "come twice or never",
+                 (unsigned long long)now, (unsigned long long)before);
+    else if (loader->position != position)
+        snprintf(note, room,
+                 "drop_last leaves out the last %llu samples of this epoch, fewer than a batch of "
+                 "all ranks",
+                 (unsigned long long)(loader->position - position));
 }
 
 DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info)
@@ -28963,13 +29053,14 @@ DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_i
     info->samples_per_epoch = loader ? loader->samples_per_epoch : 0;
     info->position = loader ? loader->position : 0;
     info->sample_bytes = loader ? loader->sample_bytes : 0;
+    info->batch_samples = loader ? loader->batch_samples : 0;
 }
 
 DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
 {
     if (!loader) return;
     dtrain__prefetch_pause(loader);
-    loader->position = position;
+    loader->position = dtrain__loader_begin(loader, position);
 }
 
 /* ---- creation ---------------------------------------------------------------------------------*/
@@ -28989,8 +29080,9 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
     loader->allocator = allocator;
     loader->world = world;
     loader->desc = *desc;
-    const dtrain_comm *data =
-        desc->comm ? desc->comm : dtrain_world_comm(world); /* NULL: one rank */
+    const dtrain_comm *data = desc->mesh   ? dtrain_mesh_comm(desc->mesh, DTRAIN_AXIS_DATA)
+                              : desc->comm ? desc->comm
+                                           : dtrain_world_comm(world); /* NULL: one rank */
     loader->rank = data ? (uint64_t)dtrain_comm_rank(data) : 0;
     loader->ranks = data ? (uint64_t)dtrain_comm_size(data) : 1;
     loader->timeout_ns = world ? world->timeout_ns : DTRAIN__NEXT_TIMEOUT_NS;
@@ -29024,6 +29116,13 @@ static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc)
                            desc->transform && tokens ? "transform is for samples, not for tokens"
                            : desc->transform         ? "transform needs output_bytes"
                                                      : "output_bytes and user are for a transform");
+    if ((desc->mesh && desc->comm) || desc->sample_limit < DTRAIN_ONE_EPOCH)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_loader_create: %s, and sample_limit is %lld; expected one of "
+                           "mesh and comm, and a limit of 1 or more, DTRAIN_ONE_EPOCH or 0",
+                           desc->mesh && desc->comm ? "mesh and comm are both given"
+                                                    : "mesh is fine",
+                           (long long)desc->sample_limit);
     if (desc->workers > DTRAIN__MOST_WORKERS || desc->prefetch > DTRAIN__MOST_PREFETCH ||
         (desc->prefetch && !desc->workers))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -29073,6 +29172,9 @@ static dtrain_result dtrain__loader_plan(dtrain_loader *loader)
                            "%lld samples here, and %d ranks take batches of %u",
                            name, (long long)loader->window_count, (int)loader->ranks,
                            (unsigned)desc->batch);
+    loader->epoch_samples = (uint64_t)loader->window_count;
+    if (desc->sample_limit == DTRAIN_ONE_EPOCH || desc->sample_limit > loader->samples_per_epoch)
+        desc->sample_limit = loader->samples_per_epoch;
     if (desc->in_order || loader->window_count < DTRAIN__RANDPERM_LIMIT) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "dtrain_loader_create: %lld windows of %lld tokens cannot be shuffled, "
@@ -29166,7 +29268,7 @@ typedef struct dtrain__prefetch {
     pthread_t *threads;   /* (thread_count) of (desc.workers) */
     uint32_t thread_count;
 
-    /* Under mutex. Batch n begins at position + n * batch * ranks and lies at n % batch_count. */
+    /* Under mutex. Batch n lies at n % batch_count; the next to be claimed begins at position. */
     bool running, ending;
     uint64_t seed, position;
     uint64_t claimed, taken;
@@ -29187,13 +29289,14 @@ static dtrain__batch *dtrain__prefetch_claim(dtrain_loader *loader)
         pthread_cond_wait(&p->room, &p->mutex);
     if (!p->ending) {
         seed = p->seed;
-        position = p->position + p->claimed * loader->desc.batch * loader->ranks;
+        position = p->position;
+        p->position = dtrain__loader_behind(loader, position);
         batch = &loader->batches[p->claimed % loader->batch_count];
         p->claimed++;
         p->busy++;
     }
     pthread_mutex_unlock(&p->mutex);
-    if (batch) dtrain__loader_deal(loader, seed, position, batch->picks);
+    if (batch) dtrain__loader_deal(loader, seed, position, batch);
     pthread_mutex_unlock(&p->deal);
     return batch;
 }
@@ -29283,6 +29386,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void 
         return result;
     }
     dtrain__prefetch_trace(loader, batch);
+    loader->batch_samples = batch->count;
     memcpy(inputs, batch->inputs, count * loader->sample_bytes);
     if (targets) memcpy(targets, batch->targets, count * loader->target_bytes);
     pthread_mutex_lock(&p->mutex);
@@ -31909,6 +32013,7 @@ DTRAIN__PRIVATE int64_t dtrain__piece_span(const dtrain_piece *piece, const dtra
 
 /* The structure of a state, for checkpoints. */
 
+#define DTRAIN__EPOCH_SAMPLES "loader.epoch_samples" /* not in checkpoints of version 0.2 */
 #define DTRAIN__SETTING 256 /* bytes of a key or its text, the 0 included */
 
 /* A number of 4 or 8 bytes, the same on every rank; a float is taken by its bits. */
@@ -32206,6 +32311,7 @@ static void dtrain__state_scalars(dtrain_state *state)
         {"scaler.bad_steps", scaler ? &scaler->bad_steps : NULL, 4},
         {"scaler.skipped_steps", scaler ? &scaler->skipped_steps : NULL, 8},
         {"loader.position", loader ? &loader->position : NULL, 8},
+        {DTRAIN__EPOCH_SAMPLES, loader ? &loader->epoch_samples : NULL, 8},
         {"loader.seed", loader ? &loader->desc.seed : NULL, 8}};
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)
         if (all[i].memory) state->scalars[state->scalar_count++] = all[i];
@@ -32303,7 +32409,8 @@ DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
             result = dtrain_device_copy(state->device, tensor->mirror, tensor->memory,
                                         (size_t)tensor->piece.count * sizeof(float));
     }
-    if (state->desc.loader) dtrain__prefetch_pause(state->desc.loader);
+    char note[256];
+    if (state->desc.loader) dtrain__loader_resume(state->desc.loader, note, sizeof note);
     if (state->desc.trainer) state->desc.trainer->micro = 0;
     dtrain__rewind(strategy, true);
     DTRAIN__TRY(dtrain__strategy_keep(strategy, result));
@@ -34459,14 +34566,20 @@ static dtrain_result dtrain__tensors_load(dtrain__load *load)
 static void dtrain__scalars_load(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
+    dtrain_loader *loader = state->desc.loader;
+    char note[256] = "";
     for (size_t i = 0; i < state->scalar_count && !load->desc.values_only; i++) {
         const dtrain__scalar *scalar = &state->scalars[i];
         const dtrain__saved_scalar *saved = load->manifest.scalars;
         const dtrain__saved_scalar *end = saved + load->manifest.scalar_count;
         while (saved < end && strcmp(saved->name, scalar->name) != 0) saved++;
         if (saved < end) memcpy(scalar->memory, &saved->bits, scalar->bytes); /* little-endian */
+        else if (strcmp(scalar->name, DTRAIN__EPOCH_SAMPLES) == 0) loader->epoch_samples = 0;
         else dtrain__load_note(load, "%s begins anew", scalar->name);
     }
+    if (!loader || load->desc.values_only) return;
+    dtrain__loader_resume(loader, note, sizeof note);
+    if (note[0]) dtrain__load_note(load, "%s", note);
 }
 
 /* Load the checkpoint of a directory. *differs: its manifest was read and does not fit the state:

@@ -16,6 +16,7 @@
 #include "comm/comm.h"
 #include "strategy/view_internal.h"
 #include "optim/optim_internal.h"
+#include "train/data_internal.h"
 #include "train/trainer_internal.h"
 #include "state/box_internal.h"
 #include "state/checkpoint_internal.h"
@@ -369,14 +370,20 @@ static dtrain_result dtrain__tensors_load(dtrain__load *load)
 static void dtrain__scalars_load(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
+    dtrain_loader *loader = state->desc.loader;
+    char note[256] = "";
     for (size_t i = 0; i < state->scalar_count && !load->desc.values_only; i++) {
         const dtrain__scalar *scalar = &state->scalars[i];
         const dtrain__saved_scalar *saved = load->manifest.scalars;
         const dtrain__saved_scalar *end = saved + load->manifest.scalar_count;
         while (saved < end && strcmp(saved->name, scalar->name) != 0) saved++;
         if (saved < end) memcpy(scalar->memory, &saved->bits, scalar->bytes); /* little-endian */
+        else if (strcmp(scalar->name, DTRAIN__EPOCH_SAMPLES) == 0) loader->epoch_samples = 0;
         else dtrain__load_note(load, "%s begins anew", scalar->name);
     }
+    if (!loader || load->desc.values_only) return;
+    dtrain__loader_resume(loader, note, sizeof note);
+    if (note[0]) dtrain__load_note(load, "%s", note);
 }
 
 /* Load the checkpoint of a directory. *differs: its manifest was read and does not fit the state:

@@ -286,6 +286,7 @@ static void dtrain__state_scalars(dtrain_state *state)
         {"scaler.bad_steps", scaler ? &scaler->bad_steps : NULL, 4},
         {"scaler.skipped_steps", scaler ? &scaler->skipped_steps : NULL, 8},
         {"loader.position", loader ? &loader->position : NULL, 8},
+        {DTRAIN__EPOCH_SAMPLES, loader ? &loader->epoch_samples : NULL, 8},
         {"loader.seed", loader ? &loader->desc.seed : NULL, 8}};
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)
         if (all[i].memory) state->scalars[state->scalar_count++] = all[i];
@@ -383,7 +384,8 @@ DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
             result = dtrain_device_copy(state->device, tensor->mirror, tensor->memory,
                                         (size_t)tensor->piece.count * sizeof(float));
     }
-    if (state->desc.loader) dtrain__prefetch_pause(state->desc.loader);
+    char note[256];
+    if (state->desc.loader) dtrain__loader_resume(state->desc.loader, note, sizeof note);
     if (state->desc.trainer) state->desc.trainer->micro = 0;
     dtrain__rewind(strategy, true);
     DTRAIN__TRY(dtrain__strategy_keep(strategy, result));

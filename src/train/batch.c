@@ -11,10 +11,10 @@
  *     rank r of R, batch B, position P:  samples P + i R + r for i < B, then P += B R
  *
  * A sample depends on k alone, so the world size only changes who reads it, and P is all there is
- * to save. Windows per epoch: (tokens - 1) / sequence in order; shuffled, one fewer at least, so
+ * to save. With drop_last P passes over what an epoch has left, fewer than B R samples, so that a
+ * batch never crosses a border. Windows per epoch: (tokens - 1) / sequence in order; shuffled, one fewer at least, so
  * that every shift in [0, sequence) leaves them room (but never fewer than one). Where items are
- * samples, each is a window of its own, and there is no shift. With drop_last an epoch has the
- * largest number of windows that B R divides. */
+ * samples, each is a window of its own, and there is no shift. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -41,13 +41,16 @@ static void dtrain__loader_enter(dtrain_loader *loader, uint64_t seed, uint64_t 
 
 /* List the samples of this rank's batch at `position`, entering their epochs. */
 DTRAIN__PRIVATE void dtrain__loader_deal(dtrain_loader *loader, uint64_t seed, uint64_t position,
-                                         dtrain__pick *picks)
+                                         dtrain__batch *batch)
 {
     const dtrain_loader_desc *desc = &loader->desc;
-    const uint64_t samples = (uint64_t)loader->samples_per_epoch;
+    const uint64_t samples = (uint64_t)loader->window_count;
     const int64_t stride = desc->sequence ? desc->sequence : 1;
-    for (uint32_t i = 0; i < desc->batch; i++) {
+    dtrain__pick *picks = batch->picks;
+    batch->count = 0;
+    for (uint32_t i = 0; i < desc->batch; i++, batch->count++) {
         const uint64_t k = position + i * loader->ranks + loader->rank;
+        if (desc->sample_limit && k >= (uint64_t)desc->sample_limit) return;
         picks[i].epoch = k / samples;
         if (!desc->in_order) dtrain__loader_enter(loader, seed, picks[i].epoch);
         const int64_t place = (int64_t)(k % samples);
@@ -72,7 +75,7 @@ static dtrain_result dtrain__sample_read(const dtrain_loader *loader, const dtra
     return desc->transform(desc->user, &sample, output);
 }
 
-/* Read a batch that has been dealt, sample by sample. Inputs and targets of a window are both cut
+/* Read a batch that has been dealt, sample by sample, and pad it. Inputs and targets of a window are both cut
  * from the scratch: its tokens are used twice and read once. */
 DTRAIN__PRIVATE dtrain_result dtrain__loader_read(const dtrain_loader *loader,
                                                   const dtrain__batch *batch, void *inputs,
@@ -80,8 +83,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__loader_read(const dtrain_loader *loader,
 {
     const dtrain_loader_desc *desc = &loader->desc;
     const size_t row = (size_t)desc->sequence;
+    const uint32_t missing = desc->batch - batch->count;
     unsigned char *to = (unsigned char *)inputs;
-    for (uint32_t i = 0; i < desc->batch; i++, to += loader->sample_bytes) {
+    for (uint32_t i = 0; i < batch->count; i++, to += loader->sample_bytes) {
         const dtrain__pick *pick = &batch->picks[i];
         if (desc->sequence) {
             const int32_t *window = (const int32_t *)batch->scratch;
@@ -94,5 +98,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__loader_read(const dtrain_loader *loader,
             DTRAIN__TRY(dtrain__sample_read(loader, pick, batch->scratch, to, label));
         }
     }
+    memset(to, 0, missing * loader->sample_bytes);
+    if (targets) /* every byte of -1 is 255 */
+        memset((char *)targets + batch->count * loader->target_bytes, 255,
+               missing * loader->target_bytes);
     return DTRAIN_OK;
 }

@@ -9,6 +9,7 @@
 #include "core/result.h"
 #include "world/world.h"
 #include "comm/comm.h"
+#include "parallel/mesh.h"
 
 typedef struct dtrain_dataset dtrain_dataset;
 
@@ -78,23 +79,29 @@ typedef struct dtrain_sample {
  * time. */
 typedef dtrain_result (*dtrain_transform_fn)(void *user, const dtrain_sample *sample, void *output);
 
+#define DTRAIN_ONE_EPOCH (-1) /* dtrain_loader_desc.sample_limit: each sample of an epoch once */
+
 /* A loader deals samples out, in the order of torch.randperm(seed + epoch). It cuts tokens, n =
  * item_count from first_item on, into windows of sequence + 1: (n - 1) / sequence of them an epoch
  * in order, or max(1, n / sequence - 1) shuffled ones, whose borders move from epoch to epoch. The
- * whole state is one number: samples handed out so far by all ranks together. Sample k is the same
- * for every world size and number of workers, so one seed and global batch see the same data. */
+ * whole state is one number: samples dealt so far, by all ranks together, with those that drop_last
+ * has dropped. Sample k is the same for every world size, batch and number of workers. */
 typedef struct dtrain_loader_desc {
     uint32_t batch;                 /* samples per call and rank */
     int64_t sequence;               /* tokens per sample; 0 for a dataset of samples */
     int64_t first_item, item_count; /* the part to read; 0, 0 = all */
     uint64_t seed;
-    bool in_order;  /* no shuffling: for evaluation */
+    bool in_order;  /* no shuffling */
     bool drop_last; /* every epoch begins with a batch: what is left of one does not come */
     dtrain_dataset *dataset;
-    dtrain_comm *comm; /* the ranks that divide the samples among themselves: those of the strategy
-                          that trains on them, and with a mesh its data axis, dtrain_mesh_comm(mesh,
-                          DTRAIN_AXIS_DATA): ranks of one replica then read the same. NULL = all of
-                          the world. Read in create */
+    const dtrain_mesh *mesh; /* that the strategy which trains on the samples is on: its replicas
+                                divide them among themselves, and the ranks of one replica read the
+                                same. NULL = each rank is a replica. Read in create */
+    dtrain_comm *comm; /* without a mesh: the ranks of that strategy; NULL = all of the world */
+    /* For evaluation: samples of an epoch, of all ranks together, after which the loader ends, until
+     * dtrain_loader_seek. At most an epoch: DTRAIN_ONE_EPOCH = all of one. 0 = one epoch follows the
+     * other without end; in_order then warns when samples come again. */
+    int64_t sample_limit;
     uint32_t workers;  /* threads that read ahead; 0 = none, the calling thread reads. At most 64 */
     uint32_t prefetch; /* batches that are read ahead; 0 = two a worker. That is all they hold */
     dtrain_transform_fn transform; /* of samples; NULL: as they are in the dataset */
@@ -107,7 +114,13 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
                                               dtrain_loader **out);
 /* Free a loader, after the reads that its workers are in; NULL is ignored. */
 DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader);
-/* Read the next batch of this rank. A batch of tokens is inputs and targets (batch, sequence) as
+/* Read the next batch of this rank; DTRAIN_ERROR_END behind the last one, on all ranks in the same
+ * call. The last batches before a sample_limit may lack samples, on some ranks all of them: see
+ * dtrain_loader_info.batch_samples. Their places behind the others are zeros, and targets of -1,
+ * which dtrain_cross_entropy ignores: it has the right mean and weight without more. Another loss
+ * makes its tensors of batch_samples rows, and next_batch returns DTRAIN_ERROR_END for none.
+ *
+ * A batch of tokens is inputs and targets (batch, sequence) as
  * int32_t, targets being inputs one token later; one of samples is inputs (batch, item_bytes or
  * output_bytes) and labels in targets (batch), which may be NULL. With workers the call copies what
  * they have read, after a wait of at most the world's timeout. A worker's error comes with the
@@ -117,10 +130,11 @@ DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs,
 
 typedef struct dtrain_loader_info {
     int64_t samples_per_epoch;
-    uint64_t position;   /* samples handed out so far, by all ranks together */
-    size_t sample_bytes; /* of inputs */
+    uint64_t position;      /* samples dealt so far: all ranks', with those that were dropped */
+    size_t sample_bytes;    /* of inputs */
+    uint32_t batch_samples; /* of this rank's last batch, before its padding */
 } dtrain_loader_info;
-/* Tell the samples of an epoch and the position; all zero for a loader of NULL. */
+/* Tell the samples of an epoch, the position and the last batch; all zero for a loader of NULL. */
 DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info);
 /* Continue from a position that dtrain_loader_query gave, in this run or an earlier one, once reads
  * under way have ended: what was read ahead is dropped. */

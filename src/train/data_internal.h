@@ -61,6 +61,7 @@ typedef struct dtrain__pick {
 /* A batch: which samples it has, scratch to read one of them, and with workers its own memory. */
 typedef struct dtrain__batch {
     dtrain__pick *picks; /* (batch) */
+    uint32_t count;      /* of picks that were dealt; the rest is padding */
     void *scratch;       /* one sample as the dataset stores it */
     void *inputs;        /* (batch, sample_bytes); NULL without workers, like targets */
     int32_t *targets;    /* (batch, sequence or 1) */
@@ -76,9 +77,13 @@ struct dtrain_loader {
     dtrain_loader_desc desc; /* resolved */
     uint64_t rank, ranks;
     uint64_t timeout_ns;
-    uint64_t position;         /* samples handed out by all ranks */
-    int64_t window_count;      /* of an epoch before drop_last: windows of tokens, or samples */
+    uint64_t position;      /* samples dealt by all ranks, or dropped: epoch window_count + place */
+    uint64_t epoch_samples; /* by which the position counts epochs: window_count, and in the middle
+                                  of a load the saved one */
+    int64_t window_count;   /* of an epoch before drop_last: windows of tokens, or samples */
     int64_t samples_per_epoch; /* after drop_last */
+    uint32_t batch_samples;    /* of the last batch */
+    bool warned;               /* that samples come again */
     int64_t shift_count;       /* shifts to choose from; 1: none */
     size_t sample_bytes, target_bytes, scratch_bytes;
     dtrain__batch *batches; /* (batch_count): one, or with workers the ring */
@@ -93,13 +98,21 @@ struct dtrain_loader {
     int64_t *order; /* (window_count), a permutation made anew every epoch */
 };
 
+/* train/loader.c */
+/* Return the position of the batch behind the one at `position`. */
+DTRAIN__PRIVATE uint64_t dtrain__loader_behind(const dtrain_loader *loader, uint64_t position);
+/* Go on behind a load from the epoch and the place in it that epoch_samples says; 0: saved by a
+ * version that with drop_last counted epochs by their batches. Write to note (room) which samples of
+ * the epoch do not come once; else leave it. */
+DTRAIN__PRIVATE void dtrain__loader_resume(dtrain_loader *loader, char *note, size_t room);
+
 /* train/dataset.c */
 DTRAIN__PRIVATE dtrain_result dtrain__dataset_read(dtrain_dataset *dataset, int64_t first,
                                                    int64_t count, void *items, int32_t *labels);
 
 /* train/batch.c */
 DTRAIN__PRIVATE void dtrain__loader_deal(dtrain_loader *loader, uint64_t seed, uint64_t position,
-                                         dtrain__pick *picks);
+                                         dtrain__batch *batch);
 DTRAIN__PRIVATE dtrain_result dtrain__loader_read(const dtrain_loader *loader,
                                                   const dtrain__batch *batch, void *inputs,
                                                   int32_t *targets);

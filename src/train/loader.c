@@ -16,6 +16,7 @@
 #include "world/world_internal.h"
 #include "comm/comm.h"
 #include "comm/groups_internal.h"
+#include "parallel/mesh.h"
 #include "train/data.h"
 #include "train/data_internal.h"
 
@@ -28,19 +29,75 @@ static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc);
 static dtrain_result dtrain__loader_plan(dtrain_loader *loader);
 static dtrain_result dtrain__loader_memory(dtrain_loader *loader);
 
+/* Warn once where a loader in order, which evaluations have, deals samples again. */
+static void dtrain__loader_warn(dtrain_loader *loader)
+{
+    const uint64_t end = loader->position + loader->desc.batch * loader->ranks;
+    if (!loader->desc.in_order || loader->desc.sample_limit || loader->warned || loader->rank ||
+        end <= (uint64_t)loader->window_count)
+        return;
+    loader->warned = true;
+    dtrain_log(
+        loader->world, DTRAIN_LOG_WARNING,
+        "a loader in order has dealt the %lld samples of %s and begins again; sample_limit = "
+        "DTRAIN_ONE_EPOCH ends it, so that an evaluation covers each sample once",
+        (long long)loader->samples_per_epoch, loader->desc.dataset->name);
+}
+
 DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs, int32_t *targets)
 {
     if (!loader || !inputs || (loader->desc.sequence && !targets))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_loader_next: loader, inputs or targets is NULL");
+    if (loader->desc.sample_limit && loader->position >= (uint64_t)loader->desc.sample_limit)
+        return dtrain_fail(DTRAIN_ERROR_END,
+                           "dtrain_loader_next: all %lld samples were dealt; dtrain_loader_seek "
+                           "begins again",
+                           (long long)loader->desc.sample_limit);
     if (loader->prefetch) DTRAIN__TRY(dtrain__prefetch_take(loader, inputs, targets));
     else {
-        dtrain__loader_deal(loader, loader->desc.seed, loader->position, loader->batches->picks);
+        dtrain__loader_deal(loader, loader->desc.seed, loader->position, loader->batches);
         DTRAIN__TRY(dtrain__loader_read(loader, loader->batches, inputs, targets));
+        loader->batch_samples = loader->batches->count;
     }
+    dtrain__loader_warn(loader);
     /* only now, so that a call that failed can be repeated */
-    loader->position += loader->desc.batch * loader->ranks;
+    loader->position = dtrain__loader_behind(loader, loader->position);
     return DTRAIN_OK;
+}
+
+/* Return where the next batch begins: with drop_last in the next epoch where this one has less. */
+static uint64_t dtrain__loader_begin(const dtrain_loader *loader, uint64_t position)
+{
+    const uint64_t all = loader->desc.batch * loader->ranks;
+    const uint64_t left =
+        (uint64_t)loader->window_count - position % (uint64_t)loader->window_count;
+    return loader->desc.drop_last && left < all ? position + left : position;
+}
+
+DTRAIN__PRIVATE uint64_t dtrain__loader_behind(const dtrain_loader *loader, uint64_t position)
+{
+    return dtrain__loader_begin(loader, position + loader->desc.batch * loader->ranks);
+}
+
+DTRAIN__PRIVATE void dtrain__loader_resume(dtrain_loader *loader, char *note, size_t room)
+{
+    const uint64_t now = (uint64_t)loader->window_count, before = loader->epoch_samples;
+    const uint64_t by = before ? before : (uint64_t)loader->samples_per_epoch;
+    const uint64_t place = loader->position % by;
+    const uint64_t position = loader->position / by * now + (place < now ? place : now);
+    loader->epoch_samples = now;
+    dtrain_loader_seek(loader, position);
+    if (before && before != now)
+        snprintf(note, room,
+                 "an epoch of the loader has %llu samples and had %llu, so that some of this one "
+                 "come twice or never",
+                 (unsigned long long)now, (unsigned long long)before);
+    else if (loader->position != position)
+        snprintf(note, room,
+                 "drop_last leaves out the last %llu samples of this epoch, fewer than a batch of "
+                 "all ranks",
+                 (unsigned long long)(loader->position - position));
 }
 
 DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info)
@@ -49,13 +106,14 @@ DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_i
     info->samples_per_epoch = loader ? loader->samples_per_epoch : 0;
     info->position = loader ? loader->position : 0;
     info->sample_bytes = loader ? loader->sample_bytes : 0;
+    info->batch_samples = loader ? loader->batch_samples : 0;
 }
 
 DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
 {
     if (!loader) return;
     dtrain__prefetch_pause(loader);
-    loader->position = position;
+    loader->position = dtrain__loader_begin(loader, position);
 }
 
 /* ---- creation ---------------------------------------------------------------------------------*/
@@ -75,8 +133,9 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
     loader->allocator = allocator;
     loader->world = world;
     loader->desc = *desc;
-    const dtrain_comm *data =
-        desc->comm ? desc->comm : dtrain_world_comm(world); /* NULL: one rank */
+    const dtrain_comm *data = desc->mesh   ? dtrain_mesh_comm(desc->mesh, DTRAIN_AXIS_DATA)
+                              : desc->comm ? desc->comm
+                                           : dtrain_world_comm(world); /* NULL: one rank */
     loader->rank = data ? (uint64_t)dtrain_comm_rank(data) : 0;
     loader->ranks = data ? (uint64_t)dtrain_comm_size(data) : 1;
     loader->timeout_ns = world ? world->timeout_ns : DTRAIN__NEXT_TIMEOUT_NS;
@@ -110,6 +169,13 @@ static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc)
                            desc->transform && tokens ? "transform is for samples, not for tokens"
                            : desc->transform         ? "transform needs output_bytes"
                                                      : "output_bytes and user are for a transform");
+    if ((desc->mesh && desc->comm) || desc->sample_limit < DTRAIN_ONE_EPOCH)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_loader_create: %s, and sample_limit is %lld; expected one of "
+                           "mesh and comm, and a limit of 1 or more, DTRAIN_ONE_EPOCH or 0",
+                           desc->mesh && desc->comm ? "mesh and comm are both given"
+                                                    : "mesh is fine",
+                           (long long)desc->sample_limit);
     if (desc->workers > DTRAIN__MOST_WORKERS || desc->prefetch > DTRAIN__MOST_PREFETCH ||
         (desc->prefetch && !desc->workers))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -159,6 +225,9 @@ static dtrain_result dtrain__loader_plan(dtrain_loader *loader)
                            "%lld samples here, and %d ranks take batches of %u",
                            name, (long long)loader->window_count, (int)loader->ranks,
                            (unsigned)desc->batch);
+    loader->epoch_samples = (uint64_t)loader->window_count;
+    if (desc->sample_limit == DTRAIN_ONE_EPOCH || desc->sample_limit > loader->samples_per_epoch)
+        desc->sample_limit = loader->samples_per_epoch;
     if (desc->in_order || loader->window_count < DTRAIN__RANDPERM_LIMIT) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "dtrain_loader_create: %lld windows of %lld tokens cannot be shuffled, "

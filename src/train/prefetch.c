@@ -33,7 +33,7 @@ typedef struct dtrain__prefetch {
     pthread_t *threads;   /* (thread_count) of (desc.workers) */
     uint32_t thread_count;
 
-    /* Under mutex. Batch n begins at position + n * batch * ranks and lies at n % batch_count. */
+    /* Under mutex. Batch n lies at n % batch_count; the next to be claimed begins at position. */
     bool running, ending;
     uint64_t seed, position;
     uint64_t claimed, taken;
@@ -54,13 +54,14 @@ static dtrain__batch *dtrain__prefetch_claim(dtrain_loader *loader)
         pthread_cond_wait(&p->room, &p->mutex);
     if (!p->ending) {
         seed = p->seed;
-        position = p->position + p->claimed * loader->desc.batch * loader->ranks;
+        position = p->position;
+        p->position = dtrain__loader_behind(loader, position);
         batch = &loader->batches[p->claimed % loader->batch_count];
         p->claimed++;
         p->busy++;
     }
     pthread_mutex_unlock(&p->mutex);
-    if (batch) dtrain__loader_deal(loader, seed, position, batch->picks);
+    if (batch) dtrain__loader_deal(loader, seed, position, batch);
     pthread_mutex_unlock(&p->deal);
     return batch;
 }
@@ -150,6 +151,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void 
         return result;
     }
     dtrain__prefetch_trace(loader, batch);
+    loader->batch_samples = batch->count;
     memcpy(inputs, batch->inputs, count * loader->sample_bytes);
     if (targets) memcpy(targets, batch->targets, count * loader->target_bytes);
     pthread_mutex_lock(&p->mutex);

@@ -421,7 +421,7 @@ static void test_file_cut(void)
 typedef struct program {
     uint64_t seed;
     uint32_t ranks, batch;
-    int64_t items, per_epoch;
+    int64_t items, asked, limit; /* limit: what follows from the sample_limit that is asked for */
     bool in_order, drop_last;
 } program;
 
@@ -436,25 +436,45 @@ static program program_of(uint64_t seed)
     p.items = 1 + next_random(&state) % MOST_ITEMS;
     p.in_order = next_random(&state) % 4 == 0;
     p.drop_last = next_random(&state) % 2 && p.items >= p.batch * p.ranks;
-    p.per_epoch = p.items - (p.drop_last ? p.items % (p.batch * p.ranks) : 0);
+    const int64_t per_epoch = p.items - (p.drop_last ? p.items % (p.batch * p.ranks) : 0);
+    if (next_random(&state) % 2) p.asked = (int64_t)(next_random(&state) % MOST_ITEMS) - 1;
+    p.limit = p.asked < 0 || p.asked > per_epoch ? per_epoch : p.asked;
     return p;
 }
 
-/* One call of next: this rank's samples, or an error of one of them and another try. */
+/* The position of the next batch that is asked for at `position`: with drop_last none crosses the end of an epoch. */
+static uint64_t next_begin(const program *p, uint64_t position)
+{
+    const uint64_t left = (uint64_t)p->items - position % (uint64_t)p->items;
+    return p->drop_last && left < p->batch * p->ranks ? position + left : position;
+}
+
+/* One call of next: this rank's samples and padding behind the last one, the end, or an error of one of the samples
+ * and another try. */
 static void check_next(const program *p, dtrain_loader *loader, uint32_t rank)
 {
     const uint64_t position = position_of(loader);
+    dtrain_loader_info info;
     item got[MOST_BATCH], expected[MOST_BATCH];
     int32_t labels[MOST_BATCH];
+    uint32_t count = 0;
+    memset(expected, 0, sizeof expected);
     for (uint32_t i = 0; i < p->batch; i++) {
         const uint64_t k = position + i * p->ranks + rank;
-        expected[i].number = item_of(p->seed, p->in_order, p->items, p->per_epoch, k);
+        if (p->limit && k >= (uint64_t)p->limit) break;
+        expected[i].number = item_of(p->seed, p->in_order, p->items, p->items, k);
         expected[i].square = expected[i].number * expected[i].number;
+        count++;
+    }
+    if (p->limit && position >= (uint64_t)p->limit) {
+        CHECK(dtrain_loader_next(loader, got, labels) == DTRAIN_ERROR_END);
+        CHECK(position_of(loader) == position);
+        return;
     }
     for (int tries = 0; dtrain_loader_next(loader, got, labels) != DTRAIN_OK; tries++) {
         bool own = false;
         const char *digits = strstr(dtrain_last_error(), "item ");
-        for (uint32_t i = 0; digits && i < p->batch; i++)
+        for (uint32_t i = 0; digits && i < count; i++)
             own = own || atoll(digits + 5) == expected[i].number;
         CHECK_MSG(own, "seed %llu: \"%s\" with a batch that has no such item",
                   (unsigned long long)p->seed, dtrain_last_error());
@@ -464,8 +484,11 @@ static void check_next(const program *p, dtrain_loader *loader, uint32_t rank)
     CHECK_MSG(memcmp(got, expected, p->batch * sizeof *got) == 0,
               "seed %llu: rank %u has other samples at %llu", (unsigned long long)p->seed, rank,
               (unsigned long long)position);
-    for (uint32_t i = 0; i < p->batch; i++) CHECK(labels[i] == got[i].number % 7);
-    CHECK(position_of(loader) == position + p->batch * p->ranks);
+    for (uint32_t i = 0; i < p->batch; i++)
+        CHECK(labels[i] == (i < count ? got[i].number % 7 : -1));
+    dtrain_loader_query(loader, &info);
+    CHECK(info.batch_samples == count);
+    CHECK(info.position == next_begin(p, position + p->batch * p->ranks));
 }
 
 static int program_rank(dtrain_world *world, void *user)
@@ -488,6 +511,7 @@ static int program_rank(dtrain_world *world, void *user)
         memset(&desc, 0, sizeof desc);
         desc.dataset = dataset, desc.batch = p->batch, desc.seed = p->seed;
         desc.in_order = p->in_order, desc.drop_last = p->drop_last;
+        desc.sample_limit = p->asked;
         desc.workers = next_random(&state) % 5;
         desc.prefetch = desc.workers ? next_random(&state) % 6 : 0;
         if (!CHECK(dtrain_loader_create(world, &desc, &loader) == DTRAIN_OK)) return 1;
@@ -519,6 +543,151 @@ static void test_random_programs(void)
     }
 }
 
+/* ---- resumes ---- */
+
+enum { MOST_EPOCHS = 256 };
+
+/* A run is saved somewhere in an epoch and goes on with other ranks, another batch or other items. */
+typedef struct resume {
+    uint64_t seed;
+    uint32_t ranks[2], batch[2];
+    int64_t items[2];
+    bool drop_last;
+    int steps[2], part;
+    int seen[MOST_EPOCHS][MOST_ITEMS], last[2]; /* how often; the last epoch of each part */
+    char note[600];
+} resume;
+
+static resume *resume_of(uint64_t seed)
+{
+    uint64_t state = seed * 77;
+    resume *r = (resume *)calloc(1, sizeof *r);
+    r->seed = seed;
+    for (int part = 0; part < 2; part++) {
+        r->ranks[part] = 1 + next_random(&state) % 4;
+        r->batch[part] = 1 + next_random(&state) % 3;
+        r->steps[part] = (int)(next_random(&state) % 60);
+    }
+    r->items[0] = r->items[1] = 12 + next_random(&state) % (MOST_ITEMS - 12);
+    if (next_random(&state) % 4 == 0) r->items[1] = 12 + next_random(&state) % (MOST_ITEMS - 12);
+    r->drop_last = next_random(&state) % 4 != 0;
+    return r;
+}
+
+/* Which item of which epoch it is. */
+static dtrain_result note_sample(void *user, const dtrain_sample *sample, void *output)
+{
+    const int64_t both[2] = {sample->item, (int64_t)sample->epoch};
+    (void)user;
+    memcpy(output, both, sizeof both);
+    return DTRAIN_OK;
+}
+
+static void count_samples(resume *r, dtrain_loader *loader)
+{
+    int64_t got[3][2];
+    for (int step = 0; step < r->steps[r->part]; step++) {
+        if (!CHECK(dtrain_loader_next(loader, got, NULL) == DTRAIN_OK)) return;
+        for (uint32_t i = 0; i < r->batch[r->part]; i++) {
+            __atomic_add_fetch(&r->seen[got[i][1]][got[i][0]], 1, __ATOMIC_RELAXED);
+            int last = __atomic_load_n(&r->last[r->part], __ATOMIC_RELAXED);
+            while (last < got[i][1] &&
+                   !__atomic_compare_exchange_n(&r->last[r->part], &last, (int)got[i][1], false,
+                                                __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+        }
+    }
+}
+
+static int resume_rank(dtrain_world *world, void *user)
+{
+    resume *r = (resume *)user;
+    source s;
+    dtrain_loader_desc desc;
+    dtrain_loader *loader = NULL;
+    dtrain_strategy *strategy = NULL;
+    dtrain_state_desc list;
+    dtrain_state *state = NULL;
+    dtrain_checkpoint_desc where;
+    dtrain_checkpoint *checkpoint;
+    dtrain_load_info info;
+    dtrain_param w;
+    memset(&s, 0, sizeof s), memset(&desc, 0, sizeof desc), memset(&list, 0, sizeof list);
+    memset(&where, 0, sizeof where), memset(&w, 0, sizeof w);
+    s.items = r->items[r->part];
+    w.name = "w", w.shape[0] = 1;
+    CHECK(open_source(&s, &desc.dataset) == DTRAIN_OK);
+    desc.batch = r->batch[r->part], desc.seed = r->seed, desc.drop_last = r->drop_last;
+    desc.workers = (uint32_t)(r->seed % 3), desc.transform = note_sample,
+    desc.output_bytes = 2 * sizeof(int64_t);
+    CHECK(dtrain_loader_create(world, &desc, &loader) == DTRAIN_OK);
+    CHECK(dtrain_strategy_create(world, &w, 1, NULL, &strategy) == DTRAIN_OK);
+    list.strategy = strategy, list.loader = loader;
+    CHECK(dtrain_state_create(world, &list, &state) == DTRAIN_OK);
+    if (r->part) {
+        CHECK(dtrain_checkpoint_load(state, path_of("kept"), NULL, &info) == DTRAIN_OK);
+        if (dtrain_world_rank(world) == 0) memcpy(r->note, info.note, sizeof r->note);
+    }
+    count_samples(r, loader);
+    where.directory = path_of("kept"), where.state = state;
+    if (!r->part) {
+        CHECK(dtrain_checkpoint_open(world, &where, &checkpoint) == DTRAIN_OK);
+        CHECK(dtrain_checkpoint_save(checkpoint, 1, NAN) == DTRAIN_OK);
+        CHECK(dtrain_checkpoint_close(checkpoint) == DTRAIN_OK);
+    }
+    dtrain_state_destroy(state);
+    dtrain_strategy_destroy(strategy);
+    dtrain_loader_destroy(loader);
+    dtrain_dataset_close(desc.dataset);
+    return 0;
+}
+
+/* No sample of an epoch comes twice, and of an epoch that is over as many are missing as drop_last leaves out: fewer
+ * than a batch of all ranks. Where an epoch has other items than when it was saved, a note says so. */
+static void check_resume(const resume *r)
+{
+    const bool same = r->items[0] == r->items[1];
+    const int end = r->steps[1] ? r->last[1] : r->last[0];
+    CHECK_MSG(!same == (strstr(r->note, "samples and had") != NULL), "seed %llu: %s",
+              (unsigned long long)r->seed, r->note);
+    for (int epoch = 0; epoch <= end && same; epoch++) {
+        const int part = r->steps[1] && (!r->steps[0] || epoch >= r->last[0]);
+        const int all = (int)(r->batch[part] * r->ranks[part]);
+        int most = 0, none = 0;
+        for (int64_t i = 0; i < r->items[0]; i++) {
+            if (r->seen[epoch][i] > most) most = r->seen[epoch][i];
+            none += !r->seen[epoch][i];
+        }
+        const int before = (int)(r->batch[0] * r->ranks[0]),
+                  room = before > all && epoch == r->last[0] ? before : all;
+        CHECK_MSG(most <= 1 && (epoch == end || none < (r->drop_last ? room : 1)),
+                  "seed %llu: of %lld items of epoch %d some came %d times, %d never: %u x %u, "
+                  "then %u x %u, drop_last %d",
+                  (unsigned long long)r->seed, (long long)r->items[0], epoch, most, none,
+                  r->ranks[0], r->batch[0], r->ranks[1], r->batch[1], r->drop_last);
+    }
+}
+
+static void test_random_resumes(void)
+{
+    const uint64_t first = test_seed(), count = test_full() ? 1000 : 60;
+    char command[128];
+    printf("  seeds from %llu on\n", (unsigned long long)first);
+    snprintf(command, sizeof command, "rm -rf %s", path_of("kept"));
+    for (uint64_t seed = first; seed < first + count; seed++) {
+        resume *r = resume_of(seed);
+        for (r->part = 0; r->part < 2; r->part++) {
+            dtrain_launch_desc launch;
+            memset(&launch, 0, sizeof launch);
+            launch.rank_count = r->ranks[r->part], launch.mode = DTRAIN_LAUNCH_THREADS;
+            CHECK_MSG(dtrain_launch(&launch, resume_rank, r, NULL) == DTRAIN_OK, "seed %llu: %s",
+                      (unsigned long long)seed, dtrain_last_error());
+        }
+        check_resume(r);
+        CHECK(system(command) == 0);
+        free(r);
+    }
+}
+
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -533,5 +702,6 @@ int main(int argc, char **argv)
     RUN(test_no_threads);
     RUN(test_file_cut);
     RUN(test_random_programs);
+    RUN(test_random_resumes);
     return test_summary() + !files_end();
 }
