@@ -2787,10 +2787,18 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
  * it goes on with the micro-batch that could not be read, while the other ranks wait. An error of
  * loss, of the tape or of a kernel on one rank is one on all, and stands. */
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record);
+#define DTRAIN_UNTIL_END (-1) /* dtrain_trainer_evaluate: until next_batch has ended on all ranks */
+
 /* Evaluate the mean loss without gradients over the samples of `batches` calls of next_batch on
- * every rank; one that ends earlier (DTRAIN_ERROR_END) has fewer. Collective. next_batch and user
- * may differ from training's; the loss function gets this user. next_batch NULL: the loss fetches
- * its batch; not with a pipeline. An error on one rank is one on all, and stands. */
+ * every rank, or of all calls until it returns DTRAIN_ERROR_END on every rank; one that ends
+ * earlier has fewer. Collective. Each sample counts once, whatever the strategy averages over, so
+ * that batches may have different sizes; sums are taken in double. With a loader that ends
+ * (dtrain_loader_desc.sample_limit) the mean covers each sample once for any number of ranks.
+ *
+ * next_batch and user may differ from training's; the loss function gets this user. next_batch
+ * NULL: the loss fetches its batch; not with a pipeline. Once a rank was asked to stop
+ * (desc.catch_signals of dtrain_launch) the evaluation ends after the batch under way, on all
+ * ranks, with a loss of NaN. An error on one rank is one on all, and stands. */
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss);
@@ -4573,6 +4581,7 @@ DTRAIN__PRIVATE uint64_t dtrain__free_memory(void);
 
 /* core/hash.c */
 DTRAIN__PRIVATE uint64_t dtrain__fnv1a(uint64_t hash, const void *bytes, size_t count);
+DTRAIN__PRIVATE uint64_t dtrain__hash_words(uint64_t hash, const void *bytes, size_t count);
 DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data, size_t bytes);
 
 /* core/result.c */
@@ -5107,6 +5116,25 @@ DTRAIN__PRIVATE uint64_t dtrain__fnv1a(uint64_t hash, const void *bytes, size_t 
 {
     const unsigned char *at = (const unsigned char *)bytes;
     for (size_t i = 0; i < count; i++) hash = (hash ^ at[i]) * 0x100000001b3u;
+    return hash;
+}
+
+/* Go on with a hash that takes eight bytes a step: for much data, which nobody forges. A step is a
+ * bijection, so that one changed word always changes the result; the shift brings the upper half
+ * down, where a product alone would never carry it. */
+DTRAIN__PRIVATE uint64_t dtrain__hash_words(uint64_t hash, const void *bytes, size_t count)
+{
+    const unsigned char *at = (const unsigned char *)bytes;
+    for (uint64_t word = 0; count > 0; word = 0) {
+        const size_t step = count < sizeof word ? count : sizeof word;
+        if (step == sizeof word)
+            memcpy(&word, at, sizeof word); /* a load: the size is a constant */
+        else memcpy(&word, at, step);
+        hash = (hash ^ word) * 0x9e3779b97f4a7c15u;
+        hash ^= hash >> 32;
+        at += step;
+        count -= step;
+    }
     return hash;
 }
 
@@ -19719,8 +19747,7 @@ DTRAIN__PRIVATE void dtrain__ways_free(dtrain__layout *layout, const dtrain_allo
  * A rank that has no batch left makes the collectives of a pass with zeros for gradients, so that
  * ranks with batches are not left waiting. */
 
-/* Gather all units as a forward does, and take part in the agreement on the unit of weights that a
- * tape's first backward makes. */
+/* Gather all units as a forward does. */
 DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
 {
     for (size_t u = 0; u < strategy->layout.unit_count; u++) {
@@ -19728,16 +19755,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
         DTRAIN__TRY(dtrain_strategy_gather(strategy, id, DTRAIN_PASS_FORWARD));
         DTRAIN__TRY(dtrain_strategy_release(strategy, id));
     }
-    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__join_sums(strategy)));
-    if (!strategy->taped) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, dtrain__agree_unit(strategy, 0));
+    return dtrain__strategy_keep(strategy, dtrain__join_sums(strategy));
 }
 
-/* Take part in the backward of a pass without samples. In the last one of a step, learn whether no
- * rank has had samples. */
+/* Take part in the backward of a pass without samples, and in the agreement on the unit of weights
+ * that a tape's first one makes. In the last one of a step, learn whether no rank has had samples.
+ */
 DTRAIN__PRIVATE dtrain_result dtrain__join_backward(dtrain_strategy *strategy, bool *over)
 {
     const bool last = !strategy->more;
+    if (strategy->taped)
+        DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__agree_unit(strategy, 0)));
     strategy->weight = 0;
     DTRAIN__TRY(dtrain_strategy_finish(strategy));
     if (!last) return DTRAIN_OK;
@@ -20181,9 +20209,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_now(dtrain_strategy *strategy, con
 /* ---- Values -----------------------------------------------------------------------------------*/
 
 /* Hash the bits of a parameter's value, of one that is cut of this rank's part; 0 for an alias, and
- * for what other stages have. Collective over the data axis. A step of the hash takes eight bytes
- * and is a bijection, so one changed word always changes the result; the shift brings the upper
- * half down, where a product alone would never carry it. */
+ * for what other stages have. Collective over the data axis. */
 static dtrain_result dtrain__value_hash(dtrain_strategy *strategy, size_t i, uint64_t *hash)
 {
     float staging[DTRAIN__STAGING_COUNT];
@@ -20198,12 +20224,7 @@ static dtrain_result dtrain__value_hash(dtrain_strategy *strategy, size_t i, uin
         const int64_t count = dtrain__min(DTRAIN__STAGING_COUNT, whole.count - at);
         DTRAIN__TRY(dtrain_device_copy(strategy->device, staging, whole.value + at,
                                        (size_t)count * sizeof(float)));
-        for (int64_t k = 0; k < count; k += 2) {
-            uint64_t word = 0;
-            memcpy(&word, staging + k, (size_t)dtrain__min(2, count - k) * sizeof(float));
-            *hash = (*hash ^ word) * 0x9e3779b97f4a7c15u;
-            *hash ^= *hash >> 32;
-        }
+        *hash = dtrain__hash_words(*hash, staging, (size_t)count * sizeof(float));
     }
     return DTRAIN_OK;
 }
@@ -21919,7 +21940,9 @@ struct dtrain_tape {
     const dtrain_step_scalars *scalars;      /* where a replayed step has its seed; or NULL */
     dtrain__feed *feed;                      /* inputs of a replayed step, or NULL */
     dtrain__staging staging;
-    dtrain_result error; /* the first error of this pass, and its sentence */
+    bool hashes; /* other ranks hold parts of the same model, and must have the same inputs */
+    uint64_t inputs_hash; /* of all inputs since a trainer has compared it */
+    dtrain_result error;  /* the first error of this pass, and its sentence */
     char error_text[DTRAIN__ERROR_BYTES];
 };
 
@@ -21935,7 +21958,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pass_begin(dtrain_tape *tape, uint32_t fla
 DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit);
-DTRAIN__PRIVATE dtrain_result dtrain__feed_fill(const dtrain__feed *feed,
+DTRAIN__PRIVATE dtrain_result dtrain__feed_fill(dtrain_tape *tape, const dtrain__feed *feed,
                                                 const dtrain__feed_item *item);
 DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x);
 DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x);
@@ -22059,6 +22082,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tens
 /* tape/stage.c: what the tape asks it, and what a pipeline calls */
 #define DTRAIN__NOWHERE 64 /* the address of what has no memory here: aligned, and never read */
 DTRAIN__PRIVATE bool dtrain__is_elsewhere(const dtrain_tape *tape);
+DTRAIN__PRIVATE bool dtrain__is_surveying(const dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__stage_enter(dtrain_tape *tape, int64_t unit);
 DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *made,
                                         const dtrain_node *node);
@@ -22292,11 +22316,21 @@ static float *dtrain__feed_valid(const dtrain__feed_item *item)
     return (float *)(void *)((char *)item->pinned + item->bytes);
 }
 
+/* Go on with the hash of inputs, where ranks compare it. */
+static void dtrain__input_hash(dtrain_tape *tape, const void *host, uint64_t bytes)
+{
+    if (!tape->hashes) return;
+    tape->inputs_hash =
+        dtrain__hash_words(tape->inputs_hash ^ DTRAIN__FNV_BASIS, &bytes, sizeof bytes);
+    tape->inputs_hash = dtrain__hash_words(tape->inputs_hash, host, (size_t)bytes);
+}
+
 /* Copy the caller's data to an input's page-locked place. */
-DTRAIN__PRIVATE dtrain_result dtrain__feed_fill(const dtrain__feed *feed,
+DTRAIN__PRIVATE dtrain_result dtrain__feed_fill(dtrain_tape *tape, const dtrain__feed *feed,
                                                 const dtrain__feed_item *item)
 {
     float *valid = dtrain__feed_valid(item);
+    dtrain__input_hash(tape, item->host, item->bytes);
     memcpy(item->pinned, item->host, item->bytes);
     if (item->dtype != DTRAIN_DTYPE_I32) return DTRAIN_OK;
     const float before = valid[1];
@@ -22332,7 +22366,7 @@ static dtrain_result dtrain__feed_take(dtrain_tape *tape, dtrain_tensor *x, cons
                            feed->next + 1, bytes, item->bytes);
     }
     item->host = host;
-    if (!feed->filled) DTRAIN__TRY(dtrain__feed_fill(feed, item));
+    if (!feed->filled) DTRAIN__TRY(dtrain__feed_fill(tape, feed, item));
     feed->next++;
     if (item->dtype == DTRAIN_DTYPE_I32) { /* the same copy brings the two numbers */
         dtrain__samples *samples = &((dtrain__tape_tensor *)x)->samples;
@@ -22372,6 +22406,8 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
     bool shared;
     if (dtrain__tape_stick(tape, dtrain__input_share(tape, x, &shared)) != DTRAIN_OK) return NULL;
     if (shared) return x;
+    if (!tape->feed && !dtrain__is_surveying(tape))
+        dtrain__input_hash(tape, host, (uint64_t)x->count * 4);
     if (((dtrain__tape_tensor *)x)->ghost) result = DTRAIN_OK;
     else if (tape->feed) result = dtrain__feed_take(tape, x, host);
     else result = dtrain__staging_upload(tape, x->data, host, (size_t)x->count * 4);
@@ -26615,7 +26651,7 @@ DTRAIN_API dtrain_result dtrain_tape_recompute(dtrain_tape *tape, uint32_t every
  * other stages are ghosts: they have shapes and no memory. Passes of several micro-batches are
  * under way at once, each in a slot.
  *
- *     survey_begin      once: run the model as ghosts alone, and note what crosses
+ *     survey_begin      for each step: run the model as ghosts alone, and note what crosses
  *     stage_reset       in each step
  *     stage_receive     find addresses for what the stage before sends, before the pass begins
  *     stage_begin       select a slot; the caller then runs the model's function
@@ -26820,10 +26856,15 @@ DTRAIN__PRIVATE void dtrain__stages_count(const dtrain_tape *tape, dtrain_tape_i
 
 /* ---- Ghosts: what the tape asks ---------------------------------------------------------------*/
 
+DTRAIN__PRIVATE bool dtrain__is_surveying(const dtrain_tape *tape)
+{
+    return tape->stages && tape->stages->surveying;
+}
+
 DTRAIN__PRIVATE bool dtrain__is_elsewhere(const dtrain_tape *tape)
 {
-    const dtrain__stages *stages = tape->stages;
-    return stages && (stages->surveying || stages->at != stages->slot->stage);
+    return dtrain__is_surveying(tape) ||
+           (tape->stages && tape->stages->at != tape->stages->slot->stage);
 }
 
 /* Note which stage the pass has come to. */
@@ -26891,8 +26932,8 @@ DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *
         dtrain__tape_stick(
             tape, dtrain_fail(DTRAIN_ERROR_USAGE,
                               "a tensor that goes from stage %d to the next has %lld elements of "
-                              "%s and had %lld of %s in the first micro-batch; every micro-batch "
-                              "of a pipeline has the same shapes",
+                              "%s and had %lld of %s in the first micro-batch; all micro-batches "
+                              "of a step over a pipeline have the same shapes",
                               (int)crossing->stage, (long long)x->count,
                               dtrain_dtype_name((dtrain_dtype)x->dtype), (long long)crossing->count,
                               dtrain_dtype_name((dtrain_dtype)crossing->dtype)));
@@ -26985,6 +27026,9 @@ static dtrain_result dtrain__crossings_alloc(dtrain_tape *tape, size_t crossings
     const char *const what = "what crosses stages";
     dtrain__stages *stages = tape->stages;
     const size_t all = stages->slot_count * crossings, inboxes = stages->inbox_count * crossings;
+    if (stages->crossings && crossings == stages->crossing_count && inputs == stages->input_count)
+        return DTRAIN_OK; /* other shapes need no other lists */
+    dtrain__crossings_free(tape);
     stages->crossing_count = crossings;
     stages->input_count = inputs;
     stages->crossings =
@@ -27008,7 +27052,6 @@ static dtrain_result dtrain__survey_end(dtrain_tape *tape)
     size_t crossings = 0, inputs = 0, number = tape->pass.tensor_count;
     stages->surveying = false;
     DTRAIN__TRY(tape->error);
-    dtrain__crossings_free(tape);
     for (const dtrain__tape_tensor *x = stages->made; x; x = x->next) {
         inputs += x->stage < 0;
         crossings += x->last_stage > x->stage;
@@ -30036,7 +30079,18 @@ enum {
     DTRAIN__WORD_STOP,   /* 1: this rank was asked to stop */
     DTRAIN__WORD_ENDED,  /* share of its micro-batches that had no data any more */
     DTRAIN__WORD_SAME, /* 24 bits of a hash of what may change between steps, on all ranks alike */
+    DTRAIN__WORD_INPUTS, /* and the two behind it: the hash of its inputs, 22 bits each */
+    DTRAIN__WORD_INPUTS_END = DTRAIN__WORD_INPUTS + 2,
     DTRAIN__WORD_COUNT
+};
+
+/* The numbers that a rank sends the others after each batch of an evaluation. */
+enum {
+    DTRAIN__ROUND_LOSS,   /* times its weight */
+    DTRAIN__ROUND_WEIGHT, /* samples that the loss is a mean over */
+    DTRAIN__ROUND_ENDED,  /* 1: this rank's data had ended */
+    DTRAIN__ROUND_STOP,   /* 1: it was asked to stop */
+    DTRAIN__ROUND_COUNT
 };
 
 #define DTRAIN__SLOW_SCORE 2.0 /* a straggler's compute time over the median rank's ... */
@@ -30067,6 +30121,7 @@ struct dtrain_trainer {
     float gpu[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN: no monitor has set it */
     float *words;                      /* (ranks, WORD_COUNT), host memory: gathered in place */
     double *compute;                   /* (ranks) seconds, for the median */
+    double *rounds;                    /* (ranks, ROUND_COUNT): gathered in place */
     int slow_rank;                     /* the slowest of the last step ... */
     int slow_steps;                    /* ... and for how many steps it has been a straggler */
     bool *named;                       /* (ranks) a warning has named it */
@@ -30124,10 +30179,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_failed(const dtrain_trainer *trai
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_plan(const dtrain_trainer_desc *desc,
                                                     const dtrain__strategy_plan *plan,
                                                     dtrain_tape *tape);
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_survey(dtrain_trainer *trainer, void *user,
-                                                      uint32_t flags);
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_evaluate(dtrain_trainer *trainer, void *user,
-                                                        float *loss, float *weight);
+                                                        float *loss, dtrain__samples *samples);
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
                                                        dtrain_loss_fn function, void *user,
                                                        float *values, int64_t count);
@@ -30272,6 +30325,7 @@ DTRAIN__PRIVATE void dtrain__trainer_add(dtrain_trainer *trainer, uint32_t micro
  * that a rank with a slow disk is found, and is a figure of its own as well. */
 
 #define DTRAIN__WORDS_BYTES (DTRAIN__WORD_COUNT * sizeof(float))
+#define DTRAIN__ROUND_BYTES (DTRAIN__ROUND_COUNT * sizeof(double))
 
 static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record);
 static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const double *own,
@@ -30284,15 +30338,22 @@ static void dtrain__trainer_figures(const dtrain_trainer *trainer, const double 
 static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *record);
 static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc);
 
-/* Write into this rank's words the mean loss of `batches` and its weight, from the sum of losses,
- * each times its weight, and the sum of weights: nothing where another rank's loss counts for this
- * model. */
-static void dtrain__put_loss(const dtrain_trainer *trainer, double sum, double weights,
-                             int64_t batches, double *own)
+/* Write into this rank's words the step's mean loss and its weight, nothing where another rank's
+ * loss counts for this model. */
+static void dtrain__put_loss(const dtrain_trainer *trainer, double *own)
 {
-    if (!trainer->loss_counts) sum = weights = 0;
+    const double sum = trainer->loss_counts ? trainer->loss : 0;
+    const double weights = trainer->loss_counts ? trainer->weight : 0;
     own[DTRAIN__WORD_LOSS] = weights > 0 ? sum / weights : sum;
-    own[DTRAIN__WORD_WEIGHT] = weights / (double)batches;
+    own[DTRAIN__WORD_WEIGHT] = weights / (double)trainer->desc.micro_batches;
+}
+
+/* Move the hash of the inputs since the last exchange into this rank's words. */
+static void dtrain__put_inputs(const dtrain_trainer *trainer, double *own)
+{
+    for (int i = 0; i < 3; i++)
+        own[DTRAIN__WORD_INPUTS + i] = (double)(trainer->tape->inputs_hash >> 22 * i & 0x3fffff);
+    trainer->tape->inputs_hash = 0;
 }
 
 /* Run micro-batches and update, either with the host in the middle or queued as a whole, and then
@@ -30318,7 +30379,8 @@ static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_r
     if (trainer->groups.tensor_ranks > 1)
         full.tensor_bytes = (uint64_t)own[DTRAIN_FIGURE_TENSOR_BYTES];
     if (trainer->groups.pipeline) full.pipeline_bytes = (uint64_t)own[DTRAIN_FIGURE_PIPELINE_BYTES];
-    dtrain__put_loss(trainer, trainer->loss, trainer->weight, trainer->desc.micro_batches, own);
+    dtrain__put_loss(trainer, own);
+    dtrain__put_inputs(trainer, own);
     own[DTRAIN__WORD_ENDED] = (double)trainer->joined / (double)trainer->desc.micro_batches;
     dtrain_world_query(trainer->world, &world);
     own[DTRAIN__WORD_STOP] = world.stop_requested;
@@ -30431,26 +30493,34 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
 
 /* ---- the record -------------------------------------------------------------------------------*/
 
-/* Compare where the data of ranks that have parts of one model ended: the messages of a pipeline
- * may find their way past each other where that differs, with numbers that mean nothing. `where`
- * says of which call, with `count` passes of a rank. */
-static dtrain_result dtrain__check_ended(const dtrain_trainer *trainer, const char *where,
-                                         int64_t count)
+/* Compare the data of ranks that have parts of one model: where it ended, and the hash of what it
+ * was. Nothing else sees other samples: messages and sums mix them, into numbers that mean nothing.
+ * `where` says of which call, with `count` passes of a rank. */
+static dtrain_result dtrain__check_data(const dtrain_trainer *trainer, const char *where,
+                                        int64_t count)
 {
+    const char *const advice =
+        "give both the same samples, as a loader does whose desc has the mesh";
     const int tensor = trainer->groups.tensor_ranks, replicas = tensor * trainer->data_ranks;
     for (int r = 0; r < trainer->ranks; r++) {
         const int first = r % replicas / tensor * tensor; /* of the same model */
         const float *own = &trainer->words[r * DTRAIN__WORD_COUNT],
                     *other = &trainer->words[first * DTRAIN__WORD_COUNT];
-        if (own[DTRAIN__WORD_ENDED] == other[DTRAIN__WORD_ENDED]) continue;
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "%s rank %d had data for %.0f of %lld micro-batches, and rank %d, which "
-                           "has another part of the same model, for %.0f; give both the same "
-                           "samples",
-                           where, dtrain__world_rank(trainer->groups.all, r),
-                           (1 - (double)own[DTRAIN__WORD_ENDED]) * (double)count, (long long)count,
-                           dtrain__world_rank(trainer->groups.all, first),
-                           (1 - (double)other[DTRAIN__WORD_ENDED]) * (double)count);
+        const int ranks[2] = {dtrain__world_rank(trainer->groups.all, r),
+                              dtrain__world_rank(trainer->groups.all, first)};
+        if (own[DTRAIN__WORD_ENDED] != other[DTRAIN__WORD_ENDED])
+            return dtrain_fail(DTRAIN_ERROR_USAGE,
+                               "%s rank %d had data for %.0f of %lld micro-batches, and rank %d, "
+                               "which has another part of the same model, for %.0f; %s",
+                               where, ranks[0],
+                               (1 - (double)own[DTRAIN__WORD_ENDED]) * (double)count,
+                               (long long)count, ranks[1],
+                               (1 - (double)other[DTRAIN__WORD_ENDED]) * (double)count, advice);
+        if (memcmp(own + DTRAIN__WORD_INPUTS, other + DTRAIN__WORD_INPUTS, 3 * sizeof *own) != 0)
+            return dtrain_fail(DTRAIN_ERROR_USAGE,
+                               "%s rank %d had other inputs or targets than rank %d, which has "
+                               "another part of the same model; %s",
+                               where, ranks[0], ranks[1], advice);
     }
     return DTRAIN_OK;
 }
@@ -30593,7 +30663,7 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const doubl
                 dtrain__compare_now(trainer->desc.strategy, "dtrain_trainer_step"));
     record->ended = !(mean[DTRAIN__WORD_ENDED] < 1);
     DTRAIN__TRY(dtrain__strategy_keep(
-        trainer->desc.strategy, dtrain__check_ended(trainer, where, trainer->desc.micro_batches)));
+        trainer->desc.strategy, dtrain__check_data(trainer, where, trainer->desc.micro_batches)));
     DTRAIN__TRY(dtrain__check_finite(trainer, record, overflow));
     record->ranks = trainer->ranks;
     for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++)
@@ -30684,9 +30754,10 @@ static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *recor
 
 /* ---- evaluation -------------------------------------------------------------------------------*/
 
-/* Run one batch, on a tape that keeps nothing for a backward, to its loss and its weight. */
+/* Run one batch, on a tape that keeps nothing for a backward, to its loss and what that is a mean
+ * over. */
 static dtrain_result dtrain__evaluate_pass(dtrain_trainer *trainer, void *user, float *loss,
-                                           float *weight)
+                                           dtrain__samples *samples)
 {
     const uint32_t flags = trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD;
     DTRAIN__TRY(dtrain_tape_begin(trainer->tape, flags, 0));
@@ -30697,28 +30768,51 @@ static dtrain_result dtrain__evaluate_pass(dtrain_trainer *trainer, void *user, 
     if (tensor && trainer->tape->error == DTRAIN_OK)
         DTRAIN__TRY(dtrain__check_loss("dtrain_trainer_evaluate", tensor));
     DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, loss, NULL));
-    const dtrain__samples *samples = &((const dtrain__tape_tensor *)tensor)->samples;
-    DTRAIN__TRY(dtrain__agree_unit(trainer->desc.strategy, samples->terms));
-    *weight = dtrain__weight_of(trainer->desc.strategy, samples);
+    *samples = ((const dtrain__tape_tensor *)tensor)->samples;
     return DTRAIN_OK;
 }
 
-/* Evaluate one batch: add its loss times its weight to *sum, and the weight to *weights; or count
- * it to those that this rank has no data for. */
+/* Evaluate one batch into this rank's numbers of the round; a rank whose data has ended takes part
+ * in the gathers of the others. Samples count one each, whatever a step averages over; a loss that
+ * counts none has the weight that the program gives it, or 1. */
 static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_fn next_batch,
-                                          void *user, double *sum, double *weights, int64_t *ended)
+                                          void *user, double *own)
 {
+    dtrain_strategy *strategy = trainer->desc.strategy;
     const dtrain_result next = next_batch ? next_batch(user) : DTRAIN_OK;
-    float loss = 0, weight = 0;
-    *ended += next == DTRAIN_ERROR_END;
-    if (next == DTRAIN_ERROR_END && trainer->pipeline) /* on all of its ranks */
-        return dtrain__join_sums(trainer->desc.strategy);
-    if (next == DTRAIN_ERROR_END) return dtrain__join_forward(trainer->desc.strategy);
+    dtrain_world_info world;
+    dtrain__samples samples;
+    float loss = 0;
+    memset(own, 0, DTRAIN__ROUND_BYTES);
+    dtrain_world_query(trainer->world, &world);
+    own[DTRAIN__ROUND_STOP] = world.stop_requested;
+    own[DTRAIN__ROUND_ENDED] = next == DTRAIN_ERROR_END;
+    if (next == DTRAIN_ERROR_END) /* of a pipeline on all of its ranks */
+        return trainer->pipeline ? dtrain__join_sums(strategy) : dtrain__join_forward(strategy);
     DTRAIN__TRY(next);
-    DTRAIN__TRY(trainer->pipeline ? dtrain__pipeline_evaluate(trainer, user, &loss, &weight)
-                                  : dtrain__evaluate_pass(trainer, user, &loss, &weight));
-    *sum += dtrain__is_finite(loss) ? (double)loss * (double)weight : (double)loss;
-    *weights += (double)weight;
+    memset(&samples, 0, sizeof samples);
+    DTRAIN__TRY(trainer->pipeline ? dtrain__pipeline_evaluate(trainer, user, &loss, &samples)
+                                  : dtrain__evaluate_pass(trainer, user, &loss, &samples));
+    const double weight =
+        samples.terms ? dtrain__samples_count(&samples) : (double)dtrain__micro_weight(strategy);
+    DTRAIN__TRY(dtrain_strategy_weight(strategy, 1)); /* the program's was for this batch */
+    if (!trainer->loss_counts) return DTRAIN_OK;
+    own[DTRAIN__ROUND_LOSS] = dtrain__is_finite(loss) ? (double)loss * weight : (double)loss;
+    own[DTRAIN__ROUND_WEIGHT] = weight;
+    return DTRAIN_OK;
+}
+
+/* Evaluate a batch on every rank, and add the numbers of all ranks to `sums` in rank order. */
+static dtrain_result dtrain__evaluate_round(dtrain_trainer *trainer, dtrain_batch_fn next_batch,
+                                            void *user, double *sums)
+{
+    double *own = trainer->rounds + trainer->rank * DTRAIN__ROUND_COUNT;
+    DTRAIN__TRY(dtrain__evaluate_one(trainer, next_batch, user, own));
+    dtrain__call_label(trainer->world, "evaluation", 0, "");
+    DTRAIN__TRY(dtrain_all_gather(trainer->groups.all, own, trainer->rounds, DTRAIN__ROUND_COUNT,
+                                  DTRAIN_DTYPE_I64, NULL));
+    for (int i = 0; i < trainer->ranks * DTRAIN__ROUND_COUNT; i++)
+        sums[i % DTRAIN__ROUND_COUNT] += trainer->rounds[i];
     return DTRAIN_OK;
 }
 
@@ -30726,33 +30820,36 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss)
 {
-    if (!trainer || !loss || batches <= 0)
+    const char *const call = "dtrain_trainer_evaluate";
+    if (!trainer || !loss || (batches <= 0 && (batches != DTRAIN_UNTIL_END || !next_batch)))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_evaluate: trainer or loss is NULL, or batches (%lld) "
-                           "is less than 1",
-                           (long long)batches);
-    double sum = 0, weights = 0;
-    int64_t ended = 0;
-    DTRAIN__TRY(dtrain__pipeline_fetches(trainer, "dtrain_trainer_evaluate", next_batch));
-    if (trainer->pipeline)
-        DTRAIN__TRY(dtrain__strategy_keep(
-            trainer->desc.strategy, dtrain__pipeline_survey(trainer, user, DTRAIN_TAPE_NO_GRAD)));
+                           "%s: trainer or loss is NULL, or batches (%lld) is less than 1 and not "
+                           "DTRAIN_UNTIL_END, with a next_batch",
+                           call, (long long)batches);
+    double sums[DTRAIN__ROUND_COUNT] = {0}, own[DTRAIN__WORD_COUNT], mean[DTRAIN__WORD_COUNT];
+    double ended = 0, all_ended = 0; /* rounds of this rank; ranks in the last round */
+    int64_t rounds = 0;
+    DTRAIN__TRY(dtrain__pipeline_fetches(trainer, call, next_batch));
     dtrain__expect_evaluation(trainer->desc.strategy, true);
-    for (int64_t i = 0; i < batches; i++) {
-        const dtrain_result result =
-            dtrain__evaluate_one(trainer, next_batch, user, &sum, &weights, &ended);
-        DTRAIN__TRY(dtrain__strategy_keep(trainer->desc.strategy, result));
+    while (rounds != batches && all_ended < trainer->ranks && sums[DTRAIN__ROUND_STOP] == 0) {
+        const double before = sums[DTRAIN__ROUND_ENDED];
+        DTRAIN__TRY(dtrain__strategy_keep(trainer->desc.strategy,
+                                          dtrain__evaluate_round(trainer, next_batch, user, sums)));
+        ended += trainer->rounds[trainer->rank * DTRAIN__ROUND_COUNT + DTRAIN__ROUND_ENDED];
+        all_ended = sums[DTRAIN__ROUND_ENDED] - before;
+        rounds++;
     }
     dtrain__expect_evaluation(trainer->desc.strategy, false);
-    double own[DTRAIN__WORD_COUNT], mean[DTRAIN__WORD_COUNT];
     for (int word = 0; word < DTRAIN__WORD_COUNT; word++) /* the last step's figures stay */
         own[word] = (double)trainer->words[trainer->rank * DTRAIN__WORD_COUNT + word];
-    own[DTRAIN__WORD_ENDED] = (double)ended / (double)batches;
-    dtrain__put_loss(trainer, sum, weights, batches, own);
+    own[DTRAIN__WORD_ENDED] = ended / (double)rounds;
+    dtrain__put_inputs(trainer, own);
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
-    *loss = mean[DTRAIN__WORD_LOSS];
+    const double total = sums[DTRAIN__ROUND_WEIGHT];
+    *loss = total > 0 ? sums[DTRAIN__ROUND_LOSS] / total : sums[DTRAIN__ROUND_LOSS];
+    if (sums[DTRAIN__ROUND_STOP] > 0) *loss = DTRAIN__NAN; /* not of all samples */
     return dtrain__strategy_keep(trainer->desc.strategy,
-                                 dtrain__check_ended(trainer, "dtrain_trainer_evaluate:", batches));
+                                 dtrain__check_data(trainer, "dtrain_trainer_evaluate:", rounds));
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__forward_made(const dtrain_tensor *made, int64_t count)
@@ -30829,11 +30926,15 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
         (float *)dtrain__alloc(allocator, ranks, DTRAIN__WORDS_BYTES, "a trainer's words");
     trainer->compute =
         (double *)dtrain__alloc(allocator, ranks, sizeof *trainer->compute, "a trainer's times");
+    trainer->rounds =
+        (double *)dtrain__alloc(allocator, ranks, DTRAIN__ROUND_BYTES, "a trainer's evaluations");
     trainer->named = (bool *)dtrain__alloc(allocator, ranks, sizeof *trainer->named, "a trainer");
-    dtrain_result result =
-        trainer->words && trainer->compute && trainer->named ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    dtrain_result result = trainer->words && trainer->compute && trainer->rounds && trainer->named
+                               ? DTRAIN_OK
+                               : DTRAIN_ERROR_MEMORY;
     if (result == DTRAIN_OK)
         result = dtrain_tape_create(world, desc->strategy, NULL, &trainer->tape);
+    if (result == DTRAIN_OK) trainer->tape->hashes = trainer->ranks != trainer->data_ranks;
     if (result == DTRAIN_OK)
         result = dtrain_tape_recompute(trainer->tape, desc->recompute_every, desc->recompute_ops);
     if (result == DTRAIN_OK && trainer->scaling)
@@ -30894,6 +30995,7 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer)
     dtrain__pipeline_destroy(trainer);
     dtrain__free(&allocator, trainer->words, ranks, DTRAIN__WORDS_BYTES);
     dtrain__free(&allocator, trainer->compute, ranks, sizeof *trainer->compute);
+    dtrain__free(&allocator, trainer->rounds, ranks, DTRAIN__ROUND_BYTES);
     dtrain__free(&allocator, trainer->named, ranks, sizeof *trainer->named);
     dtrain__free(&allocator, trainer, 1, sizeof *trainer);
 }
@@ -30910,7 +31012,8 @@ DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer)
  * A rank walks its schedule (parallel/runner.c) and runs passes of its own stages on the tape
  * (tape/stage.c):
  *
- *     before the first step    survey: what crosses from stage to stage, and the unit of weights
+ *     before the schedule      fetch the first micro-batch; survey: what crosses from stage to stage.
+ *                              In the first step agree on the unit of weights
  *     FORWARD                  fetch the micro-batch, once on each rank; run the loss
  *     BACKWARD, WEIGHT         from the loss or from gradients that came; behind the last
  *                              micro-batch parameters are ready, and reductions over the data axis
@@ -30924,10 +31027,11 @@ DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer)
 
 /* A micro-batch under way on this rank. */
 typedef struct dtrain__flight {
-    int32_t batch; /* the slot of its first pass here, which has its inputs; -1: not fetched */
-    bool joined;   /* this rank's data had ended */
-    float loss;    /* on the rank of the last stage */
-    float weight;  /* that next_batch or the loss has set by dtrain_strategy_weight, else 1 */
+    int32_t batch; /* the slot of its first pass here, which has its inputs; -1: none has begun */
+    bool fetched;
+    bool joined;  /* this rank's data had ended */
+    float loss;   /* on the rank of the last stage */
+    float weight; /* that next_batch or the loss has set by dtrain_strategy_weight, else 1 */
     dtrain__samples samples; /* what the loss is a mean of ... */
     float valid[2];          /* ... and what it points to */
 } dtrain__flight;
@@ -30941,9 +31045,8 @@ struct dtrain__pipeline {
     int32_t *slots;          /* (chunks, micro_batches) */
     dtrain_tensor **losses;  /* (slots) of the last stage's passes */
     size_t slot_count;
-    bool surveyed;   /* what crosses is that of the training batches ... */
-    uint64_t frozen; /* ... and of the parameters that were frozen then: their hash */
-    uint64_t seed;   /* of the step under way */
+    bool agreed;   /* all ranks have the same unit of weights */
+    uint64_t seed; /* of the step under way */
 };
 
 /* Return where the slot of a pass of a chunk is noted. */
@@ -30993,6 +31096,16 @@ static dtrain_result dtrain__line_pass(dtrain_trainer *trainer, dtrain_loss_fn f
     return dtrain__line_made(trainer, function, *made);
 }
 
+/* Fetch the next micro-batch, once on each rank. */
+static dtrain_result dtrain__flight_fetch(dtrain_trainer *trainer, dtrain__flight *flight)
+{
+    if (flight->fetched) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__trainer_fetch(trainer));
+    flight->fetched = true;
+    flight->joined = trainer->ended;
+    return DTRAIN_OK;
+}
+
 static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
                                           const dtrain_pipeline_action *action)
 {
@@ -31006,8 +31119,7 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
     if (first) { /* its first pass here; an error fails the step on all ranks, which are in the
                     middle of the schedule */
         flight->batch = action->slot;
-        DTRAIN__TRY(dtrain__trainer_fetch(trainer));
-        flight->joined = trainer->ended;
+        DTRAIN__TRY(dtrain__flight_fetch(trainer, flight));
     }
     if (flight->joined)
         return stage == line->stages - 1 ? dtrain__join_sums(desc->strategy) : DTRAIN_OK;
@@ -31133,30 +31245,21 @@ static dtrain_result dtrain__line_survey_loss(dtrain_trainer *trainer, void *use
     return dtrain__line_made_last(trainer, "dtrain_trainer: what loss", *loss);
 }
 
-/* Hash which parameters are frozen: a program may freeze and thaw some of them between steps, and
- * gradients then cross other stages. */
-static uint64_t dtrain__line_frozen(const dtrain_trainer *trainer)
+/* Find what crosses in this step, whose batch may have another shape than that of the step before,
+ * and whose frozen parameters may be other ones. All micro-batches have the shapes of the first. A
+ * rank whose data has ended sends what crossed before. Ranks have the same samples, so that each
+ * finds out by itself; together they agree once on the unit of weights. */
+static dtrain_result dtrain__line_plan(dtrain_trainer *trainer)
 {
-    uint64_t hash = DTRAIN__FNV_BASIS;
-    size_t count;
-    const dtrain_param *params = dtrain__params_of(trainer->desc.strategy, &count);
-    for (size_t i = 0; i < count; i++)
-        hash = dtrain__fnv1a(hash, &params[i].flags, sizeof params[i].flags);
-    return hash;
-}
-
-/* Run the loss as ghosts alone, to find what crosses, and agree on the unit of weights. Collective;
- * before the first step, and before and behind an evaluation, whose passes (flags) and batches are
- * other ones. */
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_survey(dtrain_trainer *trainer, void *user,
-                                                      uint32_t flags)
-{
+    dtrain__pipeline *line = trainer->pipeline;
     const dtrain__tape_tensor *loss = NULL;
-    DTRAIN__TRY(
-        dtrain__agree(trainer->groups.all, dtrain__line_survey_loss(trainer, user, flags, &loss)));
+    DTRAIN__TRY(dtrain__flight_fetch(trainer, &line->flights[0]));
+    if (line->agreed && line->flights[0].joined) return DTRAIN_OK;
+    const dtrain_result result = dtrain__line_survey_loss(trainer, trainer->desc.user, 0, &loss);
+    if (line->agreed) return result;
+    DTRAIN__TRY(dtrain__agree(trainer->groups.all, result));
     DTRAIN__TRY(dtrain__agree_unit(trainer->desc.strategy, loss->samples.terms));
-    trainer->pipeline->surveyed = flags == 0;
-    trainer->pipeline->frozen = dtrain__line_frozen(trainer);
+    line->agreed = true;
     return DTRAIN_OK;
 }
 
@@ -31237,19 +31340,18 @@ static dtrain_result dtrain__line_run_stage(dtrain_trainer *trainer, dtrain_loss
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_evaluate(dtrain_trainer *trainer, void *user,
-                                                        float *loss, float *weight)
+                                                        float *loss, dtrain__samples *samples)
 {
-    dtrain__pipeline *line = trainer->pipeline;
+    const dtrain__pipeline *line = trainer->pipeline;
+    const dtrain__tape_tensor *surveyed;
     dtrain_tensor *tensor = NULL;
-    dtrain__flight flight;
-    memset(&flight, 0, sizeof flight);
+    DTRAIN__TRY(dtrain__line_survey_loss(trainer, user, DTRAIN_TAPE_NO_GRAD, &surveyed));
     for (int chunk = 0; chunk < line->schedule->chunks; chunk++) {
         DTRAIN__TRY(dtrain__line_run_stage(trainer, trainer->desc.loss, user, chunk, &tensor));
-        dtrain__flight_note(&flight, tensor);
         if (!((const dtrain__tape_tensor *)tensor)->ghost)
             DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, loss, NULL));
     }
-    *weight = dtrain__weight_of(trainer->desc.strategy, &flight.samples);
+    *samples = ((const dtrain__tape_tensor *)tensor)->samples;
     return DTRAIN_OK;
 }
 
@@ -31288,7 +31390,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
     dtrain__pipeline *line = trainer->pipeline;
     const dtrain_pipeline_schedule *s = line->schedule;
     const int root = dtrain__pipeline_place(s->kind, s->ranks, line->stages - 1).rank;
-    line->surveyed = false;
     DTRAIN__TRY(dtrain__agree(trainer->groups.all,
                               dtrain__line_survey_forward(trainer, function, user, count)));
     DTRAIN__TRY(dtrain__strategy_keep(trainer->desc.strategy,
@@ -31319,10 +31420,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer)
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_trainer_step"));
     DTRAIN__TRY(dtrain_strategy_accumulate(strategy, false)); /* the schedule is one backward */
     dtrain__expect_schedule(strategy, trainer->desc.micro_batches > 1); /* other trainers', too */
-    if (!line->surveyed || line->frozen != dtrain__line_frozen(trainer))
-        DTRAIN__TRY(dtrain__strategy_keep(strategy,
-                                          dtrain__pipeline_survey(trainer, trainer->desc.user, 0)));
     dtrain__line_reset(trainer);
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__line_plan(trainer)));
     line->seed = dtrain__step_seed(trainer);
     DTRAIN__TRY(
         dtrain__strategy_keep(strategy, dtrain_pipeline_run(line->schedule, line->comm, &work)));
@@ -31545,7 +31644,7 @@ static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer)
         dtrain__feed *feed = &trainer->queue->micros[micro].feed;
         if (!feed->filled) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
         for (size_t i = 0; i < feed->count && !feed->filled; i++)
-            DTRAIN__TRY(dtrain__feed_fill(feed, &feed->items[i]));
+            DTRAIN__TRY(dtrain__feed_fill(trainer->tape, feed, &feed->items[i]));
         feed->filled = true;
     }
     return DTRAIN_OK;

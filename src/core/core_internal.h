@@ -39,6 +39,7 @@ DTRAIN__PRIVATE uint64_t dtrain__free_memory(void);
 
 /* core/hash.c */
 DTRAIN__PRIVATE uint64_t dtrain__fnv1a(uint64_t hash, const void *bytes, size_t count);
+DTRAIN__PRIVATE uint64_t dtrain__hash_words(uint64_t hash, const void *bytes, size_t count);
 DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data, size_t bytes);
 
 /* core/result.c */

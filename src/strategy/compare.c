@@ -77,9 +77,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_now(dtrain_strategy *strategy, con
 /* ---- Values -----------------------------------------------------------------------------------*/
 
 /* Hash the bits of a parameter's value, of one that is cut of this rank's part; 0 for an alias, and
- * for what other stages have. Collective over the data axis. A step of the hash takes eight bytes
- * and is a bijection, so one changed word always changes the result; the shift brings the upper
- * half down, where a product alone would never carry it. */
+ * for what other stages have. Collective over the data axis. */
 static dtrain_result dtrain__value_hash(dtrain_strategy *strategy, size_t i, uint64_t *hash)
 {
     float staging[DTRAIN__STAGING_COUNT];
@@ -94,12 +92,7 @@ static dtrain_result dtrain__value_hash(dtrain_strategy *strategy, size_t i, uin
         const int64_t count = dtrain__min(DTRAIN__STAGING_COUNT, whole.count - at);
         DTRAIN__TRY(dtrain_device_copy(strategy->device, staging, whole.value + at,
                                        (size_t)count * sizeof(float)));
-        for (int64_t k = 0; k < count; k += 2) {
-            uint64_t word = 0;
-            memcpy(&word, staging + k, (size_t)dtrain__min(2, count - k) * sizeof(float));
-            *hash = (*hash ^ word) * 0x9e3779b97f4a7c15u;
-            *hash ^= *hash >> 32;
-        }
+        *hash = dtrain__hash_words(*hash, staging, (size_t)count * sizeof(float));
     }
     return DTRAIN_OK;
 }

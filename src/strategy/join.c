@@ -6,8 +6,7 @@
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
-/* Gather all units as a forward does, and take part in the agreement on the unit of weights that a
- * tape's first backward makes. */
+/* Gather all units as a forward does. */
 DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
 {
     for (size_t u = 0; u < strategy->layout.unit_count; u++) {
@@ -15,16 +14,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
         DTRAIN__TRY(dtrain_strategy_gather(strategy, id, DTRAIN_PASS_FORWARD));
         DTRAIN__TRY(dtrain_strategy_release(strategy, id));
     }
-    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__join_sums(strategy)));
-    if (!strategy->taped) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, dtrain__agree_unit(strategy, 0));
+    return dtrain__strategy_keep(strategy, dtrain__join_sums(strategy));
 }
 
-/* Take part in the backward of a pass without samples. In the last one of a step, learn whether no
- * rank has had samples. */
+/* Take part in the backward of a pass without samples, and in the agreement on the unit of weights
+ * that a tape's first one makes. In the last one of a step, learn whether no rank has had samples.
+ */
 DTRAIN__PRIVATE dtrain_result dtrain__join_backward(dtrain_strategy *strategy, bool *over)
 {
     const bool last = !strategy->more;
+    if (strategy->taped)
+        DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__agree_unit(strategy, 0)));
     strategy->weight = 0;
     DTRAIN__TRY(dtrain_strategy_finish(strategy));
     if (!last) return DTRAIN_OK;

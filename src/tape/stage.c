@@ -113,10 +113,15 @@ DTRAIN__PRIVATE void dtrain__stages_count(const dtrain_tape *tape, dtrain_tape_i
 
 /* ---- Ghosts: what the tape asks ---------------------------------------------------------------*/
 
+DTRAIN__PRIVATE bool dtrain__is_surveying(const dtrain_tape *tape)
+{
+    return tape->stages && tape->stages->surveying;
+}
+
 DTRAIN__PRIVATE bool dtrain__is_elsewhere(const dtrain_tape *tape)
 {
-    const dtrain__stages *stages = tape->stages;
-    return stages && (stages->surveying || stages->at != stages->slot->stage);
+    return dtrain__is_surveying(tape) ||
+           (tape->stages && tape->stages->at != tape->stages->slot->stage);
 }
 
 /* Note which stage the pass has come to. */
@@ -184,8 +189,8 @@ DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *
         dtrain__tape_stick(
             tape, dtrain_fail(DTRAIN_ERROR_USAGE,
                               "a tensor that goes from stage %d to the next has %lld elements of "
-                              "%s and had %lld of %s in the first micro-batch; every micro-batch "
-                              "of a pipeline has the same shapes",
+                              "%s and had %lld of %s in the first micro-batch; all micro-batches "
+                              "of a step over a pipeline have the same shapes",
                               (int)crossing->stage, (long long)x->count,
                               dtrain_dtype_name((dtrain_dtype)x->dtype), (long long)crossing->count,
                               dtrain_dtype_name((dtrain_dtype)crossing->dtype)));
@@ -278,6 +283,9 @@ static dtrain_result dtrain__crossings_alloc(dtrain_tape *tape, size_t crossings
     const char *const what = "what crosses stages";
     dtrain__stages *stages = tape->stages;
     const size_t all = stages->slot_count * crossings, inboxes = stages->inbox_count * crossings;
+    if (stages->crossings && crossings == stages->crossing_count && inputs == stages->input_count)
+        return DTRAIN_OK; /* other shapes need no other lists */
+    dtrain__crossings_free(tape);
     stages->crossing_count = crossings;
     stages->input_count = inputs;
     stages->crossings =
@@ -301,7 +309,6 @@ static dtrain_result dtrain__survey_end(dtrain_tape *tape)
     size_t crossings = 0, inputs = 0, number = tape->pass.tensor_count;
     stages->surveying = false;
     DTRAIN__TRY(tape->error);
-    dtrain__crossings_free(tape);
     for (const dtrain__tape_tensor *x = stages->made; x; x = x->next) {
         inputs += x->stage < 0;
         crossings += x->last_stage > x->stage;

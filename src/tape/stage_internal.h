@@ -5,7 +5,7 @@
  * other stages are ghosts: they have shapes and no memory. Passes of several micro-batches are
  * under way at once, each in a slot.
  *
- *     survey_begin      once: run the model as ghosts alone, and note what crosses
+ *     survey_begin      for each step: run the model as ghosts alone, and note what crosses
  *     stage_reset       in each step
  *     stage_receive     find addresses for what the stage before sends, before the pass begins
  *     stage_begin       select a slot; the caller then runs the model's function

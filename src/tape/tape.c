@@ -217,11 +217,21 @@ static float *dtrain__feed_valid(const dtrain__feed_item *item)
     return (float *)(void *)((char *)item->pinned + item->bytes);
 }
 
+/* Go on with the hash of inputs, where ranks compare it. */
+static void dtrain__input_hash(dtrain_tape *tape, const void *host, uint64_t bytes)
+{
+    if (!tape->hashes) return;
+    tape->inputs_hash =
+        dtrain__hash_words(tape->inputs_hash ^ DTRAIN__FNV_BASIS, &bytes, sizeof bytes);
+    tape->inputs_hash = dtrain__hash_words(tape->inputs_hash, host, (size_t)bytes);
+}
+
 /* Copy the caller's data to an input's page-locked place. */
-DTRAIN__PRIVATE dtrain_result dtrain__feed_fill(const dtrain__feed *feed,
+DTRAIN__PRIVATE dtrain_result dtrain__feed_fill(dtrain_tape *tape, const dtrain__feed *feed,
                                                 const dtrain__feed_item *item)
 {
     float *valid = dtrain__feed_valid(item);
+    dtrain__input_hash(tape, item->host, item->bytes);
     memcpy(item->pinned, item->host, item->bytes);
     if (item->dtype != DTRAIN_DTYPE_I32) return DTRAIN_OK;
     const float before = valid[1];
@@ -257,7 +267,7 @@ static dtrain_result dtrain__feed_take(dtrain_tape *tape, dtrain_tensor *x, cons
                            feed->next + 1, bytes, item->bytes);
     }
     item->host = host;
-    if (!feed->filled) DTRAIN__TRY(dtrain__feed_fill(feed, item));
+    if (!feed->filled) DTRAIN__TRY(dtrain__feed_fill(tape, feed, item));
     feed->next++;
     if (item->dtype == DTRAIN_DTYPE_I32) { /* the same copy brings the two numbers */
         dtrain__samples *samples = &((dtrain__tape_tensor *)x)->samples;
@@ -297,6 +307,8 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
     bool shared;
     if (dtrain__tape_stick(tape, dtrain__input_share(tape, x, &shared)) != DTRAIN_OK) return NULL;
     if (shared) return x;
+    if (!tape->feed && !dtrain__is_surveying(tape))
+        dtrain__input_hash(tape, host, (uint64_t)x->count * 4);
     if (((dtrain__tape_tensor *)x)->ghost) result = DTRAIN_OK;
     else if (tape->feed) result = dtrain__feed_take(tape, x, host);
     else result = dtrain__staging_upload(tape, x->data, host, (size_t)x->count * 4);

@@ -218,7 +218,9 @@ struct dtrain_tape {
     const dtrain_step_scalars *scalars;      /* where a replayed step has its seed; or NULL */
     dtrain__feed *feed;                      /* inputs of a replayed step, or NULL */
     dtrain__staging staging;
-    dtrain_result error; /* the first error of this pass, and its sentence */
+    bool hashes; /* other ranks hold parts of the same model, and must have the same inputs */
+    uint64_t inputs_hash; /* of all inputs since a trainer has compared it */
+    dtrain_result error;  /* the first error of this pass, and its sentence */
     char error_text[DTRAIN__ERROR_BYTES];
 };
 
@@ -234,7 +236,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__pass_begin(dtrain_tape *tape, uint32_t fla
 DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit);
-DTRAIN__PRIVATE dtrain_result dtrain__feed_fill(const dtrain__feed *feed,
+DTRAIN__PRIVATE dtrain_result dtrain__feed_fill(dtrain_tape *tape, const dtrain__feed *feed,
                                                 const dtrain__feed_item *item);
 DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x);
 DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x);
@@ -358,6 +360,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tens
 /* tape/stage.c: what the tape asks it, and what a pipeline calls */
 #define DTRAIN__NOWHERE 64 /* the address of what has no memory here: aligned, and never read */
 DTRAIN__PRIVATE bool dtrain__is_elsewhere(const dtrain_tape *tape);
+DTRAIN__PRIVATE bool dtrain__is_surveying(const dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__stage_enter(dtrain_tape *tape, int64_t unit);
 DTRAIN__PRIVATE void dtrain__stage_made(dtrain_tape *tape, dtrain__tape_tensor *made,
                                         const dtrain_node *node);

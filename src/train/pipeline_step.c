@@ -3,7 +3,8 @@
  * A rank walks its schedule (parallel/runner.c) and runs passes of its own stages on the tape
  * (tape/stage.c):
  *
- *     before the first step    survey: what crosses from stage to stage, and the unit of weights
+ *     before the schedule      fetch the first micro-batch; survey: what crosses from stage to stage.
+ *                              In the first step agree on the unit of weights
  *     FORWARD                  fetch the micro-batch, once on each rank; run the loss
  *     BACKWARD, WEIGHT         from the loss or from gradients that came; behind the last
  *                              micro-batch parameters are ready, and reductions over the data axis
@@ -35,10 +36,11 @@
 
 /* A micro-batch under way on this rank. */
 typedef struct dtrain__flight {
-    int32_t batch; /* the slot of its first pass here, which has its inputs; -1: not fetched */
-    bool joined;   /* this rank's data had ended */
-    float loss;    /* on the rank of the last stage */
-    float weight;  /* that next_batch or the loss has set by dtrain_strategy_weight, else 1 */
+    int32_t batch; /* the slot of its first pass here, which has its inputs; -1: none has begun */
+    bool fetched;
+    bool joined;  /* this rank's data had ended */
+    float loss;   /* on the rank of the last stage */
+    float weight; /* that next_batch or the loss has set by dtrain_strategy_weight, else 1 */
     dtrain__samples samples; /* what the loss is a mean of ... */
     float valid[2];          /* ... and what it points to */
 } dtrain__flight;
@@ -52,9 +54,8 @@ struct dtrain__pipeline {
     int32_t *slots;          /* (chunks, micro_batches) */
     dtrain_tensor **losses;  /* (slots) of the last stage's passes */
     size_t slot_count;
-    bool surveyed;   /* what crosses is that of the training batches ... */
-    uint64_t frozen; /* ... and of the parameters that were frozen then: their hash */
-    uint64_t seed;   /* of the step under way */
+    bool agreed;   /* all ranks have the same unit of weights */
+    uint64_t seed; /* of the step under way */
 };
 
 /* Return where the slot of a pass of a chunk is noted. */
@@ -104,6 +105,16 @@ static dtrain_result dtrain__line_pass(dtrain_trainer *trainer, dtrain_loss_fn f
     return dtrain__line_made(trainer, function, *made);
 }
 
+/* Fetch the next micro-batch, once on each rank. */
+static dtrain_result dtrain__flight_fetch(dtrain_trainer *trainer, dtrain__flight *flight)
+{
+    if (flight->fetched) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__trainer_fetch(trainer));
+    flight->fetched = true;
+    flight->joined = trainer->ended;
+    return DTRAIN_OK;
+}
+
 static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
                                           const dtrain_pipeline_action *action)
 {
@@ -117,8 +128,7 @@ static dtrain_result dtrain__line_forward(dtrain_trainer *trainer,
     if (first) { /* its first pass here; an error fails the step on all ranks, which are in the
                     middle of the schedule */
         flight->batch = action->slot;
-        DTRAIN__TRY(dtrain__trainer_fetch(trainer));
-        flight->joined = trainer->ended;
+        DTRAIN__TRY(dtrain__flight_fetch(trainer, flight));
     }
     if (flight->joined)
         return stage == line->stages - 1 ? dtrain__join_sums(desc->strategy) : DTRAIN_OK;
@@ -244,30 +254,21 @@ static dtrain_result dtrain__line_survey_loss(dtrain_trainer *trainer, void *use
     return dtrain__line_made_last(trainer, "dtrain_trainer: what loss", *loss);
 }
 
-/* Hash which parameters are frozen: a program may freeze and thaw some of them between steps, and
- * gradients then cross other stages. */
-static uint64_t dtrain__line_frozen(const dtrain_trainer *trainer)
+/* Find what crosses in this step, whose batch may have another shape than that of the step before,
+ * and whose frozen parameters may be other ones. All micro-batches have the shapes of the first. A
+ * rank whose data has ended sends what crossed before. Ranks have the same samples, so that each
+ * finds out by itself; together they agree once on the unit of weights. */
+static dtrain_result dtrain__line_plan(dtrain_trainer *trainer)
 {
-    uint64_t hash = DTRAIN__FNV_BASIS;
-    size_t count;
-    const dtrain_param *params = dtrain__params_of(trainer->desc.strategy, &count);
-    for (size_t i = 0; i < count; i++)
-        hash = dtrain__fnv1a(hash, &params[i].flags, sizeof params[i].flags);
-    return hash;
-}
-
-/* Run the loss as ghosts alone, to find what crosses, and agree on the unit of weights. Collective;
- * before the first step, and before and behind an evaluation, whose passes (flags) and batches are
- * other ones. */
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_survey(dtrain_trainer *trainer, void *user,
-                                                      uint32_t flags)
-{
+    dtrain__pipeline *line = trainer->pipeline;
     const dtrain__tape_tensor *loss = NULL;
-    DTRAIN__TRY(
-        dtrain__agree(trainer->groups.all, dtrain__line_survey_loss(trainer, user, flags, &loss)));
+    DTRAIN__TRY(dtrain__flight_fetch(trainer, &line->flights[0]));
+    if (line->agreed && line->flights[0].joined) return DTRAIN_OK;
+    const dtrain_result result = dtrain__line_survey_loss(trainer, trainer->desc.user, 0, &loss);
+    if (line->agreed) return result;
+    DTRAIN__TRY(dtrain__agree(trainer->groups.all, result));
     DTRAIN__TRY(dtrain__agree_unit(trainer->desc.strategy, loss->samples.terms));
-    trainer->pipeline->surveyed = flags == 0;
-    trainer->pipeline->frozen = dtrain__line_frozen(trainer);
+    line->agreed = true;
     return DTRAIN_OK;
 }
 
@@ -348,19 +349,18 @@ static dtrain_result dtrain__line_run_stage(dtrain_trainer *trainer, dtrain_loss
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_evaluate(dtrain_trainer *trainer, void *user,
-                                                        float *loss, float *weight)
+                                                        float *loss, dtrain__samples *samples)
 {
-    dtrain__pipeline *line = trainer->pipeline;
+    const dtrain__pipeline *line = trainer->pipeline;
+    const dtrain__tape_tensor *surveyed;
     dtrain_tensor *tensor = NULL;
-    dtrain__flight flight;
-    memset(&flight, 0, sizeof flight);
+    DTRAIN__TRY(dtrain__line_survey_loss(trainer, user, DTRAIN_TAPE_NO_GRAD, &surveyed));
     for (int chunk = 0; chunk < line->schedule->chunks; chunk++) {
         DTRAIN__TRY(dtrain__line_run_stage(trainer, trainer->desc.loss, user, chunk, &tensor));
-        dtrain__flight_note(&flight, tensor);
         if (!((const dtrain__tape_tensor *)tensor)->ghost)
             DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, loss, NULL));
     }
-    *weight = dtrain__weight_of(trainer->desc.strategy, &flight.samples);
+    *samples = ((const dtrain__tape_tensor *)tensor)->samples;
     return DTRAIN_OK;
 }
 
@@ -399,7 +399,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
     dtrain__pipeline *line = trainer->pipeline;
     const dtrain_pipeline_schedule *s = line->schedule;
     const int root = dtrain__pipeline_place(s->kind, s->ranks, line->stages - 1).rank;
-    line->surveyed = false;
     DTRAIN__TRY(dtrain__agree(trainer->groups.all,
                               dtrain__line_survey_forward(trainer, function, user, count)));
     DTRAIN__TRY(dtrain__strategy_keep(trainer->desc.strategy,
@@ -430,10 +429,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_step(dtrain_trainer *trainer)
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_trainer_step"));
     DTRAIN__TRY(dtrain_strategy_accumulate(strategy, false)); /* the schedule is one backward */
     dtrain__expect_schedule(strategy, trainer->desc.micro_batches > 1); /* other trainers', too */
-    if (!line->surveyed || line->frozen != dtrain__line_frozen(trainer))
-        DTRAIN__TRY(dtrain__strategy_keep(strategy,
-                                          dtrain__pipeline_survey(trainer, trainer->desc.user, 0)));
     dtrain__line_reset(trainer);
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__line_plan(trainer)));
     line->seed = dtrain__step_seed(trainer);
     DTRAIN__TRY(
         dtrain__strategy_keep(strategy, dtrain_pipeline_run(line->schedule, line->comm, &work)));

@@ -88,7 +88,7 @@ static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer)
         dtrain__feed *feed = &trainer->queue->micros[micro].feed;
         if (!feed->filled) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
         for (size_t i = 0; i < feed->count && !feed->filled; i++)
-            DTRAIN__TRY(dtrain__feed_fill(feed, &feed->items[i]));
+            DTRAIN__TRY(dtrain__feed_fill(trainer->tape, feed, &feed->items[i]));
         feed->filled = true;
     }
     return DTRAIN_OK;

@@ -42,6 +42,7 @@
 #include "train/trainer_internal.h"
 
 #define DTRAIN__WORDS_BYTES (DTRAIN__WORD_COUNT * sizeof(float))
+#define DTRAIN__ROUND_BYTES (DTRAIN__ROUND_COUNT * sizeof(double))
 
 static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record);
 static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const double *own,
@@ -54,15 +55,22 @@ static void dtrain__trainer_figures(const dtrain_trainer *trainer, const double 
 static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *record);
 static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc);
 
-/* Write into this rank's words the mean loss of `batches` and its weight, from the sum of losses,
- * each times its weight, and the sum of weights: nothing where another rank's loss counts for this
- * model. */
-static void dtrain__put_loss(const dtrain_trainer *trainer, double sum, double weights,
-                             int64_t batches, double *own)
+/* Write into this rank's words the step's mean loss and its weight, nothing where another rank's
+ * loss counts for this model. */
+static void dtrain__put_loss(const dtrain_trainer *trainer, double *own)
 {
-    if (!trainer->loss_counts) sum = weights = 0;
+    const double sum = trainer->loss_counts ? trainer->loss : 0;
+    const double weights = trainer->loss_counts ? trainer->weight : 0;
     own[DTRAIN__WORD_LOSS] = weights > 0 ? sum / weights : sum;
-    own[DTRAIN__WORD_WEIGHT] = weights / (double)batches;
+    own[DTRAIN__WORD_WEIGHT] = weights / (double)trainer->desc.micro_batches;
+}
+
+/* Move the hash of the inputs since the last exchange into this rank's words. */
+static void dtrain__put_inputs(const dtrain_trainer *trainer, double *own)
+{
+    for (int i = 0; i < 3; i++)
+        own[DTRAIN__WORD_INPUTS + i] = (double)(trainer->tape->inputs_hash >> 22 * i & 0x3fffff);
+    trainer->tape->inputs_hash = 0;
 }
 
 /* Run micro-batches and update, either with the host in the middle or queued as a whole, and then
@@ -88,7 +96,8 @@ static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_r
     if (trainer->groups.tensor_ranks > 1)
         full.tensor_bytes = (uint64_t)own[DTRAIN_FIGURE_TENSOR_BYTES];
     if (trainer->groups.pipeline) full.pipeline_bytes = (uint64_t)own[DTRAIN_FIGURE_PIPELINE_BYTES];
-    dtrain__put_loss(trainer, trainer->loss, trainer->weight, trainer->desc.micro_batches, own);
+    dtrain__put_loss(trainer, own);
+    dtrain__put_inputs(trainer, own);
     own[DTRAIN__WORD_ENDED] = (double)trainer->joined / (double)trainer->desc.micro_batches;
     dtrain_world_query(trainer->world, &world);
     own[DTRAIN__WORD_STOP] = world.stop_requested;
@@ -201,26 +210,34 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
 
 /* ---- the record -------------------------------------------------------------------------------*/
 
-/* Compare where the data of ranks that have parts of one model ended: the messages of a pipeline
- * may find their way past each other where that differs, with numbers that mean nothing. `where`
- * says of which call, with `count` passes of a rank. */
-static dtrain_result dtrain__check_ended(const dtrain_trainer *trainer, const char *where,
-                                         int64_t count)
+/* Compare the data of ranks that have parts of one model: where it ended, and the hash of what it
+ * was. Nothing else sees other samples: messages and sums mix them, into numbers that mean nothing.
+ * `where` says of which call, with `count` passes of a rank. */
+static dtrain_result dtrain__check_data(const dtrain_trainer *trainer, const char *where,
+                                        int64_t count)
 {
+    const char *const advice =
+        "give both the same samples, as a loader does whose desc has the mesh";
     const int tensor = trainer->groups.tensor_ranks, replicas = tensor * trainer->data_ranks;
     for (int r = 0; r < trainer->ranks; r++) {
         const int first = r % replicas / tensor * tensor; /* of the same model */
         const float *own = &trainer->words[r * DTRAIN__WORD_COUNT],
                     *other = &trainer->words[first * DTRAIN__WORD_COUNT];
-        if (own[DTRAIN__WORD_ENDED] == other[DTRAIN__WORD_ENDED]) continue;
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "%s rank %d had data for %.0f of %lld micro-batches, and rank %d, which "
-                           "has another part of the same model, for %.0f; give both the same "
-                           "samples",
-                           where, dtrain__world_rank(trainer->groups.all, r),
-                           (1 - (double)own[DTRAIN__WORD_ENDED]) * (double)count, (long long)count,
-                           dtrain__world_rank(trainer->groups.all, first),
-                           (1 - (double)other[DTRAIN__WORD_ENDED]) * (double)count);
+        const int ranks[2] = {dtrain__world_rank(trainer->groups.all, r),
+                              dtrain__world_rank(trainer->groups.all, first)};
+        if (own[DTRAIN__WORD_ENDED] != other[DTRAIN__WORD_ENDED])
+            return dtrain_fail(DTRAIN_ERROR_USAGE,
+                               "%s rank %d had data for %.0f of %lld micro-batches, and rank %d, "
+                               "which has another part of the same model, for %.0f; %s",
+                               where, ranks[0],
+                               (1 - (double)own[DTRAIN__WORD_ENDED]) * (double)count,
+                               (long long)count, ranks[1],
+                               (1 - (double)other[DTRAIN__WORD_ENDED]) * (double)count, advice);
+        if (memcmp(own + DTRAIN__WORD_INPUTS, other + DTRAIN__WORD_INPUTS, 3 * sizeof *own) != 0)
+            return dtrain_fail(DTRAIN_ERROR_USAGE,
+                               "%s rank %d had other inputs or targets than rank %d, which has "
+                               "another part of the same model; %s",
+                               where, ranks[0], ranks[1], advice);
     }
     return DTRAIN_OK;
 }
@@ -363,7 +380,7 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const doubl
                 dtrain__compare_now(trainer->desc.strategy, "dtrain_trainer_step"));
     record->ended = !(mean[DTRAIN__WORD_ENDED] < 1);
     DTRAIN__TRY(dtrain__strategy_keep(
-        trainer->desc.strategy, dtrain__check_ended(trainer, where, trainer->desc.micro_batches)));
+        trainer->desc.strategy, dtrain__check_data(trainer, where, trainer->desc.micro_batches)));
     DTRAIN__TRY(dtrain__check_finite(trainer, record, overflow));
     record->ranks = trainer->ranks;
     for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++)
@@ -454,9 +471,10 @@ static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *recor
 
 /* ---- evaluation -------------------------------------------------------------------------------*/
 
-/* Run one batch, on a tape that keeps nothing for a backward, to its loss and its weight. */
+/* Run one batch, on a tape that keeps nothing for a backward, to its loss and what that is a mean
+ * over. */
 static dtrain_result dtrain__evaluate_pass(dtrain_trainer *trainer, void *user, float *loss,
-                                           float *weight)
+                                           dtrain__samples *samples)
 {
     const uint32_t flags = trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD;
     DTRAIN__TRY(dtrain_tape_begin(trainer->tape, flags, 0));
@@ -467,28 +485,51 @@ static dtrain_result dtrain__evaluate_pass(dtrain_trainer *trainer, void *user, 
     if (tensor && trainer->tape->error == DTRAIN_OK)
         DTRAIN__TRY(dtrain__check_loss("dtrain_trainer_evaluate", tensor));
     DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, loss, NULL));
-    const dtrain__samples *samples = &((const dtrain__tape_tensor *)tensor)->samples;
-    DTRAIN__TRY(dtrain__agree_unit(trainer->desc.strategy, samples->terms));
-    *weight = dtrain__weight_of(trainer->desc.strategy, samples);
+    *samples = ((const dtrain__tape_tensor *)tensor)->samples;
     return DTRAIN_OK;
 }
 
-/* Evaluate one batch: add its loss times its weight to *sum, and the weight to *weights; or count
- * it to those that this rank has no data for. */
+/* Evaluate one batch into this rank's numbers of the round; a rank whose data has ended takes part
+ * in the gathers of the others. Samples count one each, whatever a step averages over; a loss that
+ * counts none has the weight that the program gives it, or 1. */
 static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_fn next_batch,
-                                          void *user, double *sum, double *weights, int64_t *ended)
+                                          void *user, double *own)
 {
+    dtrain_strategy *strategy = trainer->desc.strategy;
     const dtrain_result next = next_batch ? next_batch(user) : DTRAIN_OK;
-    float loss = 0, weight = 0;
-    *ended += next == DTRAIN_ERROR_END;
-    if (next == DTRAIN_ERROR_END && trainer->pipeline) /* on all of its ranks */
-        return dtrain__join_sums(trainer->desc.strategy);
-    if (next == DTRAIN_ERROR_END) return dtrain__join_forward(trainer->desc.strategy);
+    dtrain_world_info world;
+    dtrain__samples samples;
+    float loss = 0;
+    memset(own, 0, DTRAIN__ROUND_BYTES);
+    dtrain_world_query(trainer->world, &world);
+    own[DTRAIN__ROUND_STOP] = world.stop_requested;
+    own[DTRAIN__ROUND_ENDED] = next == DTRAIN_ERROR_END;
+    if (next == DTRAIN_ERROR_END) /* of a pipeline on all of its ranks */
+        return trainer->pipeline ? dtrain__join_sums(strategy) : dtrain__join_forward(strategy);
     DTRAIN__TRY(next);
-    DTRAIN__TRY(trainer->pipeline ? dtrain__pipeline_evaluate(trainer, user, &loss, &weight)
-                                  : dtrain__evaluate_pass(trainer, user, &loss, &weight));
-    *sum += dtrain__is_finite(loss) ? (double)loss * (double)weight : (double)loss;
-    *weights += (double)weight;
+    memset(&samples, 0, sizeof samples);
+    DTRAIN__TRY(trainer->pipeline ? dtrain__pipeline_evaluate(trainer, user, &loss, &samples)
+                                  : dtrain__evaluate_pass(trainer, user, &loss, &samples));
+    const double weight =
+        samples.terms ? dtrain__samples_count(&samples) : (double)dtrain__micro_weight(strategy);
+    DTRAIN__TRY(dtrain_strategy_weight(strategy, 1)); /* the program's was for this batch */
+    if (!trainer->loss_counts) return DTRAIN_OK;
+    own[DTRAIN__ROUND_LOSS] = dtrain__is_finite(loss) ? (double)loss * weight : (double)loss;
+    own[DTRAIN__ROUND_WEIGHT] = weight;
+    return DTRAIN_OK;
+}
+
+/* Evaluate a batch on every rank, and add the numbers of all ranks to `sums` in rank order. */
+static dtrain_result dtrain__evaluate_round(dtrain_trainer *trainer, dtrain_batch_fn next_batch,
+                                            void *user, double *sums)
+{
+    double *own = trainer->rounds + trainer->rank * DTRAIN__ROUND_COUNT;
+    DTRAIN__TRY(dtrain__evaluate_one(trainer, next_batch, user, own));
+    dtrain__call_label(trainer->world, "evaluation", 0, "");
+    DTRAIN__TRY(dtrain_all_gather(trainer->groups.all, own, trainer->rounds, DTRAIN__ROUND_COUNT,
+                                  DTRAIN_DTYPE_I64, NULL));
+    for (int i = 0; i < trainer->ranks * DTRAIN__ROUND_COUNT; i++)
+        sums[i % DTRAIN__ROUND_COUNT] += trainer->rounds[i];
     return DTRAIN_OK;
 }
 
@@ -496,33 +537,36 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss)
 {
-    if (!trainer || !loss || batches <= 0)
+    const char *const call = "dtrain_trainer_evaluate";
+    if (!trainer || !loss || (batches <= 0 && (batches != DTRAIN_UNTIL_END || !next_batch)))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_evaluate: trainer or loss is NULL, or batches (%lld) "
-                           "is less than 1",
-                           (long long)batches);
-    double sum = 0, weights = 0;
-    int64_t ended = 0;
-    DTRAIN__TRY(dtrain__pipeline_fetches(trainer, "dtrain_trainer_evaluate", next_batch));
-    if (trainer->pipeline)
-        DTRAIN__TRY(dtrain__strategy_keep(
-            trainer->desc.strategy, dtrain__pipeline_survey(trainer, user, DTRAIN_TAPE_NO_GRAD)));
+                           "%s: trainer or loss is NULL, or batches (%lld) is less than 1 and not "
+                           "DTRAIN_UNTIL_END, with a next_batch",
+                           call, (long long)batches);
+    double sums[DTRAIN__ROUND_COUNT] = {0}, own[DTRAIN__WORD_COUNT], mean[DTRAIN__WORD_COUNT];
+    double ended = 0, all_ended = 0; /* rounds of this rank; ranks in the last round */
+    int64_t rounds = 0;
+    DTRAIN__TRY(dtrain__pipeline_fetches(trainer, call, next_batch));
     dtrain__expect_evaluation(trainer->desc.strategy, true);
-    for (int64_t i = 0; i < batches; i++) {
-        const dtrain_result result =
-            dtrain__evaluate_one(trainer, next_batch, user, &sum, &weights, &ended);
-        DTRAIN__TRY(dtrain__strategy_keep(trainer->desc.strategy, result));
+    while (rounds != batches && all_ended < trainer->ranks && sums[DTRAIN__ROUND_STOP] == 0) {
+        const double before = sums[DTRAIN__ROUND_ENDED];
+        DTRAIN__TRY(dtrain__strategy_keep(trainer->desc.strategy,
+                                          dtrain__evaluate_round(trainer, next_batch, user, sums)));
+        ended += trainer->rounds[trainer->rank * DTRAIN__ROUND_COUNT + DTRAIN__ROUND_ENDED];
+        all_ended = sums[DTRAIN__ROUND_ENDED] - before;
+        rounds++;
     }
     dtrain__expect_evaluation(trainer->desc.strategy, false);
-    double own[DTRAIN__WORD_COUNT], mean[DTRAIN__WORD_COUNT];
     for (int word = 0; word < DTRAIN__WORD_COUNT; word++) /* the last step's figures stay */
         own[word] = (double)trainer->words[trainer->rank * DTRAIN__WORD_COUNT + word];
-    own[DTRAIN__WORD_ENDED] = (double)ended / (double)batches;
-    dtrain__put_loss(trainer, sum, weights, batches, own);
+    own[DTRAIN__WORD_ENDED] = ended / (double)rounds;
+    dtrain__put_inputs(trainer, own);
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
-    *loss = mean[DTRAIN__WORD_LOSS];
+    const double total = sums[DTRAIN__ROUND_WEIGHT];
+    *loss = total > 0 ? sums[DTRAIN__ROUND_LOSS] / total : sums[DTRAIN__ROUND_LOSS];
+    if (sums[DTRAIN__ROUND_STOP] > 0) *loss = DTRAIN__NAN; /* not of all samples */
     return dtrain__strategy_keep(trainer->desc.strategy,
-                                 dtrain__check_ended(trainer, "dtrain_trainer_evaluate:", batches));
+                                 dtrain__check_data(trainer, "dtrain_trainer_evaluate:", rounds));
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__forward_made(const dtrain_tensor *made, int64_t count)
@@ -599,11 +643,15 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
         (float *)dtrain__alloc(allocator, ranks, DTRAIN__WORDS_BYTES, "a trainer's words");
     trainer->compute =
         (double *)dtrain__alloc(allocator, ranks, sizeof *trainer->compute, "a trainer's times");
+    trainer->rounds =
+        (double *)dtrain__alloc(allocator, ranks, DTRAIN__ROUND_BYTES, "a trainer's evaluations");
     trainer->named = (bool *)dtrain__alloc(allocator, ranks, sizeof *trainer->named, "a trainer");
-    dtrain_result result =
-        trainer->words && trainer->compute && trainer->named ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    dtrain_result result = trainer->words && trainer->compute && trainer->rounds && trainer->named
+                               ? DTRAIN_OK
+                               : DTRAIN_ERROR_MEMORY;
     if (result == DTRAIN_OK)
         result = dtrain_tape_create(world, desc->strategy, NULL, &trainer->tape);
+    if (result == DTRAIN_OK) trainer->tape->hashes = trainer->ranks != trainer->data_ranks;
     if (result == DTRAIN_OK)
         result = dtrain_tape_recompute(trainer->tape, desc->recompute_every, desc->recompute_ops);
     if (result == DTRAIN_OK && trainer->scaling)
@@ -664,6 +712,7 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer)
     dtrain__pipeline_destroy(trainer);
     dtrain__free(&allocator, trainer->words, ranks, DTRAIN__WORDS_BYTES);
     dtrain__free(&allocator, trainer->compute, ranks, sizeof *trainer->compute);
+    dtrain__free(&allocator, trainer->rounds, ranks, DTRAIN__ROUND_BYTES);
     dtrain__free(&allocator, trainer->named, ranks, sizeof *trainer->named);
     dtrain__free(&allocator, trainer, 1, sizeof *trainer);
 }

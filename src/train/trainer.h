@@ -188,10 +188,18 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
  * it goes on with the micro-batch that could not be read, while the other ranks wait. An error of
  * loss, of the tape or of a kernel on one rank is one on all, and stands. */
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record);
+#define DTRAIN_UNTIL_END (-1) /* dtrain_trainer_evaluate: until next_batch has ended on all ranks */
+
 /* Evaluate the mean loss without gradients over the samples of `batches` calls of next_batch on
- * every rank; one that ends earlier (DTRAIN_ERROR_END) has fewer. Collective. next_batch and user
- * may differ from training's; the loss function gets this user. next_batch NULL: the loss fetches
- * its batch; not with a pipeline. An error on one rank is one on all, and stands. */
+ * every rank, or of all calls until it returns DTRAIN_ERROR_END on every rank; one that ends
+ * earlier has fewer. Collective. Each sample counts once, whatever the strategy averages over, so
+ * that batches may have different sizes; sums are taken in double. With a loader that ends
+ * (dtrain_loader_desc.sample_limit) the mean covers each sample once for any number of ranks.
+ *
+ * next_batch and user may differ from training's; the loss function gets this user. next_batch
+ * NULL: the loss fetches its batch; not with a pipeline. Once a rank was asked to stop
+ * (desc.catch_signals of dtrain_launch) the evaluation ends after the batch under way, on all
+ * ranks, with a loss of NaN. An error on one rank is one on all, and stands. */
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss);

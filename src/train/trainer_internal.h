@@ -26,7 +26,18 @@ enum {
     DTRAIN__WORD_STOP,   /* 1: this rank was asked to stop */
     DTRAIN__WORD_ENDED,  /* share of its micro-batches that had no data any more */
     DTRAIN__WORD_SAME, /* 24 bits of a hash of what may change between steps, on all ranks alike */
+    DTRAIN__WORD_INPUTS, /* and the two behind it: the hash of its inputs, 22 bits each */
+    DTRAIN__WORD_INPUTS_END = DTRAIN__WORD_INPUTS + 2,
     DTRAIN__WORD_COUNT
+};
+
+/* The numbers that a rank sends the others after each batch of an evaluation. */
+enum {
+    DTRAIN__ROUND_LOSS,   /* times its weight */
+    DTRAIN__ROUND_WEIGHT, /* samples that the loss is a mean over */
+    DTRAIN__ROUND_ENDED,  /* 1: this rank's data had ended */
+    DTRAIN__ROUND_STOP,   /* 1: it was asked to stop */
+    DTRAIN__ROUND_COUNT
 };
 
 #define DTRAIN__SLOW_SCORE 2.0 /* a straggler's compute time over the median rank's ... */
@@ -57,6 +68,7 @@ struct dtrain_trainer {
     float gpu[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN: no monitor has set it */
     float *words;                      /* (ranks, WORD_COUNT), host memory: gathered in place */
     double *compute;                   /* (ranks) seconds, for the median */
+    double *rounds;                    /* (ranks, ROUND_COUNT): gathered in place */
     int slow_rank;                     /* the slowest of the last step ... */
     int slow_steps;                    /* ... and for how many steps it has been a straggler */
     bool *named;                       /* (ranks) a warning has named it */
@@ -114,10 +126,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_failed(const dtrain_trainer *trai
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_plan(const dtrain_trainer_desc *desc,
                                                     const dtrain__strategy_plan *plan,
                                                     dtrain_tape *tape);
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_survey(dtrain_trainer *trainer, void *user,
-                                                      uint32_t flags);
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_evaluate(dtrain_trainer *trainer, void *user,
-                                                        float *loss, float *weight);
+                                                        float *loss, dtrain__samples *samples);
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_forward(dtrain_trainer *trainer,
                                                        dtrain_loss_fn function, void *user,
                                                        float *values, int64_t count);

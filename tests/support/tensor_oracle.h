@@ -99,7 +99,7 @@ typedef struct tp_program {
 
 /* ---- What a rank of the data axis has in a micro-batch --------------------------------------------- */
 
-enum { TP_BATCH = 1, TP_TOKEN, TP_TARGET, TP_SKIP, TP_LENGTH, TP_MASK, TP_JOIN };
+enum { TP_BATCH = 1, TP_TOKEN, TP_TARGET, TP_SKIP, TP_LENGTH, TP_MASK, TP_JOIN, TP_EVALUATIONS };
 
 static inline uint64_t tp_draw(const tp_program *g, uint64_t what, int data_rank, int step,
                                int micro, int64_t item)
@@ -115,11 +115,17 @@ typedef struct tp_place { /* which micro-batch */
     bool evaluation; /* without gradients and dropout, and with any number of rows */
 } tp_place;
 
-/* What shapes depend on: over a pipeline they are those of the first micro-batch. */
+/* What shapes depend on: over a pipeline those of a step are those of its first micro-batch. */
 static inline tp_place tp_shape_place(const tp_program *g, tp_place at)
 {
-    if (g->pipeline) at.step = at.micro = 0;
+    if (g->pipeline && !at.evaluation) at.micro = 0;
     return at;
+}
+/* How many batches a rank of the data axis has in an evaluation, of different sizes; one has some. */
+static inline int tp_evaluations(const tp_program *g, int data_rank)
+{
+    const int drawn = (int)(tp_draw(g, TP_EVALUATIONS, data_rank, 0, 0, 0) % 4);
+    return g->pipeline ? drawn + (data_rank == 0) : 1;
 }
 static inline bool tp_upset(const tp_program *g, tp_place at)
 {

@@ -799,19 +799,20 @@ static inline void expect(play *y)
     y->after = tp_zeros(g->elements);
     for (int64_t i = 0; i < g->elements; i++) y->after[i] = (double)y->init[i];
     for (int step = 0; step < g->steps; step++) expect_step(y, y->after, grads, step);
-    for (int r = 0; r < g->data && g->evaluate; r++) {
-        tp_pass s;
-        memset(&s, 0, sizeof s);
-        s.g = g;
-        s.at.data_rank = r, s.at.step = MOST_STEPS, s.at.evaluation = true;
-        s.weights = y->after;
-        tp_forward(&s);
-        y->losses[r][MOST_STEPS][0] = s.loss;
-        y->mean[MOST_STEPS] += (g->means ? 1 : (double)s.valid) * s.loss;
-        total += g->means ? 1 : (double)s.valid;
-        tp_free(&s);
-    }
-    y->mean[MOST_STEPS] /= total;
+    for (int r = 0; r < g->data && g->evaluate; r++)
+        for (int i = 0; i < tp_evaluations(g, r); i++) { /* each sample counts once */
+            tp_pass s;
+            memset(&s, 0, sizeof s);
+            s.g = g;
+            s.at.data_rank = r, s.at.step = MOST_STEPS, s.at.micro = i, s.at.evaluation = true;
+            s.weights = y->after;
+            tp_forward(&s);
+            if (i == 0) y->losses[r][MOST_STEPS][0] = s.loss;
+            y->mean[MOST_STEPS] += (double)s.valid * s.loss;
+            total += (double)s.valid;
+            tp_free(&s);
+        }
+    if (total > 0) y->mean[MOST_STEPS] /= total;
     free(grads);
 }
 
@@ -821,6 +822,7 @@ typedef struct rank_state {
     play *y;
     dtrain_world *world;
     int rank, data_rank, tensor_rank;
+    int odd; /* 1 + the micro-batch of the first step in which this rank has another token; 0: none */
     dtrain_mesh *mesh;
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
@@ -883,6 +885,8 @@ static inline dtrain_tensor *embed(rank_state *s, const tp_node *n, tp_place at)
     int64_t shape[2];
     shape[0] = tp_batch(g, at), shape[1] = g->sequence;
     for (int64_t i = 0; i < shape[0] * shape[1]; i++) tokens[i] = tp_token(g, at, i);
+    if (s->odd && at.step == 0 && at.micro == s->odd - 1)
+        tokens[0] = (int32_t)((tokens[0] + 1) % g->vocabulary);
     dtrain_tensor *input = dtrain_tape_input(s->tape, DTRAIN_DTYPE_I32, 2, shape, tokens, false);
     return dtrain_embedding(s->tape, input, param_of(s, n->w), param_of(s, n->b));
 }

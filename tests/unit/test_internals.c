@@ -246,11 +246,9 @@ static int rank_of_a_model(dtrain_world *world, void *user)
     t.words = words, t.compute = compute, t.named = named, t.rank = rank, t.ranks = size;
     t.data_ranks = dtrain_comm_size(t.groups.data);
     t.desc.micro_batches = 3, t.desc.tokens = 5;
-    dtrain__put_loss(&t,
-                     rank == 1   ? 2 * 8.0
-                     : rank == 3 ? 1 * 2.0
-                                 : 100,
-                     rank == 1 ? 2 : 1, 3, own);
+    t.loss = rank == 1 ? 2 * 8.0 : rank == 3 ? 1 * 2.0 : 100;
+    t.weight = rank == 1 ? 2 : 1;
+    dtrain__put_loss(&t, own);
     RANKS_TRY(dtrain__trainer_record(&t, own, &record));
     CHECK_CLOSE(record.loss, (2 * 8.0 + 1 * 2.0) / 3, 1e-6);
     CHECK(record.tokens == 2 * 3 * 5 && record.ranks == 4);

@@ -70,7 +70,7 @@ typedef struct job {
 
 typedef struct local {
     job *j;
-    int rank, data_rank, next, calls; /* calls: of loss, the survey included */
+    int rank, data_rank, next, calls; /* calls: of loss, the survey of each step included */
     dtrain_param params[PARAMS];
     char names[PARAMS][16];
     int32_t tokens[ROWS], targets[ROWS];
@@ -141,7 +141,8 @@ static void in_loss(local *l, int micro)
 static dtrain_tensor *loss_of(dtrain_tape *t, void *user)
 {
     local *l = (local *)user;
-    const int micro = l->calls++ - 1;
+    const int each = (int)l->j->micros + 1, call = l->calls++; /* calls of a step */
+    const int micro = call % each ? call / each * (each - 1) + call % each - 1 : -1;
     const int64_t rows = ROWS - (l->j->what == OTHER_SHAPES && micro == 1),
                   shape[2] = {rows, WIDTH};
     const bool wants = l->j->what == WANTS_GRADIENT;
