@@ -263,7 +263,7 @@ static int train(dtrain_world *world, void *user)
                                  .batch = (uint32_t)s->batch,
                                  .sequence = SEQ,
                                  .item_count = part,
-                                 .comm = dtrain_mesh_comm(mesh, DTRAIN_AXIS_DATA)};
+                                 .mesh = mesh};
     learn.inputs = malloc(tokens * sizeof *learn.inputs);
     learn.targets = malloc(tokens * sizeof *learn.targets);
     if (!learn.inputs || !learn.targets)
@@ -272,6 +272,7 @@ static int train(dtrain_world *world, void *user)
     CHECK(dtrain_loader_create(world, &window, &learn.loader));
     window.first_item = part;
     window.item_count = all - part;
+    window.sample_limit = 20 * s->batch; /* then it ends: the loss does not depend on the ranks */
     CHECK(dtrain_loader_create(world, &window, &held_out.loader));
 
     dtrain_strategy_desc where = {0};
@@ -306,7 +307,8 @@ static int train(dtrain_world *world, void *user)
         dtrain_step_record record;
         CHECK(dtrain_trainer_step(trainer, &record));
         if (step == s->steps)
-            CHECK(dtrain_trainer_evaluate(trainer, next_batch, &held_out, 20, &record.val_loss));
+            CHECK(dtrain_trainer_evaluate(trainer, next_batch, &held_out, DTRAIN_UNTIL_END,
+                                          &record.val_loss));
         CHECK(dtrain_metrics_step(metrics, &record));
     }
     dtrain_metrics_info run;

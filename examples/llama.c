@@ -330,10 +330,8 @@ static int train(dtrain_world *world, void *user)
         source.item_count = (int64_t)made.length;
     }
     CHECK(dtrain_dataset_open(world, &source, &text));
-    const dtrain_loader_desc windows = {.dataset = text,
-                                        .batch = (uint32_t)s->batch,
-                                        .sequence = s->seq,
-                                        .comm = dtrain_mesh_comm(mesh, DTRAIN_AXIS_DATA)};
+    const dtrain_loader_desc windows = {
+        .dataset = text, .batch = (uint32_t)s->batch, .sequence = s->seq, .mesh = mesh};
     CHECK(dtrain_loader_create(world, &windows, &b.loader));
     b.inputs = malloc(tokens * sizeof *b.inputs);
     b.targets = malloc(tokens * sizeof *b.targets);

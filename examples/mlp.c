@@ -92,6 +92,7 @@ static dtrain_result open_loader(dtrain_world *world, const task *d, dtrain_data
 {
     dtrain_loader_desc desc = {
         .batch = (uint32_t)batch, .seed = 1, .in_order = test, .drop_last = !test, .dataset = from};
+    if (test) desc.sample_limit = DTRAIN_ONE_EPOCH; /* each sample once, then DTRAIN_ERROR_END */
     if (d->folder) {
         desc.workers = 1; /* which reads the next batch while this one is learned */
         desc.transform = normalise;
@@ -140,21 +141,20 @@ static dtrain_tensor *forward(dtrain_tape *t, dtrain_param *p, const task *d, co
 /* ---- training ---------------------------------------------------------------------------- */
 
 /* *share = the fraction of all test samples whose largest logit is the label's. Each rank takes its
- * share of a batch; samples that come again behind the last one do not count. */
+ * share; labels of -1 fill up the last batch, and do not count. */
 static int test(dtrain_world *world, dtrain_tape *t, dtrain_param *params, const task *d,
                 dtrain_loader *loader, float *x, int32_t *labels, float *logits, double *share)
 {
-    const int64_t rank = dtrain_world_rank(world), ranks = dtrain_world_size(world);
     dtrain_loader_info info;
+    dtrain_result result;
     int64_t correct = 0;
     dtrain_loader_seek(loader, 0);
     dtrain_loader_query(loader, &info);
     const int64_t count = info.samples_per_epoch;
-    for (int64_t at = 0; at < count; at += TEST_BATCH * ranks) {
-        CHECK(dtrain_loader_next(loader, x, labels));
+    while ((result = dtrain_loader_next(loader, x, labels)) == DTRAIN_OK) {
         CHECK(dtrain_tape_begin(t, DTRAIN_TAPE_NO_GRAD, 0));
         CHECK(dtrain_tensor_read(t, forward(t, params, d, x, TEST_BATCH), logits, NULL));
-        for (int64_t r = 0; r < TEST_BATCH && at + r * ranks + rank < count; r++) {
+        for (int64_t r = 0; r < TEST_BATCH; r++) {
             const float *row = logits + r * d->classes;
             int32_t best = 0;
             for (int32_t c = 1; c < d->classes; c++)
@@ -162,6 +162,7 @@ static int test(dtrain_world *world, dtrain_tape *t, dtrain_param *params, const
             correct += best == labels[r];
         }
     }
+    if (result != DTRAIN_ERROR_END) CHECK(result);
     CHECK(dtrain_all_reduce(dtrain_world_comm(world), &correct, &correct, 1, DTRAIN_DTYPE_I64,
                             DTRAIN_REDUCE_SUM, NULL));
     *share = (double)correct / (double)count;

@@ -217,14 +217,12 @@ static int train(dtrain_world *world, void *user)
                                        .chunks = (uint32_t)number[CHUNKS]};
     if (at.rank == 0 && show(mesh, &line, micros)) return 1;
 
-    /* Ranks with the same place on the data axis read the same samples. */
+    /* With the mesh, a loader deals samples to the data axis: ranks of one replica read the same. */
     dtrain_dataset_desc source = {.path = s->data, .format = DTRAIN_DATA_BYTES};
     if (!s->data) source = (dtrain_dataset_desc){.read = read_lines, .item_count = make_lines()};
     CHECK(dtrain_dataset_open(world, &source, &data));
-    const dtrain_loader_desc window = {.dataset = data,
-                                       .batch = (uint32_t)j.count,
-                                       .sequence = SEQ,
-                                       .comm = dtrain_mesh_comm(mesh, DTRAIN_AXIS_DATA)};
+    const dtrain_loader_desc window = {
+        .dataset = data, .batch = (uint32_t)j.count, .sequence = SEQ, .mesh = mesh};
     CHECK(dtrain_loader_create(world, &window, &j.loader));
     const dtrain_strategy_desc where = {
         .kind = DTRAIN_STRATEGY_DDP + (uint32_t)number[STRATEGY], .mesh = mesh, .pipeline = &line};

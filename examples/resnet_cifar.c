@@ -284,10 +284,10 @@ static dtrain_result next_batch(void *user)
     return dtrain_loader_next(m->train, m->x, m->labels);
 }
 
-/* Add what one batch says about the first `count` of its images: how many are right, and the sum of their losses. */
-static void judge(const model *m, const float *logits, int64_t count, double *right, double *loss)
+/* Add what one batch says about its images: how many are right, and the sum of their losses. */
+static void judge(const model *m, const float *logits, double *right, double *loss)
 {
-    for (int64_t i = 0; i < count; i++, logits += CLASSES) {
+    for (int64_t i = 0; i < m->batch && m->labels[i] >= 0; i++, logits += CLASSES) {
         int best = 0;
         double sum = 0;
         for (int c = 1; c < CLASSES; c++)
@@ -298,25 +298,25 @@ static void judge(const model *m, const float *logits, int64_t count, double *ri
     }
 }
 
-/* Measure accuracy, in per cent, and loss on the test images. Each rank takes its share of every batch, every ranks-th
- * image; in the last batch images from the beginning come again and do not count. */
-static dtrain_result test(dtrain_world *world, run_job *j, double *accuracy, double *mean_loss)
+/* Measure accuracy, in per cent, and loss on the test images, of which each rank takes its share; labels of -1 fill up
+ * the last batch. *stop: a rank was asked to stop, and nothing is measured. */
+static dtrain_result test(dtrain_world *world, run_job *j, double *accuracy, double *mean_loss,
+                          bool *stop)
 {
     model *m = j->own;
     dtrain_tape *tape = dtrain_trainer_tape(j->trainer);
-    const int64_t rank = dtrain_world_rank(world), ranks = dtrain_world_size(world);
     double sums[2] = {0, 0}; /* right, loss */
     float *logits = malloc((size_t)m->batch * CLASSES * sizeof *logits);
     dtrain_result result = DTRAIN_OK;
     if (!logits) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for logits");
     dtrain_loader_seek(m->test, 0);
-    for (int64_t first = 0; first < m->test_count; first += m->batch * ranks) {
-        const int64_t left = (m->test_count - first - rank + ranks - 1) / ranks;
-        TRY(dtrain_loader_next(m->test, m->x, m->labels));
+    while (!*stop && (result = dtrain_loader_next(m->test, m->x, m->labels)) == DTRAIN_OK) {
         TRY(dtrain_tape_begin(tape, tape_flags(j->s) | DTRAIN_TAPE_NO_GRAD, 0));
         TRY(dtrain_tensor_read(tape, forward(tape, m), logits, NULL));
-        judge(m, logits, left < m->batch ? left : m->batch, &sums[0], &sums[1]);
+        judge(m, logits, &sums[0], &sums[1]);
+        TRY(asked_to_stop(world, stop));
     }
+    if (result != DTRAIN_ERROR_END) TRY(result);
     float all[2] = {(float)sums[0], (float)sums[1]}; /* counts below 2^24 are exact */
     TRY(dtrain_all_reduce(dtrain_world_comm(world), all, all, 2, DTRAIN_DTYPE_F32,
                           DTRAIN_REDUCE_SUM, NULL));
@@ -358,10 +358,12 @@ static dtrain_result open_data(dtrain_world *world, run_job *j)
                                  .workers = (uint32_t)j->s->workers,
                                  .transform = augmented,
                                  .output_bytes = PIXELS * sizeof *m->x};
+    share_samples(j, &images);
     TRY(dtrain_loader_create(world, &images, &m->train));
     images.dataset = m->images[1];
     images.in_order = true;
     images.drop_last = false;
+    images.sample_limit = DTRAIN_ONE_EPOCH; /* each image once, then DTRAIN_ERROR_END */
     images.transform = plain;
     TRY(dtrain_loader_create(world, &images, &m->test));
     dtrain_loader_query(m->train, &epoch);
@@ -411,7 +413,10 @@ static dtrain_result validate(dtrain_world *world, run_job *j, int64_t done, boo
     if (stopping || (done % m->epoch_steps && done != j->steps)) return DTRAIN_OK;
     const double seconds = dtrain_seconds() - m->begun, steps = (double)(done - m->epoch_begin);
     const double images = steps * j->batch * j->accum * dtrain_world_size(world);
-    TRY(test(world, j, &accuracy, &record->val_loss));
+    double val_loss = 0;
+    TRY(test(world, j, &accuracy, &val_loss, &record->stop_requested));
+    if (record->stop_requested) return DTRAIN_OK;
+    record->val_loss = val_loss;
     if (dtrain_world_rank(world) == 0)
         printf("%5lld %7lld  %6.4f  %13.4f  %11.1f %%  %8.0f\n",
                (long long)((done - 1) / m->epoch_steps + 1), (long long)done, record->lr,

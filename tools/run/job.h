@@ -192,6 +192,25 @@ static dtrain_comm *job_comm(const run_job *j)
     return j->mesh ? dtrain_mesh_comm(j->mesh, DTRAIN_AXIS_DATA) : j->comm;
 }
 
+/* Say the same to a loader. */
+static void share_samples(const run_job *j, dtrain_loader_desc *desc)
+{
+    desc->mesh = j->mesh;
+    desc->comm = j->mesh ? NULL : j->comm;
+}
+
+/* Tell whether a signal has asked any rank to stop. Collective. */
+static dtrain_result asked_to_stop(dtrain_world *world, bool *any)
+{
+    char all[DTRAIN_MAX_RANKS];
+    dtrain_world_info info;
+    dtrain_world_query(world, &info);
+    const char mine = info.stop_requested;
+    const dtrain_result result = dtrain_world_all_gather(world, &mine, 1, all);
+    *any = result == DTRAIN_OK && memchr(all, 1, (size_t)dtrain_world_size(world));
+    return result;
+}
+
 /* Count them. */
 static int job_ranks(dtrain_world *world, const run_job *j)
 {

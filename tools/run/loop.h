@@ -65,9 +65,10 @@ static dtrain_result train_steps(dtrain_world *world, run_job *j)
         }
         TRY(result);
         if (j->s->probe_links) forecast_links(world, j, &record);
-        stopping = record.stop_requested;
+        TRY(j->program->validate(world, j, step + 1, record.stop_requested, &record));
+        stopping =
+            record.stop_requested; /* in the step, or in the validation, which has ended then */
         if (stopping) j->stopped_at = step + 1;
-        TRY(j->program->validate(world, j, step + 1, stopping, &record));
         TRY(dtrain_metrics_step(j->metrics, &record));
         TRY(save(j, step + 1, &record, stopping));
     }

@@ -177,7 +177,7 @@ static int check_data(settings *s)
     TRY(dtrain_dataset_open(NULL, &desc, &dataset));
     s->vocab = (long)dataset_info(dataset).vocab_count;
     for (int side = 0; side < 2; side++) {
-        dtrain_loader_desc window = loader_desc(s, dataset, NULL, s->run->batch, side == 1);
+        dtrain_loader_desc window = loader_desc(s, dataset, s->run->batch, side == 1);
         TRY(dtrain_loader_create(NULL, &window, &loader));
         dtrain_loader_destroy(loader);
     }

@@ -42,9 +42,12 @@ static dtrain_result next_batch(void *user)
     if (!from->samples)
         return dtrain_loader_next(from->loader, from->batch.inputs, from->batch.targets);
     const dtrain_result result = dtrain_loader_next(from->loader, from->samples, NULL);
+    dtrain_loader_info info;
+    dtrain_loader_query(from->loader, &info);
     for (size_t i = 0; i < (size_t)from->batch.batch && result == DTRAIN_OK; i++) {
         memcpy(from->batch.inputs + i * seq, from->samples + 2 * i * seq, bytes);
         memcpy(from->batch.targets + i * seq, from->samples + (2 * i + 1) * seq, bytes);
+        if (i >= info.batch_samples) memset(from->batch.targets + i * seq, 255, bytes); /* of -1 */
     }
     return result;
 }
@@ -74,9 +77,10 @@ static dtrain_dataset_info dataset_info(const dtrain_dataset *dataset)
     return info;
 }
 
-/* Train on the first part of the tokens or sums, hold out the last --val-split of them. */
-static dtrain_loader_desc loader_desc(const settings *s, dtrain_dataset *dataset, dtrain_comm *comm,
-                                      int64_t batch, bool held_out)
+/* Train on the first part of the tokens or sums, hold out the last --val-split of them. A validation has the same
+ * samples for any number of ranks: --eval-batches times --batch, whatever --auto-batch or --global-batch makes of it. */
+static dtrain_loader_desc loader_desc(const settings *s, dtrain_dataset *dataset, int64_t batch,
+                                      bool held_out)
 {
     const int64_t tokens = dataset_info(dataset).item_count;
     const int64_t train = s->sums ? sums_held_out(s->sums, s->val_split)
@@ -84,8 +88,9 @@ static dtrain_loader_desc loader_desc(const settings *s, dtrain_dataset *dataset
     dtrain_loader_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.dataset = dataset;
-    desc.comm = comm;
     desc.batch = (uint32_t)batch;
+    if (held_out)
+        desc.sample_limit = s->eval_batches ? s->eval_batches * s->run->batch : DTRAIN_ONE_EPOCH;
     desc.sequence = s->sums ? 0 : s->seq;
     desc.seed = (uint64_t)s->run->seed;
     desc.workers = (uint32_t)s->run->workers;
@@ -149,8 +154,8 @@ static dtrain_result open_gpt(dtrain_world *world, run_job *j)
 static dtrain_result open_source(dtrain_world *world, const run_job *j, source *side, bool held_out)
 {
     const gpt_run *own = own_part(j);
-    dtrain_loader_desc desc =
-        loader_desc(own->s, own->dataset, job_comm(j), side->batch.batch, held_out);
+    dtrain_loader_desc desc = loader_desc(own->s, own->dataset, side->batch.batch, held_out);
+    share_samples(j, &desc);
     const size_t bytes = desc.batch * dataset_info(own->dataset).item_bytes;
     if (own->s->sums && !(side->samples = (int32_t *)malloc(bytes)))
         return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a batch of sums");
@@ -205,35 +210,44 @@ static dtrain_tensor *batch_logits(dtrain_tape *tape, void *user)
                         DTRAIN_PLACEMENT_WHOLE);
 }
 
-/* Measure the share of the held-out sums that the model answers right, 0 to 1. Each rank takes its part of every
- * batch; those from the beginning that fill up the last batch do not count. */
-static dtrain_result measure_sums(dtrain_world *world, run_job *j, double *share)
+/* Measure the share of all held-out sums that the model answers right, 0 to 1; *stop: a rank was asked to stop, and
+ * it is not measured. */
+static dtrain_result measure_sums(dtrain_world *world, run_job *j, double *share, bool *stop)
 {
     gpt_run *own = own_part(j);
     gpt_batch *b = &own->held_out.batch;
     dtrain_comm *const comm = j->mesh ? job_comm(j) : dtrain_world_comm(world);
-    const int64_t rank = dtrain_comm_rank(comm), ranks = dtrain_comm_size(comm);
+    dtrain_loader *const some = own->held_out.loader;
+    dtrain_loader_desc desc = loader_desc(own->s, own->dataset, b->batch, true);
+    dtrain_loader_info info;
     const int64_t count = SUMS_COUNT - sums_held_out(own->s->sums, own->s->val_split);
     const int64_t room = b->batch * own->s->seq * gpt_columns(&own->model.config);
     float right = 0; /* exact below 2^24 */
     float *logits = (float *)malloc((size_t)room * sizeof *logits);
     dtrain_result result = DTRAIN_OK;
     if (!logits) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for logits");
-    dtrain_loader_seek(own->held_out.loader, 0);
-    for (int64_t first = 0; first < count; first += b->batch * ranks) {
-        const int64_t left = (count - first - rank + ranks - 1) / ranks;
-        TRY(next_batch(&own->held_out));
+    share_samples(j, &desc);
+    desc.sample_limit = DTRAIN_ONE_EPOCH;
+    own->held_out.loader = NULL;
+    TRY(dtrain_loader_create(world, &desc, &own->held_out.loader));
+    while (!*stop && (result = next_batch(&own->held_out)) == DTRAIN_OK) {
         TRY(dtrain_trainer_forward(j->trainer, batch_logits, b, logits, room));
-        right += (float)count_right(own, logits, left < b->batch ? left : b->batch);
+        dtrain_loader_query(own->held_out.loader, &info);
+        right += (float)count_right(own, logits, info.batch_samples);
+        TRY(asked_to_stop(world, stop));
     }
+    if (result != DTRAIN_ERROR_END) TRY(result);
     TRY(dtrain_all_reduce(comm, &right, &right, 1, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL));
     *share = (double)right / (double)count;
 cleanup:
+    if (own->held_out.loader != some) dtrain_loader_destroy(own->held_out.loader);
+    own->held_out.loader = some;
     free(logits);
     return result;
 }
 
-/* Compute the validation loss, on the same random windows each time, and of sums the share that is right. */
+/* Compute the validation loss, on the same random windows each time, and of sums the share that is right. A request to
+ * stop ends it, and the record says so. */
 static dtrain_result validate_gpt(dtrain_world *world, run_job *j, int64_t done, bool stopping,
                                   dtrain_step_record *record)
 {
@@ -243,11 +257,12 @@ static dtrain_result validate_gpt(dtrain_world *world, run_job *j, int64_t done,
     dtrain_result result = DTRAIN_OK;
     if (!due || !s->eval_batches || stopping) return DTRAIN_OK;
     dtrain_loader_seek(own->held_out.loader, 0);
-    TRY(dtrain_trainer_evaluate(j->trainer, next_batch, &own->held_out, s->eval_batches,
+    TRY(dtrain_trainer_evaluate(j->trainer, next_batch, &own->held_out, DTRAIN_UNTIL_END,
                                 &record->val_loss));
-    if (!s->sums || !sums_fit(s->sums, s->seq)) return DTRAIN_OK;
-    TRY(measure_sums(world, j, &own->right));
-    if (dtrain_world_rank(world) == 0) show_right(own->right, done);
+    if (isnan(record->val_loss)) TRY(asked_to_stop(world, &record->stop_requested));
+    if (record->stop_requested || !s->sums || !sums_fit(s->sums, s->seq)) return DTRAIN_OK;
+    TRY(measure_sums(world, j, &own->right, &record->stop_requested));
+    if (!record->stop_requested && dtrain_world_rank(world) == 0) show_right(own->right, done);
 cleanup:
     return result;
 }

@@ -107,7 +107,10 @@ static const flag show_flags[] = {
     {"--eval-every", 'i', &flags.eval_every, 0, 1e12,
      "steps between validations; default 250, and 400 for sums; 0 = at the end only", NULL},
     {"--eval-batches", 'i', &flags.eval_batches, 0, 1e9,
-     "batches per rank and validation; 0 = never validate", NULL},
+     "samples of a validation, of all ranks together, in units of --batch; at most all that are "
+     "held out; 0 = never "
+     "validate",
+     NULL},
     {"--sample", 'i', &flags.sample, 0, 1e6,
      "tokens to write at the end; 0 = none; default: 300, or none for gpt2 and larger; of sums it "
      "shows ten, unless there is a --prompt",
