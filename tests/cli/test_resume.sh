@@ -306,6 +306,18 @@ for closed in '<&-' '>&-' '2>&-' '<&- >&-' '<&- 2>&-' '>&- 2>&-' '<&- >&- 2>&-';
     result "$closed: so is a page about it" $?
 done
 
+# ---- a request to stop in a validation that takes long: it ends with the batch under way, and the step is saved ----
+"$build/train_gpt" --data dtrain.h --layers 4 --heads 4 --channels 128 --seq 64 --batch 1 --steps 3 --ranks 2 --threads 1 --sample 0 --val-split 0.9 \
+    --eval-every 1 --eval-batches 1000000000 --checkpoint "$tmp/validated" --log "$tmp/validated.log" >"$tmp/out" 2>&1 &
+launcher=$!
+wait_for 60 grep -q 'a rank will need' "$tmp/out"
+sleep 1
+kill -TERM $launcher
+wait $launcher
+status=$?
+[ $status -eq 0 ] && grep -q 'stopped by a signal, as asked, after step 1 of 3; saved in' "$tmp/out" && ! grep -q '"val_loss": [0-9]' "$tmp/validated.log"
+result "asked to stop in a validation" $? "$tmp/out"
+
 # ---- what cannot be ----
 good "the example" "3 ranks end at step 150" "$build/resume" "$tmp/example"
 good "the example again" "3 ranks begin at step 150" "$build/resume" "$tmp/example"

@@ -12,7 +12,7 @@ mutant "step: micro-batches are not averaged" train/pipeline_step.c 's/dtrain__m
 mutant "step: masks of the first micro-batch in all" train/pipeline_step.c 's/line->seed + dtrain__micro_seed(.*;/line->seed;/'
 mutant "step: weights of earlier micro-batches are forgotten" strategy/weights.c '/_weigh_micro(/,/^}/s/strategy->weights += strategy->weight;//'
 mutant "step: gradients of earlier micro-batches alone are missing ones" tape/backward.c 's/if (tape->pass.more) dtrain__note_gradient(.*/if (tape->pass.more) continue;/'
-mutant "step: an evaluation crosses as training did" train/trainer.c 's/dtrain__pipeline_survey(trainer, user, DTRAIN_TAPE_NO_GRAD)/DTRAIN_OK/'
+mutant "step: an evaluation crosses as training did" train/pipeline_step.c 's/    DTRAIN__TRY(dtrain__line_survey_loss(trainer, user, DTRAIN_TAPE_NO_GRAD, &surveyed));//'
 mutant "stage: gradients of nobody are not zeroed" tape/stage.c '/_stage_zeros(/,/^}/s/return DTRAIN_OK;/return DTRAIN_OK;/;s/tape->device->ops->zero(tape->device, x->grad, dtrain__tensor_bytes(x))/DTRAIN_OK/'
 mutant "stage: what came back is not gone on with" tape/stage.c 's/x->producer->reached = true;/(void)x;/'
 mutant "stage: inputs of the batch that was fetched last" tape/stage.c 's/return !stages->surveying \&\& stages->slot->batch == stages->slot \&\&/return !stages->surveying \&\&/;s/if (stages->surveying || batch == stages->slot) return NULL;/return NULL;/'
