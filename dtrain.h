@@ -109,9 +109,6 @@
        src/parallel/exchange_internal.h     Exchanges along the tensor axis: of device memory, rows of n elements
        src/parallel/schedule.c              Making a schedule
        src/parallel/schedule_internal.h     Where stages are, and what a schedule's kind says of it
-       src/parallel/validate.c              Checking a schedule
-       src/parallel/balance.c               Units to stages, by what they cost
-       src/parallel/schedule_text.c         Schedules as text, and as a drawing
        src/parallel/runner.c                Running a schedule
        src/strategy/params.c                Parameters: checks and completes what the host registers
        src/strategy/strategy_internal.h     The strategy, and what its files call of one another
@@ -1308,7 +1305,7 @@ typedef struct dtrain_cut {
  *
  * A pipeline cuts a model along its depth into stages, which lie on the ranks of a mesh's pipeline
  * axis, and a batch into micro-batches, which follow each other through them. A schedule says what
- * each rank does, one action after the other; it is made here, checked, printed and drawn, and run.
+ * each rank does, one action after the other; the library makes and runs it.
  * 1F1B on 2 ranks with 3 micro-batches (F forward, B backward of a micro-batch, . idle):
  *
  *     rank 0   F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2
@@ -1345,7 +1342,7 @@ typedef struct dtrain_pipeline_desc {
     uint32_t kind;         /* dtrain_pipeline_kind */
     uint32_t chunks;       /* stages of each rank; 0 = 1, or 2 with INTERLEAVED and ZBV */
     const uint32_t *units; /* (ranks * chunks) how many units each stage has, in the order in which
-                              their parameters are registered (see dtrain_pipeline_balance); NULL =
+                              their parameters are registered (see tools/balance.h); NULL =
                               evenly, the first stages with one more */
 } dtrain_pipeline_desc;
 
@@ -1396,46 +1393,6 @@ typedef struct dtrain_pipeline_costs {
     double forward, backward, weight; /* a BACKWARD of kinds without WEIGHT takes both */
     double message; /* to a neighbour stage on another rank, from the end of what is sent */
 } dtrain_pipeline_costs;
-
-typedef struct dtrain_pipeline_report {
-    double makespan;    /* until the last rank is done */
-    double bubble;      /* share of it that the ranks are idle, on average */
-    int peak;           /* of the asked rank: passes between FORWARD and BACKWARD at once */
-    int slots, inboxes; /* that it needs */
-} dtrain_pipeline_report;
-/* Replay all ranks of a schedule, each send waiting for its receive, and tell what it costs.
- * costs[ranks * chunks] are those of the stages, NULL = 1 of each and no messages; report may be
- * NULL. DTRAIN_ERROR_USAGE: it would hang, or does not do everything once and in
- * order; the sentence names rank and action. Local. */
-DTRAIN_API dtrain_result dtrain_pipeline_check(const dtrain_pipeline_schedule *schedule,
-                                               const dtrain_pipeline_costs *costs, int rank,
-                                               dtrain_pipeline_report *report);
-
-/* Divide units among the stages of a pipeline by their costs: out[ranks * chunks] is how many units
- * each stage has, for dtrain_pipeline_desc.units; desc->units is not read, and desc NULL = a zeroed
- * one. Stages are runs of units in their order, none is empty, and the stage with the largest sum
- * of forward, backward and weight has as little as possible; the others are as even as that allows,
- * earlier ones with fewer units. With several stages a rank (INTERLEAVED, ZBV) units then move
- * between them as long as dtrain_pipeline_check finds that a step of so many micro-batches takes
- * less. Memory is not looked at. costs[unit_count] are those of dtrain_trainer_unit_costs or of
- * one's own; equal ones on every rank give equal results. Local. */
-DTRAIN_API dtrain_result dtrain_pipeline_balance(const dtrain_pipeline_costs *costs,
-                                                 size_t unit_count,
-                                                 const dtrain_pipeline_desc *desc, int ranks,
-                                                 int micro_batches, uint32_t *out);
-
-/* Write a schedule as text, a line for each rank, or read such a text: a schedule of one's own,
- * which is checked before it is returned. The text of (bytes) ends with a 0; *needed, or NULL, is
- * how many bytes it takes. text NULL = only count. DTRAIN_ERROR_ARGUMENT: bytes are too few;
- * DTRAIN_ERROR_DATA: the text is not understood, and the sentence says where; DTRAIN_ERROR_USAGE:
- * it does not pass dtrain_pipeline_check. Local. */
-DTRAIN_API dtrain_result dtrain_pipeline_print(const dtrain_pipeline_schedule *schedule, char *text,
-                                               size_t bytes, size_t *needed);
-DTRAIN_API dtrain_result dtrain_pipeline_parse(const char *text, dtrain_pipeline_schedule **out);
-/* Draw ranks over time as above, for costs of 1, with text, bytes and needed as for
- * dtrain_pipeline_print: what, micro-batch and, where a rank has several, .chunk. */
-DTRAIN_API dtrain_result dtrain_pipeline_draw(const dtrain_pipeline_schedule *schedule, char *text,
-                                              size_t bytes, size_t *needed);
 
 /* A part of a message. */
 typedef struct dtrain_pipeline_part {
@@ -2850,7 +2807,7 @@ typedef struct dtrain_batch_search {
 DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
                                              dtrain_batch_search *search, dtrain_memory *memory);
 
-/* Count what each unit of a model costs, for dtrain_pipeline_balance, by running desc->loss on the
+/* Count what each unit of a model costs, to divide units among stages, by running desc->loss on the
  * plan device, forwards and backwards in halves: as for a plan without a strategy, before there is
  * one. A pass takes its floating-point operations or, where that is more, its bytes times the
  * operations that the world's device does while it moves one; what the operations of a unit take
@@ -13764,29 +13721,14 @@ DTRAIN__PRIVATE bool dtrain__pipeline_splits(uint32_t kind);
 /* Check the kind and its chunks; desc NULL = a zeroed one. */
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc *desc, int ranks,
                                                       int *chunks);
-/* Check them, and that a schedule of such sizes can be made. */
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_sizes(const char *call,
-                                                     const dtrain_pipeline_desc *desc, int ranks,
-                                                     int micro_batches, int *chunks);
-DTRAIN__PRIVATE const char *dtrain__pipeline_kind_name(uint32_t kind);
 DTRAIN__PRIVATE const char *dtrain__pipeline_act_name(uint32_t act);
 DTRAIN__PRIVATE bool dtrain__is_message(const dtrain_pipeline_action *action);
 /* Return the stage of a rank's action; -1: it has no such chunk. */
 DTRAIN__PRIVATE int dtrain__action_stage(const dtrain_pipeline_schedule *schedule, int rank,
                                          const dtrain_pipeline_action *action);
-/* Allocate a schedule of the head's kind and sizes, with room for actions; NULL: no memory. */
-DTRAIN__PRIVATE dtrain_pipeline_schedule *
-dtrain__pipeline_alloc(const dtrain_allocator *allocator, const dtrain_pipeline_schedule *head,
-                       size_t actions);
 /* Count the slots and inboxes of a rank. */
 DTRAIN__PRIVATE void dtrain__pipeline_room(const dtrain_pipeline_schedule *schedule, int rank,
-                                           dtrain_pipeline_report *report);
-
-/* Do what dtrain_pipeline_check says, and note when each computation ends in ends (actions), if not
- * NULL. */
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_replay(const dtrain_pipeline_schedule *schedule,
-                                                      const dtrain_pipeline_costs *costs, int rank,
-                                                      dtrain_pipeline_report *report, double *ends);
+                                           int *slots, int *inboxes);
 
 /* ---- Stages, ranks and actions ----------------------------------------------------------------*/
 
@@ -14127,7 +14069,7 @@ static bool dtrain__weave_run(dtrain__weave *weave)
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
 
-DTRAIN__PRIVATE const char *dtrain__pipeline_kind_name(uint32_t kind)
+static const char *dtrain__pipeline_kind_name(uint32_t kind)
 {
     static const char *const names[] = {"1F1B", "GPIPE", "INTERLEAVED", "ZB_H1", "ZBV"};
     return kind <= DTRAIN_PIPELINE_ZBV ? names[kind] : "?";
@@ -14156,9 +14098,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc
         given);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_sizes(const char *call,
-                                                     const dtrain_pipeline_desc *desc, int ranks,
-                                                     int micro_batches, int *chunks)
+/* Check the sizes of a schedule that is to be made. */
+static dtrain_result dtrain__pipeline_sizes(const dtrain_pipeline_desc *desc, int ranks,
+                                            int micro_batches, int *chunks)
 {
     const int most = DTRAIN__PASSES_MOST;
     DTRAIN__TRY(dtrain__pipeline_chunks(desc, ranks, chunks));
@@ -14166,26 +14108,29 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_sizes(const char *call,
         (int64_t)ranks * micro_batches <= most / *chunks)
         return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "%s: %d ranks, %d chunks and %d micro-batches; expected 1 or more, and at "
-                       "most %d passes in all",
-                       call, ranks, *chunks, micro_batches, most);
+                       "dtrain_pipeline_create: %d ranks, %d chunks and %d micro-batches; expected "
+                       "1 or more, and at most %d passes in all",
+                       ranks, *chunks, micro_batches, most);
 }
 
-DTRAIN__PRIVATE dtrain_pipeline_schedule *
-dtrain__pipeline_alloc(const dtrain_allocator *allocator, const dtrain_pipeline_schedule *head,
-                       size_t actions)
+/* Allocate the schedule of a weave, with room for actions; NULL: no memory. */
+static dtrain_pipeline_schedule *dtrain__pipeline_alloc(const dtrain__weave *weave, size_t actions)
 {
-    const size_t ranks = (size_t)head->ranks;
+    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
+    const size_t ranks = (size_t)weave->p;
     dtrain_pipeline_schedule *schedule =
-        (dtrain_pipeline_schedule *)dtrain__alloc(allocator, 1, sizeof *schedule, "a schedule");
+        (dtrain_pipeline_schedule *)dtrain__alloc(&allocator, 1, sizeof *schedule, "a schedule");
     if (!schedule) return NULL;
-    *schedule = *head;
+    schedule->kind = weave->kind;
+    schedule->ranks = weave->p;
+    schedule->chunks = weave->v;
+    schedule->micro_batches = weave->m;
     schedule->room = actions;
     schedule->first =
-        (size_t *)dtrain__alloc(allocator, ranks + 1, sizeof *schedule->first, "a schedule");
+        (size_t *)dtrain__alloc(&allocator, ranks + 1, sizeof *schedule->first, "a schedule");
     schedule->actions = (dtrain_pipeline_action *)dtrain__alloc(
-        allocator, actions, sizeof *schedule->actions, "a schedule");
-    schedule->memory = (dtrain__run_memory *)dtrain__alloc(allocator, ranks,
+        &allocator, actions, sizeof *schedule->actions, "a schedule");
+    schedule->memory = (dtrain__run_memory *)dtrain__alloc(&allocator, ranks,
                                                            sizeof *schedule->memory, "a schedule");
     if (schedule->first && schedule->actions && schedule->memory) return schedule;
     dtrain_pipeline_destroy(schedule);
@@ -14195,12 +14140,9 @@ dtrain__pipeline_alloc(const dtrain_allocator *allocator, const dtrain_pipeline_
 /* Copy the woven lists into a schedule; NULL: no memory. */
 static dtrain_pipeline_schedule *dtrain__schedule_of(const dtrain__weave *weave)
 {
-    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
-    const dtrain_pipeline_schedule head = {weave->kind, weave->p, weave->v, weave->m,
-                                           NULL,        NULL,     0,        NULL};
     size_t count = 0;
     for (int r = 0; r < weave->p; r++) count += weave->ranks[r].woven.count;
-    dtrain_pipeline_schedule *schedule = dtrain__pipeline_alloc(&allocator, &head, count);
+    dtrain_pipeline_schedule *schedule = dtrain__pipeline_alloc(weave, count);
     for (int r = 0; r < weave->p && schedule; r++) {
         const dtrain__order *woven = &weave->ranks[r].woven;
         memcpy(schedule->actions + schedule->first[r], woven->actions,
@@ -14245,7 +14187,7 @@ DTRAIN_API dtrain_result dtrain_pipeline_create(const dtrain_pipeline_desc *desc
     int chunks;
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: out is NULL", call);
     *out = NULL;
-    DTRAIN__TRY(dtrain__pipeline_sizes(call, desc, ranks, micro_batches, &chunks));
+    DTRAIN__TRY(dtrain__pipeline_sizes(desc, ranks, micro_batches, &chunks));
     memset(&weave, 0, sizeof weave);
     weave.kind = desc ? desc->kind : 0;
     weave.p = ranks, weave.v = chunks, weave.m = micro_batches;
@@ -14266,13 +14208,13 @@ DTRAIN_API dtrain_result dtrain_pipeline_create(const dtrain_pipeline_desc *desc
 }
 
 DTRAIN__PRIVATE void dtrain__pipeline_room(const dtrain_pipeline_schedule *schedule, int rank,
-                                           dtrain_pipeline_report *report)
+                                           int *slots, int *inboxes)
 {
-    report->slots = report->inboxes = 0;
+    *slots = *inboxes = 0;
     for (size_t i = schedule->first[rank]; i < schedule->first[rank + 1]; i++) {
         const dtrain_pipeline_action *action = &schedule->actions[i];
-        if (action->slot >= report->slots) report->slots = action->slot + 1;
-        if (action->inbox >= report->inboxes) report->inboxes = action->inbox + 1;
+        if (action->slot >= *slots) *slots = action->slot + 1;
+        if (action->inbox >= *inboxes) *inboxes = action->inbox + 1;
     }
 }
 
@@ -14286,804 +14228,6 @@ DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline_schedule *schedule)
     dtrain__free(&allocator, schedule->actions, schedule->room, sizeof *schedule->actions);
     dtrain__free(&allocator, schedule->first, (size_t)schedule->ranks + 1, sizeof *schedule->first);
     dtrain__free(&allocator, schedule, 1, sizeof *schedule);
-}
-
-/* ==== src/parallel/validate.c ================================================================= */
-
-/* Checking a schedule
- *
- * All ranks are replayed. A computation is done as soon as its rank comes to it, and is an error if
- * what it needs is not there. A send waits for its receive: both ranks must stand at the two ends
- * of the same message. Where no rank can go on and not all are done, the run would hang. In the end
- * everything must have been done once, and slots and inboxes were never used twice at once: a pass
- * keeps them until it has done its last computation, has sent its gradient, and the next stage, if
- * it is on the same rank and reads them, is done too.
- *
- * Times: a computation begins when its rank is free and what it needs has arrived; messages take
- * time and keep no rank busy, as the runner's are asynchronous. */
-
-/* A micro-batch in a stage. */
-typedef struct dtrain__pass_state {
-    uint32_t done;       /* bits: 1 << act */
-    int32_t slot, inbox; /* -1: none yet */
-    int32_t holders[2]; /* of the slot and of the inbox with this number on this rank: the pass that
-                            took it last; -1: none did */
-    double end[4];      /* by act: when it was done */
-    double arrived[2];  /* what came of the stage before, and the gradient from the next one */
-} dtrain__pass_state;
-
-typedef struct dtrain__rank_state {
-    size_t at; /* the action that it has come to */
-    double clock, busy;
-    int live, peak; /* passes between forward and backward */
-} dtrain__rank_state;
-
-typedef struct dtrain__check {
-    const dtrain_pipeline_schedule *schedule;
-    const dtrain_pipeline_costs *costs; /* (stages), or NULL */
-    double *ends;                       /* (actions), or NULL */
-    dtrain__rank_state *ranks;
-    dtrain__pass_state *passes; /* (stages, micro-batches) */
-} dtrain__check;
-
-/* The action that a rank has come to. */
-typedef struct dtrain__check_turn {
-    const dtrain_pipeline_action *action; /* NULL: all are done */
-    int rank, stage;
-    dtrain__pass_state *pass; /* NULL: there is no such chunk or micro-batch */
-} dtrain__check_turn;
-
-static dtrain__pass_state *dtrain__pass_of(const dtrain__check *check, int stage, int micro)
-{
-    return &check->passes[stage * check->schedule->micro_batches + micro];
-}
-
-/* Return the rank that has a stage; -1: there is no such stage. */
-static int dtrain__rank_of(const dtrain_pipeline_schedule *s, int stage)
-{
-    if (stage < 0 || stage >= s->ranks * s->chunks) return -1;
-    return dtrain__pipeline_place(s->kind, s->ranks, stage).rank;
-}
-
-static dtrain__check_turn dtrain__check_turn_of(const dtrain__check *check, int rank)
-{
-    const dtrain_pipeline_schedule *s = check->schedule;
-    const size_t i = s->first[rank] + check->ranks[rank].at;
-    dtrain__check_turn turn = {NULL, rank, -1, NULL};
-    if (i >= s->first[rank + 1]) return turn;
-    const dtrain_pipeline_action *action = turn.action = &s->actions[i];
-    turn.stage = dtrain__action_stage(s, rank, action);
-    if (turn.stage >= 0 && action->micro_batch >= 0 && action->micro_batch < s->micro_batches)
-        turn.pass = dtrain__pass_of(check, turn.stage, action->micro_batch);
-    return turn;
-}
-
-/* Fail at a rank's action. */
-static dtrain_result dtrain__check_fail(int rank, const dtrain_pipeline_action *action,
-                                        const char *why)
-{
-    return dtrain_fail(DTRAIN_ERROR_USAGE,
-                       "dtrain_pipeline_check: rank %d, %s of chunk %d, micro-batch %d: %s", rank,
-                       dtrain__pipeline_act_name(action->act), (int)action->chunk,
-                       (int)action->micro_batch, why);
-}
-
-/* Return the act that adds to the gradients of weights, a pass's last computation. */
-static uint32_t dtrain__adds(const dtrain__check *check)
-{
-    return dtrain__pipeline_splits(check->schedule->kind) ? DTRAIN_PIPELINE_ACT_WEIGHT
-                                                          : DTRAIN_PIPELINE_ACT_BACKWARD;
-}
-
-/* ---- Is it time? ------------------------------------------------------------------------------*/
-
-/* Return what is still to come before gradients are final (REDUCE), or all are (STEP). */
-static const char *dtrain__missing_sum(const dtrain__check *check, const dtrain__check_turn *turn)
-{
-    const dtrain_pipeline_schedule *s = check->schedule;
-    const int last = s->micro_batches - 1, chunk = turn->action->chunk;
-    const bool step = turn->action->act == DTRAIN_PIPELINE_ACT_STEP;
-    const uint32_t needs = step ? (uint32_t)DTRAIN_PIPELINE_ACT_REDUCE : dtrain__adds(check);
-    if (turn->action->micro_batch != last || (step && chunk))
-        return "it belongs to the last micro-batch, a STEP to chunk 0";
-    for (int c = chunk; c < (step ? s->chunks : chunk + 1); c++) {
-        const int stage = dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, turn->rank, c);
-        if (!(dtrain__pass_of(check, stage, last)->done >> needs & 1))
-            return step ? "a REDUCE is still to come" : "gradients are still to be added";
-    }
-    return NULL;
-}
-
-/* Return what a pass still needs before an action; NULL: nothing. Receives need what their sends
- * do. */
-static const char *dtrain__missing(const dtrain__check *check, const dtrain__check_turn *turn)
-{
-    enum { NONE, F = DTRAIN_PIPELINE_ACT_FORWARD, B = DTRAIN_PIPELINE_ACT_BACKWARD };
-    static const int before[] = {NONE, NONE, F, B, F, NONE, B, F}; /* by act, in its pass */
-    const dtrain_pipeline_schedule *s = check->schedule;
-    const dtrain__pass_state *pass = turn->pass;
-    const uint32_t act = turn->action->act, adds = dtrain__adds(check);
-    const bool first = turn->stage == 0, last = turn->stage == s->ranks * s->chunks - 1;
-    if (pass->done >> act & 1) return "it has been done before";
-    if (act >= DTRAIN_PIPELINE_ACT_REDUCE) return dtrain__missing_sum(check, turn);
-    if (act == DTRAIN_PIPELINE_ACT_WEIGHT && act != adds) return "this kind has no such action";
-    if (act == DTRAIN_PIPELINE_ACT_SEND && last) return "no stage is behind this one";
-    if (act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT && first) return "no stage is before this one";
-    if (before[act] && !(pass->done >> before[act] & 1))
-        return before[act] == F ? "it comes before the forward" : "it comes before the backward";
-    if (act == DTRAIN_PIPELINE_ACT_FORWARD && !first && pass->arrived[0] < 0)
-        return "what the stage before makes is not there";
-    if (act == DTRAIN_PIPELINE_ACT_BACKWARD && !last && pass->arrived[1] < 0)
-        return "the gradient from the next stage is not there";
-    if (act == adds && turn->action->micro_batch && !((pass - 1)->done >> adds & 1))
-        return "gradients add up in ascending micro-batches";
-    return NULL;
-}
-
-/* ---- Slots and inboxes ------------------------------------------------------------------------*/
-
-/* Tell whether nobody reads any more what a pass keeps in its slot and inbox. */
-static bool dtrain__is_over(const dtrain__check *check, int32_t pass)
-{
-    const dtrain_pipeline_schedule *s = check->schedule;
-    const int stage = pass / s->micro_batches, rank = dtrain__rank_of(s, stage);
-    const uint32_t adds = 1u << dtrain__adds(check);
-    const bool sends = stage && dtrain__rank_of(s, stage - 1) != rank;
-    const uint32_t needs = adds | (uint32_t)sends << DTRAIN_PIPELINE_ACT_SEND_GRADIENT;
-    if ((check->passes[pass].done & needs) != needs) return false;
-    if (dtrain__rank_of(s, stage + 1) != rank) return true;
-    return check->passes[pass + s->micro_batches].done & adds;
-}
-
-/* Let a pass take a slot, or an inbox; false: there is none of this number, or it is not free. */
-static bool dtrain__take(dtrain__check *check, const dtrain__check_turn *turn, bool inbox)
-{
-    const int32_t count = check->schedule->chunks * check->schedule->micro_batches;
-    const int32_t number = inbox ? turn->action->inbox : turn->action->slot;
-    if (number < 0 || number >= count) return false;
-    int32_t *holder = &check->passes[turn->rank * count + number].holders[inbox];
-    if (*holder >= 0 && !dtrain__is_over(check, *holder)) return false;
-    *holder = (int32_t)(turn->pass - check->passes);
-    *(inbox ? &turn->pass->inbox : &turn->pass->slot) = number;
-    return true;
-}
-
-/* Check the slot and the inbox that an action names: those of its pass. A forward takes the slot, a
- * receive the inbox. */
-static dtrain_result dtrain__check_room(dtrain__check *check, const dtrain__check_turn *turn)
-{
-    const dtrain_pipeline_action *action = turn->action;
-    const char *why = NULL;
-    if (action->act >= DTRAIN_PIPELINE_ACT_REDUCE) return DTRAIN_OK;
-    if (action->act == DTRAIN_PIPELINE_ACT_FORWARD && !dtrain__take(check, turn, false))
-        why = "its slot is not free, or there is none";
-    else if (action->act == DTRAIN_PIPELINE_ACT_RECEIVE && !dtrain__take(check, turn, true))
-        why = "its inbox is not free, or there is none";
-    else if (action->slot != turn->pass->slot) why = "its slot is not the forward's";
-    else if (action->inbox != turn->pass->inbox) why = "its inbox is not the receive's";
-    return why ? dtrain__check_fail(turn->rank, action, why) : DTRAIN_OK;
-}
-
-/* ---- The replay -------------------------------------------------------------------------------*/
-
-/* Return what a computation costs. */
-static double dtrain__check_cost(const dtrain__check *check, int stage, uint32_t act)
-{
-    const dtrain_pipeline_costs ones = {1, 1, 1, 0};
-    const dtrain_pipeline_costs *costs = check->costs ? &check->costs[stage] : &ones;
-    if (act == DTRAIN_PIPELINE_ACT_FORWARD) return costs->forward;
-    if (act == DTRAIN_PIPELINE_ACT_WEIGHT) return costs->weight;
-    return costs->backward + (act == dtrain__adds(check) ? costs->weight : 0);
-}
-
-/* Do a computation. What it makes is there at once for another stage of the same rank. */
-static void dtrain__check_compute(dtrain__check *check, const dtrain__check_turn *turn)
-{
-    const dtrain_pipeline_schedule *s = check->schedule;
-    const uint32_t act = turn->action->act;
-    const bool forward = act == DTRAIN_PIPELINE_ACT_FORWARD;
-    const int to = turn->stage + (forward ? 1 : -1);
-    const double cost = dtrain__check_cost(check, turn->stage, act);
-    dtrain__rank_state *rank = &check->ranks[turn->rank];
-    if (act != DTRAIN_PIPELINE_ACT_WEIGHT)
-        rank->clock = fmax(rank->clock, turn->pass->arrived[!forward]);
-    rank->clock += cost;
-    rank->busy += cost;
-    turn->pass->end[act] = rank->clock;
-    if (check->ends) check->ends[turn->action - s->actions] = rank->clock;
-    if (act == DTRAIN_PIPELINE_ACT_WEIGHT) return;
-    rank->live += forward ? 1 : -1;
-    if (rank->live > rank->peak) rank->peak = rank->live;
-    if (dtrain__rank_of(s, to) == turn->rank)
-        dtrain__pass_of(check, to, turn->action->micro_batch)->arrived[!forward] = rank->clock;
-}
-
-/* Note that an action is done. */
-static void dtrain__check_done(dtrain__check *check, const dtrain__check_turn *turn)
-{
-    turn->pass->done |= 1u << turn->action->act;
-    check->ranks[turn->rank].at++;
-}
-
-/* Carry the message whose send a rank has come to, if the peer has come to its receive. */
-static dtrain_result dtrain__check_message(dtrain__check *check, const dtrain__check_turn *send,
-                                           bool *moved)
-{
-    const bool forward = send->action->act == DTRAIN_PIPELINE_ACT_SEND;
-    const int stage = send->stage + (forward ? 1 : -1);
-    const int peer = dtrain__rank_of(check->schedule, stage);
-    if (send->action->peer != peer)
-        return dtrain__check_fail(send->rank, send->action,
-                                  "its peer does not have the other stage");
-    const dtrain__check_turn receive = dtrain__check_turn_of(check, peer);
-    if (!receive.action || receive.action->peer != send->rank ||
-        (receive.action->act != DTRAIN_PIPELINE_ACT_RECEIVE &&
-         receive.action->act != DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT))
-        return DTRAIN_OK;
-    if (receive.action->act != send->action->act + 1 || receive.stage != stage ||
-        receive.action->micro_batch != send->action->micro_batch)
-        return dtrain__check_fail(peer, receive.action, "the peer sends another message");
-    DTRAIN__TRY(dtrain__check_room(check, send));
-    DTRAIN__TRY(dtrain__check_room(check, &receive));
-    receive.pass->arrived[!forward] =
-        send->pass->end[forward ? DTRAIN_PIPELINE_ACT_FORWARD : DTRAIN_PIPELINE_ACT_BACKWARD] +
-        (check->costs ? check->costs[send->stage].message : 0);
-    dtrain__check_done(check, send);
-    dtrain__check_done(check, &receive);
-    *moved = true;
-    return DTRAIN_OK;
-}
-
-/* Let a rank go on by one action, if it can. */
-static dtrain_result dtrain__check_next(dtrain__check *check, int rank, bool *moved)
-{
-    const dtrain__check_turn turn = dtrain__check_turn_of(check, rank);
-    if (!turn.action) return DTRAIN_OK;
-    const uint32_t act = turn.action->act;
-    if (act < DTRAIN_PIPELINE_ACT_FORWARD || act > DTRAIN_PIPELINE_ACT_STEP || !turn.pass)
-        return dtrain__check_fail(rank, turn.action,
-                                  "there is no such action, chunk or micro-batch");
-    const char *missing = dtrain__missing(check, &turn);
-    if (missing) return dtrain__check_fail(rank, turn.action, missing);
-    if (act == DTRAIN_PIPELINE_ACT_SEND || act == DTRAIN_PIPELINE_ACT_SEND_GRADIENT)
-        return dtrain__check_message(check, &turn, moved);
-    if (act == DTRAIN_PIPELINE_ACT_RECEIVE || act == DTRAIN_PIPELINE_ACT_RECEIVE_GRADIENT)
-        return DTRAIN_OK; /* its send moves both */
-    DTRAIN__TRY(dtrain__check_room(check, &turn));
-    if (act <= DTRAIN_PIPELINE_ACT_WEIGHT) dtrain__check_compute(check, &turn);
-    dtrain__check_done(check, &turn);
-    *moved = true;
-    return DTRAIN_OK;
-}
-
-/* Check that each rank has done what its kind has; the rest is needed by these. */
-static dtrain_result dtrain__check_all_done(const dtrain__check *check)
-{
-    const dtrain_pipeline_schedule *s = check->schedule;
-    const size_t last = (size_t)s->micro_batches - 1;
-    for (int r = 0; r < s->ranks; r++)
-        for (int c = 0; c < s->chunks; c++) {
-            const int stage = dtrain_pipeline_stage(s->kind, s->ranks, s->chunks, r, c);
-            const dtrain__pass_state *passes = dtrain__pass_of(check, stage, 0);
-            for (size_t i = 0; i <= last; i++) {
-                uint32_t left = 1u << dtrain__adds(check);
-                if (i == last) left |= 1u << DTRAIN_PIPELINE_ACT_REDUCE;
-                if (i == last && c == 0) left |= 1u << DTRAIN_PIPELINE_ACT_STEP;
-                left &= ~passes[i].done;
-                dtrain_pipeline_action action = {0, c, (int32_t)i, -1, -1, -1};
-                while (left && !(left >> action.act & 1)) action.act++;
-                if (left) return dtrain__check_fail(r, &action, "it is missing");
-            }
-        }
-    return DTRAIN_OK;
-}
-
-/* Replay all ranks. */
-static dtrain_result dtrain__check_run(dtrain__check *check)
-{
-    const int ranks = check->schedule->ranks;
-    for (bool moved = true; moved;) {
-        moved = false;
-        for (int r = 0; r < ranks; r++)
-            for (bool more = true; more; moved = moved || more) {
-                more = false;
-                DTRAIN__TRY(dtrain__check_next(check, r, &more));
-            }
-    }
-    for (int r = 0; r < ranks; r++) {
-        const dtrain__check_turn turn = dtrain__check_turn_of(check, r);
-        if (turn.action)
-            return dtrain__check_fail(r, turn.action,
-                                      "the run hangs here: its peer never comes to it");
-    }
-    return dtrain__check_all_done(check);
-}
-
-/* Add up what a rank needs, and what all of them take. */
-static void dtrain__check_report(const dtrain__check *check, int rank,
-                                 dtrain_pipeline_report *report)
-{
-    const dtrain_pipeline_schedule *s = check->schedule;
-    double busy = 0;
-    memset(report, 0, sizeof *report);
-    for (int r = 0; r < s->ranks; r++) {
-        report->makespan = fmax(report->makespan, check->ranks[r].clock);
-        busy += check->ranks[r].busy;
-    }
-    report->bubble = report->makespan > 0 ? 1 - busy / (s->ranks * report->makespan) : 0;
-    if (rank < 0 || rank >= s->ranks) return;
-    report->peak = check->ranks[rank].peak;
-    dtrain__pipeline_room(s, rank, report);
-}
-
-/* Check that a schedule has what a replay reads, and of sizes that fit. */
-static dtrain_result dtrain__check_shape(const dtrain_pipeline_schedule *s)
-{
-    const char *const call = "dtrain_pipeline_check";
-    if (!s || !s->first || !s->actions || !s->chunks)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: schedule or a part of it is NULL, or it has 0 chunks", call);
-    const dtrain_pipeline_desc desc = {s->kind, (uint32_t)s->chunks, NULL};
-    int chunks;
-    return dtrain__pipeline_sizes(call, &desc, s->ranks, s->micro_batches, &chunks);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_replay(const dtrain_pipeline_schedule *schedule,
-                                                      const dtrain_pipeline_costs *costs, int rank,
-                                                      dtrain_pipeline_report *report, double *ends)
-{
-    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
-    const char *const what = "a check of a schedule";
-    dtrain__check check;
-    DTRAIN__TRY(dtrain__check_shape(schedule));
-    const size_t ranks = (size_t)schedule->ranks;
-    const size_t passes = ranks * (size_t)schedule->chunks * (size_t)schedule->micro_batches;
-    check.schedule = schedule;
-    check.costs = costs;
-    check.ends = ends;
-    check.ranks = (dtrain__rank_state *)dtrain__alloc(&allocator, ranks, sizeof *check.ranks, what);
-    check.passes =
-        (dtrain__pass_state *)dtrain__alloc(&allocator, passes, sizeof *check.passes, what);
-    const dtrain__pass_state fresh = {0, -1, -1, {-1, -1}, {0, 0, 0, 0}, {-1, -1}};
-    for (size_t i = 0; i < passes && check.passes; i++) check.passes[i] = fresh;
-    dtrain_result result =
-        check.ranks && check.passes ? dtrain__check_run(&check) : DTRAIN_ERROR_MEMORY;
-    if (result == DTRAIN_OK && report) dtrain__check_report(&check, rank, report);
-    dtrain__free(&allocator, check.ranks, ranks, sizeof *check.ranks);
-    dtrain__free(&allocator, check.passes, passes, sizeof *check.passes);
-    return result;
-}
-
-DTRAIN_API dtrain_result dtrain_pipeline_check(const dtrain_pipeline_schedule *schedule,
-                                               const dtrain_pipeline_costs *costs, int rank,
-                                               dtrain_pipeline_report *report)
-{
-    return dtrain__pipeline_replay(schedule, costs, rank, report, NULL);
-}
-
-/* ==== src/parallel/balance.c ================================================================== */
-
-/* Units to stages, by what they cost
- *
- * The slowest stage sets the pace of a pipeline, so its cost is made as small as it can be. Many
- * partitions share that cost; of these the one with the least sum of squares is taken, which is the
- * most even. Both are found by dynamic programming over contiguous runs of units: with cost(i, j)
- * of units i to j - 1,
- *
- *     best(s, j) = min over i < j of  best(s - 1, i) combined with cost(i, j)
- *
- * once combined by the maximum, and once, where no cost may exceed that, by adding squares. Takes
- * at most stages * units^2 / 2 steps each.
- *
- * Where a rank has several stages it is not one of them that sets the pace, and no such recurrence
- * knows a rank's other stages. There a replay of the schedule tells what a division takes, and
- * units go from stage to stage one at a time as long as that gets less. */
-
-typedef struct dtrain__balance {
-    size_t units, stages;
-    double *sums;   /* (units + 1) cost of the first u units */
-    double *best;   /* (units + 1) of the stages so far ... */
-    double *before; /* (units + 1) ... and of one stage less */
-    uint32_t *from; /* (stages, units + 1) the first unit of the last stage */
-} dtrain__balance;
-
-static dtrain_result dtrain__balance_check(const dtrain_pipeline_costs *costs, size_t unit_count,
-                                           int stages, const uint32_t *out)
-{
-    const char *const call = "dtrain_pipeline_balance";
-    if (!costs || !out || unit_count > INT32_MAX)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: expected costs, room for the result and fewer than 2^31 units, and "
-                           "found %zu units",
-                           call, unit_count);
-    if (unit_count < (size_t)stages)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: %zu units leave a stage of %d empty; take fewer ranks or chunks, "
-                           "or give the model more units",
-                           call, unit_count, stages);
-    for (size_t u = 0; u < unit_count; u++) {
-        const double sum = costs[u].forward + costs[u].backward + costs[u].weight;
-        if (!(sum >= 0 && sum <= 1e100))
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "%s: unit %zu of %zu costs %g, expected a number from 0 to 1e100",
-                               call, u, unit_count, sum);
-    }
-    return DTRAIN_OK;
-}
-
-/* Add the next stage: its last unit is before j, and its cost at most `limit`. Of equal partitions
- * the one that begins it earlier is taken: earlier stages, whose ranks hold more micro-batches,
- * have fewer units. */
-static void dtrain__balance_stage(dtrain__balance *b, size_t stage, double limit, bool squares)
-{
-    double *const last = b->before;
-    b->before = b->best;
-    b->best = last;
-    for (size_t j = 0; j <= b->units; j++) {
-        b->best[j] = HUGE_VAL;
-        for (size_t i = stage; i < j; i++) {
-            const double cost = b->sums[j] - b->sums[i];
-            const double all = squares               ? b->before[i] + cost * cost
-                               : cost > b->before[i] ? cost
-                                                     : b->before[i];
-            if (cost > limit || all >= b->best[j]) continue;
-            b->best[j] = all;
-            b->from[stage * (b->units + 1) + j] = (uint32_t)i;
-        }
-    }
-}
-
-/* Find the best way to divide all units, and what it costs. */
-static double dtrain__balance_find(dtrain__balance *b, double limit, bool squares)
-{
-    for (size_t j = 0; j <= b->units; j++) b->best[j] = j ? HUGE_VAL : 0;
-    for (size_t stage = 0; stage < b->stages; stage++)
-        dtrain__balance_stage(b, stage, limit, squares);
-    return b->best[b->units];
-}
-
-/* A division that is made better by replays of its schedule. */
-typedef struct dtrain__division {
-    const dtrain_pipeline_costs *costs; /* (units) */
-    const dtrain_pipeline_schedule *schedule;
-    size_t stages;
-    uint32_t *out;                   /* (stages) units */
-    dtrain_pipeline_costs *of_stage; /* (stages) their sums */
-} dtrain__division;
-
-/* Replay the schedule with the sums of all stages' units. */
-static dtrain_result dtrain__division_takes(const dtrain__division *d, double *makespan)
-{
-    const dtrain_pipeline_costs *unit = d->costs;
-    dtrain_pipeline_report report;
-    memset(d->of_stage, 0, d->stages * sizeof *d->of_stage);
-    for (size_t stage = 0; stage < d->stages; stage++)
-        for (uint32_t i = 0; i < d->out[stage]; i++, unit++) {
-            d->of_stage[stage].forward += unit->forward;
-            d->of_stage[stage].backward += unit->backward;
-            d->of_stage[stage].weight += unit->weight;
-        }
-    DTRAIN__TRY(dtrain_pipeline_check(d->schedule, d->of_stage, 0, &report));
-    *makespan = report.makespan;
-    return DTRAIN_OK;
-}
-
-/* Take the best of the moves of one unit to a neighbour stage, or by as many stages as there are
- * ranks; *better false: none takes less. A difference that rounding may have made is none. */
-static dtrain_result dtrain__division_move(const dtrain__division *d, double *least, bool *better)
-{
-    const size_t steps[] = {1, (size_t)d->schedule->ranks};
-    uint32_t *from = NULL, *to = NULL;
-    for (size_t stage = 0; stage < d->stages; stage++)
-        for (int k = 0; k < 4; k++) {
-            const size_t there = k % 2 ? stage + steps[k / 2] : stage - steps[k / 2];
-            double takes;
-            if (there >= d->stages || d->out[stage] == 1) continue;
-            d->out[stage]--, d->out[there]++;
-            const dtrain_result result = dtrain__division_takes(d, &takes);
-            d->out[stage]++, d->out[there]--;
-            DTRAIN__TRY(result);
-            if (takes >= *least * (1 - 1e-9)) continue;
-            *least = takes, from = &d->out[stage], to = &d->out[there];
-        }
-    *better = from != NULL;
-    if (from) --*from, ++*to;
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__division_improve(const dtrain_pipeline_costs *costs,
-                                              const dtrain_pipeline_desc *desc, int ranks,
-                                              int micro_batches, uint32_t *out)
-{
-    const dtrain_allocator a = dtrain__resolve_allocator(NULL);
-    dtrain_pipeline_schedule *schedule;
-    double least;
-    bool better = true;
-    DTRAIN__TRY(dtrain_pipeline_create(desc, ranks, micro_batches, &schedule));
-    dtrain__division d = {costs, schedule, (size_t)(ranks * schedule->chunks), out, NULL};
-    d.of_stage = (dtrain_pipeline_costs *)dtrain__alloc(&a, d.stages, sizeof *d.of_stage, "costs");
-    dtrain_result result = d.of_stage ? dtrain__division_takes(&d, &least) : DTRAIN_ERROR_MEMORY;
-    while (result == DTRAIN_OK && better) result = dtrain__division_move(&d, &least, &better);
-    dtrain__free(&a, d.of_stage, d.stages, sizeof *d.of_stage);
-    dtrain_pipeline_destroy(schedule);
-    return result;
-}
-
-DTRAIN_API dtrain_result dtrain_pipeline_balance(const dtrain_pipeline_costs *costs,
-                                                 size_t unit_count,
-                                                 const dtrain_pipeline_desc *desc, int ranks,
-                                                 int micro_batches, uint32_t *out)
-{
-    const dtrain_allocator a = dtrain__resolve_allocator(NULL);
-    const size_t room = unit_count + 1;
-    int chunks;
-    dtrain__balance b;
-    memset(&b, 0, sizeof b);
-    DTRAIN__TRY(
-        dtrain__pipeline_sizes("dtrain_pipeline_balance", desc, ranks, micro_batches, &chunks));
-    DTRAIN__TRY(dtrain__balance_check(costs, unit_count, ranks * chunks, out));
-    b.units = unit_count;
-    b.stages = (size_t)(ranks * chunks);
-    double *const numbers = (double *)dtrain__alloc(&a, 3 * room, sizeof *numbers, "costs");
-    b.from = (uint32_t *)dtrain__alloc(&a, room, b.stages * sizeof *b.from, "stages of units");
-    if (numbers && b.from) {
-        b.sums = numbers;
-        b.best = numbers + room;
-        b.before = numbers + 2 * room;
-        for (size_t u = 0; u < unit_count; u++)
-            b.sums[u + 1] = b.sums[u] + (costs[u].forward + costs[u].backward + costs[u].weight);
-        dtrain__balance_find(&b, dtrain__balance_find(&b, HUGE_VAL, false), true);
-        size_t end = unit_count;
-        for (size_t stage = b.stages; stage-- > 0;) {
-            const size_t first = b.from[stage * room + end];
-            out[stage] = (uint32_t)(end - first);
-            end = first;
-        }
-    }
-    const dtrain_result result = numbers && b.from ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-    dtrain__free(&a, numbers, 3 * room, sizeof *numbers);
-    dtrain__free(&a, b.from, room, b.stages * sizeof *b.from);
-    if (result != DTRAIN_OK || chunks == 1) return result;
-    return dtrain__division_improve(costs, desc, ranks, micro_batches, out);
-}
-
-/* ==== src/parallel/schedule_text.c ============================================================ */
-
-/* Schedules as text, and as a drawing
- *
- * A line for the head, then one for each rank; an action is its name, chunk.micro-batch, and what
- * it has of :slot, /inbox and @peer:
- *
- *     1F1B ranks 2 chunks 1 micro-batches 1
- *     rank 0: F0.0:0 S0.0:0@1 RG0.0:0@1 B0.0:0 REDUCE0.0 STEP0.0
- *     rank 1: R0.0/0@0 F0.0:0/0 B0.0:0/0 SG0.0:0/0@0 REDUCE0.0 STEP0.0 */
-
-static const char *const dtrain__act_words[] = {"?", "F",  "B",  "W",      "S",
-                                                "R", "SG", "RG", "REDUCE", "STEP"};
-
-/* ---- Writing ----------------------------------------------------------------------------------*/
-
-/* A text that goes into memory as far as there is any, and is counted in full. */
-typedef struct dtrain__page_of_text {
-    char *text;
-    size_t bytes, used; /* used: without the 0 */
-} dtrain__page_of_text;
-
-DTRAIN__PRINTF(2, 3)
-static void dtrain__page_add(dtrain__page_of_text *page, const char *format, ...)
-{
-    const size_t left = page->used < page->bytes ? page->bytes - page->used : 0;
-    va_list args;
-    va_start(args, format);
-    const int written = vsnprintf(left ? page->text + page->used : NULL, left, format, args);
-    va_end(args);
-    if (written > 0) page->used += (size_t)written;
-}
-
-/* Say how many bytes a text takes; fail if there are fewer. */
-static dtrain_result dtrain__page_end(const dtrain__page_of_text *page, size_t *needed,
-                                      const char *call)
-{
-    if (needed) *needed = page->used + 1;
-    if (!page->text || page->used < page->bytes) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: the text takes %zu bytes, and there are %zu",
-                       call, page->used + 1, page->bytes);
-}
-
-DTRAIN_API dtrain_result dtrain_pipeline_print(const dtrain_pipeline_schedule *schedule, char *text,
-                                               size_t bytes, size_t *needed)
-{
-    dtrain__page_of_text page = {text, text ? bytes : 0, 0};
-    if (!schedule)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_pipeline_print: schedule is NULL");
-    dtrain__page_add(&page, "%s ranks %d chunks %d micro-batches %d\n",
-                     dtrain__pipeline_kind_name(schedule->kind), (int)schedule->ranks,
-                     (int)schedule->chunks, (int)schedule->micro_batches);
-    for (int r = 0; r < schedule->ranks; r++) {
-        dtrain__page_add(&page, "rank %d:", r);
-        for (size_t i = schedule->first[r]; i < schedule->first[r + 1]; i++) {
-            const dtrain_pipeline_action *action = &schedule->actions[i];
-            const uint32_t act = action->act <= DTRAIN_PIPELINE_ACT_STEP ? action->act : 0;
-            dtrain__page_add(&page, " %s%d.%d", dtrain__act_words[act], (int)action->chunk,
-                             (int)action->micro_batch);
-            if (action->slot >= 0) dtrain__page_add(&page, ":%d", (int)action->slot);
-            if (action->inbox >= 0) dtrain__page_add(&page, "/%d", (int)action->inbox);
-            if (action->peer >= 0) dtrain__page_add(&page, "@%d", (int)action->peer);
-        }
-        dtrain__page_add(&page, "\n");
-    }
-    return dtrain__page_end(&page, needed, "dtrain_pipeline_print");
-}
-
-/* ---- Reading ----------------------------------------------------------------------------------*/
-
-/* Step over a word, if it comes next. */
-static bool dtrain__word(const char **at, const char *word)
-{
-    const size_t length = strlen(word);
-    if (strncmp(*at, word, length) != 0) return false;
-    *at += length;
-    return true;
-}
-
-/* Read digits behind a word, up to 2^31 - 1. */
-static bool dtrain__word_number(const char **at, const char *word, int32_t *number)
-{
-    int64_t value = 0;
-    if (!dtrain__word(at, word) || **at < '0' || **at > '9') return false;
-    for (; **at >= '0' && **at <= '9' && value <= INT32_MAX; (*at)++)
-        value = 10 * value + (**at - '0');
-    *number = (int32_t)value;
-    return value <= INT32_MAX;
-}
-
-static bool dtrain__read_action(const char **at, dtrain_pipeline_action *action)
-{
-    action->slot = action->inbox = action->peer = -1;
-    for (action->act = DTRAIN_PIPELINE_ACT_STEP; action->act > 0; action->act--) {
-        const char *rest = *at; /* longer words first, as S is a part of SG */
-        if (!dtrain__word_number(&rest, dtrain__act_words[action->act], &action->chunk)) continue;
-        if (!dtrain__word_number(&rest, ".", &action->micro_batch)) return false;
-        if (*rest == ':' && !dtrain__word_number(&rest, ":", &action->slot)) return false;
-        if (*rest == '/' && !dtrain__word_number(&rest, "/", &action->inbox)) return false;
-        if (*rest == '@' && !dtrain__word_number(&rest, "@", &action->peer)) return false;
-        *at = rest;
-        return true;
-    }
-    return false;
-}
-
-static bool dtrain__read_head(const char **at, dtrain_pipeline_schedule *schedule)
-{
-    for (schedule->kind = 0; schedule->kind <= DTRAIN_PIPELINE_ZBV; schedule->kind++)
-        if (dtrain__word(at, dtrain__pipeline_kind_name(schedule->kind))) break;
-    return schedule->kind <= DTRAIN_PIPELINE_ZBV &&
-           dtrain__word_number(at, " ranks ", &schedule->ranks) &&
-           dtrain__word_number(at, " chunks ", &schedule->chunks) &&
-           dtrain__word_number(at, " micro-batches ", &schedule->micro_batches) &&
-           dtrain__word(at, "\n");
-}
-
-/* Read the lines of all ranks; on an error *at is where it is. */
-static bool dtrain__read_ranks(const char **at, dtrain_pipeline_schedule *schedule)
-{
-    size_t count = 0;
-    for (int32_t r = 0, named; r < schedule->ranks; r++) {
-        const char *line = *at;
-        if (!dtrain__word_number(&line, "rank ", &named) || named != r || !dtrain__word(&line, ":"))
-            return false;
-        for (*at = line; **at == ' '; count++) {
-            const char *next = *at + 1;
-            if (!dtrain__read_action(&next, &schedule->actions[count])) return false;
-            *at = next;
-        }
-        if (!dtrain__word(at, "\n")) return false;
-        schedule->first[r + 1] = count;
-    }
-    return **at == 0;
-}
-
-/* Count a character in a text. */
-static size_t dtrain__occurrences(const char *text, char what)
-{
-    size_t count = 0;
-    for (; *text; text++) count += *text == what;
-    return count;
-}
-
-/* Fail where reading has come to. */
-static dtrain_result dtrain__read_fail(const char *text, const char *at)
-{
-    int line = 1;
-    for (const char *c = text; c < at; c++) line += *c == '\n';
-    return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "dtrain_pipeline_parse: line %d is not understood at \"%.*s\"; expected "
-                       "\"KIND ranks P chunks V micro-batches M\", then for each rank \"rank R:\" "
-                       "and its actions, as dtrain_pipeline_print writes them",
-                       line, (int)strcspn(at, "\n") < 24 ? (int)strcspn(at, "\n") : 24, at);
-}
-
-DTRAIN_API dtrain_result dtrain_pipeline_parse(const char *text, dtrain_pipeline_schedule **out)
-{
-    const char *const call = "dtrain_pipeline_parse";
-    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
-    const char *at = text;
-    dtrain_pipeline_schedule head;
-    if (!text || !out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: an argument is NULL", call);
-    *out = NULL;
-    memset(&head, 0, sizeof head);
-    if (!dtrain__read_head(&at, &head)) return dtrain__read_fail(text, at);
-    /* What is allocated is bounded by the text, whatever the head says. */
-    const size_t lines = dtrain__occurrences(at, '\n'), room = dtrain__occurrences(at, ' ');
-    if (head.ranks < 1 || (size_t)head.ranks != lines ||
-        (double)head.ranks * head.chunks * head.micro_batches > (double)room)
-        return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "%s: the first line announces %d ranks, %d chunks and %d micro-batches, "
-                           "and %zu lines with at most %zu actions follow",
-                           call, (int)head.ranks, (int)head.chunks, (int)head.micro_batches, lines,
-                           room);
-    dtrain_pipeline_schedule *schedule = dtrain__pipeline_alloc(&allocator, &head, room);
-    if (!schedule) return DTRAIN_ERROR_MEMORY;
-    dtrain_result result =
-        dtrain__read_ranks(&at, schedule) ? DTRAIN_OK : dtrain__read_fail(text, at);
-    if (result == DTRAIN_OK) result = dtrain_pipeline_check(schedule, NULL, 0, NULL);
-    if (result == DTRAIN_OK) *out = schedule;
-    else dtrain_pipeline_destroy(schedule);
-    return result;
-}
-
-/* ---- Drawing ----------------------------------------------------------------------------------*/
-
-/* Draw a rank up to a time, from where its line has come to: a name for each unit of time. */
-static void dtrain__draw_until(dtrain__page_of_text *page, size_t *at, double end, size_t columns,
-                               int width, const char *name)
-{
-    for (; *at < columns && (double)*at < end; ++*at)
-        dtrain__page_add(page, " %-*s", *at + 1 < columns ? width : 0, name);
-}
-
-/* Draw a rank's computations; those of a later chunk have a dot and its number behind the
- * micro-batch. */
-static void dtrain__draw_rank(const dtrain_pipeline_schedule *s, int rank, const double *ends,
-                              size_t columns, dtrain__page_of_text *page)
-{
-    const int width = snprintf(NULL, 0, "F%d", (int)s->micro_batches - 1) +
-                      (s->chunks > 1 ? 2 + (s->chunks > 10) : 0);
-    size_t at = 0;
-    dtrain__page_add(page, "rank %-3d", rank);
-    for (size_t i = s->first[rank]; i < s->first[rank + 1]; i++) {
-        const dtrain_pipeline_action *action = &s->actions[i];
-        const bool both = action->act == DTRAIN_PIPELINE_ACT_BACKWARD;
-        char name[40];
-        if (action->act > DTRAIN_PIPELINE_ACT_WEIGHT) continue;
-        const int used = snprintf(name, sizeof name, "%s%d", dtrain__act_words[action->act],
-                                  (int)action->micro_batch);
-        if (s->chunks > 1)
-            snprintf(name + used, sizeof name - (size_t)used, ".%d", (int)action->chunk);
-        const double begin = ends[i] - (both && !dtrain__pipeline_splits(s->kind) ? 2 : 1);
-        dtrain__draw_until(page, &at, begin, columns, width, ".");
-        dtrain__draw_until(page, &at, ends[i], columns, width, name);
-    }
-    dtrain__draw_until(page, &at, (double)columns, columns, width, ".");
-    dtrain__page_add(page, "\n");
-}
-
-DTRAIN_API dtrain_result dtrain_pipeline_draw(const dtrain_pipeline_schedule *schedule, char *text,
-                                              size_t bytes, size_t *needed)
-{
-    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
-    dtrain__page_of_text page = {text, text ? bytes : 0, 0};
-    dtrain_pipeline_report report;
-    DTRAIN__TRY(dtrain_pipeline_check(schedule, NULL, 0, &report));
-    const size_t count = schedule->first[schedule->ranks];
-    double *ends = (double *)dtrain__alloc(&allocator, count, sizeof *ends, "a drawing");
-    if (!ends) return DTRAIN_ERROR_MEMORY;
-    dtrain_result result = dtrain__pipeline_replay(schedule, NULL, 0, NULL, ends);
-    for (int r = 0; r < schedule->ranks && result == DTRAIN_OK; r++)
-        dtrain__draw_rank(schedule, r, ends, (size_t)report.makespan, &page);
-    if (result == DTRAIN_OK) result = dtrain__page_end(&page, needed, "dtrain_pipeline_draw");
-    dtrain__free(&allocator, ends, count, sizeof *ends);
-    return result;
 }
 
 /* ==== src/parallel/runner.c =================================================================== */
@@ -15261,9 +14405,9 @@ static dtrain_result dtrain__run_room(dtrain__runner *run)
 {
     const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
     dtrain__run_memory *memory = &run->schedule->memory[run->rank];
-    dtrain_pipeline_report report;
-    dtrain__pipeline_room(run->schedule, run->rank, &report);
-    run->count = 4 * (size_t)(report.slots > report.inboxes ? report.slots : report.inboxes);
+    int slots, inboxes;
+    dtrain__pipeline_room(run->schedule, run->rank, &slots, &inboxes);
+    run->count = 4 * (size_t)(slots > inboxes ? slots : inboxes);
     const size_t bytes = run->count * sizeof *run->messages;
     if (memory->bytes < bytes) {
         dtrain__free(&allocator, memory->messages, memory->bytes, 1);
@@ -15283,7 +14427,7 @@ DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *sch
         return dtrain_fail(
             DTRAIN_ERROR_ARGUMENT,
             "%s: schedule, work or one of its functions is NULL, or the schedule was "
-            "not made by dtrain_pipeline_create or _parse",
+            "not made by dtrain_pipeline_create",
             call);
     if (schedule->ranks != (comm ? dtrain_comm_size(comm) : 1))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -31473,11 +30617,11 @@ static dtrain_result dtrain__pipeline_tables(dtrain_trainer *trainer, dtrain__pi
     const dtrain_allocator *a = &trainer->allocator;
     const dtrain_pipeline_schedule *s = line->schedule;
     const size_t micros = (size_t)s->micro_batches;
-    dtrain_pipeline_report room;
-    dtrain__pipeline_room(s, line->rank, &room);
-    room.slots = (int)dtrain__max(room.slots, s->chunks); /* evaluation has one a chunk */
-    room.inboxes = (int)dtrain__max(room.inboxes, s->chunks);
-    line->slot_count = (size_t)room.slots;
+    int slots, inboxes;
+    dtrain__pipeline_room(s, line->rank, &slots, &inboxes);
+    slots = (int)dtrain__max(slots, s->chunks); /* evaluation has one a chunk */
+    inboxes = (int)dtrain__max(inboxes, s->chunks);
+    line->slot_count = (size_t)slots;
     line->stages = s->ranks * s->chunks;
     line->flights =
         (dtrain__flight *)dtrain__alloc(a, micros, sizeof *line->flights, "micro-batches");
@@ -31487,8 +30631,8 @@ static dtrain_result dtrain__pipeline_tables(dtrain_trainer *trainer, dtrain__pi
         (dtrain_tensor **)dtrain__alloc(a, line->slot_count, sizeof *line->losses, "losses");
     if (!line->flights || !line->slots || !line->losses) return DTRAIN_ERROR_MEMORY;
     return dtrain__stages_create(trainer->tape, line->map->stages, line->map->here,
-                                 line->map->units, line->map->unit_count, (uint32_t)room.slots,
-                                 (uint32_t)room.inboxes);
+                                 line->map->units, line->map->unit_count, (uint32_t)slots,
+                                 (uint32_t)inboxes);
 }
 
 /* Make a trainer's schedule and tables. */

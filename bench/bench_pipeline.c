@@ -9,7 +9,7 @@
  *   step_ms     median over rounds
  *   of_one      step / (step of one rank / ranks), round by round: 1 is a pipeline without a bubble, on ranks that do
  *               not slow each other down
- *   schedule    the same as dtrain_pipeline_check says, for stages alike whose forward, input and weight gradients take
+ *   schedule    the same as schedule_check says, for stages alike whose forward, input and weight gradients take
  *               equal times: the floor
  *   of_ddp      step / step of DDP
  *   bubble      share of a step that ranks wait for stages, mean of the ranks; below it what the schedule says
@@ -17,6 +17,7 @@
  *   correct     losses are those of one rank, to rounding (1e-3: the models tie their classifier) */
 #include "bench.h"
 #include "train_run.h"
+#include "tools/schedule.h"
 
 enum { MAX_ROUNDS = 16, KINDS = 5, ROWS = KINDS + 2, ONE = KINDS, DDP = KINDS + 1 };
 
@@ -45,11 +46,11 @@ static int of_schedule(long kind, long ranks, double *time, double *bubble)
 {
     dtrain_pipeline_desc desc;
     dtrain_pipeline_schedule *schedule;
-    dtrain_pipeline_report report;
+    schedule_report report;
     memset(&desc, 0, sizeof desc);
     desc.kind = (uint32_t)kind;
     if (dtrain_pipeline_create(&desc, (int)ranks, (int)opt.micro_batches, &schedule) != DTRAIN_OK ||
-        dtrain_pipeline_check(schedule, NULL, 0, &report) != DTRAIN_OK)
+        schedule_check(schedule, NULL, 0, &report) != DTRAIN_OK)
         return fprintf(stderr, "%s\n", dtrain_last_error()), 1;
     *time = report.makespan / (3.0 * (double)opt.micro_batches * schedule->chunks);
     *bubble = report.bubble;

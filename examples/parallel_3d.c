@@ -22,6 +22,7 @@
  * Layouts and schedules change the order in which sums are rounded, and nothing else about the losses. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
+#include "tools/schedule.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -185,7 +186,7 @@ static int show(const dtrain_mesh *mesh, const dtrain_pipeline_desc *line, int m
     }
     if (at.pipeline == 1) return 0;
     CHECK(dtrain_pipeline_create(line, at.pipeline, micro_batches, &schedule));
-    CHECK(dtrain_pipeline_draw(schedule, drawing, sizeof drawing, NULL));
+    CHECK(schedule_draw(schedule, drawing, sizeof drawing, NULL));
     dtrain_pipeline_destroy(schedule);
     return printf("\n%s\n", drawing) < 0;
 }

@@ -13,9 +13,10 @@
  * The program does a forward (F), a backward (B) or the gradients of weights (W) when it is told to. It keeps what a
  * pass needs in the slot that the action names, finds in its inbox what another rank sent, and says where a message is.
  * Where two stages are neighbours on one rank it hands over what would have been a message. src/parallel/pipeline.h
- * explains the kinds; dtrain_pipeline_parse reads a schedule that somebody wrote. */
+ * explains the kinds; tools/schedule.h checks and draws one, and reads one that somebody wrote. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
+#include "tools/schedule.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -145,10 +146,10 @@ static dtrain_result train(model *a, dtrain_comm *comm)
 {
     const dtrain_pipeline_schedule *s = a->schedule;
     const dtrain_pipeline_work work = {compute, part, a};
-    dtrain_pipeline_report report;
+    schedule_report report;
     char text[16384];
-    CHECK(dtrain_pipeline_check(s, NULL, a->rank, &report));
-    CHECK(dtrain_pipeline_draw(s, text, sizeof text, NULL));
+    CHECK(schedule_check(s, NULL, a->rank, &report));
+    CHECK(schedule_draw(s, text, sizeof text, NULL));
     if (a->rank == 0)
         printf("%s%d ranks are idle %.1f %% of the time; rank 0 keeps up to %d passes\n", text,
                (int)s->ranks, 100 * report.bubble, report.peak);

@@ -2,7 +2,7 @@
  *
  * A pipeline cuts a model along its depth into stages, which lie on the ranks of a mesh's pipeline
  * axis, and a batch into micro-batches, which follow each other through them. A schedule says what
- * each rank does, one action after the other; it is made here, checked, printed and drawn, and run.
+ * each rank does, one action after the other; the library makes and runs it.
  * 1F1B on 2 ranks with 3 micro-batches (F forward, B backward of a micro-batch, . idle):
  *
  *     rank 0   F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2
@@ -46,7 +46,7 @@ typedef struct dtrain_pipeline_desc {
     uint32_t kind;         /* dtrain_pipeline_kind */
     uint32_t chunks;       /* stages of each rank; 0 = 1, or 2 with INTERLEAVED and ZBV */
     const uint32_t *units; /* (ranks * chunks) how many units each stage has, in the order in which
-                              their parameters are registered (see dtrain_pipeline_balance); NULL =
+                              their parameters are registered (see tools/balance.h); NULL =
                               evenly, the first stages with one more */
 } dtrain_pipeline_desc;
 
@@ -97,46 +97,6 @@ typedef struct dtrain_pipeline_costs {
     double forward, backward, weight; /* a BACKWARD of kinds without WEIGHT takes both */
     double message; /* to a neighbour stage on another rank, from the end of what is sent */
 } dtrain_pipeline_costs;
-
-typedef struct dtrain_pipeline_report {
-    double makespan;    /* until the last rank is done */
-    double bubble;      /* share of it that the ranks are idle, on average */
-    int peak;           /* of the asked rank: passes between FORWARD and BACKWARD at once */
-    int slots, inboxes; /* that it needs */
-} dtrain_pipeline_report;
-/* Replay all ranks of a schedule, each send waiting for its receive, and tell what it costs.
- * costs[ranks * chunks] are those of the stages, NULL = 1 of each and no messages; report may be
- * NULL. DTRAIN_ERROR_USAGE: it would hang, or does not do everything once and in
- * order; the sentence names rank and action. Local. */
-DTRAIN_API dtrain_result dtrain_pipeline_check(const dtrain_pipeline_schedule *schedule,
-                                               const dtrain_pipeline_costs *costs, int rank,
-                                               dtrain_pipeline_report *report);
-
-/* Divide units among the stages of a pipeline by their costs: out[ranks * chunks] is how many units
- * each stage has, for dtrain_pipeline_desc.units; desc->units is not read, and desc NULL = a zeroed
- * one. Stages are runs of units in their order, none is empty, and the stage with the largest sum
- * of forward, backward and weight has as little as possible; the others are as even as that allows,
- * earlier ones with fewer units. With several stages a rank (INTERLEAVED, ZBV) units then move
- * between them as long as dtrain_pipeline_check finds that a step of so many micro-batches takes
- * less. Memory is not looked at. costs[unit_count] are those of dtrain_trainer_unit_costs or of
- * one's own; equal ones on every rank give equal results. Local. */
-DTRAIN_API dtrain_result dtrain_pipeline_balance(const dtrain_pipeline_costs *costs,
-                                                 size_t unit_count,
-                                                 const dtrain_pipeline_desc *desc, int ranks,
-                                                 int micro_batches, uint32_t *out);
-
-/* Write a schedule as text, a line for each rank, or read such a text: a schedule of one's own,
- * which is checked before it is returned. The text of (bytes) ends with a 0; *needed, or NULL, is
- * how many bytes it takes. text NULL = only count. DTRAIN_ERROR_ARGUMENT: bytes are too few;
- * DTRAIN_ERROR_DATA: the text is not understood, and the sentence says where; DTRAIN_ERROR_USAGE:
- * it does not pass dtrain_pipeline_check. Local. */
-DTRAIN_API dtrain_result dtrain_pipeline_print(const dtrain_pipeline_schedule *schedule, char *text,
-                                               size_t bytes, size_t *needed);
-DTRAIN_API dtrain_result dtrain_pipeline_parse(const char *text, dtrain_pipeline_schedule **out);
-/* Draw ranks over time as above, for costs of 1, with text, bytes and needed as for
- * dtrain_pipeline_print: what, micro-batch and, where a rank has several, .chunk. */
-DTRAIN_API dtrain_result dtrain_pipeline_draw(const dtrain_pipeline_schedule *schedule, char *text,
-                                              size_t bytes, size_t *needed);
 
 /* A part of a message. */
 typedef struct dtrain_pipeline_part {

@@ -180,9 +180,9 @@ static dtrain_result dtrain__run_room(dtrain__runner *run)
 {
     const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
     dtrain__run_memory *memory = &run->schedule->memory[run->rank];
-    dtrain_pipeline_report report;
-    dtrain__pipeline_room(run->schedule, run->rank, &report);
-    run->count = 4 * (size_t)(report.slots > report.inboxes ? report.slots : report.inboxes);
+    int slots, inboxes;
+    dtrain__pipeline_room(run->schedule, run->rank, &slots, &inboxes);
+    run->count = 4 * (size_t)(slots > inboxes ? slots : inboxes);
     const size_t bytes = run->count * sizeof *run->messages;
     if (memory->bytes < bytes) {
         dtrain__free(&allocator, memory->messages, memory->bytes, 1);
@@ -202,7 +202,7 @@ DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *sch
         return dtrain_fail(
             DTRAIN_ERROR_ARGUMENT,
             "%s: schedule, work or one of its functions is NULL, or the schedule was "
-            "not made by dtrain_pipeline_create or _parse",
+            "not made by dtrain_pipeline_create",
             call);
     if (schedule->ranks != (comm ? dtrain_comm_size(comm) : 1))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,

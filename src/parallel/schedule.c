@@ -353,7 +353,7 @@ static bool dtrain__weave_run(dtrain__weave *weave)
 
 /* ---- Creation ---------------------------------------------------------------------------------*/
 
-DTRAIN__PRIVATE const char *dtrain__pipeline_kind_name(uint32_t kind)
+static const char *dtrain__pipeline_kind_name(uint32_t kind)
 {
     static const char *const names[] = {"1F1B", "GPIPE", "INTERLEAVED", "ZB_H1", "ZBV"};
     return kind <= DTRAIN_PIPELINE_ZBV ? names[kind] : "?";
@@ -382,9 +382,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc
         given);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_sizes(const char *call,
-                                                     const dtrain_pipeline_desc *desc, int ranks,
-                                                     int micro_batches, int *chunks)
+/* Check the sizes of a schedule that is to be made. */
+static dtrain_result dtrain__pipeline_sizes(const dtrain_pipeline_desc *desc, int ranks,
+                                            int micro_batches, int *chunks)
 {
     const int most = DTRAIN__PASSES_MOST;
     DTRAIN__TRY(dtrain__pipeline_chunks(desc, ranks, chunks));
@@ -392,26 +392,29 @@ DTRAIN__PRIVATE dtrain_result dtrain__pipeline_sizes(const char *call,
         (int64_t)ranks * micro_batches <= most / *chunks)
         return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "%s: %d ranks, %d chunks and %d micro-batches; expected 1 or more, and at "
-                       "most %d passes in all",
-                       call, ranks, *chunks, micro_batches, most);
+                       "dtrain_pipeline_create: %d ranks, %d chunks and %d micro-batches; expected "
+                       "1 or more, and at most %d passes in all",
+                       ranks, *chunks, micro_batches, most);
 }
 
-DTRAIN__PRIVATE dtrain_pipeline_schedule *
-dtrain__pipeline_alloc(const dtrain_allocator *allocator, const dtrain_pipeline_schedule *head,
-                       size_t actions)
+/* Allocate the schedule of a weave, with room for actions; NULL: no memory. */
+static dtrain_pipeline_schedule *dtrain__pipeline_alloc(const dtrain__weave *weave, size_t actions)
 {
-    const size_t ranks = (size_t)head->ranks;
+    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
+    const size_t ranks = (size_t)weave->p;
     dtrain_pipeline_schedule *schedule =
-        (dtrain_pipeline_schedule *)dtrain__alloc(allocator, 1, sizeof *schedule, "a schedule");
+        (dtrain_pipeline_schedule *)dtrain__alloc(&allocator, 1, sizeof *schedule, "a schedule");
     if (!schedule) return NULL;
-    *schedule = *head;
+    schedule->kind = weave->kind;
+    schedule->ranks = weave->p;
+    schedule->chunks = weave->v;
+    schedule->micro_batches = weave->m;
     schedule->room = actions;
     schedule->first =
-        (size_t *)dtrain__alloc(allocator, ranks + 1, sizeof *schedule->first, "a schedule");
+        (size_t *)dtrain__alloc(&allocator, ranks + 1, sizeof *schedule->first, "a schedule");
     schedule->actions = (dtrain_pipeline_action *)dtrain__alloc(
-        allocator, actions, sizeof *schedule->actions, "a schedule");
-    schedule->memory = (dtrain__run_memory *)dtrain__alloc(allocator, ranks,
+        &allocator, actions, sizeof *schedule->actions, "a schedule");
+    schedule->memory = (dtrain__run_memory *)dtrain__alloc(&allocator, ranks,
                                                            sizeof *schedule->memory, "a schedule");
     if (schedule->first && schedule->actions && schedule->memory) return schedule;
     dtrain_pipeline_destroy(schedule);
@@ -421,12 +424,9 @@ dtrain__pipeline_alloc(const dtrain_allocator *allocator, const dtrain_pipeline_
 /* Copy the woven lists into a schedule; NULL: no memory. */
 static dtrain_pipeline_schedule *dtrain__schedule_of(const dtrain__weave *weave)
 {
-    const dtrain_allocator allocator = dtrain__resolve_allocator(NULL);
-    const dtrain_pipeline_schedule head = {weave->kind, weave->p, weave->v, weave->m,
-                                           NULL,        NULL,     0,        NULL};
     size_t count = 0;
     for (int r = 0; r < weave->p; r++) count += weave->ranks[r].woven.count;
-    dtrain_pipeline_schedule *schedule = dtrain__pipeline_alloc(&allocator, &head, count);
+    dtrain_pipeline_schedule *schedule = dtrain__pipeline_alloc(weave, count);
     for (int r = 0; r < weave->p && schedule; r++) {
         const dtrain__order *woven = &weave->ranks[r].woven;
         memcpy(schedule->actions + schedule->first[r], woven->actions,
@@ -471,7 +471,7 @@ DTRAIN_API dtrain_result dtrain_pipeline_create(const dtrain_pipeline_desc *desc
     int chunks;
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: out is NULL", call);
     *out = NULL;
-    DTRAIN__TRY(dtrain__pipeline_sizes(call, desc, ranks, micro_batches, &chunks));
+    DTRAIN__TRY(dtrain__pipeline_sizes(desc, ranks, micro_batches, &chunks));
     memset(&weave, 0, sizeof weave);
     weave.kind = desc ? desc->kind : 0;
     weave.p = ranks, weave.v = chunks, weave.m = micro_batches;
@@ -492,13 +492,13 @@ DTRAIN_API dtrain_result dtrain_pipeline_create(const dtrain_pipeline_desc *desc
 }
 
 DTRAIN__PRIVATE void dtrain__pipeline_room(const dtrain_pipeline_schedule *schedule, int rank,
-                                           dtrain_pipeline_report *report)
+                                           int *slots, int *inboxes)
 {
-    report->slots = report->inboxes = 0;
+    *slots = *inboxes = 0;
     for (size_t i = schedule->first[rank]; i < schedule->first[rank + 1]; i++) {
         const dtrain_pipeline_action *action = &schedule->actions[i];
-        if (action->slot >= report->slots) report->slots = action->slot + 1;
-        if (action->inbox >= report->inboxes) report->inboxes = action->inbox + 1;
+        if (action->slot >= *slots) *slots = action->slot + 1;
+        if (action->inbox >= *inboxes) *inboxes = action->inbox + 1;
     }
 }
 

@@ -27,26 +27,11 @@ DTRAIN__PRIVATE bool dtrain__pipeline_splits(uint32_t kind);
 /* Check the kind and its chunks; desc NULL = a zeroed one. */
 DTRAIN__PRIVATE dtrain_result dtrain__pipeline_chunks(const dtrain_pipeline_desc *desc, int ranks,
                                                       int *chunks);
-/* Check them, and that a schedule of such sizes can be made. */
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_sizes(const char *call,
-                                                     const dtrain_pipeline_desc *desc, int ranks,
-                                                     int micro_batches, int *chunks);
-DTRAIN__PRIVATE const char *dtrain__pipeline_kind_name(uint32_t kind);
 DTRAIN__PRIVATE const char *dtrain__pipeline_act_name(uint32_t act);
 DTRAIN__PRIVATE bool dtrain__is_message(const dtrain_pipeline_action *action);
 /* Return the stage of a rank's action; -1: it has no such chunk. */
 DTRAIN__PRIVATE int dtrain__action_stage(const dtrain_pipeline_schedule *schedule, int rank,
                                          const dtrain_pipeline_action *action);
-/* Allocate a schedule of the head's kind and sizes, with room for actions; NULL: no memory. */
-DTRAIN__PRIVATE dtrain_pipeline_schedule *
-dtrain__pipeline_alloc(const dtrain_allocator *allocator, const dtrain_pipeline_schedule *head,
-                       size_t actions);
 /* Count the slots and inboxes of a rank. */
 DTRAIN__PRIVATE void dtrain__pipeline_room(const dtrain_pipeline_schedule *schedule, int rank,
-                                           dtrain_pipeline_report *report);
-
-/* Do what dtrain_pipeline_check says, and note when each computation ends in ends (actions), if not
- * NULL. */
-DTRAIN__PRIVATE dtrain_result dtrain__pipeline_replay(const dtrain_pipeline_schedule *schedule,
-                                                      const dtrain_pipeline_costs *costs, int rank,
-                                                      dtrain_pipeline_report *report, double *ends);
+                                           int *slots, int *inboxes);

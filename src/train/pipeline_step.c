@@ -482,11 +482,11 @@ static dtrain_result dtrain__pipeline_tables(dtrain_trainer *trainer, dtrain__pi
     const dtrain_allocator *a = &trainer->allocator;
     const dtrain_pipeline_schedule *s = line->schedule;
     const size_t micros = (size_t)s->micro_batches;
-    dtrain_pipeline_report room;
-    dtrain__pipeline_room(s, line->rank, &room);
-    room.slots = (int)dtrain__max(room.slots, s->chunks); /* evaluation has one a chunk */
-    room.inboxes = (int)dtrain__max(room.inboxes, s->chunks);
-    line->slot_count = (size_t)room.slots;
+    int slots, inboxes;
+    dtrain__pipeline_room(s, line->rank, &slots, &inboxes);
+    slots = (int)dtrain__max(slots, s->chunks); /* evaluation has one a chunk */
+    inboxes = (int)dtrain__max(inboxes, s->chunks);
+    line->slot_count = (size_t)slots;
     line->stages = s->ranks * s->chunks;
     line->flights =
         (dtrain__flight *)dtrain__alloc(a, micros, sizeof *line->flights, "micro-batches");
@@ -496,8 +496,8 @@ static dtrain_result dtrain__pipeline_tables(dtrain_trainer *trainer, dtrain__pi
         (dtrain_tensor **)dtrain__alloc(a, line->slot_count, sizeof *line->losses, "losses");
     if (!line->flights || !line->slots || !line->losses) return DTRAIN_ERROR_MEMORY;
     return dtrain__stages_create(trainer->tape, line->map->stages, line->map->here,
-                                 line->map->units, line->map->unit_count, (uint32_t)room.slots,
-                                 (uint32_t)room.inboxes);
+                                 line->map->units, line->map->unit_count, (uint32_t)slots,
+                                 (uint32_t)inboxes);
 }
 
 /* Make a trainer's schedule and tables. */

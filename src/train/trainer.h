@@ -251,7 +251,7 @@ typedef struct dtrain_batch_search {
 DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
                                              dtrain_batch_search *search, dtrain_memory *memory);
 
-/* Count what each unit of a model costs, for dtrain_pipeline_balance, by running desc->loss on the
+/* Count what each unit of a model costs, to divide units among stages, by running desc->loss on the
  * plan device, forwards and backwards in halves: as for a plan without a strategy, before there is
  * one. A pass takes its floating-point operations or, where that is more, its bytes times the
  * operations that the world's device does while it moves one; what the operations of a unit take

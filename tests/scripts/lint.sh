@@ -69,7 +69,6 @@ unshown='dtrain_(activate|matmul|multiply|mean|scale|permute|reshape|softmax|bce
 dtrain_device_(account|check_limit) for authors of a device
 dtrain_loss_scaler_update for loops without the trainer
 dtrain_mesh_rank for programs that send to a place of the mesh
-dtrain_pipeline_(print|parse) for schedules that are edited
 dtrain_strategy_(join|weight) for loops without the trainer, over batches of different sizes
 dtrain_tape_(query|recompute) for loops without the trainer
 dtrain_span_(begin|end) for loops without the trainer

@@ -3,11 +3,12 @@
 #include "test.h"
 
 #include "dtrain.h"
+#include "tools/balance.h"
 #include "ranks.h"
 
 enum { UNITS = 12, STAGES = 6 };
 
-/* ---- dtrain_pipeline_balance: all partitions ------------------------------------------------------ */
+/* ---- balance_units: all partitions ------------------------------------------------------ */
 
 typedef struct search {
     const dtrain_pipeline_costs *costs;
@@ -69,7 +70,7 @@ static void test_all_partitions(void)
             costs[u].weight = (double)ranks_random(&random, most);
         }
         try_all(&s, 0, 0, 0, 0);
-        CHECK(dtrain_pipeline_balance(costs, (size_t)s.units, NULL, s.stages, 1, out) == DTRAIN_OK);
+        CHECK(balance_units(costs, (size_t)s.units, NULL, s.stages, 1, out) == DTRAIN_OK);
         if (!CHECK_MSG(
                 memcmp(out, s.best, sizeof out) == 0,
                 "round %d: %d units in %d stages: %u %u %u %u %u %u, expected %u %u %u %u %u %u",
@@ -84,7 +85,7 @@ static double step_of(const search *s, const dtrain_pipeline_schedule *schedule,
                       const uint32_t *of_stage)
 {
     dtrain_pipeline_costs costs[STAGES];
-    dtrain_pipeline_report report;
+    schedule_report report;
     const dtrain_pipeline_costs *unit = s->costs;
     memset(costs, 0, sizeof costs);
     for (int stage = 0; stage < s->stages; stage++)
@@ -93,7 +94,7 @@ static double step_of(const search *s, const dtrain_pipeline_schedule *schedule,
             costs[stage].backward += unit->backward;
             costs[stage].weight += unit->weight;
         }
-    CHECK(dtrain_pipeline_check(schedule, costs, 0, &report) == DTRAIN_OK);
+    CHECK(schedule_check(schedule, costs, 0, &report) == DTRAIN_OK);
     return report.makespan;
 }
 
@@ -136,10 +137,8 @@ static void test_ranks_of_two_stages(void)
             costs[u].backward = costs[u].weight = costs[u].forward;
         }
         CHECK(dtrain_pipeline_create(&desc, ranks, micro_batches, &schedule) == DTRAIN_OK);
-        CHECK(dtrain_pipeline_balance(costs, (size_t)s.units, NULL, s.stages, 1, by_stage) ==
-              DTRAIN_OK);
-        CHECK(dtrain_pipeline_balance(costs, (size_t)s.units, &desc, ranks, micro_batches, out) ==
-              DTRAIN_OK);
+        CHECK(balance_units(costs, (size_t)s.units, NULL, s.stages, 1, by_stage) == DTRAIN_OK);
+        CHECK(balance_units(costs, (size_t)s.units, &desc, ranks, micro_batches, out) == DTRAIN_OK);
         const double step = step_of(&s, schedule, out), before = step_of(&s, schedule, by_stage),
                      least = least_step(&s, schedule, 0, 0);
         uint32_t all = 0;
@@ -157,7 +156,7 @@ static void test_ranks_of_two_stages(void)
 static void refuses(const char *part, const dtrain_pipeline_costs *costs, size_t units, int stages,
                     uint32_t *out)
 {
-    CHECK(dtrain_pipeline_balance(costs, units, NULL, stages, 1, out) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(balance_units(costs, units, NULL, stages, 1, out) == DTRAIN_ERROR_ARGUMENT);
     CHECK_MSG(strstr(dtrain_last_error(), part) != NULL, "\"%s\" is not in \"%s\"", part,
               dtrain_last_error());
 }

@@ -8,6 +8,7 @@
  * across stages to rounding. */
 #include "test.h"
 #include "dtrain.h"
+#include "tools/balance.h"
 #ifdef DTRAIN_CUDA_EMULATION
 #define DTRAIN_NCCL_LINKED
 #define DTRAIN_NCCL_IMPLEMENTATION
@@ -263,8 +264,7 @@ static dtrain_result balance(dtrain_world *world, const dtrain_trainer_desc *tra
         dtrain_trainer_unit_costs(world, trainer, l->params, (size_t)l->count, costs, kept, &units);
     CHECK((int)units == s->units);
     if (result == DTRAIN_OK)
-        result = dtrain_pipeline_balance(costs, units, line, s->pipeline, (int)s->micro_batches,
-                                         of_stage);
+        result = balance_units(costs, units, line, s->pipeline, (int)s->micro_batches, of_stage);
     for (int stage = 0; stage < stages && result == DTRAIN_OK; stage++) {
         int32_t range[2] = {(int32_t)of_stage[stage], -(int32_t)of_stage[stage]};
         result = dtrain_all_reduce(dtrain_world_comm(world), range, range, 2, DTRAIN_DTYPE_I32,

@@ -7,6 +7,7 @@
 #include "test.h"
 
 #include "dtrain.h"
+#include "tools/schedule.h"
 #include "ranks.h"
 
 enum { LAYERS = 24, ROWS = 3, WIDTH = 5, AREA = ROWS * WIDTH, MATRIX = WIDTH * WIDTH };
@@ -477,11 +478,11 @@ static int pass_rank(dtrain_world *world, void *user)
     const size_t bytes = sizeof(float) * 2 * INBOXES * LONG;
     dtrain_comm *comm = dtrain_world_comm(world);
     dtrain_pipeline_schedule *s;
-    dtrain_pipeline_report report;
+    schedule_report report;
     void *memory;
     (void)user;
     RANKS_TRY(dtrain_pipeline_create(&desc, 4, 12, &s));
-    RANKS_TRY(dtrain_pipeline_check(s, NULL, l.rank, &report));
+    RANKS_TRY(schedule_check(s, NULL, l.rank, &report));
     if (!CHECK(report.slots <= INBOXES && report.inboxes <= INBOXES)) return 1;
     RANKS_TRY(dtrain_comm_alloc(comm, bytes, &memory));
     for (int i = 0; i < 2 * INBOXES; i++) l.at[i] = (float *)memory + (size_t)i * LONG;

@@ -7,6 +7,7 @@
 #include "test.h"
 
 #include "dtrain.h"
+#include "tools/schedule.h"
 
 enum { RANKS = 16, CHUNKS = 8, MICROS = 64, MAX_STAGES = 64, ROOM = 1024 };
 enum { F = 1, B, W, SEND, RECEIVE, SEND_GRADIENT, RECEIVE_GRADIENT, REDUCE, STEP };
@@ -55,12 +56,12 @@ static int formula_peak(uint32_t kind, int p, int v, int m, int rank)
 
 static bool check_formulas(uint32_t kind, int p, int v, int m)
 {
-    dtrain_pipeline_report report;
+    schedule_report report;
     schedule *s = make(kind, p, v, m);
     bool good = s != NULL;
     const int step = test_full() ? 1 : most(p - 1, 1); /* the first rank and the last one */
     for (int r = 0; r < p && good; r += step) {
-        const dtrain_result result = dtrain_pipeline_check(s, NULL, r, &report);
+        const dtrain_result result = schedule_check(s, NULL, r, &report);
         const int time = formula_time(kind, p, v, m), peak = formula_peak(kind, p, v, m, r);
         good =
             CHECK_MSG(result == DTRAIN_OK, "%s, %d ranks, %d chunks, %d micro-batches: %s",
@@ -126,13 +127,13 @@ static void test_golden(void)
     for (size_t i = 0; i < sizeof golden / sizeof *golden; i++) {
         const double part = 1.0 / golden[i].v;
         dtrain_pipeline_costs costs[MAX_STAGES];
-        dtrain_pipeline_report report = {0, 0, 0, 0, 0};
+        schedule_report report = {0, 0, 0, 0, 0};
         schedule *s = make(golden[i].kind, golden[i].p, golden[i].v, golden[i].m);
         for (size_t stage = 0; stage < MAX_STAGES; stage++) {
             const dtrain_pipeline_costs equal = {part, part, part, 0};
             costs[stage] = equal;
         }
-        CHECK(dtrain_pipeline_check(s, costs, 0, &report) == DTRAIN_OK);
+        CHECK(schedule_check(s, costs, 0, &report) == DTRAIN_OK);
         CHECK_MSG(report.makespan == golden[i].time &&
                       (golden[i].peak == 0 || report.peak * part == golden[i].peak),
                   "row %zu: %g with a peak of %g, expected %g and %g", i, report.makespan,
@@ -146,23 +147,23 @@ static void test_costs(void)
 {
     const dtrain_pipeline_costs alike = {1, 2, 4, 10}, costs[] = {alike, alike, alike, alike};
     const dtrain_pipeline_costs differ[] = {{1, 2, 4, 10}, {2, 1, 1, 20}, {5, 3, 2, 0}};
-    dtrain_pipeline_report report = {0, 0, 0, 0, 0};
+    schedule_report report = {0, 0, 0, 0, 0};
     schedule *s = make(DTRAIN_PIPELINE_1F1B, 4, 1, 1);
-    CHECK(dtrain_pipeline_check(s, costs, 0, &report) == DTRAIN_OK);
+    CHECK(schedule_check(s, costs, 0, &report) == DTRAIN_OK);
     CHECK(report.makespan == 4 * 1 + 4 * 6 + 6 * 10);
     CHECK_CLOSE(report.bubble, 1 - 7.0 / 88, 1e-12);
     dtrain_pipeline_destroy(s);
     s = make(DTRAIN_PIPELINE_ZB_H1, 4, 1, 1); /* the weights of rank 0 at the end */
-    CHECK(dtrain_pipeline_check(s, costs, 0, &report) == DTRAIN_OK);
+    CHECK(schedule_check(s, costs, 0, &report) == DTRAIN_OK);
     CHECK(report.makespan == 4 * 1 + 4 * 2 + 4 + 6 * 10);
     dtrain_pipeline_destroy(s);
     s = make(DTRAIN_PIPELINE_1F1B, 3, 1, 1); /* stages that differ */
-    CHECK(dtrain_pipeline_check(s, differ, 0, &report) == DTRAIN_OK);
+    CHECK(schedule_check(s, differ, 0, &report) == DTRAIN_OK);
     CHECK(report.makespan == 1 + 10 + 2 + 20 + 5 + 5 + 0 + 2 + 20 + 6);
     CHECK_CLOSE(report.bubble, 1 - 21.0 / (3 * 71), 1e-12);
     dtrain_pipeline_destroy(s);
     s = make(DTRAIN_PIPELINE_ZBV, 2, 2, 1); /* stages 1 and 2 are on rank 1: no message there */
-    CHECK(dtrain_pipeline_check(s, costs, 0, &report) == DTRAIN_OK);
+    CHECK(schedule_check(s, costs, 0, &report) == DTRAIN_OK);
     CHECK(report.makespan == 4 * 1 + 4 * 2 + 4 + 4 * 10);
     dtrain_pipeline_destroy(s);
 }
@@ -373,7 +374,7 @@ static void test_swaps(void)
                 const action kept = s->actions[k];
                 s->actions[k] = s->actions[k + 1], s->actions[k + 1] = kept;
                 const bool data = naive_is_right(s, n),
-                           check = dtrain_pipeline_check(s, NULL, 0, NULL) == DTRAIN_OK;
+                           check = schedule_check(s, NULL, 0, NULL) == DTRAIN_OK;
                 *(data ? &right : &wrong) += 1;
                 good = CHECK_MSG(data == check,
                                  "%s, %d ranks, %d chunks, %d micro-batches, actions %zu and %zu "
@@ -411,7 +412,7 @@ static void test_changes(void)
             memmove(a, a + 1, (s->first[s->ranks] - k - 1) * sizeof *a);
             for (int r = s->ranks; r >= 0 && s->first[r] > k; r--) s->first[r]--;
         }
-        const bool check = dtrain_pipeline_check(s, NULL, 0, NULL) == DTRAIN_OK;
+        const bool check = schedule_check(s, NULL, 0, NULL) == DTRAIN_OK;
         found += !check;
         good = !check ||
                CHECK_MSG(naive_is_right(s, n),
@@ -431,7 +432,7 @@ static char text[1 << 20];
 static void expect_parse(const char *from, dtrain_result expected, const char *words)
 {
     schedule *s = NULL;
-    const dtrain_result result = dtrain_pipeline_parse(from, &s);
+    const dtrain_result result = schedule_parse(from, &s);
     CHECK_MSG(result == expected && !s && strstr(dtrain_last_error(), words),
               "\"%.40s\": %s, expected: %s", from, dtrain_last_error(), words);
 }
@@ -443,16 +444,16 @@ static void test_text(void)
         schedule *s = draw_schedule(&state), *back = NULL;
         size_t needed = 0, again = 0;
         if (!s) return;
-        CHECK(dtrain_pipeline_print(s, NULL, 0, &needed) == DTRAIN_OK);
-        CHECK(dtrain_pipeline_print(s, text, needed, &again) == DTRAIN_OK && again == needed);
+        CHECK(schedule_print(s, NULL, 0, &needed) == DTRAIN_OK);
+        CHECK(schedule_print(s, text, needed, &again) == DTRAIN_OK && again == needed);
         CHECK(strlen(text) == needed - 1);
-        CHECK_MSG(dtrain_pipeline_parse(text, &back) == DTRAIN_OK, "%s", dtrain_last_error());
+        CHECK_MSG(schedule_parse(text, &back) == DTRAIN_OK, "%s", dtrain_last_error());
         if (!back) return;
         CHECK(back->kind == s->kind && back->ranks == s->ranks && back->chunks == s->chunks &&
               back->micro_batches == s->micro_batches);
         CHECK(memcmp(back->first, s->first, ((size_t)s->ranks + 1) * sizeof *s->first) == 0);
         CHECK(memcmp(back->actions, s->actions, s->first[s->ranks] * sizeof *s->actions) == 0);
-        CHECK(dtrain_pipeline_print(s, text, needed - 1, NULL) == DTRAIN_ERROR_ARGUMENT);
+        CHECK(schedule_print(s, text, needed - 1, NULL) == DTRAIN_ERROR_ARGUMENT);
         dtrain_pipeline_destroy(s), dtrain_pipeline_destroy(back);
     }
 }
@@ -503,7 +504,7 @@ static void test_parse_errors(void)
     }
     expect_parse("1F1B ranks 1 chunks 3 micro-batches 1\nrank 0: F0.0:0 B0.0:0 F1.0:0\n",
                  DTRAIN_ERROR_ARGUMENT, "1 chunk a rank");
-    CHECK(dtrain_pipeline_parse(NULL, NULL) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(schedule_parse(NULL, NULL) == DTRAIN_ERROR_ARGUMENT);
 }
 
 /* Texts with some bytes changed are errors or right schedules; a sanitizer sees the rest. */
@@ -514,13 +515,13 @@ static void test_parse_fuzz(void)
     for (uint64_t i = 0; i < test_draws(3000, 30000, 300000); i++) {
         schedule *s = draw_schedule(&state), *back = NULL;
         if (!s) return;
-        CHECK(dtrain_pipeline_print(s, text, sizeof text, NULL) == DTRAIN_OK);
+        CHECK(schedule_print(s, text, sizeof text, NULL) == DTRAIN_OK);
         const int length = (int)strlen(text);
         for (uint64_t k = 0; k <= draw(&state, 3); k++)
             text[draw(&state, length)] = bytes[draw(&state, (int)sizeof bytes - 1)];
         if (draw(&state, 4) == 0) text[draw(&state, length)] = 0;
-        if (dtrain_pipeline_parse(text, &back) == DTRAIN_OK)
-            CHECK(dtrain_pipeline_check(back, NULL, 0, NULL) == DTRAIN_OK);
+        if (schedule_parse(text, &back) == DTRAIN_OK)
+            CHECK(schedule_check(back, NULL, 0, NULL) == DTRAIN_OK);
         else CHECK(!back && dtrain_last_error()[0]);
         dtrain_pipeline_destroy(s), dtrain_pipeline_destroy(back);
     }
@@ -534,16 +535,14 @@ static void test_drawing(void)
                               "rank 1   .    F0.0 F0.1 .    .    B0.1 B0.0 W0.1 W0.0\n";
     size_t needed = 0;
     schedule *s = make(DTRAIN_PIPELINE_1F1B, 2, 1, 3);
-    CHECK(dtrain_pipeline_draw(s, text, sizeof text, &needed) == DTRAIN_OK &&
-          needed == sizeof expected);
+    CHECK(schedule_draw(s, text, sizeof text, &needed) == DTRAIN_OK && needed == sizeof expected);
     CHECK_MSG(strcmp(text, expected) == 0, "\n%s", text);
-    CHECK(dtrain_pipeline_draw(s, text, needed - 1, NULL) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(schedule_draw(s, text, needed - 1, NULL) == DTRAIN_ERROR_ARGUMENT);
     s->actions[0].slot = -1;
-    CHECK(dtrain_pipeline_draw(s, text, sizeof text, NULL) == DTRAIN_ERROR_USAGE);
+    CHECK(schedule_draw(s, text, sizeof text, NULL) == DTRAIN_ERROR_USAGE);
     dtrain_pipeline_destroy(s);
     s = make(DTRAIN_PIPELINE_ZBV, 2, 2, 1);
-    CHECK(dtrain_pipeline_draw(s, text, sizeof text, &needed) == DTRAIN_OK &&
-          needed == strlen(text) + 1);
+    CHECK(schedule_draw(s, text, sizeof text, &needed) == DTRAIN_OK && needed == strlen(text) + 1);
     CHECK_MSG(strcmp(text, vee) == 0, "\n%s", text);
     dtrain_pipeline_destroy(s);
 }
@@ -577,8 +576,8 @@ static void test_arguments(void)
           s->kind == DTRAIN_PIPELINE_1F1B && s->chunks == 1);
     dtrain_pipeline_destroy(s);
     CHECK(dtrain_pipeline_create(NULL, 2, 3, NULL) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(dtrain_pipeline_check(NULL, NULL, 0, NULL) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(dtrain_pipeline_print(NULL, NULL, 0, NULL) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(schedule_check(NULL, NULL, 0, NULL) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(schedule_print(NULL, NULL, 0, NULL) == DTRAIN_ERROR_ARGUMENT);
     dtrain_pipeline_destroy(NULL);
 }
 

@@ -3,6 +3,7 @@
 #ifndef RUN_JOB_H
 #define RUN_JOB_H
 
+#include "tools/balance.h"
 #include "tools/run/monitor.h"
 #include "tools/run/probe.h"
 #include "tools/run/recorded.h"
@@ -395,8 +396,8 @@ static dtrain_result divide_units(dtrain_world *world, run_job *j, dtrain_strate
     j->stage_units = (uint32_t *)calloc((size_t)stage_count(j->s), sizeof *j->stage_units);
     if (!costs || !j->stage_units) TRY(dtrain_fail(result, "no memory for the costs of units"));
     TRY(dtrain_trainer_unit_costs(world, &trainer, j->params, j->param_count, costs, NULL, &units));
-    TRY(dtrain_pipeline_balance(costs, units, &j->line, (int)j->s->pipeline,
-                                (int)trainer.micro_batches, j->stage_units));
+    TRY(balance_units(costs, units, &j->line, (int)j->s->pipeline, (int)trainer.micro_batches,
+                      j->stage_units));
     j->line.units = j->stage_units;
     strategy->pipeline = &j->line;
 cleanup:

@@ -1,7 +1,7 @@
 /* stages.h: --dry-run of a pipeline: its table of stages, what a rank of each needs, and the bubble.
  *
  * What units cost is counted by dtrain_trainer_unit_costs, as a run does before it divides them; the schedule is
- * replayed by dtrain_pipeline_check with the costs of these stages. */
+ * replayed by schedule_check (tools/schedule.h) with the costs of these stages. */
 #ifndef RUN_STAGES_H
 #define RUN_STAGES_H
 
@@ -42,8 +42,8 @@ static int count_units(dtrain_world *world, void *user)
     TRY(dtrain_trainer_unit_costs(world, &trainer, j->params, room, p->costs, p->kept, &p->units));
     if (p->s->line.units) memcpy(p->divided, p->s->line.units, stages * sizeof *p->divided);
     else
-        TRY(dtrain_pipeline_balance(p->costs, p->units, &p->s->line, (int)p->s->pipeline,
-                                    (int)p->accum, p->divided));
+        TRY(balance_units(p->costs, p->units, &p->s->line, (int)p->s->pipeline, (int)p->accum,
+                          p->divided));
 cleanup:
     return result == DTRAIN_OK ? 0 : 1;
 }
@@ -51,7 +51,7 @@ cleanup:
 /* Add up the costs of the units of each stage, and replay the schedule with them. */
 static dtrain_result replay_stages(stage_plan *p)
 {
-    dtrain_pipeline_report report;
+    schedule_report report;
     size_t unit = 0;
     dtrain_result result = DTRAIN_OK;
     for (int stage = 0; stage < p->stages; stage++)
@@ -63,7 +63,7 @@ static dtrain_result replay_stages(stage_plan *p)
                         (p->costs[unit].forward + p->costs[unit].backward + p->costs[unit].weight);
         }
     TRY(dtrain_pipeline_create(&p->s->line, (int)p->s->pipeline, (int)p->accum, &p->schedule));
-    TRY(dtrain_pipeline_check(p->schedule, p->of_stage, 0, &report));
+    TRY(schedule_check(p->schedule, p->of_stage, 0, &report));
     p->makespan = report.makespan;
     p->bubble = report.bubble;
 cleanup:
@@ -177,10 +177,10 @@ static double held_bytes(const stage_plan *p, int rank, int slots)
 static dtrain_result print_rank(const stage_plan *p, int rank, dtrain_param *room)
 {
     const dtrain_pipeline_schedule *schedule = p->schedule;
-    dtrain_pipeline_report report;
+    schedule_report report;
     dtrain_memory memory;
     dtrain_result result = DTRAIN_OK;
-    TRY(dtrain_pipeline_check(schedule, p->of_stage, rank, &report));
+    TRY(schedule_check(schedule, p->of_stage, rank, &report));
     TRY(plan_stage_rank(p, rank, room, &memory));
     const double held = held_bytes(p, rank, report.slots) / 1048576;
     for (int chunk = 0; chunk < schedule->chunks; chunk++) {

@@ -43,6 +43,7 @@
 
 #include "tools/flags.h"
 #include "tools/descriptors.h"
+#include "tools/schedule.h"
 
 #include <ctype.h>
 #include <errno.h>

@@ -208,7 +208,7 @@ static size_t play_rank(pipeline_run *run, const int *ranks, pipeline_pass *pass
 }
 
 /* Find when the gradients of the last micro-batch begin to be made in each stage: a replay as that of
- * dtrain_pipeline_check, which has found that it ends. */
+ * schedule_check, which has found that it ends. */
 static dtrain_result find_last(pipeline_run *run, const int *ranks)
 {
     const dtrain_pipeline_schedule *s = run->schedule;
@@ -348,18 +348,17 @@ static dtrain_result simulate_schedule(dtrain_world *world, const model *m, row 
 {
     const dtrain_pipeline_schedule *s = run->schedule;
     dtrain_pipeline_costs costs[MOST_STAGES];
-    dtrain_pipeline_report report;
+    schedule_report report;
     int ranks[MOST_STAGES] = {0};
     double ready = 0, update = 0, waited = 0;
     TRY(make_stages(m, r, run));
     add_messages(m, r, run, ranks);
     for (int k = 0; k < run->count; k++) costs[k] = run->stages[k].cost.seconds;
-    TRY(dtrain_pipeline_check(s, costs, 0, &report));
+    TRY(schedule_check(s, costs, 0, &report));
     TRY(find_last(run, ranks));
     if (fabs(run->makespan / report.makespan - 1) > 1e-9)
-        return dtrain_fail(DTRAIN_ERROR_INTERNAL,
-                           "a replay takes %g s, dtrain_pipeline_check says %g s", run->makespan,
-                           report.makespan);
+        return dtrain_fail(DTRAIN_ERROR_INTERNAL, "a replay takes %g s, schedule_check says %g s",
+                           run->makespan, report.makespan);
     for (int rank = 0; rank < s->ranks; rank++) {
         double own_ready = 0, own_update = 0, own_waited = 0;
         TRY(simulate_rank(world, m, r, run, rank, &own_ready, &own_update));

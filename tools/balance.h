@@ -1,4 +1,4 @@
-/* Units to stages, by what they cost
+/* balance.h: divides the units of a model among the stages of a pipeline, by what they cost.
  *
  * The slowest stage sets the pace of a pipeline, so its cost is made as small as it can be. Many
  * partitions share that cost; of these the one with the least sum of squares is taken, which is the
@@ -13,26 +13,23 @@
  * Where a rank has several stages it is not one of them that sets the pace, and no such recurrence
  * knows a rank's other stages. There a replay of the schedule tells what a division takes, and
  * units go from stage to stage one at a time as long as that gets less. */
+#ifndef TOOLS_BALANCE_H
+#define TOOLS_BALANCE_H
 
-#include "core/platform_internal.h"
-#include "core/core_internal.h"
-#include "core/log.h"
-#include "core/result.h"
-#include "parallel/pipeline.h"
-#include "parallel/schedule_internal.h"
+#include "tools/schedule.h"
 
-typedef struct dtrain__balance {
+typedef struct balance_table {
     size_t units, stages;
     double *sums;   /* (units + 1) cost of the first u units */
     double *best;   /* (units + 1) of the stages so far ... */
     double *before; /* (units + 1) ... and of one stage less */
     uint32_t *from; /* (stages, units + 1) the first unit of the last stage */
-} dtrain__balance;
+} balance_table;
 
-static dtrain_result dtrain__balance_check(const dtrain_pipeline_costs *costs, size_t unit_count,
-                                           int stages, const uint32_t *out)
+static inline dtrain_result balance_check_units(const dtrain_pipeline_costs *costs,
+                                                size_t unit_count, int stages, const uint32_t *out)
 {
-    const char *const call = "dtrain_pipeline_balance";
+    const char *const call = "balance_units";
     if (!costs || !out || unit_count > INT32_MAX)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: expected costs, room for the result and fewer than 2^31 units, and "
@@ -56,7 +53,7 @@ static dtrain_result dtrain__balance_check(const dtrain_pipeline_costs *costs, s
 /* Add the next stage: its last unit is before j, and its cost at most `limit`. Of equal partitions
  * the one that begins it earlier is taken: earlier stages, whose ranks hold more micro-batches,
  * have fewer units. */
-static void dtrain__balance_stage(dtrain__balance *b, size_t stage, double limit, bool squares)
+static inline void balance_stage(balance_table *b, size_t stage, double limit, bool squares)
 {
     double *const last = b->before;
     b->before = b->best;
@@ -76,28 +73,27 @@ static void dtrain__balance_stage(dtrain__balance *b, size_t stage, double limit
 }
 
 /* Find the best way to divide all units, and what it costs. */
-static double dtrain__balance_find(dtrain__balance *b, double limit, bool squares)
+static inline double balance_find(balance_table *b, double limit, bool squares)
 {
     for (size_t j = 0; j <= b->units; j++) b->best[j] = j ? HUGE_VAL : 0;
-    for (size_t stage = 0; stage < b->stages; stage++)
-        dtrain__balance_stage(b, stage, limit, squares);
+    for (size_t stage = 0; stage < b->stages; stage++) balance_stage(b, stage, limit, squares);
     return b->best[b->units];
 }
 
 /* A division that is made better by replays of its schedule. */
-typedef struct dtrain__division {
+typedef struct balance_division {
     const dtrain_pipeline_costs *costs; /* (units) */
     const dtrain_pipeline_schedule *schedule;
     size_t stages;
     uint32_t *out;                   /* (stages) units */
     dtrain_pipeline_costs *of_stage; /* (stages) their sums */
-} dtrain__division;
+} balance_division;
 
 /* Replay the schedule with the sums of all stages' units. */
-static dtrain_result dtrain__division_takes(const dtrain__division *d, double *makespan)
+static inline dtrain_result balance_division_takes(const balance_division *d, double *makespan)
 {
     const dtrain_pipeline_costs *unit = d->costs;
-    dtrain_pipeline_report report;
+    schedule_report report;
     memset(d->of_stage, 0, d->stages * sizeof *d->of_stage);
     for (size_t stage = 0; stage < d->stages; stage++)
         for (uint32_t i = 0; i < d->out[stage]; i++, unit++) {
@@ -105,14 +101,15 @@ static dtrain_result dtrain__division_takes(const dtrain__division *d, double *m
             d->of_stage[stage].backward += unit->backward;
             d->of_stage[stage].weight += unit->weight;
         }
-    DTRAIN__TRY(dtrain_pipeline_check(d->schedule, d->of_stage, 0, &report));
+    SCHEDULE_TRY(schedule_check(d->schedule, d->of_stage, 0, &report));
     *makespan = report.makespan;
     return DTRAIN_OK;
 }
 
 /* Take the best of the moves of one unit to a neighbour stage, or by as many stages as there are
  * ranks; *better false: none takes less. A difference that rounding may have made is none. */
-static dtrain_result dtrain__division_move(const dtrain__division *d, double *least, bool *better)
+static inline dtrain_result balance_division_move(const balance_division *d, double *least,
+                                                  bool *better)
 {
     const size_t steps[] = {1, (size_t)d->schedule->ranks};
     uint32_t *from = NULL, *to = NULL;
@@ -122,9 +119,9 @@ static dtrain_result dtrain__division_move(const dtrain__division *d, double *le
             double takes;
             if (there >= d->stages || d->out[stage] == 1) continue;
             d->out[stage]--, d->out[there]++;
-            const dtrain_result result = dtrain__division_takes(d, &takes);
+            const dtrain_result result = balance_division_takes(d, &takes);
             d->out[stage]++, d->out[there]--;
-            DTRAIN__TRY(result);
+            SCHEDULE_TRY(result);
             if (takes >= *least * (1 - 1e-9)) continue;
             *least = takes, from = &d->out[stage], to = &d->out[there];
         }
@@ -133,48 +130,40 @@ static dtrain_result dtrain__division_move(const dtrain__division *d, double *le
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__division_improve(const dtrain_pipeline_costs *costs,
-                                              const dtrain_pipeline_desc *desc, int ranks,
-                                              int micro_batches, uint32_t *out)
+/* Move units between stages as long as a step takes less. */
+static inline dtrain_result balance_division_improve(const dtrain_pipeline_costs *costs,
+                                                     const dtrain_pipeline_schedule *schedule,
+                                                     uint32_t *out)
 {
-    const dtrain_allocator a = dtrain__resolve_allocator(NULL);
-    dtrain_pipeline_schedule *schedule;
+    balance_division d = {costs, schedule, (size_t)(schedule->ranks * schedule->chunks), out, NULL};
     double least;
     bool better = true;
-    DTRAIN__TRY(dtrain_pipeline_create(desc, ranks, micro_batches, &schedule));
-    dtrain__division d = {costs, schedule, (size_t)(ranks * schedule->chunks), out, NULL};
-    d.of_stage = (dtrain_pipeline_costs *)dtrain__alloc(&a, d.stages, sizeof *d.of_stage, "costs");
-    dtrain_result result = d.of_stage ? dtrain__division_takes(&d, &least) : DTRAIN_ERROR_MEMORY;
-    while (result == DTRAIN_OK && better) result = dtrain__division_move(&d, &least, &better);
-    dtrain__free(&a, d.of_stage, d.stages, sizeof *d.of_stage);
-    dtrain_pipeline_destroy(schedule);
+    d.of_stage = (dtrain_pipeline_costs *)calloc(d.stages, sizeof *d.of_stage);
+    if (!d.of_stage) return dtrain_fail(DTRAIN_ERROR_MEMORY, "balance_units: no memory for costs");
+    dtrain_result result = balance_division_takes(&d, &least);
+    while (result == DTRAIN_OK && better) result = balance_division_move(&d, &least, &better);
+    free(d.of_stage);
     return result;
 }
 
-DTRAIN_API dtrain_result dtrain_pipeline_balance(const dtrain_pipeline_costs *costs,
-                                                 size_t unit_count,
-                                                 const dtrain_pipeline_desc *desc, int ranks,
-                                                 int micro_batches, uint32_t *out)
+/* Divide units, whatever a rank's other stages are. */
+static inline dtrain_result balance_divide(const dtrain_pipeline_costs *costs, size_t unit_count,
+                                           size_t stages, uint32_t *out)
 {
-    const dtrain_allocator a = dtrain__resolve_allocator(NULL);
     const size_t room = unit_count + 1;
-    int chunks;
-    dtrain__balance b;
+    balance_table b;
     memset(&b, 0, sizeof b);
-    DTRAIN__TRY(
-        dtrain__pipeline_sizes("dtrain_pipeline_balance", desc, ranks, micro_batches, &chunks));
-    DTRAIN__TRY(dtrain__balance_check(costs, unit_count, ranks * chunks, out));
     b.units = unit_count;
-    b.stages = (size_t)(ranks * chunks);
-    double *const numbers = (double *)dtrain__alloc(&a, 3 * room, sizeof *numbers, "costs");
-    b.from = (uint32_t *)dtrain__alloc(&a, room, b.stages * sizeof *b.from, "stages of units");
+    b.stages = stages;
+    double *const numbers = (double *)calloc(3 * room, sizeof *numbers);
+    b.from = (uint32_t *)calloc(room, b.stages * sizeof *b.from);
     if (numbers && b.from) {
         b.sums = numbers;
         b.best = numbers + room;
         b.before = numbers + 2 * room;
         for (size_t u = 0; u < unit_count; u++)
             b.sums[u + 1] = b.sums[u] + (costs[u].forward + costs[u].backward + costs[u].weight);
-        dtrain__balance_find(&b, dtrain__balance_find(&b, HUGE_VAL, false), true);
+        balance_find(&b, balance_find(&b, HUGE_VAL, false), true);
         size_t end = unit_count;
         for (size_t stage = b.stages; stage-- > 0;) {
             const size_t first = b.from[stage * room + end];
@@ -182,9 +171,34 @@ DTRAIN_API dtrain_result dtrain_pipeline_balance(const dtrain_pipeline_costs *co
             end = first;
         }
     }
-    const dtrain_result result = numbers && b.from ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-    dtrain__free(&a, numbers, 3 * room, sizeof *numbers);
-    dtrain__free(&a, b.from, room, b.stages * sizeof *b.from);
-    if (result != DTRAIN_OK || chunks == 1) return result;
-    return dtrain__division_improve(costs, desc, ranks, micro_batches, out);
+    const bool done = numbers && b.from;
+    free(numbers);
+    free(b.from);
+    return done ? DTRAIN_OK
+                : dtrain_fail(DTRAIN_ERROR_MEMORY, "balance_units: no memory for %zu units",
+                              unit_count);
 }
+
+/* Divide units among the stages of a pipeline by their costs: out[ranks * chunks] is how many units each stage has, for
+ * dtrain_pipeline_desc.units; desc->units is not read, and desc NULL = a zeroed one. Stages are runs of units in their
+ * order, none is empty, and the stage with the largest sum of forward, backward and weight has as little as possible;
+ * the others are as even as that allows, earlier ones with fewer units. With several stages a rank (INTERLEAVED, ZBV)
+ * units then move between them as long as schedule_check finds that a step of so many micro-batches takes less. Memory
+ * is not looked at. costs[unit_count] are those of dtrain_trainer_unit_costs or the program's; equal ones on every rank
+ * give equal results. */
+static inline dtrain_result balance_units(const dtrain_pipeline_costs *costs, size_t unit_count,
+                                          const dtrain_pipeline_desc *desc, int ranks,
+                                          int micro_batches, uint32_t *out)
+{
+    dtrain_pipeline_schedule *schedule;
+    SCHEDULE_TRY(dtrain_pipeline_create(desc, ranks, micro_batches, &schedule));
+    const int stages = ranks * schedule->chunks;
+    dtrain_result result = balance_check_units(costs, unit_count, stages, out);
+    if (result == DTRAIN_OK) result = balance_divide(costs, unit_count, (size_t)stages, out);
+    if (result == DTRAIN_OK && schedule->chunks > 1)
+        result = balance_division_improve(costs, schedule, out);
+    dtrain_pipeline_destroy(schedule);
+    return result;
+}
+
+#endif /* TOOLS_BALANCE_H */
