@@ -27769,9 +27769,8 @@ struct dtrain_loader {
 /* train/loader.c */
 /* Return the position of the batch behind the one at `position`. */
 DTRAIN__PRIVATE uint64_t dtrain__loader_behind(const dtrain_loader *loader, uint64_t position);
-/* Go on behind a load from the epoch and the place in it that epoch_samples says; 0: saved by a
- * version that with drop_last counted epochs by their batches. Write to note (room) which samples of
- * the epoch do not come once; else leave it. */
+/* Continue after a load from the epoch and the place in it that position and epoch_samples say.
+ * Write to note (room bytes) which samples of the epoch are not dealt exactly once, if any. */
 DTRAIN__PRIVATE void dtrain__loader_resume(dtrain_loader *loader, char *note, size_t room);
 
 /* train/dataset.c */
@@ -28217,12 +28216,11 @@ DTRAIN__PRIVATE uint64_t dtrain__loader_behind(const dtrain_loader *loader, uint
 DTRAIN__PRIVATE void dtrain__loader_resume(dtrain_loader *loader, char *note, size_t room)
 {
     const uint64_t now = (uint64_t)loader->window_count, before = loader->epoch_samples;
-    const uint64_t by = before ? before : (uint64_t)loader->samples_per_epoch;
-    const uint64_t place = loader->position % by;
-    const uint64_t position = loader->position / by * now + (place < now ? place : now);
+    const uint64_t place = loader->position % before;
+    const uint64_t position = loader->position / before * now + (place < now ? place : now);
     loader->epoch_samples = now;
     dtrain_loader_seek(loader, position);
-    if (before && before != now)
+    if (before != now)
         snprintf(note, room,
                  "an epoch of the loader has %llu samples and had %llu, so that some of this one "
                  "come twice or never",
@@ -31256,7 +31254,6 @@ DTRAIN__PRIVATE int64_t dtrain__piece_span(const dtrain_piece *piece, const dtra
 
 /* The structure of a state, for checkpoints. */
 
-#define DTRAIN__EPOCH_SAMPLES "loader.epoch_samples" /* not in checkpoints of version 0.2 */
 #define DTRAIN__SETTING 256 /* bytes of a key or its text, the 0 included */
 
 /* A number of 4 or 8 bytes, the same on every rank; a float is taken by its bits. */
@@ -31554,7 +31551,7 @@ static void dtrain__state_scalars(dtrain_state *state)
         {"scaler.bad_steps", scaler ? &scaler->bad_steps : NULL, 4},
         {"scaler.skipped_steps", scaler ? &scaler->skipped_steps : NULL, 8},
         {"loader.position", loader ? &loader->position : NULL, 8},
-        {DTRAIN__EPOCH_SAMPLES, loader ? &loader->epoch_samples : NULL, 8},
+        {"loader.epoch_samples", loader ? &loader->epoch_samples : NULL, 8},
         {"loader.seed", loader ? &loader->desc.seed : NULL, 8}};
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)
         if (all[i].memory) state->scalars[state->scalar_count++] = all[i];
@@ -31882,7 +31879,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__json_end(dtrain__json *json);
 #define DTRAIN__BLOCK ((size_t)1 << 20)
 #define DTRAIN__CRC_DIGITS 8
 #define DTRAIN__PATH 768
-#define DTRAIN__MANIFEST_VERSION 2 /* 1, of version 0.2, had no boxes; it is read as well */
+#define DTRAIN__MANIFEST_VERSION 2
 #define DTRAIN__MANIFEST_MOST ((uint64_t)1 << 30)
 #define DTRAIN__TEXT_MOST 65536 /* bytes of config */
 
@@ -33463,8 +33460,6 @@ DTRAIN__PRIVATE bool dtrain__misfit_text(const dtrain__misfit *misfit, char *tex
  * Every step ends with an agreement of all ranks: together they go on, try an older checkpoint or
  * give up. state/read.c reads the pieces. */
 
-#define DTRAIN__MISSED_OF_ALL "optimizer.missed" /* one array of all parameters, in version 0.2 */
-
 static const char dtrain__load_call[] = "dtrain_checkpoint_load";
 
 /* A checkpoint that is being loaded. */
@@ -33568,9 +33563,7 @@ static void dtrain__note_left_out(dtrain__load *load)
     for (size_t i = 0; i < m->tensor_count; i++) {
         const dtrain_state_tensor *saved = &m->tensors[i].tensor;
         const bool array = saved->kind == DTRAIN_STATE_HOST;
-        if (load->wanted[i] || quiet[saved->kind] ||
-            (array && strcmp(saved->name, DTRAIN__MISSED_OF_ALL) == 0))
-            continue;
+        if (load->wanted[i] || quiet[saved->kind]) continue;
         quiet[saved->kind] = !array;
         if (array)
             dtrain__load_note(load, "\"%.60s\" is left out: this run has no such array",
@@ -33785,11 +33778,6 @@ static dtrain_result dtrain__tensor_load(dtrain__load *load, const dtrain_state_
     dtrain__target target = {tensor->memory, tensor->piece, tensor->dtype, false};
     if (tensor->own && tensor->kind != DTRAIN_STATE_HOST && !load->same_cuts)
         return dtrain__own_mean(load, tensor);
-    if (!saved && tensor->kind == DTRAIN_STATE_MISSED) {
-        saved = dtrain__manifest_find(&load->manifest, DTRAIN_STATE_HOST, DTRAIN__MISSED_OF_ALL);
-        target.piece.offset = (int64_t *)tensor->memory - load->state->desc.optimizer->missed;
-        if (saved) memcpy(target.piece.length, saved->tensor.shape, sizeof target.piece.length);
-    }
     if (!saved) return DTRAIN_OK;
     if (tensor->own && rank >= load->manifest.ranks) return DTRAIN_OK;
     load->values += tensor->kind == DTRAIN_STATE_VALUE;
@@ -33817,7 +33805,6 @@ static void dtrain__scalars_load(dtrain__load *load)
         const dtrain__saved_scalar *end = saved + load->manifest.scalar_count;
         while (saved < end && strcmp(saved->name, scalar->name) != 0) saved++;
         if (saved < end) memcpy(scalar->memory, &saved->bits, scalar->bytes); /* little-endian */
-        else if (strcmp(scalar->name, DTRAIN__EPOCH_SAMPLES) == 0) loader->epoch_samples = 0;
         else dtrain__load_note(load, "%s begins anew", scalar->name);
     }
     if (!loader || load->desc.values_only) return;
@@ -34980,7 +34967,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__publish_step(const dtrain__folder *folder,
 
 /* Manifests: what a checkpoint holds and where, as JSON
  *
- *     {"format": "dtrain checkpoint", "version": 2, "library": "0.3.0", "step": 1000, "ranks": 2,
+ *     {"format": "dtrain checkpoint", "version": 2, "library": "0.2.0", "step": 1000, "ranks": 2,
  *      "strategy": "zero1", "hierarchical": false, "metric_bits": 4611686018427387904,
  *      "run": 83, "job": 83, "config": "...", "block": 1048576,
  *      "model": {"heads": "4", ...}, "settings": {"seed": "1337", ...},
@@ -35106,10 +35093,10 @@ static bool dtrain__head_check(const dtrain__manifest *m, dtrain__json *json)
     if (!m->format || strcmp(m->format, DTRAIN__MANIFEST_FORMAT) != 0)
         return dtrain__json_fail(json, "the format is \"%.100s\", expected \"%s\"",
                                  m->format ? m->format : "", DTRAIN__MANIFEST_FORMAT);
-    if (m->version < 1 || m->version > DTRAIN__MANIFEST_VERSION)
+    if (m->version != DTRAIN__MANIFEST_VERSION)
         return dtrain__json_fail(json,
                                  "it has version %llu of the format, and this is dtrain %s, which "
-                                 "reads versions 1 to %d",
+                                 "reads version %d",
                                  (unsigned long long)m->version, DTRAIN_VERSION_STRING,
                                  DTRAIN__MANIFEST_VERSION);
     if (m->block == DTRAIN__BLOCK && m->step >= 0 && m->ranks >= 1 && m->ranks <= INT32_MAX)

@@ -21,7 +21,7 @@
 #define DTRAIN__BLOCK ((size_t)1 << 20)
 #define DTRAIN__CRC_DIGITS 8
 #define DTRAIN__PATH 768
-#define DTRAIN__MANIFEST_VERSION 2 /* 1, of version 0.2, had no boxes; it is read as well */
+#define DTRAIN__MANIFEST_VERSION 2
 #define DTRAIN__MANIFEST_MOST ((uint64_t)1 << 30)
 #define DTRAIN__TEXT_MOST 65536 /* bytes of config */
 

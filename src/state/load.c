@@ -15,7 +15,6 @@
 #include "core/result.h"
 #include "comm/comm.h"
 #include "strategy/view_internal.h"
-#include "optim/optim_internal.h"
 #include "train/data_internal.h"
 #include "train/trainer_internal.h"
 #include "state/box_internal.h"
@@ -23,8 +22,6 @@
 #include "state/read_internal.h"
 #include "state/state_internal.h"
 #include "state/storage_internal.h"
-
-#define DTRAIN__MISSED_OF_ALL "optimizer.missed" /* one array of all parameters, in version 0.2 */
 
 static const char dtrain__load_call[] = "dtrain_checkpoint_load";
 
@@ -129,9 +126,7 @@ static void dtrain__note_left_out(dtrain__load *load)
     for (size_t i = 0; i < m->tensor_count; i++) {
         const dtrain_state_tensor *saved = &m->tensors[i].tensor;
         const bool array = saved->kind == DTRAIN_STATE_HOST;
-        if (load->wanted[i] || quiet[saved->kind] ||
-            (array && strcmp(saved->name, DTRAIN__MISSED_OF_ALL) == 0))
-            continue;
+        if (load->wanted[i] || quiet[saved->kind]) continue;
         quiet[saved->kind] = !array;
         if (array)
             dtrain__load_note(load, "\"%.60s\" is left out: this run has no such array",
@@ -346,11 +341,6 @@ static dtrain_result dtrain__tensor_load(dtrain__load *load, const dtrain_state_
     dtrain__target target = {tensor->memory, tensor->piece, tensor->dtype, false};
     if (tensor->own && tensor->kind != DTRAIN_STATE_HOST && !load->same_cuts)
         return dtrain__own_mean(load, tensor);
-    if (!saved && tensor->kind == DTRAIN_STATE_MISSED) {
-        saved = dtrain__manifest_find(&load->manifest, DTRAIN_STATE_HOST, DTRAIN__MISSED_OF_ALL);
-        target.piece.offset = (int64_t *)tensor->memory - load->state->desc.optimizer->missed;
-        if (saved) memcpy(target.piece.length, saved->tensor.shape, sizeof target.piece.length);
-    }
     if (!saved) return DTRAIN_OK;
     if (tensor->own && rank >= load->manifest.ranks) return DTRAIN_OK;
     load->values += tensor->kind == DTRAIN_STATE_VALUE;
@@ -378,7 +368,6 @@ static void dtrain__scalars_load(dtrain__load *load)
         const dtrain__saved_scalar *end = saved + load->manifest.scalar_count;
         while (saved < end && strcmp(saved->name, scalar->name) != 0) saved++;
         if (saved < end) memcpy(scalar->memory, &saved->bits, scalar->bytes); /* little-endian */
-        else if (strcmp(scalar->name, DTRAIN__EPOCH_SAMPLES) == 0) loader->epoch_samples = 0;
         else dtrain__load_note(load, "%s begins anew", scalar->name);
     }
     if (!loader || load->desc.values_only) return;

@@ -1,6 +1,6 @@
 /* Manifests: what a checkpoint holds and where, as JSON
  *
- *     {"format": "dtrain checkpoint", "version": 2, "library": "0.3.0", "step": 1000, "ranks": 2,
+ *     {"format": "dtrain checkpoint", "version": 2, "library": "0.2.0", "step": 1000, "ranks": 2,
  *      "strategy": "zero1", "hierarchical": false, "metric_bits": 4611686018427387904,
  *      "run": 83, "job": 83, "config": "...", "block": 1048576,
  *      "model": {"heads": "4", ...}, "settings": {"seed": "1337", ...},
@@ -141,10 +141,10 @@ static bool dtrain__head_check(const dtrain__manifest *m, dtrain__json *json)
     if (!m->format || strcmp(m->format, DTRAIN__MANIFEST_FORMAT) != 0)
         return dtrain__json_fail(json, "the format is \"%.100s\", expected \"%s\"",
                                  m->format ? m->format : "", DTRAIN__MANIFEST_FORMAT);
-    if (m->version < 1 || m->version > DTRAIN__MANIFEST_VERSION)
+    if (m->version != DTRAIN__MANIFEST_VERSION)
         return dtrain__json_fail(json,
                                  "it has version %llu of the format, and this is dtrain %s, which "
-                                 "reads versions 1 to %d",
+                                 "reads version %d",
                                  (unsigned long long)m->version, DTRAIN_VERSION_STRING,
                                  DTRAIN__MANIFEST_VERSION);
     if (m->block == DTRAIN__BLOCK && m->step >= 0 && m->ranks >= 1 && m->ranks <= INT32_MAX)

@@ -286,7 +286,7 @@ static void dtrain__state_scalars(dtrain_state *state)
         {"scaler.bad_steps", scaler ? &scaler->bad_steps : NULL, 4},
         {"scaler.skipped_steps", scaler ? &scaler->skipped_steps : NULL, 8},
         {"loader.position", loader ? &loader->position : NULL, 8},
-        {DTRAIN__EPOCH_SAMPLES, loader ? &loader->epoch_samples : NULL, 8},
+        {"loader.epoch_samples", loader ? &loader->epoch_samples : NULL, 8},
         {"loader.seed", loader ? &loader->desc.seed : NULL, 8}};
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)
         if (all[i].memory) state->scalars[state->scalar_count++] = all[i];

@@ -6,7 +6,6 @@
 #include "core/log.h"
 #include "state/state.h"
 
-#define DTRAIN__EPOCH_SAMPLES "loader.epoch_samples" /* not in checkpoints of version 0.2 */
 #define DTRAIN__SETTING 256 /* bytes of a key or its text, the 0 included */
 
 /* A number of 4 or 8 bytes, the same on every rank; a float is taken by its bits. */

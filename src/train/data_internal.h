@@ -101,9 +101,8 @@ struct dtrain_loader {
 /* train/loader.c */
 /* Return the position of the batch behind the one at `position`. */
 DTRAIN__PRIVATE uint64_t dtrain__loader_behind(const dtrain_loader *loader, uint64_t position);
-/* Go on behind a load from the epoch and the place in it that epoch_samples says; 0: saved by a
- * version that with drop_last counted epochs by their batches. Write to note (room) which samples of
- * the epoch do not come once; else leave it. */
+/* Continue after a load from the epoch and the place in it that position and epoch_samples say.
+ * Write to note (room bytes) which samples of the epoch are not dealt exactly once, if any. */
 DTRAIN__PRIVATE void dtrain__loader_resume(dtrain_loader *loader, char *note, size_t room);
 
 /* train/dataset.c */

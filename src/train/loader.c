@@ -83,12 +83,11 @@ DTRAIN__PRIVATE uint64_t dtrain__loader_behind(const dtrain_loader *loader, uint
 DTRAIN__PRIVATE void dtrain__loader_resume(dtrain_loader *loader, char *note, size_t room)
 {
     const uint64_t now = (uint64_t)loader->window_count, before = loader->epoch_samples;
-    const uint64_t by = before ? before : (uint64_t)loader->samples_per_epoch;
-    const uint64_t place = loader->position % by;
-    const uint64_t position = loader->position / by * now + (place < now ? place : now);
+    const uint64_t place = loader->position % before;
+    const uint64_t position = loader->position / before * now + (place < now ? place : now);
     loader->epoch_samples = now;
     dtrain_loader_seek(loader, position);
-    if (before && before != now)
+    if (before != now)
         snprintf(note, room,
                  "an epoch of the loader has %llu samples and had %llu, so that some of this one "
                  "come twice or never",

@@ -517,9 +517,10 @@ static void test_history(void)
     folder_remove();
 }
 
-/* Make a checkpoint of step 2 one of version 0.2, which knew of no runs, and seal it. */
-static void forget_run(void)
+/* Put a text in the place of what stands from one text up to another in the manifest of step 2, and seal it. */
+static void edit_manifest(const char *begin, const char *end, const char *instead)
 {
+    const size_t length = strlen(instead);
     static char text[1 << 20];
     char path[128];
     snprintf(path, sizeof path, "%s/step-000000000002/manifest.json", folder);
@@ -527,10 +528,11 @@ static void forget_run(void)
     if (!CHECK(file != NULL)) return;
     size_t bytes = fread(text, 1, sizeof text - 1, file);
     fclose(file);
-    char *from = strstr(text, ", \"run\""), *to = strstr(text, ", \"config\"");
-    if (!CHECK(from && to && bytes > 24)) return;
-    memmove(from, to, (size_t)(text + bytes - to));
-    bytes -= (size_t)(to - from) + 24; /* of the seal */
+    char *from = strstr(text, begin), *to = strstr(text, end);
+    if (!CHECK(from && to && from + length <= to && bytes > 24)) return;
+    memcpy(from, instead, length);
+    memmove(from + length, to, (size_t)(text + bytes - to));
+    bytes -= (size_t)(to - from) - length + 24; /* of the seal */
     uint32_t crc = ~0u;
     for (size_t i = 0; i < bytes; i++) {
         crc ^= (unsigned char)text[i];
@@ -543,6 +545,7 @@ static void forget_run(void)
     fclose(file);
 }
 
+/* A checkpoint that does not say which run it continues. */
 static void test_without_run(void)
 {
     static const int64_t steps[] = {2, 3, 4};
@@ -550,12 +553,33 @@ static void test_without_run(void)
     saved_run *r = part_of_run(2, NULL);
     saved_go(r, "an old run");
     shell("rm -r %s/step-000000000001", folder);
-    forget_run();
+    edit_manifest(", \"run\"", ", \"config\"", "");
     CHECK(saved_launch(r) != DTRAIN_OK && r->ended[0] == DTRAIN_ERROR_DATA);
     for (r = part_of_run(3, folder); r->steps < 5; r->steps++)
         if (saved_go(r, "goes on")) CHECK(r->from[0] == r->steps - 1 && !r->loaded[0].note[0]);
     check_steps("goes on", steps, 3);
     folder_remove();
+}
+
+/* A manifest of another version of the format is refused: nothing else is read of it. */
+static void test_other_version(void)
+{
+    for (int version = 1; version <= 3; version++) {
+        char instead[20];
+        folder_make();
+        saved_run *r = part_of_run(2, NULL);
+        saved_go(r, "version 2");
+        shell("rm -r %s/step-000000000001", folder);
+        snprintf(instead, sizeof instead, "\"version\": %d", version);
+        edit_manifest("\"version\"", ", \"library\"", instead);
+        r = part_of_run(3, folder);
+        if (version == 2) CHECK(saved_go(r, "the same version") && r->from[0] == 2);
+        else
+            CHECK_MSG(saved_launch(r) != DTRAIN_OK && strstr(r->error[0], "it has version ") &&
+                          strstr(r->error[0], "reads version 2"),
+                      "version %d: %s", version, r->error[0]);
+        folder_remove();
+    }
 }
 
 /* ---- two runs, and directories that will not do ---- */
@@ -838,6 +862,7 @@ int main(int argc, char **argv)
     RUN(test_foreign_files);
     RUN(test_history);
     RUN(test_without_run);
+    RUN(test_other_version);
     RUN(test_lock);
     RUN(test_directories);
     RUN(test_links);

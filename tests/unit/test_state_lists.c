@@ -334,76 +334,6 @@ static int items_main(dtrain_world *world, void *user)
 
 static void test_items(void) { ranks_run(1, DTRAIN_LAUNCH_THREADS, items_main, NULL); }
 
-/* ---- version 0.2 ---- */
-
-/* tests/reference/checkpoint_0.2 was saved by version 0.2, on 2 ranks of FULL_SHARD: element e of kind k is
- * 100 (k + 1) + e, how often a parameter was left out 5 and 6, the program's counter 77. */
-static int old_main(dtrain_world *world, void *user)
-{
-    static const char path[] = "tests/reference/checkpoint_0.2";
-    dtrain_param p[2];
-    dtrain_strategy_desc how;
-    dtrain_state_desc desc;
-    dtrain_state_item item;
-    dtrain_load_info info;
-    dtrain_strategy *strategy;
-    dtrain_optimizer *optimizer;
-    dtrain_state *state;
-    const dtrain_state_tensor *t;
-    size_t count;
-    int64_t counter = 0;
-    (void)user;
-    memset(p, 0, sizeof p);
-    memset(&how, 0, sizeof how);
-    memset(&desc, 0, sizeof desc);
-    memset(&item, 0, sizeof item);
-    p[0].name = "w";
-    p[0].shape[0] = 5;
-    p[0].shape[1] = 3;
-    p[1].name = "b";
-    p[1].shape[0] = 4;
-    how.kind = DTRAIN_STRATEGY_FULL_SHARD;
-    TRY(dtrain_strategy_create(world, p, 2, &how, &strategy));
-    dtrain_optimizer_desc adam = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
-    TRY(dtrain_optimizer_create(world, strategy, &adam, &optimizer));
-    desc.strategy = strategy;
-    desc.optimizer = optimizer;
-    item.name = "counter";
-    item.dtype = DTRAIN_DTYPE_I64;
-    item.count = 1;
-    item.memory = &counter;
-    desc.items = &item;
-    desc.item_count = 1;
-    TRY(dtrain_state_create(world, &desc, &state));
-    const dtrain_result result = dtrain_checkpoint_load(state, path, NULL, &info);
-    CHECK_MSG(result == DTRAIN_OK && !info.note[0] && info.step == 7 && info.ranks == 2, "%s, %s",
-              result == DTRAIN_OK ? "loaded" : dtrain_last_error(), info.note);
-    TRY(dtrain_state_tensors(state, &t, &count));
-    for (size_t i = 0; i < count; i++)
-        for (int64_t k = 0; k < t[i].piece.count; k++) {
-            const int64_t e = t[i].piece.offset + k;
-            const double found = t[i].dtype == DTRAIN_DTYPE_I64
-                                     ? (double)((int64_t *)t[i].memory)[k]
-                                     : (double)((float *)t[i].memory)[k];
-            const double expected = t[i].kind == DTRAIN_STATE_HOST ? 77
-                                    : t[i].kind == DTRAIN_STATE_MISSED
-                                        ? 5 + (t[i].name[0] == 'b')
-                                        : 100. * (t[i].kind + 1) + (double)e;
-            CHECK_MSG(found == expected, "kind %u of %s, element %lld: %g", t[i].kind, t[i].name,
-                      (long long)e, found);
-        }
-    dtrain_state_destroy(state);
-    dtrain_optimizer_destroy(optimizer);
-    dtrain_strategy_destroy(strategy);
-    return 0;
-}
-
-static void test_version_0_2(void)
-{
-    for (int ranks = 1; ranks <= 3; ranks++)
-        ranks_run(ranks, DTRAIN_LAUNCH_THREADS, old_main, NULL);
-}
-
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -411,6 +341,5 @@ int main(int argc, char **argv)
     RUN(test_writers_are_balanced);
     RUN(test_contradictions);
     RUN(test_items);
-    RUN(test_version_0_2);
     return test_summary();
 }
