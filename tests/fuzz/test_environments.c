@@ -1,5 +1,5 @@
-/* test_environments.c: random environments of launchers, and what dtrain_launch_plan says of them, against rules that are
- * written down here once more and plainly: which family is taken, ignored or refused.
+/* test_environments.c: random environments of launchers, and what dtrain_launch_plan says of them, against rules that
+ * are written down here once more and plainly: which family is taken, ignored or refused.
  *
  *     build/tests/test_environments                 50 new seeds; with DTRAIN_TEST_FULL=1 5 seconds of them
  *     build/tests/test_environments --seed 77       the hundred environments of this one, in words

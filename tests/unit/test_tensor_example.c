@@ -1,5 +1,5 @@
-/* test_tensor_example.c: the cross-entropy of examples/tensor_parallel.c, of logits whose classes are divided over 1 to 8
- * ranks, beside a dense one in double; what it sends. */
+/* test_tensor_example.c: the cross-entropy of examples/tensor_parallel.c, of logits whose classes are divided over
+ * 1 to 8 ranks, beside a dense one in double; what it sends. */
 #include "test.h"
 #include "dtrain.h"
 #include "ranks.h"
