@@ -2689,11 +2689,12 @@ typedef struct dtrain_spread {
 
 /* One step, the same on every rank except where noted. */
 typedef struct dtrain_step_record {
-    int64_t step;     /* from 1: how many are done with this one */
-    double loss;      /* mean over the samples of all micro-batches and ranks; 0 without any. With
+    int64_t step;    /* from 1: how many are done with this one */
+    double loss;     /* mean over the samples of all micro-batches and ranks; 0 without any. With
                          DTRAIN_AVERAGE_MEANS over micro-batches and ranks */
-    double val_loss;  /* NaN unless the host evaluated and set it */
-    double grad_norm; /* before clipping */
+    double val_loss; /* NaN unless the host evaluated and set it */
+    double val_accuracy; /* share of right answers, 0 to 1; likewise */
+    double grad_norm;    /* before clipping */
     double lr;
     uint64_t tokens;          /* of all ranks since the start, after this step */
     double tokens_per_second; /* of all ranks, this step */
@@ -3225,6 +3226,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
  *     wall_time        seconds since 1970, with milliseconds
  *     loss             mean over micro-batches and ranks
  *     val_loss         of the steps in which the host has evaluated
+ *     val_accuracy     likewise, where the host has set it: 0 to 1
  *     grad_norm, lr
  *     tokens           of all ranks since the start
  *     tokens_per_second
@@ -3263,7 +3265,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
  *     gpu_throttle     bits of NVML's clocks event reasons, of any rank's GPU
  *     gpu_ecc_errors   uncorrected since the driver was loaded, of all ranks' GPUs
  *
- * The last line has "final": true, wall_time, step, loss, val_loss, ranks, steps, tokens,
+ * The last line has "final": true, wall_time, step, loss, val_loss, val_accuracy, ranks, steps, tokens,
  * first_loss, last_loss, seconds, tokens_per_second (the median of the last 1024 steps), means of
  * all steps: step_ms, comm_ms, exposed_comm_ms, data_ms; scaling, comm_bytes, tensor_bytes and
  * pipeline_bytes where such axes are, and of desc.trainer what a rank holds and what
@@ -3278,7 +3280,8 @@ typedef struct dtrain_metrics dtrain_metrics;
 typedef struct dtrain_summary {
     int64_t steps;
     uint64_t tokens;
-    double first_loss, last_loss, val_loss;   /* NaN where unknown */
+    double first_loss, last_loss;             /* NaN where unknown */
+    double val_loss, val_accuracy;            /* of the last evaluation; NaN where unknown */
     double seconds, tokens_per_second;        /* tokens_per_second: median of 1024 steps */
     double step_ms, comm_ms, exposed_comm_ms; /* means of all steps */
     double data_ms;                           /* mean of all steps */
@@ -28215,7 +28218,8 @@ DTRAIN__PRIVATE uint64_t dtrain__loader_behind(const dtrain_loader *loader, uint
 
 DTRAIN__PRIVATE void dtrain__loader_resume(dtrain_loader *loader, char *note, size_t room)
 {
-    const uint64_t now = (uint64_t)loader->window_count, before = loader->epoch_samples;
+    const uint64_t now = (uint64_t)loader->window_count;
+    const uint64_t before = loader->epoch_samples ? loader->epoch_samples : now; /* from a file */
     const uint64_t place = loader->position % before;
     const uint64_t position = loader->position / before * now + (place < now ? place : now);
     loader->epoch_samples = now;
@@ -29821,7 +29825,7 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const doubl
                           trainer->desc.micro_batches; /* that had data, of all ranks */
     const uint64_t tokens = (uint64_t)trainer->desc.tokens * (uint64_t)(micros + 0.5);
     record->loss = mean[DTRAIN__WORD_LOSS];
-    record->val_loss = DTRAIN__NAN;
+    record->val_loss = record->val_accuracy = DTRAIN__NAN;
     record->tokens = trainer->tokens + tokens;
     record->tokens_per_second = seconds > 0 ? (double)tokens / seconds : 0;
     record->step_ms = 1e3 * seconds;
@@ -36621,6 +36625,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
 #define DTRAIN__METRIC_LIST(X)                                                                     \
     X(LOSS, "loss", "loss", 0, 0, "loss", 1, "Mean loss over micro-batches and ranks.")            \
     X(VAL_LOSS, "val_loss", "loss", 0, 0, "val_loss", 1, "Mean loss of the last evaluation.")      \
+    X(VAL_ACCURACY, "val_accuracy", "loss", 0, 0, "val_accuracy", 1,                               \
+      "Share of right answers in the last evaluation, 0 to 1.")                                    \
     X(GRAD_NORM, "grad_norm", "optimizer", 0, 0, "grad_norm", 1, "Gradient norm before clipping.") \
     X(LR, "lr", "optimizer", 0, 0, "learning_rate", 1, "Learning rate.")                           \
     X(TOKENS, "tokens", "throughput", DTRAIN__COUNTS, 0, "tokens_total", 1,                        \
@@ -37094,7 +37100,7 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     if (metrics->desc.gpu_every_ms == 0) metrics->desc.gpu_every_ms = 5000;
     if (!desc->run_name || !desc->run_name[0]) metrics->desc.run_name = "dtrain";
     metrics->summary.first_loss = metrics->summary.last_loss = DTRAIN__NAN;
-    metrics->summary.val_loss = DTRAIN__NAN;
+    metrics->summary.val_loss = metrics->summary.val_accuracy = DTRAIN__NAN;
     metrics->sample.count = DTRAIN__METRIC_COUNT;
     metrics->sample.metrics = dtrain__metric_table();
     metrics->sample.values = metrics->values;
@@ -37136,6 +37142,7 @@ static void dtrain__summary_add(dtrain_metrics *metrics, const dtrain_step_recor
     s->steps++;
     s->last_loss = record->loss;
     if (dtrain__finite(record->val_loss)) s->val_loss = record->val_loss;
+    if (dtrain__finite(record->val_accuracy)) s->val_accuracy = record->val_accuracy;
     s->tokens = record->tokens;
     s->comm_bytes += record->comm_bytes;
     s->tensor_bytes += record->tensor_bytes;
@@ -37415,6 +37422,7 @@ DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_
         if (!(dtrain__metric_table()[id].flags & DTRAIN_METRIC_FIXED)) metrics->known[id] = false;
     dtrain__set(metrics, DTRAIN__METRIC_LOSS, record->loss);
     dtrain__set_measured(metrics, DTRAIN__METRIC_VAL_LOSS, record->val_loss);
+    dtrain__set_measured(metrics, DTRAIN__METRIC_VAL_ACCURACY, record->val_accuracy);
     dtrain__set(metrics, DTRAIN__METRIC_GRAD_NORM, record->grad_norm);
     dtrain__set(metrics, DTRAIN__METRIC_LR, record->lr);
     dtrain__set(metrics, DTRAIN__METRIC_TOKENS, (double)record->tokens);
@@ -37913,6 +37921,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__jsonl_finish(void *user, const dtrain_summ
     dtrain__json_add(text, "step", s->steps ? (double)metrics->last.step : DTRAIN__NAN, integer);
     dtrain__json_add(text, "loss", s->last_loss, 0);
     if (dtrain__finite(s->val_loss)) dtrain__json_add(text, "val_loss", s->val_loss, 0);
+    if (dtrain__finite(s->val_accuracy)) dtrain__json_add(text, "val_accuracy", s->val_accuracy, 0);
     dtrain__json_add(text, "ranks", dtrain_comm_size(metrics->comm), integer);
     dtrain__json_add(text, "steps", (double)s->steps, integer);
     dtrain__json_add(text, "tokens", (double)s->tokens, integer);
@@ -38034,10 +38043,12 @@ static void dtrain__prometheus_version(dtrain_metrics *metrics, bool finished)
                                floor(p->wall_time)); /* nine digits would be tens of them */
     }
     for (int id = 0; id < DTRAIN__METRIC_COUNT; id++) {
-        if (id == DTRAIN__METRIC_VAL_LOSS) { /* of the last evaluation, not just in its second */
-            if (dtrain__finite(metrics->summary.val_loss))
-                dtrain__prometheus_one(metrics, table[id].base, table[id].help, false,
-                                       metrics->summary.val_loss);
+        if (id == DTRAIN__METRIC_VAL_LOSS || id == DTRAIN__METRIC_VAL_ACCURACY) {
+            /* of the last evaluation, not just in its second */
+            const double last = id == DTRAIN__METRIC_VAL_LOSS ? metrics->summary.val_loss
+                                                              : metrics->summary.val_accuracy;
+            if (dtrain__finite(last))
+                dtrain__prometheus_one(metrics, table[id].base, table[id].help, false, last);
         } else if (metrics->known[id])
             dtrain__prometheus_one(metrics, table[id].base, table[id].help,
                                    (table[id].flags & DTRAIN_METRIC_COUNTER) != 0,

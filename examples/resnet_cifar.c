@@ -417,6 +417,7 @@ static dtrain_result validate(dtrain_world *world, run_job *j, int64_t done, boo
     TRY(test(world, j, &accuracy, &val_loss, &record->stop_requested));
     if (record->stop_requested) return DTRAIN_OK;
     record->val_loss = val_loss;
+    record->val_accuracy = accuracy / 100;
     if (dtrain_world_rank(world) == 0)
         printf("%5lld %7lld  %6.4f  %13.4f  %11.1f %%  %8.0f\n",
                (long long)((done - 1) / m->epoch_steps + 1), (long long)done, record->lr,

@@ -90,6 +90,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__jsonl_finish(void *user, const dtrain_summ
     dtrain__json_add(text, "step", s->steps ? (double)metrics->last.step : DTRAIN__NAN, integer);
     dtrain__json_add(text, "loss", s->last_loss, 0);
     if (dtrain__finite(s->val_loss)) dtrain__json_add(text, "val_loss", s->val_loss, 0);
+    if (dtrain__finite(s->val_accuracy)) dtrain__json_add(text, "val_accuracy", s->val_accuracy, 0);
     dtrain__json_add(text, "ranks", dtrain_comm_size(metrics->comm), integer);
     dtrain__json_add(text, "steps", (double)s->steps, integer);
     dtrain__json_add(text, "tokens", (double)s->tokens, integer);

@@ -184,7 +184,7 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     if (metrics->desc.gpu_every_ms == 0) metrics->desc.gpu_every_ms = 5000;
     if (!desc->run_name || !desc->run_name[0]) metrics->desc.run_name = "dtrain";
     metrics->summary.first_loss = metrics->summary.last_loss = DTRAIN__NAN;
-    metrics->summary.val_loss = DTRAIN__NAN;
+    metrics->summary.val_loss = metrics->summary.val_accuracy = DTRAIN__NAN;
     metrics->sample.count = DTRAIN__METRIC_COUNT;
     metrics->sample.metrics = dtrain__metric_table();
     metrics->sample.values = metrics->values;
@@ -226,6 +226,7 @@ static void dtrain__summary_add(dtrain_metrics *metrics, const dtrain_step_recor
     s->steps++;
     s->last_loss = record->loss;
     if (dtrain__finite(record->val_loss)) s->val_loss = record->val_loss;
+    if (dtrain__finite(record->val_accuracy)) s->val_accuracy = record->val_accuracy;
     s->tokens = record->tokens;
     s->comm_bytes += record->comm_bytes;
     s->tensor_bytes += record->tensor_bytes;

@@ -19,6 +19,7 @@
  *     wall_time        seconds since 1970, with milliseconds
  *     loss             mean over micro-batches and ranks
  *     val_loss         of the steps in which the host has evaluated
+ *     val_accuracy     likewise, where the host has set it: 0 to 1
  *     grad_norm, lr
  *     tokens           of all ranks since the start
  *     tokens_per_second
@@ -57,7 +58,7 @@
  *     gpu_throttle     bits of NVML's clocks event reasons, of any rank's GPU
  *     gpu_ecc_errors   uncorrected since the driver was loaded, of all ranks' GPUs
  *
- * The last line has "final": true, wall_time, step, loss, val_loss, ranks, steps, tokens,
+ * The last line has "final": true, wall_time, step, loss, val_loss, val_accuracy, ranks, steps, tokens,
  * first_loss, last_loss, seconds, tokens_per_second (the median of the last 1024 steps), means of
  * all steps: step_ms, comm_ms, exposed_comm_ms, data_ms; scaling, comm_bytes, tensor_bytes and
  * pipeline_bytes where such axes are, and of desc.trainer what a rank holds and what
@@ -79,7 +80,8 @@ typedef struct dtrain_metrics dtrain_metrics;
 typedef struct dtrain_summary {
     int64_t steps;
     uint64_t tokens;
-    double first_loss, last_loss, val_loss;   /* NaN where unknown */
+    double first_loss, last_loss;             /* NaN where unknown */
+    double val_loss, val_accuracy;            /* of the last evaluation; NaN where unknown */
     double seconds, tokens_per_second;        /* tokens_per_second: median of 1024 steps */
     double step_ms, comm_ms, exposed_comm_ms; /* means of all steps */
     double data_ms;                           /* mean of all steps */

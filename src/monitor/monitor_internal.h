@@ -26,6 +26,8 @@
 #define DTRAIN__METRIC_LIST(X)                                                                     \
     X(LOSS, "loss", "loss", 0, 0, "loss", 1, "Mean loss over micro-batches and ranks.")            \
     X(VAL_LOSS, "val_loss", "loss", 0, 0, "val_loss", 1, "Mean loss of the last evaluation.")      \
+    X(VAL_ACCURACY, "val_accuracy", "loss", 0, 0, "val_accuracy", 1,                               \
+      "Share of right answers in the last evaluation, 0 to 1.")                                    \
     X(GRAD_NORM, "grad_norm", "optimizer", 0, 0, "grad_norm", 1, "Gradient norm before clipping.") \
     X(LR, "lr", "optimizer", 0, 0, "learning_rate", 1, "Learning rate.")                           \
     X(TOKENS, "tokens", "throughput", DTRAIN__COUNTS, 0, "tokens_total", 1,                        \

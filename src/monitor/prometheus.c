@@ -105,10 +105,12 @@ static void dtrain__prometheus_version(dtrain_metrics *metrics, bool finished)
                                floor(p->wall_time)); /* nine digits would be tens of them */
     }
     for (int id = 0; id < DTRAIN__METRIC_COUNT; id++) {
-        if (id == DTRAIN__METRIC_VAL_LOSS) { /* of the last evaluation, not just in its second */
-            if (dtrain__finite(metrics->summary.val_loss))
-                dtrain__prometheus_one(metrics, table[id].base, table[id].help, false,
-                                       metrics->summary.val_loss);
+        if (id == DTRAIN__METRIC_VAL_LOSS || id == DTRAIN__METRIC_VAL_ACCURACY) {
+            /* of the last evaluation, not just in its second */
+            const double last = id == DTRAIN__METRIC_VAL_LOSS ? metrics->summary.val_loss
+                                                              : metrics->summary.val_accuracy;
+            if (dtrain__finite(last))
+                dtrain__prometheus_one(metrics, table[id].base, table[id].help, false, last);
         } else if (metrics->known[id])
             dtrain__prometheus_one(metrics, table[id].base, table[id].help,
                                    (table[id].flags & DTRAIN_METRIC_COUNTER) != 0,

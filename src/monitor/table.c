@@ -139,6 +139,7 @@ DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_
         if (!(dtrain__metric_table()[id].flags & DTRAIN_METRIC_FIXED)) metrics->known[id] = false;
     dtrain__set(metrics, DTRAIN__METRIC_LOSS, record->loss);
     dtrain__set_measured(metrics, DTRAIN__METRIC_VAL_LOSS, record->val_loss);
+    dtrain__set_measured(metrics, DTRAIN__METRIC_VAL_ACCURACY, record->val_accuracy);
     dtrain__set(metrics, DTRAIN__METRIC_GRAD_NORM, record->grad_norm);
     dtrain__set(metrics, DTRAIN__METRIC_LR, record->lr);
     dtrain__set(metrics, DTRAIN__METRIC_TOKENS, (double)record->tokens);

@@ -82,7 +82,8 @@ DTRAIN__PRIVATE uint64_t dtrain__loader_behind(const dtrain_loader *loader, uint
 
 DTRAIN__PRIVATE void dtrain__loader_resume(dtrain_loader *loader, char *note, size_t room)
 {
-    const uint64_t now = (uint64_t)loader->window_count, before = loader->epoch_samples;
+    const uint64_t now = (uint64_t)loader->window_count;
+    const uint64_t before = loader->epoch_samples ? loader->epoch_samples : now; /* from a file */
     const uint64_t place = loader->position % before;
     const uint64_t position = loader->position / before * now + (place < now ? place : now);
     loader->epoch_samples = now;

@@ -396,7 +396,7 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const doubl
                           trainer->desc.micro_batches; /* that had data, of all ranks */
     const uint64_t tokens = (uint64_t)trainer->desc.tokens * (uint64_t)(micros + 0.5);
     record->loss = mean[DTRAIN__WORD_LOSS];
-    record->val_loss = DTRAIN__NAN;
+    record->val_loss = record->val_accuracy = DTRAIN__NAN;
     record->tokens = trainer->tokens + tokens;
     record->tokens_per_second = seconds > 0 ? (double)tokens / seconds : 0;
     record->step_ms = 1e3 * seconds;

@@ -133,11 +133,12 @@ typedef struct dtrain_spread {
 
 /* One step, the same on every rank except where noted. */
 typedef struct dtrain_step_record {
-    int64_t step;     /* from 1: how many are done with this one */
-    double loss;      /* mean over the samples of all micro-batches and ranks; 0 without any. With
+    int64_t step;    /* from 1: how many are done with this one */
+    double loss;     /* mean over the samples of all micro-batches and ranks; 0 without any. With
                          DTRAIN_AVERAGE_MEANS over micro-batches and ranks */
-    double val_loss;  /* NaN unless the host evaluated and set it */
-    double grad_norm; /* before clipping */
+    double val_loss; /* NaN unless the host evaluated and set it */
+    double val_accuracy; /* share of right answers, 0 to 1; likewise */
+    double grad_norm;    /* before clipping */
     double lr;
     uint64_t tokens;          /* of all ranks since the start, after this step */
     double tokens_per_second; /* of all ranks, this step */

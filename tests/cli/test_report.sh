@@ -8,8 +8,11 @@ for n in 1 2; do $gpt --ranks $n --steps 12 --log "$tmp/run$n.jsonl" >/dev/null 
 good "two runs" "^2 runs in" "$build/report" "$tmp/page.html" "1@$tmp/run1.jsonl" "2@two <b>ranks</b> & \"more\"=$tmp/run2.jsonl"
 
 # Every key, a null, a step that is not there, 1000 steps, and no last line.
-awk 'BEGIN { for (i = 0; i < 1000; i++) if (i != 500) printf "{\"step\": %d, \"loss\": %s, \"tokens_per_second\": %d, \"step_ms\": 10, \"data_ms\": 1, \"forward_ms\": 2, \"backward_ms\": 3, \"optimizer_ms\": 1, \"exposed_comm_ms\": 2.5, \"memory_bytes\": 1e6, \"memory_peak_bytes\": 2000000, \"ranks\": 4, \"new\": [1, {\"a\": \"\\u00e9\"}]}\n", i, i == 7 ? "null" : 5 - i / 500, 1000 + i, i % 20 ? 10 : 40, i % 20 ? 0 : 30; printf "{\"step\": 1000, \"lo" }' >"$tmp/all.jsonl"
+awk 'BEGIN { for (i = 0; i < 1000; i++) if (i != 500) printf "{\"step\": %d, \"loss\": %s, \"tokens_per_second\": %d, \"step_ms\": %d, \"data_ms\": %d, \"forward_ms\": 2, \"backward_ms\": 3, \"optimizer_ms\": 1, \"exposed_comm_ms\": 2.5, \"memory_bytes\": 1e6, \"memory_peak_bytes\": 2000000, \"ranks\": 4, \"new\": [1, {\"a\": \"\\u00e9\"}]}\n", i, i == 7 ? "null" : 5 - i / 500, 1000 + i, i % 20 ? 10 : 40, i % 20 ? 0 : 30; printf "{\"step\": 1000, \"lo" }' >"$tmp/all.jsonl"
 good "a long run that goes on" "^1 run in" "$build/report" "$tmp/all.html" "$tmp/all.jsonl"
+# Losses of more than two decades, and evaluations with an accuracy, the last one before the end.
+awk 'BEGIN { for (i = 1; i <= 1500; i++) printf "{\"step\": %d, \"loss\": %.6f, \"tokens_per_second\": %d%s}\n", i, 5 * exp(-i / 280), 10 + i, i % 400 == 0 ? ", \"val_accuracy\": " (i < 1200 ? i / 2000 : 0.975) : "" }' >"$tmp/long.jsonl"
+good "losses of some decades, and accuracies" "^1 run in" "$build/report" "$tmp/long.html" "$tmp/long.jsonl"
 printf '{"step": 0}\n' >"$tmp/bare.jsonl"
 good "a log that has nothing but steps" "^1 run in" "$build/report" "$tmp/bare.html" "$tmp/bare.jsonl"
 
@@ -29,6 +32,7 @@ cat >"$tmp/look.py" <<'END'
 """look.py PAGE SVGS WORD...: the page is whole, asks no network, has so many drawings and these words.
 look.py values PAGE LOG...: the numbers in the page are those of the logs.
 look.py means PAGE LOG...: the table has means of times, with their shares, and the median of rates.
+look.py axes PAGE: what a browser draws of long.jsonl has the axes that it should have.
 look.py timed PAGE LOG...: drawn over time, the curves end when the longest run does.
 look.py shown PAGE LOG...: the values that the browser has shown at step 6 are those of the logs, smoothed by 0.9."""
 import html.parser, json, re, statistics, sys
@@ -37,7 +41,7 @@ void = ("meta", "input", "br")
 class Reader(html.parser.HTMLParser):
     def __init__(self, text):
         super().__init__()
-        self.counts, self.texts, self.stack, self.data, self.tips, self.ticks = {}, [], [], "", [], []
+        self.counts, self.texts, self.stack, self.data, self.tips, self.ticks, self.heights = {}, [], [], "", [], [], []
         self.feed(text)
     def handle_starttag(self, tag, attrs):
         self.counts[tag] = self.counts.get(tag, 0) + 1
@@ -46,7 +50,7 @@ class Reader(html.parser.HTMLParser):
             assert name not in ("src", "href") and not name.startswith("on"), (tag, name)
         if tag not in void: self.stack.append((tag, attrs))
         if attrs.get("class") == "tip": self.tips.append("")
-        if tag == "svg": self.ticks.append([])
+        if tag == "svg": self.ticks.append([]); self.heights.append([])
     def handle_endtag(self, tag):
         assert self.stack.pop()[0] == tag, tag
     def handle_data(self, text):
@@ -55,6 +59,7 @@ class Reader(html.parser.HTMLParser):
         elif tag not in ("script", "style"): self.texts.append(text)
         if any(a.get("class") == "tip" for t, a in self.stack): self.tips[-1] += text + " "
         if attrs.get("class") == "x": self.ticks[-1].append(text)
+        if attrs.get("class") == "y": self.heights[-1].append(text)
 def steps_of(path):
     steps = {}
     for line in map(json.loads, open(path)):
@@ -116,6 +121,13 @@ elif sys.argv[1] == "shown":
             shows(tip, f"{part} {fixed(six[key], 2)} ms {fixed(100 * six[key] / total, 1)} %")
     for n in (0, 1, 2, 3, 4, 6, 7): # an axis ends with its last step
         assert (reader.ticks[n][0], reader.ticks[n][-1]) == ("1", "12"), reader.ticks[n]
+elif sys.argv[1] == "axes":
+    reader = page(sys.argv[2])
+    assert [(t[0], t[-1]) for t in reader.ticks] == [("1", "1500")] * 3, reader.ticks # not the step of the first mean
+    assert reader.heights[0] == ["0.02", "0.05", "0.1", "0.2", "0.5", "1", "2", "5"], reader.heights[0] # the loss: logarithmic
+    assert reader.heights[1] == ["0", "20", "40", "60", "80", "100"], reader.heights[1] # the accuracy, in per cent
+    assert reader.heights[2][0] == "0" and len(reader.heights[2]) > 3, reader.heights[2] # the rate: not logarithmic
+    assert "dots: validation; logarithmic axis" in reader.texts and "97.5 %" in reader.texts, reader.texts
 elif sys.argv[1] == "timed":
     ends = []
     for log in sys.argv[3:]:
@@ -154,6 +166,8 @@ if [ -n "$browser" ] && have "$python"; then
         show --dump-dom "file://$tmp/${page%:*}.html" >"$tmp/dom.html"
         look "$tmp/dom.html" "${page#*:}"; result "a browser draws ${page%:*}.html" $? "$tmp/said"
     done
+    show --dump-dom "file://$tmp/long.html" >"$tmp/dom.html"
+    look axes "$tmp/dom.html"; result "losses are on a logarithmic axis, accuracies in per cent, steps from the first" $? "$tmp/said"
     { cat "$tmp/page.html"
       echo '<script>slider.value = 0.9; slider.dispatchEvent(new Event("input"));
         charts.forEach(function (c) { var box = c.host.getBoundingClientRect();
@@ -168,5 +182,5 @@ if [ -n "$browser" ] && have "$python"; then
         show --window-size=$width,1600 --screenshot="$tmp/page.png" "file://$tmp/page.html" >/dev/null
         [ "$(wc -c <"$tmp/page.png")" -gt 40000 ]; result "a picture of it, $width wide" $? "$tmp/err"
     done
-else skip "pages in a browser" "no chromium, or no $python" 8; fi
+else skip "pages in a browser" "no chromium, or no $python" 9; fi
 finish

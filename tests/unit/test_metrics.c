@@ -38,7 +38,7 @@ static dtrain_step_record record_of(int64_t step)
     memset(&r, 0, sizeof r);
     r.step = step;
     r.loss = 4.5 - 0.001 * (double)step;
-    r.val_loss = NAN;
+    r.val_loss = r.val_accuracy = NAN;
     r.grad_norm = 0.914;
     r.lr = 9.8e-4;
     r.tokens = (uint64_t)(step + 1) * 512;
@@ -118,7 +118,7 @@ static int json_rank(dtrain_world *world, void *user)
     if (!CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK)) return 1;
     for (int64_t step = 0; step < 20; step++) {
         dtrain_step_record r = record_of(step);
-        if (step == 9) r.val_loss = 4.25;
+        if (step == 9) r.val_loss = 4.25, r.val_accuracy = 0.75;
         if (step == 12) r.grad_norm = INFINITY;
         if (step == 13) r.loss = NAN;
         CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
@@ -163,7 +163,7 @@ static void test_json_lines(void)
     line = next_line(line);
     for (int step = 0; step < 20; step++, line = next_line(line)) {
         CHECK(line[0] == '{' && strchr(line, '}') == next_line(line) - 2);
-        CHECK(count_keys(line) == (step == 9 ? 13 : 12));
+        CHECK(count_keys(line) == (step == 9 ? 14 : 12));
         check_time(line, begin);
         CHECK(json_number(line, "step") == step);
         CHECK(json_number(line, "tokens") == (step + 1) * 512);
@@ -180,11 +180,13 @@ static void test_json_lines(void)
         else CHECK_CLOSE(json_number(line, "grad_norm"), 0.914, 1e-8);
         if (step == 9) CHECK(json_number(line, "val_loss") == 4.25);
         else CHECK(json_value(line, "val_loss") == NULL);
+        if (step == 9) CHECK(json_number(line, "val_accuracy") == 0.75);
+        else CHECK(json_value(line, "val_accuracy") == NULL);
     }
     CHECK(strncmp(line, "{\"final\": true, ", 16) == 0 && json_number(line, "step") == 19);
     check_time(line, begin);
     CHECK_CLOSE(json_number(line, "loss"), 4.481, 1e-8);
-    CHECK(json_number(line, "val_loss") == 4.25);
+    CHECK(json_number(line, "val_loss") == 4.25 && json_number(line, "val_accuracy") == 0.75);
     CHECK(json_number(line, "first_loss") == 4.5);
     CHECK(json_number(line, "steps") == 20);
     CHECK(json_number(line, "tokens") == 10240);

@@ -64,6 +64,7 @@ static dtrain_step_record random_record(int64_t step)
     r.step = step;
     r.loss = odd_number();
     r.val_loss = draw(2) ? NAN : odd_number();
+    r.val_accuracy = draw(2) ? NAN : odd_number();
     r.grad_norm = odd_number();
     r.lr = odd_number();
     r.tokens = (uint64_t)draw(1u << 30) << draw(23);
@@ -126,6 +127,7 @@ static bool expected(const dtrain_step_record *r, const char *name, double *valu
     if (strcmp(name, text) == 0) return *value = (double)(what), (shown)
     IS("loss", r->loss, true);
     IS("val_loss", r->val_loss, isfinite(r->val_loss));
+    IS("val_accuracy", r->val_accuracy, isfinite(r->val_accuracy));
     IS("grad_norm", r->grad_norm, true);
     IS("lr", r->lr, true);
     IS("tokens", r->tokens, true);

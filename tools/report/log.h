@@ -9,6 +9,7 @@
     X(WALL_TIME, "wall_time")                                            \
     X(LOSS, "loss")                                                      \
     X(VAL_LOSS, "val_loss")                                              \
+    X(VAL_ACCURACY, "val_accuracy")                                      \
     X(GRAD_NORM, "grad_norm")                                            \
     X(LR, "lr")                                                          \
     X(RATE, "tokens_per_second")                                         \
@@ -164,6 +165,16 @@ static double mean_of(const run *r, int key)
     for (size_t i = 0; i < r->count; i++)
         if (isfinite(r->rows[i][key])) sum += r->rows[i][key], used++;
     return used ? sum / (double)used : NAN;
+}
+
+/* Return the first or last value of a key that a step has; NAN: no step has it. */
+static double end_of(const run *r, int key, bool last)
+{
+    for (size_t i = 0; i < r->count; i++) {
+        const double value = r->rows[last ? r->count - 1 - i : i][key];
+        if (!isnan(value)) return value;
+    }
+    return NAN;
 }
 
 /* Return the largest value of a key in any step; NAN: no step has it. */

@@ -217,6 +217,7 @@ static void table_of_ends(FILE *out, const run *runs, int count)
                 {"first loss", "%.4f", FIRST_LOSS, LAST_LINE, 1},
                 {"last loss", "%.4f", LAST_LOSS, LAST_LINE, 1},
                 {"validation loss", "%.4f", VAL_LOSS, LAST_LINE, 1},
+                {"validation accuracy", "%.1f %%", VAL_ACCURACY, LAST_LINE, 100},
                 {"throughput, median of steps", "%.0f / s", RATE, MEDIAN, 1},
                 {"time of a step, mean", "", STEP_MS, TIME, 1},
                 {"communication in flight, mean", "", COMM_MS, TIME, 1},
@@ -233,6 +234,9 @@ static void table_of_ends(FILE *out, const run *runs, int count)
             double value = r->summary[key];
             char words[64] = "-";
             if (isnan(value) && key == STEPS) value = (double)r->count;
+            if (isnan(value) && key == FIRST_LOSS) value = end_of(r, LOSS, false);
+            if (isnan(value) && key == LAST_LOSS) value = end_of(r, LOSS, true);
+            if (isnan(value) && rows[k].how == LAST_LINE) value = end_of(r, key, true);
             if (rows[k].how == MEDIAN) value = median_of(r, key);
             if (rows[k].how == MOST) value = most_of(r, key);
             if (rows[k].how == REST) value = 1 - mean_of(r, key) / mean_of(r, STEP_MS);
@@ -305,7 +309,8 @@ static void data_of_parts(FILE *out, const run *r, size_t points)
 
 static void data_of_run(FILE *out, const run *r)
 {
-    static const int curves[] = {LOSS, VAL_LOSS, RATE, GRAD_NORM, LR, MEMORY, MEMORY_PEAK};
+    static const int curves[] = {LOSS,      VAL_LOSS, VAL_ACCURACY, RATE,
+                                 GRAD_NORM, LR,       MEMORY,       MEMORY_PEAK};
     const size_t points = points_of(r);
     const double began = r->starts == 1 ? r->start[WALL_TIME] : r->rows[0][WALL_TIME];
     fprintf(out, "{\"label\":");

@@ -142,6 +142,11 @@ function line_layers(c) {
                 layer.y = smooth(y);
                 layer.under = y;
             }
+            if (c.joined) { /* of steps far from each other: a line through those that have a value */
+                layer.x = layer.x.filter(function (v, i) { return y[i] !== null; });
+                layer.at = y.map(function (v, i) { return i; }).filter(function (i) { return y[i] !== null; });
+                layer.y = y.filter(function (v) { return v !== null; });
+            }
             layers.push(layer);
         });
         if (c.dots && r.values[c.dots])
@@ -165,7 +170,7 @@ function scaling_layers(c) {
     var first = known.reduce(function (a, b) { return b.ranks < a.ranks ? b : a; }, known[0]);
     if (!first) return [];
     var most = known.reduce(function (a, b) { return Math.max(a, b.ranks); }, 1);
-    var ideal = {x: [0, most], y: [0, first.rate * most / first.ranks], style: "c7 dash", kind: "line", raw: true};
+    var ideal = {x: [1, most], y: [first.rate / first.ranks, first.rate * most / first.ranks], style: "c7 dash", kind: "line", raw: true};
     return [ideal].concat(known.map(function (r) {
         var share = 100 * r.rate * first.ranks / first.rate / r.ranks;
         return {run: r, x: [r.ranks], y: [r.rate], name: r.label, style: "c" + runs.indexOf(r) % 8, kind: "dots",
@@ -174,10 +179,23 @@ function scaling_layers(c) {
 }
 ),
 REPORT_TEXT(
-/* The smallest ranges that hold all layers, the second up to a tick. */
+/* The ticks of a logarithmic axis around a range: 1, 2 and 5 in each decade, of many decades the 1 alone. */
+function log_ticks(low, high) {
+    var ticks = [], steps = high / low > 1e4 ? [1] : [1, 2, 5];
+    for (var p = Math.floor(Math.log10(low)); p <= Math.ceil(Math.log10(high)); p++)
+        steps.forEach(function (m) { ticks.push(Number((m + "e" + p))); });
+    return ticks.filter(function (v, i) {
+        return (i + 1 >= ticks.length || ticks[i + 1] > low) && (i === 0 || ticks[i - 1] < high);
+    });
+}
+/* The smallest ranges that hold all layers, the second up to a tick. The axis of steps has all steps of a run, although
+ * the first point may be a mean of some, and evaluations end earlier. Losses that fall by a factor of 10 are drawn on a
+ * logarithmic axis: on another one the end of training is a flat line. */
 function ranges(c, layers) {
     var x = [timed && !c.x_name ? 0 : Infinity, -Infinity], y = c.zero ? [0, -Infinity] : [Infinity, -Infinity];
     layers.forEach(function (l) {
+        if (!timed && !c.x_name) x[0] = Math.min(x[0], l.run.first);
+        if (!c.x_name) x[1] = Math.max(x[1], places(l.run)[l.run.x.length - 1]);
         l.y.forEach(function (v, i) {
             if (v === null) return;
             x = [Math.min(x[0], l.x[i]), Math.max(x[1], l.x[i])];
@@ -187,8 +205,14 @@ function ranges(c, layers) {
     if (x[1] < x[0]) return null;
     if (x[1] === x[0]) x[1] = x[0] + 1;
     if (y[1] === y[0]) y[1] = y[0] + (Math.abs(y[0]) || 1);
-    var d = distance(y[1] - y[0], 5);
-    return {x: x, y: [d * Math.floor(y[0] / d + 1e-9), d * Math.ceil(y[1] / d - 1e-9)], d: d};
+    var d = distance(y[1] - y[0], 5), ticks = [];
+    if (c.log && y[0] > 0 && y[1] > 10 * y[0]) {
+        ticks = log_ticks(y[0], y[1]);
+        return {x: x, y: [ticks[0], ticks[ticks.length - 1]], d: ticks[0], ticks: ticks, log: true};
+    }
+    y = [d * Math.floor(y[0] / d + 1e-9), d * Math.ceil(y[1] / d - 1e-9)];
+    for (var v = y[0]; v <= y[1] + d / 2; v += d) ticks.push(Math.abs(v) < d / 1e6 ? 0 : v);
+    return {x: x, y: y, d: d, ticks: ticks, log: false};
 }
 function path_of(c, x, y) {
     var text = "", gap = true;
@@ -209,11 +233,11 @@ function layer_svg(c, l) {
 }
 function axes_svg(c, r) {
     var text = "", middle = (c.left + c.width - c.right) / 2;
-    for (var v = r.y[0]; v <= r.y[1] + r.d / 2; v += r.d) {
+    r.ticks.forEach(function (v) {
         text += tag("line", {class: "grid", x1: c.left, x2: c.width - c.right, y1: c.py(v), y2: c.py(v)});
         text += tag("text", {class: "y", "text-anchor": "end", x: c.left - 7, y: c.py(v) + 4.5},
-                    axis_text(Math.abs(v) < r.d / 1e6 ? 0 : v, r.d));
-    }
+                    axis_text(v, r.log ? v : r.d));
+    });
     var ticks = ticks_of(r.x[0], r.x[1], Math.max(2, Math.floor(c.width / 90)), timed && !c.x_name ? 0 : 1);
     ticks.forEach(function (v) {
         text += tag("text", {class: "x", "text-anchor": "middle", x: c.px(v), y: c.height - 20}, axis_text(v, 1));
@@ -234,7 +258,11 @@ function draw(c) {
     c.tip.style.display = "none";
     if (!r) { c.host.innerHTML = ""; return; }
     c.px = function (v) { return c.left + (c.width - c.left - c.right) * (v - r.x[0]) / (r.x[1] - r.x[0]); };
-    c.py = function (v) { return c.height - 40 - (c.height - 52) * (v - r.y[0]) / (r.y[1] - r.y[0]); };
+    c.py = function (v) {
+        var up = r.log ? Math.log(v / r.y[0]) / Math.log(r.y[1] / r.y[0]) : (v - r.y[0]) / (r.y[1] - r.y[0]);
+        return c.height - 40 - (c.height - 52) * up;
+    };
+    if (c.log) c.figure.querySelector("figcaption span").textContent = c.note + (r.log ? "; logarithmic axis" : "");
     c.host.innerHTML = tag("svg", {role: "img", "aria-label": escape_text(c.title), height: c.height,
                                    viewBox: "0 0 " + c.width + " " + c.height},
         axes_svg(c, r) + layers.map(function (l) { return layer_svg(c, l); }).join("") + tag("g", {class: "mark"}));
@@ -250,6 +278,7 @@ function nearest(c, l, px) {
     return best;
 }
 function place_name(c, l, i) {
+    if (l.at) i = l.at[i];
     var r = l.run, before = i ? r.x[i - 1] + 1 : r.first;
     if (c.x_name) return c.x_name + " " + l.x[i];
     return (r.each > 1 ? "mean of steps " + before + " to " : "step ") + r.x[i]
@@ -325,13 +354,15 @@ function most_of(key) {
 var gib = Math.max(most_of("memory_bytes"), most_of("memory_peak_bytes")) >= 1073741824;
 [
     {title: "Loss", note: "dots: validation", name: "training", keys: ["loss"], dots: "val_loss",
-     text: fixed(4), smooth: true},
+     text: fixed(4), smooth: true, log: true},
+    {title: "Accuracy", note: "right answers among held-out samples, %", name: "accuracy", keys: ["val_accuracy"],
+     text: fixed(1, " %"), scale: 0.01, zero: true, joined: true},
     {title: "Throughput", note: data.things + " per second, all ranks", name: "throughput",
      keys: ["tokens_per_second"], text: whole, smooth: true, zero: true},
     {title: "Gradient norm", note: "before clipping", name: "norm", keys: ["grad_norm"],
      text: fixed(3), smooth: true, zero: true},
     {title: "Learning rate", name: "rate", keys: ["lr"], text: scientific, zero: true},
-    {title: "Memory", note: (gib ? "GiB" : "MiB") + ", the rank that holds most; dashes: peak", name: "memory",
+    {title: "Library memory", note: (gib ? "GiB" : "MiB") + ", the rank that holds most; dashes: peak", name: "memory",
      keys: ["memory_bytes", "memory_peak_bytes"], names: ["in use", "peak"],
      text: fixed(1, gib ? " GiB" : " MiB"), scale: gib ? 1073741824 : 1048576, zero: true}
 ].forEach(function (c) { c.layers = line_layers; add(c); });

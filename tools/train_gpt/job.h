@@ -262,7 +262,9 @@ static dtrain_result validate_gpt(dtrain_world *world, run_job *j, int64_t done,
     if (isnan(record->val_loss)) TRY(asked_to_stop(world, &record->stop_requested));
     if (record->stop_requested || !s->sums || !sums_fit(s->sums, s->seq)) return DTRAIN_OK;
     TRY(measure_sums(world, j, &own->right, &record->stop_requested));
-    if (!record->stop_requested && dtrain_world_rank(world) == 0) show_right(own->right, done);
+    if (record->stop_requested) return DTRAIN_OK;
+    record->val_accuracy = own->right;
+    if (dtrain_world_rank(world) == 0) show_right(own->right, done);
 cleanup:
     return result;
 }
