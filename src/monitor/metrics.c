@@ -185,6 +185,8 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     if (!desc->run_name || !desc->run_name[0]) metrics->desc.run_name = "dtrain";
     metrics->summary.first_loss = metrics->summary.last_loss = DTRAIN__NAN;
     metrics->summary.val_loss = metrics->summary.val_accuracy = DTRAIN__NAN;
+    metrics->summary.step_ms = metrics->summary.comm_ms = DTRAIN__NAN;
+    metrics->summary.exposed_comm_ms = metrics->summary.data_ms = DTRAIN__NAN;
     metrics->sample.count = DTRAIN__METRIC_COUNT;
     metrics->sample.metrics = dtrain__metric_table();
     metrics->sample.values = metrics->values;
@@ -204,12 +206,18 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
 
 /* ---- The run ----------------------------------------------------------------------------------*/
 
+/* Take the value of step n into a mean; one that is not finite leaves it as it is. Times are means
+ * because waits are rare and long: a median would hide them. */
+static void dtrain__mean_add(double *mean, double value, int64_t n)
+{
+    if (!dtrain__finite(value)) return;
+    *mean = dtrain__finite(*mean) ? *mean + (value - *mean) / (double)n : value;
+}
+
 /* Add a step to the summary. Its seconds begin with the first step, which took step_ms before it
  * was reported. */
 static void dtrain__summary_add(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
-    const double times[] = {record->step_ms, record->comm_ms, record->exposed_comm_ms,
-                            record->data_ms};
     dtrain_summary *s = &metrics->summary;
     const double now = dtrain_seconds();
     if (s->steps == 0) {
@@ -218,12 +226,11 @@ static void dtrain__summary_add(dtrain_metrics *metrics, const dtrain_step_recor
     }
     metrics->last = *record;
     metrics->rates[s->steps % DTRAIN__RATES] = record->tokens_per_second;
-    for (size_t i = 0; i < DTRAIN__TIMES; i++) {
-        dtrain__mean *mean = &metrics->times[i];
-        if (dtrain__finite(times[i]))
-            mean->value += (times[i] - mean->value) / (double)++mean->count;
-    }
     s->steps++;
+    dtrain__mean_add(&s->step_ms, record->step_ms, s->steps);
+    dtrain__mean_add(&s->comm_ms, record->comm_ms, s->steps);
+    dtrain__mean_add(&s->exposed_comm_ms, record->exposed_comm_ms, s->steps);
+    dtrain__mean_add(&s->data_ms, record->data_ms, s->steps);
     s->last_loss = record->loss;
     if (dtrain__finite(record->val_loss)) s->val_loss = record->val_loss;
     if (dtrain__finite(record->val_accuracy)) s->val_accuracy = record->val_accuracy;
@@ -232,8 +239,7 @@ static void dtrain__summary_add(dtrain_metrics *metrics, const dtrain_step_recor
     s->tensor_bytes += record->tensor_bytes;
     s->pipeline_bytes += record->pipeline_bytes;
     if (record->ranks && record->figures[DTRAIN_FIGURE_BUBBLE].max_rank >= 0)
-        s->bubble_ms +=
-            (1e3 * record->figures[DTRAIN_FIGURE_BUBBLE].mean - s->bubble_ms) / (double)s->steps;
+        dtrain__mean_add(&s->bubble_ms, 1e3 * record->figures[DTRAIN_FIGURE_BUBBLE].mean, s->steps);
     s->seconds = now - metrics->started;
 }
 
@@ -302,10 +308,6 @@ DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metri
     info->no_plan = metrics->no_plan;
     dtrain_summary *summary = &info->summary;
     *summary = metrics->summary;
-    double *const means[] = {&summary->step_ms, &summary->comm_ms, &summary->exposed_comm_ms,
-                             &summary->data_ms};
-    for (size_t i = 0; i < DTRAIN__TIMES; i++)
-        *means[i] = metrics->times[i].count ? metrics->times[i].value : DTRAIN__NAN;
     summary->tokens_per_second = dtrain__median_rate(metrics);
     summary->scaling = summary->step_ms > 0
                            ? (summary->step_ms - summary->exposed_comm_ms) / summary->step_ms

@@ -236,13 +236,6 @@ typedef struct dtrain__tensorboard {
 } dtrain__tensorboard;
 
 #define DTRAIN__RATES 1024 /* steps that the median rate is of */
-#define DTRAIN__TIMES 4    /* step_ms, comm_ms, exposed_comm_ms, data_ms */
-
-/* The mean of the finite values so far. Waits are rare and long: a median would hide them. */
-typedef struct dtrain__mean {
-    double value;
-    int64_t count;
-} dtrain__mean;
 
 typedef struct dtrain__nvml {
     void *library, *device;
@@ -283,9 +276,8 @@ struct dtrain_metrics {
 
     double started; /* when the first step began */
     dtrain_step_record last;
-    dtrain_summary summary;      /* running; means and the median are put in on request */
+    dtrain_summary summary;      /* running; the median is made on request */
     double rates[DTRAIN__RATES]; /* of step n at n % DTRAIN__RATES */
-    dtrain__mean times[DTRAIN__TIMES];
 };
 
 /* monitor/table.c */

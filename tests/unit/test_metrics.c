@@ -675,7 +675,7 @@ static int summary_rank(dtrain_world *world, void *user)
     if (!CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK)) return 1;
     for (int64_t step = 0; step < 3000; step++) {
         dtrain_step_record r = record_of(step);
-        r.data_ms = step % 50 == 0 ? 400 : step % 70 == 0 ? NAN : 0;
+        r.data_ms = step == 2999 ? NAN : step % 50 == 0 ? 400 : 0;
         r.step_ms =
             step < 1000 ? 1000 : 400 + (double)((step * 7919) % 101); /* 400..500, shuffled */
         r.exposed_comm_ms = step % 20 == 0 ? r.step_ms / 4 : 0;
