@@ -2,9 +2,9 @@
  *
  * One live line on a terminal, a table elsewhere.
  *
- *     terminal   step 120/2000 [>         ] loss 3.4121  |g| 0.914  lr 9.8e-04  41.2k tok/s ...
- *     elsewhere      step      loss  val_loss grad_norm        lr    tok/s ...
- *                     120    3.4121         -     0.914  9.80e-04    41.2k ...
+ *     terminal   step 120/2000 [>         ]   6%  eta 3:12  loss 3.4121  |g| 0.914  lr 9.8e-04 ...
+ *     elsewhere      step      loss  val_loss grad_norm        lr    tok/s ...      eta  done
+ *                     120    3.4121         -     0.914  9.80e-04    41.2k ...     3:12    6%
  *
  * The live line moves the cursor, so a terminal that cannot move it (TERM=dumb, or no TERM) gets
  * the table. The line is drawn at most ten times a second. The bar is green, unless NO_COLOR is set
@@ -67,20 +67,32 @@ static dtrain_result dtrain__console_write(const dtrain_metrics *metrics, const 
     return dtrain__file_fail("the progress", "written");
 }
 
-/* Draw the live line over itself. It is cut at the width of the terminal, because '\r' goes back
- * over one row only; so the most important figures come first. */
+/* Write the steps done in whole percent, rounded down so that 100% is the end; "-" when unknown. */
+static const char *dtrain__console_done(const dtrain_metrics *metrics, char *word)
+{
+    const double done = (double)metrics->last.step, total = (double)metrics->desc.total_steps;
+    if (total <= 0) return "-";
+    snprintf(word, DTRAIN__CONSOLE_WORD, "%.0f%%", floor(100 * (done < total ? done / total : 1)));
+    return word;
+}
+
+/* Draw the live line over itself. '\r' goes back over one row only, so what does not fit in the
+ * width of the terminal is left out: the most important figures come first, and the bar stands only
+ * where there is room for more than that. */
 static dtrain_result dtrain__console_draw(dtrain_metrics *metrics)
 {
+    enum { PARTS = 6, NARROW = 60 };
     const dtrain_step_record *r = &metrics->last;
     const int64_t done = r->step, total = metrics->desc.total_steps;
-    dtrain__console *console = &metrics->console;
-    char rate[DTRAIN__CONSOLE_WORD], left[DTRAIN__CONSOLE_WORD];
+    char rate[DTRAIN__CONSOLE_WORD], left[DTRAIN__CONSOLE_WORD], share[DTRAIN__CONSOLE_WORD];
+    char bar[] = "[          ]";
     dtrain__text *line = dtrain__record_begin(metrics);
-    size_t bar_at = 0, bar_end = 0;
+    size_t bar_at = 0, bar_end = 0, ends[PARTS], parts = 0;
     struct winsize size;
+    const bool known = ioctl(fileno(metrics->desc.progress), TIOCGWINSZ, &size) == 0;
+    const size_t room = known && size.ws_col > 1 ? size.ws_col - 1u : 79;
     dtrain__text_add(line, "step %lld", (long long)done);
     if (total > 0) {
-        char bar[] = "[          ]";
         const int64_t width = (int64_t)sizeof bar - 3;
         const int64_t filled =
             done < total ? (int64_t)((double)done / (double)total * (double)width) : width;
@@ -88,20 +100,28 @@ static dtrain_result dtrain__console_draw(dtrain_metrics *metrics)
         if (filled < width) bar[1 + filled] = '>';
         dtrain__text_add(line, "/%lld ", (long long)total);
         bar_at = line->bytes;
-        dtrain__text_add(line, "%s", bar);
+        if (room >= NARROW) dtrain__text_add(line, "%s", bar);
         bar_end = line->bytes;
+        dtrain__text_add(line, "%5s  eta %s", dtrain__console_done(metrics, share),
+                         dtrain__console_time_left(metrics, left));
     }
-    dtrain__text_add(line, " loss %.4f  |g| %.3f  lr %.1e  %s tok/s  %.1f ms", r->loss,
-                     r->grad_norm, r->lr, dtrain__console_rate(r->tokens_per_second, rate),
+    ends[parts++] = line->bytes;
+    dtrain__text_add(line, "  loss %.4f", r->loss);
+    ends[parts++] = line->bytes;
+    dtrain__text_add(line, "  |g| %.3f  lr %.1e", r->grad_norm, r->lr);
+    ends[parts++] = line->bytes;
+    dtrain__text_add(line, "  %s tok/s  %.1f ms", dtrain__console_rate(r->tokens_per_second, rate),
                      r->step_ms);
-    if (total > 0) dtrain__text_add(line, "  eta %s", dtrain__console_time_left(metrics, left));
+    ends[parts++] = line->bytes;
     if (dtrain_comm_size(metrics->comm) > 1)
         dtrain__text_add(line, "  comm %.1f ms (%.1f exposed)", r->comm_ms, r->exposed_comm_ms);
+    ends[parts++] = line->bytes;
     if (r->data_ms > 0.01 * r->step_ms) dtrain__text_add(line, "  data %.1f ms", r->data_ms);
+    ends[parts++] = line->bytes;
     if (line->failed) return DTRAIN_ERROR_MEMORY;
-    if (ioctl(fileno(metrics->desc.progress), TIOCGWINSZ, &size) == 0 && size.ws_col > 1)
-        line->bytes = (size_t)dtrain__min((int64_t)line->bytes, size.ws_col - 1);
-    if (!console->color || bar_end > line->bytes) bar_at = bar_end = 0;
+    while (parts > 1 && ends[parts - 1] > room) parts--;
+    line->bytes = ends[parts - 1] < room ? ends[parts - 1] : room;
+    if (!metrics->console.color || bar_end > line->bytes) bar_at = bar_end = 0;
     return dtrain__console_write(metrics, "\r%.*s%s%.*s%s%.*s\033[K", (int)bar_at, line->at,
                                  bar_end ? "\033[32m" : "", (int)(bar_end - bar_at),
                                  line->at + bar_at, bar_end ? "\033[0m" : "",
@@ -132,20 +152,22 @@ static dtrain_result dtrain__console_table(dtrain_metrics *metrics)
     const int64_t done = r->step;
     const bool first = metrics->summary.steps == 1, evaluated = dtrain__finite(r->val_loss);
     char rate[DTRAIN__CONSOLE_WORD], left[DTRAIN__CONSOLE_WORD], val[DTRAIN__CONSOLE_WORD] = "-";
+    char share[DTRAIN__CONSOLE_WORD];
     dtrain_result result = DTRAIN_OK;
     if (!first && !evaluated && done % metrics->desc.progress_every != 0 &&
         done != metrics->desc.total_steps)
         return DTRAIN_OK;
     if (evaluated) snprintf(val, sizeof val, "%.4f", r->val_loss);
     if (first)
-        result = dtrain__console_write(metrics, "%8s %9s %9s %9s %9s %8s %9s %8s %8s %8s %8s\n",
+        result = dtrain__console_write(metrics, "%8s %9s %9s %9s %9s %8s %9s %8s %8s %8s %8s %5s\n",
                                        "step", "loss", "val_loss", "grad_norm", "lr", "tok/s",
-                                       "step_ms", "comm_ms", "exposed", "data_ms", "eta");
+                                       "step_ms", "comm_ms", "exposed", "data_ms", "eta", "done");
     const dtrain_result row = dtrain__console_write(
-        metrics, "%8lld %9.4f %9s %9.3f %9.2e %8s %9.2f %8.2f %8.2f %8.3f %8s\n", (long long)done,
-        r->loss, val, r->grad_norm, r->lr, dtrain__console_rate(r->tokens_per_second, rate),
-        r->step_ms, r->comm_ms, r->exposed_comm_ms, r->data_ms,
-        dtrain__console_time_left(metrics, left));
+        metrics, "%8lld %9.4f %9s %9.3f %9.2e %8s %9.2f %8.2f %8.2f %8.3f %8s %5s\n",
+        (long long)done, r->loss, val, r->grad_norm, r->lr,
+        dtrain__console_rate(r->tokens_per_second, rate), r->step_ms, r->comm_ms,
+        r->exposed_comm_ms, r->data_ms, dtrain__console_time_left(metrics, left),
+        dtrain__console_done(metrics, share));
     return result == DTRAIN_OK ? row : result;
 }
 

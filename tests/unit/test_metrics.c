@@ -394,7 +394,7 @@ static int table_rank(dtrain_world *world, void *user)
     return 0;
 }
 
-/* Header, steps 1, 10, 15 (evaluated), 20, 30 and the last; one width, ten words each. */
+/* Header, steps 1, 10, 15 (evaluated), 20, 30 and the last; one width, twelve words each. */
 static void test_table(void)
 {
     static const int shown[] = {1, 10, 15, 20, 30, 34};
@@ -418,12 +418,23 @@ static void test_table(void)
             if (words == 3) CHECK(strcmp(word, step == 15 ? "1.5000" : "-") == 0);
             if (words == 6) CHECK(strcmp(word, "41.2k") == 0);
             if (words == 10) CHECK(strcmp(word, "0.250") == 0);
+            if (words == 12) CHECK(atoi(word) == 100 * step / 34 && strchr(word, '%'));
         }
-        CHECK_MSG(words == 11, "%d words", words);
+        CHECK_MSG(words == 12, "%d words", words);
         CHECK(strchr(line, '\r') == NULL && strchr(line, '\033') == NULL);
     }
     CHECK(*next_line(line) == 0);
     unlink(path);
+}
+
+static unsigned short columns; /* of the terminal */
+
+static void set_width(int fd, int width)
+{
+    struct winsize size;
+    memset(&size, 0, sizeof size);
+    size.ws_col = (unsigned short)width, size.ws_row = 24;
+    CHECK(ioctl(fd, TIOCSWINSZ, &size) == 0);
 }
 
 static int live_rank(dtrain_world *world, void *user)
@@ -438,6 +449,8 @@ static int live_rank(dtrain_world *world, void *user)
         dtrain_step_record r = record_of(step);
         r.step = step + 1;
         if (step == 500) r.val_loss = 1.5;
+        if (step == 700)
+            set_width(fileno(desc.progress), columns / 2); /* a person narrows the window */
         CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
     }
     CHECK(dtrain_metrics_finish(metrics) == DTRAIN_OK);
@@ -445,39 +458,73 @@ static int live_rank(dtrain_world *world, void *user)
     return 0;
 }
 
-static void test_live_line(void)
+/* Tell whether `line` is the live line of a step of 2000: whole parts, as many as the terminal has room for. width: 0 if
+ * it is not known. */
+static bool live_line_is(const char *line, int64_t step, const char *bar, int width)
 {
-    struct winsize size;
-    int master = posix_openpt(O_RDWR | O_NOCTTY);
+    const dtrain_step_record r = record_of(step - 1);
+    const int most = width ? width - 1 : 79, length = (int)strcspn(line, "\033");
+    char expected[200], eta[16] = "";
+    int end[6], n = 0, used;
+    const char *time_left = strstr(line, "  eta ");
+    if (time_left) sscanf(time_left, "  eta %15[0-9:]", eta);
+    used = sprintf(expected, "step %d/2000 %s%4d%%  eta %s", (int)step, bar, (int)step / 20, eta);
+    end[n++] = used;
+    used += sprintf(expected + used, "  loss %.4f", r.loss), end[n++] = used;
+    used += sprintf(expected + used, "  |g| %.3f  lr %.1e", r.grad_norm, r.lr), end[n++] = used;
+    used += sprintf(expected + used, "  41.2k tok/s  %.1f ms", r.step_ms), end[n++] = used;
+    used += sprintf(expected + used, "  data %.1f ms", r.data_ms), end[n++] = used;
+    while (n > 1 && end[n - 1] > most) n--;
+    const int cut =
+        end[n - 1] < most ? end[n - 1] : most; /* the first part alone may be cut in two */
+    return length == cut && strncmp(line, expected, (size_t)cut) == 0;
+}
+
+/* Draw on terminals of several widths, one that tells none among them. */
+static void live_lines(int width)
+{
+    const int master = posix_openpt(O_RDWR | O_NOCTTY);
+    char bar[16] = "", end[16] = "";
     CHECK(master >= 0 && grantpt(master) == 0 && unlockpt(master) == 0);
-    int slave = open(ptsname(master), O_RDWR | O_NOCTTY);
-    memset(&size, 0, sizeof size);
-    size.ws_col = 60, size.ws_row = 24;
-    CHECK(slave >= 0 && ioctl(slave, TIOCSWINSZ, &size) == 0);
+    const int slave = open(ptsname(master), O_RDWR | O_NOCTTY);
+    columns = (unsigned short)width;
+    set_width(slave, width);
     FILE *terminal = fdopen(dup(slave), "w");
     setenv("TERM", "xterm", 1);
     setenv("NO_COLOR", "1", 1);
-    double start = test_seconds();
+    const double start = test_seconds();
     with_world(live_rank, terminal);
-    double elapsed = test_seconds() - start;
+    const double elapsed = test_seconds() - start;
     fclose(terminal);
     close(slave); /* the last writer: reading ends with an error once everything has come */
     size_t used = 0;
     for (ssize_t got = 1; got > 0 && used<sizeof text - 1; used += got> 0 ? (size_t)got : 0)
         got = read(master, text + used, sizeof text - 1 - used);
+    close(master);
     CHECK(used > 0);
     text[used] = 0;
-    CHECK(strstr(text, "\rstep 1/2000 [>         ] loss 4.5000") == text);
+    const int narrowed = width / 2;
+    if (width == 0 || width > 60) snprintf(bar, sizeof bar, "[>         ]");
+    if (width == 0 || narrowed > 60) snprintf(end, sizeof end, "[=====>    ]");
+    CHECK_MSG(live_line_is(text + 1, 1, bar, width), "width %d: %.100s", width, text);
     CHECK(strstr(text, "\r\033[Kstep 501  loss 4.0000  val_loss 1.5000\r\n") != NULL);
-    CHECK(strstr(text, "\rstep 1000/2000 [=====>    ] loss 3.5010") != NULL);
-    CHECK(strcmp(text + strlen(text) - 5, "\033[K\r\n") == 0);
+    const char *last = strrchr(text, '\r');
+    CHECK(last && strcmp(last, "\r\n") == 0 && memcmp(last - 3, "\033[K", 3) == 0);
+    for (last--; *last != '\r'; last--) continue;
+    CHECK_MSG(live_line_is(last + 1, 1000, end, narrowed), "width %d: %s", narrowed, last + 1);
     int redraws = 0;
     for (const char *at = text; (at = strstr(at, "\rstep ")) != NULL; at++) {
         redraws++;
-        CHECK_MSG((size_t)(strchr(at, '\033') - at) <= 60, "a line wider than the terminal");
+        CHECK_MSG((strchr(at, '\033') - at) <= (width ? width : 80),
+                  "a line wider than the terminal");
     }
     CHECK_MSG(redraws <= 3 + (int)(elapsed * 10), "%d redraws in %g s", redraws, elapsed);
-    close(master);
+}
+
+static void test_live_line(void)
+{
+    static const int widths[] = {60, 120, 200, 80, 40, 20, 8, 0};
+    for (size_t i = 0; i < sizeof widths / sizeof *widths; i++) live_lines(widths[i]);
 }
 
 static int terminal_rank(dtrain_world *world, void *user)
