@@ -37730,7 +37730,7 @@ static const char *dtrain__console_done(const dtrain_metrics *metrics, char *wor
  * where there is room for more than that. */
 static dtrain_result dtrain__console_draw(dtrain_metrics *metrics)
 {
-    enum { PARTS = 6, NARROW = 60 };
+    enum { PARTS = 7, NARROW = 60 };
     const dtrain_step_record *r = &metrics->last;
     const int64_t done = r->step, total = metrics->desc.total_steps;
     char rate[DTRAIN__CONSOLE_WORD], left[DTRAIN__CONSOLE_WORD], share[DTRAIN__CONSOLE_WORD];
@@ -37751,9 +37751,10 @@ static dtrain_result dtrain__console_draw(dtrain_metrics *metrics)
         bar_at = line->bytes;
         if (room >= NARROW) dtrain__text_add(line, "%s", bar);
         bar_end = line->bytes;
-        dtrain__text_add(line, "%5s  eta %s", dtrain__console_done(metrics, share),
-                         dtrain__console_time_left(metrics, left));
+        dtrain__text_add(line, "%5s", dtrain__console_done(metrics, share));
     }
+    ends[parts++] = line->bytes;
+    if (total > 0) dtrain__text_add(line, "  eta %s", dtrain__console_time_left(metrics, left));
     ends[parts++] = line->bytes;
     dtrain__text_add(line, "  loss %.4f", r->loss);
     ends[parts++] = line->bytes;

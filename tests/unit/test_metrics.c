@@ -465,11 +465,12 @@ static bool live_line_is(const char *line, int64_t step, const char *bar, int wi
     const dtrain_step_record r = record_of(step - 1);
     const int most = width ? width - 1 : 79, length = (int)strcspn(line, "\033");
     char expected[200], eta[16] = "";
-    int end[6], n = 0, used;
+    int end[7], n = 0, used;
     const char *time_left = strstr(line, "  eta ");
     if (time_left) sscanf(time_left, "  eta %15[0-9:]", eta);
-    used = sprintf(expected, "step %d/2000 %s%4d%%  eta %s", (int)step, bar, (int)step / 20, eta);
+    used = sprintf(expected, "step %d/2000 %s%4d%%", (int)step, bar, (int)step / 20);
     end[n++] = used;
+    used += sprintf(expected + used, "  eta %s", eta), end[n++] = used;
     used += sprintf(expected + used, "  loss %.4f", r.loss), end[n++] = used;
     used += sprintf(expected + used, "  |g| %.3f  lr %.1e", r.grad_norm, r.lr), end[n++] = used;
     used += sprintf(expected + used, "  41.2k tok/s  %.1f ms", r.step_ms), end[n++] = used;
