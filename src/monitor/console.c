@@ -2,7 +2,7 @@
  *
  * One live line on a terminal, a table elsewhere.
  *
- *     terminal   step 120/2000 [>         ]   6%  eta 3:12  loss 3.4121  |g| 0.914  lr 9.8e-04 ...
+ *     terminal   step 120/2000 [>         ] 6%  eta 3:12  loss 3.4121  |g| 0.914  lr 9.8e-04 ...
  *     elsewhere      step      loss  val_loss grad_norm        lr    tok/s ...      eta  done
  *                     120    3.4121         -     0.914  9.80e-04    41.2k ...     3:12    6%
  *
@@ -76,18 +76,16 @@ static const char *dtrain__console_done(const dtrain_metrics *metrics, char *wor
     return word;
 }
 
-/* Draw the live line over itself. '\r' goes back over one row only, so what does not fit in the
- * width of the terminal is left out: the most important figures come first, and the bar stands only
- * where there is room for more than that. */
+/* Draw the live line over itself. '\r' goes back over one row only, so figures that the width of
+ * the terminal has no room for are left out: two spaces stand before each, the most important
+ * first. The bar needs a terminal of 60 columns. */
 static dtrain_result dtrain__console_draw(dtrain_metrics *metrics)
 {
-    enum { PARTS = 7, NARROW = 60 };
     const dtrain_step_record *r = &metrics->last;
     const int64_t done = r->step, total = metrics->desc.total_steps;
-    char rate[DTRAIN__CONSOLE_WORD], left[DTRAIN__CONSOLE_WORD], share[DTRAIN__CONSOLE_WORD];
-    char bar[] = "[          ]";
+    char rate[DTRAIN__CONSOLE_WORD], word[DTRAIN__CONSOLE_WORD], bar[] = "[          ]";
     dtrain__text *line = dtrain__record_begin(metrics);
-    size_t bar_at = 0, bar_end = 0, ends[PARTS], parts = 0;
+    size_t bar_at = 0, bar_end = 0;
     struct winsize size;
     const bool known = ioctl(fileno(metrics->desc.progress), TIOCGWINSZ, &size) == 0;
     const size_t room = known && size.ws_col > 1 ? size.ws_col - 1u : 79;
@@ -100,29 +98,24 @@ static dtrain_result dtrain__console_draw(dtrain_metrics *metrics)
         if (filled < width) bar[1 + filled] = '>';
         dtrain__text_add(line, "/%lld ", (long long)total);
         bar_at = line->bytes;
-        if (room >= NARROW) dtrain__text_add(line, "%s", bar);
+        dtrain__text_add(line, "%s", room < 59 ? "" : bar);
         bar_end = line->bytes;
-        dtrain__text_add(line, "%5s", dtrain__console_done(metrics, share));
+        dtrain__text_add(line, "%s%s", room < 59 ? "" : " ", dtrain__console_done(metrics, word));
+        dtrain__text_add(line, "  eta %s", dtrain__console_time_left(metrics, word));
     }
-    ends[parts++] = line->bytes;
-    if (total > 0) dtrain__text_add(line, "  eta %s", dtrain__console_time_left(metrics, left));
-    ends[parts++] = line->bytes;
-    dtrain__text_add(line, "  loss %.4f", r->loss);
-    ends[parts++] = line->bytes;
-    dtrain__text_add(line, "  |g| %.3f  lr %.1e", r->grad_norm, r->lr);
-    ends[parts++] = line->bytes;
-    dtrain__text_add(line, "  %s tok/s  %.1f ms", dtrain__console_rate(r->tokens_per_second, rate),
+    dtrain__text_add(line, "  loss %.4f  |g| %.3f  lr %.1e  %s tok/s  %.1f ms", r->loss,
+                     r->grad_norm, r->lr, dtrain__console_rate(r->tokens_per_second, rate),
                      r->step_ms);
-    ends[parts++] = line->bytes;
     if (dtrain_comm_size(metrics->comm) > 1)
         dtrain__text_add(line, "  comm %.1f ms (%.1f exposed)", r->comm_ms, r->exposed_comm_ms);
-    ends[parts++] = line->bytes;
     if (r->data_ms > 0.01 * r->step_ms) dtrain__text_add(line, "  data %.1f ms", r->data_ms);
-    ends[parts++] = line->bytes;
     if (line->failed) return DTRAIN_ERROR_MEMORY;
-    while (parts > 1 && ends[parts - 1] > room) parts--;
-    line->bytes = ends[parts - 1] < room ? ends[parts - 1] : room;
-    if (!metrics->console.color || bar_end > line->bytes) bar_at = bar_end = 0;
+    if (line->bytes > room) {
+        size_t end = room;
+        while (end > 0 && memcmp(line->at + end, "  ", 2) != 0) end--;
+        line->bytes = end > 0 ? end : room; /* not even the first fits: a part of it */
+    }
+    if (!metrics->console.color) bar_at = bar_end = 0;
     return dtrain__console_write(metrics, "\r%.*s%s%.*s%s%.*s\033[K", (int)bar_at, line->at,
                                  bar_end ? "\033[32m" : "", (int)(bar_end - bar_at),
                                  line->at + bar_at, bar_end ? "\033[0m" : "",

@@ -458,27 +458,29 @@ static int live_rank(dtrain_world *world, void *user)
     return 0;
 }
 
-/* Tell whether `line` is the live line of a step of 2000: whole parts, as many as the terminal has room for. width: 0 if
- * it is not known. */
+/* Tell whether `line` is the live line of a step of 2000: whole figures, as many as the terminal has room for. width: 0
+ * if it is not known. */
 static bool live_line_is(const char *line, int64_t step, const char *bar, int width)
 {
     const dtrain_step_record r = record_of(step - 1);
     const int most = width ? width - 1 : 79, length = (int)strcspn(line, "\033");
-    char expected[200], eta[16] = "";
-    int end[7], n = 0, used;
+    char parts[7][64], expected[200], eta[16] = "0:00"; /* as long as what is left out */
     const char *time_left = strstr(line, "  eta ");
     if (time_left) sscanf(time_left, "  eta %15[0-9:]", eta);
-    used = sprintf(expected, "step %d/2000 %s%4d%%", (int)step, bar, (int)step / 20);
-    end[n++] = used;
-    used += sprintf(expected + used, "  eta %s", eta), end[n++] = used;
-    used += sprintf(expected + used, "  loss %.4f", r.loss), end[n++] = used;
-    used += sprintf(expected + used, "  |g| %.3f  lr %.1e", r.grad_norm, r.lr), end[n++] = used;
-    used += sprintf(expected + used, "  41.2k tok/s  %.1f ms", r.step_ms), end[n++] = used;
-    used += sprintf(expected + used, "  data %.1f ms", r.data_ms), end[n++] = used;
-    while (n > 1 && end[n - 1] > most) n--;
-    const int cut =
-        end[n - 1] < most ? end[n - 1] : most; /* the first part alone may be cut in two */
-    return length == cut && strncmp(line, expected, (size_t)cut) == 0;
+    sprintf(parts[0], "step %d/2000 %s%d%%", (int)step, bar, (int)step / 20);
+    sprintf(parts[1], "  eta %s", eta);
+    sprintf(parts[2], "  loss %.4f", r.loss);
+    sprintf(parts[3], "  |g| %.3f", r.grad_norm);
+    sprintf(parts[4], "  lr %.1e", r.lr);
+    sprintf(parts[5], "  41.2k tok/s");
+    sprintf(parts[6], "  %.1f ms", r.step_ms);
+    if ((int)strlen(parts[0]) > most) parts[0][most] = 0; /* it alone may be cut in two */
+    strcpy(expected, parts[0]);
+    for (int i = 1; i < 7 && (int)(strlen(expected) + strlen(parts[i])) <= most; i++)
+        strcat(expected, parts[i]);
+    if (strlen(expected) + 13 <= (size_t)most)
+        sprintf(expected + strlen(expected), "  data %.1f ms", r.data_ms);
+    return length == (int)strlen(expected) && strncmp(line, expected, (size_t)length) == 0;
 }
 
 /* Draw on terminals of several widths, one that tells none among them. */
@@ -505,8 +507,8 @@ static void live_lines(int width)
     CHECK(used > 0);
     text[used] = 0;
     const int narrowed = width / 2;
-    if (width == 0 || width > 60) snprintf(bar, sizeof bar, "[>         ]");
-    if (width == 0 || narrowed > 60) snprintf(end, sizeof end, "[=====>    ]");
+    if (width == 0 || width >= 60) snprintf(bar, sizeof bar, "[>         ] ");
+    if (width == 0 || narrowed >= 60) snprintf(end, sizeof end, "[=====>    ] ");
     CHECK_MSG(live_line_is(text + 1, 1, bar, width), "width %d: %.100s", width, text);
     CHECK(strstr(text, "\r\033[Kstep 501  loss 4.0000  val_loss 1.5000\r\n") != NULL);
     const char *last = strrchr(text, '\r');
