@@ -4517,6 +4517,13 @@ static inline int64_t dtrain__max(int64_t a, int64_t b) { return a > b ? a : b; 
         if (dtrain__status != DTRAIN_OK) return dtrain__status; \
     } while (0)
 
+/* Return the error that an argument is NULL, by its name; the others of the call are not named. */
+#define DTRAIN__GIVEN(call, argument)                                                       \
+    do {                                                                                    \
+        if (!(argument))                                                                    \
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", (call), #argument); \
+    } while (0)
+
 /* Where messages of a rank go; one per world. */
 typedef struct dtrain__log_sink {
     dtrain_log_fn write;
@@ -14426,12 +14433,14 @@ DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *sch
 {
     const char *const call = "dtrain_pipeline_run";
     dtrain__runner run;
-    if (!schedule || !schedule->memory || !work || !work->compute || !work->part)
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT,
-            "%s: schedule, work or one of its functions is NULL, or the schedule was "
-            "not made by dtrain_pipeline_create",
-            call);
+    DTRAIN__GIVEN(call, schedule);
+    DTRAIN__GIVEN(call, work);
+    DTRAIN__GIVEN(call, work->compute);
+    DTRAIN__GIVEN(call, work->part);
+    if (!schedule->memory)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: the schedule was not made by dtrain_pipeline_create",
+                           call);
     if (schedule->ranks != (comm ? dtrain_comm_size(comm) : 1))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: the schedule is for %d ranks, and the communicator has %d", call,
@@ -16599,9 +16608,9 @@ DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
 {
     if (shards) *shards = NULL;
     if (count) *count = 0;
-    if (!strategy || !shards || !count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_strategy_shards: strategy, shards or count is NULL");
+    DTRAIN__GIVEN("dtrain_strategy_shards", strategy);
+    DTRAIN__GIVEN("dtrain_strategy_shards", shards);
+    DTRAIN__GIVEN("dtrain_strategy_shards", count);
     DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_strategy_shards"));
     *shards = strategy->shards;
     *count = strategy->shard_count;
@@ -18212,9 +18221,9 @@ DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
 {
     if (states) *states = NULL;
     if (count) *count = 0;
-    if (!strategy || !states || !count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_strategy_compression: strategy, states or count is NULL");
+    DTRAIN__GIVEN("dtrain_strategy_compression", strategy);
+    DTRAIN__GIVEN("dtrain_strategy_compression", states);
+    DTRAIN__GIVEN("dtrain_strategy_compression", count);
     *states = strategy->states;
     *count = strategy->state_count;
     return DTRAIN_OK;
@@ -19830,10 +19839,10 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
 {
     const char *const call = "dtrain_strategy_create";
     const dtrain_allocator *allocator = &world->allocator;
-    if (!out || (!params && count) || count > UINT32_MAX - 1)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: out or params is NULL, or %zu parameters are too many", call,
-                           count);
+    DTRAIN__GIVEN(call, out);
+    if (count) DTRAIN__GIVEN(call, params);
+    if (count > UINT32_MAX - 1)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %zu parameters are too many", call, count);
     dtrain_strategy *strategy =
         (dtrain_strategy *)dtrain__alloc(allocator, 1, sizeof *strategy, "a strategy");
     *out = strategy;
@@ -20643,10 +20652,12 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
     dtrain__groups groups;
     dtrain__planned planned;
     dtrain_mesh_info mesh;
-    if (!params || !desc || !memory || rank_count < 1)
+    DTRAIN__GIVEN("dtrain_strategy_plan", params);
+    DTRAIN__GIVEN("dtrain_strategy_plan", desc);
+    DTRAIN__GIVEN("dtrain_strategy_plan", memory);
+    if (rank_count < 1)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_strategy_plan: params, desc or memory is NULL, or rank_count "
-                           "(%d) is below 1",
+                           "dtrain_strategy_plan: rank_count is %d; expected 1 or more",
                            rank_count);
     dtrain_mesh_query(desc->mesh, &mesh);
     if (desc->mesh && mesh.ranks != rank_count)
@@ -26768,8 +26779,8 @@ DTRAIN_API dtrain_result dtrain_grad_norm(dtrain_strategy *strategy, dtrain_loss
     if (scaler) DTRAIN__TRY(dtrain__scaler_fill(scaler, call));
     if (scaler) DTRAIN__TRY(dtrain__check_scalable(strategy, call, "a loss scale"));
     DTRAIN__TRY(dtrain__between_steps(strategy, call));
-    if (!norm || !grad_scale)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: norm or grad_scale is NULL", call);
+    DTRAIN__GIVEN(call, norm);
+    DTRAIN__GIVEN(call, grad_scale);
     const float loss_scale = scaler ? scaler->scale : 1;
     dtrain_world *world = dtrain__world_of(strategy);
     const uint32_t span =
@@ -27236,9 +27247,10 @@ DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_str
                                                  dtrain_optimizer **out)
 {
     if (out) *out = NULL;
-    if (!world || !strategy || !desc || !out)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_optimizer_create: world, strategy, desc or out is NULL");
+    DTRAIN__GIVEN("dtrain_optimizer_create", world);
+    DTRAIN__GIVEN("dtrain_optimizer_create", strategy);
+    DTRAIN__GIVEN("dtrain_optimizer_create", desc);
+    DTRAIN__GIVEN("dtrain_optimizer_create", out);
     DTRAIN__TRY(dtrain__check_optimizer(desc, strategy));
     const dtrain_allocator *allocator = &world->allocator;
     dtrain_optimizer *optimizer =
@@ -27888,8 +27900,8 @@ DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_d
                                              dtrain_dataset **out)
 {
     if (out) *out = NULL;
-    if (!out || !desc)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_dataset_open: out or desc is NULL");
+    DTRAIN__GIVEN("dtrain_dataset_open", desc);
+    DTRAIN__GIVEN("dtrain_dataset_open", out);
     DTRAIN__TRY(dtrain__dataset_check(desc));
     dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
     dtrain_dataset *dataset =
@@ -28182,9 +28194,9 @@ static void dtrain__loader_warn(dtrain_loader *loader)
 
 DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs, int32_t *targets)
 {
-    if (!loader || !inputs || (loader->desc.sequence && !targets))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_loader_next: loader, inputs or targets is NULL");
+    DTRAIN__GIVEN("dtrain_loader_next", loader);
+    DTRAIN__GIVEN("dtrain_loader_next", inputs);
+    if (loader->desc.sequence) DTRAIN__GIVEN("dtrain_loader_next", targets);
     if (loader->desc.sample_limit && loader->position >= (uint64_t)loader->desc.sample_limit)
         return dtrain_fail(DTRAIN_ERROR_END,
                            "dtrain_loader_next: all %lld samples were dealt; dtrain_loader_seek "
@@ -28258,8 +28270,8 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
 DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
                                               dtrain_loader **out)
 {
-    if (!out || !desc)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_loader_create: desc or out is NULL");
+    DTRAIN__GIVEN("dtrain_loader_create", desc);
+    DTRAIN__GIVEN("dtrain_loader_create", out);
     *out = NULL;
     DTRAIN__TRY(dtrain__loader_check(desc));
     dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
@@ -29967,10 +29979,12 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  int64_t batches, double *loss)
 {
     const char *const call = "dtrain_trainer_evaluate";
-    if (!trainer || !loss || (batches <= 0 && (batches != DTRAIN_UNTIL_END || !next_batch)))
+    DTRAIN__GIVEN(call, trainer);
+    DTRAIN__GIVEN(call, loss);
+    if (batches <= 0 && (batches != DTRAIN_UNTIL_END || !next_batch))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: trainer or loss is NULL, or batches (%lld) is less than 1 and not "
-                           "DTRAIN_UNTIL_END, with a next_batch",
+                           "%s: batches is %lld; expected 1 or more, or DTRAIN_UNTIL_END with a "
+                           "next_batch",
                            call, (long long)batches);
     double sums[DTRAIN__ROUND_COUNT] = {0}, own[DTRAIN__WORD_COUNT], mean[DTRAIN__WORD_COUNT];
     double ended = 0, all_ended = 0; /* rounds of this rank; ranks in the last round */
@@ -30022,10 +30036,12 @@ static dtrain_result dtrain__forward_pass(dtrain_trainer *trainer, dtrain_loss_f
 DTRAIN_API dtrain_result dtrain_trainer_forward(dtrain_trainer *trainer, dtrain_loss_fn forward,
                                                 void *user, float *values, int64_t count)
 {
-    if (!trainer || !forward || !values || count < 1)
+    DTRAIN__GIVEN("dtrain_trainer_forward", trainer);
+    DTRAIN__GIVEN("dtrain_trainer_forward", forward);
+    DTRAIN__GIVEN("dtrain_trainer_forward", values);
+    if (count < 1)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_forward: trainer, forward or values is NULL, or count "
-                           "(%lld) is less than 1",
+                           "dtrain_trainer_forward: count is %lld; expected 1 or more",
                            (long long)count);
     if (!trainer->pipeline) return dtrain__forward_pass(trainer, forward, user, values, count);
     DTRAIN__TRY(dtrain__strategy_usable(trainer->desc.strategy, "dtrain_trainer_forward"));
@@ -30038,9 +30054,9 @@ DTRAIN_API dtrain_result dtrain_trainer_forward(dtrain_trainer *trainer, dtrain_
 DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
                                                dtrain_trainer **out)
 {
-    if (!world || !desc || !out)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_create: world, desc or out is NULL");
+    DTRAIN__GIVEN("dtrain_trainer_create", world);
+    DTRAIN__GIVEN("dtrain_trainer_create", desc);
+    DTRAIN__GIVEN("dtrain_trainer_create", out);
     *out = NULL;
     DTRAIN__TRY(dtrain__check_trainer(desc));
     const dtrain_allocator *allocator = &world->allocator;
@@ -31149,9 +31165,9 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
                                              dtrain_batch_search *search, dtrain_memory *memory)
 {
     dtrain_result result = DTRAIN_OK;
-    if (!world || !desc || !memory)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_plan: world, desc or memory is NULL");
+    DTRAIN__GIVEN("dtrain_trainer_plan", world);
+    DTRAIN__GIVEN("dtrain_trainer_plan", desc);
+    DTRAIN__GIVEN("dtrain_trainer_plan", memory);
     dtrain__batch_plan batch;
     memset(&batch, 0, sizeof batch);
     if (search) {
@@ -31583,8 +31599,9 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
 {
     const char *const call = "dtrain_state_create";
     if (out) *out = NULL;
-    if (!world || !desc || !out)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: world, desc or out is NULL", call);
+    DTRAIN__GIVEN(call, world);
+    DTRAIN__GIVEN(call, desc);
+    DTRAIN__GIVEN(call, out);
     if (!desc->strategy || (desc->item_count && !desc->items))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: desc has no %s", call,
                            desc->strategy ? "items, and a count of them" : "strategy");
@@ -31626,8 +31643,8 @@ DTRAIN_API dtrain_result dtrain_state_tensors(const dtrain_state *state,
                                               const dtrain_state_tensor **tensors, size_t *count)
 {
     DTRAIN__TRY(dtrain__state_check(state, "dtrain_state_tensors"));
-    if (!tensors || !count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_state_tensors: tensors or count is NULL");
+    DTRAIN__GIVEN("dtrain_state_tensors", tensors);
+    DTRAIN__GIVEN("dtrain_state_tensors", count);
     *tensors = state->tensors;
     *count = state->tensor_count;
     return DTRAIN_OK;
@@ -33150,9 +33167,13 @@ static dtrain_result dtrain__checkpoint_check(dtrain_world *world,
                                               dtrain_checkpoint **out)
 {
     const char *const call = "dtrain_checkpoint_open";
-    if (!world || !desc || !out || !desc->state || !desc->directory || !desc->directory[0])
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: world, desc, out, or the desc's state or directory is NULL", call);
+    DTRAIN__GIVEN(call, world);
+    DTRAIN__GIVEN(call, desc);
+    DTRAIN__GIVEN(call, out);
+    DTRAIN__GIVEN(call, desc->state);
+    DTRAIN__GIVEN(call, desc->directory);
+    if (!desc->directory[0])
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: desc->directory is empty", call);
     if (strlen(desc->directory) <= DTRAIN__PATH - 128 &&
         (!desc->config || strlen(desc->config) <= DTRAIN__TEXT_MOST))
         return DTRAIN_OK;
@@ -37072,9 +37093,10 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
                                                dtrain_metrics **out)
 {
     if (out) *out = NULL;
-    if (!world || !desc || !out || (desc->sink_count && !desc->sinks))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_metrics_create: world, desc, desc's sinks or out is NULL");
+    DTRAIN__GIVEN("dtrain_metrics_create", world);
+    DTRAIN__GIVEN("dtrain_metrics_create", desc);
+    DTRAIN__GIVEN("dtrain_metrics_create", out);
+    if (desc->sink_count) DTRAIN__GIVEN("dtrain_metrics_create", desc->sinks);
     if (desc->run_name && strlen(desc->run_name) > 200)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_metrics_create: run_name has more than 200 bytes");

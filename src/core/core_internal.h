@@ -15,6 +15,13 @@
         if (dtrain__status != DTRAIN_OK) return dtrain__status; \
     } while (0)
 
+/* Return the error that an argument is NULL, by its name; the others of the call are not named. */
+#define DTRAIN__GIVEN(call, argument)                                                       \
+    do {                                                                                    \
+        if (!(argument))                                                                    \
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", (call), #argument); \
+    } while (0)
+
 /* Where messages of a rank go; one per world. */
 typedef struct dtrain__log_sink {
     dtrain_log_fn write;

@@ -164,9 +164,10 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
                                                dtrain_metrics **out)
 {
     if (out) *out = NULL;
-    if (!world || !desc || !out || (desc->sink_count && !desc->sinks))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_metrics_create: world, desc, desc's sinks or out is NULL");
+    DTRAIN__GIVEN("dtrain_metrics_create", world);
+    DTRAIN__GIVEN("dtrain_metrics_create", desc);
+    DTRAIN__GIVEN("dtrain_metrics_create", out);
+    if (desc->sink_count) DTRAIN__GIVEN("dtrain_metrics_create", desc->sinks);
     if (desc->run_name && strlen(desc->run_name) > 200)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_metrics_create: run_name has more than 200 bytes");

@@ -434,9 +434,10 @@ DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_str
                                                  dtrain_optimizer **out)
 {
     if (out) *out = NULL;
-    if (!world || !strategy || !desc || !out)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_optimizer_create: world, strategy, desc or out is NULL");
+    DTRAIN__GIVEN("dtrain_optimizer_create", world);
+    DTRAIN__GIVEN("dtrain_optimizer_create", strategy);
+    DTRAIN__GIVEN("dtrain_optimizer_create", desc);
+    DTRAIN__GIVEN("dtrain_optimizer_create", out);
     DTRAIN__TRY(dtrain__check_optimizer(desc, strategy));
     const dtrain_allocator *allocator = &world->allocator;
     dtrain_optimizer *optimizer =

@@ -80,8 +80,8 @@ DTRAIN_API dtrain_result dtrain_grad_norm(dtrain_strategy *strategy, dtrain_loss
     if (scaler) DTRAIN__TRY(dtrain__scaler_fill(scaler, call));
     if (scaler) DTRAIN__TRY(dtrain__check_scalable(strategy, call, "a loss scale"));
     DTRAIN__TRY(dtrain__between_steps(strategy, call));
-    if (!norm || !grad_scale)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: norm or grad_scale is NULL", call);
+    DTRAIN__GIVEN(call, norm);
+    DTRAIN__GIVEN(call, grad_scale);
     const float loss_scale = scaler ? scaler->scale : 1;
     dtrain_world *world = dtrain__world_of(strategy);
     const uint32_t span =

@@ -198,12 +198,14 @@ DTRAIN_API dtrain_result dtrain_pipeline_run(const dtrain_pipeline_schedule *sch
 {
     const char *const call = "dtrain_pipeline_run";
     dtrain__runner run;
-    if (!schedule || !schedule->memory || !work || !work->compute || !work->part)
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT,
-            "%s: schedule, work or one of its functions is NULL, or the schedule was "
-            "not made by dtrain_pipeline_create",
-            call);
+    DTRAIN__GIVEN(call, schedule);
+    DTRAIN__GIVEN(call, work);
+    DTRAIN__GIVEN(call, work->compute);
+    DTRAIN__GIVEN(call, work->part);
+    if (!schedule->memory)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: the schedule was not made by dtrain_pipeline_create",
+                           call);
     if (schedule->ranks != (comm ? dtrain_comm_size(comm) : 1))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: the schedule is for %d ranks, and the communicator has %d", call,

@@ -558,9 +558,13 @@ static dtrain_result dtrain__checkpoint_check(dtrain_world *world,
                                               dtrain_checkpoint **out)
 {
     const char *const call = "dtrain_checkpoint_open";
-    if (!world || !desc || !out || !desc->state || !desc->directory || !desc->directory[0])
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: world, desc, out, or the desc's state or directory is NULL", call);
+    DTRAIN__GIVEN(call, world);
+    DTRAIN__GIVEN(call, desc);
+    DTRAIN__GIVEN(call, out);
+    DTRAIN__GIVEN(call, desc->state);
+    DTRAIN__GIVEN(call, desc->directory);
+    if (!desc->directory[0])
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: desc->directory is empty", call);
     if (strlen(desc->directory) <= DTRAIN__PATH - 128 &&
         (!desc->config || strlen(desc->config) <= DTRAIN__TEXT_MOST))
         return DTRAIN_OK;

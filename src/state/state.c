@@ -314,8 +314,9 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
 {
     const char *const call = "dtrain_state_create";
     if (out) *out = NULL;
-    if (!world || !desc || !out)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: world, desc or out is NULL", call);
+    DTRAIN__GIVEN(call, world);
+    DTRAIN__GIVEN(call, desc);
+    DTRAIN__GIVEN(call, out);
     if (!desc->strategy || (desc->item_count && !desc->items))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: desc has no %s", call,
                            desc->strategy ? "items, and a count of them" : "strategy");
@@ -357,8 +358,8 @@ DTRAIN_API dtrain_result dtrain_state_tensors(const dtrain_state *state,
                                               const dtrain_state_tensor **tensors, size_t *count)
 {
     DTRAIN__TRY(dtrain__state_check(state, "dtrain_state_tensors"));
-    if (!tensors || !count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_state_tensors: tensors or count is NULL");
+    DTRAIN__GIVEN("dtrain_state_tensors", tensors);
+    DTRAIN__GIVEN("dtrain_state_tensors", count);
     *tensors = state->tensors;
     *count = state->tensor_count;
     return DTRAIN_OK;

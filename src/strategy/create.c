@@ -60,10 +60,10 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
 {
     const char *const call = "dtrain_strategy_create";
     const dtrain_allocator *allocator = &world->allocator;
-    if (!out || (!params && count) || count > UINT32_MAX - 1)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: out or params is NULL, or %zu parameters are too many", call,
-                           count);
+    DTRAIN__GIVEN(call, out);
+    if (count) DTRAIN__GIVEN(call, params);
+    if (count > UINT32_MAX - 1)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %zu parameters are too many", call, count);
     dtrain_strategy *strategy =
         (dtrain_strategy *)dtrain__alloc(allocator, 1, sizeof *strategy, "a strategy");
     *out = strategy;

@@ -120,10 +120,12 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
     dtrain__groups groups;
     dtrain__planned planned;
     dtrain_mesh_info mesh;
-    if (!params || !desc || !memory || rank_count < 1)
+    DTRAIN__GIVEN("dtrain_strategy_plan", params);
+    DTRAIN__GIVEN("dtrain_strategy_plan", desc);
+    DTRAIN__GIVEN("dtrain_strategy_plan", memory);
+    if (rank_count < 1)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_strategy_plan: params, desc or memory is NULL, or rank_count "
-                           "(%d) is below 1",
+                           "dtrain_strategy_plan: rank_count is %d; expected 1 or more",
                            rank_count);
     dtrain_mesh_query(desc->mesh, &mesh);
     if (desc->mesh && mesh.ranks != rank_count)

@@ -541,9 +541,9 @@ DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
 {
     if (shards) *shards = NULL;
     if (count) *count = 0;
-    if (!strategy || !shards || !count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_strategy_shards: strategy, shards or count is NULL");
+    DTRAIN__GIVEN("dtrain_strategy_shards", strategy);
+    DTRAIN__GIVEN("dtrain_strategy_shards", shards);
+    DTRAIN__GIVEN("dtrain_strategy_shards", count);
     DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_strategy_shards"));
     *shards = strategy->shards;
     *count = strategy->shard_count;

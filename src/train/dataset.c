@@ -35,8 +35,8 @@ DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_d
                                              dtrain_dataset **out)
 {
     if (out) *out = NULL;
-    if (!out || !desc)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_dataset_open: out or desc is NULL");
+    DTRAIN__GIVEN("dtrain_dataset_open", desc);
+    DTRAIN__GIVEN("dtrain_dataset_open", out);
     DTRAIN__TRY(dtrain__dataset_check(desc));
     dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
     dtrain_dataset *dataset =

@@ -46,9 +46,9 @@ static void dtrain__loader_warn(dtrain_loader *loader)
 
 DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs, int32_t *targets)
 {
-    if (!loader || !inputs || (loader->desc.sequence && !targets))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_loader_next: loader, inputs or targets is NULL");
+    DTRAIN__GIVEN("dtrain_loader_next", loader);
+    DTRAIN__GIVEN("dtrain_loader_next", inputs);
+    if (loader->desc.sequence) DTRAIN__GIVEN("dtrain_loader_next", targets);
     if (loader->desc.sample_limit && loader->position >= (uint64_t)loader->desc.sample_limit)
         return dtrain_fail(DTRAIN_ERROR_END,
                            "dtrain_loader_next: all %lld samples were dealt; dtrain_loader_seek "
@@ -122,8 +122,8 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
 DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
                                               dtrain_loader **out)
 {
-    if (!out || !desc)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_loader_create: desc or out is NULL");
+    DTRAIN__GIVEN("dtrain_loader_create", desc);
+    DTRAIN__GIVEN("dtrain_loader_create", out);
     *out = NULL;
     DTRAIN__TRY(dtrain__loader_check(desc));
     dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);

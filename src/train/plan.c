@@ -227,9 +227,9 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
                                              dtrain_batch_search *search, dtrain_memory *memory)
 {
     dtrain_result result = DTRAIN_OK;
-    if (!world || !desc || !memory)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_plan: world, desc or memory is NULL");
+    DTRAIN__GIVEN("dtrain_trainer_plan", world);
+    DTRAIN__GIVEN("dtrain_trainer_plan", desc);
+    DTRAIN__GIVEN("dtrain_trainer_plan", memory);
     dtrain__batch_plan batch;
     memset(&batch, 0, sizeof batch);
     if (search) {

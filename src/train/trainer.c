@@ -538,10 +538,12 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  int64_t batches, double *loss)
 {
     const char *const call = "dtrain_trainer_evaluate";
-    if (!trainer || !loss || (batches <= 0 && (batches != DTRAIN_UNTIL_END || !next_batch)))
+    DTRAIN__GIVEN(call, trainer);
+    DTRAIN__GIVEN(call, loss);
+    if (batches <= 0 && (batches != DTRAIN_UNTIL_END || !next_batch))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: trainer or loss is NULL, or batches (%lld) is less than 1 and not "
-                           "DTRAIN_UNTIL_END, with a next_batch",
+                           "%s: batches is %lld; expected 1 or more, or DTRAIN_UNTIL_END with a "
+                           "next_batch",
                            call, (long long)batches);
     double sums[DTRAIN__ROUND_COUNT] = {0}, own[DTRAIN__WORD_COUNT], mean[DTRAIN__WORD_COUNT];
     double ended = 0, all_ended = 0; /* rounds of this rank; ranks in the last round */
@@ -593,10 +595,12 @@ static dtrain_result dtrain__forward_pass(dtrain_trainer *trainer, dtrain_loss_f
 DTRAIN_API dtrain_result dtrain_trainer_forward(dtrain_trainer *trainer, dtrain_loss_fn forward,
                                                 void *user, float *values, int64_t count)
 {
-    if (!trainer || !forward || !values || count < 1)
+    DTRAIN__GIVEN("dtrain_trainer_forward", trainer);
+    DTRAIN__GIVEN("dtrain_trainer_forward", forward);
+    DTRAIN__GIVEN("dtrain_trainer_forward", values);
+    if (count < 1)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_forward: trainer, forward or values is NULL, or count "
-                           "(%lld) is less than 1",
+                           "dtrain_trainer_forward: count is %lld; expected 1 or more",
                            (long long)count);
     if (!trainer->pipeline) return dtrain__forward_pass(trainer, forward, user, values, count);
     DTRAIN__TRY(dtrain__strategy_usable(trainer->desc.strategy, "dtrain_trainer_forward"));
@@ -609,9 +613,9 @@ DTRAIN_API dtrain_result dtrain_trainer_forward(dtrain_trainer *trainer, dtrain_
 DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
                                                dtrain_trainer **out)
 {
-    if (!world || !desc || !out)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_create: world, desc or out is NULL");
+    DTRAIN__GIVEN("dtrain_trainer_create", world);
+    DTRAIN__GIVEN("dtrain_trainer_create", desc);
+    DTRAIN__GIVEN("dtrain_trainer_create", out);
     *out = NULL;
     DTRAIN__TRY(dtrain__check_trainer(desc));
     const dtrain_allocator *allocator = &world->allocator;

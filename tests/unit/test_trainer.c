@@ -960,6 +960,93 @@ static void test_memory_failures(void)
     CHECK(result == DTRAIN_OK && fail_at > 10);
 }
 
+/* Each argument that may not be NULL, alone: the sentence names it and no other. */
+static int null_rank(dtrain_world *world, void *user)
+{
+    dtrain_param param;
+    dtrain_strategy *strategy = NULL, *no_strategy;
+    dtrain_trainer *trainer;
+    dtrain_optimizer *optimizer;
+    dtrain_optimizer_desc optimizer_desc = dtrain_optimizer_defaults(DTRAIN_OPTIMIZER_SGD);
+    dtrain_trainer_desc trainer_desc;
+    dtrain_strategy_desc strategy_desc;
+    dtrain_metrics_desc metrics_desc;
+    dtrain_loader_desc loader_desc;
+    dtrain_dataset_desc dataset_desc;
+    dtrain_state_desc state_desc;
+    dtrain_checkpoint_desc checkpoint_desc;
+    dtrain_metrics *metrics;
+    dtrain_loader *loader;
+    dtrain_dataset *dataset;
+    dtrain_state *state;
+    dtrain_checkpoint *checkpoint;
+    dtrain_memory memory;
+    float value = 1, grad = 0;
+    (void)user;
+    memset(&param, 0, sizeof param);
+    param.name = "w", param.value = &value, param.grad = &grad, param.count = 1;
+    memset(&trainer_desc, 0, sizeof trainer_desc);
+    memset(&strategy_desc, 0, sizeof strategy_desc);
+    memset(&metrics_desc, 0, sizeof metrics_desc);
+    memset(&loader_desc, 0, sizeof loader_desc);
+    memset(&dataset_desc, 0, sizeof dataset_desc);
+    memset(&state_desc, 0, sizeof state_desc);
+    memset(&checkpoint_desc, 0, sizeof checkpoint_desc);
+    if (!CHECK(dtrain_strategy_create(world, &param, 1, NULL, &strategy) == DTRAIN_OK)) return 1;
+#define NAMED(call, name)                                                                   \
+    do {                                                                                    \
+        const char *text;                                                                   \
+        CHECK((call) == DTRAIN_ERROR_ARGUMENT);                                             \
+        text = strchr(dtrain_last_error(), ':') + 1;                                        \
+        text = strncmp(dtrain_last_error(), "rank", 4) == 0 ? strchr(text, ':') : text - 1; \
+        CHECK_MSG(text &&strcmp(text, ": " name " is NULL") == 0, "%s, expected %s",        \
+                  dtrain_last_error(), name);                                               \
+    } while (0)
+    NAMED(dtrain_strategy_create(NULL, &param, 1, NULL, &no_strategy), "world");
+    NAMED(dtrain_strategy_create(world, NULL, 1, NULL, &no_strategy), "params");
+    NAMED(dtrain_strategy_create(world, &param, 1, NULL, NULL), "out");
+    NAMED(dtrain_strategy_plan(NULL, 1, &strategy_desc, 1, &memory), "params");
+    NAMED(dtrain_strategy_plan(&param, 1, NULL, 1, &memory), "desc");
+    NAMED(dtrain_strategy_plan(&param, 1, &strategy_desc, 1, NULL), "memory");
+    NAMED(dtrain_optimizer_create(NULL, strategy, &optimizer_desc, &optimizer), "world");
+    NAMED(dtrain_optimizer_create(world, NULL, &optimizer_desc, &optimizer), "strategy");
+    NAMED(dtrain_optimizer_create(world, strategy, NULL, &optimizer), "desc");
+    NAMED(dtrain_optimizer_create(world, strategy, &optimizer_desc, NULL), "out");
+    NAMED(dtrain_trainer_create(NULL, &trainer_desc, &trainer), "world");
+    NAMED(dtrain_trainer_create(world, NULL, &trainer), "desc");
+    NAMED(dtrain_trainer_create(world, &trainer_desc, NULL), "out");
+    NAMED(dtrain_trainer_plan(NULL, &trainer_desc, NULL, &memory), "world");
+    NAMED(dtrain_trainer_plan(world, NULL, NULL, &memory), "desc");
+    NAMED(dtrain_trainer_plan(world, &trainer_desc, NULL, NULL), "memory");
+    NAMED(dtrain_metrics_create(NULL, &metrics_desc, &metrics), "world");
+    NAMED(dtrain_metrics_create(world, NULL, &metrics), "desc");
+    NAMED(dtrain_metrics_create(world, &metrics_desc, NULL), "out");
+    metrics_desc.sink_count = 1;
+    NAMED(dtrain_metrics_create(world, &metrics_desc, &metrics), "desc->sinks");
+    NAMED(dtrain_loader_create(world, NULL, &loader), "desc");
+    NAMED(dtrain_loader_create(world, &loader_desc, NULL), "out");
+    NAMED(dtrain_dataset_open(world, NULL, &dataset), "desc");
+    NAMED(dtrain_dataset_open(world, &dataset_desc, NULL), "out");
+    NAMED(dtrain_state_create(NULL, &state_desc, &state), "world");
+    NAMED(dtrain_state_create(world, NULL, &state), "desc");
+    NAMED(dtrain_state_create(world, &state_desc, NULL), "out");
+    NAMED(dtrain_checkpoint_open(NULL, &checkpoint_desc, &checkpoint), "world");
+    NAMED(dtrain_checkpoint_open(world, NULL, &checkpoint), "desc");
+    NAMED(dtrain_checkpoint_open(world, &checkpoint_desc, NULL), "out");
+    NAMED(dtrain_checkpoint_open(world, &checkpoint_desc, &checkpoint), "desc->state");
+#undef NAMED
+    dtrain_strategy_destroy(strategy);
+    return 0;
+}
+
+static void test_null_is_named(void)
+{
+    dtrain_launch_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.rank_count = 1;
+    CHECK(dtrain_launch(&desc, null_rank, NULL, NULL) == DTRAIN_OK);
+}
+
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -984,6 +1071,7 @@ int main(int argc, char **argv)
     RUN(test_step_is_repeated);
     RUN(test_loss_fails_on_one_rank);
     RUN(test_arguments);
+    RUN(test_null_is_named);
     RUN(test_straggler_is_named_once);
     RUN(test_waiting_for_data);
     RUN(test_equal_ranks_are_no_stragglers);

@@ -179,9 +179,9 @@ DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
 {
     if (states) *states = NULL;
     if (count) *count = 0;
-    if (!strategy || !states || !count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_strategy_compression: strategy, states or count is NULL");
+    DTRAIN__GIVEN("dtrain_strategy_compression", strategy);
+    DTRAIN__GIVEN("dtrain_strategy_compression", states);
+    DTRAIN__GIVEN("dtrain_strategy_compression", count);
     *states = strategy->states;
     *count = strategy->state_count;
     return DTRAIN_OK;
