@@ -3266,8 +3266,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
  *     gpu_ecc_errors   uncorrected since the driver was loaded, of all ranks' GPUs
  *
  * The last line has "final": true, wall_time, step, loss, val_loss, val_accuracy, ranks, steps, tokens,
- * first_loss, last_loss, seconds, tokens_per_second (the median of the last 1024 steps), means of
- * all steps: step_ms, comm_ms, exposed_comm_ms, data_ms; scaling, comm_bytes, tensor_bytes and
+ * first_loss, last_loss, seconds, means of all steps: tokens_per_second (in the time of steps), step_ms, comm_ms, exposed_comm_ms, data_ms; scaling, comm_bytes, tensor_bytes and
  * pipeline_bytes where such axes are, and of desc.trainer what a rank holds and what
  * dtrain_trainer_plan says:
  *
@@ -3282,7 +3281,7 @@ typedef struct dtrain_summary {
     uint64_t tokens;
     double first_loss, last_loss;             /* NaN where unknown */
     double val_loss, val_accuracy;            /* of the last evaluation; NaN where unknown */
-    double seconds, tokens_per_second;        /* tokens_per_second: median of 1024 steps */
+    double seconds, tokens_per_second;        /* tokens_per_second: in the time of all steps */
     double step_ms, comm_ms, exposed_comm_ms; /* means of all steps */
     double data_ms;                           /* mean of all steps */
     double scaling;          /* (step_ms - exposed_comm_ms) / step_ms: an upper estimate */
@@ -3411,8 +3410,7 @@ typedef struct dtrain_metrics_info {
     const char *no_gpu;                    /* why there are no GPU metrics; "" where there are */
     const char *no_plan;                   /* why memory is not predicted; "" where it is */
 } dtrain_metrics_info;
-/* Tell what the run has come to so far, on any rank; zeros for NULL. The median of the rates of
- * the last 1024 steps is made here: a fraction of a millisecond. */
+/* Tell what the run has come to so far, on any rank; zeros for NULL. */
 DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metrics_info *info);
 /* End the progress line, let every sink write its end (JSON: a last object with the summary and
  * "final": true) and close its file. DTRAIN_ERROR_FILE says what was lost on the way. */
@@ -36855,8 +36853,6 @@ typedef struct dtrain__tensorboard {
     int depth;
 } dtrain__tensorboard;
 
-#define DTRAIN__RATES 1024 /* steps that the median rate is of */
-
 typedef struct dtrain__nvml {
     void *library, *device;
     bool started;
@@ -36896,8 +36892,7 @@ struct dtrain_metrics {
 
     double started; /* when the first step began */
     dtrain_step_record last;
-    dtrain_summary summary;      /* running; the median is made on request */
-    double rates[DTRAIN__RATES]; /* of step n at n % DTRAIN__RATES */
+    dtrain_summary summary; /* running; tokens_per_second times step_ms */
 };
 
 /* monitor/table.c */
@@ -37115,6 +37110,7 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     if (!desc->run_name || !desc->run_name[0]) metrics->desc.run_name = "dtrain";
     metrics->summary.first_loss = metrics->summary.last_loss = DTRAIN__NAN;
     metrics->summary.val_loss = metrics->summary.val_accuracy = DTRAIN__NAN;
+    metrics->summary.tokens_per_second = DTRAIN__NAN;
     metrics->summary.step_ms = metrics->summary.comm_ms = DTRAIN__NAN;
     metrics->summary.exposed_comm_ms = metrics->summary.data_ms = DTRAIN__NAN;
     metrics->sample.count = DTRAIN__METRIC_COUNT;
@@ -37155,8 +37151,8 @@ static void dtrain__summary_add(dtrain_metrics *metrics, const dtrain_step_recor
         metrics->started = now - 1e-3 * record->step_ms;
     }
     metrics->last = *record;
-    metrics->rates[s->steps % DTRAIN__RATES] = record->tokens_per_second;
     s->steps++;
+    dtrain__mean_add(&s->tokens_per_second, record->tokens_per_second * record->step_ms, s->steps);
     dtrain__mean_add(&s->step_ms, record->step_ms, s->steps);
     dtrain__mean_add(&s->comm_ms, record->comm_ms, s->steps);
     dtrain__mean_add(&s->exposed_comm_ms, record->exposed_comm_ms, s->steps);
@@ -37204,28 +37200,6 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
 
 /* ---- Queries ----------------------------------------------------------------------------------*/
 
-/* Order doubles for qsort; none of them is NaN. */
-static int dtrain__compare_doubles(const void *a, const void *b)
-{
-    double x, y;
-    memcpy(&x, a, sizeof x);
-    memcpy(&y, b, sizeof y);
-    return (x > y) - (x < y);
-}
-
-/* Compute the median rate of the last steps; NaN when none of them is finite. */
-static double dtrain__median_rate(const dtrain_metrics *metrics)
-{
-    const int64_t count = dtrain__min(metrics->summary.steps, DTRAIN__RATES);
-    double sorted[DTRAIN__RATES];
-    size_t n = 0;
-    for (int64_t i = 0; i < count; i++)
-        if (dtrain__finite(metrics->rates[i])) sorted[n++] = metrics->rates[i];
-    if (n == 0) return DTRAIN__NAN;
-    qsort(sorted, n, sizeof *sorted, dtrain__compare_doubles);
-    return 0.5 * sorted[(n - 1) / 2] + 0.5 * sorted[n / 2];
-}
-
 DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metrics_info *info)
 {
     if (!info) return;
@@ -37238,7 +37212,7 @@ DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metri
     info->no_plan = metrics->no_plan;
     dtrain_summary *summary = &info->summary;
     *summary = metrics->summary;
-    summary->tokens_per_second = dtrain__median_rate(metrics);
+    summary->tokens_per_second /= summary->step_ms; /* so far the mean of their products */
     summary->scaling = summary->step_ms > 0
                            ? (summary->step_ms - summary->exposed_comm_ms) / summary->step_ms
                            : DTRAIN__NAN;

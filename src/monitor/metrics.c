@@ -186,6 +186,7 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     if (!desc->run_name || !desc->run_name[0]) metrics->desc.run_name = "dtrain";
     metrics->summary.first_loss = metrics->summary.last_loss = DTRAIN__NAN;
     metrics->summary.val_loss = metrics->summary.val_accuracy = DTRAIN__NAN;
+    metrics->summary.tokens_per_second = DTRAIN__NAN;
     metrics->summary.step_ms = metrics->summary.comm_ms = DTRAIN__NAN;
     metrics->summary.exposed_comm_ms = metrics->summary.data_ms = DTRAIN__NAN;
     metrics->sample.count = DTRAIN__METRIC_COUNT;
@@ -226,8 +227,8 @@ static void dtrain__summary_add(dtrain_metrics *metrics, const dtrain_step_recor
         metrics->started = now - 1e-3 * record->step_ms;
     }
     metrics->last = *record;
-    metrics->rates[s->steps % DTRAIN__RATES] = record->tokens_per_second;
     s->steps++;
+    dtrain__mean_add(&s->tokens_per_second, record->tokens_per_second * record->step_ms, s->steps);
     dtrain__mean_add(&s->step_ms, record->step_ms, s->steps);
     dtrain__mean_add(&s->comm_ms, record->comm_ms, s->steps);
     dtrain__mean_add(&s->exposed_comm_ms, record->exposed_comm_ms, s->steps);
@@ -275,28 +276,6 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
 
 /* ---- Queries ----------------------------------------------------------------------------------*/
 
-/* Order doubles for qsort; none of them is NaN. */
-static int dtrain__compare_doubles(const void *a, const void *b)
-{
-    double x, y;
-    memcpy(&x, a, sizeof x);
-    memcpy(&y, b, sizeof y);
-    return (x > y) - (x < y);
-}
-
-/* Compute the median rate of the last steps; NaN when none of them is finite. */
-static double dtrain__median_rate(const dtrain_metrics *metrics)
-{
-    const int64_t count = dtrain__min(metrics->summary.steps, DTRAIN__RATES);
-    double sorted[DTRAIN__RATES];
-    size_t n = 0;
-    for (int64_t i = 0; i < count; i++)
-        if (dtrain__finite(metrics->rates[i])) sorted[n++] = metrics->rates[i];
-    if (n == 0) return DTRAIN__NAN;
-    qsort(sorted, n, sizeof *sorted, dtrain__compare_doubles);
-    return 0.5 * sorted[(n - 1) / 2] + 0.5 * sorted[n / 2];
-}
-
 DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metrics_info *info)
 {
     if (!info) return;
@@ -309,7 +288,7 @@ DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metri
     info->no_plan = metrics->no_plan;
     dtrain_summary *summary = &info->summary;
     *summary = metrics->summary;
-    summary->tokens_per_second = dtrain__median_rate(metrics);
+    summary->tokens_per_second /= summary->step_ms; /* so far the mean of their products */
     summary->scaling = summary->step_ms > 0
                            ? (summary->step_ms - summary->exposed_comm_ms) / summary->step_ms
                            : DTRAIN__NAN;

@@ -59,8 +59,7 @@
  *     gpu_ecc_errors   uncorrected since the driver was loaded, of all ranks' GPUs
  *
  * The last line has "final": true, wall_time, step, loss, val_loss, val_accuracy, ranks, steps, tokens,
- * first_loss, last_loss, seconds, tokens_per_second (the median of the last 1024 steps), means of
- * all steps: step_ms, comm_ms, exposed_comm_ms, data_ms; scaling, comm_bytes, tensor_bytes and
+ * first_loss, last_loss, seconds, means of all steps: tokens_per_second (in the time of steps), step_ms, comm_ms, exposed_comm_ms, data_ms; scaling, comm_bytes, tensor_bytes and
  * pipeline_bytes where such axes are, and of desc.trainer what a rank holds and what
  * dtrain_trainer_plan says:
  *
@@ -82,7 +81,7 @@ typedef struct dtrain_summary {
     uint64_t tokens;
     double first_loss, last_loss;             /* NaN where unknown */
     double val_loss, val_accuracy;            /* of the last evaluation; NaN where unknown */
-    double seconds, tokens_per_second;        /* tokens_per_second: median of 1024 steps */
+    double seconds, tokens_per_second;        /* tokens_per_second: in the time of all steps */
     double step_ms, comm_ms, exposed_comm_ms; /* means of all steps */
     double data_ms;                           /* mean of all steps */
     double scaling;          /* (step_ms - exposed_comm_ms) / step_ms: an upper estimate */
@@ -211,8 +210,7 @@ typedef struct dtrain_metrics_info {
     const char *no_gpu;                    /* why there are no GPU metrics; "" where there are */
     const char *no_plan;                   /* why memory is not predicted; "" where it is */
 } dtrain_metrics_info;
-/* Tell what the run has come to so far, on any rank; zeros for NULL. The median of the rates of
- * the last 1024 steps is made here: a fraction of a millisecond. */
+/* Tell what the run has come to so far, on any rank; zeros for NULL. */
 DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metrics_info *info);
 /* End the progress line, let every sink write its end (JSON: a last object with the summary and
  * "final": true) and close its file. DTRAIN_ERROR_FILE says what was lost on the way. */

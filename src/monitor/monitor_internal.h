@@ -235,8 +235,6 @@ typedef struct dtrain__tensorboard {
     int depth;
 } dtrain__tensorboard;
 
-#define DTRAIN__RATES 1024 /* steps that the median rate is of */
-
 typedef struct dtrain__nvml {
     void *library, *device;
     bool started;
@@ -276,8 +274,7 @@ struct dtrain_metrics {
 
     double started; /* when the first step began */
     dtrain_step_record last;
-    dtrain_summary summary;      /* running; the median is made on request */
-    double rates[DTRAIN__RATES]; /* of step n at n % DTRAIN__RATES */
+    dtrain_summary summary; /* running; tokens_per_second times step_ms */
 };
 
 /* monitor/table.c */

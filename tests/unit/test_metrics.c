@@ -711,8 +711,8 @@ static void test_halves_of_a_world(void)
 
 /* ---- summary ---- */
 
-/* Waits that are rare and long: the means have them, where medians would say that there are none. The rate is the median
- * of the last steps: a slow beginning does not count for it. */
+/* Waits that are rare and long: the means have them, where medians would say that there are none. The rate is what
+ * was done in the time of all steps. */
 static int summary_rank(dtrain_world *world, void *user)
 {
     dtrain_metrics_desc desc;
@@ -747,7 +747,7 @@ static int summary_rank(dtrain_world *world, void *user)
     CHECK_CLOSE(s.comm_ms, comm_ms / 3000, 1e-9);
     CHECK_CLOSE(s.data_ms, data_ms / (double)finite, 1e-9);
     CHECK_CLOSE(s.scaling, 1 - exposed_ms / step_ms, 1e-12);
-    CHECK_CLOSE(s.tokens_per_second, 1e6 / 450, 5);
+    CHECK_CLOSE(s.tokens_per_second, 3e9 / step_ms, 1e-6);
     CHECK(s.steps == 3000 && s.comm_bytes == 3000000 && s.tokens == 3000 * 512);
     CHECK(s.first_loss == 4.5 && isnan(s.val_loss));
     CHECK_CLOSE(s.last_loss, 1.501, 1e-12);
@@ -757,7 +757,7 @@ static int summary_rank(dtrain_world *world, void *user)
     return 0;
 }
 
-static void test_means_and_median(void) { with_world(summary_rank, NULL); }
+static void test_means(void) { with_world(summary_rank, NULL); }
 
 int main(int argc, char **argv)
 {
@@ -777,7 +777,7 @@ int main(int argc, char **argv)
     RUN(test_closed_console);
     RUN(test_other_ranks_are_quiet);
     RUN(test_halves_of_a_world);
-    RUN(test_means_and_median);
+    RUN(test_means);
     unlink(log_path);
     return test_summary();
 }

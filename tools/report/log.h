@@ -167,6 +167,17 @@ static double mean_of(const run *r, int key)
     return used ? sum / (double)used : NAN;
 }
 
+/* Return what was done a second in the time of all steps, or where the log has no times the mean rate of steps. */
+static double rate_of(const run *r)
+{
+    double done = 0, ms = 0;
+    for (size_t i = 0; i < r->count; i++) {
+        const double rate = r->rows[i][RATE], own = r->rows[i][STEP_MS];
+        if (isfinite(rate) && isfinite(own)) done += rate * own, ms += own;
+    }
+    return ms > 0 ? done / ms : mean_of(r, RATE);
+}
+
 /* Return the first or last value of a key that a step has; NAN: no step has it. */
 static double end_of(const run *r, int key, bool last)
 {
@@ -183,27 +194,6 @@ static double most_of(const run *r, int key)
     double most = NAN;
     for (size_t i = 0; i < r->count; i++) most = fmax(most, r->rows[i][key]);
     return most;
-}
-
-static int by_value(const void *a, const void *b)
-{
-    const double x = *(const double *)a, y = *(const double *)b;
-    return x < y ? -1 : x > y;
-}
-
-/* Return the median of a key over the steps; NAN: no step has it. */
-static double median_of(const run *r, int key)
-{
-    double *values = (double *)malloc((r->count + 1) * sizeof *values), median = NAN;
-    size_t used = 0;
-    for (size_t i = 0; values && i < r->count; i++)
-        if (!isnan(r->rows[i][key])) values[used++] = r->rows[i][key];
-    if (used) {
-        qsort(values, used, sizeof *values, by_value);
-        median = (values[(used - 1) / 2] + values[used / 2]) / 2;
-    }
-    free(values);
-    return median;
 }
 
 #endif /* REPORT_LOG_H */

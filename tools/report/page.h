@@ -201,7 +201,7 @@ static void time_text(const run *r, int key, char *text, size_t room)
         snprintf(text + strlen(text), room - strlen(text), ", %.1f %% of a step", 100 * ms / step);
 }
 
-enum { COUNT, LAST_LINE, TIME, MEDIAN, MOST, REST };
+enum { COUNT, LAST_LINE, TIME, SPEED, MOST, REST };
 
 /* Write how the runs ended: losses and counts by the last lines of the logs, times and memory by all steps in them.
  * Times are means, whose shares add up: waits are rare and long, and a median would not have them. */
@@ -218,7 +218,7 @@ static void table_of_ends(FILE *out, const run *runs, int count)
                 {"last loss", "%.4f", LAST_LOSS, LAST_LINE, 1},
                 {"validation loss", "%.4f", VAL_LOSS, LAST_LINE, 1},
                 {"validation accuracy", "%.1f %%", VAL_ACCURACY, LAST_LINE, 100},
-                {"throughput, median of steps", "%.0f / s", RATE, MEDIAN, 1},
+                {"throughput, mean of steps", "%.0f / s", RATE, SPEED, 1},
                 {"time of a step, mean", "", STEP_MS, TIME, 1},
                 {"communication in flight, mean", "", COMM_MS, TIME, 1},
                 {"communication exposed, mean", "", EXPOSED_MS, TIME, 1},
@@ -237,7 +237,7 @@ static void table_of_ends(FILE *out, const run *runs, int count)
             if (isnan(value) && key == FIRST_LOSS) value = end_of(r, LOSS, false);
             if (isnan(value) && key == LAST_LOSS) value = end_of(r, LOSS, true);
             if (isnan(value) && rows[k].how == LAST_LINE) value = end_of(r, key, true);
-            if (rows[k].how == MEDIAN) value = median_of(r, key);
+            if (rows[k].how == SPEED) value = rate_of(r);
             if (rows[k].how == MOST) value = most_of(r, key);
             if (rows[k].how == REST) value = 1 - mean_of(r, key) / mean_of(r, STEP_MS);
             if (rows[k].how == TIME) time_text(r, key, words, sizeof words);
@@ -283,7 +283,7 @@ enum { PARTS = 6 };
 /* Write the parts of a run's steps, where its log has a time of the forward pass. */
 static void data_of_parts(FILE *out, const run *r, size_t points)
 {
-    if (isnan(median_of(r, FORWARD_MS)) || isnan(median_of(r, STEP_MS))) return;
+    if (isnan(mean_of(r, FORWARD_MS)) || isnan(mean_of(r, STEP_MS))) return;
     fprintf(out, ",\"parts\":[");
     for (int part = 0; part < PARTS; part++) {
         fprintf(out, part ? ",[" : "[");
@@ -320,7 +320,7 @@ static void data_of_run(FILE *out, const run *r)
     fprintf(out, ",\"ranks\":");
     number(out, r->ranks, true);
     fprintf(out, ",\"rate\":");
-    number(out, median_of(r, RATE), true);
+    number(out, rate_of(r), true);
     fprintf(out, ",\"x\":[");
     for (size_t p = 0; p < points; p++)
         number(out, r->rows[(p + 1) * r->count / points - 1][STEP], p == 0);
@@ -329,7 +329,7 @@ static void data_of_run(FILE *out, const run *r)
         number(out, r->rows[(p + 1) * r->count / points - 1][WALL_TIME] - began, p == 0);
     fprintf(out, "],\"values\":{");
     for (size_t k = 0, used = 0; k < sizeof curves / sizeof *curves; k++) {
-        if (isnan(median_of(r, curves[k]))) continue;
+        if (isnan(mean_of(r, curves[k]))) continue;
         fprintf(out, "%s\"%s\":[", used++ ? "," : "", key_names[curves[k]]);
         for (size_t p = 0; p < points; p++) number(out, point_of(r, curves[k], p, points), p == 0);
         fprintf(out, "]");
@@ -343,7 +343,7 @@ static void data_of_runs(FILE *out, const run *runs, int count)
 {
     double least = INFINITY, most = 0;
     for (int i = 0; i < count; i++) {
-        if (!isfinite(runs[i].ranks) || isnan(median_of(&runs[i], RATE))) continue;
+        if (!isfinite(runs[i].ranks) || isnan(mean_of(&runs[i], RATE))) continue;
         least = fmin(least, runs[i].ranks);
         most = fmax(most, runs[i].ranks);
     }

@@ -366,7 +366,7 @@ var gib = Math.max(most_of("memory_bytes"), most_of("memory_peak_bytes")) >= 107
      keys: ["memory_bytes", "memory_peak_bytes"], names: ["in use", "peak"],
      text: fixed(1, gib ? " GiB" : " MiB"), scale: gib ? 1073741824 : 1048576, zero: true}
 ].forEach(function (c) { c.layers = line_layers; add(c); });
-if (data.scaling) add({title: "Scaling", note: "median rate; dashes: in proportion to the ranks",
+if (data.scaling) add({title: "Scaling", note: "mean rate; dashes: in proportion to the ranks",
     layers: scaling_layers, text: whole, zero: true, x_name: "ranks"});
 runs.forEach(function (r) {
     if (r.parts) add({title: "Time of a step" + (runs.length > 1 ? ": " + r.label : ""), note: "ms", run: r,

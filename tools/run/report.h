@@ -232,13 +232,13 @@ static double share(const dtrain_summary *summary, double ms)
     return summary->step_ms > 0 ? 100 * ms / summary->step_ms : 0;
 }
 
-/* Print the times of a step: means, whose shares can be compared, because waits are rare and long. The rate is a median,
- * which a slow first step or an evaluation does not change. */
+/* Print the times of a step: means, whose shares can be compared, because waits are rare and long. The rate is that of
+ * the steps' time, without evaluations. */
 static void show_times(const run_job *j, const dtrain_summary *summary)
 {
     const double steps = (double)summary->steps;
-    printf("  %s             %10.0f   median of the steps; %.1f s in all\n",
-           j->program->sample_name, summary->tokens_per_second, summary->seconds);
+    printf("  %s             %10.0f   mean of the steps; %.1f s in all\n", j->program->sample_name,
+           summary->tokens_per_second, summary->seconds);
     printf("  step                 %10.2f ms  mean; the shares below are of it\n",
            summary->step_ms);
     printf("  communication        %10.2f ms in flight, %.2f ms exposed: %.1f %%; %.1f MiB sent a "
