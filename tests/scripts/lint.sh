@@ -83,6 +83,13 @@ rm -f /tmp/dtrain_lint.$$
 awk '/^### / { name = $2; prototype = 0 } /^```c$/ { prototype = 1; next } prototype == 1 && index($0, name "(") { prototype = 2 }
      name && /^[A-Z]/ && !/^Declared/ { if (prototype != 2 || !/\.$/) { print name ": " $0; bad = 1 } name = "" }
      /^## / && name { print name ": no sentence"; bad = 1; name = "" } END { exit bad || name != "" }' docs/api.md || complain "an entry of docs/api.md lacks its prototype, or its sentence is cut"
+# And every struct, enum and callback that they define, whole: as many closing brackets and semicolons as headings.
+sed '/^.. Readers of the API can stop here/q' dtrain.h | cat - src/comm/nccl/nccl.h |
+    sed -n -E 's/^(typedef )?(struct|enum) (dtrain_[a-z0-9][a-z0-9_]*) \{.*/\3/p; s/^typedef .*\(\*(dtrain_[a-z0-9][a-z0-9_]*)\).*/\1/p' | sort -u >/tmp/dtrain_lint.$$
+sed -n 's/^#### //p' docs/api.md | sort | diff - /tmp/dtrain_lint.$$ || complain "docs/api.md and the public headers have different types"
+rm -f /tmp/dtrain_lint.$$
+awk '/^####? / { name = $2; type = /^####/; code = "" } /^```/ { open = !open; if (!open && type && code !~ /;$/) { print name ": cut"; bad = 1 } next }
+     open { code = $0 } END { exit bad }' docs/api.md || complain "a type of docs/api.md is not whole"
 [ "$(echo "$names" | wc -l)" -le $functions ] || complain "docs/api.md has more than $functions public functions"
 echo "$names" | grep -v -x -E "$(echo "$unshown" | sed 's/ .*//' | paste -s -d '|')" | while read -r name; do
     grep -r -q -w "$name" examples tools bench || echo "$name"
