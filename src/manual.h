@@ -10,6 +10,7 @@
        cc  -O2 train.c -lm -lpthread                       built-in kernels, nothing else needed
        cc  -O2 -DDTRAIN_USE_CBLAS train.c -lopenblas -lm -lpthread        GEMM from a BLAS
        c++ -O2 -std=c++17 train.cpp -lpthread              the same file in a C++ program
+       cc  -O2 -fPIC -shared train.c -o train.so -lm -lpthread         a shared object, see below
        mpicc -O2 -DDTRAIN_USE_MPI train.c -lm -lpthread                    ranks on several hosts
        nvcc -O3 -arch=native -DDTRAIN_USE_CUDA train.c dtrain_cuda.cu -lcublasLt   with NVIDIA GPUs
 
@@ -22,6 +23,11 @@
 
    Kernels for AVX-512, AVX2 and plain vectors are all compiled and the best is chosen at run time:
    -march=native is not needed. Linux, gcc 8 or clang 10 or newer.
+
+   A shared object has the implementation in it, or links a dtrain.o that was compiled with -fPIC.
+   dlopen loads it into any program, Python's ctypes too; dlclose must wait until dtrain_launch has
+   returned. Loaded with RTLD_LOCAL, several have their own copies; DTRAIN_STATIC hides a copy
+   wherever it is loaded.
 
    ------------------------------------------------------------------------------------------------
    Contents: the files that this one is joined from, in the order of reading. First the API, in

@@ -109,6 +109,58 @@ try "parts, a kernel of layers" $cc -std=c99 -I. "$build/kernel.c" "$build/parts
 "$build/kernel" >"$tmp/log" 2>&1 && grep -q "cpu device: the kernel layernorm is not compiled; leave DTRAIN_PARTS out" "$tmp/log"
 result "parts, a kernel of layers says that it is not there" $? "$tmp/log"
 
+# In a shared object, as the manual says: a program without dtrain loads two of them, each with its own copy, runs ranks
+# that are processes and threads, unloads both, and does it again. The other two are linked with a dtrain.o.
+cat >"$build/plugin.c" <<'END'
+#include "dtrain.h"
+static int rank_main(dtrain_world *world, void *user)
+{
+    float sum[2] = {1, 2};
+    if (dtrain_all_reduce(dtrain_world_comm(world), sum, sum, 2, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL) != DTRAIN_OK) return 1;
+    return sum[1] == *(const float *)user ? 0 : 2;
+}
+int run(uint32_t ranks, uint32_t mode);
+int run(uint32_t ranks, uint32_t mode)
+{
+    float sum = 2 * (float)ranks;
+    dtrain_launch_desc desc;
+    for (size_t i = 0; i < sizeof desc; i++) ((char *)&desc)[i] = 0;
+    desc.rank_count = ranks;
+    desc.mode = mode;
+    return dtrain_launch(&desc, rank_main, &sum, NULL) == DTRAIN_OK ? 0 : 1;
+}
+END
+{ echo '#define DTRAIN_IMPLEMENTATION'; cat "$build/plugin.c"; } >"$build/whole.c"
+cat >"$build/host.c" <<'END'
+#include <dlfcn.h>
+#include <stdio.h>
+int main(int count, char **names)
+{
+    for (int round = 0; round < 2; round++) {
+        void *library[8];
+        for (int i = 1; i < count && i < 8; i++) {
+            int (*run)(unsigned, unsigned) = NULL;
+            library[i] = dlopen(names[i], RTLD_NOW | RTLD_LOCAL);
+            if (library[i]) *(void **)&run = dlsym(library[i], "run");
+            if (!run) return fprintf(stderr, "%s\n", dlerror()), 1;
+            if (run(2, 0) != 0 || run(3, 1) != 0) return fprintf(stderr, "%s: a launch failed\n", names[i]), 1;
+        }
+        for (int i = 1; i < count && i < 8; i++)
+            if (dlclose(library[i]) != 0) return fprintf(stderr, "%s\n", dlerror()), 1;
+    }
+    return 0;
+}
+END
+shared="-std=c99 $warn -O0 -DDTRAIN_NO_SIMD -fPIC"
+try "a shared object with the implementation" $cc $shared -shared "$build/whole.c" -o "$build/whole.so" $libs
+try "dtrain.o for a shared object" $cc $shared -c "$build/impl.c" -o "$build/pic.o"
+for name in one two; do
+    try "shared object $name with dtrain.o" $cc $shared -shared "$build/plugin.c" "$build/pic.o" -o "$build/$name.so" $libs
+done
+try "a program that loads shared objects" $cc -std=gnu99 -Wall -Wextra -Werror "$build/host.c" -o "$build/host" -ldl
+case $build in /*) at=$build ;; *) at=$PWD/$build ;; esac
+try "three shared objects are loaded, run and unloaded, twice" timeout 120 "$build/host" "$at/whole.so" "$at/one.so" "$at/two.so"
+
 for c in g++ clang++; do
     here $c || continue
     for std in c++17 c++20; do
